@@ -1,0 +1,26 @@
+# make demo | test | lint     (Python 3.11 or newer with venv, git, make and g++ must be installed)
+PYTHON ?= python3
+BIN := .venv/bin
+
+demo: .venv/installed
+	PATH="$(CURDIR)/$(BIN):$$PATH" bash scripts/demo.sh
+
+test: .venv/installed-dev
+	$(BIN)/python -m pytest
+
+lint: .venv/installed-dev
+	$(BIN)/ruff check . && $(BIN)/ruff format --check .
+	git ls-files -z '*.sh' '*.slurm' .ci/run | xargs -0 -r $(BIN)/shellcheck -x
+	git ls-files -z '*.sh' '*.slurm' .ci/run | xargs -0 -r $(BIN)/shfmt -d -i 2 -ci -ln bash
+
+.venv/installed: requirements.txt
+	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "error: PYTHON: 3.11 or newer is needed; use make PYTHON=python3.11")'
+	$(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install --quiet -r requirements.txt
+	touch $@
+
+.venv/installed-dev: .venv/installed requirements-dev.txt
+	$(BIN)/python -m pip install --quiet -r requirements-dev.txt
+	touch $@
+
+.PHONY: demo test lint

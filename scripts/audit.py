@@ -1,0 +1,196 @@
+"""The knob audit: what was asked for against what runs, read from the live Trainer and DeepSpeed engine."""
+
+import os
+from dataclasses import dataclass
+
+import torch
+from config import Options, precision_name
+from data_loader import IGNORED
+from distributed import rank, world_size
+from errors import ENVIRONMENT, fail
+from model import count_parameters
+from record import RunRecord
+from transformers import Trainer, TrainerCallback
+
+NOT_ON_CPU = "n/a on CPU"
+
+
+@dataclass
+class Knob:
+    name: str
+    requested: object
+    effective: object
+    note: str = ""
+
+    @property
+    def differs(self) -> bool:
+        return self.requested != self.effective and self.effective != NOT_ON_CPU
+
+
+class AuditCallback(TrainerCallback):
+    """Prints and records the audit once the model is wrapped; ends the run with exit code 3 on a difference."""
+
+    def __init__(self, trainer: Trainer, options: Options, data_args, record: RunRecord):
+        self.trainer, self.options, self.data_args, self.record = trainer, options, data_args, record
+
+    def on_train_begin(self, args, state, control, **kwargs):
+        knobs = audit(self.trainer, self.options, self.data_args)
+        if rank() == 0:
+            print(table(knobs), flush=True)
+            if self.trainer.is_deepspeed_enabled:
+                print(deepspeed_banner(self.trainer.model_wrapped), flush=True)
+        self.record.update(
+            knobs={k.name: {"requested": k.requested, "effective": k.effective} for k in knobs},
+            parameters=count_parameters(self.trainer.model),
+            steps_per_epoch=steps_per_epoch(self.trainer),
+        )
+        for knob in knobs:
+            if knob.differs:
+                what = f"{knob.requested} was requested, {knob.effective} is what would run"
+                fail(f"knob audit: {knob.name}", what, "correct the flag or the config", ENVIRONMENT)
+
+
+def audit(trainer: Trainer, options: Options, data_args) -> list[Knob]:
+    args, values = trainer.args, options.values
+    engine = trainer.model_wrapped if trainer.is_deepspeed_enabled else None
+    micro, accumulation, world = effective_batch(trainer, engine)
+    wanted_micro, wanted_accumulation = (
+        values["per_device_train_batch_size"],
+        values["gradient_accumulation_steps"],
+    )
+    facts = [
+        Knob("precision", precision_name(values), effective_precision(trainer, engine), options.precision_note),
+        Knob("strategy", strategy_name(options), effective_strategy(trainer, engine)),
+        *(offload_knobs(engine, options.deepspeed_config["zero_optimization"]) if engine else []),
+        Knob("world size", world_size(), world, "ranks, one per GPU"),
+        Knob("micro batch", wanted_micro, micro, "sequences per rank and step"),
+        Knob("gradient accumulation", wanted_accumulation, accumulation),
+        Knob("global batch", wanted_micro * wanted_accumulation * world_size(), micro * accumulation * world,
+             "micro batch x accumulation x world size"),
+        Knob("label mode", values["labels"], labels_of(trainer)),
+        Knob("padding", values["padding"], padding_of(trainer), f"up to {data_args.max_length} tokens"),
+        Knob("train size", wanted_train_size(values), len(trainer.train_dataset), "questions"),
+        Knob("eval size", values["eval_size"], len(trainer.eval_dataset), "questions"),
+        Knob("saving", values["save_strategy"], args.save_strategy.value),
+    ]  # fmt: skip
+    plain = [
+        ("steps per epoch", steps_per_epoch(trainer)),
+        ("parameters", f"{count_parameters(trainer.model):,}"),
+        ("device", str(args.device)),
+    ]
+    return facts + [Knob(name, value, value) for name, value in plain]
+
+
+def wanted_train_size(values: dict) -> int:
+    return values["samples_per_gpu"] * world_size() if values["samples_per_gpu"] else values["train_size"]
+
+
+def strategy_name(options: Options) -> str:
+    """How the requested run spreads the model over its ranks."""
+    if options.deepspeed_config is not None:
+        return f"DeepSpeed ZeRO-{options.deepspeed_config['zero_optimization'].get('stage', 0)}"
+    return "DDP" if "RANK" in os.environ else "plain"
+
+
+def effective_strategy(trainer: Trainer, engine) -> str:
+    if engine is not None:
+        return f"DeepSpeed ZeRO-{int(engine.zero_optimization_stage())}"
+    if isinstance(trainer.model_wrapped, torch.nn.parallel.DistributedDataParallel):
+        return "DDP"
+    return "plain"
+
+
+def effective_precision(trainer: Trainer, engine) -> str:
+    if engine is None:
+        return {"no": "fp32"}.get(trainer.accelerator.mixed_precision, trainer.accelerator.mixed_precision)
+    # after initialisation the module holds the working copy; the fp32 masters are the optimizer's
+    dtypes = {p.dtype for p in engine.module.parameters()}
+    names = {torch.float16: "fp16", torch.bfloat16: "bf16", torch.float32: "fp32"}
+    return "+".join(sorted(names.get(dtype, str(dtype)) for dtype in dtypes))
+
+
+def effective_batch(trainer: Trainer, engine) -> tuple[int, int, int]:
+    """Micro batch, accumulation and world size of the live objects."""
+    world = trainer.accelerator.num_processes
+    if engine is not None:
+        return engine.train_micro_batch_size_per_gpu(), engine.gradient_accumulation_steps(), world
+    loader = trainer.callback_handler.train_dataloader
+    return loader.total_batch_size // world, trainer.args.gradient_accumulation_steps, world
+
+
+def offload_knobs(engine, zero: dict) -> list[Knob]:
+    """Where optimizer state and parameters live, and whether that memory is pinned."""
+    wanted = [zero.get(key, {}) for key in ("offload_optimizer", "offload_param")]
+    held = [optimizer_partitions(engine), parameter_partitions(engine)]
+    knobs = []
+    for part, section, tensors in zip(("optimizer", "parameter"), wanted, held, strict=True):
+        device = section.get("device", "none")
+        knobs.append(Knob(f"{part} offload", device, "cpu" if tensors else "none"))
+        if device != "none":
+            pinned = all(t.is_pinned() for t in tensors) if torch.cuda.is_available() else NOT_ON_CPU
+            knobs.append(Knob(f"{part} pinned memory", section.get("pin_memory", True), pinned))
+    return knobs
+
+
+def optimizer_partitions(engine) -> list[torch.Tensor]:
+    """This rank's fp32 master weights if they are offloaded to the CPU, else an empty list."""
+    optimizer = engine.optimizer
+    offloaded = getattr(optimizer, "cpu_offload", False) or getattr(optimizer, "offload_optimizer", False)
+    masters = getattr(optimizer, "single_partition_of_fp32_groups", None) or getattr(
+        optimizer, "fp32_partitioned_groups_flat", []
+    )
+    return [t for t in masters if t.device.type == "cpu"] if offloaded else []
+
+
+def parameter_partitions(engine) -> list[torch.Tensor]:
+    """This rank's shares of the parameters if ZeRO-3 keeps them in CPU memory, else an empty list."""
+    if not getattr(engine.optimizer, "offload_param", False):
+        return []
+    shares = [p.ds_tensor for p in engine.module.parameters() if hasattr(p, "ds_tensor")]
+    return [t for t in shares if t.device.type == "cpu"]
+
+
+def labels_of(trainer: Trainer) -> str:
+    """Which tokens count, from the labels themselves: the first belongs to the prompt."""
+    if trainer.train_dataset[0]["labels"][0] == IGNORED:
+        return "answer"
+    return "sequence" if trainer.data_collator.label_pad_token_id == IGNORED else "all"
+
+
+def padding_of(trainer: Trainer) -> str:
+    return trainer.data_collator.padding
+
+
+def steps_per_epoch(trainer: Trainer) -> int:
+    """Optimizer steps per epoch: batches of one rank over accumulation, rounded up."""
+    return -(-len(trainer.get_train_dataloader()) // trainer.args.gradient_accumulation_steps)
+
+
+def deepspeed_banner(engine) -> str:
+    line = "=" * 60
+    stage = int(engine.zero_optimization_stage())
+    return "\n".join(
+        [
+            line,
+            f"DeepSpeed ZeRO-{stage} Initialization Complete",
+            line,
+            f"  ZeRO Stage: {stage}",
+            f"  Parameter offloading: {bool(parameter_partitions(engine))}",
+            f"  Optimizer offloading: {bool(optimizer_partitions(engine))}",
+            f"  Global rank: {engine.global_rank}",
+            f"  World size: {engine.world_size}",
+            f"  Device: {engine.device}",
+            line,
+        ]
+    )
+
+
+def table(knobs: list[Knob]) -> str:
+    """The audit as aligned text, one knob per line."""
+    rows = [
+        ("knob", "requested", "effective", ""),
+        *((k.name, k.requested, k.effective, k.note) for k in knobs),
+    ]
+    widths = [max(len(str(row[column])) for row in rows) for column in range(3)]
+    lines = ["  ".join(str(cell).ljust(width) for cell, width in zip(row, [*widths, 0], strict=True)) for row in rows]
+    return "\n".join(line.rstrip() for line in ["", *lines, ""])

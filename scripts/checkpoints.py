@@ -1,0 +1,102 @@
+"""Checkpoints that are known to be complete.
+
+transformers resumes from the highest-numbered folder, even when the job was killed while writing it, and
+starts with a fresh optimizer when that file is missing. Here every checkpoint that all ranks finished gets
+the file `complete.json`, with the size of each of its files, and only such a checkpoint is resumed from.
+"""
+
+import json
+import re
+from pathlib import Path
+
+from config import LATEST
+from distributed import rank, wait_for_everyone
+from errors import NO_CHECKPOINT, fail
+from record import write_json
+from transformers import TrainerCallback
+from transformers.trainer_utils import rotate_checkpoints
+
+MARKER = "complete.json"
+UNSHARDED = {"plain", "DDP"}  # each rank holds everything, so any number of ranks can go on
+
+
+class CheckpointCallback(TrainerCallback):
+    """Marks each saved checkpoint as complete, and only then removes the older ones."""
+
+    def __init__(self, save_total_limit: int | None, strategy: str):
+        self.save_total_limit, self.strategy = save_total_limit, strategy
+
+    def on_save(self, args, state, control, **kwargs):
+        wait_for_everyone()  # every rank writes a part
+        if rank() == 0:
+            folder = Path(args.output_dir) / f"checkpoint-{state.global_step}"
+            mark_complete(folder, args.world_size, self.strategy)
+            rotate_checkpoints(args.output_dir, self.save_total_limit, state.best_model_checkpoint, use_mtime=True)
+        wait_for_everyone()
+
+
+def mark_complete(folder: Path, world_size: int, strategy: str) -> None:
+    sizes = {str(f.relative_to(folder)): f.stat().st_size for f in folder.rglob("*") if f.is_file()}
+    write_json(folder / MARKER, {"world_size": world_size, "strategy": strategy, "files": sizes})
+
+
+def is_complete(folder: Path) -> bool:
+    try:
+        files = json.loads((folder / MARKER).read_text())["files"]
+        return all((folder / name).stat().st_size == size for name, size in files.items())
+    except (OSError, ValueError, KeyError):
+        return False
+
+
+def find_checkpoint(wanted: str | None, output_dir: str, world_size: int, strategy: str) -> str | None:
+    """The complete checkpoint to go on from: `wanted` itself, the latest in that folder, or for `latest` the
+    latest of this run or, when it has none, of the other runs beside it.
+
+    Raises SystemExit(4) when there is none, or when it was saved by other ranks or another way of sharding.
+    """
+    if wanted is None:
+        return None
+    if wanted == LATEST:
+        places = [Path(output_dir)]
+        if not latest_complete(places):
+            places = sorted(Path(output_dir).parent.glob("*/"))
+    elif (Path(wanted) / "trainer_state.json").exists() or re.search(r"checkpoint-\d+/?$", wanted):
+        if not is_complete(Path(wanted)):
+            fail(
+                wanted,
+                "is no complete checkpoint",
+                f"choose a folder with a {MARKER} whose files are all there",
+                NO_CHECKPOINT,
+            )
+        return check_fits(Path(wanted), world_size, strategy)
+    else:
+        places = [Path(wanted)]
+    found = latest_complete(places)
+    if not found:
+        where = output_dir if wanted == LATEST else wanted
+        fail(
+            "--resume_from_checkpoint",
+            f"no complete checkpoint in {where}",
+            "leave the flag out to start anew",
+            NO_CHECKPOINT,
+        )
+    return check_fits(found, world_size, strategy)
+
+
+def latest_complete(places: list[Path]) -> Path | None:
+    checkpoints = [c for place in places for c in place.glob("checkpoint-*") if is_complete(c)]
+    return max(checkpoints, key=lambda c: (c / MARKER).stat().st_mtime, default=None)
+
+
+def check_fits(folder: Path, world_size: int, strategy: str) -> str:
+    saved = json.loads((folder / MARKER).read_text())
+    if {saved["strategy"], strategy} <= UNSHARDED:
+        return str(folder)
+    if (saved["strategy"], saved["world_size"]) != (strategy, world_size):
+        fail(
+            folder,
+            f"saved by {saved['world_size']} ranks with {saved['strategy']}, this run has {world_size} with {strategy}",
+            "resume with the same number of ranks and the same config",
+            NO_CHECKPOINT,
+        )
+    return str(folder)

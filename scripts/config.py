@@ -1,0 +1,309 @@
+"""Knobs of the workshop: variables, flags, defaults, and the checks that need no training to run.
+
+Precedence: flag, then environment variable, then default. `KNOBS` is the only place where a variable,
+its flag and its default meet.
+"""
+
+import argparse
+import difflib
+import os
+import re
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal
+
+import torch
+from errors import ENVIRONMENT, fail
+from transformers import HfArgumentParser, TrainingArguments
+
+# variable, flag, default of the workshop (None: decided below, or by the library)
+KNOBS = (
+    ("MODEL_NAME", "model_name", "bigscience/bloom-560m"),
+    ("FROM_SCRATCH", "from_scratch", False),
+    ("DATASET", "dataset", "squad"),
+    ("EVAL_DATASET", "eval_dataset", None),
+    ("TRAIN_SIZE", "train_size", 500),
+    ("EVAL_SIZE", "eval_size", 100),
+    ("SAMPLES_PER_GPU", "samples_per_gpu", None),
+    ("MAX_LENGTH", "max_length", 512),
+    ("PADDING", "padding", "max_length"),
+    ("LABELS", "labels", "sequence"),
+    ("EM_F1", "em_f1", True),
+    ("NUM_EPOCHS", "num_train_epochs", 3),
+    ("BATCH_SIZE", "per_device_train_batch_size", 4),
+    ("GRAD_ACC", "gradient_accumulation_steps", 4),
+    ("LEARNING_RATE", "learning_rate", 5e-5),
+    ("WEIGHT_DECAY", "weight_decay", 0.01),
+    ("FP16", "fp16", None),
+    ("BF16", "bf16", None),
+    ("SAVE_STRATEGY", "save_strategy", "epoch"),
+    ("OUTPUT_DIR", "output_dir", None),
+    ("EXPERIMENT_NAME", "run_name", None),
+)
+# Defaults that differ from transformers' own and have no variable
+OTHER_DEFAULTS = {
+    "eval_strategy": "epoch",
+    "save_total_limit": 1,
+    "logging_steps": 5,
+    "per_device_eval_batch_size": None,  # the training batch size
+    "disable_tqdm": False,
+}
+NEAR_MISSES = {
+    "PER_DEVICE_BATCH_SIZE": "BATCH_SIZE",
+    "GRAD_ACC_STEPS": "GRAD_ACC",
+    "LR": "LEARNING_RATE",
+}
+# Flags of transformers 4 that version 5 removed, with what takes their place
+REMOVED_FLAGS = {
+    "adafactor": "use --optim adafactor",
+    "evaluation_strategy": "use --eval_strategy",
+    "fp16_backend": "leave it out, there is one backend",
+    "fsdp_min_num_params": 'set "min_num_params" in the --fsdp_config file',
+    "fsdp_transformer_layer_cls_to_wrap": 'set "transformer_layer_cls_to_wrap" in the --fsdp_config file',
+    "group_by_length": "use --train_sampling_strategy group_by_length",
+    "half_precision_backend": "leave it out, there is one backend",
+    "include_inputs_for_metrics": "use --include_for_metrics inputs",
+    "include_tokens_per_second": "use --include_num_input_tokens_seen",
+    "jit_mode_eval": "use --torch_compile",
+    "logging_dir": "set the variable TENSORBOARD_LOGGING_DIR",
+    "no_cuda": "use --use_cpu",
+    "overwrite_output_dir": "use a new --output_dir, or --resume_from_checkpoint to go on",
+    "per_gpu_eval_batch_size": "use --per_device_eval_batch_size",
+    "per_gpu_train_batch_size": "use --per_device_train_batch_size",
+    "push_to_hub_model_id": "use --hub_model_id",
+    "push_to_hub_token": "use --hub_token",
+    "save_safetensors": "leave it out, safetensors is the only format",
+    "torchdynamo": "use --torch_compile_backend",
+    "use_ipex": "leave it out, PyTorch has these CPU kernels itself",
+    "use_mps_device": "leave it out, the device is found by itself",
+    "warmup_ratio": "use --warmup_steps with a fraction below 1",
+}
+AT_LEAST_ONE = [
+    "train_size",
+    "eval_size",
+    "samples_per_gpu",
+    "max_length",
+    "per_device_train_batch_size",
+    "per_device_eval_batch_size",
+    "gradient_accumulation_steps",
+]
+MORE_THAN_ZERO = ["num_train_epochs", "learning_rate"]
+LATEST = "latest"
+
+
+@dataclass
+class ModelArguments:
+    model_name: str = field(
+        default="bigscience/bloom-560m",
+        metadata={"help": "Hub name or local folder of a causal LM, or tiny-bloom (no network, no GPU needed)."},
+    )
+    from_scratch: bool = field(
+        default=False,
+        metadata={"help": "Random weights in the named architecture: measures memory and speed without a download."},
+    )
+
+
+@dataclass
+class DataArguments:
+    dataset: str = field(default="squad", metadata={"help": "Hub name, or a local SQuAD v1.1 or v2.0 JSON file."})
+    eval_dataset: str | None = field(
+        default=None,
+        metadata={
+            "help": "Local JSON file to evaluate on. Without it a local --dataset holds out every fifth paragraph."
+        },
+    )
+    train_size: int = field(default=500, metadata={"help": "Number of training questions."})
+    eval_size: int = field(default=100, metadata={"help": "Number of evaluation questions."})
+    samples_per_gpu: int | None = field(
+        default=None,
+        metadata={"help": "Weak scaling: train on this many questions per rank, instead of --train_size."},
+    )
+    max_length: int = field(
+        default=512, metadata={"help": "Longest sequence in tokens. First to lower when memory runs out."}
+    )
+    padding: Literal["max_length", "longest"] = field(
+        default="max_length",
+        metadata={"help": "Pad every batch to --max_length, or only to its longest sequence (faster, same loss)."},
+    )
+    labels: Literal["sequence", "answer", "all"] = field(
+        default="sequence",
+        metadata={"help": "Tokens that count in the loss: all real ones, only answer and EOS, or padding as well."},
+    )
+    em_f1: bool = field(
+        default=True,
+        metadata={"help": "After training, answer the evaluation questions and print EM and F1."},
+    )
+
+
+@dataclass
+class Options:
+    """The parsed command line. `values`: flag -> value; `names`: flag -> how the user gave it, for messages."""
+
+    values: dict
+    names: dict
+    precision_note: str = ""
+    deepspeed_config: dict | None = None
+
+    def settings(self) -> dict:
+        """What defines the run: every knob, and each other flag that was given. Never a secret."""
+        flags = {flag for _, flag, _ in KNOBS} | set(OTHER_DEFAULTS) | {"seed"} | set(self.names)
+        return {flag: self.values[flag] for flag in sorted(flags - {"hub_token"})}
+
+    def fail(self, flag: str, what: str, way_out: str) -> None:
+        fail(self.names.get(flag, f"--{flag}"), what, way_out)
+
+
+class Parser(HfArgumentParser):
+    """HfArgumentParser whose errors are one line and whose help keeps its own line breaks."""
+
+    def error(self, message: str) -> None:
+        """Turn argparse's ``argument --x/--y: reason`` into this repository's error line."""
+        match = re.match(r"argument (--?[\w-]+)\S*: (.*)", message, re.DOTALL)
+        source, what = match.groups() if match else ("command line", message)
+        fail(source, what, "see --help")
+
+
+class HelpFormatter(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescriptionHelpFormatter):
+    pass
+
+
+def build_parser(description: str) -> Parser:
+    parser = Parser(
+        (ModelArguments, DataArguments, TrainingArguments),
+        description=description,
+        allow_abbrev=False,
+        formatter_class=HelpFormatter,
+    )
+    actions = actions_by_flag(parser)
+    actions["max_steps"].option_strings.append("--steps")
+    parser._option_string_actions["--steps"] = actions["max_steps"]
+    resume = actions["resume_from_checkpoint"]
+    resume.nargs, resume.const = "?", LATEST
+    resume.help = "Go on from this run folder or checkpoint; without a value, from the latest complete checkpoint."
+    for variable, flag, _ in KNOBS:
+        actions[flag].help = f"{actions[flag].help} Variable {variable}."
+    return parser
+
+
+def actions_by_flag(parser: Parser) -> dict:
+    return {action.dest: action for action in parser._actions}
+
+
+def parse_command_line(description: str, argv: list[str] | None = None) -> Options:
+    """Read flags and variables; check everything that needs neither a process group nor the data.
+
+    Raises SystemExit(2) with one line on stderr for a user's mistake.
+    """
+    parser = build_parser(description)
+    defaults, names = environment_values(actions_by_flag(parser))
+    parser.set_defaults(**OTHER_DEFAULTS, **defaults)
+    namespace, unknown = parser.parse_known_args(argv)
+    if unknown:
+        reject_unknown(unknown, parser)
+    values = vars(namespace)
+    names |= {flag: f"--{flag}" for flag, value in values.items() if value != parser.get_default(flag)}
+    options = Options(values, names)
+    check_values(options)
+    resolve_precision(options)
+    return options
+
+
+def environment_values(actions: dict) -> tuple[dict, dict]:
+    """Values of all knobs from the environment or their default, and the variables that were given."""
+    for wrong, right in NEAR_MISSES.items():
+        if wrong in os.environ:
+            fail(wrong, "this variable is not read", f"use {right}")
+    values, names = {}, {}
+    for variable, flag, default in KNOBS:
+        text = os.environ.get(variable, "").strip()
+        values[flag] = default
+        if not text:
+            continue
+        names[flag] = variable
+        action = actions[flag]
+        try:
+            values[flag] = action.type(text)
+        except (ValueError, argparse.ArgumentTypeError):
+            kind = "True or False" if action.nargs == "?" or flag in ("fp16", "bf16") else action.type.__name__
+            fail(variable, f"{text!r} is not valid (expected {kind})", "correct or unset the variable")
+        if action.choices and values[flag] not in action.choices:
+            fail(variable, f"{text!r} is not one of {', '.join(action.choices)}", "choose one of these")
+    return values, names
+
+
+def reject_unknown(unknown: list[str], parser: Parser) -> None:
+    word = next((w for w in unknown if w.startswith("-")), unknown[0])
+    flag = word.split("=")[0]
+    name = flag.lstrip("-").replace("-", "_")
+    if name in REMOVED_FLAGS:
+        fail(flag, "transformers 5 removed this flag", REMOVED_FLAGS[name])
+    near = difflib.get_close_matches(f"--{name}", parser._option_string_actions, n=1, cutoff=0.5)
+    fail(flag, "unknown flag", f"did you mean {near[0]}?" if near else "see --help")
+
+
+def check_values(options: Options) -> None:
+    values = options.values
+    if values["per_device_eval_batch_size"] is None:
+        values["per_device_eval_batch_size"] = values["per_device_train_batch_size"]
+    for flag in AT_LEAST_ONE:
+        if values[flag] is not None and values[flag] < 1:
+            options.fail(flag, f"{values[flag]} is too small", "give a whole number of at least 1")
+    for flag in MORE_THAN_ZERO:
+        if not values[flag] > 0:
+            options.fail(flag, f"{values[flag]} is too small", "give a number above 0")
+    if values["max_steps"] == 0 or values["max_steps"] < -1:
+        fail("--max_steps", f"{values['max_steps']} is no number of steps", "give at least 1, or leave it out")
+    if values["deepspeed"] and values["fsdp"]:
+        fail("--deepspeed", "cannot be combined with --fsdp, both shard the model", "give one of the two")
+    if values["push_to_hub"]:
+        fail("--push_to_hub", "this workshop keeps its models local", "upload the saved folder afterwards")
+
+
+def resolve_precision(options: Options) -> None:
+    """Replace unset fp16 and bf16 by what the hardware can do; weights stay fp32 masters in every case."""
+    values, gpu = options.values, torch.cuda.is_available() and not options.values["use_cpu"]
+    if values["fp16"] and values["bf16"]:
+        options.fail("fp16", f"contradicts {options.names.get('bf16', '--bf16')}", "give one of the two")
+    if values["fp16"] and not gpu:
+        options.fail("fp16", "fp16 needs a CUDA GPU and there is none here", "use --bf16, or --fp16 False for fp32")
+    if values["fp16"] is None and values["bf16"] is None:
+        values["fp16"] = gpu
+        values["bf16"] = not gpu and cpu_has_bf16()
+        options.precision_note = "default" if gpu else "default without a GPU, where fp16 does not run"
+    values["fp16"] = bool(values["fp16"]) or (gpu and values["fp16"] is None and not values["bf16"])
+    values["bf16"] = bool(values["bf16"])
+    if values["bf16"] and gpu and not torch.cuda.is_bf16_supported(including_emulation=False):
+        options.fail("bf16", "this GPU has no bf16", "use --fp16")
+    if not gpu:
+        values["use_cpu"] = True
+
+
+def cpu_has_bf16() -> bool:
+    """Whether the CPU computes in bf16 itself (AVX512-BF16, AMX or Arm BF16), instead of emulating it."""
+    cpuinfo = Path("/proc/cpuinfo")
+    flags = cpuinfo.read_text() if cpuinfo.exists() else ""
+    return re.search(r"^(flags|Features)\s*:.*\b(avx512_bf16|amx_bf16|bf16)\b", flags, re.MULTILINE) is not None
+
+
+def precision_name(values: dict) -> str:
+    return "fp16" if values["fp16"] else "bf16" if values["bf16"] else "fp32"
+
+
+def build_arguments(options: Options) -> tuple[ModelArguments, DataArguments, TrainingArguments]:
+    """Construct the dataclasses. TrainingArguments joins the process group as a side effect."""
+    values = dict(options.values)
+    values["output_dir"] = values["output_dir"] or "output"
+    values["run_name"] = values["run_name"] or os.path.basename(os.getcwd())
+    try:
+        model_args, data_args, training_args = Parser((ModelArguments, DataArguments, TrainingArguments)).parse_dict(
+            values
+        )
+    except ValueError as error:
+        fail("command line", str(error), "see --help")
+    except torch.distributed.DistError as error:
+        fail("process group", str(error), "check MASTER_ADDR and MASTER_PORT on every node", ENVIRONMENT)
+    if training_args.n_gpu > 1:
+        # transformers would fall back to nn.DataParallel; one process drives one GPU in this workshop
+        print(f"plain python uses 1 of the {training_args.n_gpu} visible GPUs; start with torchrun to use all")
+        training_args._n_gpu = 1
+    return model_args, data_args, training_args

@@ -1,0 +1,122 @@
+"""Start of the processes: the variables that PyTorch needs, from whichever launcher there is."""
+
+import os
+import socket
+import subprocess
+import sys
+
+import torch
+import torch.distributed as dist
+from errors import ENVIRONMENT, fail
+
+
+def prepare_environment(shards: bool) -> None:
+    """Set RANK, LOCAL_RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT where the launcher did not.
+
+    torchrun sets them all. Bare srun gives its own names (SLURM_PROCID, SLURM_LOCALID). Plain python gets a
+    world of one if the run shards (DeepSpeed would look for MPI otherwise) and nothing if it does not.
+    """
+    env = os.environ
+    # DeepSpeed compiles its CPU optimizer with the ninja that pip put beside this python
+    env["PATH"] = f"{os.path.dirname(sys.executable)}{os.pathsep}{env['PATH']}"
+    if not torch.cuda.is_available():
+        env.setdefault("DS_ACCELERATOR", "cpu")  # or DeepSpeed warns that it found no GPU
+    if "RANK" not in env and int(env.get("SLURM_STEP_NUM_TASKS", 1)) > 1:
+        env["RANK"], env["LOCAL_RANK"] = env["SLURM_PROCID"], env["SLURM_LOCALID"]
+        env["WORLD_SIZE"] = env["SLURM_STEP_NUM_TASKS"]
+        # accelerate reads the ranks of one node from here; Slurm writes e.g. 4(x2)
+        env["LOCAL_WORLD_SIZE"] = env.get("SLURM_STEP_TASKS_PER_NODE", env["WORLD_SIZE"]).split("(")[0].split(",")[0]
+        env.setdefault("MASTER_ADDR", first_host(env.get("SLURM_STEP_NODELIST", "localhost")))
+        # the same on every rank without talking to each other, and different for neighbouring jobs
+        env.setdefault("MASTER_PORT", str(20000 + int(env["SLURM_JOB_ID"]) % 10000))
+    if "RANK" not in env and shards:
+        env.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", LOCAL_WORLD_SIZE="1")
+        env.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(free_port()))
+    if world_size() > 1:
+        print(f"Initializing process group for rank {env['RANK']}")
+        print(f"MASTER_ADDR: {env.get('MASTER_ADDR')}")
+        print(f"MASTER_PORT: {env.get('MASTER_PORT')}", flush=True)
+    bind_device()
+
+
+def bind_device() -> None:
+    """Make the GPU with this process's local rank its own, before anything allocates on cuda:0."""
+    local_rank, gpus = int(os.environ.get("LOCAL_RANK", 0)), torch.cuda.device_count()
+    if gpus and local_rank >= gpus:
+        fail(
+            "LOCAL_RANK",
+            f"{local_rank}, but {socket.gethostname()} shows {gpus} GPUs",
+            "start as many processes per node as it has GPUs",
+            ENVIRONMENT,
+        )
+    if gpus:
+        torch.cuda.set_device(local_rank)
+
+
+def join_process_group(deepspeed: bool) -> None:
+    """Let DeepSpeed use the process group that TrainingArguments has opened, and print this rank's place in it.
+
+    On the CPU transformers leaves this to the engine, but ZeRO-3 shards the model before there is one, and
+    would take itself for a world of one.
+    """
+    if deepspeed:
+        import deepspeed.comm
+
+        backend = "nccl" if torch.cuda.is_available() else "gloo"
+        deepspeed.comm.init_distributed(backend, auto_mpi_discovery=False, verbose=False)
+    if dist.is_initialized() and dist.get_world_size() > 1:
+        print(
+            f"torch.distributed initialized: rank {dist.get_rank()} / world size {dist.get_world_size()}",
+            flush=True,
+        )
+
+
+def leave_process_group() -> None:
+    """Wait for the other ranks and close: a rank that just exits takes gloo's threads down with an abort."""
+    if dist.is_initialized():
+        dist.barrier()
+        dist.destroy_process_group()
+
+
+def world_size() -> int:
+    return int(os.environ.get("WORLD_SIZE", 1))
+
+
+def rank() -> int:
+    return int(os.environ.get("RANK", 0))
+
+
+def wait_for_everyone() -> None:
+    if dist.is_initialized():
+        dist.barrier()
+
+
+def same_everywhere(value: object) -> object:
+    """Rank 0's value, on every rank."""
+    box = [value]
+    if dist.is_initialized():
+        dist.broadcast_object_list(box)
+    return box[0]
+
+
+def gather_lists(values: list) -> list[list]:
+    """One list per rank, in rank order, on every rank."""
+    if not dist.is_initialized():
+        return [values]
+    lists: list = [None] * dist.get_world_size()
+    dist.all_gather_object(lists, values)
+    return lists
+
+
+def free_port() -> int:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return listener.getsockname()[1]
+
+
+def first_host(nodelist: str) -> str:
+    """First name of a Slurm node list such as ``gpu[03-07]``."""
+    if "[" not in nodelist:
+        return nodelist.split(",")[0]
+    names = subprocess.run(["scontrol", "show", "hostnames", nodelist], capture_output=True, text=True, check=True)
+    return names.stdout.split()[0]

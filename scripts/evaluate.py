@@ -1,0 +1,99 @@
+"""Exact Match and F1 of a saved model, by greedy generation on the evaluation questions.
+
+    python scripts/evaluate.py --model_name output/123 --dataset data/squad_sample.json --eval_size 50
+    torchrun --nproc_per_node=2 scripts/evaluate.py --model_name output/123 --eval_size 100
+
+It reads the same flags and variables as train.py, so the same seed and sizes give the same questions.
+"""
+
+import torch
+from config import Options, build_arguments, parse_command_line
+from data_loader import answer_room, load_squad
+from datasets import Dataset
+from distributed import (
+    gather_lists,
+    join_process_group,
+    leave_process_group,
+    prepare_environment,
+    rank,
+    world_size,
+)
+from model import load_model, load_tokenizer
+from torchmetrics.functional.text import squad
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+
+def exact_match_and_f1(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    questions: Dataset,
+    batch_size: int,
+    max_length: int,
+    sharded: bool = False,
+) -> dict[str, float]:
+    """Percent by the official SQuAD v1.1 rules, over all `questions`, the same on every rank. Collective.
+
+    sharded: the ranks hold parts of the model, so they must call its forward pass equally often.
+    """
+    predictions = answer_questions(model, tokenizer, questions, batch_size, max_length, sharded)
+    given = [{"id": str(i), "prediction_text": predictions[i]} for i in range(len(questions))]
+    wanted = [
+        {"id": str(i), "answers": {"text": answers, "answer_start": [0] * len(answers)}}
+        for i, answers in enumerate(questions["answers"])
+    ]
+    return {name: round(float(value), 4) for name, value in squad(given, wanted).items()}
+
+
+def answer_questions(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    questions: Dataset,
+    batch_size: int,
+    max_length: int,
+    sharded: bool,
+) -> dict[int, str]:
+    """Number of the question -> generated answer, for all questions on every rank."""
+    # Every rank gets equally many: with sharded weights a rank without a batch would leave the others waiting.
+    numbers = [*range(len(questions)), *[0] * (-len(questions) % world_size())][rank() :: world_size()]
+    answers = {}
+    model.eval()
+    for start in range(0, len(numbers), batch_size):
+        batch = numbers[start : start + batch_size]
+        rows = questions.select(batch)
+        prompts = [ids[:n] for ids, n in zip(rows["input_ids"], rows["prompt_length"], strict=True)]
+        padded = tokenizer.pad({"input_ids": prompts}, padding_side="left", return_tensors="pt").to(model.device)
+        with torch.no_grad():
+            generated = model.generate(
+                **padded,
+                do_sample=False,
+                use_cache=True,
+                max_new_tokens=answer_room(max_length),
+                synced_gpus=sharded and world_size() > 1,
+            )
+        new_tokens = generated[:, padded["input_ids"].shape[1] :]
+        texts = tokenizer.batch_decode(new_tokens, skip_special_tokens=True)
+        answers.update(zip(batch, (text.strip() for text in texts), strict=True))
+    return {number: text for part in gather_lists(list(answers.items())) for number, text in part}
+
+
+def evaluate_saved(options: Options) -> dict[str, float]:
+    prepare_environment(shards=False)
+    model_args, data_args, args = build_arguments(options)
+    join_process_group(deepspeed=False)
+    tokenizer = load_tokenizer(model_args, data_args)
+    _, questions = load_squad(data_args, tokenizer, args)
+    model = load_model(model_args, data_args, tokenizer, args.seed).to(args.device)
+    dtype = torch.float16 if args.fp16 else torch.bfloat16
+    with torch.autocast(args.device.type, dtype=dtype, enabled=args.fp16 or args.bf16):
+        return exact_match_and_f1(model, tokenizer, questions, args.per_device_eval_batch_size, data_args.max_length)
+
+
+def main() -> None:
+    scores = evaluate_saved(parse_command_line(__doc__))
+    if rank() == 0:
+        print(f"exact_match {scores['exact_match']:.2f}  f1 {scores['f1']:.2f}")
+    leave_process_group()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,40 @@
+"""The Hugging Face Hub on machines with and without network."""
+
+import os
+import socket
+from urllib.parse import urlparse
+
+import datasets
+import huggingface_hub.constants
+from errors import fail
+
+
+def offline_without_network() -> None:
+    """Switch the Hugging Face libraries to their cache when the Hub cannot be reached.
+
+    Compute nodes often have no network: the libraries would retry for minutes before they look into the
+    cache. A proxy or HF_HUB_OFFLINE is the user's own answer and is left alone.
+    """
+    if "HF_HUB_OFFLINE" in os.environ or "https_proxy" in os.environ or "HTTPS_PROXY" in os.environ:
+        return
+    address = urlparse(huggingface_hub.constants.ENDPOINT)
+    try:
+        socket.create_connection((address.hostname, address.port or 443), timeout=3).close()
+    except OSError:
+        print(f"{address.hostname} cannot be reached: looking into the local cache only", flush=True)
+        os.environ["HF_HUB_OFFLINE"] = "1"
+        huggingface_hub.constants.HF_HUB_OFFLINE = True
+        datasets.config.HF_HUB_OFFLINE = datasets.config.HF_DATASETS_OFFLINE = True
+
+
+def cannot_load(flag: str, name: str, error: Exception, model_name: str, dataset: str) -> None:
+    """End with exit code 2, saying how to get the model or dataset `name` of `flag` into the cache."""
+    if huggingface_hub.constants.HF_HUB_OFFLINE:
+        arguments = f"--model_name {model_name} " if model_name else ""
+        fail(
+            flag,
+            f"{name} is no local path, not in the cache, and there is no network",
+            f"on a login node run: python scripts/prefetch.py {arguments}--dataset {dataset}",
+        )
+    reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+    fail(flag, f"{name} cannot be loaded ({reason})", "correct the name, or give a local path")

@@ -1,0 +1,161 @@
+"""Models and tokenizers: `load_tokenizer`, `load_model`, `save_model`."""
+
+from pathlib import Path
+
+import torch
+from data_loader import is_local, read_questions, read_splits
+from errors import fail
+from hub import cannot_load, offline_without_network
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    BloomConfig,
+    PreTrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+    PreTrainedTokenizerFast,
+    set_seed,
+)
+from transformers.initialization import no_init_weights
+from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
+
+TINY_BLOOM = "tiny-bloom"
+# hidden size, layers and heads (arXiv:2211.05100, table 3): --from_scratch then needs no download
+BLOOM_SIZES = {
+    TINY_BLOOM: (64, 2, 4),
+    "bigscience/bloom-560m": (1024, 24, 16),
+    "bigscience/bloom-1b1": (1536, 24, 16),
+    "bigscience/bloom-1b7": (2048, 24, 16),
+    "bigscience/bloom-3b": (2560, 30, 32),
+    "bigscience/bloom-7b1": (4096, 30, 32),
+}
+BLOOM_VOCABULARY = 250880  # 250,680 tokens, padded for tensor parallelism
+TINY_VOCABULARY = 2048
+# BLOOM's ids 0 to 3
+SPECIAL_TOKENS = {"unk_token": "<unk>", "bos_token": "<s>", "eos_token": "</s>", "pad_token": "<pad>"}
+
+
+def load_tokenizer(model_args, data_args) -> PreTrainedTokenizerBase:
+    """The model's tokenizer, padding on the right, with a pad token in any case.
+
+    tiny-bloom has none to download: its own is trained on the whole training file. The same is done for
+    --from_scratch when the named model's tokenizer is not at hand.
+    """
+    name = model_args.model_name
+    if name == TINY_BLOOM:
+        return train_tokenizer(data_args)
+    check_local(name)
+    try:
+        if not Path(name).is_dir():
+            offline_without_network()
+        tokenizer = AutoTokenizer.from_pretrained(name)
+    except (OSError, ValueError) as error:
+        if model_args.from_scratch and name in BLOOM_SIZES:
+            print(f"no tokenizer of {name} here: training one of {TINY_VOCABULARY} tokens on {data_args.dataset}")
+            return train_tokenizer(data_args)
+        cannot_load("--model_name", name, error, name, data_args.dataset)
+    if tokenizer.pad_token is None:
+        # Padding is masked by position, not by id, so the EOS that ends an answer still counts.
+        tokenizer.pad_token = tokenizer.eos_token
+    tokenizer.padding_side = "right"
+    return tokenizer
+
+
+def check_local(name: str) -> None:
+    path = Path(name)
+    if path.is_dir() and not (path / "config.json").is_file():
+        fail("--model_name", f"the folder {name} holds no config.json", "give the folder of a saved model")
+    if name.startswith((".", "/", "~")) and not path.is_dir():
+        fail("--model_name", f"there is no folder {name}", "give the folder of a saved model, or a Hub name")
+
+
+def train_tokenizer(data_args) -> PreTrainedTokenizerBase:
+    """Byte-level BPE with BLOOM's special ids, from all texts of the training file: the same on every rank."""
+    dataset = data_args.dataset
+    questions = read_questions(dataset) if is_local(dataset) else read_splits(data_args)[0]
+    texts = dict.fromkeys(text for row in questions for text in (row["context"], row["question"]))
+    tokenizer = Tokenizer(models.BPE(unk_token=SPECIAL_TOKENS["unk_token"]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=TINY_VOCABULARY,
+        special_tokens=list(SPECIAL_TOKENS.values()),
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator([*texts, "Question: Context: Answer:"], trainer)
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, padding_side="right", **SPECIAL_TOKENS)
+
+
+def load_model(model_args, data_args, tokenizer: PreTrainedTokenizerBase, seed: int) -> PreTrainedModel:
+    """A causal LM with fp32 weights: pretrained, or random for tiny-bloom and --from_scratch.
+
+    With a ZeRO-3 config transformers shards the weights while it loads them, so this must come after
+    TrainingArguments has been created.
+    """
+    name = model_args.model_name
+    if model_args.from_scratch or name == TINY_BLOOM:
+        model = random_model(load_config(model_args, data_args), seed)
+    else:
+        try:
+            # from_pretrained would take the checkpoint's dtype: fp16 masters lose small updates
+            model = AutoModelForCausalLM.from_pretrained(name, dtype=torch.float32)
+        except (OSError, ValueError) as error:
+            cannot_load("--model_name", name, error, name, data_args.dataset)
+    vocabulary = model.config.get_text_config().vocab_size
+    if len(tokenizer) > vocabulary:
+        fail(
+            "--model_name",
+            f"its tokenizer has {len(tokenizer)} tokens, the model {vocabulary}",
+            "use a matching pair",
+        )
+    model.config.pad_token_id = tokenizer.pad_token_id
+    model.generation_config.pad_token_id = tokenizer.pad_token_id
+    model.generation_config.eos_token_id = tokenizer.eos_token_id
+    return model
+
+
+def random_model(config: PreTrainedConfig, seed: int) -> PreTrainedModel:
+    """The same weights for a seed on every rank and under every sharding strategy."""
+    set_seed(seed)
+    if is_deepspeed_zero3_enabled():
+        return AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    # ZeRO-3 draws no random numbers while it builds the modules: neither may the others, or the losses of
+    # two stages could not be compared
+    with no_init_weights():
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    model.initialize_weights()
+    model.tie_weights()
+    return model
+
+
+def load_config(model_args, data_args) -> PreTrainedConfig:
+    name = model_args.model_name
+    if name in BLOOM_SIZES:
+        hidden_size, layers, heads = BLOOM_SIZES[name]
+        return BloomConfig(
+            vocab_size=TINY_VOCABULARY if name == TINY_BLOOM else BLOOM_VOCABULARY,
+            hidden_size=hidden_size,
+            n_layer=layers,
+            n_head=heads,
+            use_cache=False,
+        )
+    try:
+        return AutoConfig.from_pretrained(name)
+    except (OSError, ValueError) as error:
+        cannot_load("--model_name", name, error, name, data_args.dataset)
+
+
+def count_parameters(model: torch.nn.Module) -> int:
+    """All parameters, tied ones once, also while ZeRO-3 holds only this rank's share of each."""
+    return sum(getattr(p, "ds_numel", p.numel()) for p in model.parameters())
+
+
+def save_model(trainer, tokenizer: PreTrainedTokenizerBase, output_dir: str) -> None:
+    """Write the trained weights (gathered from all ranks) and the tokenizer, loadable by from_pretrained."""
+    trainer.save_model(output_dir)
+    if trainer.is_world_process_zero():
+        tokenizer.save_pretrained(output_dir)
+        print(f"Model saved to {output_dir}", flush=True)

@@ -1,0 +1,86 @@
+"""Download a model and a data set on a machine with network, for compute nodes that have none.
+
+    python scripts/prefetch.py --model_name bigscience/bloom-560m --dataset squad
+
+Fills the Hugging Face cache (HF_HOME, shared with the compute nodes) and notes what it holds in
+$HF_HOME/workshop_manifest.json.
+"""
+
+import argparse
+import json
+from datetime import UTC, datetime
+from pathlib import Path
+
+import huggingface_hub
+from data_loader import is_local
+from datasets import load_dataset
+from errors import ENVIRONMENT, fail
+from huggingface_hub.constants import HF_HOME
+from model import TINY_BLOOM, check_local
+from record import write_json
+
+MANIFEST = Path(HF_HOME) / "workshop_manifest.json"
+# Weights come as safetensors, or in older repositories as pytorch_model.bin; never other frameworks' copies
+MODEL_FILES = ["*.json", "*.txt", "*.model", "*.safetensors"]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model_name", "--model-name", help="Hub name of a causal LM")
+    parser.add_argument("--dataset", help="Hub name of a SQuAD-like data set")
+    arguments = parser.parse_args()
+    if not arguments.model_name and not arguments.dataset:
+        fail("prefetch.py", "nothing to fetch", "give --model_name, --dataset or both")
+    fetched = {}
+    if arguments.model_name:
+        fetched |= fetch_model(arguments.model_name)
+    if arguments.dataset:
+        fetched |= fetch_dataset(arguments.dataset)
+    manifest = json.loads(MANIFEST.read_text()) if MANIFEST.exists() else {}
+    MANIFEST.parent.mkdir(parents=True, exist_ok=True)
+    write_json(MANIFEST, manifest | fetched)
+    print(f"manifest: {MANIFEST}")
+
+
+def fetch_model(name: str) -> dict:
+    check_local(name)
+    if name == TINY_BLOOM or Path(name).is_dir():
+        print(f"{name}: local, nothing to fetch")
+        return {}
+    try:
+        info = huggingface_hub.model_info(name)
+        files = [sibling.rfilename for sibling in info.siblings]
+        wanted = MODEL_FILES if any(f.endswith(".safetensors") for f in files) else [*MODEL_FILES, "*.bin"]
+        folder = huggingface_hub.snapshot_download(name, revision=info.sha, allow_patterns=wanted)
+    except Exception as error:  # the Hub client raises its own, httpx's and OSError
+        cannot_fetch("--model_name", name, error)
+    size = sum(f.stat().st_size for f in Path(folder).rglob("*") if f.is_file())
+    print(f"{name}: {size / 2**30:.2f} GiB in {folder}")
+    return {f"model {name}": {"revision": info.sha, "bytes": size, "fetched": now()}}
+
+
+def fetch_dataset(name: str) -> dict:
+    if is_local(name):
+        print(f"{name}: local, nothing to fetch")
+        return {}
+    try:
+        splits = load_dataset(name)
+    except Exception as error:
+        cannot_fetch("--dataset", name, error)
+    rows = {split: len(part) for split, part in splits.items()}
+    print(f"{name}: {rows}")
+    return {f"dataset {name}": {"rows": rows, "fetched": now()}}
+
+
+def cannot_fetch(flag: str, name: str, error: Exception) -> None:
+    reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+    way_out = "check the name, and that this machine has network"
+    fail(flag, f"{name} cannot be fetched ({reason:.200})", way_out, ENVIRONMENT)
+
+
+def now() -> str:
+    return datetime.now(UTC).isoformat(timespec="seconds")
+
+
+if __name__ == "__main__":
+    main()

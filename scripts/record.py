@@ -1,0 +1,239 @@
+"""The run record ``results/<job_id>.json``: everything that is later said about a run comes from here.
+
+    python scripts/record.py results/123.json --exit-code 137     # job.sh: the run ended without saying so
+
+Schema 1. Written by rank 0, replaced atomically. A value that could not be measured is null, and `missing`
+gives the reason under the same name.
+
+    schema              1
+    status              running | completed | failed | oom | timeout | stopped
+    exit_code           of the training, null while it runs
+    job_id, experiment, run_name, command, started, finished (UTC), resumed_from, output_dir
+    nodes               host names, in rank order
+    world_size          number of ranks
+    hardware            gpu (name), gpus (on all nodes), gpu_memory_mib, cpu, cpus (of one node)
+    git                 commit, dirty (whether files differed from it)
+    versions            python and packages
+    knobs               name -> requested, effective
+    settings            value of every knob, and of each other flag that was given
+    parameters          number of them, tied ones once
+    steps_per_epoch     optimizer steps
+    train_size, eval_size
+    eval                list, one entry per evaluation: epoch, step, loss, runtime_s, samples_per_second
+    train               loss_mean (the Trainer's), loss_last (last logged), runtime_s, samples_per_second,
+                        steps_per_second (the Trainer's: they include evaluation and saving),
+                        steady_samples_per_second, steady_steps_per_second, steady_steps (steps alone,
+                        warm-up left out)
+    exact_match, f1     percent over eval_size questions
+    peak_gpu_memory     per rank: allocated_mib, reserved_mib, as PyTorch counted up to the end of training
+    peak_process_mib    per rank: largest resident memory of the process
+"""
+
+import argparse
+import json
+import os
+import platform
+import resource
+import socket
+import subprocess
+import sys
+import time
+from datetime import UTC, datetime
+from importlib.metadata import version
+from pathlib import Path
+
+import torch
+from distributed import gather_lists, rank, same_everywhere
+from errors import ENVIRONMENT, fail
+
+SCHEMA = 1
+REPOSITORY = Path(__file__).resolve().parent.parent
+PACKAGES = ["torch", "transformers", "accelerate", "deepspeed", "datasets", "tokenizers"]
+
+
+def new_job_id() -> str:
+    """The job's id, equal on all ranks: JOB_ID, else Slurm's, else local-<time>-<pid>."""
+    local = f"local-{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"
+    return same_everywhere(os.environ.get("JOB_ID") or os.environ.get("SLURM_JOB_ID") or local)
+
+
+class RunRecord:
+    """A dict on every rank, a file of rank 0. As a context manager it notes how the run ended."""
+
+    def __init__(self, job_id: str, folder: str = "results"):
+        self.path = Path(folder) / f"{job_id}.json"
+        self.content: dict = {
+            "schema": SCHEMA,
+            "status": "running",
+            "exit_code": None,
+            "job_id": job_id,
+            "missing": {},
+        }
+
+    def start(self, **values: object) -> None:
+        """Write the record for the first time. Collective: every rank adds its host name."""
+        hosts = [host for (host,) in gather_lists([socket.gethostname()])]
+        self.content |= {
+            "experiment": experiment_path(),
+            "command": sys.argv,
+            "started": now(),
+            "finished": None,
+            "nodes": list(dict.fromkeys(hosts)),
+            "world_size": len(hosts),
+            "hardware": hardware(len(hosts)),
+            "git": git_state(),
+            "versions": {"python": platform.python_version()} | {name: version(name) for name in PACKAGES},
+            **values,
+        }
+        self.write()
+
+    def update(self, **values: object) -> None:
+        self.content |= values
+        self.write()
+
+    def missing(self, name: str, reason: str) -> None:
+        """Leave `name` empty, and say why."""
+        self.content["missing"][name] = reason
+        self.update(**{name: None})
+
+    def write(self) -> None:
+        if rank() != 0:
+            return
+        try:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            write_json(self.path, self.content)
+        except OSError as error:
+            fail(self.path, f"cannot be written ({error.strerror})", "free disk space or quota", ENVIRONMENT)
+
+    def training(self, metrics: dict, log_history: list[dict], steady: dict) -> None:
+        """Note what the Trainer reports of a finished training, and the steady rate beside it."""
+        losses = [entry["loss"] for entry in log_history if "loss" in entry]
+        self.update(
+            train={
+                "loss_mean": metrics["train_loss"],
+                "loss_last": losses[-1] if losses else None,
+                "runtime_s": metrics["train_runtime"],
+                "samples_per_second": metrics["train_samples_per_second"],
+                "steps_per_second": metrics["train_steps_per_second"],
+                **steady,
+            }
+        )
+        if not steady["steady_steps"]:
+            self.content["missing"]["train.steady_samples_per_second"] = "too few steps after the warm-up"
+            self.write()
+
+    def measure_memory(self) -> None:
+        """Note the peaks so far. Collective."""
+        process = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+        gpu = None
+        if torch.cuda.is_available():
+            peaks = torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved()
+            gpu = dict(zip(("allocated_mib", "reserved_mib"), (round(p / 2**20, 1) for p in peaks), strict=True))
+        ranks = gather_lists([gpu, round(process, 1)])
+        self.update(peak_process_mib=[mib for _, mib in ranks])
+        if gpu:
+            self.update(peak_gpu_memory=[peaks for peaks, _ in ranks])
+        else:
+            self.missing("peak_gpu_memory", "no GPU")
+
+    def __enter__(self) -> "RunRecord":
+        return self
+
+    def __exit__(self, kind: type | None, error: BaseException | None, trace: object) -> None:
+        out_of_memory = isinstance(error, torch.OutOfMemoryError)
+        if out_of_memory and rank() != 0:
+            # rank 0 is about to be ended by the launcher and would only know that it was stopped
+            finish(self.path, "oom", 1)
+        if rank() != 0 or not self.path.exists():
+            return
+        if json.loads(self.path.read_text())["status"] != "running":
+            return
+        status, code = outcome(error)
+        self.update(status="oom" if out_of_memory else status, exit_code=code, finished=now())
+
+
+def outcome(error: BaseException | None) -> tuple[str, int]:
+    """Status and exit code of a run that ended with this exception."""
+    if error is None:
+        return "completed", 0
+    if isinstance(error, KeyboardInterrupt):
+        return "stopped", 130
+    code = error.code if isinstance(error, SystemExit) and isinstance(error.code, int) else 1
+    return {0: "completed", 75: "stopped", 143: "stopped"}.get(code, "failed"), code
+
+
+def finish(path: Path, status: str, exit_code: int) -> None:
+    content = json.loads(path.read_text())
+    write_json(path, content | {"status": status, "exit_code": exit_code, "finished": now()})
+
+
+def write_json(path: Path, content: dict) -> None:
+    """Replace the file in one step, so that no reader ever sees half of it."""
+    temporary = path.with_suffix(f".{os.getpid()}.tmp")
+    temporary.write_text(json.dumps(content, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+    temporary.replace(path)
+
+
+def refuse_finished(record_path: Path, output_dir: str) -> None:
+    """Exit code 2 when this run would overwrite the result of one that is finished."""
+    if rank() != 0:
+        return
+    way_out = "give another --output_dir, a new JOB_ID, or --resume_from_checkpoint"
+    if (Path(output_dir) / "config.json").exists():
+        fail(output_dir, "holds the model of a finished run", way_out)
+    if record_path.exists() and json.loads(record_path.read_text())["status"] == "completed":
+        fail(record_path, "is the record of a finished run", "set a new JOB_ID, or move the file away")
+
+
+def experiment_path() -> str:
+    """The working directory as seen from the repository, or its name alone when it lies elsewhere."""
+    here = Path.cwd()
+    return str(here.relative_to(REPOSITORY)) if here.is_relative_to(REPOSITORY) else here.name
+
+
+def hardware(world_size: int) -> dict:
+    gpu = torch.cuda.get_device_properties(0) if torch.cuda.is_available() else None
+    cpuinfo = Path("/proc/cpuinfo")
+    names = [line for line in cpuinfo.read_text().splitlines() if "model name" in line] if cpuinfo.exists() else []
+    return {
+        "gpu": gpu.name if gpu else None,
+        "gpus": world_size if gpu else 0,
+        "gpu_memory_mib": gpu.total_memory // 2**20 if gpu else None,
+        "cpu": names[0].split(":")[1].strip() if names else platform.machine(),
+        "cpus": os.cpu_count(),
+    }
+
+
+def git_state() -> dict:
+    def git(*arguments: str) -> str | None:
+        try:
+            done = subprocess.run(["git", "-C", REPOSITORY, *arguments], capture_output=True, text=True, timeout=20)
+        except (OSError, subprocess.TimeoutExpired):
+            return None
+        return done.stdout.strip() if done.returncode == 0 else None
+
+    status = git("status", "--porcelain")
+    return {"commit": git("rev-parse", "HEAD"), "dirty": None if status is None else bool(status)}
+
+
+def now() -> str:
+    return datetime.now(UTC).isoformat(timespec="seconds")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("record", type=Path)
+    parser.add_argument("--exit-code", type=int, required=True, help="of the training")
+    parser.add_argument("--status", help="what Slurm says: timeout, stopped or oom; else from the exit code")
+    arguments = parser.parse_args()
+    if not arguments.record.exists():
+        fail(arguments.record, "there is no such record", "the run ended before it began: see its log")
+    content = json.loads(arguments.record.read_text())
+    if arguments.status:
+        finish(arguments.record, arguments.status, arguments.exit_code)
+    elif content["status"] in ("running", "stopped"):
+        finish(arguments.record, outcome(SystemExit(arguments.exit_code))[0], arguments.exit_code)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,125 @@
+"""Fine-tune a causal language model on SQuAD with the Hugging Face Trainer, plain or with DeepSpeed.
+
+On a laptop, no network needed (TRAIN_SIZE and EVAL_SIZE fit the bundled sample):
+    python scripts/train.py --model_name tiny-bloom --dataset data/squad_sample.json --train_size 256 --eval_size 64
+
+BLOOM-560m on one GPU, then with ZeRO-1, then on two GPUs with ZeRO-2 and CPU offload:
+    python scripts/train.py
+    python scripts/train.py --deepspeed ds_configs/zero1.json
+    python -m torch.distributed.run --nproc_per_node=2 scripts/train.py --deepspeed ds_configs/zero2_cpu_offload.json
+
+Your own data and model, going on after an interruption:
+    python scripts/train.py --model_name ./my-model --dataset my.json --train_size 1000 --resume_from_checkpoint
+"""
+
+import signal
+import sys
+
+import torch
+from audit import AuditCallback, steps_per_epoch, strategy_name, wanted_train_size
+from callbacks import RecordCallback, TrainSpeedCallback
+from checkpoints import CheckpointCallback, find_checkpoint
+from config import build_arguments, parse_command_line
+from data_loader import collator, load_squad
+from distributed import join_process_group, leave_process_group, prepare_environment, rank
+from ds_config import check_ds_config
+from errors import fail
+from evaluate import exact_match_and_f1
+from model import load_model, load_tokenizer, save_model
+from record import RunRecord, new_job_id, refuse_finished
+from transformers import Trainer
+
+
+def main() -> None:
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
+
+    # 1. Knobs: flags, variables, DeepSpeed config. A mistake ends the run here, before anything is written.
+    options = parse_command_line(__doc__)
+    if options.values["deepspeed"]:
+        options.deepspeed_config = check_ds_config(options.values["deepspeed"])
+
+    # 2. Processes: ranks, process group, one GPU each.
+    prepare_environment(shards=options.deepspeed_config is not None)
+    model_args, data_args, args = build_arguments(options)
+    join_process_group(deepspeed=options.deepspeed_config is not None)
+
+    # 3. Where results go.
+    job_id = new_job_id()
+    args.output_dir = options.values["output_dir"] or f"output/{job_id}"
+    record = RunRecord(job_id)
+    strategy = strategy_name(options)
+    checkpoint = find_checkpoint(args.resume_from_checkpoint, args.output_dir, args.world_size, strategy)
+    if not checkpoint:
+        refuse_finished(record.path, args.output_dir)
+
+    # 4. Tokenizer and data.
+    tokenizer = load_tokenizer(model_args, data_args)
+    train_dataset, eval_dataset = load_squad(data_args, tokenizer, args)
+
+    with record:
+        # 5. Model and Trainer.
+        record.start(
+            run_name=args.run_name,
+            output_dir=args.output_dir,
+            resumed_from=checkpoint,
+            settings=options.settings(),
+            train_size=len(train_dataset),
+            eval_size=len(eval_dataset),
+        )
+        model = load_model(model_args, data_args, tokenizer, args.seed)
+        save_total_limit, args.save_total_limit = (
+            args.save_total_limit,
+            None,
+        )  # CheckpointCallback removes old ones
+        trainer = Trainer(
+            model=model,
+            args=args,
+            train_dataset=train_dataset,
+            eval_dataset=eval_dataset,
+            data_collator=collator(tokenizer, data_args),
+        )
+        speed = TrainSpeedCallback(wanted_train_size(options.values) / steps_per_epoch(trainer))
+        trainer.add_callback(speed)
+        trainer.add_callback(AuditCallback(trainer, options, data_args, record))
+        trainer.add_callback(RecordCallback(record))
+        trainer.add_callback(CheckpointCallback(save_total_limit, strategy))
+
+        # 6. Training, with an evaluation after each epoch.
+        result = trainer.train(resume_from_checkpoint=checkpoint)
+        record.measure_memory()
+        record.training(result.metrics, trainer.state.log_history, speed.rates())
+
+        # 7. The model.
+        if args.save_strategy == "no":
+            print_once("model not saved (SAVE_STRATEGY=no)")
+        else:
+            save_model(trainer, tokenizer, args.output_dir)
+
+        # 8. Exact Match and F1.
+        if data_args.em_f1:
+            sharded = strategy == "DeepSpeed ZeRO-3"
+            batch_size = args.per_device_eval_batch_size
+            scores = exact_match_and_f1(
+                trainer.model, tokenizer, eval_dataset, batch_size, data_args.max_length, sharded
+            )
+            print_once(f"exact_match {scores['exact_match']:.2f}  f1 {scores['f1']:.2f}")
+            record.update(**scores)
+    print_once(f"Run record: {record.path}")
+    leave_process_group()
+
+
+def print_once(text: str) -> None:
+    if rank() == 0:
+        print(text, flush=True)
+
+
+if __name__ == "__main__":
+    try:
+        main()
+    except torch.OutOfMemoryError as error:
+        fail(
+            "GPU memory",
+            str(error).split(". ")[0],
+            "lower --per_device_train_batch_size or --max_length, or offload",
+            1,
+        )
