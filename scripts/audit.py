@@ -120,7 +120,7 @@ def effective_batch(trainer: Trainer, engine) -> tuple[int, int, int]:
 
 def offload_knobs(engine, zero: dict) -> list[Knob]:
     """Where optimizer state and parameters live, and whether that memory is pinned."""
-    wanted = [zero.get(key, {}) for key in ("offload_optimizer", "offload_param")]
+    wanted = [zero.get(key) or {} for key in ("offload_optimizer", "offload_param")]
     held = [optimizer_partitions(engine), parameter_partitions(engine)]
     knobs = []
     for part, section, tensors in zip(("optimizer", "parameter"), wanted, held, strict=True):

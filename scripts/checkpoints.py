@@ -7,14 +7,14 @@ the file `complete.json`, with the size of each of its files, and only such a ch
 
 import json
 import re
+import shutil
 from pathlib import Path
 
 from config import LATEST
 from distributed import rank, wait_for_everyone
 from errors import NO_CHECKPOINT, fail
-from record import write_json
+from finish import write_json
 from transformers import TrainerCallback
-from transformers.trainer_utils import rotate_checkpoints
 
 MARKER = "complete.json"
 UNSHARDED = {"plain", "DDP"}  # each rank holds everything, so any number of ranks can go on
@@ -31,8 +31,14 @@ class CheckpointCallback(TrainerCallback):
         if rank() == 0:
             folder = Path(args.output_dir) / f"checkpoint-{state.global_step}"
             mark_complete(folder, args.world_size, self.strategy)
-            rotate_checkpoints(args.output_dir, self.save_total_limit, state.best_model_checkpoint, use_mtime=True)
+            self.remove_older(Path(args.output_dir), state.best_model_checkpoint)
         wait_for_everyone()
+
+    def remove_older(self, output_dir: Path, best: str | None) -> None:
+        newest_first = sorted(complete_ones([output_dir]), key=age)
+        for folder in newest_first[self.save_total_limit :] if self.save_total_limit else []:
+            if best is None or folder != Path(best):
+                shutil.rmtree(folder)
 
 
 def mark_complete(folder: Path, world_size: int, strategy: str) -> None:
@@ -84,8 +90,16 @@ def find_checkpoint(wanted: str | None, output_dir: str, world_size: int, strate
 
 
 def latest_complete(places: list[Path]) -> Path | None:
-    checkpoints = [c for place in places for c in place.glob("checkpoint-*") if is_complete(c)]
-    return max(checkpoints, key=lambda c: (c / MARKER).stat().st_mtime, default=None)
+    return min(complete_ones(places), key=age, default=None)
+
+
+def complete_ones(places: list[Path]) -> list[Path]:
+    return [folder for place in places for folder in place.glob("checkpoint-*") if is_complete(folder)]
+
+
+def age(folder: Path) -> float:
+    """Sorts newest first. Not the step number: a resumed run may go through lower ones again."""
+    return -(folder / MARKER).stat().st_mtime
 
 
 def check_fits(folder: Path, world_size: int, strategy: str) -> str:

@@ -8,13 +8,16 @@ import argparse
 import difflib
 import os
 import re
+import sys
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
 import torch
-from errors import ENVIRONMENT, fail
+from errors import ENVIRONMENT, OneLineErrors, fail
+from refused import NEAR_MISSES, REMOVED_FLAGS, UNUSED_FLAGS
 from transformers import HfArgumentParser, TrainingArguments
+from transformers.integrations import get_reporting_integration_callbacks
 
 # variable, flag, default of the workshop (None: decided below, or by the library)
 KNOBS = (
@@ -48,46 +51,10 @@ OTHER_DEFAULTS = {
     "per_device_eval_batch_size": None,  # the training batch size
     "disable_tqdm": False,
 }
-NEAR_MISSES = {
-    "PER_DEVICE_BATCH_SIZE": "BATCH_SIZE",
-    "GRAD_ACC_STEPS": "GRAD_ACC",
-    "LR": "LEARNING_RATE",
-}
-# Flags of transformers 4 that version 5 removed, with what takes their place
-REMOVED_FLAGS = {
-    "adafactor": "use --optim adafactor",
-    "evaluation_strategy": "use --eval_strategy",
-    "fp16_backend": "leave it out, there is one backend",
-    "fsdp_min_num_params": 'set "min_num_params" in the --fsdp_config file',
-    "fsdp_transformer_layer_cls_to_wrap": 'set "transformer_layer_cls_to_wrap" in the --fsdp_config file',
-    "group_by_length": "use --train_sampling_strategy group_by_length",
-    "half_precision_backend": "leave it out, there is one backend",
-    "include_inputs_for_metrics": "use --include_for_metrics inputs",
-    "include_tokens_per_second": "use --include_num_input_tokens_seen",
-    "jit_mode_eval": "use --torch_compile",
-    "logging_dir": "set the variable TENSORBOARD_LOGGING_DIR",
-    "no_cuda": "use --use_cpu",
-    "overwrite_output_dir": "use a new --output_dir, or --resume_from_checkpoint to go on",
-    "per_gpu_eval_batch_size": "use --per_device_eval_batch_size",
-    "per_gpu_train_batch_size": "use --per_device_train_batch_size",
-    "push_to_hub_model_id": "use --hub_model_id",
-    "push_to_hub_token": "use --hub_token",
-    "save_safetensors": "leave it out, safetensors is the only format",
-    "torchdynamo": "use --torch_compile_backend",
-    "use_ipex": "leave it out, PyTorch has these CPU kernels itself",
-    "use_mps_device": "leave it out, the device is found by itself",
-    "warmup_ratio": "use --warmup_steps with a fraction below 1",
-}
-AT_LEAST_ONE = [
-    "train_size",
-    "eval_size",
-    "samples_per_gpu",
-    "max_length",
-    "per_device_train_batch_size",
-    "per_device_eval_batch_size",
-    "gradient_accumulation_steps",
-]
+AT_LEAST_ONE = [flag for _, flag, _ in KNOBS if flag.endswith(("_size", "_steps"))]
+AT_LEAST_ONE += ["samples_per_gpu", "max_length", "per_device_eval_batch_size"]
 MORE_THAN_ZERO = ["num_train_epochs", "learning_rate"]
+LARGEST_SEED = 2**32 - 1  # numpy's
 LATEST = "latest"
 
 
@@ -153,14 +120,8 @@ class Options:
         fail(self.names.get(flag, f"--{flag}"), what, way_out)
 
 
-class Parser(HfArgumentParser):
-    """HfArgumentParser whose errors are one line and whose help keeps its own line breaks."""
-
-    def error(self, message: str) -> None:
-        """Turn argparse's ``argument --x/--y: reason`` into this repository's error line."""
-        match = re.match(r"argument (--?[\w-]+)\S*: (.*)", message, re.DOTALL)
-        source, what = match.groups() if match else ("command line", message)
-        fail(source, what, "see --help")
+class Parser(HfArgumentParser, OneLineErrors):
+    pass
 
 
 class HelpFormatter(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescriptionHelpFormatter):
@@ -171,7 +132,6 @@ def build_parser(description: str) -> Parser:
     parser = Parser(
         (ModelArguments, DataArguments, TrainingArguments),
         description=description,
-        allow_abbrev=False,
         formatter_class=HelpFormatter,
     )
     actions = actions_by_flag(parser)
@@ -186,7 +146,8 @@ def build_parser(description: str) -> Parser:
 
 
 def actions_by_flag(parser: Parser) -> dict:
-    return {action.dest: action for action in parser._actions}
+    # the first of each, as --no_em_f1 is a second one for em_f1
+    return {action.dest: action for action in reversed(parser._actions)}
 
 
 def parse_command_line(description: str, argv: list[str] | None = None) -> Options:
@@ -200,9 +161,9 @@ def parse_command_line(description: str, argv: list[str] | None = None) -> Optio
     namespace, unknown = parser.parse_known_args(argv)
     if unknown:
         reject_unknown(unknown, parser)
-    values = vars(namespace)
-    names |= {flag: f"--{flag}" for flag, value in values.items() if value != parser.get_default(flag)}
-    options = Options(values, names)
+    words = [word.split("=")[0] for word in (sys.argv[1:] if argv is None else argv)]
+    given = {parser._option_string_actions[w].dest: w for w in words if w in parser._option_string_actions}
+    options = Options(vars(namespace), names | given)
     check_values(options)
     resolve_precision(options)
     return options
@@ -232,12 +193,14 @@ def environment_values(actions: dict) -> tuple[dict, dict]:
 
 
 def reject_unknown(unknown: list[str], parser: Parser) -> None:
-    word = next((w for w in unknown if w.startswith("-")), unknown[0])
-    flag = word.split("=")[0]
+    flag = next((w for w in unknown if w.startswith("-")), unknown[0]).split("=")[0]
+    if not flag.startswith("-"):
+        fail(flag, "does not belong to any flag", "see --help")
     name = flag.lstrip("-").replace("-", "_")
     if name in REMOVED_FLAGS:
         fail(flag, "transformers 5 removed this flag", REMOVED_FLAGS[name])
-    near = difflib.get_close_matches(f"--{name}", parser._option_string_actions, n=1, cutoff=0.5)
+    known = parser._option_string_actions.keys() - {f"--{unused}" for unused in UNUSED_FLAGS}
+    near = difflib.get_close_matches(f"--{name}", sorted(known), n=1, cutoff=0.5)
     fail(flag, "unknown flag", f"did you mean {near[0]}?" if near else "see --help")
 
 
@@ -249,14 +212,22 @@ def check_values(options: Options) -> None:
         if values[flag] is not None and values[flag] < 1:
             options.fail(flag, f"{values[flag]} is too small", "give a whole number of at least 1")
     for flag in MORE_THAN_ZERO:
-        if not values[flag] > 0:
-            options.fail(flag, f"{values[flag]} is too small", "give a number above 0")
+        if not 0 < values[flag] < float("inf"):
+            options.fail(flag, f"{values[flag]} is out of range", "give a number above 0")
     if values["max_steps"] == 0 or values["max_steps"] < -1:
-        fail("--max_steps", f"{values['max_steps']} is no number of steps", "give at least 1, or leave it out")
+        options.fail("max_steps", f"{values['max_steps']} is no number of steps", "give at least 1, or leave it out")
+    for flag in options.names.keys() - {"max_steps", "local_rank"}:
+        number = values[flag] if isinstance(values[flag], int | float) else 0
+        if not 0 <= number < float("inf") or (flag.endswith("seed") and number > LARGEST_SEED):
+            options.fail(flag, f"{number} is out of range", "give a number of at least 0")
     if values["deepspeed"] and values["fsdp"]:
         fail("--deepspeed", "cannot be combined with --fsdp, both shard the model", "give one of the two")
-    if values["push_to_hub"]:
-        fail("--push_to_hub", "this workshop keeps its models local", "upload the saved folder afterwards")
+    for flag, way_out in UNUSED_FLAGS.items():
+        if flag in options.names:
+            options.fail(flag, "has no effect in this workshop", way_out)
+    output_dir = Path(values["output_dir"] or "output")
+    if any(path.is_file() for path in (output_dir, *output_dir.parents)):
+        options.fail("output_dir", f"{output_dir} is a file, or lies under one", "give a folder")
 
 
 def resolve_precision(options: Options) -> None:
@@ -298,7 +269,8 @@ def build_arguments(options: Options) -> tuple[ModelArguments, DataArguments, Tr
         model_args, data_args, training_args = Parser((ModelArguments, DataArguments, TrainingArguments)).parse_dict(
             values
         )
-    except ValueError as error:
+        get_reporting_integration_callbacks(training_args.report_to)
+    except (ValueError, OSError) as error:
         fail("command line", str(error), "see --help")
     except torch.distributed.DistError as error:
         fail("process group", str(error), "check MASTER_ADDR and MASTER_PORT on every node", ENVIRONMENT)

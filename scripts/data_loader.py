@@ -27,13 +27,28 @@ def load_squad(data_args, tokenizer: PreTrainedTokenizerBase, training_args) -> 
     train_size = data_args.train_size
     if data_args.samples_per_gpu:
         train_size = data_args.samples_per_gpu * training_args.world_size
-    seed = training_args.data_seed if training_args.data_seed is not None else training_args.seed
     # One rank of each node reads, tokenises and writes the cache, the others wait and then read it.
     with training_args.main_process_first(local=True, desc="tokenise"):
         train, evaluation = read_splits(data_args, tokenizer.name_or_path)
-        train = subset(train, train_size, seed, "train", data_args.dataset)
-        evaluation = subset(evaluation, data_args.eval_size, seed, "eval", data_args.eval_dataset or data_args.dataset)
-        return tokenise(train, tokenizer, data_args), tokenise(evaluation, tokenizer, data_args)
+        train = subset(train, train_size, seed_of(training_args), "train", data_args.dataset)
+        return tokenise(train, tokenizer, data_args), evaluation_set(evaluation, data_args, tokenizer, training_args)
+
+
+def load_evaluation_set(data_args, tokenizer: PreTrainedTokenizerBase, training_args) -> Dataset:
+    """The evaluation set of `load_squad` alone, whatever the training size is."""
+    with training_args.main_process_first(local=True, desc="tokenise"):
+        evaluation = read_splits(data_args, tokenizer.name_or_path)[1]
+        return evaluation_set(evaluation, data_args, tokenizer, training_args)
+
+
+def evaluation_set(questions: Dataset, data_args, tokenizer: PreTrainedTokenizerBase, training_args) -> Dataset:
+    source = data_args.eval_dataset or data_args.dataset
+    chosen = subset(questions, data_args.eval_size, seed_of(training_args), "eval", source)
+    return tokenise(chosen, tokenizer, data_args)
+
+
+def seed_of(training_args) -> int:
+    return training_args.data_seed if training_args.data_seed is not None else training_args.seed
 
 
 def read_splits(data_args, model_name: str = "") -> tuple[Dataset, Dataset]:
@@ -52,6 +67,8 @@ def read_splits(data_args, model_name: str = "") -> tuple[Dataset, Dataset]:
 def is_local(dataset: str) -> bool:
     looks_like_a_path = dataset.endswith(".json") or dataset.startswith((".", "/", "~"))
     path = Path(dataset).expanduser()
+    if path.is_dir():
+        fail(dataset, "is a folder", "give a SQuAD JSON file, or a Hub name that is no folder here")
     if looks_like_a_path and not path.is_file():
         fail(dataset, "there is no such file", "correct --dataset or --eval_dataset")
     return path.is_file()
@@ -78,7 +95,7 @@ def from_file(path: str, part: str) -> Dataset:
     They go through a file of the datasets cache, so that memory does not grow with their number.
     """
     path = str(Path(path).expanduser().resolve())
-    content = hashlib.sha256(Path(path).read_bytes() + f"{part} {UNANSWERABLE} {HELD_OUT_EVERY}".encode())
+    content = hashlib.sha256(read_bytes(path) + f"{part} {UNANSWERABLE} {HELD_OUT_EVERY}".encode())
     if next(read_questions(path, part), None) is None:
         way_out = "give --eval_dataset" if part == "held out" else "give a file with more paragraphs"
         fail(path, f"no question in its {part} paragraphs", way_out)
@@ -113,9 +130,16 @@ def read_paragraph(path: str, place: str, paragraph: dict) -> Iterator[dict]:
         yield {"id": identifier, "question": question.strip(), "context": context, "answers": answers}
 
 
+def read_bytes(path: str) -> bytes:
+    try:
+        return Path(path).expanduser().read_bytes()
+    except OSError as error:
+        fail(path, error.strerror or "cannot be read", "check the path and its permissions")
+
+
 def read_paragraphs(path: str) -> Iterator[tuple[str, dict]]:
     """Place and content of each paragraph, in the order of the file."""
-    raw = Path(path).read_bytes()
+    raw = read_bytes(path)
     if not raw.strip():
         fail(path, "the file is empty", "give a SQuAD JSON file")
     try:
@@ -132,9 +156,9 @@ def read_paragraphs(path: str) -> Iterator[tuple[str, dict]]:
 
 
 def wanted(path: str, place: str, holder: object, key: str, kind: type) -> object:
-    """``holder[key]``, which must be of the given kind and not an empty string."""
+    """``holder[key]``, which must be of the given kind and not a blank text."""
     value = holder.get(key) if isinstance(holder, dict) else None
-    if not isinstance(value, kind) or value == "":
+    if not isinstance(value, kind) or isinstance(value, bool) or (kind is str and not value.strip()):
         found = "is missing" if value is None else f"is {value!r:.40}"
         name = {str: "a text", list: "a list", int: "a whole number"}[kind]
         fail(
@@ -148,7 +172,7 @@ def wanted(path: str, place: str, holder: object, key: str, kind: type) -> objec
 def answer_text(path: str, where: str, answer: object, context: str) -> str:
     text = wanted(path, where, answer, "text", str)
     start = wanted(path, where, answer, "answer_start", int)
-    if context[start : start + len(text)] != text:
+    if start < 0 or context[start : start + len(text)] != text:
         fail(
             f"{path}: {where}",
             f"{text!r:.40} is not at character {start} of its context",

@@ -1,13 +1,24 @@
 """Start of the processes: the variables that PyTorch needs, from whichever launcher there is."""
 
+import logging
 import os
 import socket
 import subprocess
 import sys
+import warnings
 
 import torch
 import torch.distributed as dist
 from errors import ENVIRONMENT, fail
+
+# DeepSpeed compiles its CPU optimizer with the ninja that pip put beside this python
+os.environ["PATH"] = f"{os.path.dirname(sys.executable)}{os.pathsep}{os.environ['PATH']}"
+if not torch.cuda.is_available():
+    os.environ.setdefault("DS_ACCELERATOR", "cpu")  # or DeepSpeed warns that it found no GPU
+# DeepSpeed calls collectives by names that PyTorch 2.13 renames: a warning per call
+warnings.filterwarnings("ignore", r"`torch\.distributed\.\w+` is deprecated", FutureWarning)
+# accelerate compares DeepSpeed's accumulation with a default of its own and takes the right one
+logging.getLogger("accelerate.accelerator").addFilter(lambda entry: "GradientAccumulationPlugin has" not in entry.msg)
 
 
 def prepare_environment(shards: bool) -> None:
@@ -17,10 +28,6 @@ def prepare_environment(shards: bool) -> None:
     world of one if the run shards (DeepSpeed would look for MPI otherwise) and nothing if it does not.
     """
     env = os.environ
-    # DeepSpeed compiles its CPU optimizer with the ninja that pip put beside this python
-    env["PATH"] = f"{os.path.dirname(sys.executable)}{os.pathsep}{env['PATH']}"
-    if not torch.cuda.is_available():
-        env.setdefault("DS_ACCELERATOR", "cpu")  # or DeepSpeed warns that it found no GPU
     if "RANK" not in env and int(env.get("SLURM_STEP_NUM_TASKS", 1)) > 1:
         env["RANK"], env["LOCAL_RANK"] = env["SLURM_PROCID"], env["SLURM_LOCALID"]
         env["WORLD_SIZE"] = env["SLURM_STEP_NUM_TASKS"]
@@ -47,6 +54,13 @@ def bind_device() -> None:
             "LOCAL_RANK",
             f"{local_rank}, but {socket.gethostname()} shows {gpus} GPUs",
             "start as many processes per node as it has GPUs",
+            ENVIRONMENT,
+        )
+    if not gpus and os.environ.get("REQUIRE_GPU") == "1":
+        fail(
+            "GPU",
+            f"PyTorch sees none on {socket.gethostname()}",
+            "check nvidia-smi and that torch is a CUDA build, or use SITE=laptop",
             ENVIRONMENT,
         )
     if gpus:

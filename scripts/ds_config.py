@@ -7,6 +7,7 @@ that are classes come from the installed DeepSpeed, so their keys and types are 
 import difflib
 import inspect
 import json
+import re
 from pathlib import Path
 
 from errors import fail
@@ -34,25 +35,48 @@ PLAIN_SECTIONS = {
     "scheduler": "type params",
     "torch_autocast": "enabled dtype lower_precision_safe_modules",
 }
-PLAIN_KEYS = [
-    "train_batch_size",
-    "train_micro_batch_size_per_gpu",
-    "gradient_accumulation_steps",
-    "gradient_clipping",
-    "steps_per_print",
-    "wall_clock_breakdown",
-    "memory_breakdown",
-    "dump_state",
-    "communication_data_type",
-    "prescale_gradients",
-    "gradient_predivide_factor",
-    "gradient_allreduce_op",
-    "disable_allgather",
-    "disable_python_gc",
-    "zero_allow_untested_optimizer",
-    "zero_force_ds_cpu_optimizer",
-    "log_level",
-]
+NUMBER, SWITCH, TEXT = (int, float), (bool,), (str,)
+PLAIN_KEYS = {
+    "train_batch_size": NUMBER,
+    "train_micro_batch_size_per_gpu": NUMBER,
+    "gradient_accumulation_steps": NUMBER,
+    "gradient_clipping": NUMBER,
+    "steps_per_print": NUMBER,
+    "wall_clock_breakdown": SWITCH,
+    "memory_breakdown": SWITCH,
+    "dump_state": SWITCH,
+    "communication_data_type": TEXT,
+    "prescale_gradients": SWITCH,
+    "gradient_predivide_factor": NUMBER,
+    "gradient_allreduce_op": TEXT,
+    "disable_allgather": SWITCH,
+    "disable_python_gc": SWITCH,
+    "zero_allow_untested_optimizer": SWITCH,
+    "zero_force_ds_cpu_optimizer": SWITCH,
+    "log_level": TEXT,
+}
+# Keys for which the Trainer replaces "auto", with the flag that they follow. Without the key DeepSpeed would
+# take a default of its own instead of the flag (lr 0.001, no clipping), so those marked True must be there.
+FLAGS = {
+    "train_batch_size": ("micro batch x accumulation x ranks", False),
+    "train_micro_batch_size_per_gpu": ("--per_device_train_batch_size", False),
+    "gradient_accumulation_steps": ("--gradient_accumulation_steps", False),
+    "gradient_clipping": ("--max_grad_norm", True),
+    "optimizer.params.lr": ("--learning_rate", True),
+    "optimizer.params.betas": ("--adam_beta1 and --adam_beta2", True),
+    "optimizer.params.eps": ("--adam_epsilon", True),
+    "optimizer.params.weight_decay": ("--weight_decay", True),
+    "scheduler.params.warmup_min_lr": ("", False),
+    "scheduler.params.warmup_max_lr": ("--learning_rate", True),
+    "scheduler.params.warmup_num_steps": ("--warmup_steps", True),
+    "scheduler.params.total_num_steps": ("the number of training steps", True),
+    "fp16.enabled": ("--fp16", False),
+    "bf16.enabled": ("--bf16", False),
+    "zero_optimization.reduce_bucket_size": ("", False),
+    "zero_optimization.stage3_prefetch_bucket_size": ("", False),
+    "zero_optimization.stage3_param_persistence_threshold": ("", False),
+}
+GATHER = "stage3_gather_16bit_weights_on_model_save"
 
 
 def check_ds_config(path: str) -> dict:
@@ -66,6 +90,7 @@ def check_ds_config(path: str) -> dict:
     for key, value in config.items():
         check_key(path, key, key, known)
         if key in PLAIN_KEYS:
+            check_plain_value(path, key, value)
             continue
         if not isinstance(value, dict):
             fail(
@@ -80,13 +105,13 @@ def check_ds_config(path: str) -> dict:
                 check_key(path, f"{key}.{name}", name, PLAIN_SECTIONS[key].split())
     check_optimizer(path, config.get("optimizer", {}))
     check_scheduler(path, config.get("scheduler", {}))
-    zero = config.get("zero_optimization", {})
-    if "offload_param" in zero and zero.get("stage") != 3:
-        fail(
-            f"{path}: zero_optimization.offload_param",
-            "only stage 3 shards parameters, so only it can offload them",
-            "set the stage to 3 or remove the key",
-        )
+    check_auto(path, "", config)
+    require(path, "gradient_clipping", config)
+    zero = config.setdefault("zero_optimization", {})
+    for key, part, lowest in (("offload_optimizer", "the optimizer", 1), ("offload_param", "parameters", 3)):
+        if zero.get(key) and zero.get("stage", 0) < lowest:
+            what = f"stage {zero.get('stage', 0)} does not shard {part}, so it cannot offload"
+            fail(f"{path}: zero_optimization.{key}", what, f"set the stage to at least {lowest} or remove the key")
     return config
 
 
@@ -133,8 +158,16 @@ def section_models() -> dict[str, type[BaseModel]]:
     }
 
 
+def check_plain_value(path: str, key: str, value: object) -> None:
+    fits = isinstance(value, PLAIN_KEYS[key]) and (PLAIN_KEYS[key] == SWITCH or not isinstance(value, bool))
+    if not fits and value != "auto":
+        kind = {NUMBER: "a number", SWITCH: "true or false", TEXT: "a text"}[PLAIN_KEYS[key]]
+        fail(f"{path}: {key}", f"is {value!r}, expected {kind}", "correct the value")
+
+
 def check_section(path: str, place: str, section: dict, model: type[BaseModel]) -> None:
-    if place == "zero_optimization" and section.get("stage", 0) not in (0, 1, 2, 3):
+    stage = section.get("stage", 0)
+    if place == "zero_optimization" and (type(stage) is not int or stage not in (0, 1, 2, 3)):
         fail(f"{path}: {place}.stage", f"is {section['stage']!r}", "ZeRO has the stages 0, 1, 2 and 3")
     check_keys(path, place, section, model)
     try:
@@ -152,6 +185,9 @@ def check_keys(path: str, place: str, section: dict, model: type[BaseModel]) -> 
     fields.update({info.alias: info for info in model.model_fields.values() if info.alias})
     for key, value in section.items():
         check_key(path, f"{place}.{key}", key, list(fields))
+        replaced = fields[key].json_schema_extra or {}
+        if replaced.get("deprecated"):
+            fail(f"{path}: {place}.{key}", "deprecated by DeepSpeed", f"use {replaced['new_param']}")
         # Optional[Model] or Model
         models = [
             t
@@ -177,14 +213,42 @@ def without_auto(section: dict) -> dict:
     }
 
 
+def check_auto(path: str, place: str, section: dict) -> None:
+    """Refuse "auto" where nobody replaces it: DeepSpeed would meet the word itself."""
+    for key, value in section.items():
+        dotted = f"{place}{key}"
+        if isinstance(value, dict):
+            check_auto(path, f"{dotted}.", value)
+        elif value == "auto" and dotted not in FLAGS:
+            fail(f"{path}: {dotted}", 'is "auto", which no flag replaces here', "give a value or remove the key")
+
+
+def require(path: str, dotted: str, holder: dict) -> None:
+    key, (flag, required) = dotted.split(".")[-1], FLAGS[dotted]
+    if required and key not in holder:
+        fail(f"{path}: {dotted}", f"is missing, so {flag} would have no effect", f'add "{key}": "auto"')
+
+
+def params(path: str, place: str, section: dict, known: list[str]) -> dict:
+    """The checked `params` of the optimizer or the scheduler."""
+    values = section.get("params", {})
+    if not isinstance(values, dict):
+        fail(f"{path}: {place}.params", f"is {values!r}, expected an object", "see ds_configs/ for examples")
+    for key in values:
+        check_key(path, f"{place}.params.{key}", key, known)
+    for key in known:
+        if f"{place}.params.{key}" in FLAGS:
+            require(path, f"{place}.params.{key}", values)
+    return values
+
+
 def check_optimizer(path: str, optimizer: dict) -> None:
     if not optimizer:
         return
     if optimizer.get("type") not in ("Adam", "AdamW"):
         way_out = "use AdamW, or remove the section and choose with --optim"
         fail(f"{path}: optimizer.type", f"is {optimizer.get('type')!r}", way_out)
-    for key in optimizer.get("params", {}):
-        check_key(path, f"optimizer.params.{key}", key, OPTIMIZER_PARAMS)
+    params(path, "optimizer", optimizer, OPTIMIZER_PARAMS)
 
 
 def check_scheduler(path: str, scheduler: dict) -> None:
@@ -196,6 +260,30 @@ def check_scheduler(path: str, scheduler: dict) -> None:
     if name not in lr_schedules.VALID_LR_SCHEDULES:
         known = ", ".join(lr_schedules.VALID_LR_SCHEDULES)
         fail(f"{path}: scheduler.type", f"is {name!r}", f"DeepSpeed has {known}")
-    parameters = list(inspect.signature(getattr(lr_schedules, name)).parameters)
-    for key in scheduler.get("params", {}):
-        check_key(path, f"scheduler.params.{key}", key, parameters)
+    known = list(inspect.signature(getattr(lr_schedules, name)).parameters)
+    values = params(path, "scheduler", scheduler, known)
+    # Only the Trainer knows the length of the training, and it stops late at a literal that differs
+    for key in {"warmup_num_steps", "total_num_steps"} & values.keys():
+        if values[key] != "auto":
+            flag = FLAGS[f"scheduler.params.{key}"][0]
+            fail(f"{path}: scheduler.params.{key}", f"is {values[key]!r}", f'set it to "auto", it follows {flag}')
+
+
+def check_contradictions(path: str, config: dict, training_args, names: dict) -> None:
+    """Compare the file's literals with the flags, once TrainingArguments has met both.
+
+    names: flag -> how the user gave it. Raises SystemExit(2) with both values of the first contradiction.
+    """
+    for section, flag in (("optimizer", "optim"), ("scheduler", "lr_scheduler_type")):
+        choice = getattr(training_args, flag).value
+        if section in config and flag in names and choice not in ("adamw_torch", "adamw_torch_fused"):
+            both = f"{section}.type is {config[section]['type']}, but {names[flag]} is {choice}"
+            fail(path, both, f"remove the section {section} or the flag")
+    for line in training_args.hf_deepspeed_config.mismatches:  # "- ds KEY=VALUE vs hf NAME=VALUE"
+        dotted, value, wanted = re.fullmatch(r"- ds ([\w.]+)=(.*) vs hf .*?=(.*)", line).groups()
+        flag, _ = FLAGS[dotted]
+        flag = names.get(flag.removeprefix("--"), flag)
+        fail(path, f"{dotted} is {value}, but {flag} is {wanted}", 'set it to "auto" or change the flag')
+    zero = config["zero_optimization"]
+    if zero.get("stage") == 3 and not zero.get(GATHER) and training_args.save_strategy != "no":
+        fail(f"{path}: zero_optimization.{GATHER}", "is not true, so no weights would be saved", "set it to true")

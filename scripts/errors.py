@@ -1,6 +1,8 @@
 """Exit codes, and the one way in which every script here reports a user's mistake."""
 
+import argparse
 import os
+import re
 import sys
 import time
 
@@ -21,3 +23,16 @@ def fail(source: object, what: str, way_out: str, code: int = BAD_INPUT) -> None
         time.sleep(10)
     print(f"error: {source}: {what}; {way_out}".replace("\n", " "), file=sys.stderr, flush=True)
     raise SystemExit(code)
+
+
+class OneLineErrors(argparse.ArgumentParser):
+    """An ArgumentParser whose errors are this repository's one line, and which takes no abbreviated flags."""
+
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, allow_abbrev=False, **kwargs)
+
+    def error(self, message: str) -> None:
+        """Turn argparse's ``argument --x/--y: reason`` into an error line."""
+        match = re.match(r"argument ([^\s/:]+)\S*: (.*)", message, re.DOTALL)
+        source, what = match.groups() if match else ("command line", message)
+        fail(source, what, "see --help")

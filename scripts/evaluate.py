@@ -8,7 +8,7 @@ It reads the same flags and variables as train.py, so the same seed and sizes gi
 
 import torch
 from config import Options, build_arguments, parse_command_line
-from data_loader import answer_room, load_squad
+from data_loader import answer_room, load_evaluation_set
 from datasets import Dataset
 from distributed import (
     gather_lists,
@@ -18,6 +18,7 @@ from distributed import (
     rank,
     world_size,
 )
+from errors import fail
 from model import load_model, load_tokenizer
 from torchmetrics.functional.text import squad
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -77,11 +78,13 @@ def answer_questions(
 
 
 def evaluate_saved(options: Options) -> dict[str, float]:
+    if options.values["deepspeed"]:
+        fail("--deepspeed", "evaluation holds the whole model on every rank", "leave the flag out")
     prepare_environment(shards=False)
     model_args, data_args, args = build_arguments(options)
     join_process_group(deepspeed=False)
     tokenizer = load_tokenizer(model_args, data_args)
-    _, questions = load_squad(data_args, tokenizer, args)
+    questions = load_evaluation_set(data_args, tokenizer, args)
     model = load_model(model_args, data_args, tokenizer, args.seed).to(args.device)
     dtype = torch.float16 if args.fp16 else torch.bfloat16
     with torch.autocast(args.device.type, dtype=dtype, enabled=args.fp16 or args.bf16):

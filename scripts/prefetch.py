@@ -8,16 +8,15 @@ $HF_HOME/workshop_manifest.json.
 
 import argparse
 import json
-from datetime import UTC, datetime
 from pathlib import Path
 
 import huggingface_hub
 from data_loader import is_local
 from datasets import load_dataset
-from errors import ENVIRONMENT, fail
+from errors import ENVIRONMENT, OneLineErrors, fail
+from finish import now, write_json
 from huggingface_hub.constants import HF_HOME
 from model import TINY_BLOOM, check_local
-from record import write_json
 
 MANIFEST = Path(HF_HOME) / "workshop_manifest.json"
 # Weights come as safetensors, or in older repositories as pytorch_model.bin; never other frameworks' copies
@@ -25,7 +24,7 @@ MODEL_FILES = ["*.json", "*.txt", "*.model", "*.safetensors"]
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = OneLineErrors(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model_name", "--model-name", help="Hub name of a causal LM")
     parser.add_argument("--dataset", help="Hub name of a SQuAD-like data set")
     arguments = parser.parse_args()
@@ -76,10 +75,6 @@ def cannot_fetch(flag: str, name: str, error: Exception) -> None:
     reason = (str(error).strip() or type(error).__name__).splitlines()[0]
     way_out = "check the name, and that this machine has network"
     fail(flag, f"{name} cannot be fetched ({reason:.200})", way_out, ENVIRONMENT)
-
-
-def now() -> str:
-    return datetime.now(UTC).isoformat(timespec="seconds")
 
 
 if __name__ == "__main__":

@@ -1,7 +1,5 @@
 """The run record ``results/<job_id>.json``: everything that is later said about a run comes from here.
 
-    python scripts/record.py results/123.json --exit-code 137     # job.sh: the run ended without saying so
-
 Schema 1. Written by rank 0, replaced atomically. A value that could not be measured is null, and `missing`
 gives the reason under the same name.
 
@@ -13,6 +11,8 @@ gives the reason under the same name.
     world_size          number of ranks
     hardware            gpu (name), gpus (on all nodes), gpu_memory_mib, cpu, cpus (of one node)
     git                 commit, dirty (whether files differed from it)
+    bandwidth           of the job's bandwidth test, null without one: bus_bandwidth_gb_per_s, ranks, message_bytes,
+                        backend, algorithm, transport
     versions            python and packages
     knobs               name -> requested, effective
     settings            value of every knob, and of each other flag that was given
@@ -29,7 +29,6 @@ gives the reason under the same name.
     peak_process_mib    per rank: largest resident memory of the process
 """
 
-import argparse
 import json
 import os
 import platform
@@ -38,13 +37,13 @@ import socket
 import subprocess
 import sys
 import time
-from datetime import UTC, datetime
 from importlib.metadata import version
 from pathlib import Path
 
 import torch
 from distributed import gather_lists, rank, same_everywhere
 from errors import ENVIRONMENT, fail
+from finish import finish, now, outcome, write_json
 
 SCHEMA = 1
 REPOSITORY = Path(__file__).resolve().parent.parent
@@ -82,6 +81,7 @@ class RunRecord:
             "world_size": len(hosts),
             "hardware": hardware(len(hosts)),
             "git": git_state(),
+            "bandwidth": bandwidth(),
             "versions": {"python": platform.python_version()} | {name: version(name) for name in PACKAGES},
             **values,
         }
@@ -148,30 +148,17 @@ class RunRecord:
             return
         if json.loads(self.path.read_text())["status"] != "running":
             return
-        status, code = outcome(error)
-        self.update(status="oom" if out_of_memory else status, exit_code=code, finished=now())
+        code = exit_code_of(error)
+        self.update(status="oom" if out_of_memory else outcome(code), exit_code=code, finished=now())
 
 
-def outcome(error: BaseException | None) -> tuple[str, int]:
-    """Status and exit code of a run that ended with this exception."""
+def exit_code_of(error: BaseException | None) -> int:
+    """Exit code of a process that this exception ends."""
     if error is None:
-        return "completed", 0
+        return 0
     if isinstance(error, KeyboardInterrupt):
-        return "stopped", 130
-    code = error.code if isinstance(error, SystemExit) and isinstance(error.code, int) else 1
-    return {0: "completed", 75: "stopped", 143: "stopped"}.get(code, "failed"), code
-
-
-def finish(path: Path, status: str, exit_code: int) -> None:
-    content = json.loads(path.read_text())
-    write_json(path, content | {"status": status, "exit_code": exit_code, "finished": now()})
-
-
-def write_json(path: Path, content: dict) -> None:
-    """Replace the file in one step, so that no reader ever sees half of it."""
-    temporary = path.with_suffix(f".{os.getpid()}.tmp")
-    temporary.write_text(json.dumps(content, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
-    temporary.replace(path)
+        return 130
+    return error.code if isinstance(error, SystemExit) and isinstance(error.code, int) else 1
 
 
 def refuse_finished(record_path: Path, output_dir: str) -> None:
@@ -187,6 +174,8 @@ def refuse_finished(record_path: Path, output_dir: str) -> None:
 
 def experiment_path() -> str:
     """The working directory as seen from the repository, or its name alone when it lies elsewhere."""
+    if "EXPERIMENT" in os.environ:  # job.sh: it may run a snapshot of the repository
+        return os.environ["EXPERIMENT"]
     here = Path.cwd()
     return str(here.relative_to(REPOSITORY)) if here.is_relative_to(REPOSITORY) else here.name
 
@@ -204,7 +193,17 @@ def hardware(world_size: int) -> dict:
     }
 
 
+def bandwidth() -> dict | None:
+    """What bandwidth_test.py measured in this job before the training."""
+    path = Path(os.environ.get("BANDWIDTH_FILE", ""))
+    return json.loads(path.read_text()) if path.is_file() else None
+
+
 def git_state() -> dict:
+    frozen = REPOSITORY / "git.json"
+    if frozen.exists():  # a snapshot of submit.sh
+        return json.loads(frozen.read_text())
+
     def git(*arguments: str) -> str | None:
         try:
             done = subprocess.run(["git", "-C", REPOSITORY, *arguments], capture_output=True, text=True, timeout=20)
@@ -214,26 +213,3 @@ def git_state() -> dict:
 
     status = git("status", "--porcelain")
     return {"commit": git("rev-parse", "HEAD"), "dirty": None if status is None else bool(status)}
-
-
-def now() -> str:
-    return datetime.now(UTC).isoformat(timespec="seconds")
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("record", type=Path)
-    parser.add_argument("--exit-code", type=int, required=True, help="of the training")
-    parser.add_argument("--status", help="what Slurm says: timeout, stopped or oom; else from the exit code")
-    arguments = parser.parse_args()
-    if not arguments.record.exists():
-        fail(arguments.record, "there is no such record", "the run ended before it began: see its log")
-    content = json.loads(arguments.record.read_text())
-    if arguments.status:
-        finish(arguments.record, arguments.status, arguments.exit_code)
-    elif content["status"] in ("running", "stopped"):
-        finish(arguments.record, outcome(SystemExit(arguments.exit_code))[0], arguments.exit_code)
-
-
-if __name__ == "__main__":
-    main()

@@ -7,7 +7,7 @@ import argparse
 import json
 from pathlib import Path
 
-from errors import fail
+from errors import OneLineErrors, fail
 
 NOTES = {
     "loss": "mean over all steps, as the Trainer reports it",
@@ -17,7 +17,10 @@ NOTES = {
 
 def read_record(path: Path) -> dict:
     try:
-        return json.loads(path.read_text(encoding="utf-8"))
+        record = json.loads(path.read_text(encoding="utf-8"))
+        if not isinstance(record, dict) or "settings" not in record:
+            raise ValueError("no settings in it")
+        return record
     except OSError as error:
         fail(path, error.strerror or "cannot be read", "give results/<job_id>.json of a run")
     except ValueError as error:
@@ -27,7 +30,6 @@ def read_record(path: Path) -> dict:
 def baseline_summary(record: dict) -> list[tuple[str, str, str]]:
     """Metric, value and note of the workshop's baseline table; a missing value is empty, with its reason."""
     train, evaluations = record.get("train") or {}, record.get("eval") or []
-    missing = f"the run is {record['status']}"
     rows = [("Train Loss (Final)", train.get("loss_mean"), NOTES["loss"])]
     for entry in evaluations:
         rows.append((f"Eval Loss (Epoch {entry['epoch']:g})", entry["loss"], ""))
@@ -38,10 +40,21 @@ def baseline_summary(record: dict) -> list[tuple[str, str, str]]:
     rows.append(("Evaluation Speed (samples/sec)", speed, "last epoch"))
     rows.append(("Steps per Epoch", record.get("steps_per_epoch"), "optimizer steps"))
     for name, key in (("Exact Match (%)", "exact_match"), ("F1 (%)", "f1")):
-        if key in record:
-            rows.append((name, record[key], f"{record['eval_size']} questions"))
-    return [(name, "" if value is None else f"{value:.4g}", note if value is not None else missing)
-            for name, value, note in rows]  # fmt: skip
+        if record["settings"].get("em_f1"):
+            rows.append((name, record.get(key), f"{record['eval_size']} questions"))
+    return [(name, number(value), note if value is not None else reason(record, name)) for name, value, note in rows]
+
+
+def number(value: float | None) -> str:
+    return "" if value is None else f"{value}" if isinstance(value, int) else f"{value:.4g}"
+
+
+def reason(record: dict, row: str) -> str:
+    """Why the value of a row is missing."""
+    if record["status"] != "completed":
+        return f"the run is {record['status']}"
+    missing = record.get("missing", {})
+    return missing.get("train.steady_samples_per_second", "not measured") if "steps alone" in row else "not measured"
 
 
 def render(rows: list[tuple[str, str, str]], header: tuple[str, str, str]) -> str:
@@ -53,7 +66,7 @@ def render(rows: list[tuple[str, str, str]], header: tuple[str, str, str]) -> st
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = OneLineErrors(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--job", type=Path, required=True, help="run record of the job")
     path = parser.parse_args().job
     record = read_record(path)

@@ -22,7 +22,7 @@ from checkpoints import CheckpointCallback, find_checkpoint
 from config import build_arguments, parse_command_line
 from data_loader import collator, load_squad
 from distributed import join_process_group, leave_process_group, prepare_environment, rank
-from ds_config import check_ds_config
+from ds_config import check_contradictions, check_ds_config
 from errors import fail
 from evaluate import exact_match_and_f1
 from model import load_model, load_tokenizer, save_model
@@ -41,6 +41,8 @@ def main() -> None:
     # 2. Processes: ranks, process group, one GPU each.
     prepare_environment(shards=options.deepspeed_config is not None)
     model_args, data_args, args = build_arguments(options)
+    if options.deepspeed_config is not None:
+        check_contradictions(options.values["deepspeed"], options.deepspeed_config, args, options.names)
     join_process_group(deepspeed=options.deepspeed_config is not None)
 
     # 3. Where results go.

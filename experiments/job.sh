@@ -1,0 +1,202 @@
+#!/usr/bin/env bash
+# What all experiments share. A .slurm file sources this and then uses the verbs
+#   run_python FILE ARGS...     one process
+#   run_torchrun FILE ARGS...   one process per GPU; torchrun starts them, once per node
+#   run_srun FILE ARGS...       one process per GPU; srun starts them, no torchrun
+#   check_bandwidth             all-reduce over the job's ranks first; too slow ends the job
+# Before: site, folders, ranks, rendezvous. Beside: memory loggers on every node. After: the end of the run
+# record, a summary, and the training's exit status as the job's.
+set -euo pipefail
+
+job_fail() { # WHAT PROBLEM WAY_OUT [EXIT_CODE]
+  printf 'error: %s: %s; %s\n' "$1" "$2" "$3" >&2
+  exit "${4:-2}"
+}
+
+job_directive() { # NAME: number behind "#SBATCH --NAME=" of the script that runs, 1 without one
+  local line
+  line=$(grep -m1 -E "^#SBATCH --$1=[0-9]+" "$0" || echo "=1")
+  [[ $line =~ =([0-9]+) ]] && printf '%s' "${BASH_REMATCH[1]}"
+}
+
+job_load_site() {
+  local name=${SITE:-}
+  [[ -n $name || ! -f $EXPERIMENTS/site ]] || name=$(<"$EXPERIMENTS/site")
+  local -r way_out="choose one of experiments/sites (laptop needs no GPU), with SITE=name or as the content of experiments/site"
+  [[ -n $name ]] || job_fail SITE "no site is chosen" "$way_out"
+  [[ $name != */* && -f $EXPERIMENTS/sites/$name.sh ]] || job_fail SITE "there is no experiments/sites/$name.sh" "$way_out"
+  SITE=$name
+  # shellcheck source=experiments/sites/laptop.sh
+  source "$EXPERIMENTS/sites/$SITE.sh"
+  set +a # not the functions that module and conda bring along
+  site_setup
+  set -a
+  command -v python >/dev/null || job_fail "experiments/sites/$SITE.sh" "there is no python after site_setup" "activate the environment there" 3
+}
+
+job_prepare() {
+  NODES=${SLURM_JOB_NUM_NODES:-$(job_directive nodes)}
+  RANKS_PER_NODE=${SLURM_GPUS_PER_NODE:-$(job_directive gpus-per-node)}
+  RANKS_PER_NODE=${RANKS_PER_NODE##*:} # a100:2 -> 2
+  JOB_ID=${SLURM_JOB_ID:-local-$(date +%Y%m%d-%H%M%S)-$$}
+  if [[ -z ${SLURM_JOB_ID:-} && $NODES -gt 1 ]]; then
+    job_fail "$(basename "$0")" "it needs $NODES nodes, and there is no Slurm here" "submit it with sbatch" 3
+  fi
+  RUN_DIR=$PWD/results/.$JOB_ID
+  mkdir -p log gpu_memory cpu_memory "$RUN_DIR"
+  # torchrun would set 1, and DeepSpeed's CPU optimizer would crawl
+  : "${OMP_NUM_THREADS:=$((${SLURM_CPUS_ON_NODE:-$(nproc)} / RANKS_PER_NODE > 1 ? ${SLURM_CPUS_ON_NODE:-$(nproc)} / RANKS_PER_NODE : 1))}"
+  # since Slurm 22.05 srun no longer inherits --cpus-per-task
+  [[ -z ${SLURM_CPUS_PER_TASK:-} ]] || export SRUN_CPUS_PER_TASK=$SLURM_CPUS_PER_TASK
+  if [[ $NODES -gt 1 ]]; then
+    ALL_NODES=$(scontrol show hostnames "$SLURM_JOB_NODELIST")
+    : "${MASTER_ADDR:=${ALL_NODES%%$'\n'*}}"
+  else
+    ALL_NODES=$(hostname)
+    MASTER_ADDR=127.0.0.1
+  fi
+  MASTER_PORT=$(job_free_port)
+  BANDWIDTH_FILE=$RUN_DIR/bandwidth.json
+  echo "job $JOB_ID of $EXPERIMENT: site $SITE, $NODES node(s) x $RANKS_PER_NODE rank(s), rendezvous $MASTER_ADDR:$MASTER_PORT"
+  echo "nodes: ${ALL_NODES//$'\n'/ }"
+}
+
+job_free_port() { # differs from job to job, and skips a port that is taken
+  python - "$JOB_ID" <<'EOF'
+import socket, sys, zlib
+first = zlib.crc32(sys.argv[1].encode()) % 20000
+for offset in range(200):
+    port = 20000 + (first + offset) % 20000
+    with socket.socket() as listener:
+        try:
+            listener.bind(("", port))
+        except OSError:
+            continue
+    print(port)
+    break
+EOF
+}
+
+run_python() { job_on_node python "$@"; }
+
+run_torchrun() {
+  local -r launch=(python "$ROOT/scripts/launch.py" --nnodes="$NODES" --nproc-per-node="$RANKS_PER_NODE"
+    --rdzv-backend=c10d --rdzv-id="$JOB_ID" --rdzv-endpoint="$MASTER_ADDR:$MASTER_PORT")
+  if [[ $NODES -gt 1 ]]; then
+    job_srun --ntasks="$NODES" --ntasks-per-node=1 bash "$EXPERIMENTS/job.sh" on_node "${launch[@]}" "$@"
+  else
+    job_on_node "${launch[@]}" --local-addr=127.0.0.1 "$@"
+  fi
+}
+
+run_srun() {
+  if [[ -z ${SLURM_JOB_ID:-} ]]; then
+    echo "no Slurm here: torchrun starts the $RANKS_PER_NODE ranks instead of srun"
+    run_torchrun "$@"
+  else
+    job_srun --ntasks=$((NODES * RANKS_PER_NODE)) --ntasks-per-node="$RANKS_PER_NODE" \
+      bash "$EXPERIMENTS/job.sh" on_node python "$@"
+  fi
+}
+
+check_bandwidth() { LOGGERS=no run_torchrun "$ROOT/scripts/bandwidth_test.py" --output "$BANDWIDTH_FILE"; }
+
+job_srun() { # --kill-on-bad-exit: one failed rank must end the others, which would wait for it
+  srun --nodes="$NODES" --kill-on-bad-exit=1 --cpu-bind=none "$@" &
+  job_wait $!
+}
+
+job_on_node() { # COMMAND: run it on this node, loggers beside it
+  "$@" &
+  local -r training=$!
+  local code=0 host=${SLURMD_NODENAME:-$(hostname)}
+  local suffix=""
+  [[ $NODES -eq 1 ]] || suffix=_$host
+  LOGGER_PIDS=()
+  if [[ ${LOGGERS:-yes} = yes && ${SLURM_LOCALID:-0} = 0 ]]; then
+    # several tasks of one srun step on this node: watch slurmstepd, the parent of them all
+    local watched=$training
+    [[ ${SLURM_STEP_NUM_TASKS:-1} -le $NODES ]] || watched=$PPID
+    job_logger nvidia-smi "gpu_memory/gpu_memory_log_$JOB_ID$suffix.csv" \
+      --query-gpu=timestamp,index,name,memory.used,memory.total --format=csv,nounits -l "$LOG_INTERVAL"
+    job_logger psrecord "cpu_memory/cpu_memory_log_$JOB_ID$suffix.txt" \
+      "$watched" --include-children --interval "$LOG_INTERVAL" --log "cpu_memory/cpu_memory_log_$JOB_ID$suffix.txt"
+  fi
+  job_wait "$training" || code=$?
+  job_stop_loggers
+  # srun reports the highest code of all nodes, which is often that of a node it ended: note who was first
+  [[ $code = 0 ]] || echo "$(date +%s%N) $code $host" >>"$RUN_DIR/exit_codes"
+  return "$code"
+}
+
+job_logger() { # PROGRAM FILE ARGS...: start it in the background; training goes on without it
+  local -r program=$1 file=$2
+  shift 2
+  if ! command -v "$program" >/dev/null; then
+    echo "$program is not installed on $host: no $file" >>"$RUN_DIR/gaps"
+    return
+  fi
+  if [[ $program = psrecord ]]; then "$program" "$@" >/dev/null 2>&1 & else "$program" "$@" >"$file" 2>/dev/null & fi
+  LOGGER_PIDS+=("$!:$program")
+}
+
+job_stop_loggers() {
+  local logger
+  for logger in "${LOGGER_PIDS[@]}"; do
+    if ! kill -TERM "${logger%%:*}" 2>/dev/null && [[ ${STOPPED:-no} = no ]]; then
+      echo "${logger#*:} on $host ended before the training: its log is not complete" >>"$RUN_DIR/gaps"
+    fi
+    wait "${logger%%:*}" 2>/dev/null || true
+  done
+}
+
+job_wait() { # PID: its exit status, also when a signal interrupts the waiting; TERM and INT are passed on
+  local -r pid=$1
+  local code=0
+  trap 'STOPPED=yes; kill -TERM "'"$pid"'" 2>/dev/null || true' TERM INT
+  wait "$pid" || code=$?
+  while kill -0 "$pid" 2>/dev/null; do
+    code=0
+    wait "$pid" || code=$?
+  done
+  return "$code"
+}
+
+job_finish() {
+  local code=$? status=""
+  trap - EXIT
+  trap '' TERM INT # a second signal must not interrupt this
+  if [[ -s $RUN_DIR/exit_codes ]]; then code=$(sort -n "$RUN_DIR/exit_codes" | head -n 1 | cut -d' ' -f2); fi
+  if [[ ${STOPPED:-no} = yes ]]; then
+    status=stopped
+    [[ -z ${SLURM_JOB_END_TIME:-} || $(date +%s) -lt $((SLURM_JOB_END_TIME - 5)) ]] || status=timeout
+    [[ $code != 0 ]] || code=143
+  fi
+  python "$ROOT/scripts/finish.py" "$JOB_ID" --exit-code "$code" ${status:+--status "$status"} --gaps "$RUN_DIR/gaps" || true
+  rm -rf "$RUN_DIR"
+  exit "$code"
+}
+
+if [[ ${1:-} = on_node && ${BASH_SOURCE[0]} = "$0" ]]; then # the part of a job that srun starts on each node
+  shift
+  job_on_node "$@"
+  exit
+fi
+
+EXPERIMENTS=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
+if [[ $EXPERIMENTS != "${SNAPSHOT:-$EXPERIMENTS/..}"/experiments ]]; then
+  EXPERIMENT=experiments/${PWD#"$EXPERIMENTS"/}
+fi
+if [[ -n ${SNAPSHOT:-} && $EXPERIMENTS != "$SNAPSHOT/experiments" ]]; then
+  # submit.sh --snapshot: the code that was frozen at submission runs, its results land here all the same
+  # shellcheck source=/dev/null
+  source "$SNAPSHOT/experiments/job.sh"
+  return
+fi
+ROOT=$(dirname "$EXPERIMENTS")
+set -a # site and experiment set knobs that the training reads
+job_load_site
+: "${LOG_INTERVAL:=5}" "${REQUIRE_GPU:=1}" "${JOIN_TIMEOUT:=300}"
+: "${TORCH_CPP_LOG_LEVEL:=ERROR}" # WARNING tells of each socket that is closed
+job_prepare
+trap job_finish EXIT

@@ -1,0 +1,37 @@
+# shellcheck shell=bash
+# Copy this file to experiments/sites/<your cluster>.sh, fill it in, then choose it once for all experiments:
+#     echo <your cluster> > experiments/site
+# Every value can still be given at submission:  BATCH_SIZE=8 sbatch baseline.slurm
+
+# --- Slurm, read by sbatch at submission. submit.sh does this for you; for a bare sbatch, source this file first.
+export SBATCH_ACCOUNT="${SBATCH_ACCOUNT:-CHANGE_ME}"     # sacctmgr show associations user=$USER format=account
+export SBATCH_PARTITION="${SBATCH_PARTITION:-CHANGE_ME}" # sinfo -s
+# export SBATCH_RESERVATION="${SBATCH_RESERVATION:-workshop}"
+# export SBATCH_CONSTRAINT="${SBATCH_CONSTRAINT:-v100}"
+
+# --- Python environment, on the first node of each job; srun passes it on to the others.
+site_setup() {
+  module purge
+  module load cuda # nvcc: DeepSpeed compiles its optimizers on first use
+  # shellcheck source=/dev/null
+  source "$HOME/miniforge3/etc/profile.d/conda.sh"
+  conda activate deepspeed-finetune
+  # or a virtual environment:  source "$ROOT/.venv/bin/activate"
+}
+
+# --- Hugging Face cache, on a file system that all nodes see. Fill it on a login node:
+#     python scripts/prefetch.py --model_name bigscience/bloom-560m --dataset squad
+: "${HF_HOME:=$HOME/.cache/huggingface}"
+: "${HF_HUB_OFFLINE:=1}" # compute nodes without network: never ask the Hub. Leave it out where they have one.
+
+# --- Network between nodes. Find names with:  ip -brief address;  ibstat -l
+# : "${NCCL_SOCKET_IFNAME:=ib0}"      # interface for NCCL's start-up and its TCP transport
+# : "${GLOO_SOCKET_IFNAME:=ib0}"      # the same for gloo (CPU tensors)
+# : "${NCCL_IB_HCA:=mlx5}"            # InfiniBand adapters: a prefix, or a list such as mlx5_0,mlx5_1
+# : "${NCCL_NET_GDR_LEVEL:=4}"        # GPUDirect RDMA where GPU and adapter share a NUMA node (PHB)
+# : "${NCCL_ALGO:=Tree}"              # only to compare: NCCL chooses by itself, and better in most cases
+: "${TORCH_NCCL_ASYNC_ERROR_HANDLING:=1}" # a failed or hanging collective ends the process
+# : "${TORCH_NCCL_BLOCKING_WAIT:=1}"  # collectives block and raise after their time-out: for hunting hangs only
+
+# --- Multi-node jobs begin with an all-reduce; below this bus bandwidth (GB/s) they end with exit code 3.
+: "${MIN_BANDWIDTH:=5}"

@@ -1,0 +1,18 @@
+# shellcheck shell=bash
+# Any machine without a GPU, and no network: tiny-bloom on the bundled sample, short runs.
+#     cd experiments/baseline && SITE=laptop bash baseline.slurm
+
+site_setup() {
+  # the environment that make demo created, if there is one; else the python that is active
+  if [[ -x $ROOT/.venv/bin/python ]]; then PATH=$ROOT/.venv/bin:$PATH; fi
+}
+
+: "${MODEL_NAME:=tiny-bloom}"
+: "${DATASET:=$ROOT/data/squad_sample.json}"
+: "${TRAIN_SIZE:=128}"
+: "${EVAL_SIZE:=32}"
+: "${SITE_SAMPLES_PER_GPU:=16}" # weak scaling: 16 ranks must find enough questions in the sample
+: "${PADDING:=longest}"
+: "${LEARNING_RATE:=2e-3}" # tiny-bloom starts from random weights
+: "${REQUIRE_GPU:=0}"
+: "${LOG_INTERVAL:=1}" # seconds between two samples of the memory logs; runs are short here

@@ -1,0 +1,93 @@
+#!/usr/bin/env bash
+# Submit one experiment, a family of them, or all:
+#     experiments/submit.sh baseline
+#     experiments/submit.sh --chain deepspeed-multi-gpu              # one after another
+#     experiments/submit.sh --dry-run all                            # only show the sbatch lines
+#     experiments/submit.sh --snapshot deepspeed-single-gpu/zero_2   # later edits do not reach the queued job
+# FAMILY or FOLDER is a path below experiments/. Every experiment is checked first; if one is wrong, none is submitted.
+# Knobs come from the environment:  MODEL_NAME=bigscience/bloom-3b experiments/submit.sh deepspeed-single-gpu
+set -euo pipefail
+
+EXPERIMENTS=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
+ROOT=$(dirname "$EXPERIMENTS")
+
+fail() { # WHAT PROBLEM WAY_OUT
+  printf 'error: %s: %s; %s\n' "$1" "$2" "$3" >&2
+  exit 2
+}
+
+load_site() {
+  local name=${SITE:-}
+  [[ -n $name || ! -f $EXPERIMENTS/site ]] || name=$(<"$EXPERIMENTS/site")
+  [[ -n $name ]] || fail SITE "no site is chosen" "give SITE=name, or write the name into experiments/site"
+  [[ $name != */* && -f $EXPERIMENTS/sites/$name.sh ]] || fail SITE "there is no experiments/sites/$name.sh" "see experiments/sites"
+  if grep -q '^[^#]*CHANGE_ME' "$EXPERIMENTS/sites/$name.sh"; then
+    fail "experiments/sites/$name.sh" "it still holds CHANGE_ME" "fill these values in"
+  fi
+  # shellcheck source=experiments/sites/laptop.sh
+  (source "$EXPERIMENTS/sites/$name.sh" && env | grep '^SBATCH_' || true) >"$settings"
+  SITE=$name
+}
+
+snapshot() { # freeze what a job reads; prints the folder
+  local -r folder=$ROOT/snapshots/$(date +%Y%m%d-%H%M%S)-$$
+  mkdir -p "$folder"
+  (cd "$ROOT" && tar -cf - --exclude=__pycache__ scripts ds_configs data experiments/job.sh experiments/sites) | tar -xf - -C "$folder"
+  local commit dirty=false
+  commit=$(git -C "$ROOT" rev-parse HEAD 2>/dev/null) && commit="\"$commit\"" || commit=null
+  [[ -z $(git -C "$ROOT" status --porcelain 2>/dev/null) ]] || dirty=true
+  printf '{"commit": %s, "dirty": %s}\n' "$commit" "$dirty" >"$folder/git.json"
+  printf '%s' "$folder"
+}
+
+chain=no dry_run=no frozen="" target=""
+for argument in "$@"; do
+  case $argument in
+    --chain) chain=yes ;;
+    --dry-run) dry_run=yes ;;
+    --snapshot) frozen=yes ;;
+    --help | -h) sed -n '2,/^set/{/^set/d; s/^# \{0,1\}//; p}' "$0" && exit ;;
+    -*) fail "$argument" "unknown option" "see --help" ;;
+    *) [[ -z $target ]] || fail "$argument" "one target at a time" "see --help" && target=$argument ;;
+  esac
+done
+[[ -n $target ]] || fail "submit.sh" "nothing to submit" "give a family, a folder or all; see --help"
+
+folder=$EXPERIMENTS/$target
+[[ $target != all ]] || folder=$EXPERIMENTS
+[[ -d $folder ]] || folder=$target # a path from where the user stands
+[[ -d $folder ]] || fail "$target" "there is no such folder below experiments/" "see ls experiments"
+mapfile -d '' scripts < <(find "$folder" -name '*.slurm' -print0 | sort -zV)
+((${#scripts[@]})) || fail "$target" "it holds no .slurm file" "see ls experiments"
+
+settings=$(mktemp)
+trap 'rm -f "$settings"' EXIT
+load_site
+PYTHON=python
+[[ ! -x $ROOT/.venv/bin/python ]] || PYTHON=$ROOT/.venv/bin/python
+"$PYTHON" "$ROOT/scripts/check_experiment.py" "${scripts[@]}" || exit 2
+
+while IFS='=' read -r name value; do export "$name=$value"; done <"$settings"
+export SITE
+if [[ -n $frozen ]]; then
+  SNAPSHOT="$ROOT/snapshots/<time>"
+  [[ $dry_run = yes ]] || SNAPSHOT=$(snapshot)
+  export SNAPSHOT
+fi
+previous=""
+for script in "${scripts[@]}"; do
+  line=(sbatch --parsable)
+  # afterany: the chain goes on behind an experiment that failed, or that ran out of memory as it should
+  [[ $chain = no || -z $previous ]] || line+=("--dependency=afterany:$previous")
+  line+=("$(basename "$script")")
+  cd "$(dirname "$script")"
+  if [[ $dry_run = yes ]]; then
+    settings_line=$(sort "$settings" | tr '\n' ' ')
+    printf 'cd %q && %sSITE=%q %s%s\n' "$PWD" "$settings_line" "$SITE" "${SNAPSHOT:+SNAPSHOT=$SNAPSHOT }" "${line[*]}"
+    previous="<id of the line above>"
+  else
+    previous=$("${line[@]}")
+    previous=${previous%%;*} # 4711;cluster
+    printf '%s  %s\n' "$previous" "${PWD#"$ROOT"/}/$(basename "$script")"
+  fi
+done

@@ -1,0 +1,526 @@
+#!/usr/bin/env python3
+"""Run a real multi-node Slurm on this one machine, for the tests and for trying out job scripts (as root).
+
+    python tests/slurm/cluster.py install               # once: Slurm, munge and iproute2, by apt-get
+    python tests/slurm/cluster.py up --nodes 2          # less than a second
+    eval "$(python tests/slurm/cluster.py env)"         # this shell is now the cluster's login node
+    sinfo; sbatch my.slurm; squeue
+    python tests/slurm/cluster.py exec node1 ps -ef     # run something on a node, outside Slurm
+    python tests/slurm/cluster.py down                  # leaves nothing behind
+
+Each host is a set of Linux namespaces (network, host name, mounts, processes) under one `unshare`: `switch`
+holds the network bridge and munged, `ctl` runs slurmctld, `node1`, `node2`, ... run slurmd. They share this
+machine's files, /tmp included, as a cluster shares its home directories, and reach each other and the login
+node, not the outside world. GPUs, CPUs and memory are claims that Slurm schedules by; nothing enforces them.
+"""
+
+import argparse
+import fcntl
+import hashlib
+import json
+import os
+import re
+import shlex
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+DEFAULT_STATE = "/tmp/slurm-ws"
+RECORD = "slurm-test-cluster.json"  # the file that makes a directory a cluster's, and lists its processes
+MEMORY_MB = 512000  # of each node
+PATH = os.environ.get("PATH", "") + ":/usr/sbin:/usr/bin:/sbin:/bin"
+PACKAGES = ("slurm-wlm", "munge", "iproute2", "util-linux", "mount", "hostname")
+TOOLS = ("munged", "slurmctld", "slurmd", "sbatch", "ip", "unshare", "nsenter", "mount", "hostname")
+MUNGE_FILES = ("key-file", "seed-file", "pid-file", "log-file", "socket")
+UNSHARE = ("unshare", "--net", "--uts", "--mount", "--pid", "--fork", "--kill-child=KILL", "--mount-proc")
+FINAL = {"COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "OUT_OF_MEMORY", "PREEMPTED", "DEADLINE"}
+
+# Process 1 of a host; arguments: host, hosts file, address, daemon. It reports that the namespaces are there
+# and waits for its cable: if we die before its pid is on record, it reads the end of the pipe and goes too.
+# It outlives its daemon and reaps orphans, as a real machine's does.
+INIT = """
+set -e
+hostname "$0"; mount --bind "$1" /etc/hosts; mount -t tmpfs -o mode=1777 tmpfs /dev/shm; ip link set lo up
+if [ "$0" = switch ]; then ip link add bridge type bridge; ip link set bridge up; $3; fi
+echo ready; read -r plugged_in; exec < /dev/null >&2
+if [ "$0" != switch ]; then ip addr add "$2/24" dev eth0; ip link set eth0 up; $3 & fi
+set +e; while :; do wait; sleep 1; done
+"""
+
+# Without cgroups Slurm takes the descendants of slurmstepd for a step's processes. One whose parent has ended
+# would move to process 1, survive scancel and keep the job COMPLETING until the node drains. As a subreaper
+# (prctl 36) slurmstepd adopts such orphans, so they end with the step.
+SLURMSTEPD = """#!/bin/sh
+exec {python} -ISc 'import ctypes, os, sys
+ctypes.CDLL(None).prctl(36, 1, 0, 0, 0)
+os.execvp("slurmstepd", ["slurmstepd", *sys.argv[1:]])' "$@"
+"""
+
+# cred_expire: a requeued job can start that many seconds later (by default 120). config_overrides: believe
+# the nodes' claims, not the machine. MinJobAge: `scontrol show job` knows finished jobs for a day.
+SLURM_CONF = """
+ClusterName=workshop
+SlurmctldHost=ctl({net}.253)
+AuthInfo=socket={state}/munge/socket,cred_expire=5
+StateSaveLocation={state}/ctl
+SlurmdSpoolDir={state}/spool/%n
+SlurmctldPidFile={state}/slurmctld.pid
+SlurmdPidFile={state}/spool/%n.pid
+ProctrackType=proctrack/linuxproc
+SlurmdParameters=config_overrides
+SelectType=select/cons_tres
+SelectTypeParameters=CR_Core_Memory
+SchedulerParameters=batch_sched_delay=0,sched_interval=1,bf_interval=1
+ReturnToService=2
+KillWait=2
+SlurmdTimeout=6
+MessageTimeout=5
+MinJobAge=86400
+GresTypes=gpu
+NodeName=DEFAULT CPUs={cpus} Sockets=1 CoresPerSocket={cpus} RealMemory={memory} {gres} Feature=v100,a100
+{nodes}
+PartitionName=main Nodes=ALL Default=YES MaxTime=INFINITE DefMemPerCPU={memory_per_cpu}
+"""
+
+
+class ClusterError(RuntimeError):
+    """The cluster, or a command of its, failed; the message holds the command's own words."""
+
+
+def run(argv, cwd=None, env=None, check=True, timeout=60):
+    """Run argv for at most timeout seconds and return the CompletedProcess, with text output.
+
+    Raises ClusterError when it takes longer or, with check, when it fails.
+    """
+    argv, env = [str(word) for word in argv], env or {**os.environ, "PATH": PATH}
+    kept = {"capture_output": True, "text": True, "errors": "replace"}
+    try:
+        done = subprocess.run(argv, cwd=cwd, env=env, timeout=timeout, check=False, **kept)
+    except subprocess.TimeoutExpired as late:
+        raise ClusterError(f"no end after {timeout} s: {shlex.join(argv)}") from late
+    if check and done.returncode != 0:
+        raise ClusterError(f"exit code {done.returncode}: {shlex.join(argv)}\n{done.stderr}{done.stdout}")
+    return done
+
+
+def start_time(pid):
+    """Start time of a process in clock ticks since boot; None when it is gone or a zombie."""
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2].split()
+    except (FileNotFoundError, ProcessLookupError):
+        return None
+    return None if fields[0] in "ZX" else int(fields[19])
+
+
+def missing():
+    """The programs that a cluster needs and this machine lacks, as one string."""
+    return " ".join(tool for tool in TOOLS if not shutil.which(tool, path=PATH))
+
+
+def install():
+    """Install what is missing by apt-get; raises ClusterError when something is missing afterwards."""
+    if not missing():
+        return
+    if os.geteuid() != 0 or not shutil.which("apt-get", path=PATH):
+        raise ClusterError(f"missing: {missing()}; installing needs root and apt-get")
+    policy = Path("/usr/sbin/policy-rc.d")  # Debian's way to start no services: we run daemons of our own
+    ours = not policy.exists()
+    try:
+        if ours:
+            policy.write_text("#!/bin/sh\nexit 101\n")
+            policy.chmod(0o755)
+        env = {**os.environ, "PATH": PATH, "DEBIAN_FRONTEND": "noninteractive"}
+        apt = ["apt-get", "-qq", "-o", "Acquire::http::Timeout=20", "-o", "DPkg::Lock::Timeout=120"]
+        run([*apt, "update"], env=env, check=False, timeout=300)
+        apt += ["install", "-y", "--no-install-recommends"]
+        done = run([*apt, *PACKAGES], env=env, check=False, timeout=600)
+    finally:
+        if ours:
+            policy.unlink(missing_ok=True)
+    if missing():  # apt's exit code does not count: post-install scripts may fail where there is no systemd
+        words = (done.stderr.strip().splitlines() or ["no message"])[-1]
+        raise ClusterError(f"missing after apt-get install: {missing()}; {words}")
+
+
+def unavailable():
+    """Why no cluster can run here, in one line, or None; installs Slurm when it is missing and can be."""
+    if os.geteuid() != 0:
+        return "not root"
+    if not Path("/etc/debian_version").exists():
+        return "not a Debian-like system"
+    try:
+        install()
+    except ClusterError as error:
+        return " ".join(str(error).split())
+    # what a host needs: namespaces, both kinds of network device, mounts, device files
+    probe = "ip link add v1 type veth && ip link add b1 type bridge && mount -t tmpfs tmpfs /dev/shm"
+    tried = run([*UNSHARE, "sh", "-c", f"{probe} && mknod /dev/shm/null c 1 3"], check=False)
+    return f"namespaces not permitted: {' '.join(tried.stderr.split())}" if tried.returncode else None
+
+
+class Cluster:
+    """A Slurm cluster with all its files and logs in state_dir; clusters in different ones do not meet.
+
+    nodes, gpus and cpus are counts, the latter two per node. With owner, a pid, the cluster belongs to that
+    process: once it is dead, the next up() of a cluster in the same parent directory takes this one down.
+    Raises ValueError for a bad count, or a path that Slurm cannot take: it goes into names of sockets (at
+    most 107 bytes) and, without quotes, into configuration lines.
+    """
+
+    def __init__(self, state_dir=DEFAULT_STATE, nodes=2, gpus=8, cpus=64, owner=None):
+        self.state = Path(state_dir).resolve()
+        self.shape = {"nodes": nodes, "gpus": gpus, "cpus": cpus}
+        for (flag, found), (least, most) in zip(
+            self.shape.items(), ((1, 250), (0, 64), (1, 1024)), strict=True
+        ):
+            if not least <= found <= most:
+                raise ValueError(f"--{flag}: {found} is out of range; choose from {least} to {most}")
+        if not re.fullmatch(r"/[\w./-]{1,59}", str(self.state), re.ASCII):
+            path = repr(str(self.state))
+            raise ValueError(f"--state: {path} is over 60 or odd characters; choose one like {DEFAULT_STATE}")
+        self.owner = owner and (owner, start_time(owner))
+        self._children = {}  # kept to be reaped
+        self._hash = hashlib.sha256(str(self.state).encode()).digest()
+        self._mac = "02:" + self._hash[:5].hex(":")
+
+    @property
+    def env(self):
+        """Environment of a login-node shell: this process's, with this cluster's Slurm settings alone."""
+        foreign = ("SLURM_", "SBATCH_", "SRUN_", "SALLOC_", "SQUEUE_", "SINFO_", "SCANCEL_")
+        kept = {name: value for name, value in os.environ.items() if not name.startswith(foreign)}
+        return {**kept, "PATH": PATH, "SLURM_CONF": f"{self.state}/etc/slurm.conf"}
+
+    def up(self):
+        """Start the cluster and return when every node takes jobs; a whole one is left as it is.
+
+        What a killed run left, here or beside this under a dead owner, is cleaned first. Raises ClusterError,
+        with the ends of the logs, when it does not start or already runs in another shape.
+        """
+        for other in self.state.parent.glob(f"*/{RECORD}"):
+            owner = self._read(other).get("owner")
+            if owner and start_time(owner[0]) != owner[1]:
+                Cluster(other.parent).down()
+        found = self._read()
+        if found.get("ready") and all(map(self._pid, found["hosts"])):
+            if found["shape"] != self.shape:
+                raise ClusterError(f"{self.state} is up with {found['shape']}; down it first")
+            return
+        self.down()
+        try:
+            (self.state / f"{RECORD}.new").unlink(missing_ok=True)
+            self.state.rmdir()  # an empty one may be another user's
+        except FileNotFoundError:
+            pass
+        except OSError as error:
+            raise ClusterError(f"{self.state} holds other files; choose a new directory") from error
+        try:
+            self._up()
+        except BaseException as error:
+            ends = [f"{log}: {log.read_text(errors='replace')[-500:]}" for log in self.state.glob("log/*")]
+            self.down()
+            if isinstance(error, ClusterError):
+                raise ClusterError("\n".join([str(error), *ends])) from error
+            raise
+
+    def _up(self):
+        nodes, gpus, cpus = self.shape.values()
+        self.state.mkdir(parents=True)
+        self.state.chmod(0o755)
+        self._write(shape=self.shape, owner=self.owner)  # from here on the next up() can clean up
+        for name in ("etc", "munge", "ctl", "spool", "log", "dev"):
+            (self.state / name).mkdir()
+        net = self._add_login()
+        names = {f"node{i}": f"{net}.{i}" for i in range(1, nodes + 1)}
+        hosts = {"switch": "", "ctl": f"{net}.253", **names}
+        self._write(hosts=hosts)
+
+        devices = [self.state / "dev" / f"nvidia{i}" for i in range(gpus)]
+        for device in devices:  # slurmd counts a GPU only with a device file: these are clones of /dev/null
+            os.mknod(device, 0o20666, os.makedev(1, 3))
+        key = self.state / "munge" / "key-file"
+        key.touch(0o600)
+        key.write_bytes(os.urandom(128))
+        values = {"state": self.state, "net": net, "cpus": cpus, "memory": MEMORY_MB}
+        values["memory_per_cpu"] = MEMORY_MB // cpus
+        values["gres"] = f"Gres=gpu:{gpus}" if gpus else ""
+        values["nodes"] = "\n".join(f"NodeName={name} NodeAddr={address}" for name, address in names.items())
+        # munged, in the switch, puts its address into credentials: Slurm is to read the login node's
+        known = f"127.0.0.1 localhost\n{net}.254 {os.uname().nodename} switch\n{net}.253 ctl\n"
+        known += "".join(f"{address} {name}\n" for name, address in names.items())
+        etc = self.state / "etc"
+        (etc / "hosts").write_text(known)
+        (etc / "slurm.conf").write_text(SLURM_CONF.format(**values))
+        (etc / "gres.conf").write_text("".join(f"Name=gpu File={device}\n" for device in devices))
+        (etc / "slurmstepd").write_text(SLURMSTEPD.format(python=shlex.quote(sys.executable)))
+        (etc / "slurmstepd").chmod(0o755)
+
+        since = time.strftime("%Y-%m-%dT%H:%M:%S")
+        for host in hosts:
+            self._boot(host)
+        self._await(names, since)
+        self._write(ready=True)
+
+    def down(self):
+        """End the cluster's processes and remove its interfaces and state_dir; harmless when not up.
+
+        Only processes whose pid and start time are on record are ended, and with them all on their hosts.
+        """
+        if not self.state.parent.is_dir():
+            return
+        lock = os.open(self.state.parent, os.O_RDONLY)
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX)  # two sessions may find the same orphan
+            record = self._read()
+            for host in record.get("pids", ()):
+                self._end(host)
+            for name in re.findall(rf"(sl\d+)@.* {self._mac} ", run(["ip", "-oneline", "link"]).stdout):
+                run(["ip", "link", "delete", name], check=False)
+            if record:
+                shutil.rmtree(self.state)
+        finally:
+            os.close(lock)
+
+    def submit(self, script, *args, cwd, env=None, sbatch_args=()):
+        """Run `sbatch sbatch_args script args` in cwd, with the variables env on top of self.env.
+
+        Returns the job id, an int. Raises ClusterError with sbatch's words when it refuses.
+        """
+        argv = ["sbatch", "--parsable", *sbatch_args, script, *args]
+        return int(run(argv, cwd, {**self.env, **(env or {})}).stdout.split(";")[0])
+
+    def wait(self, job_id, timeout):
+        """Wait at most timeout seconds until a job (all of an array) has ended and its nodes are clean.
+
+        Returns {"state": "COMPLETED" or the like, "exit_code": int, "signal": int, "text": scontrol's text},
+        of an array the first record's. Raises TimeoutError with that text and the queue, ClusterError for
+        an unknown job.
+        """
+        deadline = time.monotonic() + timeout
+        while True:
+            shown = run(["scontrol", "show", "job", job_id], env=self.env, check=False)
+            text = shown.stdout + shown.stderr
+            if "Invalid job id" in text:
+                raise ClusterError(f"job {job_id}: {text.strip()}")
+            jobs = re.findall(r"(?ms)^ +JobState=(\S+) .*? ExitCode=(\d+):(\d+)", text)
+            if jobs and all(state in FINAL for state, _, _ in jobs):
+                state, code, sent = jobs[0]
+                return {"state": state, "exit_code": int(code), "signal": int(sent), "text": text}
+            if time.monotonic() > deadline:
+                queue = run(["squeue"], env=self.env, check=False)
+                text += queue.stdout + queue.stderr
+                raise TimeoutError(f"job {job_id} has not ended after {timeout} s\n{text}")
+            time.sleep(0.1)
+
+    def cancel(self, job_id, *scancel_args):
+        """Run `scancel scancel_args job_id`; raises ClusterError when it fails."""
+        run(["scancel", *scancel_args, job_id], env=self.env)
+
+    def enter(self, node):
+        """Arguments that, before a command, run it on node (or ctl); ClusterError when that is not up."""
+        init = self._pid(node)
+        if not init:
+            raise ClusterError(f"{node} is not running; start it, or the cluster, first")
+        return ["nsenter", "-t", str(init), "--net", "--uts", "--mount", "--pid", "--"]
+
+    def exec(self, node, argv, timeout=60):
+        """Run argv on node, outside Slurm, in /, with self.env, for at most timeout seconds.
+
+        Returns the CompletedProcess, with text output, whatever its exit code. Raises ClusterError when the
+        node is not up or the command takes longer.
+        """
+        return run([*self.enter(node), *argv], env=self.env, check=False, timeout=timeout)
+
+    def processes(self, node, contains):
+        """Command lines of the processes on node that mention a string in command line or environment.
+
+        Each NAME=value of the environment ends with a NUL: contains="SLURM_JOB_ID=7\\0" is job 7, not 77.
+        slurmd and slurmstepd count too, if they mention it. A node that is not up has no processes.
+        """
+        found = []
+        init = self._pid(node)
+        space = init and os.readlink(f"/proc/{init}/ns/pid")
+        for process in Path("/proc").glob("[0-9]*") if init else ():
+            try:
+                if os.readlink(process / "ns/pid") == space:
+                    command = (process / "cmdline").read_bytes().decode(errors="replace")
+                    environment = (process / "environ").read_bytes().decode(errors="replace")
+                    if command and (contains in command or contains in environment):
+                        found.append(command.replace("\0", " ").strip())
+            except OSError:
+                pass  # it has ended meanwhile, or is none of ours
+        return found
+
+    def crash(self, node):
+        """Power loss: end everything on node (or ctl) at once, and return when it is gone."""
+        self._end(node)
+
+    def start(self, node):
+        """Start a crashed node (or ctl) and return when Slurm can use it; one that is up stays as it is."""
+        if not self._pid(node):
+            since = time.strftime("%Y-%m-%dT%H:%M:%S")
+            self._boot(node)
+            self._await([] if node == "ctl" else [node], since)
+
+    def _read(self, record=None):
+        """What the cluster wrote down; {} when there is nothing, or only another user's."""
+        record = record or self.state / RECORD
+        try:
+            return json.loads(record.read_text()) if record.stat().st_uid == os.geteuid() else {}
+        except (OSError, ValueError):
+            return {}
+
+    def _write(self, **changes):
+        new = self.state / f"{RECORD}.new"
+        new.write_text(json.dumps({**self._read(), **changes}))
+        new.replace(self.state / RECORD)
+
+    def _pid(self, host):
+        """Pid, seen from here, of the host's process 1; None when it has ended. ValueError: no such host."""
+        record = self._read()
+        hosts = record.get("hosts", {})
+        if host not in hosts:
+            raise ValueError(f"NODE: no {host!r}; choose from: {' '.join(hosts) or 'none, no cluster is up'}")
+        pid, started = record.get("pids", {}).get(host, (0, 0))
+        return pid if pid and start_time(pid) == started else None
+
+    def _boot(self, host):
+        """Start a host, write its pid down, plug its cable into the switch."""
+        etc, record = f"{self.state}/etc", self._read()
+        files = [f"--{name}={self.state}/munge/{name}" for name in MUNGE_FILES]
+        daemons = {"switch": " ".join(["munged --force", *files]), "ctl": "slurmctld -D"}
+        daemon = daemons.get(host, f"slurmd -D -d {etc}/slurmstepd")
+        argv = [*UNSHARE, "sh", "-c", INIT, host, f"{etc}/hosts", record["hosts"][host], daemon]
+        env = {"PATH": PATH, "HOME": "/root", "LANG": "C.UTF-8", "SLURM_CONF": f"{etc}/slurm.conf"}
+        with open(self.state / "log" / host, "ab") as log:
+            pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": log}
+            child = subprocess.Popen(argv, **pipes, env=env, cwd="/", start_new_session=True)
+        self._children[host] = child
+        with child.stdin, child.stdout:
+            if not child.stdout.readline():
+                raise ClusterError(f"{host} did not start")
+            init = int(Path(f"/proc/{child.pid}/task/{child.pid}/children").read_text())
+            self._write(pids={**record.get("pids", {}), host: (init, start_time(init))})
+            if host == "switch":
+                port = record["login"]
+                run(["ip", "link", "set", port, "netns", init])
+            else:
+                port, ends = host, f"netns {self._pid('switch')} type veth peer name eth0 netns {init}"
+                run(["ip", "link", "add", port, *ends.split()])
+            self._on_switch("set", port, "master", "bridge", "up")
+            child.stdin.write(b"plugged in\n")
+
+    def _end(self, host):
+        pid = self._pid(host)
+        if pid:
+            os.kill(pid, signal.SIGKILL)  # process 1 takes all of its host along, and ends after them
+        deadline = time.monotonic() + 30
+        while self._pid(host):
+            if time.monotonic() > deadline:
+                raise ClusterError(f"{host} (process {pid}) does not end")
+            time.sleep(0.005)
+        if host in self._children:
+            self._children.pop(host).wait()
+        if self._pid("switch"):
+            self._on_switch("delete", host, check=False)  # the kernel does it too, but later
+
+    def _on_switch(self, *link_args, check=True):
+        run(["nsenter", "-t", self._pid("switch"), "--net", "ip", "link", *link_args], check=check)
+
+    def _add_login(self):
+        """Add the login node's cable and return the first three numbers of its subnet.
+
+        The end that stays here has a name by the subnet, so that no two clusters take the same, and a
+        hardware address by state_dir, so that down() finds it even when nothing was written down.
+        """
+        for number in ((self._hash[5] * 2 + i) % 512 for i in range(512)):
+            name, net = f"sl{number}", f"198.{18 + number // 256}.{number % 256}"  # RFC 2544: for tests
+            add = f"ip link add {name} address {self._mac} type veth peer name {name}p"
+            if run(add.split(), check=False).returncode == 0:  # else it is another cluster's
+                self._write(login=f"{name}p")
+                run(["ip", "addr", "add", f"{net}.254/24", "dev", name])
+                run(["ip", "link", "set", name, "up"])
+                return net
+        raise ClusterError("no free subnet in 198.18.0.0/15")
+
+    def _await(self, nodes, since, timeout=30):
+        """Wait until slurmctld answers and the nodes have registered with it after since (local ISO time)."""
+        usable = r"NodeName=(\S+) .* State=(?:IDLE|MIXED|ALLOCATED)(?:\+\w+)* .* SlurmdStartTime=(\d\S+)"
+        deadline = time.monotonic() + timeout
+        while True:
+            shown = run(["scontrol", "--oneliner", "show", "node"], env=self.env, check=False)
+            started = dict(re.findall(usable, shown.stdout))
+            if shown.returncode == 0 and all(started.get(node, "") >= since for node in nodes):
+                return
+            if time.monotonic() > deadline:
+                raise ClusterError(f"not ready after {timeout} s\n{shown.stdout}{shown.stderr}")
+            time.sleep(0.05)
+
+
+class Parser(argparse.ArgumentParser):
+    """Reports a usage error in one line that names the flag, with exit code 2."""
+
+    def error(self, message):
+        message = re.sub(r"^the following arguments are required: (.*)", r"\1: missing", message)
+        message = re.sub(r"^unrecognized arguments: (.*)", r"\1: unknown", message)
+        self.exit(2, f"error: {message.removeprefix('argument ')}; see --help\n")
+
+
+def arguments():
+    """The command line, parsed."""
+    form = argparse.RawDescriptionHelpFormatter
+    parser = Parser(description=__doc__, formatter_class=form, allow_abbrev=False)
+    verbs = parser.add_subparsers(dest="verb", metavar="COMMAND", required=True)
+    for verb, text in {
+        "up": "start a cluster; one that is up stays as it is",
+        "down": "end it and remove its state directory",
+        "exec": "run a command on a node, outside Slurm",
+        "env": "print the line that makes a shell the login node",
+        "install": "install what is missing, by apt-get",
+    }.items():
+        command = verbs.add_parser(verb, help=text, description=text, allow_abbrev=False)
+        command.add_argument("--state", metavar="DIR", default=DEFAULT_STATE, help="its files (%(default)s)")
+    count = {"metavar": "N", "type": int}
+    verbs.choices["up"].add_argument("--nodes", **count, default=2, help="compute nodes (%(default)s)")
+    verbs.choices["up"].add_argument("--gpus", **count, default=8, help="GPUs per node (%(default)s)")
+    verbs.choices["up"].add_argument("--cpus", **count, default=64, help="CPUs per node (%(default)s)")
+    verbs.choices["exec"].add_argument("node", metavar="NODE", help="node1, node2, ... or ctl")
+    verbs.choices["exec"].add_argument("argv", metavar="CMD", nargs=argparse.REMAINDER, help="a command (sh)")
+    return parser.parse_args()
+
+
+def main():
+    args = arguments()
+    try:
+        shape = {name: vars(args)[name] for name in ("nodes", "gpus", "cpus") if args.verb == "up"}
+        cluster = Cluster(args.state, **shape)
+        if args.verb == "install":
+            install()
+        elif args.verb == "up":
+            if reason := unavailable():
+                raise ClusterError(f"{reason}; use a Debian machine or privileged container, as root")
+            cluster.up()
+            print(f"up: {args.nodes} nodes, {cluster.state}")
+        elif args.verb == "down":
+            cluster.down()
+            if cluster.state.exists():
+                raise ClusterError(f"{cluster.state} is no cluster of yours; it was left alone")
+            print(f"down: {cluster.state}")
+        elif args.verb == "exec":
+            os.execvpe("nsenter", [*cluster.enter(args.node), *(args.argv or ["sh"])], cluster.env)
+        elif not Path(cluster.env["SLURM_CONF"]).exists():
+            raise ClusterError(f"no cluster in {cluster.state}; run up first")
+        else:
+            print(f"export SLURM_CONF={cluster.env['SLURM_CONF']}")
+    except ValueError as error:
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(2)
+    except ClusterError as error:
+        print(f"error: {args.verb}: {error}", file=sys.stderr)
+        sys.exit(3)
+
+
+if __name__ == "__main__":
+    main()
