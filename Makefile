@@ -10,7 +10,7 @@ test: .venv/installed-dev
 
 lint: .venv/installed-dev
 	$(BIN)/ruff check . && $(BIN)/ruff format --check .
-	git ls-files -z '*.sh' '*.slurm' .ci/run | xargs -0 -r $(BIN)/shellcheck -x -P SCRIPTDIR
+	git ls-files -z '*.sh' '*.slurm' .ci/run | xargs -0 -r $(BIN)/shellcheck
 	git ls-files -z '*.sh' '*.slurm' .ci/run | xargs -0 -r $(BIN)/shfmt -d -i 2 -ci -ln bash
 
 .venv/installed: requirements.txt

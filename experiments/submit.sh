@@ -32,7 +32,7 @@ load_site() {
 snapshot() { # freeze what a job reads; prints the folder
   local -r folder=$ROOT/snapshots/$(date +%Y%m%d-%H%M%S)-$$
   mkdir -p "$folder"
-  (cd "$ROOT" && tar -cf - --exclude=__pycache__ scripts ds_configs data experiments/job.sh experiments/sites) | tar -xf - -C "$folder"
+  (cd "$ROOT" && tar -cf - --exclude=__pycache__ --exclude=results --exclude=output --exclude='*_memory' --exclude=log scripts ds_configs fsdp_configs data experiments) | tar -xf - -C "$folder"
   local commit dirty=false
   commit=$(git -C "$ROOT" rev-parse HEAD 2>/dev/null) && commit="\"$commit\"" || commit=null
   [[ -z $(git -C "$ROOT" status --porcelain 2>/dev/null) ]] || dirty=true

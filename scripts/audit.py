@@ -3,16 +3,19 @@
 import os
 from dataclasses import dataclass
 
+import sharding
 import torch
 from config import Options, precision_name
 from data_loader import IGNORED
 from distributed import rank, world_size
 from errors import ENVIRONMENT, fail
+from fsdp_config import fsdp_name, shard_count, wrap_classes
 from model import count_parameters
 from record import RunRecord
 from transformers import Trainer, TrainerCallback
 
 NOT_ON_CPU = "n/a on CPU"
+SHARE_TOLERANCE = 0.05
 
 
 @dataclass
@@ -62,6 +65,7 @@ def audit(trainer: Trainer, options: Options, data_args) -> list[Knob]:
         Knob("precision", precision_name(values), effective_precision(trainer, engine), options.precision_note),
         Knob("strategy", strategy_name(options), effective_strategy(trainer, engine)),
         *(offload_knobs(engine, options.deepspeed_config["zero_optimization"]) if engine else []),
+        *(fsdp_knobs(trainer, options.fsdp_config) if options.fsdp_config is not None else []),
         Knob("world size", world_size(), world, "ranks, one per GPU"),
         Knob("micro batch", wanted_micro, micro, "sequences per rank and step"),
         Knob("gradient accumulation", wanted_accumulation, accumulation),
@@ -89,6 +93,8 @@ def strategy_name(options: Options) -> str:
     """How the requested run spreads the model over its ranks."""
     if options.deepspeed_config is not None:
         return f"DeepSpeed ZeRO-{options.deepspeed_config['zero_optimization'].get('stage', 0)}"
+    if options.fsdp_config is not None:
+        return fsdp_name(options.fsdp_config)
     return "DDP" if "RANK" in os.environ else "plain"
 
 
@@ -97,7 +103,7 @@ def effective_strategy(trainer: Trainer, engine) -> str:
         return f"DeepSpeed ZeRO-{int(engine.zero_optimization_stage())}"
     if isinstance(trainer.model_wrapped, torch.nn.parallel.DistributedDataParallel):
         return "DDP"
-    return "plain"
+    return sharding.live_name(trainer.model_wrapped, wrap_classes({}, trainer.model)) or "plain"
 
 
 def effective_precision(trainer: Trainer, engine) -> str:
@@ -130,6 +136,27 @@ def offload_knobs(engine, zero: dict) -> list[Knob]:
             pinned = all(t.is_pinned() for t in tensors) if torch.cuda.is_available() else NOT_ON_CPU
             knobs.append(Knob(f"{part} pinned memory", section.get("pin_memory", True), pinned))
     return knobs
+
+
+def fsdp_knobs(trainer: Trainer, config: dict) -> list[Knob]:
+    """Units, shares, offload and checkpointing of the model as FSDP has wrapped it."""
+    model, names = trainer.model_wrapped, wrap_classes(config, trainer.model)
+    blocks, units = len(sharding.blocks(model, names)), len(sharding.sharded_blocks(model, names))
+    expected, held = 1 / shard_count(config), sharding.local_share(model)
+    # parameters are split by rows, so small ones leave a rank a little more or less than its part
+    share = expected if abs(held - expected) <= SHARE_TOLERANCE * expected else held
+    checkpointed = blocks if config.get("activation_checkpointing") else 0
+    return [
+        Knob("FSDP units", f"{blocks} blocks", f"{units} blocks",
+             f"and {', '.join(sharding.other_units(model, names))}"),
+        Knob("local parameter share", round(expected, 4), round(share, 4), f"{held:.2%} of them are on rank {rank()}"),
+        Knob("mesh", f"{world_size() // shard_count(config)} x {shard_count(config)}", sharding.mesh_shape(model),
+             "replicate x shard"),
+        Knob("CPU offload", config.get("cpu_offload", False), sharding.offloaded(model)),
+        Knob("checkpointed blocks", checkpointed, sharding.checkpointed_blocks(model), "activations are recomputed"),
+        Knob("checkpoint format", config.get("state_dict_type", "FULL_STATE_DICT"),
+             trainer.accelerator.state.fsdp_plugin.state_dict_type.name),
+    ]  # fmt: skip
 
 
 def optimizer_partitions(engine) -> list[torch.Tensor]:

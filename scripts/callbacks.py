@@ -1,8 +1,11 @@
 """What is watched while the Trainer trains."""
 
+import statistics
 import time
 
+import psutil
 import torch
+from distributed import gather_lists
 from transformers import TrainerCallback
 
 WARM_UP_STEPS = 3
@@ -48,6 +51,50 @@ class TrainSpeedCallback(TrainerCallback):
             "steady_steps": self.steps,
             "steady_steps_per_second": rate and round(rate, 4),
             "steady_samples_per_second": rate and round(rate * self.samples_per_step, 3),
+        }
+
+
+class UtilisationCallback(TrainerCallback):
+    """Utilisation and memory of each rank's GPU, or of its process where there is none, sampled after each step."""
+
+    def __init__(self):
+        self.samples, self.reason = [], ""
+
+    def on_train_begin(self, args, state, control, **kwargs):
+        self.process = psutil.Process()
+        self.process.cpu_percent()  # the first call only starts the measurement
+
+    def on_step_end(self, args, state, control, **kwargs):
+        self.samples.append(self.gpu_sample() if torch.cuda.is_available() else self.process_sample())
+
+    def gpu_sample(self) -> dict:
+        try:
+            utilisation = torch.cuda.utilization()
+        except Exception as error:  # no nvidia-ml-py, or a GPU partition that does not tell
+            utilisation, self.reason = None, str(error)
+        return {
+            "gpu_util_%": utilisation,
+            "mem_alloc_MB": torch.cuda.memory_allocated() / 2**20,
+            "mem_reserved_MB": torch.cuda.memory_reserved() / 2**20,
+            "mem_total_MB": torch.cuda.get_device_properties().total_memory / 2**20,
+        }
+
+    def process_sample(self) -> dict:
+        return {"cpu_util_%": self.process.cpu_percent(), "process_mem_MB": self.process.memory_info().rss / 2**20}
+
+    def means(self) -> dict:
+        """avg_<name> of every quantity and std_<name> of the utilisation, means over the ranks. Collective."""
+        own = {}
+        for name in self.samples[0] if self.samples else []:
+            values = [sample[name] for sample in self.samples]
+            complete = None not in values
+            own[f"avg_{name}"] = statistics.fmean(values) if complete else None
+            if "util" in name:
+                own[f"std_{name}"] = statistics.pstdev(values) if complete else None
+        ranks = [means for (means,) in gather_lists([own])]
+        return {
+            name: None if any(r[name] is None for r in ranks) else round(statistics.fmean(r[name] for r in ranks), 2)
+            for name in own
         }
 
 

@@ -14,6 +14,7 @@ from pathlib import Path
 
 from ds_config import check_ds_config
 from errors import BAD_INPUT, fail
+from fsdp_config import check_fsdp_file
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 
@@ -41,6 +42,11 @@ def check_experiment(script: Path) -> None:
         fail(script, "there is no log/ beside it", "create it: Slurm fails a job whose log it cannot open")
     for config in re.findall(r'"\$ROOT/(ds_configs/[^"]+)"', text):
         check_ds_config(str(REPOSITORY / config))
+    for config in re.findall(r'"\$ROOT/(fsdp_configs/[^"]+)"', text):
+        content = check_fsdp_file(str(REPOSITORY / config))
+        sizes = content.get("dp_shard_size", "auto"), content.get("dp_replicate_size", "auto")
+        if "auto" not in sizes and sizes[0] * sizes[1] != nodes * gpus:
+            fail(config, f"is for {sizes[0] * sizes[1]} ranks, {script} starts {nodes * gpus}", "use another config")
 
 
 def main() -> None:

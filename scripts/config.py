@@ -15,6 +15,7 @@ from typing import Literal
 
 import torch
 from errors import ENVIRONMENT, OneLineErrors, fail
+from fsdp_config import parallelism, trainer_config
 from refused import NEAR_MISSES, REMOVED_FLAGS, UNUSED_FLAGS
 from transformers import HfArgumentParser, TrainingArguments
 from transformers.integrations import get_reporting_integration_callbacks
@@ -110,6 +111,7 @@ class Options:
     names: dict
     precision_note: str = ""
     deepspeed_config: dict | None = None
+    fsdp_config: dict | None = None
 
     def settings(self) -> dict:
         """What defines the run: every knob, and each other flag that was given. Never a secret."""
@@ -199,9 +201,9 @@ def reject_unknown(unknown: list[str], parser: Parser) -> None:
     name = flag.lstrip("-").replace("-", "_")
     if name in REMOVED_FLAGS:
         fail(flag, "transformers 5 removed this flag", REMOVED_FLAGS[name])
-    known = parser._option_string_actions.keys() - {f"--{unused}" for unused in UNUSED_FLAGS}
-    near = difflib.get_close_matches(f"--{name}", sorted(known), n=1, cutoff=0.5)
-    fail(flag, "unknown flag", f"did you mean {near[0]}?" if near else "see --help")
+    known = sorted({"steps", *actions_by_flag(parser)} - UNUSED_FLAGS.keys())
+    near = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
+    fail(flag, "unknown flag", f"did you mean --{near[0]}?" if near else "see --help")
 
 
 def check_values(options: Options) -> None:
@@ -222,6 +224,8 @@ def check_values(options: Options) -> None:
             options.fail(flag, f"{number} is out of range", "give a number of at least 0")
     if values["deepspeed"] and values["fsdp"]:
         fail("--deepspeed", "cannot be combined with --fsdp, both shard the model", "give one of the two")
+    if values["fsdp_config"] and not values["fsdp"]:
+        options.fail("fsdp_config", "does nothing without --fsdp", "add --fsdp")
     for flag, way_out in UNUSED_FLAGS.items():
         if flag in options.names:
             options.fail(flag, "has no effect in this workshop", way_out)
@@ -264,6 +268,9 @@ def build_arguments(options: Options) -> tuple[ModelArguments, DataArguments, Tr
     """Construct the dataclasses. TrainingArguments joins the process group as a side effect."""
     values = dict(options.values)
     values["output_dir"] = values["output_dir"] or "output"
+    if options.fsdp_config is not None:
+        values["fsdp"], values["fsdp_config"] = True, trainer_config(options.fsdp_config)
+        values["parallelism_config"] = parallelism(options.fsdp_config)
     values["run_name"] = values["run_name"] or os.path.basename(os.getcwd())
     try:
         model_args, data_args, training_args = Parser((ModelArguments, DataArguments, TrainingArguments)).parse_dict(

@@ -26,10 +26,10 @@ def fail(source: object, what: str, way_out: str, code: int = BAD_INPUT) -> None
 
 
 class OneLineErrors(argparse.ArgumentParser):
-    """An ArgumentParser whose errors are this repository's one line, and which takes no abbreviated flags."""
+    """An ArgumentParser whose errors are one line, whose help opens with the purpose, and without abbreviations."""
 
     def __init__(self, *args, **kwargs):
-        super().__init__(*args, allow_abbrev=False, **kwargs)
+        super().__init__(*args, usage=argparse.SUPPRESS, allow_abbrev=False, **kwargs)
 
     def error(self, message: str) -> None:
         """Turn argparse's ``argument --x/--y: reason`` into an error line."""

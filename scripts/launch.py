@@ -26,7 +26,7 @@ def main() -> None:
         print(__doc__)
     arguments = parse_args(sys.argv[1:])
     arguments.rdzv_conf = f"join_timeout={JOIN_TIMEOUT},{arguments.rdzv_conf}".rstrip(",")
-    if arguments.nnodes != "1":
+    if arguments.nnodes.split(":")[-1] != "1":
         reach_head_node(arguments.rdzv_endpoint)
     try:
         run(arguments)

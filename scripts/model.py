@@ -131,6 +131,12 @@ def random_model(config: PreTrainedConfig, seed: int) -> PreTrainedModel:
     return model
 
 
+def empty_model(model_args, data_args) -> PreTrainedModel:
+    """The model without memory for its weights, to look at its modules and their sizes."""
+    with torch.device("meta"):
+        return AutoModelForCausalLM.from_config(load_config(model_args, data_args))
+
+
 def load_config(model_args, data_args) -> PreTrainedConfig:
     name = model_args.model_name
     if name in BLOOM_SIZES:
@@ -155,6 +161,9 @@ def count_parameters(model: torch.nn.Module) -> int:
 
 def save_model(trainer, tokenizer: PreTrainedTokenizerBase, output_dir: str) -> None:
     """Write the trained weights (gathered from all ranks) and the tokenizer, loadable by from_pretrained."""
+    if trainer.is_fsdp_enabled:
+        # with sharded checkpoints the Trainer would write no weights here
+        trainer.accelerator.state.fsdp_plugin.set_state_dict_type("FULL_STATE_DICT")
     trainer.save_model(output_dir)
     if trainer.is_world_process_zero():
         tokenizer.save_pretrained(output_dir)

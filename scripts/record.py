@@ -25,6 +25,9 @@ gives the reason under the same name.
                         steady_samples_per_second, steady_steps_per_second, steady_steps (steps alone,
                         warm-up left out)
     exact_match, f1     percent over eval_size questions
+    callbacks           train/steps_per_second_mean, train/samples_per_second_mean (the steady rates), and means over
+                        steps and ranks: avg_gpu_util_%, std_gpu_util_%, avg_mem_alloc_MB, avg_mem_reserved_MB,
+                        avg_mem_total_MB; on the CPU avg_cpu_util_%, std_cpu_util_%, avg_process_mem_MB
     peak_gpu_memory     per rank: allocated_mib, reserved_mib, as PyTorch counted up to the end of training
     peak_process_mib    per rank: largest resident memory of the process
 """
@@ -105,8 +108,9 @@ class RunRecord:
         except OSError as error:
             fail(self.path, f"cannot be written ({error.strerror})", "free disk space or quota", ENVIRONMENT)
 
-    def training(self, metrics: dict, log_history: list[dict], steady: dict) -> None:
-        """Note what the Trainer reports of a finished training, and the steady rate beside it."""
+    def training(self, metrics: dict, log_history: list[dict], speed, utilisation) -> None:
+        """Note what the Trainer reports of a finished training, and what the callbacks measured. Collective."""
+        steady = speed.rates()
         losses = [entry["loss"] for entry in log_history if "loss" in entry]
         self.update(
             train={
@@ -118,6 +122,13 @@ class RunRecord:
                 **steady,
             }
         )
+        means = {
+            "train/steps_per_second_mean": steady["steady_steps_per_second"],
+            "train/samples_per_second_mean": steady["steady_samples_per_second"],
+        }
+        self.update(callbacks=means | utilisation.means())
+        if utilisation.reason:
+            self.missing("callbacks.avg_gpu_util_%", utilisation.reason)
         if not steady["steady_steps"]:
             self.content["missing"]["train.steady_samples_per_second"] = "too few steps after the warm-up"
             self.write()
@@ -140,16 +151,16 @@ class RunRecord:
         return self
 
     def __exit__(self, kind: type | None, error: BaseException | None, trace: object) -> None:
+        if not self.path.exists():
+            return
         out_of_memory = isinstance(error, torch.OutOfMemoryError)
-        if out_of_memory and rank() != 0:
+        running = json.loads(self.path.read_text())["status"] == "running"
+        if rank() == 0 and running:
+            code = exit_code_of(error)
+            self.update(status="oom" if out_of_memory else outcome(code), exit_code=code, finished=now())
+        elif out_of_memory or (running and isinstance(error, Exception)):
             # rank 0 is about to be ended by the launcher and would only know that it was stopped
-            finish(self.path, "oom", 1)
-        if rank() != 0 or not self.path.exists():
-            return
-        if json.loads(self.path.read_text())["status"] != "running":
-            return
-        code = exit_code_of(error)
-        self.update(status="oom" if out_of_memory else outcome(code), exit_code=code, finished=now())
+            finish(self.path, "oom" if out_of_memory else "failed", 1)
 
 
 def exit_code_of(error: BaseException | None) -> int:

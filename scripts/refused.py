@@ -35,8 +35,6 @@ UNUSED_FLAGS = {
     "do_eval": "use --eval_strategy",
     "do_predict": "use scripts/evaluate.py",
     "do_train": "leave it out, training is what train.py does",
-    "fsdp": "use --deepspeed",
-    "fsdp_config": "use --deepspeed",
     "hub_model_id": "upload the saved folder afterwards",
     "push_to_hub": "upload the saved folder afterwards",
 }

@@ -17,7 +17,7 @@ import sys
 
 import torch
 from audit import AuditCallback, steps_per_epoch, strategy_name, wanted_train_size
-from callbacks import RecordCallback, TrainSpeedCallback
+from callbacks import RecordCallback, TrainSpeedCallback, UtilisationCallback
 from checkpoints import CheckpointCallback, find_checkpoint
 from config import build_arguments, parse_command_line
 from data_loader import collator, load_squad
@@ -25,7 +25,8 @@ from distributed import join_process_group, leave_process_group, prepare_environ
 from ds_config import check_contradictions, check_ds_config
 from errors import fail
 from evaluate import exact_match_and_f1
-from model import load_model, load_tokenizer, save_model
+from fsdp_config import check_fsdp_config, check_wrap_classes, shard_on_cpu
+from model import empty_model, load_model, load_tokenizer, save_model
 from record import RunRecord, new_job_id, refuse_finished
 from transformers import Trainer
 
@@ -33,17 +34,20 @@ from transformers import Trainer
 def main() -> None:
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
 
-    # 1. Knobs: flags, variables, DeepSpeed config. A mistake ends the run here, before anything is written.
+    # 1. Knobs: flags, variables, config files. A mistake ends the run here, before anything is written.
     options = parse_command_line(__doc__)
-    if options.values["deepspeed"]:
-        options.deepspeed_config = check_ds_config(options.values["deepspeed"])
+    deepspeed, fsdp = options.values["deepspeed"], options.values["fsdp"]
+    prepare_environment(shards=bool(deepspeed or fsdp))
+    if deepspeed:
+        options.deepspeed_config = check_ds_config(deepspeed)
+    if fsdp:
+        options.fsdp_config = check_fsdp_config(fsdp, options.values["fsdp_config"])
 
     # 2. Processes: ranks, process group, one GPU each.
-    prepare_environment(shards=options.deepspeed_config is not None)
     model_args, data_args, args = build_arguments(options)
-    if options.deepspeed_config is not None:
-        check_contradictions(options.values["deepspeed"], options.deepspeed_config, args, options.names)
-    join_process_group(deepspeed=options.deepspeed_config is not None)
+    if deepspeed:
+        check_contradictions(deepspeed, options.deepspeed_config, args, options.names)
+    join_process_group(deepspeed=bool(deepspeed))
 
     # 3. Where results go.
     job_id = new_job_id()
@@ -57,6 +61,9 @@ def main() -> None:
     # 4. Tokenizer and data.
     tokenizer = load_tokenizer(model_args, data_args)
     train_dataset, eval_dataset = load_squad(data_args, tokenizer, args)
+    if fsdp:
+        skeleton = empty_model(model_args, data_args)
+        check_wrap_classes(options.fsdp_config, options.values["fsdp_config"], skeleton)
 
     with record:
         # 5. Model and Trainer.
@@ -69,10 +76,10 @@ def main() -> None:
             eval_size=len(eval_dataset),
         )
         model = load_model(model_args, data_args, tokenizer, args.seed)
-        save_total_limit, args.save_total_limit = (
-            args.save_total_limit,
-            None,
-        )  # CheckpointCallback removes old ones
+        # CheckpointCallback removes the older ones, once the new one is known to be complete
+        save_total_limit, args.save_total_limit = args.save_total_limit, None
+        if fsdp:
+            shard_on_cpu()
         trainer = Trainer(
             model=model,
             args=args,
@@ -81,7 +88,9 @@ def main() -> None:
             data_collator=collator(tokenizer, data_args),
         )
         speed = TrainSpeedCallback(wanted_train_size(options.values) / steps_per_epoch(trainer))
+        utilisation = UtilisationCallback()
         trainer.add_callback(speed)
+        trainer.add_callback(utilisation)
         trainer.add_callback(AuditCallback(trainer, options, data_args, record))
         trainer.add_callback(RecordCallback(record))
         trainer.add_callback(CheckpointCallback(save_total_limit, strategy))
@@ -89,7 +98,7 @@ def main() -> None:
         # 6. Training, with an evaluation after each epoch.
         result = trainer.train(resume_from_checkpoint=checkpoint)
         record.measure_memory()
-        record.training(result.metrics, trainer.state.log_history, speed.rates())
+        record.training(result.metrics, trainer.state.log_history, speed, utilisation)
 
         # 7. The model.
         if args.save_strategy == "no":
@@ -99,7 +108,7 @@ def main() -> None:
 
         # 8. Exact Match and F1.
         if data_args.em_f1:
-            sharded = strategy == "DeepSpeed ZeRO-3"
+            sharded = strategy == "DeepSpeed ZeRO-3" or bool(fsdp)
             batch_size = args.per_device_eval_batch_size
             scores = exact_match_and_f1(
                 trainer.model, tokenizer, eval_dataset, batch_size, data_args.max_length, sharded

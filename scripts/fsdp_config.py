@@ -1,0 +1,160 @@
+"""FSDP: the config file, what it asks for by name, and real sharding on the CPU.
+
+transformers ignores an unknown key of the file, and accelerate runs DDP instead of FSDP on the CPU, both without
+a word. Here the first is an error and the second is put right.
+"""
+
+import difflib
+import os
+
+import torch
+from accelerate import PartialState
+from accelerate.utils import DistributedType, ParallelismConfig
+from distributed import world_size
+from ds_config import read_json
+from errors import ENVIRONMENT, fail
+
+# https://huggingface.co/docs/transformers/main_classes/trainer#transformers.TrainingArguments, key fsdp_config
+BOTH = {
+    "version": int,
+    "cpu_offload": bool,
+    "activation_checkpointing": bool,
+    "cpu_ram_efficient_loading": bool,
+    "state_dict_type": ("FULL_STATE_DICT", "SHARDED_STATE_DICT"),
+    "auto_wrap_policy": ("TRANSFORMER_BASED_WRAP", "SIZE_BASED_WRAP", "NO_WRAP"),
+    "transformer_layer_cls_to_wrap": list,
+    "min_num_params": int,
+}
+# dp_*: keys of this workshop; "auto" means the ranks of a node, and the nodes
+FSDP2 = {"reshard_after_forward": bool, "dp_shard_size": "size", "dp_replicate_size": "size"}
+FSDP1 = {
+    "reshard_after_forward": ("full_shard", "shard_grad_op", "hybrid_shard", "no_shard"),
+    "backward_prefetch": ("backward_pre", "backward_post", "no_prefetch"),
+    "forward_prefetch": bool,
+    "sync_module_states": bool,
+    "use_orig_params": bool,
+    "limit_all_gathers": bool,
+}
+OLD_STRATEGIES = {
+    "full_shard": "full_shard",
+    "shard_grad_op": "shard_grad_op",
+    "hybrid_shard": "hybrid_shard",
+    "offload": "full_shard_cpu_offload",
+}
+
+
+def check_fsdp_config(fsdp: object, path: str | None) -> dict:
+    """The content of an FSDP config file (an empty one without a file: FSDP2 FULL_SHARD), sizes resolved.
+
+    Raises SystemExit(2) with the file and key at fault, SystemExit(3) for what this machine cannot run.
+    """
+    if str(fsdp).lower() != "true":
+        words = str(fsdp).replace(",", " ").split()
+        name = next((OLD_STRATEGIES[w] for w in reversed(words) if w in OLD_STRATEGIES), "full_shard")
+        way_out = f"use --fsdp --fsdp_config fsdp_configs/{name}.json"
+        fail("--fsdp", f"{fsdp!r} is a form that transformers removes", way_out)
+    config, source = check_fsdp_file(path) if path else {}, path or "--fsdp"
+    resolve_sizes(source, config)
+    if not torch.cuda.is_available():
+        if config.get("version") == 1:
+            fail(source, "FSDP1 needs a GPU, it crashes with gloo", "use an FSDP2 config", ENVIRONMENT)
+        if config.get("cpu_offload"):
+            fail(source, "cpu_offload needs a GPU to offload from", "use another config", ENVIRONMENT)
+    return config
+
+
+def check_fsdp_file(path: str) -> dict:
+    """The content of an FSDP config file whose keys and values are known. Raises SystemExit(2) otherwise."""
+    config = read_json(path)
+    for key, value in config.items():
+        check_key(path, key, value, BOTH | (FSDP1 if config.get("version") == 1 else FSDP2))
+    return config
+
+
+def check_key(source: str, key: str, value: object, known: dict) -> None:
+    if key not in known:
+        if key in FSDP1:
+            fail(f"{source}: {key}", "FSDP2 has no such key, it prefetches by itself", 'remove it, or set "version": 1')
+        near = difflib.get_close_matches(key.removeprefix("fsdp_"), known, n=1)
+        fail(f"{source}: {key}", "unknown key", f"did you mean {near[0]}?" if near else f"known: {', '.join(known)}")
+    kind = known[key]
+    if isinstance(kind, tuple):
+        valid = value in kind
+        wanted = " or ".join(kind)
+    elif kind == "size":
+        valid = value == "auto" or (type(value) is int and value > 0)
+        wanted = '"auto" or a whole number above 0'
+    else:
+        valid = type(value) is kind
+        wanted = {bool: "true or false", int: "a whole number", list: "a list of class names"}[kind]
+    if key == "version":
+        valid, wanted = value in (1, 2), "1 or 2"
+    if not valid:
+        fail(f"{source}: {key}", f"is {value!r}", f"give {wanted}")
+
+
+def resolve_sizes(source: str, config: dict) -> None:
+    """Replace "auto" in dp_shard_size and dp_replicate_size, and check them against the world size."""
+    if "dp_shard_size" not in config and "dp_replicate_size" not in config:
+        return
+    world = world_size()
+    shard, replicate = (config.get(key, "auto") for key in ("dp_shard_size", "dp_replicate_size"))
+    if shard == "auto":
+        shard = int(os.environ.get("LOCAL_WORLD_SIZE", 1)) if replicate == "auto" else world // replicate
+    if replicate == "auto":
+        replicate = world // shard
+    if shard * replicate != world:
+        what = f"dp_shard_size {shard} x dp_replicate_size {replicate} is not the world size {world}"
+        fail(source, what, "start shard x replicate ranks, or set both to auto")
+    config |= {"dp_shard_size": shard, "dp_replicate_size": replicate}
+
+
+def trainer_config(config: dict) -> dict:
+    """The part of the config that TrainingArguments knows."""
+    return {key: value for key, value in config.items() if not key.startswith("dp_")}
+
+
+def parallelism(config: dict) -> ParallelismConfig | None:
+    """The two mesh dimensions of HYBRID_SHARD, None for the other strategies."""
+    if config.get("dp_replicate_size", 1) == 1:
+        return None
+    return ParallelismConfig(dp_replicate_size=config["dp_replicate_size"], dp_shard_size=config["dp_shard_size"])
+
+
+def shard_count(config: dict) -> int:
+    """Into how many parts each parameter is split."""
+    return config.get("dp_shard_size", world_size())
+
+
+def fsdp_name(config: dict) -> str:
+    """The strategy by its usual name, e.g. ``FSDP2 SHARD_GRAD_OP``."""
+    if config.get("version", 2) == 1:
+        return f"FSDP1 {config.get('reshard_after_forward', 'full_shard').upper()}"
+    if config.get("dp_replicate_size", 1) > 1:
+        return "FSDP2 HYBRID_SHARD"
+    return "FSDP2 FULL_SHARD" if config.get("reshard_after_forward", True) else "FSDP2 SHARD_GRAD_OP"
+
+
+def check_wrap_classes(config: dict, path: str | None, model: torch.nn.Module) -> None:
+    """Raises SystemExit(2), listing the model's classes, for a class to wrap that the model does not have."""
+    classes = {type(module).__name__ for module in model.modules()}
+    for name in wrap_classes(config, model):
+        if name not in classes:
+            listed = ", ".join(sorted(classes))
+            fail(f"{path}: transformer_layer_cls_to_wrap", f"the model has no {name}", f"choose from {listed}")
+
+
+def wrap_classes(config: dict, model: torch.nn.Module) -> list[str]:
+    """Names of the classes whose instances become units of their own: by default the model's own blocks."""
+    if config.get("auto_wrap_policy", "TRANSFORMER_BASED_WRAP") != "TRANSFORMER_BASED_WRAP":
+        return []
+    return config.get("transformer_layer_cls_to_wrap") or list(model._no_split_modules or [])
+
+
+def shard_on_cpu() -> None:
+    """Let accelerate shard over gloo: it turns FSDP on only for a world of GPUs, and runs DDP otherwise.
+
+    To be called just before the Trainer creates its Accelerator.
+    """
+    if not torch.cuda.is_available():
+        PartialState._shared_state["distributed_type"] = DistributedType.MULTI_GPU

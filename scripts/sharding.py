@@ -1,0 +1,81 @@
+"""What FSDP has really done to a live model: units, shares, strategy, offload. Read before the first forward pass,
+because FSDP2 leaves some parameters gathered after it."""
+
+import torch
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointWrapper
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, FullyShardedDataParallel
+from torch.distributed.tensor import DTensor
+
+
+def blocks(model: torch.nn.Module, class_names: list[str]) -> list[torch.nn.Module]:
+    """Modules of these classes. fully_shard makes a subclass of each, named FSDP<class>."""
+    return [m for m in model.modules() if type(m).__name__.removeprefix("FSDP") in class_names]
+
+
+def sharded_blocks(model: torch.nn.Module, class_names: list[str]) -> list[torch.nn.Module]:
+    """Those blocks that are units of their own, gathered and freed one by one."""
+    if isinstance(model, FullyShardedDataParallel):
+        units = {id(unit.module) for unit in FullyShardedDataParallel.fsdp_modules(model)}
+        return [m for m in blocks(model, class_names) if id(getattr(m, "_checkpoint_wrapped_module", m)) in units]
+    return [m for m in blocks(model, class_names) if isinstance(m, FSDPModule)]
+
+
+def other_units(model: torch.nn.Module, class_names: list[str]) -> list[str]:
+    """Class names of what the library made units besides the blocks: embedding, last norm, head, root."""
+    if isinstance(model, FullyShardedDataParallel):
+        names = [type(unit.module).__name__ for unit in FullyShardedDataParallel.fsdp_modules(model)]
+    else:
+        units = [m for m in model.modules() if isinstance(m, FSDPModule) and not isinstance(m, CheckpointWrapper)]
+        names = [type(m).__name__.removeprefix("FSDP") for m in units]
+    return [name for name in names if name not in class_names]
+
+
+def local_share(model: torch.nn.Module) -> float:
+    """Part of all parameters that this rank holds, 1.0 when nothing is sharded."""
+    if isinstance(model, FullyShardedDataParallel):
+        flat = [unit._handle.flat_param for unit in FullyShardedDataParallel.fsdp_modules(model) if unit._handle]
+        return sum(p._local_shard.numel() for p in flat) / sum(p._unpadded_unsharded_size.numel() for p in flat)
+    parameters = list(model.parameters())
+    local = sum((p.to_local() if isinstance(p, DTensor) else p).numel() for p in parameters)
+    return local / sum(p.numel() for p in parameters)
+
+
+def live_name(model: torch.nn.Module, class_names: list[str]) -> str | None:
+    """The strategy that runs, e.g. ``FSDP2 FULL_SHARD``; None when no FSDP took effect."""
+    if isinstance(model, FullyShardedDataParallel):
+        return f"FSDP1 {model.sharding_strategy.name}"
+    if not isinstance(model, FSDPModule):
+        return None
+    group = unit_group((sharded_blocks(model, class_names) or [model])[0])
+    if group.mesh_info.mesh.ndim == 2:
+        return "FSDP2 HYBRID_SHARD"
+    return "FSDP2 SHARD_GRAD_OP" if group.post_forward_mesh_info is None else "FSDP2 FULL_SHARD"
+
+
+def mesh_shape(model: torch.nn.Module) -> str:
+    """Replicas x shards."""
+    if isinstance(model, FullyShardedDataParallel):
+        shards = model.process_group.size()
+        return f"{torch.distributed.get_world_size() // shards} x {shards}"
+    mesh = next(p.device_mesh for p in model.parameters() if isinstance(p, DTensor))
+    shape = mesh.mesh.shape
+    return f"{shape[0] if len(shape) == 2 else 1} x {shape[-1]}"
+
+
+def offloaded(model: torch.nn.Module) -> bool:
+    """Whether this rank's share stays in CPU memory between its uses."""
+    if isinstance(model, FullyShardedDataParallel):
+        return model.cpu_offload.offload_params
+    units = [unit_group(m) for m in model.modules() if isinstance(m, FSDPModule)]
+    groups = [group for group in units if group is not None]
+    return bool(groups) and all(isinstance(group.offload_policy, CPUOffloadPolicy) for group in groups)
+
+
+def checkpointed_blocks(model: torch.nn.Module) -> int:
+    """Blocks whose activations are computed again in the backward pass."""
+    return sum(isinstance(m, CheckpointWrapper) for m in model.modules())
+
+
+def unit_group(module: FSDPModule):
+    """The parameters that a unit gathers together, None for one that has none of its own."""
+    return module._get_fsdp_state()._fsdp_param_group
