@@ -126,12 +126,11 @@ class RunRecord:
             "train/steps_per_second_mean": steady["steady_steps_per_second"],
             "train/samples_per_second_mean": steady["steady_samples_per_second"],
         }
-        self.update(callbacks=means | utilisation.means())
         if utilisation.reason:
-            self.missing("callbacks.avg_gpu_util_%", utilisation.reason)
+            self.content["missing"]["callbacks.avg_gpu_util_%"] = utilisation.reason
         if not steady["steady_steps"]:
             self.content["missing"]["train.steady_samples_per_second"] = "too few steps after the warm-up"
-            self.write()
+        self.update(callbacks=means | utilisation.means())
 
     def measure_memory(self) -> None:
         """Note the peaks so far. Collective."""

@@ -34,7 +34,7 @@ def local_share(model: torch.nn.Module) -> float:
     """Part of all parameters that this rank holds, 1.0 when nothing is sharded."""
     if isinstance(model, FullyShardedDataParallel):
         flat = [unit._handle.flat_param for unit in FullyShardedDataParallel.fsdp_modules(model) if unit._handle]
-        return sum(p._local_shard.numel() for p in flat) / sum(p._unpadded_unsharded_size.numel() for p in flat)
+        return sum(p._sharded_size.numel() for p in flat) / sum(p._unpadded_unsharded_size.numel() for p in flat)
     parameters = list(model.parameters())
     local = sum((p.to_local() if isinstance(p, DTensor) else p).numel() for p in parameters)
     return local / sum(p.numel() for p in parameters)
