@@ -173,6 +173,7 @@ job_finish() {
     [[ $code != 0 ]] || code=143
   fi
   python "$ROOT/scripts/finish.py" "$JOB_ID" --exit-code "$code" ${status:+--status "$status"} --gaps "$RUN_DIR/gaps" || true
+  [[ ${WANDB_ONLINE:-0} != 1 || ! -d wandb/$JOB_ID ]] || python "$ROOT/scripts/tracking.py" "$JOB_ID" || true
   rm -rf "$RUN_DIR"
   exit "$code"
 }

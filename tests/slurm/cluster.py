@@ -15,6 +15,7 @@ node, not the outside world. GPUs, CPUs and memory are claims that Slurm schedul
 """
 
 import argparse
+import contextlib
 import fcntl
 import hashlib
 import json
@@ -173,9 +174,7 @@ class Cluster:
     def __init__(self, state_dir=DEFAULT_STATE, nodes=2, gpus=8, cpus=64, owner=None):
         self.state = Path(state_dir).resolve()
         self.shape = {"nodes": nodes, "gpus": gpus, "cpus": cpus}
-        for (flag, found), (least, most) in zip(
-            self.shape.items(), ((1, 250), (0, 64), (1, 1024)), strict=True
-        ):
+        for (flag, found), (least, most) in zip(self.shape.items(), ((1, 250), (0, 64), (1, 1024)), strict=True):
             if not least <= found <= most:
                 raise ValueError(f"--{flag}: {found} is out of range; choose from {least} to {most}")
         if not re.fullmatch(r"/[\w./-]{1,59}", str(self.state), re.ASCII):
@@ -339,6 +338,21 @@ class Cluster:
         Each NAME=value of the environment ends with a NUL: contains="SLURM_JOB_ID=7\\0" is job 7, not 77.
         slurmd and slurmstepd count too, if they mention it. A node that is not up has no processes.
         """
+        return [command.replace("\0", " ").strip() for _, command in self._processes(node, contains)]
+
+    def kill(self, node, sent, *contains):
+        """Send a signal to the processes on node that mention all these strings, as in processes().
+
+        Returns how many there were.
+        """
+        victims = set.intersection(*(set(self._processes(node, text)) for text in contains))
+        for pid, _ in victims:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, sent)
+        return len(victims)
+
+    def _processes(self, node, contains):
+        """(pid seen from here, command line with NULs) of the processes on node that mention a string."""
         found = []
         init = self._pid(node)
         space = init and os.readlink(f"/proc/{init}/ns/pid")
@@ -348,7 +362,7 @@ class Cluster:
                     command = (process / "cmdline").read_bytes().decode(errors="replace")
                     environment = (process / "environ").read_bytes().decode(errors="replace")
                     if command and (contains in command or contains in environment):
-                        found.append(command.replace("\0", " ").strip())
+                        found.append((int(process.name), command))
             except OSError:
                 pass  # it has ended meanwhile, or is none of ours
         return found
