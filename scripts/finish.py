@@ -8,6 +8,7 @@ It must be done in the seconds between SIGTERM and SIGKILL, so nothing large is 
 import argparse
 import json
 import os
+import re
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -53,9 +54,9 @@ def summary(job_id: str, record: dict | None, status: str, exit_code: int, gaps:
     """Lines for the end of the log: status, memory per GPU and process, throughput, and what is missing."""
     rows = [f"status: {status} (exit code {exit_code})"]
     missing = list(gaps)
-    for path in sorted(Path("gpu_memory").glob(f"gpu_memory_log_{job_id}*.csv")):
+    for path in memory_logs("gpu", job_id):
         rows += memory_rows(path, read_gpu_log(path), "GPU", missing)
-    for path in sorted(Path("cpu_memory").glob(f"cpu_memory_log_{job_id}*.txt")):
+    for path in memory_logs("cpu", job_id):
         rows += memory_rows(path, read_cpu_log(path), "CPU", missing)
     train = (record or {}).get("train")
     if train:
@@ -69,6 +70,12 @@ def summary(job_id: str, record: dict | None, status: str, exit_code: int, gaps:
     else:
         missing.append("samples per second: the training did not finish")
     return [*rows, *(f"missing: {gap}" for gap in missing)]
+
+
+def memory_logs(kind: str, job_id: str) -> list[Path]:
+    """This job's logs, one per node; not those of job 47110 for job 4711."""
+    start = f"{kind}_memory_log_{job_id}"
+    return sorted(path for path in Path(f"{kind}_memory").glob("*") if re.match(re.escape(start) + r"[_.]", path.name))
 
 
 def memory_rows(path: Path, log: MemoryLog, kind: str, missing: list[str]) -> list[str]:

@@ -297,7 +297,7 @@ class Cluster:
         of an array the first record's. Raises TimeoutError with that text and the queue, ClusterError for
         an unknown job.
         """
-        deadline = time.monotonic() + timeout
+        start = time.monotonic()
         while True:
             shown = run(["scontrol", "show", "job", job_id], env=self.env, check=False)
             text = shown.stdout + shown.stderr
@@ -307,11 +307,12 @@ class Cluster:
             if jobs and all(state in FINAL for state, _, _ in jobs):
                 state, code, sent = jobs[0]
                 return {"state": state, "exit_code": int(code), "signal": int(sent), "text": text}
-            if time.monotonic() > deadline:
+            waited = time.monotonic() - start
+            if waited > timeout:
                 queue = run(["squeue"], env=self.env, check=False)
                 text += queue.stdout + queue.stderr
                 raise TimeoutError(f"job {job_id} has not ended after {timeout} s\n{text}")
-            time.sleep(0.1)
+            time.sleep(min(0.1 + waited / 20, 1, timeout - waited + 0.01))  # asking costs as much as training
 
     def cancel(self, job_id, *scancel_args):
         """Run `scancel scancel_args job_id`; raises ClusterError when it fails."""

@@ -79,7 +79,7 @@ class Lab:
         """Start ``bash X.slurm [arguments]`` in the experiment's folder, without Slurm."""
         return Local(self, self.script(experiment), list(map(str, arguments)), variables)
 
-    def experiments_sh(self, *arguments: object, **variables: object) -> subprocess.CompletedProcess:
+    def submit_sh(self, *arguments: object, **variables: object) -> subprocess.CompletedProcess:
         """Run ``experiments/submit.sh arguments`` in the copy."""
         command = [f"{self.root}/experiments/submit.sh", *map(str, arguments)]
         environment = self.environment(**variables)
@@ -153,7 +153,7 @@ class Run:
             if value := condition():
                 return value
             assert not ended, f"ended too early\n{self}"
-            time.sleep(0.2)
+            time.sleep(0.5)
         raise AssertionError(f"did not happen within {timeout} s\n{self}")
 
     def wait_for_training(self) -> None:
@@ -170,6 +170,7 @@ class Job(Run):
     def __init__(self, lab: Lab, script: Path, job_id: str, command: str):
         super().__init__(lab, script, command)
         self.id, self.state = job_id, ""
+        self.twin: Job | None = None  # of the same experiment, at the same time
 
     def wait(self, timeout: float = TIMEOUT) -> "Job":
         try:
