@@ -33,7 +33,9 @@ load_site() {
 snapshot() { # freeze what a job reads; prints the folder
   local -r folder=$ROOT/snapshots/$(date +%Y%m%d-%H%M%S)-$$
   mkdir -p "$folder"
-  (cd "$ROOT" && tar -cf - --exclude=__pycache__ --exclude=results --exclude=output --exclude='*_memory' --exclude=log scripts ds_configs fsdp_configs data experiments) | tar -xf - -C "$folder"
+  local -r without=(--exclude={__pycache__,results,output,cpu_memory,gpu_memory,log})
+  tar -C "$ROOT" -cf - "${without[@]}" scripts ds_configs fsdp_configs data experiments | tar -C "$folder" -xf - ||
+    fail "$folder" "the snapshot is not complete" "see the message above"
   local commit dirty=false
   commit=$(git -C "$ROOT" rev-parse HEAD 2>/dev/null) && commit="\"$commit\"" || commit=null
   [[ -z $(git -C "$ROOT" status --porcelain 2>/dev/null) ]] || dirty=true

@@ -57,24 +57,24 @@ def test_evaluate_on_the_saved_model(workplace, overfitted: Finished):
 
 @pytest.fixture(scope="module")
 def zero3(workplace, overfitted: Finished) -> Finished:
-    """ZeRO-3 on two ranks from the overfitted model: 19 questions, three of them unknown to it.
+    """ZeRO-3 on two ranks from the overfitted model: 17 questions, one of them unknown to it.
 
-    Neither the two ranks nor their batches of 4 divide 19: the ranks have 10 and 9, in 3 batches each.
+    Neither the two ranks nor their batches of 4 divide 17: left alone, one rank would have 3 batches, the other 2.
     """
-    settings = few(workplace, 19) | {"NUM_EPOCHS": 1, "LEARNING_RATE": 1e-5, "LABELS": "answer", "BATCH_SIZE": 4}
+    settings = few(workplace, 17) | {"NUM_EPOCHS": 1, "LEARNING_RATE": 1e-5, "LABELS": "answer", "BATCH_SIZE": 4}
     settings["MODEL_NAME"] = "output/overfitted"
     return run(workplace, "odd zero3", "--deepspeed", "ds_configs/zero3.json", processes=2, **settings)
 
 
 def test_generation_after_zero3_on_a_number_that_neither_ranks_nor_batch_divide(zero3: Finished):
     assert zero3.effective("strategy") == "DeepSpeed ZeRO-3"
-    # 16 of 19 are known; 84.2 percent, but for what one more training step changes
+    # 16 of 17 are known: 94.1 percent, but for what one more training step changes
     assert 50 < zero3.record["exact_match"] < 100
     assert zero3.record["exact_match"] <= zero3.record["f1"] < 100
 
 
 @pytest.mark.parametrize(("processes", "batch_size"), [(1, 3), (2, 4)])
 def test_evaluate_gives_the_scores_of_the_record(workplace, zero3: Finished, processes: int, batch_size: int):
-    settings = few(workplace, 19) | {"BATCH_SIZE": batch_size}
+    settings = few(workplace, 17) | {"BATCH_SIZE": batch_size}
     scores = evaluate(workplace, zero3, f"evaluated by {processes}", processes=processes, **settings)
     assert scores == {name: round(zero3.record[name], 2) for name in ("exact_match", "f1")}

@@ -158,12 +158,15 @@ def test_run_from_the_cache(workplace, prefetched: Path, network: dict):
     assert ("looking into the local cache only" in trained.log) == ("HF_ENDPOINT" in network)
 
 
-@pytest.mark.parametrize("network", [{"HF_HUB_OFFLINE": "1"}, {"HF_ENDPOINT": UNREACHABLE}])
 @pytest.mark.parametrize(
-    ("flag", "model", "dataset"),
-    [("--model_name", "bigscience/bloom-560m", "squad"), ("--dataset", "tiny-bloom", "squad")],
+    ("flag", "model", "dataset", "network"),
+    [
+        ("--model_name", "bigscience/bloom-560m", "squad", {"HF_ENDPOINT": UNREACHABLE}),
+        ("--model_name", "bigscience/bloom-560m", "squad", {"HF_HUB_OFFLINE": "1"}),
+        ("--dataset", "tiny-bloom", "squad", {"HF_ENDPOINT": UNREACHABLE}),
+    ],
 )
-def test_neither_network_nor_cache(workplace, tmp_path: Path, network: dict, flag: str, model: str, dataset: str):
+def test_neither_network_nor_cache(workplace, tmp_path: Path, flag: str, model: str, dataset: str, network: dict):
     started = time.monotonic()
     arguments = ("--model_name", model, "--dataset", dataset)
     refused = run(workplace, "offline", *arguments, code=2, HF_HOME=tmp_path / "empty", **network)

@@ -128,10 +128,13 @@ class Run:
         assert len(blocks) == 1, f"one summary expected\n{self}"
         return blocks[0].splitlines()
 
-    def files(self) -> set[str]:
-        """All files of the folder whose path holds this run's id, as paths from there."""
+    def files(self, whose: str = "") -> set[str]:
+        """Paths, from the folder, of the files that bear this run's id, or one that matches `whose`."""
+        number = whose or re.escape(self.id)
+        memory = rf"(?P<kind>[cg]pu)_memory/(?P=kind)_memory_log_{number}([_.].*)"
+        own = re.compile(rf"log/.*_{number}\.out|{memory}|results/\.?{number}([/.].*)|output/{number}/.*", re.DOTALL)
         paths = (str(path.relative_to(self.folder)) for path in self.folder.rglob("*") if path.is_file())
-        return {path for path in paths if re.search(rf"(?<!\d){re.escape(self.id)}(?!\d)", path)}
+        return {path for path in paths if own.fullmatch(path)}
 
     def memory_logs(self, kind: str) -> dict[str, Path]:
         """This run's ``gpu`` or ``cpu`` memory logs: host (of a job with one node, "") -> path."""

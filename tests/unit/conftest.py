@@ -19,6 +19,9 @@ LAUNCHER_VARIABLES = [
 ]
 
 
+torch.set_num_threads(1)  # the models here are tiny: more threads only wait for each other on a busy machine
+
+
 @pytest.fixture(scope="session", autouse=True)
 def cache(tmp_path_factory):
     """A datasets cache that ends with the session."""
