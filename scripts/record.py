@@ -8,6 +8,7 @@ gives the reason under the same name.
     exit_code           of the training, null while it runs
     job_id, experiment, run_name, command, started, finished (UTC), resumed_from, output_dir
     nodes               host names, in rank order
+    pid                 of rank 0, on the first node
     world_size          number of ranks
     hardware            gpu (name), gpus (on all nodes), gpu_memory_mib, cpu, cpus (of one node)
     git                 commit, dirty (whether files differed from it)
@@ -82,6 +83,7 @@ class RunRecord:
             "started": now(),
             "finished": None,
             "nodes": list(dict.fromkeys(hosts)),
+            "pid": os.getpid(),
             "world_size": len(hosts),
             "hardware": hardware(len(hosts)),
             "git": git_state(),
