@@ -9,6 +9,7 @@ from pathlib import Path
 from report_tables import Row, Table
 
 GENERATOR = '<meta name="generator" content="scripts/report.py">'
+SHOWN_LABELS = 5
 STYLE = """
 :root { color-scheme: light dark; --line: #ccc; --soft: #f3f3f1; --quiet: #555; --bad: #a30000 }
 @media (prefers-color-scheme: dark) { :root { --line: #555; --soft: #2a2a2a; --quiet: #bbb; --bad: #ff9a8f } }
@@ -19,7 +20,8 @@ p { max-width: 50rem } .question { font-style: italic; margin-top: 0.2rem }
 .wide { overflow-x: auto } table { border-collapse: collapse; font-size: 0.875rem }
 th, td { border-bottom: 1px solid var(--line); padding: 0.3rem 0.7rem; text-align: left; vertical-align: bottom }
 td.number, th.number { text-align: right; font-variant-numeric: tabular-nums } thead th { background: var(--soft) }
-tbody th { font-weight: 600 } .bad { color: var(--bad); font-weight: 600 } td.empty { background: var(--soft) }
+tbody th { font-weight: 600; white-space: nowrap } .bad { color: var(--bad); font-weight: 600 }
+td.empty { background: var(--soft) }
 figure { margin: 1.5rem 0 0 } img { max-width: 100%; height: auto; background: white }
 """
 
@@ -39,13 +41,18 @@ def lines_of(table: Table) -> tuple[list[str], list[list[str]]]:
 
 
 def remark_lines(table: Table) -> list[str]:
-    """Remarks of all rows, then for each row the reasons of its empty cells."""
-    lines = []
-    for row in table.rows:
-        lines += [f"{row.label}: {remark}" for remark in row.remarks]
-        if row.run and not table.transpose:
-            lines += [f"{row.label}: {names}: {reason}" for reason, names in empty_cells(table, row).items()]
-    return lines
+    """Remarks and the reasons of empty cells, each with the rows to which it applies."""
+    rows: dict[str, list[str]] = {}
+    for row in (row for row in table.rows if row.run):
+        reasons = {} if table.transpose else empty_cells(table, row)  # there a note stands beside the value
+        for remark in [*row.remarks, *(f"{names}: {reason}" for reason, names in reasons.items())]:
+            rows.setdefault(remark, []).append(f"{row.label} (job {row.run.job_id})")
+    return [f"{listed(labels)}: {remark}" for remark, labels in rows.items()]
+
+
+def listed(labels: list[str]) -> str:
+    more = len(labels) - SHOWN_LABELS
+    return ", ".join(labels[:SHOWN_LABELS]) + (f" and {more} more" if more > 0 else "")
 
 
 def empty_cells(table: Table, row: Row) -> dict[str, str]:

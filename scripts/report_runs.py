@@ -5,6 +5,7 @@ import math
 import os
 import subprocess
 from collections.abc import Iterable
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field
 from datetime import datetime
 from functools import cache
@@ -14,6 +15,7 @@ from memory_logs import MemoryLog, host_of, logs_of, read_cpu_log, read_gpu_log
 
 SCHEMA = 1
 FOLDERS = {"results", "gpu_memory", "cpu_memory", "log", "output"}
+MANY = 50  # runs from which on a second core pays
 ENDED_ABNORMALLY = ("failed", "oom", "timeout", "stopped")
 
 
@@ -85,6 +87,8 @@ class Run:
                 return str(missing[name])
         if not self.completed:
             return f"the run is {self.status}"
+        if path.startswith("callbacks.avg_") and self.number("hardware.gpus") == 0:
+            return "no GPU"
         return "not measured" if self.get(path) is None else f"the record's {path} is no number"
 
     def gpu_hours(self) -> tuple[float | None, str]:
@@ -122,10 +126,17 @@ def find_runs(folders: Iterable[Path]) -> list[Run]:
             if here.name == "results" and here == Path(top):
                 records += here.glob("*.json")
             subfolders[:] = sorted(s for s in subfolders if s not in FOLDERS and not s.startswith("."))
-    runs = [read_run(path) for path in sorted(set(records))]
+    runs = read_all(sorted(set(records)))
     known = {(run.folder, run.job_id) for run in runs}
     runs += [run_without_record(*job) for job in sorted(logs) if job not in known]
     return sorted(runs, key=lambda run: run.order)
+
+
+def read_all(paths: list[Path]) -> list[Run]:
+    if len(paths) < MANY:
+        return [read_run(path) for path in paths]
+    with ProcessPoolExecutor(min(4, os.cpu_count() or 1)) as pool:
+        return list(pool.map(read_run, paths, chunksize=8))
 
 
 def logged_jobs(folder: Path) -> dict:
