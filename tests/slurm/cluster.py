@@ -173,9 +173,7 @@ class Cluster:
     def __init__(self, state_dir=DEFAULT_STATE, nodes=2, gpus=8, cpus=64, owner=None):
         self.state = Path(state_dir).resolve()
         self.shape = {"nodes": nodes, "gpus": gpus, "cpus": cpus}
-        for (flag, found), (least, most) in zip(
-            self.shape.items(), ((1, 250), (0, 64), (1, 1024)), strict=True
-        ):
+        for (flag, found), (least, most) in zip(self.shape.items(), ((1, 250), (0, 64), (1, 1024)), strict=True):
             if not least <= found <= most:
                 raise ValueError(f"--{flag}: {found} is out of range; choose from {least} to {most}")
         if not re.fullmatch(r"/[\w./-]{1,59}", str(self.state), re.ASCII):

@@ -166,9 +166,7 @@ def test_a_foreign_directory_is_left_alone(cluster, tmp_path):
     try:
         with pytest.raises(ClusterError, match="holds other files"):
             Cluster(link).up()
-        done = subprocess.run(
-            [*COMMAND, "down", "--state", link], capture_output=True, text=True, check=False
-        )
+        done = subprocess.run([*COMMAND, "down", "--state", link], capture_output=True, text=True, check=False)
         assert (done.returncode, done.stderr.split(";")[-1]) == (3, " it was left alone\n")
         assert (link / "precious").exists()
     finally:
