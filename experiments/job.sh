@@ -28,9 +28,9 @@ job_load_site() {
   SITE=$name
   # shellcheck source=experiments/sites/laptop.sh
   source "$EXPERIMENTS/sites/$SITE.sh"
-  set +a # not the functions that module and conda bring along
+  set +au # not the functions that module and conda bring along; their scripts use unset variables
   site_setup
-  set -a
+  set -au
   command -v python >/dev/null || job_fail "experiments/sites/$SITE.sh" "there is no python after site_setup" "activate the environment there" 3
 }
 
@@ -39,22 +39,19 @@ job_prepare() {
   RANKS_PER_NODE=${SLURM_GPUS_PER_NODE:-$(job_directive gpus-per-node)}
   RANKS_PER_NODE=${RANKS_PER_NODE##*:} # a100:2 -> 2
   JOB_ID=${SLURM_JOB_ID:-local-$(date +%Y%m%d-%H%M%S)-$$}
-  if [[ -z ${SLURM_JOB_ID:-} && $NODES -gt 1 ]]; then
+  [[ -n ${SLURM_JOB_ID:-} || $NODES -eq 1 ]] ||
     job_fail "$(basename "$0")" "it needs $NODES nodes, and there is no Slurm here" "submit it with sbatch" 3
-  fi
   RUN_DIR=$PWD/results/.$JOB_ID
   mkdir -p log gpu_memory cpu_memory "$RUN_DIR"
+  local cpus=${SLURM_CPUS_ON_NODE:-$(nproc)}
+  cpus=$(((cpus < $(nproc) ? cpus : $(nproc)) / RANKS_PER_NODE))
   # torchrun would set 1, and DeepSpeed's CPU optimizer would crawl
-  : "${OMP_NUM_THREADS:=$((${SLURM_CPUS_ON_NODE:-$(nproc)} / RANKS_PER_NODE > 1 ? ${SLURM_CPUS_ON_NODE:-$(nproc)} / RANKS_PER_NODE : 1))}"
+  : "${OMP_NUM_THREADS:=$((cpus > 1 ? cpus : 1))}"
   # since Slurm 22.05 srun no longer inherits --cpus-per-task
   [[ -z ${SLURM_CPUS_PER_TASK:-} ]] || export SRUN_CPUS_PER_TASK=$SLURM_CPUS_PER_TASK
-  if [[ $NODES -gt 1 ]]; then
-    ALL_NODES=$(scontrol show hostnames "$SLURM_JOB_NODELIST")
-    : "${MASTER_ADDR:=${ALL_NODES%%$'\n'*}}"
-  else
-    ALL_NODES=$(hostname)
-    MASTER_ADDR=127.0.0.1
-  fi
+  ALL_NODES=$(if [[ $NODES -gt 1 ]]; then scontrol show hostnames "$SLURM_JOB_NODELIST"; else hostname; fi)
+  [[ $NODES -gt 1 ]] || MASTER_ADDR=127.0.0.1
+  : "${MASTER_ADDR:=${ALL_NODES%%$'\n'*}}"
   MASTER_PORT=$(job_free_port)
   BANDWIDTH_FILE=$RUN_DIR/bandwidth.json
   echo "job $JOB_ID of $EXPERIMENT: site $SITE, $NODES node(s) x $RANKS_PER_NODE rank(s), rendezvous $MASTER_ADDR:$MASTER_PORT"
@@ -63,17 +60,12 @@ job_prepare() {
 
 job_free_port() { # differs from job to job, and skips a port that is taken
   python - "$JOB_ID" <<'EOF'
-import socket, sys, zlib
-first = zlib.crc32(sys.argv[1].encode()) % 20000
+import contextlib, socket, sys, zlib
 for offset in range(200):
-    port = 20000 + (first + offset) % 20000
-    with socket.socket() as listener:
-        try:
-            listener.bind(("", port))
-        except OSError:
-            continue
-    print(port)
-    break
+    port = 20000 + (zlib.crc32(sys.argv[1].encode()) + offset) % 20000
+    with contextlib.suppress(OSError), socket.socket() as listener:
+        listener.bind(("", port))
+        sys.exit(print(port))
 EOF
 }
 
@@ -82,6 +74,7 @@ run_python() { job_on_node python "$@"; }
 run_torchrun() {
   local -r launch=(python "$ROOT/scripts/launch.py" --nnodes="$NODES" --nproc-per-node="$RANKS_PER_NODE"
     --rdzv-backend=c10d --rdzv-id="$JOB_ID" --rdzv-endpoint="$MASTER_ADDR:$MASTER_PORT")
+  rm -f "$RUN_DIR"/joined_* # of the bandwidth test
   if [[ $NODES -gt 1 ]]; then
     job_srun --ntasks="$NODES" --ntasks-per-node=1 bash "$EXPERIMENTS/job.sh" on_node "${launch[@]}" "$@"
   else
@@ -102,27 +95,24 @@ run_srun() {
 check_bandwidth() { LOGGERS=no run_torchrun "$ROOT/scripts/bandwidth_test.py" --output "$BANDWIDTH_FILE"; }
 
 job_srun() { # --kill-on-bad-exit: one failed rank must end the others, which would wait for it
-  srun --nodes="$NODES" --kill-on-bad-exit=1 --cpu-bind=none "$@" &
-  job_wait $!
+  job_start srun --nodes="$NODES" --kill-on-bad-exit=1 --cpu-bind=none "$@"
+  job_wait
 }
 
 job_on_node() { # COMMAND: run it on this node, loggers beside it
-  "$@" &
-  local -r training=$!
-  local code=0 host=${SLURMD_NODENAME:-$(hostname)}
-  local suffix=""
+  local code=0 suffix="" host=${SLURMD_NODENAME:-$(hostname)}
   [[ $NODES -eq 1 ]] || suffix=_$host
-  LOGGER_PIDS=()
+  job_start "$@"
   if [[ ${LOGGERS:-yes} = yes && ${SLURM_LOCALID:-0} = 0 ]]; then
     # several tasks of one srun step on this node: watch slurmstepd, the parent of them all
-    local watched=$training
+    local watched=$CHILD
     [[ ${SLURM_STEP_NUM_TASKS:-1} -le $NODES ]] || watched=$PPID
     job_logger nvidia-smi "gpu_memory/gpu_memory_log_$JOB_ID$suffix.csv" \
       --query-gpu=timestamp,index,name,memory.used,memory.total --format=csv,nounits -l "$LOG_INTERVAL"
     job_logger psrecord "cpu_memory/cpu_memory_log_$JOB_ID$suffix.txt" \
       "$watched" --include-children --interval "$LOG_INTERVAL" --log "cpu_memory/cpu_memory_log_$JOB_ID$suffix.txt"
   fi
-  job_wait "$training" || code=$?
+  job_wait || code=$?
   job_stop_loggers
   # srun reports the highest code of all nodes, which is often that of a node it ended: note who was first
   [[ $code = 0 ]] || echo "$(date +%s%N) $code $host" >>"$RUN_DIR/exit_codes"
@@ -132,65 +122,71 @@ job_on_node() { # COMMAND: run it on this node, loggers beside it
 job_logger() { # PROGRAM FILE ARGS...: start it in the background; training goes on without it
   local -r program=$1 file=$2
   shift 2
-  if ! command -v "$program" >/dev/null; then
-    echo "$program is not installed on $host: no $file" >>"$RUN_DIR/gaps"
-    return
-  fi
+  command -v "$program" >/dev/null || { echo "$program is not installed on $host: no $file" >>"$RUN_DIR/gaps" && return; }
   if [[ $program = psrecord ]]; then "$program" "$@" >/dev/null 2>&1 & else "$program" "$@" >"$file" 2>/dev/null & fi
   LOGGER_PIDS+=("$!:$program")
 }
 
 job_stop_loggers() {
-  local logger
+  local logger pid
   for logger in "${LOGGER_PIDS[@]}"; do
-    if ! kill -TERM "${logger%%:*}" 2>/dev/null && [[ ${STOPPED:-no} = no ]]; then
+    pid=${logger%%:*}
+    # psrecord ends by itself when the training does, with 0
+    if ! kill -TERM "$pid" 2>/dev/null && [[ $STOPPED = no ]] && ! { wait "$pid" && [[ $logger = *:psrecord ]]; }; then
       echo "${logger#*:} on $host ended before the training: its log is not complete" >>"$RUN_DIR/gaps"
     fi
-    wait "${logger%%:*}" 2>/dev/null || true
+    wait "$pid" 2>/dev/null || true
   done
 }
 
-job_wait() { # PID: its exit status, also when a signal interrupts the waiting; TERM and INT are passed on
-  local -r pid=$1
+job_start() { # COMMAND
+  "$@" &
+  CHILD=$!
+  [[ $STOPPED = no ]] || job_stop # before CHILD was known
+}
+
+job_wait() { # for CHILD: its exit status, also when a signal interrupts the waiting
   local code=0
-  trap 'STOPPED=yes; kill -TERM "'"$pid"'" 2>/dev/null || true' TERM INT
-  wait "$pid" || code=$?
-  while kill -0 "$pid" 2>/dev/null; do
-    code=0
-    wait "$pid" || code=$?
-  done
-  return "$code"
+  WOKEN=no
+  wait "$CHILD" || code=$?
+  if [[ $WOKEN = yes ]]; then job_wait; else return "$code"; fi
+}
+
+job_stop() { # on TERM and INT
+  STOPPED=yes WOKEN=yes
+  [[ -z $CHILD ]] || kill -TERM "$CHILD" 2>/dev/null || true
+}
+
+job_record() { # EXIT_CODE: finish the run record and print the summary
+  local status=""
+  [[ $STOPPED = no ]] || status=stopped
+  [[ -z $status || $(timeout 5 scontrol show job "${SLURM_JOB_ID:-0}" 2>&1) != *Reason=TimeLimit* ]] || status=timeout
+  python "$ROOT/scripts/finish.py" "$JOB_ID" --exit-code "$1" ${status:+--status "$status"} --gaps "$RUN_DIR/gaps" || true
 }
 
 job_finish() {
-  local code=$? status=""
+  local code=$?
   trap - EXIT
   trap '' TERM INT # a second signal must not interrupt this
   if [[ -s $RUN_DIR/exit_codes ]]; then code=$(sort -n "$RUN_DIR/exit_codes" | head -n 1 | cut -d' ' -f2); fi
-  if [[ ${STOPPED:-no} = yes ]]; then
-    status=stopped
-    [[ -z ${SLURM_JOB_END_TIME:-} || $(date +%s) -lt $((SLURM_JOB_END_TIME - 5)) ]] || status=timeout
-    [[ $code != 0 ]] || code=143
-  fi
-  python "$ROOT/scripts/finish.py" "$JOB_ID" --exit-code "$code" ${status:+--status "$status"} --gaps "$RUN_DIR/gaps" || true
+  [[ $STOPPED$code != yes0 ]] || code=143
+  job_record "$code"
   rm -rf "$RUN_DIR"
   exit "$code"
 }
 
+CHILD="" STOPPED=no WOKEN=no LOGGER_PIDS=()
 if [[ ${1:-} = on_node && ${BASH_SOURCE[0]} = "$0" ]]; then # the part of a job that srun starts on each node
   shift
+  trap job_stop TERM INT
   job_on_node "$@"
   exit
 fi
 
 EXPERIMENTS=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
-if [[ $EXPERIMENTS != "${SNAPSHOT:-$EXPERIMENTS/..}"/experiments ]]; then
-  EXPERIMENT=experiments/${PWD#"$EXPERIMENTS"/}
-fi
+if [[ $EXPERIMENTS != "${SNAPSHOT:-none}/experiments" ]]; then export EXPERIMENT=experiments/${PWD#"$EXPERIMENTS"/}; fi
 if [[ -n ${SNAPSHOT:-} && $EXPERIMENTS != "$SNAPSHOT/experiments" ]]; then
-  # submit.sh --snapshot: the code that was frozen at submission runs, its results land here all the same
-  # shellcheck source=/dev/null
-  source "$SNAPSHOT/experiments/job.sh"
+  source "$SNAPSHOT/experiments/job.sh" # frozen by submit.sh --snapshot; results land here all the same
   return
 fi
 ROOT=$(dirname "$EXPERIMENTS")
@@ -200,3 +196,5 @@ job_load_site
 : "${TORCH_CPP_LOG_LEVEL:=ERROR}" # WARNING tells of each socket that is closed
 job_prepare
 trap job_finish EXIT
+# The record says so at once: a training that does not react is killed, and this script with it
+trap 'job_stop; job_record 143 >/dev/null' TERM INT

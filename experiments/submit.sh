@@ -25,7 +25,8 @@ load_site() {
     fail "experiments/sites/$name.sh" "it still holds CHANGE_ME" "fill these values in"
   fi
   # shellcheck source=experiments/sites/laptop.sh
-  (source "$EXPERIMENTS/sites/$name.sh" && env | grep '^SBATCH_' || true) >"$settings"
+  (source "$EXPERIMENTS/sites/$name.sh" && { env | grep '^SBATCH_' || true; }) >"$settings" ||
+    fail "experiments/sites/$name.sh" "bash cannot source it, or its last command failed" "correct it"
   SITE=$name
 }
 
@@ -37,6 +38,7 @@ snapshot() { # freeze what a job reads; prints the folder
   commit=$(git -C "$ROOT" rev-parse HEAD 2>/dev/null) && commit="\"$commit\"" || commit=null
   [[ -z $(git -C "$ROOT" status --porcelain 2>/dev/null) ]] || dirty=true
   printf '{"commit": %s, "dirty": %s}\n' "$commit" "$dirty" >"$folder/git.json"
+  [[ ! -d $ROOT/.venv ]] || ln -s "$ROOT/.venv" "$folder/.venv" # sites look for it in $ROOT
   printf '%s' "$folder"
 }
 
@@ -53,10 +55,12 @@ for argument in "$@"; do
 done
 [[ -n $target ]] || fail "submit.sh" "nothing to submit" "give a family, a folder or all; see --help"
 
-folder=$EXPERIMENTS/$target
-[[ $target != all ]] || folder=$EXPERIMENTS
-[[ -d $folder ]] || folder=$target # a path from where the user stands
-[[ -d $folder ]] || fail "$target" "there is no such folder below experiments/" "see ls experiments"
+case $target in
+  all) folder=$EXPERIMENTS ;;
+  . | .. | ./* | ../*) folder=$target ;; # from where the user stands
+  *) if [[ -d $EXPERIMENTS/$target ]]; then folder=$EXPERIMENTS/$target; else folder=$target; fi ;;
+esac
+folder=$(cd "$folder" 2>/dev/null && pwd) || fail "$target" "there is no such folder below experiments/" "see ls experiments"
 mapfile -d '' scripts < <(find "$folder" -name '*.slurm' -print0 | sort -zV)
 ((${#scripts[@]})) || fail "$target" "it holds no .slurm file" "see ls experiments"
 
@@ -76,18 +80,18 @@ if [[ -n $frozen ]]; then
 fi
 previous=""
 for script in "${scripts[@]}"; do
-  line=(sbatch --parsable)
+  line=(sbatch --parsable) name=$(basename "$script")
   # afterany: the chain goes on behind an experiment that failed, or that ran out of memory as it should
   [[ $chain = no || -z $previous ]] || line+=("--dependency=afterany:$previous")
-  line+=("$(basename "$script")")
   cd "$(dirname "$script")"
   if [[ $dry_run = yes ]]; then
-    settings_line=$(sort "$settings" | tr '\n' ' ')
-    printf 'cd %q && %sSITE=%q %s%s\n' "$PWD" "$settings_line" "$SITE" "${SNAPSHOT:+SNAPSHOT=$SNAPSHOT }" "${line[*]}"
+    printf 'cd %q && ' "$PWD"
+    while IFS='=' read -r variable value; do printf '%s=%q ' "$variable" "$value"; done < <(sort "$settings")
+    printf 'SITE=%q %s%s %q\n' "$SITE" "${SNAPSHOT:+SNAPSHOT=${SNAPSHOT@Q} }" "${line[*]}" "$name"
     previous="<id of the line above>"
   else
-    previous=$("${line[@]}")
+    previous=$("${line[@]}" "$name")
     previous=${previous%%;*} # 4711;cluster
-    printf '%s  %s\n' "$previous" "${PWD#"$ROOT"/}/$(basename "$script")"
+    printf '%s  %s\n' "$previous" "${PWD#"$ROOT"/}/$name"
   fi
 done

@@ -57,15 +57,16 @@ def audit(trainer: Trainer, options: Options, data_args) -> list[Knob]:
     args, values = trainer.args, options.values
     engine = trainer.model_wrapped if trainer.is_deepspeed_enabled else None
     micro, accumulation, world = effective_batch(trainer, engine)
+    strategy = effective_strategy(trainer, engine)
     wanted_micro, wanted_accumulation = (
         values["per_device_train_batch_size"],
         values["gradient_accumulation_steps"],
     )
     facts = [
         Knob("precision", precision_name(values), effective_precision(trainer, engine), options.precision_note),
-        Knob("strategy", strategy_name(options), effective_strategy(trainer, engine)),
-        *(offload_knobs(engine, options.deepspeed_config["zero_optimization"]) if engine else []),
-        *(fsdp_knobs(trainer, options.fsdp_config) if options.fsdp_config is not None else []),
+        Knob("strategy", strategy_name(options), strategy),
+        *(offload_knobs(engine, options.deepspeed_config.get("zero_optimization", {})) if engine else []),
+        *(fsdp_knobs(trainer, options.fsdp_config) if strategy.startswith("FSDP") else []),
         Knob("world size", world_size(), world, "ranks, one per GPU"),
         Knob("micro batch", wanted_micro, micro, "sequences per rank and step"),
         Knob("gradient accumulation", wanted_accumulation, accumulation),

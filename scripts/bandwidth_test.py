@@ -16,7 +16,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from distributed import leave_process_group, prepare_environment, rank, same_everywhere, world_size
-from errors import ENVIRONMENT, fail
+from errors import ENVIRONMENT, OneLineErrors, fail
 from finish import write_json
 
 GPU = torch.cuda.is_available()
@@ -58,9 +58,10 @@ def transport(nccl_log: str) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    minimum = os.environ.get("MIN_BANDWIDTH") or ("5" if GPU else "0")
-    parser.add_argument("--min_bandwidth", type=float, default=minimum, help="GB/s; 0 never ends the job")
+    parser = OneLineErrors(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument(
+        "--min_bandwidth", type=float, default=minimum_from_environment(), help="GB/s; 0 never ends the job"
+    )
     parser.add_argument("--message_bytes", type=int, default=MESSAGE_BYTES, help="%(default)s here")
     parser.add_argument("--warm_up", type=int, default=WARM_UP)
     parser.add_argument("--iterations", type=int, default=ITERATIONS)
@@ -70,6 +71,14 @@ def main() -> None:
         if getattr(arguments, name) < 4 ** (name == "message_bytes"):
             fail(f"--{name}", f"{getattr(arguments, name)} is too small", "give a larger number")
     measure(arguments)
+
+
+def minimum_from_environment() -> float:
+    text = os.environ.get("MIN_BANDWIDTH") or ("5" if GPU else "0")
+    try:
+        return float(text)
+    except ValueError:
+        fail("MIN_BANDWIDTH", f"{text!r} is not a number", "give the least bus bandwidth in GB/s, for example 5")
 
 
 def measure(arguments: argparse.Namespace) -> None:

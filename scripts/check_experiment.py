@@ -3,7 +3,7 @@
     python scripts/check_experiment.py experiments/baseline/baseline.slurm
     python scripts/check_experiment.py $(git ls-files 'experiments/*.slurm')
 
-Each config file that a script names must be valid, the GPUs and nodes in its folder's name must be those of its
+Each config file that a script names must be valid, the GPUs and nodes in its name and its folders' must be those of its
 #SBATCH lines, and log/ must exist (Slurm opens the log before the job starts). One line per mistake, exit code 2.
 """
 
@@ -33,11 +33,13 @@ def check_experiment(script: Path) -> None:
     nodes, gpus = directive(text, "nodes"), directive(text, "gpus-per-node")
     if nodes is None or gpus is None:
         fail(script, "has no #SBATCH --nodes=N or --gpus-per-node=N", "state both: the number of ranks comes from them")
-    for number, unit in re.findall(r"(?<![^/])(\d+)_(gpus|nodes)", str(script.parent)):
-        stated = {"gpus": nodes * gpus, "nodes": nodes}[unit]
-        if stated != int(number):
-            way_out = "correct the folder's name or the directives"
-            fail(script, f"the folder says {number} {unit}, the #SBATCH lines say {stated}", way_out)
+    path, root = script.resolve(), REPOSITORY / "experiments"
+    for name in path.relative_to(root).parts if path.is_relative_to(root) else path.parts[-2:]:
+        for number, unit in re.findall(r"(?:^|_)(\d+)_(gpus|nodes)(?=[_.]|$)", name):
+            stated = {"gpus": nodes * gpus, "nodes": nodes}[unit]
+            if stated != int(number):
+                way_out = "correct the name or the directives"
+                fail(script, f"{name} says {number} {unit}, the #SBATCH lines say {stated}", way_out)
     if not (script.parent / "log").is_dir():
         fail(script, "there is no log/ beside it", "create it: Slurm fails a job whose log it cannot open")
     for config in re.findall(r'"\$ROOT/(ds_configs/[^"]+)"', text):

@@ -42,6 +42,7 @@ class CheckpointCallback(TrainerCallback):
 
 
 def mark_complete(folder: Path, world_size: int, strategy: str) -> None:
+    (folder / MARKER).unlink(missing_ok=True)  # of a run that was resumed before this step and writes it again
     sizes = {str(f.relative_to(folder)): f.stat().st_size for f in folder.rglob("*") if f.is_file()}
     write_json(folder / MARKER, {"world_size": world_size, "strategy": strategy, "files": sizes})
 

@@ -9,16 +9,17 @@ import difflib
 import os
 import re
 import sys
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
 
 import torch
+from arguments import CUSTOM_SIZES, DataArguments, ModelArguments
+from custom_model import CUSTOM_GPT
 from errors import ENVIRONMENT, OneLineErrors, fail
 from fsdp_config import parallelism, trainer_config
 from refused import NEAR_MISSES, REMOVED_FLAGS, UNUSED_FLAGS
+from tracking import check_trackers
 from transformers import HfArgumentParser, TrainingArguments
-from transformers.integrations import get_reporting_integration_callbacks
 
 # variable, flag, default of the workshop (None: decided below, or by the library)
 KNOBS = (
@@ -43,6 +44,15 @@ KNOBS = (
     ("SAVE_STRATEGY", "save_strategy", "epoch"),
     ("OUTPUT_DIR", "output_dir", None),
     ("EXPERIMENT_NAME", "run_name", None),
+    ("REPORT_TO", "report_to", "none"),
+    ("TOKENIZER_NAME", "tokenizer_name", None),
+    # custom-gpt only
+    ("VOCAB_SIZE", "vocab_size", 50000),
+    ("HIDDEN_SIZE", "hidden_size", 2048),
+    ("NUM_LAYERS", "num_layers", 3),
+    ("NUM_HEADS", "num_heads", 16),
+    ("FF_DIM", "ff_dim", 8192),
+    ("SEQ_LENGTH", "seq_length", 512),
 )
 # Defaults that differ from transformers' own and have no variable
 OTHER_DEFAULTS = {
@@ -53,54 +63,10 @@ OTHER_DEFAULTS = {
     "disable_tqdm": False,
 }
 AT_LEAST_ONE = [flag for _, flag, _ in KNOBS if flag.endswith(("_size", "_steps"))]
-AT_LEAST_ONE += ["samples_per_gpu", "max_length", "per_device_eval_batch_size"]
+AT_LEAST_ONE += ["samples_per_gpu", "max_length", "per_device_eval_batch_size", *CUSTOM_SIZES]
 MORE_THAN_ZERO = ["num_train_epochs", "learning_rate"]
 LARGEST_SEED = 2**32 - 1  # numpy's
 LATEST = "latest"
-
-
-@dataclass
-class ModelArguments:
-    model_name: str = field(
-        default="bigscience/bloom-560m",
-        metadata={"help": "Hub name or local folder of a causal LM, or tiny-bloom (no network, no GPU needed)."},
-    )
-    from_scratch: bool = field(
-        default=False,
-        metadata={"help": "Random weights in the named architecture: measures memory and speed without a download."},
-    )
-
-
-@dataclass
-class DataArguments:
-    dataset: str = field(default="squad", metadata={"help": "Hub name, or a local SQuAD v1.1 or v2.0 JSON file."})
-    eval_dataset: str | None = field(
-        default=None,
-        metadata={
-            "help": "Local JSON file to evaluate on. Without it a local --dataset holds out every fifth paragraph."
-        },
-    )
-    train_size: int = field(default=500, metadata={"help": "Number of training questions."})
-    eval_size: int = field(default=100, metadata={"help": "Number of evaluation questions."})
-    samples_per_gpu: int | None = field(
-        default=None,
-        metadata={"help": "Weak scaling: train on this many questions per rank, instead of --train_size."},
-    )
-    max_length: int = field(
-        default=512, metadata={"help": "Longest sequence in tokens. First to lower when memory runs out."}
-    )
-    padding: Literal["max_length", "longest"] = field(
-        default="max_length",
-        metadata={"help": "Pad every batch to --max_length, or only to its longest sequence (faster, same loss)."},
-    )
-    labels: Literal["sequence", "answer", "all"] = field(
-        default="sequence",
-        metadata={"help": "Tokens that count in the loss: all real ones, only answer and EOS, or padding as well."},
-    )
-    em_f1: bool = field(
-        default=True,
-        metadata={"help": "After training, answer the evaluation questions and print EM and F1."},
-    )
 
 
 @dataclass
@@ -116,7 +82,8 @@ class Options:
     def settings(self) -> dict:
         """What defines the run: every knob, and each other flag that was given. Never a secret."""
         flags = {flag for _, flag, _ in KNOBS} | set(OTHER_DEFAULTS) | {"seed"} | set(self.names)
-        return {flag: self.values[flag] for flag in sorted(flags - {"hub_token"})}
+        hidden = {"hub_token"} | (set(CUSTOM_SIZES) if self.values["model_name"] != CUSTOM_GPT else set())
+        return {flag: self.values[flag] for flag in sorted(flags - hidden)}
 
     def fail(self, flag: str, what: str, way_out: str) -> None:
         fail(self.names.get(flag, f"--{flag}"), what, way_out)
@@ -167,6 +134,7 @@ def parse_command_line(description: str, argv: list[str] | None = None) -> Optio
     given = {parser._option_string_actions[w].dest: w for w in words if w in parser._option_string_actions}
     options = Options(vars(namespace), names | given)
     check_values(options)
+    check_custom_sizes(options)
     resolve_precision(options)
     return options
 
@@ -234,6 +202,21 @@ def check_values(options: Options) -> None:
         options.fail("output_dir", f"{output_dir} is a file, or lies under one", "give a folder")
 
 
+def check_custom_sizes(options: Options) -> None:
+    values = options.values
+    if values["model_name"] != CUSTOM_GPT:
+        for flag in CUSTOM_SIZES:
+            if flag in options.names:
+                options.fail(flag, f"has no effect on {values['model_name']}", f"leave it out, or train {CUSTOM_GPT}")
+        return
+    hidden, heads, longest = values["hidden_size"], values["num_heads"], values["seq_length"]
+    if hidden % heads:
+        options.fail("num_heads", f"{heads} heads do not divide the hidden size {hidden}", "choose a divisor")
+    if values["max_length"] > longest:
+        what = f"{values['max_length']} is more than the {longest} positions of --seq_length"
+        options.fail("max_length", what, "lower it, or raise --seq_length")
+
+
 def resolve_precision(options: Options) -> None:
     """Replace unset fp16 and bf16 by what the hardware can do; weights stay fp32 masters in every case."""
     values, gpu = options.values, torch.cuda.is_available() and not options.values["use_cpu"]
@@ -271,12 +254,12 @@ def build_arguments(options: Options) -> tuple[ModelArguments, DataArguments, Tr
     if options.fsdp_config is not None:
         values["fsdp"], values["fsdp_config"] = True, trainer_config(options.fsdp_config)
         values["parallelism_config"] = parallelism(options.fsdp_config)
+    values["report_to"] = check_trackers(values["report_to"]) or "none"
     values["run_name"] = values["run_name"] or os.path.basename(os.getcwd())
     try:
         model_args, data_args, training_args = Parser((ModelArguments, DataArguments, TrainingArguments)).parse_dict(
             values
         )
-        get_reporting_integration_callbacks(training_args.report_to)
     except (ValueError, OSError) as error:
         fail("command line", str(error), "see --help")
     except torch.distributed.DistError as error:

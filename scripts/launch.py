@@ -18,7 +18,9 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.elastic.rendezvous import RendezvousError
 from torch.distributed.run import parse_args, run
 
-JOIN_TIMEOUT = int(os.environ.get("JOIN_TIMEOUT", 300))  # seconds
+JOIN_TIMEOUT = os.environ.get("JOIN_TIMEOUT") or "300"  # seconds
+if not JOIN_TIMEOUT.isdecimal():
+    fail("JOIN_TIMEOUT", f"{JOIN_TIMEOUT!r} is no number of seconds", "give a whole number, for example 300")
 
 
 def main() -> None:
@@ -45,7 +47,7 @@ def main() -> None:
 def reach_head_node(endpoint: str) -> None:
     """Wait until the head node listens; then note that this node has come that far."""
     host, port = endpoint.rsplit(":", 1)
-    deadline, problem = time.monotonic() + JOIN_TIMEOUT, None
+    deadline, problem = time.monotonic() + int(JOIN_TIMEOUT), None
     while os.environ.get("SLURM_NODEID", "0") != "0":
         try:
             socket.create_connection((host, int(port)), timeout=5).close()

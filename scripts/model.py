@@ -3,6 +3,8 @@
 from pathlib import Path
 
 import torch
+from arguments import CUSTOM_SIZES
+from custom_model import CUSTOM_GPT, CustomGPTConfig
 from data_loader import is_local, read_questions, read_splits
 from errors import fail
 from hub import cannot_load, offline_without_network
@@ -33,6 +35,7 @@ BLOOM_SIZES = {
 }
 BLOOM_VOCABULARY = 250880  # 250,680 tokens, padded for tensor parallelism
 TINY_VOCABULARY = 2048
+SMALLEST_VOCABULARY = 260  # 256 bytes and the four below
 # BLOOM's ids 0 to 3
 SPECIAL_TOKENS = {"unk_token": "<unk>", "bos_token": "<s>", "eos_token": "</s>", "pad_token": "<pad>"}
 
@@ -43,9 +46,9 @@ def load_tokenizer(model_args, data_args) -> PreTrainedTokenizerBase:
     tiny-bloom has none to download: its own is trained on the whole training file. The same is done for
     --from_scratch when the named model's tokenizer is not at hand.
     """
-    name = model_args.model_name
-    if name == TINY_BLOOM:
-        return train_tokenizer(data_args)
+    name = model_args.tokenizer_name or model_args.model_name
+    if name in (TINY_BLOOM, CUSTOM_GPT):
+        return train_tokenizer(data_args, TINY_VOCABULARY if name == TINY_BLOOM else model_args.vocab_size)
     check_local(name)
     try:
         if not Path(name).is_dir():
@@ -54,8 +57,11 @@ def load_tokenizer(model_args, data_args) -> PreTrainedTokenizerBase:
     except (OSError, ValueError) as error:
         if model_args.from_scratch and name in BLOOM_SIZES:
             print(f"no tokenizer of {name} here: training one of {TINY_VOCABULARY} tokens on {data_args.dataset}")
-            return train_tokenizer(data_args)
+            return train_tokenizer(data_args, TINY_VOCABULARY)
         cannot_load("--model_name", name, error, name, data_args.dataset)
+    if model_args.model_name == CUSTOM_GPT and len(tokenizer) > model_args.vocab_size:
+        what = f"{model_args.vocab_size} is less than the {len(tokenizer)} tokens of {name}"
+        fail("--vocab_size", what, "raise it, or take a smaller tokenizer")
     if tokenizer.pad_token is None:
         # Padding is masked by position, not by id, so the EOS that ends an answer still counts.
         tokenizer.pad_token = tokenizer.eos_token
@@ -71,8 +77,10 @@ def check_local(name: str) -> None:
         fail("--model_name", f"there is no folder {name}", "give the folder of a saved model, or a Hub name")
 
 
-def train_tokenizer(data_args) -> PreTrainedTokenizerBase:
+def train_tokenizer(data_args, vocabulary: int) -> PreTrainedTokenizerBase:
     """Byte-level BPE with BLOOM's special ids, from all texts of the training file: the same on every rank."""
+    if vocabulary < SMALLEST_VOCABULARY:
+        fail("--vocab_size", f"{vocabulary} is too small", f"{SMALLEST_VOCABULARY} tokens are bytes and special ones")
     dataset = data_args.dataset
     questions = read_questions(dataset) if is_local(dataset) else read_splits(data_args)[0]
     texts = dict.fromkeys(text for row in questions for text in (row["context"], row["question"]))
@@ -80,7 +88,7 @@ def train_tokenizer(data_args) -> PreTrainedTokenizerBase:
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
-        vocab_size=TINY_VOCABULARY,
+        vocab_size=vocabulary,
         special_tokens=list(SPECIAL_TOKENS.values()),
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
@@ -96,7 +104,7 @@ def load_model(model_args, data_args, tokenizer: PreTrainedTokenizerBase, seed: 
     TrainingArguments has been created.
     """
     name = model_args.model_name
-    if model_args.from_scratch or name == TINY_BLOOM:
+    if model_args.from_scratch or name in (TINY_BLOOM, CUSTOM_GPT):
         model = random_model(load_config(model_args, data_args), seed)
     else:
         try:
@@ -139,6 +147,8 @@ def empty_model(model_args, data_args) -> PreTrainedModel:
 
 def load_config(model_args, data_args) -> PreTrainedConfig:
     name = model_args.model_name
+    if name == CUSTOM_GPT:
+        return CustomGPTConfig(**{size: getattr(model_args, size) for size in CUSTOM_SIZES})
     if name in BLOOM_SIZES:
         hidden_size, layers, heads = BLOOM_SIZES[name]
         return BloomConfig(

@@ -50,12 +50,13 @@ def fetch_model(name: str) -> dict:
         info = huggingface_hub.model_info(name)
         files = [sibling.rfilename for sibling in info.siblings]
         wanted = MODEL_FILES if any(f.endswith(".safetensors") for f in files) else [*MODEL_FILES, "*.bin"]
-        folder = huggingface_hub.snapshot_download(name, revision=info.sha, allow_patterns=wanted)
+        # by its branch, not by info.sha: without network from_pretrained looks for refs/main
+        folder = huggingface_hub.snapshot_download(name, allow_patterns=wanted)
     except Exception as error:  # the Hub client raises its own, httpx's and OSError
         cannot_fetch("--model_name", name, error)
     size = sum(f.stat().st_size for f in Path(folder).rglob("*") if f.is_file())
     print(f"{name}: {size / 2**30:.2f} GiB in {folder}")
-    return {f"model {name}": {"revision": info.sha, "bytes": size, "fetched": now()}}
+    return {f"model {name}": {"revision": Path(folder).name, "bytes": size, "fetched": now()}}
 
 
 def fetch_dataset(name: str) -> dict:

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from errors import OneLineErrors, fail
 from memory_logs import logs_of, read_cpu_log, read_gpu_log
-from report_metrics import Cell
+from report_metrics import MOST_EPOCHS, Cell
 from report_render import GENERATOR, comma_separated, grid, lines_of, markdown, page
 from report_runs import Run, find_runs, read_run
 from report_tables import Table, build_table, build_tables, load_definitions
@@ -92,15 +92,9 @@ def job_tables(path: Path) -> str:
     run = read_run(path)
     if not run.record:
         fail(path, run.problems[0].removeprefix(f"{path}: "), "give results/<job_id>.json of a run")
-    definition = next(table for table in load_definitions(DEFINITIONS) if table["id"] == "baseline")
-    columns = definition["columns"]
-    if not run.get("settings.em_f1"):
-        columns = [column for column in columns if column not in ("exact_match", "f1")]
-    definition = definition | {"columns": columns, "rows": [{"label": "Value", "experiment": run.experiment}]}
-    table = build_table(definition, {run.experiment: [run]}, all_runs=False)
-    _, body = lines_of(table)
-    rows = [*body, *memory_rows(run)]
-    status = f"{run.status}: {run.status_note}" if run.status_note else run.status
+    hours, why = run.gpu_hours()
+    rows = [*summary_rows(run), ["GPU-hours", Cell(hours).text, why], *memory_rows(run)]
+    status = f"{run.status}: {run.status_note}" if run.status == "failed" and run.status_note else run.status
     output = Path(str(run.record.get("output_dir")))
     return "\n".join(
         [
@@ -112,6 +106,17 @@ def job_tables(path: Path) -> str:
             f"run record: {path}",
         ]
     )
+
+
+def summary_rows(run: Run) -> list[list[str]]:
+    """Metric, value and note of the workshop's baseline table; a missing value is empty, with its reason."""
+    definition = next(table for table in load_definitions(DEFINITIONS) if table["id"] == "baseline")
+    evaluations = [f"eval_loss_{n}" for n in range(1, len(run.get("eval") or []) + 1)][:MOST_EPOCHS]
+    others = [name for name in definition["columns"] if not name.startswith("eval_loss") and name != "gpu_hours"]
+    if not run.get("settings.em_f1"):
+        others = [name for name in others if name not in ("exact_match", "f1")]
+    definition |= {"columns": [others[0], *evaluations, *others[1:]], "rows": [{"label": "Value", "experiment": ""}]}
+    return lines_of(build_table(definition, {"": [run]}, all_runs=False))[1]
 
 
 def memory_rows(run: Run) -> list[list[str]]:

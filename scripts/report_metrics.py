@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from report_runs import Run
 
 MIB_PER_GIB = 1024
+MOST_EPOCHS = 20  # that a table can show one by one
 
 
 @dataclass(frozen=True)
@@ -39,7 +40,7 @@ def shown(value: float | int | str | None) -> str:
     if isinstance(value, str):
         return value
     if isinstance(value, int):
-        return f"{value:,}" if value >= 10000 else str(value)
+        return f"{value:,}" if value >= 1_000_000 else str(value)
     if math.isfinite(value) and abs(value) >= 10000:
         return f"{value:,.0f}"
     return f"{value:.1f}" if math.isfinite(value) and abs(value) >= 1000 else f"{value:.4g}"
@@ -81,6 +82,16 @@ def eval_loss(epoch: int) -> Callable[[Run], Cell]:
     return read
 
 
+def score(name: str) -> Callable[[Run], Cell]:
+    """Percent over the evaluation questions."""
+
+    def read(run: Run) -> Cell:
+        found = recorded(name)(run)
+        return found if found.value is None else Cell(found.value, f"{run.get('eval_size')} questions")
+
+    return read
+
+
 def gpu_hours(run: Run) -> Cell:
     return Cell(*run.gpu_hours())
 
@@ -99,16 +110,14 @@ METRICS = {
     "steps_per_epoch": Metric("Steps per epoch", recorded("steps_per_epoch")),
     "train_loss": Metric("Train loss", recorded("train.loss_mean")),
     "eval_loss": Metric("Final eval loss", recorded("eval.-1.loss")),
-    "eval_loss_1": Metric("Eval loss (epoch 1)", eval_loss(1)),
-    "eval_loss_2": Metric("Eval loss (epoch 2)", eval_loss(2)),
-    "eval_loss_3": Metric("Eval loss (epoch 3)", eval_loss(3)),
+    **{f"eval_loss_{n}": Metric(f"Eval Loss (Epoch {n})", eval_loss(n)) for n in range(1, MOST_EPOCHS + 1)},
     "runtime": Metric("Train runtime (s)", recorded("train.runtime_s")),
     "steps_per_second": Metric("Train steps/s", recorded("train.steps_per_second")),
     "samples_per_second": Metric("Train samples/s", recorded("train.samples_per_second")),
     "steady_samples_per_second": Metric("Steps alone, samples/s", recorded("train.steady_samples_per_second")),
     "eval_samples_per_second": Metric("Eval samples/s", recorded("eval.-1.samples_per_second")),
-    "exact_match": Metric("Exact match (%)", recorded("exact_match")),
-    "f1": Metric("F1 (%)", recorded("f1")),
+    "exact_match": Metric("Exact Match (%)", score("exact_match")),
+    "f1": Metric("F1 (%)", score("f1")),
     "peak_gpu": Metric("Peak GPU memory (MiB)", logged("gpu", "peak")),
     "low_gpu": Metric("Minimum GPU memory (MiB)", logged("gpu", "low")),
     "mean_gpu": Metric("Mean GPU memory (MiB)", logged("gpu", "mean")),

@@ -150,15 +150,15 @@ def read_run(path: Path) -> Run:
     run = Run(path.parent.parent, path.stem, {}, "incomplete")
     try:
         run.record = json.loads(path.read_text(encoding="utf-8"))
-        if not isinstance(run.record, dict) or "status" not in run.record:
+        if not isinstance(run.record, dict) or not {"status", "settings"} <= run.record.keys():
             run.record = {}
-            raise ValueError("it holds no status")
+            raise ValueError("no settings in it")
     except OSError as error:
-        run.problems.append(f"{path}: cannot be read ({error.strerror})")
+        run.problems.append(f"{path}: {error.strerror}")
     except json.JSONDecodeError as error:
-        run.problems.append(f"{path}:{error.lineno}: no JSON ({error.msg})")
+        run.problems.append(f"{path}: is no run record (line {error.lineno}: {error.msg})")
     except ValueError as error:
-        run.problems.append(f"{path}: no run record ({error})")
+        run.problems.append(f"{path}: is no run record ({error})")
     else:
         settle(run, path)
     add_memory(run)

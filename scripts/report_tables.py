@@ -10,7 +10,7 @@ from report_metrics import METRICS, RELATIONS, Cell, cell, header
 from report_runs import Run
 
 TABLE_KEYS = {"id", "title", "question", "rows", "columns", "note", "plots", "per_model", "varies", "transpose"}
-TABLE_KEYS |= {"reference"}
+TABLE_KEYS |= {"reference", "names"}
 ROW_KEYS = {"label", "experiment", "reference"}
 PLOTS = {"loss", "memory", "peaks", "throughput", "efficiency"}
 # Settings that name places and looks. All others define the run. Data size and precision are traits of their own.
@@ -144,11 +144,16 @@ def build_table(definition: dict, candidates: dict[str, list[Run]], all_runs: bo
         question=definition["question"],
         note=definition.get("note", ""),
         columns=definition["columns"],
-        headers=[header(column, definition.get("reference", "")) for column in definition["columns"]],
+        headers=headers(definition),
         rows=rows,
         plots=definition.get("plots", []),
         transpose=definition.get("transpose", False),
     )
+
+
+def headers(definition: dict) -> list[str]:
+    names = definition.get("names", {})
+    return [names.get(column) or header(column, definition.get("reference", "")) for column in definition["columns"]]
 
 
 def reference_names(definition: dict) -> list[str]:

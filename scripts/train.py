@@ -28,6 +28,7 @@ from evaluate import exact_match_and_f1
 from fsdp_config import check_fsdp_config, check_wrap_classes, shard_on_cpu
 from model import empty_model, load_model, load_tokenizer, save_model
 from record import RunRecord, new_job_id, refuse_finished
+from tracking import close_trackers, prepare_trackers
 from transformers import Trainer
 
 
@@ -75,6 +76,7 @@ def main() -> None:
             train_size=len(train_dataset),
             eval_size=len(eval_dataset),
         )
+        prepare_trackers(args, job_id)
         model = load_model(model_args, data_args, tokenizer, args.seed)
         # CheckpointCallback removes the older ones, once the new one is known to be complete
         save_total_limit, args.save_total_limit = args.save_total_limit, None
@@ -99,6 +101,8 @@ def main() -> None:
         result = trainer.train(resume_from_checkpoint=checkpoint)
         record.measure_memory()
         record.training(result.metrics, trainer.state.log_history, speed, utilisation)
+
+        close_trackers(args, job_id, record.content["callbacks"])
 
         # 7. The model.
         if args.save_strategy == "no":

@@ -24,6 +24,10 @@ site_setup() {
 : "${HF_HOME:=$HOME/.cache/huggingface}"
 : "${HF_HUB_OFFLINE:=1}" # compute nodes without network: never ask the Hub. Leave it out where they have one.
 
+# --- Weights & Biases: runs with REPORT_TO=wandb stay offline, and the job uploads them at its end where it has network.
+# : "${REPORT_TO:=wandb}"
+# : "${WANDB_ONLINE:=1}" # with the key from "wandb login", or from experiments/wandb_key (chmod 600, never in git)
+
 # --- Network between nodes. Find names with:  ip -brief address;  ibstat -l
 # : "${NCCL_SOCKET_IFNAME:=ib0}"      # interface for NCCL's start-up and its TCP transport
 # : "${GLOO_SOCKET_IFNAME:=ib0}"      # the same for gloo (CPU tensors)

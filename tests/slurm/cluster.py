@@ -15,6 +15,7 @@ node, not the outside world. GPUs, CPUs and memory are claims that Slurm schedul
 """
 
 import argparse
+import contextlib
 import fcntl
 import hashlib
 import json
@@ -296,7 +297,7 @@ class Cluster:
         of an array the first record's. Raises TimeoutError with that text and the queue, ClusterError for
         an unknown job.
         """
-        deadline = time.monotonic() + timeout
+        start = time.monotonic()
         while True:
             shown = run(["scontrol", "show", "job", job_id], env=self.env, check=False)
             text = shown.stdout + shown.stderr
@@ -306,11 +307,12 @@ class Cluster:
             if jobs and all(state in FINAL for state, _, _ in jobs):
                 state, code, sent = jobs[0]
                 return {"state": state, "exit_code": int(code), "signal": int(sent), "text": text}
-            if time.monotonic() > deadline:
+            waited = time.monotonic() - start
+            if waited > timeout:
                 queue = run(["squeue"], env=self.env, check=False)
                 text += queue.stdout + queue.stderr
                 raise TimeoutError(f"job {job_id} has not ended after {timeout} s\n{text}")
-            time.sleep(0.1)
+            time.sleep(min(0.1 + waited / 20, 1, timeout - waited + 0.01))  # asking costs as much as training
 
     def cancel(self, job_id, *scancel_args):
         """Run `scancel scancel_args job_id`; raises ClusterError when it fails."""
@@ -337,6 +339,21 @@ class Cluster:
         Each NAME=value of the environment ends with a NUL: contains="SLURM_JOB_ID=7\\0" is job 7, not 77.
         slurmd and slurmstepd count too, if they mention it. A node that is not up has no processes.
         """
+        return [command.replace("\0", " ").strip() for _, command in self._processes(node, contains)]
+
+    def kill(self, node, sent, *contains):
+        """Send a signal to the processes on node that mention all these strings, as in processes().
+
+        Returns how many there were.
+        """
+        victims = set.intersection(*(set(self._processes(node, text)) for text in contains))
+        for pid, _ in victims:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, sent)
+        return len(victims)
+
+    def _processes(self, node, contains):
+        """(pid seen from here, command line with NULs) of the processes on node that mention a string."""
         found = []
         init = self._pid(node)
         space = init and os.readlink(f"/proc/{init}/ns/pid")
@@ -346,7 +363,7 @@ class Cluster:
                     command = (process / "cmdline").read_bytes().decode(errors="replace")
                     environment = (process / "environ").read_bytes().decode(errors="replace")
                     if command and (contains in command or contains in environment):
-                        found.append(command.replace("\0", " ").strip())
+                        found.append((int(process.name), command))
             except OSError:
                 pass  # it has ended meanwhile, or is none of ours
         return found

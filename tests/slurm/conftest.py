@@ -5,17 +5,29 @@ with the reason. A session that is killed leaves its cluster behind; the next se
 """
 
 import os
+from collections.abc import Iterator
 
 import pytest
 from cluster import Cluster, unavailable
+from jobs import Lab
 
 
 @pytest.fixture(scope="session")
 def cluster():
     """A running `cluster.Cluster`; a test that crashes a node starts it again."""
+    yield from running_cluster(nodes=2)
+
+
+def running_cluster(nodes: int) -> Iterator[Cluster]:
     if reason := unavailable():
         pytest.skip(f"no Slurm cluster here: {reason}")
-    cluster = Cluster(f"/tmp/slurm-pytest-{os.getpid()}", owner=os.getpid())
+    cluster = Cluster(f"/tmp/slurm-pytest-{os.getpid()}-{nodes}", nodes=nodes, owner=os.getpid())
     cluster.up()
     yield cluster
     cluster.down()
+
+
+@pytest.fixture(scope="session")
+def lab(cluster, tmp_path_factory) -> Lab:
+    """A copy of the repository whose experiments are submitted to the cluster."""
+    return Lab(tmp_path_factory.mktemp("jobs"), cluster)

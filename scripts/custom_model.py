@@ -1,0 +1,156 @@
+"""A GPT written out: token and position embeddings, pre-norm blocks of attention and feed-forward, a tied head.
+
+    python scripts/train.py --model_name custom-gpt --num_layers 3 --hidden_size 2048
+    python scripts/train.py --model_name custom-gpt --vocab_size 2048 --hidden_size 64 --num_heads 4 --ff_dim 256
+
+It is a transformers model, so the Trainer, DeepSpeed, FSDP, saving, loading and generate() treat it as any other.
+"""
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    DynamicCache,
+    GenerationMixin,
+    PreTrainedConfig,
+    PreTrainedModel,
+)
+from transformers.modeling_outputs import CausalLMOutputWithPast
+
+CUSTOM_GPT = "custom-gpt"
+
+
+class CustomGPTConfig(PreTrainedConfig):
+    """Sizes of the model, by the names of the workshop; transformers' own names lead to the same values."""
+
+    model_type = CUSTOM_GPT
+    attribute_map = {
+        "num_hidden_layers": "num_layers",
+        "num_attention_heads": "num_heads",
+        "intermediate_size": "ff_dim",
+        "max_position_embeddings": "seq_length",
+    }
+    vocab_size: int = 50000
+    hidden_size: int = 2048
+    num_layers: int = 3
+    num_heads: int = 16
+    ff_dim: int = 8192
+    seq_length: int = 512
+    tie_word_embeddings: bool = True
+
+
+class Attention(nn.Module):
+    """Causal self-attention by PyTorch's scaled_dot_product_attention, with a key-value cache."""
+
+    def __init__(self, config: CustomGPTConfig, layer: int):
+        super().__init__()
+        self.heads, self.layer = config.num_heads, layer
+        self.qkv = nn.Linear(config.hidden_size, 3 * config.hidden_size)
+        self.out = nn.Linear(config.hidden_size, config.hidden_size)
+
+    def forward(self, x: torch.Tensor, mask: torch.Tensor, cache: DynamicCache | None) -> torch.Tensor:
+        """x: (batch, new tokens, hidden); mask: (batch, 1, new tokens, all tokens), true where to look."""
+        batch, length, hidden = x.shape
+        q, k, v = self.qkv(x).view(batch, length, 3, self.heads, hidden // self.heads).permute(2, 0, 3, 1, 4)
+        if cache is not None:
+            k, v = cache.update(k, v, self.layer)
+        x = F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
+        return self.out(x.transpose(1, 2).reshape(batch, length, hidden))
+
+
+class CustomGPTBlock(nn.Module):
+    """One transformer layer: the unit that FSDP shards, gathers and frees as a whole."""
+
+    def __init__(self, config: CustomGPTConfig, layer: int):
+        super().__init__()
+        self.attention_norm = nn.LayerNorm(config.hidden_size)
+        self.attention = Attention(config, layer)
+        self.ff_norm = nn.LayerNorm(config.hidden_size)
+        self.ff_in = nn.Linear(config.hidden_size, config.ff_dim)
+        self.ff_out = nn.Linear(config.ff_dim, config.hidden_size)
+
+    def forward(self, x: torch.Tensor, mask: torch.Tensor, cache: DynamicCache | None) -> torch.Tensor:
+        x = x + self.attention(self.attention_norm(x), mask, cache)
+        return x + self.ff_out(F.gelu(self.ff_in(self.ff_norm(x))))
+
+
+class CustomGPTForCausalLM(PreTrainedModel, GenerationMixin):
+    config_class = CustomGPTConfig
+    base_model_prefix = ""
+    _no_split_modules = ["CustomGPTBlock"]
+    _tied_weights_keys = {"head.weight": "tokens.weight"}
+    _supports_sdpa = True
+
+    def __init__(self, config: CustomGPTConfig):
+        super().__init__(config)
+        self.tokens = nn.Embedding(config.vocab_size, config.hidden_size)
+        self.positions = nn.Embedding(config.seq_length, config.hidden_size)
+        self.blocks = nn.ModuleList(CustomGPTBlock(config, layer) for layer in range(config.num_layers))
+        self.norm = nn.LayerNorm(config.hidden_size)
+        self.head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        self.post_init()
+
+    def get_input_embeddings(self) -> nn.Embedding:
+        return self.tokens
+
+    def set_input_embeddings(self, embeddings: nn.Embedding) -> None:
+        self.tokens = embeddings
+
+    def get_output_embeddings(self) -> nn.Linear:
+        return self.head
+
+    def set_output_embeddings(self, head: nn.Linear) -> None:
+        self.head = head
+
+    def forward(
+        self,
+        input_ids: torch.LongTensor,
+        attention_mask: torch.Tensor | None = None,
+        position_ids: torch.LongTensor | None = None,
+        past_key_values: DynamicCache | None = None,
+        labels: torch.LongTensor | None = None,
+        use_cache: bool = False,
+        logits_to_keep: int = 0,
+        **kwargs,
+    ) -> CausalLMOutputWithPast:
+        """Logits (batch, tokens, vocabulary), and the mean loss over labels that are not -100.
+
+        input_ids: (batch, tokens), only the new ones behind a cache. attention_mask: (batch, all tokens), 0 for
+        padding. labels: (batch, tokens), shifted in here. logits_to_keep: only of the last so many tokens.
+        """
+        if use_cache and past_key_values is None:
+            past_key_values = DynamicCache()
+        done = past_key_values.get_seq_length() if past_key_values is not None else 0
+        batch, length = input_ids.shape
+        if attention_mask is None:
+            attention_mask = input_ids.new_ones(batch, done + length)
+        if position_ids is None:
+            # padding on the left must not move the positions of the real tokens
+            position_ids = (attention_mask.long().cumsum(-1) - 1).clamp(min=0)[:, -length:]
+        x = self.tokens(input_ids) + self.positions(position_ids)
+        mask = causal_mask(attention_mask, length)
+        for block in self.blocks:
+            x = block(x, mask, past_key_values)
+        logits = self.head(self.norm(x)[:, -logits_to_keep:])
+        loss = None
+        if labels is not None:
+            loss = self.loss_function(logits, labels, vocab_size=self.config.vocab_size, **kwargs)
+        return CausalLMOutputWithPast(loss=loss, logits=logits, past_key_values=past_key_values)
+
+
+def causal_mask(attention_mask: torch.Tensor, length: int) -> torch.Tensor:
+    """(batch, 1, length, all tokens): true where one of the last `length` tokens may look.
+
+    Never ahead, never at padding; but always at itself, because the softmax of an empty row is not a number.
+    """
+    total = attention_mask.shape[-1]
+    queries = torch.arange(total - length, total, device=attention_mask.device)[:, None]
+    keys = torch.arange(total, device=attention_mask.device)
+    seen = (keys <= queries) & attention_mask[:, None, None, :].bool()
+    return seen | (keys == queries)
+
+
+AutoConfig.register(CUSTOM_GPT, CustomGPTConfig)
+AutoModelForCausalLM.register(CustomGPTConfig, CustomGPTForCausalLM)

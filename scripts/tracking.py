@@ -1,0 +1,76 @@
+"""Experiment trackers: Weights & Biases (offline by default), TensorBoard, Trackio. None is needed to run.
+
+    python scripts/tracking.py 4711      # upload job 4711's offline run; job.sh does this where WANDB_ONLINE=1
+
+The key for the upload comes from `wandb login`, or from experiments/wandb_key (mode 0600, never in git).
+"""
+
+import argparse
+import importlib.util
+import os
+import stat
+import subprocess
+from pathlib import Path
+
+from errors import ENVIRONMENT, fail
+
+KEY_FILE = Path(__file__).resolve().parent.parent / "experiments" / "wandb_key"
+TRACKERS = ("wandb", "tensorboard", "trackio")
+
+
+def check_trackers(report_to: object) -> list[str]:
+    """The trackers that are asked for. Raises SystemExit(2) for one that is unknown or not installed."""
+    names = [report_to] if isinstance(report_to, str) else list(report_to or [])
+    names = [name for name in names if name != "none"]
+    for name in names:
+        if name not in TRACKERS:
+            fail("--report_to", f"{name} is no tracker of this workshop", f"choose one of {', '.join(TRACKERS)}, none")
+        if importlib.util.find_spec(name) is None:
+            fail("--report_to", f"{name} is not installed", f"pip install {name}")
+    return names
+
+
+def prepare_trackers(args, job_id: str) -> None:
+    """One folder and one name per job; Weights & Biases stays offline unless WANDB_MODE says otherwise."""
+    args.run_name = f"{args.run_name}-{job_id}"
+    if "wandb" in args.report_to:
+        folder = Path("wandb") / job_id
+        folder.mkdir(parents=True, exist_ok=True)
+        os.environ["WANDB_DIR"] = str(folder)
+        os.environ.setdefault("WANDB_MODE", "offline")
+        os.environ.setdefault("WANDB_PROJECT", "distributed-fine-tuning")
+    if "tensorboard" in args.report_to:
+        os.environ.setdefault("TENSORBOARD_LOGGING_DIR", f"{args.output_dir}/tensorboard")
+
+
+def close_trackers(args, job_id: str, means: dict) -> None:
+    """Put the callbacks' means into the run's summary, and say how to upload an offline run."""
+    if "wandb" not in args.report_to or args.process_index != 0:
+        return
+    import wandb
+
+    wandb.run.summary.update({name: value for name, value in means.items() if value is not None})
+    wandb.finish()
+    if os.environ["WANDB_MODE"] == "offline":
+        print(f"Upload where there is network: wandb sync {Path('wandb') / job_id / 'wandb'}/offline-run-*")
+
+
+def upload(job_id: str) -> None:
+    """Send the job's offline runs to Weights & Biases. The key goes through the environment, where ps shows none."""
+    runs = sorted((Path("wandb") / job_id / "wandb").glob("offline-run-*"))
+    if not runs:
+        fail(f"wandb/{job_id}", "holds no offline run", "run with REPORT_TO=wandb first")
+    environment = dict(os.environ)
+    if KEY_FILE.exists():
+        if stat.S_IMODE(KEY_FILE.stat().st_mode) != 0o600:
+            fail(KEY_FILE, "others may read the key", "chmod 600 it", ENVIRONMENT)
+        environment["WANDB_API_KEY"] = KEY_FILE.read_text().strip()
+    done = subprocess.run(["wandb", "sync", *runs], env=environment)
+    if done.returncode:
+        fail("wandb sync", f"ended with exit code {done.returncode}", "run it on a login node", ENVIRONMENT)
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("job_id")
+    upload(parser.parse_args().job_id)

@@ -1,0 +1,188 @@
+"""Start the workshop's scripts as a participant does, in a directory of their own, and read what they leave."""
+
+import contextlib
+import itertools
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+REPOSITORY = Path(__file__).resolve().parent.parent
+# The first DeepSpeed run on a machine compiles its CPU optimizer, which takes up to two minutes on two free cores
+RUN_TIMEOUT = 600
+# A run that takes seconds. Two epochs of 8 steps; the questions have 127 to 194 tokens, so that padding matters.
+TINY = {
+    "MODEL_NAME": "tiny-bloom",
+    "DATASET": "data/squad_sample.json",
+    "TRAIN_SIZE": "64",
+    "EVAL_SIZE": "32",
+    "MAX_LENGTH": "256",
+    "FP16": "False",
+    "BATCH_SIZE": "4",
+    "GRAD_ACC": "2",
+    "LEARNING_RATE": "2e-3",  # random weights: the default of 5e-5 would hardly change them
+    "NUM_EPOCHS": "2",
+    "EM_F1": "False",
+    "CUDA_VISIBLE_DEVICES": "",  # on the CPU everywhere, so that the losses can be compared
+}
+INHERITED = ("HOME", "LANG", "LC_ALL", "PATH", "TMPDIR", "LD_LIBRARY_PATH")
+LAUNCHERS = {
+    "python": lambda processes: [sys.executable],
+    "torchrun": lambda processes: [str(Path(sys.executable).with_name("torchrun")), f"--nproc_per_node={processes}"],
+    "torch.distributed.run": lambda processes: [
+        sys.executable,
+        *("-m", "torch.distributed.run", f"--nproc_per_node={processes}"),
+    ],
+}
+# Below the ports that the kernel gives to clients, so that no connection takes one before torchrun binds it
+PORTS = itertools.count(15000 + os.getpid() % 10000)
+
+
+@dataclass
+class Finished:
+    """A run that has ended. `log`: stdout and stderr together."""
+
+    command: str
+    code: int
+    log: str
+    folder: Path
+    job_id: str
+
+    @property
+    def record_path(self) -> Path:
+        return self.folder / "results" / f"{self.job_id}.json"
+
+    @property
+    def record(self) -> dict:
+        assert self.record_path.exists(), f"no run record\n{self}"
+        return json.loads(self.record_path.read_text(encoding="utf-8"))
+
+    @property
+    def output(self) -> Path:
+        """Folder of the saved model and the checkpoints."""
+        return self.folder / "output" / self.job_id
+
+    @property
+    def losses(self) -> list[float]:
+        """Evaluation loss of each epoch."""
+        return [entry["loss"] for entry in self.record["eval"]]
+
+    def effective(self, knob: str) -> object:
+        return self.record["knobs"][knob]["effective"]
+
+    @property
+    def error_lines(self) -> list[str]:
+        return [line for line in self.log.splitlines() if line.startswith("error: ")]
+
+    def __str__(self) -> str:
+        tail = "\n".join(self.log.splitlines()[-40:])
+        return f"command: {self.command}\nin: {self.folder}\nexit code: {self.code}\nend of the log:\n{tail}"
+
+
+class Process:
+    """A script that runs in the background; `wait` gives its `Finished`. Ends with its whole process group."""
+
+    def __init__(self, folder: Path, arguments: list[str], environment: dict, job_id: str):
+        self.folder, self.arguments, self.job_id = folder, arguments, job_id
+        self.log_path = folder / f"{job_id}.{next(PORTS)}.log"
+        self.variables = " ".join(f"{k}={v}" for k, v in environment.items() if k not in INHERITED)
+        with self.log_path.open("wb") as log:
+            self.popen = subprocess.Popen(
+                arguments, cwd=folder, env=environment, stdout=log, stderr=subprocess.STDOUT, start_new_session=True
+            )
+
+    def wait(self, timeout: float = RUN_TIMEOUT) -> Finished:
+        try:
+            code = self.popen.wait(timeout)
+        except subprocess.TimeoutExpired:
+            self.kill()
+            raise AssertionError(f"still running after {timeout} s\n{self.finished('none')}") from None
+        return self.finished(code)
+
+    def finished(self, code: object) -> Finished:
+        text = self.log_path.read_text(encoding="utf-8", errors="replace")
+        # carriage returns of the progress bars become line ends
+        log = re.sub(r"\r+", "\n", text)
+        return Finished(f"{self.variables} {' '.join(self.arguments)}", code, log, self.folder, self.job_id)
+
+    def kill(self) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.popen.pid, signal.SIGKILL)
+        self.popen.wait()
+
+    def until(self, condition: Callable[[], object], timeout: float = RUN_TIMEOUT) -> object:
+        """Poll until `condition` is true, and return its value; fail when the process ends before."""
+        end = time.monotonic() + timeout
+        while time.monotonic() < end:
+            ended = self.popen.poll()
+            if value := condition():
+                return value
+            assert ended is None, f"ended too early\n{self.finished(ended)}"
+            time.sleep(0.1)
+        self.kill()
+        raise AssertionError(f"did not happen within {timeout} s\n{self.finished('none')}")
+
+
+def make_workplace(folder: Path) -> Path:
+    """A directory in which the documents' commands work as printed; results go there, not into the repository."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for name in ("scripts", "ds_configs", "fsdp_configs", "data"):
+        (folder / name).symlink_to(REPOSITORY / name)
+    return folder
+
+
+def environment(variables: dict) -> dict:
+    """Nothing of the caller's but the basics: a knob or a SLURM_ variable set outside would change the runs."""
+    basics = {name: os.environ[name] for name in INHERITED if name in os.environ}
+    return basics | {"OMP_NUM_THREADS": "1", "PET_MASTER_PORT": str(free_port())} | variables
+
+
+def start(
+    folder: Path,
+    job_id: str,
+    *arguments: object,
+    processes: int = 1,
+    launcher: str = "",
+    script: str = "scripts/train.py",
+    **variables: object,
+) -> Process:
+    """Start a script in `folder`; `variables` are environment variables on top of those of `TINY`."""
+    launcher = launcher or ("python" if processes == 1 else "torchrun")
+    command = [*LAUNCHERS[launcher](processes), script, *map(str, arguments)]
+    values = TINY | {"HF_HOME": folder / "hf", "JOB_ID": job_id} | variables
+    return Process(folder, command, environment({name: str(value) for name, value in values.items()}), job_id)
+
+
+def run(folder: Path, job_id: str, *arguments: object, code: int = 0, **options: object) -> Finished:
+    """Run a script to its end; any other exit code than `code` fails with the command and the end of the log."""
+    finished = start(folder, job_id, *arguments, **options).wait()
+    assert finished.code == code, f"exit code {code} expected\n{finished}"
+    return finished
+
+
+def patched(folder: Path, name: str, patch: str) -> str:
+    """A script that runs train.py after the Python lines in `patch`; the way to break it on purpose."""
+    path = folder / f"{name}.py"
+    path.write_text(f"import sys\n\nsys.path.insert(0, 'scripts')\n{patch}\nimport train\n\ntrain.main()\n")
+    return path.name
+
+
+def free_port() -> int:
+    for port in PORTS:
+        with socket.socket() as listener, contextlib.suppress(OSError):
+            listener.bind(("", port))
+            return port
+    raise AssertionError
+
+
+def snapshot(*paths: Path) -> dict:
+    """Content and time of change of every file at and below the paths."""
+    files = [f for path in paths for f in ([path] if path.is_file() else sorted(path.rglob("*"))) if f.is_file()]
+    return {f: (f.stat().st_mtime_ns, f.read_bytes()) for f in files}

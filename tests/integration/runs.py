@@ -1,0 +1,87 @@
+"""The table of runs, with their launcher and process count, and where the expected values come from."""
+
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+from helpers import REPOSITORY, Process, start
+
+CONFIGS = sorted(path.stem for path in (REPOSITORY / "ds_configs").glob("*.json"))
+XQUAD = REPOSITORY.parent / "shared" / "data" / "xquad.en.json"
+
+
+@dataclass(frozen=True)
+class Run:
+    processes: int = 1
+    launcher: str = "python"
+    arguments: tuple[str, ...] = ()
+    variables: dict = field(default_factory=dict)
+
+    def start(self, folder: Path, name: str) -> Process:
+        # The same sequences in every step and in every batch of the evaluation, on one process and on two
+        batch_size = {"BATCH_SIZE": 4 // self.processes}
+        variables = batch_size | self.variables
+        return start(folder, name, *self.arguments, processes=self.processes, launcher=self.launcher, **variables)
+
+
+def deepspeed(config: str, processes: int, **variables: object) -> Run:
+    """The documents' commands as printed."""
+    launcher = "python" if processes == 1 else "torch.distributed.run"
+    return Run(processes, launcher, ("--deepspeed", f"ds_configs/{config}.json"), variables)
+
+
+def fsdp(config: str, processes: int, **variables: object) -> Run:
+    launcher = "python" if processes == 1 else "torchrun"
+    return Run(processes, launcher, ("--fsdp", "--fsdp_config", f"fsdp_configs/{config}.json"), variables)
+
+
+# Every way to spread the same training: all must end with the same losses
+STRATEGIES = {
+    "plain": Run(),
+    "ddp-1": Run(1, "torchrun"),
+    "ddp-2": Run(2, "torchrun"),
+    **{f"{config}-1": deepspeed(config, 1) for config in CONFIGS},
+    **{f"{config}-2": deepspeed(config, 2) for config in CONFIGS},
+}
+FSDP = {
+    "full_shard-1": fsdp("full_shard", 1),
+    "full_shard-2": fsdp("full_shard", 2),
+    "shard_grad_op-2": fsdp("shard_grad_op", 2),
+    "full_shard_activation_checkpointing-2": fsdp("full_shard_activation_checkpointing", 2),
+    "hybrid_shard-2": fsdp("hybrid_shard", 2),
+    "hybrid_shard_2x2-4": fsdp("hybrid_shard_2x2", 4),
+}
+STRATEGIES |= FSDP
+GPT_SIZES = {"VOCAB_SIZE": 1024, "HIDDEN_SIZE": 64, "NUM_LAYERS": 2, "NUM_HEADS": 4, "FF_DIM": 128}
+GPT = {"MODEL_NAME": "custom-gpt"} | GPT_SIZES
+CUSTOM = {
+    "gpt plain": Run(variables=GPT),
+    "gpt ddp": Run(2, "torchrun", variables=GPT),
+    "gpt full_shard": fsdp("full_shard", 2, **GPT),
+    "gpt shard_grad_op": fsdp("shard_grad_op", 2, **GPT),
+    "gpt hybrid_shard_2x2": fsdp("hybrid_shard_2x2", 4, **GPT),
+    "gpt zero3": deepspeed("zero3", 2, **GPT),
+}
+PADDING = {
+    "sequence longest": Run(variables={"PADDING": "longest"}),
+    "answer max_length": Run(variables={"LABELS": "answer"}),
+    "answer longest": Run(variables={"LABELS": "answer", "PADDING": "longest"}),
+    "all max_length": Run(variables={"LABELS": "all"}),
+}
+OTHERS = {
+    "unsaved": Run(variables={"SAVE_STRATEGY": "no", "TRAIN_SIZE": 16, "EVAL_SIZE": 4}),
+    "bf16 plain": Run(variables={"FP16": "", "BF16": "True"}),
+    "bf16 zero2": deepspeed("zero2", 1, FP16="", BF16="True"),
+    "wandb": fsdp("full_shard", 2, REPORT_TO="wandb", EXPERIMENT_NAME="tracked", SAVE_STRATEGY="no"),
+    "20 per rank": Run(2, "torchrun", ("--samples_per_gpu", "20"), {"EVAL_SIZE": 8}),
+    "xquad": Run(
+        variables={"DATASET": XQUAD, "TRAIN_SIZE": 500, "EVAL_SIZE": 100, "NUM_EPOCHS": 1, "PADDING": "longest"}
+        | {"MAX_LENGTH": 512, "EM_F1": "True"}
+    ),
+}
+RUNS = STRATEGIES | CUSTOM | PADDING | OTHERS
+
+
+def uses(*names: str):
+    """Run the test once per named run of the table; it gets the run as its argument `run`."""
+    return pytest.mark.parametrize("run", names, indirect=True)

@@ -1,0 +1,121 @@
+"""Plain Trainer, DDP and every DeepSpeed config train the same model, on one process and on two."""
+
+import json
+import re
+
+import pytest
+import torch
+from helpers import REPOSITORY, TINY, Finished
+from runs import CONFIGS, STRATEGIES, uses
+from safetensors import safe_open
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+TOLERANCE = 1e-4  # what the order of fp32 additions may change; a lost gradient changes far more
+
+
+@uses(*STRATEGIES)
+def test_every_epoch_has_the_eval_loss_of_the_plain_trainer(run: Finished, table):
+    expected = table("plain").losses
+    assert len(expected) == 2
+    assert expected[0] - expected[1] > 0.05, "the loss hardly moves, so that equal losses prove nothing"
+    assert run.losses == pytest.approx(expected, abs=TOLERANCE, rel=0), run
+
+
+@uses(*(name for name in STRATEGIES if "zero" in name))
+def test_deepspeed_runs_what_its_config_says(run: Finished):
+    config, processes = run.job_id.rsplit("-", 1)
+    zero = json.loads((REPOSITORY / "ds_configs" / f"{config}.json").read_text())["zero_optimization"]
+    assert run.effective("strategy") == f"DeepSpeed ZeRO-{zero['stage']}"
+    assert run.effective("world size") == int(processes) == run.record["world_size"]
+    for part, key in (("optimizer", "offload_optimizer"), ("parameter", "offload_param")):
+        device = zero.get(key, {}).get("device", "none")
+        assert run.effective(f"{part} offload") == device
+        if device != "none":
+            pinned = run.record["knobs"][f"{part} pinned memory"]
+            assert pinned == {"requested": zero[key]["pin_memory"], "effective": "n/a on CPU"}
+    assert banner(run) == {
+        "ZeRO Stage": str(zero["stage"]),
+        "Parameter offloading": str("offload_param" in zero),
+        "Optimizer offloading": str("offload_optimizer" in zero),
+        "Global rank": "0",
+        "World size": processes,
+        "Device": "cpu",
+    }
+
+
+def banner(run: Finished) -> dict[str, str]:
+    """The lines between the first and the last ruler of DeepSpeed's banner, which must stand in the log once."""
+    lines = run.log.splitlines()
+    titles = [i for i, line in enumerate(lines) if "Initialization Complete" in line]
+    assert len(titles) == 1, run
+    block = lines[titles[0] + 2 : titles[0] + 8]
+    return dict(line.strip().split(": ") for line in block)
+
+
+@uses("plain", "ddp-1", "ddp-2", "zero2-2")
+def test_audit_shows_batch_and_steps(run: Finished):
+    processes = run.record["world_size"]
+    expected = {
+        "precision": "fp32",
+        "micro batch": 4 // processes,
+        "gradient accumulation": 2,
+        "global batch": 8,
+        "train size": 64,
+        "eval size": 32,
+        "steps per epoch": 8,
+        "label mode": "sequence",
+        "padding": "max_length",
+    }
+    assert {knob: run.effective(knob) for knob in expected} == expected
+    assert run.record["steps_per_epoch"] == 8
+    strategy = "DeepSpeed ZeRO-2" if "zero" in run.job_id else "DDP" if "ddp" in run.job_id else "plain"
+    assert run.effective("strategy") == strategy
+    assert re.search(r"^global batch +8 +8 +micro batch x accumulation x world size$", run.log, re.MULTILINE), run
+
+
+@uses(*STRATEGIES)
+def test_saved_model_is_whole_and_has_the_last_eval_loss(run: Finished):
+    model, info = AutoModelForCausalLM.from_pretrained(run.output, dtype=torch.float32, output_loading_info=True)
+    assert not any(info.values()), info
+    shapes = stored_shapes(run)
+    assert shapes
+    assert all(0 not in shape for shape in shapes.values()), shapes
+    assert sum(p.numel() for p in model.parameters()) == run.record["parameters"]
+    assert eval_loss(model, AutoTokenizer.from_pretrained(run.output)) == pytest.approx(run.losses[-1], abs=TOLERANCE)
+
+
+def stored_shapes(run: Finished) -> dict[str, list[int]]:
+    shapes = {}
+    for path in run.output.glob("*.safetensors"):
+        with safe_open(path, "pt") as tensors:
+            shapes |= {name: tensors.get_slice(name).get_shape() for name in tensors.keys()}  # noqa: SIM118
+    return shapes
+
+
+@torch.no_grad()
+def eval_loss(model, tokenizer) -> float:
+    """The Trainer's loss on the runs' evaluation questions: mean over batches of 4 of the mean over their tokens."""
+    losses = []
+    examples = eval_examples(tokenizer)
+    model.eval()
+    for start in range(0, len(examples), 4):
+        log_likelihoods = []
+        for ids in examples[start : start + 4]:  # one by one, so that padding cannot matter
+            logits = model(torch.tensor([ids])).logits[0, :-1]
+            log_likelihoods.append(logits.log_softmax(-1).gather(1, torch.tensor(ids[1:])[:, None]))
+        losses.append(-torch.cat(log_likelihoods).mean().item())
+    return sum(losses) / len(losses)
+
+
+def eval_examples(tokenizer) -> list[list[int]]:
+    from data_loader import read_questions, tokenise_batch
+    from datasets import Dataset
+
+    rows = list(read_questions(REPOSITORY / TINY["DATASET"], "held out"))
+    chosen = Dataset.from_list(rows).shuffle(seed=42).select(range(int(TINY["EVAL_SIZE"])))
+    return tokenise_batch(chosen[:], tokenizer, int(TINY["MAX_LENGTH"]), "sequence")["input_ids"]
+
+
+@pytest.mark.parametrize("config", CONFIGS)
+def test_every_config_is_in_the_table(config: str):
+    assert {f"{config}-1", f"{config}-2"} <= set(STRATEGIES)

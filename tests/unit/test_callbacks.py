@@ -1,0 +1,119 @@
+"""The rate of the steps alone, by a clock that the test turns."""
+
+from types import SimpleNamespace
+
+import callbacks
+import pytest
+from callbacks import WARM_UP_STEPS, TrainSpeedCallback, UtilisationCallback, evaluations
+
+SAMPLES_PER_STEP = 8
+
+
+class Run:
+    """Calls a TrainSpeedCallback in the Trainer's order, with steps that take 2 s and slow ones at the start."""
+
+    def __init__(self, monkeypatch, first_step: int = 0):
+        self.now = 100.0
+        monkeypatch.setattr(callbacks, "clock", lambda: self.now)
+        self.state = SimpleNamespace(global_step=first_step)
+        self.callback = TrainSpeedCallback(SAMPLES_PER_STEP)
+        self.done = 0
+
+    def step(self, evaluate: bool = False, save: bool = False, seconds: float = 2.0) -> None:
+        control = SimpleNamespace(should_evaluate=evaluate, should_save=save)
+        self.callback.on_step_begin(None, self.state, control)
+        self.now += 60 if self.done < WARM_UP_STEPS else seconds
+        self.done += 1
+        self.state.global_step += 1
+        self.callback.on_step_end(None, self.state, control)
+        if evaluate or save:
+            self.now += 1000
+
+    def end_epoch(self) -> None:
+        self.callback.on_epoch_end(None, self.state, None)
+        self.now += 1000  # the evaluation and the checkpoint
+
+    def epoch(self, steps: int) -> None:
+        for _ in range(steps):
+            self.step()
+        self.end_epoch()
+
+
+def test_warm_up_and_pauses_between_epochs_are_left_out(monkeypatch):
+    run = Run(monkeypatch)
+    run.epoch(10)
+    run.epoch(10)
+    assert run.callback.rates() == {
+        "steady_steps": 20 - WARM_UP_STEPS,
+        "steady_steps_per_second": 0.5,
+        "steady_samples_per_second": 0.5 * SAMPLES_PER_STEP,
+    }
+
+
+@pytest.mark.parametrize("pause", ["evaluate", "save"])
+def test_pauses_within_an_epoch_are_left_out(pause, monkeypatch):
+    run = Run(monkeypatch)
+    for number in range(12):
+        run.step(**{pause: number % 4 == 3})
+    run.end_epoch()
+    assert run.callback.rates()["steady_steps_per_second"] == 0.5
+    assert run.callback.rates()["steady_steps"] == 12 - WARM_UP_STEPS
+
+
+def test_warm_up_may_last_longer_than_the_first_epoch(monkeypatch):
+    run = Run(monkeypatch)
+    for _ in range(3):
+        run.epoch(2)
+    assert run.callback.rates()["steady_steps"] == 6 - WARM_UP_STEPS
+    assert run.callback.rates()["steady_steps_per_second"] == 0.5
+
+
+def test_resumed_run_warms_up_again(monkeypatch):
+    run = Run(monkeypatch, first_step=500)
+    run.epoch(10)
+    assert run.callback.rates()["steady_steps"] == 10 - WARM_UP_STEPS
+    assert run.callback.rates()["steady_steps_per_second"] == 0.5
+
+
+def test_run_without_steps_after_the_warm_up_has_no_rate(monkeypatch):
+    run = Run(monkeypatch)
+    run.epoch(WARM_UP_STEPS)
+    assert run.callback.rates() == {
+        "steady_steps": 0,
+        "steady_steps_per_second": None,
+        "steady_samples_per_second": None,
+    }
+
+
+def test_each_evaluation_of_the_log_becomes_an_entry():
+    speed = {"eval_runtime": 2.0, "eval_samples_per_second": 16.0}
+    log = [{"loss": 3.0, "step": 5}, {"epoch": 1.0, "step": 8, "eval_loss": 2.5, **speed}, {"train_runtime": 9.0}]
+    entry = {"epoch": 1.0, "step": 8, "loss": 2.5, "runtime_s": 2.0, "samples_per_second": 16.0}
+    assert evaluations(log) == [entry]
+
+
+def test_utilisation_is_the_mean_over_the_steps(monkeypatch):
+    callback = UtilisationCallback()
+    callback.on_train_begin(None, None, None)
+    samples = iter([{"cpu_util_%": 10.0, "process_mem_MB": 5.0}, {"cpu_util_%": 30.0, "process_mem_MB": 7.0}])
+    monkeypatch.setattr(callback, "process_sample", lambda: next(samples))
+    for _ in range(2):
+        callback.on_step_end(None, None, None)
+    assert callback.means() == {"avg_cpu_util_%": 20.0, "std_cpu_util_%": 10.0, "avg_process_mem_MB": 6.0}
+
+
+def test_utilisation_that_the_gpu_does_not_tell_is_empty_with_a_reason(gpu, monkeypatch):
+    def untold():
+        raise ModuleNotFoundError("no nvidia-ml-py")
+
+    properties = SimpleNamespace(total_memory=80 * 2**20)
+    monkeypatch.setattr("torch.cuda.utilization", untold)
+    monkeypatch.setattr("torch.cuda.memory_allocated", lambda: 2**20)
+    monkeypatch.setattr("torch.cuda.memory_reserved", lambda: 2**21)
+    monkeypatch.setattr("torch.cuda.get_device_properties", lambda: properties)
+    callback = UtilisationCallback()
+    callback.on_step_end(None, None, None)
+    means = callback.means()
+    assert (means["avg_gpu_util_%"], means["std_gpu_util_%"]) == (None, None)
+    assert (means["avg_mem_alloc_MB"], means["avg_mem_total_MB"]) == (1.0, 80.0)
+    assert callback.reason == "no nvidia-ml-py"

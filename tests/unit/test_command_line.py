@@ -1,0 +1,384 @@
+"""What the user types, sets and mistypes: flags, variables, their precedence and the precision that follows."""
+
+import dataclasses
+import json
+import re
+
+import config
+import pytest
+from arguments import CUSTOM_SIZES
+from conftest import the_error
+from helpers import REPOSITORY
+from transformers import TrainingArguments
+
+# flag -> default, then text of the variable and the value it gives, then text of the flag and the value it gives
+VALUES = {
+    "model_name": ("bigscience/bloom-560m", ("a/b", "a/b"), ("c", "c")),
+    "from_scratch": (False, ("True", True), ("False", False)),
+    "dataset": ("squad", ("a.json", "a.json"), ("b.json", "b.json")),
+    "eval_dataset": (None, ("a.json", "a.json"), ("b.json", "b.json")),
+    "train_size": (500, ("7", 7), ("8", 8)),
+    "eval_size": (100, ("7", 7), ("8", 8)),
+    "samples_per_gpu": (None, ("7", 7), ("8", 8)),
+    "max_length": (512, ("7", 7), ("8", 8)),
+    "padding": ("max_length", ("longest", "longest"), ("max_length", "max_length")),
+    "labels": ("sequence", ("answer", "answer"), ("all", "all")),
+    "em_f1": (True, ("no", False), ("yes", True)),
+    "num_train_epochs": (3, ("7", 7), ("0.5", 0.5)),
+    "per_device_train_batch_size": (4, ("7", 7), ("8", 8)),
+    "gradient_accumulation_steps": (4, ("7", 7), ("8", 8)),
+    "learning_rate": (5e-5, ("1e-3", 1e-3), ("2e-3", 2e-3)),
+    "weight_decay": (0.01, ("0", 0), ("0.1", 0.1)),
+    "fp16": (True, ("False", False), ("True", True)),
+    "bf16": (False, ("True", True), ("False", False)),
+    "save_strategy": ("epoch", ("no", "no"), ("steps", "steps")),
+    "output_dir": (None, ("a", "a"), ("b", "b")),
+    "run_name": (None, ("a", "a"), ("b", "b")),
+    "report_to": ("none", ("wandb", "wandb"), ("tensorboard", "tensorboard")),
+    "tokenizer_name": (None, ("a", "a"), ("b", "b")),
+    "vocab_size": (50000, ("300", 300), ("400", 400)),
+    "hidden_size": (2048, ("32", 32), ("64", 64)),
+    "num_layers": (3, ("7", 7), ("8", 8)),
+    "num_heads": (16, ("4", 4), ("8", 8)),
+    "ff_dim": (8192, ("7", 7), ("8", 8)),
+    "seq_length": (512, ("600", 600), ("700", 700)),
+}
+
+
+def parse(*argv: str) -> config.Options:
+    return config.parse_command_line("Purpose.", list(argv))
+
+
+@pytest.mark.parametrize(("variable", "flag", "default"), config.KNOBS, ids=[row[0] for row in config.KNOBS])
+def test_flag_beats_variable_beats_default(variable, flag, default, gpu, monkeypatch):
+    by_default, (text, by_variable), (typed, by_flag) = VALUES[flag]
+    if flag in CUSTOM_SIZES:  # refused for any other model
+        monkeypatch.setenv("MODEL_NAME", "custom-gpt")
+    assert parse().values[flag] == by_default
+    monkeypatch.setenv(variable, text)
+    assert parse().values[flag] == by_variable
+    assert parse(f"--{flag}", typed).values[flag] == by_flag
+    assert parse(f"--{flag.replace('_', '-')}={typed}").values[flag] == by_flag
+
+
+def test_empty_variable_is_no_variable(monkeypatch):
+    monkeypatch.setenv("TRAIN_SIZE", " ")
+    assert parse().values["train_size"] == 500
+
+
+def test_every_variable_is_named_in_the_help(capsys):
+    with pytest.raises(SystemExit):
+        parse("--help")
+    text = " ".join(capsys.readouterr().out.split())
+    assert text.startswith("Purpose.")
+    for variable, _, _ in config.KNOBS:
+        assert f"Variable {variable}." in text
+
+
+def test_steps_is_an_alias_of_max_steps():
+    assert parse("--steps", "7").values["max_steps"] == 7
+
+
+def test_evaluation_batch_follows_the_training_batch():
+    assert parse("--per_device_train_batch_size", "7").values["per_device_eval_batch_size"] == 7
+    given = parse("--per_device_train_batch_size", "7", "--per-device-eval-batch-size", "2")
+    assert given.values["per_device_eval_batch_size"] == 2
+
+
+def test_run_is_named_after_its_folder(tmp_path, monkeypatch):
+    (tmp_path / "zero2").mkdir()
+    monkeypatch.chdir(tmp_path / "zero2")
+    assert config.build_arguments(parse())[2].run_name == "zero2"
+    assert config.build_arguments(parse("--run_name", "mine"))[2].run_name == "mine"
+
+
+def test_settings_hold_every_knob_each_given_flag_and_no_secret():
+    settings = parse("--warmup_steps", "5", "--hub_token", "hf_secret").settings()
+    assert {flag for _, flag, _ in config.KNOBS} - set(CUSTOM_SIZES) <= settings.keys()
+    assert set(CUSTOM_SIZES) <= parse("--model_name", "custom-gpt").settings().keys()
+    assert settings["warmup_steps"] == 5
+    assert "adam_beta1" not in settings
+    assert "include_num_input_tokens_seen" not in settings
+    assert "hf_secret" not in str(settings)
+    json.dumps(settings)
+
+
+def test_training_arguments_hold_what_was_asked_for():
+    options = parse("--learning_rate", "1e-3", "--labels", "answer", "--model_name", "tiny-bloom", "--seed", "7")
+    model, data, training = config.build_arguments(options)
+    assert (model.model_name, data.labels, training.learning_rate, training.seed) == ("tiny-bloom", "answer", 1e-3, 7)
+    assert (training.eval_strategy, training.save_total_limit, training.logging_steps) == ("epoch", 1, 5)
+
+
+UNKNOWN = [
+    ("--train_siz", "--train_siz: unknown flag; did you mean --train_size?"),
+    ("--learning-rte=1", "--learning-rte: unknown flag; did you mean --learning_rate?"),
+    ("--train", "--train: unknown flag; did you mean --train_size?"),
+    ("--zzz", "--zzz: unknown flag; see --help"),
+    ("stray", "stray: does not belong to any flag; see --help"),
+    ("--num_train", "--num_train: unknown flag; did you mean --num_train_epochs?"),
+]
+
+
+@pytest.mark.parametrize(("word", "line"), UNKNOWN)
+def test_unknown_or_abbreviated_flag_is_refused_with_the_nearest(word, line, refusal):
+    assert refusal(parse, word) == f"error: {line}"
+
+
+def test_an_unknown_flag_is_named_and_not_its_value(refusal):
+    assert refusal(parse, "--epochss", "3").startswith("error: --epochss: unknown flag")
+
+
+@pytest.mark.parametrize("flag", config.REMOVED_FLAGS)
+def test_flag_removed_in_transformers_5_names_its_replacement(flag, refusal):
+    dashes = flag.replace("_", "-")
+    expected = f"transformers 5 removed this flag; {config.REMOVED_FLAGS[flag]}"
+    assert refusal(parse, f"--{flag}", "1") == f"error: --{flag}: {expected}"
+    assert refusal(parse, f"--{dashes}=1") == f"error: --{dashes}: {expected}"
+
+
+def test_removed_flags_are_gone_and_their_replacements_there():
+    there = {field.name for field in dataclasses.fields(TrainingArguments)}
+    assert not there & config.REMOVED_FLAGS.keys()
+    for way_out in config.REMOVED_FLAGS.values():
+        assert set(re.findall(r"--(\w+)", way_out)) <= there, way_out
+
+
+MALFORMED = [
+    ("--train_size x", "--train_size: invalid int value: 'x'"),
+    ("--train_size 1.5", "--train_size: invalid int value: '1.5'"),
+    ("--train_size", "--train_size: expected one argument"),
+    ("--learning_rate fast", "--learning_rate: invalid float value: 'fast'"),
+    ("--padding none", "--padding: invalid choice: 'none' (choose from 'max_length', 'longest')"),
+    ("--labels question", "--labels: invalid choice: 'question' (choose from 'sequence', 'answer', 'all')"),
+    ("--eval_strategy often", "--eval_strategy: invalid choice: 'often'"),
+    ("--optim foo", "--optim: invalid choice: 'foo' (choose from 'adamw_torch'"),
+    ("--fp16 maybe", "--fp16: Truthy value expected: got maybe"),
+    ("--train_size 0", "--train_size: 0 is too small; give a whole number of at least 1"),
+    ("--train-size -3", "--train-size: -3 is too small"),
+    ("--samples_per_gpu 0", "--samples_per_gpu: 0 is too small"),
+    ("--per_device_eval_batch_size 0", "--per_device_eval_batch_size: 0 is too small"),
+    ("--gradient_accumulation_steps 0", "--gradient_accumulation_steps: 0 is too small"),
+    ("--learning_rate 0", "--learning_rate: 0.0 is out of range; give a number above 0"),
+    ("--learning_rate nan", "--learning_rate: nan is out of range; give a number above 0"),
+    ("--num_train_epochs inf", "--num_train_epochs: inf is out of range; give a number above 0"),
+    ("--weight_decay -1", "--weight_decay: -1.0 is out of range; give a number of at least 0"),
+    ("--weight_decay nan", "--weight_decay: nan is out of range"),
+    ("--seed -1", "--seed: -1 is out of range"),
+    ("--seed 4294967296", "--seed: 4294967296 is out of range"),
+    ("--logging_steps -1", "--logging_steps: -1.0 is out of range"),
+    ("--steps 0", "--steps: 0 is no number of steps; give at least 1"),
+    ("--max_steps -5", "--max_steps: -5 is no number of steps"),
+]
+
+
+@pytest.mark.parametrize(("words", "beginning"), MALFORMED, ids=[words for words, _ in MALFORMED])
+def test_malformed_flag_is_refused_as_typed(words, beginning, refusal):
+    assert refusal(parse, *words.split()).startswith(f"error: {beginning}")
+
+
+MALFORMED_VARIABLES = [
+    ("TRAIN_SIZE", "many", "'many' is not valid (expected int); correct or unset the variable"),
+    ("TRAIN_SIZE", "1.5", "'1.5' is not valid (expected int)"),
+    ("TRAIN_SIZE", "0", "0 is too small; give a whole number of at least 1"),
+    ("BATCH_SIZE", "-4", "-4 is too small"),
+    ("LEARNING_RATE", "fast", "'fast' is not valid (expected float)"),
+    ("LEARNING_RATE", "nan", "nan is out of range"),
+    ("WEIGHT_DECAY", "nan", "nan is out of range"),
+    ("NUM_EPOCHS", "inf", "inf is out of range"),
+    ("FP16", "maybe", "'maybe' is not valid (expected True or False)"),
+    ("BF16", "2", "'2' is not valid (expected True or False)"),
+    ("FROM_SCRATCH", "x", "'x' is not valid (expected True or False)"),
+    ("EM_F1", "x", "'x' is not valid (expected True or False)"),
+    ("PADDING", "none", "'none' is not one of max_length, longest; choose one of these"),
+    ("LABELS", "question", "'question' is not one of sequence, answer, all"),
+    ("SAVE_STRATEGY", "never", "'never' is not one of no, steps, epoch, best"),
+    ("PER_DEVICE_BATCH_SIZE", "4", "this variable is not read; use BATCH_SIZE"),
+    ("GRAD_ACC_STEPS", "4", "this variable is not read; use GRAD_ACC"),
+]
+
+
+@pytest.mark.parametrize(("variable", "text", "beginning"), MALFORMED_VARIABLES)
+def test_malformed_variable_is_refused_by_its_own_name(variable, text, beginning, monkeypatch, refusal):
+    monkeypatch.setenv(variable, text)
+    assert refusal(parse).startswith(f"error: {variable}: {beginning}")
+
+
+def test_bad_flag_is_named_even_if_the_variable_is_good(monkeypatch, refusal):
+    monkeypatch.setenv("TRAIN_SIZE", "3")
+    assert refusal(parse, "--train_size", "0").startswith("error: --train_size: 0")
+
+
+REFUSED_BY_TRANSFORMERS = [
+    (("--report_to", "foo"), "--report_to: foo is no tracker of this workshop"),
+    (("--logging_steps", "0"), "--logging_steps"),
+    (("--save_strategy", "steps", "--load_best_model_at_end"), "--load_best_model_at_end"),
+    (("--accelerator_config", "absent.json"), "absent.json"),
+]
+
+
+@pytest.mark.parametrize(("words", "part"), REFUSED_BY_TRANSFORMERS, ids=lambda value: str(value))
+def test_what_training_arguments_refuse_is_one_line_too(words, part, refusal):
+    assert part in refusal(config.build_arguments, parse(*words))
+
+
+CONTRADICTIONS = [
+    (
+        ("--deepspeed", "a.json", "--fsdp"),
+        "--deepspeed: cannot be combined with --fsdp, both shard the model; give one of the two",
+    ),
+    (("--bf16", "--fp16"), "--fp16: contradicts --bf16; give one of the two"),
+    (
+        ("--model_name", "custom-gpt", "--hidden_size", "30"),
+        "--num_heads: 16 heads do not divide the hidden size 30; choose a divisor",
+    ),
+    (
+        ("--model_name", "custom-gpt", "--max-length", "600"),
+        "--max-length: 600 is more than the 512 positions of --seq_length; lower it, or raise --seq_length",
+    ),
+    (
+        ("--model_name", "tiny-bloom", "--num_layers", "5"),
+        "--num_layers: has no effect on tiny-bloom; leave it out, or train custom-gpt",
+    ),
+    (("--do_train",), "--do_train: has no effect in this workshop; leave it out, training is what train.py does"),
+    (("--push_to_hub",), "--push_to_hub: has no effect in this workshop; upload the saved folder afterwards"),
+]
+
+
+@pytest.mark.parametrize(("words", "line"), CONTRADICTIONS, ids=lambda value: str(value)[:30])
+def test_flags_that_contradict_or_do_nothing_are_refused(words, line, refusal):
+    assert refusal(parse, *words) == f"error: {line}"
+
+
+def test_output_dir_that_is_a_file_is_refused_before_the_training(tmp_path, monkeypatch, refusal):
+    (tmp_path / "file").write_text("")
+    expected = f"{tmp_path / 'file'} is a file, or lies under one; give a folder"
+    assert refusal(parse, "--output_dir", str(tmp_path / "file")) == f"error: --output_dir: {expected}"
+    monkeypatch.setenv("OUTPUT_DIR", str(tmp_path / "file" / "below"))
+    assert refusal(parse).startswith("error: OUTPUT_DIR: ")
+
+
+# Precision
+
+
+def precision(*argv: str) -> str:
+    return config.precision_name(parse(*argv).values)
+
+
+def test_fp16_is_the_default_on_a_gpu(gpu):
+    assert precision() == "fp16"
+    assert precision("--fp16") == "fp16"
+    assert precision("--bf16", "False") == "fp16"
+
+
+def test_bf16_alone_replaces_the_default(gpu, monkeypatch):
+    assert precision("--bf16") == "bf16"
+    monkeypatch.setenv("BF16", "True")
+    assert precision() == "bf16"
+
+
+def test_fp16_false_alone_is_fp32(gpu, monkeypatch):
+    assert precision("--fp16", "False") == "fp32"
+    monkeypatch.setenv("FP16", "False")
+    assert precision() == "fp32"
+
+
+def test_bf16_on_a_gpu_without_it_is_refused(gpu, monkeypatch, refusal):
+    monkeypatch.setattr("torch.cuda.is_bf16_supported", lambda **_: False)
+    assert refusal(parse, "--bf16") == "error: --bf16: this GPU has no bf16; use --fp16"
+
+
+@pytest.mark.parametrize(("native", "expected"), [(True, "bf16"), (False, "fp32")])
+def test_default_without_a_gpu_is_what_the_cpu_does_itself_and_is_announced(native, expected, monkeypatch):
+    monkeypatch.setattr(config, "cpu_has_bf16", lambda: native)
+    options = parse()
+    assert config.precision_name(options.values) == expected
+    assert options.precision_note == "default without a GPU, where fp16 does not run"
+    assert parse("--fp16", "False").precision_note == ""
+
+
+def test_bf16_and_fp32_can_be_chosen_without_a_gpu(monkeypatch):
+    assert precision("--bf16") == "bf16"
+    assert precision("--fp16", "False") == "fp32"
+    monkeypatch.setenv("BF16", "True")
+    assert precision() == "bf16"
+
+
+def test_fp16_without_a_gpu_is_refused_as_given(monkeypatch, refusal):
+    line = "fp16 needs a CUDA GPU and there is none here; use --bf16, or --fp16 False for fp32"
+    assert refusal(parse, "--fp16") == f"error: --fp16: {line}"
+    monkeypatch.setenv("FP16", "True")
+    assert refusal(parse) == f"error: FP16: {line}"
+    assert precision("--fp16", "False") == "fp32"
+
+
+def test_fp16_with_bf16_names_the_variable_that_was_set(gpu, monkeypatch, refusal):
+    monkeypatch.setenv("FP16", "True")
+    assert refusal(parse, "--bf16") == "error: FP16: contradicts --bf16; give one of the two"
+
+
+# The command itself, as its own process: one of each kind of mistake, in the order in which they are found
+
+
+COMMANDS = [
+    ("unknown flag", "--train_siz 3", {}, "--train_siz: unknown flag; did you mean --train_size?"),
+    ("variable", "", {"FP16": "True"}, "FP16: fp16 needs a CUDA GPU and there is none here; use --bf16"),
+    ("DeepSpeed file", "--deepspeed IN/broken.json", {}, "IN/broken.json: line 2, column 1: "),
+    ("contradiction", "--deepspeed IN/lr.json", {}, "IN/lr.json: optimizer.params.lr is 0.001, but --learning_rate is"),
+    ("data file", "--model_name tiny-bloom --dataset IN/empty.json", {}, "IN/empty.json: the file is empty; "),
+    (
+        "too few questions",
+        "--model_name tiny-bloom --dataset SAMPLE --train_size 9999",
+        {},
+        "--train_size or --samples_per_gpu: 9999 questions wanted, but SAMPLE has 280 to train on; lower it",
+    ),
+    (
+        "offline",
+        "--model_name nobody/nothing --dataset SAMPLE",
+        {"HF_HUB_OFFLINE": "1"},
+        "--model_name: nobody/nothing is no local path, not in the cache, and there is no network; "
+        "on a login node run: python scripts/prefetch.py --model_name nobody/nothing --dataset SAMPLE",
+    ),
+    (
+        "finished run",
+        "--model_name tiny-bloom --dataset SAMPLE --output_dir IN/model",
+        {},
+        "IN/model: holds the model of a finished run; give another --output_dir",
+    ),
+]
+
+
+@pytest.mark.parametrize(("words", "variables", "beginning"), [c[1:] for c in COMMANDS], ids=[c[0] for c in COMMANDS])
+def test_train_py_ends_with_one_error_line_and_writes_nothing(words, variables, beginning, command, tmp_path, sample):
+    inputs = tmp_path / "inputs"
+    (inputs / "model").mkdir(parents=True)
+    (inputs / "model" / "config.json").write_text("{}")
+    (inputs / "broken.json").write_text("{\n")
+    (inputs / "empty.json").write_text("")
+    literal = json.loads((REPOSITORY / "ds_configs" / "zero1.json").read_text())
+    literal["optimizer"]["params"]["lr"] = 0.001
+    (inputs / "lr.json").write_text(json.dumps(literal))
+
+    def fill(text: str) -> str:
+        return text.replace("SAMPLE", str(sample)).replace("IN/", f"{inputs}/")
+
+    finished = command("train.py", *fill(words).split(), **variables)
+    assert finished.code == 2, finished
+    assert the_error(finished.log).startswith(f"error: {fill(beginning)}")
+    assert list(finished.folder.iterdir()) == []
+
+
+def test_train_py_without_a_checkpoint_to_resume_ends_with_4(command, sample):
+    words = ("--model_name", "tiny-bloom", "--dataset", sample, "--resume_from_checkpoint")
+    finished = command("train.py", *words, OUTPUT_DIR="out")
+    assert finished.code == 4, finished
+    assert the_error(finished.log) == (
+        "error: --resume_from_checkpoint: no complete checkpoint in out; leave the flag out to start anew"
+    )
+    assert list(finished.folder.iterdir()) == []
+
+
+def test_evaluate_py_refuses_what_it_would_ignore(command):
+    finished = command("evaluate.py", "--deepspeed", "a.json")
+    assert finished.code == 2, finished
+    assert the_error(finished.log).startswith("error: --deepspeed: evaluation holds the whole model on every rank")

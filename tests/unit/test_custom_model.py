@@ -1,0 +1,88 @@
+"""The custom GPT: causal, blind to padding, cached as uncached; and the sizes that it refuses."""
+
+import pytest
+import torch
+from config import parse_command_line
+from custom_model import CustomGPTConfig, CustomGPTForCausalLM
+
+PAD, EOS = 3, 2
+
+
+@pytest.fixture(scope="module")
+def model() -> CustomGPTForCausalLM:
+    torch.manual_seed(0)
+    sizes = {"vocab_size": 300, "hidden_size": 64, "num_layers": 2, "num_heads": 4, "ff_dim": 128, "seq_length": 64}
+    return CustomGPTForCausalLM(CustomGPTConfig(**sizes, pad_token_id=PAD, eos_token_id=EOS)).eval()
+
+
+@pytest.fixture(scope="module")
+def tokens() -> torch.Tensor:
+    return torch.randint(4, 300, (2, 10), generator=torch.Generator().manual_seed(1))
+
+
+def padded(tokens: torch.Tensor, left: int, right: int) -> dict:
+    ids = torch.nn.functional.pad(tokens, (left, right), value=PAD)
+    mask = torch.nn.functional.pad(torch.ones_like(tokens), (left, right), value=0)
+    return {"input_ids": ids, "attention_mask": mask}
+
+
+def test_later_tokens_do_not_change_earlier_logits(model, tokens):
+    changed = tokens.clone()
+    changed[:, 7:] = 5
+    torch.testing.assert_close(model(changed).logits[:, :7], model(tokens).logits[:, :7])
+    assert not torch.allclose(model(changed).logits[:, 7:], model(tokens).logits[:, 7:])
+
+
+@pytest.mark.parametrize(("left", "right"), [(3, 0), (0, 4), (2, 2)])
+def test_padding_does_not_change_the_logits_of_real_tokens(model, tokens, left, right):
+    logits = model(**padded(tokens, left, right)).logits[:, left : left + 10]
+    torch.testing.assert_close(logits, model(tokens).logits, atol=1e-5, rtol=1e-5)
+    assert model(**padded(tokens, left, right)).logits.isfinite().all()
+
+
+def test_the_order_of_tokens_matters(model, tokens):
+    assert not torch.allclose(model(tokens.flip(1)).logits[:, -1], model(tokens).logits[:, -1])
+
+
+@pytest.mark.parametrize("left", [0, 5])
+def test_cached_generation_equals_uncached(model, tokens, left):
+    options = {"max_new_tokens": 12, "do_sample": False, "eos_token_id": None}
+    cached = model.generate(**padded(tokens, left, 0), use_cache=True, **options)
+    uncached = model.generate(**padded(tokens, left, 0), use_cache=False, **options)
+    assert torch.equal(cached, uncached)
+    assert torch.equal(cached[:, left:], model.generate(tokens, use_cache=True, **options))
+
+
+def test_head_is_tied_and_loss_is_that_of_the_next_token(model, tokens):
+    assert model.head.weight is model.tokens.weight
+    out = model(tokens, labels=tokens)
+    expected = torch.nn.functional.cross_entropy(out.logits[:, :-1].flatten(0, 1), tokens[:, 1:].flatten())
+    torch.testing.assert_close(out.loss, expected)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--num_heads", "3"], "error: --num_heads: 3 heads do not divide the hidden size 2048; choose a divisor"),
+        (["--max_length", "600"], "error: --max_length: 600 is more than the 512 positions of --seq_length;"),
+        (["--num_layers", "0"], "error: --num_layers: 0 is too small;"),
+    ],
+)
+def test_sizes_that_do_not_fit(capsys, arguments, message):
+    with pytest.raises(SystemExit) as stopped:
+        parse_command_line("", ["--model_name", "custom-gpt", *arguments])
+    assert stopped.value.code == 2
+    assert capsys.readouterr().err.startswith(message)
+
+
+def test_its_sizes_are_refused_for_other_models(capsys):
+    with pytest.raises(SystemExit):
+        parse_command_line("", ["--model_name", "tiny-bloom", "--num_layers", "4"])
+    assert capsys.readouterr().err == (
+        "error: --num_layers: has no effect on tiny-bloom; leave it out, or train custom-gpt\n"
+    )
+
+
+def test_its_sizes_are_in_no_other_models_record():
+    assert "num_layers" in parse_command_line("", ["--model_name", "custom-gpt"]).settings()
+    assert "num_layers" not in parse_command_line("", ["--model_name", "tiny-bloom"]).settings()

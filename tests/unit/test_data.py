@@ -1,0 +1,312 @@
+"""SQuAD files: the bundled one is what its README says, the user's own are refused with the place of the fault."""
+
+import json
+import re
+from contextlib import contextmanager
+from pathlib import Path
+from types import SimpleNamespace
+
+import data_loader
+import datasets
+import hub
+import huggingface_hub.constants
+import pytest
+from config import DataArguments, ModelArguments
+from data_loader import UNANSWERABLE, load_evaluation_set, load_from_hub, load_squad, read_questions, read_splits
+from helpers import REPOSITORY
+from model import load_tokenizer
+
+XQUAD = REPOSITORY.parent / "shared" / "data" / "xquad.en.json"
+CONTEXT = "Nodes talk over a fast network. Each node holds eight devices."
+
+
+@contextmanager
+def first(local: bool, desc: str):
+    yield
+
+
+def training(seed: int = 42, data_seed: int | None = None, world_size: int = 1) -> SimpleNamespace:
+    return SimpleNamespace(seed=seed, data_seed=data_seed, world_size=world_size, main_process_first=first)
+
+
+def question(identifier: str = "q", text: str = "fast network", **other: object) -> dict:
+    answers = [{"text": text, "answer_start": CONTEXT.index(text)}]
+    return {"id": identifier, "question": "What is it?", "answers": answers} | other
+
+
+def squad(*questions: dict, context: object = CONTEXT) -> dict:
+    return {"version": "1.1", "data": [{"title": "t", "paragraphs": [{"context": context, "qas": list(questions)}]}]}
+
+
+@pytest.fixture
+def written(tmp_path):
+    def write(content: object, name: str = "my.json") -> str:
+        path = tmp_path / name
+        path.write_bytes(content if isinstance(content, bytes) else json.dumps(content).encode())
+        return str(path)
+
+    return write
+
+
+@pytest.fixture(scope="session")
+def tokenizer():
+    sample = str(REPOSITORY / "data" / "squad_sample.json")
+    return load_tokenizer(ModelArguments("tiny-bloom"), DataArguments(dataset=sample))
+
+
+def read(path: str, part: str = "all") -> list[dict]:
+    return list(read_questions(path, part))
+
+
+# The bundled sample
+
+
+def test_sample_has_correct_answers_unique_ids_and_enough_questions(sample):
+    paragraphs = [p for article in json.loads(sample.read_text())["data"] for p in article["paragraphs"]]
+    questions = [q for p in paragraphs for q in p["qas"]]
+    assert len(paragraphs) >= 40
+    assert len(questions) >= 160
+    assert len({q["id"] for q in questions}) == len(questions)
+    assert len({p["context"] for p in paragraphs}) == len(paragraphs)
+    for paragraph in paragraphs:
+        for item in paragraph["qas"]:
+            assert item["question"].endswith("?")
+            for answer in item["answers"]:
+                start, text = answer["answer_start"], answer["text"]
+                assert paragraph["context"][start : start + len(text)] == text == text.strip()
+    assert len(read(str(sample))) == len(questions)
+
+
+def test_readme_of_the_data_tells_the_truth_about_it(sample):
+    readme = (REPOSITORY / "data" / "README.md").read_text()
+    content = json.loads(sample.read_text())
+    paragraphs = [p for article in content["data"] for p in article["paragraphs"]]
+    answers = [q["answers"] for p in paragraphs for q in p["qas"]]
+    row = re.search(r"\| (\d+) \| (\d+) \| (\d+) \| (\d+) \| (\d+) bytes \|", readme)
+    counted = (len(content["data"]), len(paragraphs), len(answers), sum(map(len, answers)), sample.stat().st_size)
+    assert tuple(map(int, row.groups())) == counted
+    references = re.search(r"(\d+) questions have one reference answer, (\d+) have two and (\d+) have three", readme)
+    assert [int(n) for n in references.groups()] == [sum(len(a) == n for a in answers) for n in (1, 2, 3)]
+    words = [len(p["context"].split()) for p in paragraphs]
+    assert f"Contexts have {min(words)} to {max(words)} words" in readme
+    assert {len(p["qas"]) for p in paragraphs} == {4, 5}
+    assert "with 4 or 5 questions each" in readme
+    foreign = sum(not p["context"].isascii() for p in paragraphs)
+    assert f"{foreign} contexts hold non-ASCII characters" in " ".join(readme.split())
+    assert re.search(r"^Licence: .*CC0-1\.0", readme, re.MULTILINE)
+
+
+# Bad files
+
+
+FAULTS = {
+    "empty": (b"", ": the file is empty; give a SQuAD JSON file"),
+    "blank": (b" \n", ": the file is empty; "),
+    "truncated": (b'{"data": [{"paragraphs": [', ": line 1, column 27: Expecting value; is the file complete?"),
+    "not UTF-8": (b'{"data": "caf\xe9"}', ": byte 13 is not UTF-8; convert the file with iconv"),
+    "a list": ([], ": is not a SQuAD file (no object with the key data); see data/README.md"),
+    "no data": ({}, ": data: is missing, expected a list; see data/README.md for the format"),
+    "data is a text": ({"data": "x"}, ": data: is 'x', expected a list"),
+    "no paragraphs": ({"data": [{}]}, ": data[0].paragraphs: is missing, expected a list"),
+    "article is a text": ({"data": ["x"]}, ": data[0].paragraphs: is missing, expected a list"),
+    "context is a number": (squad(question(), context=5), ": data[0].paragraphs[0].context: is 5, expected a text"),
+    "blank context": (squad(question(), context=" "), ": data[0].paragraphs[0].context: is ' ', expected a text"),
+    "no question": (
+        squad(question(), {"id": "b", "answers": []}),
+        ": data[0].paragraphs[0].qas[1].question: is missing, expected a text",
+    ),
+    "id is a number": (squad(question(7)), ": data[0].paragraphs[0].qas[0].id: is 7, expected a text"),
+    "answers is an object": (
+        squad(question(answers={"text": ["fast"]})),
+        ": data[0].paragraphs[0].qas[0].answers: is {'text': ['fast']}, expected a list",
+    ),
+    "no answer": (
+        squad(question(answers=[])),
+        ": data[0].paragraphs[0].qas[0].answers: is empty; give an answer, or set is_impossible to true",
+    ),
+    "no text": (
+        squad(question(answers=[{"answer_start": 0}])),
+        ": data[0].paragraphs[0].qas[0].answers[0].text: is missing, expected a text",
+    ),
+    "offset is a text": (
+        squad(question(answers=[{"text": "fast", "answer_start": "3"}])),
+        ": data[0].paragraphs[0].qas[0].answers[0].answer_start: is '3', expected a whole number",
+    ),
+    "wrong offset": (
+        squad(question(answers=[{"text": "fast", "answer_start": 3}])),
+        ": data[0].paragraphs[0].qas[0].answers[0]: 'fast' is not at character 3 of its context; correct answer_start",
+    ),
+    "negative offset": (
+        squad(question(answers=[{"text": "devices", "answer_start": -8}])),
+        ": data[0].paragraphs[0].qas[0].answers[0]: 'devices' is not at character -8 of its context",
+    ),
+}
+
+
+@pytest.mark.parametrize(("content", "beginning"), FAULTS.values(), ids=FAULTS)
+def test_bad_file_is_refused_with_the_place_of_the_fault(content, beginning, written, refusal):
+    path = written(content)
+    assert refusal(read, path).startswith(f"error: {path}{beginning}")
+
+
+def test_fault_at_the_end_of_a_file_is_found_before_the_training(written, tokenizer, refusal):
+    faulty = question("z", answers=[{"text": "fast", "answer_start": 0}])
+    path = written(squad(*(question(str(n)) for n in range(50)), faulty))
+    arguments = DataArguments(dataset=path, eval_dataset=path, train_size=4, eval_size=4)
+    line = refusal(load_squad, arguments, tokenizer, training())
+    assert line.startswith(f"error: {path}: data[0].paragraphs[0].qas[50].answers[0]: 'fast' is not at character 0")
+
+
+def test_file_that_is_not_there_is_a_folder_or_may_not_be_read_is_refused(tmp_path, written, monkeypatch, refusal):
+    def splits(dataset: str, eval_dataset: str | None = None):
+        return read_splits(DataArguments(dataset=dataset, eval_dataset=eval_dataset))
+
+    assert refusal(splits, "gone.json") == (
+        "error: gone.json: there is no such file; correct --dataset or --eval_dataset"
+    )
+    assert refusal(splits, "./gone").startswith("error: ./gone: there is no such file; ")
+    assert refusal(splits, str(tmp_path)).startswith(f"error: {tmp_path}: is a folder; give a SQuAD JSON file")
+    path = written(squad(question()))
+    assert refusal(splits, path, "squad") == "error: --eval_dataset: there is no file squad; give a SQuAD JSON file"
+
+    def denied(self):
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(Path, "read_bytes", denied)
+    assert refusal(splits, path, path) == f"error: {path}: Permission denied; check the path and its permissions"
+
+
+def test_file_with_too_few_paragraphs_to_hold_out_some_asks_for_an_evaluation_file(written, refusal):
+    path = written(squad(question()))
+    line = refusal(read_splits, DataArguments(dataset=path))
+    assert line == f"error: {path}: no question in its held out paragraphs; give --eval_dataset"
+
+
+def test_unanswerable_questions_of_squad_2_get_the_answer_that_says_so(written):
+    plausible = [{"text": "Nodes", "answer_start": 0}]
+    path = written(squad(question(answers=[], is_impossible=True, plausible_answers=plausible), question("b")))
+    assert [q["answers"] for q in read(path)] == [[UNANSWERABLE], ["fast network"]]
+
+
+def test_all_reference_answers_are_kept_and_offsets_count_characters(written):
+    context = "Der Rechner heißt Zürich-1 und läuft."
+    answers = [{"text": t, "answer_start": context.index(t)} for t in ("Zürich-1", "läuft")]
+    path = written(squad(question(answers=answers), context=context))
+    assert read(path)[0]["answers"] == ["Zürich-1", "läuft"]
+
+
+# Subsets
+
+
+def load(sample: Path, tokenizer, arguments: dict, **options: object) -> tuple[list, list]:
+    """Ids of the training and the evaluation set."""
+    given = DataArguments(dataset=str(sample), **{"train_size": 40, "eval_size": 20, "max_length": 200, **arguments})
+    train, evaluation = load_squad(given, tokenizer, training(**options))
+    return train["id"][:], evaluation["id"][:]
+
+
+def test_held_out_paragraphs_are_every_fifth_and_never_trained_on(sample):
+    train, held_out = (read(str(sample), part) for part in ("train", "held out"))
+    assert not {q["context"] for q in train} & {q["context"] for q in held_out}
+    assert len(train) + len(held_out) == len(read(str(sample)))
+    contexts = list(dict.fromkeys(q["context"] for q in read(str(sample))))
+    assert list(dict.fromkeys(q["context"] for q in held_out)) == contexts[4::5]
+
+
+def test_subsets_depend_on_the_seed_alone(sample, tokenizer):
+    one, again, other = (load(sample, tokenizer, {}, seed=seed) for seed in (1, 1, 2))
+    assert one == again
+    assert one[0] != other[0]
+    assert set(one[0]) != set(other[0])
+    assert one[1] != other[1]
+    assert load(sample, tokenizer, {}, seed=2, data_seed=1) == one
+    assert load(sample, tokenizer, {"train_size": 10}, seed=1)[0] == one[0][:10]
+
+
+def test_samples_per_gpu_times_ranks_is_the_training_size(sample, tokenizer):
+    assert len(load(sample, tokenizer, {"samples_per_gpu": 6}, world_size=4)[0]) == 24
+
+
+def test_asking_for_more_than_there_is_names_both_numbers(sample, tokenizer, refusal):
+    cases = [
+        ({"train_size": 281}, "281 questions wanted, but {} has 280 to train on; lower it", "--train_size"),
+        ({"samples_per_gpu": 100}, "400 questions wanted, but {} has 280 to train on", "--samples_per_gpu"),
+        ({"eval_size": 68}, "68 questions wanted, but {} has 67 to eval on", "--eval_size"),
+    ]
+    for arguments, what, flag in cases:
+        line = refusal(lambda given=arguments: load(sample, tokenizer, given, world_size=4))
+        assert what.format(sample) in line
+        assert flag in line
+
+
+def test_evaluation_alone_takes_the_same_questions_whatever_the_training_size(sample, tokenizer):
+    arguments = DataArguments(dataset=str(sample), train_size=9999, eval_size=20, max_length=200)
+    alone = load_evaluation_set(arguments, tokenizer, training(seed=1))
+    assert alone["id"][:] == load(sample, tokenizer, {}, seed=1)[1]
+
+
+def test_changed_file_is_read_again(written, tokenizer):
+    path = written(squad(question("before")))
+    arguments = DataArguments(dataset=path, eval_dataset=path, train_size=1, eval_size=1)
+    assert load_squad(arguments, tokenizer, training())[0]["id"][0] == "before"
+    written(squad(question("after", "eight devices")))
+    row = load_squad(arguments, tokenizer, training())[0][0]
+    assert (row["id"], row["answers"]) == ("after", ["eight devices"])
+
+
+@pytest.mark.skipif(not XQUAD.exists(), reason=f"{XQUAD} is not here")
+def test_real_squad_file_is_read_split_and_tokenised(tokenizer):
+    questions = read(str(XQUAD))
+    assert len(questions) == 1190
+    assert all(q["answers"][0] in q["context"] for q in questions)
+    arguments = DataArguments(dataset=str(XQUAD), train_size=500, eval_size=200, max_length=384)
+    train, evaluation = load_squad(arguments, tokenizer, training())
+    assert (len(train), len(evaluation)) == (500, 200)
+    assert not set(train["context"][:]) & set(evaluation["context"][:])
+    assert max(train["length"][:]) <= 384
+
+
+# The Hub
+
+
+def hub_squad(**changes: object) -> datasets.DatasetDict:
+    answers = [{"text": ["fast network"], "answer_start": [15]}, {"text": [], "answer_start": []}]
+    rows = {"id": ["a", "b"], "title": ["t"] * 2, "question": ["What?"] * 2, "context": [CONTEXT] * 2}
+    part = datasets.Dataset.from_dict(rows | {"answers": answers} | changes)
+    return datasets.DatasetDict(train=part, validation=part)
+
+
+@pytest.fixture
+def reachable(monkeypatch):
+    monkeypatch.setattr(hub.socket, "create_connection", lambda *_, **__: SimpleNamespace(close=lambda: None))
+
+
+def test_squad_of_the_hub_looks_like_a_local_file(reachable, monkeypatch):
+    monkeypatch.setattr(data_loader, "load_dataset", lambda name: hub_squad())
+    train = load_from_hub("squad_v2", "m")["train"]
+    assert set(train.column_names) == {"id", "question", "context", "answers"}
+    assert train["answers"][:] == [["fast network"], [UNANSWERABLE]]
+
+
+def test_hub_data_set_that_is_no_squad_is_refused(reachable, monkeypatch, refusal):
+    monkeypatch.setattr(data_loader, "load_dataset", lambda name: hub_squad().remove_columns("answers"))
+    assert refusal(load_from_hub, "imdb", "m").startswith("error: --dataset: imdb cannot be loaded (")
+
+
+def test_without_network_and_cache_the_prefetch_command_is_printed(monkeypatch, refusal):
+    def unreachable(*args, **kwargs):
+        raise OSError("no route")
+
+    def not_cached(name):
+        assert huggingface_hub.constants.HF_HUB_OFFLINE
+        raise ConnectionError("offline")
+
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_OFFLINE", False)
+    monkeypatch.setattr(hub.socket, "create_connection", unreachable)
+    monkeypatch.setattr(data_loader, "load_dataset", not_cached)
+    assert refusal(load_from_hub, "squad", "bigscience/bloom-560m") == (
+        "error: --dataset: squad is no local path, not in the cache, and there is no network; on a login node run: "
+        "python scripts/prefetch.py --model_name bigscience/bloom-560m --dataset squad"
+    )

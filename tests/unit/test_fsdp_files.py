@@ -1,0 +1,85 @@
+"""FSDP config files: what is refused, what the sizes come to, what the strategies are called."""
+
+import json
+
+import pytest
+from custom_model import CustomGPTConfig, CustomGPTForCausalLM
+from fsdp_config import check_fsdp_config, check_fsdp_file, check_wrap_classes, fsdp_name
+from helpers import REPOSITORY
+
+FILES = sorted((REPOSITORY / "fsdp_configs").glob("*.json"))
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
+def test_shipped_files_are_valid(path):
+    assert check_fsdp_file(str(path)) == json.loads(path.read_text())
+
+
+@pytest.mark.parametrize("path", [p for p in FILES if p.stem not in ("full_shard", "fsdp1_full_shard")], ids=str)
+def test_shipped_files_differ_from_full_shard_in_one_thing(path):
+    base, other = (json.loads(p.read_text()) for p in (REPOSITORY / "fsdp_configs" / "full_shard.json", path))
+    different = {key for key in base | other if base.get(key) != other.get(key)}
+    assert len(different) == 1 or different == {"dp_shard_size", "dp_replicate_size"}
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ({"reshard_after_foward": True}, "reshard_after_foward: unknown key; did you mean reshard_after_forward?"),
+        ({"fsdp_cpu_offload": True}, "fsdp_cpu_offload: unknown key; did you mean cpu_offload?"),
+        ({"forward_prefetch": True}, "forward_prefetch: FSDP2 has no such key"),
+        ({"reshard_after_forward": "full_shard"}, "reshard_after_forward: is 'full_shard'; give true or false"),
+        ({"state_dict_type": "SHARDED"}, "state_dict_type: is 'SHARDED'; give FULL_STATE_DICT or SHARDED_STATE_DICT"),
+        ({"version": 3}, "version: is 3; give 1 or 2"),
+        ({"version": 1, "dp_shard_size": 2}, "dp_shard_size: unknown key"),
+        ({"dp_shard_size": 0}, 'dp_shard_size: is 0; give "auto" or a whole number above 0'),
+        ({"transformer_layer_cls_to_wrap": "BloomBlock"}, "give a list of class names"),
+        ({"dp_shard_size": 3, "dp_replicate_size": 2}, "3 x dp_replicate_size 2 is not the world size 4"),
+    ],
+)
+def test_wrong_file_is_one_line(tmp_path, monkeypatch, capsys, content, message):
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    path = tmp_path / "fsdp.json"
+    path.write_text(json.dumps(content))
+    with pytest.raises(SystemExit) as stopped:
+        check_fsdp_config(True, str(path))
+    assert stopped.value.code == 2
+    error = capsys.readouterr().err
+    assert error.startswith(f"error: {path}")
+    assert message in error
+    assert error.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("old", "name"),
+    [("full_shard auto_wrap", "full_shard"), ("shard_grad_op auto_wrap", "shard_grad_op"),
+     ("hybrid_shard", "hybrid_shard"), ("full_shard offload", "full_shard_cpu_offload")],
+)  # fmt: skip
+def test_old_strings_are_refused_with_the_config_to_use(capsys, old, name):
+    with pytest.raises(SystemExit) as stopped:
+        check_fsdp_config(old, None)
+    assert stopped.value.code == 2
+    assert capsys.readouterr().err.endswith(f"use --fsdp --fsdp_config fsdp_configs/{name}.json\n")
+    assert (REPOSITORY / "fsdp_configs" / f"{name}.json").exists()
+
+
+@pytest.mark.parametrize(
+    ("world", "per_node", "shard", "replicate"), [(8, 4, 4, 2), (4, 4, 4, 1), (2, 1, 1, 2), (1, 1, 1, 1)]
+)
+def test_auto_means_ranks_per_node_and_nodes(monkeypatch, world, per_node, shard, replicate):
+    monkeypatch.setenv("WORLD_SIZE", str(world))
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", str(per_node))
+    config = check_fsdp_config(True, str(REPOSITORY / "fsdp_configs" / "hybrid_shard.json"))
+    assert (config["dp_shard_size"], config["dp_replicate_size"]) == (shard, replicate)
+    assert fsdp_name(config) == ("FSDP2 HYBRID_SHARD" if replicate > 1 else "FSDP2 FULL_SHARD")
+
+
+def test_unknown_class_to_wrap_lists_those_of_the_model(capsys):
+    model = CustomGPTForCausalLM(
+        CustomGPTConfig(vocab_size=8, hidden_size=4, num_layers=1, num_heads=1, ff_dim=4, seq_length=4)
+    )
+    check_wrap_classes({}, None, model)
+    with pytest.raises(SystemExit) as stopped:
+        check_wrap_classes({"transformer_layer_cls_to_wrap": ["BloomBlock"]}, "f.json", model)
+    assert stopped.value.code == 2
+    assert "the model has no BloomBlock; choose from Attention, CustomGPTBlock" in capsys.readouterr().err

@@ -1,0 +1,78 @@
+"""Start of the processes from each launcher's variables, and the error line that a job prints once."""
+
+import os
+import socket
+
+import distributed
+import errors
+import pytest
+from distributed import first_host, prepare_environment
+
+
+def test_srun_variables_become_ranks(monkeypatch, capsys):
+    slurm = {"PROCID": "3", "LOCALID": "1", "JOB_ID": "123456", "STEP_NUM_TASKS": "4"}
+    slurm |= {"STEP_TASKS_PER_NODE": "2(x2)", "STEP_NODELIST": "node7"}
+    for name, value in slurm.items():
+        monkeypatch.setenv(f"SLURM_{name}", value)
+    prepare_environment(shards=False)
+    names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+    assert [os.environ[name] for name in names] == ["3", "1", "4", "2", "node7", "23456"]
+    assert capsys.readouterr().out.splitlines() == [
+        "Initializing process group for rank 3",
+        "MASTER_ADDR: node7",
+        "MASTER_PORT: 23456",
+    ]
+
+
+def test_torchrun_variables_are_left_alone(monkeypatch):
+    given = {"RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "a", "MASTER_PORT": "1"}
+    for name, value in (given | {"SLURM_STEP_NUM_TASKS": "4", "SLURM_PROCID": "3"}).items():
+        monkeypatch.setenv(name, value)
+    prepare_environment(shards=True)
+    assert {name: os.environ[name] for name in given} == given
+
+
+def test_plain_python_gets_a_world_of_one_only_if_it_shards(capsys):
+    prepare_environment(shards=False)
+    assert "RANK" not in os.environ
+    prepare_environment(shards=True)
+    assert (os.environ["RANK"], os.environ["WORLD_SIZE"], os.environ["MASTER_ADDR"]) == ("0", "1", "127.0.0.1")
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", int(os.environ["MASTER_PORT"])))
+    assert capsys.readouterr().out == ""
+
+
+def test_one_task_under_srun_is_no_process_group(monkeypatch):
+    monkeypatch.setenv("SLURM_STEP_NUM_TASKS", "1")
+    monkeypatch.setenv("SLURM_PROCID", "0")
+    prepare_environment(shards=False)
+    assert "RANK" not in os.environ
+
+
+@pytest.mark.parametrize(("nodes", "first"), [("node7", "node7"), ("a1,b2", "a1")])
+def test_first_host_of_a_plain_node_list(nodes, first):
+    assert first_host(nodes) == first
+
+
+def test_more_ranks_than_gpus_on_a_node_end_with_3(monkeypatch, refusal):
+    monkeypatch.setenv("LOCAL_RANK", "4")
+    monkeypatch.setattr(distributed.torch.cuda, "device_count", lambda: 4)
+    line = refusal(distributed.bind_device, code=3)
+    assert line.startswith("error: LOCAL_RANK: 4, but ")
+    assert line.endswith(" shows 4 GPUs; start as many processes per node as it has GPUs")
+
+
+@pytest.mark.parametrize("variable", ["RANK", "SLURM_PROCID"])
+def test_other_ranks_leave_the_error_line_to_rank_0(variable, monkeypatch, refusal):
+    waited = []
+    monkeypatch.setattr(errors.time, "sleep", waited.append)
+    monkeypatch.setenv(variable, "0")
+    refusal(errors.fail, "--x", "is wrong", "correct it")
+    assert waited == []
+    monkeypatch.setenv(variable, "1")
+    refusal(errors.fail, "--x", "is wrong", "correct it")
+    assert waited == [10]
+
+
+def test_error_of_several_lines_is_printed_as_one(refusal):
+    assert refusal(errors.fail, "a\nb", "c\nd", "e") == "error: a b: c d; e"

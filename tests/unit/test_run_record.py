@@ -1,0 +1,218 @@
+"""The run record: what is in it, that nobody ever reads half of it, and how a run that was killed is finished."""
+
+import ast
+import importlib.metadata
+import json
+import os
+import re
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import record
+import torch
+from finish import write_json
+from helpers import REPOSITORY
+from record import RunRecord, new_job_id, refuse_finished
+
+
+def schema_section() -> str:
+    return record.__doc__[record.__doc__.index("    schema ") :]
+
+
+def test_documented_keys_are_those_that_are_written():
+    text = schema_section()
+    documented = set()
+    for line in text.splitlines():
+        if re.match(r"    \w", line):
+            names = re.split(r"   +| \(", line.strip())[0] if "UTC" not in line else line.replace("(UTC)", "")
+            documented |= {name.strip() for name in names.split(",")}
+    written = RunRecord("7").content.keys() - {"missing"}
+    started = RunRecord("7")
+    started.start()
+    written |= started.content.keys() - {"missing"}
+    for path in (REPOSITORY / "scripts").glob("*.py"):
+        for call in ast.walk(ast.parse(path.read_text())):
+            if (
+                isinstance(call, ast.Call)
+                and isinstance(call.func, ast.Attribute)
+                and call.func.attr in ("start", "update", "missing")
+                and ast.unparse(call.func.value) in ("record", "self.record", "self")
+            ):
+                written |= {keyword.arg for keyword in call.keywords if keyword.arg}
+    written |= {"exact_match", "f1"}  # record.update(**scores)
+    assert written == documented
+
+
+METRICS = dict.fromkeys(("train_loss", "train_runtime", "train_samples_per_second", "train_steps_per_second"), 1.0)
+STEADY = {"steady_steps": 4, "steady_steps_per_second": 1.0, "steady_samples_per_second": 2.0}
+
+
+def trained(steady: dict, means: dict, reason: str = "", log: tuple = ()) -> RunRecord:
+    """The record of a run whose callbacks measured these values."""
+    run = RunRecord("7")
+    run.start()
+    run.measure_memory()
+    speed = SimpleNamespace(rates=lambda: steady)
+    run.training(METRICS, list(log), speed, SimpleNamespace(means=lambda: means, reason=reason))
+    return run
+
+
+def test_documented_parts_are_those_that_are_written():
+    text = " ".join(schema_section().split())
+    run = trained(STEADY, {"avg_cpu_util_%": 90.0}, log=({"loss": 3.0}, {"eval_loss": 1.0}, {"loss": "2.0"}))
+    for part in ("train", "callbacks", "hardware", "git"):
+        for key in run.content[part]:
+            assert key in text, f"{part}.{key}"
+    assert run.content["train"]["loss_last"] == "2.0"
+
+
+def test_record_says_where_and_with_what_the_run_was_made():
+    run = RunRecord("7")
+    run.start(run_name="zero2")
+    content = json.loads(Path("results/7.json").read_text())
+    assert (content["status"], content["exit_code"], content["finished"]) == ("running", None, None)
+    assert (content["world_size"], content["job_id"], content["run_name"]) == (1, "7", "zero2")
+    assert content["experiment"] == "work"
+    assert re.fullmatch(r"[0-9a-f]{40}", content["git"]["commit"] or "0" * 40)
+    assert content["versions"]["torch"] == importlib.metadata.version("torch")
+    assert content["hardware"]["gpus"] == 0
+
+
+def test_value_that_could_not_be_measured_is_empty_with_a_reason():
+    none = {"steady_steps": 0, "steady_steps_per_second": None, "steady_samples_per_second": None}
+    run = trained(none, {"avg_gpu_util_%": None}, "no nvidia-ml-py")
+    content = json.loads(run.path.read_text())
+    assert content["peak_gpu_memory"] is None
+    assert content["train"]["loss_last"] is None
+    assert content["callbacks"]["avg_gpu_util_%"] is None
+    assert content["missing"] == {
+        "peak_gpu_memory": "no GPU",
+        "train.steady_samples_per_second": "too few steps after the warm-up",
+        "callbacks.avg_gpu_util_%": "no nvidia-ml-py",
+    }
+    assert {key for key in content if "." in key} == set()
+    assert content["peak_process_mib"][0] > 50
+
+
+def test_record_is_replaced_in_one_step(monkeypatch):
+    path = Path("7.json")
+    write_json(path, {"status": "running"})
+    seen = []
+
+    def replace(self: Path, target: Path) -> None:
+        seen.append((json.loads(self.read_text()), json.loads(target.read_text())))
+        os.replace(self, target)
+
+    monkeypatch.setattr(Path, "replace", replace)
+    write_json(path, {"status": "completed", "name": "Zürich"})
+    assert seen == [({"status": "completed", "name": "Zürich"}, {"status": "running"})]
+    assert [p.name for p in Path().iterdir()] == ["7.json"]
+
+
+def test_interrupted_write_leaves_the_record_as_it_was(monkeypatch):
+    path = Path("7.json")
+    write_json(path, {"status": "running"})
+    monkeypatch.setattr(Path, "write_text", lambda *_, **__: (_ for _ in ()).throw(OSError(28, "No space left")))
+    with pytest.raises(OSError, match="No space left"):
+        write_json(path, {"status": "completed"})
+    assert json.loads(path.read_bytes()) == {"status": "running"}
+
+
+def test_full_disk_is_an_environment_error(monkeypatch, refusal):
+    def full(*args):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(record, "write_json", full)
+    line = refusal(RunRecord("7").start, code=3)
+    assert line == "error: results/7.json: cannot be written (No space left on device); free disk space or quota"
+
+
+@pytest.mark.parametrize(
+    ("error", "status", "code"),
+    [
+        (None, "completed", 0),
+        (RuntimeError("x"), "failed", 1),
+        (SystemExit(3), "failed", 3),
+        (SystemExit(143), "stopped", 143),
+        (SystemExit(75), "stopped", 75),
+        (KeyboardInterrupt(), "stopped", 130),
+        (torch.OutOfMemoryError("x"), "oom", 1),
+    ],
+    ids=lambda value: type(value).__name__ if isinstance(value, BaseException) else str(value),
+)
+def test_record_notes_how_the_run_ended(error, status, code):
+    run = RunRecord("7")
+    try:
+        with run:
+            run.start()
+            if error:
+                raise error
+    except BaseException as raised:
+        assert raised is error
+    content = json.loads(run.path.read_text())
+    assert (content["status"], content["exit_code"]) == (status, code)
+    assert content["finished"]
+
+
+def test_other_ranks_write_nothing(monkeypatch):
+    monkeypatch.setenv("RANK", "1")
+    with RunRecord("7") as run:
+        run.start()
+        run.update(f1=1.0)
+    assert list(Path().iterdir()) == []
+
+
+def test_job_id_is_given_or_slurms_or_made_of_time_and_process(monkeypatch):
+    assert re.fullmatch(rf"local-\d{{8}}-\d{{6}}-{os.getpid()}", new_job_id())
+    monkeypatch.setenv("SLURM_JOB_ID", "4711")
+    assert new_job_id() == "4711"
+    monkeypatch.setenv("JOB_ID", "mine")
+    assert new_job_id() == "mine"
+
+
+def test_finished_run_is_not_overwritten(refusal):
+    path = Path("results/7.json")
+    path.parent.mkdir()
+    for status in ("running", "failed", "stopped"):
+        write_json(path, {"status": status})
+        refuse_finished(path, "output/7")
+    write_json(path, {"status": "completed"})
+    assert refusal(refuse_finished, path, "output/7").startswith(
+        "error: results/7.json: is the record of a finished run; set a new JOB_ID"
+    )
+    Path("output/6").mkdir(parents=True)
+    Path("output/6/config.json").write_text("{}")
+    line = refusal(refuse_finished, Path("results/6.json"), "output/6")
+    assert line.startswith("error: output/6: holds the model of a finished run; give another --output_dir")
+
+
+def test_finish_py_finishes_the_record_of_a_killed_run(command, tmp_path):
+    path = tmp_path / "work" / "results" / "7.json"
+    path.parent.mkdir()
+    write_json(path, {"status": "running", "exit_code": None, "finished": None, "job_id": "7", "eval": [1]})
+    finished = command("finish.py", "7", "--exit-code", "137")
+    assert finished.code == 0, finished
+    content = json.loads(path.read_text())
+    assert (content["status"], content["exit_code"], content["eval"]) == ("failed", 137, [1])
+    assert content["finished"]
+    assert "status: failed (exit code 137)" in finished.stdout
+
+
+def test_finish_py_does_not_change_a_completed_record(command, tmp_path):
+    path = tmp_path / "work" / "results" / "7.json"
+    path.parent.mkdir()
+    write_json(path, {"status": "completed", "exit_code": 0, "finished": "2026-01-01T00:00:00+00:00", "job_id": "7"})
+    before = path.read_bytes()
+    finished = command("finish.py", "7", "--exit-code", "0")
+    assert finished.code == 0, finished
+    assert path.read_bytes() == before
+    assert "status: completed (exit code 0)" in finished.stdout
+
+
+def test_finish_py_takes_the_jobs_word_that_it_was_a_timeout(command, tmp_path):
+    path = tmp_path / "work" / "results" / "7.json"
+    path.parent.mkdir()
+    write_json(path, {"status": "stopped", "exit_code": 143, "job_id": "7"})
+    assert command("finish.py", "7", "--exit-code", "143", "--status", "timeout").code == 0
+    assert json.loads(path.read_text())["status"] == "timeout"

@@ -1,0 +1,96 @@
+"""Trackers: what is missing is said, and the key of Weights & Biases is never shown."""
+
+import importlib.util
+import os
+
+import pytest
+import torch
+import tracking
+from callbacks import UtilisationCallback
+from helpers import REPOSITORY
+
+
+def test_unknown_tracker(capsys):
+    with pytest.raises(SystemExit) as stopped:
+        tracking.check_trackers("wandbb")
+    assert stopped.value.code == 2
+    assert "choose one of wandb, tensorboard, trackio, none" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", tracking.TRACKERS)
+def test_missing_tracker_says_how_to_install_it(monkeypatch, capsys, name):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda module: None)
+    with pytest.raises(SystemExit) as stopped:
+        tracking.check_trackers([name])
+    assert stopped.value.code == 2
+    assert capsys.readouterr().err == f"error: --report_to: {name} is not installed; pip install {name}\n"
+
+
+@pytest.fixture
+def offline_run(tmp_path, monkeypatch):
+    """A job with an offline run, a key file, and a `wandb` that shows how it was called."""
+    (tmp_path / "wandb" / "7" / "wandb" / "offline-run-1").mkdir(parents=True)
+    key = tmp_path / "wandb_key"
+    key.write_text("s3cret\n")
+    program = tmp_path / "bin" / "wandb"
+    program.parent.mkdir()
+    program.write_text('#!/bin/sh\necho "arguments: $*"\necho "key: $WANDB_API_KEY"\n')
+    program.chmod(0o755)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(tracking, "KEY_FILE", key)
+    monkeypatch.setenv("PATH", f"{program.parent}{os.pathsep}{os.environ['PATH']}")
+    return key
+
+
+def test_upload_hands_the_key_over_where_ps_does_not_show_it(offline_run, capfd):
+    offline_run.chmod(0o600)
+    tracking.upload("7")
+    shown = capfd.readouterr()
+    assert "arguments: sync wandb/7/wandb/offline-run-1\nkey: s3cret\n" in shown.out
+
+
+def test_key_that_others_may_read_is_refused(offline_run, capfd):
+    offline_run.chmod(0o644)
+    with pytest.raises(SystemExit) as stopped:
+        tracking.upload("7")
+    assert stopped.value.code == 3
+    assert "s3cret" not in "".join(capfd.readouterr())
+
+
+def test_the_key_file_is_ignored_by_git():
+    assert "experiments/wandb_key" in (REPOSITORY / ".gitignore").read_text().splitlines()
+
+
+def test_utilisation_of_a_gpu_has_the_documents_names(monkeypatch):
+    """A GPU in name only: the numbers that PyTorch would give, through the callback to its means."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    utilisations = iter([40, 60])
+    monkeypatch.setattr(torch.cuda, "utilization", lambda: next(utilisations))
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda: 3 * 2**20)
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda: 4 * 2**20)
+    properties = type("Properties", (), {"total_memory": 32 * 2**20})
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda: properties)
+    callback = UtilisationCallback()
+    for _ in range(2):
+        callback.on_step_end(None, None, None)
+    assert callback.means() == {
+        "avg_gpu_util_%": 50,
+        "std_gpu_util_%": 10,
+        "avg_mem_alloc_MB": 3,
+        "avg_mem_reserved_MB": 4,
+        "avg_mem_total_MB": 32,
+    }
+
+
+def test_gpu_that_does_not_tell_its_utilisation_leaves_it_empty_with_the_reason(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+
+    def unknown():
+        raise RuntimeError("Not Supported")
+
+    monkeypatch.setattr(torch.cuda, "utilization", unknown)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda: type("P", (), {"total_memory": 0}))
+    callback = UtilisationCallback()
+    callback.on_step_end(None, None, None)
+    assert callback.means()["avg_gpu_util_%"] is None
+    assert callback.reason == "Not Supported"
