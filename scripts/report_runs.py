@@ -160,6 +160,7 @@ def read_run(path: Path) -> Run:
     except ValueError as error:
         run.problems.append(f"{path}: is no run record ({error})")
     else:
+        run.job_id = text(run.record, "job_id") or run.job_id
         settle(run, path)
     add_memory(run)
     return run

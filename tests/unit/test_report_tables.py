@@ -235,7 +235,7 @@ def test_job_is_printed():
         (["nowhere"], "error: nowhere: there is no such folder; give folders of experiments"),
         (["empty"], "error: empty: no runs below it; run an experiment first, or give another folder"),
         (["empty", "-o", "full"], "error: full: holds files that are no report; give a new folder with -o"),
-        (["--job", "nowhere.json"], "error: nowhere.json: cannot be read (No such file or directory); give results/"),
+        (["--job", "nowhere.json"], "error: nowhere.json: No such file or directory; give results/"),
         (["--jobs"], "error: command line: unrecognized arguments: --jobs; see --help"),
     ],
 )
@@ -252,7 +252,7 @@ def test_bad_input_is_one_line(tmp_path, arguments, error):
 @pytest.mark.parametrize(
     ("change", "error"),
     [
-        ("[", "tables.yaml:2: is no YAML"),
+        ("- [1}", "tables.yaml:1: is no YAML"),
         ("tables: 3", "is no list of tables"),
         ([{"id": "x"}], "table x: no columns"),
         ({"columns": ["speed"]}, "table baseline: unknown column speed"),
