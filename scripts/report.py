@@ -9,6 +9,7 @@ Open report/index.html in a browser: it is one file and needs no network.
 """
 
 import argparse
+import os
 from pathlib import Path
 
 from errors import OneLineErrors, fail
@@ -41,7 +42,8 @@ def write_report(folders: list[Path], output: Path, all_runs: bool) -> str:
         images = write_tables(tables, output)
         completed = sum(run.completed for run in runs)
         summary = f"{len(runs)} runs, {completed} of them completed. " + (
-            "Means over the completed runs that compare with the latest one, ± the standard deviation (number of runs)."
+            "Means over the completed runs that compare with the latest one, ± standard deviation (number of runs); "
+            "plots show the latest one."
             if all_runs
             else "Each row shows the latest completed run of its experiment."
         )
@@ -101,7 +103,7 @@ def job_tables(path: Path) -> str:
             f"\nBaseline summary of {run.job_id} ({status}, {run.model})\n",
             grid(["Metric", "Value", "Note"], rows),
             "",
-            *(f"incomplete: {problem}" for problem in run.problems),
+            *(f"incomplete: {problem}" for problem in run.problems if problem not in (run.gpu.reason, run.cpu.reason)),
             f"model:      {output if (run.folder / output / 'config.json').exists() else 'not saved'}",
             f"run record: {path}",
         ]
@@ -148,7 +150,7 @@ def main() -> None:
     if arguments.job:
         print(job_tables(arguments.job))
         return
-    folders = arguments.folders or [REPOSITORY / "experiments"]
+    folders = arguments.folders or [Path(os.path.relpath(REPOSITORY / "experiments"))]
     print(write_report(folders, arguments.output, arguments.all_runs))
 
 

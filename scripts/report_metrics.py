@@ -24,7 +24,8 @@ class Cell:
     def text(self) -> str:
         if self.spread is None:
             return shown(self.value)
-        return f"{shown(self.value)} ± {self.spread:.2g} ({self.count})"
+        spread = f"{self.spread:,.0f}" if self.spread >= 10 else f"{self.spread:.2g}"
+        return f"{shown(self.value)} ± {spread} ({self.count})"
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,8 @@ p { max-width: 50rem } .question { font-style: italic; margin-top: 0.2rem }
 .note, .remarks { color: var(--quiet); font-size: 0.875rem } .remarks { overflow-wrap: anywhere }
 .wide { overflow-x: auto } table { border-collapse: collapse; font-size: 0.875rem }
 th, td { border-bottom: 1px solid var(--line); padding: 0.3rem 0.7rem; text-align: left; vertical-align: bottom }
-td.number, th.number { text-align: right; font-variant-numeric: tabular-nums } thead th { background: var(--soft) }
+td.number, th.number { text-align: right }
+td.number { white-space: nowrap; font-variant-numeric: tabular-nums } thead th { background: var(--soft) }
 tbody th { font-weight: 600; white-space: nowrap } .bad { color: var(--bad); font-weight: 600 }
 td.empty { background: var(--soft) }
 figure { margin: 1.5rem 0 0 } img { max-width: 100%; height: auto; background: white }
@@ -28,7 +29,7 @@ figure { margin: 1.5rem 0 0 } img { max-width: 100%; height: auto; background: w
 
 def lines_of(table: Table) -> tuple[list[str], list[list[str]]]:
     """Header and body of a table as text, metrics as rows where it is transposed."""
-    first = [[row.label, row.run.job_id if row.run else "", row.status] for row in table.rows]
+    first = [[row.label, row.jobs, row.status] for row in table.rows]
     if not table.transpose:
         body = [head + [cell.text for cell in row.cells] for head, row in zip(first, table.rows, strict=True)]
         return ["", "Job", "Status", *table.headers], body
@@ -93,7 +94,7 @@ def comma_separated(table: Table) -> str:
     writer = csv.writer(out, lineterminator="\n")
     writer.writerow([*head, "remarks"])
     for row in table.rows:
-        line = [row.label, row.experiment, row.run.job_id if row.run else "", row.status]
+        line = [row.label, row.experiment, row.jobs, row.status]
         for cell in row.cells:
             line += [cell.value, cell.spread, cell.count if cell.value is not None else 0] if spread else [cell.value]
         reasons = [f"{names}: {reason}" for reason, names in empty_cells(table, row).items()]

@@ -31,6 +31,11 @@ class Row:
     remarks: list[str] = field(default_factory=list)
 
     @property
+    def jobs(self) -> str:
+        """Ids of the jobs whose values the cells hold."""
+        return ", ".join(run.job_id for run in self.repeats)
+
+    @property
     def status(self) -> str:
         return self.run.shown_status if self.run else "not run yet"
 
