@@ -1,9 +1,12 @@
-# make demo | test | lint     (Python 3.11 or newer with venv, git, make and g++ must be installed)
+# make demo | report | test | lint     (Python 3.11 or newer with venv, git, make and g++ must be installed)
 PYTHON ?= python3
 BIN := .venv/bin
 
 demo: .venv/installed
 	PATH="$(CURDIR)/$(BIN):$$PATH" bash scripts/demo.sh
+
+report: .venv/installed
+	$(BIN)/python scripts/report.py
 
 test: .venv/installed-dev
 	$(BIN)/python -m pytest
@@ -23,4 +26,4 @@ lint: .venv/installed-dev
 	$(BIN)/python -m pip install --quiet -r requirements-dev.txt
 	touch $@
 
-.PHONY: demo test lint
+.PHONY: demo report test lint

@@ -8,11 +8,10 @@ It must be done in the seconds between SIGTERM and SIGKILL, so nothing large is 
 import argparse
 import json
 import os
-import re
 from datetime import UTC, datetime
 from pathlib import Path
 
-from memory_logs import MemoryLog, read_cpu_log, read_gpu_log
+from memory_logs import MemoryLog, host_of, logs_of, read_cpu_log, read_gpu_log
 
 
 def outcome(exit_code: int) -> str:
@@ -54,10 +53,9 @@ def summary(job_id: str, record: dict | None, status: str, exit_code: int, gaps:
     """Lines for the end of the log: status, memory per GPU and process, throughput, and what is missing."""
     rows = [f"status: {status} (exit code {exit_code})"]
     missing = list(gaps)
-    for path in memory_logs("gpu", job_id):
-        rows += memory_rows(path, read_gpu_log(path), "GPU", missing)
-    for path in memory_logs("cpu", job_id):
-        rows += memory_rows(path, read_cpu_log(path), "CPU", missing)
+    gpu_logs, cpu_logs = logs_of(Path(), job_id)
+    for log in [*map(read_gpu_log, gpu_logs), *map(read_cpu_log, cpu_logs)]:
+        rows += memory_rows(log, missing)
     train = (record or {}).get("train")
     if train:
         steady = train["steady_samples_per_second"]
@@ -72,22 +70,15 @@ def summary(job_id: str, record: dict | None, status: str, exit_code: int, gaps:
     return [*rows, *(f"missing: {gap}" for gap in missing)]
 
 
-def memory_logs(kind: str, job_id: str) -> list[Path]:
-    """This job's logs, one per node; not those of job 47110 for job 4711."""
-    start = f"{kind}_memory_log_{job_id}"
-    return sorted(path for path in Path(f"{kind}_memory").glob("*") if re.match(re.escape(start) + r"[_.]", path.name))
-
-
-def memory_rows(path: Path, log: MemoryLog, kind: str, missing: list[str]) -> list[str]:
-    missing += log.problems
+def memory_rows(log: MemoryLog, missing: list[str]) -> list[str]:
+    missing += log.gaps()
     if not log.samples:
-        missing.append(f"{path}: no sample")
-    host = path.stem.split("_", 4)[4:]  # gpu_memory_log_<job id>[_<host>]
-    where = f" on {host[0]}" if host else ""
+        missing.append(f"{log.path}: no sample")
+    where = f" on {host_of(log.path)}" if host_of(log.path) else ""
     return [
-        f"{kind}{'' if kind == 'CPU' else f' {name}'} memory{where}: peak {log.peak(name):.0f} MiB, "
+        f"{'CPU' if name == 'process' else f'GPU {name}'} memory{where}: peak {log.peak(name):.0f} MiB, "
         f"mean {log.mean(name):.0f} MiB ({len(log.samples[name])} samples)"
-        for name in sorted(log.samples, key=lambda name: (len(name), name))
+        for name in log.names()
     ]
 
 

@@ -8,6 +8,7 @@ gives the reason under the same name.
     exit_code           of the training, null while it runs
     job_id, experiment, run_name, command, started, finished (UTC), resumed_from, output_dir
     nodes               host names, in rank order
+    pid                 of rank 0, on the first node
     world_size          number of ranks
     hardware            gpu (name), gpus (on all nodes), gpu_memory_mib, cpu, cpus (of one node)
     git                 commit, dirty (whether files differed from it)
@@ -15,7 +16,8 @@ gives the reason under the same name.
                         backend, algorithm, transport
     versions            python and packages
     knobs               name -> requested, effective
-    settings            value of every knob, and of each other flag that was given
+    settings            value of every knob, and of each other flag that was given; paths below the repository are
+                        relative to it, as in command
     parameters          number of them, tied ones once
     steps_per_epoch     optimizer steps
     train_size, eval_size
@@ -77,10 +79,11 @@ class RunRecord:
         hosts = [host for (host,) in gather_lists([socket.gethostname()])]
         self.content |= {
             "experiment": experiment_path(),
-            "command": sys.argv,
+            "command": [from_repository(word) for word in sys.argv],
             "started": now(),
             "finished": None,
             "nodes": list(dict.fromkeys(hosts)),
+            "pid": os.getpid(),
             "world_size": len(hosts),
             "hardware": hardware(len(hosts)),
             "git": git_state(),
@@ -88,6 +91,8 @@ class RunRecord:
             "versions": {"python": platform.python_version()} | {name: version(name) for name in PACKAGES},
             **values,
         }
+        settings = self.content.get("settings", {})
+        self.content["settings"] = {flag: from_repository(value) for flag, value in settings.items()}
         self.write()
 
     def update(self, **values: object) -> None:
@@ -188,6 +193,12 @@ def experiment_path() -> str:
         return os.environ["EXPERIMENT"]
     here = Path.cwd()
     return str(here.relative_to(REPOSITORY)) if here.is_relative_to(REPOSITORY) else here.name
+
+
+def from_repository(value: object) -> object:
+    """A path below the repository as seen from there; all else as it is. A record tells nothing of the machine."""
+    inside = isinstance(value, str) and Path(value).is_absolute() and Path(value).is_relative_to(REPOSITORY)
+    return str(Path(value).relative_to(REPOSITORY)) if inside else value
 
 
 def hardware(world_size: int) -> dict:

@@ -1,80 +1,157 @@
-"""Tables from run records.
+"""The workshop's tables and plots, from the records and memory logs that the runs left.
 
-python scripts/report.py --job results/123.json        # the baseline summary of one run
+python scripts/report.py                                   # all experiments, into report/
+python scripts/report.py experiments/deepspeed-multi-gpu   # the runs below these folders only
+python scripts/report.py --all-runs -o /tmp/report         # mean and standard deviation over repeats
+python scripts/report.py --job results/123.json            # one run, in the terminal
+
+Open report/index.html in a browser: it is one file and needs no network.
 """
 
 import argparse
-import json
+import os
 from pathlib import Path
 
 from errors import OneLineErrors, fail
+from memory_logs import logs_of, read_cpu_log, read_gpu_log
+from report_metrics import MOST_EPOCHS, Cell
+from report_render import GENERATOR, comma_separated, grid, lines_of, markdown, page
+from report_runs import Run, find_runs, read_run
+from report_tables import Table, build_table, build_tables, load_definitions
 
-NOTES = {
-    "loss": "mean over all steps, as the Trainer reports it",
-    "speed": "the Trainer's: evaluation and saving included",
-}
+REPOSITORY = Path(__file__).resolve().parent.parent
+DEFINITIONS = REPOSITORY / "experiments" / "tables.yaml"
+RUN_COLUMNS = ["model", "gpus", "runtime", "samples_per_second", "train_loss", "eval_loss", "peak_gpu", "peak_cpu"]
 
 
-def read_record(path: Path) -> dict:
+def write_report(folders: list[Path], output: Path, all_runs: bool) -> str:
+    """Write index.html, and for each table that has runs a .md, a .csv and its plots. Returns what was done."""
+    definitions = load_definitions(DEFINITIONS)
+    for folder in folders:
+        if not folder.is_dir():
+            fail(folder, "there is no such folder", "give folders of experiments")
+    if output.is_dir() and any(output.iterdir()) and GENERATOR not in read_if_there(output / "index.html"):
+        fail(output, "holds files that are no report", "give a new folder with -o")
+    runs = find_runs(folders)
+    if not runs:
+        fail(" ".join(map(str, folders)), "no runs below it", "run an experiment first, or give another folder")
+    tables = [*build_tables(definitions, runs, all_runs), run_table(runs)]
     try:
-        record = json.loads(path.read_text(encoding="utf-8"))
-        if not isinstance(record, dict) or "settings" not in record:
-            raise ValueError("no settings in it")
-        return record
+        output.mkdir(parents=True, exist_ok=True)
+        remove_old(definitions, output)
+        images = write_tables(tables, output)
+        completed = sum(run.completed for run in runs)
+        summary = f"{len(runs)} runs, {completed} of them completed. " + (
+            "Means over the completed runs that compare with the latest one, ± standard deviation (number of runs); "
+            "plots show the latest one."
+            if all_runs
+            else "Each row shows the latest completed run of its experiment."
+        )
+        html = page(tables, images, "Results of the workshop", summary)
+        (output / "index.html").write_text(html, encoding="utf-8")
     except OSError as error:
-        fail(path, error.strerror or "cannot be read", "give results/<job_id>.json of a run")
-    except ValueError as error:
-        fail(path, f"is no run record ({error})", "give results/<job_id>.json of a run")
+        fail(error.filename or output, f"cannot be written ({error.strerror})", "give another folder with -o")
+    return f"{len(runs)} runs, {sum(table.has_runs for table in tables)} tables: {output / 'index.html'}"
 
 
-def baseline_summary(record: dict) -> list[tuple[str, str, str]]:
+def read_if_there(path: Path) -> str:
+    return path.read_text(encoding="utf-8", errors="replace") if path.is_file() else ""
+
+
+def write_tables(tables: list[Table], output: Path) -> dict[str, list[Path]]:
+    from report_plots import draw  # matplotlib takes a second, which --job need not wait for
+
+    images = {}
+    for table in tables:
+        if table.has_runs:
+            images[table.name] = draw(table, output)
+            (output / f"{table.name}.md").write_text(markdown(table, images[table.name]), encoding="utf-8")
+            (output / f"{table.name}.csv").write_text(comma_separated(table), encoding="utf-8")
+    return images
+
+
+def remove_old(definitions: list[dict], output: Path) -> None:
+    """Remove the files of an earlier report: one of a table that no longer has runs would look like a result."""
+    for name in (definition["id"] for definition in definitions):
+        for path in [*output.glob(f"{name}*.md"), *output.glob(f"{name}*.csv"), *output.glob(f"{name}-*.png")]:
+            path.unlink()
+
+
+def run_table(runs: list[Run]) -> Table:
+    """Every run that was found, oldest first, with its GPU-hours."""
+    definition = {"id": "runs", "title": "All runs", "question": "What ran, how did it end, and what did it cost?"}
+    definition |= {"columns": [*RUN_COLUMNS, "gpu_hours"], "rows": []}
+    definition["note"] = "GPU-hours: GPUs of the job x time from the run record's start to its end, start-up left out."
+    table = build_table(definition, {}, all_runs=False)
+    for run in runs:
+        one = definition | {"rows": [{"label": run.experiment, "experiment": run.experiment}]}
+        table.rows += build_table(one, {run.experiment: [run]}, all_runs=False).rows
+    return table
+
+
+def job_tables(path: Path) -> str:
+    """The baseline summary and the memory of one run, for the terminal."""
+    run = read_run(path)
+    if not run.record:
+        fail(path, run.problems[0].removeprefix(f"{path}: "), "give results/<job_id>.json of a run")
+    hours, why = run.gpu_hours()
+    rows = [*summary_rows(run), ["GPU-hours", Cell(hours).text, why], *memory_rows(run)]
+    status = f"{run.status}: {run.status_note}" if run.status == "failed" and run.status_note else run.status
+    output = Path(str(run.record.get("output_dir")))
+    return "\n".join(
+        [
+            f"\nBaseline summary of {run.job_id} ({status}, {run.model})\n",
+            grid(["Metric", "Value", "Note"], rows),
+            "",
+            *(f"incomplete: {problem}" for problem in run.problems if problem not in (run.gpu.reason, run.cpu.reason)),
+            f"model:      {output if (run.folder / output / 'config.json').exists() else 'not saved'}",
+            f"run record: {path}",
+        ]
+    )
+
+
+def summary_rows(run: Run) -> list[list[str]]:
     """Metric, value and note of the workshop's baseline table; a missing value is empty, with its reason."""
-    train, evaluations = record.get("train") or {}, record.get("eval") or []
-    rows = [("Train Loss (Final)", train.get("loss_mean"), NOTES["loss"])]
-    for entry in evaluations:
-        rows.append((f"Eval Loss (Epoch {entry['epoch']:g})", entry["loss"], ""))
-    rows.append(("Training Speed (samples/sec)", train.get("samples_per_second"), NOTES["speed"]))
-    steady = train.get("steady_samples_per_second")
-    rows.append(("  steps alone (samples/sec)", steady, f"{train.get('steady_steps', 0)} steps, warm-up left out"))
-    speed = evaluations[-1]["samples_per_second"] if evaluations else None
-    rows.append(("Evaluation Speed (samples/sec)", speed, "last epoch"))
-    rows.append(("Steps per Epoch", record.get("steps_per_epoch"), "optimizer steps"))
-    for name, key in (("Exact Match (%)", "exact_match"), ("F1 (%)", "f1")):
-        if record["settings"].get("em_f1"):
-            rows.append((name, record.get(key), f"{record['eval_size']} questions"))
-    return [(name, number(value), note if value is not None else reason(record, name)) for name, value, note in rows]
+    definition = next(table for table in load_definitions(DEFINITIONS) if table["id"] == "baseline")
+    evaluations = [f"eval_loss_{n}" for n in range(1, len(run.get("eval") or []) + 1)][:MOST_EPOCHS]
+    others = [name for name in definition["columns"] if not name.startswith("eval_loss") and name != "gpu_hours"]
+    if not run.get("settings.em_f1"):
+        others = [name for name in others if name not in ("exact_match", "f1")]
+    definition |= {"columns": [others[0], *evaluations, *others[1:]], "rows": [{"label": "Value", "experiment": ""}]}
+    return lines_of(build_table(definition, {"": [run]}, all_runs=False))[1]
 
 
-def number(value: float | None) -> str:
-    return "" if value is None else f"{value}" if isinstance(value, int) else f"{value:.4g}"
-
-
-def reason(record: dict, row: str) -> str:
-    """Why the value of a row is missing."""
-    if record["status"] != "completed":
-        return f"the run is {record['status']}"
-    missing = record.get("missing", {})
-    return missing.get("train.steady_samples_per_second", "not measured") if "steps alone" in row else "not measured"
-
-
-def render(rows: list[tuple[str, str, str]], header: tuple[str, str, str]) -> str:
-    """A Markdown table that is readable as it stands."""
-    widths = [max(len(row[i]) for row in [header, *rows]) for i in range(3)]
-    lines = [header, tuple("-" * width for width in widths), *rows]
-    return "\n".join("| " + " | ".join(cell.ljust(w) for cell, w in zip(line, widths, strict=True)) + " |"
-                     for line in lines)  # fmt: skip
+def memory_rows(run: Run) -> list[list[str]]:
+    """Metric, value in MiB and note; one block per GPU, or an empty value with its reason."""
+    rows = []
+    gpu_logs, cpu_logs = logs_of(run.folder, run.job_id)
+    for kind, paths, read, memory in (
+        ("GPU", gpu_logs, read_gpu_log, run.gpu),
+        ("CPU", cpu_logs, read_cpu_log, run.cpu),
+    ):
+        logs = [read(path) for path in paths]
+        for log, name in ((each, name) for each in logs for name in each.names()):
+            series = "CPU" if kind == "CPU" else f"GPU {name}"
+            values = {"peak": log.peak(name), "minimum": log.low(name), "mean": log.mean(name)}
+            note = f"{len(log.samples[name])} samples in {log.path.name}"
+            rows += [[f"{series} memory, {which} (MiB)", Cell(v).text, note] for which, v in values.items()]
+        if not any(log.samples for log in logs):
+            rows.append([f"{kind} memory, peak (MiB)", "", memory.reason])
+    return rows
 
 
 def main() -> None:
     parser = OneLineErrors(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--job", type=Path, required=True, help="run record of the job")
-    path = parser.parse_args().job
-    record = read_record(path)
-    print(f"\nBaseline summary of {record['job_id']} ({record['status']}, {record['settings']['model_name']})\n")
-    print(render(baseline_summary(record), ("Metric", "Value", "Note")))
-    output = Path(record["output_dir"])
-    print(f"\nmodel:      {output if (output / 'config.json').exists() else 'not saved'}")
-    print(f"run record: {path}")
+    parser.add_argument("folders", nargs="*", type=Path, metavar="FOLDER", help="default: experiments")
+    parser.add_argument("-o", "--output", type=Path, default=Path("report"), help="folder for the report")
+    parser.add_argument("--all-runs", action="store_true", help="mean and standard deviation over repeats")
+    parser.add_argument("--job", type=Path, help="print the tables of this run record and write nothing")
+    arguments = parser.parse_args()
+    if arguments.job:
+        print(job_tables(arguments.job))
+        return
+    folders = arguments.folders or [Path(os.path.relpath(REPOSITORY / "experiments"))]
+    print(write_report(folders, arguments.output, arguments.all_runs))
 
 
 if __name__ == "__main__":

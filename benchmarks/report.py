@@ -1,0 +1,84 @@
+"""How long the report takes, and how much memory: runs with 720 samples of 8 GPUs each.
+
+    python benchmarks/report.py            # 100, 300 and 1,000 runs
+    python benchmarks/report.py 50 100
+
+Each report runs in a process of its own. Measured on 2 cores of an AMD EPYC that other programs kept busy, so that
+the seconds are mostly waiting (CPU s on two cores are the work; about 3 s of it are the plots, whatever the runs):
+
+      runs  seconds  CPU s  peak MiB
+       100    10.23   4.03       107
+       300    14.14   5.32       119
+      1000    29.89  10.96       128
+"""
+
+import json
+import os
+import random
+import resource
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+REPOSITORY = Path(__file__).resolve().parent.parent
+SAMPLES, GPUS, INTERVAL_S = 720, 8, 5
+SAMPLE_RUN = "tests/data/runs/experiments/deepspeed-multi-gpu/4_gpus/results/110.json"
+
+
+def make_runs(folder: Path, runs: int) -> None:
+    """Runs of one hour each, spread over the experiments of this repository."""
+    record = json.loads((REPOSITORY / SAMPLE_RUN).read_text())
+    experiments = sorted(path.parent for path in (REPOSITORY / "experiments").rglob("*.slurm"))
+    for number in range(runs):
+        path = folder / experiments[number % len(experiments)].relative_to(REPOSITORY)
+        for name in ("results", "gpu_memory", "cpu_memory"):
+            (path / name).mkdir(parents=True, exist_ok=True)
+        job_id = str(1000 + number)
+        record |= {"experiment": str(path.relative_to(folder)), "job_id": job_id, "world_size": GPUS}
+        record["started"] = f"2026-11-20T10:{number // 60:02d}:{number % 60:02d}+00:00"
+        (path / "results" / f"{job_id}.json").write_text(json.dumps(record))
+        write_logs(path, job_id, random.Random(number))
+
+
+def write_logs(path: Path, job_id: str, chance: random.Random) -> None:
+    stamps = [time.strftime("%Y/%m/%d %H:%M:%S.000", time.gmtime(i * INTERVAL_S)) for i in range(SAMPLES)]
+    gpu = ["timestamp, index, name, memory.used [MiB], memory.total [MiB]"]
+    gpu += [
+        f"{stamp}, {i}, Tesla V100-SXM2-32GB, {chance.randrange(32768)}, 32768" for stamp in stamps for i in range(GPUS)
+    ]
+    cpu = ["# Elapsed time   CPU (%)     Real (MB)   Virtual (MB)"]
+    cpu += [f"{i * INTERVAL_S:12.3f} {99.9:12.3f} {chance.uniform(0, 9e4):12.3f} {1e5:12.3f}" for i in range(SAMPLES)]
+    (path / "gpu_memory" / f"gpu_memory_log_{job_id}.csv").write_text("\n".join(gpu) + "\n")
+    (path / "cpu_memory" / f"cpu_memory_log_{job_id}.txt").write_text("\n".join(cpu) + "\n")
+
+
+def measure(folder: Path) -> tuple[float, float, float]:
+    """Seconds, seconds of CPU, and peak MiB of the report over a folder; the files are in the page cache."""
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    started = time.perf_counter()
+    command = [sys.executable, "scripts/report.py", str(folder), "-o", str(folder / "report")]
+    subprocess.run(command, cwd=REPOSITORY, check=True, stdout=subprocess.DEVNULL)
+    seconds = time.perf_counter() - started
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return seconds, after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime, after.ru_maxrss / 1024
+
+
+def main() -> None:
+    sizes = sorted(map(int, sys.argv[1:])) or [100, 300, 1000]  # rising, as the peak is that of all children so far
+    print(f"{os.cpu_count()} cores, {SAMPLES} samples of {GPUS} GPUs per run")
+    print(f"{'runs':>6} {'seconds':>8} {'CPU s':>6} {'peak MiB':>9}")
+    for runs in sizes:
+        folder = Path(tempfile.mkdtemp(prefix="report-benchmark-"))
+        try:
+            make_runs(folder, runs)
+            seconds, cpu, mib = measure(folder)
+        finally:
+            shutil.rmtree(folder)
+        print(f"{runs:6} {seconds:8.2f} {cpu:6.2f} {mib:9.0f}")
+
+
+if __name__ == "__main__":
+    main()

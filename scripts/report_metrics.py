@@ -1,0 +1,197 @@
+"""What a column of tables.yaml may be: a value of a run with its unit, or its relation to another run."""
+
+import math
+import statistics
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from report_runs import Run
+
+MIB_PER_GIB = 1024
+MOST_EPOCHS = 20  # that a table can show one by one
+
+
+@dataclass(frozen=True)
+class Cell:
+    """A value, and the reason why it is missing or the note that goes with it. `spread`, `count`: of repeats."""
+
+    value: float | int | str | None
+    note: str = ""
+    spread: float | None = None
+    count: int = 1
+
+    @property
+    def text(self) -> str:
+        if self.spread is None:
+            return shown(self.value)
+        spread = f"{self.spread:,.0f}" if self.spread >= 10 else f"{self.spread:.2g}"
+        return f"{shown(self.value)} ± {spread} ({self.count})"
+
+
+@dataclass(frozen=True)
+class Metric:
+    header: str
+    read: Callable[[Run], Cell]
+
+
+def shown(value: float | int | str | None) -> str:
+    """A number with four significant digits at least, and no digit of a whole part lost."""
+    if value is None:
+        return ""
+    if isinstance(value, str):
+        return value
+    if isinstance(value, int):
+        return f"{value:,}" if value >= 1_000_000 else str(value)
+    if math.isfinite(value) and abs(value) >= 10000:
+        return f"{value:,.0f}"
+    return f"{value:.1f}" if math.isfinite(value) and abs(value) >= 1000 else f"{value:.4g}"
+
+
+def recorded(path: str, scale: float = 1) -> Callable[[Run], Cell]:
+    """A number of the run record."""
+
+    def read(run: Run) -> Cell:
+        value = run.number(path)
+        if value is None:
+            return Cell(None, run.why_missing(path))
+        return Cell(value if scale == 1 else value / scale)
+
+    return read
+
+
+def logged(kind: str, which: str, scale: float = 1) -> Callable[[Run], Cell]:
+    """`peak`, `low` or `mean` of a memory log."""
+
+    def read(run: Run) -> Cell:
+        memory = getattr(run, kind)
+        value = getattr(memory, which)
+        return Cell(None, memory.reason) if value is None else Cell(value / scale)
+
+    return read
+
+
+def eval_loss(epoch: int) -> Callable[[Run], Cell]:
+    """Loss of the n-th evaluation: the last one of a run may stand at 2.93 epochs instead of 3."""
+
+    def read(run: Run) -> Cell:
+        entries = run.get("eval")
+        if not isinstance(entries, list) or len(entries) < epoch:
+            reason = run.why_missing("eval") if not run.completed else f"there were {len(entries or [])} evaluations"
+            return Cell(None, reason)
+        return Cell(run.number(f"eval.{epoch - 1}.loss"), f"epoch {entries[epoch - 1]['epoch']:.4g}")
+
+    return read
+
+
+def score(name: str) -> Callable[[Run], Cell]:
+    """Percent over the evaluation questions."""
+
+    def read(run: Run) -> Cell:
+        found = recorded(name)(run)
+        return found if found.value is None else Cell(found.value, f"{run.get('eval_size')} questions")
+
+    return read
+
+
+def gpu_hours(run: Run) -> Cell:
+    return Cell(*run.gpu_hours())
+
+
+def model(run: Run) -> Cell:
+    return Cell(run.model or None, "" if run.model else run.why_missing("settings"))
+
+
+METRICS = {
+    "model": Metric("Model", model),
+    "gpus": Metric("GPUs", recorded("world_size")),
+    "parameters": Metric("Parameters", recorded("parameters")),
+    "num_layers": Metric("Layers", recorded("settings.num_layers")),
+    "batch_size": Metric("Batch per GPU", recorded("settings.per_device_train_batch_size")),
+    "train_size": Metric("Train questions", recorded("train_size")),
+    "steps_per_epoch": Metric("Steps per epoch", recorded("steps_per_epoch")),
+    "train_loss": Metric("Train loss", recorded("train.loss_mean")),
+    "eval_loss": Metric("Final eval loss", recorded("eval.-1.loss")),
+    **{f"eval_loss_{n}": Metric(f"Eval Loss (Epoch {n})", eval_loss(n)) for n in range(1, MOST_EPOCHS + 1)},
+    "runtime": Metric("Train runtime (s)", recorded("train.runtime_s")),
+    "steps_per_second": Metric("Train steps/s", recorded("train.steps_per_second")),
+    "samples_per_second": Metric("Train samples/s", recorded("train.samples_per_second")),
+    "steady_samples_per_second": Metric("Steps alone, samples/s", recorded("train.steady_samples_per_second")),
+    "eval_samples_per_second": Metric("Eval samples/s", recorded("eval.-1.samples_per_second")),
+    "exact_match": Metric("Exact Match (%)", score("exact_match")),
+    "f1": Metric("F1 (%)", score("f1")),
+    "peak_gpu": Metric("Peak GPU memory (MiB)", logged("gpu", "peak")),
+    "low_gpu": Metric("Minimum GPU memory (MiB)", logged("gpu", "low")),
+    "mean_gpu": Metric("Mean GPU memory (MiB)", logged("gpu", "mean")),
+    "mean_gpu_gib": Metric("GPU memory, default (GiB)", logged("gpu", "mean", MIB_PER_GIB)),
+    "peak_cpu": Metric("Peak CPU memory (MiB)", logged("cpu", "peak")),
+    "mean_cpu": Metric("Mean CPU memory (MiB)", logged("cpu", "mean")),
+    "callback_samples_per_second": Metric("Samples/s, callback", recorded("callbacks.train/samples_per_second_mean")),
+    "callback_gpu_gib": Metric("GPU memory, callback (GiB)", recorded("callbacks.avg_mem_alloc_MB", MIB_PER_GIB)),
+    "callback_gpu_mib": Metric("GPU memory allocated (MiB)", recorded("callbacks.avg_mem_alloc_MB")),
+    "gpu_utilisation": Metric("GPU utilisation (%)", recorded("callbacks.avg_gpu_util_%")),
+    "gpu_hours": Metric("GPU-hours", gpu_hours),
+}
+
+
+@dataclass(frozen=True)
+class Relation:
+    """A column ``name.metric``: computed from the row's value, the reference's, and the GPUs of both."""
+
+    header: str
+    compute: Callable[[float, float, int, int], float]
+
+
+RELATIONS = {
+    "reference": Relation("{metric}, {reference}", lambda value, base, gpus, base_gpus: base),
+    "saving": Relation("{metric}: saving (%)", lambda value, base, gpus, base_gpus: (base - value) / base * 100),
+    "change": Relation("{metric}: change (%)", lambda value, base, gpus, base_gpus: (value - base) / base * 100),
+    "factor": Relation("{metric}: scale factor", lambda value, base, gpus, base_gpus: value / base),
+    "speedup": Relation("{metric}: scale factor", lambda value, base, gpus, base_gpus: base / value),
+    "weak_efficiency": Relation("Efficiency, time (%)", lambda value, base, gpus, base_gpus: base / value * 100),
+    "efficiency": Relation(
+        "Efficiency, per GPU (%)", lambda value, base, gpus, base_gpus: (value / gpus) / (base / base_gpus) * 100
+    ),
+}
+
+
+def header(column: str, reference: str = "") -> str:
+    relation, _, metric = column.rpartition(".")
+    name = METRICS[metric].header
+    if not relation:
+        return name
+    short = name.replace("Train ", "").split(" (")[0] if relation != "reference" else name
+    return RELATIONS[relation].header.format(metric=short[0].upper() + short[1:], reference=reference)
+
+
+def cell(column: str, runs: list[Run], base: list[Run], base_name: str) -> Cell:
+    """The cell of a column: of one run, or the mean over its repeats. base: runs to which relations refer."""
+    relation, _, metric = column.rpartition(".")
+    own = over_repeats(METRICS[metric].read, runs)
+    if not relation:
+        return own
+    if not base:
+        return Cell(None, f"no completed run of {base_name}")
+    reference = over_repeats(METRICS[metric].read, base)
+    if relation == "reference":
+        return reference
+    for run, value in ((runs[0], own), (base[0], reference)):
+        if not run.completed:
+            return Cell(None, f"the run is {run.status}")
+        if value.value is None:
+            return value
+    gpus = [run.number("world_size") or 1 for run in (runs[0], base[0])]
+    try:
+        return Cell(RELATIONS[relation].compute(own.value, reference.value, *gpus))
+    except ZeroDivisionError:
+        return Cell(None, "division by a value of 0")
+
+
+def over_repeats(read: Callable[[Run], Cell], runs: list[Run]) -> Cell:
+    """Mean and sample standard deviation over repeats of which all have the value."""
+    cells = [read(run) for run in runs]
+    values = [c.value for c in cells if c.value is not None]
+    if len(values) < 2 or any(isinstance(value, str) for value in values):
+        return next((c for c in cells if c.value is not None), cells[0])
+    if all(isinstance(value, int) for value in values) and len(set(values)) == 1:
+        return cells[0]
+    return Cell(statistics.fmean(values), cells[0].note, statistics.stdev(values), len(values))

@@ -1,0 +1,222 @@
+"""The one engine behind all tables: experiments/tables.yaml and the runs in, rows of cells out."""
+
+from collections import Counter
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import yaml
+from errors import fail
+from report_metrics import METRICS, RELATIONS, Cell, cell, header
+from report_runs import Run
+
+TABLE_KEYS = {"id", "title", "question", "rows", "columns", "note", "plots", "per_model", "varies", "transpose"}
+TABLE_KEYS |= {"reference", "names"}
+ROW_KEYS = {"label", "experiment", "reference"}
+PLOTS = {"loss", "memory", "peaks", "throughput", "efficiency"}
+# Settings that name places and looks. All others define the run. Data size and precision are traits of their own.
+NO_TRAIT = {"output_dir", "run_name", "deepspeed", "fsdp", "fsdp_config", "disable_tqdm", "logging_steps"}
+NO_TRAIT |= {"train_size", "samples_per_gpu", "fp16", "bf16", "save_total_limit", "resume_from_checkpoint"}
+NO_TRAIT |= {"report_to", "local_rank", "optim"}
+
+
+@dataclass
+class Row:
+    """label, then the run it shows (None: there is none yet), its repeats, its cells, and what is to be said."""
+
+    label: str
+    experiment: str
+    run: Run | None
+    repeats: list[Run]
+    cells: list[Cell] = field(default_factory=list)
+    remarks: list[str] = field(default_factory=list)
+
+    @property
+    def jobs(self) -> str:
+        """Ids of the jobs whose values the cells hold."""
+        return ", ".join(run.job_id for run in self.repeats)
+
+    @property
+    def status(self) -> str:
+        return self.run.shown_status if self.run else "not run yet"
+
+
+@dataclass
+class Table:
+    name: str
+    title: str
+    question: str
+    note: str
+    columns: list[str]
+    headers: list[str]
+    rows: list[Row]
+    plots: list[str]
+    transpose: bool = False
+
+    @property
+    def has_runs(self) -> bool:
+        return any(row.run for row in self.rows)
+
+
+def load_definitions(path: Path) -> list[dict]:
+    """The tables of a tables.yaml, checked. Exit code 2 with one line when something is wrong in it."""
+    way_out = "see the comment at its top"
+    try:
+        tables = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError) as error:
+        fail(path, f"cannot be read ({getattr(error, 'strerror', None) or error})", "restore it with git checkout")
+    except yaml.YAMLError as error:
+        line = f"{path}:{error.problem_mark.line + 1}" if getattr(error, "problem_mark", None) else path
+        fail(line, f"is no YAML ({getattr(error, 'problem', error)})", way_out)
+    if not isinstance(tables, list) or not all(isinstance(table, dict) for table in tables):
+        fail(path, "is no list of tables", way_out)
+    for number, table in enumerate(tables, 1):
+        if problem := wrong_in(table):
+            fail(path, f"table {table.get('id', number)}: {problem}", way_out)
+    if repeated := [name for name, count in Counter(table["id"] for table in tables).items() if count > 1]:
+        fail(path, f"table {repeated[0]}: there are two of this id", way_out)
+    return tables
+
+
+def wrong_in(table: dict) -> str:
+    """The first mistake in the definition of a table, empty when there is none."""
+    if missing := {"id", "title", "question", "rows", "columns"} - table.keys():
+        return f"no {min(missing)}"
+    if unknown := table.keys() - TABLE_KEYS:
+        return f"unknown key {min(unknown)}"
+    for column in table["columns"]:
+        relation, _, metric = str(column).rpartition(".")
+        if metric not in METRICS or (relation and relation not in RELATIONS):
+            return f"unknown column {column}"
+    for row in table["rows"]:
+        if not isinstance(row, dict) or not {"label", "experiment"} <= row.keys() <= ROW_KEYS:
+            return f"row {row} has other keys than label, experiment and reference"
+    if unknown := set(table.get("plots", [])) - PLOTS:
+        return f"unknown plot {min(unknown)}"
+    return ""
+
+
+def build_tables(definitions: list[dict], runs: list[Run], all_runs: bool = False) -> list[Table]:
+    """Every table of the definitions; one per model where it says so."""
+    by_experiment: dict[str, list[Run]] = {}
+    for run in runs:
+        by_experiment.setdefault(run.experiment, []).append(run)
+    tables = []
+    for definition in definitions:
+        names = {name for row in definition["rows"] for name in (row["experiment"], row.get("reference")) if name}
+        candidates = {name: by_experiment.get(name, []) for name in names}
+        if not definition.get("per_model"):
+            tables.append(build_table(definition, candidates, all_runs))
+            continue
+        for model in models(candidates):
+            own = {name: [r for r in found if r.model == model] for name, found in candidates.items()}
+            tables.append(build_table(definition, own, all_runs, model))
+    return tables
+
+
+def models(candidates: dict[str, list[Run]]) -> list[str]:
+    """Models of these runs, small ones first; one empty name when there is no run."""
+    sizes: dict[str, float] = {}
+    for run in (run for runs in candidates.values() for run in runs):
+        sizes[run.model] = max(sizes.get(run.model, 0), run.number("parameters") or 0)
+    return sorted(sizes, key=lambda model: (sizes[model], model)) or [""]
+
+
+def build_table(definition: dict, candidates: dict[str, list[Run]], all_runs: bool, model: str = "") -> Table:
+    rows = []
+    for row in definition["rows"]:
+        shown = chosen(candidates[row["experiment"]])
+        rows.append(
+            Row(row["label"], row["experiment"], shown, repeats(shown, candidates[row["experiment"]], all_runs))
+        )
+    references = reference_names(definition)
+    for row, reference in zip(rows, references, strict=True):
+        if row.run:
+            base = chosen(candidates[reference])
+            base_runs = repeats(base, candidates[reference], all_runs) if base and base.completed else []
+            row.cells = [cell(column, row.repeats, base_runs, reference) for column in definition["columns"]]
+            row.remarks += remarks(row, candidates[row.experiment], all_runs)
+        else:
+            row.cells = [Cell(None, "no run yet") for _ in definition["columns"]]
+    bases = [chosen(candidates[name]) if "reference" in definition else None for name in references]
+    compared = [(row, row.run, "") for row in rows]
+    compared += [(row, base, f"{definition.get('reference')} (job {base.job_id}): ")
+                 for row, base in zip(rows, bases, strict=True) if base and row.run]  # fmt: skip
+    mark_differences([entry for entry in compared if entry[1] and entry[1].record], set(definition.get("varies", [])))
+    slug = "".join(c if c.isalnum() else "-" for c in model.split("/")[-1].lower())
+    return Table(
+        name=f"{definition['id']}-{slug}" if model else definition["id"],
+        title=f"{definition['title']}: {model}" if model else definition["title"],
+        question=definition["question"],
+        note=definition.get("note", ""),
+        columns=definition["columns"],
+        headers=headers(definition),
+        rows=rows,
+        plots=definition.get("plots", []),
+        transpose=definition.get("transpose", False),
+    )
+
+
+def headers(definition: dict) -> list[str]:
+    names = definition.get("names", {})
+    return [names.get(column) or header(column, definition.get("reference", "")) for column in definition["columns"]]
+
+
+def reference_names(definition: dict) -> list[str]:
+    """The experiment to which the relations of each row refer: its own, else that of the first row."""
+    return [row.get("reference", definition["rows"][0]["experiment"]) for row in definition["rows"]]
+
+
+def chosen(runs: list[Run]) -> Run | None:
+    """The run that stands for an experiment: the latest completed one, else the latest of any status."""
+    return max(runs, key=lambda run: (run.completed, run.order), default=None)
+
+
+def repeats(shown: Run | None, runs: list[Run], all_runs: bool) -> list[Run]:
+    """The run itself, and with `all_runs` all completed ones that compare with it."""
+    if not shown or not all_runs or not shown.completed:
+        return [shown] if shown else []
+    own = traits(shown)
+    return [shown] + [run for run in runs if run is not shown and run.completed and traits(run) == own]
+
+
+def remarks(row: Row, runs: list[Run], all_runs: bool) -> list[str]:
+    """What a reader must know of the row's run: how it ended, what is damaged, and which newer run is not shown."""
+    run = row.run
+    lines = [f"{run.status}: {run.status_note}"] if run.status_note else []
+    lines += [f"incomplete: {problem}" for problem in run.problems]
+    newer = [other for other in runs if other.order > run.order]
+    lines += [f"the newer job {other.job_id} is not shown: it is {other.status}" for other in newer[-1:]]
+    if all_runs:
+        others = [other for other in runs if other.completed and other not in row.repeats]
+        lines += [f"job {other.job_id} is not in the mean: {differences(other, run)}" for other in others]
+    return lines
+
+
+def traits(run: Run) -> dict[str, str]:
+    """What must be equal between runs that are compared."""
+    settings = run.get("settings") if isinstance(run.get("settings"), dict) else {}
+    found = {name: str(value) for name, value in settings.items() if name not in NO_TRAIT and value is not None}
+    flags = "fp16" if settings.get("fp16") else "bf16" if settings.get("bf16") else "fp32"
+    found["precision"] = str(run.get("knobs.precision.effective") or flags)
+    per_gpu = settings.get("samples_per_gpu")
+    found["data size"] = f"{per_gpu} per GPU" if per_gpu else f"{settings.get('train_size')} in all"
+    found["hardware"] = str(run.get("hardware.gpu") or run.get("hardware.cpu"))
+    commit = str(run.get("git.commit"))[:10]
+    found["commit"] = f"{commit} with changes" if run.get("git.dirty") else commit
+    return found
+
+
+def differences(run: Run, other: Run) -> str:
+    own, theirs = traits(run), traits(other)
+    names = [name for name in own | theirs if own.get(name) != theirs.get(name)]
+    return "; ".join(f"{name} {own.get(name, 'unset')} instead of {theirs.get(name, 'unset')}" for name in names)
+
+
+def mark_differences(compared: list[tuple[Row, Run, str]], varies: set[str]) -> None:
+    """Say in the remarks of each row in which trait its run differs from the table's most frequent value."""
+    found = [(row, traits(run), prefix) for row, run, prefix in compared]
+    for name in dict.fromkeys(name for _, own, _ in found for name in own if name not in varies):
+        usual = Counter(own.get(name, "unset") for _, own, _ in found).most_common(1)[0][0]
+        for row, own, prefix in found:
+            if own.get(name, "unset") != usual:
+                row.remarks.append(f"{prefix}does not compare: {name} {own.get(name, 'unset')}, others {usual}")

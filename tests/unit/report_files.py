@@ -1,0 +1,62 @@
+"""Made-up runs for the tests of the report: a record and memory logs that a test then bends."""
+
+import copy
+import json
+from pathlib import Path
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+RUNS = REPOSITORY / "tests" / "data" / "runs"
+SAMPLE = RUNS / "experiments" / "deepspeed-single-gpu" / "zero_1" / "results" / "102.json"
+GPU_HEADER = "timestamp, index, name, memory.used [MiB], memory.total [MiB]"
+CPU_HEADER = "# Elapsed time   CPU (%)     Real (MB)   Virtual (MB)"
+
+
+def gpu_log(*used: float, gpus: int = 1, step: int = 5) -> str:
+    """Samples that are all of one value per time step."""
+    lines = [
+        f"2026/11/20 22:{i * step // 60:02d}:{i * step % 60:02d}.000, {gpu}, Tesla V100-SXM2-32GB, {mib}, 32768"
+        for i, mib in enumerate(used)
+        for gpu in range(gpus)
+    ]
+    return "\n".join([GPU_HEADER, *lines]) + "\n"
+
+
+def cpu_log(*real: float, step: int = 5) -> str:
+    return "\n".join([CPU_HEADER, *(f"{i * step:.3f} 99.0 {mib:.3f} 9999.0" for i, mib in enumerate(real))]) + "\n"
+
+
+def add_run(
+    top: Path,
+    experiment: str,
+    job_id: str,
+    gpu: str | bytes | None = "",
+    cpu: str | bytes | None = "",
+    **changes: object,
+) -> Path:
+    """Write a run below `top`/experiments. Changes such as settings__labels="answer" go into the record.
+
+    gpu, cpu: the log's content, None for no log, empty for a good one.
+    """
+    folder = top / "experiments" / experiment
+    record = copy.deepcopy(json.loads(SAMPLE.read_text()))
+    record |= {"experiment": f"experiments/{experiment}", "job_id": job_id}
+    record["started"] = f"2026-11-20T10:00:{int(job_id) % 60:02d}+00:00"
+    record["train"]["runtime_s"] = 15
+    for path, value in changes.items():
+        *parents, last = path.split("__")
+        inner = record
+        for key in parents:
+            inner = inner[key]
+        inner[last] = value
+    write(folder / "results" / f"{job_id}.json", json.dumps(record))
+    gpus = record["world_size"]
+    good = {"gpu": gpu_log(100, 900, 500, gpus=gpus), "cpu": cpu_log(10, 90, 50)}
+    for kind, suffix, content in (("gpu", "csv", gpu), ("cpu", "txt", cpu)):
+        if content is not None:
+            write(folder / f"{kind}_memory" / f"{kind}_memory_log_{job_id}.{suffix}", content or good[kind])
+    return folder
+
+
+def write(path: Path, content: str | bytes) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(content if isinstance(content, bytes) else content.encode())
