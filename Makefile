@@ -1,4 +1,4 @@
-# make demo | report | test | lint     (Python 3.11 or newer with venv, git, make and g++ must be installed)
+# make demo | report | test | test-experiments | lint     (Python 3.11 or newer with venv, git, make and g++ must be installed)
 PYTHON ?= python3
 BIN := .venv/bin
 
@@ -10,6 +10,9 @@ report: .venv/installed
 
 test: .venv/installed-dev
 	$(BIN)/python -m pytest
+
+test-experiments: .venv/installed-dev
+	$(BIN)/python -m pytest -m experiments tests/slurm
 
 lint: .venv/installed-dev
 	$(BIN)/ruff check . && $(BIN)/ruff format --check .
@@ -26,4 +29,4 @@ lint: .venv/installed-dev
 	$(BIN)/python -m pip install --quiet -r requirements-dev.txt
 	touch $@
 
-.PHONY: demo report test lint
+.PHONY: demo report test test-experiments lint

@@ -20,6 +20,7 @@ from memory_logs import read_cpu_log, read_gpu_log
 TWO_NODES = "deepspeed-multi-node/2_nodes"
 NODES = ("node1", "node2")
 TOLERANCE = 1e-4  # what the order of fp32 additions may change
+BRIEF = {"TRAIN_SIZE": 32, "EVAL_SIZE": 16, "NUM_EPOCHS": 1}
 BAD_NAME = "x; touch pwned $(touch pwned2) `touch pwned3`"
 
 
@@ -122,6 +123,12 @@ def table(lab: Lab) -> dict[str, Spec]:
         "2 gpus, its port is taken": Spec("deepspeed-multi-gpu/2_gpus", sbatch=("--hold",), act=take_its_port),
         "offload": Spec("deepspeed-single-gpu/cpu_offloading/pinned_memory"),
         "srun": Spec("deepspeed-native-launch/zero3_offload", ("--model-name", "tiny-bloom", "--steps", 4)),
+        # FSDP, DDP and the custom GPT
+        "fsdp 4 gpus": Spec("fsdp-strategies/hybrid_shard", variables=BRIEF),
+        "fsdp 2 nodes": Spec("fsdp-multi-node/2_nodes", variables=BRIEF),
+        "comparison": Spec("methods-comparison/ddp", variables=BRIEF),
+        "weak scaling": Spec("custom-model/weak_scaling/2_gpus", variables=BRIEF),
+        "gpt 2 nodes": Spec("custom-model/multi_node/2_nodes", variables=BRIEF),
         # 2 x 2 ranks x micro batch 1 x 4 steps, against 1 rank x 4 x 4
         "4 ranks": Spec(
             TWO_NODES,
@@ -185,12 +192,30 @@ def job(jobs, request):
 
 
 KINDS = ("baseline", "offload", "2 gpus, its port is taken", "2 nodes", "srun")
+KINDS += ("fsdp 4 gpus", "fsdp 2 nodes", "comparison", "weak scaling", "gpt 2 nodes")
 
 
 @uses(*KINDS)
 def test_each_kind_leaves_record_logs_and_summary(job: Job):
     asked = directives(job.script)
     check_completed(job, nodes=int(asked["nodes"]), gpus=int(asked["gpus-per-node"]))
+
+
+STRATEGIES = {
+    "fsdp 4 gpus": "FSDP2 HYBRID_SHARD",
+    "fsdp 2 nodes": "FSDP2 FULL_SHARD",
+    "comparison": "DDP",
+    "weak scaling": "FSDP2 FULL_SHARD",
+    "gpt 2 nodes": "FSDP2 FULL_SHARD",
+}
+
+
+@uses(*STRATEGIES)
+def test_each_method_is_the_one_of_its_folder(job: Job, request):
+    assert job.effective("strategy") == STRATEGIES[request.node.callspec.params["job"]]
+    gpt = "custom-model" in str(job.folder)
+    assert job.record["settings"]["model_name"] == ("custom-gpt" if gpt else "tiny-bloom")
+    assert job.record["settings"]["labels"] == "answer"
 
 
 @uses("2 nodes")
@@ -513,3 +538,26 @@ def test_nothing_is_submitted_when_one_experiment_is_wrong(own_lab, spoil):
     assert all(re.search(message, line) for line in errors), errors
     assert queue(own_lab) == []
     assert done.stdout == ""
+
+
+# What takes a minute
+
+
+@pytest.mark.experiments
+def test_a_job_at_its_time_limit_says_so(lab):
+    job = lab.submit("baseline", sbatch=("--time=00:01:00",), **ENDLESS).wait()
+    assert job.state == "TIMEOUT", job
+    assert job.processes() == {}
+    assert job.record["status"] == "timeout"
+    assert job.losses
+
+
+@pytest.mark.experiments
+def test_a_killed_rank_of_bare_srun_ends_the_others(lab):
+    job = lab.submit("deepspeed-native-launch/zero3_offload", **ENDLESS)
+    job.wait_for_training()
+    assert job.kill("node1", signal.SIGKILL, "train.py", "SLURM_PROCID=1\0", "/python\0") == 1
+    job.wait(60)
+    assert (job.state, job.exit_code) == ("FAILED", 137), job
+    assert job.record["status"] == "failed"
+    assert job.processes() == {}

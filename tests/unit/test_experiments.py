@@ -45,6 +45,12 @@ FOLDERS = {
     ],
     "fsdp-multi-gpu": [f"{gpus}_gpus/multi_gpu.slurm" for gpus in (2, 4, 8)],
     "fsdp-multi-node": [f"{nodes}_nodes/multi_node.slurm" for nodes in (2, 4, 8)],
+    "custom-model": [
+        "single_node/single_node.slurm",
+        *(f"multi_gpu/{gpus}_gpus/multi_gpu.slurm" for gpus in (2, 4, 8)),
+        *(f"multi_node/{nodes}_nodes/multi_node.slurm" for nodes in (2, 4, 8)),
+        *(f"weak_scaling/{gpus}_gpus/weak_scaling.slurm" for gpus in (2, 4, 8, 16)),
+    ],
     "methods-comparison": [
         f"{name}/comparison.slurm" for name in ("ddp", "fsdp1", "fsdp2", "zero3", "zero3_offload")
     ],
@@ -68,6 +74,10 @@ each_script = pytest.mark.parametrize("script", SCRIPTS, ids=relative)
 def test_families_hold_the_experiments_of_the_documents(family):
     found = {str(path.relative_to(EXPERIMENTS / family)) for path in (EXPERIMENTS / family).rglob("*.slurm")}
     assert found == set(FOLDERS[family])
+
+
+def test_there_is_no_other_experiment():
+    assert {path.relative_to(EXPERIMENTS).parts[0] for path in SCRIPTS} == set(FOLDERS)
 
 
 @each_script

@@ -1,0 +1,66 @@
+"""Every experiment folder as a job, and what takes a minute: `make test-experiments`. Left out of `make test`."""
+
+import re
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+from cluster import run as run_command
+from conftest import running_cluster
+from helpers import REPOSITORY
+from jobs import Job, Lab, check_completed, directives
+
+pytestmark = [pytest.mark.experiments, pytest.mark.timeout(3600)]
+EXPERIMENTS = REPOSITORY / "experiments"
+SCRIPTS = sorted(EXPERIMENTS.rglob("*.slurm"))
+# These need a GPU: the config that their script names, and the error that ends them here
+REFUSED = {
+    "full_shard_cpu_offload.json": r"error: .+full_shard_cpu_offload\.json: cpu_offload needs a GPU",
+    "fsdp1_full_shard.json": r"error: .+fsdp1_full_shard\.json: FSDP1 needs a GPU",
+}
+
+
+def shape(script: Path) -> tuple[int, int]:
+    asked = directives(script)
+    return int(asked["nodes"]), int(asked["gpus-per-node"])
+
+
+@pytest.fixture(scope="module")
+def large_lab(tmp_path_factory) -> Iterator[Lab]:
+    """As many nodes as the largest experiment asks for."""
+    for cluster in running_cluster(nodes=max(shape(script)[0] for script in SCRIPTS)):
+        yield Lab(tmp_path_factory.mktemp("experiments"), cluster)
+
+
+@pytest.fixture(scope="module")
+def ended(large_lab, request):
+    """``ended(script)`` is its ended job; those of the selected tests run ahead, two at a time."""
+    pool = ThreadPoolExecutor(max_workers=2)
+
+    def run(script: Path) -> Job:
+        experiment = str(script.parent.relative_to(EXPERIMENTS))
+        return large_lab.submit(experiment, NUM_EPOCHS=1).wait(timeout=3000)
+
+    items = (getattr(item, "callspec", None) for item in request.session.items)
+    wanted = [item.params["script"] for item in items if item and "script" in item.params]
+    futures = {script: pool.submit(run, script) for script in SCRIPTS if script in wanted}
+    yield lambda script: futures[script].result()
+    pool.shutdown(wait=False, cancel_futures=True)
+    run_command(["scancel", "--user=root"], env=large_lab.cluster.env, check=False)
+    pool.shutdown()
+
+
+@pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: str(path.relative_to(EXPERIMENTS)))
+def test_experiment(script: Path, ended):
+    job, (nodes, gpus) = ended(script), shape(script)
+    for config, error in REFUSED.items():
+        if f"/{config}" in script.read_text():
+            assert (job.state, job.exit_code) == ("FAILED", 3), job
+            assert len(job.error_lines) == 1, job
+            assert re.match(error, job.error_lines[0])
+            return
+    check_completed(job, nodes, gpus)
+    if nodes > 1:
+        assert job.record["bandwidth"]["ranks"] == nodes * gpus
+        assert job.record["bandwidth"]["bus_bandwidth_gb_per_s"] > 0
