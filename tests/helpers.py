@@ -5,7 +5,6 @@ import itertools
 import json
 import os
 import re
-import signal
 import socket
 import subprocess
 import sys
@@ -13,6 +12,8 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+
+import psutil
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 # The first DeepSpeed run on a machine compiles its CPU optimizer, which takes up to two minutes on two free cores
@@ -87,7 +88,7 @@ class Finished:
 
 
 class Process:
-    """A script that runs in the background; `wait` gives its `Finished`. Ends with its whole process group."""
+    """A script that runs in the background; `wait` gives its `Finished`."""
 
     def __init__(self, folder: Path, arguments: list[str], environment: dict, job_id: str):
         self.folder, self.arguments, self.job_id = folder, arguments, job_id
@@ -102,8 +103,9 @@ class Process:
         try:
             code = self.popen.wait(timeout)
         except subprocess.TimeoutExpired:
-            self.kill()
             raise AssertionError(f"still running after {timeout} s\n{self.finished('none')}") from None
+        finally:
+            self.kill()
         return self.finished(code)
 
     def finished(self, code: object) -> Finished:
@@ -113,9 +115,14 @@ class Process:
         return Finished(f"{self.variables} {' '.join(self.arguments)}", code, log, self.folder, self.job_id)
 
     def kill(self) -> None:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(self.popen.pid, signal.SIGKILL)
-        self.popen.wait()
+        """End what still runs. torchrun gives each rank a session of its own, so a process group is not enough."""
+        if self.popen.poll() is None:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                parent = psutil.Process(self.popen.pid)
+                for process in [*parent.children(recursive=True), parent]:
+                    with contextlib.suppress(psutil.NoSuchProcess):
+                        process.kill()
+            self.popen.wait()
 
     def until(self, condition: Callable[[], object], timeout: float = RUN_TIMEOUT) -> object:
         """Poll until `condition` is true, and return its value; fail when the process ends before."""
