@@ -25,7 +25,7 @@ CHANGED = {
     "SEQ_LENGTH": ("seq_length", 600),
 }
 SITE = """
-site_setup() { PATH=%s:$PATH; }
+site_setup() { PATH="%s:$PATH"; }
 : "${DATASET:=$ROOT/data/squad_sample.json}" "${PADDING:=longest}" "${REQUIRE_GPU:=0}"
 """
 
