@@ -225,7 +225,7 @@ def gpu_line(index: int, used: object, unit: str = "") -> str:
         (GPU_HEADER + gpu_line(0, 3, " MiB"), {"0": [3]}, 0),
         (GPU_HEADER + gpu_line(0, 1) + gpu_line(1, 2) + gpu_line(0, 3), {"0": [1, 3], "1": [2]}, 0),
         (GPU_HEADER + gpu_line(10, 1) + gpu_line(2, 2), {"10": [1], "2": [2]}, 0),
-        (GPU_HEADER + gpu_line(0, 1) + GPU_HEADER + gpu_line(0, 2), {"0": [1, 2]}, 0),
+        (GPU_HEADER + gpu_line(0, 1) + GPU_HEADER + gpu_line(0, 2), {"0": [1, 2]}, 1),
         (GPU_HEADER + gpu_line(0, 1) + "\n" + gpu_line(0, 2), {"0": [1, 2]}, 0),
         (GPU_HEADER + gpu_line(0, "[N/A]") + gpu_line(1, 2), {"1": [2]}, 1),
         (GPU_HEADER + gpu_line(0, 700) + gpu_line(0, 900)[:44], {"0": [700]}, 1),
@@ -244,7 +244,9 @@ def test_wild_gpu_logs(tmp_path, text, samples, problems):
     log = read_gpu_log(path)
     assert log.samples == samples
     assert len(log.problems) == problems
-    assert all(re.match(rf"{re.escape(str(path))}:\d+: no sample", problem) for problem in log.problems)
+    assert all(
+        re.match(rf"{re.escape(str(path))}:\d+: (no sample|another header)", problem) for problem in log.problems
+    )
 
 
 @pytest.mark.parametrize("length", range(len(gpu_line(0, 700)) + 1))
@@ -259,7 +261,7 @@ def test_a_line_cut_anywhere_gives_its_value_or_none(tmp_path, length):
     [
         (CPU_HEADER + " 0.0 10.0 100.5 4000.0\n 1.0 0.0 99.5 4000.0\n", [100.5, 99.5], 0),
         (CPU_HEADER + " 0.0 10.0 100.5 4000.0\n 1.0 0.0 99", [100.5], 1),
-        (CPU_HEADER + " 0.0 10.0 1.0 4000.0\n" + CPU_HEADER + " 0.0 10.0 2.0 4000.0\n", [1, 2], 0),
+        (CPU_HEADER + " 0.0 10.0 1.0 4000.0\n" + CPU_HEADER + " 0.0 10.0 2.0 4000.0\n", [1, 2], 1),
         (CPU_HEADER, None, 0),
         ("", None, 0),
     ],
@@ -274,7 +276,7 @@ def test_wild_cpu_logs(tmp_path, text, samples, problems):
 
 
 def test_peak_and_mean():
-    log = MemoryLog({"0": [1.0, 4.0, 1.0]})
+    log = MemoryLog(Path("gpu.csv"), {"0": [1.0, 4.0, 1.0]})
     assert (log.peak("0"), log.mean("0")) == (4, 2)
 
 
