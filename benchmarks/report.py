@@ -3,13 +3,12 @@
     python benchmarks/report.py            # 100, 300 and 1,000 runs
     python benchmarks/report.py 50 100
 
-Each report runs in a process of its own. Measured on 2 cores of an AMD EPYC that other programs kept busy, so that
-the seconds are mostly waiting (CPU s on two cores are the work; about 3 s of it are the plots, whatever the runs):
+Each report runs in a process of its own. Measured on 2 cores of an AMD EPYC (load 3 from other programs; about 3 s of
+the CPU time are imports and plots, whatever the runs):
 
       runs  seconds  CPU s  peak MiB
-       100    10.23   4.03       107
-       300    14.14   5.32       119
-      1000    29.89  10.96       128
+       100     3.29   3.64       106
+      1000     6.38   9.59       128
 """
 
 import json
