@@ -87,8 +87,9 @@ def test_wait_names_what_it_waited_for(cluster, tmp_path):
         cluster.wait(999999, 1)
 
 
+# The orphan must not fork: without cgroups, a child born while Slurm lists a step's processes outlives them.
 TASK = """
-setsid sh -c 'trap "" TERM HUP INT; while :; do sleep 1; done' > /dev/null 2>&1 &
+setsid sh -c 'trap "" TERM HUP INT; exec sleep 601' > /dev/null 2>&1 &
 sleep $1
 """
 
@@ -100,7 +101,7 @@ def test_no_orphan_outlives_its_job(cluster, tmp_path, seconds, state):
     job, _ = submit(cluster, tmp_path, body, "--nodes=2", "--ntasks-per-node=1")
 
     def orphans(node):
-        return [line for line in cluster.processes(node, f"SLURM_JOB_ID={job}\0") if "trap" in line]
+        return [line for line in cluster.processes(node, f"SLURM_JOB_ID={job}\0") if line == "sleep 601"]
 
     assert until(lambda: len(orphans("node1")) == 2 and len(orphans("node2")) == 1)
     if state == "CANCELLED":

@@ -562,6 +562,22 @@ def test_a_training_that_does_not_react_has_its_record_when_the_script_is_killed
     assert json.loads(record.read_text())["status"] == "stopped"
 
 
+def test_a_training_that_stops_slowly_is_waited_for(workshop):
+    """75 is reserved for a run that saved a checkpoint when it was told to stop."""
+    code = "import signal, sys, time; signal.signal(signal.SIGTERM, lambda *_: (time.sleep(1), sys.exit(75)))"
+    started = start_stub(workshop / "experiments/mine/x", f"{code}; print('ready', flush=True); time.sleep(600)")
+    try:
+        while started.stdout.readline() != "ready\n":
+            assert started.poll() is None
+        started.send_signal(signal.SIGTERM)
+        started.send_signal(signal.SIGINT)
+        out, _ = started.communicate(timeout=60)
+    finally:
+        os.killpg(started.pid, signal.SIGKILL) if started.poll() is None else None
+    assert started.returncode == 75
+    assert "status: stopped (exit code 75)" in out
+
+
 def until(condition, timeout: float = 60):
     deadline = time.monotonic() + timeout
     while not (value := condition()):
