@@ -15,7 +15,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from distributed import leave_process_group, prepare_environment, rank, same_everywhere, world_size
+from distributed import leave_process_group, prepare_environment, rank, run_and_exit, same_everywhere, world_size
 from errors import ENVIRONMENT, OneLineErrors, fail
 from finish import write_json
 
@@ -117,4 +117,4 @@ def measure(arguments: argparse.Namespace) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run_and_exit(main)

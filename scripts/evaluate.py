@@ -16,6 +16,7 @@ from distributed import (
     leave_process_group,
     prepare_environment,
     rank,
+    run_and_exit,
     world_size,
 )
 from errors import fail
@@ -99,4 +100,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run_and_exit(main)

@@ -15,15 +15,13 @@ Your own data and model, going on after an interruption:
 import signal
 import sys
 
-import torch
 from audit import AuditCallback, steps_per_epoch, strategy_name, wanted_train_size
 from callbacks import RecordCallback, TrainSpeedCallback, UtilisationCallback
 from checkpoints import CheckpointCallback, find_checkpoint
 from config import build_arguments, parse_command_line
 from data_loader import collator, load_squad
-from distributed import join_process_group, leave_process_group, prepare_environment, rank
+from distributed import join_process_group, leave_process_group, prepare_environment, rank, run_and_exit
 from ds_config import check_contradictions, check_ds_config
-from errors import fail
 from evaluate import exact_match_and_f1
 from fsdp_config import check_fsdp_config, check_wrap_classes, shard_on_cpu
 from model import empty_model, load_model, load_tokenizer, save_model
@@ -129,12 +127,4 @@ def print_once(text: str) -> None:
 
 
 if __name__ == "__main__":
-    try:
-        main()
-    except torch.OutOfMemoryError as error:
-        fail(
-            "GPU memory",
-            str(error).split(". ")[0],
-            "lower --per_device_train_batch_size or --max_length, or offload",
-            1,
-        )
+    run_and_exit(main)

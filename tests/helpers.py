@@ -83,7 +83,9 @@ class Finished:
         return [line for line in self.log.splitlines() if line.startswith("error: ")]
 
     def __str__(self) -> str:
-        tail = "\n".join(self.log.splitlines()[-40:])
+        # What torchrun says of a failure is long and names no cause: the cause stands before it
+        own, agent, _ = self.log.partition("torch/distributed/elastic/multiprocessing/api.py")
+        tail = "\n".join([*own.splitlines()[-40:], *(["[torchrun's report follows]"] if agent else [])])
         return f"command: {self.command}\nin: {self.folder}\nexit code: {self.code}\nend of the log:\n{tail}"
 
 
@@ -177,7 +179,8 @@ def run(folder: Path, job_id: str, *arguments: object, code: int = 0, **options:
 def patched(folder: Path, name: str, patch: str) -> str:
     """A script that runs train.py after the Python lines in `patch`; the way to break it on purpose."""
     path = folder / f"{name}.py"
-    path.write_text(f"import sys\n\nsys.path.insert(0, 'scripts')\n{patch}\nimport train\n\ntrain.main()\n")
+    first, last = "import sys\n\nsys.path.insert(0, 'scripts')", "import train\n\ntrain.run_and_exit(train.main)\n"
+    path.write_text(f"{first}\n{patch}\n{last}")
     return path.name
 
 
