@@ -5,6 +5,7 @@
 #     experiments/submit.sh --dry-run all                            # only show the sbatch lines
 #     experiments/submit.sh --snapshot deepspeed-single-gpu/zero_2   # later edits do not reach the queued job
 # FAMILY or FOLDER is a path below experiments/. Every experiment is checked first; if one is wrong, none is submitted.
+# A warning tells what will not fit into the GPU or --mem; it is submitted all the same.
 # Knobs come from the environment:  MODEL_NAME=bigscience/bloom-3b experiments/submit.sh deepspeed-single-gpu
 set -euo pipefail
 
@@ -71,7 +72,14 @@ trap 'rm -f "$settings"' EXIT
 load_site
 PYTHON=python
 [[ ! -x $ROOT/.venv/bin/python ]] || PYTHON=$ROOT/.venv/bin/python
-"$PYTHON" "$ROOT/scripts/check_experiment.py" "${scripts[@]}" || exit 2
+(
+  set -a # the site's knobs decide what fits
+  # shellcheck source=experiments/sites/laptop.sh
+  source "$EXPERIMENTS/sites/$SITE.sh"
+  memory=()
+  [[ ${REQUIRE_GPU:-1} = 0 ]] || memory=(--memory)
+  exec "$PYTHON" "$ROOT/scripts/check_experiment.py" "${memory[@]}" "${scripts[@]}"
+) || exit 2
 
 while IFS='=' read -r name value; do export "$name=$value"; done <"$settings"
 export SITE

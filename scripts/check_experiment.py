@@ -5,10 +5,16 @@
 
 Each config file that a script names must be valid, the GPUs and nodes in its name and its folders' must be those of its
 #SBATCH lines, and log/ must exist (Slurm opens the log before the job starts). One line per mistake, exit code 2.
+With --memory it also warns, on stderr, of what estimate_memory.py finds too large for the GPU (GPU_MEMORY, in GiB, of
+the site file) or for --mem. The variables of the site are taken from the environment: submit.sh sets them.
 """
 
 import argparse
+import contextlib
+import io
+import os
 import re
+import subprocess
 import sys
 from pathlib import Path
 
@@ -51,15 +57,60 @@ def check_experiment(script: Path) -> None:
             fail(config, f"is for {sizes[0] * sizes[1]} ranks, {script} starts {nodes * gpus}", "use another config")
 
 
+def own_variables(script: Path) -> dict[str, str]:
+    """The environment with the knobs that the experiment itself sets, as bash gives them: `: "${NAME:=value}"`."""
+    files = [str(path) for path in (script.parent / "env_vars.sh", script) if path.is_file()]
+    command = 'set -a; eval "$(grep -hE \'^(export [A-Z]|: "[$])\' "$@")"; env -0'
+    done = subprocess.run(["bash", "-c", command, "bash", *files], capture_output=True, text=True, check=True)
+    return dict(line.split("=", 1) for line in done.stdout.split("\0") if "=" in line)
+
+
+def memory_warnings(script: Path) -> list[str]:
+    """What does not fit, by estimate_memory.py, of one GPU and of the memory that the job asks for."""
+    from config import parse_command_line
+    from estimate_memory import EXTRA_FLAGS, GIB, complete, estimate, totals
+
+    text = script.read_text(encoding="utf-8")
+    nodes, gpus = directive(text, "nodes"), directive(text, "gpus-per-node")
+    command = ["--gpus", str(nodes * gpus), "--nodes", str(nodes)]
+    if config := re.search(r'"\$ROOT/((ds|fsdp)_configs/[^"]+)"', text):
+        file = str(REPOSITORY / config[1])
+        command += ["--deepspeed", file] if config[2] == "ds" else ["--fsdp", "--fsdp_config", file]
+    before, said = dict(os.environ), io.StringIO()
+    os.environ |= own_variables(script)
+    try:
+        with contextlib.redirect_stderr(said):
+            held = estimate(complete(parse_command_line("", command, EXTRA_FLAGS, gpu=True)))
+    except SystemExit:
+        return [f"memory is not estimated: {said.getvalue().strip().removeprefix('error: ')}"]
+    finally:
+        os.environ.clear()
+        os.environ |= before
+    on_gpu, on_node = (size / GIB for size in totals(held, gpus))
+    gpu, mem = float(os.environ.get("GPU_MEMORY") or "inf"), re.search(r"^#SBATCH --mem=(\d+)G", text, re.MULTILINE)
+    warnings = []
+    if on_gpu > gpu:
+        way_out = "lower BATCH_SIZE or MAX_LENGTH, use more GPUs, or offload (docs/memory.md)"
+        warnings.append(f"about {on_gpu:.0f} GiB per GPU, and one has {gpu:g}; {way_out}")
+    if mem and on_node > int(mem[1]):
+        way_out = f"give sbatch --mem={1.2 * on_node:.0f}G"
+        warnings.append(f"about {on_node:.0f} GiB per node, and the job asks for {mem[1]}; {way_out}")
+    return warnings
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("script", type=Path, nargs="+", help="a .slurm file")
-    wrong = 0
-    for script in parser.parse_args().script:
+    parser.add_argument("--memory", action="store_true", help="warn of what will not fit")
+    arguments, wrong = parser.parse_args(), 0
+    for script in arguments.script:
         try:
             check_experiment(script)
         except SystemExit:
             wrong += 1
+            continue
+        for warning in memory_warnings(script) if arguments.memory else []:
+            print(f"warning: {script.name}: {warning}", file=sys.stderr)
     sys.exit(BAD_INPUT if wrong else 0)
 
 

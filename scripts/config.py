@@ -119,12 +119,17 @@ def actions_by_flag(parser: Parser) -> dict:
     return {action.dest: action for action in reversed(parser._actions)}
 
 
-def parse_command_line(description: str, argv: list[str] | None = None) -> Options:
+def parse_command_line(
+    description: str, argv: list[str] | None = None, extra: dict | None = None, gpu: bool | None = None
+) -> Options:
     """Read flags and variables; check everything that needs neither a process group nor the data.
 
-    Raises SystemExit(2) with one line on stderr for a user's mistake.
+    extra: flags of one script alone, name -> add_argument's arguments. gpu: whether the training will have one,
+    by default whether there is one here. Raises SystemExit(2) with one line on stderr for a user's mistake.
     """
     parser = build_parser(description)
+    for flag, arguments in (extra or {}).items():
+        parser.add_argument(f"--{flag}", **arguments)
     defaults, names = environment_values(actions_by_flag(parser))
     parser.set_defaults(**OTHER_DEFAULTS, **defaults)
     namespace, unknown = parser.parse_known_args(argv)
@@ -135,7 +140,7 @@ def parse_command_line(description: str, argv: list[str] | None = None) -> Optio
     options = Options(vars(namespace), names | given)
     check_values(options)
     check_custom_sizes(options)
-    resolve_precision(options)
+    resolve_precision(options, torch.cuda.is_available() if gpu is None else gpu)
     return options
 
 
@@ -217,9 +222,9 @@ def check_custom_sizes(options: Options) -> None:
         options.fail("max_length", what, "lower it, or raise --seq_length")
 
 
-def resolve_precision(options: Options) -> None:
+def resolve_precision(options: Options, gpu: bool) -> None:
     """Replace unset fp16 and bf16 by what the hardware can do; weights stay fp32 masters in every case."""
-    values, gpu = options.values, torch.cuda.is_available() and not options.values["use_cpu"]
+    values, gpu = options.values, gpu and not options.values["use_cpu"]
     if values["fp16"] and values["bf16"]:
         options.fail("fp16", f"contradicts {options.names.get('bf16', '--bf16')}", "give one of the two")
     if values["fp16"] and not gpu:
@@ -230,7 +235,8 @@ def resolve_precision(options: Options) -> None:
         options.precision_note = "default" if gpu else "default without a GPU, where fp16 does not run"
     values["fp16"] = bool(values["fp16"]) or (gpu and values["fp16"] is None and not values["bf16"])
     values["bf16"] = bool(values["bf16"])
-    if values["bf16"] and gpu and not torch.cuda.is_bf16_supported(including_emulation=False):
+    here = gpu and torch.cuda.is_available()
+    if values["bf16"] and here and not torch.cuda.is_bf16_supported(including_emulation=False):
         options.fail("bf16", "this GPU has no bf16", "use --fp16")
     if not gpu:
         values["use_cpu"] = True

@@ -19,6 +19,9 @@ site_setup() {
   # or a virtual environment:  source "$ROOT/.venv/bin/activate"
 }
 
+# --- GiB of one GPU: submit.sh warns of a job that will not fit.
+# : "${GPU_MEMORY:=32}"
+
 # --- Hugging Face cache, on a file system that all nodes see. Fill it on a login node:
 #     python scripts/prefetch.py --model_name bigscience/bloom-560m --dataset squad
 : "${HF_HOME:=$HOME/.cache/huggingface}"

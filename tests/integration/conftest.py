@@ -4,6 +4,7 @@ A test names its run with ``@uses("zero2-2")`` and gets it as the argument `run`
 from `table("plain")`. Two runs at a time are executed ahead of the tests that wait for them.
 """
 
+import json
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -15,7 +16,11 @@ from runs import RUNS
 @pytest.fixture(scope="session")
 def workplace(tmp_path_factory) -> Path:
     """The directory in which all runs of this session are started."""
-    return make_workplace(tmp_path_factory.mktemp("runs") / "work place")  # with a space, as users have them
+    folder = make_workplace(tmp_path_factory.mktemp("runs") / "work place")  # with a space, as users have them
+    sizes = {"model_type": "bloom", "vocab_size": 32768, "hidden_size": 512, "n_layer": 11, "n_head": 8}
+    (folder / "bloom-50m").mkdir()
+    (folder / "bloom-50m" / "config.json").write_text(json.dumps(sizes | {"use_cache": False}))
+    return folder
 
 
 @pytest.fixture(scope="session")

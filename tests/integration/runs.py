@@ -1,12 +1,13 @@
 """The table of runs, with their launcher and process count, and where the expected values come from."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import pytest
 from helpers import REPOSITORY, Process, start
 
 CONFIGS = sorted(path.stem for path in (REPOSITORY / "ds_configs").glob("*.json"))
+MEASURE = str(Path(__file__).with_name("measure_memory.py"))
 XQUAD = REPOSITORY.parent / "shared" / "data" / "xquad.en.json"
 
 
@@ -16,12 +17,14 @@ class Run:
     launcher: str = "python"
     arguments: tuple[str, ...] = ()
     variables: dict = field(default_factory=dict)
+    script: str = "scripts/train.py"
 
     def start(self, folder: Path, name: str) -> Process:
         # The same sequences in every step and in every batch of the evaluation, on one process and on two
         batch_size = {"BATCH_SIZE": 4 // self.processes}
         variables = batch_size | self.variables
-        return start(folder, name, *self.arguments, processes=self.processes, launcher=self.launcher, **variables)
+        launch = {"processes": self.processes, "launcher": self.launcher, "script": self.script}
+        return start(folder, name, *self.arguments, **launch, **variables)
 
 
 def deepspeed(config: str, processes: int, **variables: object) -> Run:
@@ -79,7 +82,21 @@ OTHERS = {
         | {"MAX_LENGTH": 512, "EM_F1": "True"}
     ),
 }
-RUNS = STRATEGIES | CUSTOM | PADDING | OTHERS
+# A few steps with tiny-bloom and a BLOOM of 51 million parameters, for what each rank holds meanwhile
+SHORT = {"EVAL_SIZE": 2, "MAX_LENGTH": 128, "PADDING": "longest", "NUM_EPOCHS": 1, "SAVE_STRATEGY": "no"}
+SHORT |= {"TRAIN_SIZE": 16, "BATCH_SIZE": 1, "GRAD_ACC": 2}
+BLOOM_50M = {"MODEL_NAME": "./bloom-50m", "FROM_SCRATCH": "True", "TOKENIZER_NAME": "tiny-bloom"}
+STAGES = {name: run for name, run in STRATEGIES.items() if name in ("zero0-2", "zero1-2", "zero2-2", "zero3-2")}
+STAGES |= {name: run for name, run in FSDP.items() if name[-1] in "24" and "checkpointing" not in name}
+VARIANTS = {name: run for name, run in STRATEGIES.items() if name in ("plain", "ddp-2") or "cpu_offload-2" in name}
+VARIANTS |= {f"bf16 {name}": replace(run, variables={"FP16": "", "BF16": "True"}) for name, run in STAGES.items()
+             if name in ("zero0-2", "zero2-2", "full_shard-2")}  # fmt: skip
+MEASURED = {
+    f"{model} {name}": replace(run, variables=SHORT | sizes | run.variables, script=MEASURE)
+    for model, sizes, runs in (("tiny", {}, STAGES | VARIANTS), ("50m", BLOOM_50M, STAGES))
+    for name, run in runs.items()
+}
+RUNS = STRATEGIES | CUSTOM | PADDING | OTHERS | MEASURED
 
 
 def uses(*names: str):

@@ -739,6 +739,20 @@ def test_what_cannot_be_submitted_is_one_error_line(submit, workshop, arguments,
     assert re.fullmatch(message, lines[0])
 
 
+def test_what_will_not_fit_is_said_and_submitted(submit, workshop):
+    (workshop / "experiments/sites/moon.sh").write_text(': "${GPU_MEMORY:=32}"\nsite_setup() { :; }\n')
+    done, submitted = submit("deepspeed-single-gpu/zero_1", SITE="moon", MODEL_NAME="bigscience/bloom-3b")
+    assert (done.returncode, len(submitted)) == (0, 1)
+    assert re.search(r"warning: deepspeed_zero1\.slurm: about \d+ GiB per GPU, and one has 32; lower", done.stderr)
+    done, _ = submit(f"{STAGES}/zero_3", SITE="moon", MODEL_NAME="bigscience/bloom-3b")
+    assert re.search(r"about \d+ GiB per node, and the job asks for 32; give sbatch --mem=\d+G", done.stderr)
+    done, _ = submit("deepspeed-single-gpu/zero_1", SITE="moon")
+    assert done.stderr == ""
+    # the experiment's own knobs count: this one trains the custom GPT with a micro batch of its own
+    done, _ = submit("custom-model/weak_scaling/2_gpus", SITE="moon", HIDDEN_SIZE=16384)
+    assert "weak_scaling.slurm: about" in done.stderr
+
+
 def test_help_shows_the_commands(submit):
     done, submitted = submit("--help")
     assert (done.returncode, submitted) == (0, [])

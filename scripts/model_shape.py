@@ -1,0 +1,82 @@
+"""Sizes of a model's parameters, activations and logits, found without memory for any of them."""
+
+import json
+from dataclasses import dataclass
+from functools import lru_cache
+from types import SimpleNamespace
+
+import torch
+from config import Options, precision_name
+from model import load_config
+from torch._subclasses.fake_tensor import FakeTensorMode
+from transformers import AutoConfig, AutoModelForCausalLM
+from transformers.initialization import no_init_weights
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Elements of each parameter, in order, and of each block; bytes that a forward pass leaves behind."""
+
+    sizes: tuple[int, ...]
+    block_sizes: tuple[int, ...]
+    hidden: int
+    layers: int
+    activations: int
+    block_input: int
+    logits: int
+
+    @property
+    def parameters(self) -> int:
+        return sum(self.sizes)
+
+
+def shape_for(options: Options) -> Shape:
+    """Shape of the model that train.py would load. Raises SystemExit(2) when there is no such model."""
+    values = options.values
+    config = load_config(SimpleNamespace(**values), SimpleNamespace(**values))
+    autocast = not values["deepspeed"] and not values["fsdp"]
+    batch, length = values["per_device_train_batch_size"], values["max_length"]
+    return trace(config.to_json_string(use_diff=False), batch, length, precision_name(values), autocast)
+
+
+@lru_cache
+def trace(config: str, batch: int, length: int, precision: str, autocast: bool) -> Shape:
+    """Build the model and run its forward pass on tensors without storage, noting what autograd keeps of it.
+
+    config: as JSON. autocast: fp32 weights that are cast for each operation (Trainer, DDP) instead of weights in the
+    precision itself (DeepSpeed; FSDP, as it gathers them).
+    """
+    low = torch.float32 if precision == "fp32" else torch.bfloat16
+    config = AutoConfig.for_model(**json.loads(config))
+    saved = {}
+    with FakeTensorMode(), no_init_weights():
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32 if autocast else low).train()
+        model.tie_weights()
+        own = {p.untyped_storage()._cdata for p in model.parameters()}
+
+        def note(tensor: torch.Tensor) -> torch.Tensor:
+            storage = tensor.untyped_storage()
+            if storage._cdata not in own:
+                saved[storage._cdata] = storage  # kept, so that no other takes its place
+            return tensor
+
+        tokens = torch.ones(batch, length, dtype=torch.long)
+        with (
+            torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor),
+            torch.autocast("cpu", dtype=low, enabled=autocast and precision != "fp32"),
+        ):
+            model(input_ids=tokens, attention_mask=tokens, labels=tokens)
+    blocks = [m for m in model.modules() if type(m).__name__ in (model._no_split_modules or [])]
+    text = config.get_text_config()
+    words, size = batch * length * text.vocab_size, low.itemsize
+    return Shape(
+        sizes=tuple(p.numel() for p in model.parameters()),
+        block_sizes=tuple(sum(p.numel() for p in block.parameters()) for block in blocks),
+        hidden=text.hidden_size,
+        layers=len(blocks) or text.num_hidden_layers,
+        activations=sum(storage.nbytes() for storage in saved.values()) - 4 * words,
+        block_input=batch * length * text.hidden_size * size,
+        # 16-bit logits stand beside their fp32 copy and its log-softmax, fp32 ones beside the latter alone; in the
+        # backward pass their gradients take these places
+        logits=words * (8 if precision == "fp32" else 10),
+    )

@@ -1,0 +1,123 @@
+"""estimate_memory.py: what it prints, and its counts against a real model. Real runs: tests/integration."""
+
+import subprocess
+import sys
+
+import pytest
+import torch
+from estimate_memory import EXTRA_FLAGS, complete, deepspeed_says, estimate, parse_command_line, stage2_gradients
+from helpers import REPOSITORY
+from model_shape import shape_for
+from transformers import AutoModelForCausalLM, BloomConfig
+
+GIB = 2**30
+
+
+@pytest.fixture
+def options(monkeypatch):
+    for variable in ("WORLD_SIZE", "LOCAL_WORLD_SIZE"):
+        monkeypatch.setenv(variable, "")  # set by complete(), and undone after the test
+
+    def build(*flags: object):
+        return complete(parse_command_line("", [str(flag) for flag in flags], EXTRA_FLAGS, gpu=True))
+
+    return build
+
+
+def script(*flags: str) -> subprocess.CompletedProcess:
+    command = [sys.executable, "scripts/estimate_memory.py", *flags]
+    return subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, check=False)
+
+
+def test_activations_are_those_that_autograd_keeps(options):
+    shape = shape_for(options("--model_name", "tiny-bloom", "--max_length", 100, "--fp16", "False"))
+    model = AutoModelForCausalLM.from_config(BloomConfig(vocab_size=2048, hidden_size=64, n_layer=2, n_head=4)).train()
+    own, kept = {p.untyped_storage().data_ptr() for p in model.parameters()}, {}
+
+    def keep(tensor):
+        kept[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage()
+        return tensor
+
+    tokens = torch.ones(4, 100, dtype=torch.long)
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        model(input_ids=tokens, attention_mask=tokens, labels=tokens)
+    log_softmax = 4 * 100 * 2048 * 4
+    real = sum(storage.nbytes() for place, storage in kept.items() if place not in own) - log_softmax
+    assert shape.activations == pytest.approx(real, rel=0.02)
+    assert (shape.parameters, len(shape.block_sizes)) == (231_296, 2)
+
+
+def test_gradients_on_an_edge_stay_whole_on_both_sides():
+    assert stage2_gradients((10, 10, 10, 10), 2) == [20, 20]
+    assert stage2_gradients((30, 10), 2) == [30, 40]
+    assert stage2_gradients((30, 5, 5), 4) == [30, 30, 30, 10]
+
+
+@pytest.mark.parametrize(
+    ("flags", "expected"),
+    [
+        # bytes per parameter of bloom-560m: parameters, gradients, optimizer state (arXiv:1910.02054, figure 1)
+        ((), (4, 4, 8)),
+        (("--deepspeed", "ds_configs/zero0.json"), (2, 2, 12)),
+        (("--deepspeed", "ds_configs/zero1.json"), (2, 2, 3)),
+        (("--deepspeed", "ds_configs/zero3.json"), (0.5, 0.5, 3)),
+        (("--fsdp", "--gradient_accumulation_steps", "1"), (1, 1, 2)),
+        (("--fsdp",), (1, 2, 2)),
+    ],
+)
+def test_bytes_per_parameter_on_four_gpus(options, monkeypatch, flags, expected):
+    monkeypatch.chdir(REPOSITORY)
+    held = estimate(options(*flags, "--gpus", 4))
+    assert [part.gpu / 559_214_592 for part in held[:3]] == pytest.approx(expected)
+
+
+def test_offloaded_states_are_in_cpu_memory(options, monkeypatch):
+    monkeypatch.chdir(REPOSITORY)
+    for stage, on_gpu in ((1, (2, 2, 0)), (2, (2, 0, 0)), (3, (0, 0, 0))):
+        held = estimate(options("--deepspeed", f"ds_configs/zero{stage}_cpu_offload.json"))
+        assert [part.gpu / 559_214_592 for part in held[:3]] == pytest.approx(on_gpu), stage
+        assert held[2].cpu == 12 * 559_214_592
+
+
+def test_checkpointing_keeps_the_blocks_inputs(options):
+    everything, little = (
+        next(part.gpu for part in estimate(options("--deepspeed", REPOSITORY / "ds_configs/zero2.json", *flags))
+             if part.what == "activations")
+        for flags in ((), ("--gradient_checkpointing",))
+    )  # fmt: skip
+    inputs = 24 * 4 * 512 * 1024 * 2
+    assert inputs < little < inputs + everything / 20
+
+
+def test_deepspeeds_own_estimator_is_quoted():
+    zero = {"stage": 3, "offload_optimizer": {"device": "cpu"}}
+    assert "3.73 GiB per GPU" in deepspeed_says(10**9, 10**9 - 1, zero | {"offload_param": {"device": "cpu"}}, 1, 1)
+    assert deepspeed_says(10**9, 10**8, {"stage": 1}, 1, 1) == ""
+
+
+def test_the_verdict_of_a_model_without_download():
+    flags = ["--model_name", "bigscience/bloom-7b1", "--gpus", "2", "--gpu_memory", "32", "--cpu_memory", "96"]
+    done = script(*flags)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("bigscience/bloom-7b1: 7,069,016,064 parameters, fp16, micro batch 4 x 512 tokens")
+    rows = {line[:24].strip(): line[24:].split() for line in done.stdout.splitlines()}
+    assert float(rows["parameters"][0]) == pytest.approx(4 * 7_069_016_064 / GIB, abs=0.01)
+    assert "GiB needed, 32 GiB there: does not fit" in done.stdout
+    assert "one node: 52.7 GiB needed, 96 GiB there: fits" in done.stdout
+    assert "Not counted: CUDA context" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--gpus", "0"], "error: --gpus: 0 is too small; give a whole number of at least 1"),
+        (["--gpus", "3", "--nodes", "2"], "error: --gpus: 3 GPUs do not spread over 2 nodes; give a multiple"),
+        (["--gpu", "3"], "error: --gpu: unknown flag; did you mean --gpus?"),
+        (["--deepspeed", "nope.json"], "error: nope.json: No such file or directory; "),
+    ],
+)  # fmt: skip
+def test_mistakes_are_one_line(flags, message):
+    done = script(*flags)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.startswith(message)
+    assert done.stderr.count("\n") == 1
