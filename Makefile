@@ -1,9 +1,14 @@
-# make demo | report | test | test-experiments | lint     (Python 3.11 or newer with venv, git, make and g++ must be installed)
+# make demo | preflight | report | test | test-experiments | lint     (Python 3.11 or newer with venv, git, make and g++ must be installed)
 PYTHON ?= python3
 BIN := .venv/bin
 
 demo: .venv/installed
 	PATH="$(CURDIR)/$(BIN):$$PATH" bash scripts/demo.sh
+
+# The environment that is active (a cluster's conda), else .venv; more flags:  make preflight FLAGS=--submit
+ACTIVE := $(VIRTUAL_ENV)$(filter-out base,$(CONDA_DEFAULT_ENV))
+preflight: $(if $(ACTIVE),,.venv/installed)
+	PATH="$(if $(ACTIVE),,$(CURDIR)/$(BIN):)$$PATH" python scripts/preflight.py $(FLAGS)
 
 report: .venv/installed
 	$(BIN)/python scripts/report.py
@@ -29,4 +34,4 @@ lint: .venv/installed-dev
 	$(BIN)/python -m pip install --quiet -r requirements-dev.txt
 	touch $@
 
-.PHONY: demo report test test-experiments lint
+.PHONY: demo preflight report test test-experiments lint

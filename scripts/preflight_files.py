@@ -1,0 +1,135 @@
+"""Checks of preflight.py: model cache, disk, config files and experiments."""
+
+import argparse
+import contextlib
+import io
+import json
+import os
+import shutil
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+
+from preflight_machine import EXPERIMENTS, REPOSITORY, Lines, command, last_line
+
+NODE_LOCAL = ("/tmp", "/var/tmp", "/dev/shm", "/local", "/localscratch", "/scratch/local")
+CHECKPOINT_BYTES, MODEL_BYTES = 12, 4  # per parameter: fp32 weights and Adam's two moments; fp32 weights
+
+
+def cache(arguments: argparse.Namespace) -> Lines:
+    os.environ["HF_HUB_OFFLINE"] = "1"  # only what lies there counts
+    from data_loader import is_local
+    from model import TINY_BLOOM
+    from prefetch import HF_HOME, MANIFEST
+
+    hub = [name for name in arguments.model_name if name != TINY_BLOOM and not Path(name).is_dir()]
+    if not hub and is_local(arguments.dataset):
+        yield "skip", "cache", f"{', '.join(arguments.model_name)} and {Path(arguments.dataset).name} need none"
+        return
+    if not os.access(HF_HOME, os.R_OK | os.X_OK):
+        yield "fail", "HF_HOME", f"{HF_HOME} cannot be read", "set HF_HOME in the site file, then run prefetch.py"
+    elif not os.access(HF_HOME, os.W_OK):
+        yield "warn", "HF_HOME", f"{HF_HOME} cannot be written", "runs put their tokenised data there"
+    elif node_local(HF_HOME) and shutil.which("sbatch"):
+        yield "warn", "HF_HOME", f"{HF_HOME} is of this node alone", "choose a file system that all nodes see"
+    else:
+        yield "ok", "HF_HOME", HF_HOME
+    manifest = json.loads(MANIFEST.read_text()) if MANIFEST.is_file() else {}
+    for name in hub:
+        found, missing = cached_model(name, manifest.get(f"model {name}", {}).get("bytes"))
+        way_out = f"python scripts/prefetch.py --model_name {name}"
+        yield ("fail", "model", f"{name}: {missing}", way_out) if missing else ("ok", "model", f"{name}, {found}")
+    if not is_local(arguments.dataset):
+        from datasets import load_dataset
+
+        try:
+            rows = {split: len(part) for split, part in load_dataset(arguments.dataset).items()}
+            yield "ok", "dataset", f"{arguments.dataset}, {rows}"
+        except Exception:  # the Hub client raises its own, httpx's and OSError
+            way_out = f"python scripts/prefetch.py --dataset {arguments.dataset}"
+            yield "fail", "dataset", f"{arguments.dataset} is not in the cache", way_out
+
+
+def cached_model(name: str, expected: int | None) -> tuple[str, str]:
+    """Size of a model in the cache, or what is missing; expected: bytes that prefetch.py noted."""
+    import huggingface_hub
+
+    try:
+        folder = Path(huggingface_hub.snapshot_download(name, local_files_only=True))
+    except (OSError, ValueError):
+        return "", "not in the cache"
+    files = {str(f.relative_to(folder)): f.stat().st_size for f in folder.rglob("*") if f.is_file()}
+    needed = {"config.json"}
+    for index in folder.glob("*.index.json"):
+        needed |= {*json.loads(index.read_text())["weight_map"].values()} if index.is_file() else {index.name}
+    size = sum(files.values())
+    # a file system that removes old files leaves links to nothing
+    absent = sorted({*needed, *(str(f.relative_to(folder)) for f in folder.rglob("*") if not f.exists())} - {*files})
+    if not any(f.endswith((".safetensors", ".bin")) for f in files):
+        absent.append("weights")
+    if absent:
+        return "", f"the cache lacks {', '.join(absent)}"
+    if expected and size < expected:
+        return "", f"{size} of {expected} bytes are in the cache"
+    return f"{size / 1e9:.1f} GB", ""
+
+
+def node_local(path: str) -> bool:
+    return any(Path(path).resolve().is_relative_to(folder) for folder in NODE_LOCAL)
+
+
+def disk(arguments: argparse.Namespace) -> Lines:
+    saving = {path: size for path in sorted(EXPERIMENTS.rglob("*.slurm")) if (size := parameters(path, arguments))}
+    free = shutil.disk_usage(EXPERIMENTS).free
+    # a new checkpoint is complete before the old one goes
+    need = sum(saving.values()) * (CHECKPOINT_BYTES + MODEL_BYTES) + max(saving.values(), default=0) * CHECKPOINT_BYTES
+    names = ", ".join(str(path.parent.relative_to(EXPERIMENTS)) for path in saving)
+    found = f"{free / 1e9:.1f} GB free, {need / 1e9:.1f} GB for one run each of {names or 'nothing that saves'}"
+    way_out = "free some, or set SAVE_STRATEGY=no; a quota may be less still (quota -s)"
+    yield ("ok", "disk", found) if free >= need else ("warn", "disk", found, way_out)
+
+
+def parameters(script: Path, arguments: argparse.Namespace) -> int:
+    """Parameters of the model that an experiment saves, 0 if it saves none. Its own lines say which knobs it sets."""
+    files = [file for file in (script.parent / "env_vars.sh", script) if file.is_file()]
+    lines = [line for f in files for line in f.read_text().splitlines() if line.startswith(("export ", ': "${'))]
+    dump = "exec \"$0\" -c 'import json, os; print(json.dumps(dict(os.environ)))'"
+    knobs = json.loads(command("bash", "-c", "\n".join(["set -a", *lines, dump]), sys.executable)[1])
+    if knobs.get("SAVE_STRATEGY") == "no":
+        return 0
+    from config import KNOBS
+    from model import count_parameters, empty_model
+
+    sizes = {flag: int(knobs.get(variable) or default) for variable, flag, default in KNOBS if type(default) is int}
+    # the models of the command line take turns in an experiment that names none
+    names = [knobs["MODEL_NAME"]] if any("MODEL_NAME" in line for line in lines) else arguments.model_name
+    data = SimpleNamespace(dataset=arguments.dataset)
+    return max(count_parameters(empty_model(SimpleNamespace(model_name=name, **sizes), data)) for name in names)
+
+
+def configs() -> Lines:
+    from check_experiment import check_experiment
+    from ds_config import check_ds_config
+    from fsdp_config import check_fsdp_file
+
+    kinds = [("ds_configs", "*.json", check_ds_config), ("fsdp_configs", "*.json", check_fsdp_file)]
+    for folder, pattern, check in [*kinds, ("experiments", "**/*.slurm", check_experiment)]:
+        files = sorted((REPOSITORY / folder).glob(pattern))
+        wrong = [said for file in files if (said := refusal(check, file if pattern[0:2] == "**" else str(file)))]
+        if wrong:
+            more = f"; and {len(wrong) - 1} more" if wrong[1:] else ""
+            yield "fail", folder, wrong[0].removeprefix("error: ") + more
+        else:
+            yield "ok", folder, f"{len(files)} files"
+
+
+def refusal(check: Callable, *arguments: object) -> str:
+    """The error line with which a check ends the process; empty when it does not."""
+    said = io.StringIO()
+    try:
+        with contextlib.redirect_stderr(said):
+            check(*arguments)
+    except SystemExit:
+        return last_line(said.getvalue())
+    return ""

@@ -1,0 +1,134 @@
+"""Checks of preflight.py that train: one tiny job per launcher on this machine, and three through Slurm."""
+
+import contextlib
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+from preflight_machine import REPOSITORY, Lines, command, extensions, last_line
+
+CALLER = dict(os.environ)  # before preflight.py loads the site: a Slurm job loads that itself
+TINY = {"MODEL_NAME": "tiny-bloom", "TRAIN_SIZE": 8, "EVAL_SIZE": 4, "MAX_LENGTH": 256, "SAMPLES_PER_GPU": 8}
+TINY |= {"BATCH_SIZE": 2, "GRAD_ACC": 1, "NUM_EPOCHS": 1, "EM_F1": False, "SAVE_STRATEGY": "no", "REPORT_TO": "none"}
+JOBS = ("baseline", "deepspeed-multi-node/2_nodes", "deepspeed-native-launch/zero3_offload")
+UNFINISHED = ("PENDING", "CONFIGURING", "RUNNING", "COMPLETING", "SUSPENDED", "REQUEUED", "STAGE_OUT")
+
+
+def tiny_jobs(folder: Path, timeout: int) -> Lines:
+    import torch
+    from distributed import free_port
+
+    train, gpu = str(REPOSITORY / "scripts/train.py"), torch.cuda.is_available()
+    ranks = min(2, torch.cuda.device_count()) if gpu else 2
+    launch = [sys.executable, str(REPOSITORY / "scripts/launch.py"), f"--nproc-per-node={ranks}", "--nnodes=1"]
+    launch += ["--rdzv-backend=c10d", "--local-addr=127.0.0.1"]
+    jobs = {"plain python": ([sys.executable, train], 1)}
+    for name, flags in (("ZeRO-2", ("--deepspeed", "ds_configs/zero2.json")),
+                        ("ZeRO-2 offload", ("--deepspeed", "ds_configs/zero2_cpu_offload.json")),
+                        ("FSDP full_shard", ("--fsdp", "--fsdp_config", "fsdp_configs/full_shard.json"))):  # fmt: skip
+        flags = [str(REPOSITORY / flag) if flag.endswith(".json") else flag for flag in flags]
+        jobs[name] = [*launch, f"--rdzv-endpoint=127.0.0.1:{free_port()}", train, *flags], ranks
+    if not gpu:
+        del jobs["ZeRO-2 offload"]  # its optimizer is on the CPU in any case
+    blocked = extensions(Path(os.environ["TORCH_EXTENSIONS_DIR"]))[0] == "fail"
+    for name, (words, count) in jobs.items():
+        if blocked and name.startswith("ZeRO"):
+            yield "skip", name, "the lock of a killed build would hang it"
+            continue
+        start, log = time.monotonic(), folder / f"{name.replace(' ', '_')}.log"
+        variables = tiny_variables(folder, dict(os.environ), gpu)
+        variables |= {"JOB_ID": log.stem, "OMP_NUM_THREADS": str(max(1, len(os.sched_getaffinity(0)) // count))}
+        done = train_once([*words, "--max_steps", "2"], variables, folder, log, timeout)
+        record = folder / "results" / f"{log.stem}.json"
+        if done and record.is_file():
+            loss = json.loads(record.read_text())["train"]["loss_mean"]
+            found = f"2 steps on {count} {'GPU' if gpu else 'CPU'} rank(s), loss {loss:.2f}"
+            yield "ok", name, f"{found}, {time.monotonic() - start:.0f} s with its start"
+        else:
+            yield "fail", name, last_line(log.read_text(errors="replace")), f"read {keep(folder, log)}"
+
+
+def tiny_variables(folder: Path, variables: dict, gpu: bool) -> dict:
+    """`variables` for a training of tiny-bloom: no knob, launcher or job of the caller reaches it."""
+    from config import KNOBS
+
+    others = {"RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "JOB_ID"}
+    others |= {variable for variable, _, _ in KNOBS} | {"EXPERIMENT", "BANDWIDTH_FILE", "RUN_DIR", "SNAPSHOT"}
+    kept = {k: v for k, v in variables.items() if k not in others and (k[:6] != "SLURM_" or k == "SLURM_CONF")}
+    tiny = TINY | {"DATASET": REPOSITORY / "data/squad_sample.json", "HF_DATASETS_CACHE": folder / "datasets"}
+    return kept | {k: str(v) for k, v in (tiny if gpu else tiny | {"FP16": False}).items()}
+
+
+def train_once(words: list[str], variables: dict, folder: Path, log: Path, timeout: int) -> bool:
+    """Whether it ended well in time. torchrun gives each rank a session of its own, so all children are ended."""
+    import psutil
+
+    with log.open("a") as file:
+        process = psutil.Popen(words, cwd=folder, env=variables, stdin=subprocess.DEVNULL, stdout=file, stderr=file)
+        try:
+            return process.wait(timeout) == 0
+        except psutil.TimeoutExpired:
+            file.write(f"\nerror: preflight: still running after {timeout} s; see what it waits for, or --timeout\n")
+            return False
+        finally:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                for child in [*process.children(recursive=True), process]:
+                    with contextlib.suppress(psutil.NoSuchProcess):
+                        child.kill()
+
+
+def keep(folder: Path, log: Path) -> Path:
+    (folder / "kept").mkdir(exist_ok=True)
+    return Path(shutil.copy(log, folder / "kept"))
+
+
+def slurm_jobs(folder: Path, timeout: int) -> Lines:
+    if not shutil.which("sbatch"):
+        yield "fail", "Slurm jobs", "no sbatch on PATH", "run this on a login node, or leave --submit out"
+        return
+    # jobs read and write a copy, so that nothing of theirs stays in the experiments' folders
+    ignored = shutil.ignore_patterns("__pycache__", "results", "output", "?pu_memory", "*.out", "wandb*")
+    for name in ("scripts", "ds_configs", "fsdp_configs", "data", "experiments"):
+        shutil.copytree(REPOSITORY / name, folder / name, ignore=ignored)
+    if (REPOSITORY / ".venv").exists():
+        (folder / ".venv").symlink_to(REPOSITORY / ".venv")
+    gpu = os.environ.get("REQUIRE_GPU") != "0"
+    variables = {"SBATCH_TIMELIMIT": str(timeout // 60 + 1)} | tiny_variables(folder, CALLER, gpu)
+    submit, ids = folder / "experiments" / "submit.sh", {}
+    try:
+        for job in JOBS:
+            done, said = command("bash", submit, job, env=variables, cwd=folder, timeout=120)
+            if done:
+                ids[job] = said.splitlines()[-1].split()[0]
+            else:
+                yield "fail", f"sbatch {job}", last_line(said), "correct the site file or the directives"
+        deadline = time.monotonic() + timeout
+        for job in list(ids):
+            state, found = wait_for_job(ids[job], deadline)
+            if state != "COMPLETED" and Path(found).is_file():
+                found = f"{last_line(Path(found).read_text(errors='replace'))}; read {keep(folder, Path(found))}"
+            if state not in UNFINISHED:
+                del ids[job]
+            yield "ok" if state == "COMPLETED" else "fail", job, state, "" if state == "COMPLETED" else found
+    finally:
+        if ids:
+            command("scancel", *ids.values())
+
+
+def wait_for_job(job_id: str, deadline: float) -> tuple[str, str]:
+    """Its last state, and its log or why it waits. Not sbatch --wait, which can hang."""
+    while True:
+        known, said = command("scontrol", "show", "job", job_id)
+        if not known:
+            return "UNKNOWN", f"scontrol: {last_line(said)}"
+        fields = dict(re.findall(r"(JobState|Reason)=(\S+)", said)) | dict(re.findall(r"^ +(StdOut)=(.*)$", said, re.M))
+        if fields["JobState"] not in UNFINISHED:
+            return fields["JobState"], fields["StdOut"]
+        if time.monotonic() > deadline:
+            return fields["JobState"], f"{fields['Reason']}: cancelled, raise --timeout or use a reservation"
+        time.sleep(2)

@@ -1,0 +1,231 @@
+"""Checks of preflight.py: packages, compilers, GPUs, network interfaces, site file.
+
+PyTorch is imported inside the checks: it reads the site's variables when it is imported, and an installation that
+cannot be imported is what a check must report. The other preflight modules do the same.
+"""
+
+import importlib.metadata
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+REPOSITORY = Path(__file__).resolve().parent.parent
+EXPERIMENTS = REPOSITORY / "experiments"
+OLD_LOCK = 600  # seconds; no build takes that long
+Lines = Iterator[tuple[str, ...]]  # state, check, what was found, what to do
+
+
+def command(*words: object, timeout: float = 60, **options: object) -> tuple[bool, str]:
+    """Whether it ended well, and what it printed."""
+    try:
+        done = subprocess.run(list(map(str, words)), stdout=-1, stderr=-2, text=True, timeout=timeout, **options)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        return False, f"{words[0]}: {error}"
+    return done.returncode == 0, done.stdout.strip()
+
+
+def last_line(log: str) -> str:
+    """The last error line of a log, else its last line."""
+    lines = [line.strip() for line in re.split(r"[\r\n]+", log) if line.strip()]
+    return next((line for line in reversed(lines) if line.startswith("error: ")), lines[-1] if lines else "no output")
+
+
+def load_site(folder: Path) -> tuple[str, str]:
+    """Take over the variables of the site as a job has them; its name, and what is wrong with it."""
+    chosen = EXPERIMENTS / "site"
+    name = os.environ.get("SITE") or (chosen.read_text().strip() if chosen.is_file() else "")
+    file, dump = EXPERIMENTS / "sites" / f"{name}.sh", folder / "site.json"
+    if not name or "/" in name or not file.is_file():
+        return "", f"there is no experiments/sites/{name}.sh" if name else "no site is chosen"
+    if re.search(r"^[^#\n]*CHANGE_ME", file.read_text(encoding="utf-8"), re.MULTILINE):
+        return name, f"experiments/sites/{name}.sh still holds CHANGE_ME"
+    load = 'set -aeuo pipefail; source "$0"; set +au; site_setup >&2; set -a; exec python -c "$1" "$2"'
+    write = "import json, os, sys; json.dump([sys.prefix, dict(os.environ)], open(sys.argv[1], 'w'))"
+    done, said = command("bash", "-c", load, file, write, dump, env={**os.environ, "ROOT": str(REPOSITORY)})
+    if not done or not dump.is_file():
+        return name, f"experiments/sites/{name}.sh gives no python ({last_line(said)})"
+    prefix, variables = json.loads(dump.read_text())
+    os.environ.update(variables)
+    return name, "" if prefix == sys.prefix else f"its python is in {prefix}, this one in {sys.prefix}"
+
+
+def environment() -> Lines:
+    found = f"{sys.version.split()[0]} in {sys.prefix}"
+    yield (
+        ("ok", "Python", found) if sys.version_info >= (3, 11) else ("fail", "Python", found, "3.11 or newer is needed")
+    )
+    wrong = wrong_pins((REPOSITORY / "requirements.txt").read_text())
+    way_out = f"{sys.executable} -m pip install -r requirements.txt"
+    yield ("fail", "packages", ", ".join(wrong), way_out) if wrong else ("ok", "packages", "as in requirements.txt")
+    import distributed  # noqa: F401  PATH and TORCH_EXTENSIONS_DIR as in a training
+    import torch
+    from torch.utils.cpp_extension import CUDA_HOME  # where DeepSpeed looks for nvcc
+
+    cuda = torch.version.cuda
+    for tool in ("g++", "ninja", *(["nvcc"] if cuda else [])):
+        path = shutil.which(tool if tool != "nvcc" or CUDA_HOME is None else f"{CUDA_HOME}/bin/nvcc")
+        if not path:
+            yield "fail", tool, "not on PATH", "load it in site_setup: DeepSpeed compiles its optimizers with it"
+        elif tool == "nvcc" and (other := nvcc_mismatch(command(path, "--version")[1], cuda)):
+            yield "fail", tool, f"{other} in {path}, torch is for CUDA {cuda}", "load the module of that major version"
+        else:
+            yield "ok", tool, path
+    for tool in ("psrecord", "nvidia-smi"):
+        if tool == "nvidia-smi" and not shutil.which(tool) and not Path("/proc/driver/nvidia").exists():
+            yield "skip", tool, "no GPU on this machine"
+        elif path := shutil.which(tool):
+            yield "ok", tool, path
+        else:
+            yield "warn", tool, "not on PATH", "memory logs will be missing; add it in site_setup"
+    yield extensions(Path(os.environ["TORCH_EXTENSIONS_DIR"]))
+
+
+def wrong_pins(requirements: str) -> list[str]:
+    """Pins that the installed packages do not have; a local version (2.13.0+cu130) is the pinned one."""
+    wrong = []
+    for name, wanted in re.findall(r"^([\w.-]+)==(\S+)", requirements, re.MULTILINE):
+        try:
+            installed = importlib.metadata.version(name).split("+")[0]
+        except importlib.metadata.PackageNotFoundError:
+            installed = "absent"
+        wrong += [f"{name} {installed} instead of {wanted}"] if installed != wanted else []
+    return wrong
+
+
+def nvcc_mismatch(said: str, cuda: str) -> str:
+    """Version that ``nvcc --version`` names, if DeepSpeed refuses it: the major version must be PyTorch's."""
+    release = re.search(r"release (\d+)\.(\d+)", said)
+    if release is None:
+        return "no version"
+    return "" if release[1] == cuda.split(".")[0] else f"{release[1]}.{release[2]}"
+
+
+def extensions(folder: Path) -> tuple[str, ...]:
+    """DeepSpeed's compiled optimizers: there, still to come, or blocked by a build that was killed."""
+    locks = sorted(folder.glob("*/lock"))
+    if old := [lock for lock in locks if time.time() - lock.stat().st_mtime > OLD_LOCK]:
+        what = f"a killed build left {', '.join(map(str, old))}: the next DeepSpeed run hangs"
+        return "fail", "DeepSpeed build", what, f"rm {' '.join(repr(str(lock)) for lock in old)}"
+    if locks:
+        return "warn", "DeepSpeed build", f"{locks[0]} is new", "wait for that build; if none runs, remove the file"
+    if not (folder / "cpu_adam" / "cpu_adam.so").is_file():
+        return (
+            "warn",
+            "DeepSpeed build",
+            f"no CPU optimizer in {folder}",
+            "the first run compiles it for 1 to 2 minutes",
+        )
+    return "ok", "DeepSpeed build", f"CPU optimizer in {folder}"
+
+
+def gpus() -> Lines:
+    import torch
+
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    for index, name in ((i, torch.cuda.get_device_name(i)) for i in range(count)):
+        capability, built = torch.cuda.get_device_capability(index), torch.cuda.get_arch_list()
+        found = f"{name}, compute capability {capability[0]}.{capability[1]}"
+        if built_for(capability, built):
+            yield "ok", f"GPU {index}", found
+        else:
+            what = f"{found}: torch {torch.__version__} is built for {', '.join(built)}"
+            yield "fail", f"GPU {index}", what, "install a torch build for it"
+    if count:
+        return
+    if os.environ.get("REQUIRE_GPU") == "0":
+        yield "skip", "GPUs", "the site needs none"
+        return
+    seen, said = command("nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader", timeout=30)
+    if seen and said:
+        yield "fail", "GPUs", *unusable(said, torch.__version__, torch.version.cuda)
+    elif shutil.which("nvidia-smi") and Path("/proc/driver/nvidia").exists():
+        yield "fail", "GPUs", f"nvidia-smi: {last_line(said)}", "take this node out of the partition"
+    else:
+        yield "skip", "GPUs", "none here", "in a job: srun --gpus-per-node=1 python scripts/preflight.py"
+
+
+def built_for(capability: tuple[int, int], arch_list: list[str]) -> bool:
+    """Whether a GPU runs a build: machine code of its major version up to its minor one, or older PTX."""
+    for arch in arch_list:
+        kind, major, minor, suffix = re.fullmatch(r"(sm|compute)_(\d+)(\d)([af]?)", arch).groups()
+        same, minor = int(major) == capability[0], int(minor)
+        if suffix == "a":  # code for exactly this chip
+            runs = same and minor == capability[1]
+        elif kind == "sm" or suffix == "f":
+            runs = same and minor <= capability[1]
+        else:
+            runs = (int(major), minor) <= capability
+        if runs:
+            return True
+    return False
+
+
+def unusable(nvidia_smi: str, version: str, cuda: str | None) -> tuple[str, str]:
+    """Why PyTorch uses none of the GPUs that nvidia-smi lists as ``name, driver version``."""
+    name, driver = nvidia_smi.splitlines()[0].rsplit(", ", 1)
+    if cuda is None:
+        return f"{name} is here, and torch {version} is a CPU build", "install a CUDA build of torch"
+    if os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1"):
+        return f"CUDA_VISIBLE_DEVICES hides {name}", "unset it"
+    return f"driver {driver} of {name} is too old for CUDA {cuda}", "install the torch build of an older CUDA"
+
+
+def nccl(site: str) -> Lines:
+    import torch
+
+    gpu = torch.cuda.is_available()
+    if gpu:
+        yield "ok", "NCCL", ".".join(map(str, torch.cuda.nccl.version()))
+    else:
+        yield "skip", "NCCL", "no GPU"
+    if not site:
+        yield "skip", "interfaces", "no site"
+        return
+    present = sorted(os.listdir("/sys/class/net"))
+    for variable in ("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME"):
+        value = os.environ.get(variable, "")
+        if absent := absent_interfaces(value, present, exact=variable.startswith("GLOO")):
+            what = f"{', '.join(absent)} is not among {', '.join(present)}"
+            # a login node may have other interfaces than those that train
+            yield "fail" if gpu or "SLURM_JOB_ID" in os.environ else "warn", variable, what, "see ip -brief address"
+        else:
+            yield "ok", variable, value or "not set: the library chooses"
+
+
+def absent_interfaces(value: str, present: list[str], exact: bool) -> list[str]:
+    """Names of the variable that fit no interface. NCCL's are prefixes, after = exact names, after ^ exclusions."""
+    if not value or value.startswith("^"):
+        return []
+    exact = exact or value.startswith("=")
+    names = value.removeprefix("=").split(",")
+    return [n for n in names if not any(p == n if exact else p.startswith(n) for p in present)]
+
+
+def check_site(site: str, problem: str) -> Lines:
+    if not site:
+        yield "fail", "site", problem, "echo <site> > experiments/site, or SITE=laptop"
+    elif problem:
+        state = "warn" if problem.startswith("its python") else "fail"
+        yield state, "site", f"{site}: {problem}", "correct site_setup, or start preflight with the site's python"
+    else:
+        yield "ok", "site", f"{site}, python of {sys.prefix}"
+    if not shutil.which("sbatch"):
+        yield "skip", "partition", "no Slurm here"
+        return
+    answers, said = command("sinfo", "--noheader", "--format=%R", timeout=30)
+    wanted = os.environ.get("SBATCH_PARTITION", "")
+    if not answers and os.environ.get("REQUIRE_GPU") == "0":
+        yield "skip", "partition", "sinfo does not answer, and the site needs no Slurm"
+    elif not answers:
+        yield "fail", "partition", last_line(said), "is this a login node, and Slurm up?"
+    elif absent := sorted({*filter(None, wanted.split(","))} - {*said.split()}):
+        what = f"there is no {', '.join(absent)} among {', '.join(sorted({*said.split()}))}"
+        yield "fail", "partition", what, "correct SBATCH_PARTITION in the site file"
+    else:
+        yield "ok", "partition", wanted or f"Slurm's default of {', '.join(sorted({*said.split()}))}"

@@ -1,0 +1,269 @@
+"""preflight.py: its comparisons, and what its lines say, without a GPU, a cluster or a training."""
+
+import json
+import os
+import re
+import sys
+import time
+from pathlib import Path
+from types import SimpleNamespace
+
+import preflight
+import preflight_files
+import preflight_jobs
+import preflight_machine
+import pytest
+import torch
+from helpers import REPOSITORY
+
+TORCH_2_13_CU130 = ["sm_75", "sm_80", "sm_86", "sm_90", "sm_100", "sm_120"]
+
+
+@pytest.mark.parametrize(
+    ("capability", "arch_list", "runs"),
+    [
+        ((9, 0), TORCH_2_13_CU130, True),
+        ((8, 9), TORCH_2_13_CU130, True),  # sm_86
+        ((7, 0), TORCH_2_13_CU130, False),  # V100
+        ((10, 3), ["sm_90", "compute_90"], True),  # by PTX
+        ((10, 3), ["sm_90"], False),
+        ((8, 0), ["sm_86", "compute_86"], False),
+        ((9, 0), ["sm_90a"], True),
+        ((10, 0), ["compute_90a"], False),  # PTX of one chip
+        ((10, 3), ["sm_100f"], True),
+        ((12, 0), ["sm_100f"], False),
+        ((9, 0), [], False),
+    ],
+)
+def test_a_gpu_runs_a_build(capability, arch_list, runs):
+    assert preflight_machine.built_for(capability, arch_list) is runs
+
+
+def gpus(monkeypatch, said: tuple[bool, str]) -> list[tuple]:
+    monkeypatch.setattr(preflight_machine, "command", lambda *words, **options: said)
+    return list(preflight_machine.gpus())
+
+
+# as nvidia-smi --query-gpu=name,driver_version --format=csv,noheader prints it
+NVIDIA_SMI = "Tesla V100-SXM2-32GB, 470.82.01\nTesla V100-SXM2-32GB, 470.82.01"
+
+
+@pytest.mark.parametrize(
+    ("cuda", "visible", "found"),
+    [
+        (None, None, "is a CPU build; install a CUDA build"),
+        ("13.0", None, "driver 470.82.01 of Tesla V100-SXM2-32GB is too old for CUDA 13.0; "),
+        ("13.0", "", "CUDA_VISIBLE_DEVICES hides Tesla V100-SXM2-32GB; unset it"),
+    ],
+)
+def test_a_gpu_that_pytorch_does_not_use_fails(monkeypatch, cuda, visible, found):
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    if visible is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    monkeypatch.setattr(torch.version, "cuda", cuda)
+    ((state, name, *texts),) = gpus(monkeypatch, (True, NVIDIA_SMI))
+    assert (state, name) == ("fail", "GPUs")
+    assert found in "; ".join(texts)
+
+
+def test_a_gpu_that_torch_was_not_built_for_fails(monkeypatch):
+    answers = {"device_count": 1, "get_device_name": "Tesla V100-SXM2-32GB", "get_device_capability": (7, 0)}
+    for name, answer in (answers | {"is_available": True, "get_arch_list": TORCH_2_13_CU130}).items():
+        monkeypatch.setattr(torch.cuda, name, lambda *_, answer=answer: answer)
+    ((state, name, found, _),) = preflight_machine.gpus()
+    assert (state, name) == ("fail", "GPU 0")
+    assert found.startswith("Tesla V100-SXM2-32GB, compute capability 7.0: torch ")
+    assert found.endswith("is built for " + ", ".join(TORCH_2_13_CU130))
+
+
+def test_a_login_node_has_no_gpu(monkeypatch):
+    ((state, _, _, way_out),) = gpus(monkeypatch, (False, "nvidia-smi: no such file"))
+    assert state == "skip"
+    assert "srun --gpus-per-node=1 python scripts/preflight.py" in way_out
+    monkeypatch.setenv("REQUIRE_GPU", "0")
+    assert [line[0] for line in gpus(monkeypatch, (True, NVIDIA_SMI))] == ["skip"]
+
+
+def test_nvcc_must_have_the_major_version_of_torch():
+    said = "Cuda compilation tools, release 12.8, V12.8.93\nBuild cuda_12.8.r12.8/compiler.35583870_0"
+    assert preflight_machine.nvcc_mismatch(said, "12.6") == ""
+    assert preflight_machine.nvcc_mismatch(said, "13.0") == "12.8"
+    assert preflight_machine.nvcc_mismatch("", "13.0") == "no version"
+
+
+def test_pins():
+    installed = torch.__version__.split("+")[0]
+    assert preflight_machine.wrong_pins(f"# comment\n-r other.txt\ntorch=={installed}\n") == []
+    wrong = preflight_machine.wrong_pins("torch==0.1\nno-such-package==1.0\n")
+    assert wrong == [f"torch {installed} instead of 0.1", "no-such-package absent instead of 1.0"]
+
+
+@pytest.mark.parametrize(
+    ("value", "exact", "absent"),
+    [
+        ("", False, []),
+        ("ib", False, []),  # NCCL takes prefixes
+        ("ib", True, ["ib"]),
+        ("=ib", False, ["ib"]),
+        ("^docker,lo", False, []),
+        ("eth,hsn0", False, ["hsn0"]),
+    ],
+)
+def test_interfaces(value, exact, absent):
+    assert preflight_machine.absent_interfaces(value, ["eth0", "ib0", "lo"], exact) == absent
+
+
+def test_a_wrong_interface_is_a_warning_on_a_login_node_and_a_failure_in_a_job(monkeypatch):
+    monkeypatch.setenv("NCCL_SOCKET_IFNAME", "no_such")
+    assert ("warn", "NCCL_SOCKET_IFNAME") in [line[:2] for line in preflight_machine.nccl("mysite")]
+    monkeypatch.setenv("SLURM_JOB_ID", "1")
+    assert ("fail", "NCCL_SOCKET_IFNAME") in [line[:2] for line in preflight_machine.nccl("mysite")]
+    assert {line[0] for line in preflight_machine.nccl("")} == {"skip"}
+
+
+def test_state_of_the_compiled_optimizer(tmp_path):
+    folder = tmp_path / "cpu_adam"
+    folder.mkdir()
+    assert preflight_machine.extensions(tmp_path)[0] == "warn"
+    (folder / "cpu_adam.so").touch()
+    assert preflight_machine.extensions(tmp_path)[0] == "ok"
+    (folder / "lock").touch()
+    assert preflight_machine.extensions(tmp_path)[0] == "warn", "a build may be running"
+    long_ago = time.time() - 2 * preflight_machine.OLD_LOCK
+    os.utime(folder / "lock", (long_ago, long_ago))
+    state, _, found, way_out = preflight_machine.extensions(tmp_path)
+    assert (state, way_out) == ("fail", f"rm '{folder}/lock'")
+    assert str(folder / "lock") in found
+
+
+def load(monkeypatch, tmp_path, content: str) -> tuple[str, str]:
+    (tmp_path / "sites").mkdir()
+    (tmp_path / "sites" / "mine.sh").write_text(content)
+    monkeypatch.setattr(preflight_machine, "EXPERIMENTS", tmp_path)
+    (tmp_path / "site").write_text("mine\n")
+    return preflight_machine.load_site(tmp_path)
+
+
+def test_variables_of_the_site_are_those_of_its_jobs(monkeypatch, tmp_path):
+    monkeypatch.setenv("BATCH_SIZE", "2")
+    monkeypatch.setenv("PATH", f"{Path(sys.executable).parent}:{os.environ['PATH']}")
+    content = 'site_setup() { export LOADED=yes; }\n: "${BATCH_SIZE:=4}" "${NCCL_ALGO:=Ring}"\n'
+    assert load(monkeypatch, tmp_path, content) == ("mine", "")
+    assert {name: os.environ[name] for name in ("BATCH_SIZE", "NCCL_ALGO", "LOADED")} == {
+        "BATCH_SIZE": "2", "NCCL_ALGO": "Ring", "LOADED": "yes"}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("content", "problem"),
+    [
+        ("# CHANGE_ME in a comment\nexport SBATCH_ACCOUNT=CHANGE_ME\n", "still holds CHANGE_ME"),
+        ("site_setup() { module load cuda; }\n", "module: command not found"),
+        ("site_setup() { PATH=/nowhere; }\n", "gives no python"),
+    ],
+)
+def test_a_site_file_that_is_not_complete(monkeypatch, tmp_path, content, problem):
+    name, said = load(monkeypatch, tmp_path, content)
+    assert name == "mine"
+    assert problem in said
+    assert next(preflight_machine.check_site(name, said))[0] == "fail"
+
+
+def fill_cache(folder, shards: list[str]) -> None:
+    """A model of two shards as huggingface_hub keeps it, of which these are there."""
+    repository = folder / "models--some--model"
+    snapshot = repository / "snapshots" / ("a" * 40)
+    snapshot.mkdir(parents=True)
+    (repository / "refs").mkdir()
+    (repository / "refs" / "main").write_text("a" * 40)
+    (snapshot / "config.json").write_text("{}")
+    weights = {"weight_map": {"a": "one.safetensors", "b": "two.safetensors"}}
+    (snapshot / "model.safetensors.index.json").write_text(json.dumps(weights))
+    for name in shards:
+        (snapshot / name).write_bytes(b"0" * 1000)
+    (snapshot / "tokenizer.json").symlink_to(folder / ("blob" if len(shards) == 1 else "one"))
+
+
+def test_a_model_in_the_cache_is_whole(monkeypatch, tmp_path):
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    monkeypatch.setattr("huggingface_hub._snapshot_download.constants.HF_HUB_CACHE", str(tmp_path))
+    assert preflight_files.cached_model("some/model", None) == ("", "not in the cache")
+    fill_cache(tmp_path, ["one.safetensors"])
+    missing = preflight_files.cached_model("some/model", None)[1]
+    assert missing == "the cache lacks tokenizer.json, two.safetensors", "a link to nothing, and a shard"
+    (tmp_path / "blob").write_text("{}")
+    (tmp_path / "models--some--model/snapshots" / ("a" * 40) / "two.safetensors").write_bytes(b"0" * 1000)
+    assert preflight_files.cached_model("some/model", 2000) == ("0.0 GB", "")
+    assert preflight_files.cached_model("some/model", 9000)[1].endswith("of 9000 bytes are in the cache")
+
+
+@pytest.mark.parametrize(("path", "local"), [("/tmp/hf", True), ("/home/me/.cache", False), ("/tmpfiles", False)])
+def test_folders_of_one_node(path, local):
+    assert preflight_files.node_local(path) is local
+
+
+def disk(monkeypatch, free: float, model: str = "bigscience/bloom-560m") -> tuple:
+    monkeypatch.setattr(preflight_files.shutil, "disk_usage", lambda _: SimpleNamespace(free=free))
+    (line,) = preflight_files.disk(SimpleNamespace(model_name=[model, "tiny-bloom"], dataset="squad"))
+    return line
+
+
+def test_disk_is_for_the_experiments_that_save(monkeypatch):
+    """Two of BLOOM-560m (559,214,592 parameters) and a GPT: 50000 x 2048 + 512 x 2048, and its three blocks."""
+    block = 12 * 2048**2 + 13 * 2048
+    gpt = (50000 + 512) * 2048 + 3 * block + 2 * 2048
+    need = 16 * (2 * 559_214_592 + gpt) + 12 * 559_214_592
+    state, _, found, *_ = disk(monkeypatch, need + 1e8)
+    assert state == "ok"
+    assert f"{need / 1e9:.1f} GB for one run each of baseline, custom-model/single_node, fsdp-baseline" in found
+    assert disk(monkeypatch, need - 1e8)[0] == "warn"
+    monkeypatch.setenv("SAVE_STRATEGY", "no")
+    assert disk(monkeypatch, 0)[0] == "ok"
+
+
+def test_the_last_error_line_of_a_log_is_its_cause():
+    log = "start\nerror: --x: first; way\nerror: --y: second; way\rprogress\nTraceback\nlast words\n\n"
+    assert preflight_machine.last_line(log) == "error: --y: second; way"
+    assert preflight_machine.last_line("a\nb\n") == "b"
+    assert preflight_machine.last_line("") == "no output"
+
+
+def test_nothing_of_the_caller_reaches_a_tiny_training(tmp_path):
+    caller = {"BATCH_SIZE": "64", "DATASET": "squad", "RANK": "3", "SLURM_JOB_ID": "7", "SLURM_CONF": "c", "HOME": "h"}
+    variables = preflight_jobs.tiny_variables(tmp_path, caller, gpu=True)
+    assert variables == {"SLURM_CONF": "c", "HOME": "h", "HF_DATASETS_CACHE": f"{tmp_path}/datasets"} | {
+        name: str(value) for name, value in preflight_jobs.TINY.items()
+    } | {"DATASET": f"{REPOSITORY}/data/squad_sample.json"}
+    assert preflight_jobs.tiny_variables(tmp_path, {}, gpu=False)["FP16"] == "False"
+
+
+SCONTROL = """JobId=7 JobName=baseline
+   JobState=PENDING Reason=Resources Dependency=(null)
+   StdOut=/a folder/log/baseline_7.out
+"""
+
+
+def test_a_job_that_waits_too_long_says_for_what(monkeypatch):
+    monkeypatch.setattr(preflight_jobs, "command", lambda *words, **options: (True, SCONTROL))
+    state, found = preflight_jobs.wait_for_job("7", deadline=0)
+    assert (state, found) == ("PENDING", "Resources: cancelled, raise --timeout or use a reservation")
+    done = SCONTROL.replace("PENDING Reason=Resources", "FAILED Reason=NonZeroExitCode")
+    monkeypatch.setattr(preflight_jobs, "command", lambda *words, **options: (True, done))
+    assert preflight_jobs.wait_for_job("7", deadline=0) == ("FAILED", "/a folder/log/baseline_7.out")
+
+
+def test_a_check_that_breaks_is_a_failed_line():
+    def broken():
+        yield "ok", "first", "fine"
+        raise ImportError("no torch")
+
+    lines = []
+    preflight.run_check("check", broken, lambda *line: lines.append(line))
+    assert lines[0] == ("ok", "first", "fine")
+    assert lines[1][:3] == ("fail", "check", "ImportError: no torch")
+
+
+def test_a_wrong_flag_is_one_line_with_exit_code_2(command):
+    for arguments in (["--no_such_flag"], ["--timeout", "0"]):
+        finished = command("preflight.py", *arguments)
+        assert finished.code == 2, finished
+        assert re.fullmatch(r"error: .+: .+; .+\n", finished.log), finished
