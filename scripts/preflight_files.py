@@ -20,10 +20,10 @@ CHECKPOINT_BYTES, MODEL_BYTES = 12, 4  # per parameter: fp32 weights and Adam's 
 def cache(arguments: argparse.Namespace) -> Lines:
     os.environ["HF_HUB_OFFLINE"] = "1"  # only what lies there counts
     from data_loader import is_local
-    from model import TINY_BLOOM
+    from model import CUSTOM_GPT, TINY_BLOOM
     from prefetch import HF_HOME, MANIFEST
 
-    hub = [name for name in arguments.model_name if name != TINY_BLOOM and not Path(name).is_dir()]
+    hub = [name for name in arguments.model_name if name not in (TINY_BLOOM, CUSTOM_GPT) and not Path(name).is_dir()]
     if not hub and is_local(arguments.dataset):
         yield "skip", "cache", f"{', '.join(arguments.model_name)} and {Path(arguments.dataset).name} need none"
         return

@@ -24,7 +24,8 @@ Lines = Iterator[tuple[str, ...]]  # state, check, what was found, what to do
 def command(*words: object, timeout: float = 60, **options: object) -> tuple[bool, str]:
     """Whether it ended well, and what it printed."""
     try:
-        done = subprocess.run(list(map(str, words)), stdout=-1, stderr=-2, text=True, timeout=timeout, **options)
+        streams = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
+        done = subprocess.run(list(map(str, words)), text=True, timeout=timeout, **streams, **options)
     except (OSError, subprocess.TimeoutExpired) as error:
         return False, f"{words[0]}: {error}"
     return done.returncode == 0, done.stdout.strip()
@@ -52,7 +53,7 @@ def load_site(folder: Path) -> tuple[str, str]:
         return name, f"experiments/sites/{name}.sh gives no python ({last_line(said)})"
     prefix, variables = json.loads(dump.read_text())
     os.environ.update(variables)
-    return name, "" if prefix == sys.prefix else f"its python is in {prefix}, this one in {sys.prefix}"
+    return name, "" if Path(prefix).samefile(sys.prefix) else f"its python is in {prefix}, this one in {sys.prefix}"
 
 
 def environment() -> Lines:
