@@ -58,7 +58,7 @@ def main() -> None:
             run_check(name, check, say)
     finally:
         if not any((folder / "kept").glob("*")):
-            shutil.rmtree(folder)
+            shutil.rmtree(folder, ignore_errors=True)  # a job that was cancelled may write to the end
     print("preflight: " + ", ".join(f"{states.count(state)} {state}" for state in ("ok", "warn", "fail", "skip")))
     sys.exit(ENVIRONMENT if "fail" in states else 0)
 

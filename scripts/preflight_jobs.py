@@ -109,26 +109,30 @@ def slurm_jobs(folder: Path, timeout: int) -> Lines:
                 yield "fail", f"sbatch {job}", last_line(said), "correct the site file or the directives"
         deadline = time.monotonic() + timeout
         for job in list(ids):
-            state, found = wait_for_job(ids[job], deadline)
-            if state != "COMPLETED" and Path(found).is_file():
-                found = f"{last_line(Path(found).read_text(errors='replace'))}; read {keep(folder, Path(found))}"
+            state, reason, log = wait_for_job(ids[job], deadline)
+            if state == "COMPLETED":
+                yield "ok", job, state
+            else:
+                said = (
+                    f"{last_line(log.read_text(errors='replace'))}; read {keep(folder, log)}" if log.is_file() else ""
+                )
+                if state in UNFINISHED:
+                    said = f"{said or 'no log yet'}; cancelled: raise --timeout, or use a reservation"
+                yield "fail", job, f"{state} ({reason})", said or "see scontrol show job, and slurmctld's log"
             if state not in UNFINISHED:
                 del ids[job]
-            yield "ok" if state == "COMPLETED" else "fail", job, state, "" if state == "COMPLETED" else found
     finally:
         if ids:
             command("scancel", *ids.values())
 
 
-def wait_for_job(job_id: str, deadline: float) -> tuple[str, str]:
-    """Its last state, and its log or why it waits. Not sbatch --wait, which can hang."""
+def wait_for_job(job_id: str, deadline: float) -> tuple[str, str, Path]:
+    """Its state once it has ended or the time is up, Slurm's reason, and its log. Not sbatch --wait, which can hang."""
     while True:
         known, said = command("scontrol", "show", "job", job_id)
         if not known:
-            return "UNKNOWN", f"scontrol: {last_line(said)}"
+            return "UNKNOWN", last_line(said), Path("/none")
         fields = dict(re.findall(r"(JobState|Reason)=(\S+)", said)) | dict(re.findall(r"^ +(StdOut)=(.*)$", said, re.M))
-        if fields["JobState"] not in UNFINISHED:
-            return fields["JobState"], fields["StdOut"]
-        if time.monotonic() > deadline:
-            return fields["JobState"], f"{fields['Reason']}: cancelled, raise --timeout or use a reservation"
+        if fields["JobState"] not in UNFINISHED or time.monotonic() > deadline:
+            return fields["JobState"], fields["Reason"], Path(fields["StdOut"])
         time.sleep(2)

@@ -242,13 +242,13 @@ SCONTROL = """JobId=7 JobName=baseline
 """
 
 
-def test_a_job_that_waits_too_long_says_for_what(monkeypatch):
+def test_a_job_is_waited_for_until_it_ends_or_the_time_is_up(monkeypatch):
     monkeypatch.setattr(preflight_jobs, "command", lambda *words, **options: (True, SCONTROL))
-    state, found = preflight_jobs.wait_for_job("7", deadline=0)
-    assert (state, found) == ("PENDING", "Resources: cancelled, raise --timeout or use a reservation")
+    log = Path("/a folder/log/baseline_7.out")
+    assert preflight_jobs.wait_for_job("7", deadline=0) == ("PENDING", "Resources", log)
     done = SCONTROL.replace("PENDING Reason=Resources", "FAILED Reason=NonZeroExitCode")
     monkeypatch.setattr(preflight_jobs, "command", lambda *words, **options: (True, done))
-    assert preflight_jobs.wait_for_job("7", deadline=0) == ("FAILED", "/a folder/log/baseline_7.out")
+    assert preflight_jobs.wait_for_job("7", time.monotonic() + 60) == ("FAILED", "NonZeroExitCode", log)
 
 
 def test_a_check_that_breaks_is_a_failed_line():

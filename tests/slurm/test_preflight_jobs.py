@@ -16,8 +16,8 @@ def own_lab(cluster, tmp_path) -> Lab:
     return Lab(tmp_path, cluster)
 
 
-def preflight(lab: Lab, **variables: object) -> subprocess.CompletedProcess:
-    command = [sys.executable, "scripts/preflight.py", "--quick", "--submit"]
+def preflight(lab: Lab, *flags: str, **variables: object) -> subprocess.CompletedProcess:
+    command = [sys.executable, "scripts/preflight.py", "--quick", "--submit", *flags]
     environment = lab.environment(**variables)
     return subprocess.run(command, cwd=lab.root, env=environment, capture_output=True, text=True, timeout=800)
 
@@ -55,4 +55,19 @@ def test_what_the_cluster_refuses_or_ends_is_a_failed_line(own_lab):
     assert done.returncode == 3, done
     failed = [line for line in done.stdout.splitlines() if line.startswith("fail")]
     assert len(failed) == len(JOBS), done
-    assert all("FAILED; error: GPU: broken; repair it; read " in line for line in failed), done
+    assert all("FAILED (NonZeroExitCode); error: GPU: broken; repair it; read " in line for line in failed), done
+
+
+def test_jobs_that_do_not_start_are_cancelled(own_lab):
+    partition = ["scontrol", "update", "PartitionName=main"]
+    run_command([*partition, "State=DOWN"], env=own_lab.cluster.env)
+    try:
+        done = preflight(own_lab, "--timeout", "3")
+    finally:
+        run_command([*partition, "State=UP"], env=own_lab.cluster.env)
+    assert done.returncode == 3, done
+    failed = [line for line in done.stdout.splitlines() if line.startswith("fail")]
+    assert len(failed) == len(JOBS), done
+    assert all("PENDING (PartitionDown); no log yet; cancelled: " in line for line in failed), done
+    assert unfinished(own_lab) == []
+    assert not list(own_lab.root.glob(".preflight-*"))
