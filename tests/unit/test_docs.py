@@ -3,13 +3,22 @@
 import itertools
 import json
 import re
+import shlex
 import subprocess
+import sys
+import textwrap
 
 import pytest
-from config import KNOBS
+from config import KNOBS, parse_command_line
+from estimate_memory import EXTRA_FLAGS, complete
+from fsdp_config import check_fsdp_file
 from helpers import REPOSITORY
 
 PAGES = sorted([*REPOSITORY.glob("*.md"), *REPOSITORY.glob("docs/**/*.md"), *REPOSITORY.glob("data/*.md")])
+
+
+def page(name: str) -> str:
+    return (REPOSITORY / "docs" / name).read_text(encoding="utf-8")
 
 
 def anchors(text: str) -> set[str]:
@@ -39,26 +48,38 @@ def test_table_of_knobs_is_that_of_the_code():
             assert shown.startswith(f"`{default}`"), variable
 
 
+def experiment_of(script) -> tuple[str, str, str, str]:
+    """Folder, nodes x GPUs, config and name of an experiment's script."""
+    text = script.read_text()
+    nodes, gpus = (re.search(rf"^#SBATCH --{name}=(\d+)", text, re.MULTILINE)[1] for name in ("nodes", "gpus-per-node"))
+    config = re.search(r"(?:ds|fsdp)_configs/([\w.]+)", text)
+    folder = str(script.parent.relative_to(REPOSITORY / "experiments"))
+    return folder, f"{nodes} x {gpus}", config[1] if config else "-", f"sbatch {script.name}"
+
+
 def expand(pattern: str) -> list[str]:
-    """a{b,c}d -> abd, acd, as the shell does."""
-    parts = re.split(r"\{([^}]*)\}", pattern)
-    return ["".join(p) for p in itertools.product(*(p.split(",") if i % 2 else [p] for i, p in enumerate(parts)))]
+    """a{b,c}d{e,f} -> abde, acdf: lists of the same row go together."""
+    lists = [found.split(",") for found in re.findall(r"\{([^}]*)\}", pattern)]
+    bare = re.sub(r"\{[^}]*\}", "{}", pattern)
+    return [bare.format(*choice) for choice in zip(*lists, strict=True)] if lists else [pattern]
 
 
 def test_index_of_experiments_is_the_tree():
-    table = (REPOSITORY / "README.md").read_text().split("## The workshop")[1].split("\n## ")[0]
+    section = (REPOSITORY / "README.md").read_text().split("## All experiments")[1].split("\n## ")[0]
     listed = []
-    for row in table.splitlines()[4:]:
-        patterns = re.findall(r"`([^`]+)`", row.split("|")[3]) if row.startswith("|") else []
-        for pattern in patterns:
-            family = patterns[0].split("{")[0]
-            listed += expand(pattern.replace(".../", family))
-    tree = {str(p.parent.relative_to(REPOSITORY / "experiments")) for p in REPOSITORY.glob("experiments/**/*.slurm")}
+    for row in re.findall(r"^\| (`.*) \|$", section, re.MULTILINE):
+        folders, question, *cells = row.split(" | ")
+        assert question.strip()
+        names = expand(folders.strip("`"))
+        columns = [expand(cell.strip("`")) for cell in cells]
+        assert all(len(column) in (1, len(names)) for column in columns), row
+        listed += zip(names, *(column * len(names) if len(column) == 1 else column for column in columns), strict=True)
+    tree = [experiment_of(script) for script in REPOSITORY.glob("experiments/**/*.slurm")]
     assert sorted(listed) == sorted(tree)
 
 
 def test_table_of_deepspeed_files_is_what_they_say():
-    text = (REPOSITORY / "docs" / "deepspeed.md").read_text()
+    text = (REPOSITORY / "docs" / "deepspeed-config.md").read_text()
     rows = re.findall(r"^\| `(\w+)\.json` \| (\d) \|([^|]*)\|([^|]*)\|$", text, re.MULTILINE)
     shown = {name: (int(stage), offload.split(";")[0].strip(), pinned.strip()) for name, stage, offload, pinned in rows}
     stated = {}
@@ -69,6 +90,21 @@ def test_table_of_deepspeed_files_is_what_they_say():
         pinned = {True: "yes", False: "no"}.get(sections[0][1]["pin_memory"]) if sections else ""
         stated[path.stem] = (zero["stage"], ", ".join(part for part, _ in sections), pinned)
     assert shown == stated
+
+
+def test_table_of_fsdp_files_is_what_they_say():
+    rows = re.findall(r"^\| `(\w+)\.json` \| ([^|]*) \| ([^|]*) \| ([^|]*) \|$", page("fsdp.md"), re.MULTILINE)
+    assert sorted(name for name, *_ in rows) == sorted(
+        path.stem for path in (REPOSITORY / "fsdp_configs").glob("*.json")
+    )
+    for name, strategy, between, over in rows:
+        config = check_fsdp_file(str(REPOSITORY / "fsdp_configs" / f"{name}.json"))
+        hybrid = "dp_shard_size" in config
+        assert ("HYBRID_SHARD" in strategy, "of FSDP1" in strategy) == (hybrid, config["version"] == 1), name
+        assert ("stay gathered" in between) == (config["reshard_after_forward"] is False), name
+        assert ("computed again" in between) == config.get("activation_checkpointing", False), name
+        assert ("CPU memory" in between) == config.get("cpu_offload", False), name
+        assert (over == "all ranks") == (not hybrid), name
 
 
 @pytest.mark.parametrize("folder", ["ds_configs", "fsdp_configs"])
@@ -94,3 +130,121 @@ def test_no_tracked_file_holds_a_key():
             text = path.read_text(encoding="utf-8")
             assert not named.search(text), name
             assert not (name.startswith("experiments/") and bare.search(text)), name
+
+
+# Commands in fenced blocks. Those of "bash" work on a laptop, those of "bash cluster" need Slurm or a GPU.
+
+NEEDS_CLUSTER = re.compile(r"\b(sbatch|srun|squeue|scancel)\b")
+BLOCKS = [
+    pytest.param(path, kind, text, id=f"{path.name}-{number}")
+    for path in PAGES
+    for number, (kind, text) in enumerate(re.findall(r"^ *```bash([^\n]*)\n(.*?)^ *```", path.read_text(), re.M | re.S))
+]
+SCRIPTS = [path for path in sorted((REPOSITORY / "scripts").glob("*.py")) if "__main__" in path.read_text()]
+
+
+def commands(text: str):
+    """(folder below the repository, variables, words) of each simple command of a block, following cd."""
+    here, exported = REPOSITORY, {}
+    for line in textwrap.dedent(text).splitlines():
+        words = shlex.split(line, comments=True)
+        for _, group in itertools.groupby(words, lambda word: word in ("&&", ";", "|", ">")):
+            command = list(group)
+            variables = {}
+            while command and re.match(r"[A-Z_]+=", command[0]):
+                name, _, value = command.pop(0).partition("=")
+                variables[name] = value
+            if command[:1] == ["export"]:
+                exported |= dict(word.split("=", 1) for word in command[1:])
+            elif command[:1] == ["unset"]:
+                exported = {name: value for name, value in exported.items() if name not in command}
+            elif command[:1] == ["cd"]:
+                place = REPOSITORY / command[1] if command[1].startswith("experiments") else here / command[1]
+                assert place.is_dir(), f"{line}: there is no {place}"
+                here = place.resolve()
+            elif command and command[0] not in ("&&", ";", "|", ">"):
+                yield here, exported | variables, command
+
+
+@pytest.mark.parametrize(("path", "kind", "text"), BLOCKS)
+def test_commands_are_those_that_there_are(path, kind, text, monkeypatch):
+    assert subprocess.run(["bash", "-n"], input=text, text=True).returncode == 0
+    assert kind.strip() in ("", "cluster")
+    for here, variables, words in commands(text):
+        if NEEDS_CLUSTER.search(words[0]):
+            assert kind.strip() == "cluster", f"{words} needs a cluster: mark its block as such"
+        while words[0] == "srun" or words[0].startswith("--"):
+            words = words[1:]
+        if words[:3] == ["python", "-m", "torch.distributed.run"]:
+            words = ["python", *words[4:]]
+        monkeypatch.chdir(REPOSITORY)
+        if words[0] == "make":
+            assert all(
+                re.search(rf"^{w}:", (REPOSITORY / "Makefile").read_text(), re.M) for w in words[1:] if "=" not in w
+            )
+        elif words[0] in ("sbatch", "bash"):
+            script = next(word for word in words[1:] if word.endswith(".slurm"))
+            assert (here / script).is_file(), f"{script} is not in {here}"
+        elif words[0].endswith("submit.sh"):
+            assert (REPOSITORY / "experiments" / words[-1]).exists() or words[-1] in ("all", "fsdp-multi-gpu/mine")
+        elif words[0] == "python" and words[1].endswith(".py"):
+            check_python(REPOSITORY / words[1], words[2:], variables, monkeypatch)
+
+
+def check_python(script, flags: list[str], variables: dict, monkeypatch) -> None:
+    assert script.is_file(), script
+    names = [flag.partition("=")[0] for flag in flags if flag.startswith("--")]
+    if script.name in ("train.py", "evaluate.py", "estimate_memory.py"):
+        extra = EXTRA_FLAGS if script.name == "estimate_memory.py" else {}
+        with monkeypatch.context() as patch:
+            for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE"):
+                patch.setenv(name, "1")
+            for name, value in variables.items():
+                patch.setenv(name, value)
+            options = parse_command_line("", flags, extra, gpu=True)
+            complete(options) if extra else None
+        for name in ("deepspeed", "fsdp_config"):
+            assert not options.values[name] or (REPOSITORY / options.values[name]).is_file()
+    else:
+        text = subprocess.run([sys.executable, script, "--help"], capture_output=True, text=True, check=True).stdout
+        assert all(re.search(rf"{name}\b", text) for name in names), names
+
+
+@pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.name)
+def test_help_says_what_a_script_is_for(script):
+    done = subprocess.run([sys.executable, script, "--help"], capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (0, "")
+    purpose = re.search(r'"""(.+)', script.read_text())[1].rstrip('"')
+    assert purpose[:40] in " ".join(done.stdout.split())
+
+
+def test_no_page_repeats_another():
+    places: dict[str, set] = {}
+    for path in PAGES:
+        text = re.sub(r"^ *```.*?^ *```", "", path.read_text(), flags=re.M | re.S)
+        sentences = re.split(r"(?<=[.:;])\s|\n\n|\s\|\s", text)
+        for sentence in sentences:
+            words = " ".join(sentence.split())
+            if len(words) > 60:
+                places.setdefault(words, set()).add(path.name)
+    assert not {words: found for words, found in places.items() if len(found) > 1}
+
+
+@pytest.mark.parametrize(
+    "path",
+    [p for p in PAGES if re.match(r"# \d+\. ", p.read_text()) and p.name != "CHANGELOG.md"],
+    ids=lambda p: p.name,
+)
+def test_a_section_has_its_parts_and_its_answers(path):
+    """The order of the map, what each page must hold, and an answer for each question of its quiz."""
+    text = path.read_text()
+    headings = re.findall(r"^## (.*)$", text, re.MULTILINE)
+    for part in ("Commands", "What to expect", "Fill in", "Quiz"):
+        assert any(heading.startswith(part) for heading in headings), part
+    assert path.name == "memory.md" or re.search(r"!\[.+\]\(figures/", text), "a figure of its own"
+    number, title = re.match(r"# (\d+)\. (.*)", text).groups()
+    row = re.search(rf"^\| {number} \| .*\(docs/{path.name}\)", (REPOSITORY / "README.md").read_text(), re.MULTILINE)
+    assert row, f"{number} {title} is not in the map"
+    questions = len(re.findall(r"^\d+\. ", text.split("## Quiz")[1], re.MULTILINE))
+    answers = re.split(r"^## ", page("instructor/answers.md"), flags=re.MULTILINE)[int(number)]
+    assert len(re.findall(r"^\d+\. ", answers, re.MULTILINE)) == questions >= 3
