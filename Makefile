@@ -14,7 +14,8 @@ report: .venv/installed
 	$(BIN)/python scripts/report.py
 
 test: .venv/installed-dev
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n 2 tests/unit
+	$(BIN)/python -m pytest tests/integration tests/slurm tests/gpu
 
 test-experiments: .venv/installed-dev
 	$(BIN)/python -m pytest -m experiments tests/slurm

@@ -140,7 +140,6 @@ BLOCKS = [
     for path in PAGES
     for number, (kind, text) in enumerate(re.findall(r"^ *```bash([^\n]*)\n(.*?)^ *```", path.read_text(), re.M | re.S))
 ]
-SCRIPTS = [path for path in sorted((REPOSITORY / "scripts").glob("*.py")) if "__main__" in path.read_text()]
 
 
 def commands(text: str):
@@ -208,14 +207,6 @@ def check_python(script, flags: list[str], variables: dict, monkeypatch) -> None
     else:
         text = subprocess.run([sys.executable, script, "--help"], capture_output=True, text=True, check=True).stdout
         assert all(re.search(rf"{name}\b", text) for name in names), names
-
-
-@pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.name)
-def test_help_says_what_a_script_is_for(script):
-    done = subprocess.run([sys.executable, script, "--help"], capture_output=True, text=True)
-    assert (done.returncode, done.stderr) == (0, "")
-    purpose = re.search(r'"""(.+)', script.read_text())[1].rstrip('"')
-    assert purpose[:40] in " ".join(done.stdout.split())
 
 
 def test_no_page_repeats_another():
