@@ -6,12 +6,11 @@ import io
 import json
 import os
 import shutil
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 
-from preflight_machine import EXPERIMENTS, REPOSITORY, Lines, command, last_line
+from preflight_machine import EXPERIMENTS, REPOSITORY, Lines, last_line
 
 NODE_LOCAL = ("/tmp", "/var/tmp", "/dev/shm", "/local", "/localscratch", "/scratch/local")
 CHECKPOINT_BYTES, MODEL_BYTES = 12, 4  # per parameter: fp32 weights and Adam's two moments; fp32 weights
@@ -91,11 +90,10 @@ def disk(arguments: argparse.Namespace) -> Lines:
 
 
 def parameters(script: Path, arguments: argparse.Namespace) -> int:
-    """Parameters of the model that an experiment saves, 0 if it saves none. Its own lines say which knobs it sets."""
-    files = [file for file in (script.parent / "env_vars.sh", script) if file.is_file()]
-    lines = [line for f in files for line in f.read_text().splitlines() if line.startswith(("export ", ': "${'))]
-    dump = "exec \"$0\" -c 'import json, os; print(json.dumps(dict(os.environ)))'"
-    knobs = json.loads(command("bash", "-c", "\n".join(["set -a", *lines, dump]), sys.executable)[1])
+    """Parameters of the model that an experiment saves, 0 if it saves none."""
+    from check_experiment import own_variables
+
+    knobs = own_variables(script)
     if knobs.get("SAVE_STRATEGY") == "no":
         return 0
     from config import KNOBS
@@ -103,7 +101,8 @@ def parameters(script: Path, arguments: argparse.Namespace) -> int:
 
     sizes = {flag: int(knobs.get(variable) or default) for variable, flag, default in KNOBS if type(default) is int}
     # the models of the command line take turns in an experiment that names none
-    names = [knobs["MODEL_NAME"]] if any("MODEL_NAME" in line for line in lines) else arguments.model_name
+    own = knobs.get("MODEL_NAME")
+    names = arguments.model_name if own == os.environ.get("MODEL_NAME") else [own]
     data = SimpleNamespace(dataset=arguments.dataset)
     return max(count_parameters(empty_model(SimpleNamespace(model_name=name, **sizes), data)) for name in names)
 
