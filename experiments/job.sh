@@ -43,6 +43,10 @@ job_prepare() {
     job_fail "$(basename "$0")" "it needs $NODES nodes, and there is no Slurm here" "submit it with sbatch" 3
   RUN_DIR=$PWD/results/.$JOB_ID
   mkdir -p log gpu_memory cpu_memory "$RUN_DIR"
+  if [[ -z ${SLURM_JOB_ID:-} ]]; then # Slurm writes the log itself
+    JOB_LOG=log/$(sed -n 's/^#SBATCH --job-name=\([^ ]*\).*/\1/p' "$0" | head -n 1)_$JOB_ID.out
+    exec > >(trap '' TERM INT HUP && exec tee -a "$JOB_LOG") 2> >(trap '' TERM INT HUP && exec tee -a "$JOB_LOG" >&2)
+  fi
   local cpus=${SLURM_CPUS_ON_NODE:-$(nproc)}
   cpus=$(((cpus < $(nproc) ? cpus : $(nproc)) / RANKS_PER_NODE))
   # torchrun would set 1, and DeepSpeed's CPU optimizer would crawl

@@ -39,7 +39,7 @@ snapshot() { # freeze what a job reads; prints the folder
     fail "$folder" "the snapshot is not complete" "see the message above"
   local commit dirty=false
   commit=$(git -C "$ROOT" rev-parse HEAD 2>/dev/null) && commit="\"$commit\"" || commit=null
-  [[ -z $(git -C "$ROOT" status --porcelain 2>/dev/null) ]] || dirty=true
+  [[ -z $(git -C "$ROOT" status --porcelain -- . ':(exclude)experiments/sites' 2>/dev/null) ]] || dirty=true
   printf '{"commit": %s, "dirty": %s}\n' "$commit" "$dirty" >"$folder/git.json"
   [[ ! -d $ROOT/.venv ]] || ln -s "$ROOT/.venv" "$folder/.venv" # sites look for it in $ROOT
   printf '%s' "$folder"
@@ -88,6 +88,9 @@ if [[ -n $frozen ]]; then
   [[ $dry_run = yes ]] || SNAPSHOT=$(snapshot)
   export SNAPSHOT
 fi
+knobs="" # that were given with this command
+while read -r variable; do [[ -z ${!variable:-} ]] || knobs+=" $variable"; done \
+  < <(sed -n 's/^    ("\([A-Z_0-9]*\)", "[a-z_0-9]*", .*/\1/p' "$ROOT/scripts/config.py")
 previous=""
 for script in "${scripts[@]}"; do
   line=(sbatch --parsable) name=$(basename "$script")
@@ -97,6 +100,7 @@ for script in "${scripts[@]}"; do
   if [[ $dry_run = yes ]]; then
     printf 'cd %q && ' "$PWD"
     while IFS='=' read -r variable value; do printf '%s=%q ' "$variable" "$value"; done < <(sort "$settings")
+    for variable in $knobs; do printf '%s=%q ' "$variable" "${!variable}"; done
     printf 'SITE=%q %s%s %q\n' "$SITE" "${SNAPSHOT:+SNAPSHOT=${SNAPSHOT@Q} }" "${line[*]}" "$name"
     previous="<id of the line above>"
   else

@@ -111,6 +111,12 @@ class RecordCallback(TrainerCallback):
     def __init__(self, record):
         self.record = record
 
+    def on_step_end(self, args, state, control, **kwargs):
+        # What was not logged by the end counts in the Trainer's train_loss as rank 0 has it, not as the mean of all
+        if state.global_step >= state.max_steps:
+            control.should_log = True
+        return control
+
     def on_evaluate(self, args, state, control, **kwargs):
         self.record.update(eval=evaluations(state.log_history))
 

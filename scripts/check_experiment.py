@@ -87,14 +87,17 @@ def memory_warnings(script: Path) -> list[str]:
         os.environ.clear()
         os.environ |= before
     on_gpu, on_node = (size / GIB for size in totals(held, gpus))
-    gpu, mem = float(os.environ.get("GPU_MEMORY") or "inf"), re.search(r"^#SBATCH --mem=(\d+)G", text, re.MULTILINE)
-    warnings = []
-    if on_gpu > gpu:
+    own = re.search(r"^#SBATCH --mem=(\w+)", text, re.MULTILINE)
+    mem = re.match(r"(\d+)([KMGT]?)", os.environ.get("SBATCH_MEM_PER_NODE") or (own[1] if own else ""))
+    units = {"K": 2**-20, "M": 2**-10, "": 2**-10, "G": 1, "T": 2**10}
+    asked = float(mem[1]) * units[mem[2]] if mem else float("inf")
+    gpu, warnings = float(os.environ.get("GPU_MEMORY") or "inf"), []
+    if on_gpu > 0.9 * gpu:
         way_out = "lower BATCH_SIZE or MAX_LENGTH, use more GPUs, or offload (docs/memory.md)"
         warnings.append(f"about {on_gpu:.0f} GiB per GPU, and one has {gpu:g}; {way_out}")
-    if mem and on_node > int(mem[1]):
-        way_out = f"give sbatch --mem={1.2 * on_node:.0f}G"
-        warnings.append(f"about {on_node:.0f} GiB per node, and the job asks for {mem[1]}; {way_out}")
+    if on_node > asked:
+        way_out = f"set SBATCH_MEM_PER_NODE={1.2 * on_node:.0f}G (sbatch --mem)"
+        warnings.append(f"about {on_node:.0f} GiB per node, and the job asks for {asked:g}; {way_out}")
     return warnings
 
 
@@ -109,8 +112,10 @@ def main() -> None:
         except SystemExit:
             wrong += 1
             continue
+        path, root = script.resolve().parent, REPOSITORY / "experiments"
+        name = path.relative_to(root) if path.is_relative_to(root) else script
         for warning in memory_warnings(script) if arguments.memory else []:
-            print(f"warning: {script.name}: {warning}", file=sys.stderr)
+            print(f"warning: {name}: {warning}", file=sys.stderr)
     sys.exit(BAD_INPUT if wrong else 0)
 
 

@@ -22,7 +22,7 @@ from pathlib import Path
 from errors import ENVIRONMENT, OneLineErrors, fail
 from preflight_files import cache, configs, disk
 from preflight_jobs import slurm_jobs, tiny_jobs
-from preflight_machine import REPOSITORY, Lines, check_site, environment, gpus, last_line, load_site, nccl
+from preflight_machine import REPOSITORY, Lines, check_site, environment, gpus, last_line, load_site, nccl, unread
 
 
 def main() -> None:
@@ -47,7 +47,7 @@ def main() -> None:
         site, problem = load_site(folder)
         arguments.model_name = arguments.model_name or [os.environ.get("MODEL_NAME") or "bigscience/bloom-560m"]
         arguments.dataset = arguments.dataset or os.environ.get("DATASET") or "squad"
-        checks = {"environment": environment, "GPUs": gpus, "NCCL": lambda: nccl(site)}
+        checks = {"environment": environment, "GPUs": gpus, "NCCL": lambda: nccl("" if unread(problem) else site)}
         checks |= {"site": lambda: check_site(site, problem), "cache": lambda: cache(arguments)}
         checks |= {"disk": lambda: disk(arguments), "configs": configs}
         if not arguments.quick:

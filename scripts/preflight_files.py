@@ -26,7 +26,9 @@ def cache(arguments: argparse.Namespace) -> Lines:
     if not hub and is_local(arguments.dataset):
         yield "skip", "cache", f"{', '.join(arguments.model_name)} and {Path(arguments.dataset).name} need none"
         return
-    if not os.access(HF_HOME, os.R_OK | os.X_OK):
+    if not Path(HF_HOME).exists():
+        yield "fail", "HF_HOME", f"{HF_HOME} does not exist", "create it, readable for all, then run prefetch.py"
+    elif not os.access(HF_HOME, os.R_OK | os.X_OK):
         yield "fail", "HF_HOME", f"{HF_HOME} cannot be read", "set HF_HOME in the site file, then run prefetch.py"
     elif not os.access(HF_HOME, os.W_OK):
         yield "warn", "HF_HOME", f"{HF_HOME} cannot be written", "runs put their tokenised data there"
@@ -37,7 +39,7 @@ def cache(arguments: argparse.Namespace) -> Lines:
     manifest = json.loads(MANIFEST.read_text()) if MANIFEST.is_file() else {}
     for name in hub:
         found, missing = cached_model(name, manifest.get(f"model {name}", {}).get("bytes"))
-        way_out = f"python scripts/prefetch.py --model_name {name}"
+        way_out = f"HF_HOME={HF_HOME} python scripts/prefetch.py --model_name {name}"
         yield ("fail", "model", f"{name}: {missing}", way_out) if missing else ("ok", "model", f"{name}, {found}")
     if not is_local(arguments.dataset):
         from datasets import load_dataset
@@ -46,7 +48,7 @@ def cache(arguments: argparse.Namespace) -> Lines:
             rows = {split: len(part) for split, part in load_dataset(arguments.dataset).items()}
             yield "ok", "dataset", f"{arguments.dataset}, {rows}"
         except Exception:  # the Hub client raises its own, httpx's and OSError
-            way_out = f"python scripts/prefetch.py --dataset {arguments.dataset}"
+            way_out = f"HF_HOME={HF_HOME} python scripts/prefetch.py --dataset {arguments.dataset}"
             yield "fail", "dataset", f"{arguments.dataset} is not in the cache", way_out
 
 

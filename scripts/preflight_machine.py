@@ -186,7 +186,7 @@ def nccl(site: str) -> Lines:
     else:
         yield "skip", "NCCL", "no GPU"
     if not site:
-        yield "skip", "interfaces", "no site"
+        yield "skip", "interfaces", "the site was not read"
         return
     present = sorted(os.listdir("/sys/class/net"))
     for variable in ("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME"):
@@ -208,16 +208,24 @@ def absent_interfaces(value: str, present: list[str], exact: bool) -> list[str]:
     return [n for n in names if not any(p == n if exact else p.startswith(n) for p in present)]
 
 
+def unread(problem: str) -> bool:
+    """Whether the site's variables are unknown: its python may also just be another one."""
+    return bool(problem) and not problem.startswith("its python")
+
+
 def check_site(site: str, problem: str) -> Lines:
     if not site:
         yield "fail", "site", problem, "echo <site> > experiments/site, or SITE=laptop"
     elif problem:
-        state = "warn" if problem.startswith("its python") else "fail"
+        state = "fail" if unread(problem) else "warn"
         yield state, "site", f"{site}: {problem}", "correct site_setup, or start preflight with the site's python"
     else:
         yield "ok", "site", f"{site}, python of {sys.prefix}"
     if not shutil.which("sbatch"):
         yield "skip", "partition", "no Slurm here"
+        return
+    if not site or unread(problem):
+        yield "skip", "partition", "the site was not read"
         return
     answers, said = command("sinfo", "--noheader", "--format=%R", timeout=30)
     wanted = os.environ.get("SBATCH_PARTITION", "")
@@ -230,3 +238,10 @@ def check_site(site: str, problem: str) -> Lines:
         yield "fail", "partition", what, "correct SBATCH_PARTITION in the site file"
     else:
         yield "ok", "partition", wanted or f"Slurm's default of {', '.join(sorted({*said.split()}))}"
+    if reservation := os.environ.get("SBATCH_RESERVATION"):
+        known, said = command("scontrol", "show", "reservation", reservation, timeout=30)
+        shown = " ".join(re.findall(r"(?:StartTime|EndTime|State)=\S+", said))
+        if known:
+            yield "ok", "reservation", f"{reservation} {shown}"
+        else:
+            yield "fail", "reservation", last_line(said), "correct SBATCH_RESERVATION in the site file"

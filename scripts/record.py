@@ -232,5 +232,5 @@ def git_state() -> dict:
             return None
         return done.stdout.strip() if done.returncode == 0 else None
 
-    status = git("status", "--porcelain")
+    status = git("status", "--porcelain", "--", ":/", ":(exclude,top)experiments/sites")
     return {"commit": git("rev-parse", "HEAD"), "dirty": None if status is None else bool(status)}

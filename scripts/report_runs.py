@@ -179,7 +179,8 @@ def settle(run: Run, path: Path) -> None:
 
 def run_without_record(folder: Path, job_id: str) -> Run:
     run = Run(folder, job_id, {}, "incomplete")
-    run.problems.append(f"{folder}/results/{job_id}.json: no run record, the job ended before the training began")
+    what = "no run record, the training has not begun, or the job ended before"
+    run.problems.append(f"{folder}/results/{job_id}.json: {what}")
     add_memory(run)
     return run
 

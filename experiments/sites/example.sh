@@ -22,6 +22,9 @@ site_setup() {
 # --- GiB of one GPU: submit.sh warns of a job that will not fit.
 # : "${GPU_MEMORY:=32}"
 
+# --- DeepSpeed's compiled optimizers; by default each user's ~/.cache/torch_extensions. Readable for all, filled by one.
+# : "${TORCH_EXTENSIONS_DIR:=/shared/torch_extensions}"
+
 # --- Hugging Face cache, on a file system that all nodes see. Fill it on a login node:
 #     python scripts/prefetch.py --model_name bigscience/bloom-560m --dataset squad
 : "${HF_HOME:=$HOME/.cache/huggingface}"

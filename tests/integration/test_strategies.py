@@ -19,6 +19,9 @@ def test_every_epoch_has_the_eval_loss_of_the_plain_trainer(run: Finished, table
     assert len(expected) == 2
     assert expected[0] - expected[1] > 0.05, "the loss hardly moves, so that equal losses prove nothing"
     assert run.losses == pytest.approx(expected, abs=TOLERANCE, rel=0), run
+    # the steps after the last log too: 16 steps, logged every 5th
+    train_loss = table("plain").record["train"]["loss_mean"]
+    assert run.record["train"]["loss_mean"] == pytest.approx(train_loss, abs=10 * TOLERANCE)
 
 
 @uses(*(name for name in STRATEGIES if "zero" in name))

@@ -146,7 +146,8 @@ def commands(text: str):
     """(folder below the repository, variables, words) of each simple command of a block, following cd."""
     here, exported = REPOSITORY, {}
     for line in textwrap.dedent(text).splitlines():
-        words = shlex.split(line, comments=True)
+        before, subshell = here, line.startswith("(")
+        words = shlex.split(line.strip("()") if subshell else line, comments=True)
         for _, group in itertools.groupby(words, lambda word: word in ("&&", ";", "|", ">")):
             command = list(group)
             variables = {}
@@ -158,11 +159,12 @@ def commands(text: str):
             elif command[:1] == ["unset"]:
                 exported = {name: value for name, value in exported.items() if name not in command}
             elif command[:1] == ["cd"]:
-                place = REPOSITORY / command[1] if command[1].startswith("experiments") else here / command[1]
+                place = here / command[1]
                 assert place.is_dir(), f"{line}: there is no {place}"
                 here = place.resolve()
             elif command and command[0] not in ("&&", ";", "|", ">"):
                 yield here, exported | variables, command
+        here = before if subshell else here
 
 
 @pytest.mark.parametrize(("path", "kind", "text"), BLOCKS)
@@ -185,9 +187,10 @@ def test_commands_are_those_that_there_are(path, kind, text, monkeypatch):
             script = next(word for word in words[1:] if word.endswith(".slurm"))
             assert (here / script).is_file(), f"{script} is not in {here}"
         elif words[0].endswith("submit.sh"):
+            assert (here / words[0]).is_file(), f"{words[0]} is not below {here}"
             assert (REPOSITORY / "experiments" / words[-1]).exists() or words[-1] in ("all", "fsdp-multi-gpu/mine")
         elif words[0] == "python" and words[1].endswith(".py"):
-            check_python(REPOSITORY / words[1], words[2:], variables, monkeypatch)
+            check_python(here / words[1], words[2:], variables, monkeypatch)
 
 
 def check_python(script, flags: list[str], variables: dict, monkeypatch) -> None:

