@@ -45,13 +45,14 @@ class Held:
 
 def estimate(options: Options) -> list[Held]:
     """Parameters, gradients, optimizer state, buffers, activations and logits of the rank that holds most."""
-    shape, low = shape_for(options), FP32 if precision_name(options.values) == "fp32" else 2
+    shape, world = shape_for(options), options.values["gpus"]
+    low = FP32 if precision_name(options.values) == "fp32" else 2
     if options.deepspeed_config:
-        held = deepspeed(shape, options.deepspeed_config["zero_optimization"], ranks(options), low)
+        held = deepspeed(shape, options.deepspeed_config["zero_optimization"], world, low)
     elif options.fsdp_config is not None:
         held = fsdp(shape, options, low)
     else:
-        held = plain(shape, ranks(options))
+        held = plain(shape, world)
     activations, note = shape.activations, "kept for the backward pass"
     if options.values["gradient_checkpointing"] or (options.fsdp_config or {}).get("activation_checkpointing"):
         activations = shape.layers * shape.block_input + shape.activations / shape.layers
@@ -164,10 +165,6 @@ def auto(section: dict, key: str, by_model: float, default: float) -> float:
     """The Trainer sizes an "auto" by the model; a key that is not there has DeepSpeed's default."""
     value = section.get(key, default)
     return by_model if value == "auto" else value
-
-
-def ranks(options: Options) -> int:
-    return options.values["gpus"]
 
 
 def totals(held: list[Held], ranks_per_node: int) -> tuple[float, float]:
