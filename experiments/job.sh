@@ -73,12 +73,16 @@ for offset in range(200):
 EOF
 }
 
-run_python() { job_on_node python "$@"; }
+run_python() {
+  job_build "$@"
+  job_on_node python "$@"
+}
 
 run_torchrun() {
   local -r launch=(python "$ROOT/scripts/launch.py" --nnodes="$NODES" --nproc-per-node="$RANKS_PER_NODE"
     --rdzv-backend=c10d --rdzv-id="$JOB_ID" --rdzv-endpoint="$MASTER_ADDR:$MASTER_PORT")
   rm -f "$RUN_DIR"/joined_* # of the bandwidth test
+  job_build "$@"
   if [[ $NODES -gt 1 ]]; then
     job_srun --ntasks="$NODES" --ntasks-per-node=1 bash "$EXPERIMENTS/job.sh" on_node "${launch[@]}" "$@"
   else
@@ -91,6 +95,7 @@ run_srun() {
     echo "no Slurm here: torchrun starts the $RANKS_PER_NODE ranks instead of srun"
     run_torchrun "$@"
   else
+    job_build "$@"
     job_srun --ntasks=$((NODES * RANKS_PER_NODE)) --ntasks-per-node="$RANKS_PER_NODE" \
       bash "$EXPERIMENTS/job.sh" on_node python "$@"
   fi
@@ -121,6 +126,12 @@ job_on_node() { # COMMAND: run it on this node, loggers beside it
   # srun reports the highest code of all nodes, which is often that of a node it ended: note who was first
   [[ $code = 0 ]] || echo "$(date +%s%N) $code $host" >>"$RUN_DIR/exit_codes"
   return "$code"
+}
+
+job_build() { # ARGS of the training: compile before the loggers start, g++ would be its peak of CPU memory
+  [[ " $* " = *" --deepspeed "* ]] || return 0
+  job_start python "$ROOT/scripts/build_ops.py"
+  job_wait || true
 }
 
 job_logger() { # PROGRAM FILE ARGS...: start it in the background; training goes on without it

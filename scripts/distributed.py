@@ -7,18 +7,15 @@ import socket
 import subprocess
 import sys
 import warnings
-import zlib
 from collections.abc import Callable
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from build_ops import EXTENSIONS
 from errors import ENVIRONMENT, fail
 
 # DeepSpeed compiles its CPU optimizer with the ninja that pip put beside this python
 os.environ["PATH"] = f"{os.path.dirname(sys.executable)}{os.pathsep}{os.environ['PATH']}"
-# It rebuilds what another environment has compiled into the same folder, under the feet of that one's jobs
-EXTENSIONS = Path.home() / ".cache" / "torch_extensions" / f"{zlib.crc32(sys.prefix.encode()):08x}"
 os.environ.setdefault("TORCH_EXTENSIONS_DIR", str(EXTENSIONS))
 if not torch.cuda.is_available():
     os.environ.setdefault("DS_ACCELERATOR", "cpu")  # or DeepSpeed warns that it found no GPU
