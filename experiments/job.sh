@@ -184,7 +184,7 @@ job_finish() {
   trap - EXIT
   trap '' TERM INT # a second signal must not interrupt this
   if [[ -s $RUN_DIR/exit_codes ]]; then code=$(sort -n "$RUN_DIR/exit_codes" | head -n 1 | cut -d' ' -f2); fi
-  [[ $STOPPED$code != yes0 ]] || code=143
+  [[ $STOPPED = no || ($code != 0 && $code != 130) ]] || code=143 # 130: Ctrl-C reached the training first
   job_record "$code"
   rm -rf "$RUN_DIR"
   exit "$code"

@@ -2,7 +2,7 @@
 
 import pytest
 from helpers import Finished
-from runs import uses
+from runs import XQUAD, uses
 
 TOLERANCE = 1e-4
 
@@ -40,6 +40,7 @@ def test_samples_per_gpu_makes_the_training_set_grow_with_the_ranks(run: Finishe
     assert run.record["steps_per_epoch"] == 5  # micro batch 2 x accumulation 2 x 2 ranks
 
 
+@pytest.mark.skipif(not XQUAD.exists(), reason=f"{XQUAD} is not here")
 @uses("xquad")
 def test_500_real_questions(run: Finished):
     """The main job: see `runs.OTHERS` for its sizes."""
