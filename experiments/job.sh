@@ -181,10 +181,12 @@ job_record() { # EXIT_CODE: finish the run record and print the summary
 
 job_finish() {
   local code=$?
+  [[ $BASHPID = "$$" ]] || exit # a child that TERM met before its exec
   trap - EXIT
   trap '' TERM INT # a second signal must not interrupt this
   if [[ -s $RUN_DIR/exit_codes ]]; then code=$(sort -n "$RUN_DIR/exit_codes" | head -n 1 | cut -d' ' -f2); fi
-  [[ $STOPPED = no || ($code != 0 && $code != 130) ]] || code=143 # 130: Ctrl-C reached the training first
+  [[ $code != 130 ]] || STOPPED=yes code=0 # Ctrl-C reached the training first
+  [[ $STOPPED$code != yes0 ]] || code=143
   job_record "$code"
   rm -rf "$RUN_DIR"
   exit "$code"

@@ -6,10 +6,13 @@ job.sh runs it before a DeepSpeed training: g++ takes several GB for a minute or
 log as the training's peak. A build that fails is left to the training, which says why it needs it.
 """
 
+import argparse
 import os
 import sys
 import zlib
 from pathlib import Path
+
+from errors import OneLineErrors
 
 # DeepSpeed rebuilds what another environment has compiled into the same folder, under the feet of that one's jobs
 EXTENSIONS = Path.home() / ".cache" / "torch_extensions" / f"{zlib.crc32(sys.prefix.encode()):08x}"
@@ -17,6 +20,7 @@ OPTIMIZERS = ("fused_adam", "cpu_adam")
 
 
 def main() -> None:
+    OneLineErrors(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
     folder = Path(os.environ.get("TORCH_EXTENSIONS_DIR") or EXTENSIONS)
     if all((folder / name / f"{name}.so").is_file() for name in OPTIMIZERS):
         return  # before anything slow is imported

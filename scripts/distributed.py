@@ -6,6 +6,7 @@ import os
 import socket
 import subprocess
 import sys
+import time
 import warnings
 from collections.abc import Callable
 
@@ -113,6 +114,7 @@ def run_and_exit(main: Callable[[], None]) -> None:
         code = ended.code or 0
     except Exception:
         sys.excepthook(*sys.exc_info())  # PyTorch's, which names the rank
+        time.sleep(2 if world_size() > 1 else 0)  # if another rank's death is the cause, that one is noted first
         code = 1
     if "WORLD_SIZE" not in os.environ:
         sys.exit(code)
