@@ -64,14 +64,16 @@ def test_running_job_runs(tmp_path, monkeypatch):
     add_run(tmp_path, STAGE, "1", status="running")
     monkeypatch.setattr(report_runs, "queued_jobs", lambda: frozenset({"1"}))
     assert only(tmp_path).status == "running"
-    sleeper = subprocess.Popen(["bash", "-c", "read -t 60 line; : train.py"], stdin=subprocess.PIPE)
+    command = ["bash", "-c", "echo; read -t 60 line; : train.py"]
+    sleeper = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
     try:
+        sleeper.stdout.readline()  # a process has no command line for a moment after its start
         add_run(tmp_path, STAGE, "1", status="running", nodes=[os.uname().nodename], pid=sleeper.pid)
         monkeypatch.setattr(report_runs, "queued_jobs", lambda: frozenset())
         assert only(tmp_path).status == "running"
     finally:
         sleeper.kill()
-        sleeper.wait()
+        sleeper.communicate()
 
 
 def test_jobs_do_not_share_files(tmp_path):
