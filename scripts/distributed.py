@@ -112,6 +112,9 @@ def run_and_exit(main: Callable[[], None]) -> None:
             fail("GPU memory", str(error).split(". ")[0], way_out, 1)
     except SystemExit as ended:
         code = ended.code or 0
+        if isinstance(code, str):  # sys.exit("message"), as libraries do
+            print(code, file=sys.stderr)
+            code = 1
     except Exception:
         sys.excepthook(*sys.exc_info())  # PyTorch's, which names the rank
         time.sleep(2 if world_size() > 1 else 0)  # if another rank's death is the cause, that one is noted first

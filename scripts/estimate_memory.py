@@ -31,6 +31,7 @@ EXTRA_FLAGS = {
 }
 MASTERS_AND_MOMENTS = 12  # bytes per parameter: fp32 weight, first and second moment of Adam (arXiv:1910.02054, 3.1)
 FP32 = 4
+ADAMW = ("adamw_torch", "adamw_torch_fused")
 
 
 @dataclass(frozen=True)
@@ -209,6 +210,8 @@ def complete(options: Options) -> Options:
             f"{values['gpus']} GPUs do not spread over {values['nodes']} nodes",
             "give a multiple of the nodes",
         )
+    if values["optim"] not in ADAMW:
+        fail("--optim", f"the state of {values['optim']} is not known here", f"estimate with {ADAMW[0]}")
     os.environ |= {"WORLD_SIZE": str(values["gpus"]), "LOCAL_WORLD_SIZE": str(values["gpus"] // values["nodes"])}
     if values["deepspeed"]:
         options.deepspeed_config = check_ds_config(values["deepspeed"])

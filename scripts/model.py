@@ -10,6 +10,7 @@ from errors import fail
 from hub import cannot_load, offline_without_network
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
     AutoConfig,
     AutoModelForCausalLM,
     AutoTokenizer,
@@ -158,10 +159,16 @@ def load_config(model_args, data_args) -> PreTrainedConfig:
             n_head=heads,
             use_cache=False,
         )
+    check_local(name)
     try:
-        return AutoConfig.from_pretrained(name)
+        if not Path(name).is_dir():
+            offline_without_network()
+        config = AutoConfig.from_pretrained(name)
     except (OSError, ValueError) as error:
         cannot_load("--model_name", name, error, name, data_args.dataset)
+    if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+        fail("--model_name", f"{name} is a {config.model_type} model, not a causal LM", "take one that generates text")
+    return config
 
 
 def count_parameters(model: torch.nn.Module) -> int:

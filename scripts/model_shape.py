@@ -1,16 +1,21 @@
 """Sizes of a model's parameters, activations and logits, found without memory for any of them."""
 
 import json
+import logging
 from dataclasses import dataclass
 from functools import lru_cache
 from types import SimpleNamespace
 
 import torch
 from config import Options, precision_name
+from errors import fail
 from model import load_config
 from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.initialization import no_init_weights
+
+# an operation without a rule for such tensors is logged with a traceback, and raised besides
+logging.getLogger("torch._subclasses.fake_tensor").setLevel(logging.CRITICAL)
 
 
 @dataclass(frozen=True)
@@ -36,7 +41,12 @@ def shape_for(options: Options) -> Shape:
     config = load_config(SimpleNamespace(**values), SimpleNamespace(**values))
     autocast = not values["deepspeed"] and not values["fsdp"]
     batch, length = values["per_device_train_batch_size"], values["max_length"]
-    return trace(config.to_json_string(use_diff=False), batch, length, precision_name(values), autocast)
+    try:
+        return trace(config.to_json_string(use_diff=False), batch, length, precision_name(values), autocast)
+    except Exception as error:  # whatever a model's own code raises on tensors without values
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+        what = f"the forward pass of {values['model_name']} cannot be traced ({reason})"
+        fail("--model_name", what, "measure its memory with a run of a few steps: --max_steps 3")
 
 
 @lru_cache

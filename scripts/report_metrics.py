@@ -176,7 +176,7 @@ def cell(column: str, runs: list[Run], base: list[Run], base_name: str) -> Cell:
         return reference
     for run, value in ((runs[0], own), (base[0], reference)):
         if not run.completed:
-            return Cell(None, f"the run is {run.status}")
+            return Cell(None, f"the run's status is {run.status}")
         if value.value is None:
             return value
     gpus = [run.number("world_size") or 1 for run in (runs[0], base[0])]

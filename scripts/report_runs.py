@@ -86,7 +86,7 @@ class Run:
             if isinstance(missing, dict) and missing.get(name):
                 return str(missing[name])
         if not self.completed:
-            return f"the run is {self.status}"
+            return f"the run's status is {self.status}"
         if path.startswith("callbacks.avg_") and self.number("hardware.gpus") == 0:
             return "no GPU"
         return "not measured" if self.get(path) is None else f"the record's {path} is no number"

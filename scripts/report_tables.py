@@ -185,7 +185,7 @@ def remarks(row: Row, runs: list[Run], all_runs: bool) -> list[str]:
     lines = [f"{run.status}: {run.status_note}"] if run.status_note else []
     lines += [f"incomplete: {problem}" for problem in run.problems]
     newer = [other for other in runs if other.order > run.order]
-    lines += [f"the newer job {other.job_id} is not shown: it is {other.status}" for other in newer[-1:]]
+    lines += [f"the newer job {other.job_id} is not shown: its status is {other.status}" for other in newer[-1:]]
     if all_runs:
         others = [other for other in runs if other.completed and other not in row.repeats]
         lines += [f"job {other.job_id} is not in the mean: {differences(other, run)}" for other in others]

@@ -22,11 +22,12 @@ site_setup() {
 # --- GiB of one GPU: submit.sh warns of a job that will not fit.
 # : "${GPU_MEMORY:=32}"
 
-# --- DeepSpeed's compiled optimizers; by default each user's ~/.cache/torch_extensions. Readable for all, filled by one.
-# : "${TORCH_EXTENSIONS_DIR:=/shared/torch_extensions}"
+# --- DeepSpeed's compiled optimizers, by default in ~/.cache/torch_extensions: a folder of each user's own, that all nodes
+#     see. One for several users fails, as every load writes into it.
+# : "${TORCH_EXTENSIONS_DIR:=/scratch/$USER/torch_extensions}"
 
-# --- Hugging Face cache, on a file system that all nodes see. Fill it on a login node:
-#     python scripts/prefetch.py --model_name bigscience/bloom-560m --dataset squad
+# --- Hugging Face cache, on a file system that all nodes see. Fill it on a login node, with the same HF_HOME:
+#     HF_HOME=... python scripts/prefetch.py --model_name bigscience/bloom-560m --dataset squad
 : "${HF_HOME:=$HOME/.cache/huggingface}"
 : "${HF_HUB_OFFLINE:=1}" # compute nodes without network: never ask the Hub. Leave it out where they have one.
 

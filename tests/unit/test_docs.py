@@ -172,7 +172,8 @@ def test_commands_are_those_that_there_are(path, kind, text, monkeypatch):
     assert subprocess.run(["bash", "-n"], input=text, text=True).returncode == 0
     assert kind.strip() in ("", "cluster")
     for here, variables, words in commands(text):
-        if NEEDS_CLUSTER.search(words[0]):
+        submits = words[0].endswith("submit.sh") and "--dry-run" not in words
+        if NEEDS_CLUSTER.search(words[0]) or submits:
             assert kind.strip() == "cluster", f"{words} needs a cluster: mark its block as such"
         while words[0] == "srun" or words[0].startswith("--"):
             words = words[1:]

@@ -1,5 +1,7 @@
 """estimate_memory.py: what it prints, and its counts against a real model. Real runs: tests/integration."""
 
+import json
+import re
 import subprocess
 import sys
 
@@ -114,6 +116,7 @@ def test_the_verdict_of_a_model_without_download():
         (["--gpus", "3", "--nodes", "2"], "error: --gpus: 3 GPUs do not spread over 2 nodes; give a multiple"),
         (["--gpu", "3"], "error: --gpu: unknown flag; did you mean --gpus?"),
         (["--deepspeed", "nope.json"], "error: nope.json: No such file or directory; "),
+        (["--optim", "adafactor"], "error: --optim: the state of adafactor is not known here; "),
     ],
 )  # fmt: skip
 def test_mistakes_are_one_line(flags, message):
@@ -121,3 +124,19 @@ def test_mistakes_are_one_line(flags, message):
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr.startswith(message)
     assert done.stderr.count("\n") == 1
+
+
+def test_a_model_that_cannot_be_traced_is_one_line(tmp_path):
+    """Mixtral's experts have no rule for tensors without values under autocast; T5 is no causal LM."""
+    mixtral = {"model_type": "mixtral", "hidden_size": 64, "num_hidden_layers": 1, "num_attention_heads": 4}
+    for config, said in ((mixtral, "cannot be traced"), ({"model_type": "t5"}, "is a t5 model, not a causal LM")):
+        (tmp_path / "config.json").write_text(json.dumps(config))
+        done = script("--model_name", str(tmp_path))
+        assert (done.returncode, done.stdout) == (2, "")
+        assert re.fullmatch(rf"error: --model_name: .*{tmp_path} {said}.*; .+\n", done.stderr), done.stderr
+
+
+def test_a_model_of_the_hub_without_network_is_one_line():
+    done = script("--model_name", "nobody/nothing")
+    assert done.returncode == 2
+    assert re.fullmatch("error: --model_name: nobody/nothing .*not in the cache.*prefetch.py .*\n", done.stderr), done

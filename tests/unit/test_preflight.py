@@ -168,6 +168,44 @@ def test_a_site_file_that_is_not_complete(monkeypatch, tmp_path, content, proble
     assert next(preflight_machine.check_site(name, said))[0] == "fail"
 
 
+def lines_of_the_site(monkeypatch, tmp_path, problem: str = "", **tools: str) -> dict[str, tuple]:
+    """The lines about the site, by name, with commands of Slurm that run these lines of bash."""
+    for name, body in ({"sbatch": "", "sinfo": "echo gpu; echo debug"} | tools).items():
+        (tmp_path / name).write_text(f"#!/bin/bash\n{body}\n")
+        (tmp_path / name).chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+    return {name: (state, *texts) for state, name, *texts in preflight_machine.check_site("mine", problem)}
+
+
+def test_partition_and_reservation_are_those_that_slurm_knows(monkeypatch, tmp_path):
+    monkeypatch.setenv("SBATCH_PARTITION", "gpu")
+    assert "reservation" not in lines_of_the_site(monkeypatch, tmp_path)
+    monkeypatch.setenv("SBATCH_RESERVATION", "workshop")
+    # as scontrol show reservation prints them
+    found = (
+        "echo 'ReservationName=workshop StartTime=2026-12-01T08:00:00 EndTime=2026-12-01T18:00:00 Duration=10:00:00'\n"
+        "echo '   Nodes=node[1-2] NodeCnt=2 CoreCnt=4 Features=(null) PartitionName=gpu Flags='\n"
+        "echo '   Users=root Groups=(null) Accounts=(null) Licenses=(null) State=INACTIVE'"
+    )
+    lines = lines_of_the_site(monkeypatch, tmp_path, scontrol=found)
+    assert lines["partition"] == ("ok", "gpu")
+    shown = "workshop StartTime=2026-12-01T08:00:00 EndTime=2026-12-01T18:00:00 State=INACTIVE"
+    assert lines["reservation"] == ("ok", shown)
+    monkeypatch.setenv("SBATCH_PARTITION", "gpus")
+    lines = lines_of_the_site(monkeypatch, tmp_path, scontrol="echo Reservation workshop not found; exit 1")
+    assert lines["partition"][:2] == ("fail", "there is no gpus among debug, gpu")
+    assert lines["reservation"][:2] == ("fail", "Reservation workshop not found")
+
+
+def test_what_depends_on_a_site_that_was_not_read_is_skipped(monkeypatch, tmp_path):
+    """Its SBATCH_ variables are unknown: Slurm's answers would be about others."""
+    monkeypatch.setenv("SBATCH_PARTITION", "gpus")
+    lines = lines_of_the_site(monkeypatch, tmp_path, "module: command not found")
+    assert lines["site"][0] == "fail"
+    assert lines["partition"] == ("skip", "the site was not read")
+    assert list(preflight_machine.nccl(""))[-1] == ("skip", "interfaces", "the site was not read")
+
+
 def fill_cache(folder, shards: list[str]) -> None:
     """A model of two shards as huggingface_hub keeps it, of which these are there."""
     repository = folder / "models--some--model"

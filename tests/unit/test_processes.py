@@ -2,11 +2,14 @@
 
 import os
 import socket
+import subprocess
+import sys
 
 import distributed
 import errors
 import pytest
 from distributed import first_host, prepare_environment
+from helpers import REPOSITORY
 
 
 def test_srun_variables_become_ranks(monkeypatch, capsys):
@@ -76,3 +79,18 @@ def test_other_ranks_leave_the_error_line_to_rank_0(variable, monkeypatch, refus
 
 def test_error_of_several_lines_is_printed_as_one(refusal):
     assert refusal(errors.fail, "a\nb", "c\nd", "e") == "error: a b: c d; e"
+
+
+@pytest.mark.parametrize(
+    ("end", "code", "printed"),
+    [("", 0, ""), ("sys.exit(7)", 7, ""), ("sys.exit('stop')", 1, "stop\n"), ("1 / 0", 1, "ZeroDivisionError")],
+)
+@pytest.mark.parametrize("world", [None, "1"])
+def test_a_script_ends_with_its_exit_code(end, code, printed, world):
+    program = (
+        f"import sys, distributed\ndef main():\n    print('out', end='')\n    {end}\ndistributed.run_and_exit(main)"
+    )
+    environment = os.environ | {"PYTHONPATH": f"{REPOSITORY}/scripts"} | ({"WORLD_SIZE": world} if world else {})
+    done = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (code, "out")
+    assert printed in done.stderr

@@ -56,13 +56,13 @@ def test_failed_run_has_empty_values_with_the_reason(status):
     began = {key: RECORD[key] for key in ("job_id", "missing", "settings", "eval_size", "output_dir")}
     table = cells(began | {"status": status})
     assert len(table) == 7
-    assert set(table.values()) == {("", f"the run is {status}")}
+    assert set(table.values()) == {("", f"the run's status is {status}")}
 
 
 def test_failed_run_keeps_what_it_measured():
     table = cells(RECORD | {"status": "failed", "train": None, "eval": RECORD["eval"][:1]})
     assert table["Eval Loss (Epoch 1)"][0] == "2"
-    assert table["Train Loss (Final)"] == ("", "the run is failed")
+    assert table["Train Loss (Final)"] == ("", "the run's status is failed")
 
 
 def test_rate_that_a_completed_run_could_not_measure_has_its_own_reason():
@@ -88,7 +88,7 @@ def test_report_py_prints_the_table_and_the_paths(status, command, tmp_path):
     assert len({len(line) for line in lines}) == 1
     assert [cell.strip() for cell in lines[0].split("|")[1:-1]] == ["Metric", "Value", "Note"]
     assert ("2.346" in lines[2]) == (status == "completed")
-    assert "the run is failed" in finished.stdout or status == "completed"
+    assert "the run's status is failed" in finished.stdout or status == "completed"
     assert finished.stdout.splitlines()[-2:] == ["model:      not saved", f"run record: {path}"]
 
 

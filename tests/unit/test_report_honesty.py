@@ -40,7 +40,7 @@ def test_latest_completed_run(tmp_path):
     add_run(tmp_path, STAGE, "3", status="oom", exit_code=1, train=None)
     row = stage_1(tmp_path)
     assert (row.run.job_id, row.status, row.cells[-1].value) == ("2", "completed", 99.0)
-    assert row.remarks == ["the newer job 3 is not shown: it is oom"]
+    assert row.remarks == ["the newer job 3 is not shown: its status is oom"]
 
 
 @pytest.mark.parametrize("status", ["failed", "oom", "timeout", "stopped"])
@@ -48,7 +48,7 @@ def test_run_that_did_not_complete_is_a_row_with_its_status(tmp_path, status):
     add_run(tmp_path, STAGE, "1", status=status, exit_code=9, train=None)
     row = stage_1(tmp_path)
     assert row.status == status and row.remarks == [f"{status}: exit code 9"]
-    assert (row.cells[0].value, row.cells[-1].value, row.cells[-1].note) == (900, None, f"the run is {status}")
+    assert (row.cells[0].value, row.cells[-1].value, row.cells[-1].note) == (900, None, f"the run's status is {status}")
 
 
 def test_running_record_of_a_dead_job_has_failed(tmp_path):
