@@ -553,7 +553,7 @@ def test_a_training_that_does_not_react_has_its_record_when_the_script_is_killed
         f"import os, pathlib, signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); {write}; time.sleep(600)",
     )
     try:
-        record = until(lambda: list((folder / "results").glob("*.json")))[0]
+        (record,) = until(lambda: [path for path in (folder / "results").glob("*.json") if path.read_text()])
         started.send_signal(signal.SIGTERM)
         until(lambda: json.loads(record.read_text())["status"] != "running")
     finally:
