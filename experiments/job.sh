@@ -13,10 +13,10 @@ job_fail() { # WHAT PROBLEM WAY_OUT [EXIT_CODE]
   exit "${4:-2}"
 }
 
-job_directive() { # NAME: number behind "#SBATCH --NAME=" of the script that runs, 1 without one
+job_directive() { # NAME: value behind "#SBATCH --NAME=" of the script that runs, 1 without one
   local line
-  line=$(grep -m1 -E "^#SBATCH --$1=[0-9]+" "$0" || echo "=1")
-  [[ $line =~ =([0-9]+) ]] && printf '%s' "${BASH_REMATCH[1]}"
+  line=$(grep -m1 -E "^#SBATCH --$1=[^ ]" "$0" || echo "=1")
+  [[ $line =~ =([^ ]+) ]] && printf '%s' "${BASH_REMATCH[1]}"
 }
 
 job_load_site() {
@@ -44,7 +44,7 @@ job_prepare() {
   RUN_DIR=$PWD/results/.$JOB_ID
   mkdir -p log gpu_memory cpu_memory "$RUN_DIR"
   if [[ -z ${SLURM_JOB_ID:-} ]]; then # Slurm writes the log itself
-    JOB_LOG=log/$(sed -n 's/^#SBATCH --job-name=\([^ ]*\).*/\1/p' "$0" | head -n 1)_$JOB_ID.out
+    JOB_LOG=log/$(job_directive job-name)_$JOB_ID.out
     exec > >(trap '' TERM INT HUP && exec tee -a "$JOB_LOG") 2> >(trap '' TERM INT HUP && exec tee -a "$JOB_LOG" >&2)
   fi
   local cpus=${SLURM_CPUS_ON_NODE:-$(nproc)}
@@ -73,16 +73,12 @@ for offset in range(200):
 EOF
 }
 
-run_python() {
-  job_build "$@"
-  job_on_node python "$@"
-}
+run_python() { job_on_node python "$@"; }
 
 run_torchrun() {
   local -r launch=(python "$ROOT/scripts/launch.py" --nnodes="$NODES" --nproc-per-node="$RANKS_PER_NODE"
     --rdzv-backend=c10d --rdzv-id="$JOB_ID" --rdzv-endpoint="$MASTER_ADDR:$MASTER_PORT")
   rm -f "$RUN_DIR"/joined_* # of the bandwidth test
-  job_build "$@"
   if [[ $NODES -gt 1 ]]; then
     job_srun --ntasks="$NODES" --ntasks-per-node=1 bash "$EXPERIMENTS/job.sh" on_node "${launch[@]}" "$@"
   else
@@ -95,7 +91,6 @@ run_srun() {
     echo "no Slurm here: torchrun starts the $RANKS_PER_NODE ranks instead of srun"
     run_torchrun "$@"
   else
-    job_build "$@"
     job_srun --ntasks=$((NODES * RANKS_PER_NODE)) --ntasks-per-node="$RANKS_PER_NODE" \
       bash "$EXPERIMENTS/job.sh" on_node python "$@"
   fi
@@ -103,14 +98,16 @@ run_srun() {
 
 check_bandwidth() { LOGGERS=no run_torchrun "$ROOT/scripts/bandwidth_test.py" --output "$BANDWIDTH_FILE"; }
 
-job_srun() { # --kill-on-bad-exit: one failed rank must end the others, which would wait for it
-  job_start srun --nodes="$NODES" --kill-on-bad-exit=1 --cpu-bind=none "$@"
-  job_wait
-}
+# --kill-on-bad-exit: one failed rank must end the others, which would wait for it
+job_srun() { job_start srun --nodes="$NODES" --kill-on-bad-exit=1 --cpu-bind=none "$@" && job_wait; }
 
 job_on_node() { # COMMAND: run it on this node, loggers beside it
   local code=0 suffix="" host=${SLURMD_NODENAME:-$(hostname)}
   [[ $NODES -eq 1 ]] || suffix=_$host
+  if [[ " $* " = *" --deepspeed "* ]]; then # compile before the loggers start: g++ would be the peak of CPU memory
+    job_start python "$(dirname "${BASH_SOURCE[0]}")/../scripts/build_ops.py"
+    job_wait || true
+  fi
   job_start "$@"
   if [[ ${LOGGERS:-yes} = yes && ${SLURM_LOCALID:-0} = 0 ]]; then
     # several tasks of one srun step on this node: watch slurmstepd, the parent of them all
@@ -128,15 +125,8 @@ job_on_node() { # COMMAND: run it on this node, loggers beside it
   return "$code"
 }
 
-job_build() { # ARGS of the training: compile before the loggers start, g++ would be its peak of CPU memory
-  [[ " $* " = *" --deepspeed "* ]] || return 0
-  job_start python "$ROOT/scripts/build_ops.py"
-  job_wait || true
-}
-
 job_logger() { # PROGRAM FILE ARGS...: start it in the background; training goes on without it
-  local -r program=$1 file=$2
-  shift 2
+  local -r program=$1 file=$2 && shift 2
   command -v "$program" >/dev/null || { echo "$program is not installed on $host: no $file" >>"$RUN_DIR/gaps" && return; }
   if [[ $program = psrecord ]]; then "$program" "$@" >/dev/null 2>&1 & else "$program" "$@" >"$file" 2>/dev/null & fi
   LOGGER_PIDS+=("$!:$program")
@@ -185,8 +175,7 @@ job_finish() {
   trap - EXIT
   trap '' TERM INT # a second signal must not interrupt this
   if [[ -s $RUN_DIR/exit_codes ]]; then code=$(sort -n "$RUN_DIR/exit_codes" | head -n 1 | cut -d' ' -f2); fi
-  [[ $code != 130 ]] || STOPPED=yes code=0 # Ctrl-C reached the training first
-  [[ $STOPPED$code != yes0 ]] || code=143
+  if [[ $STOPPED$code = yes0 || $code = 130 ]]; then STOPPED=yes code=143; fi # 130: Ctrl-C reached the training first
   job_record "$code"
   rm -rf "$RUN_DIR"
   exit "$code"

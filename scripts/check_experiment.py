@@ -65,6 +65,15 @@ def own_variables(script: Path) -> dict[str, str]:
     return dict(line.split("=", 1) for line in done.stdout.split("\0") if "=" in line)
 
 
+def gpu_memory() -> float:
+    """GiB of one GPU, as the site says it; infinite where it does not."""
+    text = os.environ.get("GPU_MEMORY") or "inf"
+    try:
+        return float(text)
+    except ValueError:
+        fail("GPU_MEMORY", f"{text!r} is no number of GiB", "correct it in the site file, for example 32")
+
+
 def memory_warnings(script: Path) -> list[str]:
     """What does not fit, by estimate_memory.py, of one GPU and of the memory that the job asks for."""
     from config import parse_command_line
@@ -88,10 +97,10 @@ def memory_warnings(script: Path) -> list[str]:
         os.environ |= before
     on_gpu, on_node = (size / GIB for size in totals(held, gpus))
     own = re.search(r"^#SBATCH --mem=(\w+)", text, re.MULTILINE)
-    mem = re.match(r"(\d+)([KMGT]?)", os.environ.get("SBATCH_MEM_PER_NODE") or (own[1] if own else ""))
+    mem = re.match(r"(\d+)([KMGT]?)", (os.environ.get("SBATCH_MEM_PER_NODE") or (own[1] if own else "")).upper())
     units = {"K": 2**-20, "M": 2**-10, "": 2**-10, "G": 1, "T": 2**10}
     asked = float(mem[1]) * units[mem[2]] if mem else float("inf")
-    gpu, warnings = float(os.environ.get("GPU_MEMORY") or "inf"), []
+    gpu, warnings = gpu_memory(), []
     if on_gpu > 0.9 * gpu:
         way_out = "lower BATCH_SIZE or MAX_LENGTH, use more GPUs, or offload (docs/memory.md)"
         warnings.append(f"about {on_gpu:.0f} GiB per GPU, and one has {gpu:g}; {way_out}")

@@ -204,6 +204,9 @@ def complete(options: Options) -> Options:
     for flag in ("gpus", "nodes"):
         if values[flag] < 1:
             fail(f"--{flag}", f"{values[flag]} is too small", "give a whole number of at least 1")
+    for flag in ("gpu_memory", "cpu_memory"):
+        if values[flag] is not None and not values[flag] > 0:
+            fail(f"--{flag}", f"{values[flag]:g} is too small", "give GiB, for example 32")
     if values["gpus"] % values["nodes"]:
         fail(
             "--gpus",

@@ -114,10 +114,13 @@ def configs() -> Lines:
     from ds_config import check_ds_config
     from fsdp_config import check_fsdp_file
 
+    def check_script(name: str) -> None:
+        check_experiment(Path(name))
+
     kinds = [("ds_configs", "*.json", check_ds_config), ("fsdp_configs", "*.json", check_fsdp_file)]
-    for folder, pattern, check in [*kinds, ("experiments", "**/*.slurm", check_experiment)]:
+    for folder, pattern, check in [*kinds, ("experiments", "**/*.slurm", check_script)]:
         files = sorted((REPOSITORY / folder).glob(pattern))
-        wrong = [said for file in files if (said := refusal(check, file if pattern[0:2] == "**" else str(file)))]
+        wrong = [said for file in files if (said := refusal(check, str(file)))]
         if wrong:
             more = f"; and {len(wrong) - 1} more" if wrong[1:] else ""
             yield "fail", folder, wrong[0].removeprefix("error: ") + more

@@ -256,7 +256,21 @@ def comparison() -> None:
     save(figure, "comparison")
 
 
+def memory() -> None:
+    """The four runs of the page's table."""
+    runs = {"baseline\n1 GPU": (1, ""), "ZeRO-2\n1 GPU": (1, "zero2"), "ZeRO-2\n2 GPUs": (2, "zero2"),
+            "ZeRO-3\n2 GPUs": (2, "zero3")}  # fmt: skip
+    figure, axes = plt.subplots(figsize=(7.4, 3.2))
+    for place, (gpus, config) in enumerate(runs.values()):
+        flags = ["--deepspeed", f"@ds_configs/{config}.json"] if config else []
+        height = stack(axes, place, estimate(options("--gpus", gpus, *flags)))
+        axes.text(place, height + 0.3, f"{height:.1f}", ha="center")
+    axes.set(xticks=range(4), xticklabels=list(runs), ylabel="GiB per GPU, bloom-560m, estimated", xlim=(-0.6, 5.2))
+    legend(axes, loc="center right")
+    save(figure, "memory")
+
+
 if __name__ == "__main__":
     for draw in (environment, baseline, deepspeed_config, zero, offload, multi_gpu, multi_node, fsdp, custom_model,
-                 comparison):  # fmt: skip
+                 comparison, memory):  # fmt: skip
         draw()

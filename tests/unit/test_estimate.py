@@ -116,6 +116,7 @@ def test_the_verdict_of_a_model_without_download():
         (["--gpus", "3", "--nodes", "2"], "error: --gpus: 3 GPUs do not spread over 2 nodes; give a multiple"),
         (["--gpu", "3"], "error: --gpu: unknown flag; did you mean --gpus?"),
         (["--deepspeed", "nope.json"], "error: nope.json: No such file or directory; "),
+        (["--gpu_memory", "0"], "error: --gpu_memory: 0 is too small; give GiB"),
         (["--optim", "adafactor"], "error: --optim: the state of adafactor is not known here; "),
     ],
 )  # fmt: skip
