@@ -81,8 +81,7 @@ def test_there_is_no_other_experiment():
 
 
 @each_script
-def test_a_script_is_short_and_correct_bash(script):
-    assert len(script.read_text().splitlines()) <= 45
+def test_a_script_is_correct_bash(script):
     assert subprocess.run(["bash", "-n", script], check=False, capture_output=True, text=True).stderr == ""
 
 
@@ -132,10 +131,6 @@ def test_the_log_folder_is_tracked_and_its_content_is_not(script):
 def test_several_nodes_begin_with_the_bandwidth_test(script):
     several = int(re.search(r"^#SBATCH --nodes=(\d+)", script.read_text(), re.MULTILINE)[1]) > 1
     assert bool(re.search(r"^check_bandwidth$", script.read_text(), re.MULTILINE)) == several
-
-
-def test_the_library_stays_one_short_file():
-    assert len((EXPERIMENTS / "job.sh").read_text().splitlines()) <= 206
 
 
 def test_documented_network_settings_are_in_the_site_template():
