@@ -20,14 +20,17 @@ SHARE_TOLERANCE = 0.05
 
 @dataclass
 class Knob:
+    """binding: whether what runs can be what was requested; if not, the difference is shown and the run goes on."""
+
     name: str
     requested: object
     effective: object
     note: str = ""
+    binding: bool = True
 
     @property
     def differs(self) -> bool:
-        return self.requested != self.effective and self.effective != NOT_ON_CPU
+        return self.binding and self.requested != self.effective and self.effective != NOT_ON_CPU
 
 
 class AuditCallback(TrainerCallback):
@@ -35,16 +38,18 @@ class AuditCallback(TrainerCallback):
 
     def __init__(self, trainer: Trainer, options: Options, data_args, record: RunRecord):
         self.trainer, self.options, self.data_args, self.record = trainer, options, data_args, record
+        # before the model is wrapped: FSDP1 then shows each rank's share alone
+        self.parameters = count_parameters(trainer.model)
 
     def on_train_begin(self, args, state, control, **kwargs):
-        knobs = audit(self.trainer, self.options, self.data_args)
+        knobs = audit(self.trainer, self.options, self.data_args, self.parameters)
         if rank() == 0:
             print(table(knobs), flush=True)
             if self.trainer.is_deepspeed_enabled:
                 print(deepspeed_banner(self.trainer.model_wrapped), flush=True)
         self.record.update(
             knobs={k.name: {"requested": k.requested, "effective": k.effective} for k in knobs},
-            parameters=count_parameters(self.trainer.model),
+            parameters=self.parameters,
             steps_per_epoch=steps_per_epoch(self.trainer),
         )
         for knob in knobs:
@@ -53,7 +58,7 @@ class AuditCallback(TrainerCallback):
                 fail(f"knob audit: {knob.name}", what, "correct the flag or the config", ENVIRONMENT)
 
 
-def audit(trainer: Trainer, options: Options, data_args) -> list[Knob]:
+def audit(trainer: Trainer, options: Options, data_args, parameters: int) -> list[Knob]:
     args, values = trainer.args, options.values
     engine = trainer.model_wrapped if trainer.is_deepspeed_enabled else None
     micro, accumulation, world = effective_batch(trainer, engine)
@@ -80,7 +85,7 @@ def audit(trainer: Trainer, options: Options, data_args) -> list[Knob]:
     ]  # fmt: skip
     plain = [
         ("steps per epoch", steps_per_epoch(trainer)),
-        ("parameters", f"{count_parameters(trainer.model):,}"),
+        ("parameters", f"{parameters:,}"),
         ("device", str(args.device)),
     ]
     return facts + [Knob(name, value, value) for name, value in plain]
@@ -126,17 +131,46 @@ def effective_batch(trainer: Trainer, engine) -> tuple[int, int, int]:
 
 
 def offload_knobs(engine, zero: dict) -> list[Knob]:
-    """Where optimizer state and parameters live, and whether that memory is pinned."""
-    wanted = [zero.get(key) or {} for key in ("offload_optimizer", "offload_param")]
-    held = [optimizer_partitions(engine), parameter_partitions(engine)]
+    """Where optimizer state and parameters live, and whether the buffers that `pin_memory` rules are pinned."""
+    optimizer, parameter = (zero.get(key) or {} for key in ("offload_optimizer", "offload_param"))
     knobs = []
-    for part, section, tensors in zip(("optimizer", "parameter"), wanted, held, strict=True):
-        device = section.get("device", "none")
-        knobs.append(Knob(f"{part} offload", device, "cpu" if tensors else "none"))
-        if device != "none":
-            pinned = all(t.is_pinned() for t in tensors) if torch.cuda.is_available() else NOT_ON_CPU
-            knobs.append(Knob(f"{part} pinned memory", section.get("pin_memory", True), pinned))
+    device = optimizer.get("device", "none")
+    knobs.append(Knob("optimizer offload", device, "cpu" if optimizer_partitions(engine) else "none"))
+    if device != "none":
+        buffers, note = optimizer_buffers(engine)
+        knobs.append(Knob("optimizer pinned memory", optimizer.get("pin_memory", True), pinned(buffers), note))
+    device = parameter.get("device", "none")
+    knobs.append(Knob("parameter offload", device, "cpu" if parameter_partitions(engine) else "none"))
+    if device != "none":
+        # partition_parameters.py pins by the key, but only until the optimizer is made: stage3.py then moves the shares
+        # into buffers of its own, which it pins without asking (_create_param_groups_fp16_flat_cpu_memory)
+        effective, note = pinned(parameter_partitions(engine)), "DeepSpeed pins them in any case, once they are loaded"
+        knobs.append(Knob("parameter pinned memory", parameter.get("pin_memory", True), effective, note, binding=False))
     return knobs
+
+
+def optimizer_buffers(engine) -> tuple[list[torch.Tensor], str]:
+    """What `offload_optimizer.pin_memory` rules, and what it does not.
+
+    Stages 1 and 2 pin the fp32 masters and their gradients (stage_1_and_2.py); stage 3 the gradients alone (stage3.py,
+    grad_partitions_flat_buffer). No stage pins Adam's moments: the optimizer makes them with zeros_like.
+    """
+    masters = optimizer_partitions(engine)
+    if int(engine.zero_optimization_stage()) == 3:
+        return [engine.optimizer.grad_partitions_flat_buffer], "gradients; masters and Adam's moments never are"
+    return [*masters, *(m.grad for m in masters)], "fp32 masters and gradients; Adam's moments never are"
+
+
+def pinned(tensors: list[torch.Tensor]) -> object:
+    from deepspeed.accelerator import get_accelerator
+
+    if not can_pin():
+        return NOT_ON_CPU
+    return bool(tensors) and all(get_accelerator().is_pinned(t) for t in tensors)
+
+
+def can_pin() -> bool:
+    return torch.cuda.is_available()
 
 
 def fsdp_knobs(trainer: Trainer, config: dict) -> list[Knob]:

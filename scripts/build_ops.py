@@ -3,36 +3,160 @@
     python scripts/build_ops.py
 
 job.sh runs it before a DeepSpeed training: g++ takes several GB for a minute or two, which would stand in the memory
-log as the training's peak. A build that fails is left to the training, which says why it needs it.
+log as the training's peak. A build that fails is one line here, and keeps no other from being built; a training that
+needs it ends with the same line.
 """
 
 import argparse
 import os
+import re
+import shlex
+import shutil
+import subprocess
 import sys
 import zlib
+from importlib.metadata import version
 from pathlib import Path
 
-from errors import OneLineErrors
+import torch
+from errors import ENVIRONMENT, OneLineErrors, fail
 
-# DeepSpeed rebuilds what another environment has compiled into the same folder, under the feet of that one's jobs
-EXTENSIONS = Path.home() / ".cache" / "torch_extensions" / f"{zlib.crc32(sys.prefix.encode()):08x}"
-OPTIMIZERS = ("fused_adam", "cpu_adam")
+ROOT = Path.home() / ".cache" / "torch_extensions"
+# DeepSpeed's builder -> name of the library, and of its folder
+OPTIMIZERS = {"FusedAdamBuilder": "fused_adam", "CPUAdamBuilder": "cpu_adam"}
+ON_CPU = {"ShareMemCommBuilder": "deepspeed_shm_comm"}
+CPP_STANDARD = "-std=c++20"  # of PyTorch 2.13's headers
+
+
+def prepare_deepspeed() -> Path:
+    """Set the variables that DeepSpeed reads when it is imported; to be called before that.
+
+    Returns the folder of its compiled extensions, which is also TORCH_EXTENSIONS_DIR afterwards.
+    """
+    folder = extensions_folder()
+    os.environ["TORCH_EXTENSIONS_DIR"] = str(folder)
+    # it compiles with the ninja that pip put beside this python
+    beside = os.path.dirname(sys.executable)
+    if beside not in os.environ["PATH"].split(os.pathsep):
+        os.environ["PATH"] = f"{beside}{os.pathsep}{os.environ['PATH']}"
+    if not torch.cuda.is_available():
+        os.environ.setdefault("DS_ACCELERATOR", "cpu")  # or it warns that it found no GPU
+    # ninja compiles anew when a path in a command changes: an environment that is reached through a link (a snapshot's,
+    # say) must give the paths of the environment itself
+    sys.path[:] = [os.path.realpath(path) if path else path for path in sys.path]
+    torch.utils.__path__[:] = map(os.path.realpath, torch.utils.__path__)
+    return folder
+
+
+def extensions_folder() -> Path:
+    """A folder for this kind of machine and this environment, below TORCH_EXTENSIONS_DIR or ~/.cache/torch_extensions.
+
+    The library of FusedAdam has one name for CPU and GPU, for every architecture and version: in one folder two kinds
+    of machine would compile over each other, under the feet of running jobs.
+    """
+    root = Path(os.environ.get("TORCH_EXTENSIONS_DIR") or ROOT)
+    versions = f"torch{torch.__version__}-deepspeed{version('deepspeed')}"
+    # -march=native: code for this CPU alone
+    details = [cpu_model(), sys.implementation.cache_tag, os.path.realpath(sys.prefix)]
+    name = f"{accelerator()}-{versions}-{zlib.crc32(repr(details).encode()):08x}"
+    return root if root.name == name else root / name  # a parent process may have set it
+
+
+def accelerator() -> str:
+    """``cpu``, or the compute capabilities of the visible GPUs: ``sm_70``."""
+    if not torch.cuda.is_available():
+        return "cpu"
+    capabilities = {torch.cuda.get_device_capability(index) for index in range(torch.cuda.device_count())}
+    return "-".join(f"sm_{major}{minor}" for major, minor in sorted(capabilities))
+
+
+def cpu_model() -> list[str]:
+    """Name and instruction sets of the first CPU, as Linux gives them."""
+    cpuinfo = Path("/proc/cpuinfo")
+    text = cpuinfo.read_text() if cpuinfo.exists() else ""
+    first = text.split("\n\n")[0]
+    return re.findall(r"^(?:model name|flags|Features|CPU part)\s*:\s*(.*)$", first, re.MULTILINE)
+
+
+def problem(builder: str) -> tuple[str, str, str] | None:
+    """What keeps a builder from compiling here, as source, problem and way out; None when nothing is missing.
+
+    Needed each time, not for the first build alone: PyTorch asks compiler and ninja whether a library is up to date.
+    """
+    compiler = os.environ.get("CXX") or "c++"  # PyTorch's own choice
+    absent = "not on PATH, and DeepSpeed compiles its optimizers with it"
+    if not shutil.which(compiler):
+        return compiler, absent, "load it in site_setup (module load gcc)"
+    if said := refuses_standard(compiler):
+        what = f"does not know {CPP_STANDARD}, which PyTorch's headers need ({said})"
+        return compiler, what, "load GCC 11 or newer in site_setup (module load gcc)"
+    if not shutil.which("ninja"):
+        return "ninja", absent, "pip install ninja"
+    if builder == "FusedAdamBuilder" and torch.cuda.is_available() and not nvcc():
+        what = "not found (CUDA_HOME is not set), and FusedAdam is compiled with it"
+        without = '"torch_adam": true in optimizer.params, or optimizer offload, do without'
+        return "nvcc", what, f"load it in site_setup (module load cuda); {without}"
+    return None
+
+
+def refuses_standard(compiler: str) -> str:
+    """What the compiler says to an empty file of the C++ standard that is needed; empty when it takes it."""
+    words = [compiler, CPP_STANDARD, "-x", "c++", "-fsyntax-only", os.devnull]
+    done = subprocess.run(words, capture_output=True, text=True, timeout=60, check=False)
+    said = (done.stderr or done.stdout).strip().splitlines()
+    return "" if done.returncode == 0 else (said or [f"exit code {done.returncode}"])[0]
+
+
+def nvcc() -> str | None:
+    """The nvcc that PyTorch compiles with."""
+    from torch.utils.cpp_extension import CUDA_HOME
+
+    return shutil.which(f"{CUDA_HOME}/bin/nvcc") if CUDA_HOME else None
+
+
+def needed_builder(config: dict) -> str | None:
+    """DeepSpeed's builder of the optimizer that a config file asks for, None for one of PyTorch's own."""
+    optimizer = config.get("optimizer", {})
+    if not optimizer or optimizer.get("params", {}).get("torch_adam"):
+        return None
+    offload = config.get("zero_optimization", {}).get("offload_optimizer") or {}
+    return "CPUAdamBuilder" if offload.get("device", "none") != "none" else "FusedAdamBuilder"
+
+
+def check_compiler(config: dict) -> None:
+    """Raises SystemExit(3) when the optimizer of a DeepSpeed config cannot be compiled here."""
+    builder = needed_builder(config)
+    if builder and (found := problem(builder)):
+        fail(*found, ENVIRONMENT)
 
 
 def main() -> None:
     OneLineErrors(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
-    folder = Path(os.environ.get("TORCH_EXTENSIONS_DIR") or EXTENSIONS)
-    if all((folder / name / f"{name}.so").is_file() for name in OPTIMIZERS):
-        return  # before anything slow is imported
-    print(f"compiling DeepSpeed's optimizers into {folder}: one to three minutes, once", flush=True)
-    import distributed  # noqa: F401  PATH and TORCH_EXTENSIONS_DIR as in a training
+    folder = prepare_deepspeed()
+    builders = OPTIMIZERS if torch.cuda.is_available() else OPTIMIZERS | ON_CPU
+    missing = {b: name for b, name in builders.items() if not (folder / name / f"{name}.so").is_file()}
+    if not missing:
+        return  # before DeepSpeed is imported, which takes seconds
+    print(f"compiling {', '.join(missing.values())} into {folder}: one to three minutes, once", flush=True)
     from deepspeed.accelerator import get_accelerator
 
-    builders = ["FusedAdamBuilder", "CPUAdamBuilder"]
-    if get_accelerator().device_name() == "cpu":
-        builders.append("ShareMemCommBuilder")
-    for builder in builders:
-        get_accelerator().create_op_builder(builder).load(verbose=False)
+    for builder in missing:
+        if found := problem(builder):
+            source, what, way_out = found
+        else:
+            source, way_out = builder, f"try it alone: {shlex.quote(sys.executable)} {shlex.join(sys.argv)}"
+            try:
+                get_accelerator().create_op_builder(builder).load(verbose=False)
+                continue
+            except Exception as error:  # whatever compiler and linker end with
+                what = f"cannot be compiled ({first_error(str(error))})"
+        print(f"warning: {source}: {what}; {way_out}".replace("\n", " "), file=sys.stderr, flush=True)
+
+
+def first_error(said: str) -> str:
+    """The compiler's first error line, else the first line."""
+    lines = said.splitlines() or ["no message"]
+    return next((line for line in lines if "error:" in line), lines[0]).strip()
 
 
 if __name__ == "__main__":

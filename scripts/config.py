@@ -16,7 +16,7 @@ import torch
 from arguments import CUSTOM_SIZES, DataArguments, ModelArguments
 from custom_model import CUSTOM_GPT
 from errors import ENVIRONMENT, OneLineErrors, fail
-from fsdp_config import parallelism, trainer_config
+from fsdp_config import parallelism, process_group_backend, trainer_config
 from refused import NEAR_MISSES, REMOVED_FLAGS, UNUSED_FLAGS
 from tracking import check_trackers
 from transformers import HfArgumentParser, TrainingArguments
@@ -260,6 +260,11 @@ def build_arguments(options: Options) -> tuple[ModelArguments, DataArguments, Tr
     if options.fsdp_config is not None:
         values["fsdp"], values["fsdp_config"] = True, trainer_config(options.fsdp_config)
         values["parallelism_config"] = parallelism(options.fsdp_config)
+        # not by --ddp_backend, which takes one name; it must be known before TrainingArguments opens the group
+        if backend := process_group_backend(options.fsdp_config, gpu=not values["use_cpu"]):
+            if values["ddp_backend"]:
+                options.fail("ddp_backend", f"cpu_offload needs {backend}", "leave it out")
+            values["ddp_backend"] = backend
     values["report_to"] = check_trackers(values["report_to"]) or "none"
     values["run_name"] = values["run_name"] or os.path.basename(os.getcwd())
     try:

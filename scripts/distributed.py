@@ -12,14 +12,8 @@ from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
-from build_ops import EXTENSIONS
 from errors import ENVIRONMENT, fail
 
-# DeepSpeed compiles its CPU optimizer with the ninja that pip put beside this python
-os.environ["PATH"] = f"{os.path.dirname(sys.executable)}{os.pathsep}{os.environ['PATH']}"
-os.environ.setdefault("TORCH_EXTENSIONS_DIR", str(EXTENSIONS))
-if not torch.cuda.is_available():
-    os.environ.setdefault("DS_ACCELERATOR", "cpu")  # or DeepSpeed warns that it found no GPU
 # DeepSpeed calls collectives by names that PyTorch 2.13 renames: a warning per call
 warnings.filterwarnings("ignore", r"`torch\.distributed\.\w+` is deprecated", FutureWarning)
 # accelerate compares DeepSpeed's accumulation with a default of its own and takes the right one
@@ -54,13 +48,14 @@ def prepare_environment(shards: bool) -> None:
 def bind_device() -> None:
     """Make the GPU with this process's local rank its own, before anything allocates on cuda:0."""
     local_rank, gpus = int(os.environ.get("LOCAL_RANK", 0)), torch.cuda.device_count()
+    if gpus == 1 and local_rank > 0 and sees_only_its_own():
+        # DeepSpeed and accelerate take this variable for the number of the GPU
+        local_rank = 0
+        os.environ["LOCAL_RANK"] = "0"
     if gpus and local_rank >= gpus:
-        fail(
-            "LOCAL_RANK",
-            f"{local_rank}, but {socket.gethostname()} shows {gpus} GPUs",
-            "start as many processes per node as it has GPUs",
-            ENVIRONMENT,
-        )
+        what = f"{local_rank}, but this process sees {gpus} of the GPUs of {socket.gethostname()}"
+        way_out = "start as many processes per node as it has GPUs, without GPU binding (--gpus-per-task, --gpu-bind)"
+        fail("LOCAL_RANK", what, way_out, ENVIRONMENT)
     if not gpus and os.environ.get("REQUIRE_GPU") == "1":
         fail(
             "GPU",
@@ -70,6 +65,15 @@ def bind_device() -> None:
         )
     if gpus:
         torch.cuda.set_device(local_rank)
+
+
+def sees_only_its_own() -> bool:
+    """Whether Slurm binds each task of a node to one GPU, and there is one for each of them.
+
+    Without the second, tasks that see one GPU see the same one. torchrun's ranks all see what torchrun sees.
+    """
+    tasks, gpus = os.environ.get("LOCAL_WORLD_SIZE", "1"), os.environ.get("SLURM_GPUS_ON_NODE", "0")
+    return "TORCHELASTIC_RUN_ID" not in os.environ and int(gpus) >= int(tasks)
 
 
 def join_process_group(deepspeed: bool) -> None:

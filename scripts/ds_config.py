@@ -10,6 +10,7 @@ import json
 import re
 from pathlib import Path
 
+from build_ops import prepare_deepspeed
 from errors import fail
 from pydantic import BaseModel, ValidationError
 
@@ -85,6 +86,7 @@ def check_ds_config(path: str) -> dict:
     Raises SystemExit(2) with the file and the dotted path of the first key that is unknown or wrong.
     """
     config = read_json(path)
+    prepare_deepspeed()
     sections = section_models()
     known = [*PLAIN_KEYS, *PLAIN_SECTIONS, *sections]
     for key, value in config.items():

@@ -6,6 +6,8 @@
 It reads the same flags and variables as train.py, so the same seed and sizes give the same questions.
 """
 
+import contextlib
+
 import torch
 from config import Options, build_arguments, parse_command_line
 from data_loader import answer_room, load_evaluation_set
@@ -21,6 +23,7 @@ from distributed import (
 )
 from errors import fail
 from model import load_model, load_tokenizer
+from torch.distributed.fsdp import FullyShardedDataParallel
 from torchmetrics.functional.text import squad
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
@@ -31,13 +34,15 @@ def exact_match_and_f1(
     questions: Dataset,
     batch_size: int,
     max_length: int,
+    device: torch.device,
     sharded: bool = False,
 ) -> dict[str, float]:
     """Percent by the official SQuAD v1.1 rules, over all `questions`, the same on every rank. Collective.
 
+    device: where the model computes. Not its own `device`: FSDP's CPU offload keeps it elsewhere in between.
     sharded: the ranks hold parts of the model, so they must call its forward pass equally often.
     """
-    predictions = answer_questions(model, tokenizer, questions, batch_size, max_length, sharded)
+    predictions = answer_questions(model, tokenizer, questions, batch_size, max_length, device, sharded)
     given = [{"id": str(i), "prediction_text": predictions[i]} for i in range(len(questions))]
     wanted = [
         {"id": str(i), "answers": {"text": answers, "answer_start": [0] * len(answers)}}
@@ -52,6 +57,7 @@ def answer_questions(
     questions: Dataset,
     batch_size: int,
     max_length: int,
+    device: torch.device,
     sharded: bool,
 ) -> dict[int, str]:
     """Number of the question -> generated answer, for all questions on every rank."""
@@ -63,8 +69,8 @@ def answer_questions(
         batch = numbers[start : start + batch_size]
         rows = questions.select(batch)
         prompts = [ids[:n] for ids, n in zip(rows["input_ids"], rows["prompt_length"], strict=True)]
-        padded = tokenizer.pad({"input_ids": prompts}, padding_side="left", return_tensors="pt").to(model.device)
-        with torch.no_grad():
+        padded = tokenizer.pad({"input_ids": prompts}, padding_side="left", return_tensors="pt").to(device)
+        with torch.no_grad(), root_gathered(model):
             generated = model.generate(
                 **padded,
                 do_sample=False,
@@ -78,6 +84,14 @@ def answer_questions(
     return {number: text for part in gather_lists(list(answers.items())) for number, text in part}
 
 
+def root_gathered(model: PreTrainedModel) -> contextlib.AbstractContextManager:
+    """FSDP1 gathers the parameters outside its blocks (embedding, last norm, head) in its own forward method, which
+    generate() goes round: "'weight' must be 2-D". Nothing to do for other models."""
+    if isinstance(model, FullyShardedDataParallel):
+        return FullyShardedDataParallel.summon_full_params(model, recurse=False, writeback=False)
+    return contextlib.nullcontext()
+
+
 def evaluate_saved(options: Options) -> dict[str, float]:
     if options.values["deepspeed"]:
         fail("--deepspeed", "evaluation holds the whole model on every rank", "leave the flag out")
@@ -89,7 +103,8 @@ def evaluate_saved(options: Options) -> dict[str, float]:
     model = load_model(model_args, data_args, tokenizer, args.seed).to(args.device)
     dtype = torch.float16 if args.fp16 else torch.bfloat16
     with torch.autocast(args.device.type, dtype=dtype, enabled=args.fp16 or args.bf16):
-        return exact_match_and_f1(model, tokenizer, questions, args.per_device_eval_batch_size, data_args.max_length)
+        batch_size = args.per_device_eval_batch_size
+        return exact_match_and_f1(model, tokenizer, questions, batch_size, data_args.max_length, args.device)
 
 
 def main() -> None:

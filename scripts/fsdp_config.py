@@ -4,6 +4,7 @@ transformers ignores an unknown key of the file, and accelerate runs DDP instead
 a word. Here the first is an error and the second is put right.
 """
 
+import dataclasses
 import difflib
 import os
 
@@ -13,6 +14,7 @@ from accelerate.utils import DistributedType, ParallelismConfig
 from distributed import world_size
 from ds_config import read_json
 from errors import ENVIRONMENT, fail
+from transformers import Trainer
 
 # https://huggingface.co/docs/transformers/main_classes/trainer#transformers.TrainingArguments, key fsdp_config
 BOTH = {
@@ -60,6 +62,9 @@ def check_fsdp_config(fsdp: object, path: str | None) -> dict:
             fail(source, "FSDP1 needs a GPU, it crashes with gloo", "use an FSDP2 config", ENVIRONMENT)
         if config.get("cpu_offload"):
             fail(source, "cpu_offload needs a GPU to offload from", "use another config", ENVIRONMENT)
+    if config.get("version") == 1 and config.get("reshard_after_forward") != "no_shard" and world_size() == 1:
+        way_out = "start at least 2 ranks, or use fsdp_configs/full_shard.json"
+        fail(source, "FSDP1 does not shard on one rank, it would run NO_SHARD", way_out)
     return config
 
 
@@ -107,6 +112,36 @@ def resolve_sizes(source: str, config: dict) -> None:
         what = f"dp_shard_size {shard} x dp_replicate_size {replicate} is not the world size {world}"
         fail(source, what, "start shard x replicate ranks, or set both to auto")
     config |= {"dp_shard_size": shard, "dp_replicate_size": replicate}
+
+
+def process_group_backend(config: dict, gpu: bool) -> str | None:
+    """The back ends that training with this config needs, None for the library's choice.
+
+    With cpu_offload gradients lie on the CPU when their norm is summed over the ranks, and NCCL knows no CPU tensors:
+    "No backend type associated with device type cpu".
+    """
+    return "cuda:nccl,cpu:gloo" if gpu and config.get("cpu_offload") else None
+
+
+class FSDPTrainer(Trainer):
+    """The Trainer, with a loss in fp32 when FSDP computes in 16 bit: as with DDP and ZeRO.
+
+    Models compute their loss in fp32, as the sum over the tokens that count / their number. FSDP casts in two places.
+    accelerate's policy for FSDP2 casts what the model returns, and so the loss: in bf16 it keeps two or three digits,
+    in fp16 the loss scale of 65,536 makes it infinite. And both versions cast what goes into the model, and so the
+    number of tokens, which transformers passes as a float: wrong by up to 0.4 % in bf16, infinite above 65,504 in fp16.
+    """
+
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        plugin = self.accelerator.state.fsdp_plugin  # read by train(), which wraps the model
+        if plugin.fsdp_version == 2 and plugin.mixed_precision_policy is not None:
+            plugin.mixed_precision_policy = dataclasses.replace(plugin.mixed_precision_policy, output_dtype=None)
+
+    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+        if torch.is_tensor(num_items_in_batch):
+            num_items_in_batch = num_items_in_batch.long()  # whole numbers are not cast
+        return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
 
 
 def trainer_config(config: dict) -> dict:

@@ -18,6 +18,9 @@ from pathlib import Path
 REPOSITORY = Path(__file__).resolve().parent.parent
 EXPERIMENTS = REPOSITORY / "experiments"
 OLD_LOCK = 600  # seconds; no build takes that long
+# PyTorch builds for CUDA 12.6 are the last with code for compute capability 5.0 to 7.0, and run with older drivers
+OLDER_BUILD = "python -m pip install torch==2.13.0 --index-url https://download.pytorch.org/whl/cu126"
+OLDEST_OF_CUDA_13 = (7, 5)
 Lines = Iterator[tuple[str, ...]]  # state, check, what was found, what to do
 
 
@@ -64,19 +67,10 @@ def environment() -> Lines:
     wrong = wrong_pins((REPOSITORY / "requirements.txt").read_text())
     way_out = f"{sys.executable} -m pip install -r requirements.txt"
     yield ("fail", "packages", ", ".join(wrong), way_out) if wrong else ("ok", "packages", "as in requirements.txt")
-    import distributed  # noqa: F401  PATH and TORCH_EXTENSIONS_DIR as in a training
-    import torch
-    from torch.utils.cpp_extension import CUDA_HOME  # where DeepSpeed looks for nvcc
+    from build_ops import prepare_deepspeed
 
-    cuda = torch.version.cuda
-    for tool in ("g++", "ninja", *(["nvcc"] if cuda else [])):
-        path = shutil.which(tool if tool != "nvcc" or CUDA_HOME is None else f"{CUDA_HOME}/bin/nvcc")
-        if not path:
-            yield "fail", tool, "not on PATH", "load it in site_setup: DeepSpeed compiles its optimizers with it"
-        elif tool == "nvcc" and (other := nvcc_mismatch(command(path, "--version")[1], cuda)):
-            yield "fail", tool, f"{other} in {path}, torch is for CUDA {cuda}", "load the module of that major version"
-        else:
-            yield "ok", tool, path
+    folder = prepare_deepspeed()
+    yield from compilers()
     for tool in ("psrecord", "nvidia-smi"):
         if tool == "nvidia-smi" and not shutil.which(tool) and not Path("/proc/driver/nvidia").exists():
             yield "skip", tool, "no GPU on this machine"
@@ -84,7 +78,30 @@ def environment() -> Lines:
             yield "ok", tool, path
         else:
             yield "warn", tool, "not on PATH", "memory logs will be missing; add it in site_setup"
-    yield extensions(Path(os.environ["TORCH_EXTENSIONS_DIR"]))
+    yield extensions(folder)
+
+
+def compilers() -> Lines:
+    """What DeepSpeed compiles its optimizers with: CPUAdam needs a C++ compiler and ninja, FusedAdam on a GPU nvcc."""
+    import torch
+    from build_ops import CPP_STANDARD, nvcc, problem
+
+    if found := problem("CPUAdamBuilder"):
+        yield "fail", *found
+    else:
+        path = shutil.which(os.environ.get("CXX") or "c++")
+        yield "ok", "compiler", f"{path} knows {CPP_STANDARD}, ninja in {shutil.which('ninja')}"
+    cuda = torch.version.cuda
+    if not cuda or os.environ.get("REQUIRE_GPU") == "0":
+        yield "skip", "nvcc", "torch is a CPU build" if not cuda else "the site needs no GPU"
+    elif not (path := nvcc()):
+        way_out = "load it in site_setup (module load cuda): FusedAdam, of ZeRO without offload, is compiled with it"
+        yield "fail", "nvcc", "not found (CUDA_HOME is not set)", way_out
+    elif other := nvcc_mismatch(command(path, "--version")[1], cuda):
+        what = f"{other} in {path}, torch is for CUDA {cuda}"
+        yield "warn", "nvcc", what, "load the module of that major version; nothing else checks this before it fails"
+    else:
+        yield "ok", "nvcc", path
 
 
 def wrong_pins(requirements: str) -> list[str]:
@@ -100,7 +117,7 @@ def wrong_pins(requirements: str) -> list[str]:
 
 
 def nvcc_mismatch(said: str, cuda: str) -> str:
-    """Version that ``nvcc --version`` names, if DeepSpeed refuses it: the major version must be PyTorch's."""
+    """Version that ``nvcc --version`` names, if its major version is not that of PyTorch's CUDA."""
     release = re.search(r"release (\d+)\.(\d+)", said)
     if release is None:
         return "no version"
@@ -136,7 +153,8 @@ def gpus() -> Lines:
             yield "ok", f"GPU {index}", found
         else:
             what = f"{found}: torch {torch.__version__} is built for {', '.join(built)}"
-            yield "fail", f"GPU {index}", what, "install a torch build for it"
+            way_out = OLDER_BUILD if capability < OLDEST_OF_CUDA_13 else "install a torch build for it"
+            yield "fail", f"GPU {index}", what, f"{way_out} (docs/environment.md)"
     if count:
         return
     if os.environ.get("REQUIRE_GPU") == "0":
@@ -174,7 +192,8 @@ def unusable(nvidia_smi: str, version: str, cuda: str | None) -> tuple[str, str]
         return f"{name} is here, and torch {version} is a CPU build", "install a CUDA build of torch"
     if os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1"):
         return f"CUDA_VISIBLE_DEVICES hides {name}", "unset it"
-    return f"driver {driver} of {name} is too old for CUDA {cuda}", "install the torch build of an older CUDA"
+    what = f"driver {driver} of {name} is too old for CUDA {cuda} (CUDA 13 needs 580 or newer, CUDA 12 needs 525)"
+    return what, f"a newer driver, or {OLDER_BUILD} (docs/environment.md)"
 
 
 def nccl(site: str) -> Lines:

@@ -16,6 +16,7 @@ import signal
 import sys
 
 from audit import AuditCallback, steps_per_epoch, strategy_name, wanted_train_size
+from build_ops import check_compiler
 from callbacks import RecordCallback, TrainSpeedCallback, UtilisationCallback
 from checkpoints import CheckpointCallback, find_checkpoint
 from config import build_arguments, parse_command_line
@@ -23,7 +24,7 @@ from data_loader import collator, load_squad
 from distributed import join_process_group, leave_process_group, prepare_environment, rank, run_and_exit
 from ds_config import check_contradictions, check_ds_config
 from evaluate import exact_match_and_f1
-from fsdp_config import check_fsdp_config, check_wrap_classes, shard_on_cpu
+from fsdp_config import FSDPTrainer, check_fsdp_config, check_wrap_classes, shard_on_cpu
 from model import empty_model, load_model, load_tokenizer, save_model
 from record import RunRecord, new_job_id, refuse_finished
 from tracking import close_trackers, prepare_trackers
@@ -39,6 +40,7 @@ def main() -> None:
     prepare_environment(shards=bool(deepspeed or fsdp))
     if deepspeed:
         options.deepspeed_config = check_ds_config(deepspeed)
+        check_compiler(options.deepspeed_config)
     if fsdp:
         options.fsdp_config = check_fsdp_config(fsdp, options.values["fsdp_config"])
 
@@ -80,7 +82,8 @@ def main() -> None:
         save_total_limit, args.save_total_limit = args.save_total_limit, None
         if fsdp:
             shard_on_cpu()
-        trainer = Trainer(
+        trainer_class = FSDPTrainer if fsdp else Trainer
+        trainer = trainer_class(
             model=model,
             args=args,
             train_dataset=train_dataset,
@@ -113,7 +116,7 @@ def main() -> None:
             sharded = strategy == "DeepSpeed ZeRO-3" or bool(fsdp)
             batch_size = args.per_device_eval_batch_size
             scores = exact_match_and_f1(
-                trainer.model, tokenizer, eval_dataset, batch_size, data_args.max_length, sharded
+                trainer.model, tokenizer, eval_dataset, batch_size, data_args.max_length, args.device, sharded
             )
             print_once(f"exact_match {scores['exact_match']:.2f}  f1 {scores['f1']:.2f}")
             record.update(**scores)

@@ -1,28 +1,40 @@
-"""Started by test_sharding.py on two ranks: wrap with FSDP1 (its forward pass needs a GPU) and print what is seen."""
+"""Started by test_sharding.py on two ranks: wrap with FSDP1 (training with it needs a GPU) and print what is seen."""
 
 import functools
 import json
 import sys
+from types import SimpleNamespace
 
 sys.path.insert(0, "scripts")
 
 import sharding
 import torch
 import torch.distributed as dist
+from audit import AuditCallback
 from custom_model import CustomGPTBlock, CustomGPTConfig, CustomGPTForCausalLM
+from evaluate import root_gathered
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.fsdp.wrap import transformer_auto_wrap_policy
 
 dist.init_process_group("gloo")
 sizes = {"vocab_size": 64, "hidden_size": 16, "num_layers": 3, "num_heads": 2, "ff_dim": 32, "seq_length": 16}
 policy = functools.partial(transformer_auto_wrap_policy, transformer_layer_cls={CustomGPTBlock})
+torch.manual_seed(0)
+whole = CustomGPTForCausalLM(CustomGPTConfig(**sizes))
+question = torch.tensor([[5, 6, 7]])
+generate = {"inputs": question, "max_new_tokens": 5, "do_sample": False, "pad_token_id": 3}
+alone = whole.generate(**generate).tolist()
+parameters = AuditCallback(SimpleNamespace(model=whole), None, None, None).parameters
 model = FullyShardedDataParallel(
-    CustomGPTForCausalLM(CustomGPTConfig(**sizes)),
+    whole,
     auto_wrap_policy=policy,
     device_id=torch.device("cpu"),
     use_orig_params=True,
 )
 names = ["CustomGPTBlock"]
+model(input_ids=question)  # as after a training
+with root_gathered(model), torch.no_grad():
+    together = model.generate(**generate, synced_gpus=True).tolist()
 if dist.get_rank() == 0:
     seen = {
         "blocks": len(sharding.blocks(model, names)),
@@ -32,6 +44,8 @@ if dist.get_rank() == 0:
         "name": sharding.live_name(model, names),
         "mesh": sharding.mesh_shape(model),
         "offloaded": sharding.offloaded(model),
+        "parameters": parameters,
+        "generates": together == alone,
     }
     print("seen", json.dumps(seen), flush=True)
 dist.barrier()

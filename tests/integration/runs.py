@@ -75,6 +75,7 @@ OTHERS = {
     "unsaved": Run(variables={"SAVE_STRATEGY": "no", "TRAIN_SIZE": 16, "EVAL_SIZE": 4}),
     "bf16 plain": Run(variables={"FP16": "", "BF16": "True"}),
     "bf16 zero2": deepspeed("zero2", 1, FP16="", BF16="True"),
+    "bf16 ddp-2": Run(2, "torchrun", variables={"FP16": "", "BF16": "True"}),
     "wandb": fsdp("full_shard", 2, REPORT_TO="wandb", EXPERIMENT_NAME="tracked", SAVE_STRATEGY="no"),
     "20 per rank": Run(2, "torchrun", ("--samples_per_gpu", "20"), {"EVAL_SIZE": 8}),
 }

@@ -19,6 +19,7 @@ NAMES = {
     "hybrid_shard_2x2": "FSDP2 HYBRID_SHARD",
 }
 TOLERANCE = 1e-4
+BF16_TOLERANCE = 2e-4
 
 
 @uses(*FSDP)
@@ -39,6 +40,29 @@ def test_audit_shows_the_strategy_its_units_and_the_share_of_each_rank(run: Fini
     assert {knob: run.effective(knob) for knob in expected} == expected
     # what accelerate wraps besides the blocks
     assert "and BloomForCausalLM, Embedding, LayerNorm, Linear\n" in run.log
+
+
+PRINT_LOSSES = """
+import fsdp_config
+original = fsdp_config.FSDPTrainer.compute_loss
+def compute_loss(self, *arguments, **options):
+    loss = original(self, *arguments, **options)
+    print("\\nloss of a batch:", (loss[0] if isinstance(loss, tuple) else loss).dtype, flush=True)
+    return loss
+fsdp_config.FSDPTrainer.compute_loss = compute_loss
+"""
+
+
+def test_the_loss_stays_in_fp32_when_fsdp_computes_in_16_bit(workplace, table):
+    """FSDP rounds a loss of 7.62 to 7.625 in bf16, and the number of tokens that it is divided by to three digits."""
+    wanted = table("bf16 ddp-2")
+    script, flags = patched(workplace, "print_losses", PRINT_LOSSES), FSDP["full_shard-2"].arguments
+    found = run(workplace, "bf16 loss", *flags, script=script, processes=2, BATCH_SIZE=2, FP16="", BF16="True")
+    assert found.effective("precision") == wanted.effective("precision") == "bf16"
+    dtypes = {line.split(": ")[1] for line in found.log.splitlines() if line.startswith("loss of a batch")}
+    assert dtypes == {"torch.float32"}
+    assert found.losses == pytest.approx(wanted.losses, rel=BF16_TOLERANCE)
+    assert found.record["train"]["loss_mean"] == pytest.approx(wanted.record["train"]["loss_mean"], rel=BF16_TOLERANCE)
 
 
 BROKEN = {

@@ -19,4 +19,6 @@ def test_units_and_share_of_fsdp1(workplace):
         "name": "FSDP1 FULL_SHARD",
         "mesh": "1 x 2",
         "offloaded": False,
+        "parameters": 7984,
+        "generates": True,
     }

@@ -148,9 +148,12 @@ def engine(offload_optimizer: bool, offload_param: bool) -> SimpleNamespace:
     for parameter in module.parameters():
         parameter.ds_tensor = parameter.detach().clone()
     optimizer = SimpleNamespace(
-        offload_optimizer=offload_optimizer, offload_param=offload_param, fp32_partitioned_groups_flat=[torch.zeros(4)]
+        offload_optimizer=offload_optimizer,
+        offload_param=offload_param,
+        fp32_partitioned_groups_flat=[torch.zeros(4)],
+        grad_partitions_flat_buffer=torch.zeros(4),
     )
-    return SimpleNamespace(optimizer=optimizer, module=module)
+    return SimpleNamespace(optimizer=optimizer, module=module, zero_optimization_stage=lambda: 3)
 
 
 @pytest.mark.parametrize("sections", [{}, {"offload_optimizer": None}, {"offload_optimizer": {"device": "none"}}])
@@ -171,6 +174,11 @@ def test_offload_that_is_done_counts_and_pinning_is_not_applicable_on_the_cpu():
 def test_offload_that_is_asked_for_and_not_done_is_a_difference():
     knobs = offload_knobs(engine(False, True), {"offload_optimizer": {"device": "cpu"}})
     assert {k.name for k in knobs if k.differs} == {"optimizer offload", "parameter offload"}
+
+
+def test_what_deepspeed_does_without_asking_is_shown_and_ends_nothing():
+    assert not Knob("parameter pinned memory", False, True, binding=False).differs
+    assert Knob("optimizer pinned memory", False, True).differs
 
 
 def test_table_is_aligned():

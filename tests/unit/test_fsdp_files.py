@@ -2,7 +2,11 @@
 
 import json
 
+import config
 import pytest
+import torch
+import torch.distributed as dist
+from config import parse_command_line
 from custom_model import CustomGPTConfig, CustomGPTForCausalLM
 from fsdp_config import check_fsdp_config, check_fsdp_file, check_wrap_classes, fsdp_name
 from helpers import REPOSITORY
@@ -83,3 +87,52 @@ def test_unknown_class_to_wrap_lists_those_of_the_model(capsys):
         check_wrap_classes({"transformer_layer_cls_to_wrap": ["BloomBlock"]}, "f.json", model)
     assert stopped.value.code == 2
     assert "the model has no BloomBlock; choose from Attention, CustomGPTBlock" in capsys.readouterr().err
+
+
+def test_cpu_offload_asks_for_a_back_end_for_cpu_tensors(gpu):
+    options = parse_command_line("", ["--model_name", "tiny-bloom", "--fsdp"])
+    options.fsdp_config = {"cpu_offload": True}
+    backends = []
+
+    class Arguments:
+        n_gpu = 1
+
+        def __init__(self, values):
+            backends.append(values["ddp_backend"])
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(config.Parser, "parse_dict", lambda self, values: (None, None, Arguments(values)))
+        config.build_arguments(options)
+        options.fsdp_config = {"cpu_offload": False}
+        config.build_arguments(options)
+    assert backends == ["cuda:nccl,cpu:gloo", None]
+
+
+def test_a_back_end_of_the_users_does_not_go_with_cpu_offload(gpu, refusal):
+    options = parse_command_line("", ["--model_name", "tiny-bloom", "--fsdp", "--ddp_backend", "nccl"])
+    options.fsdp_config = {"cpu_offload": True}
+    line = refusal(config.build_arguments, options)
+    assert line == "error: --ddp_backend: cpu_offload needs cuda:nccl,cpu:gloo; leave it out"
+
+
+@pytest.mark.parametrize(("backend", "works"), [("cuda:gloo", False), ("cuda:gloo,cpu:gloo", True)])
+def test_a_group_without_a_back_end_for_the_cpu_cannot_clip_offloaded_gradients(backend, works):
+    """gloo stands for NCCL, which needs a GPU: what counts is that the group has nothing for the CPU."""
+    dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        norm = torch.ones(1)
+        if works:
+            dist.all_reduce(norm)
+        else:
+            with pytest.raises(RuntimeError, match="No backend type associated with device type cpu"):
+                dist.all_reduce(norm)
+    finally:
+        dist.destroy_process_group()
+
+
+def test_fsdp1_on_one_rank_would_not_shard(gpu, refusal, monkeypatch):
+    path = str(REPOSITORY / "fsdp_configs" / "fsdp1_full_shard.json")
+    line = refusal(check_fsdp_config, True, path)
+    assert "FSDP1 does not shard on one rank, it would run NO_SHARD; start at least 2 ranks" in line
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert check_fsdp_config(True, path)["version"] == 1

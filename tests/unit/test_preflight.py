@@ -52,7 +52,7 @@ NVIDIA_SMI = "Tesla V100-SXM2-32GB, 470.82.01\nTesla V100-SXM2-32GB, 470.82.01"
     ("cuda", "visible", "found"),
     [
         (None, None, "is a CPU build; install a CUDA build"),
-        ("13.0", None, "driver 470.82.01 of Tesla V100-SXM2-32GB is too old for CUDA 13.0; "),
+        ("13.0", None, "driver 470.82.01 of Tesla V100-SXM2-32GB is too old for CUDA 13.0 (CUDA 13 needs 580"),
         ("13.0", "", "CUDA_VISIBLE_DEVICES hides Tesla V100-SXM2-32GB; unset it"),
     ],
 )
@@ -70,8 +70,10 @@ def test_a_gpu_that_torch_was_not_built_for_fails(monkeypatch):
     answers = {"device_count": 1, "get_device_name": "Tesla V100-SXM2-32GB", "get_device_capability": (7, 0)}
     for name, answer in (answers | {"is_available": True, "get_arch_list": TORCH_2_13_CU130}).items():
         monkeypatch.setattr(torch.cuda, name, lambda *_, answer=answer: answer)
-    ((state, name, found, _),) = preflight_machine.gpus()
+    ((state, name, found, way_out),) = preflight_machine.gpus()
     assert (state, name) == ("fail", "GPU 0")
+    assert way_out.startswith("python -m pip install torch==2.13.0 --index-url ")
+    assert "/cu126 " in way_out
     assert found.startswith("Tesla V100-SXM2-32GB, compute capability 7.0: torch ")
     assert found.endswith("is built for " + ", ".join(TORCH_2_13_CU130))
 

@@ -61,8 +61,36 @@ def test_more_ranks_than_gpus_on_a_node_end_with_3(monkeypatch, refusal):
     monkeypatch.setenv("LOCAL_RANK", "4")
     monkeypatch.setattr(distributed.torch.cuda, "device_count", lambda: 4)
     line = refusal(distributed.bind_device, code=3)
-    assert line.startswith("error: LOCAL_RANK: 4, but ")
-    assert line.endswith(" shows 4 GPUs; start as many processes per node as it has GPUs")
+    assert line.startswith("error: LOCAL_RANK: 4, but this process sees 4 of the GPUs of ")
+    assert "start as many processes per node as it has GPUs, without GPU binding (--gpus-per-task, --gpu-bind)" in line
+
+
+def bound_task(monkeypatch, **variables: str) -> list[int]:
+    """The second of two tasks of a node, each of which sees one GPU; gives what it makes its own."""
+    monkeypatch.setattr(distributed.torch.cuda, "device_count", lambda: 1)
+    chosen = []
+    monkeypatch.setattr(distributed.torch.cuda, "set_device", chosen.append)
+    for name, value in ({"LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"} | variables).items():
+        monkeypatch.setenv(name, value)
+    return chosen
+
+
+def test_a_task_that_is_bound_to_one_gpu_of_its_own_takes_that(monkeypatch):
+    chosen = bound_task(monkeypatch, SLURM_GPUS_ON_NODE="2")
+    distributed.bind_device()
+    assert chosen == [0]
+    assert os.environ["LOCAL_RANK"] == "0", "DeepSpeed computes on cuda:LOCAL_RANK"
+
+
+@pytest.mark.parametrize(
+    "variables",
+    [{}, {"SLURM_GPUS_ON_NODE": "1"}, {"SLURM_GPUS_ON_NODE": "2", "TORCHELASTIC_RUN_ID": "1"}],
+    ids=["no Slurm", "one GPU for two tasks", "ranks of one torchrun"],
+)
+def test_two_ranks_do_not_take_the_same_gpu(monkeypatch, refusal, variables):
+    chosen = bound_task(monkeypatch, **variables)
+    assert "without GPU binding" in refusal(distributed.bind_device, code=3)
+    assert chosen == []
 
 
 @pytest.mark.parametrize("variable", ["RANK", "SLURM_PROCID"])
