@@ -1,4 +1,4 @@
-# make demo | preflight | report | test | test-experiments | lint     (Python 3.11 or newer with venv, git, make and g++ must be installed)
+# make demo | preflight | gpu-check | report | test | test-experiments | lint     (Python 3.11 or newer with venv, git, make and g++ must be installed)
 PYTHON ?= python3
 BIN := .venv/bin
 
@@ -9,6 +9,10 @@ demo: .venv/installed
 ACTIVE := $(VIRTUAL_ENV)$(filter-out base,$(CONDA_DEFAULT_ENV))
 preflight: $(if $(ACTIVE),,.venv/installed)
 	PATH="$(if $(ACTIVE),,$(CURDIR)/$(BIN):)$$PATH" python scripts/preflight.py $(FLAGS)
+
+# Every way to train on one GPU, and how fast; without one, its CPU profile:  make gpu-check FLAGS=--cpu
+gpu-check: $(if $(ACTIVE),,.venv/installed)
+	PATH="$(if $(ACTIVE),,$(CURDIR)/$(BIN):)$$PATH" python scripts/gpu_check.py $(FLAGS)
 
 report: .venv/installed
 	$(BIN)/python scripts/report.py
@@ -35,4 +39,4 @@ lint: .venv/installed-dev
 	$(BIN)/python -m pip install --quiet -r requirements-dev.txt
 	touch $@
 
-.PHONY: demo preflight report test test-experiments lint
+.PHONY: demo preflight gpu-check report test test-experiments lint

@@ -54,19 +54,25 @@ job_prepare() {
   # since Slurm 22.05 srun no longer inherits --cpus-per-task
   [[ -z ${SLURM_CPUS_PER_TASK:-} ]] || export SRUN_CPUS_PER_TASK=$SLURM_CPUS_PER_TASK
   ALL_NODES=$(if [[ $NODES -gt 1 ]]; then scontrol show hostnames "$SLURM_JOB_NODELIST"; else hostname; fi)
-  [[ $NODES -gt 1 ]] || MASTER_ADDR=127.0.0.1
-  : "${MASTER_ADDR:=${ALL_NODES%%$'\n'*}}"
+  if [[ $NODES -eq 1 ]]; then
+    MASTER_ADDR=127.0.0.1
+  elif [[ -z ${MASTER_ADDR:-} ]]; then
+    # a number: here, on the first node, its name may mean loopback
+    local nodes
+    mapfile -t nodes <<<"$ALL_NODES"
+    MASTER_ADDR=$(python "$ROOT/scripts/rendezvous.py" address "${nodes[@]:1}") || exit
+  fi
   MASTER_PORT=$(job_free_port)
   BANDWIDTH_FILE=$RUN_DIR/bandwidth.json
   echo "job $JOB_ID of $EXPERIMENT: site $SITE, $NODES node(s) x $RANKS_PER_NODE rank(s), rendezvous $MASTER_ADDR:$MASTER_PORT"
   echo "nodes: ${ALL_NODES//$'\n'/ }"
 }
 
-job_free_port() { # differs from job to job, and skips a port that is taken
+job_free_port() { # differs from job to job, skips one that is taken; Linux gives those from 32768 on to any connection
   python - "$JOB_ID" <<'EOF'
 import contextlib, socket, sys, zlib
 for offset in range(200):
-    port = 20000 + (zlib.crc32(sys.argv[1].encode()) + offset) % 20000
+    port = 20000 + (zlib.crc32(sys.argv[1].encode()) + offset) % 12000
     with contextlib.suppress(OSError), socket.socket() as listener:
         listener.bind(("", port))
         sys.exit(print(port))
@@ -76,13 +82,14 @@ EOF
 run_python() { job_on_node python "$@"; }
 
 run_torchrun() {
+  # static: a c10d store unpickles what anybody sends it, and its ranks are given a name instead of MASTER_ADDR
   local -r launch=(python "$ROOT/scripts/launch.py" --nnodes="$NODES" --nproc-per-node="$RANKS_PER_NODE"
-    --rdzv-backend=c10d --rdzv-id="$JOB_ID" --rdzv-endpoint="$MASTER_ADDR:$MASTER_PORT")
-  rm -f "$RUN_DIR"/joined_* # of the bandwidth test
+    --rdzv-backend=static --rdzv-id="$JOB_ID" --master-addr="$MASTER_ADDR" --master-port="$MASTER_PORT")
+  rm -f "$RUN_DIR"/{joined,problem}_* # of the bandwidth test
   if [[ $NODES -gt 1 ]]; then
     job_srun --ntasks="$NODES" --ntasks-per-node=1 bash "$EXPERIMENTS/job.sh" on_node "${launch[@]}" "$@"
   else
-    job_on_node "${launch[@]}" --local-addr=127.0.0.1 "$@"
+    job_on_node "${launch[@]}" "$@"
   fi
 }
 
@@ -101,6 +108,14 @@ check_bandwidth() { LOGGERS=no run_torchrun "$ROOT/scripts/bandwidth_test.py" --
 # --kill-on-bad-exit: one failed rank must end the others, which would wait for it
 job_srun() { job_start srun --nodes="$NODES" --kill-on-bad-exit=1 --cpu-bind=none "$@" && job_wait; }
 
+job_gloo_interface() { # gloo would take the one that has this node's own name, which may be loopback
+  local interface=""
+  if [[ $NODES -gt 1 && -z ${GLOO_SOCKET_IFNAME:-} ]]; then
+    interface=$(python "$(dirname "${BASH_SOURCE[0]}")/../scripts/rendezvous.py" interface "$MASTER_ADDR") || true
+    [[ -z $interface ]] || export GLOO_SOCKET_IFNAME=$interface
+  fi
+}
+
 job_on_node() { # COMMAND: run it on this node, loggers beside it
   local code=0 suffix="" host=${SLURMD_NODENAME:-$(hostname)}
   [[ $NODES -eq 1 ]] || suffix=_$host
@@ -113,10 +128,9 @@ job_on_node() { # COMMAND: run it on this node, loggers beside it
     # several tasks of one srun step on this node: watch slurmstepd, the parent of them all
     local watched=$CHILD
     [[ ${SLURM_STEP_NUM_TASKS:-1} -le $NODES ]] || watched=$PPID
-    job_logger nvidia-smi "gpu_memory/gpu_memory_log_$JOB_ID$suffix.csv" \
-      --query-gpu=timestamp,index,name,memory.used,memory.total --format=csv,nounits -l "$LOG_INTERVAL"
     job_logger psrecord "cpu_memory/cpu_memory_log_$JOB_ID$suffix.txt" \
       "$watched" --include-children --interval "$LOG_INTERVAL" --log "cpu_memory/cpu_memory_log_$JOB_ID$suffix.txt"
+    job_gpu_logger "gpu_memory/gpu_memory_log_$JOB_ID$suffix.csv"
   fi
   job_wait || code=$?
   job_stop_loggers
@@ -132,16 +146,37 @@ job_logger() { # PROGRAM FILE ARGS...: start it in the background; training goes
   LOGGER_PIDS+=("$!:$program")
 }
 
+job_gpu_logger() { # FILE: of the job's own GPUs, since nvidia-smi shows those of its neighbours as well
+  local gpus="" scripts
+  scripts=$(dirname "${BASH_SOURCE[0]}")/../scripts
+  if command -v nvidia-smi >/dev/null &&
+    ! gpus=$(python "$scripts/job_gpus.py" --ranks "$RANKS_PER_NODE" --gaps "$RUN_DIR/gaps"); then
+    echo "job_gpus.py failed on $host: the GPU log holds all GPUs that nvidia-smi shows, other jobs' too" >>"$RUN_DIR/gaps"
+  fi
+  [[ $gpus = none ]] || job_logger nvidia-smi "$1" ${gpus:+-i "$gpus"} \
+    --query-gpu=timestamp,index,name,memory.used,memory.total --format=csv,nounits -l "$LOG_INTERVAL"
+}
+
 job_stop_loggers() {
   local logger pid
   for logger in "${LOGGER_PIDS[@]}"; do
     pid=${logger%%:*}
+    if kill -TERM "$pid" 2>/dev/null; then
+      job_end_logger "$pid"
     # psrecord ends by itself when the training does, with 0
-    if ! kill -TERM "$pid" 2>/dev/null && [[ $STOPPED = no ]] && ! { wait "$pid" && [[ $logger = *:psrecord ]]; }; then
+    elif [[ $STOPPED = no ]] && ! { wait "$pid" && [[ $logger = *:psrecord ]]; }; then
       echo "${logger#*:} on $host ended before the training: its log is not complete" >>"$RUN_DIR/gaps"
     fi
-    wait "$pid" 2>/dev/null || true
   done
+}
+
+job_end_logger() { # PID: a TERM that comes before its exec runs this script's trap in it, and is lost: send more
+  local attempt
+  for ((attempt = 0; attempt < 100; attempt++)); do
+    sleep 0.1
+    kill -TERM "$1" 2>/dev/null || return 0
+  done
+  kill -KILL "$1" 2>/dev/null || true
 }
 
 job_start() { # COMMAND
@@ -185,6 +220,8 @@ CHILD="" STOPPED=no WOKEN=no LOGGER_PIDS=()
 if [[ ${1:-} = on_node && ${BASH_SOURCE[0]} = "$0" ]]; then # the part of a job that srun starts on each node
   shift
   trap job_stop TERM INT
+  export PET_NODE_RANK=${SLURM_NODEID:-0} # torchrun's --node-rank
+  job_gloo_interface
   job_on_node "$@"
   exit
 fi
@@ -199,6 +236,8 @@ ROOT=$(dirname "$EXPERIMENTS")
 set -a # site and experiment set knobs that the training reads
 job_load_site
 : "${LOG_INTERVAL:=5}" "${REQUIRE_GPU:=1}" "${JOIN_TIMEOUT:=300}"
+# CUDA would count from the fastest GPU, nvidia-smi and Slurm count along the bus
+: "${CUDA_DEVICE_ORDER:=PCI_BUS_ID}"
 : "${TORCH_CPP_LOG_LEVEL:=ERROR}" # WARNING tells of each socket that is closed
 job_prepare
 trap job_finish EXIT

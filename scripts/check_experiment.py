@@ -77,7 +77,7 @@ def gpu_memory() -> float:
 def memory_warnings(script: Path) -> list[str]:
     """What does not fit, by estimate_memory.py, of one GPU and of the memory that the job asks for."""
     from config import parse_command_line
-    from estimate_memory import EXTRA_FLAGS, GIB, complete, estimate, totals
+    from estimate_memory import EXTRA_FLAGS, GIB, complete, estimate, mem_option, totals
 
     text = script.read_text(encoding="utf-8")
     nodes, gpus = directive(text, "nodes"), directive(text, "gpus-per-node")
@@ -95,7 +95,8 @@ def memory_warnings(script: Path) -> list[str]:
     finally:
         os.environ.clear()
         os.environ |= before
-    on_gpu, on_node = (size / GIB for size in totals(held, gpus))
+    sizes = totals(held, gpus)
+    on_gpu, on_node = (size / GIB for size in sizes)
     own = re.search(r"^#SBATCH --mem=(\w+)", text, re.MULTILINE)
     mem = re.match(r"(\d+)([KMGT]?)", (os.environ.get("SBATCH_MEM_PER_NODE") or (own[1] if own else "")).upper())
     units = {"K": 2**-20, "M": 2**-10, "": 2**-10, "G": 1, "T": 2**10}
@@ -105,7 +106,7 @@ def memory_warnings(script: Path) -> list[str]:
         way_out = "lower BATCH_SIZE or MAX_LENGTH, use more GPUs, or offload (docs/memory.md)"
         warnings.append(f"about {on_gpu:.0f} GiB per GPU, and one has {gpu:g}; {way_out}")
     if on_node > asked:
-        way_out = f"set SBATCH_MEM_PER_NODE={1.2 * on_node:.0f}G (sbatch --mem)"
+        way_out = f"set SBATCH_MEM_PER_NODE={mem_option(sizes[1], gpus)} (sbatch --mem)"
         warnings.append(f"about {on_node:.0f} GiB per node, and the job asks for {asked:g}; {way_out}")
     return warnings
 

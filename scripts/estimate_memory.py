@@ -15,6 +15,7 @@ import os
 from dataclasses import dataclass
 from types import SimpleNamespace
 
+import psutil
 import torch
 from config import Options, parse_command_line, precision_name
 from ds_config import check_ds_config
@@ -31,17 +32,23 @@ EXTRA_FLAGS = {
 }
 MASTERS_AND_MOMENTS = 12  # bytes per parameter: fp32 weight, first and second moment of Adam (arXiv:1910.02054, 3.1)
 FP32 = 4
+CUDA_RESERVE = 2 * GIB  # per process, for the memory that CUDA and NCCL take of a node; not measured
 ADAMW = ("adamw_torch", "adamw_torch_fused")
 
 
 @dataclass(frozen=True)
 class Held:
-    """What one rank holds, in bytes of its GPU and of its node's memory."""
+    """What one rank holds, in bytes of its GPU and of its node's memory.
+
+    while_loading: not together with the rest. by_one_rank: of the job; the others hold none of it.
+    """
 
     what: str
     gpu: float
     cpu: float = 0
     note: str = ""
+    while_loading: bool = False
+    by_one_rank: bool = False
 
 
 def estimate(options: Options) -> list[Held]:
@@ -60,7 +67,12 @@ def estimate(options: Options) -> list[Held]:
         note = "checkpointed: inputs of the blocks, and one block's"
     elif not options.deepspeed_config and options.fsdp_config is None and low == 2:
         note += ", with autocast's 16-bit copies of the weights"
-    return [*held, Held("activations", activations, note=note), Held("logits", shape.logits, note="and their gradient")]
+    return [
+        *held,
+        Held("activations", activations, note=note),
+        Held("logits", shape.logits, note="and their gradient"),
+        Held("Python, libraries", 0, psutil.Process().memory_info().rss, "as this very process has it"),
+    ]
 
 
 def plain(shape: Shape, world: int) -> list[Held]:
@@ -110,7 +122,51 @@ def deepspeed(shape: Shape, zero: dict, world: int, low: int) -> list[Held]:
         gpu = bucket + low * (live + prefetch) + (0 if optimizer_on_cpu else step)
         note = "bucket, parameters gathered at a time, fp32 gradients in the step"
         buffers = Held("buffers", gpu, step if optimizer_on_cpu else 0, note)
-    return [parameters, gradients, states, buffers, *([] if stage == 3 else [loading(total)])]
+    held = [parameters, gradients, states, buffers, loading(total, by_one_rank=stage == 3)]
+    if optimizer_on_cpu or parameters_on_cpu:
+        pinned = pinned_by_deepspeed(shape, zero, world, low)
+        held.append(rounding(pinned, kept_from_loading(shape, zero, world, low)))
+    return held
+
+
+def pinned_by_deepspeed(shape: Shape, zero: dict, world: int, low: int) -> list[float]:
+    """Sizes of the buffers that DeepSpeed pins with offload_optimizer, offload_param or both, in bytes."""
+    share, sizes = shape.parameters / world, []
+    if offloaded(zero, "param"):
+        sizes.append(low * share)  # whatever pin_memory says
+    if not offloaded(zero, "optimizer") or not zero["offload_optimizer"].get("pin_memory", True):
+        return sizes
+    if zero.get("stage") == 3:
+        group = zero.get("sub_group_size", 1e9)  # the fp32 gradients are cut into groups of so many
+        whole_groups, rest = divmod(share, group)
+        return [*sizes, low * share, *[FP32 * group] * int(whole_groups), FP32 * rest]
+    sizes += [FP32 * share, FP32 * share, low * share, low * max(shape.sizes)]  # masters, gradients, transfers
+    if zero.get("stage") == 2:
+        sizes += [low * size for size in rank_gradients(shape.sizes, world)]
+    return sizes
+
+
+def kept_from_loading(shape: Shape, zero: dict, world: int, low: int) -> float:
+    """Bytes of pinned blocks that ZeRO-3 gave back after loading, and PyTorch keeps for a use that never comes."""
+    if not offloaded(zero, "param") or not zero["offload_param"].get("pin_memory", True):
+        return 0
+    return sum(power_of_two(low * size / world) for size in shape.sizes)
+
+
+def rounding(pinned: list[float], kept: float = 0) -> Held:
+    """What pinned memory takes beyond its content: PyTorch rounds each block up to a power of two (host allocator)."""
+    extra = sum(power_of_two(size) - size for size in pinned)
+    return Held("pinned, unused", 0, extra + kept, "pinned blocks are rounded up to powers of two")
+
+
+def power_of_two(size: float) -> int:
+    return 1 << (math.ceil(size) - 1).bit_length()
+
+
+def rank_gradients(sizes: tuple[int, ...], world: int) -> list[int]:
+    """Elements of each gradient that the first rank keeps under ZeRO-2."""
+    share, ends = math.ceil(sum(sizes) / world), itertools.accumulate(sizes)
+    return [size for size, end in zip(sizes, ends, strict=True) if end - size < share]
 
 
 def stage2_gradients(sizes: tuple[int, ...], world: int) -> list[int]:
@@ -129,7 +185,8 @@ def fsdp(shape: Shape, options: Options, low: int) -> list[Held]:
     """FSDP1 and FSDP2 (arXiv:2304.11277): fp32 shares; units gathered in the precision of the computation."""
     config, total = options.fsdp_config, shape.parameters
     share, on_cpu = total / shard_count(config), config.get("cpu_offload", False)
-    if options.values["gradient_accumulation_steps"] > 1:
+    accumulates = options.values["gradient_accumulation_steps"] > 1
+    if accumulates:
         gradients = Held("gradients", low * total, note="whole while gradients accumulate")
     else:
         gradients = Held("gradients", *place(FP32 * share, on_cpu), "fp32 share")
@@ -141,17 +198,21 @@ def fsdp(shape: Shape, options: Options, low: int) -> list[Held]:
         gathered, note = rest + 2 * block, "two blocks gathered, embedding and head throughout"
     reduced = FP32 * (total if whole else max(rest, block))  # what one unit puts into its reduce-scatter
     gathered = gathered if shard_count(config) > 1 or on_cpu else 0
-    return [
+    held = [
         Held("parameters", *place(FP32 * share, on_cpu), "fp32 share"),
         gradients,
         Held("optimizer state", *place(2 * FP32 * share, on_cpu), "two moments of Adam, fp32 share"),
-        Held("buffers", low * gathered + reduced, note=note),
+        Held("buffers", low * gathered + reduced, FP32 * share if on_cpu and accumulates else 0, note),
         loading(total),
     ]
+    if on_cpu:  # each parameter's share and its gradient are pinned on their own
+        held.append(rounding([FP32 * size / shard_count(config) for size in shape.sizes] * 2))
+    return held
 
 
-def loading(total: int) -> Held:
-    return Held("weights while loading", 0, FP32 * total, "before they move to the GPU; not held with the rest")
+def loading(total: int, by_one_rank: bool = False) -> Held:
+    note = "by rank 0 alone, as it hands out the shares" if by_one_rank else "before they move to the GPU"
+    return Held("weights while loading", 0, FP32 * total, note, while_loading=True, by_one_rank=by_one_rank)
 
 
 def place(size: float, on_cpu: bool) -> tuple[float, float]:
@@ -169,10 +230,21 @@ def auto(section: dict, key: str, by_model: float, default: float) -> float:
 
 
 def totals(held: list[Held], ranks_per_node: int) -> tuple[float, float]:
-    """Bytes of the fullest GPU, and of a node's memory: loading comes before the rest."""
-    on_cpu = sum(part.cpu for part in held if part.what != "weights while loading")
-    first = sum(part.cpu for part in held if part.what == "weights while loading")
-    return sum(part.gpu for part in held), ranks_per_node * max(on_cpu, first)
+    """Bytes of the fullest GPU, and of the first node's memory: loading comes before the rest."""
+    process = sum(part.cpu for part in held if part.what == "Python, libraries")
+    training = ranks_per_node * sum(part.cpu for part in held if not part.while_loading)
+    loading = ranks_per_node * process
+    for part in held:
+        if part.while_loading:
+            loading += part.cpu * (1 if part.by_one_rank else ranks_per_node)
+        elif part.what == "parameters":  # offloaded ones are there as soon as they are loaded
+            loading += part.cpu * ranks_per_node
+    return sum(part.gpu for part in held), max(training, loading)
+
+
+def mem_option(on_node: float, ranks_per_node: int) -> str:
+    """The value for sbatch --mem, with a fifth to spare and what CUDA takes in each process."""
+    return f"{math.ceil((1.2 * on_node + ranks_per_node * CUDA_RESERVE) / GIB)}G"
 
 
 def verdict(what: str, needed: float, there: float | None) -> str:
@@ -238,10 +310,12 @@ def report(options: Options) -> str:
     here = torch.cuda.get_device_properties(0).total_memory / GIB if torch.cuda.is_available() else None
     lines += [verdict("one GPU", on_gpu, values["gpu_memory"] or here)]
     lines += [verdict("one node", on_cpu, values["cpu_memory"])]
+    reserve = f"a fifth more, and {CUDA_RESERVE / GIB:g} GiB for CUDA in each process"
+    lines += [f"for sbatch: --mem={mem_option(on_cpu, gpus // nodes)} ({reserve})"]
     if options.deepspeed_config:
         zero = options.deepspeed_config["zero_optimization"]
         lines += [deepspeed_says(shape.parameters, max(shape.sizes), zero, gpus // nodes, nodes)]
-    lines += ["Not counted: CUDA context, NCCL, fragmentation; Python and its libraries in each process."]
+    lines += ["Not counted: CUDA context, NCCL, fragmentation."]
     return "\n".join(filter(None, lines))
 
 

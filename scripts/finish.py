@@ -64,7 +64,8 @@ def summary(job_id: str, record: dict | None, status: str, exit_code: int, gaps:
             + (f", {steady:.2f} (steps alone)" if steady else "")
         )
     elif record is None:
-        missing.append("no run record: the job ended before the training began")
+        why = "the job ended before the training began" if exit_code else "the job is no training itself"
+        missing.append(f"no run record: {why}")
     else:
         missing.append("samples per second: the training did not finish")
     return [*rows, *(f"missing: {gap}" for gap in missing)]

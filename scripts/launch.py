@@ -6,6 +6,7 @@ All arguments are torchrun's. torchrun itself ends with 1 whatever happened, beh
 job's exit status should say what the training said.
 """
 
+import argparse
 import os
 import socket
 import sys
@@ -13,9 +14,9 @@ import time
 from pathlib import Path
 
 from errors import ENVIRONMENT, fail
+from torch.distributed import DistError
 from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-from torch.distributed.elastic.rendezvous import RendezvousError
 from torch.distributed.run import parse_args, run
 
 JOIN_TIMEOUT = os.environ.get("JOIN_TIMEOUT") or "300"  # seconds
@@ -27,9 +28,8 @@ def main() -> None:
     if "--help" in sys.argv[1:2]:
         print(__doc__)
     arguments = parse_args(sys.argv[1:])
-    arguments.rdzv_conf = f"join_timeout={JOIN_TIMEOUT},{arguments.rdzv_conf}".rstrip(",")
-    if arguments.nnodes.split(":")[-1] != "1":
-        reach_head_node(arguments.rdzv_endpoint)
+    if arguments.rdzv_backend == "static" and arguments.master_port:
+        prepare_static_rendezvous(arguments)
     try:
         run(arguments)
     except ChildFailedError as error:
@@ -39,34 +39,74 @@ def main() -> None:
         sys.exit(code)
     except SignalException as signal:
         sys.exit(128 + signal.sigval)
-    except RendezvousError as error:
-        what = f"{', '.join(missing_nodes()) or 'some node'} did not join within {JOIN_TIMEOUT} s"
-        fail("rendezvous", f"{what} ({error})", "check that node and its network, then exclude it", ENVIRONMENT)
+    except DistError as error:
+        missing = ", ".join(missing_nodes())
+        what = f"{missing} within {JOIN_TIMEOUT} s" if missing else f"the nodes did not meet: {error}"
+        way_out = "check that node, its name resolution and its firewall, or exclude it"
+        fail("rendezvous", what, way_out, ENVIRONMENT)
 
 
-def reach_head_node(endpoint: str) -> None:
-    """Wait until the head node listens; then note that this node has come that far."""
-    host, port = endpoint.rsplit(":", 1)
-    deadline, problem = time.monotonic() + int(JOIN_TIMEOUT), None
-    while os.environ.get("SLURM_NODEID", "0") != "0":
+def prepare_static_rendezvous(arguments: argparse.Namespace) -> None:
+    """Set the time-out for a node that does not come, and return once the first node can be reached.
+
+    The torchrun of the first node serves the store in which the nodes meet, and later their ranks.
+    """
+    arguments.rdzv_conf = f"timeout={JOIN_TIMEOUT},{arguments.rdzv_conf}".rstrip(",")
+    if arguments.node_rank == 0:
+        check_own_address(arguments.master_addr, arguments.master_port)
+    else:
+        reach_first_node(arguments.master_addr, arguments.master_port)
+    note("joined")
+
+
+def check_own_address(host: str, port: int) -> None:
+    """On the first node: fail at once where the store could not listen; it would print a page of C++ frames."""
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        with socket.socket(family, kind, protocol) as listener:
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as the store does
+            listener.bind(address)
+            listener.listen()
+    except OSError as error:
+        what = f"{node_name()} cannot listen at {host}:{port} ({error})"
+        fail("rendezvous", what, "give MASTER_ADDR an address of the first node, or submit again", ENVIRONMENT)
+
+
+def reach_first_node(host: str, port: int) -> None:
+    """On the other nodes: wait until the first one listens; it reads what they note here, and can name the node."""
+    deadline = time.monotonic() + int(JOIN_TIMEOUT)
+    noted = ""
+    while True:
         try:
-            socket.create_connection((host, int(port)), timeout=5).close()
-            break
+            socket.create_connection((host, port), timeout=5).close()
+            return
         except OSError as error:
-            problem = error
+            problem = f"{node_name()} cannot reach {host}:{port} ({error})"
+        if problem != noted:
+            noted = problem
+            note("problem", problem)
         if time.monotonic() > deadline:
-            what = f"{socket.gethostname()} cannot reach {endpoint} ({problem}), tried for {JOIN_TIMEOUT} s"
             way_out = "check name resolution and firewall between these two nodes"
-            fail("rendezvous", what, way_out, ENVIRONMENT)
+            fail("rendezvous", f"{problem} within {JOIN_TIMEOUT} s", way_out, ENVIRONMENT)
         time.sleep(1)
+
+
+def note(what: str, text: str = "") -> None:
+    """Leave a file for the first node, in the job's folder, if there is one."""
     if "RUN_DIR" in os.environ:
-        (Path(os.environ["RUN_DIR"]) / f"joined_{node_name()}").touch()
+        (Path(os.environ["RUN_DIR"]) / f"{what}_{node_name()}").write_text(text)
 
 
 def missing_nodes() -> list[str]:
-    """Nodes of the job that never reached the head node."""
-    nodes, run_dir = os.environ.get("ALL_NODES", "").split(), os.environ.get("RUN_DIR")
-    return [node for node in nodes if run_dir and not (Path(run_dir) / f"joined_{node}").exists()]
+    """What is known of each node of the job that never reached the first one."""
+    if "RUN_DIR" not in os.environ:
+        return []
+    run_dir, found = Path(os.environ["RUN_DIR"]), []
+    for node in os.environ.get("ALL_NODES", "").split():
+        problem = run_dir / f"problem_{node}"
+        if not (run_dir / f"joined_{node}").exists():
+            found.append(problem.read_text() if problem.exists() else f"{node} did not join")
+    return found
 
 
 def node_name() -> str:

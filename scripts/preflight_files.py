@@ -96,7 +96,7 @@ def parameters(script: Path, arguments: argparse.Namespace) -> int:
     from check_experiment import own_variables
 
     knobs = own_variables(script)
-    if knobs.get("SAVE_STRATEGY") == "no":
+    if knobs.get("SAVE_STRATEGY") == "no" or "/train.py" not in script.read_text(encoding="utf-8"):
         return 0
     from config import KNOBS
     from model import count_parameters, empty_model

@@ -21,21 +21,22 @@ UNFINISHED = ("PENDING", "CONFIGURING", "RUNNING", "COMPLETING", "SUSPENDED", "R
 
 def tiny_jobs(folder: Path, timeout: int) -> Lines:
     import torch
+    from build_ops import prepare_deepspeed
     from distributed import free_port
 
     train, gpu = str(REPOSITORY / "scripts/train.py"), torch.cuda.is_available()
     ranks = min(2, torch.cuda.device_count()) if gpu else 2
     launch = [sys.executable, str(REPOSITORY / "scripts/launch.py"), f"--nproc-per-node={ranks}", "--nnodes=1"]
-    launch += ["--rdzv-backend=c10d", "--local-addr=127.0.0.1"]
+    launch += ["--rdzv-backend=static", "--master-addr=127.0.0.1"]
     jobs = {"plain python": ([sys.executable, train], 1)}
     for name, flags in (("ZeRO-2", ("--deepspeed", "ds_configs/zero2.json")),
                         ("ZeRO-2 offload", ("--deepspeed", "ds_configs/zero2_cpu_offload.json")),
                         ("FSDP full_shard", ("--fsdp", "--fsdp_config", "fsdp_configs/full_shard.json"))):  # fmt: skip
         flags = [str(REPOSITORY / flag) if flag.endswith(".json") else flag for flag in flags]
-        jobs[name] = [*launch, f"--rdzv-endpoint=127.0.0.1:{free_port()}", train, *flags], ranks
+        jobs[name] = [*launch, f"--master-port={free_port()}", train, *flags], ranks
     if not gpu:
         del jobs["ZeRO-2 offload"]  # its optimizer is on the CPU in any case
-    blocked = extensions(Path(os.environ["TORCH_EXTENSIONS_DIR"]))[0] == "fail"
+    blocked = extensions(prepare_deepspeed())[0] == "fail"
     for name, (words, count) in jobs.items():
         if blocked and name.startswith("ZeRO"):
             yield "skip", name, "the lock of a killed build would hang it"
@@ -73,7 +74,7 @@ def train_once(words: list[str], variables: dict, folder: Path, log: Path, timeo
         try:
             return process.wait(timeout) == 0
         except psutil.TimeoutExpired:
-            file.write(f"\nerror: preflight: still running after {timeout} s; see what it waits for, or --timeout\n")
+            file.write(f"\nerror: time: still running after {timeout} s; see what it waits for, or raise --timeout\n")
             return False
         finally:
             with contextlib.suppress(psutil.NoSuchProcess):

@@ -13,7 +13,7 @@ gives the reason under the same name.
     hardware            gpu (name), gpus (on all nodes), gpu_memory_mib, cpu, cpus (of one node)
     git                 commit, dirty (whether files differed from it)
     bandwidth           of the job's bandwidth test, null without one: bus_bandwidth_gb_per_s, ranks, message_bytes,
-                        backend, algorithm, transport
+                        iterations (all-reduces measured), backend, algorithm, transport
     versions            python and packages
     knobs               name -> requested, effective
     settings            value of every knob, and of each other flag that was given; paths below the repository are
@@ -31,6 +31,8 @@ gives the reason under the same name.
                         steps and ranks: avg_gpu_util_%, std_gpu_util_%, avg_mem_alloc_MB, avg_mem_reserved_MB,
                         avg_mem_total_MB; on the CPU avg_cpu_util_%, std_cpu_util_%, avg_process_mem_MB
     peak_gpu_memory     per rank: allocated_mib, reserved_mib, as PyTorch counted up to the end of training
+    peak_pinned_memory  of page-locked CPU memory, per rank: active_mib (blocks in use), allocated_mib (with those kept
+                        for later use), as PyTorch counted up to the end of training
     peak_process_mib    per rank: largest resident memory of the process
 """
 
@@ -140,16 +142,20 @@ class RunRecord:
     def measure_memory(self) -> None:
         """Note the peaks so far. Collective."""
         process = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
-        gpu = None
+        gpu = pinned = None
         if torch.cuda.is_available():
-            peaks = torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved()
-            gpu = dict(zip(("allocated_mib", "reserved_mib"), (round(p / 2**20, 1) for p in peaks), strict=True))
-        ranks = gather_lists([gpu, round(process, 1)])
-        self.update(peak_process_mib=[mib for _, mib in ranks])
+            gpu = {"allocated_mib": mib(torch.cuda.max_memory_allocated())}
+            gpu["reserved_mib"] = mib(torch.cuda.max_memory_reserved())
+            blocks = torch.cuda.host_memory_stats()
+            pinned = {f"{kind}_mib": mib(blocks.get(f"{kind}_bytes.peak", 0)) for kind in ("active", "allocated")}
+        ranks = gather_lists([gpu, pinned, round(process, 1)])
+        self.update(peak_process_mib=[of_process for _, _, of_process in ranks])
         if gpu:
-            self.update(peak_gpu_memory=[peaks for peaks, _ in ranks])
+            self.update(peak_gpu_memory=[of_gpu for of_gpu, _, _ in ranks])
+            self.update(peak_pinned_memory=[of_blocks for _, of_blocks, _ in ranks])
         else:
             self.missing("peak_gpu_memory", "no GPU")
+            self.missing("peak_pinned_memory", "no GPU")
 
     def __enter__(self) -> "RunRecord":
         return self
@@ -165,6 +171,10 @@ class RunRecord:
         elif out_of_memory or (running and isinstance(error, Exception)):
             # rank 0 is about to be ended by the launcher and would only know that it was stopped
             finish(self.path, "oom" if out_of_memory else "failed", 1)
+
+
+def mib(size: int) -> float:
+    return round(size / 2**20, 1)
 
 
 def exit_code_of(error: BaseException | None) -> int:

@@ -133,7 +133,8 @@ def memory_rows(run: Run) -> list[list[str]]:
         for log, name in ((each, name) for each in logs for name in each.names()):
             series = "CPU" if kind == "CPU" else f"GPU {name}"
             values = {"peak": log.peak(name), "minimum": log.low(name), "mean": log.mean(name)}
-            note = f"{len(log.samples[name])} samples in {log.path.name}"
+            samples = f"{len(log.samples[name])} samples in {log.path.name}"
+            note = "; ".join(filter(None, [samples, memory.reason]))
             rows += [[f"{series} memory, {which} (MiB)", Cell(v).text, note] for which, v in values.items()]
         if not any(log.samples for log in logs):
             rows.append([f"{kind} memory, peak (MiB)", "", memory.reason])

@@ -100,6 +100,8 @@ def memory(rows: list[Row]) -> Figure | None:
 
 def curve(run: Run, which: int, read: Callable[[Path], MemoryLog]) -> list[tuple[float, float]]:
     """(seconds, MiB) of the GPU or node with the highest peak; empty when its times cannot be read."""
+    if which == 0 and run.gpu.reason:
+        return []
     logs = [read(path) for path in logs_of(run.folder, run.job_id)[which]]
     series = [(log.peak(name), log, name) for log in logs for name in log.names()]
     if not series:

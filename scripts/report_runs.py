@@ -210,6 +210,8 @@ def add_memory(run: Run) -> None:
     ranks = int(run.number("world_size") or 0) // nodes
     if not gpu_logs and run.number("hardware.gpus") == 0:
         run.gpu.reason = "no GPU"
+    elif " MIG " in str(run.get("hardware.gpu")):  # NVIDIA A100-SXM4-40GB MIG 1g.5gb
+        run.gpu.reason = "the job ran on MIG slices, and nvidia-smi logs the memory of whole GPUs"
     else:
         run.gpu = memory(run, "gpu", [read_gpu_log(path) for path in gpu_logs], nodes, ranks)
     run.cpu = memory(run, "cpu", [read_cpu_log(path) for path in cpu_logs], nodes, 1)

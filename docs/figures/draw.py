@@ -193,7 +193,7 @@ def multi_node() -> None:
         arrow(axes, (3.85, y + 0.4 + (0.25 if y > 1 else -0.25)), (6.85, y + 0.4 + (0.25 if y > 1 else -0.25)))
     axes.text(5.35, 2.85, "starts", ha="center", fontsize=8)
     axes.text(5.35, 0.28, "starts", ha="center", fontsize=8)
-    box(axes, 4.6, 1.3, 1.5, 0.8, "rendezvous\nnode1:port\nJOIN_TIMEOUT", facecolor="white")
+    box(axes, 4.6, 1.3, 1.5, 0.8, "rendezvous\n10.0.0.1:29871\nJOIN_TIMEOUT", facecolor="white")
     axes.annotate("", (7.85, 1.25), (7.85, 2.05), arrowprops={"arrowstyle": "<->", "lw": 2, "color": "#c55a11"})
     axes.text(8.0, 1.65, "NCCL", va="center", fontsize=8.5)
     axes.text(5.35, 1.1, "who is there?", ha="center", fontsize=8)

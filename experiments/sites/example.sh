@@ -12,7 +12,11 @@ export SBATCH_PARTITION="${SBATCH_PARTITION:-CHANGE_ME}" # sinfo -s
 # --- Python environment, on the first node of each job; srun passes it on to the others.
 site_setup() {
   module purge
-  module load cuda # nvcc: DeepSpeed compiles its optimizers on first use
+  # nvcc, with which DeepSpeed compiles FusedAdam on first use: of the major version that torch was built for, which is 13
+  # for the plain wheel, and 12 for the one that a V100 needs:
+  #     python -m pip install torch==2.13.0 --index-url https://download.pytorch.org/whl/cu126
+  module load cuda
+  # module load gcc # 11 or newer, where the system's compiler does not know -std=c++20 (Rocky Linux 8)
   # shellcheck source=/dev/null
   source "$HOME/miniforge3/etc/profile.d/conda.sh"
   conda activate deepspeed-finetune
@@ -23,7 +27,7 @@ site_setup() {
 # : "${GPU_MEMORY:=32}"
 
 # --- DeepSpeed's compiled optimizers, by default in ~/.cache/torch_extensions: a folder of each user's own, that all nodes
-#     see. One for several users fails, as every load writes into it.
+#     see; it gets a folder for each kind of machine. One for several users fails, as every load writes into it.
 # : "${TORCH_EXTENSIONS_DIR:=/scratch/$USER/torch_extensions}"
 
 # --- Hugging Face cache, on a file system that all nodes see. Fill it on a login node, with the same HF_HOME:

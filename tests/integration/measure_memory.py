@@ -45,9 +45,13 @@ def storages(tensors: list) -> dict[int, int]:
 
 
 class Measure(TrainerCallback):
+    def __init__(self, trainer):
+        self.trainer = trainer
+
     def on_substep_end(self, args, state, control, **kwargs):
         if state.global_step != 1:
             return
+        trainer = self.trainer
         optimizer = trainer.deepspeed.optimizer if args.deepspeed else trainer.optimizer.optimizer
         held = {
             "parameters": storages(parameters_of(trainer.model)),
@@ -61,13 +65,14 @@ class Measure(TrainerCallback):
             json.dump(sums, file)
 
 
-class Trainer(train.Trainer):
-    def __init__(self, *args, **kwargs):
-        global trainer
-        super().__init__(*args, **kwargs)
-        trainer = self
-        self.add_callback(Measure())
+def measuring(base: type) -> type:
+    class Measuring(base):
+        def __init__(self, *args, **kwargs):
+            super().__init__(*args, **kwargs)
+            self.add_callback(Measure(self))
+
+    return Measuring
 
 
-train.Trainer = Trainer
+train.Trainer, train.FSDPTrainer = measuring(train.Trainer), measuring(train.FSDPTrainer)
 train.run_and_exit(train.main)

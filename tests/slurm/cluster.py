@@ -12,6 +12,8 @@ Each host is a set of Linux namespaces (network, host name, mounts, processes) u
 holds the network bridge and munged, `ctl` runs slurmctld, `node1`, `node2`, ... run slurmd. They share this
 machine's files, /tmp included, as a cluster shares its home directories, and reach each other and the login
 node, not the outside world. GPUs, CPUs and memory are claims that Slurm schedules by; nothing enforces them.
+Each node's /etc/hosts is as Debian's installer leaves it: its own name, with a domain that the other nodes do
+not know, means loopback.
 """
 
 import argparse
@@ -32,6 +34,7 @@ from pathlib import Path
 DEFAULT_STATE = "/tmp/slurm-ws"
 RECORD = "slurm-test-cluster.json"  # the file that makes a directory a cluster's, and lists its processes
 MEMORY_MB = 512000  # of each node
+DOMAIN = "workshop.test"  # behind a node's own name, in its own /etc/hosts
 PATH = os.environ.get("PATH", "") + ":/usr/sbin:/usr/bin:/sbin:/bin"
 PACKAGES = ("slurm-wlm", "munge", "iproute2", "util-linux", "mount", "hostname")
 TOOLS = ("munged", "slurmctld", "slurmd", "sbatch", "ip", "unshare", "nsenter", "mount", "hostname")
@@ -247,10 +250,14 @@ class Cluster:
         values["gres"] = f"Gres=gpu:{gpus}" if gpus else ""
         values["nodes"] = "\n".join(f"NodeName={name} NodeAddr={address}" for name, address in names.items())
         # munged, in the switch, puts its address into credentials: Slurm is to read the login node's
-        known = f"127.0.0.1 localhost\n{net}.254 {os.uname().nodename} switch\n{net}.253 ctl\n"
-        known += "".join(f"{address} {name}\n" for name, address in names.items())
+        known = {"localhost": "127.0.0.1", f"{os.uname().nodename} switch": f"{net}.254", "ctl": f"{net}.253", **names}
         etc = self.state / "etc"
-        (etc / "hosts").write_text(known)
+        for host in hosts:
+            seen = dict(known)
+            if host in names:
+                del seen[host]
+                seen[f"{host}.{DOMAIN} {host}"] = "127.0.1.1"
+            (etc / f"hosts.{host}").write_text("".join(f"{address} {name}\n" for name, address in seen.items()))
         (etc / "slurm.conf").write_text(SLURM_CONF.format(**values))
         (etc / "gres.conf").write_text("".join(f"Name=gpu File={device}\n" for device in devices))
         (etc / "slurmstepd").write_text(SLURMSTEPD.format(python=shlex.quote(sys.executable)))
@@ -407,7 +414,7 @@ class Cluster:
         files = [f"--{name}={self.state}/munge/{name}" for name in MUNGE_FILES]
         daemons = {"switch": " ".join(["munged --force", *files]), "ctl": "slurmctld -D"}
         daemon = daemons.get(host, f"slurmd -D -d {etc}/slurmstepd")
-        argv = [*UNSHARE, "sh", "-c", INIT, host, f"{etc}/hosts", record["hosts"][host], daemon]
+        argv = [*UNSHARE, "sh", "-c", INIT, host, f"{etc}/hosts.{host}", record["hosts"][host], daemon]
         env = {"PATH": PATH, "HOME": "/root", "LANG": "C.UTF-8", "SLURM_CONF": f"{etc}/slurm.conf"}
         with open(self.state / "log" / host, "ab") as log:
             pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": log}

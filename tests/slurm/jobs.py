@@ -174,15 +174,30 @@ class Job(Run):
         super().__init__(lab, script, command)
         self.id, self.state = job_id, ""
         self.twin: Job | None = None  # of the same experiment, at the same time
+        self.gpus: dict[str, list[str]] = {}  # node -> indices of the GPUs that Slurm gave it there
 
     def wait(self, timeout: float = TIMEOUT) -> "Job":
         try:
+            self.wait_for_gpus(timeout)
             ended = self.lab.cluster.wait(self.id, timeout)
         except TimeoutError as error:
             self.cancel()
             raise AssertionError(f"{error}\n{self}") from None
         self.state, self.exit_code = ended["state"], ended["exit_code"]
         return self
+
+    def wait_for_gpus(self, timeout: float = TIMEOUT) -> None:
+        """Note the job's GPUs once it has started; Slurm forgets them when it ends."""
+        self.wait_for(lambda: self.gpus or self._note_gpus() or self.ended, timeout)
+
+    def _note_gpus(self) -> dict[str, list[str]]:
+        details = run_command(["scontrol", "show", "job", "--details", self.id], env=self.lab.cluster.env).stdout
+        for nodes, ranges in re.findall(r"^ +Nodes=(\S+) .*GRES=gpu:\d+\(IDX:(\S+)\)", details, re.MULTILINE):
+            ends = [text.split("-") for text in ranges.split(",")]
+            indices = [str(index) for pair in ends for index in range(int(pair[0]), int(pair[-1]) + 1)]
+            names = run_command(["scontrol", "show", "hostnames", nodes], env=self.lab.cluster.env).stdout.split()
+            self.gpus |= dict.fromkeys(names, indices)
+        return self.gpus
 
     def cancel(self) -> None:
         self.lab.cluster.cancel(self.id)
@@ -288,21 +303,23 @@ def check_completed(job: Job, nodes: int, gpus: int) -> None:
     assert len(set(record["nodes"])) == nodes
     assert job.losses, job
     assert all(0 < loss < 20 for loss in job.losses), job.losses
-    check_memory_logs(job, record["nodes"], gpus)
+    assert sorted(job.gpus) == sorted(set(record["nodes"])), job.gpus
+    assert all(len(indices) == gpus for indices in job.gpus.values()), job.gpus
+    check_memory_logs(job)
     check_log(job, record["nodes"], gpus)
     assert job.processes() == {}
     assert not (job.folder / "results" / f".{job.id}").exists()
 
 
-def check_memory_logs(job: Job, hosts: list[str], gpus: int) -> None:
+def check_memory_logs(job: Job) -> None:
     """Both logs of every node: the documents' one-liners give the numbers that memory_logs.py reads."""
-    expected = set(hosts) if len(hosts) > 1 else {""}
+    expected = job.gpus if len(job.gpus) > 1 else dict(zip([""], job.gpus.values(), strict=True))
     gpu_logs, cpu_logs = job.memory_logs("gpu"), job.memory_logs("cpu")
-    assert set(gpu_logs) == set(cpu_logs) == expected, job
-    for path in gpu_logs.values():
+    assert set(gpu_logs) == set(cpu_logs) == set(expected), job
+    for host, path in gpu_logs.items():
         log = read_gpu_log(path)
         assert not log.problems, log.problems
-        assert sorted(log.samples) == [str(index) for index in range(gpus)]
+        assert log.names() == expected[host], "the GPUs of the job and no others"
         name = path.relative_to(job.folder)
         peak = job.shell(f"tail -n +2 {name} | cut -d',' -f4 | sort -n | tail -1")
         assert float(peak) == max(map(log.peak, log.samples)) > 0
@@ -330,9 +347,9 @@ def check_log(job: Job, hosts: list[str], gpus: int) -> None:
     assert banners == ("--deepspeed" in job.script.read_text()), job
     assert log.count("{'train_runtime'") == 1
     assert len(re.findall(r"\{'eval_loss': '[0-9.]+'", log)) == len(job.losses)
-    peaks = [f" on {host}" if nodes > 1 else "" for host in sorted(hosts)]
-    titles = [f"GPU {index} memory{where}" for where in peaks for index in range(gpus)]
-    titles += [f"CPU memory{where}" for where in peaks]
+    where = {host: f" on {host}" if nodes > 1 else "" for host in sorted(hosts)}
+    titles = [f"GPU {index} memory{where[host]}" for host in where for index in job.gpus[host]]
+    titles += [f"CPU memory{place}" for place in where.values()]
     assert job.summary[0] == "status: completed (exit code 0)"
     assert [line.split(":")[0] for line in job.summary[1:]] == [*titles, "samples per second"], job.summary
     for title, line in zip(titles, job.summary[1:], strict=False):

@@ -13,8 +13,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
+from cluster import DOMAIN
 from cluster import run as run_command
-from jobs import ENDLESS, GIT, SHORT, Job, Lab, check_completed, directives
+from jobs import ENDLESS, GIT, SHORT, Job, Lab, check_completed, check_memory_logs, directives
 from memory_logs import read_cpu_log, read_gpu_log
 
 TWO_NODES = "deepspeed-multi-node/2_nodes"
@@ -59,12 +60,14 @@ def take_its_port(job: Job) -> None:
 
 
 def first_port(job: Job) -> int:
-    return 20000 + zlib.crc32(job.id.encode()) % 20000
+    return 20000 + zlib.crc32(job.id.encode()) % 12000
 
 
 def submit_another(job: Job) -> None:
-    """The same experiment once more, at the same time."""
-    job.twin = job.lab.submit("baseline")
+    """The same experiment once more, at the same time on the same node."""
+    job.wait_for_gpus()
+    job.twin = job.lab.submit("baseline", sbatch=[f"--nodelist={node}" for node in job.gpus])
+    job.twin.wait_for_gpus()
     job.wait()
     job.twin.wait()
 
@@ -110,8 +113,6 @@ def wrapper(folder: Path, body: str) -> None:
 
 def table(lab: Lab) -> dict[str, Spec]:
     same_work = SHORT | {"FP16": False, "TRAIN_SIZE": 64, "EVAL_SIZE": 32, "NUM_EPOCHS": 2, "LEARNING_RATE": 5e-3}
-    address = lab.cluster.exec("node1", ["hostname", "-I"]).stdout.split()[0]
-    nobody = address.rpartition(".")[0] + ".77"
     bad_values = {"EXPERIMENT_NAME": BAD_NAME, "OUTPUT_DIR": "output/$(touch pwned4)"}
     hangs = lab.root.parent / "node2 hangs"
     hangs.mkdir()
@@ -123,6 +124,12 @@ def table(lab: Lab) -> dict[str, Spec]:
         "2 gpus, its port is taken": Spec("deepspeed-multi-gpu/2_gpus", sbatch=("--hold",), act=take_its_port),
         "offload": Spec("deepspeed-single-gpu/cpu_offloading/pinned_memory"),
         "srun": Spec("deepspeed-native-launch/zero3_offload", ("--model-name", "tiny-bloom", "--steps", 4)),
+        "srun 2 nodes": Spec(
+            "deepspeed-native-launch/zero3_offload", ("--steps", 2), SHORT, ("--nodes=2", "--ntasks-per-node=2")
+        ),
+        "srun, a GPU for each task": Spec(
+            "deepspeed-native-launch/zero3_offload", ("--steps", 1), SHORT, ("--gpu-bind=single:1",)
+        ),
         # FSDP, DDP and the custom GPT
         "fsdp 4 gpus": Spec("fsdp-strategies/hybrid_shard", variables=BRIEF),
         "fsdp 2 nodes": Spec("fsdp-multi-node/2_nodes", variables=BRIEF),
@@ -150,8 +157,9 @@ def table(lab: Lab) -> dict[str, Spec]:
         "a rank is killed": Spec(TWO_NODES, variables=ENDLESS, act=kill_one_rank),
         "cancelled": Spec(TWO_NODES, variables=ENDLESS, act=cancel),
         "slow network": Spec(TWO_NODES, variables={"MIN_BANDWIDTH": 1000}),
-        "head not reachable": Spec(TWO_NODES, variables={"MASTER_ADDR": nobody, "JOIN_TIMEOUT": 8}),
-        "head has no address": Spec(TWO_NODES, variables={"MASTER_ADDR": "no-such-node", "JOIN_TIMEOUT": 8}),
+        # what node1 takes for its own address, and node2 does not
+        "head not reachable": Spec(TWO_NODES, variables={"MASTER_ADDR": "127.0.0.1", "JOIN_TIMEOUT": 8}),
+        "head has no address": Spec(TWO_NODES, variables={"MASTER_ADDR": f"node1.{DOMAIN}", "JOIN_TIMEOUT": 8}),
         "node2 never joins": Spec(TWO_NODES, variables={"PATH": f"{hangs}:{lab.path}", "JOIN_TIMEOUT": 8}),
         # one logger is not there, the other dies
         "no nvidia-smi": Spec(
@@ -227,6 +235,18 @@ def test_bandwidth_of_a_multi_node_job_is_in_its_record(job: Job):
     assert bandwidth["transport"].startswith("TCP")
 
 
+@uses("2 nodes", "srun 2 nodes", "4 ranks")
+def test_nodes_whose_own_name_is_loopback_meet_at_the_first_ones_address(job: Job):
+    assert job.state == "COMPLETED", job
+    assert len(set(job.record["nodes"])) == 2
+    resolved = job.lab.cluster.exec("node1", ["getent", "hosts", "node1"]).stdout
+    assert resolved.split() == ["127.0.1.1", f"node1.{DOMAIN}", "node1"]
+    address = job.lab.cluster.exec("node2", ["getent", "hosts", "node1"]).stdout.split()[0]
+    port = re.search(rf"rendezvous {re.escape(address)}:(\d+)$", job.log.splitlines()[0])[1]
+    assert set(re.findall(r"^MASTER_ADDR: (\S+)$", job.log, re.MULTILINE)) == {address}
+    assert set(re.findall(r"^MASTER_PORT: (\S+)$", job.log, re.MULTILINE)) == {port}
+
+
 @uses("offload", "baseline")
 def test_a_job_on_one_node_has_no_bandwidth(job: Job):
     assert job.record["bandwidth"] is None
@@ -255,6 +275,25 @@ def test_two_jobs_of_one_experiment_share_no_file(job: Job):
         assert {path.split("/")[0] for path in paths} == {"log", "gpu_memory", "cpu_memory", "results", "output"}
         check_completed(one, nodes=1, gpus=1)
     assert job.losses == job.twin.losses
+
+
+@uses("baseline")
+def test_two_jobs_on_one_node_log_each_its_own_gpu(job: Job):
+    """nvidia-smi shows both all GPUs of the node."""
+    both = (job, job.twin)
+    (node,) = {node for one in both for node in one.gpus}
+    logged = [read_gpu_log(one.memory_logs("gpu")[""]).names() for one in both]
+    assert logged == [one.gpus[node] for one in both]
+    assert logged[0] != logged[1]
+
+
+@uses("srun, a GPU for each task")
+def test_gpus_that_only_other_tasks_see_are_logged_too(job: Job):
+    assert job.state == "COMPLETED", job
+    (gpus,) = job.gpus.values()
+    assert len(gpus) == 2
+    check_memory_logs(job)
+    assert not [line for line in job.summary if line.startswith("missing: ")]
 
 
 @uses(("1 rank", "4 ranks"))
@@ -347,16 +386,20 @@ def test_a_slow_network_ends_the_job_before_the_training(job: Job):
 @uses("head not reachable", "head has no address")
 def test_a_head_node_that_is_not_reached_is_named(job: Job):
     assert (job.state, job.exit_code) == ("FAILED", 3), job
-    address = {"head not reachable": r"[0-9.]+\.77", "head has no address": "no-such-node"}
-    head = next(iter(re.findall("|".join(address.values()), job.log)))
-    assert any(f"cannot reach {head}:" in line and "node2" in line for line in job.error_lines), job
+    head = re.search(r"rendezvous (\S+):\d+$", job.log.splitlines()[0])[1]
+    assert head in ("127.0.0.1", f"node1.{DOMAIN}"), "given at submission"
+    assert len(job.error_lines) == 1, job
+    assert job.error_lines[0].startswith(f"error: rendezvous: node2 cannot reach {head}:"), job
+    assert "Traceback" not in job.log, job
     check_it_ended_in_time(job)
 
 
 @uses("node2 never joins")
 def test_a_node_that_never_joins_is_named(job: Job):
     assert (job.state, job.exit_code) == ("FAILED", 3), job
-    assert any("node2 did not join within 8 s" in line for line in job.error_lines), job
+    assert len(job.error_lines) == 1, job
+    assert job.error_lines[0].startswith("error: rendezvous: node2 did not join within 8 s; "), job
+    assert "Traceback" not in job.log, job
     check_it_ended_in_time(job)
 
 
@@ -379,7 +422,8 @@ def test_training_goes_on_without_its_loggers(job: Job):
     assert f"missing: {absent} is not installed on node1: no {files[absent]}" in job.summary
     assert f"missing: {dead} on node1 ended before the training: its log is not complete" in job.summary
     assert files[absent] not in job.files()
-    kind = {"psrecord": "CPU memory: peak", "nvidia-smi": "GPU 0 memory: peak"}[dead]
+    (index,) = job.gpus["node1"]
+    kind = {"psrecord": "CPU memory: peak", "nvidia-smi": f"GPU {index} memory: peak"}[dead]
     assert any(line.startswith(kind) for line in job.summary), job.summary
 
 
@@ -412,7 +456,7 @@ def test_an_experiment_runs_without_slurm(lab, bash):
     assert run.record["status"] == "completed"
     assert run.record["experiment"] == "experiments/baseline"
     assert run.losses
-    assert read_gpu_log(run.memory_logs("gpu")[""]).samples
+    assert read_gpu_log(run.memory_logs("gpu")[""]).names() == ["0"]
     assert read_cpu_log(run.memory_logs("cpu")[""]).samples
     assert run.summary[0] == "status: completed (exit code 0)"
     assert run.processes() == []
@@ -422,6 +466,7 @@ def test_ranks_without_slurm_come_from_the_directives(bash):
     run = bash("deepspeed-native-launch/zero3_offload", "--steps", 1, **SHORT).wait()
     assert run.exit_code == 0, run
     assert run.record["world_size"] == 2
+    assert read_gpu_log(run.memory_logs("gpu")[""]).names() == ["0", "1"]
     assert run.processes() == []
 
 

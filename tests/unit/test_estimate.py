@@ -7,7 +7,17 @@ import sys
 
 import pytest
 import torch
-from estimate_memory import EXTRA_FLAGS, complete, deepspeed_says, estimate, parse_command_line, stage2_gradients
+from estimate_memory import (
+    EXTRA_FLAGS,
+    complete,
+    deepspeed_says,
+    estimate,
+    parse_command_line,
+    power_of_two,
+    report,
+    stage2_gradients,
+    totals,
+)
 from helpers import REPOSITORY
 from model_shape import shape_for
 from transformers import AutoModelForCausalLM, BloomConfig
@@ -105,8 +115,45 @@ def test_the_verdict_of_a_model_without_download():
     rows = {line[:24].strip(): line[24:].split() for line in done.stdout.splitlines()}
     assert float(rows["parameters"][0]) == pytest.approx(4 * 7_069_016_064 / GIB, abs=0.01)
     assert "GiB needed, 32 GiB there: does not fit" in done.stdout
-    assert "one node: 52.7 GiB needed, 96 GiB there: fits" in done.stdout
+    of_python = float(rows["Python, libraries"][1])
+    needed = re.search(r"one node: ([0-9.]+) GiB needed, 96 GiB there: fits", done.stdout)
+    weights = 2 * 4 * 7_069_016_064 / GIB  # each rank loads them for itself
+    assert float(needed[1]) == pytest.approx(weights + 2 * of_python, abs=0.1)
     assert "Not counted: CUDA context" in done.stdout
+
+
+def test_memory_of_a_node_counts_loading_and_python_and_can_be_pasted(options, monkeypatch):
+    monkeypatch.chdir(REPOSITORY)
+    chosen = options("--deepspeed", "ds_configs/zero3.json", "--model_name", "bigscience/bloom-3b", "--gpus", 4)
+    on_node = totals(estimate(chosen), 4)[1]
+    of_python = next(part.cpu for part in estimate(chosen) if part.what == "Python, libraries")
+    weights = 4 * 3_002_557_440  # by rank 0 alone: transformers' loading for ZeRO-3
+    assert on_node == pytest.approx(weights + 4 * of_python, rel=0.01)
+    (line,) = re.findall(r"^for sbatch: --mem=(\d+)G ", report(chosen), re.MULTILINE)
+    assert int(line) == pytest.approx(1.2 * on_node / GIB + 4 * 2, abs=1)
+
+
+def pinned_unused(options, *flags: str) -> float:
+    parts = {part.what: part.cpu for part in estimate(options(*flags))}
+    return parts.get("pinned, unused", 0) / GIB
+
+
+def test_pinned_blocks_are_rounded_up_to_powers_of_two(options, monkeypatch):
+    """bloom-560m: 2.08 GiB in fp32 takes 4, 1.04 GiB in fp16 takes 2."""
+    monkeypatch.chdir(REPOSITORY)
+    assert [power_of_two(size) for size in (1, 2, 3, 4.1)] == [1, 2, 4, 8]
+    assert pinned_unused(options, "--deepspeed", "ds_configs/zero2.json") == 0
+    assert pinned_unused(options, "--deepspeed", "ds_configs/zero2_cpu_offload.json") == 0
+    whole = 559_214_592 * 4 / GIB
+    # masters and gradients in fp32, the 16-bit copy; the transfer of the largest gradient; the gradients one by one
+    least = 2 * (4 - whole) + (2 - whole / 2)
+    pinned = pinned_unused(options, "--deepspeed", "ds_configs/zero2_cpu_offload_pinned_memory.json")
+    assert least < pinned < least + 0.2
+    # ZeRO-3 pins offloaded parameters whatever the key says, and with it the 16-bit gradients and the fp32 ones
+    assert pinned_unused(options, "--deepspeed", "ds_configs/zero3_cpu_offload.json") == pytest.approx(2 - whole / 2)
+    everything = pinned_unused(options, "--deepspeed", "ds_configs/ds_zero3_offload.json")
+    assert 2 * (2 - whole / 2) + (4 - whole) + whole / 2 < everything < 7
+    assert pinned_unused(options, "--fsdp", "--fsdp_config", "fsdp_configs/full_shard_cpu_offload.json") > 0
 
 
 @pytest.mark.parametrize(

@@ -261,6 +261,15 @@ def test_nodes_are_summed_up_only_when_all_are_there(tmp_path):
     assert (run.gpu.peak, run.gpu.low, run.gpu.mean) == (800, 100, 350)
 
 
+def test_memory_of_a_whole_gpu_is_not_that_of_a_slice(tmp_path):
+    add_run(tmp_path, STAGE, "1", hardware__gpu="NVIDIA A100-SXM4-40GB MIG 1g.5gb")
+    run = only(tmp_path)
+    assert run.gpu.peak is None
+    assert run.gpu.reason == "the job ran on MIG slices, and nvidia-smi logs the memory of whole GPUs"
+    assert run.cpu.peak == 90
+    assert run.shown_status == "completed"
+
+
 def test_many_problems_are_counted_not_listed(tmp_path):
     path = tmp_path / "gpu_memory_log_1.csv"
     write(path, GPU_HEADER + "\n" + LINE.format("[N/A]") * 500)

@@ -25,7 +25,7 @@ def test_documented_keys_are_those_that_are_written():
     documented = set()
     for line in text.splitlines():
         if re.match(r"    \w", line):
-            names = re.split(r"   +| \(", line.strip())[0] if "UTC" not in line else line.replace("(UTC)", "")
+            names = re.split(r"  +| \(", line.strip())[0] if "UTC" not in line else line.replace("(UTC)", "")
             documented |= {name.strip() for name in names.split(",")}
     written = RunRecord("7").content.keys() - {"missing"}
     started = RunRecord("7")
@@ -88,11 +88,24 @@ def test_value_that_could_not_be_measured_is_empty_with_a_reason():
     assert content["callbacks"]["avg_gpu_util_%"] is None
     assert content["missing"] == {
         "peak_gpu_memory": "no GPU",
+        "peak_pinned_memory": "no GPU",
         "train.steady_samples_per_second": "too few steps after the warm-up",
         "callbacks.avg_gpu_util_%": "no nvidia-ml-py",
     }
     assert {key for key in content if "." in key} == set()
     assert content["peak_process_mib"][0] > 50
+
+
+def test_peaks_of_a_gpu_and_of_pinned_memory(gpu, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda: 3 * 2**20)
+    monkeypatch.setattr(torch.cuda, "max_memory_reserved", lambda: 4 * 2**20)
+    # as torch 2.13 names them
+    stats = {"active_bytes.peak": 2 * 2**30, "allocated_bytes.peak": 4 * 2**30, "num_host_alloc": 1}
+    monkeypatch.setattr(torch.cuda, "host_memory_stats", lambda: stats)
+    run = RunRecord("7")
+    run.measure_memory()
+    assert run.content["peak_gpu_memory"] == [{"allocated_mib": 3, "reserved_mib": 4}]
+    assert run.content["peak_pinned_memory"] == [{"active_mib": 2048, "allocated_mib": 4096}]
 
 
 def test_record_is_replaced_in_one_step(monkeypatch):

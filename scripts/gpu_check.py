@@ -1,0 +1,390 @@
+"""Prove the whole ladder on one GPU: each way to train runs, what it saved loads again, how fast it is, what it holds.
+
+    make gpu-check                                                 # or, on a cluster, in experiments/gpu-check:
+    sbatch gpu_check.slurm
+    python scripts/gpu_check.py --rows zero2 bloom-560m-zero2      # some rows of the table
+    python scripts/gpu_check.py --cpu                              # without a GPU: the rows with tiny-bloom
+
+Nothing is downloaded. Results go to results/gpu_check below the folder where it starts: gpu_check.json after each row,
+and gpu_check.md. A second call goes on where the first one stopped; a row that failed is run again. Ends with exit
+code 3 when a row fails, or when there is no GPU.
+"""
+
+import argparse
+import contextlib
+import json
+import math
+import multiprocessing
+import os
+import shutil
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from config import KNOBS, build_arguments, parse_command_line
+from data_loader import collator, load_evaluation_set
+from distributed import free_port
+from errors import ENVIRONMENT, OneLineErrors, fail
+from estimate_memory import EXTRA_FLAGS, complete, estimate, totals
+from evaluate import exact_match_and_f1
+from finish import write_json
+from model import load_model, load_tokenizer
+from model_shape import shape_for
+from preflight_jobs import tiny_variables, train_once
+from preflight_machine import REPOSITORY, command, last_line, wrong_pins
+from record import hardware
+from report_render import grid
+from transformers import Trainer
+
+SAMPLE = REPOSITORY / "data" / "squad_sample.json"
+# 16 steps of tiny-bloom; random weights need a larger learning rate
+TINY = {"TRAIN_SIZE": 64, "EVAL_SIZE": 8, "NUM_EPOCHS": 2, "BATCH_SIZE": 4, "GRAD_ACC": 2, "LEARNING_RATE": 2e-3}
+TINY |= {"MAX_LENGTH": 256, "EM_F1": True, "SAVE_STRATEGY": "epoch", "SAMPLES_PER_GPU": ""}
+# The workshop's own sizes, for 10 steps, 3 of them to warm up. The model has its whole vocabulary, not the tokenizer
+FULL = {"MODEL_NAME": "bigscience/bloom-560m", "FROM_SCRATCH": True, "TOKENIZER_NAME": "tiny-bloom"}
+FULL |= {"TRAIN_SIZE": 160, "EVAL_SIZE": 4, "NUM_EPOCHS": 1, "BATCH_SIZE": 4, "GRAD_ACC": 4, "MAX_LENGTH": 512}
+FULL |= {"SAMPLES_PER_GPU": ""}
+LOSS_TOLERANCE = 0.02  # of a 16-bit training's evaluation, and that of its saved weights in fp32
+MATMUL_SIZE, MATMULS = 8192, 20
+
+
+@dataclass(frozen=True)
+class Row:
+    """One training. flags: of train.py, config files as seen from the repository."""
+
+    name: str
+    flags: tuple[str, ...] = ()
+    torchrun: bool = False
+    full: bool = False
+
+    @property
+    def needs_gpu(self) -> bool:
+        return self.full or self.name == "full_shard_cpu_offload"
+
+
+def deepspeed(name: str, full: bool = False) -> Row:
+    return Row(f"bloom-560m-{name}" if full else name, ("--deepspeed", f"ds_configs/{name}.json"), full=full)
+
+
+def fsdp(name: str, full: bool = False) -> Row:
+    config = ("--fsdp", "--fsdp_config", f"fsdp_configs/{name}.json")
+    return Row(f"bloom-560m-{name}" if full else name, config, full=full)
+
+
+ROWS = [
+    Row("plain"),
+    Row("ddp", torchrun=True),
+    *(deepspeed(path.stem) for path in sorted((REPOSITORY / "ds_configs").glob("*.json"))),
+    fsdp("full_shard"),
+    fsdp("shard_grad_op"),
+    fsdp("full_shard_activation_checkpointing"),
+    fsdp("full_shard_cpu_offload"),
+    Row("bloom-560m-plain", full=True),
+    deepspeed("zero2", full=True),
+    deepspeed("zero2_cpu_offload", full=True),
+    deepspeed("zero2_cpu_offload_pinned_memory", full=True),
+    deepspeed("ds_zero3_offload", full=True),
+    fsdp("full_shard", full=True),
+]
+COLUMNS = {  # key of a row's result -> header, digits
+    "train_loss": ("Train loss", 3),
+    "eval_loss": ("Eval loss", 3),
+    "reloaded_loss": ("Reloaded", 3),
+    "f1": ("F1", 1),
+    "samples_per_second": ("Samples/s", 2),
+    "tokens_per_second": ("Tokens/s", 0),
+    "mfu_percent": ("MFU (%)", 1),
+    "peak_gpu_gib": ("Peak GPU (GiB)", 2),
+    "estimated_gib": ("Estimate (GiB)", 2),
+    "pinned_gib": ("Pinned (GiB)", 2),
+    "seconds": ("Time (s)", 0),
+}
+
+
+# 1. The machine
+
+
+def machine(cpu: bool) -> dict:
+    """What the table stands for: a result of another machine or version does not belong into it."""
+    versions = {"torch": torch.__version__, "cuda": torch.version.cuda}
+    if cpu:
+        here = hardware(1)
+        return versions | {"profile": "cpu", "gpu": None, "cpu": here["cpu"], "cpus": here["cpus"]}
+    found = in_a_process_of_its_own(describe_gpu)
+    answered, driver = command("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader", timeout=30)
+    return versions | {"profile": "gpu"} | found | {"driver": driver.split("\n")[0] if answered else None}
+
+
+def in_a_process_of_its_own(function: Callable) -> object:
+    """Its result. A CUDA context in this process would take memory from every row."""
+    with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
+        return pool.submit(function).result()
+
+
+def describe_gpu() -> dict:
+    here, properties = hardware(1), torch.cuda.get_device_properties(0)
+    names = {name: here[name] for name in ("gpu", "gpu_memory_mib", "cpu", "cpus")}
+    return names | {"compute_capability": f"{properties.major}.{properties.minor}"}
+
+
+def matmul_peak() -> float:
+    """FLOP/s of large fp16 matrix products on the first GPU, the best of three timings of 20."""
+    left, right = (torch.randn(MATMUL_SIZE, MATMUL_SIZE, device="cuda", dtype=torch.float16) for _ in range(2))
+    best = math.inf
+    for _ in range(4):  # the first one warms up
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        for _ in range(MATMULS):
+            left @ right
+        end.record()
+        end.synchronize()
+        best = min(best, start.elapsed_time(end) / 1000)
+    return 2 * MATMUL_SIZE**3 * MATMULS / best
+
+
+# 2. One row
+
+
+def run_row(row: Row, folder: Path, timeout: int, cpu: bool) -> dict:
+    """Train, and for tiny-bloom load what was saved; the row's result."""
+    start, log = time.monotonic(), folder / f"{row.name}.log"
+    forget(row, folder)
+    variables = tiny_variables(folder, dict(os.environ), not cpu) | text_values(FULL if row.full else TINY)
+    variables |= {"JOB_ID": row.name, "OMP_NUM_THREADS": str(len(os.sched_getaffinity(0)))}
+    if cpu:
+        variables |= {"CUDA_VISIBLE_DEVICES": ""}
+    if not train_once(words(row), variables, folder, log, timeout):
+        return {"status": "failed", "reason": f"{last_line(log.read_text(errors='replace'))}; read {log}"}
+    record = json.loads((folder / "results" / f"{row.name}.json").read_text())
+    result = {"status": "completed", "precision": record["knobs"]["precision"]["effective"]}
+    result |= {"train_loss": record["train"]["loss_mean"]}
+    if record["peak_gpu_memory"]:
+        result["peak_gpu_gib"] = record["peak_gpu_memory"][0]["allocated_mib"] / 1024
+        result["pinned_gib"] = record["peak_pinned_memory"][0]["allocated_mib"] / 1024
+    if row.full:
+        result["samples_per_second"] = record["train"]["steady_samples_per_second"]
+    else:
+        result["eval_loss"] = record["eval"][-1]["loss"]
+        result |= reload(folder / record["output_dir"], log)
+        shutil.rmtree(folder / record["output_dir"])
+        if not abs(result["reloaded_loss"] - result["eval_loss"]) <= LOSS_TOLERANCE * result["eval_loss"]:
+            what = f"the saved model has loss {result['reloaded_loss']:.3f}, the trained one {result['eval_loss']:.3f}"
+            result |= {"status": "failed", "reason": f"{what}; read {log}"}
+    return result | {"seconds": time.monotonic() - start}
+
+
+def words(row: Row) -> list[str]:
+    """The command, with whole paths: it runs in the folder of the results."""
+    train = [str(REPOSITORY / "scripts" / "train.py")]
+    if row.torchrun:
+        launch = ["--nproc-per-node=1", "--nnodes=1", "--rdzv-backend=static", "--master-addr=127.0.0.1"]
+        train = [str(REPOSITORY / "scripts" / "launch.py"), *launch, f"--master-port={free_port()}", *train]
+    flags = [str(REPOSITORY / flag) if flag.endswith(".json") else flag for flag in row.flags]
+    return [sys.executable, *train, *flags, *(("--eval_strategy", "no") if row.full else ())]
+
+
+def text_values(knobs: dict) -> dict[str, str]:
+    return {name: str(value) for name, value in knobs.items()}
+
+
+def forget(row: Row, folder: Path) -> None:
+    """Remove what an earlier attempt left: train.py would refuse to write over it."""
+    for path in (folder / "results" / f"{row.name}.json", folder / f"{row.name}.log"):
+        path.unlink(missing_ok=True)
+    shutil.rmtree(folder / "output" / row.name, ignore_errors=True)
+
+
+def reload(output: Path, log: Path) -> dict:
+    """Loss, Exact Match and F1 of a saved model on the same questions, in fp32 on the CPU."""
+    with log.open("a") as file, contextlib.redirect_stdout(file), contextlib.redirect_stderr(file):
+        return scores_of(output)
+
+
+def scores_of(output: Path) -> dict:
+    sizes = ["--eval_size", TINY["EVAL_SIZE"], "--max_length", TINY["MAX_LENGTH"], "--fp16", "False"]
+    flags = ["--model_name", output, "--dataset", SAMPLE, "--output_dir", output / "evaluation", *sizes]
+    model_args, data_args, args = build_arguments(parse_command_line("", list(map(str, flags)), gpu=False))
+    tokenizer = load_tokenizer(model_args, data_args)
+    questions = load_evaluation_set(data_args, tokenizer, args)
+    model = load_model(model_args, data_args, tokenizer, args.seed)
+    trainer = Trainer(model=model, args=args, eval_dataset=questions, data_collator=collator(tokenizer, data_args))
+    loss = trainer.evaluate()["eval_loss"]
+    batch_size = args.per_device_eval_batch_size
+    scores = exact_match_and_f1(model, tokenizer, questions, batch_size, data_args.max_length, args.device)
+    return {"reloaded_loss": loss} | scores
+
+
+# 3. What was to be expected
+
+
+def options_of(row: Row) -> object:
+    """The row as estimate_memory.py reads it."""
+    knobs = {flag: FULL[variable] for variable, flag, _ in KNOBS if FULL.get(variable, "") != ""}
+    flags = [word for flag, value in knobs.items() for word in (f"--{flag}", str(value))]
+    flags += [str(REPOSITORY / flag) if flag.endswith(".json") else flag for flag in row.flags]
+    return complete(parse_command_line("", flags, EXTRA_FLAGS, gpu=True))
+
+
+def flops_per_token(shape) -> int:
+    """Forward and backward pass: 6 per parameter, and attention's two products of all tokens (PaLM, appendix B).
+
+    BLOOM's tied embedding counts once, as the head: looking up a token costs nothing.
+    """
+    return 6 * shape.parameters + 12 * shape.layers * shape.hidden * FULL["MAX_LENGTH"]
+
+
+def expected(row: Row) -> dict:
+    if not row.full:
+        return {}
+    return {"estimated_gib": totals(estimate(options_of(row)), 1)[0] / 2**30}
+
+
+def rates(result: dict, row: Row, peak: float) -> dict:
+    """tokens_per_second counts padding, as the model computes on it; mfu_percent of the measured matmul peak."""
+    if not result.get("samples_per_second"):
+        return {}
+    tokens = result["samples_per_second"] * FULL["MAX_LENGTH"]
+    flops = tokens * flops_per_token(shape_for(options_of(row)))
+    return {"tokens_per_second": tokens, "mfu_percent": 100 * flops / peak}
+
+
+# 4. The table
+
+
+def table(content: dict) -> str:
+    keys = [key for key in COLUMNS if any(result.get(key) is not None for result in content["rows"].values())]
+    body = []
+    for name, result in content["rows"].items():
+        values = (result.get(key) for key in keys)
+        texts = ["" if v is None else f"{v:,.{COLUMNS[key][1]}f}" for key, v in zip(keys, values, strict=True)]
+        body.append([name, result["status"], *texts])
+    return grid(["Run", "Status", *(COLUMNS[key][0] for key in keys)], body)
+
+
+def remarks(content: dict) -> list[str]:
+    """Reasons of what did not complete, and what the pinned and the other row say of each other."""
+    rows = content["rows"]
+    lines = [f"{name}: {result['reason']}" for name, result in rows.items() if result.get("reason")]
+    speeds = [rows.get(f"bloom-560m-zero2_cpu_offload{kind}", {}).get("samples_per_second")
+              for kind in ("_pinned_memory", "")]  # fmt: skip
+    if all(speeds):
+        gain = 100 * (speeds[0] / speeds[1] - 1)
+        lines.append(
+            f"ZeRO-2 with offload: {speeds[0]:.2f} samples/s pinned, {speeds[1]:.2f} not pinned: {gain:+.0f} %"
+        )
+    return lines
+
+
+def headline(content: dict) -> str:
+    here = content["machine"]
+    if here["profile"] == "cpu":
+        return f"{here['cpus']} CPU cores, {here['cpu']}, torch {here['torch']}, tiny-bloom"
+    parts = [f"{here['gpu']}, {here['gpu_memory_mib'] / 1024:.0f} GiB", f"driver {here['driver']}"]
+    parts += [f"torch {here['torch']}", f"{here['cpus']} CPU cores, {here['cpu']}"]
+    if content.get("matmul_flops"):
+        parts.append(f"fp16 matrix products {content['matmul_flops'] / 1e12:.0f} TFLOP/s")
+    return ", ".join(parts)
+
+
+def markdown(content: dict) -> str:
+    lines = [f"- {line}" for line in remarks(content)]
+    if content["machine"]["profile"] == "gpu":
+        lines.append(
+            "- bloom-560m: random weights, micro batch 4, accumulation 4, 512 tokens with padding; else tiny-bloom"
+        )
+    return "\n\n".join(filter(None, [f"[{headline(content)}]", table(content), "\n".join(lines)])) + "\n"
+
+
+def load_results(path: Path, here: dict) -> dict:
+    """What an earlier call left, if it is of the same machine and versions."""
+    if not path.exists():
+        return {"machine": here, "rows": {}}
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+        other = [f"{key} {content['machine'].get(key)}" for key in here if content["machine"].get(key) != here[key]]
+    except (ValueError, KeyError, TypeError, AttributeError):
+        fail(path, "is no result of this script", "move it away, or give another --output")
+    if other:
+        fail(path, f"is of another machine or version ({', '.join(other)})", "move it away, or give another --output")
+    return content
+
+
+# 5. The command line
+
+
+def parse(argv: list[str] | None = None) -> argparse.Namespace:
+    parser = OneLineErrors(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rows", nargs="+", metavar="ROW", help=f"some of: {', '.join(row.name for row in ROWS)}")
+    parser.add_argument("--cpu", action="store_true", help="the rows that a CPU can run")
+    parser.add_argument("--output", type=Path, default=Path("results/gpu_check"), help="folder (%(default)s)")
+    parser.add_argument("--timeout", type=int, default=600, help="seconds for one row (%(default)s)")
+    parser.add_argument("--any_version", "--any-version", action="store_true", help="go on with other packages")
+    arguments = parser.parse_args(argv)
+    known = [row.name for row in ROWS if not (arguments.cpu and row.needs_gpu)]
+    for name in arguments.rows or []:
+        if name not in known:
+            fail(f"--rows {name}", "there is no such row here", f"choose from {', '.join(known)}")
+    if arguments.timeout < 1:
+        fail("--timeout", f"{arguments.timeout} is too small", "give seconds, for example 600")
+    arguments.rows = arguments.rows or known
+    return arguments
+
+
+def check_machine(arguments: argparse.Namespace) -> None:
+    if not arguments.cpu and not torch.cuda.is_available():
+        way_out = "run it on a GPU node (sbatch gpu_check.slurm), or without one: make gpu-check FLAGS=--cpu"
+        fail("GPU", f"PyTorch sees none on {socket.gethostname()}", way_out, ENVIRONMENT)
+    if wrong := wrong_pins((REPOSITORY / "requirements.txt").read_text()):
+        if not arguments.any_version:
+            way_out = "python -m pip install -r requirements.txt, or go on with --any_version"
+            fail("packages", ", ".join(wrong), way_out, ENVIRONMENT)
+        print(f"packages: {', '.join(wrong)}", flush=True)
+
+
+def main() -> None:
+    arguments = parse()
+    check_machine(arguments)
+    for variable, _, _ in KNOBS:  # the rows are what they are, whatever the caller's shell has set
+        os.environ.pop(variable, None)
+    # one GPU, also where the job has several
+    os.environ["CUDA_VISIBLE_DEVICES"] = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]
+    here, folder = machine(arguments.cpu), arguments.output.absolute()
+    path = folder / "gpu_check.json"
+    content = load_results(path, here)
+    folder.mkdir(parents=True, exist_ok=True)
+    if not arguments.cpu and "matmul_flops" not in content:
+        content["matmul_flops"] = in_a_process_of_its_own(matmul_peak)
+    print(headline(content), flush=True)
+    # not in the first DeepSpeed row, which would look slow
+    subprocess.run([sys.executable, REPOSITORY / "scripts" / "build_ops.py"], check=False)
+    for row in ROWS:
+        if row.name in arguments.rows and content["rows"].get(row.name, {}).get("status") != "completed":
+            result = one_row(row, folder, arguments, content)
+            content["rows"][row.name] = result
+            content["rows"] = {r.name: content["rows"][r.name] for r in ROWS if r.name in content["rows"]}
+            write_json(path, content)
+            reason = f" ({result['reason']})" if "reason" in result else ""
+            print(f"{row.name}: {result['status']}{reason}, {result.get('seconds', 0):.0f} s", flush=True)
+    (folder / "gpu_check.md").write_text(markdown(content), encoding="utf-8")
+    print("", table(content), *remarks(content), f"written: {path}, {path.with_suffix('.md')}", sep="\n")
+    sys.exit(ENVIRONMENT if any(content["rows"][name]["status"] == "failed" for name in arguments.rows) else 0)
+
+
+def one_row(row: Row, folder: Path, arguments: argparse.Namespace, content: dict) -> dict:
+    estimated = expected(row)
+    there = content["machine"].get("gpu_memory_mib")
+    if estimated and estimated["estimated_gib"] > there / 1024:
+        reason = f"{estimated['estimated_gib']:.1f} GiB needed by the estimate, the GPU has {there / 1024:.1f}"
+        return estimated | {"status": "left out", "reason": reason}
+    result = run_row(row, folder, arguments.timeout, arguments.cpu) | estimated
+    return result | rates(result, row, content.get("matmul_flops", math.inf))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,157 @@
+"""gpu_check.py: its rows, its table from the figures of a GPU, and a second call that goes on from the first."""
+
+import json
+from pathlib import Path
+
+import gpu_check
+import pytest
+from helpers import REPOSITORY
+
+V100 = {"torch": "2.13.0+cu126", "cuda": "12.6", "profile": "gpu", "gpu": "Tesla V100-SXM2-32GB"}
+V100 |= {"gpu_memory_mib": 32501, "cpu": "Xeon", "cpus": 8, "compute_capability": "7.0", "driver": "535.1"}
+
+
+def test_all_configs_and_strategies_of_one_gpu_are_rows():
+    names = {row.name for row in gpu_check.ROWS}
+    assert len(names) == len(gpu_check.ROWS)
+    assert {path.stem for path in (REPOSITORY / "ds_configs").glob("*.json")} < names
+    strategies = {"full_shard", "shard_grad_op", "full_shard_activation_checkpointing", "full_shard_cpu_offload"}
+    assert {"plain", "ddp"} | strategies < names
+    for row in gpu_check.ROWS:
+        assert all((REPOSITORY / flag).is_file() for flag in row.flags if flag.endswith(".json")), row
+
+
+def test_without_a_gpu_it_says_so_in_one_line(command):
+    done = command("gpu_check.py")
+    assert done.code == 3
+    (line,) = done.error_lines
+    assert line.startswith("error: GPU: PyTorch sees none on ")
+    assert line.endswith("make gpu-check FLAGS=--cpu")
+    assert not list(done.folder.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("words", "found"),
+    [
+        (["--cpu", "--rows", "zero9"], "error: --rows zero9: there is no such row here; choose from plain, ddp, "),
+        (["--cpu", "--rows", "bloom-560m-plain"], "error: --rows bloom-560m-plain: there is no such row here"),
+        (["--cpu", "--timeout", "0"], "error: --timeout: 0 is too small; give seconds"),
+        (["--gpu"], "error: command line: unrecognized arguments: --gpu; see --help"),
+    ],
+)
+def test_mistakes_are_one_line(words, found, refusal):
+    assert refusal(gpu_check.parse, words).startswith(found)
+
+
+def test_other_packages_end_it_unless_it_is_told_to_go_on(monkeypatch, refusal, capsys):
+    monkeypatch.setattr(gpu_check, "wrong_pins", lambda text: ["torch 2.11.0 instead of 2.13.0"])
+    line = refusal(gpu_check.check_machine, gpu_check.parse(["--cpu"]), code=3)
+    assert line.startswith("error: packages: torch 2.11.0 instead of 2.13.0; ")
+    assert line.endswith("or go on with --any_version")
+    gpu_check.check_machine(gpu_check.parse(["--cpu", "--any_version"]))
+    assert capsys.readouterr().out == "packages: torch 2.11.0 instead of 2.13.0\n"
+
+
+# The table
+
+
+def full(samples_per_second: float, **others: float) -> dict:
+    return {"status": "completed", "samples_per_second": samples_per_second, "peak_gpu_gib": 9.5, **others}
+
+
+def test_flops_of_a_token_and_what_part_of_the_gpu_they_use():
+    row = next(row for row in gpu_check.ROWS if row.name == "bloom-560m-zero2")
+    flops = 6 * 559_214_592 + 12 * 24 * 1024 * 512
+    found = gpu_check.rates({"samples_per_second": 10.0}, row, peak=5120 * flops * 4)
+    assert found["tokens_per_second"] == 5120
+    assert found["mfu_percent"] == pytest.approx(25)
+    assert gpu_check.rates({"status": "failed"}, row, peak=1) == {}
+
+
+def test_the_table_shows_what_was_measured_and_leaves_the_rest_empty():
+    rows = {
+        "plain": {"status": "completed", "train_loss": 7.31, "reloaded_loss": 7.2, "f1": 0.0, "seconds": 12.4},
+        "bloom-560m-zero2_cpu_offload": full(8.0, estimated_gib=10.1),
+        "bloom-560m-zero2_cpu_offload_pinned_memory": full(10.0, pinned_gib=8.25),
+        "zero3": {"status": "failed", "reason": "error: nvcc: not found; load it; read x.log"},
+    }
+    text = gpu_check.markdown({"machine": V100, "matmul_flops": 95.2e12, "rows": rows})
+    assert text.startswith("[Tesla V100-SXM2-32GB, 32 GiB, driver 535.1, torch 2.13.0+cu126, 8 CPU cores, Xeon, "
+                           "fp16 matrix products 95 TFLOP/s]\n")  # fmt: skip
+    cells = {line.split("|")[1].strip(): [cell.strip() for cell in line.split("|")[2:-1]]
+             for line in text.splitlines() if line.startswith("|")}  # fmt: skip
+    titles = ["Status", "Train loss", "Reloaded", "F1", "Samples/s", "Peak GPU (GiB)", "Estimate (GiB)"]
+    assert cells["Run"] == [*titles, "Pinned (GiB)", "Time (s)"]
+    assert cells["plain"] == ["completed", "7.310", "7.200", "0.0", "", "", "", "", "12"]
+    assert cells["bloom-560m-zero2_cpu_offload"] == ["completed", "", "", "", "8.00", "9.50", "10.10", "", ""]
+    assert cells["zero3"] == ["failed", *[""] * 8]
+    assert "- zero3: error: nvcc: not found; load it; read x.log\n" in text
+    assert "- ZeRO-2 with offload: 10.00 samples/s pinned, 8.00 not pinned: +25 %\n" in text
+
+
+# Calls one after another
+
+
+@pytest.fixture
+def calls(monkeypatch, capsys):
+    """Runs the script on a pretended V100, with results by row; gives exit code, rows that ran, what was printed."""
+
+    def call(results: dict, *words: str) -> tuple[int, list[str], str]:
+        ran = []
+
+        def run_row(row, folder: Path, timeout: int, cpu: bool) -> dict:
+            ran.append(row.name)
+            return {"status": "completed", "seconds": 1.0} | results.get(row.name, {})
+
+        monkeypatch.setattr(gpu_check, "run_row", run_row)
+        monkeypatch.setattr(gpu_check, "check_machine", lambda arguments: None)
+        monkeypatch.setattr(gpu_check, "machine", lambda cpu: results.get("machine", V100))
+        monkeypatch.setattr(gpu_check, "in_a_process_of_its_own", lambda function: 95e12)
+        monkeypatch.setattr(gpu_check.subprocess, "run", lambda *_, **__: None)
+        monkeypatch.setattr(gpu_check.sys, "argv", ["gpu_check.py", *words])
+        with pytest.raises(SystemExit) as ended:
+            gpu_check.main()
+        return ended.value.code, ran, capsys.readouterr().out
+
+    return call
+
+
+FAILED = {"status": "failed", "reason": "error: x: y; z; read x.log"}
+
+
+def test_a_second_call_runs_what_failed_or_was_not_reached(calls):
+    code, ran, printed = calls({"zero2": FAILED}, "--rows", "plain", "zero2")
+    assert (code, ran) == (3, ["plain", "zero2"])
+    assert "zero2: failed (error: x: y; z; read x.log)" in printed
+    code, ran, _ = calls({}, "--rows", "plain", "zero2", "zero3")
+    assert (code, ran) == (0, ["zero2", "zero3"])
+    content = json.loads(Path("results/gpu_check/gpu_check.json").read_text())
+    assert list(content["rows"]) == ["plain", "zero2", "zero3"]
+    assert content["matmul_flops"] == 95e12
+    assert Path("results/gpu_check/gpu_check.md").read_text().count("completed") == 3
+
+
+def test_each_row_is_kept_as_it_ends(calls, monkeypatch):
+    def interrupted(row, *arguments):
+        if row.name == "ddp":
+            raise KeyboardInterrupt
+        return {"status": "completed"}
+
+    monkeypatch.setattr(gpu_check, "one_row", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        calls({}, "--rows", "plain", "ddp")
+    assert list(json.loads(Path("results/gpu_check/gpu_check.json").read_text())["rows"]) == ["plain"]
+
+
+def test_results_of_another_machine_are_not_mixed(calls, refusal):
+    calls({}, "--rows", "plain")
+    line = refusal(gpu_check.load_results, Path("results/gpu_check/gpu_check.json"), V100 | {"gpu": "H100"})
+    assert "is of another machine or version (gpu Tesla V100-SXM2-32GB); move it away, or give another --output" in line
+    Path("broken.json").write_text("[]")
+    assert "is no result of this script" in refusal(gpu_check.load_results, Path("broken.json"), V100)
+
+
+def test_what_cannot_fit_is_left_out_with_its_reason(calls):
+    code, ran, printed = calls({"machine": V100 | {"gpu_memory_mib": 16384}}, "--rows", "bloom-560m-plain", "plain")
+    assert (code, ran) == (0, ["plain"])
+    assert "bloom-560m-plain: left out (18.1 GiB needed by the estimate, the GPU has 16.0)" in printed
