@@ -83,9 +83,9 @@ def problem(builder: str) -> tuple[str, str, str] | None:
 
     Needed each time, not for the first build alone: PyTorch asks compiler and ninja whether a library is up to date.
     """
-    compiler = os.environ.get("CXX") or "c++"  # PyTorch's own choice
+    compiler = cpp_compiler()
     absent = "not on PATH, and DeepSpeed compiles its optimizers with it"
-    if not shutil.which(compiler):
+    if not shutil.which(shlex.split(compiler)[0]):
         return compiler, absent, "load it in site_setup (module load gcc)"
     if said := refuses_standard(compiler):
         what = f"does not know {CPP_STANDARD}, which PyTorch's headers need ({said})"
@@ -99,9 +99,14 @@ def problem(builder: str) -> tuple[str, str, str] | None:
     return None
 
 
+def cpp_compiler() -> str:
+    """PyTorch's own choice; it may be several words, such as ``ccache g++``."""
+    return os.environ.get("CXX") or "c++"
+
+
 def refuses_standard(compiler: str) -> str:
     """What the compiler says to an empty file of the C++ standard that is needed; empty when it takes it."""
-    words = [compiler, CPP_STANDARD, "-x", "c++", "-fsyntax-only", os.devnull]
+    words = [*shlex.split(compiler), CPP_STANDARD, "-x", "c++", "-fsyntax-only", os.devnull]
     done = subprocess.run(words, capture_output=True, text=True, timeout=60, check=False)
     said = (done.stderr or done.stdout).strip().splitlines()
     return "" if done.returncode == 0 else (said or [f"exit code {done.returncode}"])[0]

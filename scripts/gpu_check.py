@@ -158,7 +158,7 @@ def run_row(row: Row, folder: Path, timeout: int, cpu: bool) -> dict:
     variables = tiny_variables(folder, dict(os.environ), not cpu) | text_values(FULL if row.full else TINY)
     variables |= {"JOB_ID": row.name, "OMP_NUM_THREADS": str(len(os.sched_getaffinity(0)))}
     if cpu:
-        variables |= {"CUDA_VISIBLE_DEVICES": ""}
+        variables |= {"CUDA_VISIBLE_DEVICES": "", "REQUIRE_GPU": "0"}
     if not train_once(words(row), variables, folder, log, timeout):
         return {"status": "failed", "reason": f"{last_line(log.read_text(errors='replace'))}; read {log}"}
     record = json.loads((folder / "results" / f"{row.name}.json").read_text())

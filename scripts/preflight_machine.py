@@ -84,13 +84,12 @@ def environment() -> Lines:
 def compilers() -> Lines:
     """What DeepSpeed compiles its optimizers with: CPUAdam needs a C++ compiler and ninja, FusedAdam on a GPU nvcc."""
     import torch
-    from build_ops import CPP_STANDARD, nvcc, problem
+    from build_ops import CPP_STANDARD, cpp_compiler, nvcc, problem
 
     if found := problem("CPUAdamBuilder"):
         yield "fail", *found
     else:
-        path = shutil.which(os.environ.get("CXX") or "c++")
-        yield "ok", "compiler", f"{path} knows {CPP_STANDARD}, ninja in {shutil.which('ninja')}"
+        yield "ok", "compiler", f"{cpp_compiler()} knows {CPP_STANDARD}, ninja is {shutil.which('ninja')}"
     cuda = torch.version.cuda
     if not cuda or os.environ.get("REQUIRE_GPU") == "0":
         yield "skip", "nvcc", "torch is a CPU build" if not cuda else "the site needs no GPU"

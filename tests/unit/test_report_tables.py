@@ -151,7 +151,7 @@ def test_every_experiment_has_a_table_and_every_table_a_heading():
     known = {row["experiment"] for definition in DEFINITIONS for row in definition["rows"]}
     folders = {str(path.parent.relative_to(REPOSITORY / "experiments"))
                for path in (REPOSITORY / "experiments").rglob("*.slurm")}  # fmt: skip
-    assert folders <= known
+    assert folders - {"gpu-check"} <= known, "gpu_check.py writes a table of its own"
     headings = re.findall(r"^## (.*)$", (REPOSITORY / "docs" / "results.md").read_text(), re.MULTILINE)
     assert {definition["title"] for definition in DEFINITIONS} <= set(headings)
 
