@@ -15,6 +15,7 @@ from pathlib import Path
 import torch
 from arguments import CUSTOM_SIZES, DataArguments, ModelArguments
 from custom_model import CUSTOM_GPT
+from distributed import rank
 from errors import ENVIRONMENT, OneLineErrors, fail
 from fsdp_config import parallelism, process_group_backend, trainer_config
 from refused import NEAR_MISSES, REMOVED_FLAGS, UNUSED_FLAGS
@@ -253,6 +254,24 @@ def precision_name(values: dict) -> str:
     return "fp16" if values["fp16"] else "bf16" if values["bf16"] else "fp32"
 
 
+def optimizer_for_fsdp(options: Options) -> str:
+    """The optimizer of the flag; in fp16 never a fused one, which is the default of transformers.
+
+    FSDP's loss scaler sums over the ranks which of them found an infinite gradient, in a tensor of shape (1,). A fused
+    optimizer is given that sum, to skip the step by itself. The shape ends its first step: "output with shape [] doesn't
+    match the broadcast shape [1]". And it skips at a sum of 1 alone: where two ranks overflow, the weights are ruined.
+    (torch/distributed/fsdp/sharded_grad_scaler.py, torch/optim/adam.py, ATen/native/cuda/fused_adam_utils.cuh)
+    """
+    chosen = getattr(options.values["optim"], "value", options.values["optim"])
+    if not options.values["fp16"] or "fused" not in chosen:
+        return chosen
+    if "optim" in options.names:
+        options.fail("optim", f"{chosen} does not work with FSDP in fp16", "use adamw_torch, or --bf16")
+    if rank() == 0:
+        print("FSDP in fp16: optimizer adamw_torch, as the fused one cannot skip a step that overflows", flush=True)
+    return chosen.replace("_fused", "")
+
+
 def build_arguments(options: Options) -> tuple[ModelArguments, DataArguments, TrainingArguments]:
     """Construct the dataclasses. TrainingArguments joins the process group as a side effect."""
     values = dict(options.values)
@@ -260,6 +279,7 @@ def build_arguments(options: Options) -> tuple[ModelArguments, DataArguments, Tr
     if options.fsdp_config is not None:
         values["fsdp"], values["fsdp_config"] = True, trainer_config(options.fsdp_config)
         values["parallelism_config"] = parallelism(options.fsdp_config)
+        values["optim"] = optimizer_for_fsdp(options)
         # not by --ddp_backend, which takes one name; it must be known before TrainingArguments opens the group
         if backend := process_group_backend(options.fsdp_config, gpu=not values["use_cpu"]):
             if values["ddp_backend"]:

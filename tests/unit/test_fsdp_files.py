@@ -1,6 +1,7 @@
 """FSDP config files: what is refused, what the sizes come to, what the strategies are called."""
 
 import json
+from types import SimpleNamespace
 
 import config
 import pytest
@@ -89,23 +90,32 @@ def test_unknown_class_to_wrap_lists_those_of_the_model(capsys):
     assert "the model has no BloomBlock; choose from Attention, CustomGPTBlock" in capsys.readouterr().err
 
 
-def test_cpu_offload_asks_for_a_back_end_for_cpu_tensors(gpu):
-    options = parse_command_line("", ["--model_name", "tiny-bloom", "--fsdp"])
-    options.fsdp_config = {"cpu_offload": True}
-    backends = []
+def built(monkeypatch, fsdp_config: dict, *flags: str) -> dict:
+    """The values that TrainingArguments would get on a machine with a GPU."""
+    options = parse_command_line("", ["--model_name", "tiny-bloom", "--fsdp", *flags])
+    options.fsdp_config = fsdp_config
+    found = {}
 
-    class Arguments:
-        n_gpu = 1
+    def parse_dict(self, values):
+        found.update(values)
+        return None, None, SimpleNamespace(n_gpu=1)
 
-        def __init__(self, values):
-            backends.append(values["ddp_backend"])
+    monkeypatch.setattr(config.Parser, "parse_dict", parse_dict)
+    config.build_arguments(options)
+    return found
 
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(config.Parser, "parse_dict", lambda self, values: (None, None, Arguments(values)))
-        config.build_arguments(options)
-        options.fsdp_config = {"cpu_offload": False}
-        config.build_arguments(options)
-    assert backends == ["cuda:nccl,cpu:gloo", None]
+
+def test_cpu_offload_asks_for_a_back_end_for_cpu_tensors(gpu, monkeypatch):
+    assert built(monkeypatch, {"cpu_offload": True})["ddp_backend"] == "cuda:nccl,cpu:gloo"
+    assert built(monkeypatch, {"cpu_offload": False})["ddp_backend"] is None
+
+
+def test_fp16_takes_no_fused_optimizer(gpu, monkeypatch, refusal):
+    assert built(monkeypatch, {})["optim"] == "adamw_torch"
+    assert built(monkeypatch, {}, "--bf16")["optim"] == "adamw_torch_fused"
+    assert built(monkeypatch, {}, "--optim", "adafactor")["optim"] == "adafactor"
+    line = refusal(built, monkeypatch, {}, "--optim", "adamw_torch_fused")
+    assert line == "error: --optim: adamw_torch_fused does not work with FSDP in fp16; use adamw_torch, or --bf16"
 
 
 def test_a_back_end_of_the_users_does_not_go_with_cpu_offload(gpu, refusal):
