@@ -258,8 +258,8 @@ def optimizer_for_fsdp(options: Options) -> str:
     """The optimizer of the flag; in fp16 never a fused one, which is the default of transformers.
 
     FSDP's loss scaler sums over the ranks which of them found an infinite gradient, in a tensor of shape (1,). A fused
-    optimizer is given that sum, to skip the step by itself. The shape ends its first step: "output with shape [] doesn't
-    match the broadcast shape [1]". And it skips at a sum of 1 alone: where two ranks overflow, the weights are ruined.
+    optimizer is given that sum, to skip the step by itself. The shape ends its first step: "output with shape [] does
+    not match the broadcast shape [1]". And it skips at a sum of 1 alone: where two ranks overflow, the weights are ruined.
     (torch/distributed/fsdp/sharded_grad_scaler.py, torch/optim/adam.py, ATen/native/cuda/fused_adam_utils.cuh)
     """
     chosen = getattr(options.values["optim"], "value", options.values["optim"])
