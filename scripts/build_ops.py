@@ -14,6 +14,8 @@ import shlex
 import shutil
 import subprocess
 import sys
+import tempfile
+import time
 import zlib
 from importlib.metadata import version
 from pathlib import Path
@@ -26,6 +28,8 @@ ROOT = Path.home() / ".cache" / "torch_extensions"
 OPTIMIZERS = {"FusedAdamBuilder": "fused_adam", "CPUAdamBuilder": "cpu_adam"}
 ON_CPU = {"ShareMemCommBuilder": "deepspeed_shm_comm"}
 CPP_STANDARD = "-std=c++20"  # of PyTorch 2.13's headers
+NO_NVCC = "not found on PATH or in CUDA_HOME"
+OLD_LOCK = 600  # seconds; no build takes that long
 
 
 def prepare_deepspeed() -> Path:
@@ -79,21 +83,24 @@ def cpu_model() -> list[str]:
 
 
 def problem(builder: str) -> tuple[str, str, str] | None:
-    """What keeps a builder from compiling here, as source, problem and way out; None when nothing is missing.
+    """What keeps a builder from compiling here, as source, problem and way out; None when nothing does.
 
-    Needed each time, not for the first build alone: PyTorch asks compiler and ninja whether a library is up to date.
+    Compiler and ninja are needed each time: PyTorch asks them whether a library is up to date.
     """
+    if locks := old_locks(extensions_folder()):
+        what = f"a killed build left {', '.join(map(str, locks))}, and DeepSpeed would wait for its end for ever"
+        return "DeepSpeed build", what, f"rm {' '.join(repr(str(lock)) for lock in locks)}"
     compiler = cpp_compiler()
     absent = "not on PATH, and DeepSpeed compiles its optimizers with it"
     if not shutil.which(shlex.split(compiler)[0]):
         return compiler, absent, "load it in site_setup (module load gcc)"
-    if said := refuses_standard(compiler):
+    if not library(builder).is_file() and (said := refuses_standard(compiler)):
         what = f"does not know {CPP_STANDARD}, which PyTorch's headers need ({said})"
         return compiler, what, "load GCC 11 or newer in site_setup (module load gcc)"
     if not shutil.which("ninja"):
         return "ninja", absent, "pip install ninja"
     if builder == "FusedAdamBuilder" and torch.cuda.is_available() and not nvcc():
-        what = "not found (CUDA_HOME is not set), and FusedAdam is compiled with it"
+        what = f"{NO_NVCC}, and FusedAdam is compiled with it"
         without = '"torch_adam": true in optimizer.params, or optimizer offload, do without'
         return "nvcc", what, f"load it in site_setup (module load cuda); {without}"
     return None
@@ -105,11 +112,24 @@ def cpp_compiler() -> str:
 
 
 def refuses_standard(compiler: str) -> str:
-    """What the compiler says to an empty file of the C++ standard that is needed; empty when it takes it."""
-    words = [*shlex.split(compiler), CPP_STANDARD, "-x", "c++", "-fsyntax-only", os.devnull]
-    done = subprocess.run(words, capture_output=True, text=True, timeout=60, check=False)
+    """What the compiler says to a file of the C++ standard that is needed; empty when it makes an object of it."""
+    with tempfile.TemporaryDirectory() as folder:
+        source = Path(folder) / "empty.cpp"
+        source.write_text("#include <version>\n")  # a header of that standard
+        words = [*shlex.split(compiler), CPP_STANDARD, "-c", source.name, "-o", "empty.o"]
+        done = subprocess.run(words, cwd=folder, capture_output=True, text=True, timeout=60, check=False)
     said = (done.stderr or done.stdout).strip().splitlines()
     return "" if done.returncode == 0 else (said or [f"exit code {done.returncode}"])[0]
+
+
+def library(builder: str) -> Path:
+    name = (OPTIMIZERS | ON_CPU)[builder]
+    return extensions_folder() / name / f"{name}.so"
+
+
+def old_locks(folder: Path) -> list[Path]:
+    """Locks of builds that were killed; DeepSpeed waits for one without an end."""
+    return sorted(lock for lock in folder.glob("*/lock") if time.time() - lock.stat().st_mtime > OLD_LOCK)
 
 
 def nvcc() -> str | None:
@@ -139,10 +159,10 @@ def main() -> None:
     OneLineErrors(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
     folder = prepare_deepspeed()
     builders = OPTIMIZERS if torch.cuda.is_available() else OPTIMIZERS | ON_CPU
-    missing = {b: name for b, name in builders.items() if not (folder / name / f"{name}.so").is_file()}
+    missing = {builder: name for builder, name in builders.items() if not library(builder).is_file()}
     if not missing:
         return  # before DeepSpeed is imported, which takes seconds
-    print(f"compiling {', '.join(missing.values())} into {folder}: one to three minutes, once", flush=True)
+    print(f"compiling {', '.join(missing.values())} into {folder}: minutes, once", flush=True)
     from deepspeed.accelerator import get_accelerator
 
     for builder in missing:

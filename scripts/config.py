@@ -259,7 +259,7 @@ def optimizer_for_fsdp(options: Options) -> str:
 
     FSDP's loss scaler sums over the ranks which of them found an infinite gradient, in a tensor of shape (1,). A fused
     optimizer is given that sum, to skip the step by itself. The shape ends its first step: "output with shape [] does
-    not match the broadcast shape [1]". And it skips at a sum of 1 alone: where two ranks overflow, the weights are ruined.
+    not match the broadcast shape [1]". And it skips at a sum of 1 alone: two ranks that overflow ruin the weights.
     (torch/distributed/fsdp/sharded_grad_scaler.py, torch/optim/adam.py, ATen/native/cuda/fused_adam_utils.cuh)
     """
     chosen = getattr(options.values["optim"], "value", options.values["optim"])

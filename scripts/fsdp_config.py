@@ -30,7 +30,7 @@ BOTH = {
 # dp_*: keys of this workshop; "auto" means the ranks of a node, and the nodes
 FSDP2 = {"reshard_after_forward": bool, "dp_shard_size": "size", "dp_replicate_size": "size"}
 FSDP1 = {
-    "reshard_after_forward": ("full_shard", "shard_grad_op", "hybrid_shard", "no_shard"),
+    "reshard_after_forward": ("full_shard", "shard_grad_op"),  # for the comparison; FSDP2 has all of them
     "backward_prefetch": ("backward_pre", "backward_post", "no_prefetch"),
     "forward_prefetch": bool,
     "sync_module_states": bool,
@@ -62,7 +62,7 @@ def check_fsdp_config(fsdp: object, path: str | None) -> dict:
             fail(source, "FSDP1 needs a GPU, it crashes with gloo", "use an FSDP2 config", ENVIRONMENT)
         if config.get("cpu_offload"):
             fail(source, "cpu_offload needs a GPU to offload from", "use another config", ENVIRONMENT)
-    if config.get("version") == 1 and config.get("reshard_after_forward") != "no_shard" and world_size() == 1:
+    if config.get("version") == 1 and world_size() == 1:
         way_out = "start at least 2 ranks, or use fsdp_configs/full_shard.json"
         fail(source, "FSDP1 does not shard on one rank, it would run NO_SHARD", way_out)
     return config

@@ -17,6 +17,7 @@ import math
 import multiprocessing
 import os
 import shutil
+import signal
 import socket
 import subprocess
 import sys
@@ -37,7 +38,7 @@ from finish import write_json
 from model import load_model, load_tokenizer
 from model_shape import shape_for
 from preflight_jobs import tiny_variables, train_once
-from preflight_machine import REPOSITORY, command, last_line, wrong_pins
+from preflight_machine import OLDER_BUILD, REPOSITORY, built_for, command, last_line, wrong_pins
 from record import hardware
 from report_render import grid
 from transformers import Trainer
@@ -110,31 +111,44 @@ COLUMNS = {  # key of a row's result -> header, digits
 # 1. The machine
 
 
-def machine(cpu: bool) -> dict:
+def machine(environment: dict, cpu: bool) -> dict:
     """What the table stands for: a result of another machine or version does not belong into it."""
     versions = {"torch": torch.__version__, "cuda": torch.version.cuda}
     if cpu:
         here = hardware(1)
         return versions | {"profile": "cpu", "gpu": None, "cpu": here["cpu"], "cpus": here["cpus"]}
-    found = in_a_process_of_its_own(describe_gpu)
     answered, driver = command("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader", timeout=30)
+    found = in_a_process_of_its_own(describe_gpu, environment)
     return versions | {"profile": "gpu"} | found | {"driver": driver.split("\n")[0] if answered else None}
 
 
-def in_a_process_of_its_own(function: Callable) -> object:
-    """Its result. A CUDA context in this process would take memory from every row."""
-    with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
-        return pool.submit(function).result()
+def in_a_process_of_its_own(function: Callable, environment: dict) -> object:
+    """Its result, from a process that sees the GPU. This one does not: a CUDA context takes memory from all rows."""
+    hidden = dict(os.environ)
+    os.environ.update(environment)
+    try:
+        with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
+            return pool.submit(function).result()
+    finally:
+        os.environ.clear()
+        os.environ.update(hidden)
 
 
 def describe_gpu() -> dict:
-    here, properties = hardware(1), torch.cuda.get_device_properties(0)
+    """Raises SystemExit(3) without a GPU that this PyTorch was built for."""
+    if not torch.cuda.is_available():
+        way_out = "run it on a GPU node (sbatch gpu_check.slurm), or without one: make gpu-check FLAGS=--cpu"
+        fail("GPU", f"PyTorch sees none on {socket.gethostname()}", way_out, ENVIRONMENT)
+    here, capability = hardware(1), torch.cuda.get_device_capability(0)
+    if not built_for(capability, torch.cuda.get_arch_list()):
+        what = f"torch {torch.__version__} has no code for {here['gpu']} (compute capability {capability})"
+        fail("GPU", what, f"{OLDER_BUILD} (docs/environment.md)", ENVIRONMENT)
     names = {name: here[name] for name in ("gpu", "gpu_memory_mib", "cpu", "cpus")}
-    return names | {"compute_capability": f"{properties.major}.{properties.minor}"}
+    return names | {"compute_capability": ".".join(map(str, capability))}
 
 
 def matmul_peak() -> float:
-    """FLOP/s of large fp16 matrix products on the first GPU, the best of three timings of 20."""
+    """FLOP/s of large fp16 matrix products, the best of three timings of 20."""
     left, right = (torch.randn(MATMUL_SIZE, MATMUL_SIZE, device="cuda", dtype=torch.float16) for _ in range(2))
     best = math.inf
     for _ in range(4):  # the first one warms up
@@ -151,32 +165,30 @@ def matmul_peak() -> float:
 # 2. One row
 
 
-def run_row(row: Row, folder: Path, timeout: int, cpu: bool) -> dict:
-    """Train, and for tiny-bloom load what was saved; the row's result."""
-    start, log = time.monotonic(), folder / f"{row.name}.log"
+def run_row(row: Row, folder: Path, log: Path, environment: dict, arguments: argparse.Namespace) -> dict:
+    """Train, and for tiny-bloom load what was saved and judge it by its loss; the row's result."""
     forget(row, folder)
-    variables = tiny_variables(folder, dict(os.environ), not cpu) | text_values(FULL if row.full else TINY)
+    variables = tiny_variables(folder, environment, not arguments.cpu) | text_values(FULL if row.full else TINY)
     variables |= {"JOB_ID": row.name, "OMP_NUM_THREADS": str(len(os.sched_getaffinity(0)))}
-    if cpu:
-        variables |= {"CUDA_VISIBLE_DEVICES": "", "REQUIRE_GPU": "0"}
-    if not train_once(words(row), variables, folder, log, timeout):
+    if not train_once(words(row), variables, folder, log, arguments.timeout):
         return {"status": "failed", "reason": f"{last_line(log.read_text(errors='replace'))}; read {log}"}
     record = json.loads((folder / "results" / f"{row.name}.json").read_text())
     result = {"status": "completed", "precision": record["knobs"]["precision"]["effective"]}
     result |= {"train_loss": record["train"]["loss_mean"]}
     if record["peak_gpu_memory"]:
         result["peak_gpu_gib"] = record["peak_gpu_memory"][0]["allocated_mib"] / 1024
+    if record["peak_pinned_memory"]:
         result["pinned_gib"] = record["peak_pinned_memory"][0]["allocated_mib"] / 1024
     if row.full:
         result["samples_per_second"] = record["train"]["steady_samples_per_second"]
-    else:
-        result["eval_loss"] = record["eval"][-1]["loss"]
-        result |= reload(folder / record["output_dir"], log)
-        shutil.rmtree(folder / record["output_dir"])
-        if not abs(result["reloaded_loss"] - result["eval_loss"]) <= LOSS_TOLERANCE * result["eval_loss"]:
-            what = f"the saved model has loss {result['reloaded_loss']:.3f}, the trained one {result['eval_loss']:.3f}"
-            result |= {"status": "failed", "reason": f"{what}; read {log}"}
-    return result | {"seconds": time.monotonic() - start}
+        return result
+    result["eval_loss"] = record["eval"][-1]["loss"]
+    result |= reload(folder / record["output_dir"], log)
+    shutil.rmtree(folder / record["output_dir"])
+    if not abs(result["reloaded_loss"] - result["eval_loss"]) <= LOSS_TOLERANCE * result["eval_loss"]:
+        what = f"the saved model has loss {result['reloaded_loss']:.3f}, the trained one {result['eval_loss']:.3f}"
+        result |= {"status": "failed", "reason": f"{what}; read {log}"}
+    return result
 
 
 def words(row: Row) -> list[str]:
@@ -268,9 +280,12 @@ def table(content: dict) -> str:
 
 
 def remarks(content: dict) -> list[str]:
-    """Reasons of what did not complete, and what the pinned and the other row say of each other."""
+    """Reasons of what is missing, what the pinned and the other row say of each other, and the time of all rows."""
     rows = content["rows"]
     lines = [f"{name}: {result['reason']}" for name, result in rows.items() if result.get("reason")]
+    for name, result in rows.items():
+        if "samples_per_second" in result and result["samples_per_second"] is None:
+            lines.append(f"{name}: no rate, too few steps after the warm-up")
     speeds = [rows.get(f"bloom-560m-zero2_cpu_offload{kind}", {}).get("samples_per_second")
               for kind in ("_pinned_memory", "")]  # fmt: skip
     if all(speeds):
@@ -278,7 +293,9 @@ def remarks(content: dict) -> list[str]:
         lines.append(
             f"ZeRO-2 with offload: {speeds[0]:.2f} samples/s pinned, {speeds[1]:.2f} not pinned: {gain:+.0f} %"
         )
-    return lines
+    seconds = sum(result.get("seconds", 0) for result in rows.values())
+    precisions = ", ".join(sorted({result["precision"] for result in rows.values() if "precision" in result}))
+    return [*lines, f"{len(rows)} rows in {seconds / 60:.1f} minutes" + (f", in {precisions}" if precisions else "")]
 
 
 def headline(content: dict) -> str:
@@ -293,12 +310,13 @@ def headline(content: dict) -> str:
 
 
 def markdown(content: dict) -> str:
-    lines = [f"- {line}" for line in remarks(content)]
+    lines = remarks(content)
     if content["machine"]["profile"] == "gpu":
         lines.append(
-            "- bloom-560m: random weights, micro batch 4, accumulation 4, 512 tokens with padding; else tiny-bloom"
+            "bloom-560m: random weights, micro batch 4, accumulation 4, 512 tokens with padding; else tiny-bloom"
         )
-    return "\n\n".join(filter(None, [f"[{headline(content)}]", table(content), "\n".join(lines)])) + "\n"
+    body = "\n".join(f"- {line}" for line in lines)
+    return f"[{headline(content)}]\n\n{table(content)}\n\n{body}\n"
 
 
 def load_results(path: Path, here: dict) -> dict:
@@ -336,36 +354,51 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     return arguments
 
 
-def check_machine(arguments: argparse.Namespace) -> None:
-    if not arguments.cpu and not torch.cuda.is_available():
-        way_out = "run it on a GPU node (sbatch gpu_check.slurm), or without one: make gpu-check FLAGS=--cpu"
-        fail("GPU", f"PyTorch sees none on {socket.gethostname()}", way_out, ENVIRONMENT)
+def check_packages(any_version: bool) -> None:
     if wrong := wrong_pins((REPOSITORY / "requirements.txt").read_text()):
-        if not arguments.any_version:
+        if not any_version:
             way_out = "python -m pip install -r requirements.txt, or go on with --any_version"
             fail("packages", ", ".join(wrong), way_out, ENVIRONMENT)
         print(f"packages: {', '.join(wrong)}", flush=True)
 
 
+def environment_of_rows(cpu: bool) -> dict[str, str]:
+    """The caller's, with one GPU, also where the job has several, or none."""
+    if cpu:
+        return dict(os.environ) | {"CUDA_VISIBLE_DEVICES": "", "REQUIRE_GPU": "0"}
+    return dict(os.environ) | {"CUDA_VISIBLE_DEVICES": os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]}
+
+
+def compile_optimizers(environment: dict, timeout: int) -> None:
+    """Before the first DeepSpeed row, which would look slow. Of a build that fails the rows that need it tell."""
+    words = [sys.executable, str(REPOSITORY / "scripts" / "build_ops.py")]
+    try:
+        subprocess.run(words, env=environment, timeout=timeout, check=False)
+    except subprocess.TimeoutExpired:
+        what = f"no end after {timeout} s: another build, or the lock of one that was killed"
+        fail("DeepSpeed build", what, "see make preflight, which names the lock", ENVIRONMENT)
+
+
 def main() -> None:
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # and the row's processes are ended
     arguments = parse()
-    check_machine(arguments)
-    for variable, _, _ in KNOBS:  # the rows are what they are, whatever the caller's shell has set
+    check_packages(arguments.any_version)
+    environment = environment_of_rows(arguments.cpu)
+    # this process only estimates and scores, on the CPU; and no knob of the caller's reaches a row
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""
+    for variable, _, _ in KNOBS:
         os.environ.pop(variable, None)
-    # one GPU, also where the job has several
-    os.environ["CUDA_VISIBLE_DEVICES"] = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]
-    here, folder = machine(arguments.cpu), arguments.output.absolute()
+    here, folder = machine(environment, arguments.cpu), arguments.output.absolute()
     path = folder / "gpu_check.json"
     content = load_results(path, here)
     folder.mkdir(parents=True, exist_ok=True)
     if not arguments.cpu and "matmul_flops" not in content:
-        content["matmul_flops"] = in_a_process_of_its_own(matmul_peak)
+        content["matmul_flops"] = in_a_process_of_its_own(matmul_peak, environment)
     print(headline(content), flush=True)
-    # not in the first DeepSpeed row, which would look slow
-    subprocess.run([sys.executable, REPOSITORY / "scripts" / "build_ops.py"], check=False)
+    compile_optimizers(environment, 3 * arguments.timeout)
     for row in ROWS:
         if row.name in arguments.rows and content["rows"].get(row.name, {}).get("status") != "completed":
-            result = one_row(row, folder, arguments, content)
+            result = one_row(row, folder, arguments, environment, content)
             content["rows"][row.name] = result
             content["rows"] = {r.name: content["rows"][r.name] for r in ROWS if r.name in content["rows"]}
             write_json(path, content)
@@ -376,13 +409,19 @@ def main() -> None:
     sys.exit(ENVIRONMENT if any(content["rows"][name]["status"] == "failed" for name in arguments.rows) else 0)
 
 
-def one_row(row: Row, folder: Path, arguments: argparse.Namespace, content: dict) -> dict:
+def one_row(row: Row, folder: Path, arguments: argparse.Namespace, environment: dict, content: dict) -> dict:
     estimated = expected(row)
     there = content["machine"].get("gpu_memory_mib")
     if estimated and estimated["estimated_gib"] > there / 1024:
         reason = f"{estimated['estimated_gib']:.1f} GiB needed by the estimate, the GPU has {there / 1024:.1f}"
         return estimated | {"status": "left out", "reason": reason}
-    result = run_row(row, folder, arguments.timeout, arguments.cpu) | estimated
+    start, log = time.monotonic(), folder / f"{row.name}.log"
+    try:
+        result = run_row(row, folder, log, environment, arguments)
+    except (Exception, SystemExit) as error:  # a model that cannot be loaded, a record that lacks something
+        said = f"{type(error).__name__}: {error}" if isinstance(error, Exception) else last_line(log.read_text())
+        result = {"status": "failed", "reason": f"{said}; read {log}"}
+    result |= estimated | {"seconds": time.monotonic() - start}
     return result | rates(result, row, content.get("matmul_flops", math.inf))
 
 

@@ -11,15 +11,13 @@ import re
 import shutil
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 EXPERIMENTS = REPOSITORY / "experiments"
-OLD_LOCK = 600  # seconds; no build takes that long
 # PyTorch builds for CUDA 12.6 are the last with code for compute capability 5.0 to 7.0, and run with older drivers
-OLDER_BUILD = "python -m pip install torch==2.13.0 --index-url https://download.pytorch.org/whl/cu126"
+OLDER_BUILD = "python -m pip install torch==2.13.0+cu126 --index-url https://download.pytorch.org/whl/cu126"
 OLDEST_OF_CUDA_13 = (7, 5)
 Lines = Iterator[tuple[str, ...]]  # state, check, what was found, what to do
 
@@ -84,10 +82,13 @@ def environment() -> Lines:
 def compilers() -> Lines:
     """What DeepSpeed compiles its optimizers with: CPUAdam needs a C++ compiler and ninja, FusedAdam on a GPU nvcc."""
     import torch
-    from build_ops import CPP_STANDARD, cpp_compiler, nvcc, problem
+    from build_ops import CPP_STANDARD, NO_NVCC, cpp_compiler, nvcc, problem, refuses_standard
 
-    if found := problem("CPUAdamBuilder"):
+    found = problem("CPUAdamBuilder")
+    if found and found[0] != "DeepSpeed build":  # a lock has a line of its own
         yield "fail", *found
+    elif said := refuses_standard(cpp_compiler()):
+        yield "fail", "compiler", f"{cpp_compiler()} does not know {CPP_STANDARD} ({said})", "load GCC 11 or newer"
     else:
         yield "ok", "compiler", f"{cpp_compiler()} knows {CPP_STANDARD}, ninja is {shutil.which('ninja')}"
     cuda = torch.version.cuda
@@ -95,7 +96,7 @@ def compilers() -> Lines:
         yield "skip", "nvcc", "torch is a CPU build" if not cuda else "the site needs no GPU"
     elif not (path := nvcc()):
         way_out = "load it in site_setup (module load cuda): FusedAdam, of ZeRO without offload, is compiled with it"
-        yield "fail", "nvcc", "not found (CUDA_HOME is not set)", way_out
+        yield "fail", "nvcc", NO_NVCC, way_out
     elif other := nvcc_mismatch(command(path, "--version")[1], cuda):
         what = f"{other} in {path}, torch is for CUDA {cuda}"
         yield "warn", "nvcc", what, "load the module of that major version; nothing else checks this before it fails"
@@ -125,8 +126,10 @@ def nvcc_mismatch(said: str, cuda: str) -> str:
 
 def extensions(folder: Path) -> tuple[str, ...]:
     """DeepSpeed's compiled optimizers: there, still to come, or blocked by a build that was killed."""
+    from build_ops import old_locks
+
     locks = sorted(folder.glob("*/lock"))
-    if old := [lock for lock in locks if time.time() - lock.stat().st_mtime > OLD_LOCK]:
+    if old := old_locks(folder):
         what = f"a killed build left {', '.join(map(str, old))}: the next DeepSpeed run hangs"
         return "fail", "DeepSpeed build", what, f"rm {' '.join(repr(str(lock)) for lock in old)}"
     if locks:

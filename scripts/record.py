@@ -147,15 +147,18 @@ class RunRecord:
             gpu = {"allocated_mib": mib(torch.cuda.max_memory_allocated())}
             gpu["reserved_mib"] = mib(torch.cuda.max_memory_reserved())
             blocks = torch.cuda.host_memory_stats()
-            pinned = {f"{kind}_mib": mib(blocks.get(f"{kind}_bytes.peak", 0)) for kind in ("active", "allocated")}
+            if "allocated_bytes.peak" in blocks:
+                pinned = {f"{kind}_mib": mib(blocks[f"{kind}_bytes.peak"]) for kind in ("active", "allocated")}
         ranks = gather_lists([gpu, pinned, round(process, 1)])
         self.update(peak_process_mib=[of_process for _, _, of_process in ranks])
         if gpu:
             self.update(peak_gpu_memory=[of_gpu for of_gpu, _, _ in ranks])
-            self.update(peak_pinned_memory=[of_blocks for _, of_blocks, _ in ranks])
         else:
             self.missing("peak_gpu_memory", "no GPU")
-            self.missing("peak_pinned_memory", "no GPU")
+        if pinned:
+            self.update(peak_pinned_memory=[of_blocks for _, of_blocks, _ in ranks])
+        else:
+            self.missing("peak_pinned_memory", "this PyTorch does not count it" if gpu else "no GPU")
 
     def __enter__(self) -> "RunRecord":
         return self

@@ -14,7 +14,7 @@ site_setup() {
   module purge
   # nvcc, with which DeepSpeed compiles FusedAdam on first use: of the major version that torch was built for, which is 13
   # for the plain wheel, and 12 for the one that a V100 needs:
-  #     python -m pip install torch==2.13.0 --index-url https://download.pytorch.org/whl/cu126
+  #     python -m pip install torch==2.13.0+cu126 --index-url https://download.pytorch.org/whl/cu126
   module load cuda
   # module load gcc # 11 or newer, where the system's compiler does not know -std=c++20 (Rocky Linux 8)
   # shellcheck source=/dev/null

@@ -3,7 +3,9 @@
 import json
 import subprocess
 import sys
+import time
 
+import psutil
 from helpers import REPOSITORY, environment
 
 ROWS = ("ddp", "zero3_cpu_offload", "full_shard")
@@ -37,3 +39,26 @@ def test_rows_are_trained_saved_loaded_and_scored(tmp_path):
     third = gpu_check(tmp_path, "--rows", *ROWS)
     assert third.returncode == 0
     assert "completed, " not in third.stdout, "nothing was left to do"
+
+
+def test_a_call_that_is_ended_leaves_no_training(tmp_path):
+    command = [sys.executable, str(REPOSITORY / "scripts" / "gpu_check.py"), "--cpu", "--rows", "plain"]
+    with (tmp_path / "log").open("w") as log:
+        started = psutil.Popen(command, cwd=tmp_path, env=environment({}), stdout=log, stderr=log)
+    deadline = time.monotonic() + 300
+    trainings: list[psutil.Process] = []
+    while not trainings and time.monotonic() < deadline and started.is_running():
+        children = started.children(recursive=True)
+        trainings = [child for child in children if any("train.py" in word for word in words_of(child))]
+    assert trainings, (tmp_path / "log").read_text()
+    started.terminate()
+    assert started.wait(60) == 143
+    _, alive = psutil.wait_procs(trainings, timeout=60)
+    assert not alive
+
+
+def words_of(process: psutil.Process) -> list[str]:
+    try:
+        return process.cmdline()
+    except psutil.NoSuchProcess:
+        return []

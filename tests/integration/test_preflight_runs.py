@@ -9,6 +9,7 @@ import sys
 import time
 from pathlib import Path
 
+import build_ops
 import pytest
 from helpers import INHERITED, REPOSITORY, snapshot
 
@@ -59,8 +60,9 @@ def test_a_laptop_is_ready_and_nothing_is_left(checkout):
     assert {path.name for path in checkout.iterdir()} == {*FOLDERS, "requirements.txt"}
 
 
-def test_all_that_is_broken_is_told_at_once(checkout, tmp_path):
-    lock = tmp_path / "extensions" / "cpu_adam" / "lock"
+def test_all_that_is_broken_is_told_at_once(checkout, tmp_path, monkeypatch):
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path / "extensions"))
+    lock = build_ops.extensions_folder() / "cpu_adam" / "lock"
     lock.parent.mkdir(parents=True)
     lock.touch()
     os.utime(lock, (time.time() - 3600,) * 2)

@@ -176,11 +176,6 @@ def test_offload_that_is_asked_for_and_not_done_is_a_difference():
     assert {k.name for k in knobs if k.differs} == {"optimizer offload", "parameter offload"}
 
 
-def test_what_deepspeed_does_without_asking_is_shown_and_ends_nothing():
-    assert not Knob("parameter pinned memory", False, True, binding=False).differs
-    assert Knob("optimizer pinned memory", False, True).differs
-
-
 def test_table_is_aligned():
     lines = table([Knob("a", 1, 1), Knob("longer name", "requested value", "x", "note")]).splitlines()
     assert lines[1:4] == [

@@ -52,7 +52,7 @@ def test_the_build_for_older_gpus_is_told_where_it_is_looked_for():
     pin = re.search(r"^torch==(\S+)$", (REPOSITORY / "requirements.txt").read_text(), re.MULTILINE)[1]
     places = ["README.md", "docs/environment.md", "docs/instructor/README.md", "experiments/sites/example.sh"]
     for place in [*places, "scripts/preflight_machine.py"]:
-        command = f"python -m pip install torch=={pin} --index-url https://download.pytorch.org/whl/cu126"
+        command = f"python -m pip install torch=={pin}+cu126 --index-url https://download.pytorch.org/whl/cu126"
         assert command in (REPOSITORY / place).read_text(encoding="utf-8"), place
 
 

@@ -1,6 +1,7 @@
 """gpu_check.py: its rows, its table from the figures of a GPU, and a second call that goes on from the first."""
 
 import json
+import os
 from pathlib import Path
 
 import gpu_check
@@ -45,10 +46,10 @@ def test_mistakes_are_one_line(words, found, refusal):
 
 def test_other_packages_end_it_unless_it_is_told_to_go_on(monkeypatch, refusal, capsys):
     monkeypatch.setattr(gpu_check, "wrong_pins", lambda text: ["torch 2.11.0 instead of 2.13.0"])
-    line = refusal(gpu_check.check_machine, gpu_check.parse(["--cpu"]), code=3)
+    line = refusal(gpu_check.check_packages, False, code=3)
     assert line.startswith("error: packages: torch 2.11.0 instead of 2.13.0; ")
     assert line.endswith("or go on with --any_version")
-    gpu_check.check_machine(gpu_check.parse(["--cpu", "--any_version"]))
+    gpu_check.check_packages(gpu_check.parse(["--cpu", "--any_version"]).any_version)
     assert capsys.readouterr().out == "packages: torch 2.11.0 instead of 2.13.0\n"
 
 
@@ -87,6 +88,7 @@ def test_the_table_shows_what_was_measured_and_leaves_the_rest_empty():
     assert cells["zero3"] == ["failed", *[""] * 8]
     assert "- zero3: error: nvcc: not found; load it; read x.log\n" in text
     assert "- ZeRO-2 with offload: 10.00 samples/s pinned, 8.00 not pinned: +25 %\n" in text
+    assert "- 4 rows in 0.2 minutes\n" in text
 
 
 # Calls one after another
@@ -99,15 +101,20 @@ def calls(monkeypatch, capsys):
     def call(results: dict, *words: str) -> tuple[int, list[str], str]:
         ran = []
 
-        def run_row(row, folder: Path, timeout: int, cpu: bool) -> dict:
+        def run_row(row, folder: Path, log: Path, environment: dict, arguments) -> dict:
             ran.append(row.name)
-            return {"status": "completed", "seconds": 1.0} | results.get(row.name, {})
+            result = results.get(row.name, {})
+            if isinstance(result, Exception | SystemExit):
+                log.write_text("1 step\nerror: --model_name: cannot be loaded; give another\nend\n")
+                raise result
+            return {"status": "completed"} | result
 
         monkeypatch.setattr(gpu_check, "run_row", run_row)
-        monkeypatch.setattr(gpu_check, "check_machine", lambda arguments: None)
-        monkeypatch.setattr(gpu_check, "machine", lambda cpu: results.get("machine", V100))
-        monkeypatch.setattr(gpu_check, "in_a_process_of_its_own", lambda function: 95e12)
-        monkeypatch.setattr(gpu_check.subprocess, "run", lambda *_, **__: None)
+        monkeypatch.setattr(gpu_check, "check_packages", lambda any_version: None)
+        monkeypatch.setattr(gpu_check, "machine", lambda environment, cpu: results.get("machine", V100))
+        monkeypatch.setattr(gpu_check, "in_a_process_of_its_own", lambda function, environment: 95e12)
+        monkeypatch.setattr(gpu_check, "compile_optimizers", lambda environment, timeout: None)
+        monkeypatch.setattr(gpu_check.signal, "signal", lambda *_: None)
         monkeypatch.setattr(gpu_check.sys, "argv", ["gpu_check.py", *words])
         with pytest.raises(SystemExit) as ended:
             gpu_check.main()
@@ -128,7 +135,27 @@ def test_a_second_call_runs_what_failed_or_was_not_reached(calls):
     content = json.loads(Path("results/gpu_check/gpu_check.json").read_text())
     assert list(content["rows"]) == ["plain", "zero2", "zero3"]
     assert content["matmul_flops"] == 95e12
-    assert Path("results/gpu_check/gpu_check.md").read_text().count("completed") == 3
+    assert Path("results/gpu_check/gpu_check.md").read_text().count("| completed |") == 3
+
+
+def test_a_saved_model_that_cannot_be_loaded_is_a_failed_row(calls):
+    code, ran, printed = calls({"zero2": SystemExit(2), "zero3": KeyError("eval")}, "--rows", "zero2", "zero3", "plain")
+    assert (code, ran) == (3, ["plain", "zero2", "zero3"])
+    assert "zero2: failed (error: --model_name: cannot be loaded; give another; read " in printed
+    assert "zero3: failed (KeyError: 'eval'; read " in printed
+    assert calls({}, "--rows", "zero2", "zero3")[:2] == (0, ["zero2", "zero3"])
+
+
+@pytest.mark.parametrize(("visible", "chosen"), [("2,3", "2"), ("GPU-1,GPU-2", "GPU-1"), (None, "0")])
+def test_the_rows_see_one_gpu_and_this_process_none(calls, monkeypatch, visible, chosen):
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    if visible:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    assert gpu_check.environment_of_rows(cpu=False)["CUDA_VISIBLE_DEVICES"] == chosen
+    without = gpu_check.environment_of_rows(cpu=True)
+    assert (without["CUDA_VISIBLE_DEVICES"], without["REQUIRE_GPU"]) == ("", "0")
+    calls({}, "--rows", "plain")
+    assert os.environ["CUDA_VISIBLE_DEVICES"] == ""
 
 
 def test_each_row_is_kept_as_it_ends(calls, monkeypatch):

@@ -8,6 +8,7 @@ import time
 from pathlib import Path
 from types import SimpleNamespace
 
+import build_ops
 import preflight
 import preflight_files
 import preflight_jobs
@@ -72,7 +73,7 @@ def test_a_gpu_that_torch_was_not_built_for_fails(monkeypatch):
         monkeypatch.setattr(torch.cuda, name, lambda *_, answer=answer: answer)
     ((state, name, found, way_out),) = preflight_machine.gpus()
     assert (state, name) == ("fail", "GPU 0")
-    assert way_out.startswith("python -m pip install torch==2.13.0 --index-url ")
+    assert way_out.startswith("python -m pip install torch==2.13.0+cu126 --index-url ")
     assert "/cu126 " in way_out
     assert found.startswith("Tesla V100-SXM2-32GB, compute capability 7.0: torch ")
     assert found.endswith("is built for " + ", ".join(TORCH_2_13_CU130))
@@ -131,7 +132,7 @@ def test_state_of_the_compiled_optimizer(tmp_path):
     assert preflight_machine.extensions(tmp_path)[0] == "ok"
     (folder / "lock").touch()
     assert preflight_machine.extensions(tmp_path)[0] == "warn", "a build may be running"
-    long_ago = time.time() - 2 * preflight_machine.OLD_LOCK
+    long_ago = time.time() - 2 * build_ops.OLD_LOCK
     os.utime(folder / "lock", (long_ago, long_ago))
     state, _, found, way_out = preflight_machine.extensions(tmp_path)
     assert (state, way_out) == ("fail", f"rm '{folder}/lock'")
