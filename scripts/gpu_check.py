@@ -53,6 +53,7 @@ FULL |= {"TRAIN_SIZE": 160, "EVAL_SIZE": 4, "NUM_EPOCHS": 1, "BATCH_SIZE": 4, "G
 FULL |= {"SAMPLES_PER_GPU": ""}
 LOSS_TOLERANCE = 0.02  # of a 16-bit training's evaluation, and that of its saved weights in fp32
 MATMUL_SIZE, MATMULS = 8192, 20
+TERMINATED = 128 + signal.SIGTERM
 
 
 @dataclass(frozen=True)
@@ -380,7 +381,7 @@ def compile_optimizers(environment: dict, timeout: int) -> None:
 
 
 def main() -> None:
-    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # and the row's processes are ended
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(TERMINATED))  # and the row's processes are ended
     arguments = parse()
     check_packages(arguments.any_version)
     environment = environment_of_rows(arguments.cpu)
@@ -419,6 +420,8 @@ def one_row(row: Row, folder: Path, arguments: argparse.Namespace, environment: 
     try:
         result = run_row(row, folder, log, environment, arguments)
     except (Exception, SystemExit) as error:  # a model that cannot be loaded, a record that lacks something
+        if isinstance(error, SystemExit) and error.code == TERMINATED:
+            raise
         said = f"{type(error).__name__}: {error}" if isinstance(error, Exception) else last_line(log.read_text())
         result = {"status": "failed", "reason": f"{said}; read {log}"}
     result |= estimated | {"seconds": time.monotonic() - start}
