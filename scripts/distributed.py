@@ -12,6 +12,7 @@ from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
+from build_ops import prepare_deepspeed
 from errors import ENVIRONMENT, fail
 
 # DeepSpeed calls collectives by names that PyTorch 2.13 renames: a warning per call
@@ -43,6 +44,7 @@ def prepare_environment(shards: bool) -> None:
         print(f"MASTER_ADDR: {env.get('MASTER_ADDR')}")
         print(f"MASTER_PORT: {env.get('MASTER_PORT')}", flush=True)
     bind_device()
+    prepare_deepspeed()  # transformers imports it in any case
 
 
 def bind_device() -> None:

@@ -134,8 +134,9 @@ class FSDPTrainer(Trainer):
 
     def __init__(self, *args, **kwargs):
         super().__init__(*args, **kwargs)
-        plugin = self.accelerator.state.fsdp_plugin  # read by train(), which wraps the model
-        if plugin.fsdp_version == 2 and plugin.mixed_precision_policy is not None:
+        # read by train(), which wraps the model; without one it is not FSDP that will run, as the audit tells
+        plugin = getattr(self.accelerator.state, "fsdp_plugin", None)
+        if plugin and plugin.fsdp_version == 2 and plugin.mixed_precision_policy is not None:
             plugin.mixed_precision_policy = dataclasses.replace(plugin.mixed_precision_policy, output_dtype=None)
 
     def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):

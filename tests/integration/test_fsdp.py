@@ -4,6 +4,7 @@ The runs of the table `FSDP` go through every test of test_strategies.py as well
 """
 
 import json
+import re
 
 import pytest
 from helpers import REPOSITORY, Finished, patched, run
@@ -47,7 +48,7 @@ import fsdp_config
 original = fsdp_config.FSDPTrainer.compute_loss
 def compute_loss(self, *arguments, **options):
     loss = original(self, *arguments, **options)
-    print("\\nloss of a batch:", (loss[0] if isinstance(loss, tuple) else loss).dtype, flush=True)
+    print(f"loss of a batch: {(loss[0] if isinstance(loss, tuple) else loss).dtype}.\\n", end="", flush=True)
     return loss
 fsdp_config.FSDPTrainer.compute_loss = compute_loss
 """
@@ -59,7 +60,7 @@ def test_the_loss_stays_in_fp32_when_fsdp_computes_in_16_bit(workplace, table):
     script, flags = patched(workplace, "print_losses", PRINT_LOSSES), FSDP["full_shard-2"].arguments
     found = run(workplace, "bf16 loss", *flags, script=script, processes=2, BATCH_SIZE=2, FP16="", BF16="True")
     assert found.effective("precision") == wanted.effective("precision") == "bf16"
-    dtypes = {line.split(": ")[1] for line in found.log.splitlines() if line.startswith("loss of a batch")}
+    dtypes = set(re.findall(r"loss of a batch: (torch\.\w+)\.", found.log))
     assert dtypes == {"torch.float32"}
     assert found.losses == pytest.approx(wanted.losses, rel=BF16_TOLERANCE)
     assert found.record["train"]["loss_mean"] == pytest.approx(wanted.record["train"]["loss_mean"], rel=BF16_TOLERANCE)
