@@ -54,6 +54,7 @@ FULL |= {"SAMPLES_PER_GPU": ""}
 LOSS_TOLERANCE = 0.02  # of a 16-bit training's evaluation, and that of its saved weights in fp32
 MATMUL_SIZE, MATMULS = 8192, 20
 TERMINATED = 128 + signal.SIGTERM
+BUILD_TIMEOUT = 1200  # seconds
 
 
 @dataclass(frozen=True)
@@ -370,13 +371,13 @@ def environment_of_rows(cpu: bool) -> dict[str, str]:
     return dict(os.environ) | {"CUDA_VISIBLE_DEVICES": os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]}
 
 
-def compile_optimizers(environment: dict, timeout: int) -> None:
+def compile_optimizers(environment: dict) -> None:
     """Before the first DeepSpeed row, which would look slow. Of a build that fails the rows that need it tell."""
     words = [sys.executable, str(REPOSITORY / "scripts" / "build_ops.py")]
     try:
-        subprocess.run(words, env=environment, timeout=timeout, check=False)
+        subprocess.run(words, env=environment, timeout=BUILD_TIMEOUT, check=False)
     except subprocess.TimeoutExpired:
-        what = f"no end after {timeout} s: another build, or the lock of one that was killed"
+        what = f"no end after {BUILD_TIMEOUT} s: another build, or the lock of one that was killed"
         fail("DeepSpeed build", what, "see make preflight, which names the lock", ENVIRONMENT)
 
 
@@ -396,7 +397,7 @@ def main() -> None:
     if not arguments.cpu and "matmul_flops" not in content:
         content["matmul_flops"] = in_a_process_of_its_own(matmul_peak, environment)
     print(headline(content), flush=True)
-    compile_optimizers(environment, 3 * arguments.timeout)
+    compile_optimizers(environment)
     for row in ROWS:
         if row.name in arguments.rows and content["rows"].get(row.name, {}).get("status") != "completed":
             result = one_row(row, folder, arguments, environment, content)

@@ -113,7 +113,7 @@ def calls(monkeypatch, capsys):
         monkeypatch.setattr(gpu_check, "check_packages", lambda any_version: None)
         monkeypatch.setattr(gpu_check, "machine", lambda environment, cpu: results.get("machine", V100))
         monkeypatch.setattr(gpu_check, "in_a_process_of_its_own", lambda function, environment: 95e12)
-        monkeypatch.setattr(gpu_check, "compile_optimizers", lambda environment, timeout: None)
+        monkeypatch.setattr(gpu_check, "compile_optimizers", lambda environment: None)
         monkeypatch.setattr(gpu_check.signal, "signal", lambda *_: None)
         monkeypatch.setattr(gpu_check.sys, "argv", ["gpu_check.py", *words])
         with pytest.raises(SystemExit) as ended:
