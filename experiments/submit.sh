@@ -9,99 +9,160 @@
 # Knobs come from the environment:  MODEL_NAME=bigscience/bloom-3b experiments/submit.sh deepspeed-single-gpu
 set -euo pipefail
 
-EXPERIMENTS=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
-ROOT=$(dirname "$EXPERIMENTS")
-
-fail() { # WHAT PROBLEM WAY_OUT
-  printf 'error: %s: %s; %s\n' "$1" "$2" "$3" >&2
-  exit 2
-}
-
-load_site() {
-  local name=${SITE:-}
-  [[ -n $name || ! -f $EXPERIMENTS/site ]] || name=$(<"$EXPERIMENTS/site")
-  [[ -n $name ]] || fail SITE "no site is chosen" "give SITE=name, or write the name into experiments/site"
-  [[ $name != */* && -f $EXPERIMENTS/sites/$name.sh ]] || fail SITE "there is no experiments/sites/$name.sh" "see experiments/sites"
-  if grep -q '^[^#]*CHANGE_ME' "$EXPERIMENTS/sites/$name.sh"; then
-    fail "experiments/sites/$name.sh" "it still holds CHANGE_ME" "fill these values in"
-  fi
-  # shellcheck source=experiments/sites/laptop.sh
-  (source "$EXPERIMENTS/sites/$name.sh" && { env | grep '^SBATCH_' || true; }) >"$settings" ||
-    fail "experiments/sites/$name.sh" "bash cannot source it, or its last command failed" "correct it"
-  SITE=$name
-}
+EXPERIMENTS_FOLDER=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
+ROOT=$(dirname "$EXPERIMENTS_FOLDER")
+# shellcheck source=experiments/load_site.sh
+source "$EXPERIMENTS_FOLDER/load_site.sh"
 
 snapshot() { # freeze what a job reads; prints the folder
   local -r folder=$ROOT/snapshots/$(date +%Y%m%d-%H%M%S)-$$
   mkdir -p "$folder"
   local -r without=(--exclude={__pycache__,results,output,cpu_memory,gpu_memory,log})
   tar -C "$ROOT" -cf - "${without[@]}" scripts ds_configs fsdp_configs data experiments | tar -C "$folder" -xf - ||
-    fail "$folder" "the snapshot is not complete" "see the message above"
-  local commit dirty=false
-  commit=$(git -C "$ROOT" rev-parse HEAD 2>/dev/null) && commit="\"$commit\"" || commit=null
-  [[ -z $(git -C "$ROOT" status --porcelain -- . ':(exclude)experiments/sites' 2>/dev/null) ]] || dirty=true
+    job_fail "$folder" "the snapshot is not complete" "see the message above"
+  local commit=null dirty=false
+  if commit=$(git -C "$ROOT" rev-parse HEAD 2>/dev/null); then
+    commit="\"$commit\""
+  else
+    commit=null
+  fi
+  if [[ -n $(git -C "$ROOT" status --porcelain -- . ':(exclude)experiments/sites' 2>/dev/null) ]]; then
+    dirty=true
+  fi
   printf '{"commit": %s, "dirty": %s}\n' "$commit" "$dirty" >"$folder/git.json"
-  [[ ! -d $ROOT/.venv ]] || ln -s "$ROOT/.venv" "$folder/.venv" # sites look for it in $ROOT
+  if [[ -d $ROOT/.venv ]]; then
+    ln -s "$ROOT/.venv" "$folder/.venv" # sites look for it in $ROOT
+  fi
   printf '%s' "$folder"
 }
 
-chain=no dry_run=no frozen="" target=""
+sbatch_settings() { # NAME=value of each SBATCH_ variable that the site sets
+  # shellcheck source=experiments/sites/laptop.sh
+  (source "$SITE_FILE" && { env | grep '^SBATCH_' || true; }) ||
+    job_fail "experiments/sites/$SITE.sh" "bash cannot source it, or its last command failed" "correct it"
+}
+
+check_scripts() { # of the site whose knobs decide what fits
+  (
+    set -a
+    # shellcheck source=experiments/sites/laptop.sh
+    source "$SITE_FILE"
+    memory=()
+    if [[ ${REQUIRE_GPU:-1} != 0 ]]; then
+      memory=(--memory)
+    fi
+    exec "$python" "$ROOT/scripts/check_experiment.py" "${memory[@]}" "${scripts[@]}"
+  )
+}
+
+given_knobs() { # names of the knobs that were given with this command
+  local variable rest
+  "$python" "$ROOT/scripts/knobs.py" | while read -r variable rest; do
+    if [[ -n ${!variable:-} ]]; then
+      printf '%s\n' "$variable"
+    fi
+  done
+}
+
+show_line() { # FOLDER SCRIPT: what would be submitted, for a shell to read
+  local variable value
+  printf 'cd %q && ' "$1"
+  while IFS='=' read -r variable value; do
+    printf '%s=%q ' "$variable" "$value"
+  done < <(sort "$settings")
+  for variable in $knobs; do
+    printf '%s=%q ' "$variable" "${!variable}"
+  done
+  printf 'SITE=%q %s%s %q\n' "$SITE" "${SNAPSHOT:+SNAPSHOT=${SNAPSHOT@Q} }" "${line[*]}" "$2"
+}
+
+# 1. The command line
+
+chain=no
+dry_run=no
+frozen=no
+target=""
 for argument in "$@"; do
   case $argument in
     --chain) chain=yes ;;
     --dry-run) dry_run=yes ;;
     --snapshot) frozen=yes ;;
-    --help | -h) sed -n '2,/^set/{/^set/d; s/^# \{0,1\}//; p}' "$0" && exit ;;
-    -*) fail "$argument" "unknown option" "see --help" ;;
-    *) [[ -z $target ]] || fail "$argument" "one target at a time" "see --help" && target=$argument ;;
+    --help | -h)
+      sed -n '2,/^set/{/^set/d; s/^# \{0,1\}//; p}' "$0"
+      exit
+      ;;
+    -*) job_fail "$argument" "unknown option" "see --help" ;;
+    *)
+      if [[ -n $target ]]; then
+        job_fail "$argument" "one target at a time" "see --help"
+      fi
+      target=$argument
+      ;;
   esac
 done
-[[ -n $target ]] || fail "submit.sh" "nothing to submit" "give a family, a folder or all; see --help"
+if [[ -z $target ]]; then
+  job_fail "submit.sh" "nothing to submit" "give a family, a folder or all; see --help"
+fi
+
+# 2. The experiments
 
 case $target in
-  all) folder=$EXPERIMENTS ;;
+  all) folder=$EXPERIMENTS_FOLDER ;;
   . | .. | ./* | ../*) folder=$target ;; # from where the user stands
-  *) if [[ -d $EXPERIMENTS/$target ]]; then folder=$EXPERIMENTS/$target; else folder=$target; fi ;;
+  *)
+    folder=$target
+    if [[ -d $EXPERIMENTS_FOLDER/$target ]]; then
+      folder=$EXPERIMENTS_FOLDER/$target
+    fi
+    ;;
 esac
-folder=$(cd "$folder" 2>/dev/null && pwd) || fail "$target" "there is no such folder below experiments/" "see ls experiments"
+folder=$(cd "$folder" 2>/dev/null && pwd) || job_fail "$target" "there is no such folder below experiments/" "see ls experiments"
 mapfile -d '' scripts < <(find "$folder" -name '*.slurm' -print0 | sort -zV)
-((${#scripts[@]})) || fail "$target" "it holds no .slurm file" "see ls experiments"
+if [[ ${#scripts[@]} -eq 0 ]]; then
+  job_fail "$target" "it holds no .slurm file" "see ls experiments"
+fi
+
+# 3. The site, and the checks
 
 settings=$(mktemp)
 trap 'rm -f "$settings"' EXIT
-load_site
-PYTHON=python
-[[ ! -x $ROOT/.venv/bin/python ]] || PYTHON=$ROOT/.venv/bin/python
-(
-  set -a # the site's knobs decide what fits
-  # shellcheck source=experiments/sites/laptop.sh
-  source "$EXPERIMENTS/sites/$SITE.sh"
-  memory=()
-  [[ ${REQUIRE_GPU:-1} = 0 ]] || memory=(--memory)
-  exec "$PYTHON" "$ROOT/scripts/check_experiment.py" "${memory[@]}" "${scripts[@]}"
-) || exit 2
+job_find_site
+job_check_site
+sbatch_settings >"$settings"
+python=python
+if [[ -x $ROOT/.venv/bin/python ]]; then
+  python=$ROOT/.venv/bin/python
+fi
+check_scripts || exit 2
 
-while IFS='=' read -r name value; do export "$name=$value"; done <"$settings"
+# 4. The submission
+
+while IFS='=' read -r name value; do
+  export "$name=$value"
+done <"$settings"
 export SITE
-if [[ -n $frozen ]]; then
+if [[ $frozen = yes ]]; then
   SNAPSHOT="$ROOT/snapshots/<time>"
-  [[ $dry_run = yes ]] || SNAPSHOT=$(snapshot)
+  if [[ $dry_run = no ]]; then
+    SNAPSHOT=$(snapshot)
+  fi
   export SNAPSHOT
 fi
-knobs="" # that were given with this command
-while read -r variable; do [[ -z ${!variable:-} ]] || knobs+=" $variable"; done \
-  < <(sed -n 's/^    ("\([A-Z_0-9]*\)", "[a-z_0-9]*", .*/\1/p' "$ROOT/scripts/config.py")
+knobs=""
+if [[ $dry_run = yes ]]; then
+  knobs=$(given_knobs)
+fi
 previous=""
 for script in "${scripts[@]}"; do
-  line=(sbatch --parsable) name=$(basename "$script")
-  # afterany: the chain goes on behind an experiment that failed, or that ran out of memory as it should
-  [[ $chain = no || -z $previous ]] || line+=("--dependency=afterany:$previous")
+  name=$(basename "$script")
+  line=(sbatch --parsable)
+  if [[ $chain = yes && -n $previous ]]; then
+    # afterany: the chain goes on behind an experiment that failed, or that ran out of memory as it should
+    line+=("--dependency=afterany:$previous")
+  fi
   cd "$(dirname "$script")"
   if [[ $dry_run = yes ]]; then
-    printf 'cd %q && ' "$PWD"
-    while IFS='=' read -r variable value; do printf '%s=%q ' "$variable" "$value"; done < <(sort "$settings")
-    for variable in $knobs; do printf '%s=%q ' "$variable" "${!variable}"; done
-    printf 'SITE=%q %s%s %q\n' "$SITE" "${SNAPSHOT:+SNAPSHOT=${SNAPSHOT@Q} }" "${line[*]}" "$name"
+    show_line "$PWD" "$name"
     previous="<id of the line above>"
   else
     previous=$("${line[@]}" "$name")

@@ -21,7 +21,8 @@ from importlib.metadata import version
 from pathlib import Path
 
 import torch
-from errors import ENVIRONMENT, OneLineErrors, fail
+
+from errors import ENVIRONMENT, OneLineErrors, WorkshopError, run_program
 
 ROOT = Path.home() / ".cache" / "torch_extensions"
 # DeepSpeed's builder -> name of the library, and of its folder
@@ -149,10 +150,10 @@ def needed_builder(config: dict) -> str | None:
 
 
 def check_compiler(config: dict) -> None:
-    """Raises SystemExit(3) when the optimizer of a DeepSpeed config cannot be compiled here."""
+    """Raises WorkshopError (exit code 3) when the optimizer of a DeepSpeed config cannot be compiled here."""
     builder = needed_builder(config)
     if builder and (found := problem(builder)):
-        fail(*found, ENVIRONMENT)
+        raise WorkshopError(*found, ENVIRONMENT)
 
 
 def main() -> None:
@@ -169,7 +170,8 @@ def main() -> None:
         if found := problem(builder):
             source, what, way_out = found
         else:
-            source, way_out = builder, f"try it alone: {shlex.quote(sys.executable)} {shlex.join(sys.argv)}"
+            source = builder
+            way_out = f"try it alone: {shlex.quote(sys.executable)} {shlex.join(sys.argv)}"
             try:
                 get_accelerator().create_op_builder(builder).load(verbose=False)
                 continue
@@ -185,4 +187,4 @@ def first_error(said: str) -> str:
 
 
 if __name__ == "__main__":
-    main()
+    run_program(main)

@@ -10,19 +10,23 @@ the site file) or for --mem. The variables of the site are taken from the enviro
 """
 
 import argparse
-import contextlib
-import io
 import os
 import re
-import subprocess
 import sys
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-from ds_config import check_ds_config
-from errors import BAD_INPUT, fail
-from fsdp_config import check_fsdp_file
+from errors import BAD_INPUT, OneLineErrors, WorkshopError, report, run_program
+from parallel.ds_config import check_ds_config
+from parallel.fsdp_config import check_fsdp_file
+from paths import EXPERIMENTS, REPOSITORY
 
-REPOSITORY = Path(__file__).resolve().parent.parent
+# `: "${NAME:=value}"`, several of them on a line, and `export NAME=value`: the forms in which experiments set knobs
+UNLESS_SET = re.compile(r'"\$\{(\w+):=(.*?)\}"(?=\s|$)')
+EXPORT = re.compile(r'^export (\w+)="?([^"#\s]*)"?')
+# ${NAME:-value}, ${NAME} and $NAME within a value
+REFERENCE = re.compile(r"\$(?:\{(\w+)(?::-([^{}]*))?\}|(\w+))")
+GIB_PER_UNIT = {"K": 2**-20, "M": 2**-10, "": 2**-10, "G": 1, "T": 2**10}  # of sbatch --mem
 
 
 def directive(text: str, name: str) -> int | None:
@@ -31,38 +35,73 @@ def directive(text: str, name: str) -> int | None:
     return int(found[1]) if found else None
 
 
-def check_experiment(script: Path) -> None:
-    """Raises SystemExit(2), with one line on stderr, for the first mistake."""
-    if not script.is_file():
-        fail(script, "there is no such experiment", "see the folders below experiments/")
-    text = script.read_text(encoding="utf-8")
-    nodes, gpus = directive(text, "nodes"), directive(text, "gpus-per-node")
+def nodes_and_gpus(script: Path, text: str) -> tuple[int, int]:
+    """Nodes of an experiment, and GPUs per node."""
+    nodes = directive(text, "nodes")
+    gpus = directive(text, "gpus-per-node")
     if nodes is None or gpus is None:
-        fail(script, "has no #SBATCH --nodes=N or --gpus-per-node=N", "state both: the number of ranks comes from them")
-    path, root = script.resolve(), REPOSITORY / "experiments"
-    for name in path.relative_to(root).parts if path.is_relative_to(root) else path.parts[-2:]:
-        for number, unit in re.findall(r"(?:^|_)(\d+)_(gpus|nodes)(?=[_.]|$)", name):
-            stated = {"gpus": nodes * gpus, "nodes": nodes}[unit]
-            if stated != int(number):
-                way_out = "correct the name or the directives"
-                fail(script, f"{name} says {number} {unit}, the #SBATCH lines say {stated}", way_out)
+        what = "has no #SBATCH --nodes=N or --gpus-per-node=N"
+        raise WorkshopError(script, what, "state both: the number of ranks comes from them")
+    return nodes, gpus
+
+
+def check_experiment(script: Path) -> None:
+    """Raises WorkshopError (exit code 2) for the first mistake."""
+    if not script.is_file():
+        raise WorkshopError(script, "there is no such experiment", "see the folders below experiments/")
+    text = script.read_text(encoding="utf-8")
+    nodes, gpus = nodes_and_gpus(script, text)
+    check_names(script, nodes, gpus)
     if not (script.parent / "log").is_dir():
-        fail(script, "there is no log/ beside it", "create it: Slurm fails a job whose log it cannot open")
+        way_out = "create it: Slurm fails a job whose log it cannot open"
+        raise WorkshopError(script, "there is no log/ beside it", way_out)
     for config in re.findall(r'"\$ROOT/(ds_configs/[^"]+)"', text):
         check_ds_config(str(REPOSITORY / config))
     for config in re.findall(r'"\$ROOT/(fsdp_configs/[^"]+)"', text):
         content = check_fsdp_file(str(REPOSITORY / config))
-        sizes = content.get("dp_shard_size", "auto"), content.get("dp_replicate_size", "auto")
-        if "auto" not in sizes and sizes[0] * sizes[1] != nodes * gpus:
-            fail(config, f"is for {sizes[0] * sizes[1]} ranks, {script} starts {nodes * gpus}", "use another config")
+        shards = content.get("dp_shard_size", "auto")
+        replicas = content.get("dp_replicate_size", "auto")
+        if "auto" not in (shards, replicas) and shards * replicas != nodes * gpus:
+            what = f"is for {shards * replicas} ranks, {script} starts {nodes * gpus}"
+            raise WorkshopError(config, what, "use another config")
 
 
-def own_variables(script: Path) -> dict[str, str]:
-    """The environment with the knobs that the experiment itself sets, as bash gives them: `: "${NAME:=value}"`."""
-    files = [str(path) for path in (script.parent / "env_vars.sh", script) if path.is_file()]
-    command = 'set -a; eval "$(grep -hE \'^(export [A-Z]|: "[$])\' "$@")"; env -0'
-    done = subprocess.run(["bash", "-c", command, "bash", *files], capture_output=True, text=True, check=True)
-    return dict(line.split("=", 1) for line in done.stdout.split("\0") if "=" in line)
+def check_names(script: Path, nodes: int, gpus: int) -> None:
+    """Names such as ``4_gpus`` and ``deepspeed_2_nodes.slurm`` must say what the #SBATCH lines say."""
+    path = script.resolve()
+    names = path.relative_to(EXPERIMENTS).parts if path.is_relative_to(EXPERIMENTS) else path.parts[-2:]
+    stated = {"gpus": nodes * gpus, "nodes": nodes}
+    for name in names:
+        for number, unit in re.findall(r"(?:^|_)(\d+)_(gpus|nodes)(?=[_.]|$)", name):
+            if stated[unit] != int(number):
+                what = f"{name} says {number} {unit}, the #SBATCH lines say {stated[unit]}"
+                raise WorkshopError(script, what, "correct the name or the directives")
+
+
+def knobs_of(script: Path, environment: Mapping[str, str]) -> dict[str, str]:
+    """The environment, with the variables that env_vars.sh and the experiment itself set as bash would set them."""
+    variables = {"ROOT": str(REPOSITORY), **environment}
+    for path in (script.parent / "env_vars.sh", script):
+        if path.is_file():
+            for name, value in assignments(path.read_text(encoding="utf-8"), variables):
+                variables[name] = value
+    return variables
+
+
+def assignments(text: str, variables: Mapping[str, str]) -> Iterator[tuple[str, str]]:
+    """Name and value of each assignment that takes effect, in the order of the lines."""
+    for line in text.splitlines():
+        if line.startswith(": "):
+            for name, value in UNLESS_SET.findall(line):
+                if not variables.get(name):
+                    yield name, expanded(value, variables)
+        elif found := EXPORT.match(line):
+            yield found[1], expanded(found[2], variables)
+
+
+def expanded(value: str, variables: Mapping[str, str]) -> str:
+    """The value with the variables that it refers to put in."""
+    return REFERENCE.sub(lambda found: variables.get(found[1] or found[3]) or found[2] or "", value)
 
 
 def gpu_memory() -> float:
@@ -71,63 +110,71 @@ def gpu_memory() -> float:
     try:
         return float(text)
     except ValueError:
-        fail("GPU_MEMORY", f"{text!r} is no number of GiB", "correct it in the site file, for example 32")
+        way_out = "correct it in the site file, for example 32"
+        raise WorkshopError("GPU_MEMORY", f"{text!r} is no number of GiB", way_out) from None
+
+
+def requested_memory(text: str) -> float:
+    """GiB per node that the job asks for, infinite where it does not say."""
+    own = re.search(r"^#SBATCH --mem=(\w+)", text, re.MULTILINE)
+    option = os.environ.get("SBATCH_MEM_PER_NODE") or (own[1] if own else "")
+    found = re.match(r"(\d+)([KMGT]?)", option.upper())
+    return float(found[1]) * GIB_PER_UNIT[found[2]] if found else float("inf")
 
 
 def memory_warnings(script: Path) -> list[str]:
     """What does not fit, by estimate_memory.py, of one GPU and of the memory that the job asks for."""
-    from config import parse_command_line
-    from estimate_memory import EXTRA_FLAGS, GIB, complete, estimate, mem_option, totals
+    from estimate_memory import GIB, estimate, mem_option, read_options, totals
 
     text = script.read_text(encoding="utf-8")
-    nodes, gpus = directive(text, "nodes"), directive(text, "gpus-per-node")
+    nodes, gpus = nodes_and_gpus(script, text)
     command = ["--gpus", str(nodes * gpus), "--nodes", str(nodes)]
     if config := re.search(r'"\$ROOT/((ds|fsdp)_configs/[^"]+)"', text):
         file = str(REPOSITORY / config[1])
         command += ["--deepspeed", file] if config[2] == "ds" else ["--fsdp", "--fsdp_config", file]
-    before, said = dict(os.environ), io.StringIO()
-    os.environ |= own_variables(script)
     try:
-        with contextlib.redirect_stderr(said):
-            held = estimate(complete(parse_command_line("", command, EXTRA_FLAGS, gpu=True)))
-    except SystemExit:
-        return [f"memory is not estimated: {said.getvalue().strip().removeprefix('error: ')}"]
-    finally:
-        os.environ.clear()
-        os.environ |= before
-    sizes = totals(held, gpus)
-    on_gpu, on_node = (size / GIB for size in sizes)
-    own = re.search(r"^#SBATCH --mem=(\w+)", text, re.MULTILINE)
-    mem = re.match(r"(\d+)([KMGT]?)", (os.environ.get("SBATCH_MEM_PER_NODE") or (own[1] if own else "")).upper())
-    units = {"K": 2**-20, "M": 2**-10, "": 2**-10, "G": 1, "T": 2**10}
-    asked = float(mem[1]) * units[mem[2]] if mem else float("inf")
-    gpu, warnings = gpu_memory(), []
-    if on_gpu > 0.9 * gpu:
+        held = estimate(read_options(command, environment=knobs_of(script, os.environ)))
+    except WorkshopError as error:
+        return [f"memory is not estimated: {error}"]
+    gpu_bytes, node_bytes = totals(held, gpus)
+    needed_per_gpu = gpu_bytes / GIB
+    needed_per_node = node_bytes / GIB
+    there = gpu_memory()
+    requested = requested_memory(text)
+    warnings = []
+    if needed_per_gpu > 0.9 * there:
         way_out = "lower BATCH_SIZE or MAX_LENGTH, use more GPUs, or offload (docs/memory.md)"
-        warnings.append(f"about {on_gpu:.0f} GiB per GPU, and one has {gpu:g}; {way_out}")
-    if on_node > asked:
-        way_out = f"set SBATCH_MEM_PER_NODE={mem_option(sizes[1], gpus)} (sbatch --mem)"
-        warnings.append(f"about {on_node:.0f} GiB per node, and the job asks for {asked:g}; {way_out}")
+        warnings.append(f"about {needed_per_gpu:.0f} GiB per GPU, and one has {there:g}; {way_out}")
+    if needed_per_node > requested:
+        way_out = f"set SBATCH_MEM_PER_NODE={mem_option(node_bytes, gpus)} (sbatch --mem)"
+        warnings.append(f"about {needed_per_node:.0f} GiB per node, and the job asks for {requested:g}; {way_out}")
     return warnings
 
 
+def short_name(script: Path) -> object:
+    """The experiment's folder below experiments/, by which submit.sh takes it."""
+    folder = script.resolve().parent
+    return folder.relative_to(EXPERIMENTS) if folder.is_relative_to(EXPERIMENTS) else script
+
+
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = OneLineErrors(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("script", type=Path, nargs="+", help="a .slurm file")
     parser.add_argument("--memory", action="store_true", help="warn of what will not fit")
-    arguments, wrong = parser.parse_args(), 0
+    arguments = parser.parse_args()
+    wrong = 0
     for script in arguments.script:
         try:
             check_experiment(script)
-        except SystemExit:
+        except WorkshopError as error:
+            report(error)
             wrong += 1
             continue
-        path, root = script.resolve().parent, REPOSITORY / "experiments"
-        name = path.relative_to(root) if path.is_relative_to(root) else script
-        for warning in memory_warnings(script) if arguments.memory else []:
-            print(f"warning: {name}: {warning}", file=sys.stderr)
+        if arguments.memory:
+            for warning in memory_warnings(script):
+                print(f"warning: {short_name(script)}: {warning}", file=sys.stderr)
     sys.exit(BAD_INPUT if wrong else 0)
 
 
 if __name__ == "__main__":
-    main()
+    run_program(main)

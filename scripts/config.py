@@ -1,7 +1,6 @@
-"""Knobs of the workshop: variables, flags, defaults, and the checks that need no training to run.
+"""The command line of a training: flags and variables in, checked options out, and TrainingArguments from them.
 
-Precedence: flag, then environment variable, then default. `KNOBS` is the only place where a variable,
-its flag and its default meet.
+Precedence: flag, then environment variable, then default. The knobs and their defaults are in knobs.py.
 """
 
 import argparse
@@ -9,61 +8,30 @@ import difflib
 import os
 import re
 import sys
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from arguments import CUSTOM_SIZES, DataArguments, ModelArguments
-from custom_model import CUSTOM_GPT
-from distributed import rank
-from errors import ENVIRONMENT, OneLineErrors, fail
-from fsdp_config import parallelism, process_group_backend, trainer_config
-from refused import NEAR_MISSES, REMOVED_FLAGS, UNUSED_FLAGS
-from tracking import check_trackers
 from transformers import HfArgumentParser, TrainingArguments
 
-# variable, flag, default of the workshop (None: decided below, or by the library)
-KNOBS = (
-    ("MODEL_NAME", "model_name", "bigscience/bloom-560m"),
-    ("FROM_SCRATCH", "from_scratch", False),
-    ("DATASET", "dataset", "squad"),
-    ("EVAL_DATASET", "eval_dataset", None),
-    ("TRAIN_SIZE", "train_size", 500),
-    ("EVAL_SIZE", "eval_size", 100),
-    ("SAMPLES_PER_GPU", "samples_per_gpu", None),
-    ("MAX_LENGTH", "max_length", 512),
-    ("PADDING", "padding", "max_length"),
-    ("LABELS", "labels", "sequence"),
-    ("EM_F1", "em_f1", True),
-    ("NUM_EPOCHS", "num_train_epochs", 3),
-    ("BATCH_SIZE", "per_device_train_batch_size", 4),
-    ("GRAD_ACC", "gradient_accumulation_steps", 4),
-    ("LEARNING_RATE", "learning_rate", 5e-5),
-    ("WEIGHT_DECAY", "weight_decay", 0.01),
-    ("FP16", "fp16", None),
-    ("BF16", "bf16", None),
-    ("SAVE_STRATEGY", "save_strategy", "epoch"),
-    ("OUTPUT_DIR", "output_dir", None),
-    ("EXPERIMENT_NAME", "run_name", None),
-    ("REPORT_TO", "report_to", "none"),
-    ("TOKENIZER_NAME", "tokenizer_name", None),
-    # custom-gpt only
-    ("VOCAB_SIZE", "vocab_size", 50000),
-    ("HIDDEN_SIZE", "hidden_size", 2048),
-    ("NUM_LAYERS", "num_layers", 3),
-    ("NUM_HEADS", "num_heads", 16),
-    ("FF_DIM", "ff_dim", 8192),
-    ("SEQ_LENGTH", "seq_length", 512),
+from custom_model import CUSTOM_GPT
+from errors import ENVIRONMENT, OneLineErrors, WorkshopError
+from knobs import (
+    CUSTOM_SIZES,
+    KNOBS,
+    NEAR_MISSES,
+    OTHER_DEFAULTS,
+    REMOVED_FLAGS,
+    UNUSED_FLAGS,
+    DataArguments,
+    ModelArguments,
 )
-# Defaults that differ from transformers' own and have no variable
-OTHER_DEFAULTS = {
-    "eval_strategy": "epoch",
-    "save_total_limit": 1,
-    "logging_steps": 5,
-    "per_device_eval_batch_size": None,  # the training batch size
-    "disable_tqdm": False,
-}
-AT_LEAST_ONE = [flag for _, flag, _ in KNOBS if flag.endswith(("_size", "_steps"))]
+from parallel.distributed import rank
+from parallel.fsdp_config import parallelism, process_group_backend, trainer_config
+from tracking import check_trackers
+
+AT_LEAST_ONE = [knob.flag for knob in KNOBS if knob.flag.endswith(("_size", "_steps"))]
 AT_LEAST_ONE += ["samples_per_gpu", "max_length", "per_device_eval_batch_size", *CUSTOM_SIZES]
 MORE_THAN_ZERO = ["num_train_epochs", "learning_rate"]
 LARGEST_SEED = 2**32 - 1  # numpy's
@@ -82,12 +50,15 @@ class Options:
 
     def settings(self) -> dict:
         """What defines the run: every knob, and each other flag that was given. Never a secret."""
-        flags = {flag for _, flag, _ in KNOBS} | set(OTHER_DEFAULTS) | {"seed"} | set(self.names)
-        hidden = {"hub_token"} | (set(CUSTOM_SIZES) if self.values["model_name"] != CUSTOM_GPT else set())
+        flags = {knob.flag for knob in KNOBS} | set(OTHER_DEFAULTS) | {"seed"} | set(self.names)
+        hidden = {"hub_token"}
+        if self.values["model_name"] != CUSTOM_GPT:
+            hidden |= set(CUSTOM_SIZES)
         return {flag: self.values[flag] for flag in sorted(flags - hidden)}
 
-    def fail(self, flag: str, what: str, way_out: str) -> None:
-        fail(self.names.get(flag, f"--{flag}"), what, way_out)
+    def error(self, flag: str, what: str, way_out: str) -> WorkshopError:
+        """The error of a flag, by the name that the user gave it: the flag or its variable."""
+        return WorkshopError(self.names.get(flag, f"--{flag}"), what, way_out)
 
 
 class Parser(HfArgumentParser, OneLineErrors):
@@ -108,10 +79,11 @@ def build_parser(description: str) -> Parser:
     actions["max_steps"].option_strings.append("--steps")
     parser._option_string_actions["--steps"] = actions["max_steps"]
     resume = actions["resume_from_checkpoint"]
-    resume.nargs, resume.const = "?", LATEST
+    resume.nargs = "?"
+    resume.const = LATEST
     resume.help = "Go on from this run folder or checkpoint; without a value, from the latest complete checkpoint."
-    for variable, flag, _ in KNOBS:
-        actions[flag].help = f"{actions[flag].help} Variable {variable}."
+    for knob in KNOBS:
+        actions[knob.flag].help = f"{actions[knob.flag].help} Variable {knob.variable}."
     return parser
 
 
@@ -121,17 +93,22 @@ def actions_by_flag(parser: Parser) -> dict:
 
 
 def parse_command_line(
-    description: str, argv: list[str] | None = None, extra: dict | None = None, gpu: bool | None = None
+    description: str,
+    argv: list[str] | None = None,
+    extra: dict | None = None,
+    gpu: bool | None = None,
+    environment: Mapping[str, str] = os.environ,
 ) -> Options:
     """Read flags and variables; check everything that needs neither a process group nor the data.
 
     extra: flags of one script alone, name -> add_argument's arguments. gpu: whether the training will have one,
-    by default whether there is one here. Raises SystemExit(2) with one line on stderr for a user's mistake.
+    by default whether there is one here. environment: where the variables of the knobs are looked up.
+    Raises WorkshopError (exit code 2) for a user's mistake.
     """
     parser = build_parser(description)
     for flag, arguments in (extra or {}).items():
         parser.add_argument(f"--{flag}", **arguments)
-    defaults, names = environment_values(actions_by_flag(parser))
+    defaults, names = environment_values(actions_by_flag(parser), environment)
     parser.set_defaults(**OTHER_DEFAULTS, **defaults)
     namespace, unknown = parser.parse_known_args(argv)
     if unknown:
@@ -145,14 +122,15 @@ def parse_command_line(
     return options
 
 
-def environment_values(actions: dict) -> tuple[dict, dict]:
+def environment_values(actions: dict, environment: Mapping[str, str]) -> tuple[dict, dict]:
     """Values of all knobs from the environment or their default, and the variables that were given."""
     for wrong, right in NEAR_MISSES.items():
-        if wrong in os.environ:
-            fail(wrong, "this variable is not read", f"use {right}")
-    values, names = {}, {}
+        if wrong in environment:
+            raise WorkshopError(wrong, "this variable is not read", f"use {right}")
+    values = {}
+    names = {}
     for variable, flag, default in KNOBS:
-        text = os.environ.get(variable, "").strip()
+        text = environment.get(variable, "").strip()
         values[flag] = default
         if not text:
             continue
@@ -162,22 +140,24 @@ def environment_values(actions: dict) -> tuple[dict, dict]:
             values[flag] = action.type(text)
         except (ValueError, argparse.ArgumentTypeError):
             kind = "True or False" if action.nargs == "?" or flag in ("fp16", "bf16") else action.type.__name__
-            fail(variable, f"{text!r} is not valid (expected {kind})", "correct or unset the variable")
+            raise WorkshopError(
+                variable, f"{text!r} is not valid (expected {kind})", "correct or unset the variable"
+            ) from None
         if action.choices and values[flag] not in action.choices:
-            fail(variable, f"{text!r} is not one of {', '.join(action.choices)}", "choose one of these")
+            raise WorkshopError(variable, f"{text!r} is not one of {', '.join(action.choices)}", "choose one of these")
     return values, names
 
 
 def reject_unknown(unknown: list[str], parser: Parser) -> None:
     flag = next((w for w in unknown if w.startswith("-")), unknown[0]).split("=")[0]
     if not flag.startswith("-"):
-        fail(flag, "does not belong to any flag", "see --help")
+        raise WorkshopError(flag, "does not belong to any flag", "see --help")
     name = flag.lstrip("-").replace("-", "_")
     if name in REMOVED_FLAGS:
-        fail(flag, "transformers 5 removed this flag", REMOVED_FLAGS[name])
+        raise WorkshopError(flag, "transformers 5 removed this flag", REMOVED_FLAGS[name])
     known = sorted({"steps", *actions_by_flag(parser)} - UNUSED_FLAGS.keys())
     near = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
-    fail(flag, "unknown flag", f"did you mean --{near[0]}?" if near else "see --help")
+    raise WorkshopError(flag, "unknown flag", f"did you mean --{near[0]}?" if near else "see --help")
 
 
 def check_values(options: Options) -> None:
@@ -186,26 +166,30 @@ def check_values(options: Options) -> None:
         values["per_device_eval_batch_size"] = values["per_device_train_batch_size"]
     for flag in AT_LEAST_ONE:
         if values[flag] is not None and values[flag] < 1:
-            options.fail(flag, f"{values[flag]} is too small", "give a whole number of at least 1")
+            raise options.error(flag, f"{values[flag]} is too small", "give a whole number of at least 1")
     for flag in MORE_THAN_ZERO:
         if not 0 < values[flag] < float("inf"):
-            options.fail(flag, f"{values[flag]} is out of range", "give a number above 0")
+            raise options.error(flag, f"{values[flag]} is out of range", "give a number above 0")
     if values["max_steps"] == 0 or values["max_steps"] < -1:
-        options.fail("max_steps", f"{values['max_steps']} is no number of steps", "give at least 1, or leave it out")
+        raise options.error(
+            "max_steps", f"{values['max_steps']} is no number of steps", "give at least 1, or leave it out"
+        )
     for flag in options.names.keys() - {"max_steps", "local_rank"}:
         number = values[flag] if isinstance(values[flag], int | float) else 0
         if not 0 <= number < float("inf") or (flag.endswith("seed") and number > LARGEST_SEED):
-            options.fail(flag, f"{number} is out of range", "give a number of at least 0")
+            raise options.error(flag, f"{number} is out of range", "give a number of at least 0")
     if values["deepspeed"] and values["fsdp"]:
-        fail("--deepspeed", "cannot be combined with --fsdp, both shard the model", "give one of the two")
+        raise WorkshopError(
+            "--deepspeed", "cannot be combined with --fsdp, both shard the model", "give one of the two"
+        )
     if values["fsdp_config"] and not values["fsdp"]:
-        options.fail("fsdp_config", "does nothing without --fsdp", "add --fsdp")
+        raise options.error("fsdp_config", "does nothing without --fsdp", "add --fsdp")
     for flag, way_out in UNUSED_FLAGS.items():
         if flag in options.names:
-            options.fail(flag, "has no effect in this workshop", way_out)
+            raise options.error(flag, "has no effect in this workshop", way_out)
     output_dir = Path(values["output_dir"] or "output")
     if any(path.is_file() for path in (output_dir, *output_dir.parents)):
-        options.fail("output_dir", f"{output_dir} is a file, or lies under one", "give a folder")
+        raise options.error("output_dir", f"{output_dir} is a file, or lies under one", "give a folder")
 
 
 def check_custom_sizes(options: Options) -> None:
@@ -213,23 +197,30 @@ def check_custom_sizes(options: Options) -> None:
     if values["model_name"] != CUSTOM_GPT:
         for flag in CUSTOM_SIZES:
             if flag in options.names:
-                options.fail(flag, f"has no effect on {values['model_name']}", f"leave it out, or train {CUSTOM_GPT}")
+                raise options.error(
+                    flag, f"has no effect on {values['model_name']}", f"leave it out, or train {CUSTOM_GPT}"
+                )
         return
-    hidden, heads, longest = values["hidden_size"], values["num_heads"], values["seq_length"]
+    hidden = values["hidden_size"]
+    heads = values["num_heads"]
+    longest = values["seq_length"]
     if hidden % heads:
-        options.fail("num_heads", f"{heads} heads do not divide the hidden size {hidden}", "choose a divisor")
+        raise options.error("num_heads", f"{heads} heads do not divide the hidden size {hidden}", "choose a divisor")
     if values["max_length"] > longest:
         what = f"{values['max_length']} is more than the {longest} positions of --seq_length"
-        options.fail("max_length", what, "lower it, or raise --seq_length")
+        raise options.error("max_length", what, "lower it, or raise --seq_length")
 
 
 def resolve_precision(options: Options, gpu: bool) -> None:
     """Replace unset fp16 and bf16 by what the hardware can do; weights stay fp32 masters in every case."""
-    values, gpu = options.values, gpu and not options.values["use_cpu"]
+    values = options.values
+    gpu = gpu and not values["use_cpu"]
     if values["fp16"] and values["bf16"]:
-        options.fail("fp16", f"contradicts {options.names.get('bf16', '--bf16')}", "give one of the two")
+        raise options.error("fp16", f"contradicts {options.names.get('bf16', '--bf16')}", "give one of the two")
     if values["fp16"] and not gpu:
-        options.fail("fp16", "fp16 needs a CUDA GPU and there is none here", "use --bf16, or --fp16 False for fp32")
+        raise options.error(
+            "fp16", "fp16 needs a CUDA GPU and there is none here", "use --bf16, or --fp16 False for fp32"
+        )
     if values["fp16"] is None and values["bf16"] is None:
         values["fp16"] = gpu
         values["bf16"] = not gpu and cpu_has_bf16()
@@ -238,7 +229,7 @@ def resolve_precision(options: Options, gpu: bool) -> None:
     values["bf16"] = bool(values["bf16"])
     here = gpu and torch.cuda.is_available()
     if values["bf16"] and here and not torch.cuda.is_bf16_supported(including_emulation=False):
-        options.fail("bf16", "this GPU has no bf16", "use --fp16")
+        raise options.error("bf16", "this GPU has no bf16", "use --fp16")
     if not gpu:
         values["use_cpu"] = True
 
@@ -251,7 +242,9 @@ def cpu_has_bf16() -> bool:
 
 
 def precision_name(values: dict) -> str:
-    return "fp16" if values["fp16"] else "bf16" if values["bf16"] else "fp32"
+    if values["fp16"]:
+        return "fp16"
+    return "bf16" if values["bf16"] else "fp32"
 
 
 def optimizer_for_fsdp(options: Options) -> str:
@@ -266,7 +259,7 @@ def optimizer_for_fsdp(options: Options) -> str:
     if not options.values["fp16"] or "fused" not in chosen:
         return chosen
     if "optim" in options.names:
-        options.fail("optim", f"{chosen} does not work with FSDP in fp16", "use adamw_torch, or --bf16")
+        raise options.error("optim", f"{chosen} does not work with FSDP in fp16", "use adamw_torch, or --bf16")
     if rank() == 0:
         print("FSDP in fp16: optimizer adamw_torch, as the fused one cannot skip a step that overflows", flush=True)
     return chosen.replace("_fused", "")
@@ -277,13 +270,14 @@ def build_arguments(options: Options) -> tuple[ModelArguments, DataArguments, Tr
     values = dict(options.values)
     values["output_dir"] = values["output_dir"] or "output"
     if options.fsdp_config is not None:
-        values["fsdp"], values["fsdp_config"] = True, trainer_config(options.fsdp_config)
+        values["fsdp"] = True
+        values["fsdp_config"] = trainer_config(options.fsdp_config)
         values["parallelism_config"] = parallelism(options.fsdp_config)
         values["optim"] = optimizer_for_fsdp(options)
         # not by --ddp_backend, which takes one name; it must be known before TrainingArguments opens the group
         if backend := process_group_backend(options.fsdp_config, gpu=not values["use_cpu"]):
             if values["ddp_backend"]:
-                options.fail("ddp_backend", f"cpu_offload needs {backend}", "leave it out")
+                raise options.error("ddp_backend", f"cpu_offload needs {backend}", "leave it out")
             values["ddp_backend"] = backend
     values["report_to"] = check_trackers(values["report_to"]) or "none"
     values["run_name"] = values["run_name"] or os.path.basename(os.getcwd())
@@ -292,9 +286,11 @@ def build_arguments(options: Options) -> tuple[ModelArguments, DataArguments, Tr
             values
         )
     except (ValueError, OSError) as error:
-        fail("command line", str(error), "see --help")
+        raise WorkshopError("command line", str(error), "see --help") from error
     except torch.distributed.DistError as error:
-        fail("process group", str(error), "check MASTER_ADDR and MASTER_PORT on every node", ENVIRONMENT)
+        raise WorkshopError(
+            "process group", str(error), "check MASTER_ADDR and MASTER_PORT on every node", ENVIRONMENT
+        ) from error
     if training_args.n_gpu > 1:
         # transformers would fall back to nn.DataParallel; one process drives one GPU in this workshop
         print(f"plain python uses 1 of the {training_args.n_gpu} visible GPUs; start with torchrun to use all")

@@ -19,6 +19,8 @@ from transformers import (
 )
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
+from knobs import DEFAULTS
+
 CUSTOM_GPT = "custom-gpt"
 
 
@@ -32,12 +34,12 @@ class CustomGPTConfig(PreTrainedConfig):
         "intermediate_size": "ff_dim",
         "max_position_embeddings": "seq_length",
     }
-    vocab_size: int = 50000
-    hidden_size: int = 2048
-    num_layers: int = 3
-    num_heads: int = 16
-    ff_dim: int = 8192
-    seq_length: int = 512
+    vocab_size: int = DEFAULTS["vocab_size"]
+    hidden_size: int = DEFAULTS["hidden_size"]
+    num_layers: int = DEFAULTS["num_layers"]
+    num_heads: int = DEFAULTS["num_heads"]
+    ff_dim: int = DEFAULTS["ff_dim"]
+    seq_length: int = DEFAULTS["seq_length"]
     tie_word_embeddings: bool = True
 
 
@@ -46,7 +48,8 @@ class Attention(nn.Module):
 
     def __init__(self, config: CustomGPTConfig, layer: int):
         super().__init__()
-        self.heads, self.layer = config.num_heads, layer
+        self.heads = config.num_heads
+        self.layer = layer
         self.qkv = nn.Linear(config.hidden_size, 3 * config.hidden_size)
         self.out = nn.Linear(config.hidden_size, config.hidden_size)
 

@@ -6,9 +6,11 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from datasets import Dataset, load_dataset
-from errors import fail
-from hub import cannot_load, offline_without_network
+from datasets.exceptions import DatasetGenerationError
 from transformers import DataCollatorForSeq2Seq, PreTrainedTokenizerBase
+
+from errors import WorkshopError
+from hub import cannot_load, offline_without_network
 
 # The answer to a question that its paragraph cannot answer (SQuAD v2.0)
 UNANSWERABLE = "no answer"
@@ -22,7 +24,7 @@ def load_squad(data_args, tokenizer: PreTrainedTokenizerBase, training_args) -> 
     """Training and evaluation set, tokenised: input_ids, attention_mask, labels, length, id, question,
     context, answers. Subsets are chosen by the seed, and every rank gets the same ones.
 
-    Raises SystemExit(2) when a file is unusable or holds fewer questions than asked for.
+    Raises WorkshopError (exit code 2) when a file is unusable or holds fewer questions than asked for.
     """
     train_size = data_args.train_size
     if data_args.samples_per_gpu:
@@ -53,9 +55,10 @@ def seed_of(training_args) -> int:
 
 def read_splits(data_args, model_name: str = "") -> tuple[Dataset, Dataset]:
     """The questions to train on and those to evaluate on; columns id, question, context, answers."""
-    dataset, eval_dataset = data_args.dataset, data_args.eval_dataset
+    dataset = data_args.dataset
+    eval_dataset = data_args.eval_dataset
     if eval_dataset and not is_local(eval_dataset):
-        fail("--eval_dataset", f"there is no file {eval_dataset}", "give a SQuAD JSON file")
+        raise WorkshopError("--eval_dataset", f"there is no file {eval_dataset}", "give a SQuAD JSON file")
     if not is_local(dataset):
         splits = load_from_hub(dataset, model_name)
         return splits["train"], from_file(eval_dataset, "all") if eval_dataset else splits["validation"]
@@ -68,9 +71,9 @@ def is_local(dataset: str) -> bool:
     looks_like_a_path = dataset.endswith(".json") or dataset.startswith((".", "/", "~"))
     path = Path(dataset).expanduser()
     if path.is_dir():
-        fail(dataset, "is a folder", "give a SQuAD JSON file, or a Hub name that is no folder here")
+        raise WorkshopError(dataset, "is a folder", "give a SQuAD JSON file, or a Hub name that is no folder here")
     if looks_like_a_path and not path.is_file():
-        fail(dataset, "there is no such file", "correct --dataset or --eval_dataset")
+        raise WorkshopError(dataset, "there is no such file", "correct --dataset or --eval_dataset")
     return path.is_file()
 
 
@@ -81,7 +84,7 @@ def load_from_hub(name: str, model_name: str) -> dict[str, Dataset]:
         splits = load_dataset(name)
         parts = {split: splits[split].select_columns(columns) for split in ("train", "validation")}
     except (OSError, ValueError, KeyError) as error:
-        cannot_load("--dataset", name, error, model_name, name)
+        raise cannot_load("--dataset", name, error, model_name, name) from error
     return {split: part.map(hub_answers, desc=f"Reading {name}") for split, part in parts.items()}
 
 
@@ -98,34 +101,38 @@ def from_file(path: str, part: str) -> Dataset:
     content = hashlib.sha256(read_bytes(path) + f"{part} {UNANSWERABLE} {HELD_OUT_EVERY}".encode())
     if next(read_questions(path, part), None) is None:
         way_out = "give --eval_dataset" if part == "held out" else "give a file with more paragraphs"
-        fail(path, f"no question in its {part} paragraphs", way_out)
-    return Dataset.from_generator(
-        read_questions, gen_kwargs={"path": path, "part": part}, fingerprint=content.hexdigest()[:16]
-    )
+        raise WorkshopError(path, f"no question in its {part} paragraphs", way_out)
+    arguments = {"path": path, "part": part}
+    try:
+        return Dataset.from_generator(read_questions, gen_kwargs=arguments, fingerprint=content.hexdigest()[:16])
+    except DatasetGenerationError as error:
+        if isinstance(error.__cause__, WorkshopError):  # raised by read_questions
+            raise error.__cause__ from None
+        raise
 
 
 def read_questions(path: str, part: str = "all") -> Iterator[dict]:
     """Questions of a SQuAD v1.1 or v2.0 JSON file, checked: id, question, context, answers (texts).
 
-    Raises SystemExit(2) naming the file and the place of the first fault.
+    Raises WorkshopError (exit code 2) naming the file and the location of the first fault.
     """
-    for number, (place, paragraph) in enumerate(read_paragraphs(path)):
-        questions = list(read_paragraph(path, place, paragraph))
+    for number, (location, paragraph) in enumerate(read_paragraphs(path)):
+        questions = list(read_paragraph(path, location, paragraph))
         held_out = number % HELD_OUT_EVERY == HELD_OUT_EVERY - 1
         if part == "all" or held_out == (part == "held out"):
             yield from questions
 
 
-def read_paragraph(path: str, place: str, paragraph: dict) -> Iterator[dict]:
-    context = wanted(path, place, paragraph, "context", str)
-    for q, item in enumerate(wanted(path, place, paragraph, "qas", list)):
-        where = f"{place}.qas[{q}]"
-        question = wanted(path, where, item, "question", str)
-        identifier = wanted(path, where, item, "id", str)
-        answers = wanted(path, where, item, "answers", list)
+def read_paragraph(path: str, location: str, paragraph: dict) -> Iterator[dict]:
+    context = required(path, location, paragraph, "context", str)
+    for q, item in enumerate(required(path, location, paragraph, "qas", list)):
+        where = f"{location}.qas[{q}]"
+        question = required(path, where, item, "question", str)
+        identifier = required(path, where, item, "id", str)
+        answers = required(path, where, item, "answers", list)
         texts = [answer_text(path, f"{where}.answers[{a}]", x, context) for a, x in enumerate(answers)]
         if not texts and not item.get("is_impossible"):
-            fail(f"{path}: {where}.answers", "is empty", "give an answer, or set is_impossible to true")
+            raise WorkshopError(f"{path}: {where}.answers", "is empty", "give an answer, or set is_impossible to true")
         answers = texts or [UNANSWERABLE]
         yield {"id": identifier, "question": question.strip(), "context": context, "answers": answers}
 
@@ -134,35 +141,39 @@ def read_bytes(path: str) -> bytes:
     try:
         return Path(path).expanduser().read_bytes()
     except OSError as error:
-        fail(path, error.strerror or "cannot be read", "check the path and its permissions")
+        raise WorkshopError(path, error.strerror or "cannot be read", "check the path and its permissions") from error
 
 
 def read_paragraphs(path: str) -> Iterator[tuple[str, dict]]:
     """Place and content of each paragraph, in the order of the file."""
     raw = read_bytes(path)
     if not raw.strip():
-        fail(path, "the file is empty", "give a SQuAD JSON file")
+        raise WorkshopError(path, "the file is empty", "give a SQuAD JSON file")
     try:
         content = json.loads(raw.decode("utf-8"))
     except UnicodeDecodeError as error:
-        fail(path, f"byte {error.start} is not UTF-8", "convert the file with iconv -t UTF-8")
+        raise WorkshopError(path, f"byte {error.start} is not UTF-8", "convert the file with iconv -t UTF-8") from error
     except json.JSONDecodeError as error:
-        fail(path, f"line {error.lineno}, column {error.colno}: {error.msg}", "is the file complete?")
+        raise WorkshopError(
+            path, f"line {error.lineno}, column {error.colno}: {error.msg}", "is the file complete?"
+        ) from error
     if not isinstance(content, dict):
-        fail(path, "is not a SQuAD file (no object with the key data)", "see data/README.md for the format")
-    for d, article in enumerate(wanted(path, "", content, "data", list)):
-        for p, paragraph in enumerate(wanted(path, f"data[{d}]", article, "paragraphs", list)):
+        raise WorkshopError(
+            path, "is not a SQuAD file (no object with the key data)", "see data/README.md for the format"
+        )
+    for d, article in enumerate(required(path, "", content, "data", list)):
+        for p, paragraph in enumerate(required(path, f"data[{d}]", article, "paragraphs", list)):
             yield f"data[{d}].paragraphs[{p}]", paragraph
 
 
-def wanted(path: str, place: str, holder: object, key: str, kind: type) -> object:
+def required(path: str, location: str, holder: object, key: str, kind: type) -> object:
     """``holder[key]``, which must be of the given kind and not a blank text."""
     value = holder.get(key) if isinstance(holder, dict) else None
     if not isinstance(value, kind) or isinstance(value, bool) or (kind is str and not value.strip()):
         found = "is missing" if value is None else f"is {value!r:.40}"
         name = {str: "a text", list: "a list", int: "a whole number"}[kind]
-        fail(
-            f"{path}: {place}.{key}".replace(": .", ": "),
+        raise WorkshopError(
+            f"{path}: {location}.{key}".replace(": .", ": "),
             f"{found}, expected {name}",
             "see data/README.md for the format",
         )
@@ -170,10 +181,10 @@ def wanted(path: str, place: str, holder: object, key: str, kind: type) -> objec
 
 
 def answer_text(path: str, where: str, answer: object, context: str) -> str:
-    text = wanted(path, where, answer, "text", str)
-    start = wanted(path, where, answer, "answer_start", int)
+    text = required(path, where, answer, "text", str)
+    start = required(path, where, answer, "answer_start", int)
     if start < 0 or context[start : start + len(text)] != text:
-        fail(
+        raise WorkshopError(
             f"{path}: {where}",
             f"{text!r:.40} is not at character {start} of its context",
             "correct answer_start",
@@ -184,7 +195,7 @@ def answer_text(path: str, where: str, answer: object, context: str) -> str:
 def subset(dataset: Dataset, size: int, seed: int, name: str, source: str) -> Dataset:
     if size > len(dataset):
         flag = {"train": "--train_size or --samples_per_gpu", "eval": "--eval_size"}[name]
-        fail(flag, f"{size} questions wanted, but {source} has {len(dataset)} to {name} on", "lower it")
+        raise WorkshopError(flag, f"{size} questions wanted, but {source} has {len(dataset)} to {name} on", "lower it")
     return dataset.shuffle(seed=seed).select(range(size))
 
 
@@ -237,7 +248,7 @@ def encode_prompts(
 ) -> list[list[int]]:
     """Token ids of each prompt, at most `room` of them: a prompt that is too long loses the end of its context.
 
-    Raises SystemExit(2) when a question does not fit even without any context.
+    Raises WorkshopError (exit code 2) when a question does not fit even without any context.
     """
     texts = [PROMPT.format(question=q, context=c) for q, c in zip(questions, contexts, strict=True)]
     encoded = tokenizer(texts)["input_ids"]
@@ -250,17 +261,19 @@ def encode_prompts(
 def shorten(question: str, context: str, limit: int, tokenizer: PreTrainedTokenizerBase) -> list[int]:
     """Cut words off the context's end until the prompt has at most `limit` tokens."""
     words = context.split(" ")
-    low, high = 0, len(words)  # the most words that fit lie in [low, high)
+    fewest = 0
+    most = len(words)  # the number of words that fit lies in [fewest, most)
     best = None
-    while low < high:
-        middle = (low + high) // 2
+    while fewest < most:
+        middle = (fewest + most) // 2
         ids = tokenizer(PROMPT.format(question=question, context=" ".join(words[:middle])))["input_ids"]
         if len(ids) <= limit:
-            best, low = ids, middle + 1
+            best = ids
+            fewest = middle + 1
         else:
-            high = middle
+            most = middle
     if best is None:
-        fail("--max_length", f"leaves no room for the question {question!r:.60}", "raise it")
+        raise WorkshopError("--max_length", f"leaves no room for the question {question!r:.60}", "raise it")
     return best
 
 

@@ -1,38 +1,80 @@
-"""Exit codes, and the one way in which every script here reports a user's mistake."""
+"""Exit codes, and the one way in which every script here tells of a mistake: an exception, one line, an exit code.
+
+    0        done
+    1        a training failed by itself: a traceback in the log, or no memory left
+    2        bad input: a flag, a variable, a file; found before anything is written
+    3        environment: a GPU, a package, a network, a disk not as it must be; a failed preflight, knob audit
+    4        no usable checkpoint to resume from
+    128 + N  ended by signal N
+
+What is wrong is raised as a `WorkshopError` where it is found. Only those who check several things catch it, and go on
+(preflight.py, check_experiment.py, gpu_check.py); for all others `run_program`, at the end of each script, makes the
+line and the exit code of it. Scripts of several ranks end in `parallel.distributed.run_and_exit`, which does the same
+and more. launch.py ends with the code of the rank that failed first, job.sh (job_finish) with that of the node.
+"""
 
 import argparse
 import os
 import re
 import sys
 import time
+from collections.abc import Callable
+from typing import Any, NoReturn
 
 BAD_INPUT = 2
 ENVIRONMENT = 3
 NO_CHECKPOINT = 4
+# seconds in which rank 0 reports what every rank has found, and its launcher ends the others
+RANK_0_FIRST = 10
 
 
-def fail(source: object, what: str, way_out: str, code: int = BAD_INPUT) -> None:
-    """Print ``error: <source>: <what>; <way_out>`` on stderr, once per job, and exit with `code`.
+class WorkshopError(Exception):
+    """What ends a script: ``source: what; way_out``.
 
-    source: the file, flag or variable at fault. Raises SystemExit(code), never returns.
+    source: the file, flag or variable at fault. what: what is wrong with it. way_out: what to do.
+    code: the exit code, 2 to 4, or 1 for a training that failed by itself.
+    """
+
+    def __init__(self, source: object, what: str, way_out: str, code: int = BAD_INPUT):
+        super().__init__(str(source), what, way_out, code)  # all of them, or it could not come from another process
+        self.source = str(source)
+        self.what = what
+        self.way_out = way_out
+        self.code = code
+
+    def __str__(self) -> str:
+        return f"{self.source}: {self.what}; {self.way_out}".replace("\n", " ")
+
+
+def run_program(main: Callable[[], None]) -> None:
+    """Run a script's `main`; what it raises ends the process with one line and the error's exit code."""
+    try:
+        main()
+    except WorkshopError as error:
+        report(error)
+        sys.exit(error.code)
+
+
+def report(error: WorkshopError) -> None:
+    """Print the error line on stderr, once per job.
+
+    Usually every rank finds the same mistake: rank 0 reports it, and its launcher then ends the others while they
+    wait here. A mistake that only this rank sees (a file missing on one node) is reported late.
     """
     rank = int(os.environ.get("RANK") or os.environ.get("SLURM_PROCID") or 0)
     if rank > 0:
-        # Usually every rank finds the same mistake and rank 0 reports it: its launcher then ends this
-        # process. A mistake that only this rank sees (a file missing on one node) is reported late.
-        time.sleep(10)
-    print(f"error: {source}: {what}; {way_out}".replace("\n", " "), file=sys.stderr, flush=True)
-    raise SystemExit(code)
+        time.sleep(RANK_0_FIRST)
+    print(f"error: {error}", file=sys.stderr, flush=True)
 
 
 class OneLineErrors(argparse.ArgumentParser):
     """An ArgumentParser whose errors are one line, whose help opens with the purpose, and without abbreviations."""
 
-    def __init__(self, *args, **kwargs):
+    def __init__(self, *args: Any, **kwargs: Any):
         super().__init__(*args, usage=argparse.SUPPRESS, allow_abbrev=False, **kwargs)
 
-    def error(self, message: str) -> None:
-        """Turn argparse's ``argument --x/--y: reason`` into an error line."""
+    def error(self, message: str) -> NoReturn:
+        """Turn argparse's ``argument --x/--y: reason`` into a WorkshopError."""
         match = re.match(r"argument ([^\s/:]+)\S*: (.*)", message, re.DOTALL)
         source, what = match.groups() if match else ("command line", message)
-        fail(source, what, "see --help")
+        raise WorkshopError(source, what, "see --help")

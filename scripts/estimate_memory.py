@@ -12,16 +12,18 @@ BLOOM and custom-gpt need no download, other models their config.json. docs/memo
 import itertools
 import math
 import os
+from collections.abc import Mapping
 from dataclasses import dataclass
 from types import SimpleNamespace
 
 import psutil
 import torch
+
 from config import Options, parse_command_line, precision_name
-from ds_config import check_ds_config
-from errors import fail
-from fsdp_config import check_fsdp_file, fsdp_name, resolve_sizes, shard_count, wrap_classes
+from errors import WorkshopError, run_program
 from model_shape import Shape, shape_for
+from parallel.ds_config import check_ds_config
+from parallel.fsdp_config import check_fsdp_file, fsdp_name, resolve_sizes, wrap_classes
 
 GIB = 2**30
 EXTRA_FLAGS = {
@@ -30,8 +32,9 @@ EXTRA_FLAGS = {
     "gpu_memory": {"type": float, "default": None, "help": "GiB of one GPU, for the verdict. Default: the one here."},
     "cpu_memory": {"type": float, "default": None, "help": "GiB of one node, as in --mem of sbatch, for the verdict."},
 }
-MASTERS_AND_MOMENTS = 12  # bytes per parameter: fp32 weight, first and second moment of Adam (arXiv:1910.02054, 3.1)
-FP32 = 4
+FP32 = 4  # bytes
+HALF = 2  # bytes of fp16 and bf16
+K = 3 * FP32  # of the ZeRO paper: bytes per parameter of fp32 master, first and second moment of Adam
 CUDA_RESERVE = 2 * GIB  # per process, for the memory that CUDA and NCCL take of a node; not measured
 ADAMW = ("adamw_torch", "adamw_torch_fused")
 
@@ -53,104 +56,270 @@ class Held:
 
 def estimate(options: Options) -> list[Held]:
     """Parameters, gradients, optimizer state, buffers, activations and logits of the rank that holds most."""
-    shape, world = shape_for(options), options.values["gpus"]
-    low = FP32 if precision_name(options.values) == "fp32" else 2
+    shape = shape_for(options)
+    ranks = options.values["gpus"]
+    compute_bytes = FP32 if precision_name(options.values) == "fp32" else HALF
     if options.deepspeed_config:
-        held = deepspeed(shape, options.deepspeed_config["zero_optimization"], world, low)
+        held = deepspeed(shape, options.deepspeed_config["zero_optimization"], ranks, compute_bytes)
     elif options.fsdp_config is not None:
-        held = fsdp(shape, options, low)
+        accumulates = options.values["gradient_accumulation_steps"] > 1
+        held = fsdp(shape, options.fsdp_config, accumulates, compute_bytes)
     else:
-        held = plain(shape, world)
-    activations, note = shape.activations, "kept for the backward pass"
-    if options.values["gradient_checkpointing"] or (options.fsdp_config or {}).get("activation_checkpointing"):
-        activations = shape.layers * shape.block_input + shape.activations / shape.layers
-        note = "checkpointed: inputs of the blocks, and one block's"
-    elif not options.deepspeed_config and options.fsdp_config is None and low == 2:
-        note += ", with autocast's 16-bit copies of the weights"
+        held = plain(shape, ranks)
     return [
         *held,
-        Held("activations", activations, note=note),
+        activations(shape, options, compute_bytes),
         Held("logits", shape.logits, note="and their gradient"),
         Held("Python, libraries", 0, psutil.Process().memory_info().rss, "as this very process has it"),
     ]
 
 
-def plain(shape: Shape, world: int) -> list[Held]:
-    """Trainer and DDP: fp32 weights, gradients and moments, whole on every rank."""
-    total = shape.parameters
-    buckets = FP32 * total if world > 1 else 0
+def activations(shape: Shape, options: Options, compute_bytes: int) -> Held:
+    fsdp_config = options.fsdp_config or {}
+    if options.values["gradient_checkpointing"] or fsdp_config.get("activation_checkpointing"):
+        # the input of every block is kept, and one block at a time is computed again
+        kept = shape.layers * shape.block_input + shape.activations / shape.layers
+        return Held("activations", kept, note="checkpointed: inputs of the blocks, and one block's")
+    note = "kept for the backward pass"
+    autocast = not options.deepspeed_config and options.fsdp_config is None
+    if autocast and compute_bytes == HALF:
+        note += ", with autocast's 16-bit copies of the weights"
+    return Held("activations", shape.activations, note=note)
+
+
+# 1. Trainer and DDP
+
+
+def plain(shape: Shape, ranks: int) -> list[Held]:
+    """fp32 weights, gradients and moments, whole on every rank: 4 + 4 + 8 bytes for each of the Psi parameters."""
+    psi = shape.parameters
+    if ranks > 1:
+        buckets = Held("buffers", FP32 * psi, note="DDP's gradient buckets")
+    else:
+        buckets = Held("buffers", 0, note="one rank has nobody to talk to")
     return [
-        Held("parameters", FP32 * total, note="fp32 masters"),
-        Held("gradients", FP32 * total, note="fp32"),
-        Held("optimizer state", 2 * FP32 * total, note="two moments of Adam, fp32"),
-        Held("buffers", buckets, note="DDP's gradient buckets" if buckets else "one rank has nobody to talk to"),
-        loading(total),
+        Held("parameters", FP32 * psi, note="fp32 masters"),
+        Held("gradients", FP32 * psi, note="fp32"),
+        Held("optimizer state", 2 * FP32 * psi, note="two moments of Adam, fp32"),
+        buckets,
+        loading(psi),
     ]
 
 
-def deepspeed(shape: Shape, zero: dict, world: int, low: int) -> list[Held]:
-    """ZeRO 0 to 3 (arXiv:1910.02054); low: bytes of a parameter as DeepSpeed computes with it."""
-    stage, total, share = zero.get("stage", 0), shape.parameters, shape.parameters / world
-    optimizer_on_cpu, parameters_on_cpu = offloaded(zero, "optimizer"), offloaded(zero, "param")
-    states = Held("optimizer state", *place(MASTERS_AND_MOMENTS * share, optimizer_on_cpu), "fp32 masters, two moments")
-    bucket = low * min(auto(zero, "reduce_bucket_size", shape.hidden**2, 5e8), total)
-    step = FP32 * share  # the optimizer steps on fp32 gradients
-    if stage == 0:
-        kept = 2 * FP32 if low == FP32 else MASTERS_AND_MOMENTS  # fp32 weights are their own masters
-        states = Held("optimizer state", kept * total, note="two moments" if low == FP32 else states.note)
-        gradients = Held("gradients", low * total, note="whole")
-        buffers = Held("buffers", 0 if low == FP32 else FP32 * total, note="fp32 gradients in the step")
-    elif stage == 1:
-        gradients = Held("gradients", low * total, note="whole until the last backward pass of a step")
-    elif stage == 2:
-        most = max(stage2_gradients(shape.sizes, world))
-        gradients = Held("gradients", *place(low * most, optimizer_on_cpu), "the share, tensors on its edge whole")
-    else:
-        gradients = Held("gradients", *place(low * share, optimizer_on_cpu), "the share")
-    if stage in (1, 2):
-        largest = low * max(shape.sizes)
-        if optimizer_on_cpu:
-            cpu = step + largest + low * share
-            buffers = Held("buffers", bucket + largest, cpu, "bucket, transfers, fp32 gradients")
-        else:
-            buffers = Held("buffers", bucket + step, note="bucket; fp32 gradients in the step")
-    parameters = Held("parameters", low * total, note="whole")
-    if stage == 3:
-        parameters = Held("parameters", *place(low * share, parameters_on_cpu), "the share")
-        live = min(total, zero.get("stage3_max_live_parameters", 1e9)) if world > 1 or parameters_on_cpu else 0
-        prefetch = auto(zero, "stage3_prefetch_bucket_size", 0.9 * shape.hidden**2, 5e7) if live else 0
-        gpu = bucket + low * (live + prefetch) + (0 if optimizer_on_cpu else step)
-        note = "bucket, parameters gathered at a time, fp32 gradients in the step"
-        buffers = Held("buffers", gpu, step if optimizer_on_cpu else 0, note)
-    held = [parameters, gradients, states, buffers, loading(total, by_one_rank=stage == 3)]
-    if optimizer_on_cpu or parameters_on_cpu:
-        pinned = pinned_by_deepspeed(shape, zero, world, low)
-        held.append(rounding(pinned, kept_from_loading(shape, zero, world, low)))
+# 2. DeepSpeed ZeRO
+#
+# The symbols are those of the ZeRO paper (arXiv:1910.02054, sections 3.1 and 5): Psi parameters, N_d ranks, and the
+# multiplier K = 12 of Adam's state in mixed precision. Without ZeRO a rank holds (2 + 2 + K) Psi bytes, of which
+#     stage 1 leaves it   2 Psi + 2 Psi + K Psi / N_d              (P_os)
+#     stage 2             2 Psi + (2 Psi + K Psi) / N_d            (P_os+g)
+#     stage 3             (2 Psi + 2 Psi + K Psi) / N_d            (P_os+g+p)
+# The 2 is compute_bytes below: in fp32 it is 4. Where DeepSpeed holds more than the paper, the comment says why.
+
+
+def deepspeed(shape: Shape, zero: dict, n_d: int, compute_bytes: int) -> list[Held]:
+    held = [
+        zero_parameters(shape, zero, n_d, compute_bytes),
+        zero_gradients(shape, zero, n_d, compute_bytes),
+        zero_optimizer_state(shape, zero, n_d, compute_bytes),
+        zero_buffers(shape, zero, n_d, compute_bytes),
+        loading(shape.parameters, by_one_rank=zero.get("stage", 0) == 3),
+    ]
+    if offloaded(zero, "optimizer") or offloaded(zero, "param"):
+        pinned = pinned_by_deepspeed(shape, zero, n_d, compute_bytes)
+        held.append(rounding(pinned, kept_from_loading(shape, zero, n_d, compute_bytes)))
     return held
 
 
-def pinned_by_deepspeed(shape: Shape, zero: dict, world: int, low: int) -> list[float]:
+def zero_parameters(shape: Shape, zero: dict, n_d: int, compute_bytes: int) -> Held:
+    psi = shape.parameters
+    if zero.get("stage", 0) < 3:
+        return Held("parameters", compute_bytes * psi, note="whole")  # 2 Psi
+    share = compute_bytes * psi / n_d  # 2 Psi / N_d
+    return Held("parameters", *on_gpu_or_cpu(share, offloaded(zero, "param")), "the share")
+
+
+def zero_gradients(shape: Shape, zero: dict, n_d: int, compute_bytes: int) -> Held:
+    psi = shape.parameters
+    stage = zero.get("stage", 0)
+    on_cpu = offloaded(zero, "optimizer")
+    if stage == 0:
+        return Held("gradients", compute_bytes * psi, note="whole")  # 2 Psi
+    if stage == 1:
+        return Held("gradients", compute_bytes * psi, note="whole until the last backward pass of a step")  # 2 Psi
+    if stage == 2:
+        # 2 Psi / N_d, and what lies on the edges of the rank's part
+        kept = compute_bytes * max(stage2_gradients(shape.sizes, n_d))
+        return Held("gradients", *on_gpu_or_cpu(kept, on_cpu), "the share, tensors on its edge whole")
+    share = compute_bytes * psi / n_d  # 2 Psi / N_d
+    return Held("gradients", *on_gpu_or_cpu(share, on_cpu), "the share")
+
+
+def zero_optimizer_state(shape: Shape, zero: dict, n_d: int, compute_bytes: int) -> Held:
+    psi = shape.parameters
+    if zero.get("stage", 0) == 0:
+        if compute_bytes == FP32:
+            # fp32 weights are their own masters, which takes 4 off K
+            return Held("optimizer state", (K - FP32) * psi, note="two moments")
+        return Held("optimizer state", K * psi, note="fp32 masters, two moments")
+    share = K * psi / n_d  # K Psi / N_d
+    return Held("optimizer state", *on_gpu_or_cpu(share, offloaded(zero, "optimizer")), "fp32 masters, two moments")
+
+
+def zero_buffers(shape: Shape, zero: dict, n_d: int, compute_bytes: int) -> Held:
+    """What the paper calls temporary buffers (section 3.2), and the gathered parameters of stage 3."""
+    psi = shape.parameters
+    stage = zero.get("stage", 0)
+    on_cpu = offloaded(zero, "optimizer")
+    if stage == 0:
+        # the 16-bit optimizer copies all gradients to fp32 for its step
+        step = 0 if compute_bytes == FP32 else FP32 * psi
+        return Held("buffers", step, note="fp32 gradients in the step")
+    # Gradients are reduced in buckets, of the hidden size squared where the file says "auto"
+    bucket = compute_bytes * min(elements(zero, "reduce_bucket_size", shape.hidden**2, 5e8), psi)
+    # the optimizer steps on fp32 gradients of the rank's share: 4 Psi / N_d
+    step = FP32 * psi / n_d
+    if stage < 3 and on_cpu:
+        # gradients pass to the CPU through a buffer for the largest one, on both sides, and the updated 16-bit share
+        # comes back from a copy there
+        largest = compute_bytes * max(shape.sizes)
+        copy_of_share = compute_bytes * psi / n_d
+        return Held("buffers", bucket + largest, step + largest + copy_of_share, "bucket, transfers, fp32 gradients")
+    if stage < 3:
+        return Held("buffers", bucket + step, note="bucket; fp32 gradients in the step")
+    # Stage 3 gathers parameters before they are used, up to a limit, and the next ones ahead. A rank that has all of
+    # them on its GPU gathers nothing
+    gathered = 0.0
+    if n_d > 1 or offloaded(zero, "param"):
+        live = min(psi, zero.get("stage3_max_live_parameters", 1e9))
+        prefetch = elements(zero, "stage3_prefetch_bucket_size", 0.9 * shape.hidden**2, 5e7)
+        gathered = compute_bytes * (live + prefetch)
+    note = "bucket, parameters gathered at a time, fp32 gradients in the step"
+    if on_cpu:
+        return Held("buffers", bucket + gathered, step, note)
+    return Held("buffers", bucket + gathered + step, note=note)
+
+
+def stage2_gradients(sizes: tuple[int, ...], n_d: int) -> list[int]:
+    """Gradient elements that each rank keeps: DeepSpeed cuts the row of all parameters into equal parts, and a
+    gradient on the edge of two parts stays whole on both sides."""
+    part = math.ceil(sum(sizes) / n_d)
+    ends = list(itertools.accumulate(sizes))
+    kept = []
+    for rank in range(n_d):
+        first = rank * part
+        last = first + part
+        inside = [size for size, end in zip(sizes, ends, strict=True) if end > first and end - size < last]
+        kept.append(sum(inside))
+    return kept
+
+
+def first_ranks_gradients(sizes: tuple[int, ...], n_d: int) -> list[int]:
+    """Elements of each gradient that the first rank keeps under ZeRO-2."""
+    part = math.ceil(sum(sizes) / n_d)
+    ends = itertools.accumulate(sizes)
+    return [size for size, end in zip(sizes, ends, strict=True) if end - size < part]
+
+
+def pinned_by_deepspeed(shape: Shape, zero: dict, n_d: int, compute_bytes: int) -> list[float]:
     """Sizes of the buffers that DeepSpeed pins with offload_optimizer, offload_param or both, in bytes."""
-    share, sizes = shape.parameters / world, []
+    share = shape.parameters / n_d
+    sizes = []
     if offloaded(zero, "param"):
-        sizes.append(low * share)  # whatever pin_memory says
+        sizes.append(compute_bytes * share)  # whatever pin_memory says
     if not offloaded(zero, "optimizer") or not zero["offload_optimizer"].get("pin_memory", True):
         return sizes
     if zero.get("stage") == 3:
+        sizes.append(compute_bytes * share)  # gradients
         group = zero.get("sub_group_size", 1e9)  # the fp32 gradients are cut into groups of so many
         whole_groups, rest = divmod(share, group)
-        return [*sizes, low * share, *[FP32 * group] * int(whole_groups), FP32 * rest]
-    sizes += [FP32 * share, FP32 * share, low * share, low * max(shape.sizes)]  # masters, gradients, transfers
+        return [*sizes, *[FP32 * group] * int(whole_groups), FP32 * rest]
+    sizes += [FP32 * share, FP32 * share]  # masters and their gradients
+    sizes += [compute_bytes * share, compute_bytes * max(shape.sizes)]  # transfers: the share, the largest gradient
     if zero.get("stage") == 2:
-        sizes += [low * size for size in rank_gradients(shape.sizes, world)]
+        sizes += [compute_bytes * size for size in first_ranks_gradients(shape.sizes, n_d)]
     return sizes
 
 
-def kept_from_loading(shape: Shape, zero: dict, world: int, low: int) -> float:
+def kept_from_loading(shape: Shape, zero: dict, n_d: int, compute_bytes: int) -> float:
     """Bytes of pinned blocks that ZeRO-3 gave back after loading, and PyTorch keeps for a use that never comes."""
     if not offloaded(zero, "param") or not zero["offload_param"].get("pin_memory", True):
         return 0
-    return sum(power_of_two(low * size / world) for size in shape.sizes)
+    return sum(power_of_two(compute_bytes * size / n_d) for size in shape.sizes)
+
+
+def offloaded(zero: dict, part: str) -> bool:
+    return (zero.get(f"offload_{part}") or {}).get("device", "none") != "none"
+
+
+def elements(zero: dict, key: str, by_model: float, default: float) -> float:
+    """A size. The Trainer sets an "auto" by the model; a key that is not there has DeepSpeed's default."""
+    value = zero.get(key, default)
+    return by_model if value == "auto" else value
+
+
+# 3. FSDP
+#
+# In the symbols of the FSDP paper (arXiv:2304.11277, section 3.2): Psi parameters over the sharding factor F, which is
+# the world size for full sharding, and the ranks of a node for HYBRID_SHARD. Unlike ZeRO's, shares are fp32: 4 Psi / F
+# of parameters, and what is gathered for a unit is in the precision of the computation.
+
+
+def fsdp(shape: Shape, config: dict, accumulates: bool, compute_bytes: int) -> list[Held]:
+    """accumulates: over several backward passes before a step."""
+    psi = shape.parameters
+    f = config["dp_shard_size"]
+    on_cpu = config.get("cpu_offload", False)
+    share = FP32 * psi / f  # 4 Psi / F
+    if accumulates:
+        # no reduce-scatter before the last backward pass of a step, so gradients stay whole
+        gradients = Held("gradients", compute_bytes * psi, note="whole while gradients accumulate")
+    else:
+        gradients = Held("gradients", *on_gpu_or_cpu(share, on_cpu), "fp32 share")
+    held = [
+        Held("parameters", *on_gpu_or_cpu(share, on_cpu), "fp32 share"),
+        gradients,
+        Held("optimizer state", *on_gpu_or_cpu(2 * share, on_cpu), "two moments of Adam, fp32 share"),
+        fsdp_buffers(shape, config, accumulates, compute_bytes),
+        loading(psi),
+    ]
+    if on_cpu:  # each parameter's share and its gradient are pinned on their own
+        held.append(rounding([FP32 * size / f for size in shape.sizes] * 2))
+    return held
+
+
+def fsdp_buffers(shape: Shape, config: dict, accumulates: bool, compute_bytes: int) -> Held:
+    """Parameters gathered at a time (a unit in use and the one prefetched), and gradients on their way."""
+    psi = shape.parameters
+    on_cpu = config.get("cpu_offload", False)
+    block = max(shape.block_sizes, default=0)
+    outside = psi - sum(shape.block_sizes)  # embedding, last norm, head: the root unit
+    any_model = SimpleNamespace(_no_split_modules=["blocks"])
+    one_unit = not wrap_classes(config, any_model) or not shape.block_sizes
+    if one_unit or "SHARD_GRAD_OP" in fsdp_name(config):
+        gathered = psi
+        note = "all parameters gathered"
+    else:
+        gathered = outside + 2 * block
+        note = "two blocks gathered, embedding and head throughout"
+    if config["dp_shard_size"] == 1 and not on_cpu:
+        gathered = 0  # this rank has them all, where they are needed
+    # what the largest unit puts into its reduce-scatter, in fp32
+    reduced = psi if one_unit else max(outside, block)
+    # accumulated gradients lie on the GPU, their share of the step on the CPU
+    step_on_cpu = FP32 * psi / config["dp_shard_size"] if on_cpu and accumulates else 0
+    return Held("buffers", compute_bytes * gathered + FP32 * reduced, step_on_cpu, note)
+
+
+# 4. The memory of a node
+
+
+def loading(psi: int, by_one_rank: bool = False) -> Held:
+    note = "by rank 0 alone, as it hands out the shares" if by_one_rank else "before they move to the GPU"
+    return Held("weights while loading", 0, FP32 * psi, note, while_loading=True, by_one_rank=by_one_rank)
+
+
+def on_gpu_or_cpu(size: float, on_cpu: bool) -> tuple[float, float]:
+    return (0, size) if on_cpu else (size, 0)
 
 
 def rounding(pinned: list[float], kept: float = 0) -> Held:
@@ -163,88 +332,25 @@ def power_of_two(size: float) -> int:
     return 1 << (math.ceil(size) - 1).bit_length()
 
 
-def rank_gradients(sizes: tuple[int, ...], world: int) -> list[int]:
-    """Elements of each gradient that the first rank keeps under ZeRO-2."""
-    share, ends = math.ceil(sum(sizes) / world), itertools.accumulate(sizes)
-    return [size for size, end in zip(sizes, ends, strict=True) if end - size < share]
-
-
-def stage2_gradients(sizes: tuple[int, ...], world: int) -> list[int]:
-    """Gradient elements that each rank keeps: DeepSpeed cuts the row of all parameters into equal parts, and a
-    gradient on the edge of two parts stays whole on both sides."""
-    share = math.ceil(sum(sizes) / world)
-    ends = list(itertools.accumulate(sizes))
-    parts = [(rank * share, (rank + 1) * share) for rank in range(world)]
-    return [
-        sum(size for size, end in zip(sizes, ends, strict=True) if end > first and end - size < last)
-        for first, last in parts
-    ]
-
-
-def fsdp(shape: Shape, options: Options, low: int) -> list[Held]:
-    """FSDP1 and FSDP2 (arXiv:2304.11277): fp32 shares; units gathered in the precision of the computation."""
-    config, total = options.fsdp_config, shape.parameters
-    share, on_cpu = total / shard_count(config), config.get("cpu_offload", False)
-    accumulates = options.values["gradient_accumulation_steps"] > 1
-    if accumulates:
-        gradients = Held("gradients", low * total, note="whole while gradients accumulate")
-    else:
-        gradients = Held("gradients", *place(FP32 * share, on_cpu), "fp32 share")
-    rest, block = total - sum(shape.block_sizes), max(shape.block_sizes, default=0)
-    whole = not wrap_classes(config, SimpleNamespace(_no_split_modules=["blocks"])) or not shape.block_sizes
-    if whole or "SHARD_GRAD_OP" in fsdp_name(config):
-        gathered, note = total, "all parameters gathered"
-    else:
-        gathered, note = rest + 2 * block, "two blocks gathered, embedding and head throughout"
-    reduced = FP32 * (total if whole else max(rest, block))  # what one unit puts into its reduce-scatter
-    gathered = gathered if shard_count(config) > 1 or on_cpu else 0
-    held = [
-        Held("parameters", *place(FP32 * share, on_cpu), "fp32 share"),
-        gradients,
-        Held("optimizer state", *place(2 * FP32 * share, on_cpu), "two moments of Adam, fp32 share"),
-        Held("buffers", low * gathered + reduced, FP32 * share if on_cpu and accumulates else 0, note),
-        loading(total),
-    ]
-    if on_cpu:  # each parameter's share and its gradient are pinned on their own
-        held.append(rounding([FP32 * size / shard_count(config) for size in shape.sizes] * 2))
-    return held
-
-
-def loading(total: int, by_one_rank: bool = False) -> Held:
-    note = "by rank 0 alone, as it hands out the shares" if by_one_rank else "before they move to the GPU"
-    return Held("weights while loading", 0, FP32 * total, note, while_loading=True, by_one_rank=by_one_rank)
-
-
-def place(size: float, on_cpu: bool) -> tuple[float, float]:
-    return (0, size) if on_cpu else (size, 0)
-
-
-def offloaded(zero: dict, part: str) -> bool:
-    return (zero.get(f"offload_{part}") or {}).get("device", "none") != "none"
-
-
-def auto(section: dict, key: str, by_model: float, default: float) -> float:
-    """The Trainer sizes an "auto" by the model; a key that is not there has DeepSpeed's default."""
-    value = section.get(key, default)
-    return by_model if value == "auto" else value
-
-
 def totals(held: list[Held], ranks_per_node: int) -> tuple[float, float]:
     """Bytes of the fullest GPU, and of the first node's memory: loading comes before the rest."""
     process = sum(part.cpu for part in held if part.what == "Python, libraries")
     training = ranks_per_node * sum(part.cpu for part in held if not part.while_loading)
-    loading = ranks_per_node * process
+    while_loading = ranks_per_node * process
     for part in held:
         if part.while_loading:
-            loading += part.cpu * (1 if part.by_one_rank else ranks_per_node)
+            while_loading += part.cpu * (1 if part.by_one_rank else ranks_per_node)
         elif part.what == "parameters":  # offloaded ones are there as soon as they are loaded
-            loading += part.cpu * ranks_per_node
-    return sum(part.gpu for part in held), max(training, loading)
+            while_loading += part.cpu * ranks_per_node
+    return sum(part.gpu for part in held), max(training, while_loading)
 
 
 def mem_option(on_node: float, ranks_per_node: int) -> str:
     """The value for sbatch --mem, with a fifth to spare and what CUDA takes in each process."""
     return f"{math.ceil((1.2 * on_node + ranks_per_node * CUDA_RESERVE) / GIB)}G"
+
+
+# 5. The command line
 
 
 def verdict(what: str, needed: float, there: float | None) -> str:
@@ -259,7 +365,8 @@ def deepspeed_says(parameters: int, largest: int, zero: dict, gpus_per_node: int
     from deepspeed.runtime.zero.stage3 import estimate_zero3_model_states_mem_needs
     from deepspeed.runtime.zero.stage_1_and_2 import estimate_zero2_model_states_mem_needs
 
-    cpu_offload, size = offloaded(zero, "optimizer"), (gpus_per_node, nodes)
+    cpu_offload = offloaded(zero, "optimizer")
+    size = (gpus_per_node, nodes)
     if zero.get("stage") == 2:
         cpu, gpu = estimate_zero2_model_states_mem_needs(parameters, *size, cpu_offload)
     elif zero.get("stage") == 3:
@@ -270,35 +377,44 @@ def deepspeed_says(parameters: int, largest: int, zero: dict, gpus_per_node: int
     return f"DeepSpeed's own estimator, model state only: {gpu / GIB:.2f} GiB per GPU, {cpu / GIB:.2f} GiB per node"
 
 
-def complete(options: Options) -> Options:
-    """Read the config files, for the number of ranks that the training will have."""
+def read_options(
+    argv: list[str] | None = None, description: str = "", environment: Mapping[str, str] = os.environ
+) -> Options:
+    """The options of a training with as many ranks as --gpus and --nodes say, its config files read.
+
+    environment: where the variables of the knobs are looked up. Raises WorkshopError (exit code 2).
+    """
+    options = parse_command_line(description, argv, EXTRA_FLAGS, gpu=True, environment=environment)
     values = options.values
+    gpus = values["gpus"]
+    nodes = values["nodes"]
     for flag in ("gpus", "nodes"):
         if values[flag] < 1:
-            fail(f"--{flag}", f"{values[flag]} is too small", "give a whole number of at least 1")
+            raise WorkshopError(f"--{flag}", f"{values[flag]} is too small", "give a whole number of at least 1")
     for flag in ("gpu_memory", "cpu_memory"):
         if values[flag] is not None and not values[flag] > 0:
-            fail(f"--{flag}", f"{values[flag]:g} is too small", "give GiB, for example 32")
-    if values["gpus"] % values["nodes"]:
-        fail(
-            "--gpus",
-            f"{values['gpus']} GPUs do not spread over {values['nodes']} nodes",
-            "give a multiple of the nodes",
-        )
+            raise WorkshopError(f"--{flag}", f"{values[flag]:g} is too small", "give GiB, for example 32")
+    if gpus % nodes:
+        what = f"{gpus} GPUs do not spread over {nodes} nodes"
+        raise WorkshopError("--gpus", what, "give a multiple of the nodes")
     if values["optim"] not in ADAMW:
-        fail("--optim", f"the state of {values['optim']} is not known here", f"estimate with {ADAMW[0]}")
-    os.environ |= {"WORLD_SIZE": str(values["gpus"]), "LOCAL_WORLD_SIZE": str(values["gpus"] // values["nodes"])}
+        what = f"the state of {values['optim']} is not known here"
+        raise WorkshopError("--optim", what, f"estimate with {ADAMW[0]}")
     if values["deepspeed"]:
         options.deepspeed_config = check_ds_config(values["deepspeed"])
     if values["fsdp"]:
-        options.fsdp_config = check_fsdp_file(values["fsdp_config"]) if values["fsdp_config"] else {}
-        resolve_sizes(values["fsdp_config"] or "--fsdp", options.fsdp_config)
+        file = values["fsdp_config"]
+        options.fsdp_config = check_fsdp_file(file) if file else {}
+        resolve_sizes(file or "--fsdp", options.fsdp_config, gpus, gpus // nodes)
     return options
 
 
 def report(options: Options) -> str:
-    values, held, shape = options.values, estimate(options), shape_for(options)
-    gpus, nodes = values["gpus"], values["nodes"]
+    values = options.values
+    held = estimate(options)
+    shape = shape_for(options)
+    gpus = values["gpus"]
+    nodes = values["nodes"]
     batch = f"{values['per_device_train_batch_size']} x {values['max_length']} tokens"
     lines = [
         f"{values['model_name']}: {shape.parameters:,} parameters, {precision_name(values)}, micro batch {batch}, "
@@ -320,8 +436,8 @@ def report(options: Options) -> str:
 
 
 def main() -> None:
-    print(report(complete(parse_command_line(__doc__, extra=EXTRA_FLAGS, gpu=True))))
+    print(report(read_options(description=__doc__)))
 
 
 if __name__ == "__main__":
-    main()
+    run_program(main)

@@ -9,10 +9,16 @@ It reads the same flags and variables as train.py, so the same seed and sizes gi
 import contextlib
 
 import torch
+from datasets import Dataset
+from torch.distributed.fsdp import FullyShardedDataParallel
+from torchmetrics.functional.text import squad
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
 from config import Options, build_arguments, parse_command_line
 from data_loader import answer_room, load_evaluation_set
-from datasets import Dataset
-from distributed import (
+from errors import WorkshopError
+from model import load_model, load_tokenizer
+from parallel.distributed import (
     gather_lists,
     join_process_group,
     leave_process_group,
@@ -21,11 +27,6 @@ from distributed import (
     run_and_exit,
     world_size,
 )
-from errors import fail
-from model import load_model, load_tokenizer
-from torch.distributed.fsdp import FullyShardedDataParallel
-from torchmetrics.functional.text import squad
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 
 def exact_match_and_f1(
@@ -44,11 +45,11 @@ def exact_match_and_f1(
     """
     predictions = answer_questions(model, tokenizer, questions, batch_size, max_length, device, sharded)
     given = [{"id": str(i), "prediction_text": predictions[i]} for i in range(len(questions))]
-    wanted = [
+    references = [
         {"id": str(i), "answers": {"text": answers, "answer_start": [0] * len(answers)}}
         for i, answers in enumerate(questions["answers"])
     ]
-    return {name: round(float(value), 4) for name, value in squad(given, wanted).items()}
+    return {name: round(float(value), 4) for name, value in squad(given, references).items()}
 
 
 def answer_questions(
@@ -94,7 +95,7 @@ def root_gathered(model: PreTrainedModel) -> contextlib.AbstractContextManager:
 
 def evaluate_saved(options: Options) -> dict[str, float]:
     if options.values["deepspeed"]:
-        fail("--deepspeed", "evaluation holds the whole model on every rank", "leave the flag out")
+        raise WorkshopError("--deepspeed", "evaluation holds the whole model on every rank", "leave the flag out")
     prepare_environment(shards=False)
     model_args, data_args, args = build_arguments(options)
     join_process_group(deepspeed=False)

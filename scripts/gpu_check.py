@@ -28,22 +28,23 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from config import KNOBS, build_arguments, parse_command_line
-from data_loader import collator, load_evaluation_set
-from distributed import free_port
-from errors import ENVIRONMENT, OneLineErrors, fail
-from estimate_memory import EXTRA_FLAGS, complete, estimate, totals
-from evaluate import exact_match_and_f1
-from finish import write_json
-from model import load_model, load_tokenizer
-from model_shape import shape_for
-from preflight_jobs import tiny_variables, train_once
-from preflight_machine import OLDER_BUILD, REPOSITORY, built_for, command, last_line, wrong_pins
-from record import hardware
-from report_render import grid
 from transformers import Trainer
 
-SAMPLE = REPOSITORY / "data" / "squad_sample.json"
+from checks.jobs import tiny_variables, train_once
+from checks.machine import OLDER_BUILD, built_for, command, last_line, wrong_pins
+from config import Options, build_arguments, parse_command_line
+from data_loader import collator, load_evaluation_set
+from errors import ENVIRONMENT, OneLineErrors, WorkshopError, run_program
+from estimate_memory import estimate, read_options, totals
+from evaluate import exact_match_and_f1
+from json_files import write_json
+from model import load_model, load_tokenizer
+from model_shape import shape_for
+from parallel.distributed import free_port
+from paths import REPOSITORY, REQUIREMENTS, SAMPLE
+from reporting.render import grid
+from training.record import hardware
+
 # 16 steps of tiny-bloom; random weights need a larger learning rate
 TINY = {"TRAIN_SIZE": 64, "EVAL_SIZE": 8, "NUM_EPOCHS": 2, "BATCH_SIZE": 4, "GRAD_ACC": 2, "LEARNING_RATE": 2e-3}
 TINY |= {"MAX_LENGTH": 256, "EM_F1": True, "SAVE_STRATEGY": "epoch", "SAMPLES_PER_GPU": ""}
@@ -52,7 +53,8 @@ FULL = {"MODEL_NAME": "bigscience/bloom-560m", "FROM_SCRATCH": True, "TOKENIZER_
 FULL |= {"TRAIN_SIZE": 160, "EVAL_SIZE": 4, "NUM_EPOCHS": 1, "BATCH_SIZE": 4, "GRAD_ACC": 4, "MAX_LENGTH": 512}
 FULL |= {"SAMPLES_PER_GPU": ""}
 LOSS_TOLERANCE = 0.02  # of a 16-bit training's evaluation, and that of its saved weights in fp32
-MATMUL_SIZE, MATMULS = 8192, 20
+MATMUL_SIZE = 8192
+MATMULS = 20
 TERMINATED = 128 + signal.SIGTERM
 BUILD_TIMEOUT = 1200  # seconds
 
@@ -137,14 +139,15 @@ def in_a_process_of_its_own(function: Callable, environment: dict) -> object:
 
 
 def describe_gpu() -> dict:
-    """Raises SystemExit(3) without a GPU that this PyTorch was built for."""
+    """Raises WorkshopError (exit code 3) without a GPU that this PyTorch was built for."""
     if not torch.cuda.is_available():
         way_out = "run it on a GPU node (sbatch gpu_check.slurm), or without one: make gpu-check FLAGS=--cpu"
-        fail("GPU", f"PyTorch sees none on {socket.gethostname()}", way_out, ENVIRONMENT)
-    here, capability = hardware(1), torch.cuda.get_device_capability(0)
+        raise WorkshopError("GPU", f"PyTorch sees none on {socket.gethostname()}", way_out, ENVIRONMENT)
+    here = hardware(1)
+    capability = torch.cuda.get_device_capability(0)
     if not built_for(capability, torch.cuda.get_arch_list()):
         what = f"torch {torch.__version__} has no code for {here['gpu']} (compute capability {capability})"
-        fail("GPU", what, f"{OLDER_BUILD} (docs/environment.md)", ENVIRONMENT)
+        raise WorkshopError("GPU", what, f"{OLDER_BUILD} (docs/environment.md)", ENVIRONMENT)
     names = {name: here[name] for name in ("gpu", "gpu_memory_mib", "cpu", "cpus")}
     return names | {"compute_capability": ".".join(map(str, capability))}
 
@@ -223,7 +226,8 @@ def reload(output: Path, log: Path) -> dict:
 def scores_of(output: Path) -> dict:
     sizes = ["--eval_size", TINY["EVAL_SIZE"], "--max_length", TINY["MAX_LENGTH"], "--fp16", "False"]
     flags = ["--model_name", output, "--dataset", SAMPLE, "--output_dir", output / "evaluation", *sizes]
-    model_args, data_args, args = build_arguments(parse_command_line("", list(map(str, flags)), gpu=False))
+    options = parse_command_line("", list(map(str, flags)), gpu=False, environment={})
+    model_args, data_args, args = build_arguments(options)
     tokenizer = load_tokenizer(model_args, data_args)
     questions = load_evaluation_set(data_args, tokenizer, args)
     model = load_model(model_args, data_args, tokenizer, args.seed)
@@ -237,12 +241,10 @@ def scores_of(output: Path) -> dict:
 # 3. What was to be expected
 
 
-def options_of(row: Row) -> object:
+def options_of(row: Row) -> Options:
     """The row as estimate_memory.py reads it."""
-    knobs = {flag: FULL[variable] for variable, flag, _ in KNOBS if FULL.get(variable, "") != ""}
-    flags = [word for flag, value in knobs.items() for word in (f"--{flag}", str(value))]
-    flags += [str(REPOSITORY / flag) if flag.endswith(".json") else flag for flag in row.flags]
-    return complete(parse_command_line("", flags, EXTRA_FLAGS, gpu=True))
+    flags = [str(REPOSITORY / flag) if flag.endswith(".json") else flag for flag in row.flags]
+    return read_options(flags, environment=text_values(FULL))
 
 
 def flops_per_token(shape) -> int:
@@ -329,9 +331,11 @@ def load_results(path: Path, here: dict) -> dict:
         content = json.loads(path.read_text(encoding="utf-8"))
         other = [f"{key} {content['machine'].get(key)}" for key in here if content["machine"].get(key) != here[key]]
     except (ValueError, KeyError, TypeError, AttributeError):
-        fail(path, "is no result of this script", "move it away, or give another --output")
+        raise WorkshopError(path, "is no result of this script", "move it away, or give another --output") from None
     if other:
-        fail(path, f"is of another machine or version ({', '.join(other)})", "move it away, or give another --output")
+        raise WorkshopError(
+            path, f"is of another machine or version ({', '.join(other)})", "move it away, or give another --output"
+        )
     return content
 
 
@@ -349,18 +353,18 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     known = [row.name for row in ROWS if not (arguments.cpu and row.needs_gpu)]
     for name in arguments.rows or []:
         if name not in known:
-            fail(f"--rows {name}", "there is no such row here", f"choose from {', '.join(known)}")
+            raise WorkshopError(f"--rows {name}", "there is no such row here", f"choose from {', '.join(known)}")
     if arguments.timeout < 1:
-        fail("--timeout", f"{arguments.timeout} is too small", "give seconds, for example 600")
+        raise WorkshopError("--timeout", f"{arguments.timeout} is too small", "give seconds, for example 600")
     arguments.rows = arguments.rows or known
     return arguments
 
 
 def check_packages(any_version: bool) -> None:
-    if wrong := wrong_pins((REPOSITORY / "requirements.txt").read_text()):
+    if wrong := wrong_pins(REQUIREMENTS.read_text()):
         if not any_version:
             way_out = "python -m pip install -r requirements.txt, or go on with --any_version"
-            fail("packages", ", ".join(wrong), way_out, ENVIRONMENT)
+            raise WorkshopError("packages", ", ".join(wrong), way_out, ENVIRONMENT)
         print(f"packages: {', '.join(wrong)}", flush=True)
 
 
@@ -378,7 +382,7 @@ def compile_optimizers(environment: dict) -> None:
         subprocess.run(words, env=environment, timeout=BUILD_TIMEOUT, check=False)
     except subprocess.TimeoutExpired:
         what = f"no end after {BUILD_TIMEOUT} s: another build, or the lock of one that was killed"
-        fail("DeepSpeed build", what, "see make preflight, which names the lock", ENVIRONMENT)
+        raise WorkshopError("DeepSpeed build", what, "see make preflight, which names the lock", ENVIRONMENT) from None
 
 
 def main() -> None:
@@ -386,11 +390,9 @@ def main() -> None:
     arguments = parse()
     check_packages(arguments.any_version)
     environment = environment_of_rows(arguments.cpu)
-    # this process only estimates and scores, on the CPU; and no knob of the caller's reaches a row
-    os.environ["CUDA_VISIBLE_DEVICES"] = ""
-    for variable, _, _ in KNOBS:
-        os.environ.pop(variable, None)
-    here, folder = machine(environment, arguments.cpu), arguments.output.absolute()
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""  # this process only estimates and scores, on the CPU
+    here = machine(environment, arguments.cpu)
+    folder = arguments.output.absolute()
     path = folder / "gpu_check.json"
     content = load_results(path, here)
     folder.mkdir(parents=True, exist_ok=True)
@@ -417,17 +419,17 @@ def one_row(row: Row, folder: Path, arguments: argparse.Namespace, environment: 
     if estimated and estimated["estimated_gib"] > there / 1024:
         reason = f"{estimated['estimated_gib']:.1f} GiB needed by the estimate, the GPU has {there / 1024:.1f}"
         return estimated | {"status": "left out", "reason": reason}
-    start, log = time.monotonic(), folder / f"{row.name}.log"
+    start = time.monotonic()
+    log = folder / f"{row.name}.log"
     try:
         result = run_row(row, folder, log, environment, arguments)
-    except (Exception, SystemExit) as error:  # a model that cannot be loaded, a record that lacks something
-        if isinstance(error, SystemExit) and error.code == TERMINATED:
-            raise
-        said = f"{type(error).__name__}: {error}" if isinstance(error, Exception) else last_line(log.read_text())
-        result = {"status": "failed", "reason": f"{said}; read {log}"}
+    except WorkshopError as error:  # a model that cannot be loaded
+        result = {"status": "failed", "reason": f"{error}; read {log}"}
+    except Exception as error:  # a record that lacks something
+        result = {"status": "failed", "reason": f"{type(error).__name__}: {error}; read {log}"}
     result |= estimated | {"seconds": time.monotonic() - start}
     return result | rates(result, row, content.get("matmul_flops", math.inf))
 
 
 if __name__ == "__main__":
-    main()
+    run_program(main)

@@ -6,7 +6,8 @@ from urllib.parse import urlparse
 
 import datasets
 import huggingface_hub.constants
-from errors import fail
+
+from errors import WorkshopError
 
 
 def offline_without_network() -> None:
@@ -27,14 +28,12 @@ def offline_without_network() -> None:
         datasets.config.HF_HUB_OFFLINE = datasets.config.HF_DATASETS_OFFLINE = True
 
 
-def cannot_load(flag: str, name: str, error: Exception, model_name: str, dataset: str) -> None:
-    """End with exit code 2, saying how to get the model or dataset `name` of `flag` into the cache."""
+def cannot_load(flag: str, name: str, error: Exception, model_name: str, dataset: str) -> WorkshopError:
+    """The error that says how to get the model or dataset `name` of `flag` into the cache."""
     if huggingface_hub.constants.HF_HUB_OFFLINE:
         arguments = f"--model_name {model_name} " if model_name else ""
-        fail(
-            flag,
-            f"{name} is no local path, not in the cache, and there is no network",
-            f"on a login node run: python scripts/prefetch.py {arguments}--dataset {dataset}",
-        )
+        what = f"{name} is no local path, not in the cache, and there is no network"
+        way_out = f"on a login node run: python scripts/prefetch.py {arguments}--dataset {dataset}"
+        return WorkshopError(flag, what, way_out)
     reason = (str(error).strip() or type(error).__name__).splitlines()[0]
-    fail(flag, f"{name} cannot be loaded ({reason})", "correct the name, or give a local path")
+    return WorkshopError(flag, f"{name} cannot be loaded ({reason})", "correct the name, or give a local path")

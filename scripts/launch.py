@@ -13,49 +13,58 @@ import sys
 import time
 from pathlib import Path
 
-from errors import ENVIRONMENT, fail
 from torch.distributed import DistError
 from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.run import parse_args, run
 
-JOIN_TIMEOUT = os.environ.get("JOIN_TIMEOUT") or "300"  # seconds
-if not JOIN_TIMEOUT.isdecimal():
-    fail("JOIN_TIMEOUT", f"{JOIN_TIMEOUT!r} is no number of seconds", "give a whole number, for example 300")
+from errors import ENVIRONMENT, WorkshopError, run_program
 
 
 def main() -> None:
     if "--help" in sys.argv[1:2]:
         print(__doc__)
     arguments = parse_args(sys.argv[1:])
+    timeout = join_timeout()
     if arguments.rdzv_backend == "static" and arguments.master_port:
-        prepare_static_rendezvous(arguments)
+        prepare_static_rendezvous(arguments, timeout)
     try:
         run(arguments)
     except ChildFailedError as error:
         rank, failure = error.get_first_failure()
-        code = failure.exitcode if failure.exitcode > 0 else 128 - failure.exitcode  # -9: killed by signal 9
+        code = failure.exitcode
+        if code < 0:  # -9: killed by signal 9
+            code = 128 - code
         print(f"rank {rank} on {socket.gethostname()} ended first, with exit code {code}", file=sys.stderr)
         sys.exit(code)
     except SignalException as signal:
         sys.exit(128 + signal.sigval)
     except DistError as error:
         missing = ", ".join(missing_nodes())
-        what = f"{missing} within {JOIN_TIMEOUT} s" if missing else f"the nodes did not meet: {error}"
+        what = f"{missing} within {timeout} s" if missing else f"the nodes did not meet: {error}"
         way_out = "check that node, its name resolution and its firewall, or exclude it"
-        fail("rendezvous", what, way_out, ENVIRONMENT)
+        raise WorkshopError("rendezvous", what, way_out, ENVIRONMENT) from error
 
 
-def prepare_static_rendezvous(arguments: argparse.Namespace) -> None:
+def join_timeout() -> int:
+    """Seconds in which all nodes must have come."""
+    text = os.environ.get("JOIN_TIMEOUT") or "300"
+    if not text.isdecimal():
+        what = f"{text!r} is no number of seconds"
+        raise WorkshopError("JOIN_TIMEOUT", what, "give a whole number, for example 300")
+    return int(text)
+
+
+def prepare_static_rendezvous(arguments: argparse.Namespace, timeout: int) -> None:
     """Set the time-out for a node that does not come, and return once the first node can be reached.
 
     The torchrun of the first node serves the store in which the nodes meet, and later their ranks.
     """
-    arguments.rdzv_conf = f"timeout={JOIN_TIMEOUT},{arguments.rdzv_conf}".rstrip(",")
+    arguments.rdzv_conf = f"timeout={timeout},{arguments.rdzv_conf}".rstrip(",")
     if arguments.node_rank == 0:
         check_own_address(arguments.master_addr, arguments.master_port)
     else:
-        reach_first_node(arguments.master_addr, arguments.master_port)
+        reach_first_node(arguments.master_addr, arguments.master_port, timeout)
     note("joined")
 
 
@@ -69,12 +78,14 @@ def check_own_address(host: str, port: int) -> None:
             listener.listen()
     except OSError as error:
         what = f"{node_name()} cannot listen at {host}:{port} ({error})"
-        fail("rendezvous", what, "give MASTER_ADDR an address of the first node, or submit again", ENVIRONMENT)
+        raise WorkshopError(
+            "rendezvous", what, "give MASTER_ADDR an address of the first node, or submit again", ENVIRONMENT
+        ) from error
 
 
-def reach_first_node(host: str, port: int) -> None:
+def reach_first_node(host: str, port: int, timeout: int) -> None:
     """On the other nodes: wait until the first one listens; it reads what they note here, and can name the node."""
-    deadline = time.monotonic() + int(JOIN_TIMEOUT)
+    deadline = time.monotonic() + timeout
     noted = ""
     while True:
         try:
@@ -87,7 +98,7 @@ def reach_first_node(host: str, port: int) -> None:
             note("problem", problem)
         if time.monotonic() > deadline:
             way_out = "check name resolution and firewall between these two nodes"
-            fail("rendezvous", f"{problem} within {JOIN_TIMEOUT} s", way_out, ENVIRONMENT)
+            raise WorkshopError("rendezvous", f"{problem} within {timeout} s", way_out, ENVIRONMENT)
         time.sleep(1)
 
 
@@ -101,7 +112,8 @@ def missing_nodes() -> list[str]:
     """What is known of each node of the job that never reached the first one."""
     if "RUN_DIR" not in os.environ:
         return []
-    run_dir, found = Path(os.environ["RUN_DIR"]), []
+    run_dir = Path(os.environ["RUN_DIR"])
+    found = []
     for node in os.environ.get("ALL_NODES", "").split():
         problem = run_dir / f"problem_{node}"
         if not (run_dir / f"joined_{node}").exists():
@@ -114,4 +126,4 @@ def node_name() -> str:
 
 
 if __name__ == "__main__":
-    main()
+    run_program(main)

@@ -3,11 +3,6 @@
 from pathlib import Path
 
 import torch
-from arguments import CUSTOM_SIZES
-from custom_model import CUSTOM_GPT, CustomGPTConfig
-from data_loader import is_local, read_questions, read_splits
-from errors import fail
-from hub import cannot_load, offline_without_network
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import (
     MODEL_FOR_CAUSAL_LM_MAPPING,
@@ -23,6 +18,12 @@ from transformers import (
 )
 from transformers.initialization import no_init_weights
 from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
+
+from custom_model import CUSTOM_GPT, CustomGPTConfig
+from data_loader import is_local, read_questions, read_splits
+from errors import WorkshopError
+from hub import cannot_load, offline_without_network
+from knobs import CUSTOM_SIZES
 
 TINY_BLOOM = "tiny-bloom"
 # hidden size, layers and heads (arXiv:2211.05100, table 3): --from_scratch then needs no download
@@ -59,10 +60,10 @@ def load_tokenizer(model_args, data_args) -> PreTrainedTokenizerBase:
         if model_args.from_scratch and name in BLOOM_SIZES:
             print(f"no tokenizer of {name} here: training one of {TINY_VOCABULARY} tokens on {data_args.dataset}")
             return train_tokenizer(data_args, TINY_VOCABULARY)
-        cannot_load("--model_name", name, error, name, data_args.dataset)
+        raise cannot_load("--model_name", name, error, name, data_args.dataset) from error
     if model_args.model_name == CUSTOM_GPT and len(tokenizer) > model_args.vocab_size:
         what = f"{model_args.vocab_size} is less than the {len(tokenizer)} tokens of {name}"
-        fail("--vocab_size", what, "raise it, or take a smaller tokenizer")
+        raise WorkshopError("--vocab_size", what, "raise it, or take a smaller tokenizer")
     if tokenizer.pad_token is None:
         # Padding is masked by position, not by id, so the EOS that ends an answer still counts.
         tokenizer.pad_token = tokenizer.eos_token
@@ -73,15 +74,21 @@ def load_tokenizer(model_args, data_args) -> PreTrainedTokenizerBase:
 def check_local(name: str) -> None:
     path = Path(name)
     if path.is_dir() and not (path / "config.json").is_file():
-        fail("--model_name", f"the folder {name} holds no config.json", "give the folder of a saved model")
+        raise WorkshopError(
+            "--model_name", f"the folder {name} holds no config.json", "give the folder of a saved model"
+        )
     if name.startswith((".", "/", "~")) and not path.is_dir():
-        fail("--model_name", f"there is no folder {name}", "give the folder of a saved model, or a Hub name")
+        raise WorkshopError(
+            "--model_name", f"there is no folder {name}", "give the folder of a saved model, or a Hub name"
+        )
 
 
 def train_tokenizer(data_args, vocabulary: int) -> PreTrainedTokenizerBase:
     """Byte-level BPE with BLOOM's special ids, from all texts of the training file: the same on every rank."""
     if vocabulary < SMALLEST_VOCABULARY:
-        fail("--vocab_size", f"{vocabulary} is too small", f"{SMALLEST_VOCABULARY} tokens are bytes and special ones")
+        raise WorkshopError(
+            "--vocab_size", f"{vocabulary} is too small", f"{SMALLEST_VOCABULARY} tokens are bytes and special ones"
+        )
     dataset = data_args.dataset
     questions = read_questions(dataset) if is_local(dataset) else read_splits(data_args)[0]
     texts = dict.fromkeys(text for row in questions for text in (row["context"], row["question"]))
@@ -112,10 +119,10 @@ def load_model(model_args, data_args, tokenizer: PreTrainedTokenizerBase, seed: 
             # from_pretrained would take the checkpoint's dtype: fp16 masters lose small updates
             model = AutoModelForCausalLM.from_pretrained(name, dtype=torch.float32)
         except (OSError, ValueError) as error:
-            cannot_load("--model_name", name, error, name, data_args.dataset)
+            raise cannot_load("--model_name", name, error, name, data_args.dataset) from error
     vocabulary = model.config.get_text_config().vocab_size
     if len(tokenizer) > vocabulary:
-        fail(
+        raise WorkshopError(
             "--model_name",
             f"its tokenizer has {len(tokenizer)} tokens, the model {vocabulary}",
             "use a matching pair",
@@ -165,9 +172,11 @@ def load_config(model_args, data_args) -> PreTrainedConfig:
             offline_without_network()
         config = AutoConfig.from_pretrained(name)
     except (OSError, ValueError) as error:
-        cannot_load("--model_name", name, error, name, data_args.dataset)
+        raise cannot_load("--model_name", name, error, name, data_args.dataset) from error
     if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
-        fail("--model_name", f"{name} is a {config.model_type} model, not a causal LM", "take one that generates text")
+        raise WorkshopError(
+            "--model_name", f"{name} is a {config.model_type} model, not a causal LM", "take one that generates text"
+        )
     return config
 
 

@@ -7,15 +7,13 @@ from functools import lru_cache
 from types import SimpleNamespace
 
 import torch
-from config import Options, precision_name
-from errors import fail
-from model import load_config
 from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.initialization import no_init_weights
 
-# an operation without a rule for such tensors is logged with a traceback, and raised besides
-logging.getLogger("torch._subclasses.fake_tensor").setLevel(logging.CRITICAL)
+from config import Options, precision_name
+from errors import WorkshopError
+from model import load_config
 
 
 @dataclass(frozen=True)
@@ -36,31 +34,37 @@ class Shape:
 
 
 def shape_for(options: Options) -> Shape:
-    """Shape of the model that train.py would load. Raises SystemExit(2) when there is no such model."""
+    """Shape of the model that train.py would load. Raises WorkshopError (exit code 2) when there is no such model."""
     values = options.values
     config = load_config(SimpleNamespace(**values), SimpleNamespace(**values))
     autocast = not values["deepspeed"] and not values["fsdp"]
-    batch, length = values["per_device_train_batch_size"], values["max_length"]
+    batch = values["per_device_train_batch_size"]
+    length = values["max_length"]
     try:
         return trace(config.to_json_string(use_diff=False), batch, length, precision_name(values), autocast)
     except Exception as error:  # whatever a model's own code raises on tensors without values
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]
         what = f"the forward pass of {values['model_name']} cannot be traced ({reason})"
-        fail("--model_name", what, "measure its memory with a run of a few steps: --max_steps 3")
+        raise WorkshopError(
+            "--model_name", what, "measure its memory with a run of a few steps: --max_steps 3"
+        ) from error
 
 
 @lru_cache
-def trace(config: str, batch: int, length: int, precision: str, autocast: bool) -> Shape:
+def trace(config_json: str, batch: int, length: int, precision: str, autocast: bool) -> Shape:
     """Build the model and run its forward pass on tensors without storage, noting what autograd keeps of it.
 
-    config: as JSON. autocast: fp32 weights that are cast for each operation (Trainer, DDP) instead of weights in the
+    autocast: fp32 weights that are cast for each operation (Trainer, DDP) instead of weights in the
     precision itself (DeepSpeed; FSDP, as it gathers them).
     """
-    low = torch.float32 if precision == "fp32" else torch.bfloat16
-    config = AutoConfig.for_model(**json.loads(config))
-    saved = {}
+    # an operation without a rule for such tensors is logged with a traceback, and raised besides
+    logging.getLogger("torch._subclasses.fake_tensor").setLevel(logging.CRITICAL)
+    compute_dtype = torch.float32 if precision == "fp32" else torch.bfloat16  # fp16 has the same size
+    weight_dtype = torch.float32 if autocast else compute_dtype
+    config = AutoConfig.for_model(**json.loads(config_json))
+    saved: dict[int, torch.UntypedStorage] = {}
     with FakeTensorMode(), no_init_weights():
-        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32 if autocast else low).train()
+        model = AutoModelForCausalLM.from_config(config, dtype=weight_dtype).train()
         model.tie_weights()
         own = {p.untyped_storage()._cdata for p in model.parameters()}
 
@@ -73,20 +77,20 @@ def trace(config: str, batch: int, length: int, precision: str, autocast: bool) 
         tokens = torch.ones(batch, length, dtype=torch.long)
         with (
             torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor),
-            torch.autocast("cpu", dtype=low, enabled=autocast and precision != "fp32"),
+            torch.autocast("cpu", dtype=compute_dtype, enabled=autocast and precision != "fp32"),
         ):
             model(input_ids=tokens, attention_mask=tokens, labels=tokens)
     blocks = [m for m in model.modules() if type(m).__name__ in (model._no_split_modules or [])]
     text = config.get_text_config()
-    words, size = batch * length * text.vocab_size, low.itemsize
+    logits = batch * length * text.vocab_size
     return Shape(
         sizes=tuple(p.numel() for p in model.parameters()),
         block_sizes=tuple(sum(p.numel() for p in block.parameters()) for block in blocks),
         hidden=text.hidden_size,
         layers=len(blocks) or text.num_hidden_layers,
-        activations=sum(storage.nbytes() for storage in saved.values()) - 4 * words,
-        block_input=batch * length * text.hidden_size * size,
+        activations=sum(storage.nbytes() for storage in saved.values()) - 4 * logits,  # its fp32 log-softmax
+        block_input=batch * length * text.hidden_size * compute_dtype.itemsize,
         # 16-bit logits stand beside their fp32 copy and its log-softmax, fp32 ones beside the latter alone; in the
         # backward pass their gradients take these places
-        logits=words * (8 if precision == "fp32" else 10),
+        logits=logits * (8 if precision == "fp32" else 10),
     )

@@ -11,11 +11,13 @@ import json
 from pathlib import Path
 
 import huggingface_hub
-from data_loader import is_local
 from datasets import load_dataset
-from errors import ENVIRONMENT, OneLineErrors, fail
-from finish import now, write_json
 from huggingface_hub.constants import HF_HOME
+
+from data_loader import is_local
+from errors import ENVIRONMENT, OneLineErrors, WorkshopError, run_program
+from job.finish import now
+from json_files import write_json
 from model import TINY_BLOOM, check_local
 
 MANIFEST = Path(HF_HOME) / "workshop_manifest.json"
@@ -29,7 +31,7 @@ def main() -> None:
     parser.add_argument("--dataset", help="Hub name of a SQuAD-like data set")
     arguments = parser.parse_args()
     if not arguments.model_name and not arguments.dataset:
-        fail("prefetch.py", "nothing to fetch", "give --model_name, --dataset or both")
+        raise WorkshopError("prefetch.py", "nothing to fetch", "give --model_name, --dataset or both")
     fetched = {}
     if arguments.model_name:
         fetched |= fetch_model(arguments.model_name)
@@ -49,11 +51,11 @@ def fetch_model(name: str) -> dict:
     try:
         info = huggingface_hub.model_info(name)
         files = [sibling.rfilename for sibling in info.siblings]
-        wanted = MODEL_FILES if any(f.endswith(".safetensors") for f in files) else [*MODEL_FILES, "*.bin"]
+        patterns = MODEL_FILES if any(f.endswith(".safetensors") for f in files) else [*MODEL_FILES, "*.bin"]
         # by its branch, not by info.sha: without network from_pretrained looks for refs/main
-        folder = huggingface_hub.snapshot_download(name, allow_patterns=wanted)
+        folder = huggingface_hub.snapshot_download(name, allow_patterns=patterns)
     except Exception as error:  # the Hub client raises its own, httpx's and OSError
-        cannot_fetch("--model_name", name, error)
+        raise cannot_fetch("--model_name", name, error) from error
     size = sum(f.stat().st_size for f in Path(folder).rglob("*") if f.is_file())
     print(f"{name}: {size / 2**30:.2f} GiB in {folder}")
     return {f"model {name}": {"revision": Path(folder).name, "bytes": size, "fetched": now()}}
@@ -66,17 +68,17 @@ def fetch_dataset(name: str) -> dict:
     try:
         splits = load_dataset(name)
     except Exception as error:
-        cannot_fetch("--dataset", name, error)
+        raise cannot_fetch("--dataset", name, error) from error
     rows = {split: len(part) for split, part in splits.items()}
     print(f"{name}: {rows}")
     return {f"dataset {name}": {"rows": rows, "fetched": now()}}
 
 
-def cannot_fetch(flag: str, name: str, error: Exception) -> None:
+def cannot_fetch(flag: str, name: str, error: Exception) -> WorkshopError:
     reason = (str(error).strip() or type(error).__name__).splitlines()[0]
     way_out = "check the name, and that this machine has network"
-    fail(flag, f"{name} cannot be fetched ({reason:.200})", way_out, ENVIRONMENT)
+    return WorkshopError(flag, f"{name} cannot be fetched ({reason:.200})", way_out, ENVIRONMENT)
 
 
 if __name__ == "__main__":
-    main()
+    run_program(main)

@@ -19,10 +19,11 @@ import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
-from errors import ENVIRONMENT, OneLineErrors, fail
-from preflight_files import cache, configs, disk
-from preflight_jobs import slurm_jobs, tiny_jobs
-from preflight_machine import REPOSITORY, Lines, check_site, environment, gpus, last_line, load_site, nccl, unread
+from checks.files import cache, configs, disk
+from checks.jobs import slurm_jobs, tiny_jobs
+from checks.machine import Lines, check_site, environment, gpus, load_site, nccl
+from errors import ENVIRONMENT, OneLineErrors, WorkshopError, run_program
+from paths import REPOSITORY
 
 
 def main() -> None:
@@ -34,8 +35,9 @@ def main() -> None:
     parser.add_argument("--timeout", type=int, default=600, help="seconds for one training or job (%(default)s)")
     arguments = parser.parse_args()
     if arguments.timeout < 1:
-        fail("--timeout", f"{arguments.timeout} is too small", "give seconds, for example 600")
-    states, out = [], sys.stdout
+        raise WorkshopError("--timeout", f"{arguments.timeout} is too small", "give seconds, for example 600")
+    states = []
+    out = sys.stdout
 
     def say(state: str, name: str, found: str, way_out: str = "") -> None:
         states.append(state)
@@ -44,16 +46,17 @@ def main() -> None:
 
     folder = Path(tempfile.mkdtemp(prefix=".preflight-", dir=REPOSITORY))
     try:
-        site, problem = load_site(folder)
+        caller = dict(os.environ)
+        site = load_site(folder)
         arguments.model_name = arguments.model_name or [os.environ.get("MODEL_NAME") or "bigscience/bloom-560m"]
         arguments.dataset = arguments.dataset or os.environ.get("DATASET") or "squad"
-        checks = {"environment": environment, "GPUs": gpus, "NCCL": lambda: nccl("" if unread(problem) else site)}
-        checks |= {"site": lambda: check_site(site, problem), "cache": lambda: cache(arguments)}
+        checks = {"environment": environment, "GPUs": gpus, "NCCL": lambda: nccl(site)}
+        checks |= {"site": lambda: check_site(site), "cache": lambda: cache(arguments)}
         checks |= {"disk": lambda: disk(arguments), "configs": configs}
         if not arguments.quick:
             checks["tiny jobs"] = lambda: tiny_jobs(folder, arguments.timeout)
         if arguments.submit:
-            checks["Slurm jobs"] = lambda: slurm_jobs(folder, arguments.timeout)
+            checks["Slurm jobs"] = lambda: slurm_jobs(folder, arguments.timeout, caller)
         for name, check in checks.items():
             run_check(name, check, say)
     finally:
@@ -70,11 +73,11 @@ def run_check(name: str, check: Callable[[], Lines], say: Callable) -> None:
         with contextlib.redirect_stdout(noise), contextlib.redirect_stderr(noise):
             for line in check():
                 say(*line)
-    except SystemExit:
-        say("fail", name, last_line(noise.getvalue()))
+    except WorkshopError as error:
+        say("fail", name, str(error))
     except Exception as error:
         say("fail", name, f"{type(error).__name__}: {error}", "correct the installation: requirements.txt")
 
 
 if __name__ == "__main__":
-    main()
+    run_program(main)

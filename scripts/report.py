@@ -12,14 +12,14 @@ import argparse
 import os
 from pathlib import Path
 
-from errors import OneLineErrors, fail
-from memory_logs import logs_of, read_cpu_log, read_gpu_log
-from report_metrics import MOST_EPOCHS, Cell
-from report_render import GENERATOR, comma_separated, grid, lines_of, markdown, page
-from report_runs import Run, find_runs, read_run
-from report_tables import Table, build_table, build_tables, load_definitions
+from errors import OneLineErrors, WorkshopError, run_program
+from paths import REPOSITORY
+from reporting.memory_logs import logs_of, read_cpu_log, read_gpu_log
+from reporting.metrics import MOST_EPOCHS, Cell
+from reporting.render import GENERATOR, comma_separated, grid, lines_of, markdown, page
+from reporting.runs import Run, find_runs, read_run
+from reporting.tables import Table, build_table, build_tables, load_definitions
 
-REPOSITORY = Path(__file__).resolve().parent.parent
 DEFINITIONS = REPOSITORY / "experiments" / "tables.yaml"
 RUN_COLUMNS = ["model", "gpus", "runtime", "samples_per_second", "train_loss", "eval_loss", "peak_gpu", "peak_cpu"]
 
@@ -29,12 +29,14 @@ def write_report(folders: list[Path], output: Path, all_runs: bool) -> str:
     definitions = load_definitions(DEFINITIONS)
     for folder in folders:
         if not folder.is_dir():
-            fail(folder, "there is no such folder", "give folders of experiments")
+            raise WorkshopError(folder, "there is no such folder", "give folders of experiments")
     if output.is_dir() and any(output.iterdir()) and GENERATOR not in read_if_there(output / "index.html"):
-        fail(output, "holds files that are no report", "give a new folder with -o")
+        raise WorkshopError(output, "holds files that are no report", "give a new folder with -o")
     runs = find_runs(folders)
     if not runs:
-        fail(" ".join(map(str, folders)), "no runs below it", "run an experiment first, or give another folder")
+        raise WorkshopError(
+            " ".join(map(str, folders)), "no runs below it", "run an experiment first, or give another folder"
+        )
     tables = [*build_tables(definitions, runs, all_runs), run_table(runs)]
     try:
         output.mkdir(parents=True, exist_ok=True)
@@ -50,7 +52,9 @@ def write_report(folders: list[Path], output: Path, all_runs: bool) -> str:
         html = page(tables, images, "Results of the workshop", summary)
         (output / "index.html").write_text(html, encoding="utf-8")
     except OSError as error:
-        fail(error.filename or output, f"cannot be written ({error.strerror})", "give another folder with -o")
+        raise WorkshopError(
+            error.filename or output, f"cannot be written ({error.strerror})", "give another folder with -o"
+        ) from error
     return f"{len(runs)} runs, {sum(table.has_runs for table in tables)} tables: {output / 'index.html'}"
 
 
@@ -59,7 +63,7 @@ def read_if_there(path: Path) -> str:
 
 
 def write_tables(tables: list[Table], output: Path) -> dict[str, list[Path]]:
-    from report_plots import draw  # matplotlib takes a second, which --job need not wait for
+    from reporting.plots import draw  # matplotlib takes a second, which --job need not wait for
 
     images = {}
     for table in tables:
@@ -93,7 +97,7 @@ def job_tables(path: Path) -> str:
     """The baseline summary and the memory of one run, for the terminal."""
     run = read_run(path)
     if not run.record:
-        fail(path, run.problems[0].removeprefix(f"{path}: "), "give results/<job_id>.json of a run")
+        raise WorkshopError(path, run.problems[0].removeprefix(f"{path}: "), "give results/<job_id>.json of a run")
     hours, why = run.gpu_hours()
     rows = [*summary_rows(run), ["GPU-hours", Cell(hours).text, why], *memory_rows(run)]
     status = f"{run.status}: {run.status_note}" if run.status == "failed" and run.status_note else run.status
@@ -132,7 +136,7 @@ def memory_rows(run: Run) -> list[list[str]]:
         logs = [read(path) for path in paths]
         for log, name in ((each, name) for each in logs for name in each.names()):
             series = "CPU" if kind == "CPU" else f"GPU {name}"
-            values = {"peak": log.peak(name), "minimum": log.low(name), "mean": log.mean(name)}
+            values = {"peak": log.peak(name), "minimum": log.minimum(name), "mean": log.mean(name)}
             samples = f"{len(log.samples[name])} samples in {log.path.name}"
             note = "; ".join(filter(None, [samples, memory.reason]))
             rows += [[f"{series} memory, {which} (MiB)", Cell(v).text, note] for which, v in values.items()]
@@ -156,4 +160,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run_program(main)

@@ -8,25 +8,30 @@ The key for the upload comes from `wandb login`, or from experiments/wandb_key (
 import argparse
 import importlib.util
 import os
+import signal
 import stat
 import subprocess
 from pathlib import Path
 
-from errors import ENVIRONMENT, fail
+from errors import ENVIRONMENT, OneLineErrors, WorkshopError, run_program
+from paths import EXPERIMENTS
 
-KEY_FILE = Path(__file__).resolve().parent.parent / "experiments" / "wandb_key"
+KEY_FILE = EXPERIMENTS / "wandb_key"
 TRACKERS = ("wandb", "tensorboard", "trackio")
+UPLOAD_TIMEOUT = 300  # seconds; the job's GPUs wait meanwhile
 
 
 def check_trackers(report_to: object) -> list[str]:
-    """The trackers that are asked for. Raises SystemExit(2) for one that is unknown or not installed."""
+    """The trackers that are asked for. Raises WorkshopError (exit code 2) for one that is unknown or not installed."""
     names = [report_to] if isinstance(report_to, str) else list(report_to or [])
     names = [name for name in names if name != "none"]
     for name in names:
         if name not in TRACKERS:
-            fail("--report_to", f"{name} is no tracker of this workshop", f"choose one of {', '.join(TRACKERS)}, none")
+            raise WorkshopError(
+                "--report_to", f"{name} is no tracker of this workshop", f"choose one of {', '.join(TRACKERS)}, none"
+            )
         if importlib.util.find_spec(name) is None:
-            fail("--report_to", f"{name} is not installed", f"pip install {name}")
+            raise WorkshopError("--report_to", f"{name} is not installed", f"pip install {name}")
     return names
 
 
@@ -59,18 +64,43 @@ def upload(job_id: str) -> None:
     """Send the job's offline runs to Weights & Biases. The key goes through the environment, where ps shows none."""
     runs = sorted((Path("wandb") / job_id / "wandb").glob("offline-run-*"))
     if not runs:
-        fail(f"wandb/{job_id}", "holds no offline run", "run with REPORT_TO=wandb first")
+        raise WorkshopError(f"wandb/{job_id}", "holds no offline run", "run with REPORT_TO=wandb first")
     environment = dict(os.environ)
     if KEY_FILE.exists():
         if stat.S_IMODE(KEY_FILE.stat().st_mode) != 0o600:
-            fail(KEY_FILE, "others may read the key", "chmod 600 it", ENVIRONMENT)
+            raise WorkshopError(KEY_FILE, "others may read the key", "chmod 600 it", ENVIRONMENT)
         environment["WANDB_API_KEY"] = KEY_FILE.read_text().strip()
-    done = subprocess.run(["wandb", "sync", *runs], env=environment)
-    if done.returncode:
-        fail("wandb sync", f"ended with exit code {done.returncode}", "run it on a login node", ENVIRONMENT)
+    problem = sync(runs, environment)
+    if problem:
+        raise WorkshopError("wandb sync", problem, "run it on a login node", ENVIRONMENT)
+
+
+def sync(runs: list[Path], environment: dict[str, str]) -> str:
+    """Run ``wandb sync`` and show what it says, without the key; what is wrong, empty when nothing is."""
+    streams = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
+    try:
+        # a session of its own: wandb has a process that does the work, which must end with it
+        process = subprocess.Popen(
+            ["wandb", "sync", *map(str, runs)], env=environment, text=True, start_new_session=True, **streams
+        )
+    except OSError as error:
+        return f"cannot be started ({error.strerror})"
+    try:
+        said, _ = process.communicate(timeout=UPLOAD_TIMEOUT)
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)
+        process.communicate()
+        return f"did not end within {UPLOAD_TIMEOUT} s"
+    key = environment.get("WANDB_API_KEY")
+    print(said.replace(key, "***") if key else said, end="", flush=True)
+    return f"ended with exit code {process.returncode}" if process.returncode else ""
+
+
+def main() -> None:
+    parser = OneLineErrors(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("job_id", help="whose runs lie in wandb/JOB_ID of this folder")
+    upload(parser.parse_args().job_id)
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("job_id")
-    upload(parser.parse_args().job_id)
+    run_program(main)

@@ -1,4 +1,4 @@
-"""Fine-tune a causal language model on SQuAD with the Hugging Face Trainer, plain or with DeepSpeed.
+"""Fine-tune a causal language model on SQuAD with the Hugging Face Trainer: plain, with DDP, DeepSpeed ZeRO or FSDP.
 
 On a laptop, no network needed (TRAIN_SIZE and EVAL_SIZE fit the bundled sample):
     python scripts/train.py --model_name tiny-bloom --dataset data/squad_sample.json --train_size 256 --eval_size 64
@@ -8,6 +8,10 @@ BLOOM-560m on one GPU, then with ZeRO-1, then on two GPUs with ZeRO-2 and CPU of
     python scripts/train.py --deepspeed ds_configs/zero1.json
     python -m torch.distributed.run --nproc_per_node=2 scripts/train.py --deepspeed ds_configs/zero2_cpu_offload.json
 
+With FSDP on two GPUs: FULL_SHARD, or a strategy of the folder fsdp_configs:
+    python -m torch.distributed.run --nproc_per_node=2 scripts/train.py --fsdp
+    torchrun --nproc_per_node=2 scripts/train.py --fsdp --fsdp_config fsdp_configs/shard_grad_op.json
+
 Your own data and model, going on after an interruption:
     python scripts/train.py --model_name ./my-model --dataset my.json --train_size 1000 --resume_from_checkpoint
 """
@@ -15,20 +19,29 @@ Your own data and model, going on after an interruption:
 import signal
 import sys
 
-from audit import AuditCallback, steps_per_epoch, strategy_name, wanted_train_size
+from transformers import Trainer
+
 from build_ops import check_compiler
-from callbacks import RecordCallback, TrainSpeedCallback, UtilisationCallback
-from checkpoints import CheckpointCallback, find_checkpoint
 from config import build_arguments, parse_command_line
 from data_loader import collator, load_squad
-from distributed import join_process_group, leave_process_group, prepare_environment, rank, run_and_exit
-from ds_config import check_contradictions, check_ds_config
 from evaluate import exact_match_and_f1
-from fsdp_config import FSDPTrainer, check_fsdp_config, check_wrap_classes, shard_on_cpu
 from model import empty_model, load_model, load_tokenizer, save_model
-from record import RunRecord, new_job_id, refuse_finished
+from parallel.distributed import (
+    join_process_group,
+    leave_process_group,
+    local_world_size,
+    prepare_environment,
+    rank,
+    run_and_exit,
+    world_size,
+)
+from parallel.ds_config import check_contradictions, check_ds_config
+from parallel.fsdp_config import FSDPTrainer, check_fsdp_config, check_wrap_classes, shard_on_cpu
 from tracking import close_trackers, prepare_trackers
-from transformers import Trainer
+from training.audit import AuditCallback, requested_train_size, steps_per_epoch, strategy_name
+from training.callbacks import RecordCallback, TrainSpeedCallback, UtilisationCallback
+from training.checkpoints import CheckpointCallback, find_checkpoint
+from training.record import RunRecord, new_job_id, refuse_finished
 
 
 def main() -> None:
@@ -36,13 +49,15 @@ def main() -> None:
 
     # 1. Knobs: flags, variables, config files. A mistake ends the run here, before anything is written.
     options = parse_command_line(__doc__)
-    deepspeed, fsdp = options.values["deepspeed"], options.values["fsdp"]
+    deepspeed = options.values["deepspeed"]
+    fsdp = options.values["fsdp"]
     prepare_environment(shards=bool(deepspeed or fsdp))
     if deepspeed:
         options.deepspeed_config = check_ds_config(deepspeed)
         check_compiler(options.deepspeed_config)
     if fsdp:
-        options.fsdp_config = check_fsdp_config(fsdp, options.values["fsdp_config"])
+        fsdp_file = options.values["fsdp_config"]
+        options.fsdp_config = check_fsdp_config(fsdp, fsdp_file, world_size(), local_world_size())
 
     # 2. Processes: ranks, process group, one GPU each.
     model_args, data_args, args = build_arguments(options)
@@ -79,7 +94,8 @@ def main() -> None:
         prepare_trackers(args, job_id)
         model = load_model(model_args, data_args, tokenizer, args.seed)
         # CheckpointCallback removes the older ones, once the new one is known to be complete
-        save_total_limit, args.save_total_limit = args.save_total_limit, None
+        save_total_limit = args.save_total_limit
+        args.save_total_limit = None
         if fsdp:
             shard_on_cpu()
         trainer_class = FSDPTrainer if fsdp else Trainer
@@ -90,7 +106,7 @@ def main() -> None:
             eval_dataset=eval_dataset,
             data_collator=collator(tokenizer, data_args),
         )
-        speed = TrainSpeedCallback(wanted_train_size(options.values) / steps_per_epoch(trainer))
+        speed = TrainSpeedCallback(requested_train_size(options.values) / steps_per_epoch(trainer))
         utilisation = UtilisationCallback()
         trainer.add_callback(speed)
         trainer.add_callback(utilisation)

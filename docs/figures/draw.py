@@ -6,8 +6,9 @@ PYTHONPATH=scripts python docs/figures/draw.py
 from pathlib import Path
 
 import matplotlib.pyplot as plt
-from estimate_memory import EXTRA_FLAGS, GIB, complete, estimate, parse_command_line
 from matplotlib.patches import FancyBboxPatch
+
+from estimate_memory import EXTRA_FLAGS, GIB, complete, estimate, parse_command_line
 from model_shape import shape_for
 
 HERE = Path(__file__).resolve().parent

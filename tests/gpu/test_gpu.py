@@ -4,10 +4,11 @@ import json
 import subprocess
 import sys
 
-import build_ops
-import gpu_check
 import pytest
 import torch
+
+import build_ops
+import gpu_check
 from helpers import REPOSITORY, make_workplace, run
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="PyTorch sees no CUDA GPU here")

@@ -7,14 +7,15 @@ from types import SimpleNamespace
 
 sys.path.insert(0, "scripts")
 
-import sharding
 import torch
 import torch.distributed as dist
-from audit import AuditCallback
-from custom_model import CustomGPTBlock, CustomGPTConfig, CustomGPTForCausalLM
-from evaluate import root_gathered
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.fsdp.wrap import transformer_auto_wrap_policy
+
+from custom_model import CustomGPTBlock, CustomGPTConfig, CustomGPTForCausalLM
+from evaluate import root_gathered
+from parallel import sharding
+from training.audit import AuditCallback
 
 dist.init_process_group("gloo")
 sizes = {"vocab_size": 64, "hidden_size": 16, "num_layers": 3, "num_heads": 2, "ff_dim": 32, "seq_length": 16}

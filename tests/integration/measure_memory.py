@@ -10,11 +10,12 @@ import sys
 
 sys.path.insert(0, "scripts")
 import torch
-import train
-from sharding import unit_group
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from transformers import TrainerCallback
+
+import train
+from parallel.sharding import unit_group
 
 
 def parameters_of(model) -> list:

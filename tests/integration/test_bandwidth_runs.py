@@ -1,4 +1,4 @@
-"""bandwidth_test.py between two real ranks over gloo."""
+"""measure_bandwidth.py between two real ranks over gloo."""
 
 import json
 import re
@@ -12,10 +12,10 @@ SLOW = f"""
 import sys, time
 
 sys.path.insert(0, {{scripts!r}})
-import bandwidth_test
-from distributed import run_and_exit
+import measure_bandwidth
+from parallel.distributed import run_and_exit
 
-fast = bandwidth_test.dist.all_reduce
+fast = measure_bandwidth.dist.all_reduce
 
 
 def slow(tensor, **options):
@@ -23,13 +23,13 @@ def slow(tensor, **options):
     time.sleep(tensor.nbytes / {BYTES_PER_SECOND})
 
 
-bandwidth_test.dist.all_reduce = slow
-run_and_exit(bandwidth_test.main)
+measure_bandwidth.dist.all_reduce = slow
+run_and_exit(measure_bandwidth.main)
 """
 
 
 def test_the_result_says_what_was_measured(workplace):
-    test = {"script": "scripts/bandwidth_test.py", "processes": 2}
+    test = {"script": "scripts/measure_bandwidth.py", "processes": 2}
     done = start(workplace, "plain", "--output", "plain.json", **test).wait()
     assert done.code == 0, done
     result = json.loads((workplace / "plain.json").read_text())

@@ -1,10 +1,11 @@
 """The custom GPT trains as BLOOM does under every strategy, and can be saved, reloaded and asked."""
 
 import pytest
+from transformers import AutoModelForCausalLM
+
 from helpers import Finished, run
 from runs import CUSTOM, GPT, uses
 from test_evaluation import evaluate, few
-from transformers import AutoModelForCausalLM
 
 TOLERANCE = 1e-4
 

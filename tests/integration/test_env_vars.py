@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+
 from helpers import REPOSITORY, RUN_TIMEOUT, environment
 
 CHANGED = {

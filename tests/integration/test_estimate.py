@@ -3,7 +3,8 @@
 import json
 
 import pytest
-from estimate_memory import EXTRA_FLAGS, complete, estimate, parse_command_line, shape_for, stage2_gradients
+
+from estimate_memory import estimate, read_options, shape_for, stage2_gradients
 from helpers import TINY
 from runs import MEASURED, RUNS, uses
 
@@ -14,13 +15,10 @@ STATES = ("parameters", "gradients", "optimizer state")
 def test_states_are_as_estimated(run, monkeypatch):
     """Within 5 % on every rank; buffers stand in a row of their own."""
     world = RUNS[run.job_id].processes
-    for variable, value in (TINY | RUNS[run.job_id].variables).items():
-        monkeypatch.setenv(variable, str(value))
-    for variable in ("WORLD_SIZE", "LOCAL_WORLD_SIZE"):
-        monkeypatch.setenv(variable, "")  # set by complete(), and undone after the test
+    variables = {name: str(value) for name, value in (TINY | RUNS[run.job_id].variables).items()}
     monkeypatch.chdir(run.folder)
     command = [*RUNS[run.job_id].arguments, "--gpus", str(world)]
-    options = complete(parse_command_line("", command, EXTRA_FLAGS, gpu=True))
+    options = read_options(command, environment=variables)
     expected = {part.what: part.gpu + part.cpu for part in estimate(options) if part.what in STATES}
     held = [json.loads((run.folder / f"memory-{run.job_id}-{rank}.json").read_text()) for rank in range(world)]
     for what in STATES:

@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 
 import pytest
+
 from helpers import REPOSITORY, Finished, run
 
 # 128 tokens cut the contexts, which is faster, and leave room for the longest of the 16 answers

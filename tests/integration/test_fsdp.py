@@ -7,6 +7,7 @@ import json
 import re
 
 import pytest
+
 from helpers import REPOSITORY, Finished, patched, run
 from runs import FSDP, uses
 from test_evaluation import evaluate
@@ -44,7 +45,7 @@ def test_audit_shows_the_strategy_its_units_and_the_share_of_each_rank(run: Fini
 
 
 PRINT_LOSSES = """
-import fsdp_config
+from parallel import fsdp_config
 original = fsdp_config.FSDPTrainer.compute_loss
 def compute_loss(self, *arguments, **options):
     loss = original(self, *arguments, **options)

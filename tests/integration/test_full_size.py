@@ -15,7 +15,7 @@ sys.path.insert(0, sys.argv[1])
 from contextlib import nullcontext
 from types import SimpleNamespace
 import datasets
-from config import DataArguments, ModelArguments
+from knobs import DataArguments, ModelArguments
 from data_loader import load_squad
 from model import load_tokenizer
 

@@ -6,6 +6,7 @@ import sys
 import time
 
 import psutil
+
 from helpers import REPOSITORY, environment
 
 ROWS = ("ddp", "zero3_cpu_offload", "full_shard")

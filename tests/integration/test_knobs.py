@@ -5,9 +5,6 @@ import re
 
 import pytest
 import torch
-from config import cpu_has_bf16
-from helpers import REPOSITORY, Finished, patched, run
-from runs import uses
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import (
     AutoModelForCausalLM,
@@ -17,6 +14,10 @@ from transformers import (
     LlamaForCausalLM,
     PreTrainedTokenizerFast,
 )
+
+from config import cpu_has_bf16
+from helpers import REPOSITORY, Finished, patched, run
+from runs import uses
 
 FEW = {"TRAIN_SIZE": 16, "EVAL_SIZE": 5, "NUM_EPOCHS": 1}
 

@@ -5,6 +5,7 @@ import signal
 import socket
 
 import pytest
+
 from helpers import LAUNCHERS, Finished, free_port, patched, snapshot
 from runs import STRATEGIES, uses
 
@@ -110,7 +111,7 @@ def test_record_while_the_run_runs_and_after_sigterm(background):
 
 RANK_ENDS = """
 import os
-from callbacks import RecordCallback
+from training.callbacks import RecordCallback
 
 def end(self, args, state, control, **kwargs):
     if state.global_step == 3 and os.environ["RANK"] == "{rank}":
@@ -135,7 +136,8 @@ def test_record_of_a_run_whose_rank_was_killed(workplace, background):
     # rank 0 sees the broken connection or torchrun's SIGTERM, whichever comes first
     assert run.record["status"] in ("failed", "stopped"), run
     arguments = ("killed rank", "--exit-code", "1")  # what job.sh does with torchrun's exit code
-    assert background("finish", *arguments, script="scripts/finish.py").wait().code == 0
+    finish = background("finish", *arguments, script="scripts/job/finish.py", PYTHONPATH="scripts").wait()
+    assert finish.code == 0, finish
     assert (run.record["status"], run.record["exit_code"]) == ("failed", 1)
 
 

@@ -14,9 +14,10 @@ from pathlib import Path
 from urllib.parse import unquote, urlparse
 
 import pytest
+from transformers import BloomConfig, BloomForCausalLM
+
 from helpers import REPOSITORY, run
 from test_knobs import small_tokenizer
-from transformers import BloomConfig, BloomForCausalLM
 
 MODEL, DATASET = "workshop/tiny-hub-bloom", "workshop/tiny-hub-squad"
 COMMIT = "0123456789abcdef0123456789abcdef01234567"

@@ -3,11 +3,12 @@
 import json
 
 import pytest
+
 from helpers import REPOSITORY, patched, run
 
 # A copy stands for the pinned memory; what shares its storage is pinned
 RECORDER = """
-import audit
+from training import audit
 import build_ops
 build_ops.prepare_deepspeed()
 from deepspeed.accelerator.cpu_accelerator import CPU_Accelerator

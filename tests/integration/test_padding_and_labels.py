@@ -1,6 +1,7 @@
 """--padding and --labels: what changes the loss and what must not."""
 
 import pytest
+
 from helpers import Finished
 from runs import XQUAD, uses
 

@@ -9,8 +9,9 @@ import sys
 import time
 from pathlib import Path
 
-import build_ops
 import pytest
+
+import build_ops
 from helpers import INHERITED, REPOSITORY, snapshot
 
 FOLDERS = ("scripts", "ds_configs", "fsdp_configs", "data", "experiments")

@@ -4,13 +4,14 @@ import shutil
 from pathlib import Path
 
 import pytest
+
 from helpers import Finished, patched, run
 
 TOLERANCE = 1e-4
 # SIGKILL on every rank while the checkpoint of the second epoch is written, or just after it
 KILLED = """
 import os
-from checkpoints import CheckpointCallback
+from training.checkpoints import CheckpointCallback
 
 def on_save(self, args, state, control, original=CheckpointCallback.on_save, **kwargs):
     if state.global_step == 8:

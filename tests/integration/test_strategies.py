@@ -5,10 +5,11 @@ import re
 
 import pytest
 import torch
-from helpers import REPOSITORY, TINY, Finished
-from runs import CONFIGS, STRATEGIES, uses
 from safetensors import safe_open
 from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from helpers import REPOSITORY, TINY, Finished
+from runs import CONFIGS, STRATEGIES, uses
 
 TOLERANCE = 1e-4  # what the order of fp32 additions may change; a lost gradient changes far more
 
@@ -111,8 +112,9 @@ def eval_loss(model, tokenizer) -> float:
 
 
 def eval_examples(tokenizer) -> list[list[int]]:
-    from data_loader import read_questions, tokenise_batch
     from datasets import Dataset
+
+    from data_loader import read_questions, tokenise_batch
 
     rows = list(read_questions(REPOSITORY / TINY["DATASET"], "held out"))
     chosen = Dataset.from_list(rows).shuffle(seed=42).select(range(int(TINY["EVAL_SIZE"])))

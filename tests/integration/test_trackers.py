@@ -5,6 +5,7 @@ import struct
 from pathlib import Path
 
 import pytest
+
 from helpers import Finished
 from runs import uses
 

@@ -8,6 +8,7 @@ import os
 from collections.abc import Iterator
 
 import pytest
+
 from cluster import Cluster, unavailable
 from jobs import Lab
 

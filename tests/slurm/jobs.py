@@ -20,7 +20,7 @@ from pathlib import Path
 from cluster import FINAL, Cluster
 from cluster import run as run_command
 from helpers import REPOSITORY
-from memory_logs import read_cpu_log, read_gpu_log
+from reporting.memory_logs import read_cpu_log, read_gpu_log
 
 # The first DeepSpeed run on a machine compiles its CPU optimizer; others may train on the same two cores
 TIMEOUT = 600

@@ -7,8 +7,9 @@ import sys
 import time
 from pathlib import Path
 
-import cluster as module
 import pytest
+
+import cluster as module
 from cluster import Cluster, ClusterError
 
 COMMAND = [sys.executable, module.__file__]

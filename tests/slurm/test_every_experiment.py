@@ -6,6 +6,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+
 from cluster import run as run_command
 from conftest import running_cluster
 from helpers import REPOSITORY

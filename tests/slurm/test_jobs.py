@@ -13,10 +13,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
+
 from cluster import DOMAIN
 from cluster import run as run_command
 from jobs import ENDLESS, GIT, SHORT, Job, Lab, check_completed, check_memory_logs, directives
-from memory_logs import read_cpu_log, read_gpu_log
+from reporting.memory_logs import read_cpu_log, read_gpu_log
 
 TWO_NODES = "deepspeed-multi-node/2_nodes"
 NODES = ("node1", "node2")

@@ -4,6 +4,7 @@ import subprocess
 import sys
 
 import pytest
+
 from cluster import run as run_command
 from jobs import Lab
 

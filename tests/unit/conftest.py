@@ -7,10 +7,12 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-import config
 import datasets
 import pytest
 import torch
+
+import knobs
+from errors import WorkshopError
 from helpers import REPOSITORY, Finished
 
 LAUNCHER_VARIABLES = [
@@ -35,8 +37,8 @@ def cache(tmp_path_factory):
 def clean_machine(monkeypatch, tmp_path):
     """An empty working directory, no GPU, and no variable that a script reads; all is put back afterwards."""
     slurm = [name for name in os.environ if name.startswith("SLURM_")]
-    knobs = [variable for variable, _, _ in config.KNOBS]
-    for name in (*knobs, *config.NEAR_MISSES, *LAUNCHER_VARIABLES, *slurm):
+    variables = [knob.variable for knob in knobs.KNOBS]
+    for name in (*variables, *knobs.NEAR_MISSES, *LAUNCHER_VARIABLES, *slurm):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
@@ -66,15 +68,14 @@ def the_error(stderr: str) -> str:
 
 
 @pytest.fixture
-def refusal(capsys) -> Callable[..., str]:
-    """Calls a function that must end the process with exit code 2 (or `code`), and gives its error line."""
+def refusal() -> Callable[..., str]:
+    """Calls a function that must raise a WorkshopError of exit code 2 (or `code`), and gives its error line."""
 
     def check(function: Callable, *arguments: object, code: int = 2) -> str:
-        capsys.readouterr()
-        with pytest.raises(SystemExit) as end:
+        with pytest.raises(WorkshopError) as raised:
             function(*arguments)
-        assert end.value.code == code
-        return the_error(capsys.readouterr().err)
+        assert raised.value.code == code
+        return the_error(f"error: {raised.value}")
 
     return check
 
@@ -87,7 +88,11 @@ def command(tmp_path) -> Callable[..., Finished]:
         home = tmp_path / "home"
         kept = {name: os.environ[name] for name in ("PATH", "LD_LIBRARY_PATH", "LANG") if name in os.environ}
         environment = kept | {"HOME": str(home), "HF_HOME": str(home / "hf"), "CUDA_VISIBLE_DEVICES": ""} | variables
-        words = [sys.executable, str(REPOSITORY / "scripts" / script), *map(str, arguments)]
+        program = [str(REPOSITORY / "scripts" / script)]
+        if script.startswith("job."):  # as job.sh does
+            program = ["-m", script]
+            environment["PYTHONPATH"] = str(REPOSITORY / "scripts")
+        words = [sys.executable, *program, *map(str, arguments)]
         folder = tmp_path / "work"
         done = subprocess.run(words, cwd=folder, env=environment, capture_output=True, text=True, timeout=300)
         finished = Finished(" ".join(words), done.returncode, done.stderr, folder, "")

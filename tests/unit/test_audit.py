@@ -3,13 +3,15 @@
 import json
 from types import SimpleNamespace
 
-import audit
 import pytest
 import torch
-from audit import NOT_ON_CPU, AuditCallback, Knob, offload_knobs, table
-from config import DataArguments, parse_command_line
-from record import RunRecord
 from transformers import BloomConfig, BloomForCausalLM
+
+from config import parse_command_line
+from knobs import DataArguments
+from training import audit
+from training.audit import NOT_ON_CPU, AuditCallback, Knob, offload_knobs, table
+from training.record import RunRecord
 
 
 def plain_trainer() -> SimpleNamespace:

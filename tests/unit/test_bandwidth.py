@@ -1,12 +1,13 @@
-"""bandwidth_test.py on networks of any speed, with a clock that only the simulated all-reduce moves."""
+"""measure_bandwidth.py on networks of any speed, with a clock that only the simulated all-reduce moves."""
 
 import argparse
 import math
 
-import bandwidth_test
 import pytest
 import torch
-from bandwidth_test import Plan, bus_bandwidth, choose_plan, minimum_from_environment
+
+import measure_bandwidth
+from measure_bandwidth import Plan, bus_bandwidth, choose_plan, minimum_from_environment
 
 GIB = 2**30
 ON_GPUS = Plan(4 * GIB, 20, 50)
@@ -17,7 +18,7 @@ SPEEDS = [0.0005, 0.01, 0.05, 0.125, 0.5, 1.25, 3, 5, 12.5, 25, 100, 400]  # GB/
 def gpus(monkeypatch):
     """The defaults of a machine with GPUs."""
     for name, value in (("MESSAGE_BYTES", 4 * GIB), ("WARM_UP", 20), ("ITERATIONS", 50)):
-        monkeypatch.setattr(bandwidth_test, name, value)
+        monkeypatch.setattr(measure_bandwidth, name, value)
 
 
 class Network:
@@ -44,9 +45,9 @@ def network(monkeypatch):
 
     def make(bandwidth: float, ranks: int = 2, latency: float = 0.0, connecting: float = 0.0) -> Network:
         made = Network(bandwidth, ranks, latency, connecting)
-        monkeypatch.setattr(bandwidth_test.dist, "all_reduce", made.all_reduce)
-        monkeypatch.setattr(bandwidth_test.dist, "barrier", made.barrier)
-        monkeypatch.setattr(bandwidth_test.time, "perf_counter", lambda: made.now)
+        monkeypatch.setattr(measure_bandwidth.dist, "all_reduce", made.all_reduce)
+        monkeypatch.setattr(measure_bandwidth.dist, "barrier", made.barrier)
+        monkeypatch.setattr(measure_bandwidth.time, "perf_counter", lambda: made.now)
         monkeypatch.setenv("WORLD_SIZE", str(ranks))
         return made
 
@@ -57,11 +58,11 @@ def measured(network: Network, minimum: float = 5.0, **given: int) -> tuple[Plan
     """Plan and bandwidth of the whole test, probe included."""
     arguments = argparse.Namespace(message_bytes=None, warm_up=None, iterations=None, min_bandwidth=minimum)
     vars(arguments).update(given)
-    size = arguments.message_bytes or bandwidth_test.MESSAGE_BYTES
+    size = arguments.message_bytes or measure_bandwidth.MESSAGE_BYTES
     message = torch.empty(size // 4, device="meta")
-    plan = bandwidth_test.plan_of_all_ranks(message, arguments)
+    plan = measure_bandwidth.plan_of_all_ranks(message, arguments)
     message = message[: plan.message_bytes // 4]
-    seconds = bandwidth_test.seconds_per_all_reduce(message, plan.warm_up, plan.iterations)
+    seconds = measure_bandwidth.seconds_per_all_reduce(message, plan.warm_up, plan.iterations)
     return plan, bus_bandwidth(seconds, plan.message_bytes, network.ranks)
 
 
@@ -106,7 +107,7 @@ def test_plans_of_known_networks(gpus, speed, expected):
 
 
 def test_the_message_is_never_smaller_than_that_of_the_probe(gpus):
-    assert choose_plan(1.0, 50).message_bytes == bandwidth_test.PROBE_BYTES
+    assert choose_plan(1.0, 50).message_bytes == measure_bandwidth.PROBE_BYTES
 
 
 def test_what_is_given_stays(gpus):
@@ -166,7 +167,7 @@ def test_a_single_hiccup_decides_nothing(gpus, network, monkeypatch):
         link.now += 2.0 if len(link.sizes) == 1 else 0
         smooth(tensor, op)
 
-    monkeypatch.setattr(bandwidth_test.dist, "all_reduce", hiccup)
+    monkeypatch.setattr(measure_bandwidth.dist, "all_reduce", hiccup)
     assert measured(link)[0] == ON_GPUS
 
 
@@ -178,7 +179,7 @@ def test_without_a_choice_there_is_no_probe(gpus, network):
 
 def test_all_ranks_follow_the_first(network, monkeypatch):
     other = Plan(2**20, 7, 7)
-    monkeypatch.setattr(bandwidth_test, "same_everywhere", lambda own: other)
+    monkeypatch.setattr(measure_bandwidth, "same_everywhere", lambda own: other)
     assert measured(network(1.0))[0] == other
 
 
@@ -192,6 +193,6 @@ def test_a_malformed_threshold_is_refused(monkeypatch, refusal):
 )
 def test_a_number_that_is_too_small_is_refused(command, flag, least):
     name, value = flag.split("=")
-    assert command("bandwidth_test.py", flag).error_lines == [
+    assert command("measure_bandwidth.py", flag).error_lines == [
         f"error: {name}: {value} is too small; give at least {least}"
     ]

@@ -5,9 +5,10 @@ import sys
 import time
 from pathlib import Path
 
-import build_ops
 import pytest
 import torch
+
+import build_ops
 
 
 def program(folder: Path, name: str, lines: str) -> None:

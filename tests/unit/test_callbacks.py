@@ -2,9 +2,10 @@
 
 from types import SimpleNamespace
 
-import callbacks
 import pytest
-from callbacks import WARM_UP_STEPS, TrainSpeedCallback, UtilisationCallback, evaluations
+
+from training import callbacks
+from training.callbacks import WARM_UP_STEPS, TrainSpeedCallback, UtilisationCallback, evaluations
 
 SAMPLES_PER_STEP = 8
 

@@ -6,8 +6,9 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from checkpoints import MARKER, CheckpointCallback, find_checkpoint, is_complete, mark_complete
+
 from config import LATEST
+from training.checkpoints import MARKER, CheckpointCallback, find_checkpoint, is_complete, mark_complete
 
 
 def checkpoint(folder: Path | str, step: int, complete: bool = True, age: int = 0, **saved_by: object) -> Path:

@@ -4,12 +4,13 @@ import dataclasses
 import json
 import re
 
-import config
 import pytest
-from arguments import CUSTOM_SIZES
+from transformers import TrainingArguments
+
+import config
 from conftest import the_error
 from helpers import REPOSITORY
-from transformers import TrainingArguments
+from knobs import CUSTOM_SIZES, KNOBS, REMOVED_FLAGS
 
 # flag -> default, then text of the variable and the value it gives, then text of the flag and the value it gives
 VALUES = {
@@ -49,7 +50,7 @@ def parse(*argv: str) -> config.Options:
     return config.parse_command_line("Purpose.", list(argv))
 
 
-@pytest.mark.parametrize(("variable", "flag", "default"), config.KNOBS, ids=[row[0] for row in config.KNOBS])
+@pytest.mark.parametrize(("variable", "flag", "default"), KNOBS, ids=[row[0] for row in KNOBS])
 def test_flag_beats_variable_beats_default(variable, flag, default, gpu, monkeypatch):
     by_default, (text, by_variable), (typed, by_flag) = VALUES[flag]
     if flag in CUSTOM_SIZES:  # refused for any other model
@@ -71,7 +72,7 @@ def test_every_variable_is_named_in_the_help(capsys):
         parse("--help")
     text = " ".join(capsys.readouterr().out.split())
     assert text.startswith("Purpose.")
-    for variable, _, _ in config.KNOBS:
+    for variable, _, _ in KNOBS:
         assert f"Variable {variable}." in text
 
 
@@ -94,7 +95,7 @@ def test_run_is_named_after_its_folder(tmp_path, monkeypatch):
 
 def test_settings_hold_every_knob_each_given_flag_and_no_secret():
     settings = parse("--warmup_steps", "5", "--hub_token", "hf_secret").settings()
-    assert {flag for _, flag, _ in config.KNOBS} - set(CUSTOM_SIZES) <= settings.keys()
+    assert {flag for _, flag, _ in KNOBS} - set(CUSTOM_SIZES) <= settings.keys()
     assert set(CUSTOM_SIZES) <= parse("--model_name", "custom-gpt").settings().keys()
     assert settings["warmup_steps"] == 5
     assert "adam_beta1" not in settings
@@ -129,18 +130,18 @@ def test_an_unknown_flag_is_named_and_not_its_value(refusal):
     assert refusal(parse, "--epochss", "3").startswith("error: --epochss: unknown flag")
 
 
-@pytest.mark.parametrize("flag", config.REMOVED_FLAGS)
+@pytest.mark.parametrize("flag", REMOVED_FLAGS)
 def test_flag_removed_in_transformers_5_names_its_replacement(flag, refusal):
     dashes = flag.replace("_", "-")
-    expected = f"transformers 5 removed this flag; {config.REMOVED_FLAGS[flag]}"
+    expected = f"transformers 5 removed this flag; {REMOVED_FLAGS[flag]}"
     assert refusal(parse, f"--{flag}", "1") == f"error: --{flag}: {expected}"
     assert refusal(parse, f"--{dashes}=1") == f"error: --{dashes}: {expected}"
 
 
 def test_removed_flags_are_gone_and_their_replacements_there():
     there = {field.name for field in dataclasses.fields(TrainingArguments)}
-    assert not there & config.REMOVED_FLAGS.keys()
-    for way_out in config.REMOVED_FLAGS.values():
+    assert not there & REMOVED_FLAGS.keys()
+    for way_out in REMOVED_FLAGS.values():
         assert set(re.findall(r"--(\w+)", way_out)) <= there, way_out
 
 

@@ -6,14 +6,15 @@ from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 
-import data_loader
 import datasets
-import hub
 import huggingface_hub.constants
 import pytest
-from config import DataArguments, ModelArguments
+
+import data_loader
+import hub
 from data_loader import UNANSWERABLE, load_evaluation_set, load_from_hub, load_squad, read_questions, read_splits
 from helpers import REPOSITORY
+from knobs import DataArguments, ModelArguments
 from model import load_tokenizer
 
 XQUAD = REPOSITORY.parent / "shared" / "data" / "xquad.en.json"

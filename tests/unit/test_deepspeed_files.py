@@ -4,11 +4,12 @@ import json
 from pathlib import Path
 from types import SimpleNamespace
 
-import config
 import pytest
-from ds_config import check_contradictions, check_ds_config
-from helpers import REPOSITORY
 from transformers.integrations.deepspeed import HfTrainerDeepSpeedConfig
+
+import config
+from helpers import REPOSITORY
+from parallel.ds_config import check_contradictions, check_ds_config
 
 FILES = sorted((REPOSITORY / "ds_configs").glob("*.json"))
 
@@ -64,7 +65,7 @@ BROKEN = {
     "trailing comma": ('{\n "fp16": {},\n}', ": line 3, column 1: "),
     "empty": ("", ": line 1, column 1: Expecting value; correct the JSON"),
     "cut off": ('{"fp16": {"enabled"', ": line 1, column 20: "),
-    "a list": ("[]", ": is not a JSON object; see ds_configs/ for examples"),
+    "a list": ("[]", ": is not a JSON object; see ds_configs/ and fsdp_configs/ for examples"),
     "not UTF-8": (b'{"a": "\xff"}', ": byte 7 is not UTF-8; save the file as UTF-8"),
     "a key twice": (
         '{"fp16": {"enabled": true, "enabled": false}}',
@@ -81,7 +82,7 @@ def test_broken_file_is_refused_with_the_place(content, part, written, refusal):
 
 def test_file_that_is_not_there_or_is_a_folder_is_refused(tmp_path, refusal):
     assert refusal(check_ds_config, "zero9.json") == (
-        "error: zero9.json: No such file or directory; see ds_configs/ for the files that there are"
+        "error: zero9.json: No such file or directory; see ds_configs/ and fsdp_configs/"
     )
     assert refusal(check_ds_config, str(tmp_path)).startswith(f"error: {tmp_path}: Is a directory; ")
 

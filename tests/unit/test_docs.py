@@ -9,10 +9,12 @@ import sys
 import textwrap
 
 import pytest
-from config import KNOBS, parse_command_line
-from estimate_memory import EXTRA_FLAGS, complete
-from fsdp_config import check_fsdp_file
+
+from config import parse_command_line
+from estimate_memory import read_options
 from helpers import REPOSITORY
+from knobs import KNOBS
+from parallel.fsdp_config import check_fsdp_file
 
 PAGES = sorted([*REPOSITORY.glob("*.md"), *REPOSITORY.glob("docs/**/*.md"), *REPOSITORY.glob("data/*.md")])
 
@@ -51,7 +53,7 @@ def test_table_of_knobs_is_that_of_the_code():
 def test_the_build_for_older_gpus_is_told_where_it_is_looked_for():
     pin = re.search(r"^torch==(\S+)$", (REPOSITORY / "requirements.txt").read_text(), re.MULTILINE)[1]
     places = ["README.md", "docs/environment.md", "docs/instructor/README.md", "experiments/sites/example.sh"]
-    for place in [*places, "scripts/preflight_machine.py"]:
+    for place in [*places, "scripts/checks/machine.py"]:
         command = f"python -m pip install torch=={pin}+cu126 --index-url https://download.pytorch.org/whl/cu126"
         assert command in (REPOSITORY / place).read_text(encoding="utf-8"), place
 
@@ -199,21 +201,17 @@ def test_commands_are_those_that_there_are(path, kind, text, monkeypatch):
             assert (here / words[0]).is_file(), f"{words[0]} is not below {here}"
             assert (REPOSITORY / "experiments" / words[-1]).exists() or words[-1] in ("all", "fsdp-multi-gpu/mine")
         elif words[0] == "python" and words[1].endswith(".py"):
-            check_python(here / words[1], words[2:], variables, monkeypatch)
+            check_python(here / words[1], words[2:], variables)
 
 
-def check_python(script, flags: list[str], variables: dict, monkeypatch) -> None:
+def check_python(script, flags: list[str], variables: dict) -> None:
     assert script.is_file(), script
     names = [flag.partition("=")[0] for flag in flags if flag.startswith("--")]
     if script.name in ("train.py", "evaluate.py", "estimate_memory.py"):
-        extra = EXTRA_FLAGS if script.name == "estimate_memory.py" else {}
-        with monkeypatch.context() as patch:
-            for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE"):
-                patch.setenv(name, "1")
-            for name, value in variables.items():
-                patch.setenv(name, value)
-            options = parse_command_line("", flags, extra, gpu=True)
-            complete(options) if extra else None
+        if script.name == "estimate_memory.py":
+            options = read_options(flags, environment=variables)
+        else:
+            options = parse_command_line("", flags, gpu=True, environment=variables)
         for name in ("deepspeed", "fsdp_config"):
             assert not options.values[name] or (REPOSITORY / options.values[name]).is_file()
     else:

@@ -7,33 +7,25 @@ import sys
 
 import pytest
 import torch
+from transformers import AutoModelForCausalLM, BloomConfig
+
 from estimate_memory import (
-    EXTRA_FLAGS,
-    complete,
     deepspeed_says,
     estimate,
-    parse_command_line,
     power_of_two,
+    read_options,
     report,
     stage2_gradients,
     totals,
 )
 from helpers import REPOSITORY
 from model_shape import shape_for
-from transformers import AutoModelForCausalLM, BloomConfig
 
 GIB = 2**30
 
 
-@pytest.fixture
-def options(monkeypatch):
-    for variable in ("WORLD_SIZE", "LOCAL_WORLD_SIZE"):
-        monkeypatch.setenv(variable, "")  # set by complete(), and undone after the test
-
-    def build(*flags: object):
-        return complete(parse_command_line("", [str(flag) for flag in flags], EXTRA_FLAGS, gpu=True))
-
-    return build
+def options(*flags: object):
+    return read_options([str(flag) for flag in flags], environment={})
 
 
 def script(*flags: str) -> subprocess.CompletedProcess:
@@ -41,7 +33,7 @@ def script(*flags: str) -> subprocess.CompletedProcess:
     return subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, check=False)
 
 
-def test_activations_are_those_that_autograd_keeps(options):
+def test_activations_are_those_that_autograd_keeps():
     shape = shape_for(options("--model_name", "tiny-bloom", "--max_length", 100, "--fp16", "False"))
     model = AutoModelForCausalLM.from_config(BloomConfig(vocab_size=2048, hidden_size=64, n_layer=2, n_head=4)).train()
     own, kept = {p.untyped_storage().data_ptr() for p in model.parameters()}, {}
@@ -77,13 +69,13 @@ def test_gradients_on_an_edge_stay_whole_on_both_sides():
         (("--fsdp",), (1, 2, 2)),
     ],
 )
-def test_bytes_per_parameter_on_four_gpus(options, monkeypatch, flags, expected):
+def test_bytes_per_parameter_on_four_gpus(monkeypatch, flags, expected):
     monkeypatch.chdir(REPOSITORY)
     held = estimate(options(*flags, "--gpus", 4))
     assert [part.gpu / 559_214_592 for part in held[:3]] == pytest.approx(expected)
 
 
-def test_offloaded_states_are_in_cpu_memory(options, monkeypatch):
+def test_offloaded_states_are_in_cpu_memory(monkeypatch):
     monkeypatch.chdir(REPOSITORY)
     for stage, on_gpu in ((1, (2, 2, 0)), (2, (2, 0, 0)), (3, (0, 0, 0))):
         held = estimate(options("--deepspeed", f"ds_configs/zero{stage}_cpu_offload.json"))
@@ -91,7 +83,7 @@ def test_offloaded_states_are_in_cpu_memory(options, monkeypatch):
         assert held[2].cpu == 12 * 559_214_592
 
 
-def test_checkpointing_keeps_the_blocks_inputs(options):
+def test_checkpointing_keeps_the_blocks_inputs():
     everything, little = (
         next(part.gpu for part in estimate(options("--deepspeed", REPOSITORY / "ds_configs/zero2.json", *flags))
              if part.what == "activations")
@@ -122,7 +114,7 @@ def test_the_verdict_of_a_model_without_download():
     assert "Not counted: CUDA context" in done.stdout
 
 
-def test_memory_of_a_node_counts_loading_and_python_and_can_be_pasted(options, monkeypatch):
+def test_memory_of_a_node_counts_loading_and_python_and_can_be_pasted(monkeypatch):
     monkeypatch.chdir(REPOSITORY)
     chosen = options("--deepspeed", "ds_configs/zero3.json", "--model_name", "bigscience/bloom-3b", "--gpus", 4)
     on_node = totals(estimate(chosen), 4)[1]
@@ -133,27 +125,27 @@ def test_memory_of_a_node_counts_loading_and_python_and_can_be_pasted(options, m
     assert int(line) == pytest.approx(1.2 * on_node / GIB + 4 * 2, abs=1)
 
 
-def pinned_unused(options, *flags: str) -> float:
+def pinned_unused(*flags: str) -> float:
     parts = {part.what: part.cpu for part in estimate(options(*flags))}
     return parts.get("pinned, unused", 0) / GIB
 
 
-def test_pinned_blocks_are_rounded_up_to_powers_of_two(options, monkeypatch):
+def test_pinned_blocks_are_rounded_up_to_powers_of_two(monkeypatch):
     """bloom-560m: 2.08 GiB in fp32 takes 4, 1.04 GiB in fp16 takes 2."""
     monkeypatch.chdir(REPOSITORY)
     assert [power_of_two(size) for size in (1, 2, 3, 4.1)] == [1, 2, 4, 8]
-    assert pinned_unused(options, "--deepspeed", "ds_configs/zero2.json") == 0
-    assert pinned_unused(options, "--deepspeed", "ds_configs/zero2_cpu_offload.json") == 0
+    assert pinned_unused("--deepspeed", "ds_configs/zero2.json") == 0
+    assert pinned_unused("--deepspeed", "ds_configs/zero2_cpu_offload.json") == 0
     whole = 559_214_592 * 4 / GIB
     # masters and gradients in fp32, the 16-bit copy; the transfer of the largest gradient; the gradients one by one
     least = 2 * (4 - whole) + (2 - whole / 2)
-    pinned = pinned_unused(options, "--deepspeed", "ds_configs/zero2_cpu_offload_pinned_memory.json")
+    pinned = pinned_unused("--deepspeed", "ds_configs/zero2_cpu_offload_pinned_memory.json")
     assert least < pinned < least + 0.2
     # ZeRO-3 pins offloaded parameters whatever the key says, and with it the 16-bit gradients and the fp32 ones
-    assert pinned_unused(options, "--deepspeed", "ds_configs/zero3_cpu_offload.json") == pytest.approx(2 - whole / 2)
-    everything = pinned_unused(options, "--deepspeed", "ds_configs/ds_zero3_offload.json")
+    assert pinned_unused("--deepspeed", "ds_configs/zero3_cpu_offload.json") == pytest.approx(2 - whole / 2)
+    everything = pinned_unused("--deepspeed", "ds_configs/ds_zero3_offload.json")
     assert 2 * (2 - whole / 2) + (4 - whole) + whole / 2 < everything < 7
-    assert pinned_unused(options, "--fsdp", "--fsdp_config", "fsdp_configs/full_shard_cpu_offload.json") > 0
+    assert pinned_unused("--fsdp", "--fsdp_config", "fsdp_configs/full_shard_cpu_offload.json") > 0
 
 
 @pytest.mark.parametrize(

@@ -11,11 +11,12 @@ import time
 from pathlib import Path
 
 import pytest
+
 from check_experiment import check_experiment
-from config import KNOBS
-from finish import finish_record, outcome, summary
 from helpers import REPOSITORY
-from memory_logs import MemoryLog, read_cpu_log, read_gpu_log
+from job.finish import finish_record, outcome, summary
+from knobs import KNOBS
+from reporting.memory_logs import MemoryLog, read_cpu_log, read_gpu_log
 
 EXPERIMENTS = REPOSITORY / "experiments"
 FOLDERS = {

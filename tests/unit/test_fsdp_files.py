@@ -3,14 +3,15 @@
 import json
 from types import SimpleNamespace
 
-import config
 import pytest
 import torch
 import torch.distributed as dist
+
+import config
 from config import parse_command_line
 from custom_model import CustomGPTConfig, CustomGPTForCausalLM
-from fsdp_config import check_fsdp_config, check_fsdp_file, check_wrap_classes, fsdp_name
 from helpers import REPOSITORY
+from parallel.fsdp_config import check_fsdp_config, check_fsdp_file, check_wrap_classes, fsdp_name
 
 FILES = sorted((REPOSITORY / "fsdp_configs").glob("*.json"))
 
@@ -42,17 +43,12 @@ def test_shipped_files_differ_from_full_shard_in_one_thing(path):
         ({"dp_shard_size": 3, "dp_replicate_size": 2}, "3 x dp_replicate_size 2 is not the world size 4"),
     ],
 )
-def test_wrong_file_is_one_line(tmp_path, monkeypatch, capsys, content, message):
-    monkeypatch.setenv("WORLD_SIZE", "4")
+def test_wrong_file_is_one_line(tmp_path, refusal, content, message):
     path = tmp_path / "fsdp.json"
     path.write_text(json.dumps(content))
-    with pytest.raises(SystemExit) as stopped:
-        check_fsdp_config(True, str(path))
-    assert stopped.value.code == 2
-    error = capsys.readouterr().err
+    error = refusal(check_fsdp_config, True, str(path), 4, 4)
     assert error.startswith(f"error: {path}")
     assert message in error
-    assert error.count("\n") == 1
 
 
 @pytest.mark.parametrize(
@@ -60,34 +56,28 @@ def test_wrong_file_is_one_line(tmp_path, monkeypatch, capsys, content, message)
     [("full_shard auto_wrap", "full_shard"), ("shard_grad_op auto_wrap", "shard_grad_op"),
      ("hybrid_shard", "hybrid_shard"), ("full_shard offload", "full_shard_cpu_offload")],
 )  # fmt: skip
-def test_old_strings_are_refused_with_the_config_to_use(capsys, old, name):
-    with pytest.raises(SystemExit) as stopped:
-        check_fsdp_config(old, None)
-    assert stopped.value.code == 2
-    assert capsys.readouterr().err.endswith(f"use --fsdp --fsdp_config fsdp_configs/{name}.json\n")
+def test_old_strings_are_refused_with_the_config_to_use(refusal, old, name):
+    line = refusal(check_fsdp_config, old, None, 2, 2)
+    assert line.endswith(f"use --fsdp --fsdp_config fsdp_configs/{name}.json")
     assert (REPOSITORY / "fsdp_configs" / f"{name}.json").exists()
 
 
 @pytest.mark.parametrize(
     ("world", "per_node", "shard", "replicate"), [(8, 4, 4, 2), (4, 4, 4, 1), (2, 1, 1, 2), (1, 1, 1, 1)]
 )
-def test_auto_means_ranks_per_node_and_nodes(monkeypatch, world, per_node, shard, replicate):
-    monkeypatch.setenv("WORLD_SIZE", str(world))
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", str(per_node))
-    config = check_fsdp_config(True, str(REPOSITORY / "fsdp_configs" / "hybrid_shard.json"))
+def test_auto_means_ranks_per_node_and_nodes(world, per_node, shard, replicate):
+    config = check_fsdp_config(True, str(REPOSITORY / "fsdp_configs" / "hybrid_shard.json"), world, per_node)
     assert (config["dp_shard_size"], config["dp_replicate_size"]) == (shard, replicate)
     assert fsdp_name(config) == ("FSDP2 HYBRID_SHARD" if replicate > 1 else "FSDP2 FULL_SHARD")
 
 
-def test_unknown_class_to_wrap_lists_those_of_the_model(capsys):
+def test_unknown_class_to_wrap_lists_those_of_the_model(refusal):
     model = CustomGPTForCausalLM(
         CustomGPTConfig(vocab_size=8, hidden_size=4, num_layers=1, num_heads=1, ff_dim=4, seq_length=4)
     )
     check_wrap_classes({}, None, model)
-    with pytest.raises(SystemExit) as stopped:
-        check_wrap_classes({"transformer_layer_cls_to_wrap": ["BloomBlock"]}, "f.json", model)
-    assert stopped.value.code == 2
-    assert "the model has no BloomBlock; choose from Attention, CustomGPTBlock" in capsys.readouterr().err
+    line = refusal(check_wrap_classes, {"transformer_layer_cls_to_wrap": ["BloomBlock"]}, "f.json", model)
+    assert "the model has no BloomBlock; choose from Attention, CustomGPTBlock" in line
 
 
 def built(monkeypatch, fsdp_config: dict, *flags: str) -> dict:
@@ -142,7 +132,6 @@ def test_a_group_without_a_back_end_for_the_cpu_cannot_clip_offloaded_gradients(
 
 def test_fsdp1_on_one_rank_would_not_shard(gpu, refusal, monkeypatch):
     path = str(REPOSITORY / "fsdp_configs" / "fsdp1_full_shard.json")
-    line = refusal(check_fsdp_config, True, path)
+    line = refusal(check_fsdp_config, True, path, 1, 1)
     assert "FSDP1 does not shard on one rank, it would run NO_SHARD; start at least 2 ranks" in line
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    assert check_fsdp_config(True, path)["version"] == 1
+    assert check_fsdp_config(True, path, 2, 2)["version"] == 1

@@ -4,8 +4,10 @@ import json
 import os
 from pathlib import Path
 
-import gpu_check
 import pytest
+
+import gpu_check
+from errors import WorkshopError
 from helpers import REPOSITORY
 
 V100 = {"torch": "2.13.0+cu126", "cuda": "12.6", "profile": "gpu", "gpu": "Tesla V100-SXM2-32GB"}
@@ -104,8 +106,7 @@ def calls(monkeypatch, capsys):
         def run_row(row, folder: Path, log: Path, environment: dict, arguments) -> dict:
             ran.append(row.name)
             result = results.get(row.name, {})
-            if isinstance(result, Exception | SystemExit):
-                log.write_text("1 step\nerror: --model_name: cannot be loaded; give another\nend\n")
+            if isinstance(result, Exception):
                 raise result
             return {"status": "completed"} | result
 
@@ -139,9 +140,10 @@ def test_a_second_call_runs_what_failed_or_was_not_reached(calls):
 
 
 def test_a_saved_model_that_cannot_be_loaded_is_a_failed_row(calls):
-    code, ran, printed = calls({"zero2": SystemExit(2), "zero3": KeyError("eval")}, "--rows", "zero2", "zero3", "plain")
+    results = {"zero2": WorkshopError("--model_name", "cannot be loaded", "give another"), "zero3": KeyError("eval")}
+    code, ran, printed = calls(results, "--rows", "zero2", "zero3", "plain")
     assert (code, ran) == (3, ["plain", "zero2", "zero3"])
-    assert "zero2: failed (error: --model_name: cannot be loaded; give another; read " in printed
+    assert "zero2: failed (--model_name: cannot be loaded; give another; read " in printed
     assert "zero3: failed (KeyError: 'eval'; read " in printed
     assert calls({}, "--rows", "zero2", "zero3")[:2] == (0, ["zero2", "zero3"])
 

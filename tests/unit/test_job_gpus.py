@@ -1,12 +1,13 @@
-"""job_gpus.py: which GPUs of a node are the job's, with stand-ins for nvidia-smi and scontrol."""
+"""job/gpus.py: which GPUs of a node are the job's, with stand-ins for nvidia-smi and scontrol."""
 
 import os
 import re
 import subprocess
 
 import pytest
+
 from helpers import REPOSITORY
-from job_gpus import choose, indices_of_job, installed_gpus
+from job.gpus import choose, indices_of_job, installed_gpus
 
 UUIDS = [f"GPU-{number:08d}-0000-4000-8000-{number:012d}" for number in range(8)]
 SLICE = "MIG-c7384736-a75d-5afc-978f-d2f1294409fd"
@@ -195,9 +196,9 @@ def test_the_command_prints_the_answer_and_adds_its_gaps(command, tmp_path):
     path = f"{REPOSITORY}/tests/slurm/bin:{os.environ['PATH']}"
     gaps = tmp_path / "gaps"
     gaps.write_text("another gap\n")
-    done = command("job_gpus.py", "--ranks", 2, "--gaps", gaps, PATH=path, CUDA_VISIBLE_DEVICES="6,7")
+    done = command("job.gpus", "--ranks", 2, "--gaps", gaps, PATH=path, CUDA_VISIBLE_DEVICES="6,7")
     assert (done.code, done.stdout, gaps.read_text()) == (0, "6,7\n", "another gap\n")
-    done = command("job_gpus.py", "--ranks", 2, "--gaps", gaps, PATH=path, SLURMD_NODENAME="node9")
+    done = command("job.gpus", "--ranks", 2, "--gaps", gaps, PATH=path, SLURMD_NODENAME="node9")
     assert (done.code, done.stdout, done.log) == (0, "none\n", "")
     assert re.fullmatch("another gap\nCUDA_VISIBLE_DEVICES is '' on node9, .*\n", gaps.read_text())
 

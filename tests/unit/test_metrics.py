@@ -3,16 +3,17 @@
 import collections
 import string
 
-import evaluate
 import pytest
 import torch
-from config import DataArguments, ModelArguments
-from data_loader import answer_room, tokenise_batch
 from datasets import Dataset
+from transformers import BloomConfig, BloomForCausalLM
+
+import evaluate
+from data_loader import answer_room, tokenise_batch
 from evaluate import answer_questions, exact_match_and_f1
 from helpers import REPOSITORY
+from knobs import DataArguments, ModelArguments
 from model import load_tokenizer
-from transformers import BloomConfig, BloomForCausalLM
 
 
 def official(prediction: str, references: list[str]) -> tuple[float, float]:

@@ -3,10 +3,11 @@
 import huggingface_hub.constants
 import pytest
 import torch
-from config import DataArguments, ModelArguments
-from helpers import REPOSITORY
-from model import BLOOM_SIZES, count_parameters, load_config, load_model, load_tokenizer
 from transformers import BloomConfig, BloomForCausalLM
+
+from helpers import REPOSITORY
+from knobs import DataArguments, ModelArguments
+from model import BLOOM_SIZES, count_parameters, load_config, load_model, load_tokenizer
 
 DATA = DataArguments(dataset=str(REPOSITORY / "data" / "squad_sample.json"))
 TINY = ModelArguments("tiny-bloom")

@@ -3,19 +3,24 @@
 import json
 import os
 import re
+import shutil
 import sys
 import time
 from pathlib import Path
 from types import SimpleNamespace
 
-import build_ops
-import preflight
-import preflight_files
-import preflight_jobs
-import preflight_machine
 import pytest
 import torch
+
+import build_ops
+import preflight
+from checks import files as preflight_files
+from checks import jobs as preflight_jobs
+from checks import machine as preflight_machine
+from checks.machine import Site
 from helpers import REPOSITORY
+
+MINE = Site("mine")
 
 TORCH_2_13_CU130 = ["sm_75", "sm_80", "sm_86", "sm_90", "sm_100", "sm_120"]
 
@@ -118,10 +123,10 @@ def test_interfaces(value, exact, absent):
 
 def test_a_wrong_interface_is_a_warning_on_a_login_node_and_a_failure_in_a_job(monkeypatch):
     monkeypatch.setenv("NCCL_SOCKET_IFNAME", "no_such")
-    assert ("warn", "NCCL_SOCKET_IFNAME") in [line[:2] for line in preflight_machine.nccl("mysite")]
+    assert ("warn", "NCCL_SOCKET_IFNAME") in [line[:2] for line in preflight_machine.nccl(Site("mysite"))]
     monkeypatch.setenv("SLURM_JOB_ID", "1")
-    assert ("fail", "NCCL_SOCKET_IFNAME") in [line[:2] for line in preflight_machine.nccl("mysite")]
-    assert {line[0] for line in preflight_machine.nccl("")} == {"skip"}
+    assert ("fail", "NCCL_SOCKET_IFNAME") in [line[:2] for line in preflight_machine.nccl(Site("mysite"))]
+    assert {line[0] for line in preflight_machine.nccl(Site(""))} == {"skip"}
 
 
 def test_state_of_the_compiled_optimizer(tmp_path):
@@ -139,7 +144,8 @@ def test_state_of_the_compiled_optimizer(tmp_path):
     assert str(folder / "lock") in found
 
 
-def load(monkeypatch, tmp_path, content: str) -> tuple[str, str]:
+def load(monkeypatch, tmp_path, content: str) -> Site:
+    shutil.copy(REPOSITORY / "experiments" / "load_site.sh", tmp_path)
     (tmp_path / "sites").mkdir()
     (tmp_path / "sites" / "mine.sh").write_text(content)
     monkeypatch.setattr(preflight_machine, "EXPERIMENTS", tmp_path)
@@ -151,7 +157,7 @@ def test_variables_of_the_site_are_those_of_its_jobs(monkeypatch, tmp_path):
     monkeypatch.setenv("BATCH_SIZE", "2")
     monkeypatch.setenv("PATH", f"{Path(sys.executable).parent}:{os.environ['PATH']}")
     content = 'site_setup() { export LOADED=yes; }\n: "${BATCH_SIZE:=4}" "${NCCL_ALGO:=Ring}"\n'
-    assert load(monkeypatch, tmp_path, content) == ("mine", "")
+    assert load(monkeypatch, tmp_path, content) == Site("mine")
     assert {name: os.environ[name] for name in ("BATCH_SIZE", "NCCL_ALGO", "LOADED")} == {
         "BATCH_SIZE": "2", "NCCL_ALGO": "Ring", "LOADED": "yes"}  # fmt: skip
 
@@ -159,25 +165,38 @@ def test_variables_of_the_site_are_those_of_its_jobs(monkeypatch, tmp_path):
 @pytest.mark.parametrize(
     ("content", "problem"),
     [
-        ("# CHANGE_ME in a comment\nexport SBATCH_ACCOUNT=CHANGE_ME\n", "still holds CHANGE_ME"),
+        (
+            "# CHANGE_ME in a comment\nexport SBATCH_ACCOUNT=CHANGE_ME\n",
+            "mine.sh: it still holds CHANGE_ME",
+        ),
         ("site_setup() { module load cuda; }\n", "module: command not found"),
-        ("site_setup() { PATH=/nowhere; }\n", "gives no python"),
+        ("site_setup() { PATH=/nowhere; }\n", "there is no python after site_setup"),
     ],
 )
 def test_a_site_file_that_is_not_complete(monkeypatch, tmp_path, content, problem):
-    name, said = load(monkeypatch, tmp_path, content)
-    assert name == "mine"
-    assert problem in said
-    assert next(preflight_machine.check_site(name, said))[0] == "fail"
+    site = load(monkeypatch, tmp_path, content)
+    assert site.name == "", "its variables are unknown"
+    assert problem in site.problem
+    assert next(preflight_machine.check_site(site))[:2] == ("fail", "site")
 
 
-def lines_of_the_site(monkeypatch, tmp_path, problem: str = "", **tools: str) -> dict[str, tuple]:
+def test_the_python_of_the_site_should_be_the_one_that_checks(monkeypatch, tmp_path):
+    python = tmp_path / "bin" / "python"
+    python.parent.mkdir()
+    python.write_text(f'#!/bin/sh\nexec {sys.executable} -c "import sys; sys.prefix = \'/usr\'\n$2" "$3"\n')
+    python.chmod(0o755)
+    site = load(monkeypatch, tmp_path, f"site_setup() {{ PATH={python.parent}:$PATH; }}\n")
+    assert site.problem == f"mine: its python is in /usr, this one in {sys.prefix}"
+    assert next(preflight_machine.check_site(site))[:2] == ("warn", "site")
+
+
+def lines_of_the_site(monkeypatch, tmp_path, site: Site = MINE, **tools: str) -> dict[str, tuple]:
     """The lines about the site, by name, with commands of Slurm that run these lines of bash."""
     for name, body in ({"sbatch": "", "sinfo": "echo gpu; echo debug"} | tools).items():
         (tmp_path / name).write_text(f"#!/bin/bash\n{body}\n")
         (tmp_path / name).chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
-    return {name: (state, *texts) for state, name, *texts in preflight_machine.check_site("mine", problem)}
+    return {name: (state, *texts) for state, name, *texts in preflight_machine.check_site(site)}
 
 
 def test_partition_and_reservation_are_those_that_slurm_knows(monkeypatch, tmp_path):
@@ -203,10 +222,10 @@ def test_partition_and_reservation_are_those_that_slurm_knows(monkeypatch, tmp_p
 def test_what_depends_on_a_site_that_was_not_read_is_skipped(monkeypatch, tmp_path):
     """Its SBATCH_ variables are unknown: Slurm's answers would be about others."""
     monkeypatch.setenv("SBATCH_PARTITION", "gpus")
-    lines = lines_of_the_site(monkeypatch, tmp_path, "module: command not found")
+    lines = lines_of_the_site(monkeypatch, tmp_path, Site("", "module: command not found"))
     assert lines["site"][0] == "fail"
     assert lines["partition"] == ("skip", "the site was not read")
-    assert list(preflight_machine.nccl(""))[-1] == ("skip", "interfaces", "the site was not read")
+    assert list(preflight_machine.nccl(Site("")))[-1] == ("skip", "interfaces", "the site was not read")
 
 
 def fill_cache(folder, shards: list[str]) -> None:

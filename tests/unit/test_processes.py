@@ -1,15 +1,19 @@
 """Start of the processes from each launcher's variables, and the error line that a job prints once."""
 
 import os
+import pickle
 import socket
 import subprocess
 import sys
+from pathlib import Path
 
-import distributed
-import errors
 import pytest
-from distributed import first_host, prepare_environment
+
+import errors
+from errors import WorkshopError
 from helpers import REPOSITORY
+from parallel import distributed
+from parallel.distributed import first_host, prepare_environment
 
 
 def test_srun_variables_become_ranks(monkeypatch, capsys):
@@ -94,29 +98,53 @@ def test_two_ranks_do_not_take_the_same_gpu(monkeypatch, refusal, variables):
 
 
 @pytest.mark.parametrize("variable", ["RANK", "SLURM_PROCID"])
-def test_other_ranks_leave_the_error_line_to_rank_0(variable, monkeypatch, refusal):
+def test_other_ranks_leave_the_error_line_to_rank_0(variable, monkeypatch, capsys):
     waited = []
     monkeypatch.setattr(errors.time, "sleep", waited.append)
     monkeypatch.setenv(variable, "0")
-    refusal(errors.fail, "--x", "is wrong", "correct it")
+    errors.report(WorkshopError("--x", "is wrong", "correct it"))
     assert waited == []
     monkeypatch.setenv(variable, "1")
-    refusal(errors.fail, "--x", "is wrong", "correct it")
+    errors.report(WorkshopError("--x", "is wrong", "correct it"))
     assert waited == [10]
+    assert capsys.readouterr().err == 2 * "error: --x: is wrong; correct it\n"
 
 
-def test_error_of_several_lines_is_printed_as_one(refusal):
-    assert refusal(errors.fail, "a\nb", "c\nd", "e") == "error: a b: c d; e"
+def test_error_of_several_lines_is_printed_as_one():
+    assert str(WorkshopError("a\nb", "c\nd", "e")) == "a b: c d; e"
+
+
+def test_an_error_of_another_process_arrives_whole():
+    """A pool's worker sends it as pickle makes it."""
+    error = pickle.loads(pickle.dumps(WorkshopError(Path("a.json"), "is wrong", "correct it", 3)))
+    assert (str(error), error.code) == ("a.json: is wrong; correct it", 3)
+
+
+def test_a_program_ends_with_the_errors_line_and_code(capsys):
+    def main():
+        raise WorkshopError("--x", "is wrong", "correct it", errors.NO_CHECKPOINT)
+
+    with pytest.raises(SystemExit) as ended:
+        errors.run_program(main)
+    assert ended.value.code == 4
+    assert capsys.readouterr().err == "error: --x: is wrong; correct it\n"
 
 
 @pytest.mark.parametrize(
     ("end", "code", "printed"),
-    [("", 0, ""), ("sys.exit(7)", 7, ""), ("sys.exit('stop')", 1, "stop\n"), ("1 / 0", 1, "ZeroDivisionError")],
+    [
+        ("", 0, ""),
+        ("raise WorkshopError('--x', 'y', 'z', 3)", 3, "error: --x: y; z\n"),
+        ("sys.exit(7)", 7, ""),
+        ("sys.exit('stop')", 1, "stop\n"),
+        ("1 / 0", 1, "ZeroDivisionError"),
+    ],
 )
 @pytest.mark.parametrize("world", [None, "1"])
 def test_a_script_ends_with_its_exit_code(end, code, printed, world):
     program = (
-        f"import sys, distributed\ndef main():\n    print('out', end='')\n    {end}\ndistributed.run_and_exit(main)"
+        f"import sys\nfrom errors import WorkshopError\nfrom parallel import distributed\n"
+        f"def main():\n    print('out', end='')\n    {end}\ndistributed.run_and_exit(main)"
     )
     environment = os.environ | {"PYTHONPATH": f"{REPOSITORY}/scripts"} | ({"WORLD_SIZE": world} if world else {})
     done = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True)

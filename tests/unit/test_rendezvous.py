@@ -8,12 +8,13 @@ import sys
 from argparse import Namespace
 from pathlib import Path
 
-import launch
 import psutil
 import pytest
-import rendezvous
-from distributed import free_port
+
+import launch
 from helpers import REPOSITORY
+from job import rendezvous
+from parallel.distributed import free_port
 
 LAUNCH = [sys.executable, str(REPOSITORY / "scripts/launch.py")]
 
@@ -238,7 +239,7 @@ def test_a_first_node_that_cannot_listen_says_so_at_once(start, address):
 def test_the_time_out_is_that_of_the_static_rendezvous(monkeypatch):
     seen = []
     monkeypatch.setattr(launch, "run", seen.append)
-    monkeypatch.setattr(launch, "JOIN_TIMEOUT", "7")
+    monkeypatch.setenv("JOIN_TIMEOUT", "7")
     flags = ["--rdzv-backend=static", "--master-addr=127.0.0.1", f"--master-port={free_port()}", "x.py"]
     monkeypatch.setattr(sys, "argv", ["launch.py", *flags])
     launch.main()

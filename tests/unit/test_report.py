@@ -4,9 +4,10 @@ import json
 from pathlib import Path
 
 import pytest
+
 from conftest import the_error
 from report import summary_rows
-from report_runs import Run
+from reporting.runs import Run
 
 RECORD = {
     "schema": 1,

@@ -5,13 +5,14 @@ import shutil
 import subprocess
 from pathlib import Path
 
-import memory_logs
 import pytest
-import report_runs
+
 from report import DEFINITIONS, write_report
 from report_files import CPU_HEADER, GPU_HEADER, add_run, cpu_log, gpu_log, write
-from report_runs import Run, find_runs
-from report_tables import Table, build_tables, load_definitions
+from reporting import memory_logs
+from reporting import runs as report_runs
+from reporting.runs import Run, find_runs
+from reporting.tables import Table, build_tables, load_definitions
 
 STAGE = "deepspeed-single-gpu/zero_1"
 TABLE = "zero-stages-tiny-bloom"
@@ -197,7 +198,7 @@ def test_damaged_gpu_log(tmp_path, content, numbers, reason):
     row = stage_1(tmp_path)
     assert row.status == "completed, incomplete"
     memory = row.run.gpu
-    assert (memory.peak, memory.low, memory.mean) == (numbers or (None, None, None))
+    assert (memory.peak, memory.minimum, memory.mean) == (numbers or (None, None, None))
     path = folder / "gpu_memory" / "gpu_memory_log_1.csv"
     assert any(remark.startswith("incomplete: " + reason.format(path)) for remark in row.remarks), row.remarks
     write_report([tmp_path], tmp_path / "report", all_runs=True)
@@ -219,7 +220,7 @@ def test_log_that_says_the_same_in_another_way(tmp_path, content):
     add_run(tmp_path, STAGE, "1", gpu=content)
     row = stage_1(tmp_path)
     assert row.status == "completed", row.remarks
-    assert (row.run.gpu.peak, row.run.gpu.low, row.run.gpu.mean) == (900, 100, 500)
+    assert (row.run.gpu.peak, row.run.gpu.minimum, row.run.gpu.mean) == (900, 100, 500)
 
 
 CPU_LOGS = {
@@ -258,7 +259,7 @@ def test_nodes_are_summed_up_only_when_all_are_there(tmp_path):
     assert run.gpu.peak is None and run.gpu.reason.endswith("1 log(s) (n1) for 2 node(s)")
     write(logs / "gpu_memory_log_1_n2.csv", gpu_log(200, 800, gpus=2))
     run = only(tmp_path)
-    assert (run.gpu.peak, run.gpu.low, run.gpu.mean) == (800, 100, 350)
+    assert (run.gpu.peak, run.gpu.minimum, run.gpu.mean) == (800, 100, 350)
 
 
 def test_memory_of_a_whole_gpu_is_not_that_of_a_slice(tmp_path):

@@ -8,6 +8,7 @@ from html import unescape
 from pathlib import Path
 
 import pytest
+
 import report
 from report_files import RUNS
 

@@ -9,11 +9,13 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-import record
 import torch
-from finish import write_json
+
+from errors import WorkshopError
 from helpers import REPOSITORY
-from record import RunRecord, new_job_id, refuse_finished
+from job.finish import write_json
+from training import record
+from training.record import RunRecord, new_job_id, refuse_finished
 
 
 def schema_section() -> str:
@@ -31,7 +33,7 @@ def test_documented_keys_are_those_that_are_written():
     started = RunRecord("7")
     started.start()
     written |= started.content.keys() - {"missing"}
-    for path in (REPOSITORY / "scripts").glob("*.py"):
+    for path in (REPOSITORY / "scripts").rglob("*.py"):
         for call in ast.walk(ast.parse(path.read_text())):
             if (
                 isinstance(call, ast.Call)
@@ -147,6 +149,7 @@ def test_full_disk_is_an_environment_error(monkeypatch, refusal):
         (None, "completed", 0),
         (RuntimeError("x"), "failed", 1),
         (SystemExit(3), "failed", 3),
+        (WorkshopError("knob audit", "differs", "correct it", 3), "failed", 3),
         (SystemExit(143), "stopped", 143),
         (SystemExit(75), "stopped", 75),
         (KeyboardInterrupt(), "stopped", 130),
@@ -204,7 +207,7 @@ def test_finish_py_finishes_the_record_of_a_killed_run(command, tmp_path):
     path = tmp_path / "work" / "results" / "7.json"
     path.parent.mkdir()
     write_json(path, {"status": "running", "exit_code": None, "finished": None, "job_id": "7", "eval": [1]})
-    finished = command("finish.py", "7", "--exit-code", "137")
+    finished = command("job.finish", "7", "--exit-code", "137")
     assert finished.code == 0, finished
     content = json.loads(path.read_text())
     assert (content["status"], content["exit_code"], content["eval"]) == ("failed", 137, [1])
@@ -217,7 +220,7 @@ def test_finish_py_does_not_change_a_completed_record(command, tmp_path):
     path.parent.mkdir()
     write_json(path, {"status": "completed", "exit_code": 0, "finished": "2026-01-01T00:00:00+00:00", "job_id": "7"})
     before = path.read_bytes()
-    finished = command("finish.py", "7", "--exit-code", "0")
+    finished = command("job.finish", "7", "--exit-code", "0")
     assert finished.code == 0, finished
     assert path.read_bytes() == before
     assert "status: completed (exit code 0)" in finished.stdout
@@ -227,5 +230,5 @@ def test_finish_py_takes_the_jobs_word_that_it_was_a_timeout(command, tmp_path):
     path = tmp_path / "work" / "results" / "7.json"
     path.parent.mkdir()
     write_json(path, {"status": "stopped", "exit_code": 143, "job_id": "7"})
-    assert command("finish.py", "7", "--exit-code", "143", "--status", "timeout").code == 0
+    assert command("job.finish", "7", "--exit-code", "143", "--status", "timeout").code == 0
     assert json.loads(path.read_text())["status"] == "timeout"

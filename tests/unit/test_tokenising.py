@@ -1,12 +1,13 @@
 """From question to batch: one sequence, its labels, its EOS, its padding, and what is cut when it is too long."""
 
 import pytest
-from config import DataArguments, ModelArguments
-from data_loader import IGNORED, answer_room, collator, tokenise_batch
-from helpers import REPOSITORY
-from model import load_tokenizer
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from transformers import LlamaConfig, PreTrainedTokenizerFast
+
+from data_loader import IGNORED, answer_room, collator, tokenise_batch
+from helpers import REPOSITORY
+from knobs import DataArguments, ModelArguments
+from model import load_tokenizer
 
 SAMPLE = REPOSITORY / "data" / "squad_sample.json"
 CONTEXT = "Nodes talk over a fast network. Each node holds eight devices. " * 12

@@ -5,9 +5,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import yaml
-from errors import fail
-from report_metrics import METRICS, RELATIONS, Cell, cell, header
-from report_runs import Run
+
+from errors import WorkshopError
+from reporting.metrics import METRICS, RELATIONS, Cell, cell, header
+from reporting.runs import Run
 
 TABLE_KEYS = {"id", "title", "question", "rows", "columns", "note", "plots", "per_model", "varies", "transpose"}
 TABLE_KEYS |= {"reference", "names"}
@@ -63,17 +64,19 @@ def load_definitions(path: Path) -> list[dict]:
     try:
         tables = yaml.safe_load(path.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError) as error:
-        fail(path, f"cannot be read ({getattr(error, 'strerror', None) or error})", "restore it with git checkout")
+        raise WorkshopError(
+            path, f"cannot be read ({getattr(error, 'strerror', None) or error})", "restore it with git checkout"
+        ) from error
     except yaml.YAMLError as error:
         line = f"{path}:{error.problem_mark.line + 1}" if getattr(error, "problem_mark", None) else path
-        fail(line, f"is no YAML ({getattr(error, 'problem', error)})", way_out)
+        raise WorkshopError(line, f"is no YAML ({getattr(error, 'problem', error)})", way_out) from error
     if not isinstance(tables, list) or not all(isinstance(table, dict) for table in tables):
-        fail(path, "is no list of tables", way_out)
+        raise WorkshopError(path, "is no list of tables", way_out)
     for number, table in enumerate(tables, 1):
         if problem := wrong_in(table):
-            fail(path, f"table {table.get('id', number)}: {problem}", way_out)
+            raise WorkshopError(path, f"table {table.get('id', number)}: {problem}", way_out)
     if repeated := [name for name, count in Counter(table["id"] for table in tables).items() if count > 1]:
-        fail(path, f"table {repeated[0]}: there are two of this id", way_out)
+        raise WorkshopError(path, f"table {repeated[0]}: there are two of this id", way_out)
     return tables
 
 
@@ -207,7 +210,8 @@ def traits(run: Run) -> dict[str, str]:
 
 
 def differences(run: Run, other: Run) -> str:
-    own, theirs = traits(run), traits(other)
+    own = traits(run)
+    theirs = traits(other)
     names = [name for name in own | theirs if own.get(name) != theirs.get(name)]
     return "; ".join(f"{name} {own.get(name, 'unset')} instead of {theirs.get(name, 'unset')}" for name in names)
 

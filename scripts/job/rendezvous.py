@@ -1,7 +1,7 @@
 """Where the nodes of a job meet: the first node's address as the others reach it, and the interface to it. For job.sh.
 
-    python scripts/rendezvous.py address node2 node3      # on node1: its address on the way to them
-    python scripts/rendezvous.py interface 10.0.0.1       # the interface on the way to 10.0.0.1; nothing if unknown
+    PYTHONPATH=scripts python -m job.rendezvous address node2 node3      # on node1: its address on the way to them
+    PYTHONPATH=scripts python -m job.rendezvous interface 10.0.0.1    # the interface on the way there, or nothing
 
 A machine's own name is no help: on many it means loopback (Debian writes "127.0.1.1 host" into /etc/hosts), and the
 other nodes would be told to look for the first one on themselves. The route to another node knows the address.
@@ -14,23 +14,25 @@ import re
 import socket
 import subprocess
 
-from errors import ENVIRONMENT, OneLineErrors, fail
+from errors import ENVIRONMENT, OneLineErrors, WorkshopError, run_program
 
 ANY_PORT = 9
 
 
 def main() -> None:
     parser = OneLineErrors(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("wanted", choices=("address", "interface"))
+    parser.add_argument("what", choices=("address", "interface"))
     parser.add_argument("targets", nargs="+", help="the other nodes, for address; one address, for interface")
     arguments = parser.parse_args()
-    if arguments.wanted == "interface":
+    if arguments.what == "interface":
         print(interface_towards(arguments.targets[0]))
     elif address := first_node_address(arguments.targets):
         print(address)
     else:
         what = f"{socket.gethostname()} has no address but loopback on the way to {', '.join(arguments.targets)}"
-        fail("MASTER_ADDR", what, "set it to the first node's address (ip -brief address shows it there)", ENVIRONMENT)
+        raise WorkshopError(
+            "MASTER_ADDR", what, "set it to the first node's address (ip -brief address shows it there)", ENVIRONMENT
+        )
 
 
 def first_node_address(others: list[str]) -> str:
@@ -90,4 +92,4 @@ def interface_towards(target: str) -> str:
 
 
 if __name__ == "__main__":
-    main()
+    run_program(main)

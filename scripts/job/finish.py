@@ -1,17 +1,18 @@
 """End of a job: write into the run record how it ended, and print a summary for its log.
 
-    python scripts/finish.py 4711 --exit-code 0            # in the folder of the experiment; job.sh does this
+    PYTHONPATH=scripts python -m job.finish 4711 --exit-code 0     # in the folder of the experiment; job.sh does this
 
 It must be done in the seconds between SIGTERM and SIGKILL, so nothing large is imported here.
 """
 
 import argparse
 import json
-import os
 from datetime import UTC, datetime
 from pathlib import Path
 
-from memory_logs import MemoryLog, host_of, logs_of, read_cpu_log, read_gpu_log
+from errors import run_program
+from json_files import write_json
+from reporting.memory_logs import MemoryLog, host_of, logs_of, read_cpu_log, read_gpu_log
 
 
 def outcome(exit_code: int) -> str:
@@ -24,13 +25,6 @@ def finish(path: Path, status: str, exit_code: int) -> dict:
     content |= {"status": status, "exit_code": exit_code, "finished": now()}
     write_json(path, content)
     return content
-
-
-def write_json(path: Path, content: dict) -> None:
-    """Replace the file in one step, so that no reader ever sees half of it."""
-    temporary = path.with_suffix(f".{os.getpid()}.tmp")
-    temporary.write_text(json.dumps(content, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
-    temporary.replace(path)
 
 
 def now() -> str:
@@ -91,7 +85,8 @@ def main() -> None:
     parser.add_argument("--gaps", type=Path, help="file with a line for each log that is not complete")
     arguments = parser.parse_args()
     path = Path("results") / f"{arguments.job_id}.json"
-    record, status = None, arguments.status or outcome(arguments.exit_code)
+    record = None
+    status = arguments.status or outcome(arguments.exit_code)
     if path.exists():
         record = finish_record(path, arguments.status, arguments.exit_code)
         status = record["status"]
@@ -100,4 +95,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run_program(main)

@@ -48,12 +48,14 @@ from importlib.metadata import version
 from pathlib import Path
 
 import torch
-from distributed import gather_lists, rank, same_everywhere
-from errors import ENVIRONMENT, fail
-from finish import finish, now, outcome, write_json
+
+from errors import ENVIRONMENT, WorkshopError
+from job.finish import finish, now, outcome
+from json_files import write_json
+from parallel.distributed import gather_lists, rank, same_everywhere
+from paths import REPOSITORY
 
 SCHEMA = 1
-REPOSITORY = Path(__file__).resolve().parent.parent
 PACKAGES = ["torch", "transformers", "accelerate", "deepspeed", "datasets", "tokenizers"]
 
 
@@ -113,7 +115,9 @@ class RunRecord:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             write_json(self.path, self.content)
         except OSError as error:
-            fail(self.path, f"cannot be written ({error.strerror})", "free disk space or quota", ENVIRONMENT)
+            raise WorkshopError(
+                self.path, f"cannot be written ({error.strerror})", "free disk space or quota", ENVIRONMENT
+            ) from error
 
     def training(self, metrics: dict, log_history: list[dict], speed, utilisation) -> None:
         """Note what the Trainer reports of a finished training, and what the callbacks measured. Collective."""
@@ -166,14 +170,14 @@ class RunRecord:
     def __exit__(self, kind: type | None, error: BaseException | None, trace: object) -> None:
         if not self.path.exists():
             return
+        code = exit_code_of(error)
         out_of_memory = isinstance(error, torch.OutOfMemoryError)
         running = json.loads(self.path.read_text())["status"] == "running"
         if rank() == 0 and running:
-            code = exit_code_of(error)
             self.update(status="oom" if out_of_memory else outcome(code), exit_code=code, finished=now())
         elif out_of_memory or (running and isinstance(error, Exception)):
             # rank 0 is about to be ended by the launcher and would only know that it was stopped
-            finish(self.path, "oom" if out_of_memory else "failed", 1)
+            finish(self.path, "oom" if out_of_memory else "failed", code)
 
 
 def mib(size: int) -> float:
@@ -186,18 +190,20 @@ def exit_code_of(error: BaseException | None) -> int:
         return 0
     if isinstance(error, KeyboardInterrupt):
         return 130
+    if isinstance(error, WorkshopError):
+        return error.code
     return error.code if isinstance(error, SystemExit) and isinstance(error.code, int) else 1
 
 
 def refuse_finished(record_path: Path, output_dir: str) -> None:
-    """Exit code 2 when this run would overwrite the result of one that is finished."""
+    """Raises WorkshopError (exit code 2) when this run would overwrite the result of one that is finished."""
     if rank() != 0:
         return
     way_out = "give another --output_dir, a new JOB_ID, or --resume_from_checkpoint"
     if (Path(output_dir) / "config.json").exists():
-        fail(output_dir, "holds the model of a finished run", way_out)
+        raise WorkshopError(output_dir, "holds the model of a finished run", way_out)
     if record_path.exists() and json.loads(record_path.read_text())["status"] == "completed":
-        fail(record_path, "is the record of a finished run", "set a new JOB_ID, or move the file away")
+        raise WorkshopError(record_path, "is the record of a finished run", "set a new JOB_ID, or move the file away")
 
 
 def experiment_path() -> str:
@@ -228,7 +234,7 @@ def hardware(world_size: int) -> dict:
 
 
 def bandwidth() -> dict | None:
-    """What bandwidth_test.py measured in this job before the training."""
+    """What measure_bandwidth.py measured in this job before the training."""
     path = Path(os.environ.get("BANDWIDTH_FILE", ""))
     return json.loads(path.read_text()) if path.is_file() else None
 

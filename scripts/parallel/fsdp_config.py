@@ -6,15 +6,14 @@ a word. Here the first is an error and the second is put right.
 
 import dataclasses
 import difflib
-import os
 
 import torch
 from accelerate import PartialState
 from accelerate.utils import DistributedType, ParallelismConfig
-from distributed import world_size
-from ds_config import read_json
-from errors import ENVIRONMENT, fail
 from transformers import Trainer
+
+from errors import ENVIRONMENT, WorkshopError
+from json_files import read_json
 
 # https://huggingface.co/docs/transformers/main_classes/trainer#transformers.TrainingArguments, key fsdp_config
 BOTH = {
@@ -45,31 +44,33 @@ OLD_STRATEGIES = {
 }
 
 
-def check_fsdp_config(fsdp: object, path: str | None) -> dict:
+def check_fsdp_config(fsdp: object, path: str | None, ranks: int, ranks_per_node: int) -> dict:
     """The content of an FSDP config file (an empty one without a file: FSDP2 FULL_SHARD), sizes resolved.
 
-    Raises SystemExit(2) with the file and key at fault, SystemExit(3) for what this machine cannot run.
+    ranks, ranks_per_node: of the training, which for a check on a login node are not those of this process.
+    Raises WorkshopError: exit code 2 with the file and key at fault, 3 for what this machine cannot run.
     """
     if str(fsdp).lower() != "true":
         words = str(fsdp).replace(",", " ").split()
         name = next((OLD_STRATEGIES[w] for w in reversed(words) if w in OLD_STRATEGIES), "full_shard")
         way_out = f"use --fsdp --fsdp_config fsdp_configs/{name}.json"
-        fail("--fsdp", f"{fsdp!r} is a form that transformers removes", way_out)
-    config, source = check_fsdp_file(path) if path else {}, path or "--fsdp"
-    resolve_sizes(source, config)
+        raise WorkshopError("--fsdp", f"{fsdp!r} is a form that transformers removes", way_out)
+    config = check_fsdp_file(path) if path else {}
+    source = path or "--fsdp"
+    resolve_sizes(source, config, ranks, ranks_per_node)
     if not torch.cuda.is_available():
         if config.get("version") == 1:
-            fail(source, "FSDP1 needs a GPU, it crashes with gloo", "use an FSDP2 config", ENVIRONMENT)
+            raise WorkshopError(source, "FSDP1 needs a GPU, it crashes with gloo", "use an FSDP2 config", ENVIRONMENT)
         if config.get("cpu_offload"):
-            fail(source, "cpu_offload needs a GPU to offload from", "use another config", ENVIRONMENT)
-    if config.get("version") == 1 and world_size() == 1:
+            raise WorkshopError(source, "cpu_offload needs a GPU to offload from", "use another config", ENVIRONMENT)
+    if config.get("version") == 1 and ranks == 1:
         way_out = "start at least 2 ranks, or use fsdp_configs/full_shard.json"
-        fail(source, "FSDP1 does not shard on one rank, it would run NO_SHARD", way_out)
+        raise WorkshopError(source, "FSDP1 does not shard on one rank, it would run NO_SHARD", way_out)
     return config
 
 
 def check_fsdp_file(path: str) -> dict:
-    """The content of an FSDP config file whose keys and values are known. Raises SystemExit(2) otherwise."""
+    """The content of an FSDP config file. Raises WorkshopError (exit code 2) for a key or value that is unknown."""
     config = read_json(path)
     for key, value in config.items():
         check_key(path, key, value, BOTH | (FSDP1 if config.get("version") == 1 else FSDP2))
@@ -79,38 +80,46 @@ def check_fsdp_file(path: str) -> dict:
 def check_key(source: str, key: str, value: object, known: dict) -> None:
     if key not in known:
         if key in FSDP1:
-            fail(f"{source}: {key}", "FSDP2 has no such key, it prefetches by itself", 'remove it, or set "version": 1')
+            raise WorkshopError(
+                f"{source}: {key}", "FSDP2 has no such key, it prefetches by itself", 'remove it, or set "version": 1'
+            )
         near = difflib.get_close_matches(key.removeprefix("fsdp_"), known, n=1)
-        fail(f"{source}: {key}", "unknown key", f"did you mean {near[0]}?" if near else f"known: {', '.join(known)}")
+        raise WorkshopError(
+            f"{source}: {key}", "unknown key", f"did you mean {near[0]}?" if near else f"known: {', '.join(known)}"
+        )
     kind = known[key]
     if isinstance(kind, tuple):
         valid = value in kind
-        wanted = " or ".join(kind)
+        expected = " or ".join(kind)
     elif kind == "size":
         valid = value == "auto" or (type(value) is int and value > 0)
-        wanted = '"auto" or a whole number above 0'
+        expected = '"auto" or a whole number above 0'
     else:
         valid = type(value) is kind
-        wanted = {bool: "true or false", int: "a whole number", list: "a list of class names"}[kind]
+        expected = {bool: "true or false", int: "a whole number", list: "a list of class names"}[kind]
     if key == "version":
-        valid, wanted = value in (1, 2), "1 or 2"
+        valid = value in (1, 2)
+        expected = "1 or 2"
     if not valid:
-        fail(f"{source}: {key}", f"is {value!r}", f"give {wanted}")
+        raise WorkshopError(f"{source}: {key}", f"is {value!r}", f"give {expected}")
 
 
-def resolve_sizes(source: str, config: dict) -> None:
-    """Replace "auto" in dp_shard_size and dp_replicate_size, and check them against the world size."""
+def resolve_sizes(source: str, config: dict, ranks: int, ranks_per_node: int) -> None:
+    """Set dp_shard_size and dp_replicate_size, which may be "auto" or missing, and check them against the ranks."""
+    shard = config.get("dp_shard_size", "auto")
+    replicate = config.get("dp_replicate_size", "auto")
     if "dp_shard_size" not in config and "dp_replicate_size" not in config:
-        return
-    world = world_size()
-    shard, replicate = (config.get(key, "auto") for key in ("dp_shard_size", "dp_replicate_size"))
-    if shard == "auto":
-        shard = int(os.environ.get("LOCAL_WORLD_SIZE", 1)) if replicate == "auto" else world // replicate
+        shard = ranks  # FULL_SHARD and SHARD_GRAD_OP: one copy of the model over all ranks
+        replicate = 1
+    if shard == "auto" and replicate == "auto":
+        shard = ranks_per_node  # shards travel within a node, gradients of replicas between nodes
+    elif shard == "auto":
+        shard = ranks // replicate
     if replicate == "auto":
-        replicate = world // shard
-    if shard * replicate != world:
-        what = f"dp_shard_size {shard} x dp_replicate_size {replicate} is not the world size {world}"
-        fail(source, what, "start shard x replicate ranks, or set both to auto")
+        replicate = ranks // shard
+    if shard * replicate != ranks:
+        what = f"dp_shard_size {shard} x dp_replicate_size {replicate} is not the world size {ranks}"
+        raise WorkshopError(source, what, "start shard x replicate ranks, or set both to auto")
     config |= {"dp_shard_size": shard, "dp_replicate_size": replicate}
 
 
@@ -157,11 +166,6 @@ def parallelism(config: dict) -> ParallelismConfig | None:
     return ParallelismConfig(dp_replicate_size=config["dp_replicate_size"], dp_shard_size=config["dp_shard_size"])
 
 
-def shard_count(config: dict) -> int:
-    """Into how many parts each parameter is split."""
-    return config.get("dp_shard_size", world_size())
-
-
 def fsdp_name(config: dict) -> str:
     """The strategy by its usual name, e.g. ``FSDP2 SHARD_GRAD_OP``."""
     if config.get("version", 2) == 1:
@@ -172,12 +176,14 @@ def fsdp_name(config: dict) -> str:
 
 
 def check_wrap_classes(config: dict, path: str | None, model: torch.nn.Module) -> None:
-    """Raises SystemExit(2), listing the model's classes, for a class to wrap that the model does not have."""
+    """Raises WorkshopError (exit code 2) for a class to wrap that the model does not have, listing those it has."""
     classes = {type(module).__name__ for module in model.modules()}
     for name in wrap_classes(config, model):
         if name not in classes:
             listed = ", ".join(sorted(classes))
-            fail(f"{path}: transformer_layer_cls_to_wrap", f"the model has no {name}", f"choose from {listed}")
+            raise WorkshopError(
+                f"{path}: transformer_layer_cls_to_wrap", f"the model has no {name}", f"choose from {listed}"
+            )
 
 
 def wrap_classes(config: dict, model: torch.nn.Module) -> list[str]:

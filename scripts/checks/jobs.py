@@ -10,9 +10,10 @@ import sys
 import time
 from pathlib import Path
 
-from preflight_machine import REPOSITORY, Lines, command, extensions, last_line
+from checks.machine import Lines, command, extensions, last_line
+from knobs import KNOBS
+from paths import REPOSITORY, SAMPLE
 
-CALLER = dict(os.environ)  # before preflight.py loads the site: a Slurm job loads that itself
 TINY = {"MODEL_NAME": "tiny-bloom", "TRAIN_SIZE": 8, "EVAL_SIZE": 4, "MAX_LENGTH": 256, "SAMPLES_PER_GPU": 8}
 TINY |= {"BATCH_SIZE": 2, "GRAD_ACC": 1, "NUM_EPOCHS": 1, "EM_F1": False, "SAVE_STRATEGY": "no", "REPORT_TO": "none"}
 JOBS = ("baseline", "deepspeed-multi-node/2_nodes", "deepspeed-native-launch/zero3_offload")
@@ -21,10 +22,12 @@ UNFINISHED = ("PENDING", "CONFIGURING", "RUNNING", "COMPLETING", "SUSPENDED", "R
 
 def tiny_jobs(folder: Path, timeout: int) -> Lines:
     import torch
-    from build_ops import prepare_deepspeed
-    from distributed import free_port
 
-    train, gpu = str(REPOSITORY / "scripts/train.py"), torch.cuda.is_available()
+    from build_ops import prepare_deepspeed
+    from parallel.distributed import free_port
+
+    train = str(REPOSITORY / "scripts/train.py")
+    gpu = torch.cuda.is_available()
     ranks = min(2, torch.cuda.device_count()) if gpu else 2
     launch = [sys.executable, str(REPOSITORY / "scripts/launch.py"), f"--nproc-per-node={ranks}", "--nnodes=1"]
     launch += ["--rdzv-backend=static", "--master-addr=127.0.0.1"]
@@ -41,7 +44,8 @@ def tiny_jobs(folder: Path, timeout: int) -> Lines:
         if blocked and name.startswith("ZeRO"):
             yield "skip", name, "the lock of a killed build would hang it"
             continue
-        start, log = time.monotonic(), folder / f"{name.replace(' ', '_')}.log"
+        start = time.monotonic()
+        log = folder / f"{name.replace(' ', '_')}.log"
         variables = tiny_variables(folder, dict(os.environ), gpu)
         variables |= {"JOB_ID": log.stem, "OMP_NUM_THREADS": str(max(1, len(os.sched_getaffinity(0)) // count))}
         done = train_once([*words, "--max_steps", "2"], variables, folder, log, timeout)
@@ -56,12 +60,10 @@ def tiny_jobs(folder: Path, timeout: int) -> Lines:
 
 def tiny_variables(folder: Path, variables: dict, gpu: bool) -> dict:
     """`variables` for a training of tiny-bloom: no knob, launcher or job of the caller reaches it."""
-    from config import KNOBS
-
     others = {"RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "JOB_ID"}
-    others |= {variable for variable, _, _ in KNOBS} | {"EXPERIMENT", "BANDWIDTH_FILE", "RUN_DIR", "SNAPSHOT"}
+    others |= {knob.variable for knob in KNOBS} | {"EXPERIMENT", "BANDWIDTH_FILE", "RUN_DIR", "SNAPSHOT"}
     kept = {k: v for k, v in variables.items() if k not in others and (k[:6] != "SLURM_" or k == "SLURM_CONF")}
-    tiny = TINY | {"DATASET": REPOSITORY / "data/squad_sample.json", "HF_DATASETS_CACHE": folder / "datasets"}
+    tiny = TINY | {"DATASET": SAMPLE, "HF_DATASETS_CACHE": folder / "datasets"}
     return kept | {k: str(v) for k, v in (tiny if gpu else tiny | {"FP16": False}).items()}
 
 
@@ -88,7 +90,8 @@ def keep(folder: Path, log: Path) -> Path:
     return Path(shutil.copy(log, folder / "kept"))
 
 
-def slurm_jobs(folder: Path, timeout: int) -> Lines:
+def slurm_jobs(folder: Path, timeout: int, caller: dict[str, str]) -> Lines:
+    """caller: the environment from before the site was loaded, as a Slurm job loads that itself."""
     if not shutil.which("sbatch"):
         yield "fail", "Slurm jobs", "no sbatch on PATH", "run this on a login node, or leave --submit out"
         return
@@ -99,8 +102,9 @@ def slurm_jobs(folder: Path, timeout: int) -> Lines:
     if (REPOSITORY / ".venv").exists():
         (folder / ".venv").symlink_to(REPOSITORY / ".venv")
     gpu = os.environ.get("REQUIRE_GPU") != "0"
-    variables = {"SBATCH_TIMELIMIT": str(timeout // 60 + 1)} | tiny_variables(folder, CALLER, gpu)
-    submit, ids = folder / "experiments" / "submit.sh", {}
+    variables = {"SBATCH_TIMELIMIT": str(timeout // 60 + 1)} | tiny_variables(folder, caller, gpu)
+    submit = folder / "experiments" / "submit.sh"
+    ids = {}
     try:
         for job in JOBS:
             done, said = command("bash", submit, job, env=variables, cwd=folder, timeout=120)

@@ -9,27 +9,27 @@ import sys
 import time
 import warnings
 from collections.abc import Callable
+from typing import NoReturn
 
 import torch
 import torch.distributed as dist
-from build_ops import prepare_deepspeed
-from errors import ENVIRONMENT, fail
 
-# DeepSpeed calls collectives by names that PyTorch 2.13 renames: a warning per call
-warnings.filterwarnings("ignore", r"`torch\.distributed\.\w+` is deprecated", FutureWarning)
-# accelerate compares DeepSpeed's accumulation with a default of its own and takes the right one
-logging.getLogger("accelerate.accelerator").addFilter(lambda entry: "GradientAccumulationPlugin has" not in entry.msg)
+from build_ops import prepare_deepspeed
+from errors import ENVIRONMENT, WorkshopError, report
 
 
 def prepare_environment(shards: bool) -> None:
-    """Set RANK, LOCAL_RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT where the launcher did not.
+    """Set RANK, LOCAL_RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT where the launcher did not, and bind the GPU.
 
     torchrun sets them all. Bare srun gives its own names (SLURM_PROCID, SLURM_LOCALID). Plain python gets a
     world of one if the run shards (DeepSpeed would look for MPI otherwise) and nothing if it does not.
+    To be called before DeepSpeed is imported, which transformers does in any case.
     """
+    silence_known_warnings()
     env = os.environ
     if "RANK" not in env and int(env.get("SLURM_STEP_NUM_TASKS", 1)) > 1:
-        env["RANK"], env["LOCAL_RANK"] = env["SLURM_PROCID"], env["SLURM_LOCALID"]
+        env["RANK"] = env["SLURM_PROCID"]
+        env["LOCAL_RANK"] = env["SLURM_LOCALID"]
         env["WORLD_SIZE"] = env["SLURM_STEP_NUM_TASKS"]
         # accelerate reads the ranks of one node from here; Slurm writes e.g. 4(x2)
         env["LOCAL_WORLD_SIZE"] = env.get("SLURM_STEP_TASKS_PER_NODE", env["WORLD_SIZE"]).split("(")[0].split(",")[0]
@@ -44,12 +44,23 @@ def prepare_environment(shards: bool) -> None:
         print(f"MASTER_ADDR: {env.get('MASTER_ADDR')}")
         print(f"MASTER_PORT: {env.get('MASTER_PORT')}", flush=True)
     bind_device()
-    prepare_deepspeed()  # transformers imports it in any case
+    prepare_deepspeed()
+
+
+def silence_known_warnings() -> None:
+    """Keep out of the log what libraries say of each other's harmless habits."""
+    # DeepSpeed calls collectives by names that PyTorch 2.13 renames: a warning per call
+    warnings.filterwarnings("ignore", r"`torch\.distributed\.\w+` is deprecated", FutureWarning)
+    # accelerate compares DeepSpeed's accumulation with a default of its own and takes the right one
+    logging.getLogger("accelerate.accelerator").addFilter(
+        lambda entry: "GradientAccumulationPlugin has" not in entry.msg
+    )
 
 
 def bind_device() -> None:
     """Make the GPU with this process's local rank its own, before anything allocates on cuda:0."""
-    local_rank, gpus = int(os.environ.get("LOCAL_RANK", 0)), torch.cuda.device_count()
+    local_rank = int(os.environ.get("LOCAL_RANK", 0))
+    gpus = torch.cuda.device_count()
     if gpus == 1 and local_rank > 0 and sees_only_its_own():
         # DeepSpeed and accelerate take this variable for the number of the GPU
         local_rank = 0
@@ -57,14 +68,11 @@ def bind_device() -> None:
     if gpus and local_rank >= gpus:
         what = f"{local_rank}, but this process sees {gpus} of the GPUs of {socket.gethostname()}"
         way_out = "start as many processes per node as it has GPUs, without GPU binding (--gpus-per-task, --gpu-bind)"
-        fail("LOCAL_RANK", what, way_out, ENVIRONMENT)
+        raise WorkshopError("LOCAL_RANK", what, way_out, ENVIRONMENT)
     if not gpus and os.environ.get("REQUIRE_GPU") == "1":
-        fail(
-            "GPU",
-            f"PyTorch sees none on {socket.gethostname()}",
-            "check nvidia-smi and that torch is a CUDA build, or use SITE=laptop",
-            ENVIRONMENT,
-        )
+        what = f"PyTorch sees none on {socket.gethostname()}"
+        way_out = "check nvidia-smi and that torch is a CUDA build, or use SITE=laptop"
+        raise WorkshopError("GPU", what, way_out, ENVIRONMENT)
     if gpus:
         torch.cuda.set_device(local_rank)
 
@@ -74,8 +82,8 @@ def sees_only_its_own() -> bool:
 
     Without the second, tasks that see one GPU see the same one. torchrun's ranks all see what torchrun sees.
     """
-    tasks, gpus = os.environ.get("LOCAL_WORLD_SIZE", "1"), os.environ.get("SLURM_GPUS_ON_NODE", "0")
-    return "TORCHELASTIC_RUN_ID" not in os.environ and int(gpus) >= int(tasks)
+    gpus = int(os.environ.get("SLURM_GPUS_ON_NODE", 0))
+    return "TORCHELASTIC_RUN_ID" not in os.environ and gpus >= local_world_size()
 
 
 def join_process_group(deepspeed: bool) -> None:
@@ -103,28 +111,13 @@ def leave_process_group() -> None:
         dist.destroy_process_group()
 
 
-def run_and_exit(main: Callable[[], None]) -> None:
+def run_and_exit(main: Callable[[], None]) -> NoReturn:
     """Run a script's `main` and end the process with its exit code, a rank without the interpreter's shutdown.
 
     A sharded model refers to process groups to the very end, and so keeps gloo's threads. In about 1 of 100 exits one
     meets the interpreter as it shuts down: "terminate called without an active exception", SIGABRT, a failed job.
     """
-    code = 0
-    try:
-        try:
-            main()
-        except torch.OutOfMemoryError as error:
-            way_out = "lower --per_device_train_batch_size or --max_length, or offload"
-            fail("GPU memory", str(error).split(". ")[0], way_out, 1)
-    except SystemExit as ended:
-        code = ended.code or 0
-        if isinstance(code, str):  # sys.exit("message"), as libraries do
-            print(code, file=sys.stderr)
-            code = 1
-    except Exception:
-        sys.excepthook(*sys.exc_info())  # PyTorch's, which names the rank
-        time.sleep(2 if world_size() > 1 else 0)  # if another rank's death is the cause, that one is noted first
-        code = 1
+    code = exit_code_of(main)
     if "WORLD_SIZE" not in os.environ:
         sys.exit(code)
     atexit._run_exitfuncs()
@@ -133,8 +126,37 @@ def run_and_exit(main: Callable[[], None]) -> None:
     os._exit(code)
 
 
+def exit_code_of(main: Callable[[], None]) -> int:
+    """Run `main`, say what it raised, and give the exit code that this stands for."""
+    try:
+        main()
+    except WorkshopError as error:
+        report(error)
+        return error.code
+    except torch.OutOfMemoryError as error:
+        way_out = "lower --per_device_train_batch_size or --max_length, or offload"
+        report(WorkshopError("GPU memory", str(error).split(". ")[0], way_out, code=1))
+        return 1
+    except SystemExit as ended:
+        if isinstance(ended.code, str):  # sys.exit("message"), as libraries do
+            print(ended.code, file=sys.stderr)
+            return 1
+        return ended.code or 0
+    except Exception:
+        sys.excepthook(*sys.exc_info())  # PyTorch's, which names the rank
+        if world_size() > 1:
+            time.sleep(2)  # if another rank's death is the cause, that one is noted first
+        return 1
+    return 0
+
+
 def world_size() -> int:
     return int(os.environ.get("WORLD_SIZE", 1))
+
+
+def local_world_size() -> int:
+    """Ranks on this node."""
+    return int(os.environ.get("LOCAL_WORLD_SIZE", 1))
 
 
 def rank() -> int:

@@ -10,11 +10,12 @@ import re
 import shutil
 from pathlib import Path
 
-from config import LATEST
-from distributed import rank, wait_for_everyone
-from errors import NO_CHECKPOINT, fail
-from finish import write_json
 from transformers import TrainerCallback
+
+from config import LATEST
+from errors import NO_CHECKPOINT, WorkshopError
+from json_files import write_json
+from parallel.distributed import rank, wait_for_everyone
 
 MARKER = "complete.json"
 UNSHARDED = {"plain", "DDP"}  # each rank holds everything, so any number of ranks can go on
@@ -24,7 +25,8 @@ class CheckpointCallback(TrainerCallback):
     """Marks each saved checkpoint as complete, and only then removes the older ones."""
 
     def __init__(self, save_total_limit: int | None, strategy: str):
-        self.save_total_limit, self.strategy = save_total_limit, strategy
+        self.save_total_limit = save_total_limit
+        self.strategy = strategy
 
     def on_save(self, args, state, control, **kwargs):
         wait_for_everyone()  # every rank writes a part
@@ -55,33 +57,33 @@ def is_complete(folder: Path) -> bool:
         return False
 
 
-def find_checkpoint(wanted: str | None, output_dir: str, world_size: int, strategy: str) -> str | None:
-    """The complete checkpoint to go on from: `wanted` itself, the latest in that folder, or for `latest` the
+def find_checkpoint(requested: str | None, output_dir: str, world_size: int, strategy: str) -> str | None:
+    """The complete checkpoint to go on from: `requested` itself, the latest in that folder, or for `latest` the
     latest of this run or, when it has none, of the other runs beside it.
 
-    Raises SystemExit(4) when there is none, or when it was saved by other ranks or another way of sharding.
+    Raises WorkshopError (exit code 4) when there is none, or when other ranks or another way of sharding saved it.
     """
-    if wanted is None:
+    if requested is None:
         return None
-    if wanted == LATEST:
+    if requested == LATEST:
         places = [Path(output_dir)]
         if not latest_complete(places):
             places = sorted(Path(output_dir).parent.glob("*/"))
-    elif (Path(wanted) / "trainer_state.json").exists() or re.search(r"checkpoint-\d+/?$", wanted):
-        if not is_complete(Path(wanted)):
-            fail(
-                wanted,
+    elif (Path(requested) / "trainer_state.json").exists() or re.search(r"checkpoint-\d+/?$", requested):
+        if not is_complete(Path(requested)):
+            raise WorkshopError(
+                requested,
                 "is no complete checkpoint",
                 f"choose a folder with a {MARKER} whose files are all there",
                 NO_CHECKPOINT,
             )
-        return check_fits(Path(wanted), world_size, strategy)
+        return check_fits(Path(requested), world_size, strategy)
     else:
-        places = [Path(wanted)]
+        places = [Path(requested)]
     found = latest_complete(places)
     if not found:
-        where = output_dir if wanted == LATEST else wanted
-        fail(
+        where = output_dir if requested == LATEST else requested
+        raise WorkshopError(
             "--resume_from_checkpoint",
             f"no complete checkpoint in {where}",
             "leave the flag out to start anew",
@@ -108,7 +110,7 @@ def check_fits(folder: Path, world_size: int, strategy: str) -> str:
     if {saved["strategy"], strategy} <= UNSHARDED:
         return str(folder)
     if (saved["strategy"], saved["world_size"]) != (strategy, world_size):
-        fail(
+        raise WorkshopError(
             folder,
             f"saved by {saved['world_size']} ranks with {saved['strategy']}, this run has {world_size} with {strategy}",
             "resume with the same number of ranks and the same config",

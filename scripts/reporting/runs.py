@@ -11,7 +11,7 @@ from datetime import datetime
 from functools import cache
 from pathlib import Path
 
-from memory_logs import MemoryLog, host_of, logs_of, read_cpu_log, read_gpu_log
+from reporting.memory_logs import MemoryLog, host_of, logs_of, read_cpu_log, read_gpu_log
 
 SCHEMA = 1
 FOLDERS = {"results", "gpu_memory", "cpu_memory", "log", "output"}
@@ -23,11 +23,11 @@ ENDED_ABNORMALLY = ("failed", "oom", "timeout", "stopped")
 class Memory:
     """One kind of memory over a whole job, in MiB: over all its GPUs, or over all its nodes.
 
-    peak, low: of any GPU (node) at any time; mean: over time and GPUs (nodes). None with a `reason`.
+    peak, minimum: of any GPU (node) at any time; mean: over time and GPUs (nodes). None with a `reason`.
     """
 
     peak: float | None = None
-    low: float | None = None
+    minimum: float | None = None
     mean: float | None = None
     reason: str = ""
 
@@ -117,7 +117,8 @@ def name_of(folder: Path) -> str:
 
 def find_runs(folders: Iterable[Path]) -> list[Run]:
     """All runs below the folders, oldest first."""
-    records, logs = [], {}
+    records = []
+    logs = {}
     for top in folders:
         for folder, subfolders, _ in os.walk(top):
             here = Path(folder)
@@ -172,7 +173,8 @@ def settle(run: Run, path: Path) -> None:
     if run.record.get("schema") != SCHEMA:
         run.problems.append(f"{path}: schema {run.record.get('schema')}, this report knows {SCHEMA}")
     if run.status == "running" and not alive(run):
-        run.status, run.status_note = "failed", "the record still says running, but its job is gone"
+        run.status = "failed"
+        run.status_note = "the record still says running, but its job is gone"
     elif run.status in ENDED_ABNORMALLY and run.record.get("exit_code") is not None:
         run.status_note = f"exit code {run.record['exit_code']}"
 
@@ -226,7 +228,8 @@ def memory(run: Run, kind: str, logs: list[MemoryLog], nodes: int, series_per_no
         run.problems.append(reason)
         return Memory(reason=reason)
     series = [samples for log in logs for samples in log.samples.values()]
-    total, count = math.fsum(sum(samples) for samples in series), sum(map(len, series))
+    total = math.fsum(sum(samples) for samples in series)
+    count = sum(map(len, series))
     return Memory(max(map(max, series)), min(map(min, series)), total / count)
 
 
@@ -248,7 +251,8 @@ def not_whole(run: Run, kind: str, logs: list[MemoryLog], nodes: int, expected: 
 
 def short_of(log: MemoryLog, run: Run) -> list[str]:
     """A line when the log covers less than the training, up to two intervals at each end."""
-    runtime, span = run.number("train.runtime_s"), log.span()
+    runtime = run.number("train.runtime_s")
+    span = log.span()
     if not runtime or span is None:
         return []
     interval = span / max(1, max(map(len, log.samples.values())) - 1)

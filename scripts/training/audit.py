@@ -3,16 +3,17 @@
 import os
 from dataclasses import dataclass
 
-import sharding
 import torch
+from transformers import Trainer, TrainerCallback
+
 from config import Options, precision_name
 from data_loader import IGNORED
-from distributed import rank, world_size
-from errors import ENVIRONMENT, fail
-from fsdp_config import fsdp_name, shard_count, wrap_classes
+from errors import ENVIRONMENT, WorkshopError
 from model import count_parameters
-from record import RunRecord
-from transformers import Trainer, TrainerCallback
+from parallel import sharding
+from parallel.distributed import rank, world_size
+from parallel.fsdp_config import fsdp_name, wrap_classes
+from training.record import RunRecord
 
 NOT_ON_CPU = "n/a on CPU"
 SHARE_TOLERANCE = 0.05
@@ -37,7 +38,10 @@ class AuditCallback(TrainerCallback):
     """Prints and records the audit once the model is wrapped; ends the run with exit code 3 on a difference."""
 
     def __init__(self, trainer: Trainer, options: Options, data_args, record: RunRecord):
-        self.trainer, self.options, self.data_args, self.record = trainer, options, data_args, record
+        self.trainer = trainer
+        self.options = options
+        self.data_args = data_args
+        self.record = record
         # before the model is wrapped: FSDP1 then shows each rank's share alone
         self.parameters = count_parameters(trainer.model)
 
@@ -55,31 +59,30 @@ class AuditCallback(TrainerCallback):
         for knob in knobs:
             if knob.differs:
                 what = f"{knob.requested} was requested, {knob.effective} is what would run"
-                fail(f"knob audit: {knob.name}", what, "correct the flag or the config", ENVIRONMENT)
+                raise WorkshopError(f"knob audit: {knob.name}", what, "correct the flag or the config", ENVIRONMENT)
 
 
 def audit(trainer: Trainer, options: Options, data_args, parameters: int) -> list[Knob]:
-    args, values = trainer.args, options.values
+    args = trainer.args
+    values = options.values
     engine = trainer.model_wrapped if trainer.is_deepspeed_enabled else None
     micro, accumulation, world = effective_batch(trainer, engine)
     strategy = effective_strategy(trainer, engine)
-    wanted_micro, wanted_accumulation = (
-        values["per_device_train_batch_size"],
-        values["gradient_accumulation_steps"],
-    )
+    requested_micro = values["per_device_train_batch_size"]
+    requested_accumulation = values["gradient_accumulation_steps"]
     facts = [
         Knob("precision", precision_name(values), effective_precision(trainer, engine), options.precision_note),
         Knob("strategy", strategy_name(options), strategy),
         *(offload_knobs(engine, options.deepspeed_config.get("zero_optimization", {})) if engine else []),
         *(fsdp_knobs(trainer, options.fsdp_config) if strategy.startswith("FSDP") else []),
         Knob("world size", world_size(), world, "ranks, one per GPU"),
-        Knob("micro batch", wanted_micro, micro, "sequences per rank and step"),
-        Knob("gradient accumulation", wanted_accumulation, accumulation),
-        Knob("global batch", wanted_micro * wanted_accumulation * world_size(), micro * accumulation * world,
+        Knob("micro batch", requested_micro, micro, "sequences per rank and step"),
+        Knob("gradient accumulation", requested_accumulation, accumulation),
+        Knob("global batch", requested_micro * requested_accumulation * world_size(), micro * accumulation * world,
              "micro batch x accumulation x world size"),
         Knob("label mode", values["labels"], labels_of(trainer)),
         Knob("padding", values["padding"], padding_of(trainer), f"up to {data_args.max_length} tokens"),
-        Knob("train size", wanted_train_size(values), len(trainer.train_dataset), "questions"),
+        Knob("train size", requested_train_size(values), len(trainer.train_dataset), "questions"),
         Knob("eval size", values["eval_size"], len(trainer.eval_dataset), "questions"),
         Knob("saving", values["save_strategy"], args.save_strategy.value),
     ]  # fmt: skip
@@ -91,7 +94,7 @@ def audit(trainer: Trainer, options: Options, data_args, parameters: int) -> lis
     return facts + [Knob(name, value, value) for name, value in plain]
 
 
-def wanted_train_size(values: dict) -> int:
+def requested_train_size(values: dict) -> int:
     return values["samples_per_gpu"] * world_size() if values["samples_per_gpu"] else values["train_size"]
 
 
@@ -132,7 +135,8 @@ def effective_batch(trainer: Trainer, engine) -> tuple[int, int, int]:
 
 def offload_knobs(engine, zero: dict) -> list[Knob]:
     """Where optimizer state and parameters live, and whether the buffers that `pin_memory` rules are pinned."""
-    optimizer, parameter = (zero.get(key) or {} for key in ("offload_optimizer", "offload_param"))
+    optimizer = zero.get("offload_optimizer") or {}
+    parameter = zero.get("offload_param") or {}
     knobs = []
     device = optimizer.get("device", "none")
     knobs.append(Knob("optimizer offload", device, "cpu" if optimizer_partitions(engine) else "none"))
@@ -144,7 +148,8 @@ def offload_knobs(engine, zero: dict) -> list[Knob]:
     if device != "none":
         # partition_parameters.py pins by the key, but only until the optimizer is made: stage3.py then moves the shares
         # into buffers of its own, which it pins without asking (_create_param_groups_fp16_flat_cpu_memory)
-        effective, note = pinned(parameter_partitions(engine)), "DeepSpeed pins them in any case, once they are loaded"
+        effective = pinned(parameter_partitions(engine))
+        note = "DeepSpeed pins them in any case, once they are loaded"
         knobs.append(Knob("parameter pinned memory", parameter.get("pin_memory", True), effective, note, binding=False))
     return knobs
 
@@ -175,9 +180,12 @@ def can_pin() -> bool:
 
 def fsdp_knobs(trainer: Trainer, config: dict) -> list[Knob]:
     """Units, shares, offload and checkpointing of the model as FSDP has wrapped it."""
-    model, names = trainer.model_wrapped, wrap_classes(config, trainer.model)
-    blocks, units = len(sharding.blocks(model, names)), len(sharding.sharded_blocks(model, names))
-    expected, held = 1 / shard_count(config), sharding.local_share(model)
+    model = trainer.model_wrapped
+    names = wrap_classes(config, trainer.model)
+    blocks = len(sharding.blocks(model, names))
+    units = len(sharding.sharded_blocks(model, names))
+    expected = 1 / config["dp_shard_size"]
+    held = sharding.local_share(model)
     # parameters are split by rows, so small ones leave a rank a little more or less than its part
     share = expected if abs(held - expected) <= SHARE_TOLERANCE * expected else held
     checkpointed = blocks if config.get("activation_checkpointing") else 0
@@ -185,7 +193,7 @@ def fsdp_knobs(trainer: Trainer, config: dict) -> list[Knob]:
         Knob("FSDP units", f"{blocks} blocks", f"{units} blocks",
              f"and {', '.join(sharding.other_units(model, names))}"),
         Knob("local parameter share", round(expected, 4), round(share, 4), f"{held:.2%} of them are on rank {rank()}"),
-        Knob("mesh", f"{world_size() // shard_count(config)} x {shard_count(config)}", sharding.mesh_shape(model),
+        Knob("mesh", f"{config['dp_replicate_size']} x {config['dp_shard_size']}", sharding.mesh_shape(model),
              "replicate x shard"),
         Knob("CPU offload", config.get("cpu_offload", False), sharding.offloaded(model)),
         Knob("checkpointed blocks", checkpointed, sharding.checkpointed_blocks(model), "activations are recomputed"),

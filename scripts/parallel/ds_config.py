@@ -6,13 +6,13 @@ that are classes come from the installed DeepSpeed, so their keys and types are 
 
 import difflib
 import inspect
-import json
 import re
-from pathlib import Path
+
+from pydantic import BaseModel, ValidationError
 
 from build_ops import prepare_deepspeed
-from errors import fail
-from pydantic import BaseModel, ValidationError
+from errors import WorkshopError
+from json_files import read_json
 
 OPTIMIZER_PARAMS = [
     "lr",
@@ -36,7 +36,9 @@ PLAIN_SECTIONS = {
     "scheduler": "type params",
     "torch_autocast": "enabled dtype lower_precision_safe_modules",
 }
-NUMBER, SWITCH, TEXT = (int, float), (bool,), (str,)
+NUMBER = (int, float)
+SWITCH = (bool,)
+TEXT = (str,)
 PLAIN_KEYS = {
     "train_batch_size": NUMBER,
     "train_micro_batch_size_per_gpu": NUMBER,
@@ -83,7 +85,7 @@ GATHER = "stage3_gather_16bit_weights_on_model_save"
 def check_ds_config(path: str) -> dict:
     """The content of a DeepSpeed config file for the Hugging Face Trainer, ``"auto"`` values in place.
 
-    Raises SystemExit(2) with the file and the dotted path of the first key that is unknown or wrong.
+    Raises WorkshopError (exit code 2) with the file and the dotted path of the first key that is unknown or wrong.
     """
     config = read_json(path)
     prepare_deepspeed()
@@ -95,11 +97,8 @@ def check_ds_config(path: str) -> dict:
             check_plain_value(path, key, value)
             continue
         if not isinstance(value, dict):
-            fail(
-                f"{path}: {key}",
-                f"is {value!r}, expected an object",
-                "see https://www.deepspeed.ai/docs/config-json/",
-            )
+            way_out = "see https://www.deepspeed.ai/docs/config-json/"
+            raise WorkshopError(f"{path}: {key}", f"is {value!r}, expected an object", way_out)
         if key in sections:
             check_section(path, key, value, sections[key])
         else:
@@ -113,32 +112,10 @@ def check_ds_config(path: str) -> dict:
     for key, part, lowest in (("offload_optimizer", "the optimizer", 1), ("offload_param", "parameters", 3)):
         if zero.get(key) and zero.get("stage", 0) < lowest:
             what = f"stage {zero.get('stage', 0)} does not shard {part}, so it cannot offload"
-            fail(f"{path}: zero_optimization.{key}", what, f"set the stage to at least {lowest} or remove the key")
+            raise WorkshopError(
+                f"{path}: zero_optimization.{key}", what, f"set the stage to at least {lowest} or remove the key"
+            )
     return config
-
-
-def read_json(path: str) -> dict:
-    """A JSON object from a file. Raises SystemExit(2) with line and column when it is not one."""
-    try:
-        text = Path(path).read_text(encoding="utf-8")
-        content = json.loads(text, object_pairs_hook=lambda pairs: without_repeats(path, pairs))
-    except json.JSONDecodeError as error:
-        fail(path, f"line {error.lineno}, column {error.colno}: {error.msg}", "correct the JSON")
-    except UnicodeDecodeError as error:
-        fail(path, f"byte {error.start} is not UTF-8", "save the file as UTF-8")
-    except OSError as error:
-        fail(path, error.strerror or "cannot be read", "see ds_configs/ for the files that there are")
-    if not isinstance(content, dict):
-        fail(path, "is not a JSON object", "see ds_configs/ for examples")
-    return content
-
-
-def without_repeats(path: str, pairs: list[tuple]) -> dict:
-    keys = [key for key, _ in pairs]
-    for key in keys:
-        if keys.count(key) > 1:
-            fail(f"{path}: {key}", "stands twice in one object", "remove one of them")
-    return dict(pairs)
 
 
 def section_models() -> dict[str, type[BaseModel]]:
@@ -164,47 +141,47 @@ def check_plain_value(path: str, key: str, value: object) -> None:
     fits = isinstance(value, PLAIN_KEYS[key]) and (PLAIN_KEYS[key] == SWITCH or not isinstance(value, bool))
     if not fits and value != "auto":
         kind = {NUMBER: "a number", SWITCH: "true or false", TEXT: "a text"}[PLAIN_KEYS[key]]
-        fail(f"{path}: {key}", f"is {value!r}, expected {kind}", "correct the value")
+        raise WorkshopError(f"{path}: {key}", f"is {value!r}, expected {kind}", "correct the value")
 
 
-def check_section(path: str, place: str, section: dict, model: type[BaseModel]) -> None:
+def check_section(path: str, name: str, section: dict, model: type[BaseModel]) -> None:
     stage = section.get("stage", 0)
-    if place == "zero_optimization" and (type(stage) is not int or stage not in (0, 1, 2, 3)):
-        fail(f"{path}: {place}.stage", f"is {section['stage']!r}", "ZeRO has the stages 0, 1, 2 and 3")
-    check_keys(path, place, section, model)
+    if name == "zero_optimization" and (type(stage) is not int or stage not in (0, 1, 2, 3)):
+        raise WorkshopError(f"{path}: {name}.stage", f"is {section['stage']!r}", "ZeRO has the stages 0, 1, 2 and 3")
+    check_keys(path, name, section, model)
     try:
         model(**without_auto(section))
     except ValidationError as error:
         first = error.errors()[0]
-        dotted = ".".join(str(part) for part in (place, *first["loc"]))
-        fail(f"{path}: {dotted}", f"is {first['input']!r}: {first['msg']}", "correct the value")
+        dotted = ".".join(str(part) for part in (name, *first["loc"]))
+        raise WorkshopError(
+            f"{path}: {dotted}", f"is {first['input']!r}: {first['msg']}", "correct the value"
+        ) from error
     except AssertionError as error:
-        fail(f"{path}: {place}", str(error), "keep one of the two keys")
+        raise WorkshopError(f"{path}: {name}", str(error), "keep one of the two keys") from error
 
 
-def check_keys(path: str, place: str, section: dict, model: type[BaseModel]) -> None:
+def check_keys(path: str, name: str, section: dict, model: type[BaseModel]) -> None:
     fields = dict(model.model_fields)
     fields.update({info.alias: info for info in model.model_fields.values() if info.alias})
     for key, value in section.items():
-        check_key(path, f"{place}.{key}", key, list(fields))
+        check_key(path, f"{name}.{key}", key, list(fields))
         replaced = fields[key].json_schema_extra or {}
         if replaced.get("deprecated"):
-            fail(f"{path}: {place}.{key}", "deprecated by DeepSpeed", f"use {replaced['new_param']}")
-        # Optional[Model] or Model
-        models = [
-            t
-            for t in (getattr(fields[key].annotation, "__args__", None) or [fields[key].annotation])
-            if inspect.isclass(t) and issubclass(t, BaseModel)
-        ]
-        if models and isinstance(value, dict):
-            check_keys(path, f"{place}.{key}", value, models[0])
+            raise WorkshopError(f"{path}: {name}.{key}", "deprecated by DeepSpeed", f"use {replaced['new_param']}")
+        if isinstance(value, dict):
+            annotation = fields[key].annotation
+            kinds = getattr(annotation, "__args__", None) or [annotation]  # Optional[Model] or Model
+            models = [kind for kind in kinds if inspect.isclass(kind) and issubclass(kind, BaseModel)]
+            if models:
+                check_keys(path, f"{name}.{key}", value, models[0])
 
 
 def check_key(path: str, dotted: str, key: str, known: list[str]) -> None:
     if key not in known:
         near = difflib.get_close_matches(key, known, n=1)
         way_out = f"did you mean {near[0]}?" if near else f"known here: {', '.join(sorted(known)):.300}"
-        fail(f"{path}: {dotted}", "unknown key", way_out)
+        raise WorkshopError(f"{path}: {dotted}", "unknown key", way_out)
 
 
 def without_auto(section: dict) -> dict:
@@ -215,32 +192,37 @@ def without_auto(section: dict) -> dict:
     }
 
 
-def check_auto(path: str, place: str, section: dict) -> None:
+def check_auto(path: str, prefix: str, section: dict) -> None:
     """Refuse "auto" where nobody replaces it: DeepSpeed would meet the word itself."""
     for key, value in section.items():
-        dotted = f"{place}{key}"
+        dotted = f"{prefix}{key}"
         if isinstance(value, dict):
             check_auto(path, f"{dotted}.", value)
         elif value == "auto" and dotted not in FLAGS:
-            fail(f"{path}: {dotted}", 'is "auto", which no flag replaces here', "give a value or remove the key")
+            raise WorkshopError(
+                f"{path}: {dotted}", 'is "auto", which no flag replaces here', "give a value or remove the key"
+            )
 
 
 def require(path: str, dotted: str, holder: dict) -> None:
-    key, (flag, required) = dotted.split(".")[-1], FLAGS[dotted]
+    key = dotted.split(".")[-1]
+    flag, required = FLAGS[dotted]
     if required and key not in holder:
-        fail(f"{path}: {dotted}", f"is missing, so {flag} would have no effect", f'add "{key}": "auto"')
+        raise WorkshopError(f"{path}: {dotted}", f"is missing, so {flag} would have no effect", f'add "{key}": "auto"')
 
 
-def params(path: str, place: str, section: dict, known: list[str]) -> dict:
+def params(path: str, name: str, section: dict, known: list[str]) -> dict:
     """The checked `params` of the optimizer or the scheduler."""
     values = section.get("params", {})
     if not isinstance(values, dict):
-        fail(f"{path}: {place}.params", f"is {values!r}, expected an object", "see ds_configs/ for examples")
+        raise WorkshopError(
+            f"{path}: {name}.params", f"is {values!r}, expected an object", "see ds_configs/ for examples"
+        )
     for key in values:
-        check_key(path, f"{place}.params.{key}", key, known)
+        check_key(path, f"{name}.params.{key}", key, known)
     for key in known:
-        if f"{place}.params.{key}" in FLAGS:
-            require(path, f"{place}.params.{key}", values)
+        if f"{name}.params.{key}" in FLAGS:
+            require(path, f"{name}.params.{key}", values)
     return values
 
 
@@ -249,7 +231,7 @@ def check_optimizer(path: str, optimizer: dict) -> None:
         return
     if optimizer.get("type") not in ("Adam", "AdamW"):
         way_out = "use AdamW, or remove the section and choose with --optim"
-        fail(f"{path}: optimizer.type", f"is {optimizer.get('type')!r}", way_out)
+        raise WorkshopError(f"{path}: optimizer.type", f"is {optimizer.get('type')!r}", way_out)
     params(path, "optimizer", optimizer, OPTIMIZER_PARAMS)
 
 
@@ -261,31 +243,35 @@ def check_scheduler(path: str, scheduler: dict) -> None:
     name = scheduler.get("type")
     if name not in lr_schedules.VALID_LR_SCHEDULES:
         known = ", ".join(lr_schedules.VALID_LR_SCHEDULES)
-        fail(f"{path}: scheduler.type", f"is {name!r}", f"DeepSpeed has {known}")
+        raise WorkshopError(f"{path}: scheduler.type", f"is {name!r}", f"DeepSpeed has {known}")
     known = list(inspect.signature(getattr(lr_schedules, name)).parameters)
     values = params(path, "scheduler", scheduler, known)
     # Only the Trainer knows the length of the training, and it stops late at a literal that differs
     for key in {"warmup_num_steps", "total_num_steps"} & values.keys():
         if values[key] != "auto":
             flag = FLAGS[f"scheduler.params.{key}"][0]
-            fail(f"{path}: scheduler.params.{key}", f"is {values[key]!r}", f'set it to "auto", it follows {flag}')
+            raise WorkshopError(
+                f"{path}: scheduler.params.{key}", f"is {values[key]!r}", f'set it to "auto", it follows {flag}'
+            )
 
 
 def check_contradictions(path: str, config: dict, training_args, names: dict) -> None:
     """Compare the file's literals with the flags, once TrainingArguments has met both.
 
-    names: flag -> how the user gave it. Raises SystemExit(2) with both values of the first contradiction.
+    names: flag -> how the user gave it. Raises WorkshopError (exit code 2) with both values of the first contradiction.
     """
     for section, flag in (("optimizer", "optim"), ("scheduler", "lr_scheduler_type")):
         choice = getattr(training_args, flag).value
         if section in config and flag in names and choice not in ("adamw_torch", "adamw_torch_fused"):
             both = f"{section}.type is {config[section]['type']}, but {names[flag]} is {choice}"
-            fail(path, both, f"remove the section {section} or the flag")
+            raise WorkshopError(path, both, f"remove the section {section} or the flag")
     for line in training_args.hf_deepspeed_config.mismatches:  # "- ds KEY=VALUE vs hf NAME=VALUE"
-        dotted, value, wanted = re.fullmatch(r"- ds ([\w.]+)=(.*) vs hf .*?=(.*)", line).groups()
+        dotted, value, given = re.fullmatch(r"- ds ([\w.]+)=(.*) vs hf .*?=(.*)", line).groups()
         flag, _ = FLAGS[dotted]
         flag = names.get(flag.removeprefix("--"), flag)
-        fail(path, f"{dotted} is {value}, but {flag} is {wanted}", 'set it to "auto" or change the flag')
+        raise WorkshopError(path, f"{dotted} is {value}, but {flag} is {given}", 'set it to "auto" or change the flag')
     zero = config["zero_optimization"]
     if zero.get("stage") == 3 and not zero.get(GATHER) and training_args.save_strategy != "no":
-        fail(f"{path}: zero_optimization.{GATHER}", "is not true, so no weights would be saved", "set it to true")
+        raise WorkshopError(
+            f"{path}: zero_optimization.{GATHER}", "is not true, so no weights would be saved", "set it to true"
+        )

@@ -1,8 +1,6 @@
 """Checks of preflight.py: model cache, disk, config files and experiments."""
 
 import argparse
-import contextlib
-import io
 import json
 import os
 import shutil
@@ -10,10 +8,13 @@ from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 
-from preflight_machine import EXPERIMENTS, REPOSITORY, Lines, last_line
+from checks.machine import Lines
+from errors import WorkshopError
+from paths import EXPERIMENTS, REPOSITORY
 
 NODE_LOCAL = ("/tmp", "/var/tmp", "/dev/shm", "/local", "/localscratch", "/scratch/local")
-CHECKPOINT_BYTES, MODEL_BYTES = 12, 4  # per parameter: fp32 weights and Adam's two moments; fp32 weights
+CHECKPOINT_BYTES = 12  # per parameter: fp32 weights and Adam's two moments
+MODEL_BYTES = 4  # per parameter: fp32 weights
 
 
 def cache(arguments: argparse.Namespace) -> Lines:
@@ -93,15 +94,15 @@ def disk(arguments: argparse.Namespace) -> Lines:
 
 def parameters(script: Path, arguments: argparse.Namespace) -> int:
     """Parameters of the model that an experiment saves, 0 if it saves none."""
-    from check_experiment import own_variables
+    from check_experiment import knobs_of
 
-    knobs = own_variables(script)
+    knobs = knobs_of(script, os.environ)
     if knobs.get("SAVE_STRATEGY") == "no" or "/train.py" not in script.read_text(encoding="utf-8"):
         return 0
-    from config import KNOBS
+    from knobs import CUSTOM_SIZES, KNOBS
     from model import count_parameters, empty_model
 
-    sizes = {flag: int(knobs.get(variable) or default) for variable, flag, default in KNOBS if type(default) is int}
+    sizes = {knob.flag: int(knobs.get(knob.variable) or knob.default) for knob in KNOBS if knob.flag in CUSTOM_SIZES}
     # the models of the command line take turns in an experiment that names none
     own = knobs.get("MODEL_NAME")
     names = arguments.model_name if own == os.environ.get("MODEL_NAME") else [own]
@@ -111,8 +112,8 @@ def parameters(script: Path, arguments: argparse.Namespace) -> int:
 
 def configs() -> Lines:
     from check_experiment import check_experiment
-    from ds_config import check_ds_config
-    from fsdp_config import check_fsdp_file
+    from parallel.ds_config import check_ds_config
+    from parallel.fsdp_config import check_fsdp_file
 
     def check_script(name: str) -> None:
         check_experiment(Path(name))
@@ -120,20 +121,18 @@ def configs() -> Lines:
     kinds = [("ds_configs", "*.json", check_ds_config), ("fsdp_configs", "*.json", check_fsdp_file)]
     for folder, pattern, check in [*kinds, ("experiments", "**/*.slurm", check_script)]:
         files = sorted((REPOSITORY / folder).glob(pattern))
-        wrong = [said for file in files if (said := refusal(check, str(file)))]
+        wrong = [error for file in files if (error := refusal(check, str(file)))]
         if wrong:
             more = f"; and {len(wrong) - 1} more" if wrong[1:] else ""
-            yield "fail", folder, wrong[0].removeprefix("error: ") + more
+            yield "fail", folder, f"{wrong[0]}{more}"
         else:
             yield "ok", folder, f"{len(files)} files"
 
 
-def refusal(check: Callable, *arguments: object) -> str:
-    """The error line with which a check ends the process; empty when it does not."""
-    said = io.StringIO()
+def refusal(check: Callable, *arguments: object) -> WorkshopError | None:
+    """The error that a check raises."""
     try:
-        with contextlib.redirect_stderr(said):
-            check(*arguments)
-    except SystemExit:
-        return last_line(said.getvalue())
-    return ""
+        check(*arguments)
+    except WorkshopError as error:
+        return error
+    return None

@@ -26,7 +26,7 @@ class MemoryLog:
     def peak(self, series: str) -> float:
         return max(self.samples[series])
 
-    def low(self, series: str) -> float:
+    def minimum(self, series: str) -> float:
         return min(self.samples[series])
 
     def mean(self, series: str) -> float:
@@ -80,7 +80,8 @@ def read_gpu_log(path: Path) -> MemoryLog:
     """Used memory in MiB per GPU index, from ``nvidia-smi --query-gpu=timestamp,index,name,memory.used,memory.total
     --format=csv`` with or without units, columns in the order of the header."""
     log = MemoryLog(path)
-    headers, series = 0, {}
+    headers = 0
+    series = {}
     width, at_index, at_used, at_total = 5, 1, 3, 4  # of a log whose header is cut off
     for number, line in enumerate(read_lines(path, log, units=" MiB"), 1):
         fields = line.split(",")
@@ -121,8 +122,10 @@ def new_series(log: MemoryLog, index: str, series: dict) -> tuple[list, list]:
 
 def read_cpu_log(path: Path) -> MemoryLog:
     """Resident memory in MiB of the training's processes together, from ``psrecord --log`` (which says MB)."""
-    log, headers = MemoryLog(path), 0
-    samples, times = [], []
+    log = MemoryLog(path)
+    headers = 0
+    samples = []
+    times = []
     for number, line in enumerate(read_lines(path, log), 1):
         fields = line.split()
         if line.startswith("#"):
@@ -140,7 +143,8 @@ def read_cpu_log(path: Path) -> MemoryLog:
             samples.append(real)
             times.append(fields[0])
     if samples:
-        log.samples["process"], log.times["process"] = samples, times
+        log.samples["process"] = samples
+        log.times["process"] = times
     return log
 
 

@@ -6,7 +6,7 @@ import html
 import io
 from pathlib import Path
 
-from report_tables import Row, Table
+from reporting.tables import Row, Table
 
 GENERATOR = '<meta name="generator" content="scripts/report.py">'
 SHOWN_LABELS = 5

@@ -12,21 +12,23 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
-REPOSITORY = Path(__file__).resolve().parent.parent
-EXPERIMENTS = REPOSITORY / "experiments"
+from paths import EXPERIMENTS, REQUIREMENTS
+
 # PyTorch builds for CUDA 12.6 are the last with code for compute capability 5.0 to 7.0, and run with older drivers
 OLDER_BUILD = "python -m pip install torch==2.13.0+cu126 --index-url https://download.pytorch.org/whl/cu126"
 OLDEST_OF_CUDA_13 = (7, 5)
 Lines = Iterator[tuple[str, ...]]  # state, check, what was found, what to do
 
 
-def command(*words: object, timeout: float = 60, **options: object) -> tuple[bool, str]:
+def command(*words: object, timeout: float = 60, **options: Any) -> tuple[bool, str]:
     """Whether it ended well, and what it printed."""
+    options |= {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
     try:
-        streams = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
-        done = subprocess.run(list(map(str, words)), text=True, timeout=timeout, **streams, **options)
+        done = subprocess.run(list(map(str, words)), text=True, timeout=timeout, **options)
     except (OSError, subprocess.TimeoutExpired) as error:
         return False, f"{words[0]}: {error}"
     return done.returncode == 0, done.stdout.strip()
@@ -35,36 +37,45 @@ def command(*words: object, timeout: float = 60, **options: object) -> tuple[boo
 def last_line(log: str) -> str:
     """The last error line of a log, else its last line."""
     lines = [line.strip() for line in re.split(r"[\r\n]+", log) if line.strip()]
-    return next((line for line in reversed(lines) if line.startswith("error: ")), lines[-1] if lines else "no output")
+    errors = [line for line in lines if line.startswith("error: ")]
+    return (errors or lines or ["no output"])[-1]
 
 
-def load_site(folder: Path) -> tuple[str, str]:
-    """Take over the variables of the site as a job has them; its name, and what is wrong with it."""
-    chosen = EXPERIMENTS / "site"
-    name = os.environ.get("SITE") or (chosen.read_text().strip() if chosen.is_file() else "")
-    file, dump = EXPERIMENTS / "sites" / f"{name}.sh", folder / "site.json"
-    if not name or "/" in name or not file.is_file():
-        return "", f"there is no experiments/sites/{name}.sh" if name else "no site is chosen"
-    if re.search(r"^[^#\n]*CHANGE_ME", file.read_text(encoding="utf-8"), re.MULTILINE):
-        return name, f"experiments/sites/{name}.sh still holds CHANGE_ME"
-    load = 'set -aeuo pipefail; source "$0"; set +au; site_setup >&2; set -a; exec python -c "$1" "$2"'
+@dataclass(frozen=True)
+class Site:
+    """name: empty where its variables could not be read. problem, way_out: empty where all is well."""
+
+    name: str
+    problem: str = ""
+    way_out: str = ""
+
+
+def load_site(folder: Path) -> Site:
+    """Take over the variables of the site as a job has them. folder: for a file that is needed meanwhile."""
+    dump = folder / "site.json"
     write = "import json, os, sys; json.dump([sys.prefix, dict(os.environ)], open(sys.argv[1], 'w'))"
-    done, said = command("bash", "-c", load, file, write, dump, env={**os.environ, "ROOT": str(REPOSITORY)})
+    done, said = command("bash", EXPERIMENTS / "load_site.sh", "python", "-c", write, dump)
     if not done or not dump.is_file():
-        return name, f"experiments/sites/{name}.sh gives no python ({last_line(said)})"
+        return Site("", last_line(said).removeprefix("error: "), "SITE=name, or correct its site_setup")
     prefix, variables = json.loads(dump.read_text())
     os.environ.update(variables)
-    return name, "" if Path(prefix).samefile(sys.prefix) else f"its python is in {prefix}, this one in {sys.prefix}"
+    name = variables["SITE"]
+    if Path(prefix).samefile(sys.prefix):
+        return Site(name)
+    what = f"{name}: its python is in {prefix}, this one in {sys.prefix}"
+    return Site(name, what, "start preflight with the site's python, or correct site_setup")
 
 
 def environment() -> Lines:
     found = f"{sys.version.split()[0]} in {sys.prefix}"
-    yield (
-        ("ok", "Python", found) if sys.version_info >= (3, 11) else ("fail", "Python", found, "3.11 or newer is needed")
-    )
-    wrong = wrong_pins((REPOSITORY / "requirements.txt").read_text())
-    way_out = f"{sys.executable} -m pip install -r requirements.txt"
-    yield ("fail", "packages", ", ".join(wrong), way_out) if wrong else ("ok", "packages", "as in requirements.txt")
+    if sys.version_info >= (3, 11):  # noqa: UP036 - an older one may have started this
+        yield "ok", "Python", found
+    else:
+        yield "fail", "Python", found, "3.11 or newer is needed"
+    if wrong := wrong_pins(REQUIREMENTS.read_text()):
+        yield "fail", "packages", ", ".join(wrong), f"{sys.executable} -m pip install -r requirements.txt"
+    else:
+        yield "ok", "packages", "as in requirements.txt"
     from build_ops import prepare_deepspeed
 
     folder = prepare_deepspeed()
@@ -82,6 +93,7 @@ def environment() -> Lines:
 def compilers() -> Lines:
     """What DeepSpeed compiles its optimizers with: CPUAdam needs a C++ compiler and ninja, FusedAdam on a GPU nvcc."""
     import torch
+
     from build_ops import CPP_STANDARD, NO_NVCC, cpp_compiler, nvcc, problem, refuses_standard
 
     found = problem("CPUAdamBuilder")
@@ -107,12 +119,13 @@ def compilers() -> Lines:
 def wrong_pins(requirements: str) -> list[str]:
     """Pins that the installed packages do not have; a local version (2.13.0+cu130) is the pinned one."""
     wrong = []
-    for name, wanted in re.findall(r"^([\w.-]+)==(\S+)", requirements, re.MULTILINE):
+    for name, pinned in re.findall(r"^([\w.-]+)==(\S+)", requirements, re.MULTILINE):
         try:
             installed = importlib.metadata.version(name).split("+")[0]
         except importlib.metadata.PackageNotFoundError:
             installed = "absent"
-        wrong += [f"{name} {installed} instead of {wanted}"] if installed != wanted else []
+        if installed != pinned:
+            wrong.append(f"{name} {installed} instead of {pinned}")
     return wrong
 
 
@@ -135,12 +148,8 @@ def extensions(folder: Path) -> tuple[str, ...]:
     if locks:
         return "warn", "DeepSpeed build", f"{locks[0]} is new", "wait for that build; if none runs, remove the file"
     if not (folder / "cpu_adam" / "cpu_adam.so").is_file():
-        return (
-            "warn",
-            "DeepSpeed build",
-            f"no CPU optimizer in {folder}",
-            "the first run compiles it for 1 to 2 minutes",
-        )
+        what = f"no CPU optimizer in {folder}"
+        return "warn", "DeepSpeed build", what, "the first run compiles it for 1 to 2 minutes"
     return "ok", "DeepSpeed build", f"CPU optimizer in {folder}"
 
 
@@ -148,8 +157,10 @@ def gpus() -> Lines:
     import torch
 
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    for index, name in ((i, torch.cuda.get_device_name(i)) for i in range(count)):
-        capability, built = torch.cuda.get_device_capability(index), torch.cuda.get_arch_list()
+    for index in range(count):
+        name = torch.cuda.get_device_name(index)
+        capability = torch.cuda.get_device_capability(index)
+        built = torch.cuda.get_arch_list()
         found = f"{name}, compute capability {capability[0]}.{capability[1]}"
         if built_for(capability, built):
             yield "ok", f"GPU {index}", found
@@ -175,7 +186,8 @@ def built_for(capability: tuple[int, int], arch_list: list[str]) -> bool:
     """Whether a GPU runs a build: machine code of its major version up to its minor one, or older PTX."""
     for arch in arch_list:
         kind, major, minor, suffix = re.fullmatch(r"(sm|compute)_(\d+)(\d)([af]?)", arch).groups()
-        same, minor = int(major) == capability[0], int(minor)
+        same = int(major) == capability[0]
+        minor = int(minor)
         if suffix == "a":  # code for exactly this chip
             runs = same and minor == capability[1]
         elif kind == "sm" or suffix == "f":
@@ -198,7 +210,7 @@ def unusable(nvidia_smi: str, version: str, cuda: str | None) -> tuple[str, str]
     return what, f"a newer driver, or {OLDER_BUILD} (docs/environment.md)"
 
 
-def nccl(site: str) -> Lines:
+def nccl(site: Site) -> Lines:
     import torch
 
     gpu = torch.cuda.is_available()
@@ -206,7 +218,7 @@ def nccl(site: str) -> Lines:
         yield "ok", "NCCL", ".".join(map(str, torch.cuda.nccl.version()))
     else:
         yield "skip", "NCCL", "no GPU"
-    if not site:
+    if not site.name:
         yield "skip", "interfaces", "the site was not read"
         return
     present = sorted(os.listdir("/sys/class/net"))
@@ -229,36 +241,30 @@ def absent_interfaces(value: str, present: list[str], exact: bool) -> list[str]:
     return [n for n in names if not any(p == n if exact else p.startswith(n) for p in present)]
 
 
-def unread(problem: str) -> bool:
-    """Whether the site's variables are unknown: its python may also just be another one."""
-    return bool(problem) and not problem.startswith("its python")
-
-
-def check_site(site: str, problem: str) -> Lines:
-    if not site:
-        yield "fail", "site", problem, "echo <site> > experiments/site, or SITE=laptop"
-    elif problem:
-        state = "fail" if unread(problem) else "warn"
-        yield state, "site", f"{site}: {problem}", "correct site_setup, or start preflight with the site's python"
+def check_site(site: Site) -> Lines:
+    if not site.name:
+        yield "fail", "site", site.problem, site.way_out
+    elif site.problem:
+        yield "warn", "site", site.problem, site.way_out
     else:
-        yield "ok", "site", f"{site}, python of {sys.prefix}"
+        yield "ok", "site", f"{site.name}, python of {sys.prefix}"
     if not shutil.which("sbatch"):
         yield "skip", "partition", "no Slurm here"
         return
-    if not site or unread(problem):
+    if not site.name:
         yield "skip", "partition", "the site was not read"
         return
     answers, said = command("sinfo", "--noheader", "--format=%R", timeout=30)
-    wanted = os.environ.get("SBATCH_PARTITION", "")
+    partitions = os.environ.get("SBATCH_PARTITION", "")
     if not answers and os.environ.get("REQUIRE_GPU") == "0":
         yield "skip", "partition", "sinfo does not answer, and the site needs no Slurm"
     elif not answers:
         yield "fail", "partition", last_line(said), "is this a login node, and Slurm up?"
-    elif absent := sorted({*filter(None, wanted.split(","))} - {*said.split()}):
+    elif absent := sorted({*filter(None, partitions.split(","))} - {*said.split()}):
         what = f"there is no {', '.join(absent)} among {', '.join(sorted({*said.split()}))}"
         yield "fail", "partition", what, "correct SBATCH_PARTITION in the site file"
     else:
-        yield "ok", "partition", wanted or f"Slurm's default of {', '.join(sorted({*said.split()}))}"
+        yield "ok", "partition", partitions or f"Slurm's default of {', '.join(sorted({*said.split()}))}"
     if reservation := os.environ.get("SBATCH_RESERVATION"):
         known, said = command("scontrol", "show", "reservation", reservation, timeout=30)
         shown = " ".join(re.findall(r"(?:StartTime|EndTime|State)=\S+", said))

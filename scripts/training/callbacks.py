@@ -5,8 +5,9 @@ import time
 
 import psutil
 import torch
-from distributed import gather_lists
 from transformers import TrainerCallback
+
+from parallel.distributed import gather_lists
 
 WARM_UP_STEPS = 3
 
@@ -19,11 +20,15 @@ class TrainSpeedCallback(TrainerCallback):
 
     def __init__(self, samples_per_step: float):
         """samples_per_step: of all ranks together, on average (an epoch's last step may hold fewer)."""
-        self.samples_per_step, self.steps, self.seconds, self.started = samples_per_step, 0, 0.0, None
+        self.samples_per_step = samples_per_step
+        self.steps = 0
+        self.seconds = 0.0
+        self.started = None
 
     def on_step_begin(self, args, state, control, **kwargs):
         if self.started is None and self.first_step_seen(state) >= WARM_UP_STEPS:
-            self.started, self.steps_at_start = clock(), state.global_step
+            self.started = clock()
+            self.steps_at_start = state.global_step
 
     def first_step_seen(self, state) -> int:
         """Steps done by this process: a resumed run warms up again."""
@@ -58,7 +63,8 @@ class UtilisationCallback(TrainerCallback):
     """Utilisation and memory of each rank's GPU, or of its process where there is none, sampled after each step."""
 
     def __init__(self):
-        self.samples, self.reason = [], ""
+        self.samples = []
+        self.reason = ""
 
     def on_train_begin(self, args, state, control, **kwargs):
         self.process = psutil.Process()
@@ -71,7 +77,8 @@ class UtilisationCallback(TrainerCallback):
         try:
             utilisation = torch.cuda.utilization()
         except Exception as error:  # no nvidia-ml-py, or a GPU partition that does not tell
-            utilisation, self.reason = None, str(error)
+            utilisation = None
+            self.reason = str(error)
         return {
             "gpu_util_%": utilisation,
             "mem_alloc_MB": torch.cuda.memory_allocated() / 2**20,

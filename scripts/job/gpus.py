@@ -1,7 +1,7 @@
 """The job's own GPUs on this node, as `nvidia-smi -i` takes them: a memory log must not hold a neighbour's.
 
-    python scripts/job_gpus.py --ranks 2
-    nvidia-smi -i "$(python scripts/job_gpus.py --ranks 2)" --query-gpu=index,memory.used --format=csv
+    PYTHONPATH=scripts python -m job.gpus --ranks 2
+    nvidia-smi -i "$(PYTHONPATH=scripts python -m job.gpus --ranks 2)" --query-gpu=index,memory.used --format=csv
 
 Prints for example `2,3` or `GPU-8f6d...`; `none` where the job sees no GPU; an empty line where its GPUs cannot be told
 from the others. nvidia-smi itself ignores CUDA_VISIBLE_DEVICES and knows no MIG slice, only the whole GPU.
@@ -18,7 +18,7 @@ from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from errors import OneLineErrors
+from errors import OneLineErrors, run_program
 
 # Without persistence mode the driver starts anew for each call, which takes seconds per GPU
 TIMEOUT = 30
@@ -145,4 +145,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run_program(main)

@@ -1,7 +1,7 @@
 """All-reduce over all ranks of a job: is the network between its GPUs what it should be?
 
-    torchrun --nproc_per_node=2 scripts/bandwidth_test.py
-    python scripts/bandwidth_test.py --help
+    torchrun --nproc_per_node=2 scripts/measure_bandwidth.py
+    python scripts/measure_bandwidth.py --help
 
 Prints the bus bandwidth as nccl-tests defines it: bytes / seconds x 2 (ranks - 1) / ranks, in GB/s. Below
 --min_bandwidth (variable MIN_BANDWIDTH) it ends with exit code 3. NCCL on GPUs, gloo and small messages on CPUs.
@@ -18,21 +18,32 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from distributed import leave_process_group, prepare_environment, rank, run_and_exit, same_everywhere, world_size
-from errors import ENVIRONMENT, OneLineErrors, fail
-from finish import write_json
+
+from errors import ENVIRONMENT, OneLineErrors, WorkshopError
+from json_files import write_json
+from parallel.distributed import (
+    leave_process_group,
+    prepare_environment,
+    rank,
+    run_and_exit,
+    same_everywhere,
+    world_size,
+)
 
 GPU = torch.cuda.is_available()
 DEVICE = "cuda" if GPU else "cpu"
 # message size, warm-up and iterations of the FSDP document: all_reduce_perf -b 4G -e 4G -w 20 -n 50
 MESSAGE_BYTES, WARM_UP, ITERATIONS = (4 * 2**30, 20, 50) if GPU else (4 * 2**20, 2, 5)
 # What a slow network leaves of it: fewer all-reduces first, then a smaller message
-LEAST_WARM_UP, LEAST_ITERATIONS = 2, 5
+LEAST_WARM_UP = 2
+LEAST_ITERATIONS = 5
 BUDGET = 50.0  # seconds; with the probe before it, a minute
 SHORT_BUDGET = 5.0  # where the probe is far below the bandwidth that is expected
 FAR_BELOW = 0.5
 # The probe grows until it takes so long that latency no longer counts, which is milliseconds over many nodes
-PROBE_BYTES, PROBE_GROWTH, PROBE_SECONDS = 256 * 2**10, 8, 0.1
+PROBE_BYTES = 256 * 2**10
+PROBE_GROWTH = 8
+PROBE_SECONDS = 0.1
 
 
 @dataclass(frozen=True)
@@ -134,7 +145,7 @@ def main() -> None:
     for name, least in (("message_bytes", 4), ("warm_up", 0), ("iterations", 1)):
         value = getattr(arguments, name)
         if value is not None and value < least:
-            fail(f"--{name}", f"{value} is too small", f"give at least {least}")
+            raise WorkshopError(f"--{name}", f"{value} is too small", f"give at least {least}")
     measure(arguments)
 
 
@@ -143,7 +154,9 @@ def minimum_from_environment() -> float:
     try:
         return float(text)
     except ValueError:
-        fail("MIN_BANDWIDTH", f"{text!r} is not a number", "give the least bus bandwidth in GB/s, for example 5")
+        raise WorkshopError(
+            "MIN_BANDWIDTH", f"{text!r} is not a number", "give the least bus bandwidth in GB/s, for example 5"
+        ) from None
 
 
 def measure(arguments: argparse.Namespace) -> None:
@@ -178,7 +191,7 @@ def measure(arguments: argparse.Namespace) -> None:
             write_json(arguments.output, result)
     leave_process_group()
     if bandwidth < arguments.min_bandwidth:
-        fail(
+        raise WorkshopError(
             "bandwidth test",
             f"{bandwidth} GB/s between {world_size()} ranks, at least {arguments.min_bandwidth} GB/s expected",
             "set NCCL_SOCKET_IFNAME and NCCL_IB_HCA in the site file (ip -brief address; ibstat -l)",

@@ -5,7 +5,7 @@ import statistics
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from report_runs import Run
+from reporting.runs import Run
 
 MIB_PER_GIB = 1024
 MOST_EPOCHS = 20  # that a table can show one by one
@@ -60,7 +60,7 @@ def recorded(path: str, scale: float = 1) -> Callable[[Run], Cell]:
 
 
 def logged(kind: str, which: str, scale: float = 1) -> Callable[[Run], Cell]:
-    """`peak`, `low` or `mean` of a memory log."""
+    """`peak`, `minimum` or `mean` of a memory log."""
 
     def read(run: Run) -> Cell:
         memory = getattr(run, kind)
@@ -120,7 +120,7 @@ METRICS = {
     "exact_match": Metric("Exact Match (%)", score("exact_match")),
     "f1": Metric("F1 (%)", score("f1")),
     "peak_gpu": Metric("Peak GPU memory (MiB)", logged("gpu", "peak")),
-    "low_gpu": Metric("Minimum GPU memory (MiB)", logged("gpu", "low")),
+    "low_gpu": Metric("Minimum GPU memory (MiB)", logged("gpu", "minimum")),
     "mean_gpu": Metric("Mean GPU memory (MiB)", logged("gpu", "mean")),
     "mean_gpu_gib": Metric("GPU memory, default (GiB)", logged("gpu", "mean", MIB_PER_GIB)),
     "peak_cpu": Metric("Peak CPU memory (MiB)", logged("cpu", "peak")),

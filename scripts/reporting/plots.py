@@ -7,11 +7,12 @@ from pathlib import Path
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
-from memory_logs import MemoryLog, logs_of, read_cpu_log, read_gpu_log
-from report_metrics import METRICS
-from report_runs import Run
-from report_tables import Row, Table
-from trainer_log import entries, log_of
+
+from reporting.memory_logs import MemoryLog, logs_of, read_cpu_log, read_gpu_log
+from reporting.metrics import METRICS
+from reporting.runs import Run
+from reporting.tables import Row, Table
+from reporting.trainer_log import entries, log_of
 
 DPI = 110
 LOOKS = [

@@ -1,0 +1,51 @@
+#!/usr/bin/env bash
+# The site of this cluster: which one it is, and its variables. job.sh and submit.sh source this; preflight.py runs it:
+#     SITE=laptop bash experiments/load_site.sh python -c 'import sys; print(sys.prefix)'     # COMMAND as a job runs it
+# The site is $SITE, else the name in experiments/site. Its file, experiments/sites/NAME.sh, sets knobs and defines
+# site_setup, which makes its python the one on PATH.
+
+job_fail() { # WHAT PROBLEM WAY_OUT [EXIT_CODE]
+  printf 'error: %s: %s; %s\n' "$1" "$2" "$3" >&2
+  exit "${4:-2}"
+}
+
+job_find_site() { # sets SITE and SITE_FILE
+  local -r way_out="choose one of experiments/sites (laptop needs no GPU), with SITE=name or as the content of experiments/site"
+  if [[ -z ${SITE:-} && -f $EXPERIMENTS_FOLDER/site ]]; then
+    SITE=$(<"$EXPERIMENTS_FOLDER/site")
+  fi
+  if [[ -z ${SITE:-} ]]; then
+    job_fail SITE "no site is chosen" "$way_out"
+  fi
+  SITE_FILE=$EXPERIMENTS_FOLDER/sites/$SITE.sh
+  if [[ $SITE = */* || ! -f $SITE_FILE ]]; then
+    job_fail SITE "there is no experiments/sites/$SITE.sh" "$way_out"
+  fi
+}
+
+job_check_site() { # what a submission needs besides
+  if grep -q '^[^#]*CHANGE_ME' "$SITE_FILE"; then
+    job_fail "experiments/sites/$SITE.sh" "it still holds CHANGE_ME" "fill these values in"
+  fi
+}
+
+job_load_site() { # under set -a: its variables are exported, and its python is the first on PATH
+  # shellcheck source=experiments/sites/laptop.sh
+  source "$SITE_FILE"
+  set +au # not the functions that module and conda bring along; their scripts use unset variables
+  site_setup
+  set -au
+  if ! command -v python >/dev/null; then
+    job_fail "experiments/sites/$SITE.sh" "there is no python after site_setup" "activate the environment there" 3
+  fi
+}
+
+if [[ ${BASH_SOURCE[0]} = "$0" ]]; then
+  set -aeuo pipefail
+  EXPERIMENTS_FOLDER=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
+  ROOT=$(dirname "$EXPERIMENTS_FOLDER")
+  job_find_site
+  job_check_site
+  job_load_site >&2
+  exec "$@"
+fi

@@ -1,0 +1,165 @@
+"""Every knob of the workshop: its variable, its flag and its default, which stands here and nowhere else.
+
+    python scripts/knobs.py      # VARIABLE --flag default, a line each; submit.sh reads the first word
+
+Precedence: flag, then variable, then default. Only the standard library is imported here, so that the shell and the
+docs can ask as quickly as Python. docs/knobs.md explains the knobs; the flags' help stands below, beside their types.
+"""
+
+import argparse
+from dataclasses import dataclass, field
+from typing import Any, Literal, NamedTuple
+
+from errors import OneLineErrors, run_program
+
+
+class Knob(NamedTuple):
+    variable: str
+    flag: str
+    default: object  # None: decided by config.py, or by the library
+
+
+KNOBS = (
+    Knob("MODEL_NAME", "model_name", "bigscience/bloom-560m"),
+    Knob("FROM_SCRATCH", "from_scratch", False),
+    Knob("DATASET", "dataset", "squad"),
+    Knob("EVAL_DATASET", "eval_dataset", None),
+    Knob("TRAIN_SIZE", "train_size", 500),
+    Knob("EVAL_SIZE", "eval_size", 100),
+    Knob("SAMPLES_PER_GPU", "samples_per_gpu", None),
+    Knob("MAX_LENGTH", "max_length", 512),
+    Knob("PADDING", "padding", "max_length"),
+    Knob("LABELS", "labels", "sequence"),
+    Knob("EM_F1", "em_f1", True),
+    Knob("NUM_EPOCHS", "num_train_epochs", 3),
+    Knob("BATCH_SIZE", "per_device_train_batch_size", 4),
+    Knob("GRAD_ACC", "gradient_accumulation_steps", 4),
+    Knob("LEARNING_RATE", "learning_rate", 5e-5),
+    Knob("WEIGHT_DECAY", "weight_decay", 0.01),
+    Knob("FP16", "fp16", None),
+    Knob("BF16", "bf16", None),
+    Knob("SAVE_STRATEGY", "save_strategy", "epoch"),
+    Knob("OUTPUT_DIR", "output_dir", None),
+    Knob("EXPERIMENT_NAME", "run_name", None),
+    Knob("REPORT_TO", "report_to", "none"),
+    Knob("TOKENIZER_NAME", "tokenizer_name", None),
+    # custom-gpt only
+    Knob("VOCAB_SIZE", "vocab_size", 50000),
+    Knob("HIDDEN_SIZE", "hidden_size", 2048),
+    Knob("NUM_LAYERS", "num_layers", 3),
+    Knob("NUM_HEADS", "num_heads", 16),
+    Knob("FF_DIM", "ff_dim", 8192),
+    Knob("SEQ_LENGTH", "seq_length", 512),
+)
+DEFAULTS = {knob.flag: knob.default for knob in KNOBS}
+CUSTOM_SIZES = ("vocab_size", "hidden_size", "num_layers", "num_heads", "ff_dim", "seq_length")
+# Defaults that differ from transformers' own and have no variable
+OTHER_DEFAULTS = {
+    "eval_strategy": "epoch",
+    "save_total_limit": 1,
+    "logging_steps": 5,
+    "per_device_eval_batch_size": None,  # the training batch size
+    "disable_tqdm": False,
+}
+
+
+def knob(flag: str, help_text: str) -> Any:
+    """A dataclass field of this flag, whose default is that of the table."""
+    return field(default=DEFAULTS[flag], metadata={"help": help_text})
+
+
+@dataclass
+class ModelArguments:
+    """Flags that transformers.TrainingArguments does not have."""
+
+    model_name: str = knob(
+        "model_name", "Hub name or local folder of a causal LM, tiny-bloom (no network needed) or custom-gpt."
+    )
+    from_scratch: bool = knob(
+        "from_scratch", "Random weights in the named architecture: measures memory and speed without a download."
+    )
+    tokenizer_name: str | None = knob(
+        "tokenizer_name", "Hub name or local folder of another tokenizer than the model's own."
+    )
+    vocab_size: int = knob("vocab_size", "custom-gpt: tokens of the embedding and of the head.")
+    hidden_size: int = knob("hidden_size", "custom-gpt: width. First to lower when memory runs out.")
+    num_layers: int = knob("num_layers", "custom-gpt: transformer blocks.")
+    num_heads: int = knob("num_heads", "custom-gpt: attention heads, a divisor of --hidden_size.")
+    ff_dim: int = knob("ff_dim", "custom-gpt: width inside the feed-forward layers.")
+    seq_length: int = knob("seq_length", "custom-gpt: positions, at least --max_length.")
+
+
+@dataclass
+class DataArguments:
+    """Flags that transformers.TrainingArguments does not have."""
+
+    dataset: str = knob("dataset", "Hub name, or a local SQuAD v1.1 or v2.0 JSON file.")
+    eval_dataset: str | None = knob(
+        "eval_dataset",
+        "Local JSON file to evaluate on. Without it a local --dataset holds out every fifth paragraph.",
+    )
+    train_size: int = knob("train_size", "Number of training questions.")
+    eval_size: int = knob("eval_size", "Number of evaluation questions.")
+    samples_per_gpu: int | None = knob(
+        "samples_per_gpu", "Weak scaling: train on this many questions per rank, instead of --train_size."
+    )
+    max_length: int = knob("max_length", "Longest sequence in tokens. First to lower when memory runs out.")
+    padding: Literal["max_length", "longest"] = knob(
+        "padding", "Pad every batch to --max_length, or only to its longest sequence (faster, same loss)."
+    )
+    labels: Literal["sequence", "answer", "all"] = knob(
+        "labels", "Tokens that count in the loss: all real ones, only answer and EOS, or padding as well."
+    )
+    em_f1: bool = knob("em_f1", "After training, answer the evaluation questions and print EM and F1.")
+
+
+# Variables and flags that are not what they seem, each with what to use instead
+
+NEAR_MISSES = {
+    "PER_DEVICE_BATCH_SIZE": "BATCH_SIZE",
+    "GRAD_ACC_STEPS": "GRAD_ACC",
+    "LR": "LEARNING_RATE",
+}
+# Flags of transformers 4 that version 5 removed, with what takes their place
+REMOVED_FLAGS = {
+    "adafactor": "use --optim adafactor",
+    "evaluation_strategy": "use --eval_strategy",
+    "fp16_backend": "leave it out, there is one backend",
+    "fsdp_min_num_params": 'set "min_num_params" in the --fsdp_config file',
+    "fsdp_transformer_layer_cls_to_wrap": 'set "transformer_layer_cls_to_wrap" in the --fsdp_config file',
+    "group_by_length": "use --train_sampling_strategy group_by_length",
+    "half_precision_backend": "leave it out, there is one backend",
+    "include_inputs_for_metrics": "use --include_for_metrics inputs",
+    "include_tokens_per_second": "use --include_num_input_tokens_seen",
+    "jit_mode_eval": "use --torch_compile",
+    "logging_dir": "set the variable TENSORBOARD_LOGGING_DIR",
+    "no_cuda": "use --use_cpu",
+    "overwrite_output_dir": "use a new --output_dir, or --resume_from_checkpoint to go on",
+    "per_gpu_eval_batch_size": "use --per_device_eval_batch_size",
+    "per_gpu_train_batch_size": "use --per_device_train_batch_size",
+    "push_to_hub_model_id": "use --hub_model_id",
+    "push_to_hub_token": "use --hub_token",
+    "save_safetensors": "leave it out, safetensors is the only format",
+    "torchdynamo": "use --torch_compile_backend",
+    "use_ipex": "leave it out, PyTorch has these CPU kernels itself",
+    "use_mps_device": "leave it out, the device is found by itself",
+    "warmup_ratio": "use --warmup_steps with a fraction below 1",
+}
+# Flags of TrainingArguments that would be accepted here and then have no effect
+UNUSED_FLAGS = {
+    "do_eval": "use --eval_strategy",
+    "do_predict": "use scripts/evaluate.py",
+    "do_train": "leave it out, training is what train.py does",
+    "hub_model_id": "upload the saved folder afterwards",
+    "push_to_hub": "upload the saved folder afterwards",
+}
+
+
+def main() -> None:
+    OneLineErrors(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
+    for each in KNOBS:
+        print(each.variable, f"--{each.flag}", "" if each.default is None else each.default)
+
+
+if __name__ == "__main__":
+    run_program(main)
