@@ -11,6 +11,7 @@ import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from transformers import HfArgumentParser, TrainingArguments
@@ -36,6 +37,7 @@ AT_LEAST_ONE += ["samples_per_gpu", "max_length", "per_device_eval_batch_size", 
 MORE_THAN_ZERO = ["num_train_epochs", "learning_rate"]
 LARGEST_SEED = 2**32 - 1  # numpy's
 LATEST = "latest"
+DATACLASSES: list[Any] = [ModelArguments, DataArguments, TrainingArguments]
 
 
 @dataclass
@@ -70,11 +72,7 @@ class HelpFormatter(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescript
 
 
 def build_parser(description: str) -> Parser:
-    parser = Parser(
-        (ModelArguments, DataArguments, TrainingArguments),
-        description=description,
-        formatter_class=HelpFormatter,
-    )
+    parser = Parser(DATACLASSES, description=description, formatter_class=HelpFormatter)
     actions = actions_by_flag(parser)
     actions["max_steps"].option_strings.append("--steps")
     parser._option_string_actions["--steps"] = actions["max_steps"]
@@ -282,9 +280,7 @@ def build_arguments(options: Options) -> tuple[ModelArguments, DataArguments, Tr
     values["report_to"] = check_trackers(values["report_to"]) or "none"
     values["run_name"] = values["run_name"] or os.path.basename(os.getcwd())
     try:
-        model_args, data_args, training_args = Parser((ModelArguments, DataArguments, TrainingArguments)).parse_dict(
-            values
-        )
+        model_args, data_args, training_args = Parser(DATACLASSES).parse_dict(values)
     except (ValueError, OSError) as error:
         raise WorkshopError("command line", str(error), "see --help") from error
     except torch.distributed.DistError as error:

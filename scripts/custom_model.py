@@ -88,18 +88,18 @@ class CustomGPTForCausalLM(PreTrainedModel, GenerationMixin):
 
     def __init__(self, config: CustomGPTConfig):
         super().__init__(config)
-        self.tokens = nn.Embedding(config.vocab_size, config.hidden_size)
+        self.tokens: nn.Module = nn.Embedding(config.vocab_size, config.hidden_size)
         self.positions = nn.Embedding(config.seq_length, config.hidden_size)
         self.blocks = nn.ModuleList(CustomGPTBlock(config, layer) for layer in range(config.num_layers))
         self.norm = nn.LayerNorm(config.hidden_size)
         self.head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
         self.post_init()
 
-    def get_input_embeddings(self) -> nn.Embedding:
+    def get_input_embeddings(self) -> nn.Module:
         return self.tokens
 
-    def set_input_embeddings(self, embeddings: nn.Embedding) -> None:
-        self.tokens = embeddings
+    def set_input_embeddings(self, value: nn.Module) -> None:
+        self.tokens = value
 
     def get_output_embeddings(self) -> nn.Linear:
         return self.head
@@ -111,7 +111,7 @@ class CustomGPTForCausalLM(PreTrainedModel, GenerationMixin):
         self,
         input_ids: torch.LongTensor,
         attention_mask: torch.Tensor | None = None,
-        position_ids: torch.LongTensor | None = None,
+        position_ids: torch.Tensor | None = None,
         past_key_values: DynamicCache | None = None,
         labels: torch.LongTensor | None = None,
         use_cache: bool = False,

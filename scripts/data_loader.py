@@ -4,6 +4,7 @@ import hashlib
 import json
 from collections.abc import Iterator
 from pathlib import Path
+from typing import TypeVar
 
 from datasets import Dataset, load_dataset
 from datasets.exceptions import DatasetGenerationError
@@ -18,6 +19,7 @@ HELD_OUT_EVERY = 5
 PROMPT = "Question: {question} Context: {context} Answer:"
 IGNORED = -100
 MAX_ANSWER_TOKENS = 32
+T = TypeVar("T")
 
 
 def load_squad(data_args, tokenizer: PreTrainedTokenizerBase, training_args) -> tuple[Dataset, Dataset]:
@@ -166,17 +168,15 @@ def read_paragraphs(path: str) -> Iterator[tuple[str, dict]]:
             yield f"data[{d}].paragraphs[{p}]", paragraph
 
 
-def required(path: str, location: str, holder: object, key: str, kind: type) -> object:
+def required(path: str, location: str, holder: object, key: str, kind: type[T]) -> T:
     """``holder[key]``, which must be of the given kind and not a blank text."""
     value = holder.get(key) if isinstance(holder, dict) else None
-    if not isinstance(value, kind) or isinstance(value, bool) or (kind is str and not value.strip()):
+    blank = isinstance(value, str) and not value.strip()
+    if not isinstance(value, kind) or isinstance(value, bool) or blank:
         found = "is missing" if value is None else f"is {value!r:.40}"
-        name = {str: "a text", list: "a list", int: "a whole number"}[kind]
-        raise WorkshopError(
-            f"{path}: {location}.{key}".replace(": .", ": "),
-            f"{found}, expected {name}",
-            "see data/README.md for the format",
-        )
+        names: dict[type, str] = {str: "a text", list: "a list", int: "a whole number"}
+        source = f"{path}: {location}.{key}".replace(": .", ": ")
+        raise WorkshopError(source, f"{found}, expected {names[kind]}", "see data/README.md for the format")
     return value
 
 

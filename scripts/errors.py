@@ -71,7 +71,8 @@ class OneLineErrors(argparse.ArgumentParser):
     """An ArgumentParser whose errors are one line, whose help opens with the purpose, and without abbreviations."""
 
     def __init__(self, *args: Any, **kwargs: Any):
-        super().__init__(*args, usage=argparse.SUPPRESS, allow_abbrev=False, **kwargs)
+        kwargs |= {"usage": argparse.SUPPRESS, "allow_abbrev": False}
+        super().__init__(*args, **kwargs)
 
     def error(self, message: str) -> NoReturn:
         """Turn argparse's ``argument --x/--y: reason`` into a WorkshopError."""

@@ -172,8 +172,8 @@ def zero_buffers(shape: Shape, zero: dict, n_d: int, compute_bytes: int) -> Held
     on_cpu = offloaded(zero, "optimizer")
     if stage == 0:
         # the 16-bit optimizer copies all gradients to fp32 for its step
-        step = 0 if compute_bytes == FP32 else FP32 * psi
-        return Held("buffers", step, note="fp32 gradients in the step")
+        copies = 0 if compute_bytes == FP32 else FP32 * psi
+        return Held("buffers", copies, note="fp32 gradients in the step")
     # Gradients are reduced in buckets, of the hidden size squared where the file says "auto"
     bucket = compute_bytes * min(elements(zero, "reduce_bucket_size", shape.hidden**2, 5e8), psi)
     # the optimizer steps on fp32 gradients of the rank's share: 4 Psi / N_d

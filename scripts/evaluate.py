@@ -7,12 +7,12 @@ It reads the same flags and variables as train.py, so the same seed and sizes gi
 """
 
 import contextlib
+from typing import Any
 
 import torch
 from datasets import Dataset
 from torch.distributed.fsdp import FullyShardedDataParallel
-from torchmetrics.functional.text import squad
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase
 
 from config import Options, build_arguments, parse_command_line
 from data_loader import answer_room, load_evaluation_set
@@ -30,7 +30,7 @@ from parallel.distributed import (
 
 
 def exact_match_and_f1(
-    model: PreTrainedModel,
+    model: Any,
     tokenizer: PreTrainedTokenizerBase,
     questions: Dataset,
     batch_size: int,
@@ -40,12 +40,15 @@ def exact_match_and_f1(
 ) -> dict[str, float]:
     """Percent by the official SQuAD v1.1 rules, over all `questions`, the same on every rank. Collective.
 
+    model: of transformers, or as FSDP1 has wrapped one.
     device: where the model computes. Not its own `device`: FSDP's CPU offload keeps it elsewhere in between.
     sharded: the ranks hold parts of the model, so they must call its forward pass equally often.
     """
+    from torchmetrics.functional.text import squad  # with matplotlib, which a training without EM and F1 need not load
+
     predictions = answer_questions(model, tokenizer, questions, batch_size, max_length, device, sharded)
     given = [{"id": str(i), "prediction_text": predictions[i]} for i in range(len(questions))]
-    references = [
+    references: list[dict] = [
         {"id": str(i), "answers": {"text": answers, "answer_start": [0] * len(answers)}}
         for i, answers in enumerate(questions["answers"])
     ]
@@ -53,7 +56,7 @@ def exact_match_and_f1(
 
 
 def answer_questions(
-    model: PreTrainedModel,
+    model: Any,
     tokenizer: PreTrainedTokenizerBase,
     questions: Dataset,
     batch_size: int,
@@ -64,7 +67,7 @@ def answer_questions(
     """Number of the question -> generated answer, for all questions on every rank."""
     # Every rank gets equally many: with sharded weights a rank without a batch would leave the others waiting.
     numbers = [*range(len(questions)), *[0] * (-len(questions) % world_size())][rank() :: world_size()]
-    answers = {}
+    answers: dict[int, str] = {}
     model.eval()
     for start in range(0, len(numbers), batch_size):
         batch = numbers[start : start + batch_size]
@@ -85,7 +88,7 @@ def answer_questions(
     return {number: text for part in gather_lists(list(answers.items())) for number, text in part}
 
 
-def root_gathered(model: PreTrainedModel) -> contextlib.AbstractContextManager:
+def root_gathered(model: torch.nn.Module) -> contextlib.AbstractContextManager:
     """FSDP1 gathers the parameters outside its blocks (embedding, last norm, head) in its own forward method, which
     generate() goes round: "'weight' must be 2-D". Nothing to do for other models."""
     if isinstance(model, FullyShardedDataParallel):
@@ -98,10 +101,11 @@ def evaluate_saved(options: Options) -> dict[str, float]:
         raise WorkshopError("--deepspeed", "evaluation holds the whole model on every rank", "leave the flag out")
     prepare_environment(shards=False)
     model_args, data_args, args = build_arguments(options)
-    join_process_group(deepspeed=False)
+    join_process_group(with_deepspeed=False)
     tokenizer = load_tokenizer(model_args, data_args)
     questions = load_evaluation_set(data_args, tokenizer, args)
-    model = load_model(model_args, data_args, tokenizer, args.seed).to(args.device)
+    model: torch.nn.Module = load_model(model_args, data_args, tokenizer, args.seed)
+    model.to(args.device)
     dtype = torch.float16 if args.fp16 else torch.bfloat16
     with torch.autocast(args.device.type, dtype=dtype, enabled=args.fp16 or args.bf16):
         batch_size = args.per_device_eval_batch_size

@@ -26,6 +26,7 @@ from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, TypeVar
 
 import torch
 from transformers import Trainer
@@ -46,13 +47,21 @@ from reporting.render import grid
 from training.record import hardware
 
 # 16 steps of tiny-bloom; random weights need a larger learning rate
-TINY = {"TRAIN_SIZE": 64, "EVAL_SIZE": 8, "NUM_EPOCHS": 2, "BATCH_SIZE": 4, "GRAD_ACC": 2, "LEARNING_RATE": 2e-3}
+TINY: dict[str, object] = {
+    "TRAIN_SIZE": 64,
+    "EVAL_SIZE": 8,
+    "NUM_EPOCHS": 2,
+    "BATCH_SIZE": 4,
+    "GRAD_ACC": 2,
+    "LEARNING_RATE": 2e-3,
+}
 TINY |= {"MAX_LENGTH": 256, "EM_F1": True, "SAVE_STRATEGY": "epoch", "SAMPLES_PER_GPU": ""}
 # The workshop's own sizes, for 10 steps, 3 of them to warm up. The model has its whole vocabulary, not the tokenizer
-FULL = {"MODEL_NAME": "bigscience/bloom-560m", "FROM_SCRATCH": True, "TOKENIZER_NAME": "tiny-bloom"}
+FULL: dict[str, Any] = {"MODEL_NAME": "bigscience/bloom-560m", "FROM_SCRATCH": True, "TOKENIZER_NAME": "tiny-bloom"}
 FULL |= {"TRAIN_SIZE": 160, "EVAL_SIZE": 4, "NUM_EPOCHS": 1, "BATCH_SIZE": 4, "GRAD_ACC": 4, "MAX_LENGTH": 512}
 FULL |= {"SAMPLES_PER_GPU": ""}
 LOSS_TOLERANCE = 0.02  # of a 16-bit training's evaluation, and that of its saved weights in fp32
+T = TypeVar("T")
 MATMUL_SIZE = 8192
 MATMULS = 20
 TERMINATED = 128 + signal.SIGTERM
@@ -126,7 +135,7 @@ def machine(environment: dict, cpu: bool) -> dict:
     return versions | {"profile": "gpu"} | found | {"driver": driver.split("\n")[0] if answered else None}
 
 
-def in_a_process_of_its_own(function: Callable, environment: dict) -> object:
+def in_a_process_of_its_own(function: Callable[[], T], environment: dict) -> T:
     """Its result, from a process that sees the GPU. This one does not: a CUDA context takes memory from all rows."""
     hidden = dict(os.environ)
     os.environ.update(environment)

@@ -32,7 +32,7 @@ def main() -> None:
     arguments = parser.parse_args()
     if not arguments.model_name and not arguments.dataset:
         raise WorkshopError("prefetch.py", "nothing to fetch", "give --model_name, --dataset or both")
-    fetched = {}
+    fetched: dict[str, dict] = {}
     if arguments.model_name:
         fetched |= fetch_model(arguments.model_name)
     if arguments.dataset:
@@ -50,7 +50,7 @@ def fetch_model(name: str) -> dict:
         return {}
     try:
         info = huggingface_hub.model_info(name)
-        files = [sibling.rfilename for sibling in info.siblings]
+        files = [sibling.rfilename for sibling in info.siblings or []]
         patterns = MODEL_FILES if any(f.endswith(".safetensors") for f in files) else [*MODEL_FILES, "*.bin"]
         # by its branch, not by info.sha: without network from_pretrained looks for refs/main
         folder = huggingface_hub.snapshot_download(name, allow_patterns=patterns)

@@ -83,8 +83,8 @@ def remove_old(definitions: list[dict], output: Path) -> None:
 
 def run_table(runs: list[Run]) -> Table:
     """Every run that was found, oldest first, with its GPU-hours."""
-    definition = {"id": "runs", "title": "All runs", "question": "What ran, how did it end, and what did it cost?"}
-    definition |= {"columns": [*RUN_COLUMNS, "gpu_hours"], "rows": []}
+    definition: dict = {"id": "runs", "title": "All runs", "columns": [*RUN_COLUMNS, "gpu_hours"], "rows": []}
+    definition["question"] = "What ran, how did it end, and what did it cost?"
     definition["note"] = "GPU-hours: GPUs of the job x time from the run record's start to its end, start-up left out."
     table = build_table(definition, {}, all_runs=False)
     for run in runs:

@@ -21,9 +21,9 @@ TRACKERS = ("wandb", "tensorboard", "trackio")
 UPLOAD_TIMEOUT = 300  # seconds; the job's GPUs wait meanwhile
 
 
-def check_trackers(report_to: object) -> list[str]:
+def check_trackers(report_to: str | list[str] | None) -> list[str]:
     """The trackers that are asked for. Raises WorkshopError (exit code 2) for one that is unknown or not installed."""
-    names = [report_to] if isinstance(report_to, str) else list(report_to or [])
+    names = [report_to] if isinstance(report_to, str) else report_to or []
     names = [name for name in names if name != "none"]
     for name in names:
         if name not in TRACKERS:
@@ -54,7 +54,8 @@ def close_trackers(args, job_id: str, means: dict) -> None:
         return
     import wandb
 
-    wandb.run.summary.update({name: value for name, value in means.items() if value is not None})
+    if wandb.run:
+        wandb.run.summary.update({name: value for name, value in means.items() if value is not None})
     wandb.finish()
     if os.environ["WANDB_MODE"] == "offline":
         print(f"Upload where there is network: wandb sync {Path('wandb') / job_id / 'wandb'}/offline-run-*")
@@ -77,11 +78,15 @@ def upload(job_id: str) -> None:
 
 def sync(runs: list[Path], environment: dict[str, str]) -> str:
     """Run ``wandb sync`` and show what it says, without the key; what is wrong, empty when nothing is."""
-    streams = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
     try:
-        # a session of its own: wandb has a process that does the work, which must end with it
         process = subprocess.Popen(
-            ["wandb", "sync", *map(str, runs)], env=environment, text=True, start_new_session=True, **streams
+            ["wandb", "sync", *map(str, runs)],
+            env=environment,
+            text=True,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,  # wandb has a process that does the work, which must end with it
         )
     except OSError as error:
         return f"cannot be started ({error.strerror})"

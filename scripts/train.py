@@ -61,9 +61,9 @@ def main() -> None:
 
     # 2. Processes: ranks, process group, one GPU each.
     model_args, data_args, args = build_arguments(options)
-    if deepspeed:
+    if options.deepspeed_config is not None:
         check_contradictions(deepspeed, options.deepspeed_config, args, options.names)
-    join_process_group(deepspeed=bool(deepspeed))
+    join_process_group(with_deepspeed=bool(deepspeed))
 
     # 3. Where results go.
     job_id = new_job_id()
@@ -77,7 +77,7 @@ def main() -> None:
     # 4. Tokenizer and data.
     tokenizer = load_tokenizer(model_args, data_args)
     train_dataset, eval_dataset = load_squad(data_args, tokenizer, args)
-    if fsdp:
+    if options.fsdp_config is not None:
         skeleton = empty_model(model_args, data_args)
         check_wrap_classes(options.fsdp_config, options.values["fsdp_config"], skeleton)
 

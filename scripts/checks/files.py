@@ -99,10 +99,10 @@ def parameters(script: Path, arguments: argparse.Namespace) -> int:
     knobs = knobs_of(script, os.environ)
     if knobs.get("SAVE_STRATEGY") == "no" or "/train.py" not in script.read_text(encoding="utf-8"):
         return 0
-    from knobs import CUSTOM_SIZES, KNOBS
+    from knobs import CUSTOM_SIZES, DEFAULTS
     from model import count_parameters, empty_model
 
-    sizes = {knob.flag: int(knobs.get(knob.variable) or knob.default) for knob in KNOBS if knob.flag in CUSTOM_SIZES}
+    sizes = {flag: int(knobs.get(flag.upper()) or DEFAULTS[flag]) for flag in CUSTOM_SIZES}
     # the models of the command line take turns in an experiment that names none
     own = knobs.get("MODEL_NAME")
     names = arguments.model_name if own == os.environ.get("MODEL_NAME") else [own]

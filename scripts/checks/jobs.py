@@ -35,8 +35,8 @@ def tiny_jobs(folder: Path, timeout: int) -> Lines:
     for name, flags in (("ZeRO-2", ("--deepspeed", "ds_configs/zero2.json")),
                         ("ZeRO-2 offload", ("--deepspeed", "ds_configs/zero2_cpu_offload.json")),
                         ("FSDP full_shard", ("--fsdp", "--fsdp_config", "fsdp_configs/full_shard.json"))):  # fmt: skip
-        flags = [str(REPOSITORY / flag) if flag.endswith(".json") else flag for flag in flags]
-        jobs[name] = [*launch, f"--master-port={free_port()}", train, *flags], ranks
+        paths = [str(REPOSITORY / flag) if flag.endswith(".json") else flag for flag in flags]
+        jobs[name] = [*launch, f"--master-port={free_port()}", train, *paths], ranks
     if not gpu:
         del jobs["ZeRO-2 offload"]  # its optimizer is on the CPU in any case
     blocked = extensions(prepare_deepspeed())[0] == "fail"

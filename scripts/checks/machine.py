@@ -185,15 +185,20 @@ def gpus() -> Lines:
 def built_for(capability: tuple[int, int], arch_list: list[str]) -> bool:
     """Whether a GPU runs a build: machine code of its major version up to its minor one, or older PTX."""
     for arch in arch_list:
-        kind, major, minor, suffix = re.fullmatch(r"(sm|compute)_(\d+)(\d)([af]?)", arch).groups()
-        same = int(major) == capability[0]
-        minor = int(minor)
+        found = re.fullmatch(r"(sm|compute)_(\d+)(\d)([af]?)", arch)
+        if not found:
+            continue
+        kind = found[1]
+        major = int(found[2])
+        minor = int(found[3])
+        suffix = found[4]
+        same = major == capability[0]
         if suffix == "a":  # code for exactly this chip
             runs = same and minor == capability[1]
         elif kind == "sm" or suffix == "f":
             runs = same and minor <= capability[1]
         else:
-            runs = (int(major), minor) <= capability
+            runs = (major, minor) <= capability
         if runs:
             return True
     return False

@@ -9,13 +9,15 @@ import sys
 import time
 import warnings
 from collections.abc import Callable
-from typing import NoReturn
+from typing import NoReturn, TypeVar
 
 import torch
 import torch.distributed as dist
 
 from build_ops import prepare_deepspeed
 from errors import ENVIRONMENT, WorkshopError, report
+
+T = TypeVar("T")
 
 
 def prepare_environment(shards: bool) -> None:
@@ -86,17 +88,17 @@ def sees_only_its_own() -> bool:
     return "TORCHELASTIC_RUN_ID" not in os.environ and gpus >= local_world_size()
 
 
-def join_process_group(deepspeed: bool) -> None:
+def join_process_group(with_deepspeed: bool) -> None:
     """Let DeepSpeed use the process group that TrainingArguments has opened, and print this rank's place in it.
 
     On the CPU transformers leaves this to the engine, but ZeRO-3 shards the model before there is one, and
     would take itself for a world of one.
     """
-    if deepspeed:
-        import deepspeed.comm
+    if with_deepspeed:
+        from deepspeed.comm import init_distributed
 
         backend = "nccl" if torch.cuda.is_available() else "gloo"
-        deepspeed.comm.init_distributed(backend, auto_mpi_discovery=False, verbose=False)
+        init_distributed(backend, auto_mpi_discovery=False, verbose=False)
     if dist.is_initialized() and dist.get_world_size() > 1:
         print(
             f"torch.distributed initialized: rank {dist.get_rank()} / world size {dist.get_world_size()}",
@@ -168,7 +170,7 @@ def wait_for_everyone() -> None:
         dist.barrier()
 
 
-def same_everywhere(value: object) -> object:
+def same_everywhere(value: T) -> T:
     """Rank 0's value, on every rank."""
     box = [value]
     if dist.is_initialized():

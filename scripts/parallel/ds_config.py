@@ -166,8 +166,8 @@ def check_keys(path: str, name: str, section: dict, model: type[BaseModel]) -> N
     fields.update({info.alias: info for info in model.model_fields.values() if info.alias})
     for key, value in section.items():
         check_key(path, f"{name}.{key}", key, list(fields))
-        replaced = fields[key].json_schema_extra or {}
-        if replaced.get("deprecated"):
+        replaced = fields[key].json_schema_extra
+        if isinstance(replaced, dict) and replaced.get("deprecated"):
             raise WorkshopError(f"{path}: {name}.{key}", "deprecated by DeepSpeed", f"use {replaced['new_param']}")
         if isinstance(value, dict):
             annotation = fields[key].annotation
@@ -241,9 +241,9 @@ def check_scheduler(path: str, scheduler: dict) -> None:
     from deepspeed.runtime import lr_schedules
 
     name = scheduler.get("type")
-    if name not in lr_schedules.VALID_LR_SCHEDULES:
-        known = ", ".join(lr_schedules.VALID_LR_SCHEDULES)
-        raise WorkshopError(f"{path}: scheduler.type", f"is {name!r}", f"DeepSpeed has {known}")
+    if not isinstance(name, str) or name not in lr_schedules.VALID_LR_SCHEDULES:
+        listed = ", ".join(lr_schedules.VALID_LR_SCHEDULES)
+        raise WorkshopError(f"{path}: scheduler.type", f"is {name!r}", f"DeepSpeed has {listed}")
     known = list(inspect.signature(getattr(lr_schedules, name)).parameters)
     values = params(path, "scheduler", scheduler, known)
     # Only the Trainer knows the length of the training, and it stops late at a literal that differs
@@ -266,7 +266,9 @@ def check_contradictions(path: str, config: dict, training_args, names: dict) ->
             both = f"{section}.type is {config[section]['type']}, but {names[flag]} is {choice}"
             raise WorkshopError(path, both, f"remove the section {section} or the flag")
     for line in training_args.hf_deepspeed_config.mismatches:  # "- ds KEY=VALUE vs hf NAME=VALUE"
-        dotted, value, given = re.fullmatch(r"- ds ([\w.]+)=(.*) vs hf .*?=(.*)", line).groups()
+        found = re.fullmatch(r"- ds ([\w.]+)=(.*) vs hf .*?=(.*)", line)
+        assert found, line
+        dotted, value, given = found.groups()
         flag, _ = FLAGS[dotted]
         flag = names.get(flag.removeprefix("--"), flag)
         raise WorkshopError(path, f"{dotted} is {value}, but {flag} is {given}", 'set it to "auto" or change the flag')

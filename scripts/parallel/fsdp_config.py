@@ -186,11 +186,14 @@ def check_wrap_classes(config: dict, path: str | None, model: torch.nn.Module) -
             )
 
 
-def wrap_classes(config: dict, model: torch.nn.Module) -> list[str]:
-    """Names of the classes whose instances become units of their own: by default the model's own blocks."""
+def wrap_classes(config: dict, model: object) -> list[str]:
+    """Names of the classes whose instances become units of their own: by default the model's own blocks.
+
+    model: a transformers model, or anything with its `_no_split_modules`.
+    """
     if config.get("auto_wrap_policy", "TRANSFORMER_BASED_WRAP") != "TRANSFORMER_BASED_WRAP":
         return []
-    return config.get("transformer_layer_cls_to_wrap") or list(model._no_split_modules or [])
+    return config.get("transformer_layer_cls_to_wrap") or list(getattr(model, "_no_split_modules", None) or [])
 
 
 def shard_on_cpu() -> None:

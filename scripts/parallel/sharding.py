@@ -1,6 +1,8 @@
 """What FSDP has really done to a live model: units, shares, strategy, offload. Read before the first forward pass,
 because FSDP2 leaves some parameters gathered after it."""
 
+from typing import Any
+
 import torch
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointWrapper
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, FullyShardedDataParallel
@@ -46,7 +48,8 @@ def live_name(model: torch.nn.Module, class_names: list[str]) -> str | None:
         return f"FSDP1 {model.sharding_strategy.name}"
     if not isinstance(model, FSDPModule):
         return None
-    group = unit_group((sharded_blocks(model, class_names) or [model])[0])
+    blocks_or_root = [m for m in [*sharded_blocks(model, class_names), model] if isinstance(m, FSDPModule)]
+    group = unit_group(blocks_or_root[0])
     if group.mesh_info.mesh.ndim == 2:
         return "FSDP2 HYBRID_SHARD"
     return "FSDP2 SHARD_GRAD_OP" if group.post_forward_mesh_info is None else "FSDP2 FULL_SHARD"
@@ -55,7 +58,7 @@ def live_name(model: torch.nn.Module, class_names: list[str]) -> str | None:
 def mesh_shape(model: torch.nn.Module) -> str:
     """Replicas x shards."""
     if isinstance(model, FullyShardedDataParallel):
-        shards = model.process_group.size()
+        shards = torch.distributed.get_world_size(model.process_group)
         return f"{torch.distributed.get_world_size() // shards} x {shards}"
     mesh = next(p.device_mesh for p in model.parameters() if isinstance(p, DTensor))
     shape = mesh.mesh.shape
@@ -76,6 +79,6 @@ def checkpointed_blocks(model: torch.nn.Module) -> int:
     return sum(isinstance(m, CheckpointWrapper) for m in model.modules())
 
 
-def unit_group(module: FSDPModule):
+def unit_group(module: FSDPModule) -> Any:
     """The parameters that a unit gathers together, None for one that has none of its own."""
     return module._get_fsdp_state()._fsdp_param_group

@@ -81,7 +81,7 @@ def read_gpu_log(path: Path) -> MemoryLog:
     --format=csv`` with or without units, columns in the order of the header."""
     log = MemoryLog(path)
     headers = 0
-    series = {}
+    series: dict[str, tuple[list[float], list[str]]] = {}  # field of the index, as it stands there -> samples, times
     width, at_index, at_used, at_total = 5, 1, 3, 4  # of a log whose header is cut off
     for number, line in enumerate(read_lines(path, log, units=" MiB"), 1):
         fields = line.split(",")

@@ -21,6 +21,11 @@ class Cell:
     count: int = 1
 
     @property
+    def number(self) -> float | None:
+        """The value, where it is one to compute with."""
+        return self.value if isinstance(self.value, int | float) else None
+
+    @property
     def text(self) -> str:
         if self.spread is None:
             return shown(self.value)
@@ -174,14 +179,15 @@ def cell(column: str, runs: list[Run], base: list[Run], base_name: str) -> Cell:
     reference = over_repeats(METRICS[metric].read, base)
     if relation == "reference":
         return reference
-    for run, value in ((runs[0], own), (base[0], reference)):
+    for run in (runs[0], base[0]):
         if not run.completed:
             return Cell(None, f"the run's status is {run.status}")
-        if value.value is None:
-            return value
-    gpus = [run.number("world_size") or 1 for run in (runs[0], base[0])]
+    if own.number is None or reference.number is None:
+        return Cell(None, own.note if own.number is None else reference.note)
+    gpus = int(runs[0].number("world_size") or 1)
+    base_gpus = int(base[0].number("world_size") or 1)
     try:
-        return Cell(RELATIONS[relation].compute(own.value, reference.value, *gpus))
+        return Cell(RELATIONS[relation].compute(own.number, reference.number, gpus, base_gpus))
     except ZeroDivisionError:
         return Cell(None, "division by a value of 0")
 
@@ -189,8 +195,8 @@ def cell(column: str, runs: list[Run], base: list[Run], base_name: str) -> Cell:
 def over_repeats(read: Callable[[Run], Cell], runs: list[Run]) -> Cell:
     """Mean and sample standard deviation over repeats of which all have the value."""
     cells = [read(run) for run in runs]
-    values = [c.value for c in cells if c.value is not None]
-    if len(values) < 2 or any(isinstance(value, str) for value in values):
+    values = [c.number for c in cells if c.number is not None]
+    if len(values) < 2:
         return next((c for c in cells if c.value is not None), cells[0])
     if all(isinstance(value, int) for value in values) and len(set(values)) == 1:
         return cells[0]

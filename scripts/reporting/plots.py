@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 
 from matplotlib.axes import Axes
@@ -11,7 +12,7 @@ from matplotlib.figure import Figure
 from reporting.memory_logs import MemoryLog, logs_of, read_cpu_log, read_gpu_log
 from reporting.metrics import METRICS
 from reporting.runs import Run
-from reporting.tables import Row, Table
+from reporting.tables import Table
 from reporting.trainer_log import entries, log_of
 
 DPI = 110
@@ -21,11 +22,19 @@ LOOKS = [
 ]
 
 
+@dataclass(frozen=True)
+class Shown:
+    """A row of the table that has a run."""
+
+    label: str
+    run: Run
+
+
 def draw(table: Table, folder: Path) -> list[Path]:
     """Write the plots for which the table has values to ``<folder>/<table>-<plot>.png``."""
     images = []
     for name in table.plots:
-        figure = DRAWINGS[name]([row for row in table.rows if row.run])
+        figure = DRAWINGS[name]([Shown(row.label, row.run) for row in table.rows if row.run])
         if figure:
             images.append(folder / f"{table.name}-{name}.png")
             figure.savefig(images[-1], dpi=DPI)
@@ -43,13 +52,13 @@ def new_figure(columns: int = 1, width: float = 7.0) -> tuple[Figure, list[Axes]
     return figure, axes
 
 
-def value(row: Row, metric: str) -> float | None:
+def value(row: Shown, metric: str) -> float | None:
     """The metric of a completed run, None without one; a loss that diverged cannot be drawn."""
-    found = METRICS[metric].read(row.run).value if row.run.completed else None
+    found = METRICS[metric].read(row.run).number if row.run.completed else None
     return found if found is not None and math.isfinite(found) else None
 
 
-def loss(rows: list[Row]) -> Figure | None:
+def loss(rows: list[Shown]) -> Figure | None:
     """Training loss as logged (line) and evaluation loss (markers) over epochs."""
     figure, (axis,) = new_figure()
     drawn = False
@@ -78,7 +87,7 @@ def training_losses(run: Run) -> list[tuple[float, float]]:
     return [(e["epoch"], e["loss"]) for e in logged if {"epoch", "loss"} <= e.keys() and math.isfinite(e["loss"])]
 
 
-def memory(rows: list[Row]) -> Figure | None:
+def memory(rows: list[Shown]) -> Figure | None:
     """GPU and CPU memory over time, the largest of all GPUs (nodes) at each sample, the peak of each run marked."""
     parts = [("GPU", 0, read_gpu_log), ("CPU", 1, read_cpu_log)]
     curves = {kind: [curve(row.run, which, read) for row in rows] for kind, which, read in parts}
@@ -114,7 +123,7 @@ def curve(run: Run, which: int, read: Callable[[Path], MemoryLog]) -> list[tuple
         return []
 
 
-def peaks(rows: list[Row]) -> Figure | None:
+def peaks(rows: list[Shown]) -> Figure | None:
     """Peak memory of GPU and CPU as bars; offloaded runs are hatched."""
     kinds = [(kind, metric) for kind, metric in (("GPU", "peak_gpu"), ("CPU", "peak_cpu"))
              if any(value(row, metric) for row in rows)]  # fmt: skip
@@ -122,10 +131,9 @@ def peaks(rows: list[Row]) -> Figure | None:
         return None
     figure, axes = new_figure(len(kinds), 9.5 if len(kinds) > 1 else 7.0)
     for axis, (kind, metric) in zip(axes, kinds, strict=True):
-        shown = [(row.label, value(row, metric)) for row in rows if value(row, metric) is not None][::-1]
-        hatches = ["////" if "offload" in label else "" for label, _ in shown]
-        bars = axis.barh([label for label, _ in shown], [mib for _, mib in shown],
-                         color="#cccccc", edgecolor="black", hatch=hatches)  # fmt: skip
+        shown = {row.label: mib for row in reversed(rows) if (mib := value(row, metric)) is not None}
+        hatches = ["////" if "offload" in label else "" for label in shown]
+        bars = axis.barh(list(shown), list(shown.values()), color="#cccccc", edgecolor="black", hatch=hatches)
         axis.bar_label(bars, fmt="{:,.0f}", padding=3, fontsize="small")
         axis.set(xlabel=f"peak {kind} memory (MiB)")
         axis.margins(x=0.15)
@@ -134,7 +142,7 @@ def peaks(rows: list[Row]) -> Figure | None:
     return figure
 
 
-def throughput(rows: list[Row]) -> Figure | None:
+def throughput(rows: list[Shown]) -> Figure | None:
     """Samples per second over GPUs, with the line of the first run's rate per GPU."""
     points = by_gpus(rows, "samples_per_second")
     if len(points) < 2:
@@ -149,7 +157,7 @@ def throughput(rows: list[Row]) -> Figure | None:
     return figure
 
 
-def efficiency(rows: list[Row]) -> Figure | None:
+def efficiency(rows: list[Shown]) -> Figure | None:
     """Efficiency against the run with the fewest GPUs: throughput per GPU, or runtime where the model grows too."""
     layers = {value(row, "num_layers") for row in rows}
     by_time = len(layers - {None}) > 1
@@ -167,10 +175,10 @@ def efficiency(rows: list[Row]) -> Figure | None:
     return figure
 
 
-def by_gpus(rows: list[Row], metric: str) -> list[tuple[int, float]]:
+def by_gpus(rows: list[Shown], metric: str) -> list[tuple[int, float]]:
     """(GPUs, value) of the completed runs, by rising number of GPUs."""
     found = [(value(row, "gpus"), value(row, metric)) for row in rows]
-    return sorted((gpus, number) for gpus, number in found if gpus and number)
+    return sorted((int(gpus), number) for gpus, number in found if gpus and number)
 
 
 DRAWINGS = {"loss": loss, "memory": memory, "peaks": peaks, "throughput": throughput, "efficiency": efficiency}

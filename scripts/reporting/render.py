@@ -44,7 +44,9 @@ def lines_of(table: Table) -> tuple[list[str], list[list[str]]]:
 def remark_lines(table: Table) -> list[str]:
     """Remarks and the reasons of empty cells, each with the rows to which it applies."""
     rows: dict[str, list[str]] = {}
-    for row in (row for row in table.rows if row.run):
+    for row in table.rows:
+        if not row.run:
+            continue
         reasons = {} if table.transpose else empty_cells(table, row)  # there a note stands beside the value
         for remark in [*row.remarks, *(f"{names}: {reason}" for reason, names in reasons.items())]:
             rows.setdefault(remark, []).append(f"{row.label} (job {row.run.job_id})")
@@ -94,7 +96,7 @@ def comma_separated(table: Table) -> str:
     writer = csv.writer(out, lineterminator="\n")
     writer.writerow([*head, "remarks"])
     for row in table.rows:
-        line = [row.label, row.experiment, row.jobs, row.status]
+        line: list[object] = [row.label, row.experiment, row.jobs, row.status]
         for cell in row.cells:
             line += [cell.value, cell.spread, cell.count if cell.value is not None else 0] if spread else [cell.value]
         reasons = [f"{names}: {reason}" for reason, names in empty_cells(table, row).items()]

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from datetime import datetime
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 from reporting.memory_logs import MemoryLog, host_of, logs_of, read_cpu_log, read_gpu_log
 
@@ -65,9 +66,9 @@ class Run:
     def shown_status(self) -> str:
         return f"{self.status}, incomplete" if self.problems and self.status != "incomplete" else self.status
 
-    def get(self, path: str) -> object:
+    def get(self, path: str) -> Any:
         """Value at a path such as ``train.runtime_s`` or ``eval.-1.loss``, None where there is none."""
-        value: object = self.record
+        value: Any = self.record
         for key in path.split("."):
             if isinstance(value, list) and key.lstrip("-").isdigit():
                 value = value[int(key)] if -len(value) <= int(key) < len(value) else None
@@ -117,8 +118,8 @@ def name_of(folder: Path) -> str:
 
 def find_runs(folders: Iterable[Path]) -> list[Run]:
     """All runs below the folders, oldest first."""
-    records = []
-    logs = {}
+    records: list[Path] = []
+    logs: dict[tuple[Path, str], None] = {}
     for top in folders:
         for folder, subfolders, _ in os.walk(top):
             here = Path(folder)
@@ -140,7 +141,7 @@ def read_all(paths: list[Path]) -> list[Run]:
         return list(pool.map(read_run, paths, chunksize=8))
 
 
-def logged_jobs(folder: Path) -> dict:
+def logged_jobs(folder: Path) -> dict[tuple[Path, str], None]:
     """(folder, job id) of each job that left a memory log here."""
     logs = [*folder.glob("gpu_memory/gpu_memory_log_*.csv"), *folder.glob("cpu_memory/cpu_memory_log_*.txt")]
     return dict.fromkeys((folder, path.stem.split("_")[3]) for path in logs)

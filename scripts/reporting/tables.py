@@ -68,7 +68,8 @@ def load_definitions(path: Path) -> list[dict]:
             path, f"cannot be read ({getattr(error, 'strerror', None) or error})", "restore it with git checkout"
         ) from error
     except yaml.YAMLError as error:
-        line = f"{path}:{error.problem_mark.line + 1}" if getattr(error, "problem_mark", None) else path
+        mark = getattr(error, "problem_mark", None)
+        line = f"{path}:{mark.line + 1}" if mark else path
         raise WorkshopError(line, f"is no YAML ({getattr(error, 'problem', error)})", way_out) from error
     if not isinstance(tables, list) or not all(isinstance(table, dict) for table in tables):
         raise WorkshopError(path, "is no list of tables", way_out)
@@ -137,14 +138,15 @@ def build_table(definition: dict, candidates: dict[str, list[Run]], all_runs: bo
             base = chosen(candidates[reference])
             base_runs = repeats(base, candidates[reference], all_runs) if base and base.completed else []
             row.cells = [cell(column, row.repeats, base_runs, reference) for column in definition["columns"]]
-            row.remarks += remarks(row, candidates[row.experiment], all_runs)
+            row.remarks += remarks(row.run, row.repeats, candidates[row.experiment], all_runs)
         else:
             row.cells = [Cell(None, "no run yet") for _ in definition["columns"]]
     bases = [chosen(candidates[name]) if "reference" in definition else None for name in references]
-    compared = [(row, row.run, "") for row in rows]
-    compared += [(row, base, f"{definition.get('reference')} (job {base.job_id}): ")
-                 for row, base in zip(rows, bases, strict=True) if base and row.run]  # fmt: skip
-    mark_differences([entry for entry in compared if entry[1] and entry[1].record], set(definition.get("varies", [])))
+    compared = [(row, row.run, "") for row in rows if row.run and row.run.record]
+    for row, base in zip(rows, bases, strict=True):
+        if row.run and base and base.record:
+            compared.append((row, base, f"{definition.get('reference')} (job {base.job_id}): "))
+    mark_differences(compared, set(definition.get("varies", [])))
     slug = "".join(c if c.isalnum() else "-" for c in model.split("/")[-1].lower())
     return Table(
         name=f"{definition['id']}-{slug}" if model else definition["id"],
@@ -182,22 +184,26 @@ def repeats(shown: Run | None, runs: list[Run], all_runs: bool) -> list[Run]:
     return [shown] + [run for run in runs if run is not shown and run.completed and traits(run) == own]
 
 
-def remarks(row: Row, runs: list[Run], all_runs: bool) -> list[str]:
-    """What a reader must know of the row's run: how it ended, what is damaged, and which newer run is not shown."""
-    run = row.run
+def remarks(run: Run, repeats: list[Run], runs: list[Run], all_runs: bool) -> list[str]:
+    """What a reader must know of a row's run: how it ended, what is damaged, and which newer run is not shown.
+
+    repeats: the runs whose mean the row shows. runs: all of the experiment.
+    """
     lines = [f"{run.status}: {run.status_note}"] if run.status_note else []
     lines += [f"incomplete: {problem}" for problem in run.problems]
     newer = [other for other in runs if other.order > run.order]
     lines += [f"the newer job {other.job_id} is not shown: its status is {other.status}" for other in newer[-1:]]
     if all_runs:
-        others = [other for other in runs if other.completed and other not in row.repeats]
+        others = [other for other in runs if other.completed and other not in repeats]
         lines += [f"job {other.job_id} is not in the mean: {differences(other, run)}" for other in others]
     return lines
 
 
 def traits(run: Run) -> dict[str, str]:
     """What must be equal between runs that are compared."""
-    settings = run.get("settings") if isinstance(run.get("settings"), dict) else {}
+    settings = run.get("settings")
+    if not isinstance(settings, dict):
+        settings = {}
     found = {name: str(value) for name, value in settings.items() if name not in NO_TRAIT and value is not None}
     flags = "fp16" if settings.get("fp16") else "bf16" if settings.get("bf16") else "fp32"
     found["precision"] = str(run.get("knobs.precision.effective") or flags)

@@ -2,9 +2,12 @@
 
 import os
 from dataclasses import dataclass
+from typing import Any
 
 import torch
-from transformers import Trainer, TrainerCallback
+from datasets import Dataset
+from transformers import DataCollatorForSeq2Seq, Trainer, TrainerCallback
+from transformers.trainer_utils import SaveStrategy
 
 from config import Options, precision_name
 from data_loader import IGNORED
@@ -43,7 +46,8 @@ class AuditCallback(TrainerCallback):
         self.data_args = data_args
         self.record = record
         # before the model is wrapped: FSDP1 then shows each rank's share alone
-        self.parameters = count_parameters(trainer.model)
+        model: Any = trainer.model
+        self.parameters = count_parameters(model)
 
     def on_train_begin(self, args, state, control, **kwargs):
         knobs = audit(self.trainer, self.options, self.data_args, self.parameters)
@@ -63,35 +67,51 @@ class AuditCallback(TrainerCallback):
 
 
 def audit(trainer: Trainer, options: Options, data_args, parameters: int) -> list[Knob]:
-    args = trainer.args
     values = options.values
     engine = trainer.model_wrapped if trainer.is_deepspeed_enabled else None
-    micro, accumulation, world = effective_batch(trainer, engine)
+    # as train.py has made them; the Trainer's own types are wider
+    collator: Any = trainer.data_collator
+    train_dataset: Any = trainer.train_dataset
+    eval_dataset: Any = trainer.eval_dataset
     strategy = effective_strategy(trainer, engine)
-    requested_micro = values["per_device_train_batch_size"]
-    requested_accumulation = values["gradient_accumulation_steps"]
-    facts = [
+    knobs = [
         Knob("precision", precision_name(values), effective_precision(trainer, engine), options.precision_note),
         Knob("strategy", strategy_name(options), strategy),
-        *(offload_knobs(engine, options.deepspeed_config.get("zero_optimization", {})) if engine else []),
-        *(fsdp_knobs(trainer, options.fsdp_config) if strategy.startswith("FSDP") else []),
+    ]
+    if engine is not None and options.deepspeed_config is not None:
+        knobs += offload_knobs(engine, options.deepspeed_config.get("zero_optimization", {}))
+    if strategy.startswith("FSDP") and options.fsdp_config is not None:
+        knobs += fsdp_knobs(trainer, options.fsdp_config)
+    knobs += batch_knobs(trainer, engine, values)
+    labels = labels_of(train_dataset, collator)
+    saving = SaveStrategy(trainer.args.save_strategy).value
+    knobs += [
+        Knob("label mode", values["labels"], labels),
+        Knob("padding", values["padding"], collator.padding, f"up to {data_args.max_length} tokens"),
+        Knob("train size", requested_train_size(values), len(train_dataset), "questions"),
+        Knob("eval size", values["eval_size"], len(eval_dataset), "questions"),
+        Knob("saving", values["save_strategy"], saving),
+    ]
+    facts = {
+        "steps per epoch": steps_per_epoch(trainer),
+        "parameters": f"{parameters:,}",
+        "device": str(trainer.args.device),
+    }
+    return knobs + [Knob(name, value, value) for name, value in facts.items()]
+
+
+def batch_knobs(trainer: Trainer, engine, values: dict) -> list[Knob]:
+    micro, accumulation, world = effective_batch(trainer, engine)
+    requested_micro = values["per_device_train_batch_size"]
+    requested_accumulation = values["gradient_accumulation_steps"]
+    requested_batch = requested_micro * requested_accumulation * world_size()
+    batch = micro * accumulation * world
+    return [
         Knob("world size", world_size(), world, "ranks, one per GPU"),
         Knob("micro batch", requested_micro, micro, "sequences per rank and step"),
         Knob("gradient accumulation", requested_accumulation, accumulation),
-        Knob("global batch", requested_micro * requested_accumulation * world_size(), micro * accumulation * world,
-             "micro batch x accumulation x world size"),
-        Knob("label mode", values["labels"], labels_of(trainer)),
-        Knob("padding", values["padding"], padding_of(trainer), f"up to {data_args.max_length} tokens"),
-        Knob("train size", requested_train_size(values), len(trainer.train_dataset), "questions"),
-        Knob("eval size", values["eval_size"], len(trainer.eval_dataset), "questions"),
-        Knob("saving", values["save_strategy"], args.save_strategy.value),
-    ]  # fmt: skip
-    plain = [
-        ("steps per epoch", steps_per_epoch(trainer)),
-        ("parameters", f"{parameters:,}"),
-        ("device", str(args.device)),
+        Knob("global batch", requested_batch, batch, "micro batch x accumulation x world size"),
     ]
-    return facts + [Knob(name, value, value) for name, value in plain]
 
 
 def requested_train_size(values: dict) -> int:
@@ -163,7 +183,8 @@ def optimizer_buffers(engine) -> tuple[list[torch.Tensor], str]:
     masters = optimizer_partitions(engine)
     if int(engine.zero_optimization_stage()) == 3:
         return [engine.optimizer.grad_partitions_flat_buffer], "gradients; masters and Adam's moments never are"
-    return [*masters, *(m.grad for m in masters)], "fp32 masters and gradients; Adam's moments never are"
+    gradients = [master.grad for master in masters if master.grad is not None]
+    return [*masters, *gradients], "fp32 masters and gradients; Adam's moments never are"
 
 
 def pinned(tensors: list[torch.Tensor]) -> object:
@@ -220,15 +241,11 @@ def parameter_partitions(engine) -> list[torch.Tensor]:
     return [t for t in shares if t.device.type == "cpu"]
 
 
-def labels_of(trainer: Trainer) -> str:
+def labels_of(dataset: Dataset, collator: DataCollatorForSeq2Seq) -> str:
     """Which tokens count, from the labels themselves: the first belongs to the prompt."""
-    if trainer.train_dataset[0]["labels"][0] == IGNORED:
+    if dataset[0]["labels"][0] == IGNORED:
         return "answer"
-    return "sequence" if trainer.data_collator.label_pad_token_id == IGNORED else "all"
-
-
-def padding_of(trainer: Trainer) -> str:
-    return trainer.data_collator.padding
+    return "sequence" if collator.label_pad_token_id == IGNORED else "all"
 
 
 def steps_per_epoch(trainer: Trainer) -> int:

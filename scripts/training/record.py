@@ -216,8 +216,9 @@ def experiment_path() -> str:
 
 def from_repository(value: object) -> object:
     """A path below the repository as seen from there; all else as it is. A record tells nothing of the machine."""
-    inside = isinstance(value, str) and Path(value).is_absolute() and Path(value).is_relative_to(REPOSITORY)
-    return str(Path(value).relative_to(REPOSITORY)) if inside else value
+    if isinstance(value, str) and Path(value).is_absolute() and Path(value).is_relative_to(REPOSITORY):
+        return str(Path(value).relative_to(REPOSITORY))
+    return value
 
 
 def hardware(world_size: int) -> dict:

@@ -19,9 +19,7 @@ def plain_trainer() -> SimpleNamespace:
     model = BloomForCausalLM(BloomConfig(vocab_size=32, hidden_size=8, n_layer=1, n_head=2))
     rows = [{"labels": [5, 6, 7], "input_ids": [5, 6, 7]}] * 64
     return SimpleNamespace(
-        args=SimpleNamespace(
-            gradient_accumulation_steps=2, save_strategy=SimpleNamespace(value="no"), device=torch.device("cpu")
-        ),
+        args=SimpleNamespace(gradient_accumulation_steps=2, save_strategy="no", device=torch.device("cpu")),
         is_deepspeed_enabled=False,
         model=model,
         model_wrapped=model,
@@ -99,7 +97,7 @@ def eval_size(trainer):
 
 
 def saving(trainer):
-    trainer.args.save_strategy = SimpleNamespace(value="epoch")
+    trainer.args.save_strategy = "epoch"
 
 
 DIFFERENCES = [
