@@ -356,7 +356,12 @@ def mem_option(on_node: float, ranks_per_node: int) -> str:
 def verdict(what: str, needed: float, there: float | None) -> str:
     if not there:
         return f"{what}: {needed / GIB:.1f} GiB needed"
-    fits = "fits" if needed < 0.9 * there * GIB else "is tight" if needed < there * GIB else "does not fit"
+    if needed < 0.9 * there * GIB:
+        fits = "fits"
+    elif needed < there * GIB:
+        fits = "is tight"
+    else:
+        fits = "does not fit"
     return f"{what}: {needed / GIB:.1f} GiB needed, {there:g} GiB there: {fits}"
 
 

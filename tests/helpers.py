@@ -42,8 +42,10 @@ LAUNCHERS = {
         *("-m", "torch.distributed.run", f"--nproc_per_node={processes}"),
     ],
 }
-# Below the ports that the kernel gives to clients, so that no connection takes one before torchrun binds it
-PORTS = itertools.count(15000 + os.getpid() % 10000)
+# Below the ports that the kernel gives to clients, so that no connection takes one before torchrun binds it, and below
+# those of job.sh; each of pytest's workers has its own, as do two sessions at a time
+WORKER = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw"))
+PORTS = itertools.count(10000 + 2000 * (WORKER % 4) + os.getpid() % 1000)
 
 
 @dataclass

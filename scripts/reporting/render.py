@@ -98,7 +98,9 @@ def comma_separated(table: Table) -> str:
     for row in table.rows:
         line: list[object] = [row.label, row.experiment, row.jobs, row.status]
         for cell in row.cells:
-            line += [cell.value, cell.spread, cell.count if cell.value is not None else 0] if spread else [cell.value]
+            line.append(cell.value)
+            if spread:
+                line += [cell.spread, 0 if cell.value is None else cell.count]
         reasons = [f"{names}: {reason}" for reason, names in empty_cells(table, row).items()]
         writer.writerow([*line, "; ".join([*row.remarks, *reasons])])
     return out.getvalue()
@@ -149,8 +151,13 @@ def html_table(table: Table) -> str:
 def html_cells(line: list[str], header: list[str], numbers: list[bool]) -> list[str]:
     cells = [f"<th>{escape(line[0])}</th>"]
     for text, name, number in zip(line[1:], header[1:], numbers[1:], strict=True):
-        bad = name == "Status" and text not in ("completed", "running", "not run yet")
-        kind = "bad" if bad else "empty" if not text and name not in ("Note", "Job") else "number" if number else ""
+        kind = ""
+        if name == "Status" and text not in ("completed", "running", "not run yet"):
+            kind = "bad"
+        elif not text and name not in ("Note", "Job"):
+            kind = "empty"
+        elif number:
+            kind = "number"
         cells.append(f'<td class="{kind}">{escape(text)}</td>' if kind else f"<td>{escape(text)}</td>")
     return cells
 

@@ -205,8 +205,8 @@ def traits(run: Run) -> dict[str, str]:
     if not isinstance(settings, dict):
         settings = {}
     found = {name: str(value) for name, value in settings.items() if name not in NO_TRAIT and value is not None}
-    flags = "fp16" if settings.get("fp16") else "bf16" if settings.get("bf16") else "fp32"
-    found["precision"] = str(run.get("knobs.precision.effective") or flags)
+    by_flags = [name for name in ("fp16", "bf16") if settings.get(name)] or ["fp32"]
+    found["precision"] = str(run.get("knobs.precision.effective") or by_flags[0])
     per_gpu = settings.get("samples_per_gpu")
     found["data size"] = f"{per_gpu} per GPU" if per_gpu else f"{settings.get('train_size')} in all"
     found["hardware"] = str(run.get("hardware.gpu") or run.get("hardware.cpu"))

@@ -83,20 +83,29 @@ OTHERS = {
 if XQUAD.exists():
     REAL = {"DATASET": XQUAD, "TRAIN_SIZE": 500, "EVAL_SIZE": 100, "NUM_EPOCHS": 1, "PADDING": "longest"}
     OTHERS["xquad"] = Run(variables=REAL | {"MAX_LENGTH": 512, "EM_F1": "True"})
-# A few steps with tiny-bloom and a BLOOM of 51 million parameters, for what each rank holds meanwhile
+# What each rank holds meanwhile, is written down by these strategies' own runs of the table, and by short ones: in
+# bf16, and of a BLOOM of 51 million parameters
+STAGES = ["zero0-2", "zero1-2", "zero2-2", "zero3-2"]
+STAGES += ["full_shard-2", "shard_grad_op-2", "hybrid_shard-2", "hybrid_shard_2x2-4"]
+OFFLOADS = [name for name in STRATEGIES if "cpu_offload-2" in name]
+for name in [*STAGES, *OFFLOADS]:
+    STRATEGIES[name] = replace(STRATEGIES[name], script=MEASURE)
 SHORT = {"EVAL_SIZE": 2, "MAX_LENGTH": 128, "PADDING": "longest", "NUM_EPOCHS": 1, "SAVE_STRATEGY": "no"}
 SHORT |= {"TRAIN_SIZE": 16, "BATCH_SIZE": 1, "GRAD_ACC": 2}
+BF16 = {"FP16": "", "BF16": "True"}
 BLOOM_50M = {"MODEL_NAME": "./bloom-50m", "FROM_SCRATCH": "True", "TOKENIZER_NAME": "tiny-bloom"}
-STAGES = {name: run for name, run in STRATEGIES.items() if name in ("zero0-2", "zero1-2", "zero2-2", "zero3-2")}
-STAGES |= {name: run for name, run in FSDP.items() if name[-1] in "24" and "checkpointing" not in name}
-VARIANTS = {name: run for name, run in STRATEGIES.items() if name in ("plain", "ddp-2") or "cpu_offload-2" in name}
-VARIANTS |= {f"bf16 {name}": replace(run, variables={"FP16": "", "BF16": "True"}) for name, run in STAGES.items()
-             if name in ("zero0-2", "zero2-2", "full_shard-2")}  # fmt: skip
-MEASURED = {
-    f"{model} {name}": replace(run, variables=SHORT | sizes | run.variables, script=MEASURE)
-    for model, sizes, runs in (("tiny", {}, STAGES | VARIANTS), ("50m", BLOOM_50M, STAGES))
-    for name, run in runs.items()
-}
+
+
+def short(name: str, variables: dict) -> Run:
+    """Two steps: the second begins with the optimizer's state there."""
+    run = STRATEGIES[name]
+    return replace(run, arguments=(*run.arguments, "--max_steps", "2"), variables=SHORT | variables, script=MEASURE)
+
+
+MEASURED = {name: STRATEGIES[name] for name in [*STAGES, *OFFLOADS]}
+MEASURED |= {f"tiny {name}": short(name, {}) for name in ("plain", "ddp-2")}
+MEASURED |= {f"tiny bf16 {name}": short(name, BF16) for name in ("zero0-2", "zero2-2", "full_shard-2")}
+MEASURED |= {f"50m {name}": short(name, BLOOM_50M) for name in STAGES}
 RUNS = STRATEGIES | CUSTOM | PADDING | OTHERS | MEASURED
 
 

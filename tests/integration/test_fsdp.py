@@ -69,7 +69,7 @@ def test_the_loss_stays_in_fp32_when_fsdp_computes_in_16_bit(workplace, table):
 
 BROKEN = {
     "accelerate runs DDP on the CPU": (
-        "import fsdp_config\nfsdp_config.shard_on_cpu = lambda: None",
+        "from parallel import fsdp_config\nfsdp_config.shard_on_cpu = lambda: None",
         "error: knob audit: strategy: FSDP2 FULL_SHARD was requested, DDP is what would run;",
     ),
     "the blocks are not wrapped": (
@@ -77,7 +77,7 @@ BROKEN = {
         "error: knob audit: FSDP units: 2 blocks was requested, 0 blocks is what would run;",
     ),
     "a rank holds everything": (
-        "import sharding\nsharding.local_share = lambda model: 0.8",
+        "from parallel import sharding\nsharding.local_share = lambda model: 0.8",
         "error: knob audit: local parameter share: 1.0 was requested, 0.8 is what would run;",
     ),
 }

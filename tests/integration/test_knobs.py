@@ -39,7 +39,9 @@ def test_bf16(run: Finished, table):
 @pytest.mark.parametrize("arguments", [(), ("--deepspeed", "ds_configs/zero1.json")])
 def test_run_that_would_not_be_the_requested_one_is_stopped(workplace, arguments: tuple):
     script = patched(
-        workplace, "wrong_batch", "import audit\naudit.effective_batch = lambda trainer, engine: (4, 1, 1)"
+        workplace,
+        "wrong_batch",
+        "from training import audit\naudit.effective_batch = lambda trainer, engine: (4, 1, 1)",
     )
     name = f"audit {len(arguments)}"
     stopped = run(workplace, name, *arguments, script=script, code=3)

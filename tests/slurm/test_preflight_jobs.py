@@ -10,6 +10,15 @@ from jobs import Lab
 
 JOBS = ("baseline", "deepspeed-multi-node/2_nodes", "deepspeed-native-launch/zero3_offload")
 
+BROKEN = """
+from errors import WorkshopError, run_program
+
+def main():
+    raise WorkshopError("GPU", "broken", "repair it", 3)
+
+run_program(main)
+"""
+
 
 @pytest.fixture
 def own_lab(cluster, tmp_path) -> Lab:
@@ -51,7 +60,7 @@ def test_what_the_cluster_refuses_or_ends_is_a_failed_line(own_lab):
     assert [line.split()[1:3] for line in refused[1:]] == [["sbatch", job] for job in JOBS]
     assert all("nvalid partition" in line for line in refused[1:]), done
 
-    (own_lab.root / "scripts/train.py").write_text('from errors import fail\n\nfail("GPU", "broken", "repair it", 3)\n')
+    (own_lab.root / "scripts/train.py").write_text(BROKEN)
     done = preflight(own_lab)
     assert done.returncode == 3, done
     failed = [line for line in done.stdout.splitlines() if line.startswith("fail")]
