@@ -17,6 +17,7 @@ from helpers import Process, make_workplace, start
 from runs import RUNS
 
 
+@pytest.hookimpl(tryfirst=True)  # pytest-xdist reads the marks in its own
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     here = Path(__file__).parent
     own = [item for item in items if item.path.parent == here]

@@ -14,6 +14,7 @@ from cluster import Cluster, unavailable
 from jobs import Lab
 
 
+@pytest.hookimpl(tryfirst=True)  # pytest-xdist reads the marks in its own
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """There is one cluster on a machine: with several workers one of them runs all of these tests."""
     for item in items:
