@@ -1,1 +1,28 @@
-"""Puts tests/ on the path, for `helpers`."""
+"""Puts tests/ on the path, for `helpers`, and says which tests one of several pytest workers must run together.
+
+`make test` has three workers for the trainings. Fixtures of a session are made anew in each worker, so one gets all files
+that use the table of runs, one all that use the cluster, and the third each other file as a whole. (pytest-xdist's own
+marks for this, xdist_group, have no effect with pytest 9.)
+"""
+
+from pathlib import Path
+
+import pytest
+from xdist.scheduler import LoadScopeScheduling
+
+TESTS = Path(__file__).parent
+
+
+class OneWorkerPerFixture(LoadScopeScheduling):
+    def _split_scope(self, nodeid: str) -> str:
+        path = TESTS.parent / nodeid.split("::")[0]
+        if path.parent.name == "slurm":
+            return "cluster"
+        if path.parent.name == "integration" and ("@uses(" in path.read_text() or "table)" in path.read_text()):
+            return "table"
+        return str(path)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log):
+    return OneWorkerPerFixture(config, log) if config.getvalue("dist") == "loadscope" else None

@@ -2,9 +2,6 @@
 
 A test names its run with ``@uses("zero2-2")`` and gets it as the argument `run`; other runs of the table come
 from `table("plain")`. Two runs at a time are executed ahead of the tests that wait for them.
-
-With several workers (`make test` has three) one gets all files that use the table, one the cluster's tests, and the
-third each other file as a whole: their fixtures are made once, as with one worker.
 """
 
 import json
@@ -15,16 +12,6 @@ import pytest
 
 from helpers import Process, make_workplace, start
 from runs import RUNS
-
-
-@pytest.hookimpl(tryfirst=True)  # pytest-xdist reads the marks in its own
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    here = Path(__file__).parent
-    own = [item for item in items if item.path.parent == here]
-    with_table = {item.path for item in own if "table" in item.fixturenames}
-    for item in own:
-        group = "table" if item.path in with_table else item.path.stem
-        item.add_marker(pytest.mark.xdist_group(group))
 
 
 @pytest.fixture(scope="session")

@@ -6,20 +6,11 @@ with the reason. A session that is killed leaves its cluster behind; the next se
 
 import os
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
 from cluster import Cluster, unavailable
 from jobs import Lab
-
-
-@pytest.hookimpl(tryfirst=True)  # pytest-xdist reads the marks in its own
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """There is one cluster on a machine: with several workers one of them runs all of these tests."""
-    for item in items:
-        if item.path.parent == Path(__file__).parent:
-            item.add_marker(pytest.mark.xdist_group("slurm"))
 
 
 @pytest.fixture(scope="session")
