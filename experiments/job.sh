@@ -309,7 +309,7 @@ job_upload() { # the job's offline runs to Weights & Biases, where the site says
   fi
   # a job that was stopped has no time for it
   if [[ $STOPPED = yes ]] || ! python "$ROOT/scripts/tracking.py" "$JOB_ID"; then
-    echo "not uploaded to Weights & Biases; later, in this folder: python $ROOT/scripts/tracking.py $JOB_ID"
+    printf 'not uploaded to Weights & Biases; later, in this folder: python %q %q\n' "$ROOT/scripts/tracking.py" "$JOB_ID"
   fi
 }
 

@@ -1,10 +1,11 @@
 """Puts tests/ on the path, for `helpers`, and says which tests one of several pytest workers must run together.
 
-`make test` has three workers for the trainings. Fixtures of a session are made anew in each worker, so one gets all files
-that use the table of runs, one all that use the cluster, and the third each other file as a whole. (pytest-xdist's own
-marks for this, xdist_group, have no effect with pytest 9.)
+`make test` has three workers for the trainings. Fixtures of a session are made anew in each worker, so one gets all
+files that use the table of runs, one all that use the cluster, and the third each other file as a whole. (The
+marks of pytest-xdist for this, xdist_group, have no effect with pytest 9.)
 """
 
+import re
 from pathlib import Path
 
 import pytest
@@ -18,7 +19,7 @@ class OneWorkerPerFixture(LoadScopeScheduling):
         path = TESTS.parent / nodeid.split("::")[0]
         if path.parent.name == "slurm":
             return "cluster"
-        if path.parent.name == "integration" and ("@uses(" in path.read_text() or "table)" in path.read_text()):
+        if path.parent.name == "integration" and re.search(r"@uses\(|\btable\)", path.read_text()):
             return "table"
         return str(path)
 

@@ -39,7 +39,8 @@ def experiment(tmp_path: Path) -> Path:
     folder = tmp_path / "experiments" / "custom-model" / "single_node"
     original = REPOSITORY / "experiments" / "custom-model" / "single_node"
     folder.mkdir(parents=True)
-    shutil.copy(REPOSITORY / "experiments" / "job.sh", tmp_path / "experiments")
+    for name in ("job.sh", "load_site.sh"):
+        shutil.copy(REPOSITORY / "experiments" / name, tmp_path / "experiments")
     shutil.copy(original / "single_node.slurm", folder)
     (tmp_path / "experiments" / "sites").mkdir()
     (tmp_path / "experiments" / "sites" / "test.sh").write_text(SITE % Path(sys.executable).parent)
