@@ -1,4 +1,5 @@
-# make demo | preflight | gpu-check | report | test | test-experiments | lint     (Python 3.11 or newer with venv, git, make and g++ must be installed)
+# make demo | preflight | gpu-check | report | quick | test | test-experiments | lint | format
+# (Python 3.11 or newer with venv, git, make and g++ must be installed)
 PYTHON ?= python3
 BIN := .venv/bin
 
@@ -17,17 +18,34 @@ gpu-check: $(if $(ACTIVE),,.venv/installed)
 report: .venv/installed
 	$(BIN)/python scripts/report.py
 
-test: .venv/installed-dev
+# Lint and the unit tests, at the same time: a minute
+quick: .venv/installed-dev
+	$(MAKE) --no-print-directory --jobs=2 --output-sync=target lint unit
+
+# All tests
+test: unit full
+
+unit: .venv/installed-dev
 	$(BIN)/python -m pytest -n 2 tests/unit
-	$(BIN)/python -m pytest tests/integration tests/slurm tests/gpu
+
+# All but the unit tests; tests/conftest.py says which of them go to the same one of the three workers
+full: .venv/installed-dev
+	$(BIN)/python -m pytest -n 3 --dist loadscope tests/commands tests/integration tests/slurm tests/gpu
 
 test-experiments: .venv/installed-dev
 	$(BIN)/python -m pytest -m experiments tests/slurm
 
 lint: .venv/installed-dev
 	$(BIN)/ruff check . && $(BIN)/ruff format --check .
-	git ls-files -z '*.sh' '*.slurm' .ci/run | xargs -0 -r $(BIN)/shellcheck
+	$(BIN)/mypy
+	git ls-files -z '*.sh' .ci/run | xargs -0 -r $(BIN)/shellcheck
+	@# each of these sources job.sh, whose flow was analysed just now
+	git ls-files -z '*.slurm' | xargs -0 -r $(BIN)/shellcheck --extended-analysis=false
 	git ls-files -z '*.sh' '*.slurm' .ci/run | xargs -0 -r $(BIN)/shfmt -d -i 2 -ci -ln bash
+
+format: .venv/installed-dev
+	$(BIN)/ruff format . && $(BIN)/ruff check --fix .
+	git ls-files -z '*.sh' '*.slurm' .ci/run | xargs -0 -r $(BIN)/shfmt -w -i 2 -ci -ln bash
 
 .venv/installed: requirements.txt
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "error: PYTHON: 3.11 or newer is needed; use make PYTHON=python3.11")'
@@ -37,6 +55,8 @@ lint: .venv/installed-dev
 
 .venv/installed-dev: .venv/installed requirements-dev.txt
 	$(BIN)/python -m pip install --quiet -r requirements-dev.txt
+	@# read the types of PyTorch and transformers once, for half a minute; what it finds wrong is for lint to tell
+	-$(BIN)/mypy > /dev/null
 	touch $@
 
-.PHONY: demo preflight gpu-check report test test-experiments lint
+.PHONY: demo preflight gpu-check report quick test unit full test-experiments lint format

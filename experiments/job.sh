@@ -25,7 +25,8 @@ job_directive() { # NAME: value behind "#SBATCH --NAME=" of the script that runs
 job_python() { # MODULE ARGS...: one of scripts/job
   local -r module=job.$1
   shift
-  PYTHONPATH=$ROOT/scripts${PYTHONPATH:+:$PYTHONPATH} python -m "$module" "$@"
+  # -P: not the experiment's folder first, where a file of a user may have one of the modules' names
+  PYTHONPATH=$ROOT/scripts${PYTHONPATH:+:$PYTHONPATH} python -P -m "$module" "$@"
 }
 
 job_prepare() {
@@ -38,7 +39,10 @@ job_prepare() {
   fi
   RUN_DIR=$PWD/results/.$JOB_ID
   mkdir -p log gpu_memory cpu_memory "$RUN_DIR"
-  if [[ -z ${SLURM_JOB_ID:-} ]]; then # Slurm writes the log itself
+  trap job_finish EXIT
+  # The record says so at once: a training that does not react is killed, and this script with it
+  trap 'job_stop; job_record 143 >/dev/null' TERM INT
+  if [[ -z ${SLURM_JOB_ID:-} ]]; then # Slurm writes the log itself; tee must outlive a signal to write the end
     JOB_LOG=log/$(job_directive job-name)_$JOB_ID.out
     exec > >(trap '' TERM INT HUP && exec tee -a "$JOB_LOG") 2> >(trap '' TERM INT HUP && exec tee -a "$JOB_LOG" >&2)
   fi
@@ -80,7 +84,7 @@ job_set_rendezvous() {
       MASTER_ADDR=$(job_python rendezvous address "${nodes[@]:1}") || exit
     fi
   fi
-  MASTER_PORT=$(job_free_port)
+  MASTER_PORT=$(job_free_port) || exit 3
 }
 
 job_free_port() { # differs from job to job, skips one that is taken; Linux gives those from 32768 on to any connection
@@ -90,7 +94,9 @@ for offset in range(200):
     port = 20000 + (zlib.crc32(sys.argv[1].encode()) + offset) % 12000
     with contextlib.suppress(OSError), socket.socket() as listener:
         listener.bind(("", port))
-        sys.exit(print(port))
+        print(port)
+        sys.exit()
+sys.exit("error: MASTER_PORT: no free port among 200; end other programs on this node; or choose another node")
 PYTHON
 }
 
@@ -104,7 +110,7 @@ run_torchrun() {
   # static: a c10d store unpickles what anybody sends it, and its ranks are given a name instead of MASTER_ADDR
   local -r launch=(python "$ROOT/scripts/launch.py" --nnodes="$NODES" --nproc-per-node="$RANKS_PER_NODE"
     --rdzv-backend=static --rdzv-id="$JOB_ID" --master-addr="$MASTER_ADDR" --master-port="$MASTER_PORT")
-  rm -f "$RUN_DIR"/{joined,problem}_* # of the bandwidth test
+  rm -f "$RUN_DIR"/{joined,problem}_* # which launch.py left of the bandwidth test
   if [[ $NODES -gt 1 ]]; then
     job_srun --ntasks="$NODES" --ntasks-per-node=1 bash "$EXPERIMENTS_FOLDER/job.sh" on_node "${launch[@]}" "$@"
   else
@@ -122,7 +128,7 @@ run_srun() {
   fi
 }
 
-check_bandwidth() {
+check_bandwidth() { # without memory loggers: those files belong to the training
   LOGGERS=no run_torchrun "$ROOT/scripts/measure_bandwidth.py" --output "$BANDWIDTH_FILE"
 }
 
@@ -153,7 +159,8 @@ job_on_node() { # COMMAND: its exit status
   job_wait || code=$?
   job_stop_loggers
   if [[ $code != 0 ]]; then
-    # srun reports the highest code of all nodes, which is often that of a node it ended: note who was first
+    # srun reports the highest code of all nodes, which is often that of a node it ended: note who was first, by the
+    # nodes' clocks, which agree well enough, as srun takes a while to end the others
     echo "$(date +%s%N) $code $host" >>"$RUN_DIR/exit_codes"
   fi
   return "$code"
@@ -270,7 +277,7 @@ job_stop() { # on TERM and INT: pass it on to the training
 
 # 5. The end of a job
 
-job_finish() { # on EXIT, also when the training failed
+job_finish() { # on EXIT, also when the training failed: errexit ends the script behind a verb that returns its status
   local code=$?
   if [[ $BASHPID != "$$" ]]; then # a child that TERM met before its exec
     exit
@@ -287,8 +294,8 @@ job_finish() { # on EXIT, also when the training failed
     code=143
   fi
   job_record "$code"
-  job_upload
   rm -rf "$RUN_DIR"
+  job_upload
   exit "$code"
 }
 
@@ -307,8 +314,8 @@ job_upload() { # the job's offline runs to Weights & Biases, where the site says
   if [[ ${WANDB_ONLINE:-0} != 1 || ! -d wandb/$JOB_ID ]]; then
     return 0 # in a trap, return alone would give the status from before it
   fi
-  # a job that was stopped has no time for it
-  if [[ $STOPPED = yes ]] || ! python "$ROOT/scripts/tracking.py" "$JOB_ID"; then
+  # a job that was stopped has no time for it; and a signal may end it
+  if [[ $STOPPED = yes ]] || ! (trap - TERM INT && exec python "$ROOT/scripts/tracking.py" "$JOB_ID"); then
     printf 'not uploaded to Weights & Biases; later, in this folder: python %q %q\n' "$ROOT/scripts/tracking.py" "$JOB_ID"
   fi
 }
@@ -329,6 +336,7 @@ if [[ ${1:-} = on_node && ${BASH_SOURCE[0]} = "$0" ]]; then # the part of a job 
   exit
 fi
 
+# Where the experiment stands, the first time; then, with a snapshot, all of this once more from its frozen copy
 if [[ $EXPERIMENTS_FOLDER != "${SNAPSHOT:-none}/experiments" ]]; then
   export EXPERIMENT=experiments/${PWD#"$EXPERIMENTS_FOLDER"/}
   if [[ -n ${SNAPSHOT:-} ]]; then
@@ -336,7 +344,7 @@ if [[ $EXPERIMENTS_FOLDER != "${SNAPSHOT:-none}/experiments" ]]; then
     return
   fi
 fi
-set -a # site and experiment set knobs that the training reads
+set -a # knobs of site and experiment reach the training, and RUN_DIR, JOB_ID, NODES and others this file on each node
 job_find_site
 job_load_site
 : "${LOG_INTERVAL:=5}"
@@ -345,6 +353,3 @@ job_load_site
 : "${CUDA_DEVICE_ORDER:=PCI_BUS_ID}" # CUDA would count from the fastest GPU, nvidia-smi and Slurm count along the bus
 : "${TORCH_CPP_LOG_LEVEL:=ERROR}"    # WARNING tells of each socket that is closed
 job_prepare
-trap job_finish EXIT
-# The record says so at once: a training that does not react is killed, and this script with it
-trap 'job_stop; job_record 143 >/dev/null' TERM INT

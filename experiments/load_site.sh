@@ -32,7 +32,8 @@ job_check_site() { # what a submission needs besides
 job_load_site() { # under set -a: its variables are exported, and its python is the first on PATH
   # shellcheck source=experiments/sites/laptop.sh
   source "$SITE_FILE"
-  set +au # not the functions that module and conda bring along; their scripts use unset variables
+  # module and conda bring functions along, which set -a would export, and read unset variables, which set -u forbids
+  set +au
   site_setup
   set -au
   if ! command -v python >/dev/null; then
@@ -46,6 +47,7 @@ if [[ ${BASH_SOURCE[0]} = "$0" ]]; then
   ROOT=$(dirname "$EXPERIMENTS_FOLDER")
   job_find_site
   job_check_site
+  echo "site: $SITE" >&2
   job_load_site >&2
   exec "$@"
 fi

@@ -14,13 +14,14 @@ ROOT=$(dirname "$EXPERIMENTS_FOLDER")
 # shellcheck source=experiments/load_site.sh
 source "$EXPERIMENTS_FOLDER/load_site.sh"
 
+# Functions; they read the variables of the numbered parts below
 snapshot() { # freeze what a job reads; prints the folder
   local -r folder=$ROOT/snapshots/$(date +%Y%m%d-%H%M%S)-$$
   mkdir -p "$folder"
   local -r without=(--exclude={__pycache__,results,output,cpu_memory,gpu_memory,log})
   tar -C "$ROOT" -cf - "${without[@]}" scripts ds_configs fsdp_configs data experiments | tar -C "$folder" -xf - ||
     job_fail "$folder" "the snapshot is not complete" "see the message above"
-  local commit=null dirty=false
+  local commit dirty=false
   if commit=$(git -C "$ROOT" rev-parse HEAD 2>/dev/null); then
     commit="\"$commit\""
   else
@@ -36,7 +37,7 @@ snapshot() { # freeze what a job reads; prints the folder
   printf '%s' "$folder"
 }
 
-sbatch_settings() { # NAME=value of each SBATCH_ variable that the site sets
+sbatch_settings() { # NAME=value of each SBATCH_ variable that the site, or the caller, sets
   # shellcheck source=experiments/sites/laptop.sh
   (source "$SITE_FILE" && { env | grep '^SBATCH_' || true; }) ||
     job_fail "experiments/sites/$SITE.sh" "bash cannot source it, or its last command failed" "correct it"

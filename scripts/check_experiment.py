@@ -10,8 +10,10 @@ the site file) or for --mem. The variables of the site are taken from the enviro
 """
 
 import argparse
+import itertools
 import os
 import re
+import shlex
 import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -21,11 +23,10 @@ from parallel.ds_config import check_ds_config
 from parallel.fsdp_config import check_fsdp_file
 from paths import EXPERIMENTS, REPOSITORY
 
-# `: "${NAME:=value}"`, several of them on a line, and `export NAME=value`: the forms in which experiments set knobs
-UNLESS_SET = re.compile(r'"\$\{(\w+):=(.*?)\}"(?=\s|$)')
-EXPORT = re.compile(r'^export (\w+)="?([^"#\s]*)"?')
-# ${NAME:-value}, ${NAME} and $NAME within a value
-REFERENCE = re.compile(r"\$(?:\{(\w+)(?::-([^{}]*))?\}|(\w+))")
+# A word that sets a variable unless it is set: ${NAME:=value}
+UNLESS_SET = re.compile(r"\$\{(\w+):?=(.*)\}")
+# ${NAME:-value}, ${NAME} and $NAME, of which no other stands within
+REFERENCE = re.compile(r"\$(?:\{(\w+)(?::?-([^${}]*))?\}|(\w+))")
 GIB_PER_UNIT = {"K": 2**-20, "M": 2**-10, "": 2**-10, "G": 1, "T": 2**10}  # of sbatch --mem
 
 
@@ -79,29 +80,60 @@ def check_names(script: Path, nodes: int, gpus: int) -> None:
 
 
 def knobs_of(script: Path, environment: Mapping[str, str]) -> dict[str, str]:
-    """The environment, with the variables that env_vars.sh and the experiment itself set as bash would set them."""
+    """The environment, with the variables that env_vars.sh and the experiment itself set as bash would set them.
+
+    Raises WorkshopError (exit code 2) for a knob that is the output of a command, which only the job will run.
+    """
     variables = {"ROOT": str(REPOSITORY), **environment}
     for path in (script.parent / "env_vars.sh", script):
-        if path.is_file():
-            for name, value in assignments(path.read_text(encoding="utf-8"), variables):
-                variables[name] = value
+        if not path.is_file():
+            continue
+        for line in path.read_text(encoding="utf-8").splitlines():
+            for name, value in assignments(line, variables):
+                if "$(" in value or "`" in value:
+                    what = f"is {value}, which only the job can tell"
+                    raise WorkshopError(f"{path}: {name}", what, "write its value, or give it when you submit")
+                variables[name] = expanded(value, variables)
     return variables
 
 
-def assignments(text: str, variables: Mapping[str, str]) -> Iterator[tuple[str, str]]:
-    """Name and value of each assignment that takes effect, in the order of the lines."""
-    for line in text.splitlines():
-        if line.startswith(": "):
-            for name, value in UNLESS_SET.findall(line):
-                if not variables.get(name):
-                    yield name, expanded(value, variables)
-        elif found := EXPORT.match(line):
-            yield found[1], expanded(found[2], variables)
+def assignments(line: str, variables: Mapping[str, str]) -> Iterator[tuple[str, str]]:
+    """Name and value, as it stands there, of each assignment of a line that takes effect.
+
+    These are `: "${NAME:=value}"` where the variable is not set, and `export NAME=value`.
+    """
+    for words in commands(line):
+        for word in words[1:]:
+            found = UNLESS_SET.fullmatch(word)
+            if words[0] == ":" and found and not variables.get(found[1]):
+                yield found[1], found[2]
+            elif words[0] == "export" and "=" in word:
+                name, _, value = word.partition("=")
+                yield name, value
+
+
+def commands(line: str) -> Iterator[list[str]]:
+    """The words of each command of a line that sets variables, without quotes and comments."""
+    if not line.startswith((": ", "export ")):
+        return
+    lexer = shlex.shlex(line, posix=True, punctuation_chars=";&")
+    lexer.whitespace_split = True
+    try:
+        words = list(lexer)
+    except ValueError:  # a quotation that goes on in the next line
+        return
+    for separator, group in itertools.groupby(words, lambda word: set(word) <= {";", "&"}):
+        if not separator:
+            yield list(group)
 
 
 def expanded(value: str, variables: Mapping[str, str]) -> str:
-    """The value with the variables that it refers to put in."""
-    return REFERENCE.sub(lambda found: variables.get(found[1] or found[3]) or found[2] or "", value)
+    """The value with the variables that it refers to put in, from the inside out, and ~ as bash takes it."""
+    while True:
+        inner = REFERENCE.sub(lambda found: variables.get(found[1] or found[3]) or found[2] or "", value)
+        if inner == value:
+            return str(Path(value).expanduser()) if value.startswith("~") else value
+        value = inner
 
 
 def gpu_memory() -> float:
@@ -124,7 +156,7 @@ def requested_memory(text: str) -> float:
 
 def memory_warnings(script: Path) -> list[str]:
     """What does not fit, by estimate_memory.py, of one GPU and of the memory that the job asks for."""
-    from estimate_memory import GIB, estimate, mem_option, read_options, totals
+    from estimate_memory import FITS, GIB, estimate, mem_option, read_options, totals
 
     text = script.read_text(encoding="utf-8")
     nodes, gpus = nodes_and_gpus(script, text)
@@ -142,7 +174,7 @@ def memory_warnings(script: Path) -> list[str]:
     there = gpu_memory()
     requested = requested_memory(text)
     warnings = []
-    if needed_per_gpu > 0.9 * there:
+    if needed_per_gpu > FITS * there:
         way_out = "lower BATCH_SIZE or MAX_LENGTH, use more GPUs, or offload (docs/memory.md)"
         warnings.append(f"about {needed_per_gpu:.0f} GiB per GPU, and one has {there:g}; {way_out}")
     if needed_per_node > requested:

@@ -32,8 +32,11 @@ from parallel.distributed import rank
 from parallel.fsdp_config import parallelism, process_group_backend, trainer_config
 from tracking import check_trackers
 
-AT_LEAST_ONE = [knob.flag for knob in KNOBS if knob.flag.endswith(("_size", "_steps"))]
-AT_LEAST_ONE += ["samples_per_gpu", "max_length", "per_device_eval_batch_size", *CUSTOM_SIZES]
+AT_LEAST_ONE = [
+    *("train_size", "eval_size", "samples_per_gpu", "max_length"),
+    *("per_device_train_batch_size", "per_device_eval_batch_size", "gradient_accumulation_steps"),
+    *CUSTOM_SIZES,
+]
 MORE_THAN_ZERO = ["num_train_epochs", "learning_rate"]
 LARGEST_SEED = 2**32 - 1  # numpy's
 LATEST = "latest"

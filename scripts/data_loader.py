@@ -201,9 +201,10 @@ def subset(dataset: Dataset, size: int, seed: int, name: str, source: str) -> Da
 
 def tokenise(dataset: Dataset, tokenizer: PreTrainedTokenizerBase, data_args) -> Dataset:
     """Add input_ids, attention_mask, labels and length. Cached: the key is all that the result depends on."""
-    key = (dataset._fingerprint, tokenizer_key(tokenizer), data_args.max_length, data_args.labels, PROMPT)
+    settings = {"max_length": data_args.max_length, "labels": data_args.labels}
+    key = (dataset._fingerprint, tokenizer_key(tokenizer), PROMPT, settings)
     return dataset.map(
-        lambda batch: tokenise_batch(batch, tokenizer, data_args.max_length, data_args.labels),
+        lambda batch: tokenise_batch(batch, tokenizer, **settings),
         batched=True,
         new_fingerprint=hashlib.sha256(repr(key).encode()).hexdigest()[:16],
         desc="Tokenising",

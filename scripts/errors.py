@@ -5,6 +5,7 @@
     2        bad input: a flag, a variable, a file; found before anything is written
     3        environment: a GPU, a package, a network, a disk not as it must be; a failed preflight, knob audit
     4        no usable checkpoint to resume from
+    75       stopped on request, with a checkpoint saved; nothing ends so yet
     128 + N  ended by signal N
 
 What is wrong is raised as a `WorkshopError` where it is found. Only those who check several things catch it, and go on
@@ -25,7 +26,7 @@ BAD_INPUT = 2
 ENVIRONMENT = 3
 NO_CHECKPOINT = 4
 # seconds in which rank 0 reports what every rank has found, and its launcher ends the others
-RANK_0_FIRST = 10
+SECONDS_FOR_RANK_0 = 10
 
 
 class WorkshopError(Exception):
@@ -63,7 +64,7 @@ def report(error: WorkshopError) -> None:
     """
     rank = int(os.environ.get("RANK") or os.environ.get("SLURM_PROCID") or 0)
     if rank > 0:
-        time.sleep(RANK_0_FIRST)
+        time.sleep(SECONDS_FOR_RANK_0)
     print(f"error: {error}", file=sys.stderr, flush=True)
 
 

@@ -37,13 +37,15 @@ HALF = 2  # bytes of fp16 and bf16
 K = 3 * FP32  # of the ZeRO paper: bytes per parameter of fp32 master, first and second moment of Adam
 CUDA_RESERVE = 2 * GIB  # per process, for the memory that CUDA and NCCL take of a node; not measured
 ADAMW = ("adamw_torch", "adamw_torch_fused")
+FITS = 0.9  # of a GPU or node: the rest is for what is not counted
 
 
 @dataclass(frozen=True)
 class Held:
     """What one rank holds, in bytes of its GPU and of its node's memory.
 
-    while_loading: not together with the rest. by_one_rank: of the job; the others hold none of it.
+    while_loading: only while weights are loaded, before the training's own memory is there; from_start: then, too.
+    by_one_rank: of the job; the others hold none of it.
     """
 
     what: str
@@ -51,6 +53,7 @@ class Held:
     cpu: float = 0
     note: str = ""
     while_loading: bool = False
+    from_start: bool = False
     by_one_rank: bool = False
 
 
@@ -60,18 +63,25 @@ def estimate(options: Options) -> list[Held]:
     ranks = options.values["gpus"]
     compute_bytes = FP32 if precision_name(options.values) == "fp32" else HALF
     if options.deepspeed_config:
-        held = deepspeed(shape, options.deepspeed_config["zero_optimization"], ranks, compute_bytes)
+        held = held_by_deepspeed(shape, options.deepspeed_config["zero_optimization"], ranks, compute_bytes)
     elif options.fsdp_config is not None:
         accumulates = options.values["gradient_accumulation_steps"] > 1
-        held = fsdp(shape, options.fsdp_config, accumulates, compute_bytes)
+        held = held_by_fsdp(shape, options.fsdp_config, accumulates, compute_bytes)
     else:
-        held = plain(shape, ranks)
+        held = held_unsharded(shape, ranks)
     return [
         *held,
         activations(shape, options, compute_bytes),
         Held("logits", shape.logits, note="and their gradient"),
-        Held("Python, libraries", 0, psutil.Process().memory_info().rss, "as this very process has it"),
+        Held(
+            "Python, libraries", 0, psutil.Process().memory_info().rss, "as this very process has it", from_start=True
+        ),
     ]
+
+
+def python_itself() -> Held:
+    own = psutil.Process().memory_info().rss
+    return Held("Python, libraries", 0, own, "as this very process has it", from_start=True)
 
 
 def activations(shape: Shape, options: Options, compute_bytes: int) -> Held:
@@ -90,7 +100,7 @@ def activations(shape: Shape, options: Options, compute_bytes: int) -> Held:
 # 1. Trainer and DDP
 
 
-def plain(shape: Shape, ranks: int) -> list[Held]:
+def held_unsharded(shape: Shape, ranks: int) -> list[Held]:
     """fp32 weights, gradients and moments, whole on every rank: 4 + 4 + 8 bytes for each of the Psi parameters."""
     psi = shape.parameters
     if ranks > 1:
@@ -116,7 +126,7 @@ def plain(shape: Shape, ranks: int) -> list[Held]:
 # The 2 is compute_bytes below: in fp32 it is 4. Where DeepSpeed holds more than the paper, the comment says why.
 
 
-def deepspeed(shape: Shape, zero: dict, n_d: int, compute_bytes: int) -> list[Held]:
+def held_by_deepspeed(shape: Shape, zero: dict, n_d: int, compute_bytes: int) -> list[Held]:
     held = [
         zero_parameters(shape, zero, n_d, compute_bytes),
         zero_gradients(shape, zero, n_d, compute_bytes),
@@ -135,7 +145,7 @@ def zero_parameters(shape: Shape, zero: dict, n_d: int, compute_bytes: int) -> H
     if zero.get("stage", 0) < 3:
         return Held("parameters", compute_bytes * psi, note="whole")  # 2 Psi
     share = compute_bytes * psi / n_d  # 2 Psi / N_d
-    return Held("parameters", *on_gpu_or_cpu(share, offloaded(zero, "param")), "the share")
+    return Held("parameters", *on_gpu_or_cpu(share, offloaded(zero, "param")), "the share", from_start=True)
 
 
 def zero_gradients(shape: Shape, zero: dict, n_d: int, compute_bytes: int) -> Held:
@@ -148,7 +158,7 @@ def zero_gradients(shape: Shape, zero: dict, n_d: int, compute_bytes: int) -> He
         return Held("gradients", compute_bytes * psi, note="whole until the last backward pass of a step")  # 2 Psi
     if stage == 2:
         # 2 Psi / N_d, and what lies on the edges of the rank's part
-        kept = compute_bytes * max(stage2_gradients(shape.sizes, n_d))
+        kept = compute_bytes * max(map(sum, stage2_gradients(shape.sizes, n_d)))
         return Held("gradients", *on_gpu_or_cpu(kept, on_cpu), "the share, tensors on its edge whole")
     share = compute_bytes * psi / n_d  # 2 Psi / N_d
     return Held("gradients", *on_gpu_or_cpu(share, on_cpu), "the share")
@@ -199,25 +209,17 @@ def zero_buffers(shape: Shape, zero: dict, n_d: int, compute_bytes: int) -> Held
     return Held("buffers", bucket + gathered + step, note=note)
 
 
-def stage2_gradients(sizes: tuple[int, ...], n_d: int) -> list[int]:
-    """Gradient elements that each rank keeps: DeepSpeed cuts the row of all parameters into equal parts, and a
-    gradient on the edge of two parts stays whole on both sides."""
+def stage2_gradients(sizes: tuple[int, ...], n_d: int) -> list[list[int]]:
+    """Elements of each gradient that a rank keeps, for each rank: DeepSpeed cuts the row of all parameters into equal
+    parts, and a gradient on the edge of two parts stays whole on both sides."""
     part = math.ceil(sum(sizes) / n_d)
     ends = list(itertools.accumulate(sizes))
     kept = []
     for rank in range(n_d):
         first = rank * part
         last = first + part
-        inside = [size for size, end in zip(sizes, ends, strict=True) if end > first and end - size < last]
-        kept.append(sum(inside))
+        kept.append([size for size, end in zip(sizes, ends, strict=True) if end > first and end - size < last])
     return kept
-
-
-def first_ranks_gradients(sizes: tuple[int, ...], n_d: int) -> list[int]:
-    """Elements of each gradient that the first rank keeps under ZeRO-2."""
-    part = math.ceil(sum(sizes) / n_d)
-    ends = itertools.accumulate(sizes)
-    return [size for size, end in zip(sizes, ends, strict=True) if end - size < part]
 
 
 def pinned_by_deepspeed(shape: Shape, zero: dict, n_d: int, compute_bytes: int) -> list[float]:
@@ -236,7 +238,8 @@ def pinned_by_deepspeed(shape: Shape, zero: dict, n_d: int, compute_bytes: int) 
     sizes += [FP32 * share, FP32 * share]  # masters and their gradients
     sizes += [compute_bytes * share, compute_bytes * max(shape.sizes)]  # transfers: the share, the largest gradient
     if zero.get("stage") == 2:
-        sizes += [compute_bytes * size for size in first_ranks_gradients(shape.sizes, n_d)]
+        # each gradient is a block of its own; the first rank has the embedding, whose rounding is the most
+        sizes += [compute_bytes * size for size in stage2_gradients(shape.sizes, n_d)[0]]
     return sizes
 
 
@@ -264,7 +267,7 @@ def elements(zero: dict, key: str, by_model: float, default: float) -> float:
 # of parameters, and what is gathered for a unit is in the precision of the computation.
 
 
-def fsdp(shape: Shape, config: dict, accumulates: bool, compute_bytes: int) -> list[Held]:
+def held_by_fsdp(shape: Shape, config: dict, accumulates: bool, compute_bytes: int) -> list[Held]:
     """accumulates: over several backward passes before a step."""
     psi = shape.parameters
     f = config["dp_shard_size"]
@@ -276,7 +279,7 @@ def fsdp(shape: Shape, config: dict, accumulates: bool, compute_bytes: int) -> l
     else:
         gradients = Held("gradients", *on_gpu_or_cpu(share, on_cpu), "fp32 share")
     held = [
-        Held("parameters", *on_gpu_or_cpu(share, on_cpu), "fp32 share"),
+        Held("parameters", *on_gpu_or_cpu(share, on_cpu), "fp32 share", from_start=True),
         gradients,
         Held("optimizer state", *on_gpu_or_cpu(2 * share, on_cpu), "two moments of Adam, fp32 share"),
         fsdp_buffers(shape, config, accumulates, compute_bytes),
@@ -293,6 +296,7 @@ def fsdp_buffers(shape: Shape, config: dict, accumulates: bool, compute_bytes: i
     on_cpu = config.get("cpu_offload", False)
     block = max(shape.block_sizes, default=0)
     outside = psi - sum(shape.block_sizes)  # embedding, last norm, head: the root unit
+    # wrap_classes asks a model for its blocks; here only whether there will be units matters, not their names
     any_model = SimpleNamespace(_no_split_modules=["blocks"])
     one_unit = not wrap_classes(config, any_model) or not shape.block_sizes
     if one_unit or "SHARD_GRAD_OP" in fsdp_name(config):
@@ -324,7 +328,7 @@ def on_gpu_or_cpu(size: float, on_cpu: bool) -> tuple[float, float]:
 
 def rounding(pinned: list[float], kept: float = 0) -> Held:
     """What pinned memory takes beyond its content: PyTorch rounds each block up to a power of two (host allocator)."""
-    extra = sum(power_of_two(size) - size for size in pinned)
+    extra = sum(power_of_two(size) - size for size in pinned if size > 0)
     return Held("pinned, unused", 0, extra + kept, "pinned blocks are rounded up to powers of two")
 
 
@@ -334,14 +338,11 @@ def power_of_two(size: float) -> int:
 
 def totals(held: list[Held], ranks_per_node: int) -> tuple[float, float]:
     """Bytes of the fullest GPU, and of the first node's memory: loading comes before the rest."""
-    process = sum(part.cpu for part in held if part.what == "Python, libraries")
     training = ranks_per_node * sum(part.cpu for part in held if not part.while_loading)
-    while_loading = ranks_per_node * process
+    while_loading = 0.0
     for part in held:
-        if part.while_loading:
+        if part.while_loading or part.from_start:
             while_loading += part.cpu * (1 if part.by_one_rank else ranks_per_node)
-        elif part.what == "parameters":  # offloaded ones are there as soon as they are loaded
-            while_loading += part.cpu * ranks_per_node
     return sum(part.gpu for part in held), max(training, while_loading)
 
 
@@ -356,7 +357,7 @@ def mem_option(on_node: float, ranks_per_node: int) -> str:
 def verdict(what: str, needed: float, there: float | None) -> str:
     if not there:
         return f"{what}: {needed / GIB:.1f} GiB needed"
-    if needed < 0.9 * there * GIB:
+    if needed < FITS * there * GIB:
         fits = "fits"
     elif needed < there * GIB:
         fits = "is tight"
@@ -414,7 +415,7 @@ def read_options(
     return options
 
 
-def report(options: Options) -> str:
+def as_text(options: Options) -> str:
     values = options.values
     held = estimate(options)
     shape = shape_for(options)
@@ -441,7 +442,7 @@ def report(options: Options) -> str:
 
 
 def main() -> None:
-    print(report(read_options(description=__doc__)))
+    print(as_text(read_options(description=__doc__)))
 
 
 if __name__ == "__main__":

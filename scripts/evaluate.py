@@ -7,6 +7,7 @@ It reads the same flags and variables as train.py, so the same seed and sizes gi
 """
 
 import contextlib
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -44,8 +45,7 @@ def exact_match_and_f1(
     device: where the model computes. Not its own `device`: FSDP's CPU offload keeps it elsewhere in between.
     sharded: the ranks hold parts of the model, so they must call its forward pass equally often.
     """
-    from torchmetrics.functional.text import squad  # with matplotlib, which a training without EM and F1 need not load
-
+    squad = load_metric()
     predictions = answer_questions(model, tokenizer, questions, batch_size, max_length, device, sharded)
     given = [{"id": str(i), "prediction_text": predictions[i]} for i in range(len(questions))]
     references: list[dict] = [
@@ -53,6 +53,13 @@ def exact_match_and_f1(
         for i, answers in enumerate(questions["answers"])
     ]
     return {name: round(float(value), 4) for name, value in squad(given, references).items()}
+
+
+def load_metric() -> Callable:
+    """torchmetrics' SQuAD. It brings matplotlib along, which a training without EM and F1 need not wait for."""
+    from torchmetrics.functional.text import squad
+
+    return squad
 
 
 def answer_questions(

@@ -2,8 +2,8 @@
 
     python scripts/knobs.py      # VARIABLE --flag default, a line each; submit.sh reads the first word
 
-Precedence: flag, then variable, then default. Only the standard library is imported here, so that the shell and the
-docs can ask as quickly as Python. docs/knobs.md explains the knobs; the flags' help stands below, beside their types.
+Precedence: flag, then variable, then default. Only the standard library is imported here, so that submit.sh need not
+wait for PyTorch. docs/knobs.md explains the knobs; the flags' help stands below, beside their types.
 """
 
 import argparse
@@ -16,7 +16,7 @@ from errors import OneLineErrors, run_program
 class Knob(NamedTuple):
     variable: str
     flag: str
-    default: object  # None: decided by config.py, or by the library
+    default: object  # None: decided later, by config.py, train.py or the library
 
 
 KNOBS = (
@@ -63,54 +63,54 @@ OTHER_DEFAULTS = {
 }
 
 
-def knob(flag: str, help_text: str) -> Any:
+def flag_field(flag: str, help_text: str) -> Any:
     """A dataclass field of this flag, whose default is that of the table."""
     return field(default=DEFAULTS[flag], metadata={"help": help_text})
 
 
 @dataclass
 class ModelArguments:
-    """Flags that transformers.TrainingArguments does not have."""
+    """Flags of the model. (A knob whose flag transformers.TrainingArguments has, as NUM_EPOCHS, has no field.)"""
 
-    model_name: str = knob(
+    model_name: str = flag_field(
         "model_name", "Hub name or local folder of a causal LM, tiny-bloom (no network needed) or custom-gpt."
     )
-    from_scratch: bool = knob(
+    from_scratch: bool = flag_field(
         "from_scratch", "Random weights in the named architecture: measures memory and speed without a download."
     )
-    tokenizer_name: str | None = knob(
+    tokenizer_name: str | None = flag_field(
         "tokenizer_name", "Hub name or local folder of another tokenizer than the model's own."
     )
-    vocab_size: int = knob("vocab_size", "custom-gpt: tokens of the embedding and of the head.")
-    hidden_size: int = knob("hidden_size", "custom-gpt: width. First to lower when memory runs out.")
-    num_layers: int = knob("num_layers", "custom-gpt: transformer blocks.")
-    num_heads: int = knob("num_heads", "custom-gpt: attention heads, a divisor of --hidden_size.")
-    ff_dim: int = knob("ff_dim", "custom-gpt: width inside the feed-forward layers.")
-    seq_length: int = knob("seq_length", "custom-gpt: positions, at least --max_length.")
+    vocab_size: int = flag_field("vocab_size", "custom-gpt: tokens of the embedding and of the head.")
+    hidden_size: int = flag_field("hidden_size", "custom-gpt: width. First to lower when memory runs out.")
+    num_layers: int = flag_field("num_layers", "custom-gpt: transformer blocks.")
+    num_heads: int = flag_field("num_heads", "custom-gpt: attention heads, a divisor of --hidden_size.")
+    ff_dim: int = flag_field("ff_dim", "custom-gpt: width inside the feed-forward layers.")
+    seq_length: int = flag_field("seq_length", "custom-gpt: positions, at least --max_length.")
 
 
 @dataclass
 class DataArguments:
-    """Flags that transformers.TrainingArguments does not have."""
+    """Flags of the data, and of what is done with it besides the training."""
 
-    dataset: str = knob("dataset", "Hub name, or a local SQuAD v1.1 or v2.0 JSON file.")
-    eval_dataset: str | None = knob(
+    dataset: str = flag_field("dataset", "Hub name, or a local SQuAD v1.1 or v2.0 JSON file.")
+    eval_dataset: str | None = flag_field(
         "eval_dataset",
         "Local JSON file to evaluate on. Without it a local --dataset holds out every fifth paragraph.",
     )
-    train_size: int = knob("train_size", "Number of training questions.")
-    eval_size: int = knob("eval_size", "Number of evaluation questions.")
-    samples_per_gpu: int | None = knob(
+    train_size: int = flag_field("train_size", "Number of training questions.")
+    eval_size: int = flag_field("eval_size", "Number of evaluation questions.")
+    samples_per_gpu: int | None = flag_field(
         "samples_per_gpu", "Weak scaling: train on this many questions per rank, instead of --train_size."
     )
-    max_length: int = knob("max_length", "Longest sequence in tokens. First to lower when memory runs out.")
-    padding: Literal["max_length", "longest"] = knob(
+    max_length: int = flag_field("max_length", "Longest sequence in tokens. First to lower when memory runs out.")
+    padding: Literal["max_length", "longest"] = flag_field(
         "padding", "Pad every batch to --max_length, or only to its longest sequence (faster, same loss)."
     )
-    labels: Literal["sequence", "answer", "all"] = knob(
+    labels: Literal["sequence", "answer", "all"] = flag_field(
         "labels", "Tokens that count in the loss: all real ones, only answer and EOS, or padding as well."
     )
-    em_f1: bool = knob("em_f1", "After training, answer the evaluation questions and print EM and F1.")
+    em_f1: bool = flag_field("em_f1", "After training, answer the evaluation questions and print EM and F1.")
 
 
 # Variables and flags that are not what they seem, each with what to use instead

@@ -33,7 +33,7 @@ def main() -> None:
     except ChildFailedError as error:
         rank, failure = error.get_first_failure()
         code = failure.exitcode
-        if code < 0:  # -9: killed by signal 9
+        if code <= 0:  # -9: killed by signal 9
             code = 128 - code
         print(f"rank {rank} on {socket.gethostname()} ended first, with exit code {code}", file=sys.stderr)
         sys.exit(code)

@@ -75,7 +75,7 @@ def run_check(name: str, check: Callable[[], Lines], say: Callable) -> None:
                 say(*line)
     except WorkshopError as error:
         say("fail", name, str(error))
-    except Exception as error:
+    except (Exception, SystemExit) as error:  # libraries, too, call sys.exit
         say("fail", name, f"{type(error).__name__}: {error}", "correct the installation: requirements.txt")
 
 

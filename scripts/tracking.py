@@ -92,13 +92,17 @@ def sync(runs: list[Path], environment: dict[str, str]) -> str:
         return f"cannot be started ({error.strerror})"
     try:
         said, _ = process.communicate(timeout=UPLOAD_TIMEOUT)
+        problem = f"ended with exit code {process.returncode}" if process.returncode else ""
     except subprocess.TimeoutExpired:
         os.killpg(process.pid, signal.SIGKILL)
-        process.communicate()
-        return f"did not end within {UPLOAD_TIMEOUT} s"
+        said, _ = process.communicate()
+        problem = f"did not end within {UPLOAD_TIMEOUT} s"
+    except BaseException:  # Ctrl-C reaches this process alone
+        os.killpg(process.pid, signal.SIGKILL)
+        raise
     key = environment.get("WANDB_API_KEY")
     print(said.replace(key, "***") if key else said, end="", flush=True)
-    return f"ended with exit code {process.returncode}" if process.returncode else ""
+    return problem
 
 
 def main() -> None:

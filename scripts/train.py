@@ -24,7 +24,7 @@ from transformers import Trainer
 from build_ops import check_compiler
 from config import build_arguments, parse_command_line
 from data_loader import collator, load_squad
-from evaluate import exact_match_and_f1
+from evaluate import exact_match_and_f1, load_metric
 from model import empty_model, load_model, load_tokenizer, save_model
 from parallel.distributed import (
     join_process_group,
@@ -74,7 +74,9 @@ def main() -> None:
     if not checkpoint:
         refuse_finished(record.path, args.output_dir)
 
-    # 4. Tokenizer and data.
+    # 4. Tokenizer, data, and the metric: if it is missing, now and not behind the training.
+    if data_args.em_f1:
+        load_metric()
     tokenizer = load_tokenizer(model_args, data_args)
     train_dataset, eval_dataset = load_squad(data_args, tokenizer, args)
     if options.fsdp_config is not None:

@@ -16,6 +16,9 @@ from pathlib import Path
 import psutil
 
 REPOSITORY = Path(__file__).resolve().parent.parent
+EXPERIMENTS = REPOSITORY / "experiments"
+EXPERIMENT_SCRIPTS = sorted(EXPERIMENTS.rglob("*.slurm"))
+PAGES = sorted([*REPOSITORY.glob("*.md"), *REPOSITORY.glob("docs/**/*.md"), *REPOSITORY.glob("data/*.md")])
 # The first DeepSpeed run on a machine compiles its CPU optimizer, which takes up to two minutes on two free cores
 RUN_TIMEOUT = 600
 # A run that takes seconds. Two epochs of 8 steps; the questions have 127 to 194 tokens, so that padding matters.
@@ -198,3 +201,13 @@ def snapshot(*paths: Path) -> dict:
     """Content and time of change of every file at and below the paths."""
     files = [f for path in paths for f in ([path] if path.is_file() else sorted(path.rglob("*"))) if f.is_file()]
     return {f: (f.stat().st_mtime_ns, f.read_bytes()) for f in files}
+
+
+def directives(nodes: int, gpus: int) -> str:
+    """The beginning of an experiment's script."""
+    return f"#!/bin/bash\n#SBATCH --nodes={nodes}\n#SBATCH --gpus-per-node={gpus}\n"
+
+
+def bash_blocks(page: Path) -> list[tuple[str, str]]:
+    """What stands behind "bash" (nothing, or "cluster") and the text of each such block of a page."""
+    return re.findall(r"^ *```bash([^\n]*)\n(.*?)^ *```", page.read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL)

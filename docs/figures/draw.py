@@ -8,7 +8,7 @@ from pathlib import Path
 import matplotlib.pyplot as plt
 from matplotlib.patches import FancyBboxPatch
 
-from estimate_memory import EXTRA_FLAGS, GIB, complete, estimate, parse_command_line
+from estimate_memory import GIB, estimate, read_options
 from model_shape import shape_for
 
 HERE = Path(__file__).resolve().parent
@@ -27,7 +27,7 @@ EMPTY = {"facecolor": "white", "edgecolor": "#bbbbbb", "linestyle": "--"}
 
 def options(*flags: object):
     configs = HERE.parents[1]
-    return complete(parse_command_line("", [str(f).replace("@", f"{configs}/") for f in flags], EXTRA_FLAGS, gpu=True))
+    return read_options([str(flag).replace("@", f"{configs}/") for flag in flags], environment={})
 
 
 def save(figure, name: str) -> None:

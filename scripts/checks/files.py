@@ -82,7 +82,15 @@ def node_local(path: str) -> bool:
 
 
 def disk(arguments: argparse.Namespace) -> Lines:
-    saving = {path: size for path in sorted(EXPERIMENTS.rglob("*.slurm")) if (size := parameters(path, arguments))}
+    saving = {}
+    for path in sorted(EXPERIMENTS.rglob("*.slurm")):
+        try:
+            size = parameters(path, arguments)
+        except WorkshopError as error:  # a knob that only the job knows
+            yield "warn", "disk", f"{error.source}: {error.what}", "what it saves is not counted here"
+            continue
+        if size:
+            saving[path] = size
     free = shutil.disk_usage(EXPERIMENTS).free
     # a new checkpoint is complete before the old one goes
     need = sum(saving.values()) * (CHECKPOINT_BYTES + MODEL_BYTES) + max(saving.values(), default=0) * CHECKPOINT_BYTES

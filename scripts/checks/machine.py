@@ -1,7 +1,7 @@
 """Checks of preflight.py: packages, compilers, GPUs, network interfaces, site file.
 
 PyTorch is imported inside the checks: it reads the site's variables when it is imported, and an installation that
-cannot be imported is what a check must report. The other preflight modules do the same.
+cannot be imported is what a check must report. The other modules of checks/ do the same.
 """
 
 import importlib.metadata
@@ -56,7 +56,7 @@ def load_site(folder: Path) -> Site:
     write = "import json, os, sys; json.dump([sys.prefix, dict(os.environ)], open(sys.argv[1], 'w'))"
     done, said = command("bash", EXPERIMENTS / "load_site.sh", "python", "-c", write, dump)
     if not done or not dump.is_file():
-        return Site("", last_line(said).removeprefix("error: "), "SITE=name, or correct its site_setup")
+        return unread_site(said)
     prefix, variables = json.loads(dump.read_text())
     os.environ.update(variables)
     name = variables["SITE"]
@@ -64,6 +64,18 @@ def load_site(folder: Path) -> Site:
         return Site(name)
     what = f"{name}: its python is in {prefix}, this one in {sys.prefix}"
     return Site(name, what, "start preflight with the site's python, or correct site_setup")
+
+
+def unread_site(said: str) -> Site:
+    """What load_site.sh said: an error line of its own, or what the site's commands printed last."""
+    last = last_line(said)
+    if last.startswith("error: "):
+        problem, _, way_out = last.removeprefix("error: ").rpartition("; ")
+        return Site("", problem, way_out)
+    found = re.search(r"^site: (.*)$", said, re.MULTILINE)
+    file = f"experiments/sites/{found[1]}.sh" if found else "experiments/load_site.sh"
+    reason = "no output" if last.startswith("site: ") else last
+    return Site("", f"{file} gives no python ({reason})", "correct its site_setup")
 
 
 def environment() -> Lines:

@@ -119,7 +119,10 @@ def run_and_exit(main: Callable[[], None]) -> NoReturn:
     A sharded model refers to process groups to the very end, and so keeps gloo's threads. In about 1 of 100 exits one
     meets the interpreter as it shuts down: "terminate called without an active exception", SIGABRT, a failed job.
     """
-    code = exit_code_of(main)
+    try:
+        code = run_and_report(main)
+    except SystemExit as ended:  # the launcher's SIGTERM, while this rank left the error line to rank 0
+        code = exit_code(ended)
     if "WORLD_SIZE" not in os.environ:
         sys.exit(code)
     atexit._run_exitfuncs()
@@ -128,7 +131,7 @@ def run_and_exit(main: Callable[[], None]) -> NoReturn:
     os._exit(code)
 
 
-def exit_code_of(main: Callable[[], None]) -> int:
+def run_and_report(main: Callable[[], None]) -> int:
     """Run `main`, say what it raised, and give the exit code that this stands for."""
     try:
         main()
@@ -140,16 +143,25 @@ def exit_code_of(main: Callable[[], None]) -> int:
         report(WorkshopError("GPU memory", str(error).split(". ")[0], way_out, code=1))
         return 1
     except SystemExit as ended:
-        if isinstance(ended.code, str):  # sys.exit("message"), as libraries do
-            print(ended.code, file=sys.stderr)
-            return 1
-        return ended.code or 0
-    except Exception:
+        return exit_code(ended)
+    except Exception as error:
+        cause = error.__context__
+        if isinstance(cause, WorkshopError):  # and a barrier on the way out failed as well
+            report(cause)
+            return cause.code
         sys.excepthook(*sys.exc_info())  # PyTorch's, which names the rank
         if world_size() > 1:
             time.sleep(2)  # if another rank's death is the cause, that one is noted first
         return 1
     return 0
+
+
+def exit_code(ended: SystemExit) -> int:
+    """The process's exit code; a text, which libraries give to sys.exit, is printed as Python does."""
+    if isinstance(ended.code, str):
+        print(ended.code, file=sys.stderr)
+        return 1
+    return ended.code or 0
 
 
 def world_size() -> int:

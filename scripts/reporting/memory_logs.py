@@ -1,7 +1,7 @@
 """Reading the memory logs that run beside a job: nvidia-smi's CSV and psrecord's table.
 
 Logs of killed jobs end in mid-line, restarted ones repeat the header, some GPUs answer [N/A]: a line that is
-no sample is left out and reported, never guessed. Nothing large is imported: finish.py has only seconds.
+no sample is left out and reported, never guessed. Nothing large is imported: job/finish.py has only seconds.
 """
 
 from dataclasses import dataclass, field

@@ -14,7 +14,7 @@ from data_loader import IGNORED
 from errors import ENVIRONMENT, WorkshopError
 from model import count_parameters
 from parallel import sharding
-from parallel.distributed import rank, world_size
+from parallel.distributed import gather_lists, rank, world_size
 from parallel.fsdp_config import fsdp_name, wrap_classes
 from training.record import RunRecord
 
@@ -23,7 +23,7 @@ SHARE_TOLERANCE = 0.05
 
 
 @dataclass
-class Knob:
+class Audited:
     """binding: whether what runs can be what was requested; if not, the difference is shown and the run goes on."""
 
     name: str
@@ -60,13 +60,15 @@ class AuditCallback(TrainerCallback):
             parameters=self.parameters,
             steps_per_epoch=steps_per_epoch(self.trainer),
         )
-        for knob in knobs:
-            if knob.differs:
-                what = f"{knob.requested} was requested, {knob.effective} is what would run"
+        # of all ranks, so that all end with the same error: the others would wait for one that ends alone
+        for number, differing in enumerate(gather_lists([knob for knob in knobs if knob.differs])):
+            for knob in differing:
+                where = f" on rank {number}" if number else ""
+                what = f"{knob.requested} was requested, {knob.effective} is what would run{where}"
                 raise WorkshopError(f"knob audit: {knob.name}", what, "correct the flag or the config", ENVIRONMENT)
 
 
-def audit(trainer: Trainer, options: Options, data_args, parameters: int) -> list[Knob]:
+def audit(trainer: Trainer, options: Options, data_args, parameters: int) -> list[Audited]:
     values = options.values
     engine = trainer.model_wrapped if trainer.is_deepspeed_enabled else None
     # as train.py has made them; the Trainer's own types are wider
@@ -75,8 +77,8 @@ def audit(trainer: Trainer, options: Options, data_args, parameters: int) -> lis
     eval_dataset: Any = trainer.eval_dataset
     strategy = effective_strategy(trainer, engine)
     knobs = [
-        Knob("precision", precision_name(values), effective_precision(trainer, engine), options.precision_note),
-        Knob("strategy", strategy_name(options), strategy),
+        Audited("precision", precision_name(values), effective_precision(trainer, engine), options.precision_note),
+        Audited("strategy", strategy_name(options), strategy),
     ]
     if engine is not None and options.deepspeed_config is not None:
         knobs += offload_knobs(engine, options.deepspeed_config.get("zero_optimization", {}))
@@ -86,31 +88,31 @@ def audit(trainer: Trainer, options: Options, data_args, parameters: int) -> lis
     labels = labels_of(train_dataset, collator)
     saving = SaveStrategy(trainer.args.save_strategy).value
     knobs += [
-        Knob("label mode", values["labels"], labels),
-        Knob("padding", values["padding"], collator.padding, f"up to {data_args.max_length} tokens"),
-        Knob("train size", requested_train_size(values), len(train_dataset), "questions"),
-        Knob("eval size", values["eval_size"], len(eval_dataset), "questions"),
-        Knob("saving", values["save_strategy"], saving),
+        Audited("label mode", values["labels"], labels),
+        Audited("padding", values["padding"], collator.padding, f"up to {data_args.max_length} tokens"),
+        Audited("train size", requested_train_size(values), len(train_dataset), "questions"),
+        Audited("eval size", values["eval_size"], len(eval_dataset), "questions"),
+        Audited("saving", values["save_strategy"], saving),
     ]
     facts = {
         "steps per epoch": steps_per_epoch(trainer),
         "parameters": f"{parameters:,}",
         "device": str(trainer.args.device),
     }
-    return knobs + [Knob(name, value, value) for name, value in facts.items()]
+    return knobs + [Audited(name, value, value) for name, value in facts.items()]
 
 
-def batch_knobs(trainer: Trainer, engine, values: dict) -> list[Knob]:
+def batch_knobs(trainer: Trainer, engine, values: dict) -> list[Audited]:
     micro, accumulation, world = effective_batch(trainer, engine)
     requested_micro = values["per_device_train_batch_size"]
     requested_accumulation = values["gradient_accumulation_steps"]
     requested_batch = requested_micro * requested_accumulation * world_size()
     batch = micro * accumulation * world
     return [
-        Knob("world size", world_size(), world, "ranks, one per GPU"),
-        Knob("micro batch", requested_micro, micro, "sequences per rank and step"),
-        Knob("gradient accumulation", requested_accumulation, accumulation),
-        Knob("global batch", requested_batch, batch, "micro batch x accumulation x world size"),
+        Audited("world size", world_size(), world, "ranks, one per GPU"),
+        Audited("micro batch", requested_micro, micro, "sequences per rank and step"),
+        Audited("gradient accumulation", requested_accumulation, accumulation),
+        Audited("global batch", requested_batch, batch, "micro batch x accumulation x world size"),
     ]
 
 
@@ -153,24 +155,26 @@ def effective_batch(trainer: Trainer, engine) -> tuple[int, int, int]:
     return loader.total_batch_size // world, trainer.args.gradient_accumulation_steps, world
 
 
-def offload_knobs(engine, zero: dict) -> list[Knob]:
+def offload_knobs(engine, zero: dict) -> list[Audited]:
     """Where optimizer state and parameters live, and whether the buffers that `pin_memory` rules are pinned."""
     optimizer = zero.get("offload_optimizer") or {}
     parameter = zero.get("offload_param") or {}
     knobs = []
     device = optimizer.get("device", "none")
-    knobs.append(Knob("optimizer offload", device, "cpu" if optimizer_partitions(engine) else "none"))
+    knobs.append(Audited("optimizer offload", device, "cpu" if optimizer_partitions(engine) else "none"))
     if device != "none":
         buffers, note = optimizer_buffers(engine)
-        knobs.append(Knob("optimizer pinned memory", optimizer.get("pin_memory", True), pinned(buffers), note))
+        knobs.append(Audited("optimizer pinned memory", optimizer.get("pin_memory", True), pinned(buffers), note))
     device = parameter.get("device", "none")
-    knobs.append(Knob("parameter offload", device, "cpu" if parameter_partitions(engine) else "none"))
+    knobs.append(Audited("parameter offload", device, "cpu" if parameter_partitions(engine) else "none"))
     if device != "none":
         # partition_parameters.py pins by the key, but only until the optimizer is made: stage3.py then moves the shares
         # into buffers of its own, which it pins without asking (_create_param_groups_fp16_flat_cpu_memory)
         effective = pinned(parameter_partitions(engine))
         note = "DeepSpeed pins them in any case, once they are loaded"
-        knobs.append(Knob("parameter pinned memory", parameter.get("pin_memory", True), effective, note, binding=False))
+        knobs.append(
+            Audited("parameter pinned memory", parameter.get("pin_memory", True), effective, note, binding=False)
+        )
     return knobs
 
 
@@ -199,7 +203,7 @@ def can_pin() -> bool:
     return torch.cuda.is_available()
 
 
-def fsdp_knobs(trainer: Trainer, config: dict) -> list[Knob]:
+def fsdp_knobs(trainer: Trainer, config: dict) -> list[Audited]:
     """Units, shares, offload and checkpointing of the model as FSDP has wrapped it."""
     model = trainer.model_wrapped
     names = wrap_classes(config, trainer.model)
@@ -210,17 +214,17 @@ def fsdp_knobs(trainer: Trainer, config: dict) -> list[Knob]:
     # parameters are split by rows, so small ones leave a rank a little more or less than its part
     share = expected if abs(held - expected) <= SHARE_TOLERANCE * expected else held
     checkpointed = blocks if config.get("activation_checkpointing") else 0
+    others = ", ".join(sharding.other_units(model, names))
+    mesh = f"{config['dp_replicate_size']} x {config['dp_shard_size']}"
+    file_format = trainer.accelerator.state.fsdp_plugin.state_dict_type.name
     return [
-        Knob("FSDP units", f"{blocks} blocks", f"{units} blocks",
-             f"and {', '.join(sharding.other_units(model, names))}"),
-        Knob("local parameter share", round(expected, 4), round(share, 4), f"{held:.2%} of them are on rank {rank()}"),
-        Knob("mesh", f"{config['dp_replicate_size']} x {config['dp_shard_size']}", sharding.mesh_shape(model),
-             "replicate x shard"),
-        Knob("CPU offload", config.get("cpu_offload", False), sharding.offloaded(model)),
-        Knob("checkpointed blocks", checkpointed, sharding.checkpointed_blocks(model), "activations are recomputed"),
-        Knob("checkpoint format", config.get("state_dict_type", "FULL_STATE_DICT"),
-             trainer.accelerator.state.fsdp_plugin.state_dict_type.name),
-    ]  # fmt: skip
+        Audited("FSDP units", f"{blocks} blocks", f"{units} blocks", f"and {others}"),
+        Audited("local parameter share", round(expected, 4), round(share, 4), f"{held:.2%} are on rank {rank()}"),
+        Audited("mesh", mesh, sharding.mesh_shape(model), "replicate x shard"),
+        Audited("CPU offload", config.get("cpu_offload", False), sharding.offloaded(model)),
+        Audited("checkpointed blocks", checkpointed, sharding.checkpointed_blocks(model), "activations are recomputed"),
+        Audited("checkpoint format", config.get("state_dict_type", "FULL_STATE_DICT"), file_format),
+    ]
 
 
 def optimizer_partitions(engine) -> list[torch.Tensor]:
@@ -272,7 +276,7 @@ def deepspeed_banner(engine) -> str:
     )
 
 
-def table(knobs: list[Knob]) -> str:
+def table(knobs: list[Audited]) -> str:
     """The audit as aligned text, one knob per line."""
     rows = [
         ("knob", "requested", "effective", ""),

@@ -10,7 +10,7 @@ from transformers import BloomConfig, BloomForCausalLM
 from config import parse_command_line
 from knobs import DataArguments
 from training import audit
-from training.audit import NOT_ON_CPU, AuditCallback, Knob, offload_knobs, table
+from training.audit import NOT_ON_CPU, AuditCallback, Audited, offload_knobs, table
 from training.record import RunRecord
 
 
@@ -137,7 +137,7 @@ def test_difference_is_in_the_record_of_the_run_that_it_ended(options, refusal):
 
 
 def test_what_the_hardware_cannot_do_is_shown_and_ends_nothing(options, monkeypatch, capsys):
-    monkeypatch.setattr(audit, "audit", lambda *_: [Knob("optimizer pinned memory", True, NOT_ON_CPU)])
+    monkeypatch.setattr(audit, "audit", lambda *_: [Audited("optimizer pinned memory", True, NOT_ON_CPU)])
     begin(plain_trainer(), options)
     assert "optimizer pinned memory  True       n/a on CPU" in capsys.readouterr().out
 
@@ -177,7 +177,7 @@ def test_offload_that_is_asked_for_and_not_done_is_a_difference():
 
 
 def test_table_is_aligned():
-    lines = table([Knob("a", 1, 1), Knob("longer name", "requested value", "x", "note")]).splitlines()
+    lines = table([Audited("a", 1, 1), Audited("longer name", "requested value", "x", "note")]).splitlines()
     assert lines[1:4] == [
         "knob         requested        effective",
         "a            1                1",

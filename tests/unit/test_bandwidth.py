@@ -191,8 +191,7 @@ def test_a_malformed_threshold_is_refused(monkeypatch, refusal):
 @pytest.mark.parametrize(
     ("flag", "least"), [("--message_bytes=3", 4), ("--warm_up=-1", 0), ("--iterations=0", 1)], ids=str
 )
-def test_a_number_that_is_too_small_is_refused(command, flag, least):
+def test_a_number_that_is_too_small_is_refused(main_of, refusal, flag, least):
     name, value = flag.split("=")
-    assert command("measure_bandwidth.py", flag).error_lines == [
-        f"error: {name}: {value} is too small; give at least {least}"
-    ]
+    line = refusal(main_of, measure_bandwidth, flag)
+    assert line == f"error: {name}: {value} is too small; give at least {least}"

@@ -8,8 +8,6 @@ import pytest
 from transformers import TrainingArguments
 
 import config
-from conftest import the_error
-from helpers import REPOSITORY
 from knobs import CUSTOM_SIZES, KNOBS, REMOVED_FLAGS
 
 # flag -> default, then text of the variable and the value it gives, then text of the flag and the value it gives
@@ -316,70 +314,3 @@ def test_fp16_without_a_gpu_is_refused_as_given(monkeypatch, refusal):
 def test_fp16_with_bf16_names_the_variable_that_was_set(gpu, monkeypatch, refusal):
     monkeypatch.setenv("FP16", "True")
     assert refusal(parse, "--bf16") == "error: FP16: contradicts --bf16; give one of the two"
-
-
-# The command itself, as its own process: one of each kind of mistake, in the order in which they are found
-
-
-COMMANDS = [
-    ("unknown flag", "--train_siz 3", {}, "--train_siz: unknown flag; did you mean --train_size?"),
-    ("variable", "", {"FP16": "True"}, "FP16: fp16 needs a CUDA GPU and there is none here; use --bf16"),
-    ("DeepSpeed file", "--deepspeed IN/broken.json", {}, "IN/broken.json: line 2, column 1: "),
-    ("contradiction", "--deepspeed IN/lr.json", {}, "IN/lr.json: optimizer.params.lr is 0.001, but --learning_rate is"),
-    ("data file", "--model_name tiny-bloom --dataset IN/empty.json", {}, "IN/empty.json: the file is empty; "),
-    (
-        "too few questions",
-        "--model_name tiny-bloom --dataset SAMPLE --train_size 9999",
-        {},
-        "--train_size or --samples_per_gpu: 9999 questions wanted, but SAMPLE has 280 to train on; lower it",
-    ),
-    (
-        "offline",
-        "--model_name nobody/nothing --dataset SAMPLE",
-        {"HF_HUB_OFFLINE": "1"},
-        "--model_name: nobody/nothing is no local path, not in the cache, and there is no network; "
-        "on a login node run: python scripts/prefetch.py --model_name nobody/nothing --dataset SAMPLE",
-    ),
-    (
-        "finished run",
-        "--model_name tiny-bloom --dataset SAMPLE --output_dir IN/model",
-        {},
-        "IN/model: holds the model of a finished run; give another --output_dir",
-    ),
-]
-
-
-@pytest.mark.parametrize(("words", "variables", "beginning"), [c[1:] for c in COMMANDS], ids=[c[0] for c in COMMANDS])
-def test_train_py_ends_with_one_error_line_and_writes_nothing(words, variables, beginning, command, tmp_path, sample):
-    inputs = tmp_path / "inputs"
-    (inputs / "model").mkdir(parents=True)
-    (inputs / "model" / "config.json").write_text("{}")
-    (inputs / "broken.json").write_text("{\n")
-    (inputs / "empty.json").write_text("")
-    literal = json.loads((REPOSITORY / "ds_configs" / "zero1.json").read_text())
-    literal["optimizer"]["params"]["lr"] = 0.001
-    (inputs / "lr.json").write_text(json.dumps(literal))
-
-    def fill(text: str) -> str:
-        return text.replace("SAMPLE", str(sample)).replace("IN/", f"{inputs}/")
-
-    finished = command("train.py", *fill(words).split(), **variables)
-    assert finished.code == 2, finished
-    assert the_error(finished.log).startswith(f"error: {fill(beginning)}")
-    assert list(finished.folder.iterdir()) == []
-
-
-def test_train_py_without_a_checkpoint_to_resume_ends_with_4(command, sample):
-    words = ("--model_name", "tiny-bloom", "--dataset", sample, "--resume_from_checkpoint")
-    finished = command("train.py", *words, OUTPUT_DIR="out")
-    assert finished.code == 4, finished
-    assert the_error(finished.log) == (
-        "error: --resume_from_checkpoint: no complete checkpoint in out; leave the flag out to start anew"
-    )
-    assert list(finished.folder.iterdir()) == []
-
-
-def test_evaluate_py_refuses_what_it_would_ignore(command):
-    finished = command("evaluate.py", "--deepspeed", "a.json")
-    assert finished.code == 2, finished
-    assert the_error(finished.log).startswith("error: --deepspeed: evaluation holds the whole model on every rank")

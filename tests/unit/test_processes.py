@@ -3,7 +3,6 @@
 import os
 import pickle
 import socket
-import subprocess
 import sys
 from pathlib import Path
 
@@ -11,7 +10,6 @@ import pytest
 
 import errors
 from errors import WorkshopError
-from helpers import REPOSITORY
 from parallel import distributed
 from parallel.distributed import first_host, prepare_environment
 
@@ -130,23 +128,50 @@ def test_a_program_ends_with_the_errors_line_and_code(capsys):
     assert capsys.readouterr().err == "error: --x: is wrong; correct it\n"
 
 
+def nothing(): ...
+
+
+def mistake():
+    raise WorkshopError("--x", "y", "z", 3)
+
+
+def no_memory():
+    raise distributed.torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB.")
+
+
+def of_a_library():
+    sys.exit("stop")
+
+
+def bug():
+    raise ZeroDivisionError
+
+
 @pytest.mark.parametrize(
-    ("end", "code", "printed"),
+    ("main", "code", "printed"),
     [
-        ("", 0, ""),
-        ("raise WorkshopError('--x', 'y', 'z', 3)", 3, "error: --x: y; z\n"),
-        ("sys.exit(7)", 7, ""),
-        ("sys.exit('stop')", 1, "stop\n"),
-        ("1 / 0", 1, "ZeroDivisionError"),
+        (nothing, 0, ""),
+        (mistake, 3, "error: --x: y; z\n"),
+        (lambda: sys.exit(7), 7, ""),
+        (lambda: sys.exit(), 0, ""),
+        (of_a_library, 1, "stop\n"),
+        (bug, 1, "ZeroDivisionError"),
+        (no_memory, 1, "error: GPU memory: CUDA out of memory; lower "),
     ],
+    ids=["nothing", "mistake", "exit code", "exit without a code", "message", "bug", "no memory"],
 )
 @pytest.mark.parametrize("world", [None, "1"])
-def test_a_script_ends_with_its_exit_code(end, code, printed, world):
-    program = (
-        f"import sys\nfrom errors import WorkshopError\nfrom parallel import distributed\n"
-        f"def main():\n    print('out', end='')\n    {end}\ndistributed.run_and_exit(main)"
-    )
-    environment = os.environ | {"PYTHONPATH": f"{REPOSITORY}/scripts"} | ({"WORLD_SIZE": world} if world else {})
-    done = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True)
-    assert (done.returncode, done.stdout) == (code, "out")
-    assert printed in done.stderr
+def test_a_script_ends_with_its_exit_code(main, code, printed, world, monkeypatch, capsys):
+    """As processes: tests/commands/test_exit_codes.py."""
+
+    def end_at_once(code: int):
+        raise SystemExit(code)
+
+    monkeypatch.setattr(os, "_exit", end_at_once)
+    monkeypatch.setattr(distributed.atexit, "_run_exitfuncs", lambda: None)
+    if world:
+        monkeypatch.setenv("WORLD_SIZE", world)
+    with pytest.raises(SystemExit) as ended:
+        distributed.run_and_exit(main)
+    assert ended.value.code == code
+    assert printed in capsys.readouterr().err

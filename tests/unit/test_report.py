@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from conftest import the_error
+import report
 from report import summary_rows
 from reporting.runs import Run
 
@@ -79,18 +79,18 @@ def test_run_without_em_and_f1_has_no_rows_for_them():
 
 
 @pytest.mark.parametrize("status", ["completed", "failed"])
-def test_report_py_prints_the_table_and_the_paths(status, command, tmp_path):
+def test_report_py_prints_the_table_and_the_paths(status, main_of, capsys, tmp_path):
     path = tmp_path / "my record.json"
     path.write_text(json.dumps(RECORD | {"status": status} | ({} if status == "completed" else {"train": None})))
-    finished = command("report.py", "--job", path)
-    assert finished.code == 0, finished
-    assert f"Baseline summary of 7 ({status}, tiny-bloom)" in finished.stdout
-    lines = [line for line in finished.stdout.splitlines() if line.startswith("|")]
+    main_of(report, "--job", path)
+    printed = capsys.readouterr().out
+    assert f"Baseline summary of 7 ({status}, tiny-bloom)" in printed
+    lines = [line for line in printed.splitlines() if line.startswith("|")]
     assert len({len(line) for line in lines}) == 1
     assert [cell.strip() for cell in lines[0].split("|")[1:-1]] == ["Metric", "Value", "Note"]
     assert ("2.346" in lines[2]) == (status == "completed")
-    assert "the run's status is failed" in finished.stdout or status == "completed"
-    assert finished.stdout.splitlines()[-2:] == ["model:      not saved", f"run record: {path}"]
+    assert "the run's status is failed" in printed or status == "completed"
+    assert printed.splitlines()[-2:] == ["model:      not saved", f"run record: {path}"]
 
 
 BAD = {
@@ -101,10 +101,8 @@ BAD = {
 
 
 @pytest.mark.parametrize(("content", "what"), BAD.values(), ids=BAD)
-def test_report_py_refuses_what_is_no_run_record(content, what, command, tmp_path):
+def test_report_py_refuses_what_is_no_run_record(content, what, main_of, refusal, tmp_path):
     path = tmp_path / "7.json"
     if content:
         path.write_text(content)
-    finished = command("report.py", "--job", path)
-    assert finished.code == 2, finished
-    assert the_error(finished.log).startswith(f"error: {path}: {what}")
+    assert refusal(main_of, report, "--job", path).startswith(f"error: {path}: {what}")

@@ -1,8 +1,6 @@
 """What the report does with runs that failed, do not compare, repeat, or left damaged logs."""
 
-import os
 import shutil
-import subprocess
 from pathlib import Path
 
 import pytest
@@ -10,7 +8,6 @@ import pytest
 from report import DEFINITIONS, write_report
 from report_files import CPU_HEADER, GPU_HEADER, add_run, cpu_log, gpu_log, write
 from reporting import memory_logs
-from reporting import runs as report_runs
 from reporting.runs import Run, find_runs
 from reporting.tables import Table, build_tables, load_definitions
 
@@ -50,31 +47,6 @@ def test_run_that_did_not_complete_is_a_row_with_its_status(tmp_path, status):
     row = stage_1(tmp_path)
     assert row.status == status and row.remarks == [f"{status}: exit code 9"]
     assert (row.cells[0].value, row.cells[-1].value, row.cells[-1].note) == (900, None, f"the run's status is {status}")
-
-
-def test_running_record_of_a_dead_job_has_failed(tmp_path):
-    ended = subprocess.Popen(["true"])
-    ended.wait()
-    add_run(tmp_path, STAGE, "1", status="running", finished=None, nodes=[os.uname().nodename], pid=ended.pid)
-    run = only(tmp_path)
-    assert (run.status, run.status_note) == ("failed", "the record still says running, but its job is gone")
-    assert run.gpu_hours() == (None, "its end was not recorded")
-
-
-def test_running_job_runs(tmp_path, monkeypatch):
-    add_run(tmp_path, STAGE, "1", status="running")
-    monkeypatch.setattr(report_runs, "queued_jobs", lambda: frozenset({"1"}))
-    assert only(tmp_path).status == "running"
-    command = ["bash", "-c", "echo; read -t 60 line; : train.py"]
-    sleeper = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
-    try:
-        sleeper.stdout.readline()  # a process has no command line for a moment after its start
-        add_run(tmp_path, STAGE, "1", status="running", nodes=[os.uname().nodename], pid=sleeper.pid)
-        monkeypatch.setattr(report_runs, "queued_jobs", lambda: frozenset())
-        assert only(tmp_path).status == "running"
-    finally:
-        sleeper.kill()
-        sleeper.communicate()
 
 
 def test_jobs_do_not_share_files(tmp_path):

@@ -1,21 +1,16 @@
-"""The report over checked-in runs, its tables against awk and the documented one-liners, and its command line."""
+"""The report over checked-in runs, its tables, and its command line."""
 
 import csv
-import json
-import math
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import yaml
 
 import report
-from report_files import REPOSITORY, RUNS, add_run, gpu_log
-from reporting.memory_logs import logs_of
-from reporting.metrics import METRICS
-from reporting.runs import find_runs, read_run
+from helpers import REPOSITORY
+from report_files import RUNS, add_run, gpu_log
+from reporting.runs import find_runs
 from reporting.tables import build_tables, load_definitions
 
 GOLDEN = REPOSITORY / "tests" / "data" / "report"
@@ -72,77 +67,6 @@ def test_page_holds_all_it_needs(written):
     assert page.count("data:image/png;base64,") == len(list(written.glob("*.png"))) > 5
     assert not re.search(r"""(src|href)=["'](?!data:|#)""", page)
     assert "Stage 3 (job 108): failed: exit code 137" in page
-
-
-# --- agreement with other readings of the same files
-
-ALL_RECORDS = sorted(RUNS.rglob("results/*.json"))
-
-
-def shell(command: str, folder: Path, **variables: str) -> list[float]:
-    done = subprocess.run(["bash", "-c", command], cwd=folder, env={"PATH": "/usr/bin:/bin"} | variables,
-                          capture_output=True, text=True, check=True)  # fmt: skip
-    assert not done.stderr, done.stderr
-    return [float(word) for word in done.stdout.split()]
-
-
-def one_liners() -> dict[str, str]:
-    """The line above each command in docs/one-liners.md -> the command."""
-    text = (REPOSITORY / "docs" / "one-liners.md").read_text()
-    return dict(re.findall(r"^(\S.*):\n\n```bash\n(.*)\n```$", text, re.MULTILINE))
-
-
-LINES_OF_METRICS = {
-    "Peak of any GPU (MiB)": "peak_gpu",
-    "Minimum of any GPU (MiB)": "low_gpu",
-    "Mean over time and GPUs (MiB)": "mean_gpu",
-    "Peak (MiB)": "peak_cpu",
-    "Mean (MiB)": "mean_cpu",
-    "Train loss (mean over all steps)": "train_loss",
-    "Eval loss, one line per epoch": "eval_loss",
-    "Train samples per second, with evaluation and saving": "samples_per_second",
-    "Train steps per second": "steps_per_second",
-    "Train runtime (s)": "runtime",
-    "Eval samples per second, of the last epoch": "eval_samples_per_second",
-}
-
-
-def test_every_one_liner_is_tested():
-    assert set(one_liners()) == {*LINES_OF_METRICS, "Peak of each GPU (MiB)"}
-
-
-@pytest.mark.parametrize("record", ALL_RECORDS, ids=lambda path: path.stem)
-@pytest.mark.parametrize("title", LINES_OF_METRICS)
-def test_one_liner_gives_the_value_of_the_report(record, title):
-    run = read_run(record)
-    found = shell(one_liners()[title], run.folder, JOB=run.job_id)
-    expected = METRICS[LINES_OF_METRICS[title]].read(run).value
-    if expected is None:
-        assert not found
-    else:
-        assert math.isclose(found[-1], expected, rel_tol=1e-3), (found, expected)
-    if title.startswith("Eval loss"):
-        assert len(found) == len(run.get("eval") or [])
-
-
-@pytest.mark.parametrize("record", ALL_RECORDS, ids=lambda path: path.stem)
-def test_one_liner_per_gpu_gives_what_the_job_prints(record):
-    run = read_run(record)
-    numbers = shell(one_liners()["Peak of each GPU (MiB)"], run.folder, JOB=run.job_id)
-    printed = report.memory_rows(run)
-    assert numbers[1::2] == [float(value) for name, value, _ in printed if re.match(r"GPU \d+ memory, peak", name)]
-
-
-@pytest.mark.parametrize("record", ALL_RECORDS, ids=lambda path: path.stem)
-def test_memory_agrees_with_awk(record):
-    """A reading that shares nothing with the report's: other tools, other order."""
-    run = read_run(record)
-    (gpu,), (cpu,) = logs_of(run.folder, run.job_id)
-    gpu_numbers = shell(f"sed 1d {gpu.name} | cut -d, -f4 | sort -n | awk '{{s+=$1; v[NR]=$1}} "
-                        "END {print v[1], v[NR], s/NR}'", gpu.parent)  # fmt: skip
-    assert gpu_numbers == pytest.approx([run.gpu.minimum, run.gpu.peak, run.gpu.mean], rel=1e-5)
-    cpu_numbers = shell(f"sed 1d {cpu.name} | awk '{{s+=$3; if ($3>m) m=$3}} END {{print m, s/NR}}'", cpu.parent)
-    assert cpu_numbers == pytest.approx([run.cpu.peak, run.cpu.mean], rel=1e-5)
 
 
 # --- tables
@@ -207,49 +131,6 @@ def test_one_table_per_model(tmp_path):
     assert names == ["zero-stages-bloom-560m", "zero-stages-bloom-3b"]
 
 
-# --- command line
-
-
-def command(*arguments: object, cwd: Path = REPOSITORY) -> subprocess.CompletedProcess:
-    words = [sys.executable, str(REPOSITORY / "scripts" / "report.py"), *map(str, arguments)]
-    return subprocess.run(words, cwd=cwd, capture_output=True, text=True, timeout=120)
-
-
-def test_command_writes_the_report(tmp_path):
-    for _ in range(2):  # the second replaces the first
-        done = command(RUNS / "experiments" / "baseline", "-o", tmp_path / "new", cwd=tmp_path)
-        assert done.returncode == 0, done.stderr
-        assert done.stdout == f"1 runs, 3 tables: {tmp_path}/new/index.html\n"
-    assert sorted(p.name for p in (tmp_path / "new").glob("*.md")) == ["baseline.md", "gpu-memory.md", "runs.md"]
-
-
-def test_job_is_printed():
-    done = command("--job", RUNS / "experiments/deepspeed-multi-gpu/2_gpus/results/109.json")
-    assert done.returncode == 0, done.stderr
-    for line in ("Train Loss (Final) ", "| GPU 1 memory, peak (MiB) ", "too few steps after the warm-up"):
-        assert line in done.stdout
-
-
-@pytest.mark.parametrize(
-    ("arguments", "error"),
-    [
-        (["nowhere"], "error: nowhere: there is no such folder; give folders of experiments"),
-        (["empty"], "error: empty: no runs below it; run an experiment first, or give another folder"),
-        (["empty", "-o", "full"], "error: full: holds files that are no report; give a new folder with -o"),
-        (["--job", "nowhere.json"], "error: nowhere.json: No such file or directory; give results/"),
-        (["--jobs"], "error: command line: unrecognized arguments: --jobs; see --help"),
-    ],
-)
-def test_bad_input_is_one_line(tmp_path, arguments, error):
-    (tmp_path / "empty").mkdir()
-    (tmp_path / "full").mkdir()
-    (tmp_path / "full" / "thesis.md").write_text("mine")
-    done = command(*arguments, cwd=tmp_path)
-    assert (done.returncode, done.stdout) == (2, "")
-    assert done.stderr.startswith(error), done.stderr
-    assert done.stderr.count("\n") == 1
-
-
 @pytest.mark.parametrize(
     ("change", "error"),
     [
@@ -270,14 +151,43 @@ def test_wrong_tables_yaml_is_one_line(tmp_path, refusal, change, error):
     assert error in refusal(load_definitions, path)
 
 
-def test_help_opens_with_the_purpose():
-    done = command("--help")
-    assert done.returncode == 0 and done.stdout.startswith("The workshop's tables and plots")
+# --- command line
 
 
-def test_end_of_job_summary_imports_nothing_large():
-    code = "import sys; sys.path.insert(0, 'scripts'); import job.finish; print(json.dumps(sorted(sys.modules)))"
-    done = subprocess.run(
-        [sys.executable, "-c", f"import json; {code}"], cwd=REPOSITORY, capture_output=True, text=True
-    )
-    assert not {"torch", "numpy", "yaml", "matplotlib"} & set(json.loads(done.stdout))
+def test_command_writes_the_report(tmp_path, main_of, capsys):
+    for _ in range(2):  # the second replaces the first
+        main_of(report, RUNS / "experiments" / "baseline", "-o", tmp_path / "new")
+        assert capsys.readouterr().out == f"1 runs, 3 tables: {tmp_path}/new/index.html\n"
+    assert sorted(p.name for p in (tmp_path / "new").glob("*.md")) == ["baseline.md", "gpu-memory.md", "runs.md"]
+
+
+def test_job_is_printed(main_of, capsys):
+    main_of(report, "--job", RUNS / "experiments/deepspeed-multi-gpu/2_gpus/results/109.json")
+    printed = capsys.readouterr().out
+    for line in ("Train Loss (Final) ", "| GPU 1 memory, peak (MiB) ", "too few steps after the warm-up"):
+        assert line in printed
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error"),
+    [
+        (["nowhere"], "error: nowhere: there is no such folder; give folders of experiments"),
+        (["empty"], "error: empty: no runs below it; run an experiment first, or give another folder"),
+        (["empty", "-o", "full"], "error: full: holds files that are no report; give a new folder with -o"),
+        (["--job", "nowhere.json"], "error: nowhere.json: No such file or directory; give results/"),
+        (["--jobs"], "error: command line: unrecognized arguments: --jobs; see --help"),
+    ],
+)
+def test_bad_input_is_one_line(arguments, error, main_of, refusal, capsys):
+    Path("empty").mkdir()
+    Path("full").mkdir()
+    Path("full/thesis.md").write_text("mine")
+    assert refusal(main_of, report, *arguments).startswith(error)
+    assert capsys.readouterr() == ("", "")
+
+
+def test_help_opens_with_the_purpose(main_of, capsys):
+    with pytest.raises(SystemExit) as ended:
+        main_of(report, "--help")
+    assert ended.value.code == 0
+    assert capsys.readouterr().out.startswith("The workshop's tables and plots")

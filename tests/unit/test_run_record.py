@@ -18,6 +18,12 @@ from training import record
 from training.record import RunRecord, new_job_id, refuse_finished
 
 
+@pytest.fixture(autouse=True)
+def checkout(monkeypatch):
+    """What git really says of the repository: tests/commands/test_files.py."""
+    monkeypatch.setattr(record, "git_state", lambda: {"commit": "0" * 40, "dirty": False})
+
+
 def schema_section() -> str:
     return record.__doc__[record.__doc__.index("    schema ") :]
 
@@ -201,34 +207,3 @@ def test_finished_run_is_not_overwritten(refusal):
     Path("output/6/config.json").write_text("{}")
     line = refusal(refuse_finished, Path("results/6.json"), "output/6")
     assert line.startswith("error: output/6: holds the model of a finished run; give another --output_dir")
-
-
-def test_finish_py_finishes_the_record_of_a_killed_run(command, tmp_path):
-    path = tmp_path / "work" / "results" / "7.json"
-    path.parent.mkdir()
-    write_json(path, {"status": "running", "exit_code": None, "finished": None, "job_id": "7", "eval": [1]})
-    finished = command("job.finish", "7", "--exit-code", "137")
-    assert finished.code == 0, finished
-    content = json.loads(path.read_text())
-    assert (content["status"], content["exit_code"], content["eval"]) == ("failed", 137, [1])
-    assert content["finished"]
-    assert "status: failed (exit code 137)" in finished.stdout
-
-
-def test_finish_py_does_not_change_a_completed_record(command, tmp_path):
-    path = tmp_path / "work" / "results" / "7.json"
-    path.parent.mkdir()
-    write_json(path, {"status": "completed", "exit_code": 0, "finished": "2026-01-01T00:00:00+00:00", "job_id": "7"})
-    before = path.read_bytes()
-    finished = command("job.finish", "7", "--exit-code", "0")
-    assert finished.code == 0, finished
-    assert path.read_bytes() == before
-    assert "status: completed (exit code 0)" in finished.stdout
-
-
-def test_finish_py_takes_the_jobs_word_that_it_was_a_timeout(command, tmp_path):
-    path = tmp_path / "work" / "results" / "7.json"
-    path.parent.mkdir()
-    write_json(path, {"status": "stopped", "exit_code": 143, "job_id": "7"})
-    assert command("job.finish", "7", "--exit-code", "143", "--status", "timeout").code == 0
-    assert json.loads(path.read_text())["status"] == "timeout"

@@ -1,7 +1,6 @@
 """Trackers: what is missing is said, and the key of Weights & Biases is never shown."""
 
 import importlib.util
-import os
 
 import pytest
 import torch
@@ -20,35 +19,6 @@ def test_missing_tracker_says_how_to_install_it(monkeypatch, refusal, name):
     monkeypatch.setattr(importlib.util, "find_spec", lambda module: None)
     line = refusal(tracking.check_trackers, [name])
     assert line == f"error: --report_to: {name} is not installed; pip install {name}"
-
-
-@pytest.fixture
-def offline_run(tmp_path, monkeypatch):
-    """A job with an offline run, a key file, and a `wandb` that shows how it was called."""
-    (tmp_path / "wandb" / "7" / "wandb" / "offline-run-1").mkdir(parents=True)
-    key = tmp_path / "wandb_key"
-    key.write_text("s3cret\n")
-    program = tmp_path / "bin" / "wandb"
-    program.parent.mkdir()
-    program.write_text('#!/bin/sh\necho "arguments: $*"\necho "key: $WANDB_API_KEY"\n')
-    program.chmod(0o755)
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(tracking, "KEY_FILE", key)
-    monkeypatch.setenv("PATH", f"{program.parent}{os.pathsep}{os.environ['PATH']}")
-    return key
-
-
-def test_upload_hands_the_key_over_where_ps_does_not_show_it(offline_run, capfd):
-    offline_run.chmod(0o600)
-    tracking.upload("7")
-    shown = capfd.readouterr()
-    assert "arguments: sync wandb/7/wandb/offline-run-1\nkey: ***\n" in shown.out, "it had the key, and no log has it"
-
-
-def test_key_that_others_may_read_is_refused(offline_run, refusal, capfd):
-    offline_run.chmod(0o644)
-    line = refusal(tracking.upload, "7", code=3)
-    assert "s3cret" not in "".join([line, *capfd.readouterr()])
 
 
 def test_the_key_file_is_ignored_by_git():

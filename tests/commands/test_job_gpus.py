@@ -1,5 +1,6 @@
 """job/gpus.py: which GPUs of a node are the job's, with stand-ins for nvidia-smi and scontrol."""
 
+import functools
 import os
 import re
 import subprocess
@@ -8,6 +9,7 @@ import pytest
 
 from helpers import REPOSITORY
 from job.gpus import choose, indices_of_job, installed_gpus
+from shell import program
 
 UUIDS = [f"GPU-{number:08d}-0000-4000-8000-{number:012d}" for number in range(8)]
 SLICE = "MIG-c7384736-a75d-5afc-978f-d2f1294409fd"
@@ -48,19 +50,17 @@ def node(tmp_path, monkeypatch):
     monkeypatch.setenv("PATH", f"{folder}:{os.environ['PATH']}")
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
 
-    def program(name: str, body: str) -> None:
-        (folder / name).write_text(f"#!/bin/bash\n{body}\n")
-        (folder / name).chmod(0o755)
-
     def make(text: str) -> None:
         (folder / "listing").write_text(text)
-        program("nvidia-smi", f'[[ $* = -L ]] && cat "{folder}/listing"')
+        program(folder, "nvidia-smi", f'[[ $* = -L ]] && cat "{folder}/listing"')
 
     (folder / "details").write_text(DETAILS)
     hostnames = 'case $3 in "node[3-4]") printf "node3\\nnode4\\n" ;; *) echo "$3" ;; esac'
-    program("scontrol", f'if [[ $* = "show job --details 7" ]]; then cat "{folder}/details"; else {hostnames}; fi')
+    program(
+        folder, "scontrol", f'if [[ $* = "show job --details 7" ]]; then cat "{folder}/details"; else {hostnames}; fi'
+    )
     make(WHOLE_NODE)
-    make.program = program
+    make.program = functools.partial(program, folder)
     return make
 
 

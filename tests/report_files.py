@@ -4,7 +4,8 @@ import copy
 import json
 from pathlib import Path
 
-REPOSITORY = Path(__file__).resolve().parents[2]
+from helpers import REPOSITORY
+
 RUNS = REPOSITORY / "tests" / "data" / "runs"
 SAMPLE = RUNS / "experiments" / "deepspeed-single-gpu" / "zero_1" / "results" / "102.json"
 GPU_HEADER = "timestamp, index, name, memory.used [MiB], memory.total [MiB]"

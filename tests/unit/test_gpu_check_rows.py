@@ -24,15 +24,6 @@ def test_all_configs_and_strategies_of_one_gpu_are_rows():
         assert all((REPOSITORY / flag).is_file() for flag in row.flags if flag.endswith(".json")), row
 
 
-def test_without_a_gpu_it_says_so_in_one_line(command):
-    done = command("gpu_check.py")
-    assert done.code == 3
-    (line,) = done.error_lines
-    assert line.startswith("error: GPU: PyTorch sees none on ")
-    assert line.endswith("make gpu-check FLAGS=--cpu")
-    assert not list(done.folder.iterdir())
-
-
 @pytest.mark.parametrize(
     ("words", "found"),
     [

@@ -1,0 +1,61 @@
+"""Fixtures of the scripts and shell that are started as processes, without a training or with one that ends at once."""
+
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+# pytest finds them by their names
+from fixtures import clean_machine, refusal, sample  # noqa: F401
+from helpers import REPOSITORY, Finished
+from shell import start_stub
+
+
+@pytest.fixture
+def command(tmp_path) -> Callable[..., Finished]:
+    """Runs a script as its own process in the empty directory `work`; `log` holds its stderr."""
+
+    def run(script: str, *arguments: object, **variables: str) -> Finished:
+        home = tmp_path / "home"
+        kept = {name: os.environ[name] for name in ("PATH", "LD_LIBRARY_PATH", "LANG") if name in os.environ}
+        environment = kept | {"HOME": str(home), "HF_HOME": str(home / "hf"), "CUDA_VISIBLE_DEVICES": ""} | variables
+        program = [str(REPOSITORY / "scripts" / script)]
+        if script.startswith("job."):  # as job.sh does
+            program = ["-m", script]
+            environment["PYTHONPATH"] = str(REPOSITORY / "scripts")
+        words = [sys.executable, *program, *map(str, arguments)]
+        folder = tmp_path / "work"
+        done = subprocess.run(words, cwd=folder, env=environment, capture_output=True, text=True, timeout=300)
+        finished = Finished(" ".join(words), done.returncode, done.stderr, folder, "")
+        finished.stdout = done.stdout
+        return finished
+
+    return run
+
+
+@pytest.fixture
+def workshop(tmp_path) -> Path:
+    """A copy of the code under a path that a careless shell script would trip over; `stub` adds experiments/mine/x."""
+    root = tmp_path / 'it\'s $HOME; a "shop"'
+    unwanted = shutil.ignore_patterns("__pycache__", "results", "output", "[cg]pu_memory", "*.out")
+    for name in ("scripts", "ds_configs", "fsdp_configs", "data", "experiments"):
+        shutil.copytree(REPOSITORY / name, root / name, ignore=unwanted)
+    (root / "experiments/site").unlink(missing_ok=True)
+    return root
+
+
+@pytest.fixture
+def stub(workshop) -> Callable[..., tuple[subprocess.CompletedProcess, Path]]:
+    """Runs an experiment whose training is `code`, without Slurm; gives the finished process and the folder."""
+
+    def run(code: str, *arguments: str, lines: str = "", gpus: int = 1, **variables: object):
+        folder = workshop / "experiments/mine/x"
+        started = start_stub(folder, code, *arguments, lines=lines, gpus=gpus, **variables)
+        out, error = started.communicate(timeout=120)
+        return subprocess.CompletedProcess(code, started.returncode, out, error), folder
+
+    return run

@@ -1,0 +1,33 @@
+"""Experiments whose training is a few lines of Python, and programs that stand in for others on PATH."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+from helpers import REPOSITORY, directives
+
+
+def program(folder: Path, name: str, lines: str) -> Path:
+    """A program of these lines of shell."""
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / name
+    path.write_text(f"#!/bin/bash\n{lines}\n")
+    path.chmod(0o755)
+    return path
+
+
+def shell_environment(**variables: object) -> dict[str, str]:
+    path = f"{REPOSITORY}/tests/slurm/bin:{Path(sys.executable).parent}:/usr/bin:/bin"
+    values = {"PATH": path, "HOME": os.environ["HOME"], "SITE": "laptop", "LOG_INTERVAL": "0.2"} | variables
+    return {name: str(value) for name, value in values.items() if value is not None}
+
+
+def start_stub(folder: Path, code: str, *arguments: str, lines: str = "", gpus: int = 1, **variables: object):
+    (folder / "log").mkdir(parents=True, exist_ok=True)
+    (folder / "code.py").write_text(code)
+    body = f'source ../../job.sh\n{lines}\nrun_python code.py "$@"\n'
+    (folder / "x.slurm").write_text(directives(1, gpus) + body)
+    command, streams = ["bash", "x.slurm", *arguments], {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    environment = shell_environment(**variables)
+    return subprocess.Popen(command, cwd=folder, env=environment, text=True, start_new_session=True, **streams)

@@ -1,0 +1,120 @@
+"""What bash says of the experiments and of the pages' commands, and git of the files."""
+
+import os
+import re
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from check_experiment import knobs_of
+from helpers import EXPERIMENT_SCRIPTS, EXPERIMENTS, PAGES, REPOSITORY, bash_blocks
+from knobs import KNOBS
+from training.record import git_state
+
+
+def git(*arguments: object, **options: object) -> str:
+    done = subprocess.run(["git", "-C", REPOSITORY, *arguments], capture_output=True, text=True, **options)
+    if done.returncode == 128:
+        pytest.skip("not a git checkout")
+    return done.stdout
+
+
+# bash
+
+
+@pytest.mark.parametrize("family", sorted({path.relative_to(EXPERIMENTS).parts[0] for path in EXPERIMENT_SCRIPTS}))
+def test_the_scripts_of_a_family_are_correct_bash(family):
+    for script in (EXPERIMENTS / family).rglob("*.slurm"):
+        assert subprocess.run(["bash", "-n", script], check=False, capture_output=True, text=True).stderr == ""
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_the_commands_of_a_page_are_correct_bash(page):
+    for _, text in bash_blocks(page):
+        done = subprocess.run(["bash", "-n"], input=text, capture_output=True, text=True)
+        assert (done.returncode, done.stderr) == (0, ""), text
+
+
+# Runs what a script says of knobs, with job.sh and its verbs left out, and prints the variables, each behind a NUL
+PRINT_KNOBS = r"""
+source() { [[ $1 != *env_vars.sh ]] || builtin source "$1"; }
+run_python() { :; }
+run_torchrun() { :; }
+run_srun() { :; }
+check_bandwidth() { :; }
+for script in "$@"; do
+  (
+    cd "$(dirname "$script")"
+    EXPERIMENT=experiments/${PWD#"$ROOT/experiments/"}
+    set -a
+    builtin source "$script"
+    printf '%s\n\0' "$script"
+    env -0
+    printf '\n\0'
+  )
+done
+"""
+
+
+def variables_by_bash(**environment: str) -> dict[Path, dict[str, str]]:
+    """The variables of each experiment where its training starts."""
+    given = {"PATH": os.environ["PATH"], "ROOT": str(REPOSITORY), **environment}
+    command = ["bash", "-euc", PRINT_KNOBS, "-", *EXPERIMENT_SCRIPTS]
+    done = subprocess.run(command, env=given, capture_output=True, text=True, check=True)
+    assert done.stderr == ""
+    found: dict[Path, dict[str, str]] = {}
+    for entry in done.stdout.split("\0"):
+        if entry.endswith(".slurm\n"):
+            found[Path(entry.rstrip("\n"))] = variables = {}
+        elif "=" in entry:
+            name, _, value = entry.partition("=")
+            variables[name] = value
+    assert sorted(found) == EXPERIMENT_SCRIPTS
+    return found
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {},
+        {"SITE_SAMPLES_PER_GPU": "7", "SITE_HIDDEN_SIZE": "64", "SITE_VOCAB_SIZE": ""},
+        {"MODEL_NAME": "my model", "BATCH_SIZE": "9", "EM_F1": "", "SAVE_STRATEGY": "epoch", "HIDDEN_SIZE": "3"},
+    ],
+    ids=["nothing", "site", "knobs"],
+)
+def test_knobs_of_an_experiment_are_those_that_bash_sets(given):
+    knobs = {knob.variable for knob in KNOBS}
+    for script, expected in variables_by_bash(**given).items():
+        found = knobs_of(script, {"PATH": os.environ["PATH"]} | given)
+        names = knobs | found.keys()
+        assert {name: found.get(name) for name in names} == {name: expected.get(name) for name in names}, script
+
+
+# git
+
+
+def test_the_log_folders_are_tracked_and_their_content_is_not():
+    folders = [path.parent / "log" for path in EXPERIMENT_SCRIPTS]
+    tracked = git("ls-files", "-z", *(folder / ".gitignore" for folder in folders)).split("\0")
+    assert {str((folder / ".gitignore").relative_to(REPOSITORY)) for folder in folders} == set(filter(None, tracked))
+    logs = "\0".join(str(folder / "x_1.out") for folder in folders)
+    assert git("check-ignore", "-z", "--stdin", input=logs).rstrip("\0") == logs
+
+
+def test_no_tracked_file_holds_a_key():
+    listed = git("ls-files", "-z", "--cached", "--others", "--exclude-standard")
+    named = re.compile(r"(WANDB_API_KEY|HF_TOKEN|api_key)['\"]?\s*[=:]\s*['\"]?\w{16,}|\bhf_[A-Za-z]{30,}\b")
+    bare = re.compile(r"\b[0-9a-f]{40}\b")  # the form of a key of Weights & Biases, and of a git commit
+    texts = {".py", ".sh", ".slurm", ".md", ".json", ".yml", ".yaml", ".toml", ".txt"}
+    for name in filter(None, listed.split("\0")):
+        path = REPOSITORY / name
+        if path.is_file() and path.suffix in texts:
+            text = path.read_text(encoding="utf-8")
+            assert not named.search(text), name
+            assert not (name.startswith("experiments/") and bare.search(text)), name
+
+
+def test_the_record_of_a_run_names_the_commit():
+    assert git_state()["commit"] == git("rev-parse", "HEAD").strip()
+    assert git_state()["dirty"] is bool(git("status", "--porcelain", "--", ":(exclude)experiments/sites").strip())

@@ -1,0 +1,27 @@
+"""The help of every command, from a foreign directory."""
+
+import ast
+import re
+
+import pytest
+
+from helpers import REPOSITORY
+
+SCRIPTS = REPOSITORY / "scripts"
+COMMANDS = [
+    path for path in sorted([*SCRIPTS.glob("*.py"), *SCRIPTS.glob("job/*.py")]) if "__main__" in path.read_text()
+]
+
+
+@pytest.mark.parametrize("path", COMMANDS, ids=lambda path: path.name)
+def test_help_opens_with_the_purpose_and_commands_to_copy(path, command):
+    name = f"job.{path.stem}" if path.parent.name == "job" else path.name
+    finished = command(name, "--help")
+    assert finished.code == 0, finished
+    purpose = ast.get_docstring(ast.parse(path.read_text())).splitlines()[0]
+    beginning = finished.stdout.split("options:")[0].splitlines()[:30]
+    assert purpose in beginning, finished.stdout[:2000]
+    assert beginning.index(purpose) < 8, "the purpose is far down"
+    assert [
+        line for line in beginning if re.match(rf"\s*(PYTHONPATH=scripts python|python|torchrun|srun) .*{name}", line)
+    ]

@@ -1,0 +1,34 @@
+"""tracking.py: the upload by `wandb sync`, with a stand-in for it that shows how it was called."""
+
+import os
+
+import pytest
+
+import tracking
+from shell import program
+
+
+@pytest.fixture
+def offline_run(tmp_path, monkeypatch):
+    """A job with an offline run, a key file, and a `wandb` that shows how it was called."""
+    (tmp_path / "wandb" / "7" / "wandb" / "offline-run-1").mkdir(parents=True)
+    key = tmp_path / "wandb_key"
+    key.write_text("s3cret\n")
+    wandb = program(tmp_path / "bin", "wandb", 'echo "arguments: $*"\necho "key: $WANDB_API_KEY"')
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(tracking, "KEY_FILE", key)
+    monkeypatch.setenv("PATH", f"{wandb.parent}{os.pathsep}{os.environ['PATH']}")
+    return key
+
+
+def test_upload_hands_the_key_over_where_ps_does_not_show_it(offline_run, capfd):
+    offline_run.chmod(0o600)
+    tracking.upload("7")
+    shown = capfd.readouterr()
+    assert "arguments: sync wandb/7/wandb/offline-run-1\nkey: ***\n" in shown.out, "it had the key, and no log has it"
+
+
+def test_key_that_others_may_read_is_refused(offline_run, refusal, capfd):
+    offline_run.chmod(0o644)
+    line = refusal(tracking.upload, "7", code=3)
+    assert "s3cret" not in "".join([line, *capfd.readouterr()])

@@ -1,0 +1,81 @@
+"""job.sh uploads a job's offline runs at its end where WANDB_ONLINE=1, with a stand-in for `wandb`."""
+
+import subprocess
+
+import pytest
+
+from shell import program, shell_environment
+
+KEY = "s3cret-of-mine"
+# What REPORT_TO=wandb leaves, and then the training's end
+OFFLINE_RUN = "import os; os.makedirs(f\"wandb/{os.environ['JOB_ID']}/wandb/offline-run-1\"); raise SystemExit(%d)"
+
+
+@pytest.fixture
+def job(stub, workshop, tmp_path):
+    """Runs a job that leaves an offline run; gives what it printed with its folder, and the calls of `wandb`."""
+    key = workshop / "experiments" / "wandb_key"
+    key.write_text(f"{KEY}\n")
+    key.chmod(0o600)
+    calls = tmp_path / "calls"
+
+    def run(code: int = 0, upload_code: int = 0, lines: str = "", **variables: object):
+        seen = f'printf "%s\\n" "$*" "$WANDB_API_KEY" >>"{calls}"'
+        wandb = program(tmp_path / "bin", "wandb", f"{seen}\necho uploading with $WANDB_API_KEY\nexit {upload_code}")
+        path = f"{wandb.parent}:{shell_environment()['PATH']}"
+        done, folder = stub(OFFLINE_RUN % code, lines=lines, PATH=path, **variables)
+        assert done.returncode == (143 if lines else code), done
+        return done.stdout + done.stderr, folder, calls.read_text().splitlines() if calls.exists() else []
+
+    return run
+
+
+def test_offline_runs_are_uploaded_at_the_end_and_no_log_has_the_key(job, workshop):
+    printed, folder, calls = job(WANDB_ONLINE=1)
+    (left,) = folder.glob("wandb/*/wandb/offline-run-1")
+    assert calls == [f"sync {left.relative_to(folder)}", KEY]
+    assert printed.index("status: completed") < printed.index("uploading with ***"), "the record comes first"
+    holders = [path for path in workshop.rglob("*") if path.is_file() and KEY.encode() in path.read_bytes()]
+    assert holders == [workshop / "experiments" / "wandb_key"]
+    assert KEY not in printed
+
+
+def test_a_failed_training_is_uploaded_too_and_stays_failed(job):
+    assert len(job(code=3, WANDB_ONLINE=1)[2]) == 2
+
+
+@pytest.mark.parametrize("upload_code", [1, 137])
+def test_a_failed_upload_does_not_change_the_jobs_exit_code(job, upload_code):
+    printed, folder, _ = job(upload_code=upload_code, WANDB_ONLINE=1)
+    assert f"error: wandb sync: ended with exit code {upload_code}; run it on a login node" in printed
+    assert "not uploaded to Weights & Biases; later, in this folder: python " in printed
+    assert not list(folder.glob("results/.*"))
+
+
+def test_a_key_that_others_may_read_is_not_used(job, workshop):
+    (workshop / "experiments" / "wandb_key").chmod(0o644)
+    printed, _, calls = job(WANDB_ONLINE=1)
+    assert "others may read the key; chmod 600 it" in printed
+    assert calls == []
+
+
+def test_without_the_sites_word_nothing_is_uploaded(job):
+    printed, _, calls = job()
+    assert calls == []
+    assert "Weights & Biases" not in printed
+
+
+def test_a_job_that_is_stopped_has_no_time_for_it(job):
+    lines = "mkdir -p wandb/$JOB_ID/wandb/offline-run-1\nkill -TERM $$"
+    printed, _, calls = job(lines=lines, WANDB_ONLINE=1)
+    assert calls == []
+    assert "not uploaded to Weights & Biases; later" in printed
+
+
+def test_the_line_for_later_works_as_printed(job, tmp_path):
+    printed, folder, calls = job(upload_code=1, WANDB_ONLINE=1)
+    line = printed.split("later, in this folder: ")[1].splitlines()[0]
+    program(tmp_path / "bin", "wandb", f'echo "$*" >>"{tmp_path}/later"')
+    environment = shell_environment(PATH=f"{tmp_path}/bin:{shell_environment()['PATH']}")
+    subprocess.run(["bash", "-c", line], cwd=folder, env=environment, check=True)
+    assert (tmp_path / "later").read_text().splitlines() == calls[:1]

@@ -1,0 +1,61 @@
+"""Fixtures of tests/unit and tests/commands; their conftest.py imports them by name. Not those of real trainings."""
+
+import os
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+import knobs
+from errors import WorkshopError
+from helpers import REPOSITORY
+
+LAUNCHER_VARIABLES = [
+    *("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "JOB_ID", "EXPERIMENT"),
+    *("HF_HUB_OFFLINE", "https_proxy", "HTTPS_PROXY", "BANDWIDTH_FILE", "REQUIRE_GPU", "GPU_MEMORY"),
+    *("SBATCH_MEM_PER_NODE", "JOIN_TIMEOUT", "MIN_BANDWIDTH"),
+]
+
+
+@pytest.fixture(autouse=True)
+def clean_machine(monkeypatch, tmp_path):
+    """An empty working directory, and no variable that a script reads; all is put back afterwards."""
+    slurm = [name for name in os.environ if name.startswith("SLURM_")]
+    variables = [knob.variable for knob in knobs.KNOBS]
+    for name in (*variables, *knobs.NEAR_MISSES, *LAUNCHER_VARIABLES, *slurm):
+        monkeypatch.delenv(name, raising=False)
+    folder = tmp_path / "work"
+    folder.mkdir()
+    monkeypatch.chdir(folder)
+    before = dict(os.environ)
+    yield
+    os.environ.clear()
+    os.environ.update(before)
+
+
+def the_error(stderr: str) -> str:
+    """The one error line, which must have its three parts; warnings of libraries may stand around it."""
+    lines = [line for line in stderr.splitlines() if line.startswith("error: ")]
+    assert len(lines) == 1, stderr
+    assert "Traceback" not in stderr, stderr
+    assert re.fullmatch(r"error: \S.*: \S.*; \S.*", lines[0]), lines[0]
+    return lines[0]
+
+
+@pytest.fixture
+def refusal() -> Callable[..., str]:
+    """Calls a function that must raise a WorkshopError of exit code 2 (or `code`), and gives its error line."""
+
+    def check(function: Callable, *arguments: object, code: int = 2) -> str:
+        with pytest.raises(WorkshopError) as raised:
+            function(*arguments)
+        assert raised.value.code == code
+        return the_error(f"error: {raised.value}")
+
+    return check
+
+
+@pytest.fixture
+def sample() -> Path:
+    return REPOSITORY / "data" / "squad_sample.json"

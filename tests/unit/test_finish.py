@@ -1,0 +1,126 @@
+"""End of a job: the status of its record, and the summary for its log."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from job import finish
+from job.finish import finish_record, outcome, summary
+from json_files import write_json
+
+GPU_LINE = "2026/01/31 10:00:00.123, 0, NVIDIA H200, {}, 143771\n"
+
+
+@pytest.mark.parametrize(
+    ("code", "status"),
+    [
+        (0, "completed"),
+        (1, "failed"),
+        (2, "failed"),
+        (137, "failed"),
+        (143, "stopped"),
+        (130, "stopped"),
+        (75, "stopped"),
+    ],
+)
+def test_status_follows_the_exit_code(code, status):
+    assert outcome(code) == status
+
+
+@pytest.mark.parametrize(
+    ("before", "given", "code", "after"),
+    [
+        # what the training wrote, what job.sh knows, and what stands in the end
+        (("running", None), None, 137, ("failed", 137)),
+        (("running", None), None, 0, ("completed", 0)),
+        (("running", None), "stopped", 143, ("stopped", 143)),
+        (("running", None), "timeout", 143, ("timeout", 143)),
+        (("completed", 0), None, 0, ("completed", 0)),
+        (("completed", 0), None, 1, ("failed", 1)),
+        (("failed", 3), None, 3, ("failed", 3)),
+        (("failed", 1), None, 137, ("failed", 137)),
+        (("stopped", 143), "timeout", 143, ("timeout", 143)),
+        (("stopped", 143), None, 137, ("failed", 137)),
+        (("oom", 1), None, 1, ("oom", 1)),
+        (("oom", 1), None, 143, ("oom", 143)),
+    ],
+)
+def test_the_end_of_a_record(tmp_path, before, given, code, after):
+    path = tmp_path / "1.json"
+    path.write_text(json.dumps({"status": before[0], "exit_code": before[1], "other": "kept"}))
+    record = finish_record(path, given, code)
+    assert (record["status"], record["exit_code"]) == after
+    assert json.loads(path.read_text()) == record
+    assert record["other"] == "kept"
+
+
+def test_summary_of_a_job_is_not_that_of_its_neighbours():
+    """Job 47 of two nodes beside jobs 471 and 4."""
+    for kind, suffix in (("gpu", "csv"), ("cpu", "txt")):
+        Path(f"{kind}_memory").mkdir()
+        for name in ("4", "47_node1", "47_node2", "471", "471_node1"):
+            lines = GPU_LINE.format(len(name)) if kind == "gpu" else f"0.0 0.0 {len(name)} 9.0\n"
+            Path(f"{kind}_memory/{kind}_memory_log_{name}.{suffix}").write_text(lines)
+    lines = summary("47", None, "failed", 2, [])
+    assert [line.split(":")[0] for line in lines[1:5]] == [
+        "GPU 0 memory on node1",
+        "GPU 0 memory on node2",
+        "CPU memory on node1",
+        "CPU memory on node2",
+    ]
+    assert lines[5:] == ["missing: no run record: the job ended before the training began"]
+    assert [line.split(":")[0] for line in summary("4", None, "failed", 2, [])[1:3]] == ["GPU 0 memory", "CPU memory"]
+
+
+def test_finish_py_does_not_change_a_completed_record(main_of, capsys):
+    path = Path("results/7.json")
+    path.parent.mkdir()
+    write_json(path, {"status": "completed", "exit_code": 0, "finished": "2026-01-01T00:00:00+00:00", "job_id": "7"})
+    before = path.read_bytes()
+    main_of(finish, "7", "--exit-code", "0")
+    assert path.read_bytes() == before
+    assert "status: completed (exit code 0)" in capsys.readouterr().out
+
+
+def test_finish_py_takes_the_jobs_word_that_it_was_a_timeout(main_of):
+    path = Path("results/7.json")
+    path.parent.mkdir()
+    write_json(path, {"status": "stopped", "exit_code": 143, "job_id": "7"})
+    main_of(finish, "7", "--exit-code", "143", "--status", "timeout")
+    assert json.loads(path.read_text())["status"] == "timeout"
+
+
+def test_finish_py_shows_the_gaps_that_the_job_noted(main_of, capsys):
+    Path("gaps").write_text("psrecord is not installed\nanother\n")
+    main_of(finish, "7", "--exit-code", "1", "--gaps", "gaps")
+    assert capsys.readouterr().out.splitlines()[-4:-1] == [
+        "missing: psrecord is not installed",
+        "missing: another",
+        "missing: no run record: the job ended before the training began",
+    ]
+
+
+TRAIN = {"samples_per_second": 12.345, "steady_samples_per_second": 20.5}
+
+
+@pytest.mark.parametrize(
+    ("record", "code", "line"),
+    [
+        ({"train": TRAIN}, 0, "samples per second: 12.35 (Trainer), 20.50 (steps alone)"),
+        ({"train": TRAIN | {"steady_samples_per_second": None}}, 0, "samples per second: 12.35 (Trainer)"),
+        ({"train": None}, 1, "missing: samples per second: the training did not finish"),
+        (None, 1, "missing: no run record: the job ended before the training began"),
+        (None, 0, "missing: no run record: the job is no training itself"),
+    ],
+)
+def test_summary_tells_the_rate_or_why_there_is_none(record, code, line):
+    assert summary("7", record, "any", code, []) == [f"status: any (exit code {code})", line]
+
+
+def test_summary_of_an_empty_log_says_so():
+    Path("gpu_memory").mkdir()
+    Path("gpu_memory/gpu_memory_log_7.csv").write_text(GPU_LINE.format("[N/A]"))
+    lines = summary("7", {"train": TRAIN}, "completed", 0, [])
+    assert lines[2].startswith("missing: gpu_memory/gpu_memory_log_7.csv:1: no sample (2026/01/31")
+    assert lines[3] == "missing: gpu_memory/gpu_memory_log_7.csv: no sample"
