@@ -4,14 +4,12 @@ import json
 import os
 import re
 import signal
-import time
 
 import pytest
 
 from job.finish import outcome
-from shell import program, shell_environment, start_stub
+from shell import program, shell_environment, start_stub, until
 
-SHORTEST_WAIT = 0.05
 PRINT = "import os, sys; print('>', *(os.environ.get(n, 'unset') for n in sys.argv[1:]), sep='|')"
 
 
@@ -193,14 +191,6 @@ def test_a_training_that_stops_slowly_is_waited_for(workshop):
     assert "status: stopped (exit code 75)" in out
 
 
-def until(condition, timeout: float = 60):
-    deadline = time.monotonic() + timeout
-    while not (value := condition()):
-        assert time.monotonic() < deadline
-        time.sleep(SHORTEST_WAIT)
-    return value
-
-
 def test_a_signal_before_the_training_has_started_ends_it_too(stub):
     lines = "kill -TERM $$"
     done, folder = stub("import time; time.sleep(600)", lines=lines)
@@ -227,3 +217,15 @@ def test_optimizers_are_compiled_before_anything_is_measured(stub, tmp_path):
     assert len([line for line in done.stderr.splitlines() if line.startswith("warning: ")]) == 3, "each is tried"
     done, _ = stub("print('training')", TORCH_EXTENSIONS_DIR=broken)
     assert "compiling" not in done.stdout
+
+
+def test_files_of_the_experiment_with_a_modules_name_are_not_taken_for_it(workshop):
+    folder = workshop / "experiments/mine/x"
+    folder.mkdir(parents=True)
+    for name in ("errors.py", "json.py", "job.py"):
+        (folder / name).write_text("raise SystemExit('not this one')\n")
+    started = start_stub(folder, "print('training')")
+    out, error = started.communicate(timeout=120)
+    assert started.returncode == 0
+    assert "status: completed (exit code 0)" in out
+    assert "not this one" not in out + error

@@ -2,10 +2,11 @@
 
 import os
 
+import psutil
 import pytest
 
 import tracking
-from shell import program
+from shell import program, until
 
 
 @pytest.fixture
@@ -32,3 +33,28 @@ def test_key_that_others_may_read_is_refused(offline_run, refusal, capfd):
     offline_run.chmod(0o644)
     line = refusal(tracking.upload, "7", code=3)
     assert "s3cret" not in "".join([line, *capfd.readouterr()])
+
+
+def test_an_upload_that_does_not_end_is_ended_with_all_its_processes(
+    offline_run, refusal, capfd, monkeypatch, tmp_path
+):
+    offline_run.chmod(0o600)
+    program(tmp_path / "bin", "wandb", f'echo "at $WANDB_API_KEY"; sleep 600 & echo $! >"{tmp_path}/child"; wait')
+    monkeypatch.setattr(tracking, "UPLOAD_TIMEOUT", 2)
+    assert "wandb sync: did not end within 2 s; run it on a login node" in refusal(tracking.upload, "7", code=3)
+    assert capfd.readouterr().out == "at ***\n"
+    child = int((tmp_path / "child").read_text())
+    until(lambda: has_ended(child))
+
+
+def has_ended(process: int) -> bool:
+    try:
+        return psutil.Process(process).status() == psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return True
+
+
+def test_without_wandb_it_is_one_line(offline_run, refusal, monkeypatch, tmp_path):
+    offline_run.chmod(0o600)
+    monkeypatch.setenv("PATH", str(tmp_path / "nowhere"))
+    assert "wandb sync: cannot be started (No such file or directory)" in refusal(tracking.upload, "7", code=3)

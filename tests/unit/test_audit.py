@@ -136,6 +136,14 @@ def test_difference_is_in_the_record_of_the_run_that_it_ended(options, refusal):
         assert json.load(file)["knobs"]["padding"] == {"requested": "max_length", "effective": "longest"}
 
 
+def test_a_difference_on_another_rank_ends_all_with_its_number(options, refusal, monkeypatch):
+    """Rank 0 sees none: alone, it would train on and wait for the rank that has ended."""
+    of_rank_1 = Audited("local parameter share", 0.5, 1.0)
+    monkeypatch.setattr(audit, "gather_lists", lambda own: [own, [of_rank_1]])
+    line = refusal(begin, plain_trainer(), options, code=3)
+    assert "local parameter share: 0.5 was requested, 1.0 is what would run on rank 1;" in line
+
+
 def test_what_the_hardware_cannot_do_is_shown_and_ends_nothing(options, monkeypatch, capsys):
     monkeypatch.setattr(audit, "audit", lambda *_: [Audited("optimizer pinned memory", True, NOT_ON_CPU)])
     begin(plain_trainer(), options)

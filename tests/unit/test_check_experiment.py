@@ -210,3 +210,12 @@ def test_a_warning_names_the_experiment_as_submit_sh_takes_it(main_of, monkeypat
         main_of(checks, "--memory", EXPERIMENTS / "deepspeed-single-gpu/zero_1/deepspeed_zero1.slurm")
     assert ended.value.code == 0
     assert capsys.readouterr().err.startswith("warning: deepspeed-single-gpu/zero_1: about ")
+
+
+@pytest.mark.parametrize("value", ["$((4*2))", "$(nproc)", "`nproc`"])
+def test_a_knob_that_a_command_gives_is_not_guessed(written, refusal, value):
+    script = written("mine/x.slurm", directives(1, 1) + f"export BATCH_SIZE={value}\n")
+    assert "x.slurm: BATCH_SIZE: is " in refusal(knobs_of, script, {})
+    (warning,) = memory_warnings(script)
+    assert warning.startswith("memory is not estimated: ")
+    assert "which only the job can tell; write its value, or give it when you submit" in warning

@@ -175,3 +175,30 @@ def test_a_script_ends_with_its_exit_code(main, code, printed, world, monkeypatc
         distributed.run_and_exit(main)
     assert ended.value.code == code
     assert printed in capsys.readouterr().err
+
+
+def test_a_rank_that_is_ended_while_rank_0_reports_does_without_the_interpreters_shutdown(monkeypatch):
+    """Its launcher ends it with SIGTERM in those seconds, and train.py makes SystemExit(143) of that."""
+    ends = []
+
+    def ended_by_sigterm(seconds: float):
+        raise SystemExit(143)
+
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setattr(errors.time, "sleep", ended_by_sigterm)
+    monkeypatch.setattr(os, "_exit", ends.append)
+    monkeypatch.setattr(distributed.atexit, "_run_exitfuncs", lambda: None)
+    distributed.run_and_exit(mistake)
+    assert ends == [143]
+
+
+def test_an_error_is_told_although_a_barrier_behind_it_fails_too(monkeypatch, capsys):
+    def main():
+        try:
+            raise WorkshopError("--x", "y", "z", 2)
+        finally:
+            raise RuntimeError("a barrier, of which a rank is gone")
+
+    assert distributed.run_and_report(main) == 2
+    assert capsys.readouterr().err == "error: --x: y; z\n"
