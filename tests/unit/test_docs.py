@@ -41,6 +41,13 @@ def test_links_lead_somewhere(page):
             assert anchor in anchors(file.read_text(encoding="utf-8")), f"{page.name}: {target}"
 
 
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_scripts_that_a_page_names_are_there(page):
+    names = re.findall(r"`((?:scripts|experiments)/[\w/.-]+\.(?:py|sh|yaml))`", page.read_text(encoding="utf-8"))
+    missing = [name for name in names if not (REPOSITORY / name).exists() and "<" not in name]
+    assert not missing or page.name == "CHANGELOG.md"  # which names what was renamed
+
+
 def test_table_of_knobs_is_that_of_the_code():
     text = (REPOSITORY / "docs" / "knobs.md").read_text()
     rows = re.findall(r"^\| `([A-Z_0-9]+)` \| `--(\w+)` \| (.*?) \|$", text, re.MULTILINE)
@@ -86,6 +93,8 @@ def test_index_of_experiments_is_the_tree():
         listed += zip(names, *(column * len(names) if len(column) == 1 else column for column in columns), strict=True)
     tree = [experiment_of(script) for script in REPOSITORY.glob("experiments/**/*.slurm")]
     assert sorted(listed) == sorted(tree)
+    gpu_check = 1  # is no experiment
+    assert f"Each of the {len(tree) - gpu_check} experiments" in (REPOSITORY / "README.md").read_text()
 
 
 def test_table_of_deepspeed_files_is_what_they_say():
