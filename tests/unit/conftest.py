@@ -7,6 +7,7 @@ from collections.abc import Callable
 from types import ModuleType
 
 import datasets
+import matplotlib.font_manager  # noqa: F401 - before any test: it starts fc-list where it has no cache yet
 import pytest
 import torch
 
