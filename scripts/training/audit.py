@@ -215,11 +215,12 @@ def fsdp_knobs(trainer: Trainer, config: dict) -> list[Audited]:
     share = expected if abs(held - expected) <= SHARE_TOLERANCE * expected else held
     checkpointed = blocks if config.get("activation_checkpointing") else 0
     others = ", ".join(sharding.other_units(model, names))
+    where = f"{held:.2%} of them are on rank {rank()}"
     mesh = f"{config['dp_replicate_size']} x {config['dp_shard_size']}"
     file_format = trainer.accelerator.state.fsdp_plugin.state_dict_type.name
     return [
         Audited("FSDP units", f"{blocks} blocks", f"{units} blocks", f"and {others}"),
-        Audited("local parameter share", round(expected, 4), round(share, 4), f"{held:.2%} are on rank {rank()}"),
+        Audited("local parameter share", round(expected, 4), round(share, 4), where),
         Audited("mesh", mesh, sharding.mesh_shape(model), "replicate x shard"),
         Audited("CPU offload", config.get("cpu_offload", False), sharding.offloaded(model)),
         Audited("checkpointed blocks", checkpointed, sharding.checkpointed_blocks(model), "activations are recomputed"),
