@@ -96,7 +96,7 @@ for offset in range(200):
         listener.bind(("", port))
         print(port)
         sys.exit()
-sys.exit("error: MASTER_PORT: no free port among 200; end other programs on this node; or choose another node")
+sys.exit("error: MASTER_PORT: no free port among 200; end other programs on this node, or exclude it")
 PYTHON
 }
 

@@ -129,11 +129,16 @@ def commands(line: str) -> Iterator[list[str]]:
 
 def expanded(value: str, variables: Mapping[str, str]) -> str:
     """The value with the variables that it refers to put in, from the inside out, and ~ as bash takes it."""
-    while True:
-        inner = REFERENCE.sub(lambda found: variables.get(found[1] or found[3]) or found[2] or "", value)
-        if inner == value:
-            return str(Path(value).expanduser()) if value.startswith("~") else value
-        value = inner
+
+    def content(found: re.Match) -> str:
+        name = found[1] or found[3]
+        default = found[2] or ""
+        return (variables.get(name) or default).replace("$", "\0")  # a dollar of the content refers to nothing
+
+    while REFERENCE.search(value):
+        value = REFERENCE.sub(content, value)
+    value = value.replace("\0", "$")
+    return str(Path(value).expanduser()) if value.startswith("~") else value
 
 
 def gpu_memory() -> float:

@@ -73,9 +73,7 @@ def estimate(options: Options) -> list[Held]:
         *held,
         activations(shape, options, compute_bytes),
         Held("logits", shape.logits, note="and their gradient"),
-        Held(
-            "Python, libraries", 0, psutil.Process().memory_info().rss, "as this very process has it", from_start=True
-        ),
+        python_itself(),
     ]
 
 
@@ -238,7 +236,7 @@ def pinned_by_deepspeed(shape: Shape, zero: dict, n_d: int, compute_bytes: int) 
     sizes += [FP32 * share, FP32 * share]  # masters and their gradients
     sizes += [compute_bytes * share, compute_bytes * max(shape.sizes)]  # transfers: the share, the largest gradient
     if zero.get("stage") == 2:
-        # each gradient is a block of its own; the first rank has the embedding, whose rounding is the most
+        # each gradient is a block of its own; those of the first rank, which has the embedding, stand for all ranks
         sizes += [compute_bytes * size for size in stage2_gradients(shape.sizes, n_d)[0]]
     return sizes
 

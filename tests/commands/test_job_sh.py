@@ -229,3 +229,13 @@ def test_files_of_the_experiment_with_a_modules_name_are_not_taken_for_it(worksh
     assert started.returncode == 0
     assert "status: completed (exit code 0)" in out
     assert "not this one" not in out + error
+
+
+def test_without_a_free_port_the_job_ends_with_3_and_leaves_nothing(stub, tmp_path):
+    taken = "import socket\n\ndef bind(*address):\n    raise OSError\n\nsocket.socket.bind = bind\n"
+    (tmp_path / "sitecustomize.py").write_text(taken)
+    done, folder = stub("print('training')", PYTHONPATH=tmp_path)
+    assert done.returncode == 3
+    assert "error: MASTER_PORT: no free port among 200; end other programs on this node, or exclude it" in done.stderr
+    assert "status: failed (exit code 3)" in done.stdout
+    assert not list((folder / "results").iterdir())

@@ -219,3 +219,10 @@ def test_a_knob_that_a_command_gives_is_not_guessed(written, refusal, value):
     (warning,) = memory_warnings(script)
     assert warning.startswith("memory is not estimated: ")
     assert "which only the job can tell; write its value, or give it when you submit" in warning
+
+
+def test_a_variable_that_refers_to_itself_ends(written):
+    script = written("mine/x.slurm", directives(1, 1) + 'export MODEL_NAME="$NAME" TOKENIZER_NAME=${OTHER:-${NAME}}\n')
+    found = knobs_of(script, {"NAME": "a$NAME"})
+    assert found["MODEL_NAME"] == "a$NAME"
+    assert found["TOKENIZER_NAME"] == "a$NAME", "as bash does"
