@@ -70,7 +70,7 @@ def test_a_mistake_is_one_line_and_writes_nothing(words, variables, beginning, s
     def fill(text: str) -> str:
         return text.replace("SAMPLE", str(sample)).replace("IN/", f"{inputs}/")
 
-    line = started(train, *fill(words).split(), **variables)
+    line = started(train, *map(fill, words.split()), **variables)
     assert line.startswith(f"error: {fill(beginning)}")
 
 
