@@ -33,24 +33,104 @@ job_prepare() {
   NODES=${SLURM_JOB_NUM_NODES:-$(job_directive nodes)}
   RANKS_PER_NODE=${SLURM_GPUS_PER_NODE:-$(job_directive gpus-per-node)}
   RANKS_PER_NODE=${RANKS_PER_NODE##*:} # a100:2 -> 2
-  JOB_ID=${SLURM_JOB_ID:-local-$(date +%Y%m%d-%H%M%S)-$$}
+  JOB_ID=${SLURM_JOB_ID:-${JOB_ID:-local-$(date +%Y%m%d-%H%M%S)-$$}}
+  ATTEMPT=$((${SLURM_RESTART_COUNT:-0} + 1))
+  if [[ ! $JOB_ID =~ ^[A-Za-z0-9_-][A-Za-z0-9._-]{0,63}$ ]]; then
+    job_fail JOB_ID "'${JOB_ID:0:80}' cannot name files" "give up to 64 letters, digits, . _ or -"
+  fi
   if [[ -z ${SLURM_JOB_ID:-} && $NODES -gt 1 ]]; then
     job_fail "$(basename "$0")" "it needs $NODES nodes, and there is no Slurm here" "submit it with sbatch" 3
   fi
+  local number
+  for number in MAX_RESTARTS LOG_LIMIT; do
+    if [[ ! ${!number} =~ ^[0-9]+$ ]]; then
+      job_fail "$number" "'${!number}' is no number" "give a whole number, or unset it"
+    fi
+  done
+  job_check_folder
+  if ((ATTEMPT > MAX_RESTARTS + 1)); then
+    job_fail MAX_RESTARTS "this job was started again $MAX_RESTARTS times" "look for the reason in its log, then submit it anew" 3
+  fi
   RUN_DIR=$PWD/results/.$JOB_ID
-  mkdir -p log gpu_memory cpu_memory "$RUN_DIR"
+  mkdir -p log gpu_memory cpu_memory "$RUN_DIR" ||
+    job_fail "$PWD" "it cannot be written" "free disk space, or see its permissions" 3
+  job_lock
+  # of an attempt whose node failed
+  rm -f "$RUN_DIR"/{exit_codes,gaps,warned,bandwidth.json,joined_*,problem_*}
   trap job_finish EXIT
-  # The record says so at once: a training that does not react is killed, and this script with it
-  trap 'job_stop; job_record 143 >/dev/null' TERM INT
-  if [[ -z ${SLURM_JOB_ID:-} ]]; then # Slurm writes the log itself; tee must outlive a signal to write the end
-    JOB_LOG=log/$(job_directive job-name)_$JOB_ID.out
-    exec > >(trap '' TERM INT HUP && exec tee -a "$JOB_LOG") 2> >(trap '' TERM INT HUP && exec tee -a "$JOB_LOG" >&2)
+  job_trap_signals
+  job_keep_output
+  if grep -qs '"status": "running"' results/*.json; then
+    job_python finish --sweep || true
   fi
   job_set_threads
   job_set_rendezvous
+  JOB_OVERRIDES=$(job_overrides)
   BANDWIDTH_FILE=$RUN_DIR/bandwidth.json
   echo "job $JOB_ID of $EXPERIMENT: site $SITE, $NODES node(s) x $RANKS_PER_NODE rank(s), rendezvous $MASTER_ADDR:$MASTER_PORT"
   echo "nodes: ${ALL_NODES//$'\n'/ }"
+}
+
+job_check_folder() { # that the script is this folder's: results would bear the wrong experiment's name
+  local script=$0
+  if [[ -n ${SLURM_JOB_ID:-} ]]; then # which has copied it
+    script=$(scontrol show job "$SLURM_JOB_ID" 2>/dev/null | sed -n 's/^ *Command=//p') || true
+  fi
+  if [[ $script = *.slurm* && ! $(dirname "${script%.slurm*}") -ef $PWD ]]; then
+    job_fail "$script" "it is not of this folder, $PWD" "submit it in its own folder"
+  fi
+}
+
+job_overrides() { # what was submitted otherwise than the script says
+  local name text=""
+  for name in nodes gpus-per-node; do
+    local planned actual=$NODES
+    planned=$(job_directive "$name")
+    if [[ $name = gpus-per-node ]]; then
+      actual=$RANKS_PER_NODE
+    fi
+    if [[ ${planned##*:} != "$actual" ]]; then
+      text+="${text:+;}$name: $actual instead of ${planned##*:}"
+    fi
+  done
+  printf '%s' "$text"
+}
+
+job_lock() { # until this process and all its children have ended: two runs of one id would write the same files
+  if ! { exec {JOB_LOCK}>"$RUN_DIR/job.lock"; } 2>/dev/null; then
+    job_fail "$RUN_DIR" "it cannot be written" "free disk space, or see its permissions" 3
+  fi
+  local code=0
+  flock --nonblock --conflict-exit-code 99 "$JOB_LOCK" 2>/dev/null || code=$?
+  if [[ $code = 99 ]]; then
+    job_fail JOB_ID "another run of $JOB_ID is writing its files" "give another one, or wait for its end"
+  fi
+}
+
+job_keep_output() { # to the end, even if the terminal is closed, or the reader of a pipe
+  if ! { : >&1; } 2>/dev/null; then
+    exec >/dev/null
+  fi
+  if ! { : >&2; } 2>/dev/null; then
+    exec 2>/dev/null
+  fi
+  if [[ -z ${SLURM_JOB_ID:-} ]]; then # Slurm writes the log itself
+    JOB_LOG=log/$(job_directive job-name)_$JOB_ID.out
+    exec > >(job_ignore_signals && exec tee -p -a "$JOB_LOG") 2> >(job_ignore_signals && exec tee -p -a "$JOB_LOG" >&2)
+  fi
+}
+
+job_trap_signals() {
+  local signal
+  for signal in TERM INT HUP USR1 USR2; do
+    # shellcheck disable=SC2064 # the signal's name is meant to be expanded now
+    trap "job_stop $signal" "$signal"
+  done
+  trap '' PIPE # nobody reads what it prints: it goes on
+}
+
+job_ignore_signals() { # for what must live on to write the end
+  trap '' TERM INT HUP USR1 USR2 PIPE
 }
 
 job_set_threads() {
@@ -161,7 +241,7 @@ job_on_node() { # COMMAND: its exit status
   if [[ $code != 0 ]]; then
     # srun reports the highest code of all nodes, which is often that of a node it ended: note who was first, by the
     # nodes' clocks, which agree well enough, as srun takes a while to end the others
-    echo "$(date +%s%N) $code $host" >>"$RUN_DIR/exit_codes"
+    echo "$(date +%s%N) $code $host" >>"$RUN_DIR/exit_codes" || true
   fi
   return "$code"
 }
@@ -178,7 +258,7 @@ job_gloo_interface() { # gloo would take the one that has this node's own name, 
 }
 
 job_gap() { # TEXT: what a log lacks; the summary shows it
-  echo "$1" >>"$RUN_DIR/gaps"
+  echo "$1" >>"$RUN_DIR/gaps" || true
 }
 
 job_logger() { # PROGRAM FILE ARGS...: start it in the background; training goes on without it
@@ -188,11 +268,20 @@ job_logger() { # PROGRAM FILE ARGS...: start it in the background; training goes
     job_gap "$program is not installed on $host: no $file"
     return 0
   fi
-  if [[ $program = psrecord ]]; then
-    "$program" "$@" >/dev/null 2>&1 &
-  else
-    "$program" "$@" >"$file" 2>/dev/null &
-  fi
+  (
+    trap '' INT HUP USR1 USR2 # of a signal to all of a job's processes the training ends, and this behind it
+    if [[ $program = psrecord ]]; then
+      exec >/dev/null # not the log: that is --log
+    else
+      exec >&3
+    fi
+    exec python -P "$ROOT/scripts/job/with_parent.py" "$program" "$@" 2>/dev/null
+  ) 3> >(
+    # appended, as psrecord would not: the job may have been started again; and never so much that it fills the disk
+    job_ignore_signals
+    ulimit -f $((LOG_LIMIT / 1024))
+    exec cat >>"$file" 2>/dev/null
+  ) &
   LOGGER_PIDS+=("$!:$program")
 }
 
@@ -202,7 +291,7 @@ job_cpu_logger() { # FILE
     # several tasks of one srun step on this node: watch slurmstepd, the parent of them all
     watched=$PPID
   fi
-  job_logger psrecord "$1" "$watched" --include-children --interval "$LOG_INTERVAL" --log "$1"
+  job_logger psrecord "$1" "$watched" --include-children --interval "$LOG_INTERVAL" --log /dev/fd/3
 }
 
 job_gpu_logger() { # FILE: of the job's own GPUs, since nvidia-smi shows those of its neighbours as well
@@ -225,7 +314,7 @@ job_stop_loggers() {
     pid=${logger%%:*}
     program=${logger#*:}
     if kill -TERM "$pid" 2>/dev/null; then
-      job_end_logger "$pid"
+      job_end_logger "$pid" "$program"
     elif [[ $STOPPED = no ]]; then
       local code=0
       wait "$pid" || code=$?
@@ -237,22 +326,23 @@ job_stop_loggers() {
   done
 }
 
-job_end_logger() { # PID: a TERM that comes before its exec runs this script's trap in it, and is lost: send more
+job_end_logger() { # PID PROGRAM: a TERM that comes before its exec runs this script's trap in it, and is lost: send more
   local attempt
   for ((attempt = 0; attempt < 100; attempt++)); do
     sleep 0.1
     kill -TERM "$1" 2>/dev/null || return 0
   done
   kill -KILL "$1" 2>/dev/null || true
+  job_gap "$2 on $host did not end when it was told to, and was killed"
 }
 
 # 4. The child that this script waits for, and signals
 
 job_start() { # COMMAND
-  "$@" &
+  python -P "$ROOT/scripts/job/with_parent.py" "$@" &
   CHILD=$!
   if [[ $STOPPED = yes ]]; then # the signal came before CHILD was known
-    job_stop
+    kill -TERM "$CHILD" 2>/dev/null || true
   fi
 }
 
@@ -267,11 +357,20 @@ job_wait() { # for CHILD: its exit status, also when a signal interrupts the wai
   return "$code"
 }
 
-job_stop() { # on TERM and INT: pass it on to the training
+job_stop() { # SIGNAL: ask the training to save and stop
   STOPPED=yes
   WOKEN=yes
+  if [[ $1 = USR1 ]]; then # the site's warning that time is running out; on a node the job's own script must hear of it
+    : >"$RUN_DIR/warned" || true
+  else
+    CANCELLED=yes
+  fi
   if [[ -n $CHILD ]]; then
     kill -TERM "$CHILD" 2>/dev/null || true
+  fi
+  if [[ $ON_NODE = no && $BASHPID = "$$" ]]; then
+    # at once: a training that does not react is killed, and this script with it
+    job_python finish "$JOB_ID" --signal --exit-code 143 || true
   fi
 }
 
@@ -283,25 +382,50 @@ job_finish() { # on EXIT, also when the training failed: errexit ends the script
     exit
   fi
   trap - EXIT
-  trap '' TERM INT # a second signal must not interrupt this
+  job_ignore_signals # a second one must not interrupt this
+  job_wait_for_orphans
   if [[ -s $RUN_DIR/exit_codes ]]; then
     code=$(sort -n "$RUN_DIR/exit_codes" | head -n 1 | cut -d' ' -f2)
   fi
   if [[ $code = 130 ]]; then # Ctrl-C reached the training first
     STOPPED=yes
     code=143
-  elif [[ $STOPPED = yes && $code = 0 ]]; then
-    code=143
+  fi
+  local again=no
+  if [[ -e $RUN_DIR/warned && $CANCELLED = no && $code != 0 ]]; then
+    STOPPED=yes
+    again=yes
   fi
   job_record "$code"
-  rm -rf "$RUN_DIR"
+  rm -f "$RUN_DIR"/{lock,job.lock,exit_codes,gaps,warned,bandwidth.json,joined_*,problem_*}
+  rmdir "$RUN_DIR" || true
   job_upload
+  if [[ $again = yes ]]; then
+    job_requeue
+  fi
   exit "$code"
+}
+
+job_wait_for_orphans() { # ranks whose launcher was killed: they save, and end with it, but not at once
+  if [[ -e $RUN_DIR/lock ]] && ! flock --timeout 300 "$RUN_DIR/lock" true 2>/dev/null; then
+    job_gap "a rank still runs, five minutes after its launcher has ended"
+  fi
+}
+
+job_requeue() { # Slurm starts the job again, under the same id: it goes on from its checkpoint
+  if [[ ${REQUEUE:-0} != 1 || -z ${SLURM_JOB_ID:-} ]]; then
+    return 0
+  fi
+  if ((ATTEMPT > MAX_RESTARTS)); then
+    echo "not requeued: this job was started again $MAX_RESTARTS times (MAX_RESTARTS)"
+  elif ! scontrol requeue "$SLURM_JOB_ID"; then
+    echo "not requeued: Slurm refused it; where the site's default is not to, submit with SBATCH_REQUEUE=1 set"
+  fi
 }
 
 job_record() { # EXIT_CODE: finish the run record and print the summary
   local status=()
-  if [[ $STOPPED = yes ]]; then
+  if [[ $STOPPED = yes && $1 != 0 ]]; then
     status=(--status stopped)
     if [[ $(timeout 5 scontrol show job "${SLURM_JOB_ID:-0}" 2>&1) = *Reason=TimeLimit* ]]; then
       status=(--status timeout)
@@ -315,7 +439,7 @@ job_upload() { # the job's offline runs to Weights & Biases, where the site says
     return 0 # in a trap, return alone would give the status from before it
   fi
   # a job that was stopped has no time for it; and a signal may end it
-  if [[ $STOPPED = yes ]] || ! (trap - TERM INT && exec python "$ROOT/scripts/tracking.py" "$JOB_ID"); then
+  if [[ $STOPPED = yes ]] || ! (trap - TERM INT HUP && exec python "$ROOT/scripts/tracking.py" "$JOB_ID"); then
     printf 'not uploaded to Weights & Biases; later, in this folder: python %q %q\n' "$ROOT/scripts/tracking.py" "$JOB_ID"
   fi
 }
@@ -323,13 +447,16 @@ job_upload() { # the job's offline runs to Weights & Biases, where the site says
 # 6. What runs when this file is sourced, or started on a node
 
 CHILD=""
-STOPPED=no
+STOPPED=no   # a signal came
+CANCELLED=no # one other than USR1
 WOKEN=no
+ON_NODE=no
 LOGGER_PIDS=()
 
 if [[ ${1:-} = on_node && ${BASH_SOURCE[0]} = "$0" ]]; then # the part of a job that srun starts on each node
   shift
-  trap job_stop TERM INT
+  ON_NODE=yes
+  job_trap_signals
   export PET_NODE_RANK=${SLURM_NODEID:-0} # torchrun's --node-rank
   job_gloo_interface
   job_on_node "$@"
@@ -350,6 +477,8 @@ job_load_site
 : "${LOG_INTERVAL:=5}"
 : "${REQUIRE_GPU:=1}"
 : "${JOIN_TIMEOUT:=300}"
+: "${MAX_RESTARTS:=10}"
+: "${LOG_LIMIT:=200000000}"          # bytes of one memory log
 : "${CUDA_DEVICE_ORDER:=PCI_BUS_ID}" # CUDA would count from the fastest GPU, nvidia-smi and Slurm count along the bus
 : "${TORCH_CPP_LOG_LEVEL:=ERROR}"    # WARNING tells of each socket that is closed
 job_prepare

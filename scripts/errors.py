@@ -5,7 +5,7 @@
     2        bad input: a flag, a variable, a file; found before anything is written
     3        environment: a GPU, a package, a network, a disk not as it must be; a failed preflight, knob audit
     4        no usable checkpoint to resume from
-    75       stopped on request, with a checkpoint saved; nothing ends so yet
+    75       stopped on a signal, with a checkpoint saved
     128 + N  ended by signal N
 
 What is wrong is raised as a `WorkshopError` where it is found. Only those who check several things catch it, and go on
@@ -15,6 +15,7 @@ and more. launch.py ends with the code of the rank that failed first, job.sh (jo
 """
 
 import argparse
+import io
 import os
 import re
 import sys
@@ -25,6 +26,7 @@ from typing import Any, NoReturn
 BAD_INPUT = 2
 ENVIRONMENT = 3
 NO_CHECKPOINT = 4
+STOPPED = 75
 # seconds in which rank 0 reports what every rank has found, and its launcher ends the others
 SECONDS_FOR_RANK_0 = 10
 
@@ -66,6 +68,31 @@ def report(error: WorkshopError) -> None:
     if rank > 0:
         time.sleep(SECONDS_FOR_RANK_0)
     print(f"error: {error}", file=sys.stderr, flush=True)
+
+
+class LossyFile(io.FileIO):
+    """What cannot be written is dropped: the terminal is gone, the reader of a pipe is, or the disk is full."""
+
+    def write(self, data: Any) -> int:
+        try:
+            return super().write(data) or len(data)
+        except OSError:
+            return len(data)
+
+
+def survive_lost_output() -> None:
+    """Let a long run outlive its stdout and stderr."""
+    for number in (0, 1, 2):
+        try:
+            os.fstat(number)
+        except OSError:  # closed: the next file that is opened would get its number
+            os.open(os.devnull, os.O_RDWR)
+    for name, number in (("stdout", 1), ("stderr", 2)):
+        stream = getattr(sys, name)
+        if stream is getattr(sys, f"__{name}__"):  # not one that a test has put there
+            buffered = io.BufferedWriter(LossyFile(number, "w", closefd=False))
+            by_line = number == 2 or bool(stream and stream.line_buffering)
+            setattr(sys, name, io.TextIOWrapper(buffered, "utf-8", "backslashreplace", line_buffering=by_line))
 
 
 class OneLineErrors(argparse.ArgumentParser):

@@ -38,15 +38,18 @@ def exact_match_and_f1(
     max_length: int,
     device: torch.device,
     sharded: bool = False,
+    after_batch: Callable[[], object] = lambda: None,
 ) -> dict[str, float]:
     """Percent by the official SQuAD v1.1 rules, over all `questions`, the same on every rank. Collective.
 
     model: of transformers, or as FSDP1 has wrapped one.
     device: where the model computes. Not its own `device`: FSDP's CPU offload keeps it elsewhere in between.
     sharded: the ranks hold parts of the model, so they must call its forward pass equally often.
+    after_batch: called on every rank equally often.
     """
     squad = load_metric()
-    predictions = answer_questions(model, tokenizer, questions, batch_size, max_length, device, sharded)
+    arguments = (model, tokenizer, questions, batch_size, max_length, device, sharded, after_batch)
+    predictions = answer_questions(*arguments)
     given = [{"id": str(i), "prediction_text": predictions[i]} for i in range(len(questions))]
     references: list[dict] = [
         {"id": str(i), "answers": {"text": answers, "answer_start": [0] * len(answers)}}
@@ -70,6 +73,7 @@ def answer_questions(
     max_length: int,
     device: torch.device,
     sharded: bool,
+    after_batch: Callable[[], object] = lambda: None,
 ) -> dict[int, str]:
     """Number of the question -> generated answer, for all questions on every rank."""
     # Every rank gets equally many: with sharded weights a rank without a batch would leave the others waiting.
@@ -92,6 +96,7 @@ def answer_questions(
         new_tokens = generated[:, padded["input_ids"].shape[1] :]
         texts = tokenizer.batch_decode(new_tokens, skip_special_tokens=True)
         answers.update(zip(batch, (text.strip() for text in texts), strict=True))
+        after_batch()
     return {number: text for part in gather_lists(list(answers.items())) for number, text in part}
 
 

@@ -1,24 +1,28 @@
-"""torchrun, with the exit status of the rank that failed first, and the name of a node that is missing.
+"""torchrun, with the exit status of the rank that failed first, the name of a node that is missing, and time to stop.
 
     python scripts/launch.py --nproc-per-node=2 scripts/train.py --deepspeed ds_configs/zero2.json
 
 All arguments are torchrun's. torchrun itself ends with 1 whatever happened, behind a page of traceback; a
-job's exit status should say what the training said.
+job's exit status should say what the training said. And it gives its ranks 30 seconds behind a signal, where the
+save of a checkpoint may take minutes: here they are told, and end by themselves.
 """
 
 import argparse
+import contextlib
+import logging
 import os
+import signal
 import socket
 import sys
 import time
 from pathlib import Path
 
+import psutil
 from torch.distributed import DistError
-from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.run import parse_args, run
 
-from errors import ENVIRONMENT, WorkshopError, run_program
+from errors import ENVIRONMENT, STOPPED, WorkshopError, run_program
 
 
 def main() -> None:
@@ -28,6 +32,13 @@ def main() -> None:
     timeout = join_timeout()
     if arguments.rdzv_backend == "static" and arguments.master_port:
         prepare_static_rendezvous(arguments, timeout)
+    arguments.signals_to_handle = "SIGQUIT"  # torchrun's own reaction is left for this one
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1):
+        if signal.getsignal(number) is not signal.SIG_IGN:
+            signal.signal(number, tell_ranks)
+    # it reports each rank that ends with another code than 0 as failed
+    of_ranks = logging.getLogger("torch.distributed.elastic.multiprocessing.api")
+    of_ranks.addFilter(lambda entry: f"exitcode: {STOPPED}" not in entry.getMessage())
     try:
         run(arguments)
     except ChildFailedError as error:
@@ -35,15 +46,24 @@ def main() -> None:
         code = failure.exitcode
         if code <= 0:  # -9: killed by signal 9
             code = 128 - code
-        print(f"rank {rank} on {socket.gethostname()} ended first, with exit code {code}", file=sys.stderr)
+        if code != STOPPED:
+            print(f"rank {rank} on {socket.gethostname()} ended first, with exit code {code}", file=sys.stderr)
         sys.exit(code)
-    except SignalException as signal:
-        sys.exit(128 + signal.sigval)
     except DistError as error:
         missing = ", ".join(missing_nodes())
         what = f"{missing} within {timeout} s" if missing else f"the nodes did not meet: {error}"
         way_out = "check that node, its name resolution and its firewall, or exclude it"
         raise WorkshopError("rendezvous", what, way_out, ENVIRONMENT) from error
+
+
+def tell_ranks(number: int, frame: object) -> None:
+    """Pass a signal on, and go on waiting for the ranks. Before there are any, it ends this process."""
+    ranks = psutil.Process().children()
+    if not ranks:
+        sys.exit(128 + number)
+    for each in ranks:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            each.terminate()
 
 
 def join_timeout() -> int:

@@ -16,16 +16,16 @@ Your own data and model, going on after an interruption:
     python scripts/train.py --model_name ./my-model --dataset my.json --train_size 1000 --resume_from_checkpoint
 """
 
-import signal
 import sys
+from pathlib import Path
 
-from transformers import Trainer
+from transformers import ProgressCallback
 
 from build_ops import check_compiler
 from config import build_arguments, parse_command_line
 from data_loader import collator, load_squad
 from evaluate import exact_match_and_f1, load_metric
-from model import empty_model, load_model, load_tokenizer, save_model
+from model import count_parameters, empty_model, load_model, load_tokenizer, save_model
 from parallel.distributed import (
     join_process_group,
     leave_process_group,
@@ -33,19 +33,32 @@ from parallel.distributed import (
     prepare_environment,
     rank,
     run_and_exit,
+    wait_for_everyone,
     world_size,
 )
 from parallel.ds_config import check_contradictions, check_ds_config
-from parallel.fsdp_config import FSDPTrainer, check_fsdp_config, check_wrap_classes, shard_on_cpu
+from parallel.fsdp_config import check_fsdp_config, check_wrap_classes, shard_on_cpu
 from tracking import close_trackers, prepare_trackers
 from training.audit import AuditCallback, requested_train_size, steps_per_epoch, strategy_name
-from training.callbacks import RecordCallback, TrainSpeedCallback, UtilisationCallback
-from training.checkpoints import CheckpointCallback, find_checkpoint
-from training.record import RunRecord, new_job_id, refuse_finished
+from training.callbacks import LogLinesCallback, RecordCallback, TrainSpeedCallback, UtilisationCallback
+from training.checkpoints import (
+    CheckpointCallback,
+    check_room,
+    check_same_training,
+    checkpoint_folder,
+    find_checkpoint,
+    marker_of,
+    read_marker,
+    remove_checkpoints,
+)
+from training.record import RunRecord, new_job_id, refuse_finished, restarted_by_slurm, sole_writer
+from training.stopping import StopCallback, Stopped, StopRequest, name_of
+from training.trainer import FSDPTrainer, ResumableTrainer, saving
 
 
 def main() -> None:
-    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
+    stop = StopRequest()
+    stop.listen()
 
     # 1. Knobs: flags, variables, config files. A mistake ends the run here, before anything is written.
     options = parse_command_line(__doc__)
@@ -70,7 +83,8 @@ def main() -> None:
     args.output_dir = options.values["output_dir"] or f"output/{job_id}"
     record = RunRecord(job_id)
     strategy = strategy_name(options)
-    checkpoint = find_checkpoint(args.resume_from_checkpoint, args.output_dir, args.world_size, strategy)
+    restarted = restarted_by_slurm()
+    checkpoint = find_checkpoint(args.resume_from_checkpoint, args.output_dir, args.world_size, strategy, restarted)
     if not checkpoint:
         refuse_finished(record.path, args.output_dir)
 
@@ -79,13 +93,24 @@ def main() -> None:
         load_metric()
     tokenizer = load_tokenizer(model_args, data_args)
     train_dataset, eval_dataset = load_squad(data_args, tokenizer, args)
+    skeleton = empty_model(model_args, data_args)
     if options.fsdp_config is not None:
-        skeleton = empty_model(model_args, data_args)
         check_wrap_classes(options.fsdp_config, options.values["fsdp_config"], skeleton)
+    marker = marker_of(options, strategy, args.world_size, train_dataset)
+    if checkpoint:
+        check_same_training(checkpoint, options, marker)
+    if rank() == 0:
+        check_room(args.output_dir, options, count_parameters(skeleton), args.save_total_limit)
+    del skeleton
 
-    with record:
+    with sole_writer(job_id), record:
         # 5. Model and Trainer.
+        step = read_marker(checkpoint).get("step", 0) if checkpoint else 0
+        if checkpoint:
+            print_once(f"going on from step {step}: {checkpoint}")
+        stop.record_path = record.path
         record.start(
+            step,
             run_name=args.run_name,
             output_dir=args.output_dir,
             resumed_from=checkpoint,
@@ -100,7 +125,7 @@ def main() -> None:
         args.save_total_limit = None
         if fsdp:
             shard_on_cpu()
-        trainer_class = FSDPTrainer if fsdp else Trainer
+        trainer_class = FSDPTrainer if fsdp else ResumableTrainer
         trainer = trainer_class(
             model=model,
             args=args,
@@ -114,32 +139,65 @@ def main() -> None:
         trainer.add_callback(utilisation)
         trainer.add_callback(AuditCallback(trainer, options, data_args, record))
         trainer.add_callback(RecordCallback(record))
-        trainer.add_callback(CheckpointCallback(save_total_limit, strategy))
+        trainer.add_callback(CheckpointCallback(save_total_limit, marker, trainer, speed, checkpoint))
+        trainer.add_callback(StopCallback(stop, trainer, steps_per_epoch(trainer)))
+        if not sys.stderr.isatty() and not args.disable_tqdm:
+            trainer.pop_callback(ProgressCallback)
+            trainer.add_callback(LogLinesCallback())
 
         # 6. Training, with an evaluation after each epoch.
         result = trainer.train(resume_from_checkpoint=checkpoint)
         record.measure_memory()
-        record.training(result.metrics, trainer.state.log_history, speed, utilisation)
-
+        record.training(trainer.state.global_step, result.metrics, trainer.state.log_history, speed, utilisation)
         close_trackers(args, job_id, record.content["callbacks"])
+        end_if_stopped(stop, trainer, record)
 
         # 7. The model.
         if args.save_strategy == "no":
             print_once("model not saved (SAVE_STRATEGY=no)")
         else:
-            save_model(trainer, tokenizer, args.output_dir)
+            with saving(Path(args.output_dir)):
+                save_model(trainer, tokenizer, args.output_dir)
 
         # 8. Exact Match and F1.
         if data_args.em_f1:
             sharded = strategy == "DeepSpeed ZeRO-3" or bool(fsdp)
             batch_size = args.per_device_eval_batch_size
             scores = exact_match_and_f1(
-                trainer.model, tokenizer, eval_dataset, batch_size, data_args.max_length, args.device, sharded
+                trainer.model,
+                tokenizer,
+                eval_dataset,
+                batch_size,
+                data_args.max_length,
+                args.device,
+                sharded,
+                lambda: end_if_stopped(stop, trainer, record),
             )
             print_once(f"exact_match {scores['exact_match']:.2f}  f1 {scores['f1']:.2f}")
             record.update(**scores)
+        stop.over = True
+        if args.save_strategy == "no":
+            remove_checkpoints(args.output_dir)  # of a stop that this run went on from
     print_once(f"Run record: {record.path}")
     leave_process_group()
+
+
+def end_if_stopped(stop: StopRequest, trainer: ResumableTrainer, record: RunRecord) -> None:
+    """Raises Stopped (exit code 75) when the ranks agree to stop, with a checkpoint of the last step. Collective."""
+    if not stop.agreed():
+        return
+    trainer.save_here()
+    stop.over = True
+    step = trainer.state.global_step
+    folder = checkpoint_folder(trainer.args.output_dir, step)
+    signal = name_of(stop.agreed_signal)
+    record.update(stop={"signal": signal, "step": step, "checkpoint": str(folder)})
+    print_once(
+        f"stopped by {signal} at step {step} of {trainer.state.max_steps}; "
+        f"go on with --resume_from_checkpoint {folder}, or as the same job"
+    )
+    wait_for_everyone()  # a launcher ends the others as soon as one has ended
+    raise Stopped
 
 
 def print_once(text: str) -> None:

@@ -6,11 +6,14 @@ It must be done in the seconds between SIGTERM and SIGKILL, so nothing large is 
 """
 
 import argparse
+import fcntl
 import json
+import subprocess
+import sys
 from datetime import UTC, datetime
 from pathlib import Path
 
-from errors import run_program
+from errors import WorkshopError, run_program
 from json_files import write_json
 from reporting.memory_logs import MemoryLog, host_of, logs_of, read_cpu_log, read_gpu_log
 
@@ -20,11 +23,34 @@ def outcome(exit_code: int) -> str:
     return {0: "completed", 75: "stopped", 130: "stopped", 143: "stopped"}.get(exit_code, "failed")
 
 
-def finish(path: Path, status: str, exit_code: int) -> dict:
-    content = json.loads(path.read_text(encoding="utf-8"))
-    content |= {"status": status, "exit_code": exit_code, "finished": now()}
+def read_record(path: Path) -> dict:
+    """The run record of this file. Raises WorkshopError (exit code 2) when it is none."""
+    way_out = "move the file away, or set another JOB_ID"
+    if not path.is_file():
+        raise WorkshopError(path, "is no file", way_out)
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (ValueError, RecursionError) as error:
+        raise WorkshopError(path, f"is no run record ({error})", way_out) from error
+    except OSError as error:
+        raise WorkshopError(path, f"cannot be read ({error.strerror})", way_out) from error
+    if not isinstance(content, dict) or not isinstance(content.get("status"), str):
+        raise WorkshopError(path, "is no run record (no status in it)", way_out)
+    return content
+
+
+def finish(path: Path, status: str, exit_code: int | None, finished: str | None = None) -> dict:
+    content = read_record(path)
+    content |= {"status": status, "exit_code": exit_code, "finished": finished or now()}
     write_json(path, content)
     return content
+
+
+def note_signal(path: Path, exit_code: int) -> None:
+    """Write down that the job was told to stop: it may be killed before it can say more."""
+    content = read_record(path)
+    if content["status"] == "running":
+        write_json(path, content | {"status": "stopped", "exit_code": exit_code})
 
 
 def now() -> str:
@@ -33,14 +59,49 @@ def now() -> str:
 
 def finish_record(path: Path, status: str | None, exit_code: int) -> dict:
     """The finished record. What the training itself wrote down stays, unless the job knows better."""
-    content = json.loads(path.read_text(encoding="utf-8"))
+    content = read_record(path)
     if content["status"] == "completed" and exit_code == 0:
         return content
-    if content["status"] in ("oom", "failed") and content["exit_code"] == exit_code and not status:
+    same_end = content["status"] == status or (not status and content["status"] == outcome(exit_code))
+    if content.get("finished") and content["exit_code"] == exit_code and (same_end or content["status"] == "oom"):
         return content
     if content["status"] == "oom":
         status = "oom"
     return finish(path, status or outcome(exit_code), exit_code)
+
+
+def sweep(folder: Path) -> None:
+    """Finish the records of jobs that ended without a word, as a crash of their node leaves them."""
+    for path in sorted(folder.glob("*.json")):
+        try:
+            content = read_record(path)
+        except WorkshopError:
+            continue  # the report tells of it
+        if content.get("finished") or content["status"] not in ("running", "stopped") or is_alive(path):
+            continue
+        last_written = datetime.fromtimestamp(path.stat().st_mtime, UTC).isoformat(timespec="seconds")
+        status = "failed" if content["status"] == "running" else content["status"]
+        finish(path, status, content.get("exit_code"), last_written)
+        print(f"{path}: its job is gone, the record says {status} now")
+
+
+def is_alive(record: Path) -> bool:
+    """Whether the job of a record still runs, or may: it holds a lock, or Slurm's queue holds it."""
+    for lock in (record.parent / f".{record.stem}").glob("*lock"):
+        with lock.open() as file:
+            try:
+                fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+            except BlockingIOError:
+                return True
+            except OSError:  # a file system without locks
+                continue
+    try:
+        queue = subprocess.run(["squeue", "--noheader", "--format=%A"], capture_output=True, text=True, timeout=20)
+    except FileNotFoundError:
+        return False
+    except subprocess.TimeoutExpired:
+        return True
+    return queue.returncode != 0 or record.stem in queue.stdout.split()
 
 
 def summary(job_id: str, record: dict | None, status: str, exit_code: int, gaps: list[str]) -> list[str]:
@@ -79,17 +140,29 @@ def memory_rows(log: MemoryLog, missing: list[str]) -> list[str]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("job_id")
-    parser.add_argument("--exit-code", type=int, required=True, help="of the training")
+    parser.add_argument("job_id", nargs="?", default="")
+    parser.add_argument("--exit-code", type=int, default=0, help="of the training")
+    parser.add_argument("--signal", action="store_true", help="it was told to stop, and has not ended yet")
+    parser.add_argument("--sweep", action="store_true", help="finish the records of jobs that are gone, and no other")
     parser.add_argument("--status", choices=["stopped", "timeout", "oom"], help="when the job knows it")
     parser.add_argument("--gaps", type=Path, help="file with a line for each log that is not complete")
     arguments = parser.parse_args()
+    if arguments.sweep:
+        sweep(Path("results"))
+        return
     path = Path("results") / f"{arguments.job_id}.json"
+    if arguments.signal:
+        if path.exists():
+            note_signal(path, arguments.exit_code)
+        return
     record = None
     status = arguments.status or outcome(arguments.exit_code)
     if path.exists():
-        record = finish_record(path, arguments.status, arguments.exit_code)
-        status = record["status"]
+        try:
+            record = finish_record(path, arguments.status, arguments.exit_code)
+            status = record["status"]
+        except (WorkshopError, OSError) as error:  # no disk space left: the summary is all the more needed
+            print(f"error: {path}: cannot be finished ({error}); free disk space or quota", file=sys.stderr)
     gaps = arguments.gaps.read_text().splitlines() if arguments.gaps and arguments.gaps.exists() else []
     print("\n".join(["", "=" * 60, *summary(arguments.job_id, record, status, arguments.exit_code, gaps), "=" * 60]))
 

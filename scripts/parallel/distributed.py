@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from build_ops import prepare_deepspeed
-from errors import ENVIRONMENT, WorkshopError, report
+from errors import ENVIRONMENT, WorkshopError, report, survive_lost_output
 
 T = TypeVar("T")
 
@@ -119,6 +119,7 @@ def run_and_exit(main: Callable[[], None]) -> NoReturn:
     A sharded model refers to process groups to the very end, and so keeps gloo's threads. In about 1 of 100 exits one
     meets the interpreter as it shuts down: "terminate called without an active exception", SIGABRT, a failed job.
     """
+    survive_lost_output()
     try:
         code = run_and_report(main)
     except SystemExit as ended:  # the launcher's SIGTERM, while this rank left the error line to rank 0
@@ -188,6 +189,31 @@ def same_everywhere(value: T) -> T:
     if dist.is_initialized():
         dist.broadcast_object_list(box)
     return box[0]
+
+
+def control_channel() -> tuple:
+    """Process group and device for small numbers that ranks agree on in every step. Collective.
+
+    Numbers on the CPU do not wait for what the GPU still computes. They need gloo, which must know the interface to the
+    other nodes, as job.sh tells it: without that, the training's own group.
+    """
+    if not dist.is_initialized():
+        return None, None
+    if "gloo" in str(dist.get_backend()) or not torch.cuda.is_available():
+        return dist.group.WORLD, torch.device("cpu")
+    if world_size() == local_world_size() or "GLOO_SOCKET_IFNAME" in os.environ:
+        return dist.new_group(backend="gloo"), torch.device("cpu")
+    return dist.group.WORLD, torch.device("cuda")
+
+
+def highest_of_all(number: int, channel: tuple) -> int:
+    """The largest of the ranks' numbers, on every rank. channel: of control_channel(). Collective."""
+    group, device = channel
+    if group is None or dist.get_world_size() == 1:
+        return number
+    box = torch.tensor(number, device=device)
+    dist.all_reduce(box, dist.ReduceOp.MAX, group=group)
+    return int(box.item())
 
 
 def gather_lists(values: list) -> list[list]:

@@ -4,13 +4,11 @@ transformers ignores an unknown key of the file, and accelerate runs DDP instead
 a word. Here the first is an error and the second is put right.
 """
 
-import dataclasses
 import difflib
 
 import torch
 from accelerate import PartialState
 from accelerate.utils import DistributedType, ParallelismConfig
-from transformers import Trainer
 
 from errors import ENVIRONMENT, WorkshopError
 from json_files import read_json
@@ -130,28 +128,6 @@ def process_group_backend(config: dict, gpu: bool) -> str | None:
     "No backend type associated with device type cpu".
     """
     return "cuda:nccl,cpu:gloo" if gpu and config.get("cpu_offload") else None
-
-
-class FSDPTrainer(Trainer):
-    """The Trainer, with a loss in fp32 when FSDP computes in 16 bit: as with DDP and ZeRO.
-
-    Models compute their loss in fp32, as the sum over the tokens that count / their number. FSDP casts in two places.
-    accelerate's policy for FSDP2 casts what the model returns, and so the loss: in bf16 it keeps two or three digits,
-    in fp16 the loss scale of 65,536 makes it infinite. And both versions cast what goes into the model, and so the
-    number of tokens, which transformers passes as a float: wrong by up to 0.4 % in bf16, infinite above 65,504 in fp16.
-    """
-
-    def __init__(self, *args, **kwargs):
-        super().__init__(*args, **kwargs)
-        # read by train(), which wraps the model; without one it is not FSDP that will run, as the audit tells
-        plugin = getattr(self.accelerator.state, "fsdp_plugin", None)
-        if plugin and plugin.fsdp_version == 2 and plugin.mixed_precision_policy is not None:
-            plugin.mixed_precision_policy = dataclasses.replace(plugin.mixed_precision_policy, output_dtype=None)
-
-    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
-        if torch.is_tensor(num_items_in_batch):
-            num_items_in_batch = num_items_in_batch.long()  # whole numbers are not cast
-        return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
 
 
 def trainer_config(config: dict) -> dict:

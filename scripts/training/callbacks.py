@@ -10,6 +10,7 @@ from transformers import TrainerCallback
 from parallel.distributed import gather_lists
 
 WARM_UP_STEPS = 3
+PERCENT_PER_LINE = 5
 
 
 class TrainSpeedCallback(TrainerCallback):
@@ -42,6 +43,11 @@ class TrainSpeedCallback(TrainerCallback):
 
     def on_epoch_end(self, args, state, control, **kwargs):
         self.pause(state)
+
+    def go_on_from(self, steps: int, seconds: float) -> None:
+        """Count those of the runs before as well."""
+        self.steps = steps
+        self.seconds = seconds
 
     def pause(self, state) -> None:
         if self.started is not None:
@@ -110,6 +116,27 @@ def clock() -> float:
     if torch.cuda.is_available():
         torch.cuda.synchronize()
     return time.perf_counter()
+
+
+class LogLinesCallback(TrainerCallback):
+    """The Trainer's log lines, and one of progress every few percent, for a log in which no bar can be drawn."""
+
+    def on_train_begin(self, args, state, control, **kwargs):
+        self.started = time.monotonic()
+        self.shown = 100 * state.global_step // state.max_steps
+
+    def on_step_end(self, args, state, control, **kwargs):
+        percent = 100 * state.global_step // state.max_steps
+        if state.is_world_process_zero and percent >= self.shown + PERCENT_PER_LINE:
+            self.shown = percent
+            seconds = time.monotonic() - self.started
+            print(f"step {state.global_step} of {state.max_steps} ({percent} %) after {seconds:.0f} s", flush=True)
+
+    def on_log(self, args, state, control, logs=None, **kwargs):
+        if state.is_world_process_zero and logs:
+            shown = {name: f"{value:.4g}" if isinstance(value, float) else value for name, value in logs.items()}
+            shown.pop("total_flos", None)
+            print(shown, flush=True)
 
 
 class RecordCallback(TrainerCallback):

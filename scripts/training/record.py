@@ -7,6 +7,11 @@ gives the reason under the same name.
     status              running | completed | failed | oom | timeout | stopped
     exit_code           of the training, null while it runs
     job_id, experiment, run_name, command, started, finished (UTC), resumed_from, output_dir
+    attempt             1, or more when this job id was started again
+    restarts            one entry for each attempt but the first: time, reason (how the one before ended), step that it
+                        goes on from, and started and finished of the one before; all else is of the last attempt
+    overrides           directives of the .slurm file that were given otherwise at submission
+    stop                null, or of a run that was stopped: signal, step, checkpoint
     nodes               host names, in rank order
     pid                 of rank 0, on the first node
     world_size          number of ranks
@@ -22,10 +27,10 @@ gives the reason under the same name.
     steps_per_epoch     optimizer steps
     train_size, eval_size
     eval                list, one entry per evaluation: epoch, step, loss, runtime_s, samples_per_second
-    train               loss_mean (the Trainer's), loss_last (last logged), runtime_s, samples_per_second,
+    train               steps, loss_mean (the Trainer's), loss_last (last logged), runtime_s, samples_per_second,
                         steps_per_second (the Trainer's: they include evaluation and saving),
                         steady_samples_per_second, steady_steps_per_second, steady_steps (steps alone,
-                        warm-up left out)
+                        warm-up left out); of all attempts together, each up to the checkpoint that was gone on from
     exact_match, f1     percent over eval_size questions
     callbacks           train/steps_per_second_mean, train/samples_per_second_mean (the steady rates), and means over
                         steps and ranks: avg_gpu_util_%, std_gpu_util_%, avg_mem_alloc_MB, avg_mem_reserved_MB,
@@ -36,21 +41,25 @@ gives the reason under the same name.
     peak_process_mib    per rank: largest resident memory of the process
 """
 
+import contextlib
+import fcntl
 import json
 import os
 import platform
+import re
 import resource
 import socket
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from importlib.metadata import version
 from pathlib import Path
 
 import torch
 
 from errors import ENVIRONMENT, WorkshopError
-from job.finish import finish, now, outcome
+from job.finish import finish, now, outcome, read_record
 from json_files import write_json
 from parallel.distributed import gather_lists, rank, same_everywhere
 from paths import REPOSITORY
@@ -60,9 +69,50 @@ PACKAGES = ["torch", "transformers", "accelerate", "deepspeed", "datasets", "tok
 
 
 def new_job_id() -> str:
-    """The job's id, equal on all ranks: JOB_ID, else Slurm's, else local-<time>-<pid>."""
+    """The job's id, equal on all ranks: JOB_ID, else Slurm's, else local-<time>-<pid>.
+
+    Raises WorkshopError (exit code 2) for one that cannot be part of a file's name.
+    """
     local = f"local-{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"
-    return same_everywhere(os.environ.get("JOB_ID") or os.environ.get("SLURM_JOB_ID") or local)
+    job_id = os.environ.get("JOB_ID") or os.environ.get("SLURM_JOB_ID") or local
+    if not re.fullmatch(r"(?!\.)[A-Za-z0-9._-]{1,64}", job_id):
+        raise WorkshopError("JOB_ID", f"{job_id!r:.80} cannot name files", "give up to 64 letters, digits, . _ or -")
+    return same_everywhere(job_id)
+
+
+def restarted_by_slurm() -> bool:
+    """Whether this job was requeued: it has run before, under the same id."""
+    return os.environ.get("SLURM_RESTART_COUNT", "0") not in ("", "0")
+
+
+@contextlib.contextmanager
+def sole_writer(job_id: str) -> Iterator[None]:
+    """Holds a lock on the run's files, which ends with the process, however it ends.
+
+    Raises WorkshopError (exit code 2) on rank 0 while another process holds it.
+    """
+    if rank() != 0:
+        yield
+        return
+    path = Path("results") / f".{job_id}" / "lock"
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        lock = path.open("w")
+    except OSError as error:
+        raise WorkshopError(path, f"cannot be written ({error.strerror})", "free disk space", ENVIRONMENT) from error
+    with lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise WorkshopError(
+                "JOB_ID", f"another run of {job_id} is writing its files", "give another one, or wait for its end"
+            ) from error
+        except OSError:  # a file system without locks
+            print(f"{path}: no locks on this file system, start no second run of {job_id}", flush=True)
+        yield
+        with contextlib.suppress(OSError):
+            path.unlink()
+            path.parent.rmdir()  # unless job.sh keeps its own files there
 
 
 class RunRecord:
@@ -75,17 +125,30 @@ class RunRecord:
             "status": "running",
             "exit_code": None,
             "job_id": job_id,
+            "attempt": 1,
+            "restarts": [],
             "missing": {},
         }
 
-    def start(self, **values: object) -> None:
-        """Write the record for the first time. Collective: every rank adds its host name."""
+    def start(self, step: int, **values: object) -> None:
+        """Write the record for the first time. Collective: every rank adds its host name.
+
+        step: that the run goes on from, 0 from the beginning.
+        """
         hosts = [host for (host,) in gather_lists([socket.gethostname()])]
+        if rank() == 0 and self.path.exists():
+            before = read_record(self.path)
+            self.content["attempt"] = before.get("attempt", 1) + 1
+            restart = {"time": now(), "reason": how_it_ended(before), "step": step}
+            restart |= {"started": before.get("started"), "finished": before.get("finished")}
+            self.content["restarts"] = [*before.get("restarts", []), restart]
         self.content |= {
             "experiment": experiment_path(),
             "command": [from_repository(word) for word in sys.argv],
             "started": now(),
             "finished": None,
+            "stop": None,
+            "overrides": [text for text in os.environ.get("JOB_OVERRIDES", "").split(";") if text],
             "nodes": list(dict.fromkeys(hosts)),
             "pid": os.getpid(),
             "world_size": len(hosts),
@@ -111,6 +174,13 @@ class RunRecord:
     def write(self) -> None:
         if rank() != 0:
             return
+        on_disk = read_record(self.path) if self.path.exists() else {}
+        newer = on_disk.get("attempt", 1) - self.content["attempt"]
+        if newer > 0 or (newer == 0 and on_disk.get("finished")):
+            return  # of a job that has ended, or begun again, while this process outlived it
+        if newer == 0 and self.content["status"] == "running" and on_disk.get("status"):
+            # job.sh notes a signal at once, as the job may be killed before the training could
+            self.content |= {"status": on_disk["status"], "exit_code": on_disk["exit_code"]}
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             write_json(self.path, self.content)
@@ -119,12 +189,13 @@ class RunRecord:
                 self.path, f"cannot be written ({error.strerror})", "free disk space or quota", ENVIRONMENT
             ) from error
 
-    def training(self, metrics: dict, log_history: list[dict], speed, utilisation) -> None:
-        """Note what the Trainer reports of a finished training, and what the callbacks measured. Collective."""
+    def training(self, steps: int, metrics: dict, log_history: list[dict], speed, utilisation) -> None:
+        """Note what the Trainer reports at the end of a training, and what the callbacks measured. Collective."""
         steady = speed.rates()
         losses = [entry["loss"] for entry in log_history if "loss" in entry]
         self.update(
             train={
+                "steps": steps,
                 "loss_mean": metrics["train_loss"],
                 "loss_last": losses[-1] if losses else None,
                 "runtime_s": metrics["train_runtime"],
@@ -172,12 +243,21 @@ class RunRecord:
             return
         code = exit_code_of(error)
         out_of_memory = isinstance(error, torch.OutOfMemoryError)
-        running = json.loads(self.path.read_text())["status"] == "running"
+        running = not read_record(self.path).get("finished")
         if rank() == 0 and running:
             self.update(status="oom" if out_of_memory else outcome(code), exit_code=code, finished=now())
         elif out_of_memory or (running and isinstance(error, Exception) and not isinstance(error, WorkshopError)):
             # rank 0 is about to be ended by the launcher and would only know that it was stopped
             finish(self.path, "oom" if out_of_memory else "failed", code)
+
+
+def how_it_ended(record: dict) -> str:
+    """How the attempt of this record ended, in words."""
+    if not record.get("finished") and record.get("status") == "running":
+        return "ended without a word: its node failed, or it was killed"
+    stop = record.get("stop")
+    by = f" by {stop['signal']}" if isinstance(stop, dict) and "signal" in stop else ""
+    return f"{record.get('status')}{by} (exit code {record.get('exit_code')})"
 
 
 def mib(size: int) -> float:
@@ -202,7 +282,7 @@ def refuse_finished(record_path: Path, output_dir: str) -> None:
     way_out = "give another --output_dir, a new JOB_ID, or --resume_from_checkpoint"
     if (Path(output_dir) / "config.json").exists():
         raise WorkshopError(output_dir, "holds the model of a finished run", way_out)
-    if record_path.exists() and json.loads(record_path.read_text())["status"] == "completed":
+    if record_path.exists() and read_record(record_path).get("status") == "completed":
         raise WorkshopError(record_path, "is the record of a finished run", "set a new JOB_ID, or move the file away")
 
 

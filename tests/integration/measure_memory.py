@@ -75,5 +75,5 @@ def measuring(base: type) -> type:
     return Measuring
 
 
-train.Trainer, train.FSDPTrainer = measuring(train.Trainer), measuring(train.FSDPTrainer)
+train.ResumableTrainer, train.FSDPTrainer = measuring(train.ResumableTrainer), measuring(train.FSDPTrainer)
 train.run_and_exit(train.main)

@@ -2,13 +2,32 @@
 
 import json
 import os
+import re
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import xxhash
+from datasets import Dataset, concatenate_datasets
 
-from config import LATEST
-from training.checkpoints import MARKER, CheckpointCallback, find_checkpoint, is_complete, mark_complete
+from config import LATEST, Options, parse_command_line
+from training import checkpoints
+from training.callbacks import TrainSpeedCallback
+from training.checkpoints import (
+    MARKER,
+    CheckpointCallback,
+    Progress,
+    check_room,
+    check_same_training,
+    checksum_of_tokens,
+    find_checkpoint,
+    is_complete,
+    mark_complete,
+    marker_of,
+    writer,
+)
+
+MARKED = {"world_size": 1, "strategy": "plain"}
 
 
 def checkpoint(folder: Path | str, step: int, complete: bool = True, age: int = 0, **saved_by: object) -> Path:
@@ -18,14 +37,20 @@ def checkpoint(folder: Path | str, step: int, complete: bool = True, age: int = 
     (path / "trainer_state.json").write_text("{}")
     (path / "global_step" / "optimizer.pt").write_bytes(b"0123456789")
     if complete:
-        mark_complete(path, **{"world_size": 1, "strategy": "plain", **saved_by})
+        mark_complete(path, MARKED | {"step": step} | saved_by)
         time = (path / MARKER).stat().st_mtime - age
         os.utime(path / MARKER, (time, time))
     return path
 
 
-def find(wanted: str | None, output_dir: str = "output/7", world_size: int = 1, strategy: str = "plain") -> str | None:
-    return find_checkpoint(wanted, output_dir, world_size, strategy)
+def find(
+    wanted: str | None,
+    output_dir: str = "output/7",
+    world_size: int = 1,
+    strategy: str = "plain",
+    restarted: bool = False,
+) -> str | None:
+    return find_checkpoint(wanted, output_dir, world_size, strategy, restarted)
 
 
 def test_without_the_flag_nothing_is_resumed():
@@ -113,18 +138,37 @@ def test_unsharded_checkpoint_fits_any_number_of_ranks():
 
 def save(callback: CheckpointCallback, step: int, best: str | None = None) -> None:
     state = SimpleNamespace(global_step=step, best_model_checkpoint=best)
-    callback.on_save(SimpleNamespace(output_dir="output/7", world_size=1), state, None)
+    callback.on_save(SimpleNamespace(output_dir="output/7"), state, None)
+
+
+def callback(save_total_limit: int | None) -> CheckpointCallback:
+    trainer = SimpleNamespace(_tr_loss=0.5, _total_loss_scalar=20.0, _globalstep_last_logged=18, earlier_seconds=7.0)
+    watching = CheckpointCallback(save_total_limit, MARKED, trainer, TrainSpeedCallback(4), None)
+    watching.on_train_begin(None, None, None)
+    return watching
 
 
 def test_saving_marks_the_new_checkpoint_and_then_removes_the_older_ones():
     checkpoint("output/7", 10, age=20)
     killed = checkpoint("output/7", 15, complete=False)
     new = checkpoint("output/7", 20, complete=False)
-    save(CheckpointCallback(1, "plain"), 20)
+    save(callback(1), 20)
     assert is_complete(new)
     marker = json.loads((new / MARKER).read_text())
     assert (marker["world_size"], marker["strategy"]) == (1, "plain")
-    assert marker["files"]["global_step/optimizer.pt"] == 10
+    assert marker["files"]["global_step/optimizer.pt"] == {
+        "size": 10,
+        "xxh3_64": xxhash.xxh3_64_hexdigest(b"0123456789"),
+    }
+    progress = marker["progress"]
+    assert progress.pop("seconds") >= 7
+    assert progress == {
+        "logged_loss": 20.0,
+        "last_logged_step": 18,
+        "unlogged_losses": [0.5],
+        "steady_steps": 0,
+        "steady_seconds": 0.0,
+    }
     assert not (killed.parent / "checkpoint-10").exists()
 
 
@@ -132,12 +176,185 @@ def test_best_checkpoint_is_kept():
     best = checkpoint("output/7", 10, age=20)
     checkpoint("output/7", 15, age=10)
     checkpoint("output/7", 20, complete=False)
-    save(CheckpointCallback(1, "plain"), 20, str(best))
+    save(callback(1), 20, str(best))
     assert sorted(p.name for p in Path("output/7").iterdir()) == ["checkpoint-10", "checkpoint-20"]
 
 
 def test_without_a_limit_all_are_kept():
     checkpoint("output/7", 10)
     checkpoint("output/7", 20, complete=False)
-    save(CheckpointCallback(None, "plain"), 20)
+    save(callback(None), 20)
     assert len(list(Path("output/7").iterdir())) == 2
+
+
+def damage(folder: Path) -> Path:
+    """Change one bit; the size stays."""
+    path = folder / "global_step" / "optimizer.pt"
+    path.write_bytes(b"0123456788")
+    return path
+
+
+def test_a_file_of_the_same_size_with_another_content_is_damaged(refusal):
+    older = checkpoint("output/7", 10, age=20)
+    newer = checkpoint("output/7", 20)
+    changed = damage(newer)
+    line = (
+        f"error: {changed}: was changed since it was saved; go on from the one before: --resume_from_checkpoint {older}"
+    )
+    assert refusal(find, LATEST, code=4) == line
+    assert refusal(find, str(newer), code=4) == line
+
+
+def test_without_another_checkpoint_the_way_out_is_a_new_start(refusal):
+    damage(checkpoint("output/7", 20))
+    assert refusal(find, LATEST, code=4).endswith("; leave --resume_from_checkpoint out to start anew")
+
+
+def test_a_job_that_slurm_starts_again_goes_on_from_its_own_undamaged_checkpoint(capsys):
+    assert find(None, restarted=True) is None, "none yet: it begins anew"
+    checkpoint("output/6", 99)
+    assert find(None, restarted=True) is None, "of another job"
+    older = checkpoint("output/7", 10, age=20)
+    assert find("output/6", restarted=True) == str(older), "its own, whatever it began with"
+    changed = damage(checkpoint("output/7", 20))
+    assert find(None, restarted=True) == str(older)
+    assert f"{changed} was changed" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("name", "rank"),
+    [
+        ("model.safetensors", 0),
+        ("rng_state.pth", 0),
+        ("rng_state_3.pth", 3),
+        ("global_step8/bf16_zero_pp_rank_2_mp_rank_00_optim_states.pt", 2),
+        ("global_step8/zero_pp_rank_1_mp_rank_00_model_states.pt", 1),
+        ("global_step8/mp_rank_00_model_states.pt", 0),
+        ("optimizer_0/__3_0.distcp", 3),
+        ("optimizer_0/.metadata", 0),
+    ],
+)
+def test_each_rank_reads_back_what_it_wrote(monkeypatch, name, rank):
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    assert writer(name) == rank
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    assert writer(name) == 0
+
+
+def test_progress_of_another_number_of_ranks_is_their_mean(monkeypatch):
+    progress = Progress(1.0, 20.0, 18, [1.0, 3.0], 4, 2.0)
+    assert progress.unlogged_loss == 2
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv("RANK", "1")
+    assert progress.unlogged_loss == 3
+
+
+TOKENS = {"length": [3, 2], "input_ids": [[1, 2, 3], [4, 5]], "labels": [[-100, 2, 3], [4, 5]]}
+
+
+def run_of(*argv: str, tokens: dict = TOKENS, ranks: int = 1) -> tuple[Options, dict]:
+    options = parse_command_line("", ["--model_name", "tiny-bloom", *argv], environment={})
+    return options, marker_of(options, "plain", ranks, Dataset.from_dict(tokens))
+
+
+def saved(*argv: str, **others) -> Path:
+    path = checkpoint("output/7", 20, complete=False)
+    mark_complete(path, run_of(*argv, **others)[1])
+    return path
+
+
+ALLOWED = [
+    ("--num_train_epochs", "9"),
+    ("--max_steps", "99"),
+    ("--logging_steps", "1", "--logging_strategy", "steps"),
+    ("--save_strategy", "steps", "--save_steps", "7", "--save_total_limit", "3"),
+    ("--eval_strategy", "steps", "--eval_steps", "7"),
+    ("--output_dir", "elsewhere", "--run_name", "other", "--no_em_f1"),
+    ("--gradient_accumulation_steps", "8", "--per_device_train_batch_size", "2"),
+]
+
+
+@pytest.mark.parametrize("argv", ALLOWED, ids=lambda argv: argv[0])
+def test_what_does_not_define_the_training_may_change(argv):
+    folder = saved()
+    check_same_training(str(folder), *run_of(*argv))
+
+
+CHANGED = {
+    "learning_rate was 5e-05, is 0.0001": ("--learning_rate", "1e-4"),
+    "seed was 42, is 7": ("--seed", "7"),
+    "labels was sequence, is answer": ("--labels", "answer"),
+    "train_size was 500, is 600": ("--train_size", "600"),
+    "eval_size was 100, is 50": ("--eval_size", "50"),
+    "dataset was squad, is my.json": ("--dataset", "my.json"),
+    "warmup_steps was 0, is 10.0": ("--warmup_steps", "10"),
+    "global_batch was 16, is 32": ("--gradient_accumulation_steps", "8"),
+    "max_length was 512, is 256": ("--max_length", "256"),
+}
+
+
+@pytest.mark.parametrize(("what", "argv"), CHANGED.items(), ids=lambda value: str(value))
+def test_another_setting_ends_with_4_and_is_named(what, argv, refusal):
+    folder = saved()
+    line = refusal(check_same_training, str(folder), *run_of(*argv), code=4)
+    assert line == (
+        f"error: {folder}: is of another training: {what}; "
+        "give the same settings, or leave --resume_from_checkpoint out to start anew"
+    )
+
+
+def test_a_flag_that_is_no_longer_given_is_named(refusal):
+    line = refusal(check_same_training, str(saved("--warmup_steps", "10", "--seed", "3")), *run_of(), code=4)
+    assert "training: seed was 3, is 42, warmup_steps was 10.0, is 0;" in line
+
+
+@pytest.mark.parametrize("column", ["input_ids", "labels"])
+def test_other_questions_behind_the_same_name_are_noticed(column, refusal):
+    folder = saved()
+    tokens = TOKENS | {column: [[1, 2, 4], [4, 5]]}
+    line = refusal(check_same_training, str(folder), *run_of(tokens=tokens), code=4)
+    assert "the training questions or their tokens are others" in line
+
+
+def test_the_same_tokens_have_one_checksum_however_they_are_stored():
+    chunks = concatenate_datasets([Dataset.from_dict({k: v[:1] for k, v in TOKENS.items()}),
+                                   Dataset.from_dict({k: v[1:] for k, v in TOKENS.items()})])  # fmt: skip
+    again = Dataset.from_dict({k: v[::-1] for k, v in TOKENS.items()}).select([1, 0])
+    assert checksum_of_tokens(chunks) == checksum_of_tokens(again) == checksum_of_tokens(Dataset.from_dict(TOKENS))
+
+
+def test_a_changed_config_file_is_named_by_its_key(refusal):
+    folder = saved()
+    options, marker = run_of()
+    before = json.loads((folder / MARKER).read_text()) | {"config": {"zero_optimization": {"stage": 2, "x": 1}}}
+    (folder / MARKER).write_text(json.dumps(before))
+    marker["config"] = {"zero_optimization": {"stage": 2}}
+    line = refusal(check_same_training, str(folder), options, marker, code=4)
+    assert "config zero_optimization.x was 1, is None" in line
+
+
+def test_a_checkpoint_without_settings_says_so(capsys):
+    check_same_training(str(checkpoint("output/7", 20)), *run_of())
+    assert "output/7/checkpoint-20 does not tell its settings" in capsys.readouterr().out
+
+
+def test_too_little_room_is_found_before_the_training(monkeypatch, refusal):
+    options = run_of()[0]
+    free = 1000 * 12 * 2
+    monkeypatch.setattr(checkpoints.shutil, "disk_usage", lambda path: SimpleNamespace(free=free))
+    check_room("output/7", options, 1000, keep=1)
+    line = refusal(check_room, "output/7", options, 1001, 1, code=3)
+    assert re.fullmatch(r"error: \S+/work: 0.0 GiB free, 2 checkpoint\(s\) of 0.0 GiB will be there at once; .*", line)
+    check_room("output/7", run_of("--save_strategy", "no")[0], 10**9, keep=1)
+    check_room("output/7", run_of("--optim", "sgd")[0], 3000, keep=1)
+    check_room("output/7", run_of("--num_train_epochs", "1")[0], 2000, keep=1)
+    assert list(Path().iterdir()) == []
+
+
+def test_a_folder_that_cannot_be_written_is_found_before_the_training(monkeypatch, refusal):
+    def read_only(self, content):
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(Path, "write_bytes", read_only)
+    line = refusal(check_room, "output/7", run_of()[0], 1, 1, code=3)
+    assert "cannot be written (Permission denied); give another --output_dir" in line

@@ -37,7 +37,7 @@ def test_documented_keys_are_those_that_are_written():
             documented |= {name.strip() for name in names.split(",")}
     written = RunRecord("7").content.keys() - {"missing"}
     started = RunRecord("7")
-    started.start()
+    started.start(0)
     written |= started.content.keys() - {"missing"}
     for path in (REPOSITORY / "scripts").rglob("*.py"):
         for call in ast.walk(ast.parse(path.read_text())):
@@ -59,10 +59,10 @@ STEADY = {"steady_steps": 4, "steady_steps_per_second": 1.0, "steady_samples_per
 def trained(steady: dict, means: dict, reason: str = "", log: tuple = ()) -> RunRecord:
     """The record of a run whose callbacks measured these values."""
     run = RunRecord("7")
-    run.start()
+    run.start(0)
     run.measure_memory()
     speed = SimpleNamespace(rates=lambda: steady)
-    run.training(METRICS, list(log), speed, SimpleNamespace(means=lambda: means, reason=reason))
+    run.training(16, METRICS, list(log), speed, SimpleNamespace(means=lambda: means, reason=reason))
     return run
 
 
@@ -77,7 +77,7 @@ def test_documented_parts_are_those_that_are_written():
 
 def test_record_says_where_and_with_what_the_run_was_made():
     run = RunRecord("7")
-    run.start(run_name="zero2")
+    run.start(0, run_name="zero2")
     content = json.loads(Path("results/7.json").read_text())
     assert (content["status"], content["exit_code"], content["finished"]) == ("running", None, None)
     assert (content["world_size"], content["job_id"], content["run_name"]) == (1, "7", "zero2")
@@ -145,7 +145,7 @@ def test_full_disk_is_an_environment_error(monkeypatch, refusal):
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(record, "write_json", full)
-    line = refusal(RunRecord("7").start, code=3)
+    line = refusal(RunRecord("7").start, 0, code=3)
     assert line == "error: results/7.json: cannot be written (No space left on device); free disk space or quota"
 
 
@@ -167,7 +167,7 @@ def test_record_notes_how_the_run_ended(error, status, code):
     run = RunRecord("7")
     try:
         with run:
-            run.start()
+            run.start(0)
             if error:
                 raise error
     except BaseException as raised:
@@ -180,7 +180,7 @@ def test_record_notes_how_the_run_ended(error, status, code):
 def test_other_ranks_write_nothing(monkeypatch):
     monkeypatch.setenv("RANK", "1")
     with RunRecord("7") as run:
-        run.start()
+        run.start(0)
         run.update(f1=1.0)
     assert list(Path().iterdir()) == []
 
