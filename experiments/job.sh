@@ -366,7 +366,12 @@ job_stop() { # SIGNAL: ask the training to save and stop
     CANCELLED=yes
   fi
   if [[ -n $CHILD ]]; then
-    kill -TERM "$CHILD" 2>/dev/null || true
+    # what bash starts in the background is deaf to INT, and srun has ideas of its own about HUP
+    local passed_on=TERM
+    if [[ $1 = USR1 ]]; then
+      passed_on=USR1
+    fi
+    kill -"$passed_on" "$CHILD" 2>/dev/null || true
   fi
   if [[ $ON_NODE = no && $BASHPID = "$$" ]]; then
     # at once: a training that does not react is killed, and this script with it

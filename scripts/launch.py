@@ -11,6 +11,7 @@ import argparse
 import contextlib
 import logging
 import os
+import re
 import signal
 import socket
 import sys
@@ -36,9 +37,9 @@ def main() -> None:
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1):
         if signal.getsignal(number) is not signal.SIG_IGN:
             signal.signal(number, tell_ranks)
-    # it reports each rank that ends with another code than 0 as failed
+    # it reports each rank that ends with another code than 0 as failed, and that it ends the others
     of_ranks = logging.getLogger("torch.distributed.elastic.multiprocessing.api")
-    of_ranks.addFilter(lambda entry: f"exitcode: {STOPPED}" not in entry.getMessage())
+    of_ranks.addFilter(lambda entry: not re.search(f"exitcode: {STOPPED}|closing signal", entry.getMessage()))
     try:
         run(arguments)
     except ChildFailedError as error:
@@ -63,7 +64,7 @@ def tell_ranks(number: int, frame: object) -> None:
         sys.exit(128 + number)
     for each in ranks:
         with contextlib.suppress(psutil.NoSuchProcess):
-            each.terminate()
+            each.send_signal(number)
 
 
 def join_timeout() -> int:

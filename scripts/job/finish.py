@@ -95,6 +95,8 @@ def is_alive(record: Path) -> bool:
                 return True
             except OSError:  # a file system without locks
                 continue
+    if not record.stem.isdigit():
+        return False  # no id of Slurm's
     try:
         queue = subprocess.run(["squeue", "--noheader", "--format=%A"], capture_output=True, text=True, timeout=20)
     except FileNotFoundError:

@@ -1,8 +1,8 @@
 """Stopping a run so that it can go on later: on a signal all ranks save one checkpoint and end with exit code 75.
 
-SIGTERM, SIGUSR1, SIGHUP and Ctrl-C ask for it. The ranks agree at the end of the optimizer step, as each of them may
-have got the signal in another one. Before the training there is nothing to save: the run ends at once, with 128 + the
-signal's number. So it does on a second signal.
+SIGTERM, SIGUSR1, SIGUSR2, SIGHUP and Ctrl-C ask for it. The ranks agree at the end of the optimizer step, as each of
+them may have got the signal in another one. Before the training there is nothing to save: the run ends at once, with
+128 + the signal's number. So it does on a second signal.
 """
 
 import os
@@ -22,7 +22,7 @@ from job.with_parent import end_with_parent
 from parallel.distributed import control_channel, highest_of_all, rank
 from training.checkpoints import complete_checkpoint
 
-SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP, signal.SIGINT)
+SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP, signal.SIGINT)
 # Slurm, srun, job.sh and torchrun all pass the same signal on: what comes this soon after the first is the first
 SECONDS_OF_RELAYS = 5.0
 
@@ -75,7 +75,7 @@ class StopRequest:
                 first = time.monotonic()
                 if not self.can_save:
                     self.end_at_once(number, "before the first step, nothing to save")
-                say(f"{name_of(number)}: a checkpoint follows at the end of this step; a second signal ends it at once")
+                say(f"{name_of(number)}: a checkpoint follows at the end of this step; another signal ends all at once")
             elif number == signal.SIGINT or time.monotonic() - first > SECONDS_OF_RELAYS:
                 self.end_at_once(number, "a second signal, nothing saved since the last checkpoint")
 

@@ -1,0 +1,156 @@
+"""Jobs that are stopped on a real cluster, whatever by, and that Slurm starts again: they end as if nothing had been.
+
+On the CPU the result is the same to the last bit: weights, losses of every epoch, mean of the training losses.
+"""
+
+import re
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import pytest
+
+from jobs import Job, Lab, run_command
+
+# 48 steps, a checkpoint after every 12
+LONG = {"TRAIN_SIZE": 96, "EVAL_SIZE": 16, "NUM_EPOCHS": 4, "EM_F1": False, "GRAD_ACC": 1, "BATCH_SIZE": 4}
+LONG |= {"SAVE_STRATEGY": "epoch"}
+STEPS_PER_EPOCH = 12
+TWO_NODES = LONG | {"BATCH_SIZE": 4, "MIN_BANDWIDTH": 0, "JOIN_TIMEOUT": 60}
+EXPERIMENTS = {
+    "plain": ("baseline", LONG | {"BATCH_SIZE": 8}),
+    "zero-2": ("deepspeed-multi-node/2_nodes", TWO_NODES),
+    "fsdp2": ("fsdp-multi-node/2_nodes", TWO_NODES),
+}
+
+
+def warn(job: Job) -> None:
+    """What Slurm sends some time before the limit: --signal=B:USR1@120."""
+    run_command(["scancel", "--batch", "--signal=USR1", job.id], env=job.lab.cluster.env)
+
+
+def requeue(job: Job) -> None:
+    """Preemption, with PreemptMode=REQUEUE."""
+    run_command(["scontrol", "requeue", job.id], env=job.lab.cluster.env)
+
+
+def crash(node: str) -> Callable[[Job], None]:
+    def act(job: Job) -> None:
+        job.lab.cluster.crash(node)
+        job.lab.cluster.start(node)
+
+    return act
+
+
+@dataclass(frozen=True)
+class Stopped:
+    """A job, what happens to it, and what its record tells of that. clean: a checkpoint was saved at the stop."""
+
+    name: str
+    act: Callable[[Job], object] | None
+    reason: str
+    clean: bool = True
+    sbatch: tuple = ()
+    variables: dict = field(default_factory=dict)
+
+
+CASES = [
+    Stopped("zero-2", warn, r"stopped by SIGUSR1 \(exit code 75\)"),
+    Stopped("fsdp2", crash("node2"), "ended without a word: .*", clean=False),
+]
+# What differs from these in the place of the fault, or in what asks for the stop
+MORE = [
+    Stopped("plain", warn, r"stopped by SIGUSR1 \(exit code 75\)"),
+    Stopped("fsdp2", warn, r"stopped by SIGUSR1 \(exit code 75\)"),
+    Stopped("plain", requeue, r"stopped by SIGTERM \(exit code 75\)"),
+    Stopped("zero-2", requeue, r"stopped by SIGTERM \(exit code 75\)"),
+    Stopped("fsdp2", requeue, r"stopped by SIGTERM \(exit code 75\)"),
+    Stopped("plain", crash("node1"), "ended without a word: .*", clean=False, sbatch=("--nodelist=node1",)),
+    Stopped("zero-2", crash("node1"), "ended without a word: .*", clean=False),
+    Stopped("zero-2", crash("node2"), "ended without a word: .*", clean=False),
+    # half a minute of warning within Slurm's shortest limit
+    Stopped("plain", None, r"stopped by SIGUSR1 \(exit code 75\)", sbatch=("--time=1", "--signal=B:USR1@30"),
+            variables={"NUM_EPOCHS": 40}),
+]  # fmt: skip
+
+
+def submit(lab: Lab, name: str, *sbatch: str, **variables: object) -> Job:
+    experiment, knobs = EXPERIMENTS[name]
+    return lab.submit(experiment, sbatch=sbatch, **(knobs | {"REQUEUE": 1} | variables))
+
+
+@pytest.fixture(scope="module")
+def undisturbed(lab):
+    """``undisturbed(name)`` is the job that nothing happened to."""
+    done: dict[str, Job] = {}
+
+    def job(name: str) -> Job:
+        if name not in done:
+            done[name] = submit(lab, name).wait()
+            assert done[name].record["attempt"] == 1
+        return done[name]
+
+    return job
+
+
+def last_step(job: Job) -> int:
+    return max(map(int, re.findall(r"^step (\d+) of", job.log, re.MULTILINE)), default=0)
+
+
+def check(case: Stopped, job: Job) -> None:
+    """It was stopped once, went on, and lost no more than it may."""
+    job.wait_for(lambda: last_step(job) > STEPS_PER_EPOCH + 1)
+    if case.act:
+        case.act(job)
+    job.wait_for(lambda: "going on from step" in job.log)
+    job.wait()
+    assert (job.state, job.exit_code) == ("COMPLETED", 0), job
+    record = job.record
+    assert (record["status"], record["exit_code"], record["attempt"]) == ("completed", 0, 2), job
+    (restart,) = record["restarts"]
+    assert re.fullmatch(case.reason, restart["reason"]), restart
+    before, _, after = job.log.partition("going on from step ")
+    resumed = int(re.match(r"\d+", after)[0])
+    reached = max(map(int, re.findall(r"^step (\d+) of", before, re.MULTILINE)))
+    assert resumed == restart["step"]
+    assert resumed >= (reached if case.clean else reached - STEPS_PER_EPOCH)
+    assert not (job.folder / "results" / f".{job.id}").exists()
+    assert job.processes() == {}
+    for log in [*job.memory_logs("cpu").values(), *job.memory_logs("gpu").values()]:
+        headers = re.findall(r"^(?:# +Elapsed|timestamp)", log.read_text(), re.MULTILINE)
+        assert len(headers) == 2, f"{log}: both attempts are in one log"
+
+
+def check_equal(job: Job, expected: Job) -> None:
+    weights = [(each.folder / "output" / each.id / "model.safetensors").read_bytes() for each in (job, expected)]
+    assert weights[0] == weights[1], f"other weights\n{job}"
+    assert job.losses == expected.losses
+    for name in ("steps", "loss_mean", "loss_last"):
+        assert job.record["train"][name] == expected.record["train"][name], name
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case.name} {case.reason[:16]}")
+def test_a_stopped_job_goes_on_as_if_nothing_had_been(case, lab, undisturbed):
+    expected = undisturbed(case.name)
+    job = submit(lab, case.name, *case.sbatch, **case.variables)
+    check(case, job)
+    check_equal(job, expected)
+
+
+@pytest.mark.faults
+@pytest.mark.parametrize("case", MORE, ids=lambda case: f"{case.name} {case.reason[:16]}")
+def test_more_jobs_that_are_stopped(case, lab, undisturbed):
+    job = submit(lab, case.name, *case.sbatch, **case.variables)
+    check(case, job)
+    if not case.variables:
+        check_equal(job, undisturbed(case.name))
+
+
+def test_after_scancel_a_job_is_not_requeued(lab):
+    job = submit(lab, "plain")
+    job.wait_for(lambda: last_step(job) > 1)
+    job.cancel()
+    job.wait()
+    assert job.state == "CANCELLED"
+    assert (job.record["status"], job.record["exit_code"]) == ("stopped", 75)
+    assert job.record["stop"]["checkpoint"].endswith(f"checkpoint-{job.record['stop']['step']}")
+    assert "attempt" in job.record and job.record["restarts"] == []
