@@ -42,7 +42,7 @@ job_prepare() {
     job_fail "$(basename "$0")" "it needs $NODES nodes, and there is no Slurm here" "submit it with sbatch" 3
   fi
   local number
-  for number in MAX_RESTARTS LOG_LIMIT; do
+  for number in MAX_RESTARTS LOG_LIMIT LOST_NODE_TIMEOUT; do
     if [[ ! ${!number} =~ ^[0-9]+$ ]]; then
       job_fail "$number" "'${!number}' is no number" "give a whole number, or unset it"
     fi
@@ -56,7 +56,7 @@ job_prepare() {
     job_fail "$PWD" "it cannot be written" "free disk space, or see its permissions" 3
   job_lock
   # of an attempt whose node failed
-  rm -f "$RUN_DIR"/{exit_codes,gaps,warned,bandwidth.json,joined_*,problem_*}
+  rm -f "$RUN_DIR"/{exit_codes,gaps,warned,node_failed,bandwidth.json,joined_*,problem_*}
   trap job_finish EXIT
   job_trap_signals
   job_keep_output
@@ -215,7 +215,30 @@ check_bandwidth() { # without memory loggers: those files belong to the training
 job_srun() {
   # --kill-on-bad-exit: one failed rank must end the others, which would wait for it
   job_start srun --nodes="$NODES" --kill-on-bad-exit=1 --cpu-bind=none "$@"
-  job_wait
+  job_watch_srun "$CHILD" &
+  local -r watcher=$!
+  local code=0
+  job_wait || code=$?
+  kill "$watcher" 2>/dev/null || true
+  return "$code"
+}
+
+job_watch_srun() { # PID: a node that failed, and was back before Slurm noticed, knows nothing of its tasks; srun waits on
+  trap - TERM
+  local elapsed=0
+  while kill -0 "$1" 2>/dev/null; do
+    read -rt 1 <> <(:) || true # a sleep that is no process, and so cannot be left behind
+    if [[ -s $RUN_DIR/exit_codes ]]; then
+      elapsed=$((elapsed + 1))
+    fi
+    if ((elapsed > LOST_NODE_TIMEOUT)); then
+      printf 'error: srun: it still waits %s s behind the end of a node; %s\n' "$LOST_NODE_TIMEOUT" \
+        "another node has probably failed and come back: see scontrol show node" >&2
+      : >"$RUN_DIR/node_failed" || true
+      kill -KILL "$1" || true
+      return 0
+    fi
+  done
 }
 
 # 3. On each node: the command, and the memory loggers beside it
@@ -400,9 +423,11 @@ job_finish() { # on EXIT, also when the training failed: errexit ends the script
   if [[ -e $RUN_DIR/warned && $CANCELLED = no && $code != 0 ]]; then
     STOPPED=yes
     again=yes
+  elif [[ -e $RUN_DIR/node_failed && $STOPPED = no ]]; then
+    again=yes
   fi
   job_record "$code"
-  rm -f "$RUN_DIR"/{lock,job.lock,exit_codes,gaps,warned,bandwidth.json,joined_*,problem_*}
+  rm -f "$RUN_DIR"/{lock,job.lock,exit_codes,gaps,warned,node_failed,bandwidth.json,joined_*,problem_*}
   rmdir "$RUN_DIR" || true
   job_upload
   if [[ $again = yes ]]; then
@@ -483,6 +508,7 @@ job_load_site
 : "${REQUIRE_GPU:=1}"
 : "${JOIN_TIMEOUT:=300}"
 : "${MAX_RESTARTS:=10}"
+: "${LOST_NODE_TIMEOUT:=120}"        # more than Slurm's KillWait, which is often 30
 : "${LOG_LIMIT:=200000000}"          # bytes of one memory log
 : "${CUDA_DEVICE_ORDER:=PCI_BUS_ID}" # CUDA would count from the fastest GPU, nvidia-smi and Slurm count along the bus
 : "${TORCH_CPP_LOG_LEVEL:=ERROR}"    # WARNING tells of each socket that is closed

@@ -15,6 +15,7 @@ import re
 import signal
 import socket
 import sys
+import tempfile
 import time
 from pathlib import Path
 
@@ -41,7 +42,9 @@ def main() -> None:
     of_ranks = logging.getLogger("torch.distributed.elastic.multiprocessing.api")
     of_ranks.addFilter(lambda entry: not re.search(f"exitcode: {STOPPED}|closing signal", entry.getMessage()))
     try:
-        run(arguments)
+        with tempfile.TemporaryDirectory(prefix="launch_") as folder:
+            arguments.log_dir = arguments.log_dir or folder  # else torchrun leaves one behind for each launch
+            run(arguments)
     except ChildFailedError as error:
         rank, failure = error.get_first_failure()
         code = failure.exitcode

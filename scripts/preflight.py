@@ -32,10 +32,10 @@ def main() -> None:
     parser.add_argument("--dataset", help="in the cache (DATASET)")
     parser.add_argument("--quick", action="store_true", help="no tiny trainings")
     parser.add_argument("--submit", action="store_true", help="submit three tiny Slurm jobs and wait for them")
-    parser.add_argument("--timeout", type=int, default=600, help="seconds for one training or job (%(default)s)")
+    parser.add_argument("--timeout", type=int, default=1800, help="seconds for a training, or all jobs (%(default)s)")
     arguments = parser.parse_args()
     if arguments.timeout < 1:
-        raise WorkshopError("--timeout", f"{arguments.timeout} is too small", "give seconds, for example 600")
+        raise WorkshopError("--timeout", f"{arguments.timeout} is too small", "give seconds, for example 1800")
     states = []
     out = sys.stdout
 

@@ -113,6 +113,9 @@ def slurm_jobs(folder: Path, timeout: int, caller: dict[str, str]) -> Lines:
             else:
                 yield "fail", f"sbatch {job}", last_line(said), "correct the site file or the directives"
         deadline = time.monotonic() + timeout
+        if ids:
+            waiting = f"waiting up to {timeout} s for the jobs {', '.join(ids.values())}"
+            print(f"{waiting}: in the queue, then compiling DeepSpeed's optimizers the first time", flush=True)
         for job in list(ids):
             state, reason, log = wait_for_job(ids[job], deadline)
             if state == "COMPLETED":

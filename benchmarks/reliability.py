@@ -1,0 +1,102 @@
+"""What stopping, checksums and heartbeats cost: their seconds within one training, beside those of its steps and saves.
+
+    python benchmarks/reliability.py                  # two ranks on the CPU, DDP, a BLOOM of 51 million parameters
+    python benchmarks/reliability.py --ranks 4 --steps 40
+
+Measured inside one run, as two runs differ by more on a busy machine. The figures are rank 0's.
+"""
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+REPOSITORY = Path(__file__).resolve().parent.parent
+RESULT = "TIMES "
+CONFIG = {"model_type": "bloom", "vocab_size": 50000, "hidden_size": 512, "n_layer": 8, "n_head": 8, "use_cache": False}
+# Runs train.py with a clock around the functions in question
+TIMED = """
+import atexit, functools, json, os, sys, time
+sys.path.insert(0, {scripts!r})
+import train
+from parallel import watchdog
+from training import checkpoints, stopping, trainer
+times = {{}}
+
+def timed(holder, name, label):
+    original = getattr(holder, name)
+    @functools.wraps(original)
+    def wrapper(*args, **kwargs):
+        start = time.perf_counter()
+        try:
+            return original(*args, **kwargs)
+        finally:
+            times.setdefault(label, []).append(time.perf_counter() - start)
+    setattr(holder, name, wrapper)
+
+timed(stopping.StopCallback, "on_step_end", "agreement")
+timed(watchdog, "beat", "heartbeat")
+timed(checkpoints, "mark_complete", "checksums and marker")
+timed(trainer.ResumableTrainer, "_save_checkpoint", "save")
+timed(trainer.ResumableTrainer, "training_step", "forward and backward")
+timed(trainer.ResumableTrainer, "_run_epoch", "epoch")
+
+def report():
+    if os.environ.get("RANK", "0") == "0":
+        print({result!r} + json.dumps(times), flush=True)
+
+atexit.register(report)
+train.run_and_exit(train.main)
+"""
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--steps", type=int, default=20)
+    arguments = parser.parse_args()
+    with tempfile.TemporaryDirectory() as name:
+        print(table(measure(Path(name), arguments.ranks, arguments.steps), arguments.steps))
+
+
+def measure(folder: Path, ranks: int, steps: int) -> dict[str, list[float]]:
+    """Seconds of each call, by what was called."""
+    (folder / "model").mkdir()
+    (folder / "model/config.json").write_text(json.dumps(CONFIG))
+    script = folder / "timed.py"
+    script.write_text(TIMED.format(scripts=str(REPOSITORY / "scripts"), result=RESULT))
+    words = [sys.executable, str(REPOSITORY / "scripts/launch.py"), f"--nproc-per-node={ranks}", str(script)]
+    words += ["--model_name", "./model", "--from_scratch", "--tokenizer_name", "tiny-bloom", "--no_em_f1"]
+    words += ["--dataset", str(REPOSITORY / "data/squad_sample.json"), "--train_size", "128", "--eval_size", "8"]
+    words += ["--max_length", "256", "--gradient_accumulation_steps", "1", "--max_steps", str(steps)]
+    words += ["--save_strategy", "steps", "--save_steps", str(max(1, steps // 4)), "--eval_strategy", "no"]
+    variables = {"OMP_NUM_THREADS": str(max(1, len(os.sched_getaffinity(0)) // ranks)), "HF_HOME": str(folder / "hf")}
+    done = subprocess.run(words, cwd=folder, env=os.environ | variables, capture_output=True, text=True, check=False)
+    lines = [line for line in done.stdout.splitlines() if line.startswith(RESULT)]
+    if done.returncode or not lines:
+        sys.exit(f"error: the training ended with {done.returncode}:\n{done.stderr[-2000:]}")
+    return json.loads(lines[0].removeprefix(RESULT))
+
+
+def table(times: dict[str, list[float]], steps: int) -> str:
+    """Each cost, its calls and milliseconds, and its share of what it stands beside."""
+    saves = sum(times["save"]) + sum(times["checksums and marker"])
+    training = sum(times["epoch"]) - saves
+    rows = [
+        ("agreement on a stop, per step", times["agreement"], training, "of the training"),
+        ("heartbeat", times["heartbeat"], training, "of the training"),
+        ("checksums and marker, per save", times["checksums and marker"], sum(times["save"]), "of the save"),
+    ]
+    lines = [f"{steps} steps of {1000 * training / steps:.0f} ms, {len(times['save'])} saves of "
+             f"{1000 * sum(times['save']) / len(times['save']):.0f} ms"]  # fmt: skip
+    for name, calls, whole, of in rows:
+        mean = 1000 * sum(calls) / len(calls)
+        lines.append(f"{name:32s} {mean:9.3f} ms x {len(calls):3d} = {100 * sum(calls) / whole:6.2f} % {of}")
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    main()
