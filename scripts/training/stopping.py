@@ -46,6 +46,7 @@ class StopRequest:
 
     def __init__(self) -> None:
         self.signal = 0  # the first one, 0 before
+        self.signalled_at = 0.0
         self.agreed_signal = 0
         self.can_save = False  # from the first step on
         self.over = False
@@ -65,18 +66,17 @@ class StopRequest:
 
     def react(self, reader: socket.socket, writer: socket.socket) -> None:
         """writer: kept, or it would be closed."""
-        first = 0.0
         while True:
             number = reader.recv(1)[0]
             if number not in SIGNALS or self.over:
                 continue
             if not self.signal:
                 self.signal = number
-                first = time.monotonic()
+                self.signalled_at = time.monotonic()
                 if not self.can_save:
                     self.end_at_once(number, "before the first step, nothing to save")
                 say(f"{name_of(number)}: a checkpoint follows at the end of this step; another signal ends all at once")
-            elif number == signal.SIGINT or time.monotonic() - first > SECONDS_OF_RELAYS:
+            elif number == signal.SIGINT or time.monotonic() - self.signalled_at > SECONDS_OF_RELAYS:
                 self.end_at_once(number, "a second signal, nothing saved since the last checkpoint")
 
     def end_at_once(self, number: int, why: str) -> None:
