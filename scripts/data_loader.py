@@ -1,9 +1,11 @@
 """SQuAD as one sequence per question: ``Question: ... Context: ... Answer: <answer><EOS>``."""
 
+import bisect
 import hashlib
 import json
+import os
+import unicodedata
 from collections.abc import Iterator
-from pathlib import Path
 from typing import TypeVar
 
 from datasets import Dataset, load_dataset
@@ -12,6 +14,7 @@ from transformers import DataCollatorForSeq2Seq, PreTrainedTokenizerBase
 
 from errors import WorkshopError
 from hub import cannot_load, offline_without_network
+from json_files import is_unicode, parse_json, read_bytes
 
 # The answer to a question that its paragraph cannot answer (SQuAD v2.0)
 UNANSWERABLE = "no answer"
@@ -19,11 +22,14 @@ HELD_OUT_EVERY = 5
 PROMPT = "Question: {question} Context: {context} Answer:"
 IGNORED = -100
 MAX_ANSWER_TOKENS = 32
+FORMAT = "see data/README.md for the format"
+LOOK_AHEAD = 4  # tokens
+ROWS = 2  # what tokenise_batch makes of a question: raised with each change of it, so that no older cache is read
 T = TypeVar("T")
 
 
 def load_squad(data_args, tokenizer: PreTrainedTokenizerBase, training_args) -> tuple[Dataset, Dataset]:
-    """Training and evaluation set, tokenised: input_ids, attention_mask, labels, length, id, question,
+    """Training and evaluation set, tokenised: input_ids, attention_mask, labels, length, cut, id, question,
     context, answers. Subsets are chosen by the seed, and every rank gets the same ones.
 
     Raises WorkshopError (exit code 2) when a file is unusable or holds fewer questions than asked for.
@@ -70,13 +76,15 @@ def read_splits(data_args, model_name: str = "") -> tuple[Dataset, Dataset]:
 
 
 def is_local(dataset: str) -> bool:
-    looks_like_a_path = dataset.endswith(".json") or dataset.startswith((".", "/", "~"))
-    path = Path(dataset).expanduser()
-    if path.is_dir():
+    # os.path, as pathlib raises for a name that is too long and for a ~user that is unknown
+    path = os.path.expanduser(dataset)
+    if os.path.isdir(path):
         raise WorkshopError(dataset, "is a folder", "give a SQuAD JSON file, or a Hub name that is no folder here")
-    if looks_like_a_path and not path.is_file():
+    if os.path.exists(path):
+        return True
+    if dataset.endswith(".json") or dataset.startswith((".", "/", "~")):
         raise WorkshopError(dataset, "there is no such file", "correct --dataset or --eval_dataset")
-    return path.is_file()
+    return False
 
 
 def load_from_hub(name: str, model_name: str) -> dict[str, Dataset]:
@@ -99,8 +107,8 @@ def from_file(path: str, part: str) -> Dataset:
 
     They go through a file of the datasets cache, so that memory does not grow with their number.
     """
-    path = str(Path(path).expanduser().resolve())
-    content = hashlib.sha256(read_bytes(path) + f"{part} {UNANSWERABLE} {HELD_OUT_EVERY}".encode())
+    path = os.path.realpath(os.path.expanduser(path))
+    content = hashlib.sha256(read_squad(path) + f"{part} {UNANSWERABLE} {HELD_OUT_EVERY}".encode())
     if next(read_questions(path, part), None) is None:
         way_out = "give --eval_dataset" if part == "held out" else "give a file with more paragraphs"
         raise WorkshopError(path, f"no question in its {part} paragraphs", way_out)
@@ -118,8 +126,14 @@ def read_questions(path: str, part: str = "all") -> Iterator[dict]:
 
     Raises WorkshopError (exit code 2) naming the file and the location of the first fault.
     """
+    seen: set[str] = set()
     for number, (location, paragraph) in enumerate(read_paragraphs(path)):
         questions = list(read_paragraph(path, location, paragraph))
+        for q, question in enumerate(questions):
+            if question["id"] in seen:
+                what = f"{question['id']!r:.60} is the id of an earlier question"
+                raise WorkshopError(f"{path}: {location}.qas[{q}].id", what, "give each question an id of its own")
+            seen.add(question["id"])
         held_out = number % HELD_OUT_EVERY == HELD_OUT_EVERY - 1
         if part == "all" or held_out == (part == "held out"):
             yield from questions
@@ -133,50 +147,43 @@ def read_paragraph(path: str, location: str, paragraph: dict) -> Iterator[dict]:
         identifier = required(path, where, item, "id", str)
         answers = required(path, where, item, "answers", list)
         texts = [answer_text(path, f"{where}.answers[{a}]", x, context) for a, x in enumerate(answers)]
-        if not texts and not item.get("is_impossible"):
+        impossible = item.get("is_impossible", False)
+        if not isinstance(impossible, bool):
+            raise WorkshopError(f"{path}: {where}.is_impossible", f"is {impossible!r:.40}, not true or false", FORMAT)
+        if not texts and not impossible:
             raise WorkshopError(f"{path}: {where}.answers", "is empty", "give an answer, or set is_impossible to true")
         answers = texts or [UNANSWERABLE]
         yield {"id": identifier, "question": question.strip(), "context": context, "answers": answers}
 
 
-def read_bytes(path: str) -> bytes:
-    try:
-        return Path(path).expanduser().read_bytes()
-    except OSError as error:
-        raise WorkshopError(path, error.strerror or "cannot be read", "check the path and its permissions") from error
+def read_squad(path: str) -> bytes:
+    return read_bytes(path, "check the path and its permissions")
 
 
 def read_paragraphs(path: str) -> Iterator[tuple[str, dict]]:
     """Place and content of each paragraph, in the order of the file."""
-    raw = read_bytes(path)
+    raw = read_squad(path)
     if not raw.strip():
         raise WorkshopError(path, "the file is empty", "give a SQuAD JSON file")
-    try:
-        content = json.loads(raw.decode("utf-8"))
-    except UnicodeDecodeError as error:
-        raise WorkshopError(path, f"byte {error.start} is not UTF-8", "convert the file with iconv -t UTF-8") from error
-    except json.JSONDecodeError as error:
-        raise WorkshopError(
-            path, f"line {error.lineno}, column {error.colno}: {error.msg}", "is the file complete?"
-        ) from error
+    content = parse_json(path, raw, "is the file complete?")
     if not isinstance(content, dict):
-        raise WorkshopError(
-            path, "is not a SQuAD file (no object with the key data)", "see data/README.md for the format"
-        )
+        raise WorkshopError(path, "is not a SQuAD file (no object with the key data)", FORMAT)
     for d, article in enumerate(required(path, "", content, "data", list)):
         for p, paragraph in enumerate(required(path, f"data[{d}]", article, "paragraphs", list)):
             yield f"data[{d}].paragraphs[{p}]", paragraph
 
 
 def required(path: str, location: str, holder: object, key: str, kind: type[T]) -> T:
-    """``holder[key]``, which must be of the given kind and not a blank text."""
+    """``holder[key]``, which must be of the given kind, and a text that is neither blank nor half a character."""
     value = holder.get(key) if isinstance(holder, dict) else None
+    source = f"{path}: {location}.{key}".replace(": .", ": ")
     blank = isinstance(value, str) and not value.strip()
     if not isinstance(value, kind) or isinstance(value, bool) or blank:
         found = "is missing" if value is None else f"is {value!r:.40}"
         names: dict[type, str] = {str: "a text", list: "a list", int: "a whole number"}
-        source = f"{path}: {location}.{key}".replace(": .", ": ")
-        raise WorkshopError(source, f"{found}, expected {names[kind]}", "see data/README.md for the format")
+        raise WorkshopError(source, f"{found}, expected {names[kind]}", FORMAT)
+    if isinstance(value, str) and not is_unicode(value):
+        raise WorkshopError(source, "holds half of a surrogate pair, which is no character", "correct the \\u escape")
     return value
 
 
@@ -200,9 +207,12 @@ def subset(dataset: Dataset, size: int, seed: int, name: str, source: str) -> Da
 
 
 def tokenise(dataset: Dataset, tokenizer: PreTrainedTokenizerBase, data_args) -> Dataset:
-    """Add input_ids, attention_mask, labels and length. Cached: the key is all that the result depends on."""
+    """Add input_ids, attention_mask, labels, length, prompt_length and cut.
+
+    Cached: the key is all that the result depends on.
+    """
     settings = {"max_length": data_args.max_length, "labels": data_args.labels}
-    key = (dataset._fingerprint, tokenizer_key(tokenizer), PROMPT, settings)
+    key = (ROWS, dataset._fingerprint, tokenizer_key(tokenizer), PROMPT, settings)
     return dataset.map(
         lambda batch: tokenise_batch(batch, tokenizer, **settings),
         batched=True,
@@ -219,19 +229,21 @@ def tokenizer_key(tokenizer: PreTrainedTokenizerBase) -> str:
 def tokenise_batch(batch: dict, tokenizer: PreTrainedTokenizerBase, max_length: int, labels: str) -> dict:
     """Lists of token ids: prompt, then the first reference answer, then EOS, at most `max_length` tokens.
 
-    The first `prompt_length` of them are the prompt, which is also what generation starts from.
+    The first `prompt_length` of them are the prompt, which is also what generation starts from. `cut`: whether the
+    context lost its end.
     """
-    rows: dict = {"input_ids": [], "attention_mask": [], "labels": [], "length": [], "prompt_length": []}
+    rows: dict = {"input_ids": [], "attention_mask": [], "labels": [], "length": [], "prompt_length": [], "cut": []}
     endings = [answer_ids(answers[0], tokenizer) for answers in batch["answers"]]
     room = [max_length - max(len(ending), answer_room(max_length)) for ending in endings]
     prompts = encode_prompts(batch["question"], batch["context"], room, tokenizer)
-    for prompt, ending in zip(prompts, endings, strict=True):
+    for (prompt, cut), ending in zip(prompts, endings, strict=True):
         ids = prompt + ending
         rows["input_ids"].append(ids)
         rows["attention_mask"].append([1] * len(ids))
         rows["labels"].append([IGNORED] * len(prompt) + ending if labels == "answer" else ids)
         rows["length"].append(len(ids))
         rows["prompt_length"].append(len(prompt))
+        rows["cut"].append(cut)
     return rows
 
 
@@ -244,38 +256,63 @@ def answer_ids(answer: str, tokenizer: PreTrainedTokenizerBase) -> list[int]:
     return tokenizer(f" {answer.strip()}", add_special_tokens=False)["input_ids"] + [tokenizer.eos_token_id]
 
 
+def questions_cut(train: Dataset, evaluation: Dataset) -> dict[str, int]:
+    """How many questions of each set have lost the end of their context to --max_length."""
+    return {"train": sum(train["cut"]), "eval": sum(evaluation["cut"])}
+
+
 def encode_prompts(
     questions: list[str], contexts: list[str], room: list[int], tokenizer: PreTrainedTokenizerBase
-) -> list[list[int]]:
-    """Token ids of each prompt, at most `room` of them: a prompt that is too long loses the end of its context.
+) -> list[tuple[list[int], bool]]:
+    """Token ids of each prompt, at most `room` of them, and whether its context had to lose its end for that.
 
     Raises WorkshopError (exit code 2) when a question does not fit even without any context.
     """
     texts = [PROMPT.format(question=q, context=c) for q, c in zip(questions, contexts, strict=True)]
     encoded = tokenizer(texts)["input_ids"]
     return [
-        ids if len(ids) <= limit else shorten(question, context, limit, tokenizer)
+        (ids, False) if len(ids) <= limit else (shorten(question, context, limit, tokenizer), True)
         for ids, question, context, limit in zip(encoded, questions, contexts, room, strict=True)
     ]
 
 
 def shorten(question: str, context: str, limit: int, tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    """Cut words off the context's end until the prompt has at most `limit` tokens."""
-    words = context.split(" ")
-    fewest = 0
-    most = len(words)  # the number of words that fit lies in [fewest, most)
-    best = None
-    while fewest < most:
-        middle = (fewest + most) // 2
-        ids = tokenizer(PROMPT.format(question=question, context=" ".join(words[:middle])))["input_ids"]
-        if len(ids) <= limit:
-            best = ids
-            fewest = middle + 1
-        else:
-            most = middle
-    if best is None:
+    """The prompt with as much of the context's beginning as fits into `limit` tokens.
+
+    Cut at the end of a token, and encoded anew: what stands behind the cut decides how the last word is split.
+    """
+
+    def encode(end: int) -> list[int]:
+        return tokenizer(PROMPT.format(question=question, context=context[:end].rstrip()))["input_ids"]
+
+    ends = token_ends(question, context, tokenizer)
+    fitting = bisect.bisect_right(ends, limit, key=lambda end: len(encode(end)))
+    if not fitting:
         raise WorkshopError("--max_length", f"leaves no room for the question {question!r:.60}", "raise it")
-    return best
+    # the number of tokens does not grow with every one of the ends: half a word can have more than the whole
+    longer = ends[fitting : fitting + LOOK_AHEAD]
+    return encode(next((end for end in reversed(longer) if len(encode(end)) <= limit), ends[fitting - 1]))
+
+
+def token_ends(question: str, context: str, tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    """Where the context can be cut, as numbers of its characters: behind nothing, and behind each token.
+
+    Several tokens can make one character, and several characters what a reader takes for one.
+    """
+    before = len(PROMPT.partition("{context}")[0].format(question=question))
+    if tokenizer.is_fast:
+        text = PROMPT.format(question=question, context=context)
+        offsets = tokenizer(text, return_offsets_mapping=True)["offset_mapping"]
+        ends = {end - before for _, end in offsets if before < end < before + len(context)}
+    else:  # it does not tell where its tokens lie
+        ends = set(range(1, len(context)))
+    return [0, *sorted(end for end in ends if starts_character(context, end))]
+
+
+def starts_character(text: str, place: int) -> bool:
+    """Whether no accent, variation selector or joined emoji goes on here."""
+    joined = "\u200d" in text[place - 1 : place + 1]
+    return not joined and not unicodedata.category(text[place]).startswith("M")
 
 
 def collator(tokenizer: PreTrainedTokenizerBase, data_args) -> DataCollatorForSeq2Seq:

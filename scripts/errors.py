@@ -29,6 +29,7 @@ NO_CHECKPOINT = 4
 STOPPED = 75
 # seconds in which rank 0 reports what every rank has found, and its launcher ends the others
 SECONDS_FOR_RANK_0 = 10
+LONGEST = 1000  # characters of each part of an error line
 
 
 class WorkshopError(Exception):
@@ -46,7 +47,14 @@ class WorkshopError(Exception):
         self.code = code
 
     def __str__(self) -> str:
-        return f"{self.source}: {self.what}; {self.way_out}".replace("\n", " ")
+        return f"{one_line(self.source)}: {one_line(self.what)}; {one_line(self.way_out)}"
+
+
+def one_line(text: str) -> str:
+    """The text without line ends and other control characters, and without the middle if it is very long."""
+    if len(text) > LONGEST:
+        text = f"{text[: LONGEST // 2]} ... {text[-LONGEST // 2 :]}"
+    return "".join(each if each.isprintable() else " " for each in text)
 
 
 def run_program(main: Callable[[], None]) -> None:
@@ -64,9 +72,10 @@ def report(error: WorkshopError) -> None:
     Usually every rank finds the same mistake: rank 0 reports it, and its launcher then ends the others while they
     wait here. A mistake that only this rank sees (a file missing on one node) is reported late.
     """
-    rank = int(os.environ.get("RANK") or os.environ.get("SLURM_PROCID") or 0)
-    if rank > 0:
+    rank = os.environ.get("RANK") or os.environ.get("SLURM_PROCID") or "0"
+    if rank.isdecimal() and int(rank) > 0:
         time.sleep(SECONDS_FOR_RANK_0)
+    end_progress_bars()
     print(f"error: {error}", file=sys.stderr, flush=True)
 
 
@@ -93,6 +102,23 @@ def survive_lost_output() -> None:
             buffered = io.BufferedWriter(LossyFile(number, "w", closefd=False))
             by_line = number == 2 or bool(stream and stream.line_buffering)
             setattr(sys, name, io.TextIOWrapper(buffered, "utf-8", "backslashreplace", line_buffering=by_line))
+
+
+def end_progress_bars() -> None:
+    """Close those that are still drawn, as each leaves the cursor in the middle of its line."""
+    if "tqdm" in sys.modules:
+        for bar in list(sys.modules["tqdm"].tqdm._instances):
+            bar.close()
+
+
+def whole_number(variable: str, default: str | None = None) -> int:
+    """The number in a variable that a launcher sets. Raises WorkshopError (exit code 2) for anything else."""
+    text = os.environ.get(variable, default)
+    if text is None:
+        raise WorkshopError(variable, "is not set", "start with torchrun or srun, which set it")
+    if not re.fullmatch(r"[0-9]{1,9}", text):
+        raise WorkshopError(variable, f"is {text!a:.60}, not a whole number", "unset it: torchrun and srun set it")
+    return int(text)
 
 
 class OneLineErrors(argparse.ArgumentParser):

@@ -2,35 +2,90 @@
 
 import json
 import os
+import stat
+from collections.abc import Iterator
 from pathlib import Path
 
 from errors import WorkshopError
 
+DEEPEST = 50  # objects and lists within each other; what walks through a config calls itself for each
+EXAMPLES = "see ds_configs/ and fsdp_configs/"
 
-def read_json(path: str | Path) -> dict:
-    """A JSON object from a file. Raises WorkshopError (exit code 2) with line and column when it is not one."""
-    try:
-        text = Path(path).read_text(encoding="utf-8")
-        content = json.loads(text, object_pairs_hook=lambda pairs: without_repeats(path, pairs))
-    except json.JSONDecodeError as error:
-        where = f"line {error.lineno}, column {error.colno}"
-        raise WorkshopError(path, f"{where}: {error.msg}", "correct the JSON") from error
-    except UnicodeDecodeError as error:
-        raise WorkshopError(path, f"byte {error.start} is not UTF-8", "save the file as UTF-8") from error
-    except OSError as error:
-        what = error.strerror or "cannot be read"
-        raise WorkshopError(path, what, "see ds_configs/ and fsdp_configs/") from error
+
+def read_json(path: str | Path, way_out: str = EXAMPLES) -> dict:
+    """A JSON object from a file. Raises WorkshopError (exit code 2) with the place of what is wrong with it.
+
+    way_out: what to do about a file that is not there, or holds something else.
+    """
+    content = parse_json(path, read_bytes(path, way_out), "correct the JSON")
     if not isinstance(content, dict):
-        raise WorkshopError(path, "is not a JSON object", "see ds_configs/ and fsdp_configs/ for examples")
+        raise WorkshopError(path, "is not a JSON object", way_out)
+    for value, depth in leaves(content):
+        if depth > DEEPEST:
+            raise WorkshopError(path, f"is nested more than {DEEPEST} deep", way_out)
+        if isinstance(value, str) and not is_unicode(value):
+            raise WorkshopError(path, f"{value!a:.60} is half of a character", "correct the \\u escape")
     return content
 
 
+def read_bytes(path: str | Path, way_out: str) -> bytes:
+    """What a file holds. Only a regular file is opened: one could wait for ever for a pipe, and never end a device."""
+    path = os.path.expanduser(path)
+    try:
+        kind = os.stat(path).st_mode
+        if stat.S_ISDIR(kind):
+            raise WorkshopError(path, "is a folder", way_out)
+        if not stat.S_ISREG(kind):
+            raise WorkshopError(path, "is no regular file", way_out)
+        return Path(path).read_bytes()
+    except OSError as error:
+        raise WorkshopError(path, error.strerror or "cannot be read", way_out) from error
+    except ValueError as error:  # a name with a null character, which JSON can hold
+        raise WorkshopError(path, str(error), way_out) from error
+
+
+def parse_json(path: str | Path, raw: bytes, way_out: str) -> object:
+    """The content of a JSON file or text. Raises WorkshopError (exit code 2) with line and column of the mistake."""
+    try:
+        return json.loads(raw.decode("utf-8"), object_pairs_hook=lambda pairs: without_repeats(path, pairs))
+    except UnicodeDecodeError as error:
+        raise WorkshopError(path, f"byte {error.start} is not UTF-8", "save it as UTF-8 (iconv -t UTF-8)") from error
+    except json.JSONDecodeError as error:
+        raise WorkshopError(path, f"line {error.lineno}, column {error.colno}: {error.msg}", way_out) from error
+    except RecursionError as error:
+        raise WorkshopError(path, "is nested too deeply", way_out) from error
+    except ValueError as error:  # Python reads whole numbers of up to 4300 digits
+        raise WorkshopError(path, "holds a number of thousands of digits", way_out) from error
+
+
 def without_repeats(path: str | Path, pairs: list[tuple[str, object]]) -> dict:
-    keys = [key for key, _ in pairs]
-    for key in keys:
-        if keys.count(key) > 1:
-            raise WorkshopError(f"{path}: {key}", "stands twice in one object", "remove one of them")
-    return dict(pairs)
+    content = dict(pairs)
+    if len(content) < len(pairs):
+        keys = [key for key, _ in pairs]
+        twice = next(key for key in keys if keys.count(key) > 1)
+        raise WorkshopError(f"{path}: {twice}", "stands twice in one object", "remove one of them")
+    return content
+
+
+def leaves(content: dict) -> Iterator[tuple[object, int]]:
+    """Every key and value of an object and what lies in it, with its depth."""
+    waiting: list[tuple[object, int]] = [(content, 1)]
+    while waiting:
+        value, depth = waiting.pop()
+        yield value, depth
+        if isinstance(value, dict):
+            value = [*value, *value.values()]
+        if isinstance(value, list):
+            waiting += [(each, depth + 1) for each in value]
+
+
+def is_unicode(text: str) -> bool:
+    """Whether it can be written as UTF-8: no half of a surrogate pair, which JSON's \\u and a shell can give."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def write_json(path: Path, content: dict) -> None:

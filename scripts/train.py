@@ -23,7 +23,7 @@ from transformers import ProgressCallback
 
 from build_ops import check_compiler
 from config import build_arguments, parse_command_line
-from data_loader import collator, load_squad
+from data_loader import collator, load_squad, questions_cut
 from evaluate import exact_match_and_f1, load_metric
 from model import count_parameters, empty_model, load_model, load_tokenizer, save_model
 from parallel.distributed import (
@@ -94,6 +94,9 @@ def main() -> None:
     tokenizer = load_tokenizer(model_args, data_args)
     train_dataset, eval_dataset = load_squad(data_args, tokenizer, args)
     skeleton = empty_model(model_args, data_args)
+    cut = questions_cut(train_dataset, eval_dataset)
+    if cut["train"]:
+        print_once(f"{cut['train']} of {len(train_dataset)} training questions were cut to --max_length")
     if options.fsdp_config is not None:
         check_wrap_classes(options.fsdp_config, options.values["fsdp_config"], skeleton)
     marker = marker_of(options, strategy, args.world_size, train_dataset)
@@ -117,6 +120,7 @@ def main() -> None:
             settings=options.settings(),
             train_size=len(train_dataset),
             eval_size=len(eval_dataset),
+            questions_cut=cut,
         )
         prepare_trackers(args, job_id)
         model = load_model(model_args, data_args, tokenizer, args.seed)

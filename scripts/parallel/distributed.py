@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from build_ops import prepare_deepspeed
-from errors import ENVIRONMENT, WorkshopError, report, survive_lost_output
+from errors import ENVIRONMENT, WorkshopError, report, survive_lost_output, whole_number
 
 T = TypeVar("T")
 
@@ -29,18 +29,21 @@ def prepare_environment(shards: bool) -> None:
     """
     silence_known_warnings()
     env = os.environ
-    if "RANK" not in env and int(env.get("SLURM_STEP_NUM_TASKS", 1)) > 1:
-        env["RANK"] = env["SLURM_PROCID"]
-        env["LOCAL_RANK"] = env["SLURM_LOCALID"]
+    if "RANK" not in env and whole_number("SLURM_STEP_NUM_TASKS", "1") > 1:
+        env["RANK"] = str(whole_number("SLURM_PROCID"))
+        env["LOCAL_RANK"] = str(whole_number("SLURM_LOCALID"))
         env["WORLD_SIZE"] = env["SLURM_STEP_NUM_TASKS"]
         # accelerate reads the ranks of one node from here; Slurm writes e.g. 4(x2)
         env["LOCAL_WORLD_SIZE"] = env.get("SLURM_STEP_TASKS_PER_NODE", env["WORLD_SIZE"]).split("(")[0].split(",")[0]
         env.setdefault("MASTER_ADDR", first_host(env.get("SLURM_STEP_NODELIST", "localhost")))
         # the same on every rank without talking to each other, and different for neighbouring jobs
-        env.setdefault("MASTER_PORT", str(20000 + int(env["SLURM_JOB_ID"]) % 10000))
+        env.setdefault("MASTER_PORT", str(20000 + whole_number("SLURM_JOB_ID") % 10000))
     if "RANK" not in env and shards:
         env.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", LOCAL_WORLD_SIZE="1")
         env.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(free_port()))
+    if rank() >= world_size():
+        what = f"{rank()} is no rank of {world_size()} (WORLD_SIZE)"
+        raise WorkshopError("RANK", what, "unset both, or start with torchrun, which sets them")
     if world_size() > 1:
         print(f"Initializing process group for rank {env['RANK']}")
         print(f"MASTER_ADDR: {env.get('MASTER_ADDR')}")
@@ -61,7 +64,7 @@ def silence_known_warnings() -> None:
 
 def bind_device() -> None:
     """Make the GPU with this process's local rank its own, before anything allocates on cuda:0."""
-    local_rank = int(os.environ.get("LOCAL_RANK", 0))
+    local_rank = whole_number("LOCAL_RANK", "0")
     gpus = torch.cuda.device_count()
     if gpus == 1 and local_rank > 0 and sees_only_its_own():
         # DeepSpeed and accelerate take this variable for the number of the GPU
@@ -84,7 +87,7 @@ def sees_only_its_own() -> bool:
 
     Without the second, tasks that see one GPU see the same one. torchrun's ranks all see what torchrun sees.
     """
-    gpus = int(os.environ.get("SLURM_GPUS_ON_NODE", 0))
+    gpus = whole_number("SLURM_GPUS_ON_NODE", "0")
     return "TORCHELASTIC_RUN_ID" not in os.environ and gpus >= local_world_size()
 
 
@@ -166,16 +169,16 @@ def exit_code(ended: SystemExit) -> int:
 
 
 def world_size() -> int:
-    return int(os.environ.get("WORLD_SIZE", 1))
+    return whole_number("WORLD_SIZE", "1")
 
 
 def local_world_size() -> int:
     """Ranks on this node."""
-    return int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+    return whole_number("LOCAL_WORLD_SIZE", "1")
 
 
 def rank() -> int:
-    return int(os.environ.get("RANK", 0))
+    return whole_number("RANK", "0")
 
 
 def wait_for_everyone() -> None:

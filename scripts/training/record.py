@@ -26,6 +26,7 @@ gives the reason under the same name.
     parameters          number of them, tied ones once
     steps_per_epoch     optimizer steps
     train_size, eval_size
+    questions_cut       train, eval: how many of them have lost the end of their context to --max_length
     eval                list, one entry per evaluation: epoch, step, loss, runtime_s, samples_per_second
     train               steps, loss_mean (the Trainer's), loss_last (last logged), runtime_s, samples_per_second,
                         steps_per_second (the Trainer's: they include evaluation and saving),

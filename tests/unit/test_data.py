@@ -104,7 +104,7 @@ FAULTS = {
     "empty": (b"", ": the file is empty; give a SQuAD JSON file"),
     "blank": (b" \n", ": the file is empty; "),
     "truncated": (b'{"data": [{"paragraphs": [', ": line 1, column 27: Expecting value; is the file complete?"),
-    "not UTF-8": (b'{"data": "caf\xe9"}', ": byte 13 is not UTF-8; convert the file with iconv"),
+    "not UTF-8": (b'{"data": "caf\xe9"}', ": byte 13 is not UTF-8; save it as UTF-8 (iconv"),
     "a list": ([], ": is not a SQuAD file (no object with the key data); see data/README.md"),
     "no data": ({}, ": data: is missing, expected a list; see data/README.md for the format"),
     "data is a text": ({"data": "x"}, ": data: is 'x', expected a list"),

@@ -65,8 +65,8 @@ BROKEN = {
     "trailing comma": ('{\n "fp16": {},\n}', ": line 3, column 1: "),
     "empty": ("", ": line 1, column 1: Expecting value; correct the JSON"),
     "cut off": ('{"fp16": {"enabled"', ": line 1, column 20: "),
-    "a list": ("[]", ": is not a JSON object; see ds_configs/ and fsdp_configs/ for examples"),
-    "not UTF-8": (b'{"a": "\xff"}', ": byte 7 is not UTF-8; save the file as UTF-8"),
+    "a list": ("[]", ": is not a JSON object; see ds_configs/ and fsdp_configs/"),
+    "not UTF-8": (b'{"a": "\xff"}', ": byte 7 is not UTF-8; save it as UTF-8 (iconv -t UTF-8)"),
     "a key twice": (
         '{"fp16": {"enabled": true, "enabled": false}}',
         ": enabled: stands twice in one object; remove one",
@@ -84,7 +84,7 @@ def test_file_that_is_not_there_or_is_a_folder_is_refused(tmp_path, refusal):
     assert refusal(check_ds_config, "zero9.json") == (
         "error: zero9.json: No such file or directory; see ds_configs/ and fsdp_configs/"
     )
-    assert refusal(check_ds_config, str(tmp_path)).startswith(f"error: {tmp_path}: Is a directory; ")
+    assert refusal(check_ds_config, str(tmp_path)).startswith(f"error: {tmp_path}: is a folder; ")
 
 
 def test_file_that_may_not_be_read_is_refused(written, monkeypatch, refusal):
@@ -92,7 +92,7 @@ def test_file_that_may_not_be_read_is_refused(written, monkeypatch, refusal):
         raise PermissionError(13, "Permission denied")
 
     path = written({})
-    monkeypatch.setattr(Path, "read_text", denied)
+    monkeypatch.setattr(Path, "read_bytes", denied)
     assert refusal(check_ds_config, path).startswith(f"error: {path}: Permission denied; ")
 
 
