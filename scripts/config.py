@@ -14,10 +14,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import HfArgumentParser, TrainingArguments
+from transformers import HfArgumentParser, Trainer, TrainingArguments, get_scheduler
+from transformers.trainer_optimizer import is_optimizer_factory
 
 from custom_model import CUSTOM_GPT
 from errors import ENVIRONMENT, OneLineErrors, WorkshopError
+from json_files import is_unicode, parse_json, read_json
 from knobs import (
     CUSTOM_SIZES,
     KNOBS,
@@ -38,7 +40,29 @@ AT_LEAST_ONE = [
     *CUSTOM_SIZES,
 ]
 MORE_THAN_ZERO = ["num_train_epochs", "learning_rate"]
-LARGEST_SEED = 2**32 - 1  # numpy's
+# The largest number of a flag, and of all others: what is above it ends in an overflow, or takes all memory
+LARGEST: dict[str, float] = {
+    "seed": 2**32 - 1,  # numpy's
+    "data_seed": 2**32 - 1,
+    "num_train_epochs": 10**6,
+    "max_length": 2**20,
+    "dataloader_num_workers": 1024,
+    "label_smoothing_factor": 1,
+    **dict.fromkeys(CUSTOM_SIZES, 10**6),
+    "num_layers": 10**4,
+}
+LARGEST_INT = 2**31 - 1
+LARGEST_FLOAT = 1e30
+STEPS = {"logging_steps": "logging_strategy", "eval_steps": "eval_strategy", "save_steps": "save_strategy"}
+# Values that name a file or folder, or a part of one
+NAMES = [
+    *("model_name", "tokenizer_name", "dataset", "eval_dataset", "output_dir", "run_name"),
+    *("deepspeed", "fsdp_config", "accelerator_config", "resume_from_checkpoint"),
+]
+LONGEST_NAME = 255  # bytes, as most file systems have it
+LONGEST_PATH = 2000  # bytes of Linux's 4096: something is to lie below it
+# Values that are JSON objects
+JSON_FLAGS = ["lr_scheduler_kwargs", "activation_checkpointing_kwargs", "gradient_checkpointing_kwargs"]
 LATEST = "latest"
 DATACLASSES: list[Any] = [ModelArguments, DataArguments, TrainingArguments]
 
@@ -107,16 +131,20 @@ def parse_command_line(
     Raises WorkshopError (exit code 2) for a user's mistake.
     """
     parser = build_parser(description)
-    for flag, arguments in (extra or {}).items():
-        parser.add_argument(f"--{flag}", **arguments)
+    for flag, details in (extra or {}).items():
+        parser.add_argument(f"--{flag}", **details)
     defaults, names = environment_values(actions_by_flag(parser), environment)
     parser.set_defaults(**OTHER_DEFAULTS, **defaults)
-    namespace, unknown = parser.parse_known_args(argv)
+    arguments = sys.argv[1:] if argv is None else argv
+    for argument in arguments:
+        check_unicode("command line", argument)
+    namespace, unknown = parser.parse_known_args(arguments)
     if unknown:
         reject_unknown(unknown, parser)
-    words = [word.split("=")[0] for word in (sys.argv[1:] if argv is None else argv)]
+    words = [word.split("=")[0] for word in arguments]
     given = {parser._option_string_actions[w].dest: w for w in words if w in parser._option_string_actions}
     options = Options(vars(namespace), names | given)
+    check_names(options)
     check_values(options)
     check_custom_sizes(options)
     resolve_precision(options, torch.cuda.is_available() if gpu is None else gpu)
@@ -135,6 +163,7 @@ def environment_values(actions: dict, environment: Mapping[str, str]) -> tuple[d
         values[flag] = default
         if not text:
             continue
+        check_unicode(variable, text)
         names[flag] = variable
         action = actions[flag]
         try:
@@ -161,6 +190,25 @@ def reject_unknown(unknown: list[str], parser: Parser) -> None:
     raise WorkshopError(flag, "unknown flag", f"did you mean --{near[0]}?" if near else "see --help")
 
 
+def check_unicode(source: str, text: str) -> None:
+    if not is_unicode(text):
+        raise WorkshopError(source, f"{text!a:.60} is not UTF-8", "type it again")
+
+
+def check_names(options: Options) -> None:
+    """Lengths of names and paths; `~` of the output folder becomes the home directory."""
+    values = options.values
+    for flag in NAMES:
+        name = (values[flag] or "").encode()
+        if len(name) > LONGEST_PATH or any(len(part) > LONGEST_NAME for part in name.split(b"/")):
+            way_out = f"a name has at most {LONGEST_NAME} bytes, a path {LONGEST_PATH}"
+            raise options.error(flag, f"has {len(name)} bytes", way_out)
+    if values["output_dir"]:
+        values["output_dir"] = os.path.expanduser(values["output_dir"])
+        if values["output_dir"].startswith("~"):
+            raise options.error("output_dir", f"{values['output_dir']} is the home of nobody here", "correct the name")
+
+
 def check_values(options: Options) -> None:
     values = options.values
     if values["per_device_eval_batch_size"] is None:
@@ -175,10 +223,25 @@ def check_values(options: Options) -> None:
         raise options.error(
             "max_steps", f"{values['max_steps']} is no number of steps", "give at least 1, or leave it out"
         )
-    for flag in options.names.keys() - {"max_steps", "local_rank"}:
+    for flag in options.names.keys() - {"local_rank"}:
         number = values[flag] if isinstance(values[flag], int | float) else 0
-        if not 0 <= number < float("inf") or (flag.endswith("seed") and number > LARGEST_SEED):
-            raise options.error(flag, f"{number} is out of range", "give a number of at least 0")
+        smallest = -1 if flag == "max_steps" else 0
+        largest = LARGEST.get(flag, LARGEST_INT if isinstance(number, int) else LARGEST_FLOAT)
+        if not smallest <= number <= largest:
+            raise options.error(flag, f"{number} is out of range", f"give a number of at least 0, at most {largest}")
+    for flag, strategy in STEPS.items():
+        if values[flag] == 0 and values[strategy] == "steps":
+            way_out = "give at least 1, or a part of the training such as 0.1"
+            raise options.error(flag, "0 is no number of steps", way_out)
+    check_best_model(options)
+    for flag in JSON_FLAGS:
+        name = options.names.get(flag, flag)
+        if values[flag] and not isinstance(parse_json(name, values[flag].encode(), "correct the JSON"), dict):
+            raise options.error(flag, f"{values[flag]!r:.60} is no JSON object", """give one, such as '{"power": 2}'""")
+    if values["accelerator_config"] and not values["accelerator_config"].startswith("{"):
+        read_json(values["accelerator_config"], "give a JSON file")
+    if not values["remove_unused_columns"]:
+        raise options.error("remove_unused_columns", "the texts of the questions are no tensors", "leave it out")
     if values["deepspeed"] and values["fsdp"]:
         raise WorkshopError(
             "--deepspeed", "cannot be combined with --fsdp, both shard the model", "give one of the two"
@@ -191,6 +254,18 @@ def check_values(options: Options) -> None:
     output_dir = Path(values["output_dir"] or "output")
     if any(path.is_file() for path in (output_dir, *output_dir.parents)):
         raise options.error("output_dir", f"{output_dir} is a file, or lies under one", "give a folder")
+
+
+def check_best_model(options: Options) -> None:
+    """The only metric of an evaluation in the training is its loss."""
+    values = options.values
+    metric = values["metric_for_best_model"]
+    if metric not in (None, "loss", "eval_loss"):
+        raise options.error("metric_for_best_model", f"{metric} is not measured in a training", "give loss")
+    if values["save_strategy"] == "best" and metric is None:
+        raise options.error("save_strategy", "best does not say of what", "add --metric_for_best_model loss")
+    if values["save_strategy"] == "best" and values["eval_strategy"] == "no":
+        raise options.error("save_strategy", "best needs evaluations", "leave out --eval_strategy no")
 
 
 def check_custom_sizes(options: Options) -> None:
@@ -284,8 +359,8 @@ def build_arguments(options: Options) -> tuple[ModelArguments, DataArguments, Tr
     values["run_name"] = values["run_name"] or os.path.basename(os.getcwd())
     try:
         model_args, data_args, training_args = Parser(DATACLASSES).parse_dict(values)
-    except (ValueError, OSError) as error:
-        raise WorkshopError("command line", str(error), "see --help") from error
+    except (ValueError, OSError, TypeError, ArithmeticError, LookupError, ImportError) as error:
+        raise WorkshopError("command line", str(error) or type(error).__name__, "see --help") from error
     except torch.distributed.DistError as error:
         raise WorkshopError(
             "process group", str(error), "check MASTER_ADDR and MASTER_PORT on every node", ENVIRONMENT
@@ -295,3 +370,29 @@ def build_arguments(options: Options) -> tuple[ModelArguments, DataArguments, Tr
         print(f"plain python uses 1 of the {training_args.n_gpu} visible GPUs; start with torchrun to use all")
         training_args._n_gpu = 1
     return model_args, data_args, training_args
+
+
+def check_optimizer(training_args) -> None:
+    """Make the optimizer and the scheduler for a single layer, as the Trainer will for the model.
+
+    Raises WorkshopError (exit code 2) for numbers and arguments that they refuse.
+    """
+    layer: Any = torch.nn.Linear(1, 1)
+    if training_args.optim_target_modules is not None:
+        return  # of the model, which is not there yet
+    name = training_args.optim.value
+    try:
+        optimizer, arguments = Trainer.get_optimizer_cls_and_kwargs(training_args, layer)
+        if is_optimizer_factory(optimizer):
+            return
+        group = {"params": list(layer.parameters()), "weight_decay": training_args.weight_decay}
+        made = optimizer([group], **arguments)
+    except (ValueError, TypeError, LookupError, ImportError, RuntimeError) as error:
+        flags = "--learning_rate, --weight_decay, --adam_beta1, --adam_beta2, --adam_epsilon or --optim_args"
+        raise WorkshopError("--optim", f"{name} cannot be made ({error})", f"correct {flags}") from error
+    name = training_args.lr_scheduler_type.value
+    try:
+        get_scheduler(name, made, 0, 100, training_args.lr_scheduler_kwargs)
+    except (ValueError, TypeError, ArithmeticError) as error:
+        what = f"{name} cannot be made ({error})"
+        raise WorkshopError("--lr_scheduler_type", what, "correct it or --lr_scheduler_kwargs") from error

@@ -258,7 +258,7 @@ def answer_ids(answer: str, tokenizer: PreTrainedTokenizerBase) -> list[int]:
 
 def questions_cut(train: Dataset, evaluation: Dataset) -> dict[str, int]:
     """How many questions of each set have lost the end of their context to --max_length."""
-    return {"train": sum(train["cut"]), "eval": sum(evaluation["cut"])}
+    return {"train": sum(train["cut"][:]), "eval": sum(evaluation["cut"][:])}
 
 
 def encode_prompts(

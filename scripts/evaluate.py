@@ -18,7 +18,8 @@ from transformers import PreTrainedTokenizerBase
 from config import Options, build_arguments, parse_command_line
 from data_loader import answer_room, load_evaluation_set
 from errors import WorkshopError
-from model import load_model, load_tokenizer
+from hub import draw_bars_on_terminals_only
+from model import check_model, load_model, load_tokenizer
 from parallel.distributed import (
     gather_lists,
     join_process_group,
@@ -114,6 +115,7 @@ def evaluate_saved(options: Options) -> dict[str, float]:
     prepare_environment(shards=False)
     model_args, data_args, args = build_arguments(options)
     join_process_group(with_deepspeed=False)
+    check_model(model_args, data_args)
     tokenizer = load_tokenizer(model_args, data_args)
     questions = load_evaluation_set(data_args, tokenizer, args)
     model: torch.nn.Module = load_model(model_args, data_args, tokenizer, args.seed)
@@ -125,6 +127,7 @@ def evaluate_saved(options: Options) -> dict[str, float]:
 
 
 def main() -> None:
+    draw_bars_on_terminals_only()
     scores = evaluate_saved(parse_command_line(__doc__))
     if rank() == 0:
         print(f"exact_match {scores['exact_match']:.2f}  f1 {scores['f1']:.2f}")

@@ -2,12 +2,21 @@
 
 import os
 import socket
+import sys
 from urllib.parse import urlparse
 
 import datasets
 import huggingface_hub.constants
+from transformers.utils import logging
 
 from errors import WorkshopError
+
+
+def draw_bars_on_terminals_only() -> None:
+    """In a log each state of a library's progress bar would be a line, or what comes next would stand behind it."""
+    if not sys.stderr.isatty():
+        datasets.disable_progress_bars()
+        logging.disable_progress_bar()  # also those of huggingface_hub
 
 
 def offline_without_network() -> None:
@@ -30,6 +39,12 @@ def offline_without_network() -> None:
 
 def cannot_load(flag: str, name: str, error: Exception, model_name: str, dataset: str) -> WorkshopError:
     """The error that says how to get the model or dataset `name` of `flag` into the cache."""
+    if os.path.isdir(name):
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+        return WorkshopError(name, f"cannot be loaded ({reason})", "copy or download it again")
+    if "custom code" in str(error):
+        what = f"{name} asks for code of its own, which is never run here"
+        return WorkshopError(flag, what, "take a model that transformers has")
     if huggingface_hub.constants.HF_HUB_OFFLINE:
         arguments = f"--model_name {model_name} " if model_name else ""
         what = f"{name} is no local path, not in the cache, and there is no network"

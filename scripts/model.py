@@ -1,11 +1,12 @@
 """Models and tokenizers: `load_tokenizer`, `load_model`, `save_model`."""
 
-from pathlib import Path
+from typing import Any
 
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import (
     MODEL_FOR_CAUSAL_LM_MAPPING,
+    MODEL_FOR_MASKED_LM_MAPPING,
     AutoConfig,
     AutoModelForCausalLM,
     AutoTokenizer,
@@ -24,6 +25,7 @@ from data_loader import is_local, read_questions, read_splits
 from errors import WorkshopError
 from hub import cannot_load, offline_without_network
 from knobs import CUSTOM_SIZES
+from model_folder import broken_tokenizer, check_config, check_tokenizer, check_weights, folder_of, reason_of
 
 TINY_BLOOM = "tiny-bloom"
 # hidden size, layers and heads (arXiv:2211.05100, table 3): --from_scratch then needs no download
@@ -49,18 +51,26 @@ def load_tokenizer(model_args, data_args) -> PreTrainedTokenizerBase:
     --from_scratch when the named model's tokenizer is not at hand.
     """
     name = model_args.tokenizer_name or model_args.model_name
+    flag = "--tokenizer_name" if model_args.tokenizer_name else "--model_name"
     if name in (TINY_BLOOM, CUSTOM_GPT):
         return train_tokenizer(data_args, TINY_VOCABULARY if name == TINY_BLOOM else model_args.vocab_size)
-    check_local(name)
+    folder = folder_of(flag, name)
+    if folder:
+        check_tokenizer(folder)
+    else:
+        offline_without_network()
     try:
-        if not Path(name).is_dir():
-            offline_without_network()
-        tokenizer = AutoTokenizer.from_pretrained(name)
-    except (OSError, ValueError) as error:
+        tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=False)
+    except Exception as error:  # besides OSError and ValueError whatever a broken file leads to
+        if folder:
+            raise broken_tokenizer(folder, error) from error
         if model_args.from_scratch and name in BLOOM_SIZES:
             print(f"no tokenizer of {name} here: training one of {TINY_VOCABULARY} tokens on {data_args.dataset}")
             return train_tokenizer(data_args, TINY_VOCABULARY)
-        raise cannot_load("--model_name", name, error, name, data_args.dataset) from error
+        raise cannot_load(flag, name, error, name, data_args.dataset) from error
+    if tokenizer.eos_token_id is None:
+        what = f"the tokenizer of {name} has no eos_token, by which the model learns to end an answer"
+        raise WorkshopError(flag, what, "name one in its tokenizer_config.json")
     if model_args.model_name == CUSTOM_GPT and len(tokenizer) > model_args.vocab_size:
         what = f"{model_args.vocab_size} is less than the {len(tokenizer)} tokens of {name}"
         raise WorkshopError("--vocab_size", what, "raise it, or take a smaller tokenizer")
@@ -69,18 +79,6 @@ def load_tokenizer(model_args, data_args) -> PreTrainedTokenizerBase:
         tokenizer.pad_token = tokenizer.eos_token
     tokenizer.padding_side = "right"
     return tokenizer
-
-
-def check_local(name: str) -> None:
-    path = Path(name)
-    if path.is_dir() and not (path / "config.json").is_file():
-        raise WorkshopError(
-            "--model_name", f"the folder {name} holds no config.json", "give the folder of a saved model"
-        )
-    if name.startswith((".", "/", "~")) and not path.is_dir():
-        raise WorkshopError(
-            "--model_name", f"there is no folder {name}", "give the folder of a saved model, or a Hub name"
-        )
 
 
 def train_tokenizer(data_args, vocabulary: int) -> PreTrainedTokenizerBase:
@@ -105,6 +103,13 @@ def train_tokenizer(data_args, vocabulary: int) -> PreTrainedTokenizerBase:
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, padding_side="right", **SPECIAL_TOKENS)
 
 
+def check_model(model_args, data_args) -> None:
+    """Raises WorkshopError (exit code 2) for a model's folder whose files do not make a model, naming the file."""
+    folder = folder_of("--model_name", model_args.model_name)
+    if folder and not model_args.from_scratch and model_args.model_name not in (TINY_BLOOM, CUSTOM_GPT):
+        check_weights(folder, empty_model(model_args, data_args))
+
+
 def load_model(model_args, data_args, tokenizer: PreTrainedTokenizerBase, seed: int) -> PreTrainedModel:
     """A causal LM with fp32 weights: pretrained, or random for tiny-bloom and --from_scratch.
 
@@ -117,8 +122,8 @@ def load_model(model_args, data_args, tokenizer: PreTrainedTokenizerBase, seed: 
     else:
         try:
             # from_pretrained would take the checkpoint's dtype: fp16 masters lose small updates
-            model = AutoModelForCausalLM.from_pretrained(name, dtype=torch.float32)
-        except (OSError, ValueError) as error:
+            model = AutoModelForCausalLM.from_pretrained(name, dtype=torch.float32, trust_remote_code=False)
+        except (OSError, ValueError, TypeError, LookupError, ImportError) as error:
             raise cannot_load("--model_name", name, error, name, data_args.dataset) from error
     vocabulary = model.config.get_text_config().vocab_size
     if len(tokenizer) > vocabulary:
@@ -137,11 +142,11 @@ def random_model(config: PreTrainedConfig, seed: int) -> PreTrainedModel:
     """The same weights for a seed on every rank and under every sharding strategy."""
     set_seed(seed)
     if is_deepspeed_zero3_enabled():
-        return AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+        return AutoModelForCausalLM.from_config(config, dtype=torch.float32, trust_remote_code=False)
     # ZeRO-3 draws no random numbers while it builds the modules: neither may the others, or the losses of
     # two stages could not be compared
     with no_init_weights():
-        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, trust_remote_code=False)
     model.initialize_weights()
     model.tie_weights()
     return model
@@ -149,8 +154,18 @@ def random_model(config: PreTrainedConfig, seed: int) -> PreTrainedModel:
 
 def empty_model(model_args, data_args) -> PreTrainedModel:
     """The model without memory for its weights, to look at its modules and their sizes."""
-    with torch.device("meta"):
-        return AutoModelForCausalLM.from_config(load_config(model_args, data_args))
+    config = load_config(model_args, data_args)
+    try:
+        # not by from_config, which would shard it under ZeRO-3
+        with torch.device("meta"):
+            model_class: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
+            model = model_class(config)
+    except Exception as error:  # whatever a model's own code says to numbers that do not go together
+        name = model_args.model_name
+        what = f"its config makes no model ({reason_of(error)})"
+        raise WorkshopError(folder_of("--model_name", name) or name, what, "correct config.json") from error
+    model.tie_weights()
+    return model
 
 
 def load_config(model_args, data_args) -> PreTrainedConfig:
@@ -166,18 +181,29 @@ def load_config(model_args, data_args) -> PreTrainedConfig:
             n_head=heads,
             use_cache=False,
         )
-    check_local(name)
+    folder = folder_of("--model_name", name)
+    if folder:
+        check_config("--model_name", folder)
+    else:
+        offline_without_network()
     try:
-        if not Path(name).is_dir():
-            offline_without_network()
-        config = AutoConfig.from_pretrained(name)
-    except (OSError, ValueError) as error:
+        config = AutoConfig.from_pretrained(name, trust_remote_code=False)
+    except Exception as error:  # besides OSError and ValueError whatever a value of the wrong kind leads to
+        if folder:
+            what = f"cannot be used ({reason_of(error)})"
+            raise WorkshopError(folder / "config.json", what, "correct it, or copy it again") from error
         raise cannot_load("--model_name", name, error, name, data_args.dataset) from error
-    if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+    if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING or is_encoder(config):
         raise WorkshopError(
             "--model_name", f"{name} is a {config.model_type} model, not a causal LM", "take one that generates text"
         )
     return config
+
+
+def is_encoder(config: PreTrainedConfig) -> bool:
+    """Whether its tokens see those behind them, as in BERT, which transformers loads as a causal LM all the same."""
+    masked = type(config) in MODEL_FOR_MASKED_LM_MAPPING and not config.is_encoder_decoder
+    return masked and not getattr(config, "is_decoder", False)
 
 
 def count_parameters(model: torch.nn.Module) -> int:

@@ -64,7 +64,7 @@ def trace(config_json: str, batch: int, length: int, precision: str, autocast: b
     config = AutoConfig.for_model(**json.loads(config_json))
     saved: dict[int, torch.UntypedStorage] = {}
     with FakeTensorMode(), no_init_weights():
-        model = AutoModelForCausalLM.from_config(config, dtype=weight_dtype).train()
+        model = AutoModelForCausalLM.from_config(config, dtype=weight_dtype, trust_remote_code=False).train()
         model.tie_weights()
         own = {p.untyped_storage()._cdata for p in model.parameters()}
 

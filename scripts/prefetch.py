@@ -16,9 +16,11 @@ from huggingface_hub.constants import HF_HOME
 
 from data_loader import is_local
 from errors import ENVIRONMENT, OneLineErrors, WorkshopError, run_program
+from hub import draw_bars_on_terminals_only
 from job.finish import now
 from json_files import write_json
-from model import TINY_BLOOM, check_local
+from model import TINY_BLOOM
+from model_folder import folder_of
 
 MANIFEST = Path(HF_HOME) / "workshop_manifest.json"
 # Weights come as safetensors, or in older repositories as pytorch_model.bin; never other frameworks' copies
@@ -26,6 +28,7 @@ MODEL_FILES = ["*.json", "*.txt", "*.model", "*.safetensors"]
 
 
 def main() -> None:
+    draw_bars_on_terminals_only()
     parser = OneLineErrors(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model_name", "--model-name", help="Hub name of a causal LM")
     parser.add_argument("--dataset", help="Hub name of a SQuAD-like data set")
@@ -44,8 +47,7 @@ def main() -> None:
 
 
 def fetch_model(name: str) -> dict:
-    check_local(name)
-    if name == TINY_BLOOM or Path(name).is_dir():
+    if name == TINY_BLOOM or folder_of("--model_name", name):
         print(f"{name}: local, nothing to fetch")
         return {}
     try:

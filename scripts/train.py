@@ -22,10 +22,11 @@ from pathlib import Path
 from transformers import ProgressCallback
 
 from build_ops import check_compiler
-from config import build_arguments, parse_command_line
+from config import build_arguments, check_optimizer, parse_command_line
 from data_loader import collator, load_squad, questions_cut
 from evaluate import exact_match_and_f1, load_metric
-from model import count_parameters, empty_model, load_model, load_tokenizer, save_model
+from hub import draw_bars_on_terminals_only
+from model import check_model, count_parameters, empty_model, load_model, load_tokenizer, save_model
 from parallel.distributed import (
     join_process_group,
     leave_process_group,
@@ -61,6 +62,7 @@ def main() -> None:
     stop.listen()
 
     # 1. Knobs: flags, variables, config files. A mistake ends the run here, before anything is written.
+    draw_bars_on_terminals_only()
     options = parse_command_line(__doc__)
     deepspeed = options.values["deepspeed"]
     fsdp = options.values["fsdp"]
@@ -76,6 +78,7 @@ def main() -> None:
     model_args, data_args, args = build_arguments(options)
     if options.deepspeed_config is not None:
         check_contradictions(deepspeed, options.deepspeed_config, args, options.names)
+    check_optimizer(args)
     join_process_group(with_deepspeed=bool(deepspeed))
 
     # 3. Where results go.
@@ -91,6 +94,7 @@ def main() -> None:
     # 4. Tokenizer, data, and the metric: if it is missing, now and not behind the training.
     if data_args.em_f1:
         load_metric()
+    check_model(model_args, data_args)
     tokenizer = load_tokenizer(model_args, data_args)
     train_dataset, eval_dataset = load_squad(data_args, tokenizer, args)
     skeleton = empty_model(model_args, data_args)

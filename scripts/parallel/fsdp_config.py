@@ -34,6 +34,7 @@ FSDP1 = {
     "use_orig_params": bool,
     "limit_all_gathers": bool,
 }
+LARGEST = 2**31 - 1
 OLD_STRATEGIES = {
     "full_shard": "full_shard",
     "shard_grad_op": "shard_grad_op",
@@ -94,9 +95,15 @@ def check_key(source: str, key: str, value: object, known: dict) -> None:
         expected = '"auto" or a whole number above 0'
     else:
         valid = type(value) is kind
-        expected = {bool: "true or false", int: "a whole number", list: "a list of class names"}[kind]
+        if isinstance(value, list):
+            valid = valid and all(isinstance(name, str) for name in value)
+        elif isinstance(value, int):
+            valid = valid and 0 <= value <= LARGEST
+        expected = {bool: "true or false", int: f"a whole number of at most {LARGEST}", list: "a list of class names"}[
+            kind
+        ]
     if key == "version":
-        valid = value in (1, 2)
+        valid = type(value) is int and value in (1, 2)
         expected = "1 or 2"
     if not valid:
         raise WorkshopError(f"{source}: {key}", f"is {value!r}", f"give {expected}")
