@@ -252,7 +252,7 @@ def check_values(options: Options) -> None:
         if flag in options.names:
             raise options.error(flag, "has no effect in this workshop", way_out)
     output_dir = Path(values["output_dir"] or "output")
-    if any(path.is_file() for path in (output_dir, *output_dir.parents)):
+    if any(path.exists() and not path.is_dir() for path in (output_dir, *output_dir.parents)):
         raise options.error("output_dir", f"{output_dir} is a file, or lies under one", "give a folder")
 
 

@@ -14,16 +14,7 @@ from build_ops import prepare_deepspeed
 from errors import WorkshopError
 from json_files import read_json
 
-OPTIMIZER_PARAMS = [
-    "lr",
-    "betas",
-    "eps",
-    "weight_decay",
-    "bias_correction",
-    "adam_w_mode",
-    "torch_adam",
-    "amsgrad",
-]
+LARGEST = 1e18  # of any number: above it a sum or a conversion overflows
 # https://www.deepspeed.ai/docs/config-json/ : sections that DeepSpeed reads key by key
 PLAIN_SECTIONS = {
     "activation_checkpointing": "partition_activations contiguous_memory_optimization cpu_checkpointing"
@@ -39,6 +30,23 @@ PLAIN_SECTIONS = {
 NUMBER = (int, float)
 SWITCH = (bool,)
 TEXT = (str,)
+PAIR = (list,)
+IN_WORDS: dict[tuple[type, ...], str] = {
+    NUMBER: "a number of at least 0",
+    SWITCH: "true or false",
+    TEXT: "a text",
+    PAIR: "two numbers below 1",
+}
+OPTIMIZER_PARAMS = {
+    "lr": NUMBER,
+    "betas": PAIR,
+    "eps": NUMBER,
+    "weight_decay": NUMBER,
+    "bias_correction": SWITCH,
+    "adam_w_mode": SWITCH,
+    "torch_adam": SWITCH,
+    "amsgrad": SWITCH,
+}
 PLAIN_KEYS = {
     "train_batch_size": NUMBER,
     "train_micro_batch_size_per_gpu": NUMBER,
@@ -58,6 +66,8 @@ PLAIN_KEYS = {
     "zero_force_ds_cpu_optimizer": SWITCH,
     "log_level": TEXT,
 }
+# By these something is divided
+MORE_THAN_ZERO = ("steps_per_print", "gradient_predivide_factor")
 # Keys for which the Trainer replaces "auto", with the flag that they follow. Without the key DeepSpeed would
 # take a default of its own instead of the flag (lr 0.001, no clipping), so those marked True must be there.
 FLAGS = {
@@ -88,13 +98,14 @@ def check_ds_config(path: str) -> dict:
     Raises WorkshopError (exit code 2) with the file and the dotted path of the first key that is unknown or wrong.
     """
     config = read_json(path)
+    check_numbers(path, "", config)
     prepare_deepspeed()
     sections = section_models()
     known = [*PLAIN_KEYS, *PLAIN_SECTIONS, *sections]
     for key, value in config.items():
         check_key(path, key, key, known)
         if key in PLAIN_KEYS:
-            check_plain_value(path, key, value)
+            check_plain_value(path, key, value, PLAIN_KEYS[key])
             continue
         if not isinstance(value, dict):
             way_out = "see https://www.deepspeed.ai/docs/config-json/"
@@ -137,11 +148,26 @@ def section_models() -> dict[str, type[BaseModel]]:
     }
 
 
-def check_plain_value(path: str, key: str, value: object) -> None:
-    fits = isinstance(value, PLAIN_KEYS[key]) and (PLAIN_KEYS[key] == SWITCH or not isinstance(value, bool))
-    if not fits and value != "auto":
-        kind = {NUMBER: "a number", SWITCH: "true or false", TEXT: "a text"}[PLAIN_KEYS[key]]
-        raise WorkshopError(f"{path}: {key}", f"is {value!r}, expected {kind}", "correct the value")
+def check_numbers(path: str, prefix: str, section: dict) -> None:
+    """Refuse NaN, infinity, and what is too large for a machine's number."""
+    for key, value in section.items():
+        if isinstance(value, dict):
+            check_numbers(path, f"{prefix}{key}.", value)
+        numbers = [each for each in (value if isinstance(value, list) else [value]) if isinstance(each, int | float)]
+        if not all(-LARGEST <= number <= LARGEST for number in numbers):
+            raise WorkshopError(f"{path}: {prefix}{key}", "is out of range", "correct the value")
+
+
+def check_plain_value(path: str, dotted: str, value: object, kind: tuple[type, ...]) -> None:
+    if value == "auto":
+        return
+    fits = isinstance(value, kind) and (kind == SWITCH or not isinstance(value, bool))
+    if isinstance(value, int | float) and kind == NUMBER:
+        fits = fits and value >= 0 and (value > 0 or dotted not in MORE_THAN_ZERO)
+    if isinstance(value, list):
+        fits = len(value) == 2 and all(type(each) in NUMBER and 0 <= each < 1 for each in value)
+    if not fits:
+        raise WorkshopError(f"{path}: {dotted}", f"is {value!r:.60}, expected {IN_WORDS[kind]}", "correct the value")
 
 
 def check_section(path: str, name: str, section: dict, model: type[BaseModel]) -> None:
@@ -157,8 +183,8 @@ def check_section(path: str, name: str, section: dict, model: type[BaseModel]) -
         raise WorkshopError(
             f"{path}: {dotted}", f"is {first['input']!r}: {first['msg']}", "correct the value"
         ) from error
-    except AssertionError as error:
-        raise WorkshopError(f"{path}: {name}", str(error), "keep one of the two keys") from error
+    except (AssertionError, TypeError, ArithmeticError) as error:
+        raise WorkshopError(f"{path}: {name}", str(error), "correct it") from error
 
 
 def check_keys(path: str, name: str, section: dict, model: type[BaseModel]) -> None:
@@ -232,7 +258,8 @@ def check_optimizer(path: str, optimizer: dict) -> None:
     if optimizer.get("type") not in ("Adam", "AdamW"):
         way_out = "use AdamW, or remove the section and choose with --optim"
         raise WorkshopError(f"{path}: optimizer.type", f"is {optimizer.get('type')!r}", way_out)
-    params(path, "optimizer", optimizer, OPTIMIZER_PARAMS)
+    for key, value in params(path, "optimizer", optimizer, list(OPTIMIZER_PARAMS)).items():
+        check_plain_value(path, f"optimizer.params.{key}", value, OPTIMIZER_PARAMS[key])
 
 
 def check_scheduler(path: str, scheduler: dict) -> None:
@@ -266,7 +293,7 @@ def check_contradictions(path: str, config: dict, training_args, names: dict) ->
             both = f"{section}.type is {config[section]['type']}, but {names[flag]} is {choice}"
             raise WorkshopError(path, both, f"remove the section {section} or the flag")
     for line in training_args.hf_deepspeed_config.mismatches:  # "- ds KEY=VALUE vs hf NAME=VALUE"
-        found = re.fullmatch(r"- ds ([\w.]+)=(.*) vs hf .*?=(.*)", line)
+        found = re.fullmatch(r"- ds ([\w.]+)=(.*) vs hf .*?=(.*)", line, re.DOTALL)
         assert found, line
         dotted, value, given = found.groups()
         flag, _ = FLAGS[dotted]

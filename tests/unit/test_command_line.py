@@ -166,8 +166,27 @@ MALFORMED = [
     ("--seed -1", "--seed: -1 is out of range"),
     ("--seed 4294967296", "--seed: 4294967296 is out of range"),
     ("--logging_steps -1", "--logging_steps: -1.0 is out of range"),
+    ("--logging_steps 0", "--logging_steps: 0 is no number of steps; give at least 1"),
     ("--steps 0", "--steps: 0 is no number of steps; give at least 1"),
     ("--max_steps -5", "--max_steps: -5 is no number of steps"),
+    ("--max_steps 2147483648", "--max_steps: 2147483648 is out of range; give a number of at least 0, at most 2147"),
+    ("--num_train_epochs 1e308", "--num_train_epochs: 1e+308 is out of range; give a number of at least 0, at most 1"),
+    ("--learning_rate 1e308", "--learning_rate: 1e+308 is out of range"),
+    ("--ddp_timeout 99999999999", "--ddp_timeout: 99999999999 is out of range"),
+    ("--save_strategy steps --save_steps 0", "--save_steps: 0 is no number of steps; give at least 1"),
+    ("--eval_strategy steps --eval_steps 0", "--eval_steps: 0 is no number of steps; give at least 1"),
+    ("--save_strategy best", "--save_strategy: best does not say of what; add --metric_for_best_model loss"),
+    ("--metric_for_best_model f1", "--metric_for_best_model: f1 is not measured in a training; give loss"),
+    (
+        "--save_strategy best --metric_for_best_model loss --eval_strategy no",
+        "--save_strategy: best needs evaluations; leave out --eval_strategy no",
+    ),
+    ("--lr_scheduler_kwargs x", "--lr_scheduler_kwargs: line 1, column 1: Expecting value; correct the JSON"),
+    ("--lr_scheduler_kwargs [1]", "--lr_scheduler_kwargs: '[1]' is no JSON object; give one"),
+    ("--accelerator_config absent.json", "absent.json: No such file or directory; give a JSON file"),
+    ("--output_dir /dev/null", "--output_dir: /dev/null is a file, or lies under one; give a folder"),
+    ("--output_dir ~nosuchuser/x", "--output_dir: ~nosuchuser/x is the home of nobody here; correct the name"),
+    ("--remove_unused_columns False", "--remove_unused_columns: the texts of the questions are no tensors; leave it"),
 ]
 
 
@@ -210,9 +229,7 @@ def test_bad_flag_is_named_even_if_the_variable_is_good(monkeypatch, refusal):
 
 REFUSED_BY_TRANSFORMERS = [
     (("--report_to", "foo"), "--report_to: foo is no tracker of this workshop"),
-    (("--logging_steps", "0"), "--logging_steps"),
     (("--save_strategy", "steps", "--load_best_model_at_end"), "--load_best_model_at_end"),
-    (("--accelerator_config", "absent.json"), "absent.json"),
 ]
 
 
