@@ -1,6 +1,7 @@
 """SQuAD files: the bundled one is what its README says, the user's own are refused with the place of the fault."""
 
 import json
+import os
 import re
 from contextlib import contextmanager
 from pathlib import Path
@@ -12,7 +13,15 @@ import pytest
 
 import data_loader
 import hub
-from data_loader import UNANSWERABLE, load_evaluation_set, load_from_hub, load_squad, read_questions, read_splits
+from data_loader import (
+    UNANSWERABLE,
+    load_evaluation_set,
+    load_from_hub,
+    load_squad,
+    questions_cut,
+    read_questions,
+    read_splits,
+)
 from helpers import REPOSITORY
 from knobs import DataArguments, ModelArguments
 from model import load_tokenizer
@@ -125,6 +134,21 @@ FAULTS = {
         squad(question(answers=[])),
         ": data[0].paragraphs[0].qas[0].answers: is empty; give an answer, or set is_impossible to true",
     ),
+    "impossible is a text": (
+        squad(question(is_impossible="no")),
+        ": data[0].paragraphs[0].qas[0].is_impossible: is 'no', not true or false; see data/README.md",
+    ),
+    "an id twice": (
+        squad(question("a"), question("b"), question("a")),
+        ": data[0].paragraphs[0].qas[2].id: 'a' is the id of an earlier question; give each question an id of its own",
+    ),
+    "half a character": (
+        squad(question(), context="\udcff"),
+        ": data[0].paragraphs[0].context: holds half of a surrogate pair, which is no character; correct",
+    ),
+    "deep": (b"[" * 100000, ": is nested too deeply; is the file complete?"),
+    "long number": (b'{"data": 1' + b"0" * 5000 + b"}", ": holds a number of thousands of digits; "),
+    "a key twice": (b'{"data": [], "data": []}', ": data: stands twice in one object; remove one of them"),
     "no text": (
         squad(question(answers=[{"answer_start": 0}])),
         ": data[0].paragraphs[0].qas[0].answers[0].text: is missing, expected a text",
@@ -177,6 +201,19 @@ def test_file_that_is_not_there_is_a_folder_or_may_not_be_read_is_refused(tmp_pa
     assert refusal(splits, path, path) == f"error: {path}: Permission denied; check the path and its permissions"
 
 
+def test_a_pipe_is_not_waited_for(tmp_path, refusal):
+    os.mkfifo(tmp_path / "pipe.json")
+    line = refusal(read_splits, DataArguments(dataset=str(tmp_path / "pipe.json")))
+    assert line.startswith(f"error: {tmp_path / 'pipe.json'}: is no regular file; check the path")
+
+
+@pytest.mark.parametrize("name", ["~nosuchuser/a.json", "a" * 10000 + ".json"], ids=["user", "length"])
+def test_name_that_no_file_can_have_is_refused(name, refusal):
+    assert ": there is no such file; correct --dataset or --eval_dataset" in refusal(
+        read_splits, DataArguments(dataset=name)
+    )
+
+
 def test_file_with_too_few_paragraphs_to_hold_out_some_asks_for_an_evaluation_file(written, refusal):
     path = written(squad(question()))
     line = refusal(read_splits, DataArguments(dataset=path))
@@ -226,6 +263,23 @@ def test_subsets_depend_on_the_seed_alone(sample, tokenizer):
 
 def test_samples_per_gpu_times_ranks_is_the_training_size(sample, tokenizer):
     assert len(load(sample, tokenizer, {"samples_per_gpu": 6}, world_size=4)[0]) == 24
+
+
+def test_questions_that_were_cut_are_counted(written, tokenizer):
+    path = written(squad(*map(question, "abc"), context=CONTEXT * 40))
+    short = written(squad(*map(question, "de")), "short.json")
+    arguments = {"dataset": path, "eval_dataset": short, "train_size": 3, "eval_size": 2}
+    for max_length, cut in ((100, 3), (2000, 0)):
+        sets = load_squad(DataArguments(**arguments, max_length=max_length), tokenizer, training())
+        assert questions_cut(*sets) == {"train": cut, "eval": 0}
+
+
+def test_no_cache_of_other_rows_is_read(sample, tokenizer, monkeypatch):
+    arguments = DataArguments(dataset=str(sample), eval_size=3, max_length=200)
+    before = load_evaluation_set(arguments, tokenizer, training())._fingerprint
+    assert load_evaluation_set(arguments, tokenizer, training())._fingerprint == before
+    monkeypatch.setattr(data_loader, "ROWS", data_loader.ROWS + 1)
+    assert load_evaluation_set(arguments, tokenizer, training())._fingerprint != before
 
 
 def test_asking_for_more_than_there_is_names_both_numbers(sample, tokenizer, refusal):

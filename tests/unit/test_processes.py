@@ -2,13 +2,16 @@
 
 import os
 import pickle
+import re
 import socket
 import sys
 from pathlib import Path
 
 import pytest
+from tqdm import tqdm
 
 import errors
+import hub
 from errors import WorkshopError
 from parallel import distributed
 from parallel.distributed import first_host, prepare_environment
@@ -52,6 +55,39 @@ def test_one_task_under_srun_is_no_process_group(monkeypatch):
     monkeypatch.setenv("SLURM_PROCID", "0")
     prepare_environment(shards=False)
     assert "RANK" not in os.environ
+
+
+@pytest.mark.parametrize(
+    "variables",
+    [
+        {"WORLD_SIZE": "abc"},
+        {"RANK": "-1"},
+        {"RANK": "0", "WORLD_SIZE": ""},
+        {"LOCAL_RANK": "1" * 5000},
+        {"SLURM_STEP_NUM_TASKS": "abc"},
+        {"SLURM_PROCID": "abc", "SLURM_STEP_NUM_TASKS": "2"},
+        {"SLURM_LOCALID": "x", "SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "2"},
+        {"SLURM_JOB_ID": "x", "SLURM_LOCALID": "0", "SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "2"},
+    ],
+    ids=lambda variables: next(iter(variables)),
+)
+def test_number_of_a_launcher_that_is_none_is_refused(variables, monkeypatch, refusal):
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    name = "WORLD_SIZE" if "WORLD_SIZE" in variables else next(iter(variables))
+    line = refusal(prepare_environment, False)
+    assert line.startswith(f"error: {name}: is '")
+    assert line.endswith(", not a whole number; unset it: torchrun and srun set it")
+
+
+def test_launcher_that_tells_half_is_refused(monkeypatch, refusal):
+    monkeypatch.setenv("SLURM_STEP_NUM_TASKS", "2")
+    assert refusal(prepare_environment, False) == (
+        "error: SLURM_PROCID: is not set; start with torchrun or srun, which set it"
+    )
+    monkeypatch.setenv("RANK", "1")
+    line = refusal(prepare_environment, False)
+    assert line.startswith("error: RANK: 1 is no rank of 1 (WORLD_SIZE); unset both")
 
 
 @pytest.mark.parametrize(("nodes", "first"), [("node7", "node7"), ("a1,b2", "a1")])
@@ -110,6 +146,33 @@ def test_other_ranks_leave_the_error_line_to_rank_0(variable, monkeypatch, capsy
 
 def test_error_of_several_lines_is_printed_as_one():
     assert str(WorkshopError("a\nb", "c\nd", "e")) == "a b: c d; e"
+
+
+def test_an_error_line_is_short_and_printable():
+    assert str(WorkshopError("a\x1b[2J\r", "\udcff", "c")) == "a [2J :  ; c"
+    line = str(WorkshopError("a" * 10000, "b", "c"))
+    assert len(line) < 1100
+    assert re.fullmatch(r"a+ \.\.\. a+: b; c", line)
+
+
+def test_an_error_line_does_not_stand_behind_a_progress_bar(capsys):
+    bar = tqdm(range(3), desc="Loading", leave=False)
+    next(iter(bar))
+    drawn = capsys.readouterr().err
+    assert drawn and not drawn.endswith("\n")
+    errors.report(WorkshopError("--x", "is wrong", "correct it"))
+    last = re.split(r"[\r\n]", (drawn + capsys.readouterr().err).rstrip("\n"))[-1]
+    assert last == "error: --x: is wrong; correct it"
+
+
+@pytest.mark.parametrize("terminal", [True, False])
+def test_libraries_draw_bars_on_a_terminal_only(terminal, monkeypatch):
+    switched = []
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: terminal, raising=False)
+    monkeypatch.setattr(hub.datasets, "disable_progress_bars", lambda: switched.append("datasets"))
+    monkeypatch.setattr(hub.logging, "disable_progress_bar", lambda: switched.append("transformers"))
+    hub.draw_bars_on_terminals_only()
+    assert switched == ([] if terminal else ["datasets", "transformers"])
 
 
 def test_an_error_of_another_process_arrives_whole():

@@ -129,9 +129,50 @@ def test_over_long_prompt_loses_context_only(max_length, tokenizer):
     assert BATCH["context"][0].startswith(kept)
     assert len(ids) <= max_length
     assert prompt <= max_length - answer_room(max_length)
-    one_word_more = BATCH["context"][0][: len(kept) + 1].rstrip() + " " + BATCH["context"][0][len(kept) :].split()[0]
-    longer = tokenizer(f"{begin}{one_word_more} Answer:")["input_ids"]
-    assert len(longer) > max_length - answer_room(max_length), "more of the context would have fitted"
+    rest = BATCH["context"][0].removeprefix(kept)
+    longer = [f"{begin}{kept}{rest[:more].rstrip()} Answer:" for more in range(8, 40)]
+    room = max_length - answer_room(max_length)
+    assert min(len(ids) for ids in tokenizer(longer)["input_ids"]) > room, "more of the context would have fitted"
+    assert rows["cut"] == [True, False]
+
+
+CHINESE = "节点通过高速网络相互通信，每个节点有八个设备，这些设备共同训练一个语言模型。" * 30
+FAMILY = "👩\u200d👩\u200d👧"
+NO_SPACES = {
+    "Chinese": CHINESE,
+    "no letter of the tokenizer": "ⵣⵉⵔⵉ" * 200,
+    "accents": "e\u0301o\u0308" * 300,
+    "emoji": (FAMILY + "❤\ufe0f") * 60,
+    "one word": "parallel" * 200,
+}
+
+
+@pytest.mark.parametrize("context", NO_SPACES.values(), ids=NO_SPACES)
+@pytest.mark.parametrize("max_length", [64, 65, 66, 100, 128])
+def test_context_without_spaces_keeps_what_fits(context, max_length, tokenizer):
+    batch = {"question": ["Wo?"], "context": [context], "answers": [["Zürich"]]}
+    rows = tokenise_batch(batch, tokenizer, max_length, "sequence")
+    prompt = rows["input_ids"][0][: rows["prompt_length"][0]]
+    text = tokenizer.decode(prompt, skip_special_tokens=True)
+    kept = text.removeprefix("Question: Wo? Context: ").removesuffix(" Answer:")
+    assert "\ufffd" not in text, "half of a character"
+    assert context.startswith(kept)
+    assert kept
+    following = context[len(kept)]
+    assert following not in "\u0301\u0308\ufe0f\u200d", "half of what a reader takes for a character"
+    assert not kept.endswith("\u200d")
+    room = max_length - answer_room(max_length)
+    assert room - 40 < len(prompt) <= room, "an emoji of five code points can have so many tokens"
+    assert rows["cut"] == [True]
+
+
+def test_tokenizer_that_does_not_tell_where_its_tokens_lie(bloom, monkeypatch):
+    """One that is written in Python."""
+    batch = {"question": ["Wo?"], "context": [CHINESE], "answers": [["Zürich"]]}
+    fast = tokenise_batch(batch, bloom, 100, "sequence")
+    monkeypatch.setattr(type(bloom), "is_fast", False)
+    slow = tokenise_batch(batch, bloom, 100, "sequence")
+    assert slow == fast
 
 
 def test_answer_longer_than_its_usual_room_takes_it_from_the_context(tokenizer):

@@ -1,10 +1,12 @@
 """train.py and evaluate.py up to the training: one of each kind of mistake, in the order in which they are found."""
 
 import json
+import os
 from pathlib import Path
 
 import huggingface_hub.constants
 import pytest
+from transformers import BloomConfig, BloomForCausalLM
 
 import evaluate
 import train
@@ -35,6 +37,15 @@ COMMANDS = [
     ("contradiction", "--deepspeed IN/lr.json", {}, "IN/lr.json: optimizer.params.lr is 0.001, but --learning_rate is"),
     ("data file", "--model_name tiny-bloom --dataset IN/empty.json", {}, "IN/empty.json: the file is empty; "),
     (
+        "launcher",
+        "--model_name tiny-bloom",
+        {"WORLD_SIZE": "abc"},
+        "WORLD_SIZE: is 'abc', not a whole number; unset it",
+    ),
+    ("pipe", "--deepspeed IN/pipe", {}, "IN/pipe: is no regular file; see ds_configs/ and fsdp_configs/"),
+    ("optimizer", "--model_name tiny-bloom --adam_beta1 2", {}, "--optim: adamw_torch_fused cannot be made ("),
+    ("weights", "--model_name IN/cut --dataset SAMPLE", {}, "IN/cut/model.safetensors: is cut off at 99 bytes ("),
+    (
         "too few questions",
         "--model_name tiny-bloom --dataset SAMPLE --train_size 9999",
         {},
@@ -63,6 +74,9 @@ def test_a_mistake_is_one_line_and_writes_nothing(words, variables, beginning, s
     (inputs / "model" / "config.json").write_text("{}")
     (inputs / "broken.json").write_text("{\n")
     (inputs / "empty.json").write_text("")
+    os.mkfifo(inputs / "pipe")
+    BloomForCausalLM(BloomConfig(vocab_size=8, hidden_size=8, n_layer=1, n_head=1)).save_pretrained(inputs / "cut")
+    os.truncate(inputs / "cut" / "model.safetensors", 99)
     literal = json.loads((REPOSITORY / "ds_configs" / "zero1.json").read_text())
     literal["optimizer"]["params"]["lr"] = 0.001
     (inputs / "lr.json").write_text(json.dumps(literal))
@@ -79,6 +93,13 @@ def test_train_py_without_a_checkpoint_to_resume_ends_with_4(started, sample):
     assert started(train, *words, code=4, OUTPUT_DIR="out") == (
         "error: --resume_from_checkpoint: no complete checkpoint in out; leave the flag out to start anew"
     )
+
+
+def test_evaluate_py_names_the_file_of_a_model_that_is_cut_off(started, tmp_path, sample):
+    BloomForCausalLM(BloomConfig(vocab_size=8, hidden_size=8, n_layer=1, n_head=1)).save_pretrained(tmp_path / "cut")
+    os.truncate(tmp_path / "cut" / "model.safetensors", 99)
+    line = started(evaluate, "--model_name", tmp_path / "cut", "--dataset", sample)
+    assert line.startswith(f"error: {tmp_path}/cut/model.safetensors: is cut off at 99 bytes (")
 
 
 def test_evaluate_py_refuses_what_it_would_ignore(started):
