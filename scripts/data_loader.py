@@ -23,7 +23,6 @@ PROMPT = "Question: {question} Context: {context} Answer:"
 IGNORED = -100
 MAX_ANSWER_TOKENS = 32
 FORMAT = "see data/README.md for the format"
-LOOK_AHEAD = 4  # tokens
 ROWS = 2  # what tokenise_batch makes of a question: raised with each change of it, so that no older cache is read
 T = TypeVar("T")
 
@@ -289,9 +288,7 @@ def shorten(question: str, context: str, limit: int, tokenizer: PreTrainedTokeni
     fitting = bisect.bisect_right(ends, limit, key=lambda end: len(encode(end)))
     if not fitting:
         raise WorkshopError("--max_length", f"leaves no room for the question {question!r:.60}", "raise it")
-    # the number of tokens does not grow with every one of the ends: half a word can have more than the whole
-    longer = ends[fitting : fitting + LOOK_AHEAD]
-    return encode(next((end for end in reversed(longer) if len(encode(end)) <= limit), ends[fitting - 1]))
+    return encode(ends[fitting - 1])
 
 
 def token_ends(question: str, context: str, tokenizer: PreTrainedTokenizerBase) -> list[int]:

@@ -156,8 +156,8 @@ def test_an_error_line_is_short_and_printable():
 
 
 def test_an_error_line_does_not_stand_behind_a_progress_bar(capsys):
-    bar = tqdm(range(3), desc="Loading", leave=False)
-    next(iter(bar))
+    bar = tqdm(total=3, desc="Loading")
+    bar.update()
     drawn = capsys.readouterr().err
     assert drawn and not drawn.endswith("\n")
     errors.report(WorkshopError("--x", "is wrong", "correct it"))
