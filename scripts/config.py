@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.utils.data import DataLoader
 from transformers import HfArgumentParser, Trainer, TrainingArguments, get_scheduler
 from transformers.trainer_optimizer import is_optimizer_factory
 
@@ -49,6 +50,7 @@ LARGEST: dict[str, float] = {
     "dataloader_num_workers": 1024,
     "label_smoothing_factor": 1,
     **dict.fromkeys(CUSTOM_SIZES, 10**6),
+    **dict.fromkeys(("gpus", "nodes"), 10**5),
     "num_layers": 10**4,
 }
 LARGEST_INT = 2**31 - 1
@@ -372,12 +374,33 @@ def build_arguments(options: Options) -> tuple[ModelArguments, DataArguments, Tr
     return model_args, data_args, training_args
 
 
-def check_optimizer(training_args) -> None:
-    """Make the optimizer and the scheduler for a single layer, as the Trainer will for the model.
+def check_trainable(training_args) -> None:
+    """Make what the Trainer will make, for a single layer and question: optimizer, scheduler, loader, compiled model.
 
-    Raises WorkshopError (exit code 2) for numbers and arguments that they refuse.
+    Raises WorkshopError (exit code 2) for numbers and arguments that these refuse.
     """
     layer: Any = torch.nn.Linear(1, 1)
+    check_optimizer(training_args, layer)
+    try:
+        DataLoader(
+            [0],  # type: ignore[arg-type]
+            num_workers=training_args.dataloader_num_workers,
+            prefetch_factor=training_args.dataloader_prefetch_factor,
+            persistent_workers=training_args.dataloader_persistent_workers,
+            multiprocessing_context=training_args.dataloader_multiprocessing_context,
+        )
+    except ValueError as error:
+        raise WorkshopError("--dataloader_num_workers", str(error), "correct the --dataloader_ flags") from error
+    if training_args.torch_compile:
+        backend = training_args.torch_compile_backend
+        try:
+            torch.compile(layer, backend=backend, mode=training_args.torch_compile_mode)
+        except RuntimeError as error:
+            what = f"{backend} cannot be used ({error})"
+            raise WorkshopError("--torch_compile_backend", what, "correct it or --torch_compile_mode") from error
+
+
+def check_optimizer(training_args, layer: Any) -> None:
     if training_args.optim_target_modules is not None:
         return  # of the model, which is not there yet
     name = training_args.optim.value

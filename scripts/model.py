@@ -1,5 +1,6 @@
 """Models and tokenizers: `load_tokenizer`, `load_model`, `save_model`."""
 
+import socket
 from typing import Any
 
 import torch
@@ -22,10 +23,11 @@ from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
 
 from custom_model import CUSTOM_GPT, CustomGPTConfig
 from data_loader import is_local, read_questions, read_splits
-from errors import WorkshopError
+from errors import ENVIRONMENT, WorkshopError
 from hub import cannot_load, offline_without_network
 from knobs import CUSTOM_SIZES
 from model_folder import broken_tokenizer, check_config, check_tokenizer, check_weights, folder_of, reason_of
+from parallel.distributed import rank
 
 TINY_BLOOM = "tiny-bloom"
 # hidden size, layers and heads (arXiv:2211.05100, table 3): --from_scratch then needs no download
@@ -118,13 +120,17 @@ def load_model(model_args, data_args, tokenizer: PreTrainedTokenizerBase, seed: 
     """
     name = model_args.model_name
     if model_args.from_scratch or name in (TINY_BLOOM, CUSTOM_GPT):
-        model = random_model(load_config(model_args, data_args), seed)
-    else:
+        config = load_config(model_args, data_args)
         try:
-            # from_pretrained would take the checkpoint's dtype: fp16 masters lose small updates
-            model = AutoModelForCausalLM.from_pretrained(name, dtype=torch.float32, trust_remote_code=False)
-        except (OSError, ValueError, TypeError, LookupError, ImportError) as error:
-            raise cannot_load("--model_name", name, error, name, data_args.dataset) from error
+            model = random_model(config, seed)
+        except RuntimeError as error:
+            if "DefaultCPUAllocator" not in str(error):
+                raise
+            what = f"the weights of {name} need more memory than {socket.gethostname()} has"
+            way_out = "see scripts/estimate_memory.py, or take a smaller model"
+            raise WorkshopError("--model_name", what, way_out, ENVIRONMENT) from error
+    else:
+        model = pretrained_model(name, data_args)
     vocabulary = model.config.get_text_config().vocab_size
     if len(tokenizer) > vocabulary:
         raise WorkshopError(
@@ -135,6 +141,21 @@ def load_model(model_args, data_args, tokenizer: PreTrainedTokenizerBase, seed: 
     model.config.pad_token_id = tokenizer.pad_token_id
     model.generation_config.pad_token_id = tokenizer.pad_token_id
     model.generation_config.eos_token_id = tokenizer.eos_token_id
+    return model
+
+
+def pretrained_model(name: str, data_args) -> PreTrainedModel:
+    # with from_pretrained's own dtype, that of the checkpoint, fp16 masters would lose small updates
+    choices: Any = {"dtype": torch.float32, "trust_remote_code": False, "output_loading_info": True}
+    try:
+        loaded: Any = AutoModelForCausalLM.from_pretrained(name, **choices)
+    except (OSError, ValueError, TypeError, LookupError, ImportError) as error:
+        raise cannot_load("--model_name", name, error, name, data_args.dataset) from error
+    model, loading = loaded
+    # a folder was checked before; with FSDP other ranks may have loaded nothing yet
+    if loading["missing_keys"] and rank() == 0:
+        what = f"{name} has no weights for {min(loading['missing_keys'])}, they would be random"
+        raise WorkshopError("--model_name", what, "take a model that was saved as a causal LM")
     return model
 
 

@@ -7,7 +7,6 @@ $HF_HOME/workshop_manifest.json.
 """
 
 import argparse
-import json
 from pathlib import Path
 
 import huggingface_hub
@@ -18,7 +17,7 @@ from data_loader import is_local
 from errors import ENVIRONMENT, OneLineErrors, WorkshopError, run_program
 from hub import draw_bars_on_terminals_only
 from job.finish import now
-from json_files import write_json
+from json_files import read_json, write_json
 from model import TINY_BLOOM
 from model_folder import folder_of
 
@@ -40,7 +39,7 @@ def main() -> None:
         fetched |= fetch_model(arguments.model_name)
     if arguments.dataset:
         fetched |= fetch_dataset(arguments.dataset)
-    manifest = json.loads(MANIFEST.read_text()) if MANIFEST.exists() else {}
+    manifest = read_json(MANIFEST, "remove it") if MANIFEST.exists() else {}
     MANIFEST.parent.mkdir(parents=True, exist_ok=True)
     write_json(MANIFEST, manifest | fetched)
     print(f"manifest: {MANIFEST}")

@@ -22,7 +22,7 @@ from pathlib import Path
 from transformers import ProgressCallback
 
 from build_ops import check_compiler
-from config import build_arguments, check_optimizer, parse_command_line
+from config import build_arguments, check_trainable, parse_command_line
 from data_loader import collator, load_squad, questions_cut
 from evaluate import exact_match_and_f1, load_metric
 from hub import draw_bars_on_terminals_only
@@ -78,7 +78,7 @@ def main() -> None:
     model_args, data_args, args = build_arguments(options)
     if options.deepspeed_config is not None:
         check_contradictions(deepspeed, options.deepspeed_config, args, options.names)
-    check_optimizer(args)
+    check_trainable(args)
     join_process_group(with_deepspeed=bool(deepspeed))
 
     # 3. Where results go.

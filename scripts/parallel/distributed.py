@@ -238,5 +238,9 @@ def first_host(nodelist: str) -> str:
     """First name of a Slurm node list such as ``gpu[03-07]``."""
     if "[" not in nodelist:
         return nodelist.split(",")[0]
-    names = subprocess.run(["scontrol", "show", "hostnames", nodelist], capture_output=True, text=True, check=True)
+    try:
+        names = subprocess.run(["scontrol", "show", "hostnames", nodelist], capture_output=True, text=True, check=True)
+    except (OSError, subprocess.CalledProcessError) as error:
+        what = f"scontrol cannot tell the hosts of {nodelist!a:.60}"
+        raise WorkshopError("SLURM_STEP_NODELIST", what, "set MASTER_ADDR to the first of them") from error
     return names.stdout.split()[0]

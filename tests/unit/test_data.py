@@ -106,6 +106,12 @@ def test_readme_of_the_data_tells_the_truth_about_it(sample):
     assert re.search(r"^Licence: .*CC0-1\.0", readme, re.MULTILINE)
 
 
+def test_the_format_that_the_readme_shows_is_read(written):
+    readme = (REPOSITORY / "data" / "README.md").read_text()
+    example = re.search(r"```json\n(.*?)```", readme, re.DOTALL)[1]
+    assert [q["answers"] for q in read(written(example.encode()))] == [["a fast network"], [UNANSWERABLE]]
+
+
 # Bad files
 
 

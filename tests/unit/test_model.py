@@ -5,6 +5,7 @@ import pytest
 import torch
 from transformers import BloomConfig, BloomForCausalLM
 
+import model
 from helpers import REPOSITORY
 from knobs import DataArguments, ModelArguments
 from model import BLOOM_SIZES, count_parameters, load_config, load_model, load_tokenizer
@@ -54,6 +55,15 @@ def test_saved_half_precision_model_is_trained_in_fp32(tmp_path):
     arguments = ModelArguments(str(tmp_path / "model"))
     model = load_model(arguments, DATA, load_tokenizer(arguments, DATA), 1)
     assert {p.dtype for p in model.parameters()} == {torch.float32}
+
+
+def test_weights_that_no_memory_holds_are_one_line(monkeypatch, refusal):
+    def refuse(config, seed):
+        torch.empty(2**62, dtype=torch.uint8)  # more than any address
+
+    monkeypatch.setattr(model, "random_model", refuse)
+    line = refusal(load_model, TINY, DATA, load_tokenizer(TINY, DATA), 1, code=3)
+    assert line.startswith("error: --model_name: the weights of tiny-bloom need more memory than ")
 
 
 def test_tokenizer_that_is_larger_than_the_model_is_refused(tmp_path, refusal):

@@ -200,3 +200,14 @@ def test_folder_is_not_asked_for_weights_that_are_not_used(saved, tmp_path):
 def test_tokenizer_of_another_folder_is_named_by_its_flag(tmp_path, refusal):
     arguments = ModelArguments("tiny-bloom", tokenizer_name="./gone")
     assert refusal(load_tokenizer, arguments, DATA).startswith("error: --tokenizer_name: there is no folder ./gone; ")
+
+
+def test_random_weights_are_not_taken_for_those_of_the_hub(saved, tmp_path, refusal):
+    """There the files are not checked before; load_model alone stands for that here."""
+    folder = tmp_path / "model"
+    shutil.copytree(saved / "one", folder)
+    with_keys(CONFIG, n_layer=2)(folder)
+    arguments = ModelArguments(str(folder))
+    line = refusal(load_model, arguments, DATA, load_tokenizer(arguments, DATA), 1)
+    weight = "transformer.h.1.input_layernorm.bias"
+    assert line.startswith(f"error: --model_name: {folder} has no weights for {weight}, they would be random; take a")

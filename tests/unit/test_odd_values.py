@@ -42,7 +42,7 @@ def accepted_or_one_line(function, *arguments: object) -> bool:
 
 def build(argv: list[str], environment: dict) -> None:
     options = config.parse_command_line("", argv, environment={"FP16": "False"} | environment)
-    config.check_optimizer(config.build_arguments(options)[2])
+    config.check_trainable(config.build_arguments(options)[2])
 
 
 @pytest.mark.parametrize("flag", FLAGS)
@@ -66,7 +66,7 @@ def test_name_that_no_file_can_have_is_refused_by_its_length(flag, refusal):
     assert "has 2001 bytes" in refusal(build, [f"--{flag}={'a/' * 1000}a"], {})
 
 
-OPTIMIZERS = [
+MADE_FROM_FLAGS = [
     (
         "--adam_beta1 2",
         "--optim: adamw_torch_fused cannot be made (Invalid beta parameter at index 0: 2.0); correct --",
@@ -82,11 +82,14 @@ OPTIMIZERS = [
         '--lr_scheduler_kwargs {"a":1}',
         "--lr_scheduler_type: linear cannot be made (get_linear_schedule_with_warmup() got an unexpected",
     ),
+    ("--dataloader_persistent_workers", "--dataloader_num_workers: persistent_workers option needs num_workers > 0; "),
+    ("--torch_compile_backend x", "--torch_compile_backend: x cannot be used ("),
+    ("--torch_compile_mode x", "--torch_compile_backend: inductor cannot be used ("),
 ]
 
 
-@pytest.mark.parametrize(("words", "beginning"), OPTIMIZERS, ids=[words for words, _ in OPTIMIZERS])
-def test_numbers_that_an_optimizer_or_scheduler_refuses(words, beginning, refusal):
+@pytest.mark.parametrize(("words", "beginning"), MADE_FROM_FLAGS, ids=[words for words, _ in MADE_FROM_FLAGS])
+def test_what_the_trainer_could_not_make_is_refused(words, beginning, refusal):
     assert refusal(build, words.split(), {}).startswith(f"error: {beginning}")
 
 
