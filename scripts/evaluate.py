@@ -19,7 +19,7 @@ from config import Options, build_arguments, parse_command_line
 from data_loader import answer_room, load_evaluation_set
 from errors import WorkshopError
 from hub import draw_bars_on_terminals_only
-from model import check_model, load_model, load_tokenizer
+from model import check_model, empty_model, load_model, load_tokenizer
 from parallel.distributed import (
     gather_lists,
     join_process_group,
@@ -115,7 +115,7 @@ def evaluate_saved(options: Options) -> dict[str, float]:
     prepare_environment(shards=False)
     model_args, data_args, args = build_arguments(options)
     join_process_group(with_deepspeed=False)
-    check_model(model_args, data_args)
+    check_model(model_args, empty_model(model_args, data_args))
     tokenizer = load_tokenizer(model_args, data_args)
     questions = load_evaluation_set(data_args, tokenizer, args)
     model: torch.nn.Module = load_model(model_args, data_args, tokenizer, args.seed)

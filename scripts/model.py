@@ -105,11 +105,11 @@ def train_tokenizer(data_args, vocabulary: int) -> PreTrainedTokenizerBase:
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, padding_side="right", **SPECIAL_TOKENS)
 
 
-def check_model(model_args, data_args) -> None:
-    """Raises WorkshopError (exit code 2) for a model's folder whose files do not make a model, naming the file."""
+def check_model(model_args, skeleton: PreTrainedModel) -> None:
+    """Raises WorkshopError (exit code 2) for a folder whose weights are not those of its `empty_model`, by the file."""
     folder = folder_of("--model_name", model_args.model_name)
     if folder and not model_args.from_scratch and model_args.model_name not in (TINY_BLOOM, CUSTOM_GPT):
-        check_weights(folder, empty_model(model_args, data_args))
+        check_weights(folder, skeleton)
 
 
 def load_model(model_args, data_args, tokenizer: PreTrainedTokenizerBase, seed: int) -> PreTrainedModel:

@@ -94,10 +94,10 @@ def main() -> None:
     # 4. Tokenizer, data, and the metric: if it is missing, now and not behind the training.
     if data_args.em_f1:
         load_metric()
-    check_model(model_args, data_args)
+    skeleton = empty_model(model_args, data_args)
+    check_model(model_args, skeleton)
     tokenizer = load_tokenizer(model_args, data_args)
     train_dataset, eval_dataset = load_squad(data_args, tokenizer, args)
-    skeleton = empty_model(model_args, data_args)
     cut = questions_cut(train_dataset, eval_dataset)
     if cut["train"]:
         print_once(f"{cut['train']} of {len(train_dataset)} training questions were cut to --max_length")

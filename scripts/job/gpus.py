@@ -18,7 +18,7 @@ from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from errors import OneLineErrors, run_program
+from errors import OneLineErrors, run_program, whole_number
 
 # Without persistence mode the driver starts anew for each call, which takes seconds per GPU
 TIMEOUT = 30
@@ -92,7 +92,7 @@ def choose(ranks: int, gpus: list[Gpu], host: str) -> tuple[str, list[str]]:
     if not entries:
         return "none", [f"CUDA_VISIBLE_DEVICES is '{visible}' on {host}, the job sees no GPU: no log of GPU memory"]
     gaps = []
-    if len(entries) < ranks and int(os.environ.get("SLURM_STEP_NUM_TASKS", 1)) > 1:
+    if len(entries) < ranks and whole_number("SLURM_STEP_NUM_TASKS", "1") > 1:
         of_all_tasks = gpus_of_all_tasks(entries, gpus, host)
         if not of_all_tasks:
             what = f"Slurm gave each task on {host} GPUs of its own, and task 0 cannot see the others'"

@@ -35,7 +35,8 @@ def prepare_environment(shards: bool) -> None:
         env["WORLD_SIZE"] = env["SLURM_STEP_NUM_TASKS"]
         # accelerate reads the ranks of one node from here; Slurm writes e.g. 4(x2)
         env["LOCAL_WORLD_SIZE"] = env.get("SLURM_STEP_TASKS_PER_NODE", env["WORLD_SIZE"]).split("(")[0].split(",")[0]
-        env.setdefault("MASTER_ADDR", first_host(env.get("SLURM_STEP_NODELIST", "localhost")))
+        if "MASTER_ADDR" not in env:
+            env["MASTER_ADDR"] = first_host(env.get("SLURM_STEP_NODELIST", "localhost"))
         # the same on every rank without talking to each other, and different for neighbouring jobs
         env.setdefault("MASTER_PORT", str(20000 + whole_number("SLURM_JOB_ID") % 10000))
     if "RANK" not in env and shards:

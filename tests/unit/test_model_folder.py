@@ -13,7 +13,7 @@ from transformers import BertConfig, BloomConfig, BloomForCausalLM
 from custom_model import CustomGPTConfig, CustomGPTForCausalLM
 from helpers import REPOSITORY
 from knobs import DataArguments, ModelArguments
-from model import check_model, load_config, load_model, load_tokenizer
+from model import check_model, empty_model, load_config, load_model, load_tokenizer
 
 DATA = DataArguments(dataset=str(REPOSITORY / "data" / "squad_sample.json"))
 SHARD = "model-00002-of-00002.safetensors"
@@ -37,7 +37,7 @@ def saved(tmp_path_factory):
 def load(folder: Path):
     """As train.py does."""
     arguments = ModelArguments(str(folder))
-    check_model(arguments, DATA)
+    check_model(arguments, empty_model(arguments, DATA))
     return load_model(arguments, DATA, load_tokenizer(arguments, DATA), 1)
 
 
@@ -193,7 +193,8 @@ def test_folder_is_not_asked_for_weights_that_are_not_used(saved, tmp_path):
     """As --from_scratch and estimate_memory.py do."""
     shutil.copytree(saved / "one", tmp_path / "model")
     without(WEIGHTS)(tmp_path / "model")
-    check_model(ModelArguments(str(tmp_path / "model"), from_scratch=True), DATA)
+    arguments = ModelArguments(str(tmp_path / "model"), from_scratch=True)
+    check_model(arguments, empty_model(arguments, DATA))
     assert load_config(SimpleNamespace(model_name=str(tmp_path / "model")), DATA).hidden_size == 16
 
 
