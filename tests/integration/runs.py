@@ -59,26 +59,26 @@ STRATEGIES |= FSDP
 GPT_SIZES = {"VOCAB_SIZE": 1024, "HIDDEN_SIZE": 64, "NUM_LAYERS": 2, "NUM_HEADS": 4, "FF_DIM": 128}
 GPT = {"MODEL_NAME": "custom-gpt"} | GPT_SIZES
 CUSTOM = {
-    "gpt plain": Run(variables=GPT),
-    "gpt ddp": Run(2, "torchrun", variables=GPT),
-    "gpt full_shard": fsdp("full_shard", 2, **GPT),
-    "gpt shard_grad_op": fsdp("shard_grad_op", 2, **GPT),
-    "gpt hybrid_shard_2x2": fsdp("hybrid_shard_2x2", 4, **GPT),
-    "gpt zero3": deepspeed("zero3", 2, **GPT),
+    "gpt_plain": Run(variables=GPT),
+    "gpt_ddp": Run(2, "torchrun", variables=GPT),
+    "gpt_full_shard": fsdp("full_shard", 2, **GPT),
+    "gpt_shard_grad_op": fsdp("shard_grad_op", 2, **GPT),
+    "gpt_hybrid_shard_2x2": fsdp("hybrid_shard_2x2", 4, **GPT),
+    "gpt_zero3": deepspeed("zero3", 2, **GPT),
 }
 PADDING = {
-    "sequence longest": Run(variables={"PADDING": "longest"}),
-    "answer max_length": Run(variables={"LABELS": "answer"}),
-    "answer longest": Run(variables={"LABELS": "answer", "PADDING": "longest"}),
-    "all max_length": Run(variables={"LABELS": "all"}),
+    "sequence_longest": Run(variables={"PADDING": "longest"}),
+    "answer_max_length": Run(variables={"LABELS": "answer"}),
+    "answer_longest": Run(variables={"LABELS": "answer", "PADDING": "longest"}),
+    "all_max_length": Run(variables={"LABELS": "all"}),
 }
 OTHERS = {
     "unsaved": Run(variables={"SAVE_STRATEGY": "no", "TRAIN_SIZE": 16, "EVAL_SIZE": 4}),
-    "bf16 plain": Run(variables={"FP16": "", "BF16": "True"}),
-    "bf16 zero2": deepspeed("zero2", 1, FP16="", BF16="True"),
-    "bf16 ddp-2": Run(2, "torchrun", variables={"FP16": "", "BF16": "True"}),
+    "bf16_plain": Run(variables={"FP16": "", "BF16": "True"}),
+    "bf16_zero2": deepspeed("zero2", 1, FP16="", BF16="True"),
+    "bf16_ddp-2": Run(2, "torchrun", variables={"FP16": "", "BF16": "True"}),
     "wandb": fsdp("full_shard", 2, REPORT_TO="wandb", EXPERIMENT_NAME="tracked", SAVE_STRATEGY="no"),
-    "20 per rank": Run(2, "torchrun", ("--samples_per_gpu", "20"), {"EVAL_SIZE": 8}),
+    "20_per_rank": Run(2, "torchrun", ("--samples_per_gpu", "20"), {"EVAL_SIZE": 8}),
 }
 if XQUAD.exists():
     REAL = {"DATASET": XQUAD, "TRAIN_SIZE": 500, "EVAL_SIZE": 100, "NUM_EPOCHS": 1, "PADDING": "longest"}
@@ -103,9 +103,9 @@ def short(name: str, variables: dict) -> Run:
 
 
 MEASURED = {name: STRATEGIES[name] for name in [*STAGES, *OFFLOADS]}
-MEASURED |= {f"tiny {name}": short(name, {}) for name in ("plain", "ddp-2")}
-MEASURED |= {f"tiny bf16 {name}": short(name, BF16) for name in ("zero0-2", "zero2-2", "full_shard-2")}
-MEASURED |= {f"50m {name}": short(name, BLOOM_50M) for name in STAGES}
+MEASURED |= {f"tiny_{name}": short(name, {}) for name in ("plain", "ddp-2")}
+MEASURED |= {f"tiny_bf16_{name}": short(name, BF16) for name in ("zero0-2", "zero2-2", "full_shard-2")}
+MEASURED |= {f"50m_{name}": short(name, BLOOM_50M) for name in STAGES}
 RUNS = STRATEGIES | CUSTOM | PADDING | OTHERS | MEASURED
 
 

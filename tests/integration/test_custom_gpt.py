@@ -12,7 +12,7 @@ TOLERANCE = 1e-4
 
 @uses(*CUSTOM)
 def test_every_strategy_has_the_losses_of_the_plain_trainer(run: Finished, table):
-    expected = table("gpt plain").losses
+    expected = table("gpt_plain").losses
     assert expected[0] - expected[1] > 0.05, "the loss hardly moves, so that equal losses prove nothing"
     assert run.losses == pytest.approx(expected, abs=TOLERANCE, rel=0), run
     assert run.record["settings"]["num_layers"] == 2
@@ -26,7 +26,7 @@ def test_saved_model_is_whole(run: Finished):
     assert sum(p.numel() for p in model.parameters()) == run.record["parameters"]
 
 
-@uses("gpt full_shard")
+@uses("gpt_full_shard")
 def test_fsdp_wraps_its_blocks(run: Finished):
     assert run.effective("FSDP units") == "2 blocks"
     assert run.effective("local parameter share") == 0.5
@@ -34,7 +34,7 @@ def test_fsdp_wraps_its_blocks(run: Finished):
 
 def test_16_questions_are_learned_by_heart_and_answered_by_the_saved_model(workplace):
     settings = few(workplace, 16) | GPT | {"NUM_EPOCHS": 80, "BATCH_SIZE": 2, "GRAD_ACC": 1}
-    trained = run(workplace, "gpt overfitted", "--labels", "answer", "--eval_strategy", "no", **settings)
+    trained = run(workplace, "gpt_overfitted", "--labels", "answer", "--eval_strategy", "no", **settings)
     assert (trained.record["exact_match"], trained.record["f1"]) == (100, 100)
     sixteen = {name: value for name, value in few(workplace, 16).items() if name != "TRAIN_SIZE"}
     assert evaluate(workplace, trained, "gpt evaluated", **sixteen) == {"exact_match": 100, "f1": 100}

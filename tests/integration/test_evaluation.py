@@ -64,7 +64,7 @@ def zero3(workplace, overfitted: Finished) -> Finished:
     """
     settings = few(workplace, 17) | {"NUM_EPOCHS": 1, "LEARNING_RATE": 1e-5, "LABELS": "answer", "BATCH_SIZE": 4}
     settings["MODEL_NAME"] = "output/overfitted"
-    return run(workplace, "odd zero3", "--deepspeed", "ds_configs/zero3.json", processes=2, **settings)
+    return run(workplace, "odd_zero3", "--deepspeed", "ds_configs/zero3.json", processes=2, **settings)
 
 
 def test_generation_after_zero3_on_a_number_that_neither_ranks_nor_batch_divide(zero3: Finished):

@@ -57,9 +57,9 @@ trainer.FSDPTrainer.compute_loss = compute_loss
 
 def test_the_loss_stays_in_fp32_when_fsdp_computes_in_16_bit(workplace, table):
     """FSDP rounds a loss of 7.62 to 7.625 in bf16, and the number of tokens that it is divided by to three digits."""
-    wanted = table("bf16 ddp-2")
+    wanted = table("bf16_ddp-2")
     script, flags = patched(workplace, "print_losses", PRINT_LOSSES), FSDP["full_shard-2"].arguments
-    found = run(workplace, "bf16 loss", *flags, script=script, processes=2, BATCH_SIZE=2, FP16="", BF16="True")
+    found = run(workplace, "bf16_loss", *flags, script=script, processes=2, BATCH_SIZE=2, FP16="", BF16="True")
     assert found.effective("precision") == wanted.effective("precision") == "bf16"
     dtypes = set(re.findall(r"loss of a batch: (torch\.\w+)\.", found.log))
     assert dtypes == {"torch.float32"}
@@ -114,10 +114,10 @@ def test_sharded_checkpoints_resume_and_the_model_is_whole(workplace, sharded_co
     options = {"processes": 2, "BATCH_SIZE": 2}
     config = ("--fsdp", "--fsdp_config", sharded_config)
     script = patched(workplace, "sharded_killed", KILLED.format(before="pass"))
-    dead = run(workplace, "sharded killed", *config, script=script, code=1, **options)
+    dead = run(workplace, "sharded_killed", *config, script=script, code=1, **options)
     assert checkpoints(dead.output) == {"checkpoint-8": True, "checkpoint-16": False}, dead
     assert list((dead.output / "checkpoint-8").glob("pytorch_model_fsdp_0/*.distcp")), "one file per rank"
-    resumed = run(workplace, "sharded resumed", *config, "--resume_from_checkpoint", str(dead.output), **options)
+    resumed = run(workplace, "sharded_resumed", *config, "--resume_from_checkpoint", str(dead.output), **options)
     assert resumed.effective("checkpoint format") == "SHARDED_STATE_DICT"
     assert resumed.losses == pytest.approx(table("plain").losses, abs=TOLERANCE, rel=0)
     assert (resumed.output / "model.safetensors").stat().st_size > 4 * resumed.record["parameters"]
@@ -127,15 +127,15 @@ def test_full_checkpoints_resume(workplace, table):
     options = {"processes": 2, "BATCH_SIZE": 2}
     config = ("--fsdp", "--fsdp_config", "fsdp_configs/shard_grad_op.json")
     script = patched(workplace, "full_killed", KILLED.format(before="pass"))
-    dead = run(workplace, "full killed", *config, script=script, code=1, **options)
-    resumed = run(workplace, "full resumed", *config, "--resume_from_checkpoint", str(dead.output), **options)
+    dead = run(workplace, "full_killed", *config, script=script, code=1, **options)
+    resumed = run(workplace, "full_resumed", *config, "--resume_from_checkpoint", str(dead.output), **options)
     assert resumed.losses == pytest.approx(table("plain").losses, abs=TOLERANCE, rel=0)
 
 
 def test_generation_on_two_ranks_with_an_odd_number_of_questions(workplace):
     # 7 questions: neither 2 ranks nor batches of 2 divide them
     options = {"EVAL_SIZE": 7, "EM_F1": "True", "NUM_EPOCHS": 1, "TRAIN_SIZE": 16}
-    trained = run(workplace, "fsdp scores", "--fsdp", processes=2, BATCH_SIZE=2, **options)
+    trained = run(workplace, "fsdp_scores", "--fsdp", processes=2, BATCH_SIZE=2, **options)
     scores = {name: trained.record[name] for name in ("exact_match", "f1")}
-    again = evaluate(workplace, trained, "fsdp scores again", EVAL_SIZE=7)
+    again = evaluate(workplace, trained, "fsdp_scores_again", EVAL_SIZE=7)
     assert again == {name: round(value, 2) for name, value in scores.items()}

@@ -23,17 +23,17 @@ FEW = {"TRAIN_SIZE": 16, "EVAL_SIZE": 5, "NUM_EPOCHS": 1}
 
 
 @pytest.mark.skipif(not cpu_has_bf16(), reason="this CPU has no bf16 of its own")
-@uses("bf16 plain", "bf16 zero2")
+@uses("bf16_plain", "bf16_zero2")
 def test_bf16(run: Finished, table):
     assert run.record["knobs"]["precision"] == {"requested": "bf16", "effective": "bf16"}
     assert re.search(r"^precision +bf16 +bf16$", run.log, re.MULTILINE), run
-    assert run.effective("strategy") == ("plain" if run.job_id == "bf16 plain" else "DeepSpeed ZeRO-2")
+    assert run.effective("strategy") == ("plain" if run.job_id == "bf16_plain" else "DeepSpeed ZeRO-2")
     differences = [abs(a - b) for a, b in zip(run.losses, table("plain").losses, strict=True)]
     assert max(differences) < 0.1
     # bf16 keeps 8 bits: the very losses of fp32 would mean that fp32 ran
     assert max(differences) > 1e-6
     weights = AutoModelForCausalLM.from_pretrained(run.output, dtype="auto")
-    assert weights.dtype == (torch.float32 if run.job_id == "bf16 plain" else torch.bfloat16)
+    assert weights.dtype == (torch.float32 if run.job_id == "bf16_plain" else torch.bfloat16)
 
 
 @pytest.mark.parametrize("arguments", [(), ("--deepspeed", "ds_configs/zero1.json")])

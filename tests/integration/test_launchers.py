@@ -124,18 +124,18 @@ RecordCallback.on_step_end = end
 @pytest.mark.parametrize("rank", [0, 1])
 def test_record_says_failed_when_a_rank_crashes(workplace, background, rank: int):
     script = patched(workplace, f"rank_{rank}_crashes", RANK_ENDS.format(rank=rank, how='raise ValueError("crash")'))
-    run = background(f"crashed {rank}", processes=2, BATCH_SIZE=2, script=script).wait()
+    run = background(f"crashed_{rank}", processes=2, BATCH_SIZE=2, script=script).wait()
     assert run.code == 1, run
     assert (run.record["status"], run.record["exit_code"]) == ("failed", 1), run
 
 
 def test_record_of_a_run_whose_rank_was_killed(workplace, background):
     script = patched(workplace, "rank_1_killed", RANK_ENDS.format(rank=1, how="os.kill(os.getpid(), 9)"))
-    run = background("killed rank", processes=2, BATCH_SIZE=2, script=script).wait()
+    run = background("killed_rank", processes=2, BATCH_SIZE=2, script=script).wait()
     assert run.code == 1, run
     # rank 0 sees the broken connection or torchrun's SIGTERM, whichever comes first
     assert run.record["status"] in ("failed", "stopped"), run
-    arguments = ("killed rank", "--exit-code", "1")  # what job.sh does with torchrun's exit code
+    arguments = ("killed_rank", "--exit-code", "1")  # what job.sh does with torchrun's exit code
     finish = background("finish", *arguments, script="scripts/job/finish.py", PYTHONPATH="scripts").wait()
     assert finish.code == 0, finish
     assert (run.record["status"], run.record["exit_code"]) == ("failed", 1)

@@ -8,33 +8,33 @@ from runs import XQUAD, uses
 TOLERANCE = 1e-4
 
 
-@uses("sequence longest")
+@uses("sequence_longest")
 def test_padding_does_not_change_the_loss_of_sequence_labels(run: Finished, table):
     assert run.effective("padding") == "longest"
     assert run.losses == pytest.approx(table("plain").losses, abs=TOLERANCE, rel=0)
 
 
-@uses("answer longest")
+@uses("answer_longest")
 def test_padding_does_not_change_the_loss_of_answer_labels(run: Finished, table):
-    padded = table("answer max_length")
+    padded = table("answer_max_length")
     assert (padded.effective("padding"), run.effective("padding")) == ("max_length", "longest")
     assert run.losses == pytest.approx(padded.losses, abs=TOLERANCE, rel=0)
 
 
-@uses("answer max_length", "all max_length")
+@uses("answer_max_length", "all_max_length")
 def test_each_label_mode_has_a_loss_of_its_own(run: Finished, table):
-    assert run.effective("label mode") == run.job_id.split()[0]
+    assert run.effective("label mode") == run.job_id.split("_")[0]
     for mine, sequence in zip(run.losses, table("plain").losses, strict=True):
         assert abs(mine - sequence) > 100 * TOLERANCE
 
 
-@uses("all max_length")
+@uses("all_max_length")
 def test_counted_padding_makes_the_loss_small(run: Finished, table):
     # a third of the 256 positions is padding, which is learned at once
     assert run.losses[-1] < table("plain").losses[-1] - 0.5
 
 
-@uses("20 per rank")
+@uses("20_per_rank")
 def test_samples_per_gpu_makes_the_training_set_grow_with_the_ranks(run: Finished):
     assert run.record["train_size"] == 40
     assert run.record["knobs"]["train size"] == {"requested": 40, "effective": 40}

@@ -64,7 +64,7 @@ def test_incomplete_checkpoint_is_refused(workplace, killed: Finished):
 
 def test_no_checkpoint_at_all(workplace):
     options = {"OUTPUT_DIR": "output/nothing/here"}
-    refused = run(workplace, "no checkpoint", "--resume_from_checkpoint", code=4, **options)
+    refused = run(workplace, "no_checkpoint", "--resume_from_checkpoint", code=4, **options)
     assert refused.error_lines == [
         "error: --resume_from_checkpoint: no complete checkpoint in output/nothing/here; "
         "leave the flag out to start anew"
@@ -77,15 +77,15 @@ def test_zero2_on_two_ranks_skips_a_truncated_checkpoint(workplace, table):
     options = {"processes": 2, "BATCH_SIZE": 2}
     before = "original(self, args, state, control, **kwargs)"
     script = patched(workplace, "zero2_killed", KILLED.format(before=before))
-    dead = run(workplace, "zero2 killed", *config, "--save_total_limit", 2, script=script, code=1, **options)
+    dead = run(workplace, "zero2_killed", *config, "--save_total_limit", 2, script=script, code=1, **options)
     assert checkpoints(dead.output) == {"checkpoint-8": True, "checkpoint-16": True}, dead
     shards = sorted(dead.output.glob("checkpoint-16/global_step16/*optim_states.pt"))
     assert len(shards) == 2, "one optimizer share per rank"
     content = shards[1].read_bytes()
     shards[1].write_bytes(content[: len(content) // 2])
 
-    resumed = run(workplace, "zero2 killed", *config, "--resume_from_checkpoint", **options)
-    assert resumed.record["resumed_from"] == "output/zero2 killed/checkpoint-8"
+    resumed = run(workplace, "zero2_killed", *config, "--resume_from_checkpoint", **options)
+    assert resumed.record["resumed_from"] == "output/zero2_killed/checkpoint-8"
     assert resumed.losses == pytest.approx(table("zero2-2").losses, abs=TOLERANCE, rel=0)
     assert resumed.record["status"] == "completed"
     assert checkpoints(resumed.output) == {"checkpoint-16": True}, "written again, and the older one removed"
@@ -96,7 +96,7 @@ def test_checkpoint_of_other_ranks_is_refused(workplace, table):
     source = table("zero2-2").output / "checkpoint-16"
     wanted = workplace / "output" / "copied" / "checkpoint-16"
     shutil.copytree(source, wanted)
-    refused = run(workplace, "one rank", "--deepspeed", "ds_configs/zero2.json",
+    refused = run(workplace, "one_rank", "--deepspeed", "ds_configs/zero2.json",
                   "--resume_from_checkpoint", wanted, code=4)  # fmt: skip
     assert refused.error_lines == [
         f"error: {wanted}: saved by 2 ranks with DeepSpeed ZeRO-2, this run has 1 with DeepSpeed ZeRO-2; "
