@@ -151,7 +151,7 @@ def test_manifest_lists_what_was_fetched(prefetched: Path):
 
 @pytest.mark.parametrize("network", [{"HF_HUB_OFFLINE": "1"}, {"HF_ENDPOINT": UNREACHABLE}])
 def test_run_from_the_cache(workplace, prefetched: Path, network: dict):
-    name = f"from the cache {len(str(network))}"
+    name = f"from_the_cache_{len(str(network))}"
     trained = run(workplace, name, HF_HOME=prefetched, **RUN | {"DATASET": DATASET} | network)
     assert trained.record["status"] == "completed"
     assert trained.record["settings"]["model_name"] == MODEL
