@@ -369,7 +369,7 @@ def build_arguments(options: Options) -> tuple[ModelArguments, DataArguments, Tr
         ) from error
     if training_args.n_gpu > 1:
         # transformers would fall back to nn.DataParallel; one process drives one GPU in this workshop
-        print(f"plain python uses 1 of the {training_args.n_gpu} visible GPUs; start with torchrun to use all")
+        print(f"plain python uses 1 of the {training_args.n_gpu} visible GPUs; start with scripts/launch.py to use all")
         training_args._n_gpu = 1
     return model_args, data_args, training_args
 

@@ -3,8 +3,10 @@
     python scripts/launch.py --nproc-per-node=2 scripts/train.py --deepspeed ds_configs/zero2.json
 
 All arguments are torchrun's. torchrun itself ends with 1 whatever happened, behind a page of traceback; a
-job's exit status should say what the training said. And it gives its ranks 30 seconds behind a signal, where the
-save of a checkpoint may take minutes: here they are told, and end by themselves.
+job's exit status should say what the training said. It gives its ranks 30 seconds behind a signal, where the
+save of a checkpoint may take minutes: here they are told, and end by themselves. And on one node it takes the c10d
+rendezvous, which executes what anybody on the network writes into its store: here it is always the static one, which
+reads text.
 """
 
 import argparse
@@ -20,11 +22,13 @@ import time
 from pathlib import Path
 
 import psutil
-from torch.distributed import DistError
+from torch.distributed import DistError, TCPStore
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-from torch.distributed.run import parse_args, run
+from torch.distributed.run import parse_args, parse_min_max_nnodes, run
 
 from errors import ENVIRONMENT, STOPPED, WorkshopError, run_program
+
+LOOPBACK = "127.0.0.1"
 
 
 def main() -> None:
@@ -32,8 +36,9 @@ def main() -> None:
         print(__doc__)
     arguments = parse_args(sys.argv[1:])
     timeout = join_timeout()
-    if arguments.rdzv_backend == "static" and arguments.master_port:
-        prepare_static_rendezvous(arguments, timeout)
+    choose_static_rendezvous(arguments)
+    if arguments.master_port is not None:
+        store = prepare_static_rendezvous(arguments, timeout)  # noqa: F841 - it serves as long as it is referred to
     arguments.signals_to_handle = "SIGQUIT"  # torchrun's own reaction is left for this one
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1):
         if signal.getsignal(number) is not signal.SIG_IGN:
@@ -79,27 +84,60 @@ def join_timeout() -> int:
     return int(text)
 
 
-def prepare_static_rendezvous(arguments: argparse.Namespace, timeout: int) -> None:
+def choose_static_rendezvous(arguments: argparse.Namespace) -> None:
+    """Refuse every other rendezvous; put one node, for which torchrun would take c10d, on a free port of loopback."""
+    if arguments.rdzv_backend != "static":
+        what = f"{arguments.rdzv_backend} may execute what anybody on the network writes into its store"
+        way_out = "leave it out, and give several nodes --master-addr, --master-port and --node-rank"
+        raise WorkshopError("--rdzv-backend", what, way_out)
+    one_node = parse_min_max_nnodes(arguments.nnodes)[1] == 1
+    if arguments.standalone or (one_node and not arguments.rdzv_endpoint and arguments.master_port is None):
+        arguments.standalone = False
+        arguments.master_addr = LOOPBACK
+        arguments.master_port = 0
+    if arguments.master_addr == LOOPBACK and "lo" in dict(socket.if_nameindex()).values():
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # it would listen at the address of this node's name
+
+
+def prepare_static_rendezvous(arguments: argparse.Namespace, timeout: int) -> TCPStore | None:
     """Set the time-out for a node that does not come, and return once the first node can be reached.
 
     The torchrun of the first node serves the store in which the nodes meet, and later their ranks.
     """
     arguments.rdzv_conf = f"timeout={timeout},{arguments.rdzv_conf}".rstrip(",")
+    store = None
     if arguments.node_rank == 0:
-        check_own_address(arguments.master_addr, arguments.master_port)
+        store = serve_store(arguments.master_addr, arguments.master_port)
     else:
         reach_first_node(arguments.master_addr, arguments.master_port, timeout)
+    if store is not None:
+        arguments.master_port = store.port
     note("joined")
+    return store
 
 
-def check_own_address(host: str, port: int) -> None:
-    """On the first node: fail at once where the store could not listen; it would print a page of C++ frames."""
+def serve_store(host: str, port: int) -> TCPStore | None:
+    """On the first node: the store, at this address alone; torchrun, in this process, finds it by its port.
+
+    torchrun's own listens at all addresses of the node, and prints a page of C++ frames where it cannot. A name may
+    stand for another address on the other nodes: there it is left to torchrun, after a look at whether it could.
+    """
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         with socket.socket(family, kind, protocol) as listener:
             listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as the store does
             listener.bind(address)
             listener.listen()
+            if address[0] != host:
+                return None
+            return TCPStore(
+                host,
+                listener.getsockname()[1],
+                is_master=True,
+                wait_for_workers=False,
+                multi_tenant=True,  # one server for this store and torchrun's
+                master_listen_fd=listener.detach(),
+            )
     except OSError as error:
         what = f"{node_name()} cannot listen at {host}:{port} ({error})"
         raise WorkshopError(

@@ -44,6 +44,7 @@ LAUNCHERS = {
         sys.executable,
         *("-m", "torch.distributed.run", f"--nproc_per_node={processes}"),
     ],
+    "launch.py": lambda processes: [sys.executable, "scripts/launch.py", f"--nproc-per-node={processes}"],
 }
 # Below the ports that the kernel gives to clients, so that no connection takes one before torchrun binds it, and below
 # those of job.sh; each of pytest's workers has its own, as do two sessions at a time

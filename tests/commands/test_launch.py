@@ -1,15 +1,23 @@
-"""launch.py as the nodes of a job start it: they meet, or it is said which one did not come, and why."""
+"""launch.py as the nodes of a job start it: they meet, or it is said which one did not come, and why.
 
+And what a stranger writes into the store in which they meet is not executed.
+"""
+
+import base64
 import os
+import pickle
 import re
 import socket
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
+from torch.distributed import TCPStore
 
 from helpers import REPOSITORY
 from parallel.distributed import free_port
+from shell import until
 
 LAUNCH = [sys.executable, str(REPOSITORY / "scripts/launch.py")]
 
@@ -74,3 +82,89 @@ def test_a_first_node_that_cannot_listen_says_so_at_once(start, address):
         port = listener.getsockname()[1]
         error = error_of(start(0, port, address, timeout=10_000))
     assert error.startswith(f"error: rendezvous: first cannot listen at {address}:{port} (")
+
+
+# Code from the network: what a stranger writes into the store of a running launch
+
+MEETS_AND_WAITS = """
+import os, pathlib, time
+import torch.distributed as dist
+dist.init_process_group("gloo")
+pathlib.Path(f"joined_{dist.get_rank()}").touch()
+while not os.path.exists("go"):
+    time.sleep(0.05)
+"""
+
+
+class Touch:
+    """Unpickled, it creates the file: a harmless stand-in for any code."""
+
+    def __init__(self, path: Path):
+        self.path = path
+
+    def __reduce__(self):
+        return Path.touch, (self.path,)
+
+
+def write_pickles(port: int, path: Path) -> None:
+    """Replace every value of the store by a pickle that creates `path`, and where c10d keeps its state add one."""
+    store = TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False)
+    pickled = base64.b64encode(pickle.dumps(Touch(path)))
+    for key in {*store.list_keys(), "torch.rendezvous.7", "torch.rendezvous.none"}:
+        store.set(key, pickled)
+
+
+@pytest.fixture
+def attack(tmp_path):
+    """Starts a launcher of two ranks, writes pickles into its store, and gives what it then left as a process."""
+    (tmp_path / "waits.py").write_text(MEETS_AND_WAITS)
+    started = []
+
+    def run(*launcher: str, port: int) -> subprocess.Popen:
+        command = [sys.executable, *launcher, "--nproc-per-node=2", "waits.py"]
+        quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
+        started.append(subprocess.Popen(command, cwd=tmp_path, env=os.environ | {"OMP_NUM_THREADS": "1"}, **quiet))
+        until(lambda: len(list(tmp_path.glob("joined_*"))) == 2)
+        write_pickles(port, tmp_path / "executed")
+        return started[-1]
+
+    yield run
+    (tmp_path / "go").touch()
+    for process in started:
+        process.wait(timeout=120)
+
+
+def test_nothing_that_is_written_into_the_store_is_executed(attack, tmp_path):
+    port = free_port()
+    launcher = attack(str(REPOSITORY / "scripts/launch.py"), f"--master-port={port}", port=port)
+    (tmp_path / "go").touch()
+    launcher.wait(timeout=120)
+    assert not (tmp_path / "executed").exists()
+
+
+def test_the_same_does_run_in_the_rendezvous_that_launch_py_refuses(attack, tmp_path):
+    """Shows that the test above can fail."""
+    port = free_port()
+    c10d = ("--rdzv-backend=c10d", f"--rdzv-endpoint=127.0.0.1:{port}", "--rdzv-id=7")
+    attack("-m", "torch.distributed.run", *c10d, port=port)
+    until((tmp_path / "executed").exists)
+
+
+LISTENERS = """
+import os, psutil
+import torch.distributed as dist
+dist.init_process_group("gloo")
+for process in (os.getpid(), os.getppid()):
+    for one in psutil.Process(process).net_connections("tcp"):
+        if one.status == "LISTEN":
+            print(one.laddr.ip)
+"""
+
+
+@pytest.mark.parametrize("flags", [[], ["--standalone"]], ids=["no flag", "standalone"])
+def test_one_node_listens_on_loopback_alone(flags, tmp_path):
+    (tmp_path / "listeners.py").write_text(LISTENERS)
+    command = [*LAUNCH, *flags, "--nproc-per-node=1", str(tmp_path / "listeners.py")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split() == ["127.0.0.1", "127.0.0.1"], "the store, and gloo"

@@ -30,7 +30,7 @@ class Run:
 
 def deepspeed(config: str, processes: int, **variables: object) -> Run:
     """The documents' commands as printed."""
-    launcher = "python" if processes == 1 else "torch.distributed.run"
+    launcher = "python" if processes == 1 else "launch.py"
     return Run(processes, launcher, ("--deepspeed", f"ds_configs/{config}.json"), variables)
 
 
@@ -76,7 +76,7 @@ OTHERS = {
     "unsaved": Run(variables={"SAVE_STRATEGY": "no", "TRAIN_SIZE": 16, "EVAL_SIZE": 4}),
     "bf16_plain": Run(variables={"FP16": "", "BF16": "True"}),
     "bf16_zero2": deepspeed("zero2", 1, FP16="", BF16="True"),
-    "bf16_ddp-2": Run(2, "torchrun", variables={"FP16": "", "BF16": "True"}),
+    "bf16_ddp-2": Run(2, "torch.distributed.run", variables={"FP16": "", "BF16": "True"}),
     "wandb": fsdp("full_shard", 2, REPORT_TO="wandb", EXPERIMENT_NAME="tracked", SAVE_STRATEGY="no"),
     "20_per_rank": Run(2, "torchrun", ("--samples_per_gpu", "20"), {"EVAL_SIZE": 8}),
 }

@@ -17,7 +17,7 @@ def test_documented_commands_work_as_printed(run: Finished):
     assert command.endswith(
         {
             "zero1-1": f" {python} scripts/train.py --deepspeed ds_configs/zero1.json",
-            "zero2_cpu_offload_pinned_memory-2": f" {python} -m torch.distributed.run --nproc_per_node=2"
+            "zero2_cpu_offload_pinned_memory-2": f" {python} scripts/launch.py --nproc-per-node=2"
             " scripts/train.py --deepspeed ds_configs/zero2_cpu_offload_pinned_memory.json",
         }[run.job_id]
     ), command

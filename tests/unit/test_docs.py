@@ -177,8 +177,9 @@ def test_commands_are_those_that_there_are(path, kind, text, monkeypatch):
             assert kind.strip() == "cluster", f"{words} needs a cluster: mark its block as such"
         while words[0] == "srun" or words[0].startswith("--"):
             words = words[1:]
-        if words[:3] == ["python", "-m", "torch.distributed.run"]:
-            words = ["python", *words[4:]]
+        assert not words[0].startswith("torchrun") and "torch.distributed.run" not in words, "use scripts/launch.py"
+        if words[:2] == ["python", "scripts/launch.py"]:
+            words = ["python", *words[3:]]
         monkeypatch.chdir(REPOSITORY)
         if words[0] == "make":
             assert all(

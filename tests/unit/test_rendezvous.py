@@ -102,3 +102,25 @@ def test_a_malformed_time_out_is_refused(monkeypatch, main_of, refusal):
     monkeypatch.setenv("JOIN_TIMEOUT", "soon")
     line = refusal(main_of, launch, "--nproc-per-node=1", "x.py")
     assert line == "error: JOIN_TIMEOUT: 'soon' is no number of seconds; give a whole number, for example 300"
+
+
+@pytest.mark.parametrize("backend", ["c10d", "etcd", "etcd-v2"])
+@pytest.mark.parametrize("by_variable", [False, True], ids=["flag", "variable"])
+def test_only_the_static_rendezvous_is_accepted(monkeypatch, main_of, refusal, backend, by_variable):
+    monkeypatch.setattr(launch, "run", lambda _: pytest.fail("it was started"))
+    words = ["x.py"] if by_variable else [f"--rdzv-backend={backend}", "x.py"]
+    if by_variable:
+        monkeypatch.setenv("PET_RDZV_BACKEND", backend)
+    what = f"{backend} may execute what anybody on the network writes into its store"
+    way_out = "leave it out, and give several nodes --master-addr, --master-port and --node-rank"
+    assert refusal(main_of, launch, *words) == f"error: --rdzv-backend: {what}; {way_out}"
+
+
+@pytest.mark.parametrize("flags", [[], ["--standalone"], ["--nnodes=1:1"]], ids=lambda flags: str(flags))
+def test_one_node_meets_on_loopback_where_torchrun_would_take_c10d(monkeypatch, main_of, flags):
+    seen = []
+    monkeypatch.setattr(launch, "run", seen.append)
+    main_of(launch, *flags, "x.py")
+    (arguments,) = seen
+    assert (arguments.rdzv_backend, arguments.standalone, arguments.master_addr) == ("static", False, "127.0.0.1")
+    assert arguments.master_port > 0
