@@ -53,6 +53,7 @@ from training.checkpoints import (
     remove_checkpoints,
 )
 from training.record import RunRecord, new_job_id, refuse_finished, restarted_by_slurm, sole_writer
+from training.safe_load import load_weights_only, refuse_foreign_code
 from training.stopping import StopCallback, Stopped, StopRequest, name_of
 from training.trainer import FSDPTrainer, ResumableTrainer, saving
 
@@ -87,8 +88,11 @@ def main() -> None:
     record = RunRecord(job_id)
     strategy = strategy_name(options)
     restarted = restarted_by_slurm()
+    load_weights_only(with_deepspeed=bool(deepspeed))
     checkpoint = find_checkpoint(args.resume_from_checkpoint, args.output_dir, args.world_size, strategy, restarted)
-    if not checkpoint:
+    if checkpoint:
+        refuse_foreign_code(Path(checkpoint))
+    else:
         refuse_finished(record.path, args.output_dir)
 
     # 4. Tokenizer, data, and the metric: if it is missing, now and not behind the training.

@@ -10,6 +10,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from helpers import REPOSITORY, TINY, Finished
 from runs import CONFIGS, STRATEGIES, uses
+from training.safe_load import load_weights_only, refuse_foreign_code
 
 TOLERANCE = 1e-4  # what the order of fp32 additions may change; a lost gradient changes far more
 
@@ -86,6 +87,15 @@ def test_saved_model_is_whole_and_has_the_last_eval_loss(run: Finished):
     assert all(0 not in shape for shape in shapes.values()), shapes
     assert sum(p.numel() for p in model.parameters()) == run.record["parameters"]
     assert eval_loss(model, AutoTokenizer.from_pretrained(run.output)) == pytest.approx(run.losses[-1], abs=TOLERANCE)
+
+
+@uses(*STRATEGIES, "bf16 plain", "bf16 zero2")
+def test_no_file_of_its_checkpoint_is_taken_for_code(run: Finished):
+    checkpoints = list(run.output.glob("checkpoint-*"))
+    assert checkpoints
+    load_weights_only(with_deepspeed=True)
+    for checkpoint in checkpoints:
+        refuse_foreign_code(checkpoint)
 
 
 def stored_shapes(run: Finished) -> dict[str, list[int]]:
