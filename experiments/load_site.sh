@@ -21,6 +21,14 @@ job_find_site() { # sets SITE and SITE_FILE
   if [[ $SITE = */* || ! -f $SITE_FILE ]]; then
     job_fail SITE "there is no experiments/sites/$SITE.sh" "$way_out"
   fi
+  job_check_secrets
+}
+
+job_check_secrets() { # a site file that sets WANDB_API_KEY, HF_TOKEN or the like is for its owner alone
+  local -r secret='^[^#]*(TOKEN|KEY|SECRET|PASSWORD)(_[A-Z0-9_]+)?:?='
+  if grep -qE "$secret" "$SITE_FILE" && [[ -n $(find -L "$SITE_FILE" \( -perm -g=r -o -perm -o=r \)) ]]; then
+    job_fail "experiments/sites/$SITE.sh" "it sets a secret, and others may read it" "chmod 600 it" 3
+  fi
 }
 
 job_check_site() { # what a submission needs besides

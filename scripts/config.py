@@ -80,12 +80,11 @@ class Options:
     fsdp_config: dict | None = None
 
     def settings(self) -> dict:
-        """What defines the run: every knob, and each other flag that was given. Never a secret."""
+        """What defines the run: every knob, and each other flag that was given; no flag is a secret."""
         flags = {knob.flag for knob in KNOBS} | set(OTHER_DEFAULTS) | {"seed"} | set(self.names)
-        hidden = {"hub_token"}
         if self.values["model_name"] != CUSTOM_GPT:
-            hidden |= set(CUSTOM_SIZES)
-        return {flag: self.values[flag] for flag in sorted(flags - hidden)}
+            flags -= set(CUSTOM_SIZES)
+        return {flag: self.values[flag] for flag in sorted(flags)}
 
     def error(self, flag: str, what: str, way_out: str) -> WorkshopError:
         """The error of a flag, by the name that the user gave it: the flag or its variable."""

@@ -120,6 +120,8 @@ NEAR_MISSES = {
     "GRAD_ACC_STEPS": "GRAD_ACC",
     "LR": "LEARNING_RATE",
 }
+# ps shows a flag to everybody on the node, and the run record keeps it
+SECRET = "set the variable HF_TOKEN, or log in with hf auth login; a flag is no place for a secret"
 # Flags of transformers 4 that version 5 removed, with what takes their place
 REMOVED_FLAGS = {
     "adafactor": "use --optim adafactor",
@@ -138,7 +140,7 @@ REMOVED_FLAGS = {
     "per_gpu_eval_batch_size": "use --per_device_eval_batch_size",
     "per_gpu_train_batch_size": "use --per_device_train_batch_size",
     "push_to_hub_model_id": "use --hub_model_id",
-    "push_to_hub_token": "use --hub_token",
+    "push_to_hub_token": SECRET,
     "save_safetensors": "leave it out, safetensors is the only format",
     "torchdynamo": "use --torch_compile_backend",
     "use_ipex": "leave it out, PyTorch has these CPU kernels itself",
@@ -151,6 +153,7 @@ UNUSED_FLAGS = {
     "do_predict": "use scripts/evaluate.py",
     "do_train": "leave it out, training is what train.py does",
     "hub_model_id": "upload the saved folder afterwards",
+    "hub_token": SECRET,
     "push_to_hub": "upload the saved folder afterwards",
 }
 

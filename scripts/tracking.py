@@ -68,7 +68,7 @@ def upload(job_id: str) -> None:
         raise WorkshopError(f"wandb/{job_id}", "holds no offline run", "run with REPORT_TO=wandb first")
     environment = dict(os.environ)
     if KEY_FILE.exists():
-        if stat.S_IMODE(KEY_FILE.stat().st_mode) != 0o600:
+        if KEY_FILE.stat().st_mode & (stat.S_IRWXG | stat.S_IRWXO):
             raise WorkshopError(KEY_FILE, "others may read the key", "chmod 600 it", ENVIRONMENT)
         environment["WANDB_API_KEY"] = KEY_FILE.read_text().strip()
     problem = sync(runs, environment)

@@ -10,6 +10,7 @@ import subprocess
 import psutil
 import pytest
 
+from canaries import CANARIES, leaks
 from job.finish import outcome
 from shell import program, shell_environment, start_stub, until
 
@@ -54,6 +55,44 @@ def test_the_site_is_remembered_and_can_be_overridden(stub, workshop):
     assert printed(stub(PRINT, "SITE", SITE=None)[0]) == ["laptop"]
     (workshop / "experiments/site").write_text("moon\n")
     assert printed(stub(PRINT, "SITE", SITE="laptop")[0]) == ["laptop"]
+
+
+def test_no_file_of_a_job_that_fails_holds_a_secret(stub, workshop):
+    done, folder = stub("raise RuntimeError('crash')", **CANARIES)
+    assert done.returncode == 1, done
+    assert "RuntimeError: crash" in done.stderr
+    assert list(folder.glob("log/*.out"))
+    assert leaks(workshop) == []
+    assert not any(secret in done.stdout + done.stderr for secret in CANARIES.values())
+
+
+SETS_A_SECRET = [
+    "export WANDB_API_KEY=canary",
+    ': "${HF_TOKEN:=canary}"',
+    "AWS_SECRET_ACCESS_KEY=canary",
+    "DB_PASSWORD=c",
+]
+
+
+@pytest.mark.parametrize("line", SETS_A_SECRET)
+@pytest.mark.parametrize("mode", [0o644, 0o640, 0o600], ids=oct)
+def test_a_site_file_with_a_secret_is_for_its_owner_alone(stub, workshop, line, mode):
+    site = workshop / "experiments/sites/moon.sh"
+    site.write_text(f'{line}\nsite_setup() {{ :; }}\n: "${{REQUIRE_GPU:=0}}"\n')
+    site.chmod(mode)
+    done, folder = stub("", SITE="moon")
+    if mode == 0o600:
+        assert done.returncode == 0, done.stderr
+        return
+    error = "error: experiments/sites/moon.sh: it sets a secret, and others may read it; chmod 600 it\n"
+    assert (done.returncode, done.stderr) == (3, error)
+    assert not (folder / "results").exists()
+
+
+def test_a_site_file_without_a_secret_may_be_read_by_all(stub, workshop):
+    text = '# WANDB_API_KEY=mine\n: "${TOKENIZER_NAME:=x}" "${TOKENIZERS_PARALLELISM:=false}" "${REQUIRE_GPU:=0}"\n'
+    (workshop / "experiments/sites/moon.sh").write_text(f"{text}site_setup() {{ :; }}\n")
+    assert printed(stub(PRINT, "TOKENIZER_NAME", SITE="moon")[0]) == ["x"]
 
 
 def test_a_sites_environment_scripts_may_use_unset_variables(stub, workshop):

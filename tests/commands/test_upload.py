@@ -29,8 +29,9 @@ def test_upload_hands_the_key_over_where_ps_does_not_show_it(offline_run, capfd)
     assert "arguments: sync wandb/7/wandb/offline-run-1\nkey: ***\n" in shown.out, "it had the key, and no log has it"
 
 
-def test_key_that_others_may_read_is_refused(offline_run, refusal, capfd):
-    offline_run.chmod(0o644)
+@pytest.mark.parametrize("mode", [0o644, 0o640, 0o604, 0o620])
+def test_key_that_others_may_read_is_refused(offline_run, refusal, capfd, mode):
+    offline_run.chmod(mode)
     line = refusal(tracking.upload, "7", code=3)
     assert "s3cret" not in "".join([line, *capfd.readouterr()])
 

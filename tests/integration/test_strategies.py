@@ -90,7 +90,8 @@ def test_saved_model_is_whole_and_has_the_last_eval_loss(run: Finished):
 
 
 @uses(*STRATEGIES, "bf16 plain", "bf16 zero2")
-def test_no_file_of_its_checkpoint_is_taken_for_code(run: Finished):
+def test_no_file_of_its_checkpoint_is_taken_for_code(run: Finished, monkeypatch):
+    monkeypatch.setenv("TORCH_FORCE_WEIGHTS_ONLY_LOAD", "1")  # so that it is unset again
     checkpoints = list(run.output.glob("checkpoint-*"))
     assert checkpoints
     load_weights_only(with_deepspeed=True)

@@ -8,7 +8,7 @@ import pytest
 from transformers import TrainingArguments
 
 import config
-from knobs import CUSTOM_SIZES, KNOBS, REMOVED_FLAGS
+from knobs import CUSTOM_SIZES, KNOBS, REMOVED_FLAGS, UNUSED_FLAGS
 
 # flag -> default, then text of the variable and the value it gives, then text of the flag and the value it gives
 VALUES = {
@@ -91,15 +91,31 @@ def test_run_is_named_after_its_folder(tmp_path, monkeypatch):
     assert config.build_arguments(parse("--run_name", "mine"))[2].run_name == "mine"
 
 
-def test_settings_hold_every_knob_each_given_flag_and_no_secret():
-    settings = parse("--warmup_steps", "5", "--hub_token", "hf_secret").settings()
+def test_settings_hold_every_knob_and_each_given_flag():
+    settings = parse("--warmup_steps", "5").settings()
     assert {flag for _, flag, _ in KNOBS} - set(CUSTOM_SIZES) <= settings.keys()
     assert set(CUSTOM_SIZES) <= parse("--model_name", "custom-gpt").settings().keys()
     assert settings["warmup_steps"] == 5
     assert "adam_beta1" not in settings
     assert "include_num_input_tokens_seen" not in settings
-    assert "hf_secret" not in str(settings)
     json.dumps(settings)
+
+
+@pytest.mark.parametrize("word", ["--hub_token", "--hub-token", "--push_to_hub_token", "--hub_tokn"])
+@pytest.mark.parametrize("joint", [[], ["="]], ids=["apart", "joined"])
+def test_a_secret_is_refused_as_a_flag_and_not_repeated(word, joint, refusal):
+    line = refusal(parse, *([f"{word}=hf_canary"] if joint else [word, "hf_canary"]))
+    assert line.startswith(f"error: {word}: ")
+    assert "hf_canary" not in line
+    assert "HF_TOKEN" in line or word == "--hub_tokn"
+
+
+def test_no_flag_takes_a_secret_but_those_that_are_refused():
+    flags = set(config.actions_by_flag(config.build_parser("")))
+    secrets = {flag for flag in flags if re.search("token|key|secret|password", flag)}
+    # counts of tokens, and names
+    harmless = {flag for flag in secrets if re.search("tokens|tokenizer", flag)}
+    assert secrets - harmless <= UNUSED_FLAGS.keys()
 
 
 def test_training_arguments_hold_what_was_asked_for():
