@@ -1,0 +1,178 @@
+"""What SECURITY.md promises and no other test looks at: models and data are data, and no script executes text."""
+
+import ast
+import builtins
+import json
+import os
+import pickle
+import re
+from pathlib import Path
+
+import huggingface_hub.constants
+import pytest
+import torch
+from transformers import BloomConfig, BloomForCausalLM
+
+from data_loader import read_splits
+from errors import WorkshopError
+from helpers import EXPERIMENT_SCRIPTS, REPOSITORY
+from knobs import DataArguments, ModelArguments
+from model import load_config, load_model, load_tokenizer
+
+DATA = DataArguments(dataset=str(REPOSITORY / "data" / "squad_sample.json"))
+TINY = ModelArguments("tiny-bloom")
+EXECUTED = Path("executed")
+WRITES = f"import pathlib\npathlib.Path({str(EXECUTED)!r}).mkdir()\n"
+
+
+@pytest.fixture(autouse=True)
+def never_executed(monkeypatch):
+    """No network, an answer of yes to every question, and nothing may have been executed in the end."""
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+    monkeypatch.setattr(builtins, "input", lambda *_: "y")
+    yield
+    assert not EXECUTED.exists()
+
+
+# Model folders
+
+
+@pytest.fixture
+def folder() -> Path:
+    """A saved model whose files name classes of Python files that lie beside them."""
+    config = BloomConfig(vocab_size=2048, hidden_size=16, n_layer=1, n_head=2)
+    BloomForCausalLM(config).save_pretrained("model")
+    load_tokenizer(TINY, DATA).save_pretrained("model")
+    for name in ("configuration", "modeling", "tokenization", "custom_generate/generate"):
+        path = Path("model") / f"{name}.py"
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(f"{WRITES}class Mine: pass\ndef generate(*_, **__): pass\n")
+    classes = {"AutoConfig": "configuration.Mine", "AutoModelForCausalLM": "modeling.Mine"}
+    change("config.json", auto_map=classes)
+    change("tokenizer_config.json", auto_map={"AutoTokenizer": ["tokenization.Mine", "tokenization.Mine"]})
+    change("generation_config.json", custom_generate="custom_generate")
+    return Path("model")
+
+
+def change(name: str, **values: object) -> None:
+    path = Path("model") / name
+    path.write_text(json.dumps(json.loads(path.read_text()) | values))
+
+
+def load(folder: Path) -> None:
+    arguments = ModelArguments(str(folder))
+    tokenizer = load_tokenizer(arguments, DATA)
+    load_config(arguments, DATA)
+    load_model(arguments, DATA, tokenizer, 1)
+
+
+def test_code_in_a_model_folder_is_not_executed(folder):
+    load(folder)
+
+
+@pytest.mark.parametrize("variable", ["TRUST_REMOTE_CODE", "HF_TRUST_REMOTE_CODE", "TRANSFORMERS_TRUST_REMOTE_CODE"])
+def test_no_variable_allows_it(folder, monkeypatch, variable):
+    monkeypatch.setenv(variable, "1")
+    change("config.json", trust_remote_code=True)
+    load(folder)
+
+
+@pytest.mark.parametrize("name", ["config.json", "tokenizer_config.json"])
+def test_a_model_that_needs_its_own_code_is_refused(folder, refusal, name):
+    if name == "config.json":
+        change(name, model_type="mine", architectures=["Mine"])
+    else:
+        change(name, tokenizer_class="Mine")
+        for file in folder.glob("tokenizer.json"):
+            file.unlink()
+    assert refusal(load, folder).startswith("error: --model_name: ")
+
+
+class Code:
+    def __reduce__(self):
+        return os.mkdir, (str(EXECUTED),)
+
+
+def test_weights_that_hold_code_are_not_loaded(folder):
+    (folder / "model.safetensors").unlink()
+    torch.save({"transformer.ln_f.weight": Code()}, folder / "pytorch_model.bin")
+    with pytest.raises((WorkshopError, pickle.UnpicklingError)):
+        load(folder)
+
+
+# Data
+
+
+def test_a_folder_with_a_loading_script_is_no_dataset(refusal):
+    Path("mine").mkdir()
+    Path("mine/mine.py").write_text(WRITES)
+    line = refusal(read_splits, DataArguments(dataset="mine"))
+    assert line == "error: mine: is a folder; give a SQuAD JSON file, or a Hub name that is no folder here"
+
+
+def test_a_loading_script_is_no_dataset():
+    Path("mine.py").write_text(WRITES)
+    with pytest.raises((WorkshopError, RuntimeError)):
+        read_splits(DataArguments(dataset="mine.py"))
+
+
+# Our own scripts
+
+RUNS_TEXT = {"eval", "exec", "compile", "__import__", "os.system", "os.popen", "pickle.load", "pickle.loads"}
+RUNS_TEXT |= {"yaml.load", "yaml.unsafe_load", "yaml.full_load", "marshal.loads", "numpy.load", "np.load"}
+
+
+def dangers(tree: ast.AST) -> list[str]:
+    """Calls that execute text or bytes, or that start a shell."""
+    found = []
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Call):
+            name = ast.unparse(node.func)
+            given = {keyword.arg: ast.unparse(keyword.value) for keyword in node.keywords}
+            unsafe_load = name == "torch.load" and given.get("weights_only") != "True"
+            trusts = "trust_remote_code" in given and given["trust_remote_code"] != "False"
+            if name in RUNS_TEXT or unsafe_load or trusts or given.get("shell", "False") != "False":
+                found.append(f"line {node.lineno}: {ast.unparse(node)}")
+    return found
+
+
+@pytest.mark.parametrize("path", sorted(REPOSITORY.glob("scripts/**/*.py")), ids=lambda path: path.name)
+def test_no_script_executes_what_it_reads(path):
+    assert dangers(ast.parse(path.read_text(encoding="utf-8"))) == []
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        *("eval(x)", "pickle.load(f)", "yaml.load(f, Loader)", "torch.load(f)", "torch.load(f, weights_only=False)"),
+        *("run(x, shell=True)", "os.system(x)", "A.from_pretrained(x, trust_remote_code=options.trust)"),
+    ],
+)
+def test_this_search_finds(text):
+    assert dangers(ast.parse(text))
+
+
+SHELL = sorted([*REPOSITORY.glob("experiments/**/*.sh"), *EXPERIMENT_SCRIPTS, *REPOSITORY.glob("scripts/*.sh")])
+# job.sh and its own parts, a site file, the environment that a site file activates, an experiment's knobs
+SOURCED = re.compile(
+    r'(\.\./)+job\.sh|"\$EXPERIMENTS_FOLDER/load_site\.sh"|"\$SNAPSHOT/experiments/job\.sh"|"\$SITE_FILE"'
+    r'|"\$HOME/miniforge3/etc/profile\.d/conda\.sh"|"\$ROOT/\$EXPERIMENT/env_vars\.sh"'
+)
+
+
+@pytest.mark.parametrize("path", SHELL, ids=lambda path: "/".join(path.parts[-3:]))
+def test_no_shell_script_executes_what_it_reads(path):
+    for line in path.read_text(encoding="utf-8").splitlines():
+        code = line.split("#")[0]
+        assert not re.search(r"(^|[;&|(]\s*|\s)(eval|bash -c|sh -c)\s", code), line
+        sourced = re.match(r"\s*\(?(?:source\s|\.\s+(?=[\"$/\w]))\s*(\S+)", code)
+        assert not sourced or SOURCED.fullmatch(sourced[1]), line
+
+
+# The page
+
+
+@pytest.mark.parametrize("name", ["README.md", "CONTRIBUTING.md"])
+def test_the_page_is_linked(name):
+    assert "](SECURITY.md)" in (REPOSITORY / name).read_text(encoding="utf-8")
