@@ -51,7 +51,7 @@ def test_a_checkpoint_that_holds_code_ends_with_4_and_runs_none(command, sample,
     states = checkpoint / "global_step8" / "mp_rank_00_model_states.pt"
     states.parent.mkdir(parents=True)
     torch.save({"module": Code(tmp_path / "executed")}, states)
-    mark_complete(checkpoint, world_size=1, strategy="plain")
+    mark_complete(checkpoint, {"world_size": 1, "strategy": "plain"})
     words = ("--model_name", "tiny-bloom", "--dataset", sample, "--resume_from_checkpoint", "foreign")
     done = command("train.py", *words)
     assert done.code == 4, done
