@@ -16,7 +16,7 @@ from errors import OneLineErrors, WorkshopError, run_program
 from paths import REPOSITORY
 from reporting.memory_logs import logs_of, read_cpu_log, read_gpu_log
 from reporting.metrics import MOST_EPOCHS, Cell
-from reporting.render import GENERATOR, comma_separated, grid, lines_of, markdown, page
+from reporting.render import GENERATOR, comma_separated, grid, lines_of, markdown, page, plain
 from reporting.runs import Run, find_runs, read_run
 from reporting.tables import Table, build_table, build_tables, load_definitions
 
@@ -96,20 +96,24 @@ def run_table(runs: list[Run]) -> Table:
 def job_tables(path: Path) -> str:
     """The baseline summary and the memory of one run, for the terminal."""
     run = read_run(path)
-    if not run.record:
+    if not run.has_record:
         raise WorkshopError(path, run.problems[0].removeprefix(f"{path}: "), "give results/<job_id>.json of a run")
     hours, why = run.gpu_hours()
     rows = [*summary_rows(run), ["GPU-hours", Cell(hours).text, why], *memory_rows(run)]
-    status = f"{run.status}: {run.status_note}" if run.status == "failed" and run.status_note else run.status
-    output = Path(str(run.record.get("output_dir")))
+    status = f"{run.status}: {run.status_note}" if run.status_note else run.status
+    problems = [problem for problem in run.problems if problem not in (run.gpu.reason, run.cpu.reason)]
+    output = run.record.output_dir
+    saved = output and os.path.exists(run.folder / output / "config.json")
     return "\n".join(
         [
-            f"\nBaseline summary of {run.job_id} ({status}, {run.model})\n",
+            "",
+            plain(f"Baseline summary of {run.job_id} ({status}, {run.model})"),
+            "",
             grid(["Metric", "Value", "Note"], rows),
             "",
-            *(f"incomplete: {problem}" for problem in run.problems if problem not in (run.gpu.reason, run.cpu.reason)),
-            f"model:      {output if (run.folder / output / 'config.json').exists() else 'not saved'}",
-            f"run record: {path}",
+            *(plain(f"incomplete: {problem}") for problem in problems),
+            plain(f"model:      {output if saved else 'not saved'}"),
+            plain(f"run record: {path}"),
         ]
     )
 
@@ -117,9 +121,9 @@ def job_tables(path: Path) -> str:
 def summary_rows(run: Run) -> list[list[str]]:
     """Metric, value and note of the workshop's baseline table; a missing value is empty, with its reason."""
     definition = next(table for table in load_definitions(DEFINITIONS) if table["id"] == "baseline")
-    evaluations = [f"eval_loss_{n}" for n in range(1, len(run.get("eval") or []) + 1)][:MOST_EPOCHS]
+    evaluations = [f"eval_loss_{n}" for n in range(1, len(run.record.eval) + 1)][:MOST_EPOCHS]
     others = [name for name in definition["columns"] if not name.startswith("eval_loss") and name != "gpu_hours"]
-    if not run.get("settings.em_f1"):
+    if not run.record.settings.em_f1:
         others = [name for name in others if name not in ("exact_match", "f1")]
     definition |= {"columns": [others[0], *evaluations, *others[1:]], "rows": [{"label": "Value", "experiment": ""}]}
     return lines_of(build_table(definition, {"": [run]}, all_runs=False))[1]

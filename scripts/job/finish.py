@@ -111,7 +111,9 @@ def summary(job_id: str, record: dict | None, status: str, exit_code: int, gaps:
     rows = [f"status: {status} (exit code {exit_code})"]
     missing = list(gaps)
     gpu_logs, cpu_logs = logs_of(Path(), job_id)
-    for log in [*map(read_gpu_log, gpu_logs), *map(read_cpu_log, cpu_logs)]:
+    restarts = len((record or {}).get("restarts") or [])
+    logs = [read_gpu_log(path, restarts) for path in gpu_logs] + [read_cpu_log(path, restarts) for path in cpu_logs]
+    for log in logs:
         rows += memory_rows(log, missing)
     train = (record or {}).get("train")
     if train:

@@ -56,7 +56,7 @@ def recorded(path: str, scale: float = 1) -> Callable[[Run], Cell]:
     """A number of the run record."""
 
     def read(run: Run) -> Cell:
-        value = run.number(path)
+        value = run.get(path)
         if value is None:
             return Cell(None, run.why_missing(path))
         return Cell(value if scale == 1 else value / scale)
@@ -79,11 +79,12 @@ def eval_loss(epoch: int) -> Callable[[Run], Cell]:
     """Loss of the n-th evaluation: the last one of a run may stand at 2.93 epochs instead of 3."""
 
     def read(run: Run) -> Cell:
-        entries = run.get("eval")
-        if not isinstance(entries, list) or len(entries) < epoch:
-            reason = run.why_missing("eval") if not run.completed else f"there were {len(entries or [])} evaluations"
+        entries = run.record.eval
+        if len(entries) < epoch:
+            reason = run.why_missing("eval") if not run.completed else f"there were {len(entries)} evaluations"
             return Cell(None, reason)
-        return Cell(run.number(f"eval.{epoch - 1}.loss"), f"epoch {entries[epoch - 1]['epoch']:.4g}")
+        entry = entries[epoch - 1]
+        return Cell(entry.loss, f"epoch {entry.epoch:.4g}" if entry.loss is not None else run.why_missing("eval"))
 
     return read
 
@@ -93,7 +94,7 @@ def score(name: str) -> Callable[[Run], Cell]:
 
     def read(run: Run) -> Cell:
         found = recorded(name)(run)
-        return found if found.value is None else Cell(found.value, f"{run.get('eval_size')} questions")
+        return found if found.value is None else Cell(found.value, f"{run.record.eval_size} questions")
 
     return read
 
@@ -184,8 +185,7 @@ def cell(column: str, runs: list[Run], base: list[Run], base_name: str) -> Cell:
             return Cell(None, f"the run's status is {run.status}")
     if own.number is None or reference.number is None:
         return Cell(None, own.note if own.number is None else reference.note)
-    gpus = int(runs[0].number("world_size") or 1)
-    base_gpus = int(base[0].number("world_size") or 1)
+    gpus, base_gpus = runs[0].record.world_size or 1, base[0].record.world_size or 1
     try:
         return Cell(RELATIONS[relation].compute(own.number, reference.number, gpus, base_gpus))
     except ZeroDivisionError:
@@ -200,4 +200,6 @@ def over_repeats(read: Callable[[Run], Cell], runs: list[Run]) -> Cell:
         return next((c for c in cells if c.value is not None), cells[0])
     if all(isinstance(value, int) for value in values) and len(set(values)) == 1:
         return cells[0]
+    if not all(map(math.isfinite, values)):  # a loss that diverged
+        return Cell(math.nan, cells[0].note, math.nan, len(values))
     return Cell(statistics.fmean(values), cells[0].note, statistics.stdev(values), len(values))

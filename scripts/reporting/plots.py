@@ -9,8 +9,9 @@ from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
-from reporting.memory_logs import MemoryLog, logs_of, read_cpu_log, read_gpu_log
+from reporting.memory_logs import POINTS, MemoryLog, logs_of, read_cpu_log, read_gpu_log
 from reporting.metrics import METRICS
+from reporting.record import LARGEST_LOSS
 from reporting.runs import Run
 from reporting.tables import Table
 from reporting.trainer_log import entries, log_of
@@ -64,7 +65,7 @@ def loss(rows: list[Shown]) -> Figure | None:
     drawn = False
     for row, (colour, dashes, marker) in zip(rows, LOOKS, strict=False):
         steps = training_losses(row.run)
-        tests = [(e["epoch"], e["loss"]) for e in row.run.get("eval") or [] if math.isfinite(e["loss"])]
+        tests = [(e.epoch, e.loss) for e in row.run.record.eval if e.loss is not None and math.isfinite(e.loss)]
         for points, look, name in (
             (steps, {"linestyle": dashes}, "training"),
             (tests, {"marker": marker}, "evaluation"),
@@ -81,10 +82,20 @@ def loss(rows: list[Shown]) -> Figure | None:
 
 
 def training_losses(run: Run) -> list[tuple[float, float]]:
-    """(epoch, loss) of each logged step."""
+    """(epoch, loss) of the logged steps, evenly chosen where they are more than a plot can show."""
     path = log_of(run.folder, run.job_id)
-    logged = entries(path) if path else []
-    return [(e["epoch"], e["loss"]) for e in logged if {"epoch", "loss"} <= e.keys() and math.isfinite(e["loss"])]
+    points: list[tuple[float, float]] = []
+    every = 1
+    try:
+        logged = (e for e in (entries(path) if path else ()) if {"epoch", "loss"} <= e.keys())
+        for number, entry in enumerate(logged):
+            if number % every == 0 and abs(entry["loss"]) <= LARGEST_LOSS and 0 <= entry["epoch"] <= LARGEST_LOSS:
+                points.append((entry["epoch"], entry["loss"]))
+            if len(points) > 2 * POINTS:
+                points, every = points[::2], every * 2
+    except OSError:  # without its log, a run has its evaluations
+        return []
+    return points
 
 
 def memory(rows: list[Shown]) -> Figure | None:
@@ -118,7 +129,7 @@ def curve(run: Run, which: int, read: Callable[[Path], MemoryLog]) -> list[tuple
         return []
     _, log, name = max(series, key=lambda entry: entry[0])
     try:
-        return list(zip(log.elapsed(name), log.samples[name], strict=True))
+        return log.curve(name)
     except ValueError:
         return []
 

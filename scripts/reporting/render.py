@@ -1,9 +1,14 @@
-"""A table as Markdown, as CSV, and all of them as one HTML page that needs nothing else."""
+"""A table as Markdown, as CSV, and all of them as one HTML page that needs nothing else.
+
+Names, ids and reasons come from files that anybody may have written: they are shown, and do nothing where they are.
+"""
 
 import base64
 import csv
+import hashlib
 import html
 import io
+import re
 from pathlib import Path
 
 from reporting.tables import Row, Table
@@ -25,6 +30,10 @@ tbody th { font-weight: 600; white-space: nowrap } .bad { color: var(--bad); fon
 td.empty { background: var(--soft) }
 figure { margin: 1.5rem 0 0 } img { max-width: 100%; height: auto; background: white }
 """
+STYLE_HASH = base64.b64encode(hashlib.sha256(STYLE.encode()).digest()).decode()
+POLICY = f"default-src 'none'; style-src 'sha256-{STYLE_HASH}'; img-src data:; base-uri 'none'; form-action 'none'"
+ACTS_IN_MARKDOWN = re.compile(r"[\\`|<\[]")
+ACTS_IN_A_SHEET = ("=", "+", "-", "@", "\t", "\r")
 
 
 def lines_of(table: Table) -> tuple[list[str], list[list[str]]]:
@@ -67,9 +76,28 @@ def empty_cells(table: Table, row: Row) -> dict[str, str]:
     return {reason: ", ".join(names) for reason, names in reasons.items()}
 
 
+def plain(text: str) -> str:
+    """The text with an escape for each character that cannot be seen: line ends, terminal codes, half surrogates."""
+    if text.isprintable():
+        return text
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode("ascii") for c in text)
+
+
+def in_markdown(text: str) -> str:
+    """The text as it stands: no code, cell, tag, link or image begins in it."""
+    return ACTS_IN_MARKDOWN.sub(r"\\\g<0>", plain(text))
+
+
+def in_sheet(value: object) -> object:
+    """A number as it is. A text that a spreadsheet would take for a formula gets a ' before it."""
+    if not isinstance(value, str):
+        return value
+    return ("'" if value.startswith(ACTS_IN_A_SHEET) else "") + plain(value)
+
+
 def grid(header: list[str], body: list[list[str]]) -> str:
     """A Markdown table that is readable as it stands."""
-    cells = [[text.replace("|", "\\|").replace("\n", " ") for text in line] for line in [header, *body]]
+    cells = [[in_markdown(text) for text in line] for line in [header, *body]]
     widths = [max(3, *(len(line[i]) for line in cells)) for i in range(len(header))]
     cells.insert(1, ["-" * width for width in widths])
     rows = [" | ".join(text.ljust(width) for text, width in zip(line, widths, strict=True)) for line in cells]
@@ -77,11 +105,11 @@ def grid(header: list[str], body: list[list[str]]) -> str:
 
 
 def markdown(table: Table, images: list[Path]) -> str:
-    parts = [f"# {table.title}", table.question, grid(*lines_of(table))]
+    parts = [f"# {in_markdown(table.title)}", table.question, grid(*lines_of(table))]
     if table.note:
         parts.append(table.note)
     if remarks := remark_lines(table):
-        parts.append("\n".join(f"- {line}" for line in remarks))
+        parts.append("\n".join(f"- {in_markdown(line)}" for line in remarks))
     parts += [f"![{image.stem}]({image.name})" for image in images]
     return "\n\n".join(parts) + "\n"
 
@@ -102,7 +130,7 @@ def comma_separated(table: Table) -> str:
             if spread:
                 line += [cell.spread, 0 if cell.value is None else cell.count]
         reasons = [f"{names}: {reason}" for reason, names in empty_cells(table, row).items()]
-        writer.writerow([*line, "; ".join([*row.remarks, *reasons])])
+        writer.writerow(map(in_sheet, [*line, "; ".join([*row.remarks, *reasons])]))
     return out.getvalue()
 
 
@@ -119,6 +147,7 @@ def page(tables: list[Table], images: dict[str, list[Path]], title: str, summary
     rest = f"<h2>Tables without a run</h2><ul>{waiting}</ul>" if waiting else ""
     return (
         f'<!doctype html>\n<html lang="en">\n<meta charset="utf-8">\n'
+        f'<meta http-equiv="Content-Security-Policy" content="{POLICY}">\n'
         f'<meta name="viewport" content="width=device-width">\n<link rel="icon" href="data:,">\n{GENERATOR}\n'
         f"<title>{escape(title)}</title>\n<style>{STYLE}</style>\n"
         f"<h1>{escape(title)}</h1>\n<p>{escape(summary)}</p>\n<nav><ul>{links}</ul></nav>\n{sections}{rest}\n</html>\n"
@@ -167,4 +196,4 @@ def starts_as_number(text: str) -> bool:
 
 
 def escape(text: str) -> str:
-    return html.escape(str(text))
+    return html.escape(plain(text))

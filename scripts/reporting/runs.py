@@ -1,23 +1,26 @@
 """The runs below some folders: their records, what their memory logs say, and what is missing or damaged."""
 
-import json
 import math
 import os
 import subprocess
 from collections.abc import Iterable
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field
-from datetime import datetime
+from datetime import UTC, datetime
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 from reporting.memory_logs import MemoryLog, host_of, logs_of, read_cpu_log, read_gpu_log
+from reporting.record import Record, read_record
 
 SCHEMA = 1
 FOLDERS = {"results", "gpu_memory", "cpu_memory", "log", "output"}
 MANY = 50  # runs from which on a second core pays
 ENDED_ABNORMALLY = ("failed", "oom", "timeout", "stopped")
+INCOMPLETE = "incomplete"  # the status of a run without a record that can be read
+NO_RECORD = Record.model_validate({"status": "failed", "settings": {}})
+LONG_AGO = datetime.min.replace(tzinfo=UTC)
 
 
 @dataclass
@@ -37,8 +40,8 @@ class Memory:
 class Run:
     folder: Path
     job_id: str
-    record: dict
-    status: str
+    record: Record = NO_RECORD
+    status: str = INCOMPLETE
     status_note: str = ""
     problems: list[str] = field(default_factory=list)  # what makes its numbers incomplete
     gpu: Memory = field(default_factory=Memory)
@@ -47,7 +50,11 @@ class Run:
     @property
     def experiment(self) -> str:
         """Folder of the experiment below experiments/."""
-        return text(self.record, "experiment").removeprefix("experiments/") or name_of(self.folder)
+        return (self.record.experiment or "").removeprefix("experiments/") or name_of(self.folder)
+
+    @property
+    def has_record(self) -> bool:
+        return self.status != INCOMPLETE
 
     @property
     def completed(self) -> bool:
@@ -55,58 +62,52 @@ class Run:
 
     @property
     def model(self) -> str:
-        return text(self.get("settings") or {}, "model_name")
+        return self.record.settings.model_name or ""
 
     @property
     def order(self) -> tuple:
         """Sorts runs by their start; job ids of numbers by their value."""
-        return text(self.record, "started"), len(self.job_id), self.job_id
+        return self.record.started or LONG_AGO, len(self.job_id), self.job_id
 
     @property
     def shown_status(self) -> str:
-        return f"{self.status}, incomplete" if self.problems and self.status != "incomplete" else self.status
+        """The status, and what a reader of its numbers must know."""
+        words = [self.status]
+        if self.problems and self.has_record:
+            words.append(INCOMPLETE)
+        if self.record.overrides:
+            words.append("does not compare")
+        return ", ".join(words)
 
     def get(self, path: str) -> Any:
         """Value at a path such as ``train.runtime_s`` or ``eval.-1.loss``, None where there is none."""
         value: Any = self.record
         for key in path.split("."):
-            if isinstance(value, list) and key.lstrip("-").isdigit():
+            if isinstance(value, list):
                 value = value[int(key)] if -len(value) <= int(key) < len(value) else None
             else:
-                value = value.get(key) if isinstance(value, dict) else None
+                value = value.get(key) if isinstance(value, dict) else getattr(value, key, None)
         return value
-
-    def number(self, path: str) -> float | int | None:
-        value = self.get(path)
-        return value if isinstance(value, int | float) and not isinstance(value, bool) else None
 
     def why_missing(self, path: str) -> str:
         """Why there is no value at this path."""
-        missing = self.get("missing") or {}
         for name in (path, path.split(".")[0]):
-            if isinstance(missing, dict) and missing.get(name):
-                return str(missing[name])
+            if self.record.missing.get(name):
+                return self.record.missing[name]
         if not self.completed:
             return f"the run's status is {self.status}"
-        if path.startswith("callbacks.avg_") and self.number("hardware.gpus") == 0:
+        if path.startswith("callbacks.avg_") and self.record.hardware.gpus == 0:
             return "no GPU"
-        return "not measured" if self.get(path) is None else f"the record's {path} is no number"
+        return "not measured"
 
     def gpu_hours(self) -> tuple[float | None, str]:
         """GPUs of the job x hours from the record's start to its end, or the reason why they are not known."""
-        gpus = self.number("hardware.gpus")
-        try:
-            ended = datetime.fromisoformat(text(self.record, "finished"))
-            seconds = (ended - datetime.fromisoformat(text(self.record, "started"))).total_seconds()
-        except (ValueError, TypeError):
+        started, ended = self.record.started, self.record.finished
+        if not started or not ended or ended < started:
             return None, "its end was not recorded"
-        if not gpus:
+        if not self.record.hardware.gpus:
             return None, "no GPU"
-        return gpus * seconds / 3600, ""
-
-
-def text(content: dict, key: str) -> str:
-    return content[key] if isinstance(content.get(key), str) else ""
+        return self.record.hardware.gpus * (ended - started).total_seconds() / 3600, ""
 
 
 def name_of(folder: Path) -> str:
@@ -119,18 +120,18 @@ def name_of(folder: Path) -> str:
 def find_runs(folders: Iterable[Path]) -> list[Run]:
     """All runs below the folders, oldest first."""
     records: list[Path] = []
-    logs: dict[tuple[Path, str], None] = {}
+    logs: list[Path] = []
     for top in folders:
         for folder, subfolders, _ in os.walk(top):
             here = Path(folder)
             records += here.glob("results/*.json")
-            logs |= logged_jobs(here)
+            logs += [*here.glob("gpu_memory/gpu_memory_log_*.csv"), *here.glob("cpu_memory/cpu_memory_log_*.txt")]
             if here.name == "results" and here == Path(top):
                 records += here.glob("*.json")
             subfolders[:] = sorted(s for s in subfolders if s not in FOLDERS and not s.startswith("."))
     runs = read_all(sorted(set(records)))
     known = {(run.folder, run.job_id) for run in runs}
-    runs += [run_without_record(*job) for job in sorted(logs) if job not in known]
+    runs += [run_without_record(*job) for job in sorted({job_of(path, known) for path in logs} - known)]
     return sorted(runs, key=lambda run: run.order)
 
 
@@ -141,28 +142,25 @@ def read_all(paths: list[Path]) -> list[Run]:
         return list(pool.map(read_run, paths, chunksize=8))
 
 
-def logged_jobs(folder: Path) -> dict[tuple[Path, str], None]:
-    """(folder, job id) of each job that left a memory log here."""
-    logs = [*folder.glob("gpu_memory/gpu_memory_log_*.csv"), *folder.glob("cpu_memory/cpu_memory_log_*.txt")]
-    return dict.fromkeys((folder, path.stem.split("_")[3]) for path in logs)
+def job_of(log: Path, known: set[tuple[Path, str]]) -> tuple[Path, str]:
+    """(folder, job id) of the job that left a memory log, ``<id>`` or ``<id>_<host>``; an id may hold a _ itself."""
+    folder = log.parent.parent
+    words = log.stem.split("_")[3:]
+    ids = ["_".join(words[:count]) for count in range(1, len(words) + 1)]
+    return next(((folder, job_id) for job_id in ids if (folder, job_id) in known), (folder, ids[0]))
 
 
 def read_run(path: Path) -> Run:
     """The run of a record. A record that cannot be read makes an incomplete run, not an error."""
-    run = Run(path.parent.parent, path.stem, {}, "incomplete")
+    run = Run(path.parent.parent, path.stem)
     try:
-        run.record = json.loads(path.read_text(encoding="utf-8"))
-        if not isinstance(run.record, dict) or not {"status", "settings"} <= run.record.keys():
-            run.record = {}
-            raise ValueError("no settings in it")
+        run.record = read_record(path)
     except OSError as error:
         run.problems.append(f"{path}: {error.strerror}")
-    except json.JSONDecodeError as error:
-        run.problems.append(f"{path}: is no run record (line {error.lineno}: {error.msg})")
     except ValueError as error:
-        run.problems.append(f"{path}: is no run record ({error})")
+        run.problems.append(f"{path}: {error}")
     else:
-        run.job_id = text(run.record, "job_id") or run.job_id
+        run.job_id = run.record.job_id or run.job_id
         settle(run, path)
     add_memory(run)
     return run
@@ -170,18 +168,27 @@ def read_run(path: Path) -> Run:
 
 def settle(run: Run, path: Path) -> None:
     """Status of a run from its record; one that says `running` and is not has failed."""
-    run.status = str(run.record["status"])
-    if run.record.get("schema") != SCHEMA:
-        run.problems.append(f"{path}: schema {run.record.get('schema')}, this report knows {SCHEMA}")
+    record = run.record
+    run.status = record.status
+    if record.version != SCHEMA:
+        run.problems.append(f"{path}: schema {record.version}, this report knows {SCHEMA}")
+    notes = []
     if run.status == "running" and not alive(run):
         run.status = "failed"
-        run.status_note = "the record still says running, but its job is gone"
-    elif run.status in ENDED_ABNORMALLY and run.record.get("exit_code") is not None:
-        run.status_note = f"exit code {run.record['exit_code']}"
+        notes.append("the record still says running, but its job is gone")
+    elif run.status in ENDED_ABNORMALLY and record.exit_code is not None:
+        notes.append(f"exit code {record.exit_code}")
+    if record.restarts:
+        notes.append(f"resumed {len(record.restarts)} time{'s' if len(record.restarts) > 1 else ''}")
+    elif record.attempt and record.attempt > 1:
+        notes.append(f"attempt {record.attempt}")
+    if record.overrides:
+        notes.append(f"does not compare: {', '.join(record.overrides)}")
+    run.status_note = "; ".join(notes)
 
 
 def run_without_record(folder: Path, job_id: str) -> Run:
-    run = Run(folder, job_id, {}, "incomplete")
+    run = Run(folder, job_id)
     what = "no run record, the training has not begun, or the job ended before"
     run.problems.append(f"{folder}/results/{job_id}.json: {what}")
     add_memory(run)
@@ -192,9 +199,12 @@ def alive(run: Run) -> bool:
     """Whether the job of a record that says `running` exists: in Slurm's queue, or as a process of this machine."""
     if run.job_id in queued_jobs():
         return True
-    process = Path(f"/proc/{run.record.get('pid')}/cmdline")
-    here = run.get("nodes.0") == os.uname().nodename
-    return here and process.exists() and b"train.py" in process.read_bytes()
+    if run.record.pid is None or run.record.nodes[:1] != [os.uname().nodename]:
+        return False
+    try:
+        return b"train.py" in Path(f"/proc/{run.record.pid}/cmdline").read_bytes()
+    except OSError:  # it has ended
+        return False
 
 
 @cache
@@ -209,42 +219,44 @@ def queued_jobs() -> frozenset[str]:
 def add_memory(run: Run) -> None:
     """Fill in what the memory logs of all nodes say."""
     gpu_logs, cpu_logs = logs_of(run.folder, run.job_id)
-    nodes = len(run.get("nodes") or [0])
-    ranks = int(run.number("world_size") or 0) // nodes
-    if not gpu_logs and run.number("hardware.gpus") == 0:
+    nodes = len(run.record.nodes) or 1
+    ranks = (run.record.world_size or 0) // nodes
+    restarts = len(run.record.restarts)
+    if not gpu_logs and run.record.hardware.gpus == 0:
         run.gpu.reason = "no GPU"
-    elif " MIG " in str(run.get("hardware.gpu")):  # NVIDIA A100-SXM4-40GB MIG 1g.5gb
+    elif " MIG " in (run.record.hardware.gpu or ""):  # NVIDIA A100-SXM4-40GB MIG 1g.5gb
         run.gpu.reason = "the job ran on MIG slices, and nvidia-smi logs the memory of whole GPUs"
     else:
-        run.gpu = memory(run, "gpu", [read_gpu_log(path) for path in gpu_logs], nodes, ranks)
-    run.cpu = memory(run, "cpu", [read_cpu_log(path) for path in cpu_logs], nodes, 1)
+        run.gpu = memory(run, "gpu", [read_gpu_log(path, restarts) for path in gpu_logs], nodes, ranks)
+    run.cpu = memory(run, "cpu", [read_cpu_log(path, restarts) for path in cpu_logs], nodes, 1)
 
 
 def memory(run: Run, kind: str, logs: list[MemoryLog], nodes: int, series_per_node: int) -> Memory:
     """Summary of one kind over the nodes; empty when a part of the job is not in the logs."""
     for log in logs:
-        run.problems += log.gaps() + short_of(log, run)
+        run.problems += log.gaps() + (short_of(log, run) if len(logs) <= nodes else [])
     reason = not_whole(run, kind, logs, nodes, series_per_node)
     if reason:
         run.problems.append(reason)
         return Memory(reason=reason)
     series = [samples for log in logs for samples in log.samples.values()]
-    total = math.fsum(sum(samples) for samples in series)
-    count = sum(map(len, series))
-    return Memory(max(map(max, series)), min(map(min, series)), total / count)
+    total = math.fsum(samples.total for samples in series)
+    peak, minimum = max(samples.peak for samples in series), min(samples.minimum for samples in series)
+    return Memory(peak, minimum, total / sum(map(len, series)))
 
 
 def not_whole(run: Run, kind: str, logs: list[MemoryLog], nodes: int, expected: int) -> str:
     """What keeps these logs from telling about the whole job, empty when nothing does."""
     if not logs:
         return f"{run.folder}/{kind}_memory: no log of job {run.job_id}"
-    if len(logs) != nodes and run.record:
+    more = math.inf if run.record.restarts else 0  # a job that was resumed may have had other nodes and GPUs before
+    if run.has_record and not nodes <= len(logs) <= nodes + more:
         hosts = ", ".join(host_of(log.path) for log in logs)
         return f"{run.folder}/{kind}_memory: {len(logs)} log(s) ({hosts}) for {nodes} node(s)"
     for log in logs:
         if not log.samples:
             return f"{log.path}: no sample"
-        if expected and len(log.samples) != expected:
+        if expected and not expected <= len(log.samples) <= expected + more:
             which = ", ".join(log.names())
             return f"{log.path}: GPU(s) {which} logged, the job ran on {expected} of that node"
     return ""
@@ -252,7 +264,7 @@ def not_whole(run: Run, kind: str, logs: list[MemoryLog], nodes: int, expected: 
 
 def short_of(log: MemoryLog, run: Run) -> list[str]:
     """A line when the log covers less than the training, up to two intervals at each end."""
-    runtime = run.number("train.runtime_s")
+    runtime = run.record.train.runtime_s
     span = log.span()
     if not runtime or span is None:
         return []

@@ -18,6 +18,7 @@ PLOTS = {"loss", "memory", "peaks", "throughput", "efficiency"}
 NO_TRAIT = {"output_dir", "run_name", "deepspeed", "fsdp", "fsdp_config", "disable_tqdm", "logging_steps"}
 NO_TRAIT |= {"train_size", "samples_per_gpu", "fp16", "bf16", "save_total_limit", "resume_from_checkpoint"}
 NO_TRAIT |= {"report_to", "local_rank", "optim"}
+LONGEST_SLUG = 60
 
 
 @dataclass
@@ -114,14 +115,26 @@ def build_tables(definitions: list[dict], runs: list[Run], all_runs: bool = Fals
         for model in models(candidates):
             own = {name: [r for r in found if r.model == model] for name, found in candidates.items()}
             tables.append(build_table(definition, own, all_runs, model))
+    name_apart(tables)
     return tables
+
+
+def name_apart(tables: list[Table]) -> None:
+    """Number the tables of models that differ in what a file name does not show."""
+    taken: set[str] = set()
+    for table in tables:
+        name, number = table.name, 1
+        while table.name in taken:
+            number += 1
+            table.name = f"{name}-{number}"
+        taken.add(table.name)
 
 
 def models(candidates: dict[str, list[Run]]) -> list[str]:
     """Models of these runs, small ones first; one empty name when there is no run."""
     sizes: dict[str, float] = {}
     for run in (run for runs in candidates.values() for run in runs):
-        sizes[run.model] = max(sizes.get(run.model, 0), run.number("parameters") or 0)
+        sizes[run.model] = max(sizes.get(run.model, 0), run.record.parameters or 0)
     return sorted(sizes, key=lambda model: (sizes[model], model)) or [""]
 
 
@@ -142,12 +155,12 @@ def build_table(definition: dict, candidates: dict[str, list[Run]], all_runs: bo
         else:
             row.cells = [Cell(None, "no run yet") for _ in definition["columns"]]
     bases = [chosen(candidates[name]) if "reference" in definition else None for name in references]
-    compared = [(row, row.run, "") for row in rows if row.run and row.run.record]
+    compared = [(row, row.run, "") for row in rows if row.run and row.run.has_record]
     for row, base in zip(rows, bases, strict=True):
-        if row.run and base and base.record:
+        if row.run and base and base.has_record:
             compared.append((row, base, f"{definition.get('reference')} (job {base.job_id}): "))
     mark_differences(compared, set(definition.get("varies", [])))
-    slug = "".join(c if c.isalnum() else "-" for c in model.split("/")[-1].lower())
+    slug = "".join(c if c.isascii() and c.isalnum() else "-" for c in model.split("/")[-1].lower())[:LONGEST_SLUG]
     return Table(
         name=f"{definition['id']}-{slug}" if model else definition["id"],
         title=f"{definition['title']}: {model}" if model else definition["title"],
@@ -172,16 +185,18 @@ def reference_names(definition: dict) -> list[str]:
 
 
 def chosen(runs: list[Run]) -> Run | None:
-    """The run that stands for an experiment: the latest completed one, else the latest of any status."""
-    return max(runs, key=lambda run: (run.completed, run.order), default=None)
+    """The run that stands for an experiment: the latest completed one, else the latest of any status.
+
+    One that differs from its script stands for it only where there is no other.
+    """
+    return max(runs, key=lambda run: (run.completed, not run.record.overrides, run.order), default=None)
 
 
 def repeats(shown: Run | None, runs: list[Run], all_runs: bool) -> list[Run]:
     """The run itself, and with `all_runs` all completed ones that compare with it."""
     if not shown or not all_runs or not shown.completed:
         return [shown] if shown else []
-    own = traits(shown)
-    return [shown] + [run for run in runs if run is not shown and run.completed and traits(run) == own]
+    return [shown] + [run for run in runs if run is not shown and run.completed and not differences(run, shown)]
 
 
 def remarks(run: Run, repeats: list[Run], runs: list[Run], all_runs: bool) -> list[str]:
@@ -191,8 +206,10 @@ def remarks(run: Run, repeats: list[Run], runs: list[Run], all_runs: bool) -> li
     """
     lines = [f"{run.status}: {run.status_note}"] if run.status_note else []
     lines += [f"incomplete: {problem}" for problem in run.problems]
-    newer = [other for other in runs if other.order > run.order]
-    lines += [f"the newer job {other.job_id} is not shown: its status is {other.status}" for other in newer[-1:]]
+    for other in [other for other in runs if other.order > run.order][-1:]:
+        of_status = f"its status is {other.status}"
+        why = f"it does not compare: {', '.join(other.record.overrides)}" if other.completed else of_status
+        lines.append(f"the newer job {other.job_id} is not shown: {why}")
     if all_runs:
         others = [other for other in runs if other.completed and other not in repeats]
         lines += [f"job {other.job_id} is not in the mean: {differences(other, run)}" for other in others]
@@ -201,17 +218,15 @@ def remarks(run: Run, repeats: list[Run], runs: list[Run], all_runs: bool) -> li
 
 def traits(run: Run) -> dict[str, str]:
     """What must be equal between runs that are compared."""
-    settings = run.get("settings")
-    if not isinstance(settings, dict):
-        settings = {}
-    found = {name: str(value) for name, value in settings.items() if name not in NO_TRAIT and value is not None}
-    by_flags = [name for name in ("fp16", "bf16") if settings.get(name)] or ["fp32"]
-    found["precision"] = str(run.get("knobs.precision.effective") or by_flags[0])
-    per_gpu = settings.get("samples_per_gpu")
-    found["data size"] = f"{per_gpu} per GPU" if per_gpu else f"{settings.get('train_size')} in all"
-    found["hardware"] = str(run.get("hardware.gpu") or run.get("hardware.cpu"))
-    commit = str(run.get("git.commit"))[:10]
-    found["commit"] = f"{commit} with changes" if run.get("git.dirty") else commit
+    record, settings = run.record, run.record.settings
+    found = {name: str(value) for name, value in settings if name not in NO_TRAIT and value is not None}
+    by_flags = "fp16" if settings.fp16 else "bf16" if settings.bf16 else "fp32"
+    found["precision"] = record.knobs.precision.effective or by_flags
+    per_gpu = settings.samples_per_gpu
+    found["data size"] = f"{per_gpu} per GPU" if per_gpu else f"{settings.train_size} in all"
+    found["hardware"] = str(record.hardware.gpu or record.hardware.cpu)
+    commit = str(record.git.commit)[:10]
+    found["commit"] = f"{commit} with changes" if record.git.dirty else commit
     return found
 
 
@@ -219,11 +234,15 @@ def differences(run: Run, other: Run) -> str:
     own = traits(run)
     theirs = traits(other)
     names = [name for name in own | theirs if own.get(name) != theirs.get(name)]
-    return "; ".join(f"{name} {own.get(name, 'unset')} instead of {theirs.get(name, 'unset')}" for name in names)
+    found = [f"{name} {own.get(name, 'unset')} instead of {theirs.get(name, 'unset')}" for name in names]
+    return "; ".join([*found, *sorted({*run.record.overrides} ^ {*other.record.overrides})])
 
 
 def mark_differences(compared: list[tuple[Row, Run, str]], varies: set[str]) -> None:
     """Say in the remarks of each row in which trait its run differs from the table's most frequent value."""
+    for row, run, prefix in compared:
+        if prefix and run.record.overrides:  # a row's own run has it in its status note
+            row.remarks.append(f"{prefix}does not compare: {', '.join(run.record.overrides)}")
     found = [(row, traits(run), prefix) for row, run, prefix in compared]
     for name in dict.fromkeys(name for _, own, _ in found for name in own if name not in varies):
         usual = Counter(own.get(name, "unset") for _, own, _ in found).most_common(1)[0][0]

@@ -1,11 +1,14 @@
 """The Trainer's lines in a job's log, such as {'eval_loss': '7.38', 'eval_runtime': '0.09', 'epoch': '1'}."""
 
-import ast
 import re
+from collections.abc import Iterator
 from glob import escape
 from pathlib import Path
 
-ENTRY = re.compile(r"\{'[^{}\n]*\}")
+from reporting.files import blocks
+
+ENTRY = re.compile(r"\{('[^{}\n]*)\}")
+PAIR = re.compile(r"'([^']*)': '?([^',]*)'?")
 
 
 def log_of(folder: Path, job_id: str) -> Path | None:
@@ -14,12 +17,11 @@ def log_of(folder: Path, job_id: str) -> Path | None:
     return found[0] if len(found) == 1 else None
 
 
-def entries(path: Path) -> list[dict[str, float]]:
-    """All complete lines of the Trainer, in order; transformers prints the numbers as strings."""
-    found = []
-    for match in ENTRY.findall(path.read_text(encoding="utf-8", errors="replace")):
-        try:
-            found.append({name: float(value) for name, value in ast.literal_eval(match).items()})
-        except (ValueError, SyntaxError, TypeError):
-            continue  # another program's braces, or a line into which a second process wrote
-    return found
+def entries(path: Path) -> Iterator[dict[str, float]]:
+    """All complete lines of the Trainer, in order; transformers prints the numbers as strings. OSError."""
+    for text in blocks(path):
+        for line in ENTRY.findall(text):
+            try:
+                yield {name: float(value) for name, value in PAIR.findall(line)}
+            except ValueError:
+                continue  # another program's braces, or a line into which a second process wrote

@@ -60,7 +60,7 @@ def test_one_liner_gives_the_value_of_the_report(record, title):
     else:
         assert math.isclose(found[-1], expected, rel_tol=1e-3), (found, expected)
     if title.startswith("Eval loss"):
-        assert len(found) == len(run.get("eval") or [])
+        assert len(found) == len(run.record.eval)
 
 
 @pytest.mark.parametrize("record", ALL_RECORDS, ids=lambda path: path.stem)

@@ -7,6 +7,7 @@ import pytest
 
 import report
 from report import summary_rows
+from reporting.record import Record
 from reporting.runs import Run
 
 RECORD = {
@@ -31,7 +32,7 @@ RECORD = {
 
 
 def cells(record: dict) -> dict[str, tuple[str, str]]:
-    run = Run(Path(), record["job_id"], record, record["status"])
+    run = Run(Path(), record["job_id"], Record.model_validate_json(json.dumps(record)), record["status"])
     return {name: (value, note) for name, value, note in summary_rows(run)}
 
 
@@ -96,7 +97,8 @@ def test_report_py_prints_the_table_and_the_paths(status, main_of, capsys, tmp_p
 BAD = {
     "missing": (None, "No such file or directory"),
     "no JSON": ('{"status": ', "is no run record ("),
-    "something else": ("[1]", "is no run record (no settings in it)"),
+    "something else": ("[1]", "is no run record (Input should be an object)"),
+    "another record": ('{"status": "completed"}', "is no run record (settings: Field required)"),
 }
 
 

@@ -127,7 +127,13 @@ def test_custom_weak_scaling(tmp_path):
 
 def test_one_table_per_model(tmp_path):
     add_run(tmp_path, "deepspeed-single-gpu/zero_2", "1", settings__model_name="bigscience/bloom-560m")
-    add_run(tmp_path, "deepspeed-single-gpu/zero_2", "2", settings__model_name="bigscience/bloom-3b", parameters=3e9)
+    add_run(
+        tmp_path,
+        "deepspeed-single-gpu/zero_2",
+        "2",
+        settings__model_name="bigscience/bloom-3b",
+        parameters=3_000_000_000,
+    )
     tables = build_tables(DEFINITIONS, find_runs([tmp_path]))
     names = [t.name for t in tables if t.name.startswith("zero-stages")]
     assert names == ["zero-stages-bloom-560m", "zero-stages-bloom-3b"]
