@@ -43,7 +43,8 @@ def test_page_in_a_browser(tmp_path, width):
     output = tmp_path / "report"
     report.write_report([RUNS], output, all_runs=False)
     page = tmp_path / "probed.html"
-    page.write_text((output / "index.html").read_text().replace("</html>", f"{PROBE}</html>"))
+    text = (output / "index.html").read_text().replace("</html>", f"{PROBE}</html>")
+    page.write_text(text.replace("default-src 'none'", "script-src 'unsafe-inline'; default-src 'none'"))
     document, log = browse(page, tmp_path / "profile", width)
     probe = re.search(r'data-probe="([^"]*)"', document)
     assert probe, log[-2000:]

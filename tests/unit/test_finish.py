@@ -124,3 +124,13 @@ def test_summary_of_an_empty_log_says_so():
     lines = summary("7", {"train": TRAIN}, "completed", 0, [])
     assert lines[2].startswith("missing: gpu_memory/gpu_memory_log_7.csv:1: no sample (2026/01/31")
     assert lines[3] == "missing: gpu_memory/gpu_memory_log_7.csv: no sample"
+
+
+def test_summary_of_a_resumed_job_takes_the_repeated_header_as_it_is():
+    Path("cpu_memory").mkdir()
+    part = "# Elapsed time   CPU (%)     Real (MB)   Virtual (MB)\n0.0 0.0 100 9.0\n"
+    Path("cpu_memory/cpu_memory_log_7.txt").write_text(part * 2)
+    memory = "CPU memory: peak 100 MiB, mean 100 MiB (2 samples)"
+    again = "missing: cpu_memory/cpu_memory_log_7.txt:3: another header, the logger was restarted"
+    assert summary("7", {"train": TRAIN, "restarts": [{"step": 4}]}, "completed", 0, [])[1:-1] == [memory]
+    assert summary("7", {"train": TRAIN}, "completed", 0, [])[1:][-1] == again

@@ -1,5 +1,6 @@
 """What the report does with runs that failed, do not compare, repeat, or left damaged logs."""
 
+import math
 import shutil
 from pathlib import Path
 
@@ -121,6 +122,92 @@ def test_mean_and_spread_over_repeats_that_compare(tmp_path):
     assert (row.cells[-1].value, row.cells[-1].spread, row.cells[-1].count) == (12, 2, 3)
     assert row.cells[-1].text == "12 ± 2 (3)"
     assert "job 0 is not in the mean: labels answer instead of sequence" in row.remarks
+
+
+def test_run_that_differs_from_its_script_is_marked(tmp_path):
+    """2_gpus with --nodes=3 does not fill the row "2 GPUs" as if it were that."""
+    add_run(tmp_path, STAGE, "1", overrides=["nodes: 3 instead of 2", "time: 1 instead of 2"])
+    row = stage_1(tmp_path)
+    assert row.status == "completed, does not compare"
+    assert row.remarks == ["completed: does not compare: nodes: 3 instead of 2, time: 1 instead of 2"]
+    write_report([tmp_path], tmp_path / "report", all_runs=False)
+    assert '<td class="bad">completed, does not compare</td>' in (tmp_path / "report" / "index.html").read_text()
+    add_run(tmp_path, STAGE, "0", overrides=[])
+    row = stage_1(tmp_path, all_runs=True)
+    assert (row.jobs, row.status) == ("0", "completed")
+    assert row.remarks == [
+        "the newer job 1 is not shown: it does not compare: nodes: 3 instead of 2, time: 1 instead of 2",
+        "job 1 is not in the mean: nodes: 3 instead of 2; time: 1 instead of 2",
+    ]
+
+
+def test_reference_that_differs_from_its_script_is_marked(tmp_path):
+    stages = "deepspeed-multi-gpu/2_gpus_stages_comparison"
+    add_run(tmp_path, f"{stages}/zero_1", "1", overrides=["nodes: 3 instead of 2"])
+    add_run(tmp_path, f"{stages}/cpu_offloading/zero_1", "2")
+    (row, *_) = table(tmp_path, "offload-trade-off").rows
+    assert row.remarks == ["no offload (job 1): does not compare: nodes: 3 instead of 2"]
+
+
+RESTART = {"time": "2026-11-20T10:00:20+00:00", "reason": "node failure", "step": 4}
+
+
+@pytest.mark.parametrize(
+    ("changes", "note"),
+    [
+        ({"attempt": 1, "restarts": []}, ""),
+        ({"attempt": 2, "restarts": [RESTART]}, "resumed 1 time"),
+        ({"attempt": 3, "restarts": [RESTART, RESTART]}, "resumed 2 times"),
+        ({"attempt": 2, "restarts": []}, "attempt 2"),
+        ({"attempt": 2, "restarts": [RESTART], "status": "oom", "exit_code": 1}, "exit code 1; resumed 1 time"),
+    ],
+)
+def test_run_that_was_resumed_says_so(tmp_path, changes, note):
+    add_run(tmp_path, STAGE, "1", **changes)
+    run = only(tmp_path)
+    assert run.status_note == note
+    assert stage_1(tmp_path).remarks == ([f"{run.status}: {note}"] if note else [])
+
+
+def test_logs_of_a_resumed_run_are_whole(tmp_path):
+    """Each restart explains one more header, and other nodes and GPUs than those of the end."""
+    logs = {"gpu": gpu_log(100, 900, 500) + gpu_log(100, 700, 500), "cpu": cpu_log(10, 90, 50) + cpu_log(10, 90, 50)}
+    folder = add_run(tmp_path, STAGE, "1", **logs, restarts=[RESTART], world_size=1, nodes=["n1"])
+    run = only(tmp_path)
+    assert (run.problems, run.gpu.peak, run.gpu.mean) == ([], 900, pytest.approx(2800 / 6))
+    write(folder / "gpu_memory" / "gpu_memory_log_1_n2.csv", gpu_log(100, 999, gpus=2))
+    run = only(tmp_path)
+    assert (run.problems, run.gpu.peak) == ([], 999)
+    add_run(tmp_path, STAGE, "1", **logs, world_size=1, nodes=["n1"])
+    assert [problem.split(": ")[-1] for problem in only(tmp_path).problems] == [
+        "another header, the logger was restarted",
+        "2 log(s) (, n2) for 1 node(s)",
+        "another header, the logger was restarted",
+    ]
+
+
+def test_mean_of_a_loss_that_diverged(tmp_path):
+    for job, loss in (("1", 2.0), ("2", math.nan)):
+        add_run(tmp_path, "baseline", job, train__loss_mean=loss)
+    row = table(tmp_path, "baseline", all_runs=True).rows[0]
+    assert row.cells[0].text == "nan ± nan (2)"
+
+
+def test_log_of_a_job_whose_id_has_a_line_in_it(tmp_path):
+    """It is no log of a job without a record."""
+    folder = add_run(tmp_path, STAGE, "1", gpu=None)
+    (folder / "results" / "1.json").rename(folder / "results" / "my_job.json")
+    record = (folder / "results" / "my_job.json").read_text()
+    (folder / "results" / "my_job.json").write_text(record.replace('"job_id": "1"', '"job_id": "my_job"'))
+    (folder / "cpu_memory" / "cpu_memory_log_1.txt").rename(folder / "cpu_memory" / "cpu_memory_log_my_job_n1.txt")
+    run = only(tmp_path)
+    assert (run.job_id, run.cpu.peak, run.problems) == ("my_job", 90, [])
+
+
+@pytest.mark.parametrize(("ended", "hours"), [(None, None), ("2026-11-20T09:00:00+00:00", None)])
+def test_gpu_hours_of_a_run_without_an_end(tmp_path, ended, hours):
+    add_run(tmp_path, STAGE, "1", hardware__gpus=4, finished=ended)
+    assert only(tmp_path).gpu_hours() == (hours, "its end was not recorded")
 
 
 def test_gpu_hours(tmp_path):

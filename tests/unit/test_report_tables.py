@@ -1,6 +1,8 @@
 """The report over checked-in runs, its tables, and its command line."""
 
+import base64
 import csv
+import hashlib
 import re
 from pathlib import Path
 
@@ -69,6 +71,18 @@ def test_page_holds_all_it_needs(written):
     assert page.count("data:image/png;base64,") == len(list(written.glob("*.png"))) > 5
     assert not re.search(r"""(src|href)=["'](?!data:|#)""", page)
     assert "Stage 3 (job 108): failed: exit code 137" in page
+
+
+def test_page_may_do_nothing_but_be_seen(written):
+    """No script, no request; the style is the one that stands in it, and no other text of the page can become one."""
+    page = (written / "index.html").read_text()
+    (policy,) = re.findall(r'<meta http-equiv="Content-Security-Policy" content="([^"]*)">', page)
+    (style,) = re.findall(r"<style>(.*?)</style>", page, re.DOTALL)
+    digest = base64.b64encode(hashlib.sha256(style.encode()).digest()).decode()
+    parts = dict(part.split(" ", 1) for part in policy.split("; "))
+    own = {"default-src": "'none'", "base-uri": "'none'", "form-action": "'none'"}
+    assert parts == own | {"style-src": f"'sha256-{digest}'", "img-src": "data:"}
+    assert not re.search(r"<script|\sstyle=|\son\w+=", page)
 
 
 # --- tables
