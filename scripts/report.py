@@ -85,7 +85,10 @@ def run_table(runs: list[Run]) -> Table:
     """Every run that was found, oldest first, with its GPU-hours."""
     definition: dict = {"id": "runs", "title": "All runs", "columns": [*RUN_COLUMNS, "gpu_hours"], "rows": []}
     definition["question"] = "What ran, how did it end, and what did it cost?"
-    definition["note"] = "GPU-hours: GPUs of the job x time from the run record's start to its end, start-up left out."
+    definition["note"] = (
+        "GPU-hours: GPUs of the job x time from the run record's start to its end, start-up left out; of a resumed job "
+        "those of all its parts."
+    )
     table = build_table(definition, {}, all_runs=False)
     for run in runs:
         one = definition | {"rows": [{"label": run.experiment, "experiment": run.experiment}]}

@@ -4,6 +4,7 @@ The fields are described in training/record.py. Those that the report does not r
 """
 
 import math
+from datetime import datetime
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
 
@@ -23,6 +24,10 @@ def absent(value: Any) -> Any:
     return value
 
 
+def time(value: Any) -> Any:
+    return datetime.fromisoformat(value) if isinstance(value, str) else value
+
+
 def measured(value: float) -> float:
     if value and not 1e-9 <= value <= 1e15:
         raise ValueError(f"{value:.3g} is nothing that can be measured")
@@ -39,6 +44,7 @@ def loss(value: float) -> float:
 Part = TypeVar("Part")
 OrDefault = Annotated[Part, BeforeValidator(absent)]
 Count = Annotated[int, Field(ge=0, le=10**15)]
+Time = Annotated[AwareDatetime, BeforeValidator(time)]
 Measured = Annotated[float, AfterValidator(measured)]
 Loss = Annotated[float, AfterValidator(loss)]
 Text = Annotated[str | None, BeforeValidator(lambda value: value if value is None else str(value))]
@@ -99,6 +105,14 @@ class Train(Typed):
     steady_samples_per_second: Measured | None = None
 
 
+class Restart(Typed):
+    """That the job went on. step: from which, 0 from the beginning. started, finished: of the part before."""
+
+    step: Count | None = None
+    started: Time | None = None
+    finished: Time | None = None
+
+
 class Record(Typed):
     """A record of schema 1. A run that failed has few of the fields, but always `status` and `settings`."""
 
@@ -108,8 +122,8 @@ class Record(Typed):
     job_id: Annotated[str, Field(pattern=r"^[ -.0-~]{1,64}$")] | None = None  # goes into file names: ASCII without /
     exit_code: Annotated[int, Field(ge=-255, le=255)] | None = None
     experiment: str | None = None
-    started: AwareDatetime | None = None
-    finished: AwareDatetime | None = None
+    started: Time | None = None
+    finished: Time | None = None
     output_dir: str | None = None
     nodes: OrDefault[list[str]] = []
     pid: Annotated[int, Field(ge=1, le=2**22)] | None = None
@@ -128,7 +142,7 @@ class Record(Typed):
     callbacks: OrDefault[dict[str, Measured | None]] = {}
     missing: OrDefault[dict[str, str]] = {}
     attempt: Count | None = None  # 1 for the first
-    restarts: OrDefault[list[dict]] = []  # one entry for each time that the job went on from a checkpoint
+    restarts: OrDefault[list[Restart]] = []  # one for each attempt but the first
     overrides: OrDefault[list[str]] = []  # in what the job differs from its script, such as "nodes: 3 instead of 2"
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from reporting.memory_logs import MemoryLog, host_of, logs_of, read_cpu_log, read_gpu_log
-from reporting.record import Record, read_record
+from reporting.record import Record, Restart, read_record
 
 SCHEMA = 1
 FOLDERS = {"results", "gpu_memory", "cpu_memory", "log", "output"}
@@ -101,13 +101,16 @@ class Run:
         return "not measured"
 
     def gpu_hours(self) -> tuple[float | None, str]:
-        """GPUs of the job x hours from the record's start to its end, or the reason why they are not known."""
-        started, ended = self.record.started, self.record.finished
-        if not started or not ended or ended < started:
-            return None, "its end was not recorded"
+        """GPUs of the job x hours from the start of each of its parts to the part's end, or why they are not known."""
+        seconds = 0.0
+        parts: list[Record | Restart] = [self.record, *self.record.restarts]
+        for part in parts:
+            if not part.started or not part.finished or part.finished < part.started:
+                return None, "its end was not recorded" if part is self.record else "the end of a part was not recorded"
+            seconds += (part.finished - part.started).total_seconds()
         if not self.record.hardware.gpus:
             return None, "no GPU"
-        return self.record.hardware.gpus * (ended - started).total_seconds() / 3600, ""
+        return self.record.hardware.gpus * seconds / 3600, ""
 
 
 def name_of(folder: Path) -> str:
@@ -178,9 +181,12 @@ def settle(run: Run, path: Path) -> None:
         notes.append("the record still says running, but its job is gone")
     elif run.status in ENDED_ABNORMALLY and record.exit_code is not None:
         notes.append(f"exit code {record.exit_code}")
-    if record.restarts:
-        notes.append(f"resumed {len(record.restarts)} time{'s' if len(record.restarts) > 1 else ''}")
-    elif record.attempt and record.attempt > 1:
+    anew = sum(restart.step == 0 for restart in record.restarts)
+    if resumed := len(record.restarts) - anew:
+        notes.append(f"resumed {resumed} time{'s' if resumed > 1 else ''}")
+    if anew:
+        notes.append(f"begun anew {anew} time{'s' if anew > 1 else ''}")
+    if not record.restarts and record.attempt and record.attempt > 1:
         notes.append(f"attempt {record.attempt}")
     if record.overrides:
         notes.append(f"does not compare: {', '.join(record.overrides)}")

@@ -150,6 +150,7 @@ def test_reference_that_differs_from_its_script_is_marked(tmp_path):
 
 
 RESTART = {"time": "2026-11-20T10:00:20+00:00", "reason": "node failure", "step": 4}
+ANEW = RESTART | {"step": 0}
 
 
 @pytest.mark.parametrize(
@@ -158,6 +159,7 @@ RESTART = {"time": "2026-11-20T10:00:20+00:00", "reason": "node failure", "step"
         ({"attempt": 1, "restarts": []}, ""),
         ({"attempt": 2, "restarts": [RESTART]}, "resumed 1 time"),
         ({"attempt": 3, "restarts": [RESTART, RESTART]}, "resumed 2 times"),
+        ({"attempt": 3, "restarts": [ANEW, RESTART]}, "resumed 1 time; begun anew 1 time"),
         ({"attempt": 2, "restarts": []}, "attempt 2"),
         ({"attempt": 2, "restarts": [RESTART], "status": "oom", "exit_code": 1}, "exit code 1; resumed 1 time"),
     ],
@@ -208,6 +210,15 @@ def test_log_of_a_job_whose_id_has_a_line_in_it(tmp_path):
 def test_gpu_hours_of_a_run_without_an_end(tmp_path, ended, hours):
     add_run(tmp_path, STAGE, "1", hardware__gpus=4, finished=ended)
     assert only(tmp_path).gpu_hours() == (hours, "its end was not recorded")
+
+
+def test_gpu_hours_of_a_resumed_run_are_those_of_all_parts(tmp_path):
+    part = RESTART | {"started": "2026-11-20T08:00:00+00:00", "finished": "2026-11-20T08:30:00+00:00"}
+    changes = {"hardware__gpus": 4, "finished": "2026-11-20T10:30:01+00:00"}
+    add_run(tmp_path, STAGE, "1", **changes, restarts=[part])
+    assert only(tmp_path).gpu_hours() == (4, "")
+    add_run(tmp_path, STAGE, "1", **changes, restarts=[part | {"finished": None}])
+    assert only(tmp_path).gpu_hours() == (None, "the end of a part was not recorded")
 
 
 def test_gpu_hours(tmp_path):
