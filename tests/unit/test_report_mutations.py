@@ -119,7 +119,9 @@ def test_mutated_records(tmp_path):
     [
         (("nodes",), "5", "nodes: Input should be a valid array"),
         (("world_size",), "1e400", "world_size: Input should be a valid integer"),
+        (("world_size",), ODD["4000 digits"], "world_size: Input should be less than or equal to 1000000000000000"),
         (("settings",), "[]", "settings: Input should be an object"),
+        (("train", "loss_mean"), "1e308", "train.loss_mean: Value error, 1e+308 is no loss"),
         (("eval", 0, "loss"), '"x"', "eval.0.loss: Input should be a valid number"),
         (("callbacks", "avg_cpu_util_%"), "true", "callbacks.avg_cpu_util_%: Input should be a valid number"),
         (("train", "runtime_s"), "NaN", "train.runtime_s: Value error, nan is nothing that can be measured"),
