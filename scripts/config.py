@@ -31,13 +31,14 @@ from knobs import (
     DataArguments,
     ModelArguments,
 )
+from parallel import watchdog
 from parallel.distributed import rank
 from parallel.fsdp_config import parallelism, process_group_backend, trainer_config
 from tracking import check_trackers
 
 AT_LEAST_ONE = [
     *("train_size", "eval_size", "samples_per_gpu", "max_length"),
-    *("per_device_train_batch_size", "per_device_eval_batch_size", "gradient_accumulation_steps"),
+    *("per_device_train_batch_size", "per_device_eval_batch_size", "gradient_accumulation_steps", "ddp_timeout"),
     *CUSTOM_SIZES,
 ]
 MORE_THAN_ZERO = ["num_train_epochs", "learning_rate"]
@@ -358,6 +359,7 @@ def build_arguments(options: Options) -> tuple[ModelArguments, DataArguments, Tr
             values["ddp_backend"] = backend
     values["report_to"] = check_trackers(values["report_to"]) or "none"
     values["run_name"] = values["run_name"] or os.path.basename(os.getcwd())
+    values["ddp_timeout"] = watchdog.start(values["ddp_timeout"])
     try:
         model_args, data_args, training_args = Parser(DATACLASSES).parse_dict(values)
     except (ValueError, OSError, TypeError, ArithmeticError, LookupError, ImportError) as error:
@@ -366,6 +368,7 @@ def build_arguments(options: Options) -> tuple[ModelArguments, DataArguments, Tr
         raise WorkshopError(
             "process group", str(error), "check MASTER_ADDR and MASTER_PORT on every node", ENVIRONMENT
         ) from error
+    watchdog.beat("the start, in one group")
     if training_args.n_gpu > 1:
         # transformers would fall back to nn.DataParallel; one process drives one GPU in this workshop
         print(f"plain python uses 1 of the {training_args.n_gpu} visible GPUs; start with scripts/launch.py to use all")

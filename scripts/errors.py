@@ -1,9 +1,10 @@
 """Exit codes, and the one way in which every script here tells of a mistake: an exception, one line, an exit code.
 
     0        done
-    1        a training failed by itself: a traceback in the log, or no memory left
+    1        a training failed by itself: a traceback in the log, no memory left, a loss that is no number
     2        bad input: a flag, a variable, a file; found before anything is written
-    3        environment: a GPU, a package, a network, a disk not as it must be; a failed preflight, knob audit
+    3        environment: a GPU, a package, a network, a disk not as it must be; a rank that hangs; a failed
+             preflight, knob audit
     4        no usable checkpoint to resume from
     75       stopped on a signal, with a checkpoint saved
     128 + N  ended by signal N
@@ -18,6 +19,7 @@ import argparse
 import io
 import os
 import re
+import signal
 import sys
 import time
 from collections.abc import Callable
@@ -66,14 +68,15 @@ def run_program(main: Callable[[], None]) -> None:
         sys.exit(error.code)
 
 
-def report(error: WorkshopError) -> None:
+def report(error: WorkshopError, first: int = 0) -> None:
     """Print the error line on stderr, once per job.
 
-    Usually every rank finds the same mistake: rank 0 reports it, and its launcher then ends the others while they
+    Usually every rank finds the same mistake: the `first` reports it, and its launcher then ends the others while they
     wait here. A mistake that only this rank sees (a file missing on one node) is reported late.
     """
     rank = os.environ.get("RANK") or os.environ.get("SLURM_PROCID") or "0"
-    if rank.isdecimal() and int(rank) > 0:
+    if rank.isdecimal() and int(rank) != first:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)  # there is nothing to save any more
         time.sleep(SECONDS_FOR_RANK_0)
     end_progress_bars()
     print(f"error: {error}", file=sys.stderr, flush=True)

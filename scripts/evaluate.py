@@ -20,6 +20,7 @@ from data_loader import answer_room, load_evaluation_set
 from errors import WorkshopError
 from hub import draw_bars_on_terminals_only
 from model import check_model, empty_model, load_model, load_tokenizer
+from parallel import watchdog
 from parallel.distributed import (
     gather_lists,
     join_process_group,
@@ -82,6 +83,7 @@ def answer_questions(
     answers: dict[int, str] = {}
     model.eval()
     for start in range(0, len(numbers), batch_size):
+        watchdog.beat(f"EM and F1, question {start} of {len(numbers)}")
         batch = numbers[start : start + batch_size]
         rows = questions.select(batch)
         prompts = [ids[:n] for ids, n in zip(rows["input_ids"], rows["prompt_length"], strict=True)]
@@ -118,6 +120,7 @@ def evaluate_saved(options: Options) -> dict[str, float]:
     check_model(model_args, empty_model(model_args, data_args))
     tokenizer = load_tokenizer(model_args, data_args)
     questions = load_evaluation_set(data_args, tokenizer, args)
+    watchdog.beat("loading the model")
     model: torch.nn.Module = load_model(model_args, data_args, tokenizer, args.seed)
     model.to(args.device)
     dtype = torch.float16 if args.fp16 else torch.bfloat16

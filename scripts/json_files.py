@@ -1,6 +1,7 @@
 """JSON files: reading one that a user wrote, and replacing one that others read meanwhile."""
 
 import json
+import math
 import os
 import stat
 from collections.abc import Iterator
@@ -89,7 +90,27 @@ def is_unicode(text: str) -> bool:
 
 
 def write_json(path: Path, content: dict) -> None:
-    """Replace the file in one step, so that no reader ever sees half of it."""
+    """Replace the file in one step, so that no reader ever sees half of it.
+
+    JSON knows no NaN and no infinity: such a value becomes null, and `missing` says so under its name.
+    """
+    reasons: dict[str, str] = {}
+    content = {key: finite(value, key, reasons) for key, value in content.items()}
+    if reasons:
+        content["missing"] = content.get("missing", {}) | reasons
+    text = json.dumps(content, indent=1, ensure_ascii=False, allow_nan=False)
     temporary = path.with_suffix(f".{os.getpid()}.tmp")
-    temporary.write_text(json.dumps(content, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+    temporary.write_text(text + "\n", encoding="utf-8")
     temporary.replace(path)
+
+
+def finite(value: object, name: str, reasons: dict[str, str]) -> object:
+    """The value with None for each number in it that is not finite; `reasons` gets the names of those."""
+    if isinstance(value, float) and not math.isfinite(value):
+        reasons[name] = f"it was {value}"
+        return None
+    if isinstance(value, dict):
+        return {key: finite(part, f"{name}.{key}", reasons) for key, part in value.items()}
+    if isinstance(value, list | tuple):
+        return [finite(part, f"{name}.{i}", reasons) for i, part in enumerate(value)]
+    return value

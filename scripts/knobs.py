@@ -42,6 +42,7 @@ KNOBS = (
     Knob("OUTPUT_DIR", "output_dir", None),
     Knob("EXPERIMENT_NAME", "run_name", None),
     Knob("REPORT_TO", "report_to", "none"),
+    Knob("HANG_TIMEOUT", "ddp_timeout", 1800),
     Knob("TOKENIZER_NAME", "tokenizer_name", None),
     # custom-gpt only
     Knob("VOCAB_SIZE", "vocab_size", 50000),

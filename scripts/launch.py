@@ -18,7 +18,7 @@ import signal
 import socket
 import sys
 import tempfile
-import time
+from functools import partial
 from pathlib import Path
 
 import psutil
@@ -27,6 +27,7 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.run import parse_args, parse_min_max_nnodes, run
 
 from errors import ENVIRONMENT, STOPPED, WorkshopError, run_program
+from parallel.joining import join_timeout, node_name, reach
 
 LOOPBACK = "127.0.0.1"
 
@@ -75,15 +76,6 @@ def tell_ranks(number: int, frame: object) -> None:
             each.send_signal(number)
 
 
-def join_timeout() -> int:
-    """Seconds in which all nodes must have come."""
-    text = os.environ.get("JOIN_TIMEOUT") or "300"
-    if not text.isdecimal():
-        what = f"{text!r} is no number of seconds"
-        raise WorkshopError("JOIN_TIMEOUT", what, "give a whole number, for example 300")
-    return int(text)
-
-
 def choose_static_rendezvous(arguments: argparse.Namespace) -> None:
     """Refuse every other rendezvous; put one node, for which torchrun would take c10d, on a free port of loopback."""
     if arguments.rdzv_backend != "static":
@@ -109,7 +101,9 @@ def prepare_static_rendezvous(arguments: argparse.Namespace, timeout: int) -> TC
     if arguments.node_rank == 0:
         store = serve_store(arguments.master_addr, arguments.master_port)
     else:
-        reach_first_node(arguments.master_addr, arguments.master_port, timeout)
+        # the first one reads what they note here, and can name the node
+        leave = partial(note, "problem")
+        reach("rendezvous", arguments.master_addr, arguments.master_port, timeout, leave)
     if store is not None:
         arguments.master_port = store.port
     note("joined")
@@ -145,25 +139,6 @@ def serve_store(host: str, port: int) -> TCPStore | None:
         ) from error
 
 
-def reach_first_node(host: str, port: int, timeout: int) -> None:
-    """On the other nodes: wait until the first one listens; it reads what they note here, and can name the node."""
-    deadline = time.monotonic() + timeout
-    noted = ""
-    while True:
-        try:
-            socket.create_connection((host, port), timeout=5).close()
-            return
-        except OSError as error:
-            problem = f"{node_name()} cannot reach {host}:{port} ({error})"
-        if problem != noted:
-            noted = problem
-            note("problem", problem)
-        if time.monotonic() > deadline:
-            way_out = "check name resolution and firewall between these two nodes"
-            raise WorkshopError("rendezvous", f"{problem} within {timeout} s", way_out, ENVIRONMENT)
-        time.sleep(1)
-
-
 def note(what: str, text: str = "") -> None:
     """Leave a file for the first node, in the job's folder, if there is one."""
     if "RUN_DIR" in os.environ:
@@ -181,10 +156,6 @@ def missing_nodes() -> list[str]:
         if not (run_dir / f"joined_{node}").exists():
             found.append(problem.read_text() if problem.exists() else f"{node} did not join")
     return found
-
-
-def node_name() -> str:
-    return os.environ.get("SLURMD_NODENAME") or socket.gethostname()
 
 
 if __name__ == "__main__":

@@ -21,6 +21,8 @@ import torch.distributed as dist
 
 from errors import ENVIRONMENT, OneLineErrors, WorkshopError
 from json_files import write_json
+from knobs import DEFAULTS
+from parallel import watchdog
 from parallel.distributed import (
     leave_process_group,
     prepare_environment,
@@ -169,7 +171,9 @@ def measure(arguments: argparse.Namespace) -> None:
     if world_size() == 1:
         print("bandwidth test: one rank has nobody to talk to")
         return
+    watchdog.start(DEFAULTS["ddp_timeout"])
     dist.init_process_group("nccl" if GPU else "gloo")
+    watchdog.beat("the bandwidth test")
     message = torch.ones((arguments.message_bytes or MESSAGE_BYTES) // 4, device=DEVICE)
     plan = plan_of_all_ranks(message, arguments)
     message = message[: plan.message_bytes // 4]

@@ -24,9 +24,12 @@ from transformers import ProgressCallback
 from build_ops import check_compiler
 from config import build_arguments, check_trainable, parse_command_line
 from data_loader import collator, load_squad, questions_cut
+from errors import ENVIRONMENT
 from evaluate import exact_match_and_f1, load_metric
 from hub import draw_bars_on_terminals_only
+from job.finish import finish
 from model import check_model, count_parameters, empty_model, load_model, load_tokenizer, save_model
+from parallel import watchdog
 from parallel.distributed import (
     join_process_group,
     leave_process_group,
@@ -41,7 +44,14 @@ from parallel.ds_config import check_contradictions, check_ds_config
 from parallel.fsdp_config import check_fsdp_config, check_wrap_classes, shard_on_cpu
 from tracking import close_trackers, prepare_trackers
 from training.audit import AuditCallback, requested_train_size, steps_per_epoch, strategy_name
-from training.callbacks import LogLinesCallback, RecordCallback, TrainSpeedCallback, UtilisationCallback
+from training.callbacks import (
+    FiniteLossCallback,
+    HeartbeatCallback,
+    LogLinesCallback,
+    RecordCallback,
+    TrainSpeedCallback,
+    UtilisationCallback,
+)
 from training.checkpoints import (
     CheckpointCallback,
     check_room,
@@ -100,6 +110,7 @@ def main() -> None:
         load_metric()
     skeleton = empty_model(model_args, data_args)
     check_model(model_args, skeleton)
+    watchdog.beat("reading the data")
     tokenizer = load_tokenizer(model_args, data_args)
     train_dataset, eval_dataset = load_squad(data_args, tokenizer, args)
     cut = questions_cut(train_dataset, eval_dataset)
@@ -130,7 +141,9 @@ def main() -> None:
             eval_size=len(eval_dataset),
             questions_cut=cut,
         )
+        watchdog.before_exit(lambda: finish(record.path, "failed", ENVIRONMENT))
         prepare_trackers(args, job_id)
+        watchdog.beat("loading the model")
         model = load_model(model_args, data_args, tokenizer, args.seed)
         # CheckpointCallback removes the older ones, once the new one is known to be complete
         save_total_limit = args.save_total_limit
@@ -153,6 +166,8 @@ def main() -> None:
         trainer.add_callback(RecordCallback(record))
         trainer.add_callback(CheckpointCallback(save_total_limit, marker, trainer, speed, checkpoint))
         trainer.add_callback(StopCallback(stop, trainer, steps_per_epoch(trainer)))
+        trainer.add_callback(FiniteLossCallback(trainer))
+        trainer.add_callback(HeartbeatCallback())
         if not sys.stderr.isatty() and not args.disable_tqdm:
             trainer.pop_callback(ProgressCallback)
             trainer.add_callback(LogLinesCallback())
@@ -165,6 +180,7 @@ def main() -> None:
         end_if_stopped(stop, trainer, record)
 
         # 7. The model.
+        watchdog.beat("saving the model")
         if args.save_strategy == "no":
             print_once("model not saved (SAVE_STRATEGY=no)")
         else:

@@ -16,6 +16,7 @@ import torch.distributed as dist
 
 from build_ops import prepare_deepspeed
 from errors import ENVIRONMENT, WorkshopError, report, survive_lost_output, whole_number
+from parallel import watchdog
 
 T = TypeVar("T")
 
@@ -113,7 +114,9 @@ def join_process_group(with_deepspeed: bool) -> None:
 def leave_process_group() -> None:
     """Wait for the other ranks and close: who leaves early breaks the connections of those who still talk."""
     if dist.is_initialized():
+        watchdog.beat("the end")
         dist.barrier()
+        watchdog.stop()
         dist.destroy_process_group()
 
 

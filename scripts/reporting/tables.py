@@ -17,7 +17,7 @@ PLOTS = {"loss", "memory", "peaks", "throughput", "efficiency"}
 # Settings that name places and looks. All others define the run. Data size and precision are traits of their own.
 NO_TRAIT = {"output_dir", "run_name", "deepspeed", "fsdp", "fsdp_config", "disable_tqdm", "logging_steps"}
 NO_TRAIT |= {"train_size", "samples_per_gpu", "fp16", "bf16", "save_total_limit", "resume_from_checkpoint"}
-NO_TRAIT |= {"report_to", "local_rank", "optim"}
+NO_TRAIT |= {"report_to", "local_rank", "optim", "ddp_timeout"}
 LONGEST_SLUG = 60
 
 

@@ -1,16 +1,22 @@
 """What is watched while the Trainer trains."""
 
+import math
 import statistics
 import time
 
 import psutil
 import torch
-from transformers import TrainerCallback
+import torch.distributed as dist
+from transformers import Trainer, TrainerCallback
 
+from errors import WorkshopError
+from parallel import watchdog
 from parallel.distributed import gather_lists
 
 WARM_UP_STEPS = 3
 PERCENT_PER_LINE = 5
+BAD_LOSSES = 3  # in a row
+FINITE_AGAIN = "lower --learning_rate, or use --bf16 instead of --fp16"
 
 
 class TrainSpeedCallback(TrainerCallback):
@@ -153,6 +159,70 @@ class RecordCallback(TrainerCallback):
 
     def on_evaluate(self, args, state, control, **kwargs):
         self.record.update(eval=evaluations(state.log_history))
+
+
+class HeartbeatCallback(TrainerCallback):
+    """Tells the watchdog that the training goes on. The last of the callbacks, so that it tells what comes next."""
+
+    def on_step_begin(self, args, state, control, **kwargs):
+        watchdog.beat(f"step {state.global_step + 1}")
+
+    def on_step_end(self, args, state, control, **kwargs):
+        watchdog.beat(f"the end of step {state.global_step}")
+
+    def on_prediction_step(self, args, state, control, **kwargs):
+        watchdog.beat(f"the evaluation after step {state.global_step}")
+
+    def on_save(self, args, state, control, **kwargs):
+        watchdog.beat(f"the end of saving step {state.global_step}")
+
+
+class FiniteLossCallback(TrainerCallback):
+    """Ends the run, with exit code 1, once the loss was NaN or infinite for `BAD_LOSSES` steps in a row, or in all of
+    an evaluation.
+
+    The Trainer logs the mean of the other losses in its place (logging_nan_inf_filter), and goes on to the end. Steps
+    that loss scaling skips do not count: there the scaled gradients overflow, not the loss.
+    """
+
+    def __init__(self, trainer: Trainer):
+        self.device = trainer.args.device
+        self.loss = torch.zeros((), device=self.device)  # sum over the optimizer step's micro batches
+        self.bad_losses = torch.zeros((), device=self.device, dtype=torch.int64)
+        training_step = trainer.training_step
+
+        def noting_the_loss(*args, **kwargs):
+            loss = training_step(*args, **kwargs)
+            self.loss += loss
+            return loss
+
+        trainer.training_step = noting_the_loss  # type: ignore[method-assign]
+
+    def on_step_end(self, args, state, control, **kwargs):
+        self.bad_losses = torch.where(self.loss.isfinite(), 0, self.bad_losses + 1)
+        self.loss = torch.zeros_like(self.loss)
+        # to look at the number means to wait for the GPU: only when the Trainer does so as well
+        if control.should_log or control.should_evaluate or control.should_save:
+            self.check(state.global_step)
+
+    def on_epoch_end(self, args, state, control, **kwargs):
+        self.check(state.global_step)
+
+    def check(self, step: int) -> None:
+        """Raise WorkshopError when any rank's loss was bad that often. Collective."""
+        most = self.bad_losses.clone()
+        if dist.is_initialized():
+            dist.all_reduce(most, op=dist.ReduceOp.MAX)
+        bad = int(most)
+        if bad >= BAD_LOSSES:
+            what = f"is not finite since step {step - bad + 1} ({bad} steps in a row)"
+            raise WorkshopError("loss", what, FINITE_AGAIN, code=1)
+
+    def on_evaluate(self, args, state, control, metrics, **kwargs):
+        # of all ranks and all batches, the Trainer has left out those that are not finite
+        loss = metrics.get("eval_loss", 0.0)
+        if not math.isfinite(loss):
+            raise WorkshopError("evaluation loss", f"is {loss} after step {state.global_step}", FINITE_AGAIN, code=1)
 
 
 def evaluations(log_history: list[dict]) -> list[dict]:

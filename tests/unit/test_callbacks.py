@@ -1,11 +1,20 @@
-"""The rate of the steps alone, by a clock that the test turns."""
+"""The rate of the steps alone, by a clock that the test turns; losses that are no numbers; signs of going on."""
 
 from types import SimpleNamespace
 
 import pytest
+import torch
 
+from parallel import watchdog
 from training import callbacks
-from training.callbacks import WARM_UP_STEPS, TrainSpeedCallback, UtilisationCallback, evaluations
+from training.callbacks import (
+    WARM_UP_STEPS,
+    FiniteLossCallback,
+    HeartbeatCallback,
+    TrainSpeedCallback,
+    UtilisationCallback,
+    evaluations,
+)
 
 SAMPLES_PER_STEP = 8
 
@@ -118,3 +127,84 @@ def test_utilisation_that_the_gpu_does_not_tell_is_empty_with_a_reason(gpu, monk
     assert (means["avg_gpu_util_%"], means["std_gpu_util_%"]) == (None, None)
     assert (means["avg_mem_alloc_MB"], means["avg_mem_total_MB"]) == (1.0, 80.0)
     assert callback.reason == "no nvidia-ml-py"
+
+
+NAN, INFINITY = float("nan"), float("inf")
+
+
+def train(*losses: float, log_every: int = 1, micro_batches: int = 1) -> None:
+    """The Trainer's loop over these losses, each of one micro batch, with the callback that looks at them."""
+    coming = iter(losses)
+    args = SimpleNamespace(device=torch.device("cpu"))
+    trainer = SimpleNamespace(args=args, training_step=lambda: torch.tensor(next(coming)))
+    callback = FiniteLossCallback(trainer)
+    for step in range(1, len(losses) // micro_batches + 1):
+        for _ in range(micro_batches):
+            trainer.training_step()
+        control = SimpleNamespace(should_log=step % log_every == 0, should_evaluate=False, should_save=False)
+        callback.on_step_end(args, SimpleNamespace(global_step=step), control)
+    callback.on_epoch_end(args, SimpleNamespace(global_step=step), control)
+
+
+@pytest.mark.parametrize("bad", [NAN, INFINITY, -INFINITY])
+def test_the_third_loss_in_a_row_that_is_not_finite_ends_the_run(bad, refusal):
+    train(2.0, bad, bad, 2.0, bad, bad)  # and the end of an epoch
+    assert refusal(train, 2.0, bad, bad, 2.0, bad, bad, bad, code=1) == (
+        "error: loss: is not finite since step 5 (3 steps in a row); "
+        "lower --learning_rate, or use --bf16 instead of --fp16"
+    )
+
+
+def test_losses_are_looked_at_when_the_trainer_logs_and_after_an_epoch(refusal):
+    assert "since step 1 (5 steps in a row)" in refusal(lambda: train(*[NAN] * 9, log_every=5), code=1)
+    assert "since step 1 (4 steps in a row)" in refusal(lambda: train(*[NAN] * 4, log_every=5), code=1)
+
+
+def test_a_step_is_all_its_micro_batches(refusal):
+    train(2.0, NAN, NAN, 2.0, 2.0, 2.0, 2.0, NAN, micro_batches=2)
+    line = refusal(lambda: train(2.0, 2.0, 2.0, NAN, NAN, 2.0, 2.0, NAN, micro_batches=2), code=1)
+    assert "since step 2 (3 steps in a row)" in line
+
+
+@pytest.mark.parametrize("kind", ["should_log", "should_evaluate", "should_save"])
+def test_no_such_weights_are_saved(kind, refusal):
+    args = SimpleNamespace(device=torch.device("cpu"))
+    trainer = SimpleNamespace(args=args, training_step=lambda: torch.tensor(NAN))
+    callback = FiniteLossCallback(trainer)
+    quiet = {"should_log": False, "should_evaluate": False, "should_save": False}
+    for step in range(1, 5):
+        trainer.training_step()
+        callback.on_step_end(args, SimpleNamespace(global_step=step), SimpleNamespace(**quiet))
+    trainer.training_step()
+    control = SimpleNamespace(**quiet | {kind: True})
+    assert "since step 1 (5 " in refusal(callback.on_step_end, args, SimpleNamespace(global_step=5), control, code=1)
+
+
+def test_another_ranks_losses_end_this_one_too(monkeypatch, refusal):
+    def three(tensor: torch.Tensor, op: object) -> None:
+        assert (op, tensor.tolist()) == (torch.distributed.ReduceOp.MAX, 0)
+        tensor.fill_(3)
+
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.distributed, "all_reduce", three)
+    assert "(3 steps in a row)" in refusal(train, 2.0, code=1)
+
+
+def test_an_evaluation_without_a_finite_loss_ends_the_run(refusal):
+    trainer = SimpleNamespace(args=SimpleNamespace(device=torch.device("cpu")), training_step=None)
+    callback = FiniteLossCallback(trainer)
+    state = SimpleNamespace(global_step=8)
+    callback.on_evaluate(None, state, None, metrics={"eval_loss": 2.0})
+    assert refusal(lambda: callback.on_evaluate(None, state, None, metrics={"eval_loss": NAN}), code=1).startswith(
+        "error: evaluation loss: is nan after step 8; lower --learning_rate"
+    )
+
+
+def test_each_step_evaluation_batch_and_checkpoint_is_a_sign_of_going_on(monkeypatch):
+    seen = []
+    monkeypatch.setattr(watchdog, "beat", seen.append)
+    callback = HeartbeatCallback()
+    callback.on_step_begin(None, SimpleNamespace(global_step=11), None)
+    for name in ("on_step_end", "on_prediction_step", "on_save"):
+        getattr(callback, name)(None, SimpleNamespace(global_step=12), None)
+    assert seen == ["step 12", "the end of step 12", "the evaluation after step 12", "the end of saving step 12"]

@@ -34,6 +34,7 @@ VALUES = {
     "output_dir": (None, ("a", "a"), ("b", "b")),
     "run_name": (None, ("a", "a"), ("b", "b")),
     "report_to": ("none", ("wandb", "wandb"), ("tensorboard", "tensorboard")),
+    "ddp_timeout": (1800, ("7", 7), ("8", 8)),
     "tokenizer_name": (None, ("a", "a"), ("b", "b")),
     "vocab_size": (50000, ("300", 300), ("400", 400)),
     "hidden_size": (2048, ("32", 32), ("64", 64)),

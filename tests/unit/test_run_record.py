@@ -3,6 +3,7 @@
 import ast
 import importlib.metadata
 import json
+import math
 import os
 import re
 from pathlib import Path
@@ -129,6 +130,24 @@ def test_record_is_replaced_in_one_step(monkeypatch):
     write_json(path, {"status": "completed", "name": "Zürich"})
     assert seen == [({"status": "completed", "name": "Zürich"}, {"status": "running"})]
     assert [p.name for p in Path().iterdir()] == ["7.json"]
+
+
+def test_a_number_that_is_none_becomes_null_with_its_reason():
+    path = Path("7.json")
+    content = {"missing": {"a": "b"}, "train": {"loss_mean": float("nan"), "x": 1.5}, "eval": [{}, {"loss": -math.inf}]}
+    write_json(path, content)
+    assert json.loads(path.read_text(), parse_constant=pytest.fail) == {
+        "missing": {"a": "b", "train.loss_mean": "it was nan", "eval.1.loss": "it was -inf"},
+        "train": {"loss_mean": None, "x": 1.5},
+        "eval": [{}, {"loss": None}],
+    }
+    assert content["missing"] == {"a": "b"}
+    write_json(path, {"bus_bandwidth_gb_per_s": math.inf, "ranks": 2})
+    assert json.loads(path.read_text()) == {
+        "bus_bandwidth_gb_per_s": None,
+        "ranks": 2,
+        "missing": {"bus_bandwidth_gb_per_s": "it was inf"},
+    }
 
 
 def test_interrupted_write_leaves_the_record_as_it_was(monkeypatch):
