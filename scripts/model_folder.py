@@ -49,8 +49,10 @@ def check_config(flag: str, folder: Path) -> None:
     if not path.exists():
         raise WorkshopError(flag, f"the folder {folder} holds no config.json", SAVED)
     config = read_json(path, SAVED)
-    refuse_code(path, config)
     kind = config.get("model_type")
+    if config.get("auto_map") and kind not in CONFIG_MAPPING:  # with a class of transformers' own, that is taken
+        what = "asks for code of the folder, which is never run here"
+        raise WorkshopError(f"{path}: auto_map", what, "take a model that transformers has a class for")
     if kind is None:
         raise WorkshopError(f"{path}: model_type", "is missing", SAVED)
     if not isinstance(kind, str) or kind not in CONFIG_MAPPING:
@@ -58,13 +60,6 @@ def check_config(flag: str, folder: Path) -> None:
     if config.get("quantization_config"):
         what = "the weights are quantised, and cannot be trained"
         raise WorkshopError(f"{path}: quantization_config", what, "take the model that they were made of")
-
-
-def refuse_code(path: Path, content: dict) -> None:
-    """A folder may ask for Python files to be run that came with the weights."""
-    if content.get("auto_map"):
-        what = "asks for code of the folder, which is never run here"
-        raise WorkshopError(f"{path}: auto_map", what, "remove the key if transformers' own class will do")
 
 
 def reason_of(error: Exception) -> str:
@@ -165,10 +160,10 @@ def in_words(shape: tuple[int, ...]) -> str:
 
 
 def check_tokenizer(folder: Path) -> None:
-    """Raises WorkshopError (exit code 2) for a folder without a tokenizer, or with one that brings code."""
+    """Raises WorkshopError (exit code 2) for a folder without a tokenizer, or with settings that cannot be read."""
     settings = folder / "tokenizer_config.json"
     if settings.exists():
-        refuse_code(settings, read_json(settings, AGAIN))
+        read_json(settings, AGAIN)
     if not any(path.is_file() for name in VOCABULARIES for path in folder.glob(name)):
         what = "holds no tokenizer (tokenizer.json)"
         raise WorkshopError(folder, what, "save one beside the model, or give --tokenizer_name")
