@@ -508,7 +508,7 @@ job_load_site
 : "${REQUIRE_GPU:=1}"
 : "${JOIN_TIMEOUT:=300}"
 : "${MAX_RESTARTS:=10}"
-: "${LOST_NODE_TIMEOUT:=120}"        # more than Slurm's KillWait, which is often 30
+: "${LOST_NODE_TIMEOUT:=360}"        # more than SlurmdTimeout, after which Slurm itself notices: 300 by default
 : "${LOG_LIMIT:=200000000}"          # bytes of one memory log
 : "${CUDA_DEVICE_ORDER:=PCI_BUS_ID}" # CUDA would count from the fastest GPU, nvidia-smi and Slurm count along the bus
 : "${TORCH_CPP_LOG_LEVEL:=ERROR}"    # WARNING tells of each socket that is closed

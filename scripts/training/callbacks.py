@@ -157,6 +157,10 @@ class RecordCallback(TrainerCallback):
             control.should_log = True
         return control
 
+    def on_train_begin(self, args, state, control, **kwargs):
+        if state.global_step:  # those before the checkpoint
+            self.record.update(eval=evaluations(state.log_history))
+
     def on_evaluate(self, args, state, control, **kwargs):
         self.record.update(eval=evaluations(state.log_history))
 

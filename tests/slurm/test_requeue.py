@@ -16,7 +16,7 @@ from jobs import Job, Lab, run_command
 LONG = {"TRAIN_SIZE": 96, "EVAL_SIZE": 16, "NUM_EPOCHS": 4, "EM_F1": False, "GRAD_ACC": 1, "BATCH_SIZE": 4}
 LONG |= {"SAVE_STRATEGY": "epoch"}
 STEPS_PER_EPOCH = 12
-TWO_NODES = LONG | {"MIN_BANDWIDTH": 0, "JOIN_TIMEOUT": 60, "LOST_NODE_TIMEOUT": 10}
+TWO_NODES = LONG | {"MIN_BANDWIDTH": 0, "JOIN_TIMEOUT": 60}
 EXPERIMENTS = {
     "plain": ("baseline", LONG | {"BATCH_SIZE": 8}),
     "zero-2": ("deepspeed-multi-node/2_nodes", TWO_NODES),
@@ -68,9 +68,11 @@ class Stopped:
         return f"{self.name} {getattr(self.act, '__qualname__', 'time limit').split('.')[0]}"
 
 
+# the other node's rank, or Slurm's end of the job, may have come before
+KILLED = r"ended without a word: .*|(failed|stopped).*"
 CASES = [
     Stopped("zero-2", warn, r"stopped by SIGUSR1 \(exit code 75\)"),
-    Stopped("fsdp2", crash("node2"), ".*", clean=False),
+    Stopped("fsdp2", crash("node2"), KILLED, clean=False),
 ]
 # What differs from these in the place of the fault, or in what asks for the stop
 MORE = [
@@ -79,10 +81,10 @@ MORE = [
     Stopped("plain", requeue, r"stopped by SIGTERM \(exit code 75\)"),
     Stopped("zero-2", requeue, r"stopped by SIGTERM \(exit code 75\)"),
     Stopped("fsdp2", requeue, r"stopped by SIGTERM \(exit code 75\)"),
-    Stopped("plain", crash("node1"), "ended without a word: .*", clean=False, sbatch=("--nodelist=node1",)),
-    Stopped("zero-2", crash("node1"), "ended without a word: .*", clean=False),
-    Stopped("zero-2", crash("node2"), ".*", clean=False),
-    Stopped("fsdp2", hiccup, r"failed \(exit code \d+\)", clean=False),
+    Stopped("plain", crash("node1"), KILLED, clean=False, sbatch=("--nodelist=node1",)),
+    Stopped("zero-2", crash("node1"), KILLED, clean=False),
+    Stopped("zero-2", crash("node2"), KILLED, clean=False),
+    Stopped("fsdp2", hiccup, r"failed \(exit code \d+\)", clean=False, variables={"LOST_NODE_TIMEOUT": 10}),
     # half a minute of warning within Slurm's shortest limit
     Stopped("plain", None, r"stopped by SIGUSR1 \(exit code 75\)", sbatch=("--time=1", "--signal=B:USR1@30"),
             variables={"NUM_EPOCHS": 40}),
@@ -121,9 +123,12 @@ def check(case: Stopped, job: Job) -> None:
     job.wait()
     assert (job.state, job.exit_code) == ("COMPLETED", 0), job
     record = job.record
-    assert (record["status"], record["exit_code"], record["attempt"]) == ("completed", 0, 2), job
-    (restart,) = record["restarts"]
-    assert re.fullmatch(case.reason, restart["reason"]), restart
+    assert (record["status"], record["exit_code"]) == ("completed", 0), job
+    # a slow machine may need the shortest limit twice
+    assert record["attempt"] == 2 or (case.act is None and record["attempt"] > 2), job
+    assert len(record["restarts"]) == record["attempt"] - 1
+    assert all(re.fullmatch(case.reason, restart["reason"]) for restart in record["restarts"]), record["restarts"]
+    restart = record["restarts"][0]
     before, _, after = job.log.partition("going on from step ")
     resumed = int(re.match(r"\d+", after)[0])
     reached = max(map(int, re.findall(r"^step (\d+) of", before, re.MULTILINE)))
@@ -133,7 +138,7 @@ def check(case: Stopped, job: Job) -> None:
     assert job.processes() == {}
     for log in [*job.memory_logs("cpu").values(), *job.memory_logs("gpu").values()]:
         headers = re.findall(r"^(?:# +Elapsed|timestamp)", log.read_text(), re.MULTILINE)
-        assert len(headers) == 2, f"{log}: both attempts are in one log"
+        assert len(headers) == record["attempt"], f"{log}: all attempts are in one log"
 
 
 def check_equal(job: Job, expected: Job) -> None:
@@ -157,7 +162,7 @@ def test_a_stopped_job_goes_on_as_if_nothing_had_been(case, lab, undisturbed):
 def test_more_jobs_that_are_stopped(case, lab, undisturbed):
     job = submit(lab, case.name, *case.sbatch, **case.variables)
     check(case, job)
-    if not case.variables:
+    if "NUM_EPOCHS" not in case.variables:
         check_equal(job, undisturbed(case.name))
 
 
