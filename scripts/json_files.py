@@ -100,8 +100,12 @@ def write_json(path: Path, content: dict) -> None:
         content["missing"] = content.get("missing", {}) | reasons
     text = json.dumps(content, indent=1, ensure_ascii=False, allow_nan=False)
     temporary = path.with_suffix(f".{os.getpid()}.tmp")
-    temporary.write_text(text + "\n", encoding="utf-8")
-    temporary.replace(path)
+    try:
+        temporary.write_text(text + "\n", encoding="utf-8")
+        temporary.replace(path)
+    except OSError:  # no space left: not one more file that is empty
+        temporary.unlink(missing_ok=True)
+        raise
 
 
 def finite(value: object, name: str, reasons: dict[str, str]) -> object:

@@ -5,9 +5,7 @@ import json
 import os
 import re
 import signal
-import subprocess
 
-import psutil
 import pytest
 
 from canaries import CANARIES, leaks
@@ -303,17 +301,6 @@ def end(started) -> tuple[str, str]:
             os.killpg(started.pid, signal.SIGKILL)
 
 
-@pytest.mark.parametrize("number", [signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2, signal.SIGTERM], ids=str)
-def test_a_signal_to_the_script_alone_ends_its_training(workshop, number):
-    """A terminal that is closed sends HUP: the training lived on, and the record said completed."""
-    started = ready(workshop / "experiments/mine/x")
-    started.send_signal(number)
-    out, _ = end(started)
-    code = 128 + (number if number == signal.SIGUSR1 else signal.SIGTERM)
-    assert started.returncode == code
-    assert f"status: stopped (exit code {code})" in out
-
-
 def test_a_training_that_ends_well_after_a_signal_is_completed(workshop):
     code = "import signal, sys; signal.signal(signal.SIGTERM, lambda *_: sys.exit(0)); "
     started = ready(workshop / "experiments/mine/x", code + ENDLESS)
@@ -322,149 +309,12 @@ def test_a_training_that_ends_well_after_a_signal_is_completed(workshop):
     assert (started.returncode, "status: completed (exit code 0)" in out) == (0, True)
 
 
-def test_a_killed_script_takes_its_training_and_loggers_along(workshop):
-    started = ready(workshop / "experiments/mine/x")
-
-    def running() -> dict[str, psutil.Process]:
-        """Its training and its logger, once both have become what they are to be."""
-        found = {}
-        for child in psutil.Process(started.pid).children():
-            with contextlib.suppress(psutil.NoSuchProcess):
-                words = " ".join(child.cmdline())
-                found |= {
-                    name: child for name in ("code.py", "/nvidia-smi") if name in words and "with_parent" not in words
-                }
-        return found if len(found) == 2 else {}
-
-    processes = until(running)
-    started.kill()
-    _, alive = psutil.wait_procs(processes.values(), timeout=60)
-    end(started)
-    assert not alive
-
-
-def test_two_runs_of_one_job_id_do_not_write_the_same_files(workshop):
-    folder = workshop / "experiments/mine/x"
-    first = ready(folder, JOB_ID="twice")
-    second = start_stub(folder, ENDLESS, JOB_ID="twice")
-    out, error = second.communicate(timeout=120)
-    assert (second.returncode, out) == (2, "")
-    line = "error: JOB_ID: another run of twice is writing its files; give another one, or wait for its end\n"
-    assert error == line
-    first.send_signal(signal.SIGTERM)
-    out, _ = end(first)
-    assert "status: stopped (exit code 143)" in out
-    third, _ = end(start_stub(folder, "print('training')", JOB_ID="twice"))
-    assert "status: completed (exit code 0)" in third, "the lock went with its holder"
-
-
-@pytest.mark.parametrize("job_id", ["../../x", "a/b", "..", ".hidden", "a b", "$(touch pwned)", "x" * 65, "-\n"])
-@pytest.mark.parametrize("variable", ["JOB_ID", "SLURM_JOB_ID"])
-def test_a_job_id_is_no_path(stub, workshop, variable, job_id):
-    keep = workshop / "experiments/mine/x/results/keep"
-    keep.mkdir(parents=True)
-    done, folder = stub("print('training')", **{variable: job_id})
-    assert done.returncode == 2
-    assert done.stderr.startswith("error: JOB_ID: '") and "cannot name files" in done.stderr
-    assert [path.name for path in (folder / "results").iterdir()] == ["keep"]
-    assert not list(workshop.rglob("pwned*"))
-
-
-def test_a_reader_that_goes_away_ends_nothing(workshop):
-    """bash x.slurm | head -1"""
-    code = "for i in range(3000): print('line', i, flush=True)"
-    folder = workshop / "experiments/mine/x"
-    started = start_stub(folder, code, JOB_ID="piped")
-    started.stdout.readline()
-    started.stdout.close()
-    started.stderr.close()
-    assert started.wait(timeout=120) == 0
-    (log,) = (folder / "log").glob("*_piped.out")
-    until(lambda: "status: completed (exit code 0)" in log.read_text())
-    assert "line 2999" in log.read_text()
-
-
-def test_a_closed_stdout_ends_nothing(stub, workshop):
-    stub("print('training')")
-    folder = workshop / "experiments/mine/x"
-    for closed in (">&-", "2>&-", ">&- 2>&-", ">/dev/full"):
-        line = f"bash x.slurm {closed}"
-        done = subprocess.run(
-            ["bash", "-c", line], cwd=folder, env=shell_environment(), capture_output=True, timeout=120
-        )
-        assert done.returncode == 0, closed
-    logs = list((folder / "log").glob("*_local-*.out"))
-    assert len(logs) == 5
-    until(lambda: all("status: completed" in log.read_text() for log in logs))
-
-
-STUBBORN = """
-trap '' TERM
-[[ $1 = -L ]] && echo "GPU 0: Tesla V100-SXM2-32GB (UUID: GPU-1)" && exit
-echo "timestamp, index, name, memory.used [MiB], memory.total [MiB]"
-while :; do sleep 0.05; done
-"""
-
-
-def test_a_logger_that_does_not_end_is_killed_and_reported(stub, tmp_path):
-    program(tmp_path / "deaf", "nvidia-smi", STUBBORN)
-    done, _ = stub("print('training')", lines=f"PATH={tmp_path}/deaf:$PATH")
-    assert done.returncode == 0
-    assert "did not end when it was told to, and was killed" in done.stdout
-
-
-FLOOD = """
-[[ $1 = -L ]] && echo "GPU 0: Tesla V100-SXM2-32GB (UUID: GPU-1)" && exit
-echo "timestamp, index, name, memory.used [MiB], memory.total [MiB]"
-exec yes "2026/11/21 12:00:00.000, 0, Tesla V100-SXM2-32GB, 1000, 32768"
-"""
-
-
-def test_a_logger_gone_mad_fills_no_disk(stub, tmp_path):
-    program(tmp_path / "mad", "nvidia-smi", FLOOD)
-    done, folder = stub("import time; time.sleep(2)", lines=f"PATH={tmp_path}/mad:$PATH", LOG_LIMIT=1_000_000)
-    assert done.returncode == 0
-    (log,) = (folder / "gpu_memory").glob("*.csv")
-    assert 500_000 < log.stat().st_size <= 1_000_000
-    assert "nvidia-smi on" in done.stdout and "ended before the training: its log is not complete" in done.stdout
-
-
 def test_the_second_attempt_appends_to_the_logs_of_the_first(stub):
     for _ in range(2):
         done, folder = stub("import time; time.sleep(1)", JOB_ID="again")
         assert done.returncode == 0
     (log,) = (folder / "cpu_memory").glob("*.txt")
     assert log.read_text().count("# Elapsed time") == 2
-
-
-@pytest.mark.parametrize(
-    ("name", "value", "line"),
-    [
-        ("MAX_RESTARTS", "many", "error: MAX_RESTARTS: 'many' is no number; give a whole number, or unset it\n"),
-        ("LOG_LIMIT", "-1", "error: LOG_LIMIT: '-1' is no number; give a whole number, or unset it\n"),
-    ],
-)
-def test_a_limit_that_is_no_number_is_one_line(stub, name, value, line):
-    done, folder = stub("print('training')", **{name: value})
-    assert (done.returncode, done.stdout, done.stderr) == (2, "", line)
-    assert not (folder / "results").exists()
-
-
-def test_a_job_that_was_started_again_too_often_ends(stub):
-    done, _ = stub("print('training')", SLURM_JOB_ID=47, SLURM_RESTART_COUNT=3, MAX_RESTARTS=2)
-    assert done.returncode == 3
-    assert "error: MAX_RESTARTS: this job was started again 2 times; look for the reason in its log" in done.stderr
-
-
-def test_a_script_of_another_folder_is_refused(stub, workshop):
-    stub("print('training')")
-    other = workshop / "experiments/mine/y"
-    (other / "log").mkdir(parents=True)
-    command = ["bash", "../x/x.slurm"]
-    done = subprocess.run(command, cwd=other, env=shell_environment(), capture_output=True, text=True, timeout=120)
-    assert done.returncode == 2
-    assert done.stderr == f"error: ../x/x.slurm: it is not of this folder, {other}; submit it in its own folder\n"
-    assert not (other / "results").exists()
 
 
 def test_what_was_submitted_otherwise_is_passed_on_to_the_record(stub):
