@@ -30,7 +30,7 @@ import torch.distributed as dist
 from torch._C import _distributed_c10d
 from torch.distributed import distributed_c10d
 
-from errors import ENVIRONMENT, SECONDS_FOR_RANK_0, WorkshopError, report
+from errors import ENVIRONMENT, SECONDS_FOR_RANK_0, WorkshopError, report, whole_number
 from parallel.joining import (
     first_address,
     join_timeout,
@@ -266,7 +266,7 @@ def on_node(rank: int, signs: dict[int, Sign]) -> str:
         return f" on {signs[rank].host}"
     # it has never told: job.sh knows the nodes, which have equally many ranks
     nodes = os.environ.get("ALL_NODES", "").split()
-    number = rank // int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+    number = rank // whole_number("LOCAL_WORLD_SIZE", "1")
     return f" on {nodes[number]}" if number < len(nodes) else ""
 
 
@@ -286,11 +286,11 @@ def start(hang_timeout: int) -> int:
     seconds = max(hang_timeout, join_timeout()) + MARGIN
     distributed_c10d.default_pg_timeout = timedelta(seconds=seconds)
     distributed_c10d.default_pg_nccl_timeout = timedelta(seconds=seconds)
-    world_size = int(os.environ.get("WORLD_SIZE", 1))
+    world_size = whole_number("WORLD_SIZE", "1")
     if world_size > 1:
         reach_rank_0()
         os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "2000")  # the flight recorder, which gloo else leaves off
-        current = Watchdog(int(os.environ["RANK"]), world_size, hang_timeout, join_timeout())
+        current = Watchdog(whole_number("RANK"), world_size, hang_timeout, join_timeout())
         current.start()
     return seconds
 
