@@ -1,4 +1,4 @@
-# make demo | preflight | gpu-check | report | quick | test | test-experiments | lint | format
+# make demo | preflight | gpu-check | report | quick | test | test-experiments | test-faults | lint | format
 # (Python 3.11 or newer with venv, git, make and g++ must be installed)
 PYTHON ?= python3
 BIN := .venv/bin
@@ -30,10 +30,14 @@ unit: .venv/installed-dev
 
 # All but the unit tests; tests/conftest.py says which of them go to the same one of the three workers
 full: .venv/installed-dev
-	$(BIN)/python -m pytest -n 3 --dist loadscope tests/commands tests/integration tests/slurm tests/gpu
+	$(BIN)/python -m pytest -n 3 --dist loadscope tests/commands tests/integration tests/faults tests/slurm tests/gpu
 
 test-experiments: .venv/installed-dev
 	$(BIN)/python -m pytest -m experiments tests/slurm
+
+# The whole catalogue of faults; `test` has those of its cases that take a second or two
+test-faults: .venv/installed-dev
+	$(BIN)/python -m pytest -m 'faults or not faults' tests/faults
 
 lint: .venv/installed-dev
 	$(BIN)/ruff check . && $(BIN)/ruff format --check .
@@ -59,4 +63,4 @@ format: .venv/installed-dev
 	-$(BIN)/mypy > /dev/null
 	touch $@
 
-.PHONY: demo preflight gpu-check report quick test unit full test-experiments lint format
+.PHONY: demo preflight gpu-check report quick test unit full test-experiments test-faults lint format

@@ -1,0 +1,284 @@
+"""What a user types or hands over: flags, variables, config files, data, models."""
+
+import json
+import os
+from functools import partial
+
+from bench import Bench
+from helpers import REPOSITORY
+from table import case, refused
+
+LONG = "x" * 300
+# one character of it is what an argument of bytes that are no UTF-8 becomes
+HALF = "\udcff"
+
+# fmt: off
+# 1. Flags
+
+command_line = partial(refused, "command line")
+command_line("unknown flag", "a misspelt flag",
+    "--train_siz: unknown flag; did you mean --train_size?", "--train_siz", 3)
+command_line("text for a number", "--train_size abc",
+    "--train_size: invalid int value: 'abc'; see --help", "--train_size", "abc")
+command_line("size of 0", "--eval_size 0",
+    "--eval_size: 0 is too small; give a whole number of at least 1", "--eval_size", 0)
+command_line("rate that is none", "--learning_rate nan",
+    "--learning_rate: nan is out of range; ...", "--learning_rate", "nan")
+command_line("removed flag", "a flag of transformers 4",
+    "--no_cuda: transformers 5 removed this flag; use --use_cpu", "--no_cuda")
+command_line("flag without effect", "a flag that the Trainer would ignore here",
+    "--do_train: has no effect in this workshop; ...", "--do_train")
+command_line("two ways to shard", "--deepspeed with --fsdp",
+    "--deepspeed: cannot be combined with --fsdp, both shard the model; give one of the two",
+    "--fsdp", "--deepspeed", "ds_configs/zero1.json")
+command_line("config for nothing", "--fsdp_config without --fsdp",
+    "--fsdp_config: does nothing without --fsdp; add --fsdp", "--fsdp_config", "fsdp_configs/full_shard.json")
+command_line("old form", "--fsdp 'full_shard auto_wrap'",
+    "--fsdp: 'full_shard auto_wrap' is a form that transformers removes; use --fsdp --fsdp_config ...",
+    "--fsdp", "full_shard auto_wrap")
+command_line("no room", "--max_length below the shortest question",
+    "--max_length: leaves no room for the question ...; raise it", "--max_length", 8)
+command_line("optimizer of no kind", "--optim_args x",
+    "--optim: adamw_torch... cannot be made (...); correct ...", "--optim_args", "x", waits="inputs")
+command_line("moment above 1", "--adam_beta1 2",
+    "--optim: adamw_torch... cannot be made (...); correct ...", "--adam_beta1", 2, waits="inputs")
+command_line("epochs without an end", "--num_train_epochs 1e308",
+    "--num_train_epochs: 1e+308 is out of range; ...", "--num_train_epochs", "1e308", waits="inputs")
+command_line("save never", "--save_steps 0",
+    "--save_steps: 0 is no number of steps; ...", "--save_strategy", "steps", "--save_steps", 0, waits="inputs")
+command_line("best of what", "--save_strategy best",
+    "--save_strategy: best does not say of what; ...", "--save_strategy", "best", waits="inputs")
+command_line("over-long name", "a model's name of 300 characters",
+    "--model_name: has 300 bytes; ...", "--model_name", LONG, waits="inputs")
+command_line("home of nobody", "--output_dir ~nosuchuser/x",
+    "--output_dir: ~nosuchuser/x is the home of nobody here; ...", "--output_dir", "~nosuchuser/x", waits="inputs")
+command_line("bytes", "an argument that is no UTF-8",
+    "command line: '\\udcff' is not UTF-8; ...", "--run_name", HALF, waits="inputs")
+
+# 2. Variables
+
+environment = partial(refused, "environment")
+environment("near miss", "LR instead of LEARNING_RATE", "LR: this variable is not read; use LEARNING_RATE", LR="1e-4")
+environment("text for a number", "BATCH_SIZE=four",
+    "BATCH_SIZE: 'four' is not valid (expected int); ...", BATCH_SIZE="four")
+environment("negative", "GRAD_ACC=-1", "GRAD_ACC: -1 is too small; ...", GRAD_ACC=-1)
+environment("neither yes nor no", "FP16=maybe",
+    "FP16: 'maybe' is not valid (expected True or False); ...", FP16="maybe")
+environment("fp16 without a GPU", "FP16=True on the CPU",
+    "FP16: fp16 needs a CUDA GPU and there is none here; ...", FP16="True")
+environment("no such choice", "LABELS=question",
+    "LABELS: 'question' is not one of sequence, answer, all; choose one of these", LABELS="question")
+environment("no such tracker", "REPORT_TO=nowhere",
+    "--report_to: nowhere is no tracker of this workshop; ...", REPORT_TO="nowhere")
+environment("GPU wanted", "REQUIRE_GPU=1 without one", "GPU: PyTorch sees none on ...; ...", code=3, REQUIRE_GPU=1)
+for variable in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "SLURM_STEP_NUM_TASKS"):
+    environment(f"{variable} of text", f"{variable}=abc", f"{variable}: is 'abc', not a whole number; ...",
+        waits="inputs", **({"RANK": 0, "WORLD_SIZE": 1, "LOCAL_RANK": 0} | {variable: "abc"}))
+environment("rank of no world", "RANK=3 of WORLD_SIZE=2", "RANK: 3 is no rank of 2 (WORLD_SIZE); ...",
+    waits="inputs", RANK=3, WORLD_SIZE=2, LOCAL_RANK=0)
+
+# 3. Config files
+
+configs = partial(refused, "configs")
+
+
+def deepspeed(name: str, done: str, content: str | bytes, line: str, **options: object) -> None:
+    configs(name, done, f"a.json{line}", "--deepspeed", "a.json", files={"a.json": content}, **options)
+
+
+def fsdp(name: str, done: str, content: str | bytes, line: str, **options: object) -> None:
+    configs(name, done, f"a.json{line}", "--fsdp", "--fsdp_config", "a.json", files={"a.json": content}, **options)
+
+
+configs("absent", "a DeepSpeed file that is not there", "a.json: No such file or directory; see ds_configs/...",
+    "--deepspeed", "a.json")
+configs("folder", "a folder instead of a file", "ds_configs: ...s a ...; ...", "--deepspeed", "ds_configs")
+deepspeed("torn", "a DeepSpeed file that is cut off", '{"fp16": {', ": line 1, column 11: ...; correct the JSON")
+deepspeed("foreign bytes", "a file that is no UTF-8", b'{"fp16": "\xff"}', ": byte 10 is not UTF-8; ...")
+deepspeed("list", "a list instead of an object", "[]", ": is not a JSON object; ...")
+deepspeed("key twice", "one key with two values", '{"fp16": {"enabled": true, "enabled": false}}',
+    ": enabled: stands twice in one object; remove one of them")
+deepspeed("unknown key", "a misspelt section", '{"zero_optimisation": {}}',
+    ": zero_optimisation: unknown key; did you mean zero_optimization?")
+deepspeed("stage 4", "a ZeRO stage that there is not", '{"zero_optimization": {"stage": 4}}',
+    ": zero_optimization.stage: is 4; ZeRO has the stages 0, 1, 2 and 3")
+deepspeed("auto for nobody", '"auto" where nobody replaces it', '{"steps_per_print": "auto"}',
+    ': steps_per_print: is "auto", which no flag replaces here; ...')
+deepspeed("contradiction", "a literal that differs from a flag",
+    json.dumps(json.loads((REPOSITORY / "ds_configs/zero1.json").read_text()) | {"gradient_accumulation_steps": 4}),
+    ": gradient_accumulation_steps is 4, but GRAD_ACC is 1; ...")
+deepspeed("5,000 digits", "a number of 5,000 digits", '{"steps_per_print": ' + "9" * 5000 + "}",
+    ": holds a number of thousands of digits; ...", waits="inputs")
+deepspeed("deep nesting", "100,000 objects in each other", '{"fp16":' * 100_000,
+    ": is nested too deeply; ...", waits="inputs")
+deepspeed("lone surrogate", "half of a character as a key", '{"\\ud800": 1}',
+    ": '\\ud800' is half of a character; ...", waits="inputs")
+fsdp("FSDP key of version 1", "forward_prefetch under FSDP2", '{"forward_prefetch": true}',
+    ": forward_prefetch: FSDP2 has no such key, it prefetches by itself; ...")
+fsdp("offload from nowhere", "cpu_offload without a GPU", '{"cpu_offload": true}',
+    ": cpu_offload needs a GPU to offload from; use another config", code=3)
+fsdp("no such block", "a class to wrap that the model has not", '{"transformer_layer_cls_to_wrap": ["GPTBlock"]}',
+    ": transformer_layer_cls_to_wrap: the model has no GPTBlock; choose from ...")
+fsdp("number as a block", "a class to wrap that is no text", '{"transformer_layer_cls_to_wrap": [1]}',
+    ": transformer_layer_cls_to_wrap: is [1]; ...", waits="inputs")
+fsdp("negative size", '"min_num_params": -1', '{"auto_wrap_policy": "SIZE_BASED_WRAP", "min_num_params": -1}',
+    ": min_num_params: is -1; ...", waits="inputs")
+fsdp("true as a version", '"version": true', '{"version": true}', ": version: is True; give 1 or 2", waits="inputs")
+
+# 4. Data
+
+data = partial(refused, "data")
+
+
+def squad(*contexts: str, **changes: object) -> str:
+    """A SQuAD file with a question per paragraph; changes: of each question."""
+    paragraphs = []
+    for number, context in enumerate(contexts):
+        answer = {"text": context[:3], "answer_start": 0}
+        question = {"id": str(number), "question": "What is it?", "answers": [answer]} | changes
+        paragraphs.append({"context": context, "qas": [question]})
+    return json.dumps({"version": "1.1", "data": [{"title": "t", "paragraphs": paragraphs}]})
+
+
+def dataset(name: str, done: str, content: str | bytes, line: str, **options: object) -> None:
+    data(name, done, f"...a.json{line}", "--dataset", "a.json", files={"a.json": content}, **options)
+
+
+TEN = [f"Context number {number} of ten." for number in range(10)]
+data("absent", "a file that is not there", "a.json: there is no such file; ...", "--dataset", "a.json")
+data("folder", "a folder instead of a file", "data: is a folder; ...", "--dataset", "data")
+dataset("empty", "an empty file", "", ": the file is empty; give a SQuAD JSON file")
+dataset("torn", "a file that is cut off", squad(*TEN)[:200], ": line 1, column ...: ...; is the file complete?")
+dataset("foreign bytes", "a file that is no UTF-8", b"\x1f\x8b\x08\x00data", ": byte 1 is not UTF-8; ...")
+dataset("other JSON", "JSON of another kind", "[1, 2]", ": is not a SQuAD file (no object with the key data); ...")
+dataset("no context", "a paragraph without its text", squad(*TEN, "").replace('"context": ""', '"text": ""'),
+    ": data[0].paragraphs[10].context: is missing, expected a text; ...")
+dataset("answer elsewhere", "an answer that does not stand where it should",
+    squad(*TEN, answers=[{"text": "Con", "answer_start": 5}]),
+    ": data[0].paragraphs[0].qas[0].answers[0]: 'Con' is not at character 5 of its context; correct answer_start")
+dataset("no answer", "a question without an answer", squad(*TEN, answers=[]),
+    ": data[0].paragraphs[0].qas[0].answers: is empty; ...")
+dataset("too few", "a file with no paragraph to evaluate on", squad("Only one."),
+    ": no question in its held out paragraphs; give --eval_dataset")
+data("fewer than wanted", "more questions wanted than there are",
+    "--train_size or --samples_per_gpu: 9999 questions wanted, but data/squad_sample.json has 280 to train on; ...",
+    "--train_size", 9999)
+dataset("same id twice", "two questions of one id", squad(*TEN, id="q1"),
+    ": data[0].paragraphs[1].qas[0].id: 'q1' is the id of an earlier question; ...", waits="inputs")
+dataset("impossible as a text", '"is_impossible": "no"', squad(*TEN, answers=[], is_impossible="no"),
+    ": data[0].paragraphs[0].qas[0].is_impossible: is 'no', not true or false; ...", waits="inputs")
+dataset("deep nesting", "100,000 lists in each other", "[" * 100_000, ": is nested too deeply; ...", waits="inputs")
+dataset("lone surrogate", "half of a character in a text", squad(*TEN, question="\ud800?"),
+    ": data[0].paragraphs[0].qas[0].question: holds half of a surrogate pair, ...; ...", waits="inputs")
+data("home of nobody", "a file below ~nosuchuser", "~nosuchuser/a.json: there is no such file; ...",
+    "--dataset", "~nosuchuser/a.json", waits="inputs")
+data("device", "/dev/zero, which has no end", "/dev/zero: is no regular file; ...",
+    "--dataset", "/dev/zero", waits="inputs")
+# fmt: on
+
+
+@case("configs", "pipe", "a FIFO as a DeepSpeed file", "exit 2, and no waiting for a writer", waits="inputs")
+def config_of_a_pipe(bench: Bench):
+    os.mkfifo(bench.folder / "a.json")
+    bench.refuses("a.json: is no regular file; ...", "--deepspeed", "a.json")
+
+
+@case("data", "pipe", "a FIFO as the data", "exit 2, and no waiting for a writer", waits="inputs")
+def data_of_a_pipe(bench: Bench):
+    os.mkfifo(bench.folder / "a.json")
+    bench.refuses("...a.json: is no regular file; ...", "--dataset", "a.json")
+
+
+@case(
+    "data",
+    "no blanks",
+    "Chinese texts that are longer than --max_length",
+    "they keep what fits, and the record counts them",
+    waits="inputs",
+)
+def contexts_without_blanks(bench: Bench):
+    bench.write("a.json", squad(*[f"{number}分布式训练把模型放到多个处理器上。" * 40 for number in range(10)]))
+    ended = bench.run("--dataset", "a.json", MAX_LENGTH=128)
+    assert ended.record["questions_cut"] == {"train": 4, "eval": 2}
+    assert "4 of 4 training questions were cut to --max_length" in ended.out
+
+
+# 5. Models
+
+model = partial(refused, "model folder")
+model("absent", "a folder that is not there", "--model_name: there is no folder ./none; ...", "--model_name", "./none")
+model(
+    "empty",
+    "a folder without a model",
+    "--model_name: the folder mine holds no config.json; ...",
+    *("--model_name", "mine"),
+    files={"mine/readme": "nothing"},
+)
+
+
+def damaged(name: str, done: str, line: str, damage, waits: str = "inputs") -> None:
+    """A case that trains a saved model, of which `damage` has changed a file of its folder."""
+
+    def act(bench: Bench) -> None:
+        folder = bench.trained().output.rename(bench.folder / "mine")
+        damage(folder)
+        bench.refuses(line, "--model_name", "mine", JOB_ID="8")
+
+    case("model folder", name, done, f"exit 2: {line}", waits=waits)(act)
+
+
+def cut(name: str, size: int):
+    return lambda folder: os.truncate(folder / name, size)
+
+
+def absent(name: str):
+    return lambda folder: (folder / name).unlink()
+
+
+def holds(name: str, content: str):
+    return lambda folder: (folder / name).write_text(content)
+
+
+def changed(name: str, **values: object):
+    def change(folder):
+        path = folder / name
+        path.write_text(json.dumps(json.loads(path.read_text()) | values))
+
+    return change
+
+
+def pipe(name: str):
+    def replace(folder):
+        (folder / name).unlink()
+        os.mkfifo(folder / name)
+
+    return replace
+
+
+# fmt: off
+damaged("torn config", "config.json cut off", "mine/config.json: line ...; correct the JSON", cut("config.json", 40))
+damaged("config of another program", "config.json without a model's type",
+    "mine/config.json: model_type: is missing; ...", holds("config.json", '{"name": "x"}'))
+damaged("unknown kind", "a model that transformers does not have",
+    "mine/config.json: model_type: is 'mine', which transformers does not know; ...",
+    changed("config.json", model_type="mine"))
+damaged("no language model", "a model that generates no text", "...mine is a vit model, not a causal LM; ...",
+    holds("config.json", '{"model_type": "vit"}'))
+damaged("code of its own", "config.json asks for Python files of the folder",
+    "mine/config.json: auto_map: asks for code of the folder, which is never run here; ...",
+    changed("config.json", auto_map={"AutoConfig": "evil.Config", "AutoModelForCausalLM": "evil.Model"}))
+damaged("no weights", "model.safetensors missing", "mine: holds no weights (model.safetensors); ...",
+    absent("model.safetensors"))
+damaged("torn weights", "model.safetensors cut off", "mine/model.safetensors: is cut off at 1000 bytes (...); ...",
+    cut("model.safetensors", 1000))
+damaged("weights not downloaded", "a pointer of Git LFS in their place",
+    "mine/model.safetensors: is a pointer of Git LFS, not the weights; ...",
+    holds("model.safetensors", "version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 1\n"))
+damaged("weights of another model", "config.json of another size",
+    "mine/model.safetensors: ... is ..., config.json makes it ...; ...", changed("config.json", hidden_size=128))
+damaged("no tokenizer", "tokenizer.json missing",
+    "mine: holds no tokenizer (tokenizer.json); ...", absent("tokenizer.json"))
+damaged("torn tokenizer", "tokenizer.json cut off", "mine/tokenizer.json: is cut off or no tokenizer (...); ...",
+    cut("tokenizer.json", 500))
+damaged("pipe", "a FIFO as the weights", "mine/model.safetensors: is no regular file; ...", pipe("model.safetensors"))
+# fmt: on

@@ -1,0 +1,23 @@
+"""The server of the session, and a bench per case."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from bench import Bench, Server
+
+
+@pytest.fixture(scope="session")
+def server(tmp_path_factory) -> Iterator[Server]:
+    server = Server(tmp_path_factory.mktemp("faults"))
+    yield server
+    server.close()
+
+
+@pytest.fixture
+def bench(server: Server, tmp_path: Path) -> Iterator[Bench]:
+    bench = Bench(server, tmp_path / "work place")  # with a space, as users have them
+    yield bench
+    left = bench.close()
+    assert not left, f"processes outlived the case: {left}"

@@ -1,0 +1,112 @@
+"""The catalogue of faults: what is done to a run, and what must be seen.
+
+    PYTHONPATH=scripts:tests python tests/faults/table.py      # as a table, with the number of cases of each group
+
+A case is a row of `refused`, where bad input must end with one line, or a function under `case`, which does the thing
+on a `bench.Bench` and looks at what is left. Each takes a second or two and runs in `make test`, unless `slow` says why
+it cannot; `make test-faults` runs all.
+"""
+
+import importlib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from bench import Bench
+
+GROUPS = {
+    "command line": "flags and their values",
+    "environment": "variables of knobs and launchers",
+    "configs": "DeepSpeed and FSDP files",
+    "data": "SQuAD files",
+    "model folder": "a model and its tokenizer on disk",
+    "output": "folders and disks that are written to",
+    "stdout": "where the log goes",
+    "kill": "SIGKILL at a moment",
+    "stop": "signals that ask for an end",
+    "checkpoint": "what a run resumes from",
+    "record": "the run record, and two runs of one job",
+    "report": "what the report reads",
+    "logs": "memory logs",
+    "job": "an experiment's script, without Slurm",
+    "ranks": "several processes, and the network between them",
+    "training": "a training that goes wrong by itself",
+    "secrets": "keys and tokens",
+}
+
+
+@dataclass(frozen=True)
+class Case:
+    group: str
+    name: str
+    done: str
+    seen: str
+    act: Callable[["Bench"], None]
+    slow: str = ""  # why it is not part of `make test`
+    waits: str = ""  # for what; it is not run until that is there
+
+
+CASES: list[Case] = []
+
+
+def case(group: str, name: str, done: str, seen: str, slow: str = "", waits: str = "") -> Callable:
+    """Makes a function of the bench a case."""
+
+    def add(act: Callable[["Bench"], None]) -> Callable[["Bench"], None]:
+        CASES.append(Case(group, name, done, seen, act, slow, waits))
+        return act
+
+    return add
+
+
+def refused(
+    group: str,
+    name: str,
+    done: str,
+    line: str,
+    *words: object,
+    code: int = 2,
+    files: Mapping[str, str | bytes] | None = None,
+    slow: str = "",
+    waits: str = "",
+    **options: object,
+) -> None:
+    """A case whose run must end with this error line ("..." stands for anything) and write nothing.
+
+    words: of the command line; files: what lies in the folder; options: of `Bench.start`, variables among them.
+    """
+
+    def act(bench: "Bench") -> None:
+        for path, content in (files or {}).items():
+            bench.write(path, content)
+        bench.refuses(line, *words, code=code, **options)
+
+    CASES.append(Case(group, name, done, f"exit {code}: {line}", act, slow, waits))
+
+
+def load() -> list[Case]:
+    """All cases, in the order of the groups."""
+    for module in ("inputs", "files", "checkpoints", "reading", "jobs", "processes"):
+        importlib.import_module(f"cases_{module}")
+    return sorted(CASES, key=lambda each: list(GROUPS).index(each.group))
+
+
+def markdown(cases: list[Case]) -> str:
+    there = [each for each in cases if not each.waits]
+    lines = [f"{len(there)} cases, {sum(not each.slow for each in there)} of them in `make test`.", ""]
+    lines += ["| Group | Cases | What it is about |", "| --- | --- | --- |"]
+    for group, text in GROUPS.items():
+        if count := sum(each.group == group for each in there):
+            lines.append(f"| {group} | {count} | {text} |")
+    lines += ["", "| Group | Done | Seen |", "| --- | --- | --- |"]
+    lines += [f"| {each.group} | {cell(each.done)} | {cell(each.seen)} |" for each in there]
+    return "\n".join(lines) + "\n"
+
+
+def cell(text: str) -> str:
+    return text.replace("|", "\\|").replace("\n", " ")
+
+
+if __name__ == "__main__":
+    print(markdown(importlib.import_module("table").load()), end="")

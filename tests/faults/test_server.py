@@ -1,0 +1,107 @@
+"""A forked run is the run of the command: same end, same words, same record, same files."""
+
+import json
+import os
+import re
+import signal
+
+import psutil
+import pytest
+from safetensors.torch import load_file
+
+from bench import Bench, Ended
+
+# As the third step begins
+TERM = """
+from training.callbacks import TrainSpeedCallback
+def end(self, args, state, control, **kwargs):
+    if state.global_step == 2:
+        os.kill(os.getpid(), signal.SIGTERM)
+TrainSpeedCallback.on_step_begin = end
+"""
+RUNS = {
+    "refusal": {"words": ("--train_size", 9999), "code": 2},
+    "training": {"words": (), "code": 0},
+    "one rank of FSDP": {"words": ("--fsdp",), "code": 0},
+    "SIGTERM": {"words": ("--max_steps", 4), "code": 143, "patch": TERM},
+}
+# of time, memory and process
+VARIES = re.compile(r"started|finished|pid|.*(runtime|per_second|loss_time|_MB|util_%|peak_process).*")
+
+
+def content(value: object) -> object:
+    """What a record says, without what two runs of the same never have in common."""
+    if isinstance(value, dict):
+        return {key: content(each) for key, each in value.items() if not VARIES.fullmatch(key)}
+    return [content(each) for each in value] if isinstance(value, list) else value
+
+
+def words(text: str) -> list[str]:
+    """The lines without numbers that measure; progress bars, which depend on the time, left out."""
+    lines = [line for line in text.splitlines() if not re.search(r"\d+%\||Warning|warn", line)]
+    return [re.sub(r"'(eval|train)_(runtime|\w+_per_second)': '[^']*'", r"\1_\2", line) for line in lines]
+
+
+def run(bench: Bench, name: str, fork: bool) -> Ended:
+    how = RUNS[name]
+    script = bench.patched(how["patch"]).name if "patch" in how else "scripts/train.py"
+    return bench.run(*how["words"], code=how["code"], script=script, fork=fork)
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_a_forked_run_is_that_of_the_command(name, server, tmp_path):
+    benches = [Bench(server, tmp_path / kind / "work") for kind in ("forked", "command")]
+    forked, command = (run(bench, name, fork=bench is benches[0]) for bench in benches)
+    assert forked.error_lines == command.error_lines
+    assert words(forked.out) == words(command.out)
+    assert benches[0].names() == benches[1].names()
+    assert forked.left == command.left == ()
+    if forked.record_path.exists():
+        assert content(forked.record) == content(command.record)
+    for path in forked.output.glob("*.safetensors"):
+        ours, theirs = load_file(path), load_file(command.output / path.name)
+        assert ours.keys() == theirs.keys()
+        assert all(ours[weight].equal(theirs[weight]) for weight in ours)
+
+
+LOOK = """
+import json, os, signal, sys, threading
+lists = {number.name: str(signal.getsignal(number)).split(" at ")[0] for number in signal.valid_signals()
+         if isinstance(number, signal.Signals)}
+print(json.dumps({
+    "signals": lists, "blocked": sorted(signal.pthread_sigmask(signal.SIG_BLOCK, [])), "name": __name__,
+    "leader": os.getpgid(0) == os.getpid() == os.getsid(0), "threads": [t.name for t in threading.enumerate()],
+    "argv": sys.argv, "path": sys.path[0], "here": os.getcwd(), "environment": dict(os.environ),
+    "files": sorted(os.listdir("/proc/self/fd"), key=int)[:3], "open": len(os.listdir("/proc/self/fd")),
+    "buffered": [sys.stdout.line_buffering, sys.stderr.line_buffering], "umask": os.umask(0),
+    "wakeup": signal.set_wakeup_fd(-1),
+}))
+"""
+
+
+def test_a_forked_process_finds_what_a_new_one_finds(bench):
+    bench.write("folder/look.py", LOOK)
+    forked, command = (bench.run("a", "b c", script="folder/look.py", fork=fork, X="1") for fork in (True, False))
+    found, expected = json.loads(forked.out), json.loads(command.out)
+    # the interpreter sets it for programs that it starts, when the locale is C
+    expected["environment"].pop("LC_CTYPE", None)
+    found["environment"].pop("LC_CTYPE", None)
+    assert found == expected
+
+
+def test_what_outlives_a_case_is_found_and_ended(server, tmp_path):
+    """Also what has left its group, its session and its parents."""
+    bench = Bench(server, tmp_path / "work")
+    ended = bench.run("bash", "-c", "(setsid setsid sleep 1000 &) && echo started", script="")
+    assert ended.out == "started\n"
+    (left,) = bench.close()
+    assert not psutil.pid_exists(int(re.search(r"pid=(\d+)", left)[1]))
+    assert not bench.close()
+
+
+def test_a_killed_process_has_the_code_of_its_signal(bench):
+    bench.write("wait.py", "import signal\nprint('here', flush=True)\nsignal.pause()\n")
+    started = bench.start(script="wait.py")
+    started.until(started.streams[0].read_text)
+    os.kill(started.pids[0], signal.SIGKILL)
+    assert started.wait().code == -signal.SIGKILL
