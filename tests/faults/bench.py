@@ -196,18 +196,19 @@ class Bench:
         limits: dict[str, int] | None = None,
         **variables: object,
     ) -> Running:
-        """Start a script of Python, or with script="" a command.
+        """Start a script of Python, or another program.
 
         fork=False: a new interpreter, as on the command line. ranks: as many processes, with the variables that
         torchrun sets; 0 is plain python. limits: RLIMIT_ name -> value. variables: "unset" takes one away.
         """
         environment = self.server.environment | (SMALL | {name: str(value) for name, value in variables.items()})
         environment = {name: value for name, value in environment.items() if value != "unset"}
-        argv = [str(word) for word in (script, *words) if word != ""]
+        argv = [str(word) for word in (script, *words)]
+        is_python = argv[0].endswith(".py")
         known = self.server.environment
         changed = {name for name in environment | known if environment.get(name) != known.get(name)}
-        fork = fork and script != "" and not any(name.startswith(READ_AT_IMPORT) for name in changed)
-        if not fork and script != "":
+        fork = fork and is_python and not any(name.startswith(READ_AT_IMPORT) for name in changed)
+        if is_python and not fork:
             argv = [sys.executable, *argv]
         self.number += 1
         streams = []
@@ -264,14 +265,14 @@ class Bench:
         return self.write(name, f"{first}{patch}\ntrain.run_and_exit(train.main)\n")
 
     @contextlib.contextmanager
-    def small_disk(self, name: str, size: int) -> Iterator[dict[str, int]]:
-        """A folder on a file system of its own of so many bytes; gives the limits of its processes.
+    def small_disk(self, name: str, size: int, mode: str = "rw") -> Iterator[dict[str, int]]:
+        """A folder on a file system of its own of so many bytes; gives the limits for the processes of the case.
 
         Where nothing can be mounted, the limit is one on the size of each file, which a write meets in the same way.
         """
         folder = self.folder / name
         folder.mkdir(parents=True)
-        mounting = ["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", str(folder)]
+        mounting = ["mount", "-t", "tmpfs", "-o", f"size={size},{mode}", "tmpfs", str(folder)]
         if subprocess.run(mounting, capture_output=True).returncode:
             yield {"FSIZE": size}
             return

@@ -92,7 +92,7 @@ def test_a_forked_process_finds_what_a_new_one_finds(bench):
 def test_what_outlives_a_case_is_found_and_ended(server, tmp_path):
     """Also what has left its group, its session and its parents."""
     bench = Bench(server, tmp_path / "work")
-    ended = bench.run("bash", "-c", "(setsid setsid sleep 1000 &) && echo started", script="")
+    ended = bench.run("-c", "(setsid setsid sleep 1000 &) && echo started", script="bash")
     assert ended.out == "started\n"
     (left,) = bench.close()
     assert not psutil.pid_exists(int(re.search(r"pid=(\d+)", left)[1]))
