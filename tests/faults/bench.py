@@ -151,7 +151,8 @@ class Running:
             if failed is None and (failed := next((code for code in codes if code), None)) is not None:
                 for pid, code in zip(self.pids, codes, strict=True):
                     if code is None:
-                        os.kill(pid, signal.SIGTERM)
+                        with contextlib.suppress(ProcessLookupError):
+                            os.kill(pid, signal.SIGTERM)
             if time.monotonic() > deadline:
                 break
             self.server.answers(max(0.01, deadline - time.monotonic()))

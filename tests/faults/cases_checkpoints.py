@@ -62,7 +62,10 @@ MOMENTS = {
         moment("training.checkpoints.CheckpointCallback.remove_older", 2),
         {"checkpoint-2", "checkpoint-4"},
     ),
-    "while the model is saved": (moment("transformers.modeling_utils.safe_save_file", 3), {"checkpoint-2", "checkpoint-4"}),
+    "while the model is saved": (
+        moment("transformers.modeling_utils.safe_save_file", 3),
+        {"checkpoint-2", "checkpoint-4"},
+    ),
     "as the run ends": (moment("training.record.RunRecord.__exit__"), {"checkpoint-2", "checkpoint-4"}),
 }
 
