@@ -168,7 +168,7 @@ checkpoint(
 )
 
 
-def torn(name: str, done: str, damage: Callable[[Path], object], waits: str = "") -> None:
+def torn(name: str, done: str, damage: Callable[[Path], object]) -> None:
     """A case that damages the last checkpoint of a run that had ended: the one before is taken."""
 
     def act(bench: Bench) -> None:
@@ -180,11 +180,7 @@ def torn(name: str, done: str, damage: Callable[[Path], object], waits: str = ""
         assert again.record["resumed_from"] == "output/7/checkpoint-2", again
         assert same_training(again, reference)
 
-    case("checkpoint", name, done, "the one before is resumed from, to the same weights and losses", waits=waits)(act)
-
-
-def first_line(path: Path, text: str) -> None:
-    path.write_text(text)
+    case("checkpoint", name, done, "the one before is resumed from, to the same weights and losses")(act)
 
 
 torn("file cut off", "the optimizer's file is cut off", lambda folder: os.truncate(folder / "optimizer.pt", 1000))
@@ -192,7 +188,7 @@ torn("file missing", "the state of the random numbers is gone", lambda folder: (
 torn("file empty", "the weights are an empty file", lambda folder: os.truncate(folder / "model.safetensors", 0))
 torn("marker missing", "complete.json is gone", lambda folder: (folder / "complete.json").unlink())
 torn("marker cut off", "complete.json is cut off", lambda folder: os.truncate(folder / "complete.json", 30))
-torn("marker of another kind", "complete.json holds a list", lambda f: first_line(f / "complete.json", "[]"), "stop")
+torn("marker of another kind", "complete.json holds a list", lambda folder: (folder / "complete.json").write_text("[]"))
 torn("foreign marker", "complete.json holds bytes", lambda f: (f / "complete.json").write_bytes(b"\xff\xfe"))
 
 
@@ -203,8 +199,38 @@ def flip(path: Path, place: float = 0.5) -> None:
     path.write_bytes(content)
 
 
+def flipped(file: str) -> None:
+    """A case that turns one bit over in a file of the last checkpoint, whose size tells nothing of it."""
+    line = f"{SECOND}/{file}: was changed since it was saved; go on from the one before: ...output/7/checkpoint-2"
+
+    def act(bench: Bench) -> None:
+        reference = Bench(bench.server, bench.folder.parent / "reference").trained(*KEPT)
+        output = bench.trained(*KEPT).output
+        (output / "config.json").unlink()
+        flip(output / "checkpoint-4" / file)
+        bench.refuses(line, *KEPT, *RESUME, code=4)
+        assert same_training(bench.run(*KEPT, *RESUME, "output/7/checkpoint-2"), reference)
+
+    case("checkpoint", f"bit of {file}", f"one bit of {file} is flipped", f"exit 4: {line}; that one works")(act)
+
+
 for file in ("model.safetensors", "optimizer.pt", "trainer_state.json", "scheduler.pt"):
-    torn(f"bit of {file}", f"one bit of {file} is flipped", lambda folder, file=file: flip(folder / file), "stop")
+    flipped(file)
+
+
+@case(
+    "checkpoint",
+    "flipped bit, requeued",
+    "one bit of the weights is flipped, and Slurm starts the job again",
+    "nobody is there to choose: it goes on from the one before, to the same weights and losses",
+)
+def flipped_and_requeued(bench: Bench):
+    reference = Bench(bench.server, bench.folder.parent / "reference").trained(*KEPT)
+    output = bench.trained(*KEPT).output
+    flip(output / "checkpoint-4/model.safetensors")
+    again = bench.run(*KEPT, SLURM_RESTART_COUNT=1)
+    assert again.record["resumed_from"] == "output/7/checkpoint-2"
+    assert same_training(again, reference)
 
 
 @case(
@@ -218,19 +244,6 @@ def named_and_torn(bench: Bench):
     os.truncate(output / "checkpoint-4/optimizer.pt", 1000)
     line = f"{SECOND}: is no complete checkpoint; ..."
     bench.refuses(line, *RESUME, SECOND, code=4, JOB_ID=8)
-
-
-@case(
-    "checkpoint",
-    "named, with a flipped bit",
-    "--resume_from_checkpoint of a checkpoint with one bit flipped",
-    "exit 4 with the file's name, nothing written",
-    waits="stop",
-)
-def named_and_flipped(bench: Bench):
-    output = bench.trained(*KEPT).output
-    flip(output / "checkpoint-4/model.safetensors")
-    bench.refuses(f"{SECOND}/model.safetensors: ...; ...", *RESUME, SECOND, code=4, JOB_ID=8)
 
 
 def saved_by(bench: Bench, **changes: object) -> None:
@@ -258,12 +271,11 @@ def more_epochs(bench: Bench):
     assert [entry["step"] for entry in ended.record["eval"]] == [2, 4, 6]
 
 
-@case("checkpoint", "nothing left to do", "a finished run, resumed", "says that it has finished", waits="stop")
+@case("checkpoint", "nothing left to do", "a finished run, resumed", "says that it has finished")
 def nothing_left(bench: Bench):
     bench.trained(*KEPT)
-    ended = bench.start(*KEPT, *RESUME, SECOND, JOB_ID=8).wait()
-    assert "finished" in ended.log, ended
-    assert "Traceback" not in ended.log
+    ended = bench.run(*KEPT, *RESUME, SECOND, JOB_ID=8)
+    assert "step 4 was the last one, nothing is left to train" in ended.out, ended
 
 
 OTHER = {
@@ -280,11 +292,11 @@ def other_setting(name: str, flag: str, variables: dict, words: tuple) -> None:
     def act(bench: Bench) -> None:
         bench.trained(*KEPT)
         bench.write("other.json", (bench.folder / "data/squad_sample.json").read_text().replace("GPU", "CPU"))
-        ended = bench.refuses("...: ...; ...", *KEPT, *RESUME, SECOND, *words, code=4, JOB_ID=8, **variables)
-        assert flag in ended.error, ended
+        bench.refuses(line, *KEPT, *RESUME, SECOND, *words, code=4, JOB_ID=8, **variables)
 
+    line = f"{SECOND}: is of another training: ...{flag} was ..., is ...; ..."
     done = f"resumed with another {name} than the checkpoint's"
-    case("checkpoint", f"another {name}", done, f"exit 4, which names {flag}, nothing written", waits="stop")(act)
+    case("checkpoint", f"another {name}", done, f"exit 4: {line}")(act)
 
 
 for name, (flag, variables, words) in OTHER.items():
@@ -295,13 +307,13 @@ for name, (flag, variables, words) in OTHER.items():
     "checkpoint",
     "of another model",
     "a checkpoint of tiny-bloom, resumed by custom-gpt",
-    "exit 4, nothing written",
-    waits="stop",
+    "exit 4, which names model_name, nothing written",
 )
 def of_another_model(bench: Bench):
     bench.trained(*KEPT)
     sizes = {"VOCAB_SIZE": 1024, "HIDDEN_SIZE": 64, "NUM_LAYERS": 2, "NUM_HEADS": 4, "FF_DIM": 128}
-    bench.refuses("...", *KEPT, *RESUME, SECOND, code=4, JOB_ID=8, MODEL_NAME="custom-gpt", **sizes)
+    line = f"{SECOND}: is of another training: ...model_name was tiny-bloom, is custom-gpt...; ..."
+    bench.refuses(line, *KEPT, *RESUME, SECOND, code=4, JOB_ID=8, MODEL_NAME="custom-gpt", **sizes)
 
 
 # What a file of a checkpoint would run when it is read as pickle reads
