@@ -170,12 +170,18 @@ class Bench:
         self.server = server
         self.folder = make_workplace(folder)
         self.number = 0
+        self.python = Path(sys.executable)
 
     def write(self, name: str, content: str | bytes) -> Path:
         path = self.folder / name
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_bytes(content if isinstance(content, bytes) else content.encode())
         return path
+
+    def write_pipe(self, name: str) -> None:
+        """Let the process go on that reads a FIFO here."""
+        with (self.folder / name).open("w"):
+            pass
 
     def names(self) -> set[str]:
         """Every file and folder here, links not followed."""

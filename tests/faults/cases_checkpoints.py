@@ -316,29 +316,41 @@ def of_another_model(bench: Bench):
     bench.refuses(line, *KEPT, *RESUME, SECOND, code=4, JOB_ID=8, MODEL_NAME="custom-gpt", **sizes)
 
 
-# What a file of a checkpoint would run when it is read as pickle reads
-CANARY = """
+# Writes a pickle that runs code, and a marker that says the file is whole
+EVIL = """
+import json, os, sys
+from pathlib import Path
+sys.path.insert(0, "scripts")
 import torch
+from training.checkpoints import described
 class Canary:
     def __reduce__(self):
         return os.mkdir, ("canary",)
+folder, name = Path(sys.argv[1]), sys.argv[2]
+torch.save(Canary(), folder / name)
+marker = json.loads((folder / "complete.json").read_text())
+marker["files"][name] = described(folder / name)
+(folder / "complete.json").write_text(json.dumps(marker))
 """
 
 
-@case(
-    "checkpoint",
-    "code in a file",
-    "optimizer.pt holds a pickle that runs code, its marker made anew",
-    "the code does not run; exit 4, which names the file",
-    waits="security",
-)
-def code_in_a_file(bench: Bench):
-    folder = bench.trained(*KEPT).output / "checkpoint-4"
-    bench.write("evil.py", f"import os\n{CANARY}\ntorch.save(Canary(), '{folder}/optimizer.pt')\n")
-    bench.run(script="evil.py")
-    marker = json.loads((folder / "complete.json").read_text())
-    marker["files"]["optimizer.pt"] = (folder / "optimizer.pt").stat().st_size
-    (folder / "complete.json").write_text(json.dumps(marker))
-    ended = bench.run(*KEPT, *RESUME, SECOND, code=4, JOB_ID=8)
-    assert "optimizer.pt" in ended.error, ended
-    assert not (bench.folder / "canary").exists()
+def code_in(name: str, flags: tuple, slow: str = "") -> None:
+    def act(bench: Bench) -> None:
+        folder = bench.trained(*flags, *KEPT).output / "checkpoint-4"
+        (file,) = folder.glob(name)
+        bench.write("evil.py", EVIL)
+        bench.run(folder, file.relative_to(folder), script="evil.py")
+        ended = bench.run(*flags, *KEPT, *RESUME, SECOND, code=4, JOB_ID=8)
+        assert file.name in ended.error, ended
+        assert not (bench.folder / "canary").exists()
+
+    done = f"{name} holds a pickle that runs code, and the marker agrees"
+    seen = "the code does not run; exit 4, which names the file"
+    case("checkpoint", f"code in {name}", done, seen, slow, waits="security")(act)
+
+
+ZERO = ("--deepspeed", "ds_configs/zero1.json")
+for name in ("optimizer.pt", "scheduler.pt", "rng_state.pth"):
+    code_in(name, ())
+code_in("global_step4/mp_rank_00_model_states.pt", ZERO, "DeepSpeed's start takes seconds")
+code_in("global_step4/*optim_states.pt", ZERO, "DeepSpeed's start takes seconds")

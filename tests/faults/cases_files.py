@@ -61,7 +61,13 @@ def record_of_a_finished_run(bench: Bench):
     bench.refuses(line, OUTPUT_DIR="elsewhere")
 
 
-@case("output", "no space for the record", "the disk of results/ is full", "exit 3 and one line")
+@case(
+    "output",
+    "no space for the record",
+    "the disk of results/ is full",
+    "exit 3 and one line, no empty file left",
+    waits="write_json to remove its temporary file",
+)
 def no_space_for_the_record(bench: Bench):
     with bench.small_disk("results", 4096) as limits:
         fill(bench.folder / "results/filler")
@@ -199,18 +205,18 @@ def stderr_full(bench: Bench):
     goes_on(bench, stderr="/dev/full")
 
 
-def shell(name: str, command: str) -> None:
+def shell(name: str, command: str, slow: str = "") -> None:
     def act(bench: Bench) -> None:
         python = shlex.quote(sys.executable)
         script = f"set -o pipefail; {command.replace('python', python, 1)}"
         goes_on(bench, "-c", script, script="bash")
 
-    case("stdout", name, command, GOES_ON)(act)
+    case("stdout", name, command, GOES_ON, slow)(act)
 
 
-shell("closed", "python scripts/train.py >&-")
-shell("stderr closed", "python scripts/train.py 2>&-")
 shell("head", "python scripts/train.py | head -1")
+shell("closed", "python scripts/train.py >&-", slow="a new interpreter")
+shell("stderr closed", "python scripts/train.py 2>&-", slow="a new interpreter")
 
 
 @case("stdout", "refusal into a full one", "a misspelt flag, stdout is /dev/full", "exit 2, the line on stderr")

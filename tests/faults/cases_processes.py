@@ -1,1 +1,357 @@
-"""..."""
+"""Signals, several ranks, trainings that go wrong by themselves, the run record, and secrets."""
+
+import json
+import os
+import signal
+import socket
+from functools import partial
+
+from bench import Bench, Ended
+from cases_checkpoints import KEPT, moment
+from cases_files import complete, same_training, same_weights
+from table import case, refused
+
+STEP_3 = "transformers.Trainer.training_step"
+
+
+def send(number: signal.Signals, who: str = "") -> str:
+    """Lines that send this process a signal; who: a condition, for one of several ranks."""
+    kill = f"os.kill(os.getpid(), {number.value})"
+    return f"{who} and {kill}" if who else kill
+
+
+def stopped(bench: Bench, step: int, *words: object, code: int = 75, **options: object) -> Ended:
+    """A run that must end in this way, with a complete checkpoint of this step."""
+    ended = bench.run(*KEPT, *words, code=code, **options)
+    assert ended.record["status"] == "stopped"
+    assert ended.record["exit_code"] == 75
+    assert ended.record["stop"]["step"] == step
+    assert complete(ended.output)[f"checkpoint-{step}"], ended
+    assert "Traceback" not in ended.log
+    return ended
+
+
+# 1. A signal asks for an end
+
+GOES_ON = "exit 75, record stopped, a checkpoint; the same job goes on from it to the same weights and losses"
+MOMENTS = {
+    "in a step": (moment(STEP_3, 3, send(signal.SIGTERM)), 3),
+    "in the last step": (moment(STEP_3, 4, send(signal.SIGTERM)), 4),
+    "in an evaluation": (moment("transformers.Trainer.prediction_step", 1, send(signal.SIGTERM)), 2),
+    "in a save": (moment("transformers.Trainer._save_checkpoint", 1, send(signal.SIGTERM)), 2),
+    "while a checkpoint is marked": (moment("training.checkpoints.mark_complete", 1, send(signal.SIGTERM)), 2),
+}
+for number in (signal.SIGUSR1, signal.SIGHUP, signal.SIGINT):
+    MOMENTS[f"in a step, {number.name}"] = (moment(STEP_3, 3, send(number)), 3)
+MOMENTS["in a step, twice at once"] = (moment(STEP_3, 3, f"{send(signal.SIGTERM)}; {send(signal.SIGTERM)}"), 3)
+
+
+def stop(name: str, patch: str, step: int) -> None:
+    def act(bench: Bench) -> None:
+        reference = Bench(bench.server, bench.folder.parent / "reference").trained(*KEPT)
+        stopped(bench, step, script=bench.patched(patch))
+        again = bench.run(*KEPT, "--resume_from_checkpoint")
+        assert same_training(again, reference)
+        assert again.record["train"]["loss_mean"] == reference.record["train"]["loss_mean"]
+        assert (again.record["attempt"], again.record["restarts"][0]["step"]) == (2, step)
+
+    signals = "" if "SIG" in name else ", SIGTERM"
+    case("stop", name, f"{name}{signals}", GOES_ON)(act)
+
+
+for name, (patch, step) in MOMENTS.items():
+    stop(name, patch, step)
+
+
+@case("stop", "while the model is saved", "SIGTERM as the trained model is written", "ended, and no model is half")
+def stop_while_saving_the_model(bench: Bench):
+    reference = Bench(bench.server, bench.folder.parent / "reference").trained(*KEPT)
+    ended = bench.start(*KEPT, script=bench.patched(moment("train.save_model", 1, send(signal.SIGTERM)))).wait()
+    assert ended.code in (0, 75), ended
+    if ended.code == 75:
+        bench.run(*KEPT, "--resume_from_checkpoint")
+    assert same_weights(ended, reference)
+
+
+@case("stop", "in EM and F1", "SIGTERM while the questions are answered", "exit 75; later the same EM and F1")
+def stop_in_em_and_f1(bench: Bench):
+    reference = Bench(bench.server, bench.folder.parent / "reference").trained(*KEPT, EM_F1=True)
+    script = bench.patched(moment("evaluate.answer_questions", 1, send(signal.SIGTERM)))
+    stopped(bench, 4, script=script, EM_F1=True)
+    again = bench.run(*KEPT, "--resume_from_checkpoint", EM_F1=True)
+    assert same_weights(again, reference)
+    assert again.record["f1"] == reference.record["f1"]
+
+
+@case("stop", "at the start", "SIGTERM while the data is read", "143 at once: nothing to save; it can be started again")
+def stop_at_the_start(bench: Bench):
+    ended = bench.run(script=bench.patched(moment("train.load_squad", 1, f"{send(signal.SIGTERM)}; signal.pause()")),
+                      code=143)  # fmt: skip
+    assert not ended.output.exists()
+    assert "nothing to save" in ended.out
+    assert bench.run().record["status"] == "completed"
+
+
+@case("stop", "twice", "Ctrl-C, and again while the step goes on", "130 at once; the record says stopped")
+def stop_twice(bench: Bench):
+    lines = f"{send(signal.SIGINT)}; {send(signal.SIGINT)}; signal.pause()"
+    ended = bench.run(script=bench.patched(moment(STEP_3, 3, lines)), code=130)
+    assert ended.record["status"] == "stopped"
+    assert complete(ended.output) == {"checkpoint-2": True}
+
+
+@case(
+    "stop",
+    "again and again",
+    "SIGTERM after steps 1 and 3, each time requeued by Slurm",
+    "goes on by itself to the same weights and losses; the record tells of both",
+)
+def stop_again_and_again(bench: Bench):
+    reference = Bench(bench.server, bench.folder.parent / "reference").trained(*KEPT)
+    script = bench.patched(moment(STEP_3, 1, send(signal.SIGTERM)))
+    stopped(bench, 1, script=script)
+    script = bench.patched(moment(STEP_3, 2, send(signal.SIGTERM)))
+    stopped(bench, 3, script=script, SLURM_RESTART_COUNT=1)
+    again = bench.run(*KEPT, SLURM_RESTART_COUNT=2)
+    assert same_training(again, reference)
+    assert [entry["step"] for entry in again.record["restarts"]] == [1, 3]
+    assert again.record["train"]["steps"] == 4
+
+
+@case("stop", "not saving", "SIGTERM in a step, SAVE_STRATEGY=no", "exit 75, the one checkpoint; gone after the end")
+def stop_without_saving(bench: Bench):
+    script = bench.patched(moment(STEP_3, 3, send(signal.SIGTERM)))
+    ended = bench.run(script=script, code=75, SAVE_STRATEGY="no")
+    assert complete(ended.output) == {"checkpoint-3": True}
+    again = bench.run("--resume_from_checkpoint", SAVE_STRATEGY="no")
+    assert again.record["status"] == "completed"
+    assert not again.output.exists()
+
+
+@case(
+    "stop",
+    "nohup",
+    "SIGHUP to a run that was started with nohup",
+    "goes on to its end",
+    slow="a new interpreter",
+)
+def stop_with_nohup(bench: Bench):
+    script = bench.patched(moment(STEP_3, 3, send(signal.SIGHUP)))
+    words = ("-c", 'trap "" HUP; exec "$0" "$1"', "python", script)
+    ended = bench.run(*words, script="bash", PATH=f"{bench.python.parent}:{os.environ['PATH']}")
+    assert ended.record["status"] == "completed"
+
+
+RANKS = {
+    "DDP": ((), ""),
+    "FSDP": (("--fsdp",), ""),
+    "ZeRO-2": (("--deepspeed", "ds_configs/zero2.json"), "DeepSpeed's start takes seconds"),
+    "ZeRO-3": (("--deepspeed", "ds_configs/zero3.json"), "DeepSpeed's start takes seconds"),
+}
+
+
+def stop_of_ranks(name: str, flags: tuple, slow: str) -> None:
+    def act(bench: Bench) -> None:
+        how = {"ranks": 2, "BATCH_SIZE": 1}
+        reference = Bench(bench.server, bench.folder.parent / "reference").trained(*flags, *KEPT, **how)
+        patch = moment(STEP_3, 3, send(signal.SIGTERM, "os.environ['RANK'] == '1'"))
+        stopped(bench, 3, *flags, script=bench.patched(patch), **how)
+        assert same_training(bench.run(*flags, *KEPT, "--resume_from_checkpoint", **how), reference)
+
+    case("stop", f"{name} on 2 ranks", f"SIGTERM to one of two ranks of {name}, in a step", GOES_ON, slow)(act)
+
+
+for name, (flags, slow) in RANKS.items():
+    stop_of_ranks(name, flags, slow)
+
+
+# 2. Ranks
+
+
+@case("ranks", "one dies", "kill -9 of one of two ranks in a step", "the other is ended, and the run can go on")
+def one_rank_dies(bench: Bench):
+    how = {"ranks": 2, "BATCH_SIZE": 1}
+    patch = moment(STEP_3, 3, "os.environ['RANK'] == '1' and os.kill(os.getpid(), signal.SIGKILL)")
+    ended = bench.start(*KEPT, script=bench.patched(patch), **how).wait()
+    assert ended.code and not ended.left, ended
+    assert complete(ended.output) == {"checkpoint-2": True}
+    assert bench.run(*KEPT, "--resume_from_checkpoint", **how).record["status"] == "completed"
+
+
+@case(
+    "ranks",
+    "one hangs",
+    "SIGSTOP to one of two ranks in a step, HANG_TIMEOUT=5",
+    "exit 3; one line names the rank, the host and the step; the record says failed",
+    slow="waits for HANG_TIMEOUT",
+    waits="watchdog",
+)
+def one_rank_hangs(bench: Bench):
+    patch = moment(STEP_3, 3, "os.environ['RANK'] == '1' and os.kill(os.getpid(), signal.SIGSTOP)")
+    started = bench.start(script=bench.patched(patch), ranks=2, BATCH_SIZE=1, HANG_TIMEOUT=5)
+    try:
+        started.until(lambda: started.pids[0] in bench.server.codes)
+    finally:
+        os.kill(started.pids[1], signal.SIGKILL)
+    ended = started.wait()
+    assert bench.server.codes[started.pids[0]] == 3, ended
+    assert "rank 1" in ended.error and socket.gethostname() in ended.error, ended
+    assert ended.record["status"] == "failed"
+
+
+ranks = partial(refused, "ranks")
+WORLD = {"RANK": 1, "LOCAL_RANK": 1, "WORLD_SIZE": 2, "LOCAL_WORLD_SIZE": 2}
+ranks(
+    "first node not there",
+    "MASTER_ADDR that nobody has, JOIN_TIMEOUT=1",
+    "MASTER_ADDR: ...192.0.2.1...; ...",
+    code=3,
+    slow="the error line of rank 1 comes 10 seconds late",
+    waits="watchdog",
+    JOIN_TIMEOUT=1,
+    MASTER_ADDR="192.0.2.1",
+    MASTER_PORT=29500,
+    **WORLD,
+)
+
+
+@case("ranks", "port taken", "MASTER_PORT is another program's", "exit 3 and one line, nothing written")
+def port_taken(bench: Bench):
+    with socket.socket() as listener:
+        listener.bind(("", 0))
+        listener.listen()
+        world = {"RANK": 0, "LOCAL_RANK": 0, "WORLD_SIZE": 1, "LOCAL_WORLD_SIZE": 1, "MASTER_ADDR": "127.0.0.1"}
+        port = listener.getsockname()[1]
+        bench.refuses("process group: ...; ...", "--fsdp", code=3, MASTER_PORT=port, **world)
+
+
+# 3. A training that goes wrong by itself
+
+
+def strict(ended: Ended) -> dict:
+    """The record, as a reader of JSON takes it, not one of Python's."""
+
+    def refuse(name: str) -> None:
+        raise AssertionError(f"{name} is no JSON")
+
+    return json.loads(ended.record_path.read_text(), parse_constant=refuse)
+
+
+@case(
+    "training",
+    "NaN",
+    "--learning_rate 1e20",
+    "exit 1: loss: is not finite since step ...; strict JSON",
+    waits="watchdog",
+)
+def loss_of_nan(bench: Bench):
+    ended = bench.run("--learning_rate", "1e20", code=1, NUM_EPOCHS=8)
+    assert ended.error.startswith("loss: is not finite since step "), ended
+    assert strict(ended)["status"] == "failed"
+
+
+@case("training", "no memory", "PyTorch finds no memory left in a step", "exit 1, one line, status oom")
+def no_memory(bench: Bench):
+    lines = "import torch; raise torch.OutOfMemoryError('CUDA out of memory. Tried to allocate 2 GiB.')"
+    ended = bench.run(script=bench.patched(moment(STEP_3, 3, lines)), code=1)
+    assert ended.error.startswith("GPU memory: CUDA out of memory; lower "), ended
+    assert (strict(ended)["status"], ended.record["exit_code"]) == ("oom", 1)
+
+
+@case("training", "a bug", "an exception in a step", "exit 1, its traceback, status failed; the run can go on")
+def bug(bench: Bench):
+    ended = bench.run(script=bench.patched(moment(STEP_3, 3, "1 / 0")), code=1)
+    assert "ZeroDivisionError" in ended.err
+    assert (strict(ended)["status"], ended.record["exit_code"]) == ("failed", 1)
+    assert bench.run("--resume_from_checkpoint").record["status"] == "completed"
+
+
+# 4. The record
+
+record = partial(refused, "record")
+for name, job_id in (("path", "../../outside"), ("hidden", ".."), ("folder", "a/b"), ("over-long", "x" * 65)):
+    record(f"JOB_ID: {name}", f"JOB_ID={job_id[:20]}", f"JOB_ID: '{job_id}' cannot name files; ...", JOB_ID=job_id)
+record("JOB_ID: blank", "JOB_ID='a b'", "JOB_ID: 'a b' cannot name files; ...", JOB_ID="a b")
+for name, content in (("cut off", '{"status": "comp'), ("list", "[]"), ("bytes", b"\xff\xfe"), ("empty", "")):
+    line = "results/7.json: is no run record (...); ..."
+    record(f"earlier one {name}", f"a record of this JOB_ID, {name}", line, files={"results/7.json": content})
+
+
+@case(
+    "record", "two at once", "two runs of one JOB_ID at the same time", "exit 2 for the second; the first is unharmed"
+)
+def two_at_once(bench: Bench):
+    reference = Bench(bench.server, bench.folder.parent / "reference").trained()
+    lines = "open('here', 'w'); open('go').read()"
+    os.mkfifo(bench.folder / "go")
+    first = bench.start(script=bench.patched(moment(STEP_3, 1, lines)))
+    first.until((bench.folder / "here").exists)
+    second = bench.run(code=2)
+    assert second.error.startswith("JOB_ID: another run of 7 is writing its files; "), second
+    bench.write_pipe("go")
+    ended = first.wait()
+    assert ended.code == 0, ended
+    assert same_training(ended, reference)
+
+
+@case("record", "outlived", "the job was started again while a rank of it lived on", "the newer record stays as it is")
+def outlived(bench: Bench):
+    lines = (
+        "import json, pathlib; path = pathlib.Path('results/7.json'); newer = json.loads(path.read_text()); "
+        "newer['attempt'] = 2; path.write_text(json.dumps(newer)); path.with_name('newer').write_text(path.read_text())"
+    )
+    bench.run(script=bench.patched(moment(STEP_3, 3, lines)))
+    results = bench.folder / "results"
+    assert (results / "7.json").read_text() == (results / "newer").read_text()
+
+
+@case("record", "left running", "a record of a job that was killed, then --sweep", "failed, with the time of its end")
+def left_running(bench: Bench):
+    bench.run(script=bench.patched(moment(STEP_3, 3, "os.kill(os.getpid(), signal.SIGKILL)")), code=-9)
+    bench.write("results/8.json", "[]")
+    words = ("-P", "-m", "job.finish", "--sweep")
+    ended = bench.run(*words, script=bench.python, PYTHONPATH=bench.folder / "scripts")
+    assert ended.out == "results/7.json: its job is gone, the record says failed now\n"
+    assert ended.record["finished"]
+
+
+# 5. Secrets
+
+CANARIES = {
+    "HF_TOKEN": "hf_canary0123456789",
+    "WANDB_API_KEY": "canary1canary1canary1canary1canary1canar",
+    "AWS_SECRET_ACCESS_KEY": "canary2",
+    "MY_PASSWORD": "canary3",
+    "SOME_SECRET": "canary4",
+}
+
+
+@case(
+    "secrets",
+    "variables",
+    "keys in HF_TOKEN, WANDB_API_KEY, AWS_SECRET_ACCESS_KEY, *PASSWORD, *SECRET",
+    "none is in any file or line that a run leaves",
+)
+def secrets_of_variables(bench: Bench):
+    ended = bench.run(HF_TOKEN="unset", **{n: v for n, v in CANARIES.items() if n != "HF_TOKEN"})
+    found = [path for path in bench.folder.rglob("*") if path.is_file() and b"canary" in path.read_bytes()]
+    assert not found and "canary" not in ended.log
+
+
+@case(
+    "secrets",
+    "HF_TOKEN",
+    "a key in HF_TOKEN, and a training that then fails",
+    "it is in no file, and not in the traceback",
+    slow="a new interpreter",
+)
+def secret_of_the_hub(bench: Bench):
+    ended = bench.run(script=bench.patched(moment(STEP_3, 3, "1 / 0")), code=1, HF_TOKEN=CANARIES["HF_TOKEN"])
+    found = [path for path in bench.folder.rglob("*") if path.is_file() and b"canary" in path.read_bytes()]
+    assert not found and "canary" not in ended.log
+
+
+@case("secrets", "flag", "--hub_token hf_canary", "exit 2, and the line does not repeat it", waits="security")
+def secret_as_a_flag(bench: Bench):
+    ended = bench.refuses("--hub_token: ...; ...", "--hub_token", CANARIES["HF_TOKEN"])
+    assert "canary" not in ended.log
