@@ -19,11 +19,12 @@ from pathlib import Path
 import psutil
 
 from fixtures import the_error
-from helpers import INHERITED, Finished, free_port, make_workplace
+from helpers import INHERITED, REPOSITORY, Finished, free_port, make_workplace
 from server import READ_AT_IMPORT, Request
 
 SERVER = Path(__file__).with_name("server.py")
 LIMIT = 120  # seconds, of what takes one or two: the machine may be slow and busy, and a hang must end
+SECONDS_TO_END = 10  # of what ends with a run, but not before it, such as the reader of its output
 # A training of 4 steps in two epochs, with a checkpoint behind each
 SMALL = {
     "MODEL_NAME": "tiny-bloom",
@@ -97,25 +98,28 @@ class Server:
 
     def living(self) -> list[psutil.Process]:
         """The processes of the cases, and orphans that they have left: none is out of the server's reach."""
-        found = []
-        for process in psutil.Process(self.popen.pid).children(recursive=True):
-            with contextlib.suppress(psutil.NoSuchProcess):
-                if process.status() != psutil.STATUS_ZOMBIE:
-                    found.append(process)
-        return found
+        children = psutil.Process(self.popen.pid).children(recursive=True)
+        return [child for child in children if command_of(child)]
 
     def close(self) -> None:
         self.channel.close()
         self.popen.wait()
 
 
+def command_of(process: psutil.Process) -> str:
+    """Its command line; nothing, if it has ended."""
+    try:
+        return " ".join(process.cmdline()) or process.name() * (process.status() != psutil.STATUS_ZOMBIE)
+    except psutil.Error:
+        return ""
+
+
 @dataclass
 class Ended(Finished):
-    """`code`: of the first rank that failed. `log`: stdout, then stderr, of all ranks. `left`: what still lived."""
+    """`code`: of the first rank that failed. `log`: stdout, then stderr, of all ranks."""
 
     out: str = ""
     err: str = ""
-    left: tuple[str, ...] = ()
 
     @property
     def error(self) -> str:
@@ -156,11 +160,10 @@ class Running:
             if time.monotonic() > deadline:
                 break
             self.server.answers(max(0.01, deadline - time.monotonic()))
-        left = tuple(" ".join(process.cmdline())[:200] for process in self.server.living())
         code = failed if failed is not None else next((code for code in codes if code), codes[0])
         text = [path.read_text(encoding="utf-8", errors="replace") if path.is_file() else "" for path in self.streams]
         out, err = ("".join(re.sub(r"\r+", "\n", part) for part in text[kind::2]) for kind in (0, 1))
-        return Ended(" ".join(self.words), code, out + err, self.folder, self.job, out, err, left)
+        return Ended(" ".join(self.words), code, out + err, self.folder, self.job, out, err)
 
 
 class Bench:
@@ -177,6 +180,13 @@ class Bench:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_bytes(content if isinstance(content, bytes) else content.encode())
         return path
+
+    def until(self, condition: Callable[[], object]) -> None:
+        """Poll until `condition` is true, when no process of the case can tell of it any more."""
+        deadline = time.monotonic() + LIMIT
+        while not condition():
+            assert time.monotonic() < deadline, f"did not happen within {LIMIT} s"
+            self.server.wait(0, 0.02)
 
     def write_pipe(self, name: str) -> None:
         """Let the process go on that reads a FIFO here."""
@@ -268,7 +278,7 @@ class Bench:
 
     def patched(self, patch: str, name: str = "patched.py") -> Path:
         """A script that runs train.py after these lines: the way to stop it at a moment."""
-        first = "import os, signal, sys\nsys.path.insert(0, 'scripts')\nimport train\n"
+        first = f"import os, signal, sys\nsys.path.insert(0, {str(REPOSITORY / 'scripts')!r})\nimport train\n"
         return self.write(name, f"{first}{patch}\ntrain.run_and_exit(train.main)\n")
 
     @contextlib.contextmanager
@@ -288,11 +298,14 @@ class Bench:
         finally:
             subprocess.run(["umount", "--lazy", str(folder)], check=True)
 
-    def close(self) -> list[str]:
-        """End what this case has left; what there was."""
-        left = self.server.living()
-        for process in left:
+    def close(self, seconds: float = SECONDS_TO_END) -> list[str]:
+        """End what this case has left so long after it; gives the commands."""
+        deadline = time.monotonic() + seconds
+        while (living := self.server.living()) and time.monotonic() < deadline:
+            self.server.wait(0, 0.02)
+        left = [f"{process.pid} {command_of(process)}" for process in living]
+        for process in living:
             with contextlib.suppress(psutil.NoSuchProcess):
                 process.kill()
-        psutil.wait_procs(left, LIMIT)
-        return [str(process) for process in left]
+        psutil.wait_procs(living, LIMIT)
+        return left

@@ -1,9 +1,12 @@
 """The server of the session, and a bench per case."""
 
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+
+sys.path.append(str(Path(__file__).parent.parent / "commands"))  # for shell.py
 
 from bench import Bench, Server
 
