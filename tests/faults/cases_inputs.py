@@ -71,9 +71,11 @@ environment("no such choice", "LABELS=question",
 environment("no such tracker", "REPORT_TO=nowhere",
     "--report_to: nowhere is no tracker of this workshop; ...", REPORT_TO="nowhere")
 environment("GPU wanted", "REQUIRE_GPU=1 without one", "GPU: PyTorch sees none on ...; ...", code=3, REQUIRE_GPU=1)
-for variable in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "SLURM_STEP_NUM_TASKS"):
+for variable in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
     environment(f"{variable} of text", f"{variable}=abc", f"{variable}: is 'abc', not a whole number; ...",
         waits="inputs", **({"RANK": 0, "WORLD_SIZE": 1, "LOCAL_RANK": 0} | {variable: "abc"}))
+environment("tasks of text", "SLURM_STEP_NUM_TASKS=abc", "SLURM_STEP_NUM_TASKS: is 'abc', not a whole number; ...",
+    waits="inputs", SLURM_STEP_NUM_TASKS="abc")
 environment("rank of no world", "RANK=3 of WORLD_SIZE=2", "RANK: 3 is no rank of 2 (WORLD_SIZE); ...",
     waits="inputs", RANK=3, WORLD_SIZE=2, LOCAL_RANK=0)
 

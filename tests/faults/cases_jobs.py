@@ -14,11 +14,11 @@ from table import case
 
 # A training as train.py is: it has a record that says running, and saves on a signal. Then what the case wants
 BEGIN = """
-import json, os, pathlib, signal, sys, time
+import json, os, pathlib, signal, time
 path = pathlib.Path("results") / (os.environ["JOB_ID"] + ".json")
 path.write_text(json.dumps({"status": "running", "exit_code": None, "finished": None}))
 for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1):
-    signal.signal(number, lambda *_: sys.exit(75))
+    signal.signal(number, lambda *_: os._exit(75))
 print("begun", flush=True)
 """
 WAIT = "signal.pause()"
@@ -47,8 +47,12 @@ def only(*names: str):
 
 def begun(started: Running) -> Running:
     """Wait until the training has its record and the loggers run."""
-    started.until(lambda: "begun" in log(started) and list(started.folder.glob("gpu_memory/*.csv")))
+    started.until(lambda: "begun" in log(started) and any(map(size, started.folder.glob("gpu_memory/*"))))
     return started
+
+
+def size(path: Path) -> int:
+    return path.stat().st_size
 
 
 def log(started: Running) -> str:
@@ -107,7 +111,13 @@ def job_into_head(bench: Bench):
     assert "line 1999" in "".join(path.read_text() for path in (ended.folder / "log").glob("*.out"))
 
 
-@case("job", "no output", "bash x.slurm >&- 2>&-", "the training goes on to its end, exit 0, record completed")
+@case(
+    "job",
+    "no output",
+    "bash x.slurm >&- 2>&-",
+    "the training goes on to its end, exit 0, record completed, no process left",
+    waits="job.sh: tee reads from itself when both are closed",
+)
 def job_without_output(bench: Bench):
     ended = start(bench, "print('line')", words="bash x.slurm >&- 2>&-").wait()
     ended_cleanly(ended, 0, "completed")

@@ -116,7 +116,7 @@ EVIL = "=cmd|'/c calc'!A1 <script>alert(1)</script> ![x](http://evil) `id`"
 )
 def names_that_act(bench: Bench):
     add_run(bench.folder / "runs", GOOD, "1")
-    add_run(bench.folder / "runs", ODD, "2", settings__model_name=EVIL, experiment=EVIL)
+    changed(experiment=EVIL, settings={"model_name": EVIL})(add_run(bench.folder / "runs", ODD, "2"))
     folder, _ = report(bench)
     cells = [cell for path in folder.glob("*.csv") for row in csv.reader(path.open()) for cell in row]
     assert any("cmd|" in cell for cell in cells)

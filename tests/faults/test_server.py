@@ -9,7 +9,7 @@ import psutil
 import pytest
 from safetensors.torch import load_file
 
-from bench import Bench, Ended
+from bench import Bench, Ended, command_of
 
 # As the third step begins
 TERM = """
@@ -93,6 +93,7 @@ def test_what_outlives_a_case_is_found_and_ended(server, tmp_path):
     bench = Bench(server, tmp_path / "work")
     ended = bench.run("-c", "(setsid setsid sleep 1000 &) && echo started", script="bash")
     assert ended.out == "started\n"
+    bench.until(lambda: [process for process in server.living() if command_of(process) == "sleep 1000"])
     (left,) = bench.close(seconds=0)
     pid, command = left.split(maxsplit=1)
     assert command == "sleep 1000" and not psutil.pid_exists(int(pid))
