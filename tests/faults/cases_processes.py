@@ -1,10 +1,13 @@
 """Signals, several ranks, trainings that go wrong by themselves, the run record, and secrets."""
 
+import ipaddress
 import json
 import os
 import signal
 import socket
 from functools import partial
+
+import psutil
 
 from bench import Bench, Ended
 from cases_checkpoints import KEPT, moment
@@ -225,6 +228,29 @@ def port_taken(bench: Bench):
         bench.refuses("process group: ...; ...", "--fsdp", code=3, MASTER_PORT=port, **world)
 
 
+@case(
+    "ranks",
+    "who can connect",
+    "python scripts/launch.py with 2 ranks on one node, looked at in a step",
+    "no process listens at another address than loopback",
+    slow="a new interpreter for every rank",
+    waits="security",
+)
+def who_can_connect(bench: Bench):
+    os.mkfifo(bench.folder / "go")
+    lines = "open(f'here{os.environ[\"RANK\"]}', 'w'); open('go').read()"
+    script = bench.patched(moment(STEP_3, 1, lines))
+    started = bench.start("--nproc-per-node=2", script, script="scripts/launch.py", fork=False, BATCH_SIZE=1)
+    started.until(lambda: (bench.folder / "here0").exists() and (bench.folder / "here1").exists())
+    sockets = [each for process in bench.server.living() for each in process.net_connections("inet")]
+    listening = {each.laddr.ip for each in sockets if each.status == psutil.CONN_LISTEN}
+    with (bench.folder / "go").open("w"):
+        pass  # both read the end of it
+    ended = started.wait()
+    assert ended.code == 0, ended
+    assert listening and all(ipaddress.ip_address(address).is_loopback for address in listening), listening
+
+
 # 3. A training that goes wrong by itself
 
 
@@ -237,17 +263,18 @@ def strict(ended: Ended) -> dict:
     return json.loads(ended.record_path.read_text(), parse_constant=refuse)
 
 
-@case(
-    "training",
-    "NaN",
-    "--learning_rate 1e20",
-    "exit 1: loss: is not finite since step ...; strict JSON",
-    waits="watchdog",
-)
-def loss_of_nan(bench: Bench):
-    ended = bench.run("--learning_rate", "1e20", code=1, NUM_EPOCHS=8)
-    assert ended.error.startswith("loss: is not finite since step "), ended
-    assert strict(ended)["status"] == "failed"
+def not_finite(name: str, words: tuple, line: str) -> None:
+    def act(bench: Bench) -> None:
+        ended = bench.run("--learning_rate", "1e20", *words, code=1, NUM_EPOCHS=8)
+        assert ended.error.startswith(line), ended
+        assert strict(ended)["status"] == "failed"
+
+    done = f"--learning_rate 1e20 {' '.join(words)}".strip()
+    case("training", name, done, f"exit 1: {line}...; the record is strict JSON", waits="watchdog")(act)
+
+
+not_finite("NaN", ("--eval_strategy", "no"), "loss: is not finite since step ")
+not_finite("NaN in the evaluation", (), "evaluation loss: is nan after step 2; ")
 
 
 @case("training", "no memory", "PyTorch finds no memory left in a step", "exit 1, one line, status oom")

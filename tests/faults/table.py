@@ -1,6 +1,6 @@
 """The catalogue of faults: what is done to a run, and what must be seen.
 
-    PYTHONPATH=scripts:tests python tests/faults/table.py      # as a table, with the number of cases of each group
+    PYTHONPATH=scripts:tests:tests/commands python tests/faults/table.py      # as Markdown, with counts
 
 A case is a row of `refused`, where bad input must end with one line, or a function under `case`, which does the thing
 on a `bench.Bench` and looks at what is left. Each takes a second or two and runs in `make test`, unless `slow` says why
@@ -93,6 +93,7 @@ def load() -> list[Case]:
 
 
 def markdown(cases: list[Case]) -> str:
+    """Counts of each group, then each case."""
     there = [each for each in cases if not each.waits]
     lines = [f"{len(there)} cases, {sum(not each.slow for each in there)} of them in `make test`.", ""]
     lines += ["| Group | Cases | What it is about |", "| --- | --- | --- |"]
