@@ -346,7 +346,7 @@ def code_in(name: str, flags: tuple, slow: str = "") -> None:
 
     done = f"{name} holds a pickle that runs code, and the marker agrees"
     seen = "the code does not run; exit 4, which names the file"
-    case("checkpoint", f"code in {name}", done, seen, slow, waits="security")(act)
+    case("checkpoint", f"code in {name}", done, seen, slow)(act)
 
 
 ZERO = ("--deepspeed", "ds_configs/zero1.json")

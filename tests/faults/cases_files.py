@@ -66,7 +66,6 @@ def record_of_a_finished_run(bench: Bench):
     "no space for the record",
     "the disk of results/ is full",
     "exit 3 and one line, no empty file left",
-    waits="write_json to remove its temporary file",
 )
 def no_space_for_the_record(bench: Bench):
     with bench.small_disk("results", 4096) as limits:

@@ -2,7 +2,9 @@
 
 import json
 import os
+from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 
 from bench import Bench
 from helpers import REPOSITORY
@@ -39,21 +41,21 @@ command_line("old form", "--fsdp 'full_shard auto_wrap'",
 command_line("no room", "--max_length below the shortest question",
     "--max_length: leaves no room for the question ...; raise it", "--max_length", 8)
 command_line("optimizer of no kind", "--optim_args x",
-    "--optim: adamw_torch... cannot be made (...); correct ...", "--optim_args", "x", waits="inputs")
+    "--optim: adamw_torch... cannot be made (...); correct ...", "--optim_args", "x")
 command_line("moment above 1", "--adam_beta1 2",
-    "--optim: adamw_torch... cannot be made (...); correct ...", "--adam_beta1", 2, waits="inputs")
+    "--optim: adamw_torch... cannot be made (...); correct ...", "--adam_beta1", 2)
 command_line("epochs without an end", "--num_train_epochs 1e308",
-    "--num_train_epochs: 1e+308 is out of range; ...", "--num_train_epochs", "1e308", waits="inputs")
+    "--num_train_epochs: 1e+308 is out of range; ...", "--num_train_epochs", "1e308")
 command_line("save never", "--save_steps 0",
-    "--save_steps: 0 is no number of steps; ...", "--save_strategy", "steps", "--save_steps", 0, waits="inputs")
+    "--save_steps: 0 is no number of steps; ...", "--save_strategy", "steps", "--save_steps", 0)
 command_line("best of what", "--save_strategy best",
-    "--save_strategy: best does not say of what; ...", "--save_strategy", "best", waits="inputs")
+    "--save_strategy: best does not say of what; ...", "--save_strategy", "best")
 command_line("over-long name", "a model's name of 300 characters",
-    "--model_name: has 300 bytes; ...", "--model_name", LONG, waits="inputs")
+    "--model_name: has 300 bytes; ...", "--model_name", LONG)
 command_line("home of nobody", "--output_dir ~nosuchuser/x",
-    "--output_dir: ~nosuchuser/x is the home of nobody here; ...", "--output_dir", "~nosuchuser/x", waits="inputs")
+    "--output_dir: ~nosuchuser/x is the home of nobody here; ...", "--output_dir", "~nosuchuser/x")
 command_line("bytes", "an argument that is no UTF-8",
-    "command line: '\\udcff' is not UTF-8; ...", "--run_name", HALF, waits="inputs")
+    "command line: '\\udcff' is not UTF-8; ...", "--run_name", HALF)
 
 # 2. Variables
 
@@ -73,11 +75,11 @@ environment("no such tracker", "REPORT_TO=nowhere",
 environment("GPU wanted", "REQUIRE_GPU=1 without one", "GPU: PyTorch sees none on ...; ...", code=3, REQUIRE_GPU=1)
 for variable in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
     environment(f"{variable} of text", f"{variable}=abc", f"{variable}: is 'abc', not a whole number; ...",
-        waits="inputs", **({"RANK": 0, "WORLD_SIZE": 1, "LOCAL_RANK": 0} | {variable: "abc"}))
+        **({"RANK": 0, "WORLD_SIZE": 1, "LOCAL_RANK": 0} | {variable: "abc"}))
 environment("tasks of text", "SLURM_STEP_NUM_TASKS=abc", "SLURM_STEP_NUM_TASKS: is 'abc', not a whole number; ...",
-    waits="inputs", SLURM_STEP_NUM_TASKS="abc")
+    SLURM_STEP_NUM_TASKS="abc")
 environment("rank of no world", "RANK=3 of WORLD_SIZE=2", "RANK: 3 is no rank of 2 (WORLD_SIZE); ...",
-    waits="inputs", RANK=3, WORLD_SIZE=2, LOCAL_RANK=0)
+    RANK=3, WORLD_SIZE=2, LOCAL_RANK=0)
 
 # 3. Config files
 
@@ -110,11 +112,11 @@ deepspeed("contradiction", "a literal that differs from a flag",
     json.dumps(json.loads((REPOSITORY / "ds_configs/zero1.json").read_text()) | {"gradient_accumulation_steps": 4}),
     ": gradient_accumulation_steps is 4, but GRAD_ACC is 1; ...")
 deepspeed("5,000 digits", "a number of 5,000 digits", '{"steps_per_print": ' + "9" * 5000 + "}",
-    ": holds a number of thousands of digits; ...", waits="inputs")
+    ": holds a number of thousands of digits; ...")
 deepspeed("deep nesting", "100,000 objects in each other", '{"fp16":' * 100_000,
-    ": is nested too deeply; ...", waits="inputs")
+    ": is nested too deeply; ...")
 deepspeed("lone surrogate", "half of a character as a key", '{"\\ud800": 1}',
-    ": '\\ud800' is half of a character; ...", waits="inputs")
+    ": '\\ud800' is half of a character; ...")
 fsdp("FSDP key of version 1", "forward_prefetch under FSDP2", '{"forward_prefetch": true}',
     ": forward_prefetch: FSDP2 has no such key, it prefetches by itself; ...")
 fsdp("offload from nowhere", "cpu_offload without a GPU", '{"cpu_offload": true}',
@@ -122,10 +124,10 @@ fsdp("offload from nowhere", "cpu_offload without a GPU", '{"cpu_offload": true}
 fsdp("no such block", "a class to wrap that the model has not", '{"transformer_layer_cls_to_wrap": ["GPTBlock"]}',
     ": transformer_layer_cls_to_wrap: the model has no GPTBlock; choose from ...")
 fsdp("number as a block", "a class to wrap that is no text", '{"transformer_layer_cls_to_wrap": [1]}',
-    ": transformer_layer_cls_to_wrap: is [1]; ...", waits="inputs")
+    ": transformer_layer_cls_to_wrap: is [1]; ...")
 fsdp("negative size", '"min_num_params": -1', '{"auto_wrap_policy": "SIZE_BASED_WRAP", "min_num_params": -1}',
-    ": min_num_params: is -1; ...", waits="inputs")
-fsdp("true as a version", '"version": true', '{"version": true}', ": version: is True; give 1 or 2", waits="inputs")
+    ": min_num_params: is -1; ...")
+fsdp("true as a version", '"version": true', '{"version": true}', ": version: is True; give 1 or 2")
 
 # 4. Data
 
@@ -166,26 +168,26 @@ data("fewer than wanted", "more questions wanted than there are",
     "--train_size or --samples_per_gpu: 9999 questions wanted, but data/squad_sample.json has 280 to train on; ...",
     "--train_size", 9999)
 dataset("same id twice", "two questions of one id", squad(*TEN, id="q1"),
-    ": data[0].paragraphs[1].qas[0].id: 'q1' is the id of an earlier question; ...", waits="inputs")
+    ": data[0].paragraphs[1].qas[0].id: 'q1' is the id of an earlier question; ...")
 dataset("impossible as a text", '"is_impossible": "no"', squad(*TEN, answers=[], is_impossible="no"),
-    ": data[0].paragraphs[0].qas[0].is_impossible: is 'no', not true or false; ...", waits="inputs")
-dataset("deep nesting", "100,000 lists in each other", "[" * 100_000, ": is nested too deeply; ...", waits="inputs")
+    ": data[0].paragraphs[0].qas[0].is_impossible: is 'no', not true or false; ...")
+dataset("deep nesting", "100,000 lists in each other", "[" * 100_000, ": is nested too deeply; ...")
 dataset("lone surrogate", "half of a character in a text", squad(*TEN, question="\ud800?"),
-    ": data[0].paragraphs[0].qas[0].question: holds half of a surrogate pair, ...; ...", waits="inputs")
+    ": data[0].paragraphs[0].qas[0].question: holds half of a surrogate pair, ...; ...")
 data("home of nobody", "a file below ~nosuchuser", "~nosuchuser/a.json: there is no such file; ...",
-    "--dataset", "~nosuchuser/a.json", waits="inputs")
+    "--dataset", "~nosuchuser/a.json")
 data("device", "/dev/zero, which has no end", "/dev/zero: is no regular file; ...",
-    "--dataset", "/dev/zero", waits="inputs")
+    "--dataset", "/dev/zero")
 # fmt: on
 
 
-@case("configs", "pipe", "a FIFO as a DeepSpeed file", "exit 2, and no waiting for a writer", waits="inputs")
+@case("configs", "pipe", "a FIFO as a DeepSpeed file", "exit 2, and no waiting for a writer")
 def config_of_a_pipe(bench: Bench):
     os.mkfifo(bench.folder / "a.json")
     bench.refuses("a.json: is no regular file; ...", "--deepspeed", "a.json")
 
 
-@case("data", "pipe", "a FIFO as the data", "exit 2, and no waiting for a writer", waits="inputs")
+@case("data", "pipe", "a FIFO as the data", "exit 2, and no waiting for a writer")
 def data_of_a_pipe(bench: Bench):
     os.mkfifo(bench.folder / "a.json")
     bench.refuses("...a.json: is no regular file; ...", "--dataset", "a.json")
@@ -196,7 +198,6 @@ def data_of_a_pipe(bench: Bench):
     "no blanks",
     "Chinese texts that are longer than --max_length",
     "they keep what fits, and the record counts them",
-    waits="inputs",
 )
 def contexts_without_blanks(bench: Bench):
     bench.write("a.json", squad(*[f"{number}分布式训练把模型放到多个处理器上。" * 40 for number in range(10)]))
@@ -218,7 +219,7 @@ model(
 )
 
 
-def damaged(name: str, done: str, line: str, damage, waits: str = "inputs") -> None:
+def damaged(name: str, done: str, line: str, damage: Callable[[Path], object]) -> None:
     """A case that trains a saved model, of which `damage` has changed a file of its folder."""
 
     def act(bench: Bench) -> None:
@@ -226,7 +227,7 @@ def damaged(name: str, done: str, line: str, damage, waits: str = "inputs") -> N
         damage(folder)
         bench.refuses(line, "--model_name", "mine", JOB_ID="8")
 
-    case("model folder", name, done, f"exit 2: {line}", waits=waits)(act)
+    case("model folder", name, done, f"exit 2: {line}")(act)
 
 
 def cut(name: str, size: int):

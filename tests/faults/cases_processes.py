@@ -14,13 +14,27 @@ from cases_checkpoints import KEPT, moment
 from cases_files import complete, same_training, same_weights
 from table import case, refused
 
-STEP_3 = "transformers.Trainer.training_step"
+PAUSE = "signal.pause()"
+STEP = "transformers.Trainer.training_step"
 
 
-def send(number: signal.Signals, who: str = "") -> str:
-    """Lines that send this process a signal; who: a condition, for one of several ranks."""
-    kill = f"os.kill(os.getpid(), {number.value})"
-    return f"{who} and {kill}" if who else kill
+# A thread hears of signals: `send` goes on when it has, as the step must not end before
+HEARD = """
+import time
+from training.stopping import StopRequest
+listen, requests = StopRequest.listen, []
+StopRequest.listen = lambda self: (requests.append(self), listen(self))
+def send(number):
+    os.kill(os.getpid(), number)
+    while not requests[0].signal:
+        time.sleep(0.001)
+"""
+
+
+def sent(target: str, call: int, *numbers: signal.Signals, rank: int = 0, then: str = "pass") -> str:
+    """The patch that sends signals to this rank's process as the `call`-th call of a function begins."""
+    lines = "; ".join(f"send({number.value})" for number in numbers)
+    return HEARD + moment(target, call, f"{lines} if int(os.environ.get('RANK', 0)) == {rank} else None; {then}")
 
 
 def stopped(bench: Bench, step: int, *words: object, code: int = 75, **options: object) -> Ended:
@@ -38,15 +52,15 @@ def stopped(bench: Bench, step: int, *words: object, code: int = 75, **options: 
 
 GOES_ON = "exit 75, record stopped, a checkpoint; the same job goes on from it to the same weights and losses"
 MOMENTS = {
-    "in a step": (moment(STEP_3, 3, send(signal.SIGTERM)), 3),
-    "in the last step": (moment(STEP_3, 4, send(signal.SIGTERM)), 4),
-    "in an evaluation": (moment("transformers.Trainer.prediction_step", 1, send(signal.SIGTERM)), 2),
-    "in a save": (moment("transformers.Trainer._save_checkpoint", 1, send(signal.SIGTERM)), 2),
-    "while a checkpoint is marked": (moment("training.checkpoints.mark_complete", 1, send(signal.SIGTERM)), 2),
+    "in a step": (sent(STEP, 3, signal.SIGTERM), 3),
+    "in the last step": (sent(STEP, 4, signal.SIGTERM), 4),
+    "in an evaluation": (sent("transformers.Trainer.prediction_step", 1, signal.SIGTERM), 2),
+    "in a save": (sent("transformers.Trainer._save_checkpoint", 1, signal.SIGTERM), 2),
+    "while a checkpoint is marked": (sent("training.checkpoints.mark_complete", 1, signal.SIGTERM), 2),
 }
 for number in (signal.SIGUSR1, signal.SIGHUP, signal.SIGINT):
-    MOMENTS[f"in a step, {number.name}"] = (moment(STEP_3, 3, send(number)), 3)
-MOMENTS["in a step, twice at once"] = (moment(STEP_3, 3, f"{send(signal.SIGTERM)}; {send(signal.SIGTERM)}"), 3)
+    MOMENTS[f"in a step, {number.name}"] = (sent(STEP, 3, number), 3)
+MOMENTS["in a step, twice at once"] = (sent(STEP, 3, signal.SIGTERM, signal.SIGTERM), 3)
 
 
 def stop(name: str, patch: str, step: int) -> None:
@@ -69,7 +83,7 @@ for name, (patch, step) in MOMENTS.items():
 @case("stop", "while the model is saved", "SIGTERM as the trained model is written", "ended, and no model is half")
 def stop_while_saving_the_model(bench: Bench):
     reference = Bench(bench.server, bench.folder.parent / "reference").trained(*KEPT)
-    ended = bench.start(*KEPT, script=bench.patched(moment("train.save_model", 1, send(signal.SIGTERM)))).wait()
+    ended = bench.start(*KEPT, script=bench.patched(sent("train.save_model", 1, signal.SIGTERM))).wait()
     assert ended.code in (0, 75), ended
     if ended.code == 75:
         bench.run(*KEPT, "--resume_from_checkpoint")
@@ -79,7 +93,7 @@ def stop_while_saving_the_model(bench: Bench):
 @case("stop", "in EM and F1", "SIGTERM while the questions are answered", "exit 75; later the same EM and F1")
 def stop_in_em_and_f1(bench: Bench):
     reference = Bench(bench.server, bench.folder.parent / "reference").trained(*KEPT, EM_F1=True)
-    script = bench.patched(moment("evaluate.answer_questions", 1, send(signal.SIGTERM)))
+    script = bench.patched(sent("evaluate.answer_questions", 1, signal.SIGTERM))
     stopped(bench, 4, script=script, EM_F1=True)
     again = bench.run(*KEPT, "--resume_from_checkpoint", EM_F1=True)
     assert same_weights(again, reference)
@@ -88,8 +102,7 @@ def stop_in_em_and_f1(bench: Bench):
 
 @case("stop", "at the start", "SIGTERM while the data is read", "143 at once: nothing to save; it can be started again")
 def stop_at_the_start(bench: Bench):
-    ended = bench.run(script=bench.patched(moment("train.load_squad", 1, f"{send(signal.SIGTERM)}; signal.pause()")),
-                      code=143)  # fmt: skip
+    ended = bench.run(script=bench.patched(sent("train.load_squad", 1, signal.SIGTERM, then=PAUSE)), code=143)
     assert not ended.output.exists()
     assert "nothing to save" in ended.out
     assert bench.run().record["status"] == "completed"
@@ -97,8 +110,8 @@ def stop_at_the_start(bench: Bench):
 
 @case("stop", "twice", "Ctrl-C, and again while the step goes on", "130 at once; the record says stopped")
 def stop_twice(bench: Bench):
-    lines = f"{send(signal.SIGINT)}; {send(signal.SIGINT)}; signal.pause()"
-    ended = bench.run(script=bench.patched(moment(STEP_3, 3, lines)), code=130)
+    patch = sent(STEP, 3, signal.SIGINT, signal.SIGINT, then=PAUSE)
+    ended = bench.run(script=bench.patched(patch), code=130)
     assert ended.record["status"] == "stopped"
     assert complete(ended.output) == {"checkpoint-2": True}
 
@@ -111,9 +124,9 @@ def stop_twice(bench: Bench):
 )
 def stop_again_and_again(bench: Bench):
     reference = Bench(bench.server, bench.folder.parent / "reference").trained(*KEPT)
-    script = bench.patched(moment(STEP_3, 1, send(signal.SIGTERM)))
+    script = bench.patched(sent(STEP, 1, signal.SIGTERM))
     stopped(bench, 1, script=script)
-    script = bench.patched(moment(STEP_3, 2, send(signal.SIGTERM)))
+    script = bench.patched(sent(STEP, 2, signal.SIGTERM))
     stopped(bench, 3, script=script, SLURM_RESTART_COUNT=1)
     again = bench.run(*KEPT, SLURM_RESTART_COUNT=2)
     assert same_training(again, reference)
@@ -123,7 +136,7 @@ def stop_again_and_again(bench: Bench):
 
 @case("stop", "not saving", "SIGTERM in a step, SAVE_STRATEGY=no", "exit 75, the one checkpoint; gone after the end")
 def stop_without_saving(bench: Bench):
-    script = bench.patched(moment(STEP_3, 3, send(signal.SIGTERM)))
+    script = bench.patched(sent(STEP, 3, signal.SIGTERM))
     ended = bench.run(script=script, code=75, SAVE_STRATEGY="no")
     assert complete(ended.output) == {"checkpoint-3": True}
     again = bench.run("--resume_from_checkpoint", SAVE_STRATEGY="no")
@@ -139,7 +152,7 @@ def stop_without_saving(bench: Bench):
     slow="a new interpreter",
 )
 def stop_with_nohup(bench: Bench):
-    script = bench.patched(moment(STEP_3, 3, send(signal.SIGHUP)))
+    script = bench.patched(moment(STEP, 3, "os.kill(os.getpid(), signal.SIGHUP)"))
     words = ("-c", 'trap "" HUP; exec "$0" "$1"', "python", script)
     ended = bench.run(*words, script="bash", PATH=f"{bench.python.parent}:{os.environ['PATH']}")
     assert ended.record["status"] == "completed"
@@ -157,7 +170,7 @@ def stop_of_ranks(name: str, flags: tuple, slow: str) -> None:
     def act(bench: Bench) -> None:
         how = {"ranks": 2, "BATCH_SIZE": 1}
         reference = Bench(bench.server, bench.folder.parent / "reference").trained(*flags, *KEPT, **how)
-        patch = moment(STEP_3, 3, send(signal.SIGTERM, "os.environ['RANK'] == '1'"))
+        patch = sent(STEP, 3, signal.SIGTERM, rank=1)
         stopped(bench, 3, *flags, script=bench.patched(patch), **how)
         assert same_training(bench.run(*flags, *KEPT, "--resume_from_checkpoint", **how), reference)
 
@@ -174,7 +187,7 @@ for name, (flags, slow) in RANKS.items():
 @case("ranks", "one dies", "kill -9 of one of two ranks in a step", "the other is ended, and the run can go on")
 def one_rank_dies(bench: Bench):
     how = {"ranks": 2, "BATCH_SIZE": 1}
-    patch = moment(STEP_3, 3, "os.environ['RANK'] == '1' and os.kill(os.getpid(), signal.SIGKILL)")
+    patch = moment(STEP, 3, "os.environ['RANK'] == '1' and os.kill(os.getpid(), signal.SIGKILL)")
     ended = bench.start(*KEPT, script=bench.patched(patch), **how).wait()
     assert ended.code, ended
     assert complete(ended.output) == {"checkpoint-2": True}
@@ -187,10 +200,9 @@ def one_rank_dies(bench: Bench):
     "SIGSTOP to one of two ranks in a step, HANG_TIMEOUT=5",
     "exit 3; one line names the rank, the host and the step; the record says failed",
     slow="waits for HANG_TIMEOUT",
-    waits="watchdog",
 )
 def one_rank_hangs(bench: Bench):
-    patch = moment(STEP_3, 3, "os.environ['RANK'] == '1' and os.kill(os.getpid(), signal.SIGSTOP)")
+    patch = moment(STEP, 3, "os.environ['RANK'] == '1' and os.kill(os.getpid(), signal.SIGSTOP)")
     started = bench.start(script=bench.patched(patch), ranks=2, BATCH_SIZE=1, HANG_TIMEOUT=5)
     try:
         started.until(lambda: started.pids[0] in bench.server.codes)
@@ -210,7 +222,6 @@ ranks(
     "MASTER_ADDR: ...192.0.2.1...; ...",
     code=3,
     slow="the error line of rank 1 comes 10 seconds late",
-    waits="watchdog",
     JOIN_TIMEOUT=1,
     MASTER_ADDR="192.0.2.1",
     MASTER_PORT=29500,
@@ -234,12 +245,11 @@ def port_taken(bench: Bench):
     "python scripts/launch.py with 2 ranks on one node, looked at in a step",
     "no process listens at another address than loopback",
     slow="a new interpreter for every rank",
-    waits="security",
 )
 def who_can_connect(bench: Bench):
     os.mkfifo(bench.folder / "go")
     lines = "open(f'here{os.environ[\"RANK\"]}', 'w'); open('go').read()"
-    script = bench.patched(moment(STEP_3, 1, lines))
+    script = bench.patched(moment(STEP, 1, lines))
     started = bench.start("--nproc-per-node=2", script, script="scripts/launch.py", fork=False, BATCH_SIZE=1)
     started.until(lambda: (bench.folder / "here0").exists() and (bench.folder / "here1").exists())
     sockets = [each for process in bench.server.living() for each in process.net_connections("inet")]
@@ -270,7 +280,7 @@ def not_finite(name: str, words: tuple, line: str) -> None:
         assert strict(ended)["status"] == "failed"
 
     done = f"--learning_rate 1e20 {' '.join(words)}".strip()
-    case("training", name, done, f"exit 1: {line}...; the record is strict JSON", waits="watchdog")(act)
+    case("training", name, done, f"exit 1: {line}...; the record is strict JSON")(act)
 
 
 not_finite("NaN", ("--eval_strategy", "no"), "loss: is not finite since step ")
@@ -280,14 +290,14 @@ not_finite("NaN in the evaluation", (), "evaluation loss: is nan after step 2; "
 @case("training", "no memory", "PyTorch finds no memory left in a step", "exit 1, one line, status oom")
 def no_memory(bench: Bench):
     lines = "import torch; raise torch.OutOfMemoryError('CUDA out of memory. Tried to allocate 2 GiB.')"
-    ended = bench.run(script=bench.patched(moment(STEP_3, 3, lines)), code=1)
+    ended = bench.run(script=bench.patched(moment(STEP, 3, lines)), code=1)
     assert ended.error.startswith("GPU memory: CUDA out of memory; lower "), ended
     assert (strict(ended)["status"], ended.record["exit_code"]) == ("oom", 1)
 
 
 @case("training", "a bug", "an exception in a step", "exit 1, its traceback, status failed; the run can go on")
 def bug(bench: Bench):
-    ended = bench.run(script=bench.patched(moment(STEP_3, 3, "1 / 0")), code=1)
+    ended = bench.run(script=bench.patched(moment(STEP, 3, "1 / 0")), code=1)
     assert "ZeroDivisionError" in ended.err
     assert (strict(ended)["status"], ended.record["exit_code"]) == ("failed", 1)
     assert bench.run("--resume_from_checkpoint").record["status"] == "completed"
@@ -311,7 +321,7 @@ def two_at_once(bench: Bench):
     reference = Bench(bench.server, bench.folder.parent / "reference").trained()
     lines = "open('here', 'w'); open('go').read()"
     os.mkfifo(bench.folder / "go")
-    first = bench.start(script=bench.patched(moment(STEP_3, 1, lines)))
+    first = bench.start(script=bench.patched(moment(STEP, 1, lines)))
     first.until((bench.folder / "here").exists)
     second = bench.run(code=2)
     assert second.error.startswith("JOB_ID: another run of 7 is writing its files; "), second
@@ -327,14 +337,14 @@ def outlived(bench: Bench):
         "import json, pathlib; path = pathlib.Path('results/7.json'); newer = json.loads(path.read_text()); "
         "newer['attempt'] = 2; path.write_text(json.dumps(newer)); path.with_name('newer').write_text(path.read_text())"
     )
-    bench.run(script=bench.patched(moment(STEP_3, 3, lines)))
+    bench.run(script=bench.patched(moment(STEP, 3, lines)))
     results = bench.folder / "results"
     assert (results / "7.json").read_text() == (results / "newer").read_text()
 
 
 @case("record", "left running", "a record of a job that was killed, then --sweep", "failed, with the time of its end")
 def left_running(bench: Bench):
-    bench.run(script=bench.patched(moment(STEP_3, 3, "os.kill(os.getpid(), signal.SIGKILL)")), code=-9)
+    bench.run(script=bench.patched(moment(STEP, 3, "os.kill(os.getpid(), signal.SIGKILL)")), code=-9)
     bench.write("results/8.json", "[]")
     words = ("-P", "-m", "job.finish", "--sweep")
     # PATH without squeue: one that does not answer leaves open whether the job is gone
@@ -374,12 +384,12 @@ def secrets_of_variables(bench: Bench):
     slow="a new interpreter",
 )
 def secret_of_the_hub(bench: Bench):
-    ended = bench.run(script=bench.patched(moment(STEP_3, 3, "1 / 0")), code=1, HF_TOKEN=CANARIES["HF_TOKEN"])
+    ended = bench.run(script=bench.patched(moment(STEP, 3, "1 / 0")), code=1, HF_TOKEN=CANARIES["HF_TOKEN"])
     found = [path for path in bench.folder.rglob("*") if path.is_file() and b"canary" in path.read_bytes()]
     assert not found and "canary" not in ended.log
 
 
-@case("secrets", "flag", "--hub_token hf_canary", "exit 2, and the line does not repeat it", waits="security")
+@case("secrets", "flag", "--hub_token hf_canary", "exit 2, and the line does not repeat it")
 def secret_as_a_flag(bench: Bench):
     ended = bench.refuses("--hub_token: ...; ...", "--hub_token", CANARIES["HF_TOKEN"])
     assert "canary" not in ended.log

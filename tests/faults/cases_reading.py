@@ -24,7 +24,7 @@ def report(bench: Bench) -> tuple[Path, str]:
     return bench.folder / "report", rows
 
 
-def odd(group: str, name: str, done: str, seen: str, damage: Callable[[Path], object], waits: str = "") -> None:
+def odd(group: str, name: str, done: str, seen: str, damage: Callable[[Path], object]) -> None:
     """A case with a good run, and another of which `damage` has changed the folder; `seen` is part of what is said."""
 
     def act(bench: Bench) -> None:
@@ -33,7 +33,7 @@ def odd(group: str, name: str, done: str, seen: str, damage: Callable[[Path], ob
         _, rows = report(bench)
         assert seen in rows, rows
 
-    case(group, name, done, f"{GOOD_ROW}; of the other: {seen}", waits=waits)(act)
+    case(group, name, done, f"{GOOD_ROW}; of the other: {seen}")(act)
 
 
 def record(content: str | bytes) -> Callable[[Path], object]:
@@ -65,17 +65,17 @@ odd("report", "empty record", "an empty record", NO_RECORD, record(""))
 odd("report", "torn record", "a record that is cut off", NO_RECORD, record(SAMPLE.read_bytes()[:500]))
 odd("report", "list as a record", "a record that is a list", NO_RECORD, record("[1]"))
 odd("report", "foreign bytes", "a record that is no text", NO_RECORD, record(b"\xff\xfe\x00"))
-odd("report", "no settings", '"settings": []', NO_RECORD, changed(settings=[]), "report")
-odd("report", "nodes as a number", '"nodes": 5', NO_RECORD, changed(nodes=5), "report")
-odd("report", "endless number", '"world_size": 1e400', NO_RECORD, instead("world_size", "1e400"), "report")
-odd("report", "5,000 digits", "a number of 5,000 digits", NO_RECORD, instead("train_size", "9" * 5000), "report")
-odd("report", "text as a rate", '"train": "fast"', NO_RECORD, changed(train="fast"), "report")
-odd("report", "list as a status", '"status": []', NO_RECORD, changed(status=[]), "report")
-odd("report", "date of no calendar", '"started": "yesterday"', NO_RECORD, changed(started="yesterday"), "report")
+odd("report", "no settings", '"settings": []', NO_RECORD, changed(settings=[]))
+odd("report", "nodes as a number", '"nodes": 5', NO_RECORD, changed(nodes=5))
+odd("report", "endless number", '"world_size": 1e400', NO_RECORD, instead("world_size", "1e400"))
+odd("report", "5,000 digits", "a number of 5,000 digits", NO_RECORD, instead("train_size", "9" * 5000))
+odd("report", "text as a rate", '"train": "fast"', NO_RECORD, changed(train="fast"))
+odd("report", "list as a status", '"status": []', NO_RECORD, changed(status=[]))
+odd("report", "date of no calendar", '"started": "yesterday"', NO_RECORD, changed(started="yesterday"))
 odd("report", "lone surrogate", "half of a character as the model's name", NO_RECORD,
-    record(json.dumps(json.loads(SAMPLE.read_text()) | {"experiment": "\ud800"})), "report")
-odd("report", "deep nesting", "100,000 lists in each other", NO_RECORD, record("[" * 100_000), "report")
-odd("report", "pipe", "a FIFO as a record", "not a regular file", pipe("results/2.json"), "report")
+    record(json.dumps(json.loads(SAMPLE.read_text()) | {"experiment": "\ud800"})))
+odd("report", "deep nesting", "100,000 lists in each other", NO_RECORD, record("[" * 100_000))
+odd("report", "pipe", "a FIFO as a record", "not a regular file", pipe("results/2.json"))
 
 LINE = "2026/11/20 22:00:15.000, 0, Tesla V100-SXM2-32GB, {}, 32768\n"
 LOG = gpu_log(100, 900, 500)
@@ -100,7 +100,7 @@ odd("logs", "restarted", "a second header, of a logger that began anew", "anothe
 odd("logs", "header alone", "a CPU log without a sample", "no sample", cpu(CPU_HEADER + "\n"))
 odd("logs", "absent", "no CPU log", "cpu_memory: no log of job 2",
     lambda folder: (folder / "cpu_memory/cpu_memory_log_2.txt").unlink())
-odd("logs", "pipe", "a FIFO as a log", "ot a regular file", pipe("gpu_memory/gpu_memory_log_2.csv"), "report")
+odd("logs", "pipe", "a FIFO as a log", "ot a regular file", pipe("gpu_memory/gpu_memory_log_2.csv"))
 # fmt: on
 
 
@@ -112,7 +112,6 @@ EVIL = "=cmd|'/c calc'!A1 <script>alert(1)</script> ![x](http://evil) `id`"
     "names that act",
     "a model's and an experiment's name with a formula, a script and Markdown",
     "no cell of a CSV begins with = + - @; the page holds no script, and has a policy that allows none",
-    waits="report",
 )
 def names_that_act(bench: Bench):
     add_run(bench.folder / "runs", GOOD, "1")
@@ -141,7 +140,6 @@ runpy.run_path("scripts/report.py", run_name="__main__")
     "a GPU log of a million lines",
     "its peak is right, and the report takes less than 200 MiB for it",
     slow="writes and reads 60 MB",
-    waits="report",
 )
 def million_lines(bench: Bench):
     folder = add_run(bench.folder / "runs", GOOD, "1")

@@ -10,20 +10,21 @@ import pytest
 from safetensors.torch import load_file
 
 from bench import Bench, Ended, command_of
+from cases_processes import HEARD
 
 # As the third step begins
-TERM = """
+TERM = f"""{HEARD}
 from training.callbacks import TrainSpeedCallback
 def end(self, args, state, control, **kwargs):
     if state.global_step == 2:
-        os.kill(os.getpid(), signal.SIGTERM)
+        send(signal.SIGTERM)
 TrainSpeedCallback.on_step_begin = end
 """
 RUNS = {
     "refusal": {"words": ("--train_size", 9999), "code": 2},
     "training": {"words": (), "code": 0},
     "one rank of FSDP": {"words": ("--fsdp",), "code": 0},
-    "SIGTERM": {"words": ("--max_steps", 4), "code": 143, "patch": TERM},
+    "SIGTERM": {"words": ("--max_steps", 4), "code": 75, "patch": TERM},
 }
 # of time, memory and process
 VARIES = re.compile(r"started|finished|pid|.*(runtime|per_second|loss_time|_MB|util_%|peak_process).*")
@@ -39,7 +40,7 @@ def content(value: object) -> object:
 def words(text: str) -> list[str]:
     """The lines without numbers that measure; progress bars, which depend on the time, left out."""
     lines = [line for line in text.splitlines() if not re.search(r"\d+%\||Warning|warn", line)]
-    return [re.sub(r"'(eval|train)_(runtime|\w+_per_second)': '[^']*'", r"\1_\2", line) for line in lines]
+    return [re.sub(r"'(eval|train)_(runtime|\w+_per_second)': '[^']*'|after \d+ s", "measured", line) for line in lines]
 
 
 def run(bench: Bench, name: str, fork: bool) -> Ended:
