@@ -37,7 +37,7 @@ test-experiments: .venv/installed-dev
 
 # The whole catalogue of faults; `test` has those of its cases that take a second or two
 test-faults: .venv/installed-dev
-	$(BIN)/python -m pytest -m 'faults or not faults' tests/faults
+	$(BIN)/python -m pytest -m 'faults or not faults' tests/faults tests/slurm/test_requeue.py
 
 lint: .venv/installed-dev
 	$(BIN)/ruff check . && $(BIN)/ruff format --check .

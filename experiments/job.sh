@@ -8,6 +8,10 @@
 # end of the run record, a summary, and the training's exit status as the job's (job_finish).
 set -euo pipefail
 
+# Closed ones: the next files to be opened would take their place
+[[ -e /dev/fd/1 ]] || exec >/dev/null
+[[ -e /dev/fd/2 ]] || exec 2>/dev/null
+
 EXPERIMENTS_FOLDER=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
 ROOT=$(dirname "$EXPERIMENTS_FOLDER")
 # shellcheck source=experiments/load_site.sh
@@ -107,13 +111,7 @@ job_lock() { # until this process and all its children have ended: two runs of o
   fi
 }
 
-job_keep_output() { # to the end, even if the terminal is closed, or the reader of a pipe
-  if ! { : >&1; } 2>/dev/null; then
-    exec >/dev/null
-  fi
-  if ! { : >&2; } 2>/dev/null; then
-    exec 2>/dev/null
-  fi
+job_keep_output() {                   # to the end, even if the terminal is closed, or the reader of a pipe
   if [[ -z ${SLURM_JOB_ID:-} ]]; then # Slurm writes the log itself
     JOB_LOG=log/$(job_directive job-name)_$JOB_ID.out
     exec > >(job_ignore_signals && exec tee -p -a "$JOB_LOG") 2> >(job_ignore_signals && exec tee -p -a "$JOB_LOG" >&2)

@@ -116,7 +116,6 @@ def job_into_head(bench: Bench):
     "no output",
     "bash x.slurm >&- 2>&-",
     "the training goes on to its end, exit 0, record completed, no process left",
-    waits="job.sh: tee reads from itself when both are closed",
 )
 def job_without_output(bench: Bench):
     ended = start(bench, "print('line')", words="bash x.slurm >&- 2>&-").wait()

@@ -44,17 +44,16 @@ class Case:
     seen: str
     act: Callable[["Bench"], None]
     slow: str = ""  # why it is not part of `make test`
-    waits: str = ""  # for what; it is not run until that is there
 
 
 CASES: list[Case] = []
 
 
-def case(group: str, name: str, done: str, seen: str, slow: str = "", waits: str = "") -> Callable:
+def case(group: str, name: str, done: str, seen: str, slow: str = "") -> Callable:
     """Makes a function of the bench a case."""
 
     def add(act: Callable[["Bench"], None]) -> Callable[["Bench"], None]:
-        CASES.append(Case(group, name, done, seen, act, slow, waits))
+        CASES.append(Case(group, name, done, seen, act, slow))
         return act
 
     return add
@@ -69,7 +68,6 @@ def refused(
     code: int = 2,
     files: Mapping[str, str | bytes] | None = None,
     slow: str = "",
-    waits: str = "",
     **options: object,
 ) -> None:
     """A case whose run must end with this error line ("..." stands for anything) and write nothing.
@@ -82,7 +80,7 @@ def refused(
             bench.write(path, content)
         bench.refuses(line, *words, code=code, **options)
 
-    CASES.append(Case(group, name, done, f"exit {code}: {line}", act, slow, waits))
+    CASES.append(Case(group, name, done, f"exit {code}: {line}", act, slow))
 
 
 def load() -> list[Case]:
@@ -92,16 +90,20 @@ def load() -> list[Case]:
     return sorted(CASES, key=lambda each: list(GROUPS).index(each.group))
 
 
-def markdown(cases: list[Case]) -> str:
-    """Counts of each group, then each case."""
-    there = [each for each in cases if not each.waits]
-    lines = [f"{len(there)} cases, {sum(not each.slow for each in there)} of them in `make test`.", ""]
+def counts(cases: list[Case]) -> str:
+    """How many there are of each group, for docs/reliability.md."""
+    lines = [f"{len(cases)} cases, {sum(not each.slow for each in cases)} of them in `make test`.", ""]
     lines += ["| Group | Cases | What it is about |", "| --- | --- | --- |"]
     for group, text in GROUPS.items():
-        if count := sum(each.group == group for each in there):
+        if count := sum(each.group == group for each in cases):
             lines.append(f"| {group} | {count} | {text} |")
-    lines += ["", "| Group | Done | Seen |", "| --- | --- | --- |"]
-    lines += [f"| {each.group} | {cell(each.done)} | {cell(each.seen)} |" for each in there]
+    return "\n".join(lines) + "\n"
+
+
+def rows(cases: list[Case]) -> str:
+    """Each case: what is done, and what must be seen."""
+    lines = ["| Group | Done | Seen |", "| --- | --- | --- |"]
+    lines += [f"| {each.group} | {cell(each.done)} | {cell(each.seen)} |" for each in cases]
     return "\n".join(lines) + "\n"
 
 
@@ -110,4 +112,6 @@ def cell(text: str) -> str:
 
 
 if __name__ == "__main__":
-    print(markdown(importlib.import_module("table").load()), end="")
+    every_case = importlib.import_module("table").load()
+    print(counts(every_case))
+    print(rows(every_case), end="")

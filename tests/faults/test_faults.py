@@ -7,11 +7,7 @@ from table import Case, load
 
 
 def param(case: Case):
-    marks = []
-    if case.slow:
-        marks.append(pytest.mark.faults)
-    if case.waits:
-        marks.append(pytest.mark.xfail(run=False, reason=f"waits for {case.waits}"))
+    marks = [pytest.mark.faults] if case.slow else []
     return pytest.param(case, id=f"{case.group}: {case.name}", marks=marks)
 
 
