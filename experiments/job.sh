@@ -111,7 +111,8 @@ job_lock() { # until this process and all its children have ended: two runs of o
   fi
 }
 
-job_keep_output() {                   # to the end, even if the terminal is closed, or the reader of a pipe
+# What is printed reaches the log to the end, even if the terminal is closed, or the reader of a pipe
+job_keep_output() {
   if [[ -z ${SLURM_JOB_ID:-} ]]; then # Slurm writes the log itself
     JOB_LOG=log/$(job_directive job-name)_$JOB_ID.out
     exec > >(job_ignore_signals && exec tee -p -a "$JOB_LOG") 2> >(job_ignore_signals && exec tee -p -a "$JOB_LOG" >&2)
