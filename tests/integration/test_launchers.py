@@ -103,8 +103,8 @@ def test_record_while_the_run_runs_and_after_sigterm(background):
     assert record["knobs"]["strategy"]["effective"] == "plain"
     process.popen.send_signal(signal.SIGTERM)
     run = process.wait()
-    assert run.code == 143, run
-    assert (run.record["status"], run.record["exit_code"]) == ("stopped", 143)
+    assert run.code == 75, run
+    assert (run.record["status"], run.record["exit_code"]) == ("stopped", 75)
     assert len(run.losses) > 1
     assert "Traceback" not in run.log
 
