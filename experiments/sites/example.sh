@@ -9,6 +9,11 @@ export SBATCH_PARTITION="${SBATCH_PARTITION:-CHANGE_ME}" # sinfo -s
 # export SBATCH_RESERVATION="${SBATCH_RESERVATION:-workshop}"
 # export SBATCH_CONSTRAINT="${SBATCH_CONSTRAINT:-v100}"
 
+# --- Jobs longer than the time limit: warned in time they save a checkpoint, and are submitted again by themselves.
+# export SBATCH_SIGNAL="${SBATCH_SIGNAL:-B:USR1@120}" # seconds before the limit; a large model saves for minutes
+# : "${REQUEUE:=1}" "${MAX_RESTARTS:=10}"
+# export SBATCH_REQUEUE=1 # where scontrol show config says JobRequeue = 0
+
 # --- Python environment, on the first node of each job; srun passes it on to the others.
 site_setup() {
   module purge
