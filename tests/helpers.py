@@ -169,6 +169,7 @@ def start(
     **variables: object,
 ) -> Process:
     """Start a script in `folder`; `variables` are environment variables on top of those of `TINY`."""
+    job_id = job_id.replace(" ", "_")  # it names files
     launcher = launcher or ("python" if processes == 1 else "torchrun")
     command = [*LAUNCHERS[launcher](processes), script, *map(str, arguments)]
     values = TINY | {"HF_HOME": folder / "hf", "JOB_ID": job_id} | variables

@@ -89,7 +89,7 @@ def test_saved_model_is_whole_and_has_the_last_eval_loss(run: Finished):
     assert eval_loss(model, AutoTokenizer.from_pretrained(run.output)) == pytest.approx(run.losses[-1], abs=TOLERANCE)
 
 
-@uses(*STRATEGIES, "bf16 plain", "bf16 zero2")
+@uses(*STRATEGIES, "bf16_plain", "bf16_zero2")
 def test_no_file_of_its_checkpoint_is_taken_for_code(run: Finished, monkeypatch):
     monkeypatch.setenv("TORCH_FORCE_WEIGHTS_ONLY_LOAD", "1")  # so that it is unset again
     checkpoints = list(run.output.glob("checkpoint-*"))
