@@ -267,9 +267,10 @@ damaged("unknown kind", "a model that transformers does not have",
     changed("config.json", model_type="mine"))
 damaged("no language model", "a model that generates no text", "...mine is a vit model, not a causal LM; ...",
     holds("config.json", '{"model_type": "vit"}'))
-damaged("code of its own", "config.json asks for Python files of the folder",
+CODE = {"AutoConfig": "evil.Config", "AutoModelForCausalLM": "evil.Model"}
+damaged("code of its own", "config.json asks for Python files of the folder, for a kind of model of its own",
     "mine/config.json: auto_map: asks for code of the folder, which is never run here; ...",
-    changed("config.json", auto_map={"AutoConfig": "evil.Config", "AutoModelForCausalLM": "evil.Model"}))
+    changed("config.json", auto_map=CODE, model_type="mine"))
 damaged("no weights", "model.safetensors missing", "mine: holds no weights (model.safetensors); ...",
     absent("model.safetensors"))
 damaged("torn weights", "model.safetensors cut off", "mine/model.safetensors: is cut off at 1000 bytes (...); ...",
@@ -285,3 +286,18 @@ damaged("torn tokenizer", "tokenizer.json cut off", "mine/tokenizer.json: is cut
     cut("tokenizer.json", 500))
 damaged("pipe", "a FIFO as the weights", "mine/model.safetensors: is no regular file; ...", pipe("model.safetensors"))
 # fmt: on
+
+
+@case(
+    "model folder",
+    "code for a known kind",
+    "config.json and the tokenizer's ask for Python files of the folder, for a model that transformers has",
+    "trained with the class of transformers; the code is not run",
+)
+def code_for_a_known_kind(bench: Bench):
+    folder = bench.trained().output.rename(bench.folder / "mine")
+    changed("config.json", auto_map=CODE)(folder)
+    changed("tokenizer_config.json", auto_map={"AutoTokenizer": [None, "evil.Tokenizer"]})(folder)
+    (folder / "evil.py").write_text("import os\nos.mkdir('canary')\n")
+    assert bench.run("--model_name", "mine", JOB_ID="8").record["status"] == "completed"
+    assert not (bench.folder / "canary").exists()
