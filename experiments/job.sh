@@ -226,7 +226,7 @@ job_watch_srun() { # PID: a node that failed, and was back before Slurm noticed,
   trap - TERM
   local elapsed=0
   while kill -0 "$1" 2>/dev/null; do
-    read -rt 1 <> <(:) || true # a sleep that is no process, and so cannot be left behind
+    job_pause 1
     if [[ -s $RUN_DIR/exit_codes ]]; then
       elapsed=$((elapsed + 1))
     fi
@@ -368,20 +368,23 @@ job_start() { # COMMAND
   fi
 }
 
-job_wait() { # for CHILD: its exit status, also when a signal interrupts the waiting
-  local code
-  WOKEN=yes
-  while [[ $WOKEN = yes ]]; do
-    WOKEN=no
-    code=0
-    wait "$CHILD" || code=$?
+# For CHILD: its exit status. Not by wait alone: bash loses the status of a child that ends in the moment in which a
+# trapped signal interrupts that builtin, as Ctrl-C does to both, and would then wait for ever
+job_wait() {
+  while kill -0 "$CHILD" 2>/dev/null; do
+    job_pause 0.2
   done
+  local code=0
+  wait "$CHILD" || code=$?
   return "$code"
+}
+
+job_pause() { # SECONDS: a sleep that is no process, and so cannot be left behind
+  read -rt "$1" -u "$PAUSE" || true
 }
 
 job_stop() { # SIGNAL: ask the training to save and stop
   STOPPED=yes
-  WOKEN=yes
   if [[ $1 = USR1 ]]; then # the site's warning that time is running out; on a node the job's own script must hear of it
     : >"$RUN_DIR/warned" || true
   else
@@ -478,8 +481,8 @@ job_upload() { # the job's offline runs to Weights & Biases, where the site says
 CHILD=""
 STOPPED=no   # a signal came
 CANCELLED=no # one other than USR1
-WOKEN=no
 ON_NODE=no
+exec {PAUSE}<> <(:) # a pipe into which nobody writes
 LOGGER_PIDS=()
 
 if [[ ${1:-} = on_node && ${BASH_SOURCE[0]} = "$0" ]]; then # the part of a job that srun starts on each node
