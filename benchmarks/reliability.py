@@ -3,7 +3,13 @@
     python benchmarks/reliability.py                  # two ranks on the CPU, DDP, a BLOOM of 51 million parameters
     python benchmarks/reliability.py --ranks 4 --steps 40
 
-Measured inside one run, as two runs differ by more on a busy machine. The figures are rank 0's.
+Measured inside one run, as two runs differ by more on a busy machine. The figures are rank 0's; the agreement's hold what
+it waits for the slower rank. On 2 cores of an AMD EPYC:
+
+    20 steps of 2238 ms, 4 saves of 1241 ms
+    agreement on a stop, per step        3.881 ms x  20 =   0.17 % of the training
+    heartbeat                            0.004 ms x  49 =   0.00 % of the training
+    checksums and marker, per save      26.469 ms x   4 =   2.13 % of the save
 """
 
 import argparse
