@@ -79,7 +79,7 @@ for variable in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
 environment("tasks of text", "SLURM_STEP_NUM_TASKS=abc", "SLURM_STEP_NUM_TASKS: is 'abc', not a whole number; ...",
     SLURM_STEP_NUM_TASKS="abc")
 environment("rank of no world", "RANK=3 of WORLD_SIZE=2", "RANK: 3 is no rank of 2 (WORLD_SIZE); ...",
-    RANK=3, WORLD_SIZE=2, LOCAL_RANK=0)
+    slow="a rank above 0 leaves the line to rank 0 for ten seconds", RANK=3, WORLD_SIZE=2, LOCAL_RANK=0)
 
 # 3. Config files
 
