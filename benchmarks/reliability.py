@@ -3,8 +3,8 @@
     python benchmarks/reliability.py                  # two ranks on the CPU, DDP, a BLOOM of 51 million parameters
     python benchmarks/reliability.py --ranks 4 --steps 40
 
-Measured inside one run, as two runs differ by more on a busy machine. The figures are rank 0's, and the agreement's hold
-what it waits for the slower rank. On 2 cores of an AMD EPYC:
+Measured inside one run, as two runs differ by more on a busy machine. The figures are rank 0's, and those of the
+agreement hold what it waits for the slower rank. On 2 cores of an AMD EPYC:
 
     20 steps of 2238 ms, 4 saves of 1241 ms
     agreement on a stop, per step        3.881 ms x  20 =   0.17 % of the training
