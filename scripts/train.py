@@ -60,7 +60,7 @@ from training.checkpoints import (
     find_checkpoint,
     marker_of,
     read_marker,
-    remove_checkpoints,
+    remove_checkpoints_of_stops,
 )
 from training.record import RunRecord, new_job_id, refuse_finished, restarted_by_slurm, sole_writer
 from training.safe_load import load_weights_only, refuse_foreign_code
@@ -205,7 +205,7 @@ def main() -> None:
             record.update(**scores)
         stop.over = True
         if args.save_strategy == "no":
-            remove_checkpoints(args.output_dir)  # of a stop that this run went on from
+            remove_checkpoints_of_stops(args.output_dir)
     print_once(f"Run record: {record.path}")
     leave_process_group()
 

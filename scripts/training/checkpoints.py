@@ -119,11 +119,12 @@ class CheckpointCallback(TrainerCallback):
                 shutil.rmtree(folder)
 
 
-def remove_checkpoints(output_dir: str | Path) -> None:
-    """Remove all of a run that is completed, and the folder if nothing else is in it."""
+def remove_checkpoints_of_stops(output_dir: str | Path) -> None:
+    """Remove what a run that saves nothing saved at its stops, and the folder if nothing else is in it."""
     if rank() == 0:
-        for folder in Path(output_dir).glob("checkpoint-*"):
-            shutil.rmtree(folder)
+        for folder in complete_ones([Path(output_dir)]):
+            if read_marker(folder).get("settings", {}).get("save_strategy") == "no":
+                shutil.rmtree(folder)
         with contextlib.suppress(OSError):
             Path(output_dir).rmdir()
 

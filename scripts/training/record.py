@@ -110,10 +110,12 @@ def sole_writer(job_id: str) -> Iterator[None]:
             ) from error
         except OSError:  # a file system without locks
             print(f"{path}: no locks on this file system, start no second run of {job_id}", flush=True)
-        yield
-        with contextlib.suppress(OSError):
-            path.unlink()
-            path.parent.rmdir()  # unless job.sh keeps its own files there
+        try:
+            yield
+        finally:
+            with contextlib.suppress(OSError):
+                path.unlink()
+                path.parent.rmdir()  # unless job.sh keeps its own files there
 
 
 class RunRecord:

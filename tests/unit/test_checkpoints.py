@@ -24,6 +24,7 @@ from training.checkpoints import (
     is_complete,
     mark_complete,
     marker_of,
+    remove_checkpoints_of_stops,
     writer,
 )
 
@@ -358,3 +359,14 @@ def test_a_folder_that_cannot_be_written_is_found_before_the_training(monkeypatc
     monkeypatch.setattr(Path, "write_bytes", read_only)
     line = refusal(check_room, "output/7", run_of()[0], 1, 1, code=3)
     assert "cannot be written (Permission denied); give another --output_dir" in line
+
+
+def test_a_run_that_saves_nothing_removes_what_its_stops_saved_and_no_others():
+    checkpoint("output/7", 10)
+    checkpoint("output/7", 20, settings={"save_strategy": "epoch"})
+    checkpoint("output/7", 30, settings={"save_strategy": "no"})
+    remove_checkpoints_of_stops("output/7")
+    assert sorted(path.name for path in Path("output/7").iterdir()) == ["checkpoint-10", "checkpoint-20"]
+    checkpoint("output/8", 30, settings={"save_strategy": "no"})
+    remove_checkpoints_of_stops("output/8")
+    assert not Path("output/8").exists()
