@@ -83,6 +83,7 @@ MORE = [
     Stopped("fsdp2", requeue, r"stopped by SIGTERM \(exit code 75\)"),
     Stopped("plain", crash("node1"), KILLED, clean=False, sbatch=("--nodelist=node1",)),
     Stopped("zero-2", crash("node1"), KILLED, clean=False),
+    Stopped("fsdp2", crash("node1"), KILLED, clean=False),
     Stopped("zero-2", crash("node2"), KILLED, clean=False),
     Stopped("fsdp2", hiccup, r"failed \(exit code \d+\)", clean=False, variables={"LOST_NODE_TIMEOUT": 10}),
     # half a minute of warning within Slurm's shortest limit
