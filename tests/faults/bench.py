@@ -59,7 +59,10 @@ class Server:
         self.log = folder / "server.log"
         with self.log.open("wb") as log, far:
             streams = {"stdin": subprocess.DEVNULL, "stdout": subprocess.DEVNULL, "stderr": log}
-            self.popen = subprocess.Popen(words, env=self.environment, pass_fds=[far.fileno()], **streams)
+            # not ended by a Ctrl-C to all of pytest's processes: it has cases to end first
+            self.popen = subprocess.Popen(
+                words, env=self.environment, pass_fds=[far.fileno()], start_new_session=True, **streams
+            )
         self.answer("ready", LIMIT)
 
     def start(self, request: Request) -> int:
