@@ -39,6 +39,7 @@ job_prepare() {
   RANKS_PER_NODE=${RANKS_PER_NODE##*:} # a100:2 -> 2
   JOB_ID=${SLURM_JOB_ID:-${JOB_ID:-local-$(date +%Y%m%d-%H%M%S)-$$}}
   ATTEMPT=$((${SLURM_RESTART_COUNT:-0} + 1))
+  STARTED=$(date -u +%Y-%m-%dT%H:%M:%S+00:00) # as in the run record
   if [[ ! $JOB_ID =~ ^[A-Za-z0-9_-][A-Za-z0-9._-]{0,63}$ ]]; then
     job_fail JOB_ID "'${JOB_ID:0:80}' cannot name files" "give up to 64 letters, digits, . _ or -"
   fi
@@ -104,8 +105,11 @@ job_lock() { # until this process and all its children have ended: two runs of o
   if ! { exec {JOB_LOCK}>"$RUN_DIR/job.lock"; } 2>/dev/null; then
     job_fail "$RUN_DIR" "it cannot be written" "free disk space, or see its permissions" 3
   fi
-  local code=0
-  flock --nonblock --conflict-exit-code 99 "$JOB_LOCK" 2>/dev/null || code=$?
+  local code=0 patience=0
+  if ((ATTEMPT > 1)); then
+    patience=120 # a file server may keep the lock of a node that has failed for so long
+  fi
+  flock --timeout "$patience" --conflict-exit-code 99 "$JOB_LOCK" 2>/dev/null || code=$?
   if [[ $code = 99 ]]; then
     job_fail JOB_ID "another run of $JOB_ID is writing its files" "give another one, or wait for its end"
   fi
@@ -284,7 +288,7 @@ job_gap() { # TEXT: what a log lacks; the summary shows it
 }
 
 job_logger() { # PROGRAM FILE ARGS...: start it in the background; training goes on without it
-  local -r program=$1 file=$2
+  local -r program=$1 file=$2 parent=$BASHPID
   shift 2
   if ! command -v "$program" >/dev/null; then
     job_gap "$program is not installed on $host: no $file"
@@ -297,7 +301,7 @@ job_logger() { # PROGRAM FILE ARGS...: start it in the background; training goes
     else
       exec >&3
     fi
-    exec python -P "$ROOT/scripts/job/with_parent.py" "$program" "$@" 2>/dev/null
+    exec python -P "$ROOT/scripts/job/with_parent.py" "$parent" "$program" "$@" 2>/dev/null
   ) 3> >(
     # appended, as psrecord would not: the job may have been started again; and never so much that it fills the disk
     job_ignore_signals
@@ -361,7 +365,8 @@ job_end_logger() { # PID PROGRAM: a TERM that comes before its exec runs this sc
 # 4. The child that this script waits for, and signals
 
 job_start() { # COMMAND
-  python -P "$ROOT/scripts/job/with_parent.py" "$@" &
+  local -r parent=$BASHPID
+  python -P "$ROOT/scripts/job/with_parent.py" "$parent" "$@" &
   CHILD=$!
   if [[ $STOPPED = yes ]]; then # the signal came before CHILD was known
     kill -TERM "$CHILD" 2>/dev/null || true
@@ -400,7 +405,7 @@ job_stop() { # SIGNAL: ask the training to save and stop
   fi
   if [[ $ON_NODE = no && $BASHPID = "$$" ]]; then
     # at once: a training that does not react is killed, and this script with it
-    job_python finish "$JOB_ID" --signal --exit-code 143 || true
+    job_python finish "$JOB_ID" --signal --exit-code 143 --since "$STARTED" || true
   fi
 }
 
@@ -422,7 +427,7 @@ job_finish() { # on EXIT, also when the training failed: errexit ends the script
     code=143
   fi
   local again=no
-  if [[ -e $RUN_DIR/warned && $CANCELLED = no && $code != 0 ]]; then
+  if [[ -e $RUN_DIR/warned && $CANCELLED = no ]] && ((code == 75 || code > 128)); then
     STOPPED=yes
     again=yes
   elif [[ -e $RUN_DIR/node_failed && $STOPPED = no ]]; then
@@ -439,7 +444,11 @@ job_finish() { # on EXIT, also when the training failed: errexit ends the script
 }
 
 job_wait_for_orphans() { # ranks whose launcher was killed: they save, and end with it, but not at once
-  if [[ -e $RUN_DIR/lock ]] && ! flock --timeout 300 "$RUN_DIR/lock" true 2>/dev/null; then
+  local code=0
+  if [[ -e $RUN_DIR/lock ]]; then
+    flock --timeout 300 --conflict-exit-code 99 "$RUN_DIR/lock" true 2>/dev/null || code=$?
+  fi
+  if [[ $code = 99 ]]; then
     job_gap "a rank still runs, five minutes after its launcher has ended"
   fi
 }
@@ -457,13 +466,13 @@ job_requeue() { # Slurm starts the job again, under the same id: it goes on from
 
 job_record() { # EXIT_CODE: finish the run record and print the summary
   local status=()
-  if [[ $STOPPED = yes && $1 != 0 ]]; then
+  if [[ $STOPPED = yes ]] && (($1 == 75 || $1 > 128)); then
     status=(--status stopped)
     if [[ $(timeout 5 scontrol show job "${SLURM_JOB_ID:-0}" 2>&1) = *Reason=TimeLimit* ]]; then
       status=(--status timeout)
     fi
   fi
-  job_python finish "$JOB_ID" --exit-code "$1" "${status[@]}" --gaps "$RUN_DIR/gaps" || true
+  job_python finish "$JOB_ID" --exit-code "$1" "${status[@]}" --since "$STARTED" --gaps "$RUN_DIR/gaps" || true
 }
 
 job_upload() { # the job's offline runs to Weights & Biases, where the site says that nodes have network

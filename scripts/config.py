@@ -83,6 +83,7 @@ class Options:
     def settings(self) -> dict:
         """What defines the run: every knob, and each other flag that was given; no flag is a secret."""
         flags = {knob.flag for knob in KNOBS} | set(OTHER_DEFAULTS) | {"seed"} | set(self.names)
+        flags.discard("local_rank")  # a launcher's, another one on each rank
         if self.values["model_name"] != CUSTOM_GPT:
             flags -= set(CUSTOM_SIZES)
         return {flag: self.values[flag] for flag in sorted(flags)}

@@ -41,7 +41,7 @@ def main() -> None:
     if arguments.master_port is not None:
         store = prepare_static_rendezvous(arguments, timeout)  # noqa: F841 - it serves as long as it is referred to
     arguments.signals_to_handle = "SIGQUIT"  # torchrun's own reaction is left for this one
-    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1):
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
         if signal.getsignal(number) is not signal.SIG_IGN:
             signal.signal(number, tell_ranks)
     # it reports each rank that ends with another code than 0 as failed, and that it ends the others

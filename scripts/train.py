@@ -97,9 +97,9 @@ def main() -> None:
     args.output_dir = options.values["output_dir"] or f"output/{job_id}"
     record = RunRecord(job_id)
     strategy = strategy_name(options)
-    restarted = restarted_by_slurm()
+    restarted_job = job_id if restarted_by_slurm() else None
     load_weights_only(with_deepspeed=bool(deepspeed))
-    checkpoint = find_checkpoint(args.resume_from_checkpoint, args.output_dir, args.world_size, strategy, restarted)
+    checkpoint = find_checkpoint(args.resume_from_checkpoint, args.output_dir, args.world_size, strategy, restarted_job)
     if checkpoint:
         refuse_foreign_code(Path(checkpoint))
     else:
@@ -118,7 +118,7 @@ def main() -> None:
         print_once(f"{cut['train']} of {len(train_dataset)} training questions were cut to --max_length")
     if options.fsdp_config is not None:
         check_wrap_classes(options.fsdp_config, options.values["fsdp_config"], skeleton)
-    marker = marker_of(options, strategy, args.world_size, train_dataset)
+    marker = marker_of(job_id, options, strategy, args.world_size, train_dataset)
     if checkpoint:
         check_same_training(checkpoint, options, marker)
     if rank() == 0:
@@ -130,7 +130,6 @@ def main() -> None:
         step = read_marker(checkpoint).get("step", 0) if checkpoint else 0
         if checkpoint:
             print_once(f"going on from step {step}: {checkpoint}")
-        stop.record_path = record.path
         record.start(
             step,
             run_name=args.run_name,
@@ -141,6 +140,7 @@ def main() -> None:
             eval_size=len(eval_dataset),
             questions_cut=cut,
         )
+        stop.record_path = record.path
         watchdog.before_exit(lambda: finish(record.path, "failed", ENVIRONMENT))
         prepare_trackers(args, job_id)
         watchdog.beat("loading the model")
@@ -203,7 +203,7 @@ def main() -> None:
             )
             print_once(f"exact_match {scores['exact_match']:.2f}  f1 {scores['f1']:.2f}")
             record.update(**scores)
-        stop.over = True
+        stop.close()
         if args.save_strategy == "no":
             remove_checkpoints_of_stops(args.output_dir)
     print_once(f"Run record: {record.path}")
@@ -215,7 +215,7 @@ def end_if_stopped(stop: StopRequest, trainer: ResumableTrainer, record: RunReco
     if not stop.agreed():
         return
     trainer.save_here()
-    stop.over = True
+    stop.close()
     step = trainer.state.global_step
     folder = checkpoint_folder(trainer.args.output_dir, step)
     signal = name_of(stop.agreed_signal)

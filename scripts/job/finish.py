@@ -8,19 +8,24 @@ It must be done in the seconds between SIGTERM and SIGKILL, so nothing large is 
 import argparse
 import fcntl
 import json
+import signal
 import subprocess
 import sys
 from datetime import UTC, datetime
 from pathlib import Path
 
-from errors import WorkshopError, run_program
+from errors import STOPPED, WorkshopError, run_program
 from json_files import write_json
 from reporting.memory_logs import MemoryLog, host_of, logs_of, read_cpu_log, read_gpu_log
+
+STOPPING_SIGNALS = (signal.SIGHUP, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2, signal.SIGTERM)
 
 
 def outcome(exit_code: int) -> str:
     """Status of a run that ended with this exit code."""
-    return {0: "completed", 75: "stopped", 130: "stopped", 143: "stopped"}.get(exit_code, "failed")
+    if exit_code == 0:
+        return "completed"
+    return "stopped" if exit_code == STOPPED or exit_code - 128 in STOPPING_SIGNALS else "failed"
 
 
 def read_record(path: Path) -> dict:
@@ -46,10 +51,15 @@ def finish(path: Path, status: str, exit_code: int | None, finished: str | None 
     return content
 
 
-def note_signal(path: Path, exit_code: int) -> None:
+def is_of_earlier(record: dict, since: str | None) -> bool:
+    """Whether a record was begun before the job that ends now, which then has none: it ended before its training."""
+    return bool(since) and isinstance(record.get("started"), str) and record["started"] < str(since)
+
+
+def note_signal(path: Path, exit_code: int, since: str | None) -> None:
     """Write down that the job was told to stop: it may be killed before it can say more."""
     content = read_record(path)
-    if content["status"] == "running":
+    if content["status"] == "running" and not is_of_earlier(content, since):
         write_json(path, content | {"status": "stopped", "exit_code": exit_code})
 
 
@@ -94,7 +104,7 @@ def is_alive(record: Path) -> bool:
             except BlockingIOError:
                 return True
             except OSError:  # a file system without locks
-                continue
+                return True
     if not record.stem.isdigit():
         return False  # no id of Slurm's
     try:
@@ -149,6 +159,7 @@ def main() -> None:
     parser.add_argument("--signal", action="store_true", help="it was told to stop, and has not ended yet")
     parser.add_argument("--sweep", action="store_true", help="finish the records of jobs that are gone, and no other")
     parser.add_argument("--status", choices=["stopped", "timeout", "oom"], help="when the job knows it")
+    parser.add_argument("--since", help="when the job began (UTC); a record from before is another's, and stays")
     parser.add_argument("--gaps", type=Path, help="file with a line for each log that is not complete")
     arguments = parser.parse_args()
     if arguments.sweep:
@@ -157,14 +168,15 @@ def main() -> None:
     path = Path("results") / f"{arguments.job_id}.json"
     if arguments.signal:
         if path.exists():
-            note_signal(path, arguments.exit_code)
+            note_signal(path, arguments.exit_code, arguments.since)
         return
     record = None
     status = arguments.status or outcome(arguments.exit_code)
     if path.exists():
         try:
-            record = finish_record(path, arguments.status, arguments.exit_code)
-            status = record["status"]
+            if not is_of_earlier(read_record(path), arguments.since):
+                record = finish_record(path, arguments.status, arguments.exit_code)
+                status = record["status"]
         except (WorkshopError, OSError) as error:  # no disk space left: the summary is all the more needed
             print(f"error: {path}: cannot be finished ({error}); free disk space or quota", file=sys.stderr)
     gaps = arguments.gaps.read_text().splitlines() if arguments.gaps and arguments.gaps.exists() else []

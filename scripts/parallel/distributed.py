@@ -208,7 +208,8 @@ def control_channel() -> tuple:
         return None, None
     if "gloo" in str(dist.get_backend()) or not torch.cuda.is_available():
         return dist.group.WORLD, torch.device("cpu")
-    if world_size() == local_world_size() or "GLOO_SOCKET_IFNAME" in os.environ:
+    knows_interface = world_size() == local_world_size() or "GLOO_SOCKET_IFNAME" in os.environ
+    if all(known for (known,) in gather_lists([knows_interface])):
         return dist.new_group(backend="gloo"), torch.device("cpu")
     return dist.group.WORLD, torch.device("cuda")
 

@@ -4,7 +4,7 @@ transformers resumes from the highest-numbered folder, even when the job was kil
 starts with a fresh optimizer when that file is missing. Here every checkpoint that all ranks finished gets
 the file `complete.json`, and only such a checkpoint is resumed from:
 
-    world_size, strategy    who saved it
+    job_id, world_size, strategy    who saved it
     step                    optimizer steps done
     settings, config, data  of the training: flags, DeepSpeed's or FSDP's config, a checksum of its tokens
     progress                what a resumed run counts on from, see Progress
@@ -89,8 +89,10 @@ class CheckpointCallback(TrainerCallback):
     def on_train_begin(self, args, state, control, **kwargs):
         self.started = clock()
         saved = read_marker(self.resumed_from) if self.resumed_from else {}
+        self.trainer.saved_step = saved.get("step", 0)
         if "progress" in saved:
-            progress = Progress(**saved["progress"])
+            # null: a loss that was not finite
+            progress = Progress(**{k: float("nan") if v is None else v for k, v in saved["progress"].items()})
             self.trainer.go_on_from(progress)
             self.speed.go_on_from(progress.steady_steps, progress.steady_seconds)
 
@@ -107,6 +109,7 @@ class CheckpointCallback(TrainerCallback):
         folder = checkpoint_folder(args.output_dir, state.global_step)
         content = self.marker | {"step": state.global_step, "progress": dataclasses.asdict(progress)}
         mark_complete(folder, content)
+        self.trainer.saved_step = state.global_step
         if rank() == 0:
             print(f"checkpoint of step {state.global_step} is complete: {folder}", flush=True)
             self.remove_older(Path(args.output_dir), state.best_model_checkpoint)
@@ -116,7 +119,7 @@ class CheckpointCallback(TrainerCallback):
         newest_first = sorted(complete_ones([output_dir]), key=age)
         for folder in newest_first[self.save_total_limit :] if self.save_total_limit else []:
             if best is None or folder != Path(best):
-                shutil.rmtree(folder)
+                remove(folder)
 
 
 def remove_checkpoints_of_stops(output_dir: str | Path) -> None:
@@ -124,9 +127,15 @@ def remove_checkpoints_of_stops(output_dir: str | Path) -> None:
     if rank() == 0:
         for folder in complete_ones([Path(output_dir)]):
             if read_marker(folder).get("settings", {}).get("save_strategy") == "no":
-                shutil.rmtree(folder)
+                remove(folder)
         with contextlib.suppress(OSError):
             Path(output_dir).rmdir()
+
+
+def remove(folder: Path) -> None:
+    """A file that another node holds open may stay for a while: what is left is no checkpoint any more."""
+    (folder / MARKER).unlink(missing_ok=True)
+    shutil.rmtree(folder, ignore_errors=True)
 
 
 # Writing
@@ -136,10 +145,11 @@ def checkpoint_folder(output_dir: str | Path | None, step: int) -> Path:
     return Path(output_dir or "output") / f"checkpoint-{step}"
 
 
-def marker_of(options: Options, strategy: str, ranks: int, train_dataset: Dataset) -> dict:
+def marker_of(job_id: str, options: Options, strategy: str, ranks: int, train_dataset: Dataset) -> dict:
     """What is known of every checkpoint of a run: by this, a later one sees whether it can go on from it."""
     config = options.deepspeed_config if options.deepspeed_config is not None else options.fsdp_config
     return {
+        "job_id": job_id,
         "world_size": ranks,
         "strategy": strategy,
         "settings": {flag: from_repository(value) for flag, value in options.settings().items()}
@@ -225,19 +235,18 @@ def is_complete(folder: Path) -> bool:
         return False
 
 
-def complete_checkpoint(output_dir: str | Path | None, step: int) -> bool:
-    return is_complete(checkpoint_folder(output_dir, step))
-
-
-def find_checkpoint(requested: str | None, output_dir: str, ranks: int, strategy: str, restarted: bool) -> str | None:
+def find_checkpoint(
+    requested: str | None, output_dir: str, ranks: int, strategy: str, restarted_job: str | None
+) -> str | None:
     """The complete checkpoint to go on from: `requested` itself, the latest in that folder, or for `latest` the
     latest of this run or, when it has none, of the other runs beside it.
 
-    restarted: by Slurm. The job then goes on from its own latest checkpoint, and begins anew when it has none.
+    restarted_job: id of a job that Slurm has started again. It goes on from its own latest checkpoint; when it has
+    none, it begins as it did the first time.
     Raises WorkshopError (exit code 4) when there is none, when it is damaged, or when other ranks or another way of
     sharding saved it. Collective.
     """
-    if restarted and (found := latest_undamaged(Path(output_dir))):
+    if restarted_job and (found := latest_undamaged(Path(output_dir), restarted_job)):
         return str(check_fits(found, ranks, strategy))
     if requested is None:
         return None
@@ -272,9 +281,10 @@ def latest_complete(places: list[Path]) -> Path | None:
     return min(complete_ones(places), key=age, default=None)
 
 
-def latest_undamaged(output_dir: Path) -> Path | None:
-    """Nobody is there to choose another one when Slurm starts a job again. Collective."""
-    for folder in sorted(complete_ones([output_dir]), key=age):
+def latest_undamaged(output_dir: Path, job_id: str) -> Path | None:
+    """Of this job. Nobody is there to choose another one when Slurm starts a job again. Collective."""
+    own = [folder for folder in complete_ones([output_dir]) if read_marker(folder).get("job_id") == job_id]
+    for folder in sorted(own, key=age):
         damaged = damaged_files(folder)
         if not damaged:
             return folder
@@ -289,7 +299,10 @@ def complete_ones(places: list[Path]) -> list[Path]:
 
 def age(folder: Path) -> float:
     """Sorts newest first. Not the step number: a resumed run may go through lower ones again."""
-    return -(folder / MARKER).stat().st_mtime
+    try:
+        return -(folder / MARKER).stat().st_mtime
+    except OSError:  # another run removes it
+        return 0.0
 
 
 def check_fits(folder: Path, ranks: int, strategy: str) -> Path:
@@ -390,7 +403,8 @@ def check_room(output_dir: str, options: Options, parameters: int, keep: int | N
     at_once = (keep or 1) + 1
     if options.values["save_strategy"] == "epoch" and options.values["max_steps"] < 0:
         at_once = min(at_once, math.ceil(options.values["num_train_epochs"]))
-    free = shutil.disk_usage(place).free
+    there = len(complete_ones([folder])[:keep]) * one  # each goes when a new one is complete
+    free = shutil.disk_usage(place).free + there
     if one * at_once > free:
         what = f"{free / 2**30:.1f} GiB free, {at_once} checkpoint(s) of {one / 2**30:.1f} GiB will be there at once"
         raise WorkshopError(place, what, "free space, give another --output_dir, or --save_strategy no", ENVIRONMENT)

@@ -249,7 +249,7 @@ class RunRecord:
         running = not read_record(self.path).get("finished")
         if rank() == 0 and running:
             self.update(status="oom" if out_of_memory else outcome(code), exit_code=code, finished=now())
-        elif out_of_memory or (running and isinstance(error, Exception) and not isinstance(error, WorkshopError)):
+        elif out_of_memory or (running and isinstance(error, Exception)):
             # rank 0 is about to be ended by the launcher and would only know that it was stopped
             finish(self.path, "oom" if out_of_memory else "failed", code)
 

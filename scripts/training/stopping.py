@@ -20,7 +20,6 @@ from errors import STOPPED
 from job.finish import finish_record
 from job.with_parent import end_with_parent
 from parallel.distributed import control_channel, highest_of_all, rank
-from training.checkpoints import complete_checkpoint
 
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP, signal.SIGINT)
 # Slurm, srun, job.sh and torchrun all pass the same signal on: what comes this soon after the first is the first
@@ -57,6 +56,8 @@ class StopRequest:
         reader, writer = socket.socketpair()
         writer.setblocking(False)
         signal.set_wakeup_fd(writer.fileno(), warn_on_full_buffer=False)
+        # workers of the data loader would write their signals into it, too
+        os.register_at_fork(after_in_child=lambda: signal.set_wakeup_fd(-1))
         for number in SIGNALS:
             if signal.getsignal(number) is not signal.SIG_IGN:  # as nohup does
                 signal.signal(number, do_nothing)
@@ -85,6 +86,12 @@ class StopRequest:
             finish_record(self.record_path, "stopped", 128 + number)
         sys.stdout.flush()
         os._exit(128 + number)  # the main thread may be in a call that does not return
+
+    def close(self) -> None:
+        """From here on nothing is stopped any more, and no late signal changes the exit code."""
+        self.over = True
+        for number in SIGNALS:
+            signal.signal(number, signal.SIG_IGN)  # Python's shutdown puts back the default in place of a handler
 
     def agreed(self) -> bool:
         """Whether the ranks stop here, the same on every rank. Collective, until they have agreed."""
@@ -120,12 +127,12 @@ class StopCallback(TrainerCallback):
     def on_train_begin(self, args, state, control, **kwargs):
         self.stop.agreed()  # opens the channel, and ends nothing: the training can save from here on
         self.stop.can_save = True
+        self.training = True
         if state.global_step >= state.max_steps:
             say(f"step {state.global_step} was the last one, nothing is left to train: what follows is done again")
         if self.evaluation_is_due(args, state):
             say(f"evaluation of step {state.global_step}, for which the run before had no time")
             self.trainer.evaluate()
-        self.training = True
 
     def evaluation_is_due(self, args, state) -> bool:
         """Whether the checkpoint is of a step that is evaluated, and was saved before that was done."""
@@ -138,15 +145,17 @@ class StopCallback(TrainerCallback):
     def on_step_end(self, args, state, control, **kwargs):
         if self.stop.agreed():
             control.should_training_stop = True
-            control.should_evaluate = False
+            if args.metric_for_best_model is None:
+                control.should_evaluate = False
             # what the end of an epoch logs belongs into the checkpoint
             control.should_save = not self.ends_epoch(state)
         return control
 
     def on_epoch_end(self, args, state, control, **kwargs):
         if self.stop.agreed_signal:
-            control.should_evaluate = False
-            control.should_save = self.ends_epoch(state) and not complete_checkpoint(args.output_dir, state.global_step)
+            if args.metric_for_best_model is None:
+                control.should_evaluate = False
+            control.should_save = self.ends_epoch(state) and self.trainer.saved_step != state.global_step
             control.should_log = control.should_log and self.ends_epoch(state)
         return control
 

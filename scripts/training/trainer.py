@@ -10,7 +10,7 @@ from safetensors import SafetensorError
 from transformers import Trainer
 
 from errors import ENVIRONMENT, WorkshopError
-from training.checkpoints import Progress, complete_checkpoint
+from training.checkpoints import MARKER, Progress, checkpoint_folder
 from training.stopping import EvaluationInterrupted
 
 
@@ -18,6 +18,7 @@ class ResumableTrainer(Trainer):
     """A Trainer that counts its loss, steps and time on from a checkpoint, and saves where a stop asks for it."""
 
     earlier_seconds = 0.0  # of training, before the checkpoint that this run goes on from
+    saved_step = 0  # of the last checkpoint that is complete, 0 without one
 
     def go_on_from(self, progress: Progress) -> None:
         """Count on from what a checkpoint tells of itself. To be called when the training begins."""
@@ -28,8 +29,8 @@ class ResumableTrainer(Trainer):
         self.earlier_seconds = progress.seconds
 
     def _run_epoch(self, *args, **kwargs):
-        # transformers would do one step more than --max_steps from a checkpoint of the last one
-        if self.state.global_step >= self.state.max_steps:
+        # transformers would do one step more than --max_steps from a checkpoint of the last one, or behind a stop
+        if self.state.global_step >= self.state.max_steps or self.control.should_training_stop:
             self.control.should_training_stop = True
             return
         super()._run_epoch(*args, **kwargs)
@@ -44,17 +45,20 @@ class ResumableTrainer(Trainer):
                 return super().evaluate(*args, **kwargs)
         except EvaluationInterrupted:
             self.control.should_evaluate = False
-            self.control.should_save = not complete_checkpoint(self.args.output_dir, self.state.global_step)
+            self.control.should_save = self.saved_step != self.state.global_step
             self.control.should_training_stop = True
             return {}
 
     def _save_checkpoint(self, model, trial):
-        with saving(Path(self.args.output_dir) / f"checkpoint-{self.state.global_step}"):
+        folder = checkpoint_folder(self.args.output_dir, self.state.global_step)
+        with saving(folder):
+            if self.is_world_process_zero():
+                (folder / MARKER).unlink(missing_ok=True)  # of a run that was resumed before this step
             super()._save_checkpoint(model, trial)
 
     def save_here(self) -> None:
         """A checkpoint of the last step, if there is none yet. Collective."""
-        if not complete_checkpoint(self.args.output_dir, self.state.global_step):
+        if self.saved_step != self.state.global_step:
             self._save_checkpoint(self.model, None)
             self.callback_handler.on_save(self.args, self.state, self.control)
 

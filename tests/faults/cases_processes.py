@@ -356,7 +356,7 @@ def left_running(bench: Bench):
 # 5. Secrets
 
 CANARIES = {
-    "HF_TOKEN": "hf_canary0123456789",
+    "HF_TOKEN": "hf_canary-0123456789",
     "WANDB_API_KEY": "canary1canary1canary1canary1canary1canar",
     "AWS_SECRET_ACCESS_KEY": "canary2",
     "MY_PASSWORD": "canary3",

@@ -49,9 +49,9 @@ def find(
     output_dir: str = "output/7",
     world_size: int = 1,
     strategy: str = "plain",
-    restarted: bool = False,
+    restarted_job: str | None = None,
 ) -> str | None:
-    return find_checkpoint(wanted, output_dir, world_size, strategy, restarted)
+    return find_checkpoint(wanted, output_dir, world_size, strategy, restarted_job)
 
 
 def test_without_the_flag_nothing_is_resumed():
@@ -212,13 +212,15 @@ def test_without_another_checkpoint_the_way_out_is_a_new_start(refusal):
 
 
 def test_a_job_that_slurm_starts_again_goes_on_from_its_own_undamaged_checkpoint(capsys):
-    assert find(None, restarted=True) is None, "none yet: it begins anew"
+    assert find(None, restarted_job="7") is None, "none yet: it begins anew"
     checkpoint("output/6", 99)
-    assert find(None, restarted=True) is None, "of another job"
-    older = checkpoint("output/7", 10, age=20)
-    assert find("output/6", restarted=True) == str(older), "its own, whatever it began with"
-    changed = damage(checkpoint("output/7", 20))
-    assert find(None, restarted=True) == str(older)
+    assert find(None, restarted_job="7") is None, "of another job"
+    checkpoint("output/7", 99, job_id="5")
+    assert find(None, restarted_job="7") is None, "of another job, in the same folder"
+    older = checkpoint("output/7", 10, age=20, job_id="7")
+    assert find("output/6", restarted_job="7") == str(older), "its own, whatever it began with"
+    changed = damage(checkpoint("output/7", 20, job_id="7"))
+    assert find(None, restarted_job="7") == str(older)
     assert f"{changed} was changed" in capsys.readouterr().out
 
 
@@ -255,7 +257,7 @@ TOKENS = {"length": [3, 2], "input_ids": [[1, 2, 3], [4, 5]], "labels": [[-100, 
 
 def run_of(*argv: str, tokens: dict = TOKENS, ranks: int = 1) -> tuple[Options, dict]:
     options = parse_command_line("", ["--model_name", "tiny-bloom", *argv], environment={})
-    return options, marker_of(options, "plain", ranks, Dataset.from_dict(tokens))
+    return options, marker_of("7", options, "plain", ranks, Dataset.from_dict(tokens))
 
 
 def saved(*argv: str, **others) -> Path:

@@ -2,14 +2,12 @@
 
 import signal
 import socket
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 from transformers import TrainerControl
 
 from training import stopping
-from training.checkpoints import checkpoint_folder, mark_complete
 from training.stopping import EvaluationInterrupted, StopCallback, StopRequest
 
 
@@ -89,8 +87,8 @@ def test_other_signals_are_none_of_its_business(stop):
     assert not stop.signal
 
 
-def callback(stop: StopRequest) -> StopCallback:
-    return StopCallback(stop, SimpleNamespace(evaluate=lambda: None), steps_per_epoch=8)
+def callback(stop: StopRequest, saved_step: int = 0) -> StopCallback:
+    return StopCallback(stop, SimpleNamespace(evaluate=lambda: None, saved_step=saved_step), steps_per_epoch=8)
 
 
 def state(step: int, evaluated: tuple = (), max_steps: int = 16) -> SimpleNamespace:
@@ -118,11 +116,10 @@ def test_within_an_epoch_the_step_is_saved_at_once(stop):
     control = TrainerControl(should_evaluate=True, should_log=True)
     callback(stop).on_step_end(ARGS, state(3), control)
     assert flags(control) == {"training_stop": True, "save": True, "evaluate": False, "log": True}
-    mark_complete(saved(3), {})
     control = TrainerControl(
         should_evaluate=True, should_save=True, should_log=True
     )  # as DefaultFlowCallback sets them
-    callback(stop).on_epoch_end(ARGS, state(3), control)
+    callback(stop, saved_step=3).on_epoch_end(ARGS, state(3), control)
     assert flags(control) == {"training_stop": False, "save": False, "evaluate": False, "log": False}
 
 
@@ -137,30 +134,26 @@ def test_at_the_end_of_an_epoch_its_log_is_saved_too(stop, step):
     assert flags(control) == {"training_stop": False, "save": True, "evaluate": False, "log": True}
 
 
-def saved(step: int) -> Path:
-    folder = checkpoint_folder("output/7", step)
-    folder.mkdir(parents=True)
-    return folder
-
-
 def test_a_stop_during_a_save_needs_no_second_one(stop):
     stop.signal = signal.SIGTERM
-    mark_complete(saved(8), {})
     control = TrainerControl(should_save=True, should_evaluate=True)
     callback(stop).on_save(ARGS, state(8), control)
-    callback(stop).on_epoch_end(ARGS, state(8), control)
+    callback(stop, saved_step=8).on_epoch_end(ARGS, state(8), control)
     assert flags(control) == {"training_stop": True, "save": False, "evaluate": False, "log": False}
 
 
-def test_an_evaluation_is_left_for_a_stop_but_not_the_one_that_is_made_up_for(stop):
+def test_an_evaluation_is_left_for_a_stop_but_not_one_that_decides_on_the_best_model(stop):
     stop.signal = signal.SIGTERM
     watching = callback(stop)
-    watching.on_prediction_step(ARGS, state(8), TrainerControl())
     watching.training = True
     with pytest.raises(EvaluationInterrupted):
         watching.on_prediction_step(ARGS, state(8), TrainerControl())
     best = SimpleNamespace(**vars(ARGS) | {"metric_for_best_model": "loss"})
     watching.on_prediction_step(best, state(8), TrainerControl())
+    control = TrainerControl(should_evaluate=True)
+    watching.on_step_end(best, state(8), control)
+    watching.on_epoch_end(best, state(8), control)
+    assert control.should_evaluate
 
 
 @pytest.mark.parametrize(
