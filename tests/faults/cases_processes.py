@@ -357,7 +357,7 @@ def left_running(bench: Bench):
 
 CANARIES = {
     "HF_TOKEN": "hf_canary-0123456789",
-    "WANDB_API_KEY": "canary1canary1canary1canary1canary1canar",
+    "WANDB_API_KEY": ("canary1" * 6)[:40],
     "AWS_SECRET_ACCESS_KEY": "canary2",
     "MY_PASSWORD": "canary3",
     "SOME_SECRET": "canary4",
