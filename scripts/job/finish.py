@@ -101,9 +101,7 @@ def is_alive(record: Path) -> bool:
         with lock.open() as file:
             try:
                 fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
-            except BlockingIOError:
-                return True
-            except OSError:  # a file system without locks
+            except OSError:  # held, or on a file system without locks
                 return True
     if not record.stem.isdigit():
         return False  # no id of Slurm's
