@@ -247,6 +247,8 @@ class Local(Run):
         environment = lab.environment(SLURM_CONF=None, LAB_RUN=self.log_path.stem, **variables)
         with self.log_path.open("wb") as log:
             streams = {"stdin": subprocess.DEVNULL, "stdout": log, "stderr": subprocess.STDOUT}
+            # as a terminal starts it; a background job of a shell has Ctrl-C ignored, and so have all that it starts
+            streams["preexec_fn"] = lambda: signal.signal(signal.SIGINT, signal.SIG_DFL)
             self.popen = subprocess.Popen(command, cwd=self.folder, env=environment, start_new_session=True, **streams)
 
     @property

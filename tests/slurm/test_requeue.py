@@ -12,8 +12,8 @@ import pytest
 
 from jobs import Job, Lab, run_command
 
-# 48 steps, a checkpoint after every 12
-LONG = {"TRAIN_SIZE": 96, "EVAL_SIZE": 16, "NUM_EPOCHS": 4, "EM_F1": False, "GRAD_ACC": 1, "BATCH_SIZE": 4}
+# Some 10 seconds of training on a free machine, a checkpoint after every 4 to 12 steps
+LONG = {"TRAIN_SIZE": 96, "EVAL_SIZE": 16, "NUM_EPOCHS": 24, "EM_F1": False, "GRAD_ACC": 1, "BATCH_SIZE": 4}
 LONG |= {"SAVE_STRATEGY": "epoch"}
 STEPS_PER_EPOCH = 12
 TWO_NODES = LONG | {"MIN_BANDWIDTH": 0, "JOIN_TIMEOUT": 60}
@@ -88,7 +88,7 @@ MORE = [
     Stopped("fsdp2", hiccup, r"failed \(exit code \d+\)", clean=False, variables={"LOST_NODE_TIMEOUT": 10}),
     # half a minute of warning within Slurm's shortest limit
     Stopped("plain", None, r"stopped by SIGUSR1 \(exit code 75\)", sbatch=("--time=1", "--signal=B:USR1@30"),
-            variables={"NUM_EPOCHS": 40}),
+            variables={"NUM_EPOCHS": 60}),
 ]  # fmt: skip
 
 
