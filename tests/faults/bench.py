@@ -70,7 +70,7 @@ class Server:
         return self.answer("pid", LIMIT)
 
     def answer(self, key: str, seconds: float) -> int:
-        """The next answer of this kind; notes the ends of processes that come before it."""
+        """The next answer of this kind; notes the ends of processes that come with it."""
         deadline = time.monotonic() + seconds
         while True:
             for found in self.answers(deadline - time.monotonic()):
@@ -86,7 +86,11 @@ class Server:
         assert received, f"the server has ended: {self.log.read_text()}"
         *lines, self.rest = (self.rest + received).split(b"\n")
         found = [json.loads(line) for line in lines]
-        self.codes |= {each["ended"]: each["code"] for each in found if "ended" in each}
+        for each in found:
+            if "ended" in each:
+                self.codes[each["ended"]] = each["code"]
+            elif "pid" in each:  # the system gives numbers anew: this one may have been a process that has ended
+                self.codes.pop(each["pid"], None)
         return found
 
     def wait(self, pid: int, seconds: float) -> int | None:

@@ -4,12 +4,13 @@ import json
 import os
 import re
 import signal
+import socket
 
 import psutil
 import pytest
 from safetensors.torch import load_file
 
-from bench import Bench, Ended, command_of
+from bench import LIMIT, Bench, Ended, command_of
 from cases_processes import HEARD
 
 # As the third step begins
@@ -101,9 +102,28 @@ def test_what_outlives_a_case_is_found_and_ended(server, tmp_path):
     assert not bench.close(seconds=0)
 
 
+def test_a_number_that_is_given_anew_is_a_new_process(server):
+    """Of a process that ended with another code."""
+    near, far = socket.socketpair()
+    before, server.channel = server.channel, near
+    try:
+        server.codes[123456789] = 2
+        far.sendall(b'{"pid": 123456789}\n')
+        assert server.answer("pid", LIMIT) == 123456789
+        assert server.wait(123456789, 0) is None
+        far.sendall(b'{"pid": 123456789}\n{"ended": 123456789, "code": 0}\n')
+        server.answer("ended", LIMIT)
+        assert server.wait(123456789, 0) == 0
+    finally:
+        server.channel = before
+        server.codes.pop(123456789, None)
+        near.close()
+        far.close()
+
+
 def test_a_killed_process_has_the_code_of_its_signal(bench):
     bench.write("wait.py", "import signal\nprint('here', flush=True)\nsignal.pause()\n")
     started = bench.start(script="wait.py")
-    started.until(started.streams[0].read_text)
+    started.until(lambda: started.streams[0].is_file() and started.streams[0].read_text())
     os.kill(started.pids[0], signal.SIGKILL)
     assert started.wait().code == -signal.SIGKILL
