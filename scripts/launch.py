@@ -27,7 +27,7 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.run import parse_args, parse_min_max_nnodes, run
 
 from errors import ENVIRONMENT, STOPPED, WorkshopError, run_program
-from parallel.joining import join_timeout, node_name, reach
+from parallel.joining import join_timeout, listen_at, node_name, reach
 
 LOOPBACK = "127.0.0.1"
 
@@ -116,27 +116,18 @@ def serve_store(host: str, port: int) -> TCPStore | None:
     torchrun's own listens at all addresses of the node, and prints a page of C++ frames where it cannot. A name may
     stand for another address on the other nodes: there it is left to torchrun, after a look at whether it could.
     """
-    try:
-        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-        with socket.socket(family, kind, protocol) as listener:
-            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as the store does
-            listener.bind(address)
-            listener.listen()
-            if address[0] != host:
-                return None
-            return TCPStore(
-                host,
-                listener.getsockname()[1],
-                is_master=True,
-                wait_for_workers=False,
-                multi_tenant=True,  # one server for this store and torchrun's
-                master_listen_fd=listener.detach(),
-            )
-    except OSError as error:
-        what = f"{node_name()} cannot listen at {host}:{port} ({error})"
-        raise WorkshopError(
-            "rendezvous", what, "give MASTER_ADDR an address of the first node, or submit again", ENVIRONMENT
-        ) from error
+    with listen_at("rendezvous", host, port) as listener:
+        own_address, own_port = listener.getsockname()[:2]
+        if own_address != host:
+            return None
+        return TCPStore(
+            host,
+            own_port,
+            is_master=True,
+            wait_for_workers=False,
+            multi_tenant=True,  # one server for this store and torchrun's
+            master_listen_fd=listener.detach(),
+        )
 
 
 def note(what: str, text: str = "") -> None:

@@ -40,19 +40,19 @@ def reach_rank_0() -> None:
     """Return once the store of this job can be reached, or can be opened here. Raises WorkshopError (exit code 3)."""
     host, port = first_address()
     if os.environ["RANK"] == "0" and not torchrun_serves_the_store():
-        check_own_address("MASTER_ADDR", host, port)
+        listen_at("MASTER_ADDR", host, port).close()
     else:
         reach("MASTER_ADDR", host, port, join_timeout())
 
 
-def check_own_address(source: str, host: str, port: int) -> None:
-    """On the first: fail at once where the store could not listen; it would print a page of C++ frames."""
+def listen_at(source: str, host: str, port: int) -> socket.socket:
+    """On the first: a socket of its own, as the store would open it; where it cannot, that prints a page of C++ frames.
+
+    Raises WorkshopError (exit code 3) that names `source`.
+    """
     try:
-        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-        with socket.socket(family, kind, protocol) as listener:
-            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as the store does
-            listener.bind(address)
-            listener.listen()
+        family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        return socket.create_server(address, family=family)
     except (OSError, UnicodeError) as error:
         what = f"{node_name()} cannot listen at {host}:{port} ({error})"
         raise WorkshopError(
