@@ -297,13 +297,13 @@ def directives(script: Path) -> dict[str, str]:
 
 def check_completed(job: Job, nodes: int, gpus: int) -> None:
     """The job has ended well, and left all that an experiment leaves. gpus: per node."""
-    assert (job.state, job.exit_code) == ("COMPLETED", 0), job
+    assert (job.state, job.exit_code) == ("COMPLETED", 0), str(job)
     record = job.record
     assert (record["status"], record["exit_code"], record["job_id"]) == ("completed", 0, job.id)
     assert record["experiment"] == str(job.folder.relative_to(job.lab.root))
     assert record["world_size"] == nodes * gpus
     assert len(set(record["nodes"])) == nodes
-    assert job.losses, job
+    assert job.losses, str(job)
     assert all(0 < loss < 20 for loss in job.losses), job.losses
     assert sorted(job.gpus) == sorted(set(record["nodes"])), job.gpus
     assert all(len(indices) == gpus for indices in job.gpus.values()), job.gpus
@@ -317,7 +317,7 @@ def check_memory_logs(job: Job) -> None:
     """Both logs of every node: the documents' one-liners give the numbers that memory_logs.py reads."""
     expected = job.gpus if len(job.gpus) > 1 else dict(zip([""], job.gpus.values(), strict=True))
     gpu_logs, cpu_logs = job.memory_logs("gpu"), job.memory_logs("cpu")
-    assert set(gpu_logs) == set(cpu_logs) == set(expected), job
+    assert set(gpu_logs) == set(cpu_logs) == set(expected), str(job)
     for host, path in gpu_logs.items():
         log = read_gpu_log(path)
         assert not log.problems, log.problems
@@ -344,9 +344,9 @@ def check_log(job: Job, hosts: list[str], gpus: int) -> None:
     start = f"job {job.id} of {job.folder.relative_to(job.lab.root)}: site laptop, {nodes} node(s) x {gpus} rank(s)"
     assert start in log.splitlines()[0]
     assert f"nodes: {' '.join(hosts)}" in log.splitlines()
-    assert len(re.findall(r"^knob +requested +effective$", log, re.MULTILINE)) == 1, job
+    assert len(re.findall(r"^knob +requested +effective$", log, re.MULTILINE)) == 1, str(job)
     banners = len(re.findall(r"^DeepSpeed ZeRO-\d Initialization Complete$", log, re.MULTILINE))
-    assert banners == ("--deepspeed" in job.script.read_text()), job
+    assert banners == ("--deepspeed" in job.script.read_text()), str(job)
     assert log.count("{'train_runtime'") == 1
     assert len(re.findall(r"\{'eval_loss': '[0-9.]+'", log)) == len(job.losses)
     where = {host: f" on {host}" if nodes > 1 else "" for host in sorted(hosts)}

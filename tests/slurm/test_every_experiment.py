@@ -58,8 +58,8 @@ def test_experiment(script: Path, ended):
     job, (nodes, gpus) = ended(script), shape(script)
     for config, error in REFUSED.items():
         if f"/{config}" in script.read_text():
-            assert (job.state, job.exit_code) == ("FAILED", 3), job
-            assert len(job.error_lines) == 1, job
+            assert (job.state, job.exit_code) == ("FAILED", 3), str(job)
+            assert len(job.error_lines) == 1, str(job)
             assert re.match(error, job.error_lines[0])
             return
     if script.parent.name == "gpu-check":
@@ -73,7 +73,7 @@ def test_experiment(script: Path, ended):
 
 def check_table(job: Job) -> None:
     """gpu_check.py trains by itself: its table instead of a run record."""
-    assert (job.state, job.exit_code) == ("COMPLETED", 0), job
+    assert (job.state, job.exit_code) == ("COMPLETED", 0), str(job)
     table = (job.folder / "results/gpu_check/gpu_check.md").read_text()
     assert [line.split("|")[1:3] for line in table.splitlines() if "completed" in line] == [
         [f" {name:5} ", " completed "] for name in ("plain", "zero2")

@@ -238,7 +238,7 @@ def test_bandwidth_of_a_multi_node_job_is_in_its_record(job: Job):
 
 @uses("2 nodes", "srun 2 nodes", "4 ranks")
 def test_nodes_whose_own_name_is_loopback_meet_at_the_first_ones_address(job: Job):
-    assert job.state == "COMPLETED", job
+    assert job.state == "COMPLETED", str(job)
     assert len(set(job.record["nodes"])) == 2
     resolved = job.lab.cluster.exec("node1", ["getent", "hosts", "node1"]).stdout
     assert resolved.split() == ["127.0.1.1", f"node1.{DOMAIN}", "node1"]
@@ -290,7 +290,7 @@ def test_two_jobs_on_one_node_log_each_its_own_gpu(job: Job):
 
 @uses("srun, a GPU for each task")
 def test_gpus_that_only_other_tasks_see_are_logged_too(job: Job):
-    assert job.state == "COMPLETED", job
+    assert job.state == "COMPLETED", str(job)
     (gpus,) = job.gpus.values()
     assert len(gpus) == 2
     check_memory_logs(job)
@@ -312,7 +312,7 @@ def test_two_nodes_with_two_ranks_have_the_loss_of_one_process(job: tuple[Job, J
 
 @uses("2 gpus, its port is taken")
 def test_another_port_is_used_when_one_is_taken(job: Job):
-    assert job.state == "COMPLETED", job
+    assert job.state == "COMPLETED", str(job)
     used = re.search(r"rendezvous 127\.0\.0\.1:(\d+)$", job.log.splitlines()[0])
     assert first_port(job) < int(used[1]) < first_port(job) + 10
 
@@ -320,7 +320,7 @@ def test_another_port_is_used_when_one_is_taken(job: Job):
 @uses("knobs")
 def test_what_is_given_at_submission_wins(job: Job):
     """Flag over variable over site over experiment over default."""
-    assert job.state == "COMPLETED", job
+    assert job.state == "COMPLETED", str(job)
     settings = job.record["settings"]
     assert settings["learning_rate"] == 1e-4, "the flag, over the variable and the site"
     assert settings["train_size"] == 48, "the variable, over the site"
@@ -331,7 +331,7 @@ def test_what_is_given_at_submission_wins(job: Job):
 
 @uses("knobs")
 def test_a_shells_characters_in_names_execute_nothing(job: Job):
-    assert job.state == "COMPLETED", job
+    assert job.state == "COMPLETED", str(job)
     assert job.log_path.name == f"{BAD_NAME}_{job.id}.out"
     assert job.record["run_name"] == BAD_NAME
     assert job.record["output_dir"] == "output/$(touch pwned4)"
@@ -340,8 +340,8 @@ def test_a_shells_characters_in_names_execute_nothing(job: Job):
 
 @uses("wrong flag", "wrong flag, 2 nodes")
 def test_a_failed_training_fails_the_job_with_its_exit_code(job: Job):
-    assert (job.state, job.exit_code) == ("FAILED", 2), job
-    assert len(job.error_lines) == 1, job
+    assert (job.state, job.exit_code) == ("FAILED", 2), str(job)
+    assert len(job.error_lines) == 1, str(job)
     assert job.error_lines[0].startswith("error: --no_such_flag")
     assert not job.record_path.exists()
     assert job.summary[0] == "status: failed (exit code 2)"
@@ -351,7 +351,7 @@ def test_a_failed_training_fails_the_job_with_its_exit_code(job: Job):
 
 @uses("a rank is killed")
 def test_a_killed_rank_ends_the_job_on_all_nodes(job: Job):
-    assert (job.state, job.exit_code) == ("FAILED", 128 + signal.SIGKILL), job
+    assert (job.state, job.exit_code) == ("FAILED", 128 + signal.SIGKILL), str(job)
     assert (job.record["status"], job.record["exit_code"]) == ("failed", 128 + signal.SIGKILL)
     assert job.losses, "what was measured before is lost"
     assert "rank 1 on node2 ended first, with exit code 137" in job.log
@@ -361,7 +361,7 @@ def test_a_killed_rank_ends_the_job_on_all_nodes(job: Job):
 
 @uses("cancelled")
 def test_a_cancelled_job_leaves_no_process_and_a_record(job: Job):
-    assert job.state == "CANCELLED", job
+    assert job.state == "CANCELLED", str(job)
     assert job.processes() == {}
     assert job.record["status"] == "stopped"
     assert job.losses, "what was measured before is lost"
@@ -375,8 +375,8 @@ def test_a_cancelled_job_leaves_no_process_and_a_record(job: Job):
 
 @uses("slow network")
 def test_a_slow_network_ends_the_job_before_the_training(job: Job):
-    assert (job.state, job.exit_code) == ("FAILED", 3), job
-    assert len(job.error_lines) == 1, job
+    assert (job.state, job.exit_code) == ("FAILED", 3), str(job)
+    assert len(job.error_lines) == 1, str(job)
     error = r"error: bandwidth test: [0-9.]+ GB/s between 2 ranks, at least 1000.0 GB/s expected; "
     assert re.match(error + "set NCCL_SOCKET_IFNAME and NCCL_IB_HCA", job.error_lines[0])
     assert "knob " not in job.log
@@ -386,21 +386,21 @@ def test_a_slow_network_ends_the_job_before_the_training(job: Job):
 
 @uses("head not reachable", "head has no address")
 def test_a_head_node_that_is_not_reached_is_named(job: Job):
-    assert (job.state, job.exit_code) == ("FAILED", 3), job
+    assert (job.state, job.exit_code) == ("FAILED", 3), str(job)
     head = re.search(r"rendezvous (\S+):\d+$", job.log.splitlines()[0])[1]
     assert head in ("127.0.0.1", f"node1.{DOMAIN}"), "given at submission"
-    assert len(job.error_lines) == 1, job
-    assert job.error_lines[0].startswith(f"error: rendezvous: node2 cannot reach {head}:"), job
-    assert "Traceback" not in job.log, job
+    assert len(job.error_lines) == 1, str(job)
+    assert job.error_lines[0].startswith(f"error: rendezvous: node2 cannot reach {head}:"), str(job)
+    assert "Traceback" not in job.log, str(job)
     check_it_ended_in_time(job)
 
 
 @uses("node2 never joins")
 def test_a_node_that_never_joins_is_named(job: Job):
-    assert (job.state, job.exit_code) == ("FAILED", 3), job
-    assert len(job.error_lines) == 1, job
-    assert job.error_lines[0].startswith("error: rendezvous: node2 did not join within 8 s; "), job
-    assert "Traceback" not in job.log, job
+    assert (job.state, job.exit_code) == ("FAILED", 3), str(job)
+    assert len(job.error_lines) == 1, str(job)
+    assert job.error_lines[0].startswith("error: rendezvous: node2 did not join within 8 s; "), str(job)
+    assert "Traceback" not in job.log, str(job)
     check_it_ended_in_time(job)
 
 
@@ -413,7 +413,7 @@ def check_it_ended_in_time(job: Job) -> None:
 
 @uses("no nvidia-smi", "no psrecord")
 def test_training_goes_on_without_its_loggers(job: Job):
-    assert (job.state, job.exit_code) == ("COMPLETED", 0), job
+    assert (job.state, job.exit_code) == ("COMPLETED", 0), str(job)
     assert job.record["status"] == "completed"
     absent, dead = ("nvidia-smi", "psrecord") if job.memory_logs("cpu") else ("psrecord", "nvidia-smi")
     files = {
@@ -550,7 +550,7 @@ def test_a_chain_of_jobs_runs_the_code_of_its_submission(own_lab):
         run_command([*partition, "State=UP"], env=own_lab.cluster.env)
     for job, folder in zip(jobs, folders, strict=True):
         job.wait()
-        assert (job.state, job.exit_code) == ("COMPLETED", 0), job
+        assert (job.state, job.exit_code) == ("COMPLETED", 0), str(job)
         assert job.record["git"] == {"commit": before, "dirty": False}
         assert job.record["experiment"] == folder
         assert {path.split("/")[0] for path in job.files()} == {"log", "gpu_memory", "cpu_memory", "results"}
@@ -592,7 +592,7 @@ def test_nothing_is_submitted_when_one_experiment_is_wrong(own_lab, spoil):
 @pytest.mark.experiments
 def test_a_job_at_its_time_limit_says_so(lab):
     job = lab.submit("baseline", sbatch=("--time=00:01:00",), **ENDLESS).wait()
-    assert job.state == "TIMEOUT", job
+    assert job.state == "TIMEOUT", str(job)
     assert job.processes() == {}
     assert job.record["status"] == "timeout"
     assert job.losses
@@ -604,6 +604,6 @@ def test_a_killed_rank_of_bare_srun_ends_the_others(lab):
     job.wait_for_training()
     assert job.kill("node1", signal.SIGKILL, "train.py", "SLURM_PROCID=1\0", "/python\0") == 1
     job.wait(60)
-    assert (job.state, job.exit_code) == ("FAILED", 137), job
+    assert (job.state, job.exit_code) == ("FAILED", 137), str(job)
     assert job.record["status"] == "failed"
     assert job.processes() == {}

@@ -124,11 +124,11 @@ def check(case: Stopped, job: Job) -> None:
         case.act(job)
     job.wait_for(lambda: "going on from step" in job.log)
     job.wait()
-    assert (job.state, job.exit_code) == ("COMPLETED", 0), job
+    assert (job.state, job.exit_code) == ("COMPLETED", 0), str(job)
     record = job.record
-    assert (record["status"], record["exit_code"]) == ("completed", 0), job
+    assert (record["status"], record["exit_code"]) == ("completed", 0), str(job)
     # a slow machine may need the shortest limit twice
-    assert record["attempt"] == 2 or (case.act is None and record["attempt"] > 2), job
+    assert record["attempt"] == 2 or (case.act is None and record["attempt"] > 2), str(job)
     assert len(record["restarts"]) == record["attempt"] - 1
     assert all(re.fullmatch(case.reason, restart["reason"]) for restart in record["restarts"]), record["restarts"]
     restart = record["restarts"][0]
