@@ -70,6 +70,7 @@ job_prepare() {
   fi
   job_set_threads
   job_set_rendezvous
+  job_skip_steps
   JOB_OVERRIDES=$(job_overrides)
   BANDWIDTH_FILE=$RUN_DIR/bandwidth.json
   echo "job $JOB_ID of $EXPERIMENT: site $SITE, $NODES node(s) x $RANKS_PER_NODE rank(s), rendezvous $MASTER_ADDR:$MASTER_PORT"
@@ -84,6 +85,18 @@ job_check_folder() { # that the script is this folder's: results would bear the 
   if [[ $script = *.slurm* && ! $(dirname "${script%.slurm*}") -ef $PWD ]]; then
     job_fail "$script" "it is not of this folder, $PWD" "submit it in its own folder"
   fi
+}
+
+# In a job that was started again: let its steps have numbers that no attempt before had. What Slurm could not tell a
+# node that had failed, to end step 1 of this job, it tells the node once a minute, also when that is back and runs this
+job_skip_steps() {
+  if [[ $NODES -eq 1 || -z ${SLURM_JOB_ID:-} ]]; then
+    return 0
+  fi
+  local step
+  for ((step = 0; step < 2 * (ATTEMPT - 1); step++)); do # an attempt has two: bandwidth test and training
+    srun --nodes=1 --ntasks=1 --overlap true || true
+  done
 }
 
 job_overrides() { # what was submitted otherwise than the script says
