@@ -4,6 +4,7 @@ import contextlib
 import dataclasses
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import SafetensorError
@@ -27,6 +28,8 @@ class ResumableTrainer(Trainer):
         self._globalstep_last_logged = progress.last_logged_step
         self._initial_global_step = 0
         self.earlier_seconds = progress.seconds
+        if self.is_deepspeed_enabled:
+            repeat_steps(self.deepspeed)
 
     def _run_epoch(self, *args, **kwargs):
         # transformers would do one step more than --max_steps from a checkpoint of the last one, or behind a stop
@@ -61,6 +64,31 @@ class ResumableTrainer(Trainer):
         if self.saved_step != self.state.global_step:
             self._save_checkpoint(self.model, None)
             self.callback_handler.on_save(self.args, self.state, self.control)
+
+
+def repeat_steps(engine: Any) -> None:
+    """Make DeepSpeed's Adam on the CPU go on from its checkpoint to the last bit; a second per 100,000 steps.
+
+    Its C++ code multiplies the powers of the betas on from step to step, and no checkpoint holds them: in the first
+    step behind one it takes std::pow, which rounds otherwise behind most steps. Steps without weights, from the first
+    on, multiply as the run before did.
+    """
+    from deepspeed.ops.adam import DeepSpeedCPUAdam, FusedAdam
+
+    optimizer = engine.basic_optimizer
+    # FusedAdam is the same code on the CPU; that for GPUs takes std::pow in each step
+    on_cpu = all(weight.device.type == "cpu" for weight in optimizer.state)
+    if not on_cpu or not isinstance(optimizer, DeepSpeedCPUAdam | FusedAdam):
+        return
+    steps = max((state["step"] for state in optimizer.state.values()), default=0)
+    nothing = torch.nn.Parameter(torch.empty(0))
+    nothing.grad = torch.empty(0)
+    groups = optimizer.param_groups
+    optimizer.param_groups = [groups[0] | {"params": [nothing], "step": 0}]
+    for _ in range(steps):
+        optimizer.step()
+    optimizer.param_groups = groups
+    optimizer.state.pop(nothing, None)  # not there if fp16 has skipped all steps so far
 
 
 @contextlib.contextmanager

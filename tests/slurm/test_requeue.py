@@ -1,6 +1,6 @@
 """Jobs that are stopped on a real cluster, whatever by, and that Slurm starts again: they end as if nothing had been.
 
-Weights, losses of every epoch and the mean of the training losses are those of a job that nothing happened to.
+On the CPU the result is the same to the last bit: weights, losses of every epoch, mean of the training losses.
 """
 
 import re
@@ -9,7 +9,6 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import pytest
-from safetensors.torch import load_file
 
 from jobs import Job, Lab, run_command
 
@@ -17,7 +16,6 @@ from jobs import Job, Lab, run_command
 LONG = {"TRAIN_SIZE": 96, "EVAL_SIZE": 16, "NUM_EPOCHS": 24, "EM_F1": False, "GRAD_ACC": 1, "BATCH_SIZE": 4}
 LONG |= {"SAVE_STRATEGY": "epoch"}
 STEPS_PER_EPOCH = 12
-TOLERANCE = 1e-4
 TWO_NODES = LONG | {"MIN_BANDWIDTH": 0, "JOIN_TIMEOUT": 60}
 EXPERIMENTS = {
     "plain": ("baseline", LONG | {"BATCH_SIZE": 8}),
@@ -146,15 +144,11 @@ def check(case: Stopped, job: Job) -> None:
 
 
 def check_equal(job: Job, expected: Job) -> None:
-    """To the last bit in most runs, and not in all of them on two nodes; tests/faults asks for the last bit on one."""
-    assert job.losses == pytest.approx(expected.losses, abs=TOLERANCE, rel=0)
+    weights = [(each.folder / "output" / each.id / "model.safetensors").read_bytes() for each in (job, expected)]
+    assert weights[0] == weights[1], f"other weights\n{job}"
+    assert job.losses == expected.losses
     for name in ("steps", "loss_mean", "loss_last"):
-        wanted = expected.record["train"][name]
-        assert job.record["train"][name] == pytest.approx(wanted, abs=TOLERANCE, rel=0), name
-    weights = [load_file(each.folder / "output" / each.id / "model.safetensors") for each in (job, expected)]
-    assert weights[0].keys() == weights[1].keys()
-    for name, weight in weights[0].items():
-        assert (weight - weights[1][name]).abs().max() < 10 * TOLERANCE, name
+        assert job.record["train"][name] == expected.record["train"][name], name
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
