@@ -283,6 +283,10 @@ class Bench:
             shutil.copytree(ended.folder / name, self.folder / name)
         return dataclasses.replace(ended, folder=self.folder)
 
+    def reference(self, *words: object, **options: object) -> Ended:
+        """The same training, undisturbed, in a folder beside this one."""
+        return Bench(self.server, self.folder.parent / "reference").trained(*words, **options)
+
     def patched(self, patch: str, name: str = "patched.py") -> Path:
         """A script that runs train.py after these lines: the way to stop it at a moment."""
         first = f"import os, signal, sys\nsys.path.insert(0, {str(REPOSITORY / 'scripts')!r})\nimport train\n"

@@ -72,7 +72,7 @@ MOMENTS = {
 
 def killed(name: str, patch: str, expected: set[str]) -> None:
     def act(bench: Bench) -> None:
-        reference = Bench(bench.server, bench.folder.parent / "reference").trained(*KEPT)
+        reference = bench.reference(*KEPT)
         dead = bench.run(*KEPT, script=bench.patched(patch), code=-signal.SIGKILL)
         there = complete(dead.output)
         assert {name for name, marked in there.items() if marked} == expected, there
@@ -99,7 +99,7 @@ for name, (patch, expected) in MOMENTS.items():
     "the new one is complete and resumed from, what is left of the older one is not",
 )
 def killed_while_removing(bench: Bench):
-    reference = Bench(bench.server, bench.folder.parent / "reference").trained()
+    reference = bench.reference()
     patch = moment("shutil.rmtree", 1, f"os.remove(os.path.join(args[0], 'optimizer.pt')); {KILL}")
     bench.run(script=bench.patched(patch), code=-signal.SIGKILL)
     assert same_weights(bench.run("--resume_from_checkpoint"), reference)
@@ -107,7 +107,7 @@ def killed_while_removing(bench: Bench):
 
 @case("kill", "while the data is tokenised", "kill -9 while the cache of tokens is written", "the next run is as ever")
 def killed_while_tokenising(bench: Bench):
-    reference = Bench(bench.server, bench.folder.parent / "reference").trained()
+    reference = bench.reference()
     script = bench.patched(moment("data_loader.tokenise_batch"))
     # another data set to the cache, the same to the training: its name is not in it
     content = (bench.folder / "data/squad_sample.json").read_text()
@@ -130,7 +130,7 @@ RANKS = {
 def ranks_killed(name: str, flags: tuple, ranks: int, slow: str) -> None:
     def act(bench: Bench) -> None:
         how = {"ranks": ranks, "BATCH_SIZE": 2 // ranks}
-        reference = Bench(bench.server, bench.folder.parent / "reference").trained(*flags, *KEPT, **how)
+        reference = bench.reference(*flags, *KEPT, **how)
         script = bench.patched(moment("training.checkpoints.CheckpointCallback.on_save", 2))
         dead = bench.run(*flags, *KEPT, script=script, code=-signal.SIGKILL, **how)
         assert complete(dead.output) == {"checkpoint-2": True, "checkpoint-4": False}
@@ -172,7 +172,7 @@ def torn(name: str, done: str, damage: Callable[[Path], object]) -> None:
     """A case that damages the last checkpoint of a run that had ended: the one before is taken."""
 
     def act(bench: Bench) -> None:
-        reference = Bench(bench.server, bench.folder.parent / "reference").trained(*KEPT)
+        reference = bench.reference(*KEPT)
         output = bench.trained(*KEPT).output
         (output / "config.json").unlink()  # as if it had been killed before it saved its model
         damage(output / "checkpoint-4")
@@ -204,7 +204,7 @@ def flipped(file: str) -> None:
     line = f"{SECOND}/{file}: was changed since it was saved; go on from the one before: ...output/7/checkpoint-2"
 
     def act(bench: Bench) -> None:
-        reference = Bench(bench.server, bench.folder.parent / "reference").trained(*KEPT)
+        reference = bench.reference(*KEPT)
         output = bench.trained(*KEPT).output
         (output / "config.json").unlink()
         flip(output / "checkpoint-4" / file)
@@ -225,7 +225,7 @@ for file in ("model.safetensors", "optimizer.pt", "trainer_state.json", "schedul
     "nobody is there to choose: it goes on from the one before, to the same weights and losses",
 )
 def flipped_and_requeued(bench: Bench):
-    reference = Bench(bench.server, bench.folder.parent / "reference").trained(*KEPT)
+    reference = bench.reference(*KEPT)
     output = bench.trained(*KEPT).output
     flip(output / "checkpoint-4/model.safetensors")
     again = bench.run(*KEPT, SLURM_RESTART_COUNT=1)

@@ -134,7 +134,7 @@ TrainSpeedCallback.on_step_begin = fill
     "exit 3, the torn checkpoint named, the good one kept; with space again it is resumed from",
 )
 def disk_full_during_a_save(bench: Bench):
-    reference = Bench(bench.server, bench.folder.parent / "reference").trained()
+    reference = bench.reference()
     with bench.small_disk("output", 40 * 2**20) as limits:
         if limits:
             return  # nothing can be mounted here: the case below
@@ -169,7 +169,7 @@ HOSTILE = {
 
 def hostile(name: str, folder: str) -> None:
     def act(bench: Bench) -> None:
-        reference = Bench(bench.server, bench.folder.parent / "reference").trained()
+        reference = bench.reference()
         place = Bench(bench.server, bench.folder / folder)
         assert same_training(place.run(), reference)
         assert place.run("--model_name", "output/7", JOB_ID=8, OUTPUT_DIR=f"{folder}/x").record["status"] == "completed"
@@ -188,7 +188,7 @@ GOES_ON = "the training goes on to its end, with the same weights, and its recor
 
 
 def goes_on(bench: Bench, *words: object, **options: object) -> None:
-    reference = Bench(bench.server, bench.folder.parent / "reference").trained()
+    reference = bench.reference()
     ended = bench.run(*words, **options)
     assert same_training(ended, reference)
     assert (ended.record["status"], ended.record["exit_code"]) == ("completed", 0)

@@ -259,7 +259,7 @@ TERM_TO_JOB = """seen = []
     slow="a new interpreter for every program",
 )
 def job_of_train(bench: Bench):
-    reference = Bench(bench.server, bench.folder.parent / "reference").trained(*KEPT)
+    reference = bench.reference(*KEPT)
     bench.patched(f"import time\n{moment('transformers.Trainer.training_step', 3, TERM_TO_JOB)}")
     options = {"DATASET": bench.folder / "data/squad_sample.json", "OMP_NUM_THREADS": 1}
     start(bench, "", **options).wait()

@@ -65,7 +65,7 @@ MOMENTS["in a step, twice at once"] = (sent(STEP, 3, signal.SIGTERM, signal.SIGT
 
 def stop(name: str, patch: str, step: int) -> None:
     def act(bench: Bench) -> None:
-        reference = Bench(bench.server, bench.folder.parent / "reference").trained(*KEPT)
+        reference = bench.reference(*KEPT)
         stopped(bench, step, script=bench.patched(patch))
         again = bench.run(*KEPT, "--resume_from_checkpoint")
         assert same_training(again, reference)
@@ -82,7 +82,7 @@ for name, (patch, step) in MOMENTS.items():
 
 @case("stop", "while the model is saved", "SIGTERM as the trained model is written", "ended, and no model is half")
 def stop_while_saving_the_model(bench: Bench):
-    reference = Bench(bench.server, bench.folder.parent / "reference").trained(*KEPT)
+    reference = bench.reference(*KEPT)
     ended = bench.start(*KEPT, script=bench.patched(sent("train.save_model", 1, signal.SIGTERM))).wait()
     assert ended.code in (0, 75), ended
     if ended.code == 75:
@@ -92,7 +92,7 @@ def stop_while_saving_the_model(bench: Bench):
 
 @case("stop", "in EM and F1", "SIGTERM while the questions are answered", "exit 75; later the same EM and F1")
 def stop_in_em_and_f1(bench: Bench):
-    reference = Bench(bench.server, bench.folder.parent / "reference").trained(*KEPT, EM_F1=True)
+    reference = bench.reference(*KEPT, EM_F1=True)
     script = bench.patched(sent("evaluate.answer_questions", 1, signal.SIGTERM))
     stopped(bench, 4, script=script, EM_F1=True)
     again = bench.run(*KEPT, "--resume_from_checkpoint", EM_F1=True)
@@ -123,7 +123,7 @@ def stop_twice(bench: Bench):
     "goes on by itself to the same weights and losses; the record tells of both",
 )
 def stop_again_and_again(bench: Bench):
-    reference = Bench(bench.server, bench.folder.parent / "reference").trained(*KEPT)
+    reference = bench.reference(*KEPT)
     script = bench.patched(sent(STEP, 1, signal.SIGTERM))
     stopped(bench, 1, script=script)
     script = bench.patched(sent(STEP, 2, signal.SIGTERM))
@@ -170,7 +170,7 @@ RANKS = {
 def stop_of_ranks(name: str, flags: tuple, slow: str) -> None:
     def act(bench: Bench) -> None:
         how = {"ranks": 2, "BATCH_SIZE": 1, "NUM_EPOCHS": 3}
-        reference = Bench(bench.server, bench.folder.parent / "reference").trained(*flags, *KEPT, **how)
+        reference = bench.reference(*flags, *KEPT, **how)
         # behind step 5 the beta powers of DeepSpeed's Adam depend on how they are computed; behind 3 and 4 they do not
         patch = sent(STEP, 5, signal.SIGTERM, rank=1)
         stopped(bench, 5, *flags, script=bench.patched(patch), **how)
@@ -320,7 +320,7 @@ for name, content in (("cut off", '{"status": "comp'), ("list", "[]"), ("bytes",
     "record", "two at once", "two runs of one JOB_ID at the same time", "exit 2 for the second; the first is unharmed"
 )
 def two_at_once(bench: Bench):
-    reference = Bench(bench.server, bench.folder.parent / "reference").trained()
+    reference = bench.reference()
     lines = "open('here', 'w'); open('go').read()"
     os.mkfifo(bench.folder / "go")
     first = bench.start(script=bench.patched(moment(STEP, 1, lines)))
