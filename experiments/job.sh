@@ -95,7 +95,7 @@ job_skip_steps() {
   fi
   local step
   for ((step = 0; step < 2 * (ATTEMPT - 1); step++)); do # an attempt has two: bandwidth test and training
-    srun --nodes=1 --ntasks=1 --overlap true || true
+    srun --quiet --nodes=1 --ntasks=1 true || true
   done
 }
 

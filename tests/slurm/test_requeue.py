@@ -12,7 +12,7 @@ import pytest
 
 from jobs import Job, Lab, run_command
 
-# Some 10 seconds of training on a free machine, a checkpoint after every 4 to 12 steps
+# 288 steps, some 10 seconds on a free machine, and a checkpoint after every 12
 LONG = {"TRAIN_SIZE": 96, "EVAL_SIZE": 16, "NUM_EPOCHS": 24, "EM_F1": False, "GRAD_ACC": 1, "BATCH_SIZE": 4}
 LONG |= {"SAVE_STRATEGY": "epoch"}
 STEPS_PER_EPOCH = 12
@@ -121,6 +121,9 @@ def check(case: Stopped, job: Job) -> None:
     if case.act:
         case.act(job)
     job.wait_for(lambda: "going on from step" in job.log)
+    attempt = job.log.count(f"job {job.id} of ")
+    if case.name in ("zero-2", "fsdp2"):  # Slurm may still be telling a node to end a step of an earlier attempt
+        assert job.kill("node1", 0, f"SLURM_STEP_ID={2 * attempt - 1}\0"), f"another step than its own\n{job}"
     job.wait()
     assert (job.state, job.exit_code) == ("COMPLETED", 0), str(job)
     record = job.record
