@@ -54,7 +54,8 @@ def listen_at(source: str, host: str, port: int) -> socket.socket:
         family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         return socket.create_server(address, family=family)
     except (OSError, UnicodeError) as error:
-        what = f"{node_name()} cannot listen at {host}:{port} ({error})"
+        reason = str(error).partition(" (while")[0]  # the rest is the address once more
+        what = f"{node_name()} cannot listen at {host}:{port} ({reason})"
         raise WorkshopError(
             source, what, "give MASTER_ADDR an address of the first node, or submit again", ENVIRONMENT
         ) from error

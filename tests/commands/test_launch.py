@@ -82,6 +82,7 @@ def test_a_first_node_that_cannot_listen_says_so_at_once(start, address):
         port = listener.getsockname()[1]
         error = error_of(start(0, port, address, timeout=10_000))
     assert error.startswith(f"error: rendezvous: first cannot listen at {address}:{port} (")
+    assert "while attempting" not in error, "the address once more"
 
 
 # Code from the network: what a stranger writes into the store of a running launch
