@@ -382,8 +382,16 @@ job_start() { # COMMAND
   python -P "$ROOT/scripts/job/with_parent.py" "$parent" "$@" &
   CHILD=$!
   if [[ $STOPPED = yes ]]; then # the signal came before CHILD was known
-    kill -TERM "$CHILD" 2>/dev/null || true
+    job_signal_child TERM
   fi
+}
+
+job_signal_child() { # SIGNAL
+  # Until its exec the child is this script once more, in which the signal would run this script's trap, and be lost
+  while cmp -s "/proc/$CHILD/cmdline" "/proc/$BASHPID/cmdline"; do
+    sleep 0.01
+  done
+  kill -"$1" "$CHILD" 2>/dev/null || true
 }
 
 # For CHILD: its exit status. Not by wait alone: bash loses the status of a child that ends in the moment in which a
@@ -414,7 +422,7 @@ job_stop() { # SIGNAL: ask the training to save and stop
     if [[ $1 = USR1 ]]; then
       passed_on=USR1
     fi
-    kill -"$passed_on" "$CHILD" 2>/dev/null || true
+    job_signal_child "$passed_on"
   fi
   if [[ $ON_NODE = no && $BASHPID = "$$" ]]; then
     # at once: a training that does not react is killed, and this script with it
