@@ -19,11 +19,10 @@ from pathlib import Path
 
 from cluster import FINAL, Cluster
 from cluster import run as run_command
-from helpers import REPOSITORY
+from helpers import REPOSITORY, RUN_TIMEOUT
 from reporting.memory_logs import read_cpu_log, read_gpu_log
 
-# The first DeepSpeed run on a machine compiles its CPU optimizer; others may train on the same two cores
-TIMEOUT = 600
+TIMEOUT = RUN_TIMEOUT  # a job may wait for DeepSpeed's compiler, too
 SYSTEM = ("/usr/sbin", "/usr/bin", "/sbin", "/bin")
 GIT = ("git", "-c", "user.name=test", "-c", "user.email=test@example.org")
 # One epoch of two steps, for what needs no more
