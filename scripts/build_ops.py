@@ -2,7 +2,7 @@
 
     python scripts/build_ops.py
 
-job.sh runs it before a DeepSpeed training: g++ takes several GB for a minute or two, which would stand in the memory
+job.sh runs it before a DeepSpeed training: g++ takes several GB for some minutes, which would stand in the memory
 log as the training's peak. A build that fails is one line here, and keeps no other from being built; a training that
 needs it ends with the same line.
 """

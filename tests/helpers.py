@@ -19,8 +19,8 @@ REPOSITORY = Path(__file__).resolve().parent.parent
 EXPERIMENTS = REPOSITORY / "experiments"
 EXPERIMENT_SCRIPTS = sorted(EXPERIMENTS.rglob("*.slurm"))
 PAGES = sorted([*REPOSITORY.glob("*.md"), *REPOSITORY.glob("docs/**/*.md"), *REPOSITORY.glob("data/*.md")])
-# The first DeepSpeed run on a machine compiles three libraries, which takes four minutes on two free cores, and all who
-# need them wait; pytest itself ends a test after 1800
+# Seconds. The first DeepSpeed run on a machine compiles three libraries, which takes four minutes on two free cores and
+# several times that on busy ones, and all who need them wait. pytest itself ends a test after 1800
 RUN_TIMEOUT = 1500
 # A run that takes seconds. Two epochs of 8 steps; the questions have 127 to 194 tokens, so that padding matters.
 TINY = {
