@@ -236,6 +236,8 @@ def check_values(options: Options) -> None:
         if values[flag] == 0 and values[strategy] == "steps":
             way_out = "give at least 1, or a part of the training such as 0.1"
             raise options.error(flag, "0 is no number of steps", way_out)
+    if values["loss"] == "chunked" and values["label_smoothing_factor"]:
+        raise options.error("label_smoothing_factor", "needs the logits, and chunked has none", "use --loss full")
     check_best_model(options)
     for flag in JSON_FLAGS:
         name = options.names.get(flag, flag)

@@ -30,6 +30,7 @@ KNOBS = (
     Knob("MAX_LENGTH", "max_length", 512),
     Knob("PADDING", "padding", "max_length"),
     Knob("LABELS", "labels", "sequence"),
+    Knob("LOSS", "loss", "full"),
     Knob("EM_F1", "em_f1", True),
     Knob("NUM_EPOCHS", "num_train_epochs", 3),
     Knob("BATCH_SIZE", "per_device_train_batch_size", 4),
@@ -81,6 +82,9 @@ class ModelArguments:
     )
     tokenizer_name: str | None = flag_field(
         "tokenizer_name", "Hub name or local folder of another tokenizer than the model's own."
+    )
+    loss: Literal["full", "chunked"] = flag_field(
+        "loss", "From the logits of all tokens, or chunk by chunk without them (same loss, less memory, faster)."
     )
     vocab_size: int = flag_field("vocab_size", "custom-gpt: tokens of the embedding and of the head.")
     hidden_size: int = flag_field("hidden_size", "custom-gpt: width. First to lower when memory runs out.")

@@ -62,6 +62,7 @@ from training.checkpoints import (
     read_marker,
     remove_checkpoints_of_stops,
 )
+from training.chunked_loss import check_head, use_chunked_loss
 from training.record import RunRecord, new_job_id, refuse_finished, restarted_by_slurm, sole_writer
 from training.safe_load import load_weights_only, refuse_foreign_code
 from training.stopping import StopCallback, Stopped, StopRequest, name_of
@@ -110,6 +111,8 @@ def main() -> None:
         load_metric()
     skeleton = empty_model(model_args, data_args)
     check_model(model_args, skeleton)
+    if model_args.loss == "chunked":
+        check_head(skeleton)
     watchdog.beat("reading the data")
     tokenizer = load_tokenizer(model_args, data_args)
     train_dataset, eval_dataset = load_squad(data_args, tokenizer, args)
@@ -145,6 +148,8 @@ def main() -> None:
         prepare_trackers(args, job_id)
         watchdog.beat("loading the model")
         model = load_model(model_args, data_args, tokenizer, args.seed)
+        if model_args.loss == "chunked":
+            use_chunked_loss(model)
         # CheckpointCallback removes the older ones, once the new one is known to be complete
         save_total_limit = args.save_total_limit
         args.save_total_limit = None

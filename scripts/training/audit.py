@@ -16,6 +16,7 @@ from model import count_parameters
 from parallel import sharding
 from parallel.distributed import gather_lists, rank, world_size
 from parallel.fsdp_config import fsdp_name, wrap_classes
+from training.chunked_loss import computes_loss_in_head
 from training.record import RunRecord
 
 NOT_ON_CPU = "n/a on CPU"
@@ -89,6 +90,7 @@ def audit(trainer: Trainer, options: Options, data_args, parameters: int) -> lis
     saving = SaveStrategy(trainer.args.save_strategy).value
     knobs += [
         Audited("label mode", values["labels"], labels),
+        Audited("loss", values["loss"], "chunked" if computes_loss_in_head(trainer.model) else "full"),
         Audited("padding", values["padding"], collator.padding, f"up to {data_args.max_length} tokens"),
         Audited("train size", requested_train_size(values), len(train_dataset), "questions"),
         Audited("eval size", values["eval_size"], len(eval_dataset), "questions"),

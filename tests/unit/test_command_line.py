@@ -22,6 +22,7 @@ VALUES = {
     "max_length": (512, ("7", 7), ("8", 8)),
     "padding": ("max_length", ("longest", "longest"), ("max_length", "max_length")),
     "labels": ("sequence", ("answer", "answer"), ("all", "all")),
+    "loss": ("full", ("chunked", "chunked"), ("full", "full")),
     "em_f1": (True, ("no", False), ("yes", True)),
     "num_train_epochs": (3, ("7", 7), ("0.5", 0.5)),
     "per_device_train_batch_size": (4, ("7", 7), ("8", 8)),

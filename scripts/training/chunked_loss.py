@@ -1,0 +1,226 @@
+"""The loss of a causal LM without its logits, for `--loss chunked`: `use_chunked_loss`.
+
+The logits of a vocabulary of 250,880 tokens are the largest tensor of a training: 2,048 tokens have 0.96 GiB of them in
+16 bit, 1.9 GiB once the loss has turned them into fp32, and as much again for their gradient. Most of these tokens are
+padding, whose logits nobody needs. Here only the positions that count in the loss go through the head, in chunks. The
+gradient of a chunk's loss is known as soon as its logits are (softmax minus one at the target), so it is multiplied
+into the gradients of the hidden states and of the weight at once, and the chunk's memory is used for the next one.
+
+Like Liger's FusedLinearCrossEntropy (arXiv:2410.10989, section 3.2) and torch.nn.functional.linear_cross_entropy;
+docs/efficiency.md compares the three.
+"""
+
+import math
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from transformers import PreTrainedModel
+
+from data_loader import IGNORED
+from errors import WorkshopError
+
+USE_FULL = "use --loss full"
+CHUNK = 512  # tokens at least: with fewer, matrix products are slower, and sums of gradients more
+
+
+@dataclass(frozen=True)
+class Pieces:
+    """What is computed at once. On the CPU it stays in the cache between one pass and the next."""
+
+    logits: int  # elements of the fp32 copy of some rows of a chunk's logits
+    vocabulary: int  # rows of the weight's gradient
+
+
+ON_CPU = Pieces(logits=2**21, vocabulary=2**11)
+ON_GPU = Pieces(logits=2**26, vocabulary=2**15)
+
+
+def check_head(skeleton: PreTrainedModel) -> None:
+    """Raises WorkshopError (exit code 2) unless the model's logits are the output of one linear layer, as it is.
+
+    skeleton: the model on the meta device. Where its code cannot run there, the first step of the training decides.
+    """
+    head = skeleton.get_output_embeddings()
+    if not isinstance(head, nn.Linear):
+        what = f"chunked needs one linear layer as head, {type(skeleton).__name__} has {type(head).__name__}"
+        raise WorkshopError("--loss", what, USE_FULL)
+    outputs: list[torch.Tensor] = []
+    logits_of_loss: list[torch.Tensor] = []
+
+    def note_logits(logits: torch.Tensor, *args, **kwargs) -> torch.Tensor:
+        logits_of_loss.append(logits)
+        return logits.sum()
+
+    skeleton.loss_function = note_logits
+    head.register_forward_hook(lambda module, args, output: outputs.append(output))
+    tokens = torch.zeros(1, 2, dtype=torch.long, device="meta")
+    try:
+        skeleton(input_ids=tokens, labels=tokens)
+    except (RuntimeError, NotImplementedError, ValueError, TypeError, AttributeError):
+        if not outputs:
+            return
+    if not (len(outputs) == len(logits_of_loss) == 1 and outputs[0] is logits_of_loss[0]):
+        raise changed_logits(skeleton)
+
+
+def changed_logits(model: PreTrainedModel) -> WorkshopError:
+    what = f"chunked is wrong for {type(model).__name__}, which scales or caps its logits, or has a loss of its own"
+    return WorkshopError("--loss", what, USE_FULL)
+
+
+def use_chunked_loss(model: PreTrainedModel) -> None:
+    """Let a causal LM compute its loss in its head, chunk by chunk, in each forward pass that is given labels."""
+    LossInHead(model)
+
+
+def computes_loss_in_head(model: PreTrainedModel) -> bool:
+    return isinstance(getattr(model.get_output_embeddings().forward, "__self__", None), LossInHead)
+
+
+class LossInHead:
+    """What a model's head does instead of returning logits, while the model has labels.
+
+    The head's own forward method reads the weight, so that the hooks of FSDP and ZeRO-3 have gathered it, also where it
+    is tied to the embedding. The model hands what the head returns on to its loss function, which returns it.
+    """
+
+    def __init__(self, model: PreTrainedModel):
+        self.model = model
+        self.head: nn.Linear = model.get_output_embeddings()
+        self.logits = self.head.forward
+        self.labels: torch.Tensor | None = None
+        self.number_of_labels: torch.Tensor | int | None = None
+        self.first_loss: torch.Tensor | None = None
+        self.checked = False
+        model.register_forward_pre_hook(self.note_labels, with_kwargs=True)
+        model.loss_function = self.loss_function
+        self.head.forward = self.forward  # type: ignore[method-assign]
+
+    def note_labels(self, model: nn.Module, args: tuple, kwargs: dict) -> None:
+        self.labels = kwargs.get("labels")
+        self.number_of_labels = kwargs.get("num_items_in_batch")
+
+    @torch.compiler.disable
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Hidden states (batch, tokens, hidden size) -> loss (), in fp32; logits if the model has no labels.
+
+        Sum over the labels that count / the number of them in the optimizer step, which the Trainer passes; without
+        that, as in evaluation, their mean.
+        """
+        if self.labels is None:
+            return self.logits(hidden)
+        targets = F.pad(self.labels[:, 1:], (0, 1), value=IGNORED)  # the next token of each position
+        counted = targets != IGNORED
+        targets = targets[counted]
+        total = CrossEntropyOfHead.apply(
+            hidden[counted], self.head.weight, self.head.bias, targets, torch.is_grad_enabled()
+        )
+        loss = total / (len(targets) if self.number_of_labels is None else self.number_of_labels)
+        if not self.checked:
+            self.first_loss = loss.detach()
+        return loss
+
+    def loss_function(self, logits: torch.Tensor, *args, **kwargs) -> torch.Tensor:
+        """The model's: its `logits` are the loss, unless the model has changed them on the way."""
+        if not self.checked:
+            if self.first_loss is None or not torch.equal(logits, self.first_loss):
+                raise changed_logits(self.model)
+            self.checked = True
+            self.first_loss = None
+        return logits
+
+
+class CrossEntropyOfHead(torch.autograd.Function):
+    """Sum of the cross entropy over tokens, with the gradients computed in the forward pass.
+
+    hidden: (tokens, hidden size). weight: (vocabulary, hidden size). bias: (vocabulary) or None. targets: (tokens),
+    int64. Products are in the dtype of autocast if it is on, else in that of the weight; softmax, loss and the sums
+    over chunks in fp32. Gradients have the dtype of what they belong to. Backward works once, as it uses them up.
+    """
+
+    @staticmethod
+    def forward(ctx, hidden, weight, bias, targets, with_gradients: bool):
+        device = hidden.device.type
+        dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else weight.dtype
+        ctx.dtypes = hidden.dtype, weight.dtype, bias.dtype if bias is not None else None
+        hidden = hidden.to(dtype)
+        weight = weight.to(dtype)
+        bias = bias.to(dtype) if bias is not None else None
+        tokens, hidden_size = hidden.shape
+        vocabulary = len(weight)
+        # Logits of `hidden_size` tokens are no larger than the weight, whose gradient needs that much in any case
+        chunks = max(1, math.ceil(tokens / max(hidden_size, CHUNK)))
+        chunk = max(1, math.ceil(tokens / chunks))
+        pieces = ON_CPU if device == "cpu" else ON_GPU
+        loss = torch.zeros((), device=hidden.device)
+        logits_buffer = torch.empty(chunk, vocabulary, dtype=dtype, device=hidden.device)
+        scale = gradient_scale(hidden, chunk)
+        if with_gradients:
+            hidden_gradient = torch.empty_like(hidden, dtype=torch.float32)
+            weight_gradient = torch.zeros_like(weight, dtype=torch.float32)
+            bias_gradient = torch.zeros_like(bias, dtype=torch.float32) if bias is not None else None
+        with torch.autocast(device, enabled=False):
+            for start in range(0, tokens, chunk):
+                part = hidden[start : start + chunk]
+                logits = torch.mm(part, weight.T, out=logits_buffer[: len(part)])
+                if bias is not None:
+                    logits += bias
+                loss += loss_and_gradient(logits, targets[start : start + chunk], scale, pieces.logits)
+                if not with_gradients:
+                    continue
+                gradient = logits  # loss_and_gradient has put it there
+                hidden_gradient[start : start + chunk] = gradient @ weight
+                for first in range(0, vocabulary, pieces.vocabulary):
+                    rows = slice(first, first + pieces.vocabulary)
+                    weight_gradient[rows] += gradient[:, rows].T @ part
+                if bias is not None:
+                    bias_gradient += gradient.sum(0, dtype=torch.float32)
+        if with_gradients:
+            ctx.save_for_backward(hidden_gradient, weight_gradient, bias_gradient, scale)
+        return loss
+
+    @staticmethod
+    def backward(ctx, gradient):
+        *gradients, scale = ctx.saved_tensors
+        factor = gradient / scale
+        gradients = [
+            kept.mul_(factor).to(dtype) if kept is not None else None
+            for kept, dtype in zip(gradients, ctx.dtypes, strict=True)
+        ]
+        return *gradients, None, None
+
+
+def loss_and_gradient(logits: torch.Tensor, targets: torch.Tensor, scale: torch.Tensor, elements: int) -> torch.Tensor:
+    """Summed cross entropy of logits (tokens, vocabulary); in their place is left their gradient, times `scale`.
+
+    elements: of the logits that are copied to fp32 at once, whole rows of them.
+    """
+    tokens, vocabulary = logits.shape
+    rows = min(tokens, max(1, elements // vocabulary))
+    buffer = torch.empty(rows, vocabulary, device=logits.device)
+    loss = torch.zeros((), device=logits.device)
+    for start in range(0, tokens, rows):
+        part = logits[start : start + rows]
+        target = targets[start : start + rows, None]
+        log_probabilities = buffer[: len(part)].copy_(part)
+        torch.log_softmax(log_probabilities, dim=-1, out=log_probabilities)
+        loss -= log_probabilities.gather(1, target).sum()
+        gradient = log_probabilities.exp_()
+        gradient.scatter_add_(1, target, gradient.new_full(target.shape, -1))
+        part.copy_(gradient.mul_(scale) if logits.dtype == torch.float16 else gradient)
+    return loss
+
+
+def gradient_scale(hidden: torch.Tensor, chunk: int) -> torch.Tensor:
+    """A power of two to multiply a chunk's gradient by before it is rounded to fp16, 1 for other dtypes.
+
+    A softmax over 250,880 tokens is 4e-6 on average, near the smallest numbers of fp16, and the factor of loss scaling
+    comes only with the backward pass. The largest number of fp16 is 65,504, and no sum over a chunk may be above it.
+    """
+    one = torch.ones((), device=hidden.device)
+    if hidden.dtype != torch.float16 or not len(hidden):
+        return one
+    largest_sum = chunk * hidden.abs().amax().float()
+    return torch.exp2(torch.floor(torch.log2(2**15 / largest_sum))).clamp(max=2**10)
