@@ -328,6 +328,10 @@ def precision_name(values: dict) -> str:
     return "bf16" if values["bf16"] else "fp32"
 
 
+def compute_dtype(values: dict) -> torch.dtype:
+    return {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}[precision_name(values)]
+
+
 def optimizer_for_fsdp(options: Options) -> str:
     """The optimizer of the flag; in fp16 never a fused one, which is the default of transformers.
 

@@ -22,7 +22,7 @@ from pathlib import Path
 from transformers import ProgressCallback
 
 from build_ops import check_compiler
-from config import build_arguments, check_trainable, parse_command_line
+from config import build_arguments, check_trainable, compute_dtype, parse_command_line
 from data_loader import collator, load_squad, questions_cut
 from errors import ENVIRONMENT
 from evaluate import exact_match_and_f1, load_metric
@@ -63,6 +63,7 @@ from training.checkpoints import (
     remove_checkpoints_of_stops,
 )
 from training.chunked_loss import check_head, use_chunked_loss
+from training.flops import ModelFlops, matmul_peak
 from training.record import RunRecord, new_job_id, refuse_finished, restarted_by_slurm, sole_writer
 from training.safe_load import load_weights_only, refuse_foreign_code
 from training.stopping import StopCallback, Stopped, StopRequest, name_of
@@ -146,10 +147,17 @@ def main() -> None:
         stop.record_path = record.path
         watchdog.before_exit(lambda: finish(record.path, "failed", ENVIRONMENT))
         prepare_trackers(args, job_id)
+        watchdog.beat("timing matrix products")
+        peak = matmul_peak(compute_dtype(options.values), args.device)
         watchdog.beat("loading the model")
         model = load_model(model_args, data_args, tokenizer, args.seed)
         if model_args.loss == "chunked":
             use_chunked_loss(model)
+        flops = None
+        try:
+            flops = ModelFlops(model)
+        except ValueError as error:
+            record.content["missing"]["train.mfu_percent"] = str(error)
         # CheckpointCallback removes the older ones, once the new one is known to be complete
         save_total_limit = args.save_total_limit
         args.save_total_limit = None
@@ -163,7 +171,7 @@ def main() -> None:
             eval_dataset=eval_dataset,
             data_collator=collator(tokenizer, data_args),
         )
-        speed = TrainSpeedCallback(requested_train_size(options.values) / steps_per_epoch(trainer))
+        speed = TrainSpeedCallback(requested_train_size(options.values) / steps_per_epoch(trainer), trainer)
         utilisation = UtilisationCallback()
         trainer.add_callback(speed)
         trainer.add_callback(utilisation)
@@ -180,7 +188,8 @@ def main() -> None:
         # 6. Training, with an evaluation after each epoch.
         result = trainer.train(resume_from_checkpoint=checkpoint)
         record.measure_memory()
-        record.training(trainer.state.global_step, result.metrics, trainer.state.log_history, speed, utilisation)
+        work = speed.work(flops, peak)
+        record.training(trainer.state.global_step, result.metrics, trainer.state.log_history, speed, utilisation, work)
         close_trackers(args, job_id, record.content["callbacks"])
         end_if_stopped(stop, trainer, record)
 

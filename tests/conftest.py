@@ -5,13 +5,18 @@ files that use the table of runs, one all that use the cluster, and the third ea
 marks of pytest-xdist for this, xdist_group, have no effect with pytest 9.)
 """
 
+import os
 import re
+import tempfile
 from pathlib import Path
 
 import pytest
 from xdist.scheduler import LoadScopeScheduling
 
 TESTS = Path(__file__).parent
+# What a busy machine reaches in products of matrices is not to stay in the user's cache
+CACHE = tempfile.TemporaryDirectory(prefix="cache-of-tests-")
+os.environ["XDG_CACHE_HOME"] = CACHE.name
 
 
 class OneWorkerPerFixture(LoadScopeScheduling):

@@ -37,7 +37,7 @@ TINY = {
     "EM_F1": "False",
     "CUDA_VISIBLE_DEVICES": "",  # on the CPU everywhere, so that the losses can be compared
 }
-INHERITED = ("HOME", "LANG", "LC_ALL", "PATH", "TMPDIR", "LD_LIBRARY_PATH")
+INHERITED = ("HOME", "XDG_CACHE_HOME", "LANG", "LC_ALL", "PATH", "TMPDIR", "LD_LIBRARY_PATH")
 LAUNCHERS = {
     "python": lambda processes: [sys.executable],
     "torchrun": lambda processes: [str(Path(sys.executable).with_name("torchrun")), f"--nproc_per_node={processes}"],

@@ -99,6 +99,14 @@ def score(name: str) -> Callable[[Run], Cell]:
     return read
 
 
+def padding(run: Run) -> Cell:
+    """Share of padding in the tokens that went through the model."""
+    train = run.record.train
+    if train.real_tokens is None or train.padding_tokens is None or not train.real_tokens:
+        return Cell(None, run.why_missing("train.padding_tokens"))
+    return Cell(100 * train.padding_tokens / (train.real_tokens + train.padding_tokens))
+
+
 def gpu_hours(run: Run) -> Cell:
     return Cell(*run.gpu_hours())
 
@@ -122,6 +130,9 @@ METRICS = {
     "steps_per_second": Metric("Train steps/s", recorded("train.steps_per_second")),
     "samples_per_second": Metric("Train samples/s", recorded("train.samples_per_second")),
     "steady_samples_per_second": Metric("Steps alone, samples/s", recorded("train.steady_samples_per_second")),
+    "tokens_per_second": Metric("Real tokens/s", recorded("train.steady_tokens_per_second")),
+    "padding": Metric("Padding (%)", padding),
+    "mfu": Metric("MFU (%)", recorded("train.mfu_percent")),
     "eval_samples_per_second": Metric("Eval samples/s", recorded("eval.-1.samples_per_second")),
     "exact_match": Metric("Exact Match (%)", score("exact_match")),
     "f1": Metric("F1 (%)", score("f1")),

@@ -103,6 +103,10 @@ class Train(Typed):
     samples_per_second: Measured | None = None
     steps_per_second: Measured | None = None
     steady_samples_per_second: Measured | None = None
+    real_tokens: Count | None = None
+    padding_tokens: Count | None = None
+    steady_tokens_per_second: Measured | None = None
+    mfu_percent: Measured | None = None
 
 
 class Restart(Typed):

@@ -3,6 +3,8 @@
 import math
 import statistics
 import time
+from dataclasses import dataclass, field
+from typing import Any
 
 import psutil
 import torch
@@ -11,12 +13,31 @@ from transformers import Trainer, TrainerCallback
 
 from errors import WorkshopError
 from parallel import watchdog
-from parallel.distributed import gather_lists
+from parallel.distributed import gather_lists, world_size
+from training.flops import KINDS_OF_TOKENS, ModelFlops
 
 WARM_UP_STEPS = 3
 PERCENT_PER_LINE = 5
 BAD_LOSSES = 3  # in a row
 FINITE_AGAIN = "lower --learning_rate, or use --bf16 instead of --fp16"
+
+
+@dataclass
+class TokenCounts:
+    """Sums of count_tokens over all ranks: of all steps, and of those that the steady rate is taken from."""
+
+    whole: list[int] = field(default_factory=lambda: [0] * KINDS_OF_TOKENS)
+    steady: list[int] = field(default_factory=lambda: [0] * KINDS_OF_TOKENS)
+
+    def __add__(self, other: "TokenCounts") -> "TokenCounts":
+        def add(own: list[int], others: list[int]) -> list[int]:
+            return [a + b for a, b in zip(own, others, strict=True)]
+
+        return TokenCounts(add(self.whole, other.whole), add(self.steady, other.steady))
+
+
+def as_list(tokens: Any) -> list[int]:
+    return tokens.tolist() if torch.is_tensor(tokens) else [0] * KINDS_OF_TOKENS
 
 
 class TrainSpeedCallback(TrainerCallback):
@@ -25,17 +46,24 @@ class TrainSpeedCallback(TrainerCallback):
     The Trainer's own train_samples_per_second divides by everything between start and end.
     """
 
-    def __init__(self, samples_per_step: float):
-        """samples_per_step: of all ranks together, on average (an epoch's last step may hold fewer)."""
+    def __init__(self, samples_per_step: float, trainer: Any):
+        """samples_per_step: of all ranks together, on average (an epoch's last step may hold fewer).
+
+        trainer: a ResumableTrainer, which counts the tokens.
+        """
         self.samples_per_step = samples_per_step
+        self.trainer = trainer
         self.steps = 0
         self.seconds = 0.0
+        self.tokens: Any = 0  # of these steps, of this rank and run: a tensor of count_tokens
+        self.earlier = TokenCounts()
         self.started = None
 
     def on_step_begin(self, args, state, control, **kwargs):
         if self.started is None and self.first_step_seen(state) >= WARM_UP_STEPS:
             self.started = clock()
             self.steps_at_start = state.global_step
+            self.tokens_at_start = self.trainer.tokens
 
     def first_step_seen(self, state) -> int:
         """Steps done by this process: a resumed run warms up again."""
@@ -50,16 +78,24 @@ class TrainSpeedCallback(TrainerCallback):
     def on_epoch_end(self, args, state, control, **kwargs):
         self.pause(state)
 
-    def go_on_from(self, steps: int, seconds: float) -> None:
+    def go_on_from(self, steps: int, seconds: float, tokens: TokenCounts) -> None:
         """Count those of the runs before as well."""
         self.steps = steps
         self.seconds = seconds
+        self.earlier = tokens
 
     def pause(self, state) -> None:
         if self.started is not None:
             self.seconds += clock() - self.started
             self.steps += state.global_step - self.steps_at_start
+            self.tokens = self.tokens + self.trainer.tokens - self.tokens_at_start
             self.started = None
+
+    def token_counts(self) -> TokenCounts:
+        """Of all ranks, and of the runs before. Collective."""
+        ranks = gather_lists([as_list(self.trainer.tokens), as_list(self.tokens)])
+        whole, steady = ([sum(counts) for counts in zip(*kind, strict=True)] for kind in zip(*ranks, strict=True))
+        return self.earlier + TokenCounts(whole, steady)
 
     def rates(self) -> dict:
         """steady_steps_per_second and steady_samples_per_second (of all ranks together), None without steps."""
@@ -68,6 +104,24 @@ class TrainSpeedCallback(TrainerCallback):
             "steady_steps": self.steps,
             "steady_steps_per_second": rate and round(rate, 4),
             "steady_samples_per_second": rate and round(rate * self.samples_per_step, 3),
+        }
+
+    def work(self, flops: ModelFlops | None, peak: float) -> dict:
+        """Tokens, the steady rate of real ones, and MFU against the `peak` of one rank. Collective."""
+        counts = self.token_counts()
+        real, padding, counted, _ = counts.whole
+        steady_real, _, steady_counted, steady_squares = counts.steady
+        mfu = None
+        if flops and self.steps:
+            needed = flops.needed(steady_real, steady_counted, steady_squares)
+            mfu = 100 * needed / (self.seconds * peak * world_size())
+        return {
+            "real_tokens": real,
+            "padding_tokens": padding,
+            "counted_tokens": counted,
+            "steady_tokens_per_second": round(steady_real / self.seconds, 1) if self.steps else None,
+            "mfu_percent": mfu and round(mfu, 2),
+            "matmul_peak_tflops": round(peak / 1e12, 4),
         }
 
 

@@ -32,7 +32,7 @@ from config import LATEST, Options, parse_command_line
 from errors import ENVIRONMENT, NO_CHECKPOINT, WorkshopError
 from json_files import write_json
 from parallel.distributed import gather_lists, rank, wait_for_everyone, world_size
-from training.callbacks import TrainSpeedCallback, clock
+from training.callbacks import TokenCounts, TrainSpeedCallback, clock
 from training.record import from_repository
 
 MARKER = "complete.json"
@@ -59,6 +59,8 @@ class Progress:
     unlogged_losses: list[float]  # of each rank, since then
     steady_steps: int
     steady_seconds: float
+    tokens: list[int]
+    steady_tokens: list[int]
 
     @property
     def unlogged_loss(self) -> float:
@@ -94,10 +96,12 @@ class CheckpointCallback(TrainerCallback):
             # null: a loss that was not finite
             progress = Progress(**{k: float("nan") if v is None else v for k, v in saved["progress"].items()})
             self.trainer.go_on_from(progress)
-            self.speed.go_on_from(progress.steady_steps, progress.steady_seconds)
+            tokens = TokenCounts(progress.tokens, progress.steady_tokens)
+            self.speed.go_on_from(progress.steady_steps, progress.steady_seconds, tokens)
 
     def on_save(self, args, state, control, **kwargs):
         unlogged = [loss for (loss,) in gather_lists([float(self.trainer._tr_loss)])]
+        tokens = self.speed.token_counts()
         progress = Progress(
             seconds=self.trainer.earlier_seconds + clock() - self.started,
             logged_loss=self.trainer._total_loss_scalar,
@@ -105,6 +109,8 @@ class CheckpointCallback(TrainerCallback):
             unlogged_losses=unlogged,
             steady_steps=self.speed.steps,
             steady_seconds=self.speed.seconds,
+            tokens=tokens.whole,
+            steady_tokens=tokens.steady,
         )
         folder = checkpoint_folder(args.output_dir, state.global_step)
         content = self.marker | {"step": state.global_step, "progress": dataclasses.asdict(progress)}

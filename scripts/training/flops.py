@@ -1,58 +1,122 @@
 """What a training computes: tokens, floating-point operations, and the share of the hardware's peak that it reaches.
 
-Model FLOPs utilisation (MFU) is that of PaLM (arXiv:2204.02311, appendix B): operations that the model needs, for
-forward and backward pass, over what the hardware could do in that time. What is computed again (activation
-checkpointing), or for padding, is time and no work.
+Model FLOPs utilisation (MFU) is that of PaLM (arXiv:2204.02311, appendix B): operations that the model needs for forward
+and backward pass, over those that the hardware could do in that time. What is computed again (activation checkpointing)
+or for padding takes time, and is no work. The hardware's peak is not the data sheet's but a product of two matrices,
+timed here, which is what a perfect training could reach.
 """
 
+import contextlib
+import json
 import os
-import platform
+import statistics
 import time
 from pathlib import Path
+from typing import Any
 
 import torch
-import torch.distributed as dist
-from torch import nn
 
 from data_loader import IGNORED
 from json_files import write_json
+from parallel.distributed import gather_lists, local_world_size, rank, same_everywhere, wait_for_everyone
+from training.record import hardware
 
-TOKENS = ("real", "padding", "counted", "squares")
-CPU_SIZE = 1024  # of the square matrices whose product is timed
+KINDS_OF_TOKENS = 4  # of count_tokens
+CPU_SIZE = 1024  # of the square matrices
 GPU_SIZE = 8192
 SECONDS = 0.5
 
 
 def count_tokens(batch: dict[str, torch.Tensor]) -> torch.Tensor:
     """Of a batch, as int64 (4): real tokens, padding, labels that count in the loss, sum of the squared lengths."""
-    lengths = batch["attention_mask"].sum(1)
+    mask = batch["attention_mask"]
+    lengths = mask.sum(1)
     real = lengths.sum()
     counted = (batch["labels"][:, 1:] != IGNORED).sum()  # the first label is the target of no position
-    return torch.stack([real, batch["attention_mask"].numel() - real, counted, (lengths * lengths).sum()])
+    return torch.stack([real, mask.numel() - real, counted, (lengths * lengths).sum()])
 
 
 class ModelFlops:
-    """Operations per token of a model, of which 6 are for each parameter that computes: 2 forward, 4 backward.
+    """Operations of a model: 6 for each parameter that computes and each token, of them 4 in the backward pass.
 
-    An embedding looks its rows up and computes nothing; the head computes for tokens that count in the loss alone.
+    An embedding looks its rows up and computes nothing. The head is needed for the tokens that count in the loss alone.
     """
 
-    def __init__(self, model: nn.Module):
-        """To be called before the model is wrapped. Raises ValueError with the reason for a model it is wrong for."""
+    def __init__(self, model: Any):
+        """model: a causal LM of transformers that is not wrapped yet, as FSDP shows each rank's share alone.
+
+        Raises ValueError with the reason for a model that this does not hold for.
+        """
         config = model.config.get_text_config()
         if getattr(config, "num_local_experts", None) or getattr(config, "num_experts", None):
-            raise ValueError("of its experts only some compute for a token")
+            raise ValueError("of the model's experts only some compute for a token")
         head = model.get_output_embeddings().weight
-        tables = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
-        self.head = size(head)
-        self.trunk = sum(size(p) for p in model.parameters() if p is not head and id(p) not in tables)
+        tables = {id(module.weight) for module in model.modules() if isinstance(module, torch.nn.Embedding)}
+        self.head = elements(head)
+        self.trunk = sum(elements(p) for p in model.parameters() if p is not head and id(p) not in tables)
         self.attention = config.num_hidden_layers * config.hidden_size
 
-    def of(self, real: int, counted: int, squares: int) -> float:
-        """Operations for forward and backward pass over sequences with so many tokens (see `count_tokens`)."""
-        # 12 per layer, unit of the hidden size, and pair of tokens: scores and weighted sums, forward and backward
-        return 6 * self.trunk * real + 6 * self.head * counted + 12 * self.attention * squares
+    def needed(self, real: int, counted: int, squares: int) -> float:
+        """Operations for so many tokens, as `count_tokens` counts them."""
+        # 12 for each layer, unit of the hidden size and pair of tokens: scores and weighted sums, forward and backward
+        return 6.0 * self.trunk * real + 6.0 * self.head * counted + 12.0 * self.attention * squares
 
 
-def size(parameter: nn.Parameter) -> int:
-    return getattr(parameter, "ds_numel", parameter.numel())  # ZeRO-3 holds a share of each
+def elements(parameter: torch.Tensor) -> int:
+    return getattr(parameter, "ds_numel", parameter.numel())  # ZeRO-3 holds a share
+
+
+def matmul_peak(dtype: torch.dtype, device: torch.device) -> float:
+    """Operations per second of one rank while all ranks multiply matrices, their mean. Collective.
+
+    Measured once for each kind of hardware, number of ranks and version of PyTorch, and kept in the user's cache.
+    """
+    known = cached_peaks() if rank() == 0 else {}
+    machine = hardware(local_world_size())
+    name = machine["gpu"] if device.type == "cuda" else f"{machine['cpu']}, {torch.get_num_threads()} threads"
+    key = f"{name}, {local_world_size()} ranks per node, torch {torch.__version__}, {dtype}"
+    peak = same_everywhere(known.get(key))
+    if peak:
+        return peak
+    wait_for_everyone()
+    peak = statistics.fmean(own for (own,) in gather_lists([measure_peak(dtype, device)]))
+    if rank() == 0:
+        with contextlib.suppress(OSError):  # no place for it: the next run measures again
+            cache_file().parent.mkdir(parents=True, exist_ok=True)
+            write_json(cache_file(), known | {key: peak})
+    return peak
+
+
+def measure_peak(dtype: torch.dtype, device: torch.device) -> float:
+    """Operations per second of the fastest of the products that half a second has room for."""
+    on_gpu = device.type == "cuda"
+    size = GPU_SIZE if on_gpu else CPU_SIZE
+    a, b = torch.randn(2, size, size, device=device).to(dtype)
+    out = torch.empty_like(a)
+    fastest = float("inf")
+    end = time.perf_counter() + SECONDS
+    while time.perf_counter() < end or fastest == float("inf"):
+        start = time.perf_counter()
+        torch.mm(a, b, out=out)
+        if on_gpu:
+            torch.cuda.synchronize()
+        fastest = min(fastest, time.perf_counter() - start)
+    if on_gpu:  # these matrices are none of the training's memory
+        del a, b, out
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+    return 2 * size**3 / fastest
+
+
+def cache_file() -> Path:
+    cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(cache) / "distributed-llm-workshop" / "matmul_peak.json"
+
+
+def cached_peaks() -> dict[str, float]:
+    try:
+        content = json.loads(cache_file().read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    kept = content.items() if isinstance(content, dict) else ()
+    return {key: value for key, value in kept if isinstance(value, float) and value > 0}

@@ -31,7 +31,10 @@ gives the reason under the same name.
     train               steps, loss_mean (the Trainer's), loss_last (last logged), runtime_s, samples_per_second,
                         steps_per_second (the Trainer's: they include evaluation and saving),
                         steady_samples_per_second, steady_steps_per_second, steady_steps (steps alone,
-                        warm-up left out); of all attempts together, each up to the checkpoint that was gone on from
+                        warm-up left out); real_tokens, padding_tokens, counted_tokens (labels that count in the loss),
+                        steady_tokens_per_second (real tokens of all ranks, in these steps), mfu_percent (of them),
+                        matmul_peak_tflops (of one rank, in 10^12 operations per second, while all ranks compute);
+                        of all attempts together, each up to the checkpoint that was gone on from
     exact_match, f1     percent over eval_size questions
     callbacks           train/steps_per_second_mean, train/samples_per_second_mean (the steady rates), and means over
                         steps and ranks: avg_gpu_util_%, std_gpu_util_%, avg_mem_alloc_MB, avg_mem_reserved_MB,
@@ -192,8 +195,11 @@ class RunRecord:
                 self.path, f"cannot be written ({error.strerror})", "free disk space or quota", ENVIRONMENT
             ) from error
 
-    def training(self, steps: int, metrics: dict, log_history: list[dict], speed, utilisation) -> None:
-        """Note what the Trainer reports at the end of a training, and what the callbacks measured. Collective."""
+    def training(self, steps: int, metrics: dict, log_history: list[dict], speed, utilisation, work: dict) -> None:
+        """Note what the Trainer reports at the end of a training, and what the callbacks measured. Collective.
+
+        work: of TrainSpeedCallback.
+        """
         steady = speed.rates()
         losses = [entry["loss"] for entry in log_history if "loss" in entry]
         self.update(
@@ -205,6 +211,7 @@ class RunRecord:
                 "samples_per_second": metrics["train_samples_per_second"],
                 "steps_per_second": metrics["train_steps_per_second"],
                 **steady,
+                **work,
             }
         )
         means = {
@@ -214,7 +221,8 @@ class RunRecord:
         if utilisation.reason:
             self.content["missing"]["callbacks.avg_gpu_util_%"] = utilisation.reason
         if not steady["steady_steps"]:
-            self.content["missing"]["train.steady_samples_per_second"] = "too few steps after the warm-up"
+            for name in ("steady_samples_per_second", "steady_tokens_per_second", "mfu_percent"):
+                self.content["missing"].setdefault(f"train.{name}", "too few steps after the warm-up")
         self.update(callbacks=means | utilisation.means())
 
     def measure_memory(self) -> None:

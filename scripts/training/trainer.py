@@ -12,6 +12,7 @@ from transformers import Trainer
 
 from errors import ENVIRONMENT, WorkshopError
 from training.checkpoints import MARKER, Progress, checkpoint_folder
+from training.flops import count_tokens
 from training.stopping import EvaluationInterrupted
 
 
@@ -20,6 +21,7 @@ class ResumableTrainer(Trainer):
 
     earlier_seconds = 0.0  # of training, before the checkpoint that this run goes on from
     saved_step = 0  # of the last checkpoint that is complete, 0 without one
+    tokens: Any = 0  # of this rank and run: a tensor of count_tokens, once there was a batch
 
     def go_on_from(self, progress: Progress) -> None:
         """Count on from what a checkpoint tells of itself. To be called when the training begins."""
@@ -30,6 +32,10 @@ class ResumableTrainer(Trainer):
         self.earlier_seconds = progress.seconds
         if self.is_deepspeed_enabled:
             repeat_steps(self.deepspeed)
+
+    def training_step(self, model, inputs, num_items_in_batch=None):
+        self.tokens = self.tokens + count_tokens(inputs)
+        return super().training_step(model, inputs, num_items_in_batch)
 
     def _run_epoch(self, *args, **kwargs):
         # transformers would do one step more than --max_steps from a checkpoint of the last one, or behind a stop

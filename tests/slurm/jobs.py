@@ -61,7 +61,11 @@ class Lab:
 
     def environment(self, **variables: object) -> dict[str, str]:
         """Nothing of the caller's but the basics; None removes a variable."""
-        basics = {name: os.environ[name] for name in ("HOME", "LANG", "LD_LIBRARY_PATH") if name in os.environ}
+        basics = {
+            name: os.environ[name]
+            for name in ("HOME", "XDG_CACHE_HOME", "LANG", "LD_LIBRARY_PATH")
+            if name in os.environ
+        }
         # One thread per rank: the nodes claim more CPUs than this machine has
         ours = {"PATH": self.path, "HF_HOME": self.cache, "SITE": "laptop", "OMP_NUM_THREADS": 1}
         ours["SLURM_CONF"] = self.cluster.env["SLURM_CONF"]

@@ -17,6 +17,7 @@ from training.callbacks import (
 )
 
 SAMPLES_PER_STEP = 8
+TOKENS_PER_STEP = [1000, 250, 90, 200_000]  # real, padding, counted, squares
 
 
 class Run:
@@ -26,13 +27,15 @@ class Run:
         self.now = 100.0
         monkeypatch.setattr(callbacks, "clock", lambda: self.now)
         self.state = SimpleNamespace(global_step=first_step)
-        self.callback = TrainSpeedCallback(SAMPLES_PER_STEP)
+        self.trainer = SimpleNamespace(tokens=0)
+        self.callback = TrainSpeedCallback(SAMPLES_PER_STEP, self.trainer)
         self.done = 0
 
     def step(self, evaluate: bool = False, save: bool = False, seconds: float = 2.0) -> None:
         control = SimpleNamespace(should_evaluate=evaluate, should_save=save)
         self.callback.on_step_begin(None, self.state, control)
         self.now += 60 if self.done < WARM_UP_STEPS else seconds
+        self.trainer.tokens = self.trainer.tokens + torch.tensor(TOKENS_PER_STEP)
         self.done += 1
         self.state.global_step += 1
         self.callback.on_step_end(None, self.state, control)
@@ -58,6 +61,40 @@ def test_warm_up_and_pauses_between_epochs_are_left_out(monkeypatch):
         "steady_steps_per_second": 0.5,
         "steady_samples_per_second": 0.5 * SAMPLES_PER_STEP,
     }
+
+
+def test_tokens_are_counted_in_all_steps_and_their_rate_in_the_steady_ones(monkeypatch):
+    run = Run(monkeypatch)
+    run.epoch(10)
+    run.epoch(10)
+    flops = SimpleNamespace(needed=lambda real, counted, squares: real + 10 * counted + squares / 100)
+    per_step = 1000 + 10 * 90 + 200_000 / 100
+    assert run.callback.work(flops, peak=5000.0) == {
+        "real_tokens": 20_000,
+        "padding_tokens": 5000,
+        "counted_tokens": 1800,
+        "steady_tokens_per_second": 500.0,
+        "mfu_percent": round(100 * per_step / 2 / 5000, 2),
+        "matmul_peak_tflops": 0.0,
+    }
+    assert run.callback.work(None, peak=5e12)["mfu_percent"] is None
+
+
+def test_a_resumed_run_counts_the_tokens_on(monkeypatch):
+    whole = Run(monkeypatch)
+    whole.epoch(10)
+    whole.epoch(10)
+    first = Run(monkeypatch)
+    first.epoch(10)
+    second = Run(monkeypatch, first_step=10)
+    rates = first.callback.steps, first.callback.seconds, first.callback.token_counts()
+    second.callback.go_on_from(*rates)
+    second.epoch(10)
+    counts = second.callback.token_counts()
+    assert counts.whole == whole.callback.token_counts().whole
+    steady_steps = second.callback.steps
+    assert counts.steady == [steady_steps * count for count in TOKENS_PER_STEP]
+    assert second.callback.work(None, 1.0)["steady_tokens_per_second"] == 500.0
 
 
 @pytest.mark.parametrize("pause", ["evaluate", "save"])

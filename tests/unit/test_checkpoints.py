@@ -7,6 +7,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import torch
 import xxhash
 from datasets import Dataset, concatenate_datasets
 
@@ -144,7 +145,8 @@ def save(callback: CheckpointCallback, step: int, best: str | None = None) -> No
 
 def callback(save_total_limit: int | None) -> CheckpointCallback:
     trainer = SimpleNamespace(_tr_loss=0.5, _total_loss_scalar=20.0, _globalstep_last_logged=18, earlier_seconds=7.0)
-    watching = CheckpointCallback(save_total_limit, MARKED, trainer, TrainSpeedCallback(4), None)
+    trainer.tokens = torch.tensor([100, 20, 90, 5000])
+    watching = CheckpointCallback(save_total_limit, MARKED, trainer, TrainSpeedCallback(4, trainer), None)
     watching.on_train_begin(None, None, None)
     return watching
 
@@ -169,6 +171,8 @@ def test_saving_marks_the_new_checkpoint_and_then_removes_the_older_ones():
         "unlogged_losses": [0.5],
         "steady_steps": 0,
         "steady_seconds": 0.0,
+        "tokens": [100, 20, 90, 5000],
+        "steady_tokens": [0, 0, 0, 0],
     }
     assert not (killed.parent / "checkpoint-10").exists()
 
@@ -245,7 +249,7 @@ def test_each_rank_reads_back_what_it_wrote(monkeypatch, name, rank):
 
 
 def test_progress_of_another_number_of_ranks_is_their_mean(monkeypatch):
-    progress = Progress(1.0, 20.0, 18, [1.0, 3.0], 4, 2.0)
+    progress = Progress(1.0, 20.0, 18, [1.0, 3.0], 4, 2.0, [], [])
     assert progress.unlogged_loss == 2
     monkeypatch.setenv("WORLD_SIZE", "2")
     monkeypatch.setenv("RANK", "1")

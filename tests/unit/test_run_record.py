@@ -16,6 +16,7 @@ from errors import WorkshopError
 from helpers import REPOSITORY
 from job.finish import write_json
 from training import record
+from training.callbacks import TrainSpeedCallback
 from training.record import RunRecord, new_job_id, refuse_finished
 
 
@@ -63,7 +64,8 @@ def trained(steady: dict, means: dict, reason: str = "", log: tuple = ()) -> Run
     run.start(0)
     run.measure_memory()
     speed = SimpleNamespace(rates=lambda: steady)
-    run.training(16, METRICS, list(log), speed, SimpleNamespace(means=lambda: means, reason=reason))
+    work = TrainSpeedCallback(4, SimpleNamespace(tokens=0)).work(None, peak=1e12)
+    run.training(16, METRICS, list(log), speed, SimpleNamespace(means=lambda: means, reason=reason), work)
     return run
 
 
@@ -99,6 +101,8 @@ def test_value_that_could_not_be_measured_is_empty_with_a_reason():
         "peak_gpu_memory": "no GPU",
         "peak_pinned_memory": "no GPU",
         "train.steady_samples_per_second": "too few steps after the warm-up",
+        "train.steady_tokens_per_second": "too few steps after the warm-up",
+        "train.mfu_percent": "too few steps after the warm-up",
         "callbacks.avg_gpu_util_%": "no nvidia-ml-py",
     }
     assert {key for key in content if "." in key} == set()
