@@ -1,9 +1,9 @@
 """What a training computes: tokens, floating-point operations, and the share of the hardware's peak that it reaches.
 
-Model FLOPs utilisation (MFU) is that of PaLM (arXiv:2204.02311, appendix B): operations that the model needs for forward
-and backward pass, over those that the hardware could do in that time. What is computed again (activation checkpointing)
-or for padding takes time, and is no work. The hardware's peak is not the data sheet's but a product of two matrices,
-timed here, which is what a perfect training could reach.
+Model FLOPs utilisation (MFU) is that of PaLM (arXiv:2204.02311, appendix B): operations that the model needs for
+forward and backward pass, over those that the hardware could do in that time. What is computed again (activation
+checkpointing) or for padding takes time, and is no work. The hardware's peak is not the data sheet's but that of a
+product of two matrices, timed here, which is what a perfect training could reach.
 """
 
 import contextlib
