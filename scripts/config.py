@@ -37,7 +37,7 @@ from parallel.fsdp_config import parallelism, process_group_backend, trainer_con
 from tracking import check_trackers
 
 AT_LEAST_ONE = [
-    *("train_size", "eval_size", "samples_per_gpu", "max_length"),
+    *("train_size", "eval_size", "samples_per_gpu", "max_length", "em_f1_batch_size"),
     *("per_device_train_batch_size", "per_device_eval_batch_size", "gradient_accumulation_steps", "ddp_timeout"),
     *CUSTOM_SIZES,
 ]

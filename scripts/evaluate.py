@@ -78,8 +78,10 @@ def answer_questions(
     after_batch: Callable[[], object] = lambda: None,
 ) -> dict[int, str]:
     """Number of the question -> generated answer, for all questions on every rank."""
+    # Prompts of similar length in each batch, so that few are padded; the longest first, which need most memory.
+    by_length = sorted(range(len(questions)), key=questions["prompt_length"][:].__getitem__, reverse=True)
     # Every rank gets equally many: with sharded weights a rank without a batch would leave the others waiting.
-    numbers = [*range(len(questions)), *[0] * (-len(questions) % world_size())][rank() :: world_size()]
+    numbers = [*by_length, *by_length[-1:] * (-len(questions) % world_size())][rank() :: world_size()]
     answers: dict[int, str] = {}
     model.eval()
     for start in range(0, len(numbers), batch_size):
@@ -125,7 +127,7 @@ def evaluate_saved(options: Options) -> dict[str, float]:
     model.to(args.device)
     dtype = torch.float16 if args.fp16 else torch.bfloat16
     with torch.autocast(args.device.type, dtype=dtype, enabled=args.fp16 or args.bf16):
-        batch_size = args.per_device_eval_batch_size
+        batch_size = data_args.em_f1_batch_size
         return exact_match_and_f1(model, tokenizer, questions, batch_size, data_args.max_length, args.device)
 
 

@@ -242,7 +242,7 @@ def scores_of(output: Path) -> dict:
     model = load_model(model_args, data_args, tokenizer, args.seed)
     trainer = Trainer(model=model, args=args, eval_dataset=questions, data_collator=collator(tokenizer, data_args))
     loss = trainer.evaluate()["eval_loss"]
-    batch_size = args.per_device_eval_batch_size
+    batch_size = data_args.em_f1_batch_size
     scores = exact_match_and_f1(model, tokenizer, questions, batch_size, data_args.max_length, args.device)
     return {"reloaded_loss": loss} | scores
 

@@ -32,6 +32,7 @@ KNOBS = (
     Knob("LABELS", "labels", "sequence"),
     Knob("LOSS", "loss", "full"),
     Knob("EM_F1", "em_f1", True),
+    Knob("EM_F1_BATCH_SIZE", "em_f1_batch_size", 16),
     Knob("NUM_EPOCHS", "num_train_epochs", 3),
     Knob("BATCH_SIZE", "per_device_train_batch_size", 4),
     Knob("GRAD_ACC", "gradient_accumulation_steps", 4),
@@ -116,6 +117,7 @@ class DataArguments:
         "labels", "Tokens that count in the loss: all real ones, only answer and EOS, or padding as well."
     )
     em_f1: bool = flag_field("em_f1", "After training, answer the evaluation questions and print EM and F1.")
+    em_f1_batch_size: int = flag_field("em_f1_batch_size", "Questions that a rank answers at the same time.")
 
 
 # Variables and flags that are not what they seem, each with what to use instead

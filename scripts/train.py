@@ -204,17 +204,17 @@ def main() -> None:
         # 8. Exact Match and F1.
         if data_args.em_f1:
             sharded = strategy == "DeepSpeed ZeRO-3" or bool(fsdp)
-            batch_size = args.per_device_eval_batch_size
-            scores = exact_match_and_f1(
-                trainer.model,
-                tokenizer,
-                eval_dataset,
-                batch_size,
-                data_args.max_length,
-                args.device,
-                sharded,
-                lambda: end_if_stopped(stop, trainer, record),
-            )
+            with trainer.accelerator.autocast():  # around all tokens: 16-bit copies of the weights are made once
+                scores = exact_match_and_f1(
+                    trainer.model,
+                    tokenizer,
+                    eval_dataset,
+                    data_args.em_f1_batch_size,
+                    data_args.max_length,
+                    args.device,
+                    sharded,
+                    lambda: end_if_stopped(stop, trainer, record),
+                )
             print_once(f"exact_match {scores['exact_match']:.2f}  f1 {scores['f1']:.2f}")
             record.update(**scores)
         stop.close()

@@ -63,6 +63,7 @@ def zero3(workplace, overfitted: Finished) -> Finished:
     Neither the two ranks nor their batches of 4 divide 17: left alone, one rank would have 3 batches, the other 2.
     """
     settings = few(workplace, 17) | {"NUM_EPOCHS": 1, "LEARNING_RATE": 1e-5, "LABELS": "answer", "BATCH_SIZE": 4}
+    settings["EM_F1_BATCH_SIZE"] = 4
     settings["MODEL_NAME"] = "output/overfitted"
     return run(workplace, "odd_zero3", "--deepspeed", "ds_configs/zero3.json", processes=2, **settings)
 
@@ -76,6 +77,6 @@ def test_generation_after_zero3_on_a_number_that_neither_ranks_nor_batch_divide(
 
 @pytest.mark.parametrize(("processes", "batch_size"), [(1, 3), (2, 4)])
 def test_evaluate_gives_the_scores_of_the_record(workplace, zero3: Finished, processes: int, batch_size: int):
-    settings = few(workplace, 17) | {"BATCH_SIZE": batch_size}
+    settings = few(workplace, 17) | {"EM_F1_BATCH_SIZE": batch_size}
     scores = evaluate(workplace, zero3, f"evaluated by {processes}", processes=processes, **settings)
     assert scores == {name: round(zero3.record[name], 2) for name in ("exact_match", "f1")}

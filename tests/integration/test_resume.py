@@ -54,6 +54,11 @@ def test_resume_without_a_value_finds_the_checkpoint_of_a_sibling_run(workplace,
     assert [entry["step"] for entry in resumed.record["eval"]] == [8, 16]
     assert checkpoints(workplace / family / "resumed") == {"checkpoint-16": True}
     assert resumed.record["train"]["loss_last"] == pytest.approx(expected.record["train"]["loss_last"], abs=TOLERANCE)
+    assert tokens(resumed) == tokens(expected)
+
+
+def tokens(run: Finished) -> dict[str, int]:
+    return {name: count for name, count in run.record["train"].items() if name.endswith("_tokens")}
 
 
 def test_incomplete_checkpoint_is_refused(workplace, killed: Finished):
@@ -91,6 +96,7 @@ def test_zero2_on_two_ranks_skips_a_truncated_checkpoint(workplace, table):
     resumed = run(workplace, "zero2_killed", *config, "--resume_from_checkpoint", **options)
     assert resumed.record["resumed_from"] == "output/zero2_killed/checkpoint-8"
     assert resumed.losses == pytest.approx(table("zero2-2").losses, abs=TOLERANCE, rel=0)
+    assert tokens(resumed) == tokens(table("plain"))
     assert resumed.record["status"] == "completed"
     assert checkpoints(resumed.output) == {"checkpoint-16": True}, "written again, and the older one removed"
 

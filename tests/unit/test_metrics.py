@@ -110,6 +110,8 @@ def test_every_question_is_answered_when_the_batch_does_not_divide_their_number(
     assert [len(ids) for ids, _, _ in model.calls] == [2, 2, 1]
     lengths = questions["prompt_length"][:]
     assert len(set(lengths)) == 5
+    asked = [mask.sum(1).tolist() for _, mask, _ in model.calls]
+    assert asked == [lengths[:2:-1], lengths[2:0:-1], lengths[:1]], "prompts of similar length, the longest first"
     assert [answers[i] for i in range(5)] == [tokenizer.decode(FIRST_WORD + n).strip() for n in lengths]
 
 
@@ -117,7 +119,7 @@ def test_generation_is_greedy_cached_padded_left_and_sees_no_answer(tokenizer, q
     model = Counter(tokenizer.eos_token_id)
     answer_questions(model, tokenizer, questions, batch_size=5, max_length=128, device=CPU, sharded=False)
     ((ids, mask, options),) = model.calls
-    for i, row in enumerate(questions):
+    for i, row in enumerate(reversed(list(questions))):  # the longest first
         prompt = row["input_ids"][: row["prompt_length"]]
         assert ids[i, -len(prompt) :].tolist() == prompt
         assert tokenizer.decode(prompt).endswith("Answer:")
