@@ -19,9 +19,7 @@ from transformers import (
 )
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
-from knobs import DEFAULTS
-
-CUSTOM_GPT = "custom-gpt"
+from knobs import CUSTOM_GPT, DEFAULTS
 
 
 class CustomGPTConfig(PreTrainedConfig):

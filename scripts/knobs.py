@@ -54,6 +54,7 @@ KNOBS = (
     Knob("FF_DIM", "ff_dim", 8192),
     Knob("SEQ_LENGTH", "seq_length", 512),
 )
+CUSTOM_GPT = "custom-gpt"  # the --model_name of custom_model.py
 DEFAULTS: dict[str, Any] = {knob.flag: knob.default for knob in KNOBS}
 CUSTOM_SIZES = ("vocab_size", "hidden_size", "num_layers", "num_heads", "ff_dim", "seq_length")
 # Defaults that differ from transformers' own and have no variable

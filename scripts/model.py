@@ -21,11 +21,11 @@ from transformers import (
 from transformers.initialization import no_init_weights
 from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
 
-from custom_model import CUSTOM_GPT, CustomGPTConfig
+from custom_model import CustomGPTConfig
 from data_loader import is_local, read_questions, read_splits
 from errors import ENVIRONMENT, WorkshopError
 from hub import cannot_load, offline_without_network
-from knobs import CUSTOM_SIZES
+from knobs import CUSTOM_GPT, CUSTOM_SIZES
 from model_folder import broken_tokenizer, check_config, check_tokenizer, check_weights, folder_of, reason_of
 from parallel.distributed import rank
 

@@ -7,13 +7,9 @@ from functools import lru_cache
 from types import SimpleNamespace
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensorMode
-from transformers import AutoConfig, AutoModelForCausalLM
-from transformers.initialization import no_init_weights
 
 from config import Options, precision_name
 from errors import WorkshopError
-from model import load_config
 
 
 @dataclass(frozen=True)
@@ -35,6 +31,8 @@ class Shape:
 
 def shape_for(options: Options) -> Shape:
     """Shape of the model that train.py would load. Raises WorkshopError (exit code 2) when there is no such model."""
+    from model import load_config  # with transformers' models, seconds: not before the command line was right
+
     values = options.values
     config = load_config(SimpleNamespace(**values), SimpleNamespace(**values))
     autocast = not values["deepspeed"] and not values["fsdp"]
@@ -57,6 +55,10 @@ def trace(config_json: str, batch: int, length: int, precision: str, autocast: b
     autocast: fp32 weights that are cast for each operation (Trainer, DDP) instead of weights in the
     precision itself (DeepSpeed; FSDP, as it gathers them).
     """
+    from torch._subclasses.fake_tensor import FakeTensorMode
+    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers.initialization import no_init_weights
+
     # an operation without a rule for such tensors is logged with a traceback, and raised besides
     logging.getLogger("torch._subclasses.fake_tensor").setLevel(logging.CRITICAL)
     compute_dtype = torch.float32 if precision == "fp32" else torch.bfloat16  # fp16 has the same size

@@ -14,7 +14,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from transformers import Trainer, TrainerCallback
+from transformers import TrainerCallback
 
 from errors import STOPPED
 from job.finish import finish_record
@@ -118,7 +118,7 @@ def say(text: str) -> None:
 class StopCallback(TrainerCallback):
     """Asks after each step, evaluation batch and save whether to stop. To be added behind CheckpointCallback."""
 
-    def __init__(self, stop: StopRequest, trainer: Trainer, steps_per_epoch: int):
+    def __init__(self, stop: StopRequest, trainer: Any, steps_per_epoch: int):
         self.stop = stop
         self.trainer = trainer
         self.steps_per_epoch = steps_per_epoch

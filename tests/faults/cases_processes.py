@@ -83,7 +83,7 @@ for name, (patch, step) in MOMENTS.items():
 @case("stop", "while the model is saved", "SIGTERM as the trained model is written", "ended, and no model is half")
 def stop_while_saving_the_model(bench: Bench):
     reference = bench.reference(*KEPT)
-    ended = bench.start(*KEPT, script=bench.patched(sent("train.save_model", 1, signal.SIGTERM))).wait()
+    ended = bench.start(*KEPT, script=bench.patched(sent("training.run.save_model", 1, signal.SIGTERM))).wait()
     assert ended.code in (0, 75), ended
     if ended.code == 75:
         bench.run(*KEPT, "--resume_from_checkpoint")
@@ -102,7 +102,7 @@ def stop_in_em_and_f1(bench: Bench):
 
 @case("stop", "at the start", "SIGTERM while the data is read", "143 at once: nothing to save; it can be started again")
 def stop_at_the_start(bench: Bench):
-    ended = bench.run(script=bench.patched(sent("train.load_squad", 1, signal.SIGTERM, then=PAUSE)), code=143)
+    ended = bench.run(script=bench.patched(sent("training.run.load_squad", 1, signal.SIGTERM, then=PAUSE)), code=143)
     assert not ended.output.exists()
     assert "nothing to save" in ended.out
     assert bench.run().record["status"] == "completed"

@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor
 from transformers import TrainerCallback
 
 import train
+from training import run
 from parallel.sharding import unit_group
 
 
@@ -75,5 +76,5 @@ def measuring(base: type) -> type:
     return Measuring
 
 
-train.ResumableTrainer, train.FSDPTrainer = measuring(train.ResumableTrainer), measuring(train.FSDPTrainer)
+run.ResumableTrainer, run.FSDPTrainer = measuring(run.ResumableTrainer), measuring(run.FSDPTrainer)
 train.run_and_exit(train.main)

@@ -13,6 +13,7 @@ from json_files import read_json
 from knobs import KNOBS
 from parallel.ds_config import check_ds_config
 from parallel.fsdp_config import check_fsdp_config, parallelism
+from training.trainer import check_trainable
 
 LONG_NUMBER = "1" + "0" * 5000
 TEXTS = ["", "x", "-1", "1e308", "nan", LONG_NUMBER, "\udcff", "a" * 10000, "{" * 3000, "~nosuchuser"]
@@ -42,7 +43,7 @@ def accepted_or_one_line(function, *arguments: object) -> bool:
 
 def build(argv: list[str], environment: dict) -> None:
     options = config.parse_command_line("", argv, environment={"FP16": "False"} | environment)
-    config.check_trainable(config.build_arguments(options)[2])
+    check_trainable(config.build_arguments(options)[2])
 
 
 @pytest.mark.parametrize("flag", FLAGS)
