@@ -214,6 +214,9 @@ def check_values(options: Options) -> None:
     values = options.values
     if values["per_device_eval_batch_size"] is None:
         values["per_device_eval_batch_size"] = values["per_device_train_batch_size"]
+    if values["activation_checkpointing"] is None:
+        values["activation_checkpointing"] = values["gradient_checkpointing"]  # the name that it had before
+    values["gradient_checkpointing"] = None
     for flag in AT_LEAST_ONE:
         if values[flag] is not None and values[flag] < 1:
             raise options.error(flag, f"{values[flag]} is too small", "give a whole number of at least 1")

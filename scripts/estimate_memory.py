@@ -84,7 +84,7 @@ def python_itself() -> Held:
 
 def activations(shape: Shape, options: Options, compute_bytes: int) -> Held:
     fsdp_config = options.fsdp_config or {}
-    if options.values["gradient_checkpointing"] or fsdp_config.get("activation_checkpointing"):
+    if options.values["activation_checkpointing"] or fsdp_config.get("activation_checkpointing"):
         # the input of every block is kept, and one block at a time is computed again
         kept = shape.layers * shape.block_input + shape.activations / shape.layers
         return Held("activations", kept, note="checkpointed: inputs of the blocks, and one block's")

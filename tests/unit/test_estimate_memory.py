@@ -82,7 +82,7 @@ def test_checkpointing_keeps_the_blocks_inputs():
     everything, little = (
         next(part.gpu for part in estimate(options("--deepspeed", REPOSITORY / "ds_configs/zero2.json", *flags))
              if part.what == "activations")
-        for flags in ((), ("--gradient_checkpointing",))
+        for flags in ((), ("--activation_checkpointing",))
     )  # fmt: skip
     inputs = 24 * 4 * 512 * 1024 * 2
     assert inputs < little < inputs + everything / 20
