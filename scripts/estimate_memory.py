@@ -72,9 +72,15 @@ def estimate(options: Options) -> list[Held]:
     return [
         *held,
         activations(shape, options, compute_bytes),
-        Held("logits", shape.logits, note="and their gradient"),
+        logits(shape, options),
         python_itself(),
     ]
+
+
+def logits(shape: Shape, options: Options) -> Held:
+    if options.values["loss"] == "full":
+        return Held("logits", shape.logits, note="and their gradient")
+    return Held("loss", shape.logits, note="logits of a chunk, the head's gradient in fp32")
 
 
 def python_itself() -> Held:

@@ -39,7 +39,8 @@ def shape_for(options: Options) -> Shape:
     batch = values["per_device_train_batch_size"]
     length = values["max_length"]
     try:
-        return trace(config.to_json_string(use_diff=False), batch, length, precision_name(values), autocast)
+        config_json = config.to_json_string(use_diff=False)
+        return trace(config_json, batch, length, precision_name(values), autocast, values["loss"])
     except Exception as error:  # whatever a model's own code raises on tensors without values
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]
         what = f"the forward pass of {values['model_name']} cannot be traced ({reason})"
@@ -49,7 +50,7 @@ def shape_for(options: Options) -> Shape:
 
 
 @lru_cache
-def trace(config_json: str, batch: int, length: int, precision: str, autocast: bool) -> Shape:
+def trace(config_json: str, batch: int, length: int, precision: str, autocast: bool, loss: str) -> Shape:
     """Build the model and run its forward pass on tensors without storage, noting what autograd keeps of it.
 
     autocast: fp32 weights that are cast for each operation (Trainer, DDP) instead of weights in the
@@ -58,6 +59,8 @@ def trace(config_json: str, batch: int, length: int, precision: str, autocast: b
     from torch._subclasses.fake_tensor import FakeTensorMode
     from transformers import AutoConfig, AutoModelForCausalLM
     from transformers.initialization import no_init_weights
+
+    from training.chunked_loss import bytes_of_chunks
 
     # an operation without a rule for such tensors is logged with a traceback, and raised besides
     logging.getLogger("torch._subclasses.fake_tensor").setLevel(logging.CRITICAL)
@@ -81,18 +84,25 @@ def trace(config_json: str, batch: int, length: int, precision: str, autocast: b
             torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor),
             torch.autocast("cpu", dtype=compute_dtype, enabled=autocast and precision != "fp32"),
         ):
-            model(input_ids=tokens, attention_mask=tokens, labels=tokens)
+            # the chunked loss leaves nothing behind but what is counted below
+            model(input_ids=tokens, attention_mask=tokens, labels=tokens if loss == "full" else None)
     blocks = [m for m in model.modules() if type(m).__name__ in (model._no_split_modules or [])]
     text = config.get_text_config()
-    logits = batch * length * text.vocab_size
+    activations = sum(storage.nbytes() for storage in saved.values())
+    if loss == "full":
+        elements = batch * length * text.vocab_size
+        activations -= 4 * elements  # their fp32 log-softmax
+        # 16-bit logits stand beside their fp32 copy and its log-softmax, fp32 ones beside the latter alone; in the
+        # backward pass their gradients take these places
+        logits = elements * (8 if precision == "fp32" else 10)
+    else:
+        logits = bytes_of_chunks(batch * length, text.hidden_size, text.vocab_size, compute_dtype)
     return Shape(
         sizes=tuple(p.numel() for p in model.parameters()),
         block_sizes=tuple(sum(p.numel() for p in block.parameters()) for block in blocks),
         hidden=text.hidden_size,
         layers=len(blocks) or text.num_hidden_layers,
-        activations=sum(storage.nbytes() for storage in saved.values()) - 4 * logits,  # its fp32 log-softmax
+        activations=activations,
         block_input=batch * length * text.hidden_size * compute_dtype.itemsize,
-        # 16-bit logits stand beside their fp32 copy and its log-softmax, fp32 ones beside the latter alone; in the
-        # backward pass their gradients take these places
-        logits=logits * (8 if precision == "fp32" else 10),
+        logits=logits,
     )

@@ -151,9 +151,7 @@ class CrossEntropyOfHead(torch.autograd.Function):
         bias = bias.to(dtype) if bias is not None else None
         tokens, hidden_size = hidden.shape
         vocabulary = len(weight)
-        # Logits of `hidden_size` tokens are no larger than the weight, whose gradient needs that much in any case
-        chunks = max(1, math.ceil(tokens / max(hidden_size, CHUNK)))
-        chunk = max(1, math.ceil(tokens / chunks))
+        chunk = chunk_of(tokens, hidden_size)
         pieces = ON_CPU if device == "cpu" else ON_GPU
         loss = torch.zeros((), device=hidden.device)
         logits_buffer = torch.empty(chunk, vocabulary, dtype=dtype, device=hidden.device)
@@ -191,6 +189,22 @@ class CrossEntropyOfHead(torch.autograd.Function):
             for kept, dtype in zip(gradients, ctx.dtypes, strict=True)
         ]
         return *gradients, None, None
+
+
+def chunk_of(tokens: int, hidden_size: int) -> int:
+    """Tokens in each of the fewest chunks of equal size.
+
+    Logits of `hidden_size` tokens are no larger than the head's weight, whose gradient needs that much in any case.
+    """
+    chunks = max(1, math.ceil(tokens / max(hidden_size, CHUNK)))
+    return max(1, math.ceil(tokens / chunks))
+
+
+def bytes_of_chunks(tokens: int, hidden_size: int, vocabulary: int, dtype: torch.dtype) -> int:
+    """Memory of the loss on a GPU: a chunk's logits, the fp32 copy of some rows, the gradients in fp32."""
+    logits = chunk_of(tokens, hidden_size) * vocabulary
+    gradients = (tokens + vocabulary) * hidden_size
+    return dtype.itemsize * logits + 4 * min(ON_GPU.logits, logits) + 4 * gradients
 
 
 def loss_and_gradient(logits: torch.Tensor, targets: torch.Tensor, scale: torch.Tensor, elements: int) -> torch.Tensor:

@@ -88,6 +88,19 @@ def test_checkpointing_keeps_the_blocks_inputs():
     assert inputs < little < inputs + everything / 20
 
 
+def test_the_chunked_loss_holds_a_chunk_of_the_logits_and_the_gradient_of_the_head():
+    full, chunked = (
+        {part.what: part.gpu for part in estimate(options("--loss", loss))} for loss in ("full", "chunked")
+    )
+    vocabulary, hidden = 250_880, 1024
+    assert full["logits"] == 4 * 512 * vocabulary * 10
+    rows = 4 * 2**26  # of a chunk, in fp32
+    assert chunked["loss"] == 1024 * vocabulary * 2 + rows + 4 * hidden * (vocabulary + 4 * 512)
+    assert "logits" not in chunked
+    others = {what for what in full if what not in ("logits", "Python, libraries")}
+    assert {what: full[what] for what in others} == pytest.approx({what: chunked[what] for what in others}, rel=0.02)
+
+
 def test_deepspeeds_own_estimator_is_quoted():
     zero = {"stage": 3, "offload_optimizer": {"device": "cpu"}}
     assert "3.73 GiB per GPU" in deepspeed_says(10**9, 10**9 - 1, zero | {"offload_param": {"device": "cpu"}}, 1, 1)
