@@ -318,5 +318,7 @@ def collator(tokenizer: PreTrainedTokenizerBase, data_args) -> DataCollatorForSe
         tokenizer,
         padding=data_args.padding,
         max_length=data_args.max_length,
+        # tensor cores work on multiples of 8
+        pad_to_multiple_of=8 if data_args.padding == "longest" else None,
         label_pad_token_id=tokenizer.pad_token_id if data_args.labels == "all" else IGNORED,
     )

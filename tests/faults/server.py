@@ -53,7 +53,15 @@ def preload() -> None:
     sys.path[0] = str(SCRIPTS)
     before = dict(os.environ)
     importlib.import_module("build_ops").prepare_deepspeed()
-    for name in ("deepspeed", "train", "training.run", "evaluate", "report", "job.finish", "transformers.models.bloom.modeling_bloom"):
+    for name in (
+        "deepspeed",
+        "train",
+        "training.run",
+        "evaluate",
+        "report",
+        "job.finish",
+        "transformers.models.bloom.modeling_bloom",
+    ):
         importlib.import_module(name)
     os.environ.clear()
     os.environ.update(before)

@@ -24,6 +24,7 @@ GPT = CustomGPTConfig(vocab_size=VOCABULARY, hidden_size=32, num_layers=2, num_h
 def small_pieces(monkeypatch):
     """Several chunks, blocks and slices, none of which comes out even."""
     monkeypatch.setattr(chunked_loss, "CHUNK", 33)
+    monkeypatch.setattr(chunked_loss, "ROWS", 6)
     monkeypatch.setattr(chunked_loss, "ON_CPU", chunked_loss.Pieces(logits=3000, vocabulary=99))
 
 
@@ -90,7 +91,7 @@ def test_bf16_differs_by_no_more_than_its_rounding(kind: str):
     assert abs(own_loss - exact_loss) <= abs(loss - exact_loss) + 1e-3
     for name, gradient in exact.items():
         error = (own[name] - gradient).norm()
-        assert error <= 1.5 * (rounded[name] - gradient).norm() + 1e-6, name
+        assert error <= 2 * (rounded[name] - gradient).norm() + 1e-6, name
 
 
 def test_a_batch_without_any_counted_token_has_the_loss_of_the_full_logits():
@@ -163,7 +164,7 @@ def test_no_tensor_holds_tokens_times_vocabulary():
     inputs = batch("all")
     with Largest():
         model(**inputs).loss.backward()
-    assert largest <= 40 * VOCABULARY, "logits of a chunk, of 160 tokens in all"
+    assert largest <= 36 * VOCABULARY, "logits of a chunk, of 160 tokens in all"
 
 
 @pytest.mark.parametrize("where", ["on the meta device", "in the first step"])
