@@ -186,10 +186,40 @@ def efficiency(rows: list[Shown]) -> Figure | None:
     return figure
 
 
+def speed(rows: list[Shown]) -> Figure | None:
+    """Speed over peak memory, of the GPU where there is one: what is up and to the left is better."""
+    kind = "GPU" if any(value(row, "peak_gpu") for row in rows) else "CPU"
+    points = []
+    for row in rows:
+        memory_mib, rate = value(row, f"peak_{kind.lower()}"), value(row, "steady_samples_per_second")
+        if memory_mib and rate:
+            points.append((row.label, memory_mib, rate))
+    if len(points) < 2:
+        return None
+    figure, (axis,) = new_figure()
+    for number, (label, memory_mib, rate) in enumerate(points, 1):
+        colour, _, marker = LOOKS[(number - 1) % len(LOOKS)]
+        axis.plot(memory_mib, rate, color=colour, marker=marker, linestyle="none", label=f"{number}  {label}")
+        axis.annotate(str(number), (memory_mib, rate), xytext=(5, 4), textcoords="offset points", fontsize="small")
+    axis.set(xlabel=f"peak {kind} memory (MiB)", ylabel="train samples/s, steps alone")
+    axis.set_ylim(bottom=0)
+    axis.set_xlim(left=0)
+    axis.margins(x=0.1, y=0.1)
+    axis.legend(frameon=False, fontsize="small", loc="upper left", bbox_to_anchor=(1, 1))
+    return figure
+
+
 def by_gpus(rows: list[Shown], metric: str) -> list[tuple[int, float]]:
     """(GPUs, value) of the completed runs, by rising number of GPUs."""
     found = [(value(row, "gpus"), value(row, metric)) for row in rows]
     return sorted((int(gpus), number) for gpus, number in found if gpus and number)
 
 
-DRAWINGS = {"loss": loss, "memory": memory, "peaks": peaks, "throughput": throughput, "efficiency": efficiency}
+DRAWINGS = {
+    "loss": loss,
+    "memory": memory,
+    "peaks": peaks,
+    "throughput": throughput,
+    "efficiency": efficiency,
+    "speed": speed,
+}

@@ -15,8 +15,8 @@ from torch.distributed.tensor import DTensor
 from transformers import TrainerCallback
 
 import train
-from training import run
 from parallel.sharding import unit_group
+from training import run
 
 
 def parameters_of(model) -> list:

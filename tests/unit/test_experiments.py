@@ -26,6 +26,13 @@ FOLDERS = {
     ],
     "deepspeed-multi-node": [f"{nodes}_nodes/deepspeed_{nodes}_nodes.slurm" for nodes in (2, 3, 4, 5, 6)],
     "deepspeed-native-launch": ["zero3_offload/run.slurm"],
+    "efficiency": [
+        f"{name}/efficiency_{name}.slurm"
+        for name in (
+            *("recipe", "dynamic_padding", "group_by_length", "bf16", "chunked_loss"),
+            *("activation_checkpointing", "compile", "all"),
+        )
+    ],
     "fsdp-baseline": ["baseline.slurm"],
     "fsdp-single-gpu": [
         f"{name}/single_gpu.slurm" for name in ("full_shard", "cpu_offload", "activation_checkpointing")
