@@ -1,8 +1,10 @@
 """--padding and --labels: what changes the loss and what must not."""
 
+import re
+
 import pytest
 
-from helpers import Finished
+from helpers import Finished, patched, run
 from runs import XQUAD, uses
 
 TOLERANCE = 1e-4
@@ -50,3 +52,34 @@ def test_500_real_questions(run: Finished):
     assert (record["train_size"], record["eval_size"], len(run.losses)) == (500, 100, 1)
     assert record["train"]["loss_last"] < 7  # log(2048) is 7.62, what an untrained model has
     assert 0 <= record["exact_match"] <= record["f1"] <= 100
+
+
+PRINT_WIDTHS = """
+import os
+from training import trainer
+original = trainer.count_tokens
+def count_tokens(batch):
+    width, rank = batch['input_ids'].shape[1], os.environ['RANK']
+    print(f"rank {rank} has a batch of {width} tokens.\\n", end="", flush=True)
+    return original(batch)
+trainer.count_tokens = count_tokens
+"""
+
+
+def widths(run: Finished) -> list[list[int]]:
+    """Of each rank, the padded length of its micro batches in order."""
+    return [
+        [int(width) for width in re.findall(rf"rank {rank} has a batch of (\d+) tokens", run.log)] for rank in (0, 1)
+    ]
+
+
+def test_ranks_have_sequences_of_similar_length_at_the_same_time(workplace):
+    script = patched(workplace, "print_widths", PRINT_WIDTHS)
+    options = {"processes": 2, "script": script, "PADDING": "longest", "BATCH_SIZE": 2, "NUM_EPOCHS": 1}
+    apart = {}
+    for sampling in ("random", "group_by_length"):
+        done = run(workplace, f"widths {sampling}", SAMPLING=sampling, SAVE_STRATEGY="no", **options)
+        first, second = widths(done)
+        assert len(first) == len(second) == 64 / 2 / 2
+        apart[sampling] = sum(abs(a - b) for a, b in zip(first, second, strict=True)) / len(first)
+    assert apart["group_by_length"] < apart["random"] / 2
