@@ -61,7 +61,7 @@ job_prepare() {
     job_fail "$PWD" "it cannot be written" "free disk space, or see its permissions" 3
   job_lock
   # of an attempt whose node failed
-  rm -f "$RUN_DIR"/{exit_codes,gaps,warned,node_failed,bandwidth.json,joined_*,problem_*}
+  rm -f "$RUN_DIR"/{exit_codes,gaps,warned,node_failed,bandwidth.json,compiled,joined_*,problem_*}
   trap job_finish EXIT
   job_trap_signals
   job_keep_output
@@ -271,6 +271,7 @@ job_on_node() { # COMMAND: its exit status
   fi
   job_start "$@"
   if [[ ${LOGGERS:-yes} = yes && ${SLURM_LOCALID:-0} = 0 ]]; then
+    job_wait_for_compiler "$@"
     job_cpu_logger "cpu_memory/cpu_memory_log_$JOB_ID$suffix.txt"
     job_gpu_logger "gpu_memory/gpu_memory_log_$JOB_ID$suffix.csv"
   fi
@@ -283,6 +284,16 @@ job_on_node() { # COMMAND: its exit status
     echo "$(date +%s%N) $code $host" >>"$RUN_DIR/exit_codes" || true
   fi
   return "$code"
+}
+
+job_wait_for_compiler() { # COMMAND: g++ and Triton take GBs during the first steps, which are none of the training's
+  if [[ ${TORCH_COMPILE:-False} = False && " $* " != *" --torch_compile"* ]]; then
+    return 0
+  fi
+  while [[ ! -e $RUN_DIR/compiled ]] && kill -0 "$CHILD" 2>/dev/null; do
+    job_pause 0.2
+  done
+  job_gap "memory logs on $host begin behind the third step, when torch.compile is done: compilers are none of the training"
 }
 
 job_gloo_interface() { # gloo would take the one that has this node's own name, which may be loopback
@@ -455,7 +466,7 @@ job_finish() { # on EXIT, also when the training failed: errexit ends the script
     again=yes
   fi
   job_record "$code"
-  rm -f "$RUN_DIR"/{lock,job.lock,exit_codes,gaps,warned,node_failed,bandwidth.json,joined_*,problem_*}
+  rm -f "$RUN_DIR"/{lock,job.lock,exit_codes,gaps,warned,node_failed,bandwidth.json,compiled,joined_*,problem_*}
   rmdir "$RUN_DIR" || true
   job_upload
   if [[ $again = yes ]]; then

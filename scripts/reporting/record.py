@@ -89,6 +89,7 @@ class Settings(Typed):
     fp16: bool | None = None
     bf16: bool | None = None
     em_f1: bool | None = None
+    torch_compile: bool | None = None
 
 
 class Evaluation(Typed):
@@ -103,6 +104,7 @@ class Train(Typed):
     samples_per_second: Measured | None = None
     steps_per_second: Measured | None = None
     steady_samples_per_second: Measured | None = None
+    warm_up_seconds: Measured | None = None
     real_tokens: Count | None = None
     padding_tokens: Count | None = None
     steady_tokens_per_second: Measured | None = None

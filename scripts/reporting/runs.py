@@ -275,6 +275,8 @@ def short_of(log: MemoryLog, run: Run) -> list[str]:
     if not runtime or span is None:
         return []
     interval = span / max(1, max(map(len, log.samples.values())) - 1)
-    if span + 4 * max(interval, 1) >= runtime:
+    # job.sh starts the loggers when all is compiled
+    left_out = run.record.train.warm_up_seconds or 0 if run.record.settings.torch_compile else 0
+    if span + 4 * max(interval, 1) >= runtime - left_out:
         return []
     return [f"{log.path}: it covers {span:.0f} s of a training of {runtime:.0f} s"]

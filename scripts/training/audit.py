@@ -6,7 +6,9 @@ from typing import Any
 
 import torch
 from datasets import Dataset
+from torch.utils.data import SequentialSampler
 from transformers import DataCollatorForSeq2Seq, Trainer, TrainerCallback
+from transformers.trainer_pt_utils import BatchRebalanceSampler, LengthGroupedSampler
 from transformers.trainer_utils import SaveStrategy
 
 from config import Options, precision_name
@@ -16,6 +18,7 @@ from model import count_parameters
 from parallel import sharding
 from parallel.distributed import gather_lists, rank, world_size
 from parallel.fsdp_config import fsdp_name, wrap_classes
+from training import compiling
 from training.chunked_loss import computes_loss_in_head
 from training.record import RunRecord
 
@@ -41,17 +44,19 @@ class Audited:
 class AuditCallback(TrainerCallback):
     """Prints and records the audit once the model is wrapped; ends the run with exit code 3 on a difference."""
 
-    def __init__(self, trainer: Trainer, options: Options, data_args, record: RunRecord):
+    def __init__(self, trainer: Trainer, options: Options, data_args, record: RunRecord, eager_reason: str = ""):
+        """eager_reason: why nothing can be compiled here, of `compile_or_eager`."""
         self.trainer = trainer
         self.options = options
         self.data_args = data_args
         self.record = record
+        self.eager_reason = eager_reason
         # before the model is wrapped: FSDP1 then shows each rank's share alone
         model: Any = trainer.model
         self.parameters = count_parameters(model)
 
     def on_train_begin(self, args, state, control, **kwargs):
-        knobs = audit(self.trainer, self.options, self.data_args, self.parameters)
+        knobs = audit(self.trainer, self.options, self.data_args, self.parameters, self.eager_reason)
         if rank() == 0:
             print(table(knobs), flush=True)
             if self.trainer.is_deepspeed_enabled:
@@ -69,7 +74,7 @@ class AuditCallback(TrainerCallback):
                 raise WorkshopError(f"knob audit: {knob.name}", what, "correct the flag or the config", ENVIRONMENT)
 
 
-def audit(trainer: Trainer, options: Options, data_args, parameters: int) -> list[Audited]:
+def audit(trainer: Trainer, options: Options, data_args, parameters: int, eager_reason: str = "") -> list[Audited]:
     values = options.values
     engine = trainer.model_wrapped if trainer.is_deepspeed_enabled else None
     # as train.py has made them; the Trainer's own types are wider
@@ -92,6 +97,7 @@ def audit(trainer: Trainer, options: Options, data_args, parameters: int) -> lis
         Audited("label mode", values["labels"], labels),
         Audited("loss", values["loss"], "chunked" if computes_loss_in_head(trainer.model) else "full"),
         Audited("padding", values["padding"], collator.padding, f"up to {data_args.max_length} tokens"),
+        *speed_knobs(trainer, values, eager_reason),
         Audited("train size", requested_train_size(values), len(train_dataset), "questions"),
         Audited("eval size", values["eval_size"], len(eval_dataset), "questions"),
         Audited("saving", values["save_strategy"], saving),
@@ -116,6 +122,32 @@ def batch_knobs(trainer: Trainer, engine, values: dict) -> list[Audited]:
         Audited("gradient accumulation", requested_accumulation, accumulation),
         Audited("global batch", requested_batch, batch, "micro batch x accumulation x world size"),
     ]
+
+
+def speed_knobs(trainer: Trainer, values: dict, eager_reason: str) -> list[Audited]:
+    loader = trainer.callback_handler.train_dataloader
+    compiled = compiling.is_compiled(trainer.model_wrapped)
+    checkpointing = bool(values["activation_checkpointing"])
+    return [
+        Audited("sampling", values["train_sampling_strategy"], sampling_of(loader)),
+        Audited("data workers", values["dataloader_num_workers"], loader.num_workers),
+        Audited("checkpointing", checkpointing, trainer.model.is_activation_checkpointing, "by the model itself"),
+        # none that cannot be compiled is a reason to end a run
+        Audited("compiled", bool(values["torch_compile"]), compiled, eager_reason, binding=not eager_reason),
+    ]
+
+
+def sampling_of(loader: Any) -> str:
+    """How a DataLoader chooses the samples of its batches, whatever accelerate has put around its sampler."""
+    batches = loader.batch_sampler
+    while not hasattr(batches, "sampler"):
+        batches = batches.batch_sampler
+    names = {
+        BatchRebalanceSampler: "batch_rebalance",
+        LengthGroupedSampler: "group_by_length",
+        SequentialSampler: "sequential",
+    }
+    return names.get(type(batches.sampler), "random")
 
 
 def requested_train_size(values: dict) -> int:

@@ -58,10 +58,16 @@ class TrainSpeedCallback(TrainerCallback):
         self.tokens: Any = 0  # of these steps, of this rank and run: a tensor of count_tokens
         self.earlier = TokenCounts()
         self.started = None
+        self.warm_up_seconds: float | None = None
+
+    def on_train_begin(self, args, state, control, **kwargs):
+        self.begun = clock()
 
     def on_step_begin(self, args, state, control, **kwargs):
         if self.started is None and self.first_step_seen(state) >= WARM_UP_STEPS:
             self.started = clock()
+            if self.warm_up_seconds is None:
+                self.warm_up_seconds = self.started - self.begun
             self.steps_at_start = state.global_step
             self.tokens_at_start = self.trainer.tokens
 
@@ -98,9 +104,10 @@ class TrainSpeedCallback(TrainerCallback):
         return self.earlier + TokenCounts(whole, steady)
 
     def rates(self) -> dict:
-        """steady_steps_per_second and steady_samples_per_second (of all ranks together), None without steps."""
+        """Steady steps and samples per second (of all ranks together), and how long it took to get there."""
         rate = self.steps / self.seconds if self.steps else None
         return {
+            "warm_up_seconds": self.warm_up_seconds and round(self.warm_up_seconds, 2),
             "steady_steps": self.steps,
             "steady_steps_per_second": rate and round(rate, 4),
             "steady_samples_per_second": rate and round(rate * self.samples_per_step, 3),

@@ -42,6 +42,7 @@ from training.checkpoints import (
     remove_checkpoints_of_stops,
 )
 from training.chunked_loss import check_head, use_chunked_loss
+from training.compiling import CompiledCallback, compile_or_eager
 from training.flops import ModelFlops, matmul_peak
 from training.record import RunRecord, new_job_id, refuse_finished, restarted_by_slurm, sole_writer
 from training.safe_load import load_weights_only, refuse_foreign_code
@@ -131,6 +132,8 @@ def run(options: Options, stop: StopRequest) -> None:
         args.save_total_limit = None
         if fsdp:
             shard_on_cpu()
+        watchdog.beat("trying the compiler")
+        eager_reason = compile_or_eager(args)
         trainer_class = FSDPTrainer if fsdp else ResumableTrainer
         trainer = trainer_class(
             model=model,
@@ -143,11 +146,12 @@ def run(options: Options, stop: StopRequest) -> None:
         utilisation = UtilisationCallback()
         trainer.add_callback(speed)
         trainer.add_callback(utilisation)
-        trainer.add_callback(AuditCallback(trainer, options, data_args, record))
+        trainer.add_callback(AuditCallback(trainer, options, data_args, record, eager_reason))
         trainer.add_callback(RecordCallback(record))
         trainer.add_callback(CheckpointCallback(save_total_limit, marker, trainer, speed, checkpoint))
         trainer.add_callback(StopCallback(stop, trainer, steps_per_epoch(trainer)))
         trainer.add_callback(FiniteLossCallback(trainer))
+        trainer.add_callback(CompiledCallback())
         trainer.add_callback(HeartbeatCallback())
         if not sys.stderr.isatty() and not args.disable_tqdm:
             trainer.pop_callback(ProgressCallback)

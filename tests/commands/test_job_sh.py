@@ -259,6 +259,31 @@ def test_optimizers_are_compiled_before_anything_is_measured(stub, tmp_path):
     assert "compiling" not in done.stdout
 
 
+COMPILES = """
+import os, time
+from pathlib import Path
+time.sleep(1)  # a logger that does not wait has begun by then
+assert not list(Path("cpu_memory").iterdir()), "logged before the kernels are compiled"
+(Path(os.environ["RUN_DIR"]) / "compiled").touch()
+while not list(Path("cpu_memory").iterdir()):
+    time.sleep(0.1)
+"""
+
+
+@pytest.mark.parametrize("asked", [{"TORCH_COMPILE": "True"}, {"flag": "--torch_compile"}], ids=["knob", "flag"])
+def test_memory_loggers_wait_for_torch_compile(stub, asked):
+    variables = dict(asked)
+    flags = [variables.pop("flag")] if "flag" in variables else []
+    done, _ = stub(COMPILES, *flags, **variables)
+    assert done.returncode == 0, done
+    assert re.search(r"missing: memory logs on \S+ begin behind the third step", done.stdout)
+
+
+def test_memory_loggers_wait_for_nothing_that_has_ended(stub):
+    done, folder = stub("", TORCH_COMPILE="True")
+    assert (done.returncode, list((folder / "results").glob(".*/compiled"))) == (0, [])
+
+
 def test_files_of_the_experiment_with_a_modules_name_are_not_taken_for_it(workshop):
     folder = workshop / "experiments/mine/x"
     folder.mkdir(parents=True)

@@ -56,9 +56,12 @@ FSDP = {
     "hybrid_shard_2x2-4": fsdp("hybrid_shard_2x2", 4),
 }
 STRATEGIES |= FSDP
-CHUNKED_STRATEGIES = ["plain", "ddp-2", "zero0-2", "zero1-2", "zero2-2", "zero3-1", "zero3-2", "zero3_cpu_offload-2"]
-CHUNKED_STRATEGIES += ["full_shard-2", "shard_grad_op-2", "full_shard_activation_checkpointing-2", "hybrid_shard_2x2-4"]
+CHUNKED_STRATEGIES = ["plain", "ddp-2", "zero0-2", "zero1-1", "zero1-2", "zero2-1", "zero2-2", "zero3-1", "zero3-2"]
+CHUNKED_STRATEGIES += ["zero3_cpu_offload-2", "full_shard-1", "full_shard-2", "shard_grad_op-2"]
+CHUNKED_STRATEGIES += ["full_shard_activation_checkpointing-2", "hybrid_shard_2x2-4"]
 CHUNKED = {f"chunked_{name}": replace(STRATEGIES[name], variables={"LOSS": "chunked"}) for name in CHUNKED_STRATEGIES}
+COMPILE = {"LOSS": "chunked", "TORCH_COMPILE": "True", "PADDING": "longest"}
+COMPILED = {"compiled": Run(variables=COMPILE)}
 GPT_SIZES = {"VOCAB_SIZE": 1024, "HIDDEN_SIZE": 64, "NUM_LAYERS": 2, "NUM_HEADS": 4, "FF_DIM": 128}
 GPT = {"MODEL_NAME": "custom-gpt"} | GPT_SIZES
 CUSTOM = {
@@ -109,7 +112,7 @@ MEASURED = {name: STRATEGIES[name] for name in [*STAGES, *OFFLOADS]}
 MEASURED |= {f"tiny_{name}": short(name, {}) for name in ("plain", "ddp-2")}
 MEASURED |= {f"tiny_bf16_{name}": short(name, BF16) for name in ("zero0-2", "zero2-2", "full_shard-2")}
 MEASURED |= {f"50m_{name}": short(name, BLOOM_50M) for name in STAGES}
-RUNS = STRATEGIES | CHUNKED | CUSTOM | PADDING | OTHERS | MEASURED
+RUNS = STRATEGIES | CHUNKED | COMPILED | CUSTOM | PADDING | OTHERS | MEASURED
 
 
 def uses(*names: str):

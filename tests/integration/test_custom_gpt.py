@@ -3,6 +3,7 @@
 import pytest
 from transformers import AutoModelForCausalLM
 
+import custom_model  # noqa: F401  (makes the Auto classes know it)
 from helpers import Finished, run
 from runs import CUSTOM, GPT, uses
 from test_evaluation import evaluate, few

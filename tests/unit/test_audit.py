@@ -5,13 +5,21 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from torch.utils.data import DataLoader
 from transformers import BloomConfig, BloomForCausalLM
 
 from config import parse_command_line
+from errors import WorkshopError
 from knobs import DataArguments
 from training import audit
 from training.audit import NOT_ON_CPU, AuditCallback, Audited, offload_knobs, table
 from training.record import RunRecord
+
+
+def loader() -> DataLoader:
+    loader = DataLoader(range(16), batch_size=4, shuffle=True)
+    loader.total_batch_size = 4
+    return loader
 
 
 def plain_trainer() -> SimpleNamespace:
@@ -24,7 +32,7 @@ def plain_trainer() -> SimpleNamespace:
         model=model,
         model_wrapped=model,
         accelerator=SimpleNamespace(mixed_precision="no", num_processes=1),
-        callback_handler=SimpleNamespace(train_dataloader=SimpleNamespace(total_batch_size=4)),
+        callback_handler=SimpleNamespace(train_dataloader=loader()),
         train_dataset=rows,
         eval_dataset=rows[:32],
         data_collator=SimpleNamespace(label_pad_token_id=-100, padding="max_length"),
@@ -100,6 +108,23 @@ def saving(trainer):
     trainer.args.save_strategy = "epoch"
 
 
+def sampling(trainer):
+    trainer.callback_handler.train_dataloader = DataLoader(range(16), batch_size=4)
+    trainer.callback_handler.train_dataloader.total_batch_size = 4
+
+
+def workers(trainer):
+    trainer.callback_handler.train_dataloader.num_workers = 2
+
+
+def checkpointing(trainer):
+    trainer.model.activation_checkpointing_enable()
+
+
+def compiled(trainer):
+    trainer.model.transformer.h[0].compile()
+
+
 DIFFERENCES = [
     (precision, "precision: fp32 was requested, fp16 is what would run"),
     (ranks, "world size: 1 was requested, 2 is what would run"),
@@ -110,6 +135,10 @@ DIFFERENCES = [
     (padding, "padding: max_length was requested, longest is what would run"),
     (train_size, "train size: 64 was requested, 60 is what would run"),
     (eval_size, "eval size: 32 was requested, 30 is what would run"),
+    (sampling, "sampling: random was requested, sequential is what would run"),
+    (workers, "data workers: 0 was requested, 2 is what would run"),
+    (checkpointing, "checkpointing: False was requested, True is what would run"),
+    (compiled, "compiled: False was requested, True is what would run"),
     (saving, "saving: no was requested, epoch is what would run"),
 ]
 
@@ -148,6 +177,24 @@ def test_what_the_hardware_cannot_do_is_shown_and_ends_nothing(options, monkeypa
     monkeypatch.setattr(audit, "audit", lambda *_: [Audited("optimizer pinned memory", True, NOT_ON_CPU)])
     begin(plain_trainer(), options)
     assert "optimizer pinned memory  True       n/a on CPU" in capsys.readouterr().out
+
+
+def test_what_cannot_be_compiled_is_shown_with_its_reason_and_ends_nothing(options, capsys):
+    options.values["torch_compile"] = True
+    assert "compiled: True was requested, False" in refused_audit(options)
+    capsys.readouterr()
+    trainer = plain_trainer()
+    record = RunRecord("7")
+    AuditCallback(trainer, options, DataArguments(), record, "no compiler").on_train_begin(None, None, None)
+    (line,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("compiled")]
+    assert line.split(maxsplit=3) == ["compiled", "True", "False", "no compiler"]
+    assert record.content["knobs"]["compiled"] == {"requested": True, "effective": False}
+
+
+def refused_audit(options) -> str:
+    with pytest.raises(WorkshopError) as error:
+        begin(plain_trainer(), options)
+    return str(error.value)
 
 
 def engine(offload_optimizer: bool, offload_param: bool) -> SimpleNamespace:

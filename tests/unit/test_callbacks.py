@@ -30,6 +30,7 @@ class Run:
         self.trainer = SimpleNamespace(tokens=0)
         self.callback = TrainSpeedCallback(SAMPLES_PER_STEP, self.trainer)
         self.done = 0
+        self.callback.on_train_begin(None, self.state, None)
 
     def step(self, evaluate: bool = False, save: bool = False, seconds: float = 2.0) -> None:
         control = SimpleNamespace(should_evaluate=evaluate, should_save=save)
@@ -57,6 +58,7 @@ def test_warm_up_and_pauses_between_epochs_are_left_out(monkeypatch):
     run.epoch(10)
     run.epoch(10)
     assert run.callback.rates() == {
+        "warm_up_seconds": 60.0 * WARM_UP_STEPS,
         "steady_steps": 20 - WARM_UP_STEPS,
         "steady_steps_per_second": 0.5,
         "steady_samples_per_second": 0.5 * SAMPLES_PER_STEP,
@@ -126,6 +128,7 @@ def test_run_without_steps_after_the_warm_up_has_no_rate(monkeypatch):
     run = Run(monkeypatch)
     run.epoch(WARM_UP_STEPS)
     assert run.callback.rates() == {
+        "warm_up_seconds": None,
         "steady_steps": 0,
         "steady_steps_per_second": None,
         "steady_samples_per_second": None,
