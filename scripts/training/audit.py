@@ -126,12 +126,13 @@ def batch_knobs(trainer: Trainer, engine, values: dict) -> list[Audited]:
 
 def speed_knobs(trainer: Trainer, values: dict, eager_reason: str) -> list[Audited]:
     loader = trainer.callback_handler.train_dataloader
+    model: Any = trainer.model
     compiled = compiling.is_compiled(trainer.model_wrapped)
     checkpointing = bool(values["activation_checkpointing"])
     return [
         Audited("sampling", values["train_sampling_strategy"], sampling_of(loader)),
         Audited("data workers", values["dataloader_num_workers"], loader.num_workers),
-        Audited("checkpointing", checkpointing, trainer.model.is_activation_checkpointing, "by the model itself"),
+        Audited("checkpointing", checkpointing, model.is_activation_checkpointing, "by the model itself"),
         # none that cannot be compiled is a reason to end a run
         Audited("compiled", bool(values["torch_compile"]), compiled, eager_reason, binding=not eager_reason),
     ]

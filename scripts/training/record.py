@@ -30,9 +30,10 @@ gives the reason under the same name.
     eval                list, one entry per evaluation: epoch, step, loss, runtime_s, samples_per_second
     train               steps, loss_mean (the Trainer's), loss_last (last logged), runtime_s, samples_per_second,
                         steps_per_second (the Trainer's: they include evaluation and saving),
-                        steady_samples_per_second, steady_steps_per_second, steady_steps (steps alone,
-                        warm-up left out), warm_up_seconds (from the begin of the training to the end of its third
-                        step; torch.compile compiles then, and the memory logs begin behind it); real_tokens, padding_tokens, counted_tokens (labels that count in the loss),
+                        steady_samples_per_second, steady_steps_per_second, steady_steps (steps alone, warm-up left
+                        out), warm_up_seconds (from the begin of the training to the end of its third step;
+                        torch.compile compiles then, and the memory logs begin behind it);
+                        real_tokens, padding_tokens, counted_tokens (labels that count in the loss),
                         steady_tokens_per_second (real tokens of all ranks, in these steps), mfu_percent (of them),
                         matmul_peak_tflops (of one rank, in 10^12 operations per second, while all ranks compute);
                         of all attempts together, each up to the checkpoint that was gone on from
