@@ -1,0 +1,260 @@
+"""One training by several ways, side by side: sequences per second, peak memory, and whether the losses are the same.
+
+    python benchmarks/training.py                                 # all rows, three times each
+    python benchmarks/training.py --repeats 1 --rows recipe all   # a first look
+    pip install -r benchmarks/requirements.txt                    # for the row `trl`
+
+Each row is a process of its own, and the rows take turns, so that a slow minute of the machine falls on all of them. A
+row trains two epochs on the same sequences, in micro batches of 4 and accumulation 4 (`all`: 16 and 1): the first epoch
+warms up, the second is timed. Peak memory is the process's own largest resident set, which ends with the training. The
+model is a BLOOM of 67 million parameters with BLOOM's whole vocabulary and random weights.
+
+`--equal` compares instead: losses of 20 steps with full and with chunked loss in fp32, and the gradients of one batch.
+The results, with commit and machine, are in docs/efficiency.md.
+"""
+
+import argparse
+import json
+import os
+import resource
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+
+REPOSITORY = Path(__file__).resolve().parent.parent
+XQUAD = REPOSITORY.parent / "shared" / "data" / "xquad.en.json"
+DATASET = XQUAD if XQUAD.exists() else REPOSITORY / "data" / "squad_sample.json"
+CONFIG = {
+    "model_type": "bloom",
+    "vocab_size": 250880,
+    "hidden_size": 256,
+    "n_layer": 4,
+    "n_head": 4,
+    "use_cache": False,
+}
+RESULT = "RESULT "
+SEQUENCES = 48
+EQUAL_STEPS = 20
+
+BF16 = ["--bf16"]
+DYNAMIC = ["--padding", "longest"]
+GROUPED = [*DYNAMIC, "--train_sampling_strategy", "group_by_length"]
+CHUNKED = [*GROUPED, *BF16, "--loss", "chunked"]
+ALL = [*CHUNKED, "--per_device_train_batch_size", "16", "--gradient_accumulation_steps", "1"]
+ANSWER = ["--labels", "answer"]
+
+
+@dataclass
+class Row:
+    """base: the row that this one's ratios are of. program: whose Trainer, in `child`."""
+
+    flags: list[str]
+    base: str = "recipe"
+    program: str = "workshop"
+
+
+ROWS = {
+    "recipe": Row([]),
+    "dynamic_padding": Row(DYNAMIC),
+    "group_by_length": Row(GROUPED),
+    "bf16": Row([*GROUPED, *BF16]),
+    "chunked_loss": Row(CHUNKED),
+    "activation_checkpointing": Row([*CHUNKED, "--activation_checkpointing"]),
+    "all": Row(ALL),
+    "transformers": Row([], program="transformers"),
+    "trl": Row([], program="trl"),
+    "answer recipe": Row(ANSWER, base="answer recipe"),
+    "answer all": Row([*ANSWER, *ALL], base="answer recipe"),
+}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rows", nargs="+", choices=ROWS, default=list(ROWS))
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--equal", action="store_true", help="compare losses and gradients, time nothing")
+    parser.add_argument("--child", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    if arguments.child:
+        child(arguments.child[0], arguments.child[1:])
+        return
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        (folder / "model").mkdir()
+        (folder / "model/config.json").write_text(json.dumps(CONFIG))
+        print(f"commit {commit()}, {len(os.sched_getaffinity(0))} cores, {cpu()}, {DATASET.name}", flush=True)
+        if arguments.equal:
+            compare(folder)
+        else:
+            measure(folder, arguments.rows, arguments.repeats)
+
+
+def measure(folder: Path, names: list[str], repeats: int) -> None:
+    if "trl" in names and not find_spec("trl"):
+        names = [name for name in names if name != "trl"]
+        print("trl is not installed, and left out: pip install -r benchmarks/requirements.txt")
+    results: dict[str, list[dict]] = {name: [] for name in names}
+    for repeat in range(repeats):
+        for name in names:
+            result = train(folder, ROWS[name].program, ROWS[name].flags)
+            results[name].append(result)
+            rate, peak = result["samples_per_second"], result["peak_mib"]
+            print(f"  {repeat + 1}. {name:26s} {rate:8.3f} samples/s {peak:8.0f} MiB", flush=True)
+    print(table(results))
+
+
+def table(results: dict[str, list[dict]]) -> str:
+    """Medians, spread, and ratios to each row's recipe."""
+    lines = ["| row | samples/s | range | real tokens/s | peak MiB | speed | memory | mean loss |", "|" + " --- |" * 8]
+    for name, runs in results.items():
+        rates = [run["samples_per_second"] for run in runs]
+        rate, peak = statistics.median(rates), statistics.median(run["peak_mib"] for run in runs)
+        base = results.get(ROWS[name].base)
+        ratios = "| |"
+        if base:
+            base_rate = statistics.median(run["samples_per_second"] for run in base)
+            base_peak = statistics.median(run["peak_mib"] for run in base)
+            ratios = f"{rate / base_rate:.2f}x | {peak / base_peak:.2f}x"
+        tokens = rate * runs[0]["tokens_per_sequence"]
+        spread = f"{min(rates):.3f} to {max(rates):.3f}"
+        lines.append(
+            f"| {name} | {rate:.3f} | {spread} | {tokens:.0f} | {peak:.0f} | {ratios} | {runs[0]['loss']:.4f} |"
+        )
+    return "\n".join(lines)
+
+
+def compare(folder: Path) -> None:
+    """Full and chunked loss in fp32: the losses of each step, and the gradients of one batch."""
+    short = [*GROUPED, "--max_length", "256", "--max_steps", str(EQUAL_STEPS), "--train_size", "320"]
+    full = train(folder, "workshop", short)["losses"]
+    chunked = train(folder, "workshop", [*short, "--loss", "chunked"])["losses"]
+    largest = max(abs(a - b) for a, b in zip(full, chunked, strict=True))
+    print(f"losses of {len(full)} steps, {full[0]:.4f} to {full[-1]:.4f}: largest difference {largest:.1e}")
+    for name, difference in train(folder, "gradients", [])["gradients"].items():
+        print(f"gradient of {name:30s} relative difference {difference:.1e}")
+
+
+def train(folder: Path, program: str, flags: list[str]) -> dict:
+    words = ["--model_name", "./model", "--from_scratch", "--tokenizer_name", "tiny-bloom", "--dataset", str(DATASET)]
+    words += ["--train_size", str(SEQUENCES), "--eval_size", "8", "--eval_strategy", "no", "--save_strategy", "no"]
+    words += ["--no_em_f1", "--bf16", "False", "--num_train_epochs", "2", "--logging_steps", "1", "--use_cpu", *flags]
+    environment = os.environ | {"OMP_NUM_THREADS": str(len(os.sched_getaffinity(0))), "HF_HOME": str(folder / "hf")}
+    environment |= {"JOB_ID": f"{time.time_ns()}", "PYTHONPATH": os.pathsep.join(sys.path[1:])}
+    command = [sys.executable, __file__, "--child", program, *words]
+    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, check=False)
+    lines = [line for line in done.stdout.splitlines() if line.startswith(RESULT)]
+    if done.returncode or not lines:
+        sys.exit(
+            f"error: {program} {flags} ended with {done.returncode}:\n{done.stdout[-1000:]}\n{done.stderr[-3000:]}"
+        )
+    return json.loads(lines[-1].removeprefix(RESULT))
+
+
+# --- in the process of a row
+
+
+def child(program: str, flags: list[str]) -> None:
+    sys.path.insert(0, str(REPOSITORY / "scripts"))
+    if program == "gradients":
+        print(RESULT + json.dumps({"gradients": gradients(flags)}), flush=True)
+        return
+    from transformers import TrainerCallback
+    from transformers import trainer as trainer_module
+
+    class Clock(TrainerCallback):
+        """Of whichever Trainer is made: when each step ended, and its loss."""
+
+        def __init__(self):
+            self.ends: list[float] = []
+            self.losses: list[float] = []
+
+        def on_step_end(self, args, state, control, **kwargs):
+            self.ends.append(time.perf_counter())
+            self.steps_per_epoch = state.max_steps // round(args.num_train_epochs)
+
+        def on_log(self, args, state, control, logs=None, **kwargs):
+            self.losses += [logs["loss"]] if "loss" in (logs or {}) else []
+
+        def on_train_end(self, args, state, control, **kwargs):
+            peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+            rate = SEQUENCES / (self.ends[-1] - self.ends[self.steps_per_epoch - 1])
+            result = {"samples_per_second": rate, "peak_mib": peak, "losses": self.losses}
+            print(RESULT + json.dumps(result | {"loss": statistics.fmean(self.losses)} | tokens), flush=True)
+
+    trainer_module.DEFAULT_CALLBACKS.append(Clock())
+    dataset, tokenizer, model = parts(flags)
+    tokens = {"tokens_per_sequence": statistics.fmean(dataset["length"])}
+    if program == "workshop":
+        del dataset, tokenizer, model
+        import train
+
+        sys.argv[1:] = flags
+        train.run_and_exit(train.main)
+    given = {"output_dir": "output", "num_train_epochs": 2, "per_device_train_batch_size": 4, "use_cpu": True}
+    given |= {"gradient_accumulation_steps": 4, "save_strategy": "no", "report_to": "none", "logging_steps": 1}
+    if program == "transformers":
+        from transformers import DataCollatorForSeq2Seq, Trainer, TrainingArguments
+
+        collator = DataCollatorForSeq2Seq(tokenizer)
+        Trainer(model, TrainingArguments(**given), collator, dataset).train()
+    else:
+        from trl import SFTConfig, SFTTrainer
+
+        inputs = dataset.select_columns(["input_ids"])
+        config = SFTConfig(**given, max_length=512)
+        SFTTrainer(model, config, train_dataset=inputs, processing_class=tokenizer).train()
+
+
+def parts(flags: list[str]) -> tuple:
+    """The workshop's own training questions, tokenizer and model, for the other programs."""
+    from config import build_arguments, parse_command_line
+    from data_loader import load_squad
+    from model import load_model, load_tokenizer
+
+    model_args, data_args, args = build_arguments(parse_command_line("", flags))
+    tokenizer = load_tokenizer(model_args, data_args)
+    dataset, _ = load_squad(data_args, tokenizer, args)
+    return dataset, tokenizer, load_model(model_args, data_args, tokenizer, args.seed)
+
+
+def gradients(flags: list[str]) -> dict[str, float]:
+    """Norm of the difference of full and chunked loss's gradients over the norm of the full ones, in fp32.
+
+    BLOOM's head is its embedding: the same weight, whose gradient has both parts.
+    """
+    import torch
+    from transformers import DataCollatorForSeq2Seq
+
+    from training.chunked_loss import use_chunked_loss
+
+    dataset, tokenizer, model = parts(flags)
+    rows = [{name: row[name] for name in ("input_ids", "attention_mask", "labels")} for row in dataset.select(range(4))]
+    batch = DataCollatorForSeq2Seq(tokenizer)(rows)
+    found = []
+    for prepare in (lambda _: None, use_chunked_loss):
+        prepare(model)
+        model.zero_grad()
+        model(**batch).loss.backward()
+        found.append({name: weight.grad.clone() for name, weight in model.named_parameters()})
+    full, chunked = found
+    shown = [name for name in full if "h." not in name or "h.0." in name]
+    return {name: float(torch.norm(chunked[name] - full[name]) / torch.norm(full[name])) for name in shown}
+
+
+def commit() -> str:
+    words = ["git", "-C", str(REPOSITORY), "describe", "--always", "--dirty"]
+    return subprocess.run(words, capture_output=True, text=True, check=True).stdout.strip()
+
+
+def cpu() -> str:
+    names = [line for line in Path("/proc/cpuinfo").read_text().splitlines() if "model name" in line]
+    return names[0].split(":")[1].strip() if names else "unknown CPU"
+
+
+if __name__ == "__main__":
+    main()
