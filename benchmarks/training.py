@@ -25,6 +25,7 @@ import time
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
+from types import SimpleNamespace
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 XQUAD = REPOSITORY.parent / "shared" / "data" / "xquad.en.json"
@@ -35,10 +36,10 @@ CONFIG = {
     "hidden_size": 256,
     "n_layer": 4,
     "n_head": 4,
-    "use_cache": False,
 }
 RESULT = "RESULT "
-SEQUENCES = 48
+SEQUENCES = 32
+TOKENS = 30000  # of the tokenizer
 EQUAL_STEPS = 20
 
 BF16 = ["--bf16"]
@@ -85,13 +86,21 @@ def main() -> None:
         return
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        (folder / "model").mkdir()
-        (folder / "model/config.json").write_text(json.dumps(CONFIG))
+        make_model_folder(folder / "model")
         print(f"commit {commit()}, {len(os.sched_getaffinity(0))} cores, {cpu()}, {DATASET.name}", flush=True)
         if arguments.equal:
             compare(folder)
         else:
             measure(folder, arguments.rows, arguments.repeats)
+
+
+def make_model_folder(folder: Path) -> None:
+    """Sizes of the model, and a tokenizer whose sequences are about as long as those of BLOOM's own."""
+    sys.path.insert(0, str(REPOSITORY / "scripts"))
+    from model import train_tokenizer
+
+    train_tokenizer(SimpleNamespace(dataset=str(DATASET), eval_dataset=None), TOKENS).save_pretrained(folder)
+    (folder / "config.json").write_text(json.dumps(CONFIG))
 
 
 def measure(folder: Path, names: list[str], repeats: int) -> None:
@@ -115,22 +124,21 @@ def table(results: dict[str, list[dict]]) -> str:
         rates = [run["samples_per_second"] for run in runs]
         rate, peak = statistics.median(rates), statistics.median(run["peak_mib"] for run in runs)
         base = results.get(ROWS[name].base)
-        ratios = "| |"
+        ratios = " | "
         if base:
             base_rate = statistics.median(run["samples_per_second"] for run in base)
             base_peak = statistics.median(run["peak_mib"] for run in base)
             ratios = f"{rate / base_rate:.2f}x | {peak / base_peak:.2f}x"
         tokens = rate * runs[0]["tokens_per_sequence"]
         spread = f"{min(rates):.3f} to {max(rates):.3f}"
-        lines.append(
-            f"| {name} | {rate:.3f} | {spread} | {tokens:.0f} | {peak:.0f} | {ratios} | {runs[0]['loss']:.4f} |"
-        )
+        loss = f"{runs[0]['loss']:.4f}"
+        lines.append(f"| {name} | {rate:.3f} | {spread} | {tokens:.0f} | {peak:.0f} | {ratios} | {loss} |")
     return "\n".join(lines)
 
 
 def compare(folder: Path) -> None:
     """Full and chunked loss in fp32: the losses of each step, and the gradients of one batch."""
-    short = [*GROUPED, "--max_length", "256", "--max_steps", str(EQUAL_STEPS), "--train_size", "320"]
+    short = [*GROUPED, "--max_length", "128", "--max_steps", str(EQUAL_STEPS), "--train_size", "320"]
     full = train(folder, "workshop", short)["losses"]
     chunked = train(folder, "workshop", [*short, "--loss", "chunked"])["losses"]
     largest = max(abs(a - b) for a, b in zip(full, chunked, strict=True))
@@ -140,18 +148,17 @@ def compare(folder: Path) -> None:
 
 
 def train(folder: Path, program: str, flags: list[str]) -> dict:
-    words = ["--model_name", "./model", "--from_scratch", "--tokenizer_name", "tiny-bloom", "--dataset", str(DATASET)]
+    words = ["--model_name", "./model", "--from_scratch", "--dataset", str(DATASET)]
     words += ["--train_size", str(SEQUENCES), "--eval_size", "8", "--eval_strategy", "no", "--save_strategy", "no"]
     words += ["--no_em_f1", "--bf16", "False", "--num_train_epochs", "2", "--logging_steps", "1", "--use_cpu", *flags]
     environment = os.environ | {"OMP_NUM_THREADS": str(len(os.sched_getaffinity(0))), "HF_HOME": str(folder / "hf")}
-    environment |= {"JOB_ID": f"{time.time_ns()}", "PYTHONPATH": os.pathsep.join(sys.path[1:])}
+    environment |= {"JOB_ID": f"{time.time_ns()}"}
     command = [sys.executable, __file__, "--child", program, *words]
     done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, check=False)
     lines = [line for line in done.stdout.splitlines() if line.startswith(RESULT)]
     if done.returncode or not lines:
-        sys.exit(
-            f"error: {program} {flags} ended with {done.returncode}:\n{done.stdout[-1000:]}\n{done.stderr[-3000:]}"
-        )
+        said = f"{done.stdout[-1000:]}\n{done.stderr[-3000:]}"
+        sys.exit(f"error: {program} {flags} ended with {done.returncode}:\n{said}")
     return json.loads(lines[-1].removeprefix(RESULT))
 
 
@@ -187,14 +194,14 @@ def child(program: str, flags: list[str]) -> None:
             print(RESULT + json.dumps(result | {"loss": statistics.fmean(self.losses)} | tokens), flush=True)
 
     trainer_module.DEFAULT_CALLBACKS.append(Clock())
-    dataset, tokenizer, model = parts(flags)
+    dataset, tokenizer, make_model = parts(flags)
     tokens = {"tokens_per_sequence": statistics.fmean(dataset["length"])}
     if program == "workshop":
-        del dataset, tokenizer, model
         import train
 
         sys.argv[1:] = flags
         train.run_and_exit(train.main)
+    model = make_model()
     given = {"output_dir": "output", "num_train_epochs": 2, "per_device_train_batch_size": 4, "use_cpu": True}
     given |= {"gradient_accumulation_steps": 4, "save_strategy": "no", "report_to": "none", "logging_steps": 1}
     if program == "transformers":
@@ -211,7 +218,7 @@ def child(program: str, flags: list[str]) -> None:
 
 
 def parts(flags: list[str]) -> tuple:
-    """The workshop's own training questions, tokenizer and model, for the other programs."""
+    """The workshop's own training questions and tokenizer, and what makes its model, for the other programs."""
     from config import build_arguments, parse_command_line
     from data_loader import load_squad
     from model import load_model, load_tokenizer
@@ -219,7 +226,7 @@ def parts(flags: list[str]) -> tuple:
     model_args, data_args, args = build_arguments(parse_command_line("", flags))
     tokenizer = load_tokenizer(model_args, data_args)
     dataset, _ = load_squad(data_args, tokenizer, args)
-    return dataset, tokenizer, load_model(model_args, data_args, tokenizer, args.seed)
+    return dataset, tokenizer, lambda: load_model(model_args, data_args, tokenizer, args.seed)
 
 
 def gradients(flags: list[str]) -> dict[str, float]:
@@ -232,7 +239,8 @@ def gradients(flags: list[str]) -> dict[str, float]:
 
     from training.chunked_loss import use_chunked_loss
 
-    dataset, tokenizer, model = parts(flags)
+    dataset, tokenizer, make_model = parts(flags)
+    model = make_model()
     rows = [{name: row[name] for name in ("input_ids", "attention_mask", "labels")} for row in dataset.select(range(4))]
     batch = DataCollatorForSeq2Seq(tokenizer)(rows)
     found = []
