@@ -13,7 +13,6 @@ code 3 when a row fails, or when there is no GPU.
 import argparse
 import contextlib
 import json
-import math
 import multiprocessing
 import os
 import shutil
@@ -40,7 +39,6 @@ from estimate_memory import estimate, read_options, totals
 from evaluate import exact_match_and_f1
 from json_files import write_json
 from model import load_model, load_tokenizer
-from model_shape import shape_for
 from parallel.distributed import free_port
 from paths import REPOSITORY, REQUIREMENTS, SAMPLE
 from reporting.render import grid
@@ -62,8 +60,6 @@ FULL |= {"TRAIN_SIZE": 160, "EVAL_SIZE": 4, "NUM_EPOCHS": 1, "BATCH_SIZE": 4, "G
 FULL |= {"SAMPLES_PER_GPU": ""}
 LOSS_TOLERANCE = 0.02  # of a 16-bit training's evaluation, and that of its saved weights in fp32
 T = TypeVar("T")
-MATMUL_SIZE = 8192
-MATMULS = 20
 TERMINATED = 128 + signal.SIGTERM
 BUILD_TIMEOUT = 1200  # seconds
 
@@ -79,7 +75,7 @@ class Row:
 
     @property
     def needs_gpu(self) -> bool:
-        return self.full or self.name == "full_shard_cpu_offload"
+        return self.full or self.name in ("full_shard_cpu_offload", "compiled")  # on a CPU that takes minutes
 
 
 def deepspeed(name: str, full: bool = False) -> Row:
@@ -91,6 +87,7 @@ def fsdp(name: str, full: bool = False) -> Row:
     return Row(f"bloom-560m-{name}" if full else name, config, full=full)
 
 
+CHUNKED = ("--loss", "chunked")
 ROWS = [
     Row("plain"),
     Row("ddp", torchrun=True),
@@ -99,7 +96,12 @@ ROWS = [
     fsdp("shard_grad_op"),
     fsdp("full_shard_activation_checkpointing"),
     fsdp("full_shard_cpu_offload"),
+    Row("chunked", CHUNKED),
+    Row("compiled", ("--torch_compile",)),
     Row("bloom-560m-plain", full=True),
+    Row("bloom-560m-chunked", CHUNKED, full=True),
+    Row("bloom-560m-checkpointed", (*CHUNKED, "--activation_checkpointing"), full=True),
+    Row("bloom-560m-compiled", (*CHUNKED, "--torch_compile"), full=True),
     deepspeed("zero2", full=True),
     deepspeed("zero2_cpu_offload", full=True),
     deepspeed("zero2_cpu_offload_pinned_memory", full=True),
@@ -112,7 +114,7 @@ COLUMNS = {  # key of a row's result -> header, digits
     "reloaded_loss": ("Reloaded", 3),
     "f1": ("F1", 1),
     "samples_per_second": ("Samples/s", 2),
-    "tokens_per_second": ("Tokens/s", 0),
+    "tokens_per_second": ("Real tokens/s", 0),
     "mfu_percent": ("MFU (%)", 1),
     "peak_gpu_gib": ("Peak GPU (GiB)", 2),
     "estimated_gib": ("Estimate (GiB)", 2),
@@ -161,21 +163,6 @@ def describe_gpu() -> dict:
     return names | {"compute_capability": ".".join(map(str, capability))}
 
 
-def matmul_peak() -> float:
-    """FLOP/s of large fp16 matrix products, the best of three timings of 20."""
-    left, right = (torch.randn(MATMUL_SIZE, MATMUL_SIZE, device="cuda", dtype=torch.float16) for _ in range(2))
-    best = math.inf
-    for _ in range(4):  # the first one warms up
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start.record()
-        for _ in range(MATMULS):
-            left @ right
-        end.record()
-        end.synchronize()
-        best = min(best, start.elapsed_time(end) / 1000)
-    return 2 * MATMUL_SIZE**3 * MATMULS / best
-
-
 # 2. One row
 
 
@@ -194,8 +181,10 @@ def run_row(row: Row, folder: Path, log: Path, environment: dict, arguments: arg
     if record["peak_pinned_memory"]:
         result["pinned_gib"] = record["peak_pinned_memory"][0]["allocated_mib"] / 1024
     if row.full:
-        result["samples_per_second"] = record["train"]["steady_samples_per_second"]
-        return result
+        train = record["train"]
+        result["samples_per_second"] = train["steady_samples_per_second"]
+        result["tokens_per_second"] = train["steady_tokens_per_second"]
+        return result | {name: train[name] for name in ("mfu_percent", "matmul_peak_tflops")}
     result["eval_loss"] = record["eval"][-1]["loss"]
     result |= reload(folder / record["output_dir"], log)
     shutil.rmtree(folder / record["output_dir"])
@@ -256,27 +245,10 @@ def options_of(row: Row) -> Options:
     return read_options(flags, environment=text_values(FULL))
 
 
-def flops_per_token(shape) -> int:
-    """Forward and backward pass: 6 per parameter, and attention's two products of all tokens (PaLM, appendix B).
-
-    BLOOM's tied embedding counts once, as the head: looking up a token costs nothing.
-    """
-    return 6 * shape.parameters + 12 * shape.layers * shape.hidden * FULL["MAX_LENGTH"]
-
-
 def expected(row: Row) -> dict:
     if not row.full:
         return {}
     return {"estimated_gib": totals(estimate(options_of(row)), 1)[0] / 2**30}
-
-
-def rates(result: dict, row: Row, peak: float) -> dict:
-    """tokens_per_second counts padding, as the model computes on it; mfu_percent of the measured matmul peak."""
-    if not result.get("samples_per_second"):
-        return {}
-    tokens = result["samples_per_second"] * FULL["MAX_LENGTH"]
-    flops = tokens * flops_per_token(shape_for(options_of(row)))
-    return {"tokens_per_second": tokens, "mfu_percent": 100 * flops / peak}
 
 
 # 4. The table
@@ -317,8 +289,9 @@ def headline(content: dict) -> str:
         return f"{here['cpus']} CPU cores, {here['cpu']}, torch {here['torch']}, tiny-bloom"
     parts = [f"{here['gpu']}, {here['gpu_memory_mib'] / 1024:.0f} GiB", f"driver {here['driver']}"]
     parts += [f"torch {here['torch']}", f"{here['cpus']} CPU cores, {here['cpu']}"]
-    if content.get("matmul_flops"):
-        parts.append(f"fp16 matrix products {content['matmul_flops'] / 1e12:.0f} TFLOP/s")
+    peaks = {row["matmul_peak_tflops"] for row in content["rows"].values() if row.get("matmul_peak_tflops")}
+    if peaks:
+        parts.append(f"matrix products {max(peaks):.0f} TFLOP/s")
     return ", ".join(parts)
 
 
@@ -405,8 +378,6 @@ def main() -> None:
     path = folder / "gpu_check.json"
     content = load_results(path, here)
     folder.mkdir(parents=True, exist_ok=True)
-    if not arguments.cpu and "matmul_flops" not in content:
-        content["matmul_flops"] = in_a_process_of_its_own(matmul_peak, environment)
     print(headline(content), flush=True)
     compile_optimizers(environment)
     for row in ROWS:
@@ -436,8 +407,7 @@ def one_row(row: Row, folder: Path, arguments: argparse.Namespace, environment: 
         result = {"status": "failed", "reason": f"{error}; read {log}"}
     except Exception as error:  # a record that lacks something
         result = {"status": "failed", "reason": f"{type(error).__name__}: {error}; read {log}"}
-    result |= estimated | {"seconds": time.monotonic() - start}
-    return result | rates(result, row, content.get("matmul_flops", math.inf))
+    return result | estimated | {"seconds": time.monotonic() - start}
 
 
 if __name__ == "__main__":

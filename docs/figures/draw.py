@@ -21,6 +21,7 @@ PARTS = {
     "buffers": {"color": "#7f7f7f", "hatch": "xxx"},
     "activations": {"color": "#ffe699"},
     "logits": {"color": "#d9d9d9", "hatch": "\\\\\\"},
+    "loss": {"color": "#9dc3e6", "hatch": "---"},  # without logits
 }
 EMPTY = {"facecolor": "white", "edgecolor": "#bbbbbb", "linestyle": "--"}
 
@@ -100,6 +101,27 @@ def baseline() -> None:
     axes.set(xticks=range(3), xticklabels=labels, ylabel="GiB on one GPU, estimated", xlim=(-0.6, 4.3))
     legend(axes, loc="center right")
     save(figure, "baseline")
+
+
+def efficiency() -> None:
+    at_once = ["--per_device_train_batch_size", 16, "--gradient_accumulation_steps", 1]
+    chunked = ["--loss", "chunked"]
+    checkpointed = [*chunked, "--activation_checkpointing"]
+    runs = {
+        "4 sequences,\nfull logits": [],
+        "chunked\nloss": chunked,
+        "+ activation\ncheckpointing": checkpointed,
+        "16 sequences,\nfull logits": at_once,
+        "chunked\nloss ": [*at_once, *chunked],
+        "+ activation\ncheckpointing ": [*at_once, *checkpointed],
+    }
+    figure, axes = plt.subplots(figsize=(8.4, 3.4))
+    for place, flags in enumerate(runs.values()):
+        height = stack(axes, place, estimate(options("--bf16", *flags)))
+        axes.text(place, height + 0.6, f"{height:.1f}", ha="center")
+    axes.set(xticks=range(6), xticklabels=list(runs), ylabel="GiB on one GPU, bloom-560m, estimated")
+    legend(axes, loc="upper left")
+    save(figure, "efficiency")
 
 
 def deepspeed_config() -> None:
@@ -272,6 +294,6 @@ def memory() -> None:
 
 
 if __name__ == "__main__":
-    for draw in (environment, baseline, deepspeed_config, zero, offload, multi_gpu, multi_node, fsdp, custom_model,
-                 comparison, memory):  # fmt: skip
+    for draw in (environment, baseline, efficiency, deepspeed_config, zero, offload, multi_gpu, multi_node, fsdp,
+                 custom_model, comparison, memory):  # fmt: skip
         draw()

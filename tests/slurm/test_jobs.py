@@ -131,6 +131,7 @@ def table(lab: Lab) -> dict[str, Spec]:
         "srun, a GPU for each task": Spec(
             "deepspeed-native-launch/zero3_offload", ("--steps", 1), SHORT, ("--gpu-bind=single:1",)
         ),
+        "fast path": Spec("efficiency/all", variables=BRIEF),
         # FSDP, DDP and the custom GPT
         "fsdp 4 gpus": Spec("fsdp-strategies/hybrid_shard", variables=BRIEF),
         "fsdp 2 nodes": Spec("fsdp-multi-node/2_nodes", variables=BRIEF),
@@ -200,7 +201,7 @@ def job(jobs, request):
     return jobs(request.param) if isinstance(request.param, str) else tuple(map(jobs, request.param))
 
 
-KINDS = ("baseline", "offload", "2 gpus, its port is taken", "2 nodes", "srun")
+KINDS = ("baseline", "fast path", "offload", "2 gpus, its port is taken", "2 nodes", "srun")
 KINDS += ("fsdp 4 gpus", "fsdp 2 nodes", "comparison", "weak scaling", "gpt 2 nodes")
 
 
@@ -225,6 +226,16 @@ def test_each_method_is_the_one_of_its_folder(job: Job, request):
     gpt = "custom-model" in str(job.folder)
     assert job.record["settings"]["model_name"] == ("custom-gpt" if gpt else "tiny-bloom")
     assert job.record["settings"]["labels"] == "answer"
+
+
+@uses("fast path")
+def test_the_fast_path_is_what_its_script_says(job: Job):
+    assert (job.effective("loss"), job.effective("padding")) == ("chunked", "longest")
+    assert (job.effective("sampling"), job.effective("precision")) == ("group_by_length", "bf16")
+    assert (job.effective("micro batch"), job.effective("gradient accumulation")) == (16, 1)
+    train = job.record["train"]
+    assert 0 < train["padding_tokens"] < train["real_tokens"]
+    assert train["matmul_peak_tflops"] > 0
 
 
 @uses("2 nodes")

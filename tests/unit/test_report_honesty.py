@@ -8,7 +8,7 @@ import pytest
 
 from report import DEFINITIONS, write_report
 from report_files import CPU_HEADER, GPU_HEADER, add_run, cpu_log, gpu_log, write
-from reporting import memory_logs
+from reporting import memory_logs, plots
 from reporting.runs import Run, find_runs
 from reporting.tables import Table, build_tables, load_definitions
 
@@ -366,3 +366,17 @@ def test_old_tables_do_not_stay(tmp_path):
     write_report([tmp_path / "experiments"], tmp_path / "report", all_runs=False)
     assert not (tmp_path / "report" / f"{TABLE}.csv").exists()
     assert (tmp_path / "report" / "baseline.csv").exists()
+
+
+def test_speed_over_memory_shows_each_completed_run_as_one_point(tmp_path):
+    measured = {"recipe": (900, 0.5), "bf16": (700, 1.5), "all": (300, 5.0)}
+    for number, (name, (peak, rate)) in enumerate(measured.items(), 1):
+        changes = {"train__steady_samples_per_second": rate}
+        add_run(tmp_path, f"efficiency/{name}", str(number), gpu=gpu_log(100, peak, 50), **changes)
+    add_run(tmp_path, "efficiency/chunked_loss", "9", status="failed", exit_code=1)
+    rows = [plots.Shown(row.label, row.run) for row in table(tmp_path, "efficiency-tiny-bloom").rows if row.run]
+    axis = plots.speed(rows).axes[0]
+    points = [(line.get_xdata()[0], line.get_ydata()[0]) for line in axis.lines]
+    assert sorted(points) == sorted(measured.values())
+    assert axis.get_xlabel() == "peak GPU memory (MiB)"
+    assert plots.speed(rows[:1]) is None, "one point compares with nothing"
