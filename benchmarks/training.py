@@ -10,6 +10,7 @@ warms up, the second is timed. Peak memory is the process's own largest resident
 model is a BLOOM of 67 million parameters with BLOOM's whole vocabulary and random weights.
 
 `--equal` compares instead: losses of 20 steps with full and with chunked loss in fp32, and the gradients of one batch.
+`--overheads` times what is no training: start-up of the commands, and psrecord's share of a core.
 The results, with commit and machine, are in docs/efficiency.md.
 """
 
@@ -39,6 +40,7 @@ CONFIG = {
 }
 RESULT = "RESULT "
 SEQUENCES = 32
+LOGGED_SECONDS = 120
 TOKENS = 30000  # of the tokenizer
 EQUAL_STEPS = 20
 
@@ -79,6 +81,7 @@ def main() -> None:
     parser.add_argument("--rows", nargs="+", choices=ROWS, default=list(ROWS))
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--equal", action="store_true", help="compare losses and gradients, time nothing")
+    parser.add_argument("--overheads", action="store_true", help="start-up and loggers alone")
     parser.add_argument("--child", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.child:
@@ -90,6 +93,9 @@ def main() -> None:
         print(f"commit {commit()}, {len(os.sched_getaffinity(0))} cores, {cpu()}, {DATASET.name}", flush=True)
         if arguments.equal:
             compare(folder)
+        elif arguments.overheads:
+            start_up(arguments.repeats)
+            loggers(folder)
         else:
             measure(folder, arguments.rows, arguments.repeats)
 
@@ -160,6 +166,50 @@ def train(folder: Path, program: str, flags: list[str]) -> dict:
         said = f"{done.stdout[-1000:]}\n{done.stderr[-3000:]}"
         sys.exit(f"error: {program} {flags} ended with {done.returncode}:\n{said}")
     return json.loads(lines[-1].removeprefix(RESULT))
+
+
+def start_up(repeats: int) -> None:
+    """Median seconds, and peak memory, of what answers before any training."""
+    scripts = REPOSITORY / "scripts"
+    commands = {
+        "import torch and transformers": ["-c", "import torch, transformers.training_args"],
+        "train.py --help": [str(scripts / "train.py"), "--help"],
+        "train.py --no_such_flag": [str(scripts / "train.py"), "--no_such_flag"],
+        "estimate_memory.py --help": [str(scripts / "estimate_memory.py"), "--help"],
+        "estimate_memory.py": [str(scripts / "estimate_memory.py")],
+    }
+    for name, words in commands.items():
+        runs = [timed([sys.executable, *words]) for _ in range(repeats)]
+        seconds = statistics.median(seconds for seconds, _, _ in runs)
+        print(f"{name:32s} {seconds:6.2f} s {max(mib for _, _, mib in runs):6.0f} MiB")
+
+
+def loggers(folder: Path) -> None:
+    """CPU time of psrecord beside a process that computes, at a cluster's interval (5 s) and the laptop's (1 s)."""
+    busy = subprocess.Popen(
+        [sys.executable, "-c", "import torch\nwhile True: torch.ones(2000, 2000) @ torch.ones(2000, 2000)"]
+    )
+    try:
+        for interval in (5, 1):
+            words = ["psrecord", str(busy.pid), "--include-children", "--interval", str(interval)]
+            words += ["--duration", str(LOGGED_SECONDS), "--log", str(folder / "log.txt")]
+            seconds, cpu_seconds, _ = timed([str(Path(sys.executable).parent / words[0]), *words[1:]])
+            share = 100 * cpu_seconds / seconds
+            print(
+                f"psrecord every {interval} s: {cpu_seconds:.2f} s of CPU in {seconds:.0f} s, {share:.2f} % of a core"
+            )
+    finally:
+        busy.kill()
+        busy.wait()
+
+
+def timed(words: list[str]) -> tuple[float, float, float]:
+    """Seconds, seconds of CPU and peak MiB of a process."""
+    start = time.perf_counter()
+    process = subprocess.Popen(words, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    _, _, used = os.wait4(process.pid, 0)
+    process.returncode = 0  # it was waited for
+    return time.perf_counter() - start, used.ru_utime + used.ru_stime, used.ru_maxrss / 1024
 
 
 # --- in the process of a row

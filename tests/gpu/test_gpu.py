@@ -1,15 +1,18 @@
 """The short part of gpu_check.py: tiny-bloom on one GPU by every way there is, saved and loaded; and FSDP on two."""
 
+import copy
 import json
 import subprocess
 import sys
 
 import pytest
 import torch
+from transformers import BloomConfig, BloomForCausalLM
 
 import build_ops
 import gpu_check
 from helpers import REPOSITORY, make_workplace, run
+from training.chunked_loss import use_chunked_loss
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="PyTorch sees no CUDA GPU here")
 two_gpus = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="it needs two GPUs")
@@ -54,6 +57,26 @@ def test_row(rows, row):
 
 def test_it_ends_well(rows):
     assert rows[0] == 0
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32], ids=str)
+def test_chunked_loss_has_the_loss_and_the_gradients_of_the_full_logits(dtype):
+    """BLOOM's vocabulary, so that softmax is near the smallest numbers of fp16; loss scaling multiplies behind it."""
+    torch.manual_seed(0)
+    config = BloomConfig(vocab_size=250_880, hidden_size=64, n_layer=1, n_head=4, use_cache=False)
+    full = BloomForCausalLM(config).cuda()
+    chunked = copy.deepcopy(full)
+    use_chunked_loss(chunked)
+    tokens = torch.randint(0, 250_880, (2, 300), device="cuda")
+    found = []
+    for model in (full, chunked):
+        with torch.autocast("cuda", dtype, enabled=dtype != torch.float32):
+            loss = model(input_ids=tokens, labels=tokens).loss
+        (2**10 * loss).backward()
+        found.append((loss.item(), model.transformer.word_embeddings.weight.grad))
+    tolerance = 1e-5 if dtype == torch.float32 else 2e-2
+    assert found[1][0] == pytest.approx(found[0][0], rel=1e-3)
+    assert (found[1][1] - found[0][1]).norm() <= tolerance * found[0][1].norm()
 
 
 @two_gpus

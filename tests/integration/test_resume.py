@@ -61,6 +61,27 @@ def tokens(run: Finished) -> dict[str, int]:
     return {name: count for name, count in run.record["train"].items() if name.endswith("_tokens")}
 
 
+def test_sequences_are_grouped_the_same_way_behind_a_checkpoint(workplace):
+    """In the middle of an epoch: the batches behind it are those that an undisturbed run has there."""
+    settings = {
+        "SAMPLING": "group_by_length",
+        "PADDING": "longest",
+        "LOSS": "chunked",
+        "TRAIN_SIZE": 32,
+        "EVAL_SIZE": 8,
+    }
+    flags = ["--save_strategy", "steps", "--save_steps", 3, "--save_total_limit", 9, "--logging_steps", 1]
+    whole = run(workplace, "grouped", *flags, NUM_EPOCHS=1, GRAD_ACC=1, **settings)
+    checkpoint = whole.output / "checkpoint-3"
+    resumed = run(
+        workplace, "regrouped", *flags, "--resume_from_checkpoint", checkpoint, NUM_EPOCHS=1, GRAD_ACC=1, **settings
+    )
+    assert resumed.effective("sampling") == "group_by_length"
+    assert tokens(resumed) == tokens(whole)
+    assert resumed.losses == whole.losses
+    assert resumed.record["train"]["loss_last"] == whole.record["train"]["loss_last"]
+
+
 def test_incomplete_checkpoint_is_refused(workplace, killed: Finished):
     wanted = f"{workplace}/output/killed family/killed/checkpoint-16"
     refused = run(workplace, "refused", "--resume_from_checkpoint", wanted, code=4)
