@@ -72,6 +72,7 @@ ROWS = {
     "transformers": Row([], program="transformers"),
     "trl": Row([], program="trl"),
     "answer recipe": Row(ANSWER, base="answer recipe"),
+    "answer chunked_loss": Row([*ANSWER, *CHUNKED], base="answer recipe"),
     "answer all": Row([*ANSWER, *ALL], base="answer recipe"),
 }
 
