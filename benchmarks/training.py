@@ -1,4 +1,4 @@
-"""One training by several ways, side by side: sequences per second, peak memory, and whether the losses are the same.
+"""One training by several ways, side by side: sequences per second, peak memory, and the mean loss.
 
     python benchmarks/training.py                                 # all rows, three times each
     python benchmarks/training.py --repeats 1 --rows recipe all   # a first look
@@ -8,6 +8,9 @@ Each row is a process of its own, and the rows take turns, so that a slow minute
 row trains two epochs on the same sequences, in micro batches of 4 and accumulation 4 (`all`: 16 and 1): the first epoch
 warms up, the second is timed. Peak memory is the process's own largest resident set, which ends with the training. The
 model is a BLOOM of 67 million parameters with BLOOM's whole vocabulary and random weights.
+
+`transformers` is its Trainer as it comes: fp32, padding to the longest of a batch. `trl` is its SFTTrainer as it comes:
+bf16, activation checkpointing, a loss of its own without logits, and a learning rate of 2e-5, hence another loss.
 
 `--equal` compares instead: losses of 20 steps with full and with chunked loss in fp32, and the gradients of one batch.
 `--overheads` times what is no training: start-up of the commands, and psrecord's share of a core.
@@ -88,15 +91,16 @@ def main() -> None:
     if arguments.child:
         child(arguments.child[0], arguments.child[1:])
         return
+    if arguments.overheads:  # before anything large is imported: a child's peak is at least that of its parent
+        start_up(arguments.repeats)
+        loggers()
+        return
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         make_model_folder(folder / "model")
         print(f"commit {commit()}, {len(os.sched_getaffinity(0))} cores, {cpu()}, {DATASET.name}", flush=True)
         if arguments.equal:
             compare(folder)
-        elif arguments.overheads:
-            start_up(arguments.repeats)
-            loggers(folder)
         else:
             measure(folder, arguments.rows, arguments.repeats)
 
@@ -185,7 +189,7 @@ def start_up(repeats: int) -> None:
         print(f"{name:32s} {seconds:6.2f} s {max(mib for _, _, mib in runs):6.0f} MiB")
 
 
-def loggers(folder: Path) -> None:
+def loggers() -> None:
     """CPU time of psrecord beside a process that computes, at a cluster's interval (5 s) and the laptop's (1 s)."""
     busy = subprocess.Popen(
         [sys.executable, "-c", "import torch\nwhile True: torch.ones(2000, 2000) @ torch.ones(2000, 2000)"]
@@ -193,7 +197,7 @@ def loggers(folder: Path) -> None:
     try:
         for interval in (5, 1):
             words = ["psrecord", str(busy.pid), "--include-children", "--interval", str(interval)]
-            words += ["--duration", str(LOGGED_SECONDS), "--log", str(folder / "log.txt")]
+            words += ["--duration", str(LOGGED_SECONDS), "--log", os.devnull]
             seconds, cpu_seconds, _ = timed([str(Path(sys.executable).parent / words[0]), *words[1:]])
             share = 100 * cpu_seconds / seconds
             print(

@@ -271,9 +271,10 @@ job_on_node() { # COMMAND: its exit status
   fi
   job_start "$@"
   if [[ ${LOGGERS:-yes} = yes && ${SLURM_LOCALID:-0} = 0 ]]; then
-    job_wait_for_compiler "$@"
-    job_cpu_logger "cpu_memory/cpu_memory_log_$JOB_ID$suffix.txt"
-    job_gpu_logger "gpu_memory/gpu_memory_log_$JOB_ID$suffix.csv"
+    if job_wait_for_compiler "$@"; then
+      job_cpu_logger "cpu_memory/cpu_memory_log_$JOB_ID$suffix.txt"
+      job_gpu_logger "gpu_memory/gpu_memory_log_$JOB_ID$suffix.csv"
+    fi
   fi
   local code=0
   job_wait || code=$?
@@ -286,14 +287,18 @@ job_on_node() { # COMMAND: its exit status
   return "$code"
 }
 
-job_wait_for_compiler() { # COMMAND: g++ and Triton take GBs during the first steps, which are none of the training's
-  if [[ ${TORCH_COMPILE:-False} = False && " $* " != *" --torch_compile"* ]]; then
+job_wait_for_compiler() { # COMMAND: g++ and Triton take GBs in the first steps. Fails if the training ends before
+  if [[ ! ${TORCH_COMPILE:-} =~ ^([Tt]rue|TRUE|[Yy]es|YES|[TtYy1])$ && " $* " != *" --torch_compile "* ]]; then
     return 0
   fi
   while [[ ! -e $RUN_DIR/compiled ]] && kill -0 "$CHILD" 2>/dev/null; do
     job_pause 0.2
   done
-  job_gap "memory logs on $host begin behind the third step, when torch.compile is done: compilers are none of the training"
+  if [[ ! -e $RUN_DIR/compiled ]]; then
+    job_gap "no memory logs on $host: they start after step 3, and the training ended before"
+    return 1
+  fi
+  job_gap "memory logs on $host start after step 3: what torch.compile itself needs is left out"
 }
 
 job_gloo_interface() { # gloo would take the one that has this node's own name, which may be loopback

@@ -239,6 +239,11 @@ def check_values(options: Options) -> None:
             raise options.error(flag, "0 is no number of steps", way_out)
     if values["loss"] == "chunked" and values["label_smoothing_factor"]:
         raise options.error("label_smoothing_factor", "needs the logits, and chunked has none", "use --loss full")
+    if values["loss"] == "chunked" and values["use_liger_kernel"]:
+        raise options.error("use_liger_kernel", "has a loss of its own, which would run instead", "use --loss full")
+    if values["train_sampling_strategy"] == "batch_rebalance":
+        what = "batch_rebalance has micro batches of no fixed size, which nothing here counts or compares"
+        raise options.error("train_sampling_strategy", what, "use group_by_length")
     check_best_model(options)
     for flag in JSON_FLAGS:
         name = options.names.get(flag, flag)
@@ -368,6 +373,8 @@ def build_arguments(options: Options) -> tuple[ModelArguments, DataArguments, Tr
     values["report_to"] = check_trackers(values["report_to"]) or "none"
     values["run_name"] = values["run_name"] or os.path.basename(os.getcwd())
     values["ddp_timeout"] = watchdog.start(values["ddp_timeout"])
+    if values["tf32"] is None:
+        values["tf32"] = False  # or --torch_compile would switch it on, and fp32 would not be fp32
     try:
         model_args, data_args, training_args = Parser(DATACLASSES).parse_dict(values)
     except (ValueError, OSError, TypeError, ArithmeticError, LookupError, ImportError) as error:

@@ -275,8 +275,9 @@ def short_of(log: MemoryLog, run: Run) -> list[str]:
     if not runtime or span is None:
         return []
     interval = span / max(1, max(map(len, log.samples.values())) - 1)
-    # job.sh starts the loggers when all is compiled
-    left_out = run.record.train.warm_up_seconds or 0 if run.record.settings.torch_compile else 0
+    left_out = 0.0
+    if run.record.settings.torch_compile:  # job.sh starts the loggers when all is compiled, in each attempt
+        left_out = (run.record.train.warm_up_seconds or 0) * (1 + len(run.record.restarts))
     if span + 4 * max(interval, 1) >= runtime - left_out:
         return []
     return [f"{log.path}: it covers {span:.0f} s of a training of {runtime:.0f} s"]

@@ -8,7 +8,7 @@ import torch
 from datasets import Dataset
 from torch.utils.data import SequentialSampler
 from transformers import DataCollatorForSeq2Seq, Trainer, TrainerCallback
-from transformers.trainer_pt_utils import BatchRebalanceSampler, LengthGroupedSampler
+from transformers.trainer_pt_utils import LengthGroupedSampler
 from transformers.trainer_utils import SaveStrategy
 
 from config import Options, precision_name
@@ -143,11 +143,7 @@ def sampling_of(loader: Any) -> str:
     batches = loader.batch_sampler
     while not hasattr(batches, "sampler"):
         batches = batches.batch_sampler
-    names = {
-        BatchRebalanceSampler: "batch_rebalance",
-        LengthGroupedSampler: "group_by_length",
-        SequentialSampler: "sequential",
-    }
+    names = {LengthGroupedSampler: "group_by_length", SequentialSampler: "sequential"}
     return names.get(type(batches.sampler), "random")
 
 

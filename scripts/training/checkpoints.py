@@ -19,7 +19,7 @@ import mmap
 import os
 import re
 import shutil
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +33,7 @@ from errors import ENVIRONMENT, NO_CHECKPOINT, WorkshopError
 from json_files import write_json
 from parallel.distributed import gather_lists, rank, wait_for_everyone, world_size
 from training.callbacks import TokenCounts, TrainSpeedCallback, clock
+from training.flops import KINDS_OF_TOKENS
 from training.record import from_repository
 
 MARKER = "complete.json"
@@ -41,7 +42,7 @@ UNSHARDED = {"plain", "DDP"}  # each rank holds everything, so any number of ran
 RANK_IN_NAME = re.compile(r"^rng_state_(\d+)\.pth|pp_rank_(\d+)_|^__(\d+)_\d+\.distcp")
 # Settings that a resumed run may have otherwise: they decide when something is done, or where it goes
 MAY_CHANGE = re.compile(
-    r"num_train_epochs|max_steps|(logging|log|save|eval)_(?!size|dataset).*|output_dir|run_name|report_to|em_f1"
+    r"num_train_epochs|max_steps|(logging|log|save|eval)_(?!size|dataset).*|output_dir|run_name|report_to|em_f1.*"
     r"|resume_from_checkpoint|ddp_timeout|disable_tqdm|dataloader_.*|per_device_(train|eval)_batch_size"
     r"|gradient_accumulation_steps|deepspeed|fsdp|fsdp_config"
 )
@@ -59,8 +60,9 @@ class Progress:
     unlogged_losses: list[float]  # of each rank, since then
     steady_steps: int
     steady_seconds: float
-    tokens: list[int]
-    steady_tokens: list[int]
+    # defaults: checkpoints of versions that did not count them
+    tokens: list[int] = field(default_factory=lambda: [0] * KINDS_OF_TOKENS)
+    steady_tokens: list[int] = field(default_factory=lambda: [0] * KINDS_OF_TOKENS)
 
     @property
     def unlogged_loss(self) -> float:

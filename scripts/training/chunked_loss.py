@@ -27,6 +27,7 @@ CHUNK = 256  # tokens at least: with fewer, matrix products are slower, and the 
 # Matrices are multiplied with so many rows, or twice, three times as many. GPUs are faster then; on the CPU each other
 # number would leave about a megabyte of compiled code behind (oneDNN, in 16 bit)
 ROWS = 64
+FP16_TOKENS = 2 * ROWS
 
 
 @dataclass(frozen=True)
@@ -129,7 +130,9 @@ class LossInHead:
     def loss_function(self, logits: torch.Tensor, *args, **kwargs) -> torch.Tensor:
         """The model's: its `logits` are the loss, unless the model has changed them on the way."""
         if not self.checked:
-            if self.first_loss is None or not torch.equal(logits, self.first_loss):
+            first = self.first_loss
+            # a loss that is no number is for FiniteLossCallback to tell
+            if first is None or first.shape != logits.shape or not torch.allclose(first, logits, 0, 0, equal_nan=True):
                 raise changed_logits(self.model)
             self.checked = True
             self.first_loss = None
@@ -159,7 +162,9 @@ class CrossEntropyOfHead(torch.autograd.Function):
         pieces = ON_CPU if device == "cpu" else ON_GPU
         loss = torch.zeros((), device=hidden.device)
         logits_buffer = torch.empty(chunk, vocabulary, dtype=dtype, device=hidden.device)
-        scale = gradient_scale(hidden, chunk)
+        # fp16 ends at 65,504: the fewer tokens are summed up in it, the more their gradients can be scaled
+        summed = FP16_TOKENS if dtype == torch.float16 else chunk
+        scale = gradient_scale(hidden, summed)
         bias_gradient = torch.zeros_like(bias, dtype=torch.float32) if bias is not None else None
         if with_gradients:
             hidden_gradient = torch.zeros_like(hidden, dtype=torch.float32)
@@ -171,15 +176,18 @@ class CrossEntropyOfHead(torch.autograd.Function):
                 if bias is not None:
                     logits += bias
                 real = min(len(logits), tokens - start)
-                loss += loss_and_gradient(logits[:real], targets[start : start + real], scale, pieces.logits)
-                logits[real:] = 0
+                own_targets = targets[start : start + real]
+                loss += loss_and_gradient(logits[:real], own_targets, scale, pieces.logits, with_gradients)
                 if not with_gradients:
                     continue
+                logits[real:] = 0
                 gradient = logits  # loss_and_gradient has put it there
                 for first in range(0, vocabulary, pieces.vocabulary):
                     rows = slice(first, first + pieces.vocabulary)
                     hidden_gradient[start : start + chunk] += gradient[:, rows] @ weight[rows]
-                    weight_gradient[rows] += gradient[:, rows].T @ part
+                    for begin in range(0, len(part), summed):
+                        some = slice(begin, begin + summed)
+                        weight_gradient[rows] += gradient[some, rows].T @ part[some]
                 if bias_gradient is not None:
                     bias_gradient += gradient.sum(0, dtype=torch.float32)
         if with_gradients:
@@ -213,7 +221,9 @@ def bytes_of_chunks(tokens: int, hidden_size: int, vocabulary: int, dtype: torch
     return dtype.itemsize * logits + 4 * min(ON_GPU.logits, logits) + 4 * gradients
 
 
-def loss_and_gradient(logits: torch.Tensor, targets: torch.Tensor, scale: torch.Tensor, elements: int) -> torch.Tensor:
+def loss_and_gradient(
+    logits: torch.Tensor, targets: torch.Tensor, scale: torch.Tensor, elements: int, with_gradient: bool
+) -> torch.Tensor:
     """Summed cross entropy of logits (tokens, vocabulary); in their place is left their gradient, times `scale`.
 
     elements: of the logits that are copied to fp32 at once, whole rows of them.
@@ -228,20 +238,22 @@ def loss_and_gradient(logits: torch.Tensor, targets: torch.Tensor, scale: torch.
         log_probabilities = buffer[: len(part)].copy_(part)
         torch.log_softmax(log_probabilities, dim=-1, out=log_probabilities)
         loss -= log_probabilities.gather(1, target).sum()
+        if not with_gradient:
+            continue
         gradient = log_probabilities.exp_()
         gradient.scatter_add_(1, target, gradient.new_full(target.shape, -1))
         part.copy_(gradient.mul_(scale) if logits.dtype == torch.float16 else gradient)
     return loss
 
 
-def gradient_scale(hidden: torch.Tensor, chunk: int) -> torch.Tensor:
-    """A power of two to multiply a chunk's gradient by before it is rounded to fp16, 1 for other dtypes.
+def gradient_scale(hidden: torch.Tensor, summed: int) -> torch.Tensor:
+    """A power of two to multiply the logits' gradient by before it is rounded to fp16, 1 for other dtypes.
 
     A softmax over 250,880 tokens is 4e-6 on average, near the smallest numbers of fp16, and the factor of loss scaling
-    comes only with the backward pass. The largest number of fp16 is 65,504, and no sum over a chunk may be above it.
+    comes only with the backward pass. No sum over so many tokens as `summed` may be above the largest number of fp16.
     """
     one = torch.ones((), device=hidden.device)
     if hidden.dtype != torch.float16 or not len(hidden):
         return one
-    largest_sum = chunk * hidden.abs().amax().float()
-    return torch.exp2(torch.floor(torch.log2(2**15 / largest_sum))).clamp(max=2**10)
+    largest_sum = summed * hidden.abs().amax().float()
+    return torch.exp2(torch.floor(torch.log2(2**15 / largest_sum))).clamp(max=2**8)

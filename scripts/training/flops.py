@@ -74,7 +74,9 @@ def matmul_peak(dtype: torch.dtype, device: torch.device) -> float:
     known = cached_peaks() if rank() == 0 else {}
     machine = hardware(local_world_size())
     name = machine["gpu"] if device.type == "cuda" else f"{machine['cpu']}, {torch.get_num_threads()} threads"
-    key = f"{name}, {local_world_size()} ranks per node, torch {torch.__version__}, {dtype}"
+    tf32 = torch.backends.fp32_precision == "tf32"  # type: ignore[attr-defined]  # of --tf32
+    precision = "tf32" if tf32 and dtype == torch.float32 else dtype
+    key = f"{name}, {local_world_size()} ranks per node, torch {torch.__version__}, {precision}"
     peak = same_everywhere(known.get(key))
     if peak:
         return peak

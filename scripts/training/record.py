@@ -31,8 +31,8 @@ gives the reason under the same name.
     train               steps, loss_mean (the Trainer's), loss_last (last logged), runtime_s, samples_per_second,
                         steps_per_second (the Trainer's: they include evaluation and saving),
                         steady_samples_per_second, steady_steps_per_second, steady_steps (steps alone, warm-up left
-                        out), warm_up_seconds (from the begin of the training to the end of its third step;
-                        torch.compile compiles then, and the memory logs begin behind it);
+                        out), warm_up_seconds (from the begin of this attempt's training to that of its fourth
+                        step; torch.compile compiles then, and the memory logs begin behind it);
                         real_tokens, padding_tokens, counted_tokens (labels that count in the loss),
                         steady_tokens_per_second (real tokens of all ranks, in these steps), mfu_percent (of them),
                         matmul_peak_tflops (of one rank, in 10^12 operations per second, while all ranks compute);
@@ -222,8 +222,10 @@ class RunRecord:
         }
         if utilisation.reason:
             self.content["missing"]["callbacks.avg_gpu_util_%"] = utilisation.reason
+        if steady["warm_up_seconds"] is None:
+            self.content["missing"]["train.warm_up_seconds"] = "too few steps for a warm-up"
         if not steady["steady_steps"]:
-            for name in ("warm_up_seconds", "steady_samples_per_second", "steady_tokens_per_second", "mfu_percent"):
+            for name in ("steady_samples_per_second", "steady_tokens_per_second", "mfu_percent"):
                 self.content["missing"].setdefault(f"train.{name}", "too few steps after the warm-up")
         self.update(callbacks=means | utilisation.means())
 

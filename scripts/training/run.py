@@ -7,7 +7,7 @@ from transformers import ProgressCallback
 
 from config import Options, build_arguments, compute_dtype
 from data_loader import collator, load_squad, questions_cut
-from errors import ENVIRONMENT
+from errors import ENVIRONMENT, WorkshopError
 from evaluate import exact_match_and_f1, load_metric
 from hub import draw_bars_on_terminals_only
 from job.finish import finish
@@ -83,6 +83,9 @@ def run(options: Options, stop: StopRequest) -> None:
     check_model(model_args, skeleton)
     if model_args.loss == "chunked":
         check_head(skeleton)
+    if options.values["activation_checkpointing"] and not skeleton.supports_gradient_checkpointing:
+        what = f"{type(skeleton).__name__} cannot compute its blocks again"
+        raise WorkshopError("--activation_checkpointing", what, "leave it out, or use FSDP's, in its config file")
     watchdog.beat("reading the data")
     tokenizer = load_tokenizer(model_args, data_args)
     train_dataset, eval_dataset = load_squad(data_args, tokenizer, args)

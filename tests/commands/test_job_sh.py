@@ -276,12 +276,18 @@ def test_memory_loggers_wait_for_torch_compile(stub, asked):
     flags = [variables.pop("flag")] if "flag" in variables else []
     done, _ = stub(COMPILES, *flags, **variables)
     assert done.returncode == 0, done
-    assert re.search(r"missing: memory logs on \S+ begin behind the third step", done.stdout)
+    assert re.search(r"missing: memory logs on \S+ start after step 3", done.stdout)
 
 
 def test_memory_loggers_wait_for_nothing_that_has_ended(stub):
-    done, folder = stub("", TORCH_COMPILE="True")
-    assert (done.returncode, list((folder / "results").glob(".*/compiled"))) == (0, [])
+    done, folder = stub("", TORCH_COMPILE="yes")
+    assert done.returncode == 0
+    assert re.search(
+        r"missing: no memory logs on \S+: they start after step 3, and the training ended before", done.stdout
+    )
+    assert not list(folder.glob("cpu_memory/*")), "psrecord has nothing to look at"
+    done, folder = stub("", TORCH_COMPILE="no")
+    assert "after step 3" not in done.stdout
 
 
 def test_files_of_the_experiment_with_a_modules_name_are_not_taken_for_it(workshop):

@@ -276,7 +276,7 @@ ALLOWED = [
     ("--logging_steps", "1", "--logging_strategy", "steps"),
     ("--save_strategy", "steps", "--save_steps", "7", "--save_total_limit", "3"),
     ("--eval_strategy", "steps", "--eval_steps", "7"),
-    ("--output_dir", "elsewhere", "--run_name", "other", "--no_em_f1"),
+    ("--output_dir", "elsewhere", "--run_name", "other", "--no_em_f1", "--em_f1_batch_size", "2"),
     ("--gradient_accumulation_steps", "8", "--per_device_train_batch_size", "2"),
 ]
 
@@ -376,3 +376,17 @@ def test_a_run_that_saves_nothing_removes_what_its_stops_saved_and_no_others():
     checkpoint("output/8", 30, settings={"save_strategy": "no"})
     remove_checkpoints_of_stops("output/8")
     assert not Path("output/8").exists()
+
+
+def test_a_checkpoint_of_a_version_that_counted_no_tokens_can_be_gone_on_from():
+    path = checkpoint("output/7", 20, complete=False)
+    save(callback(None), 20)
+    marker = json.loads((path / MARKER).read_text())
+    for name in ("tokens", "steady_tokens"):
+        del marker["progress"][name]
+    (path / MARKER).write_text(json.dumps(marker))
+    going_on = callback(None)
+    going_on.resumed_from = str(path)
+    going_on.trainer.go_on_from = lambda progress: None
+    going_on.on_train_begin(None, None, None)
+    assert going_on.speed.earlier.whole == [0, 0, 0, 0]

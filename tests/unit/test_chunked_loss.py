@@ -138,6 +138,22 @@ def test_fp16_keeps_the_small_gradients_of_a_large_vocabulary():
         assert (found - wanted).norm() <= 2e-3 * wanted.norm()
 
 
+def test_fp16_keeps_the_gradients_of_a_wide_model():
+    """1,024 tokens in one chunk and hidden states up to 30: their sums would leave no room to scale."""
+    torch.manual_seed(0)
+    hidden = torch.randn(1024, 1024) * 7
+    weight = torch.randn(3000, 1024) * 0.02
+    targets = torch.randint(0, 3000, (1024,))
+    found = []
+    for dtype in (torch.float32, torch.float16):
+        own_weight = weight.detach().clone().to(dtype).requires_grad_()
+        loss = CrossEntropyOfHead.apply(hidden.to(dtype), own_weight, None, targets, True)
+        (loss / 1024 * 2**12).backward()
+        found.append(own_weight.grad.float())
+    # sums of 16-bit numbers in another order: what is lost in the logits themselves is more
+    assert (found[1] - found[0]).norm() <= 5e-3 * found[0].norm()
+
+
 def test_a_sum_that_fp16_cannot_hold_is_not_infinite():
     """One token is the target everywhere, and the hidden states are large."""
     hidden, weight = torch.full((200, 16), 300.0).half(), torch.zeros(100, 16).half()
@@ -181,6 +197,13 @@ def test_a_model_that_changes_its_logits_is_refused_by_name(where: str):
     use_chunked_loss(model)
     with pytest.raises(WorkshopError, match=message):
         model(**batch("all"))
+
+
+def test_a_first_loss_that_is_no_number_is_not_taken_for_changed_logits():
+    model = models()["tied"]
+    torch.nn.init.constant_(model.transformer.ln_f.weight, float("nan"))
+    use_chunked_loss(model)
+    assert model(**batch("all")).loss.isnan()
 
 
 def test_heads_that_are_not_one_linear_layer_are_refused():

@@ -84,6 +84,9 @@ MADE_FROM_FLAGS = [
         "--lr_scheduler_type: linear cannot be made (get_linear_schedule_with_warmup() got an unexpected",
     ),
     ("--dataloader_persistent_workers", "--dataloader_num_workers: persistent_workers option needs num_workers > 0; "),
+    ("--loss chunked --use_liger_kernel", "--use_liger_kernel: has a loss of its own, which would run instead; use"),
+    ("--loss chunked --label_smoothing_factor 0.1", "--label_smoothing_factor: needs the logits, and chunked has none"),
+    ("--train_sampling_strategy batch_rebalance", "--train_sampling_strategy: batch_rebalance has micro batches of no"),
     ("--torch_compile_backend x", "--torch_compile_backend: x cannot be used ("),
     ("--torch_compile_mode x", "--torch_compile_backend: inductor cannot be used ("),
 ]
