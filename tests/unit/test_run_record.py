@@ -55,7 +55,7 @@ def test_documented_keys_are_those_that_are_written():
 
 
 METRICS = dict.fromkeys(("train_loss", "train_runtime", "train_samples_per_second", "train_steps_per_second"), 1.0)
-STEADY = {"steady_steps": 4, "steady_steps_per_second": 1.0, "steady_samples_per_second": 2.0}
+STEADY = {"warm_up_seconds": 3.5, "steady_steps": 4, "steady_steps_per_second": 1.0, "steady_samples_per_second": 2.0}
 
 
 def trained(steady: dict, means: dict, reason: str = "", log: tuple = ()) -> RunRecord:
@@ -91,7 +91,8 @@ def test_record_says_where_and_with_what_the_run_was_made():
 
 
 def test_value_that_could_not_be_measured_is_empty_with_a_reason():
-    none = {"steady_steps": 0, "steady_steps_per_second": None, "steady_samples_per_second": None}
+    rates = ("warm_up_seconds", "steady_steps_per_second", "steady_samples_per_second")
+    none = dict.fromkeys(rates) | {"steady_steps": 0}
     run = trained(none, {"avg_gpu_util_%": None}, "no nvidia-ml-py")
     content = json.loads(run.path.read_text())
     assert content["peak_gpu_memory"] is None
@@ -100,6 +101,7 @@ def test_value_that_could_not_be_measured_is_empty_with_a_reason():
     assert content["missing"] == {
         "peak_gpu_memory": "no GPU",
         "peak_pinned_memory": "no GPU",
+        "train.warm_up_seconds": "too few steps for a warm-up",
         "train.steady_samples_per_second": "too few steps after the warm-up",
         "train.steady_tokens_per_second": "too few steps after the warm-up",
         "train.mfu_percent": "too few steps after the warm-up",
