@@ -190,22 +190,22 @@ def start_up(repeats: int) -> None:
 
 
 def loggers() -> None:
-    """CPU time of psrecord beside a process that computes, at a cluster's interval (5 s) and the laptop's (1 s)."""
-    busy = subprocess.Popen(
-        [sys.executable, "-c", "import torch\nwhile True: torch.ones(2000, 2000) @ torch.ones(2000, 2000)"]
-    )
+    """CPU time of psrecord, its start included, at a cluster's interval (5 s) and the laptop's (1 s).
+
+    What it looks at may sleep: it reads a few lines of /proc, whatever the process does.
+    """
+    watched = subprocess.Popen([sys.executable, "-c", "import time, torch\ntime.sleep(10000)"])
+    psrecord = str(Path(sys.executable).parent / "psrecord")
     try:
         for interval in (5, 1):
-            words = ["psrecord", str(busy.pid), "--include-children", "--interval", str(interval)]
-            words += ["--duration", str(LOGGED_SECONDS), "--log", os.devnull]
-            seconds, cpu_seconds, _ = timed([str(Path(sys.executable).parent / words[0]), *words[1:]])
+            flags = ["--include-children", "--interval", str(interval), "--duration", str(LOGGED_SECONDS)]
+            seconds, cpu_seconds, _ = timed([psrecord, str(watched.pid), *flags, "--log", os.devnull])
             share = 100 * cpu_seconds / seconds
-            print(
-                f"psrecord every {interval} s: {cpu_seconds:.2f} s of CPU in {seconds:.0f} s, {share:.2f} % of a core"
-            )
+            said = f"{cpu_seconds:.2f} s of CPU in {seconds:.0f} s, {share:.2f} % of a core"
+            print(f"psrecord every {interval} s: {said}", flush=True)
     finally:
-        busy.kill()
-        busy.wait()
+        watched.kill()
+        watched.wait()
 
 
 def timed(words: list[str]) -> tuple[float, float, float]:
