@@ -61,7 +61,7 @@ CHUNKED_STRATEGIES += ["zero3_cpu_offload-2", "full_shard-1", "full_shard-2", "s
 CHUNKED_STRATEGIES += ["full_shard_activation_checkpointing-2", "hybrid_shard_2x2-4"]
 CHUNKED = {f"chunked_{name}": replace(STRATEGIES[name], variables={"LOSS": "chunked"}) for name in CHUNKED_STRATEGIES}
 COMPILE = {"LOSS": "chunked", "TORCH_COMPILE": "True", "PADDING": "longest"}
-COMPILED = {"compiled": Run(variables=COMPILE), "compiled_ddp": replace(STRATEGIES["ddp-2"], variables=COMPILE)}
+COMPILED = {"compiled_ddp": replace(STRATEGIES["ddp-2"], variables=COMPILE)}
 GPT_SIZES = {"VOCAB_SIZE": 1024, "HIDDEN_SIZE": 64, "NUM_LAYERS": 2, "NUM_HEADS": 4, "FF_DIM": 128}
 GPT = {"MODEL_NAME": "custom-gpt"} | GPT_SIZES
 CUSTOM = {
