@@ -13,7 +13,8 @@ site_setup() {
 : "${EVAL_SIZE:=32}"
 : "${SITE_SAMPLES_PER_GPU:=16}"                                                                     # weak scaling: 16 ranks must find enough questions in the sample
 : "${SITE_VOCAB_SIZE:=1024}" "${SITE_HIDDEN_SIZE:=64}" "${SITE_NUM_HEADS:=4}" "${SITE_FF_DIM:=128}" # custom GPT
-if [[ ${EXPERIMENT:-} != experiments/efficiency/* ]]; then                                          # which are about padding themselves
+# The efficiency experiments are about padding themselves
+if [[ ${EXPERIMENT:-} != experiments/efficiency/* ]]; then
   : "${PADDING:=longest}"
 fi
 : "${LEARNING_RATE:=2e-3}" # tiny-bloom starts from random weights

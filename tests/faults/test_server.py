@@ -28,7 +28,9 @@ RUNS = {
     "SIGTERM": {"words": ("--max_steps", 4), "code": 75, "patch": TERM},
 }
 # of time, memory and process
-VARIES = re.compile(r"started|finished|pid|.*(runtime|per_second|loss_time|_MB|util_%|peak_process|warm_up|mfu|matmul_peak).*")
+VARIES = re.compile(
+    r"started|finished|pid|.*(runtime|per_second|loss_time|_MB|util_%|peak_process|warm_up|mfu|matmul_peak).*"
+)
 
 
 def content(value: object) -> object:
