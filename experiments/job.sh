@@ -236,6 +236,10 @@ job_srun() {
   local code=0
   job_wait || code=$?
   kill "$watcher" 2>/dev/null || true
+  if [[ $code = 0 ]]; then # so says srun, too, when it gives up on a cancelled step whose ranks are slow to save
+    job_wait_for_orphans
+    code=$(job_python finish "$JOB_ID" --own-exit-code --since "$STARTED") || code=0
+  fi
   return "$code"
 }
 

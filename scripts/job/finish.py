@@ -63,6 +63,17 @@ def note_signal(path: Path, exit_code: int, since: str | None) -> None:
         write_json(path, content | {"status": "stopped", "exit_code": exit_code})
 
 
+def own_exit_code(path: Path, since: str | None) -> int:
+    """The one that the training itself wrote down; 0 without a record of it, 137 when it was killed before it could."""
+    if not path.exists():
+        return 0
+    record = read_record(path)
+    if is_of_earlier(record, since):
+        return 0
+    noted = record.get("exit_code")
+    return 128 + signal.SIGKILL if noted is None else noted
+
+
 def now() -> str:
     return datetime.now(UTC).isoformat(timespec="seconds")
 
@@ -155,6 +166,7 @@ def main() -> None:
     parser.add_argument("job_id", nargs="?", default="")
     parser.add_argument("--exit-code", type=int, default=0, help="of the training")
     parser.add_argument("--signal", action="store_true", help="it was told to stop, and has not ended yet")
+    parser.add_argument("--own-exit-code", action="store_true", help="print that of the training itself, and no more")
     parser.add_argument("--sweep", action="store_true", help="finish the records of jobs that are gone, and no other")
     parser.add_argument("--status", choices=["stopped", "timeout", "oom"], help="when the job knows it")
     parser.add_argument("--since", help="when the job began (UTC); a record from before is another's, and stays")
@@ -167,6 +179,9 @@ def main() -> None:
     if arguments.signal:
         if path.exists():
             note_signal(path, arguments.exit_code, arguments.since)
+        return
+    if arguments.own_exit_code:
+        print(own_exit_code(path, arguments.since))
         return
     record = None
     status = arguments.status or outcome(arguments.exit_code)

@@ -91,6 +91,24 @@ def test_finish_py_takes_the_jobs_word_that_it_was_a_timeout(main_of):
     assert json.loads(path.read_text())["status"] == "timeout"
 
 
+@pytest.mark.parametrize(
+    ("record", "code"),
+    [
+        (None, 0),  # a program that is no training
+        ({"status": "completed", "exit_code": 0}, 0),
+        ({"status": "stopped", "exit_code": 75}, 75),
+        ({"status": "running", "exit_code": None}, 137),
+        ({"status": "running", "exit_code": None, "started": "2025-12-31T23:59:59+00:00"}, 0),  # an earlier attempt's
+    ],
+)
+def test_finish_py_tells_how_the_training_itself_ended(main_of, capsys, record, code):
+    if record:
+        Path("results").mkdir()
+        write_json(Path("results/7.json"), {"started": "2026-01-01T00:00:00+00:00"} | record)
+    main_of(finish, "7", "--own-exit-code", "--since", "2026-01-01T00:00:00+00:00")
+    assert capsys.readouterr().out == f"{code}\n"
+
+
 def test_finish_py_shows_the_gaps_that_the_job_noted(main_of, capsys):
     Path("gaps").write_text("psrecord is not installed\nanother\n")
     main_of(finish, "7", "--exit-code", "1", "--gaps", "gaps")
