@@ -1,4 +1,4 @@
-# make demo | preflight | gpu-check | report | quick | test | test-experiments | test-faults | lint | format
+# make demo | preflight | gpu-check | report | docs | quick | test | test-experiments | test-faults | lint | format
 # (Python 3.11 or newer with venv, git, make and g++ must be installed)
 PYTHON ?= python3
 BIN := .venv/bin
@@ -14,6 +14,13 @@ preflight: $(if $(ACTIVE),,.venv/installed)
 # Every way to train on one GPU, and how fast; without one, its CPU profile:  make gpu-check FLAGS=--cpu
 gpu-check: $(if $(ACTIVE),,.venv/installed)
 	PATH="$(if $(ACTIVE),,$(CURDIR)/$(BIN):)$$PATH" python scripts/gpu_check.py $(FLAGS)
+
+# The pages as a web site; nothing in it asks another server
+SITE_FOLDER ?= build/site
+docs: .venv/installed-dev
+	$(BIN)/sphinx-build --quiet --fail-on-warning -b html -d build/doctrees -c docs/site . $(SITE_FOLDER)
+	cp $(SITE_FOLDER)/README.html $(SITE_FOLDER)/index.html
+	@echo "open $(SITE_FOLDER)/index.html"
 
 report: .venv/installed
 	$(BIN)/python scripts/report.py
@@ -63,4 +70,4 @@ format: .venv/installed-dev
 	-$(BIN)/mypy > /dev/null
 	touch $@
 
-.PHONY: demo preflight gpu-check report quick test unit full test-experiments test-faults lint format
+.PHONY: demo preflight gpu-check report docs quick test unit full test-experiments test-faults lint format

@@ -22,9 +22,9 @@ from knobs import (
     CUSTOM_GPT,
     CUSTOM_SIZES,
     KNOBS,
-    NEAR_MISSES,
     OTHER_DEFAULTS,
     REMOVED_FLAGS,
+    UNREAD_VARIABLES,
     UNUSED_FLAGS,
     DataArguments,
     ModelArguments,
@@ -154,9 +154,9 @@ def parse_command_line(
 
 def environment_values(actions: dict, environment: Mapping[str, str]) -> tuple[dict, dict]:
     """Values of all knobs from the environment or their default, and the variables that were given."""
-    for wrong, right in NEAR_MISSES.items():
-        if wrong in environment:
-            raise WorkshopError(wrong, "this variable is not read", f"use {right}")
+    for variable, way_out in UNREAD_VARIABLES.items():
+        if variable in environment:
+            raise WorkshopError(variable, "this variable is not read", way_out)
     values = {}
     names = {}
     for variable, flag, default in KNOBS:

@@ -35,6 +35,7 @@ KNOBS = (
     Knob("LOSS", "loss", "full"),
     Knob("EM_F1", "em_f1", True),
     Knob("EM_F1_BATCH_SIZE", "em_f1_batch_size", 16),
+    Knob("PROFILE", "profile", False),
     Knob("NUM_EPOCHS", "num_train_epochs", 3),
     Knob("BATCH_SIZE", "per_device_train_batch_size", 4),
     Knob("GRAD_ACC", "gradient_accumulation_steps", 4),
@@ -123,14 +124,19 @@ class DataArguments:
     )
     em_f1: bool = flag_field("em_f1", "After training, answer the evaluation questions and print EM and F1.")
     em_f1_batch_size: int = flag_field("em_f1_batch_size", "Questions that a rank answers at the same time.")
+    profile: bool = flag_field("profile", "Write a trace of three steps per rank, and where the time of a step goes.")
 
 
-# Variables and flags that are not what they seem, each with what to use instead
+# Variables and flags that are not what they seem, each with what to do instead
 
-NEAR_MISSES = {
-    "PER_DEVICE_BATCH_SIZE": "BATCH_SIZE",
-    "GRAD_ACC_STEPS": "GRAD_ACC",
-    "LR": "LEARNING_RATE",
+# Most of them from the workshop's original documents (docs/original-documents.md)
+UNREAD_VARIABLES = {
+    "PER_DEVICE_BATCH_SIZE": "use BATCH_SIZE",
+    "GRAD_ACC_STEPS": "use GRAD_ACC",
+    "LR": "use LEARNING_RATE",
+    "LOG_DIR": "unset it; logs stand in the experiment's folder, below log/",
+    "CONDA_SH_PATH": "unset it; the environment stands in site_setup of the site file",
+    "CONDA_ENV": "unset it; the environment stands in site_setup of the site file",
 }
 # ps shows a flag to everybody on the node, and the run record keeps it
 SECRET = "set the variable HF_TOKEN, or log in with hf auth login; a flag is no place for a secret"

@@ -23,7 +23,7 @@ def clean_machine(monkeypatch, tmp_path):
     """An empty working directory, and no variable that a script reads; all is put back afterwards."""
     slurm = [name for name in os.environ if name.startswith("SLURM_")]
     variables = [knob.variable for knob in knobs.KNOBS]
-    for name in (*variables, *knobs.NEAR_MISSES, *LAUNCHER_VARIABLES, *slurm):
+    for name in (*variables, *knobs.UNREAD_VARIABLES, *LAUNCHER_VARIABLES, *slurm):
         monkeypatch.delenv(name, raising=False)
     folder = tmp_path / "work"
     folder.mkdir()

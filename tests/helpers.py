@@ -1,6 +1,7 @@
 """Start the workshop's scripts as a participant does, in a directory of their own, and read what they leave."""
 
 import contextlib
+import importlib.util
 import itertools
 import json
 import os
@@ -12,6 +13,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from types import ModuleType
 
 import psutil
 
@@ -209,6 +211,14 @@ def snapshot(*paths: Path) -> dict:
 def directives(nodes: int, gpus: int) -> str:
     """The beginning of an experiment's script."""
     return f"#!/bin/bash\n#SBATCH --nodes={nodes}\n#SBATCH --gpus-per-node={gpus}\n"
+
+
+def program(path: str) -> ModuleType:
+    """A program of the repository outside of scripts/, as a module."""
+    specification = importlib.util.spec_from_file_location(Path(path).stem, REPOSITORY / path)
+    module = importlib.util.module_from_spec(specification)
+    specification.loader.exec_module(module)
+    return module
 
 
 def bash_blocks(page: Path) -> list[tuple[str, str]]:

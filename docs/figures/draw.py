@@ -49,8 +49,11 @@ def stack(axes, place: float, held: list, where: str = "gpu", parts=PARTS, width
 
 
 def legend(axes, **where: object) -> None:
+    """In the order of the bars, from the top down."""
     handles = dict(zip(*reversed(axes.get_legend_handles_labels()), strict=True))
-    axes.legend(list(handles.values())[::-1], list(handles)[::-1], frameon=False, **where)
+    names = [name for name in (*PARTS, *handles) if name in handles]
+    names = list(dict.fromkeys(names))[::-1]
+    axes.legend([handles[name] for name in names], names, frameon=False, **where)
 
 
 def box(axes, x: float, y: float, width: float, height: float, text: str, **style: object) -> None:
@@ -92,14 +95,17 @@ def environment() -> None:
 
 
 def baseline() -> None:
-    figure, axes = plt.subplots(figsize=(6.4, 3.2))
+    figure, axes = plt.subplots(figsize=(7, 3.2))
     labels = []
     for place, flags in enumerate(([], ["--per_device_train_batch_size", 1], ["--max_length", 128])):
         height = stack(axes, place, estimate(options(*flags)))
-        axes.text(place, height + 0.2, f"{height:.1f}", ha="center")
+        axes.text(place, height + 0.3, f"{height:.1f}", ha="center")
         labels.append(["4 x 512 tokens\n(the baseline)", "1 x 512", "4 x 128"][place])
-    axes.set(xticks=range(3), xticklabels=labels, ylabel="GiB on one GPU, estimated", xlim=(-0.6, 4.3))
-    legend(axes, loc="center right")
+    for memory, name in ((16, "a GPU of 16 GiB"), (32, "a GPU of 32 GiB")):
+        axes.axhline(memory, color="#c00000", lw=1, ls="--")
+        axes.text(2.4, memory + 0.4, name, color="#c00000", fontsize=8)
+    axes.set(xticks=range(3), xticklabels=labels, ylabel="GiB on one GPU, estimated", xlim=(-0.6, 4.4), ylim=(0, 35))
+    legend(axes, loc="lower right")
     save(figure, "baseline")
 
 
@@ -125,46 +131,57 @@ def efficiency() -> None:
 
 
 def deepspeed_config() -> None:
-    figure, axes = canvas(9, 2.9)
-    box(axes, 0.1, 1.9, 1.9, 0.8, "--learning_rate 1e-4\nBATCH_SIZE=8")
-    box(axes, 0.1, 0.4, 1.9, 0.8, 'zero2.json\n"lr": "auto"\n"stage": 2')
-    box(axes, 2.9, 1.9, 1.8, 0.8, "TrainingArguments")
-    box(axes, 2.9, 0.4, 1.8, 0.8, "every key known?\nevery value valid?")
-    box(axes, 5.6, 1.15, 1.5, 0.8, 'engine:\nno "auto" left')
-    box(axes, 7.7, 1.15, 1.2, 0.8, "knob audit\nexit code 3")
-    arrow(axes, (2.05, 2.3), (2.85, 2.3))
-    arrow(axes, (2.05, 0.8), (2.85, 0.8))
-    arrow(axes, (4.75, 2.3), (5.55, 1.75))
-    axes.text(5.25, 2.25, 'fills each "auto"', fontsize=8)
-    arrow(axes, (4.75, 0.8), (5.55, 1.35))
-    arrow(axes, (3.8, 1.25), (3.8, 1.85))
-    axes.text(3.7, 1.55, "a literal that contradicts a flag:\nexit code 2", fontsize=8, va="center", ha="right")
-    arrow(axes, (7.15, 1.55), (7.65, 1.55))
+    figure, axes = canvas(9, 3.4)
+    box(axes, 0.1, 2.4, 1.9, 0.8, "--learning_rate 1e-4\nBATCH_SIZE=8")
+    box(axes, 0.1, 0.9, 1.9, 0.8, 'zero2.json\n"lr": "auto"\n"stage": 2')
+    box(axes, 2.9, 2.4, 1.8, 0.8, "TrainingArguments")
+    box(axes, 2.9, 0.9, 1.8, 0.8, "every key known?\nno contradiction?")
+    box(axes, 5.6, 1.65, 1.5, 0.8, 'engine:\nno "auto" left')
+    box(axes, 7.7, 1.65, 1.2, 0.8, "knob audit")
+    stop = {"facecolor": "white", "edgecolor": "#c00000"}
+    box(axes, 2.9, 0.05, 1.8, 0.4, "exit code 2", **stop)
+    box(axes, 7.7, 0.05, 1.2, 0.4, "exit code 3", **stop)
+    arrow(axes, (2.05, 2.8), (2.85, 2.8))
+    arrow(axes, (2.05, 1.3), (2.85, 1.3))
+    arrow(axes, (4.75, 2.8), (5.55, 2.25))
+    axes.text(5.25, 2.75, 'fills each "auto"', fontsize=8)
+    arrow(axes, (4.75, 1.3), (5.55, 1.85))
+    axes.text(5.0, 1.4, "yes", fontsize=8)
+    arrow(axes, (3.8, 0.85), (3.8, 0.5))
+    axes.text(3.9, 0.65, "no", fontsize=8, va="center")
+    arrow(axes, (7.15, 2.05), (7.65, 2.05))
+    arrow(axes, (8.3, 1.6), (8.3, 0.5))
+    axes.text(8.2, 1.05, "what runs is not\nwhat was asked for", fontsize=8, ha="right", va="center")
     save(figure, "deepspeed-config")
 
 
 def zero() -> None:
-    """4 GPUs, each a column of three rows; a share is a quarter of the row."""
-    figure, axes = plt.subplots(1, 4, figsize=(9, 2.9))
+    """4 GPUs, each a column of 16 bytes per parameter, to scale; what a GPU does not hold is empty."""
+    figure, axes = plt.subplots(1, 4, figsize=(9, 3.6), sharey=True)
     kept = [("parameters", 2, 3), ("gradients", 2, 2), ("optimizer state", 12, 1)]  # bytes, stage that divides them
     for stage, place in enumerate(axes):
         total = 0.0
-        for row, (part, size, divided) in enumerate(kept):
+        bottom = 0.0
+        for part, size, divided in kept:
+            whole = stage < divided
+            held = size if whole else size / 4
             for gpu in range(4):
-                whole = stage < divided
-                place.add_patch(plt.Rectangle((gpu, 2 - row), 0.9, 0.8, **EMPTY))
-                height, offset = (0.8, 0) if whole else (0.2, 0.2 * gpu)
-                place.add_patch(plt.Rectangle((gpu, 2 - row + offset), 0.9, height, ec="black", lw=0.4, **PARTS[part]))
-            total += size if whole else size / 4
-        place.set(xlim=(-0.1, 4), ylim=(-0.2, 3), yticks=[], xticks=[x + 0.45 for x in range(4)])
+                place.add_patch(plt.Rectangle((gpu, bottom), 0.85, size, **EMPTY))
+                offset = 0 if whole else held * gpu
+                look = {"facecolor": PARTS[part]["color"], "hatch": PARTS[part].get("hatch")}
+                place.add_patch(plt.Rectangle((gpu, bottom + offset), 0.85, held, ec="black", lw=0.5, label=part, **look))
+            total += held
+            bottom += size
+        place.set(xlim=(-0.15, 4), ylim=(0, 16.2), yticks=[0, 2, 4, 16], xticks=[x + 0.42 for x in range(4)])
         place.set(xticklabels=[f"GPU {gpu}" for gpu in range(4)], title=f"ZeRO-{stage}\n{total:g} bytes per parameter")
         place.tick_params(length=0, labelsize=7)
         place.title.set_fontsize(8.5)
         for side in place.spines.values():
             side.set_visible(False)
-    axes[0].set(
-        yticks=[2.4, 1.4, 0.4], yticklabels=["parameters\n(2 bytes)", "gradients\n(2)", "optimizer\nstate (12)"]
-    )
+    axes[0].set_ylabel("bytes per parameter")
+    handles = dict(zip(*reversed(axes[0].get_legend_handles_labels()), strict=True))
+    figure.legend([*handles.values()][::-1], [*handles][::-1], frameon=False, loc="lower center", ncols=3, bbox_to_anchor=(0.5, -0.06))
+    figure.tight_layout()
     save(figure, "zero")
 
 
@@ -174,33 +191,36 @@ def offload() -> None:
     for group, stage in enumerate((1, 2, 3)):
         for number, (config, text) in enumerate(((f"zero{stage}", ""), (f"zero{stage}_cpu_offload", " + offload"))):
             held = estimate(options("--deepspeed", f"@ds_configs/{config}.json"))
-            for where, shift in (("gpu", -0.17), ("cpu", 0.17)):
-                place = 2.6 * group + 1.2 * number + 2 * shift
-                height = stack(axes, place, held, where, [*PARTS][:4], 0.55)
-                if height:
-                    axes.text(place, height + 0.1, where.upper(), ha="center", fontsize=7.5)
-            ticks.append((2.6 * group + 1.2 * number, f"ZeRO-{stage}\n{text}"))
+            middle = 3 * group + 1.3 * number
+            sides = {"gpu": middle - 0.3, "cpu": middle + 0.3} if number else {"gpu": middle}
+            for where, place in sides.items():
+                height = stack(axes, place, held, where, [*PARTS][:4], 0.5)
+                axes.text(place, height + 0.1, where.upper(), ha="center", fontsize=7.5)
+            ticks.append((middle, f"ZeRO-{stage}\n{text}"))
     axes.set(xticks=[place for place, _ in ticks], xticklabels=[text for _, text in ticks], ylim=(0, 13))
-    axes.set_ylabel("GiB, bloom-560m on one GPU, estimated")
+    axes.set_ylabel("GiB, bloom-560m on one GPU, estimated", fontsize=8)
     legend(axes, loc="upper right", ncols=4)
     save(figure, "offload")
 
 
 def multi_gpu() -> None:
-    figure, axes = plt.subplots(1, 3, figsize=(9, 2.5))
-    gpus = [2, 4, 6, 8]
-    for place, (title, ideal, unit) in zip(
-        axes,
-        (
-            ("runtime", [1, 1, 1, 1], "of the 2-GPU run"),
-            ("samples/s, all GPUs", [1, 2, 3, 4], "of the 2-GPU run"),
-            ("samples/s per GPU", [1, 1, 1, 1], "of the 2-GPU run"),
-        ),
-        strict=True,
-    ):
-        place.plot(gpus, ideal, "--", color="black")
-        place.set(title=title, xticks=gpus, xlabel="GPUs, 250 questions each", ylim=(0, 4.4), ylabel=unit)
+    """One optimizer step of the same work per GPU; the all-reduce takes longer with more ranks, and one is late."""
+    figure, axes = plt.subplots(1, 2, figsize=(9, 2.6), sharex=True, gridspec_kw={"width_ratios": [1, 1]})
+    runs = {"2 GPUs": [(10, 1.5), (10, 1.5)], "4 GPUs": [(10, 2.2), (10, 2.2), (12, 2.2), (10, 2.2)]}
+    for place, (title, ranks) in zip(axes, runs.items(), strict=True):
+        last = max(compute for compute, _ in ranks)
+        for row, (compute, sends) in enumerate(ranks):
+            bar = {"height": 0.6, "edgecolor": "black", "linewidth": 0.4}
+            place.barh(-row, compute, color="#a9d18e", label="computes", **bar)
+            place.barh(-row, last - compute, left=compute, color="white", hatch="///", label="waits", **bar)
+            place.barh(-row, sends, left=last, color="#c55a11", label="all-reduce", **bar)
+        place.set(yticks=[-row for row in range(len(ranks))], yticklabels=[f"rank {row}" for row in range(len(ranks))])
+        place.set(title=f"{title}: a step ends at {last + ranks[0][1]:g}", xlim=(0, 15), ylim=(-3.6, 0.6))
         place.title.set_fontsize(9)
+        place.tick_params(length=0)
+    axes[0].set_xlabel("time, in tenths of the computation (a drawing, not a measurement)", fontsize=8, loc="left")
+    handles = dict(zip(*reversed(axes[1].get_legend_handles_labels()), strict=True))
+    axes[0].legend(handles.values(), handles, frameon=False, loc="lower left", ncols=3, fontsize=8)
     figure.tight_layout()
     save(figure, "multi-gpu")
 
@@ -269,13 +289,13 @@ def comparison() -> None:
         "ZeRO-3": ["--deepspeed", "@ds_configs/zero3.json"],
         "ZeRO-3\n+ offload": ["--deepspeed", "@ds_configs/zero3_cpu_offload.json"],
     }
-    figure, axes = plt.subplots(figsize=(8.4, 3.3))
+    figure, axes = plt.subplots(figsize=(8.8, 3.3))
     for place, flags in enumerate(methods.values()):
         height = stack(axes, place, estimate(options("--model_name", "bigscience/bloom-3b", "--gpus", 2, *flags)))
         axes.text(place, height + 1, f"{height:.0f}", ha="center")
     axes.set(xticks=range(6), xticklabels=list(methods), ylabel="GiB per GPU, bloom-3b on 2 GPUs, estimated")
     axes.yaxis.label.set_fontsize(8)
-    legend(axes, loc="upper right")
+    legend(axes, loc="center left", bbox_to_anchor=(1, 0.5))
     save(figure, "comparison")
 
 
@@ -293,7 +313,83 @@ def memory() -> None:
     save(figure, "memory")
 
 
+def collectives() -> None:
+    """Four ranks with four numbers each; a colour for each rank, and black for a sum."""
+    colours = ["#9dc3e6", "#f8cbad", "#c5e0b4", "#ffe699"]
+    summed = "#404040"
+    own = [[(rank, part) for part in range(4)] for rank in range(4)]
+    nothing = [None] * 4
+    parts = [[(rank, rank) if part == rank else None for part in range(4)] for rank in range(4)]
+    gathered = [[(part, part) for part in range(4)]] * 4
+    sums = [("sum", part) for part in range(4)]
+    scattered = [[("sum", part) if part == rank else None for part in range(4)] for rank in range(4)]
+    shown = {
+        "broadcast": ([own[0], nothing, nothing, nothing], [own[0]] * 4),
+        "reduce": (own, [sums, nothing, nothing, nothing]),
+        "all-reduce": (own, [sums] * 4),
+        "reduce-scatter": (own, scattered),
+        "all-gather": (parts, gathered),
+    }
+    figure, axes = plt.subplots(1, 5, figsize=(11, 2.6))
+    for place, (name, states) in zip(axes, shown.items(), strict=True):
+        for column, state in enumerate(states):
+            for rank, numbers in enumerate(state):
+                for part, number in enumerate(numbers):
+                    corner = (column * 5.6 + part, -1.3 * rank)
+                    if number is None:
+                        place.add_patch(plt.Rectangle(corner, 1, 1, **EMPTY))
+                        continue
+                    of_rank = number[0]
+                    colour = summed if of_rank == "sum" else colours[of_rank]
+                    place.add_patch(plt.Rectangle(corner, 1, 1, fc=colour, ec="black", lw=0.5))
+                    text = "Σ" if of_rank == "sum" else f"{of_rank}{number[1]}"
+                    place.text(corner[0] + 0.5, corner[1] + 0.45, text, ha="center", va="center", fontsize=6.5,
+                               color="white" if of_rank == "sum" else "black")  # fmt: skip
+        place.annotate("", (5.4, -1.5), (4.2, -1.5), arrowprops={"arrowstyle": "->"})
+        place.set(xlim=(-0.2, 9.8), ylim=(-4.2, 1.3), title=name, aspect="equal")
+        place.axis("off")
+    for rank in range(4):
+        axes[0].text(-0.5, -1.3 * rank + 0.45, f"rank {rank}", ha="right", va="center", fontsize=8)
+    save(figure, "collectives")
+
+
+def by_hand() -> None:
+    figure, axes = canvas(9.4, 3.6)
+    rows = {"data parallel (gaps 1 to 4)": 2.2, "ZeRO-1 (gaps 5 and 6)": 0.5}
+    steps = {
+        "data parallel (gaps 1 to 4)": ["own rows\nof the batch", "forward,\nbackward", "all-reduce:\nmean of gradients",
+                                        "Adam: all\nparameters"],
+        "ZeRO-1 (gaps 5 and 6)": ["own rows\nof the batch", "forward,\nbackward", "all-reduce:\nmean of gradients",
+                                  "Adam: own\npart only", "all-gather\nof the parts"],
+    }  # fmt: skip
+    for name, y in rows.items():
+        axes.text(0.1, y + 1.05, name, fontsize=9, weight="bold")
+        for number, text in enumerate(steps[name]):
+            sends = "all-" in text
+            style = {"facecolor": "#f8cbad", "edgecolor": "#c55a11"} if sends else {}
+            box(axes, 0.1 + 1.85 * number, y, 1.4, 0.8, text, **style)
+            if number:
+                arrow(axes, (0.1 + 1.85 * number - 0.4, y + 0.4), (0.1 + 1.85 * number - 0.05, y + 0.4))
+    axes.text(0.1, 0.1, "orange: all ranks take part", fontsize=8)
+    save(figure, "by-hand")
+
+
+def hang_clinic() -> None:
+    figure, axes = canvas(9.4, 2.4)
+    steps = ["queue\nsqueue", "log\nwho said nothing?", "process\nps, top", "stack\npy-spy dump", "network\nNCCL_DEBUG"]
+    found = ["it waits for\nresources", "error of the\nfirst rank", "killed (137),\nor gone", "another\ncollective",
+             "wrong interface,\nport, firewall"]  # fmt: skip
+    for number, (step, cause) in enumerate(zip(steps, found, strict=True)):
+        x = 0.1 + 1.88 * number
+        box(axes, x, 1.4, 1.45, 0.8, step)
+        box(axes, x, 0.15, 1.45, 0.7, cause, facecolor="white", edgecolor="#7f7f7f")
+        arrow(axes, (x + 0.72, 1.35), (x + 0.72, 0.9))
+        if number:
+            arrow(axes, (x - 0.4, 1.8), (x - 0.03, 1.8))
+    save(figure, "hang-clinic")
+
+
 if __name__ == "__main__":
     for draw in (environment, baseline, efficiency, deepspeed_config, zero, offload, multi_gpu, multi_node, fsdp,
-                 custom_model, comparison, memory):  # fmt: skip
+                 custom_model, comparison, memory, collectives, by_hand, hang_clinic):  # fmt: skip
         draw()

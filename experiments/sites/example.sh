@@ -8,6 +8,7 @@ export SBATCH_ACCOUNT="${SBATCH_ACCOUNT:-CHANGE_ME}"     # sacctmgr show associa
 export SBATCH_PARTITION="${SBATCH_PARTITION:-CHANGE_ME}" # sinfo -s
 # export SBATCH_RESERVATION="${SBATCH_RESERVATION:-workshop}"
 # export SBATCH_CONSTRAINT="${SBATCH_CONSTRAINT:-v100}"
+# export SBATCH_TIMELIMIT="${SBATCH_TIMELIMIT:-00:20:00}" # instead of the scripts' hour: a job must end before a reservation does
 
 # --- Jobs longer than the time limit: warned in time they save a checkpoint, and are submitted again by themselves.
 # export SBATCH_SIGNAL="${SBATCH_SIGNAL:-B:USR1@120}" # seconds before the limit; a large model saves for minutes
@@ -48,7 +49,7 @@ site_setup() {
 # : "${NCCL_SOCKET_IFNAME:=ib0}"      # interface for NCCL's start-up and its TCP transport
 # : "${GLOO_SOCKET_IFNAME:=ib0}"      # the same for gloo (CPU tensors)
 # : "${NCCL_IB_HCA:=mlx5}"            # InfiniBand adapters: a prefix, or a list such as mlx5_0,mlx5_1
-# : "${NCCL_NET_GDR_LEVEL:=4}"        # GPUDirect RDMA where GPU and adapter share a NUMA node (PHB)
+# : "${NCCL_NET_GDR_LEVEL:=PHB}"      # GPUDirect RDMA where GPU and adapter are at the same CPU
 # : "${NCCL_ALGO:=Tree}"              # only to compare: NCCL chooses by itself, and better in most cases
 : "${TORCH_NCCL_ASYNC_ERROR_HANDLING:=1}" # a failed or hanging collective ends the process
 # : "${TORCH_NCCL_BLOCKING_WAIT:=1}"  # collectives block and raise after their time-out: for hunting hangs only

@@ -46,12 +46,13 @@ class TrainSpeedCallback(TrainerCallback):
     The Trainer's own train_samples_per_second divides by everything between start and end.
     """
 
-    def __init__(self, samples_per_step: float, trainer: Any):
+    def __init__(self, samples_per_step: float, trainer: Any, warm_up_steps: int = WARM_UP_STEPS):
         """samples_per_step: of all ranks together, on average (an epoch's last step may hold fewer).
 
         trainer: a ResumableTrainer, which counts the tokens.
         """
         self.samples_per_step = samples_per_step
+        self.warm_up_steps = warm_up_steps
         self.trainer = trainer
         self.steps = 0
         self.seconds = 0.0
@@ -64,7 +65,7 @@ class TrainSpeedCallback(TrainerCallback):
         self.begun = clock()
 
     def on_step_begin(self, args, state, control, **kwargs):
-        if self.started is None and self.first_step_seen(state) >= WARM_UP_STEPS:
+        if self.started is None and self.first_step_seen(state) >= self.warm_up_steps:
             self.started = clock()
             if self.warm_up_seconds is None:
                 self.warm_up_seconds = self.started - self.begun

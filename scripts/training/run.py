@@ -24,6 +24,7 @@ from parallel.fsdp_config import check_wrap_classes, shard_on_cpu
 from tracking import close_trackers, prepare_trackers
 from training.audit import AuditCallback, requested_train_size, steps_per_epoch, strategy_name
 from training.callbacks import (
+    WARM_UP_STEPS,
     FiniteLossCallback,
     HeartbeatCallback,
     LogLinesCallback,
@@ -44,6 +45,7 @@ from training.checkpoints import (
 from training.chunked_loss import check_head, use_chunked_loss
 from training.compiling import CompiledCallback, compile_or_eager
 from training.flops import ModelFlops, matmul_peak
+from training.profiling import PROFILED_STEPS, ProfileCallback
 from training.record import RunRecord, new_job_id, refuse_finished, restarted_by_slurm, sole_writer
 from training.safe_load import load_weights_only, refuse_foreign_code
 from training.stopping import StopCallback, Stopped, StopRequest, name_of
@@ -145,7 +147,10 @@ def run(options: Options, stop: StopRequest) -> None:
             eval_dataset=eval_dataset,
             data_collator=collator(tokenizer, data_args),
         )
-        speed = TrainSpeedCallback(requested_train_size(options.values) / steps_per_epoch(trainer), trainer)
+        samples_per_step = requested_train_size(options.values) / steps_per_epoch(trainer)
+        # profiled steps are slower than others
+        warm_up_steps = WARM_UP_STEPS + (PROFILED_STEPS if data_args.profile else 0)
+        speed = TrainSpeedCallback(samples_per_step, trainer, warm_up_steps)
         utilisation = UtilisationCallback()
         trainer.add_callback(speed)
         trainer.add_callback(utilisation)
@@ -155,6 +160,8 @@ def run(options: Options, stop: StopRequest) -> None:
         trainer.add_callback(StopCallback(stop, trainer, steps_per_epoch(trainer)))
         trainer.add_callback(FiniteLossCallback(trainer))
         trainer.add_callback(CompiledCallback())
+        if data_args.profile:
+            trainer.add_callback(ProfileCallback(trainer, record, job_id))
         trainer.add_callback(HeartbeatCallback())
         if not sys.stderr.isatty() and not args.disable_tqdm:
             trainer.pop_callback(ProgressCallback)

@@ -6,6 +6,7 @@ import importlib
 import io
 import itertools
 import json
+import math
 import re
 import shlex
 import textwrap
@@ -14,7 +15,7 @@ import pytest
 
 from config import parse_command_line
 from estimate_memory import read_options
-from helpers import PAGES, REPOSITORY, bash_blocks
+from helpers import EXPERIMENT_SCRIPTS, PAGES, REPOSITORY, bash_blocks, program
 from knobs import KNOBS
 from parallel.fsdp_config import check_fsdp_file
 
@@ -186,7 +187,7 @@ def test_commands_are_those_that_there_are(path, kind, text, monkeypatch):
                 re.search(rf"^{w}:", (REPOSITORY / "Makefile").read_text(), re.M) for w in words[1:] if "=" not in w
             )
         elif words[0] in ("sbatch", "bash"):
-            script = next(word for word in words[1:] if word.endswith(".slurm"))
+            script = next(word for word in words[1:] if word.endswith((".slurm", ".sh")))
             assert (here / script).is_file(), f"{script} is not in {here}"
         elif words[0].endswith("submit.sh"):
             assert (here / words[0]).is_file(), f"{words[0]} is not below {here}"
@@ -217,7 +218,10 @@ def check_python(script, flags: list[str], variables: dict) -> None:
         for name in ("deepspeed", "fsdp_config"):
             assert not options.values[name] or (REPOSITORY / options.values[name]).is_file()
     else:
-        text = help_of(script.stem)
+        if script.parent.name != "scripts":  # exercises and benchmarks: flags are in their own lines
+            text = script.read_text()
+        else:
+            text = help_of(script.stem)
         assert all(re.search(rf"{name}\b", text) for name in names), names
 
 
@@ -233,21 +237,96 @@ def test_no_page_repeats_another():
     assert not {words: found for words, found in places.items() if len(found) > 1}
 
 
-@pytest.mark.parametrize(
-    "path",
-    [p for p in PAGES if re.match(r"# \d+\. ", p.read_text()) and p.name != "CHANGELOG.md"],
-    ids=lambda p: p.name,
+SECTIONS = sorted(
+    (path for path in PAGES if re.match(r"# \d+\. ", path.read_text())),
+    key=lambda path: int(re.match(r"# (\d+)", path.read_text())[1]),
 )
+
+
+@pytest.mark.parametrize("path", SECTIONS, ids=lambda p: p.name)
 def test_a_section_has_its_parts_and_its_answers(path):
-    """The order of the map, what each page must hold, and an answer for each question of its quiz."""
+    """The same frame on each page, its place in the map, and an answer and something to discuss for each question."""
     text = path.read_text()
-    headings = re.findall(r"^## (.*)$", text, re.MULTILINE)
-    for part in ("Commands", "What to expect", "Fill in", "Quiz"):
-        assert any(heading.startswith(part) for heading in headings), part
-    assert re.search(r"!\[.+\]\(figures/", text), "a figure of its own"
     number, title = re.match(r"# (\d+)\. (.*)", text).groups()
-    row = re.search(rf"^\| {number} \| .*\(docs/{path.name}\)", (REPOSITORY / "README.md").read_text(), re.MULTILINE)
+    frame = re.findall(r"^\| (Questions|Afterwards you can|You need|Time) \| .+ \|$", text, re.MULTILINE)
+    assert frame == ["Questions", "Afterwards you can", "You need", "Time"]
+    headings = re.findall(r"^## (.*)$", text, re.MULTILINE)
+    for part in ("Commands", "What to expect", "Fill in", "Key points", "Quiz"):
+        assert any(heading.startswith(part) for heading in headings), part
+    assert path.name == "capstone.md" or re.search(r"!\[.+\]\(figures/", text), "a figure of its own"
+    row = re.search(rf"^\| {number} \| \[(.*)\]\(docs/{path.name}\)", (REPOSITORY / "README.md").read_text(), re.MULTILINE)
     assert row, f"{number} {title} is not in the map"
-    questions = len(re.findall(r"^\d+\. ", text.split("## Quiz")[1], re.MULTILINE))
-    answers = re.split(r"^## ", page("instructor/answers.md"), flags=re.MULTILINE)[int(number)]
-    assert len(re.findall(r"^\d+\. ", answers, re.MULTILINE)) == questions >= 3
+    quiz = text.split("## Quiz")[1].split("\n## ")[0]
+    questions = len(re.findall(r"^\d+\. ", quiz, re.MULTILINE))
+    assert quiz.count("<details><summary>Answer</summary>") == quiz.count("</details>") == questions >= 3
+    discussion = re.split(r"^## ", page("instructor/answers.md"), flags=re.MULTILINE)[int(number)]
+    assert len(re.findall(r"^\d+\. ", discussion, re.MULTILINE)) == questions
+
+
+def test_each_section_leads_to_the_next():
+    pages = ["introduction.md", *(path.name for path in SECTIONS)]
+    for name, following in itertools.pairwise(pages):
+        assert re.search(rf"^Next: \[.*\]\({following}\)$", page(name), re.MULTILINE), name
+
+
+def test_every_line_of_the_original_documents_has_its_place():
+    """Their line numbers, without a hole; the links are checked with all others."""
+    rows = re.findall(r"^\| ([A-Z]0?) (\d+)-(\d+) \| .+ \| .*\]\(.+\) \|$", page("original-documents.md"), re.MULTILINE)
+    last_lines = {"D": 1330, "D0": 193, "F": 1346, "F0": 245, "Z": 173}
+    for document, last_line in last_lines.items():
+        parts = [(int(first), int(last)) for name, first, last in rows if name == document]
+        starts = [1, *(last + 1 for _, last in parts)]
+        assert [first for first, _ in parts] == starts[:-1], document
+        assert starts[-1] == last_line + 1, document
+
+
+def test_the_bill_is_that_of_the_scripts():
+    families = {
+        "2": [r"baseline"],
+        "3": [r"efficiency/.*"],
+        "8": [r"deepspeed-single-gpu/zero_\d"],
+        "9": [r"deepspeed-single-gpu/cpu_offloading/.*"],
+        "10": [r"deepspeed-multi-gpu/.*"],
+        "11": [r"deepspeed-multi-node/.*", r"deepspeed-native-launch/.*"],
+        "12": [r"fsdp-.*"],
+        "13": [r"custom-model/.*"],
+        "14": [r"methods-comparison/.*"],
+    }
+    rows = re.findall(r"^\| (\w+).* \| (\d+) \| (\d+) \| (\d+) \|$", page("instructor/README.md"), re.MULTILINE)
+    found = {}
+    for section, patterns in families.items():
+        scripts = [s for s in EXPERIMENT_SCRIPTS if any(re.fullmatch(p, folder_of(s)) for p in patterns)]
+        found[section] = (len(scripts), sum(map(gpus_of, scripts)), round(sum(gpus_of(s) * hours_of(s) for s in scripts)))
+    found["All"] = tuple(map(sum, zip(*found.values(), strict=True)))
+    assert {section: tuple(map(int, numbers)) for section, *numbers in rows} == found
+    assert found["All"][0] == len(EXPERIMENT_SCRIPTS) - 1, "all but gpu-check"
+
+
+def folder_of(script) -> str:
+    return str(script.parent.relative_to(REPOSITORY / "experiments"))
+
+
+def gpus_of(script) -> int:
+    numbers = (directives_of(script)[name] for name in ("nodes", "gpus-per-node"))
+    return math.prod(map(int, numbers))
+
+
+def hours_of(script) -> float:
+    hours, minutes, _ = map(int, directives_of(script)["time"].split(":"))
+    return hours + minutes / 60
+
+
+def directives_of(script) -> dict[str, str]:
+    return dict(re.findall(r"^#SBATCH --([\w-]+)=(\S+)", script.read_text(), re.MULTILINE))
+
+
+def test_numbers_about_communication_are_those_that_were_counted():
+    communication = program("benchmarks/communication.py")
+    counted = communication.read_results()
+    table = communication.page_table(counted)
+    assert table in page("collectives.md")
+    sent = {(row["strategy"], row["accumulation"]): communication.sent(row) for row in counted["rows"]}
+    cells = re.search(r"^\| Sent per step with accumulation 4.*$", page("comparison.md"), re.MULTILINE)[0].split(" | ")
+    expected = [["DDP"], [], ["FULL_SHARD"], ["ZeRO-1", "ZeRO-2"], ["ZeRO-3"]]
+    for cell, names in zip(cells[1:], expected, strict=True):
+        assert not names or cell.strip(" |") == ", ".join(f"{sent[name, 4]:.1f}" for name in names)

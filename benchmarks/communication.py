@@ -1,0 +1,226 @@
+"""What each strategy sends: every collective of one optimizer step, counted while two ranks train on the CPU.
+
+    python benchmarks/communication.py                            # all rows, with accumulation 1 and 4; ten minutes
+    python benchmarks/communication.py --rows DDP ZeRO-2          # some of them
+    python benchmarks/communication.py --save                     # and write communication.json, which the pages show
+
+Each row is a training of a few steps by scripts/train.py, over gloo, in bf16. A dispatch mode of PyTorch sees the tensors
+of every collective that DDP, DeepSpeed, FSDP2 and the Trainer start, whichever language they start it from. What is
+counted are kind, number and size, and these do not depend on the hardware. Messages of less than 1 KiB (a loss, a norm,
+whether to stop) are left out.
+
+`payload`: bytes of the whole tensor, all ranks' parts together, per parameter of the model and optimizer step.
+`sent`: what each of very many ranks sends of it, per parameter: a ring moves the payload once in an all-gather, a
+reduce-scatter and a broadcast, and twice in an all-reduce (Patarasuk and Yuan 2009, https://doi.org/10.1016/j.jpdc.2008.09.002);
+with n ranks it is (n - 1) / n of that.
+The results of the last --save, with commit and versions, are in benchmarks/communication.json and docs/collectives.md.
+"""
+
+import argparse
+import importlib.metadata
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter
+from pathlib import Path
+from types import SimpleNamespace
+
+REPOSITORY = Path(__file__).resolve().parent.parent
+DATASET = REPOSITORY / "data" / "squad_sample.json"
+# About as much of it in the blocks as in bloom-1b1, so that neither the embedding nor a single layer rules the table
+CONFIG = {"model_type": "bloom", "vocab_size": 12288, "hidden_size": 256, "n_layer": 8, "n_head": 4}
+TOKENS = 4096  # of the tokenizer
+RESULTS = Path(__file__).with_suffix(".json")
+RESULT = "RESULT "
+STEPS = 4
+COUNTED_STEP = 3  # buffers are made and orders are recorded in the first
+SMALL = 1024
+
+FSDP = ["--fsdp", "--fsdp_config"]
+ROWS = {
+    "DDP": [],
+    "ZeRO-0": ["--deepspeed", "ds_configs/zero0.json"],
+    "ZeRO-1": ["--deepspeed", "ds_configs/zero1.json"],
+    "ZeRO-2": ["--deepspeed", "ds_configs/zero2.json"],
+    "ZeRO-3": ["--deepspeed", "ds_configs/zero3.json"],
+    "ZeRO-3, large model": ["--deepspeed", "zero3_large.json"],
+    "FULL_SHARD": [*FSDP, "fsdp_configs/full_shard.json"],
+    "SHARD_GRAD_OP": [*FSDP, "fsdp_configs/shard_grad_op.json"],
+    "HYBRID_SHARD 2 x 2": [*FSDP, "fsdp_configs/hybrid_shard_2x2.json"],
+}
+RANKS = {"HYBRID_SHARD 2 x 2": 4}
+# Sizes in them are "auto" or left out, and DeepSpeed's default of 10^9 parameters is more than the model has: it would
+# never free a layer between the passes
+LARGE_MODEL = {"stage3_max_reuse_distance": 0}
+# What a ring sends of a collective's payload, where there are very many ranks
+SENT = {"all-reduce": 2, "all-gather": 1, "reduce-scatter": 1, "broadcast": 1, "reduce": 1}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rows", nargs="+", choices=ROWS, default=list(ROWS))
+    parser.add_argument("--accumulation", nargs="+", type=int, default=[1, 4])
+    parser.add_argument("--save", action="store_true", help=f"write {RESULTS.name}")
+    parser.add_argument("--child", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    if arguments.child:
+        child(arguments.child)
+        return
+    packages = ("torch", "transformers", "accelerate", "deepspeed")
+    versions = {name: importlib.metadata.version(name) for name in packages}
+    results = {"commit": commit(), "versions": versions, "rows": []}
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        make_model_folder(folder / "model")
+        config = json.loads((REPOSITORY / "ds_configs" / "zero3.json").read_text())
+        config["zero_optimization"] |= LARGE_MODEL
+        (folder / "zero3_large.json").write_text(json.dumps(config))
+        for strategy in arguments.rows:
+            for accumulation in arguments.accumulation:
+                row = {"strategy": strategy, "accumulation": accumulation} | train(folder, strategy, accumulation)
+                results["rows"].append(row)
+                print(f"{strategy}, accumulation {accumulation}: {described(row)}", flush=True)
+    print(page_table(results))
+    if arguments.save:
+        RESULTS.write_text(json.dumps(results, indent=1) + "\n")
+
+
+def read_results() -> dict:
+    """Of the last --save."""
+    return json.loads(RESULTS.read_text())
+
+
+def make_model_folder(folder: Path) -> None:
+    sys.path.insert(0, str(REPOSITORY / "scripts"))
+    from model import train_tokenizer
+
+    train_tokenizer(SimpleNamespace(dataset=str(DATASET), eval_dataset=None), TOKENS).save_pretrained(folder)
+    (folder / "config.json").write_text(json.dumps(CONFIG))
+
+
+def train(folder: Path, row: str, accumulation: int) -> dict:
+    """Of rank 0: `parameters`, and `collectives`, a list of [kind, dtype, ranks, number, bytes]."""
+    ranks = RANKS.get(row, 2)
+    words = ["--model_name", str(folder / "model"), "--from_scratch", "--dataset", str(DATASET), "--bf16"]
+    words += ["--max_steps", str(STEPS), "--gradient_accumulation_steps", str(accumulation), "--no_em_f1"]
+    words += ["--train_size", str(ranks * accumulation * STEPS), "--eval_size", str(ranks), "--max_length", "64"]
+    words += ["--per_device_train_batch_size", "1", "--eval_strategy", "no", "--save_strategy", "no"]
+    words += [str(REPOSITORY / word) if "/" in word else word for word in ROWS[row]]
+    launch = [sys.executable, str(REPOSITORY / "scripts" / "launch.py"), f"--nproc-per-node={ranks}"]
+    command = [*launch, __file__, "--child", *words]
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "HF_HOME": str(folder / "hf"), "JOB_ID": f"{time.time_ns()}"}
+    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, check=False)
+    lines = [line for line in done.stdout.splitlines() if line.startswith(RESULT)]
+    if done.returncode or len(lines) != 1:
+        sys.exit(f"error: {row} ended with {done.returncode}:\n{done.stdout[-1000:]}\n{done.stderr[-3000:]}")
+    return json.loads(lines[0].removeprefix(RESULT))
+
+
+def described(row: dict) -> str:
+    return "; ".join(
+        f"{number} x {kind} of {ranks} ranks in {dtype}, {size / row['parameters']:.2f} bytes per parameter"
+        for kind, dtype, ranks, number, size in row["collectives"]
+    )
+
+
+def payload(row: dict, kind: str) -> float:
+    """Bytes per parameter of all collectives of this kind in a step."""
+    return sum(size for of_kind, *_, size in row["collectives"] if of_kind == kind) / row["parameters"]
+
+
+def sent(row: dict) -> float:
+    """Bytes per parameter that each of very many ranks sends in a step, in rings."""
+    return sum(factor * payload(row, kind) for kind, factor in SENT.items())
+
+
+def page_table(results: dict) -> str:
+    """As docs/collectives.md shows it."""
+    kinds = ("all-reduce", "reduce-scatter", "all-gather")
+    lines = ["| Strategy | Accumulation | All-reduce | Reduce-scatter | All-gather | Sent |", "|" + " --- |" * 6]
+    for row in results["rows"]:
+        numbers = [payload(row, kind) for kind in kinds]
+        assert abs(sum(SENT[kind] * number for kind, number in zip(kinds, numbers, strict=True)) - sent(row)) < 1e-6
+        cells = [f"{number:.1f}" if number else "" for number in numbers]
+        lines.append(f"| {row['strategy']} | {row['accumulation']} | {' | '.join(cells)} | {sent(row):.1f} |")
+    return "\n".join(lines)
+
+
+def child(flags: list[str]) -> None:
+    sys.path.insert(0, str(REPOSITORY / "scripts"))
+    import torch.distributed as dist
+    from torch.utils._python_dispatch import TorchDispatchMode
+    from torch.utils._pytree import tree_leaves
+    from transformers import Trainer, TrainerCallback
+
+    import train
+
+    # name of the operator -> kind, and which of its arguments is the whole tensor
+    whole = {
+        "allreduce_": ("all-reduce", 0),
+        "allreduce_coalesced_": ("all-reduce", 0),
+        "_allgather_base_": ("all-gather", 0),
+        "allgather_": ("all-gather", 0),
+        "allgather_into_tensor_coalesced_": ("all-gather", 0),
+        "_reduce_scatter_base_": ("reduce-scatter", 1),
+        "reduce_scatter_": ("reduce-scatter", 1),
+        "reduce_scatter_tensor_coalesced_": ("reduce-scatter", 1),
+        "broadcast_": ("broadcast", 0),
+        "reduce_": ("reduce", 0),
+    }
+
+    class Count(TorchDispatchMode):
+        number: Counter = Counter()
+        bytes: Counter = Counter()
+
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            if func.namespace == "c10d" and func.overloadpacket.__name__ in whole:
+                kind, position = whole[func.overloadpacket.__name__]
+                tensors = tree_leaves(args[position])
+                group = next(dist.ProcessGroup.unbox(arg) for arg in args if "ProcessGroup" in str(arg))
+                size = sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+                if size >= SMALL:
+                    key = (kind, str(tensors[0].dtype).removeprefix("torch."), group.size())
+                    self.number[key] += 1
+                    self.bytes[key] += size
+            elif "c10d" in func.namespace and func.overloadpacket.__name__ not in ("wait_tensor", "barrier"):
+                raise NotImplementedError(f"{func} is not counted yet")
+            return func(*args, **(kwargs or {}))
+
+    count = Count()
+
+    class Steps(TrainerCallback):
+        def on_train_begin(self, args, state, control, model, **kwargs):
+            self.parameters = sum(getattr(p, "ds_numel", p.numel()) for p in model.parameters())
+
+        def on_step_begin(self, args, state, control, **kwargs):
+            if state.global_step == COUNTED_STEP - 1:
+                count.number.clear()
+                count.bytes.clear()
+
+        def on_step_end(self, args, state, control, **kwargs):
+            if state.global_step == COUNTED_STEP and state.is_world_process_zero:
+                found = [[*key, number, count.bytes[key]] for key, number in count.number.items()]
+                print(RESULT + json.dumps({"parameters": self.parameters, "collectives": found}), flush=True)
+
+    plain = Trainer.train
+
+    def counted(self, *args, **kwargs):
+        self.add_callback(Steps())
+        with count:
+            return plain(self, *args, **kwargs)
+
+    Trainer.train = counted  # type: ignore[method-assign]
+    sys.argv[1:] = flags
+    train.run_and_exit(train.main)
+
+
+def commit() -> str:
+    words = ["git", "-C", str(REPOSITORY), "describe", "--always", "--dirty"]
+    return subprocess.run(words, capture_output=True, text=True, check=True).stdout.strip()
+
+
+if __name__ == "__main__":
+    main()

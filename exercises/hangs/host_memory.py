@@ -1,0 +1,39 @@
+"""Broken job 6: the GPU is nearly empty, and the job is killed all the same, with exit code 137.
+
+    python scripts/launch.py --nproc-per-node=2 exercises/hangs/host_memory.py; echo "exit code $?"
+
+The job has 2 GB of memory, for all its processes together. On a cluster Slurm enforces `--mem`; here a thread of each rank does
+it in Slurm's place: it kills the rank once the ranks hold more.
+"""
+
+import os
+import signal
+import threading
+import time
+
+import psutil
+import torch
+import torch.distributed as dist
+
+LIMIT = 2e9
+QUESTIONS = 250_000
+
+
+def enforce_limit() -> None:
+    while True:
+        ranks = psutil.Process(os.getppid()).children(recursive=True)
+        if sum(process.memory_info().rss for process in ranks) > LIMIT:
+            os.kill(os.getpid(), signal.SIGKILL)
+        time.sleep(0.05)
+
+
+dist.init_process_group("gloo")
+rank, world = dist.get_rank(), dist.get_world_size()
+threading.Thread(target=enforce_limit, daemon=True).start()
+# every question padded to 512 tokens, 8 bytes each
+questions = torch.zeros(QUESTIONS, 512, dtype=torch.int64)
+questions += rank  # memory counts once it is written to
+mine = questions[rank::world]
+time.sleep(1)
+print(f"rank {rank}: done, trains on {len(mine)} questions", flush=True)
+dist.destroy_process_group()

@@ -1,0 +1,27 @@
+"""Broken job 4: "it cannot find the data", says the log, but `ls` shows that they are there.
+
+    python scripts/launch.py --nproc-per-node=2 exercises/hangs/missing_file.py
+
+Each rank stands for a node here, with a local disk of its own: a folder below /tmp.
+"""
+
+import shutil
+import tempfile
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+DATA = Path(__file__).resolve().parents[2] / "data" / "squad_sample.json"
+
+dist.init_process_group("gloo")
+rank = dist.get_rank()
+with tempfile.TemporaryDirectory(prefix=f"disk_of_node{rank}_") as disk:
+    copy = Path(disk) / DATA.name
+    if rank == 0:
+        shutil.copy(DATA, copy)
+    dist.barrier()
+    size = torch.tensor(float(len(copy.read_bytes())))
+    dist.all_reduce(size)
+    print(f"rank {rank}: done, {size.item() / dist.get_world_size():.0f} bytes on each node", flush=True)
+dist.destroy_process_group()

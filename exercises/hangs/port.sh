@@ -1,0 +1,17 @@
+#!/usr/bin/env bash
+# Broken job 2: two people start the same job on one node. One of the two fails.
+#     bash exercises/hangs/port.sh
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")"
+
+export MASTER_ADDR=127.0.0.1 WORLD_SIZE=2
+export MASTER_PORT=29555
+
+start_job() { # NAME: two ranks
+  RANK=0 LOCAL_RANK=0 python hello.py "$1" &
+  RANK=1 LOCAL_RANK=1 python hello.py "$1" &
+}
+
+start_job ada
+start_job bob
+wait

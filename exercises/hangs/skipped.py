@@ -1,0 +1,23 @@
+"""Broken job 1: it prints one line, and then nothing more.
+
+    python scripts/launch.py --nproc-per-node=2 exercises/hangs/skipped.py
+"""
+
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+dist.init_process_group("gloo", timeout=timedelta(seconds=30))
+rank = dist.get_rank()
+model = torch.nn.Linear(4, 1)
+for step in range(1, 4):
+    loss = model(torch.ones(2, 4)).square().mean()
+    loss.backward()
+    for parameter in model.parameters():
+        dist.all_reduce(parameter.grad)
+    if rank == 0:
+        mean = loss.detach().clone()
+        dist.all_reduce(mean)
+        print(f"step {step}: mean loss {mean.item() / dist.get_world_size():.3f}", flush=True)
+print(f"rank {rank}: done", flush=True)

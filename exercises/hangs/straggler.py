@@ -1,0 +1,25 @@
+"""Broken job 5: it works, but a step takes ten times as long as it should. Which rank is to blame?
+
+    python scripts/launch.py --nproc-per-node=4 exercises/hangs/straggler.py
+"""
+
+import time
+
+import torch
+import torch.distributed as dist
+
+STEPS = 10
+SLOW_DISK = 2  # the rank whose node has one
+
+dist.init_process_group("gloo")
+rank = dist.get_rank()
+gradient = torch.ones(1000)
+started = time.perf_counter()
+for _ in range(STEPS):
+    time.sleep(0.02)  # the forward and backward pass
+    if rank == SLOW_DISK:
+        time.sleep(0.2)
+    dist.all_reduce(gradient)
+seconds = time.perf_counter() - started
+print(f"rank {rank}: {seconds / STEPS:.2f} s per step", flush=True)
+dist.destroy_process_group()

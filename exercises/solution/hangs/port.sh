@@ -1,0 +1,22 @@
+#!/usr/bin/env bash
+# Repaired job 2: two people start the same job on one node. One of the two fails.
+#     bash exercises/solution/hangs/port.sh
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")"
+
+export MASTER_ADDR=127.0.0.1 WORLD_SIZE=2
+
+free_port() { # the system gives one that nobody has
+  python -c 'import socket; s = socket.socket(); s.bind(("", 0)); print(s.getsockname()[1])'
+}
+
+start_job() { # NAME: two ranks
+  export MASTER_PORT
+  MASTER_PORT=$(free_port)
+  RANK=0 LOCAL_RANK=0 python ../../hangs/hello.py "$1" &
+  RANK=1 LOCAL_RANK=1 python ../../hangs/hello.py "$1" &
+}
+
+start_job ada
+start_job bob
+wait

@@ -1,0 +1,23 @@
+"""Repaired job 5: it works, but a step takes ten times as long as it should. Which rank is to blame?
+
+    python scripts/launch.py --nproc-per-node=4 exercises/solution/hangs/straggler.py
+"""
+
+import time
+
+import torch
+import torch.distributed as dist
+
+STEPS = 10
+
+dist.init_process_group("gloo")
+rank = dist.get_rank()
+gradient = torch.ones(1000)
+# the file of rank 2 was copied to the fast disk of its node before
+started = time.perf_counter()
+for _ in range(STEPS):
+    time.sleep(0.02)  # the forward and backward pass
+    dist.all_reduce(gradient)
+seconds = time.perf_counter() - started
+print(f"rank {rank}: {seconds / STEPS:.2f} s per step", flush=True)
+dist.destroy_process_group()

@@ -1,0 +1,214 @@
+"""Where the time of a step goes: a trace of three steps by PyTorch's profiler, and what it adds up to (--profile).
+
+The phases of a step are those of the Trainer's loop: data, forward, backward, optimizer. Communication is taken out of
+them: the time in which a collective runs and nothing is computed beside it. What is hidden behind computation is
+counted apart. On a GPU all work is waited for between two phases, so that each kernel counts where it belongs; steps
+that are profiled are therefore slower, and left out of the steady rates.
+"""
+
+import contextlib
+import functools
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.profiler import ProfilerActivity, profile, record_function
+from transformers import Trainer, TrainerCallback
+
+from parallel.distributed import gather_lists, rank
+from training.callbacks import WARM_UP_STEPS
+
+PROFILED_STEPS = 3
+PHASES = ("data", "forward", "backward", "optimizer")
+STEP = "profiled step"
+Interval = tuple[int, int]  # nanoseconds
+
+
+class ProfileCallback(TrainerCallback):
+    """Profiles the steps behind the warm-up, on every rank, and writes the breakdown into the record."""
+
+    def __init__(self, trainer: Trainer, record: Any, job_id: str):
+        self.trainer = trainer
+        self.record = record
+        self.trace = Path("profile") / job_id / f"rank_{rank()}.json.gz"
+        self.profiler: Any = None
+        self.step: Any = None
+        self.steps_seen = 0
+        self.done = False
+
+    def on_train_begin(self, args, state, control, **kwargs):
+        # what a step consists of, wrapped once everything is there; the innermost phase counts
+        trainer: Any = self.trainer
+        trainer.get_batch_samples = self.begins_step(self.phase("data", trainer.get_batch_samples))
+        trainer.compute_loss = self.phase("forward", trainer.compute_loss)
+        trainer.accelerator.backward = self.phase("backward", trainer.accelerator.backward)
+        trainer._clip_grad_norm = self.phase("optimizer", trainer._clip_grad_norm)
+        if trainer.is_deepspeed_enabled:
+            trainer.model_wrapped.step = self.phase("optimizer", trainer.model_wrapped.step)
+        else:
+            trainer.optimizer.step = self.phase("optimizer", trainer.optimizer.step)
+
+    def phase(self, name: str, function: Callable) -> Callable:
+        @functools.wraps(function)
+        def timed(*args, **kwargs):
+            if self.step is None:
+                return function(*args, **kwargs)
+            with self.waited_for(name):
+                return function(*args, **kwargs)
+
+        return timed
+
+    @contextlib.contextmanager
+    def waited_for(self, name: str) -> Iterator[None]:
+        with record_function(name):
+            yield
+            wait_for_gpu()
+
+    def begins_step(self, get_batch_samples: Callable) -> Callable:
+        """The profiler starts here: the batches are fetched before on_step_begin."""
+
+        @functools.wraps(get_batch_samples)
+        def begun(*args, **kwargs):
+            if self.steps_seen >= WARM_UP_STEPS and not self.done:
+                wait_for_gpu()
+                if self.profiler is None:
+                    activities = [ProfilerActivity.CPU]
+                    activities += [ProfilerActivity.CUDA] if torch.cuda.is_available() else []
+                    self.profiler = profile(activities=activities, record_shapes=True)
+                    self.profiler.start()
+                self.step = record_function(STEP)
+                self.step.__enter__()
+            return get_batch_samples(*args, **kwargs)
+
+        return begun
+
+    def on_step_end(self, args, state, control, **kwargs):
+        self.steps_seen += 1
+        if self.step is None:
+            return
+        wait_for_gpu()
+        self.step.__exit__(None, None, None)
+        self.step = None
+        if self.steps_seen == WARM_UP_STEPS + PROFILED_STEPS:
+            self.finish()
+
+    def finish(self) -> None:
+        """Write the trace of this rank, and the breakdown of all. Collective."""
+        self.done = True
+        self.profiler.stop()
+        self.trace.parent.mkdir(parents=True, exist_ok=True)
+        self.profiler.export_chrome_trace(str(self.trace))
+        found = breakdown(self.profiler.profiler.kineto_results.events())
+        self.profiler = None  # its events take memory
+        ranks = [of_rank for (of_rank,) in gather_lists([found | {"trace": str(self.trace)}])]
+        self.record.update(profile=ranks)
+        if rank() == 0:
+            print(table(ranks), flush=True)
+
+    def on_train_end(self, args, state, control, **kwargs):
+        if not self.done:
+            first = WARM_UP_STEPS + 1
+            reason = f"too few steps: it is taken of steps {first} to {WARM_UP_STEPS + PROFILED_STEPS}"
+            self.record.missing("profile", reason)
+
+
+def wait_for_gpu() -> None:
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+
+
+def breakdown(events: list) -> dict:
+    """Seconds of a step, on average, by phase; events: as the profiler has recorded them (torch._C._profiler._KinetoEvent)."""
+    steps = [interval(event) for event in events if event.name() == STEP and is_on_cpu(event)]
+    phases = {name: [interval(e) for e in events if e.name() == name and is_on_cpu(e)] for name in PHASES}
+    # DeepSpeed's step lies in its backward pass
+    phases["backward"] = without(phases["backward"], phases["optimizer"])
+    communication = within(union([interval(event) for event in events if is_communication(event)]), steps)
+    computation = union([interval(event) for event in events if is_computation(event)])
+    waiting = without(communication, computation)
+    seconds = {name: length(without(within(union(parts), steps), waiting)) for name, parts in phases.items()}
+    seconds["communication"] = length(waiting)
+    whole = length(steps)
+    seconds["other"] = whole - sum(seconds.values())
+    hidden = length(communication) - length(waiting)
+    per_step = {name: round(value / len(steps) / 1e9, 5) for name, value in seconds.items()}
+    return {
+        "steps": len(steps),
+        "seconds_per_step": round(whole / len(steps) / 1e9, 5),
+        **per_step,
+        "hidden_communication": round(hidden / len(steps) / 1e9, 5),
+    }
+
+
+def is_on_cpu(event: Any) -> bool:
+    return event.device_type() == torch.profiler.DeviceType.CPU
+
+
+def is_communication(event: Any) -> bool:
+    """A collective on its way: gloo's on the CPU, NCCL's kernels on a GPU."""
+    if is_on_cpu(event):
+        return event.name().startswith("gloo:") and not torch.cuda.is_available()
+    return event.name().startswith("nccl")
+
+
+def is_computation(event: Any) -> bool:
+    """An operator of PyTorch on the CPU; a kernel that is none of NCCL's on a GPU."""
+    if torch.cuda.is_available():
+        return not is_on_cpu(event) and not is_communication(event) and event.name() not in (STEP, *PHASES)
+    return is_on_cpu(event) and event.name().startswith("aten::")
+
+
+def interval(event: Any) -> Interval:
+    return event.start_ns(), event.start_ns() + event.duration_ns()
+
+
+def union(intervals: list[Interval]) -> list[Interval]:
+    """The same time, in intervals that do not overlap, in order."""
+    joined: list[Interval] = []
+    for start, end in sorted(intervals):
+        if joined and start <= joined[-1][1]:
+            joined[-1] = (joined[-1][0], max(end, joined[-1][1]))
+        else:
+            joined.append((start, end))
+    return joined
+
+
+def without(intervals: list[Interval], others: list[Interval]) -> list[Interval]:
+    """The time of these in which none of the others is. Both are made disjoint first."""
+    left: list[Interval] = []
+    others = union(others)
+    position = 0
+    for start, end in union(intervals):
+        while position < len(others) and others[position][0] < end:
+            other_start, other_end = others[position]
+            if other_start > start:
+                left.append((start, other_start))
+            start = max(start, other_end)
+            if other_end > end:  # it may cover some of the next one, too
+                break
+            position += 1
+        if start < end:
+            left.append((start, end))
+    return left
+
+
+def within(intervals: list[Interval], others: list[Interval]) -> list[Interval]:
+    """The time that is in both."""
+    return without(intervals, without(intervals, others))
+
+
+def length(intervals: list[Interval]) -> int:
+    return sum(end - start for start, end in intervals)
+
+
+def table(ranks: list[dict]) -> str:
+    """The breakdown of each rank, in milliseconds and percent of its step."""
+    lines = ["", "profile of a step     " + "".join(f"{f'rank {number}':>20}" for number in range(len(ranks)))]
+    for name in (*PHASES, "communication", "other"):
+        cells = (f"{1000 * r[name]:10.1f} ms {100 * r[name] / r['seconds_per_step']:4.0f} %" for r in ranks)
+        lines.append(f"{name:22}" + "".join(f"{cell:>20}" for cell in cells))
+    hidden = (f"{1000 * r['hidden_communication']:10.1f} ms       " for r in ranks)
+    lines.append(f"{'  hidden beside it':22}" + "".join(f"{cell:>20}" for cell in hidden))
+    lines.append(f"traces: {Path(ranks[0]['trace']).parent}; open them in https://ui.perfetto.dev")
+    return "\n".join(lines)

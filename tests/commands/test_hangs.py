@@ -1,0 +1,56 @@
+"""The hang clinic: each broken job breaks as its page says, and each repaired one runs to its end."""
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from helpers import PORTS, REPOSITORY
+
+PROCESSES = {"straggler.py": 4}
+BROKEN = {
+    # what must be seen of a broken job: its exit code, and words of its output
+    "skipped.py": (None, r"rank 1: done|step 1|Timed out|error"),
+    "port.sh": (0, r"EADDRINUSE"),
+    "world_size.sh": (0, r"[Tt]imed out"),
+    "missing_file.py": (1, r"FileNotFoundError: .*disk_of_node1_"),
+    "straggler.py": (0, r"rank 0: 0\.2\d s per step"),
+    "host_memory.py": (137, r"exit code 137"),
+}
+DONE = {
+    "skipped.py": r"rank 1: done",
+    "port.sh": r"bob: rank 1 counts 2 ranks",
+    "world_size.sh": r"job: rank 1 counts 2 ranks",
+    "missing_file.py": r"rank 1: done, \d+ bytes on each node",
+    "straggler.py": r"rank 0: 0\.0\d s per step",
+    "host_memory.py": r"rank 1: done, trains on 125000 questions",
+}
+
+
+def run(folder: str, name: str):
+    path = f"{folder}/{name}"
+    if name.endswith(".sh"):
+        command = ["bash", path]
+    else:
+        ranks = f"--nproc-per-node={PROCESSES.get(name, 2)}"
+        command = [sys.executable, "scripts/launch.py", ranks, f"--master-port={next(PORTS)}", path]
+    environment = {"PATH": f"{Path(sys.executable).parent}:/usr/bin:/bin", "OMP_NUM_THREADS": "1"}
+    streams = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    return subprocess.run(command, cwd=REPOSITORY, env=environment, timeout=300, check=False, **streams)
+
+
+@pytest.mark.parametrize("name", BROKEN)
+def test_a_broken_job_breaks_as_the_page_says(name):
+    code, words = BROKEN[name]
+    done = run("exercises/hangs", name)
+    assert code is None or done.returncode == code, done.stdout
+    assert re.search(words, done.stdout), done.stdout
+
+
+@pytest.mark.parametrize("name", DONE)
+def test_a_repaired_job_runs_to_its_end(name):
+    done = run("exercises/solution/hangs", name)
+    assert done.returncode == 0, done.stdout
+    assert re.search(DONE[name], done.stdout), done.stdout

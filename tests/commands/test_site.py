@@ -1,0 +1,97 @@
+"""make docs: the pages as a web site, looked at in a real browser (Chromium, by apt-get where it is not there)."""
+
+import functools
+import html
+import http.server
+import os
+import re
+import shutil
+import subprocess
+import threading
+from pathlib import Path
+from urllib.parse import unquote, urldefrag, urljoin
+
+import pytest
+
+from helpers import REPOSITORY
+
+BROWSERS = ("chromium", "chromium-browser", "google-chrome")
+# A page as wide as a telephone, in a frame; it tells how wide its content is, once that is there
+PHONE = """
+<iframe src="{page}" style="width: 390px; height: 844px; border: 0" onload="setTimeout(() => {{
+  document.title = 'width ' + this.contentDocument.documentElement.scrollWidth }}, 500)"></iframe>
+"""
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory) -> Path:
+    """A copy of the pages, so that the repository stays as it is, built as `make docs` does."""
+    folder = tmp_path_factory.mktemp("site")
+    done = subprocess.run(["make", "docs", f"SITE_FOLDER={folder}"], cwd=REPOSITORY, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return folder
+
+
+@pytest.fixture(scope="module")
+def address(site):
+    """Of the site on this machine."""
+    handler = functools.partial(http.server.SimpleHTTPRequestHandler, directory=site)
+    handler.log_message = lambda *args: None
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        yield f"http://127.0.0.1:{server.server_port}"
+        server.shutdown()
+
+
+def browser() -> str:
+    found = [path for name in BROWSERS if (path := shutil.which(name))]
+    if not found and os.geteuid() == 0 and shutil.which("apt-get"):
+        environment = os.environ | {"DEBIAN_FRONTEND": "noninteractive"}
+        apt = ["apt-get", "-qq", "-o", "Acquire::http::Timeout=20", "-o", "DPkg::Lock::Timeout=300"]
+        for words in (["update"], ["install", "-y", "--no-install-recommends", "chromium"]):
+            subprocess.run([*apt, *words], env=environment, capture_output=True, check=False, timeout=900)
+        found = [path for name in BROWSERS if (path := shutil.which(name))]
+    if not found:
+        pytest.skip("no Chromium here, and no root on Debian to install it")
+    return found[0]
+
+
+def opened(url: str, folder: Path) -> str:
+    """The page as the browser has it once its scripts have run; no other machine can be reached."""
+    flags = ["--headless=new", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", f"--user-data-dir={folder}"]
+    flags += ["--host-resolver-rules=MAP * ~NOTFOUND, EXCLUDE 127.0.0.1", "--virtual-time-budget=10000"]
+    command = [browser(), *flags, "--dump-dom", url]
+    return subprocess.run(command, capture_output=True, text=True, timeout=300, check=True).stdout
+
+
+def test_the_search_finds_a_page(address, tmp_path):
+    page = opened(f"{address}/search.html?q=reduce-scatter", tmp_path)
+    assert 'href="docs/collectives.html' in page
+
+
+@pytest.mark.parametrize("name", ["index.html", "docs/fsdp.html", "docs/original-documents.html"])
+def test_a_page_fits_a_telephone(site, address, tmp_path, name):
+    (site / "phone.html").write_text(PHONE.format(page=name))
+    shown = opened(f"{address}/phone.html", tmp_path)
+    assert re.search(r"<title>width (\d+)</title>", shown)[1] == "390"
+
+
+def test_every_link_leads_somewhere(site):
+    pages = {path.relative_to(site).as_posix(): path.read_text(encoding="utf-8") for path in site.rglob("*.html")}
+    assert len(pages) > 30
+    anchors = {name: set(re.findall(r'\bid="([^"]+)"', text)) for name, text in pages.items()}
+    for name, text in pages.items():
+        for link in re.findall(r'<a [^>]*href="([^"]+)"', text):
+            target, anchor = urldefrag(urljoin(f"/{name}", html.unescape(link)))
+            if target.startswith(("http", "mailto:")):
+                continue
+            file = unquote(target).strip("/") or "index.html"
+            assert (site / file).is_file(), f"{name}: {link}"
+            assert not anchor or file not in anchors or anchor in anchors[file], f"{name}: {link}"
+
+
+def test_nothing_is_taken_from_another_server(site):
+    for path in [*site.rglob("*.html"), *site.rglob("*.css")]:
+        text = path.read_text(encoding="utf-8")
+        taken = re.findall(r'(?:src|srcset)="(https?:|//)[^"]*"|<link [^>]*href="(?:https?:|//)[^"]*"|url\(["\']?https?:', text)
+        assert not taken, path

@@ -1,0 +1,92 @@
+"""The breakdown of a step, from events as PyTorch's profiler gives them."""
+
+from dataclasses import dataclass
+
+import pytest
+from torch.profiler import DeviceType
+
+from training.profiling import STEP, breakdown, length, table, union, within, without
+
+SECOND = 10**9
+
+
+@dataclass
+class Event:
+    """As torch._C._profiler._KinetoEvent; start and duration in seconds."""
+
+    what: str
+    start: float
+    duration: float
+
+    def name(self) -> str:
+        return self.what
+
+    def start_ns(self) -> int:
+        return round(self.start * SECOND)
+
+    def duration_ns(self) -> int:
+        return round(self.duration * SECOND)
+
+    def device_type(self):
+        return DeviceType.CPU
+
+
+def test_intervals():
+    assert union([(5, 7), (1, 3), (2, 4), (4, 5)]) == [(1, 7)]
+    assert without([(0, 10), (20, 30)], [(2, 3), (8, 22), (25, 26), (40, 50)]) == [(0, 2), (3, 8), (22, 25), (26, 30)]
+    assert without([(0, 10)], []) == [(0, 10)]
+    assert without([(2, 3), (4, 5)], [(0, 10)]) == []
+    assert within([(0, 10), (20, 30)], [(5, 25)]) == [(5, 10), (20, 25)]
+    assert length([(0, 2), (3, 8)]) == 7
+
+
+def test_each_moment_of_a_step_counts_once():
+    events = [
+        Event(STEP, 0, 10),
+        Event("data", 0, 1),
+        Event("forward", 1, 2),
+        Event("aten::mm", 1, 2),
+        Event("backward", 3, 5),
+        Event("aten::mm", 3, 3),
+        Event("gloo:all_reduce", 5, 3),  # a second beside the product, two alone
+        Event("optimizer", 8, 1),
+        Event("aten::add_", 8, 1),
+        Event("gloo:all_reduce", 11, 3),  # behind the step
+    ]
+    found = breakdown(events)
+    assert found == {
+        "steps": 1,
+        "seconds_per_step": 10,
+        "data": 1,
+        "forward": 2,
+        "backward": 3,
+        "optimizer": 1,
+        "communication": 2,
+        "other": 1,
+        "hidden_communication": 1,
+    }
+
+
+def test_deepspeeds_step_within_its_backward_pass_is_the_optimizers():
+    events = [Event(STEP, 0, 4), Event("backward", 0, 4), Event("optimizer", 3, 1), Event("aten::mm", 0, 4)]
+    found = breakdown(events)
+    assert (found["backward"], found["optimizer"], found["other"]) == (3, 1, 0)
+
+
+def test_several_steps_are_averaged():
+    events = [Event(STEP, start, 2) for start in (0, 5)] + [Event("forward", start, 1) for start in (0, 5)]
+    found = breakdown(events)
+    assert (found["steps"], found["seconds_per_step"], found["forward"], found["other"]) == (2, 2, 1, 1)
+
+
+def test_the_table_has_a_column_for_each_rank():
+    one = breakdown([Event(STEP, 0, 4), Event("forward", 0, 3)]) | {"trace": "profile/7/rank_0.json.gz"}
+    lines = table([one, one]).splitlines()
+    assert lines[1].split() == ["profile", "of", "a", "step", "rank", "0", "rank", "1"]
+    assert lines[3].split() == ["forward", *("3000.0", "ms", "75", "%") * 2]
+    assert lines[-1] == "traces: profile/7; open them in https://ui.perfetto.dev"
+
+
+@pytest.mark.parametrize("name", ["communication", "other"])
+def test_what_does_not_happen_is_zero(name):
+    assert breakdown([Event(STEP, 0, 1), Event("forward", 0, 1)])[name] == 0
