@@ -9,7 +9,8 @@ project = "Distributed LLM fine-tuning"
 copyright = "the authors, CC BY 4.0"
 extensions = ["myst_parser"]
 root_doc = "README"
-include_patterns = ["README.md", "CONTRIBUTING.md", "SECURITY.md", "CHANGELOG.md", "data/README.md", "docs/**/*.md"]
+include_patterns = ["README.md", "CONTRIBUTING.md", "SECURITY.md", "CHANGELOG.md", "data/README.md"]
+include_patterns += ["docs/*.md", "docs/instructor/*.md"]
 exclude_patterns = [".*", "build", "report", "results", "scripts", "tests"]
 myst_heading_anchors = 4  # as a forge makes them
 html_theme = "furo"
@@ -23,9 +24,14 @@ def add_navigation(app, page: str, source: list[str]) -> None:
     if page != root_doc:
         return
     text = source[0].split("## The workshop")[1].split("## All experiments")[0]
-    sections, reference = text.split("For reference:")
-    for caption, part in (("Sections", sections), ("Reference", reference)):
-        pages = dict.fromkeys(re.findall(r"\]\(((?:docs/)?[\w/-]+)\.md", part))
+    sections, reference = ([*dict.fromkeys(re.findall(r"\]\(([\w/-]+)\.md", part))] for part in text.split("For reference:"))
+    groups = {
+        "Sections": [page for page in sections if page.count("/") == 1],
+        "Reference": reference,
+        "For instructors": ["docs/instructor/README", "docs/instructor/answers"],
+        "About": ["CONTRIBUTING", "CHANGELOG", "data/README"],
+    }
+    for caption, pages in groups.items():
         source[0] += f"\n\n```{{toctree}}\n:hidden:\n:caption: {caption}\n\n" + "\n".join(pages) + "\n```\n"
 
 
