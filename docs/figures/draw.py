@@ -1,8 +1,12 @@
-"""Draw the figures of the pages. Bytes are those of scripts/estimate_memory.py; nothing in them is a measurement.
+"""Draw the figures of the pages. Bytes are those of scripts/estimate_memory.py; profile.png is drawn from real traces.
 
 PYTHONPATH=scripts python docs/figures/draw.py
+PYTHONPATH=scripts python docs/figures/draw.py "title=profile/4711" ...      # take new traces into profile.json
 """
 
+import gzip
+import json
+import sys
 from pathlib import Path
 
 import matplotlib.pyplot as plt
@@ -389,7 +393,54 @@ def hang_clinic() -> None:
     save(figure, "hang-clinic")
 
 
+PHASES = {"data": "#7f7f7f", "forward": "#9dc3e6", "backward": "#1f4e79", "optimizer": "#a9d18e"}
+
+
+def take_traces(arguments: list[str]) -> None:
+    """Keep one step of each rank's trace: the phases, and the collectives."""
+    kept = {}
+    for argument in arguments:
+        title, _, folder = argument.partition("=")
+        kept[title] = {path.name.split(".")[0]: one_step(path) for path in sorted(Path(folder).glob("rank_*.json.gz"))}
+    (HERE / "profile.json").write_text(json.dumps(kept, indent=1) + "\n")
+
+
+def one_step(trace: Path) -> dict[str, list]:
+    """Begin and length, in milliseconds from the begin of the second profiled step."""
+    events = [event for event in json.loads(gzip.open(trace).read())["traceEvents"] if event.get("ph") == "X"]
+    step = sorted(event["ts"] for event in events if event["name"] == "profiled step")[1]
+    length = next(event["dur"] for event in events if event["name"] == "profiled step" and event["ts"] == step)
+    found: dict[str, list] = {name: [] for name in (*PHASES, "communication")}
+    for event in events:
+        name = "communication" if event["name"].startswith(("gloo:", "nccl")) else event["name"]
+        if name in found and step <= event["ts"] < step + length:
+            found[name].append([round((event["ts"] - step) / 1000, 2), round(event["dur"] / 1000, 2)])
+    return found
+
+
+def profile() -> None:
+    titles = json.loads((HERE / "profile.json").read_text())
+    rows = sum(map(len, titles.values()))
+    figure, axes = plt.subplots(len(titles), 1, figsize=(9, 1.1 + 0.75 * rows),
+                                gridspec_kw={"height_ratios": [len(ranks) for ranks in titles.values()]})  # fmt: skip
+    for place, (title, ranks) in zip(axes, titles.items(), strict=True):
+        for row, spans in enumerate(ranks.values()):
+            for name, colour in PHASES.items():
+                place.broken_barh(spans[name], (-row, 0.45), facecolor=colour, label=name)
+            place.broken_barh(spans["communication"], (-row - 0.25, 0.2), facecolor="#c55a11", label="communication")
+        place.set(yticks=[0.1 - row for row in range(len(ranks))], yticklabels=[name.replace("_", " ") for name in ranks])
+        place.set_title(title, loc="left", fontsize=9)
+        place.tick_params(axis="y", length=0)
+    axes[-1].set_xlabel("milliseconds")
+    handles = dict(zip(*reversed(axes[-1].get_legend_handles_labels()), strict=True))
+    figure.legend(handles.values(), handles, frameon=False, loc="lower center", ncols=5, bbox_to_anchor=(0.5, -0.04))
+    figure.tight_layout()
+    save(figure, "profile")
+
+
 if __name__ == "__main__":
+    if sys.argv[1:]:
+        take_traces(sys.argv[1:])
     for draw in (environment, baseline, efficiency, deepspeed_config, zero, offload, multi_gpu, multi_node, fsdp,
-                 custom_model, comparison, memory, collectives, by_hand, hang_clinic):  # fmt: skip
+                 custom_model, comparison, memory, collectives, by_hand, hang_clinic, profile):  # fmt: skip
         draw()

@@ -27,6 +27,7 @@ VALUES = {
     "loss": ("full", ("chunked", "chunked"), ("full", "full")),
     "em_f1": (True, ("no", False), ("yes", True)),
     "em_f1_batch_size": (16, ("7", 7), ("8", 8)),
+    "profile": (False, ("yes", True), ("True", True)),
     "num_train_epochs": (3, ("7", 7), ("0.5", 0.5)),
     "per_device_train_batch_size": (4, ("7", 7), ("8", 8)),
     "gradient_accumulation_steps": (4, ("7", 7), ("8", 8)),
