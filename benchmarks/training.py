@@ -76,7 +76,6 @@ ROWS = {
     "trl": Row([], program="trl"),
     "answer recipe": Row(ANSWER, base="answer recipe"),
     "answer chunked_loss": Row([*ANSWER, *CHUNKED], base="answer recipe"),
-    "answer activation_checkpointing": Row([*ANSWER, *CHUNKED, "--activation_checkpointing"], base="answer recipe"),
     "answer all": Row([*ANSWER, *ALL], base="answer recipe"),
 }
 
