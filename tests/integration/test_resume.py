@@ -71,7 +71,7 @@ def test_sequences_are_grouped_the_same_way_behind_a_checkpoint(workplace):
         "EVAL_SIZE": 8,
     }
     flags = ["--save_strategy", "steps", "--save_steps", 3, "--save_total_limit", 9, "--logging_steps", 1]
-    whole = run(workplace, "grouped", *flags, NUM_EPOCHS=1, GRAD_ACC=1, **settings)
+    whole = run(workplace, "grouped_whole", *flags, NUM_EPOCHS=1, GRAD_ACC=1, **settings)
     checkpoint = whole.output / "checkpoint-3"
     resumed = run(
         workplace, "regrouped", *flags, "--resume_from_checkpoint", checkpoint, NUM_EPOCHS=1, GRAD_ACC=1, **settings
