@@ -45,7 +45,7 @@ WRONG = {
     "dist.all_reduce(parameter.grad)\n        parameter.grad /= world": (
         "dist.all_reduce(parameter.grad)",
         4,
-        r"wrong: on rank \d the mean of 1 and 3 is 4 in the gradient of weight",
+        r"wrong: on rank \d the mean of 1 and 3 should be 2, and the gradient of weight has 4",
     ),
     "return batch[rank::world]": ("return batch", 2, r"wrong: on rank \d the shapes are \[\(6, 2\), \(6, 2\)\]"),
     "dist.broadcast(parameter.data, src=0)": (
