@@ -155,7 +155,8 @@ def is_communication(event: Any) -> bool:
 def is_computation(event: Any) -> bool:
     """An operator of PyTorch on the CPU; a kernel that is none of NCCL's on a GPU."""
     if torch.cuda.is_available():
-        return not is_on_cpu(event) and not is_communication(event) and event.name() not in (STEP, *PHASES)
+        # annotations span kernels, those of collectives too
+        return not is_on_cpu(event) and not is_communication(event) and not event.is_user_annotation()
     return is_on_cpu(event) and event.name().startswith("aten::")
 
 

@@ -349,5 +349,7 @@ def git_state() -> dict:
             return None
         return done.stdout.strip() if done.returncode == 0 else None
 
-    status = git("status", "--porcelain", "--", ":/", ":(exclude,top)experiments/sites")
+    # what an instructor and participants write is no change of the code
+    others = [f":(exclude,top){folder}" for folder in ("experiments/sites", "exercises")]
+    status = git("status", "--porcelain", "--", ":/", *others)
     return {"commit": git("rev-parse", "HEAD"), "dirty": None if status is None else bool(status)}
