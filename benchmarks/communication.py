@@ -2,11 +2,11 @@
 
     python benchmarks/communication.py                            # all rows, with accumulation 1 and 4; ten minutes
     python benchmarks/communication.py --rows DDP ZeRO-2          # some of them
-    python benchmarks/communication.py --save                     # and write communication.json, which the pages show
+    python benchmarks/communication.py --save                     # and write communication.json, for the pages
 
-Each row is a training of a few steps by scripts/train.py, over gloo, in bf16. A dispatch mode of PyTorch sees the tensors
-of every collective that DDP, DeepSpeed, FSDP2 and the Trainer start, whichever language they start it from. What is
-counted are kind, number and size, and these do not depend on the hardware. Messages of less than 1 KiB (a loss, a norm,
+Each row is a training of a few steps by scripts/train.py, over gloo, in bf16. A dispatch mode of PyTorch sees the
+tensors of every collective that DDP, DeepSpeed, FSDP2 and the Trainer start, whichever language they start it from.
+What is counted are kind, number and size, and these do not depend on the hardware. Messages of less than 1 KiB (a loss, a norm,
 whether to stop) are left out.
 
 `payload`: bytes of the whole tensor, all ranks' parts together, per parameter of the model and optimizer step.

@@ -126,7 +126,9 @@ def averages(exercise: ModuleType, rank: int) -> None:
     exercise.average_gradients(model, WORLD)
     for name, parameter in model.named_parameters():
         found = parameter.grad.flatten()[0].item()
-        assert torch.all(parameter.grad == 2), f"the mean of 1 and 3 should be 2, and the gradient of {name} has {found:g}"
+        assert torch.all(parameter.grad == 2), (
+            f"the mean of 1 and 3 should be 2, and the gradient of {name} has {found:g}"
+        )
 
 
 def cuts(exercise: ModuleType, rank: int) -> None:

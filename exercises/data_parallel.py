@@ -69,7 +69,8 @@ class ZeRO1:
     def step(self) -> None:
         """Gap 6: update the own part by its own gradients, then put the parts of all ranks into the model.
 
-        `in_one_row` and `from_one_row` turn a list of tensors into one row and back. The gradients are averaged already.
+        `in_one_row` and `from_one_row` turn a list of tensors into one row and back. The gradients are averaged
+        already.
         """
         raise NotImplementedError("gap 6")
 

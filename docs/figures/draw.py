@@ -173,7 +173,9 @@ def zero() -> None:
                 place.add_patch(plt.Rectangle((gpu, bottom), 0.85, size, **EMPTY))
                 offset = 0 if whole else held * gpu
                 look = {"facecolor": PARTS[part]["color"], "hatch": PARTS[part].get("hatch")}
-                place.add_patch(plt.Rectangle((gpu, bottom + offset), 0.85, held, ec="black", lw=0.5, label=part, **look))
+                place.add_patch(
+                    plt.Rectangle((gpu, bottom + offset), 0.85, held, ec="black", lw=0.5, label=part, **look)
+                )
             total += held
             bottom += size
         place.set(xlim=(-0.15, 4), ylim=(0, 16.2), yticks=[0, 2, 4, 16], xticks=[x + 0.42 for x in range(4)])
@@ -184,7 +186,14 @@ def zero() -> None:
             side.set_visible(False)
     axes[0].set_ylabel("bytes per parameter")
     handles = dict(zip(*reversed(axes[0].get_legend_handles_labels()), strict=True))
-    figure.legend([*handles.values()][::-1], [*handles][::-1], frameon=False, loc="lower center", ncols=3, bbox_to_anchor=(0.5, -0.06))
+    figure.legend(
+        [*handles.values()][::-1],
+        [*handles][::-1],
+        frameon=False,
+        loc="lower center",
+        ncols=3,
+        bbox_to_anchor=(0.5, -0.06),
+    )
     figure.tight_layout()
     save(figure, "zero")
 
@@ -361,14 +370,13 @@ def by_hand() -> None:
     figure, axes = canvas(9.4, 3.6)
     rows = {"data parallel (gaps 1 to 4)": 2.2, "ZeRO-1 (gaps 5 and 6)": 0.5}
     steps = {
-        "data parallel (gaps 1 to 4)": ["own rows\nof the batch", "forward,\nbackward", "all-reduce:\nmean of gradients",
-                                        "Adam: all\nparameters"],
-        "ZeRO-1 (gaps 5 and 6)": ["own rows\nof the batch", "forward,\nbackward", "all-reduce:\nmean of gradients",
-                                  "Adam: own\npart only", "all-gather\nof the parts"],
-    }  # fmt: skip
+        "data parallel (gaps 1 to 4)": ["Adam: all\nparameters"],
+        "ZeRO-1 (gaps 5 and 6)": ["Adam: own\npart only", "all-gather\nof the parts"],
+    }
+    both = ["own rows\nof the batch", "forward,\nbackward", "all-reduce:\nmean of gradients"]
     for name, y in rows.items():
         axes.text(0.1, y + 1.05, name, fontsize=9, weight="bold")
-        for number, text in enumerate(steps[name]):
+        for number, text in enumerate([*both, *steps[name]]):
             sends = "all-" in text
             style = {"facecolor": "#f8cbad", "edgecolor": "#c55a11"} if sends else {}
             box(axes, 0.1 + 1.85 * number, y, 1.4, 0.8, text, **style)
@@ -407,7 +415,9 @@ def take_traces(arguments: list[str]) -> None:
 
 def one_step(trace: Path) -> dict[str, list]:
     """Begin and length, in milliseconds from the begin of the second profiled step."""
-    events = [event for event in json.loads(gzip.open(trace).read())["traceEvents"] if event.get("ph") == "X"]
+    events = [
+        event for event in json.loads(gzip.decompress(trace.read_bytes()))["traceEvents"] if event.get("ph") == "X"
+    ]
     step = sorted(event["ts"] for event in events if event["name"] == "profiled step")[1]
     length = next(event["dur"] for event in events if event["name"] == "profiled step" and event["ts"] == step)
     found: dict[str, list] = {name: [] for name in (*PHASES, "communication")}
@@ -428,7 +438,9 @@ def profile() -> None:
             for name, colour in PHASES.items():
                 place.broken_barh(spans[name], (-row, 0.45), facecolor=colour, label=name)
             place.broken_barh(spans["communication"], (-row - 0.25, 0.2), facecolor="#c55a11", label="communication")
-        place.set(yticks=[0.1 - row for row in range(len(ranks))], yticklabels=[name.replace("_", " ") for name in ranks])
+        place.set(
+            yticks=[0.1 - row for row in range(len(ranks))], yticklabels=[name.replace("_", " ") for name in ranks]
+        )
         place.set_title(title, loc="left", fontsize=9)
         place.tick_params(axis="y", length=0)
     axes[-1].set_xlabel("milliseconds")

@@ -24,7 +24,9 @@ def add_navigation(app, page: str, source: list[str]) -> None:
     if page != root_doc:
         return
     text = source[0].split("## The workshop")[1].split("## All experiments")[0]
-    sections, reference = ([*dict.fromkeys(re.findall(r"\]\(([\w/-]+)\.md", part))] for part in text.split("For reference:"))
+    sections, reference = (
+        [*dict.fromkeys(re.findall(r"\]\(([\w/-]+)\.md", part))] for part in text.split("For reference:")
+    )
     groups = {
         "Sections": [page for page in sections if page.count("/") == 1],
         "Reference": reference,

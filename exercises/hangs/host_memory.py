@@ -1,9 +1,10 @@
 """Broken job 6: the GPU is nearly empty, and the job is killed all the same, with exit code 137.
 
-    python scripts/launch.py --nproc-per-node=2 exercises/hangs/host_memory.py; echo "exit code $?"
+    python scripts/launch.py --nproc-per-node=2 exercises/hangs/host_memory.py
+    echo "exit code $?"
 
-The job has 2 GB of memory, for all its processes together. On a cluster Slurm enforces `--mem`; here a thread of each rank does
-it in Slurm's place: it kills the rank once the ranks hold more.
+The job has 2 GB of memory, for all its processes together. On a cluster Slurm enforces `--mem`. Here a thread of each
+rank does it in Slurm's place: it kills the rank once the ranks hold more.
 """
 
 import os

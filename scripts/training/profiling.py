@@ -119,7 +119,10 @@ def wait_for_gpu() -> None:
 
 
 def breakdown(events: list) -> dict:
-    """Seconds of a step, on average, by phase; events: as the profiler has recorded them (torch._C._profiler._KinetoEvent)."""
+    """Seconds of a step, on average, by phase.
+
+    events: as the profiler has recorded them, torch._C._autograd._KinetoEvent.
+    """
     steps = [interval(event) for event in events if event.name() == STEP and is_on_cpu(event)]
     phases = {name: [interval(e) for e in events if e.name() == name and is_on_cpu(e)] for name in PHASES}
     # DeepSpeed's step lies in its backward pass

@@ -41,8 +41,9 @@ gives the reason under the same name.
     callbacks           train/steps_per_second_mean, train/samples_per_second_mean (the steady rates), and means over
                         steps and ranks: avg_gpu_util_%, std_gpu_util_%, avg_mem_alloc_MB, avg_mem_reserved_MB,
                         avg_mem_total_MB; on the CPU avg_cpu_util_%, std_cpu_util_%, avg_process_mem_MB
-    profile             of a run with --profile, per rank: steps, seconds_per_step, and of these data, forward, backward,
-                        optimizer, communication (with nothing computed beside it), other; hidden_communication; trace
+    profile             of a run with --profile, per rank: steps, seconds_per_step, and of these data, forward,
+                        backward, optimizer, communication (with nothing computed beside it), other;
+                        hidden_communication; trace
     peak_gpu_memory     per rank: allocated_mib, reserved_mib, as PyTorch counted up to the end of training
     peak_pinned_memory  of page-locked CPU memory, per rank: active_mib (blocks in use), allocated_mib (with those kept
                         for later use), as PyTorch counted up to the end of training

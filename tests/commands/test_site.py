@@ -102,5 +102,7 @@ def test_every_link_leads_somewhere(site):
 def test_nothing_is_taken_from_another_server(site):
     for path in [*site.rglob("*.html"), *site.rglob("*.css")]:
         text = path.read_text(encoding="utf-8")
-        taken = re.findall(r'(?:src|srcset)="(https?:|//)[^"]*"|<link [^>]*href="(?:https?:|//)[^"]*"|url\(["\']?https?:', text)
+        taken = re.findall(
+            r'(?:src|srcset)="(https?:|//)[^"]*"|<link [^>]*href="(?:https?:|//)[^"]*"|url\(["\']?https?:', text
+        )
         assert not taken, path

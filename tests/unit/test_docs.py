@@ -218,10 +218,8 @@ def check_python(script, flags: list[str], variables: dict) -> None:
         for name in ("deepspeed", "fsdp_config"):
             assert not options.values[name] or (REPOSITORY / options.values[name]).is_file()
     else:
-        if script.parent.name != "scripts":  # exercises and benchmarks: flags are in their own lines
-            text = script.read_text()
-        else:
-            text = help_of(script.stem)
+        # of exercises and benchmarks: flags are in their own lines
+        text = help_of(script.stem) if script.parent.name == "scripts" else script.read_text()
         assert all(re.search(rf"{name}\b", text) for name in names), names
 
 
@@ -254,7 +252,9 @@ def test_a_section_has_its_parts_and_its_answers(path):
     for part in ("Commands", "What to expect", "Fill in", "Key points", "Quiz"):
         assert any(heading.startswith(part) for heading in headings), part
     assert path.name == "capstone.md" or re.search(r"!\[.+\]\(figures/", text), "a figure of its own"
-    row = re.search(rf"^\| {number} \| \[(.*)\]\(docs/{path.name}\)", (REPOSITORY / "README.md").read_text(), re.MULTILINE)
+    row = re.search(
+        rf"^\| {number} \| \[(.*)\]\(docs/{path.name}\)", (REPOSITORY / "README.md").read_text(), re.MULTILINE
+    )
     assert row, f"{number} {title} is not in the map"
     quiz = text.split("## Quiz")[1].split("\n## ")[0]
     questions = len(re.findall(r"^\d+\. ", quiz, re.MULTILINE))
@@ -296,7 +296,11 @@ def test_the_bill_is_that_of_the_scripts():
     found = {}
     for section, patterns in families.items():
         scripts = [s for s in EXPERIMENT_SCRIPTS if any(re.fullmatch(p, folder_of(s)) for p in patterns)]
-        found[section] = (len(scripts), sum(map(gpus_of, scripts)), round(sum(gpus_of(s) * hours_of(s) for s in scripts)))
+        found[section] = (
+            len(scripts),
+            sum(map(gpus_of, scripts)),
+            round(sum(gpus_of(s) * hours_of(s) for s in scripts)),
+        )
     found["All"] = tuple(map(sum, zip(*found.values(), strict=True)))
     assert {section: tuple(map(int, numbers)) for section, *numbers in rows} == found
     assert found["All"][0] == len(EXPERIMENT_SCRIPTS) - 1, "all but gpu-check"
