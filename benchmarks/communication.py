@@ -6,13 +6,13 @@
 
 Each row is a training of a few steps by scripts/train.py, over gloo, in bf16. A dispatch mode of PyTorch sees the
 tensors of every collective that DDP, DeepSpeed, FSDP2 and the Trainer start, whichever language they start it from.
-What is counted are kind, number and size, and these do not depend on the hardware. Messages of less than 1 KiB (a loss, a norm,
-whether to stop) are left out.
+What is counted are kind, number and size, and these do not depend on the hardware. Messages of less than 1 KiB (a loss,
+a norm, whether to stop) are left out.
 
 `payload`: bytes of the whole tensor, all ranks' parts together, per parameter of the model and optimizer step.
 `sent`: what each of very many ranks sends of it, per parameter: a ring moves the payload once in an all-gather, a
-reduce-scatter and a broadcast, and twice in an all-reduce (Patarasuk and Yuan 2009, https://doi.org/10.1016/j.jpdc.2008.09.002);
-with n ranks it is (n - 1) / n of that.
+reduce-scatter and a broadcast, and twice in an all-reduce (Patarasuk and Yuan,
+https://doi.org/10.1016/j.jpdc.2008.09.002); with n ranks it is (n - 1) / n of that.
 The results of the last --save, with commit and versions, are in benchmarks/communication.json and docs/collectives.md.
 """
 

@@ -410,7 +410,7 @@ def take_traces(arguments: list[str]) -> None:
     for argument in arguments:
         title, _, folder = argument.partition("=")
         kept[title] = {path.name.split(".")[0]: one_step(path) for path in sorted(Path(folder).glob("rank_*.json.gz"))}
-    (HERE / "profile.json").write_text(json.dumps(kept, indent=1) + "\n")
+    (HERE / "profile.json").write_text(json.dumps(kept) + "\n")
 
 
 def one_step(trace: Path) -> dict[str, list]:
