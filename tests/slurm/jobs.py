@@ -366,4 +366,5 @@ def check_log(job: Job, hosts: list[str], gpus: int) -> None:
         series = index or "process"
         expected = f"peak {memory.peak(series):.0f} MiB, mean {memory.mean(series):.0f} MiB"
         assert line == f"{title}: {expected} ({len(memory.samples[series])} samples)"
-    assert f"samples per second: {job.record['train']['samples_per_second']:.2f} (Trainer)" in job.summary[1 + len(titles)]
+    rate = f"samples per second: {job.record['train']['samples_per_second']:.2f} (Trainer)"
+    assert job.summary[1 + len(titles)].startswith(rate)
