@@ -6,6 +6,7 @@ counted apart. On a GPU all work is waited for between two phases, so that each 
 that are profiled are therefore slower, and left out of the steady rates.
 """
 
+import atexit
 import contextlib
 import functools
 from collections.abc import Callable, Iterator
@@ -77,6 +78,7 @@ class ProfileCallback(TrainerCallback):
                     activities += [ProfilerActivity.CUDA] if torch.cuda.is_available() else []
                     self.profiler = profile(activities=activities, record_shapes=True)
                     self.profiler.start()
+                    atexit.register(self.stop)
                 self.step = record_function(STEP)
                 self.step.__enter__()
             return get_batch_samples(*args, **kwargs)
@@ -92,6 +94,12 @@ class ProfileCallback(TrainerCallback):
         self.step = None
         if self.steps_seen == WARM_UP_STEPS + PROFILED_STEPS:
             self.finish()
+
+    def stop(self) -> None:
+        """A process that ends under a running profiler crashes: a training that stops or fails within these steps."""
+        if self.profiler is not None:
+            self.profiler.stop()
+            self.profiler = None
 
     def finish(self) -> None:
         """Write the trace of this rank, and the breakdown of all. Collective."""
