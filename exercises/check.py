@@ -10,6 +10,7 @@ import argparse
 import importlib.util
 import multiprocessing
 import os
+import signal
 import socket
 import sys
 import traceback
@@ -62,13 +63,14 @@ def verdict(check, exercise: ModuleType) -> str:
         theirs.close()
         ranks.append((process, ours))
     said = []
-    for rank, (process, pipe) in enumerate(ranks):
+    for rank, (_, pipe) in enumerate(ranks):
         # the others wait for one that has complained, and need not be waited for
         patience = 1 if any(text != "right" for text in said) else PATIENCE
         try:
             said.append(pipe.recv() if pipe.poll(patience) else f"rank {rank} waits and never ends: {HANGS}")
         except EOFError:
             said.append(f"wrong: rank {rank} ended without a word")
+    for process, _ in ranks:
         process.kill()
     complaints = sorted((text for text in said if text != "right"), key=lambda text: "waits" in text)
     return complaints[0] if complaints else "right"
@@ -92,6 +94,7 @@ def on_rank(check, exercise: ModuleType, rank: int, port: str, pipe) -> None:
     except Exception as error:
         line = traceback.extract_tb(error.__traceback__)[-1].lineno
         pipe.send(f"wrong: {type(error).__name__} on rank {rank}, line {line}: {error}")
+    signal.pause()  # until verdict() has heard all ranks: who leaves breaks the others' connections
 
 
 def joins(exercise: ModuleType, rank: int) -> None:

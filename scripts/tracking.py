@@ -8,6 +8,7 @@ The key for the upload comes from `wandb login`, or from experiments/wandb_key (
 import argparse
 import importlib.util
 import os
+import shlex
 import signal
 import stat
 import subprocess
@@ -58,7 +59,14 @@ def close_trackers(args, job_id: str, means: dict) -> None:
         wandb.run.summary.update({name: value for name, value in means.items() if value is not None})
     wandb.finish()
     if os.environ["WANDB_MODE"] == "offline":
-        print(f"Upload where there is network: wandb sync {Path('wandb') / job_id / 'wandb'}/offline-run-*")
+        print(f"Upload where there is network: {upload_command(job_id)}")
+
+
+def upload_command(job_id: str) -> str:
+    """What to type in the folder of the job. `wandb sync` does not read the key file, `upload` does."""
+    if KEY_FILE.exists():
+        return shlex.join(["python", os.path.relpath(__file__), job_id])
+    return f"wandb sync {Path('wandb') / shlex.quote(job_id) / 'wandb'}/offline-run-*"
 
 
 def upload(job_id: str) -> None:

@@ -12,5 +12,5 @@ dist.init_process_group("gloo", timeout=timedelta(seconds=20))
 count = torch.ones(1)
 dist.all_reduce(count)
 print(f"{name}: rank {dist.get_rank()} counts {count.item():.0f} ranks", flush=True)
-time.sleep(5)
+time.sleep(10)  # so that both jobs of port.sh are there at the same time
 dist.destroy_process_group()

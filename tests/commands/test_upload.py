@@ -1,6 +1,7 @@
 """tracking.py: the upload by `wandb sync`, with a stand-in for it that shows how it was called."""
 
 import os
+import shlex
 
 import psutil
 import pytest
@@ -27,6 +28,12 @@ def test_upload_hands_the_key_over_where_ps_does_not_show_it(offline_run, capfd)
     tracking.upload("7")
     shown = capfd.readouterr()
     assert "arguments: sync wandb/7/wandb/offline-run-1\nkey: ***\n" in shown.out, "it had the key, and no log has it"
+
+
+def test_the_printed_command_uses_the_key_file_where_there_is_one(offline_run):
+    assert shlex.split(tracking.upload_command("7"))[1:] == [os.path.relpath(tracking.__file__), "7"]
+    offline_run.unlink()
+    assert tracking.upload_command("7") == "wandb sync wandb/7/wandb/offline-run-*"
 
 
 @pytest.mark.parametrize("mode", [0o644, 0o640, 0o604, 0o620])
