@@ -10,6 +10,7 @@ too: whether a training is divided must not change what it computes. The page do
 """
 
 import argparse
+import gc
 import os
 
 import torch
@@ -129,6 +130,8 @@ def main() -> None:
             print(f"step {step}: loss {loss.item() / world:.5f}")
     if world > 1:
         dist.destroy_process_group()
+        # what is left of the group ends now: one of its threads that meets Python's own end aborts the process
+        gc.collect()
 
 
 if __name__ == "__main__":
