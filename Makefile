@@ -22,8 +22,8 @@ docs: .venv/installed-dev
 	cp $(SITE_FOLDER)/README.html $(SITE_FOLDER)/index.html
 	@echo "open $(SITE_FOLDER)/index.html"
 
-report: .venv/installed
-	$(BIN)/python scripts/report.py
+report: $(if $(ACTIVE),,.venv/installed)
+	PATH="$(if $(ACTIVE),,$(CURDIR)/$(BIN):)$$PATH" python scripts/report.py $(FLAGS)
 
 # Lint and the unit tests, at the same time: a minute
 quick: .venv/installed-dev

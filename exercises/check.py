@@ -92,8 +92,9 @@ def on_rank(check, exercise: ModuleType, rank: int, port: str, pipe) -> None:
     except AssertionError as error:
         pipe.send(f"wrong: on rank {rank} {error}")
     except Exception as error:
-        line = traceback.extract_tb(error.__traceback__)[-1].lineno
-        pipe.send(f"wrong: {type(error).__name__} on rank {rank}, line {line}: {error}")
+        theirs = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename == exercise.__file__]
+        where = f"line {theirs[-1].lineno}" if theirs else "with what your function returns"
+        pipe.send(f"wrong: {type(error).__name__} on rank {rank}, {where}: {error}")
     signal.pause()  # until verdict() has heard all ranks: who leaves breaks the others' connections
 
 

@@ -15,13 +15,13 @@ def main() -> None:
     rank = dist.get_rank()
     world = dist.get_world_size()
 
-    # Each rank's numbers bear its rank in front: 10 and 11 are rank 1's
+    # Each number begins with its rank: 10 and 11 are rank 1's
     own = torch.arange(world) + 10 * rank
     show("broadcast", "rank 0 gives its tensor to all", own, broadcast(own))
     show("reduce", "rank 0 gets the sum of all tensors", own, reduce(own))
     show("all-reduce", "every rank gets the sum of all tensors", own, all_reduce(own))
     show("reduce-scatter", "every rank gets one part of the sum", own, reduce_scatter(own))
-    part = torch.tensor([10 * rank])
+    part = own[rank : rank + 1]
     show("all-gather", "every rank gets the parts of all", part, all_gather(part))
     both = all_gather(reduce_scatter(own))
     show("reduce-scatter, then all-gather", "together they are an all-reduce", own, both)
@@ -34,11 +34,11 @@ def broadcast(own: torch.Tensor) -> torch.Tensor:
     return result
 
 
-def reduce(own: torch.Tensor) -> torch.Tensor:
+def reduce(own: torch.Tensor) -> torch.Tensor | None:
     result = own.clone()
     dist.reduce(result, dst=0)
-    # PyTorch leaves the other ranks with whatever the way there left in their tensor
-    return result if dist.get_rank() == 0 else own
+    # the other ranks' tensor now holds whatever the way of the sum has left in it
+    return result if dist.get_rank() == 0 else None
 
 
 def all_reduce(own: torch.Tensor) -> torch.Tensor:
@@ -59,10 +59,10 @@ def all_gather(own: torch.Tensor) -> torch.Tensor:
     return result
 
 
-def show(name: str, what: str, before: torch.Tensor, after: torch.Tensor) -> None:
+def show(name: str, what: str, before: torch.Tensor, after: torch.Tensor | None) -> None:
     """Rank 0 prints for all, so that the lines come in order."""
     ranks: list = [None] * dist.get_world_size()
-    dist.all_gather_object(ranks, (before.tolist(), after.tolist()))
+    dist.all_gather_object(ranks, (before.tolist(), "nothing of use" if after is None else after.tolist()))
     if dist.get_rank() != 0:
         return
     print(f"\n{name}: {what}")

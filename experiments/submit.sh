@@ -5,7 +5,8 @@
 #     experiments/submit.sh --dry-run all                            # only show the sbatch lines
 #     experiments/submit.sh --snapshot deepspeed-single-gpu/zero_2   # later edits do not reach the queued job
 # FAMILY or FOLDER is a path below experiments/. Every experiment is checked first; if one is wrong, none is submitted.
-# A warning tells what will not fit into the GPU or --mem; it is submitted all the same.
+# A warning tells what will not fit into the GPU or --mem; it is submitted all the same. What Slurm refuses (more GPUs
+# than a node has) is left out and named, and the exit code is then 3; the dry run asks Slurm, too, and warns.
 # Knobs come from the environment:  MODEL_NAME=bigscience/bloom-3b experiments/submit.sh deepspeed-single-gpu
 set -euo pipefail
 
@@ -154,6 +155,7 @@ if [[ $dry_run = yes ]]; then
   knobs=$(given_knobs)
 fi
 previous=""
+refused=0
 for script in "${scripts[@]}"; do
   name=$(basename "$script")
   line=(sbatch --parsable)
@@ -165,9 +167,17 @@ for script in "${scripts[@]}"; do
   if [[ $dry_run = yes ]]; then
     show_line "$PWD" "$name"
     previous="<id of the line above>"
-  else
-    previous=$("${line[@]}" "$name")
-    previous=${previous%%;*} # 4711;cluster
+    if command -v sbatch >/dev/null && ! said=$(sbatch --test-only "$name" 2>&1); then
+      printf 'warning: %s: Slurm would refuse it: %s\n' "${PWD#"$ROOT"/}/$name" "${said//$'\n'/ }" >&2
+    fi
+  elif id=$("${line[@]}" "$name"); then
+    previous=${id%%;*} # 4711;cluster
     printf '%s  %s\n' "$previous" "${PWD#"$ROOT"/}/$name"
+  else
+    printf 'error: %s: Slurm refuses it; its reason stands above\n' "${PWD#"$ROOT"/}/$name" >&2
+    refused=$((refused + 1))
   fi
 done
+if [[ $refused -gt 0 ]]; then
+  job_fail "submit.sh" "$refused of ${#scripts[@]} were refused" "the others are submitted; see the lines above" 3
+fi

@@ -150,10 +150,18 @@ def needed_builder(config: dict) -> str | None:
 
 
 def check_compiler(config: dict) -> None:
-    """Raises WorkshopError (exit code 3) when the optimizer of a DeepSpeed config cannot be compiled here."""
+    """Raises WorkshopError (exit code 3) when the optimizer of a DeepSpeed config cannot be compiled here.
+
+    Where it is going to be compiled, rank 0 says so: nothing else is printed for minutes.
+    """
     builder = needed_builder(config)
     if builder and (found := problem(builder)):
         raise WorkshopError(*found, ENVIRONMENT)
+    needed = ([builder] if builder else []) + ([] if torch.cuda.is_available() else list(ON_CPU))
+    missing = [library(each).stem for each in needed if not library(each).is_file()]
+    rank = os.environ.get("RANK") or os.environ.get("SLURM_PROCID") or "0"
+    if missing and rank == "0":
+        print(f"DeepSpeed compiles {', '.join(missing)}: minutes, once", flush=True)
 
 
 def main() -> None:

@@ -112,7 +112,7 @@ def held_unsharded(shape: Shape, ranks: int) -> list[Held]:
     else:
         buckets = Held("buffers", 0, note="one rank has nobody to talk to")
     return [
-        Held("parameters", FP32 * psi, note="fp32 masters"),
+        Held("parameters", FP32 * psi, note="fp32 weights"),
         Held("gradients", FP32 * psi, note="fp32"),
         Held("optimizer state", 2 * FP32 * psi, note="two moments of Adam, fp32"),
         buckets,
@@ -437,7 +437,10 @@ def as_text(options: Options) -> str:
     lines += [verdict("one GPU", on_gpu, values["gpu_memory"] or here)]
     lines += [verdict("one node", on_cpu, values["cpu_memory"])]
     reserve = f"a fifth more, and {CUDA_RESERVE / GIB:g} GiB for CUDA in each process"
-    lines += [f"for sbatch: --mem={mem_option(on_cpu, gpus // nodes)} ({reserve})"]
+    asked = mem_option(on_cpu, gpus // nodes)
+    if values["cpu_memory"] and float(asked.rstrip("G")) > values["cpu_memory"]:
+        reserve += "; more than there is: take all of it"
+    lines += [f"for sbatch: --mem={asked} ({reserve})"]
     if options.deepspeed_config:
         zero = options.deepspeed_config["zero_optimization"]
         lines += [deepspeed_says(shape.parameters, max(shape.sizes), zero, gpus // nodes, nodes)]

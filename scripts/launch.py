@@ -18,6 +18,7 @@ import signal
 import socket
 import sys
 import tempfile
+import threading
 from functools import partial
 from pathlib import Path
 
@@ -30,6 +31,7 @@ from errors import ENVIRONMENT, STOPPED, WorkshopError, run_program
 from parallel.joining import join_timeout, listen_at, node_name, reach
 
 LOOPBACK = "127.0.0.1"
+SECONDS_BEFORE_KILL = 5  # in which ranks may end by themselves after a second Ctrl-C
 
 
 def main() -> None:
@@ -40,10 +42,11 @@ def main() -> None:
     choose_static_rendezvous(arguments)
     if arguments.master_port is not None:
         store = prepare_static_rendezvous(arguments, timeout)  # noqa: F841 - it serves as long as it is referred to
+    share_cores(arguments.nproc_per_node)
     arguments.signals_to_handle = "SIGQUIT"  # torchrun's own reaction is left for this one
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
         if signal.getsignal(number) is not signal.SIG_IGN:
-            signal.signal(number, tell_ranks)
+            signal.signal(number, partial(tell_ranks, []))
     # it reports each rank that ends with another code than 0 as failed, and that it ends the others
     of_ranks = logging.getLogger("torch.distributed.elastic.multiprocessing.api")
     of_ranks.addFilter(lambda entry: not re.search(f"exitcode: {STOPPED}|closing signal", entry.getMessage()))
@@ -66,14 +69,35 @@ def main() -> None:
         raise WorkshopError("rendezvous", what, way_out, ENVIRONMENT) from error
 
 
-def tell_ranks(number: int, frame: object) -> None:
-    """Pass a signal on, and go on waiting for the ranks. Before there are any, it ends this process."""
+def share_cores(ranks: str) -> None:
+    """Give each rank its part of the cores; torchrun would give it one, and say so in four lines."""
+    if ranks.isdecimal() and int(ranks) > 1:
+        cores = len(os.sched_getaffinity(0))
+        os.environ.setdefault("OMP_NUM_THREADS", str(max(1, cores // int(ranks))))
+
+
+def tell_ranks(told: list[int], number: int, frame: object) -> None:
+    """Pass a signal on, and go on waiting for the ranks. Before there are any, it ends this process.
+
+    told: the signals of this kind before. Python cannot hear Ctrl-C while it waits in a collective: a second one means
+    that ranks which are still there after some seconds are killed.
+    """
     ranks = psutil.Process().children()
     if not ranks:
         sys.exit(128 + number)
     for each in ranks:
-        with contextlib.suppress(psutil.NoSuchProcess):
-            each.send_signal(number)
+        send(each, number)
+    if number == signal.SIGINT and told:
+        for each in ranks:
+            end = threading.Timer(SECONDS_BEFORE_KILL, send, [each, signal.SIGKILL])
+            end.daemon = True
+            end.start()
+    told.append(number)
+
+
+def send(rank: psutil.Process, number: int) -> None:
+    with contextlib.suppress(psutil.NoSuchProcess):
+        rank.send_signal(number)
 
 
 def choose_static_rendezvous(arguments: argparse.Namespace) -> None:

@@ -5,7 +5,7 @@ set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")"
 
 export MASTER_ADDR=127.0.0.1 WORLD_SIZE=2
-export MASTER_PORT=29555
+export MASTER_PORT=$((20000 + UID % 10000)) # of your own, in case others are on this node
 
 start_job() { # NAME: two ranks
   RANK=0 LOCAL_RANK=0 python hello.py "$1" &

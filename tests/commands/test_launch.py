@@ -7,9 +7,11 @@ import base64
 import os
 import pickle
 import re
+import signal
 import socket
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -169,3 +171,34 @@ def test_one_node_listens_on_loopback_alone(flags, tmp_path):
     done = subprocess.run(command, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
     assert done.stdout.split() == ["127.0.0.1", "127.0.0.1"], "the store, and gloo"
+
+
+# As a rank that waits in a collective: Python does not run the handler of a signal there
+DEAF = """
+import os
+import signal
+from pathlib import Path
+
+signal.signal(signal.SIGINT, signal.SIG_IGN)
+Path(f"rank_{os.environ['RANK']}").write_text(os.environ["OMP_NUM_THREADS"])
+signal.pause()
+"""
+
+
+@pytest.mark.parametrize("given", ["", "3"])
+def test_ctrl_c_pressed_again_ends_ranks_that_do_not_hear_it(tmp_path, given):
+    (tmp_path / "deaf.py").write_text(DEAF)
+    environment = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"}
+    environment |= {"OMP_NUM_THREADS": given} if given else {}
+    streams = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    command = [*LAUNCH, "--nproc-per-node=2", "deaf.py"]
+    threads = given or str(max(1, len(os.sched_getaffinity(0)) // 2))
+    notes = [tmp_path / "rank_0", tmp_path / "rank_1"]
+    with subprocess.Popen(command, cwd=tmp_path, env=environment, **streams) as process:
+        until(lambda: all(note.exists() and note.read_text() == threads for note in notes))
+        for _ in range(3):  # two that come at the same moment are one
+            process.send_signal(signal.SIGINT)
+            time.sleep(1)
+        said, _ = process.communicate(timeout=120)
+    assert process.returncode == 137, said
+    assert "OMP_NUM_THREADS" not in said, "torchrun did not have to choose"

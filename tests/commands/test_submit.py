@@ -17,7 +17,14 @@ from shell import program, shell_environment
 def submit(workshop, tmp_path):
     """Runs submit.sh with a stand-in for sbatch that numbers the jobs and notes folder, arguments and variables."""
     noted = tmp_path / "noted"
-    text = f"""printf '%s\\0' "$PWD" "${{SITE-}} ${{SBATCH_ACCOUNT-}} ${{SNAPSHOT-}} ${{MODEL_NAME-}}" "$*" >>'{noted}'
+    text = f"""if [[ $PWD = *"${{REFUSED-nothing}}" ]]; then
+  echo "sbatch: error: Requested node configuration is not available" >&2
+  exit 1
+fi
+if [[ $1 = --test-only ]]; then
+  exit
+fi
+printf '%s\\0' "$PWD" "${{SITE-}} ${{SBATCH_ACCOUNT-}} ${{SNAPSHOT-}} ${{MODEL_NAME-}}" "$*" >>'{noted}'
 echo "$(($(tr -cd '\\0' <'{noted}' | wc -c) / 3));cluster"
 """
     program(tmp_path / "bin", "sbatch", text)
@@ -94,6 +101,32 @@ def test_a_chain_waits_for_the_job_before(submit, checked, workshop):
         "1",
         f"experiments/{STAGES}/pinned_memory/deepspeed_zero2_offload_pinned_memory.slurm",
     ]
+
+
+def test_what_slurm_refuses_is_named_and_the_others_are_submitted(submit, checked):
+    done, submitted = submit("--chain", STAGES, SITE="laptop", REFUSED="zero_1")
+    assert [Path(folder).name for folder, _, _ in submitted] == ["pinned_memory", "zero_2", "zero_3"]
+    assert [arguments.split()[1:-1] for _, _, arguments in submitted] == [
+        [],
+        ["--dependency=afterany:1"],
+        ["--dependency=afterany:2"],
+    ]
+    assert done.returncode == 3
+    script = f"experiments/{STAGES}/zero_1/deepspeed_zero1_offload.slurm"
+    assert done.stderr.splitlines() == [
+        "sbatch: error: Requested node configuration is not available",
+        f"error: {script}: Slurm refuses it; its reason stands above",
+        "error: submit.sh: 1 of 4 were refused; the others are submitted; see the lines above",
+    ]
+
+
+def test_the_dry_run_says_what_slurm_would_refuse(submit, checked):
+    done, submitted = submit("--dry-run", STAGES, SITE="laptop", REFUSED="zero_1")
+    assert (done.returncode, submitted) == (0, [])
+    assert len(done.stdout.splitlines()) == 4
+    script = f"experiments/{STAGES}/zero_1/deepspeed_zero1_offload.slurm"
+    reason = "sbatch: error: Requested node configuration is not available"
+    assert done.stderr == f"warning: {script}: Slurm would refuse it: {reason}\n"
 
 
 @pytest.mark.parametrize(

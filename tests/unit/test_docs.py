@@ -292,7 +292,8 @@ def test_the_bill_is_that_of_the_scripts():
         "13": [r"custom-model/.*"],
         "14": [r"methods-comparison/.*"],
     }
-    rows = re.findall(r"^\| (\w+).* \| (\d+) \| (\d+) \| (\d+) \|$", page("instructor/README.md"), re.MULTILINE)
+    bill = page("instructor/README.md").partition("## The bill")[2]
+    rows = re.findall(r"^\| (\w+).* \| (\d+) \| (\d+) \| (\d+) \|$", bill, re.MULTILINE)
     found = {}
     for section, patterns in families.items():
         scripts = [s for s in EXPERIMENT_SCRIPTS if any(re.fullmatch(p, folder_of(s)) for p in patterns)]
@@ -304,6 +305,18 @@ def test_the_bill_is_that_of_the_scripts():
     found["All"] = tuple(map(sum, zip(*found.values(), strict=True)))
     assert {section: tuple(map(int, numbers)) for section, *numbers in rows} == found
     assert found["All"][0] == len(EXPERIMENT_SCRIPTS) - 1, "all but gpu-check"
+
+
+def test_the_jobs_of_a_day_add_up():
+    plan = page("instructor/README.md").partition("## The bill")[0]
+    rows = re.findall(r"^\| (.*) \| (\d+) \| (\d+) \| (\d+) \|$", plan, re.MULTILINE)
+    *parts, (name, *total) = [(name, *map(int, numbers)) for name, *numbers in rows]
+    assert name == "All" and len(parts) == 6
+    assert all(turns == -(-gpus // 16) for _, _, gpus, turns in parts)
+    assert total == [sum(column) for column in list(zip(*parts, strict=True))[1:]]
+    at_most = math.ceil(total[1] * 20 / 60)
+    assert f"With a limit of 20 minutes that is {at_most} GPU-hours at most" in plan
+    assert f"With the scripts' hour it would be {total[1]}" in plan
 
 
 def folder_of(script) -> str:
