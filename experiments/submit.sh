@@ -78,6 +78,10 @@ show_line() { # FOLDER SCRIPT: what would be submitted, for a shell to read
   printf 'SITE=%q %s%s %q\n' "$SITE" "${SNAPSHOT:+SNAPSHOT=${SNAPSHOT@Q} }" "${line[*]}" "$2"
 }
 
+reason() { # sbatch's error lines as one
+  sed 's/^sbatch: error: //' "$said" | paste -sd ' '
+}
+
 # 1. The command line
 
 chain=no
@@ -127,7 +131,8 @@ fi
 # 3. The site, and the checks
 
 settings=$(mktemp)
-trap 'rm -f "$settings"' EXIT
+said=$(mktemp)
+trap 'rm -f "$settings" "$said"' EXIT
 job_find_site
 job_check_site
 sbatch_settings >"$settings"
@@ -167,17 +172,18 @@ for script in "${scripts[@]}"; do
   if [[ $dry_run = yes ]]; then
     show_line "$PWD" "$name"
     previous="<id of the line above>"
-    if command -v sbatch >/dev/null && ! said=$(sbatch --test-only "$name" 2>&1); then
-      printf 'warning: %s: Slurm would refuse it: %s\n' "${PWD#"$ROOT"/}/$name" "${said//$'\n'/ }" >&2
+    if command -v sbatch >/dev/null && ! sbatch --test-only "$name" >"$said" 2>&1; then
+      printf 'warning: %s: Slurm would refuse it: %s\n' "${PWD#"$ROOT"/}/$name" "$(reason)" >&2
     fi
-  elif id=$("${line[@]}" "$name"); then
+  elif id=$("${line[@]}" "$name" 2>"$said"); then
+    cat "$said" >&2
     previous=${id%%;*} # 4711;cluster
     printf '%s  %s\n' "$previous" "${PWD#"$ROOT"/}/$name"
   else
-    printf 'error: %s: Slurm refuses it; its reason stands above\n' "${PWD#"$ROOT"/}/$name" >&2
+    printf 'error: %s: Slurm refuses it: %s; correct the site file or the directives\n' "${PWD#"$ROOT"/}/$name" "$(reason)" >&2
     refused=$((refused + 1))
   fi
 done
 if [[ $refused -gt 0 ]]; then
-  job_fail "submit.sh" "$refused of ${#scripts[@]} were refused" "the others are submitted; see the lines above" 3
+  exit 3
 fi

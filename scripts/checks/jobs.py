@@ -111,7 +111,8 @@ def slurm_jobs(folder: Path, timeout: int, caller: dict[str, str]) -> Lines:
             if done:
                 ids[job] = said.splitlines()[-1].split()[0]
             else:
-                yield "fail", f"sbatch {job}", last_line(said), "correct the site file or the directives"
+                what, _, way_out = last_line(said).partition("; ")
+                yield "fail", f"sbatch {job}", what, way_out or "correct the site file or the directives"
         deadline = time.monotonic() + timeout
         if ids:
             waiting = f"waiting up to {timeout} s for the jobs {', '.join(ids.values())}"
