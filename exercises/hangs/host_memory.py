@@ -3,8 +3,8 @@
     python scripts/launch.py --nproc-per-node=2 exercises/hangs/host_memory.py
     echo "exit code $?"
 
-The job has 1.5 GB of memory beside PyTorch itself, for all its processes together. On a cluster Slurm enforces `--mem`. Here a thread of each
-rank does it in Slurm's place: it kills the rank once the ranks hold more.
+The job has 1.5 GB of memory beside PyTorch itself, for all its processes together. On a cluster Slurm enforces `--mem`.
+Here a thread of each rank does it in Slurm's place: it kills the rank once the ranks hold more.
 """
 
 import os
