@@ -31,8 +31,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("file", nargs="?", type=Path, default=HERE / "data_parallel.py")
     arguments = parser.parse_args()
-    if not arguments.file.is_file():
-        parser.error(f"{arguments.file}: there is no such file")
+    if not arguments.file.is_file() or arguments.file.suffix != ".py":
+        parser.error(f"{arguments.file}: there is no such Python file; leave it out for exercises/data_parallel.py")
     exercise = load(arguments.file)
     results = [verdict(check, exercise) for check in (joins, divides, starts_equal, averages, cuts, steps)]
     for number, result in enumerate(results, start=1):

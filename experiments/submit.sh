@@ -19,7 +19,7 @@ source "$EXPERIMENTS_FOLDER/load_site.sh"
 snapshot() { # freeze what a job reads; prints the folder
   local -r folder=$ROOT/snapshots/$(date +%Y%m%d-%H%M%S)-$$
   mkdir -p "$folder"
-  local -r without=(--exclude={__pycache__,results,output,cpu_memory,gpu_memory,log})
+  local -r without=(--exclude={__pycache__,results,output,cpu_memory,gpu_memory,log,profile})
   tar -C "$ROOT" -cf - "${without[@]}" scripts ds_configs fsdp_configs data experiments | tar -C "$folder" -xf - ||
     job_fail "$folder" "the snapshot is not complete" "see the message above"
   local commit dirty=false

@@ -96,7 +96,7 @@ def slurm_jobs(folder: Path, timeout: int, caller: dict[str, str]) -> Lines:
         yield "fail", "Slurm jobs", "no sbatch on PATH", "run this on a login node, or leave --submit out"
         return
     # jobs read and write a copy, so that nothing of theirs stays in the experiments' folders
-    ignored = shutil.ignore_patterns("__pycache__", "results", "output", "?pu_memory", "*.out", "wandb*")
+    ignored = shutil.ignore_patterns("__pycache__", "results", "output", "?pu_memory", "profile", "*.out", "wandb*")
     for name in ("scripts", "ds_configs", "fsdp_configs", "data", "experiments"):
         shutil.copytree(REPOSITORY / name, folder / name, ignore=ignored)
     if (REPOSITORY / ".venv").exists():

@@ -9,6 +9,7 @@ that are profiled are therefore slower, and left out of the steady rates.
 import atexit
 import contextlib
 import functools
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -104,15 +105,26 @@ class ProfileCallback(TrainerCallback):
     def finish(self) -> None:
         """Write the trace of this rank, and the breakdown of all. Collective."""
         self.done = True
-        self.profiler.stop()
-        self.trace.parent.mkdir(parents=True, exist_ok=True)
-        self.profiler.export_chrome_trace(str(self.trace))
-        found = breakdown(self.profiler.profiler.kineto_results.events())
-        self.profiler = None  # its events take memory
-        ranks = [of_rank for (of_rank,) in gather_lists([found | {"trace": str(self.trace)}])]
+        profiler = self.profiler
+        self.stop()
+        found = breakdown(profiler.profiler.kineto_results.events())
+        ranks = [of_rank for (of_rank,) in gather_lists([found | {"trace": self.write_trace(profiler)}])]
         self.record.update(profile=ranks)
         if rank() == 0:
             print(table(ranks), flush=True)
+
+    def write_trace(self, profiler: Any) -> str | None:
+        """Where the trace of this rank is; None with a warning where it cannot be, as no training ends for that."""
+        try:
+            self.trace.parent.mkdir(parents=True, exist_ok=True)
+            profiler.export_chrome_trace(str(self.trace))
+        except OSError as error:
+            way_out = "the training goes on, and the record has the parts of a step"
+            print(
+                f"warning: {self.trace}: cannot be written ({error.strerror}); {way_out}", file=sys.stderr, flush=True
+            )
+            return None
+        return str(self.trace)
 
     def on_train_end(self, args, state, control, **kwargs):
         if not self.done:
@@ -222,5 +234,6 @@ def table(ranks: list[dict]) -> str:
         lines.append(f"{name:22}" + "".join(f"{cell:>20}" for cell in cells))
     hidden = (f"{1000 * r['hidden_communication']:10.1f} ms       " for r in ranks)
     lines.append(f"{'  hidden beside it':22}" + "".join(f"{cell:>20}" for cell in hidden))
-    lines.append(f"traces: {Path(ranks[0]['trace']).parent}; open them in https://ui.perfetto.dev")
+    if ranks[0]["trace"]:
+        lines.append(f"traces: {Path(ranks[0]['trace']).parent}; open them in https://ui.perfetto.dev")
     return "\n".join(lines)

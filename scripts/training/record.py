@@ -43,7 +43,7 @@ gives the reason under the same name.
                         avg_mem_total_MB; on the CPU avg_cpu_util_%, std_cpu_util_%, avg_process_mem_MB
     profile             of a run with --profile, per rank: steps, seconds_per_step, and of these data, forward,
                         backward, optimizer, communication (with nothing computed beside it), other;
-                        hidden_communication; trace
+                        hidden_communication; trace (its file, null where it could not be written)
     peak_gpu_memory     per rank: allocated_mib, reserved_mib, as PyTorch counted up to the end of training
     peak_pinned_memory  of page-locked CPU memory, per rank: active_mib (blocks in use), allocated_mib (with those kept
                         for later use), as PyTorch counted up to the end of training
