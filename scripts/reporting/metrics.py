@@ -12,13 +12,25 @@ MOST_EPOCHS = 20  # that a table can show one by one
 
 
 @dataclass(frozen=True)
+class Compared:
+    """What a cell says beside the same cell of a reference report."""
+
+    text: str  # such as "+3 % of 412"
+    within: bool  # the tolerance band
+
+
+@dataclass(frozen=True)
 class Cell:
-    """A value, and the reason why it is missing or the note that goes with it. `spread`, `count`: of repeats."""
+    """A value, and the reason why it is missing or the note that goes with it. `spread`, `count`: of repeats.
+
+    compared: with the reference report, None without one.
+    """
 
     value: float | int | str | None
     note: str = ""
     spread: float | None = None
     count: int = 1
+    compared: Compared | None = None
 
     @property
     def number(self) -> float | None:
@@ -81,7 +93,7 @@ def eval_loss(epoch: int) -> Callable[[Run], Cell]:
     def read(run: Run) -> Cell:
         entries = run.record.eval
         if len(entries) < epoch:
-            reason = run.why_missing("eval") if not run.completed else f"there were {len(entries)} evaluations"
+            reason = run.why_missing("eval") if not run.completed else f"evaluations: {len(entries)}"
             return Cell(None, reason)
         entry = entries[epoch - 1]
         return Cell(entry.loss, f"epoch {entry.epoch:.4g}" if entry.loss is not None else run.why_missing("eval"))
@@ -180,8 +192,11 @@ def header(column: str, reference: str = "") -> str:
     return RELATIONS[relation].header.format(metric=short[0].upper() + short[1:], reference=reference)
 
 
-def cell(column: str, runs: list[Run], base: list[Run], base_name: str) -> Cell:
-    """The cell of a column: of one run, or the mean over its repeats. base: runs to which relations refer."""
+def cell(column: str, runs: list[Run], base: list[Run], base_name: str, differ: str = "") -> Cell:
+    """The cell of a column: of one run, or the mean over its repeats.
+
+    base: runs to which relations refer. differ: in what these do not compare with the row's.
+    """
     relation, _, metric = column.rpartition(".")
     own = over_repeats(METRICS[metric].read, runs)
     if not relation:
@@ -194,6 +209,8 @@ def cell(column: str, runs: list[Run], base: list[Run], base_name: str) -> Cell:
     for run in (runs[0], base[0]):
         if not run.completed:
             return Cell(None, f"the run's status is {run.status}")
+    if differ:
+        return Cell(None, f"does not compare with job {base[0].job_id} ({base_name}): {differ}")
     if own.number is None or reference.number is None:
         return Cell(None, own.note if own.number is None else reference.note)
     gpus, base_gpus = runs[0].record.world_size or 1, base[0].record.world_size or 1

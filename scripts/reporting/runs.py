@@ -69,16 +69,6 @@ class Run:
         """Sorts runs by their start; job ids of numbers by their value."""
         return self.record.started or LONG_AGO, len(self.job_id), self.job_id
 
-    @property
-    def shown_status(self) -> str:
-        """The status, and what a reader of its numbers must know."""
-        words = [self.status]
-        if self.problems and self.has_record:
-            words.append(INCOMPLETE)
-        if self.record.overrides:
-            words.append("does not compare")
-        return ", ".join(words)
-
     def get(self, path: str) -> Any:
         """Value at a path such as ``train.runtime_s`` or ``eval.-1.loss``, None where there is none."""
         value: Any = self.record

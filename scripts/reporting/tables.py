@@ -1,6 +1,7 @@
 """The one engine behind all tables: experiments/tables.yaml and the runs in, rows of cells out."""
 
 from collections import Counter
+from collections.abc import Collection
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -8,7 +9,7 @@ import yaml
 
 from errors import WorkshopError
 from reporting.metrics import METRICS, RELATIONS, Cell, cell, header
-from reporting.runs import Run
+from reporting.runs import INCOMPLETE, Run
 
 TABLE_KEYS = {"id", "title", "question", "rows", "columns", "note", "plots", "per_model", "varies", "transpose"}
 TABLE_KEYS |= {"reference", "names"}
@@ -31,6 +32,7 @@ class Row:
     repeats: list[Run]
     cells: list[Cell] = field(default_factory=list)
     remarks: list[str] = field(default_factory=list)
+    compares: bool = True  # with the other rows, and with the run to which its relations refer
 
     @property
     def jobs(self) -> str:
@@ -39,7 +41,15 @@ class Row:
 
     @property
     def status(self) -> str:
-        return self.run.shown_status if self.run else "not run yet"
+        """The run's status, and what a reader of its numbers must know."""
+        if not self.run:
+            return "not run yet"
+        words = [self.run.status]
+        if self.run.problems and self.run.has_record:
+            words.append(INCOMPLETE)
+        if self.run.completed and not self.compares:
+            words.append("does not compare")
+        return ", ".join(words)
 
 
 @dataclass
@@ -145,12 +155,14 @@ def build_table(definition: dict, candidates: dict[str, list[Run]], all_runs: bo
         rows.append(
             Row(row["label"], row["experiment"], shown, repeats(shown, candidates[row["experiment"]], all_runs))
         )
+    varies = set(definition.get("varies", []))
     references = reference_names(definition)
     for row, reference in zip(rows, references, strict=True):
         if row.run:
             base = chosen(candidates[reference])
             base_runs = repeats(base, candidates[reference], all_runs) if base and base.completed else []
-            row.cells = [cell(column, row.repeats, base_runs, reference) for column in definition["columns"]]
+            differ = differences(row.run, base, varies) if base else ""
+            row.cells = [cell(column, row.repeats, base_runs, reference, differ) for column in definition["columns"]]
             row.remarks += remarks(row.run, row.repeats, candidates[row.experiment], all_runs)
         else:
             row.cells = [Cell(None, "no run yet") for _ in definition["columns"]]
@@ -159,7 +171,7 @@ def build_table(definition: dict, candidates: dict[str, list[Run]], all_runs: bo
     for row, base in zip(rows, bases, strict=True):
         if row.run and base and base.has_record:
             compared.append((row, base, f"{definition.get('reference')} (job {base.job_id}): "))
-    mark_differences(compared, set(definition.get("varies", [])))
+    mark_differences(compared, varies)
     slug = "".join(c if c.isascii() and c.isalnum() else "-" for c in model.split("/")[-1].lower())[:LONGEST_SLUG]
     return Table(
         name=f"{definition['id']}-{slug}" if model else definition["id"],
@@ -230,22 +242,26 @@ def traits(run: Run) -> dict[str, str]:
     return found
 
 
-def differences(run: Run, other: Run) -> str:
+def differences(run: Run, other: Run, varies: Collection[str] = ()) -> str:
+    """In what the two runs do not compare, empty when they do. varies: traits that may differ."""
     own = traits(run)
     theirs = traits(other)
-    names = [name for name in own | theirs if own.get(name) != theirs.get(name)]
+    names = [name for name in own | theirs if own.get(name) != theirs.get(name) and name not in varies]
     found = [f"{name} {own.get(name, 'unset')} instead of {theirs.get(name, 'unset')}" for name in names]
     return "; ".join([*found, *sorted({*run.record.overrides} ^ {*other.record.overrides})])
 
 
 def mark_differences(compared: list[tuple[Row, Run, str]], varies: set[str]) -> None:
-    """Say in the remarks of each row in which trait its run differs from the table's most frequent value."""
+    """Mark each row whose run differs from the table's most frequent value of a trait, and say in which."""
     for row, run, prefix in compared:
-        if prefix and run.record.overrides:  # a row's own run has it in its status note
-            row.remarks.append(f"{prefix}does not compare: {', '.join(run.record.overrides)}")
+        if run.record.overrides:
+            row.compares = False
+            if prefix:  # a row's own run has it in its status note
+                row.remarks.append(f"{prefix}does not compare: {', '.join(run.record.overrides)}")
     found = [(row, traits(run), prefix) for row, run, prefix in compared]
     for name in dict.fromkeys(name for _, own, _ in found for name in own if name not in varies):
         usual = Counter(own.get(name, "unset") for _, own, _ in found).most_common(1)[0][0]
         for row, own, prefix in found:
             if own.get(name, "unset") != usual:
+                row.compares = False
                 row.remarks.append(f"{prefix}does not compare: {name} {own.get(name, 'unset')}, others {usual}")
