@@ -111,6 +111,46 @@ class Train(Typed):
     mfu_percent: Measured | None = None
 
 
+class EstimatedStep(Typed):
+    """Of an optimizer step, in seconds; samples_per_second of all ranks."""
+
+    seconds: Measured | None = None
+    samples_per_second: Measured | None = None
+    compute: Measured | None = None
+    optimizer: Measured | None = None
+    communication: Measured | None = None
+
+
+class Estimate(Typed):
+    """What the run predicted of itself before it was measured."""
+
+    gpu_mib: Measured | None = None
+    node_mib: Measured | None = None
+    step: OrDefault[EstimatedStep] = EstimatedStep()
+
+
+class Bandwidth(Typed):
+    bus_bandwidth_gb_per_s: Measured | None = None
+
+
+class PeakGpu(Typed):
+    allocated_mib: Measured | None = None
+    reserved_mib: Measured | None = None
+
+
+class Profile(Typed):
+    """Seconds of a step of one rank."""
+
+    seconds_per_step: Measured
+    data: Measured = 0
+    forward: Measured = 0
+    backward: Measured = 0
+    optimizer: Measured = 0
+    communication: Measured = 0
+    other: Annotated[float, Field(ge=-1e15, le=1e15)] = 0  # what is left, so it may be a little less than nothing
+    hidden_communication: Measured = 0
+
+
 class Restart(Typed):
     """That the job went on. step: from which, 0 from the beginning. started, finished: of the part before."""
 
@@ -149,6 +189,10 @@ class Record(Typed):
     missing: OrDefault[dict[str, str]] = {}
     attempt: Count | None = None  # 1 for the first
     restarts: OrDefault[list[Restart]] = []  # one for each attempt but the first
+    estimate: OrDefault[Estimate] = Estimate()
+    bandwidth: OrDefault[Bandwidth] = Bandwidth()
+    profile: OrDefault[list[Profile]] = []  # one for each rank
+    peak_gpu_memory: OrDefault[list[PeakGpu]] = []  # one for each rank
     overrides: OrDefault[list[str]] = []  # in what the job differs from its script, such as "nodes: 3 instead of 2"
 
 

@@ -1,4 +1,4 @@
-"""A job's log: its error line, and the Trainer's lines, such as {'eval_loss': '7.38', 'eval_runtime': '0.09', 'epoch': '1'}."""
+"""A job's log: its error line, and the Trainer's lines such as {'eval_loss': '7.38', 'epoch': '1'}."""
 
 import re
 from collections.abc import Iterator
