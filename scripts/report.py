@@ -142,6 +142,7 @@ def job_tables(path: Path) -> str:
             grid(["Metric", "Value", "Note"], rows),
             "",
             *(plain(f"incomplete: {problem}") for problem in problems),
+            *map(plain, run.notes),
             plain(f"model:      {output if saved else 'not saved'}"),
             plain(f"run record: {path}"),
         ]

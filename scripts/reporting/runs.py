@@ -45,6 +45,7 @@ class Run:
     status: str = INCOMPLETE
     status_note: str = ""
     problems: list[str] = field(default_factory=list)  # what makes its numbers incomplete
+    notes: list[str] = field(default_factory=list)  # what a reader of its numbers must know besides
     gpu: Memory = field(default_factory=Memory)
     cpu: Memory = field(default_factory=Memory)
 
@@ -256,6 +257,8 @@ def memory(run: Run, kind: str, logs: list[MemoryLog], nodes: int, series_per_no
     """Summary of one kind over the nodes; empty when a part of the job is not in the logs."""
     for log in logs:
         run.problems += log.gaps() + (short_of(log, run) if len(logs) <= nodes else [])
+        if left_out := log.left_out():
+            run.notes.append(f"{log.path.name}: {left_out}")
     reason = not_whole(run, kind, logs, nodes, series_per_node)
     if reason:
         run.problems.append(reason)

@@ -225,7 +225,7 @@ def remarks(run: Run, repeats: list[Run], runs: list[Run], all_runs: bool) -> li
     repeats: the runs whose mean the row shows. runs: all of the experiment.
     """
     lines = [f"{run.status}: {run.status_note}"] if run.status_note else []
-    lines += [f"incomplete: {problem}" for problem in run.problems]
+    lines += [f"incomplete: {problem}" for problem in run.problems] + run.notes
     for other in [other for other in runs if other.order > run.order][-1:]:
         why = f"its status is {other.status}"
         if other.completed:
