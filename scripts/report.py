@@ -16,7 +16,8 @@ from errors import OneLineErrors, WorkshopError, run_program
 from paths import REPOSITORY
 from reporting.memory_logs import logs_of, read_cpu_log, read_gpu_log
 from reporting.metrics import MOST_EPOCHS, Cell
-from reporting.render import GENERATOR, comma_separated, grid, lines_of, markdown, page, plain
+from reporting.page import GENERATOR, page
+from reporting.render import comma_separated, grid, lines_of, markdown, plain
 from reporting.runs import NO_RECORD, Run, find_runs, read_run
 from reporting.tables import Table, build_table, build_tables, chosen, load_definitions
 
@@ -47,14 +48,13 @@ def write_report(folders: list[Path], output: Path, all_runs: bool) -> str:
         output.mkdir(parents=True, exist_ok=True)
         remove_old(definitions, output)
         images = write_tables(tables, output)
-        completed = sum(run.completed for run in runs)
-        summary = f"{len(runs)} runs, {completed} of them completed. " + (
+        summary = (
             "Means over the completed runs that compare with the latest one, ± standard deviation (number of runs); "
             "plots show the latest one."
             if all_runs
             else "Each row shows the latest completed run of its experiment."
         )
-        html = page(tables, images, "Results of the workshop", summary)
+        html = page(tables, runs, images, summary)
         (output / "index.html").write_text(html, encoding="utf-8")
     except OSError as error:
         raise WorkshopError(
@@ -67,7 +67,8 @@ def read_if_there(path: Path) -> str:
     return path.read_text(encoding="utf-8", errors="replace") if path.is_file() else ""
 
 
-def write_tables(tables: list[Table], output: Path) -> dict[str, list[Path]]:
+def write_tables(tables: list[Table], output: Path) -> dict[str, list[tuple[Path, str]]]:
+    """Write the files of each table that has runs. Returns table name -> its plots, each with what is seen in it."""
     from reporting.plots import draw  # matplotlib takes a second, which --job need not wait for
 
     images = {}

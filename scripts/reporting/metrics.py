@@ -2,13 +2,14 @@
 
 import math
 import statistics
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from reporting.runs import Run
 
 MIB_PER_GIB = 1024
 MOST_EPOCHS = 20  # that a table can show one by one
+LARGEST_IN_DIGITS = 1e15  # from which on a number is shown as 3.5e+38
 
 
 @dataclass(frozen=True)
@@ -44,6 +45,13 @@ class Cell:
         spread = f"{self.spread:,.0f}" if self.spread >= 10 else f"{self.spread:.2g}"
         return f"{shown(self.value)} ± {spread} ({self.count})"
 
+    def with_decimals(self, places: int) -> str:
+        """The text with this number of decimals, as `decimals` gives it for a column."""
+        if self.number is None:
+            return shown(self.value)
+        text = rounded(self.number, places)
+        return text if self.spread is None else f"{text} ± {rounded(self.spread, places)} ({self.count})"
+
 
 @dataclass(frozen=True)
 class Metric:
@@ -62,6 +70,32 @@ def shown(value: float | int | str | None) -> str:
     if math.isfinite(value) and abs(value) >= 10000:
         return f"{value:,.0f}"
     return f"{value:.1f}" if math.isfinite(value) and abs(value) >= 1000 else f"{value:.4g}"
+
+
+def decimals(cells: Iterable[Cell]) -> int:
+    """How many decimals the numbers of a column get: four significant digits of each, at most five of the largest."""
+    sizes = [abs(c.number) for c in cells if c.number and math.isfinite(c.number) and abs(c.number) < 1_000_000]
+    if not sizes:
+        return 0
+    most = 4 - math.floor(math.log10(max(sizes)))
+    return max(0, min(most, max(map(own_decimals, sizes))))
+
+
+def own_decimals(size: float) -> int:
+    """Decimals of four significant digits, zeros at the end left out."""
+    text = f"{size:.{max(0, 3 - math.floor(math.log10(size)))}f}"
+    return len(text.partition(".")[2].rstrip("0"))
+
+
+def rounded(value: float, places: int) -> str:
+    """A number with so many decimals; one that would be shown as zero and is none keeps two digits."""
+    if not math.isfinite(value) or abs(value) >= LARGEST_IN_DIGITS:
+        return f"{value:.4g}"
+    text = f"{value:.{places}f}"
+    if value and float(text) == 0:
+        return f"{value:.2g}"
+    large = abs(value) >= (1_000_000 if isinstance(value, int) else 10_000)
+    return f"{value:,.{places}f}" if large else text
 
 
 def recorded(path: str, scale: float = 1) -> Callable[[Run], Cell]:

@@ -15,6 +15,8 @@ from reporting.files import open_file
 
 LARGEST_FILE = 2**26  # bytes; a record has some ten thousand
 LARGEST_LOSS = 3.5e38  # of fp32, behind which there is only infinity
+LONGEST_TEXT = 1000  # characters of a value that is only shown
+MOST_SHOWN = 200  # entries of a part that is only shown
 
 
 def absent(value: Any) -> Any:
@@ -41,6 +43,26 @@ def loss(value: float) -> float:
     return value
 
 
+def words(value: Any) -> list[str]:
+    """What is only shown may be anything: a list as texts, anything else as none."""
+    return [in_short(word) for word in value[:MOST_SHOWN]] if isinstance(value, list) else []
+
+
+def by_name(value: Any) -> dict[str, Any]:
+    """A part whose entries are only shown; one that has no names has no entries."""
+    return {in_short(name): value[name] for name in list(value)[:MOST_SHOWN]} if isinstance(value, dict) else {}
+
+
+def in_short(value: Any) -> str | None:
+    """A value that is only shown, as text; one that is a list or an object is no value."""
+    if value is None:
+        return None
+    if isinstance(value, list | dict):
+        return "(not readable)"
+    text = str(value)
+    return text if len(text) <= LONGEST_TEXT else f"{text[:LONGEST_TEXT]}… ({len(text)} characters)"
+
+
 Part = TypeVar("Part")
 OrDefault = Annotated[Part, BeforeValidator(absent)]
 Count = Annotated[int, Field(ge=0, le=10**15)]
@@ -48,6 +70,7 @@ Time = Annotated[AwareDatetime, BeforeValidator(time)]
 Measured = Annotated[float, AfterValidator(measured)]
 Loss = Annotated[float, AfterValidator(loss)]
 Text = Annotated[str | None, BeforeValidator(lambda value: value if value is None else str(value))]
+ShownText = Annotated[str | None, BeforeValidator(in_short)]
 
 
 class Typed(BaseModel):
@@ -68,11 +91,20 @@ class Git(Typed):
 
 
 class Knob(Typed):
-    effective: str | None = None
+    requested: ShownText = None
+    effective: ShownText = None
+
+
+AnyKnob = Annotated[Knob, BeforeValidator(by_name)]
 
 
 class Knobs(Typed):
-    precision: OrDefault[Knob] = Knob()
+    """Precision, by which runs compare, and all others, by their names."""
+
+    model_config = ConfigDict(extra="allow")
+    __pydantic_extra__: dict[str, AnyKnob]
+
+    precision: AnyKnob = Knob()
 
 
 class Settings(Typed):
@@ -176,7 +208,9 @@ class Record(Typed):
     world_size: Count | None = None
     hardware: OrDefault[Hardware] = Hardware()
     git: OrDefault[Git] = Git()
-    knobs: OrDefault[Knobs] = Knobs()
+    command: Annotated[list[str], BeforeValidator(words)] = []
+    versions: Annotated[dict[str, ShownText], BeforeValidator(by_name)] = {}
+    knobs: Annotated[Knobs, BeforeValidator(by_name)] = Knobs()
     parameters: Count | None = None
     steps_per_epoch: Count | None = None
     train_size: Count | None = None
