@@ -3,7 +3,7 @@
 python scripts/report.py                                   # all experiments, into report/
 python scripts/report.py experiments/deepspeed-multi-gpu   # the runs below these folders only
 python scripts/report.py --all-runs -o /tmp/report         # mean and standard deviation over repeats
-python scripts/report.py --reference /shared/report        # beside the numbers of that report
+python scripts/report.py --reference /shared/reference     # beside the numbers of that report
 python scripts/report.py --job results/123.json            # one run, in the terminal
 
 Open report/index.html in a browser: it is one file and needs no network.

@@ -136,16 +136,16 @@ class Band:
 
 
 EXACT = Band(0, 0)  # it follows from the settings
-# The same data in the same order. Repeats on one CPU agree to the last digit; another order of sums moves a loss by 0.5 %
-# (stage 0 beside the other stages, docs/instructor/answers.md)
+# The same data in the same order. Repeats on one CPU agree to the last digit; another order of sums moves a loss by
+# 0.5 % (stage 0 beside the other stages, docs/instructor/answers.md)
 LOSS = Band(2, 2)
-# A peak is reached in every step. The rest is when the logger looked, and the driver's own part: 1.8 % between two repeats
-# of seconds (jobs 103 and 107 of tests/data/runs)
+# A peak is reached in every step. The rest is when the logger looked, and the driver's own part: 1.8 % between two
+# repeats of seconds, jobs 103 and 107 of tests/data/runs
 PEAK = Band(5, 5)
 # A mean over time holds the loading, which waits for the file system: 17 % between those two
 MEAN = Band(10, 25)
-# Clocks, heat, the network and neighbours on the node change a speed by some percent. On a CPU other programs take their
-# part of the cores: those two repeats differ by a factor of 2.7
+# Clocks, heat, the network and neighbours on the node change a speed by some percent. On a CPU other programs take
+# their part of the cores: those two repeats differ by a factor of 2.7
 SPEED = Band(10, 50)
 SHORT = Band(25, 50)  # of seconds only, or with the start in it, which waits for files and compilers
 SCORE = Band(5, 5, points=True)  # a share of 100 questions has a standard error of up to 5 points
@@ -201,7 +201,7 @@ def in_words(distance: float, base: float, points: bool) -> str:
     share = 100 * distance / abs(base) if base else math.inf
     if not abs(share) < 1000:
         return f"reference {shown(base)}"
-    return f"{share:+.{0 if abs(share) >= 10 else 1}f} % of {shown(base)}"
+    return f"{share:+.{0 if abs(share) >= 9.95 else 1}f} % of {shown(base)}"
 
 
 # --- comparing
