@@ -83,6 +83,7 @@ class Hardware(Typed):
     gpu: str | None = None
     gpus: Count | None = None
     cpu: str | None = None
+    cpus: Count | None = None
 
 
 class Git(Typed):
@@ -232,14 +233,25 @@ class Record(Typed):
 
 def read_record(path: Path) -> Record:
     """The record in a file. OSError when it cannot be read, ValueError with the reason when it is none."""
+    return read_typed(path, Record, "run record", LARGEST_FILE)
+
+
+Model = TypeVar("Model", bound=Typed)
+
+
+def read_typed(path: Path, model: type[Model], what: str, largest: int) -> Model:
+    """The content of a JSON file of `largest` bytes at most.
+
+    OSError when it cannot be read, ValueError with the reason when it is no `what`.
+    """
     with open_file(path) as file:
-        content = file.read(LARGEST_FILE + 1)
-    if len(content) > LARGEST_FILE:
-        raise ValueError(f"is larger than {LARGEST_FILE:,} bytes")
+        content = file.read(largest + 1)
+    if len(content) > largest:
+        raise ValueError(f"is larger than {largest:,} bytes")
     try:
-        return Record.model_validate_json(content)
+        return model.model_validate_json(content)
     except ValidationError as error:
         first = error.errors(include_url=False, include_context=False, include_input=False)[0]
         where = ".".join(map(str, first["loc"]))
-        raise ValueError(f"is no run record ({where}: {first['msg']})" if where else
-                         f"is no run record ({first['msg']})") from error  # fmt: skip
+        raise ValueError(f"is no {what} ({where}: {first['msg']})" if where else
+                         f"is no {what} ({first['msg']})") from error  # fmt: skip
