@@ -3,6 +3,7 @@
 python scripts/report.py                                   # all experiments, into report/
 python scripts/report.py experiments/deepspeed-multi-gpu   # the runs below these folders only
 python scripts/report.py --all-runs -o /tmp/report         # mean and standard deviation over repeats
+python scripts/report.py --reference /shared/reference     # beside the numbers of that report
 python scripts/report.py --job results/123.json            # one run, in the terminal
 
 Open report/index.html in a browser: it is one file and needs no network.
@@ -17,28 +18,40 @@ from paths import REPOSITORY
 from reporting.memory_logs import logs_of, read_cpu_log, read_gpu_log
 from reporting.metrics import MOST_EPOCHS, Cell
 from reporting.page import GENERATOR, page
+from reporting.reference import NAME, compare, read_reference, write_numbers
 from reporting.render import comma_separated, grid, lines_of, markdown, plain
-from reporting.runs import Run, find_runs, read_run
-from reporting.tables import Table, build_table, build_tables, load_definitions
+from reporting.runs import NO_RECORD, Run, find_runs, read_run
+from reporting.tables import Table, build_table, build_tables, chosen, load_definitions
 
 DEFINITIONS = REPOSITORY / "experiments" / "tables.yaml"
+PREDICTION_COLUMNS = [
+    *("gpus", "estimated_samples_per_second", "steady_samples_per_second", "difference_samples_per_second"),
+    *("mfu", "step_compute", "step_optimizer", "step_communication", "step_rest"),
+    *("estimated_gpu", "peak_gpu", "difference_gpu", "estimated_cpu", "peak_cpu", "difference_cpu"),
+]
 RUN_COLUMNS = ["model", "gpus", "runtime", "samples_per_second", "train_loss", "eval_loss", "peak_gpu", "peak_cpu"]
 
 
-def write_report(folders: list[Path], output: Path, all_runs: bool) -> str:
-    """Write index.html, and for each table that has runs a .md, a .csv and its plots. Returns what was done."""
+def write_report(folders: list[Path], output: Path, all_runs: bool, reference: Path | None = None) -> str:
+    """Write index.html, report.json, and for each table that has runs a .md, a .csv and its plots.
+
+    reference: the folder of another report, or its report.json. Returns what was done.
+    """
     definitions = load_definitions(DEFINITIONS)
     for folder in folders:
         if not folder.is_dir():
             raise WorkshopError(folder, "there is no such folder", "give folders of experiments")
     if output.is_dir() and any(output.iterdir()) and GENERATOR not in read_if_there(output / "index.html"):
         raise WorkshopError(output, "holds files that are no report", "give a new folder with -o")
+    other = read_reference(reference, output) if reference else None
     runs = find_runs(folders)
     if not runs:
         raise WorkshopError(
             " ".join(map(str, folders)), "no runs below it", "run an experiment first, or give another folder"
         )
-    tables = [*build_tables(definitions, runs, all_runs), run_table(runs)]
+    rows_of_experiments = build_tables(definitions, runs, all_runs)
+    compared = compare(rows_of_experiments, other, reference) if reference and other else []
+    tables = [*rows_of_experiments, prediction_table(runs), run_table(runs)]
     try:
         output.mkdir(parents=True, exist_ok=True)
         remove_old(definitions, output)
@@ -49,13 +62,15 @@ def write_report(folders: list[Path], output: Path, all_runs: bool) -> str:
             if all_runs
             else "Each row shows the latest completed run of its experiment."
         )
-        html = page(tables, runs, images, summary)
+        html = page(tables, runs, images, [summary, *compared])
         (output / "index.html").write_text(html, encoding="utf-8")
+        write_numbers(rows_of_experiments, output)
     except OSError as error:
         raise WorkshopError(
             error.filename or output, f"cannot be written ({error.strerror})", "give another folder with -o"
         ) from error
-    return f"{len(runs)} runs, {sum(table.has_runs for table in tables)} tables: {output / 'index.html'}"
+    written = f"{len(runs)} runs, {sum(table.has_runs for table in tables)} tables: {output / 'index.html'}"
+    return "\n".join([written, *compared])
 
 
 def read_if_there(path: Path) -> str:
@@ -77,19 +92,42 @@ def write_tables(tables: list[Table], output: Path) -> dict[str, list[tuple[Path
 
 def remove_old(definitions: list[dict], output: Path) -> None:
     """Remove the files of an earlier report: one of a table that no longer has runs would look like a result."""
-    for name in (definition["id"] for definition in definitions):
+    (output / NAME).unlink(missing_ok=True)
+    for name in ["prediction", *(definition["id"] for definition in definitions)]:
         for path in [*output.glob(f"{name}*.md"), *output.glob(f"{name}*.csv"), *output.glob(f"{name}-*.png")]:
             path.unlink()
 
 
+def prediction_table(runs: list[Run]) -> Table:
+    """What the runs predicted of themselves, and what was measured: of each experiment the run that stands for it."""
+    definition: dict = {"id": "prediction", "title": "Predicted and measured", "columns": PREDICTION_COLUMNS}
+    definition["question"] = "How far off are the predictions of time and memory, and where did the time go?"
+    definition["note"] = (
+        "Measured samples/s are those of the steps alone. Percentages are parts of the measured step: MFU is what the "
+        "model needs at the peak of a product of matrices; forward and backward, optimizer and communication are "
+        "predicted; the rest is what the step took beyond them (less than 0: it was faster)."
+    )
+    by_experiment: dict[str, list[Run]] = {}
+    for run in runs:
+        if run.completed and run.record.estimate != NO_RECORD.estimate:
+            by_experiment.setdefault(run.experiment, []).append(run)
+    return one_by_one(definition, [stands for own in by_experiment.values() if (stands := chosen(own))])
+
+
 def run_table(runs: list[Run]) -> Table:
     """Every run that was found, oldest first, with its GPU-hours."""
-    definition: dict = {"id": "runs", "title": "All runs", "columns": [*RUN_COLUMNS, "gpu_hours"], "rows": []}
+    definition: dict = {"id": "runs", "title": "All runs", "columns": [*RUN_COLUMNS, "gpu_hours"]}
     definition["question"] = "What ran, how did it end, and what did it cost?"
     definition["note"] = (
         "GPU-hours: GPUs of the job x time from the run record's start to its end, start-up left out; of a resumed job "
         "those of all its parts."
     )
+    return one_by_one(definition, runs)
+
+
+def one_by_one(definition: dict, runs: list[Run]) -> Table:
+    """A table with a row for each run, which are not compared with one another."""
+    definition = {"rows": []} | definition
     table = build_table(definition, {}, all_runs=False)
     for run in runs:
         one = definition | {"rows": [{"label": run.experiment, "experiment": run.experiment}]}
@@ -116,6 +154,7 @@ def job_tables(path: Path) -> str:
             grid(["Metric", "Value", "Note"], rows),
             "",
             *(plain(f"incomplete: {problem}") for problem in problems),
+            *map(plain, run.notes),
             plain(f"model:      {output if saved else 'not saved'}"),
             plain(f"run record: {path}"),
         ]
@@ -158,13 +197,16 @@ def main() -> None:
     parser.add_argument("folders", nargs="*", type=Path, metavar="FOLDER", help="default: experiments")
     parser.add_argument("-o", "--output", type=Path, default=Path("report"), help="folder for the report")
     parser.add_argument("--all-runs", action="store_true", help="mean and standard deviation over repeats")
+    parser.add_argument("--reference", type=Path, metavar="DIR", help="compare with the report in this folder")
     parser.add_argument("--job", type=Path, help="print the tables of this run record and write nothing")
     arguments = parser.parse_args()
+    if arguments.job and arguments.reference:
+        raise WorkshopError("--reference", "compares whole reports, and --job shows one run", "leave one of them out")
     if arguments.job:
         print(job_tables(arguments.job))
         return
     folders = arguments.folders or [Path(os.path.relpath(REPOSITORY / "experiments"))]
-    print(write_report(folders, arguments.output, arguments.all_runs))
+    print(write_report(folders, arguments.output, arguments.all_runs, arguments.reference))
 
 
 if __name__ == "__main__":

@@ -73,7 +73,7 @@ STYLE_HASH = base64.b64encode(hashlib.sha256(STYLE.encode()).digest()).decode()
 POLICY = f"default-src 'none'; style-src 'sha256-{STYLE_HASH}'; img-src data:; base-uri 'none'; form-action 'none'"
 
 
-def page(tables: list[Table], runs: list[Run], images: dict[str, list[tuple[Path, str]]], summary: str) -> str:
+def page(tables: list[Table], runs: list[Run], images: dict[str, list[tuple[Path, str]]], summary: list[str]) -> str:
     """The whole report.
 
     runs: all of them, oldest first, which gives them their numbers. images: table name -> its plots, each with what is
@@ -88,8 +88,8 @@ def page(tables: list[Table], runs: list[Run], images: dict[str, list[tuple[Path
         f'<meta http-equiv="Content-Security-Policy" content="{POLICY}">\n'
         f'<meta name="viewport" content="width=device-width, initial-scale=1">\n<link rel="icon" href="data:,">\n'
         f"{GENERATOR}\n<title>{TITLE}</title>\n<style>{STYLE}</style>\n</head>\n<body>\n"
-        f"<header><h1>{TITLE}</h1>\n<p>{escape(summary)} #1, #2 and so on are the runs in the order in which they "
-        f"started; each number of a table is a link to its run.</p></header>\n"
+        f"<header><h1>{TITLE}</h1>\n{''.join(f'<p>{escape(line)}</p>' for line in summary)}<p>#1, #2 and so on are the "
+        f"runs in the order in which they started; each number of a table is a link to its run.</p></header>\n"
         f'<main>\n{overview(filled, runs, links)}\n<nav aria-label="Tables"><h2>Tables</h2><ul>{contents}'
         f'<li><a href="#each-run">Each run: command, commit, knobs, log</a></li></ul></nav>\n'
         f"{''.join(sections)}{all_of(runs, links)}{without_runs(tables)}</main>\n</body>\n</html>\n"

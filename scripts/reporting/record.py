@@ -81,6 +81,7 @@ class Hardware(Typed):
     gpu: str | None = None
     gpus: Count | None = None
     cpu: str | None = None
+    cpus: Count | None = None
 
 
 class Git(Typed):
@@ -141,6 +142,46 @@ class Train(Typed):
     mfu_percent: Measured | None = None
 
 
+class EstimatedStep(Typed):
+    """Of an optimizer step, in seconds; samples_per_second of all ranks."""
+
+    seconds: Measured | None = None
+    samples_per_second: Measured | None = None
+    compute: Measured | None = None
+    optimizer: Measured | None = None
+    communication: Measured | None = None
+
+
+class Estimate(Typed):
+    """What the run predicted of itself before it was measured."""
+
+    gpu_mib: Measured | None = None
+    node_mib: Measured | None = None
+    step: OrDefault[EstimatedStep] = EstimatedStep()
+
+
+class Bandwidth(Typed):
+    bus_bandwidth_gb_per_s: Measured | None = None
+
+
+class PeakGpu(Typed):
+    allocated_mib: Measured | None = None
+    reserved_mib: Measured | None = None
+
+
+class Profile(Typed):
+    """Seconds of a step of one rank."""
+
+    seconds_per_step: Measured
+    data: Measured = 0
+    forward: Measured = 0
+    backward: Measured = 0
+    optimizer: Measured = 0
+    communication: Measured = 0
+    other: Annotated[float, Field(ge=-1e15, le=1e15)] = 0  # what is left, so it may be a little less than nothing
+    hidden_communication: Measured = 0
+
+
 class Restart(Typed):
     """That the job went on. step: from which, 0 from the beginning. started, finished: of the part before."""
 
@@ -181,19 +222,34 @@ class Record(Typed):
     missing: OrDefault[dict[str, str]] = {}
     attempt: Count | None = None  # 1 for the first
     restarts: OrDefault[list[Restart]] = []  # one for each attempt but the first
+    estimate: OrDefault[Estimate] = Estimate()
+    bandwidth: OrDefault[Bandwidth] = Bandwidth()
+    profile: OrDefault[list[Profile]] = []  # one for each rank
+    peak_gpu_memory: OrDefault[list[PeakGpu]] = []  # one for each rank
     overrides: OrDefault[list[str]] = []  # in what the job differs from its script, such as "nodes: 3 instead of 2"
 
 
 def read_record(path: Path) -> Record:
     """The record in a file. OSError when it cannot be read, ValueError with the reason when it is none."""
+    return read_typed(path, Record, "run record", LARGEST_FILE)
+
+
+Model = TypeVar("Model", bound=Typed)
+
+
+def read_typed(path: Path, model: type[Model], what: str, largest: int) -> Model:
+    """The content of a JSON file of `largest` bytes at most.
+
+    OSError when it cannot be read, ValueError with the reason when it is no `what`.
+    """
     with open_file(path) as file:
-        content = file.read(LARGEST_FILE + 1)
-    if len(content) > LARGEST_FILE:
-        raise ValueError(f"is larger than {LARGEST_FILE:,} bytes")
+        content = file.read(largest + 1)
+    if len(content) > largest:
+        raise ValueError(f"is larger than {largest:,} bytes")
     try:
-        return Record.model_validate_json(content)
+        return model.model_validate_json(content)
     except ValidationError as error:
         first = error.errors(include_url=False, include_context=False, include_input=False)[0]
         where = ".".join(map(str, first["loc"]))
-        raise ValueError(f"is no run record ({where}: {first['msg']})" if where else
-                         f"is no run record ({first['msg']})") from error  # fmt: skip
+        raise ValueError(f"is no {what} ({where}: {first['msg']})" if where else
+                         f"is no {what} ({first['msg']})") from error  # fmt: skip
