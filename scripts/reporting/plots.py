@@ -111,7 +111,8 @@ def loss(rows: list[Shown]) -> Plot | None:
             axis.plot(
                 *zip(*steps, strict=True), color=colour, linestyle=dashes, marker=alone, label=f"{name}, training"
             )
-            parts.append(f"training {shown(steps[0][1])} to {shown(steps[-1][1])}")
+            ends = dict.fromkeys([shown(steps[0][1]), shown(steps[-1][1])])
+            parts.append(f"training {' to '.join(ends)}")
         if tests:
             axis.plot(*zip(*tests, strict=True), color=colour, linestyle="none", marker=marker,
                       label=f"{name}, evaluation")  # fmt: skip
