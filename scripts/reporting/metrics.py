@@ -94,7 +94,7 @@ def rounded(value: float, places: int) -> str:
     text = f"{value:.{places}f}"
     if value and float(text) == 0:
         return f"{value:.2g}"
-    large = abs(value) >= (1_000_000 if isinstance(value, int) else 10_000)
+    large = abs(value) >= (1_000_000 if isinstance(value, int) else 1000)
     return f"{value:,.{places}f}" if large else text
 
 

@@ -7,6 +7,7 @@ Names, ids and reasons come from files that anybody may have written: each goes 
 import base64
 import hashlib
 import html
+import shlex
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -45,11 +46,11 @@ details > div { padding: 0 0 1rem 1.1rem }
 summary { cursor: pointer; padding: 0.45rem 0 } summary h2 { display: inline; margin: 0 }
 .question { display: block; margin-left: 1.1rem; color: var(--quiet) }
 .wide { overflow-x: auto; position: relative; margin: 0.6rem 0 }
-table { border-collapse: collapse; font-size: 0.875rem; overflow-wrap: normal }
-th, td { border-bottom: 1px solid var(--line); padding: 0.35rem 0.6rem; text-align: left; vertical-align: top }
-thead th { background: var(--soft); vertical-align: bottom; min-width: 5rem }
-tbody th { font-weight: 600; max-width: 17rem; overflow-wrap: anywhere }
-tbody th, thead th:first-child { position: sticky; left: 0; min-width: 7rem } tbody th { background: var(--page) }
+table { border-collapse: separate; border-spacing: 0; font-size: 0.875rem; overflow-wrap: normal }
+th, td { border-bottom: 1px solid var(--line); padding: 0.35rem 0.5rem; text-align: left; vertical-align: top }
+thead th { background: var(--soft); vertical-align: bottom }
+tbody th { font-weight: 600; max-width: 17rem; overflow-wrap: break-word; background: var(--page) }
+tbody th, thead th:first-child { position: sticky; left: 0 }
 td.number, th.number { text-align: right } td.number { white-space: nowrap; font-variant-numeric: tabular-nums }
 td.number a { color: inherit; text-decoration: underline dotted var(--line) } td.number a:hover { color: var(--link) }
 td.number small { display: block } td.empty { background: var(--soft) }
@@ -59,11 +60,11 @@ img { max-width: 100%; height: auto; background: #fff; padding: 0.4rem; border-r
 dl { display: grid; grid-template-columns: 8rem 1fr; gap: 0.15rem 1rem } dt { font-weight: 600 } dd { margin: 0 }
 @media (max-width: 40rem) {
   details > div { padding-left: 0 } dl { grid-template-columns: 1fr } dd { margin: 0 0 0.3rem 0.8rem }
-  tbody th { max-width: 9rem } th, td { padding: 0.3rem 0.4rem }
+  tbody th { max-width: 8.5rem } th, td { padding: 0.3rem 0.4rem }
 }
 @media print {
   body { max-width: none; font-size: 0.8rem } .wide { overflow: visible } table { font-size: 0.65rem }
-  thead th { min-width: 0 } tbody th, thead th:first-child { position: static; min-width: 0 }
+  tbody th, thead th:first-child { position: static }
   details::details-content { content-visibility: visible; display: block; height: auto }
   nav { display: none } tr, figure, dl { break-inside: avoid }
 }
@@ -131,24 +132,28 @@ def overview(tables: list[Table], runs: list[Run], links: Links) -> str:
         lines.append(noted(status, [run for run in runs if run.status == status], links))
     if damaged:
         lines.append(noted("completed, incomplete", damaged, links))
-    alone = [(table, row) for table in tables for row in table.rows if row.run and not row.compares]
-    if alone:
-        each = [
-            f'<a href="#{escape(table.name)}">{escape(table.title)}</a>: {escape(row.label)} '
-            f"{links.to(row.run)}: {escape(shortened(why_apart(row)))}"
-            for table, row in alone[:MOST_LINES]
-            if row.run
-        ]
-        head = f"{in_words(len(alone), 'row')} of a table, left out of lines over GPUs and of scatter plots"
-        lines.append(f'<li><span class="bad">does not compare</span>: {head}{items(each, len(alone))}</li>')
+    lines.append(apart(tables, links))
     return f"<section><h2>Overview</h2>\n<ul>{''.join(lines)}</ul></section>"
+
+
+def apart(tables: list[Table], links: Links) -> str:
+    """The line of the overview on rows that do not compare with the others of their table."""
+    rows = [(table, row) for table in tables for row in table.rows if row.run and not row.compares]
+    each = [
+        f'{links.to(row.run)} {escape(row.label)} in <a href="#{escape(table.name)}">{escape(table.title)}</a>: '
+        f"{escape(shortened(why_apart(row)))}"
+        for table, row in rows[:MOST_LINES]
+        if row.run
+    ]
+    head = f"{in_words(len(rows), 'row')}, left out of lines over GPUs and of scatter plots"
+    return f'<li><span class="bad">does not compare</span>: {head}{items(each, len(rows))}</li>' if rows else ""
 
 
 def noted(status: str, runs: list[Run], links: Links) -> str:
     """A line of the overview: how many runs ended so, and what is known of each."""
     each = []
     for run in runs[:MOST_LINES]:
-        why = run.status_note if not run.completed and run.status_note else "; ".join(run.problems[:1])
+        why = next(filter(None, [run.status_note, *run.problems]), "").replace(f"{run.folder}/", "")
         each.append(f"{links.to(run)} {escape(run.experiment)}{': ' if why else ''}{escape(shortened(why))}")
     word = f'<span class="bad">{escape(status)}</span>' if status not in IN_ORDER else escape(status)
     return f"<li>{word}: {in_words(len(runs), 'run')}{items(each, len(runs))}</li>"
@@ -176,7 +181,10 @@ def section(table: Table, images: list[tuple[Path, str]], links: Links, first: b
     each = []
     for remark, rows in list(remarks.items())[:MOST_LINES]:
         named = [f"{escape(row.label)} {links.to(row.run)}" for row in rows[:MOST_LINES] if row.run]
-        each.append(f"{', '.join(named)}{more_than(len(rows))}: {escape(shortened(remark))}")
+        text = remark
+        for row in rows:
+            text = text.replace(f"{row.run.folder}/", "") if row.run else text  # it stands in the run's own entry
+        each.append(f"{', '.join(named)}{more_than(len(rows))}: {escape(shortened(text))}")
     if each:
         parts.append(f'<div class="quiet">{items(each, len(remarks))}</div>')
     if images:
@@ -213,7 +221,7 @@ def downward(table: Table, links: Links, shown: list[int], texts: list[list[str]
     for row, line in zip(table.rows, texts, strict=True):
         cells = "".join(html_cell(row, i, line[i], table.columns[i], links) for i in shown)
         body.append(
-            f'<tr><th scope="row">{escape(row.label)}</th><td>{links.to_all(row.repeats)}</td>'
+            f'<tr><th scope="row">{breakable(row.label)}</th><td>{links.to_all(row.repeats)}</td>'
             f"<td{of_status(row)}>{escape(row.status)}</td>{cells}</tr>"
         )
     return head, "".join(body)
@@ -294,7 +302,7 @@ def facts_of(run: Run) -> list[tuple[str, str]]:
         ("Hardware", escape(shortened(hardware))),
         ("Nodes", "; ".join(filter(None, [nodes, ranks]))),
         ("Commit", commit),
-        ("Command", code(" ".join(record.command))),
+        ("Command", code(shlex.join(record.command))),
         ("Versions", some([escape(f"{name} {version}") for name, version in record.versions.items() if version], ", ")),
         ("Knobs", knobs_of(record)),
         ("Settings", settings_of(record)),
@@ -362,6 +370,11 @@ def code(text: str) -> str:
 
 def shortened(text: str, most: int = 2000) -> str:
     return text if len(text) <= most else f"{text[:most]}… ({len(text):,} characters)"
+
+
+def breakable(text: str) -> str:
+    """A path may break behind each of its folders and words."""
+    return escape(text).replace("/", "/<wbr>").replace("_", "_<wbr>") if "/" in text else escape(text)
 
 
 def escape(text: str) -> str:

@@ -53,10 +53,8 @@ def by_name(value: Any) -> dict[str, Any]:
     return {in_short(name): value[name] for name in list(value)[:MOST_SHOWN]} if isinstance(value, dict) else {}
 
 
-def in_short(value: Any) -> str | None:
+def in_short(value: Any) -> str:
     """A value that is only shown, as text; one that is a list or an object is no value."""
-    if value is None:
-        return None
     if isinstance(value, list | dict):
         return "(not readable)"
     text = str(value)
@@ -70,7 +68,7 @@ Time = Annotated[AwareDatetime, BeforeValidator(time)]
 Measured = Annotated[float, AfterValidator(measured)]
 Loss = Annotated[float, AfterValidator(loss)]
 Text = Annotated[str | None, BeforeValidator(lambda value: value if value is None else str(value))]
-ShownText = Annotated[str | None, BeforeValidator(in_short)]
+ShownText = Annotated[str | None, BeforeValidator(lambda value: value if value is None else in_short(value))]
 
 
 class Typed(BaseModel):
@@ -211,7 +209,7 @@ class Record(Typed):
     git: OrDefault[Git] = Git()
     command: Annotated[list[str], BeforeValidator(words)] = []
     versions: Annotated[dict[str, ShownText], BeforeValidator(by_name)] = {}
-    knobs: Annotated[Knobs, BeforeValidator(by_name)] = Knobs()
+    knobs: Annotated[Knobs, BeforeValidator(by_name)] = Knobs.model_validate({})
     parameters: Count | None = None
     steps_per_epoch: Count | None = None
     train_size: Count | None = None

@@ -59,12 +59,12 @@ def empty_columns(table: Table) -> dict[str, str]:
 def seen_on(table: Table) -> str:
     """Hardware, versions and GPU-hours of the table's runs, in one line."""
     runs = list({id(run): run for row in table.rows for run in row.repeats}.values())
-    parts = [f"Hardware: {counted([hardware_of(run) for run in runs])}."]
+    parts = [f"Hardware: {counted([hardware_of(run) for run in runs])}"]
     for name in SHOWN_PACKAGES:
         versions = [run.record.versions.get(name) or "" for run in runs]
         if any(versions):
-            parts.append(f"{name} {counted([version or 'not recorded' for version in versions])}.")
-    return " ".join([*parts, f"GPU-hours: {hours_of(runs)}."])
+            parts.append(f"{name} {counted([version or 'not recorded' for version in versions])}")
+    return " · ".join([*parts, f"GPU-hours: {hours_of(runs)}"])
 
 
 def hardware_of(run: Run) -> str:
@@ -77,9 +77,10 @@ def hours_of(runs: list[Run]) -> str:
     found = [run.gpu_hours() for run in runs]
     hours = [number for number, _ in found if number is not None]
     reasons = [why for number, why in found if number is None]
-    known = f"{shown(sum(hours))} in {in_words(len(hours), 'run')}" if hours else ""
-    unknown = f"no value for {in_words(len(reasons), 'run')} ({counted(reasons)})" if reasons else ""
-    return "; ".join(filter(None, [known, unknown]))
+    known = f"{shown(sum(hours))} in {in_words(len(hours), 'run')}"
+    if not reasons:
+        return known
+    return f"{known}, no value for {len(reasons)} ({counted(reasons)})" if hours else f"no value ({counted(reasons)})"
 
 
 def counted(texts: list[str]) -> str:
