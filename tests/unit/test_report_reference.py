@@ -461,4 +461,6 @@ def test_numbers_are_in_the_file_with_their_repeats(tmp_path):
     (entry,) = stored["tables"]["baseline"]
     assert entry["values"]["samples_per_second"] == {"value": 10, "spread": 2, "count": 3}
     assert entry["job_id"] == "3" and entry["settings"]["hardware"] == "AMD EPYC"
-    assert stored["tables"].keys() == {"baseline", "gpu-memory", "predicted-memory"}, "a table without a run, or that of all runs"
+    assert stored["tables"].keys() == {"baseline", "gpu-memory", "predicted-memory"}, (
+        "a table without a run, or that of all runs"
+    )
