@@ -107,6 +107,7 @@ def prediction_table(runs: list[Run]) -> Table:
         "model needs at the peak of a product of matrices; forward and backward, optimizer and communication are "
         "predicted; the rest is what the step took beyond them (less than 0: it was faster)."
     )
+    definition["plots"] = ["prediction"]
     by_experiment: dict[str, list[Run]] = {}
     for run in runs:
         if run.completed and run.record.estimate != NO_RECORD.estimate:

@@ -5,6 +5,7 @@ other: those that do not compare are left out, and the plot says so.
 """
 
 import math
+import statistics
 from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import cycle
@@ -28,6 +29,7 @@ WIDTH = 5.8  # inches, of which letters of 11 points can be read on a phone
 HEIGHT = 3.4
 LEGEND_LINE = 0.24
 STEADY, TRAINERS = "steady_samples_per_second", "samples_per_second"
+PREDICTED = "estimated_samples_per_second"
 RATE_NAMES = {STEADY: "samples/s, steps alone", TRAINERS: "samples/s, with evaluation"}
 LOOKS = [
     *(("#000000", "-", "o"), ("#d55e00", "--", "s"), ("#0072b2", "-.", "^"), ("#009e73", ":", "D")),
@@ -214,6 +216,9 @@ def throughput(rows: list[Shown]) -> Plot | None:
     ideal = [rates[0] / gpus[0] * n for n in gpus]
     axis.plot(gpus, ideal, color="#777777", linestyle="--", label="ideal")
     axis.plot(gpus, rates, color="black", marker="o", label="measured")
+    predicted = by_gpus(rows, PREDICTED)
+    if metric == STEADY and predicted:
+        axis.plot(*zip(*predicted, strict=True), color="#d55e00", marker="s", linestyle=":", label="predicted")
     axis.set(xlabel=with_left_out("GPUs", rows), ylabel=RATE_NAMES[metric], xticks=gpus)
     axis.set_ylim(bottom=0)
     axis.legend(frameon=False)
@@ -274,6 +279,32 @@ def speed(rows: list[Shown]) -> Plot | None:
     return Plot(figure, f"Speed over peak {kind} memory: {said}. On the Pareto front: {front}.{left_out_of(rows)}")
 
 
+def prediction(rows: list[Shown]) -> Plot | None:
+    """Measured over predicted samples/s, with the line on which they are equal; one kind of marker for each size."""
+    points = []
+    for row in rows:
+        ranks, predicted, measured = (value(row, metric) for metric in ("gpus", PREDICTED, STEADY))
+        if ranks and predicted and measured:
+            points.append((int(ranks), predicted, measured))
+    if len(points) < 2:
+        return None
+    sizes = sorted({ranks for ranks, *_ in points})
+    figure, (axis,) = new_figure(legend_lines=len(sizes) + 1)
+    for ranks, (colour, _, marker) in zip(sizes, cycle(LOOKS), strict=False):
+        own = [(predicted, measured) for size, predicted, measured in points if size == ranks]
+        axis.plot(*zip(*own, strict=True), color=colour, marker=marker, linestyle="none",
+                  label=f"{ranks} rank{'s' if ranks > 1 else ''}")  # fmt: skip
+    rates = [rate for _, *both in points for rate in both]
+    ends = [min(rates) / 1.2, max(rates) * 1.2]
+    axis.plot(ends, ends, color="#777777", linestyle="--", linewidth=1, label="measured = predicted", zorder=0)
+    axis.set(xscale="log", yscale="log", xlabel="predicted samples/s", ylabel=RATE_NAMES[STEADY])
+    legend_below(figure)
+    ratios = sorted(measured / predicted for _, predicted, measured in points)
+    least, middle, most = (f"{100 * ratio:.0f} %" for ratio in (ratios[0], statistics.median(ratios), ratios[-1]))
+    said = f"{len(points)} runs; measured is {least} to {most} of predicted, median {middle}."
+    return Plot(figure, f"Measured over predicted samples/s: {said}")
+
+
 def pareto_front(points: list[tuple[float, float]]) -> list[tuple[float, float]]:
     """Those (memory, speed) beside which no other is as fast in less memory, or faster in as much; by rising memory."""
     front: list[tuple[float, float]] = []
@@ -317,4 +348,5 @@ DRAWINGS = {
     "throughput": throughput,
     "efficiency": efficiency,
     "speed": speed,
+    "prediction": prediction,
 }

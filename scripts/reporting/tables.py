@@ -15,7 +15,7 @@ from reporting.runs import INCOMPLETE, Run
 TABLE_KEYS = {"id", "title", "question", "rows", "columns", "note", "plots", "per_model", "varies", "transpose"}
 TABLE_KEYS |= {"reference", "names", "needs"}
 ROW_KEYS = {"label", "experiment", "reference"}
-PLOTS = {"loss", "memory", "peaks", "throughput", "efficiency", "speed"}
+PLOTS = {"loss", "memory", "peaks", "throughput", "efficiency", "speed", "prediction"}
 # Settings that name places and looks. All others define the run. Data size and precision are traits of their own.
 NO_TRAIT = {"output_dir", "run_name", "deepspeed", "fsdp", "fsdp_config", "disable_tqdm", "logging_steps"}
 NO_TRAIT |= {"train_size", "samples_per_gpu", "fp16", "bf16", "save_total_limit", "resume_from_checkpoint"}

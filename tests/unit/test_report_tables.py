@@ -12,6 +12,7 @@ import yaml
 import report
 from helpers import REPOSITORY
 from report_files import RUNS, add_run, gpu_log
+from reporting import plots
 from reporting.runs import find_runs
 from reporting.tables import build_tables, load_definitions
 
@@ -165,6 +166,17 @@ def test_predicted_beside_measured(tmp_path):
     assert parts == pytest.approx([48, 16, 16, 20])
     assert (found["estimated_gpu"], found["peak_gpu"], found["difference_gpu"]) == (600, 900, 50)
     assert (found["estimated_cpu"], found["peak_cpu"], found["difference_cpu"]) == (120, 90, -25)
+
+
+def test_plot_of_predicted_and_measured(tmp_path):
+    for job, rate in (("1", 16.0), ("2", 10.0), ("3", 24.0)):
+        add_run(
+            tmp_path, f"deepspeed-single-gpu/zero_{job}", job, estimate=ESTIMATE, train__steady_samples_per_second=rate
+        )
+    add_run(tmp_path, "baseline", "4", train__steady_samples_per_second=999.0)  # it predicted nothing
+    table = report.prediction_table(find_runs([tmp_path]))
+    ((_, seen),) = plots.draw(table, tmp_path)
+    assert seen == ("Measured over predicted samples/s: 3 runs; measured is 50 % to 120 % of predicted, median 80 %.")
 
 
 def test_a_run_without_a_prediction_says_so(tmp_path):
