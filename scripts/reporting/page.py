@@ -174,7 +174,7 @@ def section(table: Table, images: list[tuple[Path, str]], links: Links, first: b
         reasons.setdefault(reason, []).append(name)
     for reason, names in reasons.items():
         why = shortened(from_folder(reason, table.rows))
-        parts.append(f'<p class="quiet">{escape(f"Left out, as empty: {', '.join(names)} ({why}).")}</p>')
+        parts.append(f'<p class="quiet">Left out, as empty: {escape(", ".join(names))} ({escape(why)}).</p>')
     if table.note:
         parts.append(f'<p class="quiet">{escape(table.note)}</p>')
     remarks = remarks_of(table, left_out)

@@ -185,7 +185,7 @@ def test_empty_columns_are_folded_with_their_reason(tmp_path):
     assert "Peak CPU memory (MiB)" in headers, "one of two runs has it"
     assert not [name for name in headers if "GPU memory" in name]
     assert re.search(r"Left out, as empty: Peak GPU memory \(MiB\),.* Mean GPU memory \(MiB\) \(no GPU\)\.", shown)
-    assert "Stage 1 " not in shown.partition("</table>")[2], "what is left out for all is not said for each"
+    assert "Stage 1 <a" not in shown.partition("</table>")[2], "what is left out for all is not said for each"
     assert "Peak GPU memory (MiB)" in (tmp_path / "report" / "zero-stages-tiny-bloom.csv").read_text()
     assert "Peak GPU memory (MiB)" in (tmp_path / "report" / "zero-stages-tiny-bloom.md").read_text()
 
@@ -326,6 +326,14 @@ def test_throughput_says_what_is_seen_and_leaves_out_what_does_not_compare(tmp_p
     assert list(measured.get_ydata()) == [10.1, 18.9, 35.0]
     assert axis.get_xlabel() == "GPUs\nLeft out, does not compare: 8 GPUs."
     assert axis.get_ylabel() == "samples/s, steps alone"
+
+
+def test_throughput_tells_the_prediction(tmp_path):
+    for job, (gpus, rate) in enumerate(((2, 10.0), (4, 18.0)), 1):
+        changes = {"train__steady_samples_per_second": rate, "estimate": {"step": {"samples_per_second": 2 * rate}}}
+        add_run(tmp_path, f"{SCALING}/{gpus}_gpus", str(job), world_size=gpus, **changes)
+    alt = DRAWINGS["throughput"](rows_of(tmp_path, "multi-gpu-weak-scaling")).alt
+    assert alt.endswith("18 samples/s on 4; ideal 20 on 4; predicted 20 on 2 GPUs, 36 on 4.")
 
 
 def test_efficiency_leaves_out_what_does_not_compare(tmp_path):
