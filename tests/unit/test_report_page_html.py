@@ -370,10 +370,13 @@ def test_speed_over_memory_shows_the_pareto_front(tmp_path):
     for number, (name, (peak, rate)) in enumerate(measured.items(), 1):
         changes = {"train__steady_samples_per_second": rate}
         add_run(tmp_path, f"efficiency/{name}", str(number), gpu=gpu_log(100, peak, 50), **changes)
+    other = {"train__steady_samples_per_second": 9.0, "settings__labels": "answer"}
+    add_run(tmp_path, "efficiency/compile", "4", gpu=gpu_log(100, 200, 50), **other)
     plot = DRAWINGS["speed"](rows_of(tmp_path, "efficiency-tiny-bloom"))
     assert plot.alt == (
         "Speed over peak GPU memory: Recipe 5 samples/s in 900 MiB; + bf16 1.5 samples/s in 700 MiB; "
-        "All 2 samples/s in 300 MiB. On the Pareto front: Recipe, All."
+        "All 2 samples/s in 300 MiB. On the Pareto front: Recipe, All. "
+        "Left out, does not compare: with torch.compile."
     )
     front = next(line for line in plot.figure.axes[0].lines if line.get_label().startswith("Pareto"))
     assert list(zip(front.get_xdata(), front.get_ydata(), strict=True)) == [(300, 2.0), (900, 5.0), (900, 5.0)]
