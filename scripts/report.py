@@ -17,12 +17,18 @@ from errors import OneLineErrors, WorkshopError, run_program
 from paths import REPOSITORY
 from reporting.memory_logs import logs_of, read_cpu_log, read_gpu_log
 from reporting.metrics import MOST_EPOCHS, Cell
+from reporting.page import GENERATOR, page
 from reporting.reference import NAME, compare, read_reference, write_numbers
-from reporting.render import GENERATOR, comma_separated, grid, lines_of, markdown, page, plain
-from reporting.runs import Run, find_runs, read_run
-from reporting.tables import Table, build_table, build_tables, load_definitions
+from reporting.render import comma_separated, grid, lines_of, markdown, plain
+from reporting.runs import NO_RECORD, Run, find_runs, read_run
+from reporting.tables import Table, build_table, build_tables, chosen, load_definitions
 
 DEFINITIONS = REPOSITORY / "experiments" / "tables.yaml"
+PREDICTION_COLUMNS = [
+    *("gpus", "estimated_samples_per_second", "steady_samples_per_second", "difference_samples_per_second"),
+    *("mfu", "step_compute", "step_optimizer", "step_communication", "step_rest"),
+    *("estimated_gpu", "peak_gpu", "difference_gpu", "estimated_cpu", "peak_cpu", "difference_cpu"),
+]
 RUN_COLUMNS = ["model", "gpus", "runtime", "samples_per_second", "train_loss", "eval_loss", "peak_gpu", "peak_cpu"]
 
 
@@ -45,19 +51,18 @@ def write_report(folders: list[Path], output: Path, all_runs: bool, reference: P
         )
     rows_of_experiments = build_tables(definitions, runs, all_runs)
     compared = compare(rows_of_experiments, other, reference) if reference and other else []
-    tables = [*rows_of_experiments, run_table(runs)]
+    tables = [*rows_of_experiments, prediction_table(runs), run_table(runs)]
     try:
         output.mkdir(parents=True, exist_ok=True)
         remove_old(definitions, output)
         images = write_tables(tables, output)
-        completed = sum(run.completed for run in runs)
-        summary = f"{len(runs)} runs, {completed} of them completed. " + (
+        summary = (
             "Means over the completed runs that compare with the latest one, ± standard deviation (number of runs); "
             "plots show the latest one."
             if all_runs
             else "Each row shows the latest completed run of its experiment."
         )
-        html = page(tables, images, "Results of the workshop", "\n".join([summary, *compared]))
+        html = page(tables, runs, images, [summary, *compared])
         (output / "index.html").write_text(html, encoding="utf-8")
         write_numbers(rows_of_experiments, output)
     except OSError as error:
@@ -72,7 +77,8 @@ def read_if_there(path: Path) -> str:
     return path.read_text(encoding="utf-8", errors="replace") if path.is_file() else ""
 
 
-def write_tables(tables: list[Table], output: Path) -> dict[str, list[Path]]:
+def write_tables(tables: list[Table], output: Path) -> dict[str, list[tuple[Path, str]]]:
+    """Write the files of each table that has runs. Returns table name -> its plots, each with what is seen in it."""
     from reporting.plots import draw  # matplotlib takes a second, which --job need not wait for
 
     images = {}
@@ -87,19 +93,42 @@ def write_tables(tables: list[Table], output: Path) -> dict[str, list[Path]]:
 def remove_old(definitions: list[dict], output: Path) -> None:
     """Remove the files of an earlier report: one of a table that no longer has runs would look like a result."""
     (output / NAME).unlink(missing_ok=True)
-    for name in (definition["id"] for definition in definitions):
+    for name in ["prediction", *(definition["id"] for definition in definitions)]:
         for path in [*output.glob(f"{name}*.md"), *output.glob(f"{name}*.csv"), *output.glob(f"{name}-*.png")]:
             path.unlink()
 
 
+def prediction_table(runs: list[Run]) -> Table:
+    """What the runs predicted of themselves, and what was measured: of each experiment the run that stands for it."""
+    definition: dict = {"id": "prediction", "title": "Predicted and measured", "columns": PREDICTION_COLUMNS}
+    definition["question"] = "How far off are the predictions of time and memory, and where did the time go?"
+    definition["note"] = (
+        "Measured samples/s are those of the steps alone. Percentages are parts of the measured step: MFU is what the "
+        "model needs at the peak of a product of matrices; forward and backward, optimizer and communication are "
+        "predicted; the rest is what the step took beyond them (less than 0: it was faster)."
+    )
+    definition["plots"] = ["prediction"]
+    by_experiment: dict[str, list[Run]] = {}
+    for run in runs:
+        if run.completed and run.record.estimate != NO_RECORD.estimate:
+            by_experiment.setdefault(run.experiment, []).append(run)
+    return one_by_one(definition, [stands for own in by_experiment.values() if (stands := chosen(own))])
+
+
 def run_table(runs: list[Run]) -> Table:
     """Every run that was found, oldest first, with its GPU-hours."""
-    definition: dict = {"id": "runs", "title": "All runs", "columns": [*RUN_COLUMNS, "gpu_hours"], "rows": []}
+    definition: dict = {"id": "runs", "title": "All runs", "columns": [*RUN_COLUMNS, "gpu_hours"]}
     definition["question"] = "What ran, how did it end, and what did it cost?"
     definition["note"] = (
         "GPU-hours: GPUs of the job x time from the run record's start to its end, start-up left out; of a resumed job "
         "those of all its parts."
     )
+    return one_by_one(definition, runs)
+
+
+def one_by_one(definition: dict, runs: list[Run]) -> Table:
+    """A table with a row for each run, which are not compared with one another."""
+    definition = {"rows": []} | definition
     table = build_table(definition, {}, all_runs=False)
     for run in runs:
         one = definition | {"rows": [{"label": run.experiment, "experiment": run.experiment}]}
@@ -126,6 +155,7 @@ def job_tables(path: Path) -> str:
             grid(["Metric", "Value", "Note"], rows),
             "",
             *(plain(f"incomplete: {problem}") for problem in problems),
+            *map(plain, run.notes),
             plain(f"model:      {output if saved else 'not saved'}"),
             plain(f"run record: {path}"),
         ]

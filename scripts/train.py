@@ -18,9 +18,10 @@ Your own data and model, going on after an interruption:
 
 from build_ops import check_compiler
 from config import parse_command_line
-from parallel.distributed import local_world_size, prepare_environment, run_and_exit, world_size
+from parallel.distributed import local_world_size, prepare_environment, rank, run_and_exit, world_size
 from parallel.ds_config import check_ds_config
 from parallel.fsdp_config import check_fsdp_config
+from training.record import git_state
 from training.stopping import StopRequest
 
 
@@ -40,10 +41,13 @@ def main() -> None:
         fsdp_file = options.values["fsdp_config"]
         options.fsdp_config = check_fsdp_config(fsdp, fsdp_file, world_size(), local_world_size())
 
+    # Until its exec, git is counted with all the memory of this process: now that is small
+    git = git_state() if rank() == 0 else None
+
     # Models and the Trainer take seconds to import: not before a mistake above has been told
     from training.run import run
 
-    run(options, stop)
+    run(options, stop, git)
 
 
 if __name__ == "__main__":

@@ -154,9 +154,10 @@ def memory_rows(log: MemoryLog, missing: list[str]) -> list[str]:
     if not log.samples:
         missing.append(f"{log.path}: no sample")
     where = f" on {host_of(log.path)}" if host_of(log.path) else ""
+    left_out = f"; {log.left_out()}" if log.left_out() else ""
     return [
         f"{'CPU' if name == 'process' else f'GPU {name}'} memory{where}: peak {log.peak(name):.0f} MiB, "
-        f"mean {log.mean(name):.0f} MiB ({len(log.samples[name])} samples)"
+        f"mean {log.mean(name):.0f} MiB ({len(log.samples[name])} samples{left_out})"
         for name in log.names()
     ]
 

@@ -20,6 +20,9 @@ SHOWN_PROBLEMS = 3
 POINTS = 2000  # of a curve: more than a plot has pixels
 LARGEST = 1e9  # MiB, and seconds: what is more is no sample
 MOST_GPUS = 256  # of one node
+LIKE = 0.1  # by which the half of a doubled sample may be beyond those around it
+
+Sample = tuple[float, float, float]  # of psrecord: seconds, and MiB of real and virtual memory
 
 
 @dataclass
@@ -63,13 +66,15 @@ class Samples:
 class MemoryLog:
     """Samples in MiB per series (GPU index, or "process"), and what could not be read, as ``file:line: reason``.
 
-    problems: the first of them. more: how many there are besides.
+    problems: the first of them. more: how many there are besides. doubled: samples of forked children (is_doubled),
+    which are none of the others.
     """
 
     path: Path
     samples: dict[str, Samples] = field(default_factory=dict)
     problems: list[str] = field(default_factory=list)
     more: int = 0
+    doubled: Samples = field(default_factory=Samples)
 
     def peak(self, series: str) -> float:
         return self.samples[series].peak
@@ -106,6 +111,12 @@ class MemoryLog:
     def gaps(self) -> list[str]:
         """The first problems, and how many more there are."""
         return self.problems + ([f"{self.path}: {self.more} more such lines"] if self.more else [])
+
+    def left_out(self) -> str:
+        """Which samples the numbers leave out, and why; empty when there are none."""
+        count, largest = len(self.doubled), self.doubled.peak
+        which = f"1 sample of {largest:,.0f} MiB" if count == 1 else f"{count} samples of up to {largest:,.0f} MiB"
+        return f"{which} left out: a forked child was counted with its parent" if count else ""
 
 
 def seconds(time: str | float) -> float:
@@ -188,14 +199,19 @@ def read_cpu_log(path: Path, restarts: int = 0) -> MemoryLog:
     """
     log = MemoryLog(path)
     headers = number = 0
-    before = last = 0.0  # seconds: of the parts that have ended, and of this one
+    ended = 0.0  # seconds: of the parts that have ended
+    before: Sample | None = None  # of this part: the last sample but one, and the last
+    last: Sample | None = None
     for lines in line_blocks(log):
-        samples, times = [], []
+        found: list[Sample] = []
         for line in lines:
             number += 1
             if CPU_HEADER in line:  # in mid-line where a killed job left the line before it open
                 headers += 1
-                before, last = before + last, 0.0
+                if last:
+                    found.append(last)
+                    ended = last[0]
+                before = last = None
                 if headers > 1 + restarts:
                     log.report(number, "another header, the logger was restarted")
                 continue
@@ -209,12 +225,34 @@ def read_cpu_log(path: Path, restarts: int = 0) -> MemoryLog:
             except ValueError:
                 log.report(number, f"no sample ({line.strip()[:60]})")
                 continue
-            last = time
-            samples.append(real)
-            times.append(before + time)
-        if samples:
-            log.samples.setdefault("process", Samples()).add(times, samples)
+            sample = ended + time, real, virtual
+            if before and last and is_doubled(before, last, sample):
+                log.doubled.add([last[0]], [last[1]])
+            elif last:
+                found.append(last)
+            before, last = last, sample
+        take_in(log, found)
+    take_in(log, [last] if last else [])
     return log
+
+
+def take_in(log: MemoryLog, found: list[Sample]) -> None:
+    if found:
+        times, real, _ = map(list, zip(*found, strict=True))
+        log.samples.setdefault("process", Samples()).add(times, real)
+
+
+def is_doubled(before: Sample, sample: Sample, after: Sample) -> bool:
+    """Whether a sample has a process twice: once as a child that it has just forked, up to the child's exec.
+
+    Such a child has all of its parent's memory, or shares it. So the sample's half, of real memory and of virtual, is
+    what the samples around it have. A process that takes so much itself for a moment shows otherwise: PyTorch has
+    several times as much virtual memory as real, which does not grow by the same factor.
+    """
+    for mine, *others in zip(sample[1:], before[1:], after[1:], strict=True):
+        if not (1 - LIKE) * min(others) <= mine / 2 <= (1 + LIKE) * max(others):
+            return False
+    return sample[1] > max(before[1], after[1]) and sample[2] > 1.5 * max(before[2], after[2])
 
 
 def line_blocks(log: MemoryLog, units: str = "") -> Iterator[list[str]]:

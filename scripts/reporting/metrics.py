@@ -2,13 +2,14 @@
 
 import math
 import statistics
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from reporting.runs import Run
 
 MIB_PER_GIB = 1024
 MOST_EPOCHS = 20  # that a table can show one by one
+LARGEST_IN_DIGITS = 1e15  # from which on a number is shown as 3.5e+38
 
 
 @dataclass(frozen=True)
@@ -44,6 +45,13 @@ class Cell:
         spread = f"{self.spread:,.0f}" if self.spread >= 10 else f"{self.spread:.2g}"
         return f"{shown(self.value)} ± {spread} ({self.count})"
 
+    def with_decimals(self, places: int) -> str:
+        """The text with this number of decimals, as `decimals` gives it for a column."""
+        if self.number is None:
+            return shown(self.value)
+        text = rounded(self.number, places)
+        return text if self.spread is None else f"{text} ± {rounded(self.spread, places)} ({self.count})"
+
 
 @dataclass(frozen=True)
 class Metric:
@@ -62,6 +70,32 @@ def shown(value: float | int | str | None) -> str:
     if math.isfinite(value) and abs(value) >= 10000:
         return f"{value:,.0f}"
     return f"{value:.1f}" if math.isfinite(value) and abs(value) >= 1000 else f"{value:.4g}"
+
+
+def decimals(cells: Iterable[Cell]) -> int:
+    """How many decimals the numbers of a column get: four significant digits of each, at most five of the largest."""
+    sizes = [abs(c.number) for c in cells if c.number and math.isfinite(c.number) and abs(c.number) < 1_000_000]
+    if not sizes:
+        return 0
+    most = 4 - math.floor(math.log10(max(sizes)))
+    return max(0, min(most, max(map(own_decimals, sizes))))
+
+
+def own_decimals(size: float) -> int:
+    """Decimals of four significant digits, zeros at the end left out."""
+    text = f"{size:.{max(0, 3 - math.floor(math.log10(size)))}f}"
+    return len(text.partition(".")[2].rstrip("0"))
+
+
+def rounded(value: float, places: int) -> str:
+    """A number with so many decimals; one that would be shown as zero and is none keeps two digits."""
+    if not math.isfinite(value) or abs(value) >= LARGEST_IN_DIGITS:
+        return f"{value:.4g}"
+    text = f"{value:.{places}f}"
+    if value and float(text) == 0:
+        return f"{value:.2g}"
+    large = abs(value) >= (1_000_000 if isinstance(value, int) else 1000)
+    return f"{value:,.{places}f}" if large else text
 
 
 def recorded(path: str, scale: float = 1) -> Callable[[Run], Cell]:
@@ -119,6 +153,90 @@ def padding(run: Run) -> Cell:
     return Cell(100 * train.padding_tokens / (train.real_tokens + train.padding_tokens))
 
 
+def estimated(path: str) -> Callable[[Run], Cell]:
+    """A number of the run's own prediction."""
+
+    def read(run: Run) -> Cell:
+        value = run.get(f"estimate.{path}")
+        if value is not None:
+            return Cell(value)
+        if path == "gpu_mib" and run.record.hardware.gpus == 0:
+            return Cell(None, "no GPU")
+        missing = run.record.missing
+        reason = (missing.get("estimate.step") if path.startswith("step.") else None) or missing.get("estimate")
+        return Cell(None, reason or "the run did not predict it")
+
+    return read
+
+
+def difference(measured: Callable[[Run], Cell], predicted: Callable[[Run], Cell]) -> Callable[[Run], Cell]:
+    """By how many percent of the prediction the measured value is above it."""
+
+    def read(run: Run) -> Cell:
+        found = measured(run)
+        expected = predicted(run)
+        if found.number is None or not expected.number:
+            return Cell(None, found.note if found.number is None else expected.note)
+        return Cell((found.number - expected.number) / expected.number * 100)
+
+    return read
+
+
+def share_of_step(part: str) -> Callable[[Run], Cell]:
+    """Percent of a measured step that a part of the predicted one would take: `compute`, `optimizer` ...
+
+    `rest` is what the measured step takes longer than the predicted one, less than nothing where it is faster.
+    """
+
+    def read(run: Run) -> Cell:
+        predicted = estimated("step.samples_per_second")(run)
+        measured = METRICS["steady_samples_per_second"].read(run)
+        if not predicted.number or not measured.number:
+            return Cell(None, measured.note if not measured.number else predicted.note)
+        step = run.record.estimate.step
+        measured_seconds = (step.seconds or 0) * predicted.number / measured.number
+        if not measured_seconds:
+            return Cell(None, "the run did not predict it")
+        shares = {name: 100 * (getattr(step, name) or 0) / measured_seconds for name in PARTS_OF_STEP}
+        if part == "rest":
+            return Cell(100 - sum(shares.values()))
+        return Cell(shares[part])
+
+    return read
+
+
+def profiled(part: str) -> Callable[[Run], Cell]:
+    """Percent of a profiled step, the mean over all ranks."""
+
+    def read(run: Run) -> Cell:
+        ranks = [of_rank for of_rank in run.record.profile if of_rank.seconds_per_step]
+        if not ranks:
+            return Cell(None, run.record.missing.get("profile") or "the run had no --profile")
+        return Cell(statistics.fmean(100 * getattr(of_rank, part) / of_rank.seconds_per_step for of_rank in ranks))
+
+    return read
+
+
+def profiled_step(run: Run) -> Cell:
+    """Milliseconds of a profiled step, the mean over all ranks."""
+    ranks = run.record.profile
+    if not ranks:
+        return Cell(None, run.record.missing.get("profile") or "the run had no --profile")
+    return Cell(statistics.fmean(1000 * of_rank.seconds_per_step for of_rank in ranks))
+
+
+def counted_by_pytorch(kind: str) -> Callable[[Run], Cell]:
+    """Peak of the fullest GPU in MiB: `allocated` to tensors, or `reserved` from the driver."""
+
+    def read(run: Run) -> Cell:
+        values = [getattr(of_rank, f"{kind}_mib") for of_rank in run.record.peak_gpu_memory]
+        if not values or None in values:
+            return Cell(None, run.why_missing("peak_gpu_memory"))
+        return Cell(max(values))
+
+    return read
+
+
 def gpu_hours(run: Run) -> Cell:
     return Cell(*run.gpu_hours())
 
@@ -127,6 +245,7 @@ def model(run: Run) -> Cell:
     return Cell(run.model or None, "" if run.model else run.why_missing("settings"))
 
 
+PARTS_OF_STEP = ("compute", "optimizer", "communication")
 METRICS = {
     "model": Metric("Model", model),
     "gpus": Metric("GPUs", recorded("world_size")),
@@ -159,6 +278,34 @@ METRICS = {
     "callback_gpu_mib": Metric("GPU memory allocated (MiB)", recorded("callbacks.avg_mem_alloc_MB")),
     "gpu_utilisation": Metric("GPU utilisation (%)", recorded("callbacks.avg_gpu_util_%")),
     "gpu_hours": Metric("GPU-hours", gpu_hours),
+    "bus_bandwidth": Metric("Bus bandwidth (GB/s)", recorded("bandwidth.bus_bandwidth_gb_per_s")),
+    "allocated_gpu": Metric("Allocated by PyTorch (MiB)", counted_by_pytorch("allocated")),
+    "reserved_gpu": Metric("Reserved by PyTorch (MiB)", counted_by_pytorch("reserved")),
+    "estimated_gpu": Metric("Estimated GPU memory (MiB)", estimated("gpu_mib")),
+    "difference_gpu": Metric(
+        "GPU memory: measured over estimated (%)", difference(logged("gpu", "peak"), estimated("gpu_mib"))
+    ),
+    "estimated_cpu": Metric("Estimated CPU memory (MiB)", estimated("node_mib")),
+    "difference_cpu": Metric(
+        "CPU memory: measured over estimated (%)", difference(logged("cpu", "peak"), estimated("node_mib"))
+    ),
+    "estimated_samples_per_second": Metric("Predicted samples/s", estimated("step.samples_per_second")),
+    "difference_samples_per_second": Metric(
+        "Samples/s: measured over predicted (%)",
+        difference(recorded("train.steady_samples_per_second"), estimated("step.samples_per_second")),
+    ),
+    "step_compute": Metric("Predicted: forward, backward (%)", share_of_step("compute")),
+    "step_optimizer": Metric("Predicted: optimizer (%)", share_of_step("optimizer")),
+    "step_communication": Metric("Predicted: communication (%)", share_of_step("communication")),
+    "step_rest": Metric("Not predicted (%)", share_of_step("rest")),
+    "profiled_step": Metric("Step (ms)", profiled_step),
+    "profiled_data": Metric("Data (%)", profiled("data")),
+    "profiled_forward": Metric("Forward (%)", profiled("forward")),
+    "profiled_backward": Metric("Backward (%)", profiled("backward")),
+    "profiled_communication": Metric("Communication (%)", profiled("communication")),
+    "profiled_optimizer": Metric("Optimizer (%)", profiled("optimizer")),
+    "profiled_other": Metric("Other (%)", profiled("other")),
+    "profiled_hidden": Metric("Hidden communication (%)", profiled("hidden_communication")),
 }
 
 

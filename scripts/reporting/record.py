@@ -15,6 +15,8 @@ from reporting.files import open_file
 
 LARGEST_FILE = 2**26  # bytes; a record has some ten thousand
 LARGEST_LOSS = 3.5e38  # of fp32, behind which there is only infinity
+LONGEST_TEXT = 1000  # characters of a value that is only shown
+MOST_SHOWN = 200  # entries of a part that is only shown
 
 
 def absent(value: Any) -> Any:
@@ -41,6 +43,24 @@ def loss(value: float) -> float:
     return value
 
 
+def words(value: Any) -> list[str]:
+    """What is only shown may be anything: a list as texts, anything else as none."""
+    return [in_short(word) for word in value[:MOST_SHOWN]] if isinstance(value, list) else []
+
+
+def by_name(value: Any) -> dict[str, Any]:
+    """A part whose entries are only shown; one that has no names has no entries."""
+    return {in_short(name): value[name] for name in list(value)[:MOST_SHOWN]} if isinstance(value, dict) else {}
+
+
+def in_short(value: Any) -> str:
+    """A value that is only shown, as text; one that is a list or an object is no value."""
+    if isinstance(value, list | dict):
+        return "(not readable)"
+    text = str(value)
+    return text if len(text) <= LONGEST_TEXT else f"{text[:LONGEST_TEXT]}… ({len(text)} characters)"
+
+
 Part = TypeVar("Part")
 OrDefault = Annotated[Part, BeforeValidator(absent)]
 Count = Annotated[int, Field(ge=0, le=10**15)]
@@ -48,6 +68,7 @@ Time = Annotated[AwareDatetime, BeforeValidator(time)]
 Measured = Annotated[float, AfterValidator(measured)]
 Loss = Annotated[float, AfterValidator(loss)]
 Text = Annotated[str | None, BeforeValidator(lambda value: value if value is None else str(value))]
+ShownText = Annotated[str | None, BeforeValidator(lambda value: value if value is None else in_short(value))]
 
 
 class Typed(BaseModel):
@@ -69,11 +90,20 @@ class Git(Typed):
 
 
 class Knob(Typed):
-    effective: str | None = None
+    requested: ShownText = None
+    effective: ShownText = None
+
+
+AnyKnob = Annotated[Knob, BeforeValidator(by_name)]
 
 
 class Knobs(Typed):
-    precision: OrDefault[Knob] = Knob()
+    """Precision, by which runs compare, and all others, by their names."""
+
+    model_config = ConfigDict(extra="allow")
+    __pydantic_extra__: dict[str, AnyKnob]
+
+    precision: AnyKnob = Knob()
 
 
 class Settings(Typed):
@@ -112,6 +142,46 @@ class Train(Typed):
     mfu_percent: Measured | None = None
 
 
+class EstimatedStep(Typed):
+    """Of an optimizer step, in seconds; samples_per_second of all ranks."""
+
+    seconds: Measured | None = None
+    samples_per_second: Measured | None = None
+    compute: Measured | None = None
+    optimizer: Measured | None = None
+    communication: Measured | None = None
+
+
+class Estimate(Typed):
+    """What the run predicted of itself before it was measured."""
+
+    gpu_mib: Measured | None = None
+    node_mib: Measured | None = None
+    step: OrDefault[EstimatedStep] = EstimatedStep()
+
+
+class Bandwidth(Typed):
+    bus_bandwidth_gb_per_s: Measured | None = None
+
+
+class PeakGpu(Typed):
+    allocated_mib: Measured | None = None
+    reserved_mib: Measured | None = None
+
+
+class Profile(Typed):
+    """Seconds of a step of one rank."""
+
+    seconds_per_step: Measured
+    data: Measured = 0
+    forward: Measured = 0
+    backward: Measured = 0
+    optimizer: Measured = 0
+    communication: Measured = 0
+    other: Annotated[float, Field(ge=-1e15, le=1e15)] = 0  # what is left, so it may be a little less than nothing
+    hidden_communication: Measured = 0
+
+
 class Restart(Typed):
     """That the job went on. step: from which, 0 from the beginning. started, finished: of the part before."""
 
@@ -137,7 +207,9 @@ class Record(Typed):
     world_size: Count | None = None
     hardware: OrDefault[Hardware] = Hardware()
     git: OrDefault[Git] = Git()
-    knobs: OrDefault[Knobs] = Knobs()
+    command: Annotated[list[str], BeforeValidator(words)] = []
+    versions: Annotated[dict[str, ShownText], BeforeValidator(by_name)] = {}
+    knobs: Annotated[Knobs, BeforeValidator(by_name)] = Knobs.model_validate({})
     parameters: Count | None = None
     steps_per_epoch: Count | None = None
     train_size: Count | None = None
@@ -150,6 +222,10 @@ class Record(Typed):
     missing: OrDefault[dict[str, str]] = {}
     attempt: Count | None = None  # 1 for the first
     restarts: OrDefault[list[Restart]] = []  # one for each attempt but the first
+    estimate: OrDefault[Estimate] = Estimate()
+    bandwidth: OrDefault[Bandwidth] = Bandwidth()
+    profile: OrDefault[list[Profile]] = []  # one for each rank
+    peak_gpu_memory: OrDefault[list[PeakGpu]] = []  # one for each rank
     overrides: OrDefault[list[str]] = []  # in what the job differs from its script, such as "nodes: 3 instead of 2"
 
 

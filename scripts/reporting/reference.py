@@ -15,7 +15,7 @@ from pydantic import AfterValidator, Field
 
 from errors import WorkshopError, one_line
 from json_files import write_json
-from reporting.metrics import MOST_EPOCHS, Cell, Compared, shown
+from reporting.metrics import METRICS, MOST_EPOCHS, Cell, Compared, shown
 from reporting.record import Count, Typed, loss, read_typed
 from reporting.runs import Run
 from reporting.tables import Row, Table, traits
@@ -155,15 +155,21 @@ BANDS = {
     **dict.fromkeys(["gpus", "parameters", "num_layers", "batch_size", "train_size", "steps_per_epoch"], EXACT),
     **dict.fromkeys(["train_loss", "eval_loss", *(f"eval_loss_{n}" for n in range(1, MOST_EPOCHS + 1))], LOSS),
     **dict.fromkeys(["peak_gpu", "peak_cpu", "callback_gpu_mib", "callback_gpu_gib"], PEAK),
+    **dict.fromkeys(["allocated_gpu", "reserved_gpu", "estimated_gpu", "estimated_cpu"], PEAK),
     **dict.fromkeys(["mean_gpu", "mean_gpu_gib", "mean_cpu"], MEAN),
     **dict.fromkeys(["runtime", "steps_per_second", "samples_per_second", "steady_samples_per_second"], SPEED),
     **dict.fromkeys(["tokens_per_second", "callback_samples_per_second", "mfu"], SPEED),
+    **dict.fromkeys(["estimated_samples_per_second", "bus_bandwidth", "profiled_step"], SPEED),
     **dict.fromkeys(["eval_samples_per_second", "gpu_hours"], SHORT),
     **dict.fromkeys(["exact_match", "f1", "gpu_utilisation"], SCORE),
     "padding": PADDING,
 }
 # low_gpu is what was on the GPU at the logger's first sample, model is a text
 NOT_COMPARED = {"low_gpu", "model"}
+# Both numbers of a difference are compared themselves, and so is the whole of which these are parts
+NOT_COMPARED |= {"difference_gpu", "difference_cpu", "difference_samples_per_second"}
+NOT_COMPARED |= {name for name in METRICS if name.startswith("step_")}
+NOT_COMPARED |= {name for name in METRICS if name.startswith("profiled_")} - {"profiled_step"}
 OF_TWO_RUNS = 1.5  # times the band of the metric: both runs deviate, and deviations add as squares, to 1.4 times one
 SPREADS = 3  # standard deviations of the reference's repeats that are always within
 # A percentage that is computed from the ratio of two runs -> that ratio in percent: of a saving, what is left

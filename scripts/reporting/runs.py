@@ -13,6 +13,7 @@ from typing import Any
 
 from reporting.memory_logs import MemoryLog, host_of, logs_of, read_cpu_log, read_gpu_log
 from reporting.record import Record, Restart, read_record
+from reporting.trainer_log import error_in, log_of
 
 SCHEMA = 1
 FOLDERS = {"results", "gpu_memory", "cpu_memory", "log", "output"}
@@ -44,6 +45,7 @@ class Run:
     status: str = INCOMPLETE
     status_note: str = ""
     problems: list[str] = field(default_factory=list)  # what makes its numbers incomplete
+    notes: list[str] = field(default_factory=list)  # what a reader of its numbers must know besides
     gpu: Memory = field(default_factory=Memory)
     cpu: Memory = field(default_factory=Memory)
 
@@ -114,17 +116,21 @@ def find_runs(folders: Iterable[Path]) -> list[Run]:
     """All runs below the folders, oldest first."""
     records: list[Path] = []
     logs: list[Path] = []
+    outputs: list[Path] = []
     for top in folders:
         for folder, subfolders, _ in os.walk(top):
             here = Path(folder)
             records += here.glob("results/*.json")
             logs += [*here.glob("gpu_memory/gpu_memory_log_*.csv"), *here.glob("cpu_memory/cpu_memory_log_*.txt")]
+            outputs += here.glob("log/*_*.out")
             if here.name == "results" and here == Path(top):
                 records += here.glob("*.json")
             subfolders[:] = sorted(s for s in subfolders if s not in FOLDERS and not s.startswith("."))
     runs = read_all(sorted(set(records)))
     known = {(run.folder, run.job_id) for run in runs}
-    runs += [run_without_record(*job) for job in sorted({job_of(path, known) for path in logs} - known)]
+    begun = {job_of(path, known) for path in logs} - known
+    runs += [run_without_record(*job) for job in sorted(begun)]
+    runs += refused_jobs(outputs, known | begun)
     return sorted(runs, key=lambda run: run.order)
 
 
@@ -171,6 +177,8 @@ def settle(run: Run, path: Path) -> None:
         notes.append("the record still says running, but its job is gone")
     elif run.status in ENDED_ABNORMALLY and record.exit_code is not None:
         notes.append(f"exit code {record.exit_code}")
+        log = log_of(run.folder, run.job_id)
+        notes += filter(None, [error_in(log) if log else ""])
     anew = sum(restart.step == 0 for restart in record.restarts)
     if resumed := len(record.restarts) - anew:
         notes.append(f"resumed {resumed} time{'s' if resumed > 1 else ''}")
@@ -185,10 +193,28 @@ def settle(run: Run, path: Path) -> None:
 
 def run_without_record(folder: Path, job_id: str) -> Run:
     run = Run(folder, job_id)
+    path = log_of(folder, job_id)
+    refused = error_in(path) if path else ""
     what = "no run record, the training has not begun, or the job ended before"
-    run.problems.append(f"{folder}/results/{job_id}.json: {what}")
+    run.problems.append(f"{path}: {refused}" if refused else f"{folder}/results/{job_id}.json: {what}")
     add_memory(run)
     return run
+
+
+def refused_jobs(outputs: Iterable[Path], known: set[tuple[Path, str]]) -> list[Run]:
+    """A run for each job log that holds an error line and belongs to none of the known runs."""
+    names = {(folder, f"_{job_id}.out") for folder, job_id in known}
+    runs = []
+    for path in sorted(outputs):
+        folder = path.parent.parent
+        # a job id may hold a _ itself
+        ends = {path.name[at:] for at, character in enumerate(path.name) if character == "_"}
+        if any((folder, end) in names for end in ends) or not (refused := error_in(path)):
+            continue
+        run = Run(folder, path.stem.rpartition("_")[2])
+        run.problems.append(f"{path}: {refused}")
+        runs.append(run)
+    return runs
 
 
 def alive(run: Run) -> bool:
@@ -231,6 +257,8 @@ def memory(run: Run, kind: str, logs: list[MemoryLog], nodes: int, series_per_no
     """Summary of one kind over the nodes; empty when a part of the job is not in the logs."""
     for log in logs:
         run.problems += log.gaps() + (short_of(log, run) if len(logs) <= nodes else [])
+        if left_out := log.left_out():
+            run.notes.append(f"{log.path.name}: {left_out}")
     reason = not_whole(run, kind, logs, nodes, series_per_node)
     if reason:
         run.problems.append(reason)

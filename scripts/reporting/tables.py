@@ -9,12 +9,13 @@ import yaml
 
 from errors import WorkshopError
 from reporting.metrics import METRICS, RELATIONS, Cell, cell, header
+from reporting.record import Record
 from reporting.runs import INCOMPLETE, Run
 
 TABLE_KEYS = {"id", "title", "question", "rows", "columns", "note", "plots", "per_model", "varies", "transpose"}
-TABLE_KEYS |= {"reference", "names"}
+TABLE_KEYS |= {"reference", "names", "needs"}
 ROW_KEYS = {"label", "experiment", "reference"}
-PLOTS = {"loss", "memory", "peaks", "throughput", "efficiency", "speed"}
+PLOTS = {"loss", "memory", "peaks", "throughput", "efficiency", "speed", "prediction"}
 # Settings that name places and looks. All others define the run. Data size and precision are traits of their own.
 NO_TRAIT = {"output_dir", "run_name", "deepspeed", "fsdp", "fsdp_config", "disable_tqdm", "logging_steps"}
 NO_TRAIT |= {"train_size", "samples_per_gpu", "fp16", "bf16", "save_total_limit", "resume_from_checkpoint"}
@@ -105,6 +106,8 @@ def wrong_in(table: dict) -> str:
     for row in table["rows"]:
         if not isinstance(row, dict) or not {"label", "experiment"} <= row.keys() <= ROW_KEYS:
             return f"row {row} has other keys than label, experiment and reference"
+    if table.get("needs", "status") not in Record.model_fields:
+        return f"unknown field {table['needs']} of the run record"
     if unknown := set(table.get("plots", [])) - PLOTS:
         return f"unknown plot {min(unknown)}"
     return ""
@@ -118,7 +121,8 @@ def build_tables(definitions: list[dict], runs: list[Run], all_runs: bool = Fals
     tables = []
     for definition in definitions:
         names = {name for row in definition["rows"] for name in (row["experiment"], row.get("reference")) if name}
-        candidates = {name: by_experiment.get(name, []) for name in names}
+        needed = definition.get("needs", "status")
+        candidates = {name: [run for run in by_experiment.get(name, []) if run.get(needed)] for name in names}
         if not definition.get("per_model"):
             tables.append(build_table(definition, candidates, all_runs))
             continue
@@ -199,9 +203,13 @@ def reference_names(definition: dict) -> list[str]:
 def chosen(runs: list[Run]) -> Run | None:
     """The run that stands for an experiment: the latest completed one, else the latest of any status.
 
-    One that differs from its script stands for it only where there is no other.
+    One that differs from its script, or that the profiler slowed down, stands for it only where there is no other.
     """
-    return max(runs, key=lambda run: (run.completed, not run.record.overrides, run.order), default=None)
+    return max(
+        runs,
+        key=lambda run: (run.completed, not run.record.overrides, not run.record.profile, run.order),
+        default=None,
+    )
 
 
 def repeats(shown: Run | None, runs: list[Run], all_runs: bool) -> list[Run]:
@@ -217,10 +225,11 @@ def remarks(run: Run, repeats: list[Run], runs: list[Run], all_runs: bool) -> li
     repeats: the runs whose mean the row shows. runs: all of the experiment.
     """
     lines = [f"{run.status}: {run.status_note}"] if run.status_note else []
-    lines += [f"incomplete: {problem}" for problem in run.problems]
+    lines += [f"incomplete: {problem}" for problem in run.problems] + run.notes
     for other in [other for other in runs if other.order > run.order][-1:]:
-        of_status = f"its status is {other.status}"
-        why = f"it does not compare: {', '.join(other.record.overrides)}" if other.completed else of_status
+        why = f"its status is {other.status}"
+        if other.completed:
+            why = f"it does not compare: {', '.join(other.record.overrides) or 'the profiler ran in it'}"
         lines.append(f"the newer job {other.job_id} is not shown: {why}")
     if all_runs:
         others = [other for other in runs if other.completed and other not in repeats]

@@ -1,4 +1,4 @@
-"""The Trainer's lines in a job's log, such as {'eval_loss': '7.38', 'eval_runtime': '0.09', 'epoch': '1'}."""
+"""A job's log: its error line, and the Trainer's lines such as {'eval_loss': '7.38', 'epoch': '1'}."""
 
 import re
 from collections.abc import Iterator
@@ -9,12 +9,26 @@ from reporting.files import blocks
 
 ENTRY = re.compile(r"\{('[^{}\n]*)\}")
 PAIR = re.compile(r"'([^']*)': '?([^',]*)'?")
+ERROR = re.compile(r"^error: .*", re.MULTILINE)
+LONGEST_ERROR = 500  # characters
 
 
 def log_of(folder: Path, job_id: str) -> Path | None:
     """The job's log/<job-name>_<job id>.out, None without one or with several."""
     found = list(folder.glob(f"log/*_{escape(job_id)}.out"))
     return found[0] if len(found) == 1 else None
+
+
+def error_in(path: Path) -> str:
+    """The last line that begins with "error: ", which says why the job ended; empty without one, or without a log."""
+    found = ""
+    try:
+        for text in blocks(path):
+            for line in ERROR.findall(text):
+                found = line[:LONGEST_ERROR].strip()
+    except OSError:
+        return ""
+    return found
 
 
 def entries(path: Path) -> Iterator[dict[str, float]]:

@@ -47,7 +47,7 @@ gives the reason under the same name.
     peak_gpu_memory     per rank: allocated_mib, reserved_mib, as PyTorch counted up to the end of training
     peak_pinned_memory  of page-locked CPU memory, per rank: active_mib (blocks in use), allocated_mib (with those kept
                         for later use), as PyTorch counted up to the end of training
-    peak_process_mib    per rank: largest resident memory of the process
+    peak_process_mib    per rank: largest resident memory of the process, up to the end of the run
 """
 
 import contextlib
@@ -56,7 +56,6 @@ import json
 import os
 import platform
 import re
-import resource
 import socket
 import subprocess
 import sys
@@ -164,7 +163,6 @@ class RunRecord:
             "pid": os.getpid(),
             "world_size": len(hosts),
             "hardware": hardware(len(hosts)),
-            "git": git_state(),
             "bandwidth": bandwidth(),
             "versions": {"python": platform.python_version()} | {name: version(name) for name in PACKAGES},
             **values,
@@ -234,7 +232,6 @@ class RunRecord:
 
     def measure_memory(self) -> None:
         """Note the peaks so far. Collective."""
-        process = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
         gpu = pinned = None
         if torch.cuda.is_available():
             gpu = {"allocated_mib": mib(torch.cuda.max_memory_allocated())}
@@ -242,16 +239,24 @@ class RunRecord:
             blocks = torch.cuda.host_memory_stats()
             if "allocated_bytes.peak" in blocks:
                 pinned = {f"{kind}_mib": mib(blocks[f"{kind}_bytes.peak"]) for kind in ("active", "allocated")}
-        ranks = gather_lists([gpu, pinned, round(process, 1)])
-        self.update(peak_process_mib=[of_process for _, _, of_process in ranks])
+        ranks = gather_lists([gpu, pinned])
+        self.measure_process_memory()
         if gpu:
-            self.update(peak_gpu_memory=[of_gpu for of_gpu, _, _ in ranks])
+            self.update(peak_gpu_memory=[of_gpu for of_gpu, _ in ranks])
         else:
             self.missing("peak_gpu_memory", "no GPU")
         if pinned:
-            self.update(peak_pinned_memory=[of_blocks for _, of_blocks, _ in ranks])
+            self.update(peak_pinned_memory=[of_blocks for _, of_blocks in ranks])
         else:
             self.missing("peak_pinned_memory", "this PyTorch does not count it" if gpu else "no GPU")
+
+    def measure_process_memory(self) -> None:
+        """Note the peak of each process so far. Collective."""
+        peaks = [peak for (peak,) in gather_lists([peak_process_mib()])]
+        if None in peaks:
+            self.missing("peak_process_mib", "this system does not count it")
+        else:
+            self.update(peak_process_mib=peaks)
 
     def __enter__(self) -> "RunRecord":
         return self
@@ -276,6 +281,16 @@ def how_it_ended(record: dict) -> str:
     stop = record.get("stop")
     by = f" by {stop['signal']}" if isinstance(stop, dict) and "signal" in stop else ""
     return f"{record.get('status')}{by} (exit code {record.get('exit_code')})"
+
+
+def peak_process_mib() -> float | None:
+    """Largest resident memory of this process so far, None where the kernel does not tell.
+
+    getrusage's ru_maxrss also holds that of the program which started this one: an exec leaves it as it was.
+    """
+    status = Path("/proc/self/status")
+    found = re.search(r"^VmHWM:\s+(\d+) kB", status.read_text(), re.MULTILINE) if status.exists() else None
+    return round(int(found[1]) / 1024, 1) if found else None
 
 
 def mib(size: int) -> float:

@@ -52,8 +52,8 @@ from training.stopping import StopCallback, Stopped, StopRequest, name_of
 from training.trainer import FSDPTrainer, ResumableTrainer, check_trainable, saving
 
 
-def run(options: Options, stop: StopRequest) -> None:
-    """Train as the options say, and leave record, model and scores. stop: listening already."""
+def run(options: Options, stop: StopRequest, git: dict | None) -> None:
+    """Train as the options say, and leave record, model and scores. stop: listening already. git: of rank 0."""
     draw_bars_on_terminals_only()
     deepspeed = options.values["deepspeed"]
     fsdp = options.values["fsdp"]
@@ -112,6 +112,7 @@ def run(options: Options, stop: StopRequest) -> None:
             step,
             run_name=args.run_name,
             output_dir=args.output_dir,
+            git=git,
             resumed_from=checkpoint,
             settings=options.settings(),
             train_size=len(train_dataset),
@@ -199,6 +200,7 @@ def run(options: Options, stop: StopRequest) -> None:
                 )
             print_once(f"exact_match {scores['exact_match']:.2f}  f1 {scores['f1']:.2f}")
             record.update(**scores)
+        record.measure_process_memory()  # saving and answers need memory, too
         stop.close()
         if args.save_strategy == "no":
             remove_checkpoints_of_stops(args.output_dir)

@@ -1,4 +1,4 @@
-"""The page as a browser shows it: no error, no request, every table and plot visible."""
+"""The page as a browser shows it: no error, no request, every table and plot visible, folded, unfolded and on paper."""
 
 import json
 import re
@@ -10,47 +10,132 @@ from pathlib import Path
 import pytest
 
 import report
-from report_files import RUNS
+from report_files import RUNS, add_run
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
-# Runs in the page once it is loaded, and leaves what it saw where --dump-dom prints it
-PROBE = """<script>
-addEventListener("load", () => {
-  const seen = (element) => { const box = element.getBoundingClientRect(); return box.width > 50 && box.height > 20 };
-  const body = document.documentElement;
-  document.documentElement.dataset.probe = JSON.stringify({
-    tables: [...document.querySelectorAll("table")].map(seen),
-    plots: [...document.images].map((image) => seen(image) && image.naturalWidth > 300),
-    requests: performance.getEntriesByType("resource").map((entry) => entry.name),
-    wide: body.scrollWidth > body.clientWidth,
-  });
-});
+LEAST_CONTRAST = 4.5  # of text, WCAG 2.2 AA
+HIGHEST_FOLDED = 6000  # CSS pixels
+SCHEMES = {"dark": 0, "light": 1}  # Chromium's numbers
+# A window is 500 pixels wide at least, a frame in it is as narrow as a phone. What the page's probe saw is left where
+# --dump-dom prints it.
+FRAME = """<!doctype html><meta name="color-scheme" content="light dark"><iframe src="probed.html"
+width="WIDTH" height="900" style="border: 0"></iframe><script>
+addEventListener("message", (event) => { document.documentElement.dataset.probe = JSON.stringify(event.data) });
 </script>"""
+PROBE = """<script>
+const numbers = (colour) => colour.match(/[\\d.]+/g).map(Number);
+const luminance = (colour) => numbers(colour).slice(0, 3)
+  .map((part) => part / 255).map((part) => part <= 0.04045 ? part / 12.92 : ((part + 0.055) / 1.055) ** 2.4)
+  .reduce((sum, part, i) => sum + part * [0.2126, 0.7152, 0.0722][i], 0);
+const isPainted = (colour) => numbers(colour).length === 3 || numbers(colour)[3] === 1;
+function background(element) {
+  for (; element; element = element.parentElement) {
+    const colour = getComputedStyle(element).backgroundColor;
+    if (isPainted(colour)) return colour;
+  }
+  return "rgb(255, 255, 255)";
+}
+function contrast(element) {
+  const [less, more] = [getComputedStyle(element).color, background(element)].map(luminance).sort((a, b) => a - b);
+  return (more + 0.05) / (less + 0.05);
+}
+function texts() {
+  const walker = document.createTreeWalker(document.body, NodeFilter.SHOW_TEXT);
+  const found = [];
+  while (walker.nextNode()) {
+    const element = walker.currentNode.parentElement;
+    if (walker.currentNode.data.trim() && !["SCRIPT", "STYLE"].includes(element.tagName)) found.push(element);
+  }
+  return found;
+}
+const isWide = () => document.documentElement.scrollWidth > document.documentElement.clientWidth;
+const isSeen = (element) => { const box = element.getBoundingClientRect(); return box.width > 50 && box.height > 20 };
+addEventListener("load", () => {
+  const links = [...document.querySelectorAll("a")].map((link) => link.getAttribute("href"));
+  const probe = {
+    width: document.documentElement.clientWidth,
+    background: background(document.body),
+    folded: document.documentElement.scrollHeight,
+    foldedIsWide: isWide(),
+    links: links.length,
+    dead: links.filter((href) => !href.startsWith("#") || !document.getElementById(href.slice(1))),
+  };
+  const run = document.getElementById("run-2");
+  probe.foldedRun = run.checkVisibility({contentVisibilityAuto: true});
+  location.hash = "run-2";
+  probe.openedRun = run.checkVisibility({contentVisibilityAuto: true}) && run.getBoundingClientRect().height > 50;
+  document.querySelectorAll("details").forEach((each) => { each.open = true });
+  probe.tables = [...document.querySelectorAll("table")].map(isSeen);
+  probe.plots = [...document.images].map((image) => isSeen(image) && image.naturalWidth > 300);
+  probe.narrowPlots = [...document.images].every((image) => image.getBoundingClientRect().width <= innerWidth);
+  probe.openedIsWide = isWide();
+  probe.texts = texts().length;
+  probe.faint = texts().filter((element) => contrast(element) < LEAST)
+    .map((element) => `${contrast(element).toFixed(2)} ${element.className} ${element.textContent.slice(0, 40)}`);
+  probe.requests = performance.getEntriesByType("resource").map((entry) => entry.name);
+  parent.postMessage(probe, "*");
+});
+</script>""".replace("LEAST", str(LEAST_CONTRAST))
+
+pytestmark = pytest.mark.skipif(not CHROMIUM, reason="no chromium here; apt-get install chromium")
 
 
-def browse(page: Path, profile: Path, width: int) -> tuple[str, str]:
-    """The page's document after loading, and the browser's own log with the console in it."""
+@pytest.fixture(scope="module")
+def output(tmp_path_factory) -> Path:
+    """The report over the checked-in runs and some that failed, do not compare, or left nothing to read."""
+    top = tmp_path_factory.mktemp("page")
+    shutil.copytree(RUNS / "experiments", top / "experiments")
+    for gpus in (1, 4, 8):
+        name = "fsdp-single-gpu/full_shard" if gpus == 1 else f"fsdp-multi-gpu/{gpus}_gpus"
+        overrides = ["nodes: 2 instead of 1"] if gpus == 8 else []
+        add_run(top, name, str(gpus), world_size=gpus, overrides=overrides, hardware__gpu="NVIDIA H100 80GB HBM3")
+    add_run(top, "custom-model/single_node", "9", status="oom", exit_code=1, train=None, eval=[])
+    add_run(top, "efficiency/recipe", "10", gpu="no log\n", settings__model_name="M" * 300)
+    report.write_report([top], top / "report", all_runs=False)
+    return top / "report"
+
+
+def browse(page: Path, profile: Path, *options: str) -> tuple[str, str]:
+    """What the browser prints about the page, and its own log with the console in it."""
     command = [CHROMIUM, "--headless", "--no-sandbox", "--disable-gpu", "--disable-background-networking",
-               "--no-first-run", f"--user-data-dir={profile}", f"--window-size={width},900", "--enable-logging=stderr",
-               "--virtual-time-budget=2000", "--dump-dom", page.as_uri()]  # fmt: skip
+               "--no-first-run", f"--user-data-dir={profile}", "--enable-logging=stderr",
+               "--virtual-time-budget=2000", *options, page.as_uri()]  # fmt: skip
     done = subprocess.run(command, capture_output=True, text=True, timeout=180)
     return done.stdout, done.stderr
 
 
-@pytest.mark.skipif(not CHROMIUM, reason="no chromium here; apt-get install chromium")
-@pytest.mark.parametrize("width", [1280, 600])
-def test_page_in_a_browser(tmp_path, width):
-    output = tmp_path / "report"
-    report.write_report([RUNS], output, all_runs=False)
-    page = tmp_path / "probed.html"
+@pytest.mark.parametrize("scheme", SCHEMES)
+@pytest.mark.parametrize("width", [1280, 600, 390])
+def test_page_in_a_browser(output, tmp_path, width, scheme):
+    page, frame = tmp_path / "probed.html", tmp_path / "frame.html"
+    frame.write_text(FRAME.replace("WIDTH", str(width)))
     text = (output / "index.html").read_text().replace("</html>", f"{PROBE}</html>")
     page.write_text(text.replace("default-src 'none'", "script-src 'unsafe-inline'; default-src 'none'"))
-    document, log = browse(page, tmp_path / "profile", width)
+    look = f"--blink-settings=preferredColorScheme={SCHEMES[scheme]}"
+    document, log = browse(
+        frame, tmp_path / "profile", "--dump-dom", "--hide-scrollbars", "--window-size=1300,900", look
+    )
     probe = re.search(r'data-probe="([^"]*)"', document)
     assert probe, log[-2000:]
     seen = json.loads(unescape(probe[1]))
+    assert (seen["width"], seen["background"]) == (
+        width,
+        {"dark": "rgb(22, 22, 22)", "light": "rgb(255, 255, 255)"}[scheme],
+    )
     assert len(seen["tables"]) == len(list(output.glob("*.csv"))) and all(seen["tables"])
-    assert len(seen["plots"]) == len(list(output.glob("*.png"))) and all(seen["plots"])
+    assert len(seen["plots"]) == len(list(output.glob("*.png"))) and all(seen["plots"]) and seen["narrowPlots"]
     assert [name for name in seen["requests"] if not name.startswith("data:")] == []
-    assert not seen["wide"], "the page is wider than the window"
+    assert (seen["foldedIsWide"], seen["openedIsWide"]) == (False, False), "the page is wider than the window"
+    assert 500 < seen["folded"] < HIGHEST_FOLDED
+    assert seen["links"] > 100 and seen["dead"] == []
+    assert (seen["foldedRun"], seen["openedRun"]) == (False, True), "a link to a run unfolds it"
+    assert seen["texts"] > 500 and seen["faint"] == []
     assert "CONSOLE" not in log, log[-2000:]
+
+
+def test_page_is_printed_unfolded(output, tmp_path):
+    paper = tmp_path / "page.pdf"
+    _, log = browse(output / "index.html", tmp_path / "profile", f"--print-to-pdf={paper}")
+    assert paper.exists(), log[-2000:]
+    printed = re.findall(rb"/Subtype\s*/Image", paper.read_bytes())
+    assert len(printed) == len(list(output.glob("*.png"))) > 5

@@ -35,7 +35,7 @@ def only(top: Path) -> Run:
 
 def test_latest_completed_run(tmp_path):
     add_run(tmp_path, STAGE, "1")
-    add_run(tmp_path, STAGE, "2", train__samples_per_second=99.0)
+    add_run(tmp_path, STAGE, "2", train__steady_samples_per_second=99.0)
     add_run(tmp_path, STAGE, "3", status="oom", exit_code=1, train=None)
     row = stage_1(tmp_path)
     assert (row.run.job_id, row.status, row.cells[-1].value) == ("2", "completed", 99.0)
@@ -64,6 +64,27 @@ def test_logs_without_a_record_make_an_incomplete_run(tmp_path):
     run = only(tmp_path)
     assert (run.job_id, run.status, run.experiment, run.gpu.peak) == ("7", "incomplete", STAGE, 900)
     assert "no run record" in run.problems[0]
+
+
+def test_refused_job_shows_the_line_of_its_refusal(tmp_path):
+    """It ended before it had a record or a memory log; a job that waits for its GPUs has neither, and is not shown."""
+    folder = tmp_path / "experiments" / STAGE
+    write(folder / "log" / "zero_1_77.out", "start\nerror: --fp16: needs a GPU; leave it out\nTraceback\n")
+    write(folder / "log" / "zero_1_78.out", "waiting\n")
+    add_run(tmp_path, STAGE, "79")
+    write(folder / "log" / "zero_1_79.out", "error: a line of a job that went on\n")
+    refused, completed = find_runs([tmp_path])
+    assert (refused.job_id, refused.status) == ("77", "incomplete")
+    assert refused.problems == [f"{folder}/log/zero_1_77.out: error: --fp16: needs a GPU; leave it out"]
+    assert completed.job_id == "79" and not completed.problems
+    write_report([tmp_path], tmp_path / "report", all_runs=False)
+    assert "error: --fp16: needs a GPU; leave it out" in (tmp_path / "report" / "index.html").read_text()
+
+
+def test_failed_run_shows_the_last_error_line(tmp_path):
+    folder = add_run(tmp_path, STAGE, "1", status="failed", exit_code=3)
+    write(folder / "log" / "zero_1_1.out", "error: first\nerror: bandwidth test: 0.1 GB/s; look at the network\n")
+    assert only(tmp_path).status_note == "exit code 3; error: bandwidth test: 0.1 GB/s; look at the network"
 
 
 @pytest.mark.parametrize("content", ["", '{"schema": 1,', "[1]", "{}", b"\xff\xfe"])
@@ -115,9 +136,9 @@ def test_reference_that_does_not_compare_is_marked(tmp_path):
 
 def test_mean_and_spread_over_repeats_that_compare(tmp_path):
     for job, rate in (("1", 10.0), ("2", 12.0), ("3", 14.0)):
-        add_run(tmp_path, STAGE, job, train__samples_per_second=rate)
+        add_run(tmp_path, STAGE, job, train__steady_samples_per_second=rate)
     add_run(tmp_path, STAGE, "4", status="failed", exit_code=1)
-    add_run(tmp_path, STAGE, "0", settings__labels="answer", train__samples_per_second=99.0)
+    add_run(tmp_path, STAGE, "0", settings__labels="answer", train__steady_samples_per_second=99.0)
     row = stage_1(tmp_path, all_runs=True)
     assert (row.cells[-1].value, row.cells[-1].spread, row.cells[-1].count) == (12, 2, 3)
     assert row.cells[-1].text == "12 ± 2 (3)"
@@ -307,7 +328,7 @@ CPU_LOGS = {
 def test_damaged_cpu_log(tmp_path, content, numbers, reason):
     folder = add_run(tmp_path, STAGE, "1", cpu=content)
     run = only(tmp_path)
-    assert run.shown_status == "completed, incomplete"
+    assert run.status == "completed" and run.problems
     assert (run.cpu.peak, run.cpu.mean) == (numbers or (None, None))
     path = folder / "cpu_memory" / "cpu_memory_log_1.txt"
     assert any(problem.startswith(reason.format(path)) for problem in run.problems), run.problems
@@ -348,7 +369,7 @@ def test_memory_of_a_whole_gpu_is_not_that_of_a_slice(tmp_path):
     assert run.gpu.peak is None
     assert run.gpu.reason == "the job ran on MIG slices, and nvidia-smi logs the memory of whole GPUs"
     assert run.cpu.peak == 90
-    assert run.shown_status == "completed"
+    assert run.status == "completed" and not run.problems
 
 
 def test_many_problems_are_counted_not_listed(tmp_path):

@@ -100,8 +100,8 @@ def test_report_beside_a_copy_of_itself(tmp_path, main_of, capsys):
     main_of(report, RUNS, "-o", tmp_path / "own", "--reference", tmp_path / "theirs")
     lines = capsys.readouterr().out.splitlines()
     assert lines == [
-        f"12 runs, 8 tables: {tmp_path}/own/index.html",
-        f"Against the reference {tmp_path}/theirs: 78 numbers within, 0 outside, 1 row not compared.",
+        f"12 runs, 9 tables: {tmp_path}/own/index.html",
+        f"Against the reference {tmp_path}/theirs: 87 numbers within, 0 outside, 1 row not compared.",
         "Some of these runs are of a CPU, where the bands are wide: 50 % for a speed, instead of 10 % on GPUs.",
         f"Not compared, not completed here and in the reference: {STAGES} (Stage 3).",
     ]
@@ -109,7 +109,7 @@ def test_report_beside_a_copy_of_itself(tmp_path, main_of, capsys):
     assert all(line in page for line in lines[1:])
     assert (tmp_path / "own" / "report.json").read_text() == (tmp_path / "theirs" / "report.json").read_text()
     main_of(report, RUNS, "-o", tmp_path / "own", "--reference", tmp_path / "handed" / "ours.json")
-    assert "ours.json: 78 numbers within, 0 outside, 1 row not compared." in capsys.readouterr().out
+    assert "ours.json: 87 numbers within, 0 outside, 1 row not compared." in capsys.readouterr().out
 
 
 def test_tables_of_a_report_say_what_is_outside(tmp_path, main_of, capsys):
@@ -117,7 +117,7 @@ def test_tables_of_a_report_say_what_is_outside(tmp_path, main_of, capsys):
     own = copy_of_the_runs(tmp_path / "own")
     change(own, BASELINE, train__samples_per_second=lambda rate: rate / 3)
     main_of(report, own, "-o", tmp_path / "report", "--reference", theirs)
-    assert "77 numbers within, 1 outside in 1 row, 1 row not compared.\n" in capsys.readouterr().out
+    assert "86 numbers within, 1 outside in 1 row, 1 row not compared.\n" in capsys.readouterr().out
     remark = "outside the bands of the reference: Training Speed (samples/sec) -67 % of 6.274"
     for name in ("baseline.md", "baseline.csv", "index.html"):
         assert remark in (tmp_path / "report" / name).read_text(), name
@@ -481,4 +481,6 @@ def test_numbers_are_in_the_file_with_their_repeats(tmp_path):
     (entry,) = stored["tables"]["baseline"]
     assert entry["values"]["samples_per_second"] == {"value": 10, "spread": 2, "count": 3}
     assert entry["job_id"] == "3" and entry["settings"]["hardware"] == "AMD EPYC"
-    assert stored["tables"].keys() == {"baseline", "gpu-memory"}, "a table without a run, or that of all runs"
+    assert stored["tables"].keys() == {"baseline", "gpu-memory", "predicted-memory"}, (
+        "a table without a run, or that of all runs"
+    )

@@ -12,6 +12,7 @@ import yaml
 import report
 from helpers import REPOSITORY
 from report_files import RUNS, add_run, gpu_log
+from reporting import plots
 from reporting.runs import find_runs
 from reporting.tables import build_tables, load_definitions
 
@@ -101,12 +102,12 @@ def test_relations(tmp_path):
     """Each by hand: 2 GPUs 100 s 10/s, 4 GPUs 125 s 16/s; offload 3000 -> 1200 MiB and 100 -> 150 s."""
     scaling = "deepspeed-multi-gpu"
     for gpus, runtime, rate in ((2, 100, 10), (4, 125, 16)):
-        changes = {"world_size": gpus, "train__runtime_s": runtime, "train__samples_per_second": rate}
+        changes = {"world_size": gpus, "train__runtime_s": runtime, "train__steady_samples_per_second": rate}
         add_run(tmp_path, f"{scaling}/{gpus}_gpus", str(gpus), **changes)
     weak = table(tmp_path, "multi-gpu-weak-scaling")
     assert cell(weak, "2 GPUs", "weak_efficiency.runtime").value == 100
     assert cell(weak, "4 GPUs", "weak_efficiency.runtime").value == 80
-    assert cell(weak, "4 GPUs", "efficiency.samples_per_second").value == 80
+    assert cell(weak, "4 GPUs", "efficiency.steady_samples_per_second").value == 80
     stages = "deepspeed-multi-gpu/2_gpus_stages_comparison"
     add_run(tmp_path, f"{stages}/zero_1", "11", gpu_log(100, 3000), train__runtime_s=100)
     add_run(tmp_path, f"{stages}/cpu_offloading/zero_1", "12", gpu_log(100, 1200), train__runtime_s=150)
@@ -116,11 +117,88 @@ def test_relations(tmp_path):
                                  "Peak GPU memory: saving (%)"]  # fmt: skip
     strong = ("fsdp-single-gpu/full_shard", 1, 100, 10), ("fsdp-multi-gpu/2_gpus", 2, 50, 18)
     for job, (name, gpus, runtime, rate) in enumerate(strong, 21):
-        add_run(tmp_path, name, str(job), world_size=gpus, train__runtime_s=runtime, train__samples_per_second=rate)
+        changes = {"world_size": gpus, "train__runtime_s": runtime, "train__steady_samples_per_second": rate}
+        add_run(tmp_path, name, str(job), **changes)
     fsdp = table(tmp_path, "fsdp-multi-gpu")
-    assert cell(fsdp, "Single node, 2 GPUs", "factor.samples_per_second").value == 1.8
+    assert cell(fsdp, "Single node, 2 GPUs", "factor.steady_samples_per_second").value == 1.8
     assert cell(fsdp, "Single node, 2 GPUs", "speedup.runtime").value == 2
-    assert cell(fsdp, "Single node, 2 GPUs", "efficiency.samples_per_second").value == 90
+    assert cell(fsdp, "Single node, 2 GPUs", "efficiency.steady_samples_per_second").value == 90
+
+
+@pytest.mark.parametrize(
+    ("change", "cause"),
+    [
+        ({"settings__num_train_epochs": 1.0}, "num_train_epochs 1.0 instead of 3.0"),
+        ({"overrides": ["nodes: 3 instead of 2"]}, "nodes: 3 instead of 2"),
+    ],
+)
+def test_a_run_that_does_not_compare_has_no_relations(tmp_path, change, cause):
+    """Its rate is four times that of the first row with twice the GPUs: an efficiency of 200 %, which is none."""
+    scaling = "deepspeed-multi-gpu"
+    add_run(tmp_path, f"{scaling}/2_gpus", "2", world_size=2, train__steady_samples_per_second=10.0)
+    add_run(tmp_path, f"{scaling}/4_gpus", "4", world_size=4, train__steady_samples_per_second=40.0, **change)
+    add_run(tmp_path, f"{scaling}/8_gpus", "8", world_size=8, train__steady_samples_per_second=36.0)
+    weak = table(tmp_path, "multi-gpu-weak-scaling")
+    assert [row.status for row in weak.rows if row.run] == ["completed", "completed, does not compare", "completed"]
+    efficiency = cell(weak, "4 GPUs", "efficiency.steady_samples_per_second")
+    assert efficiency.value is None
+    assert efficiency.note == f"does not compare with job 2 ({scaling}/2_gpus): {cause}"
+    assert cell(weak, "4 GPUs", "steady_samples_per_second").value == 40
+    assert cell(weak, "8 GPUs", "efficiency.steady_samples_per_second").value == 90
+
+
+# --- predicted and measured
+
+
+STEP = {"seconds": 0.5, "samples_per_second": 20.0, "compute": 0.3, "optimizer": 0.1, "communication": 0.1,
+        "hidden": 0.0}  # fmt: skip
+ESTIMATE = {"gpu_mib": 600.0, "node_mib": 120.0, "step": STEP, "rates": {}}
+
+
+def test_predicted_beside_measured(tmp_path):
+    """20 samples/s predicted and 16 measured: a step of 0.5 s took 0.625 s, and 0.125 of these were not predicted."""
+    add_run(tmp_path, "baseline", "1", estimate=ESTIMATE, train__steady_samples_per_second=16.0)
+    table = report.prediction_table(find_runs([tmp_path]))
+    (row,) = table.rows
+    found = {column: one.value for column, one in zip(table.columns, row.cells, strict=True)}
+    assert (found["estimated_samples_per_second"], found["difference_samples_per_second"]) == (20, -20)
+    parts = [found[f"step_{part}"] for part in ("compute", "optimizer", "communication", "rest")]
+    assert parts == pytest.approx([48, 16, 16, 20])
+    assert (found["estimated_gpu"], found["peak_gpu"], found["difference_gpu"]) == (600, 900, 50)
+    assert (found["estimated_cpu"], found["peak_cpu"], found["difference_cpu"]) == (120, 90, -25)
+
+
+def test_plot_of_predicted_and_measured(tmp_path):
+    for job, rate in (("1", 16.0), ("2", 10.0), ("3", 24.0)):
+        add_run(
+            tmp_path, f"deepspeed-single-gpu/zero_{job}", job, estimate=ESTIMATE, train__steady_samples_per_second=rate
+        )
+    add_run(tmp_path, "baseline", "4", train__steady_samples_per_second=999.0)  # it predicted nothing
+    table = report.prediction_table(find_runs([tmp_path]))
+    ((_, seen),) = plots.draw(table, tmp_path)
+    assert seen == ("Measured over predicted samples/s: 3 runs; measured is 50 % to 120 % of predicted, median 80 %.")
+
+
+def test_a_run_without_a_prediction_says_so(tmp_path):
+    add_run(tmp_path, "baseline", "1")
+    add_run(tmp_path, "baseline", "2", estimate=None, missing={"estimate": "the model is too odd"})
+    assert not report.prediction_table(find_runs([tmp_path])).has_runs
+    memory = table(tmp_path, "gpu-memory")
+    assert cell(memory, "Baseline", "estimated_cpu").note == "the model is too odd"
+    assert cell(memory, "Baseline", "difference_cpu").note == "the model is too odd"
+
+
+def test_breakdown_shows_profiled_runs_alone(tmp_path):
+    """A profiled run is slower, so that it stands for its experiment in no other table."""
+    ranks = [{"seconds_per_step": 2.0, "data": 0.2, "forward": 0.4, "backward": 1.0, "optimizer": 0.2,
+              "communication": 0.1, "other": 0.1, "hidden_communication": 0.5}] * 2  # fmt: skip
+    add_run(tmp_path, "baseline", "1")
+    assert not table(tmp_path, "step-breakdown").has_runs
+    add_run(tmp_path, "baseline", "2", profile=ranks)
+    breakdown = table(tmp_path, "step-breakdown")
+    assert breakdown.rows[0].jobs == "2"
+    assert [c.value for c in breakdown.rows[0].cells][1:] == pytest.approx([2000, 10, 20, 50, 5, 10, 5, 25])
+    assert table(tmp_path, "gpu-memory").rows[0].jobs == "1"
 
 
 def test_custom_weak_scaling(tmp_path):
@@ -162,6 +240,7 @@ def test_one_table_per_model(tmp_path):
         ({"columns": ["speed"]}, "table baseline: unknown column speed"),
         ({"columns": ["twice.runtime"]}, "table baseline: unknown column twice.runtime"),
         ({"plots": ["pie"]}, "table baseline: unknown plot pie"),
+        ({"needs": "luck"}, "table baseline: unknown field luck of the run record"),
         ({"rows": [{"label": "x"}]}, "has other keys than label, experiment and reference"),
         ({"colour": "red"}, "table baseline: unknown key colour"),
     ],
@@ -179,8 +258,10 @@ def test_wrong_tables_yaml_is_one_line(tmp_path, refusal, change, error):
 def test_command_writes_the_report(tmp_path, main_of, capsys):
     for _ in range(2):  # the second replaces the first
         main_of(report, RUNS / "experiments" / "baseline", "-o", tmp_path / "new")
-        assert capsys.readouterr().out == f"1 runs, 3 tables: {tmp_path}/new/index.html\n"
-    assert sorted(p.name for p in (tmp_path / "new").glob("*.md")) == ["baseline.md", "gpu-memory.md", "runs.md"]
+        assert capsys.readouterr().out == f"1 runs, 4 tables: {tmp_path}/new/index.html\n"
+    assert sorted(p.name for p in (tmp_path / "new").glob("*.md")) == [
+        *("baseline.md", "gpu-memory.md", "predicted-memory.md", "runs.md")
+    ]
 
 
 def test_job_is_printed(main_of, capsys):

@@ -19,11 +19,8 @@ from training import record
 from training.callbacks import TrainSpeedCallback
 from training.record import RunRecord, new_job_id, refuse_finished
 
-
-@pytest.fixture(autouse=True)
-def checkout(monkeypatch):
-    """What git really says of the repository: tests/commands/test_files.py."""
-    monkeypatch.setattr(record, "git_state", lambda: {"commit": "0" * 40, "dirty": False})
+# What git really says of the repository: tests/commands/test_files.py
+GIT = {"commit": "0" * 40, "dirty": False}
 
 
 def schema_section() -> str:
@@ -61,7 +58,7 @@ STEADY = {"warm_up_seconds": 3.5, "steady_steps": 4, "steady_steps_per_second": 
 def trained(steady: dict, means: dict, reason: str = "", log: tuple = ()) -> RunRecord:
     """The record of a run whose callbacks measured these values."""
     run = RunRecord("7")
-    run.start(0)
+    run.start(0, git=GIT)
     run.measure_memory()
     speed = SimpleNamespace(rates=lambda: steady)
     work = TrainSpeedCallback(4, SimpleNamespace(tokens=0)).work(None, peak=1e12)
@@ -80,12 +77,12 @@ def test_documented_parts_are_those_that_are_written():
 
 def test_record_says_where_and_with_what_the_run_was_made():
     run = RunRecord("7")
-    run.start(0, run_name="zero2")
+    run.start(0, run_name="zero2", git=GIT)
     content = json.loads(Path("results/7.json").read_text())
     assert (content["status"], content["exit_code"], content["finished"]) == ("running", None, None)
     assert (content["world_size"], content["job_id"], content["run_name"]) == (1, "7", "zero2")
     assert content["experiment"] == "work"
-    assert re.fullmatch(r"[0-9a-f]{40}", content["git"]["commit"] or "0" * 40)
+    assert content["git"] == GIT
     assert content["versions"]["torch"] == importlib.metadata.version("torch")
     assert content["hardware"]["gpus"] == 0
 
@@ -109,6 +106,14 @@ def test_value_that_could_not_be_measured_is_empty_with_a_reason():
     }
     assert {key for key in content if "." in key} == set()
     assert content["peak_process_mib"][0] > 50
+
+
+def test_peak_of_the_process_that_the_kernel_does_not_tell_has_a_reason(monkeypatch):
+    monkeypatch.setattr(record, "peak_process_mib", lambda: None)
+    run = RunRecord("7")
+    run.measure_memory()
+    assert run.content["peak_process_mib"] is None
+    assert run.content["missing"]["peak_process_mib"] == "this system does not count it"
 
 
 def test_peaks_of_a_gpu_and_of_pinned_memory(gpu, monkeypatch):

@@ -12,4 +12,6 @@ export MODEL_NAME=custom-gpt # what this experiment is about, so not a knob
 : "${GRAD_ACC:=4}"
 : "${TRAIN_SIZE:=500}"
 : "${EVAL_SIZE:=100}"
-: "${LABELS:=answer}" # only answer and EOS count in the loss
+: "${LABELS:=answer}"    # only answer and EOS count in the loss
+: "${SAVE_STRATEGY:=no}" # this measures training, not the file system
+: "${EM_F1:=False}"      # as in the runs on more GPUs, with which this one is compared
