@@ -66,8 +66,7 @@ class Samples:
 class MemoryLog:
     """Samples in MiB per series (GPU index, or "process"), and what could not be read, as ``file:line: reason``.
 
-    problems: the first of them. more: how many there are besides. doubled: samples of forked children (is_doubled), which
-    are none of the others.
+    problems: the first of them. more: how many there are besides. doubled: samples that are left out (is_doubled).
     """
 
     path: Path

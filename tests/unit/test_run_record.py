@@ -19,7 +19,6 @@ from training import record
 from training.callbacks import TrainSpeedCallback
 from training.record import RunRecord, new_job_id, refuse_finished
 
-
 # What git really says of the repository: tests/commands/test_files.py
 GIT = {"commit": "0" * 40, "dirty": False}
 
