@@ -251,7 +251,7 @@ def is_doubled(before: Sample, sample: Sample, after: Sample) -> bool:
     for mine, *others in zip(sample[1:], before[1:], after[1:], strict=True):
         if not (1 - LIKE) * min(others) <= mine / 2 <= (1 + LIKE) * max(others):
             return False
-    return sample[1] > max(before[1], after[1]) and sample[2] > 1.5 * max(before[2], after[2])
+    return sample[2] > 1.5 * max(before[2], after[2])
 
 
 def line_blocks(log: MemoryLog, units: str = "") -> Iterator[list[str]]:
