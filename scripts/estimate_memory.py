@@ -13,7 +13,7 @@ import itertools
 import math
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import SimpleNamespace
 
 import psutil
@@ -37,6 +37,7 @@ HALF = 2  # bytes of fp16 and bf16
 K = 3 * FP32  # of the ZeRO paper: bytes per parameter of fp32 master, first and second moment of Adam
 CUDA_RESERVE = 2 * GIB  # per process, for the memory that CUDA and NCCL take of a node; not measured
 ADAMW = ("adamw_torch", "adamw_torch_fused")
+PINNED_UNUSED = "pinned, unused"
 FITS = 0.9  # of a GPU or node: the rest is for what is not counted
 
 
@@ -333,11 +334,17 @@ def on_gpu_or_cpu(size: float, on_cpu: bool) -> tuple[float, float]:
 def rounding(pinned: list[float], kept: float = 0) -> Held:
     """What pinned memory takes beyond its content: PyTorch rounds each block up to a power of two (host allocator)."""
     extra = sum(power_of_two(size) - size for size in pinned if size > 0)
-    return Held("pinned, unused", 0, extra + kept, "pinned blocks are rounded up to powers of two")
+    return Held(PINNED_UNUSED, 0, extra + kept, "pinned blocks are rounded up to powers of two")
 
 
 def power_of_two(size: float) -> int:
     return 1 << (math.ceil(size) - 1).bit_length()
+
+
+def without_gpu(held: list[Held]) -> list[Held]:
+    """The same training on CPUs: their memory holds what a GPU's would. Nothing is pinned, and so nothing rounded."""
+    on_cpu = [replace(part, gpu=0, cpu=part.gpu + part.cpu) for part in held]
+    return [part for part in on_cpu if part.what != PINNED_UNUSED]
 
 
 def totals(held: list[Held], ranks_per_node: int) -> tuple[float, float]:
@@ -407,9 +414,7 @@ def read_options(
     if gpus % nodes:
         what = f"{gpus} GPUs do not spread over {nodes} nodes"
         raise WorkshopError("--gpus", what, "give a multiple of the nodes")
-    if values["optim"] not in ADAMW:
-        what = f"the state of {values['optim']} is not known here"
-        raise WorkshopError("--optim", what, f"estimate with {ADAMW[0]}")
+    check_optimizer(options)
     if values["deepspeed"]:
         options.deepspeed_config = check_ds_config(values["deepspeed"])
     if values["fsdp"]:
@@ -417,6 +422,13 @@ def read_options(
         options.fsdp_config = check_fsdp_file(file) if file else {}
         resolve_sizes(file or "--fsdp", options.fsdp_config, gpus, gpus // nodes)
     return options
+
+
+def check_optimizer(options: Options) -> None:
+    """Raises WorkshopError (exit code 2) for an optimizer whose state is not counted here."""
+    if options.values["optim"] not in ADAMW:
+        what = f"the state of {options.values['optim']} is not known here"
+        raise WorkshopError("--optim", what, f"estimate with {ADAMW[0]}")
 
 
 def as_text(options: Options) -> str:

@@ -5,6 +5,7 @@ import logging
 from dataclasses import dataclass
 from functools import lru_cache
 from types import SimpleNamespace
+from typing import Any
 
 import torch
 
@@ -57,8 +58,9 @@ def trace(config_json: str, batch: int, length: int, precision: str, autocast: b
     precision itself (DeepSpeed; FSDP, as it gathers them).
     """
     from torch._subclasses.fake_tensor import FakeTensorMode
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig
     from transformers.initialization import no_init_weights
+    from transformers.modeling_utils import local_torch_dtype
 
     from training.chunked_loss import bytes_of_chunks
 
@@ -68,8 +70,10 @@ def trace(config_json: str, batch: int, length: int, precision: str, autocast: b
     weight_dtype = torch.float32 if autocast else compute_dtype
     config = AutoConfig.for_model(**json.loads(config_json))
     saved: dict[int, torch.UntypedStorage] = {}
-    with FakeTensorMode(), no_init_weights():
-        model = AutoModelForCausalLM.from_config(config, dtype=weight_dtype, trust_remote_code=False).train()
+    # not by from_config, which in a training with ZeRO-3 would shard it
+    with FakeTensorMode(), no_init_weights(), local_torch_dtype(weight_dtype):
+        model_class: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
+        model = model_class(config).train()
         model.tie_weights()
         own = {p.untyped_storage()._cdata for p in model.parameters()}
 

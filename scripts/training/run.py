@@ -45,6 +45,7 @@ from training.checkpoints import (
 from training.chunked_loss import check_head, use_chunked_loss
 from training.compiling import CompiledCallback, compile_or_eager
 from training.flops import ModelFlops, matmul_peak
+from training.prediction import predict_memory
 from training.profiling import PROFILED_STEPS, ProfileCallback
 from training.record import RunRecord, new_job_id, refuse_finished, restarted_by_slurm, sole_writer
 from training.safe_load import load_weights_only, refuse_foreign_code
@@ -121,6 +122,8 @@ def run(options: Options, stop: StopRequest) -> None:
         stop.record_path = record.path
         watchdog.before_exit(lambda: finish(record.path, "failed", ENVIRONMENT))
         prepare_trackers(args, job_id)
+        watchdog.beat("estimating memory")
+        predict_memory(options, record)
         watchdog.beat("timing matrix products")
         peak = matmul_peak(compute_dtype(options.values), args.device)
         watchdog.beat("loading the model")
