@@ -19,16 +19,16 @@ from types import SimpleNamespace
 import psutil
 import torch
 
-from config import Options, parse_command_line, precision_name
-from errors import WorkshopError, run_program
+import planned
+from config import Options, precision_name
+from errors import run_program
 from model_shape import Shape, shape_for
-from parallel.ds_config import check_ds_config
-from parallel.fsdp_config import check_fsdp_file, fsdp_name, resolve_sizes, wrap_classes
+from parallel.ds_config import offloaded
+from parallel.fsdp_config import fsdp_name, wrap_classes
+from planned import check_optimizer
 
 GIB = 2**30
 EXTRA_FLAGS = {
-    "gpus": {"type": int, "default": 1, "help": "GPUs of the whole job, one rank each."},
-    "nodes": {"type": int, "default": 1, "help": "Nodes, with equally many GPUs each."},
     "gpu_memory": {"type": float, "default": None, "help": "GiB of one GPU, for the verdict. Default: the one here."},
     "cpu_memory": {"type": float, "default": None, "help": "GiB of one node, as in --mem of sbatch, for the verdict."},
 }
@@ -36,7 +36,6 @@ FP32 = 4  # bytes
 HALF = 2  # bytes of fp16 and bf16
 K = 3 * FP32  # of the ZeRO paper: bytes per parameter of fp32 master, first and second moment of Adam
 CUDA_RESERVE = 2 * GIB  # per process, for the memory that CUDA and NCCL take of a node; not measured
-ADAMW = ("adamw_torch", "adamw_torch_fused")
 PINNED_UNUSED = "pinned, unused"
 FITS = 0.9  # of a GPU or node: the rest is for what is not counted
 
@@ -255,10 +254,6 @@ def kept_from_loading(shape: Shape, zero: dict, n_d: int, compute_bytes: int) ->
     return sum(power_of_two(compute_bytes * size / n_d) for size in shape.sizes)
 
 
-def offloaded(zero: dict, part: str) -> bool:
-    return (zero.get(f"offload_{part}") or {}).get("device", "none") != "none"
-
-
 def elements(zero: dict, key: str, by_model: float, default: float) -> float:
     """A size. The Trainer sets an "auto" by the model; a key that is not there has DeepSpeed's default."""
     value = zero.get(key, default)
@@ -397,38 +392,10 @@ def deepspeed_says(parameters: int, largest: int, zero: dict, gpus_per_node: int
 def read_options(
     argv: list[str] | None = None, description: str = "", environment: Mapping[str, str] = os.environ
 ) -> Options:
-    """The options of a training with as many ranks as --gpus and --nodes say, its config files read.
-
-    environment: where the variables of the knobs are looked up. Raises WorkshopError (exit code 2).
-    """
-    options = parse_command_line(description, argv, EXTRA_FLAGS, gpu=True, environment=environment)
-    values = options.values
-    gpus = values["gpus"]
-    nodes = values["nodes"]
-    for flag in ("gpus", "nodes"):
-        if values[flag] < 1:
-            raise WorkshopError(f"--{flag}", f"{values[flag]} is too small", "give a whole number of at least 1")
-    for flag in ("gpu_memory", "cpu_memory"):
-        if values[flag] is not None and not values[flag] > 0:
-            raise WorkshopError(f"--{flag}", f"{values[flag]:g} is too small", "give GiB, for example 32")
-    if gpus % nodes:
-        what = f"{gpus} GPUs do not spread over {nodes} nodes"
-        raise WorkshopError("--gpus", what, "give a multiple of the nodes")
+    """As `planned.read_options`, with the flags of this script. Raises WorkshopError (exit code 2)."""
+    options = planned.read_options(argv, description, environment, EXTRA_FLAGS)
     check_optimizer(options)
-    if values["deepspeed"]:
-        options.deepspeed_config = check_ds_config(values["deepspeed"])
-    if values["fsdp"]:
-        file = values["fsdp_config"]
-        options.fsdp_config = check_fsdp_file(file) if file else {}
-        resolve_sizes(file or "--fsdp", options.fsdp_config, gpus, gpus // nodes)
     return options
-
-
-def check_optimizer(options: Options) -> None:
-    """Raises WorkshopError (exit code 2) for an optimizer whose state is not counted here."""
-    if options.values["optim"] not in ADAMW:
-        what = f"the state of {options.values['optim']} is not known here"
-        raise WorkshopError("--optim", what, f"estimate with {ADAMW[0]}")
 
 
 def as_text(options: Options) -> str:
