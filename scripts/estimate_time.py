@@ -38,9 +38,10 @@ GB = 1e9
 ADAM = {"adamw_torch_fused": 7 * FP32, "adamw_torch": 20 * FP32}
 CLIPPING = 3 * FP32  # the norm reads the gradient, scaling reads and writes it
 ADDING = 3  # passes over a gradient, as a further micro batch adds to it
-# Assumed of each rank where a GPU's states are offloaded: 16 lanes of PCIe 3.0, and a share of the CPU's memory
+# Assumed of each rank where a GPU's states are offloaded, not measured: 16 lanes of PCIe 3.0, and the share of the CPU's
+# memory that one of four ranks has of eight channels of DDR4, of which programs reach half
 PCIE = 12 * GB
-CPU_MEMORY = 10 * GB
+CPU_MEMORY = 25 * GB
 BACKWARD = 2 / 3  # of the time of forward and backward pass
 # Operations that give another view of a tensor, or memory without content
 FREE = ("detach", "_unsafe_view", "alias", "lift_fresh", "empty", "empty_like", "new_empty", "empty_strided")
