@@ -25,10 +25,10 @@ MOST_SETTINGS = 100
 IN_ORDER = ("completed", "running")  # statuses about which nothing is wrong
 STYLE = """
 :root { color-scheme: light; --page: #fff; --ink: #1a1a1a; --quiet: #555; --soft: #f2f2ef; --line: #c8c8c4;
-  --bad: #a30000; --good: #00592f; --link: #0b4f9e }
+  --bad: #a30000; --good: #00592f; --apart: #7a4a00; --link: #0b4f9e }
 @media screen and (prefers-color-scheme: dark) {
   :root { color-scheme: dark; --page: #161616; --ink: #ececec; --quiet: #b8b8b8; --soft: #262626; --line: #555;
-    --bad: #ff9a8f; --good: #7fdcae; --link: #9cc8ff }
+    --bad: #ff9a8f; --good: #7fdcae; --apart: #ffc46b; --link: #9cc8ff }
 }
 * { box-sizing: border-box }
 body { font: 1rem/1.5 system-ui, sans-serif; max-width: 78rem; margin: 0 auto; padding: 1rem; color: var(--ink);
@@ -39,7 +39,7 @@ a { color: var(--link); text-underline-offset: 0.15em }
 :focus-visible { outline: 3px solid var(--link); outline-offset: 2px }
 :target { scroll-margin-top: 3.5rem }
 .quiet, .facts { color: var(--quiet); font-size: 0.875rem } .bad { color: var(--bad); font-weight: 600 }
-.within { color: var(--good) } .outside { color: var(--bad); font-weight: 600 }
+.within { color: var(--good) } .outside { color: var(--apart); font-weight: 600 }
 .unseen { position: absolute; width: 1px; height: 1px; overflow: hidden; clip-path: inset(50%); white-space: nowrap }
 details { border-top: 1px solid var(--line) } details details { margin-left: 0.5rem }
 details > div { padding: 0 0 1rem 1.1rem }
@@ -173,24 +173,28 @@ def section(table: Table, images: list[tuple[Path, str]], links: Links, first: b
     for name, reason in left_out.items():
         reasons.setdefault(reason, []).append(name)
     for reason, names in reasons.items():
-        empty = escape(f"Left out, as empty: {', '.join(names)}: {shortened(reason)}.")
-        parts.append(f'<p class="quiet">{empty}</p>')
+        why = shortened(from_folder(reason, table.rows))
+        parts.append(f'<p class="quiet">Left out, as empty: {escape(", ".join(names))} ({escape(why)}).</p>')
     if table.note:
         parts.append(f'<p class="quiet">{escape(table.note)}</p>')
     remarks = remarks_of(table, left_out)
     each = []
     for remark, rows in list(remarks.items())[:MOST_LINES]:
         named = [f"{escape(row.label)} {links.to(row.run)}" for row in rows[:MOST_LINES] if row.run]
-        text = remark
-        for row in rows:
-            text = text.replace(f"{row.run.folder}/", "") if row.run else text  # it stands in the run's own entry
-        each.append(f"{', '.join(named)}{more_than(len(rows))}: {escape(shortened(text))}")
+        each.append(f"{', '.join(named)}{more_than(len(rows))}: {escape(shortened(from_folder(remark, rows)))}")
     if each:
         parts.append(f'<div class="quiet">{items(each, len(remarks))}</div>')
     if images:
         parts.append(f'<div class="plots">{"".join(figure(path, alt) for path, alt in images)}</div>')
     question = f'<span class="question">{escape(table.question)}</span>'
     return folded(f"<h2>{escape(table.title)}</h2>{question}", table.name, "\n".join(parts), opened=first)
+
+
+def from_folder(text: str, rows: list[Row]) -> str:
+    """Paths as seen from the runs' own folders, which stand in their own entries."""
+    for row in rows:
+        text = text.replace(f"{row.run.folder}/", "") if row.run else text
+    return text
 
 
 def figure(path: Path, alt: str) -> str:
@@ -296,6 +300,7 @@ def facts_of(run: Run) -> list[tuple[str, str]]:
         ("Job", escape(run.job_id)),
         ("Status", escape(shortened(status))),
         ("Problems", items([escape(shortened(problem)) for problem in run.problems[:MOST_LINES]], len(run.problems))),
+        ("Notes", items([escape(shortened(note)) for note in run.notes[:MOST_LINES]], len(run.notes))),
         ("Started", started),
         ("Finished", finished),
         ("GPU-hours", f"{hours:.4g}" if hours is not None else escape(f"none: {why}")),
@@ -333,7 +338,7 @@ def record_path(run: Run) -> str:
 
 
 def without_runs(tables: list[Table]) -> str:
-    waiting = [table for table in tables if not table.has_runs]
+    waiting = [table for table in tables if table.rows and not table.has_runs]
     each = [
         f"{escape(table.title)}: {', '.join(f'<code>{escape(row.experiment)}</code>' for row in table.rows)}"
         for table in waiting

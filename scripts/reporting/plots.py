@@ -113,7 +113,8 @@ def loss(rows: list[Shown]) -> Plot | None:
             axis.plot(
                 *zip(*steps, strict=True), color=colour, linestyle=dashes, marker=alone, label=f"{name}, training"
             )
-            parts.append(f"training {shown(steps[0][1])} to {shown(steps[-1][1])}")
+            ends = dict.fromkeys([shown(steps[0][1]), shown(steps[-1][1])])
+            parts.append(f"training {' to '.join(ends)}")
         if tests:
             axis.plot(*zip(*tests, strict=True), color=colour, linestyle="none", marker=marker,
                       label=f"{name}, evaluation")  # fmt: skip
@@ -222,7 +223,10 @@ def throughput(rows: list[Shown]) -> Plot | None:
     axis.set_ylim(bottom=0)
     axis.legend(frameon=False)
     measured = over_gpus([(n, f"{shown(rate)} samples/s") for n, rate in points])
-    return Plot(figure, f"Throughput over GPUs: {measured}; ideal {shown(ideal[-1])} on {gpus[-1]}.{left_out_of(rows)}")
+    ends = f"ideal {shown(ideal[-1])} on {gpus[-1]}"
+    if metric == STEADY and predicted:
+        ends += f"; predicted {over_gpus([(n, shown(rate)) for n, rate in predicted])}"
+    return Plot(figure, f"Throughput over GPUs: {measured}; {ends}.{left_out_of(rows)}")
 
 
 def efficiency(rows: list[Shown]) -> Plot | None:

@@ -42,8 +42,10 @@ def test_running_job_runs(tmp_path, monkeypatch):
 
 def test_command_writes_the_report(command):
     done = command("report.py", RUNS / "experiments" / "baseline", "-o", "new")
-    assert (done.code, done.stdout) == (0, "1 runs, 3 tables: new/index.html\n"), done
-    assert sorted(p.name for p in (done.folder / "new").glob("*.md")) == ["baseline.md", "gpu-memory.md", "runs.md"]
+    assert (done.code, done.stdout) == (0, "1 runs, 4 tables: new/index.html\n"), done
+    assert sorted(p.name for p in (done.folder / "new").glob("*.md")) == [
+        *("baseline.md", "gpu-memory.md", "predicted-memory.md", "runs.md")
+    ]
 
 
 def test_bad_input_is_one_line_and_writes_nothing(command):

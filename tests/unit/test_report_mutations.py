@@ -146,7 +146,8 @@ def test_reason_names_file_and_field(tmp_path, place, odd, reason):
 
 def test_what_the_report_does_not_read_may_be_anything(tmp_path):
     """Fields that another version adds, and those that only a reader of the record uses."""
-    for place in (("bandwidth",), ("versions",), ("command",), ("settings", "seed"), ("peak_process_mib",)):
+    only_shown = (("versions",), ("command",), ("knobs",), ("knobs", "world size"), ("knobs", "precision", "effective"))
+    for place in (*only_shown, ("bandwidth",), ("settings", "seed"), ("peak_process_mib",)):
         write(tmp_path / "results" / "1.json", '{"new": [[1e999, {"x": null}]]}'.join(hole(place)))
         assert read_run(tmp_path / "results" / "1.json").status == "completed", place
 

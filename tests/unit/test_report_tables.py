@@ -71,7 +71,7 @@ def test_page_holds_all_it_needs(written):
     page = (written / "index.html").read_text()
     assert page.count("data:image/png;base64,") == len(list(written.glob("*.png"))) > 5
     assert not re.search(r"""(src|href)=["'](?!data:|#)""", page)
-    assert "Stage 3 (job 108): failed: exit code 137" in page
+    assert re.search(r"Stage 3 <a [^>]*>#\d+<span [^>]*> \(job 108\)</span></a>: failed: exit code 137", page)
 
 
 def test_page_may_do_nothing_but_be_seen(written):
