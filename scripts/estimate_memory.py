@@ -5,6 +5,9 @@
     python scripts/estimate_memory.py --model_name bigscience/bloom-7b1 --gpus 8 --nodes 2 --gpu_memory 32 \\
         --fsdp --fsdp_config fsdp_configs/hybrid_shard.json
 
+Which config to take, of all that there are:
+    python scripts/estimate_memory.py --compare --model_name bigscience/bloom-3b --gpus 4 --gpu_memory 32
+
 It takes the flags and variables of train.py, so a command of yours works here with the name of the script replaced.
 BLOOM and custom-gpt need no download, other models their config.json. docs/memory.md explains the rows.
 """
@@ -13,22 +16,25 @@ import itertools
 import math
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import SimpleNamespace
 
 import psutil
 import torch
 
-from config import Options, parse_command_line, precision_name
+import planned
+from config import Options, precision_name
 from errors import WorkshopError, run_program
+from estimate_time import Rates, given_rates, predict_step, rates_for
 from model_shape import Shape, shape_for
-from parallel.ds_config import check_ds_config
-from parallel.fsdp_config import check_fsdp_file, fsdp_name, resolve_sizes, wrap_classes
+from parallel.ds_config import offloaded
+from parallel.fsdp_config import fsdp_name, wrap_classes
+from paths import REPOSITORY
+from planned import check_optimizer, read_config_files
 
 GIB = 2**30
 EXTRA_FLAGS = {
-    "gpus": {"type": int, "default": 1, "help": "GPUs of the whole job, one rank each."},
-    "nodes": {"type": int, "default": 1, "help": "Nodes, with equally many GPUs each."},
+    "compare": {"action": "store_true", "help": "List all config files, those that fit first."},
     "gpu_memory": {"type": float, "default": None, "help": "GiB of one GPU, for the verdict. Default: the one here."},
     "cpu_memory": {"type": float, "default": None, "help": "GiB of one node, as in --mem of sbatch, for the verdict."},
 }
@@ -36,7 +42,7 @@ FP32 = 4  # bytes
 HALF = 2  # bytes of fp16 and bf16
 K = 3 * FP32  # of the ZeRO paper: bytes per parameter of fp32 master, first and second moment of Adam
 CUDA_RESERVE = 2 * GIB  # per process, for the memory that CUDA and NCCL take of a node; not measured
-ADAMW = ("adamw_torch", "adamw_torch_fused")
+PINNED_UNUSED = "pinned, unused"
 FITS = 0.9  # of a GPU or node: the rest is for what is not counted
 
 
@@ -254,10 +260,6 @@ def kept_from_loading(shape: Shape, zero: dict, n_d: int, compute_bytes: int) ->
     return sum(power_of_two(compute_bytes * size / n_d) for size in shape.sizes)
 
 
-def offloaded(zero: dict, part: str) -> bool:
-    return (zero.get(f"offload_{part}") or {}).get("device", "none") != "none"
-
-
 def elements(zero: dict, key: str, by_model: float, default: float) -> float:
     """A size. The Trainer sets an "auto" by the model; a key that is not there has DeepSpeed's default."""
     value = zero.get(key, default)
@@ -333,11 +335,17 @@ def on_gpu_or_cpu(size: float, on_cpu: bool) -> tuple[float, float]:
 def rounding(pinned: list[float], kept: float = 0) -> Held:
     """What pinned memory takes beyond its content: PyTorch rounds each block up to a power of two (host allocator)."""
     extra = sum(power_of_two(size) - size for size in pinned if size > 0)
-    return Held("pinned, unused", 0, extra + kept, "pinned blocks are rounded up to powers of two")
+    return Held(PINNED_UNUSED, 0, extra + kept, "pinned blocks are rounded up to powers of two")
 
 
 def power_of_two(size: float) -> int:
     return 1 << (math.ceil(size) - 1).bit_length()
+
+
+def without_gpu(held: list[Held]) -> list[Held]:
+    """The same training on CPUs: their memory holds what a GPU's would. Nothing is pinned, and so nothing rounded."""
+    on_cpu = [replace(part, gpu=0, cpu=part.gpu + part.cpu) for part in held]
+    return [part for part in on_cpu if part.what != PINNED_UNUSED]
 
 
 def totals(held: list[Held], ranks_per_node: int) -> tuple[float, float]:
@@ -358,16 +366,20 @@ def mem_option(on_node: float, ranks_per_node: int) -> str:
 # 5. The command line
 
 
+VERDICTS = ("fits", "is tight", "does not fit")
+
+
 def verdict(what: str, needed: float, there: float | None) -> str:
     if not there:
         return f"{what}: {needed / GIB:.1f} GiB needed"
+    return f"{what}: {needed / GIB:.1f} GiB needed, {there:g} GiB there: {VERDICTS[tightness(needed, there)]}"
+
+
+def tightness(needed: float, there: float) -> int:
+    """0 to 2: an index of VERDICTS. needed: bytes. there: GiB."""
     if needed < FITS * there * GIB:
-        fits = "fits"
-    elif needed < there * GIB:
-        fits = "is tight"
-    else:
-        fits = "does not fit"
-    return f"{what}: {needed / GIB:.1f} GiB needed, {there:g} GiB there: {fits}"
+        return 0
+    return 1 if needed < there * GIB else 2
 
 
 def deepspeed_says(parameters: int, largest: int, zero: dict, gpus_per_node: int, nodes: int) -> str:
@@ -390,32 +402,9 @@ def deepspeed_says(parameters: int, largest: int, zero: dict, gpus_per_node: int
 def read_options(
     argv: list[str] | None = None, description: str = "", environment: Mapping[str, str] = os.environ
 ) -> Options:
-    """The options of a training with as many ranks as --gpus and --nodes say, its config files read.
-
-    environment: where the variables of the knobs are looked up. Raises WorkshopError (exit code 2).
-    """
-    options = parse_command_line(description, argv, EXTRA_FLAGS, gpu=True, environment=environment)
-    values = options.values
-    gpus = values["gpus"]
-    nodes = values["nodes"]
-    for flag in ("gpus", "nodes"):
-        if values[flag] < 1:
-            raise WorkshopError(f"--{flag}", f"{values[flag]} is too small", "give a whole number of at least 1")
-    for flag in ("gpu_memory", "cpu_memory"):
-        if values[flag] is not None and not values[flag] > 0:
-            raise WorkshopError(f"--{flag}", f"{values[flag]:g} is too small", "give GiB, for example 32")
-    if gpus % nodes:
-        what = f"{gpus} GPUs do not spread over {nodes} nodes"
-        raise WorkshopError("--gpus", what, "give a multiple of the nodes")
-    if values["optim"] not in ADAMW:
-        what = f"the state of {values['optim']} is not known here"
-        raise WorkshopError("--optim", what, f"estimate with {ADAMW[0]}")
-    if values["deepspeed"]:
-        options.deepspeed_config = check_ds_config(values["deepspeed"])
-    if values["fsdp"]:
-        file = values["fsdp_config"]
-        options.fsdp_config = check_fsdp_file(file) if file else {}
-        resolve_sizes(file or "--fsdp", options.fsdp_config, gpus, gpus // nodes)
+    """As `planned.read_options`, with the flags of this script. Raises WorkshopError (exit code 2)."""
+    options = planned.read_options(argv, description, environment, EXTRA_FLAGS)
+    check_optimizer(options)
     return options
 
 
@@ -433,8 +422,7 @@ def as_text(options: Options) -> str:
         *(f"{part.what:24}{part.gpu / GIB:8.2f}{part.cpu / GIB:8.2f}  {part.note}" for part in held),
     ]
     on_gpu, on_cpu = totals(held, gpus // nodes)
-    here = torch.cuda.get_device_properties(0).total_memory / GIB if torch.cuda.is_available() else None
-    lines += [verdict("one GPU", on_gpu, values["gpu_memory"] or here)]
+    lines += [verdict("one GPU", on_gpu, memory_of_gpu(options))]
     lines += [verdict("one node", on_cpu, values["cpu_memory"])]
     reserve = f"a fifth more, and {CUDA_RESERVE / GIB:g} GiB for CUDA in each process"
     asked = mem_option(on_cpu, gpus // nodes)
@@ -448,8 +436,103 @@ def as_text(options: Options) -> str:
     return "\n".join(filter(None, lines))
 
 
+def memory_of_gpu(options: Options) -> float | None:
+    """GiB: given, else of the one that is here."""
+    here = torch.cuda.get_device_properties(0).total_memory / GIB if torch.cuda.is_available() else None
+    return options.values["gpu_memory"] or here
+
+
+# 6. Which config to take
+
+
+WIDTH = 54  # of the column with the files' names
+
+
+@dataclass(frozen=True)
+class Choice:
+    """A config file under the same options. seconds: of a step, None where nothing is known of the hardware's speed."""
+
+    config: str
+    on_gpu: float
+    on_node: float
+    tightness: int | None
+    seconds: float | None
+
+    def order(self) -> tuple:
+        return (self.tightness or 0, self.seconds or 0, self.on_gpu)
+
+    def line(self) -> str:
+        said = "" if self.tightness is None else VERDICTS[self.tightness]
+        seconds = "" if self.seconds is None else f"{self.seconds:.3f}"
+        return (
+            f"{self.config:{WIDTH}}{self.on_gpu / GIB:8.1f}{self.on_node / GIB:10.1f}  {said:14}{seconds:>8}".rstrip()
+        )
+
+
+def comparison(options: Options) -> str:
+    """Plain training (or DDP) and all files of the two folders, what fits first, and of that the fastest."""
+    values = options.values
+    for flag in ("deepspeed", "fsdp"):
+        if values[flag]:
+            raise options.error(flag, "is what --compare chooses", "leave it out")
+    shape_for(options)  # raises for a model of which nothing can be said
+    rates = given_rates(options) or (rates_for(options) if torch.cuda.is_available() else None)
+    choices = []
+    refused = []
+    for name, flags in configs(values["gpus"]).items():
+        chosen = Options(values | flags, options.names)
+        try:
+            read_config_files(chosen)
+            refuse_what_train_refuses(chosen)
+            choices.append(choice(name, chosen, rates))
+        except WorkshopError as error:
+            refused.append(f"{name:{WIDTH}}{error.what}; {error.way_out}")
+    gpus = f"{values['gpus']} GPU(s) on {values['nodes']} node(s)"
+    batch = f"micro batch {values['per_device_train_batch_size']} x {values['max_length']} tokens"
+    lines = [
+        f"{values['model_name']}, {precision_name(values)}, {batch}, {gpus}",
+        f"{'config':{WIDTH}}{'GiB/GPU':>8}{'GiB/node':>10}  {'verdict':14}{'s/step':>8}",
+        *(each.line() for each in sorted(choices, key=Choice.order)),
+    ]
+    if refused:
+        lines += ["cannot be combined with these options:", *refused]
+    if not memory_of_gpu(options):
+        lines += ["for a verdict: --gpu_memory, in GiB, and --cpu_memory"]
+    if not rates:
+        flags_of_rates = "--matmul_tflops, --memory_bandwidth and, for several GPUs, --bus_bandwidth"
+        lines += [f"for seconds of a step: {flags_of_rates}, of a run record's `estimate`"]
+    elif values["gpus"] > 1 and not rates.bus:
+        lines += ["seconds without communication: give --bus_bandwidth"]
+    return "\n".join(lines)
+
+
+def configs(gpus: int) -> dict[str, dict]:
+    """The flags of each file, by its name; DDP, or plain training on one GPU, has none."""
+    found: dict[str, dict] = {"DDP" if gpus > 1 else "plain": {}}
+    for path in sorted((REPOSITORY / "ds_configs").glob("*.json")):
+        found[f"ds_configs/{path.name}"] = {"deepspeed": str(path)}
+    for path in sorted((REPOSITORY / "fsdp_configs").glob("*.json")):
+        found[f"fsdp_configs/{path.name}"] = {"fsdp": "True", "fsdp_config": str(path)}
+    return found
+
+
+def refuse_what_train_refuses(options: Options) -> None:
+    """Raises WorkshopError for FSDP1 on one GPU."""
+    if (options.fsdp_config or {}).get("version") == 1 and options.values["gpus"] == 1:
+        raise WorkshopError("--gpus", "FSDP1 does not shard on one rank", "give at least 2")
+
+
+def choice(name: str, options: Options, rates: Rates | None) -> Choice:
+    on_gpu, on_node = totals(estimate(options), options.values["gpus"] // options.values["nodes"])
+    memories = ((on_gpu, memory_of_gpu(options)), (on_node, options.values["cpu_memory"]))
+    found = [tightness(needed, there) for needed, there in memories if there]
+    seconds = predict_step(options, rates).seconds if rates else None
+    return Choice(name, on_gpu, on_node, max(found, default=None), seconds)
+
+
 def main() -> None:
-    print(as_text(read_options(description=__doc__)))
+    options = read_options(description=__doc__)
+    print(comparison(options) if options.values["compare"] else as_text(options))
 
 
 if __name__ == "__main__":

@@ -1,15 +1,20 @@
 """Sizes of a model's parameters, activations and logits, found without memory for any of them."""
 
+import contextlib
 import json
 import logging
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 from types import SimpleNamespace
+from typing import Any, TypeVar
 
 import torch
 
 from config import Options, precision_name
 from errors import WorkshopError
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -31,16 +36,26 @@ class Shape:
 
 def shape_for(options: Options) -> Shape:
     """Shape of the model that train.py would load. Raises WorkshopError (exit code 2) when there is no such model."""
+    values = options.values
+    return traced(
+        trace,
+        options,
+        values["per_device_train_batch_size"],
+        values["max_length"],
+        precision_name(values),
+        casts_as_it_computes(options),
+        values["loss"],
+    )
+
+
+def traced(trace: Callable[..., T], options: Options, *arguments: object) -> T:
+    """`trace`, of the model of these options. Raises WorkshopError (exit code 2) when it cannot be traced."""
     from model import load_config  # with transformers' models, seconds: not before the command line was right
 
     values = options.values
     config = load_config(SimpleNamespace(**values), SimpleNamespace(**values))
-    autocast = not values["deepspeed"] and not values["fsdp"]
-    batch = values["per_device_train_batch_size"]
-    length = values["max_length"]
     try:
-        config_json = config.to_json_string(use_diff=False)
-        return trace(config_json, batch, length, precision_name(values), autocast, values["loss"])
+        return trace(config.to_json_string(use_diff=False), *arguments)
     except Exception as error:  # whatever a model's own code raises on tensors without values
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]
         what = f"the forward pass of {values['model_name']} cannot be traced ({reason})"
@@ -49,28 +64,48 @@ def shape_for(options: Options) -> Shape:
         ) from error
 
 
+def casts_as_it_computes(options: Options) -> bool:
+    """Whether the weights are fp32 and cast for each operation (Trainer, DDP), or in the precision itself (DeepSpeed;
+    FSDP, as it gathers them)."""
+    return not options.values["deepspeed"] and not options.values["fsdp"]
+
+
+@contextlib.contextmanager
+def model_without_storage(config_json: str, precision: str, autocast: bool) -> Iterator[Any]:
+    """A model whose tensors have no storage, and autocast around it where the training has that."""
+    from torch._subclasses.fake_tensor import FakeTensorMode
+    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig
+    from transformers.initialization import no_init_weights
+    from transformers.modeling_utils import local_torch_dtype
+
+    # an operation without a rule for such tensors is logged with a traceback, and raised besides
+    logging.getLogger("torch._subclasses.fake_tensor").setLevel(logging.CRITICAL)
+    dtype = dtype_of_computing(precision)
+    config = AutoConfig.for_model(**json.loads(config_json))
+    with FakeTensorMode():
+        # not by from_config, which in a training with ZeRO-3 would shard it
+        with no_init_weights(), local_torch_dtype(torch.float32 if autocast else dtype):
+            model_class: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
+            model = model_class(config).train()
+            model.tie_weights()
+        with torch.autocast("cpu", dtype=dtype, enabled=autocast and precision != "fp32"):
+            yield model
+
+
+def dtype_of_computing(precision: str) -> torch.dtype:
+    return torch.float32 if precision == "fp32" else torch.bfloat16  # fp16 has the same size
+
+
 @lru_cache
 def trace(config_json: str, batch: int, length: int, precision: str, autocast: bool, loss: str) -> Shape:
     """Build the model and run its forward pass on tensors without storage, noting what autograd keeps of it.
 
-    autocast: fp32 weights that are cast for each operation (Trainer, DDP) instead of weights in the
-    precision itself (DeepSpeed; FSDP, as it gathers them).
+    autocast: of `casts_as_it_computes`.
     """
-    from torch._subclasses.fake_tensor import FakeTensorMode
-    from transformers import AutoConfig, AutoModelForCausalLM
-    from transformers.initialization import no_init_weights
-
     from training.chunked_loss import bytes_of_chunks
 
-    # an operation without a rule for such tensors is logged with a traceback, and raised besides
-    logging.getLogger("torch._subclasses.fake_tensor").setLevel(logging.CRITICAL)
-    compute_dtype = torch.float32 if precision == "fp32" else torch.bfloat16  # fp16 has the same size
-    weight_dtype = torch.float32 if autocast else compute_dtype
-    config = AutoConfig.for_model(**json.loads(config_json))
     saved: dict[int, torch.UntypedStorage] = {}
-    with FakeTensorMode(), no_init_weights():
-        model = AutoModelForCausalLM.from_config(config, dtype=weight_dtype, trust_remote_code=False).train()
-        model.tie_weights()
+    with model_without_storage(config_json, precision, autocast) as model:
         own = {p.untyped_storage()._cdata for p in model.parameters()}
 
         def note(tensor: torch.Tensor) -> torch.Tensor:
@@ -80,14 +115,12 @@ def trace(config_json: str, batch: int, length: int, precision: str, autocast: b
             return tensor
 
         tokens = torch.ones(batch, length, dtype=torch.long)
-        with (
-            torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor),
-            torch.autocast("cpu", dtype=compute_dtype, enabled=autocast and precision != "fp32"),
-        ):
+        with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
             # the chunked loss leaves nothing behind but what is counted below
             model(input_ids=tokens, attention_mask=tokens, labels=tokens if loss == "full" else None)
     blocks = [m for m in model.modules() if type(m).__name__ in (model._no_split_modules or [])]
-    text = config.get_text_config()
+    text = model.config.get_text_config()
+    compute_dtype = dtype_of_computing(precision)
     activations = sum(storage.nbytes() for storage in saved.values())
     if loss == "full":
         elements = batch * length * text.vocab_size

@@ -282,6 +282,10 @@ def check_scheduler(path: str, scheduler: dict) -> None:
             )
 
 
+def offloaded(zero: dict, part: str) -> bool:
+    return (zero.get(f"offload_{part}") or {}).get("device", "none") != "none"
+
+
 def check_contradictions(path: str, config: dict, training_args, names: dict) -> None:
     """Compare the file's literals with the flags, once TrainingArguments has met both.
 

@@ -66,8 +66,7 @@ class Samples:
 class MemoryLog:
     """Samples in MiB per series (GPU index, or "process"), and what could not be read, as ``file:line: reason``.
 
-    problems: the first of them. more: how many there are besides. doubled: samples of forked children (is_doubled),
-    which are none of the others.
+    problems: the first of them. more: how many there are besides. doubled: samples that are left out (is_doubled).
     """
 
     path: Path
@@ -252,7 +251,7 @@ def is_doubled(before: Sample, sample: Sample, after: Sample) -> bool:
     for mine, *others in zip(sample[1:], before[1:], after[1:], strict=True):
         if not (1 - LIKE) * min(others) <= mine / 2 <= (1 + LIKE) * max(others):
             return False
-    return sample[1] > max(before[1], after[1]) and sample[2] > 1.5 * max(before[2], after[2])
+    return sample[2] > 1.5 * max(before[2], after[2])
 
 
 def line_blocks(log: MemoryLog, units: str = "") -> Iterator[list[str]]:

@@ -11,6 +11,7 @@ import json
 import os
 import statistics
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,8 @@ from training.record import hardware
 KINDS_OF_TOKENS = 4  # of count_tokens
 CPU_SIZE = 1024  # of the square matrices
 GPU_SIZE = 8192
+COPIED_ON_CPU = 32 * 2**20  # bytes: with the copy more than caches hold, and less than any training takes
+COPIED_ON_GPU = 256 * 2**20
 SECONDS = 0.5
 
 
@@ -67,55 +70,81 @@ def elements(parameter: torch.Tensor) -> int:
 
 
 def matmul_peak(dtype: torch.dtype, device: torch.device) -> float:
-    """Operations per second of one rank while all ranks multiply matrices, their mean. Collective.
+    """Operations per second of one rank while all ranks multiply matrices, their mean. Collective."""
+    tf32 = torch.backends.fp32_precision == "tf32"  # type: ignore[attr-defined]  # of --tf32
+    precision = "tf32" if tf32 and dtype == torch.float32 else dtype
+    return measured_once(str(precision), device, lambda: measure_peak(dtype, device))
+
+
+def memory_bandwidth(device: torch.device) -> float:
+    """Bytes per second that one rank reads and writes while all ranks copy, their mean. Collective."""
+    return measured_once("copy", device, lambda: measure_copy(device))
+
+
+def measured_once(what: str, device: torch.device, measure: Callable[[], float]) -> float:
+    """The mean of what all ranks measure at the same time. Collective.
 
     Measured once for each kind of hardware, number of ranks and version of PyTorch, and kept in the user's cache.
     """
-    known = cached_peaks() if rank() == 0 else {}
+    known = cached_rates() if rank() == 0 else {}
     machine = hardware(local_world_size())
     name = machine["gpu"] if device.type == "cuda" else f"{machine['cpu']}, {torch.get_num_threads()} threads"
-    tf32 = torch.backends.fp32_precision == "tf32"  # type: ignore[attr-defined]  # of --tf32
-    precision = "tf32" if tf32 and dtype == torch.float32 else dtype
-    key = f"{name}, {local_world_size()} ranks per node, torch {torch.__version__}, {precision}"
-    peak = same_everywhere(known.get(key))
-    if peak:
-        return peak
+    key = f"{name}, {local_world_size()} ranks per node, torch {torch.__version__}, {what}"
+    rate = same_everywhere(known.get(key))
+    if rate:
+        return rate
     wait_for_everyone()
-    peak = statistics.fmean(own for (own,) in gather_lists([measure_peak(dtype, device)]))
+    rate = statistics.fmean(own for (own,) in gather_lists([measure()]))
+    forget_measuring()
     if rank() == 0:
         with contextlib.suppress(OSError):  # no place for it: the next run measures again
             cache_file().parent.mkdir(parents=True, exist_ok=True)
-            write_json(cache_file(), known | {key: peak})
-    return peak
+            write_json(cache_file(), known | {key: rate})
+    return rate
 
 
 def measure_peak(dtype: torch.dtype, device: torch.device) -> float:
     """Operations per second of the fastest of the products that half a second has room for."""
-    on_gpu = device.type == "cuda"
-    size = GPU_SIZE if on_gpu else CPU_SIZE
+    size = GPU_SIZE if device.type == "cuda" else CPU_SIZE
     a, b = torch.randn(2, size, size, device=device).to(dtype)
     out = torch.empty_like(a)
-    fastest = float("inf")
+    return 2 * size**3 / fastest(lambda: torch.mm(a, b, out=out), device)
+
+
+def measure_copy(device: torch.device) -> float:
+    """Bytes per second, those read and those written, of the fastest of the copies that half a second has room for."""
+    source = torch.ones(COPIED_ON_GPU if device.type == "cuda" else COPIED_ON_CPU, dtype=torch.uint8, device=device)
+    target = torch.empty_like(source)
+    return 2 * source.nbytes / fastest(lambda: target.copy_(source), device)
+
+
+def fastest(operation: Callable[[], object], device: torch.device) -> float:
+    """Seconds that the operation takes at best."""
+    on_gpu = device.type == "cuda"
+    seconds = float("inf")
     end = time.perf_counter() + SECONDS
-    while time.perf_counter() < end or fastest == float("inf"):
+    while time.perf_counter() < end or seconds == float("inf"):
         start = time.perf_counter()
-        torch.mm(a, b, out=out)
+        operation()
         if on_gpu:
             torch.cuda.synchronize()
-        fastest = min(fastest, time.perf_counter() - start)
-    if on_gpu:  # these matrices are none of the training's memory
-        del a, b, out
+        seconds = min(seconds, time.perf_counter() - start)
+    return seconds
+
+
+def forget_measuring() -> None:
+    """What was measured with is none of the training's memory."""
+    if torch.cuda.is_available():
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
-    return 2 * size**3 / fastest
 
 
 def cache_file() -> Path:
     cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(cache) / "distributed-llm-workshop" / "matmul_peak.json"
+    return Path(cache) / "distributed-llm-workshop" / "rates.json"
 
 
-def cached_peaks() -> dict[str, float]:
+def cached_rates() -> dict[str, float]:
     try:
         content = json.loads(cache_file().read_text(encoding="utf-8"))
     except (OSError, ValueError):

@@ -8,6 +8,7 @@ from transformers import ProgressCallback
 from config import Options, build_arguments, compute_dtype
 from data_loader import collator, load_squad, questions_cut
 from errors import ENVIRONMENT, WorkshopError
+from estimate_time import Rates
 from evaluate import exact_match_and_f1, load_metric
 from hub import draw_bars_on_terminals_only
 from job.finish import finish
@@ -44,7 +45,8 @@ from training.checkpoints import (
 )
 from training.chunked_loss import check_head, use_chunked_loss
 from training.compiling import CompiledCallback, compile_or_eager
-from training.flops import ModelFlops, matmul_peak
+from training.flops import ModelFlops, matmul_peak, memory_bandwidth
+from training.prediction import bus_bandwidth, predict_memory, predict_time
 from training.profiling import PROFILED_STEPS, ProfileCallback
 from training.record import RunRecord, new_job_id, refuse_finished, restarted_by_slurm, sole_writer
 from training.safe_load import load_weights_only, refuse_foreign_code
@@ -122,8 +124,11 @@ def run(options: Options, stop: StopRequest, git: dict | None) -> None:
         stop.record_path = record.path
         watchdog.before_exit(lambda: finish(record.path, "failed", ENVIRONMENT))
         prepare_trackers(args, job_id)
-        watchdog.beat("timing matrix products")
+        watchdog.beat("estimating memory")
+        predict_memory(options, record)
+        watchdog.beat("timing matrix products, memory and network")
         peak = matmul_peak(compute_dtype(options.values), args.device)
+        rates = Rates(peak, memory_bandwidth(args.device), bus_bandwidth(record))
         watchdog.beat("loading the model")
         model = load_model(model_args, data_args, tokenizer, args.seed)
         if model_args.loss == "chunked":
@@ -173,6 +178,7 @@ def run(options: Options, stop: StopRequest, git: dict | None) -> None:
         record.measure_memory()
         work = speed.work(flops, peak)
         record.training(trainer.state.global_step, result.metrics, trainer.state.log_history, speed, utilisation, work)
+        predict_time(options, record, rates, samples_per_step * trainer.state.global_step)
         close_trackers(args, job_id, record.content["callbacks"])
         end_if_stopped(stop, trainer, record)
 

@@ -29,7 +29,7 @@ RUNS = {
 }
 # of time, memory and process
 VARIES = re.compile(
-    r"started|finished|pid|.*(runtime|per_second|loss_time|_MB|util_%|peak_process|warm_up|mfu|matmul_peak).*"
+    r"started|finished|pid|.*(runtime|per_second|loss_time|_MB|util_%|peak_process|warm_up|mfu|matmul_peak|estimate).*"
 )
 
 

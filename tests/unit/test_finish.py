@@ -144,6 +144,15 @@ def test_summary_of_an_empty_log_says_so():
     assert lines[3] == "missing: gpu_memory/gpu_memory_log_7.csv: no sample"
 
 
+def test_summary_says_which_samples_it_leaves_out():
+    Path("cpu_memory").mkdir()
+    lines = ["0.0 0.0 400 2000", "1.0 0.0 800 4000", "2.0 0.0 402 2000"]
+    Path("cpu_memory/cpu_memory_log_7.txt").write_text("\n".join(lines) + "\n")
+    why = "1 sample of 800 MiB left out: a forked child was counted with its parent"
+    expected = f"CPU memory: peak 402 MiB, mean 401 MiB (2 samples; {why})"
+    assert summary("7", {"train": TRAIN}, "completed", 0, [])[1] == expected
+
+
 def test_summary_of_a_resumed_job_takes_the_repeated_header_as_it_is():
     Path("cpu_memory").mkdir()
     part = "# Elapsed time   CPU (%)     Real (MB)   Virtual (MB)\n0.0 0.0 100 9.0\n"

@@ -79,6 +79,68 @@ def test_wild_cpu_logs(tmp_path, text, samples, problems):
     assert len(log.problems) == problems
 
 
+# Real and virtual memory, as psrecord wrote them of a training of tiny-bloom whose git was slow to start
+BEFORE, DOUBLED, AFTER = (456.398, 2123.348), (957.445, 4821.047), (482.906, 2414.258)
+
+
+def read_samples(folder: Path, *samples: tuple[float, float] | str) -> MemoryLog:
+    """A log of psrecord's with (real, virtual) once a second; a text stands there as it is."""
+    path = folder / "cpu.txt"
+    lines = [s if isinstance(s, str) else f"{at}.0 99.0 {s[0]} {s[1]}\n" for at, s in enumerate(samples)]
+    path.write_text(CPU_HEADER + "".join(lines))
+    return read_cpu_log(path, restarts=1)
+
+
+def test_sample_with_a_forked_child_is_left_out_and_counted(tmp_path):
+    log = read_samples(tmp_path, BEFORE, DOUBLED, AFTER, (640.0, 2680.0))
+    assert samples_of(log) == {"process": [456.398, 482.906, 640]}
+    assert (log.peak("process"), log.minimum("process"), len(log.samples["process"])) == (640, 456.398, 3)
+    assert log.mean("process") == pytest.approx((456.398 + 482.906 + 640) / 3)
+    assert (957.445 not in [mib for _, mib in log.curve("process")]) and log.span() == 3
+    assert log.left_out() == "1 sample of 957 MiB left out: a forked child was counted with its parent"
+    assert log.gaps() == []
+    large = (2000.0, 9000.0)
+    log = read_samples(tmp_path, BEFORE, DOUBLED, AFTER, large, (4000.0, 18000.0), large, large)
+    assert log.left_out() == "2 samples of up to 4,000 MiB left out: a forked child was counted with its parent"
+
+
+@pytest.mark.parametrize("block", range(20, 260, 7))
+def test_sample_with_a_forked_child_is_found_wherever_a_part_of_the_log_ends(tmp_path, monkeypatch, block):
+    monkeypatch.setattr(files, "BLOCK", block)
+    log = read_samples(tmp_path, BEFORE, DOUBLED, AFTER, DOUBLED, AFTER)
+    assert samples_of(log) == {"process": [456.398, 482.906, 482.906]}
+    assert len(log.doubled) == 2
+
+
+@pytest.mark.parametrize(
+    "samples",
+    [
+        (BEFORE, DOUBLED, DOUBLED, AFTER),
+        (DOUBLED, AFTER, AFTER),
+        (BEFORE, AFTER, DOUBLED),
+        (BEFORE, DOUBLED, CPU_HEADER, AFTER, AFTER),
+        (BEFORE, CPU_HEADER, DOUBLED, AFTER, AFTER),
+        (BEFORE, (957.445, 2915.0), AFTER),
+        (BEFORE, (500.0, 4821.047), AFTER),
+        (BEFORE, (1900.0, 4821.047), AFTER),
+        (BEFORE, (957.445, 9600.0), AFTER),
+        (BEFORE, DOUBLED, (957.0, 4821.0)),
+        (BEFORE, DOUBLED, (2500.0, 4400.0)),
+        ((9.0, 30.0), (400.0, 2000.0), (410.0, 2010.0)),
+    ],
+    ids=["two samples long", "first", "last", "before a restart", "behind a restart", "real memory of its own",
+         "virtual memory alone", "more than twice the real", "more than twice the virtual", "it stays", "it grows on",
+         "start of a process"],
+)  # fmt: skip
+def test_peak_that_may_be_true_is_kept(tmp_path, samples):
+    """What the process itself took for a moment, what lasts, and what has not a sample on either side."""
+    log = read_samples(tmp_path, *samples)
+    assert log.left_out() == ""
+    assert log.gaps() == []
+    real = [sample[0] for sample in samples if not isinstance(sample, str)]
+    assert samples_of(log) == {"process": real}
+
+
 def log_of(**series: list[tuple]) -> MemoryLog:
     """A log with (time, MiB) of each series."""
     log = MemoryLog(Path("gpu.csv"))

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from report import DEFINITIONS, write_report
+from report import DEFINITIONS, job_tables, write_report
 from report_files import CPU_HEADER, GPU_HEADER, add_run, cpu_log, gpu_log, write
 from reporting import memory_logs, plots
 from reporting.runs import Run, find_runs
@@ -48,6 +48,20 @@ def test_run_that_did_not_complete_is_a_row_with_its_status(tmp_path, status):
     row = stage_1(tmp_path)
     assert row.status == status and row.remarks == [f"{status}: exit code 9"]
     assert (row.cells[0].value, row.cells[-1].value, row.cells[-1].note) == (900, None, f"the run's status is {status}")
+
+
+def test_samples_that_are_left_out_are_said_in_row_and_summary(tmp_path):
+    """A forked child has all memory of its parent, until its exec: real and virtual."""
+    lines = ["0.0 9.0 400 2000", "5.0 9.0 802 4010", "10.0 9.0 402 2010", "15.0 9.0 420 2010"]
+    folder = add_run(tmp_path, STAGE, "1", cpu="\n".join([CPU_HEADER, *lines]) + "\n")
+    note = "cpu_memory_log_1.txt: 1 sample of 802 MiB left out: a forked child was counted with its parent"
+    row = stage_1(tmp_path)
+    assert (row.status, row.remarks) == ("completed", [note])
+    assert (row.run.cpu.peak, row.run.cpu.minimum) == (420, 400)
+    assert plots.curve(row.run, 1, memory_logs.read_cpu_log) == [(0, 400), (10, 402), (15, 420)]
+    summary = job_tables(folder / "results" / "1.json").splitlines()
+    assert note in summary
+    assert any(line.startswith("| CPU memory, peak (MiB)") and "420" in line for line in summary)
 
 
 def test_jobs_do_not_share_files(tmp_path):

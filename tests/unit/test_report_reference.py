@@ -8,13 +8,14 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from pydantic import ValidationError
 
 import report
 from helpers import REPOSITORY
 from report_files import RUNS, add_run, gpu_log
 from reporting import reference
 from reporting.metrics import METRICS, RELATIONS, Cell, Compared
-from reporting.reference import BANDS, NOT_COMPARED, Number, beside, compare, read_reference, write_numbers
+from reporting.reference import BANDS, NOT_COMPARED, Number, Report, beside, compare, read_reference, write_numbers
 from reporting.runs import find_runs
 from reporting.tables import Row, Table, build_tables, load_definitions
 
@@ -322,6 +323,16 @@ def test_rows_and_tables_of_one_side_are_named(two):
     ]
 
 
+def test_row_of_another_label_is_another_row(two):
+    own, theirs = two()
+    folder = reference_of(theirs)
+    text = (folder / "report.json").read_text().replace('"Stage 1"', '"ZeRO-1"')
+    (folder / "report.json").write_text(text)
+    _, summary = compared(own, folder)
+    assert f"Not compared, only here: {STAGES} (Stage 1)." in summary
+    assert f"Not compared, only in the reference: {STAGES} (ZeRO-1)." in summary
+
+
 def test_another_model_has_a_table_of_its_own(tmp_path):
     add_run(tmp_path / "own", "deepspeed-single-gpu/zero_1", "1", settings__model_name="bigscience/bloom-560m")
     add_run(tmp_path / "theirs", "deepspeed-single-gpu/zero_1", "1")
@@ -360,6 +371,15 @@ DAMAGED = {
     "many mistakes": ('{"schema": 1, "tables": {"a": [' + "1," * 1_000_000 + "1]}}", f"{NO_REPORT}tables.a.0: "),
     "huge": (text_with() + " " * reference.LARGEST, "is larger than 4,194,304 bytes"),
 }
+
+
+def test_of_many_mistakes_one_is_kept():
+    """A list of all of them would take many times the memory of the file."""
+    with pytest.raises(ValidationError) as raised:
+        Report.model_validate_json(DAMAGED["many mistakes"][0])
+    assert raised.value.error_count() == 1
+
+
 WAY_OUT = "; give the folder of a report that scripts/report.py of this repository has written"
 
 

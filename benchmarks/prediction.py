@@ -1,0 +1,216 @@
+"""Predicted beside measured: memory and samples per second of short trainings on the CPU, as their records have both.
+
+    python benchmarks/prediction.py                               # all rows; a quarter of an hour
+    python benchmarks/prediction.py --rows DDP ZeRO-2             # some of them
+    python benchmarks/prediction.py --save                        # and write prediction.json, for the pages
+
+Each row is a training of a few steps by scripts/train.py with one thread per rank, of a BLOOM of 9.5 million parameters
+in fp32 if the row says nothing else. Predicted is what the run itself predicts (`estimate` of the run record), from
+matrix products, copies and all-reduces that it times anew, with all ranks at once. Measured are the largest resident
+memory of the processes, added up, and the steady rate of the steps behind the warm-up.
+
+Where other programs work on the same cores, a training loses more than a product that was timed at its best. So each
+row is run several times and the fastest counts; `busy` is the share of the cores' time that others took meanwhile.
+The results of the last --save, with commit and machine, are in benchmarks/prediction.json and docs/memory.md.
+"""
+
+import argparse
+import importlib.metadata
+import json
+import os
+import resource
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import SimpleNamespace
+
+import psutil
+
+REPOSITORY = Path(__file__).resolve().parent.parent
+DATASET = REPOSITORY / "data" / "squad_sample.json"
+RESULTS = Path(__file__).with_suffix(".json")
+# That of communication.py, and one whose logits are larger than all else, as BLOOM's are
+BLOOM = {"model_type": "bloom", "vocab_size": 12288, "hidden_size": 256, "n_layer": 8, "n_head": 4}
+WHOLE_VOCABULARY = BLOOM | {"vocab_size": 250880, "hidden_size": 128, "n_layer": 2}
+TOKENS = 4096  # of the tokenizer
+STEPS = 8
+
+MODEL = ["--model_name", "model", "--from_scratch"]
+LARGE_HEAD = ["--model_name", "whole_vocabulary", "--from_scratch", "--gradient_accumulation_steps", "1"]
+GPT = ["--model_name", "custom-gpt", "--vocab_size", "8192", "--hidden_size", "256", "--num_layers", "6"]
+GPT += ["--num_heads", "4", "--ff_dim", "1024"]
+CHUNKED = ["--loss", "chunked"]
+FSDP = ["--fsdp", "--fsdp_config"]
+
+
+@dataclass
+class Row:
+    ranks: int = 1
+    flags: list[str] = field(default_factory=list)
+    model: list[str] = field(default_factory=lambda: MODEL)
+
+
+ROWS = {
+    "plain": Row(),
+    "plain, batch 8": Row(1, ["--per_device_train_batch_size", "8"]),
+    "plain, 256 tokens": Row(1, ["--max_length", "256"]),
+    "plain, padded to the longest": Row(1, ["--max_length", "256", "--padding", "longest"]),
+    "plain, bf16": Row(1, ["--bf16", "True"]),
+    "plain, chunked loss": Row(1, CHUNKED),
+    "plain, activation checkpointing": Row(1, ["--activation_checkpointing"]),
+    "custom GPT": Row(1, [], GPT),
+    "whole vocabulary": Row(1, [], LARGE_HEAD),
+    "whole vocabulary, chunked loss": Row(1, CHUNKED, LARGE_HEAD),
+    "ZeRO-2, 1 rank": Row(1, ["--deepspeed", "ds_configs/zero2.json"]),
+    "DDP": Row(2),
+    "DDP, chunked loss": Row(2, CHUNKED),
+    "ZeRO-0": Row(2, ["--deepspeed", "ds_configs/zero0.json"]),
+    "ZeRO-1": Row(2, ["--deepspeed", "ds_configs/zero1.json"]),
+    "ZeRO-2": Row(2, ["--deepspeed", "ds_configs/zero2.json"]),
+    "ZeRO-3": Row(2, ["--deepspeed", "ds_configs/zero3.json"]),
+    "FULL_SHARD": Row(2, [*FSDP, "fsdp_configs/full_shard.json"]),
+    "SHARD_GRAD_OP": Row(2, [*FSDP, "fsdp_configs/shard_grad_op.json"]),
+}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rows", nargs="+", choices=ROWS, default=list(ROWS))
+    parser.add_argument("--repeats", type=int, default=2)
+    parser.add_argument("--save", action="store_true", help=f"write {RESULTS.name}")
+    arguments = parser.parse_args()
+    results = {"commit": commit(), "cpu": cpu(), "cores": len(os.sched_getaffinity(0)), "versions": versions()}
+    rows = []
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        make_model_folders(folder)
+        for row in arguments.rows:
+            runs = [train(folder, ROWS[row]) for _ in range(arguments.repeats)]
+            rows.append({"row": row, "ranks": ROWS[row].ranks, "runs": runs})
+            print(page_row(rows[-1]), flush=True)
+    results["rows"] = rows
+    print(page_table(results))
+    print(summary(results))
+    if arguments.save:
+        RESULTS.write_text(json.dumps(results, indent=1) + "\n")
+
+
+def read_results() -> dict:
+    """Of the last --save."""
+    return json.loads(RESULTS.read_text())
+
+
+def make_model_folders(folder: Path) -> None:
+    sys.path.insert(0, str(REPOSITORY / "scripts"))
+    from model import train_tokenizer
+
+    tokenizer = train_tokenizer(SimpleNamespace(dataset=str(DATASET), eval_dataset=None), TOKENS)
+    for name, config in (("model", BLOOM), ("whole_vocabulary", WHOLE_VOCABULARY)):
+        tokenizer.save_pretrained(folder / name)
+        (folder / name / "config.json").write_text(json.dumps(config))
+
+
+def train(folder: Path, row: Row) -> dict:
+    """Memory in MiB of all ranks, samples per second of all ranks, and what the prediction was made of."""
+    (folder / "cache" / "distributed-llm-workshop" / "rates.json").unlink(missing_ok=True)  # what is here, and now
+    job_id = f"{time.time_ns()}"
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "XDG_CACHE_HOME": str(folder / "cache"), "JOB_ID": job_id}
+    words = ["--dataset", str(DATASET), "--train_size", "64", "--eval_size", "2", "--no_em_f1", "--fp16", "False"]
+    words += ["--bf16", "False", "--max_length", "128", "--max_steps", str(STEPS), "--gradient_accumulation_steps", "2"]
+    words += ["--per_device_train_batch_size", "4", "--eval_strategy", "no", "--save_strategy", "no", "--use_cpu"]
+    words += [str(folder / word) if (folder / word).is_dir() else word for word in row.model]
+    words += [str(REPOSITORY / word) if word.endswith(".json") else word for word in row.flags]
+    scripts = REPOSITORY / "scripts"
+    launch = [str(scripts / "launch.py"), f"--nproc-per-node={row.ranks}"] if row.ranks > 1 else []
+    command = [sys.executable, *launch, str(scripts / "train.py"), *words]
+    start = time.perf_counter(), cpu_seconds_of_all(), cpu_seconds_of_children()
+    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, check=False)
+    end = time.perf_counter(), cpu_seconds_of_all(), cpu_seconds_of_children()
+    seconds, of_all, of_children = (after - before for before, after in zip(start, end, strict=True))
+    if done.returncode:
+        sys.exit(f"error: {words} ended with {done.returncode}:\n{done.stdout[-1000:]}\n{done.stderr[-3000:]}")
+    record = json.loads((folder / "results" / f"{job_id}.json").read_text())
+    predicted = record["estimate"]
+    if not predicted or not predicted["step"]:
+        sys.exit(f"error: {words}: nothing predicted: {record['missing']}")
+    return {
+        "memory_mib": [predicted["node_mib"], round(sum(record["peak_process_mib"]), 1)],
+        "samples_per_second": [predicted["step"]["samples_per_second"], record["train"]["steady_samples_per_second"]],
+        "step": predicted["step"],
+        "rates": predicted["rates"],
+        "busy": round(max(0.0, of_all - of_children) / seconds / psutil.cpu_count(), 2),
+    }
+
+
+def cpu_seconds_of_all() -> float:
+    times = psutil.cpu_times()
+    return times.user + times.nice + times.system
+
+
+def cpu_seconds_of_children() -> float:
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return used.ru_utime + used.ru_stime
+
+
+def counted(row: dict) -> dict:
+    """The run that others disturbed least."""
+    return max(row["runs"], key=lambda run: run["samples_per_second"][1])
+
+
+def page_row(row: dict) -> str:
+    run = counted(row)
+    memory = [f"{value:.0f}" for value in run["memory_mib"]] + [off(run["memory_mib"])]
+    rate = [f"{value:.2f}" for value in run["samples_per_second"]] + [off(run["samples_per_second"])]
+    return "| " + " | ".join([row["row"], str(row["ranks"]), *memory, *rate]) + " |"
+
+
+def off(values: list[float]) -> str:
+    """Predicted against measured, in percent of what was measured."""
+    return f"{100 * error(values):+.0f} %"
+
+
+def error(values: list[float]) -> float:
+    predicted, measured = values
+    return predicted / measured - 1
+
+
+def page_table(results: dict) -> str:
+    """As docs/memory.md shows it."""
+    heads = ["Run", "Ranks", "MiB, predicted", "MiB, measured", "Off by", "Samples/s, predicted", "Samples/s, measured"]
+    lines = ["| " + " | ".join([*heads, "Off by"]) + " |", "|" + " --- |" * 8]
+    return "\n".join([*lines, *map(page_row, results["rows"])])
+
+
+def summary(results: dict) -> str:
+    """The median of the errors without their signs, and the largest, as docs/memory.md says them."""
+    lines = []
+    for what, name in (("memory", "memory_mib"), ("samples/s", "samples_per_second")):
+        errors = {row["row"]: error(counted(row)[name]) for row in results["rows"]}
+        worst = max(errors, key=lambda row: abs(errors[row]))
+        middle = statistics.median(map(abs, errors.values()))
+        lines.append(
+            f"{what}: off by {100 * middle:.0f} % in the median, by {100 * errors[worst]:+.0f} % at most ({worst})"
+        )
+    return "\n".join(lines)
+
+
+def versions() -> dict:
+    return {name: importlib.metadata.version(name) for name in ("torch", "transformers", "accelerate", "deepspeed")}
+
+
+def commit() -> str:
+    words = ["git", "-C", str(REPOSITORY), "describe", "--always", "--dirty"]
+    return subprocess.run(words, capture_output=True, text=True, check=True).stdout.strip()
+
+
+def cpu() -> str:
+    names = [line for line in Path("/proc/cpuinfo").read_text().splitlines() if "model name" in line]
+    return names[0].split(":")[1].strip() if names else "unknown CPU"
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,80 @@
+"""The command line of the estimates: that of train.py, for a training on as many ranks and nodes as one says."""
+
+import os
+from collections.abc import Mapping
+
+from config import Options, parse_command_line
+from errors import WorkshopError
+from parallel.ds_config import check_ds_config
+from parallel.fsdp_config import check_fsdp_file, resolve_sizes
+
+EXTRA_FLAGS = {
+    "gpus": {"type": int, "default": 1, "help": "GPUs of the whole job, one rank each."},
+    "nodes": {"type": int, "default": 1, "help": "Nodes, with equally many GPUs each."},
+    "matmul_tflops": {
+        "type": float,
+        "default": None,
+        "help": "10^12 operations per second of one GPU in matrix products: matmul_peak_tflops of a run record.",
+    },
+    "memory_bandwidth": {"type": float, "default": None, "help": "GB/s of one GPU's memory, read and written."},
+    "bus_bandwidth": {
+        "type": float,
+        "default": None,
+        "help": "GB/s between the ranks: bus_bandwidth_gb_per_s of measure_bandwidth.py.",
+    },
+}
+RATES = ("matmul_tflops", "memory_bandwidth", "bus_bandwidth")
+UNITS = {
+    "gpu_memory": "GiB, for example 32",
+    "cpu_memory": "GiB, for example 32",
+    "matmul_tflops": "10^12 operations per second, for example 100",
+    "memory_bandwidth": "GB/s, for example 1000",
+    "bus_bandwidth": "GB/s, for example 25",
+}
+ADAMW = ("adamw_torch", "adamw_torch_fused")
+
+
+def read_options(
+    argv: list[str] | None,
+    description: str,
+    environment: Mapping[str, str] = os.environ,
+    extra: dict | None = None,
+    gpu: bool = True,
+) -> Options:
+    """The options of a training with as many ranks as --gpus and --nodes say, its config files read.
+
+    environment: where the variables of the knobs are looked up. extra: flags of one script alone. gpu: whether the
+    ranks have GPUs. Raises WorkshopError (exit code 2).
+    """
+    flags = EXTRA_FLAGS | (extra or {})
+    options = parse_command_line(description, argv, flags, gpu=gpu, environment=environment)
+    values = options.values
+    for flag in ("gpus", "nodes"):
+        if values[flag] < 1:
+            raise WorkshopError(f"--{flag}", f"{values[flag]} is too small", "give a whole number of at least 1")
+    for flag, unit in UNITS.items():
+        if values.get(flag) is not None and not values[flag] > 0:
+            raise WorkshopError(f"--{flag}", f"{values[flag]:g} is too small", f"give {unit}")
+    if values["gpus"] % values["nodes"]:
+        what = f"{values['gpus']} GPUs do not spread over {values['nodes']} nodes"
+        raise WorkshopError("--gpus", what, "give a multiple of the nodes")
+    read_config_files(options)
+    return options
+
+
+def read_config_files(options: Options) -> None:
+    """Put the content of --deepspeed or --fsdp_config into the options. Raises WorkshopError (exit code 2)."""
+    values = options.values
+    if values["deepspeed"]:
+        options.deepspeed_config = check_ds_config(values["deepspeed"])
+    if values["fsdp"]:
+        file = values["fsdp_config"]
+        options.fsdp_config = check_fsdp_file(file) if file else {}
+        resolve_sizes(file or "--fsdp", options.fsdp_config, values["gpus"], values["gpus"] // values["nodes"])
+
+
+def check_optimizer(options: Options) -> None:
+    """Raises WorkshopError (exit code 2) for an optimizer whose state and step are not counted here."""
+    if options.values["optim"] not in ADAMW:
+        what = f"the state of {options.values['optim']} is not known here"
+        raise WorkshopError("--optim", what, f"estimate with {ADAMW[0]}")

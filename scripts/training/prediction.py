@@ -1,0 +1,94 @@
+"""What the estimates say of the very run that records them. A prediction that fails ends no training."""
+
+import dataclasses
+
+import torch
+import torch.distributed as dist
+
+import measure_bandwidth
+from config import Options
+from estimate_memory import estimate, totals, without_gpu
+from estimate_time import GB, Batch, Rates, predict_step
+from parallel.distributed import local_world_size, rank, same_everywhere, world_size
+from planned import check_optimizer
+from training.record import RunRecord
+
+MIB = 2**20
+RATES = ("matmul_tflops", "memory_gb_per_s", "bus_gb_per_s")
+# Of the all-reduce that is timed where no bandwidth test was: milliseconds on a good network
+BUS_BYTES = 256 * MIB if torch.cuda.is_available() else 4 * MIB
+
+
+def predict_memory(options: Options, record: RunRecord) -> None:
+    """Note the estimate of the memory; rank 0 makes it. To be called before the model is loaded."""
+    if rank() != 0:
+        return
+    gpu = torch.cuda.is_available() and not options.values["use_cpu"]
+    try:
+        own = of_this_run(options)
+        check_optimizer(own)
+        held = estimate(own)
+        on_gpu, on_node = totals(held if gpu else without_gpu(held), local_world_size())
+    except Exception as error:  # whatever a model or a library does that nobody has foreseen
+        record.missing("estimate", reason_of(error))
+        return
+    predicted = {"gpu_mib": round(on_gpu / MIB, 1) if gpu else None, "node_mib": round(on_node / MIB, 1)}
+    record.content["missing"]["estimate.step"] = "it is predicted at the end of the training"
+    if not gpu:
+        record.content["missing"]["estimate.gpu_mib"] = "no GPU"
+    record.update(estimate=predicted | {"step": None, "rates": dict.fromkeys(RATES)})
+
+
+def bus_bandwidth(record: RunRecord) -> float | None:
+    """Bytes per second between the ranks: of the job's bandwidth test, else measured here. Collective."""
+    if world_size() == 1:
+        return None
+    tested = same_everywhere(record.content.get("bandwidth"))
+    if tested:
+        return tested["bus_bandwidth_gb_per_s"] * GB
+    message = torch.ones(BUS_BYTES // 4, device=measure_bandwidth.DEVICE)
+    sent, seconds = measure_bandwidth.probe(message)
+    return measure_bandwidth.bus_bandwidth(seconds, sent, dist.get_world_size()) * GB
+
+
+def predict_time(options: Options, record: RunRecord, rates: Rates, samples: float) -> None:
+    """Note the estimate of a step, for sequences as long as they were; rank 0 makes it.
+
+    samples: that all ranks together have trained on. To be called when the record has what the training measured.
+    """
+    predicted = record.content.get("estimate")
+    if rank() != 0 or not predicted:
+        return
+    measured = (rates.matmul / 1e12, rates.memory / GB, rates.bus and rates.bus / GB)
+    predicted["rates"] = {name: value and round(value, 4) for name, value in zip(RATES, measured, strict=True)}
+    if rates.bus is None:
+        record.content["missing"]["estimate.rates.bus_gb_per_s"] = "one rank has nobody to talk to"
+    try:
+        predicted["step"] = step_of(options, record.content["train"], rates, samples)
+        record.content["missing"].pop("estimate.step", None)
+    except Exception as error:  # as above
+        record.content["missing"]["estimate.step"] = reason_of(error)
+    record.update(estimate=predicted)
+
+
+def step_of(options: Options, train: dict, rates: Rates, samples: float) -> dict:
+    """Raises ValueError with the reason for a run of which nothing can be said."""
+    if options.values["torch_compile"]:
+        raise ValueError("what torch.compile makes one operation of is not known")
+    size = options.values["per_device_train_batch_size"]
+    length = round((train["real_tokens"] + train["padding_tokens"]) / samples)
+    batch = Batch(size, length, counted=max(1, round(size * train["counted_tokens"] / samples)))
+    step = predict_step(of_this_run(options), rates, batch)
+    content = {"seconds": step.seconds, "samples_per_second": step.samples_per_second} | dataclasses.asdict(step)
+    del content["samples"]
+    return {name: float(f"{value:.4g}") for name, value in content.items()}
+
+
+def of_this_run(options: Options) -> Options:
+    """As estimate_memory.py reads them: with the number of ranks and nodes."""
+    ranks = {"gpus": world_size(), "nodes": world_size() // local_world_size()}
+    return dataclasses.replace(options, values=options.values | ranks)
+
+
+def reason_of(error: Exception) -> str:
+    return (str(error).strip() or type(error).__name__).splitlines()[0]
