@@ -77,7 +77,7 @@ def page(tables: list[Table], runs: list[Run], images: dict[str, list[tuple[Path
     """The whole report.
 
     runs: all of them, oldest first, which gives them their numbers. images: table name -> its plots, each with what is
-    seen in it; they are put into the page.
+    seen in it; they are put into the page. summary: what a row shows, then what the comparison with a reference found.
     """
     links = Links(runs)
     filled = [table for table in tables if table.has_runs]
@@ -88,9 +88,9 @@ def page(tables: list[Table], runs: list[Run], images: dict[str, list[tuple[Path
         f'<meta http-equiv="Content-Security-Policy" content="{POLICY}">\n'
         f'<meta name="viewport" content="width=device-width, initial-scale=1">\n<link rel="icon" href="data:,">\n'
         f"{GENERATOR}\n<title>{TITLE}</title>\n<style>{STYLE}</style>\n</head>\n<body>\n"
-        f"<header><h1>{TITLE}</h1>\n{''.join(f'<p>{escape(line)}</p>' for line in summary)}<p>#1, #2 and so on are the "
-        f"runs in the order in which they started; each number of a table is a link to its run.</p></header>\n"
-        f'<main>\n{overview(filled, runs, links)}\n<nav aria-label="Tables"><h2>Tables</h2><ul>{contents}'
+        f"<header><h1>{TITLE}</h1>\n<p>{escape(summary[0])} #1, #2 and so on are the runs in the order in which they "
+        f"started; each number of a table is a link to its run.</p></header>\n"
+        f'<main>\n{overview(filled, runs, links, summary[1:])}\n<nav aria-label="Tables"><h2>Tables</h2><ul>{contents}'
         f'<li><a href="#each-run">Each run: command, commit, knobs, log</a></li></ul></nav>\n'
         f"{''.join(sections)}{all_of(runs, links)}{without_runs(tables)}</main>\n</body>\n</html>\n"
     )
@@ -122,7 +122,7 @@ class Links:
         return f'<a href="#{self.anchor(run)}" tabindex="-1">{escape(text)}</a>'
 
 
-def overview(tables: list[Table], runs: list[Run], links: Links) -> str:
+def overview(tables: list[Table], runs: list[Run], links: Links, compared_lines: list[str]) -> str:
     """What ran, what failed, what does not compare."""
     completed = [run for run in runs if run.completed]
     damaged = [run for run in completed if run.problems]
@@ -133,20 +133,22 @@ def overview(tables: list[Table], runs: list[Run], links: Links) -> str:
     if damaged:
         lines.append(noted("completed, incomplete", damaged, links))
     lines.append(apart(tables, links))
+    lines += [f"<li>{escape(shortened(line))}</li>" for line in compared_lines]
     return f"<section><h2>Overview</h2>\n<ul>{''.join(lines)}</ul></section>"
 
 
 def apart(tables: list[Table], links: Links) -> str:
     """The line of the overview on rows that do not compare with the others of their table."""
-    rows = [(table, row) for table in tables for row in table.rows if row.run and not row.compares]
-    each = [
-        f'{links.to(row.run)} {escape(row.label)} in <a href="#{escape(table.name)}">{escape(table.title)}</a>: '
-        f"{escape(shortened(why_apart(row)))}"
-        for table, row in rows[:MOST_LINES]
-        if row.run
-    ]
-    head = f"{in_words(len(rows), 'row')}, left out of lines over GPUs and of scatter plots"
-    return f'<li><span class="bad">does not compare</span>: {head}{items(each, len(rows))}</li>' if rows else ""
+    found: dict[tuple[int, str], str] = {}  # the table of all runs has the rows of the others once more
+    for table in tables:
+        for row in table.rows:
+            if row.run and not row.compares:
+                where = f'{escape(row.label)} in <a href="#{escape(table.name)}">{escape(table.title)}</a>'
+                why = escape(shortened(why_apart(row)))
+                found.setdefault((id(row.run), why), f"{links.to(row.run)} {where}: {why}")
+    head = f"{in_words(len(found), 'row')}, left out of lines over GPUs and of scatter plots"
+    each = items(list(found.values())[:MOST_LINES], len(found))
+    return f'<li><span class="bad">does not compare</span>: {head}{each}</li>' if found else ""
 
 
 def noted(status: str, runs: list[Run], links: Links) -> str:

@@ -95,6 +95,24 @@ def test_overview_tells_what_ran_what_failed_and_what_does_not_compare(tmp_path)
     ) in overview
 
 
+def test_run_that_differs_from_its_script_stands_once_in_the_overview(tmp_path):
+    """And not again for the table of all runs."""
+    add_run(tmp_path, "baseline", "1", overrides=["nodes: 3 instead of 1"])
+    overview = html_of(tmp_path).partition("<h2>Overview</h2>")[2].partition("</section>")[0]
+    assert overview.count("nodes: 3 instead of 1") == 1
+    assert '<span class="bad">does not compare</span>: 1 row, left out of lines' in overview
+
+
+def test_overview_holds_what_a_reference_has_shown(tmp_path):
+    add_run(tmp_path, "baseline", "1")
+    write_report([tmp_path], tmp_path / "reference", all_runs=False)
+    write_report([tmp_path], tmp_path / "report", all_runs=False, reference=tmp_path / "reference")
+    html = (tmp_path / "report" / "index.html").read_text()
+    overview = html.partition("<h2>Overview</h2>")[2].partition("</section>")[0]
+    assert re.search(r"<li>Against the reference [^<]*: \d+ numbers within, 0 outside", overview)
+    assert '</a><small class="within">✓ equal, within</small></td>' in section(html, "baseline")
+
+
 def test_overview_of_good_runs_names_no_failure(tmp_path):
     add_run(tmp_path, "baseline", "1")
     overview = html_of(tmp_path).partition("<h2>Overview</h2>")[2].partition("</section>")[0]
