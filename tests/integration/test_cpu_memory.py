@@ -1,6 +1,7 @@
 """The memory of a training on the CPU: as psrecord logs it beside the job, and as the process itself counts it."""
 
 import json
+import re
 import shutil
 import subprocess
 import sys
@@ -12,10 +13,10 @@ from helpers import REPOSITORY, RUN_TIMEOUT, environment
 from reporting.runs import read_run
 
 SITE = """
-site_setup() { PATH="%s:$PATH"; }
-: "${MODEL_NAME:=tiny-bloom}" "${DATASET:=$ROOT/data/squad_sample.json}" "${REQUIRE_GPU:=0}" "${LOG_INTERVAL:=0.2}"
+site_setup() { PATH="%s:%s:$PATH"; }
+: "${MODEL_NAME:=tiny-bloom}" "${DATASET:=$ROOT/data/squad_sample.json}" "${REQUIRE_GPU:=0}" "${LOG_INTERVAL:=0.02}"
 : "${TRAIN_SIZE:=16}" "${EVAL_SIZE:=64}" "${NUM_EPOCHS:=1}" "${MAX_LENGTH:=256}"
-: "${BATCH_SIZE:=1}" "${EM_F1_BATCH_SIZE:=64}"
+: "${BATCH_SIZE:=1}" "${EM_F1_BATCH_SIZE:=32}"
 """
 
 
@@ -29,12 +30,16 @@ def experiment(tmp_path: Path) -> Path:
     for name in ("job.sh", "load_site.sh", "baseline/baseline.slurm"):
         shutil.copy(REPOSITORY / "experiments" / name, tmp_path / "experiments" / name)
     (tmp_path / "experiments" / "sites").mkdir()
-    (tmp_path / "experiments" / "sites" / "test.sh").write_text(SITE % Path(sys.executable).parent)
+    (tmp_path / "experiments" / "sites" / "test.sh").write_text(SITE % (tmp_path / "bin", Path(sys.executable).parent))
+    git = tmp_path / "bin" / "git"
+    git.parent.mkdir()
+    git.write_text(f"#!/bin/bash\ncat /proc/$PPID/status >>'{folder}/git_parents'\nexit 1\n")
+    git.chmod(0o755)
     return folder
 
 
 def test_log_and_process_agree_on_the_peak_of_one_process(experiment: Path):
-    """The peak is behind the training here: in the answers to all questions at a time."""
+    """The peak is behind the training here: in the answers to 32 questions at a time."""
     variables = environment({"SITE": "test", "JOB_ID": "7", "HF_HOME": str(experiment / "hf")})
     done = subprocess.run(
         ["bash", "baseline.slurm"], cwd=experiment, env=variables, capture_output=True, text=True, timeout=RUN_TIMEOUT
@@ -44,3 +49,6 @@ def test_log_and_process_agree_on_the_peak_of_one_process(experiment: Path):
     (counted,) = json.loads((experiment / "results" / "7.json").read_text())["peak_process_mib"]
     assert run.cpu.peak == pytest.approx(counted, rel=0.05), f"{run.cpu} {run.notes}\n{done.stdout[-1000:]}"
     assert f"CPU memory: peak {run.cpu.peak:.0f} MiB" in done.stdout
+    # twice the memory that git is started from is less than the peak
+    parents = re.findall(r"VmRSS:\s+(\d+) kB", (experiment / "git_parents").read_text())
+    assert 0 < max(map(int, parents)) / 1024 < counted / 2
