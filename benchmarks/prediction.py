@@ -10,8 +10,8 @@ matrix products, copies and all-reduces that it times anew, with all ranks at on
 memory of the processes, added up, and the steady rate of the steps behind the warm-up.
 
 Where other programs work on the same cores, a training loses more than a product that was timed at its best. `busy` is
-the share of the cores' time that others took meanwhile; above a twentieth the row is run again, --repeats times at most,
-and the run with the least counts.
+the share of the cores' time that others took meanwhile. Above a twentieth the row is run again, --repeats times at
+most, and the run with the least counts.
 The results of the last --save, with commit and machine, are in benchmarks/prediction.json and docs/memory.md.
 """
 
