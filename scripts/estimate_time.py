@@ -38,8 +38,8 @@ GB = 1e9
 ADAM = {"adamw_torch_fused": 7 * FP32, "adamw_torch": 20 * FP32}
 CLIPPING = 3 * FP32  # the norm reads the gradient, scaling reads and writes it
 ADDING = 3  # passes over a gradient, as a further micro batch adds to it
-# Assumed of each rank where a GPU's states are offloaded, not measured: 16 lanes of PCIe 3.0, and the share of the CPU's
-# memory that one of four ranks has of eight channels of DDR4, of which programs reach half
+# Assumed of each rank where a GPU's states are offloaded, not measured: 16 lanes of PCIe 3.0, and what one of four
+# ranks has of eight channels of DDR4, of which programs reach half
 PCIE = 12 * GB
 CPU_MEMORY = 25 * GB
 BACKWARD = 2 / 3  # of the time of forward and backward pass
@@ -352,14 +352,14 @@ def as_text(options: Options, rates: Rates) -> str:
         f"of each rank: {rates.matmul / 1e12:.4g} TFLOP/s in matrix products, {rates.memory / GB:.4g} GB/s of memory, "
         f"{bus}",
         "seconds of an optimizer step",
-        f"{'compute':16}{step.compute:9.3f}  matrix products {products:.3f}",
-        f"{'optimizer':16}{step.optimizer:9.3f}",
-        f"{'communication':16}{step.communication:9.3f}  {sent_bytes / GB:.3g} GB sent by each rank",
+        f"{'compute':16}{step.compute:10.4g}  matrix products {products:.4g}",
+        f"{'optimizer':16}{step.optimizer:10.4g}",
+        f"{'communication':16}{step.communication:10.4g}  {sent_bytes / GB:.3g} GB sent by each rank",
     ]
     ways = {"no overlap": 0.0, "full overlap": min(step.compute, step.communication), "expected": step.hidden}
     for name, hidden in ways.items():
         way = Step(step.compute, step.optimizer, step.communication, hidden, step.samples)
-        lines += [f"{name:16}{way.seconds:9.3f}  {way.samples_per_second:.4g} samples/s of all ranks"]
+        lines += [f"{name:16}{way.seconds:10.4g}  {way.samples_per_second:.4g} samples/s of all ranks"]
     if sent_bytes and not rates.bus:
         lines += ["communication is left out: give --bus_bandwidth, of measure_bandwidth.py"]
     if offloads(options):

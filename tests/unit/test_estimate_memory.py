@@ -178,3 +178,75 @@ def test_a_model_of_the_hub_without_network_is_one_line(refusal, main_of, monkey
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
     line = refusal(main_of, estimate_memory, "--model_name", "nobody/nothing")
     assert re.fullmatch("error: --model_name: nobody/nothing .*not in the cache.*prefetch.py .*", line)
+
+
+# --compare
+
+ZERO3 = REPOSITORY / "ds_configs" / "zero3.json"
+LARGE = ("--model_name", "bigscience/bloom-3b", "--compare")
+
+
+@pytest.fixture
+def compared(main_of, capsys):
+    """The lines of the configs, as lists of words, and the whole text."""
+
+    def run(*flags: object) -> tuple[dict[str, list[str]], str]:
+        main_of(estimate_memory, *LARGE, *flags)
+        text = capsys.readouterr().out
+        found = re.findall(r"^(\S+_configs/\S+|DDP|plain) +(\d.*)$", text, re.MULTILINE)
+        return {name: re.split(r" {2,}", rest.strip()) for name, rest in found}, text
+
+    return run
+
+
+def test_all_configs_are_compared_and_what_fits_comes_first(compared):
+    rows, text = compared("--gpus", 4, "--gpu_memory", 32, "--cpu_memory", 180)
+    files = {f"{path.parent.name}/{path.name}" for path in REPOSITORY.glob("*_configs/*.json")}
+    assert rows.keys() == files | {"DDP"}
+    verdicts = [cells[2] for cells in rows.values()]
+    assert verdicts == sorted(verdicts, key=["fits", "is tight", "does not fit"].index)
+    assert (verdicts[0], verdicts[-1]) == ("fits", "does not fit")
+    of_gpu = [float(cells[0]) for cells in rows.values() if cells[2] == "fits"]
+    assert of_gpu == sorted(of_gpu)
+    shown = as_text(options("--model_name", "bigscience/bloom-3b", "--gpus", 4, "--deepspeed", ZERO3))
+    assert f"one GPU: {rows['ds_configs/zero3.json'][0]} GiB" in shown
+    assert "for seconds of a step: --matmul_tflops" in text
+
+
+def test_of_those_that_fit_the_fastest_comes_first(compared):
+    rates = ("--matmul_tflops", 100, "--memory_bandwidth", 1000)
+    rows, text = compared("--gpus", 2, "--gpu_memory", 80, *rates, "--bus_bandwidth", 20)
+    seconds = [float(cells[3]) for cells in rows.values() if cells[2] == "fits"]
+    assert seconds == sorted(seconds) and len(seconds) > 5
+    assert "--bus_bandwidth" not in text
+    alone, text = compared("--gpus", 2, "--gpu_memory", 80, *rates)
+    assert "seconds without communication: give --bus_bandwidth" in text
+    assert float(alone["ds_configs/zero2.json"][3]) < float(rows["ds_configs/zero2.json"][3])
+
+
+def test_what_does_not_fit_the_node_does_not_fit(compared):
+    rows, _ = compared("--gpus", 2, "--gpu_memory", 1000, "--cpu_memory", 40)
+    assert rows["ds_configs/zero2_cpu_offload.json"][2] == "does not fit"
+    assert rows["ds_configs/zero2.json"][2] == "fits"
+
+
+def test_without_memory_there_is_no_verdict(compared):
+    rows, text = compared("--gpus", 1)
+    assert "plain" in rows and all(len(cells) == 2 for cells in rows.values())
+    assert "for a verdict: --gpu_memory" in text
+
+
+def test_a_config_that_cannot_be_combined_is_one_line_with_its_reason(compared):
+    rows, text = compared("--gpus", 1, "--gpu_memory", 80)
+    assert rows.keys().isdisjoint({"fsdp_configs/hybrid_shard_2x2.json", "fsdp_configs/fsdp1_full_shard.json"})
+    refused = text.split("cannot be combined with these options:\n")[1]
+    assert "fsdp_configs/fsdp1_full_shard.json" in refused and "FSDP1 does not shard on one rank" in refused
+    assert "dp_shard_size 2 x dp_replicate_size 2 is not the world size 1" in refused
+
+
+def test_a_mistake_is_told_once_and_not_for_each_config(refusal, main_of, capsys):
+    line = refusal(main_of, estimate_memory, "--compare", "--fsdp")
+    assert line.startswith("error: --fsdp: is what --compare chooses; leave it out")
+    line = refusal(main_of, estimate_memory, "--compare", "--optim", "adafactor")
+    assert line.startswith("error: --optim: ")
+    assert capsys.readouterr() == ("", "")

@@ -10,7 +10,7 @@ from transformers import BloomConfig, BloomForCausalLM, LlamaConfig, LlamaForCau
 from custom_model import CustomGPTConfig, CustomGPTForCausalLM
 from data_loader import IGNORED
 from training import flops
-from training.flops import ModelFlops, cache_file, count_tokens, matmul_peak
+from training.flops import ModelFlops, cache_file, count_tokens, matmul_peak, memory_bandwidth
 
 CPU = torch.device("cpu")
 SIZES = {"vocab_size": 500, "hidden_size": 64}
@@ -69,6 +69,25 @@ def test_the_peak_is_measured_once_for_each_precision(monkeypatch, tmp_path):
     assert matmul_peak(torch.float32, CPU) == first
     assert matmul_peak(torch.bfloat16, CPU) == 1e12
     assert len(json.loads(cache_file().read_text())) == 2
+
+
+def test_the_memory_is_measured_once_and_stands_beside_the_peak(monkeypatch, tmp_path):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(flops, "SECONDS", 0)
+    monkeypatch.setattr(flops, "COPIED_ON_CPU", 2**16)
+    monkeypatch.setattr(flops, "measure_peak", lambda dtype, device: 1e12)
+    first = memory_bandwidth(CPU)
+    assert first > 1e6
+    matmul_peak(torch.float32, CPU)
+    assert sorted(json.loads(cache_file().read_text()).values()) == sorted([first, 1e12])
+    monkeypatch.setattr(flops, "measure_copy", lambda device: 1.0)
+    assert memory_bandwidth(CPU) == first
+
+
+def test_a_copy_reads_and_writes(monkeypatch):
+    monkeypatch.setattr(flops, "fastest", lambda operation, device: operation() is None or 0.5)
+    monkeypatch.setattr(flops, "COPIED_ON_CPU", 1000)
+    assert flops.measure_copy(CPU) == 2 * 1000 / 0.5
 
 
 @pytest.mark.parametrize("content", ["", "[1]", '{"a": "b"}', "not JSON"])
