@@ -1,6 +1,6 @@
 """How long the report takes, and how much memory: runs with 720 samples of 8 GPUs each.
 
-    python benchmarks/report.py            # 100, 300 and 1,000 runs
+    python benchmarks/report.py            # 100, 1,000 and 2,000 runs
     python benchmarks/report.py 50 100
 
 Each report runs in a process of its own. Measured on 2 cores of an AMD EPYC (load 3 from other programs; about 3 s of
@@ -66,7 +66,7 @@ def measure(folder: Path) -> tuple[float, float, float]:
 
 
 def main() -> None:
-    sizes = sorted(map(int, sys.argv[1:])) or [100, 300, 1000]  # rising, as the peak is that of all children so far
+    sizes = sorted(map(int, sys.argv[1:])) or [100, 1000, 2000]  # rising, as the peak is that of all children so far
     print(f"{os.cpu_count()} cores, {SAMPLES} samples of {GPUS} GPUs per run")
     print(f"{'runs':>6} {'seconds':>8} {'CPU s':>6} {'peak MiB':>9}")
     for runs in sizes:

@@ -8,6 +8,7 @@ import base64
 import hashlib
 import html
 import shlex
+from collections import defaultdict
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -16,7 +17,6 @@ from reporting.record import Record
 from reporting.render import cell_texts, empty_columns, in_words, note_of, plain, remarks_of, seen_on
 from reporting.runs import Run
 from reporting.tables import Row, Table
-from reporting.trainer_log import log_of
 
 GENERATOR = '<meta name="generator" content="scripts/report.py">'
 TITLE = "Results of the workshop"
@@ -275,24 +275,38 @@ def compared(cell: Cell) -> str:
 
 def all_of(runs: list[Run], links: Links) -> str:
     """Each run with what a reader needs to trust its numbers, or to repeat it."""
+    logs = logs_in({run.folder for run in runs})
     each = []
     for run in runs:
         status = "" if run.status in IN_ORDER else ' class="bad"'
         name = f"#{links.numbers[id(run)]} {escape(shortened(run.experiment))}"
-        facts = "".join(f"<dt>{name}</dt><dd>{value}</dd>" for name, value in facts_of(run) if value)
+        facts = "".join(
+            f"<dt>{name}</dt><dd>{value}</dd>"
+            for name, value in facts_of(run, logs[run.folder, f"_{run.job_id}.out"])
+            if value
+        )
         title = f"{name}: <span{status}>{escape(run.status)}</span>"
         each.append(folded(title, links.anchor(run), f"<dl>{facts}</dl>"))
     title = '<h2>Each run</h2><span class="question">Which command, commit, knobs and log stand behind a number?</span>'
     return folded(title, "each-run", "".join(each))
 
 
-def facts_of(run: Run) -> list[tuple[str, str]]:
+def logs_in(folders: Iterable[Path]) -> dict[tuple[Path, str], list[str]]:
+    """(folder, end of a name from a _ on) -> the job logs there; each folder is read once, whatever runs it holds."""
+    found: dict[tuple[Path, str], list[str]] = defaultdict(list)
+    for folder in folders:
+        for path in sorted(folder.glob("log/*_*.out")):
+            for at in (i for i, character in enumerate(path.name) if character == "_"):
+                found[folder, path.name[at:]].append(str(path))
+    return found
+
+
+def facts_of(run: Run, logs: list[str]) -> list[tuple[str, str]]:
     """Name and value, as HTML; empty where there is none."""
     record = run.record
     commit = escape(record.git.commit or "") + (" with changes" if record.git.dirty else "")
     hardware = record.hardware.gpu or (f"{record.hardware.cpu}, no GPU" if record.hardware.cpu else "")
     hours, why = run.gpu_hours()
-    log = log_of(run.folder, run.job_id)
     started, finished = [time.isoformat(" ", "seconds") if time else "" for time in (record.started, record.finished)]
     ranks = "" if record.world_size is None else in_words(record.world_size, "rank")
     nodes = some([escape(shortened(node)) for node in record.nodes], ", ")
@@ -315,7 +329,7 @@ def facts_of(run: Run) -> list[tuple[str, str]]:
         ("Settings", settings_of(record)),
         ("Not measured", items(missing[:MOST_SETTINGS], len(missing))),
         ("Record", code(record_path(run))),
-        ("Log", code(str(log)) if log else "not found"),
+        ("Log", some([code(log) for log in logs], " ") or "not found"),
     ]
 
 
