@@ -328,7 +328,7 @@ def facts_of(run: Run, logs: list[str]) -> list[tuple[str, str]]:
         ("Knobs", knobs_of(record)),
         ("Settings", settings_of(record)),
         ("Not measured", items(missing[:MOST_SETTINGS], len(missing))),
-        ("Record", code(record_path(run))),
+        ("Record", code(str(run.path)) if run.path else "none"),
         ("Log", some([code(log) for log in logs], " ") or "not found"),
     ]
 
@@ -346,11 +346,6 @@ def knobs_of(record: Record) -> str:
 def settings_of(record: Record) -> str:
     given = [f"{name}={value}" for name, value in record.settings if value is not None]
     return some([code(setting) for setting in given], " ")
-
-
-def record_path(run: Run) -> str:
-    path = run.folder / "results" / f"{run.job_id}.json"
-    return str(path) if run.has_record else ""
 
 
 def without_runs(tables: list[Table]) -> str:

@@ -48,6 +48,7 @@ class Run:
     notes: list[str] = field(default_factory=list)  # what a reader of its numbers must know besides
     gpu: Memory = field(default_factory=Memory)
     cpu: Memory = field(default_factory=Memory)
+    path: Path | None = None  # of its record
 
     @property
     def experiment(self) -> str:
@@ -151,7 +152,7 @@ def job_of(log: Path, known: set[tuple[Path, str]]) -> tuple[Path, str]:
 
 def read_run(path: Path) -> Run:
     """The run of a record. A record that cannot be read makes an incomplete run, not an error."""
-    run = Run(path.parent.parent, path.stem)
+    run = Run(path.parent.parent, path.stem, path=path)
     try:
         run.record = read_record(path)
     except OSError as error:
