@@ -197,10 +197,10 @@ def share_of_step(part: str) -> Callable[[Run], Cell]:
         measured_seconds = (step.seconds or 0) * predicted.number / measured.number
         if not measured_seconds:
             return Cell(None, "the run did not predict it")
-        shares = {name: 100 * (getattr(step, name) or 0) / measured_seconds for name in PARTS_OF_STEP}
-        if part == "rest":
-            return Cell(100 - sum(shares.values()))
-        return Cell(shares[part])
+        seconds = {name: getattr(step, name) or 0 for name in PARTS_OF_STEP}
+        seconds["communication"] -= step.hidden
+        seconds["rest"] = measured_seconds - sum(seconds.values())
+        return Cell(100 * seconds[part] / measured_seconds)
 
     return read
 

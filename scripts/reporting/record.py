@@ -150,6 +150,7 @@ class EstimatedStep(Typed):
     compute: Measured | None = None
     optimizer: Measured | None = None
     communication: Measured | None = None
+    hidden: Measured = 0  # of the communication, that which runs beside the computing
 
 
 class Estimate(Typed):

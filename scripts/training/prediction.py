@@ -11,6 +11,7 @@ from estimate_memory import estimate, totals, without_gpu
 from estimate_time import GB, Batch, Rates, predict_step
 from parallel.distributed import local_world_size, rank, same_everywhere, world_size
 from planned import check_optimizer
+from training.flops import forget_measuring
 from training.record import RunRecord
 
 MIB = 2**20
@@ -48,6 +49,8 @@ def bus_bandwidth(record: RunRecord) -> float | None:
         return tested["bus_bandwidth_gb_per_s"] * GB
     message = torch.ones(BUS_BYTES // 4, device=measure_bandwidth.DEVICE)
     sent, seconds = measure_bandwidth.probe(message)
+    del message
+    forget_measuring()
     return measure_bandwidth.bus_bandwidth(seconds, sent, dist.get_world_size()) * GB
 
 

@@ -150,13 +150,16 @@ def test_a_run_that_does_not_compare_has_no_relations(tmp_path, change, cause):
 # --- predicted and measured
 
 
-STEP = {"seconds": 0.5, "samples_per_second": 20.0, "compute": 0.3, "optimizer": 0.1, "communication": 0.1,
-        "hidden": 0.0}  # fmt: skip
+STEP = {"seconds": 0.5, "samples_per_second": 20.0, "compute": 0.3, "optimizer": 0.1, "communication": 0.4,
+        "hidden": 0.3}  # fmt: skip
 ESTIMATE = {"gpu_mib": 600.0, "node_mib": 120.0, "step": STEP, "rates": {}}
 
 
 def test_predicted_beside_measured(tmp_path):
-    """20 samples/s predicted and 16 measured: a step of 0.5 s took 0.625 s, and 0.125 of these were not predicted."""
+    """20 samples/s predicted and 16 measured: a step of 0.5 s took 0.625 s, and 0.125 of these were not predicted.
+
+    Of 0.4 s of communication 0.3 run beside the computing.
+    """
     add_run(tmp_path, "baseline", "1", estimate=ESTIMATE, train__steady_samples_per_second=16.0)
     table = report.prediction_table(find_runs([tmp_path]))
     (row,) = table.rows
