@@ -337,6 +337,17 @@ def directives_of(script) -> dict[str, str]:
     return dict(re.findall(r"^#SBATCH --([\w-]+)=(\S+)", script.read_text(), re.MULTILINE))
 
 
+def test_errors_of_the_predictions_are_those_that_were_measured():
+    prediction = program("benchmarks/prediction.py")
+    measured = prediction.read_results()
+    assert len(measured["rows"]) >= 12 and {row["ranks"] for row in measured["rows"]} == {1, 2}
+    text = page("memory.md")
+    assert prediction.page_table(measured) in text
+    for line in prediction.summary(measured).splitlines():
+        assert line in text
+    assert measured["cpu"] in text and f"{measured['cores']} cores" in text
+
+
 def test_numbers_about_communication_are_those_that_were_counted():
     communication = program("benchmarks/communication.py")
     counted = communication.read_results()
