@@ -2,7 +2,6 @@
 
     python benchmarks/prediction.py                               # all rows; a quarter of an hour
     python benchmarks/prediction.py --rows DDP ZeRO-2             # some of them
-    python benchmarks/prediction.py --cpu_time                    # on cores that other programs use as well
     python benchmarks/prediction.py --save                        # and write prediction.json, for the pages
 
 Each row is a training of a few steps by scripts/train.py with one thread per rank, of a BLOOM of 9.5 million parameters
@@ -12,9 +11,7 @@ memory of the processes, added up, and the steady rate of the steps behind the w
 
 Where other programs work on the same cores, a training loses more than a product that was timed at its best. `busy` is
 the share of the cores' time that others took meanwhile. Above a twentieth the row is run again, --repeats times at
-most, and the run with the least counts. On a machine that is never quiet, --cpu_time lets every clock count the CPU
-time of its process, those of the rates as well as that of the training: as if each rank had a core for itself. What a
-rank waits for another is then not counted either, on both sides.
+most, and the run with the least counts.
 
 The results of the last --save, with commit and machine, are in benchmarks/prediction.json and docs/memory.md.
 """
@@ -88,22 +85,15 @@ def main() -> None:
     parser.add_argument("--rows", nargs="+", choices=ROWS, default=list(ROWS))
     parser.add_argument("--repeats", type=int, default=4, help="of a run that others disturb")
     parser.add_argument("--save", action="store_true", help=f"write {RESULTS.name}")
-    parser.add_argument("--cpu_time", action="store_true", help="clocks count the time of the process on the CPU")
-    parser.add_argument("--child", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
-    if arguments.child:
-        child(arguments.child)
-        return
-    clock = "CPU time of each process" if arguments.cpu_time else "wall clock"
-    results = {"commit": commit(), "cpu": cpu(), "cores": len(os.sched_getaffinity(0)), "clock": clock}
+    results = {"commit": commit(), "cpu": cpu(), "cores": len(os.sched_getaffinity(0))}
     results["versions"] = versions()
     rows = []
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         make_model_folders(folder)
         for row in arguments.rows:
-            repeats = 1 if arguments.cpu_time else arguments.repeats
-            run = least_disturbed(folder, ROWS[row], repeats, arguments.cpu_time)
+            run = least_disturbed(folder, ROWS[row], arguments.repeats)
             rows.append({"row": row, "ranks": ROWS[row].ranks} | run)
             print(page_row(rows[-1]), f"others took {run['busy']:.0%} of the cores", flush=True)
     results["rows"] = rows
@@ -128,14 +118,14 @@ def make_model_folders(folder: Path) -> None:
         (folder / name / "config.json").write_text(json.dumps(config))
 
 
-def least_disturbed(folder: Path, row: Row, repeats: int, cpu_time: bool) -> dict:
+def least_disturbed(folder: Path, row: Row, repeats: int) -> dict:
     runs: list[dict] = []
     while len(runs) < repeats and (not runs or runs[-1]["busy"] > DISTURBED):
-        runs.append(train(folder, row, cpu_time))
+        runs.append(train(folder, row))
     return min(runs, key=lambda run: run["busy"])
 
 
-def train(folder: Path, row: Row, cpu_time: bool) -> dict:
+def train(folder: Path, row: Row) -> dict:
     """Memory in MiB of all ranks, samples per second of all ranks, and what the prediction was made of."""
     (folder / "cache" / "distributed-llm-workshop" / "rates.json").unlink(missing_ok=True)  # what is here, and now
     job_id = f"{time.time_ns()}"
@@ -147,8 +137,7 @@ def train(folder: Path, row: Row, cpu_time: bool) -> dict:
     words += [str(REPOSITORY / word) if word.endswith(".json") else word for word in row.flags]
     scripts = REPOSITORY / "scripts"
     launch = [str(scripts / "launch.py"), f"--nproc-per-node={row.ranks}"] if row.ranks > 1 else []
-    program = [__file__, "--child"] if cpu_time else [str(scripts / "train.py")]
-    command = [sys.executable, *launch, *program, *words]
+    command = [sys.executable, *launch, str(scripts / "train.py"), *words]
     start = time.perf_counter(), cpu_seconds_of_all(), cpu_seconds_of_children()
     done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, check=False)
     end = time.perf_counter(), cpu_seconds_of_all(), cpu_seconds_of_children()
@@ -212,16 +201,6 @@ def summary(results: dict) -> str:
             f"{what}: off by {100 * middle:.0f} % in the median, by {100 * errors[worst]:+.0f} % at most ({worst})"
         )
     return "\n".join(lines)
-
-
-def child(flags: list[str]) -> None:
-    """train.py, with clocks that stand still while another process has the core."""
-    time.perf_counter = time.process_time
-    sys.path.insert(0, str(REPOSITORY / "scripts"))
-    import train
-
-    sys.argv[1:] = flags
-    train.run_and_exit(train.main)
 
 
 def versions() -> dict:
