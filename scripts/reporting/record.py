@@ -121,6 +121,7 @@ class Settings(Typed):
     bf16: bool | None = None
     em_f1: bool | None = None
     torch_compile: bool | None = None
+    profile: bool | None = None
 
 
 class Evaluation(Typed):

@@ -64,6 +64,11 @@ class Run:
         return self.status == "completed"
 
     @property
+    def profiled(self) -> bool:
+        """Whether --profile slowed it down; a run of too few steps has no profile for it."""
+        return bool(self.record.settings.profile or self.record.profile)
+
+    @property
     def model(self) -> str:
         return self.record.settings.model_name or ""
 

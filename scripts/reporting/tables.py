@@ -207,7 +207,7 @@ def chosen(runs: list[Run]) -> Run | None:
     """
     return max(
         runs,
-        key=lambda run: (run.completed, not run.record.overrides, not run.record.profile, run.order),
+        key=lambda run: (run.completed, not run.record.overrides, not run.profiled, run.order),
         default=None,
     )
 

@@ -201,6 +201,7 @@ def test_breakdown_shows_profiled_runs_alone(tmp_path):
     breakdown = table(tmp_path, "step-breakdown")
     assert breakdown.rows[0].jobs == "2"
     assert [c.value for c in breakdown.rows[0].cells][1:] == pytest.approx([2000, 10, 20, 50, 5, 10, 5, 25])
+    add_run(tmp_path, "baseline", "3", settings__profile=True, profile=None)  # it had too few steps
     assert table(tmp_path, "gpu-memory").rows[0].jobs == "1"
 
 
