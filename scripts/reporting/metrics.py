@@ -72,12 +72,15 @@ def shown(value: float | int | str | None) -> str:
     return f"{value:.1f}" if math.isfinite(value) and abs(value) >= 1000 else f"{value:.4g}"
 
 
-def decimals(cells: Iterable[Cell]) -> int:
-    """How many decimals the numbers of a column get: four significant digits of each, at most five of the largest."""
+def decimals(cells: Iterable[Cell], percent: bool = False) -> int:
+    """How many decimals the numbers of a column get: four significant digits of each, at most five of the largest.
+
+    Percentages have one, unless all of them are below 1.
+    """
     sizes = [abs(c.number) for c in cells if c.number and math.isfinite(c.number) and abs(c.number) < 1_000_000]
     if not sizes:
         return 0
-    most = 4 - math.floor(math.log10(max(sizes)))
+    most = 1 if percent and max(sizes) >= 1 else 4 - math.floor(math.log10(max(sizes)))
     return max(0, min(most, max(map(own_decimals, sizes))))
 
 
@@ -283,15 +286,15 @@ METRICS = {
     "reserved_gpu": Metric("Reserved by PyTorch (MiB)", counted_by_pytorch("reserved")),
     "estimated_gpu": Metric("Estimated GPU memory (MiB)", estimated("gpu_mib")),
     "difference_gpu": Metric(
-        "GPU memory: measured over estimated (%)", difference(logged("gpu", "peak"), estimated("gpu_mib"))
+        "GPU memory: measured above estimated (%)", difference(logged("gpu", "peak"), estimated("gpu_mib"))
     ),
     "estimated_cpu": Metric("Estimated CPU memory (MiB)", estimated("node_mib")),
     "difference_cpu": Metric(
-        "CPU memory: measured over estimated (%)", difference(logged("cpu", "peak"), estimated("node_mib"))
+        "CPU memory: measured above estimated (%)", difference(logged("cpu", "peak"), estimated("node_mib"))
     ),
     "estimated_samples_per_second": Metric("Predicted samples/s", estimated("step.samples_per_second")),
     "difference_samples_per_second": Metric(
-        "Samples/s: measured over predicted (%)",
+        "Samples/s: measured above predicted (%)",
         difference(recorded("train.steady_samples_per_second"), estimated("step.samples_per_second")),
     ),
     "step_compute": Metric("Predicted: forward, backward (%)", share_of_step("compute")),

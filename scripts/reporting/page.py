@@ -89,7 +89,7 @@ def page(tables: list[Table], runs: list[Run], images: dict[str, list[tuple[Path
         f'<meta name="viewport" content="width=device-width, initial-scale=1">\n<link rel="icon" href="data:,">\n'
         f"{GENERATOR}\n<title>{TITLE}</title>\n<style>{STYLE}</style>\n</head>\n<body>\n"
         f"<header><h1>{TITLE}</h1>\n<p>{escape(summary[0])} #1, #2 and so on are the runs in the order in which they "
-        f"started; each number of a table is a link to its run.</p></header>\n"
+        f"started, those without a run record first; each number of a table is a link to its run.</p></header>\n"
         f'<main>\n{overview(filled, runs, links, summary[1:])}\n<nav aria-label="Tables"><h2>Tables</h2><ul>{contents}'
         f'<li><a href="#each-run">Each run: command, commit, knobs, log</a></li></ul></nav>\n'
         f"{''.join(sections)}{all_of(runs, links)}{without_runs(tables)}</main>\n</body>\n</html>\n"

@@ -23,7 +23,10 @@ ACTS_IN_A_SHEET = ("=", "+", "-", "@", "\t", "\r")
 
 def cell_texts(table: Table) -> list[list[str]]:
     """The cells of each row as text, with decimals that agree within a column."""
-    places = [decimals(row.cells[i] for row in table.rows) for i in range(len(table.headers))]
+    places = [
+        decimals((row.cells[i] for row in table.rows), percent=name.endswith("(%)"))
+        for i, name in enumerate(table.headers)
+    ]
     return [[cell.with_decimals(n) for cell, n in zip(row.cells, places, strict=True)] for row in table.rows]
 
 

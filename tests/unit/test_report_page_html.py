@@ -243,6 +243,12 @@ def test_digits_agree_within_a_column(values, shown):
     assert [cell.with_decimals(decimals(cells)) for cell in cells] == shown
 
 
+def test_percentages_have_one_decimal():
+    for values, shown in (([104.19, 0.136, -73.4], ["104.2", "0.1", "-73.4"]), ([0.0123, 0.5], ["0.0123", "0.5000"])):
+        cells = [Cell(value) for value in values]
+        assert [cell.with_decimals(decimals(cells, percent=True)) for cell in cells] == shown
+
+
 def test_spread_has_the_digits_of_its_mean():
     mean, small = Cell(12.345, spread=0.6789, count=3), Cell(12.345, spread=0.0012, count=3)
     assert [cell.with_decimals(2) for cell in (mean, small)] == ["12.35 ± 0.68 (3)", "12.35 ± 0.0012 (3)"]
