@@ -100,7 +100,7 @@ def remove_old(definitions: list[dict], output: Path) -> None:
 
 def prediction_table(runs: list[Run]) -> Table:
     """What the runs predicted of themselves, and what was measured: of each experiment the run that stands for it."""
-    definition: dict = {"id": "prediction", "title": "Predicted and measured", "columns": PREDICTION_COLUMNS}
+    definition: dict = {"id": "prediction", "title": "Predictions of all experiments", "columns": PREDICTION_COLUMNS}
     definition["question"] = "How far off are the predictions of time and memory, and where did the time go?"
     definition["note"] = (
         "Measured samples/s are those of the steps alone. Percentages are parts of the measured step: MFU is what the "

@@ -286,15 +286,15 @@ METRICS = {
     "reserved_gpu": Metric("Reserved by PyTorch (MiB)", counted_by_pytorch("reserved")),
     "estimated_gpu": Metric("Estimated GPU memory (MiB)", estimated("gpu_mib")),
     "difference_gpu": Metric(
-        "GPU memory: measured above estimated (%)", difference(logged("gpu", "peak"), estimated("gpu_mib"))
+        "GPU memory: measured minus estimated (%)", difference(logged("gpu", "peak"), estimated("gpu_mib"))
     ),
     "estimated_cpu": Metric("Estimated CPU memory (MiB)", estimated("node_mib")),
     "difference_cpu": Metric(
-        "CPU memory: measured above estimated (%)", difference(logged("cpu", "peak"), estimated("node_mib"))
+        "CPU memory: measured minus estimated (%)", difference(logged("cpu", "peak"), estimated("node_mib"))
     ),
     "estimated_samples_per_second": Metric("Predicted samples/s", estimated("step.samples_per_second")),
     "difference_samples_per_second": Metric(
-        "Samples/s: measured above predicted (%)",
+        "Samples/s: measured minus predicted (%)",
         difference(recorded("train.steady_samples_per_second"), estimated("step.samples_per_second")),
     ),
     "step_compute": Metric("Predicted: forward, backward (%)", share_of_step("compute")),

@@ -7,6 +7,7 @@ Names, ids and reasons come from files that anybody may have written: each goes 
 import base64
 import hashlib
 import html
+import re
 import shlex
 from collections import defaultdict
 from collections.abc import Iterable
@@ -14,7 +15,7 @@ from pathlib import Path
 
 from reporting.metrics import Cell
 from reporting.record import Record
-from reporting.render import cell_texts, empty_columns, in_words, note_of, plain, remarks_of, seen_on
+from reporting.render import cell_texts, empty_columns, hardware_of, in_words, note_of, plain, remarks_of, seen_on
 from reporting.runs import Run
 from reporting.tables import Row, Table
 
@@ -22,6 +23,7 @@ GENERATOR = '<meta name="generator" content="scripts/report.py">'
 TITLE = "Results of the workshop"
 MOST_LINES = 12  # of a list, which then tells how many more there are
 MOST_SETTINGS = 100
+JOB = re.compile(r"\bjob ([A-Za-z0-9._-]+[A-Za-z0-9])")  # as remarks name it
 IN_ORDER = ("completed", "running")  # statuses about which nothing is wrong
 STYLE = """
 :root { color-scheme: light; --page: #fff; --ink: #1a1a1a; --quiet: #555; --soft: #f2f2ef; --line: #c8c8c4;
@@ -101,6 +103,7 @@ class Links:
 
     def __init__(self, runs: list[Run]):
         self.numbers = {id(run): number for number, run in enumerate(runs, 1)}
+        self.by_id = {run.job_id: run for run in runs}
 
     def anchor(self, run: Run) -> str:
         return f"run-{self.numbers[id(run)]}"
@@ -117,6 +120,15 @@ class Links:
         shown = [self.to(run) for run in runs[:MOST_LINES]]
         return ", ".join(shown) + more_than(len(runs))
 
+    def in_text(self, text: str) -> str:
+        """The text, escaped, in which the id of a job is a link to its run."""
+        parts = JOB.split(text)
+        for i in range(1, len(parts), 2):
+            run = self.by_id.get(parts[i])
+            parts[i] = f"job {self.to(run) if run else escape(parts[i])}"
+        parts[::2] = [escape(part) for part in parts[::2]]
+        return "".join(parts)
+
     def from_number(self, text: str, run: Run) -> str:
         """A number that leads to its run; the tabulator key stops once in a row, at its #5."""
         return f'<a href="#{self.anchor(run)}" tabindex="-1">{escape(text)}</a>'
@@ -128,6 +140,9 @@ def overview(tables: list[Table], runs: list[Run], links: Links, compared_lines:
     damaged = [run for run in completed if run.problems]
     experiments = in_words(len({run.experiment for run in runs}), "experiment")
     lines = [f"<li>{in_words(len(runs), 'run')} of {experiments}; {len(completed):,} completed.</li>"]
+    recorded = [run for run in runs if run.has_record]
+    if recorded and all(run.record.hardware.gpus == 0 for run in recorded):
+        lines.append("<li>No run had a GPU: where a table says GPU, a rank is a process on the CPU.</li>")
     for status in sorted({run.status for run in runs} - {"completed"}):
         lines.append(noted(status, [run for run in runs if run.status == status], links))
     if damaged:
@@ -183,7 +198,7 @@ def section(table: Table, images: list[tuple[Path, str]], links: Links, first: b
     each = []
     for remark, rows in list(remarks.items())[:MOST_LINES]:
         named = [f"{escape(row.label)} {links.to(row.run)}" for row in rows[:MOST_LINES] if row.run]
-        each.append(f"{', '.join(named)}{more_than(len(rows))}: {escape(shortened(from_folder(remark, rows)))}")
+        each.append(f"{', '.join(named)}{more_than(len(rows))}: {links.in_text(shortened(from_folder(remark, rows)))}")
     if each:
         parts.append(f'<div class="quiet">{items(each, len(remarks))}</div>')
     if images:
@@ -251,7 +266,7 @@ def across(table: Table, links: Links, shown: list[int], texts: list[list[str]])
 
 
 def of_status(row: Row) -> str:
-    return "" if row.status in (*IN_ORDER, "not run yet") else ' class="bad"'
+    return "" if row.status in IN_ORDER or not row.run else ' class="bad"'
 
 
 def html_cell(row: Row, number: int, text: str, column: str, links: Links) -> str:
@@ -304,8 +319,7 @@ def logs_in(folders: Iterable[Path]) -> dict[tuple[Path, str], list[str]]:
 def facts_of(run: Run, logs: list[str]) -> list[tuple[str, str]]:
     """Name and value, as HTML; empty where there is none."""
     record = run.record
-    commit = escape(record.git.commit or "") + (" with changes" if record.git.dirty else "")
-    hardware = record.hardware.gpu or (f"{record.hardware.cpu}, no GPU" if record.hardware.cpu else "")
+    commit = escape(record.git.commit or "") + (" with uncommitted changes" if record.git.dirty else "")
     hours, why = run.gpu_hours()
     started, finished = [time.isoformat(" ", "seconds") if time else "" for time in (record.started, record.finished)]
     ranks = "" if record.world_size is None else in_words(record.world_size, "rank")
@@ -320,10 +334,10 @@ def facts_of(run: Run, logs: list[str]) -> list[tuple[str, str]]:
         ("Started", started),
         ("Finished", finished),
         ("GPU-hours", f"{hours:.4g}" if hours is not None else escape(f"none: {why}")),
-        ("Hardware", escape(shortened(hardware))),
+        ("Hardware", escape(shortened(hardware_of(run)))),
         ("Nodes", "; ".join(filter(None, [nodes, ranks]))),
         ("Commit", commit),
-        ("Command", code(shlex.join(record.command))),
+        ("Command of a rank", code(shlex.join(record.command))),
         ("Versions", some([escape(f"{name} {version}") for name, version in record.versions.items() if version], ", ")),
         ("Knobs", knobs_of(record)),
         ("Settings", settings_of(record)),

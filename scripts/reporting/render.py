@@ -72,7 +72,8 @@ def seen_on(table: Table) -> str:
 
 def hardware_of(run: Run) -> str:
     hardware = run.record.hardware
-    return hardware.gpu or (f"{hardware.cpu}, no GPU" if hardware.cpu else "not recorded")
+    cores = f" ({hardware.cpus} cores)" if hardware.cpus else ""
+    return hardware.gpu or (f"{hardware.cpu}{cores}, no GPU" if hardware.cpu else "not recorded")
 
 
 def hours_of(runs: list[Run]) -> str:

@@ -34,6 +34,7 @@ class Row:
     cells: list[Cell] = field(default_factory=list)
     remarks: list[str] = field(default_factory=list)
     compares: bool = True  # with the other rows, and with the run to which its relations refer
+    absent: str = "not run yet"  # what is said where there is no run
 
     @property
     def jobs(self) -> str:
@@ -44,7 +45,7 @@ class Row:
     def status(self) -> str:
         """The run's status, and what a reader of its numbers must know."""
         if not self.run:
-            return "not run yet"
+            return self.absent
         words = [self.run.status]
         if self.run.problems and self.run.has_record:
             words.append(INCOMPLETE)
@@ -124,13 +125,24 @@ def build_tables(definitions: list[dict], runs: list[Run], all_runs: bool = Fals
         needed = definition.get("needs", "status")
         candidates = {name: [run for run in by_experiment.get(name, []) if run.get(needed)] for name in names}
         if not definition.get("per_model"):
-            tables.append(build_table(definition, candidates, all_runs))
+            table = build_table(definition, candidates, all_runs)
+            say_what_is_missing(table, needed, by_experiment)
+            tables.append(table)
             continue
         for model in models(candidates):
             own = {name: [r for r in found if r.model == model] for name, found in candidates.items()}
             tables.append(build_table(definition, own, all_runs, model))
     name_apart(tables)
     return tables
+
+
+def say_what_is_missing(table: Table, needed: str, by_experiment: dict[str, list[Run]]) -> None:
+    """Of a row whose experiment has run, but never with the field that the table needs."""
+    for row in table.rows:
+        if row.run or not (runs := by_experiment.get(row.experiment)):
+            continue
+        reasons = [f"job {run.job_id}: {reason}" for run in runs if (reason := run.record.missing.get(needed))]
+        row.absent = f"no {needed} yet" + (f" ({reasons[-1]})" if reasons else "")
 
 
 def name_apart(tables: list[Table]) -> None:
@@ -229,7 +241,8 @@ def remarks(run: Run, repeats: list[Run], runs: list[Run], all_runs: bool) -> li
     for other in [other for other in runs if other.order > run.order][-1:]:
         why = f"its status is {other.status}"
         if other.completed:
-            why = f"it does not compare: {', '.join(other.record.overrides) or 'the profiler ran in it'}"
+            apart = ", ".join(other.record.overrides)
+            why = f"it does not compare: {apart}" if apart else "the profiler slowed it down"
         lines.append(f"the newer job {other.job_id} is not shown: {why}")
     if all_runs:
         others = [other for other in runs if other.completed and other not in repeats]

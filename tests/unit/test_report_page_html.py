@@ -114,10 +114,24 @@ def test_overview_holds_what_a_reference_has_shown(tmp_path):
 
 
 def test_overview_of_good_runs_names_no_failure(tmp_path):
-    add_run(tmp_path, "baseline", "1")
+    add_run(tmp_path, "baseline", "1", hardware__gpu="NVIDIA H100", hardware__gpus=1)
     overview = html_of(tmp_path).partition("<h2>Overview</h2>")[2].partition("</section>")[0]
     assert "1 run of 1 experiment; 1 completed." in overview
     assert overview.count("<li>") == 1
+
+
+def test_overview_says_that_no_run_had_a_gpu(tmp_path):
+    add_run(tmp_path, "baseline", "1")
+    assert "No run had a GPU" in html_of(tmp_path)
+    add_run(tmp_path, "baseline", "2", hardware__gpu="NVIDIA H100", hardware__gpus=1)
+    assert "No run had a GPU" not in html_of(tmp_path)
+
+
+def test_a_job_that_a_remark_names_is_a_link(tmp_path):
+    add_run(tmp_path, "baseline", "1")
+    add_run(tmp_path, "baseline", "2", profile=[{"seconds_per_step": 1.0}])
+    assert re.search(r'the newer job <a href="#run-2"[^>]*>#2<.*?</a> is not shown: the profiler slowed it down',
+                     html_of(tmp_path))  # fmt: skip
 
 
 def test_long_lists_of_the_overview_are_counted(tmp_path):
@@ -178,8 +192,8 @@ def test_a_run_says_how_it_can_be_repeated(tmp_path):
         ("Started", "2026-11-20 10:00:07+00:00"),
         ("Hardware", "NVIDIA H100"),
         ("Nodes", "node1; 1 rank"),
-        ("Commit", "82e46aa937dfa554eb105db9ed04c17dc4f23e5d with changes"),
-        ("Command", "<code>scripts/train.py --dataset &#x27;my file.json&#x27;</code>"),
+        ("Commit", "82e46aa937dfa554eb105db9ed04c17dc4f23e5d with uncommitted changes"),
+        ("Command of a rank", "<code>scripts/train.py --dataset &#x27;my file.json&#x27;</code>"),
         ("Record", f"<code>{folder}/results/7.json</code>"),
         ("Log", f"<code>{folder}/log/zero_1_7.out</code>"),
     ):

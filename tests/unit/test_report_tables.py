@@ -196,7 +196,10 @@ def test_breakdown_shows_profiled_runs_alone(tmp_path):
     ranks = [{"seconds_per_step": 2.0, "data": 0.2, "forward": 0.4, "backward": 1.0, "optimizer": 0.2,
               "communication": 0.1, "other": 0.1, "hidden_communication": 0.5}] * 2  # fmt: skip
     add_run(tmp_path, "baseline", "1")
-    assert not table(tmp_path, "step-breakdown").has_runs
+    assert table(tmp_path, "step-breakdown").rows[0].status == "no profile yet"
+    add_run(tmp_path, "baseline", "0", profile=None, missing={"profile": "too few steps"})
+    assert table(tmp_path, "step-breakdown").rows[0].status == "no profile yet (job 0: too few steps)"
+    assert table(tmp_path, "step-breakdown").rows[1].status == "not run yet"
     add_run(tmp_path, "baseline", "2", profile=ranks)
     breakdown = table(tmp_path, "step-breakdown")
     assert breakdown.rows[0].jobs == "2"
