@@ -23,7 +23,7 @@ GENERATOR = '<meta name="generator" content="scripts/report.py">'
 TITLE = "Results of the workshop"
 MOST_LINES = 12  # of a list, which then tells how many more there are
 MOST_SETTINGS = 100
-JOB = re.compile(r"\bjob ([A-Za-z0-9._-]+[A-Za-z0-9])")  # as remarks name it
+JOB = re.compile(r"\bjob ([A-Za-z0-9._-]*[A-Za-z0-9])")  # as remarks name it
 IN_ORDER = ("completed", "running")  # statuses about which nothing is wrong
 STYLE = """
 :root { color-scheme: light; --page: #fff; --ink: #1a1a1a; --quiet: #555; --soft: #f2f2ef; --line: #c8c8c4;
