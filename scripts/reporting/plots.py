@@ -255,15 +255,16 @@ def speed(rows: list[Shown]) -> Plot | None:
     kind = "GPU" if any(value(row, "peak_gpu") for row in rows) else "CPU"
     metric = rate_of(rows)
     points = []
-    for row in rows:
+    looks = []  # those of the same rows in the other plots of the table
+    for row, look in zip(rows, cycle(LOOKS), strict=False):
         memory_mib, rate = value(row, f"peak_{kind.lower()}"), value(row, metric)
         if row.compares and memory_mib and rate:
             points.append((row.label, memory_mib, rate))
+            looks.append(look)
     if len(points) < 2:
         return None
     figure, (axis,) = new_figure(legend_lines=len(points) + 1)
-    for number, (label, memory_mib, rate) in enumerate(points, 1):
-        colour, _, marker = LOOKS[(number - 1) % len(LOOKS)]
+    for number, ((label, memory_mib, rate), (colour, _, marker)) in enumerate(zip(points, looks, strict=True), 1):
         axis.plot(memory_mib, rate, color=colour, marker=marker, linestyle="none", label=f"{number}  {label}")
         axis.annotate(str(number), (memory_mib, rate), xytext=(5, 4), textcoords="offset points", fontsize="small")
     best = pareto_front([(memory_mib, rate) for _, memory_mib, rate in points])
