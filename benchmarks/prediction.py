@@ -174,19 +174,27 @@ def page_row(row: dict) -> str:
 
 
 def off(values: list[float]) -> str:
-    """Predicted against measured, in percent of what was measured."""
+    """Measured minus predicted, in percent of what was predicted, as in the report."""
     return f"{100 * error(values):+.0f} %"
 
 
 def error(values: list[float]) -> float:
     predicted, measured = values
-    return predicted / measured - 1
+    return measured / predicted - 1
 
 
 def page_table(results: dict) -> str:
     """As docs/memory.md shows it."""
-    heads = ["Run", "Ranks", "MiB, predicted", "MiB, measured", "Off by", "Samples/s, predicted", "Samples/s, measured"]
-    lines = ["| " + " | ".join([*heads, "Off by"]) + " |", "|" + " --- |" * 8]
+    heads = [
+        "Run",
+        "Ranks",
+        "MiB, predicted",
+        "MiB, measured",
+        "Difference",
+        "Samples/s, predicted",
+        "Samples/s, measured",
+    ]
+    lines = ["| " + " | ".join([*heads, "Difference"]) + " |", "|" + " --- |" * 8]
     return "\n".join([*lines, *map(page_row, results["rows"])])
 
 
@@ -198,7 +206,8 @@ def summary(results: dict) -> str:
         worst = max(errors, key=lambda row: abs(errors[row]))
         middle = statistics.median(map(abs, errors.values()))
         lines.append(
-            f"{what}: off by {100 * middle:.0f} % in the median, by {100 * errors[worst]:+.0f} % at most ({worst})"
+            f"{what}: the median difference, without its sign, is {100 * middle:.0f} %, the largest is "
+            f"{100 * errors[worst]:+.0f} % ({worst})"
         )
     return "\n".join(lines)
 

@@ -477,6 +477,8 @@ def comparison(options: Options) -> str:
             raise options.error(flag, "is what --compare chooses", "leave it out")
     shape_for(options)  # raises for a model of which nothing can be said
     rates = given_rates(options) or (rates_for(options) if torch.cuda.is_available() else None)
+    if values["torch_compile"]:
+        rates = None
     choices = []
     refused = []
     for name, flags in configs(values["gpus"]).items():
@@ -498,7 +500,11 @@ def comparison(options: Options) -> str:
         lines += ["cannot be combined with these options:", *refused]
     if not memory_of_gpu(options):
         lines += ["for a verdict: --gpu_memory, in GiB, and --cpu_memory"]
-    if not rates:
+    elif not values["cpu_memory"]:
+        lines += ["the memory of a node is not judged: give --cpu_memory, in GiB"]
+    if values["torch_compile"]:
+        lines += ["for seconds of a step: leave --torch_compile out; how fast joined operations are is not known"]
+    elif not rates:
         flags_of_rates = "--matmul_tflops, --memory_bandwidth and, for several GPUs, --bus_bandwidth"
         lines += [f"for seconds of a step: {flags_of_rates}, of a run record's `estimate`"]
     elif values["gpus"] > 1 and not rates.bus:

@@ -91,6 +91,8 @@ def predict_step(options: Options, rates: Rates, batch: Batch | None = None) -> 
     """batch: by default as the flags say, of the full length. Raises WorkshopError (exit code 2)."""
     check_optimizer(options)
     values = options.values
+    if values["torch_compile"]:
+        raise options.error("torch_compile", "joins operations, and how fast they are is not known", "leave it out")
     accumulation = values["gradient_accumulation_steps"]
     shape = shape_for(options)
     compute = accumulation * seconds_of(work_of(options, batch or full_batch(options)), rates)
@@ -375,9 +377,17 @@ def offloads(options: Options) -> bool:
     return has_gpu(options) and (of_fsdp or offloaded(zero, "optimizer") or offloaded(zero, "param"))
 
 
+def refuse_half_of_the_rates(options: Options) -> None:
+    """Raises WorkshopError (exit code 2): the other half would be that of the CPU here."""
+    for flag, other in (("matmul_tflops", "memory_bandwidth"), ("memory_bandwidth", "matmul_tflops")):
+        if options.values[flag] and not options.values[other]:
+            raise options.error(flag, "is one of two rates of a GPU that is elsewhere", f"give --{other}, too")
+
+
 def main() -> None:
     options = read_options(None, __doc__)
     if not (torch.cuda.is_available() or given_rates(options)):
+        refuse_half_of_the_rates(options)
         options = read_options(None, __doc__, gpu=False)
     print(as_text(options, rates_for(options)))
 

@@ -86,6 +86,8 @@ def model_without_storage(config_json: str, precision: str, autocast: bool) -> I
         # not by from_config, which in a training with ZeRO-3 would shard it
         with no_init_weights(), local_torch_dtype(torch.float32 if autocast else dtype):
             model_class: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
+            if model_class.config_class is type(config).sub_configs.get("text_config"):  # of a model that also sees
+                config = config.get_text_config()
             model = model_class(config).train()
             model.tie_weights()
         with torch.autocast("cpu", dtype=dtype, enabled=autocast and precision != "fp32"):

@@ -9,7 +9,7 @@ import hashlib
 import html
 import re
 import shlex
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -103,7 +103,8 @@ class Links:
 
     def __init__(self, runs: list[Run]):
         self.numbers = {id(run): number for number, run in enumerate(runs, 1)}
-        self.by_id = {run.job_id: run for run in runs}
+        times = Counter(run.job_id for run in runs)  # jobs of two folders may have the same id
+        self.by_id = {run.job_id: run for run in runs if times[run.job_id] == 1}
 
     def anchor(self, run: Run) -> str:
         return f"run-{self.numbers[id(run)]}"
@@ -210,7 +211,8 @@ def section(table: Table, images: list[tuple[Path, str]], links: Links, first: b
 def from_folder(text: str, rows: list[Row]) -> str:
     """Paths as seen from the runs' own folders, which stand in their own entries."""
     for row in rows:
-        text = text.replace(f"{row.run.folder}/", "") if row.run else text
+        if row.run and row.run.folder.name:  # the folder . has none
+            text = text.replace(f"{row.run.folder}/", "")
     return text
 
 
@@ -243,7 +245,7 @@ def downward(table: Table, links: Links, shown: list[int], texts: list[list[str]
         cells = "".join(html_cell(row, i, line[i], table.columns[i], links) for i in shown)
         body.append(
             f'<tr><th scope="row">{breakable(row.label)}</th><td>{links.to_all(row.repeats)}</td>'
-            f"<td{of_status(row)}>{escape(row.status)}</td>{cells}</tr>"
+            f"<td{of_status(row)}>{escape(shortened(row.status))}</td>{cells}</tr>"
         )
     return head, "".join(body)
 

@@ -219,14 +219,14 @@ def throughput(rows: list[Shown]) -> Plot | None:
     predicted = by_gpus(rows, PREDICTED)
     if metric == STEADY and predicted:
         axis.plot(*zip(*predicted, strict=True), color="#d55e00", marker="s", linestyle=":", label="predicted")
-    axis.set(xlabel=with_left_out("GPUs", rows), ylabel=RATE_NAMES[metric], xticks=gpus)
+    axis.set(xlabel=with_left_out("GPUs", rows, metric), ylabel=RATE_NAMES[metric], xticks=gpus)
     axis.set_ylim(bottom=0)
     axis.legend(frameon=False)
     measured = over_gpus([(n, f"{shown(rate)} samples/s") for n, rate in points])
     ends = f"ideal {shown(ideal[-1])} on {gpus[-1]}"
     if metric == STEADY and predicted:
         ends += f"; predicted {over_gpus([(n, shown(rate)) for n, rate in predicted])}"
-    return Plot(figure, f"Throughput over GPUs: {measured}; {ends}.{left_out_of(rows)}")
+    return Plot(figure, f"Throughput ({RATE_NAMES[metric]}) over GPUs: {measured}; {ends}.{left_out_of(rows, metric)}")
 
 
 def efficiency(rows: list[Shown]) -> Plot | None:
@@ -243,11 +243,11 @@ def efficiency(rows: list[Shown]) -> Plot | None:
     axis.axhline(100, color="#777777", linestyle="--", label="ideal")
     axis.plot(gpus, percent, color="black", marker="o", label="runtime" if by_time else RATE_NAMES[metric])
     first = f"{gpus[0]} GPU{'s' if gpus[0] > 1 else ''}"
-    axis.set(xlabel=with_left_out("GPUs", rows), ylabel=f"efficiency against {first} (%)", xticks=gpus)
+    axis.set(xlabel=with_left_out("GPUs", rows, metric), ylabel=f"efficiency against {first} (%)", xticks=gpus)
     axis.set_ylim(0, max(110, *percent) * 1.02)
     axis.legend(frameon=False)
     said = over_gpus([(n, f"{number:.0f} %") for n, number in zip(gpus, percent, strict=True)])
-    return Plot(figure, f"Efficiency against {first}, ideal 100 %: {said}.{left_out_of(rows)}")
+    return Plot(figure, f"Efficiency against {first}, ideal 100 %: {said}.{left_out_of(rows, metric)}")
 
 
 def speed(rows: list[Shown]) -> Plot | None:
@@ -273,14 +273,16 @@ def speed(rows: list[Shown]) -> Plot | None:
         steps = [*best, (most, best[-1][1])]
         axis.step(*zip(*steps, strict=True), where="post", color="#777777", linestyle="--", linewidth=1,
                   label="Pareto front: nothing is faster in less memory", zorder=0)  # fmt: skip
-    axis.set(xlabel=with_left_out(f"peak {kind} memory (MiB)", rows), ylabel=RATE_NAMES[metric])
+    axis.set(xlabel=with_left_out(f"peak {kind} memory (MiB)", rows, metric), ylabel=RATE_NAMES[metric])
     axis.margins(x=0.1, y=0.1)
     axis.set_ylim(bottom=0)
     axis.set_xlim(left=0)
     legend_below(figure)
     said = "; ".join(f"{label} {shown(rate)} samples/s in {mib:,.0f} MiB" for label, mib, rate in points)
     front = ", ".join(label for label, mib, rate in points if (mib, rate) in best)
-    return Plot(figure, f"Speed over peak {kind} memory: {said}. On the Pareto front: {front}.{left_out_of(rows)}")
+    return Plot(
+        figure, f"Speed over peak {kind} memory: {said}. On the Pareto front: {front}.{left_out_of(rows, metric)}"
+    )
 
 
 def prediction(rows: list[Shown]) -> Plot | None:
@@ -335,14 +337,17 @@ def over_gpus(points: list[tuple[int, str]]) -> str:
     return ", ".join([f"{text} on {first} GPU{'s' if first > 1 else ''}", *(f"{text} on {n}" for n, text in rest)])
 
 
-def left_out_of(rows: list[Shown]) -> str:
-    """Which completed runs a line or a scatter leaves out, empty when it leaves out none."""
-    labels = [row.label for row in rows if row.run.completed and not row.compares]
-    return f" Left out, does not compare: {', '.join(labels)}." if labels else ""
+def left_out_of(rows: list[Shown], metric: str = "") -> str:
+    """Which completed runs a line or a scatter leaves out, empty when it leaves out none. metric: that it needs."""
+    completed = [row for row in rows if row.run.completed]
+    apart = [row.label for row in completed if not row.compares]
+    without = [row.label for row in completed if row.compares and metric and not value(row, metric)]
+    found = {"does not compare": apart, f"no {RATE_NAMES.get(metric, metric)}": without}
+    return "".join(f" Left out, {why}: {', '.join(labels)}." for why, labels in found.items() if labels)
 
 
-def with_left_out(label: str, rows: list[Shown]) -> str:
-    return "\n".join(filter(None, [label, left_out_of(rows).strip()]))
+def with_left_out(label: str, rows: list[Shown], metric: str) -> str:
+    return "\n".join(filter(None, [label, left_out_of(rows, metric).strip()]))
 
 
 DRAWINGS = {

@@ -20,6 +20,7 @@ FOLDERS = {"results", "gpu_memory", "cpu_memory", "log", "output"}
 MANY = 50  # runs from which on a second core pays
 ENDED_ABNORMALLY = ("failed", "oom", "timeout", "stopped")
 INCOMPLETE = "incomplete"  # the status of a run without a record that can be read
+BEFORE_IT_BEGAN = "the job ended before its training began"
 NO_RECORD = Record.model_validate({"status": "failed", "settings": {}})
 LONG_AGO = datetime.min.replace(tzinfo=UTC)
 
@@ -100,6 +101,8 @@ class Run:
 
     def gpu_hours(self) -> tuple[float | None, str]:
         """GPUs of the job x hours from the start of each of its parts to the part's end, or why they are not known."""
+        if not self.has_record:
+            return None, BEFORE_IT_BEGAN
         seconds = 0.0
         parts: list[Record | Restart] = [self.record, *self.record.restarts]
         for part in parts:
@@ -136,7 +139,7 @@ def find_runs(folders: Iterable[Path]) -> list[Run]:
     known = {(run.folder, run.job_id) for run in runs}
     begun = {job_of(path, known) for path in logs} - known
     runs += [run_without_record(*job) for job in sorted(begun)]
-    runs += refused_jobs(outputs, known | begun)
+    runs += refused_jobs(set(outputs), known | begun)
     return sorted(runs, key=lambda run: run.order)
 
 
@@ -184,7 +187,8 @@ def settle(run: Run, path: Path) -> None:
     elif run.status in ENDED_ABNORMALLY and record.exit_code is not None:
         notes.append(f"exit code {record.exit_code}")
         log = log_of(run.folder, run.job_id)
-        notes += filter(None, [error_in(log) if log else ""])
+        # a run that was stopped may have begun several times: the line would be another attempt's
+        notes += filter(None, [error_in(log) if log and run.status in ("failed", "oom") else ""])
     anew = sum(restart.step == 0 for restart in record.restarts)
     if resumed := len(record.restarts) - anew:
         notes.append(f"resumed {resumed} time{'s' if resumed > 1 else ''}")
@@ -219,6 +223,7 @@ def refused_jobs(outputs: Iterable[Path], known: set[tuple[Path, str]]) -> list[
             continue
         run = Run(folder, path.stem.rpartition("_")[2])
         run.problems.append(f"{path}: {refused}")
+        run.gpu.reason = run.cpu.reason = BEFORE_IT_BEGAN
         runs.append(run)
     return runs
 

@@ -177,7 +177,7 @@ def build_table(definition: dict, candidates: dict[str, list[Run]], all_runs: bo
         if row.run:
             base = chosen(candidates[reference])
             base_runs = repeats(base, candidates[reference], all_runs) if base and base.completed else []
-            differ = differences(row.run, base, varies) if base else ""
+            differ = why_apart(row.run, base, varies) if base else ""
             row.cells = [cell(column, row.repeats, base_runs, reference, differ) for column in definition["columns"]]
             row.remarks += remarks(row.run, row.repeats, candidates[row.experiment], all_runs)
         else:
@@ -271,6 +271,14 @@ def differences(run: Run, other: Run, varies: Collection[str] = ()) -> str:
     names = [name for name in own | theirs if own.get(name) != theirs.get(name) and name not in varies]
     found = [f"{name} {own.get(name, 'unset')} instead of {theirs.get(name, 'unset')}" for name in names]
     return "; ".join([*found, *sorted({*run.record.overrides} ^ {*other.record.overrides})])
+
+
+def why_apart(run: Run, base: Run, varies: Collection[str]) -> str:
+    """Why relations of the run to another one say nothing, empty when they do."""
+    if run is base:
+        return ""
+    overridden = dict.fromkeys([*run.record.overrides, *base.record.overrides])
+    return differences(run, base, varies) or ", ".join(overridden)
 
 
 def mark_differences(compared: list[tuple[Row, Run, str]], varies: set[str]) -> None:

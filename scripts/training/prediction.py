@@ -40,9 +40,12 @@ def predict_memory(options: Options, record: RunRecord) -> None:
     record.update(estimate=predicted | {"step": None, "rates": dict.fromkeys(RATES)})
 
 
-def bus_bandwidth(record: RunRecord) -> float | None:
-    """Bytes per second between the ranks: of the job's bandwidth test, else measured here. Collective."""
-    if world_size() == 1:
+def bus_bandwidth(record: RunRecord, device: torch.device) -> float | None:
+    """Bytes per second between the ranks: of the job's bandwidth test, else measured here. Collective.
+
+    None where nothing can be said: of one rank, and of a training on the CPU beside GPUs, which a test would measure.
+    """
+    if world_size() == 1 or device.type != measure_bandwidth.DEVICE:
         return None
     tested = same_everywhere(record.content.get("bandwidth"))
     if tested:
@@ -76,8 +79,10 @@ def predict_time(options: Options, record: RunRecord, rates: Rates, samples: flo
 
 def step_of(options: Options, train: dict, rates: Rates, samples: float) -> dict:
     """Raises ValueError with the reason for a run of which nothing can be said."""
-    if options.values["torch_compile"]:
-        raise ValueError("what torch.compile makes one operation of is not known")
+    if not samples:
+        raise ValueError("no step was done")
+    if rates.bus is None and world_size() > 1:
+        raise ValueError("the network between the ranks was not measured")
     size = options.values["per_device_train_batch_size"]
     length = round((train["real_tokens"] + train["padding_tokens"]) / samples)
     batch = Batch(size, length, counted=max(1, round(size * train["counted_tokens"] / samples)))

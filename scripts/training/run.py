@@ -128,7 +128,7 @@ def run(options: Options, stop: StopRequest, git: dict | None) -> None:
         predict_memory(options, record)
         watchdog.beat("timing matrix products, memory and network")
         peak = matmul_peak(compute_dtype(options.values), args.device)
-        rates = Rates(peak, memory_bandwidth(args.device), bus_bandwidth(record))
+        rates = Rates(peak, memory_bandwidth(args.device), bus_bandwidth(record, args.device))
         watchdog.beat("loading the model")
         model = load_model(model_args, data_args, tokenizer, args.seed)
         if model_args.loss == "chunked":
@@ -178,7 +178,6 @@ def run(options: Options, stop: StopRequest, git: dict | None) -> None:
         record.measure_memory()
         work = speed.work(flops, peak)
         record.training(trainer.state.global_step, result.metrics, trainer.state.log_history, speed, utilisation, work)
-        predict_time(options, record, rates, samples_per_step * trainer.state.global_step)
         close_trackers(args, job_id, record.content["callbacks"])
         end_if_stopped(stop, trainer, record)
 
@@ -206,6 +205,7 @@ def run(options: Options, stop: StopRequest, git: dict | None) -> None:
                 )
             print_once(f"exact_match {scores['exact_match']:.2f}  f1 {scores['f1']:.2f}")
             record.update(**scores)
+        predict_time(options, record, rates, samples_per_step * trainer.state.global_step)  # no stop waits for it here
         record.measure_process_memory()  # saving and answers need memory, too
         stop.close()
         if args.save_strategy == "no":

@@ -1,6 +1,7 @@
 """The memory of a training on the CPU: as psrecord logs it beside the job, and as the process itself counts it."""
 
 import json
+import os
 import re
 import shutil
 import subprocess
@@ -47,7 +48,10 @@ def test_log_and_process_agree_on_the_peak_of_one_process(experiment: Path):
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     run = read_run(experiment / "results" / "7.json")
     (counted,) = json.loads((experiment / "results" / "7.json").read_text())["peak_process_mib"]
-    assert run.cpu.peak == pytest.approx(counted, rel=0.05), f"{run.cpu} {run.notes}\n{done.stdout[-1000:]}"
+    said = f"{run.cpu} {run.notes}\n{done.stdout[-1000:]}"
+    assert run.cpu.peak <= 1.05 * counted, said
+    # psrecord, too, waits for a core where other programs compute, and may see less of a short peak
+    assert run.cpu.peak >= (0.8 if os.getloadavg()[0] > 2 * (os.cpu_count() or 1) else 0.95) * counted, said
     assert f"CPU memory: peak {run.cpu.peak:.0f} MiB" in done.stdout
     # twice the memory that git is started from is less than the peak
     parents = re.findall(r"VmRSS:\s+(\d+) kB", (experiment / "git_parents").read_text())

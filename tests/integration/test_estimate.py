@@ -38,7 +38,7 @@ def test_a_run_records_what_was_predicted_for_it(run):
     estimate = run.record["estimate"]
     assert estimate["gpu_mib"] is None
     measured = sum(run.record["peak_process_mib"])
-    assert estimate["node_mib"] == pytest.approx(measured, rel=0.3), "mostly Python and its libraries"
+    assert estimate["node_mib"] == pytest.approx(measured, rel=0.5), "mostly Python and its libraries"
     step = estimate["step"]
     assert step["seconds"] == pytest.approx(step["compute"] + step["optimizer"] + step["communication"], rel=1e-3)
     assert step["samples_per_second"] == pytest.approx(4 * 2 / step["seconds"], rel=1e-3)

@@ -157,6 +157,14 @@ def test_mistakes_are_one_line(flags, message, refusal, main_of, capsys):
     assert capsys.readouterr() == ("", "")
 
 
+def test_a_model_that_also_sees_is_estimated_by_its_language_part(tmp_path):
+    sizes: dict = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4}
+    sizes |= {"num_key_value_heads": 2, "head_dim": 16, "vocab_size": 512}
+    sizes["layer_types"] = ["full_attention", "full_attention"]
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "qwen3_5", "text_config": sizes}))
+    assert "logits" in as_text(options("--model_name", tmp_path))
+
+
 @pytest.mark.parametrize(
     ("config", "said"),
     [
@@ -234,6 +242,20 @@ def test_without_memory_there_is_no_verdict(compared):
     rows, text = compared("--gpus", 1)
     assert "plain" in rows and all(len(cells) == 2 for cells in rows.values())
     assert "for a verdict: --gpu_memory" in text
+
+
+def test_a_node_that_is_not_judged_is_said(compared):
+    _, text = compared("--gpus", 1, "--gpu_memory", 80)
+    assert "the memory of a node is not judged: give --cpu_memory" in text
+    _, text = compared("--gpus", 1, "--gpu_memory", 80, "--cpu_memory", 180)
+    assert "is not judged" not in text
+
+
+def test_compiled_steps_have_no_time(compared):
+    rates = ("--matmul_tflops", 100, "--memory_bandwidth", 1000)
+    rows, text = compared("--gpus", 1, "--gpu_memory", 80, "--torch_compile", *rates)
+    assert all(len(cells) == 3 for cells in rows.values())
+    assert "leave --torch_compile out" in text
 
 
 def test_a_config_that_cannot_be_combined_is_one_line_with_its_reason(compared):

@@ -3,6 +3,7 @@
 import json
 
 import pytest
+import torch
 
 from estimate_memory import GIB
 from estimate_time import Rates
@@ -99,7 +100,7 @@ def test_whatever_goes_wrong_is_a_reason_in_the_record(record, monkeypatch):
     ("flags", "name", "reason"),
     [
         (["--optim", "adafactor"], "estimate", "--optim: the state of adafactor is not known here; "),
-        (["--torch_compile"], "estimate.step", "what torch.compile makes one operation of is not known"),
+        (["--torch_compile"], "estimate.step", "--torch_compile: joins operations, and how fast they are is not known"),
     ],
 )
 def test_what_cannot_be_predicted_has_a_reason(record, flags, name, reason):
@@ -108,10 +109,21 @@ def test_what_cannot_be_predicted_has_a_reason(record, flags, name, reason):
 
 
 def test_the_bandwidth_test_of_the_job_is_not_repeated(record, monkeypatch):
-    assert bus_bandwidth(record) is None, "one rank has nobody to talk to"
+    cpu = torch.device("cpu")
+    assert bus_bandwidth(record, cpu) is None, "one rank has nobody to talk to"
     monkeypatch.setenv("WORLD_SIZE", "2")
     record.content["bandwidth"] = {"bus_bandwidth_gb_per_s": 25.0}
-    assert bus_bandwidth(record) == 25e9
+    assert bus_bandwidth(record, cpu) == 25e9
+    monkeypatch.setattr(prediction.measure_bandwidth, "DEVICE", "cuda")
+    assert bus_bandwidth(record, cpu) is None, "a training on the CPU beside GPUs"
+
+
+def test_a_run_that_was_stopped_before_its_first_step_has_a_reason(record):
+    chosen = options()
+    predict_memory(chosen, record)
+    record.update(train=TRAINED)
+    predict_time(chosen, record, RATES, samples=0)
+    assert on_disk(record)["missing"]["estimate.step"] == "no step was done"
 
 
 def test_other_ranks_write_nothing(record, monkeypatch):

@@ -127,6 +127,13 @@ def test_overview_says_that_no_run_had_a_gpu(tmp_path):
     assert "No run had a GPU" not in html_of(tmp_path)
 
 
+def test_a_job_id_of_two_folders_is_no_link(tmp_path):
+    add_run(tmp_path, "fsdp-baseline", "2")
+    for job in ("1", "2"):
+        add_run(tmp_path, "baseline", job, status="completed" if job == "1" else "failed")
+    assert "the newer job 2 is not shown" in html_of(tmp_path)
+
+
 def test_a_job_that_a_remark_names_is_a_link(tmp_path):
     add_run(tmp_path, "baseline", "1")
     add_run(tmp_path, "baseline", "2", profile=[{"seconds_per_step": 1.0}])
@@ -355,7 +362,8 @@ def scaling(top: Path, metric: str = "steady_samples_per_second") -> list[Shown]
 def test_throughput_says_what_is_seen_and_leaves_out_what_does_not_compare(tmp_path):
     plot = DRAWINGS["throughput"](scaling(tmp_path))
     assert plot.alt == (
-        "Throughput over GPUs: 10.1 samples/s on 2 GPUs, 18.9 samples/s on 4, 35 samples/s on 6; ideal 30.3 on 6. "
+        "Throughput (samples/s, steps alone) over GPUs: 10.1 samples/s on 2 GPUs, 18.9 samples/s on 4, "
+        "35 samples/s on 6; ideal 30.3 on 6. "
         "Left out, does not compare: 8 GPUs."
     )
     (axis,) = plot.figure.axes
@@ -364,6 +372,14 @@ def test_throughput_says_what_is_seen_and_leaves_out_what_does_not_compare(tmp_p
     assert list(measured.get_ydata()) == [10.1, 18.9, 35.0]
     assert axis.get_xlabel() == "GPUs\nLeft out, does not compare: 8 GPUs."
     assert axis.get_ylabel() == "samples/s, steps alone"
+
+
+def test_throughput_names_the_runs_without_a_steady_rate(tmp_path):
+    """More GPUs do fewer steps, of which none may be behind the warm-up."""
+    for gpus, rate in ((2, 10.0), (4, 19.0), (6, None)):
+        add_run(tmp_path, f"{SCALING}/{gpus}_gpus", str(gpus), world_size=gpus, train__steady_samples_per_second=rate)
+    plot = DRAWINGS["throughput"](rows_of(tmp_path, "multi-gpu-weak-scaling"))
+    assert plot.alt.endswith("Left out, no samples/s, steps alone: 6 GPUs.")
 
 
 def test_throughput_tells_the_prediction(tmp_path):
@@ -451,4 +467,4 @@ def test_plots_of_the_markdown_have_the_same_text(tmp_path):
     scaling(tmp_path)
     html_of(tmp_path)
     text = (tmp_path / "report" / "multi-gpu-weak-scaling.md").read_text()
-    assert "![Throughput over GPUs: 10.1 samples/s on 2 GPUs" in text
+    assert "![Throughput (samples/s, steps alone) over GPUs: 10.1 samples/s on 2 GPUs" in text

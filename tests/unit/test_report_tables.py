@@ -147,6 +147,18 @@ def test_a_run_that_does_not_compare_has_no_relations(tmp_path, change, cause):
     assert cell(weak, "8 GPUs", "efficiency.steady_samples_per_second").value == 90
 
 
+def test_rows_with_the_same_override_have_no_relations_either(tmp_path):
+    for gpus in (2, 4):
+        changes = {
+            "world_size": gpus,
+            "train__steady_samples_per_second": 5.0 * gpus,
+            "overrides": ["nodes: 1 instead of 2"],
+        }
+        add_run(tmp_path, f"deepspeed-multi-gpu/{gpus}_gpus", str(gpus), **changes)
+    found = cell(table(tmp_path, "multi-gpu-weak-scaling"), "4 GPUs", "efficiency.steady_samples_per_second")
+    assert (found.value, found.note.split(": ", 1)[1]) == (None, "nodes: 1 instead of 2")
+
+
 # --- predicted and measured
 
 
