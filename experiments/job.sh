@@ -72,6 +72,7 @@ job_prepare() {
   job_set_rendezvous
   job_skip_steps
   JOB_OVERRIDES=$(job_overrides)
+  JOB_GIT=$(job_python git_state) || JOB_GIT=
   BANDWIDTH_FILE=$RUN_DIR/bandwidth.json
   echo "job $JOB_ID of $EXPERIMENT: site $SITE, $NODES node(s) x $RANKS_PER_NODE rank(s), rendezvous $MASTER_ADDR:$MASTER_PORT"
   echo "nodes: ${ALL_NODES//$'\n'/ }"

@@ -18,10 +18,10 @@ Your own data and model, going on after an interruption:
 
 from build_ops import check_compiler
 from config import parse_command_line
+from job.git_state import git_state
 from parallel.distributed import local_world_size, prepare_environment, rank, run_and_exit, world_size
 from parallel.ds_config import check_ds_config
 from parallel.fsdp_config import check_fsdp_config
-from training.record import git_state
 from training.stopping import StopRequest
 
 

@@ -65,7 +65,6 @@ import os
 import platform
 import re
 import socket
-import subprocess
 import sys
 import time
 from collections.abc import Iterator
@@ -359,21 +358,3 @@ def bandwidth() -> dict | None:
     """What measure_bandwidth.py measured in this job before the training."""
     path = Path(os.environ.get("BANDWIDTH_FILE", ""))
     return json.loads(path.read_text()) if path.is_file() else None
-
-
-def git_state() -> dict:
-    frozen = REPOSITORY / "git.json"
-    if frozen.exists():  # a snapshot of submit.sh
-        return json.loads(frozen.read_text())
-
-    def git(*arguments: str) -> str | None:
-        try:
-            done = subprocess.run(["git", "-C", REPOSITORY, *arguments], capture_output=True, text=True, timeout=20)
-        except (OSError, subprocess.TimeoutExpired):
-            return None
-        return done.stdout.strip() if done.returncode == 0 else None
-
-    # what an instructor and participants write is no change of the code
-    others = [f":(exclude,top){folder}" for folder in ("experiments/sites", "exercises")]
-    status = git("status", "--porcelain", "--", ":/", *others)
-    return {"commit": git("rev-parse", "HEAD"), "dirty": None if status is None else bool(status)}

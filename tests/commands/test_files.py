@@ -9,8 +9,8 @@ import pytest
 
 from check_experiment import knobs_of
 from helpers import EXPERIMENT_SCRIPTS, EXPERIMENTS, PAGES, REPOSITORY, bash_blocks
+from job.git_state import git_state
 from knobs import KNOBS
-from training.record import git_state
 
 
 def git(*arguments: object, **options: object) -> str:

@@ -53,6 +53,6 @@ def test_log_and_process_agree_on_the_peak_of_one_process(experiment: Path):
     # psrecord, too, waits for a core where other programs compute, and may see less of a short peak
     assert run.cpu.peak >= (0.8 if os.getloadavg()[0] > 2 * (os.cpu_count() or 1) else 0.95) * counted, said
     assert f"CPU memory: peak {run.cpu.peak:.0f} MiB" in done.stdout
-    # twice the memory that git is started from is less than the peak
+    # job.sh has asked git, and not the training, which is large
     parents = re.findall(r"VmRSS:\s+(\d+) kB", (experiment / "git_parents").read_text())
-    assert 0 < max(map(int, parents)) / 1024 < counted / 2
+    assert 0 < max(map(int, parents)) / 1024 < 100

@@ -1,0 +1,43 @@
+"""The commit of the code, and whether files differ from it, as the run record has them.
+
+    PYTHONPATH=scripts python -m job.git_state
+
+job.sh asks before the training, and hands the answer on in JOB_GIT: a training that starts git itself is counted twice
+in the memory log, up to git's exec.
+"""
+
+import json
+import os
+import subprocess
+
+from errors import run_program
+from paths import REPOSITORY
+
+
+def git_state() -> dict:
+    """commit, and dirty: whether files differ from it; null where nobody knows."""
+    if known := os.environ.get("JOB_GIT"):
+        return json.loads(known)
+    frozen = REPOSITORY / "git.json"
+    if frozen.exists():  # a snapshot of submit.sh
+        return json.loads(frozen.read_text())
+
+    def git(*arguments: str) -> str | None:
+        try:
+            done = subprocess.run(["git", "-C", REPOSITORY, *arguments], capture_output=True, text=True, timeout=20)
+        except (OSError, subprocess.TimeoutExpired):
+            return None
+        return done.stdout.strip() if done.returncode == 0 else None
+
+    # what an instructor and participants write is no change of the code
+    others = [f":(exclude,top){folder}" for folder in ("experiments/sites", "exercises")]
+    status = git("status", "--porcelain", "--", ":/", *others)
+    return {"commit": git("rev-parse", "HEAD"), "dirty": None if status is None else bool(status)}
+
+
+def main() -> None:
+    print(json.dumps(git_state()))
+
+
+if __name__ == "__main__":
+    run_program(main)
