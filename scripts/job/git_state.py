@@ -6,6 +6,7 @@ job.sh asks before the training, and hands the answer on in JOB_GIT: a training 
 in the memory log, up to git's exec.
 """
 
+import argparse
 import json
 import os
 import subprocess
@@ -36,6 +37,7 @@ def git_state() -> dict:
 
 
 def main() -> None:
+    argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
     print(json.dumps(git_state()))
 
 
