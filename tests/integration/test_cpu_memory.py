@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 from helpers import REPOSITORY, RUN_TIMEOUT, environment
 from reporting.runs import read_run
@@ -49,7 +50,8 @@ def test_log_and_process_agree_on_the_peak_of_one_process(experiment: Path):
     run = read_run(experiment / "results" / "7.json")
     (counted,) = json.loads((experiment / "results" / "7.json").read_text())["peak_process_mib"]
     said = f"{run.cpu} {run.notes}\n{done.stdout[-1000:]}"
-    assert run.cpu.peak <= 1.05 * counted, said
+    # as it ends, a process with PyTorch's CUDA build reads in some 100 MiB of libraries, behind its own count
+    assert run.cpu.peak <= (1.15 if torch.version.cuda else 1.05) * counted, said
     # psrecord, too, waits for a core where other programs compute, and may see less of a short peak
     assert run.cpu.peak >= (0.8 if os.getloadavg()[0] > 2 * (os.cpu_count() or 1) else 0.95) * counted, said
     assert f"CPU memory: peak {run.cpu.peak:.0f} MiB" in done.stdout
