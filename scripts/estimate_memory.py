@@ -405,6 +405,9 @@ def read_options(
     """As `planned.read_options`, with the flags of this script. Raises WorkshopError (exit code 2)."""
     options = planned.read_options(argv, description, environment, EXTRA_FLAGS)
     check_optimizer(options)
+    for flag in planned.RATES:
+        if options.values[flag] is not None and not options.values["compare"]:
+            raise options.error(flag, "says nothing about memory", "give --compare, too, or take estimate_time.py")
     return options
 
 

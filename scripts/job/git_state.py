@@ -19,6 +19,11 @@ def git_state() -> dict:
     """commit, and dirty: whether files differ from it; null where nobody knows."""
     if known := os.environ.get("JOB_GIT"):
         return json.loads(known)
+    return ask_git()
+
+
+def ask_git() -> dict:
+    """As git_state, whatever JOB_GIT says: a job that another job has submitted inherits that one's."""
     frozen = REPOSITORY / "git.json"
     if frozen.exists():  # a snapshot of submit.sh
         return json.loads(frozen.read_text())
@@ -38,7 +43,7 @@ def git_state() -> dict:
 
 def main() -> None:
     argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
-    print(json.dumps(git_state()))
+    print(json.dumps(ask_git()))
 
 
 if __name__ == "__main__":

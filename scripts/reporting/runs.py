@@ -102,7 +102,7 @@ class Run:
     def gpu_hours(self) -> tuple[float | None, str]:
         """GPUs of the job x hours from the start of each of its parts to the part's end, or why they are not known."""
         if not self.has_record:
-            return None, BEFORE_IT_BEGAN
+            return None, "no run record that can be read"
         seconds = 0.0
         parts: list[Record | Restart] = [self.record, *self.record.restarts]
         for part in parts:

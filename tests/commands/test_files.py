@@ -1,8 +1,10 @@
 """What bash says of the experiments and of the pages' commands, and git of the files."""
 
+import json
 import os
 import re
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -113,6 +115,15 @@ def test_no_tracked_file_holds_a_key():
             text = path.read_text(encoding="utf-8")
             assert not named.search(text), name
             assert not (name.startswith("experiments/") and bare.search(text)), name
+
+
+def test_a_job_asks_git_anew_whatever_the_one_that_submitted_it_handed_on(monkeypatch):
+    monkeypatch.setenv("JOB_GIT", '{"commit": "of another job", "dirty": false}')
+    assert git_state()["commit"] == "of another job", "what job.sh hands on reaches the training"
+    command = [sys.executable, "-P", "-m", "job.git_state"]
+    variables = os.environ | {"PYTHONPATH": str(REPOSITORY / "scripts")}
+    found = subprocess.run(command, env=variables, capture_output=True, text=True, check=True)
+    assert json.loads(found.stdout)["commit"] == git("rev-parse", "HEAD").strip()
 
 
 def test_the_record_of_a_run_names_the_commit():

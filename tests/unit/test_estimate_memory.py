@@ -251,6 +251,11 @@ def test_a_node_that_is_not_judged_is_said(compared):
     assert "is not judged" not in text
 
 
+def test_rates_without_a_comparison_are_refused(refusal, main_of):
+    line = refusal(main_of, estimate_memory, "--model_name", "tiny-bloom", "--bus_bandwidth", "20")
+    assert line.startswith("error: --bus_bandwidth: says nothing about memory; give --compare, too")
+
+
 def test_compiled_steps_have_no_time(compared):
     rates = ("--matmul_tflops", 100, "--memory_bandwidth", 1000)
     rows, text = compared("--gpus", 1, "--gpu_memory", 80, "--torch_compile", *rates)
