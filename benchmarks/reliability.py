@@ -46,9 +46,9 @@ def timed(holder, name, label):
 timed(stopping.StopCallback, "on_step_end", "agreement")
 timed(watchdog, "beat", "heartbeat")
 timed(checkpoints, "mark_complete", "checksums and marker")
-timed(trainer.ResumableTrainer, "_save_checkpoint", "save")
-timed(trainer.ResumableTrainer, "training_step", "forward and backward")
-timed(trainer.ResumableTrainer, "_run_epoch", "epoch")
+timed(trainer.WorkshopTrainer, "_save_checkpoint", "save")
+timed(trainer.WorkshopTrainer, "training_step", "forward and backward")
+timed(trainer.WorkshopTrainer, "_run_epoch", "epoch")
 
 def report():
     if os.environ.get("RANK", "0") == "0":

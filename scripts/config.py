@@ -30,7 +30,6 @@ from knobs import (
     ModelArguments,
 )
 from parallel import watchdog
-from parallel.distributed import rank
 from parallel.fsdp_config import parallelism, process_group_backend, trainer_config
 from tracking import check_trackers
 
@@ -338,24 +337,6 @@ def compute_dtype(values: dict) -> torch.dtype:
     return {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}[precision_name(values)]
 
 
-def optimizer_for_fsdp(options: Options) -> str:
-    """The optimizer of the flag; in fp16 never a fused one, which is the default of transformers.
-
-    FSDP's loss scaler sums over the ranks which of them found an infinite gradient, in a tensor of shape (1,). A fused
-    optimizer is given that sum, to skip the step by itself. The shape ends its first step: "output with shape [] does
-    not match the broadcast shape [1]". And it skips at a sum of 1 alone: two ranks that overflow ruin the weights.
-    (torch/distributed/fsdp/sharded_grad_scaler.py, torch/optim/adam.py, ATen/native/cuda/fused_adam_utils.cuh)
-    """
-    chosen = getattr(options.values["optim"], "value", options.values["optim"])
-    if not options.values["fp16"] or "fused" not in chosen:
-        return chosen
-    if "optim" in options.names:
-        raise options.error("optim", f"{chosen} does not work with FSDP in fp16", "use adamw_torch, or --bf16")
-    if rank() == 0:
-        print("FSDP in fp16: optimizer adamw_torch, as the fused one cannot skip a step that overflows", flush=True)
-    return chosen.replace("_fused", "")
-
-
 def build_arguments(options: Options) -> tuple[ModelArguments, DataArguments, TrainingArguments]:
     """Construct the dataclasses. TrainingArguments joins the process group as a side effect."""
     values = dict(options.values)
@@ -364,7 +345,6 @@ def build_arguments(options: Options) -> tuple[ModelArguments, DataArguments, Tr
         values["fsdp"] = True
         values["fsdp_config"] = trainer_config(options.fsdp_config)
         values["parallelism_config"] = parallelism(options.fsdp_config)
-        values["optim"] = optimizer_for_fsdp(options)
         # not by --ddp_backend, which takes one name; it must be known before TrainingArguments opens the group
         if backend := process_group_backend(options.fsdp_config, gpu=not values["use_cpu"]):
             if values["ddp_backend"]:

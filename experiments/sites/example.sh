@@ -51,7 +51,6 @@ site_setup() {
 # : "${NCCL_IB_HCA:=mlx5}"            # InfiniBand adapters: a prefix, or a list such as mlx5_0,mlx5_1
 # : "${NCCL_NET_GDR_LEVEL:=PHB}"      # GPUDirect RDMA where GPU and adapter are at the same CPU
 # : "${NCCL_ALGO:=Tree}"              # only to compare: NCCL chooses by itself, and better in most cases
-: "${TORCH_NCCL_ASYNC_ERROR_HANDLING:=1}" # a failed or hanging collective ends the process
 # : "${TORCH_NCCL_BLOCKING_WAIT:=1}"  # collectives block and raise after their time-out: for hunting hangs only
 
 # --- Multi-node jobs begin with an all-reduce; below this bus bandwidth (GB/s) they end with exit code 3.

@@ -19,6 +19,9 @@ from errors import ENVIRONMENT, WorkshopError, report, survive_lost_output, whol
 from parallel import watchdog
 
 T = TypeVar("T")
+# How others than PyTorch's allocator say that there is no memory left: cudaMalloc and cudaHostAlloc (also of NCCL and
+# Triton), cuBLAS, and the allocator of the CPU
+NO_MEMORY = ("out of memory", "CUBLAS_STATUS_ALLOC_FAILED", "DefaultCPUAllocator: can't allocate memory")
 
 
 def prepare_environment(shards: bool) -> None:
@@ -115,7 +118,7 @@ def leave_process_group() -> None:
     """Wait for the other ranks and close: who leaves early breaks the connections of those who still talk."""
     if dist.is_initialized():
         watchdog.beat("the end")
-        dist.barrier()
+        wait_for_everyone()
         watchdog.stop()
         dist.destroy_process_group()
 
@@ -146,13 +149,14 @@ def run_and_report(main: Callable[[], None]) -> int:
     except WorkshopError as error:
         report(error)
         return error.code
-    except torch.OutOfMemoryError as error:
-        way_out = "lower --per_device_train_batch_size or --max_length, or offload"
-        report(WorkshopError("GPU memory", str(error).split(". ")[0], way_out, code=1))
-        return 1
     except SystemExit as ended:
         return exit_code(ended)
     except Exception as error:
+        if is_out_of_memory(error):
+            what = next(line for line in str(error).splitlines() if is_out_of_memory(line)).split(". ")[0]
+            way_out = "lower --per_device_train_batch_size or --max_length, or offload"
+            report(WorkshopError("memory", what, way_out, code=1))
+            return 1
         cause = error.__context__
         if isinstance(cause, WorkshopError):  # and a barrier on the way out failed as well
             report(cause)
@@ -162,6 +166,10 @@ def run_and_report(main: Callable[[], None]) -> int:
             time.sleep(2)  # if another rank's death is the cause, that one is noted first
         return 1
     return 0
+
+
+def is_out_of_memory(error: object) -> bool:
+    return isinstance(error, torch.OutOfMemoryError) or any(words in str(error) for words in NO_MEMORY)
 
 
 def exit_code(ended: SystemExit) -> int:
@@ -187,7 +195,9 @@ def rank() -> int:
 
 def wait_for_everyone() -> None:
     if dist.is_initialized():
-        dist.barrier()
+        # NCCL asks for the GPU, and guesses with a warning where it is not told
+        gpu = [torch.cuda.current_device()] if "nccl" in dist.get_backend() else None
+        dist.barrier(device_ids=gpu)
 
 
 def same_everywhere(value: T) -> T:

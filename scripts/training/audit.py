@@ -81,10 +81,13 @@ def audit(trainer: Trainer, options: Options, data_args, parameters: int, eager_
     collator: Any = trainer.data_collator
     train_dataset: Any = trainer.train_dataset
     eval_dataset: Any = trainer.eval_dataset
+    requested = strategy_name(options)
     strategy = effective_strategy(trainer, engine)
+    alone = requested == "DDP" and world_size() == 1
     knobs = [
         Audited("precision", precision_name(values), effective_precision(trainer, engine), options.precision_note),
-        Audited("strategy", strategy_name(options), strategy),
+        # accelerate wraps a single rank on the CPU, and not on a GPU
+        Audited("strategy", requested, strategy, "one rank averages with nobody" if alone else "", binding=not alone),
     ]
     if engine is not None and options.deepspeed_config is not None:
         knobs += offload_knobs(engine, options.deepspeed_config.get("zero_optimization", {}))

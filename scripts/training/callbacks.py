@@ -49,7 +49,7 @@ class TrainSpeedCallback(TrainerCallback):
     def __init__(self, samples_per_step: float, trainer: Any, warm_up_steps: int = WARM_UP_STEPS):
         """samples_per_step: of all ranks together, on average (an epoch's last step may hold fewer).
 
-        trainer: a ResumableTrainer, which counts the tokens.
+        trainer: a WorkshopTrainer, which counts the tokens.
         """
         self.samples_per_step = samples_per_step
         self.warm_up_steps = warm_up_steps

@@ -26,11 +26,12 @@ from typing import Any
 import numpy
 import xxhash
 from datasets import Dataset
-from transformers import TrainerCallback
+from transformers import PreTrainedModel, TrainerCallback
 
-from config import LATEST, Options, parse_command_line
+from config import LATEST, Options, parse_command_line, precision_name
 from errors import ENVIRONMENT, NO_CHECKPOINT, WorkshopError
 from json_files import write_json
+from model import count_parameters
 from parallel.distributed import gather_lists, rank, wait_for_everyone, world_size
 from training.callbacks import TokenCounts, TrainSpeedCallback, clock
 from training.flops import KINDS_OF_TOKENS
@@ -46,8 +47,19 @@ MAY_CHANGE = re.compile(
     r"|resume_from_checkpoint|ddp_timeout|disable_tqdm|dataloader_.*|per_device_(train|eval)_batch_size"
     r"|gradient_accumulation_steps|deepspeed|fsdp|fsdp_config"
 )
-BYTES_OF_WEIGHTS = 4
 BYTES_OF_ADAM = 8  # two moments in fp32
+# Per parameter of a checkpoint with Adam: of a training in fp32, and in 16 bit
+BYTES_OF_CHECKPOINT = {
+    "plain": (12, 12),
+    "DDP": (12, 12),
+    "FSDP": (16, 16),  # the weights twice
+    "DeepSpeed ZeRO-0": (16, 16),  # from here on the weights twice, in the precision; in 16 bit fp32 masters, too
+    "DeepSpeed ZeRO-1": (20, 16),
+    "DeepSpeed ZeRO-2": (20, 16),
+    "DeepSpeed ZeRO-3": (16, 14),  # the weights once
+}
+# How often a checkpoint holds a head that is tied to the embedding besides it; the other strategies save it once
+TIED_HEADS = {"FSDP": 2, "DeepSpeed ZeRO-0": 1, "DeepSpeed ZeRO-1": 1, "DeepSpeed ZeRO-2": 1}
 
 
 @dataclass
@@ -83,7 +95,7 @@ class CheckpointCallback(TrainerCallback):
         speed: TrainSpeedCallback,
         resumed_from: str | None,
     ):
-        """marker: what is known of every checkpoint of this run. trainer: a ResumableTrainer."""
+        """marker: what is known of every checkpoint of this run. trainer: a WorkshopTrainer."""
         self.save_total_limit = save_total_limit
         self.marker = marker
         self.trainer = trainer
@@ -389,11 +401,11 @@ def comparable(value: object) -> object:
 # Before the training
 
 
-def check_room(output_dir: str, options: Options, parameters: int, keep: int | None) -> None:
+def check_room(output_dir: str, options: Options, skeleton: PreTrainedModel, strategy: str, keep: int | None) -> None:
     """Find out before the model is loaded whether the run can save. Raises WorkshopError (exit code 3).
 
-    parameters: of the whole model. keep: checkpoints that stay (--save_total_limit); the one before goes when the new
-    one is complete. An optimizer other than Adam is not counted, it may hold less.
+    skeleton: the model without memory for its weights. keep: checkpoints that stay (--save_total_limit); the one before
+    goes when the new one is complete.
     """
     folder = Path(output_dir).absolute()
     place = next(path for path in (folder, *folder.parents) if path.is_dir())
@@ -406,13 +418,28 @@ def check_room(output_dir: str, options: Options, parameters: int, keep: int | N
                             ENVIRONMENT) from error  # fmt: skip
     if options.values["save_strategy"] == "no":
         return
-    optimizer = getattr(options.values["optim"], "value", options.values["optim"])
-    one = parameters * (BYTES_OF_WEIGHTS + (BYTES_OF_ADAM if "adam" in optimizer else 0))
+    one, model = bytes_to_save(options, skeleton, strategy)
     at_once = (keep or 1) + 1
     if options.values["save_strategy"] == "epoch" and options.values["max_steps"] < 0:
         at_once = min(at_once, math.ceil(options.values["num_train_epochs"]))
     there = len(complete_ones([folder])[:keep]) * one  # each goes when a new one is complete
     free = shutil.disk_usage(place).free + there
-    if one * at_once > free:
-        what = f"{free / 2**30:.1f} GiB free, {at_once} checkpoint(s) of {one / 2**30:.1f} GiB will be there at once"
+    if one * at_once + model > free:
+        gib = 2**30
+        what = f"{free / gib:.1f} GiB free, {at_once} checkpoint(s) of {one / gib:.1f} GiB will be there at once"
+        what += f", and a model of {model / gib:.1f}"
         raise WorkshopError(place, what, "free space, give another --output_dir, or --save_strategy no", ENVIRONMENT)
+
+
+def bytes_to_save(options: Options, skeleton: PreTrainedModel, strategy: str) -> tuple[int, int]:
+    """Bytes of one checkpoint, and of the model at the end. Of optimizers, the state of Adam is known."""
+    parameters = count_parameters(skeleton)
+    in_16_bit = precision_name(options.values) != "fp32"
+    kind = "FSDP" if strategy.startswith("FSDP") else strategy
+    checkpoint = BYTES_OF_CHECKPOINT[kind][in_16_bit] * parameters
+    if "adam" not in getattr(options.values["optim"], "value", options.values["optim"]):
+        checkpoint -= BYTES_OF_ADAM * parameters
+    weight = 2 if in_16_bit and kind.startswith("DeepSpeed") else 4
+    tied_head = weight * (sum(saved.numel() for saved in skeleton.state_dict().values()) - parameters)
+    heads = TIED_HEADS.get(kind, 0)
+    return checkpoint + heads * tied_head, weight * parameters + min(heads, 1) * tied_head

@@ -95,7 +95,8 @@ class LossInHead:
         self.model = model
         self.head: nn.Linear = model.get_output_embeddings()
         self.logits = self.head.forward
-        self.labels: torch.Tensor | None = None
+        self.counted: torch.Tensor | None = None  # which of all positions count, None if the model has no labels
+        self.targets: Any = None  # the next token of each of them
         self.number_of_labels: torch.Tensor | int | None = None
         self.first_loss: torch.Tensor | None = None
         self.checked = False
@@ -104,8 +105,14 @@ class LossInHead:
         self.head.forward = self.forward
 
     def note_labels(self, model: nn.Module, args: tuple, kwargs: dict) -> None:
-        self.labels = kwargs.get("labels")
+        labels = kwargs.get("labels")
         self.number_of_labels = kwargs.get("num_items_in_batch")
+        self.counted = None
+        if labels is not None:
+            next_tokens = F.pad(labels[:, 1:], (0, 1), value=IGNORED).flatten()
+            # how many there are the CPU must know: here it need not wait for the GPU's forward pass
+            self.counted = (next_tokens != IGNORED).nonzero().flatten()
+            self.targets = next_tokens[self.counted]
 
     @torch.compiler.disable
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
@@ -114,15 +121,12 @@ class LossInHead:
         Sum over the labels that count / the number of them in the optimizer step, which the Trainer passes; without
         that, as in evaluation, their mean.
         """
-        if self.labels is None:
+        if self.counted is None:
             return self.logits(hidden)
-        targets = F.pad(self.labels[:, 1:], (0, 1), value=IGNORED)  # the next token of each position
-        counted = targets != IGNORED
-        targets = targets[counted]
         total = CrossEntropyOfHead.apply(
-            hidden[counted], self.head.weight, self.head.bias, targets, torch.is_grad_enabled()
+            hidden.flatten(0, 1)[self.counted], self.head.weight, self.head.bias, self.targets, torch.is_grad_enabled()
         )
-        loss = total / (len(targets) if self.number_of_labels is None else self.number_of_labels)
+        loss = total / (len(self.targets) if self.number_of_labels is None else self.number_of_labels)
         if not self.checked:
             self.first_loss = loss.detach()
         return loss

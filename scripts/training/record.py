@@ -76,7 +76,7 @@ import torch
 from errors import ENVIRONMENT, WorkshopError
 from job.finish import finish, now, outcome, read_record
 from json_files import write_json
-from parallel.distributed import gather_lists, rank, same_everywhere
+from parallel.distributed import gather_lists, is_out_of_memory, rank, same_everywhere
 from paths import REPOSITORY
 
 SCHEMA = 1
@@ -272,7 +272,7 @@ class RunRecord:
         if not self.path.exists():
             return
         code = exit_code_of(error)
-        out_of_memory = isinstance(error, torch.OutOfMemoryError)
+        out_of_memory = is_out_of_memory(error)
         running = not read_record(self.path).get("finished")
         if rank() == 0 and running:
             self.update(status="oom" if out_of_memory else outcome(code), exit_code=code, finished=now())

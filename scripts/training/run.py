@@ -12,7 +12,7 @@ from estimate_time import Rates
 from evaluate import exact_match_and_f1, load_metric
 from hub import draw_bars_on_terminals_only
 from job.finish import finish
-from model import check_model, count_parameters, empty_model, load_model, load_tokenizer, save_model
+from model import check_model, empty_model, load_model, load_tokenizer, save_model
 from parallel import watchdog
 from parallel.distributed import (
     join_process_group,
@@ -51,7 +51,7 @@ from training.profiling import PROFILED_STEPS, ProfileCallback
 from training.record import RunRecord, new_job_id, refuse_finished, restarted_by_slurm, sole_writer
 from training.safe_load import load_weights_only, refuse_foreign_code
 from training.stopping import StopCallback, Stopped, StopRequest, name_of
-from training.trainer import FSDPTrainer, ResumableTrainer, check_trainable, saving
+from training.trainer import WorkshopTrainer, check_trainable, saving
 
 
 def run(options: Options, stop: StopRequest, git: dict | None) -> None:
@@ -102,7 +102,7 @@ def run(options: Options, stop: StopRequest, git: dict | None) -> None:
     if checkpoint:
         check_same_training(checkpoint, options, marker)
     if rank() == 0:
-        check_room(args.output_dir, options, count_parameters(skeleton), args.save_total_limit)
+        check_room(args.output_dir, options, skeleton, strategy, args.save_total_limit)
     del skeleton
 
     with sole_writer(job_id), record:
@@ -145,8 +145,7 @@ def run(options: Options, stop: StopRequest, git: dict | None) -> None:
             shard_on_cpu()
         watchdog.beat("trying the compiler")
         eager_reason = compile_or_eager(args)
-        trainer_class = FSDPTrainer if fsdp else ResumableTrainer
-        trainer = trainer_class(
+        trainer = WorkshopTrainer(
             model=model,
             args=args,
             train_dataset=train_dataset,
@@ -214,7 +213,7 @@ def run(options: Options, stop: StopRequest, git: dict | None) -> None:
     leave_process_group()
 
 
-def end_if_stopped(stop: StopRequest, trainer: ResumableTrainer, record: RunRecord) -> None:
+def end_if_stopped(stop: StopRequest, trainer: WorkshopTrainer, record: RunRecord) -> None:
     """Raises Stopped (exit code 75) when the ranks agree to stop, with a checkpoint of the last step. Collective."""
     if not stop.agreed():
         return

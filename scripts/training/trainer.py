@@ -1,4 +1,4 @@
-"""The Trainer of all runs, which can be interrupted and goes on as if it had not been, and its form for FSDP."""
+"""The Trainer of all runs: the same loss under every strategy, and on behind a stop as if there had been none."""
 
 import contextlib
 import dataclasses
@@ -12,18 +12,80 @@ from torch.utils.data import DataLoader
 from transformers import Trainer, get_scheduler
 from transformers.trainer_optimizer import is_optimizer_factory
 
+from data_loader import IGNORED
 from errors import ENVIRONMENT, WorkshopError
 from training.checkpoints import MARKER, Progress, checkpoint_folder
 from training.flops import count_tokens
 from training.stopping import EvaluationInterrupted
 
 
-class ResumableTrainer(Trainer):
-    """A Trainer that counts its loss, steps and time on from a checkpoint, and saves where a stop asks for it."""
+class WorkshopTrainer(Trainer):
+    """The Trainer with a loss that is the same under every strategy, which counts on from a checkpoint.
+
+    Models compute their loss in fp32, as the sum over the tokens that count / their number. FSDP in 16 bit casts in two
+    places. accelerate's policy for FSDP2 casts what the model returns, and so the loss: in bf16 it keeps two or three
+    digits, in fp16 the loss scale of 65,536 makes it infinite. And both versions cast what goes into the model, and so
+    the number of tokens, which transformers passes as a float: wrong by up to 0.4 % in bf16, infinite above 65,504 in
+    fp16.
+    """
 
     earlier_seconds = 0.0  # of training, before the checkpoint that this run goes on from
     saved_step = 0  # of the last checkpoint that is complete, 0 without one
     tokens: Any = 0  # of this rank and run: a tensor of count_tokens, once there was a batch
+
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        # read by train(), which wraps the model
+        plugin = getattr(self.accelerator.state, "fsdp_plugin", None)
+        if plugin and plugin.fsdp_version == 2 and plugin.mixed_precision_policy is not None:
+            plugin.mixed_precision_policy = dataclasses.replace(plugin.mixed_precision_policy, output_dtype=None)
+
+    def create_optimizer(self, *args, **kwargs):
+        optimizer = super().create_optimizer(*args, **kwargs)
+        # In fp16 the scaler skips a step that overflowed, and the learning rate waits, as with DeepSpeed. A fused
+        # optimizer would be left to skip it by itself. With FSDP1 that fails: its scaler sums over the ranks what it
+        # found, in a shape that the kernel refuses, and the kernel skips at a sum of 1 alone
+        # (torch/distributed/fsdp/sharded_grad_scaler.py, ATen/native/cuda/fused_adam_utils.cuh)
+        optimizer._step_supports_amp_scaling = False
+        return optimizer
+
+    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+        if self.is_fsdp_enabled and torch.is_tensor(num_items_in_batch):
+            num_items_in_batch = num_items_in_batch.long()  # whole numbers are not cast
+        result = super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
+        if self.is_deepspeed_enabled and model.training:
+            scale_for_stage_0(result, model.optimizer)
+        return result
+
+    def prediction_step(self, model, inputs, prediction_loss_only, ignore_keys=None):
+        """Loss of a batch; `evaluation_loop` makes the mean of all of them from what is summed here."""
+        inputs = self._prepare_inputs(inputs)
+        # the last batches are filled up with questions that were there before, so that all ranks have equally many
+        inputs["labels"][self.questions_left(len(inputs["labels"])) :] = IGNORED
+        counted = (inputs["labels"][:, 1:] != IGNORED).sum()  # the first label is the target of no position
+        with torch.no_grad(), self.compute_loss_context_manager():
+            loss = self.compute_loss(model, inputs)
+        self.evaluated += torch.stack([torch.where(counted > 0, loss * counted, 0.0), counted])
+        return loss, None, None
+
+    def questions_left(self, rows: int) -> int:
+        """How many of the first rows of this rank's batch are questions that no batch had before."""
+        loader = self.accelerator.gradient_state
+        if not loader.end_of_dataloader or loader.remainder <= 0:
+            return rows
+        return max(0, loader.remainder - self.accelerator.process_index * rows)
+
+    def evaluation_loop(self, *args, metric_key_prefix="eval", **kwargs):
+        """The loss is the mean over all tokens that count, on any number of ranks and with any batch size.
+
+        transformers' own is a mean over batches, each of which is a mean over tokens: of all ranks' batches if there
+        are several, of one rank's batch otherwise.
+        """
+        self.evaluated = torch.zeros(2, dtype=torch.float64, device=self.args.device)  # sum of losses, tokens
+        output = super().evaluation_loop(*args, metric_key_prefix=metric_key_prefix, **kwargs)
+        loss, counted = self.accelerator.reduce(self.evaluated).tolist()
+        output.metrics[f"{metric_key_prefix}_loss"] = loss / counted
+        return output
 
     def go_on_from(self, progress: Progress) -> None:
         """Count on from what a checkpoint tells of itself. To be called when the training begins."""
@@ -74,6 +136,22 @@ class ResumableTrainer(Trainer):
             self.callback_handler.on_save(self.args, self.state, self.control)
 
 
+def scale_for_stage_0(loss: torch.Tensor, optimizer: Any) -> None:
+    """Multiply the gradient of the loss by the loss scale, where DeepSpeed divides by it and has not multiplied.
+
+    DeepSpeed 0.19.8 scales an fp16 loss for a ZeROOptimizer alone (runtime/engine.py, backward). The optimizers of
+    stage 0 divide the gradients by the scale all the same. Those are then 65,536 times too small, Adam's epsilon is
+    larger, and the model barely learns (deepspeedai/DeepSpeed#8393). A gradient above 1 has been scaled: by a DeepSpeed
+    in which this is mended.
+    """
+    from deepspeed.runtime.fp16.fused_optimizer import FP16_Optimizer
+    from deepspeed.runtime.fp16.unfused_optimizer import FP16_UnfusedOptimizer
+
+    if isinstance(optimizer, FP16_Optimizer | FP16_UnfusedOptimizer):
+        scale = optimizer.loss_scale_config.cur_scale
+        loss.register_hook(lambda gradient: torch.where(gradient > 1, gradient, gradient * scale))
+
+
 def repeat_steps(engine: Any) -> None:
     """Make DeepSpeed's Adam on the CPU go on from its checkpoint to the last bit; a second per 100,000 steps.
 
@@ -111,28 +189,6 @@ def saving(folder: Path) -> Iterator[None]:
             raise
         way_out = "free disk space or quota, then --resume_from_checkpoint goes on from the last complete checkpoint"
         raise WorkshopError(folder, f"is not complete, writing failed ({reason})", way_out, ENVIRONMENT) from error
-
-
-class FSDPTrainer(ResumableTrainer):
-    """The Trainer, with a loss in fp32 when FSDP computes in 16 bit: as with DDP and ZeRO.
-
-    Models compute their loss in fp32, as the sum over the tokens that count / their number. FSDP casts in two places.
-    accelerate's policy for FSDP2 casts what the model returns, and so the loss: in bf16 it keeps two or three digits,
-    in fp16 the loss scale of 65,536 makes it infinite. And both versions cast what goes into the model, and so the
-    number of tokens, which transformers passes as a float: wrong by up to 0.4 % in bf16, infinite above 65,504 in fp16.
-    """
-
-    def __init__(self, *args, **kwargs):
-        super().__init__(*args, **kwargs)
-        # read by train(), which wraps the model; without one it is not FSDP that will run, as the audit tells
-        plugin = getattr(self.accelerator.state, "fsdp_plugin", None)
-        if plugin and plugin.fsdp_version == 2 and plugin.mixed_precision_policy is not None:
-            plugin.mixed_precision_policy = dataclasses.replace(plugin.mixed_precision_policy, output_dtype=None)
-
-    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
-        if torch.is_tensor(num_items_in_batch):
-            num_items_in_batch = num_items_in_batch.long()  # whole numbers are not cast
-        return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
 
 
 def check_trainable(training_args) -> None:

@@ -293,7 +293,7 @@ not_finite("NaN in the evaluation", (), "evaluation loss: is nan after step 2; "
 def no_memory(bench: Bench):
     lines = "import torch; raise torch.OutOfMemoryError('CUDA out of memory. Tried to allocate 2 GiB.')"
     ended = bench.run(script=bench.patched(moment(STEP, 3, lines)), code=1)
-    assert ended.error.startswith("GPU memory: CUDA out of memory; lower "), ended
+    assert ended.error.startswith("memory: CUDA out of memory; lower "), ended
     assert (strict(ended)["status"], ended.record["exit_code"]) == ("oom", 1)
 
 

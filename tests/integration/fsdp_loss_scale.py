@@ -1,6 +1,6 @@
-"""Started by test_sharding.py on two ranks: FSDP2 in fp16 with FSDP's loss scaler, from a scale that overflows.
+"""Started by test_sharding.py on two ranks: fp16 with FSDP1's loss scaler, from a scale that overflows.
 
-train.py refuses fp16 without a GPU, so this is its loop by hand. Prints scale and loss of each step.
+FSDP1 itself needs a GPU, so these are its scaler and optimizer in a loop by hand. Prints scale and loss of each step.
 """
 
 import torch
@@ -16,7 +16,8 @@ policy = MixedPrecisionPolicy(param_dtype=torch.float16, reduce_dtype=torch.floa
 for block in model.transformer.h:
     fully_shard(block, mp_policy=policy)
 fully_shard(model, mp_policy=policy)
-optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)  # adamw_torch; with fused=True it fails
+optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
+optimizer._step_supports_amp_scaling = False  # as WorkshopTrainer does; without it the first step fails
 scaler = ShardedGradScaler(device="cpu", init_scale=2.0**30)
 tokens = torch.randint(5, 60, (2, 16))
 for _ in range(25):

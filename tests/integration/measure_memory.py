@@ -76,5 +76,5 @@ def measuring(base: type) -> type:
     return Measuring
 
 
-run.ResumableTrainer, run.FSDPTrainer = measuring(run.ResumableTrainer), measuring(run.FSDPTrainer)
+run.WorkshopTrainer = measuring(run.WorkshopTrainer)
 train.run_and_exit(train.main)

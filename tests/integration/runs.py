@@ -9,6 +9,7 @@ from helpers import REPOSITORY, Process, start
 
 CONFIGS = sorted(path.stem for path in (REPOSITORY / "ds_configs").glob("*.json"))
 MEASURE = str(Path(__file__).with_name("measure_memory.py"))
+FP16_ON_CPU = str(Path(__file__).with_name("fp16_on_cpu.py"))
 XQUAD = REPOSITORY.parent / "shared" / "data" / "xquad.en.json"
 
 
@@ -56,6 +57,7 @@ FSDP = {
     "hybrid_shard_2x2-4": fsdp("hybrid_shard_2x2", 4),
 }
 STRATEGIES |= FSDP
+FP16_SHARDED = ["zero0-1", "zero1-1", "zero2-1", "zero3-1", "full_shard-2"]
 CHUNKED_STRATEGIES = ["plain", "ddp-2", "zero0-2", "zero1-1", "zero1-2", "zero2-1", "zero2-2", "zero3-1", "zero3-2"]
 CHUNKED_STRATEGIES += ["zero3_cpu_offload-2", "full_shard-1", "full_shard-2", "shard_grad_op-2"]
 CHUNKED_STRATEGIES += ["full_shard_activation_checkpointing-2", "hybrid_shard_2x2-4"]
@@ -77,6 +79,17 @@ PADDING = {
     "answer_max_length": Run(variables={"LABELS": "answer"}),
     "answer_longest": Run(variables={"LABELS": "answer", "PADDING": "longest"}),
     "all_max_length": Run(variables={"LABELS": "all"}),
+}
+# Every method in fp16, with both losses
+FP16 = {f"fp16_{name}": replace(STRATEGIES[name], script=FP16_ON_CPU) for name in ["plain", "ddp-2", *FP16_SHARDED]}
+FP16 |= {
+    f"fp16_chunked_{name}": replace(STRATEGIES[name], script=FP16_ON_CPU, variables={"LOSS": "chunked"})
+    for name in ("plain", "zero2-1", "full_shard-2")
+}
+# Few labels count, and not equally many in each batch: the evaluation must not depend on how the ranks divide them
+ANSWERS = {
+    f"answer_{name}": replace(STRATEGIES[name], variables={"LABELS": "answer"} | extra)
+    for name, extra in (("ddp-2", {}), ("zero3-2", {}), ("full_shard-2", {"LOSS": "chunked"}))
 }
 OTHERS = {
     "unsaved": Run(variables={"SAVE_STRATEGY": "no", "TRAIN_SIZE": 16, "EVAL_SIZE": 4}),
@@ -112,7 +125,7 @@ MEASURED = {name: STRATEGIES[name] for name in [*STAGES, *OFFLOADS]}
 MEASURED |= {f"tiny_{name}": short(name, {}) for name in ("plain", "ddp-2")}
 MEASURED |= {f"tiny_bf16_{name}": short(name, BF16) for name in ("zero0-2", "zero2-2", "full_shard-2")}
 MEASURED |= {f"50m_{name}": short(name, BLOOM_50M) for name in STAGES}
-RUNS = STRATEGIES | CHUNKED | COMPILED | CUSTOM | PADDING | OTHERS | MEASURED
+RUNS = STRATEGIES | FP16 | ANSWERS | CHUNKED | COMPILED | CUSTOM | PADDING | OTHERS | MEASURED
 
 
 def uses(*names: str):

@@ -46,12 +46,12 @@ def test_audit_shows_the_strategy_its_units_and_the_share_of_each_rank(run: Fini
 
 PRINT_LOSSES = """
 from training import trainer
-original = trainer.FSDPTrainer.compute_loss
+original = trainer.WorkshopTrainer.compute_loss
 def compute_loss(self, *arguments, **options):
     loss = original(self, *arguments, **options)
     print(f"loss of a batch: {(loss[0] if isinstance(loss, tuple) else loss).dtype}.\\n", end="", flush=True)
     return loss
-trainer.FSDPTrainer.compute_loss = compute_loss
+trainer.WorkshopTrainer.compute_loss = compute_loss
 """
 
 

@@ -26,7 +26,7 @@ def test_units_and_share_of_fsdp1(workplace):
 
 
 def test_a_step_that_overflows_in_fp16_is_skipped_on_all_ranks(workplace):
-    """With the optimizer that train.py takes for FSDP in fp16; the fused one would not skip it."""
+    """With the fused optimizer, which is left to skip steps by itself unless WorkshopTrainer says otherwise."""
     shutil.copy(Path(__file__).with_name("fsdp_loss_scale.py"), workplace)
     done = run(workplace, "fsdp_loss_scale", script="fsdp_loss_scale.py", processes=2)
     steps = [tuple(map(float, line.split()[1:])) for line in done.log.splitlines() if line.startswith("step ")]

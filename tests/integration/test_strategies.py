@@ -2,14 +2,16 @@
 
 import json
 import re
+from types import SimpleNamespace
 
 import pytest
 import torch
 from safetensors import safe_open
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from helpers import REPOSITORY, TINY, Finished
-from runs import CONFIGS, STRATEGIES, uses
+from helpers import REPOSITORY, TINY, Finished, patched, run
+from runs import ANSWERS, CONFIGS, STRATEGIES, uses
+from training.checkpoints import bytes_to_save
 from training.safe_load import load_weights_only, refuse_foreign_code
 
 TOLERANCE = 1e-4  # what the order of fp32 additions may change; a lost gradient changes far more
@@ -24,6 +26,23 @@ def test_every_epoch_has_the_eval_loss_of_the_plain_trainer(run: Finished, table
     # the steps after the last log too: 16 steps, logged every 5th
     train_loss = table("plain").record["train"]["loss_mean"]
     assert run.record["train"]["loss_mean"] == pytest.approx(train_loss, abs=10 * TOLERANCE)
+
+
+@uses(*ANSWERS)
+def test_the_evaluation_does_not_depend_on_how_the_ranks_divide_the_labels(run: Finished, table):
+    assert run.losses == pytest.approx(table("answer_max_length").losses, abs=TOLERANCE, rel=0), run
+
+
+@uses("plain", "ddp-2", "zero0-2", "zero2-2", "zero3-2", "full_shard-2", "bf16_plain", "bf16_zero2")
+def test_a_checkpoint_is_as_large_as_was_expected(run: Finished):
+    """Of the files that hold tensors: in a real model the others are nothing."""
+    folder = next(run.output.glob("checkpoint-*"))
+    files = [path for kind in ("*.pt", "*.bin", "*.safetensors") for path in folder.rglob(kind)]
+    values = {"fp16": False, "bf16": run.effective("precision") == "bf16", "optim": "adamw_torch"}
+    skeleton = AutoModelForCausalLM.from_pretrained(run.output)
+    checkpoint, model = bytes_to_save(SimpleNamespace(values=values), skeleton, run.effective("strategy"))
+    assert sum(path.stat().st_size for path in files) == pytest.approx(checkpoint, rel=0.03)
+    assert (run.output / "model.safetensors").stat().st_size == pytest.approx(model, rel=0.03)
 
 
 @uses(*(name for name in STRATEGIES if "zero" in name))
@@ -109,17 +128,13 @@ def stored_shapes(run: Finished) -> dict[str, list[int]]:
 
 @torch.no_grad()
 def eval_loss(model, tokenizer) -> float:
-    """The Trainer's loss on the runs' evaluation questions: mean over batches of 4 of the mean over their tokens."""
+    """The mean over all tokens of the runs' evaluation questions."""
     losses = []
-    examples = eval_examples(tokenizer)
     model.eval()
-    for start in range(0, len(examples), 4):
-        log_likelihoods = []
-        for ids in examples[start : start + 4]:  # one by one, so that padding cannot matter
-            logits = model(torch.tensor([ids])).logits[0, :-1]
-            log_likelihoods.append(logits.log_softmax(-1).gather(1, torch.tensor(ids[1:])[:, None]))
-        losses.append(-torch.cat(log_likelihoods).mean().item())
-    return sum(losses) / len(losses)
+    for ids in eval_examples(tokenizer):  # one by one, so that padding cannot matter
+        logits = model(torch.tensor([ids])).logits[0, :-1]
+        losses.append(-logits.log_softmax(-1).gather(1, torch.tensor(ids[1:])[:, None]))
+    return torch.cat(losses).mean().item()
 
 
 def eval_examples(tokenizer) -> list[list[int]]:
@@ -135,3 +150,35 @@ def eval_examples(tokenizer) -> list[list[int]]:
 @pytest.mark.parametrize("config", CONFIGS)
 def test_every_config_is_in_the_table(config: str):
     assert {f"{config}-1", f"{config}-2"} <= set(STRATEGIES)
+
+
+AS_ON_GPUS = """
+import torch
+from parallel.fsdp_config import shard_on_cpu
+from training import trainer
+
+make = trainer.WorkshopTrainer.__init__
+
+
+def make_as_on_gpus(*arguments, **options):
+    shard_on_cpu()  # sets accelerate's distributed_type to MULTI_GPU
+    make(*arguments, **options)
+
+
+class OnTheCPU(torch.nn.parallel.DistributedDataParallel):
+    def __init__(self, module, device_ids, output_device, **options):
+        super().__init__(module, **options)
+
+
+torch.nn.parallel.DistributedDataParallel = OnTheCPU
+trainer.WorkshopTrainer.__init__ = make_as_on_gpus
+"""
+
+
+@pytest.mark.parametrize(("processes", "effective"), [(1, "plain"), (2, "DDP")])
+def test_ddp_on_one_rank_is_no_difference_that_ends_a_run(workplace, processes: int, effective: str):
+    """accelerate wraps in DDP on GPUs from two ranks on, on the CPU always."""
+    script = patched(workplace, "as_on_gpus", AS_ON_GPUS)
+    options = {"TRAIN_SIZE": 16, "EVAL_SIZE": 8, "NUM_EPOCHS": 1, "SAVE_STRATEGY": "no"}
+    done = run(workplace, f"ddp_{processes}", script=script, launcher="torchrun", processes=processes, **options)
+    assert done.record["knobs"]["strategy"] == {"requested": "DDP", "effective": effective}

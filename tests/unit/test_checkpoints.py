@@ -346,15 +346,16 @@ def test_a_checkpoint_without_settings_says_so(capsys):
 
 
 def test_too_little_room_is_found_before_the_training(monkeypatch, refusal):
-    options = run_of()[0]
-    free = 1000 * 12 * 2
-    monkeypatch.setattr(checkpoints.shutil, "disk_usage", lambda path: SimpleNamespace(free=free))
-    check_room("output/7", options, 1000, keep=1)
-    line = refusal(check_room, "output/7", options, 1001, 1, code=3)
-    assert re.fullmatch(r"error: \S+/work: 0.0 GiB free, 2 checkpoint\(s\) of 0.0 GiB will be there at once; .*", line)
-    check_room("output/7", run_of("--save_strategy", "no")[0], 10**9, keep=1)
-    check_room("output/7", run_of("--optim", "sgd")[0], 3000, keep=1)
-    check_room("output/7", run_of("--num_train_epochs", "1")[0], 2000, keep=1)
+    model = torch.nn.Linear(100, 10, bias=False)
+    options = run_of("--fp16", "False")[0]
+    monkeypatch.setattr(checkpoints.shutil, "disk_usage", lambda path: SimpleNamespace(free=1000 * (2 * 12 + 4)))
+    check_room("output/7", options, model, "plain", keep=1)
+    line = refusal(check_room, "output/7", options, model, "FSDP2 FULL_SHARD", 1, code=3)
+    what = r"0.0 GiB free, 2 checkpoint\(s\) of 0.0 GiB will be there at once, and a model of 0.0; .*"
+    assert re.fullmatch(rf"error: \S+/work: {what}", line)
+    check_room("output/7", run_of("--save_strategy", "no")[0], model, "DeepSpeed ZeRO-2", keep=10)
+    check_room("output/7", run_of("--optim", "sgd")[0], model, "FSDP2 FULL_SHARD", keep=1)
+    check_room("output/7", run_of("--num_train_epochs", "1")[0], model, "FSDP2 FULL_SHARD", keep=1)
     assert list(Path().iterdir()) == []
 
 
@@ -363,7 +364,7 @@ def test_a_folder_that_cannot_be_written_is_found_before_the_training(monkeypatc
         raise PermissionError(13, "Permission denied")
 
     monkeypatch.setattr(Path, "write_bytes", read_only)
-    line = refusal(check_room, "output/7", run_of()[0], 1, 1, code=3)
+    line = refusal(check_room, "output/7", run_of()[0], None, "plain", 1, code=3)
     assert "cannot be written (Permission denied); give another --output_dir" in line
 
 

@@ -118,6 +118,6 @@ def test_several_nodes_begin_with_the_bandwidth_test(script):
 def test_documented_network_settings_are_in_the_site_template():
     text = (EXPERIMENTS / "sites" / "example.sh").read_text()
     names = "NCCL_SOCKET_IFNAME NCCL_IB_HCA NCCL_ALGO NCCL_NET_GDR_LEVEL"
-    names += " TORCH_NCCL_ASYNC_ERROR_HANDLING TORCH_NCCL_BLOCKING_WAIT MIN_BANDWIDTH"
+    names += " TORCH_NCCL_BLOCKING_WAIT MIN_BANDWIDTH"
     for name in names.split():
         assert re.search(rf'^(# )?: "\$\{{{name}:=\S+\}}"', text, re.MULTILINE), name

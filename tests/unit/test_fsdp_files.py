@@ -103,14 +103,6 @@ def test_cpu_offload_asks_for_a_back_end_for_cpu_tensors(gpu, monkeypatch):
     assert built(monkeypatch, {"cpu_offload": False})["ddp_backend"] is None
 
 
-def test_fp16_takes_no_fused_optimizer(gpu, monkeypatch, refusal):
-    assert built(monkeypatch, {})["optim"] == "adamw_torch"
-    assert built(monkeypatch, {}, "--bf16")["optim"] == "adamw_torch_fused"
-    assert built(monkeypatch, {}, "--optim", "adafactor")["optim"] == "adafactor"
-    line = refusal(built, monkeypatch, {}, "--optim", "adamw_torch_fused")
-    assert line == "error: --optim: adamw_torch_fused does not work with FSDP in fp16; use adamw_torch, or --bf16"
-
-
 def test_a_back_end_of_the_users_does_not_go_with_cpu_offload(gpu, refusal):
     options = parse_command_line("", ["--model_name", "tiny-bloom", "--fsdp", "--ddp_backend", "nccl"])
     options.fsdp_config = {"cpu_offload": True}

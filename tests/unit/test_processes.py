@@ -202,6 +202,12 @@ def no_memory():
     raise distributed.torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB.")
 
 
+def no_memory_in_nccl():
+    raise distributed.dist.DistBackendError(
+        "ncclUnhandledCudaError: Call to CUDA function failed.\nCuda failure 2 'out of memory'"
+    )
+
+
 def of_a_library():
     sys.exit("stop")
 
@@ -219,9 +225,10 @@ def bug():
         (lambda: sys.exit(), 0, ""),
         (of_a_library, 1, "stop\n"),
         (bug, 1, "ZeroDivisionError"),
-        (no_memory, 1, "error: GPU memory: CUDA out of memory; lower "),
+        (no_memory, 1, "error: memory: CUDA out of memory; lower "),
+        (no_memory_in_nccl, 1, "error: memory: Cuda failure 2 'out of memory'; lower "),
     ],
-    ids=["nothing", "mistake", "exit code", "exit without a code", "message", "bug", "no memory"],
+    ids=["nothing", "mistake", "exit code", "exit without a code", "message", "bug", "no memory", "of NCCL"],
 )
 @pytest.mark.parametrize("world", [None, "1"])
 def test_a_script_ends_with_its_exit_code(main, code, printed, world, monkeypatch, capsys):

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import pytest
 from torch.profiler import DeviceType
 
-from training.profiling import STEP, breakdown, length, table, union, within, without
+from training.profiling import PHASES, STEP, breakdown, length, table, union, within, without
 
 SECOND = 10**9
 
@@ -17,6 +17,7 @@ class Event:
     what: str
     start: float
     duration: float
+    on_cpu: bool = True
 
     def name(self) -> str:
         return self.what
@@ -28,7 +29,10 @@ class Event:
         return round(self.duration * SECOND)
 
     def device_type(self):
-        return DeviceType.CPU
+        return DeviceType.CPU if self.on_cpu else DeviceType.CUDA
+
+    def is_user_annotation(self) -> bool:
+        return self.what in (STEP, *PHASES)
 
 
 def test_intervals():
@@ -38,6 +42,24 @@ def test_intervals():
     assert without([(2, 3), (4, 5)], [(0, 10)]) == []
     assert within([(0, 10), (20, 30)], [(5, 25)]) == [(5, 10), (20, 25)]
     assert length([(0, 2), (3, 8)]) == 7
+
+
+def test_on_a_gpu_kernels_count_and_the_annotations_that_span_them_do_not(monkeypatch):
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    events = [
+        Event(STEP, 0, 10),
+        Event(STEP, 0, 10, on_cpu=False),
+        Event("forward", 0, 4),
+        Event("forward", 0, 4, on_cpu=False),
+        Event("gemm", 0, 4, on_cpu=False),
+        Event("backward", 4, 6),
+        Event("backward", 4, 6, on_cpu=False),
+        Event("gemm", 4, 4, on_cpu=False),
+        Event("ncclDevKernel_AllReduce", 6, 4, on_cpu=False),  # two seconds beside the product, two alone
+    ]
+    found = breakdown(events)
+    assert (found["forward"], found["backward"]) == (4, 4)
+    assert (found["communication"], found["hidden_communication"]) == (2, 2)
 
 
 def test_each_moment_of_a_step_counts_once():

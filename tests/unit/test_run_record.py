@@ -190,8 +190,14 @@ def test_full_disk_is_an_environment_error(monkeypatch, refusal):
         (SystemExit(75), "stopped", 75),
         (KeyboardInterrupt(), "stopped", 130),
         (torch.OutOfMemoryError("x"), "oom", 1),
+        # as NCCL, cuBLAS, cudaHostAlloc (pinned memory), Triton and the CPU's allocator raise it
+        (torch.distributed.DistBackendError("ncclUnhandledCudaError\nCuda failure 2 'out of memory'"), "oom", 1),
+        (RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"), "oom", 1),
+        (torch.AcceleratorError("CUDA error: out of memory\nCUDA kernel errors might be ..."), "oom", 1),
+        (RuntimeError("Triton Error [CUDA]: out of memory"), "oom", 1),
+        (RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory: you tried to ..."), "oom", 1),
     ],
-    ids=lambda value: type(value).__name__ if isinstance(value, BaseException) else str(value),
+    ids=lambda value: repr(value)[:40] if isinstance(value, BaseException) else str(value),
 )
 def test_record_notes_how_the_run_ended(error, status, code):
     run = RunRecord("7")

@@ -1,0 +1,36 @@
+"""fp16 on the CPU, which is the default on GPUs: every method learns, and all learn the same. How: fp16_on_cpu.py."""
+
+import itertools
+import re
+
+import pytest
+
+from helpers import Finished
+from runs import FP16, STRATEGIES, uses
+
+TOLERANCE = 1e-3
+# Stage 0 prepares its optimizer by a step with empty gradients, which Adam counts: its first updates are too small
+STAGE_0_TOLERANCE = 0.05
+
+
+@uses(*FP16)
+def test_losses_fall_as_those_of_the_plain_trainer(run: Finished, table):
+    assert run.effective("precision") == "fp16"
+    expected = table("fp16_plain").losses
+    assert expected[0] - expected[1] > 0.1, "the loss hardly moves, so that equal losses prove nothing"
+    tolerance = STAGE_0_TOLERANCE if "zero0" in run.job_id else TOLERANCE
+    assert run.losses == pytest.approx(expected, abs=tolerance, rel=0), run
+
+
+def test_a_step_that_overflows_on_one_rank_is_skipped_on_all(background):
+    """Rank 1 meets infinity in the second step. The fused AdamW of train.py, over shards of FSDP2."""
+    script, flags = FP16["fp16_full_shard-2"].script, STRATEGIES["full_shard-2"].arguments
+    run = background(
+        "fp16_overflow", *flags, script=script, processes=2, BATCH_SIZE=2, OVERFLOW_STEP=2, SAVE_STRATEGY="no"
+    ).wait()
+    assert run.code == 0, run
+    scales = {rank: re.findall(rf"rank {rank} scale (\d+) ", run.log) for rank in "01"}
+    assert scales["0"] == scales["1"]
+    halved = [later < earlier for earlier, later in itertools.pairwise(map(int, scales["0"]))]
+    assert halved == [False, True] + [False] * (len(halved) - 2)
+    assert run.losses[0] > run.losses[1]
