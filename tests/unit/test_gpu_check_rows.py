@@ -27,7 +27,7 @@ def test_all_configs_and_strategies_of_one_gpu_are_rows():
 @pytest.mark.parametrize(
     ("words", "found"),
     [
-        (["--cpu", "--rows", "zero9"], "error: --rows zero9: there is no such row here; choose from plain, ddp, "),
+        (["--cpu", "--rows", "zero9"], "error: --rows zero9: there is no such row here; choose from plain, zero2, "),
         (["--cpu", "--rows", "bloom-560m-plain"], "error: --rows bloom-560m-plain: there is no such row here"),
         (["--cpu", "--timeout", "0"], "error: --timeout: 0 is too small; give seconds"),
         (["--gpu"], "error: command line: unrecognized arguments: --gpu; see --help"),
@@ -117,6 +117,36 @@ def test_a_second_call_runs_what_failed_or_was_not_reached(calls):
     content = json.loads(Path("results/gpu_check/gpu_check.json").read_text())
     assert list(content["rows"]) == ["plain", "zero2", "zero3"]
     assert Path("results/gpu_check/gpu_check.md").read_text().count("| completed |") == 3
+
+
+def test_a_row_fails_that_ends_with_another_loss_than_the_plain_trainer(calls):
+    losses = {"plain": {"eval_loss": 7.32}, "zero2": {"eval_loss": 7.35}, "zero0": {"eval_loss": 7.5}}
+    losses |= {"bloom-560m-plain": {"train_loss": 12.4}, "bloom-560m-zero2": {"train_loss": 12.6}}
+    code, _, printed = calls(losses, "--rows", *losses)
+    assert code == 3
+    assert "zero0: failed (the loss is 7.500, that of plain 7.320)" in printed
+    assert "bloom-560m-zero2: failed (the loss is 12.600, that of bloom-560m-plain 12.400)" in printed
+    assert printed.count(": failed (") == 2
+
+
+def test_a_row_that_was_not_compiled_says_why(monkeypatch):
+    """bloom-560m-compiled where nothing can be compiled: the training ran eagerly, and is no figure for that row."""
+    train = {"loss_mean": 12.4, "steady_samples_per_second": 8.0, "steady_tokens_per_second": 900.0}
+    train |= {"mfu_percent": 30.0, "matmul_peak_tflops": 90.0}
+    knobs = {"precision": {"effective": "fp16"}, "compiled": {"requested": True, "effective": False}}
+    record = {"train": train, "knobs": knobs, "missing": {"compiled": "inductor cannot compile on gpu01 (no g++)"}}
+    record |= {"peak_gpu_memory": None, "peak_pinned_memory": None}
+
+    def train_once(words, variables, folder: Path, log, timeout) -> bool:
+        (folder / "results").mkdir()
+        (folder / "results" / f"{variables['JOB_ID']}.json").write_text(json.dumps(record))
+        return True
+
+    monkeypatch.setattr(gpu_check, "train_once", train_once)
+    (row,) = [row for row in gpu_check.ROWS if row.name == "bloom-560m-compiled"]
+    result = gpu_check.run_row(row, Path(), Path("x.log"), {}, gpu_check.parse([]))
+    assert result["status"] == "not compiled"
+    assert result["reason"] == "inductor cannot compile on gpu01 (no g++); read x.log"
 
 
 def test_a_saved_model_that_cannot_be_loaded_is_a_failed_row(calls):
