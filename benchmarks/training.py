@@ -16,8 +16,8 @@ bf16, activation checkpointing, a loss of its own without logits, and a learning
 `--overheads` times what is no training: start-up of the commands, and psrecord's share of a core.
 The results, with commit and machine, are in docs/efficiency.md.
 
-To be measured on a GPU: in fp16 the chunked loss sums its weight's gradient over 128 tokens at once (FP16_TOKENS), so that
-no sum is above the largest number of fp16. These are four times as many products as with 512.
+To be measured on a GPU: in fp16 the chunked loss sums its weight's gradient over 128 tokens at once (FP16_TOKENS), so
+that no sum is above the largest number of fp16. These are four times as many products as with 512.
 """
 
 import argparse

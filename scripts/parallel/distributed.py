@@ -200,6 +200,11 @@ def wait_for_everyone() -> None:
         dist.barrier(device_ids=gpu)
 
 
+def print_once(text: str) -> None:
+    if rank() == 0:
+        print(text, flush=True)
+
+
 def same_everywhere(value: T) -> T:
     """Rank 0's value, on every rank."""
     box = [value]

@@ -9,7 +9,7 @@ from typing import Any
 import psutil
 import torch
 import torch.distributed as dist
-from transformers import Trainer, TrainerCallback
+from transformers import TrainerCallback
 
 from errors import WorkshopError
 from parallel import watchdog
@@ -244,29 +244,21 @@ class HeartbeatCallback(TrainerCallback):
 
 
 class FiniteLossCallback(TrainerCallback):
-    """Ends the run, with exit code 1, once the loss was NaN or infinite for `BAD_LOSSES` steps in a row, or in all of
-    an evaluation.
+    """Ends the run, with exit code 1, once the loss was NaN or infinite for `BAD_LOSSES` steps in a row, or in an
+    evaluation.
 
     The Trainer logs the mean of the other losses in its place (logging_nan_inf_filter), and goes on to the end. Steps
     that loss scaling skips do not count: there the scaled gradients overflow, not the loss.
     """
 
-    def __init__(self, trainer: Trainer):
-        self.device = trainer.args.device
-        self.loss = torch.zeros((), device=self.device)  # sum over the optimizer step's micro batches
-        self.bad_losses = torch.zeros((), device=self.device, dtype=torch.int64)
-        training_step = trainer.training_step
-
-        def noting_the_loss(*args, **kwargs):
-            loss = training_step(*args, **kwargs)
-            self.loss += loss
-            return loss
-
-        trainer.training_step = noting_the_loss  # type: ignore[method-assign]
+    def __init__(self, trainer: Any):
+        """trainer: a WorkshopTrainer, which sums the loss of a step."""
+        self.trainer = trainer
+        self.bad_losses = torch.zeros((), device=trainer.args.device, dtype=torch.int64)
 
     def on_step_end(self, args, state, control, **kwargs):
-        self.bad_losses = torch.where(self.loss.isfinite(), 0, self.bad_losses + 1)
-        self.loss = torch.zeros_like(self.loss)
+        self.bad_losses = torch.where(self.trainer.loss_of_step.isfinite(), 0, self.bad_losses + 1)
+        self.trainer.loss_of_step = 0
         # to look at the number means to wait for the GPU: only when the Trainer does so as well
         if control.should_log or control.should_evaluate or control.should_save:
             self.check(state.global_step)
@@ -285,7 +277,6 @@ class FiniteLossCallback(TrainerCallback):
             raise WorkshopError("loss", what, FINITE_AGAIN, code=1)
 
     def on_evaluate(self, args, state, control, metrics, **kwargs):
-        # of all ranks and all batches, the Trainer has left out those that are not finite
         loss = metrics.get("eval_loss", 0.0)
         if not math.isfinite(loss):
             raise WorkshopError("evaluation loss", f"is {loss} after step {state.global_step}", FINITE_AGAIN, code=1)

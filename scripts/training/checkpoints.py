@@ -1,4 +1,4 @@
-"""Checkpoints that are known to be complete, undamaged, and of the same training.
+"""Checkpoints that are known to be complete, and of the same training.
 
 transformers resumes from the highest-numbered folder, even when the job was killed while writing it, and
 starts with a fresh optimizer when that file is missing. Here every checkpoint that all ranks finished gets
@@ -6,47 +6,42 @@ the file `complete.json`, and only such a checkpoint is resumed from:
 
     job_id, world_size, strategy    who saved it
     step                    optimizer steps done
-    settings, config, data  of the training: flags, DeepSpeed's or FSDP's config, a checksum of its tokens
+    settings, config, data  of the training: flags, DeepSpeed's or FSDP's config, the name of its tokens in the cache
     progress                what a resumed run counts on from, see Progress
-    files                   name -> size, xxh3_64 (checksum)
+    files                   name -> size
 """
 
 import contextlib
 import dataclasses
 import json
 import math
-import mmap
 import os
 import re
 import shutil
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy
-import xxhash
 from datasets import Dataset
 from transformers import PreTrainedModel, TrainerCallback
 
-from config import LATEST, Options, parse_command_line, precision_name
+from config import LATEST, Options, precision_name
 from errors import ENVIRONMENT, NO_CHECKPOINT, WorkshopError
 from json_files import write_json
 from model import count_parameters
 from parallel.distributed import gather_lists, rank, wait_for_everyone, world_size
 from training.callbacks import TokenCounts, TrainSpeedCallback, clock
-from training.flops import KINDS_OF_TOKENS
-from training.record import from_repository
+from training.record import from_repository, restarted_by_slurm
 
 MARKER = "complete.json"
 UNSHARDED = {"plain", "DDP"}  # each rank holds everything, so any number of ranks can go on
-# What a file's name tells of the rank that wrote it: of the Trainer, DeepSpeed, and PyTorch for FSDP
-RANK_IN_NAME = re.compile(r"^rng_state_(\d+)\.pth|pp_rank_(\d+)_|^__(\d+)_\d+\.distcp")
 # Settings that a resumed run may have otherwise: they decide when something is done, or where it goes
 MAY_CHANGE = re.compile(
     r"num_train_epochs|max_steps|(logging|log|save|eval)_(?!size|dataset).*|output_dir|run_name|report_to|em_f1.*|profile"
     r"|resume_from_checkpoint|ddp_timeout|disable_tqdm|dataloader_.*|per_device_(train|eval)_batch_size"
-    r"|gradient_accumulation_steps|deepspeed|fsdp|fsdp_config"
+    r"|gradient_accumulation_steps|deepspeed|fsdp|fsdp_config|local_rank|use_cpu"
 )
+START_ANEW = "leave --resume_from_checkpoint out to start anew"
 BYTES_OF_ADAM = 8  # two moments in fp32
 # Per parameter of a checkpoint with Adam: of a training in fp32, and in 16 bit
 BYTES_OF_CHECKPOINT = {
@@ -72,9 +67,8 @@ class Progress:
     unlogged_losses: list[float]  # of each rank, since then
     steady_steps: int
     steady_seconds: float
-    # defaults: checkpoints of versions that did not count them
-    tokens: list[int] = field(default_factory=lambda: [0] * KINDS_OF_TOKENS)
-    steady_tokens: list[int] = field(default_factory=lambda: [0] * KINDS_OF_TOKENS)
+    tokens: list[int]
+    steady_tokens: list[int]
 
     @property
     def unlogged_loss(self) -> float:
@@ -104,11 +98,10 @@ class CheckpointCallback(TrainerCallback):
 
     def on_train_begin(self, args, state, control, **kwargs):
         self.started = clock()
-        saved = read_marker(self.resumed_from) if self.resumed_from else {}
-        self.trainer.saved_step = saved.get("step", 0)
-        if "progress" in saved:
-            # null: a loss that was not finite
-            progress = Progress(**{k: float("nan") if v is None else v for k, v in saved["progress"].items()})
+        if self.resumed_from:
+            saved = read_marker(self.resumed_from)
+            self.trainer.saved_step = saved["step"]
+            progress = Progress(**saved["progress"])
             self.trainer.go_on_from(progress)
             tokens = TokenCounts(progress.tokens, progress.steady_tokens)
             self.speed.go_on_from(progress.steady_steps, progress.steady_seconds, tokens)
@@ -127,12 +120,13 @@ class CheckpointCallback(TrainerCallback):
             steady_tokens=tokens.steady,
         )
         folder = checkpoint_folder(args.output_dir, state.global_step)
-        content = self.marker | {"step": state.global_step, "progress": dataclasses.asdict(progress)}
-        mark_complete(folder, content)
-        self.trainer.saved_step = state.global_step
+        wait_for_everyone()  # each rank has written its files
         if rank() == 0:
+            content = self.marker | {"step": state.global_step, "progress": dataclasses.asdict(progress)}
+            mark_complete(folder, content)
             print(f"checkpoint of step {state.global_step} is complete: {folder}", flush=True)
             self.remove_older(Path(args.output_dir), state.best_model_checkpoint)
+        self.trainer.saved_step = state.global_step
         wait_for_everyone()
 
     def remove_older(self, output_dir: Path, best: str | None) -> None:
@@ -146,7 +140,7 @@ def remove_checkpoints_of_stops(output_dir: str | Path) -> None:
     """Remove what a run that saves nothing saved at its stops, and the folder if nothing else is in it."""
     if rank() == 0:
         for folder in complete_ones([Path(output_dir)]):
-            if read_marker(folder).get("settings", {}).get("save_strategy") == "no":
+            if read_marker(folder)["save_strategy"] == "no":
                 remove(folder)
         with contextlib.suppress(OSError):
             Path(output_dir).rmdir()
@@ -167,222 +161,19 @@ def checkpoint_folder(output_dir: str | Path | None, step: int) -> Path:
 
 def marker_of(job_id: str, options: Options, strategy: str, ranks: int, train_dataset: Dataset) -> dict:
     """What is known of every checkpoint of a run: by this, a later one sees whether it can go on from it."""
-    config = options.deepspeed_config if options.deepspeed_config is not None else options.fsdp_config
-    return {
+    values = options.values
+    global_batch = values["per_device_train_batch_size"] * values["gradient_accumulation_steps"] * ranks
+    defining = {flag: value for flag, value in values.items() if not MAY_CHANGE.fullmatch(flag)}
+    content = {
         "job_id": job_id,
         "world_size": ranks,
         "strategy": strategy,
-        "settings": {flag: from_repository(value) for flag, value in options.settings().items()}
-        | {"global_batch": global_batch(options.values, ranks)},
-        "config": config or {},
-        "data": checksum_of_tokens(train_dataset),
+        "save_strategy": values["save_strategy"],
+        "settings": {flag: from_repository(value) for flag, value in defining.items()} | {"global_batch": global_batch},
+        "config": flattened(options.deepspeed_config or options.fsdp_config or {}),
+        "data": train_dataset._fingerprint,
     }
-
-
-def global_batch(values: dict, ranks: int) -> int:
-    return values["per_device_train_batch_size"] * values["gradient_accumulation_steps"] * ranks
-
-
-def checksum_of_tokens(dataset: Dataset) -> str:
-    """xxh3_64 of all that the model will see: input_ids and labels, whatever file they came from."""
-    digest = xxhash.xxh3_64()
-    for column in ("length", "input_ids", "labels"):
-        values = dataset.with_format("arrow")[column][:].combine_chunks()
-        if column != "length":
-            values = values.flatten()
-        digest.update(numpy.ascontiguousarray(values.to_numpy(zero_copy_only=False)).tobytes())
-    return digest.hexdigest()
-
-
-def mark_complete(folder: Path, content: dict) -> None:
-    """Write the marker once every rank has written its files. Collective: each rank reads back its own."""
-    wait_for_everyone()
-    if rank() == 0:
-        (folder / MARKER).unlink(missing_ok=True)  # of a run that was resumed before this step and writes it again
-    files: dict = {}
-    for (part,) in gather_lists([{name: described(folder / name) for name in own_files(folder)}]):
-        files |= part
-    if rank() == 0:
-        try:
-            write_json(folder / MARKER, content | {"files": files})
-        except OSError as error:
-            way_out = "free disk space or quota"
-            raise WorkshopError(folder, f"is not complete ({error.strerror})", way_out, ENVIRONMENT) from error
-
-
-def own_files(folder: Path) -> list[str]:
-    """Names of the files that this rank wrote: those with no rank in their name are rank 0's."""
-    names = [str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()]
-    return [name for name in names if not Path(name).name.startswith(MARKER.split(".")[0]) and writer(name) == rank()]
-
-
-def writer(name: str) -> int:
-    match = RANK_IN_NAME.search(Path(name).name)
-    number = int(next(filter(None, match.groups()))) if match else 0
-    return number if number < world_size() else 0
-
-
-def described(path: Path) -> dict:
-    return {"size": path.stat().st_size, "xxh3_64": checksum(path)}
-
-
-def checksum(path: Path) -> str:
-    digest = xxhash.xxh3_64()
-    with path.open("rb") as file:
-        if os.fstat(file.fileno()).st_size:
-            with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
-                digest.update(content)
-    return digest.hexdigest()
-
-
-# Finding
-
-
-def read_marker(folder: str | Path) -> dict:
-    """The marker, {} where there is none that can be read."""
-    try:
-        content = json.loads((Path(folder) / MARKER).read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError):
-        return {}
-    return content if isinstance(content, dict) else {}
-
-
-def is_complete(folder: Path) -> bool:
-    try:
-        files = read_marker(folder)["files"]
-        return all((folder / name).stat().st_size == file["size"] for name, file in files.items())
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
-        return False
-
-
-def find_checkpoint(
-    requested: str | None, output_dir: str, ranks: int, strategy: str, restarted_job: str | None
-) -> str | None:
-    """The complete checkpoint to go on from: `requested` itself, the latest in that folder, or for `latest` the
-    latest of this run or, when it has none, of the other runs beside it.
-
-    restarted_job: id of a job that Slurm has started again. It goes on from its own latest checkpoint; when it has
-    none, it begins as it did the first time.
-    Raises WorkshopError (exit code 4) when there is none, when it is damaged, or when other ranks or another way of
-    sharding saved it. Collective.
-    """
-    if restarted_job and (found := latest_undamaged(Path(output_dir), restarted_job)):
-        return str(check_fits(found, ranks, strategy))
-    if requested is None:
-        return None
-    if requested == LATEST:
-        places = [Path(output_dir)]
-        if not latest_complete(places):
-            places = sorted(Path(output_dir).parent.glob("*/"))
-    elif (Path(requested) / "trainer_state.json").exists() or re.search(r"checkpoint-\d+/?$", requested):
-        if not is_complete(Path(requested)):
-            raise WorkshopError(
-                requested,
-                "is no complete checkpoint",
-                f"choose a folder with a {MARKER} whose files are all there",
-                NO_CHECKPOINT,
-            )
-        return check_undamaged(check_fits(Path(requested), ranks, strategy))
-    else:
-        places = [Path(requested)]
-    found = latest_complete(places)
-    if not found:
-        where = output_dir if requested == LATEST else requested
-        raise WorkshopError(
-            "--resume_from_checkpoint",
-            f"no complete checkpoint in {where}",
-            "leave the flag out to start anew",
-            NO_CHECKPOINT,
-        )
-    return check_undamaged(check_fits(found, ranks, strategy))
-
-
-def latest_complete(places: list[Path]) -> Path | None:
-    return min(complete_ones(places), key=age, default=None)
-
-
-def latest_undamaged(output_dir: Path, job_id: str) -> Path | None:
-    """Of this job. Nobody is there to choose another one when Slurm starts a job again. Collective."""
-    own = [folder for folder in complete_ones([output_dir]) if read_marker(folder).get("job_id") == job_id]
-    for folder in sorted(own, key=age):
-        damaged = damaged_files(folder)
-        if not damaged:
-            return folder
-        if rank() == 0:
-            print(f"{damaged[0]} was changed since it was saved: going on from an older checkpoint", flush=True)
-    return None
-
-
-def complete_ones(places: list[Path]) -> list[Path]:
-    return [folder for place in places for folder in place.glob("checkpoint-*") if is_complete(folder)]
-
-
-def age(folder: Path) -> float:
-    """Sorts newest first. Not the step number: a resumed run may go through lower ones again."""
-    try:
-        return -(folder / MARKER).stat().st_mtime
-    except OSError:  # another run removes it
-        return 0.0
-
-
-def check_fits(folder: Path, ranks: int, strategy: str) -> Path:
-    saved = read_marker(folder)
-    if {saved["strategy"], strategy} <= UNSHARDED:
-        return folder
-    if (saved["strategy"], saved["world_size"]) != (strategy, ranks):
-        raise WorkshopError(
-            folder,
-            f"saved by {saved['world_size']} ranks with {saved['strategy']}, this run has {ranks} with {strategy}",
-            "resume with the same number of ranks and the same config",
-            NO_CHECKPOINT,
-        )
-    return folder
-
-
-def check_undamaged(folder: Path) -> str:
-    """Compare the files with their checksums. Raises WorkshopError (exit code 4) on every rank. Collective."""
-    damaged = damaged_files(folder)
-    if not damaged:
-        return str(folder)
-    others = [other for other in sorted(complete_ones([folder.parent]), key=age) if other != folder]
-    way_out = "leave --resume_from_checkpoint out to start anew"
-    if others:
-        way_out = f"go on from the one before: --resume_from_checkpoint {others[0]}"
-    raise WorkshopError(damaged[0], "was changed since it was saved", way_out, NO_CHECKPOINT)
-
-
-def damaged_files(folder: Path) -> list[Path]:
-    """Files whose content is not what was saved. Collective: each rank reads those that it will load first."""
-    files = read_marker(folder)["files"]
-    own = [name for name in files if writer(name) == rank()]
-    damaged = [name for name in own if checksum(folder / name) != files[name].get("xxh3_64")]
-    return [folder / name for part in gather_lists(damaged) for name in part]
-
-
-# Comparing
-
-
-def check_same_training(folder: str, options: Options, marker: dict) -> None:
-    """Raises WorkshopError (exit code 4) naming each setting in which this run differs from the checkpoint's."""
-    saved = read_marker(folder)
-    if "settings" not in saved:
-        if rank() == 0:
-            print(f"{folder} does not tell its settings: make sure that they are the same", flush=True)
-        return
-    defaults = parse_command_line("", [], environment={}).values
-    before = flattened(saved["settings"]) | {f"config {key}": v for key, v in flattened(saved["config"]).items()}
-    now = flattened(marker["settings"]) | {f"config {key}": v for key, v in flattened(marker["config"]).items()}
-    differences = []
-    for name in sorted({*before, *now}):
-        old = before.get(name, defaults.get(name))
-        new = now.get(name, options.values.get(name))
-        if not MAY_CHANGE.fullmatch(name) and comparable(old) != comparable(new):
-            differences.append(f"{name} was {old}, is {new}")
-    if not differences and saved["data"] != marker["data"]:
-        differences = ["the training questions or their tokens are others"]
-    if differences:
-        way_out = "give the same settings, or leave --resume_from_checkpoint out to start anew"
-        raise WorkshopError(folder, f"is of another training: {', '.join(differences)}", way_out, NO_CHECKPOINT)
+    return json.loads(json.dumps(content, default=str))  # as it will be read back
 
 
 def flattened(content: dict, prefix: str = "") -> dict[str, Any]:
@@ -393,9 +184,96 @@ def flattened(content: dict, prefix: str = "") -> dict[str, Any]:
     return flat
 
 
-def comparable(value: object) -> object:
-    """As it comes back from a JSON file."""
-    return json.loads(json.dumps(value, default=str))
+def mark_complete(folder: Path, content: dict) -> None:
+    """Write the marker, which lists all files that are there. Raises WorkshopError (exit code 3) on a full disk."""
+    paths = [path for path in folder.rglob("*") if path.is_file() and path.name != MARKER]
+    files = {str(path.relative_to(folder)): path.stat().st_size for path in paths}
+    try:
+        write_json(folder / MARKER, content | {"files": files})
+    except OSError as error:
+        what = f"is not complete ({error.strerror})"
+        raise WorkshopError(folder, what, "free disk space or quota", ENVIRONMENT) from error
+
+
+# Finding
+
+
+def read_marker(folder: str | Path) -> dict:
+    return json.loads((Path(folder) / MARKER).read_text(encoding="utf-8"))
+
+
+def is_complete(folder: Path) -> bool:
+    """Whether there is a marker, and each of its files is as large as it says."""
+    try:
+        files = read_marker(folder)["files"]
+        return all((folder / name).stat().st_size == size for name, size in files.items())
+    except (OSError, ValueError, KeyError, TypeError):
+        return False
+
+
+def find_checkpoint(requested: str | None, output_dir: str, job_id: str, ranks: int, strategy: str) -> str | None:
+    """The complete checkpoint to go on from: `requested` itself, the latest in that folder, or for `latest` the
+    latest of this run or, when it has none, of the other runs beside it.
+
+    A job that Slurm has started again goes on from its own latest checkpoint. When it has none, it begins as it did the
+    first time. Raises WorkshopError (exit code 4) when there is none, or when other ranks or another way of sharding
+    saved it.
+    """
+    if restarted_by_slurm():
+        own = [path for path in complete_ones([Path(output_dir)]) if read_marker(path)["job_id"] == job_id]
+        if own:
+            return check_fits(min(own, key=age), ranks, strategy)
+    if requested is None:
+        return None
+    if requested == LATEST:
+        found = complete_ones([Path(output_dir)]) or complete_ones(sorted(Path(output_dir).parent.glob("*/")))
+    elif re.search(r"checkpoint-\d+/?$", requested):
+        if not is_complete(Path(requested)):
+            way_out = f"choose a folder with a {MARKER} whose files are all there"
+            raise WorkshopError(requested, "is no complete checkpoint", way_out, NO_CHECKPOINT)
+        found = [Path(requested)]
+    else:
+        found = complete_ones([Path(requested)])
+    if not found:
+        what = f"no complete checkpoint in {output_dir if requested == LATEST else requested}"
+        way_out = "leave the flag out to start anew"
+        raise WorkshopError("--resume_from_checkpoint", what, way_out, NO_CHECKPOINT)
+    return check_fits(min(found, key=age), ranks, strategy)
+
+
+def complete_ones(places: list[Path]) -> list[Path]:
+    return [folder for place in places for folder in place.glob("checkpoint-*") if is_complete(folder)]
+
+
+def age(folder: Path) -> float:
+    """Sorts newest first. Not the step number: a resumed run may go through lower ones again."""
+    return -(folder / MARKER).stat().st_mtime
+
+
+def check_fits(folder: Path, ranks: int, strategy: str) -> str:
+    saved = read_marker(folder)
+    same = (saved["strategy"], saved["world_size"]) == (strategy, ranks)
+    if not same and not {saved["strategy"], strategy} <= UNSHARDED:
+        what = f"saved by {saved['world_size']} ranks with {saved['strategy']}, this run has {ranks} with {strategy}"
+        way_out = "resume with the same number of ranks and the same config"
+        raise WorkshopError(folder, what, way_out, NO_CHECKPOINT)
+    return str(folder)
+
+
+def check_same_training(folder: str, marker: dict) -> None:
+    """Raises WorkshopError (exit code 4) naming each setting in which this run differs from the checkpoint's."""
+    saved = read_marker(folder)
+    differences = []
+    for kind, prefix in (("settings", ""), ("config", "config ")):
+        before, now = saved[kind], marker[kind]
+        for name in sorted({*before, *now}):
+            if before.get(name) != now.get(name):
+                differences.append(f"{prefix}{name} was {before.get(name)}, is {now.get(name)}")
+    if not differences and saved["data"] != marker["data"]:
+        differences = ["the training questions or their tokens are others"]
+    if differences:
+        way_out = "give the same settings, or leave --resume_from_checkpoint out to start anew"
+        raise WorkshopError(folder, f"is of another training: {', '.join(differences)}", way_out, NO_CHECKPOINT)
 
 
 # Before the training

@@ -17,8 +17,8 @@ from parallel import watchdog
 from parallel.distributed import (
     join_process_group,
     leave_process_group,
+    print_once,
     rank,
-    wait_for_everyone,
 )
 from parallel.ds_config import check_contradictions
 from parallel.fsdp_config import check_wrap_classes, shard_on_cpu
@@ -37,7 +37,6 @@ from training.checkpoints import (
     CheckpointCallback,
     check_room,
     check_same_training,
-    checkpoint_folder,
     find_checkpoint,
     marker_of,
     read_marker,
@@ -48,9 +47,9 @@ from training.compiling import CompiledCallback, compile_or_eager
 from training.flops import ModelFlops, matmul_peak, memory_bandwidth
 from training.prediction import bus_bandwidth, predict_memory, predict_time
 from training.profiling import PROFILED_STEPS, ProfileCallback
-from training.record import RunRecord, new_job_id, refuse_finished, restarted_by_slurm, sole_writer
+from training.record import RunRecord, new_job_id, refuse_finished, sole_writer
 from training.safe_load import load_weights_only, refuse_foreign_code
-from training.stopping import StopCallback, Stopped, StopRequest, name_of
+from training.stopping import StopCallback, StopRequest
 from training.trainer import WorkshopTrainer, check_trainable, saving
 
 
@@ -72,9 +71,8 @@ def run(options: Options, stop: StopRequest, git: dict | None) -> None:
     args.output_dir = options.values["output_dir"] or f"output/{job_id}"
     record = RunRecord(job_id)
     strategy = strategy_name(options)
-    restarted_job = job_id if restarted_by_slurm() else None
     load_weights_only(with_deepspeed=bool(deepspeed))
-    checkpoint = find_checkpoint(args.resume_from_checkpoint, args.output_dir, args.world_size, strategy, restarted_job)
+    checkpoint = find_checkpoint(args.resume_from_checkpoint, args.output_dir, job_id, args.world_size, strategy)
     if checkpoint:
         refuse_foreign_code(Path(checkpoint))
     else:
@@ -100,14 +98,14 @@ def run(options: Options, stop: StopRequest, git: dict | None) -> None:
         check_wrap_classes(options.fsdp_config, options.values["fsdp_config"], skeleton)
     marker = marker_of(job_id, options, strategy, args.world_size, train_dataset)
     if checkpoint:
-        check_same_training(checkpoint, options, marker)
+        check_same_training(checkpoint, marker)
     if rank() == 0:
         check_room(args.output_dir, options, skeleton, strategy, args.save_total_limit)
     del skeleton
 
     with sole_writer(job_id), record:
         # 5. Model and Trainer.
-        step = read_marker(checkpoint).get("step", 0) if checkpoint else 0
+        step = read_marker(checkpoint)["step"] if checkpoint else 0
         if checkpoint:
             print_once(f"going on from step {step}: {checkpoint}")
         record.start(
@@ -121,7 +119,6 @@ def run(options: Options, stop: StopRequest, git: dict | None) -> None:
             eval_size=len(eval_dataset),
             questions_cut=cut,
         )
-        stop.record_path = record.path
         watchdog.before_exit(lambda: finish(record.path, "failed", ENVIRONMENT))
         prepare_trackers(args, job_id)
         watchdog.beat("estimating memory")
@@ -162,7 +159,7 @@ def run(options: Options, stop: StopRequest, git: dict | None) -> None:
         trainer.add_callback(AuditCallback(trainer, options, data_args, record, eager_reason))
         trainer.add_callback(RecordCallback(record))
         trainer.add_callback(CheckpointCallback(save_total_limit, marker, trainer, speed, checkpoint))
-        trainer.add_callback(StopCallback(stop, trainer, steps_per_epoch(trainer)))
+        trainer.add_callback(StopCallback(stop, steps_per_epoch(trainer)))
         trainer.add_callback(FiniteLossCallback(trainer))
         trainer.add_callback(CompiledCallback())
         if data_args.profile:
@@ -178,7 +175,7 @@ def run(options: Options, stop: StopRequest, git: dict | None) -> None:
         work = speed.work(flops, peak)
         record.training(trainer.state.global_step, result.metrics, trainer.state.log_history, speed, utilisation, work)
         close_trackers(args, job_id, record.content["callbacks"])
-        end_if_stopped(stop, trainer, record)
+        stop.end_training(trainer, record)
 
         # 7. The model.
         watchdog.beat("saving the model")
@@ -200,37 +197,12 @@ def run(options: Options, stop: StopRequest, git: dict | None) -> None:
                     data_args.max_length,
                     args.device,
                     sharded,
-                    lambda: end_if_stopped(stop, trainer, record),
                 )
             print_once(f"exact_match {scores['exact_match']:.2f}  f1 {scores['f1']:.2f}")
             record.update(**scores)
         predict_time(options, record, rates, samples_per_step * trainer.state.global_step)  # no stop waits for it here
         record.measure_process_memory()  # saving and answers need memory, too
-        stop.close()
         if args.save_strategy == "no":
             remove_checkpoints_of_stops(args.output_dir)
     print_once(f"Run record: {record.path}")
     leave_process_group()
-
-
-def end_if_stopped(stop: StopRequest, trainer: WorkshopTrainer, record: RunRecord) -> None:
-    """Raises Stopped (exit code 75) when the ranks agree to stop, with a checkpoint of the last step. Collective."""
-    if not stop.agreed():
-        return
-    trainer.save_here()
-    stop.close()
-    step = trainer.state.global_step
-    folder = checkpoint_folder(trainer.args.output_dir, step)
-    signal = name_of(stop.agreed_signal)
-    record.update(stop={"signal": signal, "step": step, "checkpoint": str(folder)})
-    print_once(
-        f"stopped by {signal} at step {step} of {trainer.state.max_steps}; "
-        f"go on with --resume_from_checkpoint {folder}, or as the same job"
-    )
-    wait_for_everyone()  # a launcher ends the others as soon as one has ended
-    raise Stopped
-
-
-def print_once(text: str) -> None:
-    if rank() == 0:
-        print(text, flush=True)

@@ -16,7 +16,6 @@ from data_loader import IGNORED
 from errors import ENVIRONMENT, WorkshopError
 from training.checkpoints import MARKER, Progress, checkpoint_folder
 from training.flops import count_tokens
-from training.stopping import EvaluationInterrupted
 
 
 class WorkshopTrainer(Trainer):
@@ -32,6 +31,7 @@ class WorkshopTrainer(Trainer):
     earlier_seconds = 0.0  # of training, before the checkpoint that this run goes on from
     saved_step = 0  # of the last checkpoint that is complete, 0 without one
     tokens: Any = 0  # of this rank and run: a tensor of count_tokens, once there was a batch
+    loss_of_step: Any = 0  # sum over the micro batches of this optimizer step; FiniteLossCallback sets it back
 
     def __init__(self, *args, **kwargs):
         super().__init__(*args, **kwargs)
@@ -94,12 +94,12 @@ class WorkshopTrainer(Trainer):
         self._globalstep_last_logged = progress.last_logged_step
         self._initial_global_step = 0
         self.earlier_seconds = progress.seconds
-        if self.is_deepspeed_enabled:
-            repeat_steps(self.deepspeed)
 
     def training_step(self, model, inputs, num_items_in_batch=None):
         self.tokens = self.tokens + count_tokens(inputs)
-        return super().training_step(model, inputs, num_items_in_batch)
+        loss = super().training_step(model, inputs, num_items_in_batch)
+        self.loss_of_step = self.loss_of_step + loss
+        return loss
 
     def _run_epoch(self, *args, **kwargs):
         # transformers would do one step more than --max_steps from a checkpoint of the last one, or behind a stop
@@ -111,17 +111,6 @@ class WorkshopTrainer(Trainer):
     def _finalize_training(self, trial, num_train_samples, start_time):
         return super()._finalize_training(trial, num_train_samples, start_time - self.earlier_seconds)
 
-    def evaluate(self, *args, **kwargs):
-        """Also leaves the random numbers as they were: whether it comes before or after a stop changes nothing."""
-        try:
-            with torch.random.fork_rng(devices=[]):
-                return super().evaluate(*args, **kwargs)
-        except EvaluationInterrupted:
-            self.control.should_evaluate = False
-            self.control.should_save = self.saved_step != self.state.global_step
-            self.control.should_training_stop = True
-            return {}
-
     def _save_checkpoint(self, model, trial):
         folder = checkpoint_folder(self.args.output_dir, self.state.global_step)
         with saving(folder):
@@ -129,11 +118,12 @@ class WorkshopTrainer(Trainer):
                 (folder / MARKER).unlink(missing_ok=True)  # of a run that was resumed before this step
             super()._save_checkpoint(model, trial)
 
-    def save_here(self) -> None:
+    def save_here(self) -> Path:
         """A checkpoint of the last step, if there is none yet. Collective."""
         if self.saved_step != self.state.global_step:
             self._save_checkpoint(self.model, None)
             self.callback_handler.on_save(self.args, self.state, self.control)
+        return checkpoint_folder(self.args.output_dir, self.state.global_step)
 
 
 def scale_for_stage_0(loss: torch.Tensor, optimizer: Any) -> None:
@@ -150,31 +140,6 @@ def scale_for_stage_0(loss: torch.Tensor, optimizer: Any) -> None:
     if isinstance(optimizer, FP16_Optimizer | FP16_UnfusedOptimizer):
         scale = optimizer.loss_scale_config.cur_scale
         loss.register_hook(lambda gradient: torch.where(gradient > 1, gradient, gradient * scale))
-
-
-def repeat_steps(engine: Any) -> None:
-    """Make DeepSpeed's Adam on the CPU go on from its checkpoint to the last bit; a second per 100,000 steps.
-
-    Its C++ code multiplies the powers of the betas on from step to step, and no checkpoint holds them: in the first
-    step behind one it takes std::pow, which rounds otherwise behind most steps. Steps without weights, from the first
-    on, multiply as the run before did.
-    """
-    from deepspeed.ops.adam import DeepSpeedCPUAdam, FusedAdam
-
-    optimizer = engine.basic_optimizer
-    # FusedAdam is the same code on the CPU; that for GPUs takes std::pow in each step
-    on_cpu = all(weight.device.type == "cpu" for weight in optimizer.state)
-    if not on_cpu or not isinstance(optimizer, DeepSpeedCPUAdam | FusedAdam):
-        return
-    steps = max((state["step"] for state in optimizer.state.values()), default=0)
-    nothing = torch.nn.Parameter(torch.empty(0))
-    nothing.grad = torch.empty(0)
-    groups = optimizer.param_groups
-    optimizer.param_groups = [groups[0] | {"params": [nothing], "step": 0}]
-    for _ in range(steps):
-        optimizer.step()
-    optimizer.param_groups = groups
-    optimizer.state.pop(nothing, None)  # not there if fp16 has skipped all steps so far
 
 
 @contextlib.contextmanager

@@ -11,14 +11,13 @@ import pytest
 from safetensors.torch import load_file
 
 from bench import LIMIT, Bench, Ended, command_of
-from cases_processes import HEARD
 
 # As the third step begins
-TERM = f"""{HEARD}
+TERM = """
 from training.callbacks import TrainSpeedCallback
 def end(self, args, state, control, **kwargs):
     if state.global_step == 2:
-        send(signal.SIGTERM)
+        os.kill(os.getpid(), signal.SIGTERM)
 TrainSpeedCallback.on_step_begin = end
 """
 RUNS = {

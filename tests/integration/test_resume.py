@@ -2,14 +2,10 @@
 
 import shutil
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
-import torch
 
-from build_ops import prepare_deepspeed
 from helpers import Finished, patched, run
-from training.trainer import repeat_steps
 
 TOLERANCE = 1e-4
 # SIGKILL on every rank while the checkpoint of the second epoch is written, or just after it
@@ -133,29 +129,3 @@ def test_checkpoint_of_other_ranks_is_refused(workplace, table):
         f"error: {wanted}: saved by 2 ranks with DeepSpeed ZeRO-2, this run has 1 with DeepSpeed ZeRO-2; "
         "resume with the same number of ranks and the same config"
     ]
-
-
-@pytest.mark.parametrize("name", ["FusedAdam", "DeepSpeedCPUAdam"])
-def test_deepspeeds_adam_on_the_cpu_goes_on_to_the_last_bit(name):
-    """From wherever it is stopped; without repeat_steps it would not from steps 2 and 5."""
-    prepare_deepspeed()
-    from deepspeed.ops import adam
-
-    steps = 12
-
-    def weights(stop: int | None) -> torch.Tensor:
-        torch.manual_seed(0)
-        weight = torch.nn.Parameter(torch.randn(1000))
-        optimizer = getattr(adam, name)([weight])
-        for step, gradient in enumerate(torch.randn(steps, 1000)):
-            if step == stop:
-                saved = optimizer.state_dict()
-                optimizer = getattr(adam, name)([weight])
-                optimizer.load_state_dict(saved)
-                repeat_steps(SimpleNamespace(basic_optimizer=optimizer))
-            weight.grad = gradient
-            optimizer.step()
-        return weight.detach()
-
-    undisturbed = weights(stop=None)
-    assert [stop for stop in range(1, steps) if not weights(stop).equal(undisturbed)] == []

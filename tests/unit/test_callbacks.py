@@ -172,18 +172,22 @@ def test_utilisation_that_the_gpu_does_not_tell_is_empty_with_a_reason(gpu, monk
 NAN, INFINITY = float("nan"), float("inf")
 
 
+def watched() -> tuple[SimpleNamespace, FiniteLossCallback]:
+    """A trainer that sums the losses of a step, and the callback that looks at them."""
+    trainer = SimpleNamespace(args=SimpleNamespace(device=torch.device("cpu")), loss_of_step=0)
+    return trainer, FiniteLossCallback(trainer)
+
+
 def train(*losses: float, log_every: int = 1, micro_batches: int = 1) -> None:
-    """The Trainer's loop over these losses, each of one micro batch, with the callback that looks at them."""
+    """The Trainer's loop over these losses, each of one micro batch."""
     coming = iter(losses)
-    args = SimpleNamespace(device=torch.device("cpu"))
-    trainer = SimpleNamespace(args=args, training_step=lambda: torch.tensor(next(coming)))
-    callback = FiniteLossCallback(trainer)
+    trainer, callback = watched()
     for step in range(1, len(losses) // micro_batches + 1):
         for _ in range(micro_batches):
-            trainer.training_step()
+            trainer.loss_of_step = trainer.loss_of_step + torch.tensor(next(coming))
         control = SimpleNamespace(should_log=step % log_every == 0, should_evaluate=False, should_save=False)
-        callback.on_step_end(args, SimpleNamespace(global_step=step), control)
-    callback.on_epoch_end(args, SimpleNamespace(global_step=step), control)
+        callback.on_step_end(None, SimpleNamespace(global_step=step), control)
+    callback.on_epoch_end(None, SimpleNamespace(global_step=step), control)
 
 
 @pytest.mark.parametrize("bad", [NAN, INFINITY, -INFINITY])
@@ -208,16 +212,14 @@ def test_a_step_is_all_its_micro_batches(refusal):
 
 @pytest.mark.parametrize("kind", ["should_log", "should_evaluate", "should_save"])
 def test_no_such_weights_are_saved(kind, refusal):
-    args = SimpleNamespace(device=torch.device("cpu"))
-    trainer = SimpleNamespace(args=args, training_step=lambda: torch.tensor(NAN))
-    callback = FiniteLossCallback(trainer)
+    trainer, callback = watched()
     quiet = {"should_log": False, "should_evaluate": False, "should_save": False}
     for step in range(1, 5):
-        trainer.training_step()
-        callback.on_step_end(args, SimpleNamespace(global_step=step), SimpleNamespace(**quiet))
-    trainer.training_step()
+        trainer.loss_of_step = torch.tensor(NAN)
+        callback.on_step_end(None, SimpleNamespace(global_step=step), SimpleNamespace(**quiet))
+    trainer.loss_of_step = torch.tensor(NAN)
     control = SimpleNamespace(**quiet | {kind: True})
-    assert "since step 1 (5 " in refusal(callback.on_step_end, args, SimpleNamespace(global_step=5), control, code=1)
+    assert "since step 1 (5 " in refusal(callback.on_step_end, None, SimpleNamespace(global_step=5), control, code=1)
 
 
 def test_another_ranks_losses_end_this_one_too(monkeypatch, refusal):
@@ -231,8 +233,7 @@ def test_another_ranks_losses_end_this_one_too(monkeypatch, refusal):
 
 
 def test_an_evaluation_without_a_finite_loss_ends_the_run(refusal):
-    trainer = SimpleNamespace(args=SimpleNamespace(device=torch.device("cpu")), training_step=None)
-    callback = FiniteLossCallback(trainer)
+    _, callback = watched()
     state = SimpleNamespace(global_step=8)
     callback.on_evaluate(None, state, None, metrics={"eval_loss": 2.0})
     assert refusal(lambda: callback.on_evaluate(None, state, None, metrics={"eval_loss": NAN}), code=1).startswith(
