@@ -110,7 +110,7 @@ def test_a_folder_with_a_loading_script_is_no_dataset(refusal):
     Path("mine").mkdir()
     Path("mine/mine.py").write_text(WRITES)
     line = refusal(read_splits, DataArguments(dataset="mine"))
-    assert line == "error: mine: is a folder; give a SQuAD JSON file, or a Hub name that is no folder here"
+    assert line.startswith("error: mine: is a folder; ")
 
 
 def test_a_loading_script_is_no_dataset():
