@@ -227,10 +227,11 @@ def test_texts_that_are_longer_than_the_learned_positions_are_refused(config, to
 
 @pytest.mark.parametrize(
     "config",
-    [LlamaConfig(**SMALL, intermediate_size=16, max_position_embeddings=256), BloomConfig(**SMALL)],
+    [LlamaConfig(**SMALL, intermediate_size=16, max_position_embeddings=2048), BloomConfig(**SMALL)],
     ids=["rotary", "alibi"],
 )
 def test_positions_that_are_computed_have_no_end(config, tokenizer, tmp_path):
+    """Also where the table of words has as many rows as the model says it has positions."""
     config.save_pretrained(tmp_path)
     check_model(empty_model(ModelArguments(str(tmp_path)), DATA), tokenizer, 4096)
     assert load_config(ModelArguments(str(tmp_path)), DATA).vocab_size == 2048
