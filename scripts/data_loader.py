@@ -4,17 +4,15 @@ import bisect
 import hashlib
 import json
 import os
-import unicodedata
 from collections.abc import Iterator
-from typing import TypeVar
+from typing import Any
 
 from datasets import Dataset, load_dataset
-from datasets.exceptions import DatasetGenerationError
 from transformers import DataCollatorForSeq2Seq, PreTrainedTokenizerBase
 
 from errors import WorkshopError
 from hub import cannot_load, offline_without_network
-from json_files import is_unicode, parse_json, read_bytes
+from json_files import parse_json, read_bytes
 
 # The answer to a question that its paragraph cannot answer (SQuAD v2.0)
 UNANSWERABLE = "no answer"
@@ -22,9 +20,8 @@ HELD_OUT_EVERY = 5
 PROMPT = "Question: {question} Context: {context} Answer:"
 IGNORED = -100
 MAX_ANSWER_TOKENS = 32
-FORMAT = "see data/README.md for the format"
-ROWS = 2  # what tokenise_batch makes of a question: raised with each change of it, so that no older cache is read
-T = TypeVar("T")
+READABLE = "check the path and its permissions"
+ROWS = 3  # what tokenise_batch makes of a question: raised with each change of it, so that no older cache is read
 
 
 def load_squad(data_args, tokenizer: PreTrainedTokenizerBase, training_args) -> tuple[Dataset, Dataset]:
@@ -62,27 +59,21 @@ def seed_of(training_args) -> int:
 
 def read_splits(data_args, model_name: str = "") -> tuple[Dataset, Dataset]:
     """The questions to train on and those to evaluate on; columns id, question, context, answers."""
-    dataset = data_args.dataset
     eval_dataset = data_args.eval_dataset
-    if eval_dataset and not is_local(eval_dataset):
-        raise WorkshopError("--eval_dataset", f"there is no file {eval_dataset}", "give a SQuAD JSON file")
-    if not is_local(dataset):
-        splits = load_from_hub(dataset, model_name)
-        return splits["train"], from_file(eval_dataset, "all") if eval_dataset else splits["validation"]
-    if eval_dataset:
-        return from_file(dataset, "all"), from_file(eval_dataset, "all")
-    return from_file(dataset, "train"), from_file(dataset, "held out")
+    if is_local(data_args.dataset):
+        if eval_dataset:
+            return from_file(data_args.dataset, "all"), from_file(eval_dataset, "all")
+        return from_file(data_args.dataset, "train"), from_file(data_args.dataset, "held out")
+    splits = load_from_hub(data_args.dataset, model_name)
+    return splits["train"], from_file(eval_dataset, "all") if eval_dataset else splits["validation"]
 
 
 def is_local(dataset: str) -> bool:
-    # os.path, as pathlib raises for a name that is too long and for a ~user that is unknown
-    path = os.path.expanduser(dataset)
-    if os.path.isdir(path):
-        raise WorkshopError(dataset, "is a folder", "give a SQuAD JSON file, or a Hub name that is no folder here")
-    if os.path.exists(path):
+    """Whether it is a file, and no name of the Hub. Raises WorkshopError (exit code 2) for a path without a file."""
+    if os.path.exists(os.path.expanduser(dataset)):
         return True
     if dataset.endswith(".json") or dataset.startswith((".", "/", "~")):
-        raise WorkshopError(dataset, "there is no such file", "correct --dataset or --eval_dataset")
+        raise WorkshopError(dataset, "there is no such file", "correct --dataset")
     return False
 
 
@@ -104,98 +95,70 @@ def hub_answers(example: dict) -> dict:
 def from_file(path: str, part: str) -> Dataset:
     """Questions of a local SQuAD file. `part`: all, train, or held out (every fifth paragraph).
 
-    They go through a file of the datasets cache, so that memory does not grow with their number.
+    They lie in the datasets cache, under a key of what the file holds: a changed file is read anew.
     """
-    path = os.path.realpath(os.path.expanduser(path))
-    content = hashlib.sha256(read_squad(path) + f"{part} {UNANSWERABLE} {HELD_OUT_EVERY}".encode())
-    if next(read_questions(path, part), None) is None:
+    number = sum(1 for _ in read_questions(path, part))  # all are checked here, where an error is one line
+    if number == 0:
         way_out = "give --eval_dataset" if part == "held out" else "give a file with more paragraphs"
         raise WorkshopError(path, f"no question in its {part} paragraphs", way_out)
+    key = hashlib.sha256(read_bytes(path, READABLE) + f"{part} {UNANSWERABLE} {HELD_OUT_EVERY}".encode())
     arguments = {"path": path, "part": part}
-    try:
-        return Dataset.from_generator(read_questions, gen_kwargs=arguments, fingerprint=content.hexdigest()[:16])
-    except DatasetGenerationError as error:
-        if isinstance(error.__cause__, WorkshopError):  # raised by read_questions
-            raise error.__cause__ from None
-        raise
+    return Dataset.from_generator(read_questions, gen_kwargs=arguments, fingerprint=key.hexdigest()[:16])
 
 
 def read_questions(path: str, part: str = "all") -> Iterator[dict]:
     """Questions of a SQuAD v1.1 or v2.0 JSON file, checked: id, question, context, answers (texts).
 
-    Raises WorkshopError (exit code 2) naming the file and the location of the first fault.
+    Raises WorkshopError (exit code 2) naming the file and the place of the first fault.
     """
-    seen: set[str] = set()
-    for number, (location, paragraph) in enumerate(read_paragraphs(path)):
-        questions = list(read_paragraph(path, location, paragraph))
-        for q, question in enumerate(questions):
-            if question["id"] in seen:
-                what = f"{question['id']!r:.60} is the id of an earlier question"
-                raise WorkshopError(f"{path}: {location}.qas[{q}].id", what, "give each question an id of its own")
-            seen.add(question["id"])
+    for number, (place, paragraph) in enumerate(read_paragraphs(path)):
+        questions = list(read_paragraph(path, place, paragraph))
         held_out = number % HELD_OUT_EVERY == HELD_OUT_EVERY - 1
         if part == "all" or held_out == (part == "held out"):
             yield from questions
 
 
-def read_paragraph(path: str, location: str, paragraph: dict) -> Iterator[dict]:
-    context = required(path, location, paragraph, "context", str)
-    for q, item in enumerate(required(path, location, paragraph, "qas", list)):
-        where = f"{location}.qas[{q}]"
-        question = required(path, where, item, "question", str)
-        identifier = required(path, where, item, "id", str)
-        answers = required(path, where, item, "answers", list)
-        texts = [answer_text(path, f"{where}.answers[{a}]", x, context) for a, x in enumerate(answers)]
-        impossible = item.get("is_impossible", False)
-        if not isinstance(impossible, bool):
-            raise WorkshopError(f"{path}: {where}.is_impossible", f"is {impossible!r:.40}, not true or false", FORMAT)
-        if not texts and not impossible:
-            raise WorkshopError(f"{path}: {where}.answers", "is empty", "give an answer, or set is_impossible to true")
-        answers = texts or [UNANSWERABLE]
-        yield {"id": identifier, "question": question.strip(), "context": context, "answers": answers}
-
-
-def read_squad(path: str) -> bytes:
-    return read_bytes(path, "check the path and its permissions")
-
-
 def read_paragraphs(path: str) -> Iterator[tuple[str, dict]]:
     """Place and content of each paragraph, in the order of the file."""
-    raw = read_squad(path)
-    if not raw.strip():
-        raise WorkshopError(path, "the file is empty", "give a SQuAD JSON file")
-    content = parse_json(path, raw, "is the file complete?")
-    if not isinstance(content, dict):
-        raise WorkshopError(path, "is not a SQuAD file (no object with the key data)", FORMAT)
+    content = parse_json(path, read_bytes(path, READABLE), "is the file complete?")
     for d, article in enumerate(required(path, "", content, "data", list)):
         for p, paragraph in enumerate(required(path, f"data[{d}]", article, "paragraphs", list)):
             yield f"data[{d}].paragraphs[{p}]", paragraph
 
 
-def required(path: str, location: str, holder: object, key: str, kind: type[T]) -> T:
-    """``holder[key]``, which must be of the given kind, and a text that is neither blank nor half a character."""
-    value = holder.get(key) if isinstance(holder, dict) else None
-    source = f"{path}: {location}.{key}".replace(": .", ": ")
-    blank = isinstance(value, str) and not value.strip()
-    if not isinstance(value, kind) or isinstance(value, bool) or blank:
-        found = "is missing" if value is None else f"is {value!r:.40}"
-        names: dict[type, str] = {str: "a text", list: "a list", int: "a whole number"}
-        raise WorkshopError(source, f"{found}, expected {names[kind]}", FORMAT)
-    if isinstance(value, str) and not is_unicode(value):
-        raise WorkshopError(source, "holds half of a surrogate pair, which is no character", "correct the \\u escape")
-    return value
+def read_paragraph(path: str, place: str, paragraph: dict) -> Iterator[dict]:
+    context = required(path, place, paragraph, "context", str)
+    for q, item in enumerate(required(path, place, paragraph, "qas", list)):
+        where = f"{place}.qas[{q}]"
+        question = required(path, where, item, "question", str)
+        identifier = required(path, where, item, "id", str)
+        answers = required(path, where, item, "answers", list)
+        texts = [answer_text(path, f"{where}.answers[{a}]", x, context) for a, x in enumerate(answers)]
+        if not texts and not item.get("is_impossible"):
+            raise WorkshopError(f"{path}: {where}.answers", "is empty", "give an answer, or set is_impossible to true")
+        answers = texts or [UNANSWERABLE]
+        yield {"id": identifier, "question": question.strip(), "context": context, "answers": answers}
 
 
 def answer_text(path: str, where: str, answer: object, context: str) -> str:
     text = required(path, where, answer, "text", str)
     start = required(path, where, answer, "answer_start", int)
-    if start < 0 or context[start : start + len(text)] != text:
-        raise WorkshopError(
-            f"{path}: {where}",
-            f"{text!r:.40} is not at character {start} of its context",
-            "correct answer_start",
-        )
+    if context[start : start + len(text)] != text:
+        what = f"{text!r:.40} is not at character {start} of its context"
+        raise WorkshopError(f"{path}: {where}", what, "correct answer_start")
     return text
+
+
+def required(path: str, place: str, holder: object, key: str, kind: type) -> Any:
+    """``holder[key]``, which must be of the given kind, and a text not blank."""
+    value = holder.get(key) if isinstance(holder, dict) else None
+    blank = isinstance(value, str) and not value.strip()
+    if not isinstance(value, kind) or blank:
+        source = f"{path}: {place}.{key}".replace(": .", ": ")
+        found = "is missing" if value is None else f"is {value!r:.40}"
+        names = {str: "a text", list: "a list", int: "a whole number"}
+        raise WorkshopError(source, f"{found}, expected {names[kind]}", "see data/README.md for the format")
+    return value
 
 
 def subset(dataset: Dataset, size: int, seed: int, name: str, source: str) -> Dataset:
@@ -230,12 +193,18 @@ def tokenise_batch(batch: dict, tokenizer: PreTrainedTokenizerBase, max_length: 
 
     The first `prompt_length` of them are the prompt, which is also what generation starts from. `cut`: whether the
     context lost its end.
+
+    Raises WorkshopError (exit code 2) when a question does not fit even without any context.
     """
     rows: dict = {"input_ids": [], "attention_mask": [], "labels": [], "length": [], "prompt_length": [], "cut": []}
-    endings = [answer_ids(answers[0], tokenizer) for answers in batch["answers"]]
-    room = [max_length - max(len(ending), answer_room(max_length)) for ending in endings]
-    prompts = encode_prompts(batch["question"], batch["context"], room, tokenizer)
-    for (prompt, cut), ending in zip(prompts, endings, strict=True):
+    texts = [PROMPT.format(question=q, context=c) for q, c in zip(batch["question"], batch["context"], strict=True)]
+    encoded = zip(tokenizer(texts)["input_ids"], batch["question"], batch["context"], batch["answers"], strict=True)
+    for prompt, question, context, answers in encoded:
+        ending = answer_ids(answers[0], tokenizer)
+        room = max_length - max(len(ending), answer_room(max_length))
+        cut = len(prompt) > room
+        if cut:
+            prompt = shorten(question, context, room, tokenizer)
         ids = prompt + ending
         rows["input_ids"].append(ids)
         rows["attention_mask"].append([1] * len(ids))
@@ -260,21 +229,6 @@ def questions_cut(train: Dataset, evaluation: Dataset) -> dict[str, int]:
     return {"train": sum(train["cut"][:]), "eval": sum(evaluation["cut"][:])}
 
 
-def encode_prompts(
-    questions: list[str], contexts: list[str], room: list[int], tokenizer: PreTrainedTokenizerBase
-) -> list[tuple[list[int], bool]]:
-    """Token ids of each prompt, at most `room` of them, and whether its context had to lose its end for that.
-
-    Raises WorkshopError (exit code 2) when a question does not fit even without any context.
-    """
-    texts = [PROMPT.format(question=q, context=c) for q, c in zip(questions, contexts, strict=True)]
-    encoded = tokenizer(texts)["input_ids"]
-    return [
-        (ids, False) if len(ids) <= limit else (shorten(question, context, limit, tokenizer), True)
-        for ids, question, context, limit in zip(encoded, questions, contexts, room, strict=True)
-    ]
-
-
 def shorten(question: str, context: str, limit: int, tokenizer: PreTrainedTokenizerBase) -> list[int]:
     """The prompt with as much of the context's beginning as fits into `limit` tokens.
 
@@ -292,24 +246,14 @@ def shorten(question: str, context: str, limit: int, tokenizer: PreTrainedTokeni
 
 
 def token_ends(question: str, context: str, tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    """Where the context can be cut, as numbers of its characters: behind nothing, and behind each token.
-
-    Several tokens can make one character, and several characters what a reader takes for one.
-    """
-    before = len(PROMPT.partition("{context}")[0].format(question=question))
-    if tokenizer.is_fast:
-        text = PROMPT.format(question=question, context=context)
-        offsets = tokenizer(text, return_offsets_mapping=True)["offset_mapping"]
-        ends = {end - before for _, end in offsets if before < end < before + len(context)}
-    else:  # it does not tell where its tokens lie
-        ends = set(range(1, len(context)))
-    return [0, *sorted(end for end in ends if starts_character(context, end))]
-
-
-def starts_character(text: str, place: int) -> bool:
-    """Whether no accent, variation selector or joined emoji goes on here."""
-    joined = "\u200d" in text[place - 1 : place + 1]
-    return not joined and not unicodedata.category(text[place]).startswith("M")
+    """Where the context can be cut, as numbers of its characters: behind nothing, and behind each token."""
+    if not tokenizer.is_fast:  # written in Python, it does not tell where its tokens lie
+        return list(range(len(context)))
+    start = len(PROMPT.partition("{context}")[0].format(question=question))
+    text = PROMPT.format(question=question, context=context)
+    spans = tokenizer(text, return_offsets_mapping=True)["offset_mapping"]
+    ends = {end - start for _, end in spans if start < end < start + len(context)}  # several tokens can be a character
+    return [0, *sorted(ends)]
 
 
 def collator(tokenizer: PreTrainedTokenizerBase, data_args) -> DataCollatorForSeq2Seq:

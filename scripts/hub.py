@@ -38,17 +38,27 @@ def offline_without_network() -> None:
 
 
 def cannot_load(flag: str, name: str, error: Exception, model_name: str, dataset: str) -> WorkshopError:
-    """The error that says how to get the model or dataset `name` of `flag` into the cache."""
-    if os.path.isdir(name):
-        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
-        return WorkshopError(name, f"cannot be loaded ({reason})", "copy or download it again")
+    """The error of a model, tokenizer or dataset `name` of `flag` that a library did not load, in one line.
+
+    model_name, dataset: what prefetch.py has to fetch for a run without network.
+    """
+    folder = os.path.isdir(name)
     if "custom code" in str(error):
         what = f"{name} asks for code of its own, which is never run here"
-        return WorkshopError(flag, what, "take a model that transformers has")
-    if huggingface_hub.constants.HF_HUB_OFFLINE:
+        return WorkshopError(flag, what, "take a model that transformers has a class for")
+    absent = isinstance(error, OSError | ValueError) and not folder
+    if absent and huggingface_hub.constants.HF_HUB_OFFLINE:
         arguments = f"--model_name {model_name} " if model_name else ""
         what = f"{name} is no local path, not in the cache, and there is no network"
         way_out = f"on a login node run: python scripts/prefetch.py {arguments}--dataset {dataset}"
         return WorkshopError(flag, what, way_out)
-    reason = (str(error).strip() or type(error).__name__).splitlines()[0]
-    return WorkshopError(flag, f"{name} cannot be loaded ({reason})", "correct the name, or give a local path")
+    way_out = "correct the name, or give a local path"
+    if folder:
+        way_out = "copy or download all its files again; --tokenizer_name takes the tokenizer of another"
+    return WorkshopError(flag, f"{name} cannot be loaded ({reason_of(error)})", way_out)
+
+
+def reason_of(error: Exception) -> str:
+    """What a library says, in one line: its first two, of which the first is often no more than a heading."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return " ".join(lines[:2]) or type(error).__name__

@@ -1,10 +1,12 @@
 """Models and tokenizers: `load_tokenizer`, `load_model`, `save_model`."""
 
-import socket
+import os
+import pickle
 from typing import Any
 
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from torch import nn
 from transformers import (
     MODEL_FOR_CAUSAL_LM_MAPPING,
     MODEL_FOR_MASKED_LM_MAPPING,
@@ -23,11 +25,9 @@ from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
 
 from custom_model import CustomGPTConfig
 from data_loader import is_local, read_questions, read_splits
-from errors import ENVIRONMENT, WorkshopError
+from errors import WorkshopError
 from hub import cannot_load, offline_without_network
 from knobs import CUSTOM_GPT, CUSTOM_SIZES
-from model_folder import broken_tokenizer, check_config, check_tokenizer, check_weights, folder_of, reason_of
-from parallel.distributed import rank
 
 TINY_BLOOM = "tiny-bloom"
 # hidden size, layers and heads (arXiv:2211.05100, table 3): --from_scratch then needs no download
@@ -41,7 +41,6 @@ BLOOM_SIZES = {
 }
 BLOOM_VOCABULARY = 250880  # 250,680 tokens, padded for tensor parallelism
 TINY_VOCABULARY = 2048
-SMALLEST_VOCABULARY = 260  # 256 bytes and the four below
 # BLOOM's ids 0 to 3
 SPECIAL_TOKENS = {"unk_token": "<unk>", "bos_token": "<s>", "eos_token": "</s>", "pad_token": "<pad>"}
 
@@ -56,26 +55,21 @@ def load_tokenizer(model_args, data_args) -> PreTrainedTokenizerBase:
     flag = "--tokenizer_name" if model_args.tokenizer_name else "--model_name"
     if name in (TINY_BLOOM, CUSTOM_GPT):
         return train_tokenizer(data_args, TINY_VOCABULARY if name == TINY_BLOOM else model_args.vocab_size)
-    folder = folder_of(flag, name)
-    if folder:
-        check_tokenizer(folder)
-    else:
+    if not is_folder(flag, name):
         offline_without_network()
     try:
         tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=False)
     except Exception as error:  # besides OSError and ValueError whatever a broken file leads to
-        if folder:
-            raise broken_tokenizer(folder, error) from error
         if model_args.from_scratch and name in BLOOM_SIZES:
             print(f"no tokenizer of {name} here: training one of {TINY_VOCABULARY} tokens on {data_args.dataset}")
             return train_tokenizer(data_args, TINY_VOCABULARY)
         raise cannot_load(flag, name, error, name, data_args.dataset) from error
+    if len(tokenizer) <= len(tokenizer.all_special_ids):
+        # what transformers makes of GPT-2's tokenizer when its file is absent: every text has no tokens
+        raise WorkshopError(flag, f"{name} holds no tokenizer", "save one beside the model, or give --tokenizer_name")
     if tokenizer.eos_token_id is None:
         what = f"the tokenizer of {name} has no eos_token, by which the model learns to end an answer"
         raise WorkshopError(flag, what, "name one in its tokenizer_config.json")
-    if model_args.model_name == CUSTOM_GPT and len(tokenizer) > model_args.vocab_size:
-        what = f"{model_args.vocab_size} is less than the {len(tokenizer)} tokens of {name}"
-        raise WorkshopError("--vocab_size", what, "raise it, or take a smaller tokenizer")
     if tokenizer.pad_token is None:
         # Padding is masked by position, not by id, so the EOS that ends an answer still counts.
         tokenizer.pad_token = tokenizer.eos_token
@@ -85,10 +79,6 @@ def load_tokenizer(model_args, data_args) -> PreTrainedTokenizerBase:
 
 def train_tokenizer(data_args, vocabulary: int) -> PreTrainedTokenizerBase:
     """Byte-level BPE with BLOOM's special ids, from all texts of the training file: the same on every rank."""
-    if vocabulary < SMALLEST_VOCABULARY:
-        raise WorkshopError(
-            "--vocab_size", f"{vocabulary} is too small", f"{SMALLEST_VOCABULARY} tokens are bytes and special ones"
-        )
     dataset = data_args.dataset
     questions = read_questions(dataset) if is_local(dataset) else read_splits(data_args)[0]
     texts = dict.fromkeys(text for row in questions for text in (row["context"], row["question"]))
@@ -105,11 +95,37 @@ def train_tokenizer(data_args, vocabulary: int) -> PreTrainedTokenizerBase:
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, padding_side="right", **SPECIAL_TOKENS)
 
 
-def check_model(model_args, skeleton: PreTrainedModel) -> None:
-    """Raises WorkshopError (exit code 2) for a folder whose weights are not those of its `empty_model`, by the file."""
-    folder = folder_of("--model_name", model_args.model_name)
-    if folder and not model_args.from_scratch and model_args.model_name not in (TINY_BLOOM, CUSTOM_GPT):
-        check_weights(folder, skeleton)
+def is_folder(flag: str, name: str) -> bool:
+    """Whether a model or tokenizer is a folder here. Raises WorkshopError (exit code 2) for a path without one."""
+    if not os.path.isdir(name) and name.startswith((".", "/", "~")):
+        raise WorkshopError(flag, f"there is no folder {name}", "give the folder of a saved model, or a Hub name")
+    return os.path.isdir(name)
+
+
+def check_model(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, max_length: int) -> None:
+    """Raises WorkshopError (exit code 2) for a model with fewer tokens or positions than it will be given.
+
+    model: may be an `empty_model`. In its first step the run would end with an IndexError, on a GPU with an assertion
+    of the device.
+    """
+    config = model.config.get_text_config()
+    if len(tokenizer) > config.vocab_size:
+        what = f"its tokenizer has {len(tokenizer)} tokens, the model {config.vocab_size}"
+        raise WorkshopError("--model_name", what, "use a matching pair, or raise --vocab_size of custom-gpt")
+    positions = getattr(config, "max_position_embeddings", None)
+    if positions and max_length > positions and learns_positions(model, positions):
+        what = f"{max_length} is more than the {positions} positions of the model"
+        raise WorkshopError("--max_length", what, f"lower it to {positions}, or take a model with more")
+
+
+def learns_positions(model: PreTrainedModel, positions: int) -> bool:
+    """Whether it has a table of its positions, and not a formula for any number of them (rotary, alibi).
+
+    OPT and BART have two rows more, which they do not use for the tokens of a text.
+    """
+    tables = [module for module in model.modules() if isinstance(module, nn.Embedding)]
+    words = model.get_input_embeddings()
+    return any(table.num_embeddings in (positions, positions + 2) for table in tables if table is not words)
 
 
 def load_model(model_args, data_args, tokenizer: PreTrainedTokenizerBase, seed: int) -> PreTrainedModel:
@@ -120,24 +136,9 @@ def load_model(model_args, data_args, tokenizer: PreTrainedTokenizerBase, seed: 
     """
     name = model_args.model_name
     if model_args.from_scratch or name in (TINY_BLOOM, CUSTOM_GPT):
-        config = load_config(model_args, data_args)
-        try:
-            model = random_model(config, seed)
-        except RuntimeError as error:
-            if "DefaultCPUAllocator" not in str(error):
-                raise
-            what = f"the weights of {name} need more memory than {socket.gethostname()} has"
-            way_out = "see scripts/estimate_memory.py, or take a smaller model"
-            raise WorkshopError("--model_name", what, way_out, ENVIRONMENT) from error
+        model = random_model(load_config(model_args, data_args), seed)
     else:
         model = pretrained_model(name, data_args)
-    vocabulary = model.config.get_text_config().vocab_size
-    if len(tokenizer) > vocabulary:
-        raise WorkshopError(
-            "--model_name",
-            f"its tokenizer has {len(tokenizer)} tokens, the model {vocabulary}",
-            "use a matching pair",
-        )
     model.config.pad_token_id = tokenizer.pad_token_id
     model.generation_config.pad_token_id = tokenizer.pad_token_id
     model.generation_config.eos_token_id = tokenizer.eos_token_id
@@ -146,16 +147,24 @@ def load_model(model_args, data_args, tokenizer: PreTrainedTokenizerBase, seed: 
 
 def pretrained_model(name: str, data_args) -> PreTrainedModel:
     # with from_pretrained's own dtype, that of the checkpoint, fp16 masters would lose small updates
-    choices: Any = {"dtype": torch.float32, "trust_remote_code": False, "output_loading_info": True}
+    choices: Any = {"dtype": torch.float32, "trust_remote_code": False}
+    # to weights that are missing or have another shape transformers gives random values: both are refused below
+    choices |= {"ignore_mismatched_sizes": True, "output_loading_info": True}
     try:
         loaded: Any = AutoModelForCausalLM.from_pretrained(name, **choices)
-    except (OSError, ValueError, TypeError, LookupError, ImportError) as error:
+    except pickle.UnpicklingError as error:
+        what = f"a file of {name} holds other things than tensors, which are never loaded"
+        raise WorkshopError("--model_name", what, "download it again, or take a model saved as safetensors") from error
+    except Exception as error:  # besides OSError and ValueError whatever a broken file leads to
+        # of ZeRO-3, about a shape; any other RuntimeError is no fault of the files: no memory left, a lost rank
+        if isinstance(error, RuntimeError) and "loading state_dict" not in str(error):
+            raise
         raise cannot_load("--model_name", name, error, name, data_args.dataset) from error
     model, loading = loaded
-    # a folder was checked before; with FSDP other ranks may have loaded nothing yet
-    if loading["missing_keys"] and rank() == 0:
-        what = f"{name} has no weights for {min(loading['missing_keys'])}, they would be random"
-        raise WorkshopError("--model_name", what, "take a model that was saved as a causal LM")
+    unlike = loading["missing_keys"] | {weight for weight, _, _ in loading["mismatched_keys"]}
+    if unlike:
+        what = f"{name} has no {min(unlike)} of the shape that its config.json asks for"
+        raise WorkshopError("--model_name", what, "take config.json and weights of one model, saved as a causal LM")
     return model
 
 
@@ -176,15 +185,10 @@ def random_model(config: PreTrainedConfig, seed: int) -> PreTrainedModel:
 def empty_model(model_args, data_args) -> PreTrainedModel:
     """The model without memory for its weights, to look at its modules and their sizes."""
     config = load_config(model_args, data_args)
-    try:
-        # not by from_config, which would shard it under ZeRO-3
-        with torch.device("meta"):
-            model_class: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
-            model = model_class(config)
-    except Exception as error:  # whatever a model's own code says to numbers that do not go together
-        name = model_args.model_name
-        what = f"its config makes no model ({reason_of(error)})"
-        raise WorkshopError(folder_of("--model_name", name) or name, what, "correct config.json") from error
+    # not by from_config, which would shard it under ZeRO-3
+    with torch.device("meta"):
+        model_class: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
+        model = model_class(config)
     model.tie_weights()
     return model
 
@@ -202,17 +206,14 @@ def load_config(model_args, data_args) -> PreTrainedConfig:
             n_head=heads,
             use_cache=False,
         )
-    folder = folder_of("--model_name", name)
-    if folder:
-        check_config("--model_name", folder)
-    else:
+    if not is_folder("--model_name", name):
         offline_without_network()
+    elif not os.path.exists(os.path.join(name, "config.json")):
+        what = f"the folder {name} holds no config.json"
+        raise WorkshopError("--model_name", what, "give the folder of a saved model")
     try:
         config = AutoConfig.from_pretrained(name, trust_remote_code=False)
     except Exception as error:  # besides OSError and ValueError whatever a value of the wrong kind leads to
-        if folder:
-            what = f"cannot be used ({reason_of(error)})"
-            raise WorkshopError(folder / "config.json", what, "correct it, or copy it again") from error
         raise cannot_load("--model_name", name, error, name, data_args.dataset) from error
     if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING or is_encoder(config):
         raise WorkshopError(

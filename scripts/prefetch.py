@@ -15,11 +15,10 @@ from huggingface_hub.constants import HF_HOME
 
 from data_loader import is_local
 from errors import ENVIRONMENT, OneLineErrors, WorkshopError, run_program
-from hub import draw_bars_on_terminals_only
+from hub import draw_bars_on_terminals_only, reason_of
 from job.finish import now
 from json_files import read_json, write_json
-from model import TINY_BLOOM
-from model_folder import folder_of
+from model import TINY_BLOOM, is_folder
 
 MANIFEST = Path(HF_HOME) / "workshop_manifest.json"
 # Weights come as safetensors, or in older repositories as pytorch_model.bin; never other frameworks' copies
@@ -46,7 +45,7 @@ def main() -> None:
 
 
 def fetch_model(name: str) -> dict:
-    if name == TINY_BLOOM or folder_of("--model_name", name):
+    if name == TINY_BLOOM or is_folder("--model_name", name):
         print(f"{name}: local, nothing to fetch")
         return {}
     try:
@@ -76,9 +75,8 @@ def fetch_dataset(name: str) -> dict:
 
 
 def cannot_fetch(flag: str, name: str, error: Exception) -> WorkshopError:
-    reason = (str(error).strip() or type(error).__name__).splitlines()[0]
     way_out = "check the name, and that this machine has network"
-    return WorkshopError(flag, f"{name} cannot be fetched ({reason:.200})", way_out, ENVIRONMENT)
+    return WorkshopError(flag, f"{name} cannot be fetched ({reason_of(error):.200})", way_out, ENVIRONMENT)
 
 
 if __name__ == "__main__":

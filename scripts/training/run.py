@@ -82,7 +82,6 @@ def run(options: Options, stop: StopRequest, git: dict | None) -> None:
     if data_args.em_f1:
         load_metric()
     skeleton = empty_model(model_args, data_args)
-    check_model(model_args, skeleton)
     if model_args.loss == "chunked":
         check_head(skeleton)
     if options.values["activation_checkpointing"] and not skeleton.supports_gradient_checkpointing:
@@ -90,6 +89,7 @@ def run(options: Options, stop: StopRequest, git: dict | None) -> None:
         raise WorkshopError("--activation_checkpointing", what, "leave it out, or use FSDP's, in its config file")
     watchdog.beat("reading the data")
     tokenizer = load_tokenizer(model_args, data_args)
+    check_model(skeleton, tokenizer, data_args.max_length)
     train_dataset, eval_dataset = load_squad(data_args, tokenizer, args)
     cut = questions_cut(train_dataset, eval_dataset)
     if cut["train"]:

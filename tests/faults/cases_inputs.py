@@ -151,33 +151,15 @@ def dataset(name: str, done: str, content: str | bytes, line: str, **options: ob
 TEN = [f"Context number {number} of ten." for number in range(10)]
 data("absent", "a file that is not there", "a.json: there is no such file; ...", "--dataset", "a.json")
 data("folder", "a folder instead of a file", "data: is a folder; ...", "--dataset", "data")
-dataset("empty", "an empty file", "", ": the file is empty; give a SQuAD JSON file")
 dataset("torn", "a file that is cut off", squad(*TEN)[:200], ": line 1, column ...: ...; is the file complete?")
-dataset("foreign bytes", "a file that is no UTF-8", b"\x1f\x8b\x08\x00data", ": byte 1 is not UTF-8; ...")
-dataset("other JSON", "JSON of another kind", "[1, 2]", ": is not a SQuAD file (no object with the key data); ...")
-dataset("no context", "a paragraph without its text", squad(*TEN, "").replace('"context": ""', '"text": ""'),
-    ": data[0].paragraphs[10].context: is missing, expected a text; ...")
 dataset("answer elsewhere", "an answer that does not stand where it should",
     squad(*TEN, answers=[{"text": "Con", "answer_start": 5}]),
     ": data[0].paragraphs[0].qas[0].answers[0]: 'Con' is not at character 5 of its context; correct answer_start")
-dataset("no answer", "a question without an answer", squad(*TEN, answers=[]),
-    ": data[0].paragraphs[0].qas[0].answers: is empty; ...")
 dataset("too few", "a file with no paragraph to evaluate on", squad("Only one."),
     ": no question in its held out paragraphs; give --eval_dataset")
 data("fewer than wanted", "more questions wanted than there are",
     "--train_size or --samples_per_gpu: 9999 questions wanted, but data/squad_sample.json has 280 to train on; ...",
     "--train_size", 9999)
-dataset("same id twice", "two questions of one id", squad(*TEN, id="q1"),
-    ": data[0].paragraphs[1].qas[0].id: 'q1' is the id of an earlier question; ...")
-dataset("impossible as a text", '"is_impossible": "no"', squad(*TEN, answers=[], is_impossible="no"),
-    ": data[0].paragraphs[0].qas[0].is_impossible: is 'no', not true or false; ...")
-dataset("deep nesting", "100,000 lists in each other", "[" * 100_000, ": is nested too deeply; ...")
-dataset("lone surrogate", "half of a character in a text", squad(*TEN, question="\ud800?"),
-    ": data[0].paragraphs[0].qas[0].question: holds half of a surrogate pair, ...; ...")
-data("home of nobody", "a file below ~nosuchuser", "~nosuchuser/a.json: there is no such file; ...",
-    "--dataset", "~nosuchuser/a.json")
-data("device", "/dev/zero, which has no end", "/dev/zero: is no regular file; ...",
-    "--dataset", "/dev/zero")
 # fmt: on
 
 
@@ -185,12 +167,6 @@ data("device", "/dev/zero, which has no end", "/dev/zero: is no regular file; ..
 def config_of_a_pipe(bench: Bench):
     os.mkfifo(bench.folder / "a.json")
     bench.refuses("a.json: is no regular file; ...", "--deepspeed", "a.json")
-
-
-@case("data", "pipe", "a FIFO as the data", "exit 2, and no waiting for a writer")
-def data_of_a_pipe(bench: Bench):
-    os.mkfifo(bench.folder / "a.json")
-    bench.refuses("...a.json: is no regular file; ...", "--dataset", "a.json")
 
 
 @case(
@@ -250,41 +226,21 @@ def changed(name: str, **values: object):
     return change
 
 
-def pipe(name: str):
-    def replace(folder):
-        (folder / name).unlink()
-        os.mkfifo(folder / name)
-
-    return replace
-
-
 # fmt: off
-damaged("torn config", "config.json cut off", "mine/config.json: line ...; correct the JSON", cut("config.json", 40))
-damaged("config of another program", "config.json without a model's type",
-    "mine/config.json: model_type: is missing; ...", holds("config.json", '{"name": "x"}'))
-damaged("unknown kind", "a model that transformers does not have",
-    "mine/config.json: model_type: is 'mine', which transformers does not know; ...",
-    changed("config.json", model_type="mine"))
+damaged("torn config", "config.json cut off", "--model_name: mine cannot be loaded (...config.json...); copy or ...",
+    cut("config.json", 40))
 damaged("no language model", "a model that generates no text", "...mine is a vit model, not a causal LM; ...",
     holds("config.json", '{"model_type": "vit"}'))
 CODE = {"AutoConfig": "evil.Config", "AutoModelForCausalLM": "evil.Model"}
 damaged("code of its own", "config.json asks for Python files of the folder, for a kind of model of its own",
-    "mine/config.json: auto_map: asks for code of the folder, which is never run here; ...",
+    "--model_name: mine asks for code of its own, which is never run here; ...",
     changed("config.json", auto_map=CODE, model_type="mine"))
-damaged("no weights", "model.safetensors missing", "mine: holds no weights (model.safetensors); ...",
-    absent("model.safetensors"))
-damaged("torn weights", "model.safetensors cut off", "mine/model.safetensors: is cut off at 1000 bytes (...); ...",
-    cut("model.safetensors", 1000))
-damaged("weights not downloaded", "a pointer of Git LFS in their place",
-    "mine/model.safetensors: is a pointer of Git LFS, not the weights; ...",
-    holds("model.safetensors", "version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 1\n"))
-damaged("weights of another model", "config.json of another size",
-    "mine/model.safetensors: ... is ..., config.json makes it ...; ...", changed("config.json", hidden_size=128))
-damaged("no tokenizer", "tokenizer.json missing",
-    "mine: holds no tokenizer (tokenizer.json); ...", absent("tokenizer.json"))
-damaged("torn tokenizer", "tokenizer.json cut off", "mine/tokenizer.json: is cut off or no tokenizer (...); ...",
-    cut("tokenizer.json", 500))
-damaged("pipe", "a FIFO as the weights", "mine/model.safetensors: is no regular file; ...", pipe("model.safetensors"))
+damaged("no tokenizer", "a checkpoint's folder, which holds none",
+    "--model_name: mine cannot be loaded (...tokenizer...); ...", absent("tokenizer.json"))
+model("few positions", "a GPT-2 with fewer positions than --max_length",
+    "--max_length: 192 is more than the 128 positions of the model; lower it to 128, ...",
+    "--model_name", "mine", "--tokenizer_name", "tiny-bloom", "--from_scratch",
+    files={"mine/config.json": json.dumps({"model_type": "gpt2", "vocab_size": 2048, "n_positions": 128})})
 # fmt: on
 
 
@@ -301,3 +257,17 @@ def code_for_a_known_kind(bench: Bench):
     (folder / "evil.py").write_text("import os\nos.mkdir('canary')\n")
     assert bench.run("--model_name", "mine", JOB_ID="8").record["status"] == "completed"
     assert not (bench.folder / "canary").exists()
+
+
+@case(
+    "model folder",
+    "weights of another model",
+    "config.json of one layer more than the weights have",
+    "exit 2, and not random weights for it; the record says failed",
+)
+def weights_of_another_model(bench: Bench):
+    folder = bench.trained().output.rename(bench.folder / "mine")
+    changed("config.json", n_layer=3)(folder)
+    ended = bench.run("--model_name", "mine", code=2, JOB_ID="8")
+    assert ended.error.startswith("--model_name: mine has no transformer.h.2.input_layernorm.bias of the shape "), ended
+    assert (ended.record["status"], ended.record["exit_code"]) == ("failed", 2)

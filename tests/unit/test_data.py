@@ -1,7 +1,6 @@
 """SQuAD files: the bundled one is what its README says, the user's own are refused with the place of the fault."""
 
 import json
-import os
 import re
 from contextlib import contextmanager
 from pathlib import Path
@@ -116,23 +115,18 @@ def test_the_format_that_the_readme_shows_is_read(written):
 
 
 FAULTS = {
-    "empty": (b"", ": the file is empty; give a SQuAD JSON file"),
-    "blank": (b" \n", ": the file is empty; "),
+    "empty": (b"", ": line 1, column 1: Expecting value; is the file complete?"),
     "truncated": (b'{"data": [{"paragraphs": [', ": line 1, column 27: Expecting value; is the file complete?"),
     "not UTF-8": (b'{"data": "caf\xe9"}', ": byte 13 is not UTF-8; save it as UTF-8 (iconv"),
-    "a list": ([], ": is not a SQuAD file (no object with the key data); see data/README.md"),
-    "no data": ({}, ": data: is missing, expected a list; see data/README.md for the format"),
-    "data is a text": ({"data": "x"}, ": data: is 'x', expected a list"),
+    "a list": ([], ": data: is missing, expected a list; see data/README.md for the format"),
     "no paragraphs": ({"data": [{}]}, ": data[0].paragraphs: is missing, expected a list"),
-    "article is a text": ({"data": ["x"]}, ": data[0].paragraphs: is missing, expected a list"),
-    "context is a number": (squad(question(), context=5), ": data[0].paragraphs[0].context: is 5, expected a text"),
     "blank context": (squad(question(), context=" "), ": data[0].paragraphs[0].context: is ' ', expected a text"),
     "no question": (
         squad(question(), {"id": "b", "answers": []}),
         ": data[0].paragraphs[0].qas[1].question: is missing, expected a text",
     ),
     "id is a number": (squad(question(7)), ": data[0].paragraphs[0].qas[0].id: is 7, expected a text"),
-    "answers is an object": (
+    "answers as the Hub has them": (
         squad(question(answers={"text": ["fast"]})),
         ": data[0].paragraphs[0].qas[0].answers: is {'text': ['fast']}, expected a list",
     ),
@@ -140,36 +134,13 @@ FAULTS = {
         squad(question(answers=[])),
         ": data[0].paragraphs[0].qas[0].answers: is empty; give an answer, or set is_impossible to true",
     ),
-    "impossible is a text": (
-        squad(question(is_impossible="no")),
-        ": data[0].paragraphs[0].qas[0].is_impossible: is 'no', not true or false; see data/README.md",
-    ),
-    "an id twice": (
-        squad(question("a"), question("b"), question("a")),
-        ": data[0].paragraphs[0].qas[2].id: 'a' is the id of an earlier question; give each question an id of its own",
-    ),
-    "half a character": (
-        squad(question(), context="\udcff"),
-        ": data[0].paragraphs[0].context: holds half of a surrogate pair, which is no character; correct",
-    ),
-    "deep": (b"[" * 100000, ": is nested too deeply; is the file complete?"),
-    "long number": (b'{"data": 1' + b"0" * 5000 + b"}", ": holds a number of thousands of digits; "),
-    "a key twice": (b'{"data": [], "data": []}', ": data: stands twice in one object; remove one of them"),
-    "no text": (
-        squad(question(answers=[{"answer_start": 0}])),
-        ": data[0].paragraphs[0].qas[0].answers[0].text: is missing, expected a text",
-    ),
-    "offset is a text": (
-        squad(question(answers=[{"text": "fast", "answer_start": "3"}])),
-        ": data[0].paragraphs[0].qas[0].answers[0].answer_start: is '3', expected a whole number",
+    "no offset": (
+        squad(question(answers=[{"text": "fast"}])),
+        ": data[0].paragraphs[0].qas[0].answers[0].answer_start: is missing, expected a whole number",
     ),
     "wrong offset": (
         squad(question(answers=[{"text": "fast", "answer_start": 3}])),
         ": data[0].paragraphs[0].qas[0].answers[0]: 'fast' is not at character 3 of its context; correct answer_start",
-    ),
-    "negative offset": (
-        squad(question(answers=[{"text": "devices", "answer_start": -8}])),
-        ": data[0].paragraphs[0].qas[0].answers[0]: 'devices' is not at character -8 of its context",
     ),
 }
 
@@ -188,36 +159,23 @@ def test_fault_at_the_end_of_a_file_is_found_before_the_training(written, tokeni
     assert line.startswith(f"error: {path}: data[0].paragraphs[0].qas[50].answers[0]: 'fast' is not at character 0")
 
 
-def test_file_that_is_not_there_is_a_folder_or_may_not_be_read_is_refused(tmp_path, written, monkeypatch, refusal):
+def test_path_without_a_file_is_refused(tmp_path, written, refusal):
     def splits(dataset: str, eval_dataset: str | None = None):
         return read_splits(DataArguments(dataset=dataset, eval_dataset=eval_dataset))
 
-    assert refusal(splits, "gone.json") == (
-        "error: gone.json: there is no such file; correct --dataset or --eval_dataset"
-    )
+    assert refusal(splits, "gone.json") == "error: gone.json: there is no such file; correct --dataset"
     assert refusal(splits, "./gone").startswith("error: ./gone: there is no such file; ")
-    assert refusal(splits, str(tmp_path)).startswith(f"error: {tmp_path}: is a folder; give a SQuAD JSON file")
+    assert refusal(splits, str(tmp_path)).startswith(f"error: {tmp_path}: is a folder; check the path")
     path = written(squad(question()))
-    assert refusal(splits, path, "squad") == "error: --eval_dataset: there is no file squad; give a SQuAD JSON file"
-
-    def denied(self):
-        raise PermissionError(13, "Permission denied")
-
-    monkeypatch.setattr(Path, "read_bytes", denied)
-    assert refusal(splits, path, path) == f"error: {path}: Permission denied; check the path and its permissions"
+    assert refusal(splits, path, "squad").startswith("error: squad: No such file or directory; check the path")
 
 
-def test_a_pipe_is_not_waited_for(tmp_path, refusal):
-    os.mkfifo(tmp_path / "pipe.json")
-    line = refusal(read_splits, DataArguments(dataset=str(tmp_path / "pipe.json")))
-    assert line.startswith(f"error: {tmp_path / 'pipe.json'}: is no regular file; check the path")
-
-
-@pytest.mark.parametrize("name", ["~nosuchuser/a.json", "a" * 10000 + ".json"], ids=["user", "length"])
-def test_name_that_no_file_can_have_is_refused(name, refusal):
-    assert ": there is no such file; correct --dataset or --eval_dataset" in refusal(
-        read_splits, DataArguments(dataset=name)
-    )
+def test_path_below_the_users_home_is_read(tmp_path, written, monkeypatch):
+    """As a site file gives it, where no shell replaces the ~."""
+    written(squad(question()))
+    monkeypatch.setenv("HOME", str(tmp_path))
+    train, _ = read_splits(DataArguments(dataset="~/my.json", eval_dataset="~/my.json"))
+    assert train["id"][:] == ["q"]
 
 
 def test_file_with_too_few_paragraphs_to_hold_out_some_asks_for_an_evaluation_file(written, refusal):

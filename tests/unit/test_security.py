@@ -4,7 +4,6 @@ import ast
 import builtins
 import json
 import os
-import pickle
 import re
 from pathlib import Path
 
@@ -84,11 +83,9 @@ def test_a_model_that_needs_its_own_code_is_refused(folder, refusal, name):
         change(name, model_type="mine", architectures=["Mine"])
     else:
         change(name, tokenizer_class="Mine")
-        for file in folder.glob("tokenizer.json"):
-            file.unlink()
+        (folder / "tokenizer.json").unlink()
     line = refusal(load, folder)
-    expected = "model/config.json: auto_map: asks for code" if name == "config.json" else "model: holds no tokenizer"
-    assert line.startswith(f"error: {expected}")
+    assert line.startswith("error: --model_name: model asks for code of its own, which is never run here; take a")
 
 
 class Code:
@@ -96,11 +93,11 @@ class Code:
         return os.mkdir, (str(EXECUTED),)
 
 
-def test_weights_that_hold_code_are_not_loaded(folder):
+def test_weights_that_hold_code_are_not_loaded(folder, refusal):
     (folder / "model.safetensors").unlink()
     torch.save({"transformer.ln_f.weight": Code()}, folder / "pytorch_model.bin")
-    with pytest.raises((WorkshopError, pickle.UnpicklingError)):
-        load(folder)
+    line = refusal(load, folder)
+    assert line.startswith("error: --model_name: a file of model holds other things than tensors, which are never load")
 
 
 # Data
@@ -110,7 +107,7 @@ def test_a_folder_with_a_loading_script_is_no_dataset(refusal):
     Path("mine").mkdir()
     Path("mine/mine.py").write_text(WRITES)
     line = refusal(read_splits, DataArguments(dataset="mine"))
-    assert line == "error: mine: is a folder; give a SQuAD JSON file, or a Hub name that is no folder here"
+    assert line.startswith("error: mine: is a folder; ")
 
 
 def test_a_loading_script_is_no_dataset():

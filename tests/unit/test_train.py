@@ -6,7 +6,7 @@ from pathlib import Path
 
 import huggingface_hub.constants
 import pytest
-from transformers import BloomConfig, BloomForCausalLM
+from transformers import GPT2Config
 
 import evaluate
 import train
@@ -37,7 +37,7 @@ COMMANDS = [
     ("variable", "", {"FP16": "True"}, "FP16: fp16 needs a CUDA GPU and there is none here; use --bf16"),
     ("DeepSpeed file", "--deepspeed IN/broken.json", {}, "IN/broken.json: line 2, column 1: "),
     ("contradiction", "--deepspeed IN/lr.json", {}, "IN/lr.json: optimizer.params.lr is 0.001, but --learning_rate is"),
-    ("data file", "--model_name tiny-bloom --dataset IN/empty.json", {}, "IN/empty.json: the file is empty; "),
+    ("data file", "--model_name tiny-bloom --dataset IN/empty.json", {}, "IN/empty.json: line 1, column 1: "),
     (
         "launcher",
         "--model_name tiny-bloom",
@@ -46,7 +46,12 @@ COMMANDS = [
     ),
     ("pipe", "--deepspeed IN/pipe", {}, "IN/pipe: is no regular file; see ds_configs/ and fsdp_configs/"),
     ("optimizer", "--model_name tiny-bloom --adam_beta1 2", {}, "--optim: adamw_torch_fused cannot be made ("),
-    ("weights", "--model_name IN/cut --dataset SAMPLE", {}, "IN/cut/model.safetensors: is cut off at 99 bytes ("),
+    (
+        "few positions",
+        "--model_name IN/gpt2 --tokenizer_name tiny-bloom --from_scratch --dataset SAMPLE",
+        {},
+        "--max_length: 512 is more than the 256 positions of the model; lower it to 256",
+    ),
     (
         "too few questions",
         "--model_name tiny-bloom --dataset SAMPLE --train_size 9999",
@@ -77,8 +82,7 @@ def test_a_mistake_is_one_line_and_writes_nothing(words, variables, beginning, s
     (inputs / "broken.json").write_text("{\n")
     (inputs / "empty.json").write_text("")
     os.mkfifo(inputs / "pipe")
-    BloomForCausalLM(BloomConfig(vocab_size=8, hidden_size=8, n_layer=1, n_head=1)).save_pretrained(inputs / "cut")
-    os.truncate(inputs / "cut" / "model.safetensors", 99)
+    GPT2Config(vocab_size=2048, n_positions=256).save_pretrained(inputs / "gpt2")
     literal = json.loads((REPOSITORY / "ds_configs" / "zero1.json").read_text())
     literal["optimizer"]["params"]["lr"] = 0.001
     (inputs / "lr.json").write_text(json.dumps(literal))
@@ -97,11 +101,10 @@ def test_train_py_without_a_checkpoint_to_resume_ends_with_4(started, sample):
     )
 
 
-def test_evaluate_py_names_the_file_of_a_model_that_is_cut_off(started, tmp_path, sample):
-    BloomForCausalLM(BloomConfig(vocab_size=8, hidden_size=8, n_layer=1, n_head=1)).save_pretrained(tmp_path / "cut")
-    os.truncate(tmp_path / "cut" / "model.safetensors", 99)
-    line = started(evaluate, "--model_name", tmp_path / "cut", "--dataset", sample)
-    assert line.startswith(f"error: {tmp_path}/cut/model.safetensors: is cut off at 99 bytes (")
+def test_evaluate_py_refuses_a_model_with_fewer_positions(started, tmp_path, sample):
+    GPT2Config(vocab_size=2048, n_positions=256).save_pretrained(tmp_path / "gpt2")
+    words = ("--model_name", tmp_path / "gpt2", "--tokenizer_name", "tiny-bloom", "--from_scratch", "--dataset", sample)
+    assert started(evaluate, *words).startswith("error: --max_length: 512 is more than the 256 positions of the model;")
 
 
 def test_evaluate_py_refuses_what_it_would_ignore(started):
