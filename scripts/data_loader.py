@@ -14,7 +14,7 @@ from transformers import DataCollatorForSeq2Seq, PreTrainedTokenizerBase
 
 from errors import WorkshopError
 from hub import cannot_load, offline_without_network
-from json_files import is_unicode, parse_json, read_bytes
+from json_files import parse_json, read_bytes
 
 # The answer to a question that its paragraph cannot answer (SQuAD v2.0)
 UNANSWERABLE = "no answer"
@@ -173,7 +173,7 @@ def read_paragraphs(path: str) -> Iterator[tuple[str, dict]]:
 
 
 def required(path: str, location: str, holder: object, key: str, kind: type[T]) -> T:
-    """``holder[key]``, which must be of the given kind, and a text that is neither blank nor half a character."""
+    """``holder[key]``, which must be of the given kind, and a text not blank."""
     value = holder.get(key) if isinstance(holder, dict) else None
     source = f"{path}: {location}.{key}".replace(": .", ": ")
     blank = isinstance(value, str) and not value.strip()
@@ -181,8 +181,6 @@ def required(path: str, location: str, holder: object, key: str, kind: type[T]) 
         found = "is missing" if value is None else f"is {value!r:.40}"
         names: dict[type, str] = {str: "a text", list: "a list", int: "a whole number"}
         raise WorkshopError(source, f"{found}, expected {names[kind]}", FORMAT)
-    if isinstance(value, str) and not is_unicode(value):
-        raise WorkshopError(source, "holds half of a surrogate pair, which is no character", "correct the \\u escape")
     return value
 
 
