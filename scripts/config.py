@@ -122,6 +122,7 @@ def parse_command_line(
     complete(options.values)
     check_numbers(options)
     check_combinations(options)
+    check_custom_sizes(options)
     resolve_precision(options, torch.cuda.is_available() if gpu is None else gpu)
     return options
 
@@ -167,98 +168,54 @@ def complete(values: dict) -> None:
 
 
 def check_numbers(options: Options) -> None:
-    for flag in options.names.keys() - {"local_rank"}:
+    for flag in options.names:
         number = options.values[flag]
-        if not isinstance(number, int | float):
-            continue
         if flag in AT_LEAST_ONE and number < 1:
             raise options.error(flag, f"{number} is too small", "give a whole number of at least 1")
         if flag in MORE_THAN_ZERO and not 0 < number < float("inf"):
             raise options.error(flag, f"{number} is out of range", "give a number above 0")
-        if not number >= 0:
-            raise options.error(flag, f"{number} is out of range", "give a number of at least 0")
 
 
 def check_combinations(options: Options) -> None:
     """Raises WorkshopError (exit code 2) for flags that contradict each other, or would have no effect."""
     values = options.values
-    for flag in options.names:
-        if flag in UNUSED_FLAGS:
-            raise options.error(flag, "has no effect in this workshop", UNUSED_FLAGS[flag])
-        if flag in CUSTOM_SIZES and values["model_name"] != CUSTOM_GPT:
-            way_out = f"leave it out, or train {CUSTOM_GPT}"
-            raise options.error(flag, f"has no effect on {values['model_name']}", way_out)
-    for wrong, flag, what, way_out in mistakes(values):
-        if wrong:
-            raise options.error(flag, what, way_out)
-
-
-def mistakes(values: dict) -> list[tuple[object, str, str, str]]:
-    """Combinations that people try: whether it is one, the flag at fault, what is wrong, what to do."""
-    custom = values["model_name"] == CUSTOM_GPT
-    chunked = values["loss"] == "chunked"
+    for flag in sorted(options.names.keys() & UNUSED_FLAGS.keys()):
+        raise options.error(flag, "has no effect in this workshop", UNUSED_FLAGS[flag])
+    if values["deepspeed"] and values["fsdp"]:
+        raise options.error("deepspeed", "cannot be combined with --fsdp, both shard the model", "give one of the two")
+    if values["fsdp_config"] and not values["fsdp"]:
+        raise options.error("fsdp_config", "does nothing without --fsdp", "add --fsdp")
+    if values["loss"] == "chunked" and values["label_smoothing_factor"]:
+        raise options.error("label_smoothing_factor", "needs the logits, and chunked has none", "use --loss full")
+    if values["loss"] == "chunked" and values["use_liger_kernel"]:
+        raise options.error("use_liger_kernel", "has a loss of its own, which would run instead", "use --loss full")
+    if values["train_sampling_strategy"] == "batch_rebalance":
+        what = "batch_rebalance has micro batches of no fixed size, which nothing here counts or compares"
+        raise options.error("train_sampling_strategy", what, "use group_by_length")
     # Both modes compare kernels, and inductor files the times under torch.get_float32_matmul_precision() (PyTorch 2.13,
     # select_algorithm.py and codecache.py). That raises once torch.backends.fp32_precision is "tf32", as --tf32 sets it
-    max_autotune = values["torch_compile_mode"] in ("max-autotune", "max-autotune-no-cudagraphs")
+    if values["tf32"] and values["torch_compile_mode"] in ("max-autotune", "max-autotune-no-cudagraphs"):
+        what = f"cannot be combined with {values['torch_compile_mode']}, which PyTorch 2.13 then cannot compile"
+        raise options.error("tf32", what, "leave it out, or use another --torch_compile_mode")
     output_dir = Path(values["output_dir"] or "output")
-    return [
-        (
-            values["deepspeed"] and values["fsdp"],
-            "deepspeed",
-            "cannot be combined with --fsdp, both shard the model",
-            "give one of the two",
-        ),
-        (values["fsdp_config"] and not values["fsdp"], "fsdp_config", "does nothing without --fsdp", "add --fsdp"),
-        (
-            custom and values["hidden_size"] % values["num_heads"],
-            "num_heads",
-            f"{values['num_heads']} heads do not divide the hidden size {values['hidden_size']}",
-            "choose a divisor",
-        ),
-        (
-            custom and values["max_length"] > values["seq_length"],
-            "max_length",
-            f"{values['max_length']} is more than the {values['seq_length']} positions of --seq_length",
-            "lower it, or raise --seq_length",
-        ),
-        (
-            chunked and values["label_smoothing_factor"],
-            "label_smoothing_factor",
-            "needs the logits, and chunked has none",
-            "use --loss full",
-        ),
-        (
-            chunked and values["use_liger_kernel"],
-            "use_liger_kernel",
-            "has a loss of its own, which would run instead",
-            "use --loss full",
-        ),
-        (
-            values["tf32"] and max_autotune,
-            "tf32",
-            f"cannot be combined with {values['torch_compile_mode']}, which PyTorch 2.13 then cannot compile",
-            "leave it out, or use another --torch_compile_mode",
-        ),
-        (
-            values["train_sampling_strategy"] == "batch_rebalance",
-            "train_sampling_strategy",
-            "batch_rebalance has micro batches of no fixed size, which nothing here counts or compares",
-            "use group_by_length",
-        ),
-        (
-            values["save_strategy"] == "best" and not values["metric_for_best_model"],
-            "save_strategy",
-            "best does not say of what",
-            "add --metric_for_best_model loss",
-        ),
-        (
-            not values["remove_unused_columns"],
-            "remove_unused_columns",
-            "the texts of the questions are no tensors",
-            "leave it out",
-        ),
-        (output_dir.exists() and not output_dir.is_dir(), "output_dir", f"{output_dir} is a file", "give a folder"),
-    ]
+    if output_dir.exists() and not output_dir.is_dir():
+        raise options.error("output_dir", f"{output_dir} is a file", "give a folder")
+
+
+def check_custom_sizes(options: Options) -> None:
+    values = options.values
+    if values["model_name"] != CUSTOM_GPT:
+        for flag in sorted(options.names.keys() & set(CUSTOM_SIZES)):
+            way_out = f"leave it out, or train {CUSTOM_GPT}"
+            raise options.error(flag, f"has no effect on {values['model_name']}", way_out)
+        return
+    heads = values["num_heads"]
+    hidden = values["hidden_size"]
+    if hidden % heads:
+        raise options.error("num_heads", f"{heads} heads do not divide the hidden size {hidden}", "choose a divisor")
+    if values["max_length"] > values["seq_length"]:
+        what = f"{values['max_length']} is more than the {values['seq_length']} positions of --seq_length"
+        raise options.error("max_length", what, "lower it, or raise --seq_length")
 
 
 def resolve_precision(options: Options, gpu: bool) -> None:

@@ -122,9 +122,8 @@ def check_section(path: str, name: str, section: dict, model: type[BaseModel]) -
         first = error.errors()[0]
         dotted = ".".join([name, *map(str, first["loc"])])
         if first["type"] == "extra_forbidden":
-            check_ds_key(
-                path, dotted, [*(info.alias or key for key, info in model.model_fields.items()), *OFFLOAD_KEYS]
-            )
+            known = [info.alias or key for key, info in model.model_fields.items()]
+            check_ds_key(path, dotted, [*known, *OFFLOAD_KEYS])
         raise WorkshopError(f"{path}: {dotted}", f"is {first['input']!r}: {first['msg']}", "correct it") from error
 
 
