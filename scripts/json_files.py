@@ -45,7 +45,7 @@ def write_json(path: Path, content: dict) -> None:
     JSON knows no NaN and no infinity: such a value becomes null, and `missing` says so under its name.
     """
     reasons: dict[str, str] = {}
-    content = {key: finite(value, key, reasons) for key, value in content.items()}
+    content = {key: finite_or_null(value, key, reasons) for key, value in content.items()}
     if reasons:
         content["missing"] = content.get("missing", {}) | reasons
     text = json.dumps(content, indent=1, ensure_ascii=False, allow_nan=False)
@@ -58,13 +58,13 @@ def write_json(path: Path, content: dict) -> None:
         raise
 
 
-def finite(value: object, name: str, reasons: dict[str, str]) -> object:
+def finite_or_null(value: object, name: str, reasons: dict[str, str]) -> object:
     """The value with None for each number in it that is not finite; `reasons` gets the names of those."""
     if isinstance(value, float) and not math.isfinite(value):
         reasons[name] = f"it was {value}"
         return None
     if isinstance(value, dict):
-        return {key: finite(part, f"{name}.{key}", reasons) for key, part in value.items()}
+        return {key: finite_or_null(part, f"{name}.{key}", reasons) for key, part in value.items()}
     if isinstance(value, list | tuple):
-        return [finite(part, f"{name}.{i}", reasons) for i, part in enumerate(value)]
+        return [finite_or_null(part, f"{name}.{i}", reasons) for i, part in enumerate(value)]
     return value

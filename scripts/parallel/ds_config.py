@@ -30,21 +30,24 @@ PLAIN_SECTIONS = {
     "torch_autocast": "enabled dtype lower_precision_safe_modules",
 }
 # Without one of these keys DeepSpeed takes a default of its own (lr 0.001, no clipping), and the flag has no effect
-CLIPPING = {"gradient_clipping": "--max_grad_norm"}
-OPTIMIZER = {
+NEEDED_ALWAYS = {"gradient_clipping": "--max_grad_norm"}
+NEEDED_BY_OPTIMIZER = {
     "optimizer.params.lr": "--learning_rate",
     "optimizer.params.betas": "--adam_beta1 and --adam_beta2",
     "optimizer.params.eps": "--adam_epsilon",
     "optimizer.params.weight_decay": "--weight_decay",
 }
-WARM_UP = {"scheduler.params.warmup_max_lr": "--learning_rate", "scheduler.params.warmup_num_steps": "--warmup_steps"}
+NEEDED_BY_WARM_UP = {
+    "scheduler.params.warmup_max_lr": "--learning_rate",
+    "scheduler.params.warmup_num_steps": "--warmup_steps",
+}
 # Keys whose "auto" the Trainer replaces
 AUTO = (
     *("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"),
     *("fp16.enabled", "bf16.enabled", "scheduler.params.warmup_min_lr", "scheduler.params.total_num_steps"),
     *("zero_optimization.reduce_bucket_size", "zero_optimization.stage3_prefetch_bucket_size"),
     "zero_optimization.stage3_param_persistence_threshold",
-    *(CLIPPING | OPTIMIZER | WARM_UP),
+    *(NEEDED_ALWAYS | NEEDED_BY_OPTIMIZER | NEEDED_BY_WARM_UP),
 )
 OFFLOAD_KEYS = ("device", "pin_memory", "nvme_path", "ratio")  # for suggestions
 GATHER = "stage3_gather_16bit_weights_on_model_save"
@@ -140,14 +143,14 @@ def check_auto(path: str, prefix: str, section: dict) -> None:
 
 def check_required(path: str, config: dict) -> None:
     """Refuse a missing key by which a flag would have no effect, without a word."""
-    required = dict(CLIPPING)
+    required = dict(NEEDED_ALWAYS)
     if "optimizer" in config:
         if config["optimizer"].get("type") not in ("Adam", "AdamW"):
             way_out = "use AdamW, or remove the section and choose with --optim"
             raise WorkshopError(f"{path}: optimizer.type", f"is {config['optimizer'].get('type')!r}", way_out)
-        required |= OPTIMIZER
+        required |= NEEDED_BY_OPTIMIZER
     if config.get("scheduler", {}).get("type") in ("WarmupLR", "WarmupDecayLR"):
-        required |= WARM_UP
+        required |= NEEDED_BY_WARM_UP
     for dotted, flag in required.items():
         *sections, key = dotted.split(".")
         holder = config
