@@ -109,7 +109,7 @@ def check_ds_key(path: str, dotted: str, known: list[str]) -> None:
 def check_zero(path: str, zero: dict) -> None:
     """Check the stage, and refuse offload of what it does not shard, which DeepSpeed would not do, without a word."""
     stage = zero.get("stage", 0)
-    if type(stage) is not int or stage not in (0, 1, 2, 3):
+    if stage not in (0, 1, 2, 3):
         raise WorkshopError(f"{path}: zero_optimization.stage", f"is {stage!r}", "give 0, 1, 2 or 3")
     for key, part, lowest in (("offload_optimizer", "the optimizer", 1), ("offload_param", "parameters", 3)):
         if zero.get(key) and stage < lowest:
