@@ -4,7 +4,6 @@ Precedence: flag, then environment variable, then default. The knobs and their d
 """
 
 import argparse
-import difflib
 import os
 import re
 import sys
@@ -16,11 +15,11 @@ from typing import Any
 import torch
 from transformers import HfArgumentParser, TrainingArguments
 
-from errors import ENVIRONMENT, OneLineErrors, WorkshopError
-from json_files import is_unicode, parse_json, read_json
+from errors import ENVIRONMENT, OneLineErrors, WorkshopError, did_you_mean
 from knobs import (
     CUSTOM_GPT,
     CUSTOM_SIZES,
+    DEFAULTS,
     KNOBS,
     OTHER_DEFAULTS,
     REMOVED_FLAGS,
@@ -33,36 +32,13 @@ from parallel import watchdog
 from parallel.fsdp_config import parallelism, process_group_backend, trainer_config
 from tracking import check_trackers
 
-AT_LEAST_ONE = [
-    *("train_size", "eval_size", "samples_per_gpu", "max_length", "em_f1_batch_size"),
+AT_LEAST_ONE = (
+    *("train_size", "eval_size", "samples_per_gpu", "max_length", "em_f1_batch_size", "max_steps"),
     *("per_device_train_batch_size", "per_device_eval_batch_size", "gradient_accumulation_steps", "ddp_timeout"),
     *CUSTOM_SIZES,
-]
-MORE_THAN_ZERO = ["num_train_epochs", "learning_rate"]
-# The largest number of a flag, and of all others: what is above it ends in an overflow, or takes all memory
-LARGEST: dict[str, float] = {
-    "seed": 2**32 - 1,  # numpy's
-    "data_seed": 2**32 - 1,
-    "num_train_epochs": 10**6,
-    "max_length": 2**20,
-    "dataloader_num_workers": 1024,
-    "label_smoothing_factor": 1,
-    **dict.fromkeys(CUSTOM_SIZES, 10**6),
-    **dict.fromkeys(("gpus", "nodes"), 10**5),
-    "num_layers": 10**4,
-}
-LARGEST_INT = 2**31 - 1
-LARGEST_FLOAT = 1e30
-STEPS = {"logging_steps": "logging_strategy", "eval_steps": "eval_strategy", "save_steps": "save_strategy"}
-# Values that name a file or folder, or a part of one
-NAMES = [
-    *("model_name", "tokenizer_name", "dataset", "eval_dataset", "output_dir", "run_name"),
-    *("deepspeed", "fsdp_config", "accelerator_config", "resume_from_checkpoint"),
-]
-LONGEST_NAME = 255  # bytes, as most file systems have it
-LONGEST_PATH = 2000  # bytes of Linux's 4096: something is to lie below it
-# Values that are JSON objects
-JSON_FLAGS = ["lr_scheduler_kwargs", "activation_checkpointing_kwargs", "gradient_checkpointing_kwargs"]
+)
+# The three of steps may be a part of the training, such as 0.1
+MORE_THAN_ZERO = ("num_train_epochs", "learning_rate", "logging_steps", "eval_steps", "save_steps")
 LATEST = "latest"
 DATACLASSES: list[Any] = [ModelArguments, DataArguments, TrainingArguments]
 
@@ -133,109 +109,83 @@ def parse_command_line(
     parser = build_parser(description)
     for flag, details in (extra or {}).items():
         parser.add_argument(f"--{flag}", **details)
-    defaults, names = environment_values(actions_by_flag(parser), environment)
+    defaults, names = environment_values(parser, environment)
     parser.set_defaults(**OTHER_DEFAULTS, **defaults)
     arguments = sys.argv[1:] if argv is None else argv
-    for argument in arguments:
-        check_unicode("command line", argument)
     namespace, unknown = parser.parse_known_args(arguments)
     if unknown:
         reject_unknown(unknown, parser)
     words = [word.split("=")[0] for word in arguments]
     given = {parser._option_string_actions[w].dest: w for w in words if w in parser._option_string_actions}
     options = Options(vars(namespace), names | given)
-    check_names(options)
-    check_values(options)
+    complete(options.values)
+    check_numbers(options)
+    check_combinations(options)
     check_custom_sizes(options)
     resolve_precision(options, torch.cuda.is_available() if gpu is None else gpu)
     return options
 
 
-def environment_values(actions: dict, environment: Mapping[str, str]) -> tuple[dict, dict]:
+def environment_values(parser: Parser, environment: Mapping[str, str]) -> tuple[dict, dict]:
     """Values of all knobs from the environment or their default, and the variables that were given."""
     for variable, way_out in UNREAD_VARIABLES.items():
         if variable in environment:
             raise WorkshopError(variable, "this variable is not read", way_out)
-    values = {}
+    actions = actions_by_flag(parser)
+    values = dict(DEFAULTS)
     names = {}
-    for variable, flag, default in KNOBS:
+    for variable, flag, _ in KNOBS:
         text = environment.get(variable, "").strip()
-        values[flag] = default
         if not text:
             continue
-        check_unicode(variable, text)
         names[flag] = variable
-        action = actions[flag]
         try:
-            values[flag] = action.type(text)
-        except (ValueError, argparse.ArgumentTypeError):
-            kind = "True or False" if action.nargs == "?" or flag in ("fp16", "bf16") else action.type.__name__
-            raise WorkshopError(
-                variable, f"{text!r} is not valid (expected {kind})", "correct or unset the variable"
-            ) from None
-        if action.choices and values[flag] not in action.choices:
-            raise WorkshopError(variable, f"{text!r} is not one of {', '.join(action.choices)}", "choose one of these")
+            values[flag] = parser._get_value(actions[flag], text)
+            parser._check_value(actions[flag], values[flag])
+        except argparse.ArgumentError as error:
+            raise WorkshopError(variable, error.message, "correct or unset the variable") from None
     return values, names
 
 
 def reject_unknown(unknown: list[str], parser: Parser) -> None:
     flag = next((w for w in unknown if w.startswith("-")), unknown[0]).split("=")[0]
-    if not flag.startswith("-"):
-        raise WorkshopError(flag, "does not belong to any flag", "see --help")
     name = flag.lstrip("-").replace("-", "_")
     if name in REMOVED_FLAGS:
         raise WorkshopError(flag, "transformers 5 removed this flag", REMOVED_FLAGS[name])
+    if named_as := next((knob.flag for knob in KNOBS if knob.variable.lower() == name), ""):
+        raise WorkshopError(flag, "unknown flag", f"did you mean --{named_as}?")  # --batch_size, --grad_acc
     known = sorted({"steps", *actions_by_flag(parser)} - UNUSED_FLAGS.keys())
-    near = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
-    raise WorkshopError(flag, "unknown flag", f"did you mean --{near[0]}?" if near else "see --help")
+    raise WorkshopError(flag, "unknown flag", did_you_mean(name, known, "see --help", prefix="--"))
 
 
-def check_unicode(source: str, text: str) -> None:
-    if not is_unicode(text):
-        raise WorkshopError(source, f"{text!a:.60} is not UTF-8", "type it again")
-
-
-def check_names(options: Options) -> None:
-    """Lengths of names and paths; `~` of the output folder becomes the home directory."""
-    values = options.values
-    for flag in NAMES:
-        name = (values[flag] or "").encode()
-        if len(name) > LONGEST_PATH or any(len(part) > LONGEST_NAME for part in name.split(b"/")):
-            way_out = f"a name has at most {LONGEST_NAME} bytes, a path {LONGEST_PATH}"
-            raise options.error(flag, f"has {len(name)} bytes", way_out)
-    if values["output_dir"]:
-        values["output_dir"] = os.path.expanduser(values["output_dir"])
-        if values["output_dir"].startswith("~"):
-            raise options.error("output_dir", f"{values['output_dir']} is the home of nobody here", "correct the name")
-
-
-def check_values(options: Options) -> None:
-    values = options.values
+def complete(values: dict) -> None:
+    """Fill in what follows from another flag."""
     if values["per_device_eval_batch_size"] is None:
         values["per_device_eval_batch_size"] = values["per_device_train_batch_size"]
     if values["activation_checkpointing"] is None:
         values["activation_checkpointing"] = values["gradient_checkpointing"]  # the name that it had before
     values["gradient_checkpointing"] = None
-    for flag in AT_LEAST_ONE:
-        if values[flag] is not None and values[flag] < 1:
-            raise options.error(flag, f"{values[flag]} is too small", "give a whole number of at least 1")
-    for flag in MORE_THAN_ZERO:
-        if not 0 < values[flag] < float("inf"):
-            raise options.error(flag, f"{values[flag]} is out of range", "give a number above 0")
-    if values["max_steps"] == 0 or values["max_steps"] < -1:
-        raise options.error(
-            "max_steps", f"{values['max_steps']} is no number of steps", "give at least 1, or leave it out"
-        )
-    for flag in options.names.keys() - {"local_rank"}:
-        number = values[flag] if isinstance(values[flag], int | float) else 0
-        smallest = -1 if flag == "max_steps" else 0
-        largest = LARGEST.get(flag, LARGEST_INT if isinstance(number, int) else LARGEST_FLOAT)
-        if not smallest <= number <= largest:
-            raise options.error(flag, f"{number} is out of range", f"give a number of at least 0, at most {largest}")
-    for flag, strategy in STEPS.items():
-        if values[flag] == 0 and values[strategy] == "steps":
-            way_out = "give at least 1, or a part of the training such as 0.1"
-            raise options.error(flag, "0 is no number of steps", way_out)
+    values["output_dir"] = os.path.expanduser(values["output_dir"] or "") or None
+
+
+def check_numbers(options: Options) -> None:
+    for flag in options.names:
+        number = options.values[flag]
+        if flag in AT_LEAST_ONE and number < 1:
+            raise options.error(flag, f"{number} is too small", "give a whole number of at least 1")
+        if flag in MORE_THAN_ZERO and not 0 < number < float("inf"):
+            raise options.error(flag, f"{number} is out of range", "give a number above 0")
+
+
+def check_combinations(options: Options) -> None:
+    """Raises WorkshopError (exit code 2) for flags that contradict each other, or would have no effect."""
+    values = options.values
+    for flag in sorted(options.names.keys() & UNUSED_FLAGS.keys()):
+        raise options.error(flag, "has no effect in this workshop", UNUSED_FLAGS[flag])
+    if values["deepspeed"] and values["fsdp"]:
+        raise options.error("deepspeed", "cannot be combined with --fsdp, both shard the model", "give one of the two")
+    if values["fsdp_config"] and not values["fsdp"]:
+        raise options.error("fsdp_config", "does nothing without --fsdp", "add --fsdp")
     if values["loss"] == "chunked" and values["label_smoothing_factor"]:
         raise options.error("label_smoothing_factor", "needs the logits, and chunked has none", "use --loss full")
     if values["loss"] == "chunked" and values["use_liger_kernel"]:
@@ -243,57 +193,29 @@ def check_values(options: Options) -> None:
     if values["train_sampling_strategy"] == "batch_rebalance":
         what = "batch_rebalance has micro batches of no fixed size, which nothing here counts or compares"
         raise options.error("train_sampling_strategy", what, "use group_by_length")
-    check_best_model(options)
-    for flag in JSON_FLAGS:
-        name = options.names.get(flag, flag)
-        if values[flag] and not isinstance(parse_json(name, values[flag].encode(), "correct the JSON"), dict):
-            raise options.error(flag, f"{values[flag]!r:.60} is no JSON object", """give one, such as '{"power": 2}'""")
-    if values["accelerator_config"] and not values["accelerator_config"].startswith("{"):
-        read_json(values["accelerator_config"], "give a JSON file")
-    if not values["remove_unused_columns"]:
-        raise options.error("remove_unused_columns", "the texts of the questions are no tensors", "leave it out")
-    if values["deepspeed"] and values["fsdp"]:
-        raise WorkshopError(
-            "--deepspeed", "cannot be combined with --fsdp, both shard the model", "give one of the two"
-        )
-    if values["fsdp_config"] and not values["fsdp"]:
-        raise options.error("fsdp_config", "does nothing without --fsdp", "add --fsdp")
-    for flag, way_out in UNUSED_FLAGS.items():
-        if flag in options.names:
-            raise options.error(flag, "has no effect in this workshop", way_out)
+    # Both modes compare kernels, and inductor files the times under torch.get_float32_matmul_precision() (PyTorch 2.13,
+    # select_algorithm.py and codecache.py). That raises once torch.backends.fp32_precision is "tf32", as --tf32 sets it
+    if values["tf32"] and values["torch_compile_mode"] in ("max-autotune", "max-autotune-no-cudagraphs"):
+        what = f"cannot be combined with {values['torch_compile_mode']}, which PyTorch 2.13 then cannot compile"
+        raise options.error("tf32", what, "leave it out, or use another --torch_compile_mode")
     output_dir = Path(values["output_dir"] or "output")
-    if any(path.exists() and not path.is_dir() for path in (output_dir, *output_dir.parents)):
-        raise options.error("output_dir", f"{output_dir} is a file, or lies under one", "give a folder")
-
-
-def check_best_model(options: Options) -> None:
-    """The only metric of an evaluation in the training is its loss."""
-    values = options.values
-    metric = values["metric_for_best_model"]
-    if metric not in (None, "loss", "eval_loss"):
-        raise options.error("metric_for_best_model", f"{metric} is not measured in a training", "give loss")
-    if values["save_strategy"] == "best" and metric is None:
-        raise options.error("save_strategy", "best does not say of what", "add --metric_for_best_model loss")
-    if values["save_strategy"] == "best" and values["eval_strategy"] == "no":
-        raise options.error("save_strategy", "best needs evaluations", "leave out --eval_strategy no")
+    if output_dir.exists() and not output_dir.is_dir():
+        raise options.error("output_dir", f"{output_dir} is a file", "give a folder")
 
 
 def check_custom_sizes(options: Options) -> None:
     values = options.values
     if values["model_name"] != CUSTOM_GPT:
-        for flag in CUSTOM_SIZES:
-            if flag in options.names:
-                raise options.error(
-                    flag, f"has no effect on {values['model_name']}", f"leave it out, or train {CUSTOM_GPT}"
-                )
+        for flag in sorted(options.names.keys() & set(CUSTOM_SIZES)):
+            way_out = f"leave it out, or train {CUSTOM_GPT}"
+            raise options.error(flag, f"has no effect on {values['model_name']}", way_out)
         return
-    hidden = values["hidden_size"]
     heads = values["num_heads"]
-    longest = values["seq_length"]
+    hidden = values["hidden_size"]
     if hidden % heads:
         raise options.error("num_heads", f"{heads} heads do not divide the hidden size {hidden}", "choose a divisor")
-    if values["max_length"] > longest:
-        what = f"{values['max_length']} is more than the {longest} positions of --seq_length"
+    if values["max_length"] > values["seq_length"]:
+        what = f"{values['max_length']} is more than the {values['seq_length']} positions of --seq_length"
         raise options.error("max_length", what, "lower it, or raise --seq_length")
 
 

@@ -16,13 +16,14 @@ and more. launch.py ends with the code of the rank that failed first, job.sh (jo
 """
 
 import argparse
+import difflib
 import io
 import os
 import re
 import signal
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, NoReturn
 
 BAD_INPUT = 2
@@ -93,18 +94,12 @@ class LossyFile(io.FileIO):
 
 
 def survive_lost_output() -> None:
-    """Let a long run outlive its stdout and stderr."""
-    for number in (0, 1, 2):
-        try:
-            os.fstat(number)
-        except OSError:  # closed: the next file that is opened would get its number
-            os.open(os.devnull, os.O_RDWR)
+    """Let a long run outlive its stdout and stderr: a terminal that is closed, `| head`, a full disk."""
     for name, number in (("stdout", 1), ("stderr", 2)):
         stream = getattr(sys, name)
-        if stream is getattr(sys, f"__{name}__"):  # not one that a test has put there
+        if stream and stream is getattr(sys, f"__{name}__"):  # not one that a test has put there
             buffered = io.BufferedWriter(LossyFile(number, "w", closefd=False))
-            by_line = number == 2 or bool(stream and stream.line_buffering)
-            setattr(sys, name, io.TextIOWrapper(buffered, "utf-8", "backslashreplace", line_buffering=by_line))
+            setattr(sys, name, io.TextIOWrapper(buffered, "utf-8", "backslashreplace", line_buffering=True))
 
 
 def end_progress_bars() -> None:
@@ -122,6 +117,12 @@ def whole_number(variable: str, default: str | None = None) -> int:
     if not re.fullmatch(r"[0-9]{1,9}", text):
         raise WorkshopError(variable, f"is {text!a:.60}, not a whole number", "unset it: torchrun and srun set it")
     return int(text)
+
+
+def did_you_mean(word: str, known: Iterable[str], otherwise: str, prefix: str = "") -> str:
+    """The way out of an error about an unknown word: the nearest known one, or what else to do."""
+    near = difflib.get_close_matches(word, known, n=1, cutoff=0.5)
+    return f"did you mean {prefix}{near[0]}?" if near else otherwise
 
 
 class OneLineErrors(argparse.ArgumentParser):

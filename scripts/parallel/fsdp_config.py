@@ -4,37 +4,39 @@ transformers ignores an unknown key of the file, and accelerate runs DDP instead
 a word. Here the first is an error and the second is put right.
 """
 
-import difflib
+import json
 
 import torch
 from accelerate import PartialState
 from accelerate.utils import DistributedType, ParallelismConfig
 
-from errors import ENVIRONMENT, WorkshopError
+from errors import ENVIRONMENT, WorkshopError, did_you_mean
 from json_files import read_json
 
+SWITCH = (True, False)
+# Each key with its values, or their type:
 # https://huggingface.co/docs/transformers/main_classes/trainer#transformers.TrainingArguments, key fsdp_config
 BOTH = {
-    "version": int,
-    "cpu_offload": bool,
-    "activation_checkpointing": bool,
-    "cpu_ram_efficient_loading": bool,
+    "version": (1, 2),
+    "cpu_offload": SWITCH,
+    "activation_checkpointing": SWITCH,
+    "cpu_ram_efficient_loading": SWITCH,
     "state_dict_type": ("FULL_STATE_DICT", "SHARDED_STATE_DICT"),
     "auto_wrap_policy": ("TRANSFORMER_BASED_WRAP", "SIZE_BASED_WRAP", "NO_WRAP"),
     "transformer_layer_cls_to_wrap": list,
     "min_num_params": int,
 }
-# dp_*: keys of this workshop; "auto" means the ranks of a node, and the nodes
-FSDP2 = {"reshard_after_forward": bool, "dp_shard_size": "size", "dp_replicate_size": "size"}
+# dp_*: keys of this workshop, checked by resolve_sizes
+FSDP2 = {"reshard_after_forward": SWITCH, "dp_shard_size": object, "dp_replicate_size": object}
 FSDP1 = {
     "reshard_after_forward": ("full_shard", "shard_grad_op"),  # for the comparison; FSDP2 has all of them
     "backward_prefetch": ("backward_pre", "backward_post", "no_prefetch"),
-    "forward_prefetch": bool,
-    "sync_module_states": bool,
-    "use_orig_params": bool,
-    "limit_all_gathers": bool,
+    "forward_prefetch": SWITCH,
+    "sync_module_states": SWITCH,
+    "use_orig_params": SWITCH,
+    "limit_all_gathers": SWITCH,
 }
-LARGEST = 2**31 - 1
+EXPECTED = {list: "a list of class names", int: "a whole number"}
 OLD_STRATEGIES = {
     "full_shard": "full_shard",
     "shard_grad_op": "shard_grad_op",
@@ -62,9 +64,6 @@ def check_fsdp_config(fsdp: object, path: str | None, ranks: int, ranks_per_node
             raise WorkshopError(source, "FSDP1 needs a GPU, it crashes with gloo", "use an FSDP2 config", ENVIRONMENT)
         if config.get("cpu_offload"):
             raise WorkshopError(source, "cpu_offload needs a GPU to offload from", "use another config", ENVIRONMENT)
-    if config.get("version") == 1 and ranks == 1:
-        way_out = "start at least 2 ranks, or use fsdp_configs/full_shard.json"
-        raise WorkshopError(source, "FSDP1 does not shard on one rank, it would run NO_SHARD", way_out)
     return config
 
 
@@ -72,53 +71,35 @@ def check_fsdp_file(path: str) -> dict:
     """The content of an FSDP config file. Raises WorkshopError (exit code 2) for a key or value that is unknown."""
     config = read_json(path)
     for key, value in config.items():
-        check_key(path, key, value, BOTH | (FSDP1 if config.get("version") == 1 else FSDP2))
+        check_fsdp_key(path, key, value, BOTH | (FSDP1 if config.get("version") == 1 else FSDP2))
     return config
 
 
-def check_key(source: str, key: str, value: object, known: dict) -> None:
+def check_fsdp_key(source: str, key: str, value: object, known: dict) -> None:
+    if key not in known and key in FSDP1:
+        raise WorkshopError(f"{source}: {key}", "FSDP2 has no such key", 'remove it, or set "version": 1')
     if key not in known:
-        if key in FSDP1:
-            raise WorkshopError(
-                f"{source}: {key}", "FSDP2 has no such key, it prefetches by itself", 'remove it, or set "version": 1'
-            )
-        near = difflib.get_close_matches(key.removeprefix("fsdp_"), known, n=1)
-        raise WorkshopError(
-            f"{source}: {key}", "unknown key", f"did you mean {near[0]}?" if near else f"known: {', '.join(known)}"
-        )
+        way_out = did_you_mean(key.removeprefix("fsdp_"), known, "see fsdp_configs/ for examples")
+        raise WorkshopError(f"{source}: {key}", "unknown key", way_out)
     kind = known[key]
-    if isinstance(kind, tuple):
-        valid = value in kind
-        expected = " or ".join(kind)
-    elif kind == "size":
-        valid = value == "auto" or (type(value) is int and value > 0)
-        expected = '"auto" or a whole number above 0'
-    else:
-        valid = type(value) is kind
-        if isinstance(value, list):
-            valid = valid and all(isinstance(name, str) for name in value)
-        elif isinstance(value, int):
-            valid = valid and 0 <= value <= LARGEST
-        expected = {bool: "true or false", int: f"a whole number of at most {LARGEST}", list: "a list of class names"}[
-            kind
-        ]
-    if key == "version":
-        valid = type(value) is int and value in (1, 2)
-        expected = "1 or 2"
-    if not valid:
-        raise WorkshopError(f"{source}: {key}", f"is {value!r}", f"give {expected}")
+    if isinstance(kind, tuple) and value not in kind:
+        raise WorkshopError(f"{source}: {key}", f"is {value!r}", f"give {' or '.join(map(json.dumps, kind))}")
+    if isinstance(kind, type) and not isinstance(value, kind):
+        raise WorkshopError(f"{source}: {key}", f"is {value!r}", f"give {EXPECTED[kind]}")
 
 
 def resolve_sizes(source: str, config: dict, ranks: int, ranks_per_node: int) -> None:
     """Set dp_shard_size and dp_replicate_size, which may be "auto" or missing, and check them against the ranks."""
     shard = config.get("dp_shard_size", "auto")
     replicate = config.get("dp_replicate_size", "auto")
-    if "dp_shard_size" not in config and "dp_replicate_size" not in config:
-        shard = ranks  # FULL_SHARD and SHARD_GRAD_OP: one copy of the model over all ranks
-        replicate = 1
-    if shard == "auto" and replicate == "auto":
-        shard = ranks_per_node  # shards travel within a node, gradients of replicas between nodes
-    elif shard == "auto":
+    for key, size in (("dp_shard_size", shard), ("dp_replicate_size", replicate)):
+        if size != "auto" and not (isinstance(size, int) and size > 0):
+            raise WorkshopError(f"{source}: {key}", f"is {size!r}", 'give "auto" or a whole number above 0')
+    if shard == replicate == "auto":
+        # HYBRID_SHARD: shards travel within a node, gradients of replicas between nodes. Else one copy over all ranks
+        hybrid = "dp_shard_size" in config or "dp_replicate_size" in config
+        shard = ranks_per_node if hybrid else ranks
+    if shard == "auto":
         shard = ranks // replicate
     if replicate == "auto":
         replicate = ranks // shard

@@ -50,7 +50,7 @@ from training.profiling import PROFILED_STEPS, ProfileCallback
 from training.record import RunRecord, new_job_id, refuse_finished, sole_writer
 from training.safe_load import load_weights_only, refuse_foreign_code
 from training.stopping import StopCallback, StopRequest
-from training.trainer import WorkshopTrainer, check_trainable, saving
+from training.trainer import WorkshopTrainer, saving
 
 
 def run(options: Options, stop: StopRequest, git: dict | None) -> None:
@@ -63,7 +63,6 @@ def run(options: Options, stop: StopRequest, git: dict | None) -> None:
     model_args, data_args, args = build_arguments(options)
     if options.deepspeed_config is not None:
         check_contradictions(deepspeed, options.deepspeed_config, args, options.names)
-    check_trainable(args)
     join_process_group(with_deepspeed=bool(deepspeed))
 
     # 3. Where results go.

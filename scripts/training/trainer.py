@@ -8,9 +8,7 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError
-from torch.utils.data import DataLoader
-from transformers import Trainer, get_scheduler
-from transformers.trainer_optimizer import is_optimizer_factory
+from transformers import Trainer
 
 from data_loader import IGNORED
 from errors import ENVIRONMENT, WorkshopError
@@ -154,50 +152,3 @@ def saving(folder: Path) -> Iterator[None]:
             raise
         way_out = "free disk space or quota, then --resume_from_checkpoint goes on from the last complete checkpoint"
         raise WorkshopError(folder, f"is not complete, writing failed ({reason})", way_out, ENVIRONMENT) from error
-
-
-def check_trainable(training_args) -> None:
-    """Make what the Trainer will make, for a single layer and question: optimizer, scheduler, loader, compiled model.
-
-    Raises WorkshopError (exit code 2) for numbers and arguments that these refuse.
-    """
-    layer: Any = torch.nn.Linear(1, 1)
-    check_optimizer(training_args, layer)
-    try:
-        DataLoader(
-            [0],  # type: ignore[arg-type]
-            num_workers=training_args.dataloader_num_workers,
-            prefetch_factor=training_args.dataloader_prefetch_factor,
-            persistent_workers=training_args.dataloader_persistent_workers,
-            multiprocessing_context=training_args.dataloader_multiprocessing_context,
-        )
-    except ValueError as error:
-        raise WorkshopError("--dataloader_num_workers", str(error), "correct the --dataloader_ flags") from error
-    if training_args.torch_compile:
-        backend = training_args.torch_compile_backend
-        try:
-            torch.compile(layer, backend=backend, mode=training_args.torch_compile_mode)
-        except RuntimeError as error:
-            what = f"{backend} cannot be used ({error})"
-            raise WorkshopError("--torch_compile_backend", what, "correct it or --torch_compile_mode") from error
-
-
-def check_optimizer(training_args, layer: Any) -> None:
-    if training_args.optim_target_modules is not None:
-        return  # of the model, which is not there yet
-    name = training_args.optim.value
-    try:
-        optimizer, arguments = Trainer.get_optimizer_cls_and_kwargs(training_args, layer)
-        if is_optimizer_factory(optimizer):
-            return
-        group = {"params": list(layer.parameters()), "weight_decay": training_args.weight_decay}
-        made = optimizer([group], **arguments)
-    except (ValueError, TypeError, LookupError, ImportError, RuntimeError) as error:
-        flags = "--learning_rate, --weight_decay, --adam_beta1, --adam_beta2, --adam_epsilon or --optim_args"
-        raise WorkshopError("--optim", f"{name} cannot be made ({error})", f"correct {flags}") from error
-    name = training_args.lr_scheduler_type.value
-    try:
-        get_scheduler(name, made, 0, 100, training_args.lr_scheduler_kwargs)
-    except (ValueError, TypeError, ArithmeticError) as error:
-        what = f"{name} cannot be made ({error})"
-        raise WorkshopError("--lr_scheduler_type", what, "correct it or --lr_scheduler_kwargs") from error

@@ -212,8 +212,6 @@ def shell(name: str, command: str, slow: str = "") -> None:
 
 
 shell("head", "python scripts/train.py | head -1")
-shell("closed", "python scripts/train.py >&-", slow="a new interpreter")
-shell("stderr closed", "python scripts/train.py 2>&-", slow="a new interpreter")
 
 
 @case("stdout", "refusal into a full one", "a misspelt flag, stdout is /dev/full", "exit 2, the line on stderr")

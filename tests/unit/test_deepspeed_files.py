@@ -1,7 +1,6 @@
 """DeepSpeed JSON files: what is wrong with a participant's own, and what differs between the workshop's."""
 
 import json
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -49,10 +48,9 @@ def without(dotted: str, name: str = "zero2") -> dict:
 
 @pytest.fixture
 def written(tmp_path):
-    def write(content: dict | str | bytes) -> str:
+    def write(content: dict | str) -> str:
         path = tmp_path / "my.json"
-        raw = content if isinstance(content, bytes) else content if isinstance(content, str) else json.dumps(content)
-        path.write_bytes(raw if isinstance(raw, bytes) else raw.encode())
+        path.write_text(content if isinstance(content, str) else json.dumps(content))
         return str(path)
 
     return write
@@ -64,13 +62,7 @@ def written(tmp_path):
 BROKEN = {
     "trailing comma": ('{\n "fp16": {},\n}', ": line 3, column 1: "),
     "empty": ("", ": line 1, column 1: Expecting value; correct the JSON"),
-    "cut off": ('{"fp16": {"enabled"', ": line 1, column 20: "),
     "a list": ("[]", ": is not a JSON object; see ds_configs/ and fsdp_configs/"),
-    "not UTF-8": (b'{"a": "\xff"}', ": byte 7 is not UTF-8; save it as UTF-8 (iconv -t UTF-8)"),
-    "a key twice": (
-        '{"fp16": {"enabled": true, "enabled": false}}',
-        ": enabled: stands twice in one object; remove one",
-    ),
 }
 
 
@@ -84,16 +76,7 @@ def test_file_that_is_not_there_or_is_a_folder_is_refused(tmp_path, refusal):
     assert refusal(check_ds_config, "zero9.json") == (
         "error: zero9.json: No such file or directory; see ds_configs/ and fsdp_configs/"
     )
-    assert refusal(check_ds_config, str(tmp_path)).startswith(f"error: {tmp_path}: is a folder; ")
-
-
-def test_file_that_may_not_be_read_is_refused(written, monkeypatch, refusal):
-    def denied(*args, **kwargs):
-        raise PermissionError(13, "Permission denied")
-
-    path = written({})
-    monkeypatch.setattr(Path, "read_bytes", denied)
-    assert refusal(check_ds_config, path).startswith(f"error: {path}: Permission denied; ")
+    assert refusal(check_ds_config, str(tmp_path)).startswith(f"error: {tmp_path}: Is a directory; ")
 
 
 UNKNOWN_KEYS = [
@@ -102,62 +85,34 @@ UNKNOWN_KEYS = [
     ("zero_optimization.overlap_com", True, "did you mean overlap_comm?"),
     ("zero_optimization.offload_optimizer.devise", "cpu", "did you mean device?"),
     ("optimizer.parms", {}, "did you mean params?"),
-    ("optimizer.params.learning_rate", 0.1, "known here: adam_w_mode, "),
-    ("optimizer.params.weight_decai", 0.1, "did you mean weight_decay?"),
     ("fp16.enable", True, "did you mean enabled?"),
     ("activation_checkpointing.cpu_checkpoint", True, "did you mean cpu_checkpointing?"),
-    ("flops_profiler.enable", True, "did you mean enabled?"),
-    ("tensorboard.jobname", "a", "did you mean job_name?"),
 ]
 
 
 @pytest.mark.parametrize(("dotted", "value", "way_out"), UNKNOWN_KEYS, ids=[row[0] for row in UNKNOWN_KEYS])
-def test_unknown_key_at_any_depth_is_refused_with_its_path_and_the_nearest(dotted, value, way_out, written, refusal):
+def test_unknown_key_is_refused_with_its_path_and_the_nearest(dotted, value, way_out, written, refusal):
     path = written(changed(dotted, value))
-    assert refusal(check_ds_config, path).startswith(f"error: {path}: {dotted}: unknown key; {way_out}")
+    assert refusal(check_ds_config, path) == f"error: {path}: {dotted}: unknown key; {way_out}"
 
 
 WRONG_VALUES = [
-    ("zero_optimization.stage", 5, "is 5; ZeRO has the stages 0, 1, 2 and 3"),
-    ("zero_optimization.stage", -1, "is -1; ZeRO has the stages"),
-    ("zero_optimization.stage", "2", "is '2'; ZeRO has the stages"),
-    ("zero_optimization.stage", True, "is True; ZeRO has the stages"),
-    ("zero_optimization.stage", "auto", "is 'auto'; ZeRO has the stages"),
-    ("zero_optimization", 2, "is 2, expected an object; "),
+    ("zero_optimization.stage", 4, "is 4; give 0, 1, 2 or 3"),
+    # transformers compares it with the number, and would not shard while it loads the model
+    ("zero_optimization.stage", "3", "is '3'; give 0, 1, 2 or 3"),
+    ("zero_optimization", 2, "is 2, not an object; see ds_configs/ for examples"),
     ("zero_optimization.overlap_comm", "fast", "is 'fast': Input should be a valid boolean"),
-    (
-        "zero_optimization.overlap_comm",
-        "auto",
-        'is "auto", which no flag replaces here; give a value or remove the key',
-    ),
-    ("zero_optimization.reduce_bucket_size", -1, "is -1: Input should be greater than 0"),
+    ("steps_per_print", "auto", 'is "auto", which no flag replaces here; give a value or remove the key'),
     ("zero_optimization.offload_optimizer", "cpu", "is 'cpu': Input should be a valid dictionary"),
     ("zero_optimization.offload_optimizer.device", "gpu", "is 'gpu': Input should be 'none', 'cpu' or 'nvme'"),
-    ("zero_optimization.cpu_offload", True, "deprecated by DeepSpeed; use offload_optimizer"),
-    ("fp16.loss_scale", "high", "is 'high': "),
-    ("train_batch_size", "many", "is 'many', expected a number of at least 0; correct the value"),
-    ("train_batch_size", True, "is True, expected a number"),
-    ("gradient_clipping", {}, "is {}, expected a number"),
-    ("gradient_clipping", -1, "is -1, expected a number of at least 0"),
-    ("gradient_clipping", float("nan"), "is out of range; correct the value"),
-    ("steps_per_print", 0, "is 0, expected a number"),
-    ("fp16.loss_scale", 10**30, "is out of range"),
-    ("optimizer.params.lr", None, "is None, expected a number"),
-    ("optimizer.params.betas", [0.9, 2], "is [0.9, 2], expected two numbers below 1"),
-    ("optimizer.params.adam_w_mode", "yes", "is 'yes', expected true or false"),
-    ("wall_clock_breakdown", 1, "is 1, expected true or false"),
-    ("optimizer", "AdamW", "is 'AdamW', expected an object"),
     ("optimizer.type", "Lamb", "is 'Lamb'; use AdamW, or remove the section and choose with --optim"),
-    ("optimizer.params", 5, "is 5, expected an object"),
-    ("scheduler", {"type": "Linear"}, "is 'Linear'; DeepSpeed has LRRangeTest, OneCycle, WarmupLR"),
 ]
 
 
 @pytest.mark.parametrize(("dotted", "value", "part"), WRONG_VALUES, ids=[f"{k}={v}" for k, v, _ in WRONG_VALUES])
 def test_wrong_value_is_refused_with_its_path(dotted, value, part, written, refusal):
     path = written(changed(dotted, value))
-    place = "scheduler.type" if dotted == "scheduler" else dotted
-    assert refusal(check_ds_config, path).startswith(f"error: {path}: {place}: {part}")
+    assert refusal(check_ds_config, path).startswith(f"error: {path}: {dotted}: {part}")
 
 
 @pytest.mark.parametrize(
@@ -200,17 +155,13 @@ def test_files_may_leave_out_what_the_flags_decide_anyway(written):
     check_ds_config(written(without("optimizer")))
 
 
-def test_scheduler_takes_its_length_from_the_training(written, refusal):
-    names = ("warmup_min_lr", "warmup_max_lr", "warmup_num_steps", "total_num_steps")
-    scheduler = {"type": "WarmupDecayLR", "params": dict.fromkeys(names, "auto")}
-    check_ds_config(written(changed("scheduler", scheduler)))
-    scheduler["params"]["total_num_steps"] = 100
-    path = written(changed("scheduler", scheduler))
-    expected = 'scheduler.params.total_num_steps: is 100; set it to "auto", it follows the number of training steps'
-    assert refusal(check_ds_config, path) == f"error: {path}: {expected}"
-    scheduler["params"] = {"warmup_steps": 5}
-    path = written(changed("scheduler", scheduler))
-    assert refusal(check_ds_config, path).endswith("unknown key; did you mean warmup_num_steps?")
+def test_warm_up_of_a_scheduler_follows_the_flags(written, refusal):
+    params = dict.fromkeys(("warmup_min_lr", "warmup_max_lr", "warmup_num_steps", "total_num_steps"), "auto")
+    check_ds_config(written(changed("scheduler", {"type": "WarmupDecayLR", "params": params})))
+    del params["warmup_num_steps"]
+    path = written(changed("scheduler", {"type": "WarmupDecayLR", "params": params}))
+    expected = "scheduler.params.warmup_num_steps: is missing, so --warmup_steps would have no effect; add "
+    assert refusal(check_ds_config, path).startswith(f"error: {path}: {expected}")
 
 
 # The file against the flags
@@ -227,32 +178,20 @@ def compare(path: str, *argv: str) -> None:
 
 
 CONTRADICTIONS = [
-    ("optimizer.params.lr", 0.001, "is 0.001, but --learning_rate is 5e-05"),
-    ("optimizer.params.weight_decay", 0.5, "is 0.5, but --weight_decay is 0.01"),
-    ("optimizer.params.betas", [0.9, 0.95], "is [0.9, 0.95], but --adam_beta1 and --adam_beta2 is [0.9, 0.999]"),
-    ("optimizer.params.eps", 1e-6, "is 1e-06, but --adam_epsilon is 1e-08"),
-    ("train_batch_size", 64, "is 64, but micro batch x accumulation x ranks is 16"),
-    ("train_micro_batch_size_per_gpu", 2, "is 2, but --per_device_train_batch_size is 4"),
-    ("gradient_accumulation_steps", 1, "is 1, but --gradient_accumulation_steps is 4"),
-    ("gradient_clipping", 0.5, "is 0.5, but --max_grad_norm is 1.0"),
-    ("fp16.enabled", True, "is True, but --fp16 is False"),
-    ("bf16.enabled", True, "is True, but --bf16 is False"),
+    ("optimizer.params.lr", 0.001, "ds optimizer.params.lr=0.001 vs hf learning_rate=5e-05"),
+    ("train_batch_size", 64, "ds train_batch_size=64 vs hf train_batch_size (calculated)=16"),
+    ("bf16.enabled", True, "ds bf16.enabled=True vs hf bf16|bf16_full_eval=False"),
 ]
 
 
-@pytest.mark.parametrize(("dotted", "value", "what"), CONTRADICTIONS, ids=[row[0] for row in CONTRADICTIONS])
+@pytest.mark.parametrize(("dotted", "value", "both"), CONTRADICTIONS, ids=[row[0] for row in CONTRADICTIONS])
 def test_literal_that_contradicts_a_flag_is_refused_with_both_values(
-    dotted, value, what, written, monkeypatch, refusal
+    dotted, value, both, written, monkeypatch, refusal
 ):
     monkeypatch.setattr(config, "cpu_has_bf16", lambda: False)
     path = written(changed(dotted, value))
-    assert refusal(compare, path) == f'error: {path}: {dotted} {what}; set it to "auto" or change the flag'
-
-
-def test_contradiction_names_the_variable_that_was_set(written, monkeypatch, refusal):
-    monkeypatch.setenv("LEARNING_RATE", "1e-4")
-    line = refusal(compare, written(changed("optimizer.params.lr", 0.001)))
-    assert "optimizer.params.lr is 0.001, but LEARNING_RATE is 0.0001; " in line
+    line = refusal(compare, path)
+    assert line == f'error: {path}: contradicts the flags: {both}; set it to "auto" or change the flag'
 
 
 def test_literal_that_equals_the_flag_is_accepted(written):

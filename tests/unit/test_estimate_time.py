@@ -266,7 +266,7 @@ def test_what_is_assumed_of_offload_is_said(main_of, capsys):
     [
         (["--gpus", "3", "--nodes", "2"], "error: --gpus: 3 GPUs do not spread over 2 nodes; "),
         (["--matmul_tflops", "0"], "error: --matmul_tflops: 0 is too small; give 10^12 operations per second"),
-        (["--bus_bandwidth", "-1"], "error: --bus_bandwidth: -1.0 is out of range; "),
+        (["--bus_bandwidth", "-1"], "error: --bus_bandwidth: -1 is too small; give GB/s"),
         (
             ["--matmul_tflops", "100"],
             "error: --matmul_tflops: is one of two rates of a GPU that is elsewhere; give --memory",
