@@ -165,7 +165,7 @@ def test_path_without_a_file_is_refused(tmp_path, written, refusal):
 
     assert refusal(splits, "gone.json") == "error: gone.json: there is no such file; correct --dataset"
     assert refusal(splits, "./gone").startswith("error: ./gone: there is no such file; ")
-    assert refusal(splits, str(tmp_path)).startswith(f"error: {tmp_path}: is a folder; check the path")
+    assert refusal(splits, str(tmp_path)).startswith(f"error: {tmp_path}: Is a directory; check the path")
     path = written(squad(question()))
     assert refusal(splits, path, "squad").startswith("error: squad: No such file or directory; check the path")
 

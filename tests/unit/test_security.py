@@ -107,7 +107,7 @@ def test_a_folder_with_a_loading_script_is_no_dataset(refusal):
     Path("mine").mkdir()
     Path("mine/mine.py").write_text(WRITES)
     line = refusal(read_splits, DataArguments(dataset="mine"))
-    assert line.startswith("error: mine: is a folder; ")
+    assert line.startswith("error: mine: Is a directory; ")
 
 
 def test_a_loading_script_is_no_dataset():
