@@ -277,11 +277,15 @@ def child(program: str, flags: list[str]) -> None:
 
 def parts(flags: list[str]) -> tuple:
     """The workshop's own training questions and tokenizer, and what makes its model, for the other programs."""
-    from config import build_arguments, parse_command_line
+    from transformers import TrainingArguments
+
+    from config import own_arguments, parse_command_line, trainer_flags
     from data_loader import load_squad
     from model import load_model, load_tokenizer
 
-    model_args, data_args, args = build_arguments(parse_command_line("", flags))
+    options = parse_command_line("", flags)
+    model_args, data_args = own_arguments(options)
+    args = TrainingArguments(**trainer_flags(options))
     tokenizer = load_tokenizer(model_args, data_args)
     dataset, _ = load_squad(data_args, tokenizer, args)
     return dataset, tokenizer, lambda: load_model(model_args, data_args, tokenizer, args.seed)

@@ -1,14 +1,15 @@
-"""The command line of a training: flags and variables in, checked options out, and TrainingArguments from them.
+"""The command line of a training: flags and variables in, checked options out.
 
 Precedence: flag, then environment variable, then default. The knobs and their defaults are in knobs.py.
 """
 
 import argparse
+import contextlib
 import os
 import re
 import sys
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +30,7 @@ from knobs import (
     ModelArguments,
 )
 from parallel import watchdog
-from parallel.fsdp_config import parallelism, process_group_backend, trainer_config
+from parallel.fsdp_config import process_group_backend
 from tracking import check_trackers
 
 AT_LEAST_ONE = (
@@ -40,6 +41,7 @@ AT_LEAST_ONE = (
 # The three of steps may be a part of the training, such as 0.1
 MORE_THAN_ZERO = ("num_train_epochs", "learning_rate", "logging_steps", "eval_steps", "save_steps")
 LATEST = "latest"
+SHARDING = {"deepspeed", "fsdp", "fsdp_config", "parallelism_config"}
 DATACLASSES: list[Any] = [ModelArguments, DataArguments, TrainingArguments]
 
 
@@ -259,35 +261,41 @@ def compute_dtype(values: dict) -> torch.dtype:
     return {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}[precision_name(values)]
 
 
-def build_arguments(options: Options) -> tuple[ModelArguments, DataArguments, TrainingArguments]:
-    """Construct the dataclasses. TrainingArguments joins the process group as a side effect."""
-    values = dict(options.values)
-    values["output_dir"] = values["output_dir"] or "output"
-    if options.fsdp_config is not None:
-        values["fsdp"] = True
-        values["fsdp_config"] = trainer_config(options.fsdp_config)
-        values["parallelism_config"] = parallelism(options.fsdp_config)
-        # not by --ddp_backend, which takes one name; it must be known before TrainingArguments opens the group
-        if backend := process_group_backend(options.fsdp_config, gpu=not values["use_cpu"]):
-            if values["ddp_backend"]:
-                raise options.error("ddp_backend", f"cpu_offload needs {backend}", "leave it out")
-            values["ddp_backend"] = backend
-    values["report_to"] = check_trackers(values["report_to"]) or "none"
-    values["run_name"] = values["run_name"] or os.path.basename(os.getcwd())
-    values["ddp_timeout"] = watchdog.start(values["ddp_timeout"])
-    if values["tf32"] is None:
-        values["tf32"] = False  # or --torch_compile would switch it on, and fp32 would not be fp32
+def own_arguments(options: Options) -> tuple[ModelArguments, DataArguments]:
+    """The flags that transformers does not know."""
+    parts = [
+        {part.name: options.values[part.name] for part in fields(kind)} for kind in (ModelArguments, DataArguments)
+    ]
+    return ModelArguments(**parts[0]), DataArguments(**parts[1])
+
+
+def trainer_flags(options: Options) -> dict:
+    """All values for TrainingArguments but those that turn on ZeRO or FSDP, which train.py adds.
+
+    Starts the watchdog: before TrainingArguments opens the process group.
+    """
+    known = {field.name for field in fields(TrainingArguments) if field.init}
+    flags = {name: value for name, value in options.values.items() if name in known - SHARDING}
+    flags["output_dir"] = options.values["output_dir"] or "output"
+    flags["report_to"] = check_trackers(options.values["report_to"]) or "none"
+    flags["run_name"] = options.values["run_name"] or os.path.basename(os.getcwd())
+    flags["tf32"] = bool(options.values["tf32"])  # unset, --torch_compile would switch it on, and fp32 were not fp32
+    # not by --ddp_backend, which takes one name; it must be known before TrainingArguments opens the group
+    backend = process_group_backend(options.fsdp_config or {}, gpu=not options.values["use_cpu"])
+    if backend and flags["ddp_backend"]:
+        raise options.error("ddp_backend", f"cpu_offload needs {backend}", "leave it out")
+    flags["ddp_backend"] = backend or flags["ddp_backend"]
+    flags["ddp_timeout"] = watchdog.start(options.values["ddp_timeout"])
+    return flags
+
+
+@contextlib.contextmanager
+def argument_errors() -> Iterator[None]:
+    """One line of what TrainingArguments refuses. Raises WorkshopError."""
     try:
-        model_args, data_args, training_args = Parser(DATACLASSES).parse_dict(values)
+        yield
     except (ValueError, OSError, TypeError, ArithmeticError, LookupError, ImportError) as error:
         raise WorkshopError("command line", str(error) or type(error).__name__, "see --help") from error
     except torch.distributed.DistError as error:
-        raise WorkshopError(
-            "process group", str(error), "check MASTER_ADDR and MASTER_PORT on every node", ENVIRONMENT
-        ) from error
-    watchdog.beat("the start, in one group")
-    if training_args.n_gpu > 1:
-        # transformers would fall back to nn.DataParallel; one process drives one GPU in this workshop
-        print(f"plain python uses 1 of the {training_args.n_gpu} visible GPUs; start with scripts/launch.py to use all")
-        training_args._n_gpu = 1
-    return model_args, data_args, training_args
+        way_out = "check MASTER_ADDR and MASTER_PORT on every node"
+        raise WorkshopError("process group", str(error), way_out, ENVIRONMENT) from error

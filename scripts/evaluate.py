@@ -13,9 +13,9 @@ from typing import Any
 import torch
 from datasets import Dataset
 from torch.distributed.fsdp import FullyShardedDataParallel
-from transformers import PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase, TrainingArguments
 
-from config import Options, build_arguments, parse_command_line
+from config import Options, argument_errors, own_arguments, parse_command_line, trainer_flags
 from data_loader import answer_room, load_evaluation_set
 from errors import WorkshopError
 from hub import draw_bars_on_terminals_only
@@ -40,17 +40,15 @@ def exact_match_and_f1(
     max_length: int,
     device: torch.device,
     sharded: bool = False,
-    after_batch: Callable[[], object] = lambda: None,
 ) -> dict[str, float]:
     """Percent by the official SQuAD v1.1 rules, over all `questions`, the same on every rank. Collective.
 
     model: of transformers, or as FSDP1 has wrapped one.
     device: where the model computes. Not its own `device`: FSDP's CPU offload keeps it elsewhere in between.
     sharded: the ranks hold parts of the model, so they must call its forward pass equally often.
-    after_batch: called on every rank equally often.
     """
     squad = load_metric()
-    arguments = (model, tokenizer, questions, batch_size, max_length, device, sharded, after_batch)
+    arguments = (model, tokenizer, questions, batch_size, max_length, device, sharded)
     predictions = answer_questions(*arguments)
     given = [{"id": str(i), "prediction_text": predictions[i]} for i in range(len(questions))]
     references: list[dict] = [
@@ -75,7 +73,6 @@ def answer_questions(
     max_length: int,
     device: torch.device,
     sharded: bool,
-    after_batch: Callable[[], object] = lambda: None,
 ) -> dict[int, str]:
     """Number of the question -> generated answer, for all questions on every rank."""
     # Prompts of similar length in each batch, so that few are padded; the longest first, which need most memory.
@@ -101,7 +98,6 @@ def answer_questions(
         new_tokens = generated[:, padded["input_ids"].shape[1] :]
         texts = tokenizer.batch_decode(new_tokens, skip_special_tokens=True)
         answers.update(zip(batch, (text.strip() for text in texts), strict=True))
-        after_batch()
     return {number: text for part in gather_lists(list(answers.items())) for number, text in part}
 
 
@@ -114,11 +110,14 @@ def root_gathered(model: torch.nn.Module) -> contextlib.AbstractContextManager:
 
 
 def evaluate_saved(options: Options) -> dict[str, float]:
-    if options.values["deepspeed"]:
-        raise WorkshopError("--deepspeed", "evaluation holds the whole model on every rank", "leave the flag out")
+    for flag in ("deepspeed", "fsdp"):
+        if options.values[flag]:
+            raise WorkshopError(f"--{flag}", "evaluation holds the whole model on every rank", "leave the flag out")
     prepare_environment(shards=False)
-    model_args, data_args, args = build_arguments(options)
-    join_process_group(with_deepspeed=False)
+    model_args, data_args = own_arguments(options)
+    with argument_errors():
+        args = TrainingArguments(**trainer_flags(options))
+    join_process_group(args, with_deepspeed=False)
     tokenizer = load_tokenizer(model_args, data_args)
     check_model(empty_model(model_args, data_args), tokenizer, data_args.max_length)
     questions = load_evaluation_set(data_args, tokenizer, args)

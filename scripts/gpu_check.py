@@ -28,10 +28,11 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
+from transformers import TrainingArguments
 
 from checks.jobs import tiny_variables, train_once
 from checks.machine import OLDER_BUILD, built_for, command, last_line, wrong_pins
-from config import Options, build_arguments, parse_command_line
+from config import Options, own_arguments, parse_command_line, trainer_flags
 from data_loader import collator, load_evaluation_set
 from errors import ENVIRONMENT, OneLineErrors, WorkshopError, run_program
 from estimate_memory import estimate, read_options, totals
@@ -242,7 +243,8 @@ def reload(output: Path, log: Path) -> float:
         sizes = ["--eval_size", TINY["EVAL_SIZE"], "--max_length", TINY["MAX_LENGTH"], "--fp16", "False"]
         flags = ["--model_name", output, "--dataset", SAMPLE, "--output_dir", output / "evaluation", *sizes]
         options = parse_command_line("", list(map(str, flags)), gpu=False, environment={})
-        model_args, data_args, args = build_arguments(options)
+        model_args, data_args = own_arguments(options)
+        args = TrainingArguments(**trainer_flags(options))
         tokenizer = load_tokenizer(model_args, data_args)
         questions = load_evaluation_set(data_args, tokenizer, args)
         model = load_model(model_args, data_args, tokenizer, args.seed)

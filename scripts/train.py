@@ -16,38 +16,219 @@ Your own data and model, going on after an interruption:
     python scripts/train.py --model_name ./my-model --dataset my.json --train_size 1000 --resume_from_checkpoint
 """
 
+import sys
+from pathlib import Path
+from typing import Any
+
+from transformers import ProgressCallback, TrainingArguments
+
 from build_ops import check_compiler
-from config import parse_command_line
+from config import argument_errors, compute_dtype, own_arguments, parse_command_line, trainer_flags
+from data_loader import collator, load_squad, questions_cut
+from errors import ENVIRONMENT
+from evaluate import exact_match_and_f1, load_metric
+from hub import draw_bars_on_terminals_only
+from job.finish import finish
 from job.git_state import git_state
-from parallel.distributed import local_world_size, prepare_environment, rank, run_and_exit, world_size
-from parallel.ds_config import check_ds_config
-from parallel.fsdp_config import check_fsdp_config
-from training.stopping import StopRequest
+from model import empty_model, load_model, load_tokenizer, save_model
+from parallel import watchdog
+from parallel.distributed import (
+    join_process_group,
+    leave_process_group,
+    local_world_size,
+    prepare_environment,
+    print_once,
+    rank,
+    run_and_exit,
+    world_size,
+)
+from parallel.ds_config import check_contradictions, check_ds_config
+from parallel.fsdp_config import check_fsdp_config, parallelism, shard_on_cpu, trainer_config
+from tracking import close_trackers, prepare_trackers
+from training.audit import AuditCallback, check_can_train, steps_per_epoch, strategy_name
+from training.callbacks import (
+    FiniteLossCallback,
+    HeartbeatCallback,
+    LogLinesCallback,
+    RecordCallback,
+    TrainSpeedCallback,
+    UtilisationCallback,
+)
+from training.checkpoints import (
+    CheckpointCallback,
+    check_room,
+    check_same_training,
+    find_checkpoint,
+    marker_of,
+    remove_checkpoints_of_stops,
+    step_of,
+)
+from training.chunked_loss import use_chunked_loss
+from training.compiling import CompiledCallback, compile_or_eager
+from training.flops import flops_of, matmul_peak
+from training.prediction import Prediction
+from training.profiling import ProfileCallback
+from training.record import RunRecord, new_job_id, refuse_finished, sole_writer
+from training.safe_load import load_weights_only, refuse_foreign_code
+from training.stopping import StopCallback, StopRequest
+from training.trainer import WorkshopTrainer, saving
 
 
 def main() -> None:
     stop = StopRequest()
     stop.listen()
+    draw_bars_on_terminals_only()
 
-    # 1. Knobs: flags, variables, config files. A mistake ends the run here, before anything is written.
+    # 1. Options: flags, variables and config files. A mistake ends the run here, before anything is written.
     options = parse_command_line(__doc__)
-    deepspeed = options.values["deepspeed"]
-    fsdp = options.values["fsdp"]
+    values = options.values
+    deepspeed = values["deepspeed"]  # a file of ds_configs/, or None
+    fsdp: Any = bool(values["fsdp"])
     prepare_environment(shards=bool(deepspeed or fsdp))
     if deepspeed:
         options.deepspeed_config = check_ds_config(deepspeed)
         check_compiler(options.deepspeed_config)
     if fsdp:
-        fsdp_file = options.values["fsdp_config"]
-        options.fsdp_config = check_fsdp_config(fsdp, fsdp_file, world_size(), local_world_size())
-
-    # Until its exec, git is counted with all the memory of this process: now that is small
+        options.fsdp_config = check_fsdp_config(values["fsdp"], values["fsdp_config"], world_size(), local_world_size())
+    model_args, data_args = own_arguments(options)
     git = git_state() if rank() == 0 else None
 
-    # Models and the Trainer take seconds to import: not before a mistake above has been told
-    from training.run import run
+    # 2. The Trainer's arguments. They open the processes' group, and turn on ZeRO or FSDP. They must come before the
+    #    model: ZeRO-3 shards its weights while they are loaded.
+    with argument_errors():
+        args = TrainingArguments(
+            **trainer_flags(options),
+            deepspeed=deepspeed,
+            fsdp=fsdp,
+            fsdp_config=trainer_config(options.fsdp_config),
+            parallelism_config=parallelism(options.fsdp_config),
+        )
+    if deepspeed:
+        check_contradictions(options, args)
+    join_process_group(args, with_deepspeed=bool(deepspeed))
 
-    run(options, stop, git)
+    # 3. Where results go, and the checkpoint to go on from, if there is one.
+    job_id = new_job_id()
+    args.output_dir = values["output_dir"] or f"output/{job_id}"
+    record = RunRecord(job_id)
+    strategy = strategy_name(options)
+    load_weights_only(with_deepspeed=bool(deepspeed))
+    checkpoint = find_checkpoint(args.resume_from_checkpoint, args.output_dir, job_id, args.world_size, strategy)
+    if checkpoint:
+        refuse_foreign_code(Path(checkpoint))
+    else:
+        refuse_finished(record.path, args.output_dir)
+
+    # 4. Tokenizer and data. The skeleton is the model without memory for its weights: can it be trained like this?
+    watchdog.beat("reading the data")
+    skeleton = empty_model(model_args, data_args)
+    tokenizer = load_tokenizer(model_args, data_args)
+    check_can_train(options, skeleton, tokenizer)
+    train_dataset, eval_dataset = load_squad(data_args, tokenizer, args)
+    marker = marker_of(job_id, options, strategy, args.world_size, train_dataset)
+    if checkpoint:
+        check_same_training(checkpoint, marker)
+    if rank() == 0:
+        check_room(args.output_dir, options, skeleton, strategy, args.save_total_limit)
+    if data_args.em_f1:
+        load_metric()  # if it is missing, the run ends now and not behind the training
+
+    with sole_writer(job_id), record:
+        # 5. The run record. From here on the run leaves files.
+        cut = questions_cut(train_dataset, eval_dataset)
+        if cut["train"]:
+            print_once(f"{cut['train']} of {len(train_dataset)} training questions were cut to --max_length")
+        if checkpoint:
+            print_once(f"going on from step {step_of(checkpoint)}: {checkpoint}")
+        record.start(
+            step_of(checkpoint) if checkpoint else 0,
+            run_name=args.run_name,
+            output_dir=args.output_dir,
+            git=git,
+            resumed_from=checkpoint,
+            settings=options.settings(),
+            train_size=len(train_dataset),
+            eval_size=len(eval_dataset),
+            questions_cut=cut,
+        )
+        watchdog.before_exit(lambda: finish(record.path, "failed", ENVIRONMENT))
+        prepare_trackers(args, job_id)
+        peak = matmul_peak(compute_dtype(values), args.device)  # 100 % MFU
+        prediction = Prediction(options, record, peak, args.device)
+
+        # 6. Model and Trainer.
+        watchdog.beat("loading the model")
+        model = load_model(model_args, data_args, tokenizer, args.seed)
+        if model_args.loss == "chunked":
+            use_chunked_loss(model)
+        flops = flops_of(model, record)
+        if fsdp:
+            shard_on_cpu()
+        watchdog.beat("trying the compiler")
+        eager_reason = compile_or_eager(args)
+        trainer = WorkshopTrainer(
+            model=model,
+            args=args,
+            train_dataset=train_dataset,
+            eval_dataset=eval_dataset,
+            data_collator=collator(tokenizer, data_args),
+        )
+        speed = TrainSpeedCallback(trainer, len(train_dataset) / steps_per_epoch(trainer), data_args.profile)
+        utilisation = UtilisationCallback()
+        audit = AuditCallback(trainer, options, data_args, record, eager_reason)
+        checkpoints = CheckpointCallback(trainer, marker, speed, checkpoint)
+        stops = StopCallback(stop, steps_per_epoch(trainer))
+        profile = [ProfileCallback(trainer, record, job_id)] if data_args.profile else []
+        add_callbacks(trainer, speed, utilisation, audit, RecordCallback(record), checkpoints, stops, *profile)
+
+        # 7. Training, with an evaluation and a checkpoint after each epoch.
+        result = trainer.train(resume_from_checkpoint=checkpoint)
+        record.measure_memory()
+        record.training(trainer, result.metrics, speed, utilisation, speed.work(flops, peak))
+        close_trackers(args, job_id, record.content["callbacks"])
+        stop.end_training(trainer, record)  # on a signal the run ends here, with a checkpoint and exit code 75
+
+        # 8. The model.
+        watchdog.beat("saving the model")
+        if args.save_strategy == "no":
+            print_once("model not saved (SAVE_STRATEGY=no)")
+        else:
+            with saving(Path(args.output_dir)):
+                save_model(trainer, tokenizer, args.output_dir)
+
+        # 9. Exact Match and F1 of its answers.
+        if data_args.em_f1:
+            with trainer.accelerator.autocast():  # around all tokens: 16-bit copies of the weights are made once
+                scores = exact_match_and_f1(
+                    trainer.model,
+                    tokenizer,
+                    eval_dataset,
+                    batch_size=data_args.em_f1_batch_size,
+                    max_length=data_args.max_length,
+                    device=args.device,
+                    sharded=fsdp or strategy == "DeepSpeed ZeRO-3",
+                )
+            print_once(f"exact_match {scores['exact_match']:.2f}  f1 {scores['f1']:.2f}")
+            record.update(**scores)
+        prediction.note_step(speed.samples_per_step * trainer.state.global_step)
+        record.measure_process_memory()  # saving and answers need memory, too
+        if args.save_strategy == "no":
+            remove_checkpoints_of_stops(args.output_dir)
+    print_once(f"Run record: {record.path}")
+    leave_process_group()
+
+
+def add_callbacks(trainer: WorkshopTrainer, *own: Any) -> None:
+    """Behind those of transformers, which decide when to log, evaluate and save. All are called in this order.
+
+    The clock of the steps comes first, so that it stops before what the others do. A checkpoint is marked as complete
+    before the run may stop behind it. What tells that the run goes on comes last, and names what comes next.
+    """
+    for callback in (*own, FiniteLossCallback(trainer), CompiledCallback(), HeartbeatCallback()):
+        trainer.add_callback(callback)
+    if not sys.stderr.isatty() and not trainer.args.disable_tqdm:  # a log in which no bar can be drawn
+        trainer.pop_callback(ProgressCallback)
+        trainer.add_callback(LogLinesCallback())
 
 
 if __name__ == "__main__":

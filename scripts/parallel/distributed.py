@@ -9,7 +9,7 @@ import sys
 import time
 import warnings
 from collections.abc import Callable
-from typing import NoReturn, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -96,12 +96,17 @@ def sees_only_its_own() -> bool:
     return "TORCHELASTIC_RUN_ID" not in os.environ and gpus >= local_world_size()
 
 
-def join_process_group(with_deepspeed: bool) -> None:
+def join_process_group(training_args: Any, with_deepspeed: bool) -> None:
     """Let DeepSpeed use the process group that TrainingArguments has opened, and print this rank's place in it.
 
     On the CPU transformers leaves this to the engine, but ZeRO-3 shards the model before there is one, and
     would take itself for a world of one.
     """
+    watchdog.beat("the start, in one group")
+    if training_args.n_gpu > 1:
+        # transformers would fall back to nn.DataParallel; one process drives one GPU in this workshop
+        print(f"plain python uses 1 of the {training_args.n_gpu} visible GPUs; start with scripts/launch.py to use all")
+        training_args._n_gpu = 1
     if with_deepspeed:
         from deepspeed.comm import init_distributed
 

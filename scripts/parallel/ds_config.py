@@ -165,11 +165,14 @@ def offloaded(zero: dict, part: str) -> bool:
     return (zero.get(f"offload_{part}") or {}).get("device", "none") != "none"
 
 
-def check_contradictions(path: str, config: dict, training_args, names: dict) -> None:
+def check_contradictions(options, training_args) -> None:
     """Compare the file's literals with the flags, once TrainingArguments has met both.
 
-    names: flag -> how the user gave it. Raises WorkshopError (exit code 2) with both values of each contradiction.
+    Raises WorkshopError (exit code 2) with both values of each contradiction.
     """
+    path = options.values["deepspeed"]
+    config = options.deepspeed_config
+    names = options.names
     for section, flag in (("optimizer", "optim"), ("scheduler", "lr_scheduler_type")):
         choice = getattr(training_args, flag).value
         if section in config and flag in names and choice not in ("adamw_torch", "adamw_torch_fused"):

@@ -118,14 +118,14 @@ def process_group_backend(config: dict, gpu: bool) -> str | None:
     return "cuda:nccl,cpu:gloo" if gpu and config.get("cpu_offload") else None
 
 
-def trainer_config(config: dict) -> dict:
+def trainer_config(config: dict | None) -> dict:
     """The part of the config that TrainingArguments knows."""
-    return {key: value for key, value in config.items() if not key.startswith("dp_")}
+    return {key: value for key, value in (config or {}).items() if not key.startswith("dp_")}
 
 
-def parallelism(config: dict) -> ParallelismConfig | None:
+def parallelism(config: dict | None) -> ParallelismConfig | None:
     """The two mesh dimensions of HYBRID_SHARD, None for the other strategies."""
-    if config.get("dp_replicate_size", 1) == 1:
+    if config is None or config.get("dp_replicate_size", 1) == 1:
         return None
     return ParallelismConfig(dp_replicate_size=config["dp_replicate_size"], dp_shard_size=config["dp_shard_size"])
 

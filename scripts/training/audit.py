@@ -7,19 +7,25 @@ from typing import Any
 import torch
 from datasets import Dataset
 from torch.utils.data import SequentialSampler
-from transformers import DataCollatorForSeq2Seq, Trainer, TrainerCallback
+from transformers import (
+    DataCollatorForSeq2Seq,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+    Trainer,
+    TrainerCallback,
+)
 from transformers.trainer_pt_utils import LengthGroupedSampler
 from transformers.trainer_utils import SaveStrategy
 
 from config import Options, precision_name
 from data_loader import IGNORED
 from errors import ENVIRONMENT, WorkshopError
-from model import count_parameters
+from model import check_model, count_parameters
 from parallel import sharding
 from parallel.distributed import gather_lists, rank, world_size
-from parallel.fsdp_config import fsdp_name, wrap_classes
+from parallel.fsdp_config import check_wrap_classes, fsdp_name, wrap_classes
 from training import compiling
-from training.chunked_loss import computes_loss_in_head
+from training.chunked_loss import check_head, computes_loss_in_head
 from training.record import RunRecord
 
 NOT_ON_CPU = "n/a on CPU"
@@ -39,6 +45,22 @@ class Audited:
     @property
     def differs(self) -> bool:
         return self.binding and self.requested != self.effective and self.effective != NOT_ON_CPU
+
+
+def check_can_train(options: Options, skeleton: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
+    """Raises WorkshopError (exit code 2) for a model that cannot be trained as the options say.
+
+    skeleton: the model without memory for its weights.
+    """
+    values = options.values
+    check_model(skeleton, tokenizer, values["max_length"])
+    if values["loss"] == "chunked":
+        check_head(skeleton)
+    if values["activation_checkpointing"] and not skeleton.supports_gradient_checkpointing:
+        what = f"{type(skeleton).__name__} cannot compute its blocks again"
+        raise WorkshopError("--activation_checkpointing", what, "leave it out, or use FSDP's, in its config file")
+    if options.fsdp_config is not None:
+        check_wrap_classes(options.fsdp_config, values["fsdp_config"], skeleton)
 
 
 class AuditCallback(TrainerCallback):

@@ -17,6 +17,7 @@ from parallel.distributed import gather_lists, world_size
 from training.flops import KINDS_OF_TOKENS, ModelFlops
 
 WARM_UP_STEPS = 3
+PROFILED_STEPS = 3
 PERCENT_PER_LINE = 5
 BAD_LOSSES = 3  # in a row
 FINITE_AGAIN = "lower --learning_rate, or use --bf16 instead of --fp16"
@@ -46,14 +47,14 @@ class TrainSpeedCallback(TrainerCallback):
     The Trainer's own train_samples_per_second divides by everything between start and end.
     """
 
-    def __init__(self, samples_per_step: float, trainer: Any, warm_up_steps: int = WARM_UP_STEPS):
-        """samples_per_step: of all ranks together, on average (an epoch's last step may hold fewer).
+    def __init__(self, trainer: Any, samples_per_step: float, profiled: bool = False):
+        """trainer: a WorkshopTrainer, which counts the tokens. profiled: whether the steps behind the warm-up are slow.
 
-        trainer: a WorkshopTrainer, which counts the tokens.
+        samples_per_step: of all ranks together, on average (an epoch's last step may hold fewer).
         """
-        self.samples_per_step = samples_per_step
-        self.warm_up_steps = warm_up_steps
         self.trainer = trainer
+        self.samples_per_step = samples_per_step
+        self.warm_up_steps = WARM_UP_STEPS + (PROFILED_STEPS if profiled else 0)
         self.steps = 0
         self.seconds = 0.0
         self.tokens: Any = 0  # of these steps, of this rank and run: a tensor of count_tokens

@@ -81,18 +81,12 @@ class Progress:
 class CheckpointCallback(TrainerCallback):
     """Marks each saved checkpoint as complete, and only then removes the older ones."""
 
-    def __init__(
-        self,
-        save_total_limit: int | None,
-        marker: dict,
-        trainer: Any,
-        speed: TrainSpeedCallback,
-        resumed_from: str | None,
-    ):
-        """marker: what is known of every checkpoint of this run. trainer: a WorkshopTrainer."""
-        self.save_total_limit = save_total_limit
-        self.marker = marker
+    def __init__(self, trainer: Any, marker: dict, speed: TrainSpeedCallback, resumed_from: str | None):
+        """trainer: a WorkshopTrainer. marker: what is known of every checkpoint of this run."""
         self.trainer = trainer
+        self.save_total_limit = trainer.args.save_total_limit
+        trainer.args.save_total_limit = None  # the Trainer would remove older ones before the new one is complete
+        self.marker = marker
         self.speed = speed
         self.resumed_from = resumed_from
 
@@ -200,6 +194,10 @@ def mark_complete(folder: Path, content: dict) -> None:
 
 def read_marker(folder: str | Path) -> dict:
     return json.loads((Path(folder) / MARKER).read_text(encoding="utf-8"))
+
+
+def step_of(checkpoint: str) -> int:
+    return read_marker(checkpoint)["step"]
 
 
 def is_complete(folder: Path) -> bool:

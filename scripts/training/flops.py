@@ -20,7 +20,7 @@ import torch
 from data_loader import IGNORED
 from json_files import write_json
 from parallel.distributed import gather_lists, local_world_size, rank, same_everywhere, wait_for_everyone
-from training.record import hardware
+from training.record import RunRecord, hardware
 
 KINDS_OF_TOKENS = 4  # of count_tokens
 CPU_SIZE = 1024  # of the square matrices
@@ -63,6 +63,15 @@ class ModelFlops:
         """Operations for so many tokens, as `count_tokens` counts them."""
         # 12 for each layer, unit of the hidden size and pair of tokens: scores and weighted sums, forward and backward
         return 6.0 * self.trunk * real + 6.0 * self.head * counted + 12.0 * self.attention * squares
+
+
+def flops_of(model: Any, record: RunRecord) -> ModelFlops | None:
+    """None where nobody knows what the model needs; the record then says why."""
+    try:
+        return ModelFlops(model)
+    except ValueError as error:
+        record.content["missing"]["train.mfu_percent"] = str(error)
+        return None
 
 
 def elements(parameter: torch.Tensor) -> int:

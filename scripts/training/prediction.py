@@ -9,15 +9,33 @@ import measure_bandwidth
 from config import Options
 from estimate_memory import estimate, totals, without_gpu
 from estimate_time import GB, Batch, Rates, predict_step
+from parallel import watchdog
 from parallel.distributed import local_world_size, rank, same_everywhere, world_size
 from planned import check_optimizer
-from training.flops import forget_measuring
+from training.flops import forget_measuring, memory_bandwidth
 from training.record import RunRecord
 
 MIB = 2**20
 RATES = ("matmul_tflops", "memory_gb_per_s", "bus_gb_per_s")
 # Of the all-reduce that is timed where no bandwidth test was: milliseconds on a good network
 BUS_BYTES = 256 * MIB if torch.cuda.is_available() else 4 * MIB
+
+
+class Prediction:
+    """Notes what the estimates say: of the memory when it is made, before the model is loaded; of a step at the end."""
+
+    def __init__(self, options: Options, record: RunRecord, peak: float, device: torch.device):
+        """peak: operations per second of one rank. Collective."""
+        self.options = options
+        self.record = record
+        watchdog.beat("estimating memory")
+        predict_memory(options, record)
+        watchdog.beat("timing memory and network")
+        self.rates = Rates(peak, memory_bandwidth(device), bus_bandwidth(record, device))
+
+    def note_step(self, samples: float) -> None:
+        """samples: that all ranks together have trained on."""
+        predict_time(self.options, self.record, self.rates, samples)
 
 
 def predict_memory(options: Options, record: RunRecord) -> None:

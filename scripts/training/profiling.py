@@ -19,9 +19,8 @@ from torch.profiler import ProfilerActivity, profile, record_function
 from transformers import Trainer, TrainerCallback
 
 from parallel.distributed import gather_lists, rank
-from training.callbacks import WARM_UP_STEPS
+from training.callbacks import PROFILED_STEPS, WARM_UP_STEPS
 
-PROFILED_STEPS = 3
 PHASES = ("data", "forward", "backward", "optimizer")
 STEP = "profiled step"
 Interval = tuple[int, int]  # nanoseconds

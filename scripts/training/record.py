@@ -205,16 +205,16 @@ class RunRecord:
                 self.path, f"cannot be written ({error.strerror})", "free disk space or quota", ENVIRONMENT
             ) from error
 
-    def training(self, steps: int, metrics: dict, log_history: list[dict], speed, utilisation, work: dict) -> None:
+    def training(self, trainer, metrics: dict, speed, utilisation, work: dict) -> None:
         """Note what the Trainer reports at the end of a training, and what the callbacks measured. Collective.
 
         work: of TrainSpeedCallback.
         """
         steady = speed.rates()
-        losses = [entry["loss"] for entry in log_history if "loss" in entry]
+        losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
         self.update(
             train={
-                "steps": steps,
+                "steps": trainer.state.global_step,
                 "loss_mean": metrics["train_loss"],
                 "loss_last": losses[-1] if losses else None,
                 "runtime_s": metrics["train_runtime"],

@@ -81,7 +81,7 @@ def stop_in_em_and_f1(bench: Bench):
 
 @case("stop", "at the start", "SIGTERM while the data is read", "143 at once: nothing to save; it can be started again")
 def stop_at_the_start(bench: Bench):
-    ended = bench.run(script=bench.patched(sent("training.run.load_squad", 1, signal.SIGTERM, then=PAUSE)), code=143)
+    ended = bench.run(script=bench.patched(sent("train.load_squad", 1, signal.SIGTERM, then=PAUSE)), code=143)
     assert not ended.output.exists()
     assert bench.run().record["status"] == "completed"
 

@@ -56,7 +56,6 @@ def preload() -> None:
     for name in (
         "deepspeed",
         "train",
-        "training.run",
         "evaluate",
         "report",
         "job.finish",

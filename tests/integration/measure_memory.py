@@ -16,7 +16,6 @@ from transformers import TrainerCallback
 
 import train
 from parallel.sharding import unit_group
-from training import run
 
 
 def parameters_of(model) -> list:
@@ -76,5 +75,5 @@ def measuring(base: type) -> type:
     return Measuring
 
 
-run.WorkshopTrainer = measuring(run.WorkshopTrainer)
+train.WorkshopTrainer = measuring(train.WorkshopTrainer)
 train.run_and_exit(train.main)

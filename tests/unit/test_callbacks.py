@@ -28,7 +28,7 @@ class Run:
         monkeypatch.setattr(callbacks, "clock", lambda: self.now)
         self.state = SimpleNamespace(global_step=first_step)
         self.trainer = SimpleNamespace(tokens=0)
-        self.callback = TrainSpeedCallback(SAMPLES_PER_STEP, self.trainer)
+        self.callback = TrainSpeedCallback(self.trainer, SAMPLES_PER_STEP)
         self.done = 0
         self.callback.on_train_begin(None, self.state, None)
 

@@ -137,7 +137,8 @@ def save(callback: CheckpointCallback, step: int, best: str | None = None) -> No
 def callback(save_total_limit: int | None) -> CheckpointCallback:
     trainer = SimpleNamespace(_tr_loss=0.5, _total_loss_scalar=20.0, _globalstep_last_logged=18, earlier_seconds=7.0)
     trainer.tokens = torch.tensor([100, 20, 90, 5000])
-    watching = CheckpointCallback(save_total_limit, MARKED, trainer, TrainSpeedCallback(4, trainer), None)
+    trainer.args = SimpleNamespace(save_total_limit=save_total_limit)
+    watching = CheckpointCallback(trainer, MARKED, TrainSpeedCallback(trainer, 4), None)
     watching.on_train_begin(None, None, None)
     return watching
 

@@ -96,8 +96,8 @@ def test_evaluation_batch_follows_the_training_batch():
 def test_run_is_named_after_its_folder(tmp_path, monkeypatch):
     (tmp_path / "zero2").mkdir()
     monkeypatch.chdir(tmp_path / "zero2")
-    assert config.build_arguments(parse())[2].run_name == "zero2"
-    assert config.build_arguments(parse("--run_name", "mine"))[2].run_name == "mine"
+    assert config.trainer_flags(parse())["run_name"] == "zero2"
+    assert config.trainer_flags(parse("--run_name", "mine"))["run_name"] == "mine"
 
 
 def test_settings_hold_every_knob_and_each_given_flag():
@@ -127,9 +127,15 @@ def test_no_flag_takes_a_secret_but_those_that_are_refused():
     assert secrets - harmless <= UNUSED_FLAGS.keys()
 
 
+def made(options) -> TrainingArguments:
+    with config.argument_errors():
+        return TrainingArguments(**config.trainer_flags(options))
+
+
 def test_training_arguments_hold_what_was_asked_for():
     options = parse("--learning_rate", "1e-3", "--labels", "answer", "--model_name", "tiny-bloom", "--seed", "7")
-    model, data, training = config.build_arguments(options)
+    model, data = config.own_arguments(options)
+    training = made(options)
     assert (model.model_name, data.labels, training.learning_rate, training.seed) == ("tiny-bloom", "answer", 1e-3, 7)
     assert (training.eval_strategy, training.save_total_limit, training.logging_steps) == ("epoch", 1, 5)
 
@@ -213,7 +219,7 @@ REFUSED_BY_TRANSFORMERS = [
 
 @pytest.mark.parametrize(("words", "part"), REFUSED_BY_TRANSFORMERS, ids=lambda value: str(value))
 def test_what_training_arguments_refuse_is_one_line_too(words, part, refusal):
-    assert part in refusal(config.build_arguments, parse(*words))
+    assert part in refusal(made, parse(*words))
 
 
 CONTRADICTIONS = [

@@ -4,6 +4,7 @@ import json
 from types import SimpleNamespace
 
 import pytest
+from transformers import TrainingArguments
 from transformers.integrations.deepspeed import HfTrainerDeepSpeedConfig
 
 import config
@@ -171,10 +172,12 @@ def compare(path: str, *argv: str) -> None:
     """What train.py does with a DeepSpeed file and these flags before it starts any process."""
     content = check_ds_config(path)
     options = config.parse_command_line("", list(argv))
-    training = config.build_arguments(options)[2]
+    training = TrainingArguments(**config.trainer_flags(options))
+    options.values["deepspeed"] = path
+    options.deepspeed_config = content
     training.hf_deepspeed_config = HfTrainerDeepSpeedConfig(path)
     training.hf_deepspeed_config.trainer_config_process(training)
-    check_contradictions(path, content, training, options.names)
+    check_contradictions(options, training)
 
 
 CONTRADICTIONS = [

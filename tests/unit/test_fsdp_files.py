@@ -1,7 +1,6 @@
 """FSDP config files: what is refused, what the sizes come to, what the strategies are called."""
 
 import json
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -79,30 +78,17 @@ def test_unknown_class_to_wrap_lists_those_of_the_model(refusal):
     assert "the model has no BloomBlock; choose from Attention, CustomGPTBlock" in line
 
 
-def built(monkeypatch, fsdp_config: dict, *flags: str) -> dict:
-    """The values that TrainingArguments would get on a machine with a GPU."""
-    options = parse_command_line("", ["--model_name", "tiny-bloom", "--fsdp", *flags])
-    options.fsdp_config = fsdp_config
-    found = {}
-
-    def parse_dict(self, values):
-        found.update(values)
-        return None, None, SimpleNamespace(n_gpu=1)
-
-    monkeypatch.setattr(config.Parser, "parse_dict", parse_dict)
-    config.build_arguments(options)
-    return found
-
-
-def test_cpu_offload_asks_for_a_back_end_for_cpu_tensors(gpu, monkeypatch):
-    assert built(monkeypatch, {"cpu_offload": True})["ddp_backend"] == "cuda:nccl,cpu:gloo"
-    assert built(monkeypatch, {"cpu_offload": False})["ddp_backend"] is None
+@pytest.mark.parametrize(("offload", "backend"), [(True, "cuda:nccl,cpu:gloo"), (False, None)])
+def test_cpu_offload_asks_for_a_back_end_for_cpu_tensors(gpu, offload, backend):
+    options = parse_command_line("", ["--model_name", "tiny-bloom", "--fsdp"])
+    options.fsdp_config = {"cpu_offload": offload}
+    assert config.trainer_flags(options)["ddp_backend"] == backend
 
 
 def test_a_back_end_of_the_users_does_not_go_with_cpu_offload(gpu, refusal):
     options = parse_command_line("", ["--model_name", "tiny-bloom", "--fsdp", "--ddp_backend", "nccl"])
     options.fsdp_config = {"cpu_offload": True}
-    line = refusal(config.build_arguments, options)
+    line = refusal(config.trainer_flags, options)
     assert line == "error: --ddp_backend: cpu_offload needs cuda:nccl,cpu:gloo; leave it out"
 
 

@@ -61,8 +61,9 @@ def trained(steady: dict, means: dict, reason: str = "", log: tuple = ()) -> Run
     run.start(0, git=GIT)
     run.measure_memory()
     speed = SimpleNamespace(rates=lambda: steady)
-    work = TrainSpeedCallback(4, SimpleNamespace(tokens=0)).work(None, peak=1e12)
-    run.training(16, METRICS, list(log), speed, SimpleNamespace(means=lambda: means, reason=reason), work)
+    work = TrainSpeedCallback(SimpleNamespace(tokens=0), 4).work(None, peak=1e12)
+    trainer = SimpleNamespace(state=SimpleNamespace(global_step=16, log_history=list(log)))
+    run.training(trainer, METRICS, speed, SimpleNamespace(means=lambda: means, reason=reason), work)
     return run
 
 
