@@ -129,7 +129,8 @@ def hang_error(rank: int, earlier: dict[int, Sign], later: dict[int, Sign], limi
         what = f"{named(missing, later)} did not join within {limit} s"
         return WorkshopError("rendezvous", what, "check that node, or exclude it", ENVIRONMENT)
     silent = {each for each in ranks if earlier.get(each) == later.get(each)}
-    if silent and rank not in silent:  # else its own file cannot be written, and files tell nothing
+    # not while it joins, as those that have joined write less often; nor where its own file cannot be written
+    if silent and rank not in silent and beats:
         what = f"no answer from {named(silent, later, 'last heard: ')}, stopped or out of reach"
     else:
         least = min(sign.progress for sign in later.values())

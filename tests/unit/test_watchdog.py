@@ -72,6 +72,11 @@ def test_ranks_that_never_came_are_named_with_the_nodes_that_they_should_be_on(m
     assert line(joined, sign(1, beats=0)).startswith("rendezvous: rank 2 on node2, rank 3 on node2 did not join ")
 
 
+def test_a_rank_that_still_joins_is_named_and_not_those_that_write_less_often():
+    found = [sign(0, beats=0), sign(1, beats=3), sign(2, beats=3), sign(3, beats=3)]
+    assert line(*found, silent=(1, 2, 3)).startswith("hang: no progress of rank 0 on node1 (step 0, at x.py:40 read), ")
+
+
 def test_of_many_ranks_the_first_are_named(monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "64")
     assert line(sign(0)).startswith("hang: no answer from rank 1, rank 2, rank 3, rank 4 and 59 more, stopped or ")
