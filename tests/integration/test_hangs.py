@@ -32,7 +32,7 @@ HeartbeatCallback.on_step_begin = hang
 """
 STOPPED = "os.kill(os.getpid(), signal.SIGSTOP)"
 HOST = re.escape(socket.gethostname())
-LINE = r"\w[\w-]*\.py:\d+ \w+"
+LINE = r"\S+:\d+ \S+"  # a function may be called <genexpr>
 BY_HAND = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"}
 
 
