@@ -62,6 +62,7 @@ job_prepare() {
   job_lock
   # of an attempt whose node failed
   rm -f "$RUN_DIR"/{exit_codes,gaps,warned,node_failed,bandwidth.json,compiled,joined_*,problem_*}
+  rm -rf "$RUN_DIR"/.ranks_* # of ranks that were killed
   trap job_finish EXIT
   job_trap_signals
   job_keep_output
@@ -477,6 +478,7 @@ job_finish() { # on EXIT, also when the training failed: errexit ends the script
   fi
   job_record "$code"
   rm -f "$RUN_DIR"/{lock,job.lock,exit_codes,gaps,warned,node_failed,bandwidth.json,compiled,joined_*,problem_*}
+  rm -rf "$RUN_DIR"/.ranks_* # of ranks that were killed
   rmdir "$RUN_DIR" || true
   job_upload
   if [[ $again = yes ]]; then

@@ -176,41 +176,6 @@ def one_rank_dies(bench: Bench):
     assert bench.run(*KEPT, "--resume_from_checkpoint", **how).record["status"] == "completed"
 
 
-@case(
-    "ranks",
-    "one hangs",
-    "SIGSTOP to one of two ranks in a step, HANG_TIMEOUT=5",
-    "exit 3; one line names the rank, the host and the step; the record says failed",
-    slow="waits for HANG_TIMEOUT",
-)
-def one_rank_hangs(bench: Bench):
-    patch = moment(STEP, 3, "os.environ['RANK'] == '1' and os.kill(os.getpid(), signal.SIGSTOP)")
-    started = bench.start(script=bench.patched(patch), ranks=2, BATCH_SIZE=1, HANG_TIMEOUT=5)
-    try:
-        started.until(lambda: started.pids[0] in bench.server.codes)
-    finally:
-        os.kill(started.pids[1], signal.SIGKILL)
-    ended = started.wait()
-    assert bench.server.codes[started.pids[0]] == 3, ended
-    assert "rank 1" in ended.error and socket.gethostname() in ended.error, ended
-    assert ended.record["status"] == "failed"
-
-
-ranks = partial(refused, "ranks")
-WORLD = {"RANK": 1, "LOCAL_RANK": 1, "WORLD_SIZE": 2, "LOCAL_WORLD_SIZE": 2}
-ranks(
-    "first node not there",
-    "MASTER_ADDR that nobody has, JOIN_TIMEOUT=1",
-    "MASTER_ADDR: ...192.0.2.1...; ...",
-    code=3,
-    slow="the error line of rank 1 comes 10 seconds late",
-    JOIN_TIMEOUT=1,
-    MASTER_ADDR="192.0.2.1",
-    MASTER_PORT=29500,
-    **WORLD,
-)
-
-
 @case("ranks", "port taken", "MASTER_PORT is another program's", "exit 3 and one line, nothing written")
 def port_taken(bench: Bench):
     with socket.socket() as listener:

@@ -1,4 +1,4 @@
-"""Ranks that hang, do not come, or have nothing to reach, as processes. The wording: tests/unit/test_watchdog.py."""
+"""Ranks that hang, do not come, or have nothing to reach, as processes. Who is named: tests/unit/test_watchdog.py."""
 
 import re
 import signal
@@ -32,6 +32,7 @@ HeartbeatCallback.on_step_begin = hang
 """
 STOPPED = "os.kill(os.getpid(), signal.SIGSTOP)"
 HOST = re.escape(socket.gethostname())
+LINE = r"\S+:\d+ \S+"  # a function may be called <genexpr>
 BY_HAND = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"}
 
 
@@ -65,6 +66,10 @@ def the_line(run: Finished) -> str:
     return lines[0]
 
 
+def files_of_ranks(run: Finished) -> list[Path]:
+    return list((run.folder / "results").glob(".ranks_*"))
+
+
 def test_a_stopped_rank_ends_the_job_with_its_name(launched):
     process = launched("hang-stopped", HANGS.format(rank=0, how=STOPPED))
     process.until(lambda: "error: hang: " in process.finished(None).log)
@@ -72,22 +77,26 @@ def test_a_stopped_rank_ends_the_job_with_its_name(launched):
         rank.send_signal(signal.SIGCONT)
     run = process.wait()
     assert run.code == 3, run
+    # what it last wrote may be of a step before
     assert re.match(
-        rf"error: hang: no answer from rank 0 on {HOST}, stopped or out of reach "
-        rf"\(rank 1 on {HOST} has waited for {HANG_TIMEOUT} s, step 4, in gloo:\w+\); ",
+        rf"error: hang: no answer from rank 0 on {HOST} \(last heard: .+, at {LINE}\), stopped or out of reach, "
+        rf"noticed by rank 1 on {HOST} \(step 4, at {LINE}\) after {HANG_TIMEOUT} s; ",
         the_line(run),
     ), run
     assert (run.record["status"], run.record["exit_code"]) == ("failed", 3), run
+    assert files_of_ranks(run) == []
 
 
 def test_a_rank_that_never_returns_from_a_call_is_named_with_its_line(launched):
     run = launched("hang-asleep", HANGS.format(rank=1, how="time.sleep(1000)")).wait()
     assert run.code == 3, run
-    place = r"step 4, at hang-asleep\.py:\d+ hang"
     assert re.match(
-        rf"error: hang: no progress of rank 1 on {HOST} beyond {place} \(rank 0 on {HOST} has waited ", the_line(run)
+        rf"error: hang: no progress of rank 1 on {HOST} \(step 4, at hang-asleep\.py:\d+ hang\), "
+        rf"noticed by rank [01] on {HOST} \(step 4, at {LINE}\) after {HANG_TIMEOUT} s; ",
+        the_line(run),
     ), run
     assert (run.record["status"], run.record["exit_code"]) == ("failed", 3), run
+    assert files_of_ranks(run) == []
 
 
 def by_hand(background, name: str, rank: int, **variables: object) -> Finished:
