@@ -1,10 +1,11 @@
 """Fine-tune a causal language model on SQuAD with the Hugging Face Trainer: plain, with DDP, DeepSpeed ZeRO or FSDP.
 
-On a laptop, no network needed (TRAIN_SIZE and EVAL_SIZE fit the bundled sample):
+On a laptop, no network needed. Flags have variables, too (python scripts/knobs.py): TRAIN_SIZE=256 is --train_size 256.
     python scripts/train.py --model_name tiny-bloom --dataset data/squad_sample.json --train_size 256 --eval_size 64
 
-BLOOM-560m on one GPU, then with ZeRO-1, then on two GPUs with ZeRO-2 and CPU offload:
+BLOOM-560m on one GPU, on two with DDP, then with ZeRO-1, then on two GPUs with ZeRO-2 and CPU offload:
     python scripts/train.py
+    python scripts/launch.py --nproc-per-node=2 scripts/train.py
     python scripts/train.py --deepspeed ds_configs/zero1.json
     python scripts/launch.py --nproc-per-node=2 scripts/train.py --deepspeed ds_configs/zero2_cpu_offload.json
 
@@ -75,15 +76,17 @@ from training.trainer import WorkshopTrainer, saving
 
 
 def main() -> None:
+    # Ctrl-C, or a signal of Slurm: from the first step to the last it asks for a checkpoint, and the run ends in
+    # section 7 with exit code 75. Before and after that it just ends the run.
     stop = StopRequest()
     stop.listen()
     draw_bars_on_terminals_only()
 
-    # 1. Options: flags, variables and config files. A mistake ends the run here, before anything is written.
+    # 1. Options: flags, variables and config files. The sections 1 to 4 only check; nothing is written before the 5th.
     options = parse_command_line(__doc__)
     values = options.values
     deepspeed = values["deepspeed"]  # a file of ds_configs/, or None
-    fsdp: Any = bool(values["fsdp"])
+    fsdp: Any = bool(values["fsdp"])  # with a file of fsdp_configs/, or FULL_SHARD
     prepare_environment(shards=bool(deepspeed or fsdp))
     if deepspeed:
         options.deepspeed_config = check_ds_config(deepspeed)
@@ -93,26 +96,26 @@ def main() -> None:
     model_args, data_args = own_arguments(options)
     git = git_state() if rank() == 0 else None
 
-    # 2. The Trainer's arguments. They open the processes' group, and turn on ZeRO or FSDP. They must come before the
-    #    model: ZeRO-3 shards its weights while they are loaded.
+    # 2. The Trainer's arguments. They turn on ZeRO or FSDP; with neither, several processes train with DDP. They must
+    #    come before the model: ZeRO-3 shards its weights while they are loaded.
     with argument_errors():
         args = TrainingArguments(
             **trainer_flags(options),
             deepspeed=deepspeed,
             fsdp=fsdp,
             fsdp_config=trainer_config(options.fsdp_config),
-            parallelism_config=parallelism(options.fsdp_config),
+            parallelism_config=parallelism(options.fsdp_config),  # of HYBRID_SHARD: replicas x shards
         )
     if deepspeed:
         check_contradictions(options, args)
-    join_process_group(args, with_deepspeed=bool(deepspeed))
+    join_process_group(args, with_deepspeed=bool(deepspeed))  # TrainingArguments has opened it
 
-    # 3. Where results go, and the checkpoint to go on from, if there is one.
-    job_id = new_job_id()
+    # 3. Where results go, and the checkpoint to go on from, if one was asked for or Slurm has started this job again.
+    job_id = new_job_id()  # JOB_ID, Slurm's, or a new one
     args.output_dir = values["output_dir"] or f"output/{job_id}"
     record = RunRecord(job_id)
     strategy = strategy_name(options)
-    load_weights_only(with_deepspeed=bool(deepspeed))
+    load_weights_only(with_deepspeed=bool(deepspeed))  # from here on: a checkpoint is a pickle, and could run code
     checkpoint = find_checkpoint(args.resume_from_checkpoint, args.output_dir, job_id, args.world_size, strategy)
     if checkpoint:
         refuse_foreign_code(Path(checkpoint))
@@ -120,21 +123,24 @@ def main() -> None:
         refuse_finished(record.path, args.output_dir)
 
     # 4. Tokenizer and data. The skeleton is the model without memory for its weights: can it be trained like this?
+    # a rank without a new sign of going on for HANG_TIMEOUT seconds is named, and ends the job
     watchdog.beat("reading the data")
     skeleton = empty_model(model_args, data_args)
     tokenizer = load_tokenizer(model_args, data_args)
     check_can_train(options, skeleton, tokenizer)
     train_dataset, eval_dataset = load_squad(data_args, tokenizer, args)
+    # written into each checkpoint: which training it belongs to
     marker = marker_of(job_id, options, strategy, args.world_size, train_dataset)
     if checkpoint:
         check_same_training(checkpoint, marker)
     if rank() == 0:
         check_room(args.output_dir, options, skeleton, strategy, args.save_total_limit)
     if data_args.em_f1:
-        load_metric()  # if it is missing, the run ends now and not behind the training
+        load_metric()  # if it is missing, the run ends now and not after the training
 
+    # 5. The run record. From here on the run leaves files. A second run of this job's id is refused, and however this
+    #    one ends, the record says so.
     with sole_writer(job_id), record:
-        # 5. The run record. From here on the run leaves files.
         cut = questions_cut(train_dataset, eval_dataset)
         if cut["train"]:
             print_once(f"{cut['train']} of {len(train_dataset)} training questions were cut to --max_length")
@@ -153,7 +159,7 @@ def main() -> None:
         )
         watchdog.before_exit(lambda: finish(record.path, "failed", ENVIRONMENT))
         prepare_trackers(args, job_id)
-        peak = matmul_peak(compute_dtype(values), args.device)  # 100 % MFU
+        peak = matmul_peak(compute_dtype(values), args.device)  # what the GPU can do at best, for MFU
         prediction = Prediction(options, record, peak, args.device)
 
         # 6. Model and Trainer.
@@ -162,10 +168,9 @@ def main() -> None:
         if model_args.loss == "chunked":
             use_chunked_loss(model)
         flops = flops_of(model, record)
-        if fsdp:
-            shard_on_cpu()
-        watchdog.beat("trying the compiler")
         eager_reason = compile_or_eager(args)
+        if fsdp:
+            shard_on_cpu()  # on a GPU it does nothing
         trainer = WorkshopTrainer(
             model=model,
             args=args,
@@ -173,20 +178,21 @@ def main() -> None:
             eval_dataset=eval_dataset,
             data_collator=collator(tokenizer, data_args),
         )
-        speed = TrainSpeedCallback(trainer, len(train_dataset) / steps_per_epoch(trainer), data_args.profile)
+        samples_per_step = len(train_dataset) / steps_per_epoch(trainer)
+        speed = TrainSpeedCallback(trainer, samples_per_step, data_args.profile)
         utilisation = UtilisationCallback()
-        audit = AuditCallback(trainer, options, data_args, record, eager_reason)
+        audit = AuditCallback(trainer, options, record, eager_reason)
         checkpoints = CheckpointCallback(trainer, marker, speed, checkpoint)
         stops = StopCallback(stop, steps_per_epoch(trainer))
-        profile = [ProfileCallback(trainer, record, job_id)] if data_args.profile else []
-        add_callbacks(trainer, speed, utilisation, audit, RecordCallback(record), checkpoints, stops, *profile)
+        profile = ProfileCallback(trainer, record, job_id) if data_args.profile else None
+        add_callbacks(trainer, speed, utilisation, audit, RecordCallback(record), checkpoints, stops, profile)
 
-        # 7. Training, with an evaluation and a checkpoint after each epoch.
+        # 7. Training, with an evaluation and a checkpoint after each epoch (--eval_strategy, --save_strategy).
         result = trainer.train(resume_from_checkpoint=checkpoint)
         record.measure_memory()
         record.training(trainer, result.metrics, speed, utilisation, speed.work(flops, peak))
         close_trackers(args, job_id, record.content["callbacks"])
-        stop.end_training(trainer, record)  # on a signal the run ends here, with a checkpoint and exit code 75
+        stop.exit_if_stopped(trainer, record)  # with 75, and a checkpoint to go on from
 
         # 8. The model.
         watchdog.beat("saving the model")
@@ -198,7 +204,7 @@ def main() -> None:
 
         # 9. Exact Match and F1 of its answers.
         if data_args.em_f1:
-            with trainer.accelerator.autocast():  # around all tokens: 16-bit copies of the weights are made once
+            with trainer.accelerator.autocast():  # once around all answers, or the weights are cast for each token
                 scores = exact_match_and_f1(
                     trainer.model,
                     tokenizer,
@@ -210,23 +216,31 @@ def main() -> None:
                 )
             print_once(f"exact_match {scores['exact_match']:.2f}  f1 {scores['f1']:.2f}")
             record.update(**scores)
-        prediction.note_step(speed.samples_per_step * trainer.state.global_step)
-        record.measure_process_memory()  # saving and answers need memory, too
-        if args.save_strategy == "no":
+        prediction.note_step(samples_per_step * trainer.state.global_step)
+        record.measure_process_memory()  # again: saving and answers need memory, too
+        if args.save_strategy == "no":  # a stop saves in spite of it, and nobody needs that any more
             remove_checkpoints_of_stops(args.output_dir)
     print_once(f"Run record: {record.path}")
     leave_process_group()
 
 
-def add_callbacks(trainer: WorkshopTrainer, *own: Any) -> None:
-    """Behind those of transformers, which decide when to log, evaluate and save. All are called in this order.
-
-    The clock of the steps comes first, so that it stops before what the others do. A checkpoint is marked as complete
-    before the run may stop behind it. What tells that the run goes on comes last, and names what comes next.
-    """
-    for callback in (*own, FiniteLossCallback(trainer), CompiledCallback(), HeartbeatCallback()):
-        trainer.add_callback(callback)
-    if not sys.stderr.isatty() and not trainer.args.disable_tqdm:  # a log in which no bar can be drawn
+def add_callbacks(trainer: WorkshopTrainer, speed, utilisation, audit, record, checkpoints, stops, profile) -> None:
+    """After those of transformers, which decide when to log, evaluate and save. Each event calls them in this order."""
+    for callback in (
+        speed,  # its clock stops before the others work
+        utilisation,
+        audit,  # ends the run before its first step, if what runs is not what was asked for
+        record,
+        FiniteLossCallback(trainer),  # ends a run whose loss is no number, before that is saved
+        checkpoints,  # mark what was saved as complete
+        stops,  # and only then the run may end
+        profile,
+        CompiledCallback(),
+        HeartbeatCallback(),  # tells the watchdog what comes next
+    ):
+        if callback:
+            trainer.add_callback(callback)
+    if not sys.stderr.isatty() and not trainer.args.disable_tqdm:  # lines instead of bars, in a log
         trainer.pop_callback(ProgressCallback)
         trainer.add_callback(LogLinesCallback())
 

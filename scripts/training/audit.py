@@ -66,11 +66,10 @@ def check_can_train(options: Options, skeleton: PreTrainedModel, tokenizer: PreT
 class AuditCallback(TrainerCallback):
     """Prints and records the audit once the model is wrapped; ends the run with exit code 3 on a difference."""
 
-    def __init__(self, trainer: Trainer, options: Options, data_args, record: RunRecord, eager_reason: str = ""):
+    def __init__(self, trainer: Trainer, options: Options, record: RunRecord, eager_reason: str = ""):
         """eager_reason: why nothing can be compiled here, of `compile_or_eager`."""
         self.trainer = trainer
         self.options = options
-        self.data_args = data_args
         self.record = record
         self.eager_reason = eager_reason
         # before the model is wrapped: FSDP1 then shows each rank's share alone
@@ -78,7 +77,7 @@ class AuditCallback(TrainerCallback):
         self.parameters = count_parameters(model)
 
     def on_train_begin(self, args, state, control, **kwargs):
-        knobs = audit(self.trainer, self.options, self.data_args, self.parameters, self.eager_reason)
+        knobs = audit(self.trainer, self.options, self.parameters, self.eager_reason)
         if rank() == 0:
             print(table(knobs), flush=True)
             if self.trainer.is_deepspeed_enabled:
@@ -98,7 +97,7 @@ class AuditCallback(TrainerCallback):
                 raise WorkshopError(f"knob audit: {knob.name}", what, "correct the flag or the config", ENVIRONMENT)
 
 
-def audit(trainer: Trainer, options: Options, data_args, parameters: int, eager_reason: str = "") -> list[Audited]:
+def audit(trainer: Trainer, options: Options, parameters: int, eager_reason: str = "") -> list[Audited]:
     values = options.values
     engine = trainer.model_wrapped if trainer.is_deepspeed_enabled else None
     # as train.py has made them; the Trainer's own types are wider
@@ -123,7 +122,7 @@ def audit(trainer: Trainer, options: Options, data_args, parameters: int, eager_
     knobs += [
         Audited("label mode", values["labels"], labels),
         Audited("loss", values["loss"], "chunked" if computes_loss_in_head(trainer.model) else "full"),
-        Audited("padding", values["padding"], collator.padding, f"up to {data_args.max_length} tokens"),
+        Audited("padding", values["padding"], collator.padding, f"up to {values['max_length']} tokens"),
         *speed_knobs(trainer, values, eager_reason),
         Audited("train size", requested_train_size(values), len(train_dataset), "questions"),
         Audited("eval size", values["eval_size"], len(eval_dataset), "questions"),

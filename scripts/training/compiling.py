@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from transformers import TrainerCallback
 
+from parallel import watchdog
 from parallel.distributed import gather_lists, rank
 from training.callbacks import WARM_UP_STEPS
 
@@ -24,6 +25,7 @@ def compile_or_eager(training_args: Any) -> str:
     os.environ.setdefault("ACCELERATE_DYNAMO_USE_REGIONAL_COMPILATION", "1")
     backend = training_args.torch_compile_backend
     own_reason = ""
+    watchdog.beat("trying torch.compile")
     trial = torch.compile(torch.sin, backend=backend, mode=training_args.torch_compile_mode)
     try:
         trial(torch.ones(2, device=training_args.device))

@@ -68,7 +68,7 @@ class StopRequest:
             self.agreed_signal = highest_of_all(self.signal, self.channel)
         return bool(self.agreed_signal)
 
-    def end_training(self, trainer: Any, record: Any) -> None:
+    def exit_if_stopped(self, trainer: Any, record: Any) -> None:
         """Raises Stopped (exit code 75) when the ranks agree to stop, with a checkpoint of this step. Collective."""
         if not self.agreed():
             self.training = False

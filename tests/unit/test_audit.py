@@ -10,7 +10,6 @@ from transformers import BloomConfig, BloomForCausalLM
 
 from config import parse_command_line
 from errors import WorkshopError
-from knobs import DataArguments
 from training import audit
 from training.audit import NOT_ON_CPU, AuditCallback, Audited, offload_knobs, table
 from training.record import RunRecord
@@ -48,7 +47,7 @@ def options():
 
 def begin(trainer, options) -> RunRecord:
     record = RunRecord("7")
-    AuditCallback(trainer, options, DataArguments(), record).on_train_begin(None, None, None)
+    AuditCallback(trainer, options, record).on_train_begin(None, None, None)
     return record
 
 
@@ -185,7 +184,7 @@ def test_what_cannot_be_compiled_is_shown_with_its_reason_and_ends_nothing(optio
     capsys.readouterr()
     trainer = plain_trainer()
     record = RunRecord("7")
-    AuditCallback(trainer, options, DataArguments(), record, "no compiler").on_train_begin(None, None, None)
+    AuditCallback(trainer, options, record, "no compiler").on_train_begin(None, None, None)
     (line,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("compiled")]
     assert line.split(maxsplit=3) == ["compiled", "True", "False", "no compiler"]
     assert record.content["knobs"]["compiled"] == {"requested": True, "effective": False}
