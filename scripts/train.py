@@ -123,8 +123,7 @@ def main() -> None:
         refuse_finished(record.path, args.output_dir)
 
     # 4. Tokenizer and data. The skeleton is the model without memory for its weights: can it be trained like this?
-    # a rank without a new sign of going on for HANG_TIMEOUT seconds is named, and ends the job
-    watchdog.beat("reading the data")
+    watchdog.beat("reading the data")  # a rank that hangs is named, with the last that it has told of itself
     skeleton = empty_model(model_args, data_args)
     tokenizer = load_tokenizer(model_args, data_args)
     check_can_train(options, skeleton, tokenizer)

@@ -35,6 +35,7 @@ class StopRequest:
         self.agreed_signal = 0
         self.training = False
         self.channel: Any = None
+        self.process = os.getpid()
 
     def listen(self) -> None:
         for number in SIGNALS:
@@ -45,6 +46,8 @@ class StopRequest:
 
     def note(self, number: int, frame: object) -> None:
         """The handler. Launchers repeat signals, so a second one changes nothing."""
+        if os.getpid() != self.process:
+            return  # a worker of the data loader, which was forked with it
         if not self.training:
             sys.exit(128 + number)
         if number == signal.SIGINT:

@@ -47,6 +47,15 @@ def test_a_second_ctrl_c_ends_the_process_wherever_it_is(stop):
     assert signal.getsignal(signal.SIGINT) is signal.SIG_DFL
 
 
+def test_workers_of_the_data_loader_leave_it_to_their_parent(stop, capfd):
+    child = os.fork()
+    if child == 0:
+        send(signal.SIGTERM)
+        os._exit(stop.signal)
+    assert os.waitpid(child, 0)[1] == 0
+    assert capfd.readouterr().out == ""
+
+
 def test_what_nohup_ignores_stays_ignored(stop):
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
     stop.listen()
