@@ -1,4 +1,4 @@
-"""What stopping, checksums and heartbeats cost: their seconds within one training, beside those of its steps and saves.
+"""What stopping, marking checkpoints and heartbeats cost: their seconds in one training, beside its steps and saves.
 
     python benchmarks/reliability.py                  # two ranks on the CPU, DDP, a BLOOM of 51 million parameters
     python benchmarks/reliability.py --ranks 4 --steps 40
@@ -9,7 +9,7 @@ agreement hold what it waits for the slower rank. On 2 cores of an AMD EPYC:
     20 steps of 2238 ms, 4 saves of 1241 ms
     agreement on a stop, per step        3.881 ms x  20 =   0.17 % of the training
     heartbeat                            0.004 ms x  49 =   0.00 % of the training
-    checksums and marker, per save      26.469 ms x   4 =   2.13 % of the save
+    marker, per save      26.469 ms x   4 =   2.13 % of the save
 """
 
 import argparse
@@ -45,7 +45,7 @@ def timed(holder, name, label):
 
 timed(stopping.StopCallback, "on_step_end", "agreement")
 timed(watchdog, "beat", "heartbeat")
-timed(checkpoints, "mark_complete", "checksums and marker")
+timed(checkpoints, "mark_complete", "marker")
 timed(trainer.WorkshopTrainer, "_save_checkpoint", "save")
 timed(trainer.WorkshopTrainer, "training_step", "forward and backward")
 timed(trainer.WorkshopTrainer, "_run_epoch", "epoch")
@@ -89,12 +89,12 @@ def measure(folder: Path, ranks: int, steps: int) -> dict[str, list[float]]:
 
 def table(times: dict[str, list[float]], steps: int) -> str:
     """Each cost, its calls and milliseconds, and its share of what it stands beside."""
-    saves = sum(times["save"]) + sum(times["checksums and marker"])
+    saves = sum(times["save"]) + sum(times["marker"])
     training = sum(times["epoch"]) - saves
     rows = [
         ("agreement on a stop, per step", times["agreement"], training, "of the training"),
         ("heartbeat", times["heartbeat"], training, "of the training"),
-        ("checksums and marker, per save", times["checksums and marker"], sum(times["save"]), "of the save"),
+        ("marker, per save", times["marker"], sum(times["save"]), "of the save"),
     ]
     lines = [f"{steps} steps of {1000 * training / steps:.0f} ms, {len(times['save'])} saves of "
              f"{1000 * sum(times['save']) / len(times['save']):.0f} ms"]  # fmt: skip

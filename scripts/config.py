@@ -173,7 +173,8 @@ def complete(values: dict) -> None:
 def check_numbers(options: Options) -> None:
     for flag in options.names:
         number = options.values[flag]
-        if flag in AT_LEAST_ONE and number < 1:
+        no_limit = flag == "max_steps" and number == -1
+        if flag in AT_LEAST_ONE and number < 1 and not no_limit:
             raise options.error(flag, f"{number} is too small", "give a whole number of at least 1")
         if flag in MORE_THAN_ZERO and not 0 < number < float("inf"):
             raise options.error(flag, f"{number} is out of range", "give a number above 0")

@@ -58,7 +58,7 @@ TINY |= {"MAX_LENGTH": 256, "SAVE_STRATEGY": "epoch", "SAMPLES_PER_GPU": ""}
 FULL: dict[str, Any] = {"MODEL_NAME": "bigscience/bloom-560m", "FROM_SCRATCH": True, "TOKENIZER_NAME": "tiny-bloom"}
 FULL |= {"TRAIN_SIZE": 160, "EVAL_SIZE": 4, "NUM_EPOCHS": 1, "BATCH_SIZE": 4, "GRAD_ACC": 4, "MAX_LENGTH": 512}
 FULL |= {"SAMPLES_PER_GPU": ""}
-LOSS_TOLERANCE = 0.01  # of one training by two methods in 16 bit, and of its saved weights in fp32
+LOSS_TOLERANCE = 0.02  # of one training by two methods in 16 bit, and of its saved weights in fp32
 T = TypeVar("T")
 TERMINATED = 128 + signal.SIGTERM
 BUILD_TIMEOUT = 1200  # seconds
@@ -207,7 +207,7 @@ def close(loss: float, other: float) -> bool:
     return abs(loss - other) <= LOSS_TOLERANCE * other
 
 
-def compare(row: Row, result: dict, rows: dict[str, dict]) -> None:
+def compare_with_plain(row: Row, result: dict, rows: dict[str, dict]) -> None:
     """Let a row fail whose training ended elsewhere than that of the plain Trainer: it learnt something else."""
     reference, key = ("bloom-560m-plain", "train_loss") if row.full else ("plain", "eval_loss")
     wanted = rows.get(reference, {}).get(key)
@@ -424,7 +424,7 @@ def one_row(row: Row, folder: Path, arguments: argparse.Namespace, environment: 
         result = {"status": "failed", "reason": f"{error}; read {log}"}
     except Exception as error:  # a record that lacks something
         result = {"status": "failed", "reason": f"{type(error).__name__}: {error}; read {log}"}
-    compare(row, result, content["rows"])
+    compare_with_plain(row, result, content["rows"])
     return result | estimated | {"seconds": time.monotonic() - start}
 
 

@@ -156,8 +156,9 @@ def pretrained_model(name: str, data_args) -> PreTrainedModel:
         what = f"a file of {name} holds other things than tensors, which are never loaded"
         raise WorkshopError("--model_name", what, "download it again, or take a model saved as safetensors") from error
     except Exception as error:  # besides OSError and ValueError whatever a broken file leads to
-        # of ZeRO-3, about a shape; any other RuntimeError is no fault of the files: no memory left, a lost rank
-        if isinstance(error, RuntimeError) and "loading state_dict" not in str(error):
+        # about a shape under ZeRO-3, or a file that is cut off; any other RuntimeError is no fault of the files
+        of_files = "loading state_dict" in str(error) or "PytorchStreamReader" in str(error)
+        if isinstance(error, RuntimeError) and not of_files:
             raise
         raise cannot_load("--model_name", name, error, name, data_args.dataset) from error
     model, loading = loaded

@@ -41,6 +41,7 @@ from parallel.distributed import (
     print_once,
     rank,
     run_and_exit,
+    same_everywhere,
     world_size,
 )
 from parallel.ds_config import check_contradictions, check_ds_config
@@ -116,7 +117,8 @@ def main() -> None:
     record = RunRecord(job_id)
     strategy = strategy_name(options)
     load_weights_only(with_deepspeed=bool(deepspeed))  # from here on: a checkpoint is a pickle, and could run code
-    checkpoint = find_checkpoint(args.resume_from_checkpoint, args.output_dir, job_id, args.world_size, strategy)
+    requested = args.resume_from_checkpoint
+    checkpoint = same_everywhere(find_checkpoint(requested, args.output_dir, job_id, args.world_size, strategy))
     if checkpoint:
         refuse_foreign_code(Path(checkpoint))
     else:
@@ -182,7 +184,7 @@ def main() -> None:
         utilisation = UtilisationCallback()
         audit = AuditCallback(trainer, options, record, eager_reason)
         checkpoints = CheckpointCallback(trainer, marker, speed, checkpoint)
-        stops = StopCallback(stop, steps_per_epoch(trainer))
+        stops = StopCallback(stop, trainer, steps_per_epoch(trainer))
         profile = ProfileCallback(trainer, record, job_id) if data_args.profile else None
         add_callbacks(trainer, speed, utilisation, audit, RecordCallback(record), checkpoints, stops, profile)
 
@@ -230,9 +232,9 @@ def add_callbacks(trainer: WorkshopTrainer, speed, utilisation, audit, record, c
         utilisation,
         audit,  # ends the run before its first step, if what runs is not what was asked for
         record,
-        FiniteLossCallback(trainer),  # ends a run whose loss is no number, before that is saved
         checkpoints,  # mark what was saved as complete
         stops,  # and only then the run may end
+        FiniteLossCallback(trainer),  # ends a run whose loss is no number, where the others would have it saved
         profile,
         CompiledCallback(),
         HeartbeatCallback(),  # tells the watchdog what comes next

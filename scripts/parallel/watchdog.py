@@ -195,4 +195,6 @@ def stop() -> None:
     if current:
         current.ended.set()
         current.join(SECONDS_FOR_RANK_0)
-        shutil.rmtree(current.folder, ignore_errors=True)
+        (current.folder / f"{current.rank}.json").unlink(missing_ok=True)
+        with contextlib.suppress(OSError):  # the others', which may still be looked at
+            current.folder.rmdir()

@@ -41,7 +41,6 @@ MAY_CHANGE = re.compile(
     r"|resume_from_checkpoint|ddp_timeout|disable_tqdm|dataloader_.*|per_device_(train|eval)_batch_size"
     r"|gradient_accumulation_steps|deepspeed|fsdp|fsdp_config|local_rank|use_cpu"
 )
-START_ANEW = "leave --resume_from_checkpoint out to start anew"
 BYTES_OF_ADAM = 8  # two moments in fp32
 # Per parameter of a checkpoint with Adam: of a training in fp32, and in 16 bit
 BYTES_OF_CHECKPOINT = {
@@ -245,7 +244,10 @@ def complete_ones(places: list[Path]) -> list[Path]:
 
 def age(folder: Path) -> float:
     """Sorts newest first. Not the step number: a resumed run may go through lower ones again."""
-    return -(folder / MARKER).stat().st_mtime
+    try:
+        return -(folder / MARKER).stat().st_mtime
+    except OSError:  # another run removes it
+        return 0.0
 
 
 def check_fits(folder: Path, ranks: int, strategy: str) -> str:

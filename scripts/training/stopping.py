@@ -49,9 +49,10 @@ class StopRequest:
         if os.getpid() != self.process:
             return  # a worker of the data loader, which was forked with it
         if not self.training:
+            self.ignore_signals()  # a repeated one must not interrupt what the run does at its end
             sys.exit(128 + number)
         if number == signal.SIGINT:
-            signal.signal(signal.SIGINT, signal.SIG_DFL)  # a second Ctrl-C ends the process, also in a collective
+            signal.signal(signal.SIGINT, signal.SIG_DFL)  # a second Ctrl-C ends the process at once
         if not self.signal:
             self.signal = number
             # not by print: the signal may have come in the middle of another one
@@ -59,6 +60,10 @@ class StopRequest:
                 text = f"\n{name_of(number)}: a checkpoint follows at the end of this step\n"
                 with contextlib.suppress(OSError):
                     os.write(sys.stdout.fileno(), text.encode())
+
+    def ignore_signals(self) -> None:
+        for number in SIGNALS:
+            signal.signal(number, signal.SIG_IGN)
 
     def begin_training(self) -> None:
         """From here on a signal asks for a checkpoint. Collective."""
@@ -75,10 +80,11 @@ class StopRequest:
         """Raises Stopped (exit code 75) when the ranks agree to stop, with a checkpoint of this step. Collective."""
         if not self.agreed():
             self.training = False
+            if self.signal:  # it came just now
+                sys.exit(128 + self.signal)
             return
         folder = trainer.save_here()
-        for number in SIGNALS:  # all that was asked for is done: a late one changes no exit code
-            signal.signal(number, signal.SIG_IGN)
+        self.ignore_signals()  # all that was asked for is done: a late one changes no exit code
         step = trainer.state.global_step
         name = name_of(self.agreed_signal)
         record.update(stop={"signal": name, "step": step, "checkpoint": str(folder)})
@@ -97,8 +103,10 @@ def name_of(number: int) -> str:
 class StopCallback(TrainerCallback):
     """Asks after each step and each save whether to stop. Comes behind the Trainer's own callback, and overrules it."""
 
-    def __init__(self, stop: StopRequest, steps_per_epoch: int):
+    def __init__(self, stop: StopRequest, trainer: Any, steps_per_epoch: int):
+        """trainer: a WorkshopTrainer, which knows what it has saved."""
         self.stop = stop
+        self.trainer = trainer
         self.steps_per_epoch = steps_per_epoch
 
     def on_train_begin(self, args, state, control, **kwargs):
@@ -117,7 +125,7 @@ class StopCallback(TrainerCallback):
         """Also called where a stop has left the epoch in the middle: then nothing of its end is done."""
         if self.stop.agreed_signal:
             ends_epoch = self.ends_epoch(state)
-            control.should_save = ends_epoch
+            control.should_save = ends_epoch and self.trainer.saved_step != state.global_step
             control.should_evaluate = control.should_evaluate and ends_epoch
             control.should_log = control.should_log and ends_epoch
         return control

@@ -82,6 +82,9 @@ class WorkshopTrainer(Trainer):
         self.evaluated = torch.zeros(2, dtype=torch.float64, device=self.args.device)  # sum of losses, tokens
         output = super().evaluation_loop(*args, metric_key_prefix=metric_key_prefix, **kwargs)
         loss, counted = self.accelerator.reduce(self.evaluated).tolist()
+        if not counted:
+            what = "gives no whole batch for each rank to evaluate"
+            raise WorkshopError("--eval_size", what, "raise it, or leave out --dataloader_drop_last")
         output.metrics[f"{metric_key_prefix}_loss"] = loss / counted
         return output
 

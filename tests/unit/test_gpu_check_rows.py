@@ -121,11 +121,11 @@ def test_a_second_call_runs_what_failed_or_was_not_reached(calls):
 
 def test_a_row_fails_that_ends_with_another_loss_than_the_plain_trainer(calls):
     losses = {"plain": {"eval_loss": 7.32}, "zero2": {"eval_loss": 7.35}, "zero0": {"eval_loss": 7.5}}
-    losses |= {"bloom-560m-plain": {"train_loss": 12.4}, "bloom-560m-zero2": {"train_loss": 12.6}}
+    losses |= {"bloom-560m-plain": {"train_loss": 12.4}, "bloom-560m-zero2": {"train_loss": 12.8}}
     code, _, printed = calls(losses, "--rows", *losses)
     assert code == 3
     assert "zero0: failed (the loss is 7.500, that of plain 7.320)" in printed
-    assert "bloom-560m-zero2: failed (the loss is 12.600, that of bloom-560m-plain 12.400)" in printed
+    assert "bloom-560m-zero2: failed (the loss is 12.800, that of bloom-560m-plain 12.400)" in printed
     assert printed.count(": failed (") == 2
 
 
