@@ -286,7 +286,7 @@ def check_room(output_dir: str, options: Options, skeleton: PreTrainedModel, str
     goes when the new one is complete.
     """
     folder = Path(output_dir).absolute()
-    place = next(path for path in (folder, *folder.parents) if path.is_dir())
+    place = next(path for path in (folder, *folder.parents) if path.exists())
     test = place / f".write-test-{os.getpid()}"
     try:
         test.write_bytes(b"x")

@@ -12,14 +12,15 @@ output = partial(refused, "output")
 output(
     "a file in its place",
     "--output_dir is a file",
-    "--output_dir: mine is a file, or lies under one; give a folder",
+    "--output_dir: mine is a file; give a folder",
     *("--output_dir", "mine"),
     files={"mine": ""},
 )
 output(
     "below a file",
     "--output_dir lies below a file",
-    "OUTPUT_DIR: mine/new is a file, or lies under one; give a folder",
+    "...mine: cannot be written (Not a directory); give another --output_dir, ...",
+    code=3,
     files={"mine": ""},
     OUTPUT_DIR="mine/new",
 )

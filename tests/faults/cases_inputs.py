@@ -105,7 +105,7 @@ def dataset(name: str, done: str, content: str | bytes, line: str, **options: ob
 
 TEN = [f"Context number {number} of ten." for number in range(10)]
 data("absent", "a file that is not there", "a.json: there is no such file; ...", "--dataset", "a.json")
-data("folder", "a folder instead of a file", "data: is a folder; ...", "--dataset", "data")
+data("folder", "a folder instead of a file", "data: Is a directory; ...", "--dataset", "data")
 dataset("torn", "a file that is cut off", squad(*TEN)[:200], ": line 1, column ...: ...; is the file complete?")
 dataset("answer elsewhere", "an answer that does not stand where it should",
     squad(*TEN, answers=[{"text": "Con", "answer_start": 5}]),
