@@ -86,9 +86,15 @@ FP16 |= {
     f"fp16_chunked_{name}": replace(STRATEGIES[name], script=FP16_ON_CPU, variables={"LOSS": "chunked"})
     for name in ("plain", "zero2-1", "full_shard-2")
 }
-# Few labels count, and not equally many in each batch: the evaluation must not depend on how the ranks divide them
+# Few labels count, and not equally many in each batch: the evaluation must not depend on how the ranks divide them. 32
+# questions in batches of 2 x 3, the last one of which is filled up, against batches of 4
+EVALUATED = ("--per_device_eval_batch_size", "3")
 ANSWERS = {
-    f"answer_{name}": replace(STRATEGIES[name], variables={"LABELS": "answer"} | extra)
+    f"answer_{name}": replace(
+        STRATEGIES[name],
+        arguments=(*STRATEGIES[name].arguments, *EVALUATED),
+        variables={"LABELS": "answer"} | extra,
+    )
     for name, extra in (("ddp-2", {}), ("zero3-2", {}), ("full_shard-2", {"LOSS": "chunked"}))
 }
 OTHERS = {
