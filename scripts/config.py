@@ -29,7 +29,6 @@ from knobs import (
     DataArguments,
     ModelArguments,
 )
-from parallel import watchdog
 from parallel.fsdp_config import process_group_backend
 from tracking import check_trackers
 
@@ -271,10 +270,7 @@ def own_arguments(options: Options) -> tuple[ModelArguments, DataArguments]:
 
 
 def trainer_flags(options: Options) -> dict:
-    """All values for TrainingArguments but those that turn on ZeRO or FSDP, which train.py adds.
-
-    Starts the watchdog: before TrainingArguments opens the process group.
-    """
+    """All values for TrainingArguments but those that turn on ZeRO or FSDP, which train.py adds."""
     known = {field.name for field in fields(TrainingArguments) if field.init}
     flags = {name: value for name, value in options.values.items() if name in known - SHARDING}
     flags["output_dir"] = options.values["output_dir"] or "output"
@@ -286,7 +282,6 @@ def trainer_flags(options: Options) -> dict:
     if backend and flags["ddp_backend"]:
         raise options.error("ddp_backend", f"cpu_offload needs {backend}", "leave it out")
     flags["ddp_backend"] = backend or flags["ddp_backend"]
-    flags["ddp_timeout"] = watchdog.start(options.values["ddp_timeout"])
     return flags
 
 

@@ -115,8 +115,10 @@ def evaluate_saved(options: Options) -> dict[str, float]:
             raise WorkshopError(f"--{flag}", "evaluation holds the whole model on every rank", "leave the flag out")
     prepare_environment(shards=False)
     model_args, data_args = own_arguments(options)
+    flags = trainer_flags(options)
+    flags["ddp_timeout"] = watchdog.start(options.values["ddp_timeout"])
     with argument_errors():
-        args = TrainingArguments(**trainer_flags(options))
+        args = TrainingArguments(**flags)
     join_process_group(args, with_deepspeed=False)
     tokenizer = load_tokenizer(model_args, data_args)
     check_model(empty_model(model_args, data_args), tokenizer, data_args.max_length)

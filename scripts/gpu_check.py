@@ -182,7 +182,7 @@ def run_row(row: Row, folder: Path, log: Path, environment: dict, arguments: arg
     result = {"status": "completed", "precision": record["knobs"]["precision"]["effective"]}
     result |= {"train_loss": record["train"]["loss_mean"]}
     if record["knobs"]["compiled"]["requested"] and not record["knobs"]["compiled"]["effective"]:
-        result |= {"status": "not compiled", "reason": f"{record['missing']['compiled']}; read {log}"}
+        result |= {"status": "not compiled", "reason": f"{record['missing']['knobs.compiled']}; read {log}"}
     if record["peak_gpu_memory"]:
         result["peak_gpu_gib"] = record["peak_gpu_memory"][0]["allocated_mib"] / 1024
     if record["peak_pinned_memory"]:

@@ -99,9 +99,11 @@ def main() -> None:
 
     # 2. The Trainer's arguments. They turn on ZeRO or FSDP; with neither, several processes train with DDP. They must
     #    come before the model: ZeRO-3 shards its weights while they are loaded.
+    flags = trainer_flags(options)
+    flags["ddp_timeout"] = watchdog.start(values["ddp_timeout"])  # from here on a rank that hangs is named
     with argument_errors():
         args = TrainingArguments(
-            **trainer_flags(options),
+            **flags,
             deepspeed=deepspeed,
             fsdp=fsdp,
             fsdp_config=trainer_config(options.fsdp_config),
@@ -125,7 +127,7 @@ def main() -> None:
         refuse_finished(record.path, args.output_dir)
 
     # 4. Tokenizer and data. The skeleton is the model without memory for its weights: can it be trained like this?
-    watchdog.beat("reading the data")  # a rank that hangs is named, with the last that it has told of itself
+    watchdog.beat("reading the data")
     skeleton = empty_model(model_args, data_args)
     tokenizer = load_tokenizer(model_args, data_args)
     check_can_train(options, skeleton, tokenizer)
@@ -171,7 +173,7 @@ def main() -> None:
         flops = flops_of(model, record)
         eager_reason = compile_or_eager(args)
         if fsdp:
-            shard_on_cpu()  # on a GPU it does nothing
+            shard_on_cpu()  # where there is no GPU accelerate would run DDP instead, without a word
         trainer = WorkshopTrainer(
             model=model,
             args=args,

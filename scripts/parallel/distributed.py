@@ -158,7 +158,8 @@ def run_and_report(main: Callable[[], None]) -> int:
         return exit_code(ended)
     except Exception as error:
         if is_out_of_memory(error):
-            what = next(line for line in str(error).splitlines() if is_out_of_memory(line)).split(". ")[0]
+            said = [line for line in str(error).splitlines() if is_out_of_memory(line)]
+            what = said[0].split(". ")[0] if said else "there is none left"
             way_out = "lower --per_device_train_batch_size or --max_length, or offload"
             report(WorkshopError("memory", what, way_out, code=1))
             return 1

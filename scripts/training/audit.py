@@ -83,7 +83,7 @@ class AuditCallback(TrainerCallback):
             if self.trainer.is_deepspeed_enabled:
                 print(deepspeed_banner(self.trainer.model_wrapped), flush=True)
         if self.eager_reason:
-            self.record.content["missing"]["compiled"] = self.eager_reason
+            self.record.content["missing"]["knobs.compiled"] = self.eager_reason
         self.record.update(
             knobs={k.name: {"requested": k.requested, "effective": k.effective} for k in knobs},
             parameters=self.parameters,

@@ -224,7 +224,7 @@ def find_checkpoint(requested: str | None, output_dir: str, job_id: str, ranks: 
         return None
     if requested == LATEST:
         found = complete_ones([Path(output_dir)]) or complete_ones(sorted(Path(output_dir).parent.glob("*/")))
-    elif re.search(r"checkpoint-\d+/?$", requested):
+    elif (Path(requested) / MARKER).exists() or re.search(r"checkpoint-\d+/?$", requested):
         if not is_complete(Path(requested)):
             way_out = f"choose a folder with a {MARKER} whose files are all there"
             raise WorkshopError(requested, "is no complete checkpoint", way_out, NO_CHECKPOINT)

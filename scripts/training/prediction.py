@@ -49,7 +49,7 @@ def predict_memory(options: Options, record: RunRecord) -> None:
         held = estimate(own)
         on_gpu, on_node = totals(held if gpu else without_gpu(held), local_world_size())
     except Exception as error:  # whatever a model or a library does that nobody has foreseen
-        record.missing("estimate", reason_of(error))
+        record.missing("estimate", first_line_of(error))
         return
     predicted = {"gpu_mib": round(on_gpu / MIB, 1) if gpu else None, "node_mib": round(on_node / MIB, 1)}
     record.content["missing"]["estimate.step"] = "it is predicted at the end of the training"
@@ -88,14 +88,14 @@ def predict_time(options: Options, record: RunRecord, rates: Rates, samples: flo
     if rates.bus is None:
         record.content["missing"]["estimate.rates.bus_gb_per_s"] = "one rank has nobody to talk to"
     try:
-        predicted["step"] = step_of(options, record.content["train"], rates, samples)
+        predicted["step"] = predicted_step(options, record.content["train"], rates, samples)
         record.content["missing"].pop("estimate.step", None)
     except Exception as error:  # as above
-        record.content["missing"]["estimate.step"] = reason_of(error)
+        record.content["missing"]["estimate.step"] = first_line_of(error)
     record.update(estimate=predicted)
 
 
-def step_of(options: Options, train: dict, rates: Rates, samples: float) -> dict:
+def predicted_step(options: Options, train: dict, rates: Rates, samples: float) -> dict:
     """Raises ValueError with the reason for a run of which nothing can be said."""
     if not samples:
         raise ValueError("no step was done")
@@ -116,5 +116,5 @@ def of_this_run(options: Options) -> Options:
     return dataclasses.replace(options, values=options.values | ranks)
 
 
-def reason_of(error: Exception) -> str:
+def first_line_of(error: Exception) -> str:
     return (str(error).strip() or type(error).__name__).splitlines()[0]

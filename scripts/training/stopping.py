@@ -20,13 +20,6 @@ from parallel.distributed import control_channel, highest_of_all, print_once, ra
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP, signal.SIGINT)
 
 
-class Stopped(SystemExit):
-    """Ends the run on every rank, once its checkpoint is complete."""
-
-    def __init__(self) -> None:
-        super().__init__(STOPPED)
-
-
 class StopRequest:
     """What signals ask of this rank, and what all ranks agreed on."""
 
@@ -77,7 +70,7 @@ class StopRequest:
         return bool(self.agreed_signal)
 
     def exit_if_stopped(self, trainer: Any, record: Any) -> None:
-        """Raises Stopped (exit code 75) when the ranks agree to stop, with a checkpoint of this step. Collective."""
+        """End the run with exit code 75 when the ranks agree to stop, with a checkpoint of this step. Collective."""
         if not self.agreed():
             self.training = False
             if self.signal:  # it came just now
@@ -93,7 +86,7 @@ class StopRequest:
             f"go on with --resume_from_checkpoint {folder}, or as the same job"
         )
         wait_for_everyone()  # a launcher ends the others as soon as one has ended
-        raise Stopped
+        sys.exit(STOPPED)
 
 
 def name_of(number: int) -> str:

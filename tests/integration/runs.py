@@ -89,13 +89,18 @@ FP16 |= {
 # Few labels count, and not equally many in each batch: the evaluation must not depend on how the ranks divide them. 32
 # questions in batches of 2 x 3, the last one of which is filled up, against batches of 4
 EVALUATED = ("--per_device_eval_batch_size", "3")
-ANSWERS = {
-    f"answer_{name}": replace(
+OTHER_BATCHES = {
+    f"{labels}_{name}": replace(
         STRATEGIES[name],
         arguments=(*STRATEGIES[name].arguments, *EVALUATED),
-        variables={"LABELS": "answer"} | extra,
+        variables={"LABELS": labels, "LOSS": loss},
     )
-    for name, extra in (("ddp-2", {}), ("zero3-2", {}), ("full_shard-2", {"LOSS": "chunked"}))
+    for labels, name, loss in (
+        ("answer", "ddp-2", "full"),
+        ("answer", "zero3-2", "full"),
+        ("answer", "full_shard-2", "chunked"),
+        ("sequence", "ddp-2", "full"),
+    )
 }
 OTHERS = {
     "unsaved": Run(variables={"SAVE_STRATEGY": "no", "TRAIN_SIZE": 16, "EVAL_SIZE": 4}),
@@ -131,7 +136,7 @@ MEASURED = {name: STRATEGIES[name] for name in [*STAGES, *OFFLOADS]}
 MEASURED |= {f"tiny_{name}": short(name, {}) for name in ("plain", "ddp-2")}
 MEASURED |= {f"tiny_bf16_{name}": short(name, BF16) for name in ("zero0-2", "zero2-2", "full_shard-2")}
 MEASURED |= {f"50m_{name}": short(name, BLOOM_50M) for name in STAGES}
-RUNS = STRATEGIES | FP16 | ANSWERS | CHUNKED | COMPILED | CUSTOM | PADDING | OTHERS | MEASURED
+RUNS = STRATEGIES | FP16 | OTHER_BATCHES | CHUNKED | COMPILED | CUSTOM | PADDING | OTHERS | MEASURED
 
 
 def uses(*names: str):

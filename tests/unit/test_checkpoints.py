@@ -92,6 +92,8 @@ def test_checkpoint_can_be_named(refusal):
     older = checkpoint("output/7", 10, age=50)
     assert find("output/7/checkpoint-10") == str(older)
     assert find("output/7/checkpoint-10/") == str(older)
+    older.rename("kept")
+    assert find("kept") == "kept"
 
 
 @pytest.mark.parametrize("name", ["incomplete", "absent"])

@@ -134,7 +134,11 @@ def test_a_row_that_was_not_compiled_says_why(monkeypatch):
     train = {"loss_mean": 12.4, "steady_samples_per_second": 8.0, "steady_tokens_per_second": 900.0}
     train |= {"mfu_percent": 30.0, "matmul_peak_tflops": 90.0}
     knobs = {"precision": {"effective": "fp16"}, "compiled": {"requested": True, "effective": False}}
-    record = {"train": train, "knobs": knobs, "missing": {"compiled": "inductor cannot compile on gpu01 (no g++)"}}
+    record = {
+        "train": train,
+        "knobs": knobs,
+        "missing": {"knobs.compiled": "inductor cannot compile on gpu01 (no g++)"},
+    }
     record |= {"peak_gpu_memory": None, "peak_pinned_memory": None}
 
     def train_once(words, variables, folder: Path, log, timeout) -> bool:
