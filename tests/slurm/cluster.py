@@ -429,7 +429,9 @@ class Cluster:
                 port = record["login"]
                 run(["ip", "link", "set", port, "netns", init])
             else:
-                port, ends = host, f"netns {self._pid('switch')} type veth peer name eth0 netns {init}"
+                # the same hardware address after a crash, as a real card's: others have it in their ARP caches
+                port, card = host, f"06:{self._hash[:4].hex(':')}:{list(record['hosts']).index(host):02x}"
+                ends = f"netns {self._pid('switch')} type veth peer name eth0 address {card} netns {init}"
                 run(["ip", "link", "add", port, *ends.split()])
             self._on_switch("set", port, "master", "bridge", "up")
             child.stdin.write(b"plugged in\n")

@@ -127,6 +127,11 @@ def test_a_node_crashes_and_comes_back(cluster, tmp_path):
     job, output = submit(cluster, tmp_path, "srun hostname", "--nodes=2")
     assert cluster.wait(job, 20)["state"] == "COMPLETED"
     assert sorted(output.read_text().split()) == list(NODES)
+    # its neighbour spoke with it a moment ago, and reaches it at once when it is back
+    cluster.crash("node2")
+    cluster.start("node2")
+    reached = cluster.exec("node1", ["timeout", "5", "bash", "-c", "</dev/tcp/node2/6818"])
+    assert reached.returncode == 0, reached.stderr
 
 
 def test_down_leaves_nothing(cluster, tmp_path):
