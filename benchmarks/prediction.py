@@ -1,13 +1,13 @@
-"""Predicted beside measured: memory and samples per second of short trainings on the CPU, as their records have both.
+"""Predicted beside measured: memory and samples per second of short trainings on the CPU.
 
     python benchmarks/prediction.py                               # all rows; a quarter of an hour
     python benchmarks/prediction.py --rows DDP ZeRO-2             # some of them
     python benchmarks/prediction.py --save                        # and write prediction.json, for the pages
 
 Each row is a training of a few steps by scripts/train.py with one thread per rank, of a BLOOM of 9.5 million parameters
-in fp32 if the row says nothing else. Predicted is what the run itself predicts (`estimate` of the run record), from
-matrix products, copies and all-reduces that it times anew, with all ranks at once. Measured are the largest resident
-memory of the processes, added up, and the steady rate of the steps behind the warm-up.
+in fp32 if the row says nothing else. Predicted is what estimate_memory.py and estimate_time.py say of these flags, from
+matrix products, copies and all-reduces that are timed with all ranks at once, and sequences as long as they were.
+Measured are the largest resident memory of the processes, added up, and the steady rate behind the warm-up.
 
 Where other programs work on the same cores, a training loses more than a product that was timed at its best. `busy` is
 the share of the cores' time that others took meanwhile. Above a twentieth the row is run again, --repeats times at
@@ -19,6 +19,7 @@ The results of the last --save, with commit and machine, are in benchmarks/predi
 import argparse
 import importlib.metadata
 import json
+import multiprocessing
 import os
 import resource
 import statistics
@@ -26,13 +27,23 @@ import subprocess
 import sys
 import tempfile
 import time
-from dataclasses import dataclass, field
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
 
 import psutil
+import torch
 
 REPOSITORY = Path(__file__).resolve().parent.parent
+SCRIPTS = REPOSITORY / "scripts"
+sys.path.insert(0, str(SCRIPTS))
+
+from estimate.planned import read_options  # noqa: E402
+from estimate_memory import estimate, totals, without_gpu  # noqa: E402
+from estimate_time import GB, Batch, Rates, Step, measure_copy, predict_step  # noqa: E402
+from model import train_tokenizer  # noqa: E402
+
 DATASET = REPOSITORY / "data" / "squad_sample.json"
 RESULTS = Path(__file__).with_suffix(".json")
 # That of communication.py, and one whose logits are larger than all else, as BLOOM's are
@@ -41,6 +52,7 @@ WHOLE_VOCABULARY = BLOOM | {"vocab_size": 250880, "hidden_size": 128, "n_layer":
 TOKENS = 4096  # of the tokenizer
 DISTURBED = 0.05  # share of the cores' time
 STEPS = 8
+MIB = 2**20
 
 MODEL = ["--model_name", "model", "--from_scratch"]
 LARGE_HEAD = ["--model_name", "whole_vocabulary", "--from_scratch", "--gradient_accumulation_steps", "1"]
@@ -109,9 +121,6 @@ def read_results() -> dict:
 
 
 def make_model_folders(folder: Path) -> None:
-    sys.path.insert(0, str(REPOSITORY / "scripts"))
-    from model import train_tokenizer
-
     tokenizer = train_tokenizer(SimpleNamespace(dataset=str(DATASET), eval_dataset=None), TOKENS)
     for name, config in (("model", BLOOM), ("whole_vocabulary", WHOLE_VOCABULARY)):
         tokenizer.save_pretrained(folder / name)
@@ -126,7 +135,7 @@ def least_disturbed(folder: Path, row: Row, repeats: int) -> dict:
 
 
 def train(folder: Path, row: Row) -> dict:
-    """Memory in MiB of all ranks, samples per second of all ranks, and what the prediction was made of."""
+    """Memory in MiB of all ranks, samples per second of all ranks, and the predicted step."""
     (folder / "cache" / "distributed-llm-workshop" / "rates.json").unlink(missing_ok=True)  # what is here, and now
     job_id = f"{time.time_ns()}"
     environment = os.environ | {"OMP_NUM_THREADS": "1", "XDG_CACHE_HOME": str(folder / "cache"), "JOB_ID": job_id}
@@ -135,9 +144,8 @@ def train(folder: Path, row: Row) -> dict:
     words += ["--per_device_train_batch_size", "4", "--eval_strategy", "no", "--save_strategy", "no", "--use_cpu"]
     words += [str(folder / word) if (folder / word).is_dir() else word for word in row.model]
     words += [str(REPOSITORY / word) if word.endswith(".json") else word for word in row.flags]
-    scripts = REPOSITORY / "scripts"
-    launch = [str(scripts / "launch.py"), f"--nproc-per-node={row.ranks}"] if row.ranks > 1 else []
-    command = [sys.executable, *launch, str(scripts / "train.py"), *words]
+    launch = [str(SCRIPTS / "launch.py"), f"--nproc-per-node={row.ranks}"] if row.ranks > 1 else []
+    command = [sys.executable, *launch, str(SCRIPTS / "train.py"), *words]
     start = time.perf_counter(), cpu_seconds_of_all(), cpu_seconds_of_children()
     done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, check=False)
     end = time.perf_counter(), cpu_seconds_of_all(), cpu_seconds_of_children()
@@ -145,16 +153,45 @@ def train(folder: Path, row: Row) -> dict:
     if done.returncode:
         sys.exit(f"error: {words} ended with {done.returncode}:\n{done.stdout[-1000:]}\n{done.stderr[-3000:]}")
     record = json.loads((folder / "results" / f"{job_id}.json").read_text())
-    predicted = record["estimate"]
-    if not predicted or not predicted["step"]:
-        sys.exit(f"error: {words}: nothing predicted: {record['missing']}")
+    memory, step = predict(folder, [*words, "--gpus", str(row.ranks)], launch, record)
     return {
-        "memory_mib": [predicted["node_mib"], round(sum(record["peak_process_mib"]), 1)],
-        "samples_per_second": [predicted["step"]["samples_per_second"], record["train"]["steady_samples_per_second"]],
-        "step": predicted["step"],
-        "rates": predicted["rates"],
+        "memory_mib": [memory, round(sum(record["peak_process_mib"]), 1)],
+        "samples_per_second": [step.samples_per_second, record["train"]["steady_samples_per_second"]],
+        "step": asdict(step) | {"seconds": step.seconds},
         "busy": round(max(0.0, of_all - of_children) / seconds / psutil.cpu_count(), 2),
     }
+
+
+def predict(folder: Path, words: list[str], launch: list[str], record: dict) -> tuple[float, Step]:
+    """MiB of all ranks, and a step of all ranks, of this command line of train.py."""
+    options = read_options(words, "", gpu=False)
+    ranks = options.values["gpus"]
+    train = record["train"]
+    samples = train["steps"] * options.values["gradient_accumulation_steps"] * ranks
+    samples *= options.values["per_device_train_batch_size"]
+    length = round((train["real_tokens"] + train["padding_tokens"]) / samples)
+    size = options.values["per_device_train_batch_size"]
+    batch = Batch(size, length, counted=max(1, round(size * train["counted_tokens"] / samples)))
+    rates = Rates(train["matmul_peak_tflops"] * 1e12, copies_at_once(ranks), bus_between(folder, launch))
+    memory = totals(without_gpu(estimate(options)), ranks)[1] / MIB
+    return round(memory, 1), predict_step(options, rates, batch)
+
+
+def copies_at_once(ranks: int) -> float:
+    """Bytes per second of each of so many processes while all of them copy."""
+    spawn = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(ranks, mp_context=spawn, initializer=torch.set_num_threads, initargs=(1,)) as pool:
+        return statistics.fmean(pool.map(measure_copy, [torch.device("cpu")] * ranks))
+
+
+def bus_between(folder: Path, launch: list[str]) -> float | None:
+    """Bytes per second between the ranks; None of one rank, which has nobody to talk to."""
+    if not launch:
+        return None
+    file = folder / "bandwidth.json"
+    test = [str(SCRIPTS / "measure_bandwidth.py"), "--min_bandwidth", "0", "--output", str(file)]
+    subprocess.run([sys.executable, *launch, *test], cwd=folder, capture_output=True, check=True)
+    return json.loads(file.read_text())["bus_bandwidth_gb_per_s"] * GB
 
 
 def cpu_seconds_of_all() -> float:

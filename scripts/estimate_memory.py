@@ -22,15 +22,15 @@ from types import SimpleNamespace
 import psutil
 import torch
 
-import planned
 from config import Options, precision_name
 from errors import WorkshopError, run_program
+from estimate import planned
+from estimate.model_shape import Shape, shape_for
+from estimate.planned import check_optimizer, read_config_files
 from estimate_time import Rates, given_rates, predict_step, rates_for
-from model_shape import Shape, shape_for
 from parallel.ds_config import offloaded
 from parallel.fsdp_config import fsdp_name, wrap_classes
 from paths import REPOSITORY
-from planned import check_optimizer, read_config_files
 
 GIB = 2**30
 EXTRA_FLAGS = {

@@ -24,11 +24,18 @@ from torch.utils.flop_counter import flop_registry
 
 from config import Options, compute_dtype, precision_name
 from errors import run_program
-from model_shape import Shape, casts_as_it_computes, dtype_of_computing, model_without_storage, shape_for, traced
+from estimate.model_shape import (
+    Shape,
+    casts_as_it_computes,
+    dtype_of_computing,
+    model_without_storage,
+    shape_for,
+    traced,
+)
+from estimate.planned import check_optimizer, read_options
 from parallel.ds_config import offloaded
 from parallel.fsdp_config import fsdp_name
-from planned import check_optimizer, read_options
-from training.flops import matmul_peak, memory_bandwidth
+from training.flops import fastest, measure_peak
 
 FP32 = 4  # bytes
 HALF = 2
@@ -42,6 +49,8 @@ ADDING = 3  # passes over a gradient, as a further micro batch adds to it
 # ranks has of eight channels of DDR4, of which programs reach half
 PCIE = 12 * GB
 CPU_MEMORY = 25 * GB
+COPIED_ON_CPU = 32 * 2**20  # bytes: with the copy more than caches hold
+COPIED_ON_GPU = 256 * 2**20
 BACKWARD = 2 / 3  # of the time of forward and backward pass
 # Operations that give another view of a tensor, or memory without content
 FREE = ("detach", "_unsafe_view", "alias", "lift_fresh", "empty", "empty_like", "new_empty", "empty_strided")
@@ -330,11 +339,18 @@ def rates_for(options: Options) -> Rates:
     device = torch.device("cuda" if has_gpu(options) else "cpu")
     share = 1 if has_gpu(options) else values["gpus"] // values["nodes"]
     given = values["matmul_tflops"]
-    matmul = given * 1e12 if given else matmul_peak(compute_dtype(values), device) / share
+    matmul = given * 1e12 if given else measure_peak(compute_dtype(values), device) / share
     given = values["memory_bandwidth"]
-    memory = given * GB if given else memory_bandwidth(device) / share
+    memory = given * GB if given else measure_copy(device) / share
     bus = values["bus_bandwidth"]
     return Rates(matmul, memory, bus and bus * GB)
+
+
+def measure_copy(device: torch.device) -> float:
+    """Bytes per second, those read and those written, of the fastest of the copies that half a second has room for."""
+    source = torch.ones(COPIED_ON_GPU if device.type == "cuda" else COPIED_ON_CPU, dtype=torch.uint8, device=device)
+    target = torch.empty_like(source)
+    return 2 * source.nbytes / fastest(lambda: target.copy_(source), device)
 
 
 def as_text(options: Options, rates: Rates) -> str:

@@ -308,7 +308,7 @@ def headline(content: dict) -> str:
     parts += [f"torch {here['torch']}", f"{here['cpus']} CPU cores, {here['cpu']}"]
     peaks = {row["matmul_peak_tflops"] for row in content["rows"].values() if row.get("matmul_peak_tflops")}
     if peaks:
-        parts.append(f"matrix products {max(peaks):.0f} TFLOP/s")
+        parts.append(f"peak {max(peaks):.0f} TFLOP/s")
     return ", ".join(parts)
 
 

@@ -68,7 +68,6 @@ from training.checkpoints import (
 from training.chunked_loss import use_chunked_loss
 from training.compiling import CompiledCallback, compile_or_eager
 from training.flops import flops_of, matmul_peak
-from training.prediction import Prediction
 from training.profiling import ProfileCallback
 from training.record import RunRecord, new_job_id, refuse_finished, sole_writer
 from training.safe_load import load_weights_only, refuse_foreign_code
@@ -159,11 +158,15 @@ def main() -> None:
             train_size=len(train_dataset),
             eval_size=len(eval_dataset),
             questions_cut=cut,
+            configs={
+                "model": skeleton.config.to_diff_dict(),
+                "deepspeed": options.deepspeed_config,
+                "fsdp": options.fsdp_config,
+            },
         )
         watchdog.before_exit(lambda: finish(record.path, "failed", ENVIRONMENT))
         prepare_trackers(args, job_id)
-        peak = matmul_peak(compute_dtype(values), args.device)  # what the GPU can do at best, for MFU
-        prediction = Prediction(options, record, peak, args.device)
+        peak = matmul_peak(compute_dtype(values), args.device)  # what the hardware can do at best, for MFU
 
         # 6. Model and Trainer.
         watchdog.beat("loading the model")
@@ -219,7 +222,6 @@ def main() -> None:
                 )
             print_once(f"exact_match {scores['exact_match']:.2f}  f1 {scores['f1']:.2f}")
             record.update(**scores)
-        prediction.note_step(samples_per_step * trainer.state.global_step)
         record.measure_process_memory()  # again: saving and answers need memory, too
         if args.save_strategy == "no":  # a stop saves in spite of it, and nobody needs that any more
             remove_checkpoints_of_stops(args.output_dir)

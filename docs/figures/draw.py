@@ -12,8 +12,8 @@ from pathlib import Path
 import matplotlib.pyplot as plt
 from matplotlib.patches import FancyBboxPatch
 
+from estimate.model_shape import shape_for
 from estimate_memory import GIB, estimate, read_options
-from model_shape import shape_for
 
 HERE = Path(__file__).resolve().parent
 plt.rcParams |= {"font.size": 9, "axes.spines.top": False, "axes.spines.right": False, "figure.dpi": 120}

@@ -221,6 +221,9 @@ class RecordCallback(TrainerCallback):
         return control
 
     def on_train_begin(self, args, state, control, **kwargs):
+        if args.deepspeed:
+            configs = self.record.content["configs"]
+            self.record.update(configs=configs | {"deepspeed": args.hf_deepspeed_config.config})
         if state.global_step:  # those before the checkpoint
             self.record.update(eval=evaluations(state.log_history))
 

@@ -2,13 +2,15 @@
 
 Model FLOPs utilisation (MFU) is that of PaLM (arXiv:2204.02311, appendix B): operations that the model needs for
 forward and backward pass, over those that the hardware could do in that time. What is computed again (activation
-checkpointing) or for padding takes time, and is no work. The hardware's peak is not the data sheet's but that of a
-product of two matrices, timed here, which is what a perfect training could reach.
+checkpointing) or for padding takes time, and is no work. The hardware's peak is the one that its maker publishes for
+dense matrices, as in other people's numbers of MFU. Of hardware that is not in the table, CPUs among it, a product of
+two matrices is timed, once per machine.
 """
 
 import contextlib
 import json
 import os
+import re
 import statistics
 import time
 from collections.abc import Callable
@@ -25,9 +27,30 @@ from training.record import RunRecord, hardware
 KINDS_OF_TOKENS = 4  # of count_tokens
 CPU_SIZE = 1024  # of the square matrices
 GPU_SIZE = 8192
-COPIED_ON_CPU = 32 * 2**20  # bytes: with the copy more than caches hold, and less than any training takes
-COPIED_ON_GPU = 256 * 2**20
 SECONDS = 0.5
+# Of fp16 and bf16, of tf32, of fp32: 10^12 operations per second, dense, with sums in fp32. From NVIDIA's data sheets
+# and, for GeForce, white papers; half of a number that they give with sparsity alone. The first entry whose words are
+# all in the GPU's name counts
+PUBLISHED_PEAKS = {
+    "V100 PCIE": (112, None, 14),
+    "V100": (125, None, 15.7),
+    "T4": (65, None, 8.1),
+    "A100": (312, 156, 19.5),
+    "A40": (149.7, 74.8, 37.4),
+    "L40S": (362, 183, 91.6),
+    "H100 PCIe": (756, 378, 51),
+    "H100 NVL": (835, 417, 60),
+    "H100": (989, 494, 67),
+    "GH200": (989, 494, 67),
+    "H200 NVL": (835, 417, 60),
+    "H200": (989, 494, 67),
+    "B200": (2250, 1125, 75),
+    "GB200": (2500, 1250, 80),
+    "RTX 3090": (71, 35.6, 35.6),
+    "RTX 4090": (165.2, 82.6, 82.6),
+}
+COLUMN = {"float16": 0, "bfloat16": 0, "tf32": 1, "float32": 2}
+PARTIAL = {"MIG", "Laptop"}  # in a name: a part of that GPU, or a smaller one
 
 
 def count_tokens(batch: dict[str, torch.Tensor]) -> torch.Tensor:
@@ -79,37 +102,50 @@ def elements(parameter: torch.Tensor) -> int:
 
 
 def matmul_peak(dtype: torch.dtype, device: torch.device) -> float:
-    """Operations per second of one rank while all ranks multiply matrices, their mean. Collective."""
+    """Operations per second that one rank can do at best: published, else measured. Collective."""
     tf32 = torch.backends.fp32_precision == "tf32"  # type: ignore[attr-defined]  # of --tf32
-    precision = "tf32" if tf32 and dtype == torch.float32 else dtype
-    return measured_once(str(precision), device, lambda: measure_peak(dtype, device))
+    precision = "tf32" if tf32 and dtype == torch.float32 else str(dtype).removeprefix("torch.")
+    if device.type == "cuda":
+        published = published_peak(torch.cuda.get_device_name(), precision)
+        if published:
+            return published
+    return measured_peak(precision, dtype, device)
 
 
-def memory_bandwidth(device: torch.device) -> float:
-    """Bytes per second that one rank reads and writes while all ranks copy, their mean. Collective."""
-    return measured_once("copy", device, lambda: measure_copy(device))
+def published_peak(gpu: str, precision: str) -> float | None:
+    """Operations per second of a GPU by the name that PyTorch gives it; None where the table has none."""
+    words = set(re.split(r"[ -]", gpu))
+    if words & PARTIAL:
+        return None
+    for name, peaks in PUBLISHED_PEAKS.items():
+        if words >= set(name.split()):
+            tflops = peaks[COLUMN[precision]]
+            return tflops and tflops * 1e12
+    return None
 
 
-def measured_once(what: str, device: torch.device, measure: Callable[[], float]) -> float:
-    """The mean of what all ranks measure at the same time. Collective.
+def measured_peak(precision: str, dtype: torch.dtype, device: torch.device) -> float:
+    """Operations per second while all ranks multiply matrices, their mean. Collective.
 
     Measured once for each kind of hardware, number of ranks and version of PyTorch, and kept in the user's cache.
     """
-    known = cached_rates() if rank() == 0 else {}
+    known = cached_peaks() if rank() == 0 else {}
     machine = hardware(local_world_size())
     name = machine["gpu"] if device.type == "cuda" else f"{machine['cpu']}, {torch.get_num_threads()} threads"
-    key = f"{name}, {local_world_size()} ranks per node, torch {torch.__version__}, {what}"
-    rate = same_everywhere(known.get(key))
-    if rate:
-        return rate
+    key = f"{name}, {local_world_size()} ranks per node, torch {torch.__version__}, {precision}"
+    peak = same_everywhere(known.get(key))
+    if peak:
+        return peak
     wait_for_everyone()
-    rate = statistics.fmean(own for (own,) in gather_lists([measure()]))
-    forget_measuring()
+    peak = statistics.fmean(own for (own,) in gather_lists([measure_peak(dtype, device)]))
+    if torch.cuda.is_available():  # what was measured with is none of the training's memory
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
     if rank() == 0:
         with contextlib.suppress(OSError):  # no place for it: the next run measures again
             cache_file().parent.mkdir(parents=True, exist_ok=True)
-            write_json(cache_file(), known | {key: rate})
-    return rate
+            write_json(cache_file(), known | {key: peak})
+    return peak
 
 
 def measure_peak(dtype: torch.dtype, device: torch.device) -> float:
@@ -120,32 +156,17 @@ def measure_peak(dtype: torch.dtype, device: torch.device) -> float:
     return 2 * size**3 / fastest(lambda: torch.mm(a, b, out=out), device)
 
 
-def measure_copy(device: torch.device) -> float:
-    """Bytes per second, those read and those written, of the fastest of the copies that half a second has room for."""
-    source = torch.ones(COPIED_ON_GPU if device.type == "cuda" else COPIED_ON_CPU, dtype=torch.uint8, device=device)
-    target = torch.empty_like(source)
-    return 2 * source.nbytes / fastest(lambda: target.copy_(source), device)
-
-
 def fastest(operation: Callable[[], object], device: torch.device) -> float:
-    """Seconds that the operation takes at best."""
-    on_gpu = device.type == "cuda"
+    """Seconds that the operation takes at best, tried for half a second."""
     seconds = float("inf")
     end = time.perf_counter() + SECONDS
     while time.perf_counter() < end or seconds == float("inf"):
         start = time.perf_counter()
         operation()
-        if on_gpu:
+        if device.type == "cuda":
             torch.cuda.synchronize()
         seconds = min(seconds, time.perf_counter() - start)
     return seconds
-
-
-def forget_measuring() -> None:
-    """What was measured with is none of the training's memory."""
-    if torch.cuda.is_available():
-        torch.cuda.empty_cache()
-        torch.cuda.reset_peak_memory_stats()
 
 
 def cache_file() -> Path:
@@ -153,10 +174,8 @@ def cache_file() -> Path:
     return Path(cache) / "distributed-llm-workshop" / "rates.json"
 
 
-def cached_rates() -> dict[str, float]:
+def cached_peaks() -> dict[str, float]:
     try:
-        content = json.loads(cache_file().read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+        return dict(json.loads(cache_file().read_text(encoding="utf-8")))
+    except (OSError, ValueError, TypeError):
         return {}
-    kept = content.items() if isinstance(content, dict) else ()
-    return {key: value for key, value in kept if isinstance(value, float) and value > 0}

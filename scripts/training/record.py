@@ -23,6 +23,8 @@ gives the reason under the same name.
     knobs               name -> requested, effective
     settings            value of every knob, and of each other flag that was given; paths below the repository are
                         relative to it, as in command
+    configs             model: of its config.json, what is not transformers' default; deepspeed, fsdp: in effect, every
+                        "auto" filled in, null without it
     parameters          number of them, tied ones once
     steps_per_epoch     optimizer steps
     train_size, eval_size
@@ -35,16 +37,9 @@ gives the reason under the same name.
                         step; torch.compile compiles then, and the memory logs begin behind it);
                         real_tokens, padding_tokens, counted_tokens (labels that count in the loss),
                         steady_tokens_per_second (real tokens of all ranks, in these steps), mfu_percent (of them),
-                        matmul_peak_tflops (of one rank, in 10^12 operations per second, while all ranks compute);
+                        matmul_peak_tflops (that MFU is a share of: of one rank, in 10^12 operations per second; the
+                        GPU's published one, else measured while all ranks compute);
                         of all attempts together, each up to the checkpoint that was gone on from
-    estimate            what was predicted for this very run from its own options: gpu_mib (of the fullest GPU, null
-                        without one), node_mib (of the first node's memory, all its ranks; without a GPU with what a GPU
-                        would hold), step, rates
-                        step (null before the training has ended): seconds (of an optimizer step), samples_per_second
-                        (of all ranks together), and of the seconds compute, optimizer, communication; hidden (seconds
-                        of communication beside the computing, on top of these)
-                        rates (what the step was computed from, of each rank while all ranks work; null where not
-                        measured): matmul_tflops, memory_gb_per_s, bus_gb_per_s
     exact_match, f1     percent over eval_size questions
     callbacks           train/steps_per_second_mean, train/samples_per_second_mean (the steady rates), and means over
                         steps and ranks: avg_gpu_util_%, std_gpu_util_%, avg_mem_alloc_MB, avg_mem_reserved_MB,

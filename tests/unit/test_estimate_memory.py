@@ -9,6 +9,7 @@ import torch
 from transformers import AutoModelForCausalLM, BloomConfig
 
 import estimate_memory
+from estimate.model_shape import shape_for
 from estimate_memory import (
     as_text,
     deepspeed_says,
@@ -19,7 +20,6 @@ from estimate_memory import (
     totals,
 )
 from helpers import REPOSITORY
-from model_shape import shape_for
 
 GIB = 2**30
 

@@ -13,6 +13,8 @@ from transformers import BloomConfig, BloomForCausalLM
 
 import estimate_time
 from custom_model import CustomGPTConfig, CustomGPTForCausalLM
+from estimate.model_shape import Shape, shape_for
+from estimate.planned import read_options
 from estimate_time import (
     Batch,
     CountWork,
@@ -26,8 +28,6 @@ from estimate_time import (
     work_of,
 )
 from helpers import REPOSITORY, program
-from model_shape import Shape, shape_for
-from planned import read_options
 from training.flops import ModelFlops
 
 GIVEN = ("--matmul_tflops", 100, "--memory_bandwidth", 1000, "--bus_bandwidth", 50)
@@ -246,8 +246,8 @@ def test_the_command_shows_parts_and_both_ends_of_the_overlap(main_of, capsys):
 
 
 def test_without_rates_it_measures_here_and_says_that_communication_is_left_out(main_of, capsys, monkeypatch):
-    monkeypatch.setattr(estimate_time, "matmul_peak", lambda dtype, device: 2e11)
-    monkeypatch.setattr(estimate_time, "memory_bandwidth", lambda device: 2e10)
+    monkeypatch.setattr(estimate_time, "measure_peak", lambda dtype, device: 2e11)
+    monkeypatch.setattr(estimate_time, "measure_copy", lambda device: 2e10)
     text = printed(main_of, capsys, *TINY, "--gpus", 2)
     assert "2 rank(s) on the CPU on 1 node(s)" in text
     assert "of each rank: 0.1 TFLOP/s in matrix products, 10 GB/s of memory, nothing known" in text
@@ -281,3 +281,9 @@ def test_what_is_assumed_of_offload_is_said(main_of, capsys):
 def test_mistakes_are_one_line(flags, message, refusal, main_of, capsys):
     assert refusal(main_of, estimate_time, *flags).startswith(message)
     assert capsys.readouterr() == ("", "")
+
+
+def test_a_copy_reads_and_writes(monkeypatch):
+    monkeypatch.setattr(estimate_time, "fastest", lambda operation, device: operation() is None or 0.5)
+    monkeypatch.setattr(estimate_time, "COPIED_ON_CPU", 1000)
+    assert estimate_time.measure_copy(torch.device("cpu")) == 2 * 1000 / 0.5

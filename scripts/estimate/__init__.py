@@ -1,0 +1,1 @@
+"""What a model needs, in bytes and operations, found without memory for it."""
