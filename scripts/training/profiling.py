@@ -8,18 +8,19 @@ that are profiled are therefore slower, and left out of the steady rates.
 
 import atexit
 import contextlib
-import functools
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch.profiler import ProfilerActivity, profile, record_function
-from transformers import Trainer, TrainerCallback
+from transformers import TrainerCallback
 
 from parallel.distributed import gather_lists, rank
 from training.callbacks import PROFILED_STEPS, WARM_UP_STEPS
+from training.record import RunRecord
+from training.trainer import WorkshopTrainer
 
 PHASES = ("data", "forward", "backward", "optimizer")
 STEP = "profiled step"
@@ -29,61 +30,53 @@ Interval = tuple[int, int]  # nanoseconds
 class ProfileCallback(TrainerCallback):
     """Profiles the steps behind the warm-up, on every rank, and writes the breakdown into the record."""
 
-    def __init__(self, trainer: Trainer, record: Any, job_id: str):
+    def __init__(self, trainer: WorkshopTrainer, record: RunRecord, job_id: str):
         self.trainer = trainer
+        trainer.phase = self.phase
         self.record = record
         self.trace = Path("profile") / job_id / f"rank_{rank()}.json.gz"
         self.profiler: Any = None
         self.step: Any = None
+        self.optimizer_step: Any = None
         self.steps_seen = 0
         self.done = False
 
     def on_train_begin(self, args, state, control, **kwargs):
-        # what a step consists of, wrapped once everything is there; the innermost phase counts
-        trainer: Any = self.trainer
-        trainer.get_batch_samples = self.begins_step(self.phase("data", trainer.get_batch_samples))
-        trainer.compute_loss = self.phase("forward", trainer.compute_loss)
-        trainer.accelerator.backward = self.phase("backward", trainer.accelerator.backward)
-        trainer._clip_grad_norm = self.phase("optimizer", trainer._clip_grad_norm)
-        if trainer.is_deepspeed_enabled:
-            trainer.model_wrapped.step = self.phase("optimizer", trainer.model_wrapped.step)
-        else:
-            trainer.optimizer.step = self.phase("optimizer", trainer.optimizer.step)
-
-    def phase(self, name: str, function: Callable) -> Callable:
-        @functools.wraps(function)
-        def timed(*args, **kwargs):
-            if self.step is None:
-                return function(*args, **kwargs)
-            with self.waited_for(name):
-                return function(*args, **kwargs)
-
-        return timed
+        if self.trainer.is_deepspeed_enabled:
+            # its backward pass ends in its own step, of which it tells no callback
+            engine = self.trainer.model_wrapped
+            engine.step = self.phase("optimizer")(engine.step)
 
     @contextlib.contextmanager
-    def waited_for(self, name: str) -> Iterator[None]:
+    def phase(self, name: str) -> Iterator[None]:
+        """The Trainer is in this part of a step."""
+        if name == "data" and self.steps_seen >= WARM_UP_STEPS and not self.done:
+            self.begin_step()  # before on_step_begin, as the batches are fetched first
+        if self.step is None:
+            yield
+            return
         with record_function(name):
             yield
             wait_for_gpu()
 
-    def begins_step(self, get_batch_samples: Callable) -> Callable:
-        """The profiler starts here: the batches are fetched before on_step_begin."""
+    def begin_step(self) -> None:
+        wait_for_gpu()
+        if self.profiler is None:
+            activities = [ProfilerActivity.CPU]
+            if torch.cuda.is_available():
+                activities.append(ProfilerActivity.CUDA)
+            self.profiler = profile(activities=activities, record_shapes=True)
+            self.profiler.start()
+            atexit.register(self.stop)
+        self.step = record_function(STEP)
+        self.step.__enter__()
 
-        @functools.wraps(get_batch_samples)
-        def begun(*args, **kwargs):
-            if self.steps_seen >= WARM_UP_STEPS and not self.done:
-                wait_for_gpu()
-                if self.profiler is None:
-                    activities = [ProfilerActivity.CPU]
-                    activities += [ProfilerActivity.CUDA] if torch.cuda.is_available() else []
-                    self.profiler = profile(activities=activities, record_shapes=True)
-                    self.profiler.start()
-                    atexit.register(self.stop)
-                self.step = record_function(STEP)
-                self.step.__enter__()
-            return get_batch_samples(*args, **kwargs)
+    def on_pre_optimizer_step(self, args, state, control, **kwargs):
+        self.optimizer_step = self.phase("optimizer")
+        self.optimizer_step.__enter__()
 
-        return begun
+    def on_optimizer_step(self, args, state, control, **kwargs):
+        self.optimizer_step.__exit__(None, None, None)
 
     def on_step_end(self, args, state, control, **kwargs):
         self.steps_seen += 1
@@ -118,10 +111,8 @@ class ProfileCallback(TrainerCallback):
             self.trace.parent.mkdir(parents=True, exist_ok=True)
             profiler.export_chrome_trace(str(self.trace))
         except OSError as error:
-            way_out = "the training goes on, and the record has the parts of a step"
-            print(
-                f"warning: {self.trace}: cannot be written ({error.strerror}); {way_out}", file=sys.stderr, flush=True
-            )
+            what = f"cannot be written ({error.strerror}); the training goes on, and the record has the parts of a step"
+            print(f"warning: {self.trace}: {what}", file=sys.stderr, flush=True)
             return None
         return str(self.trace)
 
@@ -144,8 +135,8 @@ def breakdown(events: list) -> dict:
     """
     steps = [interval(event) for event in events if event.name() == STEP and is_on_cpu(event)]
     phases = {name: [interval(e) for e in events if e.name() == name and is_on_cpu(e)] for name in PHASES}
-    # DeepSpeed's step lies in its backward pass
-    phases["backward"] = without(phases["backward"], phases["optimizer"])
+    # what lies in them counts there: the forward pass, and with DeepSpeed the optimizer
+    phases["backward"] = without(phases["backward"], phases["forward"] + phases["optimizer"])
     communication = within(union([interval(event) for event in events if is_communication(event)]), steps)
     computation = union([interval(event) for event in events if is_computation(event)])
     waiting = without(communication, computation)

@@ -2,7 +2,7 @@
 
 import contextlib
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +29,8 @@ class WorkshopTrainer(Trainer):
     earlier_seconds = 0.0  # of training, before the checkpoint that this run goes on from
     saved_step = 0  # of the last checkpoint that is complete, 0 without one
     tokens: Any = 0  # of this rank and run: a tensor of count_tokens, once there was a batch
+    # told where a step is: its data, forward pass, backward pass, optimizer (--profile)
+    phase: Callable[[str], contextlib.AbstractContextManager] = contextlib.nullcontext
     loss_of_step: Any = 0  # sum over the micro batches of this optimizer step; FiniteLossCallback sets it back
 
     def __init__(self, *args, **kwargs):
@@ -50,7 +52,8 @@ class WorkshopTrainer(Trainer):
     def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
         if self.is_fsdp_enabled and torch.is_tensor(num_items_in_batch):
             num_items_in_batch = num_items_in_batch.long()  # whole numbers are not cast
-        result = super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
+        with self.phase("forward"):
+            result = super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
         if self.is_deepspeed_enabled and model.training:
             scale_for_stage_0(result, model.optimizer)
         return result
@@ -96,9 +99,18 @@ class WorkshopTrainer(Trainer):
         self._initial_global_step = 0
         self.earlier_seconds = progress.seconds
 
+    def get_batch_samples(self, *args, **kwargs):
+        with self.phase("data"):
+            return super().get_batch_samples(*args, **kwargs)
+
+    def _clip_grad_norm(self, model):
+        with self.phase("optimizer"):
+            return super()._clip_grad_norm(model)
+
     def training_step(self, model, inputs, num_items_in_batch=None):
         self.tokens = self.tokens + count_tokens(inputs)
-        loss = super().training_step(model, inputs, num_items_in_batch)
+        with self.phase("backward"):  # and in it the forward pass
+            loss = super().training_step(model, inputs, num_items_in_batch)
         self.loss_of_step = self.loss_of_step + loss
         return loss
 
