@@ -5,9 +5,15 @@
 job.sh runs it before a DeepSpeed training: g++ takes several GB for some minutes, which would stand in the memory
 log as the training's peak. A build that fails is one line here, and keeps no other from being built; a training that
 needs it ends with the same line.
+
+Two builds of one folder wait for each other by a lock that ends with its process. DeepSpeed's own is a file, which a
+build that was killed leaves behind, and for which every later run would wait without an end: whoever holds the lock of
+this module removes it.
 """
 
 import argparse
+import contextlib
+import fcntl
 import os
 import re
 import shlex
@@ -17,6 +23,7 @@ import sys
 import tempfile
 import time
 import zlib
+from collections.abc import Iterable, Iterator
 from importlib.metadata import version
 from pathlib import Path
 
@@ -30,7 +37,7 @@ OPTIMIZERS = {"FusedAdamBuilder": "fused_adam", "CPUAdamBuilder": "cpu_adam"}
 ON_CPU = {"ShareMemCommBuilder": "deepspeed_shm_comm"}
 CPP_STANDARD = "-std=c++20"  # of PyTorch 2.13's headers
 NO_NVCC = "not found on PATH or in CUDA_HOME"
-OLD_LOCK = 600  # seconds; no build takes that long
+OLD_LOCK = 60  # seconds, of a library that is there: to look whether it is up to date takes less
 
 
 def prepare_deepspeed() -> Path:
@@ -83,27 +90,24 @@ def cpu_model() -> list[str]:
     return re.findall(r"^(?:model name|flags|Features|CPU part)\s*:\s*(.*)$", first, re.MULTILINE)
 
 
-def problem(builder: str) -> tuple[str, str, str] | None:
-    """What keeps a builder from compiling here, as source, problem and way out; None when nothing does.
+def problem(builder: str) -> WorkshopError | None:
+    """What keeps a builder from compiling here (exit code 3); None when nothing does.
 
     Compiler and ninja are needed each time: PyTorch asks them whether a library is up to date.
     """
-    if locks := old_locks(extensions_folder()):
-        what = f"a killed build left {', '.join(map(str, locks))}, and DeepSpeed would wait for its end for ever"
-        return "DeepSpeed build", what, f"rm {' '.join(repr(str(lock)) for lock in locks)}"
     compiler = cpp_compiler()
     absent = "not on PATH, and DeepSpeed compiles its optimizers with it"
     if not shutil.which(shlex.split(compiler)[0]):
-        return compiler, absent, "load it in site_setup (module load gcc)"
+        return WorkshopError(compiler, absent, "load it in site_setup (module load gcc)", ENVIRONMENT)
     if not library(builder).is_file() and (said := refuses_standard(compiler)):
         what = f"does not know {CPP_STANDARD}, which PyTorch's headers need ({said})"
-        return compiler, what, "load GCC 11 or newer in site_setup (module load gcc)"
+        return WorkshopError(compiler, what, "load GCC 11 or newer in site_setup (module load gcc)", ENVIRONMENT)
     if not shutil.which("ninja"):
-        return "ninja", absent, "pip install ninja"
+        return WorkshopError("ninja", absent, "pip install ninja", ENVIRONMENT)
     if builder == "FusedAdamBuilder" and torch.cuda.is_available() and not nvcc():
         what = f"{NO_NVCC}, and FusedAdam is compiled with it"
         without = '"torch_adam": true in optimizer.params, or optimizer offload, do without'
-        return "nvcc", what, f"load it in site_setup (module load cuda); {without}"
+        return WorkshopError("nvcc", what, f"load it in site_setup (module load cuda); {without}", ENVIRONMENT)
     return None
 
 
@@ -128,11 +132,6 @@ def library(builder: str) -> Path:
     return extensions_folder() / name / f"{name}.so"
 
 
-def old_locks(folder: Path) -> list[Path]:
-    """Locks of builds that were killed; DeepSpeed waits for one without an end."""
-    return sorted(lock for lock in folder.glob("*/lock") if time.time() - lock.stat().st_mtime > OLD_LOCK)
-
-
 def nvcc() -> str | None:
     """The nvcc that PyTorch compiles with."""
     from torch.utils.cpp_extension import CUDA_HOME
@@ -150,42 +149,68 @@ def needed_builder(config: dict) -> str | None:
 
 
 def check_compiler(config: dict) -> None:
-    """Raises WorkshopError (exit code 3) when the optimizer of a DeepSpeed config cannot be compiled here.
+    """Compile what a DeepSpeed config needs, and what is not there yet.
 
-    Where it is going to be compiled, rank 0 says so: nothing else is printed for minutes.
+    Raises WorkshopError (exit code 3) where it cannot be compiled.
     """
     builder = needed_builder(config)
     if builder and (found := problem(builder)):
-        raise WorkshopError(*found, ENVIRONMENT)
-    needed = ([builder] if builder else []) + ([] if torch.cuda.is_available() else list(ON_CPU))
-    missing = [library(each).stem for each in needed if not library(each).is_file()]
-    rank = os.environ.get("RANK") or os.environ.get("SLURM_PROCID") or "0"
-    if missing and rank == "0":
-        print(f"DeepSpeed compiles {', '.join(missing)}: minutes, once", flush=True)
+        raise found
+    needed = [builder] if builder else []
+    if not torch.cuda.is_available():
+        needed += ON_CPU
+    for error in compile_missing(needed):
+        raise error
+
+
+def compile_missing(builders: Iterable[str]) -> Iterator[WorkshopError]:
+    """Compile the libraries that are not there, one process at a time; of each that fails the error."""
+    with sole_builder(extensions_folder()):
+        missing = [builder for builder in builders if not library(builder).is_file()]
+        if not missing:
+            return  # before DeepSpeed is imported, which takes seconds
+        names = ", ".join(library(builder).stem for builder in missing)
+        print(f"compiling {names} into {extensions_folder()}: minutes, once", flush=True)
+        from deepspeed.accelerator import get_accelerator
+
+        for builder in missing:
+            if found := problem(builder):
+                yield found
+                continue
+            try:
+                get_accelerator().create_op_builder(builder).load(verbose=False)
+            except Exception as error:  # whatever compiler and linker end with
+                way_out = f"try it alone: {shlex.quote(sys.executable)} {shlex.quote(__file__)}"
+                what = f"cannot be compiled ({first_error(str(error))})"
+                yield WorkshopError(builder, what, way_out, ENVIRONMENT)
+
+
+@contextlib.contextmanager
+def sole_builder(folder: Path) -> Iterator[None]:
+    """No other process compiles into the folder meanwhile, and no lock of DeepSpeed's is left of a killed one."""
+    folder.mkdir(parents=True, exist_ok=True)
+    with (folder / "building").open("w") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            print(f"waiting for another process that compiles into {folder}", flush=True)
+            fcntl.flock(lock, fcntl.LOCK_EX)
+        except OSError:  # a file system without locks
+            pass
+        for left in folder.glob("*/lock"):
+            with contextlib.suppress(FileNotFoundError):  # it was another run's, which has just looked at its library
+                built = (left.parent / f"{left.parent.name}.so").is_file()
+                if not built or time.time() - left.stat().st_mtime > OLD_LOCK:
+                    left.unlink()
+        yield
 
 
 def main() -> None:
     OneLineErrors(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
-    folder = prepare_deepspeed()
+    prepare_deepspeed()
     builders = OPTIMIZERS if torch.cuda.is_available() else OPTIMIZERS | ON_CPU
-    missing = {builder: name for builder, name in builders.items() if not library(builder).is_file()}
-    if not missing:
-        return  # before DeepSpeed is imported, which takes seconds
-    print(f"compiling {', '.join(missing.values())} into {folder}: minutes, once", flush=True)
-    from deepspeed.accelerator import get_accelerator
-
-    for builder in missing:
-        if found := problem(builder):
-            source, what, way_out = found
-        else:
-            source = builder
-            way_out = f"try it alone: {shlex.quote(sys.executable)} {shlex.join(sys.argv)}"
-            try:
-                get_accelerator().create_op_builder(builder).load(verbose=False)
-                continue
-            except Exception as error:  # whatever compiler and linker end with
-                what = f"cannot be compiled ({first_error(str(error))})"
-        print(f"warning: {source}: {what}; {way_out}".replace("\n", " "), file=sys.stderr, flush=True)
+    for error in compile_missing(builders):
+        print(f"warning: {error}", file=sys.stderr, flush=True)
 
 
 def first_error(said: str) -> str:

@@ -380,8 +380,8 @@ def compile_optimizers(environment: dict) -> None:
     try:
         subprocess.run(words, env=environment, timeout=BUILD_TIMEOUT, check=False)
     except subprocess.TimeoutExpired:
-        what = f"no end after {BUILD_TIMEOUT} s: another build, or the lock of one that was killed"
-        raise WorkshopError("DeepSpeed build", what, "see make preflight, which names the lock", ENVIRONMENT) from None
+        what = f"no end after {BUILD_TIMEOUT} s"
+        raise WorkshopError("DeepSpeed build", what, "look for another build on this machine", ENVIRONMENT) from None
 
 
 def main() -> None:

@@ -108,9 +108,8 @@ def compilers() -> Lines:
 
     from build_ops import CPP_STANDARD, NO_NVCC, cpp_compiler, nvcc, problem, refuses_standard
 
-    found = problem("CPUAdamBuilder")
-    if found and found[0] != "DeepSpeed build":  # a lock has a line of its own
-        yield "fail", *found
+    if found := problem("CPUAdamBuilder"):
+        yield "fail", found.source, found.what, found.way_out
     elif said := refuses_standard(cpp_compiler()):
         yield "fail", "compiler", f"{cpp_compiler()} does not know {CPP_STANDARD} ({said})", "load GCC 11 or newer"
     else:
@@ -150,15 +149,7 @@ def nvcc_mismatch(said: str, cuda: str) -> str:
 
 
 def extensions(folder: Path) -> tuple[str, ...]:
-    """DeepSpeed's compiled optimizers: there, still to come, or blocked by a build that was killed."""
-    from build_ops import old_locks
-
-    locks = sorted(folder.glob("*/lock"))
-    if old := old_locks(folder):
-        what = f"a killed build left {', '.join(map(str, old))}: the next DeepSpeed run hangs"
-        return "fail", "DeepSpeed build", what, f"rm {' '.join(repr(str(lock)) for lock in old)}"
-    if locks:
-        return "warn", "DeepSpeed build", f"{locks[0]} is new", "wait for that build; if none runs, remove the file"
+    """DeepSpeed's compiled optimizers: there, or still to come."""
     if not (folder / "cpu_adam" / "cpu_adam.so").is_file():
         what = f"no CPU optimizer in {folder}"
         return "warn", "DeepSpeed build", what, "the first run compiles it for 1 to 2 minutes"

@@ -6,12 +6,10 @@ import re
 import shutil
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
 
-import build_ops
 from helpers import INHERITED, REPOSITORY, snapshot
 
 FOLDERS = ("scripts", "ds_configs", "fsdp_configs", "data", "experiments")
@@ -62,11 +60,6 @@ def test_a_laptop_is_ready_and_nothing_is_left(checkout):
 
 
 def test_all_that_is_broken_is_told_at_once(checkout, tmp_path, monkeypatch):
-    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path / "extensions"))
-    lock = build_ops.extensions_folder() / "cpu_adam" / "lock"
-    lock.parent.mkdir(parents=True)
-    lock.touch()
-    os.utime(lock, (time.time() - 3600,) * 2)
     config = checkout / "ds_configs" / "zero2.json"
     config.write_text(config.read_text().replace('"stage"', '"stge"', 1))
     (checkout / "experiments/baseline/log/.gitignore").unlink()
@@ -79,8 +72,7 @@ def test_all_that_is_broken_is_told_at_once(checkout, tmp_path, monkeypatch):
     code, lines, output = preflight(checkout, *flags, **broken)
     assert code == 3, output
     assert {name for name, line in lines.items() if line.startswith("fail")} == {
-        "DeepSpeed build", "dataset", "ds_configs", "experiments"}  # fmt: skip
-    assert lines["DeepSpeed build"].endswith(f'rm "{lock}"' if "'" in str(lock) else f"rm '{lock}'")
+        "dataset", "ds_configs", "experiments"}  # fmt: skip
     assert re.search(r"zero2\.json: .*stge", lines["ds_configs"])
     # the first in the order of the files; those that use the config are wrong as well
     assert "baseline.slurm: there is no log/ beside it; create it" in lines["experiments"]

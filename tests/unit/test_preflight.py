@@ -1,7 +1,6 @@
 """preflight.py: its comparisons, and what its lines say, without a GPU, a cluster or a training."""
 
 import json
-import os
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -9,7 +8,6 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-import build_ops
 import preflight
 from checks import files as preflight_files
 from checks import jobs as preflight_jobs
@@ -130,13 +128,6 @@ def test_state_of_the_compiled_optimizer(tmp_path):
     assert preflight_machine.extensions(tmp_path)[0] == "warn"
     (folder / "cpu_adam.so").touch()
     assert preflight_machine.extensions(tmp_path)[0] == "ok"
-    (folder / "lock").touch()
-    assert preflight_machine.extensions(tmp_path)[0] == "warn", "a build may be running"
-    long_ago = time.time() - 2 * build_ops.OLD_LOCK
-    os.utime(folder / "lock", (long_ago, long_ago))
-    state, _, found, way_out = preflight_machine.extensions(tmp_path)
-    assert (state, way_out) == ("fail", f"rm '{folder}/lock'")
-    assert str(folder / "lock") in found
 
 
 def fill_cache(folder, shards: list[str]) -> None:
