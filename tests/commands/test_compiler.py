@@ -71,9 +71,8 @@ def test_a_killed_build_keeps_nobody_waiting(building, tmp_path):
     os.killpg(build.pid, signal.SIGKILL)
     build.communicate()
     (left,) = (tmp_path / "extensions").glob("*/*/lock")
-    program(
-        tmp_path / "compiler", "c++", """case "$*" in *" -c "*empty.o) ;; *) echo "x: error: no" >&2; exit 1 ;; esac"""
-    )
+    lines = """case "$*" in *empty.cpp*) ;; *) echo "x: error: no" >&2; exit 1 ;; esac"""
+    program(tmp_path / "compiler", "c++", lines)
     next_one = subprocess.run(BUILD, env=building, capture_output=True, text=True, timeout=300, check=True)
     assert next_one.stderr.count("cannot be compiled") == 3, next_one.stderr
     assert not left.exists()

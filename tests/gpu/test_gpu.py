@@ -25,7 +25,7 @@ def what_is_missing(row: gpu_check.Row) -> str:
     configs = [json.loads((REPOSITORY / flag).read_text()) for flag in row.flags if flag.startswith("ds_configs/")]
     builder = build_ops.needed_builder(configs[0]) if configs else None
     found = build_ops.problem(builder) if builder else None
-    return " ".join(found) if found else ""
+    return str(found) if found else ""
 
 
 @pytest.fixture(scope="module")
