@@ -39,7 +39,7 @@ REPOSITORY = Path(__file__).resolve().parent.parent
 SCRIPTS = REPOSITORY / "scripts"
 sys.path.insert(0, str(SCRIPTS))
 
-from estimate.planned import read_options  # noqa: E402
+from estimate.planned import options_of_plan  # noqa: E402
 from estimate_memory import estimate, totals, without_gpu  # noqa: E402
 from estimate_time import GB, Batch, Rates, Step, measure_copy, predict_step  # noqa: E402
 from model import train_tokenizer  # noqa: E402
@@ -164,7 +164,7 @@ def train(folder: Path, row: Row) -> dict:
 
 def predict(folder: Path, words: list[str], launch: list[str], record: dict) -> tuple[float, Step]:
     """MiB of all ranks, and a step of all ranks, of this command line of train.py."""
-    options = read_options(words, "", gpu=False)
+    options = options_of_plan(words, "", gpu=False)
     ranks = options.values["gpus"]
     train = record["train"]
     samples = train["steps"] * options.values["gradient_accumulation_steps"] * ranks

@@ -25,7 +25,7 @@ import torch
 from config import Options, precision_name
 from errors import WorkshopError, run_program
 from estimate import planned
-from estimate.model_shape import Shape, shape_for
+from estimate.model_shape import FP32, HALF, Shape, shape_for
 from estimate.planned import check_optimizer, read_config_files
 from estimate_time import Rates, given_rates, predict_step, rates_for
 from parallel.ds_config import offloaded
@@ -33,13 +33,11 @@ from parallel.fsdp_config import fsdp_name, wrap_classes
 from paths import REPOSITORY
 
 GIB = 2**30
-EXTRA_FLAGS = {
+MEMORY_FLAGS = {
     "compare": {"action": "store_true", "help": "List all config files, those that fit first."},
     "gpu_memory": {"type": float, "default": None, "help": "GiB of one GPU, for the verdict. Default: the one here."},
     "cpu_memory": {"type": float, "default": None, "help": "GiB of one node, as in --mem of sbatch, for the verdict."},
 }
-FP32 = 4  # bytes
-HALF = 2  # bytes of fp16 and bf16
 K = 3 * FP32  # of the ZeRO paper: bytes per parameter of fp32 master, first and second moment of Adam
 CUDA_RESERVE = 2 * GIB  # per process, for the memory that CUDA and NCCL take of a node; not measured
 PINNED_UNUSED = "pinned, unused"
@@ -195,7 +193,7 @@ def zero_buffers(shape: Shape, zero: dict, n_d: int, compute_bytes: int) -> Held
         copies = 0 if compute_bytes == FP32 else FP32 * psi
         return Held("buffers", copies, note="fp32 gradients in the step")
     # Gradients are reduced in buckets, of the hidden size squared where the file says "auto"
-    bucket = compute_bytes * min(elements(zero, "reduce_bucket_size", shape.hidden**2, 5e8), psi)
+    bucket = compute_bytes * min(size_of(zero, "reduce_bucket_size", shape.hidden**2, 5e8), psi)
     # the optimizer steps on fp32 gradients of the rank's share: 4 Psi / N_d
     step = FP32 * psi / n_d
     if stage < 3 and on_cpu:
@@ -211,7 +209,7 @@ def zero_buffers(shape: Shape, zero: dict, n_d: int, compute_bytes: int) -> Held
     gathered = 0.0
     if n_d > 1 or offloaded(zero, "param"):
         live = min(psi, zero.get("stage3_max_live_parameters", 1e9))
-        prefetch = elements(zero, "stage3_prefetch_bucket_size", 0.9 * shape.hidden**2, 5e7)
+        prefetch = size_of(zero, "stage3_prefetch_bucket_size", 0.9 * shape.hidden**2, 5e7)
         gathered = compute_bytes * (live + prefetch)
     note = "bucket, parameters gathered at a time, fp32 gradients in the step"
     if on_cpu:
@@ -260,7 +258,7 @@ def kept_from_loading(shape: Shape, zero: dict, n_d: int, compute_bytes: int) ->
     return sum(power_of_two(compute_bytes * size / n_d) for size in shape.sizes)
 
 
-def elements(zero: dict, key: str, by_model: float, default: float) -> float:
+def size_of(zero: dict, key: str, by_model: float, default: float) -> float:
     """A size. The Trainer sets an "auto" by the model; a key that is not there has DeepSpeed's default."""
     value = zero.get(key, default)
     return by_model if value == "auto" else value
@@ -402,8 +400,8 @@ def deepspeed_says(parameters: int, largest: int, zero: dict, gpus_per_node: int
 def read_options(
     argv: list[str] | None = None, description: str = "", environment: Mapping[str, str] = os.environ
 ) -> Options:
-    """As `planned.read_options`, with the flags of this script. Raises WorkshopError (exit code 2)."""
-    options = planned.read_options(argv, description, environment, EXTRA_FLAGS)
+    """As `planned.options_of_plan`, with the flags of this script. Raises WorkshopError (exit code 2)."""
+    options = planned.options_of_plan(argv, description, environment, MEMORY_FLAGS)
     check_optimizer(options)
     for flag in planned.RATES:
         if options.values[flag] is not None and not options.values["compare"]:
@@ -411,7 +409,7 @@ def read_options(
     return options
 
 
-def as_text(options: Options) -> str:
+def memory_table(options: Options) -> str:
     values = options.values
     held = estimate(options)
     shape = shape_for(options)
@@ -541,7 +539,7 @@ def choice(name: str, options: Options, rates: Rates | None) -> Choice:
 
 def main() -> None:
     options = read_options(description=__doc__)
-    print(comparison(options) if options.values["compare"] else as_text(options))
+    print(comparison(options) if options.values["compare"] else memory_table(options))
 
 
 if __name__ == "__main__":

@@ -25,6 +25,8 @@ from torch.utils.flop_counter import flop_registry
 from config import Options, compute_dtype, precision_name
 from errors import run_program
 from estimate.model_shape import (
+    FP32,
+    HALF,
     Shape,
     casts_as_it_computes,
     dtype_of_computing,
@@ -32,13 +34,11 @@ from estimate.model_shape import (
     shape_for,
     traced,
 )
-from estimate.planned import check_optimizer, read_options
+from estimate.planned import check_optimizer, options_of_plan
 from parallel.ds_config import offloaded
 from parallel.fsdp_config import fsdp_name
 from training.flops import fastest, measure_peak
 
-FP32 = 4  # bytes
-HALF = 2
 GB = 1e9
 # Bytes of each fp32 parameter that an optimizer step passes over. Adam reads weight, gradient and two moments, and
 # writes all but the gradient; without a fused kernel that is 20 passes of single operations
@@ -353,7 +353,7 @@ def measure_copy(device: torch.device) -> float:
     return 2 * source.nbytes / fastest(lambda: target.copy_(source), device)
 
 
-def as_text(options: Options, rates: Rates) -> str:
+def step_table(options: Options, rates: Rates) -> str:
     values = options.values
     step = predict_step(options, rates)
     shape = shape_for(options)
@@ -401,11 +401,11 @@ def refuse_half_of_the_rates(options: Options) -> None:
 
 
 def main() -> None:
-    options = read_options(None, __doc__)
+    options = options_of_plan(None, __doc__)
     if not (torch.cuda.is_available() or given_rates(options)):
         refuse_half_of_the_rates(options)
-        options = read_options(None, __doc__, gpu=False)
-    print(as_text(options, rates_for(options)))
+        options = options_of_plan(None, __doc__, gpu=False)
+    print(step_table(options, rates_for(options)))
 
 
 if __name__ == "__main__":

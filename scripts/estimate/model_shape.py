@@ -15,6 +15,8 @@ from config import Options, precision_name
 from errors import WorkshopError
 
 T = TypeVar("T")
+FP32 = 4  # bytes
+HALF = 2  # bytes of fp16 and bf16
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ from errors import WorkshopError
 from parallel.ds_config import check_ds_config
 from parallel.fsdp_config import check_fsdp_file, resolve_sizes
 
-EXTRA_FLAGS = {
+HARDWARE_FLAGS = {
     "gpus": {"type": int, "default": 1, "help": "GPUs of the whole job, one rank each."},
     "nodes": {"type": int, "default": 1, "help": "Nodes, with equally many GPUs each."},
     "matmul_tflops": {
@@ -34,7 +34,7 @@ UNITS = {
 ADAMW = ("adamw_torch", "adamw_torch_fused")
 
 
-def read_options(
+def options_of_plan(
     argv: list[str] | None,
     description: str,
     environment: Mapping[str, str] = os.environ,
@@ -46,7 +46,7 @@ def read_options(
     environment: where the variables of the knobs are looked up. extra: flags of one script alone. gpu: whether the
     ranks have GPUs. Raises WorkshopError (exit code 2).
     """
-    flags = EXTRA_FLAGS | (extra or {})
+    flags = HARDWARE_FLAGS | (extra or {})
     options = parse_command_line(description, argv, flags, gpu=gpu, environment=environment)
     values = options.values
     for flag in ("gpus", "nodes"):

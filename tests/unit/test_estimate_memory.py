@@ -11,9 +11,9 @@ from transformers import AutoModelForCausalLM, BloomConfig
 import estimate_memory
 from estimate.model_shape import shape_for
 from estimate_memory import (
-    as_text,
     deepspeed_says,
     estimate,
+    memory_table,
     power_of_two,
     read_options,
     stage2_gradients,
@@ -114,7 +114,7 @@ def test_memory_of_a_node_counts_loading_and_python_and_can_be_pasted(monkeypatc
     of_python = next(part.cpu for part in estimate(chosen) if part.what == "Python, libraries")
     weights = 4 * 3_002_557_440  # by rank 0 alone: transformers' loading for ZeRO-3
     assert on_node == pytest.approx(weights + 4 * of_python, rel=0.01)
-    (line,) = re.findall(r"^for sbatch: --mem=(\d+)G ", as_text(chosen), re.MULTILINE)
+    (line,) = re.findall(r"^for sbatch: --mem=(\d+)G ", memory_table(chosen), re.MULTILINE)
     assert int(line) == pytest.approx(1.2 * on_node / GIB + 4 * 2, abs=1)
 
 
@@ -162,7 +162,7 @@ def test_a_model_that_also_sees_is_estimated_by_its_language_part(tmp_path):
     sizes |= {"num_key_value_heads": 2, "head_dim": 16, "vocab_size": 512}
     sizes["layer_types"] = ["full_attention", "full_attention"]
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "qwen3_5", "text_config": sizes}))
-    assert "logits" in as_text(options("--model_name", tmp_path))
+    assert "logits" in memory_table(options("--model_name", tmp_path))
 
 
 @pytest.mark.parametrize(
@@ -216,7 +216,7 @@ def test_all_configs_are_compared_and_what_fits_comes_first(compared):
     assert (verdicts[0], verdicts[-1]) == ("fits", "does not fit")
     of_gpu = [float(cells[0]) for cells in rows.values() if cells[2] == "fits"]
     assert of_gpu == sorted(of_gpu)
-    shown = as_text(options("--model_name", "bigscience/bloom-3b", "--gpus", 4, "--deepspeed", ZERO3))
+    shown = memory_table(options("--model_name", "bigscience/bloom-3b", "--gpus", 4, "--deepspeed", ZERO3))
     assert f"one GPU: {rows['ds_configs/zero3.json'][0]} GiB" in shown
     assert "for seconds of a step: --matmul_tflops" in text
 

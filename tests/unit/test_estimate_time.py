@@ -14,7 +14,7 @@ from transformers import BloomConfig, BloomForCausalLM
 import estimate_time
 from custom_model import CustomGPTConfig, CustomGPTForCausalLM
 from estimate.model_shape import Shape, shape_for
-from estimate.planned import read_options
+from estimate.planned import options_of_plan
 from estimate_time import (
     Batch,
     CountWork,
@@ -42,7 +42,7 @@ def in_the_repository(monkeypatch):
 
 
 def options(*flags: object, gpu: bool = True):
-    return read_options([str(flag) for flag in flags], "", environment={}, gpu=gpu)
+    return options_of_plan([str(flag) for flag in flags], "", environment={}, gpu=gpu)
 
 
 def zero(stage: int, *flags: object):
