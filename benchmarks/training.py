@@ -96,6 +96,7 @@ def main() -> None:
         return
     if arguments.overheads:  # before anything large is imported: a child's peak is at least that of its parent
         start_up(arguments.repeats)
+        first_steps(arguments.repeats)
         loggers()
         return
     with tempfile.TemporaryDirectory() as name:
@@ -181,6 +182,7 @@ def start_up(repeats: int) -> None:
     scripts = REPOSITORY / "scripts"
     commands = {
         "import torch and transformers": ["-c", "import torch, transformers.training_args"],
+        "imports of train.py": ["-c", f"import sys; sys.path.insert(0, {str(scripts)!r}); import train"],
         "train.py --help": [str(scripts / "train.py"), "--help"],
         "train.py --no_such_flag": [str(scripts / "train.py"), "--no_such_flag"],
         "estimate_memory.py --help": [str(scripts / "estimate_memory.py"), "--help"],
@@ -190,6 +192,28 @@ def start_up(repeats: int) -> None:
         runs = [timed([sys.executable, *words]) for _ in range(repeats)]
         seconds = statistics.median(seconds for seconds, _, _ in runs)
         print(f"{name:32s} {seconds:6.2f} s {max(mib for _, _, mib in runs):6.0f} MiB")
+
+
+def first_steps(repeats: int) -> None:
+    """Median seconds from the start of train.py to the end of its first step, with tiny-bloom and warm caches."""
+    ways = {"plain": [], "ZeRO-2": ["--deepspeed", str(REPOSITORY / "ds_configs" / "zero2.json")], "FSDP": ["--fsdp"]}
+    for name, flags in ways.items():
+        runs = [seconds_to_first_step(flags) for _ in range(repeats + 1)][1:]  # the first one fills the caches
+        print(f"{f'first step of train.py, {name}':32s} {statistics.median(runs):6.2f} s")
+
+
+def seconds_to_first_step(flags: list[str]) -> float:
+    words = ["--model_name", "tiny-bloom", "--dataset", str(REPOSITORY / "data" / "squad_sample.json"), *flags]
+    words += ["--train_size", "32", "--eval_size", "8", "--max_steps", "2", "--no_em_f1", "--save_strategy", "no"]
+    with tempfile.TemporaryDirectory() as folder:
+        start = time.perf_counter()
+        command = [sys.executable, str(REPOSITORY / "scripts" / "train.py"), *words]
+        streams = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
+        with subprocess.Popen(command, cwd=folder, text=True, **streams) as process:
+            for line in process.stdout:
+                if line.startswith("step 1 of"):
+                    seconds = time.perf_counter() - start
+    return seconds
 
 
 def loggers() -> None:
