@@ -61,8 +61,7 @@ def written(tmp_path):
 
 
 BROKEN = {
-    "trailing comma": ('{\n "fp16": {},\n}', ": line 3, column 1: "),
-    "empty": ("", ": line 1, column 1: Expecting value; correct the JSON"),
+    "cut off": ("", ": Expecting value: line 1 column 1 (char 0); correct the JSON"),
     "a list": ("[]", ": is not a JSON object; see ds_configs/ and fsdp_configs/"),
 }
 
