@@ -187,10 +187,7 @@ def print_once(text: str) -> None:
 
 def same_everywhere(value: T) -> T:
     """Rank 0's value, on every rank."""
-    box = [value]
-    if dist.is_initialized():
-        dist.broadcast_object_list(box)
-    return box[0]
+    return gather_lists([value])[0][0]
 
 
 def control_channel() -> tuple:

@@ -10,13 +10,6 @@ from table import case, refused
 
 output = partial(refused, "output")
 output(
-    "a file in its place",
-    "--output_dir is a file",
-    "--output_dir: mine is a file; give a folder",
-    *("--output_dir", "mine"),
-    files={"mine": ""},
-)
-output(
     "below a file",
     "--output_dir lies below a file",
     "...mine: cannot be written (Not a directory); give another --output_dir, ...",

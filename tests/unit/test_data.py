@@ -116,7 +116,7 @@ def test_the_format_that_the_readme_shows_is_read(written):
 
 FAULTS = {
     "empty": (b"", ": Expecting value: line 1 column 1 (char 0); is the file complete?"),
-    "truncated": (b'{"data": [{"paragraphs": [', ": Expecting value: line 1 column 27 (char 26); is the file complete?"),
+    "truncated": (b'{"data": [{"paragraphs": [', ": Expecting value: line 1 column 27 (char 26); is the file"),
     "not UTF-8": (b'{"data": "caf\xe9"}', ": 'utf-8' codec can't decode byte 0xe9 in position 13"),
     "a list": ([], ": data: is missing, expected a list; see data/README.md for the format"),
     "no paragraphs": ({"data": [{}]}, ": data[0].paragraphs: is missing, expected a list"),
