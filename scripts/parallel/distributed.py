@@ -190,28 +190,13 @@ def same_everywhere(value: T) -> T:
     return gather_lists([value])[0][0]
 
 
-def control_channel() -> tuple:
-    """Process group and device for small numbers that ranks agree on in every step. Collective.
-
-    Numbers on the CPU do not wait for what the GPU still computes. They need gloo, which must know the interface to the
-    other nodes, as job.sh tells it: without that, the training's own group.
-    """
-    if not dist.is_initialized():
-        return None, None
-    if "gloo" in str(dist.get_backend()) or not torch.cuda.is_available():
-        return dist.group.WORLD, torch.device("cpu")
-    if world_size() == local_world_size() or "GLOO_SOCKET_IFNAME" in os.environ:
-        return dist.new_group(backend="gloo"), torch.device("cpu")
-    return dist.group.WORLD, torch.device("cuda")
-
-
-def highest_of_all(number: int, channel: tuple) -> int:
-    """The largest of the ranks' numbers, on every rank. channel: of control_channel(). Collective."""
-    group, device = channel
-    if group is None or dist.get_world_size() == 1:
+def highest_of_all(number: int) -> int:
+    """The largest of the ranks' numbers, on every rank. Collective."""
+    if world_size() == 1:
         return number
+    device = "cpu" if "gloo" in dist.get_backend() else "cuda"
     box = torch.tensor(number, device=device)
-    dist.all_reduce(box, dist.ReduceOp.MAX, group=group)
+    dist.all_reduce(box, dist.ReduceOp.MAX)
     return int(box.item())
 
 
