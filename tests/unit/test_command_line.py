@@ -283,6 +283,7 @@ def test_default_without_a_gpu_is_what_the_cpu_does_itself_and_is_announced(nati
     assert config.precision_name(options.values) == expected
     assert options.precision_note == "default without a GPU, where fp16 does not run"
     assert parse("--fp16", "False").precision_note == ""
+    assert precision("--bf16", "False") == "fp32"
 
 
 def test_bf16_and_fp32_can_be_chosen_without_a_gpu(monkeypatch):
