@@ -32,7 +32,6 @@ NO_CHECKPOINT = 4
 STOPPED = 75
 # seconds in which rank 0 reports what every rank has found, and its launcher ends the others
 SECONDS_FOR_RANK_0 = 10
-LONGEST = 1000  # characters of each part of an error line
 
 
 class WorkshopError(Exception):
@@ -54,9 +53,7 @@ class WorkshopError(Exception):
 
 
 def one_line(text: str) -> str:
-    """The text without line ends and other control characters, and without the middle if it is very long."""
-    if len(text) > LONGEST:
-        text = f"{text[: LONGEST // 2]} ... {text[-LONGEST // 2 :]}"
+    """The text without line ends and other control characters."""
     return "".join(each if each.isprintable() else " " for each in text)
 
 
@@ -76,11 +73,12 @@ def report(error: WorkshopError, first: int = 0) -> None:
     wait here. A mistake that only this rank sees (a file missing on one node) is reported late.
     """
     rank = os.environ.get("RANK") or os.environ.get("SLURM_PROCID") or "0"
-    if rank.isdecimal() and int(rank) != first:
+    if rank != str(first):
         signal.signal(signal.SIGTERM, signal.SIG_DFL)  # there is nothing to save any more
         time.sleep(SECONDS_FOR_RANK_0)
-    end_progress_bars()
-    print(f"error: {error}", file=sys.stderr, flush=True)
+    # bars are drawn on terminals only, and leave the cursor in the middle of their line
+    line_of_its_own = "\r\033[K" if sys.stderr.isatty() else ""
+    print(f"{line_of_its_own}error: {error}", file=sys.stderr, flush=True)
 
 
 class LossyFile(io.FileIO):
@@ -102,20 +100,11 @@ def survive_lost_output() -> None:
             setattr(sys, name, io.TextIOWrapper(buffered, "utf-8", "backslashreplace", line_buffering=True))
 
 
-def end_progress_bars() -> None:
-    """Close those that are still drawn, as each leaves the cursor in the middle of its line."""
-    if "tqdm" in sys.modules:
-        for bar in list(sys.modules["tqdm"].tqdm._instances):
-            bar.close()
-
-
 def whole_number(variable: str, default: str | None = None) -> int:
-    """The number in a variable that a launcher sets. Raises WorkshopError (exit code 2) for anything else."""
-    text = os.environ.get(variable, default)
-    if text is None:
-        raise WorkshopError(variable, "is not set", "start with torchrun or srun, which set it")
-    if not re.fullmatch(r"[0-9]{1,9}", text):
-        raise WorkshopError(variable, f"is {text!a:.60}, not a whole number", "unset it: torchrun and srun set it")
+    """The number in a variable, of a launcher most often. Raises WorkshopError (exit code 2) for anything else."""
+    text = os.environ.get(variable) or default
+    if text is None or not text.isdecimal():
+        raise WorkshopError(variable, f"is {text!r}, not a whole number", "unset it, or give a whole number")
     return int(text)
 
 

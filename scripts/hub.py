@@ -42,19 +42,15 @@ def cannot_load(flag: str, name: str, error: Exception, model_name: str, dataset
 
     model_name, dataset: what prefetch.py has to fetch for a run without network.
     """
-    folder = os.path.isdir(name)
     if "custom code" in str(error):
         what = f"{name} asks for code of its own, which is never run here"
         return WorkshopError(flag, what, "take a model that transformers has a class for")
-    absent = isinstance(error, OSError | ValueError) and not folder
-    if absent and huggingface_hub.constants.HF_HUB_OFFLINE:
+    if huggingface_hub.constants.HF_HUB_OFFLINE and isinstance(error, OSError | ValueError) and not os.path.isdir(name):
         arguments = f"--model_name {model_name} " if model_name else ""
         what = f"{name} is no local path, not in the cache, and there is no network"
         way_out = f"on a login node run: python scripts/prefetch.py {arguments}--dataset {dataset}"
         return WorkshopError(flag, what, way_out)
-    way_out = "correct the name, or give a local path"
-    if folder:
-        way_out = "copy or download all its files again; --tokenizer_name takes the tokenizer of another"
+    way_out = "correct the name, or give a local path with all its files"
     return WorkshopError(flag, f"{name} cannot be loaded ({reason_of(error)})", way_out)
 
 

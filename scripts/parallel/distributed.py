@@ -46,9 +46,6 @@ def prepare_environment(shards: bool) -> None:
     if "RANK" not in env and shards:
         env.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", LOCAL_WORLD_SIZE="1")
         env.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(free_port()))
-    if rank() >= world_size():
-        what = f"{rank()} is no rank of {world_size()} (WORLD_SIZE)"
-        raise WorkshopError("RANK", what, "unset both, or start with torchrun, which sets them")
     if world_size() > 1:
         print(f"Initializing process group for rank {env['RANK']}")
         print(f"MASTER_ADDR: {env.get('MASTER_ADDR')}")
@@ -71,7 +68,9 @@ def bind_device() -> None:
     """Make the GPU with this process's local rank its own, before anything allocates on cuda:0."""
     local_rank = whole_number("LOCAL_RANK", "0")
     gpus = torch.cuda.device_count()
-    if gpus == 1 and local_rank > 0 and sees_only_its_own():
+    # bare srun with --gpus-per-task or --gpu-bind; without a GPU for each task they would all see the same one
+    a_gpu_for_each_task = whole_number("SLURM_GPUS_ON_NODE", "0") >= local_world_size()
+    if gpus == 1 and local_rank > 0 and a_gpu_for_each_task and "TORCHELASTIC_RUN_ID" not in os.environ:
         # DeepSpeed and accelerate take this variable for the number of the GPU
         local_rank = 0
         os.environ["LOCAL_RANK"] = "0"
@@ -85,15 +84,6 @@ def bind_device() -> None:
         raise WorkshopError("GPU", what, way_out, ENVIRONMENT)
     if gpus:
         torch.cuda.set_device(local_rank)
-
-
-def sees_only_its_own() -> bool:
-    """Whether Slurm binds each task of a node to one GPU, and there is one for each of them.
-
-    Without the second, tasks that see one GPU see the same one. torchrun's ranks all see what torchrun sees.
-    """
-    gpus = whole_number("SLURM_GPUS_ON_NODE", "0")
-    return "TORCHELASTIC_RUN_ID" not in os.environ and gpus >= local_world_size()
 
 
 def join_process_group(training_args: Any, with_deepspeed: bool) -> None:
@@ -135,10 +125,7 @@ def run_and_exit(main: Callable[[], None]) -> NoReturn:
     meets the interpreter as it shuts down: "terminate called without an active exception", SIGABRT, a failed job.
     """
     survive_lost_output()
-    try:
-        code = run_and_report(main)
-    except SystemExit as ended:  # the launcher's SIGTERM, while this rank left the error line to rank 0
-        code = exit_code(ended)
+    code = run_and_report(main)
     if "WORLD_SIZE" not in os.environ:
         sys.exit(code)
     atexit._run_exitfuncs()
@@ -151,39 +138,26 @@ def run_and_report(main: Callable[[], None]) -> int:
     """Run `main`, say what it raised, and give the exit code that this stands for."""
     try:
         main()
+        return 0
     except WorkshopError as error:
         report(error)
         return error.code
     except SystemExit as ended:
-        return exit_code(ended)
+        return int(ended.code or 0)
     except Exception as error:
         if is_out_of_memory(error):
-            said = [line for line in str(error).splitlines() if is_out_of_memory(line)]
-            what = said[0].split(". ")[0] if said else "there is none left"
+            what = next((line for line in str(error).splitlines() if is_out_of_memory(line)), "there is none left")
             way_out = "lower --per_device_train_batch_size or --max_length, or offload"
-            report(WorkshopError("memory", what, way_out, code=1))
+            report(WorkshopError("memory", what.split(". ")[0], way_out, code=1))
             return 1
-        cause = error.__context__
-        if isinstance(cause, WorkshopError):  # and a barrier on the way out failed as well
-            report(cause)
-            return cause.code
         sys.excepthook(*sys.exc_info())  # PyTorch's, which names the rank
         if world_size() > 1:
             time.sleep(2)  # if another rank's death is the cause, that one is noted first
         return 1
-    return 0
 
 
 def is_out_of_memory(error: object) -> bool:
     return isinstance(error, torch.OutOfMemoryError) or any(words in str(error) for words in NO_MEMORY)
-
-
-def exit_code(ended: SystemExit) -> int:
-    """The process's exit code; a text, which libraries give to sys.exit, is printed as Python does."""
-    if isinstance(ended.code, str):
-        print(ended.code, file=sys.stderr)
-        return 1
-    return ended.code or 0
 
 
 def world_size() -> int:
@@ -213,35 +187,16 @@ def print_once(text: str) -> None:
 
 def same_everywhere(value: T) -> T:
     """Rank 0's value, on every rank."""
-    box = [value]
-    if dist.is_initialized():
-        dist.broadcast_object_list(box)
-    return box[0]
+    return gather_lists([value])[0][0]
 
 
-def control_channel() -> tuple:
-    """Process group and device for small numbers that ranks agree on in every step. Collective.
-
-    Numbers on the CPU do not wait for what the GPU still computes. They need gloo, which must know the interface to the
-    other nodes, as job.sh tells it: without that, the training's own group.
-    """
-    if not dist.is_initialized():
-        return None, None
-    if "gloo" in str(dist.get_backend()) or not torch.cuda.is_available():
-        return dist.group.WORLD, torch.device("cpu")
-    knows_interface = world_size() == local_world_size() or "GLOO_SOCKET_IFNAME" in os.environ
-    if all(known for (known,) in gather_lists([knows_interface])):
-        return dist.new_group(backend="gloo"), torch.device("cpu")
-    return dist.group.WORLD, torch.device("cuda")
-
-
-def highest_of_all(number: int, channel: tuple) -> int:
-    """The largest of the ranks' numbers, on every rank. channel: of control_channel(). Collective."""
-    group, device = channel
-    if group is None or dist.get_world_size() == 1:
+def highest_of_all(number: int) -> int:
+    """The largest of the ranks' numbers, on every rank. Collective."""
+    if world_size() == 1:
         return number
+    device = "cpu" if "gloo" in dist.get_backend() else "cuda"
     box = torch.tensor(number, device=device)
-    dist.all_reduce(box, dist.ReduceOp.MAX, group=group)
+    dist.all_reduce(box, dist.ReduceOp.MAX)
     return int(box.item())
 
 
@@ -264,9 +219,4 @@ def first_host(nodelist: str) -> str:
     """First name of a Slurm node list such as ``gpu[03-07]``."""
     if "[" not in nodelist:
         return nodelist.split(",")[0]
-    try:
-        names = subprocess.run(["scontrol", "show", "hostnames", nodelist], capture_output=True, text=True, check=True)
-    except (OSError, subprocess.CalledProcessError) as error:
-        what = f"scontrol cannot tell the hosts of {nodelist!a:.60}"
-        raise WorkshopError("SLURM_STEP_NODELIST", what, "set MASTER_ADDR to the first of them") from error
-    return names.stdout.split()[0]
+    return subprocess.check_output(["scontrol", "show", "hostnames", nodelist], text=True).split()[0]

@@ -29,6 +29,8 @@ PLAIN_SECTIONS = {
     "scheduler": "type params",
     "torch_autocast": "enabled dtype lower_precision_safe_modules",
 }
+# Sections that nobody here needs; DeepSpeed checks them when its engine starts
+LEFT_TO_DEEPSPEED = ("comms_logger", "tensorboard", "wandb", "csv_monitor", "comet")
 # Without one of these keys DeepSpeed takes a default of its own (lr 0.001, no clipping), and the flag has no effect
 NEEDED_ALWAYS = {"gradient_clipping": "--max_grad_norm"}
 NEEDED_BY_OPTIMIZER = {
@@ -62,41 +64,33 @@ def check_ds_config(path: str) -> dict:
     prepare_deepspeed()
     models = section_models()
     for key, section in config.items():
-        check_ds_key(path, key, [*TOP_LEVEL, *PLAIN_SECTIONS, *models])
-        if key in TOP_LEVEL:
+        check_ds_key(path, key, [*TOP_LEVEL, *PLAIN_SECTIONS, *models, *LEFT_TO_DEEPSPEED])
+        if key in TOP_LEVEL or key in LEFT_TO_DEEPSPEED:
             continue
         if not isinstance(section, dict):
             raise WorkshopError(f"{path}: {key}", f"is {section!r}, not an object", "see ds_configs/ for examples")
-        if key == "zero_optimization":
-            check_zero(path, section)
         if key in models:
             check_section(path, key, section, models[key])
         else:
             for name in section:
                 check_ds_key(path, f"{key}.{name}", PLAIN_SECTIONS[key].split())
-    check_auto(path, "", config)
-    check_required(path, config)
     config.setdefault("zero_optimization", {})
+    check_stage(path, config["zero_optimization"])
+    leaves = leaves_of(config)
+    for dotted, value in leaves.items():
+        if value == "auto" and dotted not in AUTO:  # DeepSpeed would meet the word itself
+            what = 'is "auto", which no flag replaces here'
+            raise WorkshopError(f"{path}: {dotted}", what, "give a value or remove the key")
+    check_required(path, config, leaves)
     return config
 
 
 def section_models() -> dict[str, type[BaseModel]]:
     """Sections that DeepSpeed itself describes with a pydantic class, which forbids unknown keys."""
-    from deepspeed.comm.config import CommsLoggerConfig
-    from deepspeed.monitor.config import CometConfig, CSVConfig, TensorBoardConfig, WandbConfig
     from deepspeed.runtime.precision_config import DeepSpeedBF16Config, DeepSpeedFP16Config
     from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
 
-    return {
-        "zero_optimization": DeepSpeedZeroConfig,
-        "fp16": DeepSpeedFP16Config,
-        "bf16": DeepSpeedBF16Config,
-        "comms_logger": CommsLoggerConfig,
-        "tensorboard": TensorBoardConfig,
-        "wandb": WandbConfig,
-        "csv_monitor": CSVConfig,
-        "comet": CometConfig,
-    }
+    return {"zero_optimization": DeepSpeedZeroConfig, "fp16": DeepSpeedFP16Config, "bf16": DeepSpeedBF16Config}
 
 
 def check_ds_key(path: str, dotted: str, known: list[str]) -> None:
@@ -104,18 +98,6 @@ def check_ds_key(path: str, dotted: str, known: list[str]) -> None:
     if key not in known:
         way_out = did_you_mean(key, known, "see https://www.deepspeed.ai/docs/config-json/")
         raise WorkshopError(f"{path}: {dotted}", "unknown key", way_out)
-
-
-def check_zero(path: str, zero: dict) -> None:
-    """Check the stage, and refuse offload of what it does not shard, which DeepSpeed would not do, without a word."""
-    stage = zero.get("stage", 0)
-    if stage not in (0, 1, 2, 3):
-        raise WorkshopError(f"{path}: zero_optimization.stage", f"is {stage!r}", "give 0, 1, 2 or 3")
-    for key, part, lowest in (("offload_optimizer", "the optimizer", 1), ("offload_param", "parameters", 3)):
-        if zero.get(key) and stage < lowest:
-            what = f"stage {stage} does not shard {part}, so it cannot offload"
-            way_out = f"set the stage to at least {lowest} or remove the key"
-            raise WorkshopError(f"{path}: zero_optimization.{key}", what, way_out)
 
 
 def check_section(path: str, name: str, section: dict, model: type[BaseModel]) -> None:
@@ -130,18 +112,31 @@ def check_section(path: str, name: str, section: dict, model: type[BaseModel]) -
         raise WorkshopError(f"{path}: {dotted}", f"is {first['input']!r}: {first['msg']}", "correct it") from error
 
 
-def check_auto(path: str, prefix: str, section: dict) -> None:
-    """Refuse "auto" where nobody replaces it: DeepSpeed would meet the word itself."""
+def check_stage(path: str, zero: dict) -> None:
+    """Refuse a stage in quotes, with which transformers would not shard while it loads the model, and offload of what
+    the stage does not shard, which DeepSpeed would not do, without a word."""
+    stage = zero.get("stage", 0)
+    if not isinstance(stage, int):
+        raise WorkshopError(f"{path}: zero_optimization.stage", f"is {stage!r}", "give 0, 1, 2 or 3")
+    for key, part, lowest in (("offload_optimizer", "the optimizer", 1), ("offload_param", "parameters", 3)):
+        if zero.get(key) and stage < lowest:
+            what = f"stage {stage} does not shard {part}, so it cannot offload"
+            way_out = f"set the stage to at least {lowest} or remove the key"
+            raise WorkshopError(f"{path}: zero_optimization.{key}", what, way_out)
+
+
+def leaves_of(section: dict, prefix: str = "") -> dict:
+    """Dotted path -> value, without the sections themselves."""
+    leaves: dict = {}
     for key, value in section.items():
-        dotted = f"{prefix}{key}"
         if isinstance(value, dict):
-            check_auto(path, f"{dotted}.", value)
-        elif value == "auto" and dotted not in AUTO:
-            what = 'is "auto", which no flag replaces here'
-            raise WorkshopError(f"{path}: {dotted}", what, "give a value or remove the key")
+            leaves |= leaves_of(value, f"{prefix}{key}.")
+        else:
+            leaves[f"{prefix}{key}"] = value
+    return leaves
 
 
-def check_required(path: str, config: dict) -> None:
+def check_required(path: str, config: dict, leaves: dict) -> None:
     """Refuse a missing key by which a flag would have no effect, without a word."""
     required = dict(NEEDED_ALWAYS)
     if "optimizer" in config:
@@ -152,13 +147,9 @@ def check_required(path: str, config: dict) -> None:
     if config.get("scheduler", {}).get("type") in ("WarmupLR", "WarmupDecayLR"):
         required |= NEEDED_BY_WARM_UP
     for dotted, flag in required.items():
-        *sections, key = dotted.split(".")
-        holder = config
-        for section in sections:
-            holder = holder.get(section, {})
-        if key not in holder:
+        if dotted not in leaves:
             what = f"is missing, so {flag} would have no effect"
-            raise WorkshopError(f"{path}: {dotted}", what, f'add "{key}": "auto"')
+            raise WorkshopError(f"{path}: {dotted}", what, f'add "{dotted.split(".")[-1]}": "auto"')
 
 
 def offloaded(zero: dict, part: str) -> bool:

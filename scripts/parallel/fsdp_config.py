@@ -37,12 +37,6 @@ FSDP1 = {
     "limit_all_gathers": SWITCH,
 }
 EXPECTED = {list: "a list of class names", int: "a whole number"}
-OLD_STRATEGIES = {
-    "full_shard": "full_shard",
-    "shard_grad_op": "shard_grad_op",
-    "hybrid_shard": "hybrid_shard",
-    "offload": "full_shard_cpu_offload",
-}
 
 
 def check_fsdp_config(fsdp: object, path: str | None, ranks: int, ranks_per_node: int) -> dict:
@@ -52,9 +46,7 @@ def check_fsdp_config(fsdp: object, path: str | None, ranks: int, ranks_per_node
     Raises WorkshopError: exit code 2 with the file and key at fault, 3 for what this machine cannot run.
     """
     if str(fsdp).lower() != "true":
-        words = str(fsdp).replace(",", " ").split()
-        name = next((OLD_STRATEGIES[w] for w in reversed(words) if w in OLD_STRATEGIES), "full_shard")
-        way_out = f"use --fsdp --fsdp_config fsdp_configs/{name}.json"
+        way_out = "use --fsdp --fsdp_config with a file of fsdp_configs/"
         raise WorkshopError("--fsdp", f"{fsdp!r} is a form that transformers removes", way_out)
     config = check_fsdp_file(path) if path else {}
     source = path or "--fsdp"
@@ -92,9 +84,6 @@ def resolve_sizes(source: str, config: dict, ranks: int, ranks_per_node: int) ->
     """Set dp_shard_size and dp_replicate_size, which may be "auto" or missing, and check them against the ranks."""
     shard = config.get("dp_shard_size", "auto")
     replicate = config.get("dp_replicate_size", "auto")
-    for key, size in (("dp_shard_size", shard), ("dp_replicate_size", replicate)):
-        if size != "auto" and not (isinstance(size, int) and size > 0):
-            raise WorkshopError(f"{source}: {key}", f"is {size!r}", 'give "auto" or a whole number above 0')
     if shard == replicate == "auto":
         # HYBRID_SHARD: shards travel within a node, gradients of replicas between nodes. Else one copy over all ranks
         hybrid = "dp_shard_size" in config or "dp_replicate_size" in config
@@ -107,15 +96,6 @@ def resolve_sizes(source: str, config: dict, ranks: int, ranks_per_node: int) ->
         what = f"dp_shard_size {shard} x dp_replicate_size {replicate} is not the world size {ranks}"
         raise WorkshopError(source, what, "start shard x replicate ranks, or set both to auto")
     config |= {"dp_shard_size": shard, "dp_replicate_size": replicate}
-
-
-def process_group_backend(config: dict, gpu: bool) -> str | None:
-    """The back ends that training with this config needs, None for the library's choice.
-
-    With cpu_offload gradients lie on the CPU when their norm is summed over the ranks, and NCCL knows no CPU tensors:
-    "No backend type associated with device type cpu".
-    """
-    return "cuda:nccl,cpu:gloo" if gpu and config.get("cpu_offload") else None
 
 
 def trainer_config(config: dict | None) -> dict:
@@ -145,9 +125,8 @@ def check_wrap_classes(config: dict, path: str | None, model: torch.nn.Module) -
     for name in wrap_classes(config, model):
         if name not in classes:
             listed = ", ".join(sorted(classes))
-            raise WorkshopError(
-                f"{path}: transformer_layer_cls_to_wrap", f"the model has no {name}", f"choose from {listed}"
-            )
+            key = f"{path}: transformer_layer_cls_to_wrap"
+            raise WorkshopError(key, f"the model has no {name}", f"choose from {listed}")
 
 
 def wrap_classes(config: dict, model: object) -> list[str]:

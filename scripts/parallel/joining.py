@@ -14,10 +14,7 @@ from errors import ENVIRONMENT, WorkshopError, whole_number
 
 def join_timeout() -> int:
     """Seconds in which all nodes, and all ranks, must have come."""
-    text = os.environ.get("JOIN_TIMEOUT") or "300"
-    if not text.isdecimal():
-        raise WorkshopError("JOIN_TIMEOUT", f"{text!r} is no number of seconds", "give a whole number, for example 300")
-    return int(text)
+    return whole_number("JOIN_TIMEOUT", "300")
 
 
 def first_address() -> tuple[str, int]:
@@ -29,12 +26,10 @@ def first_address() -> tuple[str, int]:
 
 
 def reach_rank_0() -> None:
-    """Return once the store of this job can be reached, or can be opened here. Raises WorkshopError (exit code 3)."""
+    """Return once the store of this job can be reached. Raises WorkshopError (exit code 3)."""
     host, port = first_address()
     served_by_torchrun = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-    if os.environ["RANK"] == "0" and not served_by_torchrun:
-        listen_at("MASTER_ADDR", host, port).close()
-    else:
+    if os.environ["RANK"] != "0" or served_by_torchrun:
         reach("MASTER_ADDR", host, port, join_timeout())
 
 

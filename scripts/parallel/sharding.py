@@ -9,7 +9,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, FullyShardedDat
 from torch.distributed.tensor import DTensor
 
 
-def blocks(model: torch.nn.Module, class_names: list[str]) -> list[torch.nn.Module]:
+def modules_of(model: torch.nn.Module, class_names: list[str]) -> list[torch.nn.Module]:
     """Modules of these classes. fully_shard makes a subclass of each, named FSDP<class>."""
     return [m for m in model.modules() if type(m).__name__.removeprefix("FSDP") in class_names]
 
@@ -18,8 +18,8 @@ def sharded_blocks(model: torch.nn.Module, class_names: list[str]) -> list[torch
     """Those blocks that are units of their own, gathered and freed one by one."""
     if isinstance(model, FullyShardedDataParallel):
         units = {id(unit.module) for unit in FullyShardedDataParallel.fsdp_modules(model)}
-        return [m for m in blocks(model, class_names) if id(getattr(m, "_checkpoint_wrapped_module", m)) in units]
-    return [m for m in blocks(model, class_names) if isinstance(m, FSDPModule)]
+        return [m for m in modules_of(model, class_names) if id(getattr(m, "_checkpoint_wrapped_module", m)) in units]
+    return [m for m in modules_of(model, class_names) if isinstance(m, FSDPModule)]
 
 
 def other_units(model: torch.nn.Module, class_names: list[str]) -> list[str]:
@@ -65,7 +65,7 @@ def mesh_shape(model: torch.nn.Module) -> str:
     return f"{shape[0] if len(shape) == 2 else 1} x {shape[-1]}"
 
 
-def offloaded(model: torch.nn.Module) -> bool:
+def share_on_cpu(model: torch.nn.Module) -> bool:
     """Whether this rank's share stays in CPU memory between its uses."""
     if isinstance(model, FullyShardedDataParallel):
         return model.cpu_offload.offload_params

@@ -89,12 +89,12 @@ class Git(Typed):
     dirty: bool | None = None
 
 
-class Knob(Typed):
+class RecordedKnob(Typed):
     requested: ShownText = None
     effective: ShownText = None
 
 
-AnyKnob = Annotated[Knob, BeforeValidator(by_name)]
+AnyKnob = Annotated[RecordedKnob, BeforeValidator(by_name)]
 
 
 class Knobs(Typed):
@@ -103,7 +103,7 @@ class Knobs(Typed):
     model_config = ConfigDict(extra="allow")
     __pydantic_extra__: dict[str, AnyKnob]
 
-    precision: AnyKnob = Knob()
+    precision: AnyKnob = RecordedKnob()
 
 
 class Settings(Typed):

@@ -264,7 +264,7 @@ def fsdp_knobs(trainer: Trainer, config: dict) -> list[Audited]:
     """Units, shares, offload and checkpointing of the model as FSDP has wrapped it."""
     model = trainer.model_wrapped
     names = wrap_classes(config, trainer.model)
-    blocks = len(sharding.blocks(model, names))
+    blocks = len(sharding.modules_of(model, names))
     units = len(sharding.sharded_blocks(model, names))
     expected = 1 / config["dp_shard_size"]
     held = sharding.local_share(model)
@@ -279,7 +279,7 @@ def fsdp_knobs(trainer: Trainer, config: dict) -> list[Audited]:
         Audited("FSDP units", f"{blocks} blocks", f"{units} blocks", f"and {others}"),
         Audited("local parameter share", round(expected, 4), round(share, 4), where),
         Audited("mesh", mesh, sharding.mesh_shape(model), "replicate x shard"),
-        Audited("CPU offload", config.get("cpu_offload", False), sharding.offloaded(model)),
+        Audited("CPU offload", config.get("cpu_offload", False), sharding.share_on_cpu(model)),
         Audited("checkpointed blocks", checkpointed, sharding.checkpointed_blocks(model), "activations are recomputed"),
         Audited("checkpoint format", config.get("state_dict_type", "FULL_STATE_DICT"), file_format),
     ]

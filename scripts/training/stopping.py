@@ -15,7 +15,7 @@ from transformers import TrainerCallback
 
 from errors import STOPPED
 from job.with_parent import end_with_parent
-from parallel.distributed import control_channel, highest_of_all, print_once, rank, wait_for_everyone
+from parallel.distributed import highest_of_all, print_once, rank, wait_for_everyone
 
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP, signal.SIGINT)
 
@@ -27,7 +27,6 @@ class StopRequest:
         self.signal = 0  # the first one that came in the training, 0 before
         self.agreed_signal = 0
         self.training = False
-        self.channel: Any = None
         self.process = os.getpid()
 
     def listen(self) -> None:
@@ -59,14 +58,13 @@ class StopRequest:
             signal.signal(number, signal.SIG_IGN)
 
     def begin_training(self) -> None:
-        """From here on a signal asks for a checkpoint. Collective."""
-        self.channel = control_channel()
+        """From here on a signal asks for a checkpoint."""
         self.training = True
 
     def agreed(self) -> bool:
         """Whether the ranks stop here, the same on every rank. Collective, until they have agreed."""
         if not self.agreed_signal:
-            self.agreed_signal = highest_of_all(self.signal, self.channel)
+            self.agreed_signal = highest_of_all(self.signal)
         return bool(self.agreed_signal)
 
     def exit_if_stopped(self, trainer: Any, record: Any) -> None:

@@ -38,13 +38,13 @@ with root_gathered(model), torch.no_grad():
     together = model.generate(**generate, synced_gpus=True).tolist()
 if dist.get_rank() == 0:
     seen = {
-        "blocks": len(sharding.blocks(model, names)),
+        "blocks": len(sharding.modules_of(model, names)),
         "sharded": len(sharding.sharded_blocks(model, names)),
         "others": sharding.other_units(model, names),
         "share": round(sharding.local_share(model), 3),
         "name": sharding.live_name(model, names),
         "mesh": sharding.mesh_shape(model),
-        "offloaded": sharding.offloaded(model),
+        "offloaded": sharding.share_on_cpu(model),
         "parameters": parameters,
         "generates": together == alone,
     }

@@ -5,7 +5,6 @@ import json
 import re
 
 import pytest
-import torch
 from transformers import TrainingArguments
 
 import config
@@ -239,25 +238,12 @@ CONTRADICTIONS = [
         "--loss chunked --use_liger_kernel",
         "--use_liger_kernel: has a loss of its own, which would run instead; use --loss full",
     ),
-    ("--output_dir /dev/null", "--output_dir: /dev/null is a file; give a folder"),
 ]
 
 
 @pytest.mark.parametrize(("words", "line"), CONTRADICTIONS)
 def test_flags_that_contradict_or_do_nothing_are_refused(words, line, refusal):
     assert refusal(parse, *words.split()) == f"error: {line}"
-
-
-@pytest.mark.parametrize("mode", ["max-autotune", "max-autotune-no-cudagraphs"])
-def test_tf32_with_max_autotune_is_refused_as_pytorch_cannot_compile_it(mode, gpu, refusal, monkeypatch):
-    line = refusal(parse, "--tf32", "True", "--torch_compile_mode", mode)
-    assert line.startswith(f"error: --tf32: cannot be combined with {mode}")
-    parse("--tf32", "True", "--torch_compile_mode", "reduce-overhead")
-    parse("--tf32", "False", "--torch_compile_mode", mode)
-    # the reason: when this no longer raises, the refusal can go
-    monkeypatch.setattr(torch.backends, "fp32_precision", "tf32")
-    with pytest.raises(RuntimeError, match="mix of the legacy and new APIs"):
-        torch.get_float32_matmul_precision()
 
 
 # Precision
@@ -297,6 +283,7 @@ def test_default_without_a_gpu_is_what_the_cpu_does_itself_and_is_announced(nati
     assert config.precision_name(options.values) == expected
     assert options.precision_note == "default without a GPU, where fp16 does not run"
     assert parse("--fp16", "False").precision_note == ""
+    assert precision("--bf16", "False") == "fp32"
 
 
 def test_bf16_and_fp32_can_be_chosen_without_a_gpu(monkeypatch):

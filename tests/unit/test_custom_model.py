@@ -65,7 +65,6 @@ def test_head_is_tied_and_loss_is_that_of_the_next_token(model, tokens):
     ("arguments", "message"),
     [
         (["--num_heads", "3"], "error: --num_heads: 3 heads do not divide the hidden size 2048; choose a divisor"),
-        (["--max_length", "600"], "error: --max_length: 600 is more than the 512 positions of --seq_length;"),
         (["--num_layers", "0"], "error: --num_layers: 0 is too small;"),
     ],
 )

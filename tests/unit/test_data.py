@@ -115,9 +115,9 @@ def test_the_format_that_the_readme_shows_is_read(written):
 
 
 FAULTS = {
-    "empty": (b"", ": line 1, column 1: Expecting value; is the file complete?"),
-    "truncated": (b'{"data": [{"paragraphs": [', ": line 1, column 27: Expecting value; is the file complete?"),
-    "not UTF-8": (b'{"data": "caf\xe9"}', ": byte 13 is not UTF-8; save it as UTF-8 (iconv"),
+    "empty": (b"", ": Expecting value: line 1 column 1 (char 0); is the file complete?"),
+    "truncated": (b'{"data": [{"paragraphs": [', ": Expecting value: line 1 column 27 (char 26); is the file"),
+    "not UTF-8": (b'{"data": "caf\xe9"}', ": 'utf-8' codec can't decode byte 0xe9 in position 13"),
     "a list": ([], ": data: is missing, expected a list; see data/README.md for the format"),
     "no paragraphs": ({"data": [{}]}, ": data[0].paragraphs: is missing, expected a list"),
     "blank context": (squad(question(), context=" "), ": data[0].paragraphs[0].context: is ' ', expected a text"),

@@ -151,7 +151,7 @@ FAULTS = {
     "weights cut off": ("one", cut(WEIGHTS, 70000), f"{LOADED}Error while deserializing header: incomplete metadata"),
     "a file of weights gone": (
         "two", without("model-00002-of-00002.safetensors"),
-        f"{LOADED}No such file or directory: IN/model-00002-of-00002.safetensors); copy or download all its files",
+        f"{LOADED}No such file or directory: IN/model-00002-of-00002.safetensors); correct the name, or give a local",
     ),
     "older weights cut off": ("bin", cut("pytorch_model.bin", 20000), LOADED),
     "weights of another shape": (

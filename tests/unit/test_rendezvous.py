@@ -101,7 +101,7 @@ def test_the_time_out_is_that_of_the_static_rendezvous(monkeypatch, main_of):
 def test_a_malformed_time_out_is_refused(monkeypatch, main_of, refusal):
     monkeypatch.setenv("JOIN_TIMEOUT", "soon")
     line = refusal(main_of, launch, "--nproc-per-node=1", "x.py")
-    assert line == "error: JOIN_TIMEOUT: 'soon' is no number of seconds; give a whole number, for example 300"
+    assert line == "error: JOIN_TIMEOUT: is 'soon', not a whole number; unset it, or give a whole number"
 
 
 @pytest.mark.parametrize("backend", ["c10d", "etcd", "etcd-v2"])

@@ -170,8 +170,3 @@ def test_an_address_that_is_missing_is_named(name, monkeypatch, refusal):
     assert refusal(watchdog.start, 20) == (
         f"error: {name}: is not set, and there are several ranks; give rank 0's address and a port"
     )
-
-
-def test_rank_0_that_cannot_open_the_store_says_so_at_once(monkeypatch, refusal):
-    monkeypatch.setenv("MASTER_ADDR", "192.0.2.1")  # of nobody, RFC 5737
-    assert " cannot listen at 192.0.2.1:" in refusal(watchdog.start, 20, code=3)
