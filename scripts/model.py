@@ -1,15 +1,13 @@
 """Models and tokenizers: `load_tokenizer`, `load_model`, `save_model`."""
 
 import os
-import pickle
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-from torch import nn
 from transformers import (
     MODEL_FOR_CAUSAL_LM_MAPPING,
-    MODEL_FOR_MASKED_LM_MAPPING,
     AutoConfig,
     AutoModelForCausalLM,
     AutoTokenizer,
@@ -24,7 +22,7 @@ from transformers.initialization import no_init_weights
 from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
 
 from custom_model import CustomGPTConfig
-from data_loader import is_local, read_questions, read_splits
+from data_loader import is_local, read_part, read_questions
 from errors import WorkshopError
 from hub import cannot_load, offline_without_network
 from knobs import CUSTOM_GPT, CUSTOM_SIZES
@@ -59,7 +57,7 @@ def load_tokenizer(model_args, data_args) -> PreTrainedTokenizerBase:
         offline_without_network()
     try:
         tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=False)
-    except Exception as error:  # besides OSError and ValueError whatever a broken file leads to
+    except (OSError, ValueError) as error:
         if model_args.from_scratch and name in BLOOM_SIZES:
             print(f"no tokenizer of {name} here: training one of {TINY_VOCABULARY} tokens on {data_args.dataset}")
             return train_tokenizer(data_args, TINY_VOCABULARY)
@@ -80,7 +78,7 @@ def load_tokenizer(model_args, data_args) -> PreTrainedTokenizerBase:
 def train_tokenizer(data_args, vocabulary: int) -> PreTrainedTokenizerBase:
     """Byte-level BPE with BLOOM's special ids, from all texts of the training file: the same on every rank."""
     dataset = data_args.dataset
-    questions = read_questions(dataset) if is_local(dataset) else read_splits(data_args)[0]
+    questions = read_questions(dataset) if is_local(dataset) else read_part("train", data_args)
     texts = dict.fromkeys(text for row in questions for text in (row["context"], row["question"]))
     tokenizer = Tokenizer(models.BPE(unk_token=SPECIAL_TOKENS["unk_token"]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -102,30 +100,15 @@ def is_folder(flag: str, name: str) -> bool:
     return os.path.isdir(name)
 
 
-def check_model(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, max_length: int) -> None:
-    """Raises WorkshopError (exit code 2) for a model with fewer tokens or positions than it will be given.
+def check_model(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
+    """Raises WorkshopError (exit code 2) for a model with fewer tokens than its tokenizer will give it.
 
-    model: may be an `empty_model`. In its first step the run would end with an IndexError, on a GPU with an assertion
-    of the device.
+    In its first step the run would end with an IndexError, on a GPU with an assertion of the device.
     """
-    config = model.config.get_text_config()
-    if len(tokenizer) > config.vocab_size:
-        what = f"its tokenizer has {len(tokenizer)} tokens, the model {config.vocab_size}"
+    vocabulary = model.config.get_text_config().vocab_size
+    if len(tokenizer) > vocabulary:
+        what = f"its tokenizer has {len(tokenizer)} tokens, the model {vocabulary}"
         raise WorkshopError("--model_name", what, "use a matching pair, or raise --vocab_size of custom-gpt")
-    positions = getattr(config, "max_position_embeddings", None)
-    if positions and max_length > positions and learns_positions(model, positions):
-        what = f"{max_length} is more than the {positions} positions of the model"
-        raise WorkshopError("--max_length", what, f"lower it to {positions}, or take a model with more")
-
-
-def learns_positions(model: PreTrainedModel, positions: int) -> bool:
-    """Whether it has a table of its positions, and not a formula for any number of them (rotary, alibi).
-
-    OPT and BART have two rows more, which they do not use for the tokens of a text.
-    """
-    tables = [module for module in model.modules() if isinstance(module, nn.Embedding)]
-    words = model.get_input_embeddings()
-    return any(table.num_embeddings in (positions, positions + 2) for table in tables if table is not words)
 
 
 def load_model(model_args, data_args, tokenizer: PreTrainedTokenizerBase, seed: int) -> PreTrainedModel:
@@ -146,20 +129,15 @@ def load_model(model_args, data_args, tokenizer: PreTrainedTokenizerBase, seed: 
 
 
 def pretrained_model(name: str, data_args) -> PreTrainedModel:
-    # with from_pretrained's own dtype, that of the checkpoint, fp16 masters would lose small updates
-    choices: Any = {"dtype": torch.float32, "trust_remote_code": False}
-    # to weights that are missing or have another shape transformers gives random values: both are refused below
-    choices |= {"ignore_mismatched_sizes": True, "output_loading_info": True}
     try:
-        loaded: Any = AutoModelForCausalLM.from_pretrained(name, **choices)
-    except pickle.UnpicklingError as error:
-        what = f"a file of {name} holds other things than tensors, which are never loaded"
-        raise WorkshopError("--model_name", what, "download it again, or take a model saved as safetensors") from error
-    except Exception as error:  # besides OSError and ValueError whatever a broken file leads to
-        # about a shape under ZeRO-3, or a file that is cut off; any other RuntimeError is no fault of the files
-        of_files = "loading state_dict" in str(error) or "PytorchStreamReader" in str(error)
-        if isinstance(error, RuntimeError) and not of_files:
-            raise
+        loaded: Any = AutoModelForCausalLM.from_pretrained(
+            name,
+            dtype=torch.float32,  # in the checkpoint's own dtype, the default, fp16 masters would lose small updates
+            trust_remote_code=False,
+            ignore_mismatched_sizes=True,  # with random values for these weights: refused below by their name
+            output_loading_info=True,
+        )
+    except (OSError, ValueError, SafetensorError) as error:
         raise cannot_load("--model_name", name, error, name, data_args.dataset) from error
     model, loading = loaded
     unlike = loading["missing_keys"] | {weight for weight, _, _ in loading["mismatched_keys"]}
@@ -209,24 +187,14 @@ def load_config(model_args, data_args) -> PreTrainedConfig:
         )
     if not is_folder("--model_name", name):
         offline_without_network()
-    elif not os.path.exists(os.path.join(name, "config.json")):
-        what = f"the folder {name} holds no config.json"
-        raise WorkshopError("--model_name", what, "give the folder of a saved model")
     try:
         config = AutoConfig.from_pretrained(name, trust_remote_code=False)
-    except Exception as error:  # besides OSError and ValueError whatever a value of the wrong kind leads to
+    except (OSError, ValueError) as error:
         raise cannot_load("--model_name", name, error, name, data_args.dataset) from error
-    if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING or is_encoder(config):
-        raise WorkshopError(
-            "--model_name", f"{name} is a {config.model_type} model, not a causal LM", "take one that generates text"
-        )
+    if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+        what = f"{name} is a {config.model_type} model, not a causal LM"
+        raise WorkshopError("--model_name", what, "take one that generates text")
     return config
-
-
-def is_encoder(config: PreTrainedConfig) -> bool:
-    """Whether its tokens see those behind them, as in BERT, which transformers loads as a causal LM all the same."""
-    masked = type(config) in MODEL_FOR_MASKED_LM_MAPPING and not config.is_encoder_decoder
-    return masked and not getattr(config, "is_decoder", False)
 
 
 def count_parameters(model: torch.nn.Module) -> int:

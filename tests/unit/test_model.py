@@ -9,13 +9,9 @@ import huggingface_hub.constants
 import pytest
 import torch
 from transformers import (
-    BartConfig,
-    BertConfig,
     BloomConfig,
     BloomForCausalLM,
     GPT2Config,
-    LlamaConfig,
-    OPTConfig,
     PreTrainedConfig,
     ViTConfig,
 )
@@ -23,7 +19,7 @@ from transformers import (
 from custom_model import CustomGPTConfig, CustomGPTForCausalLM
 from helpers import REPOSITORY
 from knobs import DataArguments, ModelArguments
-from model import BLOOM_SIZES, check_model, count_parameters, empty_model, load_config, load_model, load_tokenizer
+from model import BLOOM_SIZES, check_model, count_parameters, empty_model, load_model, load_tokenizer
 
 DATA = DataArguments(dataset=str(REPOSITORY / "data" / "squad_sample.json"))
 TINY = ModelArguments("tiny-bloom")
@@ -99,7 +95,7 @@ def load(folder: Path):
     arguments = ModelArguments(str(folder))
     skeleton = empty_model(arguments, DATA)
     tokenizer = load_tokenizer(arguments, DATA)
-    check_model(skeleton, tokenizer, 512)
+    check_model(skeleton, tokenizer)
     return load_model(arguments, DATA, tokenizer, 1)
 
 
@@ -141,42 +137,37 @@ CONFIG, WEIGHTS, TOKENIZER = "config.json", "model.safetensors", "tokenizer.json
 LOADED = "--model_name: IN cannot be loaded ("
 SHAPE = "of the shape that its config.json asks for; take config.json and weights of one model"
 FAULTS = {
-    "no config": ("one", without(CONFIG), "--model_name: the folder IN holds no config.json; give the folder of a"),
-    "config cut off": ("one", cut(CONFIG, 300), f"{LOADED}It looks like the config file at 'IN/config.json' is not"),
-    "config of another kind": ("one", with_keys(CONFIG, model_type="foo"), f"{LOADED}The checkpoint you are trying to"),
-    "value of another kind": ("one", with_keys(CONFIG, n_layer="x"), f"{LOADED}Validation error for field 'n_layer'"),
-    "encoder": ("one", of_kind(BertConfig()), "--model_name: IN is a bert model, not a causal LM; take one that"),
-    "images": ("one", of_kind(ViTConfig()), "--model_name: IN is a vit model, not a causal LM; take one that"),
-    "no weights": ("one", without(WEIGHTS), f"{LOADED}Error no file named model.safetensors"),
-    "weights cut off": ("one", cut(WEIGHTS, 70000), f"{LOADED}Error while deserializing header: incomplete metadata"),
-    "a file of weights gone": (
-        "two", without("model-00002-of-00002.safetensors"),
-        f"{LOADED}No such file or directory: IN/model-00002-of-00002.safetensors); copy or download all its files",
+    "no config": (without(CONFIG), LOADED),
+    "config cut off": (cut(CONFIG, 300), f"{LOADED}It looks like the config file at 'IN/config.json' is not"),
+    "images": (of_kind(ViTConfig()), "--model_name: IN is a vit model, not a causal LM; take one that"),
+    "no weights": (without(WEIGHTS), f"{LOADED}Error no file named model.safetensors"),
+    "weights that git lfs did not fetch": (
+        lambda folder: (folder / WEIGHTS).write_text("version https://git-lfs.github.com/spec/v1\n"),
+        f"{LOADED}Error while deserializing header: header too large",
     ),
-    "older weights cut off": ("bin", cut("pytorch_model.bin", 20000), LOADED),
     "weights of another shape": (
-        "one", with_keys(CONFIG, vocab_size=4096),
+        with_keys(CONFIG, vocab_size=4096),
         f"--model_name: IN has no transformer.word_embeddings.weight {SHAPE}",
     ),
     "a layer without weights": (
-        "one", with_keys(CONFIG, n_layer=2),
+        with_keys(CONFIG, n_layer=2),
         f"--model_name: IN has no transformer.h.1.input_layernorm.bias {SHAPE}",
     ),
     "no tokenizer": (
-        "one", without(TOKENIZER, "tokenizer_config.json"), f"{LOADED}Couldn't instantiate the backend tokenizer",
+        without(TOKENIZER, "tokenizer_config.json"),
+        f"{LOADED}Couldn't instantiate the backend tokenizer",
     ),
-    "tokenizer cut off": ("one", cut(TOKENIZER, 30000), f"{LOADED}Expecting property name enclosed in double quotes"),
     "no end of an answer": (
-        "one", without("tokenizer_config.json"),
+        without("tokenizer_config.json"),
         "--model_name: the tokenizer of IN has no eos_token, by which the model learns to end an answer; name one in",
     ),
-}  # fmt: skip
+}
 
 
-@pytest.mark.parametrize(("model", "change", "beginning"), FAULTS.values(), ids=FAULTS)
-def test_broken_folder_is_refused_in_one_line(model, change, beginning, saved, tmp_path, refusal):
+@pytest.mark.parametrize(("change", "beginning"), FAULTS.values(), ids=FAULTS)
+def test_broken_folder_is_refused_in_one_line(change, beginning, saved, tmp_path, refusal):
     folder = tmp_path / "model"
-    shutil.copytree(saved / model, folder)
+    shutil.copytree(saved / "one", folder)
     change(folder)
     line = refusal(load, folder)
     assert line.startswith(f"error: {beginning}".replace("IN", str(folder)))
@@ -198,40 +189,7 @@ def test_folder_is_not_asked_for_weights_that_are_not_used(saved, tokenizer, tmp
     assert load_model(arguments, DATA, tokenizer, 1).config.hidden_size == 16
 
 
-# A model that is too small for its tokens
-
-
 def test_tokenizer_that_is_larger_than_the_model_is_refused(saved, tokenizer, tmp_path, refusal):
     arguments = ModelArguments("custom-gpt", vocab_size=100)
-    line = refusal(check_model, empty_model(arguments, DATA), tokenizer, 512)
+    line = refusal(check_model, empty_model(arguments, DATA), tokenizer)
     assert line.startswith("error: --model_name: its tokenizer has 2048 tokens, the model 100; use a matching pair")
-
-
-SMALL = {"vocab_size": 2048, "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
-LEARNED = {
-    "GPT-2": GPT2Config(**SMALL, n_positions=256),
-    "OPT": OPTConfig(**SMALL, ffn_dim=16, word_embed_proj_dim=16, max_position_embeddings=256),
-    "BART": BartConfig(vocab_size=2048, d_model=16, decoder_layers=1, decoder_ffn_dim=16, max_position_embeddings=256),
-    "custom": CustomGPTConfig(**SMALL, ff_dim=16, seq_length=256),
-}
-
-
-@pytest.mark.parametrize("config", LEARNED.values(), ids=LEARNED)
-def test_texts_that_are_longer_than_the_learned_positions_are_refused(config, tokenizer, tmp_path, refusal):
-    config.save_pretrained(tmp_path)
-    model = empty_model(ModelArguments(str(tmp_path)), DATA)
-    check_model(model, tokenizer, 256)
-    line = refusal(check_model, model, tokenizer, 257)
-    assert line.startswith("error: --max_length: 257 is more than the 256 positions of the model; lower it to 256, or")
-
-
-@pytest.mark.parametrize(
-    "config",
-    [LlamaConfig(**SMALL, intermediate_size=16, max_position_embeddings=2048), BloomConfig(**SMALL)],
-    ids=["rotary", "alibi"],
-)
-def test_positions_that_are_computed_have_no_end(config, tokenizer, tmp_path):
-    """Also where the table of words has as many rows as the model says it has positions."""
-    config.save_pretrained(tmp_path)
-    check_model(empty_model(ModelArguments(str(tmp_path)), DATA), tokenizer, 4096)
-    assert load_config(ModelArguments(str(tmp_path)), DATA).vocab_size == 2048
