@@ -19,7 +19,7 @@ output(
 output(
     "below a file",
     "--output_dir lies below a file",
-    "...mine: cannot be written (Not a directory); give another --output_dir, ...",
+    "...mine: cannot be written; give another --output_dir",
     code=3,
     files={"mine": ""},
     OUTPUT_DIR="mine/new",

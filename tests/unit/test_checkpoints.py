@@ -278,25 +278,26 @@ def test_a_changed_config_file_is_named_by_its_key(refusal):
 
 def test_too_little_room_is_found_before_the_training(monkeypatch, refusal):
     model = torch.nn.Linear(100, 10, bias=False)
-    options = run_of("--fp16", "False")[0]
-    monkeypatch.setattr(checkpoints.shutil, "disk_usage", lambda path: SimpleNamespace(free=1000 * (2 * 12 + 4)))
+    options = run_of()[0]
+    monkeypatch.setattr(checkpoints.shutil, "disk_usage", lambda path: SimpleNamespace(free=1000 * (2 * 12 + 2)))
     check_room("output/7", options, model, "plain", keep=1)
     line = refusal(check_room, "output/7", options, model, "FSDP2 FULL_SHARD", 1, code=3)
-    what = r"0.0 GiB free, 2 checkpoint\(s\) of 0.0 GiB will be there at once, and a model of 0.0; .*"
+    what = r"0.0 GiB free, 2 checkpoint\(s\) and the model need 0.0 GiB at least; free space, .*"
     assert re.fullmatch(rf"error: \S+/work: {what}", line)
     check_room("output/7", run_of("--save_strategy", "no")[0], model, "DeepSpeed ZeRO-2", keep=10)
     check_room("output/7", run_of("--optim", "sgd")[0], model, "FSDP2 FULL_SHARD", keep=1)
     check_room("output/7", run_of("--num_train_epochs", "1")[0], model, "FSDP2 FULL_SHARD", keep=1)
-    assert list(Path().iterdir()) == []
+    checkpoint("output/7", 10)
+    check_room("output/7", options, model, "FSDP2 FULL_SHARD", keep=1)
 
 
 def test_a_folder_that_cannot_be_written_is_found_before_the_training(monkeypatch, refusal):
-    def read_only(self, content):
-        raise PermissionError(13, "Permission denied")
-
-    monkeypatch.setattr(Path, "write_bytes", read_only)
+    Path("mine").write_text("")
+    line = refusal(check_room, "mine/new", run_of()[0], None, "plain", 1, code=3)
+    assert line.endswith("/mine: cannot be written; give another --output_dir")
+    monkeypatch.setattr(checkpoints.os, "access", lambda path, mode: False)
     line = refusal(check_room, "output/7", run_of()[0], None, "plain", 1, code=3)
-    assert "cannot be written (Permission denied); give another --output_dir" in line
+    assert line.endswith("/work: cannot be written; give another --output_dir")
 
 
 def test_a_run_that_saves_nothing_removes_what_its_stops_saved_and_no_others():
