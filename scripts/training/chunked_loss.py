@@ -26,8 +26,8 @@ USE_FULL = "use --loss full"
 CHUNK = 256  # tokens at least: with fewer, matrix products are slower, and the gradients' sums are more passes
 # Matrices are multiplied with so many rows, or twice, three times as many. GPUs are faster then; on the CPU each other
 # number would leave about a megabyte of compiled code behind (oneDNN, in 16 bit)
-ROWS = 64
-FP16_TOKENS = 2 * ROWS
+ROW_MULTIPLE = 64
+FP16_TOKENS = 2 * ROW_MULTIPLE
 
 
 @dataclass(frozen=True)
@@ -38,8 +38,8 @@ class Pieces:
     vocabulary: int  # rows of the weight's gradient
 
 
-ON_CPU = Pieces(logits=2**21, vocabulary=2**11)
-ON_GPU = Pieces(logits=2**26, vocabulary=2**15)
+CPU_PIECES = Pieces(logits=2**21, vocabulary=2**11)
+GPU_PIECES = Pieces(logits=2**26, vocabulary=2**15)
 
 
 def check_head(skeleton: PreTrainedModel) -> None:
@@ -137,8 +137,8 @@ class CrossEntropyOfHead(torch.autograd.Function):
         tokens, hidden_size = hidden.shape
         vocabulary = len(weight)
         chunk = chunk_of(tokens, hidden_size)
-        hidden = F.pad(hidden, (0, 0, 0, -tokens % ROWS))
-        pieces = ON_CPU if device == "cpu" else ON_GPU
+        hidden = F.pad(hidden, (0, 0, 0, -tokens % ROW_MULTIPLE))
+        pieces = CPU_PIECES if device == "cpu" else GPU_PIECES
         loss = torch.zeros((), device=hidden.device)
         logits_buffer = torch.empty(chunk, vocabulary, dtype=dtype, device=hidden.device)
         # fp16 ends at 65,504: the fewer tokens are summed up in it, the more their gradients can be scaled
@@ -182,14 +182,14 @@ def chunk_of(tokens: int, hidden_size: int) -> int:
     Logits of `hidden_size` tokens are no larger than the head's weight, whose gradient needs that much in any case.
     """
     chunks = max(1, math.ceil(tokens / max(hidden_size, CHUNK)))
-    return max(1, math.ceil(tokens / chunks / ROWS)) * ROWS
+    return max(1, math.ceil(tokens / chunks / ROW_MULTIPLE)) * ROW_MULTIPLE
 
 
 def bytes_of_chunks(tokens: int, hidden_size: int, vocabulary: int, dtype: torch.dtype) -> int:
     """Memory of the loss on a GPU: a chunk's logits, the fp32 copy of some rows, the gradients in fp32."""
     logits = chunk_of(tokens, hidden_size) * vocabulary
     gradients = (tokens + vocabulary) * hidden_size
-    return dtype.itemsize * logits + 4 * min(ON_GPU.logits, logits) + 4 * gradients
+    return dtype.itemsize * logits + 4 * min(GPU_PIECES.logits, logits) + 4 * gradients
 
 
 def loss_and_gradient(

@@ -50,7 +50,7 @@ class StopRequest:
             self.signal = number
             # not by print: the signal may have come in the middle of another one
             if rank() == 0:
-                text = f"\n{name_of(number)}: a checkpoint follows at the end of this step\n"
+                text = f"\n{signal_name(number)}: a checkpoint follows at the end of this step\n"
                 with contextlib.suppress(OSError):
                     os.write(sys.stdout.fileno(), text.encode())
 
@@ -77,7 +77,7 @@ class StopRequest:
         folder = trainer.save_here()
         self.ignore_signals()  # all that was asked for is done: a late one changes no exit code
         step = trainer.state.global_step
-        name = name_of(self.agreed_signal)
+        name = signal_name(self.agreed_signal)
         record.update(stop={"signal": name, "step": step, "checkpoint": str(folder)})
         print_once(
             f"stopped by {name} at step {step} of {trainer.state.max_steps}; "
@@ -87,7 +87,7 @@ class StopRequest:
         sys.exit(STOPPED)
 
 
-def name_of(number: int) -> str:
+def signal_name(number: int) -> str:
     return signal.Signals(number).name
 
 

@@ -24,8 +24,8 @@ GPT = CustomGPTConfig(vocab_size=VOCABULARY, hidden_size=32, num_layers=2, num_h
 def small_pieces(monkeypatch):
     """Several chunks, blocks and slices, none of which comes out even."""
     monkeypatch.setattr(chunked_loss, "CHUNK", 33)
-    monkeypatch.setattr(chunked_loss, "ROWS", 6)
-    monkeypatch.setattr(chunked_loss, "ON_CPU", chunked_loss.Pieces(logits=3000, vocabulary=99))
+    monkeypatch.setattr(chunked_loss, "ROW_MULTIPLE", 6)
+    monkeypatch.setattr(chunked_loss, "CPU_PIECES", chunked_loss.Pieces(logits=3000, vocabulary=99))
 
 
 def models() -> dict[str, torch.nn.Module]:
