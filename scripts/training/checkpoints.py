@@ -191,18 +191,17 @@ def is_complete(folder: Path) -> bool:
         return False
 
 
-def find_checkpoint(requested: str | None, output_dir: str, job_id: str, ranks: int, strategy: str) -> str | None:
+def find_checkpoint(requested: str | None, output_dir: str, job_id: str) -> str | None:
     """The complete checkpoint to go on from: `requested` itself, the latest in that folder, or for `latest` the
     latest of this run or, when it has none, of the other runs beside it.
 
     A job that Slurm has started again goes on from its own latest checkpoint. When it has none, it begins as it did the
-    first time. Raises WorkshopError (exit code 4) when there is none, or when other ranks or another way of sharding
-    saved it.
+    first time. Raises WorkshopError (exit code 4) when there is none.
     """
     if restarted_by_slurm():
         own = [path for path in complete_ones([Path(output_dir)]) if read_marker(path)["job_id"] == job_id]
         if own:
-            return check_fits(min(own, key=age), ranks, strategy)
+            return str(min(own, key=age))
     if requested is None:
         return None
     if requested == LATEST:
@@ -218,7 +217,7 @@ def find_checkpoint(requested: str | None, output_dir: str, job_id: str, ranks: 
         what = f"no complete checkpoint in {output_dir if requested == LATEST else requested}"
         way_out = "leave the flag out to start anew"
         raise WorkshopError("--resume_from_checkpoint", what, way_out, NO_CHECKPOINT)
-    return check_fits(min(found, key=age), ranks, strategy)
+    return str(min(found, key=age))
 
 
 def complete_ones(places: list[Path]) -> list[Path]:
@@ -230,30 +229,27 @@ def age(folder: Path) -> float:
     return -(folder / MARKER).stat().st_mtime
 
 
-def check_fits(folder: Path, ranks: int, strategy: str) -> str:
-    saved = read_marker(folder)
-    same = (saved["strategy"], saved["world_size"]) == (strategy, ranks)
-    if not same and not {saved["strategy"], strategy} <= UNSHARDED:
-        what = f"saved by {saved['world_size']} ranks with {saved['strategy']}, this run has {ranks} with {strategy}"
-        way_out = "resume with the same number of ranks and the same config"
-        raise WorkshopError(folder, what, way_out, NO_CHECKPOINT)
-    return str(folder)
-
-
 def check_same_training(folder: str, marker: dict) -> None:
     """Raises WorkshopError (exit code 4) naming each setting in which this run differs from the checkpoint's."""
     saved = read_marker(folder)
-    differences = []
-    for kind, prefix in (("settings", ""), ("config", "config ")):
-        before, now = saved[kind], marker[kind]
-        for name in sorted({*before, *now}):
-            if before.get(name) != now.get(name):
-                differences.append(f"{prefix}{name} was {before.get(name)}, is {now.get(name)}")
+    sharded = not {saved["strategy"], marker["strategy"]} <= UNSHARDED
+    before = defining(saved, sharded)
+    now = defining(marker, sharded)
+    names = [name for name in sorted({*before, *now}) if before.get(name) != now.get(name)]
+    differences = [f"{name} was {before.get(name)}, is {now.get(name)}" for name in names]
     if not differences and saved["data"] != marker["data"]:
         differences = ["the training questions or their tokens are others"]
     if differences:
         way_out = "give the same settings, or leave --resume_from_checkpoint out to start anew"
         raise WorkshopError(folder, f"is of another training: {', '.join(differences)}", way_out, NO_CHECKPOINT)
+
+
+def defining(marker: dict, sharded: bool) -> dict[str, Any]:
+    """What a training must have as the checkpoint has it, by the names that an error gives to it."""
+    found = marker["settings"] | {f"config {key}": value for key, value in marker["config"].items()}
+    if sharded:
+        found |= {"strategy": marker["strategy"], "ranks": marker["world_size"]}
+    return found
 
 
 # Before the training

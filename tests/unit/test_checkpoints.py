@@ -42,8 +42,8 @@ def checkpoint(folder: Path | str, step: int, complete: bool = True, age: int = 
     return path
 
 
-def find(wanted: str | None, output_dir: str = "output/7", ranks: int = 1, strategy: str = "plain") -> str | None:
-    return find_checkpoint(wanted, output_dir, "7", ranks, strategy)
+def find(wanted: str | None, output_dir: str = "output/7") -> str | None:
+    return find_checkpoint(wanted, output_dir, "7")
 
 
 def test_without_the_flag_nothing_is_resumed():
@@ -114,21 +114,6 @@ def test_no_complete_checkpoint_ends_with_4(wanted, refusal):
     assert refusal(find, wanted, code=4) == (
         f"error: --resume_from_checkpoint: no complete checkpoint in {where}; leave the flag out to start anew"
     )
-
-
-@pytest.mark.parametrize(("ranks", "strategy"), [(4, "DeepSpeed ZeRO-2"), (2, "DeepSpeed ZeRO-3"), (1, "plain")])
-def test_sharded_checkpoint_of_other_ranks_or_another_strategy_ends_with_4(ranks, strategy, refusal):
-    path = checkpoint("output/7", 20, world_size=2, strategy="DeepSpeed ZeRO-2")
-    assert find(LATEST, ranks=2, strategy="DeepSpeed ZeRO-2") == str(path)
-    what = f"saved by 2 ranks with DeepSpeed ZeRO-2, this run has {ranks} with {strategy}"
-    line = refusal(lambda: find(LATEST, ranks=ranks, strategy=strategy), code=4)
-    assert line == f"error: {path}: {what}; resume with the same number of ranks and the same config"
-
-
-def test_unsharded_checkpoint_fits_any_number_of_ranks():
-    path = checkpoint("output/7", 20, world_size=2, strategy="DDP")
-    assert find(LATEST, ranks=4, strategy="DDP") == str(path)
-    assert find(LATEST, ranks=1, strategy="plain") == str(path)
 
 
 def save(callback: CheckpointCallback, step: int, best: str | None = None) -> None:
@@ -206,14 +191,14 @@ def test_progress_of_another_number_of_ranks_is_their_mean(monkeypatch):
 TOKENS = {"input_ids": [[1, 2, 3], [4, 5]], "labels": [[-100, 2, 3], [4, 5]]}
 
 
-def run_of(*argv: str, tokens: dict = TOKENS, ranks: int = 1) -> tuple[Options, dict]:
+def run_of(*argv: str, tokens: dict = TOKENS, ranks: int = 1, strategy: str = "plain") -> tuple[Options, dict]:
     options = parse_command_line("", ["--model_name", "tiny-bloom", *argv], environment={})
-    return options, marker_of("7", options, "plain", ranks, Dataset.from_dict(tokens))
+    return options, marker_of("7", options, strategy, ranks, Dataset.from_dict(tokens))
 
 
-def saved(*argv: str) -> Path:
+def saved(*argv: str, **of_run: object) -> Path:
     path = checkpoint("output/7", 20, complete=False)
-    mark_complete(path, run_of(*argv)[1])
+    mark_complete(path, run_of(*argv, **of_run)[1])
     return path
 
 
@@ -255,6 +240,29 @@ def test_another_setting_ends_with_4_and_is_named(what, argv, refusal):
         f"error: {folder}: is of another training: {what}; "
         "give the same settings, or leave --resume_from_checkpoint out to start anew"
     )
+
+
+TWO_RANKS = ("--per_device_train_batch_size", "2")
+
+
+@pytest.mark.parametrize(
+    ("ranks", "strategy", "what"),
+    [
+        (1, "DeepSpeed ZeRO-2", "ranks was 2, is 1"),
+        (2, "DeepSpeed ZeRO-3", "strategy was DeepSpeed ZeRO-2, is DeepSpeed ZeRO-3"),
+        (1, "plain", "ranks was 2, is 1, strategy was DeepSpeed ZeRO-2, is plain"),
+    ],
+)
+def test_shares_of_other_ranks_or_another_strategy_end_with_4(ranks, strategy, what, refusal):
+    folder = saved(*TWO_RANKS, ranks=2, strategy="DeepSpeed ZeRO-2")
+    check_same_training(str(folder), run_of(*TWO_RANKS, ranks=2, strategy="DeepSpeed ZeRO-2")[1])
+    marker = run_of(*(TWO_RANKS if ranks == 2 else ()), ranks=ranks, strategy=strategy)[1]
+    assert f"is of another training: {what}; " in refusal(check_same_training, str(folder), marker, code=4)
+
+
+def test_what_each_rank_holds_whole_fits_any_number_of_ranks():
+    folder = saved(*TWO_RANKS, ranks=2, strategy="DDP")
+    check_same_training(str(folder), run_of()[1])
 
 
 def test_a_flag_that_is_no_longer_given_is_named(refusal):
