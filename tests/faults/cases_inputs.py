@@ -110,7 +110,7 @@ dataset("torn", "a file that is cut off", squad(*TEN)[:200], ": line 1, column .
 dataset("answer elsewhere", "an answer that does not stand where it should",
     squad(*TEN, answers=[{"text": "Con", "answer_start": 5}]),
     ": data[0].paragraphs[0].qas[0].answers[0]: 'Con' is not at character 5 of its context; correct answer_start")
-dataset("too few", "a file with no paragraph to evaluate on", squad("Only one."),
+dataset("too few", "a file with no paragraph to evaluate on", squad(*TEN[:4]),
     ": no question in its held out paragraphs; give --eval_dataset, ...")
 data("fewer than wanted", "more questions wanted than there are",
     "--train_size or --samples_per_gpu: 9999 questions wanted, but data/squad_sample.json has 280 to train on; ...",
