@@ -56,9 +56,6 @@ def check_can_train(options: Options, skeleton: PreTrainedModel, tokenizer: PreT
     check_model(skeleton, tokenizer)
     if values["loss"] == "chunked":
         check_head(skeleton)
-    if values["activation_checkpointing"] and not skeleton.supports_gradient_checkpointing:
-        what = f"{type(skeleton).__name__} cannot compute its blocks again"
-        raise WorkshopError("--activation_checkpointing", what, "leave it out, or use FSDP's, in its config file")
     if options.fsdp_config is not None:
         check_wrap_classes(options.fsdp_config, values["fsdp_config"], skeleton)
 

@@ -33,12 +33,6 @@ def test_fsdp_wraps_its_blocks(run: Finished):
     assert run.effective("local parameter share") == 0.5
 
 
-def test_activation_checkpointing_is_refused_by_name(workplace):
-    done = run(workplace, "gpt_checkpointed", "--activation_checkpointing", code=2, **GPT)
-    what = "--activation_checkpointing: CustomGPTForCausalLM cannot compute its blocks again"
-    assert done.error_lines == [f"error: {what}; leave it out, or use FSDP's, in its config file"]
-
-
 def test_16_questions_are_learned_by_heart_and_answered_by_the_saved_model(workplace):
     settings = few(workplace, 16) | GPT | {"NUM_EPOCHS": 80, "BATCH_SIZE": 2, "GRAD_ACC": 1}
     trained = run(workplace, "gpt_overfitted", "--labels", "answer", "--eval_strategy", "no", **settings)
