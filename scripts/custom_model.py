@@ -80,30 +80,22 @@ class CustomGPTBlock(nn.Module):
 class CustomGPTForCausalLM(PreTrainedModel, GenerationMixin):
     config_class = CustomGPTConfig
     base_model_prefix = ""
+    _input_embed_layer = "tokens"
     _no_split_modules = ["CustomGPTBlock"]
     _tied_weights_keys = {"head.weight": "tokens.weight"}
     _supports_sdpa = True
 
     def __init__(self, config: CustomGPTConfig):
         super().__init__(config)
-        self.tokens: nn.Module = nn.Embedding(config.vocab_size, config.hidden_size)
+        self.tokens = nn.Embedding(config.vocab_size, config.hidden_size)
         self.positions = nn.Embedding(config.seq_length, config.hidden_size)
         self.blocks = nn.ModuleList(CustomGPTBlock(config, layer) for layer in range(config.num_layers))
         self.norm = nn.LayerNorm(config.hidden_size)
         self.head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
         self.post_init()
 
-    def get_input_embeddings(self) -> nn.Module:
-        return self.tokens
-
-    def set_input_embeddings(self, value: nn.Module) -> None:
-        self.tokens = value
-
     def get_output_embeddings(self) -> nn.Linear:
         return self.head
-
-    def set_output_embeddings(self, head: nn.Linear) -> None:
-        self.head = head
 
     def forward(
         self,

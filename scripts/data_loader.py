@@ -21,7 +21,7 @@ PROMPT = "Question: {question} Context: {context} Answer:"
 IGNORED = -100
 MAX_ANSWER_TOKENS = 32
 READABLE = "check the path and its permissions"
-ROWS = 3  # what tokenise_batch makes of a question: raised with each change of it, so that no older cache is read
+ROWS_VERSION = 3  # of what tokenise_batch makes of a question: raised with each change of it, or an older cache is read
 
 
 def load_squad(data_args, tokenizer: PreTrainedTokenizerBase, training_args) -> tuple[Dataset, Dataset]:
@@ -30,42 +30,44 @@ def load_squad(data_args, tokenizer: PreTrainedTokenizerBase, training_args) -> 
 
     Raises WorkshopError (exit code 2) when a file is unusable or holds fewer questions than asked for.
     """
-    train_size = data_args.train_size
+    size = data_args.train_size
     if data_args.samples_per_gpu:
-        train_size = data_args.samples_per_gpu * training_args.world_size
-    # One rank of each node reads, tokenises and writes the cache, the others wait and then read it.
-    with training_args.main_process_first(local=True, desc="tokenise"):
-        train, evaluation = read_splits(data_args, tokenizer.name_or_path)
-        train = subset(train, train_size, seed_of(training_args), "train", data_args.dataset)
-        return tokenise(train, tokenizer, data_args), evaluation_set(evaluation, data_args, tokenizer, training_args)
+        size = data_args.samples_per_gpu * training_args.world_size
+    train = load_set("train", size, data_args, tokenizer, training_args)
+    return train, load_evaluation_set(data_args, tokenizer, training_args)
 
 
 def load_evaluation_set(data_args, tokenizer: PreTrainedTokenizerBase, training_args) -> Dataset:
     """The evaluation set of `load_squad` alone, whatever the training size is."""
+    return load_set("eval", data_args.eval_size, data_args, tokenizer, training_args)
+
+
+def load_set(part: str, size: int, data_args, tokenizer: PreTrainedTokenizerBase, training_args) -> Dataset:
+    """`size` questions of one part (train or eval), tokenised."""
+    # One rank of each node reads, tokenises and writes the cache, the others wait and then read it.
     with training_args.main_process_first(local=True, desc="tokenise"):
-        evaluation = read_splits(data_args, tokenizer.name_or_path)[1]
-        return evaluation_set(evaluation, data_args, tokenizer, training_args)
+        questions = read_part(part, data_args, tokenizer.name_or_path)
+        if size > len(questions):
+            flag = {"train": "--train_size or --samples_per_gpu", "eval": "--eval_size"}[part]
+            what = f"{size} questions wanted, but {source(part, data_args)} has {len(questions)} to {part} on"
+            raise WorkshopError(flag, what, "lower it")
+        seed = training_args.seed if training_args.data_seed is None else training_args.data_seed
+        return tokenise(questions.shuffle(seed=seed).select(range(size)), tokenizer, data_args)
 
 
-def evaluation_set(questions: Dataset, data_args, tokenizer: PreTrainedTokenizerBase, training_args) -> Dataset:
-    source = data_args.eval_dataset or data_args.dataset
-    chosen = subset(questions, data_args.eval_size, seed_of(training_args), "eval", source)
-    return tokenise(chosen, tokenizer, data_args)
+def source(part: str, data_args) -> str:
+    """The file or the Hub's name that the questions of a part come from."""
+    return data_args.eval_dataset if part == "eval" and data_args.eval_dataset else data_args.dataset
 
 
-def seed_of(training_args) -> int:
-    return training_args.data_seed if training_args.data_seed is not None else training_args.seed
-
-
-def read_splits(data_args, model_name: str = "") -> tuple[Dataset, Dataset]:
-    """The questions to train on and those to evaluate on; columns id, question, context, answers."""
-    eval_dataset = data_args.eval_dataset
-    if is_local(data_args.dataset):
-        if eval_dataset:
-            return from_file(data_args.dataset, "all"), from_file(eval_dataset, "all")
-        return from_file(data_args.dataset, "train"), from_file(data_args.dataset, "held out")
-    splits = load_from_hub(data_args.dataset, model_name)
-    return splits["train"], from_file(eval_dataset, "all") if eval_dataset else splits["validation"]
+def read_part(part: str, data_args, model_name: str = "") -> Dataset:
+    """The questions to train on or those to evaluate on, all of them; columns id, question, context, answers."""
+    name = source(part, data_args)
+    if not is_local(name):
+        return load_from_hub(name, part, model_name)
+    if data_args.eval_dataset:
+        return from_file(name, "all")
+    return from_file(name, {"train": "train", "eval": "held out"}[part])
 
 
 def is_local(dataset: str) -> bool:
@@ -73,19 +75,18 @@ def is_local(dataset: str) -> bool:
     if os.path.exists(os.path.expanduser(dataset)):
         return True
     if dataset.endswith(".json") or dataset.startswith((".", "/", "~")):
-        raise WorkshopError(dataset, "there is no such file", "correct --dataset")
+        raise WorkshopError(dataset, "there is no such file", "correct --dataset or --eval_dataset")
     return False
 
 
-def load_from_hub(name: str, model_name: str) -> dict[str, Dataset]:
+def load_from_hub(name: str, part: str, model_name: str) -> Dataset:
     offline_without_network()
-    columns = ["id", "question", "context", "answers"]
+    split = {"train": "train", "eval": "validation"}[part]
     try:
-        splits = load_dataset(name)
-        parts = {split: splits[split].select_columns(columns) for split in ("train", "validation")}
-    except (OSError, ValueError, KeyError) as error:
+        questions = load_dataset(name, split=split).select_columns(["id", "question", "context", "answers"])
+    except (OSError, ValueError) as error:
         raise cannot_load("--dataset", name, error, model_name, name) from error
-    return {split: part.map(hub_answers, desc=f"Reading {name}") for split, part in parts.items()}
+    return questions.map(hub_answers, desc=f"Reading {name}")
 
 
 def hub_answers(example: dict) -> dict:
@@ -97,9 +98,8 @@ def from_file(path: str, part: str) -> Dataset:
 
     They lie in the datasets cache, under a key of what the file holds: a changed file is read anew.
     """
-    number = sum(1 for _ in read_questions(path, part))  # all are checked here, where an error is one line
-    if number == 0:
-        way_out = "give --eval_dataset" if part == "held out" else "give a file with more paragraphs"
+    if not list(read_questions(path, part)):  # all are checked here, where an error is one line
+        way_out = "give --eval_dataset, or a file with more paragraphs"
         raise WorkshopError(path, f"no question in its {part} paragraphs", way_out)
     key = hashlib.sha256(read_bytes(path, READABLE) + f"{part} {UNANSWERABLE} {HELD_OUT_EVERY}".encode())
     arguments = {"path": path, "part": part}
@@ -154,18 +154,11 @@ def required(path: str, place: str, holder: object, key: str, kind: type) -> Any
     value = holder.get(key) if isinstance(holder, dict) else None
     blank = isinstance(value, str) and not value.strip()
     if not isinstance(value, kind) or blank:
-        source = f"{path}: {place}.{key}".replace(": .", ": ")
+        entry = f"{path}: {place}.{key}".replace(": .", ": ")
         found = "is missing" if value is None else f"is {value!r:.40}"
         names = {str: "a text", list: "a list", int: "a whole number"}
-        raise WorkshopError(source, f"{found}, expected {names[kind]}", "see data/README.md for the format")
+        raise WorkshopError(entry, f"{found}, expected {names[kind]}", "see data/README.md for the format")
     return value
-
-
-def subset(dataset: Dataset, size: int, seed: int, name: str, source: str) -> Dataset:
-    if size > len(dataset):
-        flag = {"train": "--train_size or --samples_per_gpu", "eval": "--eval_size"}[name]
-        raise WorkshopError(flag, f"{size} questions wanted, but {source} has {len(dataset)} to {name} on", "lower it")
-    return dataset.shuffle(seed=seed).select(range(size))
 
 
 def tokenise(dataset: Dataset, tokenizer: PreTrainedTokenizerBase, data_args) -> Dataset:
@@ -174,7 +167,7 @@ def tokenise(dataset: Dataset, tokenizer: PreTrainedTokenizerBase, data_args) ->
     Cached: the key is all that the result depends on.
     """
     settings = {"max_length": data_args.max_length, "labels": data_args.labels}
-    key = (ROWS, dataset._fingerprint, tokenizer_key(tokenizer), PROMPT, settings)
+    key = (ROWS_VERSION, dataset._fingerprint, tokenizer_key(tokenizer), PROMPT, settings)
     return dataset.map(
         lambda batch: tokenise_batch(batch, tokenizer, **settings),
         batched=True,
@@ -196,32 +189,32 @@ def tokenise_batch(batch: dict, tokenizer: PreTrainedTokenizerBase, max_length: 
 
     Raises WorkshopError (exit code 2) when a question does not fit even without any context.
     """
-    rows: dict = {"input_ids": [], "attention_mask": [], "labels": [], "length": [], "prompt_length": [], "cut": []}
+    rows = []
     texts = [PROMPT.format(question=q, context=c) for q, c in zip(batch["question"], batch["context"], strict=True)]
     encoded = zip(tokenizer(texts)["input_ids"], batch["question"], batch["context"], batch["answers"], strict=True)
     for prompt, question, context, answers in encoded:
-        ending = answer_ids(answers[0], tokenizer)
+        answer = tokenizer(f" {answers[0].strip()}", add_special_tokens=False)["input_ids"]
+        ending = [*answer, tokenizer.eos_token_id]
         room = max_length - max(len(ending), answer_room(max_length))
         cut = len(prompt) > room
         if cut:
             prompt = shorten(question, context, room, tokenizer)
         ids = prompt + ending
-        rows["input_ids"].append(ids)
-        rows["attention_mask"].append([1] * len(ids))
-        rows["labels"].append([IGNORED] * len(prompt) + ending if labels == "answer" else ids)
-        rows["length"].append(len(ids))
-        rows["prompt_length"].append(len(prompt))
-        rows["cut"].append(cut)
-    return rows
+        row = {
+            "input_ids": ids,
+            "attention_mask": [1] * len(ids),
+            "labels": [IGNORED] * len(prompt) + ending if labels == "answer" else ids,
+            "length": len(ids),
+            "prompt_length": len(prompt),
+            "cut": cut,
+        }
+        rows.append(row)
+    return {name: [row[name] for row in rows] for name in rows[0]}
 
 
 def answer_room(max_length: int) -> int:
     """Tokens kept free for an answer behind every prompt, in training and in generation."""
     return min(MAX_ANSWER_TOKENS, max_length // 4)
-
-
-def answer_ids(answer: str, tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    return tokenizer(f" {answer.strip()}", add_special_tokens=False)["input_ids"] + [tokenizer.eos_token_id]
 
 
 def questions_cut(train: Dataset, evaluation: Dataset) -> dict[str, int]:
@@ -247,8 +240,6 @@ def shorten(question: str, context: str, limit: int, tokenizer: PreTrainedTokeni
 
 def token_ends(question: str, context: str, tokenizer: PreTrainedTokenizerBase) -> list[int]:
     """Where the context can be cut, as numbers of its characters: behind nothing, and behind each token."""
-    if not tokenizer.is_fast:  # written in Python, it does not tell where its tokens lie
-        return list(range(len(context)))
     start = len(PROMPT.partition("{context}")[0].format(question=question))
     text = PROMPT.format(question=question, context=context)
     spans = tokenizer(text, return_offsets_mapping=True)["offset_mapping"]

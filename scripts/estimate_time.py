@@ -204,9 +204,7 @@ def loss_in_head(model: Any, counted: int) -> None:
 
     head = model.get_output_embeddings()
     targets = torch.zeros(counted, dtype=torch.long)
-    head.forward = lambda hidden: CrossEntropyOfHead.apply(
-        hidden.flatten(0, -2)[:counted], head.weight, head.bias, targets, True
-    )
+    head.forward = lambda hidden: CrossEntropyOfHead.apply(hidden.flatten(0, -2)[:counted], head.weight, targets, True)
 
 
 def seconds_of(found: Counter, rates: Rates) -> float:

@@ -15,17 +15,18 @@ from datasets import Dataset
 from torch.distributed.fsdp import FullyShardedDataParallel
 from transformers import PreTrainedTokenizerBase, TrainingArguments
 
-from config import Options, argument_errors, own_arguments, parse_command_line, trainer_flags
+from config import argument_errors, own_arguments, parse_command_line, trainer_flags
 from data_loader import answer_room, load_evaluation_set
 from errors import WorkshopError
 from hub import draw_bars_on_terminals_only
-from model import check_model, empty_model, load_model, load_tokenizer
+from model import check_model, load_model, load_tokenizer
 from parallel import watchdog
 from parallel.distributed import (
     gather_lists,
     join_process_group,
     leave_process_group,
     prepare_environment,
+    print_once,
     rank,
     run_and_exit,
     world_size,
@@ -48,8 +49,7 @@ def exact_match_and_f1(
     sharded: the ranks hold parts of the model, so they must call its forward pass equally often.
     """
     squad = load_metric()
-    arguments = (model, tokenizer, questions, batch_size, max_length, device, sharded)
-    predictions = answer_questions(*arguments)
+    predictions = answer_questions(model, tokenizer, questions, batch_size, max_length, device, sharded)
     given = [{"id": str(i), "prediction_text": predictions[i]} for i in range(len(questions))]
     references: list[dict] = [
         {"id": str(i), "answers": {"text": answers, "answer_start": [0] * len(answers)}}
@@ -109,7 +109,9 @@ def root_gathered(model: torch.nn.Module) -> contextlib.AbstractContextManager:
     return contextlib.nullcontext()
 
 
-def evaluate_saved(options: Options) -> dict[str, float]:
+def main() -> None:
+    draw_bars_on_terminals_only()
+    options = parse_command_line(__doc__)
     for flag in ("deepspeed", "fsdp"):
         if options.values[flag]:
             raise WorkshopError(f"--{flag}", "evaluation holds the whole model on every rank", "leave the flag out")
@@ -121,22 +123,16 @@ def evaluate_saved(options: Options) -> dict[str, float]:
         args = TrainingArguments(**flags)
     join_process_group(args, with_deepspeed=False)
     tokenizer = load_tokenizer(model_args, data_args)
-    check_model(empty_model(model_args, data_args), tokenizer, data_args.max_length)
     questions = load_evaluation_set(data_args, tokenizer, args)
     watchdog.beat("loading the model")
-    model: torch.nn.Module = load_model(model_args, data_args, tokenizer, args.seed)
+    model: Any = load_model(model_args, data_args, tokenizer, args.seed)
+    check_model(model, tokenizer, data_args.max_length)
     model.to(args.device)
     dtype = torch.float16 if args.fp16 else torch.bfloat16
     with torch.autocast(args.device.type, dtype=dtype, enabled=args.fp16 or args.bf16):
         batch_size = data_args.em_f1_batch_size
-        return exact_match_and_f1(model, tokenizer, questions, batch_size, data_args.max_length, args.device)
-
-
-def main() -> None:
-    draw_bars_on_terminals_only()
-    scores = evaluate_saved(parse_command_line(__doc__))
-    if rank() == 0:
-        print(f"exact_match {scores['exact_match']:.2f}  f1 {scores['f1']:.2f}")
+        scores = exact_match_and_f1(model, tokenizer, questions, batch_size, data_args.max_length, args.device)
+    print_once(f"exact_match {scores['exact_match']:.2f}  f1 {scores['f1']:.2f}")
     leave_process_group()
 
 

@@ -65,7 +65,7 @@ BUILD_TIMEOUT = 1200  # seconds
 
 
 @dataclass(frozen=True)
-class Row:
+class TrainingRow:
     """One training. flags: of train.py, config files as seen from the repository."""
 
     name: str
@@ -78,34 +78,34 @@ class Row:
         return self.full or self.name in ("full_shard_cpu_offload", "compiled")  # on a CPU that takes minutes
 
 
-def deepspeed(name: str, full: bool = False) -> Row:
-    return Row(f"bloom-560m-{name}" if full else name, ("--deepspeed", f"ds_configs/{name}.json"), full=full)
+def deepspeed(name: str, full: bool = False) -> TrainingRow:
+    return TrainingRow(f"bloom-560m-{name}" if full else name, ("--deepspeed", f"ds_configs/{name}.json"), full=full)
 
 
-def fsdp(name: str, full: bool = False) -> Row:
+def fsdp(name: str, full: bool = False) -> TrainingRow:
     config = ("--fsdp", "--fsdp_config", f"fsdp_configs/{name}.json")
-    return Row(f"bloom-560m-{name}" if full else name, config, full=full)
+    return TrainingRow(f"bloom-560m-{name}" if full else name, config, full=full)
 
 
 CHUNKED = ("--loss", "chunked")
 FIRST = ("zero2", "ds_zero3_offload")
 CONFIGS = [path.stem for path in sorted((REPOSITORY / "ds_configs").glob("*.json"))]
 ROWS = [  # what tells most comes first, for those who cannot wait for the rest
-    Row("plain"),
+    TrainingRow("plain"),
     *(deepspeed(name) for name in FIRST),
     fsdp("full_shard"),
-    Row("chunked", CHUNKED),
-    Row("compiled", ("--torch_compile",)),
-    Row("bloom-560m-plain", full=True),
-    Row("bloom-560m-chunked", CHUNKED, full=True),
-    Row("bloom-560m-checkpointed", (*CHUNKED, "--activation_checkpointing"), full=True),
-    Row("bloom-560m-compiled", (*CHUNKED, "--torch_compile"), full=True),
+    TrainingRow("chunked", CHUNKED),
+    TrainingRow("compiled", ("--torch_compile",)),
+    TrainingRow("bloom-560m-plain", full=True),
+    TrainingRow("bloom-560m-chunked", CHUNKED, full=True),
+    TrainingRow("bloom-560m-checkpointed", (*CHUNKED, "--activation_checkpointing"), full=True),
+    TrainingRow("bloom-560m-compiled", (*CHUNKED, "--torch_compile"), full=True),
     deepspeed("zero2", full=True),
     deepspeed("zero2_cpu_offload", full=True),
     deepspeed("zero2_cpu_offload_pinned_memory", full=True),
     deepspeed("ds_zero3_offload", full=True),
     fsdp("full_shard", full=True),
-    Row("ddp", torchrun=True),
+    TrainingRow("ddp", torchrun=True),
     *(deepspeed(name) for name in CONFIGS if name not in FIRST),
     fsdp("shard_grad_op"),
     fsdp("full_shard_activation_checkpointing"),
@@ -170,13 +170,13 @@ def describe_gpu() -> dict:
 # 2. One row
 
 
-def run_row(row: Row, folder: Path, log: Path, environment: dict, arguments: argparse.Namespace) -> dict:
+def run_row(row: TrainingRow, folder: Path, log: Path, environment: dict, arguments: argparse.Namespace) -> dict:
     """Train, and for tiny-bloom load what was saved and judge it by its loss; the row's result."""
     forget(row, folder)
     variables = tiny_variables(folder, environment, not arguments.cpu) | text_values(FULL if row.full else TINY)
     variables |= {"JOB_ID": row.name, "OMP_NUM_THREADS": str(len(os.sched_getaffinity(0)))}
     variables |= {"EM_F1": str(row.name in SCORED)}
-    if not train_once(words(row), variables, folder, log, arguments.timeout):
+    if not train_once(row_words(row), variables, folder, log, arguments.timeout):
         return {"status": "failed", "reason": f"{last_line(log.read_text(errors='replace'))}; read {log}"}
     record = json.loads((folder / "results" / f"{row.name}.json").read_text())
     result = {"status": "completed", "precision": record["knobs"]["precision"]["effective"]}
@@ -207,7 +207,7 @@ def close(loss: float, other: float) -> bool:
     return abs(loss - other) <= LOSS_TOLERANCE * other
 
 
-def compare_with_plain(row: Row, result: dict, rows: dict[str, dict]) -> None:
+def compare_with_plain(row: TrainingRow, result: dict, rows: dict[str, dict]) -> None:
     """Let a row fail whose training ended elsewhere than that of the plain Trainer: it learnt something else."""
     reference, key = ("bloom-560m-plain", "train_loss") if row.full else ("plain", "eval_loss")
     wanted = rows.get(reference, {}).get(key)
@@ -216,7 +216,7 @@ def compare_with_plain(row: Row, result: dict, rows: dict[str, dict]) -> None:
         result |= {"status": "failed", "reason": what}
 
 
-def words(row: Row) -> list[str]:
+def row_words(row: TrainingRow) -> list[str]:
     """The command, with whole paths: it runs in the folder of the results."""
     train = [str(REPOSITORY / "scripts" / "train.py")]
     if row.torchrun:
@@ -230,7 +230,7 @@ def text_values(knobs: dict) -> dict[str, str]:
     return {name: str(value) for name, value in knobs.items()}
 
 
-def forget(row: Row, folder: Path) -> None:
+def forget(row: TrainingRow, folder: Path) -> None:
     """Remove what an earlier attempt left: train.py would refuse to write over it."""
     for path in (folder / "results" / f"{row.name}.json", folder / f"{row.name}.log"):
         path.unlink(missing_ok=True)
@@ -256,13 +256,13 @@ def reload(output: Path, log: Path) -> float:
 # 3. What was to be expected
 
 
-def options_of(row: Row) -> Options:
+def options_of(row: TrainingRow) -> Options:
     """The row as estimate_memory.py reads it."""
     flags = [str(REPOSITORY / flag) if flag.endswith(".json") else flag for flag in row.flags]
     return read_options(flags, environment=text_values(FULL))
 
 
-def expected(row: Row) -> dict:
+def expected(row: TrainingRow) -> dict:
     if not row.full:
         return {}
     return {"estimated_gib": totals(estimate(options_of(row)), 1)[0] / 2**30}
@@ -271,7 +271,7 @@ def expected(row: Row) -> dict:
 # 4. The table
 
 
-def table(content: dict) -> str:
+def results_table(content: dict) -> str:
     keys = [key for key in COLUMNS if any(result.get(key) is not None for result in content["rows"].values())]
     body = []
     for name, result in content["rows"].items():
@@ -281,7 +281,7 @@ def table(content: dict) -> str:
     return grid(["Run", "Status", *(COLUMNS[key][0] for key in keys)], body)
 
 
-def remarks(content: dict) -> list[str]:
+def remarks_on_results(content: dict) -> list[str]:
     """Reasons of what is missing, what the pinned and the other row say of each other, and the time of all rows."""
     rows = content["rows"]
     lines = [f"{name}: {result['reason']}" for name, result in rows.items() if result.get("reason")]
@@ -312,14 +312,14 @@ def headline(content: dict) -> str:
     return ", ".join(parts)
 
 
-def markdown(content: dict) -> str:
-    lines = remarks(content)
+def results_markdown(content: dict) -> str:
+    lines = remarks_on_results(content)
     if content["machine"]["profile"] == "gpu":
         lines.append(
             "bloom-560m: random weights, micro batch 4, accumulation 4, 512 tokens with padding; else tiny-bloom"
         )
     body = "\n".join(f"- {line}" for line in lines)
-    return f"[{headline(content)}]\n\n{table(content)}\n\n{body}\n"
+    return f"[{headline(content)}]\n\n{results_table(content)}\n\n{body}\n"
 
 
 def load_results(path: Path, here: dict) -> dict:
@@ -405,12 +405,18 @@ def main() -> None:
             write_json(path, content)
             reason = f" ({result['reason']})" if "reason" in result else ""
             print(f"{row.name}: {result['status']}{reason}, {result.get('seconds', 0):.0f} s", flush=True)
-    (folder / "gpu_check.md").write_text(markdown(content), encoding="utf-8")
-    print("", table(content), *remarks(content), f"written: {path}, {path.with_suffix('.md')}", sep="\n")
+    (folder / "gpu_check.md").write_text(results_markdown(content), encoding="utf-8")
+    print(
+        "",
+        results_table(content),
+        *remarks_on_results(content),
+        f"written: {path}, {path.with_suffix('.md')}",
+        sep="\n",
+    )
     sys.exit(ENVIRONMENT if any(content["rows"][name]["status"] == "failed" for name in arguments.rows) else 0)
 
 
-def one_row(row: Row, folder: Path, arguments: argparse.Namespace, environment: dict, content: dict) -> dict:
+def one_row(row: TrainingRow, folder: Path, arguments: argparse.Namespace, environment: dict, content: dict) -> dict:
     estimated = expected(row)
     there = content["machine"].get("gpu_memory_mib")
     if estimated and estimated["estimated_gib"] > there / 1024:

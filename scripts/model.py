@@ -5,6 +5,7 @@ import pickle
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from torch import nn
 from transformers import (
@@ -24,7 +25,7 @@ from transformers.initialization import no_init_weights
 from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
 
 from custom_model import CustomGPTConfig
-from data_loader import is_local, read_questions, read_splits
+from data_loader import is_local, read_part, read_questions
 from errors import WorkshopError
 from hub import cannot_load, offline_without_network
 from knobs import CUSTOM_GPT, CUSTOM_SIZES
@@ -59,7 +60,7 @@ def load_tokenizer(model_args, data_args) -> PreTrainedTokenizerBase:
         offline_without_network()
     try:
         tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=False)
-    except Exception as error:  # besides OSError and ValueError whatever a broken file leads to
+    except (OSError, ValueError) as error:
         if model_args.from_scratch and name in BLOOM_SIZES:
             print(f"no tokenizer of {name} here: training one of {TINY_VOCABULARY} tokens on {data_args.dataset}")
             return train_tokenizer(data_args, TINY_VOCABULARY)
@@ -80,7 +81,7 @@ def load_tokenizer(model_args, data_args) -> PreTrainedTokenizerBase:
 def train_tokenizer(data_args, vocabulary: int) -> PreTrainedTokenizerBase:
     """Byte-level BPE with BLOOM's special ids, from all texts of the training file: the same on every rank."""
     dataset = data_args.dataset
-    questions = read_questions(dataset) if is_local(dataset) else read_splits(data_args)[0]
+    questions = read_questions(dataset) if is_local(dataset) else read_part("train", data_args)
     texts = dict.fromkeys(text for row in questions for text in (row["context"], row["question"]))
     tokenizer = Tokenizer(models.BPE(unk_token=SPECIAL_TOKENS["unk_token"]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -105,8 +106,7 @@ def is_folder(flag: str, name: str) -> bool:
 def check_model(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, max_length: int) -> None:
     """Raises WorkshopError (exit code 2) for a model with fewer tokens or positions than it will be given.
 
-    model: may be an `empty_model`. In its first step the run would end with an IndexError, on a GPU with an assertion
-    of the device.
+    In its first step the run would end with an IndexError, on a GPU with an assertion of the device.
     """
     config = model.config.get_text_config()
     if len(tokenizer) > config.vocab_size:
@@ -146,20 +146,15 @@ def load_model(model_args, data_args, tokenizer: PreTrainedTokenizerBase, seed: 
 
 
 def pretrained_model(name: str, data_args) -> PreTrainedModel:
-    # with from_pretrained's own dtype, that of the checkpoint, fp16 masters would lose small updates
-    choices: Any = {"dtype": torch.float32, "trust_remote_code": False}
-    # to weights that are missing or have another shape transformers gives random values: both are refused below
-    choices |= {"ignore_mismatched_sizes": True, "output_loading_info": True}
     try:
-        loaded: Any = AutoModelForCausalLM.from_pretrained(name, **choices)
-    except pickle.UnpicklingError as error:
-        what = f"a file of {name} holds other things than tensors, which are never loaded"
-        raise WorkshopError("--model_name", what, "download it again, or take a model saved as safetensors") from error
-    except Exception as error:  # besides OSError and ValueError whatever a broken file leads to
-        # about a shape under ZeRO-3, or a file that is cut off; any other RuntimeError is no fault of the files
-        of_files = "loading state_dict" in str(error) or "PytorchStreamReader" in str(error)
-        if isinstance(error, RuntimeError) and not of_files:
-            raise
+        loaded: Any = AutoModelForCausalLM.from_pretrained(
+            name,
+            dtype=torch.float32,  # in the checkpoint's own dtype, the default, fp16 masters would lose small updates
+            trust_remote_code=False,
+            ignore_mismatched_sizes=True,  # with random values for these weights: refused below by their name
+            output_loading_info=True,
+        )
+    except (OSError, ValueError, SafetensorError, pickle.UnpicklingError) as error:
         raise cannot_load("--model_name", name, error, name, data_args.dataset) from error
     model, loading = loaded
     unlike = loading["missing_keys"] | {weight for weight, _, _ in loading["mismatched_keys"]}
@@ -209,17 +204,13 @@ def load_config(model_args, data_args) -> PreTrainedConfig:
         )
     if not is_folder("--model_name", name):
         offline_without_network()
-    elif not os.path.exists(os.path.join(name, "config.json")):
-        what = f"the folder {name} holds no config.json"
-        raise WorkshopError("--model_name", what, "give the folder of a saved model")
     try:
         config = AutoConfig.from_pretrained(name, trust_remote_code=False)
-    except Exception as error:  # besides OSError and ValueError whatever a value of the wrong kind leads to
+    except (OSError, ValueError) as error:
         raise cannot_load("--model_name", name, error, name, data_args.dataset) from error
     if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING or is_encoder(config):
-        raise WorkshopError(
-            "--model_name", f"{name} is a {config.model_type} model, not a causal LM", "take one that generates text"
-        )
+        what = f"{name} is a {config.model_type} model, not a causal LM"
+        raise WorkshopError("--model_name", what, "take one that generates text")
     return config
 
 

@@ -143,7 +143,7 @@ def job_tables(path: Path) -> str:
     if not run.has_record:
         raise WorkshopError(path, run.problems[0].removeprefix(f"{path}: "), "give results/<job_id>.json of a run")
     hours, why = run.gpu_hours()
-    rows = [*summary_rows(run), ["GPU-hours", Cell(hours).text, why], *memory_rows(run)]
+    rows = [*summary_rows(run), ["GPU-hours", Cell(hours).text, why], *rows_of_logs(run)]
     status = f"{run.status}: {run.status_note}" if run.status_note else run.status
     problems = [problem for problem in run.problems if problem not in (run.gpu.reason, run.cpu.reason)]
     output = run.record.output_dir
@@ -174,7 +174,7 @@ def summary_rows(run: Run) -> list[list[str]]:
     return lines_of(build_table(definition, {"": [run]}, all_runs=False))[1]
 
 
-def memory_rows(run: Run) -> list[list[str]]:
+def rows_of_logs(run: Run) -> list[list[str]]:
     """Metric, value in MiB and note; one block per GPU, or an empty value with its reason."""
     rows = []
     gpu_logs, cpu_logs = logs_of(run.folder, run.job_id)

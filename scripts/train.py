@@ -119,7 +119,7 @@ def main() -> None:
     strategy = strategy_name(options)
     load_weights_only(with_deepspeed=bool(deepspeed))  # from here on: a checkpoint is a pickle, and could run code
     requested = args.resume_from_checkpoint
-    checkpoint = same_everywhere(find_checkpoint(requested, args.output_dir, job_id, args.world_size, strategy))
+    checkpoint = same_everywhere(find_checkpoint(requested, args.output_dir, job_id))
     if checkpoint:
         refuse_foreign_code(Path(checkpoint))
     else:

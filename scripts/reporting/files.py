@@ -17,7 +17,7 @@ def open_file(path: Path) -> BinaryIO:
     return path.open("rb")
 
 
-def blocks(path: Path) -> Iterator[str]:
+def text_blocks(path: Path) -> Iterator[str]:
     """The text in parts of whole lines, without the last line end of each; what is no UTF-8 becomes U+FFFD. OSError."""
     with open_file(path) as file:
         rest = b""

@@ -12,13 +12,13 @@ from datetime import datetime
 from glob import escape
 from pathlib import Path
 
-from reporting.files import blocks
+from reporting.files import text_blocks
 
 GPU_COLUMNS = ("timestamp", "index", "name", "memory.used", "memory.total")
 CPU_HEADER = "# Elapsed time"
 SHOWN_PROBLEMS = 3
 POINTS = 2000  # of a curve: more than a plot has pixels
-LARGEST = 1e9  # MiB, and seconds: what is more is no sample
+LARGEST_SAMPLE = 1e9  # MiB, and seconds: what is more is no sample
 MOST_GPUS = 256  # of one node
 LIKE = 0.1  # by which the half of a doubled sample may be beyond those around it
 
@@ -155,7 +155,7 @@ def read_gpu_log(path: Path, restarts: int = 0) -> MemoryLog:
             fields = line.split(",")
             try:
                 used = float(fields[at_used])
-                if len(fields) != width or not 0 <= used <= float(fields[at_total]) <= LARGEST:
+                if len(fields) != width or not 0 <= used <= float(fields[at_total]) <= LARGEST_SAMPLE:
                     raise ValueError
                 samples, times = found.get(fields[at_index]) or new_series(fields[at_index], found)
                 samples.append(used)
@@ -219,7 +219,7 @@ def read_cpu_log(path: Path, restarts: int = 0) -> MemoryLog:
                 continue
             try:
                 time, _, real, virtual = map(float, fields)
-                if not (0 <= time <= LARGEST and 0 <= real <= LARGEST and virtual >= 0):
+                if not (0 <= time <= LARGEST_SAMPLE and 0 <= real <= LARGEST_SAMPLE and virtual >= 0):
                     raise ValueError
             except ValueError:
                 log.report(number, f"no sample ({line.strip()[:60]})")
@@ -259,7 +259,7 @@ def line_blocks(log: MemoryLog, units: str = "") -> Iterator[list[str]]:
     number = 1
     damaged = False
     try:
-        for text in blocks(log.path):
+        for text in text_blocks(log.path):
             at = -1 if damaged else text.find("\ufffd")
             if at >= 0:
                 log.report(number + text.count("\n", 0, at), "not UTF-8")

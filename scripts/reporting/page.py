@@ -160,7 +160,7 @@ def apart(tables: list[Table], links: Links) -> str:
         for row in table.rows:
             if row.run and not row.compares:
                 where = f'{escape(row.label)} in <a href="#{escape(table.name)}">{escape(table.title)}</a>'
-                why = escape(shortened(why_apart(row)))
+                why = escape(shortened(remarks_apart(row)))
                 found.setdefault((id(row.run), why), f"{links.to(row.run)} {where}: {why}")
     head = f"{in_words(len(found), 'row')}, left out of lines over GPUs and of scatter plots"
     each = items(list(found.values())[:MOST_LINES], len(found))
@@ -177,7 +177,7 @@ def noted(status: str, runs: list[Run], links: Links) -> str:
     return f"<li>{word}: {in_words(len(runs), 'run')}{items(each, len(runs))}</li>"
 
 
-def why_apart(row: Row) -> str:
+def remarks_apart(row: Row) -> str:
     """In what a row does not compare, as its remarks say it."""
     own = [remark for remark in row.remarks if "does not compare: " in remark and "is not shown" not in remark]
     return "; ".join(remark.removeprefix("completed: ").removeprefix("does not compare: ") for remark in own)
@@ -341,15 +341,15 @@ def facts_of(run: Run, logs: list[str]) -> list[tuple[str, str]]:
         ("Commit", commit),
         ("Command of a rank", code(shlex.join(record.command))),
         ("Versions", some([escape(f"{name} {version}") for name, version in record.versions.items() if version], ", ")),
-        ("Knobs", knobs_of(record)),
-        ("Settings", settings_of(record)),
+        ("Knobs", knobs_html(record)),
+        ("Settings", settings_html(record)),
         ("Not measured", items(missing[:MOST_SETTINGS], len(missing))),
         ("Record", code(str(run.path)) if run.path else "none"),
         ("Log", some([code(log) for log in logs], " ") or "not found"),
     ]
 
 
-def knobs_of(record: Record) -> str:
+def knobs_html(record: Record) -> str:
     """What is in effect, and what was requested where it differs."""
     each = []
     for name, knob in record.knobs:
@@ -359,7 +359,7 @@ def knobs_of(record: Record) -> str:
     return some(each, "; ")
 
 
-def settings_of(record: Record) -> str:
+def settings_html(record: Record) -> str:
     given = [f"{name}={value}" for name, value in record.settings if value is not None]
     return some([code(setting) for setting in given], " ")
 

@@ -25,7 +25,7 @@ from reporting.tables import Table
 from reporting.trainer_log import entries, log_of
 
 DPI = 110
-WIDTH = 5.8  # inches, of which letters of 11 points can be read on a phone
+FIGURE_WIDTH = 5.8  # inches, of which letters of 11 points can be read on a phone
 HEIGHT = 3.4
 LEGEND_LINE = 0.24
 STEADY, TRAINERS = "steady_samples_per_second", "samples_per_second"
@@ -75,7 +75,7 @@ def draw(table: Table, folder: Path) -> list[tuple[Path, str]]:
 
 def new_figure(parts: int = 1, legend_lines: int = 0) -> tuple[Figure, list[Axes]]:
     """Parts one below the other, as wide as a phone can show."""
-    figure = Figure(figsize=(WIDTH, HEIGHT * parts + LEGEND_LINE * legend_lines), layout="constrained")
+    figure = Figure(figsize=(FIGURE_WIDTH, HEIGHT * parts + LEGEND_LINE * legend_lines), layout="constrained")
     FigureCanvasAgg(figure)
     axes = list(figure.subplots(parts, 1, squeeze=False)[:, 0])
     for axis in axes:
@@ -95,7 +95,7 @@ def value(row: Shown, metric: str) -> float | None:
     return found if found is not None and math.isfinite(found) else None
 
 
-def loss(rows: list[Shown]) -> Plot | None:
+def loss_plot(rows: list[Shown]) -> Plot | None:
     """Training loss as logged (line) and evaluation loss (markers) over epochs."""
     curves = []
     for row, look in zip(rows, cycle(LOOKS), strict=False):
@@ -143,7 +143,7 @@ def training_losses(run: Run) -> list[tuple[float, float]]:
     return points
 
 
-def memory(rows: list[Shown]) -> Plot | None:
+def memory_plot(rows: list[Shown]) -> Plot | None:
     """GPU and CPU memory over time, the largest of all GPUs (nodes) at each sample, the peak of each run marked."""
     parts = [("GPU", 0, read_gpu_log), ("CPU", 1, read_cpu_log)]
     curves = {kind: [curve(row.run, which, read) for row in rows] for kind, which, read in parts}
@@ -351,8 +351,8 @@ def with_left_out(label: str, rows: list[Shown], metric: str) -> str:
 
 
 DRAWINGS = {
-    "loss": loss,
-    "memory": memory,
+    "loss": loss_plot,
+    "memory": memory_plot,
     "peaks": peaks,
     "throughput": throughput,
     "efficiency": efficiency,

@@ -43,7 +43,7 @@ def loss(value: float) -> float:
     return value
 
 
-def words(value: Any) -> list[str]:
+def shown_words(value: Any) -> list[str]:
     """What is only shown may be anything: a list as texts, anything else as none."""
     return [in_short(word) for word in value[:MOST_SHOWN]] if isinstance(value, list) else []
 
@@ -89,12 +89,12 @@ class Git(Typed):
     dirty: bool | None = None
 
 
-class RecordedKnob(Typed):
+class KnobValues(Typed):
     requested: ShownText = None
     effective: ShownText = None
 
 
-AnyKnob = Annotated[RecordedKnob, BeforeValidator(by_name)]
+AnyKnob = Annotated[KnobValues, BeforeValidator(by_name)]
 
 
 class Knobs(Typed):
@@ -103,7 +103,7 @@ class Knobs(Typed):
     model_config = ConfigDict(extra="allow")
     __pydantic_extra__: dict[str, AnyKnob]
 
-    precision: AnyKnob = RecordedKnob()
+    precision: AnyKnob = KnobValues()
 
 
 class Settings(Typed):
@@ -209,7 +209,7 @@ class Record(Typed):
     world_size: Count | None = None
     hardware: OrDefault[Hardware] = Hardware()
     git: OrDefault[Git] = Git()
-    command: Annotated[list[str], BeforeValidator(words)] = []
+    command: Annotated[list[str], BeforeValidator(shown_words)] = []
     versions: Annotated[dict[str, ShownText], BeforeValidator(by_name)] = {}
     knobs: Annotated[Knobs, BeforeValidator(by_name)] = Knobs.model_validate({})
     parameters: Count | None = None
@@ -231,7 +231,7 @@ class Record(Typed):
     overrides: OrDefault[list[str]] = []  # in what the job differs from its script, such as "nodes: 3 instead of 2"
 
 
-def read_record(path: Path) -> Record:
+def read_run_record(path: Path) -> Record:
     """The record in a file. OSError when it cannot be read, ValueError with the reason when it is none."""
     return read_typed(path, Record, "run record", LARGEST_FILE)
 

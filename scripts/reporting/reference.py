@@ -17,12 +17,13 @@ from errors import WorkshopError, one_line
 from json_files import write_json
 from reporting.metrics import METRICS, MOST_EPOCHS, Cell, Compared, shown
 from reporting.record import Count, Typed, loss, read_typed
+from reporting.render import in_words
 from reporting.runs import Run
 from reporting.tables import Row, Table, traits
 
 NAME = "report.json"
-SCHEMA = 1
-LARGEST = 2**22  # bytes; a report of all experiments has some hundred thousand
+REFERENCE_SCHEMA = 1
+LARGEST_REFERENCE = 2**22  # bytes; a report of all experiments has some hundred thousand
 SHOWN = 5  # names in a line
 LONGEST_SETTING = 80  # characters of it in a remark
 
@@ -69,7 +70,7 @@ class Report(Typed):
 def write_numbers(tables: list[Table], output: Path) -> None:
     """Write report.json, by which others compare their report with this one. OSError when it cannot be written."""
     rows = {table.name: [content(row, table) for row in table.rows if row.run] for table in tables if table.has_runs}
-    write_json(output / NAME, {"schema": SCHEMA, "tables": rows})
+    write_json(output / NAME, {"schema": REFERENCE_SCHEMA, "tables": rows})
 
 
 def content(row: Row, table: Table) -> dict:
@@ -82,7 +83,7 @@ def content(row: Row, table: Table) -> dict:
         "job_id": one_line(row.run.job_id),
         "status": row.run.status,
         "gpus": row.run.record.hardware.gpus,
-        "settings": settings_of(row.run),
+        "settings": defining_settings(row.run),
         "values": {column: number(cell) for column, cell in numbers.items()},
     }
 
@@ -96,7 +97,7 @@ def number(cell: Cell) -> dict:
     return {"value": cell.number, **repeats}
 
 
-def settings_of(run: Run) -> dict[str, str]:
+def defining_settings(run: Run) -> dict[str, str]:
     """What must be equal for two runs of an experiment to give the same numbers, what explains most first."""
     record = run.record
     counts = {"ranks": record.world_size, "nodes": len(record.nodes) or None, "CPU cores": record.hardware.cpus}
@@ -113,7 +114,7 @@ def read_reference(given: Path, output: Path) -> Report:
     if os.path.realpath(path) == os.path.realpath(output / NAME):
         raise WorkshopError(given, "is the folder that this report is written to", "give another folder with -o")
     try:
-        return read_typed(path, Report, f"{NAME} of schema {SCHEMA}", LARGEST)
+        return read_typed(path, Report, f"{NAME} of schema {REFERENCE_SCHEMA}", LARGEST_REFERENCE)
     except OSError as error:
         raise WorkshopError(path, error.strerror or "cannot be read", way_out) from error
     except ValueError as error:
@@ -196,10 +197,10 @@ def beside(column: str, own: Cell, reference: Number, on_cpu: bool) -> Compared 
     slack = percent if band.points else percent / 100 * abs(base)
     distance = own.number - reference.value
     within = abs(distance) <= max(slack, SPREADS * (reference.spread or 0))
-    return Compared(in_words(distance, reference.value, points=band.points or relation in RATIOS), within)
+    return Compared(distance_in_words(distance, reference.value, points=band.points or relation in RATIOS), within)
 
 
-def in_words(distance: float, base: float, points: bool) -> str:
+def distance_in_words(distance: float, base: float, points: bool) -> str:
     if distance == 0:
         return "equal"
     if points:
@@ -242,7 +243,7 @@ def compare(tables: list[Table], reference: Report, given: Path) -> list[str]:
         if name not in names:
             for entry in rows:
                 outcome.leave_out("only in the reference", name, entry.label)
-    return summary(outcome, given)
+    return outcome_lines(outcome, given)
 
 
 def compare_rows(table: Table, row: Row, entry: Entry | None, outcome: Outcome) -> None:
@@ -251,7 +252,7 @@ def compare_rows(table: Table, row: Row, entry: Entry | None, outcome: Outcome) 
         if run or entry:
             outcome.leave_out("only here" if run else "only in the reference", table.name, row.label)
         return
-    differ = differences(settings_of(run), entry.settings)
+    differ = settings_apart(defining_settings(run), entry.settings)
     if differ:
         row.remarks.append(f"differs from the reference: {'; '.join(differ.values())}")
     if not run.completed or entry.status != "completed":
@@ -278,7 +279,7 @@ def compare_rows(table: Table, row: Row, entry: Entry | None, outcome: Outcome) 
         row.remarks.append(f"outside the bands of the reference: {', '.join(outside)}")
 
 
-def differences(own: dict[str, str], theirs: dict[str, str]) -> dict[str, str]:
+def settings_apart(own: dict[str, str], theirs: dict[str, str]) -> dict[str, str]:
     """Name of each setting that differs -> in what."""
     names = [name for name in own | theirs if own.get(name) != theirs.get(name)]
     return {n: f"{n} {short(own.get(n, 'unset'))} instead of {short(theirs.get(n, 'unset'))}" for n in names}
@@ -302,12 +303,12 @@ def how_both_ended(run: Run, entry: Entry) -> str:
     return f"the reference did not complete (job {entry.job_id}): {short(entry.status)}; {own}"
 
 
-def summary(outcome: Outcome, given: Path) -> list[str]:
+def outcome_lines(outcome: Outcome, given: Path) -> list[str]:
     """What was compared, what is outside, and what was left out, one sentence each."""
     apart = sum(len(rows) for rows in outcome.apart.values())
-    rows = f" in {counted(len(outcome.rows_outside), 'row')}" if outcome.outside else ""
-    counts = f"{counted(outcome.within, 'number')} within, {outcome.outside} outside{rows}"
-    lines = [f"Against the reference {given}: {counts}, {counted(apart, 'row')} not compared."]
+    rows = f" in {in_words(len(outcome.rows_outside), 'row')}" if outcome.outside else ""
+    counts = f"{in_words(outcome.within, 'number')} within, {outcome.outside} outside{rows}"
+    lines = [f"Against the reference {given}: {counts}, {in_words(apart, 'row')} not compared."]
     if outcome.on_cpu:
         lines.append(
             f"Some of these runs are of a CPU, where the bands are wide: {SPEED.cpu:g} % for a speed, instead of "
@@ -319,10 +320,6 @@ def summary(outcome: Outcome, given: Path) -> list[str]:
     return [one_line(line) for line in lines]
 
 
-def counted(number: int, what: str) -> str:
-    return f"{number} {what}{'' if number == 1 else 's'}"
-
-
 def by_table(rows: list[tuple[str, str]]) -> str:
     """The rows as "table (label, label), table (label)", as many tables as a line has room for."""
     labels: dict[str, list[str]] = {}
@@ -330,4 +327,4 @@ def by_table(rows: list[tuple[str, str]]) -> str:
         labels.setdefault(table, []).append(label)
     more = len(labels) - SHOWN
     listed = [f"{table} ({', '.join(names)})" for table, names in list(labels.items())[:SHOWN]]
-    return ", ".join(listed) + (f" and {counted(more, 'table')} more" if more > 0 else "")
+    return ", ".join(listed) + (f" and {in_words(more, 'table')} more" if more > 0 else "")

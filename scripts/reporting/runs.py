@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from reporting.memory_logs import MemoryLog, host_of, logs_of, read_cpu_log, read_gpu_log
-from reporting.record import Record, Restart, read_record
+from reporting.record import Record, Restart, read_run_record
 from reporting.trainer_log import error_in, log_of
 
 SCHEMA = 1
@@ -54,7 +54,7 @@ class Run:
     @property
     def experiment(self) -> str:
         """Folder of the experiment below experiments/."""
-        return (self.record.experiment or "").removeprefix("experiments/") or name_of(self.folder)
+        return (self.record.experiment or "").removeprefix("experiments/") or experiment_of(self.folder)
 
     @property
     def has_record(self) -> bool:
@@ -114,7 +114,7 @@ class Run:
         return self.record.hardware.gpus * seconds / 3600, ""
 
 
-def name_of(folder: Path) -> str:
+def experiment_of(folder: Path) -> str:
     """The folder as seen from the last `experiments` above it, else its own name."""
     parts = folder.absolute().parts
     last = max((i for i, part in enumerate(parts) if part == "experiments"), default=len(parts) - 2)
@@ -162,7 +162,7 @@ def read_run(path: Path) -> Run:
     """The run of a record. A record that cannot be read makes an incomplete run, not an error."""
     run = Run(path.parent.parent, path.stem, path=path)
     try:
-        run.record = read_record(path)
+        run.record = read_run_record(path)
     except OSError as error:
         run.problems.append(f"{path}: {error.strerror}")
     except ValueError as error:

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from glob import escape
 from pathlib import Path
 
-from reporting.files import blocks
+from reporting.files import text_blocks
 
 ENTRY = re.compile(r"\{('[^{}\n]*)\}")
 PAIR = re.compile(r"'([^']*)': '?([^',]*)'?")
@@ -23,7 +23,7 @@ def error_in(path: Path) -> str:
     """The last line that begins with "error: ", which says why the job ended; empty without one, or without a log."""
     found = ""
     try:
-        for text in blocks(path):
+        for text in text_blocks(path):
             for line in ERROR.findall(text):
                 found = line[:LONGEST_ERROR].strip()
     except OSError:
@@ -33,7 +33,7 @@ def error_in(path: Path) -> str:
 
 def entries(path: Path) -> Iterator[dict[str, float]]:
     """All complete lines of the Trainer, in order; transformers prints the numbers as strings. OSError."""
-    for text in blocks(path):
+    for text in text_blocks(path):
         for line in ENTRY.findall(text):
             try:
                 yield {name: float(value) for name, value in PAIR.findall(line)}

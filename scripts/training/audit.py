@@ -66,20 +66,19 @@ def check_can_train(options: Options, skeleton: PreTrainedModel, tokenizer: PreT
 class AuditCallback(TrainerCallback):
     """Prints and records the audit once the model is wrapped; ends the run with exit code 3 on a difference."""
 
-    def __init__(self, trainer: Trainer, options: Options, record: RunRecord, eager_reason: str = ""):
+    def __init__(self, trainer: Any, options: Options, record: RunRecord, eager_reason: str = ""):
         """eager_reason: why nothing can be compiled here, of `compile_or_eager`."""
         self.trainer = trainer
         self.options = options
         self.record = record
         self.eager_reason = eager_reason
         # before the model is wrapped: FSDP1 then shows each rank's share alone
-        model: Any = trainer.model
-        self.parameters = count_parameters(model)
+        self.parameters = count_parameters(trainer.model)
 
     def on_train_begin(self, args, state, control, **kwargs):
         knobs = audit(self.trainer, self.options, self.parameters, self.eager_reason)
         if rank() == 0:
-            print(table(knobs), flush=True)
+            print(audit_table(knobs), flush=True)
             if self.trainer.is_deepspeed_enabled:
                 print(deepspeed_banner(self.trainer.model_wrapped), flush=True)
         if self.eager_reason:
@@ -97,13 +96,11 @@ class AuditCallback(TrainerCallback):
                 raise WorkshopError(f"knob audit: {knob.name}", what, "correct the flag or the config", ENVIRONMENT)
 
 
-def audit(trainer: Trainer, options: Options, parameters: int, eager_reason: str = "") -> list[Audited]:
+def audit(trainer: Any, options: Options, parameters: int, eager_reason: str = "") -> list[Audited]:
+    """One entry per knob, in the order of the printed table. trainer: a Trainer whose model is wrapped."""
     values = options.values
     engine = trainer.model_wrapped if trainer.is_deepspeed_enabled else None
-    # as train.py has made them; the Trainer's own types are wider
-    collator: Any = trainer.data_collator
-    train_dataset: Any = trainer.train_dataset
-    eval_dataset: Any = trainer.eval_dataset
+    train_size = values["samples_per_gpu"] * world_size() if values["samples_per_gpu"] else values["train_size"]
     requested = strategy_name(options)
     strategy = effective_strategy(trainer, engine)
     alone = requested == "DDP" and world_size() == 1
@@ -117,15 +114,15 @@ def audit(trainer: Trainer, options: Options, parameters: int, eager_reason: str
     if strategy.startswith("FSDP") and options.fsdp_config is not None:
         knobs += fsdp_knobs(trainer, options.fsdp_config)
     knobs += batch_knobs(trainer, engine, values)
-    labels = labels_of(train_dataset, collator)
+    labels = labels_of(trainer.train_dataset, trainer.data_collator)
     saving = SaveStrategy(trainer.args.save_strategy).value
     knobs += [
         Audited("label mode", values["labels"], labels),
         Audited("loss", values["loss"], "chunked" if computes_loss_in_head(trainer.model) else "full"),
-        Audited("padding", values["padding"], collator.padding, f"up to {values['max_length']} tokens"),
+        Audited("padding", values["padding"], trainer.data_collator.padding, f"up to {values['max_length']} tokens"),
         *speed_knobs(trainer, values, eager_reason),
-        Audited("train size", requested_train_size(values), len(train_dataset), "questions"),
-        Audited("eval size", values["eval_size"], len(eval_dataset), "questions"),
+        Audited("train size", train_size, len(trainer.train_dataset), "questions"),
+        Audited("eval size", values["eval_size"], len(trainer.eval_dataset), "questions"),
         Audited("saving", values["save_strategy"], saving),
     ]
     facts = {
@@ -136,29 +133,28 @@ def audit(trainer: Trainer, options: Options, parameters: int, eager_reason: str
     return knobs + [Audited(name, value, value) for name, value in facts.items()]
 
 
-def batch_knobs(trainer: Trainer, engine, values: dict) -> list[Audited]:
-    micro, accumulation, world = effective_batch(trainer, engine)
-    requested_micro = values["per_device_train_batch_size"]
-    requested_accumulation = values["gradient_accumulation_steps"]
-    requested_batch = requested_micro * requested_accumulation * world_size()
-    batch = micro * accumulation * world
+def batch_knobs(trainer: Any, engine, values: dict) -> list[Audited]:
+    micro = values["per_device_train_batch_size"]
+    accumulation = values["gradient_accumulation_steps"]
+    live_micro, live_accumulation, live_world = effective_batch(trainer, engine)
+    batch = micro * accumulation * world_size()
+    live_batch = live_micro * live_accumulation * live_world
     return [
-        Audited("world size", world_size(), world, "ranks, one per GPU"),
-        Audited("micro batch", requested_micro, micro, "sequences per rank and step"),
-        Audited("gradient accumulation", requested_accumulation, accumulation),
-        Audited("global batch", requested_batch, batch, "micro batch x accumulation x world size"),
+        Audited("world size", world_size(), live_world, "ranks, one per GPU"),
+        Audited("micro batch", micro, live_micro, "sequences per rank and step"),
+        Audited("gradient accumulation", accumulation, live_accumulation),
+        Audited("global batch", batch, live_batch, "micro batch x accumulation x world size"),
     ]
 
 
-def speed_knobs(trainer: Trainer, values: dict, eager_reason: str) -> list[Audited]:
+def speed_knobs(trainer: Any, values: dict, eager_reason: str) -> list[Audited]:
     loader = trainer.callback_handler.train_dataloader
-    model: Any = trainer.model
     compiled = compiling.is_compiled(trainer.model_wrapped)
     checkpointing = bool(values["activation_checkpointing"])
     return [
         Audited("sampling", values["train_sampling_strategy"], sampling_of(loader)),
         Audited("data workers", values["dataloader_num_workers"], loader.num_workers),
-        Audited("checkpointing", checkpointing, model.is_activation_checkpointing, "by the model itself"),
+        Audited("checkpointing", checkpointing, trainer.model.is_activation_checkpointing, "by the model itself"),
         # none that cannot be compiled is a reason to end a run
         Audited("compiled", bool(values["torch_compile"]), compiled, eager_reason, binding=not eager_reason),
     ]
@@ -171,10 +167,6 @@ def sampling_of(loader: Any) -> str:
         batches = batches.batch_sampler
     names = {LengthGroupedSampler: "group_by_length", SequentialSampler: "sequential"}
     return names.get(type(batches.sampler), "random")
-
-
-def requested_train_size(values: dict) -> int:
-    return values["samples_per_gpu"] * world_size() if values["samples_per_gpu"] else values["train_size"]
 
 
 def strategy_name(options: Options) -> str:
@@ -214,35 +206,43 @@ def effective_batch(trainer: Trainer, engine) -> tuple[int, int, int]:
 
 def offload_knobs(engine, zero: dict) -> list[Audited]:
     """Where optimizer state and parameters live, and whether the buffers that `pin_memory` rules are pinned."""
-    optimizer = zero.get("offload_optimizer") or {}
-    parameter = zero.get("offload_param") or {}
-    knobs = []
-    device = optimizer.get("device", "none")
-    knobs.append(Audited("optimizer offload", device, "cpu" if optimizer_partitions(engine) else "none"))
-    if device != "none":
-        buffers, note = optimizer_buffers(engine)
-        knobs.append(Audited("optimizer pinned memory", optimizer.get("pin_memory", True), pinned(buffers), note))
-    device = parameter.get("device", "none")
-    knobs.append(Audited("parameter offload", device, "cpu" if parameter_partitions(engine) else "none"))
-    if device != "none":
-        # partition_parameters.py pins by the key, but only until the optimizer is made: stage3.py then moves the shares
-        # into buffers of its own, which it pins without asking (_create_param_groups_fp16_flat_cpu_memory)
-        effective = pinned(parameter_partitions(engine))
-        note = "DeepSpeed pins them in any case, once they are loaded"
-        knobs.append(
-            Audited("parameter pinned memory", parameter.get("pin_memory", True), effective, note, binding=False)
-        )
-    return knobs
+    masters = optimizer_partitions(engine)
+    buffers, note = optimizer_buffers(engine, masters)
+    shares = parameter_partitions(engine)
+    # partition_parameters.py pins by the key, but only until the optimizer is made: stage3.py then moves the shares
+    # into buffers of its own, which it pins without asking (_create_param_groups_fp16_flat_cpu_memory)
+    unasked = "DeepSpeed pins them in any case, once they are loaded"
+    return [
+        *offload_of("optimizer", zero.get("offload_optimizer"), masters, buffers, note),
+        *offload_of("parameter", zero.get("offload_param"), shares, shares, unasked, binding=False),
+    ]
 
 
-def optimizer_buffers(engine) -> tuple[list[torch.Tensor], str]:
+def offload_of(
+    part: str,
+    section: dict | None,
+    on_cpu: list[torch.Tensor],
+    buffers: list[torch.Tensor],
+    note: str,
+    binding: bool = True,
+) -> list[Audited]:
+    """section: of the config file. buffers: those that its `pin_memory` rules; binding: whether it does rule them."""
+    section = section or {}
+    device = section.get("device", "none")
+    offload = Audited(f"{part} offload", device, "cpu" if on_cpu else "none")
+    if device == "none":
+        return [offload]
+    pin = section.get("pin_memory", True)
+    return [offload, Audited(f"{part} pinned memory", pin, pinned(buffers), note, binding)]
+
+
+def optimizer_buffers(engine, masters: list[torch.Tensor]) -> tuple[list[torch.Tensor], str]:
     """What `offload_optimizer.pin_memory` rules, and what it does not.
 
     Stages 1 and 2 pin the fp32 masters and their gradients (stage_1_and_2.py); stage 3 the gradients alone (stage3.py,
     grad_partitions_flat_buffer). No stage pins Adam's moments: the optimizer makes them with zeros_like.
     """
-    masters = optimizer_partitions(engine)
-    if int(engine.zero_optimization_stage()) == 3:
+    if masters and int(engine.zero_optimization_stage()) == 3:
         return [engine.optimizer.grad_partitions_flat_buffer], "gradients; masters and Adam's moments never are"
     gradients = [master.grad for master in masters if master.grad is not None]
     return [*masters, *gradients], "fp32 masters and gradients; Adam's moments never are"
@@ -334,7 +334,7 @@ def deepspeed_banner(engine) -> str:
     )
 
 
-def table(knobs: list[Audited]) -> str:
+def audit_table(knobs: list[Audited]) -> str:
     """The audit as aligned text, one knob per line."""
     rows = [
         ("knob", "requested", "effective", ""),

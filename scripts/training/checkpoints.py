@@ -25,7 +25,7 @@ from typing import Any
 from datasets import Dataset
 from transformers import PreTrainedModel, TrainerCallback
 
-from config import LATEST, Options, precision_name
+from config import LATEST, Options
 from errors import ENVIRONMENT, NO_CHECKPOINT, WorkshopError
 from json_files import write_json
 from model import count_parameters
@@ -41,19 +41,6 @@ MAY_CHANGE = re.compile(
     r"|resume_from_checkpoint|ddp_timeout|disable_tqdm|dataloader_.*|per_device_(train|eval)_batch_size"
     r"|gradient_accumulation_steps|deepspeed|fsdp|fsdp_config|local_rank|use_cpu"
 )
-BYTES_OF_ADAM = 8  # two moments in fp32
-# Per parameter of a checkpoint with Adam: of a training in fp32, and in 16 bit
-BYTES_OF_CHECKPOINT = {
-    "plain": (12, 12),
-    "DDP": (12, 12),
-    "FSDP": (16, 16),  # the weights twice
-    "DeepSpeed ZeRO-0": (16, 16),  # from here on the weights twice, in the precision; in 16 bit fp32 masters, too
-    "DeepSpeed ZeRO-1": (20, 16),
-    "DeepSpeed ZeRO-2": (20, 16),
-    "DeepSpeed ZeRO-3": (16, 14),  # the weights once
-}
-# How often a checkpoint holds a head that is tied to the embedding besides it; the other strategies save it once
-TIED_HEADS = {"FSDP": 2, "DeepSpeed ZeRO-0": 1, "DeepSpeed ZeRO-1": 1, "DeepSpeed ZeRO-2": 1}
 
 
 @dataclass
@@ -178,14 +165,10 @@ def flattened(content: dict, prefix: str = "") -> dict[str, Any]:
 
 
 def mark_complete(folder: Path, content: dict) -> None:
-    """Write the marker, which lists all files that are there. Raises WorkshopError (exit code 3) on a full disk."""
+    """Write the marker, which lists all files that are there."""
     paths = [path for path in folder.rglob("*") if path.is_file() and path.name != MARKER]
     files = {str(path.relative_to(folder)): path.stat().st_size for path in paths}
-    try:
-        write_json(folder / MARKER, content | {"files": files})
-    except OSError as error:
-        what = f"is not complete ({error.strerror})"
-        raise WorkshopError(folder, what, "free disk space or quota", ENVIRONMENT) from error
+    write_json(folder / MARKER, content | {"files": files})
 
 
 # Finding
@@ -208,18 +191,17 @@ def is_complete(folder: Path) -> bool:
         return False
 
 
-def find_checkpoint(requested: str | None, output_dir: str, job_id: str, ranks: int, strategy: str) -> str | None:
+def find_checkpoint(requested: str | None, output_dir: str, job_id: str) -> str | None:
     """The complete checkpoint to go on from: `requested` itself, the latest in that folder, or for `latest` the
     latest of this run or, when it has none, of the other runs beside it.
 
     A job that Slurm has started again goes on from its own latest checkpoint. When it has none, it begins as it did the
-    first time. Raises WorkshopError (exit code 4) when there is none, or when other ranks or another way of sharding
-    saved it.
+    first time. Raises WorkshopError (exit code 4) when there is none.
     """
     if restarted_by_slurm():
         own = [path for path in complete_ones([Path(output_dir)]) if read_marker(path)["job_id"] == job_id]
         if own:
-            return check_fits(min(own, key=age), ranks, strategy)
+            return str(min(own, key=age))
     if requested is None:
         return None
     if requested == LATEST:
@@ -235,7 +217,7 @@ def find_checkpoint(requested: str | None, output_dir: str, job_id: str, ranks: 
         what = f"no complete checkpoint in {output_dir if requested == LATEST else requested}"
         way_out = "leave the flag out to start anew"
         raise WorkshopError("--resume_from_checkpoint", what, way_out, NO_CHECKPOINT)
-    return check_fits(min(found, key=age), ranks, strategy)
+    return str(min(found, key=age))
 
 
 def complete_ones(places: list[Path]) -> list[Path]:
@@ -244,36 +226,30 @@ def complete_ones(places: list[Path]) -> list[Path]:
 
 def age(folder: Path) -> float:
     """Sorts newest first. Not the step number: a resumed run may go through lower ones again."""
-    try:
-        return -(folder / MARKER).stat().st_mtime
-    except OSError:  # another run removes it
-        return 0.0
-
-
-def check_fits(folder: Path, ranks: int, strategy: str) -> str:
-    saved = read_marker(folder)
-    same = (saved["strategy"], saved["world_size"]) == (strategy, ranks)
-    if not same and not {saved["strategy"], strategy} <= UNSHARDED:
-        what = f"saved by {saved['world_size']} ranks with {saved['strategy']}, this run has {ranks} with {strategy}"
-        way_out = "resume with the same number of ranks and the same config"
-        raise WorkshopError(folder, what, way_out, NO_CHECKPOINT)
-    return str(folder)
+    return -(folder / MARKER).stat().st_mtime
 
 
 def check_same_training(folder: str, marker: dict) -> None:
     """Raises WorkshopError (exit code 4) naming each setting in which this run differs from the checkpoint's."""
     saved = read_marker(folder)
-    differences = []
-    for kind, prefix in (("settings", ""), ("config", "config ")):
-        before, now = saved[kind], marker[kind]
-        for name in sorted({*before, *now}):
-            if before.get(name) != now.get(name):
-                differences.append(f"{prefix}{name} was {before.get(name)}, is {now.get(name)}")
+    sharded = not {saved["strategy"], marker["strategy"]} <= UNSHARDED
+    before = defining(saved, sharded)
+    now = defining(marker, sharded)
+    names = [name for name in sorted({*before, *now}) if before.get(name) != now.get(name)]
+    differences = [f"{name} was {before.get(name)}, is {now.get(name)}" for name in names]
     if not differences and saved["data"] != marker["data"]:
         differences = ["the training questions or their tokens are others"]
     if differences:
         way_out = "give the same settings, or leave --resume_from_checkpoint out to start anew"
         raise WorkshopError(folder, f"is of another training: {', '.join(differences)}", way_out, NO_CHECKPOINT)
+
+
+def defining(marker: dict, sharded: bool) -> dict[str, Any]:
+    """What a training must have as the checkpoint has it, by the names that an error gives to it."""
+    found = marker["settings"] | {f"config {key}": value for key, value in marker["config"].items()}
+    if sharded:
+        found |= {"strategy": marker["strategy"], "ranks": marker["world_size"]}
+    return found
 
 
 # Before the training
@@ -287,37 +263,26 @@ def check_room(output_dir: str, options: Options, skeleton: PreTrainedModel, str
     """
     folder = Path(output_dir).absolute()
     place = next(path for path in (folder, *folder.parents) if path.exists())
-    test = place / f".write-test-{os.getpid()}"
-    try:
-        test.write_bytes(b"x")
-        test.unlink()
-    except OSError as error:
-        raise WorkshopError(place, f"cannot be written ({error.strerror})", "give another --output_dir, or free space",
-                            ENVIRONMENT) from error  # fmt: skip
+    if not (place.is_dir() and os.access(place, os.W_OK)):
+        raise WorkshopError(place, "cannot be written", "give another --output_dir", ENVIRONMENT)
     if options.values["save_strategy"] == "no":
         return
-    one, model = bytes_to_save(options, skeleton, strategy)
+    parameters = count_parameters(skeleton)
     at_once = (keep or 1) + 1
     if options.values["save_strategy"] == "epoch" and options.values["max_steps"] < 0:
         at_once = min(at_once, math.ceil(options.values["num_train_epochs"]))
-    there = len(complete_ones([folder])[:keep]) * one  # each goes when a new one is complete
-    free = shutil.disk_usage(place).free + there
-    if one * at_once + model > free:
-        gib = 2**30
-        what = f"{free / gib:.1f} GiB free, {at_once} checkpoint(s) of {one / gib:.1f} GiB will be there at once"
-        what += f", and a model of {model / gib:.1f}"
+    more = at_once - len(complete_ones([folder])[:keep])  # each of those goes when a new one is complete
+    need = more * bytes_of_checkpoint(parameters, strategy, options.values["optim"])
+    need += 2 * parameters  # the model in the end, in 16 bit at least
+    free = shutil.disk_usage(place).free
+    if free < need:
+        what = f"{free / 2**30:.1f} GiB free, {more} checkpoint(s) and the model need {need / 2**30:.1f} GiB at least"
         raise WorkshopError(place, what, "free space, give another --output_dir, or --save_strategy no", ENVIRONMENT)
 
 
-def bytes_to_save(options: Options, skeleton: PreTrainedModel, strategy: str) -> tuple[int, int]:
-    """Bytes of one checkpoint, and of the model at the end. Of optimizers, the state of Adam is known."""
-    parameters = count_parameters(skeleton)
-    in_16_bit = precision_name(options.values) != "fp32"
-    kind = "FSDP" if strategy.startswith("FSDP") else strategy
-    checkpoint = BYTES_OF_CHECKPOINT[kind][in_16_bit] * parameters
-    if "adam" not in getattr(options.values["optim"], "value", options.values["optim"]):
-        checkpoint -= BYTES_OF_ADAM * parameters
-    weight = 2 if in_16_bit and kind.startswith("DeepSpeed") else 4
-    tied_head = weight * (sum(saved.numel() for saved in skeleton.state_dict().values()) - parameters)
-    heads = TIED_HEADS.get(kind, 0)
-    return checkpoint + heads * tied_head, weight * parameters + min(heads, 1) * tied_head
+def bytes_of_checkpoint(parameters: int, strategy: str, optimizer: str) -> int:
+    """Its least size. Sharded ones hold 14 to 20 bytes per parameter: the weights twice, or in 16 bit and in fp32."""
+    bytes_per_parameter = 12 if strategy in UNSHARDED else 14
+    if "adam" not in optimizer:
+        bytes_per_parameter -= 8  # two moments in fp32
+    return bytes_per_parameter * parameters

@@ -26,8 +26,8 @@ USE_FULL = "use --loss full"
 CHUNK = 256  # tokens at least: with fewer, matrix products are slower, and the gradients' sums are more passes
 # Matrices are multiplied with so many rows, or twice, three times as many. GPUs are faster then; on the CPU each other
 # number would leave about a megabyte of compiled code behind (oneDNN, in 16 bit)
-ROWS = 64
-FP16_TOKENS = 2 * ROWS
+ROW_MULTIPLE = 64
+FP16_TOKENS = 2 * ROW_MULTIPLE
 
 
 @dataclass(frozen=True)
@@ -38,41 +38,20 @@ class Pieces:
     vocabulary: int  # rows of the weight's gradient
 
 
-ON_CPU = Pieces(logits=2**21, vocabulary=2**11)
-ON_GPU = Pieces(logits=2**26, vocabulary=2**15)
+CPU_PIECES = Pieces(logits=2**21, vocabulary=2**11)
+GPU_PIECES = Pieces(logits=2**26, vocabulary=2**15)
 
 
 def check_head(skeleton: PreTrainedModel) -> None:
-    """Raises WorkshopError (exit code 2) unless the model's logits are the output of one linear layer, as it is.
+    """Raises WorkshopError (exit code 2) unless the model's head is one linear layer.
 
-    skeleton: the model on the meta device. Where its code cannot run there, the first step of the training decides.
+    skeleton: the model without memory for its weights. Whether its logits are what the head returns, the first step
+    tells.
     """
     head = skeleton.get_output_embeddings()
-    if not isinstance(head, nn.Linear):
-        what = f"chunked needs one linear layer as head, {type(skeleton).__name__} has {type(head).__name__}"
+    if not isinstance(head, nn.Linear) or head.bias is not None:
+        what = f"chunked needs one linear layer without bias as head, {type(skeleton).__name__} has another"
         raise WorkshopError("--loss", what, USE_FULL)
-    outputs: list[torch.Tensor] = []
-    logits_of_loss: list[torch.Tensor] = []
-
-    def note_logits(logits: torch.Tensor, *args, **kwargs) -> torch.Tensor:
-        logits_of_loss.append(logits)
-        return logits.sum()
-
-    skeleton.loss_function = note_logits
-    head.register_forward_hook(lambda module, args, output: outputs.append(output))
-    tokens = torch.zeros(1, 2, dtype=torch.long, device="meta")
-    try:
-        skeleton(input_ids=tokens, labels=tokens)
-    except (RuntimeError, NotImplementedError, ValueError, TypeError, AttributeError):
-        if not outputs:
-            return
-    if not (len(outputs) == len(logits_of_loss) == 1 and outputs[0] is logits_of_loss[0]):
-        raise changed_logits(skeleton)
-
-
-def changed_logits(model: PreTrainedModel) -> WorkshopError:
-    what = f"chunked is wrong for {type(model).__name__}, which scales or caps its logits, or has a loss of its own"
-    return WorkshopError("--loss", what, USE_FULL)
 
 
 def use_chunked_loss(model: PreTrainedModel) -> None:
@@ -96,9 +75,7 @@ class LossInHead:
         self.head: nn.Linear = model.get_output_embeddings()
         self.logits = self.head.forward
         self.counted: torch.Tensor | None = None  # which of all positions count, None if the model has no labels
-        self.targets: Any = None  # the next token of each of them
-        self.number_of_labels: torch.Tensor | int | None = None
-        self.first_loss: torch.Tensor | None = None
+        self.loss: torch.Tensor | None = None  # of the last forward pass
         self.checked = False
         model.register_forward_pre_hook(self.note_labels, with_kwargs=True)
         model.loss_function = self.loss_function
@@ -112,7 +89,7 @@ class LossInHead:
             next_tokens = F.pad(labels[:, 1:], (0, 1), value=IGNORED).flatten()
             # how many there are the CPU must know: here it need not wait for the GPU's forward pass
             self.counted = (next_tokens != IGNORED).nonzero().flatten()
-            self.targets = next_tokens[self.counted]
+            self.targets = next_tokens[self.counted]  # the next token of each of them
 
     @torch.compiler.disable
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
@@ -124,52 +101,49 @@ class LossInHead:
         if self.counted is None:
             return self.logits(hidden)
         total = CrossEntropyOfHead.apply(
-            hidden.flatten(0, 1)[self.counted], self.head.weight, self.head.bias, self.targets, torch.is_grad_enabled()
+            hidden.flatten(0, 1)[self.counted], self.head.weight, self.targets, torch.is_grad_enabled()
         )
         loss = total / (len(self.targets) if self.number_of_labels is None else self.number_of_labels)
-        if not self.checked:
-            self.first_loss = loss.detach()
+        self.loss = loss.detach()
         return loss
 
     def loss_function(self, logits: torch.Tensor, *args, **kwargs) -> torch.Tensor:
         """The model's: its `logits` are the loss, unless the model has changed them on the way."""
         if not self.checked:
-            first = self.first_loss
+            own = self.loss
             # a loss that is no number is for FiniteLossCallback to tell
-            if first is None or first.shape != logits.shape or not torch.allclose(first, logits, 0, 0, equal_nan=True):
-                raise changed_logits(self.model)
-            self.checked = True
-            self.first_loss = None
+            if own is None or own.shape != logits.shape or not torch.allclose(own, logits, 0, 0, equal_nan=True):
+                what = f"chunked is wrong for {type(self.model).__name__}, which scales or caps its logits"
+                raise WorkshopError("--loss", what, USE_FULL)
+            self.checked = True  # once is enough, as it waits for the GPU
         return logits
 
 
 class CrossEntropyOfHead(torch.autograd.Function):
     """Sum of the cross entropy over tokens, with the gradients computed in the forward pass.
 
-    hidden: (tokens, hidden size). weight: (vocabulary, hidden size). bias: (vocabulary) or None. targets: (tokens),
-    int64. Products are in the dtype of autocast if it is on, else in that of the weight; softmax, loss and the sums
-    over chunks in fp32. Gradients have the dtype of what they belong to. Backward works once, as it uses them up.
+    hidden: (tokens, hidden size). weight: (vocabulary, hidden size). targets: (tokens), int64. Products are in the
+    dtype of autocast if it is on, else in that of the weight; softmax, loss and the sums over chunks in fp32. Gradients
+    have the dtype of what they belong to. Backward works once, as it uses them up.
     """
 
     @staticmethod
-    def forward(ctx, hidden, weight, bias, targets, with_gradients: bool):
+    def forward(ctx, hidden, weight, targets, with_gradients: bool):
         device = hidden.device.type
         dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else weight.dtype
-        ctx.dtypes = hidden.dtype, weight.dtype, bias.dtype if bias is not None else None
+        ctx.dtypes = hidden.dtype, weight.dtype
         hidden = hidden.to(dtype)
         weight = weight.to(dtype)
-        bias = bias.to(dtype) if bias is not None else None
         tokens, hidden_size = hidden.shape
         vocabulary = len(weight)
         chunk = chunk_of(tokens, hidden_size)
-        hidden = F.pad(hidden, (0, 0, 0, -tokens % ROWS))
-        pieces = ON_CPU if device == "cpu" else ON_GPU
+        hidden = F.pad(hidden, (0, 0, 0, -tokens % ROW_MULTIPLE))
+        pieces = CPU_PIECES if device == "cpu" else GPU_PIECES
         loss = torch.zeros((), device=hidden.device)
         logits_buffer = torch.empty(chunk, vocabulary, dtype=dtype, device=hidden.device)
         # fp16 ends at 65,504: the fewer tokens are summed up in it, the more their gradients can be scaled
         summed = FP16_TOKENS if dtype == torch.float16 else chunk
         scale = gradient_scale(hidden, summed)
-        bias_gradient = torch.zeros_like(bias, dtype=torch.float32) if bias is not None else None
         if with_gradients:
             hidden_gradient = torch.zeros_like(hidden, dtype=torch.float32)
             weight_gradient = torch.zeros_like(weight, dtype=torch.float32)
@@ -177,8 +151,6 @@ class CrossEntropyOfHead(torch.autograd.Function):
             for start in range(0, tokens, chunk):
                 part = hidden[start : start + chunk]
                 logits = torch.mm(part, weight.T, out=logits_buffer[: len(part)])
-                if bias is not None:
-                    logits += bias
                 real = min(len(logits), tokens - start)
                 own_targets = targets[start : start + real]
                 loss += loss_and_gradient(logits[:real], own_targets, scale, pieces.logits, with_gradients)
@@ -192,20 +164,15 @@ class CrossEntropyOfHead(torch.autograd.Function):
                     for begin in range(0, len(part), summed):
                         some = slice(begin, begin + summed)
                         weight_gradient[rows] += gradient[some, rows].T @ part[some]
-                if bias_gradient is not None:
-                    bias_gradient += gradient.sum(0, dtype=torch.float32)
         if with_gradients:
-            ctx.save_for_backward(hidden_gradient[:tokens], weight_gradient, bias_gradient, scale)
+            ctx.save_for_backward(hidden_gradient[:tokens], weight_gradient, scale)
         return loss
 
     @staticmethod
     def backward(ctx, gradient):
         *gradients, scale = ctx.saved_tensors
         factor = gradient / scale
-        gradients = [
-            kept.mul_(factor).to(dtype) if kept is not None else None
-            for kept, dtype in zip(gradients, ctx.dtypes, strict=True)
-        ]
+        gradients = [kept.mul_(factor).to(dtype) for kept, dtype in zip(gradients, ctx.dtypes, strict=True)]
         return *gradients, None, None
 
 
@@ -215,14 +182,14 @@ def chunk_of(tokens: int, hidden_size: int) -> int:
     Logits of `hidden_size` tokens are no larger than the head's weight, whose gradient needs that much in any case.
     """
     chunks = max(1, math.ceil(tokens / max(hidden_size, CHUNK)))
-    return max(1, math.ceil(tokens / chunks / ROWS)) * ROWS
+    return max(1, math.ceil(tokens / chunks / ROW_MULTIPLE)) * ROW_MULTIPLE
 
 
 def bytes_of_chunks(tokens: int, hidden_size: int, vocabulary: int, dtype: torch.dtype) -> int:
     """Memory of the loss on a GPU: a chunk's logits, the fp32 copy of some rows, the gradients in fp32."""
     logits = chunk_of(tokens, hidden_size) * vocabulary
     gradients = (tokens + vocabulary) * hidden_size
-    return dtype.itemsize * logits + 4 * min(ON_GPU.logits, logits) + 4 * gradients
+    return dtype.itemsize * logits + 4 * min(GPU_PIECES.logits, logits) + 4 * gradients
 
 
 def loss_and_gradient(

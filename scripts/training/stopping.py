@@ -49,7 +49,7 @@ class StopRequest:
             self.signal = number
             # not by print: the signal may have come in the middle of another one
             if rank() == 0:
-                text = f"\n{name_of(number)}: a checkpoint follows at the end of this step\n"
+                text = f"\n{signal_name(number)}: a checkpoint follows at the end of this step\n"
                 with contextlib.suppress(OSError):
                     os.write(sys.stdout.fileno(), text.encode())
 
@@ -71,13 +71,11 @@ class StopRequest:
         """End the run with exit code 75 when the ranks agree to stop, with a checkpoint of this step. Collective."""
         if not self.agreed():
             self.training = False
-            if self.signal:  # it came just now
-                sys.exit(128 + self.signal)
             return
         folder = trainer.save_here()
         self.ignore_signals()  # all that was asked for is done: a late one changes no exit code
         step = trainer.state.global_step
-        name = name_of(self.agreed_signal)
+        name = signal_name(self.agreed_signal)
         record.update(stop={"signal": name, "step": step, "checkpoint": str(folder)})
         print_once(
             f"stopped by {name} at step {step} of {trainer.state.max_steps}; "
@@ -87,7 +85,7 @@ class StopRequest:
         sys.exit(STOPPED)
 
 
-def name_of(number: int) -> str:
+def signal_name(number: int) -> str:
     return signal.Signals(number).name
 
 

@@ -218,7 +218,7 @@ def saved_by(bench: Bench, **changes: object) -> None:
 @case("checkpoint", "of other ranks", "a ZeRO-2 checkpoint of 2 ranks, resumed by one", "exit 4, both named")
 def of_other_ranks(bench: Bench):
     saved_by(bench, strategy="DeepSpeed ZeRO-2", world_size=2)
-    line = f"{SECOND}: saved by 2 ranks with DeepSpeed ZeRO-2, this run has 1 with plain; ..."
+    line = f"{SECOND}: is of another training: ranks was 2, is 1, strategy was DeepSpeed ZeRO-2, is plain; ..."
     bench.refuses(line, *RESUME, SECOND, code=4, JOB_ID=8)
 
 

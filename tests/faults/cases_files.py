@@ -12,7 +12,7 @@ output = partial(refused, "output")
 output(
     "below a file",
     "--output_dir lies below a file",
-    "...mine: cannot be written (Not a directory); give another --output_dir, ...",
+    "...mine: cannot be written; give another --output_dir",
     code=3,
     files={"mine": ""},
     OUTPUT_DIR="mine/new",

@@ -63,8 +63,8 @@ dataset("torn", "a file that is cut off", squad(*TEN)[:200], ": ...line 1 column
 dataset("answer elsewhere", "an answer that does not stand where it should",
     squad(*TEN, answers=[{"text": "Con", "answer_start": 5}]),
     ": data[0].paragraphs[0].qas[0].answers[0]: 'Con' is not at character 5 of its context; correct answer_start")
-dataset("too few", "a file with no paragraph to evaluate on", squad("Only one."),
-    ": no question in its held out paragraphs; give --eval_dataset")
+dataset("too few", "a file with no paragraph to evaluate on", squad(*TEN[:4]),
+    ": no question in its held out paragraphs; give --eval_dataset, ...")
 data("fewer than wanted", "more questions wanted than there are",
     "--train_size or --samples_per_gpu: 9999 questions wanted, but data/squad_sample.json has 280 to train on; ...",
     "--train_size", 9999)
@@ -91,7 +91,7 @@ model("absent", "a folder that is not there", "--model_name: there is no folder 
 model(
     "empty",
     "a folder without a model",
-    "--model_name: the folder mine holds no config.json; ...",
+    "--model_name: mine cannot be loaded (...); ...",
     *("--model_name", "mine"),
     files={"mine/readme": "nothing"},
 )
@@ -139,10 +139,10 @@ damaged("code of its own", "config.json asks for Python files of the folder, for
     changed("config.json", auto_map=CODE, model_type="mine"))
 damaged("no tokenizer", "a checkpoint's folder, which holds none",
     "--model_name: mine cannot be loaded (...tokenizer...); ...", absent("tokenizer.json"))
-model("few positions", "a GPT-2 with fewer positions than --max_length",
-    "--max_length: 192 is more than the 128 positions of the model; lower it to 128, ...",
+model("few tokens", "a model with fewer tokens than its tokenizer",
+    "--model_name: its tokenizer has 2048 tokens, the model 100; ...",
     "--model_name", "mine", "--tokenizer_name", "tiny-bloom", "--from_scratch",
-    files={"mine/config.json": json.dumps({"model_type": "gpt2", "vocab_size": 2048, "n_positions": 128})})
+    files={"mine/config.json": json.dumps({"model_type": "gpt2", "vocab_size": 100})})
 # fmt: on
 
 

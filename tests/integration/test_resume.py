@@ -126,6 +126,6 @@ def test_checkpoint_of_other_ranks_is_refused(workplace, table):
     refused = run(workplace, "one_rank", "--deepspeed", "ds_configs/zero2.json",
                   "--resume_from_checkpoint", wanted, code=4)  # fmt: skip
     assert refused.error_lines == [
-        f"error: {wanted}: saved by 2 ranks with DeepSpeed ZeRO-2, this run has 1 with DeepSpeed ZeRO-2; "
-        "resume with the same number of ranks and the same config"
+        f"error: {wanted}: is of another training: ranks was 2, is 1; "
+        "give the same settings, or leave --resume_from_checkpoint out to start anew"
     ]

@@ -11,7 +11,7 @@ from transformers import BloomConfig, BloomForCausalLM
 from config import parse_command_line
 from errors import WorkshopError
 from training import audit
-from training.audit import NOT_ON_CPU, AuditCallback, Audited, offload_knobs, table
+from training.audit import NOT_ON_CPU, AuditCallback, Audited, audit_table, offload_knobs
 from training.record import RunRecord
 
 
@@ -231,7 +231,7 @@ def test_offload_that_is_asked_for_and_not_done_is_a_difference():
 
 
 def test_table_is_aligned():
-    lines = table([Audited("a", 1, 1), Audited("longer name", "requested value", "x", "note")]).splitlines()
+    lines = audit_table([Audited("a", 1, 1), Audited("longer name", "requested value", "x", "note")]).splitlines()
     assert lines[1:4] == [
         "knob         requested        effective",
         "a            1                1",

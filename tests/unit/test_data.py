@@ -18,8 +18,8 @@ from data_loader import (
     load_from_hub,
     load_squad,
     questions_cut,
+    read_part,
     read_questions,
-    read_splits,
 )
 from helpers import REPOSITORY
 from knobs import DataArguments, ModelArguments
@@ -160,28 +160,29 @@ def test_fault_at_the_end_of_a_file_is_found_before_the_training(written, tokeni
 
 
 def test_path_without_a_file_is_refused(tmp_path, written, refusal):
-    def splits(dataset: str, eval_dataset: str | None = None):
-        return read_splits(DataArguments(dataset=dataset, eval_dataset=eval_dataset))
+    def part(name: str, dataset: str, eval_dataset: str | None = None):
+        return read_part(name, DataArguments(dataset=dataset, eval_dataset=eval_dataset))
 
-    assert refusal(splits, "gone.json") == "error: gone.json: there is no such file; correct --dataset"
-    assert refusal(splits, "./gone").startswith("error: ./gone: there is no such file; ")
-    assert refusal(splits, str(tmp_path)).startswith(f"error: {tmp_path}: Is a directory; check the path")
+    way_out = "correct --dataset or --eval_dataset"
+    assert refusal(part, "train", "gone.json") == f"error: gone.json: there is no such file; {way_out}"
+    assert refusal(part, "train", "./gone").startswith("error: ./gone: there is no such file; ")
+    assert refusal(part, "train", str(tmp_path)).startswith(f"error: {tmp_path}: Is a directory; check the path")
     path = written(squad(question()))
-    assert refusal(splits, path, "squad").startswith("error: squad: No such file or directory; check the path")
+    assert refusal(part, "eval", path, "gone.json").startswith("error: gone.json: there is no such file; ")
 
 
 def test_path_below_the_users_home_is_read(tmp_path, written, monkeypatch):
     """As a site file gives it, where no shell replaces the ~."""
     written(squad(question()))
     monkeypatch.setenv("HOME", str(tmp_path))
-    train, _ = read_splits(DataArguments(dataset="~/my.json", eval_dataset="~/my.json"))
+    train = read_part("train", DataArguments(dataset="~/my.json", eval_dataset="~/my.json"))
     assert train["id"][:] == ["q"]
 
 
 def test_file_with_too_few_paragraphs_to_hold_out_some_asks_for_an_evaluation_file(written, refusal):
     path = written(squad(question()))
-    line = refusal(read_splits, DataArguments(dataset=path))
-    assert line == f"error: {path}: no question in its held out paragraphs; give --eval_dataset"
+    line = refusal(read_part, "eval", DataArguments(dataset=path))
+    assert line.startswith(f"error: {path}: no question in its held out paragraphs; give --eval_dataset, or a file")
 
 
 def test_unanswerable_questions_of_squad_2_get_the_answer_that_says_so(written):
@@ -242,7 +243,7 @@ def test_no_cache_of_other_rows_is_read(sample, tokenizer, monkeypatch):
     arguments = DataArguments(dataset=str(sample), eval_size=3, max_length=200)
     before = load_evaluation_set(arguments, tokenizer, training())._fingerprint
     assert load_evaluation_set(arguments, tokenizer, training())._fingerprint == before
-    monkeypatch.setattr(data_loader, "ROWS", data_loader.ROWS + 1)
+    monkeypatch.setattr(data_loader, "ROWS_VERSION", data_loader.ROWS_VERSION + 1)
     assert load_evaluation_set(arguments, tokenizer, training())._fingerprint != before
 
 
@@ -288,11 +289,10 @@ def test_real_squad_file_is_read_split_and_tokenised(tokenizer):
 # The Hub
 
 
-def hub_squad(**changes: object) -> datasets.DatasetDict:
+def hub_squad(name: str, split: str) -> datasets.Dataset:
     answers = [{"text": ["fast network"], "answer_start": [15]}, {"text": [], "answer_start": []}]
-    rows = {"id": ["a", "b"], "title": ["t"] * 2, "question": ["What?"] * 2, "context": [CONTEXT] * 2}
-    part = datasets.Dataset.from_dict(rows | {"answers": answers} | changes)
-    return datasets.DatasetDict(train=part, validation=part)
+    rows = {"id": [split, "b"], "title": ["t"] * 2, "question": ["What?"] * 2, "context": [CONTEXT] * 2}
+    return datasets.Dataset.from_dict(rows | {"answers": answers})
 
 
 @pytest.fixture
@@ -301,22 +301,25 @@ def reachable(monkeypatch):
 
 
 def test_squad_of_the_hub_looks_like_a_local_file(reachable, monkeypatch):
-    monkeypatch.setattr(data_loader, "load_dataset", lambda name: hub_squad())
-    train = load_from_hub("squad_v2", "m")["train"]
-    assert set(train.column_names) == {"id", "question", "context", "answers"}
-    assert train["answers"][:] == [["fast network"], [UNANSWERABLE]]
+    monkeypatch.setattr(data_loader, "load_dataset", hub_squad)
+    arguments = DataArguments(dataset="squad_v2")
+    for part, split in (("train", "train"), ("eval", "validation")):
+        questions = read_part(part, arguments, "m")
+        assert set(questions.column_names) == {"id", "question", "context", "answers"}
+        assert questions["id"][:] == [split, "b"]
+        assert questions["answers"][:] == [["fast network"], [UNANSWERABLE]]
 
 
 def test_hub_data_set_that_is_no_squad_is_refused(reachable, monkeypatch, refusal):
-    monkeypatch.setattr(data_loader, "load_dataset", lambda name: hub_squad().remove_columns("answers"))
-    assert refusal(load_from_hub, "imdb", "m").startswith("error: --dataset: imdb cannot be loaded (")
+    monkeypatch.setattr(data_loader, "load_dataset", lambda *_, **__: hub_squad("", "").remove_columns("answers"))
+    assert refusal(load_from_hub, "imdb", "train", "m").startswith("error: --dataset: imdb cannot be loaded (")
 
 
 def test_without_network_and_cache_the_prefetch_command_is_printed(monkeypatch, refusal):
     def unreachable(*args, **kwargs):
         raise OSError("no route")
 
-    def not_cached(name):
+    def not_cached(name, split):
         assert huggingface_hub.constants.HF_HUB_OFFLINE
         raise ConnectionError("offline")
 
@@ -325,7 +328,7 @@ def test_without_network_and_cache_the_prefetch_command_is_printed(monkeypatch, 
     monkeypatch.setattr(datasets.config, "HF_DATASETS_OFFLINE", False)
     monkeypatch.setattr(hub.socket, "create_connection", unreachable)
     monkeypatch.setattr(data_loader, "load_dataset", not_cached)
-    assert refusal(load_from_hub, "squad", "bigscience/bloom-560m") == (
+    assert refusal(load_from_hub, "squad", "train", "bigscience/bloom-560m") == (
         "error: --dataset: squad is no local path, not in the cache, and there is no network; on a login node run: "
         "python scripts/prefetch.py --model_name bigscience/bloom-560m --dataset squad"
     )

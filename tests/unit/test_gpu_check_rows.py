@@ -60,7 +60,7 @@ def test_the_table_shows_what_was_measured_and_leaves_the_rest_empty():
         "bloom-560m-zero2_cpu_offload_pinned_memory": full(10.0, pinned_gib=8.25),
         "zero3": {"status": "failed", "reason": "error: nvcc: not found; load it; read x.log"},
     }
-    text = gpu_check.markdown({"machine": V100, "rows": rows})
+    text = gpu_check.results_markdown({"machine": V100, "rows": rows})
     assert text.startswith("[Tesla V100-SXM2-32GB, 32 GiB, driver 535.1, torch 2.13.0+cu126, 8 CPU cores, Xeon, "
                            "matrix products 95 TFLOP/s]\n")  # fmt: skip
     cells = {line.split("|")[1].strip(): [cell.strip() for cell in line.split("|")[2:-1]]

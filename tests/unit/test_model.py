@@ -141,42 +141,38 @@ CONFIG, WEIGHTS, TOKENIZER = "config.json", "model.safetensors", "tokenizer.json
 LOADED = "--model_name: IN cannot be loaded ("
 SHAPE = "of the shape that its config.json asks for; take config.json and weights of one model"
 FAULTS = {
-    "no config": ("one", without(CONFIG), "--model_name: the folder IN holds no config.json; give the folder of a"),
-    "config cut off": ("one", cut(CONFIG, 300), f"{LOADED}It looks like the config file at 'IN/config.json' is not"),
-    "config of another kind": ("one", with_keys(CONFIG, model_type="foo"), f"{LOADED}The checkpoint you are trying to"),
-    "value of another kind": ("one", with_keys(CONFIG, n_layer="x"), f"{LOADED}Validation error for field 'n_layer'"),
-    "encoder": ("one", of_kind(BertConfig()), "--model_name: IN is a bert model, not a causal LM; take one that"),
-    "images": ("one", of_kind(ViTConfig()), "--model_name: IN is a vit model, not a causal LM; take one that"),
-    "no weights": ("one", without(WEIGHTS), f"{LOADED}Error no file named model.safetensors"),
-    "weights cut off": ("one", cut(WEIGHTS, 70000), f"{LOADED}Error while deserializing header: incomplete metadata"),
-    "a file of weights gone": (
-        "two", without("model-00002-of-00002.safetensors"),
-        f"{LOADED}No such file or directory: IN/model-00002-of-00002.safetensors); correct the name, or give a local",
+    "no config": (without(CONFIG), LOADED),
+    "config cut off": (cut(CONFIG, 300), f"{LOADED}It looks like the config file at 'IN/config.json' is not"),
+    "encoder": (of_kind(BertConfig()), "--model_name: IN is a bert model, not a causal LM; take one that"),
+    "images": (of_kind(ViTConfig()), "--model_name: IN is a vit model, not a causal LM; take one that"),
+    "no weights": (without(WEIGHTS), f"{LOADED}Error no file named model.safetensors"),
+    "weights that git lfs did not fetch": (
+        lambda folder: (folder / WEIGHTS).write_text("version https://git-lfs.github.com/spec/v1\n"),
+        f"{LOADED}Error while deserializing header: header too large",
     ),
-    "older weights cut off": ("bin", cut("pytorch_model.bin", 20000), LOADED),
     "weights of another shape": (
-        "one", with_keys(CONFIG, vocab_size=4096),
+        with_keys(CONFIG, vocab_size=4096),
         f"--model_name: IN has no transformer.word_embeddings.weight {SHAPE}",
     ),
     "a layer without weights": (
-        "one", with_keys(CONFIG, n_layer=2),
+        with_keys(CONFIG, n_layer=2),
         f"--model_name: IN has no transformer.h.1.input_layernorm.bias {SHAPE}",
     ),
     "no tokenizer": (
-        "one", without(TOKENIZER, "tokenizer_config.json"), f"{LOADED}Couldn't instantiate the backend tokenizer",
+        without(TOKENIZER, "tokenizer_config.json"),
+        f"{LOADED}Couldn't instantiate the backend tokenizer",
     ),
-    "tokenizer cut off": ("one", cut(TOKENIZER, 30000), f"{LOADED}Expecting property name enclosed in double quotes"),
     "no end of an answer": (
-        "one", without("tokenizer_config.json"),
+        without("tokenizer_config.json"),
         "--model_name: the tokenizer of IN has no eos_token, by which the model learns to end an answer; name one in",
     ),
-}  # fmt: skip
+}
 
 
-@pytest.mark.parametrize(("model", "change", "beginning"), FAULTS.values(), ids=FAULTS)
-def test_broken_folder_is_refused_in_one_line(model, change, beginning, saved, tmp_path, refusal):
+@pytest.mark.parametrize(("change", "beginning"), FAULTS.values(), ids=FAULTS)
+def test_broken_folder_is_refused_in_one_line(change, beginning, saved, tmp_path, refusal):
     folder = tmp_path / "model"
-    shutil.copytree(saved / model, folder)
+    shutil.copytree(saved / "one", folder)
     change(folder)
     line = refusal(load, folder)
     assert line.startswith(f"error: {beginning}".replace("IN", str(folder)))
@@ -196,9 +192,6 @@ def test_folder_is_not_asked_for_weights_that_are_not_used(saved, tokenizer, tmp
     without(WEIGHTS)(tmp_path / "model")
     arguments = ModelArguments(str(tmp_path / "model"), from_scratch=True)
     assert load_model(arguments, DATA, tokenizer, 1).config.hidden_size == 16
-
-
-# A model that is too small for its tokens
 
 
 def test_tokenizer_that_is_larger_than_the_model_is_refused(saved, tokenizer, tmp_path, refusal):

@@ -369,7 +369,7 @@ DAMAGED = {
     "deep": ("[" * 100_000, NO_REPORT),
     "no text": (b"\xff\xfe\x00", NO_REPORT),
     "many mistakes": ('{"schema": 1, "tables": {"a": [' + "1," * 1_000_000 + "1]}}", f"{NO_REPORT}tables.a.0: "),
-    "huge": (text_with() + " " * reference.LARGEST, "is larger than 4,194,304 bytes"),
+    "huge": (text_with() + " " * reference.LARGEST_REFERENCE, "is larger than 4,194,304 bytes"),
 }
 
 

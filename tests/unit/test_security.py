@@ -4,6 +4,7 @@ import ast
 import builtins
 import json
 import os
+import pickle
 import re
 from pathlib import Path
 
@@ -12,7 +13,7 @@ import pytest
 import torch
 from transformers import BloomConfig, BloomForCausalLM
 
-from data_loader import read_splits
+from data_loader import read_part
 from errors import WorkshopError
 from helpers import EXPERIMENT_SCRIPTS, REPOSITORY
 from knobs import DataArguments, ModelArguments
@@ -93,11 +94,11 @@ class Code:
         return os.mkdir, (str(EXECUTED),)
 
 
-def test_weights_that_hold_code_are_not_loaded(folder, refusal):
+def test_weights_that_hold_code_are_not_loaded(folder):
     (folder / "model.safetensors").unlink()
     torch.save({"transformer.ln_f.weight": Code()}, folder / "pytorch_model.bin")
-    line = refusal(load, folder)
-    assert line.startswith("error: --model_name: a file of model holds other things than tensors, which are never load")
+    with pytest.raises(pickle.UnpicklingError, match="Weights only load failed"):
+        load(folder)
 
 
 # Data
@@ -106,14 +107,14 @@ def test_weights_that_hold_code_are_not_loaded(folder, refusal):
 def test_a_folder_with_a_loading_script_is_no_dataset(refusal):
     Path("mine").mkdir()
     Path("mine/mine.py").write_text(WRITES)
-    line = refusal(read_splits, DataArguments(dataset="mine"))
+    line = refusal(read_part, "train", DataArguments(dataset="mine"))
     assert line.startswith("error: mine: Is a directory; ")
 
 
 def test_a_loading_script_is_no_dataset():
     Path("mine.py").write_text(WRITES)
     with pytest.raises((WorkshopError, RuntimeError)):
-        read_splits(DataArguments(dataset="mine.py"))
+        read_part("train", DataArguments(dataset="mine.py"))
 
 
 # Our own scripts

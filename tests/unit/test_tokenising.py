@@ -156,15 +156,6 @@ def test_context_without_spaces_keeps_what_fits(context, max_length, tokenizer):
     assert rows["cut"] == [True]
 
 
-def test_tokenizer_that_does_not_tell_where_its_tokens_lie(bloom, monkeypatch):
-    """One that is written in Python."""
-    batch = {"question": ["Wo?"], "context": [CHINESE], "answers": [["Zürich"]]}
-    fast = tokenise_batch(batch, bloom, 100, "sequence")
-    monkeypatch.setattr(type(bloom), "is_fast", False)
-    slow = tokenise_batch(batch, bloom, 100, "sequence")
-    assert slow == fast
-
-
 def test_answer_longer_than_its_usual_room_takes_it_from_the_context(tokenizer):
     answer = " ".join(["network"] * 60)
     batch = {"question": ["What?"], "context": [CONTEXT.strip()], "answers": [[answer]]}

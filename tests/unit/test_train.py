@@ -44,10 +44,10 @@ COMMANDS = [
         "WORLD_SIZE: is 'abc', not a whole number; unset it",
     ),
     (
-        "few positions",
+        "few tokens",
         "--model_name IN/gpt2 --tokenizer_name tiny-bloom --from_scratch --dataset SAMPLE",
         {},
-        "--max_length: 512 is more than the 256 positions of the model; lower it to 256",
+        "--model_name: its tokenizer has 2048 tokens, the model 100; use a matching pair",
     ),
     (
         "too few questions",
@@ -78,7 +78,7 @@ def test_a_mistake_is_one_line_and_writes_nothing(words, variables, beginning, s
     (inputs / "model" / "config.json").write_text("{}")
     (inputs / "broken.json").write_text("{\n")
     (inputs / "empty.json").write_text("")
-    GPT2Config(vocab_size=2048, n_positions=256).save_pretrained(inputs / "gpt2")
+    GPT2Config(vocab_size=100).save_pretrained(inputs / "gpt2")
     literal = json.loads((REPOSITORY / "ds_configs" / "zero1.json").read_text())
     literal["optimizer"]["params"]["lr"] = 0.001
     (inputs / "lr.json").write_text(json.dumps(literal))
@@ -95,12 +95,6 @@ def test_train_py_without_a_checkpoint_to_resume_ends_with_4(started, sample):
     assert started(train, *words, code=4, OUTPUT_DIR="out") == (
         "error: --resume_from_checkpoint: no complete checkpoint in out; leave the flag out to start anew"
     )
-
-
-def test_evaluate_py_refuses_a_model_with_fewer_positions(started, tmp_path, sample):
-    GPT2Config(vocab_size=2048, n_positions=256).save_pretrained(tmp_path / "gpt2")
-    words = ("--model_name", tmp_path / "gpt2", "--tokenizer_name", "tiny-bloom", "--from_scratch", "--dataset", sample)
-    assert started(evaluate, *words).startswith("error: --max_length: 512 is more than the 256 positions of the model;")
 
 
 def test_evaluate_py_refuses_what_it_would_ignore(started):
