@@ -154,7 +154,10 @@ def pretrained_model(name: str, data_args) -> PreTrainedModel:
             ignore_mismatched_sizes=True,  # with random values for these weights: refused below by their name
             output_loading_info=True,
         )
-    except (OSError, ValueError, SafetensorError, pickle.UnpicklingError) as error:
+    except pickle.UnpicklingError as error:
+        what = f"a file of {name} holds other things than tensors, which are never loaded"
+        raise WorkshopError("--model_name", what, "take a model saved as safetensors") from error
+    except (OSError, ValueError, SafetensorError) as error:
         raise cannot_load("--model_name", name, error, name, data_args.dataset) from error
     model, loading = loaded
     unlike = loading["missing_keys"] | {weight for weight, _, _ in loading["mismatched_keys"]}

@@ -62,7 +62,7 @@ def test_the_table_shows_what_was_measured_and_leaves_the_rest_empty():
     }
     text = gpu_check.results_markdown({"machine": V100, "rows": rows})
     assert text.startswith("[Tesla V100-SXM2-32GB, 32 GiB, driver 535.1, torch 2.13.0+cu126, 8 CPU cores, Xeon, "
-                           "matrix products 95 TFLOP/s]\n")  # fmt: skip
+                           "peak 95 TFLOP/s]\n")  # fmt: skip
     cells = {line.split("|")[1].strip(): [cell.strip() for cell in line.split("|")[2:-1]]
              for line in text.splitlines() if line.startswith("|")}  # fmt: skip
     titles = ["Status", "Train loss", "Reloaded", "F1", "Samples/s", "Peak GPU (GiB)", "Estimate (GiB)"]

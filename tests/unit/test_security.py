@@ -4,7 +4,6 @@ import ast
 import builtins
 import json
 import os
-import pickle
 import re
 from pathlib import Path
 
@@ -94,11 +93,11 @@ class Code:
         return os.mkdir, (str(EXECUTED),)
 
 
-def test_weights_that_hold_code_are_not_loaded(folder):
+def test_weights_that_hold_code_are_not_loaded(folder, refusal):
     (folder / "model.safetensors").unlink()
     torch.save({"transformer.ln_f.weight": Code()}, folder / "pytorch_model.bin")
-    with pytest.raises(pickle.UnpicklingError, match="Weights only load failed"):
-        load(folder)
+    line = refusal(load, folder)
+    assert line.startswith(f"error: --model_name: a file of {folder} holds other things than tensors, which are never")
 
 
 # Data
