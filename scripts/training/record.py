@@ -1,7 +1,7 @@
 """The run record ``results/<job_id>.json``: everything that is later said about a run comes from here.
 
 Schema 1. Written by rank 0, replaced atomically. A value that could not be measured is null, and `missing`
-gives the reason under the same name.
+gives the reason under the same name; a number that is not finite is null as well.
 
     schema              1
     status              running | completed | failed | oom | timeout | stopped
