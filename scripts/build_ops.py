@@ -7,8 +7,8 @@ log as the training's peak. A build that fails is one line here, and keeps no ot
 needs it ends with the same line.
 
 Two builds of one folder wait for each other by a lock that ends with its process. DeepSpeed's own is a file, which a
-build that was killed leaves behind, and for which every later run would wait without an end: whoever holds the lock of
-this module removes it.
+build that was killed leaves behind, and for which every later run would wait without an end: the next one to build
+removes it, at once on the same node, else when it is older than any build.
 """
 
 import argparse
@@ -18,6 +18,7 @@ import os
 import re
 import shlex
 import shutil
+import socket
 import subprocess
 import sys
 import tempfile
@@ -37,7 +38,8 @@ OPTIMIZERS = {"FusedAdamBuilder": "fused_adam", "CPUAdamBuilder": "cpu_adam"}
 ON_CPU = {"ShareMemCommBuilder": "deepspeed_shm_comm"}
 CPP_STANDARD = "-std=c++20"  # of PyTorch 2.13's headers
 NO_NVCC = "not found on PATH or in CUDA_HOME"
-OLD_LOCK = 60  # seconds, of a library that is there: to look whether it is up to date takes less
+LONGEST_BUILD = 600  # seconds
+LONGEST_LOOK = 60  # whether a library is up to date
 
 
 def prepare_deepspeed() -> Path:
@@ -164,16 +166,26 @@ def check_compiler(config: dict) -> None:
 
 
 def compile_missing(builders: Iterable[str]) -> Iterator[WorkshopError]:
-    """Compile the libraries that are not there, one process at a time; of each that fails the error."""
-    with sole_builder(extensions_folder()):
+    """Compile the libraries that are not there, one process at a time; of each that fails the error.
+
+    Raises WorkshopError (exit code 3) where there is no place for them.
+    """
+    folder = extensions_folder()
+    for lock in folder.glob("*/lock"):
+        if (lock.parent / f"{lock.parent.name}.so").is_file():  # another run looks whether that is up to date
+            wait_for_end(lock, LONGEST_LOOK)
+    if all(library(builder).is_file() for builder in builders):
+        return  # before DeepSpeed is imported, which takes seconds
+    with sole_builder(folder) as certain:
         missing = [builder for builder in builders if not library(builder).is_file()]
         if not missing:
-            return  # before DeepSpeed is imported, which takes seconds
+            return
         names = ", ".join(library(builder).stem for builder in missing)
-        print(f"compiling {names} into {extensions_folder()}: minutes, once", flush=True)
+        print(f"compiling {names} into {folder}: minutes, once", flush=True)
         from deepspeed.accelerator import get_accelerator
 
         for builder in missing:
+            wait_for_end(library(builder).parent / "lock", 0 if certain else LONGEST_BUILD)
             if found := problem(builder):
                 yield found
                 continue
@@ -185,24 +197,47 @@ def compile_missing(builders: Iterable[str]) -> Iterator[WorkshopError]:
                 yield WorkshopError(builder, what, way_out, ENVIRONMENT)
 
 
+def wait_for_end(lock: Path, longest: float) -> None:
+    """Until DeepSpeed's lock is gone. One that is older, in seconds, is of a killed process, and removed."""
+    with contextlib.suppress(FileNotFoundError):
+        while time.time() - lock.stat().st_mtime < longest:
+            time.sleep(1)
+        lock.unlink()
+
+
 @contextlib.contextmanager
-def sole_builder(folder: Path) -> Iterator[None]:
-    """No other process compiles into the folder meanwhile, and no lock of DeepSpeed's is left of a killed one."""
-    folder.mkdir(parents=True, exist_ok=True)
-    with (folder / "building").open("w") as lock:
+def sole_builder(folder: Path) -> Iterator[bool]:
+    """Wait until no other process compiles into the folder.
+
+    Yields whether it is certain that none does: not where another node was the last, as the locks of some file systems
+    do not reach it, nor where there are no locks.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        lock = (folder / "building").open("a+")
+    except OSError as error:
+        what = f"{folder} cannot be written ({error.strerror})"
+        raise WorkshopError("TORCH_EXTENSIONS_DIR", what, "give a folder of your own", ENVIRONMENT) from error
+    with lock:
+        certain = True
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            print(f"waiting for another process that compiles into {folder}", flush=True)
+            if rank_of_job() == "0":
+                print(f"waiting for another process that compiles into {folder}", flush=True)
             fcntl.flock(lock, fcntl.LOCK_EX)
-        except OSError:  # a file system without locks
-            pass
-        for left in folder.glob("*/lock"):
-            with contextlib.suppress(FileNotFoundError):  # it was another run's, which has just looked at its library
-                built = (left.parent / f"{left.parent.name}.so").is_file()
-                if not built or time.time() - left.stat().st_mtime > OLD_LOCK:
-                    left.unlink()
-        yield
+        except OSError:
+            certain = False
+        lock.seek(0)
+        last = lock.read()
+        lock.truncate(0)
+        lock.write(socket.gethostname())
+        lock.flush()
+        yield certain and last in ("", socket.gethostname())
+
+
+def rank_of_job() -> str:
+    return os.environ.get("RANK") or os.environ.get("SLURM_PROCID") or "0"
 
 
 def main() -> None:

@@ -203,6 +203,9 @@ def check_custom_sizes(options: Options) -> None:
     hidden = values["hidden_size"]
     if hidden % heads:
         raise options.error("num_heads", f"{heads} heads do not divide the hidden size {hidden}", "choose a divisor")
+    if values["max_length"] > values["seq_length"]:
+        what = f"{values['max_length']} is more than the {values['seq_length']} positions of --seq_length"
+        raise options.error("max_length", what, "lower it, or raise --seq_length")
 
 
 def resolve_precision(options: Options, gpu: bool) -> None:

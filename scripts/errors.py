@@ -2,7 +2,8 @@
 
     0        done
     1        a training failed by itself: a traceback in the log, no memory left, a loss that is no number
-    2        bad input: a flag, a variable, a file; found before anything is written, but for a model's weights
+    2        bad input: a flag, a variable, a file; found before anything is written, but for a model's weights, and
+             what its first step tells
     3        environment: a GPU, a package, a network, a disk not as it must be; a rank that hangs; a failed
              preflight, knob audit
     4        no usable checkpoint to resume from

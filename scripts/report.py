@@ -104,7 +104,7 @@ def prediction_table(runs: list[Run]) -> Table:
     definition["question"] = "How far off are the predictions of time and memory, and where did the time go?"
     definition["note"] = (
         "Measured samples/s are those of the steps alone. Percentages are parts of the measured step: MFU is what the "
-        "model needs at the peak of a product of matrices; forward and backward, optimizer and communication are "
+        "model needs at the hardware's peak; forward and backward, optimizer and communication are "
         "predicted; the rest is what the step took beyond them (less than 0: it was faster). Measured CPU memory is "
         "that of all processes, with the launcher of several ranks, which the estimate leaves out."
     )

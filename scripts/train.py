@@ -63,6 +63,7 @@ from training.checkpoints import (
     find_checkpoint,
     marker_of,
     remove_checkpoints_of_stops,
+    saving,
     step_of,
 )
 from training.chunked_loss import use_chunked_loss
@@ -72,7 +73,7 @@ from training.profiling import ProfileCallback
 from training.record import RunRecord, new_job_id, refuse_finished, sole_writer
 from training.safe_load import load_weights_only, refuse_foreign_code
 from training.stopping import StopCallback, StopRequest
-from training.trainer import WorkshopTrainer, saving
+from training.trainer import WorkshopTrainer
 
 
 def main() -> None:

@@ -14,7 +14,7 @@ HARDWARE_FLAGS = {
     "matmul_tflops": {
         "type": float,
         "default": None,
-        "help": "10^12 operations per second of one GPU in matrix products: matmul_peak_tflops of a run record.",
+        "help": "10^12 operations per second of one GPU in matrix products: at most matmul_peak_tflops of a record.",
     },
     "memory_bandwidth": {"type": float, "default": None, "help": "GB/s of one GPU's memory, read and written."},
     "bus_bandwidth": {

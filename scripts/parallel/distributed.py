@@ -125,7 +125,10 @@ def run_and_exit(main: Callable[[], None]) -> NoReturn:
     meets the interpreter as it shuts down: "terminate called without an active exception", SIGABRT, a failed job.
     """
     survive_lost_output()
-    code = run_and_report(main)
+    try:
+        code = run_and_report(main)
+    except SystemExit as ended:  # the launcher's SIGTERM, while this rank left the error line to rank 0
+        code = exit_code(ended)
     if "WORLD_SIZE" not in os.environ:
         sys.exit(code)
     atexit._run_exitfuncs()
@@ -143,7 +146,7 @@ def run_and_report(main: Callable[[], None]) -> int:
         report(error)
         return error.code
     except SystemExit as ended:
-        return int(ended.code or 0)
+        return exit_code(ended)
     except Exception as error:
         if is_out_of_memory(error):
             what = next((line for line in str(error).splitlines() if is_out_of_memory(line)), "there is none left")
@@ -158,6 +161,14 @@ def run_and_report(main: Callable[[], None]) -> int:
 
 def is_out_of_memory(error: object) -> bool:
     return isinstance(error, torch.OutOfMemoryError) or any(words in str(error) for words in NO_MEMORY)
+
+
+def exit_code(ended: SystemExit) -> int:
+    """The process's exit code; a text, which libraries give to sys.exit, is printed as Python does."""
+    if isinstance(ended.code, str):
+        print(ended.code, file=sys.stderr)
+        return 1
+    return ended.code or 0
 
 
 def world_size() -> int:

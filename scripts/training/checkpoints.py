@@ -18,11 +18,13 @@ import math
 import os
 import re
 import shutil
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from datasets import Dataset
+from safetensors import SafetensorError
 from transformers import PreTrainedModel, TrainerCallback
 
 from config import LATEST, Options
@@ -103,7 +105,8 @@ class CheckpointCallback(TrainerCallback):
         wait_for_everyone()  # each rank has written its files
         if rank() == 0:
             content = self.marker | {"step": state.global_step, "progress": dataclasses.asdict(progress)}
-            mark_complete(folder, content)
+            with saving(folder):
+                mark_complete(folder, content)
             print(f"checkpoint of step {state.global_step} is complete: {folder}", flush=True)
             self.remove_older(Path(args.output_dir), state.best_model_checkpoint)
         self.trainer.saved_step = state.global_step
@@ -143,13 +146,13 @@ def marker_of(job_id: str, options: Options, strategy: str, ranks: int, train_da
     """What is known of every checkpoint of a run: by this, a later one sees whether it can go on from it."""
     values = options.values
     global_batch = values["per_device_train_batch_size"] * values["gradient_accumulation_steps"] * ranks
-    defining = {flag: value for flag, value in values.items() if not MAY_CHANGE.fullmatch(flag)}
+    settings = {flag: from_repository(value) for flag, value in values.items() if not MAY_CHANGE.fullmatch(flag)}
     content = {
         "job_id": job_id,
         "world_size": ranks,
         "strategy": strategy,
         "save_strategy": values["save_strategy"],
-        "settings": {flag: from_repository(value) for flag, value in defining.items()} | {"global_batch": global_batch},
+        "settings": settings | {"global_batch": global_batch},
         "config": flattened(options.deepspeed_config or options.fsdp_config or {}),
         "data": train_dataset._fingerprint,
     }
@@ -162,6 +165,20 @@ def flattened(content: dict, prefix: str = "") -> dict[str, Any]:
     for key, value in content.items():
         flat |= flattened(value, f"{prefix}{key}.") if isinstance(value, dict) else {f"{prefix}{key}": value}
     return flat
+
+
+@contextlib.contextmanager
+def saving(folder: Path) -> Iterator[None]:
+    """Turns what the libraries raise when a disk is full into one line. Raises WorkshopError (exit code 3)."""
+    try:
+        yield
+    except (OSError, RuntimeError, SafetensorError) as error:
+        reason = str(error).splitlines()[0]
+        disk = isinstance(error, OSError | SafetensorError) or "PytorchStreamWriter" in str(error)
+        if not disk and "inline_container" not in str(error):
+            raise
+        way_out = "free disk space or quota, then --resume_from_checkpoint goes on from the last complete checkpoint"
+        raise WorkshopError(folder, f"is not complete, writing failed ({reason})", way_out, ENVIRONMENT) from error
 
 
 def mark_complete(folder: Path, content: dict) -> None:

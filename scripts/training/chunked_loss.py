@@ -10,6 +10,7 @@ Like Liger's FusedLinearCrossEntropy (arXiv:2410.10989, section 3.2) and torch.n
 docs/efficiency.md compares the three.
 """
 
+import inspect
 import math
 from dataclasses import dataclass
 from typing import Any
@@ -51,6 +52,9 @@ def check_head(skeleton: PreTrainedModel) -> None:
     head = skeleton.get_output_embeddings()
     if not isinstance(head, nn.Linear) or head.bias is not None:
         what = f"chunked needs one linear layer without bias as head, {type(skeleton).__name__} has another"
+        raise WorkshopError("--loss", what, USE_FULL)
+    if "loss_function" not in inspect.unwrap(type(skeleton).forward).__code__.co_names:
+        what = f"chunked is wrong for {type(skeleton).__name__}, which has a loss of its own"
         raise WorkshopError("--loss", what, USE_FULL)
 
 
@@ -177,7 +181,7 @@ class CrossEntropyOfHead(torch.autograd.Function):
 
 
 def chunk_of(tokens: int, hidden_size: int) -> int:
-    """Tokens in each of the fewest chunks of equal size, a multiple of ROWS.
+    """Tokens in each of the fewest chunks of equal size, a multiple of ROW_MULTIPLE.
 
     Logits of `hidden_size` tokens are no larger than the head's weight, whose gradient needs that much in any case.
     """

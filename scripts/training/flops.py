@@ -50,7 +50,7 @@ PUBLISHED_PEAKS = {
     "RTX 4090": (165.2, 82.6, 82.6),
 }
 COLUMN = {"float16": 0, "bfloat16": 0, "tf32": 1, "float32": 2}
-PARTIAL = {"MIG", "Laptop"}  # in a name: a part of that GPU, or a smaller one
+OTHER_CARDS = {"MIG", "GRID", "Laptop", "Ti", "D", "FHHL", "64GB"}  # in a name: another card, or a part of one
 
 
 def count_tokens(batch: dict[str, torch.Tensor]) -> torch.Tensor:
@@ -106,7 +106,8 @@ def matmul_peak(dtype: torch.dtype, device: torch.device) -> float:
     tf32 = torch.backends.fp32_precision == "tf32"  # type: ignore[attr-defined]  # of --tf32
     precision = "tf32" if tf32 and dtype == torch.float32 else str(dtype).removeprefix("torch.")
     if device.type == "cuda":
-        published = published_peak(torch.cuda.get_device_name(), precision)
+        # of rank 0's GPU, also where the others have another kind: all measure, or none
+        published = same_everywhere(published_peak(torch.cuda.get_device_name(), precision))
         if published:
             return published
     return measured_peak(precision, dtype, device)
@@ -115,7 +116,7 @@ def matmul_peak(dtype: torch.dtype, device: torch.device) -> float:
 def published_peak(gpu: str, precision: str) -> float | None:
     """Operations per second of a GPU by the name that PyTorch gives it; None where the table has none."""
     words = set(re.split(r"[ -]", gpu))
-    if words & PARTIAL:
+    if words & OTHER_CARDS or any(re.fullmatch(r"[0-9]+[QC]", word) for word in words):  # the latter: of a vGPU
         return None
     for name, peaks in PUBLISHED_PEAKS.items():
         if words >= set(name.split()):

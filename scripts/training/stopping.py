@@ -71,6 +71,8 @@ class StopRequest:
         """End the run with exit code 75 when the ranks agree to stop, with a checkpoint of this step. Collective."""
         if not self.agreed():
             self.training = False
+            if self.signal:  # it came just now
+                sys.exit(128 + self.signal)
             return
         folder = trainer.save_here()
         self.ignore_signals()  # all that was asked for is done: a late one changes no exit code

@@ -2,17 +2,16 @@
 
 import contextlib
 import dataclasses
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
 from transformers import Trainer
 
 from data_loader import IGNORED
-from errors import ENVIRONMENT, WorkshopError
-from training.checkpoints import MARKER, Progress, checkpoint_folder
+from errors import WorkshopError
+from training.checkpoints import MARKER, Progress, checkpoint_folder, saving
 from training.flops import count_tokens
 
 
@@ -153,17 +152,3 @@ def scale_for_stage_0(loss: torch.Tensor, optimizer: Any) -> None:
     if isinstance(optimizer, FP16_Optimizer | FP16_UnfusedOptimizer):
         scale = optimizer.loss_scale_config.cur_scale
         loss.register_hook(lambda gradient: torch.where(gradient > 1, gradient, gradient * scale))
-
-
-@contextlib.contextmanager
-def saving(folder: Path) -> Iterator[None]:
-    """Turns what the libraries raise when a disk is full into one line. Raises WorkshopError (exit code 3)."""
-    try:
-        yield
-    except (OSError, RuntimeError, SafetensorError) as error:
-        reason = str(error).splitlines()[0]
-        disk = isinstance(error, OSError | SafetensorError) or "PytorchStreamWriter" in str(error)
-        if not disk and "inline_container" not in str(error):
-            raise
-        way_out = "free disk space or quota, then --resume_from_checkpoint goes on from the last complete checkpoint"
-        raise WorkshopError(folder, f"is not complete, writing failed ({reason})", way_out, ENVIRONMENT) from error

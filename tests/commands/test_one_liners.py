@@ -73,7 +73,7 @@ def test_one_liner_gives_the_value_of_the_report(record, title):
 def test_one_liner_per_gpu_gives_what_the_job_prints(record):
     run = read_run(record)
     numbers = shell(one_liners()["Peak of each GPU (MiB)"], run.folder, JOB=run.job_id)
-    printed = report.memory_rows(run)
+    printed = report.rows_of_logs(run)
     assert numbers[1::2] == [float(value) for name, value, _ in printed if re.match(r"GPU \d+ memory, peak", name)]
 
 

@@ -2,6 +2,7 @@
 
 import os
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -120,3 +121,34 @@ def test_what_is_there_is_not_compiled_again(monkeypatch, tmp_path, capsys):
     monkeypatch.setattr(sys, "argv", ["build_ops.py"])
     build_ops.main()
     assert capsys.readouterr() == ("", "")
+
+
+def test_another_node_may_still_build_where_it_was_the_last(tmp_path):
+    """Not every file system's locks reach other nodes."""
+    with build_ops.sole_builder(tmp_path) as certain:
+        assert certain
+    with build_ops.sole_builder(tmp_path) as certain:
+        assert certain
+    (tmp_path / "building").write_text("another-node")
+    with build_ops.sole_builder(tmp_path) as certain:
+        assert not certain
+
+
+def test_a_lock_that_is_older_than_any_build_is_removed(tmp_path):
+    lock = tmp_path / "lock"
+    build_ops.wait_for_end(lock, build_ops.LONGEST_BUILD)
+    lock.touch()
+    long_ago = time.time() - 2 * build_ops.LONGEST_BUILD
+    os.utime(lock, (long_ago, long_ago))
+    build_ops.wait_for_end(lock, build_ops.LONGEST_BUILD)
+    assert not lock.exists()
+
+
+def test_a_folder_that_cannot_be_written_is_named(refusal):
+    def build() -> None:
+        with build_ops.sole_builder(Path("/proc/nowhere")):
+            pass
+
+    assert refusal(build, code=3).startswith(
+        "error: TORCH_EXTENSIONS_DIR: /proc/nowhere cannot be written (No such file"
+    )

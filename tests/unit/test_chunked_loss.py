@@ -5,7 +5,16 @@ import copy
 import pytest
 import torch
 import torch.nn.functional as F
-from transformers import BloomConfig, BloomForCausalLM, Gemma2Config, Gemma2ForCausalLM, LlamaConfig, LlamaForCausalLM
+from transformers import (
+    BartConfig,
+    BartForCausalLM,
+    BloomConfig,
+    BloomForCausalLM,
+    Gemma2Config,
+    Gemma2ForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+)
 
 from custom_model import CustomGPTConfig, CustomGPTForCausalLM
 from data_loader import IGNORED
@@ -210,6 +219,12 @@ def test_heads_that_are_not_one_linear_layer_are_refused(change):
     change(model)
     with pytest.raises(WorkshopError, match="LlamaForCausalLM has another; use --loss full"):
         check_head(model)
+
+
+def test_a_model_with_a_loss_of_its_own_is_refused():
+    sizes = {"vocab_size": VOCABULARY, "d_model": 32, "decoder_layers": 1, "decoder_ffn_dim": 32}
+    with pytest.raises(WorkshopError, match="BartForCausalLM, which has a loss of its own; use --loss full"):
+        check_head(BartForCausalLM(BartConfig(**sizes, decoder_attention_heads=2)))
 
 
 def test_the_audit_knows_which_loss_runs():

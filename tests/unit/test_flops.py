@@ -79,6 +79,8 @@ def test_the_peak_of_a_gpu_is_the_published_one(gpu: str, precision: str, tflops
         ("Tesla V100-SXM2-32GB", "tf32"),  # it has none
         ("NVIDIA A100-SXM4-40GB MIG 1g.5gb", "float16"),
         ("NVIDIA GeForce RTX 4090 Laptop GPU", "float16"),
+        ("NVIDIA GeForce RTX 3090 Ti", "float16"),
+        ("NVIDIA A40-48Q", "float16"),  # a virtual one
         ("NVIDIA RTX A4000", "float16"),  # no A40
         ("Quadro P400", "float32"),
     ],
