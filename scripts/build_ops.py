@@ -39,7 +39,6 @@ ON_CPU = {"ShareMemCommBuilder": "deepspeed_shm_comm"}
 CPP_STANDARD = "-std=c++20"  # of PyTorch 2.13's headers
 NO_NVCC = "not found on PATH or in CUDA_HOME"
 LONGEST_BUILD = 600  # seconds
-LONGEST_LOOK = 60  # whether a library is up to date
 
 
 def prepare_deepspeed() -> Path:
@@ -59,6 +58,8 @@ def prepare_deepspeed() -> Path:
     # say) must give the paths of the environment itself
     sys.path[:] = [os.path.realpath(path) if path else path for path in sys.path]
     torch.utils.__path__[:] = map(os.path.realpath, torch.utils.__path__)
+    if builder := sys.modules.get("deepspeed.ops.op_builder.builder"):  # transformers has imported it
+        builder.__file__ = os.path.realpath(str(builder.__file__))
     return folder
 
 
@@ -173,7 +174,7 @@ def compile_missing(builders: Iterable[str]) -> Iterator[WorkshopError]:
     folder = extensions_folder()
     for lock in folder.glob("*/lock"):
         if (lock.parent / f"{lock.parent.name}.so").is_file():  # another run looks whether that is up to date
-            wait_for_end(lock, LONGEST_LOOK)
+            wait_for_end(lock, LONGEST_BUILD)
     if all(library(builder).is_file() for builder in builders):
         return  # before DeepSpeed is imported, which takes seconds
     with sole_builder(folder) as certain:

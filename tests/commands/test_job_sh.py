@@ -249,13 +249,12 @@ def test_without_slurm_the_log_is_kept_all_the_same(stub):
 
 def test_optimizers_are_compiled_before_anything_is_measured(stub, tmp_path):
     """g++ would be the training's peak of CPU memory. The build fails here, and the training runs all the same."""
-    broken = tmp_path / "not a folder"
-    broken.touch()
-    done, _ = stub("print('training')", "--deepspeed", "x.json", TORCH_EXTENSIONS_DIR=broken)
+    broken = {"TORCH_EXTENSIONS_DIR": tmp_path / "extensions", "CXX": "/bin/false"}
+    done, _ = stub("print('training')", "--deepspeed", "x.json", **broken)
     assert done.returncode == 0
     assert done.stdout.index("compiling fused_adam, cpu_adam") < done.stdout.index("training\n")
     assert len([line for line in done.stderr.splitlines() if line.startswith("warning: ")]) == 3, "each is tried"
-    done, _ = stub("print('training')", TORCH_EXTENSIONS_DIR=broken)
+    done, _ = stub("print('training')", **broken)
     assert "compiling" not in done.stdout
 
 
