@@ -190,6 +190,11 @@ def check_combinations(options: Options) -> None:
         raise options.error("label_smoothing_factor", "needs the logits, and chunked has none", "use --loss full")
     if values["loss"] == "chunked" and values["use_liger_kernel"]:
         raise options.error("use_liger_kernel", "has a loss of its own, which would run instead", "use --loss full")
+    # Both modes compare kernels, and inductor files the times under torch.get_float32_matmul_precision() (PyTorch 2.13,
+    # select_algorithm.py and codecache.py). That raises once torch.backends.fp32_precision is "tf32", as --tf32 sets it
+    if values["tf32"] and values["torch_compile_mode"] in ("max-autotune", "max-autotune-no-cudagraphs"):
+        what = f"cannot be combined with {values['torch_compile_mode']}, which PyTorch 2.13 then cannot compile"
+        raise options.error("tf32", what, "leave it out, or use another --torch_compile_mode")
 
 
 def check_custom_sizes(options: Options) -> None:

@@ -27,7 +27,7 @@ from datasets import Dataset
 from safetensors import SafetensorError
 from transformers import PreTrainedModel, TrainerCallback
 
-from config import LATEST, Options
+from config import LATEST, Options, precision_name
 from errors import ENVIRONMENT, NO_CHECKPOINT, WorkshopError
 from json_files import write_json
 from model import count_parameters
@@ -43,6 +43,21 @@ MAY_CHANGE = re.compile(
     r"|resume_from_checkpoint|ddp_timeout|disable_tqdm|dataloader_.*|per_device_(train|eval)_batch_size"
     r"|gradient_accumulation_steps|deepspeed|fsdp|fsdp_config|local_rank|use_cpu"
 )
+
+
+BYTES_OF_ADAM = 8  # two moments in fp32
+# Per parameter of a checkpoint with Adam: of a training in fp32, and in 16 bit
+BYTES_OF_CHECKPOINT = {
+    "plain": (12, 12),
+    "DDP": (12, 12),
+    "FSDP": (16, 16),  # the weights twice
+    "DeepSpeed ZeRO-0": (16, 16),  # from here on the weights twice, in the precision; in 16 bit fp32 masters, too
+    "DeepSpeed ZeRO-1": (20, 16),
+    "DeepSpeed ZeRO-2": (20, 16),
+    "DeepSpeed ZeRO-3": (16, 14),  # the weights once
+}
+# How often a checkpoint holds a head that is tied to the embedding besides it; the other strategies save it once
+TIED_HEADS = {"FSDP": 2, "DeepSpeed ZeRO-0": 1, "DeepSpeed ZeRO-1": 1, "DeepSpeed ZeRO-2": 1}
 
 
 @dataclass
@@ -284,22 +299,28 @@ def check_room(output_dir: str, options: Options, skeleton: PreTrainedModel, str
         raise WorkshopError(place, "cannot be written", "give another --output_dir", ENVIRONMENT)
     if options.values["save_strategy"] == "no":
         return
-    parameters = count_parameters(skeleton)
+    one, model = bytes_to_save(options, skeleton, strategy)
     at_once = (keep or 1) + 1
     if options.values["save_strategy"] == "epoch" and options.values["max_steps"] < 0:
         at_once = min(at_once, math.ceil(options.values["num_train_epochs"]))
-    more = at_once - len(complete_ones([folder])[:keep])  # each of those goes when a new one is complete
-    need = more * bytes_of_checkpoint(parameters, strategy, options.values["optim"])
-    need += 2 * parameters  # the model in the end, in 16 bit at least
-    free = shutil.disk_usage(place).free
-    if free < need:
-        what = f"{free / 2**30:.1f} GiB free, {more} checkpoint(s) and the model need {need / 2**30:.1f} GiB at least"
+    there = len(complete_ones([folder])[:keep]) * one  # each goes when a new one is complete
+    free = shutil.disk_usage(place).free + there
+    if one * at_once + model > free:
+        gib = 2**30
+        what = f"{free / gib:.1f} GiB free, {at_once} checkpoint(s) of {one / gib:.1f} GiB will be there at once"
+        what += f", and a model of {model / gib:.1f}"
         raise WorkshopError(place, what, "free space, give another --output_dir, or --save_strategy no", ENVIRONMENT)
 
 
-def bytes_of_checkpoint(parameters: int, strategy: str, optimizer: str) -> int:
-    """Its least size. Sharded ones hold 14 to 20 bytes per parameter: the weights twice, or in 16 bit and in fp32."""
-    bytes_per_parameter = 12 if strategy in UNSHARDED else 14
-    if "adam" not in optimizer:
-        bytes_per_parameter -= 8  # two moments in fp32
-    return bytes_per_parameter * parameters
+def bytes_to_save(options: Options, skeleton: PreTrainedModel, strategy: str) -> tuple[int, int]:
+    """Bytes of one checkpoint, and of the model at the end. Of optimizers, the state of Adam is known."""
+    parameters = count_parameters(skeleton)
+    in_16_bit = precision_name(options.values) != "fp32"
+    kind = "FSDP" if strategy.startswith("FSDP") else strategy
+    checkpoint = BYTES_OF_CHECKPOINT[kind][in_16_bit] * parameters
+    if "adam" not in getattr(options.values["optim"], "value", options.values["optim"]):
+        checkpoint -= BYTES_OF_ADAM * parameters
+    weight = 2 if in_16_bit and kind.startswith("DeepSpeed") else 4
+    tied_head = weight * (sum(saved.numel() for saved in skeleton.state_dict().values()) - parameters)
+    heads = TIED_HEADS.get(kind, 0)
+    return checkpoint + heads * tied_head, weight * parameters + min(heads, 1) * tied_head

@@ -2,6 +2,7 @@
 
 import json
 import re
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -10,7 +11,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from helpers import REPOSITORY, TINY, Finished, patched, run
 from runs import CONFIGS, OTHER_BATCHES, STRATEGIES, uses
-from training.checkpoints import bytes_of_checkpoint
+from training.checkpoints import bytes_to_save
 from training.safe_load import load_weights_only, refuse_foreign_code
 
 TOLERANCE = 1e-4  # what the order of fp32 additions may change; a lost gradient changes far more
@@ -34,13 +35,15 @@ def test_the_evaluation_does_not_depend_on_how_the_ranks_divide_the_labels(run: 
 
 
 @uses("plain", "ddp-2", "zero0-2", "zero2-2", "zero3-2", "full_shard-2", "bf16_plain", "bf16_zero2")
-def test_a_checkpoint_is_not_much_larger_than_the_least_that_is_asked_of_the_disk(run: Finished):
+def test_a_checkpoint_is_as_large_as_was_expected(run: Finished):
     """Of the files that hold tensors: in a real model the others are nothing."""
     folder = next(run.output.glob("checkpoint-*"))
     files = [path for kind in ("*.pt", "*.bin", "*.safetensors") for path in folder.rglob(kind)]
-    size = sum(path.stat().st_size for path in files)
-    least = bytes_of_checkpoint(run.record["parameters"], run.effective("strategy"), "adamw_torch")
-    assert least <= size < 2 * least
+    values = {"fp16": False, "bf16": run.effective("precision") == "bf16", "optim": "adamw_torch"}
+    skeleton = AutoModelForCausalLM.from_pretrained(run.output)
+    checkpoint, model = bytes_to_save(SimpleNamespace(values=values), skeleton, run.effective("strategy"))
+    assert sum(path.stat().st_size for path in files) == pytest.approx(checkpoint, rel=0.03)
+    assert (run.output / "model.safetensors").stat().st_size == pytest.approx(model, rel=0.03)
 
 
 @uses(*(name for name in STRATEGIES if "zero" in name))

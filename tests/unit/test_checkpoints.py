@@ -286,11 +286,11 @@ def test_a_changed_config_file_is_named_by_its_key(refusal):
 
 def test_too_little_room_is_found_before_the_training(monkeypatch, refusal):
     model = torch.nn.Linear(100, 10, bias=False)
-    options = run_of()[0]
-    monkeypatch.setattr(checkpoints.shutil, "disk_usage", lambda path: SimpleNamespace(free=1000 * (2 * 12 + 2)))
+    options = run_of("--fp16", "False")[0]
+    monkeypatch.setattr(checkpoints.shutil, "disk_usage", lambda path: SimpleNamespace(free=1000 * (2 * 12 + 4)))
     check_room("output/7", options, model, "plain", keep=1)
     line = refusal(check_room, "output/7", options, model, "FSDP2 FULL_SHARD", 1, code=3)
-    what = r"0.0 GiB free, 2 checkpoint\(s\) and the model need 0.0 GiB at least; free space, .*"
+    what = r"0.0 GiB free, 2 checkpoint\(s\) of 0.0 GiB will be there at once, and a model of 0.0; .*"
     assert re.fullmatch(rf"error: \S+/work: {what}", line)
     check_room("output/7", run_of("--save_strategy", "no")[0], model, "DeepSpeed ZeRO-2", keep=10)
     check_room("output/7", run_of("--optim", "sgd")[0], model, "FSDP2 FULL_SHARD", keep=1)

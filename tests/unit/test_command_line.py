@@ -5,6 +5,7 @@ import json
 import re
 
 import pytest
+import torch
 from transformers import TrainingArguments
 
 import config
@@ -244,6 +245,18 @@ CONTRADICTIONS = [
 @pytest.mark.parametrize(("words", "line"), CONTRADICTIONS)
 def test_flags_that_contradict_or_do_nothing_are_refused(words, line, refusal):
     assert refusal(parse, *words.split()) == f"error: {line}"
+
+
+@pytest.mark.parametrize("mode", ["max-autotune", "max-autotune-no-cudagraphs"])
+def test_tf32_with_max_autotune_is_refused_as_pytorch_cannot_compile_it(mode, gpu, refusal, monkeypatch):
+    line = refusal(parse, "--tf32", "True", "--torch_compile_mode", mode)
+    assert line.startswith(f"error: --tf32: cannot be combined with {mode}")
+    parse("--tf32", "True", "--torch_compile_mode", "reduce-overhead")
+    parse("--tf32", "False", "--torch_compile_mode", mode)
+    # the reason: when this no longer raises, the refusal can go
+    monkeypatch.setattr(torch.backends, "fp32_precision", "tf32")
+    with pytest.raises(RuntimeError, match="mix of the legacy and new APIs"):
+        torch.get_float32_matmul_precision()
 
 
 # Precision
