@@ -13,6 +13,7 @@ from transformers import DataCollatorForSeq2Seq, PreTrainedTokenizerBase
 from errors import WorkshopError
 from hub import cannot_load, offline_without_network
 from json_files import parse_json, read_bytes
+from parallel.distributed import print_once
 
 # The answer to a question that its paragraph cannot answer (SQuAD v2.0)
 UNANSWERABLE = "no answer"
@@ -34,6 +35,8 @@ def load_squad(data_args, tokenizer: PreTrainedTokenizerBase, training_args) -> 
     if data_args.samples_per_gpu:
         size = data_args.samples_per_gpu * training_args.world_size
     train = load_set("train", size, data_args, tokenizer, training_args)
+    if cut := sum(train["cut"][:]):
+        print_once(f"{cut} of {size} training questions were cut to --max_length")
     return train, load_evaluation_set(data_args, tokenizer, training_args)
 
 

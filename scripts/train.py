@@ -30,24 +30,21 @@ from errors import ENVIRONMENT
 from evaluate import exact_match_and_f1, load_metric
 from hub import draw_bars_on_terminals_only
 from job.finish import finish
-from job.git_state import git_state
 from model import empty_model, load_model, load_tokenizer, save_model
 from parallel import watchdog
 from parallel.distributed import (
     join_process_group,
     leave_process_group,
-    local_world_size,
     prepare_environment,
     print_once,
     rank,
     run_and_exit,
     same_everywhere,
-    world_size,
 )
 from parallel.ds_config import check_contradictions, check_ds_config
 from parallel.fsdp_config import check_fsdp_config, parallelism, shard_on_cpu, trainer_config
 from tracking import close_trackers, prepare_trackers
-from training.audit import AuditCallback, check_can_train, steps_per_epoch, strategy_name
+from training.audit import AuditCallback, check_can_train, strategy_name
 from training.callbacks import (
     FiniteLossCallback,
     HeartbeatCallback,
@@ -67,7 +64,7 @@ from training.checkpoints import (
     step_of,
 )
 from training.chunked_loss import use_chunked_loss
-from training.compiling import CompiledCallback, compile_or_eager
+from training.compiling import CompiledCallback, check_torch_compile
 from training.flops import flops_of, matmul_peak
 from training.profiling import ProfileCallback
 from training.record import RunRecord, new_job_id, refuse_finished, sole_writer
@@ -93,9 +90,8 @@ def main() -> None:
         options.deepspeed_config = check_ds_config(deepspeed)
         check_compiler(options.deepspeed_config)
     if fsdp:
-        options.fsdp_config = check_fsdp_config(values["fsdp"], values["fsdp_config"], world_size(), local_world_size())
+        options.fsdp_config = check_fsdp_config(values["fsdp"], values["fsdp_config"])
     model_args, data_args = own_arguments(options)
-    git = git_state() if rank() == 0 else None
 
     # 2. The Trainer's arguments. They turn on ZeRO or FSDP; with neither, several processes train with DDP. They must
     #    come before the model: ZeRO-3 shards its weights while they are loaded.
@@ -140,25 +136,24 @@ def main() -> None:
         check_room(args.output_dir, options, skeleton, strategy, args.save_total_limit)
     if data_args.em_f1:
         load_metric()  # if it is missing, the run ends now and not after the training
+    if args.torch_compile:
+        check_torch_compile(args)
 
     # 5. The run record. From here on the run leaves files. A second run of this job's id is refused, and however this
     #    one ends, the record says so.
     with sole_writer(job_id), record:
-        cut = questions_cut(train_dataset, eval_dataset)
-        if cut["train"]:
-            print_once(f"{cut['train']} of {len(train_dataset)} training questions were cut to --max_length")
+        first_step = step_of(checkpoint) if checkpoint else 0
         if checkpoint:
-            print_once(f"going on from step {step_of(checkpoint)}: {checkpoint}")
+            print_once(f"going on from step {first_step}: {checkpoint}")
         record.start(
-            step_of(checkpoint) if checkpoint else 0,
+            first_step,
             run_name=args.run_name,
             output_dir=args.output_dir,
-            git=git,
             resumed_from=checkpoint,
             settings=options.settings(),
             train_size=len(train_dataset),
             eval_size=len(eval_dataset),
-            questions_cut=cut,
+            questions_cut=questions_cut(train_dataset, eval_dataset),
             configs={
                 "model": skeleton.config.to_diff_dict(),
                 "deepspeed": options.deepspeed_config,
@@ -175,7 +170,6 @@ def main() -> None:
         if model_args.loss == "chunked":
             use_chunked_loss(model)
         flops = flops_of(model, record)
-        eager_reason = compile_or_eager(args)
         if fsdp:
             shard_on_cpu()  # where there is no GPU accelerate would run DDP instead, without a word
         trainer = WorkshopTrainer(
@@ -185,19 +179,10 @@ def main() -> None:
             eval_dataset=eval_dataset,
             data_collator=collator(tokenizer, data_args),
         )
-        samples_per_step = len(train_dataset) / steps_per_epoch(trainer)
-        speed = TrainSpeedCallback(trainer, samples_per_step, data_args.profile)
-        utilisation = UtilisationCallback()
-        audit = AuditCallback(trainer, options, record, eager_reason)
-        checkpoints = CheckpointCallback(trainer, marker, speed, checkpoint)
-        stops = StopCallback(stop, trainer, steps_per_epoch(trainer))
-        profile = ProfileCallback(trainer, record, job_id) if data_args.profile else None
-        add_callbacks(trainer, speed, utilisation, audit, RecordCallback(record), checkpoints, stops, profile)
+        add_callbacks(trainer, options, record, stop, marker, checkpoint, flops, peak)
 
         # 7. Training, with an evaluation and a checkpoint after each epoch (--eval_strategy, --save_strategy).
-        result = trainer.train(resume_from_checkpoint=checkpoint)
-        record.measure_memory()
-        record.training(trainer, result.metrics, speed, utilisation, speed.work(flops, peak))
+        trainer.train(resume_from_checkpoint=checkpoint)
         close_trackers(args, job_id, record.content["callbacks"])
         stop.exit_if_stopped(trainer, record)  # with 75, and a checkpoint to go on from
 
@@ -230,22 +215,26 @@ def main() -> None:
     leave_process_group()
 
 
-def add_callbacks(trainer: WorkshopTrainer, speed, utilisation, audit, record, checkpoints, stops, profile) -> None:
-    """After those of transformers, which decide when to log, evaluate and save. Each event calls them in this order."""
-    for callback in (
+def add_callbacks(trainer, options, record, stop, marker, checkpoint, flops, peak) -> None:
+    """What is done beside the steps, in this order at each event, behind transformers' own callbacks, which decide when
+    to log, evaluate and save."""
+    speed = TrainSpeedCallback(trainer, flops, peak, options.values["profile"])
+    utilisation = UtilisationCallback()
+    callbacks = [
         speed,  # its clock stops before the others work
         utilisation,
-        audit,  # ends the run before its first step, if what runs is not what was asked for
-        record,
-        checkpoints,  # mark what was saved as complete
-        stops,  # and only then the run may end
+        AuditCallback(trainer, options, record),  # ends a run that is not what was asked for
+        RecordCallback(trainer, record, speed, utilisation),
+        CheckpointCallback(trainer, marker, speed, checkpoint),  # marks what was saved as complete
+        StopCallback(stop, trainer),  # and only then the run may end
         FiniteLossCallback(trainer),  # ends a run whose loss is no number, where the others would have it saved
-        profile,
         CompiledCallback(),
         HeartbeatCallback(),  # tells the watchdog what comes next
-    ):
-        if callback:
-            trainer.add_callback(callback)
+    ]
+    if options.values["profile"]:
+        callbacks.append(ProfileCallback(trainer, record))
+    for callback in callbacks:
+        trainer.add_callback(callback)
     if not sys.stderr.isatty() and not trainer.args.disable_tqdm:  # lines instead of bars, in a log
         trainer.pop_callback(ProgressCallback)
         trainer.add_callback(LogLinesCallback())

@@ -12,6 +12,7 @@ from accelerate.utils import DistributedType, ParallelismConfig
 
 from errors import ENVIRONMENT, WorkshopError, did_you_mean
 from json_files import read_json
+from parallel.distributed import local_world_size, world_size
 
 SWITCH = (True, False)
 # Each key with its values, or their type:
@@ -39,10 +40,9 @@ FSDP1 = {
 EXPECTED = {list: "a list of class names", int: "a whole number"}
 
 
-def check_fsdp_config(fsdp: object, path: str | None, ranks: int, ranks_per_node: int) -> dict:
+def check_fsdp_config(fsdp: object, path: str | None) -> dict:
     """The content of an FSDP config file (an empty one without a file: FSDP2 FULL_SHARD), sizes resolved.
 
-    ranks, ranks_per_node: of the training, which for a check on a login node are not those of this process.
     Raises WorkshopError: exit code 2 with the file and key at fault, 3 for what this machine cannot run.
     """
     if str(fsdp).lower() != "true":
@@ -50,7 +50,7 @@ def check_fsdp_config(fsdp: object, path: str | None, ranks: int, ranks_per_node
         raise WorkshopError("--fsdp", f"{fsdp!r} is a form that transformers removes", way_out)
     config = check_fsdp_file(path) if path else {}
     source = path or "--fsdp"
-    resolve_sizes(source, config, ranks, ranks_per_node)
+    resolve_sizes(source, config, world_size(), local_world_size())
     if not torch.cuda.is_available():
         if config.get("version") == 1:
             raise WorkshopError(source, "FSDP1 needs a GPU, it crashes with gloo", "use an FSDP2 config", ENVIRONMENT)

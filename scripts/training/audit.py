@@ -66,27 +66,23 @@ def check_can_train(options: Options, skeleton: PreTrainedModel, tokenizer: PreT
 class AuditCallback(TrainerCallback):
     """Prints and records the audit once the model is wrapped; ends the run with exit code 3 on a difference."""
 
-    def __init__(self, trainer: Any, options: Options, record: RunRecord, eager_reason: str = ""):
-        """eager_reason: why nothing can be compiled here, of `compile_or_eager`."""
+    def __init__(self, trainer: Any, options: Options, record: RunRecord):
         self.trainer = trainer
         self.options = options
         self.record = record
-        self.eager_reason = eager_reason
         # before the model is wrapped: FSDP1 then shows each rank's share alone
         self.parameters = count_parameters(trainer.model)
 
     def on_train_begin(self, args, state, control, **kwargs):
-        knobs = audit(self.trainer, self.options, self.parameters, self.eager_reason)
+        knobs = audit(self.trainer, self.options, self.parameters)
         if rank() == 0:
             print(audit_table(knobs), flush=True)
             if self.trainer.is_deepspeed_enabled:
                 print(deepspeed_banner(self.trainer.model_wrapped), flush=True)
-        if self.eager_reason:
-            self.record.content["missing"]["knobs.compiled"] = self.eager_reason
         self.record.update(
             knobs={k.name: {"requested": k.requested, "effective": k.effective} for k in knobs},
             parameters=self.parameters,
-            steps_per_epoch=steps_per_epoch(self.trainer),
+            steps_per_epoch=self.trainer.steps_per_epoch,
         )
         # of all ranks, so that all end with the same error: the others would wait for one that ends alone
         for number, differing in enumerate(gather_lists([knob for knob in knobs if knob.differs])):
@@ -96,7 +92,7 @@ class AuditCallback(TrainerCallback):
                 raise WorkshopError(f"knob audit: {knob.name}", what, "correct the flag or the config", ENVIRONMENT)
 
 
-def audit(trainer: Any, options: Options, parameters: int, eager_reason: str = "") -> list[Audited]:
+def audit(trainer: Any, options: Options, parameters: int) -> list[Audited]:
     """One entry per knob, in the order of the printed table. trainer: a Trainer whose model is wrapped."""
     values = options.values
     engine = trainer.model_wrapped if trainer.is_deepspeed_enabled else None
@@ -120,13 +116,13 @@ def audit(trainer: Any, options: Options, parameters: int, eager_reason: str = "
         Audited("label mode", values["labels"], labels),
         Audited("loss", values["loss"], "chunked" if computes_loss_in_head(trainer.model) else "full"),
         Audited("padding", values["padding"], trainer.data_collator.padding, f"up to {values['max_length']} tokens"),
-        *speed_knobs(trainer, values, eager_reason),
+        *speed_knobs(trainer, values),
         Audited("train size", train_size, len(trainer.train_dataset), "questions"),
         Audited("eval size", values["eval_size"], len(trainer.eval_dataset), "questions"),
         Audited("saving", values["save_strategy"], saving),
     ]
     facts = {
-        "steps per epoch": steps_per_epoch(trainer),
+        "steps per epoch": trainer.steps_per_epoch,
         "parameters": f"{parameters:,}",
         "device": str(trainer.args.device),
     }
@@ -147,7 +143,7 @@ def batch_knobs(trainer: Any, engine, values: dict) -> list[Audited]:
     ]
 
 
-def speed_knobs(trainer: Any, values: dict, eager_reason: str) -> list[Audited]:
+def speed_knobs(trainer: Any, values: dict) -> list[Audited]:
     loader = trainer.callback_handler.train_dataloader
     compiled = compiling.is_compiled(trainer.model_wrapped)
     checkpointing = bool(values["activation_checkpointing"])
@@ -155,8 +151,7 @@ def speed_knobs(trainer: Any, values: dict, eager_reason: str) -> list[Audited]:
         Audited("sampling", values["train_sampling_strategy"], sampling_of(loader)),
         Audited("data workers", values["dataloader_num_workers"], loader.num_workers),
         Audited("checkpointing", checkpointing, trainer.model.is_activation_checkpointing, "by the model itself"),
-        # none that cannot be compiled is a reason to end a run
-        Audited("compiled", bool(values["torch_compile"]), compiled, eager_reason, binding=not eager_reason),
+        Audited("compiled", bool(values["torch_compile"]), compiled),
     ]
 
 
@@ -308,11 +303,6 @@ def labels_of(dataset: Dataset, collator: DataCollatorForSeq2Seq) -> str:
     if dataset[0]["labels"][0] == IGNORED:
         return "answer"
     return "sequence" if collator.label_pad_token_id == IGNORED else "all"
-
-
-def steps_per_epoch(trainer: Trainer) -> int:
-    """Optimizer steps per epoch: batches of one rank over accumulation, rounded up."""
-    return -(-len(trainer.get_train_dataloader()) // trainer.args.gradient_accumulation_steps)
 
 
 def deepspeed_banner(engine) -> str:

@@ -3,7 +3,6 @@
 import math
 import statistics
 import time
-from dataclasses import dataclass, field
 from typing import Any
 
 import psutil
@@ -23,61 +22,47 @@ BAD_LOSSES = 3  # in a row
 FINITE_AGAIN = "lower --learning_rate, or use --bf16 instead of --fp16"
 
 
-@dataclass
-class TokenCounts:
-    """Sums of count_tokens over all ranks: of all steps, and of those that the steady rate is taken from."""
-
-    whole: list[int] = field(default_factory=lambda: [0] * KINDS_OF_TOKENS)
-    steady: list[int] = field(default_factory=lambda: [0] * KINDS_OF_TOKENS)
-
-    def __add__(self, other: "TokenCounts") -> "TokenCounts":
-        def add(own: list[int], others: list[int]) -> list[int]:
-            return [a + b for a, b in zip(own, others, strict=True)]
-
-        return TokenCounts(add(self.whole, other.whole), add(self.steady, other.steady))
-
-
-def as_list(tokens: Any) -> list[int]:
-    return tokens.tolist() if torch.is_tensor(tokens) else [0] * KINDS_OF_TOKENS
-
-
 class TrainSpeedCallback(TrainerCallback):
     """Rate of the optimizer steps alone: without the first steps, evaluation, saving and logging.
 
     The Trainer's own train_samples_per_second divides by everything between start and end.
     """
 
-    def __init__(self, trainer: Any, samples_per_step: float, profiled: bool = False):
-        """trainer: a WorkshopTrainer, which counts the tokens. profiled: whether the steps behind the warm-up are slow.
+    def __init__(self, trainer: Any, flops: ModelFlops | None, peak: float, profiled: bool = False):
+        """trainer: a WorkshopTrainer, which counts the tokens. peak: operations per second of one rank, for MFU.
 
-        samples_per_step: of all ranks together, on average (an epoch's last step may hold fewer).
+        profiled: whether the steps behind the warm-up are profiled, and slow.
         """
         self.trainer = trainer
-        self.samples_per_step = samples_per_step
+        self.flops = flops
+        self.peak = peak
         self.warm_up_steps = WARM_UP_STEPS + (PROFILED_STEPS if profiled else 0)
+        self.warm_up_seconds: float | None = None
+        # of the steady steps
         self.steps = 0
         self.seconds = 0.0
-        self.tokens: Any = 0  # of these steps, of this rank and run: a tensor of count_tokens
-        self.earlier = TokenCounts()
-        self.started = None
-        self.warm_up_seconds: float | None = None
+        self.tokens = torch.zeros_like(trainer.tokens)
+        # of all ranks in the runs before: of their whole training, and of its steady steps
+        self.earlier_tokens = torch.zeros(2, KINDS_OF_TOKENS, dtype=torch.int64)
+        self.started: float | None = None
 
     def on_train_begin(self, args, state, control, **kwargs):
         self.begun = clock()
+        self.first_step = state.global_step  # a resumed run warms up again
+
+    def go_on_from(self, steps: int, seconds: float, tokens: list[list[int]]) -> None:
+        """Count those of the runs before as well."""
+        self.steps = steps
+        self.seconds = seconds
+        self.earlier_tokens = torch.tensor(tokens)
 
     def on_step_begin(self, args, state, control, **kwargs):
-        if self.started is None and self.first_step_seen(state) >= self.warm_up_steps:
+        if self.started is None and state.global_step - self.first_step >= self.warm_up_steps:
             self.started = clock()
             if self.warm_up_seconds is None:
                 self.warm_up_seconds = self.started - self.begun
             self.steps_at_start = state.global_step
             self.tokens_at_start = self.trainer.tokens
-
-    def first_step_seen(self, state) -> int:
-        """Steps done by this process: a resumed run warms up again."""
-        if not hasattr(self, "first"):
-            self.first = state.global_step
-        return state.global_step - self.first
 
     def on_step_end(self, args, state, control, **kwargs):
         if control.should_evaluate or control.should_save:
@@ -86,12 +71,6 @@ class TrainSpeedCallback(TrainerCallback):
     def on_epoch_end(self, args, state, control, **kwargs):
         self.pause(state)
 
-    def go_on_from(self, steps: int, seconds: float, tokens: TokenCounts) -> None:
-        """Count those of the runs before as well."""
-        self.steps = steps
-        self.seconds = seconds
-        self.earlier = tokens
-
     def pause(self, state) -> None:
         if self.started is not None:
             self.seconds += clock() - self.started
@@ -99,38 +78,36 @@ class TrainSpeedCallback(TrainerCallback):
             self.tokens = self.tokens + self.trainer.tokens - self.tokens_at_start
             self.started = None
 
-    def token_counts(self) -> TokenCounts:
-        """Of all ranks, and of the runs before. Collective."""
-        ranks = gather_lists([as_list(self.trainer.tokens), as_list(self.tokens)])
-        whole, steady = ([sum(counts) for counts in zip(*kind, strict=True)] for kind in zip(*ranks, strict=True))
-        return self.earlier + TokenCounts(whole, steady)
+    def all_tokens(self) -> list[list[int]]:
+        """Of all ranks, with those of the runs before: in the whole training, and in its steady steps. Collective."""
+        ranks = gather_lists([self.trainer.tokens.tolist(), self.tokens.tolist()])
+        return (torch.tensor(ranks).sum(0) + self.earlier_tokens).tolist()
 
-    def rates(self) -> dict:
-        """Steady steps and samples per second (of all ranks together), and how long it took to get there."""
-        rate = self.steps / self.seconds if self.steps else None
+    def measured(self) -> dict:
+        """Steady rates (of all ranks together), how long it took to get there, tokens, and MFU. Collective."""
+        whole, steady = self.all_tokens()
+        real, padding, counted, _ = whole
+        steady_real, _, steady_counted, steady_squares = steady
+        rate = tokens_per_second = mfu = None
+        if self.steps:
+            rate = self.steps / self.seconds
+            tokens_per_second = round(steady_real / self.seconds, 1)
+        if self.steps and self.flops:
+            needed = self.flops.needed(steady_real, steady_counted, steady_squares)
+            mfu = round(100 * needed / (self.seconds * self.peak * world_size()), 2)
+        # on average: an epoch's last step may hold fewer
+        samples_per_step = len(self.trainer.train_dataset) / self.trainer.steps_per_epoch
         return {
             "warm_up_seconds": self.warm_up_seconds and round(self.warm_up_seconds, 2),
             "steady_steps": self.steps,
             "steady_steps_per_second": rate and round(rate, 4),
-            "steady_samples_per_second": rate and round(rate * self.samples_per_step, 3),
-        }
-
-    def work(self, flops: ModelFlops | None, peak: float) -> dict:
-        """Tokens, the steady rate of real ones, and MFU against the `peak` of one rank. Collective."""
-        counts = self.token_counts()
-        real, padding, counted, _ = counts.whole
-        steady_real, _, steady_counted, steady_squares = counts.steady
-        mfu = None
-        if flops and self.steps:
-            needed = flops.needed(steady_real, steady_counted, steady_squares)
-            mfu = 100 * needed / (self.seconds * peak * world_size())
-        return {
+            "steady_samples_per_second": rate and round(rate * samples_per_step, 3),
             "real_tokens": real,
             "padding_tokens": padding,
             "counted_tokens": counted,
-            "steady_tokens_per_second": round(steady_real / self.seconds, 1) if self.steps else None,
-            "mfu_percent": mfu and round(mfu, 2),
-            "matmul_peak_tflops": round(peak / 1e12, 4),
+            "steady_tokens_per_second": tokens_per_second,
+            "mfu_percent": mfu,
+            "matmul_peak_tflops": round(self.peak / 1e12, 4),
         }
 
 
@@ -211,8 +188,11 @@ class LogLinesCallback(TrainerCallback):
 class RecordCallback(TrainerCallback):
     """Keeps the run record up to date, so that a killed run loses nothing that was measured."""
 
-    def __init__(self, record):
+    def __init__(self, trainer: Any, record: Any, speed: TrainSpeedCallback, utilisation: UtilisationCallback):
+        self.trainer = trainer
         self.record = record
+        self.speed = speed
+        self.utilisation = utilisation
 
     def on_step_end(self, args, state, control, **kwargs):
         # What was not logged by the end counts in the Trainer's train_loss as rank 0 has it, not as the mean of all
@@ -229,6 +209,10 @@ class RecordCallback(TrainerCallback):
 
     def on_evaluate(self, args, state, control, **kwargs):
         self.record.update(eval=evaluations(state.log_history))
+
+    def on_train_end(self, args, state, control, **kwargs):
+        metrics = state.log_history[-1]  # train_loss, train_runtime ...
+        self.record.training(self.trainer, metrics, self.speed, self.utilisation)
 
 
 class HeartbeatCallback(TrainerCallback):

@@ -32,7 +32,7 @@ from errors import ENVIRONMENT, NO_CHECKPOINT, WorkshopError
 from json_files import write_json
 from model import count_parameters
 from parallel.distributed import gather_lists, rank, wait_for_everyone, world_size
-from training.callbacks import TokenCounts, TrainSpeedCallback, clock
+from training.callbacks import TrainSpeedCallback, clock
 from training.record import from_repository, restarted_by_slurm
 
 MARKER = "complete.json"
@@ -70,8 +70,7 @@ class Progress:
     unlogged_losses: list[float]  # of each rank, since then
     steady_steps: int
     steady_seconds: float
-    tokens: list[int]
-    steady_tokens: list[int]
+    tokens: list[list[int]]  # in the whole training, and in its steady steps
 
     @property
     def unlogged_loss(self) -> float:
@@ -100,12 +99,10 @@ class CheckpointCallback(TrainerCallback):
             self.trainer.saved_step = saved["step"]
             progress = Progress(**saved["progress"])
             self.trainer.go_on_from(progress)
-            tokens = TokenCounts(progress.tokens, progress.steady_tokens)
-            self.speed.go_on_from(progress.steady_steps, progress.steady_seconds, tokens)
+            self.speed.go_on_from(progress.steady_steps, progress.steady_seconds, progress.tokens)
 
     def on_save(self, args, state, control, **kwargs):
         unlogged = [loss for (loss,) in gather_lists([float(self.trainer._tr_loss)])]
-        tokens = self.speed.token_counts()
         progress = Progress(
             seconds=self.trainer.earlier_seconds + clock() - self.started,
             logged_loss=self.trainer._total_loss_scalar,
@@ -113,8 +110,7 @@ class CheckpointCallback(TrainerCallback):
             unlogged_losses=unlogged,
             steady_steps=self.speed.steps,
             steady_seconds=self.speed.seconds,
-            tokens=tokens.whole,
-            steady_tokens=tokens.steady,
+            tokens=self.speed.all_tokens(),
         )
         folder = checkpoint_folder(args.output_dir, state.global_step)
         wait_for_everyone()  # each rank has written its files

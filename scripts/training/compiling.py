@@ -1,4 +1,4 @@
-"""torch.compile, for `--torch_compile`: the model's blocks as fused kernels, or eager where nothing can be compiled."""
+"""torch.compile, for `--torch_compile`: the model's blocks as fused kernels."""
 
 import contextlib
 import os
@@ -9,35 +9,25 @@ from typing import Any
 import torch
 from transformers import TrainerCallback
 
+from errors import ENVIRONMENT, WorkshopError
 from parallel import watchdog
-from parallel.distributed import gather_lists, rank
+from parallel.distributed import rank
 from training.callbacks import WARM_UP_STEPS
 
 
-def compile_or_eager(training_args: Any) -> str:
-    """Switch --torch_compile off on all ranks where one cannot compile (no C++ compiler, say). Collective.
-
-    Returns the reason, else "". To be called before the Trainer is made: accelerate reads what is set here then.
-    """
-    if not training_args.torch_compile:
-        return ""
+def check_torch_compile(training_args: Any) -> None:
+    """Compile one function, before anything is written. Raises WorkshopError (exit code 3) where that fails."""
     # one block is compiled for all of its kind: minutes less, and the hooks of FSDP and DeepSpeed stay outside
     os.environ.setdefault("ACCELERATE_DYNAMO_USE_REGIONAL_COMPILATION", "1")
-    backend = training_args.torch_compile_backend
-    own_reason = ""
     watchdog.beat("trying torch.compile")
+    backend = training_args.torch_compile_backend
     trial = torch.compile(torch.sin, backend=backend, mode=training_args.torch_compile_mode)
     try:
         trial(torch.ones(2, device=training_args.device))
     except Exception as error:  # whatever PyTorch, Triton and the compilers end with
-        said = str(error).strip().splitlines() or [type(error).__name__]
-        own_reason = f"{backend} cannot compile on {socket.gethostname()} ({said[0]})"
-    reasons = [reason for (reason,) in gather_lists([own_reason]) if reason]
-    if not reasons:
-        return ""
-    training_args.torch_compile = False
-    training_args.torch_compile_backend = "no"  # accelerate's name for eager
-    return reasons[0]
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+        what = f"{backend} cannot compile on {socket.gethostname()} ({reason})"
+        raise WorkshopError("--torch_compile", what, "load a C++ compiler, or leave it out", ENVIRONMENT) from error
 
 
 def is_compiled(model: torch.nn.Module) -> bool:

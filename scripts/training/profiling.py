@@ -8,7 +8,6 @@ that are profiled are therefore slower, and left out of the steady rates.
 
 import atexit
 import contextlib
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -30,11 +29,11 @@ Interval = tuple[int, int]  # nanoseconds
 class ProfileCallback(TrainerCallback):
     """Profiles the steps behind the warm-up, on every rank, and writes the breakdown into the record."""
 
-    def __init__(self, trainer: WorkshopTrainer, record: RunRecord, job_id: str):
+    def __init__(self, trainer: WorkshopTrainer, record: RunRecord):
         self.trainer = trainer
         trainer.phase = self.phase
         self.record = record
-        self.trace = Path("profile") / job_id / f"rank_{rank()}.json.gz"
+        self.trace = Path("profile") / record.content["job_id"] / f"rank_{rank()}.json.gz"
         self.profiler: Any = None
         self.step: Any = None
         self.optimizer_step: Any = None
@@ -100,21 +99,12 @@ class ProfileCallback(TrainerCallback):
         profiler = self.profiler
         self.stop()
         found = breakdown(profiler.profiler.kineto_results.events())
-        ranks = [of_rank for (of_rank,) in gather_lists([found | {"trace": self.write_trace(profiler)}])]
+        self.trace.parent.mkdir(parents=True, exist_ok=True)
+        profiler.export_chrome_trace(str(self.trace))
+        ranks = [of_rank for (of_rank,) in gather_lists([found | {"trace": str(self.trace)}])]
         self.record.update(profile=ranks)
         if rank() == 0:
             print(table(ranks), flush=True)
-
-    def write_trace(self, profiler: Any) -> str | None:
-        """Where the trace of this rank is; None with a warning where it cannot be, as no training ends for that."""
-        try:
-            self.trace.parent.mkdir(parents=True, exist_ok=True)
-            profiler.export_chrome_trace(str(self.trace))
-        except OSError as error:
-            what = f"cannot be written ({error.strerror}); the training goes on, and the record has the parts of a step"
-            print(f"warning: {self.trace}: {what}", file=sys.stderr, flush=True)
-            return None
-        return str(self.trace)
 
     def on_train_end(self, args, state, control, **kwargs):
         if not self.done:
@@ -224,6 +214,5 @@ def table(ranks: list[dict]) -> str:
         lines.append(f"{name:22}" + "".join(f"{cell:>20}" for cell in cells))
     hidden = (f"{1000 * r['hidden_communication']:10.1f} ms       " for r in ranks)
     lines.append(f"{'  hidden beside it':22}" + "".join(f"{cell:>20}" for cell in hidden))
-    if ranks[0]["trace"]:
-        lines.append(f"traces: {Path(ranks[0]['trace']).parent}; open them in https://ui.perfetto.dev")
+    lines.append(f"traces: {Path(ranks[0]['trace']).parent}; open them in https://ui.perfetto.dev")
     return "\n".join(lines)

@@ -46,7 +46,7 @@ gives the reason under the same name; a number that is not finite is null as wel
                         avg_mem_total_MB; on the CPU avg_cpu_util_%, std_cpu_util_%, avg_process_mem_MB
     profile             of a run with --profile, per rank: steps, seconds_per_step, and of these data, forward,
                         backward, optimizer, communication (with nothing computed beside it), other;
-                        hidden_communication; trace (its file, null where it could not be written)
+                        hidden_communication; trace (its file)
     peak_gpu_memory     per rank: allocated_mib, reserved_mib, as PyTorch counted up to the end of training
     peak_pinned_memory  of page-locked CPU memory, per rank: active_mib (blocks in use), allocated_mib (with those kept
                         for later use), as PyTorch counted up to the end of training
@@ -70,6 +70,7 @@ import torch
 
 from errors import ENVIRONMENT, WorkshopError
 from job.finish import finish, now, outcome, read_record
+from job.git_state import git_state
 from json_files import write_json
 from parallel.distributed import gather_lists, is_out_of_memory, rank, same_everywhere
 from paths import REPOSITORY
@@ -165,6 +166,7 @@ class RunRecord:
             "pid": os.getpid(),
             "world_size": len(hosts),
             "hardware": hardware(len(hosts)),
+            "git": git_state() if rank() == 0 else None,
             "bandwidth": bandwidth(),
             "versions": {"python": platform.python_version()} | {name: version(name) for name in PACKAGES},
             **values,
@@ -200,12 +202,10 @@ class RunRecord:
                 self.path, f"cannot be written ({error.strerror})", "free disk space or quota", ENVIRONMENT
             ) from error
 
-    def training(self, trainer, metrics: dict, speed, utilisation, work: dict) -> None:
-        """Note what the Trainer reports at the end of a training, and what the callbacks measured. Collective.
-
-        work: of TrainSpeedCallback.
-        """
-        steady = speed.rates()
+    def training(self, trainer, metrics: dict, speed, utilisation) -> None:
+        """Note what the Trainer reports at the end of a training, and what the callbacks measured. Collective."""
+        self.measure_memory()
+        measured = speed.measured()
         losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
         self.update(
             train={
@@ -215,19 +215,18 @@ class RunRecord:
                 "runtime_s": metrics["train_runtime"],
                 "samples_per_second": metrics["train_samples_per_second"],
                 "steps_per_second": metrics["train_steps_per_second"],
-                **steady,
-                **work,
+                **measured,
             }
         )
         means = {
-            "train/steps_per_second_mean": steady["steady_steps_per_second"],
-            "train/samples_per_second_mean": steady["steady_samples_per_second"],
+            "train/steps_per_second_mean": measured["steady_steps_per_second"],
+            "train/samples_per_second_mean": measured["steady_samples_per_second"],
         }
         if utilisation.reason:
             self.content["missing"]["callbacks.avg_gpu_util_%"] = utilisation.reason
-        if steady["warm_up_seconds"] is None:
+        if measured["warm_up_seconds"] is None:
             self.content["missing"]["train.warm_up_seconds"] = "too few steps for a warm-up"
-        if not steady["steady_steps"]:
+        if not measured["steady_steps"]:
             for name in ("steady_samples_per_second", "steady_tokens_per_second", "mfu_percent"):
                 self.content["missing"].setdefault(f"train.{name}", "too few steps after the warm-up")
         self.update(callbacks=means | utilisation.means())

@@ -94,11 +94,10 @@ def signal_name(number: int) -> str:
 class StopCallback(TrainerCallback):
     """Asks after each step and each save whether to stop. Comes behind the Trainer's own callback, and overrules it."""
 
-    def __init__(self, stop: StopRequest, trainer: Any, steps_per_epoch: int):
+    def __init__(self, stop: StopRequest, trainer: Any):
         """trainer: a WorkshopTrainer, which knows what it has saved."""
         self.stop = stop
         self.trainer = trainer
-        self.steps_per_epoch = steps_per_epoch
 
     def on_train_begin(self, args, state, control, **kwargs):
         self.stop.begin_training()
@@ -122,7 +121,7 @@ class StopCallback(TrainerCallback):
         return control
 
     def ends_epoch(self, state) -> bool:
-        return state.global_step % self.steps_per_epoch == 0 or state.global_step >= state.max_steps
+        return state.global_step % self.trainer.steps_per_epoch == 0 or state.global_step >= state.max_steps
 
     def on_save(self, args, state, control, **kwargs):
         if self.stop.agreed():

@@ -2,7 +2,9 @@
 
 import contextlib
 import dataclasses
+import math
 from collections.abc import Callable
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +14,7 @@ from transformers import Trainer
 from data_loader import IGNORED
 from errors import WorkshopError
 from training.checkpoints import MARKER, Progress, checkpoint_folder, saving
-from training.flops import count_tokens
+from training.flops import KINDS_OF_TOKENS, count_tokens
 
 
 class WorkshopTrainer(Trainer):
@@ -27,17 +29,23 @@ class WorkshopTrainer(Trainer):
 
     earlier_seconds = 0.0  # of training, before the checkpoint that this run goes on from
     saved_step = 0  # of the last checkpoint that is complete, 0 without one
-    tokens: Any = 0  # of this rank and run: a tensor of count_tokens, once there was a batch
     # told where a step is: its data, forward pass, backward pass, optimizer (--profile)
     phase: Callable[[str], contextlib.AbstractContextManager] = contextlib.nullcontext
     loss_of_step: Any = 0  # sum over the micro batches of this optimizer step; FiniteLossCallback sets it back
 
     def __init__(self, *args, **kwargs):
         super().__init__(*args, **kwargs)
+        # of this rank and run, see count_tokens
+        self.tokens = torch.zeros(KINDS_OF_TOKENS, dtype=torch.int64, device=self.args.device)
         # read by train(), which wraps the model
         plugin = getattr(self.accelerator.state, "fsdp_plugin", None)
         if plugin and plugin.fsdp_version == 2 and plugin.mixed_precision_policy is not None:
             plugin.mixed_precision_policy = dataclasses.replace(plugin.mixed_precision_policy, output_dtype=None)
+
+    @cached_property
+    def steps_per_epoch(self) -> int:
+        """Optimizer steps: batches of one rank over accumulation, rounded up."""
+        return math.ceil(len(self.get_train_dataloader()) / self.args.gradient_accumulation_steps)
 
     def create_optimizer(self, *args, **kwargs):
         optimizer = super().create_optimizer(*args, **kwargs)

@@ -27,8 +27,10 @@ class Run:
         self.now = 100.0
         monkeypatch.setattr(callbacks, "clock", lambda: self.now)
         self.state = SimpleNamespace(global_step=first_step)
-        self.trainer = SimpleNamespace(tokens=0)
-        self.callback = TrainSpeedCallback(self.trainer, SAMPLES_PER_STEP)
+        tokens = torch.zeros(4, dtype=torch.int64)
+        self.trainer = SimpleNamespace(tokens=tokens, train_dataset=range(10 * SAMPLES_PER_STEP), steps_per_epoch=10)
+        flops = SimpleNamespace(needed=lambda real, counted, squares: real + 10 * counted + squares / 100)
+        self.callback = TrainSpeedCallback(self.trainer, flops, peak=5000.0)
         self.done = 0
         self.callback.on_train_begin(None, self.state, None)
 
@@ -52,34 +54,31 @@ class Run:
             self.step()
         self.end_epoch()
 
+    def measured(self, *names: str) -> list:
+        found = self.callback.measured()
+        return [found[name] for name in names]
+
+
+RATES = ("warm_up_seconds", "steady_steps", "steady_steps_per_second", "steady_samples_per_second")
+
 
 def test_warm_up_and_pauses_between_epochs_are_left_out(monkeypatch):
     run = Run(monkeypatch)
     run.epoch(10)
     run.epoch(10)
-    assert run.callback.rates() == {
-        "warm_up_seconds": 60.0 * WARM_UP_STEPS,
-        "steady_steps": 20 - WARM_UP_STEPS,
-        "steady_steps_per_second": 0.5,
-        "steady_samples_per_second": 0.5 * SAMPLES_PER_STEP,
-    }
+    assert run.measured(*RATES) == [60.0 * WARM_UP_STEPS, 20 - WARM_UP_STEPS, 0.5, 0.5 * SAMPLES_PER_STEP]
 
 
 def test_tokens_are_counted_in_all_steps_and_their_rate_in_the_steady_ones(monkeypatch):
     run = Run(monkeypatch)
     run.epoch(10)
     run.epoch(10)
-    flops = SimpleNamespace(needed=lambda real, counted, squares: real + 10 * counted + squares / 100)
+    assert run.measured("real_tokens", "padding_tokens", "counted_tokens") == [20_000, 5000, 1800]
     per_step = 1000 + 10 * 90 + 200_000 / 100
-    assert run.callback.work(flops, peak=5000.0) == {
-        "real_tokens": 20_000,
-        "padding_tokens": 5000,
-        "counted_tokens": 1800,
-        "steady_tokens_per_second": 500.0,
-        "mfu_percent": round(100 * per_step / 2 / 5000, 2),
-        "matmul_peak_tflops": 0.0,
-    }
-    assert run.callback.work(None, peak=5e12)["mfu_percent"] is None
+    mfu = round(100 * per_step / 2 / 5000, 2)
+    assert run.measured("steady_tokens_per_second", "mfu_percent") == [500.0, mfu]
+    run.callback.flops = None
+    assert run.measured("mfu_percent") == [None]
 
 
 def test_a_resumed_run_counts_the_tokens_on(monkeypatch):
@@ -89,14 +88,12 @@ def test_a_resumed_run_counts_the_tokens_on(monkeypatch):
     first = Run(monkeypatch)
     first.epoch(10)
     second = Run(monkeypatch, first_step=10)
-    rates = first.callback.steps, first.callback.seconds, first.callback.token_counts()
-    second.callback.go_on_from(*rates)
+    second.callback.go_on_from(first.callback.steps, first.callback.seconds, first.callback.all_tokens())
     second.epoch(10)
-    counts = second.callback.token_counts()
-    assert counts.whole == whole.callback.token_counts().whole
-    steady_steps = second.callback.steps
-    assert counts.steady == [steady_steps * count for count in TOKENS_PER_STEP]
-    assert second.callback.work(None, 1.0)["steady_tokens_per_second"] == 500.0
+    in_all, in_steady_steps = second.callback.all_tokens()
+    assert in_all == whole.callback.all_tokens()[0]
+    assert in_steady_steps == [second.callback.steps * count for count in TOKENS_PER_STEP]
+    assert second.measured("steady_tokens_per_second") == [500.0]
 
 
 @pytest.mark.parametrize("pause", ["evaluate", "save"])
@@ -105,34 +102,26 @@ def test_pauses_within_an_epoch_are_left_out(pause, monkeypatch):
     for number in range(12):
         run.step(**{pause: number % 4 == 3})
     run.end_epoch()
-    assert run.callback.rates()["steady_steps_per_second"] == 0.5
-    assert run.callback.rates()["steady_steps"] == 12 - WARM_UP_STEPS
+    assert run.measured("steady_steps", "steady_steps_per_second") == [12 - WARM_UP_STEPS, 0.5]
 
 
 def test_warm_up_may_last_longer_than_the_first_epoch(monkeypatch):
     run = Run(monkeypatch)
     for _ in range(3):
         run.epoch(2)
-    assert run.callback.rates()["steady_steps"] == 6 - WARM_UP_STEPS
-    assert run.callback.rates()["steady_steps_per_second"] == 0.5
+    assert run.measured("steady_steps", "steady_steps_per_second") == [6 - WARM_UP_STEPS, 0.5]
 
 
 def test_resumed_run_warms_up_again(monkeypatch):
     run = Run(monkeypatch, first_step=500)
     run.epoch(10)
-    assert run.callback.rates()["steady_steps"] == 10 - WARM_UP_STEPS
-    assert run.callback.rates()["steady_steps_per_second"] == 0.5
+    assert run.measured("steady_steps", "steady_steps_per_second") == [10 - WARM_UP_STEPS, 0.5]
 
 
 def test_run_without_steps_after_the_warm_up_has_no_rate(monkeypatch):
     run = Run(monkeypatch)
     run.epoch(WARM_UP_STEPS)
-    assert run.callback.rates() == {
-        "warm_up_seconds": None,
-        "steady_steps": 0,
-        "steady_steps_per_second": None,
-        "steady_samples_per_second": None,
-    }
+    assert run.measured(*RATES) == [None, 0, None, None]
 
 
 def test_each_evaluation_of_the_log_becomes_an_entry():

@@ -125,7 +125,7 @@ def callback(save_total_limit: int | None) -> CheckpointCallback:
     trainer = SimpleNamespace(_tr_loss=0.5, _total_loss_scalar=20.0, _globalstep_last_logged=18, earlier_seconds=7.0)
     trainer.tokens = torch.tensor([100, 20, 90, 5000])
     trainer.args = SimpleNamespace(save_total_limit=save_total_limit)
-    watching = CheckpointCallback(trainer, MARKED, TrainSpeedCallback(trainer, 4), None)
+    watching = CheckpointCallback(trainer, MARKED, TrainSpeedCallback(trainer, None, 1.0), None)
     watching.on_train_begin(None, None, None)
     return watching
 
@@ -147,8 +147,7 @@ def test_saving_marks_the_new_checkpoint_and_then_removes_the_older_ones():
         "unlogged_losses": [0.5],
         "steady_steps": 0,
         "steady_seconds": 0.0,
-        "tokens": [100, 20, 90, 5000],
-        "steady_tokens": [0, 0, 0, 0],
+        "tokens": [[100, 20, 90, 5000], [0, 0, 0, 0]],
     }
     assert not (killed.parent / "checkpoint-10").exists()
 
@@ -181,7 +180,7 @@ def test_a_job_that_slurm_starts_again_goes_on_from_its_own_checkpoint(monkeypat
 
 
 def test_progress_of_another_number_of_ranks_is_their_mean(monkeypatch):
-    progress = Progress(1.0, 20.0, 18, [1.0, 3.0], 4, 2.0, [], [])
+    progress = Progress(1.0, 20.0, 18, [1.0, 3.0], 4, 2.0, [])
     assert progress.unlogged_loss == 2
     monkeypatch.setenv("WORLD_SIZE", "2")
     monkeypatch.setenv("RANK", "1")

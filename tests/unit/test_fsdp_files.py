@@ -38,24 +38,27 @@ def test_shipped_files_differ_from_full_shard_in_one_thing(path):
         ({"dp_shard_size": 3, "dp_replicate_size": 2}, "3 x dp_replicate_size 2 is not the world size 4"),
     ],
 )
-def test_wrong_file_is_one_line(tmp_path, refusal, content, message):
+def test_wrong_file_is_one_line(tmp_path, refusal, monkeypatch, content, message):
+    monkeypatch.setenv("WORLD_SIZE", "4")
     path = tmp_path / "fsdp.json"
     path.write_text(json.dumps(content))
-    error = refusal(check_fsdp_config, True, str(path), 4, 4)
+    error = refusal(check_fsdp_config, True, str(path))
     assert error.startswith(f"error: {path}")
     assert message in error
 
 
 def test_an_old_string_is_refused_with_what_to_use(refusal):
-    line = refusal(check_fsdp_config, "full_shard auto_wrap", None, 2, 2)
+    line = refusal(check_fsdp_config, "full_shard auto_wrap", None)
     assert line.endswith("removes; use --fsdp --fsdp_config with a file of fsdp_configs/")
 
 
 @pytest.mark.parametrize(
     ("world", "per_node", "shard", "replicate"), [(8, 4, 4, 2), (4, 4, 4, 1), (2, 1, 1, 2), (1, 1, 1, 1)]
 )
-def test_auto_means_ranks_per_node_and_nodes(world, per_node, shard, replicate):
-    config = check_fsdp_config(True, str(REPOSITORY / "fsdp_configs" / "hybrid_shard.json"), world, per_node)
+def test_auto_means_ranks_per_node_and_nodes(monkeypatch, world, per_node, shard, replicate):
+    monkeypatch.setenv("WORLD_SIZE", str(world))
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", str(per_node))
+    config = check_fsdp_config(True, str(REPOSITORY / "fsdp_configs" / "hybrid_shard.json"))
     assert (config["dp_shard_size"], config["dp_replicate_size"]) == (shard, replicate)
     assert fsdp_name(config) == ("FSDP2 HYBRID_SHARD" if replicate > 1 else "FSDP2 FULL_SHARD")
 

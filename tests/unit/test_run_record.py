@@ -23,6 +23,12 @@ from training.record import RunRecord, new_job_id, refuse_finished
 GIT = {"commit": "0" * 40, "dirty": False}
 
 
+@pytest.fixture(autouse=True)
+def asked_before(monkeypatch):
+    """job.sh has asked git; here no program is started."""
+    monkeypatch.setenv("JOB_GIT", json.dumps(GIT))
+
+
 def schema_section() -> str:
     return record.__doc__[record.__doc__.index("    schema ") :]
 
@@ -58,12 +64,14 @@ STEADY = {"warm_up_seconds": 3.5, "steady_steps": 4, "steady_steps_per_second": 
 def trained(steady: dict, means: dict, reason: str = "", log: tuple = ()) -> RunRecord:
     """The record of a run whose callbacks measured these values."""
     run = RunRecord("7")
-    run.start(0, git=GIT)
-    run.measure_memory()
-    speed = SimpleNamespace(rates=lambda: steady)
-    work = TrainSpeedCallback(SimpleNamespace(tokens=0), 4).work(None, peak=1e12)
+    run.start(0)
     trainer = SimpleNamespace(state=SimpleNamespace(global_step=16, log_history=list(log)))
-    run.training(trainer, METRICS, speed, SimpleNamespace(means=lambda: means, reason=reason), work)
+    trainer.tokens = torch.zeros(4, dtype=torch.int64)
+    trainer.train_dataset = range(8)
+    trainer.steps_per_epoch = 2
+    measured = TrainSpeedCallback(trainer, None, 1e12).measured() | steady
+    speed = SimpleNamespace(measured=lambda: measured)
+    run.training(trainer, METRICS, speed, SimpleNamespace(means=lambda: means, reason=reason))
     return run
 
 
@@ -78,7 +86,7 @@ def test_documented_parts_are_those_that_are_written():
 
 def test_record_says_where_and_with_what_the_run_was_made():
     run = RunRecord("7")
-    run.start(0, run_name="zero2", git=GIT)
+    run.start(0, run_name="zero2")
     content = json.loads(Path("results/7.json").read_text())
     assert (content["status"], content["exit_code"], content["finished"]) == ("running", None, None)
     assert (content["world_size"], content["job_id"], content["run_name"]) == (1, "7", "zero2")

@@ -82,7 +82,7 @@ def end_of_epoch() -> TrainerControl:
 
 def test_without_a_stop_the_training_goes_on(stop):
     control = TrainerControl(should_evaluate=True)
-    watching = StopCallback(stop, SimpleNamespace(saved_step=0), 8)
+    watching = StopCallback(stop, SimpleNamespace(saved_step=0, steps_per_epoch=8))
     watching.on_step_end(ARGS, state(3), control)
     watching.on_epoch_end(ARGS, state(3), control)
     assert flags(control) == {"training_stop": False, "save": False, "evaluate": True, "log": False}
@@ -91,7 +91,7 @@ def test_without_a_stop_the_training_goes_on(stop):
 def test_within_an_epoch_the_step_is_saved_at_once(stop):
     send(signal.SIGTERM)
     control = TrainerControl(should_log=True)
-    watching = StopCallback(stop, SimpleNamespace(saved_step=0), 8)
+    watching = StopCallback(stop, SimpleNamespace(saved_step=0, steps_per_epoch=8))
     watching.on_step_end(ARGS, state(3), control)
     assert flags(control) == {"training_stop": True, "save": True, "evaluate": False, "log": True}
     control = end_of_epoch()
@@ -103,7 +103,7 @@ def test_within_an_epoch_the_step_is_saved_at_once(stop):
 def test_at_the_end_of_an_epoch_the_evaluation_comes_first(stop, step):
     send(signal.SIGTERM)
     control = TrainerControl()
-    watching = StopCallback(stop, SimpleNamespace(saved_step=0), 8)
+    watching = StopCallback(stop, SimpleNamespace(saved_step=0, steps_per_epoch=8))
     watching.on_step_end(ARGS, state(step, max_steps=13), control)
     assert flags(control) == {"training_stop": True, "save": False, "evaluate": False, "log": False}
     control = end_of_epoch()
@@ -114,7 +114,7 @@ def test_at_the_end_of_an_epoch_the_evaluation_comes_first(stop, step):
 def test_a_stop_during_a_save_needs_no_further_step_and_no_second_save(stop):
     send(signal.SIGTERM)
     control = TrainerControl()
-    watching = StopCallback(stop, SimpleNamespace(saved_step=8), 8)
+    watching = StopCallback(stop, SimpleNamespace(saved_step=8, steps_per_epoch=8))
     watching.on_save(ARGS, state(8), control)
     assert control.should_training_stop
     control = end_of_epoch()

@@ -20,8 +20,6 @@ def started(main_of, refusal, monkeypatch):
         monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
         # it starts c++ where DeepSpeed's optimizers are not yet compiled: tests/commands/test_compiler.py
         monkeypatch.setattr(train, "check_compiler", lambda config: None)
-        # it starts git: tests/commands/test_files.py
-        monkeypatch.setattr(train, "git_state", lambda: None)
         for name, value in variables.items():
             monkeypatch.setenv(name, value)
         line = refusal(main_of, script, *words, code=code)
