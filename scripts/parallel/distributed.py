@@ -146,6 +146,8 @@ def run_and_report(main: Callable[[], None]) -> int:
         report(error)
         return error.code
     except SystemExit as ended:
+        if isinstance(ended.code, str):  # libraries give a text to sys.exit; Python would print it
+            print(ended.code, file=sys.stderr)
         return exit_code(ended)
     except Exception as error:
         if is_out_of_memory(error):
@@ -163,12 +165,13 @@ def is_out_of_memory(error: object) -> bool:
     return isinstance(error, torch.OutOfMemoryError) or any(words in str(error) for words in NO_MEMORY)
 
 
-def exit_code(ended: SystemExit) -> int:
-    """The process's exit code; a text, which libraries give to sys.exit, is printed as Python does."""
-    if isinstance(ended.code, str):
-        print(ended.code, file=sys.stderr)
-        return 1
-    return ended.code or 0
+def exit_code(error: BaseException | None) -> int:
+    """Exit code of a process that this exception ends."""
+    if isinstance(error, WorkshopError):
+        return error.code
+    if isinstance(error, SystemExit):
+        return 1 if isinstance(error.code, str) else error.code or 0
+    return 1 if error else 0
 
 
 def world_size() -> int:

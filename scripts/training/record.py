@@ -72,7 +72,7 @@ from errors import ENVIRONMENT, WorkshopError
 from job.finish import finish, now, outcome, read_record
 from job.git_state import git_state
 from json_files import write_json
-from parallel.distributed import gather_lists, is_out_of_memory, rank, same_everywhere
+from parallel.distributed import exit_code, gather_lists, is_out_of_memory, rank, same_everywhere
 from paths import REPOSITORY
 
 SCHEMA = 1
@@ -265,7 +265,7 @@ class RunRecord:
     def __exit__(self, kind: type | None, error: BaseException | None, trace: object) -> None:
         if not self.path.exists():
             return
-        code = exit_code_of(error)
+        code = exit_code(error)
         out_of_memory = is_out_of_memory(error)
         running = not read_record(self.path).get("finished")
         if rank() == 0 and running:
@@ -296,17 +296,6 @@ def peak_process_mib() -> float | None:
 
 def mib(size: int) -> float:
     return round(size / 2**20, 1)
-
-
-def exit_code_of(error: BaseException | None) -> int:
-    """Exit code of a process that this exception ends."""
-    if error is None:
-        return 0
-    if isinstance(error, KeyboardInterrupt):
-        return 130
-    if isinstance(error, WorkshopError):
-        return error.code
-    return error.code if isinstance(error, SystemExit) and isinstance(error.code, int) else 1
 
 
 def refuse_finished(record_path: Path, output_dir: str) -> None:

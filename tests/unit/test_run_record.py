@@ -188,7 +188,6 @@ def test_full_disk_is_an_environment_error(monkeypatch, refusal):
         (WorkshopError("knob audit", "differs", "correct it", 3), "failed", 3),
         (SystemExit(143), "stopped", 143),
         (SystemExit(75), "stopped", 75),
-        (KeyboardInterrupt(), "stopped", 130),
         (torch.OutOfMemoryError("x"), "oom", 1),
         # as NCCL, cuBLAS, cudaHostAlloc (pinned memory), Triton and the CPU's allocator raise it
         (torch.distributed.DistBackendError("ncclUnhandledCudaError\nCuda failure 2 'out of memory'"), "oom", 1),
