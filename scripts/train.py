@@ -74,8 +74,8 @@ from training.trainer import WorkshopTrainer
 
 
 def main() -> None:
-    # Ctrl-C, or a signal of Slurm: from the first step to the last it asks for a checkpoint, and the run ends in
-    # section 7 with exit code 75. Before and after that it just ends the run.
+    # Ctrl-C, or a signal of Slurm. In the training it is noted: at the end of the step a checkpoint is saved, and the
+    # run ends in section 7 with exit code 75. Before and after the training it just ends the run.
     stop = StopRequest()
     stop.listen()
     draw_bars_on_terminals_only()
@@ -84,7 +84,7 @@ def main() -> None:
     options = parse_command_line(__doc__)
     values = options.values
     deepspeed = values["deepspeed"]  # a file of ds_configs/, or None
-    fsdp: Any = bool(values["fsdp"])  # with a file of fsdp_configs/, or FULL_SHARD
+    fsdp: Any = bool(values["fsdp"])  # how, stands in a file of fsdp_configs/ (--fsdp_config); without one FULL_SHARD
     prepare_environment(shards=bool(deepspeed or fsdp))
     if deepspeed:
         options.deepspeed_config = check_ds_config(deepspeed)
@@ -96,7 +96,8 @@ def main() -> None:
     # 2. The Trainer's arguments. They turn on ZeRO or FSDP; with neither, several processes train with DDP. They must
     #    come before the model: ZeRO-3 shards its weights while they are loaded.
     flags = trainer_flags(options)
-    flags["ddp_timeout"] = watchdog.start(values["ddp_timeout"])  # from here on a rank that hangs is named
+    # From here on a rank that hangs ends the run, with its name in the log. The time-out of the collectives is longer.
+    flags["ddp_timeout"] = watchdog.start(values["ddp_timeout"])
     with argument_errors():
         args = TrainingArguments(
             **flags,
@@ -107,7 +108,7 @@ def main() -> None:
         )
     if deepspeed:
         check_contradictions(options, args)
-    join_process_group(args, with_deepspeed=bool(deepspeed))  # TrainingArguments has opened it
+    join_process_group(args, with_deepspeed=bool(deepspeed))  # TrainingArguments has opened it; also for DeepSpeed
 
     # 3. Where results go, and the checkpoint to go on from, if one was asked for or Slurm has started this job again.
     job_id = new_job_id()  # JOB_ID, Slurm's, or a new one
@@ -160,7 +161,7 @@ def main() -> None:
                 "fsdp": options.fsdp_config,
             },
         )
-        watchdog.before_exit(lambda: finish(record.path, "failed", ENVIRONMENT))
+        watchdog.before_exit(lambda: finish(record.path, "failed", ENVIRONMENT))  # its word on a run that hangs
         prepare_trackers(args, job_id)
         peak = matmul_peak(compute_dtype(values), args.device)  # what the hardware can do at best, for MFU
 
@@ -169,7 +170,7 @@ def main() -> None:
         model = load_model(model_args, data_args, tokenizer, args.seed)
         if model_args.loss == "chunked":
             use_chunked_loss(model)
-        flops = flops_of(model, record)
+        flops = flops_of(model, record)  # that a token needs, for MFU; None with the reason in the record
         if fsdp:
             shard_on_cpu()  # where there is no GPU accelerate would run DDP instead, without a word
         trainer = WorkshopTrainer(
@@ -184,7 +185,7 @@ def main() -> None:
         # 7. Training, with an evaluation and a checkpoint after each epoch (--eval_strategy, --save_strategy).
         trainer.train(resume_from_checkpoint=checkpoint)
         close_trackers(args, job_id, record.content["callbacks"])
-        stop.exit_if_stopped(trainer, record)  # with 75, and a checkpoint to go on from
+        stop.exit_if_stopped(trainer, record)  # after Ctrl-C: with 75, and a checkpoint to go on from
 
         # 8. The model.
         watchdog.beat("saving the model")
@@ -208,7 +209,7 @@ def main() -> None:
                 )
             print_once(f"exact_match {scores['exact_match']:.2f}  f1 {scores['f1']:.2f}")
             record.update(**scores)
-        record.measure_process_memory()  # again: saving and answers need memory, too
+        record.measure_process_memory()  # again, as RecordCallback did: saving and answers need memory, too
         if args.save_strategy == "no":  # a stop saves in spite of it, and nobody needs that any more
             remove_checkpoints_of_stops(args.output_dir)
     print_once(f"Run record: {record.path}")
@@ -224,11 +225,11 @@ def add_callbacks(trainer, options, record, stop, marker, checkpoint, flops, pea
         speed,  # its clock stops before the others work
         utilisation,
         AuditCallback(trainer, options, record),  # ends a run that is not what was asked for
-        RecordCallback(trainer, record, speed, utilisation),
+        RecordCallback(trainer, record, speed, utilisation),  # at the end: losses, rates, peaks of memory
         CheckpointCallback(trainer, marker, speed, checkpoint),  # marks what was saved as complete
         StopCallback(stop, trainer),  # and only then the run may end
-        FiniteLossCallback(trainer),  # ends a run whose loss is no number, where the others would have it saved
-        CompiledCallback(),
+        FiniteLossCallback(trainer),  # ends a run whose loss is no number, at the end of a step, before it is saved
+        CompiledCallback(),  # tells job.sh when torch.compile is through
         HeartbeatCallback(),  # tells the watchdog what comes next
     ]
     if options.values["profile"]:
