@@ -64,7 +64,7 @@ from training.checkpoints import (
     step_of,
 )
 from training.chunked_loss import use_chunked_loss
-from training.compiling import CompiledCallback, check_torch_compile
+from training.compiling import check_torch_compile
 from training.flops import flops_of, matmul_peak
 from training.profiling import ProfileCallback
 from training.record import RunRecord, new_job_id, refuse_finished, sole_writer
@@ -229,7 +229,6 @@ def add_callbacks(trainer, options, record, stop, marker, checkpoint, flops, pea
         CheckpointCallback(trainer, marker, speed, checkpoint),  # marks what was saved as complete
         StopCallback(stop, trainer),  # and only then the run may end
         FiniteLossCallback(trainer),  # ends a run whose loss is no number, at the end of a step, before it is saved
-        CompiledCallback(),  # tells job.sh when torch.compile is through
         HeartbeatCallback(),  # tells the watchdog what comes next
     ]
     if options.values["profile"]:

@@ -120,6 +120,7 @@ def parameters(script: Path, arguments: argparse.Namespace) -> int:
 
 def configs() -> Lines:
     from check_experiment import check_experiment
+
     from parallel.ds_config import check_ds_config
     from parallel.fsdp_config import check_fsdp_file
 

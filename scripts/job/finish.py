@@ -6,8 +6,11 @@ It must be done in the seconds between SIGTERM and SIGKILL, so nothing large is 
 """
 
 import argparse
+import contextlib
 import fcntl
 import json
+import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -63,36 +66,31 @@ def note_signal(path: Path, exit_code: int, since: str | None) -> None:
         write_json(path, content | {"status": "stopped", "exit_code": exit_code})
 
 
-def own_exit_code(path: Path, since: str | None) -> int:
-    """The one that the training itself wrote down; 0 without a record of it, 137 when it was killed before it could."""
-    if not path.exists():
-        return 0
-    record = read_record(path)
-    if is_of_earlier(record, since):
-        return 0
-    noted = record.get("exit_code")
-    return 128 + signal.SIGKILL if noted is None else noted
-
-
 def now() -> str:
     return datetime.now(UTC).isoformat(timespec="seconds")
 
 
-def finish_record(path: Path, status: str | None, exit_code: int) -> dict:
-    """The finished record. What the training itself wrote down stays, unless the job knows better."""
+def finish_record(path: Path, exit_code: int, timeout: bool) -> dict:
+    """The finished record: what the training wrote of its end, and what it could not, as a rank or the job was killed.
+
+    exit_code: of the rank that failed first, or of the launcher.
+    """
     content = read_record(path)
-    if content["status"] == "completed" and exit_code == 0:
-        return content
-    same_end = content["status"] == status or (not status and content["status"] == outcome(exit_code))
-    if content.get("finished") and content["exit_code"] == exit_code and (same_end or content["status"] == "oom"):
-        return content
+    if exit_code == 0:
+        if content["status"] == "completed" or content.get("finished"):
+            return content
+        # srun gives up on a stopped step whose ranks are slow to save, and says 0
+        exit_code = content.get("exit_code") or 128 + signal.SIGKILL
+    status = "timeout" if timeout else outcome(exit_code)
     if content["status"] == "oom":
         status = "oom"
-    return finish(path, status or outcome(exit_code), exit_code)
+    if (content["status"], content.get("exit_code")) == (status, exit_code) and content.get("finished"):
+        return content
+    return finish(path, status, exit_code)
 
 
 def sweep(folder: Path) -> None:
-    """Finish the records of jobs that ended without a word, as a crash of their node leaves them."""
+    """Finish what jobs have left that ended without a word, as a crash of their node leaves them."""
     for path in sorted(folder.glob("*.json")):
         try:
             content = read_record(path)
@@ -104,16 +102,23 @@ def sweep(folder: Path) -> None:
         status = "failed" if content["status"] == "running" else content["status"]
         finish(path, status, content.get("exit_code"), last_written)
         print(f"{path}: its job is gone, the record says {status} now")
+    for left in folder.glob(".*"):
+        if left.is_dir() and not is_alive(folder / f"{left.name[1:]}.json"):
+            shutil.rmtree(left, ignore_errors=True)
 
 
 def is_alive(record: Path) -> bool:
     """Whether the job of a record still runs, or may: it holds a lock, or Slurm's queue holds it."""
-    for lock in (record.parent / f".{record.stem}").glob("*lock"):
-        with lock.open() as file:
+    folder = record.parent / f".{record.stem}"
+    for lock in (folder, folder / "lock"):  # of job.sh without Slurm, of train.py
+        with contextlib.suppress(FileNotFoundError):
+            descriptor = os.open(lock, os.O_RDONLY)
             try:
-                fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+                fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
             except OSError:  # held, or on a file system without locks
                 return True
+            finally:
+                os.close(descriptor)
     if not record.stem.isdigit():
         return False  # no id of Slurm's
     try:
@@ -130,7 +135,7 @@ def summary(job_id: str, record: dict | None, status: str, exit_code: int, gaps:
     rows = [f"status: {status} (exit code {exit_code})"]
     missing = list(gaps)
     gpu_logs, cpu_logs = logs_of(Path(), job_id)
-    restarts = len((record or {}).get("restarts") or [])
+    restarts = (record or {}).get("attempt", 1) - 1
     logs = [read_gpu_log(path, restarts) for path in gpu_logs] + [read_cpu_log(path, restarts) for path in cpu_logs]
     for log in logs:
         rows += memory_rows(log, missing)
@@ -146,6 +151,11 @@ def summary(job_id: str, record: dict | None, status: str, exit_code: int, gaps:
         missing.append(f"no run record: {why}")
     else:
         missing.append("samples per second: the training did not finish")
+    if record and record.get("settings", {}).get("torch_compile"):
+        missing.append("memory of the training alone: the peaks hold what torch.compile needed")
+    if exit_code - 128 in STOPPING_SIGNALS:
+        name = signal.Signals(exit_code - 128).name
+        missing.append(f"a checkpoint of its end: {name} came before the first step, or behind the last")
     return [*rows, *(f"missing: {gap}" for gap in missing)]
 
 
@@ -165,36 +175,38 @@ def memory_rows(log: MemoryLog, missing: list[str]) -> list[str]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("job_id", nargs="?", default="")
-    parser.add_argument("--exit-code", type=int, default=0, help="of the training")
+    parser.add_argument("--exit-code", type=int, default=0, help="of the rank that failed first, or of the launcher")
     parser.add_argument("--signal", action="store_true", help="it was told to stop, and has not ended yet")
-    parser.add_argument("--own-exit-code", action="store_true", help="print that of the training itself, and no more")
     parser.add_argument("--sweep", action="store_true", help="finish the records of jobs that are gone, and no other")
-    parser.add_argument("--status", choices=["stopped", "timeout", "oom"], help="when the job knows it")
+    parser.add_argument("--timeout", action="store_true", help="Slurm ended it at its time limit")
     parser.add_argument("--since", help="when the job began (UTC); a record from before is another's, and stays")
     parser.add_argument("--gaps", type=Path, help="file with a line for each log that is not complete")
     arguments = parser.parse_args()
+    path = Path("results") / f"{arguments.job_id}.json"
     if arguments.sweep:
         sweep(Path("results"))
-        return
-    path = Path("results") / f"{arguments.job_id}.json"
-    if arguments.signal:
+    elif arguments.signal:
         if path.exists():
             note_signal(path, arguments.exit_code, arguments.since)
-        return
-    if arguments.own_exit_code:
-        print(own_exit_code(path, arguments.since))
-        return
+    else:
+        sys.exit(end_of_job(path, arguments))
+
+
+def end_of_job(path: Path, arguments: argparse.Namespace) -> int:
+    """Finish the record, if the job has one, and print the summary. Returns the exit code of the job."""
     record = None
-    status = arguments.status or outcome(arguments.exit_code)
-    if path.exists():
-        try:
-            if not is_of_earlier(read_record(path), arguments.since):
-                record = finish_record(path, arguments.status, arguments.exit_code)
-                status = record["status"]
-        except (WorkshopError, OSError) as error:  # no disk space left: the summary is all the more needed
-            print(f"error: {path}: cannot be finished ({error}); free disk space or quota", file=sys.stderr)
+    code = arguments.exit_code
+    status = "timeout" if arguments.timeout else outcome(code)
+    try:
+        if path.exists() and not is_of_earlier(read_record(path), arguments.since):
+            record = finish_record(path, code, arguments.timeout)
+            status = record["status"]
+            code = code or record["exit_code"]
+    except (WorkshopError, OSError) as error:  # no disk space left: the summary is all the more needed
+        print(f"error: {path}: cannot be finished ({error}); free disk space or quota", file=sys.stderr)
     gaps = arguments.gaps.read_text().splitlines() if arguments.gaps and arguments.gaps.exists() else []
-    print("\n".join(["", "=" * 60, *summary(arguments.job_id, record, status, arguments.exit_code, gaps), "=" * 60]))
+    print("\n".join(["", "=" * 60, *summary(arguments.job_id, record, status, code, gaps), "=" * 60]))
+    return code
 
 
 if __name__ == "__main__":

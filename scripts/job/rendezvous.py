@@ -1,94 +1,57 @@
-"""Where the nodes of a job meet: the first node's address as the others reach it, and the interface to it. For job.sh.
+"""Where the ranks of a job meet: the address of this node, the first one, and a free port. For job.sh.
 
-    PYTHONPATH=scripts python -m job.rendezvous address node2 node3      # on node1: its address on the way to them
-    PYTHONPATH=scripts python -m job.rendezvous interface 10.0.0.1    # the interface on the way there, or nothing
+    PYTHONPATH=scripts python -m job.rendezvous 4711            # one node: 127.0.0.1 and the port
+    PYTHONPATH=scripts python -m job.rendezvous 4711 node2      # the address of this node on the way to node2
 
-A machine's own name is no help: on many it means loopback (Debian writes "127.0.1.1 host" into /etc/hosts), and the
-other nodes would be told to look for the first one on themselves. The route to another node knows the address.
+The address is a number, and comes from the route to another node: a machine's own name means loopback on many (Debian
+writes "127.0.1.1 host" into /etc/hosts), and the other nodes would be told to look for the first one on themselves.
 """
 
 import argparse
 import contextlib
-import ipaddress
-import re
 import socket
-import subprocess
+import zlib
 
 from errors import ENVIRONMENT, OneLineErrors, WorkshopError, run_program
 
 ANY_PORT = 9
+FIRST_PORT = 20000
+PORTS = 12000  # Linux gives those from 32768 on to any connection
+ATTEMPTS = 200
+
+
+def address_towards(node: str) -> str:
+    """This machine's address on the way to another. Raises WorkshopError (exit code 3) where there is none."""
+    try:
+        family, kind, _, _, target = socket.getaddrinfo(node, ANY_PORT, type=socket.SOCK_DGRAM)[0]
+        with socket.socket(family, kind) as probe:
+            probe.connect(target)  # chooses the route, and sends nothing
+            return probe.getsockname()[0]
+    except OSError as error:
+        what = f"{socket.gethostname()} has no address on the way to {node} ({error})"
+        way_out = "set it to the first node's address (ip -brief address shows it there)"
+        raise WorkshopError("MASTER_ADDR", what, way_out, ENVIRONMENT) from error
+
+
+def free_port(job_id: str) -> int:
+    """One that differs from job to job, and that nobody listens at. Raises WorkshopError (exit code 3)."""
+    start = zlib.crc32(job_id.encode())
+    for number in range(start, start + ATTEMPTS):
+        port = FIRST_PORT + number % PORTS
+        with contextlib.suppress(OSError), socket.socket() as listener:
+            listener.bind(("", port))
+            return port
+    what = f"no free port among {ATTEMPTS}"
+    raise WorkshopError("MASTER_PORT", what, "end other programs on this node, or exclude it", ENVIRONMENT)
 
 
 def main() -> None:
     parser = OneLineErrors(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=("address", "interface"))
-    parser.add_argument("targets", nargs="+", help="the other nodes, for address; one address, for interface")
+    parser.add_argument("job_id")
+    parser.add_argument("node", nargs="?", help="another node of the job")
     arguments = parser.parse_args()
-    if arguments.what == "interface":
-        print(interface_towards(arguments.targets[0]))
-    elif address := first_node_address(arguments.targets):
-        print(address)
-    else:
-        what = f"{socket.gethostname()} has no address but loopback on the way to {', '.join(arguments.targets)}"
-        raise WorkshopError(
-            "MASTER_ADDR", what, "set it to the first node's address (ip -brief address shows it there)", ENVIRONMENT
-        )
-
-
-def first_node_address(others: list[str]) -> str:
-    """This node's address as the other nodes of the job reach it; "" if there is none."""
-    for node in others:
-        # Slurm's address of a node first: its name may be unknown here
-        for target in (slurm_address(node), node):
-            if address := address_towards(target):
-                return address
-    return ""
-
-
-def slurm_address(node: str) -> str:
-    """The address, or name, by which Slurm itself reaches a node; "" where it does not say."""
-    command = ["scontrol", "show", "node", node]
-    try:
-        shown = subprocess.run(command, capture_output=True, text=True, timeout=20, check=False).stdout
-    except (OSError, subprocess.TimeoutExpired):
-        return ""
-    found = re.search(r"\bNodeAddr=(\S+)", shown)
-    return found[1] if found else ""
-
-
-def address_towards(target: str) -> str:
-    """This machine's address on the way to `target`, as a number; "" for no way, or only loopback."""
-    try:
-        found = socket.getaddrinfo(target, ANY_PORT, type=socket.SOCK_DGRAM)
-    except OSError:
-        return ""
-    found.sort(key=lambda entry: entry[0] != socket.AF_INET)  # IPv4 first
-    for family, kind, protocol, _, address in found:
-        with contextlib.suppress(OSError), socket.socket(family, kind, protocol) as probe:
-            probe.connect(address)  # of a datagram socket: chooses the route, and sends nothing
-            own = probe.getsockname()[0]
-            if usable(own):
-                return own
-    return ""
-
-
-def usable(address: str) -> bool:
-    """Whether other nodes can be given this address. IPv6's link-local ones mean nothing without an interface."""
-    number = ipaddress.ip_address(address)
-    return not (number.is_loopback or (number.version == 6 and number.is_link_local))
-
-
-def interface_towards(target: str) -> str:
-    """Name of the interface on the way to `target`, on that node itself the one that holds its address; or ""."""
-    import psutil
-
-    own = address_towards(target)
-    if not own:
-        return ""
-    for name, addresses in psutil.net_if_addrs().items():
-        if own in [entry.address for entry in addresses]:
-            return name
-    return ""
+    address = address_towards(arguments.node) if arguments.node else "127.0.0.1"
+    print(address, free_port(arguments.job_id))
 
 
 if __name__ == "__main__":

@@ -254,7 +254,7 @@ def add_memory(run: Run) -> None:
     gpu_logs, cpu_logs = logs_of(run.folder, run.job_id)
     nodes = len(run.record.nodes) or 1
     ranks = (run.record.world_size or 0) // nodes
-    restarts = len(run.record.restarts)
+    restarts = (run.record.attempt or 1) - 1
     if not gpu_logs and run.record.hardware.gpus == 0:
         run.gpu.reason = "no GPU"
     elif " MIG " in (run.record.hardware.gpu or ""):  # NVIDIA A100-SXM4-40GB MIG 1g.5gb
@@ -304,9 +304,6 @@ def short_of(log: MemoryLog, run: Run) -> list[str]:
     if not runtime or span is None:
         return []
     interval = span / max(1, max(map(len, log.samples.values())) - 1)
-    left_out = 0.0
-    if run.record.settings.torch_compile:  # job.sh starts the loggers when all is compiled, in each attempt
-        left_out = (run.record.train.warm_up_seconds or 0) * (1 + len(run.record.restarts))
-    if span + 4 * max(interval, 1) >= runtime - left_out:
+    if span + 4 * max(interval, 1) >= runtime:
         return []
     return [f"{log.path}: it covers {span:.0f} s of a training of {runtime:.0f} s"]

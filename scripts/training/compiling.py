@@ -1,18 +1,13 @@
 """torch.compile, for `--torch_compile`: the model's blocks as fused kernels."""
 
-import contextlib
 import os
 import socket
-from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import TrainerCallback
 
 from errors import ENVIRONMENT, WorkshopError
 from parallel import watchdog
-from parallel.distributed import rank
-from training.callbacks import WARM_UP_STEPS
 
 
 def check_torch_compile(training_args: Any) -> None:
@@ -36,17 +31,3 @@ def is_compiled(model: torch.nn.Module) -> bool:
         isinstance(module, torch._dynamo.OptimizedModule) or module._compiled_call_impl is not None
         for module in model.modules()
     )
-
-
-class CompiledCallback(TrainerCallback):
-    """Tells job.sh, which may wait for it with the memory loggers, that what is to be compiled is compiled."""
-
-    def __init__(self):
-        self.steps = 0
-
-    def on_step_end(self, args, state, control, **kwargs):
-        self.steps += 1
-        # the first shape, then one graph for all, once another shape has come
-        if self.steps == WARM_UP_STEPS and rank() == 0 and "RUN_DIR" in os.environ:
-            with contextlib.suppress(OSError):  # the logs begin later, then
-                (Path(os.environ["RUN_DIR"]) / "compiled").touch()

@@ -34,7 +34,7 @@ gives the reason under the same name; a number that is not finite is null as wel
                         steps_per_second (the Trainer's: they include evaluation and saving),
                         steady_samples_per_second, steady_steps_per_second, steady_steps (steps alone, warm-up left
                         out), warm_up_seconds (from the begin of this attempt's training to that of its fourth
-                        step; torch.compile compiles then, and the memory logs begin behind it);
+                        step; torch.compile compiles then);
                         real_tokens, padding_tokens, counted_tokens (labels that count in the loss),
                         steady_tokens_per_second (real tokens of all ranks, in these steps), mfu_percent (of them),
                         matmul_peak_tflops (that MFU is a share of: of one rank, in 10^12 operations per second; the
@@ -68,7 +68,7 @@ from pathlib import Path
 
 import torch
 
-from errors import ENVIRONMENT, WorkshopError
+from errors import ENVIRONMENT, WorkshopError, whole_number
 from job.finish import finish, now, outcome, read_record
 from job.git_state import git_state
 from json_files import write_json
@@ -138,7 +138,7 @@ class RunRecord:
             "status": "running",
             "exit_code": None,
             "job_id": job_id,
-            "attempt": 1,
+            "attempt": whole_number("ATTEMPT", "1"),  # job.sh's: one that ended before its record counts, too
             "restarts": [],
             "missing": {},
         }
@@ -151,7 +151,7 @@ class RunRecord:
         hosts = [host for (host,) in gather_lists([socket.gethostname()])]
         if rank() == 0 and self.path.exists():
             before = read_record(self.path)
-            self.content["attempt"] = before.get("attempt", 1) + 1
+            self.content["attempt"] = max(self.content["attempt"], before.get("attempt", 1) + 1)
             restart = {"time": now(), "reason": how_it_ended(before), "step": step}
             restart |= {"started": before.get("started"), "finished": before.get("finished")}
             self.content["restarts"] = [*before.get("restarts", []), restart]
@@ -189,11 +189,12 @@ class RunRecord:
             return
         on_disk = read_record(self.path) if self.path.exists() else {}
         newer = on_disk.get("attempt", 1) - self.content["attempt"]
-        if newer > 0 or (newer == 0 and on_disk.get("finished")):
-            return  # of a job that has ended, or begun again, while this process outlived it
+        if newer > 0:
+            return  # the job has begun again, while this process outlived it
         if newer == 0 and self.content["status"] == "running" and on_disk.get("status"):
-            # job.sh notes a signal at once, as the job may be killed before the training could
-            self.content |= {"status": on_disk["status"], "exit_code": on_disk["exit_code"]}
+            # job.sh notes a signal, or the end, while this process still saves; its own end will count
+            ends = ("status", "exit_code", "finished")
+            self.content |= {name: on_disk[name] for name in ends if name in on_disk}
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             write_json(self.path, self.content)
@@ -267,8 +268,10 @@ class RunRecord:
             return
         code = exit_code(error)
         out_of_memory = is_out_of_memory(error)
-        running = not read_record(self.path).get("finished")
-        if rank() == 0 and running:
+        on_disk = read_record(self.path)
+        running = not on_disk.get("finished")
+        # a job that was told to stop may have been given up by its launcher, while this rank still saved
+        if rank() == 0 and (running or on_disk["status"] == "stopped"):
             self.update(status="oom" if out_of_memory else outcome(code), exit_code=code, finished=now())
         elif out_of_memory or (running and isinstance(error, Exception)):
             # rank 0 is about to be ended by the launcher and would only know that it was stopped

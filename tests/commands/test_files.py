@@ -5,14 +5,11 @@ import os
 import re
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
-from check_experiment import knobs_of
 from helpers import EXPERIMENT_SCRIPTS, EXPERIMENTS, PAGES, REPOSITORY, bash_blocks
 from job.git_state import git_state
-from knobs import KNOBS
 
 
 def git(*arguments: object, **options: object) -> str:
@@ -36,61 +33,6 @@ def test_the_commands_of_a_page_are_correct_bash(page):
     for _, text in bash_blocks(page):
         done = subprocess.run(["bash", "-n"], input=text, capture_output=True, text=True)
         assert (done.returncode, done.stderr) == (0, ""), text
-
-
-# Runs what a script says of knobs, with job.sh and its verbs left out, and prints the variables, each behind a NUL
-PRINT_KNOBS = r"""
-source() { [[ $1 != *env_vars.sh ]] || builtin source "$1"; }
-run_python() { :; }
-run_torchrun() { :; }
-run_srun() { :; }
-check_bandwidth() { :; }
-for script in "$@"; do
-  (
-    cd "$(dirname "$script")"
-    EXPERIMENT=experiments/${PWD#"$ROOT/experiments/"}
-    set -a
-    builtin source "$script"
-    printf '%s\n\0' "$script"
-    env -0
-    printf '\n\0'
-  )
-done
-"""
-
-
-def variables_by_bash(**environment: str) -> dict[Path, dict[str, str]]:
-    """The variables of each experiment where its training starts."""
-    given = {"PATH": os.environ["PATH"], "ROOT": str(REPOSITORY), **environment}
-    command = ["bash", "-euc", PRINT_KNOBS, "-", *EXPERIMENT_SCRIPTS]
-    done = subprocess.run(command, env=given, capture_output=True, text=True, check=True)
-    assert done.stderr == ""
-    found: dict[Path, dict[str, str]] = {}
-    for entry in done.stdout.split("\0"):
-        if entry.endswith(".slurm\n"):
-            found[Path(entry.rstrip("\n"))] = variables = {}
-        elif "=" in entry:
-            name, _, value = entry.partition("=")
-            variables[name] = value
-    assert sorted(found) == EXPERIMENT_SCRIPTS
-    return found
-
-
-@pytest.mark.parametrize(
-    "given",
-    [
-        {},
-        {"SITE_SAMPLES_PER_GPU": "7", "SITE_HIDDEN_SIZE": "64", "SITE_VOCAB_SIZE": ""},
-        {"MODEL_NAME": "my model", "BATCH_SIZE": "9", "EM_F1": "", "SAVE_STRATEGY": "epoch", "HIDDEN_SIZE": "3"},
-    ],
-    ids=["nothing", "site", "knobs"],
-)
-def test_knobs_of_an_experiment_are_those_that_bash_sets(given):
-    knobs = {knob.variable for knob in KNOBS}
-    for script, expected in variables_by_bash(**given).items():
-        found = knobs_of(script, {"PATH": os.environ["PATH"]} | given)
-        names = knobs | found.keys()
-        assert {name: found.get(name) for name in names} == {name: expected.get(name) for name in names}, script
 
 
 # git

@@ -13,7 +13,7 @@ def test_finish_py_finishes_the_record_of_a_killed_run(command, tmp_path):
     path.parent.mkdir()
     write_json(path, {"status": "running", "exit_code": None, "finished": None, "job_id": "7", "eval": [1]})
     finished = command("job.finish", "7", "--exit-code", "137")
-    assert finished.code == 0, finished
+    assert finished.code == 137, finished
     content = json.loads(path.read_text())
     assert (content["status"], content["exit_code"], content["eval"]) == ("failed", 137, [1])
     assert content["finished"]

@@ -130,15 +130,14 @@ def test_a_killed_training_is_reported_as_128_plus_its_signal(stub):
     assert stub("import os; os.kill(os.getpid(), 9)")[0].returncode == 137
 
 
-def test_a_finished_record_is_in_the_results(stub):
+@pytest.mark.parametrize(("written", "code"), [(("completed", 0), 0), (("stopped", 75), 75), (("running", None), 137)])
+def test_the_record_is_the_truth_where_the_launcher_says_0(stub, written, code):
+    """srun does, of a stopped step whose ranks are slow to save."""
+    record = json.dumps(dict(zip(("status", "exit_code"), written, strict=True)))
     write = "import os, pathlib; pathlib.Path(f\"results/{os.environ['JOB_ID']}.json\").write_text('%s')"
-    done, folder = stub(write % json.dumps({"status": "running", "exit_code": None}))
+    done, folder = stub(write % record)
     (path,) = (folder / "results").glob("local-*.json")
-    assert json.loads(path.read_text()) == {
-        "status": "completed",
-        "exit_code": 0,
-        "finished": json.loads(path.read_text())["finished"],
-    }
+    assert (done.returncode, json.loads(path.read_text())["exit_code"]) == (code, code)
     assert f"job {path.stem} of experiments/mine/x: site laptop, 1 node(s) x 1 rank(s)" in done.stdout
 
 
@@ -258,37 +257,6 @@ def test_optimizers_are_compiled_before_anything_is_measured(stub, tmp_path):
     assert "compiling" not in done.stdout
 
 
-COMPILES = """
-import os, time
-from pathlib import Path
-time.sleep(1)  # a logger that does not wait has begun by then
-assert not list(Path("cpu_memory").iterdir()), "logged before the kernels are compiled"
-(Path(os.environ["RUN_DIR"]) / "compiled").touch()
-while not list(Path("cpu_memory").iterdir()):
-    time.sleep(0.1)
-"""
-
-
-@pytest.mark.parametrize("asked", [{"TORCH_COMPILE": "True"}, {"flag": "--torch_compile"}], ids=["knob", "flag"])
-def test_memory_loggers_wait_for_torch_compile(stub, asked):
-    variables = dict(asked)
-    flags = [variables.pop("flag")] if "flag" in variables else []
-    done, _ = stub(COMPILES, *flags, **variables)
-    assert done.returncode == 0, done
-    assert re.search(r"missing: memory logs on \S+ start after step 3", done.stdout)
-
-
-def test_memory_loggers_wait_for_nothing_that_has_ended(stub):
-    done, folder = stub("", TORCH_COMPILE="yes")
-    assert done.returncode == 0
-    assert re.search(
-        r"missing: no memory logs on \S+: they start after step 3, and the training ended before", done.stdout
-    )
-    assert not list(folder.glob("cpu_memory/*")), "psrecord has nothing to look at"
-    done, folder = stub("", TORCH_COMPILE="no")
-    assert "after step 3" not in done.stdout
-
-
 def test_files_of_the_experiment_with_a_modules_name_are_not_taken_for_it(workshop):
     folder = workshop / "experiments/mine/x"
     folder.mkdir(parents=True)
@@ -356,9 +324,11 @@ def test_what_was_submitted_otherwise_is_passed_on_to_the_record(stub):
 def test_a_record_of_a_job_that_is_gone_is_finished_by_the_next_one(stub, workshop):
     results = workshop / "experiments/mine/x/results"
     results.mkdir(parents=True)
+    (results / ".gone").mkdir()
     (results / "gone.json").write_text('{"status": "running", "exit_code": null}')
     (results / "broken.json").write_text('{"status": "running"')
     done, _ = stub("print('training')")
     assert done.returncode == 0
     assert json.loads((results / "gone.json").read_text())["status"] == "failed"
     assert "results/gone.json: its job is gone, the record says failed now" in done.stdout
+    assert sorted(path.name for path in results.glob(".*")) == []

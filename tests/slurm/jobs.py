@@ -357,8 +357,8 @@ def check_log(job: Job, hosts: list[str], gpus: int) -> None:
     titles = [f"GPU {index} memory{where[host]}" for host in where for index in job.gpus[host]]
     titles += [f"CPU memory{place}" for place in where.values()]
     assert job.summary[0] == "status: completed (exit code 0)"
-    # what torch.compile needs is left out of the memory logs, and that is said
-    compiles = ["missing"] * len(hosts) if "TORCH_COMPILE" in job.script.read_text() else []
+    # what torch.compile needs is in the memory logs, and that is said
+    compiles = ["missing"] if "TORCH_COMPILE" in job.script.read_text() else []
     assert [line.split(":")[0] for line in job.summary[1:]] == [*titles, "samples per second", *compiles], job.summary
     for title, line in zip(titles, job.summary[1:], strict=False):
         index, host = re.fullmatch(r"(?:GPU (\d+)|CPU) memory(?: on (.*))?", title).groups()

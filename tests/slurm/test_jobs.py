@@ -16,7 +16,7 @@ import pytest
 
 from cluster import DOMAIN
 from cluster import run as run_command
-from jobs import ENDLESS, GIT, SHORT, Job, Lab, check_completed, check_memory_logs, directives
+from jobs import ENDLESS, GIT, SHORT, Job, Lab, check_completed, directives
 from reporting.memory_logs import read_cpu_log, read_gpu_log
 
 TWO_NODES = "deepspeed-multi-node/2_nodes"
@@ -137,9 +137,6 @@ def table(lab: Lab) -> dict[str, Spec]:
         "srun": Spec("deepspeed-native-launch/zero3_offload", ("--model-name", "tiny-bloom", "--steps", 4)),
         "srun 2 nodes": Spec(
             "deepspeed-native-launch/zero3_offload", ("--steps", 2), SHORT, ("--nodes=2", "--ntasks-per-node=2")
-        ),
-        "srun, a GPU for each task": Spec(
-            "deepspeed-native-launch/zero3_offload", ("--steps", 1), SHORT, ("--gpu-bind=single:1",)
         ),
         "fast path": Spec("efficiency/all", variables=BRIEF),
         # FSDP, DDP and the custom GPT
@@ -307,15 +304,6 @@ def test_two_jobs_on_one_node_log_each_its_own_gpu(job: Job):
     logged = [read_gpu_log(one.memory_logs("gpu")[""]).names() for one in both]
     assert logged == [one.gpus[node] for one in both]
     assert logged[0] != logged[1]
-
-
-@uses("srun, a GPU for each task")
-def test_gpus_that_only_other_tasks_see_are_logged_too(job: Job):
-    assert job.state == "COMPLETED", str(job)
-    (gpus,) = job.gpus.values()
-    assert len(gpus) == 2
-    check_memory_logs(job)
-    assert not [line for line in job.summary if line.startswith("missing: ")]
 
 
 @uses(("1 rank", "4 ranks"))
@@ -576,35 +564,6 @@ def test_a_chain_of_jobs_runs_the_code_of_its_submission(own_lab):
         assert job.record["experiment"] == folder
         assert {path.split("/")[0] for path in job.files()} == {"log", "gpu_memory", "cpu_memory", "results"}
     assert jobs[0].scontrol["EndTime"] <= jobs[1].scontrol["StartTime"]
-
-
-def break_config(lab: Lab) -> str:
-    path = lab.root / "ds_configs/zero0.json"
-    path.write_text(path.read_text().replace('"stage"', '"stge"', 1))
-    return r"zero0\.json: .*stge"
-
-
-def contradict_name(lab: Lab) -> str:
-    folder = lab.root / "experiments/my own/2_gpus"
-    shutil.copytree(lab.script("deepspeed-single-gpu/zero_1").parent, folder)
-    return r"2_gpus/deepspeed_zero1\.slurm: .*2 gpus.* 1;"
-
-
-def leave_site_incomplete(lab: Lab) -> str:
-    (lab.root / "experiments/sites/laptop.sh").write_text('export SBATCH_ACCOUNT="${SBATCH_ACCOUNT:-CHANGE_ME}"\n')
-    return r"experiments/sites/laptop\.sh: .*CHANGE_ME"
-
-
-@pytest.mark.parametrize("spoil", [break_config, contradict_name, leave_site_incomplete])
-def test_nothing_is_submitted_when_one_experiment_is_wrong(own_lab, spoil):
-    message = spoil(own_lab)
-    done = own_lab.submit_sh("my own", **SHORT)
-    errors = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
-    assert done.returncode == 2, done
-    assert errors, done
-    assert all(re.search(message, line) for line in errors), errors
-    assert queue(own_lab) == []
-    assert done.stdout == ""
 
 
 # What takes a minute

@@ -47,12 +47,6 @@ def crash(node: str) -> Callable[[Job], None]:
     return act
 
 
-def hiccup(job: Job) -> None:
-    """Node2 is back before Slurm has noticed."""
-    job.lab.cluster.crash("node2")
-    job.lab.cluster.start("node2")
-
-
 @dataclass(frozen=True)
 class Stopped:
     """A job, what happens to it, and what its record tells of that. clean: a checkpoint was saved at the stop."""
@@ -85,7 +79,6 @@ MORE = [
     Stopped("zero-2", crash("node1"), KILLED, clean=False),
     Stopped("fsdp2", crash("node1"), KILLED, clean=False),
     Stopped("zero-2", crash("node2"), KILLED, clean=False),
-    Stopped("fsdp2", hiccup, r"failed \(exit code \d+\)", clean=False, variables={"LOST_NODE_TIMEOUT": 10}),
     # half a minute of warning within Slurm's shortest limit
     Stopped("plain", None, r"stopped by SIGUSR1 \(exit code 75\)", sbatch=("--time=1", "--signal=B:USR1@30"),
             variables={"NUM_EPOCHS": 60}),

@@ -1,11 +1,11 @@
 """The experiment folders and their scripts, as text; what bash and git say of them: tests/commands."""
 
+import json
 import re
 from pathlib import Path
 
 import pytest
 
-from check_experiment import check_experiment
 from helpers import EXPERIMENT_SCRIPTS, EXPERIMENTS
 from knobs import KNOBS
 
@@ -75,8 +75,9 @@ def test_there_is_no_other_experiment():
 
 @each_script
 def test_a_script_sources_the_library_beside_it(script):
-    """Relative to the folder: Slurm runs a copy in its spool, started in the submit directory."""
-    sourced = re.findall(r"^source (\S*job\.sh)$", script.read_text(), re.MULTILINE)
+    """Relative to the folder: Slurm runs a copy in its spool, started in the submit directory. From another one the
+    script ends there."""
+    sourced = re.findall(r"^set -e\nsource (\S*job\.sh)$", script.read_text(), re.MULTILINE)
     assert [(script.parent / path).resolve() for path in sourced] == [EXPERIMENTS / "job.sh"]
 
 
@@ -96,8 +97,16 @@ def test_a_script_ends_in_its_training_with_the_users_arguments_last(script):
 
 @each_script
 def test_names_directives_and_configs_agree(script):
-    check_experiment(script)
     text = script.read_text()
+    nodes, gpus = (int(re.search(rf"^#SBATCH --{name}=(\d+)", text, re.M)[1]) for name in ("nodes", "gpus-per-node"))
+    stated = {"gpus": nodes * gpus, "nodes": nodes}
+    for name in script.relative_to(EXPERIMENTS).parts:
+        for number, unit in re.findall(r"(?:^|_)(\d+)_(gpus|nodes)(?=[_.]|$)", name):
+            assert stated[unit] == int(number), name
+    for config in re.findall(r'"\$ROOT/(fsdp_configs/[^"]+)"', text):
+        content = json.loads((EXPERIMENTS.parent / config).read_text())
+        sizes = content.get("dp_shard_size", "auto"), content.get("dp_replicate_size", "auto")
+        assert "auto" in sizes or sizes[0] * sizes[1] == nodes * gpus, config
     assert f"sbatch {script.name}" in text, "the purpose names the command"
     assert "#SBATCH --output=log/%x_%j.out" in text
     assert re.search(r"^#SBATCH --time=\S+", text, re.MULTILINE)

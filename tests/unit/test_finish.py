@@ -29,27 +29,29 @@ def test_status_follows_the_exit_code(code, status):
 
 
 @pytest.mark.parametrize(
-    ("before", "given", "code", "after"),
+    ("before", "code", "timeout", "after"),
     [
         # what the training wrote, what job.sh knows, and what stands in the end
-        (("running", None), None, 137, ("failed", 137)),
-        (("running", None), None, 0, ("completed", 0)),
-        (("running", None), "stopped", 143, ("stopped", 143)),
-        (("running", None), "timeout", 143, ("timeout", 143)),
-        (("completed", 0), None, 0, ("completed", 0)),
-        (("completed", 0), None, 1, ("failed", 1)),
-        (("failed", 3), None, 3, ("failed", 3)),
-        (("failed", 1), None, 137, ("failed", 137)),
-        (("stopped", 143), "timeout", 143, ("timeout", 143)),
-        (("stopped", 143), None, 137, ("failed", 137)),
-        (("oom", 1), None, 1, ("oom", 1)),
-        (("oom", 1), None, 143, ("oom", 143)),
+        (("running", None), 137, False, ("failed", 137)),
+        (("running", None), 143, False, ("stopped", 143)),
+        (("running", None), 143, True, ("timeout", 143)),
+        (("running", None), 0, False, ("failed", 137)),
+        (("stopped", 143), 0, False, ("stopped", 143)),
+        (("completed", 0), 0, False, ("completed", 0)),
+        (("completed", 0), 0, True, ("completed", 0)),
+        (("completed", 0), 1, False, ("failed", 1)),
+        (("failed", 3), 3, False, ("failed", 3)),
+        (("failed", 1), 137, False, ("failed", 137)),
+        (("stopped", 143), 143, True, ("timeout", 143)),
+        (("stopped", 143), 137, False, ("failed", 137)),
+        (("oom", 1), 1, False, ("oom", 1)),
+        (("oom", 1), 143, False, ("oom", 143)),
     ],
 )
-def test_the_end_of_a_record(tmp_path, before, given, code, after):
+def test_the_end_of_a_record(tmp_path, before, code, timeout, after):
     path = tmp_path / "1.json"
     path.write_text(json.dumps({"status": before[0], "exit_code": before[1], "other": "kept"}))
-    record = finish_record(path, given, code)
+    record = finish_record(path, code, timeout)
     assert (record["status"], record["exit_code"]) == after
     assert json.loads(path.read_text()) == record
     assert record["other"] == "kept"
@@ -78,17 +80,10 @@ def test_finish_py_does_not_change_a_completed_record(main_of, capsys):
     path.parent.mkdir()
     write_json(path, {"status": "completed", "exit_code": 0, "finished": "2026-01-01T00:00:00+00:00", "job_id": "7"})
     before = path.read_bytes()
-    main_of(finish, "7", "--exit-code", "0")
+    with pytest.raises(SystemExit):
+        main_of(finish, "7", "--exit-code", "0")
     assert path.read_bytes() == before
     assert "status: completed (exit code 0)" in capsys.readouterr().out
-
-
-def test_finish_py_takes_the_jobs_word_that_it_was_a_timeout(main_of):
-    path = Path("results/7.json")
-    path.parent.mkdir()
-    write_json(path, {"status": "stopped", "exit_code": 143, "job_id": "7"})
-    main_of(finish, "7", "--exit-code", "143", "--status", "timeout")
-    assert json.loads(path.read_text())["status"] == "timeout"
 
 
 @pytest.mark.parametrize(
@@ -101,17 +96,19 @@ def test_finish_py_takes_the_jobs_word_that_it_was_a_timeout(main_of):
         ({"status": "running", "exit_code": None, "started": "2025-12-31T23:59:59+00:00"}, 0),  # an earlier attempt's
     ],
 )
-def test_finish_py_tells_how_the_training_itself_ended(main_of, capsys, record, code):
+def test_the_job_ends_as_the_training_did_whatever_the_launcher_says(main_of, record, code):
     if record:
         Path("results").mkdir()
         write_json(Path("results/7.json"), {"started": "2026-01-01T00:00:00+00:00"} | record)
-    main_of(finish, "7", "--own-exit-code", "--since", "2026-01-01T00:00:00+00:00")
-    assert capsys.readouterr().out == f"{code}\n"
+    with pytest.raises(SystemExit) as ended:
+        main_of(finish, "7", "--exit-code", "0", "--since", "2026-01-01T00:00:00+00:00")
+    assert ended.value.code == code
 
 
 def test_finish_py_shows_the_gaps_that_the_job_noted(main_of, capsys):
     Path("gaps").write_text("psrecord is not installed\nanother\n")
-    main_of(finish, "7", "--exit-code", "1", "--gaps", "gaps")
+    with pytest.raises(SystemExit):
+        main_of(finish, "7", "--exit-code", "1", "--gaps", "gaps")
     assert capsys.readouterr().out.splitlines()[-4:-1] == [
         "missing: psrecord is not installed",
         "missing: another",
@@ -159,5 +156,5 @@ def test_summary_of_a_resumed_job_takes_the_repeated_header_as_it_is():
     Path("cpu_memory/cpu_memory_log_7.txt").write_text(part * 2)
     memory = "CPU memory: peak 100 MiB, mean 100 MiB (2 samples)"
     again = "missing: cpu_memory/cpu_memory_log_7.txt:3: another header, the logger was restarted"
-    assert summary("7", {"train": TRAIN, "restarts": [{"step": 4}]}, "completed", 0, [])[1:-1] == [memory]
+    assert summary("7", {"train": TRAIN, "attempt": 2}, "completed", 0, [])[1:-1] == [memory]
     assert summary("7", {"train": TRAIN}, "completed", 0, [])[1:][-1] == again

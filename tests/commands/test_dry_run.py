@@ -1,0 +1,100 @@
+"""DRY_RUN=1: what a job would run, and what is wrong with it, before any file is written."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import estimate_memory
+from helpers import EXPERIMENT_SCRIPTS, EXPERIMENTS
+from shell import program, shell_environment
+
+
+def dry_run(folder: Path, *arguments: str, **variables: object) -> subprocess.CompletedProcess:
+    (script,) = folder.glob("*.slurm")
+    environment = shell_environment(DRY_RUN=1, **variables)
+    command = ["bash", script.name, *arguments]
+    return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=300)
+
+
+def files(folder: Path) -> set[Path]:
+    return {path for path in folder.rglob("*") if "__pycache__" not in path.parts}
+
+
+# Notes the command line of the estimate, and the variables with which it starts
+NOTE = """
+import json, os, sys
+if sys.argv[1].endswith("estimate_memory.py"):
+    with open(os.environ["NOTED"], "w") as file:
+        json.dump([sys.argv[2:], dict(os.environ)], file)
+else:
+    os.execv(sys.executable, [sys.executable, *sys.argv[1:]])
+"""
+
+
+@pytest.mark.parametrize("family", sorted({path.relative_to(EXPERIMENTS).parts[0] for path in EXPERIMENT_SCRIPTS}))
+def test_every_experiment_shows_its_command_and_can_be_estimated(workshop, tmp_path, family, monkeypatch):
+    """At a site that sets no knobs, so with the sizes of the workshop; the estimate itself runs in here."""
+    (workshop / "experiments/sites/bare.sh").write_text("site_setup() { :; }\n")
+    (tmp_path / "note.py").write_text(NOTE)
+    program(tmp_path / "bin", "python", f"exec '{sys.executable}' '{tmp_path}/note.py' \"$@\"")
+    path = f"{tmp_path}/bin:{shell_environment()['PATH']}"
+    before = files(workshop)
+    for script in (workshop / "experiments" / family).rglob("*.slurm"):
+        noted = tmp_path / "noted.json"
+        done = dry_run(script.parent, PATH=path, SITE="bare", NOTED=noted)
+        assert (done.returncode, done.stderr) == (0, ""), done
+        text = script.read_text()
+        experiment = script.parent.relative_to(workshop)
+        assert f"{experiment}: site bare, " in done.stdout
+        if "/train.py" not in text:
+            continue
+        words, variables = json.loads(noted.read_text())
+        noted.unlink()
+        monkeypatch.chdir(script.parent)
+        table = estimate_memory.memory_table(estimate_memory.read_options(words, environment=variables))
+        assert "one GPU: " in table and "one node: " in table
+        for name in ("train_size", "save_strategy", "padding"):
+            if found := re.search(rf'^: "\$\{{{name.upper()}:=(\w+)\}}"', text, re.MULTILINE):
+                assert f"  {name.upper()}={found[1]}" in done.stdout.splitlines()
+    assert files(workshop) == before
+
+
+def test_it_shows_site_ranks_commands_knobs_and_memory(workshop):
+    folder = workshop / "experiments/deepspeed-multi-node/2_nodes"
+    before = files(workshop)
+    done = dry_run(folder, "--learning_rate", "1e-4", BATCH_SIZE=2, GPU_MEMORY=16)
+    assert (done.returncode, done.stderr) == (0, ""), done
+    lines = done.stdout.splitlines()
+    assert lines[0] == "experiments/deepspeed-multi-node/2_nodes: site laptop, 2 node(s) x 1 rank(s)"
+    bandwidth, training = [line for line in lines if line.startswith("srun --nodes=2 --ntasks-per-node=1 python ")]
+    assert "measure_bandwidth.py" in bandwidth
+    assert "--nproc-per-node=1" in training and training.rstrip().endswith("zero2.json --learning_rate 1e-4")
+    assert {"  BATCH_SIZE=2", "  SAMPLES_PER_GPU=16", "  MODEL_NAME=tiny-bloom"} <= set(lines)
+    assert any(line.startswith("one GPU: ") and line.endswith("16 GiB there: fits") for line in lines)
+    assert any(line.startswith("one node: ") and line.endswith("32 GiB there: fits") for line in lines)
+    assert files(workshop) == before
+
+
+def test_a_mistake_is_the_line_of_the_training(workshop):
+    folder = workshop / "experiments/deepspeed-single-gpu/zero_2"
+    config = workshop / "ds_configs/zero2.json"
+    config.write_text(config.read_text().replace('"stage"', '"stge"', 1))
+    done = dry_run(folder)
+    assert done.returncode == 2
+    assert (
+        done.stderr.startswith("error: ") and "zero_optimization.stge: unknown key; did you mean stage?" in done.stderr
+    )
+    done = dry_run(workshop / "experiments/baseline", "--train_siz", "3")
+    assert (done.returncode, done.stderr) == (2, "error: --train_siz: unknown flag; did you mean --train_size?\n")
+
+
+def test_in_a_slurm_job_it_has_no_effect(stub):
+    done, folder = stub("print('training')", DRY_RUN=1, SLURM_JOB_ID=47)
+    assert (done.returncode, done.stderr) == (0, "warning: DRY_RUN has no effect in a Slurm job\n")
+    assert "training" in done.stdout.splitlines()
+    assert os.listdir(folder / "cpu_memory")
