@@ -65,7 +65,7 @@ mapfile -d '' scripts < <(find "$folder" -name '*.slurm' -print0 | sort -zV)
 job_find_site
 job_check_site
 # shellcheck source=experiments/sites/laptop.sh
-settings=$(source "$SITE_FILE" && env | sed -n '/^SBATCH_/p') ||
+settings=$(source "$SITE_FILE" && env | sort | sed -n '/^SBATCH_/p') ||
   job_fail "experiments/sites/$SITE.sh" "bash cannot source it, or its last command failed" "correct it"
 export SITE
 given=(SITE)
