@@ -307,24 +307,20 @@ job_wait() {                                                     # for CHILD, wh
 }
 
 job_listen() {
-  trap 'job_stop TERM' TERM HUP USR2
-  trap 'job_stop INT' INT
-  trap 'job_stop USR1' USR1
-  trap '' PIPE # nobody reads what it prints: it goes on
+  # TERM in place of INT, too, to which what bash starts in the background may be deaf, and of HUP, which srun takes otherwise
+  trap 'job_stop TERM' TERM INT HUP USR2
+  trap 'job_stop USR1' USR1 # the site's warning that time is running out
+  trap '' PIPE              # nobody reads what it prints: it goes on
 }
 
-job_stop() {           # SIGNAL: ask the training to save and stop
-  local passed_on=TERM # what bash starts in the background is deaf to INT, and srun has ideas of its own about HUP
+job_stop() { # SIGNAL: for the training, which saves and stops
+  STOPPED=yes
   if [[ $1 = USR1 ]]; then
-    passed_on=USR1 # the site's warning that time is running out
     WARNED=yes
-  elif [[ $1 = INT && $STOPPED = yes ]]; then
-    passed_on=INT # once more: launch.py kills the ranks after five seconds
   else
     CANCELLED=yes
   fi
-  STOPPED=yes
-  [[ -z $CHILD ]] || kill -"$passed_on" "$CHILD" 2>/dev/null || true
+  [[ -z $CHILD ]] || kill -"$1" "$CHILD" 2>/dev/null || true
   if [[ $ON_NODE = no ]]; then # at once: a training that does not react is killed, and this script with it
     job_python finish "$JOB_ID" --signal --exit-code 143 --since "$STARTED" || true
   fi

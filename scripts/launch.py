@@ -1,12 +1,13 @@
-"""torchrun, with the exit status of the rank that failed first, the name of a node that is missing, and time to stop.
+"""torchrun as jobs need it: stopped in peace, ended with the training's exit code, and with the name of a missing node.
 
     python scripts/launch.py --nproc-per-node=2 scripts/train.py --deepspeed ds_configs/zero2.json
 
-All arguments are torchrun's. torchrun itself ends with 1 whatever happened, behind a page of traceback; a
-job's exit status should say what the training said. It gives its ranks 30 seconds behind a signal, where the
-save of a checkpoint may take minutes: here they are told, and end by themselves. And on one node it takes the c10d
-rendezvous, which executes what anybody on the network writes into its store: here it is always the static one, which
-reads text.
+All arguments are torchrun's, and torchrun does the work. What is different:
+  - It gives its ranks 30 seconds behind a signal, where the save of a checkpoint may take minutes. Here they are told,
+    and end by themselves; after a second Ctrl-C they are killed.
+  - It ends with 1 whatever happened, behind a page of traceback. Here with the code of the rank that failed first.
+  - On one node it takes the c10d rendezvous, which executes what anybody on the network writes into its store. Here it
+    is always the static one, which reads text; and it says which node did not come within JOIN_TIMEOUT seconds.
 """
 
 import argparse
@@ -23,12 +24,12 @@ from functools import partial
 from pathlib import Path
 
 import psutil
-from torch.distributed import DistError, TCPStore
+from torch.distributed import DistError
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.run import parse_args, parse_min_max_nnodes, run
 
 from errors import ENVIRONMENT, STOPPED, WorkshopError, run_program
-from parallel.joining import join_timeout, listen_at, node_name, reach
+from parallel.joining import join_timeout, node_name, reach
 
 LOOPBACK = "127.0.0.1"
 SECONDS_BEFORE_KILL = 5  # in which ranks may end by themselves after a second Ctrl-C
@@ -38,15 +39,9 @@ def main() -> None:
     if "--help" in sys.argv[1:2]:
         print(__doc__)
     arguments = parse_args(sys.argv[1:])
-    timeout = join_timeout()
-    choose_static_rendezvous(arguments)
-    if arguments.master_port is not None:
-        store = prepare_static_rendezvous(arguments, timeout)  # noqa: F841 - it serves as long as it is referred to
+    meet(arguments, join_timeout())
     share_cores(arguments.nproc_per_node)
-    arguments.signals_to_handle = "SIGQUIT"  # torchrun's own reaction is left for this one
-    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
-        if signal.getsignal(number) is not signal.SIG_IGN:
-            signal.signal(number, partial(tell_ranks, []))
+    pass_signals_on(arguments)
     # it reports each rank that ends with another code than 0 as failed, and that it ends the others
     of_ranks = logging.getLogger("torch.distributed.elastic.multiprocessing.api")
     of_ranks.addFilter(lambda entry: not re.search(f"exitcode: {STOPPED}|closing signal", entry.getMessage()))
@@ -64,9 +59,51 @@ def main() -> None:
         sys.exit(code)
     except DistError as error:
         missing = ", ".join(missing_nodes())
-        what = f"{missing} within {timeout} s" if missing else f"the nodes did not meet: {error}"
+        what = f"{missing} within {join_timeout()} s" if missing else f"the nodes did not meet ({error})"
         way_out = "check that node, its name resolution and its firewall, or exclude it"
         raise WorkshopError("rendezvous", what, way_out, ENVIRONMENT) from error
+
+
+def meet(arguments: argparse.Namespace, timeout: int) -> None:
+    """Prepare the static rendezvous, and on all nodes but the first wait until that one can be reached."""
+    if arguments.rdzv_backend != "static":
+        what = f"{arguments.rdzv_backend} may execute what anybody on the network writes into its store"
+        way_out = "leave it out, and give several nodes --master-addr, --master-port and --node-rank"
+        raise WorkshopError("--rdzv-backend", what, way_out)
+    arguments.rdzv_conf = f"timeout={timeout}"
+    if parse_min_max_nnodes(arguments.nnodes)[1] == 1 and arguments.master_port is None:
+        arguments.standalone = False
+        arguments.master_addr = LOOPBACK
+        arguments.master_port = free_port()
+    if arguments.master_addr == LOOPBACK:
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # it would listen at the address of this node's name
+    if arguments.node_rank != 0:
+        # the first one reads what they note here, and can name the node
+        reach("rendezvous", arguments.master_addr, arguments.master_port, timeout, partial(note, "problem"))
+    note("joined")
+
+
+def free_port() -> int:
+    with socket.socket() as listener:
+        listener.bind((LOOPBACK, 0))
+        return listener.getsockname()[1]
+
+
+def note(what: str, text: str = "") -> None:
+    """Leave a file for the first node, in the job's folder, if there is one."""
+    if "RUN_DIR" in os.environ:
+        (Path(os.environ["RUN_DIR"]) / f"{what}_{node_name()}").write_text(text)
+
+
+def missing_nodes() -> list[str]:
+    """What is known of each node of the job that never reached the first one."""
+    run_dir = Path(os.environ.get("RUN_DIR", "."))
+    found = []
+    for node in os.environ.get("ALL_NODES", "").split():
+        problem = run_dir / f"problem_{node}"
+        if not (run_dir / f"joined_{node}").exists():
+            found.append(problem.read_text() if problem.exists() else f"{node} did not join")
+    return found
 
 
 def share_cores(ranks: str) -> None:
@@ -74,6 +111,14 @@ def share_cores(ranks: str) -> None:
     if ranks.isdecimal() and int(ranks) > 1:
         cores = len(os.sched_getaffinity(0))
         os.environ.setdefault("OMP_NUM_THREADS", str(max(1, cores // int(ranks))))
+
+
+def pass_signals_on(arguments: argparse.Namespace) -> None:
+    arguments.signals_to_handle = "SIGQUIT"  # torchrun's own reaction is left for this one
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
+        # nohup lets it ignore HUP. To INT all are deaf that a script starts in the background, as job.sh does
+        if number != signal.SIGHUP or signal.getsignal(number) is not signal.SIG_IGN:
+            signal.signal(number, partial(tell_ranks, []))
 
 
 def tell_ranks(told: list[int], number: int, frame: object) -> None:
@@ -98,79 +143,6 @@ def tell_ranks(told: list[int], number: int, frame: object) -> None:
 def send(rank: psutil.Process, number: int) -> None:
     with contextlib.suppress(psutil.NoSuchProcess):
         rank.send_signal(number)
-
-
-def choose_static_rendezvous(arguments: argparse.Namespace) -> None:
-    """Refuse every other rendezvous; put one node, for which torchrun would take c10d, on a free port of loopback."""
-    if arguments.rdzv_backend != "static":
-        what = f"{arguments.rdzv_backend} may execute what anybody on the network writes into its store"
-        way_out = "leave it out, and give several nodes --master-addr, --master-port and --node-rank"
-        raise WorkshopError("--rdzv-backend", what, way_out)
-    one_node = parse_min_max_nnodes(arguments.nnodes)[1] == 1
-    if arguments.standalone or (one_node and not arguments.rdzv_endpoint and arguments.master_port is None):
-        arguments.standalone = False
-        arguments.master_addr = LOOPBACK
-        arguments.master_port = 0
-    if arguments.master_addr == LOOPBACK and "lo" in dict(socket.if_nameindex()).values():
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # it would listen at the address of this node's name
-
-
-def prepare_static_rendezvous(arguments: argparse.Namespace, timeout: int) -> TCPStore | None:
-    """Set the time-out for a node that does not come, and return once the first node can be reached.
-
-    The torchrun of the first node serves the store in which the nodes meet, and later their ranks.
-    """
-    arguments.rdzv_conf = f"timeout={timeout},{arguments.rdzv_conf}".rstrip(",")
-    store = None
-    if arguments.node_rank == 0:
-        store = serve_store(arguments.master_addr, arguments.master_port)
-    else:
-        # the first one reads what they note here, and can name the node
-        leave = partial(note, "problem")
-        reach("rendezvous", arguments.master_addr, arguments.master_port, timeout, leave)
-    if store is not None:
-        arguments.master_port = store.port
-    note("joined")
-    return store
-
-
-def serve_store(host: str, port: int) -> TCPStore | None:
-    """On the first node: the store, at this address alone; torchrun, in this process, finds it by its port.
-
-    torchrun's own listens at all addresses of the node, and prints a page of C++ frames where it cannot. A name may
-    stand for another address on the other nodes: there it is left to torchrun, after a look at whether it could.
-    """
-    with listen_at("rendezvous", host, port) as listener:
-        own_address, own_port = listener.getsockname()[:2]
-        if own_address != host:
-            return None
-        return TCPStore(
-            host,
-            own_port,
-            is_master=True,
-            wait_for_workers=False,
-            multi_tenant=True,  # one server for this store and torchrun's
-            master_listen_fd=listener.detach(),
-        )
-
-
-def note(what: str, text: str = "") -> None:
-    """Leave a file for the first node, in the job's folder, if there is one."""
-    if "RUN_DIR" in os.environ:
-        (Path(os.environ["RUN_DIR"]) / f"{what}_{node_name()}").write_text(text)
-
-
-def missing_nodes() -> list[str]:
-    """What is known of each node of the job that never reached the first one."""
-    if "RUN_DIR" not in os.environ:
-        return []
-    run_dir = Path(os.environ["RUN_DIR"])
-    found = []
-    for node in os.environ.get("ALL_NODES", "").split():
-        problem = run_dir / f"problem_{node}"
-        if not (run_dir / f"joined_{node}").exists():
-            found.append(problem.read_text() if problem.exists() else f"{node} did not join")
-    return found
 
 
 if __name__ == "__main__":

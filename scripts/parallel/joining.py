@@ -33,21 +33,6 @@ def reach_rank_0() -> None:
         reach("MASTER_ADDR", host, port, join_timeout())
 
 
-def listen_at(source: str, host: str, port: int) -> socket.socket:
-    """On the first: a socket of its own, as the store would open it; where it cannot, that prints a page of C++ frames.
-
-    Raises WorkshopError (exit code 3) that names `source`.
-    """
-    try:
-        family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-        return socket.create_server(address, family=family)
-    except OSError as error:
-        reason = str(error).partition(" (while")[0]  # the rest is the address once more
-        what = f"{node_name()} cannot listen at {host}:{port} ({reason})"
-        way_out = "give MASTER_ADDR an address of the first node, or submit again"
-        raise WorkshopError(source, what, way_out, ENVIRONMENT) from error
-
-
 def reach(source: str, host: str, port: int, timeout: int, note: Callable[[str], None] = lambda problem: None) -> None:
     """On the others: wait until the first one listens. note: is told at each attempt what the problem is."""
     deadline = time.monotonic() + timeout

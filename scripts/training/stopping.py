@@ -31,7 +31,8 @@ class StopRequest:
 
     def listen(self) -> None:
         for number in SIGNALS:
-            if signal.getsignal(number) is not signal.SIG_IGN:  # as nohup does
+            # nohup lets it ignore HUP. To INT all are deaf that a script starts in the background, as job.sh does
+            if number != signal.SIGHUP or signal.getsignal(number) is not signal.SIG_IGN:
                 signal.signal(number, self.note)
         if "TORCHELASTIC_RUN_ID" in os.environ:
             end_with_parent()  # torchrun may be killed, and its ranks would train on

@@ -8,7 +8,6 @@ import os
 import pickle
 import re
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -77,16 +76,6 @@ def test_a_node_that_cannot_reach_the_first_says_why_and_leaves_it_for_the_first
     assert error_of(start(0, port, timeout=1)).startswith(f"error: rendezvous: {problem}")
 
 
-@pytest.mark.parametrize("address", ["203.0.113.1", "no-such-node.invalid", "127.0.0.1"])
-def test_a_first_node_that_cannot_listen_says_so_at_once(start, address):
-    """RFC 5737 gives the first address to nobody; at the last one the port is taken."""
-    with socket.create_server(("", 0)) as listener:
-        port = listener.getsockname()[1]
-        error = error_of(start(0, port, address, timeout=10_000))
-    assert error.startswith(f"error: rendezvous: first cannot listen at {address}:{port} (")
-    assert "while attempting" not in error, "the address once more"
-
-
 # Code from the network: what a stranger writes into the store of a running launch
 
 MEETS_AND_WAITS = """
@@ -151,26 +140,6 @@ def test_the_same_does_run_in_the_rendezvous_that_launch_py_refuses(attack, tmp_
     c10d = ("--rdzv-backend=c10d", f"--rdzv-endpoint=127.0.0.1:{port}", "--rdzv-id=7")
     attack("-m", "torch.distributed.run", *c10d, port=port)
     until((tmp_path / "executed").exists)
-
-
-LISTENERS = """
-import os, psutil
-import torch.distributed as dist
-dist.init_process_group("gloo")
-for process in (os.getpid(), os.getppid()):
-    for one in psutil.Process(process).net_connections("tcp"):
-        if one.status == "LISTEN":
-            print(one.laddr.ip)
-"""
-
-
-@pytest.mark.parametrize("flags", [[], ["--standalone"]], ids=["no flag", "standalone"])
-def test_one_node_listens_on_loopback_alone(flags, tmp_path):
-    (tmp_path / "listeners.py").write_text(LISTENERS)
-    command = [*LAUNCH, *flags, "--nproc-per-node=1", str(tmp_path / "listeners.py")]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.split() == ["127.0.0.1", "127.0.0.1"], "the store, and gloo"
 
 
 # As a rank that waits in a collective: Python does not run the handler of a signal there
