@@ -21,6 +21,9 @@ job_prepare() {
   RANKS_PER_NODE=${SLURM_GPUS_PER_NODE:-$(job_directive gpus-per-node)}
   RANKS_PER_NODE=${RANKS_PER_NODE##*:} # a100:2 -> 2
   JOB_ID=${SLURM_JOB_ID:-${JOB_ID:-local-$(date +%Y%m%d-%H%M%S)-$$}}
+  if [[ ! $JOB_ID =~ ^[A-Za-z0-9_-][A-Za-z0-9._-]*$ ]]; then
+    job_fail JOB_ID "'$JOB_ID' cannot name files" "give letters, digits, . _ or -"
+  fi
   ATTEMPT=$((${SLURM_RESTART_COUNT:-0} + 1))
   STARTED=$(date -u +%Y-%m-%dT%H:%M:%S+00:00) # as in the run record
   RUN_DIR=$PWD/results/.$JOB_ID               # what the parts of this job tell each other
@@ -115,9 +118,8 @@ job_set_rendezvous() { # where the ranks meet: on the first node, on which this 
   MASTER_PORT=${found#* }
 }
 
-# In a job that was started again: let its steps have numbers that no attempt before had. What Slurm could not tell a
-# node that had failed, to end step 1 of this job, it tells the node once a minute, also when that is back and runs this
-job_skip_steps() {
+job_skip_steps() { # of a job that was started again: its steps get numbers that no attempt before had
+  # to a node that was down Slurm repeats, once a minute, that step 1 of this job must end, also when it runs this attempt
   local step
   for ((step = 0; step < 2 * (ATTEMPT - 1) && NODES > 1; step++)); do # an attempt has two: bandwidth test and training
     srun --quiet --nodes=1 --ntasks=1 true || true
