@@ -196,6 +196,8 @@ def settle(run: Run, path: Path) -> None:
         notes.append(f"begun anew {anew} time{'s' if anew > 1 else ''}")
     if not record.restarts and record.attempt and record.attempt > 1:
         notes.append(f"attempt {record.attempt}")
+    if record.settings.torch_compile:
+        notes.append("memory peaks hold the compilation")
     if record.overrides:
         notes.append(f"does not compare: {', '.join(record.overrides)}")
     run.status_note = "; ".join(notes)
@@ -254,7 +256,7 @@ def add_memory(run: Run) -> None:
     gpu_logs, cpu_logs = logs_of(run.folder, run.job_id)
     nodes = len(run.record.nodes) or 1
     ranks = (run.record.world_size or 0) // nodes
-    restarts = (run.record.attempt or 1) - 1
+    restarts = max(len(run.record.restarts), (run.record.attempt or 1) - 1)  # one may have ended before its record
     if not gpu_logs and run.record.hardware.gpus == 0:
         run.gpu.reason = "no GPU"
     elif " MIG " in (run.record.hardware.gpu or ""):  # NVIDIA A100-SXM4-40GB MIG 1g.5gb

@@ -466,17 +466,20 @@ def test_an_experiment_runs_without_slurm(lab, bash):
     assert run.record["status"] == "completed"
     assert run.record["experiment"] == "experiments/baseline"
     assert run.losses
-    assert read_gpu_log(run.memory_logs("gpu")[""]).names() == ["0"]
+    assert read_gpu_log(run.memory_logs("gpu")[""]).names() == [str(index) for index in range(8)]
     assert read_cpu_log(run.memory_logs("cpu")[""]).samples
     assert run.summary[0] == "status: completed (exit code 0)"
+    assert any("the GPU log holds all GPUs that nvidia-smi shows" in line for line in run.summary)
     assert run.processes() == []
 
 
 def test_ranks_without_slurm_come_from_the_directives(bash):
-    run = bash("deepspeed-native-launch/zero3_offload", "--steps", 1, **SHORT).wait()
+    """The memory log is of the GPUs that they use: the first of those that the caller has chosen."""
+    chosen = {"CUDA_VISIBLE_DEVICES": "1,2,3"}
+    run = bash("deepspeed-native-launch/zero3_offload", "--steps", 1, **SHORT | chosen).wait()
     assert run.exit_code == 0, run
     assert run.record["world_size"] == 2
-    assert read_gpu_log(run.memory_logs("gpu")[""]).names() == ["0", "1"]
+    assert read_gpu_log(run.memory_logs("gpu")[""]).names() == ["1", "2"]
     assert run.processes() == []
 
 

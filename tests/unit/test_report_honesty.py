@@ -350,16 +350,6 @@ def test_damaged_cpu_log(tmp_path, content, numbers, reason):
     assert any(problem.startswith(reason.format(path)) for problem in run.problems), run.problems
 
 
-def test_log_that_begins_when_all_is_compiled_is_whole(tmp_path):
-    """The training of 15 s took 13 s for its first three steps, and its log covers 2 s."""
-    for job_id, compiled in (("1", True), ("2", False)):
-        changes = {"settings__torch_compile": compiled, "train__warm_up_seconds": 13.0}
-        add_run(tmp_path, STAGE, job_id, cpu=cpu_log(10, 90, 50, step=1), **changes)
-    compiled, eager = sorted(find_runs([tmp_path]), key=lambda run: run.job_id)
-    assert not any("it covers" in problem for problem in compiled.problems), compiled.problems
-    assert any("it covers 2 s of a training of 15 s" in problem for problem in eager.problems), eager.problems
-
-
 def test_empty_logs(tmp_path):
     folder = add_run(tmp_path, STAGE, "1")
     for path in (folder / "gpu_memory" / "gpu_memory_log_1.csv", folder / "cpu_memory" / "cpu_memory_log_1.txt"):
