@@ -25,7 +25,7 @@ whole = CustomGPTForCausalLM(CustomGPTConfig(**sizes))
 question = torch.tensor([[5, 6, 7]])
 generate = {"inputs": question, "max_new_tokens": 5, "do_sample": False, "pad_token_id": 3}
 alone = whole.generate(**generate).tolist()
-parameters = AuditCallback(SimpleNamespace(model=whole), None, None, None).parameters
+parameters = AuditCallback(SimpleNamespace(model=whole), None, None).parameters
 model = FullyShardedDataParallel(
     whole,
     auto_wrap_policy=policy,
