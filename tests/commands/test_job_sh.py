@@ -179,23 +179,6 @@ def test_loggers_that_end_with_the_training_are_no_gap(stub):
     assert "missing: psrecord" not in done.stdout
 
 
-DEAF = """
-heard=0
-trap 'heard=$((heard + 1)); [[ $heard -lt 3 ]] || exit 0' TERM
-[[ $1 = -L ]] && echo "GPU 0: Tesla V100-SXM2-32GB (UUID: GPU-1)" && exit
-echo "timestamp, index, name, memory.used [MiB], memory.total [MiB]"
-while :; do sleep 0.05; done
-"""
-
-
-def test_a_logger_that_misses_its_first_signal_is_ended_all_the_same(stub, tmp_path):
-    """One that is told to stop before its exec runs the script's own trap, and goes on."""
-    program(tmp_path / "deaf", "nvidia-smi", DEAF)
-    done, _ = stub("print('training')", lines=f"PATH={tmp_path}/deaf:$PATH")
-    assert done.returncode == 0
-    assert "missing: nvidia-smi" not in done.stdout
-
-
 def test_a_training_that_does_not_react_has_its_record_when_the_script_is_killed(workshop):
     """What Slurm does to a job: SIGTERM to all, SIGKILL to all some seconds later."""
     folder = workshop / "experiments/mine/x"
