@@ -21,7 +21,7 @@ from pathlib import Path
 from checks.files import cache
 from checks.jobs import dry_runs, slurm_jobs, tiny_jobs
 from checks.machine import Lines, compilers, gpus, interfaces, load_site, packages, partition
-from errors import ENVIRONMENT, OneLineErrors, run_program
+from errors import ENVIRONMENT, OneLineErrors, WorkshopError, run_program
 from paths import REPOSITORY
 
 
@@ -33,6 +33,8 @@ def main() -> None:
     parser.add_argument("--submit", action="store_true", help="submit three tiny Slurm jobs and wait for them")
     parser.add_argument("--timeout", type=int, default=1800, help="seconds for a training, or all jobs (%(default)s)")
     arguments = parser.parse_args()
+    if arguments.timeout < 1:
+        raise WorkshopError("--timeout", f"{arguments.timeout} is too small", "give seconds, for example 1800")
     caller = dict(os.environ)
     folder = Path(tempfile.mkdtemp(prefix=".preflight-", dir=REPOSITORY))
     try:
