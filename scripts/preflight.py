@@ -1,4 +1,4 @@
-"""Prove environment, cluster, model cache and disk before the class; one line per check, exit code 3 if one fails.
+"""Prove environment, cluster and model cache before the class; one line per check, exit code 3 if one fails.
 
     python scripts/preflight.py                                # or make preflight; about a minute
     python scripts/preflight.py --quick                        # without the tiny trainings
@@ -16,12 +16,11 @@ import os
 import shutil
 import sys
 import tempfile
-from collections.abc import Callable
 from pathlib import Path
 
-from checks.files import cache, configs, disk
-from checks.jobs import slurm_jobs, tiny_jobs
-from checks.machine import Lines, check_site, environment, gpus, load_site, nccl
+from checks.files import cache
+from checks.jobs import dry_runs, slurm_jobs, tiny_jobs
+from checks.machine import Lines, compilers, gpus, interfaces, load_site, packages, partition
 from errors import ENVIRONMENT, OneLineErrors, WorkshopError, run_program
 from paths import REPOSITORY
 
@@ -36,47 +35,44 @@ def main() -> None:
     arguments = parser.parse_args()
     if arguments.timeout < 1:
         raise WorkshopError("--timeout", f"{arguments.timeout} is too small", "give seconds, for example 1800")
-    states = []
-    out = sys.stdout
-
-    def say(state: str, name: str, found: str, way_out: str = "") -> None:
-        states.append(state)
-        text = f"{found}; {way_out}" if way_out else found
-        print(f"{state:<5} {name:<18} {text}".replace("\n", " "), file=out, flush=True)
-
+    caller = dict(os.environ)
     folder = Path(tempfile.mkdtemp(prefix=".preflight-", dir=REPOSITORY))
     try:
-        caller = dict(os.environ)
-        site = load_site(folder)
-        arguments.model_name = arguments.model_name or [os.environ.get("MODEL_NAME") or "bigscience/bloom-560m"]
-        arguments.dataset = arguments.dataset or os.environ.get("DATASET") or "squad"
-        checks = {"environment": environment, "GPUs": gpus, "NCCL": lambda: nccl(site)}
-        checks |= {"site": lambda: check_site(site), "cache": lambda: cache(arguments)}
-        checks |= {"disk": lambda: disk(arguments), "configs": configs}
-        if not arguments.quick:
-            checks["tiny jobs"] = lambda: tiny_jobs(folder, arguments.timeout)
-        if arguments.submit:
-            checks["Slurm jobs"] = lambda: slurm_jobs(folder, arguments.timeout, caller)
-        for name, check in checks.items():
-            run_check(name, check, say)
+        states = run_check("site", load_site(folder))
+        if "fail" not in states:  # all others depend on it
+            arguments.model_name = arguments.model_name or [os.environ.get("MODEL_NAME") or "bigscience/bloom-560m"]
+            arguments.dataset = arguments.dataset or os.environ.get("DATASET") or "squad"
+            checks = {"packages": packages(), "compiler": compilers(), "GPUs": gpus(), "interfaces": interfaces()}
+            checks |= {"partition": partition(), "cache": cache(arguments), "experiments": dry_runs(caller)}
+            if not arguments.quick:
+                checks["tiny jobs"] = tiny_jobs(folder, arguments.timeout)
+            if arguments.submit:
+                checks["Slurm jobs"] = slurm_jobs(folder, arguments.timeout, caller)
+            for name, lines in checks.items():
+                states += run_check(name, lines)
     finally:
-        if not any((folder / "kept").glob("*")):
+        if not (folder / "kept").exists():
             shutil.rmtree(folder, ignore_errors=True)  # a job that was cancelled may write to the end
     print("preflight: " + ", ".join(f"{states.count(state)} {state}" for state in ("ok", "warn", "fail", "skip")))
     sys.exit(ENVIRONMENT if "fail" in states else 0)
 
 
-def run_check(name: str, check: Callable[[], Lines], say: Callable) -> None:
-    """Pass a check's lines to `say`. What libraries print meanwhile is dropped; an exception is a failed check."""
-    noise = io.StringIO()
+def run_check(name: str, lines: Lines) -> list[str]:
+    """Print the lines of a check; their states. An exception is a failed check; what libraries print is dropped."""
+    out = sys.stdout
+    states = []
+
+    def say(state: str, check: str, *texts: str) -> None:
+        states.append(state)
+        print(f"{state:<5} {check:<18} {'; '.join(texts)}".replace("\n", " "), file=out, flush=True)
+
     try:
-        with contextlib.redirect_stdout(noise), contextlib.redirect_stderr(noise):
-            for line in check():
+        with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
+            for line in lines:
                 say(*line)
-    except WorkshopError as error:
-        say("fail", name, str(error))
     except (Exception, SystemExit) as error:  # libraries, too, call sys.exit
-        say("fail", name, f"{type(error).__name__}: {error}", "correct the installation: requirements.txt")
+        say("fail", name, f"{type(error).__name__}: {error}")
+    return states
 
 
 if __name__ == "__main__":

@@ -33,7 +33,8 @@ site_setup() {
 # : "${GPU_MEMORY:=32}"
 
 # --- DeepSpeed's compiled optimizers, by default in ~/.cache/torch_extensions: a folder of each user's own, that all nodes
-#     see; it gets a folder for each kind of machine. One for several users fails, as every load writes into it.
+#     see; it gets a folder for each kind of machine. One for several users must be filled before, by
+#     scripts/build_ops.py on each kind: what is there is only read.
 # : "${TORCH_EXTENSIONS_DIR:=/scratch/$USER/torch_extensions}"
 
 # --- Hugging Face cache, on a file system that all nodes see. Fill it on a login node, with the same HF_HOME:

@@ -234,7 +234,7 @@ def test_optimizers_are_compiled_before_anything_is_measured(stub, tmp_path):
     broken = {"TORCH_EXTENSIONS_DIR": tmp_path / "extensions", "CXX": "/bin/false"}
     done, _ = stub("print('training')", "--deepspeed", "x.json", **broken)
     assert done.returncode == 0
-    assert done.stdout.index("compiling fused_adam, cpu_adam") < done.stdout.index("training\n")
+    assert done.stdout.index("compiling fused_adam") < done.stdout.index("training\n")
     assert len([line for line in done.stderr.splitlines() if line.startswith("warning: ")]) == 3, "each is tried"
     done, _ = stub("print('training')", **broken)
     assert "compiling" not in done.stdout

@@ -1,34 +1,33 @@
-"""preflight.py: the site, as bash reads its file, and what Slurm says of it, with stand-ins for its commands."""
+"""preflight.py: the site, as bash reads its file, what Slurm says of it, and dry runs, with stand-ins for all three."""
 
 import os
 import shutil
 import sys
-from pathlib import Path
 
 import pytest
 
+from checks import jobs as preflight_jobs
 from checks import machine as preflight_machine
-from checks.machine import Site
 from helpers import REPOSITORY
 from shell import program
 
-MINE = Site("mine")
 
-
-def load(monkeypatch, tmp_path, content: str) -> Site:
+def load(monkeypatch, tmp_path, content: str) -> tuple[str, ...]:
+    """The line about a site whose file has this content."""
     shutil.copy(REPOSITORY / "experiments" / "load_site.sh", tmp_path)
     (tmp_path / "sites").mkdir()
     (tmp_path / "sites" / "mine.sh").write_text(content)
     monkeypatch.setattr(preflight_machine, "EXPERIMENTS", tmp_path)
     (tmp_path / "site").write_text("mine\n")
-    return preflight_machine.load_site(tmp_path)
+    (line,) = preflight_machine.load_site(tmp_path)
+    return line
 
 
 def test_variables_of_the_site_are_those_of_its_jobs(monkeypatch, tmp_path):
     monkeypatch.setenv("BATCH_SIZE", "2")
-    monkeypatch.setenv("PATH", f"{Path(sys.executable).parent}:{os.environ['PATH']}")
+    monkeypatch.setenv("PATH", f"{os.path.dirname(sys.executable)}:{os.environ['PATH']}")
     content = 'site_setup() { export LOADED=yes; }\n: "${BATCH_SIZE:=4}" "${NCCL_ALGO:=Ring}"\n'
-    assert load(monkeypatch, tmp_path, content) == Site("mine")
+    assert load(monkeypatch, tmp_path, content)[:2] == ("ok", "site")
     assert {name: os.environ[name] for name in ("BATCH_SIZE", "NCCL_ALGO", "LOADED")} == {
         "BATCH_SIZE": "2", "NCCL_ALGO": "Ring", "LOADED": "yes"}  # fmt: skip
 
@@ -36,40 +35,37 @@ def test_variables_of_the_site_are_those_of_its_jobs(monkeypatch, tmp_path):
 @pytest.mark.parametrize(
     ("content", "problem"),
     [
-        (
-            "# CHANGE_ME in a comment\nexport SBATCH_ACCOUNT=CHANGE_ME\n",
-            "mine.sh: it still holds CHANGE_ME",
-        ),
+        ("export SBATCH_ACCOUNT=CHANGE_ME\n", "mine.sh: it still holds CHANGE_ME"),
         ("site_setup() { module load cuda; }\n", "module: command not found"),
         ("site_setup() { PATH=/nowhere; }\n", "there is no python after site_setup"),
     ],
 )
 def test_a_site_file_that_is_not_complete(monkeypatch, tmp_path, content, problem):
-    site = load(monkeypatch, tmp_path, content)
-    assert site.name == "", "its variables are unknown"
-    assert problem in site.problem
-    assert next(preflight_machine.check_site(site))[:2] == ("fail", "site")
+    state, _, found, _ = load(monkeypatch, tmp_path, content)
+    assert state == "fail"
+    assert problem in found
 
 
 def test_the_python_of_the_site_should_be_the_one_that_checks(monkeypatch, tmp_path):
     line = f'exec {sys.executable} -c "import sys; sys.prefix = \'/usr\'\n$2" "$3"'
     python = program(tmp_path / "bin", "python", line)
-    site = load(monkeypatch, tmp_path, f"site_setup() {{ PATH={python.parent}:$PATH; }}\n")
-    assert site.problem == f"mine: its python is in /usr, this one in {sys.prefix}"
-    assert next(preflight_machine.check_site(site))[:2] == ("warn", "site")
+    state, _, found, _ = load(monkeypatch, tmp_path, f"site_setup() {{ PATH={python.parent}:$PATH; }}\n")
+    assert (state, found) == ("warn", f"mine: its python is in /usr, this one in {sys.prefix}")
 
 
-def lines_of_the_site(monkeypatch, tmp_path, site: Site = MINE, **tools: str) -> dict[str, tuple]:
-    """The lines about the site, by name, with commands of Slurm that run these lines of bash."""
+def lines_of_slurm(monkeypatch, tmp_path, **tools: str) -> dict[str, tuple]:
+    """The lines about the partition, by name, with commands of Slurm that run these lines of bash."""
     for name, body in ({"sbatch": "", "sinfo": "echo gpu; echo debug"} | tools).items():
         program(tmp_path, name, body)
     monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
-    return {name: (state, *texts) for state, name, *texts in preflight_machine.check_site(site)}
+    return {name: (state, *texts) for state, name, *texts in preflight_machine.partition()}
 
 
 def test_partition_and_reservation_are_those_that_slurm_knows(monkeypatch, tmp_path):
+    assert lines_of_slurm(monkeypatch, tmp_path) == {"partition": ("ok", "Slurm's default of debug, gpu")}
+    down = "echo 'sinfo: error: Unable to contact slurm controller'; exit 1"
+    assert lines_of_slurm(monkeypatch, tmp_path, sinfo=down)["partition"][0] == "fail"
     monkeypatch.setenv("SBATCH_PARTITION", "gpu")
-    assert "reservation" not in lines_of_the_site(monkeypatch, tmp_path)
     monkeypatch.setenv("SBATCH_RESERVATION", "workshop")
     # as scontrol show reservation prints them
     found = (
@@ -77,20 +73,25 @@ def test_partition_and_reservation_are_those_that_slurm_knows(monkeypatch, tmp_p
         "echo '   Nodes=node[1-2] NodeCnt=2 CoreCnt=4 Features=(null) PartitionName=gpu Flags='\n"
         "echo '   Users=root Groups=(null) Accounts=(null) Licenses=(null) State=INACTIVE'"
     )
-    lines = lines_of_the_site(monkeypatch, tmp_path, scontrol=found)
+    lines = lines_of_slurm(monkeypatch, tmp_path, scontrol=found)
     assert lines["partition"] == ("ok", "gpu")
     shown = "workshop StartTime=2026-12-01T08:00:00 EndTime=2026-12-01T18:00:00 State=INACTIVE"
     assert lines["reservation"] == ("ok", shown)
     monkeypatch.setenv("SBATCH_PARTITION", "gpus")
-    lines = lines_of_the_site(monkeypatch, tmp_path, scontrol="echo Reservation workshop not found; exit 1")
+    lines = lines_of_slurm(monkeypatch, tmp_path, scontrol="echo Reservation workshop not found; exit 1")
     assert lines["partition"][:2] == ("fail", "there is no gpus among debug, gpu")
     assert lines["reservation"][:2] == ("fail", "Reservation workshop not found")
 
 
-def test_what_depends_on_a_site_that_was_not_read_is_skipped(monkeypatch, tmp_path):
-    """Its SBATCH_ variables are unknown: Slurm's answers would be about others."""
-    monkeypatch.setenv("SBATCH_PARTITION", "gpus")
-    lines = lines_of_the_site(monkeypatch, tmp_path, Site("", "module: command not found"))
-    assert lines["site"][0] == "fail"
-    assert lines["partition"] == ("skip", "the site was not read")
-    assert list(preflight_machine.nccl(Site("")))[-1] == ("skip", "interfaces", "the site was not read")
+def test_experiments_are_run_dry_and_as_if_outside_of_a_job(monkeypatch, tmp_path):
+    monkeypatch.setattr(preflight_jobs, "EXPERIMENTS", tmp_path)
+    sound = 'env | grep -cE "^(DRY_RUN=1|BATCH_SIZE=2|SLURM_JOB_ID=.*)$"\n'
+    for job in preflight_jobs.JOBS:
+        program(tmp_path / job, "x.slurm", f"[[ $({sound}) = 2 && $PWD = {tmp_path / job} ]]")
+    caller = dict(os.environ) | {"BATCH_SIZE": "2", "SLURM_JOB_ID": "7"}
+    ((state, name, found),) = preflight_jobs.dry_runs(caller)
+    assert (state, name, found) == ("ok", "experiments", f"{', '.join(preflight_jobs.JOBS)} would run")
+    program(tmp_path / preflight_jobs.JOBS[1], "x.slurm", "echo 'error: x.json: unknown key; remove it' >&2; exit 2")
+    ((state, name, found),) = preflight_jobs.dry_runs(caller)
+    wrong = f"{preflight_jobs.JOBS[1]}: error: x.json: unknown key; remove it"
+    assert (state, name, found) == ("fail", "experiments", wrong)

@@ -18,13 +18,14 @@ def extensions() -> dict[Path, int]:
 
 @pytest.mark.skipif(sys.prefix == sys.base_prefix, reason="this python is no virtual environment")
 def test_a_link_to_the_environment_compiles_nothing_anew(workplace, tmp_path):
-    """Snapshots and preflight's jobs have a link to .venv; ninja compiles again when a path in its commands changes."""
+    """Snapshots and preflight's jobs have a link to .venv. Nor is the compiler asked, which DeepSpeed would do."""
     run(workplace, "compiles", "--deepspeed", "ds_configs/zero1.json", "--max_steps", "1", SAVE_STRATEGY="no")
     before = extensions()
     assert before
     (tmp_path / "link").symlink_to(sys.prefix)
     python = tmp_path / "link" / Path(sys.executable).relative_to(sys.prefix)
     values = TINY | {"HF_HOME": workplace / "hf", "JOB_ID": "linked", "SAVE_STRATEGY": "no", "HOME": os.environ["HOME"]}
+    values["CXX"] = "no-such-compiler"
     command = [python, "scripts/train.py", "--deepspeed", "ds_configs/zero1.json", "--max_steps", "1"]
     variables = environment({name: str(value) for name, value in values.items()})
     done = subprocess.run(command, cwd=workplace, env=variables, capture_output=True, text=True, timeout=600)

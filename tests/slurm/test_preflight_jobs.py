@@ -55,10 +55,9 @@ def test_what_the_cluster_refuses_or_ends_is_a_failed_line(own_lab):
     """No such partition; and jobs that start, but whose training breaks."""
     done = preflight(own_lab, SBATCH_PARTITION="no_such")
     assert done.returncode == 3, done
-    refused = [line for line in done.stdout.splitlines() if line.startswith("fail")]
-    assert "there is no no_such among main" in refused[0]
-    assert [line.split()[1:3] for line in refused[1:]] == [["sbatch", job] for job in JOBS]
-    assert all("nvalid partition" in line for line in refused[1:]), done
+    unknown, refused = [line for line in done.stdout.splitlines() if line.startswith("fail")]
+    assert "there is no no_such among main" in unknown
+    assert "submit.sh" in refused and "nvalid partition" in refused
 
     (own_lab.root / "scripts/train.py").write_text(BROKEN)
     done = preflight(own_lab)
@@ -77,7 +76,7 @@ def test_jobs_that_do_not_start_are_cancelled(own_lab):
         run_command([*partition, "State=UP"], env=own_lab.cluster.env)
     assert done.returncode == 3, done
     failed = [line for line in done.stdout.splitlines() if line.startswith("fail")]
-    assert len(failed) == len(JOBS), done
-    assert all("PENDING (PartitionDown); no log yet; cancelled: " in line for line in failed), done
+    assert [line.split("; ")[0].split()[2:] for line in failed] == [
+        ["PENDING", "(PartitionDown)"], ["PENDING", "(Dependency)"], ["PENDING", "(Dependency)"]]  # fmt: skip
     assert unfinished(own_lab) == []
     assert not list(own_lab.root.glob(".preflight-*"))
