@@ -16,7 +16,9 @@ def offline_run(tmp_path, monkeypatch):
     key = tmp_path / "wandb_key"
     key.write_text("s3cret\n")
     key.chmod(0o600)
-    wandb = program(tmp_path / "bin", "wandb", 'echo "arguments: $*"\n[ "$WANDB_API_KEY" = s3cret ] && echo "has the key"')
+    wandb = program(
+        tmp_path / "bin", "wandb", 'echo "arguments: $*"\n[ "$WANDB_API_KEY" = s3cret ] && echo "has the key"'
+    )
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(tracking, "KEY_FILE", key)
     monkeypatch.setenv("PATH", f"{wandb.parent}{os.pathsep}{os.environ['PATH']}")
