@@ -232,7 +232,7 @@ COLUMNS = {  # key of a row's result -> header, digits
     "samples_per_second": ("Samples/s", 2),
     "tokens_per_second": ("Real tokens/s", 0),
     "mfu_percent": ("MFU (%)", 1),
-    "matmul_peak_tflops": ("MFU is of (TFLOP/s)", 1),
+    "matmul_peak_tflops": ("MFU is of (TFLOP/s)", 3),
     "peak_gpu_gib": ("Peak GPU (GiB)", 2),
     "estimated_gib": ("Estimate (GiB)", 2),
     "pinned_gib": ("Pinned (GiB)", 2),

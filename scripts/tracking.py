@@ -18,7 +18,6 @@ from paths import EXPERIMENTS
 KEY_FILE = EXPERIMENTS / "wandb_key"
 TRACKERS = ("wandb", "tensorboard", "trackio")
 UPLOAD_TIMEOUT = 300  # seconds; the job's GPUs wait meanwhile
-ON_LOGIN_NODE = "run it on a login node"
 
 
 def check_trackers(report_to: str) -> list[str]:
@@ -77,11 +76,14 @@ def upload(job_id: str) -> None:
             raise WorkshopError(KEY_FILE, "others may read the key", "chmod 600 it", ENVIRONMENT)
         environment["WANDB_API_KEY"] = KEY_FILE.read_text().strip()
     try:
-        done = subprocess.run(["wandb", "sync", *map(str, runs)], env=environment, timeout=UPLOAD_TIMEOUT)
-    except (OSError, subprocess.TimeoutExpired) as error:
-        raise WorkshopError("wandb sync", str(error), ON_LOGIN_NODE, ENVIRONMENT) from error
-    if done.returncode:
-        raise WorkshopError("wandb sync", f"ended with exit code {done.returncode}", ON_LOGIN_NODE, ENVIRONMENT)
+        code = subprocess.run(["wandb", "sync", *map(str, runs)], env=environment, timeout=UPLOAD_TIMEOUT).returncode
+        problem = f"ended with exit code {code}" if code else ""
+    except OSError as error:
+        problem = f"cannot be started ({error.strerror})"
+    except subprocess.TimeoutExpired:  # without network it goes on trying
+        problem = f"did not end within {UPLOAD_TIMEOUT} s"
+    if problem:
+        raise WorkshopError("wandb sync", problem, "run it on a login node", ENVIRONMENT)
 
 
 def main() -> None:

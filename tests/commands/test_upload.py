@@ -47,4 +47,11 @@ def test_key_that_others_may_read_is_refused(offline_run, refusal, capfd, mode):
 def test_without_wandb_or_a_run_it_is_one_line(offline_run, refusal, monkeypatch, tmp_path):
     assert "error: wandb/8: holds no offline run; " in refusal(tracking.upload, "8")
     monkeypatch.setenv("PATH", str(tmp_path / "nowhere"))
-    assert "No such file or directory: 'wandb'; run it on a login node" in refusal(tracking.upload, "7", code=3)
+    assert "wandb sync: cannot be started (No such file or directory)" in refusal(tracking.upload, "7", code=3)
+
+
+def test_an_upload_without_an_end_is_ended(offline_run, refusal, monkeypatch, tmp_path):
+    program(tmp_path / "bin", "wandb", "exec sleep 600")
+    monkeypatch.setattr(tracking, "UPLOAD_TIMEOUT", 1)
+    line = refusal(tracking.upload, "7", code=3)
+    assert line == "error: wandb sync: did not end within 1 s; run it on a login node"
