@@ -5,15 +5,13 @@
     python scripts/gpu_check.py --rows zero2 bloom-560m-zero2      # some rows of the table
     python scripts/gpu_check.py --cpu                              # without a GPU: the rows with tiny-bloom
 
-Nothing is downloaded. Results go to results/gpu_check below the folder where it starts: gpu_check.json after each row,
-and gpu_check.md. A second call goes on where the first one stopped; a row that failed is run again. Ends with exit
-code 3 when a row fails, or when there is no GPU.
+Nothing is downloaded. Results go to results/gpu_check below the folder where it starts: gpu_check.json and gpu_check.md
+after each row, and a log per row. A second call goes on where the first one stopped; a row that failed is run again.
+Ends with exit code 3 when a row fails, or when there is no GPU.
 """
 
 import argparse
-import contextlib
 import json
-import multiprocessing
 import os
 import shutil
 import signal
@@ -21,97 +19,211 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable
-from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
 
 import torch
-from transformers import TrainingArguments
 
-from checks.jobs import tiny_variables, train_once
-from checks.machine import OLDER_BUILD, built_for, command, last_line, wrong_pins
-from config import Options, own_arguments, parse_command_line, trainer_flags
-from data_loader import collator, load_evaluation_set
+from checks.machine import last_line
 from errors import ENVIRONMENT, OneLineErrors, WorkshopError, run_program
-from estimate_memory import estimate, read_options, totals
-from json_files import write_json
-from model import load_model, load_tokenizer
-from parallel.distributed import free_port
-from paths import REPOSITORY, REQUIREMENTS, SAMPLE
+from estimate_memory import GIB, estimate, read_options, totals
+from json_files import read_json, write_json
+from knobs import KNOBS
+from paths import REPOSITORY, SAMPLE
 from reporting.render import grid
-from training.record import hardware
-from training.trainer import WorkshopTrainer
 
-# 16 steps of tiny-bloom; random weights need a larger learning rate
-TINY: dict[str, object] = {
-    "TRAIN_SIZE": 64,
-    "EVAL_SIZE": 8,
-    "NUM_EPOCHS": 2,
-    "BATCH_SIZE": 4,
-    "GRAD_ACC": 2,
-    "LEARNING_RATE": 2e-3,
+SCRIPTS = REPOSITORY / "scripts"
+
+# 1. What is run: train.py with these variables, and each row's own flags
+
+TINY = {  # 16 steps; random weights need a larger learning rate
+    "MODEL_NAME": "tiny-bloom",
+    "DATASET": str(SAMPLE),
+    "TRAIN_SIZE": "64",
+    "EVAL_SIZE": "8",
+    "NUM_EPOCHS": "2",
+    "BATCH_SIZE": "4",
+    "GRAD_ACC": "2",
+    "LEARNING_RATE": "2e-3",
+    "MAX_LENGTH": "256",
+    "EM_F1": "False",
 }
-TINY |= {"MAX_LENGTH": 256, "SAVE_STRATEGY": "epoch", "SAMPLES_PER_GPU": ""}
-# The workshop's own sizes, for 10 steps, 3 of them to warm up. The model has its whole vocabulary, not the tokenizer
-FULL: dict[str, Any] = {"MODEL_NAME": "bigscience/bloom-560m", "FROM_SCRATCH": True, "TOKENIZER_NAME": "tiny-bloom"}
-FULL |= {"TRAIN_SIZE": 160, "EVAL_SIZE": 4, "NUM_EPOCHS": 1, "BATCH_SIZE": 4, "GRAD_ACC": 4, "MAX_LENGTH": 512}
-FULL |= {"SAMPLES_PER_GPU": ""}
-LOSS_TOLERANCE = 0.02  # of one training by two methods in 16 bit, and of its saved weights in fp32
-T = TypeVar("T")
-TERMINATED = 128 + signal.SIGTERM
-BUILD_TIMEOUT = 1200  # seconds
+FULL = {  # the workshop's own sizes, for 10 steps; the model has its whole vocabulary, not the tokenizer
+    "MODEL_NAME": "bigscience/bloom-560m",
+    "FROM_SCRATCH": "True",
+    "TOKENIZER_NAME": "tiny-bloom",
+    "DATASET": str(SAMPLE),
+    "TRAIN_SIZE": "160",
+    "EVAL_SIZE": "4",
+    "NUM_EPOCHS": "1",
+    "BATCH_SIZE": "4",
+    "GRAD_ACC": "4",
+    "MAX_LENGTH": "512",
+    "EM_F1": "False",
+    "SAVE_STRATEGY": "no",
+}
+RELOADED = {  # another training, which starts from what a row has saved and leaves it as it is
+    "TRAIN_SIZE": "8",
+    "NUM_EPOCHS": "1",
+    "LEARNING_RATE": "1e-12",
+    "SAVE_STRATEGY": "no",
+}
 
 
 @dataclass(frozen=True)
-class TrainingRow:
-    """One training. flags: of train.py, config files as seen from the repository."""
+class Row:
+    """One training. flags: of train.py. full: bloom-560m, else tiny-bloom. gpu_only: takes minutes on a CPU."""
 
     name: str
-    flags: tuple[str, ...] = ()
-    torchrun: bool = False
+    flags: str = ""
+    program: str = "scripts/train.py"
     full: bool = False
-
-    @property
-    def needs_gpu(self) -> bool:
-        return self.full or self.name in ("full_shard_cpu_offload", "compiled")  # on a CPU that takes minutes
+    gpu_only: bool = False
 
 
-def deepspeed(name: str, full: bool = False) -> TrainingRow:
-    return TrainingRow(f"bloom-560m-{name}" if full else name, ("--deepspeed", f"ds_configs/{name}.json"), full=full)
-
-
-def fsdp(name: str, full: bool = False) -> TrainingRow:
-    config = ("--fsdp", "--fsdp_config", f"fsdp_configs/{name}.json")
-    return TrainingRow(f"bloom-560m-{name}" if full else name, config, full=full)
-
-
-CHUNKED = ("--loss", "chunked")
-FIRST = ("zero2", "ds_zero3_offload")
-CONFIGS = [path.stem for path in sorted((REPOSITORY / "ds_configs").glob("*.json"))]
 ROWS = [  # what tells most comes first, for those who cannot wait for the rest
-    TrainingRow("plain"),
-    *(deepspeed(name) for name in FIRST),
-    fsdp("full_shard"),
-    TrainingRow("chunked", CHUNKED),
-    TrainingRow("compiled", ("--torch_compile",)),
-    TrainingRow("bloom-560m-plain", full=True),
-    TrainingRow("bloom-560m-chunked", CHUNKED, full=True),
-    TrainingRow("bloom-560m-checkpointed", (*CHUNKED, "--activation_checkpointing"), full=True),
-    TrainingRow("bloom-560m-compiled", (*CHUNKED, "--torch_compile"), full=True),
-    deepspeed("zero2", full=True),
-    deepspeed("zero2_cpu_offload", full=True),
-    deepspeed("zero2_cpu_offload_pinned_memory", full=True),
-    deepspeed("ds_zero3_offload", full=True),
-    fsdp("full_shard", full=True),
-    TrainingRow("ddp", torchrun=True),
-    *(deepspeed(name) for name in CONFIGS if name not in FIRST),
-    fsdp("shard_grad_op"),
-    fsdp("full_shard_activation_checkpointing"),
-    fsdp("full_shard_cpu_offload"),
+    Row("plain", "--em_f1 True"),
+    Row("zero2", "--deepspeed ds_configs/zero2.json"),
+    Row("ds_zero3_offload", "--deepspeed ds_configs/ds_zero3_offload.json"),
+    Row("full_shard", "--fsdp --fsdp_config fsdp_configs/full_shard.json --em_f1 True"),
+    Row("chunked", "--loss chunked"),
+    Row("compiled", "--torch_compile", gpu_only=True),
+    Row("bloom-560m-plain", full=True),
+    Row("bloom-560m-chunked", "--loss chunked", full=True),
+    Row("bloom-560m-checkpointed", "--loss chunked --activation_checkpointing", full=True),
+    Row("bloom-560m-compiled", "--loss chunked --torch_compile", full=True),
+    Row("bloom-560m-zero2", "--deepspeed ds_configs/zero2.json", full=True),
+    Row("bloom-560m-zero2_cpu_offload", "--deepspeed ds_configs/zero2_cpu_offload.json", full=True),
+    Row(
+        "bloom-560m-zero2_cpu_offload_pinned_memory",
+        "--deepspeed ds_configs/zero2_cpu_offload_pinned_memory.json",
+        full=True,
+    ),
+    Row("bloom-560m-ds_zero3_offload", "--deepspeed ds_configs/ds_zero3_offload.json", full=True),
+    Row("bloom-560m-full_shard", "--fsdp --fsdp_config fsdp_configs/full_shard.json", full=True),
+    Row("ddp", program="scripts/launch.py --nproc-per-node=1 scripts/train.py"),
+    Row("zero0", "--deepspeed ds_configs/zero0.json"),
+    Row("zero1", "--deepspeed ds_configs/zero1.json"),
+    Row("zero1_cpu_offload", "--deepspeed ds_configs/zero1_cpu_offload.json"),
+    Row("zero2_cpu_offload", "--deepspeed ds_configs/zero2_cpu_offload.json"),
+    Row("zero2_cpu_offload_pinned_memory", "--deepspeed ds_configs/zero2_cpu_offload_pinned_memory.json"),
+    Row("zero3", "--deepspeed ds_configs/zero3.json"),
+    Row("zero3_cpu_offload", "--deepspeed ds_configs/zero3_cpu_offload.json"),
+    Row("shard_grad_op", "--fsdp --fsdp_config fsdp_configs/shard_grad_op.json"),
+    Row(
+        "full_shard_activation_checkpointing",
+        "--fsdp --fsdp_config fsdp_configs/full_shard_activation_checkpointing.json",
+    ),
+    Row("full_shard_cpu_offload", "--fsdp --fsdp_config fsdp_configs/full_shard_cpu_offload.json", gpu_only=True),
 ]
-SCORED = ("plain", "full_shard")  # EM and F1 cost as much as the training
+LOSS_TOLERANCE = 0.02  # of one training by two methods in 16 bit
+
+
+# 2. How it is run
+
+
+def command(row: Row) -> list[str]:
+    """As a participant types it, with whole paths: it runs in the folder of the results."""
+    words = f"{row.program} {row.flags}".split()
+    return [sys.executable, *(str(REPOSITORY / word) if word.endswith((".py", ".json")) else word for word in words)]
+
+
+def environment_of_rows(folder: Path, cpu: bool) -> dict[str, str]:
+    """The caller's, with one GPU or none; without its knobs, and without Slurm's job, which is not that of a row."""
+    knobs = {knob.variable for knob in KNOBS}
+    variables = {k: v for k, v in os.environ.items() if k not in knobs and not k.startswith("SLURM_")}
+    variables["HF_DATASETS_CACHE"] = str(folder / "datasets")
+    variables["OMP_NUM_THREADS"] = str(len(os.sched_getaffinity(0)))
+    if cpu:
+        return variables | {"CUDA_VISIBLE_DEVICES": "", "REQUIRE_GPU": "0", "FP16": "False"}
+    return variables | {"CUDA_VISIBLE_DEVICES": os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]}
+
+
+def train(job_id: str, words: list[str], variables: dict[str, str], folder: Path, timeout: int) -> dict:
+    """The run record of a training; where it failed, with the reason, which names the log."""
+    path = folder / "results" / f"{job_id}.json"
+    path.unlink(missing_ok=True)  # of an earlier call: train.py would not write over it
+    shutil.rmtree(folder / "output" / job_id, ignore_errors=True)
+    log = folder / f"{job_id}.log"
+    with log.open("w") as file:
+        try:
+            done = subprocess.run(
+                words,
+                cwd=folder,
+                env=variables | {"JOB_ID": job_id},
+                stdin=subprocess.DEVNULL,
+                stdout=file,
+                stderr=file,
+                timeout=timeout,
+            )
+            code = done.returncode
+        except subprocess.TimeoutExpired:
+            code = 1
+            file.write(f"\nerror: time: still running after {timeout} s; see what it waits for, or raise --timeout\n")
+    record = json.loads(path.read_text()) if path.exists() else {}
+    if code:
+        record["status"] = "oom" if record.get("status") == "oom" else "failed"
+        record["reason"] = f"{last_line(log.read_text(errors='replace'))}; read {log}"
+    return record
+
+
+def run_row(row: Row, environment: dict[str, str], folder: Path, timeout: int) -> dict:
+    """The row of the table: train, and train on from what was saved."""
+    variables = environment | (FULL if row.full else TINY)
+    record = train(row.name, command(row), variables, folder, timeout)
+    if record["status"] != "completed":
+        return {"status": record["status"], "reason": record["reason"]}
+    result = figures(record)
+    if not row.full:
+        saved = {"MODEL_NAME": str(folder / record["output_dir"])}
+        again = train(f"{row.name}_reloaded", command(Row("reloaded")), variables | RELOADED | saved, folder, timeout)
+        if again["status"] != "completed":
+            return result | {"status": "failed", "reason": again["reason"]}
+        result["reloaded_loss"] = figures(again)["eval_loss"]
+    return result
+
+
+# 3. What came of it
+
+
+def figures(record: dict) -> dict:
+    """What the table shows of a run record. None where there is no such figure; the record says why."""
+    training = record["train"]
+    compiled = record["knobs"]["compiled"]
+    result = {
+        "status": "completed",
+        "precision": record["knobs"]["precision"]["effective"],
+        "train_loss": training["loss_mean"],
+        "eval_loss": record["eval"][-1]["loss"],
+        "f1": record.get("f1"),
+        "samples_per_second": training["steady_samples_per_second"],
+        "tokens_per_second": training["steady_tokens_per_second"],
+        "mfu_percent": training["mfu_percent"],
+        "matmul_peak_tflops": training["matmul_peak_tflops"],
+        "peak_gpu_gib": gib(record["peak_gpu_memory"]),
+        "pinned_gib": gib(record["peak_pinned_memory"]),
+    }
+    if compiled["requested"] and not compiled["effective"]:
+        result |= {"status": "not compiled", "reason": record["missing"]["knobs.compiled"]}
+    return result
+
+
+def gib(ranks: list[dict] | None) -> float | None:
+    return ranks[0]["allocated_mib"] / 1024 if ranks else None
+
+
+def disagreement(row: Row, result: dict, rows: dict[str, dict]) -> dict:
+    """What makes a row fail that ended well: it learnt, or saved, something else than the plain Trainer."""
+    plain = "bloom-560m-plain" if row.full else "plain"
+    wanted = rows.get(plain, result).get("eval_loss", result["eval_loss"])
+    for name in ("eval_loss", "reloaded_loss"):
+        loss = result.get(name, wanted)
+        if abs(loss - wanted) > LOSS_TOLERANCE * wanted:
+            reason = f"{COLUMNS[name][0]} is {loss:.3f}, Eval loss of {plain} {wanted:.3f}"
+            return {"status": "failed", "reason": reason}
+    return {}
+
+
 COLUMNS = {  # key of a row's result -> header, digits
     "train_loss": ("Train loss", 3),
     "eval_loss": ("Eval loss", 3),
@@ -120,6 +232,7 @@ COLUMNS = {  # key of a row's result -> header, digits
     "samples_per_second": ("Samples/s", 2),
     "tokens_per_second": ("Real tokens/s", 0),
     "mfu_percent": ("MFU (%)", 1),
+    "matmul_peak_tflops": ("MFU is of (TFLOP/s)", 3),
     "peak_gpu_gib": ("Peak GPU (GiB)", 2),
     "estimated_gib": ("Estimate (GiB)", 2),
     "pinned_gib": ("Pinned (GiB)", 2),
@@ -127,311 +240,97 @@ COLUMNS = {  # key of a row's result -> header, digits
 }
 
 
-# 1. The machine
+def results_markdown(content: dict) -> str:
+    rows = {row.name: content["rows"][row.name] for row in ROWS if row.name in content["rows"]}
+    shown = [key for key in COLUMNS if any(result.get(key) is not None for result in rows.values())]
+    body = []
+    for name, result in rows.items():
+        figures = [result.get(key) for key in shown]
+        cells = ["" if f is None else f"{f:,.{COLUMNS[key][1]}f}" for key, f in zip(shown, figures, strict=True)]
+        body.append([name, result["status"], result.get("precision", ""), *cells])
+    header = ["Run", "Status", "Precision", *(COLUMNS[key][0] for key in shown)]
+    reasons = [f"- {name}: {result['reason']}" for name, result in rows.items() if "reason" in result]
+    sizes = "- bloom-560m: random weights, micro batch 4, accumulation 4, 512 tokens with padding; else tiny-bloom"
+    return "\n".join([f"[{in_words(content['machine'])}]\n", grid(header, body), "", *reasons, sizes, ""])
 
 
-def machine(environment: dict, cpu: bool) -> dict:
-    """What the table stands for: a result of another machine or version does not belong into it."""
-    versions = {"torch": torch.__version__, "cuda": torch.version.cuda}
-    if cpu:
-        here = hardware(1)
-        return versions | {"profile": "cpu", "gpu": None, "cpu": here["cpu"], "cpus": here["cpus"]}
-    answered, driver = command("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader", timeout=30)
-    found = in_a_process_of_its_own(describe_gpu, environment)
-    return versions | {"profile": "gpu"} | found | {"driver": driver.split("\n")[0] if answered else None}
+# 4. The machine, and the command line
 
 
-def in_a_process_of_its_own(function: Callable[[], T], environment: dict) -> T:
-    """Its result, from a process that sees the GPU. This one does not: a CUDA context takes memory from all rows."""
-    hidden = dict(os.environ)
-    os.environ.update(environment)
-    try:
-        with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
-            return pool.submit(function).result()
-    finally:
-        os.environ.clear()
-        os.environ.update(hidden)
+def machine(environment: dict[str, str], cpu: bool) -> dict:
+    """What the table stands for. Asked in another process: a CUDA context in this one would take memory from all rows.
 
-
-def describe_gpu() -> dict:
-    """Raises WorkshopError (exit code 3) without a GPU that this PyTorch was built for."""
-    if not torch.cuda.is_available():
+    Raises WorkshopError (exit code 3) where PyTorch sees no GPU.
+    """
+    question = "import json; from training.record import hardware; print(json.dumps(hardware(1)))"
+    words = [sys.executable, "-c", question]
+    said = subprocess.run(words, cwd=SCRIPTS, env=environment, stdout=subprocess.PIPE, text=True, check=True).stdout
+    here = json.loads(said) | {"torch": torch.__version__}
+    if not cpu and not here["gpu"]:
         way_out = "run it on a GPU node (sbatch gpu_check.slurm), or without one: make gpu-check FLAGS=--cpu"
         raise WorkshopError("GPU", f"PyTorch sees none on {socket.gethostname()}", way_out, ENVIRONMENT)
-    here = hardware(1)
-    capability = torch.cuda.get_device_capability(0)
-    if not built_for(capability, torch.cuda.get_arch_list()):
-        what = f"torch {torch.__version__} has no code for {here['gpu']} (compute capability {capability})"
-        raise WorkshopError("GPU", what, f"{OLDER_BUILD} (docs/environment.md)", ENVIRONMENT)
-    names = {name: here[name] for name in ("gpu", "gpu_memory_mib", "cpu", "cpus")}
-    return names | {"compute_capability": ".".join(map(str, capability))}
+    return here
 
 
-# 2. One row
-
-
-def run_row(row: TrainingRow, folder: Path, log: Path, environment: dict, arguments: argparse.Namespace) -> dict:
-    """Train, and for tiny-bloom load what was saved and judge it by its loss; the row's result."""
-    forget(row, folder)
-    variables = tiny_variables(folder, environment, not arguments.cpu) | text_values(FULL if row.full else TINY)
-    variables |= {"JOB_ID": row.name, "OMP_NUM_THREADS": str(len(os.sched_getaffinity(0)))}
-    variables |= {"EM_F1": str(row.name in SCORED)}
-    if not train_once(row_words(row), variables, folder, log, arguments.timeout):
-        return {"status": "failed", "reason": f"{last_line(log.read_text(errors='replace'))}; read {log}"}
-    record = json.loads((folder / "results" / f"{row.name}.json").read_text())
-    result = {"status": "completed", "precision": record["knobs"]["precision"]["effective"]}
-    result |= {"train_loss": record["train"]["loss_mean"]}
-    if record["knobs"]["compiled"]["requested"] and not record["knobs"]["compiled"]["effective"]:
-        result |= {"status": "not compiled", "reason": f"{record['missing']['knobs.compiled']}; read {log}"}
-    if record["peak_gpu_memory"]:
-        result["peak_gpu_gib"] = record["peak_gpu_memory"][0]["allocated_mib"] / 1024
-    if record["peak_pinned_memory"]:
-        result["pinned_gib"] = record["peak_pinned_memory"][0]["allocated_mib"] / 1024
-    if row.full:
-        train = record["train"]
-        result["samples_per_second"] = train["steady_samples_per_second"]
-        result["tokens_per_second"] = train["steady_tokens_per_second"]
-        return result | {name: train[name] for name in ("mfu_percent", "matmul_peak_tflops")}
-    result["eval_loss"] = record["eval"][-1]["loss"]
-    result["reloaded_loss"] = reload(folder / record["output_dir"], log)
-    if row.name in SCORED:
-        result |= {name: record[name] for name in ("exact_match", "f1")}
-    shutil.rmtree(folder / record["output_dir"])
-    if not close(result["reloaded_loss"], result["eval_loss"]):
-        what = f"the saved model has loss {result['reloaded_loss']:.3f}, the trained one {result['eval_loss']:.3f}"
-        result |= {"status": "failed", "reason": f"{what}; read {log}"}
-    return result
-
-
-def close(loss: float, other: float) -> bool:
-    return abs(loss - other) <= LOSS_TOLERANCE * other
-
-
-def compare_with_plain(row: TrainingRow, result: dict, rows: dict[str, dict]) -> None:
-    """Let a row fail whose training ended elsewhere than that of the plain Trainer: it learnt something else."""
-    reference, key = ("bloom-560m-plain", "train_loss") if row.full else ("plain", "eval_loss")
-    wanted = rows.get(reference, {}).get(key)
-    if wanted and key in result and not close(result[key], wanted):
-        what = f"the loss is {result[key]:.3f}, that of {reference} {wanted:.3f}"
-        result |= {"status": "failed", "reason": what}
-
-
-def row_words(row: TrainingRow) -> list[str]:
-    """The command, with whole paths: it runs in the folder of the results."""
-    train = [str(REPOSITORY / "scripts" / "train.py")]
-    if row.torchrun:
-        launch = ["--nproc-per-node=1", "--nnodes=1", "--rdzv-backend=static", "--master-addr=127.0.0.1"]
-        train = [str(REPOSITORY / "scripts" / "launch.py"), *launch, f"--master-port={free_port()}", *train]
-    flags = [str(REPOSITORY / flag) if flag.endswith(".json") else flag for flag in row.flags]
-    return [sys.executable, *train, *flags, *(("--eval_strategy", "no") if row.full else ())]
-
-
-def text_values(knobs: dict) -> dict[str, str]:
-    return {name: str(value) for name, value in knobs.items()}
-
-
-def forget(row: TrainingRow, folder: Path) -> None:
-    """Remove what an earlier attempt left: train.py would refuse to write over it."""
-    for path in (folder / "results" / f"{row.name}.json", folder / f"{row.name}.log"):
-        path.unlink(missing_ok=True)
-    shutil.rmtree(folder / "output" / row.name, ignore_errors=True)
-
-
-def reload(output: Path, log: Path) -> float:
-    """Loss of a saved model on the same questions, in fp32 on the CPU."""
-    with log.open("a") as file, contextlib.redirect_stdout(file), contextlib.redirect_stderr(file):
-        sizes = ["--eval_size", TINY["EVAL_SIZE"], "--max_length", TINY["MAX_LENGTH"], "--fp16", "False"]
-        flags = ["--model_name", output, "--dataset", SAMPLE, "--output_dir", output / "evaluation", *sizes]
-        options = parse_command_line("", list(map(str, flags)), gpu=False, environment={})
-        model_args, data_args = own_arguments(options)
-        args = TrainingArguments(**trainer_flags(options))
-        tokenizer = load_tokenizer(model_args, data_args)
-        questions = load_evaluation_set(data_args, tokenizer, args)
-        model = load_model(model_args, data_args, tokenizer, args.seed)
-        batches = collator(tokenizer, data_args)
-        trainer = WorkshopTrainer(model=model, args=args, eval_dataset=questions, data_collator=batches)
-        return trainer.evaluate()["eval_loss"]
-
-
-# 3. What was to be expected
-
-
-def options_of(row: TrainingRow) -> Options:
-    """The row as estimate_memory.py reads it."""
-    flags = [str(REPOSITORY / flag) if flag.endswith(".json") else flag for flag in row.flags]
-    return read_options(flags, environment=text_values(FULL))
-
-
-def expected(row: TrainingRow) -> dict:
-    if not row.full:
-        return {}
-    return {"estimated_gib": totals(estimate(options_of(row)), 1)[0] / 2**30}
-
-
-# 4. The table
-
-
-def results_table(content: dict) -> str:
-    keys = [key for key in COLUMNS if any(result.get(key) is not None for result in content["rows"].values())]
-    body = []
-    for name, result in content["rows"].items():
-        values = (result.get(key) for key in keys)
-        texts = ["" if v is None else f"{v:,.{COLUMNS[key][1]}f}" for key, v in zip(keys, values, strict=True)]
-        body.append([name, result["status"], *texts])
-    return grid(["Run", "Status", *(COLUMNS[key][0] for key in keys)], body)
-
-
-def remarks_on_results(content: dict) -> list[str]:
-    """Reasons of what is missing, what the pinned and the other row say of each other, and the time of all rows."""
-    rows = content["rows"]
-    lines = [f"{name}: {result['reason']}" for name, result in rows.items() if result.get("reason")]
-    for name, result in rows.items():
-        if "samples_per_second" in result and result["samples_per_second"] is None:
-            lines.append(f"{name}: no rate, too few steps after the warm-up")
-    speeds = [rows.get(f"bloom-560m-zero2_cpu_offload{kind}", {}).get("samples_per_second")
-              for kind in ("_pinned_memory", "")]  # fmt: skip
-    if all(speeds):
-        gain = 100 * (speeds[0] / speeds[1] - 1)
-        lines.append(
-            f"ZeRO-2 with offload: {speeds[0]:.2f} samples/s pinned, {speeds[1]:.2f} not pinned: {gain:+.0f} %"
-        )
-    seconds = sum(result.get("seconds", 0) for result in rows.values())
-    precisions = ", ".join(sorted({result["precision"] for result in rows.values() if "precision" in result}))
-    return [*lines, f"{len(rows)} rows in {seconds / 60:.1f} minutes" + (f", in {precisions}" if precisions else "")]
-
-
-def headline(content: dict) -> str:
-    here = content["machine"]
-    if here["profile"] == "cpu":
-        return f"{here['cpus']} CPU cores, {here['cpu']}, torch {here['torch']}, tiny-bloom"
-    parts = [f"{here['gpu']}, {here['gpu_memory_mib'] / 1024:.0f} GiB", f"driver {here['driver']}"]
-    parts += [f"torch {here['torch']}", f"{here['cpus']} CPU cores, {here['cpu']}"]
-    peaks = {row["matmul_peak_tflops"] for row in content["rows"].values() if row.get("matmul_peak_tflops")}
-    if peaks:
-        parts.append(f"peak {max(peaks):.0f} TFLOP/s")
-    return ", ".join(parts)
-
-
-def results_markdown(content: dict) -> str:
-    lines = remarks_on_results(content)
-    if content["machine"]["profile"] == "gpu":
-        lines.append(
-            "bloom-560m: random weights, micro batch 4, accumulation 4, 512 tokens with padding; else tiny-bloom"
-        )
-    body = "\n".join(f"- {line}" for line in lines)
-    return f"[{headline(content)}]\n\n{results_table(content)}\n\n{body}\n"
-
-
-def load_results(path: Path, here: dict) -> dict:
-    """What an earlier call left, if it is of the same machine and versions."""
+def read_results(path: Path, here: dict) -> dict:
+    """What an earlier call left. Raises WorkshopError (exit code 2) if it is of another machine."""
     if not path.exists():
         return {"machine": here, "rows": {}}
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-        other = [f"{key} {content['machine'].get(key)}" for key in here if content["machine"].get(key) != here[key]]
-    except (ValueError, KeyError, TypeError, AttributeError):
-        raise WorkshopError(path, "is no result of this script", "move it away, or give another --output") from None
-    if other:
-        raise WorkshopError(
-            path, f"is of another machine or version ({', '.join(other)})", "move it away, or give another --output"
-        )
+    content = read_json(path, "move it away")
+    if content["machine"] != here:
+        what = f"is of another machine or version: {in_words(content['machine'])}"
+        raise WorkshopError(path, what, "move it away, or give another --output")
     return content
 
 
-# 5. The command line
+def in_words(here: dict) -> str:
+    return ", ".join(f"{name} {value}" for name, value in here.items() if value)
 
 
-def parse(argv: list[str] | None = None) -> argparse.Namespace:
+def parse() -> argparse.Namespace:
     parser = OneLineErrors(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rows", nargs="+", metavar="ROW", help=f"some of: {', '.join(row.name for row in ROWS)}")
-    parser.add_argument("--cpu", action="store_true", help="the rows that a CPU can run")
+    names = [row.name for row in ROWS]
+    parser.add_argument("--rows", nargs="+", metavar="ROW", choices=names, help=f"some of: {', '.join(names)}")
+    parser.add_argument("--cpu", action="store_true", help="without a GPU: the rows that a CPU runs in seconds")
     parser.add_argument("--output", type=Path, default=Path("results/gpu_check"), help="folder (%(default)s)")
-    parser.add_argument("--timeout", type=int, default=600, help="seconds for one row (%(default)s)")
-    parser.add_argument("--any_version", "--any-version", action="store_true", help="go on with other packages")
-    arguments = parser.parse_args(argv)
-    known = [row.name for row in ROWS if not (arguments.cpu and row.needs_gpu)]
-    for name in arguments.rows or []:
-        if name not in known:
-            raise WorkshopError(f"--rows {name}", "there is no such row here", f"choose from {', '.join(known)}")
-    if arguments.timeout < 1:
-        raise WorkshopError("--timeout", f"{arguments.timeout} is too small", "give seconds, for example 600")
-    arguments.rows = arguments.rows or known
-    return arguments
-
-
-def check_packages(any_version: bool) -> None:
-    if wrong := wrong_pins(REQUIREMENTS.read_text()):
-        if not any_version:
-            way_out = "python -m pip install -r requirements.txt, or go on with --any_version"
-            raise WorkshopError("packages", ", ".join(wrong), way_out, ENVIRONMENT)
-        print(f"packages: {', '.join(wrong)}", flush=True)
-
-
-def environment_of_rows(cpu: bool) -> dict[str, str]:
-    """The caller's, with one GPU, also where the job has several, or none."""
-    if cpu:
-        return dict(os.environ) | {"CUDA_VISIBLE_DEVICES": "", "REQUIRE_GPU": "0"}
-    return dict(os.environ) | {"CUDA_VISIBLE_DEVICES": os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]}
-
-
-def compile_optimizers(environment: dict) -> None:
-    """Before the first DeepSpeed row, which would look slow. Of a build that fails the rows that need it tell."""
-    words = [sys.executable, str(REPOSITORY / "scripts" / "build_ops.py")]
-    try:
-        subprocess.run(words, env=environment, timeout=BUILD_TIMEOUT, check=False)
-    except subprocess.TimeoutExpired:
-        what = f"no end after {BUILD_TIMEOUT} s"
-        raise WorkshopError("DeepSpeed build", what, "look for another build on this machine", ENVIRONMENT) from None
+    parser.add_argument("--timeout", type=int, default=600, help="seconds for one training (%(default)s)")
+    return parser.parse_args()
 
 
 def main() -> None:
-    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(TERMINATED))  # and the row's processes are ended
+    # an exception, so that the training of the row is ended, too
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     arguments = parse()
-    check_packages(arguments.any_version)
-    environment = environment_of_rows(arguments.cpu)
-    os.environ["CUDA_VISIBLE_DEVICES"] = ""  # this process only estimates and scores, on the CPU
-    here = machine(environment, arguments.cpu)
+    if arguments.rows:
+        wanted = [row for row in ROWS if row.name in arguments.rows]
+    else:
+        wanted = [row for row in ROWS if not (arguments.cpu and (row.full or row.gpu_only))]
     folder = arguments.output.absolute()
     path = folder / "gpu_check.json"
-    content = load_results(path, here)
+    environment = environment_of_rows(folder, arguments.cpu)
+    content = read_results(path, machine(environment, arguments.cpu))
+    rows = content["rows"]
     folder.mkdir(parents=True, exist_ok=True)
-    print(headline(content), flush=True)
-    compile_optimizers(environment)
-    for row in ROWS:
-        if row.name in arguments.rows and content["rows"].get(row.name, {}).get("status") != "completed":
-            result = one_row(row, folder, arguments, environment, content)
-            content["rows"][row.name] = result
-            content["rows"] = {r.name: content["rows"][r.name] for r in ROWS if r.name in content["rows"]}
-            write_json(path, content)
-            reason = f" ({result['reason']})" if "reason" in result else ""
-            print(f"{row.name}: {result['status']}{reason}, {result.get('seconds', 0):.0f} s", flush=True)
-    (folder / "gpu_check.md").write_text(results_markdown(content), encoding="utf-8")
-    print(
-        "",
-        results_table(content),
-        *remarks_on_results(content),
-        f"written: {path}, {path.with_suffix('.md')}",
-        sep="\n",
-    )
-    sys.exit(ENVIRONMENT if any(content["rows"][name]["status"] == "failed" for name in arguments.rows) else 0)
-
-
-def one_row(row: TrainingRow, folder: Path, arguments: argparse.Namespace, environment: dict, content: dict) -> dict:
-    estimated = expected(row)
-    there = content["machine"].get("gpu_memory_mib")
-    if estimated and estimated["estimated_gib"] > there / 1024:
-        reason = f"{estimated['estimated_gib']:.1f} GiB needed by the estimate, the GPU has {there / 1024:.1f}"
-        return estimated | {"status": "left out", "reason": reason}
-    start = time.monotonic()
-    log = folder / f"{row.name}.log"
-    try:
-        result = run_row(row, folder, log, environment, arguments)
-    except WorkshopError as error:  # a model that cannot be loaded
-        result = {"status": "failed", "reason": f"{error}; read {log}"}
-    except Exception as error:  # a record that lacks something
-        result = {"status": "failed", "reason": f"{type(error).__name__}: {error}; read {log}"}
-    compare_with_plain(row, result, content["rows"])
-    return result | estimated | {"seconds": time.monotonic() - start}
+    subprocess.run([sys.executable, str(SCRIPTS / "build_ops.py")], env=environment)  # else the first row looks slow
+    for row in wanted:
+        if rows.get(row.name, {}).get("status") == "completed":
+            continue
+        start = time.monotonic()
+        result = run_row(row, environment, folder, arguments.timeout)
+        if result["status"] == "completed":
+            result |= disagreement(row, result, rows)
+        result["seconds"] = time.monotonic() - start
+        if row.full:
+            options = read_options(command(row)[2:], environment=FULL)
+            result["estimated_gib"] = totals(estimate(options), 1)[0] / GIB
+        rows[row.name] = result
+        write_json(path, content)
+        path.with_suffix(".md").write_text(results_markdown(content), encoding="utf-8")
+        reason = f" ({result['reason']})" if "reason" in result else ""
+        print(f"{row.name}: {result['status']}{reason}, {result['seconds']:.0f} s", flush=True)
+    print("", results_markdown(content), f"written: {path}, {path.with_suffix('.md')}", sep="\n")
+    if any(rows[row.name]["status"] == "failed" for row in wanted):
+        sys.exit(ENVIRONMENT)
 
 
 if __name__ == "__main__":

@@ -9,8 +9,6 @@ import argparse
 import importlib.util
 import os
 import shlex
-import signal
-import stat
 import subprocess
 from pathlib import Path
 
@@ -22,18 +20,16 @@ TRACKERS = ("wandb", "tensorboard", "trackio")
 UPLOAD_TIMEOUT = 300  # seconds; the job's GPUs wait meanwhile
 
 
-def check_trackers(report_to: str | list[str] | None) -> list[str]:
-    """The trackers that are asked for. Raises WorkshopError (exit code 2) for one that is unknown or not installed."""
-    names = [report_to] if isinstance(report_to, str) else report_to or []
-    names = [name for name in names if name != "none"]
-    for name in names:
-        if name not in TRACKERS:
-            raise WorkshopError(
-                "--report_to", f"{name} is no tracker of this workshop", f"choose one of {', '.join(TRACKERS)}, none"
-            )
-        if importlib.util.find_spec(name) is None:
-            raise WorkshopError("--report_to", f"{name} is not installed", f"pip install {name}")
-    return names
+def check_trackers(report_to: str) -> list[str]:
+    """The tracker that is asked for, if any. Raises WorkshopError (exit code 2) if it is unknown or not installed."""
+    if report_to == "none":
+        return []
+    if report_to not in TRACKERS:
+        way_out = f"choose one of {', '.join(TRACKERS)}, none"
+        raise WorkshopError("--report_to", f"{report_to} is no tracker of this workshop", way_out)
+    if importlib.util.find_spec(report_to) is None:
+        raise WorkshopError("--report_to", f"{report_to} is not installed", f"pip install {report_to}")
+    return [report_to]
 
 
 def prepare_trackers(args, job_id: str) -> None:
@@ -66,51 +62,28 @@ def upload_command(job_id: str) -> str:
     """What to type in the folder of the job. `wandb sync` does not read the key file, `upload` does."""
     if KEY_FILE.exists():
         return shlex.join(["python", os.path.relpath(__file__), job_id])
-    return f"wandb sync {Path('wandb') / shlex.quote(job_id) / 'wandb'}/offline-run-*"
+    return f"wandb sync wandb/{job_id}/wandb/offline-run-*"
 
 
 def upload(job_id: str) -> None:
     """Send the job's offline runs to Weights & Biases. The key goes through the environment, where ps shows none."""
-    runs = sorted((Path("wandb") / job_id / "wandb").glob("offline-run-*"))
+    runs = sorted(Path("wandb", job_id, "wandb").glob("offline-run-*"))
     if not runs:
         raise WorkshopError(f"wandb/{job_id}", "holds no offline run", "run with REPORT_TO=wandb first")
     environment = dict(os.environ)
     if KEY_FILE.exists():
-        if KEY_FILE.stat().st_mode & (stat.S_IRWXG | stat.S_IRWXO):
+        if KEY_FILE.stat().st_mode & 0o077:  # the group or others may read it
             raise WorkshopError(KEY_FILE, "others may read the key", "chmod 600 it", ENVIRONMENT)
         environment["WANDB_API_KEY"] = KEY_FILE.read_text().strip()
-    problem = sync(runs, environment)
+    try:
+        code = subprocess.run(["wandb", "sync", *map(str, runs)], env=environment, timeout=UPLOAD_TIMEOUT).returncode
+        problem = f"ended with exit code {code}" if code else ""
+    except OSError as error:
+        problem = f"cannot be started ({error.strerror})"
+    except subprocess.TimeoutExpired:  # without network it goes on trying
+        problem = f"did not end within {UPLOAD_TIMEOUT} s"
     if problem:
         raise WorkshopError("wandb sync", problem, "run it on a login node", ENVIRONMENT)
-
-
-def sync(runs: list[Path], environment: dict[str, str]) -> str:
-    """Run ``wandb sync`` and show what it says, without the key; what is wrong, empty when nothing is."""
-    try:
-        process = subprocess.Popen(
-            ["wandb", "sync", *map(str, runs)],
-            env=environment,
-            text=True,
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,  # wandb has a process that does the work, which must end with it
-        )
-    except OSError as error:
-        return f"cannot be started ({error.strerror})"
-    try:
-        said, _ = process.communicate(timeout=UPLOAD_TIMEOUT)
-        problem = f"ended with exit code {process.returncode}" if process.returncode else ""
-    except subprocess.TimeoutExpired:
-        os.killpg(process.pid, signal.SIGKILL)
-        said, _ = process.communicate()
-        problem = f"did not end within {UPLOAD_TIMEOUT} s"
-    except BaseException:  # Ctrl-C reaches this process alone
-        os.killpg(process.pid, signal.SIGKILL)
-        raise
-    key = environment.get("WANDB_API_KEY")
-    print(said.replace(key, "***") if key else said, end="", flush=True)
-    return problem
 
 
 def main() -> None:

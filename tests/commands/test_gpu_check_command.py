@@ -12,6 +12,13 @@ def test_without_a_gpu_it_says_so_in_one_line(command):
     assert not list(done.folder.iterdir())
 
 
+def test_a_row_that_is_none_is_one_line_with_exit_code_2(command):
+    done = command("gpu_check.py", "--rows", "zero9")
+    assert done.code == 2
+    (line,) = done.error_lines
+    assert line.startswith("error: --rows: invalid choice: 'zero9' (choose from ")
+
+
 def test_a_wrong_flag_of_preflight_is_one_line_with_exit_code_2(command):
     finished = command("preflight.py", "--timeout", "0")
     assert (finished.code, finished.stdout) == (2, ""), finished

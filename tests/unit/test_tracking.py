@@ -2,7 +2,6 @@
 
 import importlib.util
 
-import pytest
 import torch
 
 import tracking
@@ -14,11 +13,11 @@ def test_unknown_tracker(refusal):
     assert "choose one of wandb, tensorboard, trackio, none" in refusal(tracking.check_trackers, "wandbb")
 
 
-@pytest.mark.parametrize("name", tracking.TRACKERS)
-def test_missing_tracker_says_how_to_install_it(monkeypatch, refusal, name):
+def test_missing_tracker_says_how_to_install_it(monkeypatch, refusal):
     monkeypatch.setattr(importlib.util, "find_spec", lambda module: None)
-    line = refusal(tracking.check_trackers, [name])
-    assert line == f"error: --report_to: {name} is not installed; pip install {name}"
+    assert tracking.check_trackers("none") == []
+    line = refusal(tracking.check_trackers, "wandb")
+    assert line == "error: --report_to: wandb is not installed; pip install wandb"
 
 
 def test_the_key_file_is_ignored_by_git():
