@@ -189,8 +189,7 @@ def run_row(row: Row, environment: dict[str, str], folder: Path, timeout: int) -
 def figures(record: dict) -> dict:
     """What the table shows of a run record. None where there is no such figure; the record says why."""
     training = record["train"]
-    compiled = record["knobs"]["compiled"]
-    result = {
+    return {
         "status": "completed",
         "precision": record["knobs"]["precision"]["effective"],
         "train_loss": training["loss_mean"],
@@ -203,9 +202,6 @@ def figures(record: dict) -> dict:
         "peak_gpu_gib": gib(record["peak_gpu_memory"]),
         "pinned_gib": gib(record["peak_pinned_memory"]),
     }
-    if compiled["requested"] and not compiled["effective"]:
-        result |= {"status": "not compiled", "reason": record["missing"]["knobs.compiled"]}
-    return result
 
 
 def gib(ranks: list[dict] | None) -> float | None:

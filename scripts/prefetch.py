@@ -2,9 +2,8 @@
 
     python scripts/prefetch.py --model_name bigscience/bloom-560m --dataset squad
 
-Fills the Hugging Face cache (HF_HOME, shared with the compute nodes) and notes what it holds in
-$HF_HOME/workshop_manifest.json. `hf download` would fetch every framework's copy of the weights, and of a data set
-the files, without the tables that a run without network reads.
+Fills the Hugging Face cache (HF_HOME, shared with the compute nodes). `hf download` would fetch every framework's copy
+of the weights, and of a data set the files, without the tables that a run without network reads.
 """
 
 import argparse
@@ -13,15 +12,12 @@ from pathlib import Path
 
 import huggingface_hub
 from datasets import load_dataset
-from huggingface_hub.constants import HF_HOME
 
 from data_loader import is_local
 from errors import ENVIRONMENT, OneLineErrors, WorkshopError, run_program
 from hub import draw_bars_on_terminals_only, reason_of
-from json_files import read_json, write_json
 from model import TINY_BLOOM, is_folder
 
-MANIFEST = Path(HF_HOME) / "workshop_manifest.json"
 # Without the weights of other frameworks, and without PyTorch's older *.bin where there are safetensors
 MODEL_FILES = ["*.json", "*.txt", "*.model", "*.safetensors"]
 
@@ -36,40 +32,32 @@ def main() -> None:
     dataset = arguments.dataset
     if not model and not dataset:
         raise WorkshopError("prefetch.py", "nothing to fetch", "give --model_name, --dataset or both")
-    manifest = read_json(MANIFEST, "remove it") if MANIFEST.exists() else {}
     if model and model != TINY_BLOOM and not is_folder("--model_name", model):
-        manifest[f"model {model}"] = fetch("--model_name", model, model_files)
+        fetch("--model_name", model, model_files)
     if dataset and not is_local(dataset):
-        manifest[f"dataset {dataset}"] = fetch("--dataset", dataset, dataset_tables)
-    if not manifest:
-        print("all of it is local, nothing to fetch")
-        return
-    write_json(MANIFEST, manifest)
-    print(f"manifest: {MANIFEST}")
+        fetch("--dataset", dataset, dataset_tables)
 
 
-def fetch(flag: str, name: str, download: Callable[[str], dict]) -> dict:
-    """What the cache holds of it now, for the manifest. Raises WorkshopError (exit code 3)."""
+def fetch(flag: str, name: str, download: Callable[[str], str]) -> None:
+    """Download it, and say what the cache holds of it now. Raises WorkshopError (exit code 3)."""
     try:
-        found = download(name)
+        print(f"{name}: {download(name)}")
     except Exception as error:  # the Hub client raises its own, httpx's and OSError
         way_out = "check the name, and that this machine has network"
         what = f"{name} cannot be fetched ({reason_of(error):.200})"
         raise WorkshopError(flag, what, way_out, ENVIRONMENT) from error
-    print(f"{name}: {', '.join(f'{what} {value}' for what, value in found.items())}")
-    return found
 
 
-def model_files(name: str) -> dict:
+def model_files(name: str) -> str:
     folder = Path(huggingface_hub.snapshot_download(name, allow_patterns=MODEL_FILES))
     if not any(folder.glob("*.safetensors")):
         huggingface_hub.snapshot_download(name, allow_patterns="*.bin")
     size = sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
-    return {"revision": folder.name, "bytes": size}
+    return f"{size / 1e9:.1f} GB in {folder}"
 
 
-def dataset_tables(name: str) -> dict:
-    return {"rows": {split: len(part) for split, part in load_dataset(name).items()}}
+def dataset_tables(name: str) -> str:
+    return ", ".join(f"{len(part)} questions to {split}" for split, part in load_dataset(name).items())
 
 
 if __name__ == "__main__":

@@ -140,12 +140,8 @@ def prefetched(workplace, hub):
     return home
 
 
-def test_manifest_lists_what_was_fetched(prefetched: Path):
-    manifest = json.loads((prefetched / "workshop_manifest.json").read_text())
-    assert set(manifest) == {f"model {MODEL}", f"dataset {DATASET}"}
-    assert manifest[f"model {MODEL}"]["revision"] == COMMIT
-    assert manifest[f"model {MODEL}"]["bytes"] > 10000
-    assert manifest[f"dataset {DATASET}"]["rows"] == {"train": 40, "validation": 10}
+def test_one_copy_of_the_weights_is_fetched(prefetched: Path):
+    assert list(prefetched.rglob(f"snapshots/{COMMIT}/*.safetensors"))
     assert not list(prefetched.rglob("*.msgpack"))
     assert not list(prefetched.rglob("*.bin")), "a second copy of the weights"
 
@@ -188,4 +184,3 @@ def test_prefetch_of_an_unknown_name(workplace, hub, tmp_path: Path):
                   code=3, HF_ENDPOINT=hub, HF_HOME=tmp_path)  # fmt: skip
     assert len(refused.error_lines) == 1
     assert refused.error_lines[0].startswith("error: --model_name: workshop/no-such-model cannot be fetched (")
-    assert not (tmp_path / "workshop_manifest.json").exists()
