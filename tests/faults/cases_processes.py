@@ -1,13 +1,11 @@
 """Signals, several ranks, trainings that go wrong by themselves, the run record, and secrets."""
 
-import ipaddress
 import json
 import os
 import signal
 import socket
 from functools import partial
 
-import psutil
 import pytest
 
 from bench import Bench, Ended
@@ -184,28 +182,6 @@ def port_taken(bench: Bench):
         world = {"RANK": 0, "LOCAL_RANK": 0, "WORLD_SIZE": 1, "LOCAL_WORLD_SIZE": 1, "MASTER_ADDR": "127.0.0.1"}
         port = listener.getsockname()[1]
         bench.refuses("process group: ...; ...", "--fsdp", code=3, MASTER_PORT=port, **world)
-
-
-@case(
-    "ranks",
-    "who can connect",
-    "python scripts/launch.py with 2 ranks on one node, looked at in a step",
-    "no process listens at another address than loopback",
-    slow="a new interpreter for every rank",
-)
-def who_can_connect(bench: Bench):
-    os.mkfifo(bench.folder / "go")
-    lines = "open(f'here{os.environ[\"RANK\"]}', 'w'); open('go').read()"
-    script = bench.patched(moment(STEP, 1, lines))
-    started = bench.start("--nproc-per-node=2", script, script="scripts/launch.py", fork=False, BATCH_SIZE=1)
-    started.until(lambda: (bench.folder / "here0").exists() and (bench.folder / "here1").exists())
-    sockets = [each for process in bench.server.living() for each in process.net_connections("inet")]
-    listening = {each.laddr.ip for each in sockets if each.status == psutil.CONN_LISTEN}
-    with (bench.folder / "go").open("w"):
-        pass  # both read the end of it
-    ended = started.wait()
-    assert ended.code == 0, ended
-    assert listening and all(ipaddress.ip_address(address).is_loopback for address in listening), listening
 
 
 # 3. A training that goes wrong by itself
