@@ -1,7 +1,7 @@
 """The five collectives that data-parallel training is made of: what each rank holds before, and after.
 
-    python scripts/launch.py --nproc-per-node=2 exercises/collectives.py
-    python scripts/launch.py --nproc-per-node=4 exercises/collectives.py
+    torchrun --nproc_per_node=2 exercises/collectives.py
+    torchrun --nproc_per_node=4 exercises/collectives.py
 
 It runs on any laptop, over gloo. The page docs/collectives.md shows the same as pictures.
 """

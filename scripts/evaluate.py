@@ -1,7 +1,7 @@
 """Exact Match and F1 of a saved model, by greedy generation on the evaluation questions.
 
     python scripts/evaluate.py --model_name output/123 --dataset data/squad_sample.json --eval_size 50
-    python scripts/launch.py --nproc-per-node=2 scripts/evaluate.py --model_name output/123 --eval_size 100
+    torchrun --nproc_per_node=2 scripts/evaluate.py --model_name output/123 --eval_size 100
 
 It reads the same flags and variables as train.py, so the same seed and sizes give the same questions.
 """

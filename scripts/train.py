@@ -5,13 +5,13 @@ On a laptop, no network needed. Flags have variables, too (python scripts/knobs.
 
 BLOOM-560m on one GPU, on two with DDP, then with ZeRO-1, then on two GPUs with ZeRO-2 and CPU offload:
     python scripts/train.py
-    python scripts/launch.py --nproc-per-node=2 scripts/train.py
+    torchrun --nproc_per_node=2 scripts/train.py
     python scripts/train.py --deepspeed ds_configs/zero1.json
-    python scripts/launch.py --nproc-per-node=2 scripts/train.py --deepspeed ds_configs/zero2_cpu_offload.json
+    torchrun --nproc_per_node=2 scripts/train.py --deepspeed ds_configs/zero2_cpu_offload.json
 
 With FSDP on two GPUs: FULL_SHARD, or a strategy of the folder fsdp_configs:
-    python scripts/launch.py --nproc-per-node=2 scripts/train.py --fsdp
-    python scripts/launch.py --nproc-per-node=2 scripts/train.py --fsdp --fsdp_config fsdp_configs/shard_grad_op.json
+    torchrun --nproc_per_node=2 scripts/train.py --fsdp
+    torchrun --nproc_per_node=2 scripts/train.py --fsdp --fsdp_config fsdp_configs/shard_grad_op.json
 
 Your own data and model, going on after an interruption:
     python scripts/train.py --model_name ./my-model --dataset my.json --train_size 1000 --resume_from_checkpoint

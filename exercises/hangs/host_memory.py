@@ -1,7 +1,6 @@
-"""Broken job 6: the GPU is nearly empty, and the job is killed all the same, with exit code 137.
+"""Broken job 6: the GPU is nearly empty, and the job is killed all the same, by signal 9.
 
-    python scripts/launch.py --nproc-per-node=2 exercises/hangs/host_memory.py
-    echo "exit code $?"
+    torchrun --nproc_per_node=2 exercises/hangs/host_memory.py
 
 The job has 1.5 GB of memory beside PyTorch itself, for all its processes together. On a cluster Slurm enforces `--mem`.
 Here a thread of each rank does it in Slurm's place: it kills the rank once the ranks hold more.

@@ -1,6 +1,6 @@
 """Broken job 4: "it cannot find the data", says the log, but `ls` shows that they are there.
 
-    python scripts/launch.py --nproc-per-node=2 exercises/hangs/missing_file.py
+    torchrun --nproc_per_node=2 exercises/hangs/missing_file.py
 
 Each rank stands for a node here, with a local disk of its own: a folder below /tmp.
 """

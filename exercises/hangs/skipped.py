@@ -1,6 +1,6 @@
 """Broken job 1: it prints one line, and then nothing more.
 
-python scripts/launch.py --nproc-per-node=2 exercises/hangs/skipped.py
+torchrun --nproc_per_node=2 exercises/hangs/skipped.py
 """
 
 import gc

@@ -2,8 +2,8 @@
 
     python exercises/check.py                                                       # which gaps are right
     python exercises/data_parallel.py                                               # one process: works from the start
-    python scripts/launch.py --nproc-per-node=2 exercises/data_parallel.py          # two: after gap 4
-    python scripts/launch.py --nproc-per-node=2 exercises/data_parallel.py --zero1  # after gap 6
+    torchrun --nproc_per_node=2 exercises/data_parallel.py          # two: after gap 4
+    torchrun --nproc_per_node=2 exercises/data_parallel.py --zero1  # after gap 6
 
 A small network learns to add eight numbers. The losses of one, two and four processes must be the same, with --zero1
 too: whether a training is divided must not change what it computes. The page docs/by-hand.md explains each gap.
@@ -24,7 +24,7 @@ BATCH = 16  # questions of one step, of all ranks together
 def join() -> tuple[int, int]:
     """Gap 1: join the process group, over gloo. Return this process's rank and the world size.
 
-    launch.py has set RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT; init_process_group reads them.
+    torchrun has set RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT; init_process_group reads them.
     """
     dist.init_process_group("gloo")
     return dist.get_rank(), dist.get_world_size()
@@ -114,7 +114,7 @@ def main() -> None:
     arguments = parser.parse_args()
     rank, world = join() if "RANK" in os.environ else (0, 1)
     if arguments.zero1 and world == 1:
-        parser.error("--zero1 needs several processes: start it by scripts/launch.py")
+        parser.error("--zero1 needs several processes: start it by torchrun --nproc_per_node=2")
 
     torch.manual_seed(rank)  # each rank draws other weights, until gap 3
     model = nn.Sequential(nn.Linear(8, 32), nn.Tanh(), nn.Linear(32, 1))

@@ -3,20 +3,19 @@
 import ast
 import re
 import subprocess
-import sys
 
 import pytest
 
-from helpers import PORTS, REPOSITORY
+from helpers import LAUNCHERS, REPOSITORY
 
 EXERCISES = REPOSITORY / "exercises"
 SOLUTION = "exercises/solution/data_parallel.py"
 
 
 def python(*words: object, processes: int = 0, timeout: int = 300):
-    """Run a script of the repository, by launch.py where it takes several processes."""
-    launch = ["scripts/launch.py", f"--nproc-per-node={processes}", f"--master-port={next(PORTS)}"] if processes else []
-    command = [sys.executable, *launch, *map(str, words)]
+    """Run a script of the repository, by torchrun where it takes several processes."""
+    launch = LAUNCHERS["torchrun" if processes else "python"](processes)
+    command = [*launch, *map(str, words)]
     return subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=timeout, check=False)
 
 

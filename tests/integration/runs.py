@@ -30,8 +30,8 @@ class Run:
 
 
 def deepspeed(config: str, processes: int, **variables: object) -> Run:
-    """The documents' commands as printed."""
-    launcher = "python" if processes == 1 else "launch.py"
+    """The pages' commands as printed."""
+    launcher = "python" if processes == 1 else "torchrun"
     return Run(processes, launcher, ("--deepspeed", f"ds_configs/{config}.json"), variables)
 
 

@@ -13,11 +13,11 @@ from runs import STRATEGIES, uses
 @uses("zero1-1", "zero2_cpu_offload_pinned_memory-2")
 def test_documented_commands_work_as_printed(run: Finished):
     command = run.command.split("EM_F1=False ")[-1]
-    python = LAUNCHERS["python"](1)[0]
+    python, torchrun = (LAUNCHERS[name](1)[0] for name in ("python", "torchrun"))
     assert command.endswith(
         {
             "zero1-1": f" {python} scripts/train.py --deepspeed ds_configs/zero1.json",
-            "zero2_cpu_offload_pinned_memory-2": f" {python} scripts/launch.py --nproc-per-node=2"
+            "zero2_cpu_offload_pinned_memory-2": f" {torchrun} --nproc_per_node=2"
             " scripts/train.py --deepspeed ds_configs/zero2_cpu_offload_pinned_memory.json",
         }[run.job_id]
     ), command

@@ -178,9 +178,11 @@ def test_commands_are_those_that_there_are(path, kind, text, monkeypatch):
             assert kind.strip() == "cluster", f"{words} needs a cluster: mark its block as such"
         while words[0] == "srun" or words[0].startswith("--"):
             words = words[1:]
-        assert not words[0].startswith("torchrun") and "torch.distributed.run" not in words, "use scripts/launch.py"
-        if words[:2] == ["python", "scripts/launch.py"]:
-            words = ["python", *words[3:]]
+        assert not {"scripts/launch.py", "torch.distributed.run"} & set(words), "pages start ranks by torchrun"
+        if words[0] == "torchrun":
+            assert re.fullmatch(r"--nproc_per_node=\d", words[1]), words
+            assert "OMP_NUM_THREADS=" in path.read_text(), "torchrun would set 1, and print a warning"
+            words = ["python", *words[2:]]
         monkeypatch.chdir(REPOSITORY)
         if words[0] == "make":
             assert all(

@@ -1,6 +1,6 @@
 """Repaired job 5: it works, but a step takes ten times as long as it should. Which rank is to blame?
 
-python scripts/launch.py --nproc-per-node=4 exercises/solution/hangs/straggler.py
+torchrun --nproc_per_node=4 exercises/solution/hangs/straggler.py
 """
 
 import time
