@@ -1,6 +1,6 @@
 """Every knob of the workshop: its variable, its flag and its default, which stands here and nowhere else.
 
-    python scripts/knobs.py      # VARIABLE --flag default, a line each; submit.sh reads the first word
+    python scripts/knobs.py      # VARIABLE --flag default, a line each; job.sh reads the first word
 
 Precedence: flag, then variable, then default. Only the standard library is imported here, so that submit.sh need not
 wait for PyTorch. docs/knobs.md explains the knobs; the flags' help stands below, beside their types.

@@ -1,6 +1,6 @@
 """All-reduce over all ranks of a job: is the network between its GPUs what it should be?
 
-    python scripts/launch.py --nproc-per-node=2 scripts/measure_bandwidth.py
+    torchrun --nproc_per_node=2 scripts/measure_bandwidth.py
     python scripts/measure_bandwidth.py --help
 
 Prints the bus bandwidth as nccl-tests defines it: bytes / seconds x 2 (ranks - 1) / ranks, in GB/s. Below

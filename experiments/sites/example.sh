@@ -29,7 +29,7 @@ site_setup() {
   # or a virtual environment:  source "$ROOT/.venv/bin/activate"
 }
 
-# --- GiB of one GPU: submit.sh warns of a job that will not fit.
+# --- GiB of one GPU: a dry run says whether a job will fit.
 # : "${GPU_MEMORY:=32}"
 
 # --- DeepSpeed's compiled optimizers, by default in ~/.cache/torch_extensions: a folder of each user's own, that all nodes

@@ -95,7 +95,7 @@ def join_process_group(training_args: Any, with_deepspeed: bool) -> None:
     watchdog.beat("the start, in one group")
     if training_args.n_gpu > 1:
         # transformers would fall back to nn.DataParallel; one process drives one GPU in this workshop
-        print(f"plain python uses 1 of the {training_args.n_gpu} visible GPUs; start with scripts/launch.py to use all")
+        print(f"plain python uses 1 of the {training_args.n_gpu} visible GPUs; start with torchrun to use all")
         training_args._n_gpu = 1
     if with_deepspeed:
         from deepspeed.comm import init_distributed
