@@ -71,7 +71,7 @@ RELOADED = {  # another training, which starts from what a row has saved and lea
 
 
 @dataclass(frozen=True)
-class Row:
+class TrainingRow:
     """One training. flags: of train.py. full: bloom-560m, else tiny-bloom. gpu_only: takes minutes on a CPU."""
 
     name: str
@@ -82,39 +82,41 @@ class Row:
 
 
 ROWS = [  # what tells most comes first, for those who cannot wait for the rest
-    Row("plain", "--em_f1 True"),
-    Row("zero2", "--deepspeed ds_configs/zero2.json"),
-    Row("ds_zero3_offload", "--deepspeed ds_configs/ds_zero3_offload.json"),
-    Row("full_shard", "--fsdp --fsdp_config fsdp_configs/full_shard.json --em_f1 True"),
-    Row("chunked", "--loss chunked"),
-    Row("compiled", "--torch_compile", gpu_only=True),
-    Row("bloom-560m-plain", full=True),
-    Row("bloom-560m-chunked", "--loss chunked", full=True),
-    Row("bloom-560m-checkpointed", "--loss chunked --activation_checkpointing", full=True),
-    Row("bloom-560m-compiled", "--loss chunked --torch_compile", full=True),
-    Row("bloom-560m-zero2", "--deepspeed ds_configs/zero2.json", full=True),
-    Row("bloom-560m-zero2_cpu_offload", "--deepspeed ds_configs/zero2_cpu_offload.json", full=True),
-    Row(
+    TrainingRow("plain", "--em_f1 True"),
+    TrainingRow("zero2", "--deepspeed ds_configs/zero2.json"),
+    TrainingRow("ds_zero3_offload", "--deepspeed ds_configs/ds_zero3_offload.json"),
+    TrainingRow("full_shard", "--fsdp --fsdp_config fsdp_configs/full_shard.json --em_f1 True"),
+    TrainingRow("chunked", "--loss chunked"),
+    TrainingRow("compiled", "--torch_compile", gpu_only=True),
+    TrainingRow("bloom-560m-plain", full=True),
+    TrainingRow("bloom-560m-chunked", "--loss chunked", full=True),
+    TrainingRow("bloom-560m-checkpointed", "--loss chunked --activation_checkpointing", full=True),
+    TrainingRow("bloom-560m-compiled", "--loss chunked --torch_compile", full=True),
+    TrainingRow("bloom-560m-zero2", "--deepspeed ds_configs/zero2.json", full=True),
+    TrainingRow("bloom-560m-zero2_cpu_offload", "--deepspeed ds_configs/zero2_cpu_offload.json", full=True),
+    TrainingRow(
         "bloom-560m-zero2_cpu_offload_pinned_memory",
         "--deepspeed ds_configs/zero2_cpu_offload_pinned_memory.json",
         full=True,
     ),
-    Row("bloom-560m-ds_zero3_offload", "--deepspeed ds_configs/ds_zero3_offload.json", full=True),
-    Row("bloom-560m-full_shard", "--fsdp --fsdp_config fsdp_configs/full_shard.json", full=True),
-    Row("ddp", program="scripts/launch.py --nproc-per-node=1 scripts/train.py"),
-    Row("zero0", "--deepspeed ds_configs/zero0.json"),
-    Row("zero1", "--deepspeed ds_configs/zero1.json"),
-    Row("zero1_cpu_offload", "--deepspeed ds_configs/zero1_cpu_offload.json"),
-    Row("zero2_cpu_offload", "--deepspeed ds_configs/zero2_cpu_offload.json"),
-    Row("zero2_cpu_offload_pinned_memory", "--deepspeed ds_configs/zero2_cpu_offload_pinned_memory.json"),
-    Row("zero3", "--deepspeed ds_configs/zero3.json"),
-    Row("zero3_cpu_offload", "--deepspeed ds_configs/zero3_cpu_offload.json"),
-    Row("shard_grad_op", "--fsdp --fsdp_config fsdp_configs/shard_grad_op.json"),
-    Row(
+    TrainingRow("bloom-560m-ds_zero3_offload", "--deepspeed ds_configs/ds_zero3_offload.json", full=True),
+    TrainingRow("bloom-560m-full_shard", "--fsdp --fsdp_config fsdp_configs/full_shard.json", full=True),
+    TrainingRow("ddp", program="scripts/launch.py --nproc-per-node=1 scripts/train.py"),
+    TrainingRow("zero0", "--deepspeed ds_configs/zero0.json"),
+    TrainingRow("zero1", "--deepspeed ds_configs/zero1.json"),
+    TrainingRow("zero1_cpu_offload", "--deepspeed ds_configs/zero1_cpu_offload.json"),
+    TrainingRow("zero2_cpu_offload", "--deepspeed ds_configs/zero2_cpu_offload.json"),
+    TrainingRow("zero2_cpu_offload_pinned_memory", "--deepspeed ds_configs/zero2_cpu_offload_pinned_memory.json"),
+    TrainingRow("zero3", "--deepspeed ds_configs/zero3.json"),
+    TrainingRow("zero3_cpu_offload", "--deepspeed ds_configs/zero3_cpu_offload.json"),
+    TrainingRow("shard_grad_op", "--fsdp --fsdp_config fsdp_configs/shard_grad_op.json"),
+    TrainingRow(
         "full_shard_activation_checkpointing",
         "--fsdp --fsdp_config fsdp_configs/full_shard_activation_checkpointing.json",
     ),
-    Row("full_shard_cpu_offload", "--fsdp --fsdp_config fsdp_configs/full_shard_cpu_offload.json", gpu_only=True),
+    TrainingRow(
+        "full_shard_cpu_offload", "--fsdp --fsdp_config fsdp_configs/full_shard_cpu_offload.json", gpu_only=True
+    ),
 ]
 LOSS_TOLERANCE = 0.02  # of one training by two methods in 16 bit
 
@@ -122,7 +124,7 @@ LOSS_TOLERANCE = 0.02  # of one training by two methods in 16 bit
 # 2. How it is run
 
 
-def command(row: Row) -> list[str]:
+def command_of(row: TrainingRow) -> list[str]:
     """As a participant types it, with whole paths: it runs in the folder of the results."""
     words = f"{row.program} {row.flags}".split()
     return [sys.executable, *(str(REPOSITORY / word) if word.endswith((".py", ".json")) else word for word in words)]
@@ -167,16 +169,18 @@ def train(job_id: str, words: list[str], variables: dict[str, str], folder: Path
     return record
 
 
-def run_row(row: Row, environment: dict[str, str], folder: Path, timeout: int) -> dict:
+def run_row(row: TrainingRow, environment: dict[str, str], folder: Path, timeout: int) -> dict:
     """The row of the table: train, and train on from what was saved."""
     variables = environment | (FULL if row.full else TINY)
-    record = train(row.name, command(row), variables, folder, timeout)
+    record = train(row.name, command_of(row), variables, folder, timeout)
     if record["status"] != "completed":
         return {"status": record["status"], "reason": record["reason"]}
     result = figures(record)
     if not row.full:
         saved = {"MODEL_NAME": str(folder / record["output_dir"])}
-        again = train(f"{row.name}_reloaded", command(Row("reloaded")), variables | RELOADED | saved, folder, timeout)
+        again = train(
+            f"{row.name}_reloaded", command_of(TrainingRow("reloaded")), variables | RELOADED | saved, folder, timeout
+        )
         if again["status"] != "completed":
             return result | {"status": "failed", "reason": again["reason"]}
         result["reloaded_loss"] = figures(again)["eval_loss"]
@@ -208,7 +212,7 @@ def gib(ranks: list[dict] | None) -> float | None:
     return ranks[0]["allocated_mib"] / 1024 if ranks else None
 
 
-def disagreement(row: Row, result: dict, rows: dict[str, dict]) -> dict:
+def disagreement(row: TrainingRow, result: dict, rows: dict[str, dict]) -> dict:
     """What makes a row fail that ended well: it learnt, or saved, something else than the plain Trainer."""
     plain = "bloom-560m-plain" if row.full else "plain"
     wanted = rows.get(plain, result).get("eval_loss", result["eval_loss"])
@@ -247,7 +251,7 @@ def results_markdown(content: dict) -> str:
     header = ["Run", "Status", "Precision", *(COLUMNS[key][0] for key in shown)]
     reasons = [f"- {name}: {result['reason']}" for name, result in rows.items() if "reason" in result]
     sizes = "- bloom-560m: random weights, micro batch 4, accumulation 4, 512 tokens with padding; else tiny-bloom"
-    return "\n".join([f"[{in_words(content['machine'])}]\n", grid(header, body), "", *reasons, sizes, ""])
+    return "\n".join([f"[{machine_in_words(content['machine'])}]\n", grid(header, body), "", *reasons, sizes, ""])
 
 
 # 4. The machine, and the command line
@@ -274,12 +278,12 @@ def read_results(path: Path, here: dict) -> dict:
         return {"machine": here, "rows": {}}
     content = read_json(path, "move it away")
     if content["machine"] != here:
-        what = f"is of another machine or version: {in_words(content['machine'])}"
+        what = f"is of another machine or version: {machine_in_words(content['machine'])}"
         raise WorkshopError(path, what, "move it away, or give another --output")
     return content
 
 
-def in_words(here: dict) -> str:
+def machine_in_words(here: dict) -> str:
     return ", ".join(f"{name} {value}" for name, value in here.items() if value)
 
 
@@ -317,7 +321,7 @@ def main() -> None:
             result |= disagreement(row, result, rows)
         result["seconds"] = time.monotonic() - start
         if row.full:
-            options = read_options(command(row)[2:], environment=FULL)
+            options = read_options(command_of(row)[2:], environment=FULL)
             result["estimated_gib"] = totals(estimate(options), 1)[0] / GIB
         rows[row.name] = result
         write_json(path, content)

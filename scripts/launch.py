@@ -29,6 +29,7 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.run import parse_args, parse_min_max_nnodes, run
 
 from errors import ENVIRONMENT, STOPPED, WorkshopError, run_program
+from parallel.distributed import free_port
 from parallel.joining import join_timeout, node_name, reach
 
 LOOPBACK = "127.0.0.1"
@@ -81,12 +82,6 @@ def meet(arguments: argparse.Namespace, timeout: int) -> None:
         # the first one reads what they note here, and can name the node
         reach("rendezvous", arguments.master_addr, arguments.master_port, timeout, partial(note, "problem"))
     note("joined")
-
-
-def free_port() -> int:
-    with socket.socket() as listener:
-        listener.bind((LOOPBACK, 0))
-        return listener.getsockname()[1]
 
 
 def note(what: str, text: str = "") -> None:

@@ -33,7 +33,7 @@ def address_towards(node: str) -> str:
         raise WorkshopError("MASTER_ADDR", what, way_out, ENVIRONMENT) from error
 
 
-def free_port(job_id: str) -> int:
+def port_of(job_id: str) -> int:
     """One that differs from job to job, and that nobody listens at. Raises WorkshopError (exit code 3)."""
     start = zlib.crc32(job_id.encode())
     for number in range(start, start + ATTEMPTS):
@@ -51,7 +51,7 @@ def main() -> None:
     parser.add_argument("node", nargs="?", help="another node of the job")
     arguments = parser.parse_args()
     address = address_towards(arguments.node) if arguments.node else "127.0.0.1"
-    print(address, free_port(arguments.job_id))
+    print(address, port_of(arguments.job_id))
 
 
 if __name__ == "__main__":

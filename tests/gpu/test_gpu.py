@@ -20,7 +20,7 @@ ROWS = [row for row in gpu_check.ROWS if not row.full]
 PINNED = {"zero2_cpu_offload_pinned_memory": True, "zero2_cpu_offload": False}
 
 
-def what_is_missing(row: gpu_check.Row) -> str:
+def what_is_missing(row: gpu_check.TrainingRow) -> str:
     """Why a row cannot run here: CPUAdam needs a C++ compiler, FusedAdam nvcc as well."""
     configs = [
         json.loads((REPOSITORY / flag).read_text()) for flag in row.flags.split() if flag.startswith("ds_configs/")

@@ -53,7 +53,7 @@ def test_all_configs_and_strategies_of_one_gpu_are_rows():
     strategies = {"full_shard", "shard_grad_op", "full_shard_activation_checkpointing", "full_shard_cpu_offload"}
     assert {"plain", "ddp"} | strategies < names
     for row in gpu_check.ROWS:
-        files = [Path(word) for word in gpu_check.command(row) if word.endswith((".py", ".json"))]
+        files = [Path(word) for word in gpu_check.command_of(row) if word.endswith((".py", ".json"))]
         assert files and all(file.is_file() for file in files), row
 
 

@@ -12,12 +12,12 @@ from parallel.distributed import free_port
 
 
 def test_the_port_differs_from_job_to_job_and_skips_one_that_is_taken():
-    first = rendezvous.free_port("4711")
+    first = rendezvous.port_of("4711")
     assert 20000 <= first < 32768, "above, Linux gives ports to any connection"
-    assert first != rendezvous.free_port("4712")
+    assert first != rendezvous.port_of("4712")
     with socket.socket() as listener:
         listener.bind(("", first))
-        assert rendezvous.free_port("4711") == first + 1
+        assert rendezvous.port_of("4711") == first + 1
 
 
 def test_an_address_comes_from_the_way_to_another_node(refusal):
