@@ -46,7 +46,7 @@ job_prepare() {
   rm -rf "${RUN_DIR:?}"/* "$RUN_DIR"/.ranks_* # of an attempt whose node failed
   trap job_finish EXIT
   job_listen
-  if [[ -n $(find results -maxdepth 1 -name '.?*' ! -name ".$JOB_ID") ]]; then
+  if [[ -n $(find results -maxdepth 1 -name '.?*' ! -name ".$JOB_ID" ! -name '.ranks_*') ]]; then
     job_python finish --sweep || true # records of jobs that ended without a word
   fi
   job_set_rendezvous

@@ -103,7 +103,8 @@ def sweep(folder: Path) -> None:
         finish(path, status, content.get("exit_code"), last_written)
         print(f"{path}: its job is gone, the record says {status} now")
     for left in folder.glob(".*"):
-        if left.is_dir() and not is_alive(folder / f"{left.name[1:]}.json"):
+        of_watchdog = left.name.startswith(".ranks_")  # of a run without job.sh, which may be alive
+        if left.is_dir() and not of_watchdog and not is_alive(folder / f"{left.name[1:]}.json"):
             shutil.rmtree(left, ignore_errors=True)
 
 
