@@ -137,7 +137,7 @@ def test_record_of_a_run_whose_rank_was_killed(workplace, background):
     assert run.record["status"] in ("failed", "stopped"), run
     arguments = ("killed_rank", "--exit-code", "1")  # what job.sh does with torchrun's exit code
     finish = background("finish", *arguments, script="scripts/job/finish.py", PYTHONPATH="scripts").wait()
-    assert finish.code == 0, finish
+    assert finish.code == 1, finish
     assert (run.record["status"], run.record["exit_code"]) == ("failed", 1)
 
 
