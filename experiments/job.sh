@@ -39,11 +39,13 @@ job_prepare() {
     job_fail "$PWD" "it cannot be written" "free disk space, or see its permissions" 3
   if [[ -z ${SLURM_JOB_ID:-} ]]; then
     job_keep_log
-    exec {lock}<"$RUN_DIR" # as long as this script and its children live
+  fi
+  if [[ $ATTEMPT = 1 ]]; then # a file server may keep the lock of an attempt whose node failed
+    exec {lock}<"$RUN_DIR"    # as long as this script and its children live; two scripts in one salloc have one id, too
     flock --nonblock --conflict-exit-code 99 "$lock" || [[ $? != 99 ]] ||
       job_fail JOB_ID "another run of $JOB_ID is writing its files" "give another one, or wait for its end"
   fi
-  rm -rf "${RUN_DIR:?}"/* "$RUN_DIR"/.ranks_* # of an attempt whose node failed
+  rm -rf "${RUN_DIR:?}"/* "$RUN_DIR"/.ranks_* || true # of an attempt whose node failed
   trap job_finish EXIT
   job_listen
   if [[ -n $(find results -maxdepth 1 -name '.?*' ! -name ".$JOB_ID" ! -name '.ranks_*') ]]; then
@@ -74,7 +76,7 @@ job_python() { # MODULE ARGS...: one of scripts/job
 job_check_place() {
   local script=$0
   if [[ -n ${SLURM_JOB_ID:-} ]]; then # which has copied the script
-    script=$(scontrol show job "$SLURM_JOB_ID" 2>/dev/null | sed -n 's/^ *Command=//p') || true
+    script=$(scontrol show job "$SLURM_JOB_ID" 2>/dev/null | sed -n '/^ *Command=/{s///p;q}') || true
     [[ $script = /* ]] || script=${SLURM_SUBMIT_DIR:-$PWD}/$script
   elif [[ $NODES -gt 1 ]]; then
     job_fail "$(basename "$0")" "it needs $NODES nodes, and there is no Slurm here" "submit it with sbatch" 3
@@ -344,7 +346,7 @@ job_finish() { # on EXIT, also when the training failed: errexit ends the script
   # it ends with what the training wrote down itself: srun says 0, too, of ranks that were slow to stop
   local ended=0
   job_python finish "$JOB_ID" --exit-code "$code" "${timeout[@]}" --since "$STARTED" --gaps "$RUN_DIR/gaps" || ended=$?
-  rm -rf "$RUN_DIR"
+  rm -rf "$RUN_DIR" || true # a rank may still write there
   job_upload
   if [[ $WARNED = yes && $CANCELLED = no && ${REQUEUE:-0} = 1 ]] && ((ended == 75 || ended > 128)); then
     job_requeue

@@ -87,6 +87,7 @@ for script in "${scripts[@]}"; do
   cd "$(dirname "$script")"
   name=$(basename "$script")
   line=(sbatch --parsable)
+  said="log/ cannot be made"
   if [[ $chain = yes && -n $previous ]]; then
     # afterany: the chain goes on behind an experiment that failed, or that ran out of memory as it should
     line+=("--dependency=afterany:$previous")
@@ -98,7 +99,7 @@ for script in "${scripts[@]}"; do
       printf '%s=%q ' "$variable" "${!variable}"
     done
     printf '%s %q\n' "${line[*]}" "$name"
-    env -u SLURM_JOB_ID DRY_RUN=1 bash "$name" || code=$?
+    (unset "${!SLURM_@}" && DRY_RUN=1 bash "$name") || code=$? # this may be a job itself, with other nodes and GPUs
     if command -v sbatch >/dev/null && ! said=$(sbatch --test-only "$name" 2>&1); then
       printf 'error: %s: Slurm would refuse it: %s; correct the site file or the directives\n' "$script" "${said//$'\n'/ }" >&2
       code=3

@@ -123,7 +123,9 @@ def is_alive(record: Path) -> bool:
     if not record.stem.isdigit():
         return False  # no id of Slurm's
     try:
-        queue = subprocess.run(["squeue", "--noheader", "--format=%A"], capture_output=True, text=True, timeout=20)
+        queue = subprocess.run(
+            ["squeue", "--all", "--noheader", "--format=%A"], capture_output=True, text=True, timeout=20
+        )
     except FileNotFoundError:
         return False
     except subprocess.TimeoutExpired:
@@ -136,7 +138,8 @@ def summary(job_id: str, record: dict | None, status: str, exit_code: int, gaps:
     rows = [f"status: {status} (exit code {exit_code})"]
     missing = list(gaps)
     gpu_logs, cpu_logs = logs_of(Path(), job_id)
-    restarts = (record or {}).get("attempt", 1) - 1
+    attempt = int(os.environ.get("ATTEMPT", "1"))  # job.sh's: this one may have ended before its record
+    restarts = max(attempt, (record or {}).get("attempt", 1)) - 1
     logs = [read_gpu_log(path, restarts) for path in gpu_logs] + [read_cpu_log(path, restarts) for path in cpu_logs]
     for log in logs:
         rows += memory_rows(log, missing)

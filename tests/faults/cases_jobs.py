@@ -148,6 +148,18 @@ def two_jobs_at_once(bench: Bench):
     ended_cleanly(first.wait(), 0, "completed")
 
 
+@case("job", "two in an allocation", "two jobs in one salloc, which have one id", "exit 2 for the second")
+def two_jobs_in_an_allocation(bench: Bench):
+    slurm = {"SLURM_JOB_ID": 7, "SLURM_JOB_NUM_NODES": 1}
+    first = start(bench, "while not os.path.exists('go'): time.sleep(0.05)", **slurm)
+    first.until(lambda: (first.folder / "results/7.json").exists())
+    second = start(bench, "", **slurm).wait()
+    assert second.code == 2, second
+    assert second.error.startswith("JOB_ID: another run of 7 is writing its files; "), second
+    (first.folder / "go").touch()
+    ended_cleanly(first.wait(), 0, "completed")
+
+
 @case("job", "earlier attempt", "files of a killed attempt: exit codes, gaps", "they decide nothing: exit 0, completed")
 def earlier_attempt(bench: Bench):
     left = bench.folder / "experiments/mine/x/results/.7"
