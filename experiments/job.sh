@@ -411,8 +411,11 @@ job_load_site
 : "${MAX_RESTARTS:=10}"
 : "${CUDA_DEVICE_ORDER:=PCI_BUS_ID}" # CUDA would count from the fastest GPU, nvidia-smi and Slurm count along the bus
 : "${TORCH_CPP_LOG_LEVEL:=ERROR}"    # WARNING tells of each socket that is closed
-if [[ $DRY_RUN != 0 && -n ${SLURM_JOB_ID:-} ]]; then
-  echo "warning: DRY_RUN has no effect in a Slurm job" >&2
-  DRY_RUN=0
+if [[ $DRY_RUN != 0 ]]; then
+  DRY_RUN=1 # also DRY_RUN=true
+  if [[ -n ${SLURM_JOB_ID:-} ]]; then
+    echo "warning: DRY_RUN has no effect in a Slurm job" >&2
+    DRY_RUN=0
+  fi
 fi
 job_prepare

@@ -2,7 +2,7 @@
 
     python scripts/knobs.py      # VARIABLE --flag default, a line each; job.sh reads the first word
 
-Precedence: flag, then variable, then default. Only the standard library is imported here, so that submit.sh need not
+Precedence: flag, then variable, then default. Only the standard library is imported here, so that a dry run need not
 wait for PyTorch. docs/knobs.md explains the knobs; the flags' help stands below, beside their types.
 """
 

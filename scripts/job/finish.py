@@ -77,7 +77,7 @@ def finish_record(path: Path, exit_code: int, timeout: bool) -> dict:
     """
     content = read_record(path)
     if exit_code == 0:
-        if content["status"] == "completed" or content.get("finished"):
+        if content["status"] == "completed" or (content.get("finished") and not timeout):
             return content
         # srun gives up on a stopped step whose ranks are slow to save, and says 0
         exit_code = content.get("exit_code") or 128 + signal.SIGKILL
@@ -111,7 +111,7 @@ def sweep(folder: Path) -> None:
 def is_alive(record: Path) -> bool:
     """Whether the job of a record still runs, or may: it holds a lock, or Slurm's queue holds it."""
     folder = record.parent / f".{record.stem}"
-    for lock in (folder, folder / "lock"):  # of job.sh without Slurm, of train.py
+    for lock in (folder, folder / "lock"):  # of job.sh, of train.py
         with contextlib.suppress(FileNotFoundError):
             descriptor = os.open(lock, os.O_RDONLY)
             try:
@@ -159,7 +159,9 @@ def summary(job_id: str, record: dict | None, status: str, exit_code: int, gaps:
         missing.append("memory of the training alone: the peaks hold what torch.compile needed")
     if exit_code - 128 in STOPPING_SIGNALS:
         name = signal.Signals(exit_code - 128).name
-        missing.append(f"a checkpoint of its end: {name} came before the first step, or behind the last")
+        missing.append(
+            f"a checkpoint of its end: {name} came before the first step or behind the last, or ended the save"
+        )
     return [*rows, *(f"missing: {gap}" for gap in missing)]
 
 

@@ -16,7 +16,7 @@ from shell import program, shell_environment
 
 def dry_run(folder: Path, *arguments: str, **variables: object) -> subprocess.CompletedProcess:
     (script,) = folder.glob("*.slurm")
-    environment = shell_environment(DRY_RUN=1, **variables)
+    environment = shell_environment(**{"DRY_RUN": 1} | variables)
     command = ["bash", script.name, *arguments]
     return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=300)
 
@@ -67,7 +67,7 @@ def test_every_experiment_shows_its_command_and_can_be_estimated(workshop, tmp_p
 def test_it_shows_site_ranks_commands_knobs_and_memory(workshop):
     folder = workshop / "experiments/deepspeed-multi-node/2_nodes"
     before = files(workshop)
-    done = dry_run(folder, "--learning_rate", "1e-4", BATCH_SIZE=2, GPU_MEMORY=16)
+    done = dry_run(folder, "--learning_rate", "1e-4", BATCH_SIZE=2, GPU_MEMORY=16, DRY_RUN="true")
     assert (done.returncode, done.stderr) == (0, ""), done
     lines = done.stdout.splitlines()
     assert lines[0] == "experiments/deepspeed-multi-node/2_nodes: site laptop, 2 node(s) x 1 rank(s)"

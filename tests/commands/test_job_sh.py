@@ -217,6 +217,7 @@ def test_a_signal_before_the_training_has_started_ends_it_too(stub):
     lines = "kill -TERM $$"
     done, folder = stub("import time; time.sleep(600)", lines=lines)
     assert done.returncode == 143
+    assert "missing: a checkpoint of its end: SIGTERM came before the first step" in done.stdout
     assert "status: stopped (exit code 143)" in done.stdout
     assert not list((folder / "results").iterdir())
 

@@ -9,7 +9,6 @@ from torch.utils.data import DataLoader
 from transformers import BloomConfig, BloomForCausalLM
 
 from config import parse_command_line
-from errors import WorkshopError
 from training import audit
 from training.audit import NOT_ON_CPU, AuditCallback, Audited, audit_table, offload_knobs
 from training.record import RunRecord
@@ -176,12 +175,6 @@ def test_what_the_hardware_cannot_do_is_shown_and_ends_nothing(options, monkeypa
     monkeypatch.setattr(audit, "audit", lambda *_: [Audited("optimizer pinned memory", True, NOT_ON_CPU)])
     begin(plain_trainer(), options)
     assert "optimizer pinned memory  True       n/a on CPU" in capsys.readouterr().out
-
-
-def refused_audit(options) -> str:
-    with pytest.raises(WorkshopError) as error:
-        begin(plain_trainer(), options)
-    return str(error.value)
 
 
 def engine(offload_optimizer: bool, offload_param: bool) -> SimpleNamespace:

@@ -39,6 +39,7 @@ def test_status_follows_the_exit_code(code, status):
         (("stopped", 143), 0, False, ("stopped", 143)),
         (("completed", 0), 0, False, ("completed", 0)),
         (("completed", 0), 0, True, ("completed", 0)),
+        (("stopped", 75), 0, True, ("timeout", 75)),
         (("completed", 0), 1, False, ("failed", 1)),
         (("failed", 3), 3, False, ("failed", 3)),
         (("failed", 1), 137, False, ("failed", 137)),
@@ -50,7 +51,9 @@ def test_status_follows_the_exit_code(code, status):
 )
 def test_the_end_of_a_record(tmp_path, before, code, timeout, after):
     path = tmp_path / "1.json"
-    path.write_text(json.dumps({"status": before[0], "exit_code": before[1], "other": "kept"}))
+    finished = None if before[1] is None else "2026-01-01T00:00:00+00:00"  # the training's own word
+    content = {"status": before[0], "exit_code": before[1], "finished": finished, "other": "kept"}
+    path.write_text(json.dumps(content))
     record = finish_record(path, code, timeout)
     assert (record["status"], record["exit_code"]) == after
     assert json.loads(path.read_text()) == record
