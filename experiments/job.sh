@@ -163,7 +163,8 @@ run_srun() {
 }
 
 check_bandwidth() { # without memory loggers: those files belong to the training
-  LOGGERS=no run_torchrun "$ROOT/scripts/measure_bandwidth.py" --output "$BANDWIDTH_FILE"
+  # by srun: torchrun would import PyTorch once more, seconds for a test of half a second
+  LOGGERS=no run_srun "$ROOT/scripts/measure_bandwidth.py" --output "$BANDWIDTH_FILE"
 }
 
 job_srun() { # TASKS COMMAND: so many tasks on each node
@@ -173,7 +174,7 @@ job_srun() { # TASKS COMMAND: so many tasks on each node
     job_show srun --nodes="$NODES" --ntasks-per-node="$tasks" "$@"
     return 0
   fi
-  rm -f "$RUN_DIR"/{joined,problem}_* # which launch.py left of the bandwidth test
+  rm -f "$RUN_DIR"/joining_* # of the bandwidth test
   # --kill-on-bad-exit: one failed rank must end the others, which would wait for it
   srun --nodes="$NODES" --ntasks=$((NODES * tasks)) --ntasks-per-node="$tasks" --kill-on-bad-exit=1 --cpu-bind=none \
     bash "$EXPERIMENTS_FOLDER/job.sh" on_node "$@" &

@@ -21,7 +21,6 @@ import sys
 import tempfile
 import threading
 from functools import partial
-from pathlib import Path
 
 import psutil
 from torch.distributed import DistError
@@ -30,7 +29,7 @@ from torch.distributed.run import parse_args, parse_min_max_nnodes, run
 
 from errors import ENVIRONMENT, STOPPED, WorkshopError, run_program
 from parallel.distributed import free_port
-from parallel.joining import join_timeout, node_name, reach
+from parallel.joining import join_timeout, missing_nodes, note_joining, reach
 
 LOOPBACK = "127.0.0.1"
 SECONDS_BEFORE_KILL = 5  # in which ranks may end by themselves after a second Ctrl-C
@@ -79,26 +78,9 @@ def meet(arguments: argparse.Namespace, timeout: int) -> None:
     if arguments.master_addr == LOOPBACK:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # it would listen at the address of this node's name
     if arguments.node_rank != 0:
-        # the first one reads what they note here, and can name the node
-        reach("rendezvous", arguments.master_addr, arguments.master_port, timeout, partial(note, "problem"))
-    note("joined")
-
-
-def note(what: str, text: str = "") -> None:
-    """Leave a file for the first node, in the job's folder, if there is one."""
-    if "RUN_DIR" in os.environ:
-        (Path(os.environ["RUN_DIR"]) / f"{what}_{node_name()}").write_text(text)
-
-
-def missing_nodes() -> list[str]:
-    """What is known of each node of the job that never reached the first one."""
-    run_dir = Path(os.environ.get("RUN_DIR", "."))
-    found = []
-    for node in os.environ.get("ALL_NODES", "").split():
-        problem = run_dir / f"problem_{node}"
-        if not (run_dir / f"joined_{node}").exists():
-            found.append(problem.read_text() if problem.exists() else f"{node} did not join")
-    return found
+        reach("rendezvous", arguments.master_addr, arguments.master_port, timeout)
+    else:
+        note_joining()
 
 
 def share_cores(ranks: str) -> None:

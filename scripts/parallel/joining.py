@@ -7,7 +7,7 @@ where there is no torchrun. Nothing large is imported here, so that launch.py ca
 import os
 import socket
 import time
-from collections.abc import Callable
+from pathlib import Path
 
 from errors import ENVIRONMENT, WorkshopError, whole_number
 
@@ -31,22 +31,44 @@ def reach_rank_0() -> None:
     served_by_torchrun = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     if os.environ["RANK"] != "0" or served_by_torchrun:
         reach("MASTER_ADDR", host, port, join_timeout())
+    else:
+        note_joining()
 
 
-def reach(source: str, host: str, port: int, timeout: int, note: Callable[[str], None] = lambda problem: None) -> None:
-    """On the others: wait until the first one listens. note: is told at each attempt what the problem is."""
+def reach(source: str, host: str, port: int, timeout: int) -> None:
+    """On the others: wait until the first one listens. Raises WorkshopError (exit code 3)."""
     deadline = time.monotonic() + timeout
     while True:
         try:
             socket.create_connection((host, port), timeout=5).close()
+            note_joining()
             return
         except OSError as error:
             problem = f"{node_name()} cannot reach {host}:{port} ({error})"
-        note(problem)
+        note_joining(problem)
         if time.monotonic() > deadline:
             way_out = "check name resolution and firewall between these two nodes"
             raise WorkshopError(source, f"{problem} within {timeout} s", way_out, ENVIRONMENT)
         time.sleep(1)
+
+
+def note_joining(problem: str = "") -> None:
+    """Leave a file for the first node, in the job's folder, if there is one: this node came, or what keeps it."""
+    if "RUN_DIR" in os.environ:
+        (Path(os.environ["RUN_DIR"]) / f"joining_{node_name()}").write_text(problem)
+
+
+def missing_nodes() -> list[str]:
+    """What is known of each node of the job that has not reached the first one. Of a job of job.sh, else nothing."""
+    if "RUN_DIR" not in os.environ:
+        return []
+    found = []
+    for node in os.environ.get("ALL_NODES", "").split():
+        noted = Path(os.environ["RUN_DIR"]) / f"joining_{node}"
+        problem = noted.read_text() if noted.exists() else f"{node} did not join"
+        if problem:
+            found.append(problem)
+    return found
 
 
 def node_name() -> str:

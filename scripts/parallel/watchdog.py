@@ -29,7 +29,7 @@ from torch.distributed import distributed_c10d
 
 from errors import ENVIRONMENT, SECONDS_FOR_RANK_0, WorkshopError, report, whole_number
 from json_files import write_json
-from parallel.joining import first_address, join_timeout, node_name, reach_rank_0
+from parallel.joining import first_address, join_timeout, missing_nodes, node_name, reach_rank_0
 
 MARGIN = 60  # seconds by which PyTorch's own time-outs, which name nobody, come after this one
 MOST_NAMED = 4
@@ -126,8 +126,9 @@ def hang_error(rank: int, earlier: dict[int, Sign], later: dict[int, Sign], limi
     missing = ranks - later.keys()
     beats, _ = later[rank].progress
     if missing and not beats:
-        what = f"{named(missing, later)} did not join within {limit} s"
-        return WorkshopError("rendezvous", what, "check that node, or exclude it", ENVIRONMENT)
+        nodes = ", ".join(missing_nodes())  # a node as a whole, where there is one, says more than its ranks
+        what = nodes or f"{named(missing, later)} did not join"
+        return WorkshopError("rendezvous", f"{what} within {limit} s", "check that node, or exclude it", ENVIRONMENT)
     silent = {each for each in ranks if earlier.get(each) == later.get(each)}
     # not while it joins, as those that have joined write less often; nor where its own file cannot be written
     if silent and rank not in silent and beats:
