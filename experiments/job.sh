@@ -4,15 +4,27 @@
 #   run_torchrun FILE ARGS...   one process per GPU; torchrun starts them, once per node
 #   run_srun FILE ARGS...       one process per GPU; srun starts them, no torchrun
 #   check_bandwidth             all-reduce over the job's ranks first; too slow ends the job
-# From top to bottom, as a job lives: ids and folders, where its ranks meet; the verbs; on each node the command, and two
-# memory loggers beside it; a stop; the end, with run record, summary, and the training's exit status as the job's.
 #   DRY_RUN=1 bash X.slurm      shows the site, the knobs and the commands, checks them, and writes nothing
+# How a job lives:
+#   the .slurm file on the first node    job_prepare, then its verbs, then job_finish, whatever happened
+#     a verb                             starts job.sh on_node by srun on each node, or goes on here
+#       on each node                     the command, and two memory loggers beside it
+# The job's exit status is that of the rank that failed first, or what the run record says.
 set -euo pipefail
 
 EXPERIMENTS_FOLDER=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
 ROOT=$(dirname "$EXPERIMENTS_FOLDER")
 # shellcheck source=experiments/load_site.sh
-source "$EXPERIMENTS_FOLDER/load_site.sh"
+source "$EXPERIMENTS_FOLDER/load_site.sh" # also job_fail: error line of NAME, WHAT, WAY OUT, exit code (2)
+
+CHILD=""     # process to which signals are passed on
+STOPPED=no   # a signal came
+WARNED=no    # it was USR1, the site's warning that time is running out
+CANCELLED=no # it was another one
+ON_NODE=no
+SAVED=75 # exit code of a training that was stopped and has saved a checkpoint
+declare -A LOGGER_PIDS=()
+exec {EMPTY_PIPE}<> <(:) # to read from it is to wait
 
 # 1. Before the training
 
@@ -42,10 +54,13 @@ job_prepare() {
   fi
   if [[ $ATTEMPT = 1 ]]; then # a file server may keep the lock of an attempt whose node failed
     exec {lock}<"$RUN_DIR"    # as long as this script and its children live; two scripts in one salloc have one id, too
-    flock --nonblock --conflict-exit-code 99 "$lock" || [[ $? != 99 ]] ||
+    local held=0              # a file system without locks gives another code, and there it goes on
+    flock --nonblock --conflict-exit-code 99 "$lock" || held=$?
+    if [[ $held = 99 ]]; then
       job_fail JOB_ID "another run of $JOB_ID is writing its files" "give another one, or wait for its end"
+    fi
   fi
-  rm -rf "${RUN_DIR:?}"/* "$RUN_DIR"/.ranks_* || true # of an attempt whose node failed
+  rm -rf "${RUN_DIR:?}"/* "$RUN_DIR"/.ranks_* || true # what an attempt left whose node failed
   trap job_finish EXIT
   job_listen
   if [[ -n $(find results -maxdepth 1 -name '.?*' ! -name ".$JOB_ID" ! -name '.ranks_*') ]]; then
@@ -86,7 +101,7 @@ job_check_place() {
   fi
 }
 
-job_keep_log() { # Slurm writes the log itself. It is kept to the end, also when the terminal is closed
+job_keep_log() { # as Slurm would: what is printed goes into the log, too, also when the terminal is closed
   local -r log=log/$(job_directive job-name)_$JOB_ID.out
   exec > >(job_ignore_signals && exec tee -p -a "$log") 2> >(job_ignore_signals && exec tee -p -a "$log" >&2)
 }
@@ -106,7 +121,7 @@ job_set_threads() {
   fi
 }
 
-job_set_rendezvous() { # where the ranks meet: on the first node, on which this runs
+job_set_rendezvous() { # where the ranks meet: on the first node, where this runs, by its address on the way to the second
   ALL_NODES=$(hostname)
   if [[ $NODES -gt 1 ]]; then
     ALL_NODES=$(scontrol show hostnames "$SLURM_JOB_NODELIST")
@@ -115,15 +130,15 @@ job_set_rendezvous() { # where the ranks meet: on the first node, on which this 
   if [[ $NODES -gt 1 && -z ${MASTER_ADDR:-} ]]; then
     other=("$(sed -n 2p <<<"$ALL_NODES")")
   fi
-  found=$(job_python rendezvous "$JOB_ID" "${other[@]}") || exit
+  found=$(job_python rendezvous "$JOB_ID" "${other[@]}") || exit # ADDRESS PORT
   : "${MASTER_ADDR:=${found% *}}"
   MASTER_PORT=${found#* }
 }
 
-job_skip_steps() { # of a job that was started again: its steps get numbers that no attempt before had
-  # to a node that was down Slurm repeats, once a minute, that step 1 of this job must end, also when it runs this attempt
+job_skip_steps() { # in a job that was started again: use up the numbers of the steps that its attempts before had
+  # Slurm tells a node that was down, once a minute, to end step 1 of this job, and would end this attempt's step 1
   local step
-  for ((step = 0; step < 2 * (ATTEMPT - 1) && NODES > 1; step++)); do # an attempt has two: bandwidth test and training
+  for ((step = 0; step < 2 * (ATTEMPT - 1) && NODES > 1; step++)); do # two of each attempt: bandwidth test and training
     srun --quiet --nodes=1 --ntasks=1 true || true
   done
 }
@@ -143,7 +158,7 @@ run_python() {
 }
 
 run_torchrun() {
-  # static: a c10d store unpickles what anybody sends it, and its ranks are given a name instead of MASTER_ADDR
+  # static: the other one (c10d) executes what anybody sends to its store, and looks for the first node by name
   local -r launch=(python "$ROOT/scripts/launch.py" --nnodes="$NODES" --nproc-per-node="$RANKS_PER_NODE"
     --rdzv-backend=static --rdzv-id="$JOB_ID" --master-addr="$MASTER_ADDR" --master-port="$MASTER_PORT")
   if [[ $NODES -gt 1 ]]; then
@@ -207,8 +222,8 @@ job_on_node() { # COMMAND: its exit status
     job_show "$@"
     return 0
   fi
-  # what it starts ends with it, however that ends
-  local -r WITH_PARENT=(python -P "$ROOT/scripts/job/with_parent.py" $BASHPID)
+  # what is started so ends with this shell, however that ends
+  WITH_PARENT=(python -P "$ROOT/scripts/job/with_parent.py" $BASHPID)
   HOST=${SLURMD_NODENAME:-$(hostname)}
   SUFFIX=$([[ $NODES = 1 ]] || echo "_$HOST")
   if [[ " $* " = *" --deepspeed "* ]]; then # before the loggers start: g++ would be the peak of CPU memory
@@ -224,7 +239,7 @@ job_on_node() { # COMMAND: its exit status
   local code=0
   job_wait || code=$?
   job_stop_loggers
-  if [[ $code != 0 ]]; then # srun reports the highest code of all nodes, often that of one which it has ended
+  if [[ $code != 0 ]]; then # for job_finish: srun reports the highest code of all nodes, often that of one which it ended
     echo "$(date +%s%N) $code" >>"$RUN_DIR/exit_codes" || true
   fi
   return "$code"
@@ -253,7 +268,7 @@ job_has() { # PROGRAM FILE: without it the training goes on
   }
 }
 
-job_logger() { # COMMAND: of a signal to all of a job's processes the training ends, and the loggers behind it
+job_logger() { # COMMAND: TERM ends it, behind the training. Other signals go to all processes of a job, and it waits
   (trap '' INT HUP USR1 USR2 && exec "${WITH_PARENT[@]}" "$@" 2>/dev/null) &
   LOGGER_PIDS[$1]=$!
 }
@@ -278,12 +293,13 @@ job_gap() { # TEXT: what a log lacks; the summary shows it
 job_stop_loggers() {
   local program
   for program in "${!LOGGER_PIDS[@]}"; do
-    # psrecord ends by itself when the training does
-    if ! kill -TERM "${LOGGER_PIDS[$program]}" 2>/dev/null && [[ $STOPPED = no ]]; then
-      local code=0
-      wait "${LOGGER_PIDS[$program]}" || code=$?
-      [[ $program = psrecord && $code = 0 ]] ||
-        job_gap "$program on $HOST ended before the training: its log is not complete"
+    if kill -TERM "${LOGGER_PIDS[$program]}" 2>/dev/null || [[ $STOPPED = yes ]]; then
+      continue
+    fi
+    local code=0 # it had ended already, as psrecord does when the training does
+    wait "${LOGGER_PIDS[$program]}" || code=$?
+    if [[ $program != psrecord || $code != 0 ]]; then
+      job_gap "$program on $HOST ended before the training: its log is not complete"
     fi
   done
 }
@@ -299,11 +315,13 @@ job_gloo_interface() { # where this node's own name means 127.0.1.1, gloo would 
 
 # 4. A stop
 
-job_wait() {                                                     # for CHILD, which gets the signals: its exit status
-  [[ $STOPPED = no ]] || kill -TERM "$CHILD" 2>/dev/null || true # one came before there was a child
-  # by a builtin that signals interrupt for their traps. wait alone would lose a child that ends in that moment
+job_wait() {                    # exit status of CHILD, to which job_stop passes signals on meanwhile
+  if [[ $STOPPED = yes ]]; then # a signal came before there was a child
+    kill -TERM "$CHILD" 2>/dev/null || true
+  fi
+  # not in wait, where bash loses a child that ends while a trap runs. A signal interrupts read, and then its trap runs
   while kill -0 "$CHILD" 2>/dev/null; do
-    read -rt 0.2 -u "$NOTHING" || true
+    read -rt 0.2 -u "$EMPTY_PIPE" || true
   done
   local code=0
   wait "$CHILD" || code=$?
@@ -312,10 +330,10 @@ job_wait() {                                                     # for CHILD, wh
 }
 
 job_listen() {
-  # TERM in place of INT, too, to which what bash starts in the background may be deaf, and of HUP, which srun takes otherwise
+  # as TERM: to INT what bash starts in the background may be deaf, and HUP means something else to srun
   trap 'job_stop TERM' TERM INT HUP USR2
-  trap 'job_stop USR1' USR1 # the site's warning that time is running out
-  trap '' PIPE              # nobody reads what it prints: it goes on
+  trap 'job_stop USR1' USR1
+  trap '' PIPE # nobody reads what it prints: it goes on
 }
 
 job_stop() { # SIGNAL: for the training, which saves and stops
@@ -326,7 +344,7 @@ job_stop() { # SIGNAL: for the training, which saves and stops
     CANCELLED=yes
   fi
   [[ -z $CHILD ]] || kill -"$1" "$CHILD" 2>/dev/null || true
-  if [[ $ON_NODE = no ]]; then # at once: a training that does not react is killed, and this script with it
+  if [[ $ON_NODE = no ]]; then # noted before the end: a training that does not react is killed, and this script with it
     job_python finish "$JOB_ID" --signal --exit-code 143 --since "$STARTED" || true
   fi
 }
@@ -349,7 +367,7 @@ job_finish() { # on EXIT, also when the training failed: errexit ends the script
   job_python finish "$JOB_ID" --exit-code "$code" "${timeout[@]}" --since "$STARTED" --gaps "$RUN_DIR/gaps" || ended=$?
   rm -rf "$RUN_DIR" || true # a rank may still write there
   job_upload
-  if [[ $WARNED = yes && $CANCELLED = no && ${REQUEUE:-0} = 1 ]] && ((ended == 75 || ended > 128)); then
+  if [[ $WARNED = yes && $CANCELLED = no && ${REQUEUE:-0} = 1 ]] && ((ended == SAVED || ended > 128)); then
     job_requeue
   fi
   exit "$ended"
@@ -373,15 +391,7 @@ job_requeue() { # Slurm starts the job again, under the same id: it goes on from
   fi
 }
 
-# 6. What runs when this file is sourced, or started on a node
-
-CHILD=""
-exec {NOTHING}<> <(:) # a pipe into which nobody writes
-STOPPED=no            # a signal came
-WARNED=no             # it was USR1
-CANCELLED=no          # it was another one
-ON_NODE=no
-declare -A LOGGER_PIDS=()
+# 6. The two ways in: what runs when this file is sourced, or started on a node
 
 if [[ ${1:-} = on_node && ${BASH_SOURCE[0]} = "$0" ]]; then # the part of a job that srun starts on each node
   shift
