@@ -29,6 +29,7 @@ from estimate.model_shape import (
     HALF,
     Shape,
     casts_as_it_computes,
+    config_of,
     dtype_of_computing,
     model_without_storage,
     shape_for,
@@ -131,7 +132,16 @@ def work_of(options: Options, batch: Batch) -> Counter:
     fsdp_config = options.fsdp_config or {}
     again = bool(options.values["activation_checkpointing"] or fsdp_config.get("activation_checkpointing"))
     chunked = options.values["loss"] == "chunked"
-    return traced(work, options, batch, precision_name(options.values), casts_as_it_computes(options), again, chunked)
+    return traced(
+        work,
+        options,
+        config_of(options),
+        batch,
+        precision_name(options.values),
+        casts_as_it_computes(options),
+        again,
+        chunked,
+    )
 
 
 @lru_cache

@@ -5,21 +5,39 @@ import json
 import pytest
 from transformers import AutoConfig
 
-from estimate_memory import estimate, read_options, shape_for, stage2_gradients
+from estimate.memory import MIB, estimate, stage2_gradients, totals, without_gpu
+from estimate.model_shape import shape_for
+from estimate.of_record import predicted_memory
+from estimate_memory import read_options
 from helpers import TINY
 from runs import MEASURED, RUNS, uses
 
 STATES = ("parameters", "gradients", "optimizer state")
 
 
-@uses(*MEASURED)
-def test_states_are_as_estimated(run, monkeypatch):
-    """Within 5 % on every rank; buffers stand in a row of their own."""
-    world = RUNS[run.job_id].processes
+@pytest.fixture
+def options(run, monkeypatch):
+    """As estimate_memory.py reads them from the run's own command and variables."""
     variables = {name: str(value) for name, value in (TINY | RUNS[run.job_id].variables).items()}
     monkeypatch.chdir(run.folder)
-    command = [*RUNS[run.job_id].arguments, "--gpus", str(world)]
-    options = read_options(command, environment=variables)
+    command = [*RUNS[run.job_id].arguments, "--gpus", str(RUNS[run.job_id].processes)]
+    return read_options(command, environment=variables)
+
+
+@uses("plain", "zero2-2", "zero3_cpu_offload-2", "full_shard-2", "hybrid_shard_2x2-4", "gpt_ddp", "chunked_plain")
+def test_a_record_predicts_what_the_command_line_does(run, options):
+    world = RUNS[run.job_id].processes
+    held = estimate(options)
+    assert predicted_memory(run.record) == (None, totals(without_gpu(held), world)[1] / MIB)
+    on_gpus = run.record | {"hardware": {"gpus": world}}
+    on_gpu, on_node = totals(held, world)
+    assert predicted_memory(on_gpus) == (on_gpu / MIB, on_node / MIB)
+
+
+@uses(*MEASURED)
+def test_states_are_as_estimated(run, options):
+    """Within 5 % on every rank; buffers stand in a row of their own."""
+    world = RUNS[run.job_id].processes
     expected = {part.what: part.gpu + part.cpu for part in estimate(options) if part.what in STATES}
     held = [json.loads((run.folder / f"memory-{run.job_id}-{rank}.json").read_text()) for rank in range(world)]
     for what in STATES:

@@ -9,16 +9,9 @@ import torch
 from transformers import AutoModelForCausalLM, BloomConfig
 
 import estimate_memory
+from estimate.memory import estimate, power_of_two, stage2_gradients, totals
 from estimate.model_shape import shape_for
-from estimate_memory import (
-    deepspeed_says,
-    estimate,
-    memory_table,
-    power_of_two,
-    read_options,
-    stage2_gradients,
-    totals,
-)
+from estimate_memory import deepspeed_says, memory_table, read_options
 from helpers import REPOSITORY
 
 GIB = 2**30
