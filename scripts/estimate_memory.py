@@ -15,7 +15,6 @@ BLOOM and custom-gpt need no download, other models their config.json. docs/memo
 import math
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass
 
 import torch
 
@@ -25,7 +24,7 @@ from estimate import planned
 from estimate.memory import GIB, estimate, totals
 from estimate.model_shape import shape_for
 from estimate.planned import check_optimizer, read_config_files
-from estimate_time import Rates, given_rates, predict_step, rates_for
+from estimate_time import Rates, given_rates, offloads, predict_step
 from parallel.ds_config import offloaded
 from paths import REPOSITORY
 
@@ -126,27 +125,6 @@ def memory_of_gpu(options: Options) -> float | None:
 WIDTH = 54  # of the column with the files' names
 
 
-@dataclass(frozen=True)
-class Choice:
-    """A config file under the same options. seconds: of a step, None where nothing is known of the hardware's speed."""
-
-    config: str
-    on_gpu: float
-    on_node: float
-    tightness: int | None
-    seconds: float | None
-
-    def order(self) -> tuple:
-        return (self.tightness or 0, self.seconds or 0, self.on_gpu)
-
-    def line(self) -> str:
-        said = "" if self.tightness is None else VERDICTS[self.tightness]
-        seconds = "" if self.seconds is None else f"{self.seconds:.3f}"
-        return (
-            f"{self.config:{WIDTH}}{self.on_gpu / GIB:8.1f}{self.on_node / GIB:10.1f}  {said:14}{seconds:>8}".rstrip()
-        )
-
-
 def comparison(options: Options) -> str:
     """Plain training (or DDP) and all files of the two folders, what fits first, and of that the fastest."""
     values = options.values
@@ -154,40 +132,35 @@ def comparison(options: Options) -> str:
         if values[flag]:
             raise options.error(flag, "is what --compare chooses", "leave it out")
     shape_for(options)  # raises for a model of which nothing can be said
-    rates = given_rates(options) or (rates_for(options) if torch.cuda.is_available() else None)
-    if values["torch_compile"]:
-        rates = None
+    rates = given_rates(options)
     choices = []
     refused = []
     for name, flags in configs(values["gpus"]).items():
         chosen = Options(values | flags, options.names)
         try:
             read_config_files(chosen)
-            refuse_what_train_refuses(chosen)
-            choices.append(choice(name, chosen, rates))
         except WorkshopError as error:
             refused.append(f"{name:{WIDTH}}{error.what}; {error.way_out}")
+        else:
+            choices.append(choice(name, chosen, rates))
     gpus = f"{values['gpus']} GPU(s) on {values['nodes']} node(s)"
     batch = f"micro batch {values['per_device_train_batch_size']} x {values['max_length']} tokens"
     lines = [
         f"{values['model_name']}, {precision_name(values)}, {batch}, {gpus}",
         f"{'config':{WIDTH}}{'GiB/GPU':>8}{'GiB/node':>10}  {'verdict':14}{'s/step':>8}",
-        *(each.line() for each in sorted(choices, key=Choice.order)),
+        *(line for _, line in sorted(choices)),
     ]
     if refused:
         lines += ["cannot be combined with these options:", *refused]
-    if not memory_of_gpu(options):
-        lines += ["for a verdict: --gpu_memory, in GiB, and --cpu_memory"]
-    elif not values["cpu_memory"]:
-        lines += ["the memory of a node is not judged: give --cpu_memory, in GiB"]
-    if values["torch_compile"]:
-        lines += ["for seconds of a step: leave --torch_compile out; how fast joined operations are is not known"]
-    elif not rates:
-        flags_of_rates = "--matmul_tflops, --memory_bandwidth and, for several GPUs, --bus_bandwidth"
-        lines += [f"for seconds of a step: {flags_of_rates}, of a run record's `estimate`"]
-    elif values["gpus"] > 1 and not rates.bus:
-        lines += ["seconds without communication: give --bus_bandwidth"]
-    return "\n".join(lines)
+    hints = {
+        "for a verdict: --gpu_memory, in GiB, and --cpu_memory": not memory_of_gpu(options),
+        "the memory of a node is not judged: give --cpu_memory, in GiB": memory_of_gpu(options)
+        and not values["cpu_memory"],
+        "for seconds of a step: --matmul_tflops, --memory_bandwidth and, for several GPUs, --bus_bandwidth": not rates,
+        "seconds without communication: give --bus_bandwidth": rates and values["gpus"] > 1 and rates.bus == math.inf,
+        "no seconds for offload: how fast the CPU and its memory are is not known": rates,
+    }
+    return "\n".join([*lines, *(hint for hint, applies in hints.items() if applies)])
 
 
 def configs(gpus: int) -> dict[str, dict]:
@@ -200,18 +173,16 @@ def configs(gpus: int) -> dict[str, dict]:
     return found
 
 
-def refuse_what_train_refuses(options: Options) -> None:
-    """Raises WorkshopError for FSDP1 on one GPU."""
-    if (options.fsdp_config or {}).get("version") == 1 and options.values["gpus"] == 1:
-        raise WorkshopError("--gpus", "FSDP1 does not shard on one rank", "give at least 2")
-
-
-def choice(name: str, options: Options, rates: Rates | None) -> Choice:
+def choice(name: str, options: Options, rates: Rates | None) -> tuple[tuple, str]:
+    """What a config is sorted by, and its line."""
     on_gpu, on_node = totals(estimate(options), options.values["gpus"] // options.values["nodes"])
     memories = ((on_gpu, memory_of_gpu(options)), (on_node, options.values["cpu_memory"]))
-    found = [tightness(needed, there) for needed, there in memories if there]
-    seconds = predict_step(options, rates).seconds if rates else None
-    return Choice(name, on_gpu, on_node, max(found, default=None), seconds)
+    tight = max([tightness(needed, there) for needed, there in memories if there], default=None)
+    seconds = predict_step(options, rates).seconds if rates and not offloads(options) else math.inf
+    said = "" if tight is None else VERDICTS[tight]
+    shown = "" if seconds == math.inf else f"{seconds:.3f}"
+    line = f"{name:{WIDTH}}{on_gpu / GIB:8.1f}{on_node / GIB:10.1f}  {said:14}{shown:>8}"
+    return (tight or 0, seconds, on_gpu), line.rstrip()
 
 
 def main() -> None:

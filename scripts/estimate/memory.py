@@ -4,19 +4,24 @@ import itertools
 import math
 from dataclasses import dataclass, replace
 from functools import cache
-from types import SimpleNamespace
 
 import psutil
 
 from config import Options, precision_name
 from estimate.model_shape import FP32, HALF, Shape, shape_for
 from parallel.ds_config import offloaded
-from parallel.fsdp_config import fsdp_name, wrap_classes
+from parallel.fsdp_config import fsdp_name
 
 MIB = 2**20
 GIB = 2**30
 K = 3 * FP32  # of the ZeRO paper: bytes per parameter of fp32 master, first and second moment of Adam
 PINNED_UNUSED = "pinned, unused"
+ZERO_GRADIENTS = (  # of stages 0 to 3
+    "whole",
+    "whole until the last backward pass of a step",
+    "the share, tensors on its edge whole",
+    "the share",
+)
 
 
 @dataclass(frozen=True)
@@ -115,52 +120,37 @@ def held_unsharded(shape: Shape, ranks: int) -> list[Held]:
 
 
 def held_by_deepspeed(shape: Shape, zero: dict, n_d: int, compute_bytes: int) -> list[Held]:
+    psi = shape.parameters
+    stage = zero.get("stage", 0)
+    parameters: float = compute_bytes * psi
+    gradients: float = compute_bytes * psi
+    optimizer_state: float = K * psi
+    if stage == 0 and compute_bytes == FP32:
+        optimizer_state -= FP32 * psi  # fp32 weights are their own masters
+    if stage >= 1:
+        optimizer_state /= n_d
+    if stage == 2:
+        gradients = compute_bytes * max(map(sum, stage2_gradients(shape.sizes, n_d)))  # and what lies on its edges
+    if stage == 3:
+        gradients /= n_d
+        parameters /= n_d
+    on_cpu = offloaded(zero, "optimizer")
     held = [
-        zero_parameters(shape, zero, n_d, compute_bytes),
-        zero_gradients(shape, zero, n_d, compute_bytes),
-        zero_optimizer_state(shape, zero, n_d, compute_bytes),
+        Held(
+            "parameters",
+            *on_gpu_or_cpu(parameters, offloaded(zero, "param")),
+            "the share" if stage == 3 else "whole",
+            from_start=stage == 3,
+        ),
+        Held("gradients", *on_gpu_or_cpu(gradients, on_cpu and stage >= 2), ZERO_GRADIENTS[stage]),
+        Held("optimizer state", *on_gpu_or_cpu(optimizer_state, on_cpu), "fp32 masters, two moments"),
         zero_buffers(shape, zero, n_d, compute_bytes),
-        loading(shape.parameters, by_one_rank=zero.get("stage", 0) == 3),
+        loading(psi, by_one_rank=stage == 3),
     ]
-    if offloaded(zero, "optimizer") or offloaded(zero, "param"):
+    if on_cpu or offloaded(zero, "param"):
         pinned = pinned_by_deepspeed(shape, zero, n_d, compute_bytes)
         held.append(rounding(pinned, kept_from_loading(shape, zero, n_d, compute_bytes)))
     return held
-
-
-def zero_parameters(shape: Shape, zero: dict, n_d: int, compute_bytes: int) -> Held:
-    psi = shape.parameters
-    if zero.get("stage", 0) < 3:
-        return Held("parameters", compute_bytes * psi, note="whole")  # 2 Psi
-    share = compute_bytes * psi / n_d  # 2 Psi / N_d
-    return Held("parameters", *on_gpu_or_cpu(share, offloaded(zero, "param")), "the share", from_start=True)
-
-
-def zero_gradients(shape: Shape, zero: dict, n_d: int, compute_bytes: int) -> Held:
-    psi = shape.parameters
-    stage = zero.get("stage", 0)
-    on_cpu = offloaded(zero, "optimizer")
-    if stage == 0:
-        return Held("gradients", compute_bytes * psi, note="whole")  # 2 Psi
-    if stage == 1:
-        return Held("gradients", compute_bytes * psi, note="whole until the last backward pass of a step")  # 2 Psi
-    if stage == 2:
-        # 2 Psi / N_d, and what lies on the edges of the rank's part
-        kept = compute_bytes * max(map(sum, stage2_gradients(shape.sizes, n_d)))
-        return Held("gradients", *on_gpu_or_cpu(kept, on_cpu), "the share, tensors on its edge whole")
-    share = compute_bytes * psi / n_d  # 2 Psi / N_d
-    return Held("gradients", *on_gpu_or_cpu(share, on_cpu), "the share")
-
-
-def zero_optimizer_state(shape: Shape, zero: dict, n_d: int, compute_bytes: int) -> Held:
-    psi = shape.parameters
-    if zero.get("stage", 0) == 0:
-        if compute_bytes == FP32:
-            # fp32 weights are their own masters, which takes 4 off K
-            return Held("optimizer state", (K - FP32) * psi, note="two moments")
-        return Held("optimizer state", K * psi, note="fp32 masters, two moments")
-    share = K * psi / n_d  # K Psi / N_d
-    return Held("optimizer state", *on_gpu_or_cpu(share, offloaded(zero, "optimizer")), "fp32 masters, two moments")
 
 
 def zero_buffers(shape: Shape, zero: dict, n_d: int, compute_bytes: int) -> Held:
@@ -175,26 +165,25 @@ def zero_buffers(shape: Shape, zero: dict, n_d: int, compute_bytes: int) -> Held
     # Gradients are reduced in buckets, of the hidden size squared where the file says "auto"
     bucket = compute_bytes * min(size_of(zero, "reduce_bucket_size", shape.hidden**2, 5e8), psi)
     # the optimizer steps on fp32 gradients of the rank's share: 4 Psi / N_d
-    step = FP32 * psi / n_d
-    if stage < 3 and on_cpu:
+    step_on_gpu, step_on_cpu = on_gpu_or_cpu(FP32 * psi / n_d, on_cpu)
+    if stage == 3:
+        # Parameters are gathered before they are used, up to a limit, and the next ones ahead. A rank that has all of
+        # them on its GPU gathers nothing
+        gathered = 0.0
+        if n_d > 1 or offloaded(zero, "param"):
+            live = min(psi, zero.get("stage3_max_live_parameters", 1e9))
+            prefetch = size_of(zero, "stage3_prefetch_bucket_size", 0.9 * shape.hidden**2, 5e7)
+            gathered = compute_bytes * (live + prefetch)
+        note = "bucket, parameters gathered at a time, fp32 gradients in the step"
+        return Held("buffers", bucket + gathered + step_on_gpu, step_on_cpu, note)
+    if on_cpu:
         # gradients pass to the CPU through a buffer for the largest one, on both sides, and the updated 16-bit share
         # comes back from a copy there
         largest = compute_bytes * max(shape.sizes)
         copy_of_share = compute_bytes * psi / n_d
-        return Held("buffers", bucket + largest, step + largest + copy_of_share, "bucket, transfers, fp32 gradients")
-    if stage < 3:
-        return Held("buffers", bucket + step, note="bucket; fp32 gradients in the step")
-    # Stage 3 gathers parameters before they are used, up to a limit, and the next ones ahead. A rank that has all of
-    # them on its GPU gathers nothing
-    gathered = 0.0
-    if n_d > 1 or offloaded(zero, "param"):
-        live = min(psi, zero.get("stage3_max_live_parameters", 1e9))
-        prefetch = size_of(zero, "stage3_prefetch_bucket_size", 0.9 * shape.hidden**2, 5e7)
-        gathered = compute_bytes * (live + prefetch)
-    note = "bucket, parameters gathered at a time, fp32 gradients in the step"
-    if on_cpu:
-        return Held("buffers", bucket + gathered, step, note)
-    return Held("buffers", bucket + gathered + step, note=note)
+        note = "bucket, transfers, fp32 gradients"
+        return Held("buffers", bucket + largest, step_on_cpu + largest + copy_of_share, note)
+    return Held("buffers", bucket + step_on_gpu, note="bucket; fp32 gradients in the step")
 
 
 def stage2_gradients(sizes: tuple[int, ...], n_d: int) -> list[list[int]]:
@@ -280,9 +269,8 @@ def fsdp_buffers(shape: Shape, config: dict, accumulates: bool, compute_bytes: i
     on_cpu = config.get("cpu_offload", False)
     block = max(shape.block_sizes, default=0)
     outside = psi - sum(shape.block_sizes)  # embedding, last norm, head: the root unit
-    # wrap_classes asks a model for its blocks; here only whether there will be units matters, not their names
-    any_model = SimpleNamespace(_no_split_modules=["blocks"])
-    one_unit = not wrap_classes(config, any_model) or not shape.block_sizes
+    by_block = config.get("auto_wrap_policy", "TRANSFORMER_BASED_WRAP") == "TRANSFORMER_BASED_WRAP"
+    one_unit = not by_block or not shape.block_sizes
     if one_unit or "SHARD_GRAD_OP" in fsdp_name(config):
         gathered = psi
         note = "all parameters gathered"

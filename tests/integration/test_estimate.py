@@ -18,9 +18,11 @@ STATES = ("parameters", "gradients", "optimizer state")
 @pytest.fixture
 def options(run, monkeypatch):
     """As estimate_memory.py reads them from the run's own command and variables."""
-    variables = {name: str(value) for name, value in (TINY | RUNS[run.job_id].variables).items()}
+    row = RUNS[run.job_id]
+    variables = TINY | {"BATCH_SIZE": 4 // row.processes} | row.variables  # as Run.start sets them
     monkeypatch.chdir(run.folder)
-    command = [*RUNS[run.job_id].arguments, "--gpus", str(RUNS[run.job_id].processes)]
+    command = [*row.arguments, "--gpus", str(row.processes)]
+    variables = {name: str(value) for name, value in variables.items()}
     return read_options(command, environment=variables)
 
 
@@ -28,10 +30,12 @@ def options(run, monkeypatch):
 def test_a_record_predicts_what_the_command_line_does(run, options):
     world = RUNS[run.job_id].processes
     held = estimate(options)
-    assert predicted_memory(run.record) == (None, totals(without_gpu(held), world)[1] / MIB)
+    on_cpu = predicted_memory(run.record)
+    assert on_cpu.gpu_mib is None
+    assert on_cpu.node_mib == pytest.approx(totals(without_gpu(held), world)[1] / MIB)
     on_gpus = run.record | {"hardware": {"gpus": world}}
     on_gpu, on_node = totals(held, world)
-    assert predicted_memory(on_gpus) == (on_gpu / MIB, on_node / MIB)
+    assert predicted_memory(on_gpus) == pytest.approx((on_gpu / MIB, on_node / MIB))
 
 
 @uses(*MEASURED)
