@@ -20,10 +20,9 @@ import torch
 
 from config import Options, precision_name
 from errors import WorkshopError, run_program
-from estimate import planned
 from estimate.memory import GIB, estimate, totals
 from estimate.model_shape import shape_for
-from estimate.planned import check_optimizer, read_config_files
+from estimate.planned import RATES, check_optimizer, options_of_plan, read_config_files
 from estimate_time import Rates, given_rates, offloads, predict_step
 from parallel.ds_config import offloaded
 from paths import REPOSITORY
@@ -76,10 +75,10 @@ def deepspeed_says(parameters: int, largest: int, zero: dict, gpus_per_node: int
 def read_options(
     argv: list[str] | None = None, description: str = "", environment: Mapping[str, str] = os.environ
 ) -> Options:
-    """As `planned.options_of_plan`, with the flags of this script. Raises WorkshopError (exit code 2)."""
-    options = planned.options_of_plan(argv, description, environment, MEMORY_FLAGS)
+    """As `options_of_plan`, with the flags of this script. Raises WorkshopError (exit code 2)."""
+    options = options_of_plan(argv, description, environment, MEMORY_FLAGS)
     check_optimizer(options)
-    for flag in planned.RATES:
+    for flag in RATES:
         if options.values[flag] is not None and not options.values["compare"]:
             raise options.error(flag, "says nothing about memory", "give --compare, too, or take estimate_time.py")
     return options

@@ -3,7 +3,6 @@
 import json
 
 import pytest
-from transformers import AutoConfig
 
 from estimate.memory import MIB, estimate, stage2_gradients, totals, without_gpu
 from estimate.model_shape import shape_for
@@ -30,6 +29,7 @@ def options(run, monkeypatch):
 def test_a_record_predicts_what_the_command_line_does(run, options):
     world = RUNS[run.job_id].processes
     held = estimate(options)
+    assert '"auto"' not in json.dumps(run.record["configs"])  # the configs in effect
     on_cpu = predicted_memory(run.record)
     assert on_cpu.gpu_mib is None
     assert on_cpu.node_mib == pytest.approx(totals(without_gpu(held), world)[1] / MIB)
@@ -53,18 +53,3 @@ def test_states_are_as_estimated(run, options):
             assert measured == pytest.approx(shares, rel=0.05)
         else:
             assert min(measured) == pytest.approx(expected[what], rel=0.05), what
-
-
-@uses("plain", "zero3-2", "full_shard-2")
-def test_a_record_keeps_what_an_estimate_needs(run):
-    """The configs themselves, in effect: the files that they came from may be gone, or changed."""
-    configs = run.record["configs"]
-    assert configs["model"]["model_type"] == "bloom"
-    assert AutoConfig.for_model(**configs["model"]).hidden_size == 64
-    assert (configs["deepspeed"] is not None) == (run.job_id == "zero3-2")
-    assert (configs["fsdp"] is not None) == (run.job_id == "full_shard-2")
-    if configs["deepspeed"]:
-        assert '"auto"' not in json.dumps(configs["deepspeed"])
-        assert configs["deepspeed"]["zero_optimization"]["stage"] == 3
-    if configs["fsdp"]:
-        assert configs["fsdp"]["dp_shard_size"] == 2

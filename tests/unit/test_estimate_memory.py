@@ -140,14 +140,6 @@ def test_mistakes_are_one_line(flags, message, refusal, main_of, capsys):
     assert capsys.readouterr() == ("", "")
 
 
-def test_a_model_that_also_sees_is_estimated_by_its_language_part(tmp_path):
-    sizes: dict = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4}
-    sizes |= {"num_key_value_heads": 2, "head_dim": 16, "vocab_size": 512}
-    sizes["layer_types"] = ["full_attention", "full_attention"]
-    (tmp_path / "config.json").write_text(json.dumps({"model_type": "qwen3_5", "text_config": sizes}))
-    assert "logits" in memory_table(options("--model_name", tmp_path))
-
-
 def test_a_model_that_cannot_be_traced_is_one_line(tmp_path, refusal, main_of, capfd):
     # its experts have no rule for tensors without values under autocast
     config = {"model_type": "mixtral", "hidden_size": 64, "num_hidden_layers": 1, "num_attention_heads": 4}
@@ -202,22 +194,15 @@ def test_of_those_that_fit_the_fastest_comes_first(compared):
     assert float(alone["ds_configs/zero2.json"][3]) < float(rows["ds_configs/zero2.json"][3])
 
 
-def test_what_does_not_fit_the_node_does_not_fit(compared):
-    rows, _ = compared("--gpus", 2, "--gpu_memory", 1000, "--cpu_memory", 40)
-    assert rows["ds_configs/zero2_cpu_offload.json"][2] == "does not fit"
-    assert rows["ds_configs/zero2.json"][2] == "fits"
-
-
 def test_without_memory_there_is_no_verdict(compared):
     rows, text = compared("--gpus", 1)
     assert "plain" in rows and all(len(cells) == 2 for cells in rows.values())
     assert "for a verdict: --gpu_memory" in text and "is not judged" not in text
-    _, text = compared("--gpus", 1, "--gpu_memory", 80)
-    assert "the memory of a node is not judged: give --cpu_memory" in text
 
 
 def test_a_config_that_cannot_be_combined_is_one_line_with_its_reason(compared):
     rows, text = compared("--gpus", 1, "--gpu_memory", 80)
+    assert "the memory of a node is not judged: give --cpu_memory" in text
     assert "fsdp_configs/hybrid_shard_2x2.json" not in rows
     refused = text.split("cannot be combined with these options:\n")[1]
     assert "dp_shard_size 2 x dp_replicate_size 2 is not the world size 1" in refused
