@@ -12,358 +12,28 @@ It takes the flags and variables of train.py, so a command of yours works here w
 BLOOM and custom-gpt need no download, other models their config.json. docs/memory.md explains the rows.
 """
 
-import itertools
 import math
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
-from types import SimpleNamespace
 
-import psutil
 import torch
 
 from config import Options, precision_name
 from errors import WorkshopError, run_program
-from estimate import planned
-from estimate.model_shape import FP32, HALF, Shape, shape_for
-from estimate.planned import check_optimizer, read_config_files
-from estimate_time import Rates, given_rates, predict_step, rates_for
+from estimate.memory import GIB, estimate, totals
+from estimate.model_shape import shape_for
+from estimate.planned import RATES, check_optimizer, options_of_plan, read_config_files
+from estimate_time import Rates, given_rates, offloads, predict_step
 from parallel.ds_config import offloaded
-from parallel.fsdp_config import fsdp_name, wrap_classes
 from paths import REPOSITORY
 
-GIB = 2**30
+CUDA_RESERVE = 2 * GIB  # per process, for the memory that CUDA and NCCL take of a node; not measured
+FITS = 0.9  # of a GPU or node: the rest is for what is not counted
 MEMORY_FLAGS = {
     "compare": {"action": "store_true", "help": "List all config files, those that fit first."},
     "gpu_memory": {"type": float, "default": None, "help": "GiB of one GPU, for the verdict. Default: the one here."},
     "cpu_memory": {"type": float, "default": None, "help": "GiB of one node, as in --mem of sbatch, for the verdict."},
 }
-K = 3 * FP32  # of the ZeRO paper: bytes per parameter of fp32 master, first and second moment of Adam
-CUDA_RESERVE = 2 * GIB  # per process, for the memory that CUDA and NCCL take of a node; not measured
-PINNED_UNUSED = "pinned, unused"
-FITS = 0.9  # of a GPU or node: the rest is for what is not counted
-
-
-@dataclass(frozen=True)
-class Held:
-    """What one rank holds, in bytes of its GPU and of its node's memory.
-
-    while_loading: only while weights are loaded, before the training's own memory is there; from_start: then, too.
-    by_one_rank: of the job; the others hold none of it.
-    """
-
-    what: str
-    gpu: float
-    cpu: float = 0
-    note: str = ""
-    while_loading: bool = False
-    from_start: bool = False
-    by_one_rank: bool = False
-
-
-def estimate(options: Options) -> list[Held]:
-    """Parameters, gradients, optimizer state, buffers, activations and logits of the rank that holds most."""
-    shape = shape_for(options)
-    ranks = options.values["gpus"]
-    compute_bytes = FP32 if precision_name(options.values) == "fp32" else HALF
-    if options.deepspeed_config:
-        held = held_by_deepspeed(shape, options.deepspeed_config["zero_optimization"], ranks, compute_bytes)
-    elif options.fsdp_config is not None:
-        accumulates = options.values["gradient_accumulation_steps"] > 1
-        held = held_by_fsdp(shape, options.fsdp_config, accumulates, compute_bytes)
-    else:
-        held = held_unsharded(shape, ranks)
-    return [
-        *held,
-        activations(shape, options, compute_bytes),
-        logits(shape, options),
-        python_itself(),
-    ]
-
-
-def logits(shape: Shape, options: Options) -> Held:
-    if options.values["loss"] == "full":
-        return Held("logits", shape.logits, note="and their gradient")
-    return Held("loss", shape.logits, note="logits of a chunk, the head's gradient in fp32")
-
-
-def python_itself() -> Held:
-    own = psutil.Process().memory_info().rss
-    return Held("Python, libraries", 0, own, "as this very process has it", from_start=True)
-
-
-def activations(shape: Shape, options: Options, compute_bytes: int) -> Held:
-    fsdp_config = options.fsdp_config or {}
-    if options.values["activation_checkpointing"] or fsdp_config.get("activation_checkpointing"):
-        # the input of every block is kept, and one block at a time is computed again
-        kept = shape.layers * shape.block_input + shape.activations / shape.layers
-        return Held("activations", kept, note="checkpointed: inputs of the blocks, and one block's")
-    note = "kept for the backward pass"
-    autocast = not options.deepspeed_config and options.fsdp_config is None
-    if autocast and compute_bytes == HALF:
-        note += ", with autocast's 16-bit copies of the weights"
-    return Held("activations", shape.activations, note=note)
-
-
-# 1. Trainer and DDP
-
-
-def held_unsharded(shape: Shape, ranks: int) -> list[Held]:
-    """fp32 weights, gradients and moments, whole on every rank: 4 + 4 + 8 bytes for each of the Psi parameters."""
-    psi = shape.parameters
-    if ranks > 1:
-        buckets = Held("buffers", FP32 * psi, note="DDP's gradient buckets")
-    else:
-        buckets = Held("buffers", 0, note="one rank has nobody to talk to")
-    return [
-        Held("parameters", FP32 * psi, note="fp32 weights"),
-        Held("gradients", FP32 * psi, note="fp32"),
-        Held("optimizer state", 2 * FP32 * psi, note="two moments of Adam, fp32"),
-        buckets,
-        loading(psi),
-    ]
-
-
-# 2. DeepSpeed ZeRO
-#
-# The symbols are those of the ZeRO paper (arXiv:1910.02054, sections 3.1 and 5): Psi parameters, N_d ranks, and the
-# multiplier K = 12 of Adam's state in mixed precision. Without ZeRO a rank holds (2 + 2 + K) Psi bytes, of which
-#     stage 1 leaves it   2 Psi + 2 Psi + K Psi / N_d              (P_os)
-#     stage 2             2 Psi + (2 Psi + K Psi) / N_d            (P_os+g)
-#     stage 3             (2 Psi + 2 Psi + K Psi) / N_d            (P_os+g+p)
-# The 2 is compute_bytes below: in fp32 it is 4. Where DeepSpeed holds more than the paper, the comment says why.
-
-
-def held_by_deepspeed(shape: Shape, zero: dict, n_d: int, compute_bytes: int) -> list[Held]:
-    held = [
-        zero_parameters(shape, zero, n_d, compute_bytes),
-        zero_gradients(shape, zero, n_d, compute_bytes),
-        zero_optimizer_state(shape, zero, n_d, compute_bytes),
-        zero_buffers(shape, zero, n_d, compute_bytes),
-        loading(shape.parameters, by_one_rank=zero.get("stage", 0) == 3),
-    ]
-    if offloaded(zero, "optimizer") or offloaded(zero, "param"):
-        pinned = pinned_by_deepspeed(shape, zero, n_d, compute_bytes)
-        held.append(rounding(pinned, kept_from_loading(shape, zero, n_d, compute_bytes)))
-    return held
-
-
-def zero_parameters(shape: Shape, zero: dict, n_d: int, compute_bytes: int) -> Held:
-    psi = shape.parameters
-    if zero.get("stage", 0) < 3:
-        return Held("parameters", compute_bytes * psi, note="whole")  # 2 Psi
-    share = compute_bytes * psi / n_d  # 2 Psi / N_d
-    return Held("parameters", *on_gpu_or_cpu(share, offloaded(zero, "param")), "the share", from_start=True)
-
-
-def zero_gradients(shape: Shape, zero: dict, n_d: int, compute_bytes: int) -> Held:
-    psi = shape.parameters
-    stage = zero.get("stage", 0)
-    on_cpu = offloaded(zero, "optimizer")
-    if stage == 0:
-        return Held("gradients", compute_bytes * psi, note="whole")  # 2 Psi
-    if stage == 1:
-        return Held("gradients", compute_bytes * psi, note="whole until the last backward pass of a step")  # 2 Psi
-    if stage == 2:
-        # 2 Psi / N_d, and what lies on the edges of the rank's part
-        kept = compute_bytes * max(map(sum, stage2_gradients(shape.sizes, n_d)))
-        return Held("gradients", *on_gpu_or_cpu(kept, on_cpu), "the share, tensors on its edge whole")
-    share = compute_bytes * psi / n_d  # 2 Psi / N_d
-    return Held("gradients", *on_gpu_or_cpu(share, on_cpu), "the share")
-
-
-def zero_optimizer_state(shape: Shape, zero: dict, n_d: int, compute_bytes: int) -> Held:
-    psi = shape.parameters
-    if zero.get("stage", 0) == 0:
-        if compute_bytes == FP32:
-            # fp32 weights are their own masters, which takes 4 off K
-            return Held("optimizer state", (K - FP32) * psi, note="two moments")
-        return Held("optimizer state", K * psi, note="fp32 masters, two moments")
-    share = K * psi / n_d  # K Psi / N_d
-    return Held("optimizer state", *on_gpu_or_cpu(share, offloaded(zero, "optimizer")), "fp32 masters, two moments")
-
-
-def zero_buffers(shape: Shape, zero: dict, n_d: int, compute_bytes: int) -> Held:
-    """What the paper calls temporary buffers (section 3.2), and the gathered parameters of stage 3."""
-    psi = shape.parameters
-    stage = zero.get("stage", 0)
-    on_cpu = offloaded(zero, "optimizer")
-    if stage == 0:
-        # the 16-bit optimizer copies all gradients to fp32 for its step
-        copies = 0 if compute_bytes == FP32 else FP32 * psi
-        return Held("buffers", copies, note="fp32 gradients in the step")
-    # Gradients are reduced in buckets, of the hidden size squared where the file says "auto"
-    bucket = compute_bytes * min(size_of(zero, "reduce_bucket_size", shape.hidden**2, 5e8), psi)
-    # the optimizer steps on fp32 gradients of the rank's share: 4 Psi / N_d
-    step = FP32 * psi / n_d
-    if stage < 3 and on_cpu:
-        # gradients pass to the CPU through a buffer for the largest one, on both sides, and the updated 16-bit share
-        # comes back from a copy there
-        largest = compute_bytes * max(shape.sizes)
-        copy_of_share = compute_bytes * psi / n_d
-        return Held("buffers", bucket + largest, step + largest + copy_of_share, "bucket, transfers, fp32 gradients")
-    if stage < 3:
-        return Held("buffers", bucket + step, note="bucket; fp32 gradients in the step")
-    # Stage 3 gathers parameters before they are used, up to a limit, and the next ones ahead. A rank that has all of
-    # them on its GPU gathers nothing
-    gathered = 0.0
-    if n_d > 1 or offloaded(zero, "param"):
-        live = min(psi, zero.get("stage3_max_live_parameters", 1e9))
-        prefetch = size_of(zero, "stage3_prefetch_bucket_size", 0.9 * shape.hidden**2, 5e7)
-        gathered = compute_bytes * (live + prefetch)
-    note = "bucket, parameters gathered at a time, fp32 gradients in the step"
-    if on_cpu:
-        return Held("buffers", bucket + gathered, step, note)
-    return Held("buffers", bucket + gathered + step, note=note)
-
-
-def stage2_gradients(sizes: tuple[int, ...], n_d: int) -> list[list[int]]:
-    """Elements of each gradient that a rank keeps, for each rank: DeepSpeed cuts the row of all parameters into equal
-    parts, and a gradient on the edge of two parts stays whole on both sides."""
-    part = math.ceil(sum(sizes) / n_d)
-    ends = list(itertools.accumulate(sizes))
-    kept = []
-    for rank in range(n_d):
-        first = rank * part
-        last = first + part
-        kept.append([size for size, end in zip(sizes, ends, strict=True) if end > first and end - size < last])
-    return kept
-
-
-def pinned_by_deepspeed(shape: Shape, zero: dict, n_d: int, compute_bytes: int) -> list[float]:
-    """Sizes of the buffers that DeepSpeed pins with offload_optimizer, offload_param or both, in bytes."""
-    share = shape.parameters / n_d
-    sizes = []
-    if offloaded(zero, "param"):
-        sizes.append(compute_bytes * share)  # whatever pin_memory says
-    if not offloaded(zero, "optimizer") or not zero["offload_optimizer"].get("pin_memory", True):
-        return sizes
-    if zero.get("stage") == 3:
-        sizes.append(compute_bytes * share)  # gradients
-        group = zero.get("sub_group_size", 1e9)  # the fp32 gradients are cut into groups of so many
-        whole_groups, rest = divmod(share, group)
-        return [*sizes, *[FP32 * group] * int(whole_groups), FP32 * rest]
-    sizes += [FP32 * share, FP32 * share]  # masters and their gradients
-    sizes += [compute_bytes * share, compute_bytes * max(shape.sizes)]  # transfers: the share, the largest gradient
-    if zero.get("stage") == 2:
-        # each gradient is a block of its own; those of the first rank, which has the embedding, stand for all ranks
-        sizes += [compute_bytes * size for size in stage2_gradients(shape.sizes, n_d)[0]]
-    return sizes
-
-
-def kept_from_loading(shape: Shape, zero: dict, n_d: int, compute_bytes: int) -> float:
-    """Bytes of pinned blocks that ZeRO-3 gave back after loading, and PyTorch keeps for a use that never comes."""
-    if not offloaded(zero, "param") or not zero["offload_param"].get("pin_memory", True):
-        return 0
-    return sum(power_of_two(compute_bytes * size / n_d) for size in shape.sizes)
-
-
-def size_of(zero: dict, key: str, by_model: float, default: float) -> float:
-    """A size. The Trainer sets an "auto" by the model; a key that is not there has DeepSpeed's default."""
-    value = zero.get(key, default)
-    return by_model if value == "auto" else value
-
-
-# 3. FSDP
-#
-# In the symbols of the FSDP paper (arXiv:2304.11277, section 3.2): Psi parameters over the sharding factor F, which is
-# the world size for full sharding, and the ranks of a node for HYBRID_SHARD. Unlike ZeRO's, shares are fp32: 4 Psi / F
-# of parameters, and what is gathered for a unit is in the precision of the computation.
-
-
-def held_by_fsdp(shape: Shape, config: dict, accumulates: bool, compute_bytes: int) -> list[Held]:
-    """accumulates: over several backward passes before a step."""
-    psi = shape.parameters
-    f = config["dp_shard_size"]
-    on_cpu = config.get("cpu_offload", False)
-    share = FP32 * psi / f  # 4 Psi / F
-    if accumulates:
-        # no reduce-scatter before the last backward pass of a step, so gradients stay whole
-        gradients = Held("gradients", compute_bytes * psi, note="whole while gradients accumulate")
-    else:
-        gradients = Held("gradients", *on_gpu_or_cpu(share, on_cpu), "fp32 share")
-    held = [
-        Held("parameters", *on_gpu_or_cpu(share, on_cpu), "fp32 share", from_start=True),
-        gradients,
-        Held("optimizer state", *on_gpu_or_cpu(2 * share, on_cpu), "two moments of Adam, fp32 share"),
-        fsdp_buffers(shape, config, accumulates, compute_bytes),
-        loading(psi),
-    ]
-    if on_cpu:  # each parameter's share and its gradient are pinned on their own
-        held.append(rounding([FP32 * size / f for size in shape.sizes] * 2))
-    return held
-
-
-def fsdp_buffers(shape: Shape, config: dict, accumulates: bool, compute_bytes: int) -> Held:
-    """Parameters gathered at a time (a unit in use and the one prefetched), and gradients on their way."""
-    psi = shape.parameters
-    on_cpu = config.get("cpu_offload", False)
-    block = max(shape.block_sizes, default=0)
-    outside = psi - sum(shape.block_sizes)  # embedding, last norm, head: the root unit
-    # wrap_classes asks a model for its blocks; here only whether there will be units matters, not their names
-    any_model = SimpleNamespace(_no_split_modules=["blocks"])
-    one_unit = not wrap_classes(config, any_model) or not shape.block_sizes
-    if one_unit or "SHARD_GRAD_OP" in fsdp_name(config):
-        gathered = psi
-        note = "all parameters gathered"
-    else:
-        gathered = outside + 2 * block
-        note = "two blocks gathered, embedding and head throughout"
-    if config["dp_shard_size"] == 1 and not on_cpu:
-        gathered = 0  # this rank has them all, where they are needed
-    # what the largest unit puts into its reduce-scatter, in fp32
-    reduced = psi if one_unit else max(outside, block)
-    # accumulated gradients lie on the GPU, their share of the step on the CPU
-    step_on_cpu = FP32 * psi / config["dp_shard_size"] if on_cpu and accumulates else 0
-    return Held("buffers", compute_bytes * gathered + FP32 * reduced, step_on_cpu, note)
-
-
-# 4. The memory of a node
-
-
-def loading(psi: int, by_one_rank: bool = False) -> Held:
-    note = "by rank 0 alone, as it hands out the shares" if by_one_rank else "before they move to the GPU"
-    return Held("weights while loading", 0, FP32 * psi, note, while_loading=True, by_one_rank=by_one_rank)
-
-
-def on_gpu_or_cpu(size: float, on_cpu: bool) -> tuple[float, float]:
-    return (0, size) if on_cpu else (size, 0)
-
-
-def rounding(pinned: list[float], kept: float = 0) -> Held:
-    """What pinned memory takes beyond its content: PyTorch rounds each block up to a power of two (host allocator)."""
-    extra = sum(power_of_two(size) - size for size in pinned if size > 0)
-    return Held(PINNED_UNUSED, 0, extra + kept, "pinned blocks are rounded up to powers of two")
-
-
-def power_of_two(size: float) -> int:
-    return 1 << (math.ceil(size) - 1).bit_length()
-
-
-def without_gpu(held: list[Held]) -> list[Held]:
-    """The same training on CPUs: their memory holds what a GPU's would. Nothing is pinned, and so nothing rounded."""
-    on_cpu = [replace(part, gpu=0, cpu=part.gpu + part.cpu) for part in held]
-    return [part for part in on_cpu if part.what != PINNED_UNUSED]
-
-
-def totals(held: list[Held], ranks_per_node: int) -> tuple[float, float]:
-    """Bytes of the fullest GPU, and of the first node's memory: loading comes before the rest."""
-    training = ranks_per_node * sum(part.cpu for part in held if not part.while_loading)
-    while_loading = 0.0
-    for part in held:
-        if part.while_loading or part.from_start:
-            while_loading += part.cpu * (1 if part.by_one_rank else ranks_per_node)
-    return sum(part.gpu for part in held), max(training, while_loading)
-
-
-def mem_option(on_node: float, ranks_per_node: int) -> str:
-    """The value for sbatch --mem, with a fifth to spare and what CUDA takes in each process."""
-    return f"{math.ceil((1.2 * on_node + ranks_per_node * CUDA_RESERVE) / GIB)}G"
-
-
-# 5. The command line
-
-
 VERDICTS = ("fits", "is tight", "does not fit")
 
 
@@ -378,6 +48,11 @@ def tightness(needed: float, there: float) -> int:
     if needed < FITS * there * GIB:
         return 0
     return 1 if needed < there * GIB else 2
+
+
+def mem_option(on_node: float, ranks_per_node: int) -> str:
+    """The value for sbatch --mem, with a fifth to spare and what CUDA takes in each process."""
+    return f"{math.ceil((1.2 * on_node + ranks_per_node * CUDA_RESERVE) / GIB)}G"
 
 
 def deepspeed_says(parameters: int, largest: int, zero: dict, gpus_per_node: int, nodes: int) -> str:
@@ -400,10 +75,10 @@ def deepspeed_says(parameters: int, largest: int, zero: dict, gpus_per_node: int
 def read_options(
     argv: list[str] | None = None, description: str = "", environment: Mapping[str, str] = os.environ
 ) -> Options:
-    """As `planned.options_of_plan`, with the flags of this script. Raises WorkshopError (exit code 2)."""
-    options = planned.options_of_plan(argv, description, environment, MEMORY_FLAGS)
+    """As `options_of_plan`, with the flags of this script. Raises WorkshopError (exit code 2)."""
+    options = options_of_plan(argv, description, environment, MEMORY_FLAGS)
     check_optimizer(options)
-    for flag in planned.RATES:
+    for flag in RATES:
         if options.values[flag] is not None and not options.values["compare"]:
             raise options.error(flag, "says nothing about memory", "give --compare, too, or take estimate_time.py")
     return options
@@ -443,31 +118,10 @@ def memory_of_gpu(options: Options) -> float | None:
     return options.values["gpu_memory"] or here
 
 
-# 6. Which config to take
+# Which config to take
 
 
 WIDTH = 54  # of the column with the files' names
-
-
-@dataclass(frozen=True)
-class Choice:
-    """A config file under the same options. seconds: of a step, None where nothing is known of the hardware's speed."""
-
-    config: str
-    on_gpu: float
-    on_node: float
-    tightness: int | None
-    seconds: float | None
-
-    def order(self) -> tuple:
-        return (self.tightness or 0, self.seconds or 0, self.on_gpu)
-
-    def line(self) -> str:
-        said = "" if self.tightness is None else VERDICTS[self.tightness]
-        seconds = "" if self.seconds is None else f"{self.seconds:.3f}"
-        return (
-            f"{self.config:{WIDTH}}{self.on_gpu / GIB:8.1f}{self.on_node / GIB:10.1f}  {said:14}{seconds:>8}".rstrip()
-        )
 
 
 def comparison(options: Options) -> str:
@@ -477,40 +131,35 @@ def comparison(options: Options) -> str:
         if values[flag]:
             raise options.error(flag, "is what --compare chooses", "leave it out")
     shape_for(options)  # raises for a model of which nothing can be said
-    rates = given_rates(options) or (rates_for(options) if torch.cuda.is_available() else None)
-    if values["torch_compile"]:
-        rates = None
+    rates = given_rates(options)
     choices = []
     refused = []
     for name, flags in configs(values["gpus"]).items():
         chosen = Options(values | flags, options.names)
         try:
             read_config_files(chosen)
-            refuse_what_train_refuses(chosen)
-            choices.append(choice(name, chosen, rates))
         except WorkshopError as error:
             refused.append(f"{name:{WIDTH}}{error.what}; {error.way_out}")
+        else:
+            choices.append(choice(name, chosen, rates))
     gpus = f"{values['gpus']} GPU(s) on {values['nodes']} node(s)"
     batch = f"micro batch {values['per_device_train_batch_size']} x {values['max_length']} tokens"
     lines = [
         f"{values['model_name']}, {precision_name(values)}, {batch}, {gpus}",
         f"{'config':{WIDTH}}{'GiB/GPU':>8}{'GiB/node':>10}  {'verdict':14}{'s/step':>8}",
-        *(each.line() for each in sorted(choices, key=Choice.order)),
+        *(line for _, line in sorted(choices)),
     ]
     if refused:
         lines += ["cannot be combined with these options:", *refused]
-    if not memory_of_gpu(options):
-        lines += ["for a verdict: --gpu_memory, in GiB, and --cpu_memory"]
-    elif not values["cpu_memory"]:
-        lines += ["the memory of a node is not judged: give --cpu_memory, in GiB"]
-    if values["torch_compile"]:
-        lines += ["for seconds of a step: leave --torch_compile out; how fast joined operations are is not known"]
-    elif not rates:
-        flags_of_rates = "--matmul_tflops, --memory_bandwidth and, for several GPUs, --bus_bandwidth"
-        lines += [f"for seconds of a step: {flags_of_rates}, of a run record's `estimate`"]
-    elif values["gpus"] > 1 and not rates.bus:
-        lines += ["seconds without communication: give --bus_bandwidth"]
-    return "\n".join(lines)
+    hints = {
+        "for a verdict: --gpu_memory, in GiB, and --cpu_memory": not memory_of_gpu(options),
+        "the memory of a node is not judged: give --cpu_memory, in GiB": memory_of_gpu(options)
+        and not values["cpu_memory"],
+        "for seconds of a step: --matmul_tflops, --memory_bandwidth and, for several GPUs, --bus_bandwidth": not rates,
+        "seconds without communication: give --bus_bandwidth": rates and values["gpus"] > 1 and rates.bus == math.inf,
+        "no seconds for offload: how fast the CPU and its memory are is not known": rates,
+    }
+    return "\n".join([*lines, *(hint for hint, applies in hints.items() if applies)])
 
 
 def configs(gpus: int) -> dict[str, dict]:
@@ -523,18 +172,16 @@ def configs(gpus: int) -> dict[str, dict]:
     return found
 
 
-def refuse_what_train_refuses(options: Options) -> None:
-    """Raises WorkshopError for FSDP1 on one GPU."""
-    if (options.fsdp_config or {}).get("version") == 1 and options.values["gpus"] == 1:
-        raise WorkshopError("--gpus", "FSDP1 does not shard on one rank", "give at least 2")
-
-
-def choice(name: str, options: Options, rates: Rates | None) -> Choice:
+def choice(name: str, options: Options, rates: Rates | None) -> tuple[tuple, str]:
+    """What a config is sorted by, and its line."""
     on_gpu, on_node = totals(estimate(options), options.values["gpus"] // options.values["nodes"])
     memories = ((on_gpu, memory_of_gpu(options)), (on_node, options.values["cpu_memory"]))
-    found = [tightness(needed, there) for needed, there in memories if there]
-    seconds = predict_step(options, rates).seconds if rates else None
-    return Choice(name, on_gpu, on_node, max(found, default=None), seconds)
+    tight = max([tightness(needed, there) for needed, there in memories if there], default=None)
+    seconds = predict_step(options, rates).seconds if rates and not offloads(options) else math.inf
+    said = "" if tight is None else VERDICTS[tight]
+    shown = "" if seconds == math.inf else f"{seconds:.3f}"
+    line = f"{name:{WIDTH}}{on_gpu / GIB:8.1f}{on_node / GIB:10.1f}  {said:14}{shown:>8}"
+    return (tight or 0, seconds, on_gpu), line.rstrip()
 
 
 def main() -> None:

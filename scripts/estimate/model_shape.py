@@ -38,10 +38,16 @@ class Shape:
 
 def shape_for(options: Options) -> Shape:
     """Shape of the model that train.py would load. Raises WorkshopError (exit code 2) when there is no such model."""
+    return shape_of(config_of(options), options)
+
+
+def shape_of(config_json: str, options: Options) -> Shape:
+    """Shape of the model of this config.json. Raises WorkshopError (exit code 2) when it cannot be traced."""
     values = options.values
     return traced(
         trace,
         options,
+        config_json,
         values["per_device_train_batch_size"],
         values["max_length"],
         precision_name(values),
@@ -50,17 +56,21 @@ def shape_for(options: Options) -> Shape:
     )
 
 
-def traced(trace: Callable[..., T], options: Options, *arguments: object) -> T:
-    """`trace`, of the model of these options. Raises WorkshopError (exit code 2) when it cannot be traced."""
+def config_of(options: Options) -> str:
+    """The config.json of these options' model. Raises WorkshopError (exit code 2) when there is no such model."""
     from model import load_config  # with transformers' models, seconds: not before the command line was right
 
-    values = options.values
-    config = load_config(SimpleNamespace(**values), SimpleNamespace(**values))
+    values = SimpleNamespace(**options.values)
+    return load_config(values, values).to_json_string(use_diff=False)
+
+
+def traced(trace: Callable[..., T], options: Options, *arguments: object) -> T:
+    """`trace`, of these arguments. Raises WorkshopError (exit code 2) when the model cannot be traced."""
     try:
-        return trace(config.to_json_string(use_diff=False), *arguments)
+        return trace(*arguments)
     except Exception as error:  # whatever a model's own code raises on tensors without values
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]
-        what = f"the forward pass of {values['model_name']} cannot be traced ({reason})"
+        what = f"the forward pass of {options.values['model_name']} cannot be traced ({reason})"
         raise WorkshopError(
             "--model_name", what, "measure its memory with a run of a few steps: --max_steps 3"
         ) from error
@@ -69,7 +79,7 @@ def traced(trace: Callable[..., T], options: Options, *arguments: object) -> T:
 def casts_as_it_computes(options: Options) -> bool:
     """Whether the weights are fp32 and cast for each operation (Trainer, DDP), or in the precision itself (DeepSpeed;
     FSDP, as it gathers them)."""
-    return not options.values["deepspeed"] and not options.values["fsdp"]
+    return not options.deepspeed_config and options.fsdp_config is None
 
 
 @contextlib.contextmanager
@@ -79,6 +89,8 @@ def model_without_storage(config_json: str, precision: str, autocast: bool) -> I
     from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig
     from transformers.initialization import no_init_weights
     from transformers.modeling_utils import local_torch_dtype
+
+    import custom_model  # noqa: F401 - it makes custom-gpt known to AutoConfig
 
     # an operation without a rule for such tensors is logged with a traceback, and raised besides
     logging.getLogger("torch._subclasses.fake_tensor").setLevel(logging.CRITICAL)

@@ -24,13 +24,6 @@ HARDWARE_FLAGS = {
     },
 }
 RATES = ("matmul_tflops", "memory_bandwidth", "bus_bandwidth")
-UNITS = {
-    "gpu_memory": "GiB, for example 32",
-    "cpu_memory": "GiB, for example 32",
-    "matmul_tflops": "10^12 operations per second, for example 100",
-    "memory_bandwidth": "GB/s, for example 1000",
-    "bus_bandwidth": "GB/s, for example 25",
-}
 ADAMW = ("adamw_torch", "adamw_torch_fused")
 
 
@@ -39,22 +32,18 @@ def options_of_plan(
     description: str,
     environment: Mapping[str, str] = os.environ,
     extra: dict | None = None,
-    gpu: bool = True,
 ) -> Options:
-    """The options of a training with as many ranks as --gpus and --nodes say, its config files read.
+    """The options of a training with as many GPUs as --gpus and --nodes say, its config files read.
 
-    environment: where the variables of the knobs are looked up. extra: flags of one script alone. gpu: whether the
-    ranks have GPUs. Raises WorkshopError (exit code 2).
+    environment: where the variables of the knobs are looked up. extra: flags of one script alone.
+    Raises WorkshopError (exit code 2).
     """
     flags = HARDWARE_FLAGS | (extra or {})
-    options = parse_command_line(description, argv, flags, gpu=gpu, environment=environment)
+    options = parse_command_line(description, argv, flags, gpu=True, environment=environment)
     values = options.values
-    for flag in ("gpus", "nodes"):
-        if values[flag] < 1:
-            raise WorkshopError(f"--{flag}", f"{values[flag]} is too small", "give a whole number of at least 1")
-    for flag, unit in UNITS.items():
-        if values.get(flag) is not None and not values[flag] > 0:
-            raise WorkshopError(f"--{flag}", f"{values[flag]:g} is too small", f"give {unit}")
+    for flag, details in flags.items():
+        if "type" in details and values[flag] is not None and not values[flag] > 0:
+            raise WorkshopError(f"--{flag}", f"{values[flag]:g} is too small", "give a number above 0")
     if values["gpus"] % values["nodes"]:
         what = f"{values['gpus']} GPUs do not spread over {values['nodes']} nodes"
         raise WorkshopError("--gpus", what, "give a multiple of the nodes")

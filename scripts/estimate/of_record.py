@@ -1,0 +1,53 @@
+"""What estimate_memory.py would have said of a run, from its record alone: for the report, beside what was measured."""
+
+import json
+from typing import NamedTuple
+
+from config import Options
+from errors import WorkshopError
+from estimate.memory import MIB, held_by_rank, totals, without_gpu
+from estimate.model_shape import shape_of
+from estimate.planned import ADAMW, check_optimizer
+from knobs import DEFAULTS
+
+
+class Predicted(NamedTuple):
+    """MiB of the fullest GPU, None for a training on the CPU, and of the first node's memory."""
+
+    gpu_mib: float | None
+    node_mib: float
+
+
+def predicted_memory(record: dict) -> Predicted | None:
+    """record: a run record, as its file has it; training/record.py describes it.
+
+    None for one without configs, and for a run that cannot be estimated: of another optimizer than AdamW, or of a
+    model that cannot be traced. Needs no network, no GPU and no files of the run.
+    """
+    configs = record.get("configs")
+    if not configs:
+        return None
+    options = options_of(record)
+    try:
+        check_optimizer(options)
+        held = held_by_rank(shape_of(json.dumps(configs["model"]), options), options)
+    except WorkshopError:
+        return None
+    ranks_per_node = options.values["gpus"] // options.values["nodes"]
+    if record["hardware"]["gpus"] == 0 or options.values["use_cpu"]:
+        _, on_node = totals(without_gpu(held), ranks_per_node)
+        return Predicted(None, on_node / MIB)
+    on_gpu, on_node = totals(held, ranks_per_node)
+    return Predicted(on_gpu / MIB, on_node / MIB)
+
+
+def options_of(record: dict) -> Options:
+    """The options that the run had, as far as its memory depends on them, with its ranks and nodes."""
+    ranks = {"gpus": record["world_size"], "nodes": len(record["nodes"])}
+    flags = {"optim": ADAMW[0], "use_cpu": False}  # a record keeps them only where they were given
+    options = Options(DEFAULTS | flags | record["settings"] | ranks, names={})
+    options.fsdp_config = record["configs"]["fsdp"]
+    deepspeed_config = record["configs"]["deepspeed"]
+    if deepspeed_config is not None:
+        options.deepspeed_config = {"zero_optimization": {}} | deepspeed_config
+    return options

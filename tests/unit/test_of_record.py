@@ -1,0 +1,71 @@
+"""estimate/of_record.py, with records as train.py writes them. Records of real runs: tests/integration."""
+
+import json
+
+import pytest
+
+import estimate_memory
+from config import own_arguments
+from estimate.memory import MIB, estimate, totals, without_gpu
+from estimate.of_record import predicted_memory
+from helpers import REPOSITORY
+from model import load_config
+
+
+@pytest.fixture(autouse=True)
+def in_the_repository(monkeypatch):
+    monkeypatch.chdir(REPOSITORY)
+
+
+def options_and_record(*flags: str):
+    options = estimate_memory.read_options([*flags, "--gpus", "4", "--nodes", "2"], environment={})
+    record = {
+        "settings": options.settings(),
+        "configs": {
+            "model": load_config(*own_arguments(options)).to_diff_dict(),
+            "deepspeed": options.deepspeed_config,
+            "fsdp": options.fsdp_config,
+        },
+        "world_size": 4,
+        "nodes": ["node1", "node2"],
+        "hardware": {"gpus": 4},
+    }
+    return options, json.loads(json.dumps(record))
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        (),
+        ("--bf16", "--loss", "chunked", "--activation_checkpointing"),
+        ("--model_name", "custom-gpt", "--num_layers", "2", "--max_length", "128"),
+        ("--deepspeed", "ds_configs/ds_zero3_offload.json"),
+        ("--fsdp", "--fsdp_config", "fsdp_configs/hybrid_shard.json", "--gradient_accumulation_steps", "1"),
+    ],
+)
+def test_a_record_predicts_what_the_command_line_does(flags):
+    options, record = options_and_record(*flags)
+    on_gpu, on_node = totals(estimate(options), 2)
+    assert predicted_memory(record) == (on_gpu / MIB, on_node / MIB)
+
+
+def test_a_model_that_also_sees_is_kept_with_its_language_part(tmp_path):
+    sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4}
+    sizes |= {"num_key_value_heads": 2, "head_dim": 16, "vocab_size": 512}
+    config = {"model_type": "qwen3_5", "text_config": sizes | {"layer_types": ["full_attention"] * 2}}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    _, record = options_and_record("--model_name", str(tmp_path))
+    (tmp_path / "config.json").unlink()
+    assert predicted_memory(record).gpu_mib < 100
+
+
+def test_on_the_cpu_the_node_holds_everything():
+    options, record = options_and_record("--model_name", "tiny-bloom")
+    _, on_node = totals(without_gpu(estimate(options)), 2)
+    assert predicted_memory(record | {"hardware": {"gpus": 0}}) == (None, on_node / MIB)
+
+
+@pytest.mark.parametrize("change", [{"configs": None}, {"settings": {"optim": "adafactor"}}])
+def test_of_some_runs_nothing_is_predicted(change):
+    _, record = options_and_record("--model_name", "tiny-bloom")
+    assert predicted_memory(record | change) is None
