@@ -178,8 +178,9 @@ run_srun() {
 }
 
 check_bandwidth() { # without memory loggers: those files belong to the training
-  # by srun: torchrun would import PyTorch once more, seconds for a test of half a second
-  LOGGERS=no run_srun "$ROOT/scripts/measure_bandwidth.py" --output "$BANDWIDTH_FILE"
+  # by srun: torchrun would import PyTorch once more, seconds for a test of half a second. Its ranks share the CPUs, as
+  # a script for torchrun has one task per node
+  LOGGERS=no SLURM_OVERCOMMIT=1 SRUN_CPUS_PER_TASK=1 run_srun "$ROOT/scripts/measure_bandwidth.py" --output "$BANDWIDTH_FILE"
 }
 
 job_srun() { # TASKS COMMAND: so many tasks on each node
