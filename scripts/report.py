@@ -13,8 +13,6 @@ import argparse
 import os
 from pathlib import Path
 
-import pandas as pd
-
 from errors import OneLineErrors, WorkshopError, run_program
 from paths import REPOSITORY
 from reporting.memory_logs import logs_of, read_cpu_log, read_gpu_log
@@ -23,7 +21,7 @@ from reporting.page import GENERATOR, page
 from reporting.reference import NAME, compare, read_reference, write_numbers
 from reporting.render import comma_separated, grid, in_words, lines_of, markdown
 from reporting.runs import Missing, Run, find_runs, read_run
-from reporting.tables import Table, apart_of, build_table, build_tables, choose, load_definitions
+from reporting.tables import Table, build_table, build_tables, choose, list_of, load_definitions
 from run_record import read_record
 
 DEFINITIONS = REPOSITORY / "experiments" / "tables.yaml"
@@ -88,8 +86,8 @@ def write_report(folders: list[Path], output: Path, all_runs: bool, reference: P
     predictable = [run for run in stand_for_experiments(runs) if run.completed and run.record.configs]
     tables = [
         *rows_of_experiments,
-        one_by_one(PREDICTIONS, predictable, metrics),
-        one_by_one(ALL_RUNS, runs, metrics),
+        list_of(PREDICTIONS, predictable, metrics),
+        list_of(ALL_RUNS, runs, metrics),
     ]
     try:
         output.mkdir(parents=True, exist_ok=True)
@@ -134,20 +132,10 @@ def remove_old(definitions: list[dict], output: Path) -> None:
 
 def stand_for_experiments(runs: list[Run]) -> list[Run]:
     """Of each experiment the latest completed run, or the latest of any status."""
-    by_experiment: dict[str, list[Run]] = {}
+    by_experiment: dict[str, dict[Run, list[str]]] = {}
     for run in runs:
-        by_experiment.setdefault(run.experiment, []).append(run)
-    found = [choose(own, apart_of(own)) for own in by_experiment.values()]
-    return [run for run in found if run]
-
-
-def one_by_one(definition: dict, runs: list[Run], metrics: pd.DataFrame) -> Table:
-    """A table with a row for each run, which are not compared with one another."""
-    table = build_table(definition | {"rows": []}, {}, metrics)
-    for run in runs:
-        one = definition | {"rows": [{"label": run.experiment, "experiment": run.experiment}]}
-        table.rows += build_table(one, {run.experiment: [run]}, metrics).rows
-    return table
+        by_experiment.setdefault(run.experiment, {})[run] = []
+    return list(filter(None, (choose(list(own), own) for own in by_experiment.values())))
 
 
 def job_tables(path: Path) -> str:

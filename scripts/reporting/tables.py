@@ -150,11 +150,12 @@ def apart_of(runs: list[Run], varies: Collection[str] = ()) -> dict[Run, list[st
     found = pd.DataFrame([traits(run) for run in recorded], pd.Index(recorded, dtype=object), dtype=object)
     found = found.drop(columns=list(varies), errors="ignore").fillna("unset")
     usable = [run for run in recorded if run.completed and not run.record.overrides and not run.profiled] or recorded
-    for name, column in found.items():
+    for name, column in found.to_dict().items():
         once = dict.fromkeys((run.experiment, column[run]) for run in usable)
         usual = Counter(value for _, value in once).most_common(1)[0][0]
-        for run, value in column[column != usual].items():
-            apart[run].append(f"{name} {value}, others {usual}")
+        for run, value in column.items():
+            if value != usual:
+                apart[run].append(f"{name} {value}, others {usual}")
     return apart
 
 
@@ -250,6 +251,18 @@ def build_table(
         plots=definition.get("plots", []),
         transpose=definition.get("transpose", False),
     )
+
+
+def list_of(definition: dict, runs: list[Run], metrics: pd.DataFrame) -> Table:
+    """A table with a row for each run, which are not compared with one another."""
+    table = build_table(definition | {"rows": []}, {}, metrics)
+    selected = selection(metrics, table.columns, runs)
+    for run, values in zip(runs, selected.itertuples(index=False), strict=True):
+        row = Row(run.experiment, run.experiment, run, [run], apart=run.record.overrides)
+        row.cells = [over_repeats([value]) for value in values]
+        row.remarks = remarks(row, [run], {run: row.apart}, all_runs=False)
+        table.rows.append(row)
+    return table
 
 
 def headers(definition: dict) -> list[str]:
