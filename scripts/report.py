@@ -15,16 +15,16 @@ from pathlib import Path
 
 from errors import OneLineErrors, WorkshopError, run_program
 from paths import REPOSITORY
-from reporting.memory_logs import logs_of, read_cpu_log, read_gpu_log
-from reporting.metrics import MOST_EPOCHS, metrics_of, shown
+from reporting.metrics import MOST_EPOCHS, metrics_of
 from reporting.page import GENERATOR, page
 from reporting.reference import NAME, compare, read_reference, write_numbers
 from reporting.render import comma_separated, grid, in_words, lines_of, markdown
-from reporting.runs import Missing, Run, find_runs, read_run
+from reporting.runs import Run, find_runs, read_run
 from reporting.tables import Table, build_table, build_tables, choose, list_of, load_definitions
 from run_record import read_record
 
 DEFINITIONS = REPOSITORY / "experiments" / "tables.yaml"
+MEMORY_COLUMNS = ["peak_gpu", "low_gpu", "mean_gpu", "peak_cpu", "mean_cpu"]
 PREDICTION_COLUMNS = [
     "gpus",
     "estimated_gpu",
@@ -138,14 +138,18 @@ def stand_for_experiments(runs: list[Run]) -> list[Run]:
     return list(filter(None, (choose(list(own), own) for own in by_experiment.values())))
 
 
-def job_tables(path: Path) -> str:
-    """The baseline summary and the memory of one run, for the terminal."""
+def job_table(path: Path) -> str:
+    """The baseline table and the memory of one run, for the terminal; a missing value is empty, with its reason."""
     read_record(path)  # or what is wrong with it
     run = read_run(path)
-    hours = run.gpu_hours()
-    hours_row = ["GPU-hours", "", hours.reason] if isinstance(hours, Missing) else ["GPU-hours", shown(hours), ""]
-    rows = [*summary_rows(run), hours_row, *rows_of_logs(run)]
-    problems = [problem for problem in run.problems if Missing(problem) not in (run.gpu.peak, run.cpu.peak)]
+    definition = next(table for table in load_definitions(DEFINITIONS) if table["id"] == "baseline")
+    evaluations = [f"eval_loss_{n}" for n in range(1, len(run.record.eval) + 1)][:MOST_EPOCHS]
+    others = [name for name in definition["columns"] if not name.startswith("eval_loss")]
+    if not run.record.settings.em_f1:
+        others = [name for name in others if name not in ("exact_match", "f1")]
+    columns = [others[0], *evaluations, *others[1:], *MEMORY_COLUMNS]
+    definition |= {"columns": columns, "rows": [{"label": "Value", "experiment": run.experiment}]}
+    _, rows = lines_of(build_table(definition, {run.experiment: [run]}, metrics_of([run])))
     output = run.record.output_dir
     saved = output and (run.folder / output / "config.json").exists()
     return "\n".join(
@@ -155,42 +159,12 @@ def job_tables(path: Path) -> str:
             "",
             grid(["Metric", "Value", "Note"], rows),
             "",
-            *(f"incomplete: {problem}" for problem in problems),
+            *(f"incomplete: {problem}" for problem in run.problems),
             *(f"does not compare: {override}" for override in run.record.overrides),
             f"model:      {output if saved else 'not saved'}",
             f"run record: {path}",
         ]
     )
-
-
-def summary_rows(run: Run) -> list[list[str]]:
-    """Metric, value and note of the workshop's baseline table; a missing value is empty, with its reason."""
-    definition = next(table for table in load_definitions(DEFINITIONS) if table["id"] == "baseline")
-    evaluations = [f"eval_loss_{n}" for n in range(1, len(run.record.eval) + 1)][:MOST_EPOCHS]
-    others = [name for name in definition["columns"] if not name.startswith("eval_loss") and name != "gpu_hours"]
-    if not run.record.settings.em_f1:
-        others = [name for name in others if name not in ("exact_match", "f1")]
-    definition |= {"columns": [others[0], *evaluations, *others[1:]], "rows": [{"label": "Value", "experiment": ""}]}
-    return lines_of(build_table(definition, {"": [run]}, metrics_of([run])))[1]
-
-
-def rows_of_logs(run: Run) -> list[list[str]]:
-    """Metric, value in MiB and note; one block per GPU, or an empty value with its reason."""
-    rows = []
-    gpu_logs, cpu_logs = logs_of(run.folder, run.job_id)
-    for kind, logs, whole in (
-        ("GPU", list(map(read_gpu_log, gpu_logs)), run.gpu.peak),
-        ("CPU", list(map(read_cpu_log, cpu_logs)), run.cpu.peak),
-    ):
-        why = whole.reason if isinstance(whole, Missing) else ""
-        for log, name in ((each, name) for each in logs for name in each.names()):
-            series = "CPU" if kind == "CPU" else f"GPU {name}"
-            values = {"peak": log.peak(name), "minimum": min(log.mib(name)), "mean": log.mean(name)}
-            note = "; ".join(filter(None, [f"{len(log.samples[name])} samples in {log.path.name}", why]))
-            rows += [[f"{series} memory, {which} (MiB)", shown(mib), note] for which, mib in values.items()]
-        if not any(log.samples for log in logs):
-            rows.append([f"{kind} memory, peak (MiB)", "", why])
-    return rows
 
 
 def main() -> None:
@@ -204,7 +178,7 @@ def main() -> None:
     if arguments.job and arguments.reference:
         raise WorkshopError("--reference", "compares whole reports, and --job shows one run", "leave one of them out")
     if arguments.job:
-        print(job_tables(arguments.job))
+        print(job_table(arguments.job))
         return
     folders = arguments.folders or [Path(os.path.relpath(REPOSITORY / "experiments"))]
     print(write_report(folders, arguments.output, arguments.all_runs, arguments.reference))

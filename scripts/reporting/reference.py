@@ -9,51 +9,27 @@ import os
 from collections import defaultdict
 from dataclasses import replace
 from pathlib import Path
-from typing import Literal
-
-from pydantic import BaseModel, Field, ValidationError
 
 from errors import WorkshopError, one_line
-from json_files import write_json
+from json_files import read_json, write_json
 from reporting.metrics import Cell, shown
 from reporting.render import in_words, listed
 from reporting.runs import Run
 from reporting.tables import Row, Table, traits
 
 NAME = "report.json"
+SCHEMA = 1
 WAY_OUT = "give the folder of a report that scripts/report.py of this repository has written"
-
-
-class Number(BaseModel):
-    value: float
-
-
-class Entry(BaseModel):
-    """A row of a table that shows a run. values: column -> its number, where it has one."""
-
-    label: str
-    experiment: str
-    job_id: str
-    status: str
-    settings: dict[str, str]
-    values: dict[str, Number]
-
-
-class Report(BaseModel):
-    """A report.json. tables: name -> its rows."""
-
-    version: Literal[1] = Field(alias="schema")
-    tables: dict[str, list[Entry]]
 
 
 def write_numbers(tables: list[Table], output: Path) -> None:
     """Write report.json, by which others compare their report with this one. OSError when it cannot be written."""
     rows = {table.name: [content(row, table) for row in table.rows if row.run] for table in tables if table.has_runs}
-    write_json(output / NAME, {"schema": 1, "tables": rows})
+    write_json(output / NAME, {"schema": SCHEMA, "tables": rows})
 
 
 def content(row: Row, table: Table) -> dict:
-    """The fields of an Entry; a mean has its standard deviation and the number of runs as well."""
+    """A row in report.json. A mean has its standard deviation and the number of runs as well."""
     run = row.repeats[0]
     values = {}
     for column, cell in zip(table.columns, row.cells, strict=True):
@@ -80,56 +56,57 @@ def defining_settings(run: Run) -> dict[str, str]:
     return {name: found[name] for name in dict.fromkeys([*first, *found]) if name in found}
 
 
-def read_reference(given: Path, output: Path) -> Report:
-    """The report.json in a report's folder, or at a path itself. One line and exit code 2 when there is none."""
+def read_reference(given: Path, output: Path) -> dict[str, list[dict]]:
+    """The tables of the report.json in a report's folder, or at a path itself, as `content` makes their rows.
+
+    Raises WorkshopError (exit code 2) when there is none.
+    """
     path = given / NAME if given.is_dir() else given
     if os.path.realpath(path) == os.path.realpath(output / NAME):
         raise WorkshopError(given, "is the folder that this report is written to", "give another folder with -o")
-    try:
-        return Report.model_validate_json(path.read_bytes())
-    except OSError as error:
-        raise WorkshopError(path, error.strerror or "cannot be read", WAY_OUT) from error
-    except ValidationError as error:
-        first = error.errors(include_url=False)[0]
-        where = ".".join(map(str, first["loc"])) or "the file"
-        raise WorkshopError(path, f"is no {NAME} of a report ({where}: {first['msg']})", WAY_OUT) from error
+    report = read_json(path, WAY_OUT)
+    if report.get("schema") != SCHEMA or not isinstance(report.get("tables"), dict):
+        raise WorkshopError(path, f"is no {NAME} of schema {SCHEMA}", WAY_OUT)
+    return report["tables"]
 
 
-def compare(tables: list[Table], reference: Report, given: Path) -> list[str]:
+def compare(tables: list[Table], reference: dict[str, list[dict]], given: Path) -> list[str]:
     """Put the other numbers beside those of the tables, and remarks into their rows. Returns lines for the summary."""
     numbers = 0
     apart: dict[str, list[str]] = defaultdict(list)  # why it was not compared -> rows
     for table in tables:
-        entries = {(entry.label, entry.experiment): entry for entry in reference.tables.get(table.name, [])}
+        theirs = {entry["label"]: entry for entry in reference.get(table.name, [])}
         for row in table.rows:
-            entry = entries.pop((row.label, row.experiment), None)
+            entry = theirs.get(row.label)
             place = f"{row.label} in {table.name}"
-            if not row.run or not entry:
-                apart["only here"] += [place] if row.run else []
-                apart["only in the reference"] += [place] if entry else []
-            elif not row.run.completed or entry.status != "completed":
-                row.remarks.append(f"the reference (job {entry.job_id}): {entry.status}; this run: {row.run.status}")
-                apart["not completed on both sides"].append(place)
-            else:
+            if row.run and entry and row.run.completed and entry["status"] == "completed":
                 numbers += put_beside(table, row, entry)
-        apart["only in the reference"] += [f"{label} in {table.name}" for label, _ in entries]
+            elif row.run and entry:
+                row.remarks.append(
+                    f"the reference (job {entry['job_id']}): {entry['status']}; this run: {row.run.status}"
+                )
+                apart["not completed on both sides"].append(place)
+            elif row.run or entry:
+                apart["only here" if row.run else "only in the reference"].append(place)
+    for name in reference.keys() - {table.name for table in tables}:
+        apart["only in the reference"] += [f"{entry['label']} in {name}" for entry in reference[name]]
     rows = in_words(sum(map(len, apart.values())), "row")
     lines = [f"Against the reference {given}: {in_words(numbers, 'number')} compared, {rows} not."]
-    lines += [f"Not compared, {why}: {listed(places)}." for why, places in apart.items() if places]
+    lines += [f"Not compared, {why}: {listed(places)}." for why, places in apart.items()]
     return [one_line(line) for line in lines]
 
 
-def put_beside(table: Table, row: Row, entry: Entry) -> int:
-    """The numbers of a row's entry beside its own, and the settings that differ. Returns how many there are."""
-    own = defining_settings(row.repeats[0])
-    names = [name for name in own | entry.settings if own.get(name) != entry.settings.get(name)]
-    differ = [f"{name} {own.get(name, 'unset')} instead of {entry.settings.get(name, 'unset')}" for name in names]
+def put_beside(table: Table, row: Row, entry: dict) -> int:
+    """The numbers of the other report's row beside its own, and the settings that differ. Returns how many."""
+    own, theirs = defining_settings(row.repeats[0]), entry["settings"]
+    names = [name for name in own | theirs if own.get(name) != theirs.get(name)]
+    differ = [f"{name} {own.get(name, 'unset')} instead of {theirs.get(name, 'unset')}" for name in names]
     if differ:
         row.remarks.append(f"differs from the reference: {'; '.join(differ)}")
     compared = 0
     for i, (column, header) in enumerate(zip(table.columns, table.headers, strict=True)):
-        if column in entry.values and row.cells[i].number is not None:
-            beside = in_relation(row.cells[i], entry.values[column].value, points=header.endswith("(%)"))
+        if column in entry["values"] and row.cells[i].number is not None:
+            beside = in_relation(row.cells[i], entry["values"][column]["value"], points=header.endswith("(%)"))
             row.cells[i] = replace(row.cells[i], beside=beside)
             compared += 1
     return compared

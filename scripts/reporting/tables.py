@@ -193,18 +193,13 @@ def build_tables(definitions: list[dict], metrics: pd.DataFrame, all_runs: bool 
             table = build_table(definition, own, metrics, all_runs, model)
             for row in table.rows:
                 if by_experiment[row.experiment] and not candidates[row.experiment]:
-                    row.absent = lacking(needed, by_experiment[row.experiment])
+                    reasons = {run.record.missing.get(needed, "") for run in by_experiment[row.experiment]}
+                    row.absent = ": ".join(filter(None, [f"no {needed} yet", *sorted(reasons)]))
             taken[table.name] += 1
             if taken[table.name] > 1:  # of two models that differ in what a file name does not show
                 table.name += f"-{taken[table.name]}"
             tables.append(table)
     return tables
-
-
-def lacking(field: str, runs: list[Run]) -> str:
-    """That these runs have no such field, with the reason that the latest gives."""
-    reasons = [f" (job {run.job_id}: {run.record.missing[field]})" for run in runs if field in run.record.missing]
-    return f"no {field} yet{reasons[-1] if reasons else ''}"
 
 
 def models(candidates: dict[str, list[Run]]) -> list[str]:

@@ -7,10 +7,9 @@ from pathlib import Path
 
 import pytest
 
-import report
 from helpers import REPOSITORY
 from report_files import RUNS
-from reporting.memory_logs import logs_of
+from reporting.memory_logs import logs_of, read_gpu_log
 from reporting.metrics import METRICS
 from reporting.runs import Missing, read_run
 
@@ -64,11 +63,12 @@ def test_one_liner_gives_the_value_of_the_report(record, title):
 
 
 @pytest.mark.parametrize("record", ALL_RECORDS, ids=lambda path: path.stem)
-def test_one_liner_per_gpu_gives_what_the_job_prints(record):
+def test_one_liner_per_gpu_gives_what_the_report_reads(record):
     run = read_run(record)
     numbers = shell(one_liners()["Peak of each GPU (MiB)"], run.folder, JOB=run.job_id)
-    printed = report.rows_of_logs(run)
-    assert numbers[1::2] == [float(value) for name, value, _ in printed if re.match(r"GPU \d+ memory, peak", name)]
+    (gpu,), _ = logs_of(run.folder, run.job_id)
+    log = read_gpu_log(gpu)
+    assert numbers[1::2] == [log.peak(name) for name in log.names()]
 
 
 @pytest.mark.parametrize("record", ALL_RECORDS, ids=lambda path: path.stem)

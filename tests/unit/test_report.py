@@ -160,7 +160,7 @@ def test_breakdown_shows_profiled_runs_alone(tmp_path):
               "communication": 0.1, "other": 0.1, "hidden_communication": 0.5}] * 2  # fmt: skip
     add_run(tmp_path, "baseline", "1", profile=None, missing={"profile": "too few steps"})
     found = table(tmp_path, "step-breakdown")
-    assert [row.status for row in found.rows[:2]] == ["no profile yet (job 1: too few steps)", "not run yet"]
+    assert [row.status for row in found.rows[:2]] == ["no profile yet: too few steps", "not run yet"]
     add_run(tmp_path, "baseline", "2", profile=ranks)
     breakdown = table(tmp_path, "step-breakdown")
     assert breakdown.rows[0].jobs == "2"
@@ -189,7 +189,7 @@ def test_job_is_printed(main_of, capsys):
     assert "Baseline summary of 109 (completed, tiny-bloom)" in printed
     assert values["Train Loss (Final)"] == ("7.479", "")
     assert values["Training Speed, steps alone (samples/sec)"] == ("", "too few steps after the warm-up")
-    assert values["GPU 1 memory, peak (MiB)"] == ("901", "20 samples in gpu_memory_log_109.csv")
+    assert values["Peak GPU memory (MiB)"] == ("901", "")
     assert values["GPU-hours"] == ("", "no GPU")
     assert "Exact Match (%)" not in values
     assert printed.splitlines()[-2] == "model:      not saved"
