@@ -127,7 +127,9 @@ class Settings(Part):
 
 class Evaluation(Part):
     epoch: float
+    step: int | None = None
     loss: float | None = None
+    runtime_s: float | None = None
     samples_per_second: float | None = None
 
 
@@ -139,11 +141,15 @@ class Train(Part):
     samples_per_second: float | None = None
     steps_per_second: float | None = None
     steady_samples_per_second: float | None = None
+    steady_steps_per_second: float | None = None
+    steady_steps: int | None = None
     warm_up_seconds: float | None = None
     real_tokens: int | None = None
     padding_tokens: int | None = None
+    counted_tokens: int | None = None
     steady_tokens_per_second: float | None = None
     mfu_percent: float | None = None
+    matmul_peak_tflops: float | None = None
 
 
 class Profile(Part):
