@@ -95,22 +95,24 @@ def load_definitions(path: Path) -> list[dict]:
 
 def wrong_in(table: dict) -> str:
     """The first mistake in the definition of a table, empty when there is none."""
-    if missing := {"id", "title", "question", "rows", "columns"} - table.keys():
-        return f"no {min(missing)}"
-    if unknown := table.keys() - TABLE_KEYS:
-        return f"unknown key {min(unknown)}"
-    for column in table["columns"]:
-        relation, _, metric = str(column).rpartition(".")
-        if metric not in METRICS or (relation and relation not in RELATIONS):
-            return f"unknown column {column}"
-    for row in table["rows"]:
-        if not {"label", "experiment"} <= row.keys() <= ROW_KEYS:
-            return f"row {row} has other keys than label, experiment and reference"
-    if table.get("needs", "status") not in Record.model_fields:
-        return f"unknown field {table['needs']} of the run record"
-    if unknown := set(table.get("plots", [])) - PLOTS:
-        return f"unknown plot {min(unknown)}"
-    return ""
+    rows = table.get("rows", [])
+    needed = [f"{key} in a row" for row in rows for key in ("label", "experiment") if key not in row]
+    needed += [key for key in ("id", "title", "question", "rows", "columns") if key not in table]
+    if needed:
+        return f"no {needed[0]}"
+    unknown = {
+        "key": table.keys() - TABLE_KEYS,
+        "key of a row": {key for row in rows for key in row} - ROW_KEYS,
+        "column": {column for column in table["columns"] if not is_column(column)},
+        "plot": set(table.get("plots", [])) - PLOTS,
+        "field of the run record": {table.get("needs", "status")} - Record.model_fields.keys(),
+    }
+    return next((f"unknown {what} {min(names)}" for what, names in unknown.items() if names), "")
+
+
+def is_column(column: str) -> bool:
+    relation, _, metric = column.rpartition(".")
+    return metric in METRICS and relation in ("", *RELATIONS)
 
 
 # --- which runs compare

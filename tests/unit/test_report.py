@@ -80,12 +80,12 @@ def test_every_experiment_has_a_table_and_every_table_a_line():
     [
         ("- [1}", "tables.yaml: is no YAML"),
         ("tables: 3", "is no list of tables"),
-        ([{"id": "x"}], "table x: no columns"),
+        ([{"id": "x"}], "table x: no title"),
         ({"columns": ["speed"]}, "table baseline: unknown column speed"),
         ({"columns": ["twice.runtime"]}, "table baseline: unknown column twice.runtime"),
         ({"plots": ["pie"]}, "table baseline: unknown plot pie"),
-        ({"needs": "luck"}, "table baseline: unknown field luck of the run record"),
-        ({"rows": [{"label": "x"}]}, "has other keys than label, experiment and reference"),
+        ({"needs": "luck"}, "table baseline: unknown field of the run record luck"),
+        ({"rows": [{"label": "x"}]}, "table baseline: no experiment in a row"),
         ({"colour": "red"}, "table baseline: unknown key colour"),
     ],
 )
