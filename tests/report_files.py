@@ -5,6 +5,10 @@ import json
 from pathlib import Path
 
 from helpers import REPOSITORY
+from report import DEFINITIONS
+from reporting.metrics import Cell, metrics_of
+from reporting.runs import find_runs
+from reporting.tables import Table, build_tables, load_definitions
 
 RUNS = REPOSITORY / "tests" / "data" / "runs"
 SAMPLE = RUNS / "experiments" / "deepspeed-single-gpu" / "zero_1" / "results" / "102.json"
@@ -30,18 +34,18 @@ def add_run(
     top: Path,
     experiment: str,
     job_id: str,
-    gpu: str | bytes | None = "",
+    gpu: str | bytes | tuple[float, ...] | None = "",
     cpu: str | bytes | None = "",
     **changes: object,
 ) -> Path:
     """Write a run below `top`/experiments. Changes such as settings__labels="answer" go into the record.
 
-    gpu, cpu: the log's content, None for no log, empty for a good one.
+    gpu, cpu: the log's content, None for no log, empty for a good one; of a GPU log the samples, too.
     """
     folder = top / "experiments" / experiment
     record = copy.deepcopy(json.loads(SAMPLE.read_text()))
     record |= {"experiment": f"experiments/{experiment}", "job_id": job_id}
-    record["started"] = f"2026-11-20T10:00:{int(job_id) % 60:02d}+00:00"
+    record["started"] = f"2026-11-20T10:00:{int(job_id) % 60 if job_id.isdigit() else 0:02d}+00:00"
     record["train"]["runtime_s"] = 15
     for path, value in changes.items():
         *parents, last = path.split("__")
@@ -51,6 +55,7 @@ def add_run(
         inner[last] = value
     write(folder / "results" / f"{job_id}.json", json.dumps(record))
     gpus = record["world_size"]
+    gpu = gpu_log(*gpu) if isinstance(gpu, tuple) else gpu
     good = {"gpu": gpu_log(100, 900, 500, gpus=gpus), "cpu": cpu_log(10, 90, 50)}
     for kind, suffix, content in (("gpu", "csv", gpu), ("cpu", "txt", cpu)):
         if content is not None:
@@ -61,3 +66,14 @@ def add_run(
 def write(path: Path, content: str | bytes) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_bytes(content if isinstance(content, bytes) else content.encode())
+
+
+def table(top: Path, name: str, all_runs: bool = False) -> Table:
+    """A table of the runs below a folder."""
+    tables = build_tables(load_definitions(DEFINITIONS), metrics_of(find_runs([top])), all_runs)
+    return next(found for found in tables if found.name == name)
+
+
+def cell(table: Table, label: str, column: str) -> Cell:
+    row = next(row for row in table.rows if row.label == label)
+    return row.cells[table.columns.index(column)]

@@ -8,7 +8,6 @@ It must be done in the seconds between SIGTERM and SIGKILL, so nothing large is 
 import argparse
 import contextlib
 import fcntl
-import json
 import os
 import shutil
 import signal
@@ -18,8 +17,8 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from errors import STOPPED, WorkshopError, run_program
-from json_files import write_json
 from reporting.memory_logs import MemoryLog, host_of, logs_of, read_cpu_log, read_gpu_log
+from run_record import Record, now, read_record, write_record
 
 STOPPING_SIGNALS = (signal.SIGHUP, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2, signal.SIGTERM)
 
@@ -31,61 +30,41 @@ def outcome(exit_code: int) -> str:
     return "stopped" if exit_code == STOPPED or exit_code - 128 in STOPPING_SIGNALS else "failed"
 
 
-def read_record(path: Path) -> dict:
-    """The run record of this file. Raises WorkshopError (exit code 2) when it is none."""
-    way_out = "move the file away, or set another JOB_ID"
-    if not path.is_file():
-        raise WorkshopError(path, "is no file", way_out)
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except (ValueError, RecursionError) as error:
-        raise WorkshopError(path, f"is no run record ({error})", way_out) from error
-    except OSError as error:
-        raise WorkshopError(path, f"cannot be read ({error.strerror})", way_out) from error
-    if not isinstance(content, dict) or not isinstance(content.get("status"), str):
-        raise WorkshopError(path, "is no run record (no status in it)", way_out)
-    return content
+def finish(path: Path, status: str, exit_code: int | None, finished: datetime | None = None) -> Record:
+    end = {"status": status, "exit_code": exit_code, "finished": finished or now()}
+    record = read_record(path).model_copy(update=end)
+    write_record(path, record)
+    return record
 
 
-def finish(path: Path, status: str, exit_code: int | None, finished: str | None = None) -> dict:
-    content = read_record(path)
-    content |= {"status": status, "exit_code": exit_code, "finished": finished or now()}
-    write_json(path, content)
-    return content
-
-
-def is_of_earlier(record: dict, since: str | None) -> bool:
+def is_of_earlier(record: Record, since: datetime | None) -> bool:
     """Whether a record was begun before the job that ends now, which then has none: it ended before its training."""
-    return bool(since) and isinstance(record.get("started"), str) and record["started"] < str(since)
+    return bool(since and record.started and record.started < since)
 
 
-def note_signal(path: Path, exit_code: int, since: str | None) -> None:
+def note_signal(path: Path, exit_code: int, since: datetime | None) -> None:
     """Write down that the job was told to stop: it may be killed before it can say more."""
-    content = read_record(path)
-    if content["status"] == "running" and not is_of_earlier(content, since):
-        write_json(path, content | {"status": "stopped", "exit_code": exit_code})
+    record = read_record(path)
+    if record.status == "running" and not is_of_earlier(record, since):
+        write_record(path, record.model_copy(update={"status": "stopped", "exit_code": exit_code}))
 
 
-def now() -> str:
-    return datetime.now(UTC).isoformat(timespec="seconds")
-
-
-def finish_record(path: Path, exit_code: int, timeout: bool) -> dict:
+def finish_record(path: Path, exit_code: int, timeout: bool) -> Record:
     """The finished record: what the training wrote of its end, and what it could not, as a rank or the job was killed.
 
     exit_code: of the rank that failed first, or of the launcher.
     """
-    content = read_record(path)
+    record = read_record(path)
     if exit_code == 0:
-        if content["status"] == "completed" or (content.get("finished") and not timeout):
-            return content
+        if record.status == "completed" or (record.finished and not timeout):
+            return record
         # srun gives up on a stopped step whose ranks are slow to save, and says 0
-        exit_code = content.get("exit_code") or 128 + signal.SIGKILL
+        exit_code = record.exit_code or 128 + signal.SIGKILL
     status = "timeout" if timeout else outcome(exit_code)
-    if content["status"] == "oom":
+    if record.status == "oom":
         status = "oom"
-    if (content["status"], content.get("exit_code")) == (status, exit_code) and content.get("finished"):
-        return content
+    if (record.status, record.exit_code) == (status, exit_code) and record.finished:
+        return record
     return finish(path, status, exit_code)
 
 
@@ -93,14 +72,14 @@ def sweep(folder: Path) -> None:
     """Finish what jobs have left that ended without a word, as a crash of their node leaves them."""
     for path in sorted(folder.glob("*.json")):
         try:
-            content = read_record(path)
+            record = read_record(path)
         except WorkshopError:
             continue  # the report tells of it
-        if content.get("finished") or content["status"] not in ("running", "stopped") or is_alive(path):
+        if record.finished or record.status not in ("running", "stopped") or is_alive(path):
             continue
-        last_written = datetime.fromtimestamp(path.stat().st_mtime, UTC).isoformat(timespec="seconds")
-        status = "failed" if content["status"] == "running" else content["status"]
-        finish(path, status, content.get("exit_code"), last_written)
+        last_written = datetime.fromtimestamp(int(path.stat().st_mtime), UTC)
+        status = "failed" if record.status == "running" else record.status
+        finish(path, status, record.exit_code, last_written)
         print(f"{path}: its job is gone, the record says {status} now")
     for left in folder.glob(".*"):
         of_watchdog = left.name.startswith(".ranks_")  # of a run without job.sh, which may be alive
@@ -133,21 +112,18 @@ def is_alive(record: Path) -> bool:
     return queue.returncode != 0 or record.stem in queue.stdout.split()
 
 
-def summary(job_id: str, record: dict | None, status: str, exit_code: int, gaps: list[str]) -> list[str]:
+def summary(job_id: str, record: Record | None, status: str, exit_code: int, gaps: list[str]) -> list[str]:
     """Lines for the end of the log: status, memory per GPU and process, throughput, and what is missing."""
     rows = [f"status: {status} (exit code {exit_code})"]
     missing = list(gaps)
     gpu_logs, cpu_logs = logs_of(Path(), job_id)
-    attempt = int(os.environ.get("ATTEMPT", "1"))  # job.sh's: this one may have ended before its record
-    restarts = max(attempt, (record or {}).get("attempt", 1)) - 1
-    logs = [read_gpu_log(path, restarts) for path in gpu_logs] + [read_cpu_log(path, restarts) for path in cpu_logs]
-    for log in logs:
+    for log in [*map(read_gpu_log, gpu_logs), *map(read_cpu_log, cpu_logs)]:
         rows += memory_rows(log, missing)
-    train = (record or {}).get("train")
+    train = record.train if record else None
     if train:
-        steady = train["steady_samples_per_second"]
+        steady = train.steady_samples_per_second
         rows.append(
-            f"samples per second: {train['samples_per_second']:.2f} (Trainer)"
+            f"samples per second: {train.samples_per_second:.2f} (Trainer)"
             + (f", {steady:.2f} (steps alone)" if steady else "")
         )
     elif record is None:
@@ -155,7 +131,7 @@ def summary(job_id: str, record: dict | None, status: str, exit_code: int, gaps:
         missing.append(f"no run record: {why}")
     else:
         missing.append("samples per second: the training did not finish")
-    if record and record.get("settings", {}).get("torch_compile"):
+    if record and record.settings.torch_compile:
         missing.append("memory of the training alone: the peaks hold what torch.compile needed")
     if exit_code - 128 in STOPPING_SIGNALS:
         name = signal.Signals(exit_code - 128).name
@@ -166,14 +142,13 @@ def summary(job_id: str, record: dict | None, status: str, exit_code: int, gaps:
 
 
 def memory_rows(log: MemoryLog, missing: list[str]) -> list[str]:
-    missing += log.gaps()
+    missing += log.problems
     if not log.samples:
         missing.append(f"{log.path}: no sample")
     where = f" on {host_of(log.path)}" if host_of(log.path) else ""
-    left_out = f"; {log.left_out()}" if log.left_out() else ""
     return [
         f"{'CPU' if name == 'process' else f'GPU {name}'} memory{where}: peak {log.peak(name):.0f} MiB, "
-        f"mean {log.mean(name):.0f} MiB ({len(log.samples[name])} samples{left_out})"
+        f"mean {log.mean(name):.0f} MiB ({len(log.samples[name])} samples)"
         for name in log.names()
     ]
 
@@ -185,7 +160,11 @@ def main() -> None:
     parser.add_argument("--signal", action="store_true", help="it was told to stop, and has not ended yet")
     parser.add_argument("--sweep", action="store_true", help="finish the records of jobs that are gone, and no other")
     parser.add_argument("--timeout", action="store_true", help="Slurm ended it at its time limit")
-    parser.add_argument("--since", help="when the job began (UTC); a record from before is another's, and stays")
+    parser.add_argument(
+        "--since",
+        type=datetime.fromisoformat,
+        help="when the job began (UTC); a record from before is another's, and stays",
+    )
     parser.add_argument("--gaps", type=Path, help="file with a line for each log that is not complete")
     arguments = parser.parse_args()
     path = Path("results") / f"{arguments.job_id}.json"
@@ -206,8 +185,8 @@ def end_of_job(path: Path, arguments: argparse.Namespace) -> int:
     try:
         if path.exists() and not is_of_earlier(read_record(path), arguments.since):
             record = finish_record(path, code, arguments.timeout)
-            status = record["status"]
-            code = code or record["exit_code"]
+            status = record.status
+            code = code or record.exit_code or 0
     except (WorkshopError, OSError) as error:  # no disk space left: the summary is all the more needed
         print(f"error: {path}: cannot be finished ({error}); free disk space or quota", file=sys.stderr)
     gaps = arguments.gaps.read_text().splitlines() if arguments.gaps and arguments.gaps.exists() else []

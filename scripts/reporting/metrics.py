@@ -1,254 +1,151 @@
 """What a column of tables.yaml may be: a value of a run with its unit, or its relation to another run."""
 
+import json
 import math
 import statistics
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import cache
+from typing import Any
 
-from reporting.runs import Run
+import pandas as pd
+
+from reporting.runs import Missing, Run
 
 MIB_PER_GIB = 1024
 MOST_EPOCHS = 20  # that a table can show one by one
-LARGEST_IN_DIGITS = 1e15  # from which on a number is shown as 3.5e+38
 
-
-@dataclass(frozen=True)
-class Compared:
-    """What a cell says beside the same cell of a reference report."""
-
-    text: str  # such as "+3 % of 412"
-    within: bool  # the tolerance band
-
-
-@dataclass(frozen=True)
-class Cell:
-    """A value, and the reason why it is missing or the note that goes with it. `spread`, `count`: of repeats.
-
-    compared: with the reference report, None without one.
-    """
-
-    value: float | int | str | None
-    note: str = ""
-    spread: float | None = None
-    count: int = 1
-    compared: Compared | None = None
-
-    @property
-    def number(self) -> float | None:
-        """The value, where it is one to compute with."""
-        return self.value if isinstance(self.value, int | float) else None
-
-    @property
-    def text(self) -> str:
-        if self.spread is None:
-            return shown(self.value)
-        spread = f"{self.spread:,.0f}" if self.spread >= 10 else f"{self.spread:.2g}"
-        return f"{shown(self.value)} ± {spread} ({self.count})"
-
-    def with_decimals(self, places: int) -> str:
-        """The text with this number of decimals, as `decimals` gives it for a column."""
-        if self.number is None:
-            return shown(self.value)
-        text = rounded(self.number, places)
-        return text if self.spread is None else f"{text} ± {rounded(self.spread, places)} ({self.count})"
+Value = Any  # a number, a text, or a Missing
+Read = Callable[[Run], Value]
 
 
 @dataclass(frozen=True)
 class Metric:
     header: str
-    read: Callable[[Run], Cell]
+    read: Read
+    note: Callable[[Run], str] = lambda run: ""  # that stands beside the value
 
 
-def shown(value: float | int | str | None) -> str:
-    """A number with four significant digits at least, and no digit of a whole part lost."""
-    if value is None:
-        return ""
-    if isinstance(value, str):
-        return value
-    if isinstance(value, int):
-        return f"{value:,}" if value >= 1_000_000 else str(value)
-    if math.isfinite(value) and abs(value) >= 10000:
-        return f"{value:,.0f}"
-    return f"{value:.1f}" if math.isfinite(value) and abs(value) >= 1000 else f"{value:.4g}"
+# --- values of a run
 
 
-def decimals(cells: Iterable[Cell], percent: bool = False) -> int:
-    """How many decimals the numbers of a column get: four significant digits of each, at most five of the largest.
-
-    Percentages have one, unless all of them are below 1.
-    """
-    sizes = [abs(c.number) for c in cells if c.number and math.isfinite(c.number) and abs(c.number) < 1_000_000]
-    if not sizes:
-        return 0
-    most = 1 if percent and max(sizes) >= 1 else 4 - math.floor(math.log10(max(sizes)))
-    return max(0, min(most, max(map(own_decimals, sizes))))
-
-
-def own_decimals(size: float) -> int:
-    """Decimals of four significant digits, zeros at the end left out."""
-    text = f"{size:.{max(0, 3 - math.floor(math.log10(size)))}f}"
-    return len(text.partition(".")[2].rstrip("0"))
-
-
-def rounded(value: float, places: int) -> str:
-    """A number with so many decimals; one that would be shown as zero and is none keeps two digits."""
-    if not math.isfinite(value) or abs(value) >= LARGEST_IN_DIGITS:
-        return f"{value:.4g}"
-    text = f"{value:.{places}f}"
-    if value and float(text) == 0:
-        return f"{value:.2g}"
-    large = abs(value) >= (1_000_000 if isinstance(value, int) else 1000)
-    return f"{value:,.{places}f}" if large else text
-
-
-def recorded(path: str, scale: float = 1) -> Callable[[Run], Cell]:
+def recorded(path: str, scale: float = 1) -> Read:
     """A number of the run record."""
 
-    def read(run: Run) -> Cell:
+    def read(run: Run) -> Value:
         value = run.get(path)
-        if value is None:
-            return Cell(None, run.why_missing(path))
-        return Cell(value if scale == 1 else value / scale)
+        return value if scale == 1 or isinstance(value, Missing) else value / scale
 
     return read
 
 
-def logged(kind: str, which: str, scale: float = 1) -> Callable[[Run], Cell]:
+def logged(kind: str, which: str, scale: float = 1) -> Read:
     """`peak`, `minimum` or `mean` of a memory log."""
 
-    def read(run: Run) -> Cell:
-        memory = getattr(run, kind)
-        value = getattr(memory, which)
-        return Cell(None, memory.reason) if value is None else Cell(value / scale)
+    def read(run: Run) -> Value:
+        value = getattr(getattr(run, kind), which)
+        return value if isinstance(value, Missing) else value / scale
 
     return read
 
 
-def eval_loss(epoch: int) -> Callable[[Run], Cell]:
+def eval_loss(epoch: int) -> Metric:
     """Loss of the n-th evaluation: the last one of a run may stand at 2.93 epochs instead of 3."""
 
-    def read(run: Run) -> Cell:
-        entries = run.record.eval
-        if len(entries) < epoch:
-            reason = run.why_missing("eval") if not run.completed else f"evaluations: {len(entries)}"
-            return Cell(None, reason)
-        entry = entries[epoch - 1]
-        return Cell(entry.loss, f"epoch {entry.epoch:.4g}" if entry.loss is not None else run.why_missing("eval"))
+    def read(run: Run) -> Value:
+        evaluations = run.record.eval
+        if run.completed and len(evaluations) < epoch:
+            return Missing(f"evaluations: {len(evaluations)}")
+        return run.get(f"eval.{epoch - 1}.loss")
 
-    return read
+    def note(run: Run) -> str:
+        return f"epoch {run.record.eval[epoch - 1].epoch:.4g}"
 
-
-def score(name: str) -> Callable[[Run], Cell]:
-    """Percent over the evaluation questions."""
-
-    def read(run: Run) -> Cell:
-        found = recorded(name)(run)
-        return found if found.value is None else Cell(found.value, f"{run.record.eval_size} questions")
-
-    return read
+    return Metric(f"Eval Loss (Epoch {epoch})", read, note)
 
 
-def padding(run: Run) -> Cell:
+def number_of_questions(run: Run) -> str:
+    return f"{run.record.eval_size} questions"
+
+
+def padding(run: Run) -> Value:
     """Share of padding in the tokens that went through the model."""
-    train = run.record.train
-    if train.real_tokens is None or train.padding_tokens is None or not train.real_tokens:
-        return Cell(None, run.why_missing("train.padding_tokens"))
-    return Cell(100 * train.padding_tokens / (train.real_tokens + train.padding_tokens))
+    real, padded = run.get("train.real_tokens"), run.get("train.padding_tokens")
+    if isinstance(real, Missing) or isinstance(padded, Missing):
+        return run.missing("train.padding_tokens")
+    return 100 * padded / (real + padded)
 
 
-def estimated(path: str) -> Callable[[Run], Cell]:
-    """A number of the run's own prediction."""
-
-    def read(run: Run) -> Cell:
-        value = run.get(f"estimate.{path}")
-        if value is not None:
-            return Cell(value)
-        if path == "gpu_mib" and run.record.hardware.gpus == 0:
-            return Cell(None, "no GPU")
-        missing = run.record.missing
-        reason = (missing.get("estimate.step") if path.startswith("step.") else None) or missing.get("estimate")
-        return Cell(None, reason or "the run did not predict it")
-
-    return read
-
-
-def difference(measured: Callable[[Run], Cell], predicted: Callable[[Run], Cell]) -> Callable[[Run], Cell]:
-    """By how many percent of the prediction the measured value is above it."""
-
-    def read(run: Run) -> Cell:
-        found = measured(run)
-        expected = predicted(run)
-        if found.number is None or not expected.number:
-            return Cell(None, found.note if found.number is None else expected.note)
-        return Cell((found.number - expected.number) / expected.number * 100)
-
-    return read
-
-
-def share_of_step(part: str) -> Callable[[Run], Cell]:
-    """Percent of a measured step that a part of the predicted one would take: `compute`, `optimizer` ...
-
-    `rest` is what the measured step takes longer than the predicted one, less than nothing where it is faster.
-    """
-
-    def read(run: Run) -> Cell:
-        predicted = estimated("step.samples_per_second")(run)
-        measured = METRICS["steady_samples_per_second"].read(run)
-        if not predicted.number or not measured.number:
-            return Cell(None, measured.note if not measured.number else predicted.note)
-        step = run.record.estimate.step
-        measured_seconds = (step.seconds or 0) * predicted.number / measured.number
-        if not measured_seconds:
-            return Cell(None, "the run did not predict it")
-        seconds = {name: getattr(step, name) or 0 for name in PARTS_OF_STEP}
-        seconds["communication"] -= step.hidden
-        seconds["rest"] = measured_seconds - sum(seconds.values())
-        return Cell(100 * seconds[part] / measured_seconds)
-
-    return read
-
-
-def profiled(part: str) -> Callable[[Run], Cell]:
+def profiled(part: str) -> Read:
     """Percent of a profiled step, the mean over all ranks."""
 
-    def read(run: Run) -> Cell:
-        ranks = [of_rank for of_rank in run.record.profile if of_rank.seconds_per_step]
-        if not ranks:
-            return Cell(None, run.record.missing.get("profile") or "the run had no --profile")
-        return Cell(statistics.fmean(100 * getattr(of_rank, part) / of_rank.seconds_per_step for of_rank in ranks))
+    def read(run: Run) -> Value:
+        if not run.record.profile:
+            return Missing(run.record.missing.get("profile") or "the run had no --profile")
+        return statistics.fmean(100 * getattr(rank, part) / rank.seconds_per_step for rank in run.record.profile)
 
     return read
 
 
-def profiled_step(run: Run) -> Cell:
+def profiled_step(run: Run) -> Value:
     """Milliseconds of a profiled step, the mean over all ranks."""
-    ranks = run.record.profile
-    if not ranks:
-        return Cell(None, run.record.missing.get("profile") or "the run had no --profile")
-    return Cell(statistics.fmean(1000 * of_rank.seconds_per_step for of_rank in ranks))
+    if not run.record.profile:
+        return Missing(run.record.missing.get("profile") or "the run had no --profile")
+    return statistics.fmean(1000 * rank.seconds_per_step for rank in run.record.profile)
 
 
-def counted_by_pytorch(kind: str) -> Callable[[Run], Cell]:
+def counted_by_pytorch(kind: str) -> Read:
     """Peak of the fullest GPU in MiB: `allocated` to tensors, or `reserved` from the driver."""
 
-    def read(run: Run) -> Cell:
-        values = [getattr(of_rank, f"{kind}_mib") for of_rank in run.record.peak_gpu_memory]
-        if not values or None in values:
-            return Cell(None, run.why_missing("peak_gpu_memory"))
-        return Cell(max(values))
+    def read(run: Run) -> Value:
+        ranks = run.record.peak_gpu_memory
+        return max(getattr(rank, f"{kind}_mib") for rank in ranks) if ranks else run.missing("peak_gpu_memory")
 
     return read
 
 
-def gpu_hours(run: Run) -> Cell:
-    return Cell(*run.gpu_hours())
+def model(run: Run) -> Value:
+    return run.model or run.missing("settings")
 
 
-def model(run: Run) -> Cell:
-    return Cell(run.model or None, "" if run.model else run.why_missing("settings"))
+@cache
+def predicted(record: str) -> Any:
+    """The prediction for what a record says of its settings, as JSON: made once for all runs that share them."""
+    from estimate.of_record import predicted_memory  # seconds, for who asks for it
+
+    return predicted_memory(json.loads(record))
 
 
-PARTS_OF_STEP = ("compute", "optimizer", "communication")
+def estimated(which: str) -> Read:
+    """`gpu_mib` or `node_mib`, as estimate_memory.py predicts it for the settings of the run."""
+
+    def read(run: Run) -> Value:
+        if not run.record.configs:
+            return Missing("no GPU" if which == "gpu_mib" and run.record.hardware.gpus == 0
+                           else "the record keeps no configs to predict from")  # fmt: skip
+        settings = run.record.model_dump(mode="json", include={"configs", "settings", "world_size", "hardware"})
+        settings["nodes"] = ["a node"] * len(run.record.nodes)
+        found = predicted(json.dumps(settings, sort_keys=True))
+        if not found:
+            return Missing("memory of this training cannot be predicted")
+        return Missing("no GPU") if getattr(found, which) is None else getattr(found, which)
+
+    return read
+
+
+def difference(measured: Read, predicted: Read) -> Read:
+    """By how many percent of the prediction the measured value is above it."""
+
+    def read(run: Run) -> Value:
+        found, expected = measured(run), predicted(run)
+        for value in (found, expected):
+            if isinstance(value, Missing):
+                return value
+        return (found - expected) / expected * 100
+
+    return read
+
+
 METRICS = {
     "model": Metric("Model", model),
     "gpus": Metric("GPUs", recorded("world_size")),
@@ -259,7 +156,7 @@ METRICS = {
     "steps_per_epoch": Metric("Steps per epoch", recorded("steps_per_epoch")),
     "train_loss": Metric("Train loss", recorded("train.loss_mean")),
     "eval_loss": Metric("Final eval loss", recorded("eval.-1.loss")),
-    **{f"eval_loss_{n}": Metric(f"Eval Loss (Epoch {n})", eval_loss(n)) for n in range(1, MOST_EPOCHS + 1)},
+    **{f"eval_loss_{epoch}": eval_loss(epoch) for epoch in range(1, MOST_EPOCHS + 1)},
     "runtime": Metric("Train runtime (s)", recorded("train.runtime_s")),
     "steps_per_second": Metric("Train steps/s", recorded("train.steps_per_second")),
     "samples_per_second": Metric("Train samples/s", recorded("train.samples_per_second")),
@@ -268,8 +165,8 @@ METRICS = {
     "padding": Metric("Padding (%)", padding),
     "mfu": Metric("MFU (%)", recorded("train.mfu_percent")),
     "eval_samples_per_second": Metric("Eval samples/s", recorded("eval.-1.samples_per_second")),
-    "exact_match": Metric("Exact Match (%)", score("exact_match")),
-    "f1": Metric("F1 (%)", score("f1")),
+    "exact_match": Metric("Exact Match (%)", recorded("exact_match"), number_of_questions),
+    "f1": Metric("F1 (%)", recorded("f1"), number_of_questions),
     "peak_gpu": Metric("Peak GPU memory (MiB)", logged("gpu", "peak")),
     "low_gpu": Metric("Minimum GPU memory (MiB)", logged("gpu", "minimum")),
     "mean_gpu": Metric("Mean GPU memory (MiB)", logged("gpu", "mean")),
@@ -280,7 +177,7 @@ METRICS = {
     "callback_gpu_gib": Metric("GPU memory, callback (GiB)", recorded("callbacks.avg_mem_alloc_MB", MIB_PER_GIB)),
     "callback_gpu_mib": Metric("GPU memory allocated (MiB)", recorded("callbacks.avg_mem_alloc_MB")),
     "gpu_utilisation": Metric("GPU utilisation (%)", recorded("callbacks.avg_gpu_util_%")),
-    "gpu_hours": Metric("GPU-hours", gpu_hours),
+    "gpu_hours": Metric("GPU-hours", Run.gpu_hours),
     "bus_bandwidth": Metric("Bus bandwidth (GB/s)", recorded("bandwidth.bus_bandwidth_gb_per_s")),
     "allocated_gpu": Metric("Allocated by PyTorch (MiB)", counted_by_pytorch("allocated")),
     "reserved_gpu": Metric("Reserved by PyTorch (MiB)", counted_by_pytorch("reserved")),
@@ -292,15 +189,6 @@ METRICS = {
     "difference_cpu": Metric(
         "CPU memory: measured minus estimated (%)", difference(logged("cpu", "peak"), estimated("node_mib"))
     ),
-    "estimated_samples_per_second": Metric("Predicted samples/s", estimated("step.samples_per_second")),
-    "difference_samples_per_second": Metric(
-        "Samples/s: measured minus predicted (%)",
-        difference(recorded("train.steady_samples_per_second"), estimated("step.samples_per_second")),
-    ),
-    "step_compute": Metric("Predicted: forward, backward (%)", share_of_step("compute")),
-    "step_optimizer": Metric("Predicted: optimizer (%)", share_of_step("optimizer")),
-    "step_communication": Metric("Predicted: communication (%)", share_of_step("communication")),
-    "step_rest": Metric("Not predicted (%)", share_of_step("rest")),
     "profiled_step": Metric("Step (ms)", profiled_step),
     "profiled_data": Metric("Data (%)", profiled("data")),
     "profiled_forward": Metric("Forward (%)", profiled("forward")),
@@ -310,6 +198,22 @@ METRICS = {
     "profiled_other": Metric("Other (%)", profiled("other")),
     "profiled_hidden": Metric("Hidden communication (%)", profiled("hidden_communication")),
 }
+# They take seconds, so that only the runs of a table that shows them have them
+PREDICTED = {"estimated_gpu", "difference_gpu", "estimated_cpu", "difference_cpu"}
+
+
+def metrics_of(runs: list[Run]) -> pd.DataFrame:
+    """A row for each run, which is its index, and a column for each metric but the predicted ones.
+
+    A value is a number or a text, and where there is none, a Missing that says why.
+    """
+    index = pd.Index(runs, dtype=object)
+    columns = {name: metric.read for name, metric in METRICS.items() if name not in PREDICTED}
+    values = {name: pd.Series(list(map(read, runs)), index, dtype=object) for name, read in columns.items()}
+    return pd.DataFrame(values, index)
+
+
+# --- relations of a run to another one
 
 
 @dataclass(frozen=True)
@@ -342,42 +246,85 @@ def header(column: str, reference: str = "") -> str:
     return RELATIONS[relation].header.format(metric=short[0].upper() + short[1:], reference=reference)
 
 
-def cell(column: str, runs: list[Run], base: list[Run], base_name: str, differ: str = "") -> Cell:
-    """The cell of a column: of one run, or the mean over its repeats.
+# --- cells
 
-    base: runs to which relations refer. differ: in what these do not compare with the row's.
+
+@dataclass(frozen=True)
+class Cell:
+    """A value, and the reason why it is missing or the note that goes with it.
+
+    spread, count: sample standard deviation and number of repeats. beside: what it is beside a reference report.
     """
-    relation, _, metric = column.rpartition(".")
-    own = over_repeats(METRICS[metric].read, runs)
-    if not relation:
-        return own
-    if not base:
-        return Cell(None, f"no completed run of {base_name}")
-    reference = over_repeats(METRICS[metric].read, base)
-    if relation == "reference":
-        return reference
-    for run in (runs[0], base[0]):
-        if not run.completed:
-            return Cell(None, f"the run's status is {run.status}")
-    if differ:
-        return Cell(None, f"does not compare with job {base[0].job_id} ({base_name}): {differ}")
-    if own.number is None or reference.number is None:
-        return Cell(None, own.note if own.number is None else reference.note)
-    gpus, base_gpus = runs[0].record.world_size or 1, base[0].record.world_size or 1
+
+    value: float | int | str | None
+    note: str = ""
+    spread: float | None = None
+    count: int = 1
+    beside: str = ""
+
+    @property
+    def number(self) -> float | None:
+        """The value, where it is one to compute with."""
+        return None if isinstance(self.value, str) else self.value
+
+    def with_decimals(self, places: int) -> str:
+        """The text with this number of decimals, as `decimals` gives it for a column."""
+        if self.number is None:
+            return str(self.value or "")
+        text = rounded(self.number, places)
+        return text if self.spread is None else f"{text} ± {rounded(self.spread, places)} ({self.count})"
+
+
+def over_repeats(values: Iterable[Value], note: str = "") -> Cell:
+    """Mean and sample standard deviation over the repeats that have a value."""
+    values = list(values)
+    found = [value for value in values if not isinstance(value, Missing)]
+    if not found:
+        return Cell(None, values[0].reason)
+    if len(found) == 1 or (len(set(found)) == 1 and not isinstance(found[0], float)):
+        return Cell(found[0], note)
+    return Cell(statistics.fmean(found), note, statistics.stdev(found), len(found))
+
+
+def related(relation: str, own: Cell, base: Cell, gpus: int, base_gpus: int) -> Cell:
+    """A relation of two cells, without a value where one of them has none."""
+    if own.number is None or base.number is None:
+        return Cell(None, own.note if own.number is None else base.note)
     try:
-        return Cell(RELATIONS[relation].compute(own.number, reference.number, gpus, base_gpus))
+        return Cell(RELATIONS[relation].compute(own.number, base.number, gpus, base_gpus))
     except ZeroDivisionError:
         return Cell(None, "division by a value of 0")
 
 
-def over_repeats(read: Callable[[Run], Cell], runs: list[Run]) -> Cell:
-    """Mean and sample standard deviation over repeats of which all have the value."""
-    cells = [read(run) for run in runs]
-    values = [c.number for c in cells if c.number is not None]
-    if len(values) < 2:
-        return next((c for c in cells if c.value is not None), cells[0])
-    if all(isinstance(value, int) for value in values) and len(set(values)) == 1:
-        return cells[0]
-    if not all(map(math.isfinite, values)):  # a loss that diverged
-        return Cell(math.nan, cells[0].note, math.nan, len(values))
-    return Cell(statistics.fmean(values), cells[0].note, statistics.stdev(values), len(values))
+# --- numbers as text
+
+
+def shown(value: float) -> str:
+    """A number with four significant digits at least, and no digit of a whole part lost."""
+    if isinstance(value, int) or abs(value) >= 10_000:
+        return f"{value:,.0f}"
+    return f"{value:,.1f}" if abs(value) >= 1000 else f"{value:.4g}"
+
+
+def decimals(cells: Iterable[Cell], percent: bool = False) -> int:
+    """How many decimals the numbers of a column get: four significant digits of each, at most five of the largest.
+
+    Percentages have one, unless all of them are below 1.
+    """
+    sizes = [abs(cell.number) for cell in cells if cell.number and math.isfinite(cell.number)]
+    if not sizes:
+        return 0
+    most = 1 if percent and max(sizes) >= 1 else 4 - math.floor(math.log10(max(sizes)))
+    return max(0, min(most, max(map(own_decimals, sizes))))
+
+
+def own_decimals(size: float) -> int:
+    """Decimals of four significant digits, zeros at the end left out."""
+    text = f"{size:.{max(0, 3 - math.floor(math.log10(size)))}f}"
+    return len(text.partition(".")[2].rstrip("0"))
+
+
+def rounded(value: float, places: int) -> str:
+    """A number with so many decimals; one that would be shown as zero and is none keeps two digits."""
+    text = f"{value:,.{places}f}"
+    return f"{value:.2g}" if value and not text.strip("-0.") else text

@@ -5,8 +5,6 @@ from collections.abc import Iterator
 from glob import escape
 from pathlib import Path
 
-from reporting.files import text_blocks
-
 ENTRY = re.compile(r"\{('[^{}\n]*)\}")
 PAIR = re.compile(r"'([^']*)': '?([^',]*)'?")
 ERROR = re.compile(r"^error: .*", re.MULTILINE)
@@ -19,23 +17,20 @@ def log_of(folder: Path, job_id: str) -> Path | None:
     return found[0] if len(found) == 1 else None
 
 
-def error_in(path: Path) -> str:
+def text_of(log: Path | None) -> str:
+    return log.read_text(encoding="utf-8", errors="replace") if log and log.is_file() else ""
+
+
+def error_in(log: Path | None) -> str:
     """The last line that begins with "error: ", which says why the job ended; empty without one, or without a log."""
-    found = ""
-    try:
-        for text in text_blocks(path):
-            for line in ERROR.findall(text):
-                found = line[:LONGEST_ERROR].strip()
-    except OSError:
-        return ""
-    return found
+    lines = ERROR.findall(text_of(log))
+    return lines[-1][:LONGEST_ERROR].strip() if lines else ""
 
 
-def entries(path: Path) -> Iterator[dict[str, float]]:
-    """All complete lines of the Trainer, in order; transformers prints the numbers as strings. OSError."""
-    for text in text_blocks(path):
-        for line in ENTRY.findall(text):
-            try:
-                yield {name: float(value) for name, value in PAIR.findall(line)}
-            except ValueError:
-                continue  # another program's braces, or a line into which a second process wrote
+def entries(log: Path | None) -> Iterator[dict[str, float]]:
+    """All complete lines of the Trainer, in order; transformers prints the numbers as strings."""
+    for line in ENTRY.findall(text_of(log)):
+        try:
+            yield {name: float(value) for name, value in PAIR.findall(line)}
+        except ValueError:
+            continue  # another program's braces, or a line into which a second process wrote

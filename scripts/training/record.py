@@ -1,57 +1,4 @@
-"""The run record ``results/<job_id>.json``: everything that is later said about a run comes from here.
-
-Schema 1. Written by rank 0, replaced atomically. A value that could not be measured is null, and `missing`
-gives the reason under the same name; a number that is not finite is null as well.
-
-    schema              1
-    status              running | completed | failed | oom | timeout | stopped
-    exit_code           of the training, null while it runs
-    job_id, experiment, run_name, command, started, finished (UTC), resumed_from, output_dir
-    attempt             1, or more when this job id was started again
-    restarts            one entry for each attempt but the first: time, reason (how the one before ended), step that it
-                        goes on from, and started and finished of the one before; all else is of the last attempt
-    overrides           directives of the .slurm file that were given otherwise at submission
-    stop                null, or of a run that was stopped: signal, step, checkpoint
-    nodes               host names, in rank order
-    pid                 of rank 0, on the first node
-    world_size          number of ranks
-    hardware            gpu (name), gpus (on all nodes), gpu_memory_mib, cpu, cpus (of one node)
-    git                 commit, dirty (whether files differed from it)
-    bandwidth           of the job's bandwidth test, null without one: bus_bandwidth_gb_per_s, ranks, message_bytes,
-                        iterations (all-reduces measured), backend, algorithm, transport
-    versions            python and packages
-    knobs               name -> requested, effective
-    settings            value of every knob, and of each other flag that was given; paths below the repository are
-                        relative to it, as in command
-    configs             model: of its config.json, what is not transformers' default; deepspeed, fsdp: in effect, every
-                        "auto" filled in, null without it
-    parameters          number of them, tied ones once
-    steps_per_epoch     optimizer steps
-    train_size, eval_size
-    questions_cut       train, eval: how many of them have lost the end of their context to --max_length
-    eval                list, one entry per evaluation: epoch, step, loss, runtime_s, samples_per_second
-    train               steps, loss_mean (the Trainer's), loss_last (last logged), runtime_s, samples_per_second,
-                        steps_per_second (the Trainer's: they include evaluation and saving),
-                        steady_samples_per_second, steady_steps_per_second, steady_steps (steps alone, warm-up left
-                        out), warm_up_seconds (from the begin of this attempt's training to that of its fourth
-                        step; torch.compile compiles then);
-                        real_tokens, padding_tokens, counted_tokens (labels that count in the loss),
-                        steady_tokens_per_second (real tokens of all ranks, in these steps), mfu_percent (of them),
-                        matmul_peak_tflops (that MFU is a share of: of one rank, in 10^12 operations per second; the
-                        GPU's published one, else measured while all ranks compute);
-                        of all attempts together, each up to the checkpoint that was gone on from
-    exact_match, f1     percent over eval_size questions
-    callbacks           train/steps_per_second_mean, train/samples_per_second_mean (the steady rates), and means over
-                        steps and ranks: avg_gpu_util_%, std_gpu_util_%, avg_mem_alloc_MB, avg_mem_reserved_MB,
-                        avg_mem_total_MB; on the CPU avg_cpu_util_%, std_cpu_util_%, avg_process_mem_MB
-    profile             of a run with --profile, per rank: steps, seconds_per_step, and of these data, forward,
-                        backward, optimizer, communication (with nothing computed beside it), other;
-                        hidden_communication; trace (its file)
-    peak_gpu_memory     per rank: allocated_mib, reserved_mib, as PyTorch counted up to the end of training
-    peak_pinned_memory  of page-locked CPU memory, per rank: active_mib (blocks in use), allocated_mib (with those kept
-                        for later use), as PyTorch counted up to the end of training
-    peak_process_mib    per rank: largest resident memory of the process, up to the end of the run
-"""
+"""Filling and writing the run record ``results/<job_id>.json``; run_record.py describes it."""
 
 import contextlib
 import fcntl
@@ -69,13 +16,12 @@ from pathlib import Path
 import torch
 
 from errors import ENVIRONMENT, WorkshopError, whole_number
-from job.finish import finish, now, outcome, read_record
+from job.finish import finish, outcome
 from job.git_state import git_state
-from json_files import write_json
 from parallel.distributed import exit_code, gather_lists, is_out_of_memory, rank, same_everywhere
 from paths import REPOSITORY
+from run_record import SCHEMA, Record, now, read_record, write_record
 
-SCHEMA = 1
 PACKAGES = ["torch", "transformers", "accelerate", "deepspeed", "datasets", "tokenizers"]
 
 
@@ -151,10 +97,10 @@ class RunRecord:
         hosts = [host for (host,) in gather_lists([socket.gethostname()])]
         if rank() == 0 and self.path.exists():
             before = read_record(self.path)
-            self.content["attempt"] = max(self.content["attempt"], before.get("attempt", 1) + 1)
+            self.content["attempt"] = max(self.content["attempt"], before.attempt + 1)
             restart = {"time": now(), "reason": how_it_ended(before), "step": step}
-            restart |= {"started": before.get("started"), "finished": before.get("finished")}
-            self.content["restarts"] = [*before.get("restarts", []), restart]
+            restart |= {"started": before.started, "finished": before.finished}
+            self.content["restarts"] = [*before.restarts, restart]
         self.content |= {
             "experiment": experiment_path(),
             "command": [from_repository(word) for word in sys.argv],
@@ -187,17 +133,15 @@ class RunRecord:
     def write(self) -> None:
         if rank() != 0:
             return
-        on_disk = read_record(self.path) if self.path.exists() else {}
-        newer = on_disk.get("attempt", 1) - self.content["attempt"]
-        if newer > 0:
+        on_disk = read_record(self.path) if self.path.exists() else None
+        if on_disk and on_disk.attempt > self.content["attempt"]:
             return  # the job has begun again, while this process outlived it
-        if newer == 0 and self.content["status"] == "running" and on_disk.get("status"):
+        if on_disk and on_disk.attempt == self.content["attempt"] and self.content["status"] == "running":
             # job.sh notes a signal, or the end, while this process still saves; its own end will count
-            ends = ("status", "exit_code", "finished")
-            self.content |= {name: on_disk[name] for name in ends if name in on_disk}
+            self.content |= {name: getattr(on_disk, name) for name in ("status", "exit_code", "finished")}
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
-            write_json(self.path, self.content)
+            write_record(self.path, Record.model_validate(self.content))
         except OSError as error:
             raise WorkshopError(
                 self.path, f"cannot be written ({error.strerror})", "free disk space or quota", ENVIRONMENT
@@ -269,22 +213,21 @@ class RunRecord:
         code = exit_code(error)
         out_of_memory = is_out_of_memory(error)
         on_disk = read_record(self.path)
-        running = not on_disk.get("finished")
+        running = not on_disk.finished
         # a job that was told to stop may have been given up by its launcher, while this rank still saved
-        if rank() == 0 and (running or on_disk["status"] == "stopped"):
+        if rank() == 0 and (running or on_disk.status == "stopped"):
             self.update(status="oom" if out_of_memory else outcome(code), exit_code=code, finished=now())
         elif out_of_memory or (running and isinstance(error, Exception)):
             # rank 0 is about to be ended by the launcher and would only know that it was stopped
             finish(self.path, "oom" if out_of_memory else "failed", code)
 
 
-def how_it_ended(record: dict) -> str:
+def how_it_ended(record: Record) -> str:
     """How the attempt of this record ended, in words."""
-    if not record.get("finished") and record.get("status") == "running":
+    if not record.finished and record.status == "running":
         return "ended without a word: its node failed, or it was killed"
-    stop = record.get("stop")
-    by = f" by {stop['signal']}" if isinstance(stop, dict) and "signal" in stop else ""
-    return f"{record.get('status')}{by} (exit code {record.get('exit_code')})"
+    by = f" by {record.stop.signal}" if record.stop else ""
+    return f"{record.status}{by} (exit code {record.exit_code})"
 
 
 def peak_process_mib() -> float | None:
@@ -308,7 +251,7 @@ def refuse_finished(record_path: Path, output_dir: str) -> None:
     way_out = "give another --output_dir, a new JOB_ID, or --resume_from_checkpoint"
     if (Path(output_dir) / "config.json").exists():
         raise WorkshopError(output_dir, "holds the model of a finished run", way_out)
-    if record_path.exists() and read_record(record_path).get("status") == "completed":
+    if record_path.exists() and read_record(record_path).status == "completed":
         raise WorkshopError(record_path, "is the record of a finished run", "set a new JOB_ID, or move the file away")
 
 

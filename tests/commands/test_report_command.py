@@ -20,8 +20,7 @@ def test_running_record_of_a_dead_job_has_failed(tmp_path):
     ended.wait()
     add_run(tmp_path, STAGE, "1", status="running", finished=None, nodes=[os.uname().nodename], pid=ended.pid)
     run = only(tmp_path)
-    assert (run.status, run.status_note) == ("failed", "the record still says running, but its job is gone")
-    assert run.gpu_hours() == (None, "its end was not recorded")
+    assert run.ended == "failed: the record still says running, but its job is gone"
 
 
 def test_running_job_runs(tmp_path, monkeypatch):
@@ -42,7 +41,7 @@ def test_running_job_runs(tmp_path, monkeypatch):
 
 def test_command_writes_the_report(command):
     done = command("report.py", RUNS / "experiments" / "baseline", "-o", "new")
-    assert (done.code, done.stdout) == (0, "1 runs, 4 tables: new/index.html\n"), done
+    assert (done.code, done.stdout) == (0, "1 run, 4 tables: new/index.html\n"), done
     assert sorted(p.name for p in (done.folder / "new").glob("*.md")) == [
         *("baseline.md", "gpu-memory.md", "predicted-memory.md", "runs.md")
     ]

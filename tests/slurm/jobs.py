@@ -338,7 +338,7 @@ def check_memory_logs(job: Job) -> None:
         assert not log.problems, log.problems
         name = path.relative_to(job.folder)
         peak = job.shell(f"grep -v '^#' {name} | awk '{{print $3}}' | sort -n | tail -1")
-        assert float(peak) == max(log.peak("process"), log.doubled.peak)
+        assert float(peak) == log.peak("process")
         assert log.peak("process") > 100, "Python with PyTorch alone takes more"
 
 
@@ -366,7 +366,6 @@ def check_log(job: Job, hosts: list[str], gpus: int) -> None:
         memory = read_gpu_log(path) if index else read_cpu_log(path)
         series = index or "process"
         expected = f"peak {memory.peak(series):.0f} MiB, mean {memory.mean(series):.0f} MiB"
-        left_out = f"; {memory.left_out()}" if memory.left_out() else ""
-        assert line == f"{title}: {expected} ({len(memory.samples[series])} samples{left_out})"
+        assert line == f"{title}: {expected} ({len(memory.samples[series])} samples)"
     rate = f"samples per second: {job.record['train']['samples_per_second']:.2f} (Trainer)"
     assert job.summary[1 + len(titles)].startswith(rate)

@@ -8,6 +8,7 @@ import pytest
 from job import finish
 from job.finish import finish_record, outcome, summary
 from json_files import write_json
+from run_record import Record
 
 GPU_LINE = "2026/01/31 10:00:00.123, 0, NVIDIA H200, {}, 143771\n"
 
@@ -55,9 +56,9 @@ def test_the_end_of_a_record(tmp_path, before, code, timeout, after):
     content = {"status": before[0], "exit_code": before[1], "finished": finished, "other": "kept"}
     path.write_text(json.dumps(content))
     record = finish_record(path, code, timeout)
-    assert (record["status"], record["exit_code"]) == after
-    assert json.loads(path.read_text()) == record
-    assert record["other"] == "kept"
+    assert (record.status, record.exit_code) == after
+    written = json.loads(path.read_text())
+    assert (written["status"], written["exit_code"], written["other"]) == (*after, "kept")
 
 
 def test_summary_of_a_job_is_not_that_of_its_neighbours():
@@ -133,31 +134,13 @@ TRAIN = {"samples_per_second": 12.345, "steady_samples_per_second": 20.5}
     ],
 )
 def test_summary_tells_the_rate_or_why_there_is_none(record, code, line):
+    record = Record(status="completed", **record) if record else None
     assert summary("7", record, "any", code, []) == [f"status: any (exit code {code})", line]
 
 
 def test_summary_of_an_empty_log_says_so():
     Path("gpu_memory").mkdir()
     Path("gpu_memory/gpu_memory_log_7.csv").write_text(GPU_LINE.format("[N/A]"))
-    lines = summary("7", {"train": TRAIN}, "completed", 0, [])
+    lines = summary("7", Record(status="completed", train=TRAIN), "completed", 0, [])
     assert lines[2].startswith("missing: gpu_memory/gpu_memory_log_7.csv:1: no sample (2026/01/31")
     assert lines[3] == "missing: gpu_memory/gpu_memory_log_7.csv: no sample"
-
-
-def test_summary_says_which_samples_it_leaves_out():
-    Path("cpu_memory").mkdir()
-    lines = ["0.0 0.0 400 2000", "1.0 0.0 800 4000", "2.0 0.0 402 2000"]
-    Path("cpu_memory/cpu_memory_log_7.txt").write_text("\n".join(lines) + "\n")
-    why = "1 sample of 800 MiB left out: a forked child was counted with its parent"
-    expected = f"CPU memory: peak 402 MiB, mean 401 MiB (2 samples; {why})"
-    assert summary("7", {"train": TRAIN}, "completed", 0, [])[1] == expected
-
-
-def test_summary_of_a_resumed_job_takes_the_repeated_header_as_it_is():
-    Path("cpu_memory").mkdir()
-    part = "# Elapsed time   CPU (%)     Real (MB)   Virtual (MB)\n0.0 0.0 100 9.0\n"
-    Path("cpu_memory/cpu_memory_log_7.txt").write_text(part * 2)
-    memory = "CPU memory: peak 100 MiB, mean 100 MiB (2 samples)"
-    again = "missing: cpu_memory/cpu_memory_log_7.txt:3: another header, the logger was restarted"
-    assert summary("7", {"train": TRAIN, "attempt": 2}, "completed", 0, [])[1:-1] == [memory]
-    assert summary("7", {"train": TRAIN}, "completed", 0, [])[1:][-1] == again

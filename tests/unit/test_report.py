@@ -1,110 +1,249 @@
-"""The baseline summary: values as recorded, and an empty cell with a reason for each that is missing."""
+"""The report over checked-in runs, its command line, and the summary of one run."""
 
-import json
+import csv
+import re
+import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+import yaml
 
 import report
-from report import summary_rows
-from reporting.record import Record
-from reporting.runs import Run
+from helpers import REPOSITORY
+from report_files import RUNS, add_run, cell, table
+from reporting.tables import load_definitions
 
-RECORD = {
-    "schema": 1,
-    "status": "completed",
-    "job_id": "7",
-    "output_dir": "output/7",
-    "missing": {},
-    "settings": {"model_name": "tiny-bloom", "em_f1": True},
-    "eval_size": 64,
-    "steps_per_epoch": 21900,
-    "train": {
-        "loss_mean": 2.34567,
-        "samples_per_second": 12.3456,
-        "steady_samples_per_second": 20.5,
-        "steady_steps": 9,
-    },
-    "eval": [{"epoch": epoch, "loss": 3.0 - epoch, "samples_per_second": 40.0 + epoch} for epoch in (1.0, 2.0, 3.0)],
-    "exact_match": 0.0,
-    "f1": 1.5,
-}
+GOLDEN = REPOSITORY / "tests" / "data" / "report"
+DEFINITIONS = load_definitions(report.DEFINITIONS)
+STAGE = "deepspeed-single-gpu/zero_1"
+BASELINE = RUNS / "experiments" / "baseline"
 
 
-def cells(record: dict) -> dict[str, tuple[str, str]]:
-    run = Run(Path(), record["job_id"], Record.model_validate_json(json.dumps(record)), record["status"])
-    return {name: (value, note) for name, value, note in summary_rows(run)}
+@pytest.fixture(scope="module")
+def written(tmp_path_factory) -> Path:
+    """The report over the checked-in runs."""
+    output = tmp_path_factory.mktemp("report") / "report"
+    report.write_report([RUNS], output, all_runs=False)
+    return output
 
 
-def test_values_of_a_completed_run_are_in_the_table():
-    table = cells(RECORD)
-    assert {name: value for name, (value, _) in table.items()} == {
-        "Train Loss (Final)": "2.346",
-        "Eval Loss (Epoch 1)": "2",
-        "Eval Loss (Epoch 2)": "1",
-        "Eval Loss (Epoch 3)": "0",
-        "Training Speed (samples/sec)": "12.35",
-        "Training Speed, steps alone (samples/sec)": "20.5",
-        "Evaluation Speed (samples/sec)": "43",
-        "Steps per Epoch": "21900",
-        "Exact Match (%)": "0",
-        "F1 (%)": "1.5",
+def rows_of(path: Path) -> dict[tuple[str, str], str]:
+    """(row and job, column) -> value, of a CSV table."""
+    with path.open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    return {(f"{row['row']} job {row['job_id']}", name): value for row in rows for name, value in row.items()}
+
+
+def test_golden_report(written):
+    names = {path.name for path in GOLDEN.glob("*.csv")} ^ {path.name for path in written.glob("*.csv")}
+    different = [f"{name} is in one of the two reports alone" for name in sorted(names)]
+    for path in sorted(GOLDEN.glob("*.csv")):
+        if path.name in names:
+            continue
+        expected, found = rows_of(path), rows_of(written / path.name)
+        for key in expected | found:
+            if expected.get(key) != (value := (found.get(key) or "").replace(f"{RUNS}/", "")):
+                different.append(f"{path.name}, {key[0]}, {key[1]}: {expected.get(key)!r} expected, {value!r} found")
+    way = "python scripts/report.py tests/data/runs -o NEW, look at it, then copy its .csv files to tests/data/report"
+    assert not different, "\n".join([*different, f"If this is intended: {way}"])
+
+
+def test_markdown_has_the_table_with_decimals_that_agree(written):
+    lines = (written / "runs.md").read_text().splitlines()
+    cells = [[cell.strip() for cell in line.split("|")[1:-1]] for line in lines if line.startswith("|")]
+    assert len({len(line) for line in lines if line.startswith("|")}) == 1
+    assert [line[cells[0].index("Peak CPU memory (MiB)")] for line in cells[2:5]] == ["1,033.9", "992.9", "1,022.7"]
+    assert "Hardware: AMD EPYC (2 cores), no GPU · torch 2.13.0+cpu · " in lines[4]
+    assert "- deepspeed-single-gpu/zero_3 (job 108): failed: exit code 137" in lines
+
+
+def test_records_tell_nothing_of_the_machine():
+    for path in RUNS.rglob("*.*"):
+        assert not re.search(rb"/(tmp|home|root|work)\b", path.read_bytes()), path
+
+
+# --- tables.yaml
+
+
+def test_every_experiment_has_a_table_and_every_table_a_line():
+    known = {row["experiment"] for definition in DEFINITIONS for row in definition["rows"]}
+    folders = {str(path.parent.relative_to(REPOSITORY / "experiments"))
+               for path in (REPOSITORY / "experiments").rglob("*.slurm")}  # fmt: skip
+    assert folders - {"gpu-check"} <= known, "gpu_check.py writes a table of its own"
+    page = (REPOSITORY / "docs" / "results.md").read_text()
+    assert [definition["title"] for definition in DEFINITIONS if f"| {definition['title']} |" not in page] == []
+
+
+@pytest.mark.parametrize(
+    ("change", "error"),
+    [
+        ("- [1}", "tables.yaml: is no YAML"),
+        ("tables: 3", "is no list of tables"),
+        ([{"id": "x"}], "table x: no title"),
+        ({"columns": ["speed"]}, "table baseline: unknown column speed"),
+        ({"columns": ["twice.runtime"]}, "table baseline: unknown column twice.runtime"),
+        ({"plots": ["pie"]}, "table baseline: unknown plot pie"),
+        ({"needs": "luck"}, "table baseline: unknown field of the run record luck"),
+        ({"rows": [{"label": "x"}]}, "table baseline: no experiment in a row"),
+        ({"colour": "red"}, "table baseline: unknown key colour"),
+    ],
+)
+def test_wrong_tables_yaml_is_one_line(tmp_path, refusal, change, error):
+    path = tmp_path / "tables.yaml"
+    content = [DEFINITIONS[0] | change] if isinstance(change, dict) else change
+    path.write_text(content if isinstance(content, str) else yaml.safe_dump(content))
+    assert error in refusal(load_definitions, path)
+
+
+# --- relations and predictions
+
+
+def test_relations(tmp_path):
+    """Each by hand: 2 GPUs 100 s 10/s, 4 GPUs 125 s 16/s; offload 3000 -> 1200 MiB and 100 -> 150 s."""
+    for gpus, runtime, rate in ((2, 100, 10), (4, 125, 16)):
+        changes = {"world_size": gpus, "train__runtime_s": runtime, "train__steady_samples_per_second": rate}
+        add_run(tmp_path, f"deepspeed-multi-gpu/{gpus}_gpus", str(gpus), **changes)
+    weak = table(tmp_path, "multi-gpu-weak-scaling")
+    assert cell(weak, "2 GPUs", "weak_efficiency.runtime").value == 100
+    assert cell(weak, "4 GPUs", "weak_efficiency.runtime").value == 80
+    assert cell(weak, "4 GPUs", "efficiency.steady_samples_per_second").value == 80
+    stages = "deepspeed-multi-gpu/2_gpus_stages_comparison"
+    add_run(tmp_path, f"{stages}/zero_1", "11", (100, 3000), train__runtime_s=100)
+    add_run(tmp_path, f"{stages}/cpu_offloading/zero_1", "12", (100, 1200), train__runtime_s=150)
+    trade = table(tmp_path, "offload-trade-off")
+    assert [each.value for each in trade.rows[0].cells] == [3000, 1200, 60, 100, 150, 50]
+    assert trade.headers[:3] == ["Peak GPU memory (MiB), no offload", "Peak GPU memory (MiB)",
+                                 "Peak GPU memory: saving (%)"]  # fmt: skip
+    strong = ("fsdp-single-gpu/full_shard", 1, 100, 10), ("fsdp-multi-gpu/2_gpus", 2, 50, 18)
+    for job, (name, gpus, runtime, rate) in enumerate(strong, 21):
+        changes = {"world_size": gpus, "train__runtime_s": runtime, "train__steady_samples_per_second": rate}
+        add_run(tmp_path, name, str(job), **changes)
+    fsdp = table(tmp_path, "fsdp-multi-gpu")
+    assert cell(fsdp, "Single node, 2 GPUs", "factor.steady_samples_per_second").value == 1.8
+    assert cell(fsdp, "Single node, 2 GPUs", "speedup.runtime").value == 2
+    assert cell(fsdp, "Single node, 2 GPUs", "efficiency.steady_samples_per_second").value == 90
+
+
+def test_predicted_beside_measured(tmp_path, monkeypatch):
+    """Once for equal settings, on whichever nodes they ran, and only where the record keeps the configs."""
+    asked = []
+
+    def predicted_memory(record: dict) -> SimpleNamespace | None:
+        asked.append(record["world_size"])
+        return SimpleNamespace(gpu_mib=600.0, node_mib=120.0) if record["configs"]["model"] else None
+
+    monkeypatch.setitem(sys.modules, "estimate.of_record", SimpleNamespace(predicted_memory=predicted_memory))
+    kept = {"configs": {"model": {"n_layer": 2}, "deepspeed": None, "fsdp": None}, "hardware__gpus": 1}
+    add_run(tmp_path, "baseline", "1", **kept)
+    add_run(tmp_path, "efficiency/recipe", "2", **kept, nodes=["another"])
+    add_run(tmp_path, "fsdp-baseline", "3")
+    memory = table(tmp_path, "gpu-memory")
+    for column, value in (("estimated_gpu", 600), ("difference_gpu", 50), ("difference_cpu", -25)):
+        assert cell(memory, "Baseline", column).value == value
+    report.write_report([tmp_path], tmp_path / "report", all_runs=False)
+    predictions = rows_of(tmp_path / "report" / "prediction.csv")
+    assert {name: value for (name, column), value in predictions.items() if column == "Estimated CPU memory (MiB)"} == {
+        "baseline job 1": "120.0",
+        "efficiency/recipe job 2": "120.0",
     }
-    assert table["F1 (%)"][1] == "64 questions"
+    assert asked == [1]
+    add_run(tmp_path, "baseline", "1", configs={"model": {}})
+    assert cell(table(tmp_path, "gpu-memory"), "Baseline", "estimated_cpu").note == (
+        "memory of this training cannot be predicted"
+    )
 
 
-@pytest.mark.parametrize("status", ["failed", "oom", "running"])
-def test_failed_run_has_empty_values_with_the_reason(status):
-    began = {key: RECORD[key] for key in ("job_id", "missing", "settings", "eval_size", "output_dir")}
-    table = cells(began | {"status": status})
-    assert len(table) == 7
-    assert set(table.values()) == {("", f"the run's status is {status}")}
+def test_breakdown_shows_profiled_runs_alone(tmp_path):
+    """A profiled run is slower, so that it stands for its experiment in no other table."""
+    ranks = [{"seconds_per_step": 2.0, "data": 0.2, "forward": 0.4, "backward": 1.0, "optimizer": 0.2,
+              "communication": 0.1, "other": 0.1, "hidden_communication": 0.5}] * 2  # fmt: skip
+    add_run(tmp_path, "baseline", "1", profile=None, missing={"profile": "too few steps"})
+    found = table(tmp_path, "step-breakdown")
+    assert [row.status for row in found.rows[:2]] == ["no profile yet: too few steps", "not run yet"]
+    add_run(tmp_path, "baseline", "2", profile=ranks)
+    breakdown = table(tmp_path, "step-breakdown")
+    assert breakdown.rows[0].jobs == "2"
+    assert [each.value for each in breakdown.rows[0].cells][1:] == pytest.approx([2000, 10, 20, 50, 5, 10, 5, 25])
+    row = table(tmp_path, "gpu-memory").rows[0]
+    assert (row.jobs, row.remarks) == ("1", ["the newer job 2 is not shown: the profiler slowed it down"])
 
 
-def test_failed_run_keeps_what_it_measured():
-    table = cells(RECORD | {"status": "failed", "train": None, "eval": RECORD["eval"][:1]})
-    assert table["Eval Loss (Epoch 1)"][0] == "2"
-    assert table["Train Loss (Final)"] == ("", "the run's status is failed")
+def test_one_table_per_model(tmp_path):
+    models = {"1": ("bigscience/bloom-560m", 1), "2": ("bigscience/bloom-3b", 3), "3": ("mine/bloom-3b", 4)}
+    for job, (model, parameters) in models.items():
+        add_run(tmp_path, STAGE, job, settings__model_name=model, parameters=parameters)
+    report.write_report([tmp_path], tmp_path / "report", all_runs=False)
+    names = {path.stem for path in (tmp_path / "report").glob("zero-stages*.csv")}
+    assert names == {"zero-stages-bloom-560m", "zero-stages-bloom-3b", "zero-stages-bloom-3b-2"}
 
 
-def test_rate_that_a_completed_run_could_not_measure_has_its_own_reason():
-    train = RECORD["train"] | {"steady_samples_per_second": None, "steady_steps": 0}
-    missing = {"train.steady_samples_per_second": "too few steps after the warm-up"}
-    table = cells(RECORD | {"train": train, "missing": missing})
-    assert table["Training Speed, steps alone (samples/sec)"] == ("", "too few steps after the warm-up")
+# --- one run
 
 
-def test_run_without_em_and_f1_has_no_rows_for_them():
-    table = cells(RECORD | {"settings": {"model_name": "m", "em_f1": False}})
-    assert not {"Exact Match (%)", "F1 (%)"} & table.keys()
-
-
-@pytest.mark.parametrize("status", ["completed", "failed"])
-def test_report_py_prints_the_table_and_the_paths(status, main_of, capsys, tmp_path):
-    path = tmp_path / "my record.json"
-    path.write_text(json.dumps(RECORD | {"status": status} | ({} if status == "completed" else {"train": None})))
-    main_of(report, "--job", path)
+def test_job_is_printed(main_of, capsys):
+    main_of(report, "--job", RUNS / "experiments/deepspeed-multi-gpu/2_gpus/results/109.json")
     printed = capsys.readouterr().out
-    assert f"Baseline summary of 7 ({status}, tiny-bloom)" in printed
-    lines = [line for line in printed.splitlines() if line.startswith("|")]
-    assert len({len(line) for line in lines}) == 1
-    assert [cell.strip() for cell in lines[0].split("|")[1:-1]] == ["Metric", "Value", "Note"]
-    assert ("2.346" in lines[2]) == (status == "completed")
-    assert "the run's status is failed" in printed or status == "completed"
-    assert printed.splitlines()[-2:] == ["model:      not saved", f"run record: {path}"]
+    rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in printed.splitlines() if line[:1] == "|"]
+    values = {name: (value, note) for name, value, note in rows}
+    assert "Baseline summary of 109 (completed, tiny-bloom)" in printed
+    assert values["Train Loss (Final)"] == ("7.479", "")
+    assert values["Training Speed, steps alone (samples/sec)"] == ("", "too few steps after the warm-up")
+    assert values["Peak GPU memory (MiB)"] == ("901", "")
+    assert values["GPU-hours"] == ("", "no GPU")
+    assert "Exact Match (%)" not in values
+    assert printed.splitlines()[-2] == "model:      not saved"
 
 
-BAD = {
-    "missing": (None, "No such file or directory"),
-    "no JSON": ('{"status": ', "is no run record ("),
-    "something else": ("[1]", "is no run record (Input should be an object)"),
-    "another record": ('{"status": "completed"}', "is no run record (settings: Field required)"),
-}
+def test_job_that_failed_keeps_what_it_measured(tmp_path, main_of, capsys):
+    folder = add_run(
+        tmp_path, STAGE, "1", status="failed", exit_code=3, train=None, overrides=["nodes: 3 instead of 2"]
+    )
+    main_of(report, "--job", folder / "results" / "1.json")
+    printed = " ".join(capsys.readouterr().out.split())
+    assert "Baseline summary of 1 (failed: exit code 3, tiny-bloom)" in printed
+    assert "| Eval Loss (Epoch 2) | 7.096 | epoch 2 |" in printed
+    assert "| Train Loss (Final) | | the run's status is failed |" in printed
+    assert "does not compare: nodes: 3 instead of 2" in printed
 
 
-@pytest.mark.parametrize(("content", "what"), BAD.values(), ids=BAD)
-def test_report_py_refuses_what_is_no_run_record(content, what, main_of, refusal, tmp_path):
-    path = tmp_path / "7.json"
-    if content:
-        path.write_text(content)
-    assert refusal(main_of, report, "--job", path).startswith(f"error: {path}: {what}")
+# --- command line
+
+
+def test_command_writes_the_report(tmp_path, main_of, capsys):
+    for _ in range(2):  # the second replaces the first
+        main_of(report, BASELINE, "-o", tmp_path / "new")
+        assert capsys.readouterr().out == f"1 run, 4 tables: {tmp_path}/new/index.html\n"
+        (tmp_path / "new" / "zero-stages-old.csv").write_text("of an earlier report")
+    main_of(report, BASELINE, "-o", tmp_path / "new")
+    assert sorted(path.name for path in (tmp_path / "new").iterdir()) == [
+        *("baseline-loss.png", "baseline-memory.png", "baseline.csv", "baseline.md", "gpu-memory.csv", "gpu-memory.md"),
+        *("index.html", "predicted-memory.csv", "predicted-memory.md", "report.json", "runs.csv", "runs.md"),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error"),
+    [
+        (["nowhere"], "error: nowhere: there is no such folder; give folders of experiments"),
+        (["empty"], "error: empty: no runs below it; run an experiment first, or give another folder"),
+        (["empty", "-o", "full"], "error: full: holds files that are no report; give a new folder with -o"),
+        (["--job", "nowhere.json"], "error: nowhere.json: No such file or directory; give results/"),
+        (["--job", "full/thesis.md"], "error: full/thesis.md: is no run record (the file: Invalid JSON"),
+        (["--jobs"], "error: command line: unrecognized arguments: --jobs; see --help"),
+    ],
+)
+def test_bad_input_is_one_line(arguments, error, main_of, refusal, capsys):
+    Path("empty").mkdir()
+    Path("full").mkdir()
+    Path("full/thesis.md").write_text("mine")
+    assert refusal(main_of, report, *arguments).startswith(error)
+    assert capsys.readouterr() == ("", "")
+
+
+def test_a_formula_is_a_text_in_a_sheet(tmp_path):
+    add_run(tmp_path, STAGE, "1", settings__model_name="=1|`x`<b>")
+    report.write_report([tmp_path], tmp_path / "report", all_runs=False)
+    (row,) = csv.DictReader((tmp_path / "report" / "runs.csv").open())
+    assert row["Model"] == "'=1|`x`<b>"
+    assert r"=1\|\`x\`\<b>" in (tmp_path / "report" / "runs.md").read_text()

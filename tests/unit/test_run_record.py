@@ -1,20 +1,22 @@
 """The run record: what is in it, that nobody ever reads half of it, and how a run that was killed is finished."""
 
-import ast
 import importlib.metadata
 import json
 import math
 import os
 import re
+from datetime import UTC, datetime
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
 
+import run_record
 from errors import WorkshopError
-from helpers import REPOSITORY
-from job.finish import write_json
+from job.finish import finish
+from json_files import write_json
+from run_record import Record, read_record
 from training import record
 from training.callbacks import TrainSpeedCallback
 from training.record import RunRecord, new_job_id, refuse_finished
@@ -29,32 +31,13 @@ def asked_before(monkeypatch):
     monkeypatch.setenv("JOB_GIT", json.dumps(GIT))
 
 
-def schema_section() -> str:
-    return record.__doc__[record.__doc__.index("    schema ") :]
-
-
-def test_documented_keys_are_those_that_are_written():
-    text = schema_section()
+def test_documented_fields_are_those_of_the_type():
     documented = set()
-    for line in text.splitlines():
+    for line in run_record.__doc__.splitlines():
         if re.match(r"    \w", line):
             names = re.split(r"  +| \(", line.strip())[0] if "UTC" not in line else line.replace("(UTC)", "")
             documented |= {name.strip() for name in names.split(",")}
-    written = RunRecord("7").content.keys() - {"missing"}
-    started = RunRecord("7")
-    started.start(0)
-    written |= started.content.keys() - {"missing"}
-    for path in (REPOSITORY / "scripts").rglob("*.py"):
-        for call in ast.walk(ast.parse(path.read_text())):
-            if (
-                isinstance(call, ast.Call)
-                and isinstance(call.func, ast.Attribute)
-                and call.func.attr in ("start", "update", "missing")
-                and ast.unparse(call.func.value) in ("record", "self.record", "self")
-            ):
-                written |= {keyword.arg for keyword in call.keywords if keyword.arg}
-    written |= {"exact_match", "f1"}  # record.update(**scores)
-    assert written == documented
+    assert {field.alias or name for name, field in Record.model_fields.items()} == documented
 
 
 METRICS = dict.fromkeys(("train_loss", "train_runtime", "train_samples_per_second", "train_steps_per_second"), 1.0)
@@ -75,13 +58,52 @@ def trained(steady: dict, means: dict, reason: str = "", log: tuple = ()) -> Run
     return run
 
 
-def test_documented_parts_are_those_that_are_written():
-    text = " ".join(schema_section().split())
-    run = trained(STEADY, {"avg_cpu_util_%": 90.0}, log=({"loss": 3.0}, {"eval_loss": 1.0}, {"loss": "2.0"}))
+def test_what_a_run_writes_is_described():
+    run = trained(STEADY, {"avg_cpu_util_%": 90.0}, log=({"loss": 3.0}, {"eval_loss": 1.0}, {"loss": 2.0}))
+    record = read_record(run.path)
+    assert not record.model_extra, "fields that run_record.py does not describe"
+    assert record.train.loss_last == 2
     for part in ("train", "callbacks", "hardware", "git"):
         for key in run.content[part]:
-            assert key in text, f"{part}.{key}"
-    assert run.content["train"]["loss_last"] == "2.0"
+            assert key in run_record.__doc__, f"{part}.{key}"
+
+
+def test_fields_that_are_not_described_survive_a_rewriting():
+    path = Path("7.json")
+    content = {
+        "schema": 1,
+        "status": "running",
+        "started": "2026-11-20T22:32:22+00:00",
+        "new": [1],
+        "train": {"new": 2},
+    }
+    content |= {"hardware": {"gpu": None, "new": {"deep": True}}, "eval": [{"epoch": 1.0, "loss": None}]}
+    write_json(path, content)
+    finish(path, "failed", 3, datetime(2026, 11, 20, 23, tzinfo=UTC))
+    end = {"status": "failed", "exit_code": 3, "finished": "2026-11-20T23:00:00+00:00"}
+    assert json.loads(path.read_text()) == content | end
+
+
+@pytest.mark.parametrize(
+    ("content", "field"),
+    [
+        ("", "the file"),
+        ('{"status": "comp', "the file"),
+        ("[1]", "the file"),
+        ("{}", "status"),
+        ('{"status": "done"}', "status"),
+        ('{"status": "completed", "schema": 2}', "schema"),
+        ('{"status": "completed", "train": {"runtime_s": "long"}}', "train.runtime_s"),
+        ('{"status": "completed", "eval": [{"epoch": 1}, 5]}', "eval.1"),
+        ('{"status": "completed", "started": "yesterday"}', "started"),
+    ],
+)
+def test_record_of_another_type_names_the_field(content, field):
+    path = Path("7.json")
+    path.write_text(content)
+    with pytest.raises(WorkshopError) as raised:
+        read_record(path)
+    assert raised.value.source == "7.json" and raised.value.what.startswith(f"is no run record ({field}: ")
 
 
 def test_record_says_where_and_with_what_the_run_was_made():
@@ -174,7 +196,7 @@ def test_full_disk_is_an_environment_error(monkeypatch, refusal):
     def full(*args):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(record, "write_json", full)
+    monkeypatch.setattr(record, "write_record", full)
     line = refusal(RunRecord("7").start, 0, code=3)
     assert line == "error: results/7.json: cannot be written (No space left on device); free disk space or quota"
 

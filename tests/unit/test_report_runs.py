@@ -1,0 +1,312 @@
+"""What the report does with runs that failed, do not compare, repeat, or left damaged records and logs."""
+
+import shutil
+from pathlib import Path
+
+import pytest
+
+from report import write_report
+from report_files import CPU_HEADER, GPU_HEADER, add_run, cell, cpu_log, gpu_log, table, write
+from reporting.metrics import Cell, decimals
+from reporting.runs import Missing, Run, find_runs
+
+STAGE = "deepspeed-single-gpu/zero_1"
+TABLE = "zero-stages-tiny-bloom"
+SCALING = "deepspeed-multi-gpu"
+
+
+def stage_1(top: Path, all_runs: bool = False):
+    return next(row for row in table(top, TABLE, all_runs).rows if row.label == "Stage 1")
+
+
+def only(top: Path) -> Run:
+    (run,) = find_runs([top])
+    return run
+
+
+# --- which run a row shows
+
+
+def test_latest_completed_run(tmp_path):
+    add_run(tmp_path, STAGE, "1")
+    add_run(tmp_path, STAGE, "2", train__steady_samples_per_second=99.0)
+    add_run(tmp_path, STAGE, "3", status="oom", exit_code=1, train=None)
+    row = stage_1(tmp_path)
+    assert (row.run.job_id, row.status, row.cells[-1].value) == ("2", "completed", 99.0)
+    assert row.remarks == ["the newer job 3 is not shown: its status is oom"]
+
+
+def test_latest_run_that_compares_wins_its_row(tmp_path):
+    """A long run of one experiment does not take the place of the one that was made with the others."""
+    for job, name in enumerate(("zero_1", "zero_2", "zero_3", "zero_1"), 1):
+        add_run(
+            tmp_path, f"deepspeed-single-gpu/{name}", str(job), settings__num_train_epochs=60.0 if job == 4 else 3.0
+        )
+    row = stage_1(tmp_path)
+    assert (row.jobs, row.status) == ("1", "completed")
+    assert row.remarks == ["the newer job 4 is not shown: it does not compare: num_train_epochs 60.0, others 3.0"]
+
+
+def test_latest_run_wins_when_all_were_run_again(tmp_path):
+    for job in range(1, 5):
+        add_run(tmp_path, f"deepspeed-single-gpu/zero_{1 + job % 2}", str(job), git__commit=str(job > 2) * 10)
+    assert [row.jobs for row in table(tmp_path, TABLE).rows if row.run] == ["4", "3"]
+
+
+@pytest.mark.parametrize("status", ["failed", "oom", "timeout", "stopped"])
+def test_run_that_did_not_complete_is_a_row_with_its_status(tmp_path, status):
+    add_run(tmp_path, STAGE, "1", status=status, exit_code=9, train=None)
+    row = stage_1(tmp_path)
+    assert row.status == status and row.remarks == [f"{status}: exit code 9"]
+    assert (row.cells[0].value, row.cells[-1].value, row.cells[-1].note) == (900, None, f"the run's status is {status}")
+
+
+RESTART = {"time": "2026-11-20T10:00:20+00:00", "reason": "node failure", "step": 4}
+STOP = {"signal": "SIGTERM", "step": 120, "checkpoint": "output/1/checkpoint-120"}
+
+
+@pytest.mark.parametrize(
+    ("changes", "ended"),
+    [
+        ({"attempt": 1, "restarts": []}, "completed"),
+        (
+            {"status": "stopped", "exit_code": 75, "stop": STOP},
+            "stopped: SIGTERM at step 120; go on with --resume_from_checkpoint output/1/checkpoint-120",
+        ),
+        ({"attempt": 2, "restarts": [RESTART]}, "completed: attempt 2, resumed at step 4"),
+        ({"attempt": 2, "restarts": [RESTART | {"step": 0}]}, "completed: attempt 2, from step 0"),
+        ({"attempt": 2, "restarts": [RESTART], "status": "oom", "exit_code": 1},
+         "oom: exit code 1; attempt 2, resumed at step 4"),
+        ({"resumed_from": "output/7/checkpoint-8"}, "completed: resumed from output/7/checkpoint-8"),
+    ],
+)  # fmt: skip
+def test_how_a_run_ended(tmp_path, changes, ended):
+    add_run(tmp_path, STAGE, "1", **changes)
+    assert only(tmp_path).ended == ended
+    assert stage_1(tmp_path).remarks == ([ended] if ended != "completed" else [])
+
+
+def test_failed_run_shows_the_last_error_line(tmp_path):
+    folder = add_run(tmp_path, STAGE, "1", status="failed", exit_code=3)
+    write(folder / "log" / "zero_1_1.out", "error: first\nerror: bandwidth test: 0.1 GB/s; look at the network\n")
+    assert only(tmp_path).ended == "failed: exit code 3; error: bandwidth test: 0.1 GB/s; look at the network"
+
+
+def test_jobs_without_a_record(tmp_path):
+    """One was refused, one left a memory log alone, one still waits, and one went on behind an error line."""
+    folder = tmp_path / "experiments" / STAGE
+    write(folder / "log" / "zero_1_77.out", "start\nerror: --fp16: needs a GPU; leave it out\nTraceback\n")
+    write(folder / "log" / "zero_1_78.out", "waiting\n")
+    write(folder / "gpu_memory" / "gpu_memory_log_80_node1.csv", gpu_log(100, 900))
+    add_run(tmp_path, STAGE, "my_job", started="2026-11-20T10:00:00+00:00")
+    write(folder / "log" / "zero_1_my_job.out", "error: a line of a job that went on\n")
+    refused, logged, completed = find_runs([tmp_path, tmp_path / "experiments"])
+    assert (refused.job_id, refused.status, refused.experiment) == ("77", "incomplete", STAGE)
+    assert refused.problems == [f"{folder}/log/zero_1_77.out: error: --fp16: needs a GPU; leave it out"]
+    assert refused.gpu.peak == Missing("the job ended before its training began")
+    assert refused.gpu_hours() == Missing("no run record that can be read")
+    assert (logged.job_id, logged.status, logged.gpu.peak) == ("80", "incomplete", 900)
+    assert "no run record" in logged.problems[0]
+    assert (completed.job_id, completed.problems) == ("my_job", [])
+
+
+@pytest.mark.parametrize(
+    ("content", "field"),
+    [
+        ("", "the file"),
+        ('{"schema": 1,', "the file"),
+        ("{}", "status"),
+        ('{"status": "completed", "nodes": 5}', "nodes"),
+    ],
+)
+def test_damaged_record_is_an_incomplete_run(tmp_path, content, field):
+    """As a full disk or another program leaves it; the runs beside it keep their rows."""
+    path = tmp_path / "experiments" / STAGE / "results" / "7.json"
+    write(path, content)
+    add_run(tmp_path, "deepspeed-single-gpu/zero_2", "2")
+    damaged, good = find_runs([tmp_path])
+    assert damaged.status == "incomplete" and damaged.problems[0].startswith(f"{path}: is no run record ({field}: ")
+    assert good.completed
+    write_report([tmp_path], tmp_path / "report", all_runs=False)
+    assert "incomplete" in (tmp_path / "report" / "runs.md").read_text()
+
+
+# --- comparisons
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"settings__labels": "answer"}, "labels answer, others sequence"),
+        ({"settings__samples_per_gpu": 16}, "data size 16 per GPU, others 128 in all"),
+        ({"knobs__precision__effective": "fp32"}, "precision fp32, others bf16"),
+        ({"hardware__gpu": "NVIDIA H200"}, "hardware NVIDIA H200, others AMD EPYC"),
+        ({"git__commit": "f" * 40}, "commit ffffffffff, others 82e46aa937"),
+        ({"git__dirty": True}, "commit 82e46aa937 with changes, others 82e46aa937"),
+        ({"overrides": ["nodes: 3 instead of 2"]}, "nodes: 3 instead of 2"),
+    ],
+)
+def test_run_that_does_not_compare_is_marked(tmp_path, change, said):
+    for job, stage in (("1", "zero_1"), ("2", "zero_2"), ("3", "zero_3")):
+        add_run(tmp_path, f"deepspeed-single-gpu/{stage}", job, **(change if job == "2" else {}))
+    rows = [row for row in table(tmp_path, TABLE).rows if row.run]
+    assert [row.status for row in rows] == ["completed", "completed, does not compare", "completed"]
+    assert rows[1].remarks == [f"does not compare: {said}"]
+    overview = page_of(tmp_path).partition("<h2>Overview</h2>")[2].partition("</section>")[0]
+    assert overview.count(said) == 1
+
+
+def page_of(top: Path) -> str:
+    write_report([top], top / "report", all_runs=False)
+    return (top / "report" / "index.html").read_text()
+
+
+def test_reference_that_does_not_compare_is_marked(tmp_path):
+    stages = f"{SCALING}/2_gpus_stages_comparison"
+    add_run(tmp_path, f"{stages}/zero_1", "1", settings__labels="all")
+    add_run(tmp_path, f"{stages}/cpu_offloading/zero_1", "2")
+    (row, *_) = table(tmp_path, "offload-trade-off").rows
+    assert row.remarks == ["no offload (job 1): does not compare: labels all, others sequence"]
+
+
+@pytest.mark.parametrize(
+    ("change", "cause"),
+    [
+        ({"settings__num_train_epochs": 1.0}, "num_train_epochs 1.0 instead of 3.0"),
+        ({"overrides": ["nodes: 3 instead of 2"]}, "nodes: 3 instead of 2"),
+    ],
+)
+def test_a_run_that_does_not_compare_has_no_relations(tmp_path, change, cause):
+    """Its rate is four times that of the first row with twice the GPUs: an efficiency of 200 %, which is none."""
+    add_run(tmp_path, f"{SCALING}/2_gpus", "2", world_size=2, train__steady_samples_per_second=10.0)
+    add_run(tmp_path, f"{SCALING}/4_gpus", "4", world_size=4, train__steady_samples_per_second=40.0, **change)
+    add_run(tmp_path, f"{SCALING}/8_gpus", "8", world_size=8, train__steady_samples_per_second=36.0)
+    weak = table(tmp_path, "multi-gpu-weak-scaling")
+    column = "efficiency.steady_samples_per_second"
+    note = f"does not compare with job 2 ({SCALING}/2_gpus): {cause}"
+    assert cell(weak, "4 GPUs", column) == Cell(None, note)
+    assert cell(weak, "4 GPUs", "steady_samples_per_second").value == 40
+    assert cell(weak, "8 GPUs", column).value == 90
+
+
+def test_settings_that_vary_by_intent_compare(tmp_path):
+    for gpus, layers, batch, runtime in ((2, 3, 8, 100), (4, 6, 4, 110)):
+        add_run(tmp_path, f"custom-model/weak_scaling/{gpus}_gpus", str(gpus), world_size=gpus,
+                settings__num_layers=layers, settings__per_device_train_batch_size=batch,
+                settings__per_device_eval_batch_size=batch, train__runtime_s=runtime)  # fmt: skip
+    weak = table(tmp_path, "custom-weak-scaling")
+    assert cell(weak, "4 GPUs", "weak_efficiency.runtime").value == pytest.approx(100 / 110 * 100)
+    assert all(row.compares for row in weak.rows)
+
+
+def test_mean_and_spread_over_repeats_that_compare(tmp_path):
+    for job, rate in (("1", 10.0), ("2", 12.0), ("3", 14.0)):
+        add_run(tmp_path, STAGE, job, train__steady_samples_per_second=rate)
+    add_run(tmp_path, STAGE, "4", status="failed", exit_code=1)
+    add_run(tmp_path, STAGE, "0", settings__labels="answer", train__steady_samples_per_second=99.0)
+    row = stage_1(tmp_path, all_runs=True)
+    assert row.cells[-1] == Cell(12, "", 2, 3)
+    assert row.cells[-1].with_decimals(1) == "12.0 ± 2.0 (3)"
+    assert "job 0 is not in the mean: labels answer instead of sequence" in row.remarks
+
+
+@pytest.mark.parametrize(
+    ("values", "shown"),
+    [
+        ([10.1, 18.93, 35.0], ["10.10", "18.93", "35.00"]),
+        ([900.0, 1016.4], ["900", "1,016"]),
+        ([900.0, 30000.0, None], ["900", "30,000", ""]),
+        ([7.443193, 0.05], ["7.443", "0.050"]),
+        ([12345.6, 0.00012], ["12,346", "0.00012"]),
+        ([2, 901760], ["2", "901,760"]),
+        ([0.0], ["0"]),
+        ([float("nan"), 2.5], ["nan", "2.5"]),
+        (["tiny-bloom"], ["tiny-bloom"]),
+    ],
+)
+def test_digits_agree_within_a_column(values, shown):
+    cells = [Cell(value) for value in values]
+    assert [each.with_decimals(decimals(cells)) for each in cells] == shown
+
+
+# --- GPU-hours
+
+
+def test_gpu_hours(tmp_path):
+    changes = {"hardware__gpus": 4, "finished": "2026-11-20T10:30:01+00:00"}
+    part = RESTART | {"started": "2026-11-20T08:00:00+00:00", "finished": "2026-11-20T08:30:00+00:00"}
+    for restarts, hours in (
+        ([], 2),
+        ([part], 4),
+        ([part | {"finished": None}], Missing("the end of a part was not recorded")),
+    ):
+        add_run(tmp_path, STAGE, "1", **changes, restarts=restarts)
+        assert only(tmp_path).gpu_hours() == hours
+    add_run(tmp_path, STAGE, "1", **changes | {"finished": None})
+    assert only(tmp_path).gpu_hours() == Missing("its end was not recorded")
+
+
+# --- memory logs
+
+GOOD = gpu_log(100, 900, 500)
+DAMAGED = {  # GPU log, CPU log, peaks of both, the problem
+    "cut": (GOOD + "2026/11/20 22:00:15.000, 0, Tes", "", 900, 90, "gpu_memory_log_1.csv:5: no sample"),
+    "header alone": (GPU_HEADER, "", None, 90, "gpu_memory_log_1.csv: no sample"),
+    "empty": (b"\n", "", None, 90, "gpu_memory_log_1.csv: no sample"),
+    "second GPU": (gpu_log(1, gpus=2), "", None, 90, "gpu_memory_log_1.csv: GPU(s) 0, 1 logged, the job ran on 1"),
+    "no CPU log": ("", None, 900, None, "cpu_memory: no log of job 1"),
+    "no CPU sample": ("", CPU_HEADER, 900, None, "cpu_memory_log_1.txt: no sample"),
+    "too short": ("", cpu_log(10, 90, 50, step=1), 900, 90, "it covers 2 s of a training of 15 s"),
+}
+
+
+@pytest.mark.parametrize(("gpu", "cpu", "gpu_peak", "cpu_peak", "problem"), DAMAGED.values(), ids=DAMAGED)
+def test_damaged_log(tmp_path, gpu, cpu, gpu_peak, cpu_peak, problem):
+    """The rest of it is shown, but no number for which a whole GPU or node is missing."""
+    add_run(tmp_path, STAGE, "1", gpu, cpu)
+    row = stage_1(tmp_path)
+    assert row.status == "completed, incomplete"
+    for memory, peak in ((row.run.gpu, gpu_peak), (row.run.cpu, cpu_peak)):
+        assert isinstance(memory.peak, Missing) if peak is None else memory.peak == peak
+    assert any(problem in remark for remark in row.remarks), row.remarks
+
+
+def test_logs_of_a_resumed_run_are_whole(tmp_path):
+    """They go on behind another header, and may hold other nodes and GPUs than those of the end."""
+    logs = {"gpu": GOOD + gpu_log(100, 700, 500), "cpu": cpu_log(10, 90, 50) * 2}
+    folder = add_run(tmp_path, STAGE, "1", **logs, restarts=[RESTART], nodes=["n1"])
+    assert (only(tmp_path).problems, only(tmp_path).gpu.mean) == ([], pytest.approx(2800 / 6))
+    write(folder / "gpu_memory" / "gpu_memory_log_1_n2.csv", gpu_log(100, 999, 5, 5, gpus=2, step=10))
+    assert (only(tmp_path).problems, only(tmp_path).gpu.peak) == ([], 999)
+
+
+def test_run_that_was_resumed_in_a_new_job_is_whole(tmp_path):
+    """Its runtime is that of all jobs of the training, its logs are its own."""
+    add_run(tmp_path, STAGE, "1", train__runtime_s=500, resumed_from="output/7/checkpoint-8")
+    assert stage_1(tmp_path).status == "completed"
+
+
+def test_nodes_are_summed_up_only_when_all_are_there(tmp_path):
+    folder = add_run(tmp_path, STAGE, "1", gpu=None, nodes=["n1", "n2"], world_size=4)
+    write(folder / "gpu_memory" / "gpu_memory_log_1_n1.csv", gpu_log(100, 300, gpus=2))
+    assert only(tmp_path).gpu.peak == Missing(f"{folder}/gpu_memory: 1 log(s) (n1) for 2 node(s)")
+    write(folder / "gpu_memory" / "gpu_memory_log_1_n2.csv", gpu_log(200, 800, gpus=2))
+    gpu = only(tmp_path).gpu
+    assert (gpu.peak, gpu.minimum, gpu.mean) == (800, 100, 350)
+
+
+def test_memory_of_a_whole_gpu_is_not_that_of_a_slice(tmp_path):
+    add_run(tmp_path, STAGE, "1", hardware__gpu="NVIDIA A100-SXM4-40GB MIG 1g.5gb")
+    run = only(tmp_path)
+    assert run.gpu.peak == Missing("the job ran on MIG slices, and nvidia-smi logs the memory of whole GPUs")
+    assert run.cpu.peak == 90 and not run.problems
+
+
+def test_old_tables_do_not_stay(tmp_path):
+    folder = add_run(tmp_path, STAGE, "1")
+    write_report([tmp_path / "experiments"], tmp_path / "report", all_runs=False)
+    assert (tmp_path / "report" / f"{TABLE}.csv").exists()
+    shutil.rmtree(folder)
+    add_run(tmp_path, "baseline", "2")
+    write_report([tmp_path / "experiments"], tmp_path / "report", all_runs=False)
+    assert not (tmp_path / "report" / f"{TABLE}.csv").exists()
