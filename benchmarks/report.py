@@ -3,13 +3,13 @@
     python benchmarks/report.py            # 100, 1,000 and 2,000 runs
     python benchmarks/report.py 50 100
 
-Each report runs in a process of its own. Measured on 2 cores of an Intel Xeon, load 3 from other programs; about 4 s of
-the CPU time are imports and plots, whatever the runs:
+Each report runs in a process of its own. Measured on 2 cores of an Intel Xeon; about 4 s of the CPU time are imports and
+plots, whatever the runs:
 
       runs  seconds  CPU s  peak MiB
-       100     8.02   5.85       192
-      1000    13.32  12.20       239
-      2000    24.33  20.06       279
+       100     5.90   5.82       191
+      1000    11.31  12.61       239
+      2000    14.26  20.39       279
 
 These runs keep no configs, so that no memory is predicted. For runs that do, the imports and the first prediction
 take 6 s, and each of the other distinct settings 0.1 to 0.6 s.
