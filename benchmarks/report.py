@@ -3,8 +3,8 @@
     python benchmarks/report.py            # 100, 1,000 and 2,000 runs
     python benchmarks/report.py 50 100
 
-Each report runs in a process of its own. Measured on 2 cores of an Intel Xeon; about 4 s of the CPU time are imports and
-plots, whatever the runs:
+Each report runs in a process of its own. Measured on 2 cores of an Intel Xeon; about 4 s of the CPU time are imports
+and plots, whatever the runs:
 
       runs  seconds  CPU s  peak MiB
        100     5.90   5.82       191

@@ -4,7 +4,7 @@
     python benchmarks/start_up.py --repeats 5
 
 The clock stops when the first loss stands in the log. A job before the first one fills the caches. Each node has one
-GPU that nothing uses, the ranks train on this machine's CPU. What the training imports is no choice of the job script's,
+GPU that nothing uses, the ranks train on this machine's CPU. What a training imports is no choice of the job script's,
 and is measured beside. On 2 cores of an Intel Xeon, with other programs beside, so the fastest of 12 jobs or more each:
 
     seconds              imports   e8cff6e   now    without imports
