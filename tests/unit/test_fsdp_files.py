@@ -8,14 +8,9 @@ import config
 from config import parse_command_line
 from custom_model import CustomGPTConfig, CustomGPTForCausalLM
 from helpers import REPOSITORY
-from parallel.fsdp_config import check_fsdp_config, check_fsdp_file, check_wrap_classes, fsdp_name
+from parallel.fsdp_config import check_fsdp_config, check_wrap_classes, fsdp_name
 
 FILES = sorted((REPOSITORY / "fsdp_configs").glob("*.json"))
-
-
-@pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
-def test_shipped_files_are_valid(path):
-    assert check_fsdp_file(str(path)) == json.loads(path.read_text())
 
 
 @pytest.mark.parametrize("path", [p for p in FILES if p.stem not in ("full_shard", "fsdp1_full_shard")], ids=str)
@@ -29,11 +24,9 @@ def test_shipped_files_differ_from_full_shard_in_one_thing(path):
     ("content", "message"),
     [
         ({"reshard_after_foward": True}, "reshard_after_foward: unknown key; did you mean reshard_after_forward?"),
-        ({"fsdp_cpu_offload": True}, "fsdp_cpu_offload: unknown key; did you mean cpu_offload?"),
         ({"forward_prefetch": True}, 'forward_prefetch: FSDP2 has no such key; remove it, or set "version": 1'),
         ({"reshard_after_forward": "full_shard"}, "reshard_after_forward: is 'full_shard'; give true or false"),
         ({"state_dict_type": "SHARDED"}, "state_dict_type: is 'SHARDED'; give "),
-        ({"version": 3}, "version: is 3; give 1 or 2"),
         ({"transformer_layer_cls_to_wrap": "BloomBlock"}, "is 'BloomBlock'; give a list of class names"),
         ({"dp_shard_size": 3, "dp_replicate_size": 2}, "3 x dp_replicate_size 2 is not the world size 4"),
     ],
@@ -52,9 +45,7 @@ def test_an_old_string_is_refused_with_what_to_use(refusal):
     assert line.endswith("removes; use --fsdp --fsdp_config with a file of fsdp_configs/")
 
 
-@pytest.mark.parametrize(
-    ("world", "per_node", "shard", "replicate"), [(8, 4, 4, 2), (4, 4, 4, 1), (2, 1, 1, 2), (1, 1, 1, 1)]
-)
+@pytest.mark.parametrize(("world", "per_node", "shard", "replicate"), [(8, 4, 4, 2), (4, 4, 4, 1), (2, 1, 1, 2)])
 def test_auto_means_ranks_per_node_and_nodes(monkeypatch, world, per_node, shard, replicate):
     monkeypatch.setenv("WORLD_SIZE", str(world))
     monkeypatch.setenv("LOCAL_WORLD_SIZE", str(per_node))
