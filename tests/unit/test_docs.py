@@ -11,7 +11,7 @@ import pytest
 
 from config import parse_command_line
 from estimate_memory import read_options
-from helpers import EXPERIMENT_SCRIPTS, PAGES, REPOSITORY, bash_blocks, program
+from helpers import EXPERIMENT_SCRIPTS, PAGES, REPOSITORY, bash_blocks, directives_of, program
 from knobs import KNOBS
 from parallel.fsdp_config import check_fsdp_file
 
@@ -60,10 +60,6 @@ def test_the_build_for_older_gpus_is_told_where_it_is_looked_for():
     for place in [*places, "scripts/checks/machine.py"]:
         command = f"python -m pip install torch=={pin}+cu126 --index-url https://download.pytorch.org/whl/cu126"
         assert command in (REPOSITORY / place).read_text(encoding="utf-8"), place
-
-
-def directives_of(script: Path) -> dict[str, str]:
-    return dict(re.findall(r"^#SBATCH --([\w-]+)=(\S+)", script.read_text(), re.MULTILINE))
 
 
 def folder_of(script: Path) -> str:
