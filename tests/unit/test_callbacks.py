@@ -46,11 +46,16 @@ class Run:
 RATES = ("warm_up_seconds", "steady_steps", "steady_steps_per_second", "steady_samples_per_second")
 
 
-def test_warm_up_evaluations_and_checkpoints_are_left_out_of_the_rate(monkeypatch):
+def test_warm_up_evaluations_and_checkpoints_are_left_out_of_the_rates(monkeypatch):
+    """Tokens are counted in all steps."""
     run = Run(monkeypatch)
     for number in range(20):
         run.step(pause=number % 4 == 3)
     assert run.measured(*RATES) == [60.0 * WARM_UP_STEPS, 20 - WARM_UP_STEPS, 0.5, 0.5 * SAMPLES_PER_STEP]
+    assert run.measured("real_tokens", "padding_tokens", "counted_tokens") == [20_000, 5000, 1800]
+    operations_per_step = 1000 + 10 * 90 + 200_000 / 100
+    mfu = round(100 * operations_per_step / 2 / 5000, 2)
+    assert run.measured("steady_tokens_per_second", "mfu_percent") == [500.0, mfu]
 
 
 def test_run_without_steps_after_the_warm_up_has_no_rate(monkeypatch):
@@ -60,27 +65,13 @@ def test_run_without_steps_after_the_warm_up_has_no_rate(monkeypatch):
     assert run.measured(*RATES, "mfu_percent") == [None, 0, None, None, None]
 
 
-def test_tokens_are_counted_in_all_steps_and_their_rate_in_the_steady_ones(monkeypatch):
-    run = Run(monkeypatch)
-    for number in range(20):
-        run.step(pause=number == 19)
-    assert run.measured("real_tokens", "padding_tokens", "counted_tokens") == [20_000, 5000, 1800]
-    operations_per_step = 1000 + 10 * 90 + 200_000 / 100
-    mfu = round(100 * operations_per_step / 2 / 5000, 2)
-    assert run.measured("steady_tokens_per_second", "mfu_percent") == [500.0, mfu]
-
-
 def test_a_resumed_run_warms_up_again_and_counts_on(monkeypatch):
-    first = Run(monkeypatch)
+    run = Run(monkeypatch, first_step=10)
+    run.callback.go_on_from(steps=8, seconds=16.0, tokens=[[10_000, 0, 0, 0], [8000, 0, 0, 0]])
     for number in range(10):
-        first.step(pause=number == 9)
-    second = Run(monkeypatch, first_step=10)
-    second.callback.go_on_from(first.callback.steps, first.callback.seconds, first.callback.all_tokens())
-    for number in range(10):
-        second.step(pause=number == 9)
-    steady = 2 * (10 - WARM_UP_STEPS)
-    assert second.measured("real_tokens", "steady_steps") == [20_000, steady]
-    assert second.measured("steady_steps_per_second", "steady_tokens_per_second") == [0.5, 500.0]
+        run.step(pause=number == 9)
+    assert run.measured("real_tokens", "steady_steps") == [20_000, 8 + 10 - WARM_UP_STEPS]
+    assert run.measured("steady_steps_per_second", "steady_tokens_per_second") == [0.5, 500.0]
 
 
 def pretend_gpu(monkeypatch, utilisation) -> UtilisationCallback:

@@ -14,8 +14,6 @@ MODULES = {
     for path in sorted(SCRIPTS.rglob("*.py"))
 }
 ENDS = {"run_program(main)", "run_and_exit(main)"}
-# those who check several things and go on, or write down how the training ended
-MAY_CATCH_SYSTEM_EXIT = {"parallel.distributed", "preflight"}  # a library may end a script
 
 each_module = pytest.mark.parametrize("name", MODULES)
 
@@ -81,23 +79,3 @@ def test_a_command_ends_in_the_one_way(name):
         if name == "job.with_parent":  # becomes another program
             continue
         assert len(calls) == 1 and calls[0] in ENDS, f"{MODULES[name]}: end with run_program(main), of errors.py"
-
-
-def caught(handler: ast.ExceptHandler) -> set[str]:
-    if ast.unparse(handler.body[-1]) == "raise":
-        return set()  # after it has tidied up
-    if handler.type is None:
-        return {"SystemExit"}
-    return {ast.unparse(node) for node in ast.walk(handler.type)} & {"SystemExit", "BaseException"}
-
-
-@each_module
-def test_nobody_swallows_the_end_of_a_script(name):
-    handlers = [node for node in ast.walk(tree_of(name)) if isinstance(node, ast.ExceptHandler)]
-    lines = [node.lineno for node in handlers if caught(node)]
-    what = f"{MODULES[name]}, lines {lines}: SystemExit is caught"
-    assert not lines or name in MAY_CATCH_SYSTEM_EXIT, f"{what}; raise a WorkshopError instead, and catch that"
-
-
-def test_the_list_of_those_who_may_is_up_to_date():
-    assert MODULES.keys() >= MAY_CATCH_SYSTEM_EXIT
