@@ -115,12 +115,6 @@ def test_anything_else_than_requested_ends_the_run_with_3_and_names_the_knob(kno
     assert recorded == {"requested": requested, "effective": effective}
 
 
-def test_a_strategy_that_does_not_run_is_a_difference(options, refusal):
-    options.deepspeed_config = {"zero_optimization": {"stage": 2}}
-    line = refusal(begin, plain_trainer(), options, code=3)
-    assert "knob audit: strategy: DeepSpeed ZeRO-2 was requested, plain is what would run" in line
-
-
 def test_a_difference_on_another_rank_ends_all_with_its_number(options, refusal, monkeypatch):
     """Rank 0 sees none: alone, it would train on and wait for the rank that has ended."""
     of_rank_1 = Audited("local parameter share", 0.5, 1.0)

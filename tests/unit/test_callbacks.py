@@ -49,6 +49,7 @@ RATES = ("warm_up_seconds", "steady_steps", "steady_steps_per_second", "steady_s
 def test_warm_up_evaluations_and_checkpoints_are_left_out_of_the_rates(monkeypatch):
     """Tokens are counted in all steps."""
     run = Run(monkeypatch)
+    assert run.measured(*RATES, "mfu_percent") == [None, 0, None, None, None]
     for number in range(20):
         run.step(pause=number % 4 == 3)
     assert run.measured(*RATES) == [60.0 * WARM_UP_STEPS, 20 - WARM_UP_STEPS, 0.5, 0.5 * SAMPLES_PER_STEP]
@@ -56,13 +57,6 @@ def test_warm_up_evaluations_and_checkpoints_are_left_out_of_the_rates(monkeypat
     operations_per_step = 1000 + 10 * 90 + 200_000 / 100
     mfu = round(100 * operations_per_step / 2 / 5000, 2)
     assert run.measured("steady_tokens_per_second", "mfu_percent") == [500.0, mfu]
-
-
-def test_run_without_steps_after_the_warm_up_has_no_rate(monkeypatch):
-    run = Run(monkeypatch)
-    for _ in range(WARM_UP_STEPS):
-        run.step()
-    assert run.measured(*RATES, "mfu_percent") == [None, 0, None, None, None]
 
 
 def test_a_resumed_run_warms_up_again_and_counts_on(monkeypatch):
@@ -74,8 +68,16 @@ def test_a_resumed_run_warms_up_again_and_counts_on(monkeypatch):
     assert run.measured("steady_steps_per_second", "steady_tokens_per_second") == [0.5, 500.0]
 
 
-def pretend_gpu(monkeypatch, utilisation) -> UtilisationCallback:
-    """After two steps on a GPU that answers in this way."""
+def untold():
+    raise RuntimeError("Not Supported")
+
+
+@pytest.mark.parametrize(
+    ("utilisation", "mean", "reason"), [(lambda: 40, 40, ""), (untold, None, "Not Supported")], ids=["told", "untold"]
+)
+def test_use_of_a_gpu_has_the_documents_names_and_is_empty_with_a_reason_where_it_is_not_told(
+    utilisation, mean, reason, gpu, monkeypatch
+):
     properties = SimpleNamespace(total_memory=32 * 2**20)
     monkeypatch.setattr("torch.cuda.utilization", utilisation)
     monkeypatch.setattr("torch.cuda.memory_allocated", lambda: 3 * 2**20)
@@ -83,26 +85,9 @@ def pretend_gpu(monkeypatch, utilisation) -> UtilisationCallback:
     monkeypatch.setattr("torch.cuda.get_device_properties", lambda: properties)
     callback = UtilisationCallback()
     callback.on_step_end(None, None, None)
-    callback.on_step_end(None, None, None)
-    return callback
-
-
-MEMORY = {"avg_mem_alloc_MB": 3, "avg_mem_reserved_MB": 4, "avg_mem_total_MB": 32}
-
-
-def test_utilisation_of_a_gpu_is_the_mean_over_the_steps_by_the_documents_names(gpu, monkeypatch):
-    answers = iter([40, 60])
-    callback = pretend_gpu(monkeypatch, lambda: next(answers))
-    assert callback.means() == {"avg_gpu_util_%": 50, "std_gpu_util_%": 10, **MEMORY}
-
-
-def test_utilisation_that_the_gpu_does_not_tell_is_empty_with_a_reason(gpu, monkeypatch):
-    def untold():
-        raise RuntimeError("Not Supported")
-
-    callback = pretend_gpu(monkeypatch, untold)
-    assert callback.means() == {"avg_gpu_util_%": None, "std_gpu_util_%": None, **MEMORY}
-    assert callback.reason == "Not Supported"
+    memory = {"avg_mem_alloc_MB": 3, "avg_mem_reserved_MB": 4, "avg_mem_total_MB": 32}
+    assert callback.means() == {"avg_gpu_util_%": mean, "std_gpu_util_%": None if mean is None else 0, **memory}
+    assert callback.reason == reason
 
 
 NAN, INFINITY = float("nan"), float("inf")

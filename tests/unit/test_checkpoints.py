@@ -16,7 +16,6 @@ from training.callbacks import TrainSpeedCallback
 from training.checkpoints import (
     MARKER,
     CheckpointCallback,
-    Progress,
     check_room,
     check_same_training,
     find_checkpoint,
@@ -62,13 +61,6 @@ def test_the_newest_complete_checkpoint_is_taken_if_one_is_asked_for():
     (checkpoint("output/7", 60) / MARKER).write_text('{"files": ')
     assert find(LATEST) == find("output/7") == str(newest)
     assert find(None) is None
-
-
-def test_a_new_job_goes_on_from_its_own_before_those_of_its_neighbours():
-    latest = checkpoint("output/6", 10)
-    assert find(LATEST) == str(latest)
-    own = checkpoint("output/7", 5, age=50)
-    assert find(LATEST) == str(own)
 
 
 def test_a_checkpoint_that_is_named_must_be_complete(refusal):
@@ -125,14 +117,6 @@ def test_a_run_that_saves_nothing_removes_what_its_stops_saved_and_no_others():
     remove_checkpoints_of_stops("output/8")
     assert names_in("output/7") == ["checkpoint-20"]
     assert not Path("output/8").exists()
-
-
-def test_progress_of_another_number_of_ranks_is_their_mean(monkeypatch):
-    progress = Progress(1.0, 20.0, 18, [1.0, 3.0], 4, 2.0, [])
-    assert progress.unlogged_loss == 2
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    monkeypatch.setenv("RANK", "1")
-    assert progress.unlogged_loss == 3
 
 
 # The same training

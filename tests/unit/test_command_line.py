@@ -1,13 +1,14 @@
 """What the user types, sets and mistypes: flags, variables, their precedence and the precision that follows."""
 
 import dataclasses
+import importlib.util
 import re
 
 import pytest
-import torch
 from transformers import TrainingArguments
 
 import config
+import tracking
 from knobs import CUSTOM_SIZES, KNOBS, REMOVED_FLAGS, UNUSED_FLAGS
 
 
@@ -91,6 +92,7 @@ MISTAKES = {
     "--do_train": "--do_train: has no effect in this workshop; leave it out, training is what train.py does",
     "--loss chunked --label_smoothing_factor 0.1": "--label_smoothing_factor: needs the logits, and chunked has none;",
     "--loss chunked --use_liger_kernel": "--use_liger_kernel: has a loss of its own, which would run instead;",
+    "--tf32 True --torch_compile_mode max-autotune": "--tf32: cannot be combined with max-autotune",
     # secrets, which `ps` would show
     "--hub_token=hf_canary": "--hub_token: ",
     "--hub_tokn hf_canary": "--hub_tokn: ",
@@ -105,6 +107,13 @@ def test_a_mistake_is_one_line_with_a_way_out(words, gpu, monkeypatch, refusal):
     line = refusal(parse, *flags)
     assert line.startswith(f"error: {MISTAKES[words]}")
     assert "hf_canary" not in line
+
+
+def test_a_tracker_that_is_unknown_or_missing_says_what_to_do(monkeypatch, refusal):
+    assert "choose one of wandb, tensorboard, trackio, none" in refusal(tracking.check_trackers, "wandbb")
+    monkeypatch.setattr(importlib.util, "find_spec", lambda module: None)
+    line = refusal(tracking.check_trackers, "wandb")
+    assert line == "error: --report_to: wandb is not installed; pip install wandb"
 
 
 def test_what_training_arguments_refuse_is_one_line_too(refusal):
@@ -129,15 +138,6 @@ def test_no_flag_takes_a_secret_but_those_that_are_refused():
     # counts of tokens, and names
     harmless = {flag for flag in secrets if re.search("tokens|tokenizer", flag)}
     assert secrets - harmless <= UNUSED_FLAGS.keys()
-
-
-def test_tf32_with_max_autotune_is_refused_as_pytorch_cannot_compile_it(gpu, refusal, monkeypatch):
-    line = refusal(parse, "--tf32", "True", "--torch_compile_mode", "max-autotune")
-    assert line.startswith("error: --tf32: cannot be combined with max-autotune")
-    # the reason: when this no longer raises, the refusal can go
-    monkeypatch.setattr(torch.backends, "fp32_precision", "tf32")
-    with pytest.raises(RuntimeError, match="mix of the legacy and new APIs"):
-        torch.get_float32_matmul_precision()
 
 
 # Precision

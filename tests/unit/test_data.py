@@ -16,7 +16,6 @@ from helpers import REPOSITORY
 from knobs import DataArguments, ModelArguments
 from model import load_tokenizer
 
-XQUAD = REPOSITORY.parent / "shared" / "data" / "xquad.en.json"
 README = (REPOSITORY / "data" / "README.md").read_text()
 CONTEXT = "Nodes talk over a fast network. Each node holds eight devices."
 
@@ -159,16 +158,6 @@ def test_subsets_depend_on_the_seed_alone(sample, tokenizer):
     assert one[1] != other[1]
     assert ids(seed=1) == ids(seed=2, data_seed=1) == one
     assert ids(10, seed=1) == (one[0][:10], one[1])
-
-
-@pytest.mark.skipif(not XQUAD.exists(), reason=f"{XQUAD} is not here")
-def test_real_squad_file_is_read_split_and_tokenised(tokenizer):
-    assert len(read(XQUAD)) == 1190
-    arguments = DataArguments(dataset=str(XQUAD), train_size=500, eval_size=200, max_length=384)
-    train, evaluation = load_squad(arguments, tokenizer, training())
-    assert (len(train), len(evaluation)) == (500, 200)
-    assert not set(train["context"][:]) & set(evaluation["context"][:])
-    assert max(train["length"][:]) <= 384
 
 
 # The Hub; without network and cache: tests/integration/test_offline.py

@@ -26,7 +26,6 @@ def test_shipped_files_differ_from_full_shard_in_one_thing(path):
         ({"reshard_after_foward": True}, "reshard_after_foward: unknown key; did you mean reshard_after_forward?"),
         ({"forward_prefetch": True}, 'forward_prefetch: FSDP2 has no such key; remove it, or set "version": 1'),
         ({"reshard_after_forward": "full_shard"}, "reshard_after_forward: is 'full_shard'; give true or false"),
-        ({"state_dict_type": "SHARDED"}, "state_dict_type: is 'SHARDED'; give "),
         ({"transformer_layer_cls_to_wrap": "BloomBlock"}, "is 'BloomBlock'; give a list of class names"),
         ({"dp_shard_size": 3, "dp_replicate_size": 2}, "3 x dp_replicate_size 2 is not the world size 4"),
     ],

