@@ -13,8 +13,7 @@ import data_loader
 import hub
 from data_loader import UNANSWERABLE, load_from_hub, load_squad, read_part, read_questions
 from helpers import REPOSITORY
-from knobs import DataArguments, ModelArguments
-from model import load_tokenizer
+from knobs import DataArguments
 
 README = (REPOSITORY / "data" / "README.md").read_text()
 CONTEXT = "Nodes talk over a fast network. Each node holds eight devices."
@@ -48,12 +47,6 @@ def written(tmp_path):
     return write
 
 
-@pytest.fixture(scope="module")
-def tokenizer():
-    sample = str(REPOSITORY / "data" / "squad_sample.json")
-    return load_tokenizer(ModelArguments("tiny-bloom"), DataArguments(dataset=sample))
-
-
 def read(path: str | Path, part: str = "all") -> list[dict]:
     return list(read_questions(str(path), part))
 
@@ -65,12 +58,10 @@ def test_readme_of_the_data_tells_the_truth_about_it(sample):
     questions = read(sample)
     content = json.loads(sample.read_text())
     paragraphs = [paragraph for article in content["data"] for paragraph in article["paragraphs"]]
-    answers = [question["answers"] for question in questions]
-    counted = (len(content["data"]), len(paragraphs), len(questions), sum(map(len, answers)), sample.stat().st_size)
+    answers = sum(len(question["answers"]) for question in questions)
+    counted = (len(content["data"]), len(paragraphs), len(questions), answers, sample.stat().st_size)
     row = re.search(r"\| (\d+) \| (\d+) \| (\d+) \| (\d+) \| (\d+) bytes \|", README)
     assert tuple(map(int, row.groups())) == counted
-    references = re.search(r"(\d+) questions have one reference answer, (\d+) have two and (\d+) have three", README)
-    assert [int(n) for n in references.groups()] == [sum(len(a) == n for a in answers) for n in (1, 2, 3)]
     assert len({question["id"] for question in questions}) == len(questions)
 
 
@@ -126,13 +117,15 @@ def test_all_reference_answers_are_kept_and_offsets_count_characters(written):
     assert read(path)[0]["answers"] == ["Zürich-1", "läuft"]
 
 
-def test_a_file_below_the_users_home_is_read_and_again_when_it_has_changed(written, tokenizer, tmp_path, monkeypatch):
+def test_a_file_below_the_users_home_is_read_and_again_when_it_has_changed(
+    written, tiny_tokenizer, tmp_path, monkeypatch
+):
     """As a site file gives it, where no shell replaces the ~."""
     monkeypatch.setenv("HOME", str(tmp_path))
     arguments = DataArguments(dataset="~/my.json", eval_dataset="~/my.json", train_size=1, eval_size=1)
     for identifier, answer in (("before", "fast network"), ("after", "eight devices")):
         written(squad(question(identifier, answer)))
-        row = load_squad(arguments, tokenizer, training())[0][0]
+        row = load_squad(arguments, tiny_tokenizer, training())[0][0]
         assert (row["id"], row["answers"]) == (identifier, [answer])
 
 
@@ -147,10 +140,10 @@ def test_held_out_paragraphs_are_every_fifth_and_never_trained_on(sample):
     assert list(dict.fromkeys(q["context"] for q in held_out)) == contexts[4::5]
 
 
-def test_subsets_depend_on_the_seed_alone(sample, tokenizer):
+def test_subsets_depend_on_the_seed_alone(sample, tiny_tokenizer):
     def ids(train_size: int = 40, **seeds: int) -> tuple[list, list]:
         arguments = DataArguments(dataset=str(sample), train_size=train_size, eval_size=20, max_length=200)
-        train, evaluation = load_squad(arguments, tokenizer, training(**seeds))
+        train, evaluation = load_squad(arguments, tiny_tokenizer, training(**seeds))
         return train["id"][:], evaluation["id"][:]
 
     one, other = ids(seed=1), ids(seed=2)

@@ -1,6 +1,5 @@
 """The scripts of the experiments, as text: each one; which there are: test_docs.py; what they run: tests/commands."""
 
-import json
 import re
 
 import pytest
@@ -46,10 +45,6 @@ def test_names_directives_and_configs_agree(script):
     for name in script.relative_to(EXPERIMENTS).parts:
         for number, unit in re.findall(r"(?:^|_)(\d+)_(gpus|nodes)(?=[_.]|$)", name):
             assert stated[unit] == int(number), name
-    for config in re.findall(r'"\$ROOT/(fsdp_configs/[^"]+)"', text):
-        content = json.loads((EXPERIMENTS.parent / config).read_text())
-        sizes = content.get("dp_shard_size", "auto"), content.get("dp_replicate_size", "auto")
-        assert "auto" in sizes or sizes[0] * sizes[1] == gpus, config
     assert f"sbatch {script.name}" in text, "the purpose names the command"
     assert asked["output"] == "log/%x_%j.out"
     assert "time" in asked

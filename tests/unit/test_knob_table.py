@@ -33,12 +33,3 @@ def test_the_table_needs_the_standard_library_alone(name):
     imported = [alias.name for node in ast.walk(tree) if isinstance(node, ast.Import) for alias in node.names]
     imported += [node.module for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)]
     assert {each.split(".")[0] for each in imported} <= sys.stdlib_module_names | {"errors"}
-
-
-def test_a_line_is_the_variable_the_flag_and_the_default(main_of, capsys):
-    main_of(knobs)
-    lines = capsys.readouterr().out.splitlines()
-    assert [line.split(" ", 2)[:2] for line in lines] == [[knob.variable, f"--{knob.flag}"] for knob in KNOBS]
-    assert {"TRAIN_SIZE --train_size 500", "FROM_SCRATCH --from_scratch False", "OUTPUT_DIR --output_dir "} <= set(
-        lines
-    )

@@ -17,13 +17,8 @@ DATA = DataArguments(dataset=str(REPOSITORY / "data" / "squad_sample.json"))
 TINY = ModelArguments("tiny-bloom")
 
 
-@pytest.fixture(scope="module")
-def tokenizer():
-    return load_tokenizer(TINY, DATA)
-
-
-def test_tiny_bloom_is_small_in_fp32_and_the_same_for_a_seed(tokenizer):
-    one, again, other = (load_model(TINY, DATA, tokenizer, seed) for seed in (1, 1, 2))
+def test_tiny_bloom_is_small_in_fp32_and_the_same_for_a_seed(tiny_tokenizer):
+    one, again, other = (load_model(TINY, DATA, tiny_tokenizer, seed) for seed in (1, 1, 2))
     assert count_parameters(one) == sum(p.numel() for p in one.parameters()) < 500_000
     assert {p.dtype for p in one.parameters()} == {torch.float32}
     states = [model.state_dict()["transformer.h.1.mlp.dense_h_to_4h.weight"] for model in (one, again, other)]
@@ -49,11 +44,11 @@ def test_folder_that_is_not_there_is_refused_by_its_flag(refusal):
 
 
 @pytest.fixture
-def folder(tmp_path, tokenizer):
+def folder(tmp_path, tiny_tokenizer):
     """A model that was saved in 16 bit."""
     model = BloomForCausalLM(BloomConfig(vocab_size=2048, hidden_size=16, n_layer=1, n_head=2))
     model.to(torch.float16).save_pretrained(tmp_path / "model")
-    tokenizer.save_pretrained(tmp_path / "model")
+    tiny_tokenizer.save_pretrained(tmp_path / "model")
     return tmp_path / "model"
 
 
@@ -135,15 +130,15 @@ LEARNED = {
 
 
 @pytest.mark.parametrize("config", LEARNED.values(), ids=LEARNED)
-def test_texts_that_are_longer_than_the_learned_positions_are_refused(config, tokenizer, tmp_path, refusal):
+def test_texts_that_are_longer_than_the_learned_positions_are_refused(config, tiny_tokenizer, tmp_path, refusal):
     config.save_pretrained(tmp_path)
     model = empty_model(ModelArguments(str(tmp_path)), DATA)
-    check_model(model, tokenizer, 256)
-    line = refusal(check_model, model, tokenizer, 257)
+    check_model(model, tiny_tokenizer, 256)
+    line = refusal(check_model, model, tiny_tokenizer, 257)
     assert line.startswith("error: --max_length: 257 is more than the 256 positions of the model; lower it to 256, or")
 
 
-def test_positions_that_are_computed_have_no_end(tokenizer, tmp_path):
+def test_positions_that_are_computed_have_no_end(tiny_tokenizer, tmp_path):
     """Also where the table of words has as many rows as the model says it has positions."""
     LlamaConfig(**SMALL, intermediate_size=16, max_position_embeddings=2048).save_pretrained(tmp_path)
-    check_model(empty_model(ModelArguments(str(tmp_path)), DATA), tokenizer, 4096)
+    check_model(empty_model(ModelArguments(str(tmp_path)), DATA), tiny_tokenizer, 4096)

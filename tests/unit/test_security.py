@@ -22,7 +22,6 @@ from model import load_config, load_model, load_tokenizer
 from training.safe_load import load_weights_only, refuse_foreign_code
 
 DATA = DataArguments(dataset=str(REPOSITORY / "data" / "squad_sample.json"))
-TINY = ModelArguments("tiny-bloom")
 EXECUTED = Path("executed")
 WRITES = f"import pathlib\npathlib.Path({str(EXECUTED)!r}).mkdir()\n"
 
@@ -41,11 +40,11 @@ def never_executed(monkeypatch):
 
 
 @pytest.fixture
-def folder() -> Path:
+def folder(tiny_tokenizer) -> Path:
     """A saved model whose files name classes of Python files that lie beside them."""
     config = BloomConfig(vocab_size=2048, hidden_size=16, n_layer=1, n_head=2)
     BloomForCausalLM(config).save_pretrained("model")
-    load_tokenizer(TINY, DATA).save_pretrained("model")
+    tiny_tokenizer.save_pretrained("model")
     for name in ("configuration", "modeling", "tokenization", "custom_generate/generate"):
         path = Path("model") / f"{name}.py"
         path.parent.mkdir(exist_ok=True)

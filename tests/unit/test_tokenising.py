@@ -19,11 +19,6 @@ BATCH = {
 
 
 @pytest.fixture(scope="module")
-def bloom():
-    return load_tokenizer(ModelArguments("tiny-bloom"), DataArguments(dataset=str(SAMPLE)))
-
-
-@pytest.fixture(scope="module")
 def llama(tmp_path_factory):
     """The tokenizer of a saved Llama: <s> in front of every text, and no pad token."""
     trained = Tokenizer(models.BPE(unk_token="<unk>"))
@@ -43,7 +38,7 @@ def llama(tmp_path_factory):
     return load_tokenizer(ModelArguments(str(folder)), DataArguments(dataset=str(SAMPLE)))
 
 
-@pytest.fixture(params=["bloom", "llama"])
+@pytest.fixture(params=["tiny_tokenizer", "llama"])
 def tokenizer(request):
     return request.getfixturevalue(request.param)
 
@@ -52,11 +47,11 @@ def decoded(tokenizer, ids: list[int]) -> str:
     return tokenizer.decode(ids, skip_special_tokens=True)
 
 
-def test_tiny_bloom_has_blooms_special_ids_and_depends_on_no_subset(bloom):
-    assert bloom.convert_tokens_to_ids(["<unk>", "<s>", "</s>", "<pad>"]) == [0, 1, 2, 3]
-    assert (bloom.eos_token_id, bloom.pad_token_id, len(bloom)) == (2, 3, 2048)
+def test_tiny_bloom_has_blooms_special_ids_and_depends_on_no_subset(tiny_tokenizer):
+    assert tiny_tokenizer.convert_tokens_to_ids(["<unk>", "<s>", "</s>", "<pad>"]) == [0, 1, 2, 3]
+    assert (tiny_tokenizer.eos_token_id, tiny_tokenizer.pad_token_id, len(tiny_tokenizer)) == (2, 3, 2048)
     again = load_tokenizer(ModelArguments("tiny-bloom"), DataArguments(dataset=str(SAMPLE), train_size=3, eval_size=1))
-    assert again.get_vocab() == bloom.get_vocab()
+    assert again.get_vocab() == tiny_tokenizer.get_vocab()
 
 
 def test_model_without_a_pad_token_pads_with_its_eos_on_the_right(llama):
@@ -131,6 +126,6 @@ def test_answer_longer_than_its_usual_room_takes_it_from_the_context(tokenizer):
     assert decoded(tokenizer, ids).endswith(f"Answer: {answer}")
 
 
-def test_question_that_does_not_fit_is_refused(bloom, refusal):
-    line = refusal(tokenise_batch, BATCH, bloom, 8, "sequence")
+def test_question_that_does_not_fit_is_refused(tiny_tokenizer, refusal):
+    line = refusal(tokenise_batch, BATCH, tiny_tokenizer, 8, "sequence")
     assert line == "error: --max_length: leaves no room for the question 'What do nodes talk over?'; raise it"

@@ -7,7 +7,7 @@ from torch.distributed import distributed_c10d
 
 from parallel import watchdog
 from parallel.distributed import free_port
-from parallel.watchdog import Sign, Watchdog, hang_error
+from parallel.watchdog import Sign, hang_error
 
 
 @pytest.fixture(autouse=True)
@@ -63,33 +63,6 @@ def test_ranks_that_never_came_are_named_with_the_nodes_that_they_should_be_on(m
 def test_a_rank_that_still_joins_is_named_and_not_those_that_write_less_often():
     found = [sign(0, beats=0), sign(1, beats=3), sign(2, beats=3), sign(3, beats=3)]
     assert line(*found, silent=(1, 2, 3)).startswith("hang: no progress of rank 0 on node1 (step 0, at x.py:40 read), ")
-
-
-class Intervals:
-    """Stands for `ended`: so many intervals pass, however long each of them takes."""
-
-    def __init__(self, number: int):
-        self.left = number
-
-    def wait(self, seconds: float) -> bool:
-        self.left -= 1
-        return self.left < 0
-
-
-def test_a_rank_ends_after_so_many_intervals_without_a_beat(monkeypatch):
-    """Not by a clock: a job that was suspended as a whole is not hung."""
-    ends = []
-    monkeypatch.setattr(Watchdog, "end", lambda dog, earlier: ends.append((dog.now, earlier[0].number)))
-    dog = Watchdog(hang_timeout=20)
-    monkeypatch.setattr(watchdog, "current", dog)
-    watchdog.beat("step 12")
-    dog.ended = Intervals(20)
-    dog.run()
-    assert ends == []
-    watchdog.beat("step 13")
-    dog.ended = Intervals(21)
-    dog.run()
-    assert ends == [(41, 35)], "when it ends, and when it has read the others for the first time"
 
 
 def test_process_groups_outlast_the_flag_so_that_a_rank_is_named_first(monkeypatch):
