@@ -4,7 +4,6 @@ import copy
 
 import pytest
 import torch
-import torch.nn.functional as F
 from transformers import (
     BartConfig,
     BartForCausalLM,
@@ -93,21 +92,21 @@ def test_evaluation_has_the_mean_loss_and_generation_its_logits():
 
 
 def test_fp16_keeps_the_small_gradients_of_a_large_vocabulary():
-    """Half of the softmax is below the smallest number of fp16; the loss scale comes with the backward pass alone."""
+    """Those of the tokens that are no target: a softmax near the smallest numbers of fp16. The loss scale comes with
+    the backward pass alone."""
     torch.manual_seed(0)
-    hidden, weight = torch.randn(300, 64), torch.randn(50_000, 64) * 0.05
-    targets = torch.randint(0, 50_000, (300,))
+    hidden = torch.randn(100, 16)
+    weight = torch.randn(250_880, 16) * 0.05
+    targets = torch.arange(100)
 
-    def gradients(dtype: torch.dtype, function) -> tuple[torch.Tensor, torch.Tensor]:
-        x, w = (t.detach().to(dtype).requires_grad_() for t in (hidden, weight))
-        (function(x, w) / 300 * 2**16).backward()
-        return x.grad.float(), w.grad.float()
+    def gradient(dtype: torch.dtype) -> torch.Tensor:
+        own_weight = weight.detach().to(dtype).requires_grad_()
+        loss = CrossEntropyOfHead.apply(hidden.to(dtype), own_weight, targets, True)
+        (loss / 100 * 2**16).backward()
+        return own_weight.grad[100:].float()
 
-    exact = gradients(torch.float32, lambda x, w: F.cross_entropy(x @ w.T, targets, reduction="sum"))
-    own = gradients(torch.float16, lambda x, w: CrossEntropyOfHead.apply(x, w, targets, True))
-    for found, wanted in zip(own, exact, strict=True):
-        assert found.isfinite().all()
-        assert (found - wanted).norm() <= 2e-3 * wanted.norm()
+    exact = gradient(torch.float32)
+    assert (gradient(torch.float16) - exact).norm() <= 1e-3 * exact.norm()
 
 
 def test_a_sum_that_fp16_cannot_hold_is_not_infinite():

@@ -166,6 +166,7 @@ def test_commands_are_those_that_there_are(path, kind, text, monkeypatch):
             assert kind.strip() == "cluster", f"{words} needs a cluster: mark its block as such"
         while words[0] == "srun" or words[0].startswith("--"):
             words = words[1:]
+        assert not {"scripts/launch.py", "torch.distributed.run"} & set(words), "pages start ranks by torchrun"
         if words[0] == "torchrun":
             assert re.fullmatch(r"--nproc_per_node=\d", words[1]), words
             assert "OMP_NUM_THREADS=" in path.read_text(), "torchrun would set 1, and print a warning"

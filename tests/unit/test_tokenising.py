@@ -61,6 +61,7 @@ def test_model_without_a_pad_token_pads_with_its_eos_on_the_right(llama):
 def test_sequence_is_question_context_answer_and_eos(tokenizer):
     rows = tokenise_batch(BATCH, tokenizer, 512, "sequence")
     assert rows["labels"] == rows["input_ids"]
+    assert rows["cut"] == [False, False]
     for i, ids in enumerate(rows["input_ids"]):
         prompt = f"Question: {BATCH['question'][i]} Context: {BATCH['context'][i]} Answer:"
         assert decoded(tokenizer, ids) == f"{prompt} {BATCH['answers'][i][0]}"
