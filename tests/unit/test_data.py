@@ -153,31 +153,11 @@ def test_subsets_depend_on_the_seed_alone(sample, tiny_tokenizer):
     assert ids(10, seed=1) == (one[0][:10], one[1])
 
 
-# The Hub; without network and cache: tests/integration/test_offline.py
+# The Hub; its squad, and without network and cache: tests/integration/test_offline.py
 
 
-@pytest.fixture
-def on_the_hub(monkeypatch):
-    """Sets what the Hub has under any name."""
+def test_hub_data_set_that_is_no_squad_is_refused(monkeypatch, refusal):
     monkeypatch.setattr(hub.socket, "create_connection", lambda *_, **__: SimpleNamespace(close=lambda: None))
-
-    def have(rows: dict) -> None:
-        splits = {"validation": datasets.Dataset.from_dict(rows)}
-        monkeypatch.setattr(data_loader, "load_dataset", lambda name, split: splits[split])
-
-    return have
-
-
-def test_squad_of_the_hub_looks_like_a_local_file(on_the_hub):
-    answers = [{"text": ["fast network"], "answer_start": [15]}, {"text": [], "answer_start": []}]
-    on_the_hub(
-        {"id": ["a", "b"], "title": ["t", "t"], "question": ["?", "?"], "context": ["c", "c"], "answers": answers}
-    )
-    questions = read_part("eval", DataArguments(dataset="squad_v2"), "m")
-    assert set(questions.column_names) == {"id", "question", "context", "answers"}
-    assert questions["answers"][:] == [["fast network"], [UNANSWERABLE]]
-
-
-def test_hub_data_set_that_is_no_squad_is_refused(on_the_hub, refusal):
-    on_the_hub({"text": ["a film"]})
-    assert refusal(load_from_hub, "imdb", "eval", "m").startswith("error: --dataset: imdb cannot be loaded (")
+    films = datasets.Dataset.from_dict({"text": ["a film"]})
+    monkeypatch.setattr(data_loader, "load_dataset", lambda name, split: films)
+    assert refusal(load_from_hub, "imdb", "train", "m").startswith("error: --dataset: imdb cannot be loaded (")
