@@ -16,7 +16,8 @@ import build_ops
         ({"optimizer": {"type": "AdamW", "params": {"torch_adam": True}}}, None),
         ({"optimizer": {"type": "Adam"}, "zero_optimization": {"offload_optimizer": {"device": "cpu"}}},
          "CPUAdamBuilder"),
-        ({"optimizer": {"type": "Adam"}, "zero_optimization": {"offload_optimizer": None}}, "FusedAdamBuilder"),
+        ({"optimizer": {"type": "Adam"}, "zero_optimization": {"offload_optimizer": {"device": "none"}}},
+         "FusedAdamBuilder"),
     ],
 )  # fmt: skip
 def test_the_builder_that_a_config_needs(config, builder):

@@ -16,8 +16,8 @@ def parse(*argv: str) -> config.Options:
     return config.parse_command_line("Purpose.", list(argv))
 
 
-# flag -> variable, default, then text of the variable and the value it gives, then text of the flag and its value. Which
-# variable belongs to which flag: KNOBS, and the table of docs/knobs.md
+# flag -> variable, default, then text of the variable and the value it gives, then text of the flag and its value.
+# Which variable belongs to which flag: KNOBS, and the table of docs/knobs.md
 PRECEDENCE = {
     "train_size": ("TRAIN_SIZE", 500, ("7", 7), ("8", 8)),
     "samples_per_gpu": ("SAMPLES_PER_GPU", None, ("7", 7), ("8", 8)),

@@ -2,11 +2,8 @@
 
 import pytest
 import torch
-from huggingface_hub import constants
-from huggingface_hub._tree_cache import TreeCacheEntry, write_tree_cache
 
 import build_ops
-from checks import files as preflight_files
 from checks import jobs as preflight_jobs
 from checks import machine as preflight_machine
 from helpers import REPOSITORY
@@ -84,24 +81,6 @@ def test_pins():
 )
 def test_interfaces(value, exact, absent):
     assert preflight_machine.absent_interfaces(value, ["eth0", "ib0", "lo"], exact) == absent
-
-
-def test_a_model_of_which_a_file_is_missing_is_not_in_the_cache(monkeypatch, tmp_path):
-    """As huggingface_hub keeps it: the files of a commit, and the list of those that it should have."""
-    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
-    commit = "a" * 40
-    repository = tmp_path / "models--some--model"
-    snapshot = repository / "snapshots" / commit
-    snapshot.mkdir(parents=True)
-    (repository / "refs").mkdir()
-    (repository / "refs" / "main").write_text(commit)
-    listed = {name: TreeCacheEntry(1000, "blob") for name in ("one.safetensors", "two.safetensors")}
-    write_tree_cache(str(repository), commit, listed)
-    (snapshot / "one.safetensors").write_bytes(b"0" * 1000)
-    with pytest.raises(OSError, match=r"incomplete: 1 file\(s\) are missing \(two.safetensors\)"):
-        preflight_files.cached_size("some/model")
-    (snapshot / "two.safetensors").write_bytes(b"0" * 1000)
-    assert preflight_files.cached_size("some/model") == 2000
 
 
 def test_nothing_of_the_caller_reaches_a_tiny_training(tmp_path):
