@@ -213,6 +213,11 @@ def directives(nodes: int, gpus: int) -> str:
     return f"#!/bin/bash\n#SBATCH --nodes={nodes}\n#SBATCH --gpus-per-node={gpus}\n"
 
 
+def directives_of(script: Path) -> dict[str, str]:
+    """What an experiment's script asks of Slurm."""
+    return dict(re.findall(r"^#SBATCH --([\w-]+)=(\S+)", script.read_text(), re.MULTILINE))
+
+
 def program(path: str) -> ModuleType:
     """A program of the repository outside of scripts/, as a module."""
     specification = importlib.util.spec_from_file_location(Path(path).stem, REPOSITORY / path)

@@ -13,6 +13,9 @@ import torch
 
 # pytest finds them by their names
 from fixtures import clean_machine, refusal, sample  # noqa: F401
+from helpers import REPOSITORY
+from knobs import DataArguments, ModelArguments
+from model import load_tokenizer
 
 torch.set_num_threads(1)  # the models here are tiny: more threads only wait for each other on a busy machine
 
@@ -44,6 +47,13 @@ def no_process(monkeypatch):
     monkeypatch.setattr(subprocess, "Popen", refuse)
     yield
     assert not started, f"{started}: move this test to tests/commands, or give the code what the process would print"
+
+
+@pytest.fixture(scope="session")
+def tiny_tokenizer():
+    """That of tiny-bloom, trained on the sample: 2,048 tokens."""
+    data = DataArguments(dataset=str(REPOSITORY / "data" / "squad_sample.json"))
+    return load_tokenizer(ModelArguments("tiny-bloom"), data)
 
 
 @pytest.fixture

@@ -1,7 +1,5 @@
 """Tokens, operations and the peak that they are compared with."""
 
-import json
-
 import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
@@ -10,7 +8,7 @@ from transformers import BloomConfig, BloomForCausalLM, LlamaConfig, LlamaForCau
 from custom_model import CustomGPTConfig, CustomGPTForCausalLM
 from data_loader import IGNORED
 from training import flops
-from training.flops import ModelFlops, cache_file, count_tokens, matmul_peak, published_peak
+from training.flops import ModelFlops, count_tokens, matmul_peak, published_peak
 
 CPU = torch.device("cpu")
 SIZES = {"vocab_size": 500, "hidden_size": 64}
@@ -32,61 +30,37 @@ def test_tokens_of_a_batch():
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_operations_are_those_that_pytorch_counts(name: str, monkeypatch):
+def test_operations_are_those_that_pytorch_counts(name: str):
+    """The head computes for the tokens that count alone."""
     # whose counter knows no operations of the fused attention on the CPU
     with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
         model = MODELS[name]()
         tokens = torch.randint(0, 500, (2, 48))
         with FlopCounterMode(display=False) as counter:
             model(input_ids=tokens, attention_mask=torch.ones_like(tokens), labels=tokens).loss.backward()
-    needed = ModelFlops(model).needed(real=2 * 48, counted=2 * 48, squares=2 * 48 * 48)
+    per_model = ModelFlops(model)
+    needed = per_model.needed(real=2 * 48, counted=2 * 48, squares=2 * 48 * 48)
     assert needed == pytest.approx(counter.get_total_flops(), rel=0.02)
-
-
-def test_the_head_computes_for_the_tokens_that_count_alone():
-    model = ModelFlops(MODELS["bloom"]())
-    assert model.head == 500 * 64
-    assert model.needed(96, 96, 0) - model.needed(96, 10, 0) == 6 * 500 * 64 * 86
-
-
-def test_a_mixture_of_experts_has_no_such_number():
-    model = MODELS["llama"]()
-    model.config.num_local_experts = 8
-    with pytest.raises(ValueError, match="of the model's experts only some compute for a token"):
-        ModelFlops(model)
+    assert needed - per_model.needed(real=2 * 48, counted=48, squares=2 * 48 * 48) == 6 * 500 * 64 * 48
 
 
 @pytest.mark.parametrize(
     ("gpu", "precision", "tflops"),
     [
         ("Tesla V100-SXM2-32GB", "float16", 125),
-        ("Tesla V100-PCIE-16GB", "float32", 14),
         ("NVIDIA A100-SXM4-80GB", "bfloat16", 312),
         ("NVIDIA A100-PCIE-40GB", "tf32", 156),
-        ("NVIDIA H100 80GB HBM3", "float16", 989),
         ("NVIDIA H100 PCIe", "float16", 756),
-        ("NVIDIA GH200 480GB", "bfloat16", 989),
         ("NVIDIA GeForce RTX 4090", "float32", 82.6),
+        ("Tesla V100-SXM2-32GB", "tf32", None),  # it has none
+        ("NVIDIA A100-SXM4-40GB MIG 1g.5gb", "float16", None),
+        ("NVIDIA GeForce RTX 4090 Laptop GPU", "float16", None),
+        ("NVIDIA A40-48Q", "float16", None),  # a virtual one
+        ("NVIDIA RTX A4000", "float16", None),  # no A40
     ],
 )
-def test_the_peak_of_a_gpu_is_the_published_one(gpu: str, precision: str, tflops: float):
-    assert published_peak(gpu, precision) == tflops * 1e12
-
-
-@pytest.mark.parametrize(
-    ("gpu", "precision"),
-    [
-        ("Tesla V100-SXM2-32GB", "tf32"),  # it has none
-        ("NVIDIA A100-SXM4-40GB MIG 1g.5gb", "float16"),
-        ("NVIDIA GeForce RTX 4090 Laptop GPU", "float16"),
-        ("NVIDIA GeForce RTX 3090 Ti", "float16"),
-        ("NVIDIA A40-48Q", "float16"),  # a virtual one
-        ("NVIDIA RTX A4000", "float16"),  # no A40
-        ("Quadro P400", "float32"),
-    ],
-)
-def test_the_table_says_nothing_of_other_gpus(gpu: str, precision: str):
-    assert published_peak(gpu, precision) is None
+def test_the_peak_of_a_gpu_is_the_published_one_or_none(gpu: str, precision: str, tflops: float | None):
+    assert published_peak(gpu, precision) == (tflops and tflops * 1e12)
 
 
 def test_the_peak_of_a_cpu_is_measured_once_for_each_precision(monkeypatch, tmp_path):
@@ -95,26 +69,6 @@ def test_the_peak_of_a_cpu_is_measured_once_for_each_precision(monkeypatch, tmp_
     monkeypatch.setattr(flops, "CPU_SIZE", 64)
     first = matmul_peak(torch.float32, CPU)
     assert first > 1e6
-    ((key, value),) = json.loads(cache_file().read_text()).items()
-    assert value == first
-    assert f"torch {torch.__version__}, float32" in key
     monkeypatch.setattr(flops, "measure_peak", lambda dtype, device: 1e12)
     assert matmul_peak(torch.float32, CPU) == first
     assert matmul_peak(torch.bfloat16, CPU) == 1e12
-    assert len(json.loads(cache_file().read_text())) == 2
-
-
-@pytest.mark.parametrize("content", ["", "[1]", "not JSON"])
-def test_a_cache_that_cannot_be_read_is_measured_anew(content: str, monkeypatch, tmp_path):
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setattr(flops, "measure_peak", lambda dtype, device: 1e12)
-    cache_file().parent.mkdir()
-    cache_file().write_text(content)
-    assert matmul_peak(torch.float32, CPU) == 1e12
-
-
-def test_without_a_place_for_the_cache_it_is_measured_each_time(monkeypatch, tmp_path):
-    (tmp_path / "file").touch()
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
-    monkeypatch.setattr(flops, "measure_peak", lambda dtype, device: 1e12)
-    assert matmul_peak(torch.float32, CPU) == 1e12

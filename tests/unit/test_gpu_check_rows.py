@@ -1,6 +1,5 @@
-"""gpu_check.py with trainings that are records alone: its rows, its table, and a second call that goes on."""
+"""gpu_check.py with trainings that are records alone: its rows and its table; a second call: tests/integration."""
 
-import json
 from pathlib import Path
 
 import pytest
@@ -24,24 +23,18 @@ def record(loss: float, **others: object) -> dict:
 
 @pytest.fixture
 def call(monkeypatch, main_of, capsys):
-    """Calls the script on a pretended V100, records by job id; gives exit code, rows that ran, what was printed."""
+    """Calls the script on a pretended V100 with records by job id; gives exit code and what was printed."""
 
-    def run(records: dict[str, dict], *words: str, machine: dict = V100) -> tuple[int, list[str], str]:
-        ran = []
-
-        def train(job_id: str, words: list[str], variables: dict[str, str], folder: Path, timeout: int) -> dict:
-            ran.append(job_id)
-            return records.get(job_id, record(7.3))
-
-        monkeypatch.setattr(gpu_check, "train", train)
+    def run(records: dict[str, dict], *words: str, machine: dict = V100) -> tuple[int, str]:
+        monkeypatch.setattr(gpu_check, "train", lambda job_id, *_: records.get(job_id, record(7.3)))
         monkeypatch.setattr(gpu_check, "machine", lambda environment, cpu: machine)
         monkeypatch.setattr(gpu_check.subprocess, "run", lambda *_, **__: None)  # build_ops.py
         code = 0
         try:
-            main_of(gpu_check, *words)
+            main_of(gpu_check, "--rows", *words)
         except SystemExit as ended:
             code = ended.code
-        return code, [name for name in ran if not name.endswith("_reloaded")], capsys.readouterr().out
+        return code, capsys.readouterr().out
 
     return run
 
@@ -59,7 +52,7 @@ def test_all_configs_and_strategies_of_one_gpu_are_rows():
 
 def test_the_table_shows_what_was_measured_and_leaves_the_rest_empty(call):
     records = {"plain": record(7.3, f1=0.5), "zero2": FAILED}
-    _, _, printed = call(records, "--rows", "plain", "bloom-560m-plain", "zero2")
+    _, printed = call(records, "plain", "bloom-560m-plain", "zero2")
     text = Path("results/gpu_check/gpu_check.md").read_text()
     assert text in printed
     assert text.startswith("[gpu Tesla V100-SXM2-32GB, gpu_memory_mib 32501, cpu Xeon, cpus 8, torch 2.13.0+cu126]\n")
@@ -74,19 +67,10 @@ def test_the_table_shows_what_was_measured_and_leaves_the_rest_empty(call):
     assert "- zero2: error: x: y; z; read x.log\n" in text
 
 
-def test_a_second_call_runs_what_failed_or_was_not_reached(call):
-    code, ran, printed = call({"zero2": FAILED}, "--rows", "plain", "zero2")
-    assert (code, ran) == (3, ["plain", "zero2"])
-    assert "zero2: failed (error: x: y; z; read x.log), 0 s" in printed
-    code, ran, _ = call({}, "--rows", "plain", "zero2", "zero3")
-    assert (code, ran) == (0, ["zero2", "zero3"])
-    assert Path("results/gpu_check/gpu_check.md").read_text().count("| completed |") == 3
-
-
 def test_a_row_fails_that_learns_or_saves_something_else_than_the_plain_trainer(call):
     records = {"plain": record(7.32), "plain_reloaded": record(7.33), "zero2": record(7.35), "zero0": record(7.5)}
     records |= {"zero3_reloaded": record(7.6), "zero1_reloaded": FAILED}
-    code, _, printed = call(records, "--rows", "plain", "zero0", "zero1", "zero2", "zero3")
+    code, printed = call(records, "plain", "zero0", "zero1", "zero2", "zero3")
     assert code == 3
     assert "zero0: failed (Eval loss is 7.500, Eval loss of plain 7.320)" in printed
     assert "zero1: failed (error: x: y; z; read x.log)" in printed
@@ -96,32 +80,22 @@ def test_a_row_fails_that_learns_or_saves_something_else_than_the_plain_trainer(
 
 def test_what_does_not_fit_says_so_and_is_no_failure(call):
     records = {"bloom-560m-plain": {"status": "oom", "reason": "error: memory: CUDA out of memory; offload"}}
-    code, _, printed = call(records, "--rows", *records)
+    code, printed = call(records, *records)
     assert code == 0
     assert "bloom-560m-plain: oom (error: memory: CUDA out of memory; offload)" in printed
 
 
-@pytest.mark.parametrize(("visible", "chosen"), [("2,3", "2"), ("GPU-1,GPU-2", "GPU-1"), (None, "0")])
-def test_the_rows_see_one_gpu_and_nothing_of_the_job(monkeypatch, visible, chosen):
-    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    if visible:
-        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
-    for name in ("SLURM_RESTART_COUNT", "TRAIN_SIZE", "REPORT_TO"):
-        monkeypatch.setenv(name, "1")
+@pytest.mark.parametrize(("visible", "chosen"), [("2,3", "2"), ("GPU-1,GPU-2", "GPU-1")])
+def test_the_rows_see_one_gpu_and_no_knob_of_the_job(monkeypatch, visible, chosen):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    monkeypatch.setenv("TRAIN_SIZE", "1")
     variables = gpu_check.environment_of_rows(Path(), cpu=False)
     assert variables["CUDA_VISIBLE_DEVICES"] == chosen
-    assert not {"SLURM_RESTART_COUNT", "TRAIN_SIZE", "REPORT_TO"} & set(variables)
-    assert gpu_check.environment_of_rows(Path(), cpu=True)["CUDA_VISIBLE_DEVICES"] == ""
-
-
-def test_each_row_is_kept_as_it_ends(call):
-    with pytest.raises(KeyError):  # in the middle of the second row
-        call({"ddp": {}}, "--rows", "plain", "ddp")
-    assert list(json.loads(Path("results/gpu_check/gpu_check.json").read_text())["rows"]) == ["plain"]
+    assert "TRAIN_SIZE" not in variables
 
 
 def test_results_of_another_machine_are_not_mixed(call, refusal):
-    call({}, "--rows", "plain")
-    line = refusal(lambda: call({}, machine=V100 | {"gpu": "H100"}))
+    call({}, "plain")
+    line = refusal(lambda: call({}, "plain", machine=V100 | {"gpu": "H100"}))
     assert "is of another machine or version: gpu Tesla V100-SXM2-32GB, " in line
     assert line.endswith("; move it away, or give another --output")

@@ -2,10 +2,9 @@
 
 from dataclasses import dataclass
 
-import pytest
 from torch.profiler import DeviceType
 
-from training.profiling import PHASES, STEP, breakdown, length, table, union, within, without
+from training.profiling import PHASES, STEP, breakdown, table
 
 SECOND = 10**9
 
@@ -33,15 +32,6 @@ class Event:
 
     def is_user_annotation(self) -> bool:
         return self.what in (STEP, *PHASES)
-
-
-def test_intervals():
-    assert union([(5, 7), (1, 3), (2, 4), (4, 5)]) == [(1, 7)]
-    assert without([(0, 10), (20, 30)], [(2, 3), (8, 22), (25, 26), (40, 50)]) == [(0, 2), (3, 8), (22, 25), (26, 30)]
-    assert without([(0, 10)], []) == [(0, 10)]
-    assert without([(2, 3), (4, 5)], [(0, 10)]) == []
-    assert within([(0, 10), (20, 30)], [(5, 25)]) == [(5, 10), (20, 25)]
-    assert length([(0, 2), (3, 8)]) == 7
 
 
 def test_on_a_gpu_kernels_count_and_the_annotations_that_span_them_do_not(monkeypatch):
@@ -95,20 +85,9 @@ def test_deepspeeds_step_within_its_backward_pass_is_the_optimizers():
     assert (found["backward"], found["optimizer"], found["other"]) == (3, 1, 0)
 
 
-def test_several_steps_are_averaged():
-    events = [Event(STEP, start, 2) for start in (0, 5)] + [Event("forward", start, 1) for start in (0, 5)]
-    found = breakdown(events)
-    assert (found["steps"], found["seconds_per_step"], found["forward"], found["other"]) == (2, 2, 1, 1)
-
-
 def test_the_table_has_a_column_for_each_rank():
     one = breakdown([Event(STEP, 0, 4), Event("forward", 0, 3)]) | {"trace": "profile/7/rank_0.json.gz"}
     lines = table([one, one]).splitlines()
     assert lines[1].split() == ["profile", "of", "a", "step", "rank", "0", "rank", "1"]
     assert lines[3].split() == ["forward", *("3000.0", "ms", "75", "%") * 2]
     assert lines[-1] == "traces: profile/7; open them in https://ui.perfetto.dev"
-
-
-@pytest.mark.parametrize("name", ["communication", "other"])
-def test_what_does_not_happen_is_zero(name):
-    assert breakdown([Event(STEP, 0, 1), Event("forward", 0, 1)])[name] == 0

@@ -1,15 +1,17 @@
-"""What SECURITY.md promises and no other test looks at: models and data are data, and no script executes text."""
+"""What SECURITY.md promises: models, data and checkpoints are data, and no script executes text."""
 
 import ast
 import builtins
 import json
 import os
+import pickle
 import re
 from pathlib import Path
 
 import huggingface_hub.constants
 import pytest
 import torch
+from deepspeed.runtime.checkpoint_engine.torch_checkpoint_engine import TorchCheckpointEngine
 from transformers import BloomConfig, BloomForCausalLM
 
 from data_loader import read_part
@@ -17,9 +19,9 @@ from errors import WorkshopError
 from helpers import EXPERIMENT_SCRIPTS, REPOSITORY
 from knobs import DataArguments, ModelArguments
 from model import load_config, load_model, load_tokenizer
+from training.safe_load import load_weights_only, refuse_foreign_code
 
 DATA = DataArguments(dataset=str(REPOSITORY / "data" / "squad_sample.json"))
-TINY = ModelArguments("tiny-bloom")
 EXECUTED = Path("executed")
 WRITES = f"import pathlib\npathlib.Path({str(EXECUTED)!r}).mkdir()\n"
 
@@ -38,11 +40,11 @@ def never_executed(monkeypatch):
 
 
 @pytest.fixture
-def folder() -> Path:
+def folder(tiny_tokenizer) -> Path:
     """A saved model whose files name classes of Python files that lie beside them."""
     config = BloomConfig(vocab_size=2048, hidden_size=16, n_layer=1, n_head=2)
     BloomForCausalLM(config).save_pretrained("model")
-    load_tokenizer(TINY, DATA).save_pretrained("model")
+    tiny_tokenizer.save_pretrained("model")
     for name in ("configuration", "modeling", "tokenization", "custom_generate/generate"):
         path = Path("model") / f"{name}.py"
         path.parent.mkdir(exist_ok=True)
@@ -66,24 +68,15 @@ def load(folder: Path) -> None:
     load_model(arguments, DATA, tokenizer, 1)
 
 
-def test_code_in_a_model_folder_is_not_executed(folder):
-    load(folder)
-
-
-@pytest.mark.parametrize("variable", ["TRUST_REMOTE_CODE", "HF_TRUST_REMOTE_CODE", "TRANSFORMERS_TRUST_REMOTE_CODE"])
-def test_no_variable_allows_it(folder, monkeypatch, variable):
-    monkeypatch.setenv(variable, "1")
+def test_code_in_a_model_folder_is_not_executed_and_nothing_allows_it(folder, monkeypatch):
+    monkeypatch.setenv("TRUST_REMOTE_CODE", "1")
+    monkeypatch.setenv("HF_TRUST_REMOTE_CODE", "1")
     change("config.json", trust_remote_code=True)
     load(folder)
 
 
-@pytest.mark.parametrize("name", ["config.json", "tokenizer_config.json"])
-def test_a_model_that_needs_its_own_code_is_refused(folder, refusal, name):
-    if name == "config.json":
-        change(name, model_type="mine", architectures=["Mine"])
-    else:
-        change(name, tokenizer_class="Mine")
-        (folder / "tokenizer.json").unlink()
+def test_a_model_that_needs_its_own_code_is_refused(folder, refusal):
+    change("config.json", model_type="mine", architectures=["Mine"])
     line = refusal(load, folder)
     assert line.startswith("error: --model_name: model asks for code of its own, which is never run here; take a")
 
@@ -103,17 +96,54 @@ def test_weights_that_hold_code_are_not_loaded(folder, refusal):
 # Data
 
 
-def test_a_folder_with_a_loading_script_is_no_dataset(refusal):
+@pytest.mark.parametrize("dataset", ["mine", "mine/mine.py"])
+def test_a_loading_script_is_no_dataset(dataset):
     Path("mine").mkdir()
     Path("mine/mine.py").write_text(WRITES)
-    line = refusal(read_part, "train", DataArguments(dataset="mine"))
-    assert line.startswith("error: mine: Is a directory; ")
-
-
-def test_a_loading_script_is_no_dataset():
-    Path("mine.py").write_text(WRITES)
     with pytest.raises((WorkshopError, RuntimeError)):
-        read_part("train", DataArguments(dataset="mine.py"))
+        read_part("train", DataArguments(dataset=dataset))
+
+
+# Checkpoints; that each strategy's own are taken: tests/integration/test_strategies.py
+
+
+@pytest.fixture
+def weights_only():
+    """As train.py loads; undone after the test. Nothing may have been executed in it."""
+    allowed = torch.serialization.get_safe_globals()
+    load_weights_only(with_deepspeed=True)
+    yield
+    del os.environ["TORCH_FORCE_WEIGHTS_ONLY_LOAD"]
+    torch.serialization.clear_safe_globals()
+    torch.serialization.add_safe_globals(allowed)
+
+
+@pytest.mark.parametrize("name", ["rng_state_1.pth", "optimizer.bin", "global_step8/states.pt"])
+def test_a_file_that_holds_code_is_refused_by_name(weights_only, name, refusal):
+    path = Path("checkpoint-8") / name
+    path.parent.mkdir(parents=True)
+    torch.save({"module": Code()}, path)
+    line = refusal(refuse_foreign_code, Path("checkpoint-8"), code=4)
+    assert line.startswith(f"error: {path}: holds posix.mkdir, which is code and no data; ")
+
+
+@pytest.mark.parametrize("content", [pickle.dumps(Code()), b"PK\3\4 cut off"])
+def test_what_is_no_file_of_a_checkpoint_is_refused_too(weights_only, content, refusal):
+    Path("checkpoint-8").mkdir()
+    Path("checkpoint-8/optimizer.pt").write_bytes(content)
+    line = refusal(refuse_foreign_code, Path("checkpoint-8"), code=4)
+    assert line.startswith("error: checkpoint-8/optimizer.pt: is damaged, or no file of a checkpoint (")
+
+
+def test_nothing_in_this_process_loads_code(weights_only, monkeypatch):
+    torch.save({"module": Code()}, "x.pt")
+    monkeypatch.setenv("TORCH_FORCE_WEIGHTS_ONLY_LOAD", "0")
+    torch.load("x.pt", weights_only=False)
+    EXECUTED.rmdir()  # it runs where nothing forbids it
+    load_weights_only(with_deepspeed=True)
+    for load in (TorchCheckpointEngine().load, lambda path: torch.load(path, weights_only=False), torch.load):
+        with pytest.raises(pickle.UnpicklingError, match=r"posix\.mkdir"):
+            load("x.pt")
 
 
 # Our own scripts
@@ -141,13 +171,10 @@ def test_no_script_executes_what_it_reads(path):
     assert dangers(ast.parse(path.read_text(encoding="utf-8"))) == []
 
 
-@pytest.mark.parametrize(
-    "text",
-    [
-        *("eval(x)", "pickle.load(f)", "yaml.load(f, Loader)", "torch.load(f)", "torch.load(f, weights_only=False)"),
-        *("run(x, shell=True)", "os.system(x)", "A.from_pretrained(x, trust_remote_code=options.trust)"),
-    ],
-)
+UNSAFE = ["eval(x)", "pickle.load(f)", "torch.load(f)", "run(x, shell=True)", "f(x, trust_remote_code=options.trust)"]
+
+
+@pytest.mark.parametrize("text", UNSAFE)
 def test_this_search_finds(text):
     assert dangers(ast.parse(text))
 
@@ -167,11 +194,3 @@ def test_no_shell_script_executes_what_it_reads(path):
         assert not re.search(r"(^|[;&|(]\s*|\s)(eval|bash -c|sh -c)\s", code), line
         sourced = re.match(r"\s*\(?(?:source\s|\.\s+(?=[\"$/\w]))\s*(\S+)", code)
         assert not sourced or SOURCED.fullmatch(sourced[1]), line
-
-
-# The page
-
-
-@pytest.mark.parametrize("name", ["README.md", "CONTRIBUTING.md"])
-def test_the_page_is_linked(name):
-    assert "](SECURITY.md)" in (REPOSITORY / name).read_text(encoding="utf-8")

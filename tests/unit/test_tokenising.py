@@ -18,12 +18,7 @@ BATCH = {
 }
 
 
-@pytest.fixture(scope="session")
-def bloom():
-    return load_tokenizer(ModelArguments("tiny-bloom"), DataArguments(dataset=str(SAMPLE)))
-
-
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def llama(tmp_path_factory):
     """The tokenizer of a saved Llama: <s> in front of every text, and no pad token."""
     trained = Tokenizer(models.BPE(unk_token="<unk>"))
@@ -43,127 +38,95 @@ def llama(tmp_path_factory):
     return load_tokenizer(ModelArguments(str(folder)), DataArguments(dataset=str(SAMPLE)))
 
 
-@pytest.fixture(params=["bloom", "llama"])
+@pytest.fixture(params=["tiny_tokenizer", "llama"])
 def tokenizer(request):
     return request.getfixturevalue(request.param)
 
 
-def collate(tokenizer, rows: dict, **options: object) -> dict:
-    names = ("input_ids", "attention_mask", "labels")
-    features = [{name: rows[name][i] for name in names} for i in range(len(rows["labels"]))]
-    return collator(tokenizer, DataArguments(**options))(features)
+def decoded(tokenizer, ids: list[int]) -> str:
+    return tokenizer.decode(ids, skip_special_tokens=True)
 
 
-def test_tiny_bloom_has_blooms_special_ids_and_depends_on_no_subset(bloom):
-    assert bloom.convert_tokens_to_ids(["<unk>", "<s>", "</s>", "<pad>"]) == [0, 1, 2, 3]
-    assert (bloom.eos_token_id, bloom.pad_token_id, len(bloom)) == (2, 3, 2048)
+def test_tiny_bloom_has_blooms_special_ids_and_depends_on_no_subset(tiny_tokenizer):
+    assert tiny_tokenizer.convert_tokens_to_ids(["<unk>", "<s>", "</s>", "<pad>"]) == [0, 1, 2, 3]
+    assert (tiny_tokenizer.eos_token_id, tiny_tokenizer.pad_token_id, len(tiny_tokenizer)) == (2, 3, 2048)
     again = load_tokenizer(ModelArguments("tiny-bloom"), DataArguments(dataset=str(SAMPLE), train_size=3, eval_size=1))
-    assert again.get_vocab() == bloom.get_vocab()
-    text = "Größe: 5 µm — naïve"
-    assert bloom.decode(bloom(text)["input_ids"]) == text
+    assert again.get_vocab() == tiny_tokenizer.get_vocab()
 
 
-def test_model_without_a_pad_token_pads_with_its_eos(llama):
-    assert llama.pad_token_id == llama.eos_token_id == 2
-    assert llama.padding_side == "right"
+def test_model_without_a_pad_token_pads_with_its_eos_on_the_right(llama):
+    assert (llama.pad_token_id, llama.eos_token_id, llama.padding_side) == (2, 2, "right")
 
 
 def test_sequence_is_question_context_answer_and_eos(tokenizer):
     rows = tokenise_batch(BATCH, tokenizer, 512, "sequence")
+    assert rows["labels"] == rows["input_ids"]
+    assert rows["cut"] == [False, False]
     for i, ids in enumerate(rows["input_ids"]):
-        question, context, answer = BATCH["question"][i], BATCH["context"][i], BATCH["answers"][i][0]
-        text = tokenizer.decode(ids, skip_special_tokens=True)
-        assert text == f"Question: {question} Context: {context} Answer: {answer}"
+        prompt = f"Question: {BATCH['question'][i]} Context: {BATCH['context'][i]} Answer:"
+        assert decoded(tokenizer, ids) == f"{prompt} {BATCH['answers'][i][0]}"
+        assert ids[: rows["prompt_length"][i]] == tokenizer(prompt)["input_ids"]
         assert ids[-1] == tokenizer.eos_token_id
-        assert ids.count(tokenizer.eos_token_id) == 1
-        prompt = ids[: rows["prompt_length"][i]]
-        assert prompt == tokenizer(f"Question: {question} Context: {context} Answer:")["input_ids"]
-        assert rows["length"][i] == len(ids) == len(rows["attention_mask"][i])
-        assert set(rows["attention_mask"][i]) == {1}
+        assert rows["length"][i] == len(ids) == sum(rows["attention_mask"][i])
 
 
-def test_labels_are_the_whole_sequence_or_answer_and_eos_alone(tokenizer):
-    whole = tokenise_batch(BATCH, tokenizer, 512, "sequence")
-    assert whole["labels"] == whole["input_ids"]
-    answer = tokenise_batch(BATCH, tokenizer, 512, "answer")
-    for labels, ids, prompt in zip(answer["labels"], answer["input_ids"], answer["prompt_length"], strict=True):
+def test_labels_of_the_answer_are_answer_and_eos_alone(tokenizer):
+    rows = tokenise_batch(BATCH, tokenizer, 512, "answer")
+    for labels, ids, prompt in zip(rows["labels"], rows["input_ids"], rows["prompt_length"], strict=True):
         assert labels == [IGNORED] * prompt + ids[prompt:]
-        counted = [token for token in labels if token != IGNORED]
-        assert counted[-1] == tokenizer.eos_token_id
-    assert tokenizer.decode([t for t in answer["labels"][0] if t != IGNORED][:-1]) == " a fast network"
+    counted = [token for token in rows["labels"][0] if token != IGNORED]
+    assert tokenizer.decode(counted) == f" a fast network{tokenizer.eos_token}"
 
 
-@pytest.mark.parametrize(("padding", "width"), [("max_length", 512), ("longest", None)])
-@pytest.mark.parametrize("labels", ["sequence", "answer"])
-def test_padding_never_counts_and_the_eos_does(padding, width, labels, tokenizer):
+@pytest.mark.parametrize(("labels", "of_padding"), [("sequence", IGNORED), ("answer", IGNORED), ("all", "pad")])
+@pytest.mark.parametrize("padding", ["max_length", "longest"])
+def test_padding_counts_under_labels_all_alone_and_the_eos_always(padding, labels, of_padding, tokenizer):
+    """With Llama's tokenizer the padding is the same token as the EOS."""
     rows = tokenise_batch(BATCH, tokenizer, 512, labels)
-    batch = collate(tokenizer, rows, padding=padding, max_length=512, labels=labels)
-    longest = -(-max(rows["length"]) // 8) * 8
-    assert batch["input_ids"].shape == batch["labels"].shape == (2, width or longest)
+    collate = collator(tokenizer, DataArguments(padding=padding, max_length=512, labels=labels))
+    names = ("input_ids", "attention_mask", "labels")
+    batch = collate([{name: rows[name][i] for name in names} for i in (0, 1)])
+    multiple_of_8 = -(-max(rows["length"]) // 8) * 8
+    assert batch["input_ids"].shape == batch["labels"].shape == (2, 512 if padding == "max_length" else multiple_of_8)
+    ignored = tokenizer.pad_token_id if of_padding == "pad" else of_padding
     for i, length in enumerate(rows["length"]):
         assert batch["attention_mask"][i].sum() == length
         assert batch["labels"][i, :length].tolist() == rows["labels"][i]
-        assert batch["labels"][i, length - 1] == tokenizer.eos_token_id
-        assert set(batch["labels"][i, length:].tolist()) <= {IGNORED}
+        assert set(batch["labels"][i, length:].tolist()) <= {ignored}
         assert set(batch["input_ids"][i, length:].tolist()) <= {tokenizer.pad_token_id}
 
 
-def test_labels_all_count_the_padding_too(tokenizer):
-    rows = tokenise_batch(BATCH, tokenizer, 512, "all")
-    batch = collate(tokenizer, rows, max_length=512, labels="all")
-    assert (batch["labels"] == batch["input_ids"]).all()
-    assert (batch["labels"] != IGNORED).all()
-    assert batch["attention_mask"].sum() == sum(rows["length"])
+LONG = {
+    "English": CONTEXT.strip(),
+    "Chinese": "节点通过高速网络相互通信，每个节点有八个设备，这些设备共同训练一个语言模型。" * 30,
+    "one word": "parallel" * 200,
+}
 
 
-@pytest.mark.parametrize("max_length", [64, 100, 128])
-def test_over_long_prompt_loses_context_only(max_length, tokenizer):
-    rows = tokenise_batch(BATCH, tokenizer, max_length, "sequence")
-    ids, prompt = rows["input_ids"][0], rows["prompt_length"][0]
-    text = tokenizer.decode(ids, skip_special_tokens=True)
-    begin, end = f"Question: {BATCH['question'][0]} Context: ", " Answer: a fast network"
-    assert text.startswith(begin)
-    assert text.endswith(end)
-    kept = text.removeprefix(begin).removesuffix(end)
-    assert kept
-    assert kept != BATCH["context"][0]
-    assert BATCH["context"][0].startswith(kept)
-    assert len(ids) <= max_length
-    assert prompt <= max_length - answer_room(max_length)
-    rest = BATCH["context"][0].removeprefix(kept)
-    longer = [f"{begin}{kept}{rest[:more].rstrip()} Answer:" for more in range(8, 40)]
-    room = max_length - answer_room(max_length)
-    assert min(len(ids) for ids in tokenizer(longer)["input_ids"]) > room, "more of the context would have fitted"
-    assert rows["cut"] == [True, False]
-
-
-CHINESE = "节点通过高速网络相互通信，每个节点有八个设备，这些设备共同训练一个语言模型。" * 30
-NO_SPACES = {"Chinese": CHINESE, "no letter of the tokenizer": "ⵣⵉⵔⵉ" * 200, "one word": "parallel" * 200}
-
-
-@pytest.mark.parametrize("context", NO_SPACES.values(), ids=NO_SPACES)
-@pytest.mark.parametrize("max_length", [64, 65, 66])
-def test_context_without_spaces_keeps_what_fits(context, max_length, tokenizer):
+@pytest.mark.parametrize("language", LONG)
+@pytest.mark.parametrize("max_length", [64, 100])
+def test_over_long_prompt_loses_the_end_of_its_context_only(max_length, language, tokenizer):
+    context = LONG[language]
     batch = {"question": ["Wo?"], "context": [context], "answers": [["Zürich"]]}
     rows = tokenise_batch(batch, tokenizer, max_length, "sequence")
-    prompt = rows["input_ids"][0][: rows["prompt_length"][0]]
-    text = tokenizer.decode(prompt, skip_special_tokens=True)
-    kept = text.removeprefix("Question: Wo? Context: ").removesuffix(" Answer:")
-    assert kept, "all of the context is lost"
-    assert context.startswith(kept), "half of a character"
+    text = decoded(tokenizer, rows["input_ids"][0])
+    assert text.startswith("Question: Wo? Context: ")
+    assert text.endswith(" Answer: Zürich")
+    kept = text.removeprefix("Question: Wo? Context: ").removesuffix(" Answer: Zürich")
+    assert kept and context.startswith(kept), "not half of a character"
     room = max_length - answer_room(max_length)
-    assert room - 10 < len(prompt) <= room, "a character has up to three tokens, a word as many as its letters"
+    assert room - 10 < rows["prompt_length"][0] <= room, "a character has up to three tokens, a word some more"
     assert rows["cut"] == [True]
 
 
 def test_answer_longer_than_its_usual_room_takes_it_from_the_context(tokenizer):
     answer = " ".join(["network"] * 60)
     batch = {"question": ["What?"], "context": [CONTEXT.strip()], "answers": [[answer]]}
-    rows = tokenise_batch(batch, tokenizer, 128, "answer")
-    assert len(rows["input_ids"][0]) <= 128
-    assert tokenizer.decode(rows["input_ids"][0], skip_special_tokens=True).endswith(f"Answer: {answer}")
+    (ids,) = tokenise_batch(batch, tokenizer, 128, "answer")["input_ids"]
+    assert len(ids) <= 128
+    assert decoded(tokenizer, ids).endswith(f"Answer: {answer}")
 
 
-def test_question_that_does_not_fit_is_refused(tokenizer, refusal):
-    line = refusal(tokenise_batch, BATCH, tokenizer, 8, "sequence")
+def test_question_that_does_not_fit_is_refused(tiny_tokenizer, refusal):
+    line = refusal(tokenise_batch, BATCH, tiny_tokenizer, 8, "sequence")
     assert line == "error: --max_length: leaves no room for the question 'What do nodes talk over?'; raise it"

@@ -1,0 +1,264 @@
+"""Config files of DeepSpeed and FSDP: what is wrong with a participant's own, and how the workshop's differ."""
+
+import json
+import re
+from types import SimpleNamespace
+
+import pytest
+from transformers import TrainingArguments
+from transformers.integrations.deepspeed import HfTrainerDeepSpeedConfig
+
+import config
+from custom_model import CustomGPTConfig, CustomGPTForCausalLM
+from helpers import REPOSITORY
+from parallel.ds_config import check_contradictions, check_ds_config
+from parallel.fsdp_config import check_fsdp_config, check_wrap_classes, fsdp_name
+from training.checkpoints import flattened
+
+FILES = sorted((REPOSITORY / "ds_configs").glob("*.json"))
+FSDP_FILES = sorted((REPOSITORY / "fsdp_configs").glob("*.json"))
+REMOVED = object()
+
+
+def load(name: str) -> dict:
+    return json.loads((REPOSITORY / "ds_configs" / f"{name}.json").read_text())
+
+
+def changed(dotted: str, value: object, name: str = "zero2") -> dict:
+    """One of the workshop's configs with another value at this place, or without it."""
+    content = load(name)
+    *sections, key = dotted.split(".")
+    holder = content
+    for section in sections:
+        holder = holder.setdefault(section, {})
+    holder[key] = value
+    if value is REMOVED:
+        del holder[key]
+    return content
+
+
+@pytest.fixture
+def written(tmp_path):
+    def write(content: dict | str) -> str:
+        path = tmp_path / "my.json"
+        path.write_text(content if isinstance(content, str) else json.dumps(content))
+        return str(path)
+
+    return write
+
+
+# A participant's own file
+
+CPU = {"device": "cpu"}
+WARM_UP = {"type": "WarmupLR", "params": {"warmup_min_lr": "auto", "warmup_max_lr": "auto"}}
+MISTAKES = {
+    "cut off": ("", "Expecting value: line 1 column 1 (char 0); correct the JSON"),
+    "section": (changed("zero_optimisation", {}), "zero_optimisation: unknown key; did you mean zero_optimization?"),
+    "key": (
+        changed("zero_optimization.offload_optimizer.devise", "cpu"),
+        "zero_optimization.offload_optimizer.devise: unknown key; did you mean device?",
+    ),
+    "stage": (changed("zero_optimization.stage", "3"), "zero_optimization.stage: is '3'; give 0, 1, 2 or 3"),
+    "no section": (
+        changed("zero_optimization", 2),
+        "zero_optimization: is 2, not an object; see ds_configs/ for examples",
+    ),
+    "no truth value": (
+        changed("zero_optimization.overlap_comm", "fast"),
+        "zero_optimization.overlap_comm: is 'fast': Input should be a valid boolean",
+    ),
+    "auto": (changed("steps_per_print", "auto"), 'steps_per_print: is "auto", which no flag replaces here; give a'),
+    "optimizer": (changed("optimizer.type", "Lamb"), "optimizer.type: is 'Lamb'; use AdamW, or remove the section"),
+    "parameters of stage 2": (
+        changed("zero_optimization.offload_param", CPU),
+        "zero_optimization.offload_param: stage 2 does not shard parameters, so it cannot offload; set the stage to",
+    ),
+    "optimizer of stage 0": (
+        changed("zero_optimization.offload_optimizer", CPU, "zero0"),
+        "zero_optimization.offload_optimizer: stage 0 does not shard the optimizer, so it cannot offload; set the",
+    ),
+    "clipping left out": (
+        changed("gradient_clipping", REMOVED),
+        'gradient_clipping: is missing, so --max_grad_norm would have no effect; add "gradient_clipping": "auto"',
+    ),
+    "rate left out": (
+        changed("optimizer.params.lr", REMOVED),
+        'optimizer.params.lr: is missing, so --learning_rate would have no effect; add "lr": "auto"',
+    ),
+    "warm-up left out": (
+        changed("scheduler", WARM_UP),
+        "scheduler.params.warmup_num_steps: is missing, so --warmup_steps would have no effect; add ",
+    ),
+}
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_a_mistake_is_one_line_with_its_place(mistake, written, refusal):
+    content, line = MISTAKES[mistake]
+    path = written(content)
+    assert refusal(check_ds_config, path).startswith(f"error: {path}: {line}")
+
+
+def test_a_file_that_is_not_there_is_refused(refusal):
+    expected = "error: zero9.json: No such file or directory; see ds_configs/ and fsdp_configs/"
+    assert refusal(check_ds_config, "zero9.json") == expected
+
+
+def test_files_may_leave_out_what_the_flags_decide_anyway(written):
+    assert check_ds_config(written({"gradient_clipping": "auto"}))["zero_optimization"] == {}
+
+
+# The file against the flags
+
+
+def compare(path: str, *argv: str) -> None:
+    """What train.py does with a DeepSpeed file and these flags before it starts any process."""
+    content = check_ds_config(path)
+    options = config.parse_command_line("", list(argv))
+    training = TrainingArguments(**config.trainer_flags(options))
+    options.values["deepspeed"] = path
+    options.deepspeed_config = content
+    training.hf_deepspeed_config = HfTrainerDeepSpeedConfig(path)
+    training.hf_deepspeed_config.trainer_config_process(training)
+    check_contradictions(options, training)
+
+
+LITERALS = [
+    ("optimizer.params.lr", 0.001, "ds optimizer.params.lr=0.001 vs hf learning_rate=5e-05"),
+    ("train_batch_size", 64, "ds train_batch_size=64 vs hf train_batch_size (calculated)=16"),
+    ("bf16.enabled", True, "ds bf16.enabled=True vs hf bf16|bf16_full_eval=False"),
+]
+
+
+@pytest.mark.parametrize(("dotted", "value", "both"), LITERALS, ids=[row[0] for row in LITERALS])
+def test_literal_that_contradicts_a_flag_is_refused_with_both_values(dotted, value, both, written, refusal):
+    path = written(changed(dotted, value))
+    line = refusal(compare, path, "--fp16", "False")
+    assert line == f'error: {path}: contradicts the flags: {both}; set it to "auto" or change the flag'
+
+
+def test_literal_that_equals_the_flag_is_accepted(written):
+    compare(written(changed("optimizer.params.lr", 0.001)), "--learning_rate", "1e-3")
+
+
+def test_optimizer_and_scheduler_cannot_be_chosen_twice(written, refusal):
+    content = changed("scheduler", WARM_UP)
+    content["scheduler"]["params"] = WARM_UP["params"] | {"warmup_num_steps": "auto"}
+    path = written(content)
+    assert refusal(compare, path, "--optim", "adafactor") == (
+        f"error: {path}: optimizer.type is AdamW, but --optim is adafactor; remove the section optimizer or the flag"
+    )
+    line = refusal(compare, path, "--lr_scheduler_type", "cosine")
+    assert "scheduler.type is WarmupLR, but --lr_scheduler_type is cosine" in line
+
+
+def test_zero_3_that_would_save_no_weights_is_refused_unless_nothing_is_saved(written, refusal):
+    path = written(changed("zero_optimization.stage3_gather_16bit_weights_on_model_save", REMOVED, "zero3"))
+    assert refusal(compare, path).endswith("is not true, so no weights would be saved; set it to true")
+    compare(path, "--save_strategy", "no")
+
+
+# The workshop's own files; what they hold is in a table of docs/deepspeed-config.md
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
+def test_everything_that_training_arguments_know_is_auto(path):
+    # values that no file would hold, so that every literal shows up as a contradiction
+    odd = SimpleNamespace(
+        per_device_train_batch_size=31,
+        gradient_accumulation_steps=37,
+        world_size=41,
+        max_grad_norm=43,
+        learning_rate=47,
+        adam_beta1=53,
+        adam_beta2=59,
+        adam_epsilon=61,
+        weight_decay=67,
+        fp16=71,
+        fp16_full_eval=False,
+        bf16=73,
+        bf16_full_eval=False,
+        save_on_each_node=False,
+    )
+    filled = HfTrainerDeepSpeedConfig(json.loads(path.read_text()))
+    filled.trainer_config_process(odd)
+    assert filled.mismatches == []
+    assert filled.config["optimizer"]["params"]["lr"] == odd.learning_rate
+
+
+# two files, and the keys in which they may differ
+COMPARED = [
+    ("zero0", "zero1", r"stage"),
+    ("zero0", "zero2", r"stage"),
+    ("zero2", "zero3", r"stage.*"),
+    ("zero1", "zero1_cpu_offload", r"offload_.*"),
+    ("zero2", "zero2_cpu_offload", r"offload_.*"),
+    ("zero3", "zero3_cpu_offload", r"offload_.*"),
+    ("zero2_cpu_offload", "zero2_cpu_offload_pinned_memory", r"offload_optimizer\.pin_memory"),
+]
+
+
+@pytest.mark.parametrize(("left", "right", "allowed"), COMPARED)
+def test_files_that_the_pages_compare_differ_in_one_thing(left, right, allowed):
+    one, other = flattened(load(left)), flattened(load(right))
+    different = {key for key in one.keys() | other.keys() if one.get(key) != other.get(key)}
+    assert different
+    assert [key for key in different if not re.fullmatch(rf"zero_optimization\.{allowed}", key)] == []
+
+
+# FSDP
+
+
+@pytest.mark.parametrize("path", [p for p in FSDP_FILES if p.stem not in ("full_shard", "fsdp1_full_shard")], ids=str)
+def test_fsdp_files_differ_from_full_shard_in_one_thing(path):
+    base, other = (json.loads(p.read_text()) for p in (REPOSITORY / "fsdp_configs" / "full_shard.json", path))
+    different = {key for key in base | other if base.get(key) != other.get(key)}
+    assert len(different) == 1 or different == {"dp_shard_size", "dp_replicate_size"}
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ({"reshard_after_foward": True}, "reshard_after_foward: unknown key; did you mean reshard_after_forward?"),
+        ({"forward_prefetch": True}, 'forward_prefetch: FSDP2 has no such key; remove it, or set "version": 1'),
+        ({"reshard_after_forward": "full_shard"}, "reshard_after_forward: is 'full_shard'; give true or false"),
+        ({"transformer_layer_cls_to_wrap": "BloomBlock"}, "is 'BloomBlock'; give a list of class names"),
+        ({"dp_shard_size": 3, "dp_replicate_size": 2}, "3 x dp_replicate_size 2 is not the world size 4"),
+    ],
+)
+def test_a_mistake_in_an_fsdp_file_is_one_line(written, refusal, monkeypatch, content, message):
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    path = written(content)
+    error = refusal(check_fsdp_config, True, path)
+    assert error.startswith(f"error: {path}")
+    assert message in error
+
+
+def test_an_old_string_is_refused_with_what_to_use(refusal):
+    line = refusal(check_fsdp_config, "full_shard auto_wrap", None)
+    assert line.endswith("removes; use --fsdp --fsdp_config with a file of fsdp_configs/")
+
+
+@pytest.mark.parametrize(("world", "per_node", "shard", "replicate"), [(8, 4, 4, 2), (4, 4, 4, 1), (2, 1, 1, 2)])
+def test_auto_means_ranks_per_node_and_nodes(monkeypatch, world, per_node, shard, replicate):
+    monkeypatch.setenv("WORLD_SIZE", str(world))
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", str(per_node))
+    found = check_fsdp_config(True, str(REPOSITORY / "fsdp_configs" / "hybrid_shard.json"))
+    assert (found["dp_shard_size"], found["dp_replicate_size"]) == (shard, replicate)
+    assert fsdp_name(found) == ("FSDP2 HYBRID_SHARD" if replicate > 1 else "FSDP2 FULL_SHARD")
+
+
+def test_unknown_class_to_wrap_lists_those_of_the_model(refusal):
+    model = CustomGPTForCausalLM(
+        CustomGPTConfig(vocab_size=8, hidden_size=4, num_layers=1, num_heads=1, ff_dim=4, seq_length=4)
+    )
+    check_wrap_classes({}, None, model)
+    line = refusal(check_wrap_classes, {"transformer_layer_cls_to_wrap": ["BloomBlock"]}, "f.json", model)
+    assert "the model has no BloomBlock; choose from Attention, CustomGPTBlock" in line
+
+
+@pytest.mark.parametrize(("offload", "backend"), [(True, "cuda:nccl,cpu:gloo"), (False, None)])
+def test_cpu_offload_asks_for_a_back_end_for_cpu_tensors(gpu, offload, backend):
+    options = config.parse_command_line("", ["--model_name", "tiny-bloom", "--fsdp"])
+    options.fsdp_config = {"cpu_offload": offload}
+    assert config.trainer_flags(options)["ddp_backend"] == backend
