@@ -19,7 +19,7 @@ class Predicted(NamedTuple):
 
 
 def predicted_memory(record: dict) -> Predicted | None:
-    """record: a run record, as its file has it; training/record.py describes it.
+    """record: a run record, as its file has it; run_record.py describes it.
 
     None for one without configs, and for a run that cannot be estimated: of another optimizer than AdamW, or of a
     model that cannot be traced. Needs no network, no GPU and no files of the run.
