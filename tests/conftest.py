@@ -8,10 +8,13 @@ marks of pytest-xdist for this, xdist_group, have no effect with pytest 9.)
 import os
 import re
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from xdist.scheduler import LoadScopeScheduling
+
+from bench import Server
 
 TESTS = Path(__file__).parent
 # What a busy machine reaches in products of matrices is not to stay in the user's cache
@@ -32,3 +35,11 @@ class OneWorkerPerFixture(LoadScopeScheduling):
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log):
     return OneWorkerPerFixture(config, log) if config.getvalue("dist") == "loadscope" else None
+
+
+@pytest.fixture(scope="session")
+def server(tmp_path_factory) -> Iterator[Server]:
+    """The process that has imported PyTorch and forks for each training: server.py."""
+    server = Server(tmp_path_factory.mktemp("server"))
+    yield server
+    server.close()

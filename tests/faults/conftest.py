@@ -1,4 +1,4 @@
-"""The server of the session, and a bench per case."""
+"""A bench per case."""
 
 import sys
 from collections.abc import Iterator
@@ -9,13 +9,6 @@ import pytest
 sys.path.append(str(Path(__file__).parent.parent / "commands"))  # for shell.py
 
 from bench import Bench, Server
-
-
-@pytest.fixture(scope="session")
-def server(tmp_path_factory) -> Iterator[Server]:
-    server = Server(tmp_path_factory.mktemp("faults"))
-    yield server
-    server.close()
 
 
 @pytest.fixture

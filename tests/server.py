@@ -1,6 +1,6 @@
 """A process that has imported PyTorch, transformers and train.py once, and forks for each case: a second, not ten.
 
-    python tests/faults/server.py FD      # `bench.Server` does this; FD: its end of a socket
+    python tests/server.py FD      # `bench.Server` does this; FD: its end of a socket
 
 A request is a line of JSON, a `Request`. So are the answers: {"pid": n} when the process was forked, and when it has
 ended {"ended": n, "code": c}, c < 0 for a signal, as subprocess counts.
@@ -27,7 +27,7 @@ from typing import NoReturn, TypedDict
 
 import psutil
 
-SCRIPTS = Path(__file__).resolve().parent.parent.parent / "scripts"
+SCRIPTS = Path(__file__).resolve().parent.parent / "scripts"
 PR_SET_CHILD_SUBREAPER = 36
 # of jemalloc, which comes with pyarrow; it stops the thread before a fork and starts it behind it
 KNOWN_THREADS = {"jemalloc_bg_thd"}
