@@ -42,7 +42,7 @@ full: .venv/installed-dev
 test-experiments: .venv/installed-dev
 	$(BIN)/python -m pytest -m experiments tests/slurm
 
-# The whole catalogue of faults; `test` has those of its cases that take a second or two
+# Each moment and each method of what `test` tries once
 test-faults: .venv/installed-dev
 	$(BIN)/python -m pytest -m 'faults or not faults' tests/faults tests/slurm/test_requeue.py
 

@@ -45,3 +45,14 @@ def write_json(path: Path, content: dict) -> None:
     temporary = path.with_suffix(f".{os.getpid()}.tmp")
     temporary.write_text(json.dumps(finite, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
     temporary.replace(path)
+
+
+def leaves_of(content: dict, prefix: str = "") -> dict:
+    """``{"a": {"b": 1}}`` as ``{"a.b": 1}``."""
+    leaves: dict = {}
+    for key, value in content.items():
+        if isinstance(value, dict):
+            leaves |= leaves_of(value, f"{prefix}{key}.")
+        else:
+            leaves[f"{prefix}{key}"] = value
+    return leaves

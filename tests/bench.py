@@ -317,3 +317,41 @@ class Bench:
                 process.kill()
         psutil.wait_procs(living, LIMIT)
         return left
+
+
+KILL = "os.kill(os.getpid(), signal.SIGKILL)"
+STEP = "transformers.Trainer.training_step"
+# A function of which the call number `call` is replaced by `lines`, which may call `original`
+MOMENT = """
+import {module}
+original, calls = {module}.{name}, []
+def replaced(*args, **kwargs):
+    calls.append(args)
+    if len(calls) == {call}:
+        {lines}
+    return original(*args, **kwargs)
+{module}.{name} = replaced
+"""
+
+
+def moment(target: str, call: int = 1, lines: str = KILL) -> str:
+    """The patch that does something as the `call`-th call of a function or method begins: ``json_files.write_json``."""
+    *modules, name = target.split(".")
+    if modules[-1][0].isupper():  # a class
+        name = f"{modules.pop()}.{name}"
+    return MOMENT.format(module=".".join(modules), name=name, call=call, lines=lines)
+
+
+def complete(folder: Path) -> dict[str, bool]:
+    """Name of each checkpoint, and whether it is marked as complete."""
+    return {path.name: (path / "complete.json").exists() for path in sorted(folder.glob("checkpoint-*"))}
+
+
+def same_weights(ended: Ended, reference: Ended) -> bool:
+    """Whether both have saved the same model, to the last bit."""
+    name = "model.safetensors"
+    return (ended.output / name).read_bytes() == (reference.output / name).read_bytes()
+
+
+def same_training(ended: Ended, reference: Ended) -> bool:
+    return same_weights(ended, reference) and ended.losses == reference.losses

@@ -8,7 +8,7 @@ from pydantic import BaseModel, ValidationError
 
 from build_ops import prepare_deepspeed
 from errors import WorkshopError, did_you_mean
-from json_files import read_json
+from json_files import leaves_of, read_json
 
 # https://www.deepspeed.ai/docs/config-json/
 TOP_LEVEL = (
@@ -123,17 +123,6 @@ def check_stage(path: str, zero: dict) -> None:
             what = f"stage {stage} does not shard {part}, so it cannot offload"
             way_out = f"set the stage to at least {lowest} or remove the key"
             raise WorkshopError(f"{path}: zero_optimization.{key}", what, way_out)
-
-
-def leaves_of(section: dict, prefix: str = "") -> dict:
-    """Dotted path -> value, without the sections themselves."""
-    leaves: dict = {}
-    for key, value in section.items():
-        if isinstance(value, dict):
-            leaves |= leaves_of(value, f"{prefix}{key}.")
-        else:
-            leaves[f"{prefix}{key}"] = value
-    return leaves
 
 
 def check_required(path: str, config: dict, leaves: dict) -> None:

@@ -29,7 +29,7 @@ from transformers import PreTrainedModel, TrainerCallback
 
 from config import LATEST, Options, precision_name
 from errors import ENVIRONMENT, NO_CHECKPOINT, WorkshopError
-from json_files import write_json
+from json_files import leaves_of, write_json
 from model import count_parameters
 from parallel.distributed import gather_lists, rank, wait_for_everyone, world_size
 from training.callbacks import TrainSpeedCallback, clock
@@ -164,18 +164,10 @@ def marker_of(job_id: str, options: Options, strategy: str, ranks: int, train_da
         "strategy": strategy,
         "save_strategy": values["save_strategy"],
         "settings": settings | {"global_batch": global_batch},
-        "config": flattened(options.deepspeed_config or options.fsdp_config or {}),
+        "config": leaves_of(options.deepspeed_config or options.fsdp_config or {}),
         "data": train_dataset._fingerprint,
     }
     return json.loads(json.dumps(content, default=str))  # as it will be read back
-
-
-def flattened(content: dict, prefix: str = "") -> dict[str, Any]:
-    """``{"a": {"b": 1}}`` as ``{"a.b": 1}``."""
-    flat: dict[str, Any] = {}
-    for key, value in content.items():
-        flat |= flattened(value, f"{prefix}{key}.") if isinstance(value, dict) else {f"{prefix}{key}": value}
-    return flat
 
 
 @contextlib.contextmanager

@@ -11,9 +11,9 @@ from transformers.integrations.deepspeed import HfTrainerDeepSpeedConfig
 import config
 from custom_model import CustomGPTConfig, CustomGPTForCausalLM
 from helpers import REPOSITORY
+from json_files import leaves_of
 from parallel.ds_config import check_contradictions, check_ds_config
 from parallel.fsdp_config import check_fsdp_config, check_wrap_classes, fsdp_name
-from training.checkpoints import flattened
 
 FILES = sorted((REPOSITORY / "ds_configs").glob("*.json"))
 FSDP_FILES = sorted((REPOSITORY / "fsdp_configs").glob("*.json"))
@@ -200,7 +200,7 @@ COMPARED = [
 
 @pytest.mark.parametrize(("left", "right", "allowed"), COMPARED)
 def test_files_that_the_pages_compare_differ_in_one_thing(left, right, allowed):
-    one, other = flattened(load(left)), flattened(load(right))
+    one, other = leaves_of(load(left)), leaves_of(load(right))
     different = {key for key in one.keys() | other.keys() if one.get(key) != other.get(key)}
     assert different
     assert [key for key in different if not re.fullmatch(rf"zero_optimization\.{allowed}", key)] == []

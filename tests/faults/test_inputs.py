@@ -1,0 +1,76 @@
+"""What a user types or hands over: flags, variables, config files, data, models. Details: tests/unit."""
+
+import json
+
+import pytest
+
+from bench import Bench
+
+CODE = {"AutoConfig": "evil.Config", "AutoModelForCausalLM": "evil.Model"}
+OWN_CODE = json.dumps({"model_type": "mine", "auto_map": CODE})
+# fmt: off
+REFUSED = {  # the line, flags, and: files, variables, the exit code if it is not 2
+    "unknown flag": ("--train_siz: unknown flag; did you mean --train_size?", ["--train_siz", 3], {}),
+    "a token as a flag": ("--hub_token: ...; ...", ["--hub_token", "hf_canary-0123456789"], {}),
+    "fp16 without a GPU": ("FP16: fp16 needs a CUDA GPU and there is none here; ...", [], {"FP16": "True"}),
+    "a GPU wanted": ("GPU: PyTorch sees none on ...; ...", [], {"REQUIRE_GPU": 1, "code": 3}),
+    "key of a config": ("a.json: zero_optimisation: unknown key; did you mean zero_optimization?",
+                        ["--deepspeed", "a.json"], {"files": {"a.json": '{"zero_optimisation": {}}'}}),
+    "torn data": ("...a.json: ...line 1 column ...; is the file complete?",
+                  ["--dataset", "a.json"], {"files": {"a.json": '{"version": "1.1", "data": [{'}}),
+    "a model's own code": ("--model_name: mine asks for code of its own, which is never run here; ...",
+                           ["--model_name", "mine"], {"files": {"mine/config.json": OWN_CODE}}),
+    "a path as the job's id": ("JOB_ID: '../../outside' cannot name files; ...", [], {"JOB_ID": "../../outside"}),
+    "a cut record of this job": ("results/7.json: is no run record (...); ...",
+                                 [], {"files": {"results/7.json": '{"status": "comp'}}),
+    "nothing to resume from": ("--resume_from_checkpoint: no complete checkpoint in output/7; ...",
+                               ["--resume_from_checkpoint"], {"code": 4}),
+    "a folder below a file": ("...mine: cannot be written; give another --output_dir",
+                              [], {"files": {"mine": ""}, "OUTPUT_DIR": "mine/new", "code": 3}),
+}
+# fmt: on
+
+
+@pytest.mark.parametrize(("line", "words", "options"), REFUSED.values(), ids=REFUSED)
+def test_a_mistake_is_one_line_and_nothing_is_written(bench: Bench, line, words, options):
+    files = options.get("files", {})
+    for path, content in files.items():
+        bench.write(path, content)
+    ended = bench.refuses(line, *words, **{name: value for name, value in options.items() if name != "files"})
+    assert "canary" not in ended.log
+
+
+def test_texts_without_blanks_are_cut_to_the_length_and_counted(bench: Bench):
+    """Chinese ones."""
+    paragraphs = []
+    for number in range(10):
+        answer = {"text": str(number), "answer_start": 0}
+        question = {"id": str(number), "question": "What is it?", "answers": [answer]}
+        paragraphs.append({"context": f"{number}分布式训练把模型放到多个处理器上。" * 40, "qas": [question]})
+    bench.write("a.json", json.dumps({"version": "1.1", "data": [{"title": "t", "paragraphs": paragraphs}]}))
+    ended = bench.run("--dataset", "a.json", MAX_LENGTH=128)
+    assert ended.record["questions_cut"] == {"train": 4, "eval": 2}
+    assert "4 of 4 training questions were cut to --max_length" in ended.out
+
+
+def change(path, **values: object) -> None:
+    path.write_text(json.dumps(json.loads(path.read_text()) | values))
+
+
+def test_code_of_a_known_model_is_not_run(bench: Bench):
+    """Files of the model and of the tokenizer ask for code, though transformers has a class for it."""
+    folder = bench.trained().output.rename(bench.folder / "mine")
+    change(folder / "config.json", auto_map=CODE)
+    change(folder / "tokenizer_config.json", auto_map={"AutoTokenizer": [None, "evil.Tokenizer"]})
+    (folder / "evil.py").write_text("import os\nos.mkdir('canary')\n")
+    assert bench.run("--model_name", "mine", JOB_ID="8").record["status"] == "completed"
+    assert not (bench.folder / "canary").exists()
+
+
+def test_a_model_is_not_filled_up_with_random_weights(bench: Bench):
+    """One layer more in config.json than the weights have."""
+    folder = bench.trained().output.rename(bench.folder / "mine")
+    change(folder / "config.json", n_layer=3)
+    ended = bench.run("--model_name", "mine", code=2, JOB_ID="8")
+    assert ended.error.startswith("--model_name: mine has no transformer.h.2.input_layernorm.bias of the shape "), ended
+    assert (ended.record["status"], ended.record["exit_code"]) == ("failed", 2)

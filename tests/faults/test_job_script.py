@@ -1,0 +1,185 @@
+"""An experiment's script without Slurm: bash, job.sh, its loggers, and a few lines in place of the training."""
+
+import os
+import shutil
+import signal
+from pathlib import Path
+
+import pytest
+
+from bench import STEP, Bench, Ended, Running, command_of, moment, same_training
+from helpers import REPOSITORY, directives
+from shell import program, shell_environment
+
+# A training as train.py is: it has a record that says running, and saves on a signal. Then what the test wants
+BEGIN = """
+import atexit, json, os, pathlib, signal, time
+path = pathlib.Path("results") / (os.environ["JOB_ID"] + ".json")
+path.write_text(json.dumps({"status": "running", "exit_code": None, "finished": None}))
+end = {"status": "completed", "exit_code": 0, "finished": "2026-11-20T10:00:00+00:00"}
+atexit.register(lambda: path.write_text(json.dumps(end)))
+for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1):
+    signal.signal(number, lambda *_: os._exit(75))
+print("begun", flush=True)
+"""
+UNTIL_GO = "while not os.path.exists('go'): time.sleep(0.05)"
+ALONE, GROUP = os.kill, os.killpg
+
+
+def experiment(bench: Bench, training: str) -> Path:
+    """The folder of an experiment, in a copy of experiments/ below the bench."""
+    experiments = bench.folder / "experiments"
+    if not experiments.exists():
+        (experiments / "mine/x/log").mkdir(parents=True)
+        for name in ("job.sh", "load_site.sh"):
+            shutil.copy(REPOSITORY / "experiments" / name, experiments)
+        shutil.copytree(REPOSITORY / "experiments/sites", experiments / "sites")
+    folder = experiments / "mine/x"
+    (folder / "x.slurm").write_text(directives(1, 1) + f'source ../../job.sh\nrun_python {training} "$@"\n')
+    return folder
+
+
+def start(bench: Bench, code: str, words: str = "bash x.slurm", **options: object) -> Running:
+    """Start a job of which the training is `code`."""
+    folder = experiment(bench, "code.py")
+    (folder / "code.py").write_text(BEGIN + code)
+    variables = dict.fromkeys(bench.server.environment, "unset") | shell_environment(JOB_ID="7") | options
+    return bench.start("-c", words, script="bash", cwd=folder, **variables)
+
+
+def log(started: Running | Ended) -> str:
+    return "".join(path.read_text() for path in (started.folder / "log").glob("*.out"))
+
+
+def begun(started: Running) -> Running:
+    """Wait until the training has its record and the loggers run."""
+    logs = started.folder / "gpu_memory"
+    started.until(lambda: "begun" in log(started) and any(path.stat().st_size for path in logs.glob("*")))
+    return started
+
+
+def alive(bench: Bench, word: str) -> list[str]:
+    return [line for line in map(command_of, bench.server.living()) if word in line]
+
+
+def check_end(ended: Ended, code: int, status: str) -> None:
+    assert ended.code == code, ended
+    assert (ended.record["status"], ended.record["exit_code"]) == (status, code), ended.record
+    assert not list(ended.folder.glob("results/.*/*")), "the lock is gone"
+
+
+SIGNALS = {
+    "the terminal is closed": (signal.SIGHUP, GROUP),
+    "USR1": (signal.SIGUSR1, ALONE),
+    "TERM": (signal.SIGTERM, ALONE),
+    "Ctrl-C": (signal.SIGINT, GROUP),
+}
+
+
+@pytest.mark.parametrize(("number", "send"), SIGNALS.values(), ids=SIGNALS)
+def test_a_signal_reaches_the_training_which_saves(bench: Bench, number, send):
+    started = begun(start(bench, "signal.pause()"))
+    send(started.pids[0], number)
+    check_end(started.wait(), 75, "stopped")
+    assert not alive(bench, "code.py")
+
+
+def test_nothing_outlives_a_killed_script(bench: Bench):
+    started = begun(start(bench, "signal.pause()"))
+    started.signal(signal.SIGKILL)
+    assert started.wait().code == -signal.SIGKILL
+    bench.until(lambda: not alive(bench, "code.py") and not alive(bench, "psrecord"))
+
+
+def test_a_killed_training_is_a_failed_job(bench: Bench):
+    check_end(start(bench, "os.kill(os.getpid(), 9)").wait(), 137, "failed")
+
+
+def test_a_reader_that_leaves_ends_no_job(bench: Bench):
+    code = "for n in range(2000): print('line', n, flush=True)\n"
+    ended = start(bench, code, words="set -o pipefail; bash x.slurm | head -1").wait()
+    check_end(ended, 0, "completed")
+    assert "line 1999" in log(ended)
+
+
+def test_loggers_that_cannot_run_are_named(bench: Bench):
+    for name in ("psrecord", "nvidia-smi"):
+        program(bench.folder / "bin", name, "exit 1")
+    ended = start(bench, "time.sleep(1)", PATH=f"{bench.folder}/bin:{shell_environment()['PATH']}").wait()
+    check_end(ended, 0, "completed")
+    assert "missing: psrecord on " in ended.out and "missing: nvidia-smi on " in ended.out, ended
+
+
+REFUSED = {
+    "a path as the id": ("JOB_ID: '../../../../precious' cannot name files; ", {"JOB_ID": "../../../../precious"}),
+    "no such site": ("SITE: there is no experiments/sites/moon.sh; ", {"SITE": "moon"}),
+    "the script of another folder": (
+        "../x/x.slurm: it is not of this folder, ",
+        {"words": "mkdir -p ../y/log && cd ../y && bash ../x/x.slurm"},
+    ),
+}
+
+
+@pytest.mark.parametrize(("line", "options"), REFUSED.values(), ids=REFUSED)
+def test_a_mistake_is_one_line_and_nothing_is_written(bench: Bench, line, options):
+    outside = bench.folder / "precious"
+    outside.mkdir()
+    ended = start(bench, "", **options).wait()
+    assert ended.code == 2, ended
+    assert ended.error.startswith(line), ended.error
+    assert not (ended.folder / "results").exists() and outside.is_dir()
+
+
+def test_no_folder_for_the_records(bench: Bench):
+    ended = start(bench, "", words="touch results && bash x.slurm").wait()
+    assert ended.code == 3, ended
+    assert "it cannot be written" in ended.error
+    assert "begun" not in ended.out
+
+
+IDS = {"JOB_ID": {}, "an allocation": {"SLURM_JOB_ID": 7, "SLURM_JOB_NUM_NODES": 1}}
+
+
+@pytest.mark.parametrize("variables", IDS.values(), ids=IDS)
+def test_two_jobs_of_one_id(bench: Bench, variables):
+    first = start(bench, UNTIL_GO, **variables)
+    first.until(lambda: (first.folder / "results/7.json").exists())
+    second = start(bench, UNTIL_GO, **variables)
+    assert second.wait().code == 2
+    line = "error: JOB_ID: another run of 7 is writing its files; "
+    bench.until(lambda: line in second.streams[1].read_text())  # a tee may end behind the script
+    (first.folder / "go").touch()
+    check_end(first.wait(), 0, "completed")
+
+
+def test_what_a_killed_attempt_has_left_decides_nothing(bench: Bench):
+    ended = start(bench, "").wait()
+    left = ended.folder / "results/.7"
+    left.mkdir()
+    (left / "exit_codes").write_text("1 9 node\n")
+    check_end(start(bench, "").wait(), 0, "completed")
+
+
+# Sends the signal to job.sh, and waits until job.sh has passed it on
+TERM_TO_JOB = """seen = []
+        handler = signal.getsignal(signal.SIGTERM)
+        signal.signal(signal.SIGTERM, lambda *noted: (handler(*noted), seen.append(True)))
+        os.kill(os.getppid(), signal.SIGTERM)
+        while not seen:
+            time.sleep(0.01)"""
+
+
+@pytest.mark.faults
+def test_train_py_goes_on_as_the_same_job(bench: Bench):
+    """SIGTERM to job.sh while train.py is in a step."""
+    bench.patched(f"import time\n{moment(STEP, 3, TERM_TO_JOB)}")
+    variables = dict.fromkeys(bench.server.environment, "unset") | shell_environment(JOB_ID="7")
+    variables |= {"DATASET": bench.folder / "data/squad_sample.json", "OMP_NUM_THREADS": 1}
+    kept = ("--save_total_limit", 2)
+    for training, code in (("../../../patched.py", 75), ("../../../scripts/train.py --resume_from_checkpoint", 0)):
+        folder = experiment(bench, training)
+        words = " ".join(map(str, ("bash x.slurm", *kept)))
+        ended = bench.start("-c", words, script="bash", cwd=folder, **variables).wait()
+        assert ended.code == code, ended
+    assert same_training(ended, bench.reference(*kept))
+    assert (ended.record["attempt"], ended.record["train"]["steps"]) == (2, 4)

@@ -1,0 +1,115 @@
+"""Where a run writes: folders, disks, its log, and files of other runs."""
+
+import os
+import shlex
+import sys
+
+import pytest
+
+from bench import STEP, Bench, complete, moment, same_training
+
+
+def test_the_model_and_the_record_of_a_finished_run_stay(bench: Bench):
+    bench.trained()
+    line = "output/7: holds the model of a finished run; give another --output_dir, ..."
+    bench.refuses(line, JOB_ID=8, OUTPUT_DIR="output/7")
+    line = "results/7.json: is the record of a finished run; set a new JOB_ID, or move the file away"
+    bench.refuses(line, OUTPUT_DIR="elsewhere")
+
+
+def test_two_runs_of_one_job_do_not_write_the_same_files(bench: Bench):
+    os.mkfifo(bench.folder / "go")
+    lines = "open('here', 'w'); open('go').read()"
+    first = bench.start(script=bench.patched(moment(STEP, 1, lines)))
+    first.until((bench.folder / "here").exists)
+    second = bench.run(code=2)
+    assert second.error.startswith("JOB_ID: another run of 7 is writing its files; "), second
+    bench.write_pipe("go")
+    ended = first.wait()
+    assert ended.code == 0, ended
+    assert same_training(ended, bench.reference())
+
+
+@pytest.mark.faults
+def test_a_rank_that_outlives_its_attempt_leaves_the_newer_record(bench: Bench):
+    lines = (
+        "import json, pathlib; path = pathlib.Path('results/7.json'); newer = json.loads(path.read_text()); "
+        "newer['attempt'] = 2; path.write_text(json.dumps(newer)); path.with_name('newer').write_text(path.read_text())"
+    )
+    bench.run(script=bench.patched(moment(STEP, 3, lines)))
+    results = bench.folder / "results"
+    assert (results / "7.json").read_text() == (results / "newer").read_text()
+
+
+def test_records_of_jobs_that_are_gone_are_swept(bench: Bench):
+    bench.run(script=bench.patched(moment(STEP, 3)), code=-9)
+    words = ("-P", "-m", "job.finish", "--sweep")
+    # PATH without squeue: one that does not answer leaves open whether the job is gone
+    ended = bench.run(*words, script=bench.python, PYTHONPATH=bench.folder / "scripts", PATH=bench.python.parent)
+    assert ended.out == "results/7.json: its job is gone, the record says failed now\n", ended
+    assert ended.record["status"] == "failed" and ended.record["finished"]
+
+
+def test_too_little_room_is_found_before_the_model_is_loaded(bench: Bench):
+    with bench.small_disk("output", 2**16):
+        ended = bench.run(code=3)
+        assert ended.error.startswith(f"{bench.folder}/output: "), ended
+        assert not ended.record_path.exists()
+
+
+# As the third step begins, something else takes what is left
+FILL = """
+        with open("output/filler", "wb", buffering=0) as file:
+            try:
+                while True:
+                    file.write(bytes(4096))
+            except OSError:
+                pass"""
+
+
+def test_a_disk_that_is_full_during_a_save(bench: Bench):
+    """The torn checkpoint is named, and the one before is there to go on from."""
+    with bench.small_disk("output", 40 * 2**20):
+        ended = bench.run(script=bench.patched(moment(STEP, 3, FILL)), code=3)
+        assert "checkpoint-4" in ended.error, ended
+        assert ended.record["status"] == "failed"
+        assert complete(ended.output)["checkpoint-2"] and not complete(ended.output).get("checkpoint-4")
+        (bench.folder / "output/filler").unlink()
+        assert same_training(bench.run("--resume_from_checkpoint"), bench.reference())
+
+
+def test_a_folder_may_have_any_name(bench: Bench):
+    name = 'it\'s  a "shop"; $HOME `id` & *|? %s größe 文件夹'
+    place = Bench(bench.server, bench.folder / name)
+    assert same_training(place.run(), bench.reference())
+    assert place.run("--model_name", "output/7", JOB_ID=8, OUTPUT_DIR=f"{name}/x").record["status"] == "completed"
+
+
+LOGS = {"full": {"stdout": "/dev/full", "stderr": "/dev/full"}, "head": {"script": "bash"}}
+
+
+@pytest.mark.parametrize("name", LOGS)
+def test_a_log_that_takes_no_more_ends_no_training(bench: Bench, name):
+    line = f"set -o pipefail; {shlex.quote(sys.executable)} scripts/train.py | head -1"
+    words = ("-c", line) if name == "head" else ()
+    ended = bench.run(*words, **LOGS[name])
+    assert same_training(ended, bench.reference())
+    assert (ended.record["status"], ended.record["exit_code"]) == ("completed", 0)
+
+
+CANARIES = {
+    "WANDB_API_KEY": ("canary1" * 6)[:40],
+    "AWS_SECRET_ACCESS_KEY": "canary2",
+    "MY_PASSWORD": "canary3",
+    "SOME_SECRET": "canary4",
+}
+
+
+def test_no_file_and_no_line_holds_a_secret(bench: Bench):
+    """Nor the traceback of a run that fails."""
+    ended = bench.run(
+        script=bench.patched(moment(STEP, 3, "1 / 0")), code=1, HF_TOKEN="hf_canary-0123456789", **CANARIES
+    )
+    assert "ZeroDivisionError" in ended.err
+    found = [path for path in bench.folder.rglob("*") if path.is_file() and b"canary" in path.read_bytes()]
+    assert not found and "canary" not in ended.log
