@@ -216,6 +216,34 @@ def offload() -> None:
     save(figure, "offload")
 
 
+def ddp() -> None:
+    """One rank: its buckets are sent while the backward pass goes on, and only behind the last micro batch."""
+    forward, backward, bucket = 3, 6, 1.5
+    figure, axes = plt.subplots(2, 1, figsize=(9, 2.9), sharex=True)
+    for place, micro_batches in zip(axes, (1, 2), strict=True):
+        bar = {"height": 0.6, "edgecolor": "black", "linewidth": 0.4}
+        time = 0.0
+        for number in range(micro_batches):
+            place.barh(1, forward, left=time, color="#9dc3e6", label="forward", **bar)
+            place.barh(1, backward, left=time + forward, color="#1f4e79", label="backward", **bar)
+            time += forward + backward
+            last = number == micro_batches - 1
+            for sent in range(4 if last else 0):  # a bucket is full after each quarter of the backward pass
+                start = time - backward + (sent + 1) * backward / 4
+                place.barh(0, bucket, left=start, color="#f8cbad", label="all-reduce of a bucket", **bar)
+        place.barh(1, 1, left=time + bucket, color="#a9d18e", label="optimizer step", **bar)
+        place.set(yticks=[1, 0], yticklabels=["computes", "sends"], ylim=(-0.5, 1.6), xlim=(0, 23))
+        note = ": the first micro batch sends nothing (no_sync)" if micro_batches > 1 else ""
+        place.set_title(f"accumulation {micro_batches}{note}", fontsize=9, loc="left")
+        place.tick_params(length=0)
+        place.set_xticks([])
+    handles = dict(zip(*reversed(axes[0].get_legend_handles_labels()), strict=True))
+    axes[0].legend(handles.values(), handles, frameon=False, loc="center right", fontsize=8)
+    axes[1].set_xlabel("time (a drawing, not a measurement)", fontsize=8, loc="left")
+    figure.tight_layout()
+    save(figure, "ddp")
+
+
 def multi_gpu() -> None:
     """One optimizer step of the same work per GPU; the all-reduce takes longer with more ranks, and one is late."""
     figure, axes = plt.subplots(1, 2, figsize=(9, 2.6), sharex=True, gridspec_kw={"width_ratios": [1, 1]})
@@ -453,6 +481,6 @@ def profile() -> None:
 if __name__ == "__main__":
     if sys.argv[1:]:
         take_traces(sys.argv[1:])
-    for draw in (environment, baseline, efficiency, deepspeed_config, zero, offload, multi_gpu, multi_node, fsdp,
-                 custom_model, comparison, memory, collectives, by_hand, hang_clinic, profile):  # fmt: skip
+    for draw in (environment, baseline, efficiency, ddp, deepspeed_config, zero, offload, multi_gpu, multi_node,
+                 fsdp, custom_model, comparison, memory, collectives, by_hand, hang_clinic, profile):  # fmt: skip
         draw()

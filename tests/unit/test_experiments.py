@@ -51,6 +51,16 @@ def test_names_directives_and_configs_agree(script):
     assert not asked.keys() & {"account", "partition", "reservation", "constraint", "chdir"}, "those are the site's"
 
 
+@pytest.mark.parametrize("script", sorted(EXPERIMENTS.glob("ddp/*/*.slurm")), ids=lambda path: path.parent.name)
+def test_ddp_has_the_same_global_batch_on_any_number_of_gpus(script):
+    asked = directives_of(script)
+    gpus = int(asked["nodes"]) * int(asked["gpus-per-node"])
+    knobs = dict(re.findall(r': "\${(\w+):=(\w+)}"', script.with_name("env_vars.sh").read_text()))
+    batch = int(knobs["BATCH_SIZE"]) * int(knobs["GRAD_ACC"]) * gpus
+    assert batch == 16
+    assert int(knobs["TRAIN_SIZE"]) % batch == 0, "else accelerate fills the last step up"
+
+
 @each_script
 def test_several_nodes_begin_with_the_bandwidth_test(script):
     several = directives_of(script)["nodes"] != "1"
