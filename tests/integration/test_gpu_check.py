@@ -4,37 +4,33 @@ import json
 
 import psutil
 
-from helpers import Process, make_workplace, run, start
+from helpers import Process, run
 
 ROWS = ("full_shard", "ddp")
 SCRIPT = {"script": "scripts/gpu_check.py"}
 
 
-def test_rows_are_trained_saved_loaded_and_scored(tmp_path):
-    folder = make_workplace(tmp_path / "work")
-    first = run(folder, "first", "--cpu", "--rows", "ddp", "--timeout", 1, **SCRIPT, code=3)
+def test_rows_are_trained_saved_loaded_and_scored(workplace, background):
+    first = run(workplace, "first", "--cpu", "--rows", "ddp", "--timeout", 1, **SCRIPT, code=3)
     assert "ddp: failed (error: time: still running after 1 s" in first.log
-    second = run(folder, "second", "--cpu", "--rows", *ROWS, **SCRIPT)
-    rows = json.loads((folder / "results/gpu_check/gpu_check.json").read_text())["rows"]
+    second = run(workplace, "second", "--cpu", "--rows", *ROWS, **SCRIPT)
+    rows = json.loads((workplace / "results/gpu_check/gpu_check.json").read_text())["rows"]
     for result in rows.values():
-        assert result["status"] == "completed"
-        assert result["precision"] == "fp32"
+        assert (result["status"], result["precision"]) == ("completed", "fp32")
         assert 7 < result["eval_loss"] < 7.6, "log(2048) is 7.62, what an untrained model has"
         assert abs(result["reloaded_loss"] - result["eval_loss"]) < 1e-4
     assert abs(rows["ddp"]["eval_loss"] - rows["full_shard"]["eval_loss"]) < 1e-3, "one rank, the same training"
     assert 0 <= rows["full_shard"]["f1"] <= 100
-    text = (folder / "results/gpu_check/gpu_check.md").read_text()
+    text = (workplace / "results/gpu_check/gpu_check.md").read_text()
     assert text.count("| completed |") == len(ROWS)
     assert text in second.log
 
-
-def test_a_call_that_is_ended_leaves_no_training(tmp_path):
-    called = start(make_workplace(tmp_path / "work"), "ended", "--cpu", "--rows", "plain", **SCRIPT)
-    trainings = called.until(lambda: trainings_of(called))
-    called.popen.terminate()
-    assert called.wait().code == 143
+    ended = background("ended", "--cpu", "--rows", "plain", **SCRIPT)
+    trainings = ended.until(lambda: trainings_of(ended))
+    ended.popen.terminate()
+    assert ended.wait().code == 143
     _, alive = psutil.wait_procs(trainings, timeout=60)
-    assert not alive
+    assert not alive, "a call that is ended leaves no training"
 
 
 def trainings_of(called: Process) -> list[psutil.Process]:
