@@ -42,9 +42,9 @@ full: .venv/installed-dev
 test-experiments: .venv/installed-dev
 	$(BIN)/python -m pytest -m experiments tests/slurm
 
-# The whole catalogue of faults; `test` has those of its cases that take a second or two
+# The whole catalogue of faults, and every method in fp16; `test` has the cases that take a second or two
 test-faults: .venv/installed-dev
-	$(BIN)/python -m pytest -m 'faults or not faults' tests/faults tests/slurm/test_requeue.py
+	$(BIN)/python -m pytest -m 'faults or not faults' tests/faults tests/slurm/test_requeue.py tests/integration/test_fp16.py
 
 lint: .venv/installed-dev
 	$(BIN)/ruff check . && $(BIN)/ruff format --check .
