@@ -151,10 +151,9 @@ RecordCallback.on_step_end = end
 """
 
 
-def test_record_says_failed_when_another_rank_crashes(bench):
-    """Under torchrun, which then ends the rank that writes the record."""
-    script = bench.patched(CRASH, "rank_1_crashes.py")
-    crashed = run(bench.folder, "crashed", processes=2, BATCH_SIZE=2, script=script.name, code=1)
+def test_record_says_failed_when_another_rank_crashes(train):
+    """The one that writes the record is ended by the launcher, or finds its connection broken."""
+    crashed = train("crashed", patch=CRASH, ranks=2, BATCH_SIZE=2, code=1)
     assert (crashed.record["status"], crashed.record["exit_code"]) == ("failed", 1), crashed
 
 
