@@ -93,9 +93,8 @@ def test_the_bandwidth_test_says_what_was_measured_and_decides(train, workplace)
 
 
 @pytest.mark.skipif(sys.prefix == sys.base_prefix, reason="this python is no virtual environment")
-def test_a_link_to_the_environment_compiles_nothing_anew(table, bench, tmp_path):
+def test_a_link_to_the_environment_compiles_nothing_anew(bench, tmp_path):
     """Snapshots and preflight's jobs have a link to .venv. There is no compiler here, and DeepSpeed would ask it."""
-    table(PYTHON)  # it has compiled them, if nothing had
     (tmp_path / "link").symlink_to(sys.prefix)
     python = tmp_path / "link" / Path(sys.executable).relative_to(sys.prefix)
     words = ("scripts/train.py", "--deepspeed", "ds_configs/zero1.json", "--max_steps", 1)

@@ -6,8 +6,9 @@ import importlib.util
 import pytest
 import torch
 
+from bench import Bench
 from canaries import CANARIES, leaks
-from helpers import make_workplace, patched, run
+from helpers import run
 
 # Behind the first checkpoint
 CRASH = """
@@ -22,13 +23,14 @@ CheckpointCallback.on_save = on_save
 TRACKER = "wandb" if importlib.util.find_spec("wandb") else "none"
 
 
-def test_no_file_of_a_run_that_fails_holds_a_secret(tmp_path):
-    folder = make_workplace(tmp_path / "work")
+def test_no_file_of_a_run_that_fails_holds_a_secret(server, tmp_path):
+    bench = Bench(server, tmp_path / "work")
+    folder = bench.folder
     for name in ("home", "tmp"):
         (folder / name).mkdir()
     private = {"HOME": folder / "home", "TMPDIR": folder / "tmp"}
     options = {"processes": 2, "launcher": "launch.py", "BATCH_SIZE": 2, "REPORT_TO": TRACKER}
-    failed = run(folder, "canaries", script=patched(folder, "crash", CRASH), code=1, **options, **private, **CANARIES)
+    failed = run(folder, "canaries", script=bench.patched(CRASH).name, code=1, **options, **private, **CANARIES)
     assert "RuntimeError: crash" in failed.log
     assert failed.record["status"] == "failed"
     assert (failed.output / "checkpoint-8" / "training_args.bin").is_file()
