@@ -122,3 +122,10 @@ def test_what_is_seen_of_a_model_that_fsdp1_has_wrapped(train):
         "parameters": 7984,
         "generates": True,
     }
+
+
+def test_fsdp1_is_refused_without_a_gpu(train):
+    config = "fsdp_configs/fsdp1_full_shard.json"
+    refused = train("fsdp1_on_cpu", "--fsdp", "--fsdp_config", config, code=3)
+    assert refused.error == f"{config}: FSDP1 needs a GPU, it crashes with gloo; use an FSDP2 config"
+    assert not refused.record_path.exists()
