@@ -61,7 +61,8 @@ def test_bf16(run: Finished, table):
     if run.job_id == "bf16_full_shard":
         ddp = table("bf16_ddp")
         assert run.losses == pytest.approx(ddp.losses, rel=BF16_TOLERANCE)
-        assert run.record["train"]["loss_mean"] == pytest.approx(ddp.record["train"]["loss_mean"], rel=BF16_TOLERANCE)
+        for name in ("loss_mean", "loss_last"):  # of a step, where a rounded number of tokens does not average out
+            assert run.record["train"][name] == pytest.approx(ddp.record["train"][name], rel=BF16_TOLERANCE)
     weights = AutoModelForCausalLM.from_pretrained(run.output, dtype="auto")
     assert weights.dtype == (torch.bfloat16 if run.job_id == "bf16_zero2" else torch.float32)
 
