@@ -42,9 +42,9 @@ full: .venv/installed-dev
 test-experiments: .venv/installed-dev
 	$(BIN)/python -m pytest -m experiments tests/slurm
 
-# Each moment and each method of what `test` tries once
+# Each moment, and each method (fp16 too), of what `test` tries once
 test-faults: .venv/installed-dev
-	$(BIN)/python -m pytest -m 'faults or not faults' tests/faults tests/slurm/test_requeue.py
+	$(BIN)/python -m pytest -m 'faults or not faults' tests/faults tests/slurm/test_requeue.py tests/integration/test_fp16.py
 
 lint: .venv/installed-dev
 	$(BIN)/ruff check . && $(BIN)/ruff format --check .
