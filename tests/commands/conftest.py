@@ -52,9 +52,9 @@ def workshop(tmp_path) -> Path:
 def stub(workshop) -> Callable[..., tuple[subprocess.CompletedProcess, Path]]:
     """Runs an experiment whose training is `code`, without Slurm; gives the finished process and the folder."""
 
-    def run(code: str, *arguments: str, lines: str = "", gpus: int = 1, **variables: object):
+    def run(code: str, *arguments: str, **options: object):
         folder = workshop / "experiments/mine/x"
-        started = start_stub(folder, code, *arguments, lines=lines, gpus=gpus, **variables)
+        started = start_stub(folder, code, *arguments, **options)
         out, error = started.communicate(timeout=120)
         return subprocess.CompletedProcess(code, started.returncode, out, error), folder
 

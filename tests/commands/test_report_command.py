@@ -1,9 +1,9 @@
-"""report.py as a command, and the runs that it looks for among this machine's processes."""
+"""Runs whose record says that they run: report.py looks for them among this machine's processes."""
 
 import os
 import subprocess
 
-from report_files import RUNS, add_run
+from report_files import add_run
 from reporting import runs as report_runs
 from reporting.runs import Run, find_runs
 
@@ -37,18 +37,3 @@ def test_running_job_runs(tmp_path, monkeypatch):
     finally:
         sleeper.kill()
         sleeper.communicate()
-
-
-def test_command_writes_the_report(command):
-    done = command("report.py", RUNS / "experiments" / "baseline", "-o", "new")
-    assert (done.code, done.stdout) == (0, "1 run, 4 tables: new/index.html\n"), done
-    assert sorted(p.name for p in (done.folder / "new").glob("*.md")) == [
-        *("baseline.md", "gpu-memory.md", "predicted-memory.md", "runs.md")
-    ]
-
-
-def test_bad_input_is_one_line_and_writes_nothing(command):
-    done = command("report.py", "nowhere")
-    assert (done.code, done.stdout) == (2, "")
-    assert done.log == "error: nowhere: there is no such folder; give folders of experiments\n"
-    assert not list(done.folder.iterdir())

@@ -24,9 +24,9 @@ def two_nodes(tmp_path):
     programs, folder = tmp_path / "bin", tmp_path / "experiments/mine"
     for path in (programs, folder / "log"):
         path.mkdir(parents=True)
-    (folder / "x.slurm").write_text('source "$JOB_SH"\nrun_torchrun train.py --flag\n')
 
-    def run(srun: str = 'printf "> %s\\n" "$@"', **variables: str) -> subprocess.CompletedProcess:
+    def run(srun: str = 'printf "> %s\\n" "$@"', lines: str = "", **variables: str) -> subprocess.CompletedProcess:
+        (folder / "x.slurm").write_text(f'set -e\nsource "$JOB_SH"\n{lines}\nrun_torchrun train.py --flag\n')
         scontrol = 'if [[ $2 = hostnames ]]; then printf "node1\\nnode2\\n"; fi'
         for name, body in (("scontrol", scontrol), ("srun", srun), ("getent", "echo 127.0.1.1 node2"), ("ip", IP)):
             program(programs, name, body)
@@ -61,6 +61,14 @@ def test_a_first_node_without_a_way_to_the_others_ends_the_job(two_nodes, tmp_pa
     assert not list(tmp_path.rglob("results/.*")), "nothing is left of it"
 
 
+def test_a_slow_network_ends_the_job_before_its_training(two_nodes):
+    """measure_bandwidth.py ends with 3: tests/integration."""
+    done = two_nodes('[[ "$*" != *measure_bandwidth.py* ]] || exit 3; echo training', lines="check_bandwidth")
+    assert done.returncode == 3, done
+    assert "training" not in done.stdout.splitlines()
+    assert "status: failed (exit code 3)" in done.stdout
+
+
 @pytest.mark.parametrize(("address", "interface"), [("10.0.0.2", "ib0"), ("10.0.0.1", "eth7"), ("gpu01", None)])
 def test_each_node_knows_its_rank_and_the_interface_for_gloo(two_nodes, address, interface):
     """The body of srun: job.sh's part on the second node, with `env` in place of the launcher."""
@@ -70,5 +78,3 @@ def test_each_node_knows_its_rank_and_the_interface_for_gloo(two_nodes, address,
     expected = {f"GLOO_SOCKET_IFNAME={interface}"} if interface else set()
     assert {line for line in done.stdout.splitlines() if line.startswith("GLOO_SOCKET_IFNAME=")} == expected
     assert "PET_NODE_RANK=1" in done.stdout.splitlines()
-    done = two_nodes(body, MASTER_ADDR=address, LOGGERS="no", GLOO_SOCKET_IFNAME="eth0")
-    assert "GLOO_SOCKET_IFNAME=eth0" in done.stdout.splitlines(), "the site's choice"
