@@ -42,7 +42,13 @@ def site(workshop):
         file = workshop / "experiments/sites/moon.sh"
         file.write_text(f"site_setup() {{ :; }}\n{content}\n")
         file.chmod(mode)
-        command = ["bash", "experiments/load_site.sh", "sh", "-c", 'echo "$SITE ${SEEN-unset}"; env | grep -c module']
+        command = [
+            "bash",
+            "experiments/load_site.sh",
+            "sh",
+            "-c",
+            'echo "$SITE ${SEEN-unset}"; env | grep -c module || true',
+        ]
         environment = shell_environment(**{"SITE": "moon"} | variables)
         return subprocess.run(command, cwd=workshop, env=environment, capture_output=True, text=True)
 
@@ -190,10 +196,9 @@ def test_without_slurm_torchrun_starts_the_ranks_of_bare_srun(stub):
 )
 def test_the_log_is_of_the_gpus_that_the_ranks_use(stub, visible, logged, missing):
     """Of two ranks; the training waits for one sample of each GPU."""
-    wait = "import pathlib, sys\nwhile len(''.join(p.read_text() for p in pathlib.Path('gpu_memory').glob('*'))"
-    done, folder = stub(
-        f"{wait}.splitlines()) < {len(logged) + 1 if logged else 0}): pass", gpus=2, CUDA_VISIBLE_DEVICES=visible
-    )
+    lines = "sum(len(log.read_text().splitlines()) for log in pathlib.Path('gpu_memory').glob('*'))"
+    wait = f"import pathlib\nwhile {lines} < {len(logged) + 1 if logged else 0}: pass"
+    done, folder = stub(wait, gpus=2, CUDA_VISIBLE_DEVICES=visible)
     assert done.returncode == 0, done
     logs = list((folder / "gpu_memory").iterdir())
     assert [read_gpu_log(log).names() for log in logs] == ([list(logged)] if logged else [])

@@ -1,8 +1,6 @@
 """experiments/submit.sh, with a stand-in for sbatch."""
 
-import json
 import re
-import shutil
 import subprocess
 from pathlib import Path
 
@@ -122,10 +120,8 @@ def test_a_target_is_a_family_a_folder_or_a_path(submit, target, cwd, count):
     assert len(set(scripts)) == count
 
 
-def test_a_snapshot_is_frozen_once_for_all_and_knows_its_commit(submit, workshop):
-    for arguments in (["init", "-q"], ["add", "-A"], ["commit", "-qm", "x"]):
-        identity = ["-c", "user.name=test", "-c", "user.email=test@example.org"]
-        subprocess.run(["git", *identity, *arguments], cwd=workshop, check=True)
+def test_a_snapshot_is_frozen_once_for_all(submit, workshop):
+    """That jobs run it, and know its commit: tests/slurm."""
     program(workshop / ".venv/bin", "python", "")
     done, submitted = submit("--snapshot", STAGES)
     assert done.returncode == 0, done.stderr
@@ -133,16 +129,7 @@ def test_a_snapshot_is_frozen_once_for_all_and_knows_its_commit(submit, workshop
     assert {str(folder) in values for _, values, _ in submitted} == {True}
     for name in ("scripts/train.py", f"experiments/{STAGES}/pinned_memory", "ds_configs/zero2.json", "fsdp_configs"):
         assert (folder / name).exists()
-    head = subprocess.check_output(["git", "rev-parse", "HEAD"], cwd=workshop, text=True).strip()
-    assert json.loads((folder / "git.json").read_text()) == {"commit": head, "dirty": True}  # .venv is untracked here
     assert (folder / ".venv/bin/python").exists(), "a site finds the environment in $ROOT"
-
-
-def test_nothing_is_submitted_without_a_whole_snapshot(submit, workshop):
-    shutil.rmtree(workshop / "data")
-    done, submitted = submit("--snapshot", "baseline")
-    assert (done.returncode, submitted) == (2, [])
-    assert re.search(r"^error: \S.*: the snapshot is not complete; ", done.stderr, re.MULTILINE)
 
 
 @pytest.mark.parametrize(

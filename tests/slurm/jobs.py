@@ -31,7 +31,11 @@ TWO_NODES = LONG | {"BATCH_SIZE": 4, "MIN_BANDWIDTH": 0, "JOIN_TIMEOUT": 120}
 # Experiment, flags, knobs; the first two train on the same batches
 TRAININGS = {
     "plain": ("baseline", ("--per_device_eval_batch_size", 8), LONG | {"BATCH_SIZE": 8}),
-    "zero-2": ("deepspeed-multi-node/2_nodes", ("--per_device_eval_batch_size", 4), TWO_NODES),
+    "zero-2": (
+        "deepspeed-multi-node/2_nodes",
+        ("--per_device_eval_batch_size", 4),
+        TWO_NODES | {"SAMPLES_PER_GPU": 48},
+    ),
     "fsdp2": ("fsdp-multi-node/2_nodes", (), TWO_NODES | {"NUM_EPOCHS": 8}),  # its steps take thrice as long
 }
 # Weeks of training, for what ends it

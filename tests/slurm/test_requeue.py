@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from jobs import TRAININGS, STEPS_PER_EPOCH, Job, Lab, run_command
+from jobs import STEPS_PER_EPOCH, TRAININGS, Job, Lab, run_command
 
 EARLIEST = 6  # seconds behind an attempt in which a node refuses the next one: cred_expire of the cluster
 
