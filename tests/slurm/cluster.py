@@ -1,11 +1,8 @@
-#!/usr/bin/env python3
 """Run a real multi-node Slurm on this one machine, for the tests and for trying out job scripts (as root).
 
-    python tests/slurm/cluster.py up --nodes 2          # less than a second; the first time apt-get installs Slurm
-    eval "$(python tests/slurm/cluster.py env)"         # this shell is now the cluster's login node
-    sinfo; sbatch my.slurm; squeue
-    python tests/slurm/cluster.py exec node1 ps -ef     # run something on a node, outside Slurm
-    python tests/slurm/cluster.py down                  # leaves nothing behind
+    eval "$(python tests/slurm/cluster.py up --nodes 2)"   # a second, the first time apt-get installs Slurm
+    sinfo; sbatch my.slurm; squeue                         # this shell is now the cluster's login node
+    python tests/slurm/cluster.py down                     # leaves nothing behind
 
 Each host is a set of Linux namespaces (network, host name, mounts, processes) under one `unshare`: `switch`
 holds the network bridge and munged, `ctl` runs slurmctld, `node1`, `node2`, ... run slurmd. They share this
@@ -303,20 +300,17 @@ class Cluster:
                 raise TimeoutError(f"job {job_id} has not ended after {timeout} s\n{text}")
             time.sleep(min(0.1 + waited / 20, 1))  # asking costs as much as training
 
-    def enter(self, node):
-        """Arguments that, before a command, run it on node; ClusterError when that is not up."""
-        init = self._pid(node)
-        if not init:
-            raise ClusterError(f"{node} is not running; start it, or the cluster, first")
-        return ["nsenter", "-t", str(init), "--net", "--uts", "--mount", "--pid", "--"]
-
     def exec(self, node, argv, timeout=60):
         """Run argv on node, outside Slurm, in /, with self.env, for at most timeout seconds.
 
         Returns the CompletedProcess, with text output, whatever its exit code. Raises ClusterError when the
         node is not up or the command takes longer.
         """
-        return run([*self.enter(node), *argv], env=self.env, check=False, timeout=timeout)
+        init = self._pid(node)
+        if not init:
+            raise ClusterError(f"{node} is not running")
+        enter = ["nsenter", "-t", init, "--net", "--uts", "--mount", "--pid", "--"]
+        return run([*enter, *argv], env=self.env, check=False, timeout=timeout)
 
     def processes(self, node, *contains):
         """The processes on node whose command line or environment mentions all these strings: pid -> command line.
@@ -449,44 +443,21 @@ class Cluster:
             time.sleep(0.05)
 
 
-def arguments():
-    """The command line, parsed."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    verbs = parser.add_subparsers(dest="verb", metavar="COMMAND", required=True)
-    for verb, text in {
-        "up": "start a cluster; one that is up stays as it is",
-        "down": "end it and remove its state directory",
-        "exec": "run a command on a node, outside Slurm",
-        "env": "print the line that makes a shell the login node",
-    }.items():
-        command = verbs.add_parser(verb, help=text, description=text)
-        command.add_argument("--state", metavar="DIR", default=DEFAULT_STATE, help="its files (%(default)s)")
-    verbs.choices["up"].add_argument("--nodes", metavar="N", type=int, default=2, help="compute nodes (%(default)s)")
-    verbs.choices["exec"].add_argument("node", metavar="NODE", help="node1, node2, ... or ctl")
-    verbs.choices["exec"].add_argument("argv", metavar="CMD", nargs=argparse.REMAINDER, help="a command (sh)")
-    return parser.parse_args()
-
-
 def main():
-    args = arguments()
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("verb", choices=["up", "down"])
+    parser.add_argument("--nodes", metavar="N", type=int, default=2, help="compute nodes (%(default)s)")
+    parser.add_argument("--state", metavar="DIR", default=DEFAULT_STATE, help="the cluster's files (%(default)s)")
+    args = parser.parse_args()
     try:
-        cluster = Cluster(args.state, args.nodes if args.verb == "up" else 2)
-        if args.verb == "up":
-            if reason := unavailable():
-                raise ClusterError(f"{reason}; use a Debian machine or privileged container, as root")
-            cluster.up()
-            print(f"up: {args.nodes} nodes, {cluster.state}")
-        elif args.verb == "down":
+        cluster = Cluster(args.state, args.nodes)
+        if args.verb == "down":
             cluster.down()
-            if cluster.state.exists():
-                raise ClusterError(f"{cluster.state} is no cluster of yours; it was left alone")
-            print(f"down: {cluster.state}")
-        elif args.verb == "exec":
-            os.execvpe("nsenter", [*cluster.enter(args.node), *(args.argv or ["sh"])], cluster.env)
-        elif not Path(cluster.env["SLURM_CONF"]).exists():
-            raise ClusterError(f"no cluster in {cluster.state}; run up first")
-        else:
-            print(f"export SLURM_CONF={cluster.env['SLURM_CONF']}")
+            return
+        if reason := unavailable():
+            raise ClusterError(f"{reason}; use a Debian machine or privileged container, as root")
+        cluster.up()
+        print(f"export SLURM_CONF={cluster.env['SLURM_CONF']}")
     except ClusterError as error:
         sys.exit(f"error: {args.verb}: {error}")
 

@@ -132,18 +132,12 @@ def test_a_foreign_directory_is_left_alone(cluster, tmp_path):
     try:
         with pytest.raises(ClusterError, match="holds other files"):
             Cluster(link).up()
-        done = subprocess.run([*COMMAND, "down", "--state", link], capture_output=True, text=True, check=False)
-        assert (done.returncode, done.stderr.split(";")[-1]) == (1, " it was left alone\n")
+        Cluster(link).down()
         assert (link / "precious").exists()
     finally:
         os.rename(link, tmp_path)
 
 
 def test_command_line(cluster):
-    state = ["--state", str(cluster.state)]
-    line = subprocess.check_output([*COMMAND, "env", *state], text=True)
+    line = subprocess.check_output([*COMMAND, "up", "--state", str(cluster.state)], text=True)
     assert subprocess.check_output(["sh", "-c", f"{line}sinfo -h -o %D"], text=True) == "2\n"
-    words = [*COMMAND, "exec", *state, "node2", "sh", "-c", "hostname; exit 5"]
-    done = subprocess.run(words, capture_output=True, text=True, check=False)
-    assert (done.returncode, done.stdout) == (5, "node2\n")
-    assert subprocess.check_output([*COMMAND, "up", *state], text=True) == f"up: 2 nodes, {cluster.state}\n"
