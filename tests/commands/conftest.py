@@ -2,6 +2,7 @@
 
 import os
 import shutil
+import signal
 import subprocess
 import sys
 from collections.abc import Callable
@@ -55,7 +56,11 @@ def stub(workshop) -> Callable[..., tuple[subprocess.CompletedProcess, Path]]:
     def run(code: str, *arguments: str, **options: object):
         folder = workshop / "experiments/mine/x"
         started = start_stub(folder, code, *arguments, **options)
-        out, error = started.communicate(timeout=120)
+        try:
+            out, error = started.communicate(timeout=120)
+        finally:
+            if started.poll() is None:
+                os.killpg(started.pid, signal.SIGKILL)
         return subprocess.CompletedProcess(code, started.returncode, out, error), folder
 
     return run

@@ -193,11 +193,12 @@ def test_without_slurm_torchrun_starts_the_ranks_of_bare_srun(stub):
         ("-1", "", "CUDA_VISIBLE_DEVICES is '-1' on {host}, the job sees no GPU: no log of GPU memory"),
         (None, "01234567", "CUDA_VISIBLE_DEVICES is unset on {host}: the GPU log holds all GPUs that nvidia-smi shows"),
     ],
+    ids=["chosen", "none", "unset"],
 )
 def test_the_log_is_of_the_gpus_that_the_ranks_use(stub, visible, logged, missing):
     """Of two ranks; the training waits for one sample of each GPU."""
     lines = "sum(len(log.read_text().splitlines()) for log in pathlib.Path('gpu_memory').glob('*'))"
-    wait = f"import pathlib\nwhile {lines} < {len(logged) + 1 if logged else 0}: pass"
+    wait = f"import pathlib, time\nwhile {lines} < {len(logged) + 1 if logged else 0}: time.sleep(0.05)"
     done, folder = stub(wait, gpus=2, CUDA_VISIBLE_DEVICES=visible)
     assert done.returncode == 0, done
     logs = list((folder / "gpu_memory").iterdir())
