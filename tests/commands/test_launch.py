@@ -12,6 +12,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import psutil
 import pytest
 from torch.distributed import TCPStore
 
@@ -162,10 +163,15 @@ def test_ctrl_c_pressed_again_ends_ranks_that_do_not_hear_it(tmp_path):
     streams = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
     command = [*LAUNCH, "--nproc-per-node=2", "deaf.py"]
     notes = [tmp_path / "rank_0", tmp_path / "rank_1"]
-    with subprocess.Popen(command, cwd=tmp_path, env=environment, **streams) as process:
+    process = subprocess.Popen(command, cwd=tmp_path, env=environment, **streams)
+    try:
         for noted in (str(max(1, len(os.sched_getaffinity(0)) // 2)), "told"):
             until(lambda noted=noted: all(note.exists() and note.read_text() == noted for note in notes))
             process.send_signal(signal.SIGINT)
         said, _ = process.communicate(timeout=120)
+    finally:
+        if process.poll() is None:
+            for each in [*psutil.Process(process.pid).children(recursive=True), process]:
+                each.kill()
     assert process.returncode == 137, said
     assert "OMP_NUM_THREADS" not in said, "torchrun did not have to choose"
