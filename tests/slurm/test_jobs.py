@@ -3,6 +3,7 @@
 Stopped, requeued and on a node that crashes: test_requeue.py. job.sh without Slurm: tests/commands and tests/faults.
 """
 
+import math
 import re
 import signal
 
@@ -16,6 +17,7 @@ from reporting.memory_logs import read_cpu_log, read_gpu_log
 
 NODES = {"node1", "node2"}
 TOLERANCE = 1e-4  # what the order of fp32 additions may change
+VOCABULARY = 2048  # tokens of tiny-bloom
 BAD_NAME = "x; touch pwned $(touch pwned2) `touch pwned3`"
 
 
@@ -81,13 +83,13 @@ def test_a_job_of_torchrun_on_two_nodes_leaves_record_logs_and_summary(undisturb
     assert (bandwidth["ranks"], bandwidth["backend"]) == (2, "gloo")
 
 
-def test_two_nodes_have_the_losses_of_one_process(alone, undisturbed):
-    """In the first two epochs; later the order of the additions tells."""
+def test_two_nodes_have_the_loss_of_one_process(alone, undisturbed):
+    """Behind 12 steps; in hundreds, what the order of the additions changes grows."""
     job = undisturbed("zero-2")
-    for knob in ("precision", "global batch", "train size", "eval size"):
+    for knob in ("precision", "global batch", "train size", "eval size", "steps per epoch"):
         assert alone.effective(knob) == job.effective(knob), knob
-    assert alone.losses[0] - alone.losses[1] > 0.05, "the loss hardly moves, so that equal losses prove nothing"
-    assert job.losses[:2] == pytest.approx(alone.losses[:2], abs=TOLERANCE, rel=0)
+    assert math.log(VOCABULARY) - alone.losses[0] > 0.05, "the loss hardly moves, so that equal losses prove nothing"
+    assert job.losses[0] == pytest.approx(alone.losses[0], abs=TOLERANCE, rel=0)
 
 
 def test_a_job_of_bare_srun_leaves_record_logs_and_summary(srun):
