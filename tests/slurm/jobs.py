@@ -23,8 +23,8 @@ from reporting.memory_logs import read_cpu_log, read_gpu_log
 TIMEOUT = RUN_TIMEOUT  # a job may wait for DeepSpeed's compiler, too
 SYSTEM = ("/usr/sbin", "/usr/bin", "/sbin", "/bin")
 GIT = ("git", "-c", "user.name=test", "-c", "user.email=test@example.org")
-# 288 steps, some 10 seconds on a free machine, and a checkpoint after every 12
-LONG = {"FP16": False, "TRAIN_SIZE": 96, "EVAL_SIZE": 16, "NUM_EPOCHS": 24, "EM_F1": False, "GRAD_ACC": 1}
+# 192 steps, some 8 seconds on a free machine, and a checkpoint after every 12
+LONG = {"FP16": False, "TRAIN_SIZE": 96, "EVAL_SIZE": 16, "NUM_EPOCHS": 16, "EM_F1": False, "GRAD_ACC": 1}
 LONG |= {"SAVE_STRATEGY": "epoch", "LEARNING_RATE": 5e-4}
 STEPS_PER_EPOCH = 12
 TWO_NODES = LONG | {"BATCH_SIZE": 4, "MIN_BANDWIDTH": 0, "JOIN_TIMEOUT": 120}
