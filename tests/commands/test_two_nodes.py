@@ -39,6 +39,7 @@ def test_torchrun_on_several_nodes_gets_a_static_rendezvous(two_nodes):
     port = re.search(r"rendezvous 10\.0\.0\.1:(\d+)$", done.stdout.splitlines()[0])[1]
     assert 20000 <= int(port) < 32768, "above, Linux gives ports to any connection"
     words = [line.removeprefix("> ") for line in done.stdout.splitlines() if line.startswith("> ")]
+    assert "--kill-on-bad-exit=1" in words, "one failed rank must end the others"
     after = words[words.index(str(REPOSITORY / "scripts/launch.py")) + 1 :]
     assert after == [
         *("--nnodes=2", "--nproc-per-node=4", "--rdzv-backend=static", "--rdzv-id=7"),
