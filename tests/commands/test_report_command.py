@@ -1,54 +1,23 @@
-"""report.py as a command, and the runs that it looks for among this machine's processes."""
+"""Runs whose record says that they run: report.py looks for them among this machine's processes."""
 
 import os
 import subprocess
 
-from report_files import RUNS, add_run
+from report_files import add_run
 from reporting import runs as report_runs
-from reporting.runs import Run, find_runs
-
-STAGE = "deepspeed-single-gpu/zero_1"
+from reporting.runs import find_runs
 
 
-def only(top) -> Run:
-    (run,) = find_runs([top])
-    return run
-
-
-def test_running_record_of_a_dead_job_has_failed(tmp_path):
-    ended = subprocess.Popen(["true"])
-    ended.wait()
-    add_run(tmp_path, STAGE, "1", status="running", finished=None, nodes=[os.uname().nodename], pid=ended.pid)
-    run = only(tmp_path)
+def test_a_run_runs_while_its_process_or_its_job_does(tmp_path, monkeypatch):
+    command = ["bash", "-c", "echo; read -t 600 line; : train.py"]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as training:
+        training.stdout.readline()  # a process has no command line for a moment after its start
+        here = {"nodes": [os.uname().nodename], "pid": training.pid}
+        add_run(tmp_path, "deepspeed-single-gpu/zero_1", "1", status="running", finished=None, **here)
+        (run,) = find_runs([tmp_path])
+        assert run.status == "running"
+    (run,) = find_runs([tmp_path])
     assert run.ended == "failed: the record still says running, but its job is gone"
-
-
-def test_running_job_runs(tmp_path, monkeypatch):
-    add_run(tmp_path, STAGE, "1", status="running")
     monkeypatch.setattr(report_runs, "queued_jobs", lambda: frozenset({"1"}))
-    assert only(tmp_path).status == "running"
-    command = ["bash", "-c", "echo; read -t 60 line; : train.py"]
-    sleeper = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
-    try:
-        sleeper.stdout.readline()  # a process has no command line for a moment after its start
-        add_run(tmp_path, STAGE, "1", status="running", nodes=[os.uname().nodename], pid=sleeper.pid)
-        monkeypatch.setattr(report_runs, "queued_jobs", lambda: frozenset())
-        assert only(tmp_path).status == "running"
-    finally:
-        sleeper.kill()
-        sleeper.communicate()
-
-
-def test_command_writes_the_report(command):
-    done = command("report.py", RUNS / "experiments" / "baseline", "-o", "new")
-    assert (done.code, done.stdout) == (0, "1 run, 4 tables: new/index.html\n"), done
-    assert sorted(p.name for p in (done.folder / "new").glob("*.md")) == [
-        *("baseline.md", "gpu-memory.md", "predicted-memory.md", "runs.md")
-    ]
-
-
-def test_bad_input_is_one_line_and_writes_nothing(command):
-    done = command("report.py", "nowhere")
-    assert (done.code, done.stdout) == (2, "")
-    assert done.log == "error: nowhere: there is no such folder; give folders of experiments\n"
-    assert not list(done.folder.iterdir())
+    (run,) = find_runs([tmp_path])
+    assert run.status == "running"
