@@ -104,10 +104,6 @@ def counted_by_pytorch(kind: str) -> Read:
     return read
 
 
-def model(run: Run) -> Value:
-    return run.model or run.missing("settings")
-
-
 @cache
 def predicted(record: str) -> Any:
     """The prediction for what a record says of its settings, as JSON: made once for all runs that share them."""
@@ -147,7 +143,7 @@ def difference(measured: Read, predicted: Read) -> Read:
 
 
 METRICS = {
-    "model": Metric("Model", model),
+    "model": Metric("Model", recorded("settings.model_name")),
     "gpus": Metric("GPUs", recorded("world_size")),
     "parameters": Metric("Parameters", recorded("parameters")),
     "num_layers": Metric("Layers", recorded("settings.num_layers")),
