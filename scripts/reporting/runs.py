@@ -269,7 +269,7 @@ def not_whole(run: Run, kind: str, logs: list[MemoryLog], series_per_node: int) 
     if not logs:
         return f"{run.folder}/{kind}_memory: no log of job {run.job_id}"
     nodes = len(run.record.nodes) or 1
-    more = math.inf if run.record.attempt > 1 else 0  # a job that was started again may have had other nodes and GPUs before
+    more = math.inf if run.record.attempt > 1 else 0  # other nodes and GPUs may have been in use before
     if run.has_record and not nodes <= len(logs) <= nodes + more:
         hosts = ", ".join(host_of(log.path) for log in logs)
         return f"{run.folder}/{kind}_memory: {len(logs)} log(s) ({hosts}) for {nodes} node(s)"
