@@ -66,13 +66,11 @@ def test_records_tell_nothing_of_the_machine():
 # --- tables.yaml
 
 
-def test_every_experiment_has_a_table_and_every_table_a_line():
+def test_every_experiment_has_a_table():
     known = {row["experiment"] for definition in DEFINITIONS for row in definition["rows"]}
     folders = {str(path.parent.relative_to(REPOSITORY / "experiments"))
                for path in (REPOSITORY / "experiments").rglob("*.slurm")}  # fmt: skip
     assert folders - {"gpu-check"} <= known, "gpu_check.py writes a table of its own"
-    page = (REPOSITORY / "docs" / "results.md").read_text()
-    assert [definition["title"] for definition in DEFINITIONS if f"| {definition['title']} |" not in page] == []
 
 
 @pytest.mark.parametrize(
