@@ -25,20 +25,11 @@ from run_record import read_record
 
 DEFINITIONS = REPOSITORY / "experiments" / "tables.yaml"
 MEMORY_COLUMNS = ["peak_gpu", "low_gpu", "mean_gpu", "peak_cpu", "mean_cpu"]
-PREDICTION_COLUMNS = [
-    "gpus",
-    "estimated_gpu",
-    "peak_gpu",
-    "difference_gpu",
-    "estimated_cpu",
-    "peak_cpu",
-    "difference_cpu",
-]
 PREDICTIONS = {
     "id": "prediction",
     "title": "Predictions of all experiments",
     "question": "How far off are the predictions of memory?",
-    "columns": PREDICTION_COLUMNS,
+    "columns": ["gpus", "estimated_gpu", "peak_gpu", "difference_gpu", "estimated_cpu", "peak_cpu", "difference_cpu"],
     "note": "Measured CPU memory is that of all processes, with the launcher of several ranks, which the estimate "
     "leaves out.",
 }

@@ -23,7 +23,6 @@ DPI = 110
 FIGURE_WIDTH = 5.8  # inches, of which letters of 11 points can be read on a phone
 HEIGHT = 3.4
 LEGEND_LINE = 0.24
-POINTS = 2000  # of a curve: more than a plot has pixels
 NEAR = 0.06  # of an axis: points that are nearer have one label
 ROOM = 1.1  # between the largest point and the end of an axis
 RATES = {  # the first that two runs or more have; the Trainer's counts evaluation as training
@@ -102,9 +101,8 @@ def loss_plot(table: Table) -> Figure | None:
 
 def training_losses(run: Run) -> Points:
     """(epoch, loss) of the logged steps."""
-    logged = [(entry["epoch"], entry["loss"]) for entry in entries(log_of(run.folder, run.job_id))
-              if {"epoch", "loss"} <= entry.keys() and math.isfinite(entry["loss"])]  # fmt: skip
-    return logged[:: 1 + len(logged) // POINTS]
+    logged = [entry for entry in entries(log_of(run.folder, run.job_id)) if {"epoch", "loss"} <= entry.keys()]
+    return [(entry["epoch"], entry["loss"]) for entry in logged if math.isfinite(entry["loss"])]
 
 
 def evaluation_losses(run: Run) -> Points:
@@ -138,7 +136,7 @@ def memory_plot(table: Table) -> Figure | None:
 
 
 def curve(run: Run, kind: str) -> Points:
-    """(seconds, MiB) of the GPU or node with the highest peak, the largest of those that one pixel shows."""
+    """(seconds, MiB) of the GPU or node with the highest peak."""
     if kind == "GPU" and isinstance(run.gpu.peak, Missing):
         return []
     gpu_logs, cpu_logs = logs_of(run.folder, run.job_id)
@@ -147,9 +145,7 @@ def curve(run: Run, kind: str) -> Points:
     if not series:
         return []
     _, log, name = max(series, key=lambda entry: entry[0])
-    points = log.curve(name)
-    each = 1 + len(points) // POINTS
-    return [max(points[i : i + each], key=lambda point: point[1]) for i in range(0, len(points), each)]
+    return log.curve(name)
 
 
 def peaks(table: Table) -> Figure | None:
