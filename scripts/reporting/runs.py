@@ -20,7 +20,6 @@ FOLDERS = {"results", "gpu_memory", "cpu_memory", "log", "output"}
 MANY = 50  # runs from which on a second core pays
 INCOMPLETE = "incomplete"  # the status of a run without a record that can be read
 NO_RECORD = Record(status="failed")
-LONG_AGO = datetime.min.replace(tzinfo=UTC)
 
 
 @dataclass(frozen=True)
@@ -50,6 +49,7 @@ def no_memory(why: str) -> Memory:
 class Run:
     folder: Path
     job_id: str
+    written: datetime  # when its record, or the log that is all of it, was last written
     record: Record = NO_RECORD
     status: str = INCOMPLETE
     status_notes: list[str] = field(default_factory=list)  # how it ended, and that it was resumed
@@ -57,7 +57,6 @@ class Run:
     gpu: Memory = field(default_factory=lambda: no_memory("the job ended before its training began"))
     cpu: Memory = field(default_factory=lambda: no_memory("the job ended before its training began"))
     path: Path | None = None  # of its record
-    written: datetime = LONG_AGO  # when its record, or the log that is all of it, was last written
 
     @property
     def experiment(self) -> str:
@@ -179,7 +178,7 @@ def read_all(paths: list[Path]) -> list[Run]:
 
 def read_run(path: Path) -> Run:
     """The run of a record. A record that cannot be read makes an incomplete run, not an error."""
-    run = Run(path.parent.parent, path.stem, path=path, written=last_written(path))
+    run = Run(path.parent.parent, path.stem, last_written(path), path=path)
     try:
         run.record = read_record(path)
     except WorkshopError as error:
@@ -229,7 +228,7 @@ def say_how_to_go_on(runs: list[Run]) -> None:
 
 def run_without_record(folder: Path, job_id: str, left: Path) -> Run:
     """Of a job that has left memory logs alone, or nothing but a log that says why it was refused."""
-    run = Run(folder, job_id, written=last_written(left))
+    run = Run(folder, job_id, last_written(left))
     log = log_of(folder, job_id)
     refused = error_in(log)
     what = "no run record, the training has not begun, or the job ended before"
