@@ -2,15 +2,16 @@
 
 import itertools
 import math
+import subprocess
+import sys
 from dataclasses import dataclass, replace
 from functools import cache
-
-import psutil
 
 from config import Options, precision_name
 from estimate.model_shape import FP32, HALF, Shape, shape_for
 from parallel.ds_config import offloaded
 from parallel.fsdp_config import fsdp_name
+from paths import REPOSITORY
 
 MIB = 2**20
 GIB = 2**30
@@ -73,8 +74,12 @@ def logits(shape: Shape, options: Options) -> Held:
 
 @cache
 def python_itself() -> Held:
-    own = psutil.Process().memory_info().rss
-    return Held("Python, libraries", 0, own, "as this very process has it", from_start=True)
+    """Measured in a process that imports what a rank does, so that it does not depend on who asks."""
+    measure = "import train, psutil; print(psutil.Process().memory_info().rss)"
+    command = [sys.executable, "-c", measure]
+    done = subprocess.run(command, cwd=REPOSITORY / "scripts", check=True, stdout=subprocess.PIPE, text=True)
+    own = int(done.stdout.split()[-1]) // MIB * MIB
+    return Held("Python, libraries", 0, own, "as a process that has imported train.py", from_start=True)
 
 
 def activations(shape: Shape, options: Options, compute_bytes: int) -> Held:

@@ -1,23 +1,57 @@
-"""Runs whose record says that they run: report.py looks for them among this machine's processes."""
+"""What the report asks other processes: whether a run still runs, and how much memory Python itself takes."""
 
+import fcntl
 import os
-import subprocess
+from pathlib import Path
 
-from report_files import add_run
-from reporting import runs as report_runs
-from reporting.runs import find_runs
+import psutil
+import pytest
+
+from estimate.memory import MIB, python_itself
+from job import finish
+from report_files import add_run, write
+from reporting.runs import Run, find_runs
+
+STAGE = "deepspeed-single-gpu/zero_1"
 
 
-def test_a_run_runs_while_its_process_or_its_job_does(tmp_path, monkeypatch):
-    command = ["bash", "-c", "echo; read -t 600 line; : train.py"]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as training:
-        training.stdout.readline()  # a process has no command line for a moment after its start
-        here = {"nodes": [os.uname().nodename], "pid": training.pid}
-        add_run(tmp_path, "deepspeed-single-gpu/zero_1", "1", status="running", finished=None, **here)
-        (run,) = find_runs([tmp_path])
-        assert run.status == "running"
-    (run,) = find_runs([tmp_path])
-    assert run.ended == "failed: the record still says running, but its job is gone"
-    monkeypatch.setattr(report_runs, "queued_jobs", lambda: frozenset({"1"}))
-    (run,) = find_runs([tmp_path])
-    assert run.status == "running"
+def only(top) -> Run:
+    (run,) = find_runs([top])
+    return run
+
+
+def running(top: Path) -> Path:
+    return add_run(top, STAGE, "1", status="running", exit_code=None, finished=None)
+
+
+@pytest.mark.parametrize(
+    ("queue", "status"),
+    [("echo 1", "running"), ("echo 7", "failed"), ("exit 1", "running")],
+    ids=["queued", "gone", "no answer"],
+)
+def test_slurm_says_whether_a_job_still_runs(tmp_path, monkeypatch, queue, status):
+    write(tmp_path / "bin" / "squeue", f"#!/bin/sh\n{queue}\n")
+    (tmp_path / "bin" / "squeue").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}/bin:{os.environ['PATH']}")
+    monkeypatch.setattr(finish, "queued_jobs", finish.queued_jobs.__wrapped__)  # its answer is kept for a report
+    running(tmp_path)
+    run = only(tmp_path)
+    assert run.status == status
+    assert run.ended in ("running", "failed: ended without a word: its node failed, or it was killed")
+
+
+def test_a_training_without_slurm_runs_as_long_as_it_holds_its_lock(tmp_path, monkeypatch):
+    monkeypatch.setattr(finish, "queued_jobs", list)
+    folder = running(tmp_path)
+    write(folder / "results" / ".1" / "lock", "")
+    with (folder / "results" / ".1" / "lock").open() as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        assert only(tmp_path).status == "running"
+    assert only(tmp_path).status == "failed"
+
+
+def test_memory_of_python_is_that_of_a_rank_whoever_asks():
+    own = psutil.Process().memory_info().rss
+    ballast = b"x" * 2**30
+    python_itself.cache_clear()
+    assert 200 * MIB < python_itself().cpu < own + len(ballast) / 2

@@ -43,8 +43,12 @@ addEventListener("load", () => {
   probe.plots = [...document.images].map((image) => isSeen(image) && image.naturalWidth > 300);
   probe.narrowPlots = [...document.images].every((image) => image.getBoundingClientRect().width <= innerWidth);
   probe.openedIsWide = isWide();
-  const names = [...document.querySelectorAll("tbody th")].map((name) => name.getBoundingClientRect().height);
-  probe.highestName = Math.max(...names);
+  const heightOf = (element) => element ? element.getBoundingClientRect().height : 0;
+  const names = [...document.querySelectorAll("tbody th")];
+  probe.highestName = Math.max(...names.map((name) => heightOf(name) - heightOf(name.querySelector("small"))));
+  const tables = [...document.querySelectorAll("table:not([aria-label^='All runs'])")];
+  const first = tables.map((table) => table.querySelector("td.number"));
+  probe.hidden = first.filter((cell) => cell && cell.getBoundingClientRect().right > innerWidth).length;
   probe.requests = performance.getEntriesByType("resource").map((entry) => entry.name);
   parent.postMessage(probe, "*");
 });
@@ -91,6 +95,7 @@ def test_page_in_a_browser(output, tmp_path, width, scheme):
     assert seen["links"] > 100 and seen["dead"] == []
     assert (seen["foldedRun"], seen["openedRun"]) == (False, True), "a link to a run unfolds it"
     assert seen["highestName"] < HIGHEST_NAME, "a name of an experiment is wrapped to many lines"
+    assert seen["hidden"] == 0, "a table shows no number before it is scrolled"
     assert "CONSOLE" not in log, log[-2000:]
 
 
