@@ -2,16 +2,15 @@
 
 import itertools
 import math
-import subprocess
-import sys
 from dataclasses import dataclass, replace
 from functools import cache
+
+import psutil
 
 from config import Options, precision_name
 from estimate.model_shape import FP32, HALF, Shape, shape_for
 from parallel.ds_config import offloaded
 from parallel.fsdp_config import fsdp_name
-from paths import REPOSITORY
 
 MIB = 2**20
 GIB = 2**30
@@ -44,11 +43,11 @@ class Held:
 
 def estimate(options: Options) -> list[Held]:
     """What the rank that holds most needs. Raises WorkshopError (exit code 2) for a model that there is not."""
-    return held_by_rank(shape_for(options), options)
+    return held_by_rank(shape_for(options), options, python_itself())
 
 
-def held_by_rank(shape: Shape, options: Options) -> list[Held]:
-    """Parameters, gradients, optimizer state, buffers, activations and logits of the rank that holds most."""
+def held_by_rank(shape: Shape, options: Options, python: Held) -> list[Held]:
+    """Parameters, gradients, optimizer state, buffers, activations, logits and Python of the rank that holds most."""
     ranks = options.values["gpus"]
     compute_bytes = FP32 if precision_name(options.values) == "fp32" else HALF
     if options.deepspeed_config:
@@ -62,7 +61,7 @@ def held_by_rank(shape: Shape, options: Options) -> list[Held]:
         *held,
         activations(shape, options, compute_bytes),
         logits(shape, options),
-        python_itself(),
+        python,
     ]
 
 
@@ -74,12 +73,9 @@ def logits(shape: Shape, options: Options) -> Held:
 
 @cache
 def python_itself() -> Held:
-    """Measured in a process that imports what a rank does, so that it does not depend on who asks."""
-    measure = "import train, psutil; print(psutil.Process().memory_info().rss)"
-    command = [sys.executable, "-c", measure]
-    done = subprocess.run(command, cwd=REPOSITORY / "scripts", check=True, stdout=subprocess.PIPE, text=True)
-    own = int(done.stdout.split()[-1]) // MIB * MIB
-    return Held("Python, libraries", 0, own, "as a process that has imported train.py", from_start=True)
+    """What this process holds when it is first asked: it has imported nearly the same as a training."""
+    own = psutil.Process().memory_info().rss
+    return Held("Python, libraries", 0, own, "as this very process has it", from_start=True)
 
 
 def activations(shape: Shape, options: Options, compute_bytes: int) -> Held:

@@ -11,7 +11,7 @@ import matplotlib.font_manager  # noqa: F401 - before any test: it starts fc-lis
 import pytest
 import torch
 
-from estimate import memory
+from estimate import memory, of_record
 
 # pytest finds them by their names
 from fixtures import clean_machine, refusal, sample  # noqa: F401
@@ -53,9 +53,10 @@ def no_process(monkeypatch):
 
 @pytest.fixture(autouse=True)
 def size_of_python(monkeypatch):
-    """What estimate/memory.py starts a process to measure."""
+    """What two processes measure as each its own."""
     held = memory.Held("Python, libraries", 0, 433 * memory.MIB, from_start=True)
     monkeypatch.setattr(memory, "python_itself", lambda: held)
+    monkeypatch.setattr(of_record, "python_of_the_estimate", lambda: held)
 
 
 @pytest.fixture(scope="session")
