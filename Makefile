@@ -29,8 +29,8 @@ report: $(if $(ACTIVE),,.venv/installed)
 quick: .venv/installed-dev
 	$(MAKE) --no-print-directory --jobs=2 --output-sync=target lint unit
 
-# All tests
-test: unit full
+# All tests; a slip fails in the first minute
+test: quick full
 
 unit: .venv/installed-dev
 	$(BIN)/python -m pytest -n 2 tests/unit
@@ -42,9 +42,9 @@ full: .venv/installed-dev
 test-experiments: .venv/installed-dev
 	$(BIN)/python -m pytest -m experiments tests/slurm
 
-# Each moment and each method of what `test` tries once
+# Each moment, and each method (fp16 too), of what `test` tries once
 test-faults: .venv/installed-dev
-	$(BIN)/python -m pytest -m 'faults or not faults' tests/faults tests/slurm/test_requeue.py
+	$(BIN)/python -m pytest -m 'faults or not faults' tests/faults tests/slurm/test_requeue.py tests/integration/test_fp16.py
 
 lint: .venv/installed-dev
 	$(BIN)/ruff check . && $(BIN)/ruff format --check .

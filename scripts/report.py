@@ -19,26 +19,17 @@ from reporting.metrics import MOST_EPOCHS, metrics_of
 from reporting.page import GENERATOR, page
 from reporting.reference import NAME, compare, read_reference, write_numbers
 from reporting.render import comma_separated, grid, in_words, lines_of, markdown
-from reporting.runs import Run, find_runs, read_run
+from reporting.runs import Run, find_runs, read_run, say_how_to_go_on
 from reporting.tables import Table, build_table, build_tables, choose, list_of, load_definitions
 from run_record import read_record
 
 DEFINITIONS = REPOSITORY / "experiments" / "tables.yaml"
 MEMORY_COLUMNS = ["peak_gpu", "low_gpu", "mean_gpu", "peak_cpu", "mean_cpu"]
-PREDICTION_COLUMNS = [
-    "gpus",
-    "estimated_gpu",
-    "peak_gpu",
-    "difference_gpu",
-    "estimated_cpu",
-    "peak_cpu",
-    "difference_cpu",
-]
 PREDICTIONS = {
     "id": "prediction",
     "title": "Predictions of all experiments",
     "question": "How far off are the predictions of memory?",
-    "columns": PREDICTION_COLUMNS,
+    "columns": ["gpus", "estimated_gpu", "peak_gpu", "difference_gpu", "estimated_cpu", "peak_cpu", "difference_cpu"],
     "note": "Measured CPU memory is that of all processes, with the launcher of several ranks, which the estimate "
     "leaves out.",
 }
@@ -95,7 +86,7 @@ def write_report(folders: list[Path], output: Path, all_runs: bool, reference: P
         images = write_tables(tables, output)
         summary = (
             "Means over the completed runs that compare with the latest one, ± standard deviation (number of runs); "
-            "plots show the latest one."
+            "curves of loss and memory show the latest one."
             if all_runs
             else "Each row shows the latest completed run of its experiment that compares with the others."
         )
@@ -142,6 +133,7 @@ def job_table(path: Path) -> str:
     """The baseline table and the memory of one run, for the terminal; a missing value is empty, with its reason."""
     read_record(path)  # or what is wrong with it
     run = read_run(path)
+    say_how_to_go_on([run])
     definition = next(table for table in load_definitions(DEFINITIONS) if table["id"] == "baseline")
     evaluations = [f"eval_loss_{n}" for n in range(1, len(run.record.eval) + 1)][:MOST_EPOCHS]
     others = [name for name in definition["columns"] if not name.startswith("eval_loss")]
@@ -155,7 +147,7 @@ def job_table(path: Path) -> str:
     return "\n".join(
         [
             "",
-            f"Baseline summary of {run.job_id} ({run.ended}, {run.model})",
+            f"Baseline summary of {run.job_id} ({run.ended}, {run.record.settings.model_name})",
             "",
             grid(["Metric", "Value", "Note"], rows),
             "",

@@ -5,56 +5,6 @@ One description of it for who writes it (training/record.py), who finishes it (j
 
 Schema 1. Written by rank 0, replaced atomically. A value that could not be measured is null, and `missing`
 gives the reason under the same name; a number that is not finite is null as well.
-
-    schema              1
-    status              running | completed | failed | oom | timeout | stopped
-    exit_code           of the training, null while it runs
-    job_id, experiment, run_name, command, started, finished (UTC), resumed_from, output_dir
-    attempt             1, or more when this job id was started again
-    restarts            one entry for each attempt but the first: time, reason (how the one before ended), step that it
-                        goes on from, and started and finished of the one before; all else is of the last attempt
-    overrides           directives of the .slurm file that were given otherwise at submission
-    stop                null, or of a run that was stopped: signal, step, checkpoint
-    nodes               host names, in rank order
-    pid                 of rank 0, on the first node
-    world_size          number of ranks
-    hardware            gpu (name), gpus (on all nodes), gpu_memory_mib, cpu, cpus (of one node)
-    git                 commit, dirty (whether files differed from it)
-    bandwidth           of the job's bandwidth test, null without one: bus_bandwidth_gb_per_s, ranks, message_bytes,
-                        iterations (all-reduces measured), backend, algorithm, transport
-    versions            python and packages
-    knobs               name -> requested, effective
-    settings            value of every knob, and of each other flag that was given; paths below the repository are
-                        relative to it, as in command
-    configs             model: of its config.json, what is not transformers' default; deepspeed, fsdp: in effect, every
-                        "auto" filled in, null without it
-    parameters          number of them, tied ones once
-    steps_per_epoch     optimizer steps
-    train_size, eval_size
-    questions_cut       train, eval: how many of them have lost the end of their context to --max_length
-    eval                list, one entry per evaluation: epoch, step, loss, runtime_s, samples_per_second
-    train               steps, loss_mean (the Trainer's), loss_last (last logged), runtime_s, samples_per_second,
-                        steps_per_second (the Trainer's: they include evaluation and saving),
-                        steady_samples_per_second, steady_steps_per_second, steady_steps (steps alone, warm-up left
-                        out), warm_up_seconds (from the begin of this attempt's training to that of its fourth
-                        step; torch.compile compiles then);
-                        real_tokens, padding_tokens, counted_tokens (labels that count in the loss),
-                        steady_tokens_per_second (real tokens of all ranks, in these steps), mfu_percent (of them),
-                        matmul_peak_tflops (that MFU is a share of: of one rank, in 10^12 operations per second; the
-                        GPU's published one, else measured while all ranks compute);
-                        of all attempts together, each up to the checkpoint that was gone on from
-    exact_match, f1     percent over eval_size questions
-    callbacks           train/steps_per_second_mean, train/samples_per_second_mean (the steady rates), and means over
-                        steps and ranks: avg_gpu_util_%, std_gpu_util_%, avg_mem_alloc_MB, avg_mem_reserved_MB,
-                        avg_mem_total_MB; on the CPU avg_cpu_util_%, std_cpu_util_%, avg_process_mem_MB
-    profile             of a run with --profile, per rank: steps, seconds_per_step, and of these data, forward,
-                        backward, optimizer, communication (with nothing computed beside it), other;
-                        hidden_communication; trace (its file)
-    peak_gpu_memory     per rank: allocated_mib, reserved_mib, as PyTorch counted up to the end of training
-    peak_pinned_memory  of page-locked CPU memory, per rank: active_mib (blocks in use), allocated_mib (with those kept
-                        for later use), as PyTorch counted up to the end of training
-    peak_process_mib    per rank: largest resident memory of the process, up to the end of the run
-    missing             name -> why there is no value
 """
 
 from datetime import UTC, datetime
@@ -67,7 +17,7 @@ from errors import WorkshopError
 from json_files import write_json
 
 SCHEMA: Literal[1] = 1
-Time = Annotated[AwareDatetime, PlainSerializer(datetime.isoformat)]
+Time = Annotated[AwareDatetime, PlainSerializer(datetime.isoformat)]  # UTC
 
 
 class Part(BaseModel):
@@ -75,9 +25,11 @@ class Part(BaseModel):
 
 
 class Restart(Part):
+    """The begin of an attempt, and of the one before it when it began and ended."""
+
     time: Time | None = None
-    reason: str | None = None
-    step: int | None = None
+    reason: str | None = None  # how the one before ended
+    step: int | None = None  # that it goes on from
     started: Time | None = None
     finished: Time | None = None
 
@@ -89,20 +41,16 @@ class Stop(Part):
 
 
 class Hardware(Part):
-    gpu: str | None = None
-    gpus: int | None = None
+    gpu: str | None = None  # name
+    gpus: int | None = None  # on all nodes
     gpu_memory_mib: int | None = None
     cpu: str | None = None
-    cpus: int | None = None
+    cpus: int | None = None  # of one node
 
 
 class Git(Part):
     commit: str | None = None
-    dirty: bool | None = None
-
-
-class Bandwidth(Part):
-    bus_bandwidth_gb_per_s: float | None = None
+    dirty: bool | None = None  # whether files differed from it
 
 
 class Knob(Part):
@@ -111,7 +59,7 @@ class Knob(Part):
 
 
 class Settings(Part):
-    """Those that the report computes with or names; all others are there as well."""
+    """Those that the report computes with or names; all other knobs, and each other flag given, are there as well."""
 
     model_name: str | None = None
     num_layers: int | None = None
@@ -134,43 +82,49 @@ class Evaluation(Part):
 
 
 class Train(Part):
+    """The Trainer's numbers include evaluation and saving, the steady ones are of steps alone, warm-up left out.
+
+    Of all attempts together, each up to the checkpoint that was gone on from.
+    """
+
     steps: int | None = None
-    loss_mean: float | None = None
-    loss_last: float | None = None
-    runtime_s: float | None = None
+    loss_mean: float | None = None  # the Trainer's
+    loss_last: float | None = None  # last logged
+    runtime_s: float | None = None  # the Trainer's, and the next two
     samples_per_second: float | None = None
     steps_per_second: float | None = None
     steady_samples_per_second: float | None = None
     steady_steps_per_second: float | None = None
     steady_steps: int | None = None
-    warm_up_seconds: float | None = None
+    warm_up_seconds: float | None = None  # from the begin of this attempt's training to that of its fourth step
     real_tokens: int | None = None
     padding_tokens: int | None = None
-    counted_tokens: int | None = None
-    steady_tokens_per_second: float | None = None
+    counted_tokens: int | None = None  # labels that count in the loss
+    steady_tokens_per_second: float | None = None  # real tokens of all ranks
     mfu_percent: float | None = None
+    # What MFU is a share of, in 10^12 operations per second of one rank: the GPU's published peak, else measured while
+    # all ranks compute
     matmul_peak_tflops: float | None = None
 
 
 class Profile(Part):
+    """Of a rank with --profile: seconds of a step, and of these the parts; also steps, and trace (its file)."""
+
     seconds_per_step: float
     data: float = 0
     forward: float = 0
     backward: float = 0
     optimizer: float = 0
-    communication: float = 0
+    communication: float = 0  # with nothing computed beside it
     other: float = 0
     hidden_communication: float = 0
 
 
 class PeakGpu(Part):
+    """As PyTorch counted up to the end of training."""
+
     allocated_mib: float
     reserved_mib: float
-
-
-class PeakPinned(Part):
-    active_mib: float
-    allocated_mib: float
 
 
 class Record(Part):
@@ -178,44 +132,51 @@ class Record(Part):
 
     version: Literal[1] = Field(default=SCHEMA, alias="schema")
     status: Literal["running", "completed", "failed", "oom", "timeout", "stopped"]
-    exit_code: int | None = None
+    exit_code: int | None = None  # of the training; null while it runs
     job_id: str | None = None
     experiment: str | None = None
     run_name: str | None = None
-    command: list[str] = []
+    command: list[str] = []  # paths below the repository are relative to it, as in settings
     started: Time | None = None
     finished: Time | None = None
     resumed_from: str | None = None
     output_dir: str | None = None
-    attempt: int = 1
-    restarts: list[Restart] = []
-    overrides: list[str] = []
-    stop: Stop | None = None
-    nodes: list[str] = []
-    pid: int | None = None
-    world_size: int | None = None
+    attempt: int = 1  # more when this job id was started again
+    restarts: list[Restart] = []  # one for each attempt but the first; all else is of the last attempt
+    overrides: list[str] = []  # directives of the .slurm file that were given otherwise at submission
+    stop: Stop | None = None  # of a run that was stopped
+    nodes: list[str] = []  # host names, in rank order
+    pid: int | None = None  # of rank 0, on the first node
+    world_size: int | None = None  # number of ranks
     hardware: Hardware = Hardware()
     git: Git | None = None
-    bandwidth: Bandwidth | None = None
-    versions: dict[str, str] = {}
+    # Of the job's bandwidth test: bus_bandwidth_gb_per_s, ranks, message_bytes, iterations (all-reduces measured),
+    # backend, algorithm, transport
+    bandwidth: dict[str, Any] | None = None
+    versions: dict[str, str] = {}  # of Python and packages
     knobs: dict[str, Knob] = {}
     settings: Settings = Settings()
+    # model: of its config.json, what is not transformers' default; deepspeed, fsdp: in effect, every "auto" filled in
     configs: dict[str, Any] | None = None
-    parameters: int | None = None
-    steps_per_epoch: int | None = None
+    parameters: int | None = None  # tied ones once
+    steps_per_epoch: int | None = None  # optimizer steps
     train_size: int | None = None
     eval_size: int | None = None
-    questions_cut: dict[str, int] | None = None
+    questions_cut: dict[str, int] | None = None  # train, eval: how many lost the end of their context to --max_length
     eval: list[Evaluation] = []
     train: Train | None = None
-    exact_match: float | None = None
+    exact_match: float | None = None  # percent over eval_size questions
     f1: float | None = None
+    # train/steps_per_second_mean, train/samples_per_second_mean (the steady rates), and means over steps and ranks:
+    # avg_gpu_util_%, std_gpu_util_%, avg_mem_alloc_MB, avg_mem_reserved_MB, avg_mem_total_MB; on the CPU
+    # avg_cpu_util_%, std_cpu_util_%, avg_process_mem_MB
     callbacks: dict[str, float | None] = {}
-    profile: list[Profile] | None = None
+    profile: list[Profile] | None = None  # per rank, as the three peaks
     peak_gpu_memory: list[PeakGpu] | None = None
-    peak_pinned_memory: list[PeakPinned] | None = None
-    peak_process_mib: list[float] | None = None
-    missing: dict[str, str] = {}
+    # Page-locked CPU memory, as PyTorch counted it: active_mib (blocks in use), allocated_mib (with those kept)
+    peak_pinned_memory: list[dict[str, float]] | None = None
+    peak_process_mib: list[float] | None = None  # largest resident memory of the process, up to the end of the run
+    missing: dict[str, str] = {}  # name -> why there is no value
 
 
 def read_record(path: Path) -> Record:

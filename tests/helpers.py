@@ -186,14 +186,6 @@ def run(folder: Path, job_id: str, *arguments: object, code: int = 0, **options:
     return finished
 
 
-def patched(folder: Path, name: str, patch: str) -> str:
-    """A script that runs train.py after the Python lines in `patch`; the way to break it on purpose."""
-    path = folder / f"{name}.py"
-    first, last = "import sys\n\nsys.path.insert(0, 'scripts')", "import train\n\ntrain.run_and_exit(train.main)\n"
-    path.write_text(f"{first}\n{patch}\n{last}")
-    return path.name
-
-
 def free_port() -> int:
     for port in PORTS:
         with socket.socket() as listener, contextlib.suppress(OSError):

@@ -43,11 +43,11 @@ class Held:
 
 def estimate(options: Options) -> list[Held]:
     """What the rank that holds most needs. Raises WorkshopError (exit code 2) for a model that there is not."""
-    return held_by_rank(shape_for(options), options)
+    return held_by_rank(shape_for(options), options, python_itself())
 
 
-def held_by_rank(shape: Shape, options: Options) -> list[Held]:
-    """Parameters, gradients, optimizer state, buffers, activations and logits of the rank that holds most."""
+def held_by_rank(shape: Shape, options: Options, python: Held) -> list[Held]:
+    """Parameters, gradients, optimizer state, buffers, activations, logits and Python of the rank that holds most."""
     ranks = options.values["gpus"]
     compute_bytes = FP32 if precision_name(options.values) == "fp32" else HALF
     if options.deepspeed_config:
@@ -61,7 +61,7 @@ def held_by_rank(shape: Shape, options: Options) -> list[Held]:
         *held,
         activations(shape, options, compute_bytes),
         logits(shape, options),
-        python_itself(),
+        python,
     ]
 
 
@@ -73,6 +73,7 @@ def logits(shape: Shape, options: Options) -> Held:
 
 @cache
 def python_itself() -> Held:
+    """What this process holds when it is first asked: it has imported nearly the same as a training."""
     own = psutil.Process().memory_info().rss
     return Held("Python, libraries", 0, own, "as this very process has it", from_start=True)
 

@@ -1,14 +1,18 @@
 """What estimate_memory.py would have said of a run, from its record alone: for the report, beside what was measured."""
 
 import json
+import subprocess
+import sys
+from functools import cache
 from typing import NamedTuple
 
 from config import Options
 from errors import WorkshopError
-from estimate.memory import MIB, held_by_rank, totals, without_gpu
+from estimate.memory import MIB, Held, held_by_rank, totals, without_gpu
 from estimate.model_shape import shape_of
 from estimate.planned import ADAMW, check_optimizer
 from knobs import DEFAULTS
+from paths import REPOSITORY
 
 
 class Predicted(NamedTuple):
@@ -30,7 +34,7 @@ def predicted_memory(record: dict) -> Predicted | None:
     options = options_of(record)
     try:
         check_optimizer(options)
-        held = held_by_rank(shape_of(json.dumps(configs["model"]), options), options)
+        held = held_by_rank(shape_of(json.dumps(configs["model"]), options), options, python_of_the_estimate())
     except WorkshopError:
         return None
     ranks_per_node = options.values["gpus"] // options.values["nodes"]
@@ -39,6 +43,18 @@ def predicted_memory(record: dict) -> Predicted | None:
         return Predicted(None, on_node / MIB)
     on_gpu, on_node = totals(held, ranks_per_node)
     return Predicted(on_gpu / MIB, on_node / MIB)
+
+
+@cache
+def python_of_the_estimate() -> Held:
+    """As estimate_memory.py finds it, in a process of its own: this one grows with the runs that the report reads."""
+    measure = """
+from estimate_memory import estimate, read_options
+print(estimate(read_options(["--model_name", "tiny-bloom"], environment={}))[-1].cpu)
+"""
+    command = [sys.executable, "-c", measure]
+    done = subprocess.run(command, cwd=REPOSITORY / "scripts", check=True, stdout=subprocess.PIPE, text=True)
+    return Held("Python, libraries", 0, float(done.stdout), from_start=True)
 
 
 def options_of(record: dict) -> Options:

@@ -14,12 +14,14 @@ import signal
 import subprocess
 import sys
 from datetime import UTC, datetime
+from functools import cache
 from pathlib import Path
 
 from errors import STOPPED, WorkshopError, run_program
 from reporting.memory_logs import MemoryLog, host_of, logs_of, read_cpu_log, read_gpu_log
 from run_record import Record, now, read_record, write_record
 
+WITHOUT_A_WORD = "ended without a word: its node failed, or it was killed"
 STOPPING_SIGNALS = (signal.SIGHUP, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2, signal.SIGTERM)
 
 
@@ -101,15 +103,21 @@ def is_alive(record: Path) -> bool:
                 os.close(descriptor)
     if not record.stem.isdigit():
         return False  # no id of Slurm's
+    queued = queued_jobs()
+    return queued is None or record.stem in queued
+
+
+@cache
+def queued_jobs() -> list[str] | None:
+    """Ids of the jobs in Slurm's queue, None where it does not answer."""
+    command = ["squeue", "--all", "--noheader", "--format=%A"]
     try:
-        queue = subprocess.run(
-            ["squeue", "--all", "--noheader", "--format=%A"], capture_output=True, text=True, timeout=20
-        )
+        queue = subprocess.run(command, capture_output=True, text=True, timeout=20)
     except FileNotFoundError:
-        return False
+        return []
     except subprocess.TimeoutExpired:
-        return True
-    return queue.returncode != 0 or record.stem in queue.stdout.split()
+        return None
+    return queue.stdout.split() if queue.returncode == 0 else None
 
 
 def summary(job_id: str, record: Record | None, status: str, exit_code: int, gaps: list[str]) -> list[str]:

@@ -84,8 +84,8 @@ def read_gpu_log(path: Path) -> MemoryLog:
 
 def gpu_sample(line: str) -> tuple[str, Time, float]:
     time, index, _, used, total = line.split(", ")
-    mib = float(used)
-    if len(time) != GPU_TIME or not mib <= float(total):
+    mib = float(used.removesuffix(" MiB"))
+    if len(time) != GPU_TIME or not mib <= float(total.removesuffix(" MiB")):
         raise ValueError("a part is cut off")
     return index, time, mib
 
@@ -115,7 +115,7 @@ def read_log(path: Path, header: str, parse: Parser) -> MemoryLog:
     log = MemoryLog(path)
     bad = []
     try:
-        text = path.read_text(encoding="utf-8", errors="replace").replace(" MiB", "")
+        text = path.read_text(encoding="utf-8", errors="replace")
     except OSError as error:
         log.problems.append(f"{path}: cannot be read ({error.strerror})")
         return log

@@ -9,8 +9,10 @@ from functools import cache
 from typing import Any
 
 import pandas as pd
+from numpy import format_float_positional
 
 from reporting.runs import Missing, Run
+from run_record import Profile
 
 MIB_PER_GIB = 1024
 MOST_EPOCHS = 20  # that a table can show one by one
@@ -76,22 +78,20 @@ def padding(run: Run) -> Value:
     return 100 * padded / (real + padded)
 
 
-def profiled(part: str) -> Read:
-    """Percent of a profiled step, the mean over all ranks."""
+def profiled(number: Callable[[Profile], float]) -> Read:
+    """A number of each rank of a profiled run, the mean over all ranks."""
 
     def read(run: Run) -> Value:
         if not run.record.profile:
             return Missing(run.record.missing.get("profile") or "the run had no --profile")
-        return statistics.fmean(100 * getattr(rank, part) / rank.seconds_per_step for rank in run.record.profile)
+        return statistics.fmean(map(number, run.record.profile))
 
     return read
 
 
-def profiled_step(run: Run) -> Value:
-    """Milliseconds of a profiled step, the mean over all ranks."""
-    if not run.record.profile:
-        return Missing(run.record.missing.get("profile") or "the run had no --profile")
-    return statistics.fmean(1000 * rank.seconds_per_step for rank in run.record.profile)
+def part_of_step(part: str) -> Read:
+    """In percent."""
+    return profiled(lambda rank: 100 * getattr(rank, part) / rank.seconds_per_step)
 
 
 def counted_by_pytorch(kind: str) -> Read:
@@ -102,10 +102,6 @@ def counted_by_pytorch(kind: str) -> Read:
         return max(getattr(rank, f"{kind}_mib") for rank in ranks) if ranks else run.missing("peak_gpu_memory")
 
     return read
-
-
-def model(run: Run) -> Value:
-    return run.model or run.missing("settings")
 
 
 @cache
@@ -147,7 +143,7 @@ def difference(measured: Read, predicted: Read) -> Read:
 
 
 METRICS = {
-    "model": Metric("Model", model),
+    "model": Metric("Model", recorded("settings.model_name")),
     "gpus": Metric("GPUs", recorded("world_size")),
     "parameters": Metric("Parameters", recorded("parameters")),
     "num_layers": Metric("Layers", recorded("settings.num_layers")),
@@ -189,14 +185,14 @@ METRICS = {
     "difference_cpu": Metric(
         "CPU memory: measured minus estimated (%)", difference(logged("cpu", "peak"), estimated("node_mib"))
     ),
-    "profiled_step": Metric("Step (ms)", profiled_step),
-    "profiled_data": Metric("Data (%)", profiled("data")),
-    "profiled_forward": Metric("Forward (%)", profiled("forward")),
-    "profiled_backward": Metric("Backward (%)", profiled("backward")),
-    "profiled_communication": Metric("Communication (%)", profiled("communication")),
-    "profiled_optimizer": Metric("Optimizer (%)", profiled("optimizer")),
-    "profiled_other": Metric("Other (%)", profiled("other")),
-    "profiled_hidden": Metric("Hidden communication (%)", profiled("hidden_communication")),
+    "profiled_step": Metric("Step (ms)", profiled(lambda rank: 1000 * rank.seconds_per_step)),
+    "profiled_data": Metric("Data (%)", part_of_step("data")),
+    "profiled_forward": Metric("Forward (%)", part_of_step("forward")),
+    "profiled_backward": Metric("Backward (%)", part_of_step("backward")),
+    "profiled_communication": Metric("Communication (%)", part_of_step("communication")),
+    "profiled_optimizer": Metric("Optimizer (%)", part_of_step("optimizer")),
+    "profiled_other": Metric("Other (%)", part_of_step("other")),
+    "profiled_hidden": Metric("Hidden communication (%)", part_of_step("hidden_communication")),
 }
 # They take seconds, so that only the runs of a table that shows them have them
 PREDICTED = {"estimated_gpu", "difference_gpu", "estimated_cpu", "difference_cpu"}
@@ -299,13 +295,6 @@ def related(relation: str, own: Cell, base: Cell, gpus: int, base_gpus: int) -> 
 # --- numbers as text
 
 
-def shown(value: float) -> str:
-    """A number with four significant digits at least, and no digit of a whole part lost."""
-    if isinstance(value, int) or abs(value) >= 10_000:
-        return f"{value:,.0f}"
-    return f"{value:,.1f}" if abs(value) >= 1000 else f"{value:.4g}"
-
-
 def decimals(cells: Iterable[Cell], percent: bool = False) -> int:
     """How many decimals the numbers of a column get: four significant digits of each, at most five of the largest.
 
@@ -315,16 +304,16 @@ def decimals(cells: Iterable[Cell], percent: bool = False) -> int:
     if not sizes:
         return 0
     most = 1 if percent and max(sizes) >= 1 else 4 - math.floor(math.log10(max(sizes)))
-    return max(0, min(most, max(map(own_decimals, sizes))))
-
-
-def own_decimals(size: float) -> int:
-    """Decimals of four significant digits, zeros at the end left out."""
-    text = f"{size:.{max(0, 3 - math.floor(math.log10(size)))}f}"
-    return len(text.partition(".")[2].rstrip("0"))
+    texts = [format_float_positional(size, precision=4, unique=False, fractional=False, trim="-") for size in sizes]
+    return max(0, min(most, max(len(text.partition(".")[2]) for text in texts)))
 
 
 def rounded(value: float, places: int) -> str:
     """A number with so many decimals; one that would be shown as zero and is none keeps two digits."""
     text = f"{value:,.{places}f}"
     return f"{value:.2g}" if value and not text.strip("-0.") else text
+
+
+def shown(value: float) -> str:
+    """A number alone, as in a column of its own."""
+    return rounded(value, decimals([Cell(value)]))

@@ -22,6 +22,7 @@ HERE = Path(__file__).parent
 GENERATOR = Markup('<meta name="generator" content="scripts/report.py">')
 POLICY = "default-src 'none'; style-src 'sha256-{}'; img-src data:; base-uri 'none'; form-action 'none'"
 JOB = re.compile(r"(?<=\bjob )([A-Za-z0-9._-]*[A-Za-z0-9])")  # as remarks name it
+FLAG = re.compile(r"--\w+")  # a browser breaks behind the dashes
 IN_ORDER = ("completed", "running")  # statuses about which nothing is wrong
 
 
@@ -76,12 +77,14 @@ def anchors_of(runs: list[Run]) -> dict[Run, str]:
 
 
 def linked(text: str, anchors: dict[Run, str]) -> Markup:
-    """The text, escaped, in which the id of a job is a link to its run, where there is one run of this id."""
+    """The text, escaped. The id of a job is a link to its run, where one run alone has it; a flag stays whole."""
     known = Counter(run.job_id for run in anchors)
-    parts: list[str] = []
+    parts = []
     for part in JOB.split(text):
-        parts.append(Markup('<a href="#job-{0}">{0}</a>').format(part) if known[part] == 1 else Markup.escape(part))
-    return Markup("").join(parts)
+        link = Markup('<a href="#job-{0}">{0}</a>').format(part)
+        escaped = str(Markup.escape(part))
+        parts.append(link if known[part] == 1 else FLAG.sub(r'<span class="flag">\g<0></span>', escaped))
+    return Markup("".join(parts))
 
 
 def ended(runs: list[Run]) -> list[tuple[str, list[Run]]]:

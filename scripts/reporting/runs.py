@@ -2,17 +2,16 @@
 
 import math
 import os
-import subprocess
 from collections import defaultdict
 from collections.abc import Iterable
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
-from functools import cache
 from pathlib import Path
 from typing import Any
 
 from errors import WorkshopError
+from job.finish import WITHOUT_A_WORD, is_alive
 from reporting.memory_logs import MemoryLog, host_of, logs_of, read_cpu_log, read_gpu_log
 from reporting.trainer_log import error_in, log_of
 from run_record import Record, Restart, read_record
@@ -21,7 +20,6 @@ FOLDERS = {"results", "gpu_memory", "cpu_memory", "log", "output"}
 MANY = 50  # runs from which on a second core pays
 INCOMPLETE = "incomplete"  # the status of a run without a record that can be read
 NO_RECORD = Record(status="failed")
-LONG_AGO = datetime.min.replace(tzinfo=UTC)
 
 
 @dataclass(frozen=True)
@@ -51,6 +49,7 @@ def no_memory(why: str) -> Memory:
 class Run:
     folder: Path
     job_id: str
+    written: datetime  # when its record, or the log that is all of it, was last written
     record: Record = NO_RECORD
     status: str = INCOMPLETE
     status_notes: list[str] = field(default_factory=list)  # how it ended, and that it was resumed
@@ -79,12 +78,13 @@ class Run:
 
     @property
     def model(self) -> str:
-        return self.record.settings.model_name or ""
+        """Its name without the folder or the owner: a table may be named after it."""
+        return Path(self.record.settings.model_name or "").name
 
     @property
     def order(self) -> tuple:
-        """Sorts runs by their start; job ids of numbers by their value."""
-        return self.record.started or LONG_AGO, len(self.job_id), self.job_id
+        """Sorts runs by their start, without one by the time of their file; job ids of numbers by their value."""
+        return self.record.started or self.written, len(self.job_id), self.job_id
 
     @property
     def ended(self) -> str:
@@ -155,13 +155,18 @@ def find_runs(folders: Iterable[Path]) -> list[Run]:
     for path in sorted(memory_logs):
         folder, name = path.parent.parent, path.stem.split("_", 3)[3]
         if not any(name == job_id or name.startswith(f"{job_id}_") for job_id in known[folder]):
-            runs.append(run_without_record(folder, name.split("_")[0]))
+            runs.append(run_without_record(folder, name.split("_")[0], path))
             known[folder].add(runs[-1].job_id)
     for path in sorted(logs):
         folder = path.parent.parent
         if not any(path.stem.endswith(f"_{job_id}") for job_id in known[folder]) and error_in(path):
-            runs.append(run_without_record(folder, path.stem.rpartition("_")[2]))
+            runs.append(run_without_record(folder, path.stem.rpartition("_")[2], path))
+    say_how_to_go_on(runs)
     return sorted(runs, key=lambda run: run.order)
+
+
+def last_written(path: Path) -> datetime:
+    return datetime.fromtimestamp(path.stat().st_mtime, UTC)
 
 
 def read_all(paths: list[Path]) -> list[Run]:
@@ -173,7 +178,7 @@ def read_all(paths: list[Path]) -> list[Run]:
 
 def read_run(path: Path) -> Run:
     """The run of a record. A record that cannot be read makes an incomplete run, not an error."""
-    run = Run(path.parent.parent, path.stem, path=path)
+    run = Run(path.parent.parent, path.stem, last_written(path), path=path)
     try:
         run.record = read_record(path)
     except WorkshopError as error:
@@ -188,33 +193,42 @@ def read_run(path: Path) -> Run:
 def settle(run: Run) -> None:
     """Status of a run from its record; one that says `running` and is not has failed."""
     record = run.record
-    run.status = record.status
+    assert run.path
+    gone = record.status == "running" and not is_alive(run.path)
+    run.status = "failed" if gone else record.status
     notes = run.status_notes
-    if run.status == "running" and not alive(run):
-        run.status = "failed"
-        notes.append("the record still says running, but its job is gone")
-    elif record.stop and run.status in ("stopped", "timeout"):
-        stop = record.stop
-        notes.append(f"{stop.signal} at step {stop.step}; go on with --resume_from_checkpoint {stop.checkpoint}")
+    if record.stop:
+        notes.append(f"{record.stop.signal} at step {record.stop.step}")
     elif run.status not in ("running", "completed"):
-        notes.append(f"exit code {record.exit_code}")
+        notes.append(WITHOUT_A_WORD if record.exit_code is None else f"exit code {record.exit_code}")
         # a run that was stopped may have begun several times: the line would be another attempt's
-        error = error_in(log_of(run.folder, run.job_id)) if run.status in ("failed", "oom") else ""
-        notes += [error] if error else []
+        if run.status in ("stopped", "timeout"):
+            notes.append("no checkpoint of its end")
+        elif error := error_in(log_of(run.folder, run.job_id)):
+            notes.append(error)
+    begun = f"resumed from {record.resumed_from}" if record.resumed_from else "from step 0"
+    if steps := [str(restart.step) for restart in record.restarts if restart.step]:
+        begun = f"resumed at step {', '.join(steps)}"
     if record.attempt > 1:
-        steps = [str(restart.step) for restart in record.restarts if restart.step]
-        notes.append(
-            f"attempt {record.attempt}" + (f", resumed at step {', '.join(steps)}" if steps else ", from step 0")
-        )
-    if record.resumed_from and not record.restarts:
-        notes.append(f"resumed from {record.resumed_from}")
+        notes.append(f"attempt {record.attempt}, {begun}")
+    elif record.resumed_from:
+        notes.append(begun)
     if record.settings.torch_compile:
         notes.append("memory peaks hold the compilation")
 
 
-def run_without_record(folder: Path, job_id: str) -> Run:
+def say_how_to_go_on(runs: list[Run]) -> None:
+    """From the checkpoint of each run that was stopped, unless one of these runs has gone on from it."""
+    gone_on_from = {(run.folder, run.record.resumed_from) for run in runs}
+    for run in runs:
+        stop = run.record.stop
+        if stop and (run.folder, stop.checkpoint) not in gone_on_from:
+            run.status_notes.append(f"go on with --resume_from_checkpoint {stop.checkpoint}")
+
+
+def run_without_record(folder: Path, job_id: str, left: Path) -> Run:
     """Of a job that has left memory logs alone, or nothing but a log that says why it was refused."""
-    run = Run(folder, job_id)
+    run = Run(folder, job_id, last_written(left))
     log = log_of(folder, job_id)
     refused = error_in(log)
     what = "no run record, the training has not begun, or the job ended before"
@@ -222,27 +236,6 @@ def run_without_record(folder: Path, job_id: str) -> Run:
     if any(logs_of(folder, job_id)):
         add_memory(run)
     return run
-
-
-def alive(run: Run) -> bool:
-    """Whether the job of a record that says `running` exists: in Slurm's queue, or as a process of this machine."""
-    if run.job_id in queued_jobs():
-        return True
-    if run.record.pid is None or run.record.nodes[:1] != [os.uname().nodename]:
-        return False
-    try:
-        return b"train.py" in Path(f"/proc/{run.record.pid}/cmdline").read_bytes()
-    except OSError:  # it has ended
-        return False
-
-
-@cache
-def queued_jobs() -> frozenset[str]:
-    try:
-        done = subprocess.run(["squeue", "--noheader", "--format=%A"], capture_output=True, text=True, timeout=20)
-    except (OSError, subprocess.TimeoutExpired):
-        return frozenset()
-    return frozenset(done.stdout.split())
 
 
 def add_memory(run: Run) -> None:
@@ -275,7 +268,7 @@ def not_whole(run: Run, kind: str, logs: list[MemoryLog], series_per_node: int) 
     if not logs:
         return f"{run.folder}/{kind}_memory: no log of job {run.job_id}"
     nodes = len(run.record.nodes) or 1
-    more = math.inf if run.record.restarts else 0  # a job that was resumed may have had other nodes and GPUs before
+    more = math.inf if run.record.attempt > 1 else 0  # other nodes and GPUs may have been in use before
     if run.has_record and not nodes <= len(logs) <= nodes + more:
         hosts = ", ".join(host_of(log.path) for log in logs)
         return f"{run.folder}/{kind}_memory: {len(logs)} log(s) ({hosts}) for {nodes} node(s)"
@@ -293,7 +286,7 @@ def short_of(log: MemoryLog, run: Run) -> list[str]:
     train = run.record.train
     if not train or not train.runtime_s or not log.samples:
         return []
-    if run.record.resumed_from and not run.record.restarts:
+    if run.record.resumed_from:
         return []  # the runtime is that of all jobs of this training, the log is of this one
     interval = log.span() / max(1, max(map(len, log.samples.values())) - 1)
     if log.span() + 4 * max(interval, 1) >= train.runtime_s:

@@ -183,33 +183,39 @@ def build_tables(definitions: list[dict], metrics: pd.DataFrame, all_runs: bool 
     for run in metrics.index:
         by_experiment[run.experiment].append(run)
     tables = []
-    taken: Counter[str] = Counter()
     for definition in definitions:
         names = {row["experiment"] for row in definition["rows"]} | {*reference_names(definition)}
         needed = definition.get("needs", "status")
         candidates = {
             name: [run for run in by_experiment[name] if getattr(run.record, needed) is not None] for name in names
         }
-        for model in models(candidates) if definition.get("per_model") else [""]:
-            own = {name: [run for run in runs if model in ("", run.model)] for name, runs in candidates.items()}
+        parts = {"": candidates}
+        if definition.get("per_model"):
+            parts = {model: of_model(candidates, model) for model in models(candidates)}
+        for model, own in parts.items():
             table = build_table(definition, own, metrics, all_runs, model)
             for row in table.rows:
                 if by_experiment[row.experiment] and not candidates[row.experiment]:
                     reasons = {run.record.missing.get(needed, "") for run in by_experiment[row.experiment]}
                     row.absent = ": ".join(filter(None, [f"no {needed} yet", *sorted(reasons)]))
-            taken[table.name] += 1
-            if taken[table.name] > 1:  # of two models that differ in what a file name does not show
-                table.name += f"-{taken[table.name]}"
             tables.append(table)
     return tables
 
 
 def models(candidates: dict[str, list[Run]]) -> list[str]:
-    """Models of these runs, small ones first; one empty name when there is no run."""
+    """Models of these runs, small ones first; one empty name when none is known."""
     sizes: dict[str, int] = {}
     for run in (run for runs in candidates.values() for run in runs):
         sizes[run.model] = max(sizes.get(run.model, 0), run.record.parameters or 0)
-    return sorted(sizes, key=lambda model: (sizes[model], model)) or [""]
+    return sorted(filter(None, sizes), key=lambda model: (sizes[model], model)) or [""]
+
+
+def of_model(candidates: dict[str, list[Run]], model: str) -> dict[str, list[Run]]:
+    """Of each experiment that was run with this model its runs, and those that ended before their model was noted."""
+    ran = {name for name, runs in candidates.items() if any(run.model == model for run in runs)}
+    return {
+        name: [run for run in runs if name in ran and run.model in (model, "")] for name, runs in candidates.items()
+    }
 
 
 def build_table(
@@ -236,7 +242,7 @@ def build_table(
             where = f"{definition['reference']} (job {base.job_id})"
             row.remarks += [f"{where}: does not compare: {each}" for each in apart[base]]
         row.cells = [cell(column, row, repeated[reference], reference, selected, varies) for column in columns]
-    slug = "".join(c if c.isascii() and c.isalnum() else "-" for c in model.split("/")[-1].lower())
+    slug = "".join(c if c.isascii() and c.isalnum() else "-" for c in model.lower())
     return Table(
         name=f"{definition['id']}-{slug}" if model else definition["id"],
         title=f"{definition['title']}: {model}" if model else definition["title"],
@@ -323,7 +329,7 @@ def remarks(row: Row, runs: list[Run], apart: dict[Run, list[str]], all_runs: bo
     runs: all of the experiment.
     """
     run = row.repeats[0]
-    lines = [run.ended] if run.status_notes else []
+    lines = [run.ended.removeprefix("completed: ")] if run.status_notes else []
     lines += [f"incomplete: {problem}" for problem in run.problems]
     for other in [other for other in runs if other.order > run.order][-1:]:
         why = f"its status is {other.status}"

@@ -16,7 +16,7 @@ from pathlib import Path
 import torch
 
 from errors import ENVIRONMENT, WorkshopError, whole_number
-from job.finish import finish, outcome
+from job.finish import WITHOUT_A_WORD, finish, outcome
 from job.git_state import git_state
 from parallel.distributed import exit_code, gather_lists, is_out_of_memory, rank, same_everywhere
 from paths import REPOSITORY
@@ -224,8 +224,8 @@ class RunRecord:
 
 def how_it_ended(record: Record) -> str:
     """How the attempt of this record ended, in words."""
-    if not record.finished and record.status == "running":
-        return "ended without a word: its node failed, or it was killed"
+    if record.exit_code is None:
+        return WITHOUT_A_WORD
     by = f" by {record.stop.signal}" if record.stop else ""
     return f"{record.status}{by} (exit code {record.exit_code})"
 

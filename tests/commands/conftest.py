@@ -2,6 +2,7 @@
 
 import os
 import shutil
+import signal
 import subprocess
 import sys
 from collections.abc import Callable
@@ -52,10 +53,14 @@ def workshop(tmp_path) -> Path:
 def stub(workshop) -> Callable[..., tuple[subprocess.CompletedProcess, Path]]:
     """Runs an experiment whose training is `code`, without Slurm; gives the finished process and the folder."""
 
-    def run(code: str, *arguments: str, lines: str = "", gpus: int = 1, **variables: object):
+    def run(code: str, *arguments: str, **options: object):
         folder = workshop / "experiments/mine/x"
-        started = start_stub(folder, code, *arguments, lines=lines, gpus=gpus, **variables)
-        out, error = started.communicate(timeout=120)
+        started = start_stub(folder, code, *arguments, **options)
+        try:
+            out, error = started.communicate(timeout=120)
+        finally:
+            if started.poll() is None:
+                os.killpg(started.pid, signal.SIGKILL)
         return subprocess.CompletedProcess(code, started.returncode, out, error), folder
 
     return run

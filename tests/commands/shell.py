@@ -25,10 +25,18 @@ def shell_environment(**variables: object) -> dict[str, str]:
     return {name: str(value) for name, value in values.items() if value is not None}
 
 
-def start_stub(folder: Path, code: str, *arguments: str, lines: str = "", gpus: int = 1, **variables: object):
+def start_stub(
+    folder: Path,
+    code: str,
+    *arguments: str,
+    lines: str = "",
+    gpus: int = 1,
+    verb: str = "run_python",
+    **variables: object,
+):
     (folder / "log").mkdir(parents=True, exist_ok=True)
     (folder / "code.py").write_text(code)
-    body = f'set -e\nsource ../../job.sh\n{lines}\nrun_python code.py "$@"\n'
+    body = f'set -e\nsource ../../job.sh\n{lines}\n{verb} code.py "$@"\n'
     (folder / "x.slurm").write_text(directives(1, gpus) + body)
     command, streams = ["bash", "x.slurm", *arguments], {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
     environment = shell_environment(**variables)

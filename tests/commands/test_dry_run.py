@@ -58,9 +58,10 @@ def test_every_experiment_shows_its_command_and_can_be_estimated(workshop, tmp_p
         monkeypatch.chdir(script.parent)
         table = estimate_memory.memory_table(estimate_memory.read_options(words, environment=variables))
         assert "one GPU: " in table and "one node: " in table
-        for name in ("train_size", "save_strategy", "padding"):
-            if found := re.search(rf'^: "\$\{{{name.upper()}:=(\w+)\}}"', text, re.MULTILINE):
-                assert f"  {name.upper()}={found[1]}" in done.stdout.splitlines()
+        own = "".join(path.read_text() for path in (script, script.with_name("env_vars.sh")) if path.exists())
+        knobs = re.findall(r'"\$\{(\w+):=([\w.]+)\}"', own)
+        shown = dict(re.findall(r"^  (\w+)=(.*)$", done.stdout, re.MULTILINE))
+        assert {(name, shown.get(name)) for name, _ in knobs} <= set(knobs), "what the experiment sets itself"
     assert files(workshop) == before
 
 

@@ -39,13 +39,6 @@ def test_the_exercise_has_six_gaps_and_is_else_the_finished_one():
     assert ast.unparse(with_gaps) == ast.unparse(finished)
 
 
-@pytest.mark.parametrize("name", ["nowhere.py", "README.md"])
-def test_what_is_no_python_file_is_one_line(name):
-    done = python("exercises/check.py", name)
-    assert (done.returncode, done.stdout) == (2, ""), done
-    assert f"error: {name}: there is no such Python file; " in done.stderr.splitlines()[-1]
-
-
 WRONG = {
     # what a participant may write, and what the check says of it
     "dist.all_reduce(parameter.grad)\n        parameter.grad /= world": (

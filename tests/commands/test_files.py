@@ -1,4 +1,4 @@
-"""What bash says of the experiments and of the pages' commands, and git of the files."""
+"""What bash says of the pages' commands, and git of the files. The scripts of the experiments: test_dry_run.py."""
 
 import json
 import os
@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from helpers import EXPERIMENT_SCRIPTS, EXPERIMENTS, PAGES, REPOSITORY, bash_blocks
+from helpers import EXPERIMENT_SCRIPTS, PAGES, REPOSITORY, bash_blocks
 from job.git_state import git_state
 
 
@@ -19,23 +19,11 @@ def git(*arguments: object, **options: object) -> str:
     return done.stdout
 
 
-# bash
-
-
-@pytest.mark.parametrize("family", sorted({path.relative_to(EXPERIMENTS).parts[0] for path in EXPERIMENT_SCRIPTS}))
-def test_the_scripts_of_a_family_are_correct_bash(family):
-    for script in (EXPERIMENTS / family).rglob("*.slurm"):
-        assert subprocess.run(["bash", "-n", script], check=False, capture_output=True, text=True).stderr == ""
-
-
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_the_commands_of_a_page_are_correct_bash(page):
     for _, text in bash_blocks(page):
         done = subprocess.run(["bash", "-n"], input=text, capture_output=True, text=True)
         assert (done.returncode, done.stderr) == (0, ""), text
-
-
-# git
 
 
 def test_the_log_folders_are_tracked_and_their_content_is_not():
@@ -66,8 +54,3 @@ def test_a_job_asks_git_anew_whatever_the_one_that_submitted_it_handed_on(monkey
     variables = os.environ | {"PYTHONPATH": str(REPOSITORY / "scripts")}
     found = subprocess.run(command, env=variables, capture_output=True, text=True, check=True)
     assert json.loads(found.stdout)["commit"] == git("rev-parse", "HEAD").strip()
-
-
-def test_the_record_of_a_run_names_the_commit():
-    assert git_state()["commit"] == git("rev-parse", "HEAD").strip()
-    assert git_state()["dirty"] is bool(git("status", "--porcelain", "--", ":(exclude)experiments/sites").strip())

@@ -95,3 +95,13 @@ def test_experiments_are_run_dry_and_as_if_outside_of_a_job(monkeypatch, tmp_pat
     ((state, name, found),) = preflight_jobs.dry_runs(caller)
     wrong = f"{preflight_jobs.JOBS[1]}: error: x.json: unknown key; remove it"
     assert (state, name, found) == ("fail", "experiments", wrong)
+
+
+def test_jobs_that_slurm_refuses_are_a_failed_line(monkeypatch, tmp_path):
+    program(tmp_path / "bin", "sbatch", "echo 'sbatch: error: Invalid account'; exit 1")
+    program(tmp_path / "bin", "scancel", "")
+    monkeypatch.setenv("PATH", f"{tmp_path}/bin:{os.environ['PATH']}")
+    lines = list(preflight_jobs.slurm_jobs(tmp_path / "copy", 3, dict(os.environ) | {"SITE": "laptop"}))
+    ((state, name, found),) = lines
+    assert (state, name) == ("fail", "submit.sh")
+    assert "Invalid account" in found

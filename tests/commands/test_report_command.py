@@ -1,10 +1,15 @@
-"""report.py as a command, and the runs that it looks for among this machine's processes."""
+"""What the report asks other processes: whether a run still runs, and how much memory Python itself takes."""
 
+import fcntl
 import os
-import subprocess
+from pathlib import Path
 
-from report_files import RUNS, add_run
-from reporting import runs as report_runs
+import pytest
+
+from estimate.memory import MIB
+from estimate.of_record import python_of_the_estimate
+from job import finish
+from report_files import add_run, write
 from reporting.runs import Run, find_runs
 
 STAGE = "deepspeed-single-gpu/zero_1"
@@ -15,40 +20,36 @@ def only(top) -> Run:
     return run
 
 
-def test_running_record_of_a_dead_job_has_failed(tmp_path):
-    ended = subprocess.Popen(["true"])
-    ended.wait()
-    add_run(tmp_path, STAGE, "1", status="running", finished=None, nodes=[os.uname().nodename], pid=ended.pid)
+def running(top: Path) -> Path:
+    return add_run(top, STAGE, "1", status="running", exit_code=None, finished=None)
+
+
+@pytest.mark.parametrize(
+    ("queue", "status"),
+    [("echo 1", "running"), ("echo 7", "failed"), ("exit 1", "running")],
+    ids=["queued", "gone", "no answer"],
+)
+def test_slurm_says_whether_a_job_still_runs(tmp_path, monkeypatch, queue, status):
+    write(tmp_path / "bin" / "squeue", f"#!/bin/sh\n{queue}\n")
+    (tmp_path / "bin" / "squeue").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}/bin:{os.environ['PATH']}")
+    monkeypatch.setattr(finish, "queued_jobs", finish.queued_jobs.__wrapped__)  # its answer is kept for a report
+    running(tmp_path)
     run = only(tmp_path)
-    assert run.ended == "failed: the record still says running, but its job is gone"
+    assert run.status == status
+    assert run.ended in ("running", "failed: ended without a word: its node failed, or it was killed")
 
 
-def test_running_job_runs(tmp_path, monkeypatch):
-    add_run(tmp_path, STAGE, "1", status="running")
-    monkeypatch.setattr(report_runs, "queued_jobs", lambda: frozenset({"1"}))
-    assert only(tmp_path).status == "running"
-    command = ["bash", "-c", "echo; read -t 60 line; : train.py"]
-    sleeper = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
-    try:
-        sleeper.stdout.readline()  # a process has no command line for a moment after its start
-        add_run(tmp_path, STAGE, "1", status="running", nodes=[os.uname().nodename], pid=sleeper.pid)
-        monkeypatch.setattr(report_runs, "queued_jobs", lambda: frozenset())
+def test_a_training_without_slurm_runs_as_long_as_it_holds_its_lock(tmp_path, monkeypatch):
+    monkeypatch.setattr(finish, "queued_jobs", list)
+    folder = running(tmp_path)
+    write(folder / "results" / ".1" / "lock", "")
+    with (folder / "results" / ".1" / "lock").open() as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
         assert only(tmp_path).status == "running"
-    finally:
-        sleeper.kill()
-        sleeper.communicate()
+    assert only(tmp_path).status == "failed"
 
 
-def test_command_writes_the_report(command):
-    done = command("report.py", RUNS / "experiments" / "baseline", "-o", "new")
-    assert (done.code, done.stdout) == (0, "1 run, 4 tables: new/index.html\n"), done
-    assert sorted(p.name for p in (done.folder / "new").glob("*.md")) == [
-        *("baseline.md", "gpu-memory.md", "predicted-memory.md", "runs.md")
-    ]
-
-
-def test_bad_input_is_one_line_and_writes_nothing(command):
-    done = command("report.py", "nowhere")
-    assert (done.code, done.stdout) == (2, "")
-    assert done.log == "error: nowhere: there is no such folder; give folders of experiments\n"
-    assert not list(done.folder.iterdir())
+def test_memory_of_python_does_not_grow_with_the_report():
+    ballast = b"x" * 2**30
+    assert 200 * MIB < python_of_the_estimate().cpu < len(ballast)

@@ -1,11 +1,9 @@
-"""make docs: the pages as a web site, looked at in a real browser (Chromium, by apt-get where it is not there)."""
+"""make docs: the pages as a web site, looked at in a real browser."""
 
 import functools
 import html
 import http.server
-import os
 import re
-import shutil
 import subprocess
 import threading
 from pathlib import Path
@@ -13,9 +11,9 @@ from urllib.parse import unquote, urldefrag, urljoin
 
 import pytest
 
+from browser import browse
 from helpers import REPOSITORY
 
-BROWSERS = ("chromium", "chromium-browser", "google-chrome")
 # A page as wide as a telephone, in a frame; it tells how wide its content is, once that is there
 PHONE = """
 <iframe src="{page}" style="width: 390px; height: 844px; border: 0" onload="setTimeout(() => {{
@@ -50,36 +48,15 @@ def address(site):
         server.shutdown()
 
 
-def browser() -> str:
-    found = [path for name in BROWSERS if (path := shutil.which(name))]
-    if not found and os.geteuid() == 0 and shutil.which("apt-get"):
-        environment = os.environ | {"DEBIAN_FRONTEND": "noninteractive"}
-        apt = ["apt-get", "-qq", "-o", "Acquire::http::Timeout=20", "-o", "DPkg::Lock::Timeout=300"]
-        for words in (["update"], ["install", "-y", "--no-install-recommends", "chromium"]):
-            subprocess.run([*apt, *words], env=environment, capture_output=True, check=False, timeout=900)
-        found = [path for name in BROWSERS if (path := shutil.which(name))]
-    if not found:
-        pytest.skip("no Chromium here, and no root on Debian to install it")
-    return found[0]
-
-
-def opened(url: str, folder: Path) -> str:
-    """The page as the browser has it once its scripts have run; no other machine can be reached."""
-    flags = ["--headless=new", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", f"--user-data-dir={folder}"]
-    flags += ["--host-resolver-rules=MAP * ~NOTFOUND, EXCLUDE 127.0.0.1", "--virtual-time-budget=10000"]
-    command = [browser(), *flags, "--dump-dom", url]
-    return subprocess.run(command, capture_output=True, text=True, timeout=300, check=True).stdout
-
-
 def test_the_search_finds_a_page(address, tmp_path):
-    page = opened(f"{address}/search.html?q=reduce-scatter", tmp_path)
+    page, _ = browse(f"{address}/search.html?q=reduce-scatter", tmp_path, "--dump-dom")
     assert 'href="docs/collectives.html' in page
 
 
 @pytest.mark.parametrize("name", ["index.html", "docs/fsdp.html", "docs/original-documents.html"])
 def test_a_page_fits_a_telephone(site, address, tmp_path, name):
     (site / "phone.html").write_text(PHONE.format(page=name))
-    shown = opened(f"{address}/phone.html", tmp_path)
+    shown, _ = browse(f"{address}/phone.html", tmp_path, "--dump-dom")
     content, room = map(int, re.search(r"<title>content (\d+) of (\d+)</title>", shown).groups())
     assert content == room
     assert 370 <= room <= 390

@@ -1,8 +1,6 @@
 """experiments/submit.sh, with a stand-in for sbatch."""
 
-import json
 import re
-import shutil
 import subprocess
 from pathlib import Path
 
@@ -75,36 +73,22 @@ def test_the_dry_run_shows_the_exact_lines_and_each_job(submit, shown, workshop)
     assert sorted(workshop.rglob("*")) == before
 
 
-def test_a_chain_waits_for_the_job_before(submit, workshop):
-    done, submitted = submit("--chain", STAGES, MODEL_NAME="bigscience/bloom-3b")
-    assert done.returncode == 0, done.stderr
-    assert [arguments.rpartition(" ")[0] for _, _, arguments in submitted] == [
-        "--parsable",
-        *(f"--parsable --dependency=afterany:{number}" for number in (1, 2, 3)),
-    ]
-    folders = ["pinned_memory", "zero_1", "zero_2", "zero_3"]
-    assert [folder for folder, _, _ in submitted] == [str(workshop / "experiments" / STAGES / name) for name in folders]
-    assert {values.split() == ["laptop", "bigscience/bloom-3b"] for _, values, _ in submitted} == {True}
-    assert done.stdout.splitlines()[0].split("  ") == [
-        "1",
-        f"experiments/{STAGES}/pinned_memory/deepspeed_zero2_offload_pinned_memory.slurm",
-    ]
-
-
-def test_what_slurm_refuses_is_named_and_the_others_are_submitted(submit):
-    done, submitted = submit("--chain", STAGES, SITE="laptop", REFUSED="zero_1")
-    assert [Path(folder).name for folder, _, _ in submitted] == ["pinned_memory", "zero_2", "zero_3"]
+def test_a_chain_waits_for_the_job_before_and_leaves_out_what_slurm_refuses(submit, workshop):
+    done, submitted = submit("--chain", STAGES, MODEL_NAME="bigscience/bloom-3b", REFUSED="zero_1")
+    assert done.returncode == 3
+    script = f"experiments/{STAGES}/zero_1/deepspeed_zero1_offload.slurm"
+    reason = "sbatch: error: Requested node configuration is not available"
+    assert done.stderr == f"error: {script}: Slurm refuses it: {reason}; correct the site file or the directives\n"
     assert [arguments.split()[1:-1] for _, _, arguments in submitted] == [
         [],
         ["--dependency=afterany:1"],
         ["--dependency=afterany:2"],
     ]
-    assert done.returncode == 3
-    script = f"experiments/{STAGES}/zero_1/deepspeed_zero1_offload.slurm"
-    assert done.stderr.splitlines() == [
-        f"error: {script}: Slurm refuses it: sbatch: error: Requested node configuration is not available; "
-        "correct the site file or the directives"
-    ]
+    folders = ["pinned_memory", "zero_2", "zero_3"]
+    assert [folder for folder, _, _ in submitted] == [str(workshop / "experiments" / STAGES / name) for name in folders]
+    assert {values.split() == ["laptop", "bigscience/bloom-3b"] for _, values, _ in submitted} == {True}
+    first = f"1  experiments/{STAGES}/pinned_memory/deepspeed_zero2_offload_pinned_memory.slurm"
+    assert done.stdout.splitlines()[0] == first
 
 
 def test_the_dry_run_says_what_is_wrong(submit, shown, workshop):
@@ -122,8 +106,6 @@ def test_the_dry_run_says_what_is_wrong(submit, shown, workshop):
     ("target", "cwd", "count"),
     [
         (STAGES, "", 4),
-        (f"experiments/{STAGES}/", "", 4),
-        (f"{STAGES}/zero_1", "experiments", 1),
         ("cpu_offloading", "experiments/deepspeed-single-gpu", 4),
         (".", "experiments/deepspeed-single-gpu/cpu_offloading", 4),
         ("../zero_0", "experiments/deepspeed-single-gpu/cpu_offloading", 1),
@@ -138,10 +120,8 @@ def test_a_target_is_a_family_a_folder_or_a_path(submit, target, cwd, count):
     assert len(set(scripts)) == count
 
 
-def test_a_snapshot_is_frozen_once_for_all_and_knows_its_commit(submit, workshop):
-    for arguments in (["init", "-q"], ["add", "-A"], ["commit", "-qm", "x"]):
-        identity = ["-c", "user.name=test", "-c", "user.email=test@example.org"]
-        subprocess.run(["git", *identity, *arguments], cwd=workshop, check=True)
+def test_a_snapshot_is_frozen_once_for_all(submit, workshop):
+    """That jobs run it, and know its commit: tests/slurm."""
     program(workshop / ".venv/bin", "python", "")
     done, submitted = submit("--snapshot", STAGES)
     assert done.returncode == 0, done.stderr
@@ -149,16 +129,7 @@ def test_a_snapshot_is_frozen_once_for_all_and_knows_its_commit(submit, workshop
     assert {str(folder) in values for _, values, _ in submitted} == {True}
     for name in ("scripts/train.py", f"experiments/{STAGES}/pinned_memory", "ds_configs/zero2.json", "fsdp_configs"):
         assert (folder / name).exists()
-    head = subprocess.check_output(["git", "rev-parse", "HEAD"], cwd=workshop, text=True).strip()
-    assert json.loads((folder / "git.json").read_text()) == {"commit": head, "dirty": True}  # .venv is untracked here
     assert (folder / ".venv/bin/python").exists(), "a site finds the environment in $ROOT"
-
-
-def test_nothing_is_submitted_without_a_whole_snapshot(submit, workshop):
-    shutil.rmtree(workshop / "data")
-    done, submitted = submit("--snapshot", "baseline")
-    assert (done.returncode, submitted) == (2, [])
-    assert re.search(r"^error: \S.*: the snapshot is not complete; ", done.stderr, re.MULTILINE)
 
 
 @pytest.mark.parametrize(
@@ -167,18 +138,14 @@ def test_nothing_is_submitted_without_a_whole_snapshot(submit, workshop):
         (["nope"], "laptop", r"error: nope: there is no such folder below experiments/; see ls experiments"),
         (["sites"], "laptop", r"error: sites: it holds no \.slurm file; see ls experiments"),
         ([], "laptop", r"error: submit\.sh: nothing to submit; .*"),
-        (["a", "b"], "laptop", r"error: b: one target at a time; see --help"),
         (["--cain", "baseline"], "laptop", r"error: --cain: unknown option; see --help"),
-        (["baseline"], None, r"error: SITE: no site is chosen; .*"),
         (["baseline"], "moon", r"error: SITE: there is no experiments/sites/moon\.sh; .*"),
         (["baseline"], "example", r"error: experiments/sites/example\.sh: it still holds CHANGE_ME; .*"),
         (["baseline"], "unset", r"error: experiments/sites/unset\.sh: bash cannot source it, .*"),
-        (["baseline"], "syntax", r"error: experiments/sites/syntax\.sh: bash cannot source it, .*"),
     ],
 )
 def test_what_cannot_be_submitted_is_one_error_line(submit, workshop, arguments, site, message):
     (workshop / "experiments/sites/unset.sh").write_text(': "$NOT_SET"\n')
-    (workshop / "experiments/sites/syntax.sh").write_text("if\n")
     done, submitted = submit(*arguments, SITE=site)
     assert (done.returncode, done.stdout, submitted) == (2, "", [])
     lines = [line for line in done.stderr.splitlines() if line.startswith("error: ")]

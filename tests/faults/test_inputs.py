@@ -40,6 +40,13 @@ def test_a_mistake_is_one_line_and_nothing_is_written(bench: Bench, line, words,
     assert "canary" not in ended.log
 
 
+def test_a_machine_that_cannot_compile(bench: Bench):
+    # of a new process, which reads the variables as it imports PyTorch
+    none = {"CXX": "no-such-compiler", "TORCHINDUCTOR_CACHE_DIR": bench.folder.parent / "compiled", "fork": False}
+    line = "--torch_compile: inductor cannot compile on ...; ..."
+    bench.refuses(line, "--torch_compile", code=3, **none)
+
+
 def test_texts_without_blanks_are_cut_to_the_length_and_counted(bench: Bench):
     """Chinese ones."""
     paragraphs = []

@@ -1,69 +1,78 @@
 """The table of runs: each is executed once per session, and examined by as many tests as need it.
 
-A test names its run with ``@uses("zero2-2")`` and gets it as the argument `run`; other runs of the table come
-from `table("plain")`. Two runs at a time are executed ahead of the tests that wait for them.
+A test names its run with ``@uses("zero2")`` and gets it as the argument `run`; other runs of the table come from
+`table("plain")`. A run that no row has is a call of `train`. Both fork from the server of tests/server.py, where a
+training takes seconds; what must be a command of its own is started by `background` or `helpers.run`.
 """
 
 import json
-from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
+from collections.abc import Callable, Iterator
 
 import pytest
 
-from helpers import Process, make_workplace, start
+from bench import Bench, Ended, Server
+from helpers import TINY, Finished, Process, start
 from runs import RUNS
 
 
 @pytest.fixture(scope="session")
-def workplace(tmp_path_factory) -> Path:
-    """The directory in which all runs of this session are started."""
-    folder = make_workplace(tmp_path_factory.mktemp("runs") / "work place")  # with a space, as users have them
-    sizes = {"model_type": "bloom", "vocab_size": 32768, "hidden_size": 512, "n_layer": 11, "n_head": 8}
-    (folder / "bloom-50m").mkdir()
-    (folder / "bloom-50m" / "config.json").write_text(json.dumps(sizes | {"use_cache": False}))
-    return folder
+def bench(server: Server, tmp_path_factory) -> Iterator[Bench]:
+    """The folder in which all runs of this session are started."""
+    bench = Bench(server, tmp_path_factory.mktemp("runs") / "work place")  # with a space, as users have them
+    sizes = {"model_type": "bloom", "vocab_size": 4096, "hidden_size": 512, "n_layer": 3, "n_head": 8}
+    bench.write("bloom-12m/config.json", json.dumps(sizes | {"use_cache": False}))
+    yield bench
+    left = bench.close()
+    assert not left, f"processes outlived the tests: {left}"
 
 
 @pytest.fixture(scope="session")
-def table(workplace, request):
-    """``table(name)`` is the `helpers.Finished` of that run, which must have ended with exit code 0."""
-    started: dict[str, Process] = {}
-    pool = ThreadPoolExecutor(max_workers=2)
-
-    def execute(name: str):
-        started[name] = RUNS[name].start(workplace, name)
-        return started[name].wait()
-
-    futures = {name: pool.submit(execute, name) for name in dict.fromkeys(runs_of(request.session))}
-
-    def result(name: str):
-        if name not in futures:
-            futures[name] = pool.submit(execute, name)
-        finished = futures[name].result()
-        assert finished.code == 0, f"run {name} of the table failed\n{finished}"
-        return finished
-
-    yield result
-    pool.shutdown(wait=False, cancel_futures=True)
-    for process in started.values():
-        process.kill()
-    pool.shutdown()
+def workplace(bench: Bench):
+    return bench.folder
 
 
-def runs_of(session: pytest.Session) -> list[str]:
-    """Names of the runs that the selected tests use, in the order of the tests."""
-    names = [getattr(getattr(item, "callspec", None), "params", {}).get("run") for item in session.items]
-    names = [name for name in names if name in RUNS]
-    return ["plain", *names] if names else []  # most are compared with the plain run
+@pytest.fixture(scope="session")
+def train(bench: Bench) -> Callable[..., Ended]:
+    """``train(name, *words, code=0, ranks=0, patch="", **variables)``: a tiny training under this job id, to its end.
+
+    patch: lines of Python that are run before train.py. Other options are those of `Bench.start`.
+    """
+
+    def run(name: str, *words: object, patch: str = "", **options: object) -> Ended:
+        if patch:
+            options["script"] = bench.patched(patch, f"{name}.py")
+        return bench.run(*words, **TINY | {"PADDING": "unset", "JOB_ID": name} | options)
+
+    return run
+
+
+@pytest.fixture(scope="session")
+def table(train, workplace) -> Callable[[str], Finished]:
+    """``table(name)`` is that run, which must have ended with exit code 0."""
+    done: dict[str, Finished] = {}
+
+    def result(name: str) -> Finished:
+        if name not in done:
+            row = RUNS[name]
+            how = {"script": row.script} | row.settings
+            if row.launcher:
+                command = start(workplace, name, *row.arguments, processes=row.world, launcher=row.launcher, **how)
+                done[name] = command.wait()
+            else:
+                done[name] = train(name, *row.arguments, ranks=row.ranks, **how)
+            assert done[name].code == 0, done[name]
+        return done[name]
+
+    return result
 
 
 @pytest.fixture
-def run(request, table):
+def run(request, table) -> Finished:
     return table(request.param)
 
 
 @pytest.fixture
-def background(workplace):
+def background(workplace) -> Iterator[Callable[..., Process]]:
     """Like `helpers.start`, for processes that must not outlive the test."""
     processes = []
 

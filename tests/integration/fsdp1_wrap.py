@@ -1,4 +1,4 @@
-"""Started by test_sharding.py on two ranks: wrap with FSDP1 (training with it needs a GPU) and print what is seen."""
+"""Of test_audit_of_runs.py, on two ranks: wrap with FSDP1 (training with it needs a GPU) and print what is seen."""
 
 import functools
 import json

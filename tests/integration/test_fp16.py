@@ -6,14 +6,14 @@ import re
 import pytest
 
 from helpers import Finished
-from runs import FP16, STRATEGIES, uses
+from runs import FP16, FP16_ON_CPU, MORE_FP16, STRATEGIES, uses
 
 TOLERANCE = 1e-3
 # Stage 0 prepares its optimizer by a step with empty gradients, which Adam counts: its first updates are too small
 STAGE_0_TOLERANCE = 0.05
 
 
-@uses(*FP16)
+@uses(*FP16, *(pytest.param(name, marks=pytest.mark.faults) for name in MORE_FP16))
 def test_losses_fall_as_those_of_the_plain_trainer(run: Finished, table):
     assert run.effective("precision") == "fp16"
     expected = table("fp16_plain").losses
@@ -22,13 +22,10 @@ def test_losses_fall_as_those_of_the_plain_trainer(run: Finished, table):
     assert run.losses == pytest.approx(expected, abs=tolerance, rel=0), run
 
 
-def test_a_step_that_overflows_on_one_rank_is_skipped_on_all(background):
+def test_a_step_that_overflows_on_one_rank_is_skipped_on_all(train):
     """Rank 1 meets infinity in the second step. The fused AdamW of train.py, over shards of FSDP2."""
-    script, flags = FP16["fp16_full_shard-2"].script, STRATEGIES["full_shard-2"].arguments
-    run = background(
-        "fp16_overflow", *flags, script=script, processes=2, BATCH_SIZE=2, OVERFLOW_STEP=2, SAVE_STRATEGY="no"
-    ).wait()
-    assert run.code == 0, run
+    how = {"script": FP16_ON_CPU, "ranks": 2, "BATCH_SIZE": 2, "SAVE_STRATEGY": "no"}
+    run = train("fp16_overflow", *STRATEGIES["full_shard"].arguments, OVERFLOW_STEP=2, **how)
     scales = {rank: re.findall(rf"rank {rank} scale (\d+) ", run.log) for rank in "01"}
     assert scales["0"] == scales["1"]
     halved = [later < earlier for earlier, later in itertools.pairwise(map(int, scales["0"]))]

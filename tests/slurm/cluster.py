@@ -1,12 +1,8 @@
-#!/usr/bin/env python3
 """Run a real multi-node Slurm on this one machine, for the tests and for trying out job scripts (as root).
 
-    python tests/slurm/cluster.py install               # once: Slurm, munge and iproute2, by apt-get
-    python tests/slurm/cluster.py up --nodes 2          # less than a second
-    eval "$(python tests/slurm/cluster.py env)"         # this shell is now the cluster's login node
-    sinfo; sbatch my.slurm; squeue
-    python tests/slurm/cluster.py exec node1 ps -ef     # run something on a node, outside Slurm
-    python tests/slurm/cluster.py down                  # leaves nothing behind
+    eval "$(python tests/slurm/cluster.py up --nodes 2)"   # a second, the first time apt-get installs Slurm
+    sinfo; sbatch my.slurm; squeue                         # this shell is now the cluster's login node
+    python tests/slurm/cluster.py down                     # leaves nothing behind
 
 Each host is a set of Linux namespaces (network, host name, mounts, processes) under one `unshare`: `switch`
 holds the network bridge and munged, `ctl` runs slurmctld, `node1`, `node2`, ... run slurmd. They share this
@@ -33,7 +29,10 @@ from pathlib import Path
 
 DEFAULT_STATE = "/tmp/slurm-ws"
 RECORD = "slurm-test-cluster.json"  # the file that makes a directory a cluster's, and lists its processes
-MEMORY_MB = 512000  # of each node
+# What each node claims to have
+GPUS = 8
+CPUS = 64
+MEMORY_MB = 512000
 DOMAIN = "workshop.test"  # behind a node's own name, in its own /etc/hosts
 PATH = os.environ.get("PATH", "") + ":/usr/sbin:/usr/bin:/sbin:/bin"
 PACKAGES = ("slurm-wlm", "munge", "iproute2", "util-linux", "mount", "hostname")
@@ -64,7 +63,8 @@ os.execvp("slurmstepd", ["slurmstepd", *sys.argv[1:]])' "$@"
 """
 
 # cred_expire: a requeued job can start that many seconds later (by default 120). config_overrides: believe
-# the nodes' claims, not the machine. MinJobAge: `scontrol show job` knows finished jobs for a day.
+# the nodes' claims, not the machine. KillWait: as long as ranks may need to save behind SIGTERM on a slow machine.
+# MinJobAge: `scontrol show job` knows finished jobs for a day.
 SLURM_CONF = """
 ClusterName=workshop
 SlurmctldHost=ctl({net}.253)
@@ -79,12 +79,12 @@ SelectType=select/cons_tres
 SelectTypeParameters=CR_Core_Memory
 SchedulerParameters=batch_sched_delay=0,sched_interval=1,bf_interval=1
 ReturnToService=2
-KillWait=2
+KillWait=15
 SlurmdTimeout=6
 MessageTimeout=5
 MinJobAge=86400
 GresTypes=gpu
-NodeName=DEFAULT CPUs={cpus} Sockets=1 CoresPerSocket={cpus} RealMemory={memory} {gres} Feature=v100,a100
+NodeName=DEFAULT CPUs={cpus} Sockets=1 CoresPerSocket={cpus} RealMemory={memory} Gres=gpu:{gpus} Feature=v100,a100
 {nodes}
 PartitionName=main Nodes=ALL Default=YES MaxTime=INFINITE DefMemPerCPU={memory_per_cpu}
 """
@@ -166,23 +166,18 @@ def unavailable():
 
 
 class Cluster:
-    """A Slurm cluster with all its files and logs in state_dir; clusters in different ones do not meet.
+    """A Slurm cluster of some nodes, with all its files and logs in state_dir; clusters in different ones do not meet.
 
-    nodes, gpus and cpus are counts, the latter two per node. With owner, a pid, the cluster belongs to that
-    process: once it is dead, the next up() of a cluster in the same parent directory takes this one down.
-    Raises ValueError for a bad count, or a path that Slurm cannot take: it goes into names of sockets (at
-    most 107 bytes) and, without quotes, into configuration lines.
+    With owner, a pid, the cluster belongs to that process: once it is dead, the next up() of a cluster in the same
+    parent directory takes this one down. Raises ClusterError for a path that Slurm cannot take: it goes into names
+    of sockets (at most 107 bytes) and, without quotes, into configuration lines.
     """
 
-    def __init__(self, state_dir=DEFAULT_STATE, nodes=2, gpus=8, cpus=64, owner=None):
+    def __init__(self, state_dir=DEFAULT_STATE, nodes=2, owner=None):
         self.state = Path(state_dir).resolve()
-        self.shape = {"nodes": nodes, "gpus": gpus, "cpus": cpus}
-        for (flag, found), (least, most) in zip(self.shape.items(), ((1, 250), (0, 64), (1, 1024)), strict=True):
-            if not least <= found <= most:
-                raise ValueError(f"--{flag}: {found} is out of range; choose from {least} to {most}")
+        self.nodes = [f"node{number + 1}" for number in range(nodes)]
         if not re.fullmatch(r"/[\w./-]{1,59}", str(self.state), re.ASCII):
-            path = repr(str(self.state))
-            raise ValueError(f"--state: {path} is over 60 or odd characters; choose one like {DEFAULT_STATE}")
+            raise ClusterError(f"--state: over 60 or odd characters; choose one like {DEFAULT_STATE}")
         self.owner = owner and (owner, start_time(owner))
         self._children = {}  # kept to be reaped
         self._hash = hashlib.sha256(str(self.state).encode()).digest()
@@ -199,7 +194,7 @@ class Cluster:
         """Start the cluster and return when every node takes jobs; a whole one is left as it is.
 
         What a killed run left, here or beside this under a dead owner, is cleaned first. Raises ClusterError,
-        with the ends of the logs, when it does not start or already runs in another shape.
+        with the ends of the logs, when it does not start or already runs with another number of nodes.
         """
         for other in self.state.parent.glob(f"*/{RECORD}"):
             owner = self._read(other).get("owner")
@@ -207,8 +202,8 @@ class Cluster:
                 Cluster(other.parent).down()
         found = self._read()
         if found.get("ready") and all(map(self._pid, found["hosts"])):
-            if found["shape"] != self.shape:
-                raise ClusterError(f"{self.state} is up with {found['shape']}; down it first")
+            if found["nodes"] != self.nodes:
+                raise ClusterError(f"{self.state} is up with {len(found['nodes'])} nodes; down it first")
             return
         self.down()
         try:
@@ -228,26 +223,24 @@ class Cluster:
             raise
 
     def _up(self):
-        nodes, gpus, cpus = self.shape.values()
         self.state.mkdir(parents=True)
         self.state.chmod(0o755)
-        self._write(shape=self.shape, owner=self.owner)  # from here on the next up() can clean up
+        self._write(nodes=self.nodes, owner=self.owner)  # from here on the next up() can clean up
         for name in ("etc", "munge", "ctl", "spool", "log", "dev"):
             (self.state / name).mkdir()
         net = self._add_login()
-        names = {f"node{i}": f"{net}.{i}" for i in range(1, nodes + 1)}
+        names = {name: f"{net}.{i}" for i, name in enumerate(self.nodes, start=1)}
         hosts = {"switch": "", "ctl": f"{net}.253", **names}
         self._write(hosts=hosts)
 
-        devices = [self.state / "dev" / f"nvidia{i}" for i in range(gpus)]
+        devices = [self.state / "dev" / f"nvidia{i}" for i in range(GPUS)]
         for device in devices:  # slurmd counts a GPU only with a device file: these are clones of /dev/null
             os.mknod(device, 0o20666, os.makedev(1, 3))
         key = self.state / "munge" / "key-file"
         key.touch(0o600)
         key.write_bytes(os.urandom(128))
-        values = {"state": self.state, "net": net, "cpus": cpus, "memory": MEMORY_MB}
-        values["memory_per_cpu"] = MEMORY_MB // cpus
-        values["gres"] = f"Gres=gpu:{gpus}" if gpus else ""
+        values = {"state": self.state, "net": net, "gpus": GPUS, "cpus": CPUS, "memory": MEMORY_MB}
+        values["memory_per_cpu"] = MEMORY_MB // CPUS
         values["nodes"] = "\n".join(f"NodeName={name} NodeAddr={address}" for name, address in names.items())
         # munged, in the switch, puts its address into credentials: Slurm is to read the login node's
         known = {"localhost": "127.0.0.1", f"{os.uname().nodename} switch": f"{net}.254", "ctl": f"{net}.253", **names}
@@ -289,48 +282,23 @@ class Cluster:
         finally:
             os.close(lock)
 
-    def submit(self, script, *args, cwd, env=None, sbatch_args=()):
-        """Run `sbatch sbatch_args script args` in cwd, with the variables env on top of self.env.
-
-        Returns the job id, an int. Raises ClusterError with sbatch's words when it refuses.
-        """
-        argv = ["sbatch", "--parsable", *sbatch_args, script, *args]
-        return int(run(argv, cwd, {**self.env, **(env or {})}).stdout.split(";")[0])
-
     def wait(self, job_id, timeout):
-        """Wait at most timeout seconds until a job (all of an array) has ended and its nodes are clean.
+        """Wait at most timeout seconds until a job has ended and its nodes are clean; its state and its exit code.
 
-        Returns {"state": "COMPLETED" or the like, "exit_code": int, "signal": int, "text": scontrol's text},
-        of an array the first record's. Raises TimeoutError with that text and the queue, ClusterError for
-        an unknown job.
+        Raises TimeoutError with what Slurm says of it.
         """
         start = time.monotonic()
         while True:
-            shown = run(["scontrol", "show", "job", job_id], env=self.env, check=False)
+            shown = run(["scontrol", "show", "job", job_id], env=self.env, check=False)  # a busy Slurm may not answer
             text = shown.stdout + shown.stderr
-            if "Invalid job id" in text:
-                raise ClusterError(f"job {job_id}: {text.strip()}")
-            jobs = re.findall(r"(?ms)^ +JobState=(\S+) .*? ExitCode=(\d+):(\d+)", text)
-            if jobs and all(state in FINAL for state, _, _ in jobs):
-                state, code, sent = jobs[0]
-                return {"state": state, "exit_code": int(code), "signal": int(sent), "text": text}
+            found = re.search(r"(?ms)^ +JobState=(\S+) .*? ExitCode=(\d+):", text)
+            if found and found[1] in FINAL:
+                return found[1], int(found[2])
             waited = time.monotonic() - start
             if waited > timeout:
-                queue = run(["squeue"], env=self.env, check=False)
-                text += queue.stdout + queue.stderr
+                text += run(["squeue"], env=self.env, check=False).stdout
                 raise TimeoutError(f"job {job_id} has not ended after {timeout} s\n{text}")
-            time.sleep(min(0.1 + waited / 20, 1, timeout - waited + 0.01))  # asking costs as much as training
-
-    def cancel(self, job_id, *scancel_args):
-        """Run `scancel scancel_args job_id`; raises ClusterError when it fails."""
-        run(["scancel", *scancel_args, job_id], env=self.env)
-
-    def enter(self, node):
-        """Arguments that, before a command, run it on node (or ctl); ClusterError when that is not up."""
-        init = self._pid(node)
-        if not init:
-            raise ClusterError(f"{node} is not running; start it, or the cluster, first")
-        return ["nsenter", "-t", str(init), "--net", "--uts", "--mount", "--pid", "--"]
+            time.sleep(min(0.1 + waited / 20, 1))  # asking costs as much as training
 
     def exec(self, node, argv, timeout=60):
         """Run argv on node, outside Slurm, in /, with self.env, for at most timeout seconds.
@@ -338,53 +306,49 @@ class Cluster:
         Returns the CompletedProcess, with text output, whatever its exit code. Raises ClusterError when the
         node is not up or the command takes longer.
         """
-        return run([*self.enter(node), *argv], env=self.env, check=False, timeout=timeout)
+        init = self._pid(node)
+        if not init:
+            raise ClusterError(f"{node} is not running")
+        enter = ["nsenter", "-t", init, "--net", "--uts", "--mount", "--pid", "--"]
+        return run([*enter, *argv], env=self.env, check=False, timeout=timeout)
 
-    def processes(self, node, contains):
-        """Command lines of the processes on node that mention a string in command line or environment.
+    def processes(self, node, *contains):
+        """The processes on node whose command line or environment mentions all these strings: pid -> command line.
 
-        Each NAME=value of the environment ends with a NUL: contains="SLURM_JOB_ID=7\\0" is job 7, not 77.
-        slurmd and slurmstepd count too, if they mention it. A node that is not up has no processes.
+        The pid is that seen from here. Each NAME=value of the environment ends with a NUL: "SLURM_JOB_ID=7\\0" is
+        job 7, not 77. slurmd and slurmstepd count too. A node that is not up has no processes.
         """
-        return [command.replace("\0", " ").strip() for _, command in self._processes(node, contains)]
-
-    def kill(self, node, sent, *contains):
-        """Send a signal to the processes on node that mention all these strings, as in processes().
-
-        Returns how many there were.
-        """
-        victims = set.intersection(*(set(self._processes(node, text)) for text in contains))
-        for pid, _ in victims:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, sent)
-        return len(victims)
-
-    def _processes(self, node, contains):
-        """(pid seen from here, command line with NULs) of the processes on node that mention a string."""
-        found = []
+        found = {}
         init = self._pid(node)
         space = init and os.readlink(f"/proc/{init}/ns/pid")
         for process in Path("/proc").glob("[0-9]*") if init else ():
             try:
                 if os.readlink(process / "ns/pid") == space:
                     command = (process / "cmdline").read_bytes().decode(errors="replace")
-                    environment = (process / "environ").read_bytes().decode(errors="replace")
-                    if command and (contains in command or contains in environment):
-                        found.append((int(process.name), command))
+                    text = command + (process / "environ").read_bytes().decode(errors="replace")
+                    if command and all(word in text for word in contains):
+                        found[int(process.name)] = command.replace("\0", " ").strip()
             except OSError:
                 pass  # it has ended meanwhile, or is none of ours
         return found
 
+    def kill(self, node, sent, *contains):
+        """Send a signal to the processes on node that mention all these strings; returns how many there were."""
+        victims = self.processes(node, *contains)
+        for pid in victims:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, sent)
+        return len(victims)
+
     def crash(self, node):
-        """Power loss: end everything on node (or ctl) at once, and return when it is gone."""
+        """Power loss: end everything on node at once, and return when it is gone."""
         self._end(node)
 
     def start(self, node):
-        """Start a crashed node (or ctl) and return when Slurm can use it; one that is up stays as it is."""
-        if not self._pid(node):
-            since = time.strftime("%Y-%m-%dT%H:%M:%S")
-            self._boot(node)
-            self._await([] if node == "ctl" else [node], since)
+        """Start a crashed node and return when Slurm can use it."""
+        since = time.strftime("%Y-%m-%dT%H:%M:%S")
+        self._boot(node)
+        self._await([node], since)
 
     def _read(self, record=None):
         """What the cluster wrote down; {} when there is nothing, or only another user's."""
@@ -400,12 +364,8 @@ class Cluster:
         new.replace(self.state / RECORD)
 
     def _pid(self, host):
-        """Pid, seen from here, of the host's process 1; None when it has ended. ValueError: no such host."""
-        record = self._read()
-        hosts = record.get("hosts", {})
-        if host not in hosts:
-            raise ValueError(f"NODE: no {host!r}; choose from: {' '.join(hosts) or 'none, no cluster is up'}")
-        pid, started = record.get("pids", {}).get(host, (0, 0))
+        """Pid, seen from here, of the host's process 1; None when it has ended."""
+        pid, started = self._read().get("pids", {}).get(host, (0, 0))
         return pid if pid and start_time(pid) == started else None
 
     def _boot(self, host):
@@ -483,67 +443,23 @@ class Cluster:
             time.sleep(0.05)
 
 
-class Parser(argparse.ArgumentParser):
-    """Reports a usage error in one line that names the flag, with exit code 2."""
-
-    def error(self, message):
-        message = re.sub(r"^the following arguments are required: (.*)", r"\1: missing", message)
-        message = re.sub(r"^unrecognized arguments: (.*)", r"\1: unknown", message)
-        self.exit(2, f"error: {message.removeprefix('argument ')}; see --help\n")
-
-
-def arguments():
-    """The command line, parsed."""
-    form = argparse.RawDescriptionHelpFormatter
-    parser = Parser(description=__doc__, formatter_class=form, allow_abbrev=False)
-    verbs = parser.add_subparsers(dest="verb", metavar="COMMAND", required=True)
-    for verb, text in {
-        "up": "start a cluster; one that is up stays as it is",
-        "down": "end it and remove its state directory",
-        "exec": "run a command on a node, outside Slurm",
-        "env": "print the line that makes a shell the login node",
-        "install": "install what is missing, by apt-get",
-    }.items():
-        command = verbs.add_parser(verb, help=text, description=text, allow_abbrev=False)
-        command.add_argument("--state", metavar="DIR", default=DEFAULT_STATE, help="its files (%(default)s)")
-    count = {"metavar": "N", "type": int}
-    verbs.choices["up"].add_argument("--nodes", **count, default=2, help="compute nodes (%(default)s)")
-    verbs.choices["up"].add_argument("--gpus", **count, default=8, help="GPUs per node (%(default)s)")
-    verbs.choices["up"].add_argument("--cpus", **count, default=64, help="CPUs per node (%(default)s)")
-    verbs.choices["exec"].add_argument("node", metavar="NODE", help="node1, node2, ... or ctl")
-    verbs.choices["exec"].add_argument("argv", metavar="CMD", nargs=argparse.REMAINDER, help="a command (sh)")
-    return parser.parse_args()
-
-
 def main():
-    args = arguments()
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("verb", choices=["up", "down"])
+    parser.add_argument("--nodes", metavar="N", type=int, default=2, help="compute nodes (%(default)s)")
+    parser.add_argument("--state", metavar="DIR", default=DEFAULT_STATE, help="the cluster's files (%(default)s)")
+    args = parser.parse_args()
     try:
-        shape = {name: vars(args)[name] for name in ("nodes", "gpus", "cpus") if args.verb == "up"}
-        cluster = Cluster(args.state, **shape)
-        if args.verb == "install":
-            install()
-        elif args.verb == "up":
-            if reason := unavailable():
-                raise ClusterError(f"{reason}; use a Debian machine or privileged container, as root")
-            cluster.up()
-            print(f"up: {args.nodes} nodes, {cluster.state}")
-        elif args.verb == "down":
+        cluster = Cluster(args.state, args.nodes)
+        if args.verb == "down":
             cluster.down()
-            if cluster.state.exists():
-                raise ClusterError(f"{cluster.state} is no cluster of yours; it was left alone")
-            print(f"down: {cluster.state}")
-        elif args.verb == "exec":
-            os.execvpe("nsenter", [*cluster.enter(args.node), *(args.argv or ["sh"])], cluster.env)
-        elif not Path(cluster.env["SLURM_CONF"]).exists():
-            raise ClusterError(f"no cluster in {cluster.state}; run up first")
-        else:
-            print(f"export SLURM_CONF={cluster.env['SLURM_CONF']}")
-    except ValueError as error:
-        print(f"error: {error}", file=sys.stderr)
-        sys.exit(2)
+            return
+        if reason := unavailable():
+            raise ClusterError(f"{reason}; use a Debian machine or privileged container, as root")
+        cluster.up()
+        print(f"export SLURM_CONF={cluster.env['SLURM_CONF']}")
     except ClusterError as error:
-        print(f"error: {args.verb}: {error}", file=sys.stderr)
-        sys.exit(3)
+        sys.exit(f"error: {args.verb}: {error}")
 
 
 if __name__ == "__main__":

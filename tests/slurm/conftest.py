@@ -5,12 +5,12 @@ with the reason. A session that is killed leaves its cluster behind; the next se
 """
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import pytest
 
 from cluster import Cluster, unavailable
-from jobs import Lab
+from jobs import TRAININGS, Job, Lab
 
 
 @pytest.fixture(scope="session")
@@ -32,3 +32,23 @@ def running_cluster(nodes: int) -> Iterator[Cluster]:
 def lab(cluster, tmp_path_factory) -> Lab:
     """A copy of the repository whose experiments are submitted to the cluster."""
     return Lab(tmp_path_factory.mktemp("jobs"), cluster)
+
+
+@pytest.fixture
+def own_lab(cluster, tmp_path) -> Lab:
+    """A copy that a test may edit."""
+    return Lab(tmp_path, cluster)
+
+
+@pytest.fixture(scope="session")
+def undisturbed(lab) -> Callable[[str], Job]:
+    """``undisturbed(name)`` is the ended job of `TRAININGS` that nothing happened to."""
+    done: dict[str, Job] = {}
+
+    def job(name: str) -> Job:
+        if name not in done:
+            experiment, flags, knobs = TRAININGS[name]
+            done[name] = lab.submit(experiment, *flags, **knobs).wait()
+        return done[name]
+
+    return job

@@ -1,6 +1,7 @@
 """Every experiment folder as a job, and what takes a minute: `make test-experiments`. Left out of `make test`."""
 
 import re
+import signal
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -9,12 +10,10 @@ import pytest
 
 from cluster import run as run_command
 from conftest import running_cluster
-from helpers import REPOSITORY
-from jobs import Job, Lab, check_completed, directives
+from helpers import EXPERIMENT_SCRIPTS, EXPERIMENTS, directives_of
+from jobs import ENDLESS, Job, Lab, check_completed
 
 pytestmark = [pytest.mark.experiments, pytest.mark.timeout(3600)]
-EXPERIMENTS = REPOSITORY / "experiments"
-SCRIPTS = sorted(EXPERIMENTS.rglob("*.slurm"))
 # These need a GPU: the config that their script names, and the error that ends them here
 REFUSED = {
     "full_shard_cpu_offload.json": r"error: .+full_shard_cpu_offload\.json: cpu_offload needs a GPU",
@@ -23,14 +22,14 @@ REFUSED = {
 
 
 def shape(script: Path) -> tuple[int, int]:
-    asked = directives(script)
+    asked = directives_of(script)
     return int(asked["nodes"]), int(asked["gpus-per-node"])
 
 
 @pytest.fixture(scope="module")
 def large_lab(tmp_path_factory) -> Iterator[Lab]:
     """As many nodes as the largest experiment asks for."""
-    for cluster in running_cluster(nodes=max(shape(script)[0] for script in SCRIPTS)):
+    for cluster in running_cluster(nodes=max(shape(script)[0] for script in EXPERIMENT_SCRIPTS)):
         yield Lab(tmp_path_factory.mktemp("experiments"), cluster)
 
 
@@ -46,14 +45,14 @@ def ended(large_lab, request):
 
     items = (getattr(item, "callspec", None) for item in request.session.items)
     wanted = [item.params["script"] for item in items if item and "script" in item.params]
-    futures = {script: pool.submit(run, script) for script in SCRIPTS if script in wanted}
+    futures = {script: pool.submit(run, script) for script in EXPERIMENT_SCRIPTS if script in wanted}
     yield lambda script: futures[script].result()
     pool.shutdown(wait=False, cancel_futures=True)
     run_command(["scancel", "--user=root"], env=large_lab.cluster.env, check=False)
     pool.shutdown()
 
 
-@pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: str(path.relative_to(EXPERIMENTS)))
+@pytest.mark.parametrize("script", EXPERIMENT_SCRIPTS, ids=lambda path: str(path.relative_to(EXPERIMENTS)))
 def test_experiment(script: Path, ended):
     job, (nodes, gpus) = ended(script), shape(script)
     for config, error in REFUSED.items():
@@ -79,3 +78,21 @@ def check_table(job: Job) -> None:
         [f" {name:5} ", " completed "] for name in ("plain", "zero2")
     ]
     assert "missing: no run record: the job is no training itself" in job.summary
+
+
+def test_a_job_at_its_time_limit_says_so(lab):
+    job = lab.submit("baseline", sbatch=("--time=00:01:00",), **ENDLESS).wait()
+    assert job.state == "TIMEOUT", str(job)
+    assert job.processes() == {}
+    assert job.record["status"] == "timeout"
+    assert job.losses
+
+
+def test_a_killed_rank_of_bare_srun_ends_the_others(lab):
+    job = lab.submit("deepspeed-native-launch/zero3_offload", **ENDLESS)
+    job.wait_for_training()
+    assert job.kill("node1", signal.SIGKILL, "train.py", "SLURM_PROCID=1\0", "/python\0") == 1
+    job.wait()
+    assert (job.state, job.exit_code) == ("FAILED", 137), str(job)
+    assert job.record["status"] == "failed"
+    assert job.processes() == {}

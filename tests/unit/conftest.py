@@ -11,6 +11,8 @@ import matplotlib.font_manager  # noqa: F401 - before any test: it starts fc-lis
 import pytest
 import torch
 
+from estimate import memory, of_record
+
 # pytest finds them by their names
 from fixtures import clean_machine, refusal, sample  # noqa: F401
 from helpers import REPOSITORY
@@ -47,6 +49,14 @@ def no_process(monkeypatch):
     monkeypatch.setattr(subprocess, "Popen", refuse)
     yield
     assert not started, f"{started}: move this test to tests/commands, or give the code what the process would print"
+
+
+@pytest.fixture(autouse=True)
+def size_of_python(monkeypatch):
+    """What two processes measure as each its own."""
+    held = memory.Held("Python, libraries", 0, 433 * memory.MIB, from_start=True)
+    monkeypatch.setattr(memory, "python_itself", lambda: held)
+    monkeypatch.setattr(of_record, "python_of_the_estimate", lambda: held)
 
 
 @pytest.fixture(scope="session")

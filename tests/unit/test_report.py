@@ -66,13 +66,11 @@ def test_records_tell_nothing_of_the_machine():
 # --- tables.yaml
 
 
-def test_every_experiment_has_a_table_and_every_table_a_line():
+def test_every_experiment_has_a_table():
     known = {row["experiment"] for definition in DEFINITIONS for row in definition["rows"]}
     folders = {str(path.parent.relative_to(REPOSITORY / "experiments"))
                for path in (REPOSITORY / "experiments").rglob("*.slurm")}  # fmt: skip
     assert folders - {"gpu-check"} <= known, "gpu_check.py writes a table of its own"
-    page = (REPOSITORY / "docs" / "results.md").read_text()
-    assert [definition["title"] for definition in DEFINITIONS if f"| {definition['title']} |" not in page] == []
 
 
 @pytest.mark.parametrize(
@@ -170,12 +168,13 @@ def test_breakdown_shows_profiled_runs_alone(tmp_path):
 
 
 def test_one_table_per_model(tmp_path):
+    """Under its name without the owner: two of one name are rows that do not compare."""
     models = {"1": ("bigscience/bloom-560m", 1), "2": ("bigscience/bloom-3b", 3), "3": ("mine/bloom-3b", 4)}
     for job, (model, parameters) in models.items():
         add_run(tmp_path, STAGE, job, settings__model_name=model, parameters=parameters)
     report.write_report([tmp_path], tmp_path / "report", all_runs=False)
     names = {path.stem for path in (tmp_path / "report").glob("zero-stages*.csv")}
-    assert names == {"zero-stages-bloom-560m", "zero-stages-bloom-3b", "zero-stages-bloom-3b-2"}
+    assert names == {"zero-stages-bloom-560m", "zero-stages-bloom-3b"}
 
 
 # --- one run

@@ -7,11 +7,12 @@ from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
+from matplotlib.figure import Figure
 
 from report import write_report
 from report_files import add_run, table, write
 from reporting.plots import DRAWINGS, pareto_front
-from reporting.tables import Row
+from reporting.tables import Table
 
 STAGE = "deepspeed-single-gpu/zero_1"
 SCALING = "deepspeed-multi-gpu"
@@ -50,10 +51,6 @@ def page_of(top: Path, **options) -> Page:
     return Page((top / "report" / "index.html").read_text(encoding="utf-8"))
 
 
-def rows_of(top: Path, name: str) -> list[Row]:
-    return [row for row in table(top, name).rows if row.run]
-
-
 def test_overview_tells_what_ran_what_failed_and_what_does_not_compare(tmp_path):
     for job, gpus in ((1, 2), (2, 4)):
         add_run(tmp_path, f"{SCALING}/{gpus}_gpus", str(job), world_size=gpus)
@@ -88,14 +85,18 @@ def test_each_number_leads_to_its_run(tmp_path):
     add_run(tmp_path, STAGE, "20")
     add_run(tmp_path, STAGE, "21", profile=[{"seconds_per_step": 1.0}])
     add_run(tmp_path, "baseline", "7")
-    add_run(tmp_path, "baseline", "8", status="failed", exit_code=1)
+    stop = {"signal": "SIGTERM", "step": 3, "checkpoint": "output/8/checkpoint-3"}
+    add_run(tmp_path, "baseline", "8", status="stopped", exit_code=75, stop=stop)
     add_run(tmp_path, "fsdp-baseline", "8")
     page = page_of(tmp_path)
-    stage = page.html.partition('<th scope="row">Stage 1</th>')[2].partition("</tr>")[0]
-    assert stage.startswith('<td><a href="#job-20">20</a></td><td><span>completed</span></td>')
+    stage = page.html.partition('<th scope="row">Stage 1<')[2].partition("</tr>")[0]
+    link = '<a href="#job-20">20</a>'
+    on_phone, job, status = f'"phone-only">{link}</small>', f">{link}</td>", "><span>completed</span></td>"
+    assert [part in stage for part in (on_phone, job, status)] == [True] * 3
     assert len(re.findall(r'<a href="#job-20" tabindex="-1">[\d.,]+</a>', stage)) > 2
     assert 'the newer job <a href="#job-21">21</a> is not shown' in page.html
     assert "the newer job 8 is not shown" in page.html
+    assert '<span class="flag">--resume_from_checkpoint</span> output/8/checkpoint-3' in page.html
     targets = {attributes["id"] for _, attributes in page.elements if "id" in attributes}
     assert {"job-8", "job-8-2"} <= targets
     assert {link["href"].removeprefix("#") for link in page.of("a")} <= targets
@@ -179,40 +180,54 @@ def test_a_strangers_text_is_shown_and_does_nothing(tmp_path):
 # --- plots
 
 
-def scaling(top: Path, metric: str = "steady_samples_per_second") -> list[Row]:
+def drawn(name: str, shown: Table) -> Figure:
+    drawing, seen = DRAWINGS[name]
+    figure = drawing(shown)
+    assert figure and seen
+    return figure
+
+
+def scaling(top: Path, metric: str = "steady_samples_per_second") -> Table:
     """10.1, 18.9 and 35 samples/s on 2, 4 and 6 GPUs, and on 8 a run of other labels with 196 % efficiency."""
     for job, (gpus, rate) in enumerate(((2, 10.1), (4, 18.9), (6, 35.0), (8, 79.2)), 1):
         changes = {f"train__{metric}": rate} | ({"settings__labels": "answer"} if gpus == 8 else {})
         add_run(top, f"{SCALING}/{gpus}_gpus", str(job), world_size=gpus, **changes)
-    return rows_of(top, "multi-gpu-weak-scaling")
+    return table(top, "multi-gpu-weak-scaling")
 
 
-def test_lines_over_gpus_say_what_is_seen_and_leave_out_what_does_not_compare(tmp_path):
-    rows = scaling(tmp_path)
-    plot = DRAWINGS["throughput"](rows)
-    assert plot.alt == (
-        "Throughput (samples/s, steps alone) over GPUs: 10.1 samples/s on 2 GPUs, 18.9 samples/s on 4, "
-        "35 samples/s on 6; ideal 30.3 on 6. Left out, does not compare: 8 GPUs."
-    )
-    (axis,) = plot.figure.axes
+def test_lines_over_gpus_leave_out_what_does_not_compare(tmp_path):
+    shown = scaling(tmp_path)
+    (axis,) = drawn("throughput", shown).axes
     ideal, measured = axis.lines
     assert list(measured.get_xdata()) == list(ideal.get_xdata()) == [2, 4, 6]
     assert list(measured.get_ydata()) == [10.1, 18.9, 35.0]
     assert axis.get_xlabel() == "GPUs\nLeft out, does not compare: 8 GPUs."
-    assert DRAWINGS["efficiency"](rows).alt == (
-        "Efficiency against 2 GPUs, ideal 100 %: 100 % on 2 GPUs, 94 % on 4, 116 % on 6. "
-        "Left out, does not compare: 8 GPUs."
-    )
+    (axis,) = drawn("efficiency", shown).axes
+    assert axis.get_ylabel() == "Efficiency, per GPU (%)"
+    assert list(axis.lines[1].get_ydata()) == pytest.approx([100, 93.564, 115.512], abs=0.001)
     page_of(tmp_path)
     text = (tmp_path / "report" / "multi-gpu-weak-scaling.md").read_text()
-    assert f"![{plot.alt}](multi-gpu-weak-scaling-throughput.png)" in text
+    seen = "Weak scaling on one node: samples per second over GPUs, beside the ideal"
+    assert f"![{seen}](multi-gpu-weak-scaling-throughput.png)" in text
+
+
+def test_plots_show_the_means_of_the_table(tmp_path):
+    for job, (gpus, rate) in enumerate([(2, 10.0), (2, 14.0), (4, 20.0)], 1):
+        add_run(tmp_path, f"{SCALING}/{gpus}_gpus", str(job), world_size=gpus, train__steady_samples_per_second=rate)
+    shown = table(tmp_path, "multi-gpu-weak-scaling", all_runs=True)
+    (axis,) = drawn("efficiency", shown).axes
+    column = shown.columns.index("efficiency.steady_samples_per_second")
+    assert (
+        list(axis.lines[1].get_ydata()) == [100, shown.rows[1].cells[column].value] == [100, pytest.approx(83.33, 1e-3)]
+    )
+    assert list(drawn("throughput", shown).axes[0].lines[1].get_ydata()) == [12.0, 20.0]
 
 
 def test_rates_of_the_trainer_are_drawn_where_there_are_no_others(tmp_path):
     for job, (gpus, rate) in enumerate(((2, 10.0), (4, 18.0)), 1):
         changes = {"train__samples_per_second": rate, "train__steady_samples_per_second": None}
         add_run(tmp_path, f"{SCALING}/{gpus}_gpus", str(job), world_size=gpus, **changes)
-    axis = DRAWINGS["throughput"](rows_of(tmp_path, "multi-gpu-weak-scaling")).figure.axes[0]
+    axis = drawn("throughput", table(tmp_path, "multi-gpu-weak-scaling")).axes[0]
     assert (axis.get_ylabel(), list(axis.lines[1].get_ydata())) == ("samples/s, with evaluation", [10.0, 18.0])
 
 
@@ -234,18 +249,12 @@ def test_speed_over_memory_shows_each_completed_run_and_the_pareto_front(tmp_pat
         add_run(tmp_path, f"efficiency/{name}", str(number), (100, peak, 50), train__steady_samples_per_second=rate)
     add_run(tmp_path, "efficiency/compile", "5", (100, 200, 50), settings__labels="answer")
     add_run(tmp_path, "efficiency/chunked_loss", "6", status="failed", exit_code=1)
-    rows = rows_of(tmp_path, "efficiency-tiny-bloom")
-    plot = DRAWINGS["speed"](rows)
-    assert plot.alt == (
-        "Speed over peak GPU memory: Recipe 5 samples/s in 900 MiB; + dynamic padding 4.9 samples/s in 890 MiB; "
-        "+ bf16 1.5 samples/s in 700 MiB; All 2 samples/s in 300 MiB. On the Pareto front: Recipe, + dynamic padding, "
-        "All. Left out, does not compare: with torch.compile."
-    )
-    (axis,) = plot.figure.axes
+    (axis,) = drawn("speed", table(tmp_path, "efficiency-tiny-bloom")).axes
+    assert axis.get_xlabel() == "peak GPU memory (MiB)\nLeft out, does not compare: with torch.compile."
+    assert (axis.get_xlim(), axis.get_ylim()) == ((0, pytest.approx(990)), (0, pytest.approx(5.5))), "no point is cut"
     points = [(line.get_xdata()[0], line.get_ydata()[0]) for line in axis.lines if len(line.get_xdata()) == 1]
     assert sorted(points) == sorted(measured.values())
     assert [text.get_text() for text in axis.texts] == ["1, 2", "3", "4"], "points that lie together have one label"
-    assert DRAWINGS["speed"](rows[:1]) is None, "one point compares with nothing"
 
 
 def test_legend_names_what_is_drawn(tmp_path):
@@ -254,21 +263,17 @@ def test_legend_names_what_is_drawn(tmp_path):
     write(folder / "log" / "ddp_1.out", "{'loss': '2.5', 'epoch': '0.5'}\n{'loss': '2.")
     add_run(tmp_path, "methods-comparison/fsdp1", "2", eval=[])
     add_run(tmp_path, "methods-comparison/fsdp2", "3", status="failed", exit_code=1)
-    plot = DRAWINGS["loss"](rows_of(tmp_path, "methods-comparison"))
-    names = [text.get_text() for legend in plot.figure.legends for text in legend.get_texts()]
+    figure = drawn("loss", table(tmp_path, "methods-comparison"))
+    names = [text.get_text() for legend in figure.legends for text in legend.get_texts()]
     assert names == ["DDP, training", "DDP, evaluation", "FSDP2 (failed), evaluation"]
-    assert plot.figure.axes[0].lines[0].get_marker() == "x"
-    evaluations = "evaluation 7.38 then 7.096 then 7.012"
-    assert plot.alt == f"Loss over epochs. DDP: training 2.5, {evaluations}; FSDP2 (failed): {evaluations}."
+    assert figure.axes[0].lines[0].get_marker() == "x"
 
 
 def test_memory_tells_the_peaks(tmp_path):
     add_run(tmp_path, STAGE, "1")
     add_run(tmp_path, "deepspeed-single-gpu/zero_2", "2", (100, 700), cpu=None)
-    rows = rows_of(tmp_path, "zero-stages-tiny-bloom")
-    assert DRAWINGS["memory"](rows).alt == (
-        "GPU and CPU memory over time. Peaks of Stage 1: GPU 900 MiB, CPU 90 MiB; Stage 2: GPU 700 MiB."
-    )
-    assert DRAWINGS["peaks"](rows).alt == (
-        "Peak memory as bars. GPU: Stage 1 900 MiB; Stage 2 700 MiB. CPU: Stage 1 90 MiB."
-    )
+    shown = table(tmp_path, "zero-stages-tiny-bloom")
+    names = [text.get_text() for legend in drawn("memory", shown).legends for text in legend.get_texts()]
+    assert names == ["Stage 1: GPU 900 MiB, CPU 90 MiB", "Stage 2: GPU 700 MiB"]
+    bars = [[text.get_text() for text in axis.texts] for axis in drawn("peaks", shown).axes]
+    assert bars == [["700", "900"], ["90"]]

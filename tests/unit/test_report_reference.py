@@ -51,7 +51,7 @@ def test_report_beside_a_copy_of_itself(tmp_path, main_of, capsys):
     ("own", "other", "points", "words"),
     [
         (7.2, 7.1, False, "+1.4 % of 7.1"),
-        (880, 1000.0, False, "-12.0 % of 1,000.0"),
+        (880, 1000.0, False, "-12.0 % of 1,000"),
         (125, 125, False, "equal"),
         (14, 10, True, "+4.0 points from 10"),
         (1, 0, False, "reference 0"),

@@ -1,5 +1,6 @@
 """What the report does with runs that failed, do not compare, repeat, or left damaged records and logs."""
 
+import os
 import shutil
 from pathlib import Path
 
@@ -36,6 +37,15 @@ def test_latest_completed_run(tmp_path):
     assert row.remarks == ["the newer job 3 is not shown: its status is oom"]
 
 
+@pytest.mark.parametrize("left", ["results/9.json", "log/zero_1_9.out"])
+def test_newer_job_that_wrote_no_record_is_named(tmp_path, left):
+    """One was refused, of the other's record nothing is left: when they ran, only the time of the file says."""
+    folder = add_run(tmp_path, STAGE, "1", started="2026-11-10T10:00:00+00:00")
+    write(folder / left, "error: --fp16: needs a GPU; leave it out\n")
+    os.utime(folder / left, (2e9, 2e9))
+    assert stage_1(tmp_path).remarks == ["the newer job 9 is not shown: its status is incomplete"]
+
+
 def test_latest_run_that_compares_wins_its_row(tmp_path):
     """A long run of one experiment does not take the place of the one that was made with the others."""
     for job, name in enumerate(("zero_1", "zero_2", "zero_3", "zero_1"), 1):
@@ -57,7 +67,8 @@ def test_latest_run_wins_when_all_were_run_again(tmp_path):
 def test_run_that_did_not_complete_is_a_row_with_its_status(tmp_path, status):
     add_run(tmp_path, STAGE, "1", status=status, exit_code=9, train=None)
     row = stage_1(tmp_path)
-    assert row.status == status and row.remarks == [f"{status}: exit code 9"]
+    no_checkpoint = "; no checkpoint of its end" if status in ("stopped", "timeout") else ""
+    assert row.status == status and row.remarks == [f"{status}: exit code 9{no_checkpoint}"]
     assert (row.cells[0].value, row.cells[-1].value, row.cells[-1].note) == (900, None, f"the run's status is {status}")
 
 
@@ -73,7 +84,19 @@ STOP = {"signal": "SIGTERM", "step": 120, "checkpoint": "output/1/checkpoint-120
             {"status": "stopped", "exit_code": 75, "stop": STOP},
             "stopped: SIGTERM at step 120; go on with --resume_from_checkpoint output/1/checkpoint-120",
         ),
+        (
+            {"status": "failed", "exit_code": 137, "stop": STOP},
+            "failed: SIGTERM at step 120; go on with --resume_from_checkpoint output/1/checkpoint-120",
+        ),
+        (
+            {"status": "failed", "exit_code": None},
+            "failed: ended without a word: its node failed, or it was killed",
+        ),
         ({"attempt": 2, "restarts": [RESTART]}, "completed: attempt 2, resumed at step 4"),
+        (
+            {"attempt": 2, "resumed_from": "output/7/checkpoint-8"},
+            "completed: attempt 2, resumed from output/7/checkpoint-8",
+        ),
         ({"attempt": 2, "restarts": [RESTART | {"step": 0}]}, "completed: attempt 2, from step 0"),
         ({"attempt": 2, "restarts": [RESTART], "status": "oom", "exit_code": 1},
          "oom: exit code 1; attempt 2, resumed at step 4"),
@@ -83,7 +106,16 @@ STOP = {"signal": "SIGTERM", "step": 120, "checkpoint": "output/1/checkpoint-120
 def test_how_a_run_ended(tmp_path, changes, ended):
     add_run(tmp_path, STAGE, "1", **changes)
     assert only(tmp_path).ended == ended
-    assert stage_1(tmp_path).remarks == ([ended] if ended != "completed" else [])
+    assert stage_1(tmp_path).remarks == ([ended.removeprefix("completed: ")] if ended != "completed" else [])
+
+
+def test_a_checkpoint_that_a_run_went_on_from_is_not_offered_again(tmp_path):
+    add_run(tmp_path, STAGE, "1", status="stopped", exit_code=75, stop=STOP)
+    add_run(tmp_path, STAGE, "2", resumed_from=STOP["checkpoint"])
+    assert [run.ended for run in find_runs([tmp_path])] == [
+        "stopped: SIGTERM at step 120",
+        f"completed: resumed from {STOP['checkpoint']}",
+    ]
 
 
 def test_failed_run_shows_the_last_error_line(tmp_path):
@@ -98,9 +130,13 @@ def test_jobs_without_a_record(tmp_path):
     write(folder / "log" / "zero_1_77.out", "start\nerror: --fp16: needs a GPU; leave it out\nTraceback\n")
     write(folder / "log" / "zero_1_78.out", "waiting\n")
     write(folder / "gpu_memory" / "gpu_memory_log_80_node1.csv", gpu_log(100, 900))
-    add_run(tmp_path, STAGE, "my_job", started="2026-11-20T10:00:00+00:00")
+    add_run(tmp_path, STAGE, "my_job", started="2020-01-01T00:00:00+00:00")
     write(folder / "log" / "zero_1_my_job.out", "error: a line of a job that went on\n")
-    refused, logged, completed = find_runs([tmp_path, tmp_path / "experiments"])
+    for age, path in enumerate(
+        (folder / "gpu_memory" / "gpu_memory_log_80_node1.csv", folder / "log" / "zero_1_77.out")
+    ):
+        os.utime(path, (2e9 - age, 2e9 - age))
+    completed, refused, logged = find_runs([tmp_path, tmp_path / "experiments"])
     assert (refused.job_id, refused.status, refused.experiment) == ("77", "incomplete", STAGE)
     assert refused.problems == [f"{folder}/log/zero_1_77.out: error: --fp16: needs a GPU; leave it out"]
     assert refused.gpu.peak == Missing("the job ended before its training began")
@@ -123,8 +159,8 @@ def test_damaged_record_is_an_incomplete_run(tmp_path, content, field):
     """As a full disk or another program leaves it; the runs beside it keep their rows."""
     path = tmp_path / "experiments" / STAGE / "results" / "7.json"
     write(path, content)
-    add_run(tmp_path, "deepspeed-single-gpu/zero_2", "2")
-    damaged, good = find_runs([tmp_path])
+    add_run(tmp_path, "deepspeed-single-gpu/zero_2", "2", started="2020-01-01T00:00:00+00:00")
+    good, damaged = find_runs([tmp_path])  # by the time of the file
     assert damaged.status == "incomplete" and damaged.problems[0].startswith(f"{path}: is no run record ({field}: ")
     assert good.completed
     write_report([tmp_path], tmp_path / "report", all_runs=False)
@@ -251,6 +287,13 @@ def test_gpu_hours(tmp_path):
 GOOD = gpu_log(100, 900, 500)
 DAMAGED = {  # GPU log, CPU log, peaks of both, the problem
     "cut": (GOOD + "2026/11/20 22:00:15.000, 0, Tes", "", 900, 90, "gpu_memory_log_1.csv:5: no sample"),
+    "no answer": (
+        GOOD.replace(" 500,", " [N/A],").replace("32768", "32768 MiB").replace("Tesla V100-SXM2-32GB", "H100"),
+        "",
+        900,
+        90,
+        "no sample (2026/11/20 22:00:10.000, 0, H100, [N/A], 32768 MiB)",
+    ),
     "header alone": (GPU_HEADER, "", None, 90, "gpu_memory_log_1.csv: no sample"),
     "empty": (b"\n", "", None, 90, "gpu_memory_log_1.csv: no sample"),
     "second GPU": (gpu_log(1, gpus=2), "", None, 90, "gpu_memory_log_1.csv: GPU(s) 0, 1 logged, the job ran on 1"),
@@ -274,15 +317,16 @@ def test_damaged_log(tmp_path, gpu, cpu, gpu_peak, cpu_peak, problem):
 def test_logs_of_a_resumed_run_are_whole(tmp_path):
     """They go on behind another header, and may hold other nodes and GPUs than those of the end."""
     logs = {"gpu": GOOD + gpu_log(100, 700, 500), "cpu": cpu_log(10, 90, 50) * 2}
-    folder = add_run(tmp_path, STAGE, "1", **logs, restarts=[RESTART], nodes=["n1"])
+    folder = add_run(tmp_path, STAGE, "1", **logs, attempt=2, nodes=["n1"])
     assert (only(tmp_path).problems, only(tmp_path).gpu.mean) == ([], pytest.approx(2800 / 6))
     write(folder / "gpu_memory" / "gpu_memory_log_1_n2.csv", gpu_log(100, 999, 5, 5, gpus=2, step=10))
     assert (only(tmp_path).problems, only(tmp_path).gpu.peak) == ([], 999)
 
 
-def test_run_that_was_resumed_in_a_new_job_is_whole(tmp_path):
+@pytest.mark.parametrize("requeued", [{}, {"attempt": 2, "restarts": [RESTART]}])
+def test_run_that_was_resumed_in_a_new_job_is_whole(tmp_path, requeued):
     """Its runtime is that of all jobs of the training, its logs are its own."""
-    add_run(tmp_path, STAGE, "1", train__runtime_s=500, resumed_from="output/7/checkpoint-8")
+    add_run(tmp_path, STAGE, "1", train__runtime_s=500, resumed_from="output/7/checkpoint-8", **requeued)
     assert stage_1(tmp_path).status == "completed"
 
 

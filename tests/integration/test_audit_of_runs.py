@@ -1,0 +1,131 @@
+"""A run that would not be the requested one ends before its first step. What the audit says of sound runs:
+test_strategies.py; each knob by itself: tests/unit/test_audit.py."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from helpers import REPOSITORY
+
+FEW = {"TRAIN_SIZE": 8, "EVAL_SIZE": 4, "NUM_EPOCHS": 1, "SAVE_STRATEGY": "no"}
+# A copy stands for the pinned memory, as a CPU pins nothing; what shares its storage is pinned
+PINNING = """
+from training import audit
+from deepspeed.accelerator.cpu_accelerator import CPU_Accelerator
+kept = {}
+def pin_memory(self, tensor, make_copy=True, match_shape=True):
+    copy = tensor.clone()
+    kept[copy.untyped_storage().data_ptr()] = copy
+    return copy
+CPU_Accelerator.pin_memory = pin_memory
+CPU_Accelerator.is_pinned = lambda self, tensor: tensor.untyped_storage().data_ptr() in kept
+audit.can_pin = lambda: True
+"""
+WRONG_BATCH = "from training import audit\naudit.effective_batch = lambda trainer, engine: (4, 1, 1)"
+ACCUMULATION = "gradient accumulation: 2 was requested, 1 is what would run;"
+ZERO2_PINNED = "ds_configs/zero2_cpu_offload_pinned_memory.json"
+# name -> flags, what goes wrong, what the error line says
+BROKEN = {
+    "batch": ((), WRONG_BATCH, ACCUMULATION),
+    "batch_of_deepspeed": (("--deepspeed", "ds_configs/zero1.json"), WRONG_BATCH, ACCUMULATION),
+    "ddp_instead_of_fsdp": (
+        ("--fsdp",),
+        "train.shard_on_cpu = lambda: None",
+        "strategy: FSDP2 FULL_SHARD was requested, DDP is what would run;",
+    ),
+    "blocks_not_wrapped": (
+        ("--fsdp",),
+        "import accelerate.utils.fsdp_utils as fsdp\nfsdp.fsdp2_prepare_auto_wrap_policy = lambda *arguments: None",
+        "FSDP units: 2 blocks was requested, 0 blocks is what would run;",
+    ),
+    "a_rank_holds_everything": (
+        ("--fsdp",),
+        "from parallel import sharding\nsharding.local_share = lambda model: 0.8",
+        "local parameter share: 1.0 was requested, 0.8 is what would run;",
+    ),
+    "not_pinned": (
+        ("--deepspeed", ZERO2_PINNED),
+        f"{PINNING}CPU_Accelerator.is_pinned = lambda self, tensor: False",
+        "optimizer pinned memory: True was requested, False is what would run;",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", BROKEN)
+def test_a_run_that_would_not_be_the_requested_one_is_stopped(train, name: str):
+    flags, patch, error = BROKEN[name]
+    stopped = train(name, *flags, patch=patch, code=3)
+    assert stopped.error == f"knob audit: {error} correct the flag or the config"
+    assert (stopped.record["status"], stopped.record["exit_code"]) == ("failed", 3)
+    assert not stopped.record.get("eval"), "no step was done"
+    assert not list(stopped.output.rglob("*.safetensors"))
+
+
+@pytest.mark.parametrize(("stage", "pin"), [(2, True), (3, False)])
+def test_a_run_is_judged_by_the_buffers_that_pin_memory_rules(train, workplace, stage: int, pin: bool):
+    config = json.loads((REPOSITORY / "ds_configs" / f"zero{stage}_cpu_offload.json").read_text())
+    for section in ("offload_optimizer", "offload_param"):
+        if section in config["zero_optimization"]:
+            config["zero_optimization"][section]["pin_memory"] = pin
+    (workplace / f"pin_{stage}.json").write_text(json.dumps(config))
+    done = train(f"pin_{stage}", "--deepspeed", f"pin_{stage}.json", patch=PINNING, **FEW)
+    knobs = done.record["knobs"]
+    assert knobs["optimizer pinned memory"] == {"requested": pin, "effective": pin}
+    assert "Adam's moments never are" in done.log
+    if stage == 3:
+        assert knobs["parameter pinned memory"] == {"requested": pin, "effective": True}
+        assert "DeepSpeed pins them in any case" in done.log
+
+
+AS_ON_GPUS = """
+import torch
+from parallel.fsdp_config import shard_on_cpu
+from training import trainer
+
+make = trainer.WorkshopTrainer.__init__
+
+
+def make_as_on_gpus(*arguments, **options):
+    shard_on_cpu()  # sets accelerate's distributed_type to MULTI_GPU
+    make(*arguments, **options)
+
+
+class OnTheCPU(torch.nn.parallel.DistributedDataParallel):
+    def __init__(self, module, device_ids, output_device, **options):
+        super().__init__(module, **options)
+
+
+torch.nn.parallel.DistributedDataParallel = OnTheCPU
+trainer.WorkshopTrainer.__init__ = make_as_on_gpus
+"""
+
+
+def test_ddp_on_one_gpu_is_no_difference_that_ends_a_run(train):
+    """accelerate wraps in DDP on GPUs from two ranks on, on the CPU always."""
+    done = train("ddp_on_one", patch=AS_ON_GPUS, ranks=1, **FEW)
+    assert done.record["knobs"]["strategy"] == {"requested": "DDP", "effective": "plain"}
+
+
+def test_what_is_seen_of_a_model_that_fsdp1_has_wrapped(train):
+    """As far as that goes without a GPU, which its training needs."""
+    done = train("fsdp1", script=Path(__file__).with_name("fsdp1_wrap.py"), ranks=2)
+    (line,) = [line for line in done.log.splitlines() if line.startswith("seen ")]
+    assert json.loads(line.removeprefix("seen ")) == {
+        "blocks": 3,
+        "sharded": 3,
+        "others": ["CustomGPTForCausalLM"],
+        "share": 0.5,
+        "name": "FSDP1 FULL_SHARD",
+        "mesh": "1 x 2",
+        "offloaded": False,
+        "parameters": 7984,
+        "generates": True,
+    }
+
+
+def test_fsdp1_is_refused_without_a_gpu(train):
+    config = "fsdp_configs/fsdp1_full_shard.json"
+    refused = train("fsdp1_on_cpu", "--fsdp", "--fsdp_config", config, code=3)
+    assert refused.error == f"{config}: FSDP1 needs a GPU, it crashes with gloo; use an FSDP2 config"
+    assert not refused.record_path.exists()

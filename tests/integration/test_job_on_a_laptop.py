@@ -1,0 +1,58 @@
+"""An experiment's script as a whole, with bash: its knobs reach the run, and its memory log agrees with the process."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from helpers import REPOSITORY, RUN_TIMEOUT, environment
+from reporting.runs import read_run
+
+# The peak of memory is in the answers to 32 questions at a time, which last long enough for the log
+GIVEN = {"EM_F1": "True", "EM_F1_BATCH_SIZE": "32", "EVAL_SIZE": "64", "LOG_INTERVAL": "0.02", "REQUIRE_GPU": "0"}
+GIVEN |= {"TRAIN_SIZE": "12", "NUM_EPOCHS": "1", "MAX_LENGTH": "256", "VOCAB_SIZE": "2048"}
+
+
+@pytest.fixture(scope="module")
+def job(tmp_path_factory) -> tuple[Path, str]:
+    """Folder and output of the custom model's experiment, beside the real code."""
+    root = tmp_path_factory.mktemp("job")
+    ignored = shutil.ignore_patterns("results", "output", "?pu_memory", "*.out", "site")
+    shutil.copytree(REPOSITORY / "experiments", root / "experiments", ignore=ignored)
+    for name, target in {"scripts": REPOSITORY / "scripts", "data": REPOSITORY / "data", ".venv": sys.prefix}.items():
+        (root / name).symlink_to(target)
+    folder = root / "experiments/custom-model/single_node"
+    variables = environment(GIVEN | {"SITE": "laptop", "JOB_ID": "7", "HF_HOME": str(root / "hf")})
+    command = ["bash", "single_node.slurm", "--learning_rate", "1e-3"]
+    done = subprocess.run(command, cwd=folder, env=variables, capture_output=True, text=True, timeout=RUN_TIMEOUT)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    return folder, done.stdout
+
+
+def test_every_knob_reaches_the_record_from_where_it_is_set(job):
+    record = json.loads((job[0] / "results/7.json").read_text())
+    expected = {"model_name": "custom-gpt", "per_device_train_batch_size": 1, "labels": "answer", "save_strategy": "no"}
+    expected |= {"padding": "longest", "hidden_size": 64, "num_heads": 4, "ff_dim": 128}  # of the site
+    expected |= {"eval_size": 64, "train_size": 12, "num_train_epochs": 1, "max_length": 256, "vocab_size": 2048}
+    expected |= {"learning_rate": 1e-3, "weight_decay": 0.01}  # a flag, and a default
+    assert {flag: record["settings"][flag] for flag in expected} == expected
+    assert record["experiment"] == "experiments/custom-model/single_node"
+    assert record["knobs"]["label mode"]["effective"] == "answer"
+    assert record["knobs"]["global batch"]["effective"] == 4
+
+
+def test_log_and_process_agree_on_the_peak_of_one_process(job):
+    folder, output = job
+    run = read_run(folder / "results/7.json")
+    (counted,) = json.loads((folder / "results/7.json").read_text())["peak_process_mib"]
+    said = f"{run.cpu}\n{output[-1000:]}"
+    # as it ends, a process with PyTorch's CUDA build reads in some 100 MiB of libraries, behind its own count
+    assert run.cpu.peak <= (1.15 if torch.version.cuda else 1.05) * counted, said
+    # psrecord, too, waits for a core where other programs compute, and may see less of a short peak
+    assert run.cpu.peak >= (0.8 if os.getloadavg()[0] > 2 * (os.cpu_count() or 1) else 0.95) * counted, said
+    assert f"CPU memory: peak {run.cpu.peak:.0f} MiB" in output

@@ -1,0 +1,82 @@
+"""Which questions a run reads, in which batches, and which of their tokens count: --labels, --padding, sampling."""
+
+import json
+import re
+
+import pytest
+
+from helpers import Finished
+from runs import LABELS, OTHER_BATCHES, XQUAD, uses
+from test_strategies import TOLERANCE
+
+
+@uses("sequence_longest")
+def test_padding_does_not_change_the_loss(run: Finished, table):
+    assert (table("plain").effective("padding"), run.effective("padding")) == ("max_length", "longest")
+    assert run.losses == pytest.approx(table("plain").losses, abs=TOLERANCE, rel=0)
+
+
+@uses(*OTHER_BATCHES)
+def test_the_loss_of_few_labels_does_not_depend_on_padding_batches_and_ranks(run: Finished, table):
+    assert run.effective("padding") == "longest"
+    assert run.losses == pytest.approx(table("answer").losses, abs=TOLERANCE, rel=0), run
+
+
+@uses(*LABELS)
+def test_each_label_mode_has_a_loss_of_its_own(run: Finished, table):
+    mode = run.job_id.split("_")[0]
+    assert run.effective("label mode") == mode
+    for mine, sequence in zip(run.losses, table("plain").losses, strict=True):
+        assert (abs(mine - sequence) > 100 * TOLERANCE) == (mode != "sequence")
+    if mode == "all":  # padding counts, and is learned at once
+        assert run.losses[-1] < table("plain").losses[-1] - 0.5
+
+
+@uses("tracked")
+def test_samples_per_gpu_makes_the_training_set_grow_with_the_ranks(run: Finished):
+    assert run.record["train_size"] == 40
+    assert run.record["knobs"]["train size"] == {"requested": 40, "effective": 40}
+    assert run.record["steps_per_epoch"] == 5  # micro batch 2 x accumulation 2 x 2 ranks
+
+
+@pytest.mark.skipif(not XQUAD.exists(), reason=f"{XQUAD} is not here")
+@uses("xquad")
+def test_500_real_questions(run: Finished):
+    """The main job: see `runs.OTHERS` for its sizes."""
+    record = run.record
+    assert record["status"] == "completed"
+    assert (record["train_size"], record["eval_size"], len(run.losses)) == (500, 100, 1)
+    assert record["train"]["loss_last"] < 7  # log(2048) is 7.62, what an untrained model has
+    assert 0 <= record["exact_match"] <= record["f1"] <= 100
+
+
+PRINT_LENGTHS = """
+import os
+from training import trainer
+original = trainer.count_tokens
+def count_tokens(batch):
+    print("LENGTHS", os.environ["RANK"], batch["attention_mask"].sum(1).tolist(), flush=True)
+    return original(batch)
+trainer.count_tokens = count_tokens
+load = train.load_squad
+def load_squad(*arguments):
+    found = load(*arguments)
+    print("TABLE", *(type(part.data).__name__ for part in found), flush=True)
+    return found
+train.load_squad = load_squad
+"""
+
+
+def test_group_by_length_puts_like_lengths_together_on_all_ranks(train):
+    flags = ("--train_sampling_strategy", "group_by_length", "--eval_strategy", "no")
+    options = {"ranks": 2, "BATCH_SIZE": 2, "NUM_EPOCHS": 1, "PADDING": "longest", "SAVE_STRATEGY": "no"}
+    grouped = train("grouped", *flags, patch=PRINT_LENGTHS, **options)
+    assert grouped.record["settings"]["train_sampling_strategy"] == "group_by_length"
+    of_rank = [[json.loads(found) for found in re.findall(rf"LENGTHS {rank} (.*)", grouped.log)] for rank in "01"]
+    batches = [first + second for first, second in zip(*of_rank, strict=True)]
+    assert [len(batch) for batch in batches] == [4] * 16
+    # 64 lengths from 127 to 194 in 16 batches: about 4 between the longest and the shortest when sorted, 30 at random
+    spread = sum(max(batch) - min(batch) for batch in batches) / len(batches)
+    assert spread < 10, batches
+    # all 87,599 questions of SQuAD must not be held in memory as tokens
+    assert grouped.log.count("TABLE MemoryMappedTable MemoryMappedTable\n") == 2

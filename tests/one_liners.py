@@ -1,0 +1,60 @@
+"""The one-liners of docs/one-liners.md, as a participant types them, beside what the report reads of the same run."""
+
+import math
+import re
+import subprocess
+from pathlib import Path
+
+from helpers import REPOSITORY
+from reporting.memory_logs import logs_of, read_gpu_log
+from reporting.metrics import METRICS
+from reporting.runs import Missing, read_run
+
+METRIC_OF_LINE = {
+    "Peak of any GPU (MiB)": "peak_gpu",
+    "Minimum of any GPU (MiB)": "low_gpu",
+    "Mean over time and GPUs (MiB)": "mean_gpu",
+    "Peak (MiB)": "peak_cpu",
+    "Mean (MiB)": "mean_cpu",
+    "Train loss (mean over all steps)": "train_loss",
+    "Eval loss, one line per epoch": "eval_loss",
+    "Train samples per second, with evaluation and saving": "samples_per_second",
+    "Train steps per second": "steps_per_second",
+    "Train runtime (s)": "runtime",
+    "Eval samples per second, of the last epoch": "eval_samples_per_second",
+}
+PER_GPU = "Peak of each GPU (MiB)"
+
+
+def documented() -> dict[str, str]:
+    """The line above each command -> the command."""
+    text = (REPOSITORY / "docs" / "one-liners.md").read_text()
+    return dict(re.findall(r"^(\S.*):\n\n```bash\n(.*)\n```$", text, re.MULTILINE))
+
+
+def shell(command: str, folder: Path, **variables: str) -> list[float]:
+    environment = {"PATH": "/usr/bin:/bin"} | variables
+    done = subprocess.run(
+        ["bash", "-c", command], cwd=folder, env=environment, capture_output=True, text=True, check=True
+    )
+    assert not done.stderr, done.stderr
+    return [float(word) for word in done.stdout.split()]
+
+
+def check_one_liners(record: Path) -> None:
+    """Each gives the value of the report, of a run with one GPU log."""
+    run, lines = read_run(record), documented()
+    assert set(lines) == {*METRIC_OF_LINE, PER_GPU}
+    for title, metric in METRIC_OF_LINE.items():
+        found = shell(lines[title], run.folder, JOB=run.job_id)
+        expected = METRICS[metric].read(run)
+        if isinstance(expected, Missing):
+            assert not found, title
+        else:
+            assert math.isclose(found[-1], expected, rel_tol=1e-3), (title, found, expected)
+        if metric == "eval_loss":
+            assert len(found) == len(run.record.eval)
+    numbers = shell(lines[PER_GPU], run.folder, JOB=run.job_id)
+    (gpu,), _ = logs_of(run.folder, run.job_id)
+    log = read_gpu_log(gpu)
+    assert numbers[1::2] == [log.peak(name) for name in log.names()]
