@@ -148,6 +148,7 @@ METRICS = {
     "parameters": Metric("Parameters", recorded("parameters")),
     "num_layers": Metric("Layers", recorded("settings.num_layers")),
     "batch_size": Metric("Batch per GPU", recorded("settings.per_device_train_batch_size")),
+    "global_batch": Metric("Global batch", recorded("knobs.global batch.effective")),
     "train_size": Metric("Train questions", recorded("train_size")),
     "steps_per_epoch": Metric("Steps per epoch", recorded("steps_per_epoch")),
     "train_loss": Metric("Train loss", recorded("train.loss_mean")),
