@@ -45,6 +45,14 @@ def test_scripts_that_a_page_names_are_there(page):
     assert not missing or page.name in ("CHANGELOG.md", "original-documents.md")  # which name what was renamed
 
 
+def test_each_promise_names_tests_that_there_are():
+    table = (REPOSITORY / "CONTRIBUTING.md").read_text().split("## Promises and their tests")[1].split("\n## ")[0]
+    rows = re.findall(r"^\| [^|]+ \| (`.*`) \|$", table, re.MULTILINE)
+    assert len(rows) == table.count("\n| ") - 2
+    for path, test in re.findall(r"`([\w/.]+)::(\w+)`", " ".join(rows)):
+        assert f"def {test}(" in (REPOSITORY / "tests" / path).read_text(), f"{path}::{test}"
+
+
 def test_table_of_knobs_is_that_of_the_code():
     text = (REPOSITORY / "docs" / "knobs.md").read_text()
     rows = re.findall(r"^\| `([A-Z_0-9]+)` \| `--(\w+)` \| (.*?) \|$", text, re.MULTILINE)
