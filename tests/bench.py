@@ -241,6 +241,8 @@ class Bench:
         port = free_port()
         for rank in range(ranks or 1):
             own = [self.folder.parent / f"{self.number}.{rank}.{name}" for name in ("out", "err")]
+            for path in own:  # also for who looks before the process has begun to write
+                path.touch()
             world = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks}
             world |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
             request: Request = {
