@@ -244,6 +244,27 @@ def ddp() -> None:
     save(figure, "ddp")
 
 
+def batch_size() -> None:
+    """Evaluation losses of runs with the laptop profile, from batch-size.json: over questions seen, and over steps."""
+    runs = json.loads((HERE / "batch-size.json").read_text())
+    looks = {16: ("black", "o"), 64: ("#c55a11", "s"), 256: ("#1f4e79", "^")}
+    figure, axes = plt.subplots(1, 2, figsize=(9, 3), sharey=True)
+    for run in runs:
+        colour, marker = looks[run["batch"]]
+        dashes = {"the same rate": "-", "square root": "--", "linear": ":"}[run["rate"]]
+        label = f"{run['batch']}, {run['rate']}" if run["batch"] > 16 else "16"
+        how = {"color": colour, "marker": marker, "linestyle": dashes, "markersize": 3.5, "label": label}
+        axes[0].plot([step * run["batch"] for step in run["steps"]], run["losses"], **how)
+        axes[1].plot(run["steps"], run["losses"], **how)
+    axes[0].set(xlabel="questions seen: what you pay", ylabel="evaluation loss")
+    axes[1].set(xlabel="optimizer steps: how long many GPUs wait", xscale="log")
+    figure.legend(
+        *axes[0].get_legend_handles_labels(), frameon=False, loc="center right", fontsize=8, title="batch, rate"
+    )
+    figure.tight_layout(rect=(0, 0, 0.82, 1))
+    save(figure, "batch-size")
+
+
 def multi_gpu() -> None:
     """One optimizer step of the same work per GPU; the all-reduce takes longer with more ranks, and one is late."""
     figure, axes = plt.subplots(1, 2, figsize=(9, 2.6), sharex=True, gridspec_kw={"width_ratios": [1, 1]})
@@ -481,6 +502,7 @@ def profile() -> None:
 if __name__ == "__main__":
     if sys.argv[1:]:
         take_traces(sys.argv[1:])
-    for draw in (environment, baseline, efficiency, ddp, deepspeed_config, zero, offload, multi_gpu, multi_node,
-                 fsdp, custom_model, comparison, memory, collectives, by_hand, hang_clinic, profile):  # fmt: skip
+    for draw in (environment, baseline, efficiency, memory, collectives, by_hand, ddp, batch_size, deepspeed_config,
+                 zero, offload, multi_gpu, multi_node, fsdp, custom_model, comparison, profile,
+                 hang_clinic):  # fmt: skip
         draw()

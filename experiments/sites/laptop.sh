@@ -9,14 +9,17 @@ site_setup() {
 
 : "${MODEL_NAME:=tiny-bloom}"
 : "${DATASET:=$ROOT/data/squad_sample.json}"
-: "${TRAIN_SIZE:=128}"
-: "${EVAL_SIZE:=32}"
+# tiny-bloom starts from random weights, so its learning rate is large; these experiments scale it, and need batches of 256
+if [[ ${EXPERIMENT:-} = experiments/batch-size/* ]]; then
+  : "${SITE_LEARNING_RATE:=2e-3}" "${TRAIN_SIZE:=256}" "${EVAL_SIZE:=64}" "${NUM_EPOCHS:=12}"
+else
+  : "${LEARNING_RATE:=2e-3}" "${TRAIN_SIZE:=128}" "${EVAL_SIZE:=32}"
+fi
 : "${SITE_SAMPLES_PER_GPU:=16}"                                                                     # weak scaling: 16 ranks must find enough questions in the sample
 : "${SITE_VOCAB_SIZE:=1024}" "${SITE_HIDDEN_SIZE:=64}" "${SITE_NUM_HEADS:=4}" "${SITE_FF_DIM:=128}" # custom GPT
 # The efficiency experiments are about padding themselves
 if [[ ${EXPERIMENT:-} != experiments/efficiency/* ]]; then
   : "${PADDING:=longest}"
 fi
-: "${LEARNING_RATE:=2e-3}" # tiny-bloom starts from random weights
 : "${REQUIRE_GPU:=0}"
 : "${LOG_INTERVAL:=1}" # seconds between two samples of the memory logs; runs are short here

@@ -149,6 +149,8 @@ METRICS = {
     "num_layers": Metric("Layers", recorded("settings.num_layers")),
     "batch_size": Metric("Batch per GPU", recorded("settings.per_device_train_batch_size")),
     "global_batch": Metric("Global batch", recorded("knobs.global batch.effective")),
+    "learning_rate": Metric("Learning rate", recorded("settings.learning_rate")),
+    "steps": Metric("Steps", recorded("train.steps")),
     "train_size": Metric("Train questions", recorded("train_size")),
     "steps_per_epoch": Metric("Steps per epoch", recorded("steps_per_epoch")),
     "train_loss": Metric("Train loss", recorded("train.loss_mean")),
