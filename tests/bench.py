@@ -1,4 +1,4 @@
-"""Where a case of the table is tried: a folder, the scripts as forked processes, and what they leave."""
+"""Where a test runs trainings: a folder, the scripts as forked processes, and what they leave."""
 
 import contextlib
 import dataclasses
@@ -19,8 +19,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from fixtures import the_error
-from helpers import INHERITED, REPOSITORY, Finished, free_port, make_workplace
+from helpers import INHERITED, REPOSITORY, Finished, free_port, make_workplace, the_error
 from server import READ_AT_IMPORT, Request
 
 SERVER = Path(__file__).with_name("server.py")
@@ -175,7 +174,7 @@ class Running:
 
 
 class Bench:
-    """A folder of a case's own, in which the documents' commands work as printed."""
+    """A folder of its own, in which the documents' commands work as printed."""
 
     def __init__(self, server: Server, folder: Path):
         self.server = server
@@ -190,7 +189,7 @@ class Bench:
         return path
 
     def until(self, condition: Callable[[], object]) -> None:
-        """Poll until `condition` is true, when no process of the case can tell of it any more."""
+        """Poll until `condition` is true, when no process of the test can tell of it any more."""
         deadline = time.monotonic() + LIMIT
         while not condition():
             assert time.monotonic() < deadline, f"did not happen within {LIMIT} s"
@@ -297,7 +296,7 @@ class Bench:
 
     @contextlib.contextmanager
     def small_disk(self, name: str, size: int, mode: str = "rw") -> Iterator[None]:
-        """A folder on a file system of its own of so many bytes; where nothing can be mounted the case is skipped."""
+        """A folder on a file system of its own of so many bytes; where nothing can be mounted the test is skipped."""
         folder = self.folder / name
         folder.mkdir(parents=True)
         mounting = ["mount", "-t", "tmpfs", "-o", f"size={size},{mode}", "tmpfs", str(folder)]
@@ -309,7 +308,7 @@ class Bench:
             subprocess.run(["umount", "--lazy", str(folder)], check=True)
 
     def close(self, seconds: float = SECONDS_TO_END) -> list[str]:
-        """End what this case has left so long after it; gives the commands."""
+        """End what this test has left so long after it; gives the commands."""
         deadline = time.monotonic() + seconds
         while (living := self.server.living()) and time.monotonic() < deadline:
             self.server.wait(0, 0.02)

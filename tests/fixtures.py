@@ -1,7 +1,6 @@
 """Fixtures of tests/unit and tests/commands; their conftest.py imports them by name. Not those of real trainings."""
 
 import os
-import re
 from collections.abc import Callable
 from pathlib import Path
 
@@ -9,7 +8,7 @@ import pytest
 
 import knobs
 from errors import WorkshopError
-from helpers import REPOSITORY
+from helpers import REPOSITORY, the_error
 
 LAUNCHER_VARIABLES = [
     *("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "JOB_ID", "EXPERIMENT"),
@@ -32,15 +31,6 @@ def clean_machine(monkeypatch, tmp_path):
     yield
     os.environ.clear()
     os.environ.update(before)
-
-
-def the_error(stderr: str) -> str:
-    """The one error line, which must have its three parts; warnings of libraries may stand around it."""
-    lines = [line for line in stderr.splitlines() if line.startswith("error: ")]
-    assert len(lines) == 1, stderr
-    assert "Traceback" not in stderr, stderr
-    assert re.fullmatch(r"error: \S.*: \S.*; \S.*", lines[0]), lines[0]
-    return lines[0]
 
 
 @pytest.fixture

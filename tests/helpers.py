@@ -221,3 +221,12 @@ def program(path: str) -> ModuleType:
 def bash_blocks(page: Path) -> list[tuple[str, str]]:
     """What stands behind "bash" (nothing, or "cluster") and the text of each such block of a page."""
     return re.findall(r"^ *```bash([^\n]*)\n(.*?)^ *```", page.read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL)
+
+
+def the_error(stderr: str) -> str:
+    """The one error line, which must have its three parts; warnings of libraries may stand around it."""
+    lines = [line for line in stderr.splitlines() if line.startswith("error: ")]
+    assert len(lines) == 1, stderr
+    assert "Traceback" not in stderr, stderr
+    assert re.fullmatch(r"error: \S.*: \S.*; \S.*", lines[0]), lines[0]
+    return lines[0]

@@ -1,4 +1,4 @@
-"""A process that has imported PyTorch, transformers and train.py once, and forks for each case: a second, not ten.
+"""A process that has imported PyTorch, transformers and train.py once, and forks for each run: a second, not ten.
 
     python tests/server.py FD      # `bench.Server` does this; FD: its end of a socket
 
@@ -8,7 +8,7 @@ ended {"ended": n, "code": c}, c < 0 for a signal, as subprocess counts.
 A forked process is what `python scripts/train.py` would be: its own session, signals, variables, folder and files; the
 script runs as __main__ at the top of the program, so that the interpreter shuts down as usual; and nothing but the main
 thread was there to fork (`alone`). One difference cannot be helped: what a library reads from a variable when it is
-imported (`READ_AT_IMPORT`) is the server's. A case that sets such a variable runs as a command of its own.
+imported (`READ_AT_IMPORT`) is the server's. A test that sets such a variable runs as a command of its own.
 """
 
 import ctypes
@@ -77,7 +77,7 @@ def alone() -> None:
 
 def serve(channel: socket.socket) -> Request:
     """Fork for each request. Returns in the child alone; this process ends with its client."""
-    ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1)  # orphans of a case become children here, and are found
+    ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1)  # orphans of a run become children here, and are found
     woken, wake = socket.socketpair()
     wake.setblocking(False)
     signal.set_wakeup_fd(wake.fileno())

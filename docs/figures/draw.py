@@ -257,7 +257,7 @@ def batch_size() -> None:
         axes[0].plot([step * run["batch"] for step in run["steps"]], run["losses"], **how)
         axes[1].plot(run["steps"], run["losses"], **how)
     axes[0].set(xlabel="questions seen: what you pay", ylabel="evaluation loss")
-    axes[1].set(xlabel="optimizer steps: how long many GPUs wait", xscale="log")
+    axes[1].set(xlabel="optimizer steps: the time, with enough GPUs", xscale="log")
     figure.legend(
         *axes[0].get_legend_handles_labels(), frameon=False, loc="center right", fontsize=8, title="batch, rate"
     )

@@ -2,8 +2,7 @@
 
 import os
 
-from fixtures import the_error
-from helpers import REPOSITORY
+from helpers import REPOSITORY, the_error
 from shell import program
 
 

@@ -232,6 +232,13 @@ def test_a_section_is_in_the_map_and_its_quiz_has_answers(path):
     assert len(re.findall(r"^\d+\. ", discussion, re.MULTILINE)) == questions
 
 
+@pytest.mark.parametrize("path", PAGES, ids=lambda path: path.name)
+def test_a_link_to_a_section_has_its_number(path):
+    numbers = {section.name: re.match(r"# (\d+)", section.read_text())[1] for section in SECTIONS}
+    for number, target in re.findall(r"\[(?:[Ss]ection )?(\d+)\]\(([\w./-]+\.md)", path.read_text()):
+        assert numbers.get(Path(target).name, number) == number, f"{path.name}: [{number}]({target})"
+
+
 def test_each_section_leads_to_the_next():
     pages = ["introduction.md", *(path.name for path in SECTIONS)]
     for name, following in itertools.pairwise(pages):

@@ -4,7 +4,7 @@
 : "${BATCH_SIZE:=4}"
 : "${GRAD_ACC:=4}"
 : "${LEARNING_RATE:=${SITE_LEARNING_RATE:-5e-5}}"
-: "${TRAIN_SIZE:=2048}"
-: "${NUM_EPOCHS:=4}"
+: "${TRAIN_SIZE:=1024}"
+: "${NUM_EPOCHS:=3}"
 : "${SAVE_STRATEGY:=no}" # this measures training, not the file system
 : "${EM_F1:=False}"

@@ -5,7 +5,7 @@
 : "${GRAD_ACC:=16}"
 # Twice that of 16: the square root of 64 / 16
 : "${LEARNING_RATE:=$(awk "BEGIN { print 2 * ${SITE_LEARNING_RATE:-5e-5} }")}"
-: "${TRAIN_SIZE:=2048}"
-: "${NUM_EPOCHS:=4}"
+: "${TRAIN_SIZE:=1024}"
+: "${NUM_EPOCHS:=3}"
 : "${SAVE_STRATEGY:=no}" # this measures training, not the file system
 : "${EM_F1:=False}"
