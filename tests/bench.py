@@ -141,9 +141,6 @@ class Running:
         self.server, self.pids, self.words, self.folder, self.job = server, pids, words, folder, job
         self.streams = streams
 
-    def signal(self, number: int, rank: int = 0) -> None:
-        os.kill(self.pids[rank], number)
-
     def until(self, condition: Callable[[], object]) -> object:
         """Poll until `condition` is true, and return its value; fail when the process ends before."""
         deadline = time.monotonic() + LIMIT
@@ -214,16 +211,14 @@ class Bench:
         fork: bool = True,
         ranks: int = 0,
         cwd: Path | None = None,
-        stdin: str = "/dev/null",
         stdout: str | Path = "",
         stderr: str | Path = "",
-        limits: dict[str, int] | None = None,
         **variables: object,
     ) -> Running:
         """Start a script of Python, or another program.
 
         fork=False: a new interpreter, as on the command line. ranks: as many processes, with the variables that
-        torchrun sets; 0 is plain python. limits: RLIMIT_ name -> value. variables: "unset" takes one away.
+        torchrun sets; 0 is plain python. variables: "unset" takes one away.
         """
         environment = self.server.environment | (SMALL | {name: str(value) for name, value in variables.items()})
         environment = {name: value for name, value in environment.items() if value != "unset"}
@@ -249,10 +244,8 @@ class Bench:
                 "argv": argv,
                 "cwd": str(cwd or self.folder),
                 "environment": environment | ({name: str(value) for name, value in world.items()} if ranks else {}),
-                "stdin": stdin,
                 "stdout": str(stdout or own[0]),
                 "stderr": str(stderr or own[1]),
-                "limits": limits or {},
             }
             streams += own
             pids.append(self.server.start(request))
@@ -295,11 +288,11 @@ class Bench:
         return self.write(name, f"{first}{patch}\ntrain.run_and_exit(train.main)\n")
 
     @contextlib.contextmanager
-    def small_disk(self, name: str, size: int, mode: str = "rw") -> Iterator[None]:
+    def small_disk(self, name: str, size: int) -> Iterator[None]:
         """A folder on a file system of its own of so many bytes; where nothing can be mounted the test is skipped."""
         folder = self.folder / name
         folder.mkdir(parents=True)
-        mounting = ["mount", "-t", "tmpfs", "-o", f"size={size},{mode}", "tmpfs", str(folder)]
+        mounting = ["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", str(folder)]
         if subprocess.run(mounting, capture_output=True).returncode:
             pytest.skip("it needs a small disk, and nothing can be mounted here")
         try:

@@ -16,7 +16,6 @@ import gc
 import importlib
 import json
 import os
-import resource
 import runpy
 import select
 import signal
@@ -36,16 +35,14 @@ READ_AT_IMPORT = ("HF_", "HUGGINGFACE_", "TRANSFORMERS_", "OMP_", "MKL_", "CUDA_
 
 
 class Request(TypedDict):
-    """argv: script and arguments, or a whole command if `fork` is false. stdin, stdout, stderr: paths."""
+    """argv: script and arguments, or a whole command if `fork` is false. stdout, stderr: paths."""
 
     fork: bool
     argv: list[str]
     cwd: str
     environment: dict[str, str]
-    stdin: str
     stdout: str
     stderr: str
-    limits: dict[str, int]  # RLIMIT_ name -> bytes or number
 
 
 def preload() -> None:
@@ -53,14 +50,7 @@ def preload() -> None:
     sys.path[0] = str(SCRIPTS)
     before = dict(os.environ)
     importlib.import_module("build_ops").prepare_deepspeed()
-    for name in (
-        "deepspeed",
-        "train",
-        "evaluate",
-        "report",
-        "job.finish",
-        "transformers.models.bloom.modeling_bloom",
-    ):
+    for name in ("deepspeed", "train", "evaluate", "transformers.models.bloom.modeling_bloom"):
         importlib.import_module(name)
     os.environ.clear()
     os.environ.update(before)
@@ -134,14 +124,13 @@ def become(request: Request) -> None:
     signal.signal(signal.SIGINT, signal.default_int_handler)
     os.chdir(request["cwd"])
     writing = os.O_WRONLY | os.O_CREAT | os.O_APPEND
-    for number, (name, flags) in enumerate([("stdin", os.O_RDONLY), ("stdout", writing), ("stderr", writing)]):
-        opened = os.open(request[name], flags, 0o644)
+    streams = [(os.devnull, os.O_RDONLY), (request["stdout"], writing), (request["stderr"], writing)]
+    for number, (path, flags) in enumerate(streams):
+        opened = os.open(path, flags, 0o644)
         os.dup2(opened, number)
         os.close(opened)
     os.environ.clear()
     os.environ.update(request["environment"])
-    for name, value in request["limits"].items():
-        resource.setrlimit(getattr(resource, f"RLIMIT_{name}"), (value, value))
     if not request["fork"]:
         for number in (signal.SIGPIPE, signal.SIGXFSZ):  # which Python ignores, and a new program would inherit
             signal.signal(number, signal.SIG_DFL)

@@ -86,7 +86,7 @@ def test_a_signal_reaches_the_training_which_saves(bench: Bench, number, send):
 
 def test_nothing_outlives_a_killed_script(bench: Bench):
     started = begun(start(bench, "signal.pause()"))
-    started.signal(signal.SIGKILL)
+    os.kill(started.pids[0], signal.SIGKILL)
     assert started.wait().code == -signal.SIGKILL
     bench.until(lambda: not alive(bench, "code.py") and not alive(bench, "psrecord"))
 

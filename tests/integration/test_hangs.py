@@ -1,5 +1,6 @@
 """Ranks that hang, do not come, or compute nothing more, as processes. Who is named: tests/unit/test_watchdog.py."""
 
+import os
 import re
 import signal
 import socket
@@ -39,7 +40,7 @@ def test_a_stopped_rank_ends_the_job_with_its_name(bench: Bench):
     variables = TINY | {"JOB_ID": "hang", "BATCH_SIZE": 2, "HANG_TIMEOUT": HANG_TIMEOUT}
     ranks = bench.start(script=bench.patched(STOPS, "hang.py"), ranks=2, **variables)
     ranks.until(lambda: "error: hang: " in ranks.streams[3].read_text())  # stderr of rank 1
-    ranks.signal(signal.SIGCONT)
+    os.kill(ranks.pids[0], signal.SIGCONT)
     run = ranks.wait()
     assert run.code == 3, run
     # what it last wrote may be of a step before
