@@ -342,6 +342,69 @@ def custom_model() -> None:
     save(figure, "custom-model")
 
 
+def tensor_parallel() -> None:
+    """A feed-forward half on two ranks: the first matrix cut by columns, the second by rows, and one all-reduce."""
+    figure, axes = canvas(9, 3.6)
+    colours = ("#9dc3e6", "#f8cbad")
+    for rank, y in enumerate((2.05, 0.35)):
+        own, other = colours[rank], "white"
+        axes.text(0.05, y + 0.55, f"rank {rank}", va="center", fontsize=9)
+        box(axes, 0.75, y + 0.25, 0.75, 0.6, "X\nwhole", facecolor="#eeeeee")
+        for part in range(2):  # columns of the first matrix
+            mine = part == rank
+            text = "A" + "₁₂"[part] if mine else ""
+            box(
+                axes,
+                2.0 + 0.5 * part,
+                y,
+                0.42,
+                1.1,
+                text,
+                facecolor=own if mine else other,
+                linestyle="-" if mine else "--",
+            )
+        box(axes, 3.45, y + 0.25, 0.95, 0.6, "gelu(X A" + "₁₂"[rank] + ")", facecolor=own)
+        for part in range(2):  # rows of the second
+            mine = part == rank
+            text = "B" + "₁₂"[part] if mine else ""
+            height = y + 0.57 - 0.57 * part
+            box(axes, 4.95, height, 0.9, 0.5, text, facecolor=own if mine else other, linestyle="-" if mine else "--")
+        box(axes, 6.35, y + 0.25, 0.75, 0.6, "Z" + "₁₂"[rank] + "\na part", facecolor=own)
+        box(axes, 8.1, y + 0.25, 0.8, 0.6, "Z₁ + Z₂\nwhole", facecolor="#eeeeee")
+        for start, end in ((1.55, 1.95), (2.98, 3.4), (4.45, 4.9), (5.9, 6.3), (7.15, 8.05)):
+            arrow(axes, (start, y + 0.55), (end, y + 0.55))
+    axes.annotate("", (7.6, 0.95), (7.6, 2.55), arrowprops={"arrowstyle": "<->", "lw": 2, "color": "#c55a11"})
+    axes.text(7.68, 1.75, "all-reduce", va="center", fontsize=8.5, color="#c55a11")
+    for x, text in ((2.45, "cut by columns\n(outputs)"), (5.4, "cut by rows\n(inputs)")):
+        axes.text(x, 3.25, text, ha="center", va="bottom", fontsize=8.5)
+    save(figure, "tensor-parallel")
+
+
+def pipeline() -> None:
+    """Four stages and four micro batches: when each rank computes, and the bubble in which it waits."""
+    stages = batches = 4
+    figure, axes = plt.subplots(figsize=(9, 2.2))
+    bar = {"height": 0.8, "edgecolor": "black", "linewidth": 0.4}
+    forward_ends = stages + batches - 1
+    for stage in range(stages):
+        axes.barh(-stage, 3 * forward_ends, color="white", hatch="///", label="waits: the bubble", **bar)
+        for batch in range(batches):
+            starts = stage + batch
+            axes.barh(-stage, 1, left=starts, color="#9dc3e6", label="forward", **bar)
+            axes.text(starts + 0.5, -stage, str(batch + 1), ha="center", va="center", fontsize=8)
+            starts = forward_ends + 2 * (stages - 1 - stage + batch)
+            axes.barh(-stage, 2, left=starts, color="#1f4e79", label="backward", **bar)
+            axes.text(starts + 1, -stage, str(batch + 1), ha="center", va="center", fontsize=8, color="white")
+    names = [f"rank {stage}: blocks {6 * stage + 1} to {6 * stage + 6}" for stage in range(stages)]
+    axes.set(yticks=[-stage for stage in range(stages)], yticklabels=names, xticks=[], xlim=(0, 3 * forward_ends))
+    axes.tick_params(length=0)
+    axes.set_xlabel("time (a drawing; numbers are micro batches)", fontsize=8, loc="left")
+    handles = dict(zip(*reversed(axes.get_legend_handles_labels()), strict=True))
+    figure.legend(handles.values(), handles, frameon=False, loc="lower right", ncols=3, fontsize=8)
+    figure.tight_layout()
+    save(figure, "pipeline")
+
+
 def comparison() -> None:
     methods = {
         "DDP": [],
@@ -503,6 +566,6 @@ if __name__ == "__main__":
     if sys.argv[1:]:
         take_traces(sys.argv[1:])
     for draw in (environment, baseline, efficiency, memory, collectives, by_hand, ddp, batch_size, deepspeed_config,
-                 zero, offload, multi_gpu, multi_node, fsdp, custom_model, comparison, profile,
-                 hang_clinic):  # fmt: skip
+                 zero, offload, multi_gpu, multi_node, fsdp, custom_model, tensor_parallel, pipeline, comparison,
+                 profile, hang_clinic):  # fmt: skip
         draw()

@@ -85,6 +85,14 @@ CUSTOM = {
     "gpt_full_shard": fsdp("full_shard", variables=GPT),
     "gpt_zero3": deepspeed("zero3", variables=GPT),
 }
+# The ranks of a tensor group compute the same questions
+ONE_GROUP = GPT | {"BATCH_SIZE": 4, "SAVE_STRATEGY": "no"}
+TWO_GROUPS = GPT | {"BATCH_SIZE": 2, "SAVE_STRATEGY": "no"}
+TENSOR_PARALLEL = {
+    "tp2": Run(2, ("--tensor_parallel", "2"), ONE_GROUP, MEASURE),
+    "tp4": Run(4, ("--tensor_parallel", "4"), ONE_GROUP, MEASURE),
+    "tp2_fsdp2": Run(4, ("--tensor_parallel", "2", "--fsdp"), TWO_GROUPS, MEASURE),
+}
 # fp16 is the default on GPUs; `make test-faults` has the others
 FP16 = {f"fp16_{name}": replace(STRATEGIES[name], script=FP16_ON_CPU) for name in ("plain", "zero2", "full_shard")}
 MORE_FP16 = {
@@ -93,6 +101,11 @@ MORE_FP16 = {
 MORE_FP16 |= {
     f"fp16_chunked_{name}": replace(STRATEGIES[name], script=FP16_ON_CPU, variables={"LOSS": "chunked"})
     for name in ("plain", "zero2", "full_shard")
+}
+FP16_GPT = {
+    "fp16_gpt_plain": Run(variables=GPT, script=FP16_ON_CPU),
+    "fp16_tp2": replace(TENSOR_PARALLEL["tp2"], script=FP16_ON_CPU),
+    "fp16_tp2_fsdp2": replace(TENSOR_PARALLEL["tp2_fsdp2"], script=FP16_ON_CPU),
 }
 BF16 = {"FP16": "", "BF16": "True"}
 IN_BF16 = {
@@ -111,7 +124,8 @@ OTHERS = {"tracked": Run(2, ("--samples_per_gpu", "20"), TRACKED)}
 if XQUAD.exists():
     REAL = {"DATASET": XQUAD, "TRAIN_SIZE": 500, "EVAL_SIZE": 100, "NUM_EPOCHS": 1, "PADDING": "longest"}
     OTHERS["xquad"] = Run(variables=REAL | {"MAX_LENGTH": 512, "EM_F1": "True"})
-RUNS = STRATEGIES | CHUNKED | LABELS | OTHER_BATCHES | CUSTOM | FP16 | MORE_FP16 | IN_BF16 | LARGE | OTHERS
+RUNS = STRATEGIES | CHUNKED | LABELS | OTHER_BATCHES | CUSTOM | TENSOR_PARALLEL
+RUNS |= FP16 | MORE_FP16 | FP16_GPT | IN_BF16 | LARGE | OTHERS
 MEASURED = [name for name, run in RUNS.items() if run.script == MEASURE]
 
 

@@ -6,7 +6,7 @@ import re
 import pytest
 
 from helpers import Finished
-from runs import FP16, FP16_ON_CPU, MORE_FP16, STRATEGIES, uses
+from runs import FP16, FP16_ON_CPU, MORE_FP16, RUNS, uses
 
 TOLERANCE = 1e-3
 # Stage 0 prepares its optimizer by a step with empty gradients, which Adam counts: its first updates are too small
@@ -22,10 +22,22 @@ def test_losses_fall_as_those_of_the_plain_trainer(run: Finished, table):
     assert run.losses == pytest.approx(expected, abs=tolerance, rel=0), run
 
 
-def test_a_step_that_overflows_on_one_rank_is_skipped_on_all(train):
-    """Rank 1 meets infinity in the second step. The fused AdamW of train.py, over shards of FSDP2."""
-    how = {"script": FP16_ON_CPU, "ranks": 2, "BATCH_SIZE": 2, "SAVE_STRATEGY": "no"}
-    run = train("fp16_overflow", *STRATEGIES["full_shard"].arguments, OVERFLOW_STEP=2, **how)
+@uses("fp16_tp2", pytest.param("fp16_tp2_fsdp2", marks=pytest.mark.faults))
+def test_with_tensor_parallelism_too(run: Finished, table):
+    assert run.effective("precision") == "fp16"
+    expected = table("fp16_gpt_plain")
+    assert run.losses == pytest.approx(expected.losses, abs=TOLERANCE, rel=0), run
+    # of gradients that were not divided by the loss scale the norm is 65,536 times as large, and clipping ends them
+    norms = [re.findall(r"'grad_norm': '([0-9.]+)'", done.log) for done in (run, expected)]
+    assert [float(norm) for norm in norms[0]] == pytest.approx([float(norm) for norm in norms[1]], rel=0.01)
+
+
+@pytest.mark.parametrize("name", ["full_shard", "tp2"])
+def test_a_step_that_overflows_on_one_rank_is_skipped_on_all(train, name):
+    """Rank 1 meets infinity in the second step. The fused AdamW of train.py, over shards of FSDP2 or cut matrices."""
+    row = RUNS[name]
+    how = row.settings | {"script": FP16_ON_CPU, "ranks": 2, "SAVE_STRATEGY": "no"}
+    run = train(f"fp16_overflow_{name}", *row.arguments, OVERFLOW_STEP=2, **how)
     scales = {rank: re.findall(rf"rank {rank} scale (\d+) ", run.log) for rank in "01"}
     assert scales["0"] == scales["1"]
     halved = [later < earlier for earlier, later in itertools.pairwise(map(int, scales["0"]))]

@@ -13,7 +13,7 @@ import custom_model  # noqa: F401  (makes the Auto classes know it)
 from config import cpu_has_bf16
 from data_loader import read_questions, tokenise_batch
 from helpers import REPOSITORY, TINY, Finished
-from runs import CHUNKED, CONFIGS, CUSTOM, FSDP, IN_BF16, PYTHON, STRATEGIES, TORCHRUN, uses
+from runs import CHUNKED, CONFIGS, CUSTOM, FSDP, IN_BF16, PYTHON, STRATEGIES, TENSOR_PARALLEL, TORCHRUN, uses
 from training.checkpoints import bytes_to_save
 from training.safe_load import load_weights_only, refuse_foreign_code
 
@@ -47,6 +47,30 @@ def test_the_custom_gpt_trains_as_bloom_does(run: Finished, table):
     assert run.record["settings"]["num_layers"] == 2
     if run.job_id == "gpt_full_shard":
         assert (run.effective("FSDP units"), run.effective("local parameter share")) == ("2 blocks", 0.5)
+
+
+@uses(*TENSOR_PARALLEL)
+def test_a_model_cut_over_the_ranks_trains_as_a_whole_one(run: Finished, table):
+    same_losses(run, table("gpt_plain"))
+    groups, size = {"tp2": (1, 2), "tp4": (1, 4), "tp2_fsdp2": (2, 2)}[run.job_id]
+    expected = {
+        "strategy": "TP" if groups == 1 else "TP x FSDP2",
+        "mesh": f"{groups} x {size}",
+        "cut parameters": 21,  # the vocabulary, and in both blocks 6 weights and 4 biases of those cut by outputs
+        "world size": groups * size,
+        "global batch": 8,
+    }
+    assert {knob: run.effective(knob) for knob in expected} == expected
+    # 16,896 of 165,376 parameters are whole in a group: positions, norms, biases behind the matrices cut by inputs
+    whole = 512 * 64 + 5 * 2 * 64 + 2 * 2 * 64
+    share = (whole + (run.record["parameters"] - whole) / size) / groups / run.record["parameters"]
+    assert run.effective("local parameter share") == pytest.approx(share, abs=1e-4)
+    assert f"tokens.weight: ({1024 // (size * groups)}, 64) of (1024, 64) are on rank 0\n" in run.log
+    assert "--tensor_parallel writes no checkpoints: a stop ends this run at once, and it is lost\n" in run.log
+    assert not list(run.output.glob("checkpoint-*"))
+    # all ranks of a group count the same tokens and questions
+    tokens = table("gpt_plain").record["train"]["real_tokens"]
+    assert run.record["train"]["real_tokens"] == tokens
 
 
 @pytest.mark.skipif(not cpu_has_bf16(), reason="this CPU has no bf16 of its own")
@@ -144,7 +168,7 @@ def test_audit_shows_batch_and_steps(run: Finished):
 # 2. What they save
 
 
-@uses(*STRATEGIES, *CUSTOM)
+@uses(*STRATEGIES, *CUSTOM, *TENSOR_PARALLEL)
 def test_saved_model_is_whole_and_has_the_last_eval_loss(run: Finished):
     model, info = AutoModelForCausalLM.from_pretrained(run.output, dtype=torch.float32, output_loading_info=True)
     assert not any(info.values()), info
