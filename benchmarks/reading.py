@@ -1,13 +1,15 @@
-"""Reading data: questions per second, from different places, with and without workers.
+"""Reading data: questions per second, from different places, with and without workers. Results: docs/efficiency.md.
 
     python benchmarks/reading.py                  # in a temporary folder of TMPDIR, for "disk"
 
 The data are as many questions as SQuAD has to train on, the bundled sample again and again, tokenised for tiny-bloom.
-Each line reads questions in random order, in batches of 4 padded to the longest, as a training does: the fastest of
-five passes, as other programs may run beside. The results are in docs/efficiency.md.
-not read yet         the kernel has dropped the file from memory before
+Each line reads questions in random order, in batches of 4 padded to the longest, as a training does, and computes
+nothing: the fastest of five passes, as other programs may run beside.
+
+not read yet         the kernel has dropped the file from memory before; one pass
 tokenised when read  the text of a question is tokenised for its batch
 5 ms for each        a pause, as if each question were a file on a slow server
+
 The last line is the memory that a process needs more, once it has opened the file and read all tokens of it.
 """
 
