@@ -72,7 +72,7 @@ def main() -> None:
     leave_process_group()
     if bandwidth < arguments.min_bandwidth:
         what = f"{bandwidth} GB/s between {world_size()} ranks, at least {arguments.min_bandwidth} GB/s expected"
-        way_out = "where there is InfiniBand and the transport is NET/Socket, see NCCL_IB_HCA and NCCL_IB_DISABLE; else "
+        way_out = "with InfiniBand there, and NET/Socket as transport, see NCCL_IB_HCA and NCCL_IB_DISABLE; else "
         way_out += "set MIN_BANDWIDTH in the site file to what this network can do (10 GbE: 1.25 GB/s at best)"
         raise WorkshopError("bandwidth test", what, way_out, ENVIRONMENT)
 
