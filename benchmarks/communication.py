@@ -141,10 +141,12 @@ def sent(row: dict) -> float:
 
 
 def page_table(results: dict) -> str:
-    """As docs/collectives.md shows it."""
+    """As docs/collectives.md shows it. What tensor parallelism sends does not follow the number of parameters."""
     kinds = ("all-reduce", "reduce-scatter", "all-gather")
     lines = ["| Strategy | Accumulation | All-reduce | Reduce-scatter | All-gather | Sent |", "|" + " --- |" * 6]
     for row in results["rows"]:
+        if "TP" in row["strategy"]:
+            continue
         numbers = [payload(row, kind) for kind in kinds]
         assert abs(sum(SENT[kind] * number for kind, number in zip(kinds, numbers, strict=True)) - sent(row)) < 1e-6
         cells = [f"{number:.1f}" if number else "" for number in numbers]

@@ -23,6 +23,8 @@ REFUSED = {  # the line, flags, and: files, variables, the exit code if it is no
     "a path as the job's id": ("JOB_ID: '../../outside' cannot name files; ...", [], {"JOB_ID": "../../outside"}),
     "a cut record of this job": ("results/7.json: is no run record (...); ...",
                                  [], {"files": {"results/7.json": '{"status": "comp'}}),
+    "a model without a plan": ("--tensor_parallel: transformers has no plan by which to cut BloomForCausalLM; ...",
+                               ["--tensor_parallel", 2, "--save_strategy", "no"], {"ranks": 2}),
     "nothing to resume from": ("--resume_from_checkpoint: no complete checkpoint in output/7; ...",
                                ["--resume_from_checkpoint"], {"code": 4}),
     "a folder below a file": ("...mine: cannot be written; give another --output_dir",

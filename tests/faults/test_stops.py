@@ -144,6 +144,15 @@ def test_stopped_while_the_questions_are_answered(bench: Bench):
     assert again.record["f1"] == reference.record["f1"]
 
 
+def test_a_model_cut_over_its_ranks_ends_at_once_and_saves_nothing(bench: Bench):
+    sizes = ("--vocab_size", 1024, "--hidden_size", 32, "--num_heads", 2, "--ff_dim", 64)
+    cut = ("--model_name", "custom-gpt", *sizes, "--tensor_parallel", 2, "--save_strategy", "no")
+    script = bench.patched(sent(STEP, 2, signal.SIGTERM))
+    ended = bench.run(*cut, ranks=2, script=script, code=143)
+    assert (ended.record["status"], ended.record["exit_code"]) == ("stopped", 143)
+    assert not list(ended.output.iterdir())
+
+
 def test_a_second_ctrl_c_ends_at_once(bench: Bench):
     patch = sent(STEP, 3, signal.SIGINT, signal.SIGINT, then=PAUSE)
     ended = bench.run(script=bench.patched(patch), code=-signal.SIGINT)

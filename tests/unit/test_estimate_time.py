@@ -9,6 +9,7 @@ import torch
 from transformers import BloomConfig, BloomForCausalLM
 
 import estimate_time
+from estimate.memory import GIB, estimate
 from estimate.model_shape import Shape, shape_for
 from estimate.planned import options_of_plan
 from estimate_time import CountWork, Rates, optimizer_step, predict_step, room_to_hide, seconds_of, sent, work_of
@@ -137,6 +138,24 @@ def test_bytes_sent_are_those_that_were_counted_in_real_trainings(strategy, accu
     # of a large model the last blocks stay gathered between the passes: how many, depends on what is prefetched
     tolerance = 0.15 if "large" in strategy else 0.02
     assert sent(shape_for(chosen), chosen) == pytest.approx(counted, rel=tolerance)
+
+
+def test_what_the_page_says_of_tensor_parallelism():
+    """GB sent and GiB held by a rank, at a global batch of 4."""
+    flags = {
+        "FSDP 2": ("--fsdp", "--gpus", 2, "--gradient_accumulation_steps", 2),
+        "TP 2": ("--tensor_parallel", 2, "--gradient_accumulation_steps", 4),
+        "FSDP 4": ("--fsdp", "--gpus", 4, "--gradient_accumulation_steps", 1),
+        "TP 4": ("--tensor_parallel", 4, "--gradient_accumulation_steps", 4),
+        "TP 2 x FSDP 2": ("--tensor_parallel", 2, "--fsdp", "--gpus", 4, "--gradient_accumulation_steps", 2),
+    }
+    model = ("--model_name", "custom-gpt", "--per_device_train_batch_size", 1, "--bf16")
+    lines = []
+    for name, words in flags.items():
+        chosen = options(*model, *words)
+        held = sum(part.gpu for part in estimate(chosen)) / GIB
+        lines.append(f"| {name} | {sent(shape_for(chosen), chosen) / 1e9:.2f} | {held:.1f} |")
+    assert "\n".join(lines) in (REPOSITORY / "docs" / "tensor-parallel.md").read_text()
 
 
 def test_one_rank_sends_nothing():

@@ -1,0 +1,69 @@
+"""What tensor parallelism cannot be combined with, by name. That it trains: tests/integration/test_strategies.py."""
+
+import json
+
+import pytest
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from config import parse_command_line
+from estimate.planned import options_of_plan
+from parallel.tensor_parallel import check_can_be_cut, check_tensor_parallel
+
+CUT = ("--model_name", "custom-gpt", "--tensor_parallel", "2", "--save_strategy", "no")
+COMBINATIONS = {  # flags, ranks, what the line says
+    "DeepSpeed": (["--deepspeed", "zero1.json"], 2, "cannot be combined with --deepspeed; use --fsdp for the ranks"),
+    "chunked loss": (["--loss", "chunked"], 2, "--loss: chunked needs a head in one piece"),
+    "checkpoints": (["--save_strategy", "epoch"], 2, "no checkpoints of a model that is cut; give --save_strategy no"),
+    "going on": (["--resume_from_checkpoint"], 2, "--resume_from_checkpoint: there are none with --tensor_parallel"),
+    "odd ranks": ([], 3, "2 does not divide 3 rank(s); start 2, or a multiple"),
+    "ranks to spare": (
+        [],
+        4,
+        "and nobody uses the others; start 2 ranks, or add --fsdp",
+    ),
+    "no ranks to spare": (["--fsdp"], 2, "--fsdp: --tensor_parallel 2 leaves no ranks to shard over; leave it out"),
+}
+
+
+@pytest.mark.parametrize(("words", "ranks", "what"), COMBINATIONS.values(), ids=COMBINATIONS)
+def test_a_flag_that_does_not_go_with_it_is_named(refusal, words, ranks, what):
+    assert what in refusal(lambda: check_tensor_parallel(parse_command_line("", [*CUT, *words], gpu=True), ranks))
+
+
+@pytest.mark.parametrize(
+    ("content", "what"),
+    [
+        ({"cpu_offload": True}, "cpu_offload: true cannot be combined with --tensor_parallel; give false"),
+        ({"reshard_after_forward": False}, "reshard_after_forward: false cannot be combined"),
+        ({"dp_replicate_size": 2}, "dp_replicate_size: 2 cannot be combined"),
+        ({"transformer_layer_cls_to_wrap": ["CustomGPTBlock"]}, "transformer_layer_cls_to_wrap: "),
+    ],
+)
+def test_a_key_of_fsdp_that_it_cannot_carry_is_named(refusal, tmp_path, content, what):
+    path = tmp_path / "my.json"
+    path.write_text(json.dumps(content))
+    flags = [*CUT, "--fsdp", "--fsdp_config", str(path), "--gpus", "8"]
+    assert f"{path}: {what}" in refusal(lambda: options_of_plan(flags, "", environment={}))
+
+
+def model(kind: str, **sizes: int):
+    small = {"vocab_size": 32, "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 4}
+    return AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **small | sizes))
+
+
+@pytest.mark.parametrize(
+    ("kind", "sizes", "what"),
+    [
+        ("bloom", {}, "transformers has no plan by which to cut BloomForCausalLM"),
+        ("mixtral", {"num_key_value_heads": 4}, "MixtralForCausalLM is cut by "),
+        ("llama", {"num_key_value_heads": 2}, "4 does not divide the 2 heads of the model; choose a divisor"),
+        ("llama", {"num_attention_heads": 2}, "4 does not divide the 2 heads of the model; choose a divisor"),
+    ],
+)
+def test_a_model_that_cannot_be_cut_is_named(refusal, kind, sizes, what):
+    assert what in refusal(lambda: check_can_be_cut(model(kind, **sizes), 4))
+
+
+def test_llama_and_qwen_can_be_cut():
+    for kind in ("llama", "qwen2", "qwen3"):
+        check_can_be_cut(model(kind, num_key_value_heads=4), 4)
