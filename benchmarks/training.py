@@ -2,12 +2,14 @@
 
     python benchmarks/training.py                                 # all rows, three times each
     python benchmarks/training.py --repeats 1 --rows recipe all   # a first look
+    python benchmarks/training.py --model 560m --micro_batch 2 --repeats 1     # bloom-560m itself: 14 GB
     pip install -r benchmarks/requirements.txt                    # for the row `trl`
 
 Each row is a process of its own, and the rows take turns, so that a slow minute of the machine falls on all of them. A
 row trains two epochs on the same sequences, in micro batches of 4 and accumulation 4 (`all`: 16 and 1): the first epoch
 warms up, the second is timed. Peak memory is the process's own largest resident set, which ends with the training. The
-model is a BLOOM of 67 million parameters with BLOOM's whole vocabulary and random weights.
+model is a BLOOM of 67 million parameters with BLOOM's whole vocabulary and random weights. bloom-560m trains on 8
+sequences, without accumulation.
 
 `transformers` is its Trainer as it comes: fp32, padding to the longest of a batch. `trl` is its SFTTrainer as it comes:
 bf16, activation checkpointing, a loss of its own without logits, and a learning rate of 2e-5, hence another loss.
@@ -37,15 +39,12 @@ from types import SimpleNamespace
 REPOSITORY = Path(__file__).resolve().parent.parent
 XQUAD = REPOSITORY.parent / "shared" / "data" / "xquad.en.json"
 DATASET = XQUAD if XQUAD.exists() else REPOSITORY / "data" / "squad_sample.json"
-CONFIG = {
-    "model_type": "bloom",
-    "vocab_size": 250880,
-    "hidden_size": 256,
-    "n_layer": 4,
-    "n_head": 4,
+SIZES = {
+    "67m": {"hidden_size": 256, "n_layer": 4, "n_head": 4},
+    "560m": {"hidden_size": 1024, "n_layer": 24, "n_head": 16},
 }
 RESULT = "RESULT "
-SEQUENCES = 32
+SEQUENCES = {"67m": 32, "560m": 8}
 LOGGED_SECONDS = 120
 TOKENS = 30000  # of the tokenizer
 EQUAL_STEPS = 20
@@ -87,6 +86,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rows", nargs="+", choices=ROWS, default=list(ROWS))
     parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--model", choices=SIZES, default="67m")
+    parser.add_argument("--micro_batch", type=int, help="of all rows, without accumulation")
     parser.add_argument("--equal", action="store_true", help="compare losses and gradients, time nothing")
     parser.add_argument("--overheads", action="store_true", help="start-up and loggers alone")
     parser.add_argument("--child", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
@@ -101,31 +102,36 @@ def main() -> None:
         return
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        make_model_folder(folder / "model")
+        make_model_folder(folder / "model", arguments.model)
         print(f"commit {commit()}, {len(os.sched_getaffinity(0))} cores, {cpu()}, {DATASET.name}", flush=True)
         if arguments.equal:
             compare(folder)
         else:
-            measure(folder, arguments.rows, arguments.repeats)
+            common = ["--train_size", str(SEQUENCES[arguments.model])]
+            if arguments.micro_batch:
+                common += ["--per_device_train_batch_size", str(arguments.micro_batch)]
+                common += ["--gradient_accumulation_steps", "1"]
+            measure(folder, arguments.rows, arguments.repeats, common)
 
 
-def make_model_folder(folder: Path) -> None:
+def make_model_folder(folder: Path, model: str) -> None:
     """Sizes of the model, and a tokenizer whose sequences are about as long as those of BLOOM's own."""
     sys.path.insert(0, str(REPOSITORY / "scripts"))
     from model import train_tokenizer
 
     train_tokenizer(SimpleNamespace(dataset=str(DATASET), eval_dataset=None), TOKENS).save_pretrained(folder)
-    (folder / "config.json").write_text(json.dumps(CONFIG))
+    config = {"model_type": "bloom", "vocab_size": 250880} | SIZES[model]
+    (folder / "config.json").write_text(json.dumps(config))
 
 
-def measure(folder: Path, names: list[str], repeats: int) -> None:
+def measure(folder: Path, names: list[str], repeats: int, common: list[str]) -> None:
     if "trl" in names and not find_spec("trl"):
         names = [name for name in names if name != "trl"]
         print("trl is not installed, and left out: pip install -r benchmarks/requirements.txt")
     results: dict[str, list[dict]] = {name: [] for name in names}
     for repeat in range(repeats):
         for name in names:
-            result = train(folder, ROWS[name].program, ROWS[name].flags)
+            result = train(folder, ROWS[name].program, [*common, *ROWS[name].flags])
             results[name].append(result)
             rate, peak = result["samples_per_second"], result["peak_mib"]
             print(f"  {repeat + 1}. {name:26s} {rate:8.3f} samples/s {peak:8.0f} MiB", flush=True)
@@ -134,7 +140,8 @@ def measure(folder: Path, names: list[str], repeats: int) -> None:
 
 def table(results: dict[str, list[dict]]) -> str:
     """Medians, spread, and ratios to each row's recipe."""
-    lines = ["| row | samples/s | range | real tokens/s | peak MiB | speed | memory | mean loss |", "|" + " --- |" * 8]
+    columns = "row | samples/s | range | real tokens/s | peak MiB | speed | memory | MFU (%) | mean loss"
+    lines = [f"| {columns} |", "|" + " --- |" * 9]
     for name, runs in results.items():
         rates = [run["samples_per_second"] for run in runs]
         rate, peak = statistics.median(rates), statistics.median(run["peak_mib"] for run in runs)
@@ -146,8 +153,8 @@ def table(results: dict[str, list[dict]]) -> str:
             ratios = f"{rate / base_rate:.2f}x | {peak / base_peak:.2f}x"
         tokens = rate * runs[0]["tokens_per_sequence"]
         spread = f"{min(rates):.3f} to {max(rates):.3f}"
-        loss = f"{runs[0]['loss']:.4f}"
-        lines.append(f"| {name} | {rate:.3f} | {spread} | {tokens:.0f} | {peak:.0f} | {ratios} | {loss} |")
+        own = f"{runs[0]['mfu_percent']} | {runs[0]['loss']:.4f}"
+        lines.append(f"| {name} | {rate:.3f} | {spread} | {tokens:.0f} | {peak:.0f} | {ratios} | {own} |")
     return "\n".join(lines)
 
 
@@ -164,7 +171,7 @@ def compare(folder: Path) -> None:
 
 def train(folder: Path, program: str, flags: list[str]) -> dict:
     words = ["--model_name", "./model", "--from_scratch", "--dataset", str(DATASET)]
-    words += ["--train_size", str(SEQUENCES), "--eval_size", "8", "--eval_strategy", "no", "--save_strategy", "no"]
+    words += ["--train_size", "32", "--eval_size", "8", "--eval_strategy", "no", "--save_strategy", "no"]
     words += ["--no_em_f1", "--bf16", "False", "--num_train_epochs", "2", "--logging_steps", "1", "--use_cpu", *flags]
     environment = os.environ | {"OMP_NUM_THREADS": str(len(os.sched_getaffinity(0))), "HF_HOME": str(folder / "hf")}
     environment |= {"JOB_ID": f"{time.time_ns()}"}
@@ -174,7 +181,10 @@ def train(folder: Path, program: str, flags: list[str]) -> dict:
     if done.returncode or not lines:
         said = f"{done.stdout[-1000:]}\n{done.stderr[-3000:]}"
         sys.exit(f"error: {program} {flags} ended with {done.returncode}:\n{said}")
-    return json.loads(lines[-1].removeprefix(RESULT))
+    result = json.loads(lines[-1].removeprefix(RESULT))
+    record = folder / "results" / f"{environment['JOB_ID']}.json"
+    trained = json.loads(record.read_text())["train"] if record.exists() else {}
+    return result | {"mfu_percent": trained.get("mfu_percent")}
 
 
 def start_up(repeats: int) -> None:
@@ -271,7 +281,7 @@ def child(program: str, flags: list[str]) -> None:
 
         def on_train_end(self, args, state, control, **kwargs):
             peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
-            rate = SEQUENCES / (self.ends[-1] - self.ends[self.steps_per_epoch - 1])
+            rate = len(dataset) / (self.ends[-1] - self.ends[self.steps_per_epoch - 1])
             result = {"samples_per_second": rate, "peak_mib": peak, "losses": self.losses}
             print(RESULT + json.dumps(result | {"loss": statistics.fmean(self.losses)} | tokens), flush=True)
 
