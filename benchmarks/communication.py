@@ -51,7 +51,11 @@ ROWS = {
     "SHARD_GRAD_OP": [*FSDP, "fsdp_configs/shard_grad_op.json"],
     "HYBRID_SHARD 2 x 2": [*FSDP, "fsdp_configs/hybrid_shard_2x2.json"],
 }
-RANKS = {"HYBRID_SHARD 2 x 2": 4}
+# The custom GPT, as BLOOM has no plan for tensor parallelism: as wide and deep, with as many tokens in its vocabulary
+GPT = ["--model_name", "custom-gpt", "--vocab_size", "12288", "--hidden_size", "256", "--num_layers", "8"]
+GPT += ["--num_heads", "4", "--ff_dim", "1024", "--tensor_parallel"]
+ROWS |= {"TP 2": [*GPT, "2"], "TP 2 x FSDP 2": [*GPT, "2", "--fsdp"]}
+RANKS = {"HYBRID_SHARD 2 x 2": 4, "TP 2 x FSDP 2": 4}
 # Sizes in them are "auto" or left out, and DeepSpeed's default of 10^9 parameters is more than the model has: it would
 # never free a layer between the passes
 LARGE_MODEL = {"stage3_max_reuse_distance": 0}
@@ -150,6 +154,7 @@ def page_table(results: dict) -> str:
 
 def child(flags: list[str]) -> None:
     sys.path.insert(0, str(REPOSITORY / "scripts"))
+    import torch
     import torch.distributed as dist
     from torch.utils._python_dispatch import TorchDispatchMode
     from torch.utils._pytree import tree_leaves
@@ -170,6 +175,12 @@ def child(flags: list[str]) -> None:
         "broadcast_": ("broadcast", 0),
         "reduce_": ("reduce", 0),
     }
+    silent = ("wait_tensor", "_wrap_tensor_autograd", "barrier")
+    functional = {
+        "all_reduce": "all-reduce",
+        "all_gather_into_tensor": "all-gather",
+        "reduce_scatter_tensor": "reduce-scatter",
+    }
 
     class Count(TorchDispatchMode):
         number: Counter = Counter()
@@ -181,13 +192,21 @@ def child(flags: list[str]) -> None:
                 tensors = tree_leaves(args[position])
                 group = next(dist.ProcessGroup.unbox(arg) for arg in args if "ProcessGroup" in str(arg))
                 size = sum(tensor.numel() * tensor.element_size() for tensor in tensors)
-                if size >= SMALL:
-                    key = (kind, str(tensors[0].dtype).removeprefix("torch."), group.size())
-                    self.number[key] += 1
-                    self.bytes[key] += size
-            elif "c10d" in func.namespace and func.overloadpacket.__name__ not in ("wait_tensor", "barrier"):
+                self.note(kind, tensors[0].dtype, group.size(), size)
+            elif func.namespace == "_c10d_functional" and func.overloadpacket.__name__ in functional:  # of DTensor
+                kind = functional[func.overloadpacket.__name__]
+                ranks = dist.distributed_c10d._resolve_process_group(args[-1]).size()
+                parts = ranks if kind == "all-gather" else 1
+                self.note(kind, args[0].dtype, ranks, parts * args[0].numel() * args[0].element_size())
+            elif "c10d" in func.namespace and func.overloadpacket.__name__ not in silent:
                 raise NotImplementedError(f"{func} is not counted yet")
             return func(*args, **(kwargs or {}))
+
+        def note(self, kind: str, dtype: torch.dtype, ranks: int, size: int) -> None:
+            if size >= SMALL:
+                key = (kind, str(dtype).removeprefix("torch."), ranks)
+                self.number[key] += 1
+                self.bytes[key] += size
 
     count = Count()
 

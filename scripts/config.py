@@ -34,6 +34,7 @@ from tracking import check_trackers
 AT_LEAST_ONE = (
     *("train_size", "eval_size", "samples_per_gpu", "max_length", "em_f1_batch_size", "max_steps"),
     *("per_device_train_batch_size", "per_device_eval_batch_size", "gradient_accumulation_steps", "ddp_timeout"),
+    "tensor_parallel",
     *CUSTOM_SIZES,
 )
 # The three of steps may be a part of the training, such as 0.1
@@ -120,6 +121,7 @@ def parse_command_line(
     complete(options.values)
     check_numbers(options)
     check_combinations(options)
+    check_beside_tensor_parallel(options)
     check_custom_sizes(options)
     resolve_precision(options, torch.cuda.is_available() if gpu is None else gpu)
     return options
@@ -195,6 +197,18 @@ def check_combinations(options: Options) -> None:
     if values["tf32"] and values["torch_compile_mode"] in ("max-autotune", "max-autotune-no-cudagraphs"):
         what = f"cannot be combined with {values['torch_compile_mode']}, which PyTorch 2.13 then cannot compile"
         raise options.error("tf32", what, "leave it out, or use another --torch_compile_mode")
+
+
+def check_beside_tensor_parallel(options: Options) -> None:
+    """Raises WorkshopError (exit code 2) for what a model that is cut into columns and rows cannot do."""
+    values = options.values
+    if values["tensor_parallel"] == 1:
+        return
+    if values["deepspeed"]:
+        way_out = "use --fsdp for the ranks beside a tensor group"
+        raise options.error("tensor_parallel", "cannot be combined with --deepspeed", way_out)
+    if values["loss"] == "chunked":
+        raise options.error("loss", "chunked needs a head in one piece, --tensor_parallel cuts it", "use --loss full")
 
 
 def check_custom_sizes(options: Options) -> None:

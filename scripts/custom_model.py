@@ -39,6 +39,18 @@ class CustomGPTConfig(PreTrainedConfig):
     ff_dim: int = DEFAULTS["ff_dim"]
     seq_length: int = DEFAULTS["seq_length"]
     tie_word_embeddings: bool = True
+    # How tensor parallelism cuts it (docs/tensor-parallel.md): colwise by outputs, and so by heads, rowwise by inputs,
+    # embedding and head by tokens of the vocabulary. Norms and positions stay whole
+    base_model_tp_plan = {
+        "tokens": "embedding_rowwise",
+        "blocks.*.attention.q": "colwise",
+        "blocks.*.attention.k": "colwise",
+        "blocks.*.attention.v": "colwise",
+        "blocks.*.attention.out": "rowwise",
+        "blocks.*.ff_in": "colwise",
+        "blocks.*.ff_out": "rowwise",
+        "head": "colwise_gather_output",
+    }
 
 
 class Attention(nn.Module):
@@ -46,19 +58,24 @@ class Attention(nn.Module):
 
     def __init__(self, config: CustomGPTConfig, layer: int):
         super().__init__()
-        self.heads = config.num_heads
+        self.head_size = config.hidden_size // config.num_heads
         self.layer = layer
-        self.qkv = nn.Linear(config.hidden_size, 3 * config.hidden_size)
+        self.q = nn.Linear(config.hidden_size, config.hidden_size)
+        self.k = nn.Linear(config.hidden_size, config.hidden_size)
+        self.v = nn.Linear(config.hidden_size, config.hidden_size)
         self.out = nn.Linear(config.hidden_size, config.hidden_size)
 
     def forward(self, x: torch.Tensor, mask: torch.Tensor, cache: DynamicCache | None) -> torch.Tensor:
         """x: (batch, new tokens, hidden); mask: (batch, 1, new tokens, all tokens), true where to look."""
-        batch, length, hidden = x.shape
-        q, k, v = self.qkv(x).view(batch, length, 3, self.heads, hidden // self.heads).permute(2, 0, 3, 1, 4)
+        q, k, v = (self.by_heads(layer(x)) for layer in (self.q, self.k, self.v))
         if cache is not None:
             k, v = cache.update(k, v, self.layer)
         x = F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
-        return self.out(x.transpose(1, 2).reshape(batch, length, hidden))
+        return self.out(x.transpose(1, 2).flatten(2))
+
+    def by_heads(self, x: torch.Tensor) -> torch.Tensor:
+        """(batch, tokens, heads of this rank x head size) -> (batch, heads of this rank, tokens, head size)."""
+        return x.unflatten(-1, (-1, self.head_size)).transpose(1, 2)
 
 
 class CustomGPTBlock(nn.Module):

@@ -92,7 +92,7 @@ def memory_table(options: Options) -> str:
     nodes = values["nodes"]
     batch = f"{values['per_device_train_batch_size']} x {values['max_length']} tokens"
     lines = [
-        f"{values['model_name']}: {shape.parameters:,} parameters, {precision_name(values)}, micro batch {batch}, "
+        f"{values['model_name']}: {shape.model:,} parameters, {precision_name(values)}, micro batch {batch}, "
         f"{gpus} GPU(s) on {nodes} node(s)",
         f"{'GiB per rank':24}{'GPU':>8}{'CPU':>8}",
         *(f"{part.what:24}{part.gpu / GIB:8.2f}{part.cpu / GIB:8.2f}  {part.note}" for part in held),
@@ -130,6 +130,8 @@ def comparison(options: Options) -> str:
     for flag in ("deepspeed", "fsdp"):
         if values[flag]:
             raise options.error(flag, "is what --compare chooses", "leave it out")
+    if values["tensor_parallel"] > 1:
+        raise options.error("tensor_parallel", "is not compared", "leave it out, or leave out --compare")
     shape_for(options)  # raises for a model of which nothing can be said
     rates = given_rates(options)
     choices = []

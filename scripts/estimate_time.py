@@ -77,6 +77,9 @@ def predict_step(options: Options, rates: Rates) -> Step:
     check_optimizer(options)
     if options.values["torch_compile"]:
         raise options.error("torch_compile", "joins operations, and how fast they are is not known", "leave it out")
+    if options.values["tensor_parallel"] > 1:
+        what = "how long the ranks wait for each other in each block is not known"
+        raise options.error("tensor_parallel", what, "measure it with --max_steps 10")
     if offloads(options):
         way_out = "take a config without offload, and measure what offload costs with --max_steps 10"
         raise WorkshopError("offload", "how fast the CPU and its memory are is not known", way_out)
@@ -193,12 +196,18 @@ def offloads(options: Options) -> bool:
 
 
 def sent(shape: Shape, options: Options) -> float:
-    """Bytes that each rank sends in an optimizer step."""
+    """Bytes that each rank sends in an optimizer step, with tensor parallelism those of activations, too."""
     psi = shape.parameters
     n = options.values["gpus"]
     a = options.values["gradient_accumulation_steps"]
     c = bytes_of_weight(options)
     blocks = sum(shape.block_sizes)
+    tensor_parallel = options.values["tensor_parallel"]
+    if tensor_parallel > 1:
+        in_group = ring(tensor_parallel) * a * shape.exchanged
+        if options.fsdp_config is None:
+            return in_group + 2 * ring(n) * FP32 * shape.uncut  # the Trainer averages the gradients of what is whole
+        return in_group + ring(n // tensor_parallel) * FP32 * (a * (psi + blocks) + psi)
     if options.fsdp_config is not None:
         f = options.fsdp_config["dp_shard_size"]
         gathered = psi if "SHARD_GRAD_OP" in fsdp_name(options.fsdp_config) else psi + blocks

@@ -41,15 +41,18 @@ def exact_match_and_f1(
     max_length: int,
     device: torch.device,
     sharded: bool = False,
+    tensor_parallel: int = 1,
 ) -> dict[str, float]:
     """Percent by the official SQuAD v1.1 rules, over all `questions`, the same on every rank. Collective.
 
     model: of transformers, or as FSDP1 has wrapped one.
     device: where the model computes. Not its own `device`: FSDP's CPU offload keeps it elsewhere in between.
     sharded: the ranks hold parts of the model, so they must call its forward pass equally often.
+    tensor_parallel: so many neighbouring ranks compute together, and answer the same questions.
     """
     squad = load_metric()
-    predictions = answer_questions(model, tokenizer, questions, batch_size, max_length, device, sharded)
+    how = (batch_size, max_length, device, sharded, tensor_parallel)
+    predictions = answer_questions(model, tokenizer, questions, *how)
     given = [{"id": str(i), "prediction_text": predictions[i]} for i in range(len(questions))]
     references: list[dict] = [
         {"id": str(i), "answers": {"text": answers, "answer_start": [0] * len(answers)}}
@@ -73,12 +76,14 @@ def answer_questions(
     max_length: int,
     device: torch.device,
     sharded: bool,
+    tensor_parallel: int = 1,
 ) -> dict[int, str]:
     """Number of the question -> generated answer, for all questions on every rank."""
     # Prompts of similar length in each batch, so that few are padded; the longest first, which need most memory.
     by_length = sorted(range(len(questions)), key=questions["prompt_length"][:].__getitem__, reverse=True)
-    # Every rank gets equally many: with sharded weights a rank without a batch would leave the others waiting.
-    numbers = [*by_length, *by_length[-1:] * (-len(questions) % world_size())][rank() :: world_size()]
+    # Every group gets equally many: with sharded weights a rank without a batch would leave the others waiting.
+    groups = world_size() // tensor_parallel
+    numbers = [*by_length, *by_length[-1:] * (-len(questions) % groups)][rank() // tensor_parallel :: groups]
     answers: dict[int, str] = {}
     model.eval()
     for start in range(0, len(numbers), batch_size):

@@ -44,6 +44,7 @@ KNOBS = (
     Knob("FP16", "fp16", None),
     Knob("BF16", "bf16", None),
     Knob("ACTIVATION_CHECKPOINTING", "activation_checkpointing", None),
+    Knob("TENSOR_PARALLEL", "tensor_parallel", 1),
     Knob("TORCH_COMPILE", "torch_compile", False),
     Knob("SAVE_STRATEGY", "save_strategy", "epoch"),
     Knob("OUTPUT_DIR", "output_dir", None),
@@ -92,6 +93,9 @@ class ModelArguments:
     )
     loss: Literal["full", "chunked"] = flag_field(
         "loss", "From the logits of all tokens, or chunk by chunk without them (same loss, less memory, faster)."
+    )
+    tensor_parallel: int = flag_field(
+        "tensor_parallel", "Ranks over which each matrix is cut; with --fsdp the others hold shards."
     )
     vocab_size: int = flag_field("vocab_size", "custom-gpt: tokens of the embedding and of the head.")
     hidden_size: int = flag_field("hidden_size", "custom-gpt: width. First to lower when memory runs out.")

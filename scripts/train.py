@@ -13,6 +13,9 @@ With FSDP on two GPUs: FULL_SHARD, or a strategy of the folder fsdp_configs:
     torchrun --nproc_per_node=2 scripts/train.py --fsdp
     torchrun --nproc_per_node=2 scripts/train.py --fsdp --fsdp_config fsdp_configs/shard_grad_op.json
 
+With tensor parallelism, of the custom GPT, a Llama or a Qwen:
+    torchrun --nproc_per_node=2 scripts/train.py --model_name custom-gpt --tensor_parallel 2 --save_strategy no
+
 Your own data and model, going on after an interruption:
     python scripts/train.py --model_name ./my-model --dataset my.json --train_size 1000 --resume_from_checkpoint
 """
@@ -40,9 +43,11 @@ from parallel.distributed import (
     rank,
     run_and_exit,
     same_everywhere,
+    world_size,
 )
 from parallel.ds_config import check_contradictions, check_ds_config
 from parallel.fsdp_config import check_fsdp_config, parallelism, shard_on_cpu, trainer_config
+from parallel.tensor_parallel import check_tensor_parallel, cut
 from tracking import close_trackers, prepare_trackers
 from training.audit import AuditCallback, check_can_train, strategy_name
 from training.callbacks import (
@@ -85,12 +90,16 @@ def main() -> None:
     values = options.values
     deepspeed = values["deepspeed"]  # a file of ds_configs/, or None
     fsdp: Any = bool(values["fsdp"])  # how, stands in a file of fsdp_configs/ (--fsdp_config); without one FULL_SHARD
+    tensor_parallel = values["tensor_parallel"]  # ranks over which each matrix is cut, 1 for whole ones
     prepare_environment(shards=bool(deepspeed or fsdp))
     if deepspeed:
         options.deepspeed_config = check_ds_config(deepspeed)
         check_compiler(options.deepspeed_config)
+    check_tensor_parallel(options, world_size())
     if fsdp:
-        options.fsdp_config = check_fsdp_config(values["fsdp"], values["fsdp_config"])
+        options.fsdp_config = check_fsdp_config(values["fsdp"], values["fsdp_config"], tensor_parallel)
+    # With both, train.py shards the model itself (section 6), and the Trainer is told nothing of FSDP
+    trainers_fsdp = options.fsdp_config if tensor_parallel == 1 else None
     model_args, data_args = own_arguments(options)
 
     # 2. The Trainer's arguments. They turn on ZeRO or FSDP; with neither, several processes train with DDP. They must
@@ -102,9 +111,9 @@ def main() -> None:
         args = TrainingArguments(
             **flags,
             deepspeed=deepspeed,
-            fsdp=fsdp,
-            fsdp_config=trainer_config(options.fsdp_config),
-            parallelism_config=parallelism(options.fsdp_config),  # of HYBRID_SHARD: replicas x shards
+            fsdp=fsdp and tensor_parallel == 1,
+            fsdp_config=trainer_config(trainers_fsdp),
+            parallelism_config=parallelism(trainers_fsdp),  # of HYBRID_SHARD: replicas x shards
         )
     if deepspeed:
         check_contradictions(options, args)
@@ -171,7 +180,9 @@ def main() -> None:
         if model_args.loss == "chunked":
             use_chunked_loss(model)
         flops = flops_of(model, record)  # that a token needs, for MFU; None with the reason in the record
-        if fsdp:
+        if tensor_parallel > 1:
+            cut(model, tensor_parallel, options.fsdp_config, args.device)
+        if fsdp or tensor_parallel > 1:
             shard_on_cpu()  # where there is no GPU accelerate would run DDP instead, without a word
         trainer = WorkshopTrainer(
             model=model,
@@ -189,7 +200,7 @@ def main() -> None:
 
         # 8. The model.
         watchdog.beat("saving the model")
-        if args.save_strategy == "no":
+        if args.save_strategy == "no" and tensor_parallel == 1:
             print_once("model not saved (SAVE_STRATEGY=no)")
         else:
             with saving(Path(args.output_dir)):
@@ -206,6 +217,7 @@ def main() -> None:
                     max_length=data_args.max_length,
                     device=args.device,
                     sharded=fsdp or strategy == "DeepSpeed ZeRO-3",
+                    tensor_parallel=tensor_parallel,
                 )
             print_once(f"exact_match {scores['exact_match']:.2f}  f1 {scores['f1']:.2f}")
             record.update(**scores)
@@ -220,6 +232,10 @@ def add_callbacks(trainer, options, record, stop, marker, checkpoint, flops, pea
     """What is done beside the steps, in this order at each event, behind transformers' own callbacks, which decide when
     to log, evaluate and save."""
     speed = TrainSpeedCallback(trainer, flops, peak, options.values["profile"])
+    stopping = [StopCallback(stop, trainer)]
+    if options.values["tensor_parallel"] > 1:
+        print_once("--tensor_parallel writes no checkpoints: a stop ends this run at once, and it is lost")
+        stopping = []
     utilisation = UtilisationCallback()
     callbacks = [
         speed,  # its clock stops before the others work
@@ -227,7 +243,7 @@ def add_callbacks(trainer, options, record, stop, marker, checkpoint, flops, pea
         AuditCallback(trainer, options, record),  # ends a run that is not what was asked for
         RecordCallback(trainer, record, speed, utilisation),  # at the end: losses, rates, peaks of memory
         CheckpointCallback(trainer, marker, speed, checkpoint),  # marks what was saved as complete
-        StopCallback(stop, trainer),  # and only then the run may end
+        *stopping,  # and only then the run may end
         FiniteLossCallback(trainer),  # ends a run whose loss is no number, at the end of a step, before it is saved
         HeartbeatCallback(),  # tells the watchdog what comes next
     ]

@@ -8,7 +8,7 @@ from functools import cache
 import psutil
 
 from config import Options, precision_name
-from estimate.model_shape import FP32, HALF, Shape, shape_for
+from estimate.model_shape import FP32, HALF, Shape, casts_as_it_computes, shape_for
 from parallel.ds_config import offloaded
 from parallel.fsdp_config import fsdp_name
 
@@ -48,13 +48,15 @@ def estimate(options: Options) -> list[Held]:
 
 def held_by_rank(shape: Shape, options: Options, python: Held) -> list[Held]:
     """Parameters, gradients, optimizer state, buffers, activations, logits and Python of the rank that holds most."""
-    ranks = options.values["gpus"]
     compute_bytes = FP32 if precision_name(options.values) == "fp32" else HALF
+    ranks = options.values["gpus"] // options.values["tensor_parallel"]
     if options.deepspeed_config:
         held = held_by_deepspeed(shape, options.deepspeed_config["zero_optimization"], ranks, compute_bytes)
     elif options.fsdp_config is not None:
         accumulates = options.values["gradient_accumulation_steps"] > 1
-        held = held_by_fsdp(shape, options.fsdp_config, accumulates, compute_bytes)
+        # beside tensor parallelism it gathers fp32 weights, and autocast casts them as it computes
+        gathered_bytes = FP32 if casts_as_it_computes(options) else compute_bytes
+        held = held_by_fsdp(shape, options.fsdp_config, accumulates, gathered_bytes)
     else:
         held = held_unsharded(shape, ranks)
     return [
@@ -85,8 +87,7 @@ def activations(shape: Shape, options: Options, compute_bytes: int) -> Held:
         kept = shape.layers * shape.block_input + shape.activations / shape.layers
         return Held("activations", kept, note="checkpointed: inputs of the blocks, and one block's")
     note = "kept for the backward pass"
-    autocast = not options.deepspeed_config and options.fsdp_config is None
-    if autocast and compute_bytes == HALF:
+    if casts_as_it_computes(options) and compute_bytes == HALF:
         note += ", with autocast's 16-bit copies of the weights"
     return Held("activations", shape.activations, note=note)
 
@@ -100,13 +101,13 @@ def held_unsharded(shape: Shape, ranks: int) -> list[Held]:
     if ranks > 1:
         buckets = Held("buffers", FP32 * psi, note="DDP's gradient buckets")
     else:
-        buckets = Held("buffers", 0, note="one rank has nobody to talk to")
+        buckets = Held("buffers", 0, note="no gradients to average")
     return [
         Held("parameters", FP32 * psi, note="fp32 weights"),
         Held("gradients", FP32 * psi, note="fp32"),
         Held("optimizer state", 2 * FP32 * psi, note="two moments of Adam, fp32"),
         buckets,
-        loading(psi),
+        loading(shape.model),
     ]
 
 
@@ -146,7 +147,7 @@ def held_by_deepspeed(shape: Shape, zero: dict, n_d: int, compute_bytes: int) ->
         Held("gradients", *on_gpu_or_cpu(gradients, on_cpu and stage >= 2), ZERO_GRADIENTS[stage]),
         Held("optimizer state", *on_gpu_or_cpu(optimizer_state, on_cpu), "fp32 masters, two moments"),
         zero_buffers(shape, zero, n_d, compute_bytes),
-        loading(psi, by_one_rank=stage == 3),
+        loading(shape.model, by_one_rank=stage == 3),
     ]
     if on_cpu or offloaded(zero, "param"):
         pinned = pinned_by_deepspeed(shape, zero, n_d, compute_bytes)
@@ -257,7 +258,7 @@ def held_by_fsdp(shape: Shape, config: dict, accumulates: bool, compute_bytes: i
         gradients,
         Held("optimizer state", *on_gpu_or_cpu(2 * share, on_cpu), "two moments of Adam, fp32 share"),
         fsdp_buffers(shape, config, accumulates, compute_bytes),
-        loading(psi),
+        loading(shape.model),
     ]
     if on_cpu:  # each parameter's share and its gradient are pinned on their own
         held.append(rounding([FP32 * size / f for size in shape.sizes] * 2))

@@ -10,9 +10,11 @@ from types import SimpleNamespace
 from typing import Any, TypeVar
 
 import torch
+from transformers.distributed.parallel_utils import replace_layer_number_by_wildcard
 
 from config import Options, precision_name
 from errors import WorkshopError
+from parallel.tensor_parallel import check_can_be_cut, cut_parameters
 
 T = TypeVar("T")
 FP32 = 4  # bytes
@@ -21,8 +23,15 @@ HALF = 2  # bytes of fp16 and bf16
 
 @dataclass(frozen=True)
 class Shape:
-    """Elements of each parameter, in order, and of each block; bytes that a forward pass leaves behind."""
+    """Elements of each parameter, in order, and of each block; bytes that a forward pass leaves behind.
 
+    With tensor parallelism they are those of one rank. model: parameters before they are cut; uncut: those that every
+    rank of a group holds; exchanged: bytes that a micro batch costs each of very many ranks of a group to send.
+    """
+
+    model: int
+    uncut: int
+    exchanged: int
     sizes: tuple[int, ...]
     block_sizes: tuple[int, ...]
     hidden: int
@@ -53,6 +62,7 @@ def shape_of(config_json: str, options: Options) -> Shape:
         precision_name(values),
         casts_as_it_computes(options),
         values["loss"],
+        values["tensor_parallel"],
     )
 
 
@@ -68,6 +78,8 @@ def traced(trace: Callable[..., T], options: Options, *arguments: object) -> T:
     """`trace`, of these arguments. Raises WorkshopError (exit code 2) when the model cannot be traced."""
     try:
         return trace(*arguments)
+    except WorkshopError:
+        raise
     except Exception as error:  # whatever a model's own code raises on tensors without values
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]
         what = f"the forward pass of {options.values['model_name']} cannot be traced ({reason})"
@@ -79,6 +91,8 @@ def traced(trace: Callable[..., T], options: Options, *arguments: object) -> T:
 def casts_as_it_computes(options: Options) -> bool:
     """Whether the weights are fp32 and cast for each operation (Trainer, DDP), or in the precision itself (DeepSpeed;
     FSDP, as it gathers them)."""
+    if options.values["tensor_parallel"] > 1:
+        return True
     return not options.deepspeed_config and options.fsdp_config is None
 
 
@@ -112,8 +126,38 @@ def dtype_of_computing(precision: str) -> torch.dtype:
     return torch.float32 if precision == "fp32" else torch.bfloat16  # fp16 has the same size
 
 
+def cut_blocks(model: Any, tensor_parallel: int) -> None:
+    """Leave each matrix of the blocks the part that one rank computes with. Embedding and head stay whole: what comes
+    out of them is whole on every rank."""
+    for name, module in model.named_modules():
+        style = model.tp_plan.get(replace_layer_number_by_wildcard(name))
+        if style == "colwise":
+            for kind, parameter in list(module.named_parameters()):
+                setattr(module, kind, torch.nn.Parameter(parameter[: len(parameter) // tensor_parallel]))
+        if style == "rowwise":
+            inputs = module.in_features // tensor_parallel
+            module.weight = torch.nn.Parameter(module.weight[:, :inputs])
+
+
+def exchanged_bytes(model: Any, tokens: int, compute_bytes: int) -> int:
+    """What the ranks of a tensor group send each other for so many tokens, if they are very many (n - 1 of n parts).
+
+    Behind each matrix cut by inputs, and behind the embedding, the outputs are summed; in the backward pass the
+    gradient of the input of each matrix cut by outputs: a ring sends each twice. Logits are gathered, and sent once.
+    """
+    text = model.config.get_text_config()
+    styles = [model.tp_plan.get(replace_layer_number_by_wildcard(name)) for name, _ in model.named_modules()]
+    by_outputs = styles.count("colwise") + styles.count("colwise_gather_output")
+    # norms and residuals are fp32 also under autocast, and so are their gradients
+    summed = styles.count("rowwise") * compute_bytes + (styles.count("embedding_rowwise") + by_outputs) * FP32
+    gathered = styles.count("colwise_gather_output") * text.vocab_size * compute_bytes
+    return tokens * (2 * summed * text.hidden_size + gathered)
+
+
 @lru_cache
-def trace(config_json: str, batch: int, length: int, precision: str, autocast: bool, loss: str) -> Shape:
+def trace(
+    config_json: str, batch: int, length: int, precision: str, autocast: bool, loss: str, tensor_parallel: int
+) -> Shape:
     """Build the model and run its forward pass on tensors without storage, noting what autograd keeps of it.
 
     autocast: of `casts_as_it_computes`.
@@ -122,6 +166,16 @@ def trace(config_json: str, batch: int, length: int, precision: str, autocast: b
 
     saved: dict[int, torch.UntypedStorage] = {}
     with model_without_storage(config_json, precision, autocast) as model:
+        whole = {name: p.numel() for name, p in model.named_parameters()}
+        held = whole
+        cut: set[str] = set()
+        exchanged = 0
+        if tensor_parallel > 1:
+            check_can_be_cut(model, tensor_parallel)
+            cut = cut_parameters(model)
+            held = whole | {name: whole[name] // tensor_parallel for name in cut}
+            cut_blocks(model, tensor_parallel)
+            exchanged = exchanged_bytes(model, batch * length, dtype_of_computing(precision).itemsize)
         own = {p.untyped_storage()._cdata for p in model.parameters()}
 
         def note(tensor: torch.Tensor) -> torch.Tensor:
@@ -134,7 +188,7 @@ def trace(config_json: str, batch: int, length: int, precision: str, autocast: b
         with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
             # the chunked loss leaves nothing behind but what is counted below
             model(input_ids=tokens, attention_mask=tokens, labels=tokens if loss == "full" else None)
-    blocks = [m for m in model.modules() if type(m).__name__ in (model._no_split_modules or [])]
+    blocks = [name for name, m in model.named_modules() if type(m).__name__ in (model._no_split_modules or [])]
     text = model.config.get_text_config()
     compute_dtype = dtype_of_computing(precision)
     activations = sum(storage.nbytes() for storage in saved.values())
@@ -147,8 +201,11 @@ def trace(config_json: str, batch: int, length: int, precision: str, autocast: b
     else:
         logits = bytes_of_chunks(batch * length, text.hidden_size, text.vocab_size, compute_dtype)
     return Shape(
-        sizes=tuple(p.numel() for p in model.parameters()),
-        block_sizes=tuple(sum(p.numel() for p in block.parameters()) for block in blocks),
+        model=sum(whole.values()),
+        uncut=sum(size for name, size in whole.items() if name not in cut),
+        exchanged=exchanged,
+        sizes=tuple(held.values()),
+        block_sizes=tuple(sum(size for name, size in held.items() if name.startswith(f"{block}.")) for block in blocks),
         hidden=text.hidden_size,
         layers=len(blocks) or text.num_hidden_layers,
         activations=activations,

@@ -7,6 +7,7 @@ from config import Options, parse_command_line
 from errors import WorkshopError
 from parallel.ds_config import check_ds_config
 from parallel.fsdp_config import check_fsdp_file, resolve_sizes
+from parallel.tensor_parallel import check_fsdp_keys, check_groups
 
 HARDWARE_FLAGS = {
     "gpus": {"type": int, "default": 1, "help": "GPUs of the whole job, one rank each."},
@@ -44,6 +45,8 @@ def options_of_plan(
     for flag, details in flags.items():
         if "type" in details and values[flag] is not None and not values[flag] > 0:
             raise WorkshopError(f"--{flag}", f"{values[flag]:g} is too small", "give a number above 0")
+    if "gpus" not in options.names:
+        values["gpus"] = values["tensor_parallel"]
     if values["gpus"] % values["nodes"]:
         what = f"{values['gpus']} GPUs do not spread over {values['nodes']} nodes"
         raise WorkshopError("--gpus", what, "give a multiple of the nodes")
@@ -54,12 +57,17 @@ def options_of_plan(
 def read_config_files(options: Options) -> None:
     """Put the content of --deepspeed or --fsdp_config into the options. Raises WorkshopError (exit code 2)."""
     values = options.values
+    tensor_parallel = values["tensor_parallel"]
+    check_groups(options, values["gpus"])
     if values["deepspeed"]:
         options.deepspeed_config = check_ds_config(values["deepspeed"])
     if values["fsdp"]:
         file = values["fsdp_config"]
         options.fsdp_config = check_fsdp_file(file) if file else {}
-        resolve_sizes(file or "--fsdp", options.fsdp_config, values["gpus"], values["gpus"] // values["nodes"])
+        groups = values["gpus"] // tensor_parallel
+        resolve_sizes(file or "--fsdp", options.fsdp_config, groups, groups // values["nodes"])
+        if tensor_parallel > 1:
+            check_fsdp_keys(options)
 
 
 def check_optimizer(options: Options) -> None:

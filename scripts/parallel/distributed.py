@@ -58,6 +58,9 @@ def silence_known_warnings() -> None:
     """Keep out of the log what libraries say of each other's harmless habits."""
     # DeepSpeed calls collectives by names that PyTorch 2.13 renames: a warning per call
     warnings.filterwarnings("ignore", r"`torch\.distributed\.\w+` is deprecated", FutureWarning)
+    # of tensor parallelism with FSDP: logits that nobody changes in place, and two collectives where one might do
+    warnings.filterwarnings("ignore", r"FSDP2-wrapped module \(.*\) returned a view tensor", UserWarning)
+    logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
     # accelerate compares DeepSpeed's accumulation with a default of its own and takes the right one
     logging.getLogger("accelerate.accelerator").addFilter(
         lambda entry: "GradientAccumulationPlugin has" not in entry.msg

@@ -40,8 +40,10 @@ FSDP1 = {
 EXPECTED = {list: "a list of class names", int: "a whole number"}
 
 
-def check_fsdp_config(fsdp: object, path: str | None) -> dict:
+def check_fsdp_config(fsdp: object, path: str | None, tensor_parallel: int = 1) -> dict:
     """The content of an FSDP config file (an empty one without a file: FSDP2 FULL_SHARD), sizes resolved.
+
+    tensor_parallel: ranks that hold a share together, each a part of its matrices.
 
     Raises WorkshopError: exit code 2 with the file and key at fault, 3 for what this machine cannot run.
     """
@@ -50,7 +52,7 @@ def check_fsdp_config(fsdp: object, path: str | None) -> dict:
         raise WorkshopError("--fsdp", f"{fsdp!r} is a form that transformers removes", way_out)
     config = check_fsdp_file(path) if path else {}
     source = path or "--fsdp"
-    resolve_sizes(source, config, world_size(), local_world_size())
+    resolve_sizes(source, config, world_size() // tensor_parallel, local_world_size() // tensor_parallel)
     if not torch.cuda.is_available():
         if config.get("version") == 1:
             raise WorkshopError(source, "FSDP1 needs a GPU, it crashes with gloo", "use an FSDP2 config", ENVIRONMENT)

@@ -65,6 +65,13 @@ def mesh_shape(model: torch.nn.Module) -> str:
     return f"{shape[0] if len(shape) == 2 else 1} x {shape[-1]}"
 
 
+def tensor_mesh(model: torch.nn.Module) -> dict[str, int]:
+    """Ranks of each dimension of the mesh over which tensor parallelism cuts the matrices; empty without it."""
+    meshes = [p.device_mesh for p in model.parameters() if isinstance(p, DTensor)]
+    sizes = [dict(zip(mesh.mesh_dim_names or (), mesh.shape, strict=False)) for mesh in meshes]
+    return next((of_mesh for of_mesh in sizes if "tp" in of_mesh), {})
+
+
 def share_on_cpu(model: torch.nn.Module) -> bool:
     """Whether this rank's share stays in CPU memory between its uses."""
     if isinstance(model, FullyShardedDataParallel):

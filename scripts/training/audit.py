@@ -24,6 +24,7 @@ from model import check_model, count_parameters
 from parallel import sharding
 from parallel.distributed import gather_lists, rank, world_size
 from parallel.fsdp_config import check_wrap_classes, fsdp_name, wrap_classes
+from parallel.tensor_parallel import check_can_be_cut, check_fsdp_keys, cut_parameters, local
 from training import compiling
 from training.chunked_loss import check_head, computes_loss_in_head
 from training.record import RunRecord
@@ -61,6 +62,9 @@ def check_can_train(options: Options, skeleton: PreTrainedModel, tokenizer: PreT
         raise WorkshopError("--activation_checkpointing", what, "leave it out, or use FSDP's, in its config file")
     if options.fsdp_config is not None:
         check_wrap_classes(options.fsdp_config, values["fsdp_config"], skeleton)
+    if values["tensor_parallel"] > 1:
+        check_fsdp_keys(options)
+        check_can_be_cut(skeleton, values["tensor_parallel"])
 
 
 class AuditCallback(TrainerCallback):
@@ -109,6 +113,8 @@ def audit(trainer: Any, options: Options, parameters: int) -> list[Audited]:
         knobs += offload_knobs(engine, options.deepspeed_config.get("zero_optimization", {}))
     if strategy.startswith("FSDP") and options.fsdp_config is not None:
         knobs += fsdp_knobs(trainer, options.fsdp_config)
+    if values["tensor_parallel"] > 1:
+        knobs += tensor_parallel_knobs(trainer, values["tensor_parallel"])
     knobs += batch_knobs(trainer, engine, values)
     labels = labels_of(trainer.train_dataset, trainer.data_collator)
     saving = SaveStrategy(trainer.args.save_strategy).value
@@ -132,14 +138,16 @@ def audit(trainer: Any, options: Options, parameters: int) -> list[Audited]:
 def batch_knobs(trainer: Any, engine, values: dict) -> list[Audited]:
     micro = values["per_device_train_batch_size"]
     accumulation = values["gradient_accumulation_steps"]
-    live_micro, live_accumulation, live_world = effective_batch(trainer, engine)
-    batch = micro * accumulation * world_size()
-    live_batch = live_micro * live_accumulation * live_world
+    live_micro, live_accumulation, live_groups = effective_batch(trainer, engine)
+    tensor_parallel = values["tensor_parallel"]
+    batch = micro * accumulation * world_size() // tensor_parallel
+    live_batch = live_micro * live_accumulation * live_groups
+    note = "micro batch x accumulation x " + ("world size" if tensor_parallel == 1 else "tensor groups")
     return [
-        Audited("world size", world_size(), live_world, "ranks, one per GPU"),
+        Audited("world size", world_size(), trainer.accelerator.num_processes, "ranks, one per GPU"),
         Audited("micro batch", micro, live_micro, "sequences per rank and step"),
         Audited("gradient accumulation", accumulation, live_accumulation),
-        Audited("global batch", batch, live_batch, "micro batch x accumulation x world size"),
+        Audited("global batch", batch, live_batch, note),
     ]
 
 
@@ -168,16 +176,21 @@ def strategy_name(options: Options) -> str:
     """How the requested run spreads the model over its ranks."""
     if options.deepspeed_config is not None:
         return f"DeepSpeed ZeRO-{options.deepspeed_config['zero_optimization'].get('stage', 0)}"
+    if options.values["tensor_parallel"] > 1:
+        return "TP" if options.fsdp_config is None else "TP x FSDP2"
     if options.fsdp_config is not None:
         return fsdp_name(options.fsdp_config)
     return "DDP" if "RANK" in os.environ else "plain"
 
 
-def effective_strategy(trainer: Trainer, engine) -> str:
+def effective_strategy(trainer: Any, engine) -> str:
     if engine is not None:
         return f"DeepSpeed ZeRO-{int(engine.zero_optimization_stage())}"
     if isinstance(trainer.model_wrapped, torch.nn.parallel.DistributedDataParallel):
         return "DDP"
+    mesh = sharding.tensor_mesh(trainer.model)
+    if mesh:
+        return "TP x FSDP2" if "fsdp" in mesh else "TP"
     return sharding.live_name(trainer.model_wrapped, wrap_classes({}, trainer.model)) or "plain"
 
 
@@ -191,12 +204,12 @@ def effective_precision(trainer: Trainer, engine) -> str:
 
 
 def effective_batch(trainer: Trainer, engine) -> tuple[int, int, int]:
-    """Micro batch, accumulation and world size of the live objects."""
-    world = trainer.accelerator.num_processes
+    """Micro batch, accumulation, and how many ranks (of tensor groups: how many groups) have questions of their own."""
+    groups = trainer.accelerator.num_processes // trainer.get_tp_size()
     if engine is not None:
-        return engine.train_micro_batch_size_per_gpu(), engine.gradient_accumulation_steps(), world
+        return engine.train_micro_batch_size_per_gpu(), engine.gradient_accumulation_steps(), groups
     loader = trainer.callback_handler.train_dataloader
-    return loader.total_batch_size // world, trainer.args.gradient_accumulation_steps, world
+    return loader.total_batch_size // groups, trainer.args.gradient_accumulation_steps, groups
 
 
 def offload_knobs(engine, zero: dict) -> list[Audited]:
@@ -277,6 +290,28 @@ def fsdp_knobs(trainer: Trainer, config: dict) -> list[Audited]:
         Audited("CPU offload", config.get("cpu_offload", False), sharding.share_on_cpu(model)),
         Audited("checkpointed blocks", checkpointed, sharding.checkpointed_blocks(model), "activations are recomputed"),
         Audited("checkpoint format", config.get("state_dict_type", "FULL_STATE_DICT"), file_format),
+    ]
+
+
+def tensor_parallel_knobs(trainer: Any, tensor_parallel: int) -> list[Audited]:
+    """Groups, cut matrices, and the part of all parameters that this rank holds."""
+    shards = world_size() // tensor_parallel
+    mesh = sharding.tensor_mesh(trainer.model)
+    groups = f"{mesh.get('fsdp', 1)} x {mesh['tp']}"
+    parameters = dict(trainer.model.named_parameters())
+    names = cut_parameters(trainer.model)
+    cut_here = [name for name in names if local(parameters[name]).numel() < parameters[name].numel() / shards]
+    example = max(names, key=lambda name: parameters[name].numel())
+    shapes = f"{tuple(local(parameters[example]).shape)} of {tuple(parameters[example].shape)}"
+    expected = sum(p.numel() / (tensor_parallel if name in names else 1) for name, p in parameters.items())
+    expected /= shards * sum(p.numel() for p in parameters.values())
+    held = sharding.local_share(trainer.model)
+    share = expected if abs(held - expected) <= SHARE_TOLERANCE * expected else held
+    where = f"{held:.2%} of them are on rank {rank()}"
+    return [
+        Audited("mesh", f"{shards} x {tensor_parallel}", groups, "shards x ranks of a tensor group"),
+        Audited("cut parameters", len(names), len(cut_here), f"{example}: {shapes} are on rank {rank()}"),
+        Audited("local parameter share", round(expected, 4), round(share, 4), where),
     ]
 
 

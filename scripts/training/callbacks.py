@@ -81,7 +81,8 @@ class TrainSpeedCallback(TrainerCallback):
     def all_tokens(self) -> list[list[int]]:
         """Of all ranks, with those of the runs before: in the whole training, and in its steady steps. Collective."""
         ranks = gather_lists([self.trainer.tokens.tolist(), self.tokens.tolist()])
-        return (torch.tensor(ranks).sum(0) + self.earlier_tokens).tolist()
+        counted_by_each = self.trainer.get_tp_size()  # of a tensor group, whose ranks all have the same tokens
+        return (torch.tensor(ranks).sum(0) // counted_by_each + self.earlier_tokens).tolist()
 
     def measured(self) -> dict:
         """Steady rates (of all ranks together), how long it took to get there, tokens, and MFU. Collective."""

@@ -13,6 +13,7 @@ from transformers import Trainer
 
 from data_loader import IGNORED
 from errors import WorkshopError
+from parallel.tensor_parallel import GroupScaler
 from training.checkpoints import MARKER, Progress, checkpoint_folder, saving
 from training.flops import KINDS_OF_TOKENS, count_tokens
 
@@ -41,6 +42,8 @@ class WorkshopTrainer(Trainer):
         plugin = getattr(self.accelerator.state, "fsdp_plugin", None)
         if plugin and plugin.fsdp_version == 2 and plugin.mixed_precision_policy is not None:
             plugin.mixed_precision_policy = dataclasses.replace(plugin.mixed_precision_policy, output_dtype=None)
+        if self.get_tp_size() > 1 and self.accelerator.scaler:
+            self.accelerator.scaler = GroupScaler(self.args.device.type)
 
     @cached_property
     def steps_per_epoch(self) -> int:
@@ -81,7 +84,8 @@ class WorkshopTrainer(Trainer):
         loader = self.accelerator.gradient_state
         if not loader.end_of_dataloader or loader.remainder <= 0:
             return rows
-        return max(0, loader.remainder - self.accelerator.process_index * rows)
+        group = self.accelerator.process_index // self.get_tp_size()
+        return max(0, loader.remainder - group * rows)
 
     def evaluation_loop(self, *args, metric_key_prefix="eval", **kwargs):
         """The loss is the mean over all tokens that count, on any number of ranks and with any batch size.
@@ -112,6 +116,9 @@ class WorkshopTrainer(Trainer):
 
     def _clip_grad_norm(self, model):
         with self.phase("optimizer"):
+            if self._has_mixed_mesh_grads(model):
+                # transformers 5.23 clips these without dividing by the loss scale before (_mixed_mesh_grad_norm)
+                self.accelerator.unscale_gradients()
             return super()._clip_grad_norm(model)
 
     def training_step(self, model, inputs, num_items_in_batch=None):

@@ -38,6 +38,7 @@ def plain_trainer() -> SimpleNamespace:
         eval_dataset=[row] * 32,
         data_collator=SimpleNamespace(label_pad_token_id=-100, padding="max_length"),
         steps_per_epoch=8,
+        get_tp_size=lambda: 1,
     )
 
 

@@ -20,7 +20,8 @@ class Run:
         monkeypatch.setattr(callbacks, "clock", lambda: self.now)
         self.state = SimpleNamespace(global_step=first_step)
         tokens = torch.zeros(4, dtype=torch.int64)
-        self.trainer = SimpleNamespace(tokens=tokens, train_dataset=range(10 * SAMPLES_PER_STEP), steps_per_epoch=10)
+        dataset = range(10 * SAMPLES_PER_STEP)
+        self.trainer = SimpleNamespace(tokens=tokens, train_dataset=dataset, steps_per_epoch=10, get_tp_size=lambda: 1)
         flops = SimpleNamespace(needed=lambda real, counted, squares: real + 10 * counted + squares / 100)
         self.callback = TrainSpeedCallback(self.trainer, flops, peak=5000.0)
         self.done = 0

@@ -91,6 +91,7 @@ def save(step: int, limit: int | None, best: str | None = None) -> None:
     """As the Trainer does, once the files of the checkpoint are there."""
     trainer = SimpleNamespace(_tr_loss=0.5, _total_loss_scalar=20.0, _globalstep_last_logged=18, earlier_seconds=7.0)
     trainer.tokens = torch.tensor([100, 20, 90, 5000])
+    trainer.get_tp_size = lambda: 1
     trainer.args = SimpleNamespace(save_total_limit=limit)
     callback = CheckpointCallback(trainer, MARKED, TrainSpeedCallback(trainer, None, 1.0), None)
     callback.on_train_begin(None, None, None)

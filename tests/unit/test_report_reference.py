@@ -80,12 +80,12 @@ def test_rows_that_cannot_be_compared_are_named(tmp_path):
     add_run(tmp_path / "own", "fsdp-baseline", "2")
     add_run(tmp_path / "theirs", "custom-model/single_node", "8")
     tables, lines = compared(tmp_path / "own", reference_of(tmp_path / "theirs"))
-    assert lines[0].endswith("0 numbers compared, 5 rows not.")
+    assert lines[0].endswith("0 numbers compared, 6 rows not.")
     assert sorted(lines[1:]) == [
         f"Not compared, not completed on both sides: Stage 1 in {STAGES}.",
         "Not compared, only here: Baseline in fsdp-baseline.",
         "Not compared, only in the reference: Custom model in custom-baseline, Single node, single GPU in "
-        "custom-multi-gpu, Single node, single GPU in custom-multi-node.",
+        "custom-multi-gpu, Single node, single GPU in custom-multi-node, 1 GPU in tensor-parallel.",
     ]
     assert "the reference (job 7): completed; this run: oom" in tables[STAGES].rows[1].remarks
 

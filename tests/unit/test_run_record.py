@@ -38,7 +38,7 @@ def trained(steady: dict, means: dict, reason: str = "", log: tuple = ()) -> Run
     """The record of a run whose callbacks measured these values."""
     run = RunRecord("7")
     run.start(0)
-    trainer = SimpleNamespace(state=SimpleNamespace(global_step=16, log_history=list(log)))
+    trainer = SimpleNamespace(state=SimpleNamespace(global_step=16, log_history=list(log)), get_tp_size=lambda: 1)
     trainer.tokens = torch.zeros(4, dtype=torch.int64)
     trainer.train_dataset = range(8)
     trainer.steps_per_epoch = 2
