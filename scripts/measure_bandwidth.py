@@ -72,8 +72,8 @@ def main() -> None:
     leave_process_group()
     if bandwidth < arguments.min_bandwidth:
         what = f"{bandwidth} GB/s between {world_size()} ranks, at least {arguments.min_bandwidth} GB/s expected"
-        way_out = "set NCCL_SOCKET_IFNAME and NCCL_IB_HCA in the site file (ip -brief address; ibstat -l), "
-        way_out += "or MIN_BANDWIDTH there if this is what the network can do"
+        way_out = "with InfiniBand there, and NET/Socket as transport, see NCCL_IB_HCA and NCCL_IB_DISABLE; else "
+        way_out += "set MIN_BANDWIDTH in the site file to what this network can do (10 GbE: 1.25 GB/s at best)"
         raise WorkshopError("bandwidth test", what, way_out, ENVIRONMENT)
 
 
