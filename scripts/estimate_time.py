@@ -195,8 +195,47 @@ def offloads(options: Options) -> bool:
 # the same: benchmarks/communication.py has counted it, and docs/collectives.md shows it.
 
 
+@dataclass(frozen=True)
+class Ring:
+    """`ranks` ranks that send in a circle, each `distance` behind the one before; the other ranks form others like it.
+
+    size: bytes that each would send in an optimizer step if the ranks were very many.
+    """
+
+    ranks: int
+    distance: int
+    size: float
+
+    @property
+    def sent(self) -> float:
+        return (self.ranks - 1) / self.ranks * self.size
+
+    def sent_between_nodes(self, gpus: int, gpus_per_node: int) -> float:
+        """Mean of all ranks: of a ring over whole nodes one rank of each sends to the next node, and the others do
+        not."""
+        nodes_of_links = ((rank // gpus_per_node, self.after(rank) // gpus_per_node) for rank in range(gpus))
+        return self.sent * sum(here != there for here, there in nodes_of_links) / gpus
+
+    def after(self, rank: int) -> int:
+        place = rank // self.distance % self.ranks
+        return rank + self.distance * ((place + 1) % self.ranks - place)
+
+
 def sent(shape: Shape, options: Options) -> float:
     """Bytes that each rank sends in an optimizer step, with tensor parallelism those of activations, too."""
+    return sum(ring.sent for ring in rings(shape, options))
+
+
+def sent_between_nodes(shape: Shape, options: Options) -> float:
+    """What of `sent` leaves the node, if rings go through one node after the other (mean of all ranks)."""
+    gpus = options.values["gpus"]
+    gpus_per_node = gpus // options.values["nodes"]
+    return sum(ring.sent_between_nodes(gpus, gpus_per_node) for ring in rings(shape, options))
+
+
+def rings(shape: Shape, options: Options) -> list[Ring]:
+    """Those that a rank stands in. Ranks of a shard and of a tensor group have numbers in a row (order of the meshes
+    of accelerate and transformers)."""
     psi = shape.parameters
     n = options.values["gpus"]
     a = options.values["gradient_accumulation_steps"]
@@ -204,30 +243,26 @@ def sent(shape: Shape, options: Options) -> float:
     blocks = sum(shape.block_sizes)
     tensor_parallel = options.values["tensor_parallel"]
     if tensor_parallel > 1:
-        in_group = ring(tensor_parallel) * a * shape.exchanged
+        in_group = Ring(tensor_parallel, 1, a * shape.exchanged)
         if options.fsdp_config is None:
-            return in_group + 2 * ring(n) * FP32 * shape.uncut  # the Trainer averages the gradients of what is whole
-        return in_group + ring(n // tensor_parallel) * FP32 * (a * (psi + blocks) + psi)
+            return [in_group, Ring(n, 1, 2 * FP32 * shape.uncut)]  # the Trainer averages the gradients of what is whole
+        return [in_group, Ring(n // tensor_parallel, tensor_parallel, FP32 * (a * (psi + blocks) + psi))]
     if options.fsdp_config is not None:
         f = options.fsdp_config["dp_shard_size"]
         gathered = psi if "SHARD_GRAD_OP" in fsdp_name(options.fsdp_config) else psi + blocks
-        replicas = 2 * ring(n // f) * c * psi / f  # all-reduce of the share, by HYBRID_SHARD
-        return ring(f) * c * (a * gathered + psi) + replicas  # gradients once in a step
+        replicas = Ring(n // f, f, 2 * c * psi / f)  # all-reduce of the share, by HYBRID_SHARD
+        return [Ring(f, 1, c * (a * gathered + psi)), replicas]  # gradients once in a step
     if not options.deepspeed_config:
-        return 2 * ring(n) * FP32 * psi
+        return [Ring(n, 1, 2 * FP32 * psi)]
     zero = zero_of(options)
     stage = zero.get("stage", 0)
     if stage == 3:
         freed = psi > zero.get("stage3_max_reuse_distance", 1e9)  # between forward and backward pass
         gathered = psi + blocks if freed else psi
-        return ring(n) * c * a * (gathered + psi)
+        return [Ring(n, 1, c * a * (gathered + psi))]
     reduced = 2 * (a if stage == 2 else 1)  # all-reduce, by stage 2 of each micro batch
     updated = 1 if stage > 0 else 0  # all-gather of the weights that each rank has updated
-    return ring(n) * c * (reduced + updated) * psi
-
-
-def ring(ranks: int) -> float:
-    return (ranks - 1) / ranks
+    return [Ring(n, 1, c * (reduced + updated) * psi)]
 
 
 def room_to_hide(options: Options, compute: float) -> float:

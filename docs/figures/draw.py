@@ -1,4 +1,5 @@
-"""Draw the figures of the pages. Bytes are those of scripts/estimate_memory.py; profile.png is drawn from real traces.
+"""Draw the figures of the pages. Bytes held are those of scripts/estimate_memory.py, bytes sent those of
+scripts/estimate_time.py; profile.png is drawn from real traces.
 
 PYTHONPATH=scripts python docs/figures/draw.py
 PYTHONPATH=scripts python docs/figures/draw.py "title=profile/4711" ...      # take new traces into profile.json
@@ -12,8 +13,10 @@ from pathlib import Path
 import matplotlib.pyplot as plt
 from matplotlib.patches import FancyBboxPatch
 
+from at_scale import GPUS, METHODS, at_scale
 from estimate.model_shape import shape_for
 from estimate_memory import GIB, estimate, read_options
+from estimate_time import GB
 
 HERE = Path(__file__).resolve().parent
 plt.rcParams |= {"font.size": 9, "axes.spines.top": False, "axes.spines.right": False, "figure.dpi": 120}
@@ -26,6 +29,10 @@ PARTS = {
     "activations": {"color": "#ffe699"},
     "logits": {"color": "#d9d9d9", "hatch": "\\\\\\"},
     "loss": {"color": "#9dc3e6", "hatch": "---"},  # without logits
+}
+LINKS = {
+    "inside nodes": {"color": "#9dc3e6"},
+    "between nodes": {"color": "#c55a11", "hatch": "///"},
 }
 EMPTY = {"facecolor": "white", "edgecolor": "#bbbbbb", "linestyle": "--"}
 
@@ -424,6 +431,36 @@ def comparison() -> None:
     save(figure, "comparison")
 
 
+def scale() -> None:
+    """Bars of one method side by side, one for each number of GPUs."""
+    figure, (held, sent) = plt.subplots(2, 1, figsize=(10, 5.2), sharex=True)
+    number = {"ha": "center", "va": "bottom", "fontsize": 5.8}
+    places = []
+    for group, method in enumerate(METHODS):
+        first = group * (len(GPUS) + 1)
+        for place, gpus in enumerate(GPUS, first):
+            places.append(place)
+            shown = at_scale(method, gpus)
+            height = stack(held, place, shown.held, width=0.85)
+            held.text(place, height + 1, f"{height:.1f}", **number)
+            bottom = 0.0
+            for link, size in (("between nodes", shown.between_nodes / GB), ("inside nodes", shown.inside_nodes / GB)):
+                sent.bar(place, size, 0.85, bottom, label=link, edgecolor="black", linewidth=0.4, **LINKS[link])
+                bottom += size
+                if size:
+                    sent.text(place, bottom + 0.4, f"{bottom:.1f}", **number)
+        held.text(first + (len(GPUS) - 1) / 2, -10, method, ha="center", va="center")
+    held.set(ylabel="GiB that a rank holds", ylim=(0, 135))
+    sent.set(ylabel="GB that a rank sends in a step", ylim=(0, 60), xlabel="GPUs, 8 in each node")
+    sent.set(xticks=places, xticklabels=[*GPUS] * len(METHODS))
+    sent.tick_params(axis="x", labelsize=6, length=0, pad=2)
+    held.tick_params(axis="x", length=0)
+    legend(held, loc="upper right")
+    legend(sent, loc="upper right")
+    figure.tight_layout()
+    save(figure, "at-scale")
+
+
 def memory() -> None:
     """The four runs of the page's table."""
     runs = {"baseline\n1 GPU": (1, ""), "ZeRO-2\n1 GPU": (1, "zero2"), "ZeRO-2\n2 GPUs": (2, "zero2"),
@@ -566,6 +603,6 @@ if __name__ == "__main__":
     if sys.argv[1:]:
         take_traces(sys.argv[1:])
     for draw in (environment, baseline, efficiency, memory, collectives, by_hand, ddp, batch_size, deepspeed_config,
-                 zero, offload, multi_gpu, multi_node, fsdp, custom_model, tensor_parallel, pipeline, comparison,
+                 zero, offload, multi_gpu, multi_node, fsdp, custom_model, tensor_parallel, pipeline, comparison, scale,
                  profile, hang_clinic):  # fmt: skip
         draw()

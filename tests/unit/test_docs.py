@@ -298,3 +298,7 @@ def test_errors_of_the_predictions_are_those_that_were_measured():
 def test_numbers_about_communication_are_those_that_were_counted():
     communication = program("benchmarks/communication.py")
     assert communication.page_table(communication.read_results()) in page("collectives.md")
+
+
+def test_numbers_at_scale_are_those_of_the_formulas():
+    assert program("docs/figures/at_scale.py").page_table() in page("comparison.md")

@@ -3,6 +3,7 @@
 import json
 import re
 from collections import Counter
+from pathlib import Path
 
 import pytest
 import torch
@@ -12,7 +13,18 @@ import estimate_time
 from estimate.memory import GIB, estimate
 from estimate.model_shape import Shape, shape_for
 from estimate.planned import options_of_plan
-from estimate_time import CountWork, Rates, optimizer_step, predict_step, room_to_hide, seconds_of, sent, work_of
+from estimate_time import (
+    CountWork,
+    Rates,
+    Ring,
+    optimizer_step,
+    predict_step,
+    room_to_hide,
+    seconds_of,
+    sent,
+    sent_between_nodes,
+    work_of,
+)
 from helpers import REPOSITORY, program
 from training.flops import ModelFlops
 
@@ -117,24 +129,31 @@ communication = program("benchmarks/communication.py")
 COUNTED = {(row["strategy"], row["accumulation"]): row for row in communication.read_results()["rows"]}
 
 
-@pytest.mark.parametrize(("strategy", "accumulation"), COUNTED)
-def test_bytes_sent_are_those_that_were_counted_in_real_trainings(strategy, accumulation, tmp_path):
-    row = COUNTED[strategy, accumulation]
-    (tmp_path / "config.json").write_text(json.dumps(communication.CONFIG))
-    flags = tuple(communication.ROWS[strategy]) if "TP" in strategy else FLAGS.get(strategy)
-    if flags is None:
+def training_of(strategy: str, accumulation: int, folder: Path, *flags: object):
+    """The options of a training whose messages were counted."""
+    (folder / "config.json").write_text(json.dumps(communication.CONFIG))
+    of_strategy = tuple(communication.ROWS[strategy]) if "TP" in strategy else FLAGS.get(strategy)
+    if of_strategy is None:
         assert strategy == "ZeRO-3, large model"
         config = json.loads((REPOSITORY / "ds_configs" / "zero3.json").read_text())
         config["zero_optimization"] |= communication.LARGE_MODEL
-        (tmp_path / "zero3_large.json").write_text(json.dumps(config))
-        flags = ("--deepspeed", str(tmp_path / "zero3_large.json"))
-    chosen = options(
-        *("--model_name", tmp_path, "--from_scratch", "--bf16", "--max_length", 64, *flags),
-        *("--gradient_accumulation_steps", accumulation, "--gpus", communication.RANKS.get(strategy, 2)),
+        (folder / "zero3_large.json").write_text(json.dumps(config))
+        of_strategy = ("--deepspeed", str(folder / "zero3_large.json"))
+    return options(
+        *("--model_name", folder, "--from_scratch", "--bf16", "--max_length", 64, "--per_device_train_batch_size", 1),
+        *of_strategy,
+        *("--gradient_accumulation_steps", accumulation, "--gpus", communication.RANKS.get(strategy, 2), *flags),
     )
-    counted = sum(
-        communication.SENT[kind] * (ranks - 1) / ranks * size for kind, _, ranks, _, size in row["collectives"]
-    )
+
+
+def in_rings(collectives: list) -> float:
+    return sum(communication.SENT[kind] * (ranks - 1) / ranks * size for kind, _, ranks, _, size in collectives)
+
+
+@pytest.mark.parametrize(("strategy", "accumulation"), COUNTED)
+def test_bytes_sent_are_those_that_were_counted_in_real_trainings(strategy, accumulation, tmp_path):
+    counted = in_rings(COUNTED[strategy, accumulation]["collectives"])
+    chosen = training_of(strategy, accumulation, tmp_path)
     # of a large model the last blocks stay gathered between the passes: how many, depends on what is prefetched
     tolerance = 0.15 if "large" in strategy else 0.02
     assert sent(shape_for(chosen), chosen) == pytest.approx(counted, rel=tolerance)
@@ -156,6 +175,35 @@ def test_what_the_page_says_of_tensor_parallelism():
         held = sum(part.gpu for part in estimate(chosen)) / GIB
         lines.append(f"| {name} | {sent(shape_for(chosen), chosen) / 1e9:.2f} | {held:.1f} |")
     assert "\n".join(lines) in (REPOSITORY / "docs" / "tensor-parallel.md").read_text()
+
+
+# Of trainings on 2 x 2 ranks with two dimensions: whether a message goes to the other node
+BETWEEN_NODES = {
+    "HYBRID_SHARD 2 x 2": lambda kind, dtype: kind == "all-reduce",  # of shares; shards are gathered within a node
+    "TP 2 x FSDP 2": lambda kind, dtype: dtype == "float32" and kind in ("all-gather", "reduce-scatter"),  # FSDP's
+}
+
+
+@pytest.mark.parametrize(("strategy", "accumulation"), [key for key in COUNTED if key[0] in BETWEEN_NODES])
+def test_bytes_between_nodes_are_those_that_were_counted_in_real_trainings(strategy, accumulation, tmp_path):
+    collectives = COUNTED[strategy, accumulation]["collectives"]
+    counted = in_rings([row for row in collectives if BETWEEN_NODES[strategy](*row[:2])])
+    chosen = training_of(strategy, accumulation, tmp_path, "--nodes", 2)
+    assert sent_between_nodes(shape_for(chosen), chosen) == pytest.approx(counted, rel=0.02)
+
+
+@pytest.mark.parametrize(
+    ("ring", "part"),
+    [
+        (Ring(4, 1, 1.0), 0),  # two rings, each within a node
+        (Ring(8, 1, 1.0), 2 / 8),  # the last rank of each node
+        (Ring(4, 2, 1.0), 1 / 2),  # 0 2 4 6 and 1 3 5 7
+        (Ring(2, 4, 1.0), 1),  # 0 4, 1 5, 2 6, 3 7
+    ],
+)
+def test_a_ring_leaves_a_node_once(ring, part):
+    assert ring.sent_between_nodes(gpus=8, gpus_per_node=4) == pytest.approx(part * ring.sent)
+    assert ring.sent_between_nodes(gpus=8, gpus_per_node=8) == 0
 
 
 def test_one_rank_sends_nothing():

@@ -1,0 +1,68 @@
+"""Numbers of docs/comparison.md, "At the scale that nobody here has": its table, and what draw.py draws of them.
+
+PYTHONPATH=scripts python docs/figures/at_scale.py
+
+Bytes are those of scripts/estimate_memory.py and scripts/estimate_time.py, for a custom GPT, micro batch 4.
+"""
+
+from pathlib import Path
+from typing import NamedTuple
+
+from estimate.memory import GIB, Held, estimate
+from estimate.model_shape import shape_for
+from estimate.planned import options_of_plan
+from estimate_time import GB, sent, sent_between_nodes
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+GPUS = (8, 64, 512, 1024)
+PER_NODE = 8
+MODEL = ["--model_name", "custom-gpt", "--hidden_size", 4096, "--num_layers", 32, "--num_heads", 32]
+MODEL += ["--ff_dim", 16384, "--vocab_size", 50000, "--bf16", "--gradient_accumulation_steps", 1]
+FSDP = ["--fsdp", "--fsdp_config"]
+METHODS = {
+    "DDP": [],
+    **{f"ZeRO-{stage}": ["--deepspeed", f"{REPOSITORY}/ds_configs/zero{stage}.json"] for stage in (1, 2, 3)},
+    "FULL_SHARD": [*FSDP, f"{REPOSITORY}/fsdp_configs/full_shard.json"],
+    "HYBRID_SHARD": [*FSDP, f"{REPOSITORY}/fsdp_configs/hybrid_shard.json"],
+    f"TP {PER_NODE} x FSDP": ["--fsdp", "--tensor_parallel", PER_NODE],
+}
+STATE = ("parameters", "gradients", "optimizer state", "buffers")
+
+
+class AtScale(NamedTuple):
+    """held: of the rank that holds most, without activations. Others: bytes sent in a step, mean of all ranks."""
+
+    held: list[Held]
+    inside_nodes: float
+    between_nodes: float
+
+
+def at_scale(method: str, gpus: int) -> AtScale:
+    flags = [*METHODS[method], "--gpus", gpus, "--nodes", gpus // PER_NODE]
+    if gpus == PER_NODE and "--tensor_parallel" in flags:
+        flags.remove("--fsdp")  # there is nobody left to shard over
+    options = options_of_plan([str(flag) for flag in (*MODEL, *flags)], "", environment={})
+    shape = shape_for(options)
+    between_nodes = sent_between_nodes(shape, options)
+    return AtScale(
+        held=[part for part in estimate(options) if part.what in STATE],
+        inside_nodes=sent(shape, options) - between_nodes,
+        between_nodes=between_nodes,
+    )
+
+
+def page_table() -> str:
+    """As docs/comparison.md shows it."""
+    gpus = GPUS[-1]
+    lines = [f"| {gpus:,} GPUs | GiB held | GB sent | Between nodes |", "|" + " --- |" * 4]
+    for method in METHODS:
+        shown = at_scale(method, gpus)
+        held = sum(part.gpu for part in shown.held) / GIB
+        between = shown.between_nodes / GB
+        sent_in_all = shown.inside_nodes / GB + between
+        lines.append(f"| {method} | {held:.1f} | {sent_in_all:.1f} | {between:.1f} |")
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    print(page_table())
