@@ -133,7 +133,7 @@ def is_built(builder: str) -> bool:
 def problem(builder: str) -> WorkshopError | None:
     """What keeps a builder from compiling here (exit code 3); None when nothing does."""
     compiler = os.environ.get("CXX") or "c++"  # PyTorch's own choice; it may be several words, such as ccache g++
-    way_out = "load GCC 11 or newer in site_setup (module load gcc)"
+    way_out = "load GCC 10 or newer in site_setup (module load gcc)"
     if not shutil.which(shlex.split(compiler)[0]):
         return WorkshopError(
             compiler, "not on PATH, and DeepSpeed compiles its optimizers with it", way_out, ENVIRONMENT

@@ -22,7 +22,7 @@ site_setup() {
   # for the plain wheel, and 12 for the one that a V100 needs:
   #     python -m pip install torch==2.13.0+cu126 --index-url https://download.pytorch.org/whl/cu126
   module load cuda
-  # module load gcc # 11 or newer, where the system's compiler does not know -std=c++20 (Rocky Linux 8)
+  # module load gcc # 10 or newer, where the system's compiler does not know -std=c++20 (Rocky Linux 8)
   # shellcheck source=/dev/null
   source "$HOME/miniforge3/etc/profile.d/conda.sh"
   conda activate deepspeed-finetune
@@ -54,5 +54,6 @@ site_setup() {
 # : "${NCCL_ALGO:=Tree}"              # only to compare: NCCL chooses by itself, and better in most cases
 # : "${TORCH_NCCL_BLOCKING_WAIT:=1}"  # collectives block and raise after their time-out: for hunting hangs only
 
-# --- Multi-node jobs begin with an all-reduce; below this bus bandwidth (GB/s) they end with exit code 3.
+# --- Multi-node jobs begin with an all-reduce; below this bus bandwidth (GB/s) they end with exit code 3. 10 GbE has at best
+# 1.25, 25 GbE 3.1: lower it there, 0 for no test of the result.
 : "${MIN_BANDWIDTH:=5}"

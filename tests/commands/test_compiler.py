@@ -32,7 +32,7 @@ def test_a_compiler_that_is_missing_or_does_not_know_the_standard(compiler, monk
     assert str(found).startswith(
         "c++: does not know -std=c++20, which PyTorch's headers need (c++: error: unrecognized "
     )
-    assert str(found).endswith("; load GCC 11 or newer in site_setup (module load gcc)")
+    assert str(found).endswith("; load GCC 10 or newer in site_setup (module load gcc)")
     monkeypatch.setenv("CXX", "no-such-compiler")
     assert str(build_ops.problem("CPUAdamBuilder")).startswith("no-such-compiler: not on PATH")
 

@@ -15,7 +15,7 @@ def test_a_training_that_cannot_compile_its_optimizer_ends_with_3(command, sampl
     assert done.code == 3
     assert done.error_lines == [
         "error: c++: does not know -std=c++20, which PyTorch's headers need (exit code 1); "
-        "load GCC 11 or newer in site_setup (module load gcc)"
+        "load GCC 10 or newer in site_setup (module load gcc)"
     ]
     assert not list(done.folder.iterdir())
 
