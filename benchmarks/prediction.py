@@ -142,7 +142,7 @@ def difference(row: dict) -> float:
 
 
 def page_table(results: dict) -> str:
-    """As docs/memory.md shows it."""
+    """As docs/results.md shows it."""
     heads = ["Run", "Ranks", "MiB, predicted", "MiB, measured", "Difference"]
     lines = ["| " + " | ".join(heads) + " |", "|" + " --- |" * len(heads)]
     return "\n".join([*lines, *map(page_row, results["rows"])])
