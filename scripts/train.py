@@ -13,7 +13,7 @@ With FSDP on two GPUs: FULL_SHARD, or a strategy of the folder fsdp_configs:
     torchrun --nproc_per_node=2 scripts/train.py --fsdp
     torchrun --nproc_per_node=2 scripts/train.py --fsdp --fsdp_config fsdp_configs/shard_grad_op.json
 
-With tensor parallelism, of the custom GPT, a Llama or a Qwen:
+With tensor parallelism, of the custom GPT, a Llama or a Qwen2:
     torchrun --nproc_per_node=2 scripts/train.py --model_name custom-gpt --tensor_parallel 2 --save_strategy no
 
 Your own data and model, going on after an interruption:

@@ -7,7 +7,7 @@ from config import Options, parse_command_line
 from errors import WorkshopError
 from parallel.ds_config import check_ds_config
 from parallel.fsdp_config import check_fsdp_file, resolve_sizes
-from parallel.tensor_parallel import check_fsdp_keys, check_groups
+from parallel.tensor_parallel import check_groups
 
 HARDWARE_FLAGS = {
     "gpus": {"type": int, "default": 1, "help": "GPUs of the whole job, one rank each."},
@@ -63,11 +63,9 @@ def read_config_files(options: Options) -> None:
         options.deepspeed_config = check_ds_config(values["deepspeed"])
     if values["fsdp"]:
         file = values["fsdp_config"]
-        options.fsdp_config = check_fsdp_file(file) if file else {}
+        options.fsdp_config = check_fsdp_file(file, tensor_parallel) if file else {}
         groups = values["gpus"] // tensor_parallel
         resolve_sizes(file or "--fsdp", options.fsdp_config, groups, groups // values["nodes"])
-        if tensor_parallel > 1:
-            check_fsdp_keys(options)
 
 
 def check_optimizer(options: Options) -> None:

@@ -37,6 +37,15 @@ FSDP1 = {
     "use_orig_params": SWITCH,
     "limit_all_gathers": SWITCH,
 }
+# What can be combined with tensor parallelism: these values, or no such key
+BESIDE_TENSOR_PARALLEL = {
+    "version": 2,
+    "reshard_after_forward": True,
+    "auto_wrap_policy": "TRANSFORMER_BASED_WRAP",
+    "state_dict_type": "FULL_STATE_DICT",
+    "cpu_offload": False,
+    "activation_checkpointing": False,
+}
 EXPECTED = {list: "a list of class names", int: "a whole number"}
 
 
@@ -50,7 +59,7 @@ def check_fsdp_config(fsdp: object, path: str | None, tensor_parallel: int = 1) 
     if str(fsdp).lower() != "true":
         way_out = "use --fsdp --fsdp_config with a file of fsdp_configs/"
         raise WorkshopError("--fsdp", f"{fsdp!r} is a form that transformers removes", way_out)
-    config = check_fsdp_file(path) if path else {}
+    config = check_fsdp_file(path, tensor_parallel) if path else {}
     source = path or "--fsdp"
     resolve_sizes(source, config, world_size() // tensor_parallel, local_world_size() // tensor_parallel)
     if not torch.cuda.is_available():
@@ -61,11 +70,17 @@ def check_fsdp_config(fsdp: object, path: str | None, tensor_parallel: int = 1) 
     return config
 
 
-def check_fsdp_file(path: str) -> dict:
-    """The content of an FSDP config file. Raises WorkshopError (exit code 2) for a key or value that is unknown."""
+def check_fsdp_file(path: str, tensor_parallel: int = 1) -> dict:
+    """The content of an FSDP config file. Raises WorkshopError (exit code 2) for a key or value that is unknown, or
+    that cannot be combined with tensor parallelism."""
     config = read_json(path)
     for key, value in config.items():
         check_fsdp_key(path, key, value, BOTH | (FSDP1 if config.get("version") == 1 else FSDP2))
+        if tensor_parallel > 1 and value != BESIDE_TENSOR_PARALLEL.get(key, "unknown"):
+            value_that_can = json.dumps(BESIDE_TENSOR_PARALLEL.get(key))
+            way_out = f"give {value_that_can}, or leave it out" if key in BESIDE_TENSOR_PARALLEL else "leave it out"
+            what = f"{json.dumps(value)} cannot be combined with --tensor_parallel"
+            raise WorkshopError(f"{path}: {key}", what, way_out)
     return config
 
 

@@ -4,7 +4,6 @@ transformers cuts the model by the plan in its config (`base_model_tp_plan`). Wi
 PyTorch's fully_shard divides the part of each rank once more, over the ranks with the same part in the other groups.
 """
 
-import json
 from typing import Any
 
 import torch
@@ -18,20 +17,10 @@ from transformers.distributed.parallel_utils import replace_layer_number_by_wild
 from config import Options
 from errors import WorkshopError
 
-# Styles of a plan, by what is cut of weight and bias. Others (experts, fused layers) are not known here
+# Styles of a plan, by what is cut of weight and bias. Others are refused: experts, fused layers, and the norms of Qwen3
+# (replicated_with_grad_allreduce), whose gradients transformers 5.23 sums over the ranks anew in each micro batch
 BY_OUTPUTS = {"colwise", "colwise_gather_output", "embedding_rowwise"}
 BY_INPUTS = {"rowwise"}  # the weight alone: each rank has the whole bias
-WHOLE = {"replicated_with_grad_allreduce"}
-# The FSDP that can be combined with it: these values, or no such key
-FSDP = {
-    "version": 2,
-    "reshard_after_forward": True,
-    "auto_wrap_policy": "TRANSFORMER_BASED_WRAP",
-    "state_dict_type": "FULL_STATE_DICT",
-    "cpu_offload": False,
-    "activation_checkpointing": False,
-    "dp_replicate_size": 1,
-}
 
 
 def check_tensor_parallel(options: Options, ranks: int) -> None:
@@ -64,23 +53,13 @@ def check_groups(options: Options, ranks: int) -> None:
         raise options.error("fsdp", what, "leave it out, or start more ranks")
 
 
-def check_fsdp_keys(options: Options) -> None:
-    """Raises WorkshopError (exit code 2) for a key of the FSDP config that cannot be combined with it."""
-    for key, value in (options.fsdp_config or {}).items():
-        if key != "dp_shard_size" and value != FSDP.get(key, "unknown"):
-            source = options.values["fsdp_config"] or "--fsdp"
-            way_out = f"give {json.dumps(FSDP[key])}, or leave it out" if key in FSDP else "leave it out"
-            what = f"{json.dumps(value)} cannot be combined with --tensor_parallel"
-            raise WorkshopError(f"{source}: {key}", what, way_out)
-
-
 def check_can_be_cut(model: PreTrainedModel, tensor_parallel: int) -> None:
     """Raises WorkshopError (exit code 2) for a model that cannot be cut over so many ranks. It needs no weights."""
     name = type(model).__name__
-    other = "leave it out, or take custom-gpt, a Llama or a Qwen"
+    other = "leave it out, or take custom-gpt, a Llama or a Qwen2"
     if not model.tp_plan:
         raise WorkshopError("--tensor_parallel", f"transformers has no plan by which to cut {name}", other)
-    unknown = set(model.tp_plan.values()) - BY_OUTPUTS - BY_INPUTS - WHOLE
+    unknown = set(model.tp_plan.values()) - BY_OUTPUTS - BY_INPUTS
     if unknown:
         raise WorkshopError("--tensor_parallel", f"{name} is cut by {min(unknown)}, which is not known here", other)
     config = model.config.get_text_config()

@@ -24,7 +24,7 @@ from model import check_model, count_parameters
 from parallel import sharding
 from parallel.distributed import gather_lists, rank, world_size
 from parallel.fsdp_config import check_wrap_classes, fsdp_name, wrap_classes
-from parallel.tensor_parallel import check_can_be_cut, check_fsdp_keys, cut_parameters, local
+from parallel.tensor_parallel import check_can_be_cut, cut_parameters, local
 from training import compiling
 from training.chunked_loss import check_head, computes_loss_in_head
 from training.record import RunRecord
@@ -63,7 +63,6 @@ def check_can_train(options: Options, skeleton: PreTrainedModel, tokenizer: PreT
     if options.fsdp_config is not None:
         check_wrap_classes(options.fsdp_config, values["fsdp_config"], skeleton)
     if values["tensor_parallel"] > 1:
-        check_fsdp_keys(options)
         check_can_be_cut(skeleton, values["tensor_parallel"])
 
 

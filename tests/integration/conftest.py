@@ -21,6 +21,10 @@ def bench(server: Server, tmp_path_factory) -> Iterator[Bench]:
     bench = Bench(server, tmp_path_factory.mktemp("runs") / "work place")  # with a space, as users have them
     sizes = {"model_type": "bloom", "vocab_size": 4096, "hidden_size": 512, "n_layer": 3, "n_head": 8}
     bench.write("bloom-12m/config.json", json.dumps(sizes | {"use_cache": False}))
+    # 4 heads of queries and 2 of keys and values; the head of the model is its embedding
+    sizes = {"model_type": "qwen2", "vocab_size": 2048, "hidden_size": 64, "intermediate_size": 128}
+    sizes |= {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
+    bench.write("my-qwen/config.json", json.dumps(sizes | {"tie_word_embeddings": True}))
     yield bench
     left = bench.close()
     assert not left, f"processes outlived the tests: {left}"

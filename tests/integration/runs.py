@@ -87,11 +87,17 @@ CUSTOM = {
 }
 # The ranks of a tensor group compute the same questions
 ONE_GROUP = GPT | {"BATCH_SIZE": 4, "SAVE_STRATEGY": "no"}
-TWO_GROUPS = GPT | {"BATCH_SIZE": 2, "SAVE_STRATEGY": "no"}
+SMALL_GROUPS = {"BATCH_SIZE": 2, "SAVE_STRATEGY": "no"}
+TWO_GROUPS = GPT | SMALL_GROUPS
 TENSOR_PARALLEL = {
     "tp2": Run(2, ("--tensor_parallel", "2"), ONE_GROUP, MEASURE),
     "tp4": Run(4, ("--tensor_parallel", "4"), ONE_GROUP, MEASURE),
     "tp2_fsdp2": Run(4, ("--tensor_parallel", "2", "--fsdp"), TWO_GROUPS, MEASURE),
+}
+QWEN = {"MODEL_NAME": "./my-qwen", "FROM_SCRATCH": "True", "TOKENIZER_NAME": "tiny-bloom"}
+QWENS = {
+    "qwen_plain": Run(variables=QWEN),
+    "qwen_tp2_fsdp2": replace(TENSOR_PARALLEL["tp2_fsdp2"], variables=QWEN | SMALL_GROUPS, script="scripts/train.py"),
 }
 # fp16 is the default on GPUs; `make test-faults` has the others
 FP16 = {f"fp16_{name}": replace(STRATEGIES[name], script=FP16_ON_CPU) for name in ("plain", "zero2", "full_shard")}
@@ -124,7 +130,7 @@ OTHERS = {"tracked": Run(2, ("--samples_per_gpu", "20"), TRACKED)}
 if XQUAD.exists():
     REAL = {"DATASET": XQUAD, "TRAIN_SIZE": 500, "EVAL_SIZE": 100, "NUM_EPOCHS": 1, "PADDING": "longest"}
     OTHERS["xquad"] = Run(variables=REAL | {"MAX_LENGTH": 512, "EM_F1": "True"})
-RUNS = STRATEGIES | CHUNKED | LABELS | OTHER_BATCHES | CUSTOM | TENSOR_PARALLEL
+RUNS = STRATEGIES | CHUNKED | LABELS | OTHER_BATCHES | CUSTOM | TENSOR_PARALLEL | QWENS
 RUNS |= FP16 | MORE_FP16 | FP16_GPT | IN_BF16 | LARGE | OTHERS
 MEASURED = [name for name, run in RUNS.items() if run.script == MEASURE]
 

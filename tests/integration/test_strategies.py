@@ -73,6 +73,12 @@ def test_a_model_cut_over_the_ranks_trains_as_a_whole_one(run: Finished, table):
     assert run.record["train"]["real_tokens"] == tokens
 
 
+@uses("qwen_tp2_fsdp2")
+def test_a_qwen_cut_over_the_ranks_trains_as_a_whole_one(run: Finished, table):
+    same_losses(run, table("qwen_plain"))
+    assert run.effective("strategy") == "TP x FSDP2"
+
+
 @pytest.mark.skipif(not cpu_has_bf16(), reason="this CPU has no bf16 of its own")
 @uses(*IN_BF16)
 def test_bf16(run: Finished, table):

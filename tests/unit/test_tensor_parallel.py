@@ -35,14 +35,14 @@ def test_a_flag_that_does_not_go_with_it_is_named(refusal, words, ranks, what):
     [
         ({"cpu_offload": True}, "cpu_offload: true cannot be combined with --tensor_parallel; give false"),
         ({"reshard_after_forward": False}, "reshard_after_forward: false cannot be combined"),
-        ({"dp_replicate_size": 2}, "dp_replicate_size: 2 cannot be combined"),
+        ({"dp_shard_size": "auto"}, 'dp_shard_size: "auto" cannot be combined with --tensor_parallel; leave it out'),
         ({"transformer_layer_cls_to_wrap": ["CustomGPTBlock"]}, "transformer_layer_cls_to_wrap: "),
     ],
 )
 def test_a_key_of_fsdp_that_it_cannot_carry_is_named(refusal, tmp_path, content, what):
     path = tmp_path / "my.json"
     path.write_text(json.dumps(content))
-    flags = [*CUT, "--fsdp", "--fsdp_config", str(path), "--gpus", "8"]
+    flags = [*CUT, "--fsdp", "--fsdp_config", str(path), "--gpus", "8", "--nodes", "8"]
     assert f"{path}: {what}" in refusal(lambda: options_of_plan(flags, "", environment={}))
 
 
@@ -56,6 +56,7 @@ def model(kind: str, **sizes: int):
     [
         ("bloom", {}, "transformers has no plan by which to cut BloomForCausalLM"),
         ("mixtral", {"num_key_value_heads": 4}, "MixtralForCausalLM is cut by "),
+        ("qwen3", {"num_key_value_heads": 4}, "Qwen3ForCausalLM is cut by replicated_with_grad_allreduce, which"),
         ("llama", {"num_key_value_heads": 2}, "4 does not divide the 2 heads of the model; choose a divisor"),
         ("llama", {"num_attention_heads": 2}, "4 does not divide the 2 heads of the model; choose a divisor"),
     ],
@@ -65,5 +66,5 @@ def test_a_model_that_cannot_be_cut_is_named(refusal, kind, sizes, what):
 
 
 def test_llama_and_qwen_can_be_cut():
-    for kind in ("llama", "qwen2", "qwen3"):
+    for kind in ("llama", "qwen2", "mistral"):
         check_can_be_cut(model(kind, num_key_value_heads=4), 4)
