@@ -109,7 +109,8 @@ def check_section(path: str, name: str, section: dict, model: type[BaseModel]) -
         if first["type"] == "extra_forbidden":
             known = [info.alias or key for key, info in model.model_fields.items()]
             check_ds_key(path, dotted, [*known, *OFFLOAD_KEYS])
-        raise WorkshopError(f"{path}: {dotted}", f"is {first['input']!r}: {first['msg']}", "correct it") from error
+        said = first["msg"].replace("2, 3 or 3", "2 or 3")  # DeepSpeed has a name for the largest stage, too
+        raise WorkshopError(f"{path}: {dotted}", f"is {first['input']!r}: {said}", "correct it") from error
 
 
 def check_stage(path: str, zero: dict) -> None:

@@ -173,7 +173,8 @@ def test_what_the_page_says_of_tensor_parallelism():
     for name, words in flags.items():
         chosen = options(*model, *words)
         held = sum(part.gpu for part in estimate(chosen)) / GIB
-        lines.append(f"| {name} | {sent(shape_for(chosen), chosen) / 1e9:.2f} | {held:.1f} |")
+        batch = f"1 x {chosen.values['gradient_accumulation_steps']}"
+        lines.append(f"| {name} | {batch} | {sent(shape_for(chosen), chosen) / 1e9:.2f} | {held:.1f} |")
     assert "\n".join(lines) in (REPOSITORY / "docs" / "tensor-parallel.md").read_text()
 
 
