@@ -9,14 +9,14 @@ Each row is a process of its own, and the rows take turns, so that a slow minute
 row trains two epochs on the same sequences, in micro batches of 4 and accumulation 4 (`all`: 16 and 1): the first epoch
 warms up, the second is timed. Peak memory is the process's own largest resident set, which ends with the training. The
 model is a BLOOM of 67 million parameters with BLOOM's whole vocabulary and random weights. bloom-560m trains on 8
-sequences, without accumulation.
+sequences; with --micro_batch nothing is accumulated.
 
 `transformers` is its Trainer as it comes: fp32, padding to the longest of a batch. `trl` is its SFTTrainer as it comes:
 bf16, activation checkpointing, a loss of its own without logits, and a learning rate of 2e-5, hence another loss.
 
 `--equal` compares instead: losses of 20 steps with full and with chunked loss in fp32, and the gradients of one batch.
 `--overheads` times what is no training: start-up of the commands, and psrecord's share of a core.
-The results, with commit and machine, are in docs/efficiency.md.
+The results, with commit and machine, are in docs/efficiency.md, and of TRL, transformers and --equal in docs/knobs.md.
 
 To be measured on a GPU: in fp16 the chunked loss sums its weight's gradient over 128 tokens at once (FP16_TOKENS), so
 that no sum is above the largest number of fp16. These are four times as many products as with 512.

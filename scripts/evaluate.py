@@ -120,6 +120,8 @@ def main() -> None:
     for flag in ("deepspeed", "fsdp"):
         if options.values[flag]:
             raise WorkshopError(f"--{flag}", "evaluation holds the whole model on every rank", "leave the flag out")
+    if options.values["tensor_parallel"] > 1:
+        raise options.error("tensor_parallel", "evaluation holds the whole model on every rank", "leave it out")
     prepare_environment(shards=False)
     model_args, data_args = own_arguments(options)
     flags = trainer_flags(options)

@@ -69,13 +69,14 @@ def check_ds_config(path: str) -> dict:
             continue
         if not isinstance(section, dict):
             raise WorkshopError(f"{path}: {key}", f"is {section!r}, not an object", "see ds_configs/ for examples")
+        if key == "zero_optimization":
+            check_stage(path, section)
         if key in models:
             check_section(path, key, section, models[key])
         else:
             for name in section:
                 check_ds_key(path, f"{key}.{name}", PLAIN_SECTIONS[key].split())
     config.setdefault("zero_optimization", {})
-    check_stage(path, config["zero_optimization"])
     leaves = leaves_of(config)
     for dotted, value in leaves.items():
         if value == "auto" and dotted not in AUTO:  # DeepSpeed would meet the word itself
@@ -109,15 +110,14 @@ def check_section(path: str, name: str, section: dict, model: type[BaseModel]) -
         if first["type"] == "extra_forbidden":
             known = [info.alias or key for key, info in model.model_fields.items()]
             check_ds_key(path, dotted, [*known, *OFFLOAD_KEYS])
-        said = first["msg"].replace("2, 3 or 3", "2 or 3")  # DeepSpeed has a name for the largest stage, too
-        raise WorkshopError(f"{path}: {dotted}", f"is {first['input']!r}: {said}", "correct it") from error
+        raise WorkshopError(f"{path}: {dotted}", f"is {first['input']!r}: {first['msg']}", "correct it") from error
 
 
 def check_stage(path: str, zero: dict) -> None:
-    """Refuse a stage in quotes, with which transformers would not shard while it loads the model, and offload of what
-    the stage does not shard, which DeepSpeed would not do, without a word."""
+    """Refuse a stage that there is not, or in quotes, with which transformers would not shard while it loads the model;
+    and offload of what the stage does not shard, which DeepSpeed would not do, without a word."""
     stage = zero.get("stage", 0)
-    if not isinstance(stage, int):
+    if stage not in (0, 1, 2, 3):
         raise WorkshopError(f"{path}: zero_optimization.stage", f"is {stage!r}", "give 0, 1, 2 or 3")
     for key, part, lowest in (("offload_optimizer", "the optimizer", 1), ("offload_param", "parameters", 3)):
         if zero.get(key) and stage < lowest:

@@ -38,8 +38,12 @@ def local_share(model: torch.nn.Module) -> float:
         flat = [unit._handle.flat_param for unit in FullyShardedDataParallel.fsdp_modules(model) if unit._handle]
         return sum(p._sharded_size.numel() for p in flat) / sum(p._unpadded_unsharded_size.numel() for p in flat)
     parameters = list(model.parameters())
-    local = sum((p.to_local() if isinstance(p, DTensor) else p).numel() for p in parameters)
-    return local / sum(p.numel() for p in parameters)
+    return sum(local(p).numel() for p in parameters) / sum(p.numel() for p in parameters)
+
+
+def local(tensor: torch.Tensor) -> torch.Tensor:
+    """What this rank holds of it."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def live_name(model: torch.nn.Module, class_names: list[str]) -> str | None:

@@ -9,13 +9,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 from transformers.distributed import DistributedConfig
 from transformers.distributed.parallel_utils import replace_layer_number_by_wildcard
 
 from config import Options
 from errors import WorkshopError
+from parallel.sharding import local
 
 # Styles of a plan, by what is cut of weight and bias. Others are refused: experts, fused layers, and the norms of Qwen3
 # (replicated_with_grad_allreduce), whose gradients transformers 5.23 sums over the ranks anew in each micro batch
@@ -114,8 +114,3 @@ class GroupScaler(torch.amp.GradScaler):
         torch._amp_foreach_non_finite_check_and_unscale_(gradients, found_inf, inv_scale)
         dist.all_reduce(found_inf, dist.ReduceOp.MAX)
         return {found_inf.device: found_inf}
-
-
-def local(tensor: torch.Tensor) -> torch.Tensor:
-    """What this rank holds of it."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor

@@ -24,7 +24,7 @@ from model import check_model, count_parameters
 from parallel import sharding
 from parallel.distributed import gather_lists, rank, world_size
 from parallel.fsdp_config import check_wrap_classes, fsdp_name, wrap_classes
-from parallel.tensor_parallel import check_can_be_cut, cut_parameters, local
+from parallel.tensor_parallel import check_can_be_cut, cut_parameters
 from training import compiling
 from training.chunked_loss import check_head, computes_loss_in_head
 from training.record import RunRecord
@@ -299,9 +299,9 @@ def tensor_parallel_knobs(trainer: Any, tensor_parallel: int) -> list[Audited]:
     groups = f"{mesh.get('fsdp', 1)} x {mesh['tp']}"
     parameters = dict(trainer.model.named_parameters())
     names = cut_parameters(trainer.model)
-    cut_here = [name for name in names if local(parameters[name]).numel() < parameters[name].numel() / shards]
+    cut_here = [name for name in names if sharding.local(parameters[name]).numel() < parameters[name].numel() / shards]
     example = max(names, key=lambda name: parameters[name].numel())
-    shapes = f"{tuple(local(parameters[example]).shape)} of {tuple(parameters[example].shape)}"
+    shapes = f"{tuple(sharding.local(parameters[example]).shape)} of {tuple(parameters[example].shape)}"
     expected = sum(p.numel() / (tensor_parallel if name in names else 1) for name, p in parameters.items())
     expected /= shards * sum(p.numel() for p in parameters.values())
     held = sharding.local_share(trainer.model)

@@ -2,6 +2,8 @@
 
 import os
 
+import pytest
+
 from helpers import REPOSITORY, the_error
 from shell import program
 
@@ -20,7 +22,8 @@ def test_a_training_that_cannot_compile_its_optimizer_ends_with_3(command, sampl
     assert not list(done.folder.iterdir())
 
 
-def test_evaluate_py_refuses_what_it_would_ignore(command):
-    finished = command("evaluate.py", "--deepspeed", "a.json")
+@pytest.mark.parametrize(("flag", "value"), [("--deepspeed", "a.json"), ("--tensor_parallel", "2")])
+def test_evaluate_py_refuses_what_it_would_ignore(command, flag, value):
+    finished = command("evaluate.py", flag, value)
     assert finished.code == 2, finished
-    assert the_error(finished.log).startswith("error: --deepspeed: evaluation holds the whole model on every rank")
+    assert the_error(finished.log).startswith(f"error: {flag}: evaluation holds the whole model on every rank")

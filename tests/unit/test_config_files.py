@@ -59,6 +59,7 @@ MISTAKES = {
         "zero_optimization.offload_optimizer.devise: unknown key; did you mean device?",
     ),
     "stage": (changed("zero_optimization.stage", "3"), "zero_optimization.stage: is '3'; give 0, 1, 2 or 3"),
+    "no such stage": (changed("zero_optimization.stage", 4), "zero_optimization.stage: is 4; give 0, 1, 2 or 3"),
     "no section": (
         changed("zero_optimization", 2),
         "zero_optimization: is 2, not an object; see ds_configs/ for examples",

@@ -16,11 +16,7 @@ COMBINATIONS = {  # flags, ranks, what the line says
     "checkpoints": (["--save_strategy", "epoch"], 2, "no checkpoints of a model that is cut; give --save_strategy no"),
     "going on": (["--resume_from_checkpoint"], 2, "--resume_from_checkpoint: there are none with --tensor_parallel"),
     "odd ranks": ([], 3, "2 does not divide 3 rank(s); start 2, or a multiple"),
-    "ranks to spare": (
-        [],
-        4,
-        "and nobody uses the others; start 2 ranks, or add --fsdp",
-    ),
+    "ranks to spare": ([], 4, "and nobody uses the others; start 2 ranks, or add --fsdp"),
     "no ranks to spare": (["--fsdp"], 2, "--fsdp: --tensor_parallel 2 leaves no ranks to shard over; leave it out"),
 }
 
