@@ -1,5 +1,5 @@
 # make demo | preflight | gpu-check | report | docs | quick | test | test-experiments | test-faults | lint | format
-# (Python 3.11 or newer with venv, git, make and g++ must be installed)
+# (Python 3.11 or newer with venv, git and make must be installed; for torch.compile g++, too)
 PYTHON ?= python3
 BIN := .venv/bin
 

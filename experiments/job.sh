@@ -227,11 +227,6 @@ job_on_node() { # COMMAND: its exit status
   WITH_PARENT=(python -P "$ROOT/scripts/job/with_parent.py" $BASHPID)
   HOST=${SLURMD_NODENAME:-$(hostname)}
   SUFFIX=$([[ $NODES = 1 ]] || echo "_$HOST")
-  if [[ " $* " = *" --deepspeed "* ]]; then # before the loggers start: g++ would be the peak of CPU memory
-    python "$ROOT/scripts/build_ops.py" &
-    CHILD=$!
-    job_wait || true
-  fi
   "${WITH_PARENT[@]}" "$@" &
   CHILD=$!
   if [[ $LOGGERS = yes && ${SLURM_LOCALID:-0} = 0 ]]; then

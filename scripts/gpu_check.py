@@ -311,7 +311,6 @@ def main() -> None:
     content = read_results(path, machine(environment, arguments.cpu))
     rows = content["rows"]
     folder.mkdir(parents=True, exist_ok=True)
-    subprocess.run([sys.executable, str(SCRIPTS / "build_ops.py")], env=environment)  # else the first row looks slow
     for row in wanted:
         if rows.get(row.name, {}).get("status") == "completed":
             continue

@@ -20,7 +20,7 @@ from pathlib import Path
 
 from checks.files import cache
 from checks.jobs import dry_runs, slurm_jobs, tiny_jobs
-from checks.machine import Lines, compilers, gpus, interfaces, load_site, packages, partition
+from checks.machine import Lines, gpus, interfaces, load_site, packages, partition
 from errors import ENVIRONMENT, OneLineErrors, WorkshopError, run_program
 from paths import REPOSITORY
 
@@ -42,7 +42,7 @@ def main() -> None:
         if "fail" not in states:  # all others depend on it
             arguments.model_name = arguments.model_name or [os.environ.get("MODEL_NAME") or "bigscience/bloom-560m"]
             arguments.dataset = arguments.dataset or os.environ.get("DATASET") or "squad"
-            checks = {"packages": packages(), "compiler": compilers(), "GPUs": gpus(), "interfaces": interfaces()}
+            checks = {"packages": packages(), "GPUs": gpus(), "interfaces": interfaces()}
             checks |= {"partition": partition(), "cache": cache(arguments), "experiments": dry_runs(caller)}
             if not arguments.quick:
                 checks["tiny jobs"] = tiny_jobs(folder, arguments.timeout)

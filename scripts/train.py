@@ -26,7 +26,6 @@ from typing import Any
 
 from transformers import ProgressCallback, TrainingArguments
 
-from build_ops import check_compiler
 from config import argument_errors, compute_dtype, own_arguments, parse_command_line, trainer_flags
 from data_loader import collator, load_squad, questions_cut
 from errors import ENVIRONMENT
@@ -94,7 +93,6 @@ def main() -> None:
     prepare_environment(shards=bool(deepspeed or fsdp))
     if deepspeed:
         options.deepspeed_config = check_ds_config(deepspeed)
-        check_compiler(options.deepspeed_config)
     check_tensor_parallel(options, world_size())
     if fsdp:
         options.fsdp_config = check_fsdp_config(values["fsdp"], values["fsdp_config"], tensor_parallel)

@@ -19,7 +19,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from helpers import INHERITED, REPOSITORY, Finished, free_port, make_workplace, the_error
+from helpers import INHERITED, NOTHING_COMPILED, REPOSITORY, Finished, free_port, make_workplace, the_error
 from server import READ_AT_IMPORT, Request
 
 SERVER = Path(__file__).with_name("server.py")
@@ -49,7 +49,7 @@ class Server:
     def __init__(self, folder: Path):
         here = {name: os.environ[name] for name in INHERITED if name in os.environ}
         own = {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "HF_HOME": str(folder / "hf"), "HF_HUB_OFFLINE": "1"}
-        self.environment = here | own
+        self.environment = here | NOTHING_COMPILED | own
         self.folder = folder
         self.trained: dict[str, Ended] = {}
         self.codes: dict[int, int] = {}

@@ -7,8 +7,6 @@ marks of pytest-xdist for this, xdist_group, have no effect with pytest 9.)
 
 import os
 import re
-import subprocess
-import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -41,11 +39,7 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log):
 
 @pytest.fixture(scope="session")
 def server(tmp_path_factory) -> Iterator[Server]:
-    """The process that has imported PyTorch and forks for each training: server.py.
-
-    On a new machine DeepSpeed's optimizers are compiled before, for minutes that no training of a test has.
-    """
-    subprocess.run([sys.executable, TESTS.parent / "scripts" / "build_ops.py"], check=False)
+    """The process that has imported PyTorch and forks for each training: server.py."""
     server = Server(tmp_path_factory.mktemp("server"))
     yield server
     server.close()

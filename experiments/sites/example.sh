@@ -18,11 +18,9 @@ export SBATCH_PARTITION="${SBATCH_PARTITION:-CHANGE_ME}" # sinfo -s
 # --- Python environment, on the first node of each job; srun passes it on to the others.
 site_setup() {
   module purge
-  # nvcc, with which DeepSpeed compiles FusedAdam on first use: of the major version that torch was built for, which is 13
-  # for the plain wheel, and 12 for the one that a V100 needs:
+  # CUDA comes with the packages. For a V100, or a driver older than 580, install in this environment
   #     python -m pip install torch==2.13.0+cu126 --index-url https://download.pytorch.org/whl/cu126
-  module load cuda
-  # module load gcc # 10 or newer, where the system's compiler does not know -std=c++20 (Rocky Linux 8)
+  # module load gcc # 10 or newer, for torch.compile alone
   # shellcheck source=/dev/null
   source "$HOME/miniforge3/etc/profile.d/conda.sh"
   conda activate deepspeed-finetune
@@ -31,11 +29,6 @@ site_setup() {
 
 # --- GiB of one GPU: a dry run says whether a job will fit.
 # : "${GPU_MEMORY:=32}"
-
-# --- DeepSpeed's compiled optimizers, by default in ~/.cache/torch_extensions: a folder of each user's own, that all nodes
-#     see; it gets a folder for each kind of machine. One for several users must be filled before, by
-#     scripts/build_ops.py on each kind: what is there is only read.
-# : "${TORCH_EXTENSIONS_DIR:=/scratch/$USER/torch_extensions}"
 
 # --- Hugging Face cache, on a file system that all nodes see. Fill it on a login node, with the same HF_HOME:
 #     HF_HOME=... python scripts/prefetch.py --model_name bigscience/bloom-560m --dataset squad

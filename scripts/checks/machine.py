@@ -1,4 +1,4 @@
-"""Checks of preflight.py: packages, compiler, GPUs, network interfaces, site file and partition.
+"""Checks of preflight.py: packages, GPUs, network interfaces, site file and partition.
 
 PyTorch is imported inside the checks: it reads the site's variables when it is imported, and an installation that
 cannot be imported is what a check must report. The other modules of checks/ do the same.
@@ -127,31 +127,6 @@ def wrong_pins(requirements: str) -> list[str]:
         if installed != pinned:
             wrong.append(f"{name} {installed} instead of {pinned}")
     return wrong
-
-
-def compilers() -> Lines:
-    """What DeepSpeed compiles its optimizers with (nvcc on GPUs, for FusedAdam), and whether it has done so."""
-    from build_ops import CPP_STANDARD, OPTIMIZERS, is_built, nvcc, prepare_deepspeed, problem, torch_build
-
-    folder = prepare_deepspeed()
-    if found := problem("CPUAdamBuilder"):
-        yield "fail", "compiler", f"{found.source} {found.what}", found.way_out
-    else:
-        yield "ok", "compiler", f"it knows {CPP_STANDARD}"
-    _, cuda = torch_build()
-    path = nvcc()
-    if cuda is None or os.environ.get("REQUIRE_GPU") == "0":
-        yield "skip", "nvcc", "torch is a CPU build, or the site needs no GPU"
-    elif not path:
-        yield "fail", "nvcc", "not found on PATH or in CUDA_HOME", "load it in site_setup (module load cuda)"
-    elif f"release {cuda.split('.')[0]}." not in (said := command(path, "--version")[1]):
-        yield "fail", "nvcc", f"{path}: {last_line(said)}; torch is for CUDA {cuda}", "load that major version"
-    else:
-        yield "ok", "nvcc", path
-    if all(is_built(builder) for builder in OPTIMIZERS):
-        yield "ok", "DeepSpeed build", f"optimizers in {folder}"
-    else:
-        yield "warn", "DeepSpeed build", f"none in {folder} yet", "the first run compiles for some minutes"
 
 
 # GPUs

@@ -14,7 +14,6 @@ from typing import Any, NoReturn, TypeVar
 import torch
 import torch.distributed as dist
 
-from build_ops import prepare_deepspeed
 from errors import ENVIRONMENT, WorkshopError, report, survive_lost_output, whole_number
 from parallel import watchdog
 
@@ -52,6 +51,16 @@ def prepare_environment(shards: bool) -> None:
         print(f"MASTER_PORT: {env.get('MASTER_PORT')}", flush=True)
     bind_device()
     prepare_deepspeed()
+
+
+def prepare_deepspeed() -> None:
+    """Set the variables that DeepSpeed reads when it is imported; to be called before that."""
+    if not torch.cuda.is_available():
+        os.environ.setdefault("DS_ACCELERATOR", "cpu")  # or it warns that it found no GPU
+    # with a config that lacks torch_adam it compiles, by the ninja that pip has put beside this python
+    beside = os.path.dirname(sys.executable)
+    if beside not in os.environ["PATH"].split(os.pathsep):
+        os.environ["PATH"] = f"{beside}{os.pathsep}{os.environ['PATH']}"
 
 
 def silence_known_warnings() -> None:
@@ -101,8 +110,13 @@ def join_process_group(training_args: Any, with_deepspeed: bool) -> None:
         print(f"plain python uses 1 of the {training_args.n_gpu} visible GPUs; start with torchrun to use all")
         training_args._n_gpu = 1
     if with_deepspeed:
+        import deepspeed
         from deepspeed.comm import init_distributed
 
+        if not torch.cuda.is_available():
+            # or it compiles deepspeed_shm_comm, which only inference uses (comm/torch.py, build_shm_op). Not to be
+            # looked at before: reading this attribute tries the compiler for each of DeepSpeed's extensions
+            deepspeed.ops.__compatible_ops__ = {}
         backend = "nccl" if torch.cuda.is_available() else "gloo"
         init_distributed(backend, auto_mpi_discovery=False, verbose=False)
     if dist.is_initialized() and dist.get_world_size() > 1:

@@ -6,9 +6,9 @@ ZeRO above all, is checked with that class, here before the model is loaded.
 
 from pydantic import BaseModel, ValidationError
 
-from build_ops import prepare_deepspeed
 from errors import WorkshopError, did_you_mean
 from json_files import leaves_of, read_json
+from parallel.distributed import prepare_deepspeed
 
 # https://www.deepspeed.ai/docs/config-json/
 TOP_LEVEL = (

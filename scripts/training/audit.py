@@ -16,6 +16,7 @@ from transformers import (
 )
 from transformers.trainer_pt_utils import LengthGroupedSampler
 from transformers.trainer_utils import SaveStrategy
+from transformers.training_args import OptimizerNames
 
 from config import Options, precision_name
 from data_loader import IGNORED
@@ -107,6 +108,7 @@ def audit(trainer: Any, options: Options, parameters: int) -> list[Audited]:
         Audited("precision", precision_name(values), effective_precision(trainer, engine), options.precision_note),
         # accelerate wraps a single rank on the CPU, and not on a GPU
         Audited("strategy", requested, strategy, "one rank averages with nobody" if alone else "", binding=not alone),
+        optimizer_knob(trainer, engine, options),
     ]
     if engine is not None and options.deepspeed_config is not None:
         knobs += offload_knobs(engine, options.deepspeed_config.get("zero_optimization", {}))
@@ -209,6 +211,27 @@ def effective_batch(trainer: Trainer, engine) -> tuple[int, int, int]:
         return engine.train_micro_batch_size_per_gpu(), engine.gradient_accumulation_steps(), groups
     loader = trainer.callback_handler.train_dataloader
     return loader.total_batch_size // groups, trainer.args.gradient_accumulation_steps, groups
+
+
+def optimizer_knob(trainer: Any, engine, options: Options) -> Audited:
+    """PyTorch's AdamW against --optim, or the keys of the DeepSpeed file; another optimizer is shown as it runs."""
+    section = (options.deepspeed_config or {}).get("optimizer")
+    if section is None:
+        asked = OptimizerNames(options.values["optim"]).value
+    elif section["type"] == "AdamW" and section["params"].get("torch_adam"):
+        asked = "adamw_torch_fused" if section["params"].get("fused") else "adamw_torch"
+    else:
+        asked = ""
+    effective = optimizer_name(trainer.optimizer.optimizer if engine is None else engine.basic_optimizer)
+    names = {"adamw_torch_fused": "AdamW (torch, fused)", "adamw_torch": "AdamW (torch)"}
+    return Audited("optimizer", names.get(asked, effective), effective)
+
+
+def optimizer_name(optimizer: torch.optim.Optimizer) -> str:
+    """Its class, whose it is, and whether one kernel steps many parameters: ``AdamW (torch, fused)``."""
+    library = type(optimizer).__module__.split(".")[0]
+    fused = ", fused" if optimizer.defaults.get("fused") else ""
+    return f"{type(optimizer).__name__} ({library}{fused})"
 
 
 def offload_knobs(engine, zero: dict) -> list[Audited]:

@@ -32,6 +32,7 @@ class WorkshopTrainer(Trainer):
     saved_step = 0  # of the last checkpoint that is complete, 0 without one
     # told where a step is: its data, forward pass, backward pass, optimizer (--profile)
     phase: Callable[[str], contextlib.AbstractContextManager] = contextlib.nullcontext
+    scale_of_norm = 1.0  # of the gradients that DeepSpeed tells the norm of
     loss_of_step: Any = 0  # sum over the micro batches of this optimizer step; FiniteLossCallback sets it back
 
     def __init__(self, *args, **kwargs):
@@ -65,7 +66,7 @@ class WorkshopTrainer(Trainer):
         with self.phase("forward"):
             result = super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
         if self.is_deepspeed_enabled and model.training:
-            scale_for_stage_0(result, model.optimizer)
+            self.scale_of_norm = scale_for_stage_0(result, model.optimizer)
         return result
 
     def prediction_step(self, model, inputs, prediction_loss_only, ignore_keys=None):
@@ -121,6 +122,10 @@ class WorkshopTrainer(Trainer):
                 self.accelerator.unscale_gradients()
             return super()._clip_grad_norm(model)
 
+    def _get_grad_norm(self, model, grad_norm=None):
+        norm = super()._get_grad_norm(model, grad_norm)
+        return norm if self.scale_of_norm == 1 else norm / self.scale_of_norm
+
     def training_step(self, model, inputs, num_items_in_batch=None):
         self.tokens = self.tokens + count_tokens(inputs)
         with self.phase("backward"):  # and in it the forward pass
@@ -134,6 +139,15 @@ class WorkshopTrainer(Trainer):
             self.control.should_training_stop = True
             return
         super()._run_epoch(*args, **kwargs)
+
+    def _load_optimizer_and_scheduler(self, checkpoint):
+        # Under FSDP2 the loading begins with a step over gradients of zero. accelerate's optimizer would hand it to the
+        # loss scaler of fp16, which refuses: it has scaled nothing yet
+        prepared = self.optimizer
+        if self.is_fsdp_enabled:
+            self.optimizer = prepared.optimizer
+        super()._load_optimizer_and_scheduler(checkpoint)
+        self.optimizer = prepared
 
     def _finalize_training(self, trial, num_train_samples, start_time):
         return super()._finalize_training(trial, num_train_samples, start_time - self.earlier_seconds)
@@ -153,17 +167,22 @@ class WorkshopTrainer(Trainer):
         return checkpoint_folder(self.args.output_dir, self.state.global_step)
 
 
-def scale_for_stage_0(loss: torch.Tensor, optimizer: Any) -> None:
+def scale_for_stage_0(loss: torch.Tensor, optimizer: Any) -> float:
     """Multiply the gradient of the loss by the loss scale, where DeepSpeed divides by it and has not multiplied.
 
     DeepSpeed 0.19.8 scales an fp16 loss for a ZeROOptimizer alone (runtime/engine.py, backward). The optimizers of
     stage 0 divide the gradients by the scale all the same. Those are then 65,536 times too small, Adam's epsilon is
     larger, and the model barely learns (deepspeedai/DeepSpeed#8393). A gradient above 1 has been scaled: by a DeepSpeed
     in which this is mended.
+
+    Returns by what the norm of the gradients must be divided: FP16_UnfusedOptimizer, which steps PyTorch's AdamW, tells
+    that of the scaled ones.
     """
     from deepspeed.runtime.fp16.fused_optimizer import FP16_Optimizer
     from deepspeed.runtime.fp16.unfused_optimizer import FP16_UnfusedOptimizer
 
-    if isinstance(optimizer, FP16_Optimizer | FP16_UnfusedOptimizer):
-        scale = optimizer.loss_scale_config.cur_scale
-        loss.register_hook(lambda gradient: torch.where(gradient > 1, gradient, gradient * scale))
+    if not isinstance(optimizer, FP16_Optimizer | FP16_UnfusedOptimizer):
+        return 1.0
+    scale = optimizer.loss_scale_config.cur_scale
+    loss.register_hook(lambda gradient: torch.where(gradient > 1, gradient, gradient * scale))
+    return scale if isinstance(optimizer, FP16_UnfusedOptimizer) else 1.0

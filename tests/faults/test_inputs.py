@@ -1,10 +1,13 @@
 """What a user types or hands over: flags, variables, config files, data, models. Details: tests/unit."""
 
 import json
+import os
 
 import pytest
 
 from bench import Bench
+from helpers import REPOSITORY
+from shell import program
 
 CODE = {"AutoConfig": "evil.Config", "AutoModelForCausalLM": "evil.Model"}
 OWN_CODE = json.dumps({"model_type": "mine", "auto_map": CODE})
@@ -47,6 +50,19 @@ def test_a_machine_that_cannot_compile(bench: Bench):
     none = {"CXX": "no-such-compiler", "TORCHINDUCTOR_CACHE_DIR": bench.folder.parent / "compiled", "fork": False}
     line = "--torch_compile: inductor cannot compile on ...; ..."
     bench.refuses(line, "--torch_compile", code=3, **none)
+
+
+def test_a_config_without_torch_adam_has_deepspeed_compile_its_own_optimizer(bench: Bench, tmp_path):
+    """Also where the environment is not activated, in whose bin its ninja lies. This compiler only notes its work."""
+    content = json.loads((REPOSITORY / "ds_configs/zero1.json").read_text())
+    for key in ("torch_adam", "fused"):
+        del content["optimizer"]["params"][key]
+    bench.write("own.json", json.dumps(content))
+    works = f"""case "$*" in *" -c "*fused_adam*) touch '{tmp_path}/works'; exit 1 ;; esac"""
+    own = {"CXX": program(tmp_path / "bin", "c++", works), "TORCH_EXTENSIONS_DIR": tmp_path / "new", "PATH": os.defpath}
+    ended = bench.run("--deepspeed", "own.json", code=1, fork=False, **own)
+    assert "Error building extension 'fused_adam'" in ended.err
+    assert (tmp_path / "works").exists()
 
 
 def test_texts_without_blanks_are_cut_to_the_length_and_counted(bench: Bench):

@@ -10,6 +10,7 @@ import socket
 import pytest
 
 from bench import STEP, Bench, Ended, complete, moment, same_training, same_weights
+from helpers import REPOSITORY
 
 KEPT = ("--save_total_limit", 2)
 RESUME = "--resume_from_checkpoint"
@@ -181,19 +182,16 @@ def test_nohup_lets_a_run_go_on_without_its_terminal(bench: Bench):
 METHODS = {
     "DDP": (),
     "FSDP": ("--fsdp",),
+    "ZeRO-0": ("--deepspeed", "ds_configs/zero0.json"),
+    "ZeRO-1": ("--deepspeed", "ds_configs/zero1.json"),
     "ZeRO-2": ("--deepspeed", "ds_configs/zero2.json"),
     "ZeRO-2 with offload": ("--deepspeed", "ds_configs/zero2_cpu_offload.json"),
     "ZeRO-3": ("--deepspeed", "ds_configs/zero3.json"),
 }
 DEEPSPEED = [pytest.param(name, marks=WIDER) for name in METHODS if "ZeRO" in name]
 PAIR = {"ranks": 2, "BATCH_SIZE": 1}
-
-
-def check_same(again: Ended, reference: Ended) -> None:
-    if again.record["knobs"]["strategy"]["effective"] in ("DDP", "FSDP2 FULL_SHARD"):
-        assert same_training(again, reference)
-    else:  # DeepSpeed's Adam on the CPU multiplies the powers of its betas on, and no checkpoint holds them
-        assert again.losses == pytest.approx(reference.losses, abs=1e-3, rel=0)
+# Lines for `bench.patched`: fp16 is the default on GPUs
+FP16 = (REPOSITORY / "tests/integration/fp16_on_cpu.py").read_text().removesuffix("train.run_and_exit(train.main)\n")
 
 
 @pytest.mark.parametrize("method", ["DDP", "FSDP", *DEEPSPEED])
@@ -202,7 +200,18 @@ def test_a_signal_to_one_rank_stops_all_at_the_same_step(bench: Bench, method):
     flags = METHODS[method]
     stopped(bench, sent(STEP, 5, signal.SIGTERM, rank=1), 5, *flags, **how)
     again = bench.run(*flags, *KEPT, RESUME, **how)
-    check_same(again, bench.reference(*flags, *KEPT, **how))
+    assert same_training(again, bench.reference(*flags, *KEPT, **how))
+
+
+@pytest.mark.parametrize("method", [pytest.param("DDP", marks=WIDER), "FSDP", *DEEPSPEED])
+def test_fp16_goes_on_with_its_loss_scale(bench: Bench, method):
+    how = PAIR | {"NUM_EPOCHS": 3}
+    flags = METHODS[method]
+    stopped(bench, FP16 + sent(STEP, 5, signal.SIGTERM, rank=1), 5, *flags, **how)
+    script = bench.patched(FP16)
+    again = bench.run(*flags, *KEPT, RESUME, script=script, **how)
+    assert again.effective("precision") == "fp16"
+    assert same_training(again, bench.reference(*flags, *KEPT, script=script, **how))
 
 
 @pytest.mark.parametrize("method", [pytest.param("DDP", marks=WIDER), "FSDP", *DEEPSPEED])
@@ -213,7 +222,7 @@ def test_all_ranks_killed_behind_a_checkpoint_that_is_not_marked(bench: Bench, m
     assert complete(dead.output) == {"checkpoint-2": True, "checkpoint-4": False}
     again = bench.run(*flags, *KEPT, RESUME, **PAIR)
     assert again.record["resumed_from"] == "output/7/checkpoint-2"
-    check_same(again, bench.reference(*flags, *KEPT, **PAIR))
+    assert same_training(again, bench.reference(*flags, *KEPT, **PAIR))
 
 
 def test_one_rank_dies(bench: Bench):

@@ -2,6 +2,8 @@
 
 import copy
 import json
+import os
+import shutil
 import subprocess
 import sys
 
@@ -9,52 +11,39 @@ import pytest
 import torch
 from transformers import BloomConfig, BloomForCausalLM
 
-import build_ops
 import gpu_check
-from helpers import REPOSITORY, make_workplace, run
+from helpers import NOTHING_COMPILED, REPOSITORY, make_workplace, run
 from training.chunked_loss import use_chunked_loss
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="PyTorch sees no CUDA GPU here")
 two_gpus = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="it needs two GPUs")
-ROWS = [row for row in gpu_check.ROWS if not row.full]
+WITHOUT_COMPILER = [] if shutil.which("g++") else ["compiled"]
+ROWS = [row.name for row in gpu_check.ROWS if not row.full and row.name not in WITHOUT_COMPILER]
 PINNED = {"zero2_cpu_offload_pinned_memory": True, "zero2_cpu_offload": False}
-
-
-def what_is_missing(row: gpu_check.TrainingRow) -> str:
-    """Why a row cannot run here: CPUAdam needs a C++ compiler, FusedAdam nvcc as well."""
-    configs = [
-        json.loads((REPOSITORY / flag).read_text()) for flag in row.flags.split() if flag.startswith("ds_configs/")
-    ]
-    builder = build_ops.needed_builder(configs[0]) if configs else None
-    found = build_ops.problem(builder) if builder else None
-    return str(found) if found else ""
 
 
 @pytest.fixture(scope="module")
 def rows(tmp_path_factory):
     folder = tmp_path_factory.mktemp("gpu")
-    names = [row.name for row in ROWS if not what_is_missing(row)]
-    command = [sys.executable, str(REPOSITORY / "scripts" / "gpu_check.py"), "--rows", *names]
-    code = subprocess.run(command, cwd=folder, check=False).returncode
+    command = [sys.executable, str(REPOSITORY / "scripts" / "gpu_check.py"), "--rows", *ROWS]
+    code = subprocess.run(command, cwd=folder, env=os.environ | NOTHING_COMPILED, check=False).returncode
     return code, folder / "results/gpu_check"
 
 
-@pytest.mark.parametrize("row", ROWS, ids=lambda row: row.name)
-def test_row(rows, row):
-    if missing := what_is_missing(row):
-        pytest.skip(missing)
+@pytest.mark.parametrize("name", ROWS)
+def test_row(rows, name):
     _, folder = rows
-    result = json.loads((folder / "gpu_check.json").read_text())["rows"][row.name]
+    result = json.loads((folder / "gpu_check.json").read_text())["rows"][name]
     assert result["status"] == "completed", result
-    record = json.loads((folder / "results" / f"{row.name}.json").read_text())
+    record = json.loads((folder / "results" / f"{name}.json").read_text())
     assert record["knobs"]["device"]["effective"] == "cuda:0"
     assert record["knobs"]["precision"] == {"requested": "fp16", "effective": "fp16"}
     assert record["eval"][1]["loss"] < record["eval"][0]["loss"] < 7.7, "log(2048) is 7.62, what an untrained model has"
     (peak,) = record["peak_gpu_memory"]
     assert 0 < peak["allocated_mib"] <= peak["reserved_mib"]
-    if row.name in PINNED:
+    if name in PINNED:
         knob = record["knobs"]["optimizer pinned memory"]
-        assert knob == {"requested": PINNED[row.name], "effective": PINNED[row.name]}
+        assert knob == {"requested": PINNED[name], "effective": PINNED[name]}
 
 
 def test_it_ends_well(rows):

@@ -1,5 +1,6 @@
 """The table of runs: how each is started, and which of them must end with the same losses."""
 
+import shutil
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -62,7 +63,8 @@ STRATEGIES[TORCHRUN] = deepspeed(TORCHRUN, launcher="torchrun")
 CHUNKED = {f"chunked_{name}": replace(STRATEGIES[name], variables={"LOSS": "chunked"}) for name in ("zero2", "zero3")}
 COMPILE = {"LOSS": "chunked", "TORCH_COMPILE": "True", "PADDING": "longest"}
 # A command: inductor starts processes that compile, and reads its variables when it is imported
-CHUNKED["compiled"] = Run(variables=COMPILE, launcher="python")
+COMPILED = {"compiled": Run(variables=COMPILE, launcher="python")}
+needs_compiler = pytest.mark.skipif(not shutil.which("g++"), reason="torch.compile needs g++")
 # A third of the 256 positions is padding, and few labels count, not equally many in each batch: neither that nor how
 # the ranks divide the evaluation may matter. 32 questions in batches of 2 x 3, the last one filled up, or of 4
 LABELS = {
@@ -130,7 +132,7 @@ OTHERS = {"tracked": Run(2, ("--samples_per_gpu", "20"), TRACKED)}
 if XQUAD.exists():
     REAL = {"DATASET": XQUAD, "TRAIN_SIZE": 500, "EVAL_SIZE": 100, "NUM_EPOCHS": 1, "PADDING": "longest"}
     OTHERS["xquad"] = Run(variables=REAL | {"MAX_LENGTH": 512, "EM_F1": "True"})
-RUNS = STRATEGIES | CHUNKED | LABELS | OTHER_BATCHES | CUSTOM | TENSOR_PARALLEL | QWENS
+RUNS = STRATEGIES | CHUNKED | COMPILED | LABELS | OTHER_BATCHES | CUSTOM | TENSOR_PARALLEL | QWENS
 RUNS |= FP16 | MORE_FP16 | FP16_GPT | IN_BF16 | LARGE | OTHERS
 MEASURED = [name for name, run in RUNS.items() if run.script == MEASURE]
 

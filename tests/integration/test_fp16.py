@@ -9,17 +9,25 @@ from helpers import Finished
 from runs import FP16, FP16_ON_CPU, MORE_FP16, RUNS, uses
 
 TOLERANCE = 1e-3
+NORM_TOLERANCE = 0.01
 # Stage 0 prepares its optimizer by a step with empty gradients, which Adam counts: its first updates are too small
 STAGE_0_TOLERANCE = 0.05
+
+
+def norms(run: Finished) -> list[float]:
+    """Of the gradients, as the log has them. Of gradients times the loss scale they are 65,536 times as large."""
+    return [float(norm) for norm in re.findall(r"'grad_norm': '([^']+)'", run.log)]
 
 
 @uses(*FP16, *(pytest.param(name, marks=pytest.mark.faults) for name in MORE_FP16))
 def test_losses_fall_as_those_of_the_plain_trainer(run: Finished, table):
     assert run.effective("precision") == "fp16"
-    expected = table("fp16_plain").losses
-    assert expected[0] - expected[1] > 0.1, "the loss hardly moves, so that equal losses prove nothing"
-    tolerance = STAGE_0_TOLERANCE if "zero0" in run.job_id else TOLERANCE
-    assert run.losses == pytest.approx(expected, abs=tolerance, rel=0), run
+    expected = table("fp16_plain")
+    assert expected.losses[0] - expected.losses[1] > 0.1, "the loss hardly moves, so that equal losses prove nothing"
+    stage_0 = "zero0" in run.job_id
+    tolerance = STAGE_0_TOLERANCE if stage_0 else TOLERANCE
+    assert run.losses == pytest.approx(expected.losses, abs=tolerance, rel=0), run
+    assert norms(run) == pytest.approx(norms(expected), rel=0.2 if stage_0 else NORM_TOLERANCE), run
 
 
 @uses("fp16_tp2", pytest.param("fp16_tp2_fsdp2", marks=pytest.mark.faults))
@@ -27,9 +35,7 @@ def test_with_tensor_parallelism_too(run: Finished, table):
     assert run.effective("precision") == "fp16"
     expected = table("fp16_gpt_plain")
     assert run.losses == pytest.approx(expected.losses, abs=TOLERANCE, rel=0), run
-    # of gradients that were not divided by the loss scale the norm is 65,536 times as large, and clipping ends them
-    norms = [re.findall(r"'grad_norm': '([0-9.]+)'", done.log) for done in (run, expected)]
-    assert [float(norm) for norm in norms[0]] == pytest.approx([float(norm) for norm in norms[1]], rel=0.01)
+    assert norms(run) == pytest.approx(norms(expected), rel=NORM_TOLERANCE)
 
 
 @pytest.mark.parametrize("name", ["full_shard", "tp2"])

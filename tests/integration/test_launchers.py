@@ -5,15 +5,12 @@
 
 import gzip
 import json
-import os
 import re
 import socket
-import sys
-from pathlib import Path
 
 import pytest
 
-from helpers import LAUNCHERS, TINY, Finished, free_port, run
+from helpers import LAUNCHERS, Finished, free_port, run
 from runs import PYTHON, TORCHRUN, uses
 from training.profiling import PHASES, PROFILED_STEPS
 
@@ -90,16 +87,6 @@ def test_the_bandwidth_test_says_what_was_measured_and_decides(train, workplace)
     assert f"bandwidth test: bus_bandwidth_gb_per_s {figure}, ranks 2, " in done.out
     line = f"error: bandwidth test: {figure} GB/s between 2 ranks, at least 1000.0 GB/s expected; with InfiniBand"
     assert line in done.err
-
-
-@pytest.mark.skipif(sys.prefix == sys.base_prefix, reason="this python is no virtual environment")
-def test_a_link_to_the_environment_compiles_nothing_anew(bench, tmp_path):
-    """Snapshots and preflight's jobs have a link to .venv. There is no compiler here, and DeepSpeed would ask it."""
-    (tmp_path / "link").symlink_to(sys.prefix)
-    python = tmp_path / "link" / Path(sys.executable).relative_to(sys.prefix)
-    words = ("scripts/train.py", "--deepspeed", "ds_configs/zero1.json", "--max_steps", 1)
-    values = TINY | {"JOB_ID": "linked", "SAVE_STRATEGY": "no", "HOME": os.environ["HOME"], "CXX": "no-such-compiler"}
-    bench.run(*words, script=python, **values)
 
 
 # What the log and the record say

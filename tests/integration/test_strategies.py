@@ -13,7 +13,19 @@ import custom_model  # noqa: F401  (makes the Auto classes know it)
 from config import cpu_has_bf16
 from data_loader import read_questions, tokenise_batch
 from helpers import REPOSITORY, TINY, Finished
-from runs import CHUNKED, CONFIGS, CUSTOM, FSDP, IN_BF16, PYTHON, STRATEGIES, TENSOR_PARALLEL, TORCHRUN, uses
+from runs import (
+    CHUNKED,
+    CONFIGS,
+    CUSTOM,
+    FSDP,
+    IN_BF16,
+    PYTHON,
+    STRATEGIES,
+    TENSOR_PARALLEL,
+    TORCHRUN,
+    needs_compiler,
+    uses,
+)
 from training.checkpoints import bytes_to_save
 from training.safe_load import load_weights_only, refuse_foreign_code
 
@@ -34,7 +46,7 @@ def test_every_epoch_has_the_eval_loss_of_the_plain_trainer(run: Finished, table
     same_losses(run, table("plain"))
 
 
-@uses(*CHUNKED)
+@uses(*CHUNKED, pytest.param("compiled", marks=needs_compiler))
 def test_the_loss_without_logits_is_the_loss_with_them_also_compiled(run: Finished, table):
     assert (run.effective("loss"), table("plain").effective("loss")) == ("chunked", "full")
     assert run.effective("compiled") is (run.job_id == "compiled")
@@ -107,6 +119,8 @@ def test_deepspeed_runs_what_its_config_says(run: Finished):
     zero = json.loads((REPOSITORY / "ds_configs" / f"{config}.json").read_text())["zero_optimization"]
     assert run.effective("strategy") == f"DeepSpeed ZeRO-{zero['stage']}"
     assert run.effective("world size") == ranks == run.record["world_size"]
+    adam = "AdamW (torch, fused)"
+    assert run.record["knobs"]["optimizer"] == {"requested": adam, "effective": adam}
     for part, key in (("optimizer", "offload_optimizer"), ("parameter", "offload_param")):
         device = zero.get(key, {}).get("device", "none")
         assert run.effective(f"{part} offload") == device

@@ -17,10 +17,10 @@ from pathlib import Path
 
 from cluster import FINAL, Cluster
 from cluster import run as run_command
-from helpers import REPOSITORY, RUN_TIMEOUT
+from helpers import NOTHING_COMPILED, REPOSITORY, RUN_TIMEOUT
 from reporting.memory_logs import read_cpu_log, read_gpu_log
 
-TIMEOUT = RUN_TIMEOUT  # a job may wait for DeepSpeed's compiler, too
+TIMEOUT = RUN_TIMEOUT
 SYSTEM = ("/usr/sbin", "/usr/bin", "/sbin", "/bin")
 GIT = ("git", "-c", "user.name=test", "-c", "user.email=test@example.org")
 # 192 steps, some 8 seconds on a free machine, and a checkpoint after every 12
@@ -80,7 +80,8 @@ class Lab:
         # One thread per rank: the nodes claim more CPUs than this machine has
         ours = {"PATH": self.path, "HF_HOME": self.cache, "SITE": "laptop", "OMP_NUM_THREADS": 1}
         ours["SLURM_CONF"] = self.cluster.env["SLURM_CONF"]
-        return {name: str(value) for name, value in (basics | ours | variables).items() if value is not None}
+        values = basics | NOTHING_COMPILED | ours | variables
+        return {name: str(value) for name, value in values.items() if value is not None}
 
     def submit(self, experiment: str, *arguments: object, sbatch: tuple = (), **variables: object) -> "Job":
         """Run ``sbatch [sbatch] X.slurm [arguments]`` in the experiment's folder."""

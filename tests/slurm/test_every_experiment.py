@@ -1,6 +1,7 @@
 """Every experiment folder as a job, and what takes a minute: `make test-experiments`. Left out of `make test`."""
 
 import re
+import shutil
 import signal
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -54,6 +55,8 @@ def ended(large_lab, request):
 
 @pytest.mark.parametrize("script", EXPERIMENT_SCRIPTS, ids=lambda path: str(path.relative_to(EXPERIMENTS)))
 def test_experiment(script: Path, ended):
+    if "TORCH_COMPILE" in script.read_text() and not shutil.which("g++"):
+        pytest.skip("torch.compile needs g++")
     job, (nodes, gpus) = ended(script), shape(script)
     for config, error in REFUSED.items():
         if f"/{config}" in script.read_text():

@@ -1,8 +1,6 @@
 """Jobs that are stopped on a real cluster, whatever by, and that Slurm starts again: they end as if nothing had been.
 
-On the CPU the result is the same to the last bit: weights, losses of every epoch, mean of the training losses. Only
-DeepSpeed's Adam multiplies the powers of its betas on, and no checkpoint holds them: one rounding more or less there
-grows to 2e-4 of a loss of 6.3 within 240 steps. Another batch, or lost moments, change more than the 1e-3 allowed.
+On the CPU the result is the same to the last bit: weights, losses of every epoch, mean of the training losses.
 """
 
 import re
@@ -114,9 +112,6 @@ def check(case: Stopped, job: Job) -> None:
 
 def check_equal(job: Job, expected: Job) -> None:
     assert job.record["train"]["steps"] == expected.record["train"]["steps"]
-    if "deepspeed" in str(expected.script):
-        assert job.losses == pytest.approx(expected.losses, abs=1e-3, rel=0)
-        return
     weights = [(each.folder / "output" / each.id / "model.safetensors").read_bytes() for each in (job, expected)]
     assert weights[0] == weights[1], f"other weights\n{job}"
     assert job.losses == expected.losses

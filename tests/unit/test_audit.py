@@ -32,6 +32,7 @@ def plain_trainer() -> SimpleNamespace:
         is_deepspeed_enabled=False,
         model=model,
         model_wrapped=model,
+        optimizer=SimpleNamespace(optimizer=torch.optim.AdamW(model.parameters(), fused=True)),
         accelerator=SimpleNamespace(mixed_precision="no", num_processes=1),
         callback_handler=SimpleNamespace(train_dataloader=loader()),
         train_dataset=[row] * 64,
@@ -80,6 +81,10 @@ def compiled(trainer):
     trainer.model.transformer.h[0].compile()
 
 
+def unfused(trainer):
+    trainer.optimizer.optimizer = torch.optim.AdamW(trainer.model.parameters())
+
+
 def changed(path: str, value: object) -> Callable:
     """Sets an attribute of the trainer."""
     *holder, name = path.split(".")
@@ -90,6 +95,7 @@ LOADER = "callback_handler.train_dataloader"
 # knob -> what happens instead, requested, effective
 DIFFERENCES = {
     "precision": (changed("accelerator.mixed_precision", "fp16"), "fp32", "fp16"),
+    "optimizer": (unfused, "AdamW (torch, fused)", "AdamW (torch)"),
     "world size": (ranks, 1, 2),
     "micro batch": (changed(f"{LOADER}.total_batch_size", 2), 4, 2),
     "gradient accumulation": (changed("args.gradient_accumulation_steps", 1), 2, 1),
@@ -114,6 +120,14 @@ def test_anything_else_than_requested_ends_the_run_with_3_and_names_the_knob(kno
     assert refusal(begin, trainer, options, code=3) == f"{line}; correct the flag or the config"
     recorded = json.loads(Path("results/7.json").read_text())["knobs"][knob]
     assert recorded == {"requested": requested, "effective": effective}
+
+
+def test_an_optimizer_that_is_not_pytorchs_adamw_is_shown_as_it_runs(options):
+    trainer = plain_trainer()
+    options.values["optim"] = "sgd"
+    trainer.optimizer.optimizer = torch.optim.SGD(trainer.model.parameters())
+    knobs = json.loads(begin(trainer, options).path.read_text())["knobs"]
+    assert knobs["optimizer"] == {"requested": "SGD (torch)", "effective": "SGD (torch)"}
 
 
 def test_a_difference_on_another_rank_ends_all_with_its_number(options, refusal, monkeypatch):

@@ -5,6 +5,7 @@ import re
 from types import SimpleNamespace
 
 import pytest
+from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
 from transformers import TrainingArguments
 from transformers.integrations.deepspeed import HfTrainerDeepSpeedConfig
 
@@ -187,11 +188,22 @@ def test_everything_that_training_arguments_know_is_auto(path):
     assert filled.config["optimizer"]["params"]["lr"] == odd.learning_rate
 
 
+def test_one_key_has_a_default_that_depends_on_the_stage_and_the_files_say_it():
+    defaults = {stage: DeepSpeedZeroConfig(stage=stage).model_dump() for stage in range(4)}
+    assert {key for zero in defaults.values() for key in zero if zero[key] != defaults[0][key]} == {
+        "stage",
+        "overlap_comm",
+    }
+    for path in FILES:
+        zero = load(path.stem)["zero_optimization"]
+        assert zero["overlap_comm"] == defaults[zero["stage"]]["overlap_comm"], path
+
+
 # two files, and the keys in which they may differ
 COMPARED = [
     ("zero0", "zero1", r"stage"),
     ("zero0", "zero2", r"stage"),
-    ("zero2", "zero3", r"stage.*"),
+    ("zero2", "zero3", r"(stage.*|overlap_comm)"),
     ("zero1", "zero1_cpu_offload", r"offload_.*"),
     ("zero2", "zero2_cpu_offload", r"offload_.*"),
     ("zero3", "zero3_cpu_offload", r"offload_.*"),

@@ -3,7 +3,6 @@
 import pytest
 import torch
 
-import build_ops
 from checks import jobs as preflight_jobs
 from checks import machine as preflight_machine
 from helpers import REPOSITORY
@@ -48,17 +47,6 @@ def test_a_gpu_that_torch_was_not_built_for_fails(monkeypatch):
     assert state == "fail"
     assert found.startswith("Tesla V100-SXM2-32GB, compute capability 7.0: torch ")
     assert "python -m pip install torch==2.13.0+cu126 --index-url " in way_out
-
-
-@pytest.mark.parametrize(("cuda", "state"), [("12.6", "ok"), ("13.0", "fail")])
-def test_nvcc_must_have_the_major_version_of_torch(monkeypatch, cuda, state):
-    said = "Cuda compilation tools, release 12.8, V12.8.93"
-    monkeypatch.setattr(preflight_machine, "command", lambda *words: (True, said))
-    monkeypatch.setattr(build_ops, "problem", lambda builder: None)
-    monkeypatch.setattr(build_ops, "torch_build", lambda: ("2.13.0", cuda))
-    monkeypatch.setattr(build_ops, "nvcc", lambda: "/usr/local/cuda/bin/nvcc")
-    states = {name: line_state for line_state, name, *_ in preflight_machine.compilers()}
-    assert states["nvcc"] == state
 
 
 def test_pins():
