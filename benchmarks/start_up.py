@@ -1,19 +1,19 @@
 """Seconds from `sbatch` to the first optimizer step of tiny-bloom, on the tests' Slurm cluster (as root on Debian).
 
-    python benchmarks/start_up.py                 # of three jobs each, the fastest, the median and the slowest
+    python benchmarks/start_up.py                 # one job, then of three more the fastest, the median and the slowest
     python benchmarks/start_up.py --repeats 5
 
-The clock stops when the first loss stands in the log. A job before the first one fills the caches. Each node has one
-GPU that nothing uses, the ranks train on this machine's CPU. What a training imports is no choice of the job script's,
-and is measured beside. On 2 cores of an Intel Xeon, with other programs beside, so the fastest of 12 jobs or more each:
+The clock stops when the first loss stands in the log. The first job finds an empty home, where caches are kept. Each
+node has one GPU that nothing uses, the ranks train on this machine's CPU. What a training imports is no choice of the
+job script's, and is measured beside. On 2 cores of an AMD EPYC, the first job, and the fastest of three later ones:
 
-    seconds              imports   e8cff6e   now    without imports
-    plain, one GPU           3.8       5.4   5.1      1.6  ->  1.3
-    ZeRO-2, one GPU          4.1       9.9   6.0      5.8  ->  1.9
-    ZeRO-2, two nodes        4.1      15.2   9.8     11.1  ->  5.7
+    seconds              imports   first: 8a16574   now    later: 8a16574   now
+    plain, one GPU           6.1             12.1   8.4               9.4   7.4
+    ZeRO-2, one GPU          5.9            240.3  10.5               8.8   8.8
+    ZeRO-2, two nodes        5.9             24.9  15.3              17.2  14.3
 
-e8cff6e asked the compiler and PyTorch whether DeepSpeed's optimizers are there, and started the bandwidth test of two
-nodes by torchrun. What is left on two nodes: torchrun's own import of PyTorch, and the bandwidth test, 2 s each.
+8a16574 had DeepSpeed compile its optimizers, in the first job of ZeRO-2. (It was measured beside other programs:
+imports took 7.3 s.) What two nodes need more: torchrun's own import of PyTorch, and the bandwidth test.
 """
 
 import argparse
