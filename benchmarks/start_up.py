@@ -12,8 +12,9 @@ job script's, and is measured beside. On 2 cores of an AMD EPYC, the first job, 
     ZeRO-2, one GPU          5.9            240.3  10.5               8.8   8.8
     ZeRO-2, two nodes        5.9             24.9  15.3              17.2  14.3
 
-8a16574 had DeepSpeed compile its optimizers, in the first job of ZeRO-2. (It was measured beside other programs:
-imports took 7.3 s.) What two nodes need more: torchrun's own import of PyTorch, and the bandwidth test.
+8a16574 had DeepSpeed compile its optimizers, in the first job of ZeRO-2; 24.9 s is with what that one had compiled. (It
+was measured beside other programs: imports took 7.3 s.) What two nodes need more: torchrun's own import of PyTorch, and
+the bandwidth test.
 """
 
 import argparse

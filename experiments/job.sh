@@ -33,8 +33,8 @@ job_prepare() {
   RANKS_PER_NODE=${SLURM_GPUS_PER_NODE:-$(job_directive gpus-per-node)}
   RANKS_PER_NODE=${RANKS_PER_NODE##*:} # a100:2 -> 2
   JOB_ID=${SLURM_JOB_ID:-${JOB_ID:-local-$(date +%Y%m%d-%H%M%S)-$$}}
-  if [[ ! $JOB_ID =~ ^[A-Za-z0-9_-][A-Za-z0-9._-]*$ ]]; then
-    job_fail JOB_ID "'$JOB_ID' cannot name files" "give letters, digits, . _ or -"
+  if [[ ! $JOB_ID =~ ^[A-Za-z0-9_-][A-Za-z0-9._-]{0,63}$ ]]; then # as training/record.py
+    job_fail JOB_ID "'$JOB_ID' cannot name files" "give up to 64 letters, digits, . _ or -"
   fi
   ATTEMPT=$((${SLURM_RESTART_COUNT:-0} + 1))
   STARTED=$(date -u +%Y-%m-%dT%H:%M:%S+00:00) # as in the run record
@@ -114,7 +114,7 @@ job_set_threads() {
   local -r installed=$(nproc)
   local cpus=${SLURM_CPUS_ON_NODE:-$installed}
   cpus=$(((cpus < installed ? cpus : installed) / RANKS_PER_NODE))
-  # torchrun would set 1, and DeepSpeed's CPU optimizer would crawl
+  # torchrun would set 1, and an optimizer step on the CPU would crawl
   : "${OMP_NUM_THREADS:=$((cpus > 0 ? cpus : 1))}"
   if [[ -n ${SLURM_CPUS_PER_TASK:-} ]]; then
     export SRUN_CPUS_PER_TASK=$SLURM_CPUS_PER_TASK # since Slurm 22.05 srun no longer inherits it

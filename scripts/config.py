@@ -192,6 +192,9 @@ def check_combinations(options: Options) -> None:
         raise options.error("label_smoothing_factor", "needs the logits, and chunked has none", "use --loss full")
     if values["loss"] == "chunked" and values["use_liger_kernel"]:
         raise options.error("use_liger_kernel", "has a loss of its own, which would run instead", "use --loss full")
+    if values["optim"] == "adafactor" and (values["fsdp"] or values["tensor_parallel"] > 1):
+        what = "adafactor cannot step parameters that are sharded"
+        raise options.error("optim", what, "use adamw_torch_fused (the default), adamw_torch, sgd or rmsprop")
     # Both modes compare kernels, and inductor files the times under torch.get_float32_matmul_precision() (PyTorch 2.13,
     # select_algorithm.py and codecache.py). That raises once torch.backends.fp32_precision is "tf32", as --tf32 sets it
     if values["tf32"] and values["torch_compile_mode"] in ("max-autotune", "max-autotune-no-cudagraphs"):

@@ -68,6 +68,8 @@ OTHER_DEFAULTS = {
     "eval_strategy": "epoch",
     "save_total_limit": 1,
     "logging_steps": 5,
+    "logging_nan_inf_filter": False,  # it makes each micro batch wait for the GPU: WorkshopTrainer.training_step
+    "ddp_find_unused_parameters": False,  # transformers' default searches the graph in each step
     "per_device_eval_batch_size": None,  # the training batch size
     "disable_tqdm": False,
 }

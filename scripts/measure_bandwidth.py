@@ -21,7 +21,14 @@ from errors import ENVIRONMENT, OneLineErrors, WorkshopError
 from json_files import write_json
 from knobs import DEFAULTS
 from parallel import watchdog
-from parallel.distributed import leave_process_group, prepare_environment, rank, run_and_exit, world_size
+from parallel.distributed import (
+    leave_process_group,
+    prepare_environment,
+    rank,
+    run_and_exit,
+    wait_for_everyone,
+    world_size,
+)
 
 GPU = torch.cuda.is_available()
 DEVICE = "cuda" if GPU else "cpu"
@@ -53,7 +60,7 @@ def main() -> None:
     dist.init_process_group("nccl" if GPU else "gloo")
     watchdog.beat("the bandwidth test")
 
-    part, iterations, seconds = measure(torch.ones(MESSAGE_BYTES // 4, device=DEVICE))
+    part, iterations, seconds = measure(torch.zeros(MESSAGE_BYTES // 4, device=DEVICE))
     # four digits, not decimals: a very slow network is not one of 0.0 GB/s
     bandwidth = float(f"{bus_bandwidth(seconds, part.nbytes, world_size()):.4g}")
     result = {
@@ -105,7 +112,9 @@ def seconds_per_all_reduce(message: torch.Tensor, iterations: int) -> float:
         if i == 1:  # the first one opens connections
             synchronise()
             start = time.perf_counter()
-        dist.all_reduce(message, dist.ReduceOp.MAX)  # not SUM, which would overflow
+        dist.all_reduce(
+            message
+        )  # a sum, as of gradients: NVSwitches (NVLS) add up fp32, and know no other operation on it
     synchronise()
     slowest = torch.tensor((time.perf_counter() - start) / iterations, device=DEVICE)
     dist.all_reduce(slowest, dist.ReduceOp.MAX)
@@ -115,7 +124,7 @@ def seconds_per_all_reduce(message: torch.Tensor, iterations: int) -> float:
 def synchronise() -> None:
     if GPU:
         torch.cuda.synchronize()
-    dist.barrier()
+    wait_for_everyone()
 
 
 def bus_bandwidth(seconds: float, message_bytes: int, ranks: int) -> float:

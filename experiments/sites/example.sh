@@ -18,9 +18,10 @@ export SBATCH_PARTITION="${SBATCH_PARTITION:-CHANGE_ME}" # sinfo -s
 # --- Python environment, on the first node of each job; srun passes it on to the others.
 site_setup() {
   module purge
-  # CUDA comes with the packages. For a V100, or a driver older than 580, install in this environment
+  # CUDA comes with the packages. For a V100, or a driver older than 580, install this build into the environment:
   #     python -m pip install torch==2.13.0+cu126 --index-url https://download.pytorch.org/whl/cu126
-  # module load gcc # 10 or newer, for torch.compile alone
+  # module load gcc  # 10 or newer, for torch.compile and DeepSpeed's own AdamW
+  # module load cuda # for the latter on a GPU: the major version of torch's CUDA
   # shellcheck source=/dev/null
   source "$HOME/miniforge3/etc/profile.d/conda.sh"
   conda activate deepspeed-finetune

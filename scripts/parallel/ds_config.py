@@ -127,12 +127,21 @@ def check_stage(path: str, zero: dict) -> None:
 
 
 def check_required(path: str, config: dict, leaves: dict) -> None:
-    """Refuse a missing key by which a flag would have no effect, without a word."""
+    """Refuse a missing key by which a flag would have no effect, without a word; and what AdamW cannot do."""
     required = dict(NEEDED_ALWAYS)
     if "optimizer" in config:
         if config["optimizer"].get("type") not in ("Adam", "AdamW"):
             way_out = "use AdamW, or remove the section and choose with --optim"
             raise WorkshopError(f"{path}: optimizer.type", f"is {config['optimizer'].get('type')!r}", way_out)
+        params = config["optimizer"].get("params", {})
+        if params.get("fused") and not params.get("torch_adam"):
+            way_out = "add torch_adam, or remove fused"
+            raise WorkshopError(f"{path}: optimizer.params.fused", "DeepSpeed's own AdamW has no such key", way_out)
+        ratio = (config["zero_optimization"].get("offload_optimizer") or {}).get("ratio", 1)
+        if ratio < 1 and params.get("torch_adam"):
+            way_out = "take torch_adam and fused out of optimizer.params, or remove ratio"
+            source = f"{path}: zero_optimization.offload_optimizer.ratio"
+            raise WorkshopError(source, f"is {ratio}, and only DeepSpeed's own AdamW steps a part on the CPU", way_out)
         required |= NEEDED_BY_OPTIMIZER
     if config.get("scheduler", {}).get("type") in ("WarmupLR", "WarmupDecayLR"):
         required |= NEEDED_BY_WARM_UP

@@ -63,10 +63,11 @@ def check_can_be_cut(model: PreTrainedModel, tensor_parallel: int) -> None:
     if unknown:
         raise WorkshopError("--tensor_parallel", f"{name} is cut by {min(unknown)}, which is not known here", other)
     config = model.config.get_text_config()
-    heads = config.num_attention_heads
-    for number in (heads, getattr(config, "num_key_value_heads", None) or heads):
+    heads = {"attention heads": config.num_attention_heads}
+    heads["key/value heads"] = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+    for kind, number in heads.items():
         if number % tensor_parallel:
-            what = f"{tensor_parallel} does not divide the {number} heads of the model"
+            what = f"{tensor_parallel} does not divide the model's {number} {kind}"
             raise WorkshopError("--tensor_parallel", what, "choose a divisor")
 
 

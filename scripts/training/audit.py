@@ -218,7 +218,7 @@ def optimizer_knob(trainer: Any, engine, options: Options) -> Audited:
     section = (options.deepspeed_config or {}).get("optimizer")
     if section is None:
         asked = OptimizerNames(options.values["optim"]).value
-    elif section["type"] == "AdamW" and section["params"].get("torch_adam"):
+    elif section["params"].get("torch_adam") and section["params"].get("adam_w_mode", True):
         asked = "adamw_torch_fused" if section["params"].get("fused") else "adamw_torch"
     else:
         asked = ""

@@ -19,7 +19,6 @@ WARM_UP_STEPS = 3
 PROFILED_STEPS = 3
 PERCENT_PER_LINE = 5
 BAD_LOSSES = 3  # in a row
-FINITE_AGAIN = "lower --learning_rate, or use --bf16 instead of --fp16"
 
 
 class TrainSpeedCallback(TrainerCallback):
@@ -236,14 +235,17 @@ class FiniteLossCallback(TrainerCallback):
     """Ends the run, with exit code 1, once the loss was NaN or infinite for `BAD_LOSSES` steps in a row, or in an
     evaluation.
 
-    The Trainer logs the mean of the other losses in its place (logging_nan_inf_filter), and goes on to the end. Steps
-    that loss scaling skips do not count: there the scaled gradients overflow, not the loss.
+    The Trainer logs the mean of the other losses in its place (WorkshopTrainer.training_step), and goes on to the end.
+    Steps that loss scaling skips do not count: there the scaled gradients overflow, not the loss.
     """
 
     def __init__(self, trainer: Any):
         """trainer: a WorkshopTrainer, which sums the loss of a step."""
         self.trainer = trainer
         self.bad_losses = torch.zeros((), device=trainer.args.device, dtype=torch.int64)
+        self.way_out = "lower --learning_rate"
+        if trainer.args.fp16:
+            self.way_out += ", or use --bf16 instead of --fp16"
 
     def on_step_end(self, args, state, control, **kwargs):
         self.bad_losses = torch.where(self.trainer.loss_of_step.isfinite(), 0, self.bad_losses + 1)
@@ -263,12 +265,12 @@ class FiniteLossCallback(TrainerCallback):
         bad = int(most)
         if bad >= BAD_LOSSES:
             what = f"is not finite since step {step - bad + 1} ({bad} steps in a row)"
-            raise WorkshopError("loss", what, FINITE_AGAIN, code=1)
+            raise WorkshopError("loss", what, self.way_out, code=1)
 
     def on_evaluate(self, args, state, control, metrics, **kwargs):
         loss = metrics.get("eval_loss", 0.0)
         if not math.isfinite(loss):
-            raise WorkshopError("evaluation loss", f"is {loss} after step {state.global_step}", FINITE_AGAIN, code=1)
+            raise WorkshopError("evaluation loss", f"is {loss} after step {state.global_step}", self.way_out, code=1)
 
 
 def evaluations(log_history: list[dict]) -> list[dict]:

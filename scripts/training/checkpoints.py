@@ -40,7 +40,7 @@ UNSHARDED = {"plain", "DDP"}  # each rank holds everything, so any number of ran
 # Settings that a resumed run may have otherwise: they decide when something is done, or where it goes
 MAY_CHANGE = re.compile(
     r"num_train_epochs|max_steps|(logging|log|save|eval)_(?!size|dataset).*|output_dir|run_name|report_to|em_f1.*|profile"
-    r"|resume_from_checkpoint|ddp_timeout|disable_tqdm|dataloader_.*|per_device_(train|eval)_batch_size"
+    r"|resume_from_checkpoint|ddp_timeout|ddp_find_unused_parameters|disable_tqdm|dataloader_.*|per_device_(train|eval)_batch_size"
     r"|gradient_accumulation_steps|deepspeed|fsdp|fsdp_config|local_rank|use_cpu"
 )
 

@@ -32,7 +32,7 @@ def new_job_id() -> str:
     """
     local = f"local-{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"
     job_id = os.environ.get("JOB_ID") or os.environ.get("SLURM_JOB_ID") or local
-    if not re.fullmatch(r"(?!\.)[A-Za-z0-9._-]{1,64}", job_id):
+    if not re.fullmatch(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,63}", job_id):  # as job.sh
         raise WorkshopError("JOB_ID", f"{job_id!r:.80} cannot name files", "give up to 64 letters, digits, . _ or -")
     return same_everywhere(job_id)
 

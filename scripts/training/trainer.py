@@ -117,21 +117,29 @@ class WorkshopTrainer(Trainer):
 
     def _clip_grad_norm(self, model):
         with self.phase("optimizer"):
-            if self._has_mixed_mesh_grads(model):
-                # transformers 5.23 clips these without dividing by the loss scale before (_mixed_mesh_grad_norm)
-                self.accelerator.unscale_gradients()
+            self.unscale_cut_gradients(model)
             return super()._clip_grad_norm(model)
 
     def _get_grad_norm(self, model, grad_norm=None):
+        if grad_norm is None:  # nothing was clipped: --max_grad_norm 0
+            self.unscale_cut_gradients(model)
         norm = super()._get_grad_norm(model, grad_norm)
         return norm if self.scale_of_norm == 1 else norm / self.scale_of_norm
+
+    def unscale_cut_gradients(self, model) -> None:
+        """Those of tensor parallelism: transformers 5.23 sums their norm without dividing by the loss scale before."""
+        if self._has_mixed_mesh_grads(model):
+            self.accelerator.unscale_gradients()
 
     def training_step(self, model, inputs, num_items_in_batch=None):
         self.tokens = self.tokens + count_tokens(inputs)
         with self.phase("backward"):  # and in it the forward pass
             loss = super().training_step(model, inputs, num_items_in_batch)
         self.loss_of_step = self.loss_of_step + loss
-        return loss
+        # A loss that is not finite counts as the mean of those before, as with logging_nan_inf_filter, which asks in
+        # Python: nothing of the next micro batch would be given to the GPU before it has done this one
+        mean = self._tr_loss / (1 + self.state.global_step - self._globalstep_last_logged)
+        return torch.where(loss.isfinite(), loss, mean)
 
     def _run_epoch(self, *args, **kwargs):
         # transformers would do one step more than --max_steps from a checkpoint of the last one, or behind a stop

@@ -52,6 +52,13 @@ def test_a_machine_that_cannot_compile(bench: Bench):
     bench.refuses(line, "--torch_compile", code=3, **none)
 
 
+def test_the_workshops_deepspeed_files_ask_no_compiler(bench: Bench, tmp_path):
+    """Not even whether it could compile one of DeepSpeed's extensions."""
+    compiler = program(tmp_path / "bin", "c++", f"touch '{tmp_path}/asked'; exit 1")
+    bench.run("--deepspeed", "ds_configs/zero2_cpu_offload.json", fork=False, CC=compiler, CXX=compiler)
+    assert not (tmp_path / "asked").exists()
+
+
 def test_a_config_without_torch_adam_has_deepspeed_compile_its_own_optimizer(bench: Bench, tmp_path):
     """Also where the environment is not activated, in whose bin its ninja lies. This compiler only notes its work."""
     content = json.loads((REPOSITORY / "ds_configs/zero1.json").read_text())

@@ -8,6 +8,7 @@ import signal
 import socket
 
 import pytest
+import torch
 
 from bench import STEP, Bench, Ended, complete, moment, same_training, same_weights
 from helpers import REPOSITORY
@@ -190,8 +191,10 @@ METHODS = {
 }
 DEEPSPEED = [pytest.param(name, marks=WIDER) for name in METHODS if "ZeRO" in name]
 PAIR = {"ranks": 2, "BATCH_SIZE": 1}
-# Lines for `bench.patched`: fp16 is the default on GPUs
+# Lines for `bench.patched`: fp16 is the default on GPUs. The loss scale is doubled after each second step, not 2,000
+FIRST_SCALE = 2.0**16
 FP16 = (REPOSITORY / "tests/integration/fp16_on_cpu.py").read_text().removesuffix("train.run_and_exit(train.main)\n")
+FP16 += f"torch.amp.GradScaler.__init__.__defaults__ = ('cuda', {FIRST_SCALE}, 2.0, 0.5, 2, True)\n"
 
 
 @pytest.mark.parametrize("method", ["DDP", "FSDP", *DEEPSPEED])
@@ -211,7 +214,11 @@ def test_fp16_goes_on_with_its_loss_scale(bench: Bench, method):
     script = bench.patched(FP16)
     again = bench.run(*flags, *KEPT, RESUME, script=script, **how)
     assert again.effective("precision") == "fp16"
-    assert same_training(again, bench.reference(*flags, *KEPT, script=script, **how))
+    reference = bench.reference(*flags, *KEPT, script=script, **how)
+    assert same_training(again, reference)
+    if "ZeRO" not in method:  # whose scale is in a file of its own
+        scales = [torch.load(ended.output / "checkpoint-6" / "scaler.pt")["scale"] for ended in (again, reference)]
+        assert scales[0] == scales[1] > FIRST_SCALE
 
 
 @pytest.mark.parametrize("method", [pytest.param("DDP", marks=WIDER), "FSDP", *DEEPSPEED])

@@ -1,7 +1,7 @@
 """Starts train.py with fp16 on the CPU, where it is refused and no library does it by itself. For the tests alone.
 
 fp16 is the default on GPUs, and the arithmetic of its loss scaling is the same here: autocast to fp16, a GradScaler,
-DeepSpeed's own optimizers in fp16. What differs are the kernels.
+DeepSpeed's own loss scaling. What differs are the kernels.
 """
 
 import os

@@ -27,6 +27,7 @@ def test_losses_fall_as_those_of_the_plain_trainer(run: Finished, table):
     stage_0 = "zero0" in run.job_id
     tolerance = STAGE_0_TOLERANCE if stage_0 else TOLERANCE
     assert run.losses == pytest.approx(expected.losses, abs=tolerance, rel=0), run
+    assert norms(expected)
     assert norms(run) == pytest.approx(norms(expected), rel=0.2 if stage_0 else NORM_TOLERANCE), run
 
 

@@ -1,5 +1,6 @@
 """Plain Trainer, DDP, every DeepSpeed config and every strategy of FSDP train the same model, and save it whole."""
 
+import ast
 import json
 import re
 from types import SimpleNamespace
@@ -18,6 +19,7 @@ from runs import (
     CONFIGS,
     CUSTOM,
     FSDP,
+    GPT_SIZES,
     IN_BF16,
     PYTHON,
     STRATEGIES,
@@ -228,3 +230,49 @@ def test_no_file_of_its_checkpoint_is_taken_for_code(run: Finished, monkeypatch)
     (checkpoint,) = run.output.glob("checkpoint-*")
     load_weights_only(with_deepspeed=True)
     refuse_foreign_code(checkpoint)
+
+
+# 3. What they wait for
+
+# Notes which function reads a number out of a tensor while the model trains: on a GPU it waits there for all that was
+# started before
+READING = """
+import atexit, collections, traceback
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from training.trainer import WorkshopTrainer
+
+readers = collections.Counter()
+
+
+class Reading(TorchDispatchMode):
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        if function is torch.ops.aten._local_scalar_dense.default:
+            callers = [frame for frame in traceback.extract_stack() if "/torch/" not in frame.filename]
+            readers[callers[-2].name] += 1  # the last one is this
+        return function(*args, **(kwargs or {}))
+
+
+def watched(*args, original=WorkshopTrainer._inner_training_loop, **kwargs):
+    with Reading():
+        return original(*args, **kwargs)
+
+
+WorkshopTrainer._inner_training_loop = watched
+atexit.register(lambda: print("read by", dict(readers)))
+"""
+
+
+@pytest.mark.parametrize("model", ["tiny-bloom", "custom-gpt"])
+def test_no_micro_batch_waits_for_the_gpu(train, model):
+    sizes = GPT_SIZES | {"VOCAB_SIZE": 2048, "TOKENIZER_NAME": "tiny-bloom"} if model == "custom-gpt" else {}
+    few = {"TRAIN_SIZE": 8, "EVAL_SIZE": 4, "NUM_EPOCHS": 1, "BATCH_SIZE": 1, "GRAD_ACC": 4, "SAVE_STRATEGY": "no"}
+    words = ("--eval_strategy", "no", "--logging_steps", 9)
+    run = train(f"reading_{model}", *words, patch=READING, MODEL_NAME=model, **few, **sizes)
+    (line,) = [line for line in run.log.splitlines() if line.startswith("read by ")]
+    assert ast.literal_eval(line.removeprefix("read by ")) == {
+        "__iter__": 1,  # accelerate's data loader: the epoch's seed
+        "check": 2,  # is the loss finite? Behind a step that is logged, and behind the epoch
+        "_maybe_log_save_evaluate": 2,  # the line of the log: loss, norm of the gradients
+        "_finalize_training": 1,  # the mean of all losses
+    }

@@ -94,9 +94,10 @@ def test_use_of_a_gpu_has_the_documents_names_and_is_empty_with_a_reason_where_i
 NAN, INFINITY = float("nan"), float("inf")
 
 
-def train(*losses: float, every: int = 1, to: str = "log", micro_batches: int = 1) -> None:
+def train(*losses: float, every: int = 1, to: str = "log", micro_batches: int = 1, fp16: bool = False) -> None:
     """The Trainer's loop over these losses, each of one micro batch, with a pause to log, evaluate or save."""
-    trainer = SimpleNamespace(args=SimpleNamespace(device=torch.device("cpu")), loss_of_step=0)
+    args = SimpleNamespace(device=torch.device("cpu"), fp16=fp16)
+    trainer = SimpleNamespace(args=args, loss_of_step=0)
     callback = FiniteLossCallback(trainer)
     coming = iter(losses)
     for step in range(1, len(losses) // micro_batches + 1):
@@ -111,10 +112,11 @@ def train(*losses: float, every: int = 1, to: str = "log", micro_batches: int = 
 @pytest.mark.parametrize("bad", [NAN, -INFINITY])
 def test_the_third_loss_in_a_row_that_is_not_finite_ends_the_run(bad, refusal):
     train(2.0, bad, bad, 2.0, bad, bad)  # and the end of an epoch
-    assert refusal(train, 2.0, bad, bad, 2.0, bad, bad, bad, code=1) == (
-        "error: loss: is not finite since step 5 (3 steps in a row); "
-        "lower --learning_rate, or use --bf16 instead of --fp16"
-    )
+    line = "error: loss: is not finite since step 5 (3 steps in a row); lower --learning_rate"
+    losses = (2.0, bad, bad, 2.0, bad, bad, bad)
+    assert refusal(train, *losses, code=1) == line
+    in_fp16 = refusal(lambda: train(*losses, fp16=True), code=1)
+    assert in_fp16 == f"{line}, or use --bf16 instead of --fp16"
 
 
 @pytest.mark.parametrize("to", ["log", "evaluate", "save"])
@@ -135,7 +137,7 @@ def test_another_ranks_losses_end_this_one_too(monkeypatch, refusal):
 
 
 def test_an_evaluation_without_a_finite_loss_ends_the_run(refusal):
-    callback = FiniteLossCallback(SimpleNamespace(args=SimpleNamespace(device="cpu")))
+    callback = FiniteLossCallback(SimpleNamespace(args=SimpleNamespace(device="cpu", fp16=False)))
     evaluated = {"control": None, "args": None, "state": SimpleNamespace(global_step=8)}
     callback.on_evaluate(**evaluated, metrics={"eval_loss": 2.0})
     line = refusal(lambda: callback.on_evaluate(**evaluated, metrics={"eval_loss": NAN}), code=1)

@@ -93,6 +93,7 @@ MISTAKES = {
     "--loss chunked --label_smoothing_factor 0.1": "--label_smoothing_factor: needs the logits, and chunked has none;",
     "--loss chunked --use_liger_kernel": "--use_liger_kernel: has a loss of its own, which would run instead;",
     "--tf32 True --torch_compile_mode max-autotune": "--tf32: cannot be combined with max-autotune",
+    "--fsdp --optim adafactor": "--optim: adafactor cannot step parameters that are sharded; use adamw_torch_fused (",
     "--model_name custom-gpt --seq_length 3": "--max_length: 512 is more than the 3 positions of --seq_length; lower",
     # secrets, which `ps` would show
     "--hub_token=hf_canary": "--hub_token: ",

@@ -53,8 +53,8 @@ def model(kind: str, **sizes: int):
         ("bloom", {}, "transformers has no plan by which to cut BloomForCausalLM"),
         ("mixtral", {"num_key_value_heads": 4}, "MixtralForCausalLM is cut by "),
         ("qwen3", {"num_key_value_heads": 4}, "Qwen3ForCausalLM is cut by replicated_with_grad_allreduce, which"),
-        ("llama", {"num_key_value_heads": 2}, "4 does not divide the 2 heads of the model; choose a divisor"),
-        ("llama", {"num_attention_heads": 2}, "4 does not divide the 2 heads of the model; choose a divisor"),
+        ("llama", {"num_key_value_heads": 2}, "4 does not divide the model's 2 key/value heads; choose a divisor"),
+        ("llama", {"num_attention_heads": 2}, "4 does not divide the model's 2 attention heads; choose a divisor"),
     ],
 )
 def test_a_model_that_cannot_be_cut_is_named(refusal, kind, sizes, what):
