@@ -54,7 +54,8 @@ def at_scale(method: str, gpus: int) -> AtScale:
 def page_table() -> str:
     """As docs/comparison.md shows it."""
     gpus = GPUS[-1]
-    lines = [f"| {gpus:,} GPUs | GiB held | GB sent | Between nodes |", "|" + " --- |" * 4]
+    heads = ["GiB that a rank holds", "GB that a rank sends in a step", "GB of these that leave its node"]
+    lines = [f"| On {gpus:,} GPUs | {' | '.join(heads)} |", "|" + " --- |" * 4]
     for method in METHODS:
         shown = at_scale(method, gpus)
         held = sum(part.gpu for part in shown.held) / GIB
