@@ -5,7 +5,7 @@
 #     experiments/submit.sh --dry-run deepspeed-single-gpu           # only show: sbatch lines, knobs, commands, memory
 #     experiments/submit.sh --snapshot deepspeed-single-gpu/zero_2   # later edits do not reach the queued job
 # FAMILY or FOLDER is a path below experiments/. The dry run checks flags, config files and memory, asks Slurm what it
-# would refuse, and ends with 2 or 3 if something is wrong. A submission leaves out what Slurm refuses, and ends with 3.
+# would refuse, and ends with 2 or 3 if something is wrong. A submission leaves out what can never run, and ends with 3.
 # Knobs come from the environment:  MODEL_NAME=bigscience/bloom-3b experiments/submit.sh deepspeed-single-gpu
 set -euo pipefail
 
@@ -35,6 +35,15 @@ snapshot() { # freeze what a job reads; prints the folder
     ln -s "$ROOT/.venv" "$folder/.venv" # sites look for it in $ROOT
   fi
   printf '%s' "$folder"
+}
+
+ask_slurm() { # NAME: what Slurm says of the script, in `said`; fails if it can never run, and warns if it only cannot now
+  said=$(sbatch --test-only "$1" 2>&1) && return
+  # Slurm says the same of more nodes than there are, and of nodes that are drained
+  local -r away=$(sinfo --noheader --states=down,drain,fail,maint ${SBATCH_PARTITION:+--partition="$SBATCH_PARTITION"} --format=%n 2>/dev/null)
+  [[ -n $away ]] || return 1
+  printf 'warning: %s: Slurm cannot place it now: %s; nodes that are down or drained: %s\n' \
+    "${script#"$ROOT"/}" "${said//$'\n'/ }" "${away//$'\n'/ }" >&2
 }
 
 # 1. The command line
@@ -110,12 +119,12 @@ for script in "${scripts[@]}"; do
     done
     printf '%s %q\n' "${line[*]}" "$name"
     (unset "${!SLURM_@}" && DRY_RUN=1 bash "$name") || code=$? # this may be a job itself, with other nodes and GPUs
-    if command -v sbatch >/dev/null && ! said=$(sbatch --test-only "$name" 2>&1); then
+    if command -v sbatch >/dev/null && ! ask_slurm "$name"; then
       printf 'error: %s: Slurm would refuse it: %s; correct the site file or the directives\n' "$script" "${said//$'\n'/ }" >&2
       code=3
     fi
-  elif mkdir -p log && said=$("${line[@]}" "$name" 2>&1); then # without log/ Slurm fails the job without a word
-    previous=$(sed -n '$s/;.*//p; $!d' <<<"$said;")            # the last line: 4711, or 4711;cluster
+  elif mkdir -p log && ask_slurm "$name" && said=$("${line[@]}" "$name" 2>&1); then # without log/ Slurm fails the job without a word
+    previous=$(sed -n '$s/;.*//p; $!d' <<<"$said;")                                 # the last line: 4711, or 4711;cluster
     printf '%s  %s\n' "$previous" "${script#"$ROOT"/}"
   else
     printf 'error: %s: Slurm refuses it: %s; correct the site file or the directives\n' "${script#"$ROOT"/}" "${said//$'\n'/ }" >&2

@@ -20,7 +20,7 @@ import torch
 
 from config import Options, precision_name
 from errors import WorkshopError, run_program
-from estimate.memory import GIB, estimate, totals
+from estimate.memory import GIB, estimate, totals, without_gpu
 from estimate.model_shape import shape_for
 from estimate.planned import RATES, check_optimizer, options_of_plan, read_config_files
 from estimate_time import Rates, given_rates, offloads, predict_step
@@ -87,17 +87,22 @@ def read_options(
 def memory_table(options: Options) -> str:
     values = options.values
     held = estimate(options)
+    if values["use_cpu"]:
+        held = without_gpu(held)
     shape = shape_for(options)
     gpus = values["gpus"]
     nodes = values["nodes"]
+    ranks = f"{gpus} rank(s) without a GPU" if values["use_cpu"] else f"{gpus} GPU(s)"
     batch = f"{values['per_device_train_batch_size']} x {values['max_length']} tokens"
     lines = [
         f"{values['model_name']}: {shape.model:,} parameters, {precision_name(values)}, micro batch {batch}, "
-        f"{gpus} GPU(s) on {nodes} node(s)",
+        f"{ranks} on {nodes} node(s)",
         f"{'GiB per rank':24}{'GPU':>8}{'CPU':>8}",
         *(f"{part.what:24}{part.gpu / GIB:8.2f}{part.cpu / GIB:8.2f}  {part.note}" for part in held),
     ]
     on_gpu, on_cpu = totals(held, gpus // nodes)
+    if values["use_cpu"]:
+        return "\n".join([*lines, verdict("one node", on_cpu, values["cpu_memory"])])
     lines += [verdict("one GPU", on_gpu, memory_of_gpu(options))]
     lines += [verdict("one node", on_cpu, values["cpu_memory"])]
     reserve = f"a fifth more, and {CUDA_RESERVE / GIB:g} GiB for CUDA in each process"

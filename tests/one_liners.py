@@ -5,6 +5,8 @@ import re
 import subprocess
 from pathlib import Path
 
+import pytest
+
 from helpers import REPOSITORY
 from reporting.memory_logs import logs_of, read_gpu_log
 from reporting.metrics import METRICS
@@ -24,6 +26,7 @@ METRIC_OF_LINE = {
     "Eval samples per second, of the last epoch": "eval_samples_per_second",
 }
 PER_GPU = "Peak of each GPU (MiB)"
+IN_USE = "CPU in use, mean and largest value (%)"
 
 
 def documented() -> dict[str, str]:
@@ -44,7 +47,7 @@ def shell(command: str, folder: Path, **variables: str) -> list[float]:
 def check_one_liners(record: Path) -> None:
     """Each gives the value of the report, of a run with one GPU log."""
     run, lines = read_run(record), documented()
-    assert set(lines) == {*METRIC_OF_LINE, PER_GPU}
+    assert set(lines) == {*METRIC_OF_LINE, PER_GPU, IN_USE}
     for title, metric in METRIC_OF_LINE.items():
         found = shell(lines[title], run.folder, JOB=run.job_id)
         expected = METRICS[metric].read(run)
@@ -55,6 +58,12 @@ def check_one_liners(record: Path) -> None:
         if metric == "eval_loss":
             assert len(found) == len(run.record.eval)
     numbers = shell(lines[PER_GPU], run.folder, JOB=run.job_id)
-    (gpu,), _ = logs_of(run.folder, run.job_id)
+    (gpu,), (cpu,) = logs_of(run.folder, run.job_id)
     log = read_gpu_log(gpu)
     assert numbers[1::2] == [log.peak(name) for name in log.names()]
+    samples = [line.split() for line in cpu.read_text().splitlines() if not line.startswith("#")]
+    percent = [float(sample[1]) for sample in samples if sample]
+    assert shell(lines[IN_USE], run.folder, JOB=run.job_id) == [
+        pytest.approx(sum(percent) / len(percent), rel=1e-3),
+        max(percent),
+    ]

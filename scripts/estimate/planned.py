@@ -3,6 +3,8 @@
 import os
 from collections.abc import Mapping
 
+import torch
+
 from config import Options, parse_command_line
 from errors import WorkshopError
 from parallel.ds_config import check_ds_config
@@ -36,11 +38,14 @@ def options_of_plan(
 ) -> Options:
     """The options of a training with as many GPUs as --gpus and --nodes say, its config files read.
 
+    At a site without GPUs (REQUIRE_GPU=0), where there is none either, they are those of its ranks on the CPU.
+
     environment: where the variables of the knobs are looked up. extra: flags of one script alone.
     Raises WorkshopError (exit code 2).
     """
     flags = HARDWARE_FLAGS | (extra or {})
-    options = parse_command_line(description, argv, flags, gpu=True, environment=environment)
+    gpu = environment.get("REQUIRE_GPU") != "0" or torch.cuda.is_available()
+    options = parse_command_line(description, argv, flags, gpu=gpu, environment=environment)
     values = options.values
     for flag, details in flags.items():
         if "type" in details and values[flag] is not None and not values[flag] > 0:

@@ -36,6 +36,12 @@ else:
 """
 
 
+def test_at_a_site_without_gpus_the_estimate_is_of_what_runs_there(workshop):
+    done = dry_run(workshop / "experiments/ddp/2_gpus", SITE="laptop", FP16="False", CUDA_VISIBLE_DEVICES="")
+    assert ", fp32, micro batch 4 x 512 tokens, 2 rank(s) without a GPU on 1 node(s)\n" in done.stdout
+    assert "one GPU" not in done.stdout and "for sbatch" not in done.stdout
+
+
 @pytest.mark.parametrize("family", sorted({path.relative_to(EXPERIMENTS).parts[0] for path in EXPERIMENT_SCRIPTS}))
 def test_every_experiment_shows_its_command_and_can_be_estimated(workshop, tmp_path, family, monkeypatch):
     """At a site that sets no knobs, so with the sizes of the workshop; the estimate itself runs in here."""
@@ -68,7 +74,7 @@ def test_every_experiment_shows_its_command_and_can_be_estimated(workshop, tmp_p
 def test_it_shows_site_ranks_commands_knobs_and_memory(workshop):
     folder = workshop / "experiments/deepspeed-multi-node/2_nodes"
     before = files(workshop)
-    done = dry_run(folder, "--learning_rate", "1e-4", BATCH_SIZE=2, GPU_MEMORY=16, DRY_RUN="true")
+    done = dry_run(folder, "--learning_rate", "1e-4", BATCH_SIZE=2, GPU_MEMORY=16, REQUIRE_GPU=1, DRY_RUN="true")
     assert (done.returncode, done.stderr) == (0, ""), done
     lines = done.stdout.splitlines()
     assert lines[0] == "experiments/deepspeed-multi-node/2_nodes: site laptop, 2 node(s) x 1 rank(s)"

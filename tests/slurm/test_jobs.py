@@ -6,6 +6,7 @@ Stopped, requeued and on a node that crashes: test_requeue.py. job.sh without Sl
 import math
 import re
 import signal
+import subprocess
 
 import pytest
 
@@ -183,3 +184,31 @@ def test_two_jobs_of_one_experiment_share_no_file_and_log_each_its_own_gpu(kille
         logged = [read_gpu_log(job.memory_logs("gpu")[node]).names() for job in (first, second)]
         assert logged == [first.gpus[node], second.gpus[node]]
         assert logged[0] != logged[1]
+
+
+def submitted_by_script(lab, experiment: str) -> subprocess.CompletedProcess:
+    command = [f"{lab.root}/experiments/submit.sh", experiment]
+    return subprocess.run(command, cwd=lab.root, env=lab.environment(), capture_output=True, text=True)
+
+
+def test_what_can_never_run_is_left_out_and_what_cannot_run_now_is_submitted_with_a_warning(lab):
+    """Slurm takes six nodes of two, and says PD (PartitionNodeLimit) for ever; it answers alike for a drained node."""
+    said = "allocation failure: Requested node configuration is not available"
+    never = submitted_by_script(lab, "deepspeed-multi-node/6_nodes")
+    script = "experiments/deepspeed-multi-node/6_nodes/deepspeed_6_nodes.slurm"
+    line = f"error: {script}: Slurm refuses it: {said}; correct the site file or the directives\n"
+    assert (never.returncode, never.stdout, never.stderr) == (3, "", line)
+    node = lab.cluster.nodes[-1]
+    change = ["scontrol", "update", f"NodeName={node}"]
+    run_command([*change, "State=DRAIN", "Reason=test"], env=lab.cluster.env)
+    try:
+        later = submitted_by_script(lab, "deepspeed-multi-node/2_nodes")
+    finally:
+        run_command([*change, "State=RESUME"], env=lab.cluster.env)
+    assert later.returncode == 0, later
+    script = "experiments/deepspeed-multi-node/2_nodes/deepspeed_2_nodes.slurm"
+    assert (
+        later.stderr
+        == f"warning: {script}: Slurm cannot place it now: {said}; nodes that are down or drained: {node}\n"
+    )
+    run_command(["scancel", later.stdout.split()[0]], env=lab.cluster.env)
