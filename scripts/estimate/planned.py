@@ -1,6 +1,7 @@
 """The command line of the estimates: that of train.py, for a training on as many ranks and nodes as one says."""
 
 import os
+import sys
 from collections.abc import Mapping
 
 import torch
@@ -38,13 +39,15 @@ def options_of_plan(
 ) -> Options:
     """The options of a training with as many GPUs as --gpus and --nodes say, its config files read.
 
-    At a site without GPUs (REQUIRE_GPU=0), where there is none either, they are those of its ranks on the CPU.
+    At a site without GPUs (REQUIRE_GPU=0), where there is none either, they are those of its ranks on the CPU, unless
+    --gpu_memory asks for a GPU.
 
     environment: where the variables of the knobs are looked up. extra: flags of one script alone.
     Raises WorkshopError (exit code 2).
     """
     flags = HARDWARE_FLAGS | (extra or {})
-    gpu = environment.get("REQUIRE_GPU") != "0" or torch.cuda.is_available()
+    words = sys.argv if argv is None else argv
+    gpu = environment.get("REQUIRE_GPU") != "0" or "--gpu_memory" in words or torch.cuda.is_available()
     options = parse_command_line(description, argv, flags, gpu=gpu, environment=environment)
     values = options.values
     for flag, details in flags.items():

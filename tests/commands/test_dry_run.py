@@ -74,7 +74,7 @@ def test_every_experiment_shows_its_command_and_can_be_estimated(workshop, tmp_p
 def test_it_shows_site_ranks_commands_knobs_and_memory(workshop):
     folder = workshop / "experiments/deepspeed-multi-node/2_nodes"
     before = files(workshop)
-    done = dry_run(folder, "--learning_rate", "1e-4", BATCH_SIZE=2, GPU_MEMORY=16, REQUIRE_GPU=1, DRY_RUN="true")
+    done = dry_run(folder, "--learning_rate", "1e-4", BATCH_SIZE=2, GPU_MEMORY=16, DRY_RUN="true")
     assert (done.returncode, done.stderr) == (0, ""), done
     lines = done.stdout.splitlines()
     assert lines[0] == "experiments/deepspeed-multi-node/2_nodes: site laptop, 2 node(s) x 1 rank(s)"
