@@ -112,9 +112,8 @@ def seconds_per_all_reduce(message: torch.Tensor, iterations: int) -> float:
         if i == 1:  # the first one opens connections
             synchronise()
             start = time.perf_counter()
-        dist.all_reduce(
-            message
-        )  # a sum, as of gradients: NVSwitches (NVLS) add up fp32, and know no other operation on it
+        # summed, as gradients are: NVSwitches (NVLS) add up fp32, and know no other operation on it
+        dist.all_reduce(message)
     synchronise()
     slowest = torch.tensor((time.perf_counter() - start) / iterations, device=DEVICE)
     dist.all_reduce(slowest, dist.ReduceOp.MAX)

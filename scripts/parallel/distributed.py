@@ -67,6 +67,8 @@ def silence_known_warnings() -> None:
     """Keep out of the log what libraries say of each other's harmless habits."""
     # DeepSpeed calls collectives by names that PyTorch 2.13 renames: a warning per call
     warnings.filterwarnings("ignore", r"`torch\.distributed\.\w+` is deprecated", FutureWarning)
+    # of HYBRID_SHARD, as accelerate asks for the mesh
+    warnings.filterwarnings("ignore", "Slicing a flattened dim from root mesh", UserWarning)
     # of tensor parallelism with FSDP: logits that nobody changes in place, and two collectives where one might do
     warnings.filterwarnings("ignore", r"FSDP2-wrapped module \(.*\) returned a view tensor", UserWarning)
     logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)

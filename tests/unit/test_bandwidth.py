@@ -19,7 +19,9 @@ class Network:
         self.now = 0.0
         self.connected: set[int] = set()
 
-    def all_reduce(self, tensor: torch.Tensor, operation: object) -> None:
+    def all_reduce(self, tensor: torch.Tensor, operation: object = torch.distributed.ReduceOp.SUM) -> None:
+        is_message = tensor.dim() == 1
+        assert not is_message or operation == torch.distributed.ReduceOp.SUM, "NVSwitches reduce fp32 by no other one"
         self.now += self.latency + tensor.nbytes * 2 * (self.ranks - 1) / self.ranks / self.bandwidth / 1e9
         if tensor.nbytes not in self.connected:
             self.now += 0.5  # NCCL, at the first message of a size
