@@ -39,6 +39,14 @@ def test_with_tensor_parallelism_too(run: Finished, table):
     assert norms(run) == pytest.approx(norms(expected), rel=NORM_TOLERANCE)
 
 
+def test_the_norm_of_gradients_that_are_not_clipped(train, table):
+    """Of a model that is cut, by a path of its own; all norms are below 1, so nothing is clipped in the other run."""
+    row = RUNS["fp16_tp2"]
+    how = row.settings | {"script": row.script, "ranks": row.ranks}
+    run = train("fp16_tp2_unclipped", *row.arguments, "--max_grad_norm", 0, **how)
+    assert norms(run) == pytest.approx(norms(table("fp16_gpt_plain")), rel=NORM_TOLERANCE)
+
+
 @pytest.mark.parametrize("name", ["full_shard", "tp2"])
 def test_a_step_that_overflows_on_one_rank_is_skipped_on_all(train, name):
     """Rank 1 meets infinity in the second step. The fused AdamW of train.py, over shards of FSDP2 or cut matrices."""
