@@ -197,8 +197,7 @@ def end_of_job(path: Path, arguments: argparse.Namespace) -> int:
             code = code or record.exit_code or 0
     except (WorkshopError, OSError) as error:  # no disk space left: the summary is all the more needed
         print(f"error: {path}: cannot be finished ({error}); free disk space or quota", file=sys.stderr)
-    # in the order of the nodes' names, not in that in which they ended
-    gaps = sorted(arguments.gaps.read_text().splitlines()) if arguments.gaps and arguments.gaps.exists() else []
+    gaps = arguments.gaps.read_text().splitlines() if arguments.gaps and arguments.gaps.exists() else []
     print("\n".join(["", "=" * 60, *summary(arguments.job_id, record, status, code, gaps), "=" * 60]))
     return code
 
