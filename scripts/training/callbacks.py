@@ -13,7 +13,7 @@ from transformers import TrainerCallback
 from errors import WorkshopError
 from parallel import watchdog
 from parallel.distributed import gather_lists, world_size
-from training.flops import KINDS_OF_TOKENS, ModelFlops
+from training.flops import KINDS_OF_TOKENS, ModelFlops, forget_measured_peaks
 
 WARM_UP_STEPS = 3
 PROFILED_STEPS = 3
@@ -95,6 +95,9 @@ class TrainSpeedCallback(TrainerCallback):
         if self.steps and self.flops:
             needed = self.flops.needed(steady_real, steady_counted, steady_squares)
             mfu = round(100 * needed / (self.seconds * self.peak * world_size()), 2)
+            if mfu > 100:  # the peak was measured while the machine was busy
+                mfu = None
+                forget_measured_peaks()
         # on average: an epoch's last step may hold fewer
         samples_per_step = len(self.trainer.train_dataset) / self.trainer.steps_per_epoch
         return {

@@ -175,6 +175,12 @@ def cache_file() -> Path:
     return Path(cache) / "distributed-llm-workshop" / "rates.json"
 
 
+def forget_measured_peaks() -> None:
+    """The next run measures again."""
+    if rank() == 0:
+        cache_file().unlink(missing_ok=True)
+
+
 def cached_peaks() -> dict[str, float]:
     try:
         return dict(json.loads(cache_file().read_text(encoding="utf-8")))

@@ -174,6 +174,9 @@ class RunRecord:
         if not measured["steady_steps"]:
             for name in ("steady_samples_per_second", "steady_tokens_per_second", "mfu_percent"):
                 self.content["missing"].setdefault(f"train.{name}", "too few steps after the warm-up")
+        elif measured["mfu_percent"] is None:
+            reason = "the steps beat the peak, which was measured on a busy machine; the next run measures it again"
+            self.content["missing"].setdefault("train.mfu_percent", reason)
         self.update(callbacks=means | utilisation.means())
 
     def measure_memory(self) -> None:

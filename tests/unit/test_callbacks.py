@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from training import callbacks
+from training import callbacks, flops
 from training.callbacks import WARM_UP_STEPS, FiniteLossCallback, TrainSpeedCallback, UtilisationCallback
 
 SAMPLES_PER_STEP = 8
@@ -58,6 +58,21 @@ def test_warm_up_evaluations_and_checkpoints_are_left_out_of_the_rates(monkeypat
     operations_per_step = 1000 + 10 * 90 + 200_000 / 100
     mfu = round(100 * operations_per_step / 2 / 5000, 2)
     assert run.measured("steady_tokens_per_second", "mfu_percent") == [500.0, mfu]
+
+
+def test_a_peak_that_the_steps_beat_is_not_shown_and_measured_again(monkeypatch, tmp_path):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    kept = flops.cache_file()
+    kept.parent.mkdir()
+    kept.write_text("{}")
+    run = Run(monkeypatch)
+    for number in range(WARM_UP_STEPS + 2):
+        run.step(pause=number > WARM_UP_STEPS)
+    assert 0 < run.measured("mfu_percent")[0] < 100
+    assert kept.exists()
+    run.callback.peak = 1000.0
+    assert run.measured("mfu_percent") == [None]
+    assert not kept.exists()
 
 
 def test_a_resumed_run_warms_up_again_and_counts_on(monkeypatch):
