@@ -35,7 +35,7 @@ test: quick full
 unit: .venv/installed-dev
 	$(BIN)/python -m pytest -n 2 tests/unit
 	@# what a plain pytest would meet: all other files, imported but not run
-	collected=$$($(BIN)/python -m pytest --collect-only --quiet tests) || { echo "$$collected"; exit 1; }
+	@collected=$$($(BIN)/python -m pytest --collect-only --quiet tests) || { echo "$$collected"; exit 1; }
 
 # All but the unit tests; tests/conftest.py says which of them go to the same one of the three workers
 full: .venv/installed-dev
