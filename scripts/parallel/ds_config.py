@@ -127,21 +127,13 @@ def check_stage(path: str, zero: dict) -> None:
 
 
 def check_required(path: str, config: dict, leaves: dict) -> None:
-    """Refuse a missing key by which a flag would have no effect, without a word; and what AdamW cannot do."""
+    """Refuse a missing key by which a flag would have no effect, without a word."""
     required = dict(NEEDED_ALWAYS)
     if "optimizer" in config:
         if config["optimizer"].get("type") not in ("Adam", "AdamW"):
             way_out = "use AdamW, or remove the section and choose with --optim"
             raise WorkshopError(f"{path}: optimizer.type", f"is {config['optimizer'].get('type')!r}", way_out)
-        params = config["optimizer"].get("params", {})
-        if params.get("fused") and not params.get("torch_adam"):
-            way_out = "add torch_adam, or remove fused"
-            raise WorkshopError(f"{path}: optimizer.params.fused", "DeepSpeed's own AdamW has no such key", way_out)
-        ratio = (config["zero_optimization"].get("offload_optimizer") or {}).get("ratio", 1)
-        if ratio < 1 and params.get("torch_adam"):
-            way_out = "take torch_adam and fused out of optimizer.params, or remove ratio"
-            source = f"{path}: zero_optimization.offload_optimizer.ratio"
-            raise WorkshopError(source, f"is {ratio}, and only DeepSpeed's own AdamW steps a part on the CPU", way_out)
+        check_adamw(path, config["optimizer"].get("params", {}), config["zero_optimization"])
         required |= NEEDED_BY_OPTIMIZER
     if config.get("scheduler", {}).get("type") in ("WarmupLR", "WarmupDecayLR"):
         required |= NEEDED_BY_WARM_UP
@@ -149,6 +141,18 @@ def check_required(path: str, config: dict, leaves: dict) -> None:
         if dotted not in leaves:
             what = f"is missing, so {flag} would have no effect"
             raise WorkshopError(f"{path}: {dotted}", what, f'add "{dotted.split(".")[-1]}": "auto"')
+
+
+def check_adamw(path: str, params: dict, zero: dict) -> None:
+    """Refuse what PyTorch's AdamW, or DeepSpeed's own, cannot do."""
+    if params.get("fused") and not params.get("torch_adam"):
+        way_out = "add torch_adam, or remove fused"
+        raise WorkshopError(f"{path}: optimizer.params.fused", "DeepSpeed's own AdamW has no such key", way_out)
+    ratio = (zero.get("offload_optimizer") or {}).get("ratio", 1)
+    if ratio < 1 and params.get("torch_adam"):
+        way_out = "take torch_adam and fused out of optimizer.params, or remove ratio"
+        source = f"{path}: zero_optimization.offload_optimizer.ratio"
+        raise WorkshopError(source, f"is {ratio}, and only DeepSpeed's own AdamW steps a part on the CPU", way_out)
 
 
 def offloaded(zero: dict, part: str) -> bool:
