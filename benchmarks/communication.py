@@ -46,7 +46,8 @@ ROWS = {
     "ZeRO-1": ["--deepspeed", "ds_configs/zero1.json"],
     "ZeRO-2": ["--deepspeed", "ds_configs/zero2.json"],
     "ZeRO-3": ["--deepspeed", "ds_configs/zero3.json"],
-    "ZeRO-3, large model": ["--deepspeed", "zero3_large.json"],
+    "ZeRO-3, bloom-560m 1:256": ["--deepspeed", "zero3_256.json", "--model_name", "bloom_256"],
+    "ZeRO-3, bloom-3b 1:1600": ["--deepspeed", "zero3_1600.json", "--model_name", "bloom_1600"],
     "FULL_SHARD": [*FSDP, "fsdp_configs/full_shard.json"],
     "SHARD_GRAD_OP": [*FSDP, "fsdp_configs/shard_grad_op.json"],
     "HYBRID_SHARD 2 x 2": [*FSDP, "fsdp_configs/hybrid_shard_2x2.json"],
@@ -56,9 +57,13 @@ GPT = ["--model_name", "custom-gpt", "--vocab_size", "12288", "--hidden_size", "
 GPT += ["--num_heads", "4", "--ff_dim", "1024", "--tensor_parallel"]
 ROWS |= {"TP 2": [*GPT, "2"], "TP 2 x FSDP 2": [*GPT, "2", "--fsdp"]}
 RANKS = {"HYBRID_SHARD 2 x 2": 4, "TP 2 x FSDP 2": 4}
-# Sizes in them are "auto" or left out, and DeepSpeed's default of 10^9 parameters is more than the model has: it would
-# never free a layer between the passes
-LARGE_MODEL = {"stage3_max_reuse_distance": 0}
+# ZeRO-3 drops layers by limits of 10^9 parameters. So models are made as small as the limits: hidden size and vocabulary
+# are divided by the root of the number; "auto" sizes follow
+LIMITS = ("stage3_max_live_parameters", "stage3_max_reuse_distance")
+SCALED = {
+    256: CONFIG | {"vocab_size": 250880 // 16, "hidden_size": 1024 // 16, "n_layer": 24},
+    1600: CONFIG | {"vocab_size": 250880 // 40, "hidden_size": 2560 // 40, "n_layer": 30},
+}
 # What a ring sends of a collective's payload, where there are very many ranks
 SENT = {"all-reduce": 2, "all-gather": 1, "reduce-scatter": 1, "broadcast": 1, "reduce": 1}
 
@@ -78,10 +83,10 @@ def main() -> None:
     results = {"commit": commit(), "versions": versions, "rows": []}
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        make_model_folder(folder / "model")
-        config = json.loads((REPOSITORY / "ds_configs" / "zero3.json").read_text())
-        config["zero_optimization"] |= LARGE_MODEL
-        (folder / "zero3_large.json").write_text(json.dumps(config))
+        make_model_folder(folder / "model", CONFIG)
+        for scale, config in SCALED.items():
+            make_model_folder(folder / f"bloom_{scale}", config)
+            (folder / f"zero3_{scale}.json").write_text(json.dumps(scaled_zero3(scale)))
         for strategy in arguments.rows:
             for accumulation in arguments.accumulation:
                 row = {"strategy": strategy, "accumulation": accumulation} | train(folder, strategy, accumulation)
@@ -97,12 +102,18 @@ def read_results() -> dict:
     return json.loads(RESULTS.read_text())
 
 
-def make_model_folder(folder: Path) -> None:
+def scaled_zero3(scale: int) -> dict:
+    config = json.loads((REPOSITORY / "ds_configs" / "zero3.json").read_text())
+    config["zero_optimization"] |= dict.fromkeys(LIMITS, 10**9 // scale)
+    return config
+
+
+def make_model_folder(folder: Path, config: dict) -> None:
     sys.path.insert(0, str(REPOSITORY / "scripts"))
     from model import train_tokenizer
 
     train_tokenizer(SimpleNamespace(dataset=str(DATASET), eval_dataset=None), TOKENS).save_pretrained(folder)
-    (folder / "config.json").write_text(json.dumps(CONFIG))
+    (folder / "config.json").write_text(json.dumps(config))
 
 
 def train(folder: Path, row: str, accumulation: int) -> dict:

@@ -12,7 +12,7 @@ at the speed of matrix products, or as long as its tensors at the speed of the m
 bytes over bandwidth: of the weights, gradients and moments that the optimizer passes over, and of what a rank sends.
 """
 
-from collections import Counter
+from collections import Counter, deque
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -25,6 +25,7 @@ from torch.utils.flop_counter import flop_registry
 
 from config import Options, precision_name
 from errors import WorkshopError, run_program
+from estimate.memory import size_of
 from estimate.model_shape import (
     FP32,
     HALF,
@@ -257,12 +258,60 @@ def rings(shape: Shape, options: Options) -> list[Ring]:
     zero = zero_of(options)
     stage = zero.get("stage", 0)
     if stage == 3:
-        freed = psi > zero.get("stage3_max_reuse_distance", 1e9)  # between forward and backward pass
-        gathered = psi + blocks if freed else psi
-        return [Ring(n, 1, c * a * (gathered + psi))]
+        return [Ring(n, 1, c * a * (gathered_by_zero3(shape, zero) + psi))]
     reduced = 2 * (a if stage == 2 else 1)  # all-reduce, by stage 2 of each micro batch
     updated = 1 if stage > 0 else 0  # all-gather of the weights that each rank has updated
     return [Ring(n, 1, c * (reduced + updated) * psi)]
+
+
+def gathered_by_zero3(shape: Shape, zero: dict) -> int:
+    """Elements of all that ZeRO-3 gathers in a micro batch: of each parameter as many as it has, each time.
+
+    It goes through the modules as DeepSpeed does (0.19.8, runtime/zero/partitioned_param_coordinator.py). Before one
+    computes, its parameters are gathered, and the next ones ahead while there is room. Behind it they are dropped,
+    unless they are used again soon, or the look ahead has come past their next use and found them still there.
+    """
+    most_live = zero.get("stage3_max_live_parameters", 1e9)
+    soon = zero.get("stage3_max_reuse_distance", 1e9)
+    bucket = size_of(zero, "stage3_prefetch_bucket_size", 0.9 * shape.hidden**2, 5e7)
+    never_sharded = size_of(zero, "stage3_param_persistence_threshold", 10 * shape.hidden, 1e5)
+    sizes = shape.sizes
+    forward = [[parameter for parameter in call if sizes[parameter] > never_sharded] for call in shape.calls]
+    calls = forward + forward[::-1]  # and the backward pass
+    uses = deque((parameter, time) for time, call in enumerate(calls) for parameter in call)
+    last_use_seen: dict[int, int] = {}
+    live: set[int] = set()
+    gathered = 0
+
+    def gather(parameter: int) -> int:
+        if parameter in live:
+            return 0
+        live.add(parameter)
+        return sizes[parameter]
+
+    def look_ahead() -> int:
+        parameter, time = uses.popleft()
+        last_use_seen[parameter] = time
+        return gather(parameter)
+
+    for time, call in enumerate(calls):
+        gathered += sum(map(gather, call))
+        while uses and uses[0][1] <= time:
+            look_ahead()
+        room = min(bucket, most_live - sum(sizes[parameter] for parameter in live))
+        ahead = 0
+        while uses and ahead < room:
+            ahead += look_ahead()
+        gathered += ahead
+        distance = 0
+        kept = {parameter for parameter in call if last_use_seen[parameter] > time + 1}
+        for later in calls[time + 1 :]:
+            if distance >= soon:
+                break
+            kept.update(later)
+            distance += sum(sizes[parameter] for parameter in later)
+        live -= set(call) - kept
+    return gathered
 
 
 def room_to_hide(options: Options, compute: float) -> float:

@@ -27,6 +27,7 @@ class Shape:
 
     With tensor parallelism they are those of one rank. model: parameters before they are cut; uncut: those that every
     rank of a group holds; exchanged: bytes that a micro batch costs each of very many ranks of a group to send.
+    calls: of each module, as the forward pass calls one after the other, which of `sizes` are its own parameters.
     """
 
     model: int
@@ -39,6 +40,7 @@ class Shape:
     activations: int
     block_input: int
     logits: int
+    calls: tuple[tuple[int, ...], ...]
 
     @property
     def parameters(self) -> int:
@@ -177,6 +179,12 @@ def trace(
             cut_blocks(model, tensor_parallel)
             exchanged = exchanged_bytes(model, batch * length, dtype_of_computing(precision).itemsize)
         own = {p.untyped_storage()._cdata for p in model.parameters()}
+        numbers = {id(parameter): number for number, parameter in enumerate(model.parameters())}
+        calls: list[tuple[int, ...]] = []
+        for module in model.modules():
+            module.register_forward_pre_hook(
+                lambda module, _: calls.append(tuple(numbers[id(p)] for p in module.parameters(recurse=False)))
+            )
 
         def note(tensor: torch.Tensor) -> torch.Tensor:
             storage = tensor.untyped_storage()
@@ -211,4 +219,5 @@ def trace(
         activations=activations,
         block_input=batch * length * text.hidden_size * compute_dtype.itemsize,
         logits=logits,
+        calls=tuple(calls),
     )
