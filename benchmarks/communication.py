@@ -57,8 +57,8 @@ GPT = ["--model_name", "custom-gpt", "--vocab_size", "12288", "--hidden_size", "
 GPT += ["--num_heads", "4", "--ff_dim", "1024", "--tensor_parallel"]
 ROWS |= {"TP 2": [*GPT, "2"], "TP 2 x FSDP 2": [*GPT, "2", "--fsdp"]}
 RANKS = {"HYBRID_SHARD 2 x 2": 4, "TP 2 x FSDP 2": 4}
-# ZeRO-3 drops layers by limits of 10^9 parameters. So models are made as small as the limits: hidden size and vocabulary
-# are divided by the root of the number; "auto" sizes follow
+# ZeRO-3 drops layers by limits of 10^9 parameters. So a model and the limits are both divided by a number: hidden size
+# and vocabulary by its root; "auto" sizes follow
 LIMITS = ("stage3_max_live_parameters", "stage3_max_reuse_distance")
 SCALED = {
     256: CONFIG | {"vocab_size": 250880 // 16, "hidden_size": 1024 // 16, "n_layer": 24},

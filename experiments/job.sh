@@ -236,7 +236,9 @@ job_on_node() { # COMMAND: its exit status
   job_wait || code=$?
   job_stop_loggers
   if [[ $code != 0 ]]; then # for job_finish: srun reports the highest code of all nodes, often that of one which it ended
-    echo "$(date +%s%N) $code" >>"$RUN_DIR/exit_codes" || true
+    local who=rank
+    [[ $* != *scripts/launch.py* ]] || who=launcher # which has noted the rank that ended first, if one did
+    echo "$(date +%s%N) $code $who ${SLURM_PROCID:-0} on $HOST" >>"$RUN_DIR/exit_codes" || true
   fi
   return "$code"
 }
@@ -283,7 +285,7 @@ job_choose_gpus() { # sets GPUS: nvidia-smi shows those of other jobs as well, a
 }
 
 job_gap() { # TEXT: what a log lacks; the summary shows it
-  echo "$1" >>"$RUN_DIR/gaps" || true
+  echo "$1" >>"$RUN_DIR/gaps_$HOST" || true
 }
 
 job_stop_loggers() {
@@ -350,17 +352,14 @@ job_stop() { # SIGNAL: for the training, which saves and stops
 job_finish() { # on EXIT, also when the training failed: errexit ends the script behind a verb that returns its status
   local code=$?
   trap - EXIT
-  job_ignore_signals                    # a second one must not interrupt this
-  if [[ -s $RUN_DIR/exit_codes ]]; then # the rank that failed first; the nodes' clocks agree well enough
-    code=$(sort -n "$RUN_DIR/exit_codes" | head -n 1 | cut -d' ' -f2)
-  fi
+  job_ignore_signals # a second one must not interrupt this
   local timeout=()
   if [[ $STOPPED = yes && $(timeout 5 scontrol show job "${SLURM_JOB_ID:-0}" 2>&1) = *Reason=TimeLimit* ]]; then
     timeout=(--timeout)
   fi
   # it ends with what the training wrote down itself: srun says 0, too, of ranks that were slow to stop
   local ended=0
-  job_python finish "$JOB_ID" --exit-code "$code" "${timeout[@]}" --since "$STARTED" --gaps "$RUN_DIR/gaps" || ended=$?
+  job_python finish "$JOB_ID" --exit-code "$code" "${timeout[@]}" --since "$STARTED" --run-dir "$RUN_DIR" || ended=$?
   rm -rf "$RUN_DIR" || true # a rank may still write there
   job_upload
   if [[ $WARNED = yes && $CANCELLED = no && ${REQUEUE:-0} = 1 ]] && ((ended == SAVED || ended > 128)); then

@@ -119,7 +119,7 @@ for script in "${scripts[@]}"; do
     done
     printf '%s %q\n' "${line[*]}" "$name"
     (unset "${!SLURM_@}" && DRY_RUN=1 bash "$name") || code=$? # this may be a job itself, with other nodes and GPUs
-    if command -v sbatch >/dev/null && ! ask_slurm "$name"; then
+    if sinfo >/dev/null 2>&1 && ! ask_slurm "$name"; then
       printf 'error: %s: Slurm would refuse it: %s; correct the site file or the directives\n' "$script" "${said//$'\n'/ }" >&2
       code=3
     fi

@@ -16,20 +16,24 @@ import logging
 import os
 import re
 import signal
-import socket
 import sys
 import tempfile
 import threading
+import time
+from collections.abc import Callable
 from functools import partial
+from pathlib import Path
+from typing import Any
 
 import psutil
-from torch.distributed import DistError
+from torch.distributed import DistError, Store
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+from torch.distributed.elastic.utils import store as store_util
 from torch.distributed.run import parse_args, parse_min_max_nnodes, run
 
 from errors import ENVIRONMENT, STOPPED, WorkshopError, run_program
 from parallel.distributed import free_port
-from parallel.joining import join_timeout, missing_nodes, note_joining, reach
+from parallel.joining import join_timeout, missing_nodes, node_name, note_joining, reach
 
 LOOPBACK = "127.0.0.1"
 SECONDS_BEFORE_KILL = 5  # in which ranks may end by themselves after a second Ctrl-C
@@ -42,11 +46,14 @@ def main() -> None:
     meet(arguments, join_timeout())
     share_cores(arguments.nproc_per_node)
     pass_signals_on(arguments)
-    # it reports each rank that ends with another code than 0 as failed, and that it ends the others
     of_ranks = logging.getLogger("torch.distributed.elastic.multiprocessing.api")
-    of_ranks.addFilter(lambda entry: not re.search(f"exitcode: {STOPPED}|closing signal", entry.getMessage()))
+    failed_at: list[int] = []  # nanoseconds
+    of_ranks.addFilter(partial(note_failure, failed_at))
+    store_util.barrier = partial(leave_last, arguments.node_rank, store_util.barrier)
     try:
-        with tempfile.TemporaryDirectory(prefix="launch_") as folder:
+        # job.sh removes its folder behind a launcher that was killed
+        run_dir = os.environ.get("RUN_DIR")
+        with tempfile.TemporaryDirectory(prefix="launch_", dir=run_dir, ignore_cleanup_errors=True) as folder:
             arguments.log_dir = arguments.log_dir or folder  # else torchrun leaves one behind for each launch
             run(arguments)
     except ChildFailedError as error:
@@ -54,14 +61,39 @@ def main() -> None:
         code = failure.exitcode
         if code <= 0:  # -9: killed by signal 9
             code = 128 - code
-        if code != STOPPED:
-            print(f"rank {rank} on {socket.gethostname()} ended first, with exit code {code}", file=sys.stderr)
+        tell_of(f"rank {rank} on {node_name()}", code, min(failed_at, default=time.time_ns()))
         sys.exit(code)
     except DistError as error:
         missing = ", ".join(missing_nodes())
         what = f"{missing} within {join_timeout()} s" if missing else f"the nodes did not meet ({error})"
         way_out = "check that node, its name resolution and its firewall, or exclude it"
         raise WorkshopError("rendezvous", what, way_out, ENVIRONMENT) from error
+
+
+def note_failure(failed_at: list[int], entry: logging.LogRecord) -> bool:
+    """Notes when torchrun says that a rank has failed, and filters what it says: of a stop, and that it ends others."""
+    text = entry.getMessage()
+    if "failed (exitcode" in text:
+        failed_at.append(time.time_ns())
+    return not re.search(f"exitcode: {STOPPED}|closing signal", text)
+
+
+def tell_of(rank: str, code: int, time_ns: int) -> None:
+    """Of the rank that ended first here: to job.sh, as another node's may have ended before, else on stderr."""
+    if run_dir := os.environ.get("RUN_DIR"):
+        with Path(run_dir, "exit_codes").open("a") as noted:
+            noted.write(f"{time_ns} {code} {rank}\n")
+    elif code != STOPPED:
+        print(f"{rank} ended first, with exit code {code}", file=sys.stderr)
+
+
+def leave_last(node_rank: int, barrier: Callable, store: Store, world_size: int, key_prefix: str, **how: Any) -> None:
+    """torchrun's last barrier, behind which the first node, which holds the store, waits until no other needs it."""
+    barrier(store=store, world_size=world_size, key_prefix=key_prefix, **how)
+    if world_size > 1 and node_rank == 0:
+        store.wait([f"{key_prefix} left"])
+    elif world_size > 1 and store.add(f"{key_prefix} leaving", 1) == world_size - 1:
+        store.set(f"{key_prefix} left", "")
 
 
 def meet(arguments: argparse.Namespace, timeout: int) -> None:

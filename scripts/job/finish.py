@@ -13,6 +13,7 @@ import shutil
 import signal
 import subprocess
 import sys
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from functools import cache
 from pathlib import Path
@@ -34,7 +35,11 @@ def outcome(exit_code: int) -> str:
 
 def finish(path: Path, status: str, exit_code: int | None, finished: datetime | None = None) -> Record:
     end = {"status": status, "exit_code": exit_code, "finished": finished or now()}
-    record = read_record(path).model_copy(update=end)
+    return change(path, **end)
+
+
+def change(path: Path, **fields: object) -> Record:
+    record = read_record(path).model_copy(update=fields)
     write_record(path, record)
     return record
 
@@ -49,6 +54,58 @@ def note_signal(path: Path, exit_code: int, since: datetime | None) -> None:
     record = read_record(path)
     if record.status == "running" and not is_of_earlier(record, since):
         write_record(path, record.model_copy(update={"status": "stopped", "exit_code": exit_code}))
+
+
+@dataclass(frozen=True)
+class End:
+    """Of a process of the job that failed; who: e.g. rank 1 on node2."""
+
+    code: int
+    who: str
+
+
+def first_end(run_dir: Path | None) -> End | None:
+    """What failed first: of each that did, job.sh and launch.py have noted the time in ns, the exit code, and who.
+
+    The nodes' clocks agree well enough: what another's end has ended waits two seconds (parallel/distributed.py).
+    """
+    noted = run_dir / "exit_codes" if run_dir else Path()
+    lines = noted.read_text().splitlines() if noted.is_file() else []
+    if not lines:
+        return None
+    _, code, who = min(lines, key=lambda line: int(line.split()[0])).split(maxsplit=2)
+    return End(int(code), who)
+
+
+def why(status: str, end: End | None, alone: bool) -> str | None:
+    """Why a job failed, in one sentence, None where its exit code says it all. alone: it had one process."""
+    if status in ("completed", "timeout"):
+        return None
+    if nodes := failed_nodes():
+        return f"node failure on {nodes}"
+    if status == "stopped" or end is None:
+        return None
+    cause = ""
+    if end.code == 128 + signal.SIGKILL:
+        cause = " (killed, most often by the kernel for want of memory: see --mem)"
+    elif end.code - 128 in list(signal.Signals):
+        cause = f" (ended by {signal.Signals(end.code - 128).name})"
+    if not alone:
+        return f"{end.who} ended first, with exit code {end.code}{cause}"
+    return f"exit code {end.code}{cause}" if cause else None
+
+
+def failed_nodes() -> str:
+    """Nodes of this job that Slurm says are down."""
+    nodes = os.environ.get("SLURM_JOB_NODELIST")
+    if not nodes:
+        return ""
+    command = ["sinfo", "--noheader", f"--nodes={nodes}", "--states=down,fail", "--format=%N"]
+    try:
+        found = subprocess.run(command, capture_output=True, text=True, timeout=5)
+    except (FileNotFoundError, subprocess.TimeoutExpired):
+        return ""
+    return ", ".join(found.stdout.split())
 
 
 def finish_record(path: Path, exit_code: int, timeout: bool) -> Record:
@@ -120,9 +177,11 @@ def queued_jobs() -> list[str] | None:
     return queue.stdout.split() if queue.returncode == 0 else None
 
 
-def summary(job_id: str, record: Record | None, status: str, exit_code: int, gaps: list[str]) -> list[str]:
-    """Lines for the end of the log: status, memory per GPU and process, throughput, and what is missing."""
-    rows = [f"status: {status} (exit code {exit_code})"]
+def summary(
+    job_id: str, record: Record | None, status: str, exit_code: int, gaps: list[str], reason: str | None = None
+) -> list[str]:
+    """Lines for the end of the log: status and reason, memory per GPU and process, throughput, and what is missing."""
+    rows = [f"status: {status} (exit code {exit_code})", *filter(None, [reason])]
     missing = list(gaps)
     gpu_logs, cpu_logs = logs_of(Path(), job_id)
     for log in [*map(read_gpu_log, gpu_logs), *map(read_cpu_log, cpu_logs)]:
@@ -164,7 +223,7 @@ def memory_rows(log: MemoryLog, missing: list[str]) -> list[str]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("job_id", nargs="?", default="")
-    parser.add_argument("--exit-code", type=int, default=0, help="of the rank that failed first, or of the launcher")
+    parser.add_argument("--exit-code", type=int, default=0, help="of its script")
     parser.add_argument("--signal", action="store_true", help="it was told to stop, and has not ended yet")
     parser.add_argument("--sweep", action="store_true", help="finish the records of jobs that are gone, and no other")
     parser.add_argument("--timeout", action="store_true", help="Slurm ended it at its time limit")
@@ -173,7 +232,7 @@ def main() -> None:
         type=datetime.fromisoformat,
         help="when the job began (UTC); a record from before is another's, and stays",
     )
-    parser.add_argument("--gaps", type=Path, help="file with a line for each log that is not complete")
+    parser.add_argument("--run-dir", type=Path, help="where its parts have noted who failed, and which logs have gaps")
     arguments = parser.parse_args()
     path = Path("results") / f"{arguments.job_id}.json"
     if arguments.sweep:
@@ -188,17 +247,24 @@ def main() -> None:
 def end_of_job(path: Path, arguments: argparse.Namespace) -> int:
     """Finish the record, if the job has one, and print the summary. Returns the exit code of the job."""
     record = None
-    code = arguments.exit_code
+    first = first_end(arguments.run_dir)
+    code = first.code if first else arguments.exit_code
     status = "timeout" if arguments.timeout else outcome(code)
+    reason = None
     try:
         if path.exists() and not is_of_earlier(read_record(path), arguments.since):
             record = finish_record(path, code, arguments.timeout)
             status = record.status
             code = code or record.exit_code or 0
+        reason = why(status, first, alone=record is not None and record.world_size == 1)
+        if record and reason:
+            record = change(path, reason=reason)
     except (WorkshopError, OSError) as error:  # no disk space left: the summary is all the more needed
         print(f"error: {path}: cannot be finished ({error}); free disk space or quota", file=sys.stderr)
-    gaps = arguments.gaps.read_text().splitlines() if arguments.gaps and arguments.gaps.exists() else []
-    print("\n".join(["", "=" * 60, *summary(arguments.job_id, record, status, code, gaps), "=" * 60]))
+    by_host = sorted(arguments.run_dir.glob("gaps_*")) if arguments.run_dir else []
+    gaps = [line for path in by_host for line in path.read_text().splitlines()]
+    lines = summary(arguments.job_id, record, status, code, gaps, reason)
+    print("\n".join(["", "=" * 60, *lines, "=" * 60]))
     return code
 
 

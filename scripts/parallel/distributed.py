@@ -16,11 +16,15 @@ import torch.distributed as dist
 
 from errors import ENVIRONMENT, WorkshopError, report, survive_lost_output, whole_number
 from parallel import watchdog
+from parallel.joining import node_name
 
 T = TypeVar("T")
 # How others than PyTorch's allocator say that there is no memory left: cudaMalloc and cudaHostAlloc (also of NCCL and
 # Triton), cuBLAS, and the allocator of the CPU
 NO_MEMORY = ("out of memory", "CUBLAS_STATUS_ALLOC_FAILED", "DefaultCPUAllocator: can't allocate memory")
+
+# How gloo, NCCL and PyTorch's store say that another rank has ended
+LOST_CONNECTION = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "ncclRemoteError")
 
 
 def prepare_environment(shards: bool) -> None:
@@ -173,7 +177,11 @@ def run_and_report(main: Callable[[], None]) -> int:
             way_out = "lower --per_device_train_batch_size or --max_length, or offload"
             report(WorkshopError("memory", what.split(". ")[0], way_out, code=1))
             return 1
-        sys.excepthook(*sys.exc_info())  # PyTorch's, which names the rank
+        if is_lost_connection(error):
+            what = str(error).splitlines()[0]
+            print(f"rank {rank()} on {node_name()} lost another rank: {what}", file=sys.stderr, flush=True)
+        else:
+            sys.excepthook(*sys.exc_info())  # PyTorch's, which names the rank
         if world_size() > 1:
             time.sleep(2)  # if another rank's death is the cause, that one is noted first
         return 1
@@ -181,6 +189,11 @@ def run_and_report(main: Callable[[], None]) -> int:
 
 def is_out_of_memory(error: object) -> bool:
     return isinstance(error, torch.OutOfMemoryError) or any(words in str(error) for words in NO_MEMORY)
+
+
+def is_lost_connection(error: Exception) -> bool:
+    """Whether a collective failed as another rank, or the way to it, is gone: a traceback would tell nothing of it."""
+    return world_size() > 1 and any(words in str(error) for words in LOST_CONNECTION)
 
 
 def exit_code(error: BaseException | None) -> int:

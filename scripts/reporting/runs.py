@@ -13,7 +13,7 @@ from typing import Any
 from errors import WorkshopError
 from job.finish import WITHOUT_A_WORD, is_alive
 from reporting.memory_logs import MemoryLog, host_of, logs_of, read_cpu_log, read_gpu_log
-from reporting.trainer_log import error_in, log_of
+from reporting.trainer_log import error_in, log_of, stop_in
 from run_record import Record, Restart, read_record
 
 FOLDERS = {"results", "gpu_memory", "cpu_memory", "log", "output"}
@@ -65,7 +65,7 @@ class Run:
 
     @property
     def has_record(self) -> bool:
-        return self.status != INCOMPLETE
+        return self.record is not NO_RECORD
 
     @property
     def completed(self) -> bool:
@@ -135,7 +135,7 @@ def experiment_of(folder: Path) -> str:
 
 
 def find_runs(folders: Iterable[Path]) -> list[Run]:
-    """All runs below the folders, oldest first: of a record, of memory logs alone, or of a log with an error line."""
+    """All runs below the folders, oldest first: of a record, of memory logs alone, or of a log that tells of an end."""
     records: set[Path] = set()
     memory_logs: set[Path] = set()
     logs: set[Path] = set()
@@ -159,7 +159,9 @@ def find_runs(folders: Iterable[Path]) -> list[Run]:
             known[folder].add(runs[-1].job_id)
     for path in sorted(logs):
         folder = path.parent.parent
-        if not any(path.stem.endswith(f"_{job_id}") for job_id in known[folder]) and error_in(path):
+        if any(path.stem.endswith(f"_{job_id}") for job_id in known[folder]):
+            continue
+        if error_in(path) or stop_in(path):
             runs.append(run_without_record(folder, path.stem.rpartition("_")[2], path))
     say_how_to_go_on(runs)
     return sorted(runs, key=lambda run: run.order)
@@ -200,7 +202,8 @@ def settle(run: Run) -> None:
     if record.stop:
         notes.append(f"{record.stop.signal} at step {record.stop.step}")
     elif run.status not in ("running", "completed"):
-        notes.append(WITHOUT_A_WORD if record.exit_code is None else f"exit code {record.exit_code}")
+        code = WITHOUT_A_WORD if record.exit_code is None else f"exit code {record.exit_code}"
+        notes.append(record.reason or code)
         # a run that was stopped may have begun several times: the line would be another attempt's
         if run.status in ("stopped", "timeout"):
             notes.append("no checkpoint of its end")
@@ -227,12 +230,17 @@ def say_how_to_go_on(runs: list[Run]) -> None:
 
 
 def run_without_record(folder: Path, job_id: str, left: Path) -> Run:
-    """Of a job that has left memory logs alone, or nothing but a log that says why it was refused."""
+    """Of a job that has left memory logs alone, or nothing but a log that says why it was refused, or was stopped."""
     run = Run(folder, job_id, last_written(left))
     log = log_of(folder, job_id)
-    refused = error_in(log)
-    what = "no run record, the training has not begun, or the job ended before"
-    run.problems.append(f"{log}: {refused}" if refused else f"{folder}/results/{job_id}.json: {what}")
+    if refused := error_in(log):
+        run.problems.append(f"{log}: {refused}")
+    elif stop := stop_in(log):
+        run.status, code = stop
+        run.status_notes += [f"exit code {code}", "before its training began"]
+    else:
+        what = "no run record, the training has not begun, or the job ended before"
+        run.problems.append(f"{folder}/results/{job_id}.json: {what}")
     if any(logs_of(folder, job_id)):
         add_memory(run)
     return run

@@ -1,4 +1,4 @@
-"""A job's log: its error line, and the Trainer's lines such as {'eval_loss': '7.38', 'epoch': '1'}."""
+"""A job's log: its error line, the status in its summary, the Trainer's lines such as {'eval_loss': '7.38'}."""
 
 import re
 from collections.abc import Iterator
@@ -8,6 +8,7 @@ from pathlib import Path
 ENTRY = re.compile(r"\{('[^{}\n]*)\}")
 PAIR = re.compile(r"'([^']*)': '?([^',]*)'?")
 ERROR = re.compile(r"^error: .*", re.MULTILINE)
+STOP = re.compile(r"^status: (stopped|timeout) \(exit code (\d+)\)$", re.MULTILINE)  # of the summary that job.sh prints
 LONGEST_ERROR = 500  # characters
 
 
@@ -25,6 +26,12 @@ def error_in(log: Path | None) -> str:
     """The last line that begins with "error: ", which says why the job ended; empty without one, or without a log."""
     lines = ERROR.findall(text_of(log))
     return lines[-1][:LONGEST_ERROR].strip() if lines else ""
+
+
+def stop_in(log: Path | None) -> tuple[str, str] | None:
+    """Status and exit code that the job's summary tells of its stop; None without one."""
+    stops = STOP.findall(text_of(log))
+    return stops[-1] if stops else None
 
 
 def entries(log: Path | None) -> Iterator[dict[str, float]]:

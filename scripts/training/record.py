@@ -227,6 +227,8 @@ class RunRecord:
 
 def how_it_ended(record: Record) -> str:
     """How the attempt of this record ended, in words."""
+    if record.reason:
+        return record.reason
     if record.exit_code is None:
         return WITHOUT_A_WORD
     by = f" by {record.stop.signal}" if record.stop else ""

@@ -33,13 +33,13 @@ def start(tmp_path):
     )
     started = []
 
-    def run(node_rank: int, port: int, timeout: int = 100) -> subprocess.Popen:
+    def run(node_rank: int, port: int, timeout: int = 100, launch: list[str] = LAUNCH) -> subprocess.Popen:
         flags = ["--nnodes=2", "--nproc-per-node=2", "--rdzv-backend=static", f"--node-rank={node_rank}"]
         flags += ["--master-addr=127.0.0.1", f"--master-port={port}"]
         variables = {"RUN_DIR": str(tmp_path), "ALL_NODES": "first\nsecond", "JOIN_TIMEOUT": str(timeout)}
         variables |= {"SLURMD_NODENAME": ("first", "second")[node_rank], "OMP_NUM_THREADS": "1"}
         streams = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-        command = [*LAUNCH, *flags, str(tmp_path / "x.py")]
+        command = [*launch, *flags, str(tmp_path / "x.py")]
         started.append(subprocess.Popen(command, env=os.environ | variables, **streams))
         return started[-1]
 
@@ -63,6 +63,31 @@ def test_two_nodes_meet_at_the_address_that_is_given(start):
     lines = [line for node in nodes for line in node.communicate(timeout=120)[0].splitlines()]
     assert [node.returncode for node in nodes] == [0, 0]
     assert sorted(lines) == [f"{rank} 4 127.0.0.1 {port}" for rank in range(4)]
+
+
+# The store answers this node's last question a second after the first node's
+SLOW = """
+import sys, time
+sys.path.insert(0, {scripts!r})
+import launch
+from torch.distributed.elastic.utils import store as store_util
+plain = store_util._barrier_nonblocking
+def slow(*arguments, **keywords):
+    key = plain(*arguments, **keywords)
+    time.sleep(1)
+    return key
+store_util._barrier_nonblocking = slow
+launch.main()
+"""
+
+
+def test_the_first_node_leaves_last(start):
+    """torchrun has its store, without which the other one's torchrun ends in a traceback."""
+    port = free_port()
+    slow = [sys.executable, "-c", SLOW.format(scripts=str(REPOSITORY / "scripts"))]
+    nodes = [start(1, port, launch=slow), start(0, port)]
+    errors = [node.communicate(timeout=120)[1] for node in nodes]
+    assert ([node.returncode for node in nodes], errors) == ([0, 0], ["", ""])
 
 
 def test_a_node_that_does_not_come_is_named(start):

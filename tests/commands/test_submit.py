@@ -25,6 +25,7 @@ printf '%s\\0' "$PWD" "${{SITE-}} ${{SBATCH_ACCOUNT-}} ${{SNAPSHOT-}} ${{MODEL_N
 echo "$(($(tr -cd '\\0' <'{noted}' | wc -c) / 3));cluster"
 """
     program(tmp_path / "bin", "sbatch", text)
+    program(tmp_path / "bin", "sinfo", "[[ -z ${NO_CLUSTER-} ]]")
 
     def run(*arguments: str, cwd: str = "", **variables: object):
         environment = shell_environment(**variables)
@@ -92,8 +93,10 @@ def test_a_chain_waits_for_the_job_before_and_leaves_out_what_slurm_refuses(subm
 
 
 def test_the_dry_run_says_what_is_wrong(submit, shown, workshop):
-    """What Slurm would refuse; and a config that does not load, by the exit code of the estimate."""
-    done, submitted = submit("--dry-run", STAGES, SITE="laptop", REFUSED="zero_1")
+    """What Slurm would refuse, where it answers; and a config that does not load, by the exit code of the estimate."""
+    refused = {"SITE": "laptop", "REFUSED": "zero_1"}
+    assert submit("--dry-run", STAGES, NO_CLUSTER=1, **refused)[0].returncode == 0
+    done, submitted = submit("--dry-run", STAGES, **refused)
     assert (done.returncode, submitted) == (3, [])
     script = f"{workshop}/experiments/{STAGES}/zero_1/deepspeed_zero1_offload.slurm"
     reason = "sbatch: error: Requested node configuration is not available"

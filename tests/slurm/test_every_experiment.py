@@ -98,4 +98,5 @@ def test_a_killed_rank_of_bare_srun_ends_the_others(lab):
     job.wait()
     assert (job.state, job.exit_code) == ("FAILED", 137), str(job)
     assert job.record["status"] == "failed"
+    assert job.record["reason"].startswith("rank 1 on node1 ended first, with exit code 137 (killed, ")
     assert job.processes() == {}

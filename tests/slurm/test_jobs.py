@@ -152,8 +152,12 @@ def test_a_killed_rank_ends_its_job_on_all_nodes(killed_and_cancelled):
     assert (job.state, job.exit_code) == ("FAILED", 128 + signal.SIGKILL), str(job)
     assert (job.record["status"], job.record["exit_code"]) == ("failed", 128 + signal.SIGKILL)
     assert job.losses, "what was measured before is lost"
-    assert "rank 1 on node2 ended first, with exit code 137" in job.log
     assert job.summary[0] == "status: failed (exit code 137)"
+    assert job.summary[1].startswith("rank 1 on node2 ended first, with exit code 137 (killed, ")
+    assert job.record["reason"] == job.summary[1]
+    assert job.log.count("ended first") == 1, str(job)
+    assert re.search("^rank 0 on node1 lost another rank: .*Connection", job.log, re.MULTILINE), str(job)
+    assert "Traceback" not in job.log, str(job)
     assert job.processes() == {}
 
 

@@ -53,7 +53,7 @@ class Stopped:
 
 
 # the other node's rank, or Slurm's end of the job, may have come before
-KILLED = r"ended without a word: .*|(failed|stopped).*"
+KILLED = r"node failure on node\d|ended without a word: .*|(failed|stopped).*"
 CASES = [
     Stopped("zero-2", warn, r"stopped by SIGUSR1 \(exit code 75\)"),
     Stopped("fsdp2", crash("node2"), KILLED, clean=False),

@@ -17,6 +17,7 @@ from estimate_time import (
     CountWork,
     Rates,
     Ring,
+    gathered_by_zero3,
     optimizer_step,
     predict_step,
     room_to_hide,
@@ -155,6 +156,19 @@ def test_bytes_sent_are_those_that_were_counted_in_real_trainings(strategy, accu
     counted = in_rings(COUNTED[strategy, accumulation]["collectives"])
     chosen = training_of(strategy, accumulation, tmp_path)
     assert sent(shape_for(chosen), chosen) == pytest.approx(counted, rel=0.02)
+
+
+def test_what_the_pages_say_of_how_often_zero3_gathers():
+    times = {}
+    lines = []
+    for size in ("560m", "1b1", "1b7", "3b", "7b1"):
+        chosen = zero(3, "--model_name", f"bigscience/bloom-{size}")
+        shape = shape_for(chosen)
+        times[size] = gathered_by_zero3(shape, chosen.deepspeed_config["zero_optimization"]) / shape.parameters
+        lines.append(f"| bloom-{size} | {shape.parameters / 1e9:.2f} | {times[size]:.2f} |")
+    assert "\n".join(lines) in (REPOSITORY / "docs" / "zero.md").read_text()
+    sent_with_accumulation_4 = "; ".join(f"{8 * (times[size] + 1):.1f}" for size in ("560m", "7b1"))
+    assert f"| {sent_with_accumulation_4} |" in (REPOSITORY / "docs" / "comparison.md").read_text()
 
 
 def test_what_the_page_says_of_tensor_parallelism():

@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from subprocess import CompletedProcess
 
 import pytest
 
@@ -109,15 +110,69 @@ def test_the_job_ends_as_the_training_did_whatever_the_launcher_says(main_of, re
     assert ended.value.code == code
 
 
-def test_finish_py_shows_the_gaps_that_the_job_noted(main_of, capsys):
-    Path("gaps").write_text("psrecord is not installed\nanother\n")
+def test_finish_py_shows_the_gaps_that_the_job_noted_node_by_node(main_of, capsys):
+    Path("gaps_node2").write_text("another\n")
+    Path("gaps_node1").write_text("psrecord is not installed\n")
     with pytest.raises(SystemExit):
-        main_of(finish, "7", "--exit-code", "1", "--gaps", "gaps")
+        main_of(finish, "7", "--exit-code", "1", "--run-dir", ".")
     assert capsys.readouterr().out.splitlines()[-4:-1] == [
         "missing: psrecord is not installed",
         "missing: another",
         "missing: no run record: the job ended before the training began",
     ]
+
+
+ENDS = "5 1 launcher 0 on node1\n4 1 rank 0 on node1\n3 {} rank 5 on node2\n6 137 launcher 1 on node2\n"
+KILLED = "(killed, most often by the kernel for want of memory: see --mem)"
+
+
+@pytest.mark.parametrize(
+    ("code", "status", "reason"),
+    [
+        (137, "failed", f"rank 5 on node2 ended first, with exit code 137 {KILLED}"),
+        (139, "failed", "rank 5 on node2 ended first, with exit code 139 (ended by SIGSEGV)"),
+        (3, "failed", "rank 5 on node2 ended first, with exit code 3"),
+        (143, "stopped", None),
+        (75, "stopped", None),
+    ],
+)
+def test_the_one_that_ended_first_is_the_reason(main_of, capsys, code, status, reason):
+    Path("exit_codes").write_text(ENDS.format(code))
+    Path("results").mkdir()
+    write_json(Path("results/7.json"), {"status": "running", "exit_code": None, "world_size": 8})
+    with pytest.raises(SystemExit) as ended:
+        main_of(finish, "7", "--exit-code", "1", "--run-dir", ".")
+    assert ended.value.code == code
+    record = json.loads(Path("results/7.json").read_text())
+    assert (record["status"], record["exit_code"], record.get("reason")) == (status, code, reason)
+    shown = capsys.readouterr().out.splitlines()
+    assert f"status: {status} (exit code {code})" in shown
+    assert [line for line in shown if "ended first" in line] == [reason] * bool(reason)
+
+
+def test_a_node_that_slurm_calls_down_is_the_reason(main_of, monkeypatch):
+    def sinfo(command: list[str], **how) -> CompletedProcess:
+        assert {"sinfo", "--nodes=node[1-3]", "--states=down,fail"} <= set(command)
+        return CompletedProcess(command, 0, stdout="node3\n")
+
+    monkeypatch.setattr("subprocess.run", sinfo)
+    monkeypatch.setenv("SLURM_JOB_NODELIST", "node[1-3]")
+    Path("exit_codes").write_text(ENDS.format(1))
+    Path("results").mkdir()
+    write_json(Path("results/7.json"), {"status": "running", "exit_code": None, "world_size": 6})
+    with pytest.raises(SystemExit):
+        main_of(finish, "7", "--exit-code", "143", "--run-dir", ".")
+    assert json.loads(Path("results/7.json").read_text())["reason"] == "node failure on node3"
+
+
+def test_the_only_process_of_a_job_was_not_the_first_to_end(main_of):
+    Path("results").mkdir()
+    for code, reason in ((137, f"exit code 137 {KILLED}"), (2, None)):
+        Path("exit_codes").write_text(f"1 {code} rank 0 on node1\n")
+        write_json(Path("results/7.json"), {"status": "running", "exit_code": None, "world_size": 1})
+        with pytest.raises(SystemExit):
+            main_of(finish, "7", "--exit-code", str(code), "--run-dir", ".")
+        assert json.loads(Path("results/7.json").read_text()).get("reason") == reason
 
 
 TRAIN = {"samples_per_second": 12.345, "steady_samples_per_second": 20.5}

@@ -51,7 +51,9 @@ def page_of(top: Path, **options) -> Page:
     return Page((top / "report" / "index.html").read_text(encoding="utf-8"))
 
 
-def test_overview_tells_what_ran_what_failed_and_what_does_not_compare(tmp_path):
+def test_overview_tells_what_ran_what_failed_and_what_does_not_compare(tmp_path, monkeypatch):
+    monkeypatch.setattr("reporting.runs.is_alive", lambda record: True)
+    add_run(tmp_path, "custom-model", "7", status="running", exit_code=None)
     for job, gpus in ((1, 2), (2, 4)):
         add_run(tmp_path, f"{SCALING}/{gpus}_gpus", str(job), world_size=gpus)
     add_run(tmp_path, f"{SCALING}/8_gpus", "3", world_size=8, settings__labels="answer")
@@ -61,7 +63,8 @@ def test_overview_tells_what_ran_what_failed_and_what_does_not_compare(tmp_path)
     add_run(tmp_path, "fsdp-baseline", "6", cpu=None)
     overview = page_of(tmp_path).section("overview")
     for line in (
-        "6 runs of 6 experiments; 4 completed. No run had a GPU:",
+        "7 runs of 7 experiments; 4 completed. No run had a GPU:",
+        "running: 1 run 7 custom-model ",
         f"incomplete: 1 run 5 {STAGE}: results/5.json: is no run record (status: Field required)",
         "oom: 1 run 4 baseline: exit code 1; attempt 2, resumed at step 4",
         "completed, incomplete: 1 run 6 fsdp-baseline: cpu_memory: no log of job 6",

@@ -89,6 +89,10 @@ STOP = {"signal": "SIGTERM", "step": 120, "checkpoint": "output/1/checkpoint-120
             "failed: SIGTERM at step 120; go on with --resume_from_checkpoint output/1/checkpoint-120",
         ),
         (
+            {"status": "failed", "exit_code": 137, "reason": "rank 1 on node2 ended first, with exit code 137"},
+            "failed: rank 1 on node2 ended first, with exit code 137",
+        ),
+        (
             {"status": "failed", "exit_code": None},
             "failed: ended without a word: its node failed, or it was killed",
         ),
@@ -144,6 +148,22 @@ def test_jobs_without_a_record(tmp_path):
     assert (logged.job_id, logged.status, logged.gpu.peak) == ("80", "incomplete", 900)
     assert "no run record" in logged.problems[0]
     assert (completed.job_id, completed.problems) == ("my_job", [])
+
+
+def test_a_job_that_was_stopped_before_its_record(tmp_path):
+    """The first in its bandwidth test, the second while it loaded its model."""
+    folder = tmp_path / "experiments" / STAGE
+    for job, status in (("77", "stopped"), ("78", "timeout")):
+        write(folder / "log" / f"zero_1_{job}.out", f"start\n======\nstatus: {status} (exit code 143)\n======\n")
+    write(folder / "cpu_memory" / "cpu_memory_log_78.txt", cpu_log(100, 900))
+    runs = sorted(find_runs([tmp_path]), key=lambda run: run.job_id)
+    assert [run.ended for run in runs] == [
+        "stopped: exit code 143; before its training began",
+        "timeout: exit code 143; before its training began",
+    ]
+    assert runs[0].problems == []
+    write_report([tmp_path], tmp_path / "report", all_runs=False)
+    assert "stopped" in (tmp_path / "report" / "runs.md").read_text()
 
 
 @pytest.mark.parametrize(
