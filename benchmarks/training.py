@@ -313,9 +313,9 @@ def parts(flags: list[str]) -> tuple:
     """The workshop's own training questions and tokenizer, and what makes its model, for the other programs."""
     from transformers import TrainingArguments
 
-    from config import own_arguments, parse_command_line, trainer_flags
     from data_loader import load_squad
     from model import load_model, load_tokenizer
+    from shared.options import own_arguments, parse_command_line, trainer_flags
 
     options = parse_command_line("", flags)
     model_args, data_args = own_arguments(options)

@@ -1,13 +1,13 @@
 #!/usr/bin/env bash
-# What all experiments share. A .slurm file sources this, and then uses the verbs
+# What all experiments share. A .slurm file sources this, and then calls one of these functions, or two
 #   run_python FILE ARGS...     one process
 #   run_torchrun FILE ARGS...   one process per GPU; torchrun starts them, once per node
 #   run_srun FILE ARGS...       one process per GPU; srun starts them, no torchrun
 #   check_bandwidth             all-reduce over the job's ranks first; too slow ends the job
 #   DRY_RUN=1 bash X.slurm      shows the site, the knobs and the commands, checks them, and writes nothing
 # How a job lives:
-#   the .slurm file on the first node    job_prepare, then its verbs, then job_finish, whatever happened
-#     a verb                             starts job.sh on_node by srun on each node, or goes on here
+#   the .slurm file on the first node    job_prepare, then what it calls, then job_finish, whatever happened
+#     run_torchrun, for example          starts job.sh on_node by srun on each node, or goes on here
 #       on each node                     the command, and two memory loggers beside it
 # The job's exit status is that of the rank that failed first, or what the run record says.
 set -euo pipefail
@@ -24,7 +24,8 @@ CANCELLED=no # it was another one
 ON_NODE=no
 SAVED=75 # exit code of a training that was stopped and has saved a checkpoint
 declare -A LOGGER_PIDS=()
-exec {EMPTY_PIPE}<> <(:) # to read from it is to wait
+declare -A SEEN=() ORIGINS=() # variables as they were when job_note_origin looked last, and who has set them
+exec {EMPTY_PIPE}<> <(:)      # to read from it is to wait
 
 # 1. Before the training
 
@@ -64,7 +65,7 @@ job_prepare() {
   trap job_finish EXIT
   job_listen
   if [[ -n $(find results -maxdepth 1 -name '.?*' ! -name ".$JOB_ID" ! -name '.ranks_*') ]]; then
-    job_python finish --sweep || true # records of jobs that ended without a word
+    job_python end_of_job --sweep || true # records of jobs that ended without a word
   fi
   job_set_rendezvous
   job_skip_steps
@@ -72,6 +73,25 @@ job_prepare() {
   JOB_GIT=$(job_python git_state) || JOB_GIT=
   echo "job $JOB_ID of $EXPERIMENT: site $SITE, $NODES node(s) x $RANKS_PER_NODE rank(s), rendezvous $MASTER_ADDR:$MASTER_PORT"
   echo "nodes: ${ALL_NODES//$'\n'/ }"
+}
+
+job_note_origin() { # WHO: has set the variables that are other than when this looked last
+  local name
+  for name in $(compgen -e); do
+    if [[ ${SEEN[$name]-} != "${!name-}" ]]; then
+      SEEN[$name]=${!name}
+      ORIGINS[$name]=$1
+    fi
+  done
+}
+
+job_knob_origins() { # sets KNOB_ORIGINS: VARIABLE=WHO of each knob that is set; the training prints it
+  local knob
+  job_note_origin experiment
+  KNOB_ORIGINS=""
+  for knob in $(python "$ROOT/scripts/config.py" | cut -d' ' -f1); do
+    [[ -z ${ORIGINS[$knob]-} ]] || KNOB_ORIGINS+="$knob=${ORIGINS[$knob]} "
+  done
 }
 
 job_directive() { # NAME: value behind "#SBATCH --NAME=" of the script that runs, 1 without one
@@ -151,13 +171,15 @@ job_overrides() { # what was submitted otherwise than the script says
   printf '%s' "${text#;}"
 }
 
-# 2. The verbs
+# 2. What a .slurm file calls
 
 run_python() {
+  job_knob_origins
   job_on_node python "$@"
 }
 
 run_torchrun() {
+  job_knob_origins
   # static: the other one (c10d) executes what anybody sends to its store, and looks for the first node by name
   local -r launch=(python "$ROOT/scripts/launch.py" --nnodes="$NODES" --nproc-per-node="$RANKS_PER_NODE"
     --rdzv-backend=static --rdzv-id="$JOB_ID" --master-addr="$MASTER_ADDR" --master-port="$MASTER_PORT")
@@ -173,6 +195,7 @@ run_srun() {
     echo "no Slurm here: torchrun starts the $RANKS_PER_NODE ranks instead of srun"
     run_torchrun "$@"
   else
+    job_knob_origins
     job_srun "$RANKS_PER_NODE" python "$@"
   fi
 }
@@ -199,20 +222,16 @@ job_srun() { # TASKS COMMAND: so many tasks on each node
 }
 
 job_show() { # COMMAND: of a dry run. A training is checked as train.py checks it, and its memory estimated
-  local knob
   printf '%q ' "$@"
   echo
   while [[ $# -gt 0 && $1 != "$ROOT/scripts/train.py" ]]; do
     shift
   done
   if [[ $# -gt 0 ]]; then
-    for knob in $(python "$ROOT/scripts/knobs.py" | cut -d' ' -f1); do
-      [[ -z ${!knob:-} ]] || printf '  %s=%q\n' "$knob" "${!knob}"
-    done
     local -r memory=${SBATCH_MEM_PER_NODE:-$(job_directive mem)}
     local there=(${GPU_MEMORY:+--gpu_memory "$GPU_MEMORY"})
     [[ $memory != *G ]] || there+=(--cpu_memory "${memory%G}")
-    python "$ROOT/scripts/estimate_memory.py" --gpus $((NODES * RANKS_PER_NODE)) --nodes "$NODES" "${there[@]}" "${@:2}"
+    python "$ROOT/scripts/estimate_memory.py" --knobs --gpus $((NODES * RANKS_PER_NODE)) --nodes "$NODES" "${there[@]}" "${@:2}"
   fi
 }
 
@@ -261,7 +280,7 @@ job_start_loggers() { # appending, as the job may have been started again
 
 job_has() { # PROGRAM FILE: without it the training goes on
   command -v "$1" >/dev/null || {
-    job_gap "$1 is not installed on $HOST: no $2"
+    job_missing "$1 is not installed on $HOST: no $2"
     return 1
   }
 }
@@ -275,17 +294,17 @@ job_choose_gpus() { # sets GPUS: nvidia-smi shows those of other jobs as well, a
   local -r visible=${CUDA_VISIBLE_DEVICES-unset}
   GPUS=()
   if [[ -z $visible || $visible = -1 || $visible = NoDevFiles ]]; then
-    job_gap "CUDA_VISIBLE_DEVICES is '$visible' on $HOST, the job sees no GPU: no log of GPU memory"
+    job_missing "CUDA_VISIBLE_DEVICES is '$visible' on $HOST, the job sees no GPU: no log of GPU memory"
     return 1
   elif [[ $visible = unset || $visible = *MIG* ]]; then
-    job_gap "CUDA_VISIBLE_DEVICES is $visible on $HOST: the GPU log holds all GPUs that nvidia-smi shows"
+    job_missing "CUDA_VISIBLE_DEVICES is $visible on $HOST: the GPU log holds all GPUs that nvidia-smi shows"
   else
     GPUS=(-i "$(cut -d, -f"1-$RANKS_PER_NODE" <<<"$visible")")
   fi
 }
 
-job_gap() { # TEXT: what a log lacks; the summary shows it
-  echo "$1" >>"$RUN_DIR/gaps_$HOST" || true
+job_missing() { # TEXT: what a log lacks; the summary shows it
+  echo "$1" >>"$RUN_DIR/missing_$HOST" || true
 }
 
 job_stop_loggers() {
@@ -297,7 +316,7 @@ job_stop_loggers() {
     local code=0 # it had ended already, as psrecord does when the training does
     wait "${LOGGER_PIDS[$program]}" || code=$?
     if [[ $program != psrecord || $code != 0 ]]; then
-      job_gap "$program on $HOST ended before the training: its log is not complete"
+      job_missing "$program on $HOST ended before the training: its log is not complete"
     fi
   done
 }
@@ -343,13 +362,13 @@ job_stop() { # SIGNAL: for the training, which saves and stops
   fi
   [[ -z $CHILD ]] || kill -"$1" "$CHILD" 2>/dev/null || true
   if [[ $ON_NODE = no ]]; then # noted before the end: a training that does not react is killed, and this script with it
-    job_python finish "$JOB_ID" --signal --exit-code 143 --since "$STARTED" || true
+    job_python end_of_job "$JOB_ID" --signal --exit-code 143 --since "$STARTED" || true
   fi
 }
 
 # 5. The end of a job
 
-job_finish() { # on EXIT, also when the training failed: errexit ends the script behind a verb that returns its status
+job_finish() { # on EXIT, also when the training failed: errexit ends the script behind a command that returns its status
   local code=$?
   trap - EXIT
   job_ignore_signals # a second one must not interrupt this
@@ -359,7 +378,7 @@ job_finish() { # on EXIT, also when the training failed: errexit ends the script
   fi
   # it ends with what the training wrote down itself: srun says 0, too, of ranks that were slow to stop
   local ended=0
-  job_python finish "$JOB_ID" --exit-code "$code" "${timeout[@]}" --since "$STARTED" --run-dir "$RUN_DIR" || ended=$?
+  job_python end_of_job "$JOB_ID" --exit-code "$code" "${timeout[@]}" --since "$STARTED" --run-dir "$RUN_DIR" || ended=$?
   rm -rf "$RUN_DIR" || true # a rank may still write there
   job_upload
   if [[ $WARNED = yes && $CANCELLED = no && ${REQUEUE:-0} = 1 ]] && ((ended == SAVED || ended > 128)); then
@@ -407,8 +426,10 @@ if [[ $EXPERIMENTS_FOLDER != "${SNAPSHOT:-none}/experiments" ]]; then
   fi
 fi
 set -a # knobs of site and experiment reach the training, and RUN_DIR, JOB_ID, NODES and others this file on each node
+job_note_origin submission
 job_find_site
 job_load_site
+job_note_origin site
 : "${DRY_RUN:=0}"
 : "${LOGGERS:=yes}"
 : "${LOG_INTERVAL:=5}"

@@ -1,304 +1,140 @@
-"""The command line of a training: flags and variables in, checked options out.
+"""The configuration of a training: each knob once, with its variable, its flag, its default, and what it does.
 
-Precedence: flag, then environment variable, then default. The knobs and their defaults are in knobs.py.
+    python scripts/config.py      # VARIABLE --flag default, a line each; job.sh reads the first word
+
+Change a default here, and it is that of all runs. What a run is given comes first: a flag, then a variable (of the
+submission, the site, the experiment), then the default. docs/knobs.md says more of the knobs, and shared/options.py
+reads and checks what is given. Only the standard library is imported here, so that job.sh need not wait for PyTorch.
 """
 
 import argparse
-import contextlib
-import os
-import re
-import sys
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, fields
-from pathlib import Path
-from typing import Any
+from dataclasses import dataclass, field, fields
+from typing import Any, Literal, NamedTuple
 
-import torch
-from transformers import HfArgumentParser, TrainingArguments
+from shared.errors import OneLineErrors, run_program
 
-from errors import ENVIRONMENT, OneLineErrors, WorkshopError, did_you_mean
-from knobs import (
-    CUSTOM_GPT,
-    CUSTOM_SIZES,
-    DEFAULTS,
-    KNOBS,
-    OTHER_DEFAULTS,
-    REMOVED_FLAGS,
-    UNREAD_VARIABLES,
-    UNUSED_FLAGS,
-    DataArguments,
-    ModelArguments,
-)
-from tracking import check_trackers
+CUSTOM_GPT = "custom-gpt"  # the --model_name of custom_model.py
 
-AT_LEAST_ONE = (
-    *("train_size", "eval_size", "samples_per_gpu", "max_length", "em_f1_batch_size", "max_steps"),
-    *("per_device_train_batch_size", "per_device_eval_batch_size", "gradient_accumulation_steps", "ddp_timeout"),
-    "tensor_parallel",
-    *CUSTOM_SIZES,
-)
-# The three of steps may be a part of the training, such as 0.1
-MORE_THAN_ZERO = ("num_train_epochs", "learning_rate", "logging_steps", "eval_steps", "save_steps")
-LATEST = "latest"
-SHARDING = {"deepspeed", "fsdp", "fsdp_config", "parallelism_config"}
+
+def knob(variable: str, default: Any, what: str) -> Any:
+    """A flag of this workshop. The field has its name and type; None is a default that is found later."""
+    return field(default=default, metadata={"variable": variable, "help": what})
 
 
 @dataclass
-class Options:
-    """The parsed command line. `values`: flag -> value; `names`: flag -> how the user gave it, for messages."""
+class ModelArguments:
+    """The model."""
 
-    values: dict
-    names: dict
-    precision_note: str = ""
-    deepspeed_config: dict | None = None
-    fsdp_config: dict | None = None
-
-    def settings(self) -> dict:
-        """What defines the run: every knob, and each other flag that was given; no flag is a secret."""
-        flags = {knob.flag for knob in KNOBS} | set(OTHER_DEFAULTS) | {"seed"} | set(self.names)
-        if self.values["model_name"] != CUSTOM_GPT:
-            flags -= set(CUSTOM_SIZES)
-        return {flag: self.values[flag] for flag in sorted(flags)}
-
-    def error(self, flag: str, what: str, way_out: str) -> WorkshopError:
-        """The error of a flag, by the name that the user gave it: the flag or its variable."""
-        return WorkshopError(self.names.get(flag, f"--{flag}"), what, way_out)
-
-
-class Parser(HfArgumentParser, OneLineErrors):
-    pass
-
-
-class HelpFormatter(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescriptionHelpFormatter):
-    pass
-
-
-def build_parser(description: str) -> Parser:
-    kinds: Any = (ModelArguments, DataArguments, TrainingArguments)
-    parser = Parser(kinds, description=description, formatter_class=HelpFormatter)
-    actions = actions_by_flag(parser)
-    actions["max_steps"].option_strings.append("--steps")
-    parser._option_string_actions["--steps"] = actions["max_steps"]
-    resume = actions["resume_from_checkpoint"]
-    resume.nargs = "?"
-    resume.const = LATEST
-    resume.help = "Go on from this run folder or checkpoint; without a value, from the latest complete checkpoint."
-    for knob in KNOBS:
-        actions[knob.flag].help = f"{actions[knob.flag].help} Variable {knob.variable}."
-    return parser
+    model_name: str = knob(
+        "MODEL_NAME",
+        "bigscience/bloom-560m",
+        "Hub name or local folder of a causal LM, tiny-bloom (no network needed) or custom-gpt.",
+    )
+    from_scratch: bool = knob(
+        "FROM_SCRATCH",
+        False,
+        "Random weights in the named architecture: measures memory and speed without a download.",
+    )
+    tokenizer_name: str | None = knob(
+        "TOKENIZER_NAME", None, "Hub name or local folder of another tokenizer than the model's own."
+    )
+    loss: Literal["full", "chunked"] = knob(
+        "LOSS",
+        "full",
+        "From the logits of all tokens, or chunk by chunk without them (same loss, less memory, faster).",
+    )
+    tensor_parallel: int = knob(
+        "TENSOR_PARALLEL", 1, "Ranks over which each matrix is cut; with --fsdp the others hold shards."
+    )
+    # Of custom-gpt alone
+    vocab_size: int = knob("VOCAB_SIZE", 50000, "custom-gpt: tokens of the embedding and of the head.")
+    hidden_size: int = knob("HIDDEN_SIZE", 2048, "custom-gpt: width. First to lower when memory runs out.")
+    num_layers: int = knob("NUM_LAYERS", 3, "custom-gpt: transformer blocks.")
+    num_heads: int = knob("NUM_HEADS", 16, "custom-gpt: attention heads, a divisor of --hidden_size.")
+    ff_dim: int = knob("FF_DIM", 8192, "custom-gpt: width inside the feed-forward layers.")
+    seq_length: int = knob("SEQ_LENGTH", 512, "custom-gpt: positions, at least --max_length.")
 
 
-def actions_by_flag(parser: Parser) -> dict:
-    # the first of each, as --no_em_f1 is a second one for em_f1
-    return {action.dest: action for action in reversed(parser._actions)}
+CUSTOM_SIZES = ("vocab_size", "hidden_size", "num_layers", "num_heads", "ff_dim", "seq_length")
 
 
-def parse_command_line(
-    description: str,
-    argv: list[str] | None = None,
-    extra: dict | None = None,
-    gpu: bool | None = None,
-    environment: Mapping[str, str] = os.environ,
-) -> Options:
-    """Read flags and variables; check everything that needs neither a process group nor the data.
+@dataclass
+class DataArguments:
+    """The data, and what is done with it besides the training."""
 
-    extra: flags of one script alone, name -> add_argument's arguments. gpu: whether the training will have one,
-    by default whether there is one here. environment: where the variables of the knobs are looked up.
-    Raises WorkshopError (exit code 2) for a user's mistake.
-    """
-    parser = build_parser(description)
-    for flag, details in (extra or {}).items():
-        parser.add_argument(f"--{flag}", **details)
-    defaults, names = environment_values(parser, environment)
-    parser.set_defaults(**OTHER_DEFAULTS, **defaults)
-    arguments = sys.argv[1:] if argv is None else argv
-    namespace, unknown = parser.parse_known_args(arguments)
-    if unknown:
-        reject_unknown(unknown, parser)
-    words = [word.split("=")[0] for word in arguments]
-    given = {parser._option_string_actions[w].dest: w for w in words if w in parser._option_string_actions}
-    options = Options(vars(namespace), names | given)
-    complete(options.values)
-    check_numbers(options)
-    check_combinations(options)
-    check_beside_tensor_parallel(options)
-    check_custom_sizes(options)
-    resolve_precision(options, torch.cuda.is_available() if gpu is None else gpu)
-    return options
+    dataset: str = knob("DATASET", "squad", "Hub name, or a local SQuAD v1.1 or v2.0 JSON file.")
+    eval_dataset: str | None = knob(
+        "EVAL_DATASET",
+        None,
+        "Local JSON file to evaluate on. Without it a local --dataset holds out every fifth paragraph.",
+    )
+    train_size: int = knob("TRAIN_SIZE", 500, "Number of training questions.")
+    eval_size: int = knob("EVAL_SIZE", 100, "Number of evaluation questions.")
+    samples_per_gpu: int | None = knob(
+        "SAMPLES_PER_GPU", None, "Weak scaling: train on this many questions per rank, instead of --train_size."
+    )
+    max_length: int = knob("MAX_LENGTH", 512, "Longest sequence in tokens. First to lower when memory runs out.")
+    padding: Literal["max_length", "longest"] = knob(
+        "PADDING",
+        "max_length",
+        "Pad every batch to --max_length, or only to its longest sequence (faster, same loss).",
+    )
+    labels: Literal["sequence", "answer", "all"] = knob(
+        "LABELS",
+        "sequence",
+        "Tokens that count in the loss: all real ones, only answer and EOS, or padding as well.",
+    )
+    em_f1: bool = knob("EM_F1", True, "After training, answer the evaluation questions and print EM and F1.")
+    em_f1_batch_size: int = knob("EM_F1_BATCH_SIZE", 16, "Questions that a rank answers at the same time.")
+    profile: bool = knob("PROFILE", False, "Write a trace of three steps per rank, and where the time of a step goes.")
 
 
-def environment_values(parser: Parser, environment: Mapping[str, str]) -> tuple[dict, dict]:
-    """Values of all knobs from the environment or their default, and the variables that were given."""
-    for variable, way_out in UNREAD_VARIABLES.items():
-        if variable in environment:
-            raise WorkshopError(variable, "this variable is not read", way_out)
-    actions = actions_by_flag(parser)
-    values = dict(DEFAULTS)
-    names = {}
-    for variable, flag, _ in KNOBS:
-        text = environment.get(variable, "").strip()
-        if not text:
-            continue
-        names[flag] = variable
-        try:
-            values[flag] = parser._get_value(actions[flag], text)
-            parser._check_value(actions[flag], values[flag])
-        except argparse.ArgumentError as error:
-            raise WorkshopError(variable, error.message, "correct or unset the variable") from None
-    return values, names
+class Knob(NamedTuple):
+    variable: str
+    flag: str
+    default: object
 
 
-def reject_unknown(unknown: list[str], parser: Parser) -> None:
-    flag = next((w for w in unknown if w.startswith("-")), unknown[0]).split("=")[0]
-    name = flag.lstrip("-").replace("-", "_")
-    if name in REMOVED_FLAGS:
-        raise WorkshopError(flag, "transformers 5 removed this flag", REMOVED_FLAGS[name])
-    if named_as := next((knob.flag for knob in KNOBS if knob.variable.lower() == name), ""):
-        raise WorkshopError(flag, "unknown flag", f"did you mean --{named_as}?")  # --batch_size, --grad_acc
-    known = sorted({"steps", *actions_by_flag(parser)} - UNUSED_FLAGS.keys())
-    raise WorkshopError(flag, "unknown flag", did_you_mean(name, known, "see --help", prefix="--"))
+# Flags that transformers.TrainingArguments has, with its types and help (python scripts/train.py --help)
+TRAINER_KNOBS = (
+    Knob("NUM_EPOCHS", "num_train_epochs", 3),
+    Knob("BATCH_SIZE", "per_device_train_batch_size", 4),
+    Knob("GRAD_ACC", "gradient_accumulation_steps", 4),
+    Knob("LEARNING_RATE", "learning_rate", 5e-5),
+    Knob("WEIGHT_DECAY", "weight_decay", 0.01),
+    Knob("FP16", "fp16", None),  # on a GPU, unless bf16 is asked for
+    Knob("BF16", "bf16", None),  # on a CPU that computes in it
+    Knob("ACTIVATION_CHECKPOINTING", "activation_checkpointing", None),
+    Knob("TORCH_COMPILE", "torch_compile", False),
+    Knob("SAMPLING", "train_sampling_strategy", "random"),
+    Knob("DATA_WORKERS", "dataloader_num_workers", 0),
+    Knob("SAVE_STRATEGY", "save_strategy", "epoch"),
+    Knob("OUTPUT_DIR", "output_dir", None),  # output/<job id>
+    Knob("EXPERIMENT_NAME", "run_name", None),  # name of the folder
+    Knob("REPORT_TO", "report_to", "none"),
+    Knob("HANG_TIMEOUT", "ddp_timeout", 1800),  # seconds
+)
+# Where the workshop has another default than transformers, and no variable
+OTHER_DEFAULTS = {
+    "eval_strategy": "epoch",
+    "save_total_limit": 1,
+    "logging_steps": 5,
+    "logging_nan_inf_filter": False,  # it makes each micro batch wait for the GPU: WorkshopTrainer.training_step
+    "ddp_find_unused_parameters": False,  # transformers' default searches the graph in each step
+    "per_device_eval_batch_size": None,  # the training batch size
+    "disable_tqdm": False,
+}
+
+OWN_KNOBS = [Knob(f.metadata["variable"], f.name, f.default) for f in (*fields(ModelArguments), *fields(DataArguments))]
+KNOBS = (*OWN_KNOBS, *TRAINER_KNOBS)
+DEFAULTS: dict[str, Any] = {each.flag: each.default for each in KNOBS}
 
 
-def complete(values: dict) -> None:
-    """Fill in what follows from another flag."""
-    if values["per_device_eval_batch_size"] is None:
-        values["per_device_eval_batch_size"] = values["per_device_train_batch_size"]
-    if values["activation_checkpointing"] is None:
-        values["activation_checkpointing"] = values["gradient_checkpointing"]  # the name that it had before
-    values["gradient_checkpointing"] = None
-    values["output_dir"] = os.path.expanduser(values["output_dir"] or "") or None
+def main() -> None:
+    OneLineErrors(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
+    for each in KNOBS:
+        print(each.variable, f"--{each.flag}", "" if each.default is None else each.default)
 
 
-def check_numbers(options: Options) -> None:
-    for flag in options.names:
-        number = options.values[flag]
-        no_limit = flag == "max_steps" and number == -1
-        if flag in AT_LEAST_ONE and number < 1 and not no_limit:
-            raise options.error(flag, f"{number} is too small", "give a whole number of at least 1")
-        if flag in MORE_THAN_ZERO and not 0 < number < float("inf"):
-            raise options.error(flag, f"{number} is out of range", "give a number above 0")
-
-
-def check_combinations(options: Options) -> None:
-    """Raises WorkshopError (exit code 2) for flags that contradict each other, or would have no effect."""
-    values = options.values
-    for flag in sorted(options.names.keys() & UNUSED_FLAGS.keys()):
-        raise options.error(flag, "has no effect in this workshop", UNUSED_FLAGS[flag])
-    if values["deepspeed"] and values["fsdp"]:
-        raise options.error("deepspeed", "cannot be combined with --fsdp, both shard the model", "give one of the two")
-    if values["fsdp_config"] and not values["fsdp"]:
-        raise options.error("fsdp_config", "does nothing without --fsdp", "add --fsdp")
-    if values["loss"] == "chunked" and values["label_smoothing_factor"]:
-        raise options.error("label_smoothing_factor", "needs the logits, and chunked has none", "use --loss full")
-    if values["loss"] == "chunked" and values["use_liger_kernel"]:
-        raise options.error("use_liger_kernel", "has a loss of its own, which would run instead", "use --loss full")
-    if values["optim"] == "adafactor" and (values["fsdp"] or values["tensor_parallel"] > 1):
-        what = "adafactor cannot step parameters that are sharded"
-        raise options.error("optim", what, "use adamw_torch_fused (the default), adamw_torch, sgd or rmsprop")
-    # Both modes compare kernels, and inductor files the times under torch.get_float32_matmul_precision() (PyTorch 2.13,
-    # select_algorithm.py and codecache.py). That raises once torch.backends.fp32_precision is "tf32", as --tf32 sets it
-    if values["tf32"] and values["torch_compile_mode"] in ("max-autotune", "max-autotune-no-cudagraphs"):
-        what = f"cannot be combined with {values['torch_compile_mode']}, which PyTorch 2.13 then cannot compile"
-        raise options.error("tf32", what, "leave it out, or use another --torch_compile_mode")
-
-
-def check_beside_tensor_parallel(options: Options) -> None:
-    """Raises WorkshopError (exit code 2) for what a model that is cut into columns and rows cannot do."""
-    values = options.values
-    if values["tensor_parallel"] == 1:
-        return
-    if values["deepspeed"]:
-        way_out = "use --fsdp for the ranks beside a tensor group"
-        raise options.error("tensor_parallel", "cannot be combined with --deepspeed", way_out)
-    if values["loss"] == "chunked":
-        raise options.error("loss", "chunked needs a head in one piece, --tensor_parallel cuts it", "use --loss full")
-
-
-def check_custom_sizes(options: Options) -> None:
-    values = options.values
-    if values["model_name"] != CUSTOM_GPT:
-        for flag in sorted(options.names.keys() & set(CUSTOM_SIZES)):
-            way_out = f"leave it out, or train {CUSTOM_GPT}"
-            raise options.error(flag, f"has no effect on {values['model_name']}", way_out)
-        return
-    heads = values["num_heads"]
-    hidden = values["hidden_size"]
-    if hidden % heads:
-        raise options.error("num_heads", f"{heads} heads do not divide the hidden size {hidden}", "choose a divisor")
-    if values["max_length"] > values["seq_length"]:
-        what = f"{values['max_length']} is more than the {values['seq_length']} positions of --seq_length"
-        raise options.error("max_length", what, "lower it, or raise --seq_length")
-
-
-def resolve_precision(options: Options, gpu: bool) -> None:
-    """Replace unset fp16 and bf16 by what the hardware can do; weights stay fp32 masters in every case."""
-    values = options.values
-    gpu = gpu and not values["use_cpu"]
-    if values["fp16"] and values["bf16"]:
-        raise options.error("fp16", f"contradicts {options.names.get('bf16', '--bf16')}", "give one of the two")
-    if values["fp16"] and not gpu:
-        way_out = "use --bf16, or --fp16 False for fp32"
-        raise options.error("fp16", "fp16 needs a CUDA GPU and there is none here", way_out)
-    if values["fp16"] is None and not values["bf16"]:
-        values["fp16"] = gpu
-        values["bf16"] = values["bf16"] is None and not gpu and cpu_has_bf16()
-        options.precision_note = "default" if gpu else "default without a GPU, where fp16 does not run"
-    values["fp16"] = bool(values["fp16"])
-    values["bf16"] = bool(values["bf16"])
-    here = gpu and torch.cuda.is_available()
-    if values["bf16"] and here and not torch.cuda.is_bf16_supported(including_emulation=False):
-        raise options.error("bf16", "this GPU has no bf16", "use --fp16")
-    if not gpu:
-        values["use_cpu"] = True
-
-
-def cpu_has_bf16() -> bool:
-    """Whether the CPU computes in bf16 itself (AVX512-BF16, AMX or Arm BF16), instead of emulating it."""
-    cpuinfo = Path("/proc/cpuinfo")
-    flags = cpuinfo.read_text() if cpuinfo.exists() else ""
-    return re.search(r"^(flags|Features)\s*:.*\b(avx512_bf16|amx_bf16|bf16)\b", flags, re.MULTILINE) is not None
-
-
-def precision_name(values: dict) -> str:
-    if values["fp16"]:
-        return "fp16"
-    return "bf16" if values["bf16"] else "fp32"
-
-
-def compute_dtype(values: dict) -> torch.dtype:
-    return {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}[precision_name(values)]
-
-
-def own_arguments(options: Options) -> tuple[ModelArguments, DataArguments]:
-    """The flags that transformers does not know."""
-    parts = [
-        {part.name: options.values[part.name] for part in fields(kind)} for kind in (ModelArguments, DataArguments)
-    ]
-    return ModelArguments(**parts[0]), DataArguments(**parts[1])
-
-
-def trainer_flags(options: Options) -> dict:
-    """All values for TrainingArguments but those that turn on ZeRO or FSDP, which train.py adds."""
-    known = {field.name for field in fields(TrainingArguments) if field.init}
-    flags = {name: value for name, value in options.values.items() if name in known - SHARDING}
-    flags["output_dir"] = options.values["output_dir"] or "output"
-    flags["report_to"] = check_trackers(options.values["report_to"]) or "none"
-    flags["run_name"] = options.values["run_name"] or os.path.basename(os.getcwd())
-    flags["tf32"] = bool(options.values["tf32"])  # unset, --torch_compile would switch it on, and fp32 were not fp32
-    # offloaded gradients lie on the CPU when their norm is summed over the ranks, and NCCL knows no CPU tensors ("No
-    # backend type associated with device type cpu"); TrainingArguments opens the group, and its flag takes one name
-    if options.fsdp_config and options.fsdp_config.get("cpu_offload"):
-        flags["ddp_backend"] = "cuda:nccl,cpu:gloo"
-    return flags
-
-
-@contextlib.contextmanager
-def argument_errors() -> Iterator[None]:
-    """One line of what TrainingArguments refuses. Raises WorkshopError."""
-    try:
-        yield
-    except (ValueError, OSError, ImportError) as error:
-        raise WorkshopError("command line", str(error), "see --help") from error
-    except torch.distributed.DistError as error:
-        way_out = "check MASTER_ADDR and MASTER_PORT on every node"
-        raise WorkshopError("process group", str(error), way_out, ENVIRONMENT) from error
+if __name__ == "__main__":
+    run_program(main)

@@ -19,7 +19,7 @@ from transformers import (
 )
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
-from knobs import CUSTOM_GPT, DEFAULTS
+from config import CUSTOM_GPT, DEFAULTS
 
 
 class CustomGPTConfig(PreTrainedConfig):

@@ -10,10 +10,10 @@ from typing import Any
 from datasets import Dataset, load_dataset
 from transformers import DataCollatorForSeq2Seq, PreTrainedTokenizerBase
 
-from errors import WorkshopError
-from hub import cannot_load, offline_without_network
-from json_files import parse_json, read_bytes
-from parallel.distributed import print_once
+from parallel.ranks import print_once
+from shared.errors import WorkshopError
+from shared.hub import cannot_load, offline_without_network
+from shared.json_files import parse_json, read_bytes
 
 # The answer to a question that its paragraph cannot answer (SQuAD v2.0)
 UNANSWERABLE = "no answer"

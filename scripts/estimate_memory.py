@@ -18,19 +18,20 @@ from collections.abc import Mapping
 
 import torch
 
-from config import Options, precision_name
-from errors import WorkshopError, run_program
 from estimate.memory import GIB, estimate, totals, without_gpu
 from estimate.model_shape import shape_for
 from estimate.planned import RATES, check_optimizer, options_of_plan, read_config_files
 from estimate_time import Rates, given_rates, offloads, predict_step
 from parallel.ds_config import offloaded
-from paths import REPOSITORY
+from shared.errors import WorkshopError, run_program
+from shared.options import Options, precision_name
+from shared.paths import REPOSITORY
 
 CUDA_RESERVE = 2 * GIB  # per process, for the memory that CUDA and NCCL take of a node; not measured
 FITS = 0.9  # of a GPU or node: the rest is for what is not counted
 MEMORY_FLAGS = {
     "compare": {"action": "store_true", "help": "List all config files, those that fit first."},
+    "knobs": {"action": "store_true", "help": "First all knobs, by where they come from, as a training prints them."},
     "gpu_memory": {"type": float, "default": None, "help": "GiB of one GPU, for the verdict. Default: the one here."},
     "cpu_memory": {"type": float, "default": None, "help": "GiB of one node, as in --mem of sbatch, for the verdict."},
 }
@@ -193,6 +194,8 @@ def choice(name: str, options: Options, rates: Rates | None) -> tuple[tuple, str
 
 def main() -> None:
     options = read_options(description=__doc__)
+    if options.values["knobs"]:
+        print("\n".join(options.knob_lines()))
     print(comparison(options) if options.values["compare"] else memory_table(options))
 
 

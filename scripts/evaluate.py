@@ -15,22 +15,14 @@ from datasets import Dataset
 from torch.distributed.fsdp import FullyShardedDataParallel
 from transformers import PreTrainedTokenizerBase, TrainingArguments
 
-from config import argument_errors, own_arguments, parse_command_line, trainer_flags
 from data_loader import answer_room, load_evaluation_set
-from errors import WorkshopError
-from hub import draw_bars_on_terminals_only
 from model import check_model, load_model, load_tokenizer
 from parallel import watchdog
-from parallel.distributed import (
-    gather_lists,
-    join_process_group,
-    leave_process_group,
-    prepare_environment,
-    print_once,
-    rank,
-    run_and_exit,
-    world_size,
-)
+from parallel.process_group import adopt_process_group, leave_process_group, prepare_environment, run_and_exit
+from parallel.ranks import gather_lists, print_once, rank, world_size
+from shared.errors import WorkshopError
+from shared.hub import draw_bars_on_terminals_only
+from shared.options import argument_errors, own_arguments, parse_command_line, trainer_flags
 
 
 def exact_match_and_f1(
@@ -87,7 +79,7 @@ def answer_questions(
     answers: dict[int, str] = {}
     model.eval()
     for start in range(0, len(numbers), batch_size):
-        watchdog.beat(f"EM and F1, question {start} of {len(numbers)}")
+        watchdog.progress(f"EM and F1, question {start} of {len(numbers)}")
         batch = numbers[start : start + batch_size]
         rows = questions.select(batch)
         prompts = [ids[:n] for ids, n in zip(rows["input_ids"], rows["prompt_length"], strict=True)]
@@ -128,10 +120,10 @@ def main() -> None:
     flags["ddp_timeout"] = watchdog.start(options.values["ddp_timeout"])
     with argument_errors():
         args = TrainingArguments(**flags)
-    join_process_group(args, with_deepspeed=False)
+    adopt_process_group(args, with_deepspeed=False)
     tokenizer = load_tokenizer(model_args, data_args)
     questions = load_evaluation_set(data_args, tokenizer, args)
-    watchdog.beat("loading the model")
+    watchdog.progress("loading the model")
     model: Any = load_model(model_args, data_args, tokenizer, args.seed)
     check_model(model, tokenizer, data_args.max_length)
     model.to(args.device)

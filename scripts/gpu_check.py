@@ -24,13 +24,14 @@ from pathlib import Path
 
 import torch
 
+from checks.jobs import train_once
 from checks.machine import last_line
-from errors import ENVIRONMENT, OneLineErrors, WorkshopError, run_program
+from config import KNOBS
 from estimate_memory import GIB, estimate, read_options, totals
-from json_files import read_json, write_json
-from knobs import KNOBS
-from paths import REPOSITORY, SAMPLE
 from reporting.render import grid
+from shared.errors import ENVIRONMENT, OneLineErrors, WorkshopError, run_program
+from shared.json_files import read_json, write_json
+from shared.paths import REPOSITORY, SAMPLE
 
 SCRIPTS = REPOSITORY / "scripts"
 
@@ -132,10 +133,9 @@ def command_of(row: TrainingRow) -> list[str]:
 
 def environment_of_rows(folder: Path, cpu: bool) -> dict[str, str]:
     """The caller's, with one GPU or none; without its knobs, and without Slurm's job, which is not that of a row."""
-    knobs = {knob.variable for knob in KNOBS}
+    knobs = {knob.variable for knob in KNOBS} | {"KNOB_ORIGINS"}
     variables = {k: v for k, v in os.environ.items() if k not in knobs and not k.startswith("SLURM_")}
     variables["HF_DATASETS_CACHE"] = str(folder / "datasets")
-    variables["OMP_NUM_THREADS"] = str(len(os.sched_getaffinity(0)))
     if cpu:
         return variables | {"CUDA_VISIBLE_DEVICES": "", "REQUIRE_GPU": "0", "FP16": "False"}
     return variables | {"CUDA_VISIBLE_DEVICES": os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]}
@@ -147,23 +147,9 @@ def train(job_id: str, words: list[str], variables: dict[str, str], folder: Path
     path.unlink(missing_ok=True)  # of an earlier call: train.py would not write over it
     shutil.rmtree(folder / "output" / job_id, ignore_errors=True)
     log = folder / f"{job_id}.log"
-    with log.open("w") as file:
-        try:
-            done = subprocess.run(
-                words,
-                cwd=folder,
-                env=variables | {"JOB_ID": job_id},
-                stdin=subprocess.DEVNULL,
-                stdout=file,
-                stderr=file,
-                timeout=timeout,
-            )
-            code = done.returncode
-        except subprocess.TimeoutExpired:
-            code = 1
-            file.write(f"\nerror: time: still running after {timeout} s; see what it waits for, or raise --timeout\n")
+    done = train_once(words, variables | {"JOB_ID": job_id}, folder, log, timeout)
     record = json.loads(path.read_text()) if path.exists() else {}
-    if code:
+    if not done:
         record["status"] = "oom" if record.get("status") == "oom" else "failed"
         record["reason"] = f"{last_line(log.read_text(errors='replace'))}; read {log}"
     return record

@@ -31,9 +31,8 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.elastic.utils import store as store_util
 from torch.distributed.run import parse_args, parse_min_max_nnodes, run
 
-from errors import ENVIRONMENT, STOPPED, WorkshopError, run_program
-from parallel.distributed import free_port
-from parallel.joining import join_timeout, missing_nodes, node_name, note_joining, reach
+from parallel.joining import free_port, join_timeout, missing_nodes, node_name, note_joining, reach
+from shared.errors import ENVIRONMENT, STOPPED, WorkshopError, run_program
 
 LOOPBACK = "127.0.0.1"
 SECONDS_BEFORE_KILL = 5  # in which ranks may end by themselves after a second Ctrl-C
@@ -106,7 +105,7 @@ def meet(arguments: argparse.Namespace, timeout: int) -> None:
     if parse_min_max_nnodes(arguments.nnodes)[1] == 1 and arguments.master_port is None:
         arguments.standalone = False
         arguments.master_addr = LOOPBACK
-        arguments.master_port = free_port()
+        arguments.master_port = free_port(str(os.getpid()))
     if arguments.master_addr == LOOPBACK:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # it would listen at the address of this node's name
     if arguments.node_rank != 0:

@@ -17,18 +17,12 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from errors import ENVIRONMENT, OneLineErrors, WorkshopError
-from json_files import write_json
-from knobs import DEFAULTS
+from config import DEFAULTS
 from parallel import watchdog
-from parallel.distributed import (
-    leave_process_group,
-    prepare_environment,
-    rank,
-    run_and_exit,
-    wait_for_everyone,
-    world_size,
-)
+from parallel.process_group import leave_process_group, prepare_environment, run_and_exit
+from parallel.ranks import rank, wait_for_everyone, world_size
+from shared.errors import ENVIRONMENT, OneLineErrors, WorkshopError
+from shared.json_files import write_json
 
 GPU = torch.cuda.is_available()
 DEVICE = "cuda" if GPU else "cpu"
@@ -58,7 +52,7 @@ def main() -> None:
         return
     watchdog.start(DEFAULTS["ddp_timeout"])  # a rank that hangs is named
     dist.init_process_group("nccl" if GPU else "gloo")
-    watchdog.beat("the bandwidth test")
+    watchdog.progress("the bandwidth test")
 
     part, iterations, seconds = measure(torch.zeros(MESSAGE_BYTES // 4, device=DEVICE))
     # four digits, not decimals: a very slow network is not one of 0.0 GB/s

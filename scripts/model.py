@@ -24,11 +24,11 @@ from transformers import (
 from transformers.initialization import no_init_weights
 from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
 
+from config import CUSTOM_GPT, CUSTOM_SIZES
 from custom_model import CustomGPTConfig
 from data_loader import is_local, read_part, read_questions
-from errors import WorkshopError
-from hub import cannot_load, offline_without_network
-from knobs import CUSTOM_GPT, CUSTOM_SIZES
+from shared.errors import WorkshopError
+from shared.hub import cannot_load, offline_without_network
 
 TINY_BLOOM = "tiny-bloom"
 # hidden size, layers and heads (arXiv:2211.05100, table 3): --from_scratch then needs no download
@@ -181,8 +181,8 @@ def random_model(config: PreTrainedConfig, seed: int) -> PreTrainedModel:
     return model
 
 
-def empty_model(model_args, data_args) -> PreTrainedModel:
-    """The model without memory for its weights, to look at its modules and their sizes."""
+def build_meta_model(model_args, data_args) -> PreTrainedModel:
+    """The model on PyTorch's meta device, with shapes and without memory for its weights: to look at its modules."""
     config = load_config(model_args, data_args)
     # not by from_config, which would shard it under ZeRO-3
     with torch.device("meta"):
@@ -224,8 +224,13 @@ def is_encoder(config: PreTrainedConfig) -> bool:
 
 
 def count_parameters(model: torch.nn.Module) -> int:
-    """All parameters, tied ones once, also while ZeRO-3 holds only this rank's share of each."""
-    return sum(getattr(p, "ds_numel", p.numel()) for p in model.parameters())
+    """All parameters, tied ones once."""
+    return sum(elements(parameter) for parameter in model.parameters())
+
+
+def elements(parameter: torch.Tensor) -> int:
+    """Of the whole parameter, also while ZeRO-3 holds only this rank's share of it."""
+    return getattr(parameter, "ds_numel", parameter.numel())
 
 
 def save_model(trainer, tokenizer: PreTrainedTokenizerBase, output_dir: str) -> None:

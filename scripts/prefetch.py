@@ -14,9 +14,9 @@ import huggingface_hub
 from datasets import load_dataset
 
 from data_loader import is_local
-from errors import ENVIRONMENT, OneLineErrors, WorkshopError, run_program
-from hub import draw_bars_on_terminals_only, reason_of
 from model import TINY_BLOOM, is_folder
+from shared.errors import ENVIRONMENT, OneLineErrors, WorkshopError, run_program
+from shared.hub import draw_bars_on_terminals_only, reason_of
 
 # Without the weights of other frameworks, and without PyTorch's older *.bin where there are safetensors
 MODEL_FILES = ["*.json", "*.txt", "*.model", "*.safetensors"]

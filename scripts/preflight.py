@@ -21,8 +21,8 @@ from pathlib import Path
 from checks.files import cache
 from checks.jobs import dry_runs, slurm_jobs, tiny_jobs
 from checks.machine import Lines, gpus, interfaces, load_site, packages, partition
-from errors import ENVIRONMENT, OneLineErrors, WorkshopError, run_program
-from paths import REPOSITORY
+from shared.errors import ENVIRONMENT, OneLineErrors, WorkshopError, run_program
+from shared.paths import REPOSITORY
 
 
 def main() -> None:

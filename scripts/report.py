@@ -13,15 +13,15 @@ import argparse
 import os
 from pathlib import Path
 
-from errors import OneLineErrors, WorkshopError, run_program
-from paths import REPOSITORY
 from reporting.metrics import MOST_EPOCHS, metrics_of
 from reporting.page import GENERATOR, page
 from reporting.reference import NAME, compare, read_reference, write_numbers
 from reporting.render import comma_separated, grid, in_words, lines_of, markdown
 from reporting.runs import Run, find_runs, read_run, say_how_to_go_on
 from reporting.tables import Table, build_table, build_tables, choose, list_of, load_definitions
-from run_record import read_record
+from shared.errors import OneLineErrors, WorkshopError, run_program
+from shared.paths import REPOSITORY
+from shared.run_record import read_record
 
 DEFINITIONS = REPOSITORY / "experiments" / "tables.yaml"
 MEMORY_COLUMNS = ["peak_gpu", "low_gpu", "mean_gpu", "peak_cpu", "mean_cpu"]

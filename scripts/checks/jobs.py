@@ -11,8 +11,8 @@ import time
 from pathlib import Path
 
 from checks.machine import Lines, command, last_line
-from knobs import KNOBS
-from paths import EXPERIMENTS, REPOSITORY, SAMPLE
+from config import KNOBS
+from shared.paths import EXPERIMENTS, REPOSITORY, SAMPLE
 
 TINY = {"MODEL_NAME": "tiny-bloom", "TRAIN_SIZE": 8, "EVAL_SIZE": 4, "MAX_LENGTH": 256, "SAMPLES_PER_GPU": 8}
 TINY |= {"BATCH_SIZE": 2, "GRAD_ACC": 1, "NUM_EPOCHS": 1, "EM_F1": False, "SAVE_STRATEGY": "no", "REPORT_TO": "none"}
@@ -62,7 +62,8 @@ def tiny_jobs(folder: Path, timeout: int) -> Lines:
 def tiny_variables(folder: Path, variables: dict, gpu: bool) -> dict:
     """`variables` for a training of tiny-bloom: no knob, launcher or job of the caller reaches it."""
     others = {"RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "JOB_ID"}
-    others |= {knob.variable for knob in KNOBS} | {"EXPERIMENT", "BANDWIDTH_FILE", "RUN_DIR", "SNAPSHOT"}
+    others |= {knob.variable for knob in KNOBS} | {"KNOB_ORIGINS"}
+    others |= {"EXPERIMENT", "BANDWIDTH_FILE", "RUN_DIR", "SNAPSHOT"}
     kept = {k: v for k, v in variables.items() if k not in others and (k[:6] != "SLURM_" or k == "SLURM_CONF")}
     tiny = TINY | {"DATASET": SAMPLE, "HF_DATASETS_CACHE": folder / "datasets"}
     return kept | {k: str(v) for k, v in (tiny if gpu else tiny | {"FP16": False}).items()}
@@ -72,7 +73,7 @@ def train_once(words: list[str], variables: dict, folder: Path, log: Path, timeo
     """Whether it ended well in time. torchrun gives each rank a session of its own, so all children are ended."""
     import psutil
 
-    with log.open("a") as file:
+    with log.open("w") as file:
         process = psutil.Popen(words, cwd=folder, env=variables, stdin=subprocess.DEVNULL, stdout=file, stderr=file)
         try:
             return process.wait(timeout) == 0

@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from paths import EXPERIMENTS, REQUIREMENTS
+from shared.paths import EXPERIMENTS, REQUIREMENTS
 
 # PyTorch builds for CUDA 12.6 are the last with code for compute capability 5.0 to 7.0, and run with older drivers
 OLDER_BUILD = "python -m pip install torch==2.13.0+cu126 --index-url https://download.pytorch.org/whl/cu126"

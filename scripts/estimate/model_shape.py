@@ -12,9 +12,9 @@ from typing import Any, TypeVar
 import torch
 from transformers.distributed.parallel_utils import replace_layer_number_by_wildcard
 
-from config import Options, precision_name
-from errors import WorkshopError
 from parallel.tensor_parallel import check_can_be_cut, cut_parameters
+from shared.errors import WorkshopError
+from shared.options import Options, precision_name
 
 T = TypeVar("T")
 FP32 = 4  # bytes

@@ -6,13 +6,13 @@ import sys
 from functools import cache
 from typing import NamedTuple
 
-from config import Options
-from errors import WorkshopError
+from config import DEFAULTS
 from estimate.memory import MIB, Held, held_by_rank, totals, without_gpu
 from estimate.model_shape import shape_of
 from estimate.planned import ADAMW, check_optimizer
-from knobs import DEFAULTS
-from paths import REPOSITORY
+from shared.errors import WorkshopError
+from shared.options import Options
+from shared.paths import REPOSITORY
 
 
 class Predicted(NamedTuple):

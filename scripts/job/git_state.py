@@ -11,8 +11,8 @@ import json
 import os
 import subprocess
 
-from errors import run_program
-from paths import REPOSITORY
+from shared.errors import run_program
+from shared.paths import REPOSITORY
 
 
 def git_state() -> dict:

@@ -8,16 +8,12 @@ writes "127.0.1.1 host" into /etc/hosts), and the other nodes would be told to l
 """
 
 import argparse
-import contextlib
 import socket
-import zlib
 
-from errors import ENVIRONMENT, OneLineErrors, WorkshopError, run_program
+from parallel.joining import free_port
+from shared.errors import ENVIRONMENT, OneLineErrors, WorkshopError, run_program
 
 ANY_PORT = 9
-FIRST_PORT = 20000
-PORTS = 12000  # Linux gives those from 32768 on to any connection
-ATTEMPTS = 200
 
 
 def address_towards(node: str) -> str:
@@ -33,25 +29,13 @@ def address_towards(node: str) -> str:
         raise WorkshopError("MASTER_ADDR", what, way_out, ENVIRONMENT) from error
 
 
-def port_of(job_id: str) -> int:
-    """One that differs from job to job, and that nobody listens at. Raises WorkshopError (exit code 3)."""
-    start = zlib.crc32(job_id.encode())
-    for number in range(start, start + ATTEMPTS):
-        port = FIRST_PORT + number % PORTS
-        with contextlib.suppress(OSError), socket.socket() as listener:
-            listener.bind(("", port))
-            return port
-    what = f"no free port among {ATTEMPTS}"
-    raise WorkshopError("MASTER_PORT", what, "end other programs on this node, or exclude it", ENVIRONMENT)
-
-
 def main() -> None:
     parser = OneLineErrors(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("job_id")
     parser.add_argument("node", nargs="?", help="another node of the job")
     arguments = parser.parse_args()
     address = address_towards(arguments.node) if arguments.node else "127.0.0.1"
-    print(address, port_of(arguments.job_id))
+    print(address, free_port(arguments.job_id))
 
 
 if __name__ == "__main__":

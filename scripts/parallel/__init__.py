@@ -1,1 +1,1 @@
-"""How a model is spread over processes: the ranks and their group, DeepSpeed's and FSDP's files, what FSDP did."""
+"""How a model is spread over processes: process group and ranks, DeepSpeed's and FSDP's files, strategies, watchdog."""

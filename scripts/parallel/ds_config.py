@@ -6,9 +6,9 @@ ZeRO above all, is checked with that class, here before the model is loaded.
 
 from pydantic import BaseModel, ValidationError
 
-from errors import WorkshopError, did_you_mean
-from json_files import leaves_of, read_json
-from parallel.distributed import prepare_deepspeed
+from parallel.process_group import prepare_deepspeed
+from shared.errors import WorkshopError, did_you_mean
+from shared.json_files import leaves_of, read_json
 
 # https://www.deepspeed.ai/docs/config-json/
 TOP_LEVEL = (

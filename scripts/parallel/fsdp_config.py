@@ -10,9 +10,9 @@ import torch
 from accelerate import PartialState
 from accelerate.utils import DistributedType, ParallelismConfig
 
-from errors import ENVIRONMENT, WorkshopError, did_you_mean
-from json_files import read_json
-from parallel.distributed import local_world_size, world_size
+from parallel.ranks import local_world_size, world_size
+from shared.errors import ENVIRONMENT, WorkshopError, did_you_mean
+from shared.json_files import read_json
 
 SWITCH = (True, False)
 # Each key with its values, or their type:

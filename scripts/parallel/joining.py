@@ -4,12 +4,34 @@ The first one serves a store through which the others learn of each other: torch
 where there is no torchrun. Nothing large is imported here, so that launch.py can use it.
 """
 
+import contextlib
 import os
 import socket
 import time
+import zlib
 from pathlib import Path
 
-from errors import ENVIRONMENT, WorkshopError, whole_number
+from shared.errors import ENVIRONMENT, WorkshopError, whole_number
+
+FIRST_PORT = 20000
+PORTS = 12000  # Linux gives those from 32768 on to any connection
+ATTEMPTS = 200
+
+
+def port_of(job_id: str, attempt: int = 0) -> int:
+    """One that differs from job to job, and is the same for all who ask for it."""
+    return FIRST_PORT + (zlib.crc32(job_id.encode()) + attempt) % PORTS
+
+
+def free_port(job_id: str) -> int:
+    """The first one of a job that nobody listens at on this node. Raises WorkshopError (exit code 3)."""
+    for attempt in range(ATTEMPTS):
+        port = port_of(job_id, attempt)
+        with contextlib.suppress(OSError), socket.socket() as listener:
+            listener.bind(("", port))
+            return port
+    what = f"no free port among {ATTEMPTS}"
+    raise WorkshopError("MASTER_PORT", what, "end other programs on this node, or exclude it", ENVIRONMENT)
 
 
 def join_timeout() -> int:

@@ -13,9 +13,9 @@ from transformers import PreTrainedModel
 from transformers.distributed import DistributedConfig
 from transformers.distributed.parallel_utils import replace_layer_number_by_wildcard
 
-from config import Options
-from errors import WorkshopError
 from parallel.sharding import local
+from shared.errors import WorkshopError
+from shared.options import Options
 
 # Styles of a plan, by what is cut of weight and bias. Others are refused: experts, fused layers, and the norms of Qwen3
 # (replicated_with_grad_allreduce), whose gradients transformers 5.23 sums over the ranks anew in each micro batch
@@ -82,7 +82,7 @@ def cut_parameters(model: PreTrainedModel) -> set[str]:
     return names
 
 
-def cut(model: Any, tensor_parallel: int, fsdp_config: dict | None, device: torch.device) -> None:
+def apply_tensor_parallel(model: Any, tensor_parallel: int, fsdp_config: dict | None, device: torch.device) -> None:
     """Leave each rank its part of a model that it has loaded whole into the node's memory. Collective.
 
     transformers would also shard, but a head that is tied to the embedding would be sharded apart from it.

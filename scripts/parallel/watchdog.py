@@ -3,10 +3,10 @@
 A rank can be stopped (SIGSTOP, a frozen node), out of reach (a dead network), or never come back from a call. The
 others then wait for it in a collective: gloo for half an hour, NCCL for ten minutes, and neither says for whom.
 
-The main thread of each rank says that it goes on: `beat("step 12")`. A second one, as the first may be in a call that
-never returns, writes how far it is into a small file, in a folder that all nodes see. When the main thread has made no
-beat for HANG_TIMEOUT seconds (or has not joined for JOIN_TIMEOUT), the second looks at the files of all ranks, says
-which rank is behind, and ends the process.
+The main thread of each rank says what it begins: `progress("step 12")`. A second one, as the first may be in a call
+that never returns, writes how far it is into a small file, in a folder that all nodes see. When the main thread has
+begun nothing new for HANG_TIMEOUT seconds (or has not joined for JOIN_TIMEOUT), the second looks at the files of all
+ranks, says which rank is behind, and ends the process.
 
 Nothing is judged by clocks or by the times of files, in which nodes differ: a rank is stopped when its file no longer
 changes. A world of one has nobody to wait for, and no watchdog.
@@ -27,9 +27,9 @@ from typing import NamedTuple
 
 from torch.distributed import distributed_c10d
 
-from errors import ENVIRONMENT, SECONDS_FOR_RANK_0, WorkshopError, report, whole_number
-from json_files import write_json
 from parallel.joining import first_address, join_timeout, missing_nodes, node_name, reach_rank_0
+from shared.errors import ENVIRONMENT, SECONDS_FOR_RANK_0, WorkshopError, report, whole_number
+from shared.json_files import write_json
 
 MARGIN = 60  # seconds by which PyTorch's own time-outs, which name nobody, come after this one
 MOST_NAMED = 4
@@ -39,8 +39,9 @@ WAY_OUT = "look at that process and its node, or raise --ddp_timeout (HANG_TIMEO
 class Sign(NamedTuple):
     """What a rank tells of itself in its file.
 
-    number: counts up as long as the second thread runs. progress: how often the main thread has gone on, and how many
-    collectives of the group of all ranks it has begun. place: what it does, and the line of Python that it executes.
+    number: counts up as long as the second thread runs. progress: how often the main thread has begun something new,
+    and how many collectives of the group of all ranks it has begun. place: what it does, and the line of Python that it
+    executes.
     """
 
     number: int
@@ -57,12 +58,12 @@ class Watchdog(threading.Thread):
         host, port = first_address()
         self.folder = Path(os.environ.get("RUN_DIR", "results"), f".ranks_{host}_{port}")
         self.hang_timeout = hang_timeout
-        self.limit = join_timeout()  # of seconds without a beat
+        self.limit = join_timeout()  # of seconds without progress
         self.phase = "joining"
-        self.beats = 0
+        self.begun = 0
         self.number = 0
         self.now = 0.0  # seconds, counted in intervals: a job that was suspended as a whole is not hung
-        self.last_beat = 0.0
+        self.last_progress = 0.0
         self.ended = threading.Event()
         self.before_exit: Callable[[], object] = lambda: None
 
@@ -71,7 +72,7 @@ class Watchdog(threading.Thread):
         while not self.ended.wait(interval := min(self.limit, self.hang_timeout) / 20):
             self.now += interval
             self.write()
-            waited = self.now - self.last_beat
+            waited = self.now - self.last_progress
             if waited < self.limit * 3 / 4:
                 earlier = {}
             elif not earlier:
@@ -92,7 +93,7 @@ class Watchdog(threading.Thread):
         # in one step a rank that does not come to the collective in which the others wait has begun fewer
         group = distributed_c10d.GroupMember.WORLD
         collectives = group._get_sequence_number_for_group() if group else 0  # type: ignore[attr-defined]
-        return Sign(self.number, node_name(), [self.beats, collectives], f"{self.phase}, at {line}")
+        return Sign(self.number, node_name(), [self.begun, collectives], f"{self.phase}, at {line}")
 
     def read_signs(self) -> dict[int, Sign]:
         signs = {self.rank: self.own_sign()}
@@ -124,14 +125,14 @@ def hang_error(rank: int, earlier: dict[int, Sign], later: dict[int, Sign], limi
     """
     ranks = set(range(whole_number("WORLD_SIZE")))
     missing = ranks - later.keys()
-    beats, _ = later[rank].progress
-    if missing and not beats:
+    begun, _ = later[rank].progress
+    if missing and not begun:
         nodes = ", ".join(missing_nodes())  # a node as a whole, where there is one, says more than its ranks
         what = nodes or f"{named(missing, later)} did not join"
         return WorkshopError("rendezvous", f"{what} within {limit} s", "check that node, or exclude it", ENVIRONMENT)
     silent = {each for each in ranks if earlier.get(each) == later.get(each)}
     # not while it joins, as those that have joined write less often; nor where its own file cannot be written
-    if silent and rank not in silent and beats:
+    if silent and rank not in silent and begun:
         what = f"no answer from {named(silent, later, 'last heard: ')}, stopped or out of reach"
     else:
         least = min(sign.progress for sign in later.values())
@@ -176,12 +177,12 @@ def start(hang_timeout: int) -> int:
     return seconds
 
 
-def beat(phase: str) -> None:
+def progress(phase: str) -> None:
     """The main thread goes on, and begins this. All ranks call it equally often, or the one with fewer is blamed."""
     if current:
         current.phase = phase
-        current.beats += 1
-        current.last_beat = current.now
+        current.begun += 1
+        current.last_progress = current.now
         current.limit = current.hang_timeout
 
 

@@ -12,7 +12,7 @@ import pandas as pd
 from numpy import format_float_positional
 
 from reporting.runs import Missing, Run
-from run_record import Profile
+from shared.run_record import Profile
 
 MIB_PER_GIB = 1024
 MOST_EPOCHS = 20  # that a table can show one by one

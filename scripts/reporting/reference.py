@@ -9,42 +9,71 @@ import os
 from collections import defaultdict
 from dataclasses import replace
 from pathlib import Path
+from typing import Any, Literal
 
-from errors import WorkshopError, one_line
-from json_files import read_json, write_json
+from pydantic import BaseModel, Field
+
 from reporting.metrics import Cell, shown
 from reporting.render import in_words, listed
 from reporting.runs import Run
 from reporting.tables import Row, Table, traits
+from shared.errors import WorkshopError, one_line
+from shared.json_files import read_checked, write_json
 
 NAME = "report.json"
-SCHEMA = 1
+SCHEMA: Literal[1] = 1
 WAY_OUT = "give the folder of a report that scripts/report.py of this repository has written"
+
+
+class Value(BaseModel):
+    """Of a cell. A mean has its standard deviation and the number of runs as well."""
+
+    value: float
+    spread: float | None = None
+    count: int | None = None
+
+
+class Entry(BaseModel):
+    """A row. settings: what must be equal for two runs to give the same numbers. values: by the columns' names."""
+
+    label: str
+    experiment: str
+    job_id: str
+    status: str
+    gpus: int | None
+    settings: dict[str, str]
+    values: dict[str, Value]
+
+
+class Numbers(BaseModel):
+    """The whole file: the rows of each table."""
+
+    version: Literal[1] = Field(default=SCHEMA, alias="schema")
+    tables: dict[str, list[Entry]]
 
 
 def write_numbers(tables: list[Table], output: Path) -> None:
     """Write report.json, by which others compare their report with this one. OSError when it cannot be written."""
-    rows = {table.name: [content(row, table) for row in table.rows if row.run] for table in tables if table.has_runs}
-    write_json(output / NAME, {"schema": SCHEMA, "tables": rows})
+    rows = {table.name: [entry_of(row, table) for row in table.rows if row.run] for table in tables if table.has_runs}
+    write_json(output / NAME, Numbers(schema=SCHEMA, tables=rows).model_dump(by_alias=True, exclude_unset=True))
 
 
-def content(row: Row, table: Table) -> dict:
-    """A row in report.json. A mean has its standard deviation and the number of runs as well."""
+def entry_of(row: Row, table: Table) -> Entry:
     run = row.repeats[0]
     values = {}
     for column, cell in zip(table.columns, row.cells, strict=True):
         if cell.number is not None and math.isfinite(cell.number):
-            repeats = {"spread": cell.spread, "count": cell.count} if cell.spread is not None else {}
-            values[column] = {"value": cell.number, **repeats}
-    return {
-        "label": row.label,
-        "experiment": row.experiment,
-        "job_id": run.job_id,
-        "status": run.status,
-        "gpus": run.record.hardware.gpus,
-        "settings": defining_settings(run),
-        "values": values,
-    }
+            repeats: Any = {"spread": cell.spread, "count": cell.count} if cell.spread is not None else {}
+            values[column] = Value(value=cell.number, **repeats)
+    return Entry(
+        label=row.label,
+        experiment=row.experiment,
+        job_id=run.job_id,
+        status=run.status,
+        gpus=run.record.hardware.gpus,
+        settings=defining_settings(run),
+        values=values,
+    )
 
 
 def defining_settings(run: Run) -> dict[str, str]:
@@ -56,57 +85,52 @@ def defining_settings(run: Run) -> dict[str, str]:
     return {name: found[name] for name in dict.fromkeys([*first, *found]) if name in found}
 
 
-def read_reference(given: Path, output: Path) -> dict[str, list[dict]]:
-    """The tables of the report.json in a report's folder, or at a path itself, as `content` makes their rows.
+def read_reference(given: Path, output: Path) -> dict[str, list[Entry]]:
+    """The tables of the report.json in a report's folder, or at a path itself.
 
     Raises WorkshopError (exit code 2) when there is none.
     """
     path = given / NAME if given.is_dir() else given
     if os.path.realpath(path) == os.path.realpath(output / NAME):
         raise WorkshopError(given, "is the folder that this report is written to", "give another folder with -o")
-    report = read_json(path, WAY_OUT)
-    if report.get("schema") != SCHEMA or not isinstance(report.get("tables"), dict):
-        raise WorkshopError(path, f"is no {NAME} of schema {SCHEMA}", WAY_OUT)
-    return report["tables"]
+    return read_checked(path, Numbers, f"{NAME} of schema {SCHEMA}", WAY_OUT).tables
 
 
-def compare(tables: list[Table], reference: dict[str, list[dict]], given: Path) -> list[str]:
+def compare(tables: list[Table], reference: dict[str, list[Entry]], given: Path) -> list[str]:
     """Put the other numbers beside those of the tables, and remarks into their rows. Returns lines for the summary."""
     numbers = 0
     apart: dict[str, list[str]] = defaultdict(list)  # why it was not compared -> rows
     for table in tables:
-        theirs = {entry["label"]: entry for entry in reference.get(table.name, [])}
+        theirs = {entry.label: entry for entry in reference.get(table.name, [])}
         for row in table.rows:
             entry = theirs.get(row.label)
             place = f"{row.label} in {table.name}"
-            if row.run and entry and row.run.completed and entry["status"] == "completed":
+            if row.run and entry and row.run.completed and entry.status == "completed":
                 numbers += put_beside(table, row, entry)
             elif row.run and entry:
-                row.remarks.append(
-                    f"the reference (job {entry['job_id']}): {entry['status']}; this run: {row.run.status}"
-                )
+                row.remarks.append(f"the reference (job {entry.job_id}): {entry.status}; this run: {row.run.status}")
                 apart["not completed on both sides"].append(place)
             elif row.run or entry:
                 apart["only here" if row.run else "only in the reference"].append(place)
     for name in reference.keys() - {table.name for table in tables}:
-        apart["only in the reference"] += [f"{entry['label']} in {name}" for entry in reference[name]]
+        apart["only in the reference"] += [f"{entry.label} in {name}" for entry in reference[name]]
     rows = in_words(sum(map(len, apart.values())), "row")
     lines = [f"Against the reference {given}: {in_words(numbers, 'number')} compared, {rows} not."]
     lines += [f"Not compared, {why}: {listed(places)}." for why, places in apart.items()]
     return [one_line(line) for line in lines]
 
 
-def put_beside(table: Table, row: Row, entry: dict) -> int:
+def put_beside(table: Table, row: Row, entry: Entry) -> int:
     """The numbers of the other report's row beside its own, and the settings that differ. Returns how many."""
-    own, theirs = defining_settings(row.repeats[0]), entry["settings"]
+    own, theirs = defining_settings(row.repeats[0]), entry.settings
     names = [name for name in own | theirs if own.get(name) != theirs.get(name)]
     differ = [f"{name} {own.get(name, 'unset')} instead of {theirs.get(name, 'unset')}" for name in names]
     if differ:
         row.remarks.append(f"differs from the reference: {'; '.join(differ)}")
     compared = 0
     for i, (column, header) in enumerate(zip(table.columns, table.headers, strict=True)):
-        if column in entry["values"] and row.cells[i].number is not None:
-            beside = in_relation(row.cells[i], entry["values"][column]["value"], points=header.endswith("(%)"))
+        if column in entry.values and row.cells[i].number is not None:
+            beside = in_relation(row.cells[i], entry.values[column].value, points=header.endswith("(%)"))
             row.cells[i] = replace(row.cells[i], beside=beside)
             compared += 1
     return compared

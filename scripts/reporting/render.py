@@ -10,10 +10,10 @@ from collections import Counter, defaultdict
 from collections.abc import Collection
 from pathlib import Path
 
-from errors import one_line
 from reporting.metrics import decimals, shown
 from reporting.runs import Missing, Run
 from reporting.tables import Row, Table
+from shared.errors import one_line
 
 SHOWN_LABELS = 5
 SHOWN_PACKAGES = ["torch", "transformers", "deepspeed"]

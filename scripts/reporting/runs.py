@@ -10,11 +10,11 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from errors import WorkshopError
-from job.finish import WITHOUT_A_WORD, is_alive
-from reporting.memory_logs import MemoryLog, host_of, logs_of, read_cpu_log, read_gpu_log
+from job.end_of_job import is_alive
 from reporting.trainer_log import error_in, log_of, stop_in
-from run_record import Record, Restart, read_record
+from shared.errors import WorkshopError
+from shared.memory_logs import MemoryLog, host_of, logs_of, read_cpu_log, read_gpu_log
+from shared.run_record import WITHOUT_A_WORD, Record, Restart, read_record
 
 FOLDERS = {"results", "gpu_memory", "cpu_memory", "log", "output"}
 MANY = 50  # runs from which on a second core pays

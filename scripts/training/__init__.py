@@ -1,1 +1,1 @@
-"""What runs beside the training's loop: the knob audit, callbacks, checkpoints, the run record."""
+"""What happens inside a training: its Trainer, callbacks, checkpoints, knob audit, record."""

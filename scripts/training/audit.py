@@ -1,6 +1,5 @@
 """The knob audit: what was asked for against what runs, read from the live Trainer and DeepSpeed engine."""
 
-import os
 from dataclasses import dataclass
 from typing import Any
 
@@ -9,25 +8,23 @@ from datasets import Dataset
 from torch.utils.data import SequentialSampler
 from transformers import (
     DataCollatorForSeq2Seq,
-    PreTrainedModel,
-    PreTrainedTokenizerBase,
     Trainer,
     TrainerCallback,
 )
 from transformers.trainer_pt_utils import LengthGroupedSampler
-from transformers.trainer_utils import SaveStrategy
 from transformers.training_args import OptimizerNames
 
-from config import Options, precision_name
 from data_loader import IGNORED
-from errors import ENVIRONMENT, WorkshopError
-from model import check_model, count_parameters
+from model import count_parameters
 from parallel import sharding
-from parallel.distributed import gather_lists, rank, world_size
-from parallel.fsdp_config import check_wrap_classes, fsdp_name, wrap_classes
-from parallel.tensor_parallel import check_can_be_cut, cut_parameters
+from parallel.fsdp_config import wrap_classes
+from parallel.ranks import gather_lists, rank, world_size
+from parallel.strategy import effective_strategy, strategy_name
+from parallel.tensor_parallel import cut_parameters
+from shared.errors import ENVIRONMENT, WorkshopError
+from shared.options import Options, precision_name
 from training import compiling
-from training.chunked_loss import check_head, computes_loss_in_head
+from training.chunked_loss import computes_loss_in_head
 from training.record import RunRecord
 
 NOT_ON_CPU = "n/a on CPU"
@@ -47,24 +44,6 @@ class Audited:
     @property
     def differs(self) -> bool:
         return self.binding and self.requested != self.effective and self.effective != NOT_ON_CPU
-
-
-def check_can_train(options: Options, skeleton: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
-    """Raises WorkshopError (exit code 2) for a model that cannot be trained as the options say.
-
-    skeleton: the model without memory for its weights.
-    """
-    values = options.values
-    check_model(skeleton, tokenizer, values["max_length"])
-    if values["loss"] == "chunked":
-        check_head(skeleton)
-    if values["activation_checkpointing"] and not skeleton.supports_gradient_checkpointing:
-        what = f"{type(skeleton).__name__} cannot compute its blocks again"
-        raise WorkshopError("--activation_checkpointing", what, "leave it out, or use FSDP's, in its config file")
-    if options.fsdp_config is not None:
-        check_wrap_classes(options.fsdp_config, values["fsdp_config"], skeleton)
-    if values["tensor_parallel"] > 1:
-        check_can_be_cut(skeleton, values["tensor_parallel"])
 
 
 class AuditCallback(TrainerCallback):
@@ -100,7 +79,6 @@ def audit(trainer: Any, options: Options, parameters: int) -> list[Audited]:
     """One entry per knob, in the order of the printed table. trainer: a Trainer whose model is wrapped."""
     values = options.values
     engine = trainer.model_wrapped if trainer.is_deepspeed_enabled else None
-    train_size = values["samples_per_gpu"] * world_size() if values["samples_per_gpu"] else values["train_size"]
     requested = strategy_name(options)
     strategy = effective_strategy(trainer, engine)
     alone = requested == "DDP" and world_size() == 1
@@ -117,18 +95,15 @@ def audit(trainer: Any, options: Options, parameters: int) -> list[Audited]:
     if values["tensor_parallel"] > 1:
         knobs += tensor_parallel_knobs(trainer, values["tensor_parallel"])
     knobs += batch_knobs(trainer, engine, values)
-    labels = labels_of(trainer.train_dataset, trainer.data_collator)
-    saving = SaveStrategy(trainer.args.save_strategy).value
     knobs += [
-        Audited("label mode", values["labels"], labels),
+        Audited("label mode", values["labels"], labels_of(trainer.train_dataset, trainer.data_collator)),
         Audited("loss", values["loss"], "chunked" if computes_loss_in_head(trainer.model) else "full"),
-        Audited("padding", values["padding"], trainer.data_collator.padding, f"up to {values['max_length']} tokens"),
         *speed_knobs(trainer, values),
-        Audited("train size", train_size, len(trainer.train_dataset), "questions"),
-        Audited("eval size", values["eval_size"], len(trainer.eval_dataset), "questions"),
-        Audited("saving", values["save_strategy"], saving),
     ]
     facts = {
+        "padding": trainer.data_collator.padding,
+        "train size": len(trainer.train_dataset),
+        "eval size": len(trainer.eval_dataset),
         "steps per epoch": trainer.steps_per_epoch,
         "parameters": f"{parameters:,}",
         "device": str(trainer.args.device),
@@ -158,7 +133,6 @@ def speed_knobs(trainer: Any, values: dict) -> list[Audited]:
     checkpointing = bool(values["activation_checkpointing"])
     return [
         Audited("sampling", values["train_sampling_strategy"], sampling_of(loader)),
-        Audited("data workers", values["dataloader_num_workers"], loader.num_workers),
         Audited("checkpointing", checkpointing, trainer.model.is_activation_checkpointing, "by the model itself"),
         Audited("compiled", bool(values["torch_compile"]), compiled),
     ]
@@ -171,28 +145,6 @@ def sampling_of(loader: Any) -> str:
         batches = batches.batch_sampler
     names = {LengthGroupedSampler: "group_by_length", SequentialSampler: "sequential"}
     return names.get(type(batches.sampler), "random")
-
-
-def strategy_name(options: Options) -> str:
-    """How the requested run spreads the model over its ranks."""
-    if options.deepspeed_config is not None:
-        return f"DeepSpeed ZeRO-{options.deepspeed_config['zero_optimization'].get('stage', 0)}"
-    if options.values["tensor_parallel"] > 1:
-        return "TP" if options.fsdp_config is None else "TP x FSDP2"
-    if options.fsdp_config is not None:
-        return fsdp_name(options.fsdp_config)
-    return "DDP" if "RANK" in os.environ else "plain"
-
-
-def effective_strategy(trainer: Any, engine) -> str:
-    if engine is not None:
-        return f"DeepSpeed ZeRO-{int(engine.zero_optimization_stage())}"
-    if isinstance(trainer.model_wrapped, torch.nn.parallel.DistributedDataParallel):
-        return "DDP"
-    mesh = sharding.tensor_mesh(trainer.model)
-    if mesh:
-        return "TP x FSDP2" if "fsdp" in mesh else "TP"
-    return sharding.live_name(trainer.model_wrapped, wrap_classes({}, trainer.model)) or "plain"
 
 
 def effective_precision(trainer: Trainer, engine) -> str:

@@ -1,117 +1,55 @@
-"""What is watched while the Trainer trains."""
+"""What is done beside the steps of a training: all callbacks, in their order, and those that watch it."""
 
 import math
 import statistics
+import sys
 import time
 from typing import Any
 
 import psutil
 import torch
 import torch.distributed as dist
-from transformers import TrainerCallback
+from transformers import ProgressCallback, TrainerCallback
 
-from errors import WorkshopError
 from parallel import watchdog
-from parallel.distributed import gather_lists, world_size
-from training.flops import KINDS_OF_TOKENS, ModelFlops, forget_measured_peaks
+from parallel.ranks import gather_lists, print_once
+from shared.errors import WorkshopError
+from training.audit import AuditCallback
+from training.checkpoints import CheckpointCallback
+from training.profiling import ProfileCallback
+from training.speed import TrainSpeedCallback
+from training.stopping import StopCallback
 
-WARM_UP_STEPS = 3
-PROFILED_STEPS = 3
 PERCENT_PER_LINE = 5
 BAD_LOSSES = 3  # in a row
 
 
-class TrainSpeedCallback(TrainerCallback):
-    """Rate of the optimizer steps alone: without the first steps, evaluation, saving and logging.
-
-    The Trainer's own train_samples_per_second divides by everything between start and end.
-    """
-
-    def __init__(self, trainer: Any, flops: ModelFlops | None, peak: float, profiled: bool = False):
-        """trainer: a WorkshopTrainer, which counts the tokens. peak: operations per second of one rank, for MFU.
-
-        profiled: whether the steps behind the warm-up are profiled, and slow.
-        """
-        self.trainer = trainer
-        self.flops = flops
-        self.peak = peak
-        self.warm_up_steps = WARM_UP_STEPS + (PROFILED_STEPS if profiled else 0)
-        self.warm_up_seconds: float | None = None
-        # of the steady steps
-        self.steps = 0
-        self.seconds = 0.0
-        self.tokens = torch.zeros_like(trainer.tokens)
-        # of all ranks in the runs before: of their whole training, and of its steady steps
-        self.earlier_tokens = torch.zeros(2, KINDS_OF_TOKENS, dtype=torch.int64)
-        self.started: float | None = None
-
-    def on_train_begin(self, args, state, control, **kwargs):
-        self.begun = clock()
-        self.first_step = state.global_step  # a resumed run warms up again
-
-    def go_on_from(self, steps: int, seconds: float, tokens: list[list[int]]) -> None:
-        """Count those of the runs before as well."""
-        self.steps = steps
-        self.seconds = seconds
-        self.earlier_tokens = torch.tensor(tokens)
-
-    def on_step_begin(self, args, state, control, **kwargs):
-        if self.started is None and state.global_step - self.first_step >= self.warm_up_steps:
-            self.started = clock()
-            if self.warm_up_seconds is None:
-                self.warm_up_seconds = self.started - self.begun
-            self.steps_at_start = state.global_step
-            self.tokens_at_start = self.trainer.tokens
-
-    def on_step_end(self, args, state, control, **kwargs):
-        if control.should_evaluate or control.should_save:
-            self.pause(state)
-
-    def on_epoch_end(self, args, state, control, **kwargs):
-        self.pause(state)
-
-    def pause(self, state) -> None:
-        if self.started is not None:
-            self.seconds += clock() - self.started
-            self.steps += state.global_step - self.steps_at_start
-            self.tokens = self.tokens + self.trainer.tokens - self.tokens_at_start
-            self.started = None
-
-    def all_tokens(self) -> list[list[int]]:
-        """Of all ranks, with those of the runs before: in the whole training, and in its steady steps. Collective."""
-        ranks = gather_lists([self.trainer.tokens.tolist(), self.tokens.tolist()])
-        counted_by_each = self.trainer.get_tp_size()  # of a tensor group, whose ranks all have the same tokens
-        return (torch.tensor(ranks).sum(0) // counted_by_each + self.earlier_tokens).tolist()
-
-    def measured(self) -> dict:
-        """Steady rates (of all ranks together), how long it took to get there, tokens, and MFU. Collective."""
-        whole, steady = self.all_tokens()
-        real, padding, counted, _ = whole
-        steady_real, _, steady_counted, steady_squares = steady
-        rate = tokens_per_second = mfu = None
-        if self.steps:
-            rate = self.steps / self.seconds
-            tokens_per_second = round(steady_real / self.seconds, 1)
-        if self.steps and self.flops:
-            needed = self.flops.needed(steady_real, steady_counted, steady_squares)
-            mfu = round(100 * needed / (self.seconds * self.peak * world_size()), 2)
-            if mfu > 100:  # the peak was measured while the machine was busy
-                mfu = None
-                forget_measured_peaks()
-        # on average: an epoch's last step may hold fewer
-        samples_per_step = len(self.trainer.train_dataset) / self.trainer.steps_per_epoch
-        return {
-            "warm_up_seconds": self.warm_up_seconds and round(self.warm_up_seconds, 2),
-            "steady_steps": self.steps,
-            "steady_steps_per_second": rate and round(rate, 4),
-            "steady_samples_per_second": rate and round(rate * samples_per_step, 3),
-            "real_tokens": real,
-            "padding_tokens": padding,
-            "counted_tokens": counted,
-            "steady_tokens_per_second": tokens_per_second,
-            "mfu_percent": mfu,
-            "matmul_peak_tflops": round(self.peak / 1e12, 4),
-        }
+def add_callbacks(trainer, options, record, stop, identity, checkpoint, flops, peak) -> None:
+    """What is done beside the steps, in this order at each event, behind transformers' own callbacks, which decide when
+    to log, evaluate and save."""
+    speed = TrainSpeedCallback(trainer, flops, peak, options.values["profile"])
+    stopping = [StopCallback(stop, trainer)]
+    if options.values["tensor_parallel"] > 1:
+        print_once("--tensor_parallel writes no checkpoints: a stop ends this run at once, and it is lost")
+        stopping = []
+    utilisation = UtilisationCallback()
+    callbacks = [
+        speed,  # its clock stops before the others work
+        utilisation,
+        AuditCallback(trainer, options, record),  # ends a run that is not what was asked for
+        RecordCallback(trainer, record, speed, utilisation),  # at the end: losses, rates, peaks of memory
+        CheckpointCallback(trainer, identity, speed, checkpoint),  # marks what was saved as complete
+        *stopping,  # and only then the run may end
+        FiniteLossCallback(trainer),  # ends a run whose loss is no number, at the end of a step, before it is saved
+        WatchdogCallback(),  # tells the watchdog what comes next
+    ]
+    if options.values["profile"]:
+        callbacks.append(ProfileCallback(trainer, record))
+    for callback in callbacks:
+        trainer.add_callback(callback)
+    if not sys.stderr.isatty() and not trainer.args.disable_tqdm:  # lines instead of bars, in a log
+        trainer.pop_callback(ProgressCallback)
+        trainer.add_callback(LogLinesCallback())
 
 
 class UtilisationCallback(TrainerCallback):
@@ -158,13 +96,6 @@ class UtilisationCallback(TrainerCallback):
             name: None if any(r[name] is None for r in ranks) else round(statistics.fmean(r[name] for r in ranks), 2)
             for name in own
         }
-
-
-def clock() -> float:
-    """Seconds, once the GPU has done all that it was asked for."""
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()
-    return time.perf_counter()
 
 
 class LogLinesCallback(TrainerCallback):
@@ -218,20 +149,20 @@ class RecordCallback(TrainerCallback):
         self.record.training(self.trainer, metrics, self.speed, self.utilisation)
 
 
-class HeartbeatCallback(TrainerCallback):
+class WatchdogCallback(TrainerCallback):
     """Tells the watchdog that the training goes on. The last of the callbacks, so that it tells what comes next."""
 
     def on_step_begin(self, args, state, control, **kwargs):
-        watchdog.beat(f"step {state.global_step + 1}")
+        watchdog.progress(f"step {state.global_step + 1}")
 
     def on_step_end(self, args, state, control, **kwargs):
-        watchdog.beat(f"the end of step {state.global_step}")
+        watchdog.progress(f"the end of step {state.global_step}")
 
     def on_prediction_step(self, args, state, control, **kwargs):
-        watchdog.beat(f"the evaluation after step {state.global_step}")
+        watchdog.progress(f"the evaluation after step {state.global_step}")
 
     def on_save(self, args, state, control, **kwargs):
-        watchdog.beat(f"the end of saving step {state.global_step}")
+        watchdog.progress(f"the end of saving step {state.global_step}")
 
 
 class FiniteLossCallback(TrainerCallback):

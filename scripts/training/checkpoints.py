@@ -27,13 +27,13 @@ from datasets import Dataset
 from safetensors import SafetensorError
 from transformers import PreTrainedModel, TrainerCallback
 
-from config import LATEST, Options, precision_name
-from errors import ENVIRONMENT, NO_CHECKPOINT, WorkshopError
-from json_files import leaves_of, write_json
 from model import count_parameters
-from parallel.distributed import gather_lists, rank, wait_for_everyone, world_size
-from training.callbacks import TrainSpeedCallback, clock
+from parallel.ranks import gather_lists, rank, wait_for_everyone, world_size
+from shared.errors import ENVIRONMENT, NO_CHECKPOINT, WorkshopError
+from shared.json_files import leaves_of, write_json
+from shared.options import LATEST, Options, precision_name
 from training.record import from_repository, restarted_by_slurm
+from training.speed import TrainSpeedCallback, clock
 
 MARKER = "complete.json"
 UNSHARDED = {"plain", "DDP"}  # each rank holds everything, so any number of ranks can go on
@@ -83,12 +83,12 @@ class Progress:
 class CheckpointCallback(TrainerCallback):
     """Marks each saved checkpoint as complete, and only then removes the older ones."""
 
-    def __init__(self, trainer: Any, marker: dict, speed: TrainSpeedCallback, resumed_from: str | None):
-        """trainer: a WorkshopTrainer. marker: what is known of every checkpoint of this run."""
+    def __init__(self, trainer: Any, identity: dict, speed: TrainSpeedCallback, resumed_from: str | None):
+        """trainer: a WorkshopTrainer. identity: what is known of every checkpoint of this run."""
         self.trainer = trainer
         self.save_total_limit = trainer.args.save_total_limit
         trainer.args.save_total_limit = None  # the Trainer would remove older ones before the new one is complete
-        self.marker = marker
+        self.identity = identity
         self.speed = speed
         self.resumed_from = resumed_from
 
@@ -115,8 +115,8 @@ class CheckpointCallback(TrainerCallback):
         folder = checkpoint_folder(args.output_dir, state.global_step)
         wait_for_everyone()  # each rank has written its files
         if rank() == 0:
-            content = self.marker | {"step": state.global_step, "progress": dataclasses.asdict(progress)}
-            with saving(folder):
+            content = self.identity | {"step": state.global_step, "progress": dataclasses.asdict(progress)}
+            with full_disk_errors(folder):
                 mark_complete(folder, content)
             print(f"checkpoint of step {state.global_step} is complete: {folder}", flush=True)
             self.remove_older(Path(args.output_dir), state.best_model_checkpoint)
@@ -153,7 +153,7 @@ def checkpoint_folder(output_dir: str | Path | None, step: int) -> Path:
     return Path(output_dir or "output") / f"checkpoint-{step}"
 
 
-def marker_of(job_id: str, options: Options, strategy: str, ranks: int, train_dataset: Dataset) -> dict:
+def identity_of(job_id: str, options: Options, strategy: str, ranks: int, train_dataset: Dataset) -> dict:
     """What is known of every checkpoint of a run: by this, a later one sees whether it can go on from it."""
     values = options.values
     global_batch = values["per_device_train_batch_size"] * values["gradient_accumulation_steps"] * ranks
@@ -171,7 +171,7 @@ def marker_of(job_id: str, options: Options, strategy: str, ranks: int, train_da
 
 
 @contextlib.contextmanager
-def saving(folder: Path) -> Iterator[None]:
+def full_disk_errors(folder: str | Path) -> Iterator[None]:
     """Turns what the libraries raise when a disk is full into one line. Raises WorkshopError (exit code 3)."""
     try:
         yield
@@ -249,45 +249,47 @@ def age(folder: Path) -> float:
     return -(folder / MARKER).stat().st_mtime
 
 
-def check_same_training(folder: str, marker: dict) -> None:
+def check_same_training(folder: str, identity: dict) -> None:
     """Raises WorkshopError (exit code 4) naming each setting in which this run differs from the checkpoint's."""
     saved = read_marker(folder)
-    sharded = not {saved["strategy"], marker["strategy"]} <= UNSHARDED
+    sharded = not {saved["strategy"], identity["strategy"]} <= UNSHARDED
     before = defining(saved, sharded)
-    now = defining(marker, sharded)
+    now = defining(identity, sharded)
     names = [name for name in sorted({*before, *now}) if before.get(name) != now.get(name)]
     differences = [f"{name} was {before.get(name)}, is {now.get(name)}" for name in names]
-    if not differences and saved["data"] != marker["data"]:
+    if not differences and saved["data"] != identity["data"]:
         differences = ["the training questions or their tokens are others"]
     if differences:
         way_out = "give the same settings, or leave --resume_from_checkpoint out to start anew"
         raise WorkshopError(folder, f"is of another training: {', '.join(differences)}", way_out, NO_CHECKPOINT)
 
 
-def defining(marker: dict, sharded: bool) -> dict[str, Any]:
+def defining(identity: dict, sharded: bool) -> dict[str, Any]:
     """What a training must have as the checkpoint has it, by the names that an error gives to it."""
-    found = marker["settings"] | {f"config {key}": value for key, value in marker["config"].items()}
+    found = identity["settings"] | {f"config {key}": value for key, value in identity["config"].items()}
     if sharded:
-        found |= {"strategy": marker["strategy"], "ranks": marker["world_size"]}
+        found |= {"strategy": identity["strategy"], "ranks": identity["world_size"]}
     return found
 
 
 # Before the training
 
 
-def check_room(output_dir: str, options: Options, skeleton: PreTrainedModel, strategy: str, keep: int | None) -> None:
+def check_room(output_dir: str, options: Options, meta_model: PreTrainedModel, strategy: str, keep: int | None) -> None:
     """Find out before the model is loaded whether the run can save. Raises WorkshopError (exit code 3).
 
-    skeleton: the model without memory for its weights. keep: checkpoints that stay (--save_total_limit); the one before
-    goes when the new one is complete.
+    meta_model: the model without memory for its weights. keep: checkpoints that stay (--save_total_limit); the one
+    before goes when the new one is complete.
     """
+    if rank() != 0:
+        return
     folder = Path(output_dir).absolute()
     place = next(path for path in (folder, *folder.parents) if path.exists())
     if not (place.is_dir() and os.access(place, os.W_OK)):
         raise WorkshopError(place, "cannot be written", "give another --output_dir", ENVIRONMENT)
     if options.values["save_strategy"] == "no":
         return
-    one, model = bytes_to_save(options, skeleton, strategy)
+    one, model = bytes_to_save(options, meta_model, strategy)
     at_once = (keep or 1) + 1
     if options.values["save_strategy"] == "epoch" and options.values["max_steps"] < 0:
         at_once = min(at_once, math.ceil(options.values["num_train_epochs"]))
@@ -300,15 +302,15 @@ def check_room(output_dir: str, options: Options, skeleton: PreTrainedModel, str
         raise WorkshopError(place, what, "free space, give another --output_dir, or --save_strategy no", ENVIRONMENT)
 
 
-def bytes_to_save(options: Options, skeleton: PreTrainedModel, strategy: str) -> tuple[int, int]:
+def bytes_to_save(options: Options, meta_model: PreTrainedModel, strategy: str) -> tuple[int, int]:
     """Bytes of one checkpoint, and of the model at the end. Of optimizers, the state of Adam is known."""
-    parameters = count_parameters(skeleton)
+    parameters = count_parameters(meta_model)
     in_16_bit = precision_name(options.values) != "fp32"
     kind = "FSDP" if strategy.startswith("FSDP") else strategy
     checkpoint = BYTES_OF_CHECKPOINT[kind][in_16_bit] * parameters
     if "adam" not in getattr(options.values["optim"], "value", options.values["optim"]):
         checkpoint -= BYTES_OF_ADAM * parameters
     weight = 2 if in_16_bit and kind.startswith("DeepSpeed") else 4
-    tied_head = weight * (sum(saved.numel() for saved in skeleton.state_dict().values()) - parameters)
+    tied_head = weight * (sum(saved.numel() for saved in meta_model.state_dict().values()) - parameters)
     heads = TIED_HEADS.get(kind, 0)
     return checkpoint + heads * tied_head, weight * parameters + min(heads, 1) * tied_head

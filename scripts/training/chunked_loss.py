@@ -21,7 +21,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from data_loader import IGNORED
-from errors import WorkshopError
+from shared.errors import WorkshopError
 
 USE_FULL = "use --loss full"
 CHUNK = 256  # tokens at least: with fewer, matrix products are slower, and the gradients' sums are more passes
@@ -43,18 +43,18 @@ CPU_PIECES = Pieces(logits=2**21, vocabulary=2**11)
 GPU_PIECES = Pieces(logits=2**26, vocabulary=2**15)
 
 
-def check_head(skeleton: PreTrainedModel) -> None:
+def check_head(meta_model: PreTrainedModel) -> None:
     """Raises WorkshopError (exit code 2) unless the model's head is one linear layer.
 
-    skeleton: the model without memory for its weights. Whether its logits are what the head returns, the first step
+    meta_model: the model without memory for its weights. Whether its logits are what the head returns, the first step
     tells.
     """
-    head = skeleton.get_output_embeddings()
+    head = meta_model.get_output_embeddings()
     if not isinstance(head, nn.Linear) or head.bias is not None:
-        what = f"chunked needs one linear layer without bias as head, {type(skeleton).__name__} has another"
+        what = f"chunked needs one linear layer without bias as head, {type(meta_model).__name__} has another"
         raise WorkshopError("--loss", what, USE_FULL)
-    if "loss_function" not in inspect.unwrap(type(skeleton).forward).__code__.co_names:
-        what = f"chunked is wrong for {type(skeleton).__name__}, which has a loss of its own"
+    if "loss_function" not in inspect.unwrap(type(meta_model).forward).__code__.co_names:
+        what = f"chunked is wrong for {type(meta_model).__name__}, which has a loss of its own"
         raise WorkshopError("--loss", what, USE_FULL)
 
 

@@ -6,15 +6,15 @@ from typing import Any
 
 import torch
 
-from errors import ENVIRONMENT, WorkshopError
 from parallel import watchdog
+from shared.errors import ENVIRONMENT, WorkshopError
 
 
 def check_torch_compile(training_args: Any) -> None:
     """Compile one function, before anything is written. Raises WorkshopError (exit code 3) where that fails."""
     # one block is compiled for all of its kind: minutes less, and the hooks of FSDP and DeepSpeed stay outside
     os.environ.setdefault("ACCELERATE_DYNAMO_USE_REGIONAL_COMPILATION", "1")
-    watchdog.beat("trying torch.compile")
+    watchdog.progress("trying torch.compile")
     backend = training_args.torch_compile_backend
     trial = torch.compile(torch.sin, backend=backend, mode=training_args.torch_compile_mode)
     try:

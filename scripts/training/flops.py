@@ -20,8 +20,9 @@ from typing import Any
 import torch
 
 from data_loader import IGNORED
-from json_files import write_json
-from parallel.distributed import gather_lists, local_world_size, rank, same_everywhere, wait_for_everyone
+from model import elements
+from parallel.ranks import gather_lists, local_world_size, rank, same_everywhere, wait_for_everyone
+from shared.json_files import write_json
 from training.record import RunRecord, hardware
 
 KINDS_OF_TOKENS = 4  # of count_tokens
@@ -95,10 +96,6 @@ def flops_of(model: Any, record: RunRecord) -> ModelFlops | None:
     except ValueError as error:
         record.content["missing"]["train.mfu_percent"] = str(error)
         return None
-
-
-def elements(parameter: torch.Tensor) -> int:
-    return getattr(parameter, "ds_numel", parameter.numel())  # ZeRO-3 holds a share
 
 
 def matmul_peak(dtype: torch.dtype, device: torch.device) -> float:

@@ -16,9 +16,9 @@ import torch
 from torch.profiler import ProfilerActivity, profile, record_function
 from transformers import TrainerCallback
 
-from parallel.distributed import gather_lists, rank
-from training.callbacks import PROFILED_STEPS, WARM_UP_STEPS
+from parallel.ranks import gather_lists, rank
 from training.record import RunRecord
+from training.speed import PROFILED_STEPS, WARM_UP_STEPS
 from training.trainer import WorkshopTrainer
 
 PHASES = ("data", "forward", "backward", "optimizer")

@@ -15,12 +15,12 @@ from pathlib import Path
 
 import torch
 
-from errors import ENVIRONMENT, WorkshopError, whole_number
-from job.finish import WITHOUT_A_WORD, finish, outcome
 from job.git_state import git_state
-from parallel.distributed import exit_code, gather_lists, is_out_of_memory, rank, same_everywhere
-from paths import REPOSITORY
-from run_record import SCHEMA, Record, now, read_record, write_record
+from parallel.process_group import exit_code, is_out_of_memory
+from parallel.ranks import gather_lists, rank, same_everywhere
+from shared.errors import ENVIRONMENT, WorkshopError, whole_number
+from shared.paths import REPOSITORY
+from shared.run_record import SCHEMA, WITHOUT_A_WORD, Record, close_record, now, outcome, read_record, write_record
 
 PACKAGES = ["torch", "transformers", "accelerate", "deepspeed", "datasets", "tokenizers"]
 
@@ -75,7 +75,10 @@ def sole_writer(job_id: str) -> Iterator[None]:
 
 
 class RunRecord:
-    """A dict on every rank, a file of rank 0. As a context manager it notes how the run ended."""
+    """A dict on every rank, a file of rank 0.
+
+    As a context manager it refuses a second run of the same job id, and notes how this one ended.
+    """
 
     def __init__(self, job_id: str, folder: str = "results"):
         self.path = Path(folder) / f"{job_id}.json"
@@ -88,6 +91,7 @@ class RunRecord:
             "restarts": [],
             "missing": {},
         }
+        self.held = contextlib.ExitStack()
 
     def start(self, step: int, **values: object) -> None:
         """Write the record for the first time. Collective: every rank adds its host name.
@@ -207,12 +211,28 @@ class RunRecord:
         else:
             self.update(peak_process_mib=peaks)
 
+    def refuse_to_overwrite(self, output_dir: str) -> None:
+        """Raises WorkshopError (exit code 2) when this run would overwrite the result of one that is finished."""
+        if rank() != 0:
+            return
+        way_out = "give another --output_dir, a new JOB_ID, or --resume_from_checkpoint"
+        if (Path(output_dir) / "config.json").exists():
+            raise WorkshopError(output_dir, "holds the model of a finished run", way_out)
+        if self.path.exists() and read_record(self.path).status == "completed":
+            way_out = "set a new JOB_ID, or move the file away"
+            raise WorkshopError(self.path, "is the record of a finished run", way_out)
+
     def __enter__(self) -> "RunRecord":
+        self.held.enter_context(sole_writer(self.content["job_id"]))
         return self
 
     def __exit__(self, kind: type | None, error: BaseException | None, trace: object) -> None:
-        if not self.path.exists():
-            return
+        with self.held:
+            if self.path.exists():
+                self.close(error)
+
+    def close(self, error: BaseException | None) -> None:
+        """Note how the run ended: by this exception, or well."""
         code = exit_code(error)
         out_of_memory = is_out_of_memory(error)
         on_disk = read_record(self.path)
@@ -222,7 +242,11 @@ class RunRecord:
             self.update(status="oom" if out_of_memory else outcome(code), exit_code=code, finished=now())
         elif out_of_memory or (running and isinstance(error, Exception)):
             # rank 0 is about to be ended by the launcher and would only know that it was stopped
-            finish(self.path, "oom" if out_of_memory else "failed", code)
+            close_record(self.path, "oom" if out_of_memory else "failed", code)
+
+    def close_as_hung(self) -> None:
+        """The watchdog's last word, from its own thread."""
+        close_record(self.path, "failed", ENVIRONMENT)
 
 
 def how_it_ended(record: Record) -> str:
@@ -247,17 +271,6 @@ def peak_process_mib() -> float | None:
 
 def mib(size: int) -> float:
     return round(size / 2**20, 1)
-
-
-def refuse_finished(record_path: Path, output_dir: str) -> None:
-    """Raises WorkshopError (exit code 2) when this run would overwrite the result of one that is finished."""
-    if rank() != 0:
-        return
-    way_out = "give another --output_dir, a new JOB_ID, or --resume_from_checkpoint"
-    if (Path(output_dir) / "config.json").exists():
-        raise WorkshopError(output_dir, "holds the model of a finished run", way_out)
-    if record_path.exists() and read_record(record_path).status == "completed":
-        raise WorkshopError(record_path, "is the record of a finished run", "set a new JOB_ID, or move the file away")
 
 
 def experiment_path() -> str:

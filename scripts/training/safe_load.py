@@ -12,13 +12,13 @@ from pathlib import Path
 from torch.serialization import add_safe_globals, get_unsafe_globals_in_checkpoint
 from transformers.trainer_pt_utils import safe_globals
 
-from errors import NO_CHECKPOINT, WorkshopError
+from shared.errors import NO_CHECKPOINT, WorkshopError
 
 TORCH_FILES = {".pt", ".pth", ".bin"}
 NEVER_LOADED = "training_args.bin"  # the Trainer writes it for people, and holds classes of many modules
 
 
-def load_weights_only(with_deepspeed: bool) -> None:
+def forbid_code_in_checkpoints(with_deepspeed: bool) -> None:
     """From here on this process loads tensors, plain values and the classes that a checkpoint holds, nothing else.
 
     Whatever the caller of torch.load asks for: the variable goes before its `weights_only=False`.
@@ -33,12 +33,12 @@ def load_weights_only(with_deepspeed: bool) -> None:
         add_safe_globals([DynamicLossScaler, LossScaler, ZeroStageEnum, fragment_address])
 
 
-def refuse_foreign_code(checkpoint: Path) -> None:
+def refuse_foreign_code(checkpoint: str | Path) -> None:
     """Raises WorkshopError (exit code 4), with the file's name, when one holds what would not be loaded.
 
-    To be called after `load_weights_only`. It reads no tensor.
+    To be called after `forbid_code_in_checkpoints`. It reads no tensor.
     """
-    for path in sorted(checkpoint.rglob("*")):
+    for path in sorted(Path(checkpoint).rglob("*")):
         if path.suffix not in TORCH_FILES or path.name == NEVER_LOADED:
             continue
         try:

@@ -13,9 +13,9 @@ from typing import Any
 
 from transformers import TrainerCallback
 
-from errors import STOPPED
 from job.with_parent import end_with_parent
-from parallel.distributed import highest_of_all, print_once, rank, wait_for_everyone
+from parallel.ranks import highest_of_all, print_once, rank, wait_for_everyone
+from shared.errors import STOPPED
 
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP, signal.SIGINT)
 
@@ -68,7 +68,7 @@ class StopRequest:
             self.agreed_signal = highest_of_all(self.signal)
         return bool(self.agreed_signal)
 
-    def exit_if_stopped(self, trainer: Any, record: Any) -> None:
+    def save_and_exit_if_asked(self, trainer: Any, record: Any) -> None:
         """End the run with exit code 75 when the ranks agree to stop, with a checkpoint of this step. Collective."""
         if not self.agreed():
             self.training = False

@@ -12,9 +12,9 @@ import torch
 from transformers import Trainer
 
 from data_loader import IGNORED
-from errors import WorkshopError
 from parallel.tensor_parallel import GroupScaler
-from training.checkpoints import MARKER, Progress, checkpoint_folder, saving
+from shared.errors import WorkshopError
+from training.checkpoints import MARKER, Progress, checkpoint_folder, full_disk_errors
 from training.flops import KINDS_OF_TOKENS, count_tokens
 
 
@@ -162,7 +162,7 @@ class WorkshopTrainer(Trainer):
 
     def _save_checkpoint(self, model, trial):
         folder = checkpoint_folder(self.args.output_dir, self.state.global_step)
-        with saving(folder):
+        with full_disk_errors(folder):
             if self.is_world_process_zero():
                 (folder / MARKER).unlink(missing_ok=True)  # of a run that was resumed before this step
             super()._save_checkpoint(model, trial)

@@ -25,6 +25,13 @@ def files(folder: Path) -> set[Path]:
     return {path for path in folder.rglob("*") if "__pycache__" not in path.parts}
 
 
+def of_origin(lines: list[str], origin: str) -> set[str]:
+    """The knobs that the block shows as given by this."""
+    block = "\n".join(lines).split("knobs, by where they come from:\n")[1]
+    found = re.search(rf"^  {origin} +(.*(?:\n {{14}}.*)*)", block, re.MULTILINE)
+    return set(found[1].split()) if found else set()
+
+
 # Notes the command line of the estimate, and the variables with which it starts
 NOTE = """
 import json, os, sys
@@ -62,12 +69,14 @@ def test_every_experiment_shows_its_command_and_can_be_estimated(workshop, tmp_p
         words, variables = json.loads(noted.read_text())
         noted.unlink()
         monkeypatch.chdir(script.parent)
-        table = estimate_memory.memory_table(estimate_memory.read_options(words, environment=variables))
+        options = estimate_memory.read_options(words, environment=variables)
+        table = estimate_memory.memory_table(options)
         assert "one GPU: " in table and "one node: " in table
         own = "".join(path.read_text() for path in (script, script.with_name("env_vars.sh")) if path.exists())
         knobs = re.findall(r'"\$\{(\w+):=([\w.]+)\}"', own)
-        shown = dict(re.findall(r"^  (\w+)=(.*)$", done.stdout, re.MULTILINE))
-        assert {(name, shown.get(name)) for name, _ in knobs} <= set(knobs), "what the experiment sets itself"
+        assert "--knobs" in words
+        shown = of_origin(options.knob_lines(), "experiment")
+        assert {f"{name}={value}" for name, value in knobs} <= shown, "what the experiment sets itself"
     assert files(workshop) == before
 
 
@@ -81,7 +90,11 @@ def test_it_shows_site_ranks_commands_knobs_and_memory(workshop):
     bandwidth, training = [line for line in lines if line.startswith("srun --nodes=2 --ntasks-per-node=1 python ")]
     assert "measure_bandwidth.py" in bandwidth
     assert "--nproc-per-node=1" in training and training.rstrip().endswith("zero2.json --learning_rate 1e-4")
-    assert {"  BATCH_SIZE=2", "  SAMPLES_PER_GPU=16", "  MODEL_NAME=tiny-bloom"} <= set(lines)
+    assert of_origin(lines, "flag") == {"LEARNING_RATE=0.0001"}
+    assert of_origin(lines, "submission") == {"BATCH_SIZE=2"}
+    assert {"MODEL_NAME=tiny-bloom", "TRAIN_SIZE=128"} <= of_origin(lines, "site")
+    assert of_origin(lines, "experiment") == {"SAMPLES_PER_GPU=16", "EM_F1=False", "SAVE_STRATEGY=no"}
+    assert "NUM_EPOCHS=3" in of_origin(lines, "default") and "OUTPUT_DIR" in of_origin(lines, "unset")
     assert any(line.startswith("one GPU: ") and line.endswith("16 GiB there: fits") for line in lines)
     assert any(line.startswith("one node: ") and line.endswith("32 GiB there: fits") for line in lines)
     assert files(workshop) == before

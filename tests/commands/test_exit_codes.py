@@ -21,8 +21,8 @@ from helpers import REPOSITORY
 )
 def test_a_script_of_ranks_ends_with_its_exit_code(world, end, code, printed):
     program = (
-        f"from errors import WorkshopError\nfrom parallel import distributed\n"
-        f"def main():\n    print('out', end='')\n    {end}\ndistributed.run_and_exit(main)"
+        f"from shared.errors import WorkshopError\nfrom parallel import process_group\n"
+        f"def main():\n    print('out', end='')\n    {end}\nprocess_group.run_and_exit(main)"
     )
     environment = os.environ | {"PYTHONPATH": f"{REPOSITORY}/scripts"} | ({"WORLD_SIZE": world} if world else {})
     done = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True)

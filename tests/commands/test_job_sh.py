@@ -12,7 +12,7 @@ import pytest
 
 from canaries import CANARIES, leaks
 from helpers import REPOSITORY
-from reporting.memory_logs import read_gpu_log
+from shared.memory_logs import read_gpu_log
 from shell import program, shell_environment, start_stub, until
 
 PRINT = "import os, sys; print('>', *(os.environ.get(n, 'unset') for n in sys.argv[1:]), sep='|')"
@@ -225,7 +225,7 @@ def test_loggers_that_end_with_the_training_are_no_gap(stub):
 
 def test_the_end_of_a_job_imports_nothing_large():
     """It has the seconds between SIGTERM and SIGKILL."""
-    code = "import json, sys, job.finish; print(json.dumps(sorted(sys.modules)))"
+    code = "import json, sys, job.end_of_job; print(json.dumps(sorted(sys.modules)))"
     path = {"PYTHONPATH": f"{REPOSITORY}/scripts"}
     done = subprocess.run([sys.executable, "-c", code], env=path, capture_output=True, text=True, check=True)
     assert not {"torch", "numpy", "pandas", "yaml", "matplotlib"} & set(json.loads(done.stdout))

@@ -8,7 +8,7 @@ import pytest
 
 from estimate.memory import MIB
 from estimate.of_record import python_of_the_estimate
-from job import finish
+from job import end_of_job
 from report_files import add_run, write
 from reporting.runs import Run, find_runs
 
@@ -33,7 +33,8 @@ def test_slurm_says_whether_a_job_still_runs(tmp_path, monkeypatch, queue, statu
     write(tmp_path / "bin" / "squeue", f"#!/bin/sh\n{queue}\n")
     (tmp_path / "bin" / "squeue").chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}/bin:{os.environ['PATH']}")
-    monkeypatch.setattr(finish, "queued_jobs", finish.queued_jobs.__wrapped__)  # its answer is kept for a report
+    # its answer is kept for a report
+    monkeypatch.setattr(end_of_job, "queued_jobs", end_of_job.queued_jobs.__wrapped__)
     running(tmp_path)
     run = only(tmp_path)
     assert run.status == status
@@ -41,7 +42,7 @@ def test_slurm_says_whether_a_job_still_runs(tmp_path, monkeypatch, queue, statu
 
 
 def test_a_training_without_slurm_runs_as_long_as_it_holds_its_lock(tmp_path, monkeypatch):
-    monkeypatch.setattr(finish, "queued_jobs", list)
+    monkeypatch.setattr(end_of_job, "queued_jobs", list)
     folder = running(tmp_path)
     write(folder / "results" / ".1" / "lock", "")
     with (folder / "results" / ".1" / "lock").open() as lock:

@@ -46,7 +46,7 @@ STAGES = "deepspeed-single-gpu/cpu_offloading"
 @pytest.fixture
 def shown(workshop):
     """A python that shows its command in place of what it would check: tests/commands/test_dry_run.py."""
-    program(workshop / ".venv/bin", "python", '[[ $1 = */knobs.py ]] || echo "> $1"')
+    program(workshop / ".venv/bin", "python", '[[ $1 = */config.py ]] || echo "> $1"')
 
 
 def test_the_dry_run_shows_the_exact_lines_and_each_job(submit, shown, workshop):

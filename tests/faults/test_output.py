@@ -43,7 +43,7 @@ def test_a_rank_that_outlives_its_attempt_leaves_the_newer_record(bench: Bench):
 
 def test_records_of_jobs_that_are_gone_are_swept(bench: Bench):
     bench.run(script=bench.patched(moment(STEP, 3)), code=-9)
-    words = ("-P", "-m", "job.finish", "--sweep")
+    words = ("-P", "-m", "job.end_of_job", "--sweep")
     # PATH without squeue: one that does not answer leaves open whether the job is gone
     ended = bench.run(*words, script=bench.python, PYTHONPATH=bench.folder / "scripts", PATH=bench.python.parent)
     assert ended.out == "results/7.json: its job is gone, the record says failed now\n", ended

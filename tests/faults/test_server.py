@@ -14,7 +14,7 @@ from bench import LIMIT, Bench, Ended, command_of
 
 # As the third step begins
 TERM = """
-from training.callbacks import TrainSpeedCallback
+from training.speed import TrainSpeedCallback
 def end(self, args, state, control, **kwargs):
     if state.global_step == 2:
         os.kill(os.getpid(), signal.SIGTERM)

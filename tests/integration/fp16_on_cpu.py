@@ -15,11 +15,11 @@ from accelerate.utils import DistributedType
 from accelerate.utils.fsdp_utils import get_fsdp2_grad_scaler
 from deepspeed.accelerator.cpu_accelerator import CPU_Accelerator
 
-import config
 import train
+from shared import options as command_line
 
 
-def fp16_everywhere(options: config.Options, gpu: bool) -> None:
+def fp16_everywhere(options: command_line.Options, gpu: bool) -> None:
     options.values |= {"fp16": True, "bf16": False, "use_cpu": True}
 
 
@@ -47,6 +47,6 @@ if "OVERFLOW_STEP" in os.environ:
 original_init = Accelerator.__init__
 Accelerator.__init__ = init_with_scaler
 CPU_Accelerator.is_fp16_supported = lambda self: True
-config.resolve_precision = fp16_everywhere
+command_line.resolve_precision = fp16_everywhere
 
 train.run_and_exit(train.main)

@@ -11,9 +11,9 @@ from helpers import TINY, Finished, free_port
 HANG_TIMEOUT = 15  # of seconds, in which a busy machine must do a step
 STOPS = """
 from pathlib import Path
-from training.callbacks import HeartbeatCallback
+from training.callbacks import WatchdogCallback
 
-go_on = HeartbeatCallback.on_step_begin
+go_on = WatchdogCallback.on_step_begin
 
 
 def hang(self, args, state, control, **kwargs):
@@ -24,7 +24,7 @@ def hang(self, args, state, control, **kwargs):
         os.kill(os.getpid(), signal.SIGSTOP)
 
 
-HeartbeatCallback.on_step_begin = hang
+WatchdogCallback.on_step_begin = hang
 """
 HOST = re.escape(socket.gethostname())
 LINE = r"\S+:\d+ \S+"  # a function may be called <genexpr>

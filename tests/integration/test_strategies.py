@@ -11,7 +11,6 @@ from datasets import Dataset
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import custom_model  # noqa: F401  (makes the Auto classes know it)
-from config import cpu_has_bf16
 from data_loader import read_questions, tokenise_batch
 from helpers import REPOSITORY, TINY, Finished
 from runs import (
@@ -28,8 +27,9 @@ from runs import (
     needs_compiler,
     uses,
 )
+from shared.options import cpu_has_bf16
 from training.checkpoints import bytes_to_save
-from training.safe_load import load_weights_only, refuse_foreign_code
+from training.safe_load import forbid_code_in_checkpoints, refuse_foreign_code
 
 TOLERANCE = 1e-4  # what the order of fp32 additions may change; a lost gradient changes far more
 BF16_TOLERANCE = 2e-4  # of the loss itself: FSDP rounds a loss of 7.62 to 7.625 in bf16
@@ -218,8 +218,8 @@ def test_a_checkpoint_is_as_large_as_was_expected(run: Finished):
     folder = next(run.output.glob("checkpoint-*"))
     files = [path for kind in ("*.pt", "*.bin", "*.safetensors") for path in folder.rglob(kind)]
     values = {"fp16": False, "bf16": run.effective("precision") == "bf16", "optim": "adamw_torch"}
-    skeleton = AutoModelForCausalLM.from_pretrained(run.output)
-    checkpoint, model = bytes_to_save(SimpleNamespace(values=values), skeleton, run.effective("strategy"))
+    meta_model = AutoModelForCausalLM.from_pretrained(run.output)
+    checkpoint, model = bytes_to_save(SimpleNamespace(values=values), meta_model, run.effective("strategy"))
     assert sum(path.stat().st_size for path in files) == pytest.approx(checkpoint, rel=0.03)
     assert (run.output / "model.safetensors").stat().st_size == pytest.approx(model, rel=0.03)
 
@@ -228,7 +228,7 @@ def test_a_checkpoint_is_as_large_as_was_expected(run: Finished):
 def test_no_file_of_its_checkpoint_is_taken_for_code(run: Finished, monkeypatch):
     monkeypatch.setenv("TORCH_FORCE_WEIGHTS_ONLY_LOAD", "1")  # so that it is unset again
     (checkpoint,) = run.output.glob("checkpoint-*")
-    load_weights_only(with_deepspeed=True)
+    forbid_code_in_checkpoints(with_deepspeed=True)
     refuse_foreign_code(checkpoint)
 
 

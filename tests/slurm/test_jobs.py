@@ -14,7 +14,7 @@ from cluster import DOMAIN
 from cluster import run as run_command
 from jobs import ENDLESS, GIT, LONG, TRAININGS, Job, Lab, check_completed
 from one_liners import check_one_liners
-from reporting.memory_logs import read_cpu_log, read_gpu_log
+from shared.memory_logs import read_cpu_log, read_gpu_log
 
 NODES = {"node1", "node2"}
 TOLERANCE = 1e-4  # what the order of fp32 additions may change
@@ -110,6 +110,10 @@ def test_what_is_given_at_submission_wins(srun):
     assert settings["eval_size"] == 32, "the site, over the default"
     assert settings["save_strategy"] == "no", "the experiment, over the default"
     assert settings["weight_decay"] == 0.01, "the default"
+    origins = srun.record["origins"]
+    flags = ("learning_rate", "train_size", "eval_size", "save_strategy", "weight_decay")
+    assert [origins.get(flag) for flag in flags] == ["flag", "submission", "site", "experiment", None]
+    assert re.search(r"^  submission .*TRAIN_SIZE=48", srun.log, re.MULTILINE), srun.log
 
 
 @pytest.mark.parametrize("launcher", ["torchrun", "srun"])

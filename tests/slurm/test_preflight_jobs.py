@@ -8,7 +8,7 @@ from jobs import Lab
 
 JOBS = ("baseline", "deepspeed-multi-node/2_nodes", "deepspeed-native-launch/zero3_offload")
 BROKEN = """if "LOCAL_RANK" not in __import__("os").environ and "--deepspeed" in __import__("sys").argv:
-    from errors import WorkshopError, run_program
+    from shared.errors import WorkshopError, run_program
     def refuse():
         raise WorkshopError("GPU", "broken", "repair it", 3)
     run_program(refuse)

@@ -11,12 +11,12 @@ import matplotlib.font_manager  # noqa: F401 - before any test: it starts fc-lis
 import pytest
 import torch
 
+from config import DataArguments, ModelArguments
 from estimate import memory, of_record
 
 # pytest finds them by their names
 from fixtures import clean_machine, refusal, sample  # noqa: F401
 from helpers import REPOSITORY
-from knobs import DataArguments, ModelArguments
 from model import load_tokenizer
 
 torch.set_num_threads(1)  # the models here are tiny: more threads only wait for each other on a busy machine

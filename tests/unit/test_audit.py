@@ -11,7 +11,7 @@ import torch
 from torch.utils.data import DataLoader
 from transformers import BloomConfig, BloomForCausalLM
 
-from config import parse_command_line
+from shared.options import parse_command_line
 from training import audit
 from training.audit import AuditCallback, Audited, offload_knobs
 from training.record import RunRecord
@@ -100,14 +100,9 @@ DIFFERENCES = {
     "micro batch": (changed(f"{LOADER}.total_batch_size", 2), 4, 2),
     "gradient accumulation": (changed("args.gradient_accumulation_steps", 1), 2, 1),
     "label mode": (changed("data_collator.label_pad_token_id", 3), "sequence", "all"),
-    "padding": (changed("data_collator.padding", "longest"), "max_length", "longest"),
     "sampling": (changed(LOADER, loader(shuffle=False)), "random", "sequential"),
-    "data workers": (changed(f"{LOADER}.num_workers", 2), 0, 2),
     "checkpointing": (checkpointing, False, True),
     "compiled": (compiled, False, True),
-    "train size": (lambda trainer: trainer.train_dataset.pop(), 64, 63),
-    "eval size": (lambda trainer: trainer.eval_dataset.pop(), 32, 31),
-    "saving": (changed("args.save_strategy", "epoch"), "no", "epoch"),
 }
 
 

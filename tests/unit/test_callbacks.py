@@ -5,8 +5,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from training import callbacks, flops
-from training.callbacks import WARM_UP_STEPS, FiniteLossCallback, TrainSpeedCallback, UtilisationCallback
+from training import flops, speed
+from training.callbacks import FiniteLossCallback, UtilisationCallback
+from training.speed import WARM_UP_STEPS, TrainSpeedCallback
 
 SAMPLES_PER_STEP = 8
 TOKENS_PER_STEP = [1000, 250, 90, 200_000]  # real, padding, counted, squares
@@ -17,7 +18,7 @@ class Run:
 
     def __init__(self, monkeypatch, first_step: int = 0):
         self.now = 100.0
-        monkeypatch.setattr(callbacks, "clock", lambda: self.now)
+        monkeypatch.setattr(speed, "clock", lambda: self.now)
         self.state = SimpleNamespace(global_step=first_step)
         tokens = torch.zeros(4, dtype=torch.int64)
         dataset = range(10 * SAMPLES_PER_STEP)

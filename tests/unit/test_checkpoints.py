@@ -10,19 +10,19 @@ import pytest
 import torch
 from datasets import Dataset
 
-from config import LATEST, Options, parse_command_line
+from shared.options import LATEST, Options, parse_command_line
 from training import checkpoints
-from training.callbacks import TrainSpeedCallback
 from training.checkpoints import (
     MARKER,
     CheckpointCallback,
     check_room,
     check_same_training,
     find_checkpoint,
+    identity_of,
     mark_complete,
-    marker_of,
     remove_checkpoints_of_stops,
 )
+from training.speed import TrainSpeedCallback
 
 MARKED = {"job_id": "7", "world_size": 1, "strategy": "plain", "save_strategy": "epoch"}
 
@@ -128,7 +128,7 @@ TWO_RANKS = ("--per_device_train_batch_size", "2")  # the same global batch as o
 
 def run_of(*argv: str, tokens: dict = TOKENS, ranks: int = 1, strategy: str = "plain") -> tuple[Options, dict]:
     options = parse_command_line("", ["--model_name", "tiny-bloom", *argv], environment={})
-    return options, marker_of("7", options, strategy, ranks, Dataset.from_dict(tokens))
+    return options, identity_of("7", options, strategy, ranks, Dataset.from_dict(tokens))
 
 
 def saved(*argv: str, **of_run: object) -> str:

@@ -7,13 +7,14 @@ import re
 import pytest
 from transformers import TrainingArguments
 
-import config
-import tracking
-from knobs import CUSTOM_SIZES, KNOBS, REMOVED_FLAGS, UNUSED_FLAGS
+from config import CUSTOM_SIZES, KNOBS
+from shared import options as command_line
+from shared.options import REMOVED_FLAGS, UNUSED_FLAGS
+from shared.trackers import check_trackers
 
 
-def parse(*argv: str) -> config.Options:
-    return config.parse_command_line("Purpose.", list(argv))
+def parse(*argv: str) -> command_line.Options:
+    return command_line.parse_command_line("Purpose.", list(argv))
 
 
 # flag -> variable, default, then text of the variable and the value it gives, then text of the flag and its value.
@@ -38,6 +39,31 @@ def test_flag_beats_variable_beats_default(flag, gpu, monkeypatch):
     assert parse(f"--{flag.replace('_', '-')}={typed}").values[flag] == by_flag
 
 
+def test_each_knob_is_shown_with_where_it_comes_from(monkeypatch):
+    """job.sh tells who has set the variables; a flag overrules them; without job.sh nobody knows."""
+    for variable, value in {"TRAIN_SIZE": "7", "EVAL_SIZE": "8", "LABELS": "answer", "DATASET": "my data.json"}.items():
+        monkeypatch.setenv(variable, value)
+    monkeypatch.setenv("KNOB_ORIGINS", "TRAIN_SIZE=submission EVAL_SIZE=site LABELS=experiment PATH=site")
+    options = parse("--eval-size=9")
+    assert options.origins == {
+        "train_size": "submission",
+        "eval_size": "flag",
+        "labels": "experiment",
+        "dataset": "variable",
+    }
+    lines = options.knob_lines()
+    assert lines[:5] == [
+        "knobs, by where they come from:",
+        "  flag        EVAL_SIZE=9",
+        "  submission  TRAIN_SIZE=7",
+        "  experiment  LABELS=answer",
+        "  variable    DATASET='my data.json'",
+    ]
+    assert lines[5].startswith("  default     MODEL_NAME=bigscience/bloom-560m FROM_SCRATCH=False LOSS=full")
+    assert lines[-1].startswith("  unset       TOKENIZER_NAME EVAL_DATASET SAMPLES_PER_GPU")
+    assert "VOCAB_SIZE" not in "".join(lines)
+
+
 def test_every_variable_is_named_in_the_help(capsys):
     with pytest.raises(SystemExit):
         parse("--help")
@@ -56,7 +82,7 @@ def test_values_that_follow_from_other_flags():
 def test_run_is_named_after_its_folder(tmp_path, monkeypatch):
     (tmp_path / "zero2").mkdir()
     monkeypatch.chdir(tmp_path / "zero2")
-    assert config.trainer_flags(parse())["run_name"] == "zero2"
+    assert command_line.trainer_flags(parse())["run_name"] == "zero2"
 
 
 def test_settings_hold_every_knob_of_the_model_and_each_given_flag():
@@ -112,9 +138,9 @@ def test_a_mistake_is_one_line_with_a_way_out(words, gpu, monkeypatch, refusal):
 
 
 def test_a_tracker_that_is_unknown_or_missing_says_what_to_do(monkeypatch, refusal):
-    assert "choose one of wandb, tensorboard, trackio, none" in refusal(tracking.check_trackers, "wandbb")
+    assert "choose one of wandb, tensorboard, trackio, none" in refusal(check_trackers, "wandbb")
     monkeypatch.setattr(importlib.util, "find_spec", lambda module: None)
-    line = refusal(tracking.check_trackers, "wandb")
+    line = refusal(check_trackers, "wandb")
     assert line == "error: --report_to: wandb is not installed; pip install wandb"
 
 
@@ -122,8 +148,8 @@ def test_what_training_arguments_refuse_is_one_line_too(refusal):
     options = parse("--save_strategy", "steps", "--load_best_model_at_end")
 
     def make():
-        with config.argument_errors():
-            TrainingArguments(**config.trainer_flags(options))
+        with command_line.argument_errors():
+            TrainingArguments(**command_line.trainer_flags(options))
 
     assert "--load_best_model_at_end" in refusal(make)
 
@@ -135,7 +161,7 @@ def test_removed_flags_are_gone_and_their_replacements_there():
 
 
 def test_no_flag_takes_a_secret_but_those_that_are_refused():
-    flags = set(config.actions_by_flag(config.build_parser("")))
+    flags = set(command_line.actions_by_flag(command_line.build_parser("")))
     secrets = {flag for flag in flags if re.search("token|key|secret|password", flag)}
     # counts of tokens, and names
     harmless = {flag for flag in secrets if re.search("tokens|tokenizer", flag)}
@@ -146,7 +172,7 @@ def test_no_flag_takes_a_secret_but_those_that_are_refused():
 
 
 def precision(words: str) -> str:
-    return config.precision_name(parse(*words.split()).values)
+    return command_line.precision_name(parse(*words.split()).values)
 
 
 PRECISIONS = {"": "fp16", "--fp16": "fp16", "--bf16 False": "fp16", "--bf16": "bf16", "--fp16 False": "fp32"}
@@ -164,7 +190,7 @@ def test_bf16_on_a_gpu_without_it_is_refused(gpu, monkeypatch, refusal):
 
 @pytest.mark.parametrize(("native", "default"), [(True, "bf16"), (False, "fp32")])
 def test_precision_without_a_gpu_is_by_default_what_the_cpu_does_itself_and_is_announced(native, default, monkeypatch):
-    monkeypatch.setattr(config, "cpu_has_bf16", lambda: native)
+    monkeypatch.setattr(command_line, "cpu_has_bf16", lambda: native)
     assert precision("") == default
     assert parse().precision_note == "default without a GPU, where fp16 does not run"
     assert parse("--fp16", "False").precision_note == ""

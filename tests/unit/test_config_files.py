@@ -9,12 +9,12 @@ from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
 from transformers import TrainingArguments
 from transformers.integrations.deepspeed import HfTrainerDeepSpeedConfig
 
-import config
 from custom_model import CustomGPTConfig, CustomGPTForCausalLM
 from helpers import REPOSITORY
-from json_files import leaves_of
 from parallel.ds_config import check_contradictions, check_ds_config
 from parallel.fsdp_config import check_fsdp_config, check_wrap_classes, fsdp_name
+from shared import options as command_line
+from shared.json_files import leaves_of
 
 FILES = sorted((REPOSITORY / "ds_configs").glob("*.json"))
 FSDP_FILES = sorted((REPOSITORY / "fsdp_configs").glob("*.json"))
@@ -124,8 +124,8 @@ def test_files_may_leave_out_what_the_flags_decide_anyway(written):
 def compare(path: str, *argv: str) -> None:
     """What train.py does with a DeepSpeed file and these flags before it starts any process."""
     content = check_ds_config(path)
-    options = config.parse_command_line("", list(argv))
-    training = TrainingArguments(**config.trainer_flags(options))
+    options = command_line.parse_command_line("", list(argv))
+    training = TrainingArguments(**command_line.trainer_flags(options))
     options.values["deepspeed"] = path
     options.deepspeed_config = content
     training.hf_deepspeed_config = HfTrainerDeepSpeedConfig(path)
@@ -280,6 +280,6 @@ def test_unknown_class_to_wrap_lists_those_of_the_model(refusal):
 
 @pytest.mark.parametrize(("offload", "backend"), [(True, "cuda:nccl,cpu:gloo"), (False, None)])
 def test_cpu_offload_asks_for_a_back_end_for_cpu_tensors(gpu, offload, backend):
-    options = config.parse_command_line("", ["--model_name", "tiny-bloom", "--fsdp"])
+    options = command_line.parse_command_line("", ["--model_name", "tiny-bloom", "--fsdp"])
     options.fsdp_config = {"cpu_offload": offload}
-    assert config.trainer_flags(options)["ddp_backend"] == backend
+    assert command_line.trainer_flags(options)["ddp_backend"] == backend

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from config import parse_command_line
 from custom_model import CustomGPTConfig, CustomGPTForCausalLM
+from shared.options import parse_command_line
 
 PAD, EOS = 3, 2
 

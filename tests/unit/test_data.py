@@ -10,10 +10,10 @@ import datasets
 import pytest
 
 import data_loader
-import hub
+from config import DataArguments
 from data_loader import UNANSWERABLE, load_from_hub, load_squad, read_part, read_questions
 from helpers import REPOSITORY
-from knobs import DataArguments
+from shared import hub
 
 README = (REPOSITORY / "data" / "README.md").read_text()
 CONTEXT = "Nodes talk over a fast network. Each node holds eight devices."

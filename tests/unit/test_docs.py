@@ -8,12 +8,13 @@ import textwrap
 from pathlib import Path
 
 import pytest
+import torch
 
-from config import parse_command_line
+from config import KNOBS
 from estimate_memory import read_options
 from helpers import EXPERIMENT_SCRIPTS, PAGES, REPOSITORY, bash_blocks, directives_of, program
-from knobs import KNOBS
 from parallel.fsdp_config import check_fsdp_file
+from shared.options import parse_command_line
 
 
 def page(name: str) -> str:
@@ -60,6 +61,17 @@ def test_table_of_knobs_is_that_of_the_code():
     for (variable, _, shown), (_, _, default) in zip(rows, KNOBS, strict=True):
         if default is not None:
             assert shown.startswith(f"`{default}`"), variable
+
+
+def test_functions_of_the_libraries_are_where_the_page_says():
+    text = page("training-loop.md").split("## Where to read it")[1]
+    rows = re.findall(r"^\| (`.*`) \| `([\w/]+\.py)` \|$", text, re.MULTILINE)
+    assert len(rows) == text.count("\n| ") - 2
+    libraries = Path(torch.__file__).parents[1]
+    for functions, file in rows:
+        content = (libraries / file).read_text()
+        for function in re.findall(r"`(\w+)`", functions):
+            assert re.search(rf"^ *def {function}\(", content, re.MULTILINE), f"{file}: {function}"
 
 
 def test_the_build_for_older_gpus_is_told_where_it_is_looked_for():

@@ -4,8 +4,8 @@ import re
 
 import pytest
 
+from config import KNOBS
 from helpers import EXPERIMENT_SCRIPTS, EXPERIMENTS, directives_of
-from knobs import KNOBS
 
 CONFIG_FLAGS = {"deepspeed", "fsdp", "fsdp_config"}
 

@@ -9,10 +9,10 @@ from datasets import Dataset
 from transformers import BloomConfig, BloomForCausalLM
 
 import evaluate
+from config import DataArguments, ModelArguments
 from data_loader import answer_room, tokenise_batch
 from evaluate import answer_questions, exact_match_and_f1
 from helpers import REPOSITORY
-from knobs import DataArguments, ModelArguments
 from model import load_tokenizer
 
 

@@ -5,11 +5,11 @@ import json
 import pytest
 
 import estimate_memory
-from config import own_arguments
 from estimate.memory import MIB, estimate, totals, without_gpu
 from estimate.of_record import predicted_memory
 from helpers import REPOSITORY
 from model import load_config
+from shared.options import own_arguments
 
 
 @pytest.fixture(autouse=True)

@@ -7,10 +7,11 @@ from pathlib import Path
 
 import pytest
 
-import errors
-from errors import WorkshopError
-from parallel import distributed
-from parallel.distributed import prepare_environment
+from parallel import process_group
+from parallel.joining import port_of
+from parallel.process_group import prepare_environment
+from shared import errors
+from shared.errors import WorkshopError
 
 
 def test_srun_variables_become_ranks(monkeypatch):
@@ -20,7 +21,7 @@ def test_srun_variables_become_ranks(monkeypatch):
         monkeypatch.setenv(f"SLURM_{name}", value)
     prepare_environment(shards=False)
     names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-    assert [os.environ[name] for name in names] == ["3", "1", "4", "2", "node7", "23456"]
+    assert [os.environ[name] for name in names] == ["3", "1", "4", "2", "node7", str(port_of("123456"))]
 
 
 def test_one_task_under_srun_is_no_process_group(monkeypatch):
@@ -32,17 +33,17 @@ def test_one_task_under_srun_is_no_process_group(monkeypatch):
 
 def test_more_ranks_than_gpus_on_a_node_end_with_3(monkeypatch, refusal):
     monkeypatch.setenv("LOCAL_RANK", "4")
-    monkeypatch.setattr(distributed.torch.cuda, "device_count", lambda: 4)
-    line = refusal(distributed.bind_device, code=3)
+    monkeypatch.setattr(process_group.torch.cuda, "device_count", lambda: 4)
+    line = refusal(process_group.bind_device, code=3)
     assert line.startswith("error: LOCAL_RANK: 4, but this process sees 4 of the GPUs of ")
     assert "start as many processes per node as it has GPUs, without GPU binding (--gpus-per-task, --gpu-bind)" in line
 
 
 def bound_task(monkeypatch, **variables: str) -> list[int]:
     """The second of two tasks of a node, each of which sees one GPU; gives what it makes its own."""
-    monkeypatch.setattr(distributed.torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(process_group.torch.cuda, "device_count", lambda: 1)
     chosen = []
-    monkeypatch.setattr(distributed.torch.cuda, "set_device", chosen.append)
+    monkeypatch.setattr(process_group.torch.cuda, "set_device", chosen.append)
     for name, value in ({"LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"} | variables).items():
         monkeypatch.setenv(name, value)
     return chosen
@@ -50,7 +51,7 @@ def bound_task(monkeypatch, **variables: str) -> list[int]:
 
 def test_a_task_that_is_bound_to_one_gpu_of_its_own_takes_that(monkeypatch):
     chosen = bound_task(monkeypatch, SLURM_GPUS_ON_NODE="2")
-    distributed.bind_device()
+    process_group.bind_device()
     assert chosen == [0]
     assert os.environ["LOCAL_RANK"] == "0", "DeepSpeed computes on cuda:LOCAL_RANK"
 
@@ -62,7 +63,7 @@ def test_a_task_that_is_bound_to_one_gpu_of_its_own_takes_that(monkeypatch):
 )
 def test_two_ranks_do_not_take_the_same_gpu(monkeypatch, refusal, variables):
     chosen = bound_task(monkeypatch, **variables)
-    assert "without GPU binding" in refusal(distributed.bind_device, code=3)
+    assert "without GPU binding" in refusal(process_group.bind_device, code=3)
     assert chosen == []
 
 
@@ -89,8 +90,8 @@ def test_an_error_of_another_process_arrives_whole():
 @pytest.mark.parametrize(
     ("error", "printed"),
     [
-        (distributed.torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB."), "CUDA out of memory"),
-        (distributed.dist.DistBackendError("Call failed.\nCuda failure 2 'out of memory'"), "Cuda failure 2 "),
+        (process_group.torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB."), "CUDA out of memory"),
+        (process_group.dist.DistBackendError("Call failed.\nCuda failure 2 'out of memory'"), "Cuda failure 2 "),
     ],
     ids=["torch", "NCCL"],
 )
@@ -100,5 +101,5 @@ def test_no_memory_is_one_line(error, printed, capsys):
     def main():
         raise error
 
-    assert distributed.run_and_report(main) == 1
+    assert process_group.run_and_report(main) == 1
     assert capsys.readouterr().err.startswith(f"error: memory: {printed}")

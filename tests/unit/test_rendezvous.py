@@ -5,19 +5,19 @@ import socket
 import pytest
 
 import launch
-from job import rendezvous
-from parallel.distributed import free_port
+from helpers import free_port
+from parallel import joining
 
 # rendezvous.py
 
 
 def test_the_port_differs_from_job_to_job_and_skips_one_that_is_taken():
-    first = rendezvous.port_of("4711")
+    first = joining.free_port("4711")
     assert 20000 <= first < 32768, "above, Linux gives ports to any connection"
-    assert first != rendezvous.port_of("4712")
+    assert first != joining.free_port("4712")
     with socket.socket() as listener:
         listener.bind(("", first))
-        assert rendezvous.port_of("4711") == first + 1
+        assert joining.free_port("4711") == first + 1
 
 
 # launch.py

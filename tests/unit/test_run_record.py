@@ -12,13 +12,12 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from errors import WorkshopError
-from job.finish import finish
-from json_files import write_json
-from run_record import read_record
+from shared.errors import WorkshopError
+from shared.json_files import write_json
+from shared.run_record import close_record, read_record
 from training import record
-from training.callbacks import TrainSpeedCallback
-from training.record import RunRecord, new_job_id, refuse_finished
+from training.record import RunRecord, new_job_id
+from training.speed import TrainSpeedCallback
 
 # What git really says of the repository: tests/commands/test_files.py
 GIT = {"commit": "0" * 40, "dirty": False}
@@ -67,7 +66,7 @@ def test_fields_that_are_not_described_survive_a_rewriting():
     }
     content |= {"hardware": {"gpu": None, "new": {"deep": True}}, "eval": [{"epoch": 1.0, "loss": None}]}
     write_json(path, content)
-    finish(path, "failed", 3, datetime(2026, 11, 20, 23, tzinfo=UTC))
+    close_record(path, "failed", 3, datetime(2026, 11, 20, 23, tzinfo=UTC))
     end = {"status": "failed", "exit_code": 3, "finished": "2026-11-20T23:00:00+00:00"}
     assert json.loads(path.read_text()) == content | end
 
@@ -243,12 +242,12 @@ def test_finished_run_is_not_overwritten(refusal):
     path.parent.mkdir()
     for status in ("running", "failed", "stopped"):
         write_json(path, {"status": status})
-        refuse_finished(path, "output/7")
+        RunRecord("7").refuse_to_overwrite("output/7")
     write_json(path, {"status": "completed"})
-    assert refusal(refuse_finished, path, "output/7").startswith(
+    assert refusal(RunRecord("7").refuse_to_overwrite, "output/7").startswith(
         "error: results/7.json: is the record of a finished run; set a new JOB_ID"
     )
     Path("output/6").mkdir(parents=True)
     Path("output/6/config.json").write_text("{}")
-    line = refusal(refuse_finished, Path("results/6.json"), "output/6")
+    line = refusal(RunRecord("6").refuse_to_overwrite, "output/6")
     assert line.startswith("error: output/6: holds the model of a finished run; give another --output_dir")

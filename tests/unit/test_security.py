@@ -14,12 +14,12 @@ import torch
 from deepspeed.runtime.checkpoint_engine.torch_checkpoint_engine import TorchCheckpointEngine
 from transformers import BloomConfig, BloomForCausalLM
 
+from config import DataArguments, ModelArguments
 from data_loader import read_part
-from errors import WorkshopError
 from helpers import EXPERIMENT_SCRIPTS, REPOSITORY
-from knobs import DataArguments, ModelArguments
 from model import load_config, load_model, load_tokenizer
-from training.safe_load import load_weights_only, refuse_foreign_code
+from shared.errors import WorkshopError
+from training.safe_load import forbid_code_in_checkpoints, refuse_foreign_code
 
 DATA = DataArguments(dataset=str(REPOSITORY / "data" / "squad_sample.json"))
 EXECUTED = Path("executed")
@@ -111,7 +111,7 @@ def test_a_loading_script_is_no_dataset(dataset):
 def weights_only():
     """As train.py loads; undone after the test. Nothing may have been executed in it."""
     allowed = torch.serialization.get_safe_globals()
-    load_weights_only(with_deepspeed=True)
+    forbid_code_in_checkpoints(with_deepspeed=True)
     yield
     del os.environ["TORCH_FORCE_WEIGHTS_ONLY_LOAD"]
     torch.serialization.clear_safe_globals()
@@ -140,7 +140,7 @@ def test_nothing_in_this_process_loads_code(weights_only, monkeypatch):
     monkeypatch.setenv("TORCH_FORCE_WEIGHTS_ONLY_LOAD", "0")
     torch.load("x.pt", weights_only=False)
     EXECUTED.rmdir()  # it runs where nothing forbids it
-    load_weights_only(with_deepspeed=True)
+    forbid_code_in_checkpoints(with_deepspeed=True)
     for load in (TorchCheckpointEngine().load, lambda path: torch.load(path, weights_only=False), torch.load):
         with pytest.raises(pickle.UnpicklingError, match=r"posix\.mkdir"):
             load("x.pt")

@@ -4,9 +4,9 @@ import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from transformers import LlamaConfig, PreTrainedTokenizerFast
 
+from config import DataArguments, ModelArguments
 from data_loader import IGNORED, answer_room, collator, tokenise_batch
 from helpers import REPOSITORY
-from knobs import DataArguments, ModelArguments
 from model import load_tokenizer
 
 SAMPLE = REPOSITORY / "data" / "squad_sample.json"

@@ -5,8 +5,8 @@ from datetime import timedelta
 import pytest
 from torch.distributed import distributed_c10d
 
+from helpers import free_port
 from parallel import watchdog
-from parallel.distributed import free_port
 from parallel.watchdog import Sign, hang_error
 
 

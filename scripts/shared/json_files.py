@@ -3,9 +3,13 @@
 import json
 import os
 from pathlib import Path
+from typing import TypeVar
 
-from errors import WorkshopError
+from pydantic import BaseModel, ValidationError
 
+from shared.errors import WorkshopError
+
+Model = TypeVar("Model", bound=BaseModel)
 EXAMPLES = "see ds_configs/ and fsdp_configs/"
 
 
@@ -34,6 +38,19 @@ def parse_json(path: str | Path, raw: bytes, way_out: str) -> object:
         return json.loads(raw)
     except ValueError as error:  # JSONDecodeError, or UnicodeDecodeError
         raise WorkshopError(path, str(error), way_out) from error
+
+
+def read_checked(path: Path, model: type[Model], kind: str, way_out: str) -> Model:
+    """What a file holds, as a pydantic model describes it; kind: what it should be, in words.
+
+    Raises WorkshopError (exit code 2) with the field that is wrong.
+    """
+    try:
+        return model.model_validate_json(read_bytes(path, way_out))
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        field = ".".join(map(str, first["loc"])) or "the file"
+        raise WorkshopError(path, f"is no {kind} ({field}: {first['msg']})", way_out) from error
 
 
 def write_json(path: Path, content: dict) -> None:

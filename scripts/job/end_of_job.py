@@ -1,6 +1,6 @@
 """End of a job: write into the run record how it ended, and print a summary for its log.
 
-    PYTHONPATH=scripts python -m job.finish 4711 --exit-code 0     # in the folder of the experiment; job.sh does this
+    PYTHONPATH=scripts python -m job.end_of_job 4711 --exit-code 0     # in the experiment's folder; job.sh does this
 
 It must be done in the seconds between SIGTERM and SIGKILL, so nothing large is imported here.
 """
@@ -18,30 +18,16 @@ from datetime import UTC, datetime
 from functools import cache
 from pathlib import Path
 
-from errors import STOPPED, WorkshopError, run_program
-from reporting.memory_logs import MemoryLog, host_of, logs_of, read_cpu_log, read_gpu_log
-from run_record import Record, now, read_record, write_record
-
-WITHOUT_A_WORD = "ended without a word: its node failed, or it was killed"
-STOPPING_SIGNALS = (signal.SIGHUP, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2, signal.SIGTERM)
-
-
-def outcome(exit_code: int) -> str:
-    """Status of a run that ended with this exit code."""
-    if exit_code == 0:
-        return "completed"
-    return "stopped" if exit_code == STOPPED or exit_code - 128 in STOPPING_SIGNALS else "failed"
-
-
-def finish(path: Path, status: str, exit_code: int | None, finished: datetime | None = None) -> Record:
-    end = {"status": status, "exit_code": exit_code, "finished": finished or now()}
-    return change(path, **end)
-
-
-def change(path: Path, **fields: object) -> Record:
-    record = read_record(path).model_copy(update=fields)
-    write_record(path, record)
-    return record
+from shared.errors import WorkshopError, run_program
+from shared.memory_logs import MemoryLog, host_of, logs_of, read_cpu_log, read_gpu_log
+from shared.run_record import (
+    STOPPING_SIGNALS,
+    Record,
+    change_record,
+    close_record,
+    outcome,
+    read_record,
+)
 
 
 def is_of_earlier(record: Record, since: datetime | None) -> bool:
@@ -53,7 +39,7 @@ def note_signal(path: Path, exit_code: int, since: datetime | None) -> None:
     """Write down that the job was told to stop: it may be killed before it can say more."""
     record = read_record(path)
     if record.status == "running" and not is_of_earlier(record, since):
-        write_record(path, record.model_copy(update={"status": "stopped", "exit_code": exit_code}))
+        change_record(path, status="stopped", exit_code=exit_code)
 
 
 @dataclass(frozen=True)
@@ -67,7 +53,7 @@ class End:
 def first_end(run_dir: Path | None) -> End | None:
     """What failed first: of each that did, job.sh and launch.py have noted the time in ns, the exit code, and who.
 
-    The nodes' clocks agree well enough: what another's end has ended waits two seconds (parallel/distributed.py).
+    The nodes' clocks agree well enough: what another's end has ended waits two seconds (parallel/process_group.py).
     """
     noted = run_dir / "exit_codes" if run_dir else Path()
     lines = noted.read_text().splitlines() if noted.is_file() else []
@@ -108,8 +94,8 @@ def failed_nodes() -> str:
     return ", ".join(found.stdout.split())
 
 
-def finish_record(path: Path, exit_code: int, timeout: bool) -> Record:
-    """The finished record: what the training wrote of its end, and what it could not, as a rank or the job was killed.
+def close_record_of_job(path: Path, exit_code: int, timeout: bool) -> Record:
+    """The closed record: what the training wrote of its end, and what it could not, as a rank or the job was killed.
 
     exit_code: of the rank that failed first, or of the launcher.
     """
@@ -124,11 +110,11 @@ def finish_record(path: Path, exit_code: int, timeout: bool) -> Record:
         status = "oom"
     if (record.status, record.exit_code) == (status, exit_code) and record.finished:
         return record
-    return finish(path, status, exit_code)
+    return close_record(path, status, exit_code)
 
 
 def sweep(folder: Path) -> None:
-    """Finish what jobs have left that ended without a word, as a crash of their node leaves them."""
+    """Close what jobs have left that ended without a word, as a crash of their node leaves them."""
     for path in sorted(folder.glob("*.json")):
         try:
             record = read_record(path)
@@ -138,7 +124,7 @@ def sweep(folder: Path) -> None:
             continue
         last_written = datetime.fromtimestamp(int(path.stat().st_mtime), UTC)
         status = "failed" if record.status == "running" else record.status
-        finish(path, status, record.exit_code, last_written)
+        close_record(path, status, record.exit_code, last_written)
         print(f"{path}: its job is gone, the record says {status} now")
     for left in folder.glob(".*"):
         of_watchdog = left.name.startswith(".ranks_")  # of a run without job.sh, which may be alive
@@ -178,11 +164,11 @@ def queued_jobs() -> list[str] | None:
 
 
 def summary(
-    job_id: str, record: Record | None, status: str, exit_code: int, gaps: list[str], reason: str | None = None
+    job_id: str, record: Record | None, status: str, exit_code: int, noted: list[str], reason: str | None = None
 ) -> list[str]:
     """Lines for the end of the log: status and reason, memory per GPU and process, throughput, and what is missing."""
     rows = [f"status: {status} (exit code {exit_code})", *filter(None, [reason])]
-    missing = list(gaps)
+    missing = list(noted)
     gpu_logs, cpu_logs = logs_of(Path(), job_id)
     for log in [*map(read_gpu_log, gpu_logs), *map(read_cpu_log, cpu_logs)]:
         rows += memory_rows(log, missing)
@@ -205,7 +191,7 @@ def summary(
         missing.append(
             f"a checkpoint of its end: {name} came before the first step or behind the last, or ended the save"
         )
-    return [*rows, *(f"missing: {gap}" for gap in missing)]
+    return [*rows, *(f"missing: {what}" for what in missing)]
 
 
 def memory_rows(log: MemoryLog, missing: list[str]) -> list[str]:
@@ -225,14 +211,14 @@ def main() -> None:
     parser.add_argument("job_id", nargs="?", default="")
     parser.add_argument("--exit-code", type=int, default=0, help="of its script")
     parser.add_argument("--signal", action="store_true", help="it was told to stop, and has not ended yet")
-    parser.add_argument("--sweep", action="store_true", help="finish the records of jobs that are gone, and no other")
+    parser.add_argument("--sweep", action="store_true", help="close the records of jobs that are gone, and no other")
     parser.add_argument("--timeout", action="store_true", help="Slurm ended it at its time limit")
     parser.add_argument(
         "--since",
         type=datetime.fromisoformat,
         help="when the job began (UTC); a record from before is another's, and stays",
     )
-    parser.add_argument("--run-dir", type=Path, help="where its parts have noted who failed, and which logs have gaps")
+    parser.add_argument("--run-dir", type=Path, help="where its parts have noted who failed, and what logs lack")
     arguments = parser.parse_args()
     path = Path("results") / f"{arguments.job_id}.json"
     if arguments.sweep:
@@ -245,7 +231,7 @@ def main() -> None:
 
 
 def end_of_job(path: Path, arguments: argparse.Namespace) -> int:
-    """Finish the record, if the job has one, and print the summary. Returns the exit code of the job."""
+    """Close the record, if the job has one, and print the summary. Returns the exit code of the job."""
     record = None
     first = first_end(arguments.run_dir)
     code = first.code if first else arguments.exit_code
@@ -253,17 +239,17 @@ def end_of_job(path: Path, arguments: argparse.Namespace) -> int:
     reason = None
     try:
         if path.exists() and not is_of_earlier(read_record(path), arguments.since):
-            record = finish_record(path, code, arguments.timeout)
+            record = close_record_of_job(path, code, arguments.timeout)
             status = record.status
             code = code or record.exit_code or 0
         reason = why(status, first, alone=record is not None and record.world_size == 1)
         if record and reason:
-            record = change(path, reason=reason)
+            record = change_record(path, reason=reason)
     except (WorkshopError, OSError) as error:  # no disk space left: the summary is all the more needed
-        print(f"error: {path}: cannot be finished ({error}); free disk space or quota", file=sys.stderr)
-    by_host = sorted(arguments.run_dir.glob("gaps_*")) if arguments.run_dir else []
-    gaps = [line for path in by_host for line in path.read_text().splitlines()]
-    lines = summary(arguments.job_id, record, status, code, gaps, reason)
+        print(f"error: {path}: cannot be closed ({error}); free disk space or quota", file=sys.stderr)
+    by_host = sorted(arguments.run_dir.glob("missing_*")) if arguments.run_dir else []
+    noted = [line for path in by_host for line in path.read_text().splitlines()]
+    lines = summary(arguments.job_id, record, status, code, noted, reason)
     print("\n".join(["", "=" * 60, *lines, "=" * 60]))
     return code
 

@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-REPOSITORY = Path(__file__).resolve().parent.parent
+REPOSITORY = Path(__file__).resolve().parents[2]
 EXPERIMENTS = REPOSITORY / "experiments"
 REQUIREMENTS = REPOSITORY / "requirements.txt"
 SAMPLE = REPOSITORY / "data" / "squad_sample.json"

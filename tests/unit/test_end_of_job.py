@@ -6,10 +6,10 @@ from subprocess import CompletedProcess
 
 import pytest
 
-from job import finish
-from job.finish import finish_record, outcome, summary
-from json_files import write_json
-from run_record import Record
+from job import end_of_job
+from job.end_of_job import close_record_of_job, summary
+from shared.json_files import write_json
+from shared.run_record import Record, outcome
 
 GPU_LINE = "2026/01/31 10:00:00.123, 0, NVIDIA H200, {}, 143771\n"
 
@@ -56,7 +56,7 @@ def test_the_end_of_a_record(tmp_path, before, code, timeout, after):
     finished = None if before[1] is None else "2026-01-01T00:00:00+00:00"  # the training's own word
     content = {"status": before[0], "exit_code": before[1], "finished": finished, "other": "kept"}
     path.write_text(json.dumps(content))
-    record = finish_record(path, code, timeout)
+    record = close_record_of_job(path, code, timeout)
     assert (record.status, record.exit_code) == after
     written = json.loads(path.read_text())
     assert (written["status"], written["exit_code"], written["other"]) == (*after, "kept")
@@ -86,7 +86,7 @@ def test_finish_py_does_not_change_a_completed_record(main_of, capsys):
     write_json(path, {"status": "completed", "exit_code": 0, "finished": "2026-01-01T00:00:00+00:00", "job_id": "7"})
     before = path.read_bytes()
     with pytest.raises(SystemExit):
-        main_of(finish, "7", "--exit-code", "0")
+        main_of(end_of_job, "7", "--exit-code", "0")
     assert path.read_bytes() == before
     assert "status: completed (exit code 0)" in capsys.readouterr().out
 
@@ -106,15 +106,15 @@ def test_the_job_ends_as_the_training_did_whatever_the_launcher_says(main_of, re
         Path("results").mkdir()
         write_json(Path("results/7.json"), {"started": "2026-01-01T00:00:00+00:00"} | record)
     with pytest.raises(SystemExit) as ended:
-        main_of(finish, "7", "--exit-code", "0", "--since", "2026-01-01T00:00:00+00:00")
+        main_of(end_of_job, "7", "--exit-code", "0", "--since", "2026-01-01T00:00:00+00:00")
     assert ended.value.code == code
 
 
-def test_finish_py_shows_the_gaps_that_the_job_noted_node_by_node(main_of, capsys):
-    Path("gaps_node2").write_text("another\n")
-    Path("gaps_node1").write_text("psrecord is not installed\n")
+def test_what_the_job_noted_as_missing_is_shown_node_by_node(main_of, capsys):
+    Path("missing_node2").write_text("another\n")
+    Path("missing_node1").write_text("psrecord is not installed\n")
     with pytest.raises(SystemExit):
-        main_of(finish, "7", "--exit-code", "1", "--run-dir", ".")
+        main_of(end_of_job, "7", "--exit-code", "1", "--run-dir", ".")
     assert capsys.readouterr().out.splitlines()[-4:-1] == [
         "missing: psrecord is not installed",
         "missing: another",
@@ -141,7 +141,7 @@ def test_the_one_that_ended_first_is_the_reason(main_of, capsys, code, status, r
     Path("results").mkdir()
     write_json(Path("results/7.json"), {"status": "running", "exit_code": None, "world_size": 8})
     with pytest.raises(SystemExit) as ended:
-        main_of(finish, "7", "--exit-code", "1", "--run-dir", ".")
+        main_of(end_of_job, "7", "--exit-code", "1", "--run-dir", ".")
     assert ended.value.code == code
     record = json.loads(Path("results/7.json").read_text())
     assert (record["status"], record["exit_code"], record.get("reason")) == (status, code, reason)
@@ -161,7 +161,7 @@ def test_a_node_that_slurm_calls_down_is_the_reason(main_of, monkeypatch):
     Path("results").mkdir()
     write_json(Path("results/7.json"), {"status": "running", "exit_code": None, "world_size": 6})
     with pytest.raises(SystemExit):
-        main_of(finish, "7", "--exit-code", "143", "--run-dir", ".")
+        main_of(end_of_job, "7", "--exit-code", "143", "--run-dir", ".")
     assert json.loads(Path("results/7.json").read_text())["reason"] == "node failure on node3"
 
 
@@ -171,7 +171,7 @@ def test_the_only_process_of_a_job_was_not_the_first_to_end(main_of):
         Path("exit_codes").write_text(f"1 {code} rank 0 on node1\n")
         write_json(Path("results/7.json"), {"status": "running", "exit_code": None, "world_size": 1})
         with pytest.raises(SystemExit):
-            main_of(finish, "7", "--exit-code", str(code), "--run-dir", ".")
+            main_of(end_of_job, "7", "--exit-code", str(code), "--run-dir", ".")
         assert json.loads(Path("results/7.json").read_text()).get("reason") == reason
 
 

@@ -1,4 +1,5 @@
-"""Start of the processes: the variables that PyTorch needs, from whichever launcher there is."""
+"""Start and end of a process of a training: its environment from whichever launcher there is, its process group, its
+exit code. What the ranks then tell each other: ranks.py."""
 
 import atexit
 import logging
@@ -9,16 +10,16 @@ import sys
 import time
 import warnings
 from collections.abc import Callable
-from typing import Any, NoReturn, TypeVar
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
 
-from errors import ENVIRONMENT, WorkshopError, report, survive_lost_output, whole_number
 from parallel import watchdog
-from parallel.joining import node_name
+from parallel.joining import free_port, node_name, port_of
+from parallel.ranks import local_world_size, rank, wait_for_everyone, world_size
+from shared.errors import ENVIRONMENT, WorkshopError, report, survive_lost_output, whole_number
 
-T = TypeVar("T")
 # How others than PyTorch's allocator say that there is no memory left: cudaMalloc and cudaHostAlloc (also of NCCL and
 # Triton), cuBLAS, and the allocator of the CPU
 NO_MEMORY = ("out of memory", "CUBLAS_STATUS_ALLOC_FAILED", "DefaultCPUAllocator: can't allocate memory")
@@ -45,10 +46,10 @@ def prepare_environment(shards: bool) -> None:
         if "MASTER_ADDR" not in env:
             env["MASTER_ADDR"] = first_host(env.get("SLURM_STEP_NODELIST", "localhost"))
         # the same on every rank without talking to each other, and different for neighbouring jobs
-        env.setdefault("MASTER_PORT", str(20000 + whole_number("SLURM_JOB_ID") % 10000))
+        env.setdefault("MASTER_PORT", str(port_of(env["SLURM_JOB_ID"])))
     if "RANK" not in env and shards:
         env.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", LOCAL_WORLD_SIZE="1")
-        env.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(free_port()))
+        env.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(free_port(str(os.getpid()))))
     if world_size() > 1:
         print(f"Initializing process group for rank {env['RANK']}")
         print(f"MASTER_ADDR: {env.get('MASTER_ADDR')}")
@@ -104,13 +105,13 @@ def bind_device() -> None:
         torch.cuda.set_device(local_rank)
 
 
-def join_process_group(training_args: Any, with_deepspeed: bool) -> None:
-    """Let DeepSpeed use the process group that TrainingArguments has opened, and print this rank's place in it.
+def adopt_process_group(training_args: Any, with_deepspeed: bool) -> None:
+    """Take over the process group that TrainingArguments has opened, for DeepSpeed too, and print this rank's place.
 
     On the CPU transformers leaves this to the engine, but ZeRO-3 shards the model before there is one, and
     would take itself for a world of one.
     """
-    watchdog.beat("the start, in one group")
+    watchdog.progress("the start, in one group")
     if training_args.n_gpu > 1:
         # transformers would fall back to nn.DataParallel; one process drives one GPU in this workshop
         print(f"plain python uses 1 of the {training_args.n_gpu} visible GPUs; start with torchrun to use all")
@@ -135,7 +136,7 @@ def join_process_group(training_args: Any, with_deepspeed: bool) -> None:
 def leave_process_group() -> None:
     """Wait for the other ranks and close: who leaves early breaks the connections of those who still talk."""
     if dist.is_initialized():
-        watchdog.beat("the end")
+        watchdog.progress("the end")
         wait_for_everyone()
         watchdog.stop()
         dist.destroy_process_group()
@@ -203,61 +204,6 @@ def exit_code(error: BaseException | None) -> int:
     if isinstance(error, SystemExit):
         return 1 if isinstance(error.code, str) else error.code or 0
     return 1 if error else 0
-
-
-def world_size() -> int:
-    return whole_number("WORLD_SIZE", "1")
-
-
-def local_world_size() -> int:
-    """Ranks on this node."""
-    return whole_number("LOCAL_WORLD_SIZE", "1")
-
-
-def rank() -> int:
-    return whole_number("RANK", "0")
-
-
-def wait_for_everyone() -> None:
-    if dist.is_initialized():
-        # NCCL asks for the GPU, and guesses with a warning where it is not told
-        gpu = [torch.cuda.current_device()] if "nccl" in dist.get_backend() else None
-        dist.barrier(device_ids=gpu)
-
-
-def print_once(text: str) -> None:
-    if rank() == 0:
-        print(text, flush=True)
-
-
-def same_everywhere(value: T) -> T:
-    """Rank 0's value, on every rank."""
-    return gather_lists([value])[0][0]
-
-
-def highest_of_all(number: int) -> int:
-    """The largest of the ranks' numbers, on every rank. Collective."""
-    if world_size() == 1:
-        return number
-    device = "cpu" if "gloo" in dist.get_backend() else "cuda"
-    box = torch.tensor(number, device=device)
-    dist.all_reduce(box, dist.ReduceOp.MAX)
-    return int(box.item())
-
-
-def gather_lists(values: list) -> list[list]:
-    """One list per rank, in rank order, on every rank."""
-    if not dist.is_initialized():
-        return [values]
-    lists: list = [None] * dist.get_world_size()
-    dist.all_gather_object(lists, values)
-    return lists
-
-
-def free_port() -> int:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return listener.getsockname()[1]
 
 
 def first_host(nodelist: str) -> str:

@@ -1,22 +1,26 @@
 """The run record ``results/<job_id>.json``: everything that is later said about a run comes from here.
 
-One description of it for who writes it (training/record.py), who finishes it (job/finish.py) and who reads it
-(reporting/). A field that is not described here stays in the file as it is.
+One description of it for who writes it (training/record.py), who closes it (the training itself, a watchdog, or
+job/end_of_job.py for a job that was killed) and who reads it (reporting/, benchmarks/). A field that is not described
+here stays in the file as it is.
 
 Schema 1. Written by rank 0, replaced atomically. A value that could not be measured is null, and `missing`
 gives the reason under the same name; a number that is not finite is null as well.
 """
 
+import signal
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import AwareDatetime, BaseModel, ConfigDict, Field, PlainSerializer, ValidationError
+from pydantic import AwareDatetime, BaseModel, ConfigDict, Field, PlainSerializer
 
-from errors import WorkshopError
-from json_files import write_json
+from shared.errors import STOPPED
+from shared.json_files import read_checked, write_json
 
 SCHEMA: Literal[1] = 1
+WITHOUT_A_WORD = "ended without a word: its node failed, or it was killed"
+STOPPING_SIGNALS = (signal.SIGHUP, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2, signal.SIGTERM)
 Time = Annotated[AwareDatetime, PlainSerializer(datetime.isoformat)]  # UTC
 
 
@@ -157,6 +161,7 @@ class Record(Part):
     versions: dict[str, str] = {}  # of Python and packages
     knobs: dict[str, Knob] = {}
     settings: Settings = Settings()
+    origins: dict[str, str] = {}  # flag -> who gave it: flag, submission, site, experiment, variable
     # model: of its config.json, what is not transformers' default; deepspeed, fsdp: in effect, every "auto" filled in
     configs: dict[str, Any] | None = None
     parameters: int | None = None  # tied ones once
@@ -182,15 +187,7 @@ class Record(Part):
 
 def read_record(path: Path) -> Record:
     """The record in a file. Raises WorkshopError (exit code 2) with the field that is wrong, when it is none."""
-    way_out = "give results/<job_id>.json of a run, or move the file away"
-    try:
-        return Record.model_validate_json(path.read_bytes())
-    except OSError as error:
-        raise WorkshopError(path, error.strerror or "cannot be read", way_out) from error
-    except ValidationError as error:
-        first = error.errors(include_url=False)[0]
-        field = ".".join(map(str, first["loc"])) or "the file"
-        raise WorkshopError(path, f"is no run record ({field}: {first['msg']})", way_out) from error
+    return read_checked(path, Record, "run record", "give results/<job_id>.json of a run, or move the file away")
 
 
 def write_record(path: Path, record: Record) -> None:
@@ -200,3 +197,21 @@ def write_record(path: Path, record: Record) -> None:
 
 def now() -> datetime:
     return datetime.now(UTC).replace(microsecond=0)
+
+
+def outcome(exit_code: int) -> str:
+    """Status of a run that ended with this exit code."""
+    if exit_code == 0:
+        return "completed"
+    return "stopped" if exit_code == STOPPED or exit_code - 128 in STOPPING_SIGNALS else "failed"
+
+
+def close_record(path: Path, status: str, exit_code: int | None, finished: datetime | None = None) -> Record:
+    """Write down how the run ended. OSError when the file cannot be written."""
+    return change_record(path, status=status, exit_code=exit_code, finished=finished or now())
+
+
+def change_record(path: Path, **fields: object) -> Record:
+    record = read_record(path).model_copy(update=fields)
+    write_record(path, record)
+    return record

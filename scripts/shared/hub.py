@@ -9,7 +9,7 @@ import datasets
 import huggingface_hub.constants
 from transformers.utils import logging
 
-from errors import WorkshopError
+from shared.errors import WorkshopError
 
 
 def draw_bars_on_terminals_only() -> None:

@@ -1,0 +1,59 @@
+"""Who this rank is, and what ranks tell each other."""
+
+from typing import TypeVar
+
+import torch
+import torch.distributed as dist
+
+from shared.errors import whole_number
+
+T = TypeVar("T")
+
+
+def world_size() -> int:
+    return whole_number("WORLD_SIZE", "1")
+
+
+def local_world_size() -> int:
+    """Ranks on this node."""
+    return whole_number("LOCAL_WORLD_SIZE", "1")
+
+
+def rank() -> int:
+    return whole_number("RANK", "0")
+
+
+def wait_for_everyone() -> None:
+    if dist.is_initialized():
+        # NCCL asks for the GPU, and guesses with a warning where it is not told
+        gpu = [torch.cuda.current_device()] if "nccl" in dist.get_backend() else None
+        dist.barrier(device_ids=gpu)
+
+
+def print_once(text: str) -> None:
+    if rank() == 0:
+        print(text, flush=True)
+
+
+def same_everywhere(value: T) -> T:
+    """Rank 0's value, on every rank."""
+    return gather_lists([value])[0][0]
+
+
+def highest_of_all(number: int) -> int:
+    """The largest of the ranks' numbers, on every rank. Collective."""
+    if world_size() == 1:
+        return number
+    device = "cpu" if "gloo" in dist.get_backend() else "cuda"
+    box = torch.tensor(number, device=device)
+    dist.all_reduce(box, dist.ReduceOp.MAX)
+    return int(box.item())
+
+
+def gather_lists(values: list) -> list[list]:
+    """One list per rank, in rank order, on every rank."""
+    if not dist.is_initialized():
+        return [values]
+    lists: list = [None] * dist.get_world_size()
+    dist.all_gather_object(lists, values)
+    return lists

@@ -1,0 +1,58 @@
+"""Experiment trackers beside a training: Weights & Biases (offline by default), TensorBoard, Trackio, or none."""
+
+import importlib.util
+import os
+import shlex
+from pathlib import Path
+
+from shared.errors import WorkshopError
+from shared.paths import EXPERIMENTS, REPOSITORY
+
+KEY_FILE = EXPERIMENTS / "wandb_key"
+UPLOAD = REPOSITORY / "scripts" / "tracking.py"
+TRACKERS = ("wandb", "tensorboard", "trackio")
+
+
+def check_trackers(report_to: str) -> list[str]:
+    """The tracker that is asked for, if any. Raises WorkshopError (exit code 2) if it is unknown or not installed."""
+    if report_to == "none":
+        return []
+    if report_to not in TRACKERS:
+        way_out = f"choose one of {', '.join(TRACKERS)}, none"
+        raise WorkshopError("--report_to", f"{report_to} is no tracker of this workshop", way_out)
+    if importlib.util.find_spec(report_to) is None:
+        raise WorkshopError("--report_to", f"{report_to} is not installed", f"pip install {report_to}")
+    return [report_to]
+
+
+def prepare_trackers(args, job_id: str) -> None:
+    """One folder and one name per job; Weights & Biases stays offline unless WANDB_MODE says otherwise."""
+    args.run_name = f"{args.run_name}-{job_id}"
+    if "wandb" in args.report_to:
+        folder = Path("wandb") / job_id
+        folder.mkdir(parents=True, exist_ok=True)
+        os.environ["WANDB_DIR"] = str(folder)
+        os.environ.setdefault("WANDB_MODE", "offline")
+        os.environ.setdefault("WANDB_PROJECT", "distributed-fine-tuning")
+    if "tensorboard" in args.report_to:
+        os.environ.setdefault("TENSORBOARD_LOGGING_DIR", f"{args.output_dir}/tensorboard")
+
+
+def close_trackers(args, job_id: str, means: dict) -> None:
+    """Put the callbacks' means into the run's summary, and say how to upload an offline run."""
+    if "wandb" not in args.report_to or args.process_index != 0:
+        return
+    import wandb
+
+    if wandb.run:
+        wandb.run.summary.update({name: value for name, value in means.items() if value is not None})
+    wandb.finish()
+    if os.environ["WANDB_MODE"] == "offline":
+        print(f"Upload where there is network: {upload_command(job_id)}")
+
+
+def upload_command(job_id: str) -> str:
+    """What to type in the folder of the job. `wandb sync` does not read the key file, `upload` does."""
+    if KEY_FILE.exists():
+        return shlex.join(["python", os.path.relpath(UPLOAD), job_id])
+    return f"wandb sync wandb/{job_id}/wandb/offline-run-*"
