@@ -1,15 +1,16 @@
 #!/usr/bin/env bash
-# What all experiments share. A .slurm file sources this, and then calls one of these functions, or two
+# What all experiments share. A .slurm file sources this: section 6 below then loads the site, exports all variables that are
+# set from there on (knobs reach Python as variables), and calls job_prepare. Then the .slurm calls one of these, or two
 #   run_python FILE ARGS...     one process
-#   run_torchrun FILE ARGS...   one process per GPU; torchrun starts them, once per node
+#   run_torchrun FILE ARGS...   one process per GPU; torchrun (in scripts/launch.py) starts them, once per node
 #   run_srun FILE ARGS...       one process per GPU; srun starts them, no torchrun
 #   check_bandwidth             all-reduce over the job's ranks first; too slow ends the job
 #   DRY_RUN=1 bash X.slurm      shows the site, the knobs and the commands, checks them, and writes nothing
 # How a job lives:
 #   the .slurm file on the first node    job_prepare, then what it calls, then job_finish, whatever happened
-#     run_torchrun, for example          starts job.sh on_node by srun on each node, or goes on here
+#     run_torchrun, for example          starts "job.sh on_node" by srun on each node; of one node alone it goes on here
 #       on each node                     the command, and two memory loggers beside it
-# The job's exit status is that of the rank that failed first, or what the run record says.
+# The job's exit status is that of the rank that failed first; if none did, the one in the run record.
 set -euo pipefail
 
 EXPERIMENTS_FOLDER=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
@@ -20,12 +21,12 @@ source "$EXPERIMENTS_FOLDER/load_site.sh" # also job_fail: error line of NAME, W
 CHILD=""     # process to which signals are passed on
 STOPPED=no   # a signal came
 WARNED=no    # it was USR1, the site's warning that time is running out
-CANCELLED=no # it was another one
-ON_NODE=no
-SAVED=75 # exit code of a training that was stopped and has saved a checkpoint
+CANCELLED=no # it was TERM, INT, HUP or USR2: somebody has ended the job
+ON_NODE=no   # this is the part of it that srun has started on a node
+SAVED=75     # exit code of a training that was stopped and has saved a checkpoint
 declare -A LOGGER_PIDS=()
 declare -A SEEN=() ORIGINS=() # variables as they were when job_note_origin looked last, and who has set them
-exec {EMPTY_PIPE}<> <(:)      # to read from it is to wait
+exec {EMPTY_PIPE}<> <(:)      # nothing ever comes, so reading from it is waiting
 
 # 1. Before the training
 
@@ -75,7 +76,7 @@ job_prepare() {
   echo "nodes: ${ALL_NODES//$'\n'/ }"
 }
 
-job_note_origin() { # WHO: has set the variables that are other than when this looked last
+job_note_origin() { # WHO: is noted as the one who set each variable that is new, or another, since the last call
   local name
   for name in $(compgen -e); do
     if [[ ${SEEN[$name]-} != "${!name-}" ]]; then
@@ -201,8 +202,8 @@ run_srun() {
 }
 
 check_bandwidth() { # without memory loggers: those files belong to the training
-  # by srun: torchrun would import PyTorch once more, seconds for a test of half a second. Its ranks share the CPUs, as
-  # a script for torchrun has one task per node
+  # by srun: torchrun would import PyTorch once more, seconds for a test of half a second. Scripts for torchrun ask for one
+  # task per node, here there is one per GPU, so they share that task's CPUs (SLURM_OVERCOMMIT)
   LOGGERS=no SLURM_OVERCOMMIT=1 SRUN_CPUS_PER_TASK=1 run_srun "$ROOT/scripts/measure_bandwidth.py" --output "$BANDWIDTH_FILE"
 }
 
@@ -213,7 +214,7 @@ job_srun() { # TASKS COMMAND: so many tasks on each node
     job_show srun --nodes="$NODES" --ntasks-per-node="$tasks" "$@"
     return 0
   fi
-  rm -f "$RUN_DIR"/joining_* # of the bandwidth test
+  rm -f "$RUN_DIR"/joining_* # by which nodes told in the bandwidth test that they came (parallel/joining.py)
   # --kill-on-bad-exit: one failed rank must end the others, which would wait for it
   srun --nodes="$NODES" --ntasks=$((NODES * tasks)) --ntasks-per-node="$tasks" --kill-on-bad-exit=1 --cpu-bind=none \
     bash "$EXPERIMENTS_FOLDER/job.sh" on_node "$@" &
@@ -242,7 +243,7 @@ job_on_node() { # COMMAND: its exit status
     job_show "$@"
     return 0
   fi
-  # what is started so ends with this shell, however that ends
+  # a command behind this one is ended when this shell ends, also when the shell is killed
   WITH_PARENT=(python -P "$ROOT/scripts/job/with_parent.py" $BASHPID)
   HOST=${SLURMD_NODENAME:-$(hostname)}
   SUFFIX=$([[ $NODES = 1 ]] || echo "_$HOST")
@@ -285,7 +286,7 @@ job_has() { # PROGRAM FILE: without it the training goes on
   }
 }
 
-job_logger() { # COMMAND: TERM ends it, behind the training. Other signals go to all processes of a job, and it waits
+job_logger() { # COMMAND in the background: of the signals that all processes of a job may get, only TERM ends it
   (trap '' INT HUP USR1 USR2 && exec "${WITH_PARENT[@]}" "$@" 2>/dev/null) &
   LOGGER_PIDS[$1]=$!
 }
@@ -381,6 +382,7 @@ job_finish() { # on EXIT, also when the training failed: errexit ends the script
   job_python end_of_job "$JOB_ID" --exit-code "$code" "${timeout[@]}" --since "$STARTED" --run-dir "$RUN_DIR" || ended=$?
   rm -rf "$RUN_DIR" || true # a rank may still write there
   job_upload
+  # above 128: killed while it saved, or before. It goes on from the checkpoint before
   if [[ $WARNED = yes && $CANCELLED = no && ${REQUEUE:-0} = 1 ]] && ((ended == SAVED || ended > 128)); then
     job_requeue
   fi
@@ -417,15 +419,18 @@ if [[ ${1:-} = on_node && ${BASH_SOURCE[0]} = "$0" ]]; then # the part of a job 
   exit
 fi
 
-# Where the experiment stands, the first time; then, with a snapshot, all of this once more from its frozen copy
+# A job of submit.sh --snapshot reads this file twice: here it notes where the experiment stands, and then sources the
+# snapshot's copy of this file, which takes over
 if [[ $EXPERIMENTS_FOLDER != "${SNAPSHOT:-none}/experiments" ]]; then
   export EXPERIMENT=experiments/${PWD#"$EXPERIMENTS_FOLDER"/}
   if [[ -n ${SNAPSHOT:-} ]]; then
-    source "$SNAPSHOT/experiments/job.sh" # frozen by submit.sh --snapshot; results land here all the same
+    source "$SNAPSHOT/experiments/job.sh" # results land in this folder all the same
     return
   fi
 fi
-set -a # knobs of site and experiment reach the training, and RUN_DIR, JOB_ID, NODES and others this file on each node
+# Export all that is set from here on, by the .slurm too: so knobs reach the training, and RUN_DIR, JOB_ID, NODES and others
+# reach this file on each node
+set -a
 job_note_origin submission
 job_find_site
 job_load_site

@@ -2,16 +2,15 @@
 
     python scripts/config.py      # VARIABLE --flag default, a line each; job.sh reads the first word
 
-Change a default here, and it is that of all runs. What a run is given comes first: a flag, then a variable (of the
-submission, the site, the experiment), then the default. docs/knobs.md says more of the knobs, and shared/options.py
-reads and checks what is given. Only the standard library is imported here, so that job.sh need not wait for PyTorch.
+A default that you change here counts for each run that is not told otherwise: by a flag, or by a variable of the
+submission, of the site, or of the experiment. Each run prints which of them each value comes from. docs/knobs.md
+explains the knobs; shared/options.py reads and checks them. Only the standard library is imported here, so that job.sh
+need not wait for PyTorch.
 """
 
 import argparse
 from dataclasses import dataclass, field, fields
 from typing import Any, Literal, NamedTuple
-
-from shared.errors import OneLineErrors, run_program
 
 CUSTOM_GPT = "custom-gpt"  # the --model_name of custom_model.py
 
@@ -41,7 +40,7 @@ class ModelArguments:
     loss: Literal["full", "chunked"] = knob(
         "LOSS",
         "full",
-        "From the logits of all tokens, or chunk by chunk without them (same loss, less memory, faster).",
+        "full: from the logits of all tokens; chunked: without them, in chunks (same loss, less memory, faster).",
     )
     tensor_parallel: int = knob(
         "TENSOR_PARALLEL", 1, "Ranks over which each matrix is cut; with --fsdp the others hold shards."
@@ -77,12 +76,12 @@ class DataArguments:
     padding: Literal["max_length", "longest"] = knob(
         "PADDING",
         "max_length",
-        "Pad every batch to --max_length, or only to its longest sequence (faster, same loss).",
+        "max_length: pad to --max_length; longest: to the longest sequence of the batch (faster, same loss).",
     )
     labels: Literal["sequence", "answer", "all"] = knob(
         "LABELS",
         "sequence",
-        "Tokens that count in the loss: all real ones, only answer and EOS, or padding as well.",
+        "What counts in the loss. sequence: all real tokens; answer: only answer and EOS; all: padding as well.",
     )
     em_f1: bool = knob("EM_F1", True, "After training, answer the evaluation questions and print EM and F1.")
     em_f1_batch_size: int = knob("EM_F1_BATCH_SIZE", 16, "Questions that a rank answers at the same time.")
@@ -102,8 +101,8 @@ TRAINER_KNOBS = (
     Knob("GRAD_ACC", "gradient_accumulation_steps", 4),
     Knob("LEARNING_RATE", "learning_rate", 5e-5),
     Knob("WEIGHT_DECAY", "weight_decay", 0.01),
-    Knob("FP16", "fp16", None),  # on a GPU, unless bf16 is asked for
-    Knob("BF16", "bf16", None),  # on a CPU that computes in it
+    Knob("FP16", "fp16", None),  # None: True on a GPU, unless bf16 is given
+    Knob("BF16", "bf16", None),  # None: True on a CPU that computes in bf16
     Knob("ACTIVATION_CHECKPOINTING", "activation_checkpointing", None),
     Knob("TORCH_COMPILE", "torch_compile", False),
     Knob("SAMPLING", "train_sampling_strategy", "random"),
@@ -119,7 +118,7 @@ OTHER_DEFAULTS = {
     "eval_strategy": "epoch",
     "save_total_limit": 1,
     "logging_steps": 5,
-    "logging_nan_inf_filter": False,  # it makes each micro batch wait for the GPU: WorkshopTrainer.training_step
+    "logging_nan_inf_filter": False,  # it waits for the GPU in each micro batch; WorkshopTrainer does without
     "ddp_find_unused_parameters": False,  # transformers' default searches the graph in each step
     "per_device_eval_batch_size": None,  # the training batch size
     "disable_tqdm": False,
@@ -131,10 +130,10 @@ DEFAULTS: dict[str, Any] = {each.flag: each.default for each in KNOBS}
 
 
 def main() -> None:
-    OneLineErrors(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
+    argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
     for each in KNOBS:
         print(each.variable, f"--{each.flag}", "" if each.default is None else each.default)
 
 
 if __name__ == "__main__":
-    run_program(main)
+    main()

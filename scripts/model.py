@@ -1,4 +1,4 @@
-"""Models and tokenizers: `load_tokenizer`, `load_model`, `save_model`."""
+"""Models and tokenizers: `load_tokenizer`, `load_model`, `build_meta_model`, `save_model`."""
 
 import os
 import pickle
@@ -40,7 +40,7 @@ BLOOM_SIZES = {
     "bigscience/bloom-3b": (2560, 30, 32),
     "bigscience/bloom-7b1": (4096, 30, 32),
 }
-BLOOM_VOCABULARY = 250880  # 250,680 tokens, padded for tensor parallelism
+BLOOM_VOCABULARY = 250880  # 250,680 tokens, and padding, by which its authors' GPUs could divide it
 TINY_VOCABULARY = 2048
 # BLOOM's ids 0 to 3
 SPECIAL_TOKENS = {"unk_token": "<unk>", "bos_token": "<s>", "eos_token": "</s>", "pad_token": "<pad>"}
@@ -149,9 +149,9 @@ def pretrained_model(name: str, data_args) -> PreTrainedModel:
     try:
         loaded: Any = AutoModelForCausalLM.from_pretrained(
             name,
-            dtype=torch.float32,  # in the checkpoint's own dtype, the default, fp16 masters would lose small updates
+            dtype=torch.float32,  # the default is the checkpoint's own, and in fp16 small updates would be lost
             trust_remote_code=False,
-            ignore_mismatched_sizes=True,  # with random values for these weights: refused below by their name
+            ignore_mismatched_sizes=True,  # such weights become random here, and are refused below by their name
             output_loading_info=True,
         )
     except pickle.UnpicklingError as error:

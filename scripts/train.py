@@ -16,7 +16,7 @@ With FSDP on two GPUs: FULL_SHARD, or a strategy of the folder fsdp_configs:
 With tensor parallelism, of the custom GPT, a Llama or a Qwen2:
     torchrun --nproc_per_node=2 scripts/train.py --model_name custom-gpt --tensor_parallel 2 --save_strategy no
 
-Your own data and model, going on after an interruption:
+Your own data and model, going on after an interruption, from the latest checkpoint of this run or of those beside it:
     python scripts/train.py --model_name ./my-model --dataset my.json --train_size 1000 --resume_from_checkpoint
 """
 
@@ -29,7 +29,7 @@ from parallel import watchdog
 from parallel.ds_config import check_contradictions, check_ds_config
 from parallel.fsdp_config import check_fsdp_config, parallelism, shard_on_cpu, trainer_config
 from parallel.process_group import adopt_process_group, leave_process_group, prepare_environment, run_and_exit
-from parallel.ranks import print_once, same_everywhere, world_size
+from parallel.ranks import print_once, value_of_rank_0, world_size
 from parallel.strategy import strategy_name
 from parallel.tensor_parallel import apply_tensor_parallel, check_tensor_parallel
 from shared.hub import draw_bars_on_terminals_only
@@ -48,7 +48,7 @@ from training.checkpoints import (
 from training.chunked_loss import use_chunked_loss
 from training.flops import flops_of, matmul_peak
 from training.record import RunRecord, new_job_id
-from training.safe_load import forbid_code_in_checkpoints, refuse_foreign_code
+from training.safe_load import forbid_code_in_checkpoints, refuse_code_in
 from training.stopping import StopRequest
 from training.trainable import check_trainable
 from training.trainer import WorkshopTrainer
@@ -61,8 +61,8 @@ def main() -> None:
     stop.listen()
     draw_bars_on_terminals_only()
 
-    # 1. Options: flags, variables and config files. The sections 1 to 4 only check: what they find wrong ends the run
-    #    with one line, before it has a record or a checkpoint.
+    # 1. Options: flags, variables and config files. What the sections 1 to 4 find wrong ends the run with one line, before
+    #    the model is loaded, and before there is a record.
     options = parse_command_line(__doc__)
     values = options.values
     deepspeed = values["deepspeed"]  # a file of ds_configs/, or None
@@ -75,14 +75,15 @@ def main() -> None:
     check_tensor_parallel(options, world_size())
     if fsdp:
         options.fsdp_config = check_fsdp_config(values["fsdp"], values["fsdp_config"], tensor_parallel)
-    # what the Trainer is told of FSDP: nothing beside tensor parallelism, where section 6 shards the model itself
+    # What the Trainer is told of FSDP. With tensor parallelism it is told nothing: section 6 shards the model itself
     fsdp_of_trainer = options.fsdp_config if tensor_parallel == 1 else None
     model_args, data_args = own_arguments(options)
 
     # 2. The Trainer's arguments. They turn on ZeRO or FSDP; with neither, several processes train with DDP. They must
     #    come before the model: ZeRO-3 shards its weights while they are loaded.
     flags = trainer_flags(options)
-    # From here on a rank that hangs ends the run, with its name in the log. The time-out of the collectives is longer.
+    # From here on a rank that hangs for --ddp_timeout seconds ends the run, with its name in the log. PyTorch's own
+    # time-outs, which name nobody, come later.
     flags["ddp_timeout"] = watchdog.start(values["ddp_timeout"])
     with argument_errors():
         args = TrainingArguments(
@@ -94,29 +95,30 @@ def main() -> None:
         )
     if deepspeed:
         check_contradictions(options, args)
-    adopt_process_group(args, with_deepspeed=bool(deepspeed))  # which TrainingArguments has opened
+    adopt_process_group(args, with_deepspeed=bool(deepspeed))  # TrainingArguments has opened it, DeepSpeed shares it
 
     # 3. Where results go, and the checkpoint to go on from, if one was asked for or Slurm has started this job again.
     job_id = new_job_id()  # JOB_ID, Slurm's, or a new one
     args.output_dir = values["output_dir"] or f"output/{job_id}"
     record = RunRecord(job_id)
     strategy = strategy_name(options)
-    forbid_code_in_checkpoints(with_deepspeed=bool(deepspeed))  # they are pickles, and loading one could run code
+    # A checkpoint is a pickle, and loading one can run code. From here on it does not load; a file that holds code is named
+    forbid_code_in_checkpoints(with_deepspeed=bool(deepspeed))
     requested = args.resume_from_checkpoint
-    checkpoint = same_everywhere(find_checkpoint(requested, args.output_dir, job_id))
+    checkpoint = value_of_rank_0(find_checkpoint(requested, args.output_dir, job_id))
     if checkpoint:
-        refuse_foreign_code(checkpoint)
+        refuse_code_in(checkpoint)
     else:
         record.refuse_to_overwrite(args.output_dir)
 
-    # 4. Tokenizer and data. Whether such a model can be trained like this, one on PyTorch's meta device tells: it has
-    #    shapes, and no memory for weights.
-    watchdog.progress("reading the data")  # said once in a while, or this rank is taken for one that hangs
+    # 4. Tokenizer and data. A model on PyTorch's meta device has shapes, but no memory for weights: enough to check whether
+    #    it can be trained like this.
+    watchdog.progress("reading the data")  # every rank says what it begins: from silence the watchdog concludes a hang
     meta_model = build_meta_model(model_args, data_args)
     tokenizer = load_tokenizer(model_args, data_args)
     check_trainable(options, args, meta_model, tokenizer)
     train_dataset, eval_dataset = load_squad(data_args, tokenizer, args)
-    # settings, config and data of this training: each checkpoint holds them, so that no other training goes on from it
+    # Settings, config and data of this training. Each checkpoint holds them, so that no training with others goes on from it
     identity = identity_of(job_id, options, strategy, args.world_size, train_dataset)
     if checkpoint:
         check_same_training(checkpoint, identity)
@@ -157,7 +159,7 @@ def main() -> None:
         if tensor_parallel > 1:
             apply_tensor_parallel(model, tensor_parallel, options.fsdp_config, args.device)
         if fsdp or tensor_parallel > 1:
-            shard_on_cpu()  # where there is no GPU accelerate would run DDP instead, without a word
+            shard_on_cpu()  # does nothing where there are GPUs; without one accelerate would run DDP, and not say so
         trainer = WorkshopTrainer(
             model=model,
             args=args,
@@ -170,11 +172,14 @@ def main() -> None:
         # 7. Training, with an evaluation and a checkpoint after each epoch (--eval_strategy, --save_strategy). What
         #    happens in a step, and when the ranks talk: docs/training-loop.md
         trainer.train(resume_from_checkpoint=checkpoint)
-        close_trackers(args, job_id, record.content["callbacks"])
-        stop.save_and_exit_if_asked(trainer, record)  # by Ctrl-C: with 75, and a checkpoint to go on from
+        close_trackers(args, job_id, record.content["callbacks"])  # means over the steps, for the tracker's summary
+        stop.save_and_exit_if_asked(
+            trainer, record
+        )  # after Ctrl-C: a checkpoint, if this step has none yet, and exit code 75
 
         # 8. The model.
         watchdog.progress("saving the model")
+        # (--tensor_parallel needs SAVE_STRATEGY=no, as it has no checkpoints; its weights are saved here all the same)
         if args.save_strategy == "no" and tensor_parallel == 1:
             print_once("model not saved (SAVE_STRATEGY=no)")
         else:
@@ -196,7 +201,7 @@ def main() -> None:
                 )
             print_once(f"exact_match {scores['exact_match']:.2f}  f1 {scores['f1']:.2f}")
             record.update(**scores)
-        record.measure_process_memory()  # again, as RecordCallback did: saving and answers need memory, too
+        record.measure_process_memory()  # once more, as at the end of training: saving and answers need memory, too
         if args.save_strategy == "no":  # a stop saves in spite of it, and nobody needs that any more
             remove_checkpoints_of_stops(args.output_dir)
     print_once(f"Run record: {record.path}")

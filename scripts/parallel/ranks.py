@@ -35,7 +35,7 @@ def print_once(text: str) -> None:
         print(text, flush=True)
 
 
-def same_everywhere(value: T) -> T:
+def value_of_rank_0(value: T) -> T:
     """Rank 0's value, on every rank."""
     return gather_lists([value])[0][0]
 

@@ -21,7 +21,7 @@ import torch
 
 from data_loader import IGNORED
 from model import elements
-from parallel.ranks import gather_lists, local_world_size, rank, same_everywhere, wait_for_everyone
+from parallel.ranks import gather_lists, local_world_size, rank, value_of_rank_0, wait_for_everyone
 from shared.json_files import write_json
 from training.record import RunRecord, hardware
 
@@ -104,7 +104,7 @@ def matmul_peak(dtype: torch.dtype, device: torch.device) -> float:
     precision = "tf32" if tf32 and dtype == torch.float32 else str(dtype).removeprefix("torch.")
     if device.type == "cuda":
         # of rank 0's GPU, also where the others have another kind: all measure, or none
-        published = same_everywhere(published_peak(torch.cuda.get_device_name(), precision))
+        published = value_of_rank_0(published_peak(torch.cuda.get_device_name(), precision))
         if published:
             return published
     return measured_peak(precision, dtype, device)
@@ -131,7 +131,7 @@ def measured_peak(precision: str, dtype: torch.dtype, device: torch.device) -> f
     machine = hardware(local_world_size())
     name = machine["gpu"] if device.type == "cuda" else f"{machine['cpu']}, {torch.get_num_threads()} threads"
     key = f"{name}, {local_world_size()} ranks per node, torch {torch.__version__}, {precision}"
-    peak = same_everywhere(known.get(key))
+    peak = value_of_rank_0(known.get(key))
     if peak:
         return peak
     wait_for_everyone()

@@ -17,7 +17,7 @@ import torch
 
 from job.git_state import git_state
 from parallel.process_group import exit_code, is_out_of_memory
-from parallel.ranks import gather_lists, rank, same_everywhere
+from parallel.ranks import gather_lists, rank, value_of_rank_0
 from shared.errors import ENVIRONMENT, WorkshopError, whole_number
 from shared.paths import REPOSITORY
 from shared.run_record import SCHEMA, WITHOUT_A_WORD, Record, close_record, now, outcome, read_record, write_record
@@ -34,7 +34,7 @@ def new_job_id() -> str:
     job_id = os.environ.get("JOB_ID") or os.environ.get("SLURM_JOB_ID") or local
     if not re.fullmatch(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,63}", job_id):  # as job.sh
         raise WorkshopError("JOB_ID", f"{job_id!r:.80} cannot name files", "give up to 64 letters, digits, . _ or -")
-    return same_everywhere(job_id)
+    return value_of_rank_0(job_id)
 
 
 def restarted_by_slurm() -> bool:

@@ -33,7 +33,7 @@ def forbid_code_in_checkpoints(with_deepspeed: bool) -> None:
         add_safe_globals([DynamicLossScaler, LossScaler, ZeroStageEnum, fragment_address])
 
 
-def refuse_foreign_code(checkpoint: str | Path) -> None:
+def refuse_code_in(checkpoint: str | Path) -> None:
     """Raises WorkshopError (exit code 4), with the file's name, when one holds what would not be loaded.
 
     To be called after `forbid_code_in_checkpoints`. It reads no tensor.

@@ -29,7 +29,7 @@ from runs import (
 )
 from shared.options import cpu_has_bf16
 from training.checkpoints import bytes_to_save
-from training.safe_load import forbid_code_in_checkpoints, refuse_foreign_code
+from training.safe_load import forbid_code_in_checkpoints, refuse_code_in
 
 TOLERANCE = 1e-4  # what the order of fp32 additions may change; a lost gradient changes far more
 BF16_TOLERANCE = 2e-4  # of the loss itself: FSDP rounds a loss of 7.62 to 7.625 in bf16
@@ -229,7 +229,7 @@ def test_no_file_of_its_checkpoint_is_taken_for_code(run: Finished, monkeypatch)
     monkeypatch.setenv("TORCH_FORCE_WEIGHTS_ONLY_LOAD", "1")  # so that it is unset again
     (checkpoint,) = run.output.glob("checkpoint-*")
     forbid_code_in_checkpoints(with_deepspeed=True)
-    refuse_foreign_code(checkpoint)
+    refuse_code_in(checkpoint)
 
 
 # 3. What they wait for
