@@ -26,8 +26,8 @@ ROWS_VERSION = 3  # of what tokenise_batch makes of a question: raised with each
 
 
 def load_squad(data_args, tokenizer: PreTrainedTokenizerBase, training_args) -> tuple[Dataset, Dataset]:
-    """Training and evaluation set, tokenised: input_ids, attention_mask, labels, length, prompt_length, cut, id, question,
-    context, answers. Subsets are chosen by the seed, and every rank gets the same ones.
+    """Training and evaluation set, tokenised: input_ids, attention_mask, labels, length, prompt_length, cut, id,
+    question, context, answers. Subsets are chosen by the seed, and every rank gets the same ones.
 
     Raises WorkshopError (exit code 2) when a file is unusable or holds fewer questions than asked for.
     """

@@ -61,8 +61,8 @@ def main() -> None:
     stop.listen()
     draw_bars_on_terminals_only()
 
-    # 1. Options: flags, variables and config files. What the sections 1 to 4 find wrong ends the run with one line, before
-    #    the model is loaded, and before there is a record.
+    # 1. Options: flags, variables and config files. What the sections 1 to 4 find wrong ends the run with one line,
+    #    before the model is loaded, and before there is a record.
     options = parse_command_line(__doc__)
     values = options.values
     deepspeed = values["deepspeed"]  # a file of ds_configs/, or None
@@ -102,7 +102,7 @@ def main() -> None:
     args.output_dir = values["output_dir"] or f"output/{job_id}"
     record = RunRecord(job_id)
     strategy = strategy_name(options)
-    # A checkpoint is a pickle, and loading one can run code. From here on it does not load; a file that holds code is named
+    # A checkpoint is a pickle, and loading one can run code. From here on such a file does not load, and is named
     forbid_code_in_checkpoints(with_deepspeed=bool(deepspeed))
     requested = args.resume_from_checkpoint
     checkpoint = value_of_rank_0(find_checkpoint(requested, args.output_dir, job_id))
@@ -111,14 +111,14 @@ def main() -> None:
     else:
         record.refuse_to_overwrite(args.output_dir)
 
-    # 4. Tokenizer and data. A model on PyTorch's meta device has shapes, but no memory for weights: enough to check whether
-    #    it can be trained like this.
-    watchdog.progress("reading the data")  # every rank says what it begins: from silence the watchdog concludes a hang
+    # 4. Tokenizer and data. A model on PyTorch's meta device has shapes, but no memory for weights: enough to check
+    #    whether it can be trained like this.
+    watchdog.progress("reading the data")  # ranks say what they begin: one that is silent for long is taken for hung
     meta_model = build_meta_model(model_args, data_args)
     tokenizer = load_tokenizer(model_args, data_args)
     check_trainable(options, args, meta_model, tokenizer)
     train_dataset, eval_dataset = load_squad(data_args, tokenizer, args)
-    # Settings, config and data of this training. Each checkpoint holds them, so that no training with others goes on from it
+    # Settings, config and data of this training. Each checkpoint holds them: no training with others goes on from it
     identity = identity_of(job_id, options, strategy, args.world_size, train_dataset)
     if checkpoint:
         check_same_training(checkpoint, identity)
@@ -173,9 +173,7 @@ def main() -> None:
         #    happens in a step, and when the ranks talk: docs/training-loop.md
         trainer.train(resume_from_checkpoint=checkpoint)
         close_trackers(args, job_id, record.content["callbacks"])  # means over the steps, for the tracker's summary
-        stop.save_and_exit_if_asked(
-            trainer, record
-        )  # after Ctrl-C: a checkpoint, if this step has none yet, and exit code 75
+        stop.save_and_exit_if_asked(trainer, record)  # after Ctrl-C: with a checkpoint of this step, and exit code 75
 
         # 8. The model.
         watchdog.progress("saving the model")
