@@ -6,6 +6,7 @@ import shlex
 import pytest
 
 import tracking
+from shared import trackers
 from shell import program
 
 
@@ -15,7 +16,8 @@ def offline_run(tmp_path, monkeypatch):
     (tmp_path / "wandb" / "7" / "wandb" / "offline-run-1").mkdir(parents=True)
     wandb = program(tmp_path / "bin", "wandb", 'echo "arguments: $*"')
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(tracking, "KEY_FILE", tmp_path / "wandb_key")
+    for module in (tracking, trackers):
+        monkeypatch.setattr(module, "KEY_FILE", tmp_path / "wandb_key")
     monkeypatch.setenv("PATH", f"{wandb.parent}{os.pathsep}{os.environ['PATH']}")
     return tmp_path / "wandb_key"
 
@@ -23,9 +25,9 @@ def offline_run(tmp_path, monkeypatch):
 def test_without_a_key_wandbs_own_login_counts(offline_run, capfd):
     tracking.upload("7")
     assert capfd.readouterr().out == "arguments: sync wandb/7/wandb/offline-run-1\n"
-    assert tracking.upload_command("7") == "wandb sync wandb/7/wandb/offline-run-*"
+    assert trackers.upload_command("7") == "wandb sync wandb/7/wandb/offline-run-*"
     offline_run.touch()
-    assert shlex.split(tracking.upload_command("7"))[1:] == [os.path.relpath(tracking.__file__), "7"]
+    assert shlex.split(trackers.upload_command("7"))[1:] == [os.path.relpath(tracking.__file__), "7"]
 
 
 def test_without_wandb_or_a_run_it_is_one_line(offline_run, refusal, monkeypatch, tmp_path):
