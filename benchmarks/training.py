@@ -3,6 +3,7 @@
     python benchmarks/training.py                                 # all rows, three times each
     python benchmarks/training.py --repeats 1 --rows recipe all   # a first look
     python benchmarks/training.py --model 560m --micro_batch 2 --repeats 1     # bloom-560m itself: 14 GB
+    python benchmarks/training.py --model 560m --micro_batch 2 --repeats 1 --rows padded "padded attention"
     pip install -r benchmarks/requirements.txt                    # for the row `trl`
 
 Each row is a process of its own, and the rows take turns, so that a slow minute of the machine falls on all of them. A
@@ -55,6 +56,9 @@ GROUPED = [*DYNAMIC, "--train_sampling_strategy", "group_by_length"]
 CHUNKED = [*GROUPED, *BF16, "--loss", "chunked"]
 ALL = [*CHUNKED, "--per_device_train_batch_size", "16", "--gradient_accumulation_steps", "1"]
 ANSWER = ["--labels", "answer"]
+SDPA = ["--attention", "sdpa"]
+PADDED = ["--loss", "chunked"]  # to --max_length: where the scores of the attention are large
+LONG = [*PADDED, "--max_length", "1024"]
 
 
 @dataclass
@@ -72,6 +76,7 @@ ROWS = {
     "group_by_length": Row(GROUPED),
     "bf16": Row([*GROUPED, *BF16]),
     "chunked_loss": Row(CHUNKED),
+    "attention": Row([*CHUNKED, *SDPA]),
     "activation_checkpointing": Row([*CHUNKED, "--activation_checkpointing"]),
     "all": Row(ALL),
     "transformers": Row([], program="transformers"),
@@ -79,6 +84,12 @@ ROWS = {
     "answer recipe": Row(ANSWER, base="answer recipe"),
     "answer chunked_loss": Row([*ANSWER, *CHUNKED], base="answer recipe"),
     "answer all": Row([*ANSWER, *ALL], base="answer recipe"),
+    "fp32 chunked_loss": Row([*GROUPED, "--loss", "chunked"]),
+    "fp32 attention": Row([*GROUPED, "--loss", "chunked", *SDPA]),
+    "padded": Row(PADDED, base="padded"),
+    "padded attention": Row([*PADDED, *SDPA], base="padded"),
+    "padded 1024": Row(LONG, base="padded 1024"),
+    "padded 1024 attention": Row([*LONG, *SDPA], base="padded 1024"),
 }
 
 

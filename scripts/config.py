@@ -42,6 +42,11 @@ class ModelArguments:
         "full",
         "full: from the logits of all tokens; chunked: without them, in chunks (same loss, less memory, faster).",
     )
+    attention: Literal["eager", "sdpa"] | None = knob(
+        "ATTENTION",
+        None,
+        "eager: step by step; sdpa: PyTorch's fused kernel (same loss, less memory). Default: the model's own.",
+    )
     tensor_parallel: int = knob(
         "TENSOR_PARALLEL", 1, "Ranks over which each matrix is cut; with --fsdp the others hold shards."
     )

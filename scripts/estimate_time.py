@@ -104,19 +104,21 @@ def work_of(options: Options) -> Counter:
     again = bool(values["activation_checkpointing"] or fsdp_config.get("activation_checkpointing"))
     size = (values["per_device_train_batch_size"], values["max_length"])
     precision = precision_name(values)
-    return traced(work, options, config_of(options), *size, precision, casts_as_it_computes(options), again)
+    return traced(
+        work, options, config_of(options), *size, precision, casts_as_it_computes(options), values["attention"], again
+    )
 
 
 @lru_cache
 def work(
-    config_json: str, batch: int, length: int, precision: str, autocast: bool, again: bool
+    config_json: str, batch: int, length: int, precision: str, autocast: bool, attention: str | None, again: bool
 ) -> Counter[tuple[int, int]]:
     """(operations of matrix products, bytes) of everything that forward and backward pass do, and how often.
 
-    autocast: of `casts_as_it_computes`. again: with activation checkpointing.
+    autocast: of `casts_as_it_computes`. attention: of --attention. again: with activation checkpointing.
     """
     counting = CountWork()
-    with model_without_storage(config_json, precision, autocast) as model:
+    with model_without_storage(config_json, precision, autocast, attention) as model:
         tokens = torch.ones(batch, length, dtype=torch.long)
         if again:
             # random numbers are not saved: there are none
@@ -363,6 +365,8 @@ def step_table(options: Options, rates: Rates) -> str:
         lines += [f"{name:16}{seconds:10.4g}  {samples / seconds:.4g} samples/s of all ranks"]
     if values["gpus"] > 1 and not values["bus_bandwidth"]:
         lines += ["communication is left out: give --bus_bandwidth, of measure_bandwidth.py"]
+    if values["attention"] == "sdpa":
+        lines += ["attention is counted as if its scores went through memory: how much SDPA saves is not known"]
     return "\n".join([*lines, "Not counted: starting of operations, data, logging, evaluation, saving."])
 
 

@@ -24,6 +24,7 @@ from transformers import (
 from transformers.initialization import no_init_weights
 from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
 
+from bloom_sdpa import use_attention
 from config import CUSTOM_GPT, CUSTOM_SIZES
 from custom_model import CustomGPTConfig
 from data_loader import is_local, read_part, read_questions
@@ -139,6 +140,7 @@ def load_model(model_args, data_args, tokenizer: PreTrainedTokenizerBase, seed: 
         model = random_model(load_config(model_args, data_args), seed)
     else:
         model = pretrained_model(name, data_args)
+    use_attention(model, model_args.attention)
     model.config.pad_token_id = tokenizer.pad_token_id
     model.generation_config.pad_token_id = tokenizer.pad_token_id
     model.generation_config.eos_token_id = tokenizer.eos_token_id
@@ -189,6 +191,7 @@ def build_meta_model(model_args, data_args) -> PreTrainedModel:
         model_class: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
         model = model_class(config)
     model.tie_weights()
+    use_attention(model, model_args.attention)  # or say that it has no such one
     return model
 
 

@@ -63,6 +63,7 @@ def shape_of(config_json: str, options: Options) -> Shape:
         values["max_length"],
         precision_name(values),
         casts_as_it_computes(options),
+        values["attention"],
         values["loss"],
         values["tensor_parallel"],
     )
@@ -99,14 +100,18 @@ def casts_as_it_computes(options: Options) -> bool:
 
 
 @contextlib.contextmanager
-def model_without_storage(config_json: str, precision: str, autocast: bool) -> Iterator[Any]:
-    """A model whose tensors have no storage, and autocast around it where the training has that."""
+def model_without_storage(config_json: str, precision: str, autocast: bool, attention: str | None) -> Iterator[Any]:
+    """A model whose tensors have no storage, and autocast around it where the training has that.
+
+    attention: of --attention.
+    """
     from torch._subclasses.fake_tensor import FakeTensorMode
     from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig
     from transformers.initialization import no_init_weights
     from transformers.modeling_utils import local_torch_dtype
 
     import custom_model  # noqa: F401 - it makes custom-gpt known to AutoConfig
+    from bloom_sdpa import use_attention
 
     # an operation without a rule for such tensors is logged with a traceback, and raised besides
     logging.getLogger("torch._subclasses.fake_tensor").setLevel(logging.CRITICAL)
@@ -120,6 +125,7 @@ def model_without_storage(config_json: str, precision: str, autocast: bool) -> I
                 config = config.get_text_config()
             model = model_class(config).train()
             model.tie_weights()
+            use_attention(model, attention)
         with torch.autocast("cpu", dtype=dtype, enabled=autocast and precision != "fp32"):
             yield model
 
@@ -158,7 +164,14 @@ def exchanged_bytes(model: Any, tokens: int, compute_bytes: int) -> int:
 
 @lru_cache
 def trace(
-    config_json: str, batch: int, length: int, precision: str, autocast: bool, loss: str, tensor_parallel: int
+    config_json: str,
+    batch: int,
+    length: int,
+    precision: str,
+    autocast: bool,
+    attention: str | None,
+    loss: str,
+    tensor_parallel: int,
 ) -> Shape:
     """Build the model and run its forward pass on tensors without storage, noting what autograd keeps of it.
 
@@ -167,7 +180,7 @@ def trace(
     from training.chunked_loss import bytes_of_chunks
 
     saved: dict[int, torch.UntypedStorage] = {}
-    with model_without_storage(config_json, precision, autocast) as model:
+    with model_without_storage(config_json, precision, autocast, attention) as model:
         whole = {name: p.numel() for name, p in model.named_parameters()}
         held = whole
         cut: set[str] = set()

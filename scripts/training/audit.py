@@ -14,6 +14,7 @@ from transformers import (
 from transformers.trainer_pt_utils import LengthGroupedSampler
 from transformers.training_args import OptimizerNames
 
+from bloom_sdpa import own_attention
 from data_loader import IGNORED
 from model import count_parameters
 from parallel import sharding
@@ -130,8 +131,10 @@ def batch_knobs(trainer: Any, engine, values: dict) -> list[Audited]:
 def speed_knobs(trainer: Any, values: dict) -> list[Audited]:
     loader = trainer.callback_handler.train_dataloader
     compiled = compiling.is_compiled(trainer.model_wrapped)
+    attention = own_attention(trainer.model)
     checkpointing = bool(values["activation_checkpointing"])
     return [
+        Audited("attention", values["attention"] or attention, attention),
         Audited("sampling", values["train_sampling_strategy"], sampling_of(loader)),
         Audited("checkpointing", checkpointing, trainer.model.is_activation_checkpointing, "by the model itself"),
         Audited("compiled", bool(values["torch_compile"]), compiled),

@@ -60,8 +60,13 @@ STRATEGIES = {
 PYTHON, TORCHRUN = "zero1_python", "zero2_cpu_offload_pinned_memory"
 STRATEGIES[PYTHON] = deepspeed("zero1", 0, launcher="python")
 STRATEGIES[TORCHRUN] = deepspeed(TORCHRUN, launcher="torchrun")
+SDPA = {
+    f"sdpa_{name}": replace(STRATEGIES[name], variables={"ATTENTION": "sdpa"}, script="scripts/train.py")
+    for name in ("ddp", "zero0", "zero1", "zero2", "zero3", *FSDP)
+    if name != "hybrid_shard_2x2"
+}
 CHUNKED = {f"chunked_{name}": replace(STRATEGIES[name], variables={"LOSS": "chunked"}) for name in ("zero2", "zero3")}
-COMPILE = {"LOSS": "chunked", "TORCH_COMPILE": "True", "PADDING": "longest"}
+COMPILE = {"LOSS": "chunked", "ATTENTION": "sdpa", "TORCH_COMPILE": "True", "PADDING": "longest"}
 # A command: inductor starts processes that compile, and reads its variables when it is imported
 COMPILED = {"compiled": Run(variables=COMPILE, launcher="python")}
 needs_compiler = pytest.mark.skipif(not shutil.which("g++"), reason="torch.compile needs g++")
@@ -132,7 +137,7 @@ OTHERS = {"tracked": Run(2, ("--samples_per_gpu", "20"), TRACKED)}
 if XQUAD.exists():
     REAL = {"DATASET": XQUAD, "TRAIN_SIZE": 500, "EVAL_SIZE": 100, "NUM_EPOCHS": 1, "PADDING": "longest"}
     OTHERS["xquad"] = Run(variables=REAL | {"MAX_LENGTH": 512, "EM_F1": "True"})
-RUNS = STRATEGIES | CHUNKED | COMPILED | LABELS | OTHER_BATCHES | CUSTOM | TENSOR_PARALLEL | QWENS
+RUNS = STRATEGIES | SDPA | CHUNKED | COMPILED | LABELS | OTHER_BATCHES | CUSTOM | TENSOR_PARALLEL | QWENS
 RUNS |= FP16 | MORE_FP16 | FP16_GPT | IN_BF16 | LARGE | OTHERS
 MEASURED = [name for name, run in RUNS.items() if run.script == MEASURE]
 

@@ -21,6 +21,7 @@ from runs import (
     GPT_SIZES,
     IN_BF16,
     PYTHON,
+    SDPA,
     STRATEGIES,
     TENSOR_PARALLEL,
     TORCHRUN,
@@ -45,6 +46,12 @@ def same_losses(run: Finished, expected: Finished) -> None:
 
 @uses(*STRATEGIES)
 def test_every_epoch_has_the_eval_loss_of_the_plain_trainer(run: Finished, table):
+    same_losses(run, table("plain"))
+
+
+@uses(*SDPA)
+def test_attention_without_its_scores_trains_as_with_them(run: Finished, table):
+    assert (run.effective("attention"), table("plain").effective("attention")) == ("sdpa", "eager")
     same_losses(run, table("plain"))
 
 

@@ -8,6 +8,7 @@ import torch
 from transformers import AutoModelForCausalLM, BloomConfig
 
 import estimate_memory
+from bloom_sdpa import use_attention
 from estimate.memory import estimate, power_of_two, stage2_gradients, totals
 from estimate.model_shape import shape_for
 from estimate_memory import memory_table, read_options
@@ -20,9 +21,13 @@ def options(*flags: object):
     return read_options([str(flag) for flag in flags], environment={})
 
 
-def test_activations_are_those_that_autograd_keeps():
-    shape = shape_for(options("--model_name", "tiny-bloom", "--max_length", 100, "--fp16", "False"))
-    model = AutoModelForCausalLM.from_config(BloomConfig(vocab_size=2048, hidden_size=64, n_layer=2, n_head=4)).train()
+@pytest.mark.parametrize("attention", ["eager", "sdpa"])
+def test_activations_are_those_that_autograd_keeps(attention):
+    flags = ("--model_name", "tiny-bloom", "--max_length", 100, "--fp16", "False", "--attention", attention)
+    shape = shape_for(options(*flags))
+    config = BloomConfig(vocab_size=2048, hidden_size=64, n_layer=2, n_head=4, use_cache=False)
+    model = AutoModelForCausalLM.from_config(config).train()
+    use_attention(model, attention)
     own, kept = {p.untyped_storage().data_ptr() for p in model.parameters()}, {}
 
     def keep(tensor):
@@ -73,6 +78,16 @@ def test_checkpointing_keeps_the_blocks_inputs():
     )  # fmt: skip
     inputs = 24 * 4 * 512 * 1024 * 2
     assert inputs < little < inputs + everything / 20
+
+
+def test_sdpa_keeps_one_matrix_of_length_times_length_instead_of_some_per_layer():
+    eager, sdpa = (
+        next(part.gpu for part in estimate(options("--bf16", "--attention", attention)) if part.what == "activations")
+        for attention in ("eager", "sdpa")
+    )
+    matrix = 4 * 16 * 512 * 512  # elements
+    # in each layer: probabilities in fp32, once more in 16 bit for their product with the values
+    assert eager - sdpa == pytest.approx(24 * matrix * (4 + 2) - 2 * matrix, rel=0.1)
 
 
 def test_the_chunked_loss_holds_a_chunk_of_the_logits_and_the_gradient_of_the_head():
