@@ -90,6 +90,17 @@ def test_sdpa_keeps_one_matrix_of_length_times_length_instead_of_some_per_layer(
     assert eager - sdpa == pytest.approx(24 * matrix * (4 + 2) - 2 * matrix, rel=0.1)
 
 
+@pytest.mark.parametrize("length", [512, 1024])
+def test_activations_that_the_efficiency_page_gives(length):
+    flags = ("--bf16", "--loss", "chunked", "--max_length", length, "--attention")
+    held = [
+        next(part.gpu for part in estimate(options(*flags, attention)) if part.what == "activations") / GIB
+        for attention in ("eager", "sdpa")
+    ]
+    row = f"| {length:,} | {held[0]:.2f} | {held[1]:.2f} |"
+    assert row in (REPOSITORY / "docs" / "efficiency.md").read_text(), row
+
+
 def test_the_chunked_loss_holds_a_chunk_of_the_logits_and_the_gradient_of_the_head():
     full, chunked = (
         {part.what: part.gpu for part in estimate(options("--loss", loss))} for loss in ("full", "chunked")
