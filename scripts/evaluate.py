@@ -3,8 +3,8 @@
     python scripts/evaluate.py --model_name output/123 --dataset data/squad_sample.json --eval_size 50
     torchrun --nproc_per_node=2 scripts/evaluate.py --model_name output/123 --eval_size 100
 
-It reads the same flags and variables as train.py, so the same seed and sizes give the same questions. Hugging Face has a
-library of this name. Nothing here imports it: the scores are torchmetrics', and this file is named after what it does.
+It reads the same flags and variables as train.py, so the same seed and sizes give the same questions. (Hugging Face has
+a library called evaluate. Nothing here imports it: the scores are torchmetrics'. The name says what the file does.)
 """
 
 import contextlib
