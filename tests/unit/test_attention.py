@@ -53,7 +53,7 @@ def test_loss_and_gradients_are_those_of_eager_attention(sizes, padding, how):
     pair = models(**sizes)
     for model in pair:
         if how == "activation checkpointing":
-            model.gradient_checkpointing_enable({"use_reentrant": False})
+            model.activation_checkpointing_enable({"use_reentrant": False})
         if how == "chunked loss":
             use_chunked_loss(model)
     (loss, gradients), (other_loss, other_gradients) = (loss_and_gradients(model, batch(padding)) for model in pair)
