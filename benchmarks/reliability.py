@@ -44,7 +44,7 @@ def timed(holder, name, label):
     setattr(holder, name, wrapper)
 
 timed(stopping.StopCallback, "on_step_end", "agreement")
-timed(watchdog, "beat", "heartbeat")
+timed(watchdog, "progress", "heartbeat")
 timed(checkpoints, "mark_complete", "marker")
 timed(trainer.WorkshopTrainer, "_save_checkpoint", "save")
 timed(trainer.WorkshopTrainer, "training_step", "forward and backward")

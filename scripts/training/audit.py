@@ -14,7 +14,7 @@ from transformers import (
 from transformers.trainer_pt_utils import LengthGroupedSampler
 from transformers.training_args import OptimizerNames
 
-from bloom_sdpa import own_attention
+from bloom_sdpa import attention_of
 from data_loader import IGNORED
 from model import count_parameters
 from parallel import sharding
@@ -131,7 +131,7 @@ def batch_knobs(trainer: Any, engine, values: dict) -> list[Audited]:
 def speed_knobs(trainer: Any, values: dict) -> list[Audited]:
     loader = trainer.callback_handler.train_dataloader
     compiled = compiling.is_compiled(trainer.model_wrapped)
-    attention = own_attention(trainer.model)
+    attention = attention_of(trainer.model)
     checkpointing = bool(values["activation_checkpointing"])
     return [
         Audited("attention", values["attention"] or attention, attention),
