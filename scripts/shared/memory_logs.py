@@ -1,7 +1,7 @@
 """Reading the memory logs that run beside a job: nvidia-smi's CSV and psrecord's table.
 
 Logs of killed jobs end in mid-line, and some GPUs answer [N/A]: a line that is no sample is left out and reported. A
-resumed job goes on with its log, behind another header. Nothing large is imported: job/end_of_job.py has seconds.
+resumed job goes on with its log, behind another header. Nothing large is imported, for job/end_of_job.py.
 """
 
 from collections.abc import Callable
