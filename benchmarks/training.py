@@ -54,9 +54,9 @@ BF16 = ["--bf16"]
 DYNAMIC = ["--padding", "longest"]
 GROUPED = [*DYNAMIC, "--train_sampling_strategy", "group_by_length"]
 CHUNKED = [*GROUPED, *BF16, "--loss", "chunked"]
-ALL = [*CHUNKED, "--per_device_train_batch_size", "16", "--gradient_accumulation_steps", "1"]
-ANSWER = ["--labels", "answer"]
 SDPA = ["--attention", "sdpa"]
+ALL = [*CHUNKED, *SDPA, "--per_device_train_batch_size", "16", "--gradient_accumulation_steps", "1"]
+ANSWER = ["--labels", "answer"]
 PADDED = ["--loss", "chunked"]  # to --max_length: where the scores of the attention are large
 LONG = [*PADDED, "--max_length", "1024"]
 
@@ -84,8 +84,6 @@ ROWS = {
     "answer recipe": Row(ANSWER, base="answer recipe"),
     "answer chunked_loss": Row([*ANSWER, *CHUNKED], base="answer recipe"),
     "answer all": Row([*ANSWER, *ALL], base="answer recipe"),
-    "fp32 chunked_loss": Row([*GROUPED, "--loss", "chunked"]),
-    "fp32 attention": Row([*GROUPED, "--loss", "chunked", *SDPA]),
     "padded": Row(PADDED, base="padded"),
     "padded attention": Row([*PADDED, *SDPA], base="padded"),
     "padded 1024": Row(LONG, base="padded 1024"),
