@@ -91,6 +91,7 @@ ROWS = [  # what tells most comes first, for those who cannot wait for the rest
     TrainingRow("compiled", "--torch_compile", gpu_only=True),
     TrainingRow("bloom-560m-plain", full=True),
     TrainingRow("bloom-560m-chunked", "--loss chunked", full=True),
+    TrainingRow("bloom-560m-sdpa", "--loss chunked --attention sdpa", full=True),
     TrainingRow("bloom-560m-checkpointed", "--loss chunked --activation_checkpointing", full=True),
     TrainingRow("bloom-560m-compiled", "--loss chunked --torch_compile", full=True),
     TrainingRow("bloom-560m-zero2", "--deepspeed ds_configs/zero2.json", full=True),
