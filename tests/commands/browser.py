@@ -1,9 +1,14 @@
 """A real browser, Chromium, installed by apt-get where it is not there; no page reaches another machine."""
 
+import fcntl
+import itertools
+import json
 import os
+import select
 import shutil
 import subprocess
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -33,3 +38,81 @@ def browse(url: str, profile: Path, *options: str) -> tuple[str, str]:
     command = [program(), *FLAGS, f"--user-data-dir={profile}", "--virtual-time-budget=10000", *options, url]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300)
     return done.stdout, done.stderr
+
+
+class Page:
+    """A page that is used as by a person, with real key strokes: Chromium over a pipe, by its DevTools Protocol.
+
+    It reads commands from file descriptor 3 and writes answers to 4, each JSON with a null byte behind it.
+    """
+
+    def __init__(self, profile: Path):
+        (commands, self.commands), (self.answers, answers) = pipe(), pipe()
+        browser = [program(), *FLAGS, f"--user-data-dir={profile}", "--remote-debugging-pipe", "about:blank"]
+        shell = ["bash", "-c", f'exec "$@" 3<&{commands} 4>&{answers}', "bash", *browser]
+        log = (profile.parent / f"{profile.name}.log").open("w")
+        self.process = subprocess.Popen(shell, pass_fds=(commands, answers), stderr=log)
+        os.close(commands)
+        os.close(answers)
+        self.numbers = itertools.count(1)
+        self.unread = b""
+        self.messages: list[dict[str, Any]] = []
+        self.session: dict[str, str] = {}
+        pages = [each for each in self.send("Target.getTargets")["targetInfos"] if each["type"] == "page"]
+        attached = self.send("Target.attachToTarget", targetId=pages[0]["targetId"], flatten=True)
+        self.session = {"sessionId": attached["sessionId"]}
+        self.send("Page.enable")
+
+    def send(self, method: str, **parameters: object) -> dict[str, Any]:
+        number = next(self.numbers)
+        message = {"id": number, "method": method, "params": parameters} | self.session
+        os.write(self.commands, json.dumps(message).encode() + b"\0")
+        answer = self.receive("id", number)
+        assert "error" not in answer, answer
+        return answer["result"]
+
+    def receive(self, key: str, value: object) -> dict[str, Any]:
+        """The next message that has this; others are kept."""
+        while True:
+            for message in self.messages:
+                if message.get(key) == value:
+                    self.messages.remove(message)
+                    return message
+            while b"\0" not in self.unread:
+                readable, _, _ = select.select([self.answers], [], [], 300)
+                more = os.read(self.answers, 1 << 20) if readable else b""
+                assert more, "the browser has ended, or says nothing"
+                self.unread += more
+            text, _, self.unread = self.unread.partition(b"\0")
+            self.messages.append(json.loads(text))
+
+    def visit(self, address: str) -> None:
+        self.messages.clear()
+        self.send("Page.navigate", url=address)
+        self.receive("method", "Page.loadEventFired")
+
+    def tell(self, expression: str) -> Any:
+        """The value of an expression of JavaScript."""
+        answer = self.send("Runtime.evaluate", expression=expression, returnByValue=True, awaitPromise=True)
+        assert "exceptionDetails" not in answer, answer
+        return answer["result"].get("value")
+
+    def press(self, key: str, code: int) -> None:
+        """code: of the key on Windows, which the protocol asks for."""
+        for kind in ("keyDown", "keyUp"):
+            self.send("Input.dispatchKeyEvent", type=kind, key=key, code=key, windowsVirtualKeyCode=code)
+
+    def close(self) -> None:
+        self.process.kill()
+        self.process.wait()
+        os.close(self.commands)
+        os.close(self.answers)
+
+
+def pipe() -> tuple[int, int]:
+    """Its two ends, with numbers that are free in the shell which starts the browser."""
+    ends = os.pipe()
+    high = [fcntl.fcntl(end, fcntl.F_DUPFD_CLOEXEC, 10) for end in ends]
+    for end in ends:
+        os.close(end)
+    return high[0], high[1]

@@ -3,16 +3,21 @@
 import functools
 import html
 import http.server
+import itertools
+import json
 import re
 import subprocess
 import threading
 from pathlib import Path
-from urllib.parse import unquote, urldefrag, urljoin
+from urllib.parse import unquote, urldefrag, urlencode, urljoin
 
 import pytest
 
-from browser import browse
-from helpers import REPOSITORY
+import estimate_memory
+from browser import Page, browse
+from estimate.model_shape import shape_for
+from estimate_time import sent
+from helpers import REPOSITORY, program
 
 # A page as wide as a telephone, in a frame; it tells how wide its content is, once that is there
 PHONE = """
@@ -73,7 +78,8 @@ def test_every_link_leads_somewhere(site):
                 continue
             file = unquote(target).strip("/") or "index.html"
             assert (site / file).is_file(), f"{name}: {link}"
-            assert not anchor or file not in anchors or anchor in anchors[file], f"{name}: {link}"
+            if "=" not in anchor:  # else a choice of the page "What fits where"
+                assert not anchor or file not in anchors or anchor in anchors[file], f"{name}: {link}"
 
 
 def test_nothing_is_taken_from_another_server(site):
@@ -83,3 +89,193 @@ def test_nothing_is_taken_from_another_server(site):
             r'(?:src|srcset)="(https?:|//)[^"]*"|<link [^>]*href="(?:https?:|//)[^"]*"|url\(["\']?https?:', text
         )
         assert not taken, path
+
+
+# What fits where
+
+COMPUTE = program("docs/what_fits/compute.py")
+WHAT_FITS = "docs/what-fits.html"
+TAB, DOWN = ("Tab", 9), ("ArrowDown", 40)
+CLASS = {"model": "bloom-7b1", "batch": 1}  # of the static table
+SETTINGS = [  # what differs from the page's defaults; each value of each control but the numbers of GPUs
+    CLASS,
+    {"precision": "fp32", "gpus": 1, "memory": 16},
+    {"length": 256, "batch": 16, "loss": "chunked", "gpus": 2, "per_node": 1, "memory": 24},
+    {"length": 1024, "batch": 2, "attention": "sdpa", "checkpointing": "yes", "gpus": 64, "per_node": 8, "memory": 32},
+    {"model": "bloom-1b1", "length": 2048, "batch": 8, "loss": "chunked", "accumulation": 1, "gpus": 16, "memory": 80},
+    {"model": "bloom-1b7", "batch": 1, "gpus": 8, "per_node": 8, "memory": 16},
+    {"model": "bloom-3b", "length": 4096, "batch": 1, "attention": "sdpa", "gpus": 32, "per_node": 4, "memory": 141},
+    {"model": "custom-gpt", "precision": "fp32", "gpus": 2, "per_node": 8},
+    {"model": "custom-gpt", "length": 2048, "loss": "chunked", "checkpointing": "yes", "accumulation": 1},
+    {"model": "Llama-3.1-8B", "length": 2048, "batch": 2, "gpus": 8, "memory": 80},
+    {"model": "Qwen2.5-7B", "length": 1024, "loss": "chunked", "checkpointing": "yes", "gpus": 16, "memory": 141},
+]
+VISITS = itertools.count()
+# What stands in a row of a method, and in the table of the one that is chosen
+READ_ROWS = """Object.fromEntries([...document.querySelectorAll("#methods .method")].map((row) => [row.dataset.method,
+  [...row.querySelectorAll(".total, .verdict, .sent, .cpu")].map((cell) => cell.textContent)]))"""
+READ_TABLE = """[...document.querySelectorAll("#chosen tr")].map((row) =>
+  [...row.cells].map((cell) => cell.textContent).join(" "))"""
+# Of the control KEY, as a person changes it
+CHANGE = """(() => { const control = document.querySelector('#choices select[name="KEY"]');
+  control.value = "VALUE"; control.dispatchEvent(new Event("change")) })()"""
+ALL_SEEN = """(() => { const page = document.documentElement;
+  return page.scrollWidth === page.clientWidth && page.clientWidth <= WIDTH &&
+    [...document.querySelectorAll("#methods .method, #choices select")].every((each) => each.checkVisibility()) })()"""
+
+
+@pytest.fixture(scope="module")
+def folder_of_models(tmp_path_factory) -> Path:
+    return tmp_path_factory.mktemp("models")
+
+
+@pytest.fixture(scope="module")
+def page(tmp_path_factory):
+    page = Page(tmp_path_factory.mktemp("browser"))
+    yield page
+    page.close()
+
+
+@pytest.fixture
+def visit(page, address):
+    """Loads the page with these choices in its address."""
+    # with a number, else a browser that is there already loads nothing
+    return lambda choices="": page.visit(f"{address}/{WHAT_FITS}?{next(VISITS)}#{choices}")
+
+
+def numbers() -> dict:
+    return json.loads(COMPUTE.NUMBERS.read_text())
+
+
+def test_the_numbers_are_those_of_the_estimates_today(folder_of_models):
+    """A part of them: compute.py is to be run again when this fails."""
+    flags = COMPUTE.flags_of_models(folder_of_models)
+    for model, precision, accumulation, nodes, per_node in (
+        ("bloom-560m", "bf16", 4, 2, 8),
+        ("custom-gpt 1024", "fp32", 1, 1, 4),
+        ("Llama-3.1-8B", "bf16", 1, 8, 8),
+    ):
+        stated = numbers()["models"][model]
+        options, lengths = flags[model]
+        computed = COMPUTE.of_layout(options, precision, accumulation, nodes, per_node)
+        assert stated["cells"][precision][str(accumulation)][f"{nodes}x{per_node}"] == computed
+        for attention, sizes in stated["activations"][precision].items():
+            computed = COMPUTE.of_activations(options, precision, attention, lengths[-1:])
+            for cast, by_length in computed.items():
+                assert sizes[cast][str(lengths[-1])] == by_length[lengths[-1]]
+        assert json.loads(json.dumps(COMPUTE.of_loss(options, precision))) == stated["logits"][precision]
+    assert json.loads(json.dumps(COMPUTE.methods())) == numbers()["methods"]
+    assert COMPUTE.left_out() == numbers()["left_out"]
+
+
+@pytest.mark.parametrize("setting", SETTINGS, ids=lambda setting: "-".join(map(str, setting.values())))
+def test_what_is_drawn_is_what_the_program_says(page, visit, folder_of_models, setting, monkeypatch):
+    monkeypatch.chdir(REPOSITORY)  # as somebody who copies the command
+    visit()
+    for key, value in setting.items():
+        page.tell(CHANGE.replace("KEY", key).replace("VALUE", str(value)))
+    shown = page.tell(READ_ROWS)
+    command = page.tell("document.querySelector('.command pre').textContent").split()[2:]
+    chosen = page.tell("document.querySelector('#methods input:checked').value")
+    COMPUTE.flags_of_models(folder_of_models)  # writes the config.json that are on the Hub
+    command = [str(folder_of_models / word) if word in COMPUTE.DOWNLOADED else word for word in command]
+    options = estimate_memory.read_options(command, environment={})
+    assert page.tell("document.querySelector('#chosen h3').textContent").startswith(chosen)
+    if options.values["gpus"] > 1:
+        gb = sent(shape_for(options), options) / 1e9
+        assert float(shown[chosen][2].split()[1]) == pytest.approx(gb, abs=0.06)
+
+    for flag in ("deepspeed", "fsdp", "fsdp_config"):
+        options.values[flag] = None
+    said = estimate_memory.comparison(options)
+    rows = re.findall(r"^(\S+) +([\d.]+) +([\d.]+)  (fits|is tight|does not fit)", said, re.MULTILINE)
+    assert len(rows) == len(shown) > 10
+    for config, gib, of_node, verdict in rows:
+        name = {"plain": "DDP"}.get(config, Path(config).stem)
+        total, shown_verdict, _, cpu = shown[name]
+        assert float(total.split()[0]) == pytest.approx(float(gib), abs=0.11), name
+        assert shown_verdict.endswith(f" {verdict}"), name
+        python = estimate_memory.estimate(options)[-1].cpu / 2**30 * options.values["gpus"] / options.values["nodes"]
+        if cpu:
+            assert float(cpu.split()[-2]) == pytest.approx(float(of_node) - python, abs=0.11), name
+    for config in set(re.findall(r"^(\S+\.json)", said, re.MULTILINE)) - {row[0] for row in rows}:
+        assert Path(config).stem in page.tell("document.getElementById('left-out').textContent")
+
+
+def test_the_choice_is_in_the_address_and_keys_are_enough(page, visit):
+    visit("model=bloom-3b&gpus=8")
+    assert page.tell("document.querySelector('select[name=model]').value") == "bloom-3b"
+
+    def tab_to(selector: str) -> None:
+        for _ in range(300):
+            page.press(*TAB)
+            if page.tell(f"document.activeElement.matches('{selector}')"):
+                return
+        raise AssertionError(f"no tab stop at {selector}")
+
+    tab_to("#choices select[name=model]")
+    page.press(*DOWN)
+    assert "model=bloom-7b1" in page.tell("location.hash")
+    before = page.tell(READ_ROWS)
+    tab_to("#choices select[name=loss]")
+    page.press(*DOWN)
+    assert "loss=chunked" in page.tell("location.hash")
+    assert page.tell(READ_ROWS) != before
+    tab_to("#methods input")
+    chosen = page.tell("document.activeElement.value")
+    page.press(*DOWN)
+    page.press(*DOWN)
+    names = [method["name"] for method in numbers()["methods"]]
+    assert page.tell("document.activeElement.value") == names[names.index(chosen) + 2]
+    assert f"method={names[names.index(chosen) + 2]}" in page.tell("location.hash")
+    tab_to(".command button")
+    assert page.tell("document.getElementById('message').textContent") == ""
+
+
+def test_a_link_that_is_not_known_takes_the_defaults_and_says_so(page, visit):
+    visit("model=gpt-5&gpus=8&colour=red")
+    said = page.tell("document.getElementById('message').textContent")
+    assert "model=gpt-5" in said and "bloom-560m is taken" in said and "colour=red" in said
+    assert page.tell("[...document.querySelectorAll('select')].map((each) => each.value)")[0] == "bloom-560m"
+    assert page.tell("document.querySelector('select[name=gpus]').value") == "8"
+
+
+def test_it_fits_a_telephone_and_is_one_file(site, page, tmp_path):
+    alone = tmp_path / "alone.html"
+    alone.write_bytes((site / "docs/what-fits-alone.html").read_bytes())
+    for width in (390, 1280):
+        page.send("Emulation.setDeviceMetricsOverride", width=width, height=900, deviceScaleFactor=1, mobile=False)
+        for url in (f"file://{alone}", f"file://{site / WHAT_FITS}"):
+            page.visit(f"{url}#{urlencode(CLASS)}")
+            assert page.tell(ALL_SEEN.replace("WIDTH", str(width))), (url, width)
+            assert len(page.tell(READ_ROWS)) > 10
+    page.visit(f"file://{alone}")
+    assert page.tell("performance.getEntriesByType('resource').length") == 0
+
+
+def test_the_questions_have_the_answers_of_the_page(page, visit):
+    """Each claim, `method` (what its row and its table say), is of the link before it."""
+    text = (REPOSITORY / "docs/what-fits.md").read_text()
+    assert text.count("<details>") == 3
+    links = re.split(r'href="#([^"]+)"', text)[1:]
+    for setting, behind in zip(links[::2], links[1::2], strict=True):
+        visit(html.unescape(setting))
+        assert page.tell("document.getElementById('message').textContent") == ""
+        claims = re.findall(r"`(\w+)` \(([^)]* GiB, [^)]*)\)", behind)
+        for name, claimed in claims:
+            page.tell(f"document.querySelector('#methods input[value={name}]').click()")
+            said = page.tell(READ_ROWS)[name] + page.tell(READ_TABLE)
+            for fact in claimed.split(", "):
+                assert any(each.endswith(fact) for each in said), (setting, name, said)
+        assert claims
+
+
+def test_without_javascript_there_is_a_table(site, page, visit):
+    text = (site / WHAT_FITS).read_text()
+    table = text.split("<noscript>")[1].split("</noscript>")[0]
+    cells = [re.sub(r"<[^>]+>", "", cell) for cell in re.findall(r"<td>(.*?)</td>", table, re.DOTALL)]
+    visit(urlencode(CLASS))
+    rows = page.tell(READ_ROWS)
+    assert len(cells) == 4 * len(rows)
+    for name, total, verdict, sent_in_a_step in zip(*[iter(cells)] * 4, strict=True):
+        assert [total, verdict, f"sends {sent_in_a_step}"] == [rows[name][0], rows[name][1][2:], rows[name][2]]

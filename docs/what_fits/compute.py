@@ -1,0 +1,305 @@
+"""Compute the numbers of the page "What fits where" (docs/what-fits.md): numbers.json, by the code of the estimates.
+
+PYTHONPATH=scripts python docs/what_fits/compute.py      # four minutes on two cores
+
+The page adds, in the reader's browser, and knows no formula. So everything stands in the file that is no sum: of each
+model, precision, accumulation and layout (nodes x GPUs of a node) what a rank of each method holds and sends. Of
+activations there are bytes of any micro batch, and bytes of each sequence: they grow by the same with each one.
+"""
+
+import json
+import re
+import sys
+import tempfile
+from concurrent.futures import ProcessPoolExecutor
+from itertools import product
+from pathlib import Path
+
+from transformers import LlamaConfig, Qwen2Config
+
+from estimate.memory import GIB, MIB, Held, activations, held_by_rank, totals
+from estimate.model_shape import casts_as_it_computes, config_of, dtype_of_computing, shape_for
+from estimate.planned import read_config_files
+from estimate_memory import FITS, VERDICTS, configs, read_options
+from estimate_time import offloads, sent, sent_between_nodes
+from shared.errors import WorkshopError
+from shared.options import Options
+from training.chunked_loss import bytes_of_chunks
+
+HERE = Path(__file__).resolve().parent
+REPOSITORY = HERE.parents[1]
+NUMBERS = HERE / "numbers.json"
+MB = 10**6
+NOT_COUNTED = Held("Python, libraries", 0)  # differs from run to run
+STATE = ("parameters", "gradients", "optimizer state", "buffers")
+CHOICES = {
+    "precision": ["bf16", "fp32"],
+    "length": [256, 512, 1024, 2048, 4096],
+    "batch": [1, 2, 4, 8, 16],
+    "accumulation": [1, 4],
+    "loss": ["full", "chunked"],
+    "attention": ["eager", "sdpa"],
+    "gpus": [1, 2, 4, 8, 16, 32, 64],
+    "per_node": [1, 4, 8],
+    "memory": [16, 24, 32, 40, 80, 141],
+}
+PRECISIONS = {"bf16": ["--bf16"], "fp32": ["--fp16", "False"]}
+BLOOM = [f"bigscience/bloom-{size}" for size in ("560m", "1b1", "1b7", "3b", "7b1")]
+GPT_LENGTH = 512  # its positions, unless SEQ_LENGTH says more
+DOWNLOADED = {  # by their config.json on the Hub: 8,030,261,248 and 7,615,616,512 parameters
+    "meta-llama/Llama-3.1-8B": LlamaConfig(
+        vocab_size=128256,
+        hidden_size=4096,
+        intermediate_size=14336,
+        num_hidden_layers=32,
+        num_attention_heads=32,
+        num_key_value_heads=8,
+        max_position_embeddings=131072,
+    ),
+    "Qwen/Qwen2.5-7B": Qwen2Config(
+        vocab_size=152064,
+        hidden_size=3584,
+        intermediate_size=18944,
+        num_hidden_layers=28,
+        num_attention_heads=28,
+        num_key_value_heads=4,
+        max_position_embeddings=131072,
+    ),
+}
+MODELS = [*BLOOM, "custom-gpt", *DOWNLOADED]
+
+
+def layouts() -> list[tuple[int, int]]:
+    """Nodes, and GPUs of each; fewer GPUs than a node has stand in one node."""
+    found = set()
+    for gpus, per_node in product(CHOICES["gpus"], CHOICES["per_node"]):
+        nodes = max(1, gpus // per_node)
+        found.add((nodes, gpus // nodes))
+    return sorted(found, key=lambda layout: (layout[0] * layout[1], layout))
+
+
+def plan(model: list[str], precision: str, *flags: object) -> Options:
+    """The options of a training of `model`, its own flags."""
+    return read_options([*model, *PRECISIONS[precision], *map(str, flags)], environment={})
+
+
+def with_each_config(options: Options) -> list[tuple[str, Options | WorkshopError]]:
+    """As estimate_memory.py --compare: the name of each config, and the options with it, or why there are none."""
+    found: list[tuple[str, Options | WorkshopError]] = []
+    for name, flags in sorted(configs(options.values["gpus"]).items(), key=order):
+        chosen = Options(options.values | flags, options.names)
+        try:
+            read_config_files(chosen)
+        except WorkshopError as error:
+            found.append((name, error))
+        else:
+            found.append((name, chosen))
+    return found
+
+
+def order(config: tuple[str, dict]) -> tuple[str, str]:
+    folder, _, file = config[0].rpartition("/")
+    return folder, file.removeprefix("ds_")
+
+
+# 1. Of each model
+
+
+def of_model(model: list[str], lengths: list[int]) -> dict:
+    """model: its flags."""
+    numbers: dict = {"activations": {}, "logits": {}, "cells": {}}
+    attentions = CHOICES["attention"] if model[1] in BLOOM else ["sdpa"]
+    for precision in CHOICES["precision"]:
+        shape = shape_for(plan(model, precision))
+        numbers["parameters"] = shape.model
+        numbers["logits"][precision] = of_loss(model, precision)
+        numbers["activations"][precision] = {
+            attention: of_activations(model, precision, attention, lengths) for attention in attentions
+        }
+        numbers["cells"][precision] = {
+            accumulation: {
+                f"{nodes}x{per_node}": of_layout(model, precision, accumulation, nodes, per_node)
+                for nodes, per_node in layouts()
+            }
+            for accumulation in CHOICES["accumulation"]
+        }
+    return numbers
+
+
+def of_layout(model: list[str], precision: str, accumulation: int, nodes: int, per_node: int) -> list[list[int]]:
+    """Of each config: MiB of STATE on a GPU and of the CPUs of a node, MB that a rank sends in a step, and MB of these
+    between nodes. An empty list where this config cannot be taken."""
+    flags = ["--gradient_accumulation_steps", accumulation, "--gpus", nodes * per_node, "--nodes", nodes]
+    rows = []
+    for _, options in with_each_config(plan(model, precision, *flags)):
+        if isinstance(options, WorkshopError):
+            rows.append([])
+            continue
+        shape = shape_for(options)
+        held = held_by_rank(shape, options, NOT_COUNTED)
+        on_gpu = {part.what: part.gpu for part in held}
+        on_node = totals(held, per_node)[1]
+        row = [round(size / MIB) for size in (*(on_gpu[what] for what in STATE), on_node)]
+        rows.append(row + [round(size / MB) for size in (sent(shape, options), sent_between_nodes(shape, options))])
+    return rows
+
+
+def of_activations(model: list[str], precision: str, attention: str, lengths: list[int]) -> dict:
+    """Bytes by how the weights are cast and by length: of a micro batch in any case and of each sequence, twice: kept,
+    and with activation checkpointing."""
+    flags: list[object] = ["--loss", "chunked"]
+    if model[1] in BLOOM:
+        flags += ["--attention", attention]
+    found: dict = {}
+    for name, config in {
+        "autocast": [],
+        "cast once": ["--deepspeed", REPOSITORY / "ds_configs" / "zero0.json"],
+    }.items():
+        found[name] = {}
+        for length in lengths:
+            sizes = []
+            for checkpointing in ([], ["--activation_checkpointing"]):
+                of_one, of_two = (
+                    activations_of(plan(model, precision, *flags, *config, *checkpointing, *micro_batch(batch, length)))
+                    for batch in (1, 2)
+                )
+                sizes += [round(2 * of_one - of_two), round(of_two - of_one)]
+            found[name][length] = sizes
+    return found
+
+
+def activations_of(options: Options) -> float:
+    compute_bytes = dtype_of_computing("bf16" if options.values["bf16"] else "fp32").itemsize
+    return activations(shape_for(options), options, compute_bytes).gpu
+
+
+def micro_batch(batch: int, length: int) -> list[object]:
+    return ["--per_device_train_batch_size", batch, "--max_length", length]
+
+
+def of_loss(model: list[str], precision: str) -> dict:
+    """Bytes of the full loss for each token, and of the chunked one by the tokens of a micro batch."""
+    options = plan(model, precision, *micro_batch(1, GPT_LENGTH))
+    shape = shape_for(options)
+    vocabulary = json.loads(config_of(options))["vocab_size"]
+    counts = sorted({batch * length for batch, length in product(CHOICES["batch"], CHOICES["length"])})
+    dtype = dtype_of_computing(precision)
+    return {
+        "full": shape.logits // GPT_LENGTH,
+        "chunked": {tokens: bytes_of_chunks(tokens, shape.hidden, vocabulary, dtype) for tokens in counts},
+    }
+
+
+# 2. Of all models
+
+
+def methods() -> list[dict]:
+    """What the page needs to know of each config; on one GPU DDP is the plain Trainer."""
+    found = []
+    for name, options in with_each_config(plan(["--model_name", "bigscience/bloom-560m"], "bf16", "--gpus", 4)):
+        assert isinstance(options, Options), options
+        fsdp = options.fsdp_config or {}
+        found.append(
+            {
+                "name": name.rpartition("/")[2].removesuffix(".json"),
+                "config": name if "/" in name else "",
+                "flags": "--deepspeed" if options.deepspeed_config else "--fsdp --fsdp_config" if fsdp else "",
+                "activations": "autocast" if casts_as_it_computes(options) else "cast once",
+                "checkpointing": fsdp.get("activation_checkpointing", False),
+                "offload": offloads(options),
+                "experiments": experiments(name if "/" in name else ""),
+            }
+        )
+    return found
+
+
+def experiments(config: str) -> dict[str, str]:
+    """The script for this config by layout: of BLOOM and nothing else than the config."""
+    found: dict[str, str] = {}
+    families = [
+        "baseline",
+        "ddp",
+        "deepspeed-*",
+        "fsdp-single-gpu",
+        "fsdp-multi-*",
+        "fsdp-strategies",
+        "methods-comparison",
+    ]
+    for family in families:
+        for script in sorted((REPOSITORY / "experiments").glob(f"{family}/**/*.slurm")):
+            text = script.read_text()
+            named = re.search(r"(?:ds|fsdp)_configs/[\w.]+", text)
+            nodes, per_node = re.findall(r"^#SBATCH --(?:nodes|gpus-per-node)=(\d+)", text, re.MULTILINE)
+            if (named[0] if named else "") == config:
+                found.setdefault(f"{nodes}x{per_node}", str(script.relative_to(REPOSITORY)))
+    return found
+
+
+def left_out() -> dict[str, dict[str, str]]:
+    """By layout: the configs that cannot be taken there, and why."""
+    found: dict[str, dict[str, str]] = {}
+    for nodes, per_node in layouts():
+        options = plan(["--model_name", "bigscience/bloom-560m"], "bf16", "--gpus", nodes * per_node, "--nodes", nodes)
+        reasons = {name: error.what for name, error in with_each_config(options) if isinstance(error, WorkshopError)}
+        found[f"{nodes}x{per_node}"] = {
+            name.rpartition("/")[2].removesuffix(".json"): why for name, why in reasons.items()
+        }
+    return found
+
+
+def flags_of_models(folder: Path) -> dict[str, tuple[list[str], list[int]]]:
+    """Flags and lengths by the page's name of a model. The custom GPT with more positions is another model.
+
+    folder: where the config.json of the models is written that would be downloaded.
+    """
+    found = {}
+    for name in MODELS:
+        where = name
+        if name in DOWNLOADED:
+            where = str(folder / name)
+            DOWNLOADED[name].save_pretrained(where)
+        lengths = [length for length in CHOICES["length"] if name != "custom-gpt" or length <= GPT_LENGTH]
+        found[short(name)] = (["--model_name", where], lengths)
+    for length in CHOICES["length"]:
+        if length > GPT_LENGTH:
+            found[f"custom-gpt {length}"] = (["--model_name", "custom-gpt", "--seq_length", str(length)], [length])
+    return found
+
+
+def short(model: str) -> str:
+    return model.rpartition("/")[2]
+
+
+def as_text(numbers: dict) -> str:
+    """JSON with a line for each layout."""
+    numeric = r"[\d\s,-]*"
+    lists = rf"\[(?:{numeric}|\[{numeric}\])*\]"
+    return re.sub(lists, lambda found: re.sub(r"\s", "", found[0]), json.dumps(numbers, indent=1)) + "\n"
+
+
+def main() -> None:
+    with tempfile.TemporaryDirectory() as folder, ProcessPoolExecutor() as processes:
+        of_models = {
+            name: processes.submit(of_model, flags, lengths)
+            for name, (flags, lengths) in flags_of_models(Path(folder)).items()
+        }
+        numbers = {
+            "choices": {"model": [short(model) for model in MODELS]} | CHOICES,
+            "model_names": {short(model): model for model in MODELS},
+            "verdicts": VERDICTS,
+            "fits": FITS,
+            "mib_of_a_gib": GIB // MIB,
+            "state": STATE,
+            "methods": methods(),
+            "left_out": left_out(),
+            "models": {},
+        }
+        for name, future in of_models.items():
+            numbers["models"][name] = future.result()
+            print(name, flush=True)
+    NUMBERS.write_text(as_text(numbers))
+    print(f"{NUMBERS.relative_to(REPOSITORY)}: {NUMBERS.stat().st_size / 1000:.0f} kB")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,287 @@
+// The page "What fits where". All numbers come from numbers.json, which compute.py makes with the code of the
+// estimates; here they are added, compared with the memory that is there, and drawn.
+(() => {
+  const numbers = JSON.parse(document.getElementById("numbers").textContent);
+  const MIB = 2 ** 20;
+
+  // key: in numbers.choices, and in the page's address
+  const CONTROLS = [
+    { key: "model", label: "Model" },
+    { key: "length", label: "Tokens of a sequence" },
+    { key: "batch", label: "Micro batch" },
+    { key: "accumulation", label: "Accumulation" },
+    { key: "precision", label: "Precision" },
+    { key: "loss", label: "Loss" },
+    { key: "attention", label: "Attention (BLOOM)" },
+    { key: "checkpointing", label: "Activation checkpointing" },
+    { key: "gpus", label: "GPUs" },
+    { key: "per_node", label: "GPUs of a node" },
+    { key: "memory", label: "GiB of a GPU" },
+  ];
+  const DEFAULTS = {
+    model: "bloom-560m", length: "512", batch: "4", accumulation: "4", precision: "bf16", loss: "full",
+    attention: "eager", checkpointing: "no", gpus: "4", per_node: "4", memory: "40", method: "zero2",
+  };
+  const POSSIBLE = {
+    ...Object.fromEntries(Object.entries(numbers.choices).map(([key, values]) => [key, values.map(String)])),
+    checkpointing: ["no", "yes"],
+    method: numbers.methods.map((method) => method.name),
+  };
+  const SIGNS = ["✓", "≈", "✗"]; // of numbers.verdicts
+  const PARTS = [...numbers.state, "activations", "logits"];
+
+  let choice = { ...DEFAULTS };
+
+  // 1. What a method needs
+
+  const isBloom = () => choice.model.startsWith("bloom");
+  // the custom GPT with more positions has more parameters
+  const model = () => numbers.models[`${choice.model} ${choice.length}`] ?? numbers.models[choice.model];
+  const nodes = () => Math.max(1, Math.floor(choice.gpus / choice.per_node));
+  const layout = () => `${nodes()}x${choice.gpus / nodes()}`;
+  const labelOf = (method) => (method.name === "DDP" && choice.gpus === "1" ? "plain" : method.name);
+
+  function activations(method) {
+    const attention = isBloom() ? choice.attention : "sdpa";
+    const sizes = model().activations[choice.precision][attention][method.activations][choice.length];
+    const [fixed, ofSequence, fixedAgain, ofSequenceAgain] = sizes;
+    return choice.checkpointing === "yes" || method.checkpointing
+      ? fixedAgain + choice.batch * ofSequenceAgain
+      : fixed + choice.batch * ofSequence;
+  }
+
+  function logits() {
+    const tokens = choice.batch * choice.length;
+    const sizes = model().logits[choice.precision];
+    return choice.loss === "full" ? tokens * sizes.full : sizes.chunked[tokens];
+  }
+
+  // Sizes in GiB by part, what is sent in GB; null where the method cannot be taken
+  function needsOf(method) {
+    const row = model().cells[choice.precision][choice.accumulation][layout()][numbers.methods.indexOf(method)];
+    if (row.length === 0) {
+      return null;
+    }
+    const state = row.slice(0, numbers.state.length);
+    const [cpu, sent, sentBetweenNodes] = row.slice(numbers.state.length);
+    const sizes = [...state, activations(method) / MIB, logits() / MIB].map((mib) => mib / numbers.mib_of_a_gib);
+    const total = sizes.reduce((sum, size) => sum + size, 0);
+    return {
+      sizes, total, cpu: cpu / numbers.mib_of_a_gib, sent: sent / 1000, sentBetweenNodes: sentBetweenNodes / 1000,
+      verdict: total < numbers.fits * choice.memory ? 0 : total < choice.memory ? 1 : 2,
+    };
+  }
+
+  // 2. The command of a method
+
+  // [flag, variable, value] of what differs from the defaults of train.py, and of what a table compares
+  function knobs(method) {
+    const all = [["--model_name", "MODEL_NAME", numbers.model_names[choice.model]]];
+    if (choice.model === "custom-gpt" && `custom-gpt ${choice.length}` in numbers.models) {
+      all.push(["--seq_length", "SEQ_LENGTH", choice.length]);
+    }
+    all.push(choice.precision === "bf16" ? ["--bf16", "BF16", "True"] : ["--fp16", "FP16", "False"]);
+    all.push(["--max_length", "MAX_LENGTH", choice.length]);
+    all.push(["--per_device_train_batch_size", "BATCH_SIZE", choice.batch]);
+    all.push(["--gradient_accumulation_steps", "GRAD_ACC", choice.accumulation]);
+    if (choice.loss === "chunked") {
+      all.push(["--loss", "LOSS", "chunked"]);
+    }
+    if (isBloom() && choice.attention === "sdpa") {
+      all.push(["--attention", "ATTENTION", "sdpa"]);
+    }
+    if (choice.checkpointing === "yes" && !method.checkpointing) {
+      all.push(["--activation_checkpointing", "ACTIVATION_CHECKPOINTING", "True"]);
+    }
+    return all;
+  }
+
+  function flagsOf(method) {
+    const words = knobs(method).map(([flag, , value]) => `${flag} ${value}`);
+    return [...words, method.config && `${method.flags} ${method.config}`].filter(Boolean).join(" ");
+  }
+
+  function estimateCommand(method) {
+    const hardware = `--gpus ${choice.gpus} --nodes ${nodes()} --gpu_memory ${choice.memory}`;
+    return `python scripts/estimate_memory.py ${hardware} ${flagsOf(method)}`;
+  }
+
+  function trainingCommand(method) {
+    const start = choice.gpus === "1"
+      ? "python"
+      : `OMP_NUM_THREADS=4 torchrun --nproc_per_node=${choice.gpus}`;
+    return nodes() === 1 ? `${start} scripts/train.py ${flagsOf(method)}` : "";
+  }
+
+  // Of the folder for this layout, else of one that torchrun starts, with other numbers of nodes and GPUs
+  function experimentCommand(method) {
+    let script = method.experiments[layout()];
+    let asked = "";
+    if (!script && choice.gpus !== "1") {
+      const [other] = Object.keys(method.experiments).filter((size) => size !== "1x1");
+      script = method.experiments[other];
+      asked = `--nodes=${nodes()} --gpus-per-node=${choice.gpus / nodes()} `;
+    }
+    if (!script) {
+      return "";
+    }
+    const folder = script.slice(0, script.lastIndexOf("/"));
+    const variables = knobs(method).map(([, variable, value]) => `${variable}=${value}`).join(" ");
+    return `cd ${folder} && ${variables} sbatch ${asked}${script.slice(folder.length + 1)}`;
+  }
+
+  // 3. The address
+
+  // Takes what the address says, defaults for the rest, and tells what it does not know
+  function readAddress() {
+    choice = { ...DEFAULTS };
+    const unknown = [];
+    for (const [key, value] of new URLSearchParams(location.hash.slice(1))) {
+      if (POSSIBLE[key]?.includes(value)) {
+        choice[key] = value;
+      } else {
+        const instead = key in DEFAULTS ? `${DEFAULTS[key]} is taken` : "it is left out";
+        unknown.push(`${key}=${value} of the address is not known here: ${instead}.`);
+      }
+    }
+    document.getElementById("message").textContent = unknown.join(" ");
+    draw();
+  }
+
+  function writeAddress() {
+    document.getElementById("message").textContent = "";
+    history.replaceState(null, "", `#${new URLSearchParams(choice)}`);
+    draw();
+  }
+
+  // 4. Drawing
+
+  function element(tag, attributes, ...children) {
+    const made = document.createElement(tag);
+    for (const [name, value] of Object.entries(attributes)) {
+      made.setAttribute(name, value);
+    }
+    made.append(...children);
+    return made;
+  }
+
+  const gib = (size) => `${size.toFixed(1)} GiB`;
+  const gb = (size) => `${size.toFixed(size < 10 ? 2 : 1)} GB`;
+  const nameOfPart = (part) => (part === "logits" && choice.loss === "chunked" ? "loss" : part);
+  const classOfPart = (part) => `part ${part.replace(" ", "-")}`;
+
+  function makeControls() {
+    for (const { key, label } of CONTROLS) {
+      const options = POSSIBLE[key].map((value) => element("option", { value }, value));
+      const select = element("select", { name: key }, ...options);
+      select.addEventListener("change", () => {
+        choice[key] = select.value;
+        writeAddress();
+      });
+      document.getElementById("choices").append(element("label", {}, label, select));
+    }
+  }
+
+  function sentence() {
+    const parameters = `${(model().parameters / 1e9).toFixed(2)} billion parameters`;
+    const nodesOfIt = nodes() === 1 ? "1 node" : `${nodes()} nodes`;
+    const questions = choice.batch * choice.accumulation * choice.gpus;
+    return `${choice.model}: ${parameters}. ${choice.gpus} GPU${choice.gpus === "1" ? "" : "s"} on ${nodesOfIt}, ` +
+      `${questions} sequences in each optimizer step. Predicted, not measured:`;
+  }
+
+  function bar(needs, scale) {
+    const parts = PARTS.map((part, place) => {
+      const width = `width: ${(100 * needs.sizes[place]) / scale}%`;
+      return element("span", { class: classOfPart(part), style: width });
+    });
+    const line = element("span", { class: "line", style: `left: ${(100 * choice.memory) / scale}%` });
+    const cut = needs.total > scale ? " cut" : "";
+    return element("span", { class: `bar${cut}`, "aria-hidden": "true" }, ...parts, line);
+  }
+
+  function methodRow(method, needs, scale) {
+    const radio = element("input", { type: "radio", name: "method", value: method.name });
+    radio.checked = method.name === choice.method;
+    radio.addEventListener("change", () => {
+      choice.method = method.name;
+      writeAddress();
+      document.querySelector(`#methods input[value="${method.name}"]`).focus();
+    });
+    const facts = [
+      element("span", { class: "total" }, gib(needs.total)),
+      element("span", { class: "verdict" }, `${SIGNS[needs.verdict]} ${numbers.verdicts[needs.verdict]}`),
+      element("span", { class: "sent" }, choice.gpus === "1" ? "" : `sends ${gb(needs.sent)}`),
+      element("span", { class: "cpu" }, method.offload ? `CPU ${gib(needs.cpu)}` : ""),
+    ];
+    const name = element("span", { class: "name" }, radio, " ", labelOf(method));
+    const attributes = { class: `method verdict-${needs.verdict}`, "data-method": method.name };
+    return element("label", attributes, name, ...facts, bar(needs, scale));
+  }
+
+  function copyButton(text) {
+    const button = element("button", { type: "button" }, "Copy");
+    button.addEventListener("click", async () => {
+      await navigator.clipboard.writeText(text);
+      button.textContent = "Copied";
+    });
+    return button;
+  }
+
+  function command(what, text) {
+    return text ? [element("p", {}, what), element("div", { class: "command" }, element("pre", {}, text), copyButton(text))] : [];
+  }
+
+  function chosenMethod(method, needs) {
+    const rows = PARTS.map((part, place) => [nameOfPart(part), gib(needs.sizes[place])]);
+    rows.push(["in all, on each GPU", gib(needs.total)]);
+    rows.push(["CPU memory of a node", gib(needs.cpu)]);
+    rows.push(["sent by a GPU in each step", gb(needs.sent)]);
+    if (nodes() > 1) {
+      rows.push(["of these between nodes", gb(needs.sentBetweenNodes)]);
+    }
+    const cells = rows.map(([what, size]) => element("tr", {}, element("th", { scope: "row" }, what), element("td", {}, size)));
+    const submitted = experimentCommand(method);
+    const several = nodes() > 1 && !submitted;
+    return [
+      element("h3", {}, labelOf(method), method.config ? ` (${method.config})` : " (no config file)"),
+      element("table", {}, element("tbody", {}, ...cells)),
+      ...command("The same estimate by the program, which also says what to ask of sbatch as --mem:", estimateCommand(method)),
+      ...command("The training, on a node with these GPUs:", trainingCommand(method)),
+      ...command("By Slurm:", submitted),
+      ...(several ? [element("p", {}, "No experiment starts this on several nodes: copy experiments/deepspeed-multi-node/2_nodes, ",
+        "and name this config in its last line.")] : []),
+    ];
+  }
+
+  function draw() {
+    for (const select of document.querySelectorAll("#choices select")) {
+      select.value = choice[select.name];
+    }
+    document.querySelector('#choices select[name="attention"]').disabled = !isBloom();
+    document.getElementById("summary").textContent = sentence();
+    const legend = PARTS.map((part) => element("li", {}, element("span", { class: classOfPart(part) }), nameOfPart(part)));
+    legend.push(element("li", {}, element("span", { class: "line" }), `the ${choice.memory} GiB of a GPU`));
+    document.getElementById("legend").replaceChildren(...legend);
+
+    const possible = numbers.methods.map((method) => [method, needsOf(method)]).filter(([, needs]) => needs);
+    if (!possible.some(([method]) => method.name === choice.method)) {
+      choice.method = possible[0][0].name;
+    }
+    // bars end at the largest, but small ones are to be seen beside one that needs ten times the GPU
+    const largest = Math.max(...possible.map(([, needs]) => needs.total));
+    const scale = Math.max(1.15 * choice.memory, Math.min(largest, 2.5 * choice.memory));
+    const rows = possible.map(([method, needs]) => methodRow(method, needs, scale));
+    document.getElementById("methods").replaceChildren(...rows);
+
+    const reasons = Object.entries(numbers.left_out[layout()]).map(([name, why]) => `${name} (${why})`);
+    document.getElementById("left-out").textContent = reasons.length ? `Left out here: ${reasons.join("; ")}.` : "";
+    const [chosen, needs] = possible.find(([method]) => method.name === choice.method);
+    document.getElementById("chosen").replaceChildren(...chosenMethod(chosen, needs));
+  }
+
+  makeControls();
+  window.addEventListener("hashchange", readAddress);
+  document.getElementById("what-fits").hidden = false;
+  readAddress();
+})();
