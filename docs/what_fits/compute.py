@@ -1,6 +1,6 @@
 """Compute the numbers of the page "What fits where" (docs/what-fits.md): numbers.json, by the code of the estimates.
 
-PYTHONPATH=scripts python docs/what_fits/compute.py      # four minutes on two cores
+PYTHONPATH=scripts python docs/what_fits/compute.py      # three minutes on two cores
 
 The page adds, in the reader's browser, and knows no formula. So everything stands in the file that is no sum: of each
 model, precision, accumulation and layout (nodes x GPUs of a node) what a rank of each method holds and sends. Of
@@ -163,7 +163,8 @@ def of_activations(model: list[str], precision: str, attention: str, lengths: li
                     activations_of(plan(model, precision, *flags, *config, *checkpointing, *micro_batch(batch, length)))
                     for batch in (1, 2)
                 )
-                sizes += [round(2 * of_one - of_two), round(of_two - of_one)]
+                of_each = of_two - of_one
+                sizes += [round(of_one - of_each), round(of_each)]
             found[name][length] = sizes
     return found
 
@@ -213,10 +214,10 @@ def methods() -> list[dict]:
     return found
 
 
-def experiments(config: str) -> dict[str, str]:
-    """The script for this config by layout: of BLOOM and nothing else than the config."""
-    found: dict[str, str] = {}
-    families = [
+def scripts_of(config: str) -> list[tuple[int, int, Path]]:
+    """Nodes, GPUs of each, and path of the experiments that differ from a plain training by this config alone."""
+    found = []
+    families = (
         "baseline",
         "ddp",
         "deepspeed-*",
@@ -224,14 +225,28 @@ def experiments(config: str) -> dict[str, str]:
         "fsdp-multi-*",
         "fsdp-strategies",
         "methods-comparison",
-    ]
+    )
     for family in families:
         for script in sorted((REPOSITORY / "experiments").glob(f"{family}/**/*.slurm")):
             text = script.read_text()
             named = re.search(r"(?:ds|fsdp)_configs/[\w.]+", text)
-            nodes, per_node = re.findall(r"^#SBATCH --(?:nodes|gpus-per-node)=(\d+)", text, re.MULTILINE)
             if (named[0] if named else "") == config:
-                found.setdefault(f"{nodes}x{per_node}", str(script.relative_to(REPOSITORY)))
+                nodes, per_node = (
+                    int(re.search(rf"^#SBATCH --{what}=(\d+)", text, re.MULTILINE)[1])
+                    for what in ("nodes", "gpus-per-node")
+                )
+                found.append((nodes, per_node, script))
+    return found
+
+
+def experiments(config: str) -> dict[str, str]:
+    """The script by layout; for other layouts one of one node and one of several, where torchrun starts the ranks."""
+    found: dict[str, str] = {}
+    for nodes, per_node, script in scripts_of(config):
+        path = str(script.relative_to(REPOSITORY))
+        found.setdefault(f"{nodes}x{per_node}", path)
+        if "run_torchrun" in script.read_text():
+            found.setdefault("several nodes" if nodes > 1 else "one node", path)
     return found
 
 

@@ -3,6 +3,7 @@
 (() => {
   const numbers = JSON.parse(document.getElementById("numbers").textContent);
   const MIB = 2 ** 20;
+  const NEW_LINE = " \\\n  "; // of a command that goes on
 
   // key: in numbers.choices, and in the page's address
   const CONTROLS = [
@@ -98,60 +99,67 @@
 
   function flagsOf(method) {
     const words = knobs(method).map(([flag, , value]) => `${flag} ${value}`);
-    return [...words, method.config && `${method.flags} ${method.config}`].filter(Boolean).join(" ");
+    return [...words, method.config && `${method.flags} ${method.config}`].filter(Boolean).join(NEW_LINE);
   }
 
   function estimateCommand(method) {
     const hardware = `--gpus ${choice.gpus} --nodes ${nodes()} --gpu_memory ${choice.memory}`;
-    return `python scripts/estimate_memory.py ${hardware} ${flagsOf(method)}`;
+    return ["python scripts/estimate_memory.py", hardware, flagsOf(method)].join(NEW_LINE);
   }
 
   function trainingCommand(method) {
     const start = choice.gpus === "1"
       ? "python"
       : `OMP_NUM_THREADS=4 torchrun --nproc_per_node=${choice.gpus}`;
-    return nodes() === 1 ? `${start} scripts/train.py ${flagsOf(method)}` : "";
+    return nodes() === 1 ? [`${start} scripts/train.py`, flagsOf(method)].join(NEW_LINE) : "";
   }
 
-  // Of the folder for this layout, else of one that torchrun starts, with other numbers of nodes and GPUs
+  // Of the folder for this layout, else of another one, with other numbers of nodes and GPUs
   function experimentCommand(method) {
-    let script = method.experiments[layout()];
-    let asked = "";
-    if (!script && choice.gpus !== "1") {
-      const [other] = Object.keys(method.experiments).filter((size) => size !== "1x1");
-      script = method.experiments[other];
-      asked = `--nodes=${nodes()} --gpus-per-node=${choice.gpus / nodes()} `;
-    }
+    const { "one node": ofOneNode, "several nodes": ofSeveral, [layout()]: exact } = method.experiments;
+    const other = choice.gpus === "1" ? undefined : nodes() > 1 ? ofSeveral ?? ofOneNode : ofOneNode ?? ofSeveral;
+    const script = exact ?? other;
     if (!script) {
       return "";
     }
     const folder = script.slice(0, script.lastIndexOf("/"));
-    const variables = knobs(method).map(([, variable, value]) => `${variable}=${value}`).join(" ");
-    return `cd ${folder} && ${variables} sbatch ${asked}${script.slice(folder.length + 1)}`;
+    const variables = knobs(method).map(([, variable, value]) => `${variable}=${value}`);
+    const asked = exact ? "" : `--nodes=${nodes()} --gpus-per-node=${choice.gpus / nodes()} `;
+    return [`cd ${folder} &&`, ...variables, `sbatch ${asked}${script.slice(folder.length + 1)}`].join(NEW_LINE);
+  }
+
+  // What is left to do where no experiment fits
+  function copyAdvice(method) {
+    const family = method.flags === "--deepspeed" ? "deepspeed-multi-node" : "fsdp-multi-node";
+    const flags = `${method.flags} "$ROOT/${method.config}"`;
+    return `No experiment starts this on several nodes: copy experiments/${family}/2_nodes, set its nodes and GPUs, ` +
+      `and write ${flags} into its last line.`;
   }
 
   // 3. The address
 
   // Takes what the address says, defaults for the rest, and tells what it does not know
   function readAddress() {
+    if (!location.hash.includes("=")) {
+      return; // a heading's
+    }
     choice = { ...DEFAULTS };
     const unknown = [];
     for (const [key, value] of new URLSearchParams(location.hash.slice(1))) {
-      if (POSSIBLE[key]?.includes(value)) {
+      const known = Object.hasOwn(POSSIBLE, key);
+      if (known && POSSIBLE[key].includes(value)) {
         choice[key] = value;
       } else {
-        const instead = key in DEFAULTS ? `${DEFAULTS[key]} is taken` : "it is left out";
+        const instead = known ? `${DEFAULTS[key]} is taken` : "it is left out";
         unknown.push(`${key}=${value} of the address is not known here: ${instead}.`);
       }
     }
-    document.getElementById("message").textContent = unknown.join(" ");
-    draw();
+    draw(unknown);
   }
 
   function writeAddress() {
-    document.getElementById("message").textContent = "";
+    draw([]);
     history.replaceState(null, "", `#${new URLSearchParams(choice)}`);
-    draw();
   }
 
   // 4. Drawing
@@ -185,9 +193,9 @@
   function sentence() {
     const parameters = `${(model().parameters / 1e9).toFixed(2)} billion parameters`;
     const nodesOfIt = nodes() === 1 ? "1 node" : `${nodes()} nodes`;
-    const questions = choice.batch * choice.accumulation * choice.gpus;
+    const sequences = choice.batch * choice.accumulation * choice.gpus;
     return `${choice.model}: ${parameters}. ${choice.gpus} GPU${choice.gpus === "1" ? "" : "s"} on ${nodesOfIt}, ` +
-      `${questions} sequences in each optimizer step. Predicted, not measured:`;
+      `${sequences} sequences in each optimizer step. Predicted, not measured:`;
   }
 
   function bar(needs, scale) {
@@ -198,6 +206,13 @@
     const line = element("span", { class: "line", style: `left: ${(100 * choice.memory) / scale}%` });
     const cut = needs.total > scale ? " cut" : "";
     return element("span", { class: `bar${cut}`, "aria-hidden": "true" }, ...parts, line);
+  }
+
+  function sentWords(needs) {
+    if (choice.gpus === "1") {
+      return "";
+    }
+    return `sends ${gb(needs.sent)}` + (nodes() > 1 ? `, ${gb(needs.sentBetweenNodes)} between nodes` : "");
   }
 
   function methodRow(method, needs, scale) {
@@ -211,7 +226,7 @@
     const facts = [
       element("span", { class: "total" }, gib(needs.total)),
       element("span", { class: "verdict" }, `${SIGNS[needs.verdict]} ${numbers.verdicts[needs.verdict]}`),
-      element("span", { class: "sent" }, choice.gpus === "1" ? "" : `sends ${gb(needs.sent)}`),
+      element("span", { class: "sent" }, sentWords(needs)),
       element("span", { class: "cpu" }, method.offload ? `CPU ${gib(needs.cpu)}` : ""),
     ];
     const name = element("span", { class: "name" }, radio, " ", labelOf(method));
@@ -222,8 +237,12 @@
   function copyButton(text) {
     const button = element("button", { type: "button" }, "Copy");
     button.addEventListener("click", async () => {
-      await navigator.clipboard.writeText(text);
-      button.textContent = "Copied";
+      try {
+        await navigator.clipboard.writeText(text);
+        button.textContent = "Copied";
+      } catch { // a page without https may not: it is selected instead
+        getSelection().selectAllChildren(button.previousSibling);
+      }
     });
     return button;
   }
@@ -236,7 +255,9 @@
     const rows = PARTS.map((part, place) => [nameOfPart(part), gib(needs.sizes[place])]);
     rows.push(["in all, on each GPU", gib(needs.total)]);
     rows.push(["CPU memory of a node", gib(needs.cpu)]);
-    rows.push(["sent by a GPU in each step", gb(needs.sent)]);
+    if (choice.gpus !== "1") {
+      rows.push(["sent by a GPU in each step", gb(needs.sent)]);
+    }
     if (nodes() > 1) {
       rows.push(["of these between nodes", gb(needs.sentBetweenNodes)]);
     }
@@ -248,17 +269,21 @@
       element("table", {}, element("tbody", {}, ...cells)),
       ...command("The same estimate by the program, which also says what to ask of sbatch as --mem:", estimateCommand(method)),
       ...command("The training, on a node with these GPUs:", trainingCommand(method)),
-      ...command("By Slurm:", submitted),
-      ...(several ? [element("p", {}, "No experiment starts this on several nodes: copy experiments/deepspeed-multi-node/2_nodes, ",
-        "and name this config in its last line.")] : []),
+      ...command("By Slurm; put the --mem= that the estimate prints behind sbatch:", submitted),
+      ...(several ? [element("p", {}, copyAdvice(method))] : []),
     ];
   }
 
-  function draw() {
+  // messages: about the choice
+  function draw(messages) {
     for (const select of document.querySelectorAll("#choices select")) {
       select.value = choice[select.name];
     }
-    document.querySelector('#choices select[name="attention"]').disabled = !isBloom();
+    const attention = document.querySelector('#choices select[name="attention"]');
+    attention.disabled = !isBloom();
+    if (!isBloom()) {
+      attention.value = "sdpa";
+    }
     document.getElementById("summary").textContent = sentence();
     const legend = PARTS.map((part) => element("li", {}, element("span", { class: classOfPart(part) }), nameOfPart(part)));
     legend.push(element("li", {}, element("span", { class: "line" }), `the ${choice.memory} GiB of a GPU`));
@@ -266,8 +291,10 @@
 
     const possible = numbers.methods.map((method) => [method, needsOf(method)]).filter(([, needs]) => needs);
     if (!possible.some(([method]) => method.name === choice.method)) {
+      messages.push(`${choice.method} cannot be taken here: ${possible[0][0].name} is chosen.`);
       choice.method = possible[0][0].name;
     }
+    document.getElementById("message").textContent = messages.join(" ");
     // bars end at the largest, but small ones are to be seen beside one that needs ten times the GPU
     const largest = Math.max(...possible.map(([, needs]) => needs.total));
     const scale = Math.max(1.15 * choice.memory, Math.min(largest, 2.5 * choice.memory));
@@ -283,5 +310,6 @@
   makeControls();
   window.addEventListener("hashchange", readAddress);
   document.getElementById("what-fits").hidden = false;
+  draw([]);
   readAddress();
 })();
