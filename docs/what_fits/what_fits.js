@@ -45,9 +45,9 @@
   function activations(method) {
     const attention = isBloom() ? choice.attention : "sdpa";
     const sizes = model().activations[choice.precision][attention][method.activations][choice.length];
-    const [fixed, ofSequence, fixedAgain, ofSequenceAgain] = sizes;
+    const [fixed, ofSequence, fixedCheckpointed, ofSequenceCheckpointed] = sizes;
     return choice.checkpointing === "yes" || method.checkpointing
-      ? fixedAgain + choice.batch * ofSequenceAgain
+      ? fixedCheckpointed + choice.batch * ofSequenceCheckpointed
       : fixed + choice.batch * ofSequence;
   }
 
