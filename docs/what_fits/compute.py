@@ -9,7 +9,6 @@ activations there are bytes of any micro batch, and bytes of each sequence: they
 
 import json
 import re
-import sys
 import tempfile
 from concurrent.futures import ProcessPoolExecutor
 from itertools import product
@@ -17,7 +16,7 @@ from pathlib import Path
 
 from transformers import LlamaConfig, Qwen2Config
 
-from estimate.memory import GIB, MIB, Held, activations, held_by_rank, totals
+from estimate.memory import MIB, Held, activations, held_by_rank, totals
 from estimate.model_shape import casts_as_it_computes, config_of, dtype_of_computing, shape_for
 from estimate.planned import read_config_files
 from estimate_memory import FITS, VERDICTS, configs, read_options
@@ -303,7 +302,6 @@ def main() -> None:
             "model_names": {short(model): model for model in MODELS},
             "verdicts": VERDICTS,
             "fits": FITS,
-            "mib_of_a_gib": GIB // MIB,
             "state": STATE,
             "methods": methods(),
             "left_out": left_out(),
@@ -317,4 +315,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

@@ -2,7 +2,8 @@
 // estimates; here they are added, compared with the memory that is there, and drawn.
 (() => {
   const numbers = JSON.parse(document.getElementById("numbers").textContent);
-  const MIB = 2 ** 20;
+  const BYTES_OF_A_MIB = 2 ** 20;
+  const MIB_OF_A_GIB = 2 ** 10;
   const NEW_LINE = " \\\n  "; // of a command that goes on
 
   // key: in numbers.choices, and in the page's address
@@ -65,10 +66,10 @@
     }
     const state = row.slice(0, numbers.state.length);
     const [cpu, sent, sentBetweenNodes] = row.slice(numbers.state.length);
-    const sizes = [...state, activations(method) / MIB, logits() / MIB].map((mib) => mib / numbers.mib_of_a_gib);
+    const sizes = [...state, activations(method) / BYTES_OF_A_MIB, logits() / BYTES_OF_A_MIB].map((mib) => mib / MIB_OF_A_GIB);
     const total = sizes.reduce((sum, size) => sum + size, 0);
     return {
-      sizes, total, cpu: cpu / numbers.mib_of_a_gib, sent: sent / 1000, sentBetweenNodes: sentBetweenNodes / 1000,
+      sizes, total, cpu: cpu / MIB_OF_A_GIB, sent: sent / 1000, sentBetweenNodes: sentBetweenNodes / 1000,
       verdict: total < numbers.fits * choice.memory ? 0 : total < choice.memory ? 1 : 2,
     };
   }

@@ -15,6 +15,7 @@ import pytest
 
 import estimate_memory
 from browser import Page, browse
+from config import KNOBS
 from estimate.model_shape import shape_for
 from estimate_time import sent
 from helpers import REPOSITORY, program
@@ -97,7 +98,7 @@ COMPUTE = program("docs/what_fits/compute.py")
 WHAT_FITS = "docs/what-fits.html"
 TAB, DOWN = ("Tab", 9), ("ArrowDown", 40)
 CLASS = {"model": "bloom-7b1", "batch": 1}  # of the static table
-SETTINGS = [  # what differs from the page's defaults; each value of each control but the numbers of GPUs
+SETTINGS = [  # what differs from the page's defaults; each value of each control
     CLASS,
     {"precision": "fp32", "gpus": 1, "memory": 16},
     {"length": 256, "batch": 16, "loss": "chunked", "gpus": 2, "per_node": 1, "memory": 24},
@@ -119,6 +120,8 @@ READ_TABLE = """[...document.querySelectorAll("#chosen tr")].map((row) =>
 # Of the control KEY, as a person changes it
 CHANGE = """(() => { const control = document.querySelector('#choices select[name="KEY"]');
   control.value = "VALUE"; control.dispatchEvent(new Event("change")) })()"""
+TO_A_HEADING = """new Promise((done) => { addEventListener("hashchange", () => done(), { once: true });
+  location.hash = "questions-for-a-class" })"""
 ALL_SEEN = """(() => { const page = document.documentElement;
   return page.scrollWidth === page.clientWidth && page.clientWidth <= WIDTH &&
     [...document.querySelectorAll("#methods .method, #choices select")].every((each) => each.checkVisibility()) })()"""
@@ -181,6 +184,15 @@ def test_what_is_drawn_is_what_the_program_says(page, visit, folder_of_models, s
     command = [str(folder_of_models / word) if word in COMPUTE.DOWNLOADED else word for word in command]
     options = estimate_memory.read_options(command, environment={})
     assert page.tell("document.querySelector('#chosen h3').textContent").startswith(chosen)
+    for text in page.tell("[...document.querySelectorAll('.command pre')].map((each) => each.textContent)"):
+        if "sbatch" in text:
+            words = text.replace("\\\n", "").split()
+            assert (REPOSITORY / words[1] / words[-1]).is_file()
+            variables = dict(word.split("=") for word in words if re.match(r"[A-Z_0-9]+=", word))
+            submitted = estimate_memory.read_options([], environment=variables).values
+            model = submitted["model_name"]
+            submitted["model_name"] = str(folder_of_models / model) if model in COMPUTE.DOWNLOADED else model
+            assert [submitted[knob.flag] for knob in KNOBS] == [options.values[knob.flag] for knob in KNOBS]
     if options.values["gpus"] > 1:
         gb = sent(shape_for(options), options) / 1e9
         assert float(shown[chosen][2].split()[1]) == pytest.approx(gb, abs=0.06)  # sends 12.3 GB
@@ -241,7 +253,7 @@ def test_a_link_that_is_not_known_takes_the_defaults_and_says_so(page, visit):
     assert "hybrid_shard_2x2 cannot be taken here: DDP is chosen" in said
     assert page.tell("[...document.querySelectorAll('select')].map((each) => each.value)")[0] == "bloom-560m"
     assert page.tell("document.querySelector('select[name=gpus]').value") == "8"
-    page.tell("location.hash = 'questions-for-a-class'")  # a heading, which is no choice
+    page.tell(TO_A_HEADING)  # which is no choice
     assert page.tell("document.querySelector('select[name=gpus]').value") == "8"
 
 
@@ -268,7 +280,7 @@ def test_the_questions_have_the_answers_of_the_page(page, visit):
     for setting, behind in zip(links[::2], links[1::2], strict=True):
         visit(html.unescape(setting))
         assert page.tell("document.getElementById('message').textContent") == ""
-        claims = re.findall(r"`(\w+)` \(([^)]* GiB, [^)]*)\)", behind)
+        claims = re.findall(r"`(\w+)` \(([^)]* Gi?B[^)]*)\)", behind)
         for label, claimed in claims:
             name = "DDP" if label == "plain" else label
             page.tell(f"document.querySelector('#methods input[value={name}]').click()")
@@ -276,6 +288,12 @@ def test_the_questions_have_the_answers_of_the_page(page, visit):
             for fact in claimed.split(", "):
                 assert any(each.endswith(fact) for each in said), (setting, name, said)
         assert claims
+    visit(html.unescape(links[0]))
+    rows = page.tell(READ_ROWS)
+    sizes = {name: float(row[2].split()[1]) for name, row in rows.items() if row[1].endswith(" fits")}
+    claimed = dict(re.findall(r"`(\w+)` \(([^)]*)\)", links[1]))
+    assert {name for name, fact in claimed.items() if "fits" in fact or "sends" in fact} == sizes.keys()
+    assert "sends" in claimed[min(sizes, key=sizes.get)]
 
 
 def test_without_javascript_there_is_a_table(site, page, visit):
