@@ -1,19 +1,24 @@
-"""Check the gaps of exercises/data_parallel.py, each with two processes: right, open, wrong (and why), or hanging.
+"""Check the gaps of an exercise, each with several processes: right, open, wrong (and why), or hanging.
 
-    python exercises/check.py
-    python exercises/check.py exercises/solution/data_parallel.py      # any file with these functions
+    python exercises/check.py                                    # those of exercises/data_parallel.py
+    python exercises/check.py exercises/pipeline.py
+    python exercises/check.py exercises/solution/pipeline.py     # any file with these functions
 
-The exit code is 0 when all six are right.
+The exit code is 0 when all are right.
 """
 
 import argparse
 import importlib.util
+import itertools
+import math
 import multiprocessing
+import operator
 import os
 import signal
 import socket
 import sys
 import traceback
+from multiprocessing.connection import wait
 from pathlib import Path
 from types import ModuleType
 
@@ -22,7 +27,7 @@ import torch.distributed as dist
 from torch import nn
 
 HERE = Path(__file__).resolve().parent
-WORLD = 2
+WORLD = 2  # ranks, for the gaps of data_parallel.py
 PATIENCE = 20  # seconds for a gap, in which nothing takes one
 processes = multiprocessing.get_context("fork")  # PyTorch is imported once
 
@@ -34,10 +39,16 @@ def main() -> None:
     if not arguments.file.is_file() or arguments.file.suffix != ".py":
         parser.error(f"{arguments.file}: there is no such Python file; leave it out for exercises/data_parallel.py")
     exercise = load(arguments.file)
-    results = [verdict(check, exercise) for check in (joins, divides, starts_equal, averages, cuts, steps)]
-    for number, result in enumerate(results, start=1):
-        print(f"gap {number}: {result}")
-    sys.exit(any(result != "right" for result in results))
+    is_pipeline = hasattr(exercise, "own_layers")
+    results = []
+    for number, (check, world) in enumerate((PIPELINE if is_pipeline else DATA_PARALLEL).items(), start=1):
+        results.append(verdict(check, exercise, world))
+        print(f"gap {number}: {results[-1]}", flush=True)
+    if is_pipeline and set(results) == {"right"}:
+        for world in (2, 3, 4):
+            results.append(verdict(equals_one_process, exercise, world))
+            print(f"losses and gradients on {world} ranks: {results[-1]}", flush=True)
+    sys.exit(set(results) != {"right"})
 
 
 def load(path: Path) -> ModuleType:
@@ -50,37 +61,43 @@ def load(path: Path) -> ModuleType:
     return module
 
 
-def verdict(check, exercise: ModuleType) -> str:
-    """Run a check on two ranks. What the first rank to complain says; a rank that waits is named last."""
+def verdict(check, exercise: ModuleType, world: int) -> str:
+    """Run a check on some ranks. What a rank complains of, or that one waits and never ends."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = str(free.getsockname()[1])
-    ranks = []
-    for rank in range(WORLD):
+    started = []
+    ranks = {}  # of each pipe on which somebody has still to be heard
+    for rank in range(world):
         ours, theirs = processes.Pipe(duplex=False)
-        process = processes.Process(target=on_rank, args=(check, exercise, rank, port, theirs), daemon=True)
+        process = processes.Process(target=on_rank, args=(check, exercise, rank, world, port, theirs), daemon=True)
         process.start()
         theirs.close()
-        ranks.append((process, ours))
-    said = []
-    for rank, (_, pipe) in enumerate(ranks):
-        # the others wait for one that has complained, and need not be waited for
-        patience = 1 if any(text != "right" for text in said) else PATIENCE
-        try:
-            said.append(pipe.recv() if pipe.poll(patience) else f"rank {rank} waits and never ends: {HANGS}")
-        except EOFError:
-            said.append(f"wrong: rank {rank} ended without a word")
-    for process, _ in ranks:
+        started.append(process)
+        ranks[ours] = rank
+    result = "right"
+    while ranks and result == "right":
+        heard = wait(ranks, timeout=PATIENCE)
+        if not heard:
+            result = f"rank {min(ranks.values())} waits and never ends: {HANGS}"
+        for pipe in heard:
+            rank = ranks.pop(pipe)
+            try:
+                said = pipe.recv()
+            except EOFError:
+                said = f"wrong: rank {rank} ended without a word"
+            if said != "right":
+                result = said
+    for process in started:
         process.kill()
-    complaints = sorted((text for text in said if text != "right"), key=lambda text: "waits" in text)
-    return complaints[0] if complaints else "right"
+    return result
 
 
-HANGS = "do all ranks call the same collectives, in the same order?"
+HANGS = "do all ranks call the same collectives, in the same order? Do two send to each other, and nobody receives?"
 
 
-def on_rank(check, exercise: ModuleType, rank: int, port: str, pipe) -> None:
-    os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(WORLD), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+def on_rank(check, exercise: ModuleType, rank: int, world: int, port: str, pipe) -> None:
+    os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(world), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
     torch.set_num_threads(1)
     if check not in (joins, divides, cuts):
         dist.init_process_group("gloo")
@@ -96,6 +113,9 @@ def on_rank(check, exercise: ModuleType, rank: int, port: str, pipe) -> None:
         where = f"line {theirs[-1].lineno}" if theirs else "with what your function returns"
         pipe.send(f"wrong: {type(error).__name__} on rank {rank}, {where}: {error}")
     signal.pause()  # until verdict() has heard all ranks: who leaves breaks the others' connections
+
+
+# exercises/data_parallel.py
 
 
 def joins(exercise: ModuleType, rank: int) -> None:
@@ -160,6 +180,129 @@ def steps(exercise: ModuleType, rank: int) -> None:
             assert close, f"{name} is not what Adam makes of it, in step {step + 1}"
     kept = sum(value.numel() for state in zero.adam.state.values() for value in state.values() if value.dim())
     assert kept == 12, f"Adam keeps {kept} numbers, where the two moments of half of 12 parameters are 12"
+
+
+# Each gap's check, and on how many ranks
+DATA_PARALLEL = dict.fromkeys((joins, divides, starts_equal, averages, cuts, steps), WORLD)
+
+
+# exercises/pipeline.py
+
+
+def cuts_layers(exercise: ModuleType, rank: int) -> None:
+    whole = exercise.whole_model()
+    for world in (2, 3, 4):
+        stages = [exercise.own_layers(whole, each, world) for each in range(world)]
+        assert all(isinstance(stage, nn.Sequential) for stage in stages), "a stage is not an nn.Sequential"
+        blocks = [sum(isinstance(layer, exercise.Block) for layer in stage) for stage in stages]
+        assert blocks == [exercise.BLOCKS // world] * world, f"{world} stages have {blocks} blocks"
+        layers = [layer for stage in stages for layer in stage]
+        same = len(layers) == len(whole) and all(map(operator.is_, layers, whole))
+        assert same, f"the layers of {world} stages in a row are not embedding, blocks, head in their order"
+
+
+def thirds(model: nn.Sequential) -> list[nn.Sequential]:
+    return [model[:5], model[5:9], model[9:]]
+
+
+def goes_forward(exercise: ModuleType, rank: int) -> None:
+    batch = exercise.batch_of(1, 2)
+    before, own = thirds(exercise.whole_model())[:rank], thirds(exercise.whole_model())[rank]
+    expected_inputs = nn.Sequential(*before)(exercise.inputs_of(batch[1])).detach()
+    expected = own(expected_inputs)
+    stage = exercise.Stage(own, rank, 3)
+    stage.forward(1, batch)
+    assert 1 in stage.kept, "self.kept has no micro batch 1"
+    inputs, outputs = stage.kept[1]
+    close = inputs.shape == expected_inputs.shape and torch.allclose(inputs, expected_inputs, atol=1e-5)
+    assert close, "the inputs of micro batch 1 are not " + ("what the stage before sends" if rank else "its numbers")
+    assert rank == 0 or inputs.requires_grad, "the inputs will have no gradient: they need requires_grad_()"
+    if rank == 2:
+        expected = exercise.loss_of(expected, batch[1]) / 2
+        assert outputs.shape == (), f"the last stage keeps outputs of the shape {tuple(outputs.shape)}, not the loss"
+        assert torch.allclose(outputs, expected), (
+            f"the loss is {outputs.item():.4f}, where half of micro batch 1's own, as there are two, is {expected:.4f}"
+        )
+    assert torch.allclose(outputs, expected, atol=1e-5), "the outputs are not what the layers make of the inputs"
+    assert outputs.requires_grad, "the kept outputs are detached, and cannot go backward"
+    assert stage.spans, "nothing was measured"
+    wait_until_sent(stage)
+
+
+def goes_backward(exercise: ModuleType, rank: int) -> None:
+    batch = exercise.batch_of(1, 2)
+    whole = exercise.whole_model()
+    (exercise.loss_of(whole(exercise.inputs_of(batch[0])), batch[0]) / 2).backward()
+    stage = exercise.Stage(thirds(exercise.whole_model())[rank], rank, 3)
+    stage.forward(0, batch)
+    stage.backward(0)
+    wait_until_sent(stage)
+    assert not stage.kept, "self.kept still has the micro batch"
+    compare_gradients(stage.layers, thirds(whole)[rank])
+
+
+def wait_until_sent(stage) -> None:
+    for message in stage.sent:  # one that is dropped before may never arrive
+        message.wait()
+
+
+def compare_gradients(layers: nn.Sequential, same_of_whole: nn.Sequential) -> None:
+    for (name, own), same in zip(layers.named_parameters(), same_of_whole.parameters(), strict=True):
+        assert own.grad is not None, f"{name} has no gradient"
+        assert torch.allclose(own.grad, same.grad, atol=1e-6), f"the gradient of {name} is not that of one process"
+
+
+def orders_gpipe(exercise: ModuleType, rank: int) -> None:
+    micro_batches = range(5)
+    expected = [(what, micro) for what in ("forward", "backward") for micro in micro_batches]
+    compare_orders(exercise.gpipe(rank, 2, 5), expected, f"rank {rank} of 2 with 5 micro batches")
+
+
+def orders_1f1b(exercise: ModuleType, rank: int) -> None:
+    for world, micro_batches in ((2, 3), (4, 8), (4, 2)):
+        for each in range(world):
+            expected, done = [], {"forward": 0, "backward": 0}
+            while done["backward"] < micro_batches:
+                kept = done["forward"] - done["backward"]
+                has_room = kept < world - each and done["forward"] < micro_batches
+                what = "forward" if has_room else "backward"
+                expected.append((what, done[what]))
+                done[what] += 1
+            found = exercise.one_forward_one_backward(each, world, micro_batches)
+            compare_orders(found, expected, f"rank {each} of {world} with {micro_batches} micro batches")
+
+
+def compare_orders(found: list, expected: list, whose: str) -> None:
+    for place, (one, other) in enumerate(itertools.zip_longest(found, expected, fillvalue="nothing"), start=1):
+        assert one == other, f"{whose} has {one} in place {place}, where {other} belongs"
+
+
+def sends(exercise: ModuleType, rank: int) -> None:
+    stage = exercise.Stage(nn.Sequential(), rank, 2)
+    shape = (exercise.ROWS, exercise.TOKENS, exercise.WIDTH)
+    stage.send(torch.full(shape, float(rank)), 1 - rank)
+    found = stage.receive(1 - rank)  # both ranks have begun to send
+    assert torch.all(found == 1 - rank), f"what the other rank has sent arrives as {found.flatten()[0]}"
+    assert stage.sent, "self.sent is empty: nobody waits for the message at the end"
+    wait_until_sent(stage)
+
+
+def equals_one_process(exercise: ModuleType, rank: int) -> None:
+    world = dist.get_world_size()
+    exercise.SECONDS = dict.fromkeys(exercise.SECONDS, 0.0)
+    for name, schedule in exercise.SCHEDULES.items():
+        for micro_batches in (1, 6):
+            batch = exercise.batch_of(1, micro_batches)
+            whole = exercise.whole_model()
+            expected = exercise.by_one_process(whole, batch)
+            stage = exercise.Stage(exercise.own_layers(exercise.whole_model(), rank, world), rank, world)
+            loss = exercise.by_stages(stage, schedule(rank, world, micro_batches), batch)
+            same = rank < world - 1 or math.isclose(loss, expected, rel_tol=1e-5)
+            assert same, f"{name}'s loss of {micro_batches} micro batches is {loss:.6f}, not {expected:.6f}"
+            compare_gradients(stage.layers, exercise.own_layers(whole, rank, world))
+
+
+PIPELINE = {cuts_layers: 1, goes_forward: 3, goes_backward: 3, orders_gpipe: 2, orders_1f1b: 1, sends: 2}
 
 
 if __name__ == "__main__":

@@ -8,8 +8,8 @@ import pytest
 
 from helpers import LAUNCHERS, REPOSITORY
 
-EXERCISES = REPOSITORY / "exercises"
 SOLUTION = "exercises/solution/data_parallel.py"
+PIPELINE = "exercises/solution/pipeline.py"
 
 
 def python(*words: object, processes: int = 0, timeout: int = 300):
@@ -19,19 +19,37 @@ def python(*words: object, processes: int = 0, timeout: int = 300):
     return subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=timeout, check=False)
 
 
-def test_the_finished_exercise_is_right():
+def test_the_finished_exercises_are_right():
+    gaps = "".join(f"gap {number}: right\n" for number in range(1, 7))
     done = python("exercises/check.py", SOLUTION)
-    assert (done.returncode, done.stdout) == (0, "".join(f"gap {number}: right\n" for number in range(1, 7))), done
+    assert (done.returncode, done.stdout) == (0, gaps), done
+    done = python("exercises/check.py", PIPELINE)
+    together = "".join(f"losses and gradients on {ranks} ranks: right\n" for ranks in (2, 3, 4))
+    assert (done.returncode, done.stdout) == (0, gaps + together), done
 
 
-def test_the_exercise_has_six_gaps_and_is_else_the_finished_one():
-    done = python("exercises/check.py")
+OPEN = {
+    SOLUTION: ["open (gap 1)", "open (gap 2)", "open (gap 3)", "open (gap 4)", "open (gap 5)", "open (gap 5)"],
+    # where a gap needs another one, that one is named; the last gap is there, and hangs
+    PIPELINE: [
+        "open (gap 1)",
+        "open (gap 2)",
+        "open (gap 2)",
+        "open (gap 4)",
+        "open (gap 5)",
+        "rank 0 waits and never ends",
+    ],
+}
+
+
+@pytest.mark.parametrize("solution", OPEN)
+def test_an_exercise_has_six_gaps_and_is_else_the_finished_one(solution):
+    exercise = solution.replace("solution/", "")
+    done = python("exercises/check.py", exercise)
     assert done.returncode == 1, done
-    opened = [5 if number == 6 else number for number in range(1, 7)]
-    assert done.stdout.splitlines() == [f"gap {n}: open (gap {gap})" for n, gap in enumerate(opened, start=1)]
-    with_gaps, finished = (
-        ast.parse((REPOSITORY / path).read_text()) for path in ("exercises/data_parallel.py", SOLUTION)
-    )
+    for number, (line, expected) in enumerate(zip(done.stdout.splitlines(), OPEN[solution], strict=True), start=1):
+        assert line.startswith(f"gap {number}: {expected}"), done
+    with_gaps, finished = (ast.parse((REPOSITORY / path).read_text()) for path in (exercise, solution))
     for tree in (with_gaps, finished):
         for function in ast.walk(tree):
             if isinstance(function, ast.FunctionDef) and "Gap " in (ast.get_docstring(function) or ""):
@@ -39,26 +57,33 @@ def test_the_exercise_has_six_gaps_and_is_else_the_finished_one():
     assert ast.unparse(with_gaps) == ast.unparse(finished)
 
 
-WRONG = {
-    # what a participant may write, and what the check says of it
-    "dist.all_reduce(parameter.grad)\n        parameter.grad /= world": (
-        "dist.all_reduce(parameter.grad)",
-        4,
-        r"wrong: on rank \d the mean of 1 and 3 should be 2, and the gradient of weight has 4",
-    ),
-    "return batch[rank::world]": ("return batch", 2, r"wrong: on rank \d the shapes are \[\(6, 2\), \(6, 2\)\]"),
-    "dist.broadcast(parameter.data, src=0)": (
-        "dist.broadcast(parameter.data, src=dist.get_rank())",
-        3,
-        r"wrong: on rank 1 weight is not rank 0's|rank \d waits and never ends: .+",
-    ),
-}
+# What a participant may write: instead of what, in which gap, and what the check says of it
+WRONG = [
+    (SOLUTION, "        parameter.grad /= world\n", "", 4,
+     r"wrong: on rank \d the mean of 1 and 3 should be 2, and the gradient of weight has 4"),
+    (SOLUTION, "return batch[rank::world]", "return batch", 2,
+     r"wrong: on rank \d the shapes are \[\(6, 2\), \(6, 2\)\]"),
+    (SOLUTION, "dist.broadcast(parameter.data, src=0)", "pass", 3, "wrong: on rank 1 weight is not rank 0's"),
+    (PIPELINE, "0 if rank == 0 else 1 + rank * blocks", "rank * blocks", 1,
+     r"wrong: on rank 0 2 stages have \[6, 7\] blocks"),
+    (PIPELINE, ".requires_grad_()", "", 2,
+     r"wrong: on rank 1 the inputs will have no gradient: they need requires_grad_\(\)"),
+    (PIPELINE, "loss_of(outputs, batch[micro]) / len(batch)", "loss_of(outputs, batch[micro])", 2,
+     r"wrong: on rank 2 the loss is \d\.\d+, where half of micro batch 1's own, as there are two, is \d\.\d+"),
+    (PIPELINE, "            outputs.backward(gradient)", "            outputs.sum().backward()", 3,
+     r"wrong: on rank \d the gradient of \S+ is not that of one process"),
+    (PIPELINE, "return forward + backward", "return forward + backward[::-1]", 4,
+     r"wrong: on rank \d rank \d of 2 with 5 micro batches has \('backward', 4\) in place 6, where \('backward', 0\) "
+     "belongs"),
+    (PIPELINE, "ahead = min(micro_batches, world - rank)", "ahead = min(micro_batches, world)", 5,
+     r"wrong: on rank 0 rank 1 of 2 with 3 micro batches has \('forward', 1\) in place 2, where \('backward', 0\) "
+     "belongs"),
+]  # fmt: skip
 
 
-@pytest.mark.parametrize("right", WRONG)
-def test_a_wrong_gap_is_named_with_the_reason(tmp_path, right):
-    wrong, gap, message = WRONG[right]
-    text = (REPOSITORY / SOLUTION).read_text()
+@pytest.mark.parametrize(("solution", "right", "wrong", "gap", "message"), WRONG)
+def test_a_wrong_gap_is_named_with_the_reason(tmp_path, solution, right, wrong, gap, message):
+    text = (REPOSITORY / solution).read_text()
     assert text.count(right) == 1
     (tmp_path / "mine.py").write_text(text.replace(right, wrong))
     done = python("exercises/check.py", tmp_path / "mine.py")
@@ -76,6 +101,48 @@ def test_the_losses_do_not_depend_on_the_number_of_ranks():
     assert len(alone) == 6 and alone[-1] < alone[0] / 2
     for flags in ([], ["--zero1"]):
         assert losses(python(SOLUTION, *flags, processes=2)) == pytest.approx(alone, rel=1e-3)
+
+
+@pytest.fixture(scope="module")
+def alone():
+    """Losses of the whole model in one process."""
+    return losses(python(PIPELINE, "--micro_batches", 5))
+
+
+@pytest.mark.parametrize(
+    ("ranks", "schedule", "orders", "formula"),
+    [
+        (2, "one_at_a_time", ["aAbBcCdDeE"] * 2, "1 / 2 = 50.0%"),
+        (3, "gpipe", ["abcdeABCDE"] * 3, "2 / 7 = 28.6%"),
+        (4, "1f1b", ["abcdAeBCDE", "abcAdBeCDE", "abAcBdCeDE", "aAbBcCdDeE"], "3 / 8 = 37.5%"),
+    ],
+)
+def test_a_pipeline_computes_what_one_process_does_in_the_order_of_its_schedule(
+    alone, tmp_path, ranks, schedule, orders, formula
+):
+    flags = ["--micro_batches", 5, "--schedule", schedule]
+    done = python(PIPELINE, *flags, "--picture", tmp_path / "timeline.png", processes=ranks)
+    assert losses(done) == alone and len(alone) == 3
+    lines = re.findall(r"^rank (\d) \|([a-eA-E.]+)  kept at most (\d)$", done.stdout, re.MULTILINE)
+    assert [int(rank) for rank, _, _ in lines] == list(range(ranks))
+    assert [re.sub(r"(.)\1*", r"\1", line.replace(".", "")) for _, line, _ in lines] == orders
+    kept = {"one_at_a_time": [1] * ranks, "gpipe": [5] * ranks, "1f1b": [4, 3, 2, 1]}[schedule]
+    assert [int(most) for _, _, most in lines] == kept
+    waits = re.search(r"of which a rank waits (\S+)% in the mean;\n\(p - 1\) / \(m \+ p - 1\) = (.*)\n", done.stdout)
+    assert waits[2] == formula
+    assert float(waits[1]) >= float(formula[-5:-1]) - 0.1, "nobody waits less than the schedule makes them"
+    assert (tmp_path / "timeline.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize(("ranks", "schedule"), [(2, "gpipe"), (4, "1f1b")])
+def test_the_library_computes_the_same_pipeline(alone, ranks, schedule):
+    done = python(PIPELINE, "--micro_batches", 5, "--schedule", schedule, "--library", processes=ranks)
+    assert losses(done) == alone
+
+
+def test_stages_in_one_process_are_refused():
+    done = python(PIPELINE, "--library")
+    assert done.returncode == 2 and "start it by torchrun --nproc_per_node=4" in done.stderr
 
 
 def test_collectives_print_what_each_rank_holds():
