@@ -1,5 +1,6 @@
 """Draw the figures of the pages. Bytes held are those of scripts/estimate_memory.py, bytes sent those of
-scripts/estimate_time.py; profile.png is drawn from real traces.
+scripts/estimate_time.py; profile.png is drawn from real traces. The timelines of pipelines are no drawings of this
+script: exercises/pipeline.py saves them, by --picture.
 
 PYTHONPATH=scripts python docs/figures/draw.py
 PYTHONPATH=scripts python docs/figures/draw.py "title=profile/4711" ...      # take new traces into profile.json
@@ -11,9 +12,10 @@ import sys
 from pathlib import Path
 
 import matplotlib.pyplot as plt
-from matplotlib.patches import FancyBboxPatch
+from matplotlib.patches import FancyBboxPatch, Rectangle
 
 from at_scale import GPUS, METHODS, at_scale
+from dimensions import dimensions as dimension_numbers
 from estimate.model_shape import shape_for
 from estimate_memory import GIB, estimate, read_options
 from estimate_time import GB
@@ -390,29 +392,68 @@ def tensor_parallel() -> None:
     save(figure, "tensor-parallel")
 
 
-def pipeline() -> None:
-    """Four stages and four micro batches: when each rank computes, and the bubble in which it waits."""
-    stages = batches = 4
-    figure, axes = plt.subplots(figsize=(9, 2.2))
-    bar = {"height": 0.8, "edgecolor": "black", "linewidth": 0.4}
-    forward_ends = stages + batches - 1
-    for stage in range(stages):
-        axes.barh(-stage, 3 * forward_ends, color="white", hatch="///", label="waits: the bubble", **bar)
-        for batch in range(batches):
-            starts = stage + batch
-            axes.barh(-stage, 1, left=starts, color="#9dc3e6", label="forward", **bar)
-            axes.text(starts + 0.5, -stage, str(batch + 1), ha="center", va="center", fontsize=8)
-            starts = forward_ends + 2 * (stages - 1 - stage + batch)
-            axes.barh(-stage, 2, left=starts, color="#1f4e79", label="backward", **bar)
-            axes.text(starts + 1, -stage, str(batch + 1), ha="center", va="center", fontsize=8, color="white")
-    names = [f"rank {stage}: blocks {6 * stage + 1} to {6 * stage + 6}" for stage in range(stages)]
-    axes.set(yticks=[-stage for stage in range(stages)], yticklabels=names, xticks=[], xlim=(0, 3 * forward_ends))
-    axes.tick_params(length=0)
-    axes.set_xlabel("time (a drawing; numbers are micro batches)", fontsize=8, loc="left")
-    handles = dict(zip(*reversed(axes.get_legend_handles_labels()), strict=True))
-    figure.legend(handles.values(), handles, frameon=False, loc="lower right", ncols=3, fontsize=8)
-    figure.tight_layout()
-    save(figure, "pipeline")
+def dimensions() -> None:
+    """What two ranks have of the blocks and of the questions along each dimension, and what eight of them send."""
+    figure, panels = plt.subplots(2, 5, figsize=(10, 5), sharey="row", height_ratios=(2.3, 1), layout="constrained")
+    messages = {
+        "data": "gradients,\nonce in a step",
+        "shard": "parameters,\nbefore each block",
+        "tensor": "activations,\nsix times in a block",
+        "pipeline": "hidden states,\nbetween stages",
+        "context": "keys and values,\nin each attention",
+    }
+    found = dimension_numbers()
+    for (name, numbers), place, bars in zip(found.items(), panels[0], panels[1], strict=True):
+        place.set(xlim=(-0.1, 2.3), ylim=(-0.1, 5.2))
+        place.set_title(f"{name}\nsends {messages[name]}", fontsize=9)
+        place.axis("off")
+        for rank in range(2):
+            left = 1.2 * rank
+            place.text(left + 0.5, 4.95, f"rank {rank}", ha="center", va="center", fontsize=8)
+            for block in range(4):
+                parts_of(place, (left, 1.9 + 0.7 * block, 0.55), rank, *OWN_OF_BLOCK[name](rank, block))
+            for question in range(4):
+                parts_of(place, (left, 0.1 + 0.4 * question, 0.28), rank, *OWN_OF_QUESTION[name](rank, question))
+        bars.bar(0, numbers.sent / GB, 0.5, color="#c55a11", edgecolor="black", linewidth=0.4)
+        bars.text(0, numbers.sent / GB + 3, f"{numbers.sent / GB:.1f}", ha="center", va="bottom", fontsize=9)
+        bars.set(ylim=(0, 130), xlim=(-1, 1), xticks=[])
+    panels[0][0].text(-0.2, 3.3, "4 blocks", rotation=90, va="center", ha="right", fontsize=8)
+    panels[0][0].text(-0.2, 0.85, "4 questions", rotation=90, va="center", ha="right", fontsize=8)
+    panels[1][0].set_ylabel("GB that each of\n8 ranks sends in a step", fontsize=8)
+    save(figure, "dimensions")
+
+
+# Begin and end of what a rank has of a block or a question, and whether it has the rest while it computes
+WHOLE, NOTHING, HALVES = ((0, 1), False), ((0, 0), False), (((0, 0.5), False), ((0.5, 1), False))
+OWN_OF_BLOCK = {
+    "data": lambda rank, block: WHOLE,
+    "shard": lambda rank, block: (HALVES[rank][0], True),
+    "tensor": lambda rank, block: HALVES[rank],
+    "pipeline": lambda rank, block: WHOLE if block // 2 == rank else NOTHING,
+    "context": lambda rank, block: WHOLE,
+}
+OWN_OF_QUESTION = {
+    "data": lambda rank, question: WHOLE if question // 2 != rank else NOTHING,
+    "shard": lambda rank, question: WHOLE if question // 2 != rank else NOTHING,
+    "tensor": lambda rank, question: WHOLE,
+    "pipeline": lambda rank, question: WHOLE,
+    "context": lambda rank, question: HALVES[rank],
+}
+
+
+def parts_of(axes, where: tuple[float, float, float], rank: int, own: tuple[float, float], gathers: bool) -> None:
+    x, y, height = where
+    axes.add_patch(Rectangle((x, y), 1, height, **EMPTY))
+    if gathers:
+        axes.add_patch(
+            Rectangle((x, y), 1, height, facecolor="white", edgecolor="#1f4e79", hatch="....", linewidth=0.6)
+        )
+    begin, end = own
+    colour = ("#9dc3e6", "#1f4e79")[rank]
+    if end > begin:
+        axes.add_patch(
+            Rectangle((x + begin, y), end - begin, height, facecolor=colour, edgecolor="black", linewidth=0.6)
+        )
 
 
 def comparison() -> None:
@@ -606,6 +647,6 @@ if __name__ == "__main__":
     if sys.argv[1:]:
         take_traces(sys.argv[1:])
     for draw in (environment, baseline, efficiency, memory, collectives, by_hand, ddp, batch_size, deepspeed_config,
-                 zero, offload, multi_gpu, multi_node, fsdp, custom_model, tensor_parallel, pipeline, comparison, scale,
-                 profile, hang_clinic):  # fmt: skip
+                 zero, offload, multi_gpu, multi_node, fsdp, custom_model, tensor_parallel, dimensions, comparison,
+                 scale, profile, hang_clinic):  # fmt: skip
         draw()

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from config import KNOBS
-from estimate_memory import read_options
+from estimate_memory import GIB, read_options
 from helpers import EXPERIMENT_SCRIPTS, PAGES, REPOSITORY, bash_blocks, directives_of, program
 from parallel.fsdp_config import check_fsdp_file
 from shared.options import parse_command_line
@@ -251,8 +251,10 @@ def test_a_link_to_a_section_has_its_number(path):
         assert numbers.get(Path(target).name, number) == number, f"{path.name}: [{number}]({target})"
 
 
-def test_each_section_leads_to_the_next():
-    pages = ["introduction.md", *(path.name for path in SECTIONS)]
+def test_each_page_of_the_map_leads_to_the_next():
+    the_map = (REPOSITORY / "README.md").read_text().split("## The workshop")[1].split("For reference:")[0]
+    pages = re.findall(r"^\|[\d ]+\| \[[^]]*\]\(docs/([\w-]+\.md)\)", the_map, re.MULTILINE)
+    assert {path.name for path in SECTIONS} < set(pages)
     for name, following in itertools.pairwise(pages):
         assert re.search(rf"^Next: \[.*\]\({following}\)$", page(name), re.MULTILINE), name
 
@@ -270,7 +272,7 @@ def test_the_bill_is_that_of_the_scripts():
         "13": [r"fsdp-.*"],
         "15": [r"custom-model/.*"],
         "16": [r"tensor-parallel/.*"],
-        "17": [r"methods-comparison/.*"],
+        "18": [r"methods-comparison/.*"],
     }
     bill = page("instructor/README.md").partition("## The bill")[2]
     rows = re.findall(r"^\| (\w+).* \| (\d+) \| (\d+) \| (\d+) \|$", bill, re.MULTILINE)
@@ -314,3 +316,26 @@ def test_numbers_about_communication_are_those_that_were_counted():
 
 def test_numbers_at_scale_are_those_of_the_formulas():
     assert program("docs/figures/at_scale.py").page_table() in page("comparison.md")
+
+
+def test_numbers_along_the_dimensions_are_those_of_the_formulas():
+    numbers = program("docs/figures/dimensions.py")
+    the_map, pipeline = page("dimensions.md"), page("pipeline.md")
+    assert numbers.table_of_dimensions() in the_map
+    assert f"below {numbers.break_even():,.0f} tokens in a micro batch" in the_map
+    found = numbers.dimensions()
+    assert f"{found['data'].held / GIB:.1f} GiB become {found['shard'].held / GIB:.1f}" in the_map
+    assert f"{found['shard'].sent / 1e9:.2f} GB against {found['pipeline'].sent / 1e9:.2f}" in the_map
+    assert numbers.table_of_messages() in pipeline
+    assert numbers.table_of_lengths() in pipeline
+    one = numbers.activations_of_a_stage() / GIB
+    assert (
+        f"{32 * one:.1f} GiB on every rank against\n{8 * one:.1f} GiB on the first and {one:.1f} GiB on the last"
+        in pipeline
+    )
+    shape = numbers.shape_for(numbers.options())
+    assert f"a {round(numbers.shard_sends(shape) / numbers.pipeline_sends(shape), -2):,.0f}th" in pipeline.replace(
+        "[", ""
+    )
+    head = 250_880 * shape.hidden
+    assert f"as much as {head / shape.block_sizes[0]:.1f} blocks of bloom-7b1" in pipeline
