@@ -4,7 +4,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 
 demo: .venv/installed
-	PATH="$(CURDIR)/$(BIN):$$PATH" bash scripts/demo.sh
+	$(BIN)/python scripts/demo.py
 
 # The environment that is active (a cluster's conda), else .venv; more flags:  make preflight FLAGS=--submit
 ACTIVE := $(VIRTUAL_ENV)$(filter-out base,$(CONDA_DEFAULT_ENV))

@@ -16,10 +16,14 @@ from shared.paths import REPOSITORY
 
 
 class Predicted(NamedTuple):
-    """MiB of the fullest GPU, None for a training on the CPU, and of the first node's memory."""
+    """MiB of the fullest GPU, None for a training on the CPU, and of the first node's memory; of these on the rank that
+    holds most: parameters, gradients and optimizer state."""
 
     gpu_mib: float | None
     node_mib: float
+    parameters: float
+    gradients: float
+    optimizer_state: float
 
 
 def predicted_memory(record: dict) -> Predicted | None:
@@ -37,12 +41,16 @@ def predicted_memory(record: dict) -> Predicted | None:
         held = held_by_rank(shape_of(json.dumps(configs["model"]), options), options, python_of_the_estimate())
     except WorkshopError:
         return None
+    state = [
+        sum(part.gpu + part.cpu for part in held if part.what == what) / MIB
+        for what in ("parameters", "gradients", "optimizer state")
+    ]
     ranks_per_node = options.values["gpus"] // options.values["nodes"]
     if record["hardware"]["gpus"] == 0 or options.values["use_cpu"]:
         _, on_node = totals(without_gpu(held), ranks_per_node)
-        return Predicted(None, on_node / MIB)
+        return Predicted(None, on_node / MIB, *state)
     on_gpu, on_node = totals(held, ranks_per_node)
-    return Predicted(on_gpu / MIB, on_node / MIB)
+    return Predicted(on_gpu / MIB, on_node / MIB, *state)
 
 
 @cache

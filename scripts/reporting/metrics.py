@@ -15,6 +15,7 @@ from reporting.runs import Missing, Run
 from shared.run_record import Profile
 
 MIB_PER_GIB = 1024
+BYTES_PER_MIB = 2**20
 MOST_EPOCHS = 20  # that a table can show one by one
 
 Value = Any  # a number, a text, or a Missing
@@ -104,6 +105,18 @@ def counted_by_pytorch(kind: str) -> Read:
     return read
 
 
+def held(part: str) -> Read:
+    """MiB of the rank that holds most of it: `parameters`, `gradients` or `optimizer_state`."""
+
+    def read(run: Run) -> Value:
+        if not run.record.held:
+            return run.missing("held")
+        found = [getattr(of_rank, part) for of_rank in run.record.held]
+        return run.missing(f"held.{part}") if None in found else max(found) / BYTES_PER_MIB
+
+    return read
+
+
 @cache
 def predicted(record: str) -> Any:
     """The prediction for what a record says of its settings, as JSON: made once for all runs that share them."""
@@ -113,7 +126,7 @@ def predicted(record: str) -> Any:
 
 
 def estimated(which: str) -> Read:
-    """`gpu_mib` or `node_mib`, as estimate_memory.py predicts it for the settings of the run."""
+    """A number of Predicted, as estimate_memory.py predicts it for the settings of the run."""
 
     def read(run: Run) -> Value:
         if not run.record.configs:
@@ -188,6 +201,12 @@ METRICS = {
     "difference_cpu": Metric(
         "CPU memory: measured minus estimated (%)", difference(logged("cpu", "peak"), estimated("node_mib"))
     ),
+    "held_parameters": Metric("Parameters (MiB)", held("parameters")),
+    "held_gradients": Metric("Gradients (MiB)", held("gradients")),
+    "held_optimizer_state": Metric("Optimizer state (MiB)", held("optimizer_state")),
+    "estimated_parameters": Metric("Parameters, estimated (MiB)", estimated("parameters")),
+    "estimated_gradients": Metric("Gradients, estimated (MiB)", estimated("gradients")),
+    "estimated_optimizer_state": Metric("Optimizer state, estimated (MiB)", estimated("optimizer_state")),
     "profiled_step": Metric("Step (ms)", profiled(lambda rank: 1000 * rank.seconds_per_step)),
     "profiled_data": Metric("Data (%)", part_of_step("data")),
     "profiled_forward": Metric("Forward (%)", part_of_step("forward")),
@@ -198,7 +217,7 @@ METRICS = {
     "profiled_hidden": Metric("Hidden communication (%)", part_of_step("hidden_communication")),
 }
 # They take seconds, so that only the runs of a table that shows them have them
-PREDICTED = {"estimated_gpu", "difference_gpu", "estimated_cpu", "difference_cpu"}
+PREDICTED = {name for name in METRICS if name.startswith(("estimated_", "difference_"))}
 
 
 def metrics_of(runs: list[Run]) -> pd.DataFrame:

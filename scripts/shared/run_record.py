@@ -131,6 +131,14 @@ class PeakGpu(Part):
     reserved_mib: float
 
 
+class Held(Part):
+    """Bytes that a rank held of the model, in the middle of the training's second step."""
+
+    parameters: int
+    gradients: int | None = None  # while they are accumulated
+    optimizer_state: int  # with fp32 masters
+
+
 class Record(Part):
     """The whole file. A run that failed has few of the fields."""
 
@@ -177,7 +185,8 @@ class Record(Part):
     # avg_gpu_util_%, std_gpu_util_%, avg_mem_alloc_MB, avg_mem_reserved_MB, avg_mem_total_MB; on the CPU
     # avg_cpu_util_%, std_cpu_util_%, avg_process_mem_MB
     callbacks: dict[str, float | None] = {}
-    profile: list[Profile] | None = None  # per rank, as the three peaks
+    profile: list[Profile] | None = None  # per rank, as the next four
+    held: list[Held] | None = None
     peak_gpu_memory: list[PeakGpu] | None = None
     # Page-locked CPU memory, as PyTorch counted it: active_mib (blocks in use), allocated_mib (with those kept)
     peak_pinned_memory: list[dict[str, float]] | None = None

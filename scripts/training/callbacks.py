@@ -16,6 +16,7 @@ from parallel.ranks import gather_lists, print_once
 from shared.errors import WorkshopError
 from training.audit import AuditCallback
 from training.checkpoints import CheckpointCallback
+from training.held import HeldCallback
 from training.profiling import ProfileCallback
 from training.speed import TrainSpeedCallback
 from training.stopping import StopCallback
@@ -33,11 +34,13 @@ def add_callbacks(trainer, options, record, stop, identity, checkpoint, flops, p
         print_once("--tensor_parallel writes no checkpoints: a stop ends this run at once, and it is lost")
         stopping = []
     utilisation = UtilisationCallback()
+    held = HeldCallback(trainer)
     callbacks = [
         speed,  # its clock stops before the others work
         utilisation,
+        held,
         AuditCallback(trainer, options, record),  # ends a run that is not what was asked for
-        RecordCallback(trainer, record, speed, utilisation),  # at the end: losses, rates, peaks of memory
+        RecordCallback(trainer, record, speed, utilisation, held),  # at the end: losses, rates, peaks of memory
         CheckpointCallback(trainer, identity, speed, checkpoint),  # marks what was saved as complete
         *stopping,  # and only then the run may end
         FiniteLossCallback(trainer),  # ends a run whose loss is no number, at the end of a step, before it is saved
@@ -122,11 +125,19 @@ class LogLinesCallback(TrainerCallback):
 class RecordCallback(TrainerCallback):
     """Keeps the run record up to date, so that a killed run loses nothing that was measured."""
 
-    def __init__(self, trainer: Any, record: Any, speed: TrainSpeedCallback, utilisation: UtilisationCallback):
+    def __init__(
+        self,
+        trainer: Any,
+        record: Any,
+        speed: TrainSpeedCallback,
+        utilisation: UtilisationCallback,
+        held: HeldCallback,
+    ):
         self.trainer = trainer
         self.record = record
         self.speed = speed
         self.utilisation = utilisation
+        self.held = held
 
     def on_step_end(self, args, state, control, **kwargs):
         # What was not logged by the end counts in the Trainer's train_loss as rank 0 has it, not as the mean of all
@@ -146,7 +157,7 @@ class RecordCallback(TrainerCallback):
 
     def on_train_end(self, args, state, control, **kwargs):
         metrics = state.log_history[-1]  # train_loss, train_runtime ...
-        self.record.training(self.trainer, metrics, self.speed, self.utilisation)
+        self.record.training(self.trainer, metrics, self.speed, self.utilisation, self.held)
 
 
 class WatchdogCallback(TrainerCallback):

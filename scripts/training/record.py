@@ -151,9 +151,10 @@ class RunRecord:
                 self.path, f"cannot be written ({error.strerror})", "free disk space or quota", ENVIRONMENT
             ) from error
 
-    def training(self, trainer, metrics: dict, speed, utilisation) -> None:
+    def training(self, trainer, metrics: dict, speed, utilisation, held) -> None:
         """Note what the Trainer reports at the end of a training, and what the callbacks measured. Collective."""
         self.measure_memory()
+        self.note_held(held.bytes)
         measured = speed.measured()
         losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
         self.update(
@@ -202,6 +203,16 @@ class RunRecord:
             self.update(peak_pinned_memory=[of_blocks for _, of_blocks in ranks])
         else:
             self.missing("peak_pinned_memory", "this PyTorch does not count it" if gpu else "no GPU")
+
+    def note_held(self, own: dict[str, int | None] | None) -> None:
+        """own: bytes of this rank's parameters, gradients and optimizer state (training/held.py). Collective."""
+        of_ranks = [of_rank for (of_rank,) in gather_lists([own])]
+        if None in of_ranks:
+            self.missing("held", "the training had no second step")
+            return
+        self.update(held=of_ranks)
+        if of_ranks[0]["gradients"] is None:
+            self.content["missing"]["held.gradients"] = "DeepSpeed drops them in the step, without accumulation"
 
     def measure_process_memory(self) -> None:
         """Note the peak of each process so far. Collective."""

@@ -9,7 +9,6 @@ import pytest
 from helpers import REPOSITORY
 
 CONFIGS = sorted(path.stem for path in (REPOSITORY / "ds_configs").glob("*.json"))
-MEASURE = str(Path(__file__).with_name("measure_memory.py"))
 FP16_ON_CPU = str(Path(__file__).with_name("fp16_on_cpu.py"))
 XQUAD = REPOSITORY.parent / "shared" / "data" / "xquad.en.json"
 
@@ -42,18 +41,18 @@ def fsdp(config: str, ranks: int = 2, **how: object) -> Run:
     return Run(ranks, ("--fsdp", "--fsdp_config", f"fsdp_configs/{config}.json"), **how)
 
 
-# Every way to spread the same training: all must end with the same losses. What the ranks hold meanwhile is noted
+# Every way to spread the same training: all must end with the same losses
 FSDP = {
-    "full_shard": fsdp("full_shard", script=MEASURE),
-    "shard_grad_op": fsdp("shard_grad_op", script=MEASURE),
-    "hybrid_shard": fsdp("hybrid_shard", script=MEASURE),
-    "hybrid_shard_2x2": fsdp("hybrid_shard_2x2", 4, script=MEASURE),
+    "full_shard": fsdp("full_shard"),
+    "shard_grad_op": fsdp("shard_grad_op"),
+    "hybrid_shard": fsdp("hybrid_shard"),
+    "hybrid_shard_2x2": fsdp("hybrid_shard_2x2", 4),
     "full_shard_activation_checkpointing": fsdp("full_shard_activation_checkpointing"),
 }
 STRATEGIES = {
-    "plain": Run(script=MEASURE),
-    "ddp": Run(2, script=MEASURE),
-    **{config: deepspeed(config, script=MEASURE) for config in CONFIGS},
+    "plain": Run(),
+    "ddp": Run(2),
+    **{config: deepspeed(config) for config in CONFIGS},
     **FSDP,
 }
 # Two of them as the commands of the pages, word for word: their processes are not forked from the tests' server
@@ -61,7 +60,7 @@ PYTHON, TORCHRUN = "zero1_python", "zero2_cpu_offload_pinned_memory"
 STRATEGIES[PYTHON] = deepspeed("zero1", 0, launcher="python")
 STRATEGIES[TORCHRUN] = deepspeed(TORCHRUN, launcher="torchrun")
 SDPA = {
-    f"sdpa_{name}": replace(STRATEGIES[name], variables={"ATTENTION": "sdpa"}, script="scripts/train.py")
+    f"sdpa_{name}": replace(STRATEGIES[name], variables={"ATTENTION": "sdpa"})
     for name in ("ddp", "zero0", "zero1", "zero2", "zero3", *FSDP)
     if name != "hybrid_shard_2x2"
 }
@@ -97,14 +96,14 @@ ONE_GROUP = GPT | {"BATCH_SIZE": 4, "SAVE_STRATEGY": "no"}
 SMALL_GROUPS = {"BATCH_SIZE": 2, "SAVE_STRATEGY": "no"}
 TWO_GROUPS = GPT | SMALL_GROUPS
 TENSOR_PARALLEL = {
-    "tp2": Run(2, ("--tensor_parallel", "2"), ONE_GROUP, MEASURE),
-    "tp4": Run(4, ("--tensor_parallel", "4"), ONE_GROUP, MEASURE),
-    "tp2_fsdp2": Run(4, ("--tensor_parallel", "2", "--fsdp"), TWO_GROUPS, MEASURE),
+    "tp2": Run(2, ("--tensor_parallel", "2"), ONE_GROUP),
+    "tp4": Run(4, ("--tensor_parallel", "4"), ONE_GROUP),
+    "tp2_fsdp2": Run(4, ("--tensor_parallel", "2", "--fsdp"), TWO_GROUPS),
 }
 QWEN = {"MODEL_NAME": "./my-qwen", "FROM_SCRATCH": "True", "TOKENIZER_NAME": "tiny-bloom"}
 QWENS = {
     "qwen_plain": Run(variables=QWEN),
-    "qwen_tp2_fsdp2": replace(TENSOR_PARALLEL["tp2_fsdp2"], variables=QWEN | SMALL_GROUPS, script="scripts/train.py"),
+    "qwen_tp2_fsdp2": replace(TENSOR_PARALLEL["tp2_fsdp2"], variables=QWEN | SMALL_GROUPS),
 }
 # fp16 is the default on GPUs; `make test-faults` has the others
 FP16 = {f"fp16_{name}": replace(STRATEGIES[name], script=FP16_ON_CPU) for name in ("plain", "zero2", "full_shard")}
@@ -123,15 +122,15 @@ FP16_GPT = {
 BF16 = {"FP16": "", "BF16": "True"}
 IN_BF16 = {
     "bf16_ddp": Run(2, variables=BF16, launcher="torch.distributed.run"),
-    "bf16_zero2": deepspeed("zero2", script=MEASURE, variables=BF16),
-    "bf16_full_shard": fsdp("full_shard", script=MEASURE, variables=BF16),
+    "bf16_zero2": deepspeed("zero2", variables=BF16),
+    "bf16_full_shard": fsdp("full_shard", variables=BF16),
 }
 # A BLOOM of 12 million parameters: ZeRO-3 cuts its matrices, while those of tiny-bloom are so small that it keeps them
 SHORT = {"TRAIN_SIZE": 16, "BATCH_SIZE": 1, "GRAD_ACC": 2, "EVAL_SIZE": 2, "MAX_LENGTH": 128, "PADDING": "longest"}
 SHORT |= {"NUM_EPOCHS": 1, "SAVE_STRATEGY": "no"}
 LARGER = SHORT | {"MODEL_NAME": "./bloom-12m", "FROM_SCRATCH": "True", "TOKENIZER_NAME": "tiny-bloom"}
 ZERO3 = ("--deepspeed", "ds_configs/zero3.json", "--max_steps", "2")
-LARGE = {"12m_zero3": Run(2, ZERO3, LARGER, MEASURE)}
+LARGE = {"12m_zero3": Run(2, ZERO3, LARGER)}
 TRACKED = {"REPORT_TO": "wandb", "EXPERIMENT_NAME": "tracked", "SAVE_STRATEGY": "no", "EVAL_SIZE": 8}
 OTHERS = {"tracked": Run(2, ("--samples_per_gpu", "20"), TRACKED)}
 if XQUAD.exists():
@@ -139,7 +138,8 @@ if XQUAD.exists():
     OTHERS["xquad"] = Run(variables=REAL | {"MAX_LENGTH": 512, "EM_F1": "True"})
 RUNS = STRATEGIES | SDPA | CHUNKED | COMPILED | LABELS | OTHER_BATCHES | CUSTOM | TENSOR_PARALLEL | QWENS
 RUNS |= FP16 | MORE_FP16 | FP16_GPT | IN_BF16 | LARGE | OTHERS
-MEASURED = [name for name, run in RUNS.items() if run.script == MEASURE]
+# Whose record says what the ranks hold of the model: all that accumulate gradients in fp32 or bf16
+HELD = [*STRATEGIES, *CHUNKED, *TENSOR_PARALLEL, "bf16_zero2", "bf16_full_shard", *LARGE]
 
 
 def uses(*names: str):

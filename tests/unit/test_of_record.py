@@ -46,7 +46,7 @@ def options_and_record(*flags: str):
 def test_a_record_predicts_what_the_command_line_does(flags):
     options, record = options_and_record(*flags)
     on_gpu, on_node = totals(estimate(options), 2)
-    assert predicted_memory(record) == (on_gpu / MIB, on_node / MIB)
+    assert predicted_memory(record)[:2] == (on_gpu / MIB, on_node / MIB)
 
 
 def test_a_model_that_also_sees_is_kept_with_its_language_part(tmp_path):
@@ -62,7 +62,7 @@ def test_a_model_that_also_sees_is_kept_with_its_language_part(tmp_path):
 def test_on_the_cpu_the_node_holds_everything():
     options, record = options_and_record("--model_name", "tiny-bloom")
     _, on_node = totals(without_gpu(estimate(options)), 2)
-    assert predicted_memory(record | {"hardware": {"gpus": 0}}) == (None, on_node / MIB)
+    assert predicted_memory(record | {"hardware": {"gpus": 0}})[:2] == (None, on_node / MIB)
 
 
 @pytest.mark.parametrize("change", [{"configs": None}, {"settings": {"optim": "adafactor"}}])

@@ -33,7 +33,7 @@ METRICS = dict.fromkeys(("train_loss", "train_runtime", "train_samples_per_secon
 STEADY = {"warm_up_seconds": 3.5, "steady_steps": 4, "steady_steps_per_second": 1.0, "steady_samples_per_second": 2.0}
 
 
-def trained(steady: dict, means: dict, reason: str = "", log: tuple = ()) -> RunRecord:
+def trained(steady: dict, means: dict, held: dict | None, reason: str = "", log: tuple = ()) -> RunRecord:
     """The record of a run whose callbacks measured these values."""
     run = RunRecord("7")
     run.start(0)
@@ -43,16 +43,19 @@ def trained(steady: dict, means: dict, reason: str = "", log: tuple = ()) -> Run
     trainer.steps_per_epoch = 2
     measured = TrainSpeedCallback(trainer, None, 1e12).measured() | steady
     speed = SimpleNamespace(measured=lambda: measured)
-    run.training(trainer, METRICS, speed, SimpleNamespace(means=lambda: means, reason=reason))
+    utilisation = SimpleNamespace(means=lambda: means, reason=reason)
+    run.training(trainer, METRICS, speed, utilisation, SimpleNamespace(bytes=held))
     return run
 
 
 def test_what_a_run_writes_is_described():
-    run = trained(STEADY, {"avg_cpu_util_%": 90.0}, log=({"loss": 3.0}, {"eval_loss": 1.0}, {"loss": 2.0}))
+    held = {"parameters": 8, "gradients": None, "optimizer_state": 16}  # by DeepSpeed, without accumulation
+    run = trained(STEADY, {"avg_cpu_util_%": 90.0}, held, log=({"loss": 3.0}, {"eval_loss": 1.0}, {"loss": 2.0}))
     record = read_record(run.path)
-    for part in (record, record.train, record.hardware, record.git):
+    for part in (record, record.train, record.hardware, record.git, *record.held):
         assert not part.model_extra, "fields that run_record.py does not describe"
     assert record.train.loss_last == 2
+    assert record.missing["held.gradients"] == "DeepSpeed drops them in the step, without accumulation"
 
 
 def test_fields_that_are_not_described_survive_a_rewriting():
@@ -108,7 +111,7 @@ def test_record_says_where_and_with_what_the_run_was_made():
 def test_value_that_could_not_be_measured_is_empty_with_a_reason():
     rates = ("warm_up_seconds", "steady_steps_per_second", "steady_samples_per_second")
     none = dict.fromkeys(rates) | {"steady_steps": 0}
-    run = trained(none, {"avg_gpu_util_%": None}, "no nvidia-ml-py")
+    run = trained(none, {"avg_gpu_util_%": None}, None, "no nvidia-ml-py")
     content = json.loads(run.path.read_text())
     assert content["peak_gpu_memory"] is None
     assert content["train"]["loss_last"] is None
@@ -116,6 +119,7 @@ def test_value_that_could_not_be_measured_is_empty_with_a_reason():
     assert content["missing"] == {
         "peak_gpu_memory": "no GPU",
         "peak_pinned_memory": "no GPU",
+        "held": "the training had no second step",
         "train.warm_up_seconds": "too few steps for a warm-up",
         "train.steady_samples_per_second": "too few steps after the warm-up",
         "train.steady_tokens_per_second": "too few steps after the warm-up",

@@ -1,0 +1,112 @@
+"""One small training by four methods on this machine: equal losses, and what each rank holds of the model.
+
+    python scripts/demo.py      # or make demo, which installs what it needs first
+
+These are the experiments below experiments/demo, as participants run them, with SITE=laptop. Two minutes on two cores.
+"""
+
+import argparse
+import os
+import subprocess
+import textwrap
+import time
+from pathlib import Path
+
+from report import DEFINITIONS, write_report
+from reporting.metrics import METRICS, metrics_of
+from reporting.render import grid, lines_of
+from reporting.runs import Run, read_run
+from reporting.tables import build_table, load_definitions
+from shared.errors import run_program
+from shared.paths import REPOSITORY
+
+METHODS = {
+    "plain": "one process, which holds everything",
+    "ddp": "DDP: two ranks, each with a copy of the model and half of the questions",
+    "zero3": "DeepSpeed ZeRO-3: two ranks, each holds half of the model, and gathers the rest when it computes",
+    "fsdp": "FSDP: the same idea in PyTorch alone",
+}
+NAMES = {"ddp": "DDP", "zero3": "ZeRO-3", "fsdp": "FSDP"}
+PARTS = ("parameters", "gradients", "optimizer state")
+EQUAL = 1e-4  # of the loss: sums in another order differ behind that
+SHOWN = ("step ", "error:", "missing: psrecord")  # of a run's output; its log has all of it
+NEXT = """
+Next: read docs/introduction.md, or train BLOOM on a GPU: cd experiments/baseline && sbatch baseline.slurm
+(here, with the small model: SITE=laptop bash baseline.slurm)"""
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.parse_args()
+    job_id = f"demo-{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"
+    runs = {}
+    for number, (method, what) in enumerate(METHODS.items(), start=1):
+        print(f"\n{number} of {len(METHODS)}: {what}", flush=True)
+        folder = REPOSITORY / "experiments" / "demo" / method
+        code = train(folder, job_id)
+        if code == 0:
+            runs[method] = read_run(folder / "results" / f"{job_id}.json")
+        else:
+            log = os.path.relpath(folder / "log" / f"demo_{method}_{job_id}.out")
+            print(f"  failed with exit code {code}: read {log}")
+    if runs:
+        print(f"\n{table(runs)}\n\n{what_was_seen(runs)}\n{NEXT}\nWith curves, in a browser: {write_page(job_id)}")
+    raise SystemExit(len(runs) < len(METHODS))
+
+
+def train(folder: Path, job_id: str) -> int:
+    """Run an experiment's script, and show its progress. Returns its exit code."""
+    job = subprocess.Popen(
+        ["bash", "demo.slurm"],
+        cwd=folder,
+        env=os.environ | {"SITE": "laptop", "JOB_ID": job_id},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+    for line in job.stdout or ():
+        if line.startswith(SHOWN):
+            print(f"  {line}", end="", flush=True)
+    return job.wait()
+
+
+def table(runs: dict[str, Run]) -> str:
+    """The runs side by side, as in the report."""
+    definition = next(table for table in load_definitions(DEFINITIONS) if table["id"] == "demo")
+    by_experiment = {f"demo/{method}": [run] for method, run in runs.items()}
+    found = build_table(definition, by_experiment, metrics_of(list(runs.values())))
+    heads, rows = lines_of(found)
+    labels = [row.label for row in found.rows]
+    return f"{grid([heads[0], *labels], [row[:-1] for row in rows])}\n\n{textwrap.fill(found.note, 100)}"
+
+
+def what_was_seen(runs: dict[str, Run]) -> str:
+    """In words, of what was measured."""
+    losses = [run.record.train.loss_mean for run in runs.values()]
+    if max(losses) - min(losses) <= EQUAL * min(losses):
+        loss = f"All train losses are {losses[0]:.4f}: how a training is divided does not change what it computes."
+    else:
+        loss = f"The train losses go from {min(losses):.4f} to {max(losses):.4f}. They should be equal."
+    lines = [loss]
+    plain = runs.get("plain")
+    for method, run in runs.items():
+        if plain and run is not plain:
+            shares = ", ".join(f"{share_of(part, run, plain):.0%} of the {part}" for part in PARTS)
+            lines.append(f"Of what the one process holds, a rank of {NAMES[method]} holds {shares}.")
+    return "\n".join(lines)
+
+
+def share_of(part: str, run: Run, whole: Run) -> float:
+    read = METRICS[f"held_{part.replace(' ', '_')}"].read
+    return read(run) / read(whole)
+
+
+def write_page(job_id: str) -> str:
+    """The report of these runs, with curves. Returns its path."""
+    folder = REPOSITORY / "build" / job_id
+    write_report([REPOSITORY / "experiments" / "demo"], folder, all_runs=False)
+    return os.path.relpath(folder / "index.html")
+
+
+if __name__ == "__main__":
+    run_program(main)

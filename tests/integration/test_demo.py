@@ -1,0 +1,69 @@
+"""`make demo`: four experiments as participants run them, and what the last lines say of them."""
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+
+import pytest
+
+from helpers import REPOSITORY, RUN_TIMEOUT, environment
+
+SHORT = {"TRAIN_SIZE": "96", "NUM_EPOCHS": "1", "EVAL_SIZE": "8"}  # 6 steps: the first three warm up
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory):
+    """A repository of its own, whose results are nobody else's."""
+    root = tmp_path_factory.mktemp("demo")
+    ignored = shutil.ignore_patterns("results", "output", "?pu_memory", "*.out", "site", "__pycache__")
+    for name in ("experiments", "scripts"):
+        shutil.copytree(REPOSITORY / name, root / name, ignore=ignored)
+    for name in ("data", "ds_configs", "fsdp_configs"):
+        (root / name).symlink_to(REPOSITORY / name)
+    (root / ".venv").symlink_to(sys.prefix)
+    return root
+
+
+def demo(place, **variables: str):
+    command = [sys.executable, "scripts/demo.py"]
+    given = environment(SHORT | {"HF_HOME": str(place / "hf")} | variables)
+    return subprocess.run(command, cwd=place, env=given, capture_output=True, text=True, timeout=RUN_TIMEOUT)
+
+
+def test_four_methods_end_with_equal_losses_and_the_table_says_what_each_rank_held(place):
+    done = demo(place)
+    assert (done.returncode, done.stderr) == (0, ""), done
+    records = [json.loads(path.read_text()) for path in place.glob("experiments/demo/*/results/demo-*.json")]
+    assert len(records) == 4
+    losses = [record["train"]["loss_mean"] for record in records]
+    assert losses == pytest.approx([losses[0]] * 4, rel=1e-4)
+    assert f"All train losses are {losses[0]:.4f}" in done.stdout
+    rows = {
+        name.strip(): [cell.strip() for cell in cells]
+        for name, *cells in (line.strip("|").split("|") for line in done.stdout.splitlines() if line.startswith("| "))
+    }
+    whole = 4 * records[0]["parameters"] / 2**20
+    held = {
+        "Parameters": (1, 1, 1 / 2, 1 / 2),
+        "Gradients": (1, 1, 1 / 2, 1),
+        "Optimizer state": (2, 2, 3 / 2, 1),
+    }
+    for part, shares in held.items():
+        for row in (f"{part} (MiB)", f"{part}, estimated (MiB)"):
+            assert list(map(float, rows[row])) == pytest.approx([whole * share for share in shares], rel=0.01), row
+    assert all(cell for cells in rows.values() for cell in cells), "no cell is empty"
+    assert "a rank of FSDP holds 50% of the parameters, 100% of the gradients, 50% of the optimizer state" in done.stdout
+    page = place / re.search(r"^With curves, in a browser: (build/demo-\S+/index\.html)$", done.stdout, re.MULTILINE)[1]
+    assert "ZeRO-3, 2 ranks" in page.read_text()
+
+
+def test_without_psrecord_and_with_a_method_that_fails_the_demo_goes_on(place):
+    """It says both. As where two ranks cannot meet: here the port of each pair is somebody else's."""
+    (place / "experiments/demo/ddp/demo.slurm").write_text("#SBATCH --nodes=1\nexit 7\n")
+    tools = place / "bin"
+    tools.mkdir()
+    for folder in os.environ["PATH"].split(os.pathsep):
+        ...
