@@ -73,7 +73,7 @@ def train(folder: Path, job_id: str) -> int:
 def table(runs: dict[str, Run]) -> str:
     """The runs side by side, as in the report."""
     definition = next(table for table in load_definitions(DEFINITIONS) if table["id"] == "demo")
-    by_experiment = {f"demo/{method}": [run] for method, run in runs.items()}
+    by_experiment = {f"demo/{method}": [runs[method]] if method in runs else [] for method in METHODS}
     found = build_table(definition, by_experiment, metrics_of(list(runs.values())))
     heads, rows = lines_of(found)
     labels = [row.label for row in found.rows]

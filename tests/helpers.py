@@ -20,7 +20,14 @@ import psutil
 REPOSITORY = Path(__file__).resolve().parent.parent
 EXPERIMENTS = REPOSITORY / "experiments"
 EXPERIMENT_SCRIPTS = sorted(EXPERIMENTS.rglob("*.slurm"))
-PAGES = sorted([*REPOSITORY.glob("*.md"), *REPOSITORY.glob("docs/**/*.md"), *REPOSITORY.glob("data/*.md")])
+PAGES = sorted(
+    [
+        *REPOSITORY.glob("*.md"),
+        *REPOSITORY.glob("docs/**/*.md"),
+        *REPOSITORY.glob("data/*.md"),
+        EXPERIMENTS / "README.md",
+    ]
+)
 RUN_TIMEOUT = 1500  # seconds, on a machine that is slow and busy. pytest itself ends a test after 1800
 # A run that takes seconds. Two epochs of 8 steps; the questions have 127 to 194 tokens, so that padding matters.
 TINY = {

@@ -10,7 +10,7 @@ copyright = "the authors, CC BY 4.0"
 extensions = ["myst_parser"]
 root_doc = "README"
 include_patterns = ["README.md", "CONTRIBUTING.md", "SECURITY.md", "CHANGELOG.md", "data/README.md"]
-include_patterns += ["docs/*.md", "docs/instructor/*.md"]
+include_patterns += ["docs/*.md", "docs/instructor/*.md", "experiments/README.md"]
 exclude_patterns = [".*", "build", "report", "results", "scripts", "tests"]
 myst_heading_anchors = 4  # as a forge makes them
 html_theme = "furo"
@@ -23,12 +23,12 @@ def add_navigation(app, page: str, source: list[str]) -> None:
     """The order of the pages is that of the map in README.md, and of the line behind it."""
     if page != root_doc:
         return
-    text = source[0].split("## The workshop")[1].split("## All experiments")[0]
+    text = source[0].split("## The workshop")[1].split("## Your own model")[0]
     sections, reference = (
         [*dict.fromkeys(re.findall(r"\]\(([\w/-]+)\.md", part))] for part in text.split("For reference:")
     )
     groups = {
-        "Sections": [page for page in sections if page.count("/") == 1],
+        "Sections": [page for page in sections if page.startswith("docs/") and page.count("/") == 1],
         "Reference": reference,
         "For instructors": ["docs/instructor/README", "docs/instructor/answers"],
         "About": ["CONTRIBUTING", "CHANGELOG", "data/README"],

@@ -6,6 +6,7 @@ import re
 import shutil
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -55,15 +56,27 @@ def test_four_methods_end_with_equal_losses_and_the_table_says_what_each_rank_he
         for row in (f"{part} (MiB)", f"{part}, estimated (MiB)"):
             assert list(map(float, rows[row])) == pytest.approx([whole * share for share in shares], rel=0.01), row
     assert all(cell for cells in rows.values() for cell in cells), "no cell is empty"
-    assert "a rank of FSDP holds 50% of the parameters, 100% of the gradients, 50% of the optimizer state" in done.stdout
+    assert (
+        "a rank of FSDP holds 50% of the parameters, 100% of the gradients, 50% of the optimizer state" in done.stdout
+    )
     page = place / re.search(r"^With curves, in a browser: (build/demo-\S+/index\.html)$", done.stdout, re.MULTILINE)[1]
     assert "ZeRO-3, 2 ranks" in page.read_text()
 
 
-def test_without_psrecord_and_with_a_method_that_fails_the_demo_goes_on(place):
-    """It says both. As where two ranks cannot meet: here the port of each pair is somebody else's."""
-    (place / "experiments/demo/ddp/demo.slurm").write_text("#SBATCH --nodes=1\nexit 7\n")
-    tools = place / "bin"
-    tools.mkdir()
-    for folder in os.environ["PATH"].split(os.pathsep):
-        ...
+def test_without_psrecord_and_without_a_second_rank_the_demo_says_what_is_missing(place):
+    for method in ("ddp", "zero3", "fsdp"):
+        (place / f"experiments/demo/{method}/demo.slurm").write_text("echo 'error: no second rank here'\nexit 7\n")
+    (place / ".venv").unlink()
+    (place / ".venv/bin").mkdir(parents=True)
+    for name in ("lib", "pyvenv.cfg"):
+        (place / ".venv" / name).symlink_to(Path(sys.prefix) / name)
+    for tool in Path(sys.prefix, "bin").iterdir():
+        if tool.name != "psrecord":
+            (place / ".venv/bin" / tool.name).symlink_to(tool)
+    folders = os.environ["PATH"].split(os.pathsep)
+    done = demo(place, PATH=os.pathsep.join(folder for folder in folders if not Path(folder, "psrecord").exists()))
+    assert done.returncode == 1, done
+    assert done.stdout.count("  error: no second rank here\n  failed with exit code 7: read ") == 3
+    assert re.search(r"^  missing: psrecord is not installed on ", done.stdout, re.MULTILINE)
+    assert re.search(r"^\| CPU memory, all processes \(MiB\) +\|  +\|  +\|", done.stdout, re.MULTILINE)
+    assert "With curves, in a browser: build/demo-" in done.stdout

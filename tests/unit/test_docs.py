@@ -86,35 +86,25 @@ def folder_of(script: Path) -> str:
     return str(script.parent.relative_to(REPOSITORY / "experiments"))
 
 
-def experiment_of(script: Path) -> tuple[str, str, str, str]:
-    """Folder, nodes x GPUs, config and name of an experiment's script."""
+def experiment_of(script: Path) -> tuple[str, str, str]:
+    """Folder, nodes x GPUs and config of an experiment's script."""
     asked = directives_of(script)
     config = re.search(r"(?:ds|fsdp)_configs/([\w.]+)", script.read_text())
-    size = f"{asked['nodes']} x {asked['gpus-per-node']}"
-    return folder_of(script), size, config[1] if config else "-", f"sbatch {script.name}"
+    return folder_of(script), f"{asked['nodes']} x {asked['gpus-per-node']}", f"`{config[1]}`" if config else "-"
 
 
-def expand(pattern: str) -> list[str]:
-    """a{b,c}d{e,f} -> abde, acdf: lists of the same row go together."""
-    lists = [found.split(",") for found in re.findall(r"\{([^}]*)\}", pattern)]
-    bare = re.sub(r"\{[^}]*\}", "{}", pattern)
-    return [bare.format(*choice) for choice in zip(*lists, strict=True)] if lists else [pattern]
+NO_EXPERIMENTS = ("gpu-check", "demo/plain", "demo/ddp", "demo/zero3", "demo/fsdp")
 
 
 def test_index_of_experiments_is_the_tree():
-    section = (REPOSITORY / "README.md").read_text().split("## All experiments")[1].split("\n## ")[0]
-    listed = []
-    for row in re.findall(r"^\| (`.*) \|$", section, re.MULTILINE):
-        folders, question, *cells = row.split(" | ")
-        assert question.strip()
-        names = expand(folders.strip("`"))
-        columns = [expand(cell.strip("`")) for cell in cells]
-        assert all(len(column) in (1, len(names)) for column in columns), row
-        listed += zip(names, *(column * len(names) if len(column) == 1 else column for column in columns), strict=True)
-    tree = [experiment_of(script) for script in REPOSITORY.glob("experiments/**/*.slurm")]
-    assert sorted(listed) == sorted(tree)
-    gpu_check = 1  # is no experiment
-    assert f"Each of the {len(tree) - gpu_check} experiments" in (REPOSITORY / "README.md").read_text()
+    index = (REPOSITORY / "experiments" / "README.md").read_text()
+    row = r"^\| `experiments/submit\.sh (\S+)` \| [^|]+ \| (\d+ x \d+) \| (\S+) \| (?:-|\[\d+\]\(\S+\)) \|$"
+    listed = re.findall(row, index, re.MULTILINE)
+    assert len(listed) == index.count("\n| `")
+    assert sorted(listed) == sorted(map(experiment_of, EXPERIMENT_SCRIPTS))
+    number = len(EXPERIMENT_SCRIPTS) - len(NO_EXPERIMENTS)
+    assert f"{number} experiments, each a folder" in index
+    assert f"Each of the {number} experiments" in (REPOSITORY / "README.md").read_text()
 
 
 def test_table_of_deepspeed_files_is_what_they_say():
@@ -286,7 +276,7 @@ def test_the_bill_is_that_of_the_scripts():
         )
     found["All"] = tuple(map(sum, zip(*found.values(), strict=True)))
     assert {section: tuple(map(int, numbers)) for section, *numbers in rows} == found
-    assert found["All"][0] == len(EXPERIMENT_SCRIPTS) - 1, "all but gpu-check"
+    assert found["All"][0] == len(EXPERIMENT_SCRIPTS) - len(NO_EXPERIMENTS)
 
 
 def gpus_of(script: Path) -> int:

@@ -21,7 +21,8 @@ with (REPOSITORY / "tests" / "data" / "original_documents.csv").open(encoding="u
 def section(place: str) -> str:
     """Text of ``page.md#anchor`` up to the next heading of its level, or of the whole page."""
     name, _, anchor = place.partition("#")
-    text = (REPOSITORY / ("" if name == "README.md" else "docs") / name).read_text(encoding="utf-8")
+    in_docs = REPOSITORY / "docs" / name
+    text = (in_docs if in_docs.exists() else REPOSITORY / name).read_text(encoding="utf-8")
     if not anchor:
         return text
     parts = re.split(r"^(#+) (.*)$", text, flags=re.MULTILINE)  # before, level, heading, text, level, heading, text...
