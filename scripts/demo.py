@@ -82,7 +82,7 @@ def table(runs: dict[str, Run]) -> str:
 
 def what_was_seen(runs: dict[str, Run]) -> str:
     """In words, of what was measured."""
-    losses = [run.record.train.loss_mean for run in runs.values()]
+    losses = [METRICS["train_loss"].read(run) for run in runs.values()]
     if max(losses) - min(losses) <= EQUAL * min(losses):
         loss = f"All train losses are {losses[0]:.4f}: how a training is divided does not change what it computes."
     else:

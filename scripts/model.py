@@ -25,13 +25,12 @@ from transformers.initialization import no_init_weights
 from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
 
 from bloom_sdpa import use_attention
-from config import CUSTOM_GPT, CUSTOM_SIZES
+from config import CUSTOM_GPT, CUSTOM_SIZES, TINY_BLOOM, has_random_weights
 from custom_model import CustomGPTConfig
 from data_loader import is_local, read_part, read_questions
 from shared.errors import WorkshopError
 from shared.hub import cannot_load, offline_without_network
 
-TINY_BLOOM = "tiny-bloom"
 # hidden size, layers and heads (arXiv:2211.05100, table 3): --from_scratch then needs no download
 BLOOM_SIZES = {
     TINY_BLOOM: (64, 2, 4),
@@ -136,7 +135,7 @@ def load_model(model_args, data_args, tokenizer: PreTrainedTokenizerBase, seed: 
     TrainingArguments has been created.
     """
     name = model_args.model_name
-    if model_args.from_scratch or name in (TINY_BLOOM, CUSTOM_GPT):
+    if has_random_weights(name, model_args.from_scratch):
         model = random_model(load_config(model_args, data_args), seed)
     else:
         model = pretrained_model(name, data_args)

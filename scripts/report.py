@@ -17,7 +17,7 @@ from reporting.metrics import MOST_EPOCHS, metrics_of
 from reporting.page import GENERATOR, page
 from reporting.reference import NAME, compare, read_reference, write_numbers
 from reporting.render import comma_separated, grid, in_words, lines_of, markdown
-from reporting.runs import Run, find_runs, read_run, say_how_to_go_on
+from reporting.runs import NO_GPU, Run, find_runs, read_run, say_how_to_go_on
 from reporting.tables import Table, build_table, build_tables, choose, list_of, load_definitions
 from shared.errors import OneLineErrors, WorkshopError, run_program
 from shared.paths import REPOSITORY
@@ -141,7 +141,9 @@ def job_table(path: Path) -> str:
         others = [name for name in others if name not in ("exact_match", "f1")]
     columns = [others[0], *evaluations, *others[1:], *MEMORY_COLUMNS]
     definition |= {"columns": columns, "rows": [{"label": "Value", "experiment": run.experiment}]}
-    _, rows = lines_of(build_table(definition, {run.experiment: [run]}, metrics_of([run])))
+    _, lines = lines_of(build_table(definition, {run.experiment: [run]}, metrics_of([run])))
+    rows = [line for line in lines if line[-1] != NO_GPU]
+    left_out = [f"no GPU: {in_words(len(lines) - len(rows), 'row')} left out"] if len(rows) < len(lines) else []
     output = run.record.output_dir
     saved = output and (run.folder / output / "config.json").exists()
     return "\n".join(
@@ -151,6 +153,7 @@ def job_table(path: Path) -> str:
             "",
             grid(["Metric", "Value", "Note"], rows),
             "",
+            *left_out,
             *(f"incomplete: {problem}" for problem in run.problems),
             *(f"does not compare: {override}" for override in run.record.overrides),
             f"model:      {output if saved else 'not saved'}",

@@ -22,6 +22,7 @@ Your own data and model, going on after an interruption, from the latest checkpo
 
 from transformers import TrainingArguments
 
+from config import has_random_weights
 from data_loader import collator, load_squad, questions_cut
 from evaluate import exact_match_and_f1
 from model import build_meta_model, load_model, load_tokenizer, save_model
@@ -198,6 +199,8 @@ def main() -> None:
                     tensor_parallel=tensor_parallel,
                 )
             print_once(f"exact_match {scores['exact_match']:.2f}  f1 {scores['f1']:.2f}")
+            if not scores["f1"] and has_random_weights(model_args.model_name, model_args.from_scratch):
+                print_once("(0 as is to be expected: this model began with random weights)")
             record.update(**scores)
         record.measure_process_memory()  # once more, as at the end of training: saving and answers need memory, too
         if args.save_strategy == "no":  # a stop saves in spite of it, and nobody needs that any more

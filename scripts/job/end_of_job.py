@@ -9,6 +9,7 @@ import argparse
 import contextlib
 import fcntl
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -169,6 +170,10 @@ def summary(
     """Lines for the end of the log: status and reason, memory per GPU and process, throughput, and what is missing."""
     rows = [f"status: {status} (exit code {exit_code})", *filter(None, [reason])]
     missing = list(noted)
+    if record and record.hardware.gpus == 0:  # nothing that could be logged of one
+        missing = [line for line in missing if not re.search("gpu_memory/|GPU memory", line)]
+        if len(missing) < len(noted):
+            rows.append("no GPU: the rows of its memory are left out")
     gpu_logs, cpu_logs = logs_of(Path(), job_id)
     for log in [*map(read_gpu_log, gpu_logs), *map(read_cpu_log, cpu_logs)]:
         rows += memory_rows(log, missing)

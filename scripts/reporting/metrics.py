@@ -11,6 +11,7 @@ from typing import Any
 import pandas as pd
 from numpy import format_float_positional
 
+from config import has_random_weights
 from reporting.runs import Missing, Run
 from shared.run_record import Profile
 
@@ -68,7 +69,10 @@ def eval_loss(epoch: int) -> Metric:
 
 
 def number_of_questions(run: Run) -> str:
-    return f"{run.record.eval_size} questions"
+    settings = run.record.settings
+    random = has_random_weights(settings.model_name or "", bool(settings.from_scratch))
+    why = ", 0 as is to be expected of random weights" if random and run.record.f1 == 0 else ""
+    return f"{run.record.eval_size} questions{why}"
 
 
 def padding(run: Run) -> Value:

@@ -18,6 +18,7 @@ from shared.run_record import WITHOUT_A_WORD, Record, Restart, read_record
 
 FOLDERS = {"results", "gpu_memory", "cpu_memory", "log", "output"}
 MANY = 50  # runs from which on a second core pays
+NO_GPU = "no GPU"  # why a value is missing
 INCOMPLETE = "incomplete"  # the status of a run without a record that can be read
 NO_RECORD = Record(status="failed")
 
@@ -109,7 +110,7 @@ class Run:
         if not self.completed:
             return Missing(f"the run's status is {self.status}")
         of_gpu = path.startswith("callbacks.avg_") and self.record.hardware.gpus == 0
-        return Missing("no GPU" if of_gpu else "not measured")
+        return Missing(NO_GPU if of_gpu else "not measured")
 
     def gpu_hours(self) -> float | Missing:
         """GPUs of the job x hours from the start of each of its parts to the part's end."""
@@ -123,7 +124,7 @@ class Run:
                 return Missing(f"{which} was not recorded")
             seconds += (part.finished - part.started).total_seconds()
         if not self.record.hardware.gpus:
-            return Missing("no GPU")
+            return Missing(NO_GPU)
         return self.record.hardware.gpus * seconds / 3600
 
 
@@ -252,7 +253,7 @@ def add_memory(run: Run) -> None:
     hardware = run.record.hardware
     ranks = (run.record.world_size or 0) // (len(run.record.nodes) or 1)
     if not gpu_logs and hardware.gpus == 0:
-        run.gpu = no_memory("no GPU")
+        run.gpu = no_memory(NO_GPU)
     elif " MIG " in (hardware.gpu or ""):  # NVIDIA A100-SXM4-40GB MIG 1g.5gb
         run.gpu = no_memory("the job ran on MIG slices, and nvidia-smi logs the memory of whole GPUs")
     else:

@@ -66,6 +66,7 @@ class Settings(Part):
     """Those that the report computes with or names; all other knobs, and each other flag given, are there as well."""
 
     model_name: str | None = None
+    from_scratch: bool | None = None
     num_layers: int | None = None
     per_device_train_batch_size: int | None = None
     samples_per_gpu: int | None = None

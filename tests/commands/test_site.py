@@ -68,6 +68,14 @@ def test_a_page_fits_a_telephone(site, address, tmp_path, name):
     assert 370 <= room <= 390
 
 
+def test_code_of_the_first_pages_is_not_cut_at_1280_pixels(page, address):
+    page.send("Emulation.setDeviceMetricsOverride", width=1280, height=900, deviceScaleFactor=1, mobile=False)
+    for name in ("README", "experiments/README", "docs/pipeline"):
+        page.visit(f"{address}/{name}.html")
+        cut = "[...document.querySelectorAll('pre')].filter(p => p.scrollWidth > p.clientWidth).map(p => p.innerText)"
+        assert page.tell(cut) == [], name
+
+
 def test_every_link_leads_somewhere(site):
     pages = {path.relative_to(site).as_posix(): path.read_text(encoding="utf-8") for path in site.rglob("*.html")}
     assert len(pages) > 30

@@ -76,7 +76,7 @@ def test_functions_of_the_libraries_are_where_the_page_says():
 
 def test_the_build_for_older_gpus_is_told_where_it_is_looked_for():
     pin = re.search(r"^torch==(\S+)$", (REPOSITORY / "requirements.txt").read_text(), re.MULTILINE)[1]
-    places = ["README.md", "docs/environment.md", "docs/instructor/README.md", "experiments/sites/example.sh"]
+    places = ["docs/environment.md", "docs/instructor/README.md", "experiments/sites/example.sh"]
     for place in [*places, "scripts/checks/machine.py"]:
         command = f"python -m pip install torch=={pin}+cu126 --index-url https://download.pytorch.org/whl/cu126"
         assert command in (REPOSITORY / place).read_text(encoding="utf-8"), place

@@ -9,7 +9,7 @@ import pytest
 from job import end_of_job
 from job.end_of_job import close_record_of_job, summary
 from shared.json_files import write_json
-from shared.run_record import Record, outcome
+from shared.run_record import Hardware, Record, outcome
 
 GPU_LINE = "2026/01/31 10:00:00.123, 0, NVIDIA H200, {}, 143771\n"
 
@@ -199,3 +199,13 @@ def test_summary_of_an_empty_log_says_so():
     lines = summary("7", Record(status="completed", train=TRAIN), "completed", 0, [])
     assert lines[2].startswith("missing: gpu_memory/gpu_memory_log_7.csv:1: no sample (2026/01/31")
     assert lines[3] == "missing: gpu_memory/gpu_memory_log_7.csv: no sample"
+
+
+def test_without_a_gpu_one_line_stands_for_what_a_gpu_would_have():
+    noted = ["nvidia-smi is not installed on n1: no gpu_memory/gpu_memory_log_7.csv", "psrecord is not installed on n1"]
+    record = Record(status="completed", train=TRAIN, hardware=Hardware(gpus=0))
+    lines = summary("7", record, "completed", 0, noted)
+    assert lines[1] == "no GPU: the rows of its memory are left out"
+    assert [line for line in lines if line.startswith("missing")] == ["missing: psrecord is not installed on n1"]
+    with_gpu = record.model_copy(update={"hardware": Hardware(gpus=1)})
+    assert f"missing: {noted[0]}" in summary("7", with_gpu, "completed", 0, noted)
