@@ -18,6 +18,7 @@ import signal
 import socket
 import sys
 import traceback
+from contextlib import contextmanager
 from multiprocessing.connection import wait
 from pathlib import Path
 from types import ModuleType
@@ -93,7 +94,7 @@ def verdict(check, exercise: ModuleType, world: int) -> str:
     return result
 
 
-HANGS = "do all ranks call the same collectives, in the same order? Do two send to each other, and nobody receives?"
+HANGS = "do all ranks call the same collectives, in one order? Or do two send to each other, and none receives?"
 
 
 def on_rank(check, exercise: ModuleType, rank: int, world: int, port: str, pipe) -> None:
@@ -195,7 +196,7 @@ def cuts_layers(exercise: ModuleType, rank: int) -> None:
         stages = [exercise.own_layers(whole, each, world) for each in range(world)]
         assert all(isinstance(stage, nn.Sequential) for stage in stages), "a stage is not an nn.Sequential"
         blocks = [sum(isinstance(layer, exercise.Block) for layer in stage) for stage in stages]
-        assert blocks == [exercise.BLOCKS // world] * world, f"{world} stages have {blocks} blocks"
+        assert blocks == [exercise.BLOCKS // world] * world, f"cut into {world}, the stages have {blocks} blocks"
         layers = [layer for stage in stages for layer in stage]
         same = len(layers) == len(whole) and all(map(operator.is_, layers, whole))
         assert same, f"the layers of {world} stages in a row are not embedding, blocks, head in their order"
@@ -234,11 +235,30 @@ def goes_backward(exercise: ModuleType, rank: int) -> None:
     whole = exercise.whole_model()
     (exercise.loss_of(whole(exercise.inputs_of(batch[0])), batch[0]) / 2).backward()
     stage = exercise.Stage(thirds(exercise.whole_model())[rank], rank, 3)
+    watch_measuring(stage)
     stage.forward(0, batch)
     stage.backward(0)
     wait_until_sent(stage)
     assert not stage.kept, "self.kept still has the micro batch"
     compare_gradients(stage.layers, thirds(whole)[rank])
+
+
+def watch_measuring(stage) -> None:
+    """A stage that is measured must not receive, and so wait."""
+    measured, receive, busy = stage.measured, stage.receive, []
+
+    @contextmanager
+    def watched(what: str, micro: int):
+        busy.append(what)
+        with measured(what, micro):
+            yield
+        busy.clear()
+
+    def received(other: int) -> torch.Tensor:
+        assert not busy, f"it receives inside `measured`, so that waiting counts as {busy[0]}"
+        return receive(other)
+
+    stage.measured, stage.receive = watched, received
 
 
 def wait_until_sent(stage) -> None:

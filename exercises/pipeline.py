@@ -60,7 +60,8 @@ class Stage:
         Inputs: the first stage takes those of batch[micro], by `inputs_of`. Others `receive` them from the stage
         before, and call requires_grad_() on them, as that stage is going to ask for their gradient.
         Outputs: self.layers(inputs); on the last stage then their loss, by `loss_of`, divided by len(batch), as the
-        loss of the batch is the mean. Measure it: `with self.measured("forward", micro):`.
+        loss of the batch is the mean. Measure this alone, as waiting for a message is no work: `with
+        self.measured("forward", micro):`.
         Keep both for the backward pass: self.kept[micro] = inputs, outputs.
         All but the last stage `send` their outputs to the stage behind, by outputs.detach().
         """
@@ -70,7 +71,7 @@ class Stage:
         """Gap 3: the backward pass of the same micro batch. It takes the pair out of self.kept.
 
         The last stage begins with its loss. Others `receive` the gradient of their outputs from the stage behind, and
-        begin with outputs.backward(gradient). Measure it: `with self.measured("backward", micro):`.
+        begin with outputs.backward(gradient). Measure .backward alone: `with self.measured("backward", micro):`.
         Then each but the first stage sends the gradient of its inputs to the stage before.
         """
         raise NotImplementedError("gap 3")
@@ -84,9 +85,9 @@ class Stage:
     def send(self, tensor: torch.Tensor, other: int) -> None:
         """Gap 6: send, and do not wait until the other rank has received.
 
-        dist.send waits for that. It is good enough for the first two schedules, and hangs with 1F1B: find out between
-        which two ranks, then take dist.isend. It returns what one can wait for: append that to self.sent, and
-        `by_stages` waits for it at the end of the step.
+        dist.send waits for that. It is good enough for the first two schedules, and hangs with 1F1B. Try that first:
+        nothing is printed, and Ctrl-C ends it after half a minute. Then take dist.isend. It returns what one can wait
+        for: append that to self.sent, and `by_stages` waits for it at the end of the step.
         """
         dist.send(tensor, other)
 

@@ -2,7 +2,7 @@
 
     python scripts/demo.py      # or make demo, which installs what it needs first
 
-These are the experiments below experiments/demo, as participants run them, with SITE=laptop. Two minutes on two cores.
+These are the experiments below experiments/demo, as participants run them, with SITE=laptop. A minute or two on two cores.
 """
 
 import argparse
@@ -31,8 +31,7 @@ PARTS = ("parameters", "gradients", "optimizer state")
 EQUAL = 1e-4  # of the loss: sums in another order differ behind that
 SHOWN = ("step ", "error:", "missing: psrecord")  # of a run's output; its log has all of it
 NEXT = """
-Next: read docs/introduction.md, or train BLOOM on a GPU: cd experiments/baseline && sbatch baseline.slurm
-(here, with the small model: SITE=laptop bash baseline.slurm)"""
+Next: the first steps in README.md, then docs/introduction.md."""
 
 
 def main() -> None:
@@ -40,8 +39,10 @@ def main() -> None:
     parser.parse_args()
     job_id = f"demo-{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"
     runs = {}
+    print("A tiny BLOOM learns to answer questions about texts (SQuAD), in four trainings that differ in one thing:")
+    print("how parameters, gradients and optimizer state are divided over the ranks, which are processes.")
     for number, (method, what) in enumerate(METHODS.items(), start=1):
-        print(f"\n{number} of {len(METHODS)}: {what}", flush=True)
+        print(f"\n{number} of {len(METHODS)}: {what}\n  loads PyTorch and the model", flush=True)
         folder = REPOSITORY / "experiments" / "demo" / method
         code = train(folder, job_id)
         if code == 0:
@@ -51,7 +52,7 @@ def main() -> None:
             print(f"  failed with exit code {code}: read {log}")
     if runs:
         print(f"\n{table(runs)}\n\n{what_was_seen(runs)}\n{NEXT}\nWith curves, in a browser: {write_page(job_id)}")
-    raise SystemExit(len(runs) < len(METHODS))
+    raise SystemExit(len(runs) < len(METHODS) or not are_equal(losses_of(runs)))
 
 
 def train(folder: Path, job_id: str) -> int:
@@ -59,7 +60,7 @@ def train(folder: Path, job_id: str) -> int:
     job = subprocess.Popen(
         ["bash", "demo.slurm"],
         cwd=folder,
-        env=os.environ | {"SITE": "laptop", "JOB_ID": job_id},
+        env=os.environ | {"SITE": "laptop", "JOB_ID": job_id, "OMP_NUM_THREADS": "1"},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
@@ -82,8 +83,8 @@ def table(runs: dict[str, Run]) -> str:
 
 def what_was_seen(runs: dict[str, Run]) -> str:
     """In words, of what was measured."""
-    losses = [METRICS["train_loss"].read(run) for run in runs.values()]
-    if max(losses) - min(losses) <= EQUAL * min(losses):
+    losses = losses_of(runs)
+    if are_equal(losses):
         loss = f"All train losses are {losses[0]:.4f}: how a training is divided does not change what it computes."
     else:
         loss = f"The train losses go from {min(losses):.4f} to {max(losses):.4f}. They should be equal."
@@ -94,6 +95,14 @@ def what_was_seen(runs: dict[str, Run]) -> str:
             shares = ", ".join(f"{share_of(part, run, plain):.0%} of the {part}" for part in PARTS)
             lines.append(f"Of what the one process holds, a rank of {NAMES[method]} holds {shares}.")
     return "\n".join(lines)
+
+
+def losses_of(runs: dict[str, Run]) -> list[float]:
+    return [METRICS["train_loss"].read(run) for run in runs.values()]
+
+
+def are_equal(losses: list[float]) -> bool:
+    return max(losses, default=0) - min(losses, default=0) <= EQUAL * min(losses, default=0)
 
 
 def share_of(part: str, run: Run, whole: Run) -> float:

@@ -72,9 +72,9 @@ def tensor_sends(shape: Shape) -> float:
 
 
 def break_even() -> float:
-    """Tokens of a micro batch with which FULL_SHARD and tensor parallelism send the same."""
+    """Tokens of a rank's micro batch with which FULL_SHARD sends what tensor parallelism does for all ranks' tokens."""
     shape = shape_for(options())
-    return TOKENS * shard_sends(shape) / tensor_sends(shape)
+    return TOKENS * shard_sends(shape) / (RANKS * tensor_sends(shape))
 
 
 def pipeline_sends(shape: Shape) -> float:
@@ -137,15 +137,16 @@ def table_of_dimensions() -> str:
 
 def table_of_messages() -> str:
     shape = shape_for(options())
-    sizes = {
-        "pipeline, a stage in the middle": pipeline_sends(shape),
-        "tensor parallelism, in the blocks": tensor_sends(shape),
-        "FULL_SHARD": shard_sends(shape),
-    }
-    return table(
-        ["Method, 8 ranks", "MB that a rank sends for one micro batch"],
-        [[name, f"{size / 1e6:,.1f}"] for name, size in sizes.items()],
-    )
+    in_a_step = dimensions()
+    rows = [
+        [name, f"{size / 1e6:,.1f}", str(times), f"{in_a_step[dimension].sent / GB:.2f}"]
+        for name, size, times, dimension in (
+            ("pipeline, a stage in the middle", pipeline_sends(shape), QUESTIONS, "pipeline"),
+            ("tensor parallelism, in the blocks", tensor_sends(shape), QUESTIONS, "tensor"),
+            ("FULL_SHARD", shard_sends(shape), QUESTIONS // RANKS, "shard"),
+        )
+    ]
+    return table(["8 ranks", "MB for a micro batch", "Micro batches of a rank", "GB in a step"], rows)
 
 
 def table_of_lengths() -> str:
@@ -158,13 +159,19 @@ def table_of_lengths() -> str:
             f"{checkpointed(tokens) / RANKS / GIB:.1f}",
             f"{context_sends(shape, tokens) / GB:.1f}",
         ]
-        for tokens in (512, 8192, 32768, 131072)
+        for tokens in (8192, 32768, 131072)
     ]
-    heads = ["Tokens", "GiB of activations", "GiB, checkpointed", "GiB of each of 8 ranks", "GB that a rank sends"]
+    heads = [
+        "Tokens",
+        "GiB of activations",
+        "GiB, checkpointed",
+        "the same, of each of 8 ranks",
+        "GB that a rank sends",
+    ]
     return table(heads, rows)
 
 
 if __name__ == "__main__":
     print(table_of_dimensions(), table_of_messages(), table_of_lengths(), sep="\n\n")
     print(f"\nGiB of activations of one of {RANKS} stages, one micro batch: {activations_of_a_stage() / GIB:.2f}")
-    print(f"Tokens from which on tensor parallelism sends more than FULL_SHARD: {break_even():,.0f}")
+    print(f"Tokens of a micro batch from which on FULL_SHARD sends less than tensor parallelism: {break_even():,.0f}")

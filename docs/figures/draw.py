@@ -411,7 +411,7 @@ def dimensions() -> None:
             left = 1.2 * rank
             place.text(left + 0.5, 4.95, f"rank {rank}", ha="center", va="center", fontsize=8)
             for block in range(4):
-                parts_of(place, (left, 1.9 + 0.7 * block, 0.55), rank, *OWN_OF_BLOCK[name](rank, block))
+                parts_of(place, (left, 1.9 + 0.7 * (3 - block), 0.55), rank, *OWN_OF_BLOCK[name](rank, block))
             for question in range(4):
                 parts_of(place, (left, 0.1 + 0.4 * question, 0.28), rank, *OWN_OF_QUESTION[name](rank, question))
         bars.bar(0, numbers.sent / GB, 0.5, color="#c55a11", edgecolor="black", linewidth=0.4)

@@ -71,7 +71,7 @@ def eval_loss(epoch: int) -> Metric:
 def number_of_questions(run: Run) -> str:
     settings = run.record.settings
     random = has_random_weights(settings.model_name or "", bool(settings.from_scratch))
-    why = ", 0 as is to be expected of random weights" if random and run.record.f1 == 0 else ""
+    why = ", random weights" if random and run.record.f1 == 0 else ""
     return f"{run.record.eval_size} questions{why}"
 
 

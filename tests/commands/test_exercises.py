@@ -65,13 +65,18 @@ WRONG = [
      r"wrong: on rank \d the shapes are \[\(6, 2\), \(6, 2\)\]"),
     (SOLUTION, "dist.broadcast(parameter.data, src=0)", "pass", 3, "wrong: on rank 1 weight is not rank 0's"),
     (PIPELINE, "0 if rank == 0 else 1 + rank * blocks", "rank * blocks", 1,
-     r"wrong: on rank 0 2 stages have \[6, 7\] blocks"),
+     r"wrong: on rank 0 cut into 2, the stages have \[6, 7\] blocks"),
     (PIPELINE, ".requires_grad_()", "", 2,
      r"wrong: on rank 1 the inputs will have no gradient: they need requires_grad_\(\)"),
     (PIPELINE, "loss_of(outputs, batch[micro]) / len(batch)", "loss_of(outputs, batch[micro])", 2,
      r"wrong: on rank 2 the loss is \d\.\d+, where half of micro batch 1's own, as there are two, is \d\.\d+"),
     (PIPELINE, "            outputs.backward(gradient)", "            outputs.sum().backward()", 3,
      r"wrong: on rank \d the gradient of \S+ is not that of one process"),
+    (PIPELINE, "gradient = None if self.is_last else self.receive(self.rank + 1)\n"
+     '        with self.measured("backward", micro):\n',
+     'with self.measured("backward", micro):\n'
+     "            gradient = None if self.is_last else self.receive(self.rank + 1)\n", 3,
+     r"wrong: on rank \d it receives inside `measured`, so that waiting counts as backward"),
     (PIPELINE, "return forward + backward", "return forward + backward[::-1]", 4,
      r"wrong: on rank \d rank \d of 2 with 5 micro batches has \('backward', 4\) in place 6, where \('backward', 0\) "
      "belongs"),

@@ -312,7 +312,7 @@ def test_numbers_along_the_dimensions_are_those_of_the_formulas():
     numbers = program("docs/figures/dimensions.py")
     the_map, pipeline = page("dimensions.md"), page("pipeline.md")
     assert numbers.table_of_dimensions() in the_map
-    assert f"below {numbers.break_even():,.0f} tokens in a micro batch" in the_map
+    assert f"more than {numbers.break_even():,.0f} tokens" in the_map
     found = numbers.dimensions()
     assert f"{found['data'].held / GIB:.1f} GiB become {found['shard'].held / GIB:.1f}" in the_map
     assert f"{found['shard'].sent / 1e9:.2f} GB against {found['pipeline'].sent / 1e9:.2f}" in the_map
@@ -324,8 +324,9 @@ def test_numbers_along_the_dimensions_are_those_of_the_formulas():
         in pipeline
     )
     shape = numbers.shape_for(numbers.options())
-    assert f"a {round(numbers.shard_sends(shape) / numbers.pipeline_sends(shape), -2):,.0f}th" in pipeline.replace(
-        "[", ""
-    )
+    in_a_step = found["shard"].sent / found["pipeline"].sent
+    assert f"[a {round(in_a_step, -1):.0f}th]" in pipeline
     head = 250_880 * shape.hidden
     assert f"as much as {head / shape.block_sizes[0]:.1f} blocks of bloom-7b1" in pipeline
+    assert f"add up its gradients, {4 * head / 1e9:.1f} GB in a step" in the_map
+    assert f"131,072 tokens take [{numbers.checkpointed(131_072) / GIB:.1f} GiB]" in the_map
