@@ -2,7 +2,7 @@
 
     python scripts/demo.py      # or make demo, which installs what it needs first
 
-These are the experiments below experiments/demo, as participants run them, with SITE=laptop. A minute or two on two cores.
+These are the experiments below experiments/demo, as participants run them, with SITE=laptop. It takes a minute or two.
 """
 
 import argparse
