@@ -50,7 +50,8 @@ def gradients_of(model: torch.nn.Module, optimizer: Any) -> list:
     gradients = [p.grad for p in model.parameters()]
     for unit in [unit_group(m) for m in model.modules() if isinstance(m, FSDPModule)]:
         for parameter in unit.fsdp_params if unit else []:  # whole while they accumulate
-            gradients += [parameter.unsharded_accumulated_grad, parameter._unsharded_param.grad]
+            gathered = getattr(parameter, "_unsharded_param", None)  # of a unit that the forward pass has used
+            gradients += [parameter.unsharded_accumulated_grad, getattr(gathered, "grad", None)]
     for name in ("all_grad_tensors", "accumulated_grads_in_cpu"):  # ZeRO-2, and with offload
         for value in getattr(optimizer, name, {}).values():
             gradients += value if isinstance(value, list) else [value]
