@@ -18,7 +18,7 @@ snapshot() { # freeze what a job reads; prints the folder
   local -r folder=$ROOT/snapshots/$(date +%Y%m%d-%H%M%S)-$$
   mkdir -p "$folder"
   local -r without=(--exclude={__pycache__,results,output,cpu_memory,gpu_memory,log,profile})
-  tar -C "$ROOT" -cf - "${without[@]}" scripts ds_configs fsdp_configs data experiments | tar -C "$folder" -xf - ||
+  tar -C "$ROOT" -cf - "${without[@]}" scripts ds_configs fsdp_configs data experiments pyproject.toml | tar -C "$folder" -xf - ||
     job_fail "$folder" "the snapshot is not complete" "see the message above"
   # as job.git_state would; a login node may have no Python that is new enough
   local commit dirty=false

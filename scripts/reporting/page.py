@@ -17,6 +17,7 @@ from reporting import render
 from reporting.runs import Run
 from reporting.tables import Row, Table
 from reporting.trainer_log import log_of
+from shared.paths import workshop_version
 
 HERE = Path(__file__).parent
 GENERATOR = Markup('<meta name="generator" content="scripts/report.py">')
@@ -50,6 +51,7 @@ def page(tables: list[Table], runs: list[Run], images: dict[str, list[tuple[Path
         policy=Markup(POLICY.format(digest)),
         generator=GENERATOR,
         style=style,
+        version=workshop_version(),
         summary=summary[0],
         compared=summary[1:],
         runs=runs,

@@ -20,6 +20,7 @@ from transformers import HfArgumentParser, TrainingArguments
 
 from config import CUSTOM_GPT, CUSTOM_SIZES, DEFAULTS, KNOBS, OTHER_DEFAULTS, DataArguments, ModelArguments
 from shared.errors import ENVIRONMENT, OneLineErrors, WorkshopError, did_you_mean
+from shared.paths import workshop_version
 from shared.trackers import check_trackers
 
 AT_LEAST_ONE = (
@@ -135,6 +136,7 @@ class HelpFormatter(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescript
 def build_parser(description: str) -> Parser:
     kinds: Any = (ModelArguments, DataArguments, TrainingArguments)
     parser = Parser(kinds, description=description, formatter_class=HelpFormatter)
+    parser.add_argument("--version", action="version", version=workshop_version())
     actions = actions_by_flag(parser)
     actions["max_steps"].option_strings.append("--steps")
     parser._option_string_actions["--steps"] = actions["max_steps"]

@@ -167,7 +167,7 @@ class Record(Part):
     # Of the job's bandwidth test: bus_bandwidth_gb_per_s, ranks, message_bytes, iterations (all-reduces measured),
     # backend, algorithm, transport
     bandwidth: dict[str, Any] | None = None
-    versions: dict[str, str] = {}  # of Python and packages
+    versions: dict[str, str] = {}  # of the workshop (its pyproject.toml), Python and packages
     knobs: dict[str, Knob] = {}
     settings: Settings = Settings()
     origins: dict[str, str] = {}  # flag -> who gave it: flag, submission, site, experiment, variable

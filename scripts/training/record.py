@@ -19,7 +19,7 @@ from job.git_state import git_state
 from parallel.process_group import exit_code, is_out_of_memory
 from parallel.ranks import gather_lists, rank, value_of_rank_0
 from shared.errors import ENVIRONMENT, WorkshopError, whole_number
-from shared.paths import REPOSITORY
+from shared.paths import REPOSITORY, workshop_version
 from shared.run_record import SCHEMA, WITHOUT_A_WORD, Record, close_record, now, outcome, read_record, write_record
 
 PACKAGES = ["torch", "transformers", "accelerate", "deepspeed", "datasets", "tokenizers"]
@@ -118,7 +118,7 @@ class RunRecord:
             "hardware": hardware(len(hosts)),
             "git": git_state() if rank() == 0 else None,
             "bandwidth": bandwidth(),
-            "versions": {"python": platform.python_version()} | {name: version(name) for name in PACKAGES},
+            "versions": versions(),
             **values,
         }
         settings = self.content.get("settings", {})
@@ -310,6 +310,12 @@ def hardware(world_size: int) -> dict:
         "cpu": names[0].split(":")[1].strip() if names else platform.machine(),
         "cpus": os.cpu_count(),
     }
+
+
+def versions() -> dict[str, str]:
+    """Of this workshop, Python and the packages."""
+    own = {"workshop": workshop_version(), "python": platform.python_version()}
+    return own | {name: version(name) for name in PACKAGES}
 
 
 def bandwidth() -> dict | None:

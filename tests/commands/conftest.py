@@ -45,6 +45,7 @@ def workshop(tmp_path) -> Path:
     unwanted = shutil.ignore_patterns("__pycache__", "results", "output", "[cg]pu_memory", "*.out")
     for name in ("scripts", "ds_configs", "fsdp_configs", "data", "experiments"):
         shutil.copytree(REPOSITORY / name, root / name, ignore=unwanted)
+    shutil.copy(REPOSITORY / "pyproject.toml", root)
     (root / "experiments/site").unlink(missing_ok=True)
     return root
 

@@ -130,7 +130,13 @@ def test_a_snapshot_is_frozen_once_for_all(submit, workshop):
     assert done.returncode == 0, done.stderr
     (folder,) = (workshop / "snapshots").iterdir()
     assert {str(folder) in values for _, values, _ in submitted} == {True}
-    for name in ("scripts/train.py", f"experiments/{STAGES}/pinned_memory", "ds_configs/zero2.json", "fsdp_configs"):
+    for name in (
+        "scripts/train.py",
+        "pyproject.toml",
+        f"experiments/{STAGES}/pinned_memory",
+        "ds_configs/zero2.json",
+        "fsdp_configs",
+    ):
         assert (folder / name).exists()
     assert (folder / ".venv/bin/python").exists(), "a site finds the environment in $ROOT"
 

@@ -22,7 +22,7 @@ def place(tmp_path_factory):
     ignored = shutil.ignore_patterns("results", "output", "?pu_memory", "*.out", "site", "__pycache__")
     for name in ("experiments", "scripts"):
         shutil.copytree(REPOSITORY / name, root / name, ignore=ignored)
-    for name in ("data", "ds_configs", "fsdp_configs"):
+    for name in ("data", "ds_configs", "fsdp_configs", "pyproject.toml"):
         (root / name).symlink_to(REPOSITORY / name)
     (root / ".venv").symlink_to(sys.prefix)
     return root

@@ -19,7 +19,8 @@ def checkout(tmp_path) -> Path:
     ignored = shutil.ignore_patterns("__pycache__", "results", "output", "?pu_memory", "*.out", "site")
     for name in FOLDERS:
         shutil.copytree(REPOSITORY / name, tmp_path / "it's a copy" / name, ignore=ignored)
-    shutil.copy(REPOSITORY / "requirements.txt", tmp_path / "it's a copy")
+    for name in ("requirements.txt", "pyproject.toml"):
+        shutil.copy(REPOSITORY / name, tmp_path / "it's a copy")
     return tmp_path / "it's a copy"
 
 

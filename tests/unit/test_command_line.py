@@ -10,6 +10,7 @@ from transformers import TrainingArguments
 from config import CUSTOM_SIZES, KNOBS
 from shared import options as command_line
 from shared.options import REMOVED_FLAGS, UNUSED_FLAGS
+from shared.paths import workshop_version
 from shared.trackers import check_trackers
 
 
@@ -37,6 +38,13 @@ def test_flag_beats_variable_beats_default(flag, gpu, monkeypatch):
     assert parse().values[flag] == by_variable
     assert parse(f"--{flag}", typed).values[flag] == by_flag
     assert parse(f"--{flag.replace('_', '-')}={typed}").values[flag] == by_flag
+
+
+def test_the_version_is_shown(capsys):
+    with pytest.raises(SystemExit) as ended:
+        parse("--version")
+    assert ended.value.code == 0
+    assert capsys.readouterr().out == f"{workshop_version()}\n"
 
 
 def test_each_knob_is_shown_with_where_it_comes_from(monkeypatch):

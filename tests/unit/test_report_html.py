@@ -13,6 +13,7 @@ from report import write_report
 from report_files import add_run, table, write
 from reporting.plots import DRAWINGS, pareto_front
 from reporting.tables import Table
+from shared.paths import workshop_version
 
 STAGE = "deepspeed-single-gpu/zero_1"
 SCALING = "deepspeed-multi-gpu"
@@ -61,7 +62,9 @@ def test_overview_tells_what_ran_what_failed_and_what_does_not_compare(tmp_path,
     add_run(tmp_path, "baseline", "4", status="oom", exit_code=1, train=None, attempt=2, restarts=restarts)
     write(tmp_path / "experiments" / STAGE / "results" / "5.json", "{}")
     add_run(tmp_path, "fsdp-baseline", "6", cpu=None)
-    overview = page_of(tmp_path).section("overview")
+    page = page_of(tmp_path)
+    assert f"Made by version {workshop_version()} of the workshop." in page.text
+    overview = page.section("overview")
     for line in (
         "7 runs of 7 experiments; 4 completed. No run had a GPU:",
         "running: 1 run 7 custom-model ",

@@ -14,6 +14,7 @@ import torch
 
 from shared.errors import WorkshopError
 from shared.json_files import write_json
+from shared.paths import workshop_version
 from shared.run_record import close_record, read_record
 from training import record
 from training.record import RunRecord, new_job_id
@@ -104,6 +105,7 @@ def test_record_says_where_and_with_what_the_run_was_made():
     assert (content["world_size"], content["job_id"], content["run_name"]) == (1, "7", "zero2")
     assert content["experiment"] == "work"
     assert content["git"] == GIT
+    assert content["versions"]["workshop"] == workshop_version()
     assert content["versions"]["torch"] == importlib.metadata.version("torch")
     assert content["hardware"]["gpus"] == 0
 
