@@ -19,7 +19,6 @@ gpu-check: $(if $(ACTIVE),,.venv/installed)
 SITE_FOLDER ?= build/site
 docs: .venv/installed-dev
 	$(BIN)/sphinx-build --quiet --fail-on-warning -b html -d build/doctrees -c docs/site . $(SITE_FOLDER)
-	cp $(SITE_FOLDER)/README.html $(SITE_FOLDER)/index.html
 	@echo "open $(SITE_FOLDER)/index.html"
 
 report: $(if $(ACTIVE),,.venv/installed)

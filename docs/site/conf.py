@@ -1,20 +1,28 @@
 """How Sphinx makes a web site of the pages: `make docs`. The Markdown files are the same that a forge shows."""
 
+import html
+import itertools
 import re
+import tomllib
 from pathlib import Path
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 
 project = "Distributed LLM fine-tuning"
 copyright = "the authors, CC BY 4.0"
-extensions = ["myst_parser"]
-root_doc = "README"
-include_patterns = ["README.md", "CONTRIBUTING.md", "SECURITY.md", "CHANGELOG.md", "data/README.md"]
+release = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"]["version"]
+extensions = ["myst_parser", "sphinx_design"]
+root_doc = "index"
+include_patterns = ["index.md", "README.md", "CONTRIBUTING.md", "SECURITY.md", "CHANGELOG.md", "data/README.md"]
 include_patterns += ["docs/*.md", "docs/instructor/*.md", "experiments/README.md"]
 exclude_patterns = [".*", "build", "report", "results", "scripts", "tests"]
+myst_enable_extensions = ["colon_fence"]
 myst_heading_anchors = 4  # as a forge makes them
+highlight_language = "none"  # a block that says no language is what a command printed
 html_theme = "furo"
-html_title = "Distributed LLM fine-tuning"
+html_title = f"{project} {release}"
+html_static_path = ["site.css"]
+html_css_files = ["site.css"]
 html_show_sourcelink = False
 html_copy_source = False
 
@@ -23,18 +31,47 @@ def add_navigation(app, page: str, source: list[str]) -> None:
     """The order of the pages is that of the map in README.md, and of the line behind it."""
     if page != root_doc:
         return
-    text = source[0].split("## The workshop")[1].split("## Your own model")[0]
+    readme = (REPOSITORY / "README.md").read_text()
+    text = readme.split("## The workshop")[1].split("## Your own model")[0]
     sections, reference = (
         [*dict.fromkeys(re.findall(r"\]\(([\w/-]+)\.md", part))] for part in text.split("For reference:")
     )
     groups = {
+        "Begin": ["First steps <README>"],
         "Sections": [page for page in sections if page.startswith("docs/") and page.count("/") == 1],
         "Reference": reference,
-        "For instructors": ["docs/instructor/README", "docs/instructor/answers"],
+        "For instructors": ["docs/instructor/README", "docs/instructor/answers", "docs/instructor/own-copy"],
         "About": ["CONTRIBUTING", "CHANGELOG", "data/README"],
     }
     for caption, pages in groups.items():
         source[0] += f"\n\n```{{toctree}}\n:hidden:\n:caption: {caption}\n\n" + "\n".join(pages) + "\n```\n"
+
+
+TABLE = re.compile(r'<table class="(docutils.*?</table>)', re.DOTALL)
+
+
+def label_cells(app, page: str, template: str, context: dict, doctree) -> None:
+    """Tables of many columns get what site.css needs to show them on a telephone: each cell the head of its column."""
+
+    def labelled(table: re.Match) -> str:
+        heads = [
+            html.escape(html.unescape(re.sub("<.*?>", "", head)).strip())
+            for head in re.findall(r"<th\b.*?</th>", table[0], re.DOTALL)
+        ]
+        if len(heads) < 5:
+            return table[0]
+        labels = itertools.cycle(heads)
+        cells = re.sub("<td", lambda _: f'<td data-label="{next(labels)}"', table[1])
+        return f'<table class="many-columns {cells}'
+
+    context["body"] = TABLE.sub(labelled, context.get("body", ""))
+
+
+def keep_flags_whole(app, page: str, template: str, context: dict, doctree) -> None:
+    def marked(code: re.Match) -> str:
+        return re.sub(r"--\w+", r'<span class="flag">\g<0></span>', code[0])
+
+    context["body"] = re.sub(r"<(pre|code)\b.*?</\1>", marked, context.get("body", ""), flags=re.DOTALL)
 
 
 WHAT_FITS = REPOSITORY / "docs" / "what_fits"
@@ -85,4 +122,6 @@ def add_what_fits(app, page: str, template: str, context: dict, doctree) -> None
 def setup(app) -> None:
     app.connect("source-read", add_navigation)
     app.connect("source-read", note_parts)
+    app.connect("html-page-context", label_cells)
+    app.connect("html-page-context", keep_flags_whole)
     app.connect("html-page-context", add_what_fits)

@@ -97,10 +97,27 @@ class Page:
         assert "exceptionDetails" not in answer, answer
         return answer["result"].get("value")
 
-    def press(self, key: str, code: int) -> None:
-        """code: of the key on Windows, which the protocol asks for."""
+    def press(self, key: str, code: int, text: str = "") -> None:
+        """code: of the key on Windows, which the protocol asks for. text: what it types."""
         for kind in ("keyDown", "keyUp"):
-            self.send("Input.dispatchKeyEvent", type=kind, key=key, code=key, windowsVirtualKeyCode=code)
+            self.send("Input.dispatchKeyEvent", type=kind, key=key, code=key, windowsVirtualKeyCode=code, text=text)
+
+    def tab_to(self, selector: str) -> None:
+        """Presses Tab until such an element has the focus."""
+        for _ in range(300):
+            self.press("Tab", 9)
+            if self.tell(f"document.activeElement.matches('{selector}')"):
+                return
+        raise AssertionError(f"no tab stop at {selector}")
+
+    def enter(self) -> None:
+        self.press("Enter", 13, "\r")
+
+    def follow(self) -> None:
+        """The link that has the focus, to another page."""
+        self.messages.clear()
+        self.enter()
+        self.receive("method", "Page.loadEventFired")
 
     def close(self) -> None:
         self.process.kill()

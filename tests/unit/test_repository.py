@@ -2,12 +2,14 @@
 
 import ast
 import graphlib
+import json
 import re
 
 import pytest
 import yaml
 
 from helpers import REPOSITORY
+from names import PROMISED, names
 
 SCRIPTS = REPOSITORY / "scripts"
 
@@ -31,6 +33,13 @@ def test_every_requirement_is_pinned_and_the_stack_complete():
         assert re.fullmatch(r"[\w.-]+==[\w.]+", line), line
     names = {line.split("==")[0] for line in requirements}
     assert names >= {"torch", "transformers", "accelerate", "deepspeed", "datasets", "torchmetrics", "psrecord"}
+
+
+def test_no_promised_name_is_gone():
+    now = names()
+    for kind, promised in json.loads(PROMISED.read_text()).items():
+        gone = set(promised) - set(now[kind])
+        assert not gone, "keep the name, or the next version is 2.0.0: docs/instructor/own-copy.md"
 
 
 def test_the_key_file_is_ignored_by_git():
