@@ -68,6 +68,8 @@ def label_cells(app, page: str, template: str, context: dict, doctree) -> None:
 
 
 def keep_flags_whole(app, page: str, template: str, context: dict, doctree) -> None:
+    """A browser breaks lines behind dashes; in site.css a flag is one word."""
+
     def marked(code: re.Match) -> str:
         return re.sub(r"--\w+", r'<span class="flag">\g<0></span>', code[0])
 
