@@ -27,7 +27,7 @@ snapshot() { # freeze what a job reads; prints the folder
   else
     commit=null
   fi
-  if [[ -n $(git -C "$ROOT" status --porcelain -- . ':(exclude)experiments/sites' ':(exclude)exercises' 2>/dev/null) ]]; then
+  if [[ -n $(git -C "$ROOT" status --porcelain -- . ':(exclude)experiments/site*' ':(exclude)exercises' 2>/dev/null) ]]; then
     dirty=true
   fi
   printf '{"commit": %s, "dirty": %s}\n' "$commit" "$dirty" >"$folder/git.json"

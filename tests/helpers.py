@@ -19,7 +19,7 @@ import psutil
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 EXPERIMENTS = REPOSITORY / "experiments"
-EXPERIMENT_SCRIPTS = sorted(EXPERIMENTS.rglob("*.slurm"))
+EXPERIMENT_SCRIPTS = sorted({*EXPERIMENTS.rglob("*.slurm")} - {*EXPERIMENTS.glob("own/**/*.slurm")})  # own: a site's
 PAGES = sorted(
     [
         *REPOSITORY.glob("*.md"),

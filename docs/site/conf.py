@@ -37,7 +37,7 @@ def add_navigation(app, page: str, source: list[str]) -> None:
         [*dict.fromkeys(re.findall(r"\]\(([\w/-]+)\.md", part))] for part in text.split("For reference:")
     )
     groups = {
-        "Begin": ["First steps <README>"],
+        "Begin": ["Two commands, first steps <README>"],
         "Sections": [page for page in sections if page.startswith("docs/") and page.count("/") == 1],
         "Reference": reference,
         "For instructors": ["docs/instructor/README", "docs/instructor/answers", "docs/instructor/own-copy"],
@@ -47,33 +47,30 @@ def add_navigation(app, page: str, source: list[str]) -> None:
         source[0] += f"\n\n```{{toctree}}\n:hidden:\n:caption: {caption}\n\n" + "\n".join(pages) + "\n```\n"
 
 
-TABLE = re.compile(r'<table class="(docutils.*?</table>)', re.DOTALL)
-
-
-def label_cells(app, page: str, template: str, context: dict, doctree) -> None:
-    """Tables of many columns get what site.css needs to show them on a telephone: each cell the head of its column."""
+def prepare_for_telephones(app, page: str, template: str, context: dict, doctree) -> None:
+    """What site.css needs, so that all of a page can be read on a narrow screen."""
 
     def labelled(table: re.Match) -> str:
-        heads = [
-            html.escape(html.unescape(re.sub("<.*?>", "", head)).strip())
-            for head in re.findall(r"<th\b.*?</th>", table[0], re.DOTALL)
-        ]
+        """Of many columns: each cell with the head of its column. All: code may break inside of a long name."""
+        text = re.sub(r"<code.*?</code>", lambda code: re.sub(r"(?<=\w)[_/.](?=\w)", r"\g<0><wbr>", code[0]), table[0])
+        heads = re.findall(r"<th\b.*?</th>", text, re.DOTALL)
         if len(heads) < 5:
-            return table[0]
-        labels = itertools.cycle(heads)
-        cells = re.sub("<td", lambda _: f'<td data-label="{next(labels)}"', table[1])
-        return f'<table class="many-columns {cells}'
+            return text
+        labels = itertools.cycle(html.escape(html.unescape(re.sub("<.*?>", "", head)).strip()) for head in heads)
+        text = re.sub("<td", lambda _: f'<td data-label="{next(labels)}"', text)
+        return text.replace('class="', 'class="many-columns ', 1)
 
-    context["body"] = TABLE.sub(labelled, context.get("body", ""))
+    def in_lines(block: re.Match) -> str:
+        lines = block[1].splitlines(keepends=True)
+        return "<pre>" + "".join(f'<span class="line">{line}</span>' for line in lines) + "</pre>"
 
-
-def keep_flags_whole(app, page: str, template: str, context: dict, doctree) -> None:
-    """A browser breaks lines behind dashes; in site.css a flag is one word."""
-
-    def marked(code: re.Match) -> str:
-        return re.sub(r"--\w+", r'<span class="flag">\g<0></span>', code[0])
-
-    context["body"] = re.sub(r"<(pre|code)\b.*?</\1>", marked, context.get("body", ""), flags=re.DOTALL)
+    body = context.get("body", "")
+    body = re.sub(r'<table class="docutils.*?</table>', labelled, body, flags=re.DOTALL)
+    body = re.sub(r"<pre><span></span>(.*?)</pre>", in_lines, body, flags=re.DOTALL)
+    # a browser breaks lines behind dashes
+    flag = r'<span class="flag">\g<0></span>'
+    code = r"<(pre|code)\b.*?</\1>"
+    context["body"] = re.sub(code, lambda found: re.sub("--[A-Za-z0-9-]+", flag, found[0]), body, flags=re.DOTALL)
 
 
 WHAT_FITS = REPOSITORY / "docs" / "what_fits"
@@ -124,6 +121,5 @@ def add_what_fits(app, page: str, template: str, context: dict, doctree) -> None
 def setup(app) -> None:
     app.connect("source-read", add_navigation)
     app.connect("source-read", note_parts)
-    app.connect("html-page-context", label_cells)
-    app.connect("html-page-context", keep_flags_whole)
+    app.connect("html-page-context", prepare_for_telephones)
     app.connect("html-page-context", add_what_fits)

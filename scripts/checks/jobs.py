@@ -126,6 +126,7 @@ def copy_repository(folder: Path) -> None:
     experiments = [f"experiments/{job}" for job in JOBS]
     for name in ("scripts", "ds_configs", "fsdp_configs", "data", "experiments/sites", *experiments):
         shutil.copytree(REPOSITORY / name, folder / name, ignore=ignored)
+    shutil.copy(REPOSITORY / "pyproject.toml", folder)  # the version, which their records name
     for file in EXPERIMENTS.iterdir():
         if file.is_file():
             shutil.copy(file, folder / "experiments")

@@ -36,7 +36,7 @@ def ask_git() -> dict:
         return done.stdout.strip() if done.returncode == 0 else None
 
     # what an instructor and participants write is no change of the code
-    others = [f":(exclude,top){folder}" for folder in ("experiments/sites", "exercises")]
+    others = [f":(exclude,top){folder}" for folder in ("experiments/site*", "exercises")]
     status = git("status", "--porcelain", "--", ":/", *others)
     return {"commit": git("rev-parse", "HEAD"), "dirty": None if status is None else bool(status)}
 

@@ -10,5 +10,5 @@ SAMPLE = REPOSITORY / "data" / "squad_sample.json"
 
 
 def workshop_version() -> str:
-    """The version in pyproject.toml, such as 1.0.0; CONTRIBUTING.md says what it promises."""
+    """The version in pyproject.toml, such as 1.0.0; docs/instructor/own-copy.md says what it promises."""
     return tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"]["version"]

@@ -42,7 +42,7 @@ def command(tmp_path) -> Callable[..., Finished]:
 def workshop(tmp_path) -> Path:
     """A copy of the code under a path that a careless shell script would trip over; `stub` adds experiments/mine/x."""
     root = tmp_path / 'it\'s $HOME; a "shop"'
-    unwanted = shutil.ignore_patterns("__pycache__", "results", "output", "[cg]pu_memory", "*.out")
+    unwanted = shutil.ignore_patterns("__pycache__", "results", "output", "[cg]pu_memory", "*.out", "own")
     for name in ("scripts", "ds_configs", "fsdp_configs", "data", "experiments"):
         shutil.copytree(REPOSITORY / name, root / name, ignore=unwanted)
     shutil.copy(REPOSITORY / "pyproject.toml", root)

@@ -88,8 +88,8 @@ def test_the_first_page_leads_each_reader_to_a_command_by_keyboard(page, address
         page.tab_to(".skip-to-content")
         page.enter()
         card = f".sd-col:nth-child({number})"
-        command = page.tell(f"document.querySelector('{card} code').textContent")
-        page.tab_to(f"{card} a")
+        command = page.tell(f"[...document.querySelectorAll('{card} code')].at(-1).textContent")
+        page.tab_to(f"{card} li a")
         page.follow()
         blocks = page.tell("[...document.querySelectorAll('pre')].map((each) => each.textContent)")
         assert any(command in block for block in blocks), command

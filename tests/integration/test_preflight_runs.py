@@ -12,6 +12,7 @@ import pytest
 from helpers import INHERITED, REPOSITORY, snapshot
 
 FOLDERS = ("scripts", "ds_configs", "fsdp_configs", "data", "experiments")
+FILES = ("requirements.txt", "pyproject.toml")
 
 
 @pytest.fixture
@@ -19,7 +20,7 @@ def checkout(tmp_path) -> Path:
     ignored = shutil.ignore_patterns("__pycache__", "results", "output", "?pu_memory", "*.out", "site")
     for name in FOLDERS:
         shutil.copytree(REPOSITORY / name, tmp_path / "it's a copy" / name, ignore=ignored)
-    for name in ("requirements.txt", "pyproject.toml"):
+    for name in FILES:
         shutil.copy(REPOSITORY / name, tmp_path / "it's a copy")
     return tmp_path / "it's a copy"
 
@@ -51,7 +52,7 @@ def test_a_laptop_is_ready_and_nothing_is_left(checkout):
     assert lines["GPUs"].startswith("skip ")
     after = snapshot(*(checkout / name for name in FOLDERS))
     assert {path: content for path, content in after.items() if "__pycache__" not in path.parts} == before
-    assert {path.name for path in checkout.iterdir()} == {*FOLDERS, "requirements.txt"}
+    assert {path.name for path in checkout.iterdir()} == {*FOLDERS, *FILES}
 
 
 def test_all_that_is_broken_is_told_at_once(checkout, tmp_path):

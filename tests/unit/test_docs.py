@@ -194,7 +194,7 @@ def check(here: Path, variables: dict[str, str], words: list[str]) -> None:
         assert (here / script).is_file(), f"{script} is not in {here}"
     elif words[0].endswith("submit.sh"):
         assert (here / words[0]).is_file(), f"{words[0]} is not below {here}"
-        assert (REPOSITORY / "experiments" / words[-1]).exists() or words[-1] in ("all", "fsdp-multi-gpu/mine")
+        assert (REPOSITORY / "experiments" / words[-1]).exists() or words[-1] in ("all", "own/mine")
     elif words[0] == "python" and words[1].endswith(".py"):
         check_flags(here / words[1], words[2:], variables)
 

@@ -10,7 +10,7 @@ import pytest
 import yaml
 
 import report
-from helpers import REPOSITORY
+from helpers import EXPERIMENT_SCRIPTS, EXPERIMENTS, REPOSITORY
 from report_files import RUNS, add_run, cell, table
 from reporting.tables import load_definitions
 
@@ -69,8 +69,7 @@ def test_records_tell_nothing_of_the_machine():
 
 def test_every_experiment_has_a_table():
     known = {row["experiment"] for definition in DEFINITIONS for row in definition["rows"]}
-    folders = {str(path.parent.relative_to(REPOSITORY / "experiments"))
-               for path in (REPOSITORY / "experiments").rglob("*.slurm")}  # fmt: skip
+    folders = {str(path.parent.relative_to(EXPERIMENTS)) for path in EXPERIMENT_SCRIPTS}
     assert folders - {"gpu-check"} <= known, "gpu_check.py writes a table of its own"
 
 

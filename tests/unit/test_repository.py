@@ -10,6 +10,7 @@ import yaml
 
 from helpers import REPOSITORY
 from names import PROMISED, names
+from shared.paths import workshop_version
 
 SCRIPTS = REPOSITORY / "scripts"
 
@@ -40,6 +41,12 @@ def test_no_promised_name_is_gone():
     for kind, promised in json.loads(PROMISED.read_text()).items():
         gone = set(promised) - set(now[kind])
         assert not gone, "keep the name, or the next version is 2.0.0: docs/instructor/own-copy.md"
+
+
+def test_the_changelog_begins_with_this_version():
+    headings = re.findall(r"^## (.*)", (REPOSITORY / "CHANGELOG.md").read_text(), re.MULTILINE)
+    assert headings[0] == "Unreleased"
+    assert headings[1].startswith(f"{workshop_version()} (")
 
 
 def test_the_key_file_is_ignored_by_git():
