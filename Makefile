@@ -18,7 +18,7 @@ gpu-check: $(if $(ACTIVE),,.venv/installed)
 # The pages as a web site; nothing in it asks another server
 SITE_FOLDER ?= build/site
 docs: .venv/installed-dev
-	$(BIN)/sphinx-build --quiet --fail-on-warning -b html -d build/doctrees -c docs/site . $(SITE_FOLDER)
+	@$(BIN)/sphinx-build --quiet --fail-on-warning -b html -d build/doctrees -c docs/site . $(SITE_FOLDER)
 	@echo "open $(SITE_FOLDER)/index.html"
 
 report: $(if $(ACTIVE),,.venv/installed)
