@@ -1,4 +1,4 @@
-"""How Sphinx makes a web site of the pages: `make docs`. The Markdown files are the same that a forge shows."""
+"""How Sphinx makes a web site of the pages: `make docs`. All but the first, index.md, are those that a forge shows."""
 
 import html
 import itertools

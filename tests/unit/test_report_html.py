@@ -125,7 +125,7 @@ def test_a_run_says_how_it_can_be_repeated(tmp_path):
         "Hardware NVIDIA H100 Nodes node1; 1 rank",
         "Commit 82e46aa937dfa554eb105db9ed04c17dc4f23e5d with uncommitted changes",
         "Command of a rank scripts/train.py --dataset 'my file.json'",
-        "torch 2.13.0+cpu, transformers 5.23.0",
+        "Versions workshop 1.0.0, python 3.11.7, torch 2.13.0+cpu, transformers 5.23.0",
         "precision: bf16 (requested: fp16); strategy: DeepSpeed ZeRO-1; ",
         "num_train_epochs=3.0",
         f"Record {folder}/results/7.json Log {folder}/log/zero_1_7.out",
