@@ -74,6 +74,9 @@ job_prepare() {
   JOB_GIT=$(job_python git_state) || JOB_GIT=
   echo "job $JOB_ID of $EXPERIMENT: site $SITE, $NODES node(s) x $RANKS_PER_NODE rank(s), rendezvous $MASTER_ADDR:$MASTER_PORT"
   echo "nodes: ${ALL_NODES//$'\n'/ }"
+  if [[ -z ${CUDA_VISIBLE_DEVICES-unset} ]] && command -v nvidia-smi >/dev/null; then
+    echo "GPUs are hidden from this job (site $SITE): CUDA_VISIBLE_DEVICES=0 before the command shows one"
+  fi
 }
 
 job_note_origin() { # WHO: is noted as the one who set each variable that is new, or another, since the last call

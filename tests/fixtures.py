@@ -9,7 +9,7 @@ import pytest
 from config import KNOBS
 from helpers import REPOSITORY, the_error
 from shared.errors import WorkshopError
-from shared.options import UNREAD_VARIABLES
+from shared.options import UNREAD_VARIABLES, WARNED_VARIABLES
 
 LAUNCHER_VARIABLES = [
     *("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "JOB_ID", "EXPERIMENT"),
@@ -23,7 +23,7 @@ def clean_machine(monkeypatch, tmp_path):
     """An empty working directory, and no variable that a script reads; all is put back afterwards."""
     slurm = [name for name in os.environ if name.startswith("SLURM_")]
     variables = [knob.variable for knob in KNOBS]
-    for name in (*variables, *UNREAD_VARIABLES, *LAUNCHER_VARIABLES, *slurm):
+    for name in (*variables, *UNREAD_VARIABLES, *WARNED_VARIABLES, *LAUNCHER_VARIABLES, *slurm):
         monkeypatch.delenv(name, raising=False)
     folder = tmp_path / "work"
     folder.mkdir()

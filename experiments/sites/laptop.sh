@@ -1,5 +1,5 @@
 # shellcheck shell=bash
-# Any machine without a GPU, and no network: tiny-bloom on the bundled sample, short runs.
+# Any machine, with or without a GPU, and no network: tiny-bloom on the bundled sample, short runs on the CPU.
 #     cd experiments/baseline && SITE=laptop bash baseline.slurm
 
 site_setup() {
@@ -22,4 +22,6 @@ if [[ ${EXPERIMENT:-} != experiments/efficiency/* ]]; then
   : "${PADDING:=longest}"
 fi
 : "${REQUIRE_GPU:=0}"
+# Two ranks need two GPUs, so without a choice of the caller a laptop's GPU stays hidden, and all ranks are on the CPU
+: "${CUDA_VISIBLE_DEVICES=}"
 : "${LOG_INTERVAL:=1}" # seconds between two samples of the memory logs; runs are short here

@@ -135,6 +135,9 @@ def wrong_pins(requirements: str) -> list[str]:
 def gpus() -> Lines:
     import torch
 
+    if not torch.cuda.is_available():
+        yield from no_gpus(torch.__version__)
+        return
     built = torch.cuda.get_arch_list()
     for index in range(torch.cuda.device_count()):
         capability = torch.cuda.get_device_capability(index)
@@ -142,24 +145,18 @@ def gpus() -> Lines:
         if built_for(capability, built):
             yield "ok", f"GPU {index}", found
         else:
-            yield (
-                "fail",
-                f"GPU {index}",
-                f"{found}: torch {torch.__version__} is built for {', '.join(built)}",
-                OTHER_BUILD,
-            )
-    if torch.cuda.is_available():
-        return
+            what = f"{found}: torch {torch.__version__} is built for {', '.join(built)}"
+            yield "fail", f"GPU {index}", what, OTHER_BUILD
+
+
+def no_gpus(torch_version: str) -> Lines:
+    """Say why PyTorch can use no GPU: there is none, or its driver is too old for this build of torch."""
     listed, said = command("nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader")
     if os.environ.get("REQUIRE_GPU") == "0":
         yield "skip", "GPUs", "the site needs none"
     elif listed:
-        yield (
-            "fail",
-            "GPUs",
-            f"nvidia-smi lists {last_line(said)}, and torch {torch.__version__} uses none",
-            OTHER_BUILD,
-        )
+        what = f"nvidia-smi lists {last_line(said)}, and torch {torch_version} can use none"
+        yield "fail", "GPUs", what, OTHER_BUILD
     else:
         found = f"none here ({last_line(said)})"
         yield "skip", "GPUs", found, "in a job: srun --gpus-per-node=1 python scripts/preflight.py"

@@ -84,7 +84,11 @@ def silence_known_warnings() -> None:
 
 
 def bind_device() -> None:
-    """Make the GPU with this process's local rank its own, before anything allocates on cuda:0."""
+    """Select the GPU with this process's local rank, before anything allocates memory on cuda:0."""
+    if not torch.cuda.is_available():
+        # With a driver that is too old for this torch, CUDA cannot start a GPU. torch.cuda.device_count() asks the
+        # driver's NVML and counts the GPU all the same, and so does is_available() once DeepSpeed has been imported
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""
     local_rank = whole_number("LOCAL_RANK", "0")
     gpus = torch.cuda.device_count()
     # bare srun with --gpus-per-task or --gpu-bind; without a GPU for each task they would all see the same one
@@ -95,14 +99,23 @@ def bind_device() -> None:
         os.environ["LOCAL_RANK"] = "0"
     if gpus and local_rank >= gpus:
         what = f"{local_rank}, but this process sees {gpus} of the GPUs of {socket.gethostname()}"
-        way_out = "start as many processes per node as it has GPUs, without GPU binding (--gpus-per-task, --gpu-bind)"
+        way_out = (
+            "start as many processes per node as it has GPUs, without GPU binding (--gpus-per-task, --gpu-bind), "
+            "or train on the CPU: CUDA_VISIBLE_DEVICES= before the command"
+        )
         raise WorkshopError("LOCAL_RANK", what, way_out, ENVIRONMENT)
     if not gpus and os.environ.get("REQUIRE_GPU") == "1":
         what = f"PyTorch sees none on {socket.gethostname()}"
-        way_out = "check nvidia-smi and that torch is a CUDA build, or use SITE=laptop"
+        way_out = (
+            "compare the driver (nvidia-smi) with the CUDA version that this torch needs (docs/environment.md), "
+            "or use SITE=laptop"
+        )
         raise WorkshopError("GPU", what, way_out, ENVIRONMENT)
     if gpus:
         torch.cuda.set_device(local_rank)
+        # On compute capability 9 and 10 PyTorch prefers cuDNN's attention kernel, which plans anew for each shape:
+        # a second for each new length (modelscope/FunASR#3704). Batches padded to their longest have many lengths
+        torch.backends.cuda.enable_cudnn_sdp(False)
 
 
 def adopt_process_group(training_args: Any, with_deepspeed: bool) -> None:

@@ -16,7 +16,10 @@ import atexit
 import contextlib
 import json
 import os
+import select
 import shutil
+import signal
+import socket
 import sys
 import threading
 import time
@@ -33,6 +36,8 @@ from shared.json_files import write_json
 
 MARGIN = 60  # seconds by which PyTorch's own time-outs, which name nobody, come after this one
 MOST_NAMED = 4
+SECONDS_BETWEEN_LOOKS = 5  # at most, while the ranks join: someone may be waiting in front of a terminal
+STOPPING_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 WAY_OUT = "look at that process and its node, or raise --ddp_timeout (HANG_TIMEOUT) if it only takes long"
 
 
@@ -65,13 +70,19 @@ class Watchdog(threading.Thread):
         self.now = 0.0  # seconds, counted in intervals: a job that was suspended as a whole is not hung
         self.last_progress = 0.0
         self.ended = threading.Event()
+        # Python writes the number of each signal that it handles into this socket, also while the main thread is in a
+        # call of PyTorch and runs no handler
+        self.signals, self.signals_end = socket.socketpair()
+        self.signals_end.setblocking(False)
         self.before_exit: Callable[[], object] = lambda: None
 
     def run(self) -> None:
         earlier: dict[int, Sign] = {}
-        while not self.ended.wait(interval := min(self.limit, self.hang_timeout) / 20):
+        while not self.wait(interval := self.interval()):
             self.now += interval
             self.write()
+            if not self.begun and self.rank == 0 and self.number == 2:
+                self.tell_who_is_missing()
             waited = self.now - self.last_progress
             if waited < self.limit * 3 / 4:
                 earlier = {}
@@ -79,6 +90,34 @@ class Watchdog(threading.Thread):
                 earlier = self.read_signs()
             if waited > self.limit:
                 self.end(earlier)
+
+    def interval(self) -> float:
+        """Seconds between two looks."""
+        interval = min(self.limit, self.hang_timeout) / 20
+        return interval if self.begun else min(interval, SECONDS_BETWEEN_LOOKS)
+
+    def wait(self, seconds: float) -> bool:
+        """Wait so long, or until the run ends, and return whether it has ended.
+
+        While the ranks join, the main thread is in PyTorch's call, in which Ctrl-C does nothing: end the process here.
+        """
+        if self.begun:
+            return self.ended.wait(seconds)
+        if select.select([self.signals], [], [], seconds)[0]:
+            number = self.signals.recv(1)[0]
+            if number in STOPPING_SIGNALS and not self.begun:
+                self.remove_sign()
+                os._exit(128 + number)
+        return self.ended.is_set()
+
+    def tell_who_is_missing(self) -> None:
+        if missing := set(range(whole_number("WORLD_SIZE"))) - self.read_signs().keys():
+            print(f"waiting for {named(missing, {})} to join{said_by_slurm()}", flush=True)
+
+    def remove_sign(self) -> None:
+        (self.folder / f"{self.rank}.json").unlink(missing_ok=True)
+        with contextlib.suppress(OSError):  # other ranks still have their files there
+            self.folder.rmdir()
 
     def write(self) -> None:
         with contextlib.suppress(OSError):  # a full disk ends no training
@@ -129,7 +168,10 @@ def hang_error(rank: int, earlier: dict[int, Sign], later: dict[int, Sign], limi
     if missing and not begun:
         nodes = ", ".join(missing_nodes())  # a node as a whole, where there is one, says more than its ranks
         what = nodes or f"{named(missing, later)} did not join"
-        return WorkshopError("rendezvous", f"{what} within {limit} s", "check that node, or exclude it", ENVIRONMENT)
+        way_out = "check that node, or exclude it"
+        if said_by_slurm():
+            way_out += "; in a shell of srun --pty: unset SLURM_STEP_NUM_TASKS, or ask for one task (-n 1)"
+        return WorkshopError("rendezvous", f"{what} within {limit} s", way_out, ENVIRONMENT)
     silent = {each for each in ranks if earlier.get(each) == later.get(each)}
     # not while it joins, as those that have joined write less often; nor where its own file cannot be written
     if silent and rank not in silent and begun:
@@ -138,6 +180,14 @@ def hang_error(rank: int, earlier: dict[int, Sign], later: dict[int, Sign], limi
         least = min(sign.progress for sign in later.values())
         what = f"no progress of {named({each for each in later if later[each].progress == least}, later)}"
     return WorkshopError("hang", f"{what}, noticed by {named({rank}, later)} after {limit} s", WAY_OUT, ENVIRONMENT)
+
+
+def said_by_slurm() -> str:
+    """Say where the number of ranks comes from if it is Slurm's. A shell of `srun --pty -n 4` is one task of four."""
+    tasks = os.environ.get("SLURM_STEP_NUM_TASKS", "1")
+    if tasks == "1" or "TORCHELASTIC_RUN_ID" in os.environ:
+        return ""
+    return f": Slurm has set SLURM_STEP_NUM_TASKS={tasks}, in this shell or for each task of srun"
 
 
 def named(ranks: set[int], signs: dict[int, Sign], last: str = "") -> str:
@@ -172,6 +222,7 @@ def start(hang_timeout: int) -> int:
     if whole_number("WORLD_SIZE", "1") > 1:
         reach_rank_0()
         current = Watchdog(hang_timeout)
+        signal.set_wakeup_fd(current.signals_end.fileno())
         current.start()
         atexit.register(stop)
     return seconds
@@ -180,6 +231,8 @@ def start(hang_timeout: int) -> int:
 def progress(phase: str) -> None:
     """The main thread goes on, and begins this. All ranks call it equally often, or the one with fewer is blamed."""
     if current:
+        if not current.begun:
+            signal.set_wakeup_fd(-1)  # the ranks have met
         current.phase = phase
         current.begun += 1
         current.last_progress = current.now
@@ -196,7 +249,6 @@ def stop() -> None:
     """Before the ranks leave each other, and as the process ends."""
     if current:
         current.ended.set()
+        current.signals_end.send(b"\0")  # it may wait for a signal
         current.join(SECONDS_FOR_RANK_0)
-        (current.folder / f"{current.rank}.json").unlink(missing_ok=True)
-        with contextlib.suppress(OSError):  # the others', which may still be looked at
-            current.folder.rmdir()
+        current.remove_sign()

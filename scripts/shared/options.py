@@ -46,6 +46,20 @@ UNREAD_VARIABLES = {
     "CONDA_SH_PATH": "unset it; the environment stands in site_setup of the site file",
     "CONDA_ENV": "unset it; the environment stands in site_setup of the site file",
 }
+# The upper-case name of a knob's flag, where its variable is shorter: NUM_TRAIN_EPOCHS for NUM_EPOCHS
+UNREAD_VARIABLES |= {knob.flag.upper(): f"use {knob.variable}" for knob in KNOBS if knob.flag.upper() != knob.variable}
+# Names that shells and scripts also set for themselves, so they only cause a warning. job.sh exports every variable of
+# a .slurm file
+WARNED_VARIABLES = {
+    "BATCHSIZE": "the knob is BATCH_SIZE",
+    "DEEPSPEED": "the flag is --deepspeed",
+    "EPOCHS": "the knob is NUM_EPOCHS",
+    "FSDP": "the flag is --fsdp",
+    "MAX_STEPS": "the flag is --max_steps",
+    "MODEL": "the knob is MODEL_NAME",
+    "RUN_NAME": "the knob is EXPERIMENT_NAME",
+    "SEED": "the flag is --seed",
+}
 # ps shows a flag to everybody on the node, and the run record keeps it
 SECRET = "set the variable HF_TOKEN, or log in with hf auth login; a flag is no place for a secret"
 # Flags of transformers 4 that version 5 removed and tutorials still use, with what takes their place
@@ -66,6 +80,18 @@ REMOVED_FLAGS = {
     "save_safetensors": "leave it out, safetensors is the only format",
     "use_mps_device": "leave it out, the device is found by itself",
     "warmup_ratio": "use --warmup_steps with a fraction below 1",
+}
+# Flags that other training programs and launchers have
+FLAGS_OF_OTHER_PROGRAMS = {
+    "epochs": "use --num_train_epochs",
+    "lr": "use --learning_rate",
+    "max_seq_length": "use --max_length",
+    "mixed_precision": "use --fp16, --bf16, or --fp16 False for fp32",
+    "model": "use --model_name",
+    "nproc_per_node": "torchrun's flags come before the script: torchrun --nproc_per_node=2 scripts/train.py",
+    "num_gpus": "start one process per GPU: torchrun --nproc_per_node=2 scripts/train.py",
+    "precision": "use --fp16, --bf16, or --fp16 False for fp32",
+    "resume": "use --resume_from_checkpoint",
 }
 # Flags of TrainingArguments that would be accepted here and then have no effect
 UNUSED_FLAGS = {
@@ -90,6 +116,7 @@ class Options:
     names: dict
     origins: dict = field(default_factory=dict)
     precision_note: str = ""
+    warnings: list[str] = field(default_factory=list)
     deepspeed_config: dict | None = None
     fsdp_config: dict | None = None
 
@@ -101,7 +128,7 @@ class Options:
         return {flag: self.values[flag] for flag in sorted(flags)}
 
     def knob_lines(self) -> list[str]:
-        """All knobs as they are resolved, by who gave them; what comes first overrules what comes behind."""
+        """All knobs with their values, grouped by who gave them, highest precedence first; then the warnings."""
         shown: dict[str, list[str]] = {origin: [] for origin in ORIGINS}
         for knob in KNOBS:
             if knob.flag in CUSTOM_SIZES and self.values["model_name"] != CUSTOM_GPT:
@@ -110,13 +137,13 @@ class Options:
             number = f"{value:g}" if isinstance(value, float) else str(value)
             text = knob.variable if value is None else f"{knob.variable}={shlex.quote(number)}"
             shown["unset" if value is None else self.origins.get(knob.flag, "default")].append(text)
-        return ["knobs, by where they come from:"] + [
-            textwrap.fill(
-                " ".join(texts), 120, initial_indent=f"  {origin:12}", subsequent_indent=" " * 14, **WHOLE_WORDS
-            )
-            for origin, texts in shown.items()
-            if texts
-        ]
+        lines = ["knobs, by where they come from:"]
+        for origin, texts in shown.items():
+            if texts:
+                start, next_line = f"  {origin:12}", " " * 14
+                text = " ".join(texts)
+                lines.append(textwrap.fill(text, 120, initial_indent=start, subsequent_indent=next_line, **WHOLE_WORDS))
+        return lines + [f"warning: {text}" for text in self.warnings]
 
     def error(self, flag: str, what: str, way_out: str) -> WorkshopError:
         """The error of a flag, by the name that the user gave it: the flag or its variable."""
@@ -176,6 +203,10 @@ def parse_command_line(
     namespace, unknown = parser.parse_known_args(arguments)
     if unknown:
         reject_unknown(unknown, parser)
+    if namespace.use_cpu and gpu is None:
+        # The first torch.cuda.is_available() starts CUDA, which never reads the variable again. Without it, each
+        # optimizer step would ask for a CUDA stream, and start CUDA for that
+        os.environ.update(CUDA_VISIBLE_DEVICES="", REQUIRE_GPU="0")
     words = [word.split("=")[0] for word in arguments]
     given = {parser._option_string_actions[w].dest: w for w in words if w in parser._option_string_actions}
     by_job = dict(word.split("=") for word in environment.get("KNOB_ORIGINS", "").split())  # job.sh: VARIABLE=site ...
@@ -183,6 +214,12 @@ def parse_command_line(
         given, "flag"
     )
     options = Options(vars(namespace), names | given, origins)
+    options.warnings = [
+        f"{name}: this variable is not read; {way_out}"
+        for name, way_out in WARNED_VARIABLES.items()
+        if environment.get(name)
+    ]
+    check_empty_flags(options.values, given)
     complete(options.values)
     check_numbers(options)
     check_combinations(options)
@@ -195,7 +232,7 @@ def parse_command_line(
 def environment_values(parser: Parser, environment: Mapping[str, str]) -> tuple[dict, dict]:
     """Values of all knobs from the environment or their default, and the variables that were given."""
     for variable, way_out in UNREAD_VARIABLES.items():
-        if variable in environment:
+        if environment.get(variable):
             raise WorkshopError(variable, "this variable is not read", way_out)
     actions = actions_by_flag(parser)
     values = dict(DEFAULTS)
@@ -218,10 +255,24 @@ def reject_unknown(unknown: list[str], parser: Parser) -> None:
     name = flag.lstrip("-").replace("-", "_")
     if name in REMOVED_FLAGS:
         raise WorkshopError(flag, "transformers 5 removed this flag", REMOVED_FLAGS[name])
+    if name in FLAGS_OF_OTHER_PROGRAMS:
+        raise WorkshopError(flag, "unknown flag", FLAGS_OF_OTHER_PROGRAMS[name])
     if named_as := next((knob.flag for knob in KNOBS if knob.variable.lower() == name), ""):
         raise WorkshopError(flag, "unknown flag", f"did you mean --{named_as}?")  # --batch_size, --grad_acc
     known = sorted({"steps", *actions_by_flag(parser)} - UNUSED_FLAGS.keys())
     raise WorkshopError(flag, "unknown flag", did_you_mean(name, known, "see --help", prefix="--"))
+
+
+def check_empty_flags(values: dict, given: dict[str, str]) -> None:
+    """Raises WorkshopError (exit code 2) for a flag with an empty value, which an unset shell variable leaves.
+
+    given: flag -> the word that the user typed for it.
+    """
+    for flag, word in given.items():
+        if values[flag] in ("", [""]):
+            raise WorkshopError(
+                word, "its value is empty", "give one, or leave the flag out; is a shell variable unset?"
+            )
 
 
 def complete(values: dict) -> None:

@@ -186,16 +186,28 @@ def test_without_slurm_torchrun_starts_the_ranks_of_bare_srun(stub):
     ],
     ids=["chosen", "none", "unset"],
 )
-def test_the_log_is_of_the_gpus_that_the_ranks_use(stub, visible, logged, missing):
-    """Of two ranks; the training waits for one sample of each GPU."""
+def test_the_log_is_of_the_gpus_that_the_ranks_use(stub, workshop, visible, logged, missing):
+    """Of two ranks; the training waits for one sample of each GPU. The site `laptop` would hide them."""
+    (workshop / "experiments/sites/moon.sh").write_text("site_setup() { :; }\n")
     lines = "sum(len(log.read_text().splitlines()) for log in pathlib.Path('gpu_memory').glob('*'))"
     wait = f"import pathlib, time\nwhile {lines} < {len(logged) + 1 if logged else 0}: time.sleep(0.05)"
-    done, folder = stub(wait, gpus=2, CUDA_VISIBLE_DEVICES=visible)
+    done, folder = stub(wait, gpus=2, SITE="moon", CUDA_VISIBLE_DEVICES=visible)
     assert done.returncode == 0, done
     logs = list((folder / "gpu_memory").iterdir())
     assert [read_gpu_log(log).names() for log in logs] == ([list(logged)] if logged else [])
     said = [line for line in done.stdout.splitlines() if "CUDA_VISIBLE_DEVICES" in line]
     assert said == ([f"missing: {missing.format(host=os.uname().nodename)}"] if missing else [])
+
+
+def test_a_laptops_gpu_is_hidden_unless_the_caller_has_chosen_one(stub):
+    """Two ranks would need two."""
+    hint = "GPUs are hidden from this job (site laptop): CUDA_VISIBLE_DEVICES=0 before the command shows one"
+    done, _ = stub(PRINT, "CUDA_VISIBLE_DEVICES")
+    assert printed(done) == [""]
+    assert hint in done.stdout.splitlines()
+    done, _ = stub(PRINT, "CUDA_VISIBLE_DEVICES", CUDA_VISIBLE_DEVICES=0)
+    assert printed(done) == ["0"]
+    assert hint not in done.stdout.splitlines()
 
 
 def test_a_logger_that_is_not_installed_is_a_gap(stub, tmp_path):

@@ -30,6 +30,14 @@ REFUSED = {  # the line, flags, and: files, variables, the exit code if it is no
                                ["--tensor_parallel", 2, "--save_strategy", "no"], {"ranks": 2}),
     "nothing to resume from": ("--resume_from_checkpoint: no complete checkpoint in output/7; ...",
                                ["--resume_from_checkpoint"], {"code": 4}),
+    "an optimizer's value": ("--adam_beta1: Invalid beta parameter at index 0: 1.5; ...", ["--adam_beta1", 1.5], {}),
+    "a missing package": ("--optim: You need to install `bitsandbytes` ...; ...", ["--optim", "adamw_8bit"], {}),
+    "a schedule's value": ("--lr_scheduler_type: One of min_lr ...; ...",
+                           ["--lr_scheduler_type", "cosine_with_min_lr"], {}),
+    "a seed": ("--seed: Seed must be between 0 and ...; ...", ["--seed", -1], {}),
+    "best of nothing": ("--save_strategy: best needs a metric to compare; add --metric_for_best_model eval_loss",
+                        ["--save_strategy", "best"], {}),
+    "no Liger kernel": ("--use_liger_kernel: liger-kernel is not installed; ...", ["--use_liger_kernel"], {}),
     "a folder below a file": ("...mine: cannot be written; give another --output_dir",
                               [], {"files": {"mine": ""}, "OUTPUT_DIR": "mine/new", "code": 3}),
 }
@@ -43,6 +51,15 @@ def test_a_mistake_is_one_line_and_nothing_is_written(bench: Bench, line, words,
         bench.write(path, content)
     ended = bench.refuses(line, *words, **{name: value for name, value in options.items() if name != "files"})
     assert "canary" not in ended.log
+
+
+def test_a_temporary_folder_with_too_long_a_name_for_the_workers_of_the_data_loader(bench: Bench, tmp_path):
+    """Their sockets would not fit into it, and the run would wait for them for good."""
+    long = tmp_path / ("x" * 76)
+    long.mkdir()
+    line = f"TMPDIR: {long} has {len(str(long))} characters, and DATA_WORKERS needs at most 75; ..."
+    # of a new process: Python asks for the folder once
+    bench.refuses(line, DATA_WORKERS=2, TMPDIR=long, fork=False)
 
 
 def test_a_machine_that_cannot_compile(bench: Bench):

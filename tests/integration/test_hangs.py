@@ -60,6 +60,28 @@ def test_rank_0_names_the_rank_that_does_not_come(train):
     assert the_line(run) == "error: rendezvous: rank 1 did not join within 2 s; check that node, or exclude it"
 
 
+def test_a_shell_of_srun_pty_says_whom_it_waits_for_and_ctrl_c_ends_it(bench: Bench):
+    """`srun --pty -n 4 bash`, and plain python in it: one process, in Slurm's variables the first of four."""
+    slurm = {"SLURM_JOB_ID": 4711, "SLURM_STEP_NUM_TASKS": 4, "SLURM_PROCID": 0, "SLURM_LOCALID": 0}
+    slurm |= {"SLURM_STEP_NODELIST": "localhost", "MASTER_PORT": free_port()}
+    waiting = bench.start(**TINY | slurm)
+    text = "waiting for rank 1, rank 2, rank 3 to join: Slurm has set SLURM_STEP_NUM_TASKS=4, in this shell or "
+    waiting.until(lambda: text in waiting.streams[0].read_text())
+    os.kill(waiting.pids[0], signal.SIGINT)
+    run = waiting.wait()
+    assert run.code == 130, run
+    assert not list((run.folder / "results").glob(".ranks_*"))
+
+
+def test_its_error_names_srun_pty(train):
+    slurm = {"SLURM_JOB_ID": 4712, "SLURM_STEP_NUM_TASKS": 2, "SLURM_PROCID": 0, "SLURM_LOCALID": 0}
+    meet = {"SLURM_STEP_NODELIST": "localhost", "MASTER_PORT": free_port(), "JOIN_TIMEOUT": 2}
+    way_out = "in a shell of srun --pty: unset SLURM_STEP_NUM_TASKS, or ask for one task (-n 1)"
+    run = train("pty", code=3, **slurm, **meet)
+    assert the_line(run).startswith("error: rendezvous: rank 1 did not join within 2 s; ")
+    assert the_line(run).endswith(way_out)
+
+
 def test_a_loss_that_is_no_number_ends_both_ranks(train):
     run = train("nan", ranks=2, code=1, LEARNING_RATE="1e30", SAVE_STRATEGY="no")
     lines = re.findall(r"error: .*", run.log)

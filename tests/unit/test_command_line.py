@@ -72,6 +72,15 @@ def test_each_knob_is_shown_with_where_it_comes_from(monkeypatch):
     assert "VOCAB_SIZE" not in "".join(lines)
 
 
+def test_a_variable_that_others_may_have_set_is_a_warning(monkeypatch):
+    """EPOCHS may be a mistake for NUM_EPOCHS, or belong to the user's own script."""
+    monkeypatch.setenv("EPOCHS", "3")
+    monkeypatch.setenv("SEED", "")
+    lines = parse().knob_lines()
+    warning = "warning: EPOCHS: this variable is not read; the knob is NUM_EPOCHS"
+    assert [line for line in lines if line.startswith("warning")] == [warning]
+
+
 def test_every_variable_is_named_in_the_help(capsys):
     with pytest.raises(SystemExit):
         parse("--help")
@@ -108,6 +117,11 @@ MISTAKES = {
     "--num_train": "--num_train: unknown flag; did you mean --num_train_epochs?",
     "--batch-size 8": "--batch-size: unknown flag; did you mean --per_device_train_batch_size?",
     "--warmup-ratio=1": "--warmup-ratio: transformers 5 removed this flag; ",
+    "--epochs 3": "--epochs: unknown flag; use --num_train_epochs",
+    "--lr 1e-4": "--lr: unknown flag; use --learning_rate",
+    "--resume": "--resume: unknown flag; use --resume_from_checkpoint",
+    "--num-gpus=2": "--num-gpus: unknown flag; start one process per GPU: torchrun --nproc_per_node=2 ",
+    "--precision bf16": "--precision: unknown flag; use --fp16, --bf16, or --fp16 False for fp32",
     # malformed
     "--train_size x": "--train_size: invalid int value: 'x'; see --help",
     "--train_size": "--train_size: expected one argument",
@@ -118,6 +132,13 @@ MISTAKES = {
     "TRAIN_SIZE=many": "TRAIN_SIZE: invalid int value: 'many'; correct or unset the variable",
     "FP16=maybe": "FP16: Truthy value expected: got maybe",
     "PER_DEVICE_BATCH_SIZE=4": "PER_DEVICE_BATCH_SIZE: this variable is not read; use BATCH_SIZE",
+    "NUM_TRAIN_EPOCHS=1": "NUM_TRAIN_EPOCHS: this variable is not read; use NUM_EPOCHS",
+    "GRADIENT_ACCUMULATION_STEPS=1": "GRADIENT_ACCUMULATION_STEPS: this variable is not read; use GRAD_ACC",
+    # an unset shell variable after a flag
+    "--deepspeed=": "--deepspeed: its value is empty; give one, or leave the flag out",
+    "--fsdp=": "--fsdp: its value is empty; ",
+    "--fsdp --fsdp-config=": "--fsdp-config: its value is empty; ",
+    "--dataset=": "--dataset: its value is empty; ",
     # contradictory, or without effect
     "--deepspeed a.json --fsdp": "--deepspeed: cannot be combined with --fsdp, both shard the model; give",
     "--fsdp_config a.json": "--fsdp_config: does nothing without --fsdp; add --fsdp",

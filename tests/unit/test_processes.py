@@ -39,6 +39,19 @@ def test_more_ranks_than_gpus_on_a_node_end_with_3(monkeypatch, refusal):
     assert "start as many processes per node as it has GPUs, without GPU binding (--gpus-per-task, --gpu-bind)" in line
 
 
+def test_attention_leaves_cudnn_out_on_a_gpu(monkeypatch, gpu):
+    """It plans anew for each shape of a batch."""
+    monkeypatch.setattr(process_group.torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(process_group.torch.cuda, "set_device", lambda number: None)
+    before = process_group.torch.backends.cuda.cudnn_sdp_enabled()
+    try:
+        process_group.torch.backends.cuda.enable_cudnn_sdp(True)
+        process_group.bind_device()
+        assert not process_group.torch.backends.cuda.cudnn_sdp_enabled()
+    finally:
+        process_group.torch.backends.cuda.enable_cudnn_sdp(before)
+
+
 def bound_task(monkeypatch, **variables: str) -> list[int]:
     """The second of two tasks of a node, each of which sees one GPU; gives what it makes its own."""
     monkeypatch.setattr(process_group.torch.cuda, "device_count", lambda: 1)

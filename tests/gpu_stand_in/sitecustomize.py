@@ -1,0 +1,61 @@
+"""Stands in for a GPU on a machine without one, in each Python that has this folder on PYTHONPATH.
+
+STAND_IN_GPU=one: CUDA starts one GPU. STAND_IN_GPU=old_driver: the driver lists one GPU, which CUDA cannot start.
+
+Only the questions about the GPU are answered, by torch.cuda's own code; nothing can compute on it. As the real CUDA
+does, the stand-in reads CUDA_VISIBLE_DEVICES when it starts and never again. It prints STARTED when it starts with a
+GPU in sight.
+"""
+
+import importlib.util
+import os
+import sys
+from functools import cache
+
+OLD_DRIVER = "The NVIDIA driver on your system is too old (found version 12020)."
+STARTED = "the stand-in for CUDA was started"
+
+
+class TorchCuda:
+    """A finder of modules that changes torch.cuda as soon as it has been imported."""
+
+    def find_spec(self, name, path, target=None):
+        if name != "torch.cuda":
+            return None
+        sys.meta_path.remove(self)
+        spec = importlib.util.find_spec(name)
+        execute = spec.loader.exec_module
+
+        def exec_module(module):
+            execute(module)
+            put_gpu_into(module)
+
+        spec.loader.exec_module = exec_module
+        return spec
+
+
+def put_gpu_into(cuda) -> None:
+    import torch
+
+    usable = os.environ["STAND_IN_GPU"] == "one"
+
+    @cache
+    def start_cuda() -> int:
+        """Return how many GPUs CUDA has started."""
+        visible = os.environ.get("CUDA_VISIBLE_DEVICES") in (None, "0")
+        if visible:
+            print(STARTED, file=sys.stderr, flush=True)
+        return int(visible and usable)
+
+    def fail(*arguments):
+        raise RuntimeError(OLD_DRIVER if not usable else "the stand-in for a GPU cannot compute")
+
+    cuda._is_compiled = lambda: True
+    cuda._raw_device_count_nvml = lambda: 1  # which CUDA_VISIBLE_DEVICES still cuts, in torch.cuda
+    cuda._lazy_init = fail
+    torch._C._cuda_getDeviceCount = start_cuda
+    torch._C._cuda_setDevice = torch._C._cuda_getCurrentRawStream = fail
+
+
+if os.environ.get("STAND_IN_GPU"):
+    sys.meta_path.insert(0, TorchCuda())

@@ -1,0 +1,47 @@
+"""Machines whose GPU cannot train: an old driver, one GPU for two ranks, a GPU that nobody asked for. The GPU is
+tests/gpu_stand_in; demo and jobs on such a machine: test_demo.py."""
+
+import pytest
+
+from helpers import REPOSITORY, run
+
+FEW = ("--max_steps", "2", "--eval_strategy", "no", "--save_strategy", "no")
+
+
+@pytest.fixture
+def on_gpu_machine(workplace):
+    """Runs train.py as a command of its own, as the stand-in must be there when PyTorch is imported."""
+
+    def train(gpu: str, job_id: str, *words: object, **options: object):
+        stand_in = {"STAND_IN_GPU": gpu, "PYTHONPATH": REPOSITORY / "tests/gpu_stand_in"}
+        # as a shell has it: "None" is no GPU's number, and a variable of `helpers.TINY` cannot be unset otherwise
+        visible = {"CUDA_VISIBLE_DEVICES": options.pop("visible", "0")}
+        return run(workplace, job_id, *words, *FEW, **stand_in | visible | options)
+
+    return train
+
+
+def test_a_driver_that_is_too_old_is_no_gpu(on_gpu_machine):
+    """DeepSpeed's import lets torch.cuda count the GPU that the driver lists."""
+    finished = on_gpu_machine("old_driver", "old_driver", "--deepspeed", "ds_configs/zero1.json")
+    assert finished.record["hardware"]["gpus"] == 0
+
+
+def test_a_job_that_wants_a_gpu_ends_with_one_line(on_gpu_machine):
+    finished = on_gpu_machine("old_driver", "wants_gpu", REQUIRE_GPU="1", code=3)
+    (line,) = finished.error_lines
+    assert line.startswith("error: GPU: PyTorch sees none on ") and "compare the driver (nvidia-smi) with " in line
+    assert "Traceback" not in finished.log
+
+
+def test_two_ranks_on_one_gpu_are_told_how_to_train_on_the_cpu(on_gpu_machine):
+    finished = on_gpu_machine("one", "second_rank", FP16="", LOCAL_RANK=1, code=3)
+    (line,) = finished.error_lines
+    assert line.startswith("error: LOCAL_RANK: 1, but this process sees 1 of the GPUs of ")
+    assert line.endswith("or train on the CPU: CUDA_VISIBLE_DEVICES= before the command")
+
+
+def test_use_cpu_never_starts_cuda(on_gpu_machine):
+    finished = on_gpu_machine("one", "use_cpu", "--use_cpu", REQUIRE_GPU="1")
+    assert finished.record["hardware"]["gpus"] == 0
+    assert "the stand-in for CUDA was started" not in finished.log
