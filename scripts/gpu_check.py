@@ -92,6 +92,8 @@ ROWS = [  # what tells most comes first, for those who cannot wait for the rest
     TrainingRow("bloom-560m-plain", full=True),
     TrainingRow("bloom-560m-chunked", "--loss chunked", full=True),
     TrainingRow("bloom-560m-sdpa", "--loss chunked --attention sdpa", full=True),
+    # each batch has another length: slow if the attention kernel is planned anew for each
+    TrainingRow("bloom-560m-sdpa-lengths", "--loss chunked --attention sdpa --padding longest", full=True),
     TrainingRow("bloom-560m-checkpointed", "--loss chunked --activation_checkpointing", full=True),
     TrainingRow("bloom-560m-compiled", "--loss chunked --torch_compile", full=True),
     TrainingRow("bloom-560m-zero2", "--deepspeed ds_configs/zero2.json", full=True),
