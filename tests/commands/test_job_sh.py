@@ -174,6 +174,14 @@ def test_without_slurm_torchrun_starts_the_ranks_of_bare_srun(stub):
     assert {"rank 0 of 2", "rank 1 of 2"} <= set(done.stdout.splitlines())
 
 
+def test_an_environment_that_is_only_half_installed_is_not_used(stub, workshop):
+    """As make leaves it for a minute, while it installs the packages."""
+    program(workshop / ".venv/bin", "python", "exit 9")
+    assert stub("print('training')")[0].returncode == 0
+    (workshop / ".venv/installed").touch()
+    assert stub("print('training')")[0].returncode == 9
+
+
 # The loggers
 
 
