@@ -261,7 +261,9 @@ job_on_node() { # COMMAND: its exit status
   if [[ $code != 0 ]]; then # for job_finish: srun reports the highest code of all nodes, often that of one which it ended
     local who=rank
     [[ $* != *scripts/launch.py* ]] || who=launcher # which has noted the rank that ended first, if one did
-    echo "$(date +%s%N) $code $who ${SLURM_PROCID:-0} on $HOST" >>"$RUN_DIR/exit_codes" || true
+    # In nanoseconds, as in launch.py. Slurm may end a process such as date before it prints; bash 4 has no EPOCHREALTIME
+    local now=${EPOCHREALTIME:-$(date +%s.%6N)}
+    job_note exit_codes "${now//[.,]/}000 $code $who ${SLURM_PROCID:-0} on $HOST"
   fi
   return "$code"
 }
@@ -308,7 +310,11 @@ job_choose_gpus() { # sets GPUS: nvidia-smi shows those of other jobs as well, a
 }
 
 job_missing() { # TEXT: what a log lacks; the summary shows it
-  echo "$1" >>"$RUN_DIR/missing_$HOST" || true
+  job_note "missing_$HOST" "$1"
+}
+
+job_note() { # FILE TEXT: a line for job_finish. A full disk loses it without a message, and the job continues
+  { echo "$2" >>"$RUN_DIR/$1"; } 2>/dev/null || true
 }
 
 job_stop_loggers() {
@@ -375,6 +381,7 @@ job_stop() { # SIGNAL: for the training, which saves and stops
 job_finish() { # on EXIT, also when the training failed: errexit ends the script behind a command that returns its status
   local code=$?
   trap - EXIT
+  set +e             # nothing that fails from here on may change the exit code: a full disk, for example, takes no message
   job_ignore_signals # a second one must not interrupt this
   local timeout=()
   if [[ $STOPPED = yes && $(timeout 5 scontrol show job "${SLURM_JOB_ID:-0}" 2>&1) = *Reason=TimeLimit* ]]; then
@@ -382,7 +389,8 @@ job_finish() { # on EXIT, also when the training failed: errexit ends the script
   fi
   # it ends with what the training wrote down itself: srun says 0, too, of ranks that were slow to stop
   local ended=0
-  job_python end_of_job "$JOB_ID" --exit-code "$code" "${timeout[@]}" --since "$STARTED" --run-dir "$RUN_DIR" || ended=$?
+  job_python end_of_job "$JOB_ID" --exit-code "$code" "${timeout[@]}" --since "$STARTED" --run-dir "$RUN_DIR" \
+    --ranks $((NODES * RANKS_PER_NODE)) || ended=$?
   rm -rf "$RUN_DIR" || true # a rank may still write there
   job_upload
   # above 128: killed while it saved, or before. It goes on from the checkpoint before

@@ -78,9 +78,11 @@ def note_failure(failed_at: list[int], entry: logging.LogRecord) -> bool:
 
 
 def tell_of(rank: str, code: int, time_ns: int) -> None:
-    """Of the rank that ended first here: to job.sh, as another node's may have ended before, else on stderr."""
+    """Name the rank that ended first on this node: for job.sh in a note, as a rank of another node may have ended
+    before; without job.sh on stderr."""
     if run_dir := os.environ.get("RUN_DIR"):
-        with Path(run_dir, "exit_codes").open("a") as noted:
+        # a full disk must not change the exit code
+        with contextlib.suppress(OSError), Path(run_dir, "exit_codes").open("a") as noted:
             noted.write(f"{time_ns} {code} {rank}\n")
     elif code != STOPPED:
         print(f"{rank} ended first, with exit code {code}", file=sys.stderr)

@@ -3,8 +3,8 @@
 #     cd experiments/baseline && SITE=laptop bash baseline.slurm
 
 site_setup() {
-  # the environment that make demo created, if there is one; else the python that is active
-  if [[ -x $ROOT/.venv/bin/python ]]; then PATH=$ROOT/.venv/bin:$PATH; fi
+  # the environment that make demo created, if it is complete; otherwise the python that is active
+  if [[ -f $ROOT/.venv/installed ]]; then PATH=$ROOT/.venv/bin:$PATH; fi
 }
 
 : "${MODEL_NAME:=tiny-bloom}"

@@ -19,10 +19,11 @@ from datetime import UTC, datetime
 from functools import cache
 from pathlib import Path
 
-from shared.errors import WorkshopError, run_program
+from shared.errors import WorkshopError, run_program, survive_lost_output
 from shared.memory_logs import MemoryLog, host_of, logs_of, read_cpu_log, read_gpu_log
 from shared.run_record import (
     STOPPING_SIGNALS,
+    WITHOUT_A_WORD,
     Record,
     change_record,
     close_record,
@@ -51,27 +52,37 @@ class End:
     who: str
 
 
-def first_end(run_dir: Path | None) -> End | None:
-    """What failed first: of each that did, job.sh and launch.py have noted the time in ns, the exit code, and who.
+def notes(path: Path) -> list[str]:
+    """Lines that the parts of the job have noted in a file; none if it cannot be read, as no note may fail the end."""
+    try:
+        return path.read_text(errors="replace").splitlines()
+    except OSError:
+        return []
 
-    The nodes' clocks agree well enough: what another's end has ended waits two seconds (parallel/process_group.py).
+
+def first_end(run_dir: Path) -> End | None:
+    """The process that failed first: job.sh and launch.py note the time in ns, the exit code and the name of each.
+
+    The nodes' clocks agree well enough: a rank that another rank's end has ended waits two seconds before it ends
+    (parallel/process_group.py).
+    A line without a time counts last, and one that is cut off is skipped.
     """
-    noted = run_dir / "exit_codes" if run_dir else Path()
-    lines = noted.read_text().splitlines() if noted.is_file() else []
-    if not lines:
-        return None
-    _, code, who = min(lines, key=lambda line: int(line.split()[0])).split(maxsplit=2)
-    return End(int(code), who)
+    ends = filter(None, (re.fullmatch(r"(\d*) (\d{1,3}) (.+)", line) for line in notes(run_dir / "exit_codes")))
+    first = min(ends, key=lambda end: (not end[1], int(end[1] or 0)), default=None)
+    return End(int(first[2]), first[3]) if first else None
 
 
-def why(status: str, end: End | None, alone: bool) -> str | None:
-    """Why a job failed, in one sentence, None where its exit code says it all. alone: it had one process."""
+def why(status: str, end: End | None, alone: bool, noted: str | None) -> str | None:
+    """The reason for a job's failure in one sentence, or None if the exit code is enough.
+
+    alone: the job had one process. noted: the reason that the training itself has noted.
+    """
     if status in ("completed", "timeout"):
         return None
     if nodes := failed_nodes():
         return f"node failure on {nodes}"
-    if status == "stopped" or end is None:
-        return None
+    if noted or status == "stopped" or end is None:
+        return noted
     cause = ""
     if end.code == 128 + signal.SIGKILL:
         cause = " (killed, most often by the kernel for want of memory: see --mem)"
@@ -87,12 +98,16 @@ def failed_nodes() -> str:
     nodes = os.environ.get("SLURM_JOB_NODELIST")
     if not nodes:
         return ""
-    command = ["sinfo", "--noheader", f"--nodes={nodes}", "--states=down,fail", "--format=%N"]
+    found = ask_slurm("sinfo", "--noheader", f"--nodes={nodes}", "--states=down,fail", "--format=%N")
+    return ", ".join(found.split())
+
+
+def ask_slurm(*command: str) -> str:
+    """Output of one of Slurm's commands; empty if it is not installed or does not answer."""
     try:
-        found = subprocess.run(command, capture_output=True, text=True, timeout=5)
+        return subprocess.run(command, capture_output=True, text=True, timeout=5).stdout
     except (FileNotFoundError, subprocess.TimeoutExpired):
         return ""
-    return ", ".join(found.stdout.split())
 
 
 def close_record_of_job(path: Path, exit_code: int, timeout: bool) -> Record:
@@ -121,16 +136,39 @@ def sweep(folder: Path) -> None:
             record = read_record(path)
         except WorkshopError:
             continue  # the report tells of it
-        if record.finished or record.status not in ("running", "stopped") or is_alive(path):
+        if not ended_without_a_word(path, record):
             continue
-        last_written = datetime.fromtimestamp(int(path.stat().st_mtime), UTC)
-        status = "failed" if record.status == "running" else record.status
-        close_record(path, status, record.exit_code, last_written)
+        finished = record.finished or datetime.fromtimestamp(int(path.stat().st_mtime), UTC)
+        stopped = record.status == "stopped"
+        status, reason = ("stopped", record.reason) if stopped else ("failed", reason_from_slurm(path.stem))
+        change_record(path, status=status, finished=finished, reason=reason)
         print(f"{path}: its job is gone, the record says {status} now")
     for left in folder.glob(".*"):
         of_watchdog = left.name.startswith(".ranks_")  # of a run without job.sh, which may be alive
         if left.is_dir() and not of_watchdog and not is_alive(folder / f"{left.name[1:]}.json"):
             shutil.rmtree(left, ignore_errors=True)
+
+
+def ended_without_a_word(path: Path, record: Record) -> bool:
+    """True if the job of this record ended before job.sh could note why, for example when its first node crashed.
+
+    A rank on another node may still have closed the record, but only job.sh removes the job's folder.
+    """
+    if record.finished:
+        unexplained = record.status == "failed" and not record.reason
+        return unexplained and path.with_name(f".{path.stem}").is_dir() and not is_alive(path)
+    return record.status in ("running", "stopped") and not is_alive(path)
+
+
+def reason_from_slurm(job_id: str) -> str:
+    """Reason for the end of a job that noted none: its state in Slurm, such as NODE_FAIL, if Slurm still knows it."""
+    if job_id.isdigit():
+        # slurmctld forgets a job after MinJobAge, five minutes by default; sacct needs Slurm's database
+        accounts = ("sacct", f"--jobs={job_id}", "--allocations", "--noheader", "--parsable2", "--format=State")
+        for command in (("scontrol", "show", "job", job_id), accounts):
+            if state := re.search(r"(?:JobState=|\A)([A-Z_]{2,})", ask_slurm(*command)):
+                return f"ended without a word: Slurm's state of the job is {state[1]}"
+    return WITHOUT_A_WORD
 
 
 def is_alive(record: Path) -> bool:
@@ -165,9 +203,18 @@ def queued_jobs() -> list[str] | None:
 
 
 def summary(
-    job_id: str, record: Record | None, status: str, exit_code: int, noted: list[str], reason: str | None = None
+    job_id: str,
+    record: Record | None,
+    status: str,
+    exit_code: int,
+    noted: list[str],
+    reason: str | None = None,
+    earlier: bool = False,
 ) -> list[str]:
-    """Lines for the end of the log: status and reason, memory per GPU and process, throughput, and what is missing."""
+    """Lines for the end of the log: status and reason, memory per GPU and process, throughput, and what is missing.
+
+    earlier: an earlier attempt of this job has left a record.
+    """
     rows = [f"status: {status} (exit code {exit_code})", *filter(None, [reason])]
     missing = list(noted)
     if record and record.hardware.gpus == 0:  # nothing that could be logged of one
@@ -183,6 +230,11 @@ def summary(
         rows.append(
             f"samples per second: {train.samples_per_second:.2f} (Trainer)"
             + (f", {steady:.2f} (steps alone)" if steady else "")
+        )
+    elif earlier:
+        missing.append(
+            "no run record of this attempt: it ended before its training began; "
+            f"results/{job_id}.json is from an earlier attempt"
         )
     elif record is None:
         why = "the job ended before the training began" if exit_code else "the job is no training itself"
@@ -224,7 +276,9 @@ def main() -> None:
         help="when the job began (UTC); a record from before is another's, and stays",
     )
     parser.add_argument("--run-dir", type=Path, help="where its parts have noted who failed, and what logs lack")
+    parser.add_argument("--ranks", type=int, help="number of its ranks, for a job that has no record")
     arguments = parser.parse_args()
+    survive_lost_output()
     path = Path("results") / f"{arguments.job_id}.json"
     if arguments.sweep:
         sweep(Path("results"))
@@ -238,23 +292,26 @@ def main() -> None:
 def end_of_job(path: Path, arguments: argparse.Namespace) -> int:
     """Close the record, if the job has one, and print the summary. Returns the exit code of the job."""
     record = None
-    first = first_end(arguments.run_dir)
+    earlier = False
+    run_dir = arguments.run_dir or path.with_name(f".{path.stem}")
+    first = first_end(run_dir)
     code = first.code if first else arguments.exit_code
     status = "timeout" if arguments.timeout else outcome(code)
     reason = None
     try:
-        if path.exists() and not is_of_earlier(read_record(path), arguments.since):
+        earlier = path.exists() and is_of_earlier(read_record(path), arguments.since)
+        if path.exists() and not earlier:
             record = close_record_of_job(path, code, arguments.timeout)
             status = record.status
             code = code or record.exit_code or 0
-        reason = why(status, first, alone=record is not None and record.world_size == 1)
+        ranks = record.world_size if record else arguments.ranks
+        reason = why(status, first, ranks == 1, record.reason if record else None)
         if record and reason:
             record = change_record(path, reason=reason)
     except (WorkshopError, OSError) as error:  # no disk space left: the summary is all the more needed
         print(f"error: {path}: cannot be closed ({error}); free disk space or quota", file=sys.stderr)
-    by_host = sorted(arguments.run_dir.glob("missing_*")) if arguments.run_dir else []
-    noted = [line for path in by_host for line in path.read_text().splitlines()]
-    lines = summary(arguments.job_id, record, status, code, noted, reason)
+    noted = [line for path in sorted(run_dir.glob("missing_*")) for line in notes(path)]
+    lines = summary(arguments.job_id, record, status, code, noted, reason, earlier)
     print("\n".join(["", "=" * 60, *lines, "=" * 60]))
     return code
 

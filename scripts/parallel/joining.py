@@ -75,9 +75,10 @@ def reach(source: str, host: str, port: int, timeout: int) -> None:
 
 
 def note_joining(problem: str = "") -> None:
-    """Leave a file for the first node, in the job's folder, if there is one: this node came, or what keeps it."""
+    """Tell the first node that this node came, or what keeps it: by a file in the job's folder, if there is one."""
     if "RUN_DIR" in os.environ:
-        (Path(os.environ["RUN_DIR"]) / f"joining_{node_name()}").write_text(problem)
+        with contextlib.suppress(OSError):  # a full disk must not end the run; an error message may be less exact
+            (Path(os.environ["RUN_DIR"]) / f"joining_{node_name()}").write_text(problem)
 
 
 def missing_nodes() -> list[str]:

@@ -74,7 +74,7 @@ class Watchdog(threading.Thread):
         # call of PyTorch and runs no handler
         self.signals, self.signals_end = socket.socketpair()
         self.signals_end.setblocking(False)
-        self.before_exit: Callable[[], object] = lambda: None
+        self.before_exit: Callable[[WorkshopError], object] = lambda error: None
 
     def run(self) -> None:
         earlier: dict[int, Sign] = {}
@@ -148,8 +148,9 @@ class Watchdog(threading.Thread):
         try:
             if self.number:  # or there never was a folder
                 self.folder.rename(moved)
-            report(hang_error(self.rank, earlier, later, self.limit), first=self.rank)
-            self.before_exit()
+            error = hang_error(self.rank, earlier, later, self.limit)
+            report(error, first=self.rank)
+            self.before_exit(error)
         except OSError:
             time.sleep(SECONDS_FOR_RANK_0)
         finally:
@@ -239,8 +240,8 @@ def progress(phase: str) -> None:
         current.limit = current.hang_timeout
 
 
-def before_exit(action: Callable[[], object]) -> None:
-    """What the rank that reports a hang still does, in another thread than the main one."""
+def before_exit(action: Callable[[WorkshopError], object]) -> None:
+    """Set what the rank that reports a hang does after the report, with the error, in the watchdog's thread."""
     if current:
         current.before_exit = action
 

@@ -10,8 +10,8 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from job.end_of_job import is_alive
-from reporting.trainer_log import error_in, log_of, stop_in
+from job.end_of_job import ended_without_a_word, is_alive, reason_from_slurm
+from reporting.trainer_log import error_in, last_lines, log_of, summary_in
 from shared.errors import WorkshopError
 from shared.memory_logs import MemoryLog, host_of, logs_of, read_cpu_log, read_gpu_log
 from shared.run_record import WITHOUT_A_WORD, Record, Restart, read_record
@@ -136,7 +136,10 @@ def experiment_of(folder: Path) -> str:
 
 
 def find_runs(folders: Iterable[Path]) -> list[Run]:
-    """All runs below the folders, oldest first: of a record, of memory logs alone, or of a log that tells of an end."""
+    """All runs below the folders, oldest first. A run has a record, or only memory logs, or only a log.
+
+    A log counts unless its job still waits or runs, or its summary says that a program without a record completed.
+    """
     records: set[Path] = set()
     memory_logs: set[Path] = set()
     logs: set[Path] = set()
@@ -162,10 +165,16 @@ def find_runs(folders: Iterable[Path]) -> list[Run]:
         folder = path.parent.parent
         if any(path.stem.endswith(f"_{job_id}") for job_id in known[folder]):
             continue
-        if error_in(path) or stop_in(path):
-            runs.append(run_without_record(folder, path.stem.rpartition("_")[2], path))
+        job_id = path.stem.rpartition("_")[2]
+        status, _ = summary_in(path)
+        if error_in(path) or not (status == "completed" or (not status and is_alive(record_path(folder, job_id)))):
+            runs.append(run_without_record(folder, job_id, path))
     say_how_to_go_on(runs)
     return sorted(runs, key=lambda run: run.order)
+
+
+def record_path(folder: Path, job_id: str) -> Path:
+    return folder / "results" / f"{job_id}.json"
 
 
 def last_written(path: Path) -> datetime:
@@ -197,18 +206,20 @@ def settle(run: Run) -> None:
     """Status of a run from its record; one that says `running` and is not has failed."""
     record = run.record
     assert run.path
-    gone = record.status == "running" and not is_alive(run.path)
+    gone = record.status in ("running", "failed") and ended_without_a_word(run.path, record)
     run.status = "failed" if gone else record.status
     notes = run.status_notes
     if record.stop:
         notes.append(f"{record.stop.signal} at step {record.stop.step}")
     elif run.status not in ("running", "completed"):
         code = WITHOUT_A_WORD if record.exit_code is None else f"exit code {record.exit_code}"
-        notes.append(record.reason or code)
+        notes.append(reason_from_slurm(run.job_id) if gone else record.reason or code)
         # a run that was stopped may have begun several times: the line would be another attempt's
         if run.status in ("stopped", "timeout"):
             notes.append("no checkpoint of its end")
         elif error := error_in(log_of(run.folder, run.job_id)):
+            if record.reason and record.reason in error:  # the watchdog's
+                notes.clear()
             notes.append(error)
     begun = f"resumed from {record.resumed_from}" if record.resumed_from else "from step 0"
     if steps := [str(restart.step) for restart in record.restarts if restart.step]:
@@ -231,17 +242,20 @@ def say_how_to_go_on(runs: list[Run]) -> None:
 
 
 def run_without_record(folder: Path, job_id: str, left: Path) -> Run:
-    """Of a job that has left memory logs alone, or nothing but a log that says why it was refused, or was stopped."""
+    """The run of a job that has left memory logs or a log, but no record. The log says how it ended."""
     run = Run(folder, job_id, last_written(left))
     log = log_of(folder, job_id)
+    status, code = summary_in(log)
     if refused := error_in(log):
         run.problems.append(f"{log}: {refused}")
-    elif stop := stop_in(log):
-        run.status, code = stop
+    elif status in ("stopped", "timeout"):
+        run.status = status
         run.status_notes += [f"exit code {code}", "before its training began"]
+    elif (last := last_lines(log)) and not is_alive(record_path(folder, job_id)):
+        run.problems.append(f"{log}: no run record; the log ends with: {last}")
     else:
         what = "no run record, the training has not begun, or the job ended before"
-        run.problems.append(f"{folder}/results/{job_id}.json: {what}")
+        run.problems.append(f"{record_path(folder, job_id)}: {what}")
     if any(logs_of(folder, job_id)):
         add_memory(run)
     return run

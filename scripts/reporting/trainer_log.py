@@ -1,4 +1,5 @@
-"""A job's log: its error line, the status in its summary, the Trainer's lines such as {'eval_loss': '7.38'}."""
+"""A job's log: its error line, the status in its summary, its last lines, the Trainer's lines such as
+{'eval_loss': '7.38'}."""
 
 import re
 from collections.abc import Iterator
@@ -8,8 +9,9 @@ from pathlib import Path
 ENTRY = re.compile(r"\{('[^{}\n]*)\}")
 PAIR = re.compile(r"'([^']*)': '?([^',]*)'?")
 ERROR = re.compile(r"^error: .*", re.MULTILINE)
-STOP = re.compile(r"^status: (stopped|timeout) \(exit code (\d+)\)$", re.MULTILINE)  # of the summary that job.sh prints
+SUMMARY = re.compile(r"(?:^=+\n)?^status: (\w+) \(exit code (\d+)\)$", re.MULTILINE)  # that job.sh prints
 LONGEST_ERROR = 500  # characters
+LAST_LINES = 3
 
 
 def log_of(folder: Path, job_id: str) -> Path | None:
@@ -28,10 +30,18 @@ def error_in(log: Path | None) -> str:
     return lines[-1][:LONGEST_ERROR].strip() if lines else ""
 
 
-def stop_in(log: Path | None) -> tuple[str, str] | None:
-    """Status and exit code that the job's summary tells of its stop; None without one."""
-    stops = STOP.findall(text_of(log))
-    return stops[-1] if stops else None
+def summary_in(log: Path | None) -> tuple[str, str]:
+    """Status and exit code in the job's summary; both empty if the log has none."""
+    summaries = SUMMARY.findall(text_of(log))
+    return summaries[-1] if summaries else ("", "")
+
+
+def last_lines(log: Path | None) -> str:
+    """The last lines of a log before the job's summary, in one line. They hold the error of a traceback."""
+    text = text_of(log)
+    ends = [summary.start() for summary in SUMMARY.finditer(text)]
+    lines = [line.strip() for line in text[: ends[-1] if ends else None].splitlines()]
+    return " / ".join(list(filter(None, lines))[-LAST_LINES:])[-LONGEST_ERROR:]
 
 
 def entries(log: Path | None) -> Iterator[dict[str, float]]:

@@ -54,14 +54,18 @@ def read_checked(path: Path, model: type[Model], kind: str, way_out: str) -> Mod
 
 
 def write_json(path: Path, content: dict) -> None:
-    """Replace the file in one step, so that no reader ever sees half of it.
+    """Replace the file in one step, so that no reader ever sees half of it. OSError if it cannot be written.
 
     JSON knows no NaN and no infinity: such a value becomes null.
     """
     finite = json.loads(json.dumps(content), parse_constant=lambda name: None)
     temporary = path.with_suffix(f".{os.getpid()}.tmp")
-    temporary.write_text(json.dumps(finite, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
-    temporary.replace(path)
+    try:
+        temporary.write_text(json.dumps(finite, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+        temporary.replace(path)
+    except OSError:  # a full disk: leave no empty file there
+        temporary.unlink(missing_ok=True)
+        raise
 
 
 def leaves_of(content: dict, prefix: str = "") -> dict:

@@ -146,7 +146,7 @@ class Record(Part):
     version: Literal[1] = Field(default=SCHEMA, alias="schema")
     status: Literal["running", "completed", "failed", "oom", "timeout", "stopped"]
     exit_code: int | None = None  # of the training; null while it runs
-    reason: str | None = None  # why it failed, where job.sh knows: who ended first, how and why; a node that failed
+    reason: str | None = None  # why it failed: the process that ended first, a failed node, or a rank that hung
     job_id: str | None = None
     experiment: str | None = None
     run_name: str | None = None

@@ -20,7 +20,17 @@ from parallel.process_group import exit_code, is_out_of_memory
 from parallel.ranks import gather_lists, rank, value_of_rank_0
 from shared.errors import ENVIRONMENT, WorkshopError, whole_number
 from shared.paths import REPOSITORY, workshop_version
-from shared.run_record import SCHEMA, WITHOUT_A_WORD, Record, close_record, now, outcome, read_record, write_record
+from shared.run_record import (
+    SCHEMA,
+    WITHOUT_A_WORD,
+    Record,
+    change_record,
+    close_record,
+    now,
+    outcome,
+    read_record,
+    write_record,
+)
 
 PACKAGES = ["torch", "transformers", "accelerate", "deepspeed", "datasets", "tokenizers"]
 
@@ -255,9 +265,9 @@ class RunRecord:
             # rank 0 is about to be ended by the launcher and would only know that it was stopped
             close_record(self.path, "oom" if out_of_memory else "failed", code)
 
-    def close_as_hung(self) -> None:
-        """The watchdog's last word, from its own thread."""
-        close_record(self.path, "failed", ENVIRONMENT)
+    def close_as_hung(self, error: WorkshopError) -> None:
+        """Close the record for the watchdog, whose thread calls this. error: names the ranks that hang."""
+        change_record(self.path, status="failed", exit_code=error.code, finished=now(), reason=error.what)
 
 
 def how_it_ended(record: Record) -> str:

@@ -6,6 +6,7 @@ import re
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -174,6 +175,14 @@ def test_without_slurm_torchrun_starts_the_ranks_of_bare_srun(stub):
     assert {"rank 0 of 2", "rank 1 of 2"} <= set(done.stdout.splitlines())
 
 
+def test_an_environment_that_is_only_half_installed_is_not_used(stub, workshop):
+    """As make leaves it for a minute, while it installs the packages."""
+    program(workshop / ".venv/bin", "python", "exit 9")
+    assert stub("print('training')")[0].returncode == 0
+    (workshop / ".venv/installed").touch()
+    assert stub("print('training')")[0].returncode == 9
+
+
 # The loggers
 
 
@@ -233,6 +242,39 @@ def test_loggers_that_end_with_the_training_are_no_gap(stub):
 
 
 # A stop
+
+
+def test_the_time_of_an_exit_code_needs_no_process(stub, tmp_path):
+    """Slurm may end a process such as date with the step. Here the exit code is read before the script's end."""
+    program(tmp_path / "bin", "date", '[[ $* != *%s* ]] || exit 1\nexec /usr/bin/date "$@"')
+    show = 'job_finish() { cat "$RUN_DIR/exit_codes"; }'
+    path = f"{tmp_path}/bin:{shell_environment()['PATH']}"
+    before = time.time_ns()
+    done, _ = stub("raise SystemExit(75)", lines=show, PATH=path, LC_ALL="C")
+    (noted,) = re.findall(r"^(\d+) 75 rank 0 on \S+$", done.stdout, re.MULTILINE)
+    assert before // 1000 * 1000 <= int(noted) <= time.time_ns(), "nanoseconds, as launch.py notes them"
+
+
+@pytest.mark.parametrize("verb", ["run_python", "run_torchrun"])
+def test_what_cannot_be_noted_changes_no_exit_code(stub, verb):
+    """Folders in place of the notes stand for a full disk."""
+    code = f"""
+import os, pathlib
+for name in ("exit_codes", "missing_{os.uname().nodename}"):
+    path = pathlib.Path(os.environ["RUN_DIR"], name)
+    path.unlink(missing_ok=True)
+    path.mkdir()
+raise SystemExit(75)"""
+    done, _ = stub(code, verb=verb)
+    assert (done.returncode, done.stderr) == (75, ""), done
+
+
+def test_a_summary_that_cannot_be_printed_changes_no_exit_code(tmp_path):
+    """The log is on a full disk."""
+    words = [sys.executable, "-m", "job.end_of_job", "7", "--exit-code", "75"]
+    path = {"PYTHONPATH": f"{REPOSITORY}/scripts"}
+    with open("/dev/full", "w") as full:
+        assert subprocess.run(words, cwd=tmp_path, env=path, stdout=full, stderr=full).returncode == 75
 
 
 def test_the_end_of_a_job_imports_nothing_large():

@@ -70,6 +70,7 @@ def test_without_psrecord_and_without_a_second_rank_the_demo_says_what_is_missin
         (place / f"experiments/demo/{method}/demo.slurm").write_text("echo 'error: no second rank here'\nexit 7\n")
     (place / ".venv").unlink()
     (place / ".venv/bin").mkdir(parents=True)
+    (place / ".venv/installed").touch()
     for name in ("lib", "pyvenv.cfg"):
         (place / ".venv" / name).symlink_to(Path(sys.prefix) / name)
     for tool in Path(sys.prefix, "bin").iterdir():

@@ -50,6 +50,7 @@ def test_a_stopped_rank_ends_the_job_with_its_name(bench: Bench):
         the_line(run),
     ), run
     assert (run.record["status"], run.record["exit_code"]) == ("failed", 3), run
+    assert f"error: hang: {run.record['reason']}; " in the_line(run)
     assert not list((run.folder / "results").glob(".ranks_*"))
 
 

@@ -150,6 +150,61 @@ def test_the_one_that_ended_first_is_the_reason(main_of, capsys, code, status, r
     assert [line for line in shown if "ended first" in line] == [reason] * bool(reason)
 
 
+@pytest.mark.parametrize(
+    "noted",
+    [
+        " 75 launcher 0 on node1\n",
+        " 143 launcher 1 on node2\n5 75 launcher 0 on node1\n",
+        "4\n5 75 launcher 0 on node1\n4 143",
+        "\0\0\0\n\n5 75 launcher 0 on node1\n\ufffd 143 rank",
+    ],
+)
+def test_a_broken_note_fails_no_job_and_loses_no_code(main_of, noted):
+    """A line may lack its time or, after a full disk, its end. The other note cannot be read at all."""
+    Path("exit_codes").write_text(noted)
+    Path("missing_node1").mkdir()
+    with pytest.raises(SystemExit) as ended:
+        main_of(end_of_job, "7", "--exit-code", "1", "--run-dir", ".")
+    assert ended.value.code == 75
+
+
+def test_a_hang_is_the_reason_and_not_the_rank_that_noticed_it(main_of, capsys):
+    hang = "no answer from rank 3 on node2, stopped or out of reach, noticed by rank 5 on node2 after 300 s"
+    Path("exit_codes").write_text(ENDS.format(3))
+    Path("results").mkdir()
+    record = {"status": "failed", "exit_code": 3, "finished": "2026-01-01T00:00:00+00:00", "world_size": 8}
+    write_json(Path("results/7.json"), record | {"reason": hang})
+    with pytest.raises(SystemExit):
+        main_of(end_of_job, "7", "--exit-code", "1", "--run-dir", ".")
+    assert json.loads(Path("results/7.json").read_text())["reason"] == hang
+    shown = capsys.readouterr().out
+    assert hang in shown.splitlines() and "ended first" not in shown
+
+
+@pytest.mark.parametrize(
+    ("answers", "known"),
+    [
+        ({"scontrol": "JobId=47 JobName=x\n   JobState=NODE_FAIL Reason=NodeDown"}, True),
+        ({"sacct": "NODE_FAIL\n"}, True),
+        ({}, False),
+    ],
+)
+def test_a_crash_of_the_first_node_is_the_reason(main_of, monkeypatch, answers, known):
+    """A rank on the second node has closed the record; the next job in the folder finds that the first one is gone."""
+    monkeypatch.setattr(end_of_job, "queued_jobs", lambda: ["48"])
+    monkeypatch.setattr(end_of_job, "ask_slurm", lambda program, *_: answers.get(program, ""))
+    for job in ("47", "48", "49"):
+        Path(f"results/.{job}").mkdir(parents=True)
+        write_json(
+            Path(f"results/{job}.json"), {"status": "failed", "exit_code": 1, "finished": "2026-01-01T00:00:00+00:00"}
+        )
+    Path("results/.49").rmdir()
+    main_of(end_of_job, "--sweep")
+    state = "Slurm's state of the job is NODE_FAIL" if known else "its node failed, or it was killed"
+    reasons = [json.loads(Path(f"results/{job}.json").read_text()).get("reason") for job in ("47", "48", "49")]
+    assert reasons == [f"ended without a word: {state}", None, None], "job 48 still runs, job 49 ended with a summary"
+
+
 def test_a_node_that_slurm_calls_down_is_the_reason(main_of, monkeypatch):
     def sinfo(command: list[str], **how) -> CompletedProcess:
         assert {"sinfo", "--nodes=node[1-3]", "--states=down,fail"} <= set(command)
@@ -173,6 +228,29 @@ def test_the_only_process_of_a_job_was_not_the_first_to_end(main_of):
         with pytest.raises(SystemExit):
             main_of(end_of_job, "7", "--exit-code", str(code), "--run-dir", ".")
         assert json.loads(Path("results/7.json").read_text()).get("reason") == reason
+
+
+@pytest.mark.parametrize("earlier", [False, True])
+def test_a_job_that_ends_before_its_record(main_of, capsys, earlier):
+    """It has one process, so none was the first; an earlier attempt may have trained, and its record stays."""
+    Path("exit_codes").write_text("1 2 rank 0 on node1\n")
+    Path("results").mkdir()
+    path = Path("results/7.json")
+    if earlier:
+        write_json(path, {"status": "stopped", "exit_code": 75, "started": "2025-12-31T23:00:00+00:00"})
+        before = path.read_bytes()
+    since = "2026-01-01T00:00:00+00:00"
+    with pytest.raises(SystemExit) as ended:
+        main_of(end_of_job, "7", "--exit-code", "2", "--run-dir", ".", "--ranks", "1", "--since", since)
+    missing = "no run record: the job ended before the training began"
+    if earlier:
+        missing = (
+            "no run record of this attempt: it ended before its training began; "
+            "results/7.json is from an earlier attempt"
+        )
+        assert path.read_bytes() == before
+    assert ended.value.code == 2
+    assert capsys.readouterr().out.splitlines()[2:-1] == ["status: failed (exit code 2)", f"missing: {missing}"]
 
 
 TRAIN = {"samples_per_second": 12.345, "steady_samples_per_second": 20.5}

@@ -128,8 +128,9 @@ def test_failed_run_shows_the_last_error_line(tmp_path):
     assert only(tmp_path).ended == "failed: exit code 3; error: bandwidth test: 0.1 GB/s; look at the network"
 
 
-def test_jobs_without_a_record(tmp_path):
+def test_jobs_without_a_record(tmp_path, monkeypatch):
     """One was refused, one left a memory log alone, one still waits, and one went on behind an error line."""
+    monkeypatch.setattr("job.end_of_job.queued_jobs", lambda: ["78"])
     folder = tmp_path / "experiments" / STAGE
     write(folder / "log" / "zero_1_77.out", "start\nerror: --fp16: needs a GPU; leave it out\nTraceback\n")
     write(folder / "log" / "zero_1_78.out", "waiting\n")
@@ -148,6 +149,49 @@ def test_jobs_without_a_record(tmp_path):
     assert (logged.job_id, logged.status, logged.gpu.peak) == ("80", "incomplete", 900)
     assert "no run record" in logged.problems[0]
     assert (completed.job_id, completed.problems) == ("my_job", [])
+
+
+TRACEBACK = """Traceback (most recent call last):
+  File "scripts/train.py", line 24, in <module>
+    import torch
+ModuleNotFoundError: No module named 'torch'
+"""
+LAST = "File \"scripts/train.py\", line 24, in <module> / import torch / ModuleNotFoundError: No module named 'torch'"
+
+
+def test_a_job_that_left_only_a_log_is_shown_with_its_last_lines(tmp_path, monkeypatch):
+    """Two broken environments, one found in job.sh, and a wrong path. Job 4 still runs, and job 5 trains nothing."""
+    monkeypatch.setattr("job.end_of_job.queued_jobs", lambda: ["4"])
+    folder = tmp_path / "experiments" / STAGE
+    summary = f"\n{'=' * 60}\nstatus: {{}} (exit code {{}})\n{'=' * 60}\n"
+    source = "slurm_script: line 9: ../../job.sh: No such file or directory"
+    logs = [TRACEBACK, TRACEBACK + summary.format("failed", 1), source, TRACEBACK, summary.format("completed", 0)]
+    for job, log in enumerate(logs, 1):
+        write(folder / "log" / f"zero_1_{job}.out", log)
+    runs = sorted(find_runs([tmp_path]), key=lambda run: run.job_id)
+    assert [run.problems for run in runs] == [
+        [f"{folder}/log/zero_1_{job}.out: no run record; the log ends with: {end}"]
+        for job, end in enumerate((LAST, LAST, source), 1)
+    ]
+    write_report([tmp_path], tmp_path / "report", all_runs=False)
+    assert "No module named 'torch'" in (tmp_path / "report" / "runs.md").read_text()
+
+
+def test_a_job_whose_first_node_failed_is_shown_with_slurms_state(tmp_path, monkeypatch):
+    """A rank on the second node has closed the record. The job's folder is left, as its script was killed."""
+    monkeypatch.setattr("job.end_of_job.queued_jobs", lambda: [])
+    monkeypatch.setattr("job.end_of_job.ask_slurm", lambda *_: "JobId=1\n   JobState=NODE_FAIL Reason=NodeDown")
+    folder = add_run(tmp_path, STAGE, "1", status="failed", exit_code=1)
+    assert only(tmp_path).ended == "failed: exit code 1"
+    (folder / "results" / ".1").mkdir()
+    assert only(tmp_path).ended == "failed: ended without a word: Slurm's state of the job is NODE_FAIL"
+
+
+def test_a_reason_that_is_part_of_the_error_line_is_shown_once(tmp_path):
+    """As the watchdog leaves it."""
+    folder = add_run(tmp_path, STAGE, "1", status="failed", exit_code=3, reason="no answer from rank 1 on node2")
+    write(folder / "log" / "zero_1_1.out", "error: hang: no answer from rank 1 on node2; look at that process\n")
+    assert only(tmp_path).ended == "failed: error: hang: no answer from rank 1 on node2; look at that process"
 
 
 def test_a_job_that_was_stopped_before_its_record(tmp_path):

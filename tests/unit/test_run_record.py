@@ -5,6 +5,7 @@ import json
 import math
 import os
 import re
+import resource
 from datetime import UTC, datetime
 from pathlib import Path
 from types import SimpleNamespace
@@ -176,13 +177,19 @@ def test_a_number_that_is_none_becomes_null():
     }
 
 
-def test_interrupted_write_leaves_the_record_as_it_was(monkeypatch):
+def test_interrupted_write_leaves_the_record_as_it_was_and_no_other_file():
+    """The limit of a file's size stands for a full disk: the file is created, and the write fails."""
     path = Path("7.json")
     write_json(path, {"status": "running"})
-    monkeypatch.setattr(Path, "write_text", lambda *_, **__: (_ for _ in ()).throw(OSError(28, "No space left")))
-    with pytest.raises(OSError, match="No space left"):
-        write_json(path, {"status": "completed"})
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (0, limits[1]))
+    try:
+        with pytest.raises(OSError, match="File too large"):
+            write_json(path, {"status": "completed"})
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     assert json.loads(path.read_bytes()) == {"status": "running"}
+    assert [p.name for p in Path().iterdir()] == ["7.json"]
 
 
 def test_full_disk_is_an_environment_error(monkeypatch, refusal):
