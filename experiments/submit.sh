@@ -20,17 +20,8 @@ snapshot() { # freeze what a job reads; prints the folder
   local -r without=(--exclude={__pycache__,results,output,cpu_memory,gpu_memory,log,profile})
   tar -C "$ROOT" -cf - "${without[@]}" scripts ds_configs fsdp_configs data experiments pyproject.toml | tar -C "$folder" -xf - ||
     job_fail "$folder" "the snapshot is not complete" "see the message above"
-  # as job.git_state would; a login node may have no Python that is new enough
-  local commit dirty=false
-  if commit=$(git -C "$ROOT" rev-parse HEAD 2>/dev/null); then
-    commit="\"$commit\""
-  else
-    commit=null
-  fi
-  if [[ -n $(git -C "$ROOT" status --porcelain -- . ':(exclude)experiments/site*' ':(exclude)exercises' 2>/dev/null) ]]; then
-    dirty=true
-  fi
-  printf '{"commit": %s, "dirty": %s}\n' "$commit" "$dirty" >"$folder/git.json"
+  # job.git_state reads this file. It is not called here, because the Python of a login node may be too old
+  git -C "$ROOT" status --porcelain=v2 --branch -z >"$folder/git_status" 2>/dev/null || true
   if [[ -d $ROOT/.venv ]]; then
     ln -s "$ROOT/.venv" "$folder/.venv" # sites look for it in $ROOT
   fi
