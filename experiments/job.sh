@@ -11,9 +11,9 @@
 #     run_torchrun, for example          starts "job.sh on_node" by srun on each node; of one node alone it goes on here
 #       on each node                     the command, and two memory loggers beside it
 # The job's exit status is that of the rank that failed first; if none did, the one in the run record.
-set -euo pipefail
+set -euo pipefail +o posix # sh can be bash in POSIX mode, which has no <(...) before bash 5.1
 
-EXPERIMENTS_FOLDER=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
+EXPERIMENTS_FOLDER=$(cd -P "$(dirname "${BASH_SOURCE[0]}")" && pwd) # -P: a link may lead to the experiment's folder
 ROOT=$(dirname "$EXPERIMENTS_FOLDER")
 # shellcheck source=experiments/load_site.sh
 source "$EXPERIMENTS_FOLDER/load_site.sh" # also job_fail: error line of NAME, WHAT, WAY OUT, exit code (2)
@@ -421,7 +421,8 @@ fi
 
 # A job of submit.sh --snapshot reads this file twice: here it notes where the experiment stands, and then sources the
 # snapshot's copy of this file, which takes over
-if [[ $EXPERIMENTS_FOLDER != "${SNAPSHOT:-none}/experiments" ]]; then
+if [[ ! $EXPERIMENTS_FOLDER -ef ${SNAPSHOT:-none}/experiments ]]; then
+  cd -P . # PWD must have no symbolic links, as EXPERIMENTS_FOLDER has none
   export EXPERIMENT=experiments/${PWD#"$EXPERIMENTS_FOLDER"/}
   if [[ -n ${SNAPSHOT:-} ]]; then
     source "$SNAPSHOT/experiments/job.sh" # results land in this folder all the same

@@ -7,9 +7,9 @@
 # FAMILY or FOLDER is a path below experiments/. The dry run checks flags, config files and memory, asks Slurm what it
 # would refuse, and ends with 2 or 3 if something is wrong. A submission leaves out what can never run, and ends with 3.
 # Knobs come from the environment:  MODEL_NAME=bigscience/bloom-3b experiments/submit.sh deepspeed-single-gpu
-set -euo pipefail
+set -euo pipefail +o posix # sh can be bash in POSIX mode
 
-EXPERIMENTS_FOLDER=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
+EXPERIMENTS_FOLDER=$(cd -P "$(dirname "${BASH_SOURCE[0]}")" && pwd)
 ROOT=$(dirname "$EXPERIMENTS_FOLDER")
 # shellcheck source=experiments/load_site.sh
 source "$EXPERIMENTS_FOLDER/load_site.sh"
@@ -66,14 +66,13 @@ if [[ $target = all ]]; then
 elif [[ $target != .* && -d $EXPERIMENTS_FOLDER/$target ]]; then
   folder=$EXPERIMENTS_FOLDER/$target
 fi
-folder=$(cd "$folder" 2>/dev/null && pwd) || job_fail "$target" "there is no such folder below experiments/" "see ls experiments"
+folder=$(cd -P "$folder" 2>/dev/null && pwd) || job_fail "$target" "there is no such folder below experiments/" "see ls experiments"
 mapfile -d '' scripts < <(find "$folder" -name '*.slurm' -print0 | sort -zV)
 [[ ${#scripts[@]} -gt 0 ]] || job_fail "$target" "it holds no .slurm file" "see ls experiments"
 
 # 3. The site: what it says to sbatch
 
 job_find_site
-job_check_site
 # shellcheck source=experiments/sites/laptop.sh
 settings=$(source "$SITE_FILE" && env | sort | sed -n '/^SBATCH_/p') ||
   job_fail "experiments/sites/$SITE.sh" "bash cannot source it, or its last command failed" "correct it"
