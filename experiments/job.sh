@@ -11,9 +11,9 @@
 #     run_torchrun, for example          starts "job.sh on_node" by srun on each node; of one node alone it goes on here
 #       on each node                     the command, and two memory loggers beside it
 # The job's exit status is that of the rank that failed first; if none did, the one in the run record.
-set -euo pipefail
+set -euo pipefail +o posix # sh can be bash in POSIX mode, which has no <(...) before bash 5.1
 
-EXPERIMENTS_FOLDER=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
+EXPERIMENTS_FOLDER=$(cd -P "$(dirname "${BASH_SOURCE[0]}")" && pwd) # -P: a link may lead to the experiment's folder
 ROOT=$(dirname "$EXPERIMENTS_FOLDER")
 # shellcheck source=experiments/load_site.sh
 source "$EXPERIMENTS_FOLDER/load_site.sh" # also job_fail: error line of NAME, WHAT, WAY OUT, exit code (2)
@@ -43,12 +43,13 @@ job_prepare() {
   RUN_DIR=$PWD/results/.$JOB_ID               # what the parts of this job tell each other
   BANDWIDTH_FILE=$RUN_DIR/bandwidth.json
   job_set_threads
+  job_check_folder
   if [[ $DRY_RUN = 1 ]]; then
     MASTER_ADDR=FIRST_NODE MASTER_PORT=PORT
     echo "$EXPERIMENT: site $SITE, $NODES node(s) x $RANKS_PER_NODE rank(s)"
     return 0
   fi
-  job_check_place
+  job_check_node
   mkdir -p log gpu_memory cpu_memory "$RUN_DIR" ||
     job_fail "$PWD" "it cannot be written" "free disk space, or see its permissions" 3
   if [[ -z ${SLURM_JOB_ID:-} ]]; then
@@ -112,16 +113,28 @@ job_python() { # MODULE ARGS...: one of scripts/job
   PYTHONPATH=$ROOT/scripts${PYTHONPATH:+:$PYTHONPATH} python -P -m "$module" "$@"
 }
 
-job_check_place() {
+job_check_folder() { # a script that is started in another folder would put its results there, under a wrong name
   local script=$0
-  if [[ -n ${SLURM_JOB_ID:-} ]]; then # which has copied the script
+  if [[ -n ${SLURM_JOB_ID:-} && $0 != *.slurm ]]; then # Slurm runs a copy of the script
     script=$(scontrol show job "$SLURM_JOB_ID" 2>/dev/null | sed -n '/^ *Command=/{s///p;q}') || true
     [[ $script = /* ]] || script=${SLURM_SUBMIT_DIR:-$PWD}/$script
-  elif [[ $NODES -gt 1 ]]; then
-    job_fail "$(basename "$0")" "it needs $NODES nodes, and there is no Slurm here" "submit it with sbatch" 3
   fi
-  if [[ $script = *.slurm* && ! $(dirname "${script%.slurm*}") -ef $PWD ]]; then # results would bear a wrong name
-    job_fail "$script" "it is not of this folder, $PWD" "submit it in its own folder"
+  if [[ $script = *.slurm* && ! $(dirname "${script%.slurm*}") -ef $PWD ]]; then
+    job_fail "$script" "it is not of this folder, $PWD" "start it in its own folder"
+  fi
+}
+
+job_check_node() { # this script must run on the first node: the ranks meet there, and a job on one node trains there
+  if [[ -z ${SLURM_JOB_ID:-} ]]; then
+    [[ $NODES = 1 ]] || job_fail "$(basename "$0")" "it needs $NODES nodes, and there is no Slurm here" "submit it with sbatch" 3
+    return 0
+  fi
+  local -r here=${SLURMD_NODENAME:-$(hostname)} # salloc opens its shell on the login node, unless the site has changed that
+  local first
+  first=$(scontrol show hostnames "${SLURM_JOB_NODELIST:-$here}" 2>/dev/null | head -n 1) || true
+  if [[ -n $first && ${here%%.*} != "${first%%.*}" ]]; then
+    job_fail "$(basename "$0")" "it must run on $first, the first node of job $SLURM_JOB_ID, and this shell is on $here" \
+      "open a shell there (srun --overlap --nodes=1 --ntasks=1 --pty bash), or submit it with sbatch" 3
   fi
 }
 
@@ -432,7 +445,8 @@ fi
 
 # A job of submit.sh --snapshot reads this file twice: here it notes where the experiment stands, and then sources the
 # snapshot's copy of this file, which takes over
-if [[ $EXPERIMENTS_FOLDER != "${SNAPSHOT:-none}/experiments" ]]; then
+if [[ ! $EXPERIMENTS_FOLDER -ef ${SNAPSHOT:-none}/experiments ]]; then
+  cd -P . # PWD must have no symbolic links, as EXPERIMENTS_FOLDER has none
   export EXPERIMENT=experiments/${PWD#"$EXPERIMENTS_FOLDER"/}
   if [[ -n ${SNAPSHOT:-} ]]; then
     source "$SNAPSHOT/experiments/job.sh" # results land in this folder all the same

@@ -13,6 +13,7 @@ job_find_site() { # sets SITE and SITE_FILE
   local -r way_out="choose one of experiments/sites (laptop needs no GPU), with SITE=name or as the content of experiments/site"
   if [[ -z ${SITE:-} && -f $EXPERIMENTS_FOLDER/site ]]; then
     SITE=$(<"$EXPERIMENTS_FOLDER/site")
+    SITE=${SITE%$'\r'} # an editor on Windows may have written it
   fi
   if [[ -z ${SITE:-} ]]; then
     job_fail SITE "no site is chosen" "$way_out"
@@ -22,6 +23,7 @@ job_find_site() { # sets SITE and SITE_FILE
     job_fail SITE "there is no experiments/sites/$SITE.sh" "$way_out"
   fi
   job_check_secrets
+  job_check_site
 }
 
 job_check_secrets() { # a site file that sets WANDB_API_KEY, HF_TOKEN or the like is for its owner alone
@@ -31,7 +33,10 @@ job_check_secrets() { # a site file that sets WANDB_API_KEY, HF_TOKEN or the lik
   fi
 }
 
-job_check_site() { # what a submission needs besides
+job_check_site() {
+  if grep -q $'\r$' "$SITE_FILE"; then
+    job_fail "experiments/sites/$SITE.sh" "it has Windows line ends" "remove them: sed -i 's/\r\$//' $SITE_FILE"
+  fi
   if grep -q '^[^#]*CHANGE_ME' "$SITE_FILE"; then
     job_fail "experiments/sites/$SITE.sh" "it still holds CHANGE_ME" "fill these values in"
   fi
@@ -51,10 +56,9 @@ job_load_site() { # under set -a: its variables are exported, and its python is 
 
 if [[ ${BASH_SOURCE[0]} = "$0" ]]; then
   set -aeuo pipefail
-  EXPERIMENTS_FOLDER=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
+  EXPERIMENTS_FOLDER=$(cd -P "$(dirname "${BASH_SOURCE[0]}")" && pwd)
   ROOT=$(dirname "$EXPERIMENTS_FOLDER")
   job_find_site
-  job_check_site
   echo "site: $SITE" >&2
   job_load_site >&2
   exec "$@"

@@ -7,9 +7,9 @@
 # FAMILY or FOLDER is a path below experiments/. The dry run checks flags, config files and memory, asks Slurm what it
 # would refuse, and ends with 2 or 3 if something is wrong. A submission leaves out what can never run, and ends with 3.
 # Knobs come from the environment:  MODEL_NAME=bigscience/bloom-3b experiments/submit.sh deepspeed-single-gpu
-set -euo pipefail
+set -euo pipefail +o posix # sh can be bash in POSIX mode
 
-EXPERIMENTS_FOLDER=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
+EXPERIMENTS_FOLDER=$(cd -P "$(dirname "${BASH_SOURCE[0]}")" && pwd)
 ROOT=$(dirname "$EXPERIMENTS_FOLDER")
 # shellcheck source=experiments/load_site.sh
 source "$EXPERIMENTS_FOLDER/load_site.sh"
@@ -20,17 +20,8 @@ snapshot() { # freeze what a job reads; prints the folder
   local -r without=(--exclude={__pycache__,results,output,cpu_memory,gpu_memory,log,profile})
   tar -C "$ROOT" -cf - "${without[@]}" scripts ds_configs fsdp_configs data experiments pyproject.toml | tar -C "$folder" -xf - ||
     job_fail "$folder" "the snapshot is not complete" "see the message above"
-  # as job.git_state would; a login node may have no Python that is new enough
-  local commit dirty=false
-  if commit=$(git -C "$ROOT" rev-parse HEAD 2>/dev/null); then
-    commit="\"$commit\""
-  else
-    commit=null
-  fi
-  if [[ -n $(git -C "$ROOT" status --porcelain -- . ':(exclude)experiments/site*' ':(exclude)exercises' 2>/dev/null) ]]; then
-    dirty=true
-  fi
-  printf '{"commit": %s, "dirty": %s}\n' "$commit" "$dirty" >"$folder/git.json"
+  # job.git_state reads this file. It is not called here, because the Python of a login node may be too old
+  git -C "$ROOT" status --porcelain=v2 --branch -z >"$folder/git_status" 2>/dev/null || true
   if [[ -d $ROOT/.venv ]]; then
     ln -s "$ROOT/.venv" "$folder/.venv" # sites look for it in $ROOT
   fi
@@ -75,14 +66,13 @@ if [[ $target = all ]]; then
 elif [[ $target != .* && -d $EXPERIMENTS_FOLDER/$target ]]; then
   folder=$EXPERIMENTS_FOLDER/$target
 fi
-folder=$(cd "$folder" 2>/dev/null && pwd) || job_fail "$target" "there is no such folder below experiments/" "see ls experiments"
+folder=$(cd -P "$folder" 2>/dev/null && pwd) || job_fail "$target" "there is no such folder below experiments/" "see ls experiments"
 mapfile -d '' scripts < <(find "$folder" -name '*.slurm' -print0 | sort -zV)
 [[ ${#scripts[@]} -gt 0 ]] || job_fail "$target" "it holds no .slurm file" "see ls experiments"
 
 # 3. The site: what it says to sbatch
 
 job_find_site
-job_check_site
 # shellcheck source=experiments/sites/laptop.sh
 settings=$(source "$SITE_FILE" && env | sort | sed -n '/^SBATCH_/p') ||
   job_fail "experiments/sites/$SITE.sh" "bash cannot source it, or its last command failed" "correct it"

@@ -54,7 +54,7 @@ class Hardware(Part):
 
 class Git(Part):
     commit: str | None = None
-    dirty: bool | None = None  # whether files differed from it
+    dirty: bool | None = None  # true if a file that the run reads differed from it
 
 
 class Knob(Part):

@@ -32,15 +32,17 @@ def start_stub(
     lines: str = "",
     gpus: int = 1,
     verb: str = "run_python",
+    words: tuple[str, ...] = ("bash", "x.slurm"),
+    cwd: Path | None = None,
     **variables: object,
 ):
     (folder / "log").mkdir(parents=True, exist_ok=True)
     (folder / "code.py").write_text(code)
     body = f'set -e\nsource ../../job.sh\n{lines}\n{verb} code.py "$@"\n'
     (folder / "x.slurm").write_text(directives(1, gpus) + body)
-    command, streams = ["bash", "x.slurm", *arguments], {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    command, streams = [*words, *arguments], {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
     environment = shell_environment(**variables)
-    return subprocess.Popen(command, cwd=folder, env=environment, text=True, start_new_session=True, **streams)
+    return subprocess.Popen(command, cwd=cwd or folder, env=environment, text=True, start_new_session=True, **streams)
 
 
 def until(condition: Callable[[], object], timeout: float = 60) -> object:

@@ -34,6 +34,11 @@ def test_the_log_folders_are_tracked_and_their_content_is_not():
     assert git("check-ignore", "-z", "--stdin", input=logs).rstrip("\0") == logs
 
 
+def test_git_gives_scripts_the_line_ends_that_bash_can_read():
+    scripts = [EXPERIMENT_SCRIPTS[0], REPOSITORY / "experiments/job.sh", REPOSITORY / "experiments/sites/mine.sh"]
+    assert git("check-attr", "eol", "--", *scripts).count(": eol: lf\n") == len(scripts)
+
+
 def test_no_tracked_file_holds_a_key():
     listed = git("ls-files", "-z", "--cached", "--others", "--exclude-standard")
     named = re.compile(r"(WANDB_API_KEY|HF_TOKEN|api_key)['\"]?\s*[=:]\s*['\"]?\w{16,}|\bhf_[A-Za-z]{30,}\b")

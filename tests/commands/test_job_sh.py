@@ -108,7 +108,34 @@ def test_a_site_that_fails_or_has_no_python_ends_the_job(stub, site):
     assert not (folder / "results").exists()
 
 
+@pytest.mark.parametrize(
+    ("content", "problem"),
+    [
+        ("export SBATCH_ACCOUNT=CHANGE_ME\nsite_setup() { module purge; }\n", "it still holds CHANGE_ME; "),
+        ("site_setup() {\r\n  :\r\n}\r\n", "it has Windows line ends; remove them: sed -i 's/\\r$//' "),
+    ],
+    ids=["not filled in", "Windows"],
+)
+def test_a_site_file_that_is_not_ready_is_one_error_line(stub, workshop, content, problem):
+    (workshop / "experiments/sites/moon.sh").write_bytes(content.encode())
+    (workshop / "experiments/site").write_text("moon\r\n")
+    done, folder = stub(PRINT, SITE=None)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.startswith(f"error: experiments/sites/moon.sh: {problem}") and done.stderr.count("\n") == 1
+    assert not (folder / "results").exists()
+
+
 # What a job does
+
+
+@pytest.mark.parametrize("linked", ["experiments/mine/x", "."], ids=["experiment", "repository"])
+def test_a_job_runs_through_a_symbolic_link_and_with_bash_as_sh(stub, workshop, tmp_path, linked):
+    link = tmp_path / "link"
+    link.symlink_to(workshop / linked)
+    cwd = link if linked != "." else link / "experiments/mine/x"
+    # bash takes the path with the link from PWD, as it does after cd
+    done, _ = stub(PRINT, "EXPERIMENT", "DATASET", words=("bash", "--posix", "x.slurm"), cwd=cwd, PWD=cwd)
+    assert printed(done) == ["experiments/mine/x", f"{workshop}/data/squad_sample.json"]
 
 
 def test_a_failed_training_fails_its_job_and_its_log_is_kept_without_slurm(stub, workshop):

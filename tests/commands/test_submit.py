@@ -1,12 +1,15 @@
 """experiments/submit.sh, with a stand-in for sbatch."""
 
+import json
 import re
+import shutil
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
-from helpers import EXPERIMENT_SCRIPTS
+from helpers import EXPERIMENT_SCRIPTS, REPOSITORY
 from shell import program, shell_environment
 
 
@@ -139,6 +142,40 @@ def test_a_snapshot_is_frozen_once_for_all(submit, workshop):
     ):
         assert (folder / name).exists()
     assert (folder / ".venv/bin/python").exists(), "a site finds the environment in $ROOT"
+
+
+def test_a_change_makes_only_the_runs_dirty_that_read_it(submit, workshop):
+    """In the repository and in a snapshot."""
+
+    def dirty(root: Path) -> list[bool]:
+        states = []
+        for experiment in ("experiments/baseline", "experiments/own/mine"):
+            variables = shell_environment(PYTHONPATH=root / "scripts", EXPERIMENT=experiment)
+            command = [sys.executable, "-P", "-m", "job.git_state"]
+            done = subprocess.run(command, env=variables, capture_output=True, text=True, check=True)
+            states.append(json.loads(done.stdout))
+        head = subprocess.check_output(["git", "rev-parse", "HEAD"], cwd=workshop, text=True).strip()
+        assert {state["commit"] for state in states} == {head}
+        return [state["dirty"] for state in states]
+
+    def snapshot() -> Path:
+        _, submitted = submit("--snapshot", "baseline")
+        return Path(submitted[-1][1].removeprefix("laptop").strip())
+
+    shutil.copy(REPOSITORY / ".gitignore", workshop)
+    (workshop / "exercises").mkdir()
+    (workshop / "exercises/a.py").write_text("...")
+    for command in (["init", "-q"], ["add", "-A"], ["commit", "-qm", "x"]):
+        subprocess.run(["git", "-c", "user.name=x", "-c", "user.email=x", *command], cwd=workshop, check=True)
+    for name in ("experiments/own/mine/x.slurm", "experiments/baseline/slurm-7.out", "experiments/sites/moon.sh"):
+        (workshop / name).parent.mkdir(parents=True, exist_ok=True)
+        (workshop / name).touch()
+    for name in ("exercises/a.py", "experiments/sites/laptop.sh"):
+        with (workshop / name).open("a") as file:
+            file.write("# solved\n")
+    assert dirty(workshop) == dirty(snapshot()) == [False, True]
+    (workshop / "scripts/train.py").write_text("")
+    assert dirty(workshop) == dirty(snapshot()) == [True, True]
 
 
 @pytest.mark.parametrize(

@@ -18,13 +18,21 @@ def two_nodes(tmp_path):
     for path in (programs, folder / "log"):
         path.mkdir(parents=True)
 
-    def run(srun: str = 'printf "> %s\\n" "$@"', lines: str = "", **variables: str) -> subprocess.CompletedProcess:
+    def run(
+        srun: str = 'printf "> %s\\n" "$@"', lines: str = "", host: str = "node1", **variables: str
+    ) -> subprocess.CompletedProcess:
         (folder / "x.slurm").write_text(f'set -e\nsource "$JOB_SH"\n{lines}\nrun_torchrun train.py --flag\n')
         scontrol = 'if [[ $2 = hostnames ]]; then printf "node1\\nnode2\\n"; fi'
-        for name, body in (("scontrol", scontrol), ("srun", srun), ("getent", "echo 127.0.1.1 node2")):
+        for name, body in (
+            ("scontrol", scontrol),
+            ("srun", srun),
+            ("getent", "echo 127.0.1.1 node2"),
+            ("hostname", f"echo {host}"),
+        ):
             program(programs, name, body)
         path = f"{programs}:{Path(sys.executable).parent}:/usr/bin:/bin"
         job = {"SLURM_JOB_ID": "7", "SLURM_JOB_NUM_NODES": "2", "SLURM_GPUS_PER_NODE": "4", "SLURM_JOB_NODELIST": "n"}
+        job["SLURMD_NODENAME"] = "node1"
         environment = {"PATH": path, "HOME": str(tmp_path), "SITE": "laptop", **job, **variables}
         environment["JOB_SH"] = str(REPOSITORY / "experiments/job.sh")
         command = ["bash", "x.slurm"]
@@ -45,6 +53,18 @@ def test_torchrun_on_several_nodes_gets_a_static_rendezvous(two_nodes):
         *("--nnodes=2", "--nproc-per-node=4", "--rdzv-backend=static", "--rdzv-id=7"),
         *("--master-addr=10.0.0.1", f"--master-port={port}", "train.py", "--flag"),
     ]
+
+
+@pytest.mark.parametrize("nodes", ["1", "2"])
+def test_a_shell_that_is_not_on_the_first_node_ends_with_the_way_there(two_nodes, nodes):
+    """That of salloc is on the login node; SLURMD_NODENAME is not set in it."""
+    salloc = {"SLURM_JOB_NUM_NODES": nodes, "SLURMD_NODENAME": "", "MASTER_ADDR": "10.0.0.1"}
+    done = two_nodes(host="login", **salloc)
+    assert (done.returncode, done.stdout) == (3, "")
+    way_out = r"open a shell there \(srun --overlap --nodes=1 --ntasks=1 --pty bash\), or submit it with sbatch"
+    what = "it must run on node1, the first node of job 7, and this shell is on login"
+    assert re.fullmatch(rf"error: x\.slurm: {what}; {way_out}\n", done.stderr)
+    assert two_nodes("true", host="node1.workshop.test", lines="exit", **salloc).returncode == 0
 
 
 def test_a_slow_network_ends_the_job_before_its_training(two_nodes):

@@ -117,6 +117,14 @@ REFUSED = {
         "../x/x.slurm: it is not of this folder, ",
         {"words": "mkdir -p ../y/log && cd ../y && bash ../x/x.slurm"},
     ),
+    "its dry run": (
+        "../x/x.slurm: it is not of this folder, ",
+        {"words": "mkdir ../y && cd ../y && DRY_RUN=1 bash ../x/x.slurm"},
+    ),
+    "the same in an allocation": (
+        "../x/x.slurm: it is not of this folder, ",
+        {"words": "mkdir -p ../y/log && cd ../y && bash ../x/x.slurm", "SLURM_JOB_ID": 7},
+    ),
 }
 
 

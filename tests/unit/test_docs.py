@@ -189,7 +189,7 @@ def check(here: Path, variables: dict[str, str], words: list[str]) -> None:
     if words[0] == "make":
         targets = re.findall(r"^([\w-]+):", (REPOSITORY / "Makefile").read_text(), re.MULTILINE)
         assert {word for word in words[1:] if "=" not in word} <= set(targets), words
-    elif words[0] in ("sbatch", "bash"):
+    elif words[0] in ("sbatch", "bash") and len(words) > 1:
         script = next(word for word in words[1:] if word.endswith((".slurm", ".sh")))
         assert (here / script).is_file(), f"{script} is not in {here}"
     elif words[0].endswith("submit.sh"):
