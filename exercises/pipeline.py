@@ -20,6 +20,10 @@ from contextlib import contextmanager
 from functools import partial
 from string import ascii_lowercase
 
+# This exercise runs on the CPU, so hide GPUs before torch is imported. In torch 2.13 each Optimizer.step asks for the
+# current CUDA stream, which starts CUDA. This is slow, and a GPU in exclusive-process mode rejects the second rank.
+os.environ["CUDA_VISIBLE_DEVICES"] = ""
+
 import torch
 import torch.distributed as dist
 from torch import nn

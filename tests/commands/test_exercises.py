@@ -3,6 +3,7 @@
 import ast
 import re
 import subprocess
+import sys
 
 import pytest
 
@@ -148,6 +149,23 @@ def test_the_library_computes_the_same_pipeline(alone, ranks, schedule):
 def test_stages_in_one_process_are_refused():
     done = python(PIPELINE, "--library")
     assert done.returncode == 2 and "start it by torchrun --nproc_per_node=4" in done.stderr
+
+
+@pytest.mark.parametrize(
+    "program",
+    [
+        path.relative_to(REPOSITORY)
+        for path in sorted((REPOSITORY / "exercises").rglob("*.py"))
+        if "torch.optim." in path.read_text()
+    ],
+    ids=str,
+)
+def test_a_program_that_steps_an_optimizer_hides_gpus_before_it_imports_torch(tmp_path, program):
+    (tmp_path / "torch.py").write_text('import os\nprint([os.environ["CUDA_VISIBLE_DEVICES"]])\nraise SystemExit\n')
+    environment = {"PYTHONPATH": str(tmp_path), "CUDA_VISIBLE_DEVICES": "0"}
+    command = [sys.executable, program]
+    done = subprocess.run(command, cwd=REPOSITORY, env=environment, capture_output=True, text=True, check=False)
+    assert done.stdout == "['']\n", done
 
 
 def test_collectives_print_what_each_rank_holds():
