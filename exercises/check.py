@@ -23,6 +23,10 @@ from multiprocessing.connection import wait
 from pathlib import Path
 from types import ModuleType
 
+# The exercises run on the CPU, so hide GPUs before torch is imported. In torch 2.13 each Optimizer.step asks for the
+# current CUDA stream, which starts CUDA. This is slow, and a GPU in exclusive-process mode rejects the second rank.
+os.environ["CUDA_VISIBLE_DEVICES"] = ""
+
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -212,6 +216,7 @@ def goes_forward(exercise: ModuleType, rank: int) -> None:
     expected_inputs = nn.Sequential(*before)(exercise.inputs_of(batch[1])).detach()
     expected = own(expected_inputs)
     stage = exercise.Stage(own, rank, 3)
+    watch_measuring(stage)
     stage.forward(1, batch)
     assert 1 in stage.kept, "self.kept has no micro batch 1"
     inputs, outputs = stage.kept[1]
@@ -226,7 +231,6 @@ def goes_forward(exercise: ModuleType, rank: int) -> None:
         )
     assert torch.allclose(outputs, expected, atol=1e-5), "the outputs are not what the layers make of the inputs"
     assert outputs.requires_grad, "the kept outputs are detached, and cannot go backward"
-    assert stage.spans, "nothing was measured"
     wait_until_sent(stage)
 
 
@@ -244,7 +248,7 @@ def goes_backward(exercise: ModuleType, rank: int) -> None:
 
 
 def watch_measuring(stage) -> None:
-    """A stage that is measured must not receive, and so wait."""
+    """Reject a stage that waits for a message while it is measured, or computes while it is not."""
     measured, receive, busy = stage.measured, stage.receive, []
 
     @contextmanager
@@ -258,7 +262,13 @@ def watch_measuring(stage) -> None:
         assert not busy, f"it receives inside `measured`, so that waiting counts as {busy[0]}"
         return receive(other)
 
+    def computes(what: str) -> None:
+        assert busy == [what], f'the {what} pass runs outside `measured("{what}", micro)`, so its time does not count'
+
     stage.measured, stage.receive = watched, received
+    first = stage.layers[0]
+    first.register_forward_pre_hook(lambda *_: computes("forward"))
+    next(first.parameters()).register_post_accumulate_grad_hook(lambda _: computes("backward"))
 
 
 def wait_until_sent(stage) -> None:

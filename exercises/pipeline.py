@@ -20,6 +20,10 @@ from contextlib import contextmanager
 from functools import partial
 from string import ascii_lowercase
 
+# This exercise runs on the CPU, so hide GPUs before torch is imported. In torch 2.13 each Optimizer.step asks for the
+# current CUDA stream, which starts CUDA. This is slow, and a GPU in exclusive-process mode rejects the second rank.
+os.environ["CUDA_VISIBLE_DEVICES"] = ""
+
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -292,6 +296,11 @@ def main() -> None:
         parser.error("--library and --picture need several stages: start it by torchrun --nproc_per_node=4")
     if arguments.library and schedule == "one_at_a_time":
         parser.error("--library has no such schedule: add --schedule gpipe or --schedule 1f1b")
+    if micro_batches < 1:
+        parser.error(f"--micro_batches: {micro_batches} is too few; give 1 or more")
+    if arguments.library and schedule == "1f1b" and micro_batches < world:
+        way_out = f"give {world} or more, or leave out --library"
+        parser.error(f"--micro_batches: the library's 1F1B needs one for each of the {world} stages; {way_out}")
 
     layers = whole_model()
     if world == 1:

@@ -115,6 +115,10 @@ def resolve_sizes(source: str, config: dict, ranks: int, ranks_per_node: int) ->
     if shard * replicate != ranks:
         what = f"dp_shard_size {shard} x dp_replicate_size {replicate} is not the world size {ranks}"
         raise WorkshopError(source, what, "start shard x replicate ranks, or set both to auto")
+    if shard == 1 and replicate > 1:
+        # accelerate raises a ValueError for this, but only when the Trainer creates its Accelerator
+        what = f"dp_shard_size 1 leaves nothing to shard (ranks per node: {ranks_per_node})"
+        raise WorkshopError(source, what, "use fsdp_configs/full_shard.json, which shards over all ranks")
     config |= {"dp_shard_size": shard, "dp_replicate_size": replicate}
 
 

@@ -3,6 +3,7 @@
 import ast
 import re
 import subprocess
+import sys
 
 import pytest
 
@@ -77,6 +78,9 @@ WRONG = [
      'with self.measured("backward", micro):\n'
      "            gradient = None if self.is_last else self.receive(self.rank + 1)\n", 3,
      r"wrong: on rank \d it receives inside `measured`, so that waiting counts as backward"),
+    (PIPELINE, '        with self.measured("backward", micro):\n            outputs.backward(gradient)\n',
+     '        outputs.backward(gradient)\n        with self.measured("backward", micro):\n            pass\n', 3,
+     r'wrong: on rank \d the backward pass runs outside `measured\("backward", micro\)`, so its time does not count'),
     (PIPELINE, "return forward + backward", "return forward + backward[::-1]", 4,
      r"wrong: on rank \d rank \d of 2 with 5 micro batches has \('backward', 4\) in place 6, where \('backward', 0\) "
      "belongs"),
@@ -145,9 +149,36 @@ def test_the_library_computes_the_same_pipeline(alone, ranks, schedule):
     assert losses(done) == alone
 
 
-def test_stages_in_one_process_are_refused():
-    done = python(PIPELINE, "--library")
-    assert done.returncode == 2 and "start it by torchrun --nproc_per_node=4" in done.stderr
+@pytest.mark.parametrize(
+    ("ranks", "flags", "message"),
+    [
+        (0, ["--library"], "start it by torchrun --nproc_per_node=4"),
+        (0, ["--micro_batches", 0], "--micro_batches: 0 is too few; give 1 or more"),
+        (2, ["--library", "--schedule", "1f1b", "--micro_batches", 1], "the 2 stages; give 2 or more, or leave out"),
+    ],
+)
+def test_what_the_pipeline_cannot_run_is_an_error_line(ranks, flags, message):
+    done = python(PIPELINE, *flags, processes=ranks)
+    lines = [line for line in done.stderr.splitlines() if line.startswith("pipeline.py: error: ")]
+    assert done.returncode != 0 and lines and all(message in line for line in lines), done
+    assert "pipelining" not in done.stderr, done  # no traceback of PyTorch's schedules
+
+
+@pytest.mark.parametrize(
+    "program",
+    [
+        path.relative_to(REPOSITORY)
+        for path in sorted((REPOSITORY / "exercises").rglob("*.py"))
+        if "torch.optim." in path.read_text()
+    ],
+    ids=str,
+)
+def test_a_program_that_steps_an_optimizer_hides_gpus_before_it_imports_torch(tmp_path, program):
+    (tmp_path / "torch.py").write_text('import os\nprint([os.environ["CUDA_VISIBLE_DEVICES"]])\nraise SystemExit\n')
+    environment = {"PYTHONPATH": str(tmp_path), "CUDA_VISIBLE_DEVICES": "0"}
+    command = [sys.executable, program]
+    done = subprocess.run(command, cwd=REPOSITORY, env=environment, capture_output=True, text=True, check=False)
+    assert done.stdout == "['']\n", done
 
 
 def test_collectives_print_what_each_rank_holds():

@@ -260,13 +260,21 @@ def test_an_old_string_is_refused_with_what_to_use(refusal):
     assert line.endswith("removes; use --fsdp --fsdp_config with a file of fsdp_configs/")
 
 
-@pytest.mark.parametrize(("world", "per_node", "shard", "replicate"), [(8, 4, 4, 2), (4, 4, 4, 1), (2, 1, 1, 2)])
+@pytest.mark.parametrize(("world", "per_node", "shard", "replicate"), [(8, 4, 4, 2), (4, 4, 4, 1), (1, 1, 1, 1)])
 def test_auto_means_ranks_per_node_and_nodes(monkeypatch, world, per_node, shard, replicate):
     monkeypatch.setenv("WORLD_SIZE", str(world))
     monkeypatch.setenv("LOCAL_WORLD_SIZE", str(per_node))
     found = check_fsdp_config(True, str(REPOSITORY / "fsdp_configs" / "hybrid_shard.json"))
     assert (found["dp_shard_size"], found["dp_replicate_size"]) == (shard, replicate)
     assert fsdp_name(found) == ("FSDP2 HYBRID_SHARD" if replicate > 1 else "FSDP2 FULL_SHARD")
+
+
+def test_one_rank_per_node_is_refused_as_nothing_would_be_sharded(refusal, monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "1")
+    path = str(REPOSITORY / "fsdp_configs" / "hybrid_shard.json")
+    line = refusal(check_fsdp_config, True, path)
+    assert line.startswith(f"error: {path}: dp_shard_size 1 leaves nothing to shard (ranks per node: 1); use ")
 
 
 def test_unknown_class_to_wrap_lists_those_of_the_model(refusal):
