@@ -16,6 +16,7 @@ from parallel.tensor_parallel import GroupScaler
 from shared.errors import WorkshopError
 from training.checkpoints import MARKER, Progress, checkpoint_folder, full_disk_errors
 from training.flops import KINDS_OF_TOKENS, count_tokens
+from training.sampling import GroupByLengthSampler, sampler_of
 
 
 class WorkshopTrainer(Trainer):
@@ -50,6 +51,14 @@ class WorkshopTrainer(Trainer):
     def steps_per_epoch(self) -> int:
         """Optimizer steps: batches of one rank over accumulation, rounded up."""
         return math.ceil(len(self.get_train_dataloader()) / self.args.gradient_accumulation_steps)
+
+    def _get_train_sampler(self, train_dataset=None):
+        if self.args.train_sampling_strategy != "group_by_length":
+            return super()._get_train_sampler(train_dataset)
+        groups = self.args.world_size // self.get_tp_size()
+        global_batch = self.args.train_batch_size * self.args.gradient_accumulation_steps * groups
+        seed = self.args.seed if self.args.data_seed is None else self.args.data_seed
+        return GroupByLengthSampler(global_batch, self.train_dataset["length"][:], seed)
 
     def create_optimizer(self, *args, **kwargs):
         optimizer = super().create_optimizer(*args, **kwargs)
@@ -141,12 +150,16 @@ class WorkshopTrainer(Trainer):
         mean = self._tr_loss / (1 + self.state.global_step - self._globalstep_last_logged)
         return torch.where(loss.isfinite(), loss, mean)
 
-    def _run_epoch(self, *args, **kwargs):
+    def _run_epoch(self, *, epoch, train_dataloader, **kwargs):
         # transformers would do one step more than --max_steps from a checkpoint of the last one, or behind a stop
         if self.state.global_step >= self.state.max_steps or self.control.should_training_stop:
             self.control.should_training_stop = True
             return
-        super()._run_epoch(*args, **kwargs)
+        # accelerate would tell the sampler its epoch, but does not find it on several ranks when batches are skipped
+        sampler = sampler_of(train_dataloader)
+        if isinstance(sampler, GroupByLengthSampler):
+            sampler.epoch = epoch
+        super()._run_epoch(epoch=epoch, train_dataloader=train_dataloader, **kwargs)
 
     def _load_optimizer_and_scheduler(self, checkpoint):
         # Under FSDP2 the loading begins with a step over gradients of zero. accelerate's optimizer would hand it to the
