@@ -15,6 +15,7 @@ from data_loader import IGNORED
 from parallel.tensor_parallel import GroupScaler
 from shared.errors import WorkshopError
 from training.checkpoints import MARKER, Progress, checkpoint_folder, full_disk_errors
+from training.chunked_loss import add_label_counts, computes_loss_in_head
 from training.flops import KINDS_OF_TOKENS, count_tokens
 from training.sampling import GroupByLengthSampler, sampler_of
 
@@ -122,7 +123,10 @@ class WorkshopTrainer(Trainer):
 
     def get_batch_samples(self, *args, **kwargs):
         with self.phase("data"):
-            return super().get_batch_samples(*args, **kwargs)
+            batches, labels_in_step = super().get_batch_samples(*args, **kwargs)
+            if batches and computes_loss_in_head(self.model):
+                add_label_counts(batches)
+        return batches, labels_in_step
 
     def _clip_grad_norm(self, model):
         with self.phase("optimizer"):
