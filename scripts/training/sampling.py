@@ -11,9 +11,9 @@ from transformers.trainer_pt_utils import LengthGroupedSampler
 class GroupByLengthSampler(LengthGroupedSampler):
     """transformers' grouping, in an order that depends only on the seed, the epoch and the global batch.
 
-    transformers' own sampler draws from torch's global generator, so a resumed run would draw another order. It also
-    groups the questions of one rank, so another number of ranks would have other groups: of the rest of the epoch, a
-    resumed run would train on some questions twice and on others never.
+    transformers' own sampler draws from torch's global generator, which a resumed run restores only after the order is
+    drawn. It also groups the questions of one rank, so another number of ranks has other groups. In both cases a
+    resumed run would train on some questions of the epoch twice and on others never.
     """
 
     epoch = 0  # set by WorkshopTrainer._run_epoch

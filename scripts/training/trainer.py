@@ -159,7 +159,7 @@ class WorkshopTrainer(Trainer):
         if self.state.global_step >= self.state.max_steps or self.control.should_training_stop:
             self.control.should_training_stop = True
             return
-        # accelerate would tell the sampler its epoch, but does not find it on several ranks when batches are skipped
+        # On several ranks, accelerate does not find the sampler to set its epoch when a resumed run skips batches
         sampler = sampler_of(train_dataloader)
         if isinstance(sampler, GroupByLengthSampler):
             sampler.epoch = epoch
