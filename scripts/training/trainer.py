@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from transformers import Trainer
+from transformers.trainer_pt_utils import LengthGroupedSampler
 
 from data_loader import IGNORED
 from parallel.tensor_parallel import GroupScaler
@@ -54,12 +55,13 @@ class WorkshopTrainer(Trainer):
         return math.ceil(len(self.get_train_dataloader()) / self.args.gradient_accumulation_steps)
 
     def _get_train_sampler(self, train_dataset=None):
-        if self.args.train_sampling_strategy != "group_by_length":
-            return super()._get_train_sampler(train_dataset)
+        sampler = super()._get_train_sampler(train_dataset)
+        if not isinstance(sampler, LengthGroupedSampler):
+            return sampler
         groups = self.args.world_size // self.get_tp_size()
         global_batch = self.args.train_batch_size * self.args.gradient_accumulation_steps * groups
         seed = self.args.seed if self.args.data_seed is None else self.args.data_seed
-        return GroupByLengthSampler(global_batch, self.train_dataset["length"][:], seed)
+        return GroupByLengthSampler(global_batch, sampler.lengths[:], seed)
 
     def create_optimizer(self, *args, **kwargs):
         optimizer = super().create_optimizer(*args, **kwargs)
