@@ -11,7 +11,6 @@ from transformers import (
     Trainer,
     TrainerCallback,
 )
-from transformers.trainer_pt_utils import LengthGroupedSampler
 from transformers.training_args import OptimizerNames
 
 from bloom_sdpa import attention_of
@@ -27,6 +26,7 @@ from shared.options import Options, precision_name
 from training import compiling
 from training.chunked_loss import computes_loss_in_head
 from training.record import RunRecord
+from training.sampling import GroupByLengthSampler, sampler_of
 
 NOT_ON_CPU = "n/a on CPU"
 SHARE_TOLERANCE = 0.05
@@ -142,12 +142,9 @@ def speed_knobs(trainer: Any, values: dict) -> list[Audited]:
 
 
 def sampling_of(loader: Any) -> str:
-    """How a DataLoader chooses the samples of its batches, whatever accelerate has put around its sampler."""
-    batches = loader.batch_sampler
-    while not hasattr(batches, "sampler"):
-        batches = batches.batch_sampler
-    names = {LengthGroupedSampler: "group_by_length", SequentialSampler: "sequential"}
-    return names.get(type(batches.sampler), "random")
+    """Name of the order in which a DataLoader reads the questions."""
+    names = {GroupByLengthSampler: "group_by_length", SequentialSampler: "sequential"}
+    return names.get(type(sampler_of(loader)), "random")
 
 
 def effective_precision(trainer: Trainer, engine) -> str:

@@ -67,6 +67,22 @@ def computes_loss_in_head(model: Any) -> bool:
     return isinstance(getattr(model.get_output_embeddings().forward, "__self__", None), LossInHead)
 
 
+def add_label_counts(batches: list[Any]) -> None:
+    """Add to each micro batch of an optimizer step the number of its labels that count.
+
+    Without these numbers, each forward pass would wait for the GPU to count the labels. Here the CPU reads all numbers
+    of the step at once. It waits little: copying the batches to the GPU has just waited for the steps before.
+    """
+    counts = torch.stack([(next_tokens_of(batch["labels"]) != IGNORED).sum() for batch in batches])
+    for batch, count in zip(batches, counts.tolist(), strict=True):
+        batch["label_count"] = count
+
+
+def next_tokens_of(labels: torch.Tensor) -> torch.Tensor:
+    """Target of each position of a batch (batch, tokens), flattened. The last position of a sequence has none."""
+    return F.pad(labels[:, 1:], (0, 1), value=IGNORED).flatten()
+
+
 class LossInHead:
     """What a model's head does instead of returning logits, while the model has labels.
 
@@ -85,15 +101,19 @@ class LossInHead:
         model.loss_function = self.loss_function
         self.head.forward = self.forward
 
-    def note_labels(self, model: nn.Module, args: tuple, kwargs: dict) -> None:
+    def note_labels(self, model: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
         labels = kwargs.get("labels")
         self.number_of_labels = kwargs.get("num_items_in_batch")
+        label_count = kwargs.pop("label_count", None)  # the model itself has no such argument
         self.counted = None
         if labels is not None:
-            next_tokens = F.pad(labels[:, 1:], (0, 1), value=IGNORED).flatten()
-            # how many there are the CPU must know: here it need not wait for the GPU's forward pass
-            self.counted = (next_tokens != IGNORED).nonzero().flatten()
+            next_tokens = next_tokens_of(labels)
+            is_counted = next_tokens != IGNORED
+            # Without a label count (in an evaluation, or without the Trainer) nonzero waits for the GPU
+            positions = is_counted.nonzero() if label_count is None else is_counted.nonzero_static(size=label_count)
+            self.counted = positions.flatten()
             self.targets = next_tokens[self.counted]  # the next token of each of them
+        return args, kwargs
 
     @torch.compiler.disable
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:

@@ -10,12 +10,15 @@ from typing import Any
 
 import torch
 from transformers import Trainer
+from transformers.trainer_pt_utils import LengthGroupedSampler
 
 from data_loader import IGNORED
 from parallel.tensor_parallel import GroupScaler
 from shared.errors import WorkshopError
 from training.checkpoints import MARKER, Progress, checkpoint_folder, full_disk_errors
+from training.chunked_loss import add_label_counts, computes_loss_in_head
 from training.flops import KINDS_OF_TOKENS, count_tokens
+from training.sampling import GroupByLengthSampler, sampler_of
 
 
 class WorkshopTrainer(Trainer):
@@ -50,6 +53,15 @@ class WorkshopTrainer(Trainer):
     def steps_per_epoch(self) -> int:
         """Optimizer steps: batches of one rank over accumulation, rounded up."""
         return math.ceil(len(self.get_train_dataloader()) / self.args.gradient_accumulation_steps)
+
+    def _get_train_sampler(self, train_dataset=None):
+        sampler = super()._get_train_sampler(train_dataset)
+        if not isinstance(sampler, LengthGroupedSampler):
+            return sampler
+        groups = self.args.world_size // self.get_tp_size()
+        global_batch = self.args.train_batch_size * self.args.gradient_accumulation_steps * groups
+        seed = self.args.seed if self.args.data_seed is None else self.args.data_seed
+        return GroupByLengthSampler(global_batch, sampler.lengths[:], seed)
 
     def create_optimizer(self, *args, **kwargs):
         optimizer = super().create_optimizer(*args, **kwargs)
@@ -113,7 +125,10 @@ class WorkshopTrainer(Trainer):
 
     def get_batch_samples(self, *args, **kwargs):
         with self.phase("data"):
-            return super().get_batch_samples(*args, **kwargs)
+            batches, labels_in_step = super().get_batch_samples(*args, **kwargs)
+            if batches and computes_loss_in_head(self.model):
+                add_label_counts(batches)
+        return batches, labels_in_step
 
     def _clip_grad_norm(self, model):
         with self.phase("optimizer"):
@@ -141,12 +156,16 @@ class WorkshopTrainer(Trainer):
         mean = self._tr_loss / (1 + self.state.global_step - self._globalstep_last_logged)
         return torch.where(loss.isfinite(), loss, mean)
 
-    def _run_epoch(self, *args, **kwargs):
+    def _run_epoch(self, *, epoch, train_dataloader, **kwargs):
         # transformers would do one step more than --max_steps from a checkpoint of the last one, or behind a stop
         if self.state.global_step >= self.state.max_steps or self.control.should_training_stop:
             self.control.should_training_stop = True
             return
-        super()._run_epoch(*args, **kwargs)
+        # On several ranks, accelerate does not find the sampler to set its epoch when a resumed run skips batches
+        sampler = sampler_of(train_dataloader)
+        if isinstance(sampler, GroupByLengthSampler):
+            sampler.epoch = epoch
+        super()._run_epoch(epoch=epoch, train_dataloader=train_dataloader, **kwargs)
 
     def _load_optimizer_and_scheduler(self, checkpoint):
         # Under FSDP2 the loading begins with a step over gradients of zero. accelerate's optimizer would hand it to the

@@ -250,14 +250,28 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from training.trainer import WorkshopTrainer
 
 readers = collections.Counter()
+aten = torch.ops.aten
+READING_OPERATORS = {aten._local_scalar_dense.default, aten.nonzero.default, aten.allclose.default}
+
+
+def note_reader():
+    callers = [frame for frame in traceback.extract_stack() if "/torch/" not in frame.filename]
+    readers[callers[-3].name] += 1  # the last two are here
 
 
 class Reading(TorchDispatchMode):
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        if function is torch.ops.aten._local_scalar_dense.default:
-            callers = [frame for frame in traceback.extract_stack() if "/torch/" not in frame.filename]
-            readers[callers[-2].name] += 1  # the last one is this
+        if function in READING_OPERATORS:
+            note_reader()
         return function(*args, **(kwargs or {}))
+
+
+def tolist(tensor, original=torch.Tensor.tolist):
+    note_reader()
+    return original(tensor)
+
+
+torch.Tensor.tolist = tolist  # on the CPU it calls no operator
 
 
 def watched(*args, original=WorkshopTrainer._inner_training_loop, **kwargs):
@@ -270,16 +284,27 @@ atexit.register(lambda: print("read by", dict(readers)))
 """
 
 
-@pytest.mark.parametrize("model", ["tiny-bloom", "custom-gpt"])
-def test_no_micro_batch_waits_for_the_gpu(train, model):
+@pytest.mark.parametrize(
+    ("model", "loss", "reads_of_loss"),
+    [
+        ("tiny-bloom", "full", {}),
+        ("custom-gpt", "full", {}),
+        # each step counts its labels; the first micro batch checks the model's output
+        ("tiny-bloom", "chunked", {"add_label_counts": 2, "loss_function": 1}),
+    ],
+)
+def test_no_micro_batch_waits_for_the_gpu(train, model, loss, reads_of_loss):
     sizes = GPT_SIZES | {"VOCAB_SIZE": 2048, "TOKENIZER_NAME": "tiny-bloom"} if model == "custom-gpt" else {}
     few = {"TRAIN_SIZE": 8, "EVAL_SIZE": 4, "NUM_EPOCHS": 1, "BATCH_SIZE": 1, "GRAD_ACC": 4, "SAVE_STRATEGY": "no"}
     words = ("--eval_strategy", "no", "--logging_steps", 9)
-    run = train(f"reading_{model}", *words, patch=READING, MODEL_NAME=model, **few, **sizes)
+    name = f"reading_{model}_{loss}"
+    run = train(name, *words, patch=READING, MODEL_NAME=model, LOSS=loss, **few, **sizes)
     (line,) = [line for line in run.log.splitlines() if line.startswith("read by ")]
     assert ast.literal_eval(line.removeprefix("read by ")) == {
-        "__iter__": 1,  # accelerate's data loader: the epoch's seed
+        "__iter__": 3,  # accelerate's data loader: the seed and the order of the epoch
         "check": 2,  # is the loss finite? Behind a step that is logged, and behind the epoch
         "_maybe_log_save_evaluate": 2,  # the line of the log: loss, norm of the gradients
         "_finalize_training": 1,  # the mean of all losses
+        "all_tokens": 3,  # when the training has ended
+        **reads_of_loss,
     }

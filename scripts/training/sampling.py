@@ -1,0 +1,35 @@
+"""The order of the training questions for `--train_sampling_strategy group_by_length`."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch.utils.data import Sampler
+from transformers.trainer_pt_utils import LengthGroupedSampler
+
+
+class GroupByLengthSampler(LengthGroupedSampler):
+    """transformers' grouping, in an order that depends only on the seed, the epoch and the global batch.
+
+    transformers' own sampler draws from torch's global generator, which a resumed run restores only after the order is
+    drawn. It also groups the questions of one rank, so another number of ranks has other groups. In both cases a
+    resumed run would train on some questions of the epoch twice and on others never.
+    """
+
+    epoch = 0  # set by WorkshopTrainer._run_epoch
+
+    def __init__(self, global_batch: int, lengths: list[int], seed: int):
+        super().__init__(global_batch, lengths=lengths, generator=torch.Generator())
+        self.seed = seed
+
+    def __iter__(self) -> Iterator[int]:
+        self.generator.manual_seed(self.seed + self.epoch)
+        return super().__iter__()
+
+
+def sampler_of(loader: Any) -> Sampler:
+    """The sampler of a DataLoader, inside the batch samplers that accelerate puts around it."""
+    batches = loader.batch_sampler
+    while not hasattr(batches, "sampler"):
+        batches = batches.batch_sampler
+    return batches.sampler
