@@ -43,7 +43,7 @@ def start(bench: Bench, code: str, words: str = "bash x.slurm", **options: objec
     """Start a job of which the training is `code`."""
     folder = experiment(bench, "code.py")
     (folder / "code.py").write_text(BEGIN + code)
-    given = shell_environment(JOB_ID="7", CUDA_VISIBLE_DEVICES="0")  # the site laptop would hide the GPU from its logger
+    given = shell_environment(JOB_ID="7", CUDA_VISIBLE_DEVICES="0")  # otherwise the site laptop hides the logger's GPU
     variables = dict.fromkeys(bench.server.environment, "unset") | given | options
     return bench.start("-c", words, script="bash", cwd=folder, **variables)
 
