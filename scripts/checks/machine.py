@@ -150,7 +150,7 @@ def gpus() -> Lines:
 
 
 def no_gpus(torch_version: str) -> Lines:
-    """Say why PyTorch can use no GPU: there is none, or its driver is too old for this build of torch."""
+    """Say why PyTorch can use no GPU. The machine has none, or the driver is too old for this build of torch."""
     listed, said = command("nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader")
     if os.environ.get("REQUIRE_GPU") == "0":
         yield "skip", "GPUs", "the site needs none"

@@ -223,7 +223,7 @@ def test_an_environment_that_is_only_half_installed_is_not_used(stub, workshop):
     ids=["chosen", "none", "unset"],
 )
 def test_the_log_is_of_the_gpus_that_the_ranks_use(stub, workshop, visible, logged, missing):
-    """Of two ranks; the training waits for one sample of each GPU. The site `laptop` would hide them."""
+    """The training has two ranks and waits for one sample of each GPU. The site `laptop` would hide the GPUs."""
     (workshop / "experiments/sites/moon.sh").write_text("site_setup() { :; }\n")
     lines = "sum(len(log.read_text().splitlines()) for log in pathlib.Path('gpu_memory').glob('*'))"
     wait = f"import pathlib, time\nwhile {lines} < {len(logged) + 1 if logged else 0}: time.sleep(0.05)"

@@ -58,7 +58,7 @@ def test_a_temporary_folder_with_too_long_a_name_for_the_workers_of_the_data_loa
     long = tmp_path / ("x" * 76)
     long.mkdir()
     line = f"TMPDIR: {long} has {len(str(long))} characters, and DATA_WORKERS needs at most 75; ..."
-    # of a new process: Python asks for the folder once
+    # fork=False: Python looks for the folder only once, and the server has done so
     bench.refuses(line, DATA_WORKERS=2, TMPDIR=long, fork=False)
 
 

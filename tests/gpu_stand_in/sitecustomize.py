@@ -1,4 +1,4 @@
-"""Stands in for a GPU on a machine without one, in each Python that has this folder on PYTHONPATH.
+"""A stand-in for a GPU, in each Python that has this folder on PYTHONPATH.
 
 STAND_IN_GPU=one: CUDA starts one GPU. STAND_IN_GPU=old_driver: the driver lists one GPU, which CUDA cannot start.
 

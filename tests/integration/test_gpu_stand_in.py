@@ -10,13 +10,11 @@ FEW = ("--max_steps", "2", "--eval_strategy", "no", "--save_strategy", "no")
 
 @pytest.fixture
 def on_gpu_machine(workplace):
-    """Runs train.py as a command of its own, as the stand-in must be there when PyTorch is imported."""
+    """Run train.py as a new process, because the stand-in must be there when PyTorch is imported."""
 
     def train(gpu: str, job_id: str, *words: object, **options: object):
         stand_in = {"STAND_IN_GPU": gpu, "PYTHONPATH": REPOSITORY / "tests/gpu_stand_in"}
-        # as a shell has it: "None" is no GPU's number, and a variable of `helpers.TINY` cannot be unset otherwise
-        visible = {"CUDA_VISIBLE_DEVICES": options.pop("visible", "0")}
-        return run(workplace, job_id, *words, *FEW, **stand_in | visible | options)
+        return run(workplace, job_id, *words, *FEW, **stand_in | {"CUDA_VISIBLE_DEVICES": "0"} | options)
 
     return train
 

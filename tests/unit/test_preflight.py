@@ -29,7 +29,7 @@ NVIDIA_SMI = "Tesla V100-SXM2-32GB, 470.82.01\nTesla V100-SXM2-32GB, 470.82.01"
 
 
 def test_a_machine_on_which_pytorch_uses_no_gpu(monkeypatch):
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)  # as it is with a driver that is too old
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)  # a driver that is too old lists its GPU
     monkeypatch.setattr(preflight_machine, "command", lambda *words: (False, "nvidia-smi: no such file"))
     ((state, *_, way_out),) = preflight_machine.gpus()
     assert (state, way_out) == ("skip", "in a job: srun --gpus-per-node=1 python scripts/preflight.py"), "a login node"
