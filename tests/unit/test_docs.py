@@ -107,6 +107,27 @@ def test_index_of_experiments_is_the_tree():
     assert f"Each of the {number} experiments" in (REPOSITORY / "README.md").read_text()
 
 
+def test_an_experiment_is_filed_under_the_section_that_teaches_it():
+    index = (REPOSITORY / "experiments" / "README.md").read_text()
+    row = r"^\| `experiments/submit\.sh (\S+)` .* \[\d+\]\(\.\./docs/(\S+)\) \|$"
+    rows = re.findall(row, index, re.MULTILINE)
+    assert len(rows) == len(EXPERIMENT_SCRIPTS) - len(NO_EXPERIMENTS)
+    assert [f"{name}: {link}" for name, link in rows if name.split("/")[0] not in page(link)] == []
+
+
+def test_experiments_that_need_a_gpu_are_named():
+    configs = {path.name: json.loads(path.read_text()) for path in (REPOSITORY / "fsdp_configs").glob("*.json")}
+    refused = [name for name, config in configs.items() if config.get("cpu_offload") or config["version"] == 1]
+    scripts = [script for script in EXPERIMENT_SCRIPTS if any(name in script.read_text() for name in refused)]
+    assert all(directives_of(script)["nodes"] == "1" for script in scripts)
+    expected = sorted(map(folder_of, scripts))
+    index = (REPOSITORY / "experiments" / "README.md").read_text()
+    row = r"^\| `experiments/submit\.sh (\S+)` \| .+ \(needs a GPU\) \|"
+    assert sorted(re.findall(row, index, re.MULTILINE)) == expected
+    front = (REPOSITORY / "README.md").read_text()
+    assert [experiment for experiment in expected if f"`{experiment}`" not in front] == []
+
+
 def test_table_of_deepspeed_files_is_what_they_say():
     text = (REPOSITORY / "docs" / "deepspeed-config.md").read_text()
     rows = re.findall(r"^\| `(\w+)\.json` \| (\d) \|([^|]*)\|([^|]*)\|$", text, re.MULTILINE)
@@ -257,8 +278,8 @@ def test_the_bill_is_that_of_the_scripts():
         "7": [r"batch-size/.*"],
         "9": [r"deepspeed-single-gpu/zero_\d"],
         "10": [r"deepspeed-single-gpu/cpu_offloading/.*"],
-        "11": [r"deepspeed-multi-gpu/.*"],
-        "12": [r"deepspeed-multi-node/.*", r"deepspeed-native-launch/.*"],
+        "11": [r"deepspeed-multi-gpu/.*", r"deepspeed-native-launch/.*"],
+        "12": [r"deepspeed-multi-node/.*"],
         "13": [r"fsdp-.*"],
         "15": [r"custom-model/.*"],
         "16": [r"tensor-parallel/.*"],
