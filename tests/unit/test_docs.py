@@ -74,6 +74,30 @@ def test_functions_of_the_libraries_are_where_the_page_says():
             assert re.search(rf"^ *def {function}\(", content, re.MULTILINE), f"{file}: {function}"
 
 
+@pytest.mark.parametrize(
+    ("name", "shown", "file", "line"),
+    [
+        ("ddp.md", "bf16_compress_hook", "torch/distributed/algorithms/ddp_comm_hooks/default_hooks.py", "def {}("),
+        ("efficiency.md", "DataCollatorWithFlattening", "transformers/data/data_collator.py", "class {}("),
+        ("offload.md", "adamw_8bit", "transformers/training_args.py", '= "{}"'),
+        ("offload.md", "adafactor", "transformers/training_args.py", '= "{}"'),
+        ("offload.md", "nvme_path", "deepspeed/runtime/zero/offload_config.py", "    {}: "),
+        ("zero.md", "zero_quantized_weights", "deepspeed/runtime/zero/config.py", "    {}: "),
+        ("zero.md", "zero_quantized_gradients", "deepspeed/runtime/zero/config.py", "    {}: "),
+        ("zero.md", "zero_hpz_partition_size", "deepspeed/runtime/zero/config.py", "    {}: "),
+        (
+            "deepspeed-config.md",
+            "500 million",
+            "deepspeed/runtime/zero/config.py",
+            "reduce_bucket_size: int = Field(pp_int(5e8)",
+        ),
+    ],
+)
+def test_what_a_page_names_of_a_library_exists(name, shown, file, line):
+    assert shown in page(name)
+    assert line.format(shown) in (Path(torch.__file__).parents[1] / file).read_text()
+
+
 def test_the_build_for_older_gpus_is_told_where_it_is_looked_for():
     pin = re.search(r"^torch==(\S+)$", (REPOSITORY / "requirements.txt").read_text(), re.MULTILINE)[1]
     places = ["docs/environment.md", "docs/instructor/README.md", "experiments/sites/example.sh"]
