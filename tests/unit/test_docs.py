@@ -74,6 +74,30 @@ def test_functions_of_the_libraries_are_where_the_page_says():
             assert re.search(rf"^ *def {function}\(", content, re.MULTILINE), f"{file}: {function}"
 
 
+@pytest.mark.parametrize(
+    ("name", "shown", "file", "line"),
+    [
+        ("ddp.md", "bf16_compress_hook", "torch/distributed/algorithms/ddp_comm_hooks/default_hooks.py", "def {}("),
+        ("efficiency.md", "DataCollatorWithFlattening", "transformers/data/data_collator.py", "class {}("),
+        ("offload.md", "adamw_8bit", "transformers/training_args.py", '= "{}"'),
+        ("offload.md", "adafactor", "transformers/training_args.py", '= "{}"'),
+        ("offload.md", "nvme_path", "deepspeed/runtime/zero/offload_config.py", "    {}: "),
+        ("zero.md", "zero_quantized_weights", "deepspeed/runtime/zero/config.py", "    {}: "),
+        ("zero.md", "zero_quantized_gradients", "deepspeed/runtime/zero/config.py", "    {}: "),
+        ("zero.md", "zero_hpz_partition_size", "deepspeed/runtime/zero/config.py", "    {}: "),
+        (
+            "deepspeed-config.md",
+            "500 million",
+            "deepspeed/runtime/zero/config.py",
+            "reduce_bucket_size: int = Field(pp_int(5e8)",
+        ),
+    ],
+)
+def test_what_a_page_names_of_a_library_exists(name, shown, file, line):
+    assert shown in page(name)
+    assert line.format(shown) in (Path(torch.__file__).parents[1] / file).read_text()
+
+
 def test_the_build_for_older_gpus_is_told_where_it_is_looked_for():
     pin = re.search(r"^torch==(\S+)$", (REPOSITORY / "requirements.txt").read_text(), re.MULTILINE)[1]
     places = ["docs/environment.md", "docs/instructor/README.md", "experiments/sites/example.sh"]
@@ -105,6 +129,27 @@ def test_index_of_experiments_is_the_tree():
     number = len(EXPERIMENT_SCRIPTS) - len(NO_EXPERIMENTS)
     assert f"{number} experiments, each a folder" in index
     assert f"Each of the {number} experiments" in (REPOSITORY / "README.md").read_text()
+
+
+def test_an_experiment_is_filed_under_the_section_that_teaches_it():
+    index = (REPOSITORY / "experiments" / "README.md").read_text()
+    row = r"^\| `experiments/submit\.sh (\S+)` .* \[\d+\]\(\.\./docs/(\S+)\) \|$"
+    rows = re.findall(row, index, re.MULTILINE)
+    assert len(rows) == len(EXPERIMENT_SCRIPTS) - len(NO_EXPERIMENTS)
+    assert [f"{name}: {link}" for name, link in rows if name.split("/")[0] not in page(link)] == []
+
+
+def test_experiments_that_need_a_gpu_are_named():
+    configs = {path.name: json.loads(path.read_text()) for path in (REPOSITORY / "fsdp_configs").glob("*.json")}
+    refused = [name for name, config in configs.items() if config.get("cpu_offload") or config["version"] == 1]
+    scripts = [script for script in EXPERIMENT_SCRIPTS if any(name in script.read_text() for name in refused)]
+    assert all(directives_of(script)["nodes"] == "1" for script in scripts)
+    expected = sorted(map(folder_of, scripts))
+    index = (REPOSITORY / "experiments" / "README.md").read_text()
+    row = r"^\| `experiments/submit\.sh (\S+)` \| .+ \(needs a GPU\) \|"
+    assert sorted(re.findall(row, index, re.MULTILINE)) == expected
+    front = (REPOSITORY / "README.md").read_text()
+    assert [experiment for experiment in expected if f"`{experiment}`" not in front] == []
 
 
 def test_table_of_deepspeed_files_is_what_they_say():
@@ -257,8 +302,8 @@ def test_the_bill_is_that_of_the_scripts():
         "7": [r"batch-size/.*"],
         "9": [r"deepspeed-single-gpu/zero_\d"],
         "10": [r"deepspeed-single-gpu/cpu_offloading/.*"],
-        "11": [r"deepspeed-multi-gpu/.*"],
-        "12": [r"deepspeed-multi-node/.*", r"deepspeed-native-launch/.*"],
+        "11": [r"deepspeed-multi-gpu/.*", r"deepspeed-native-launch/.*"],
+        "12": [r"deepspeed-multi-node/.*"],
         "13": [r"fsdp-.*"],
         "15": [r"custom-model/.*"],
         "16": [r"tensor-parallel/.*"],
