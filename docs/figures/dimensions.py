@@ -3,9 +3,9 @@
 PYTHONPATH=scripts python docs/figures/dimensions.py
 
 A step of 32 questions of 512 tokens in bf16, on 8 GPUs that are all used for one dimension. State is that of
-scripts/estimate_memory.py, bytes sent along data and shard are those of scripts/estimate_time.py. Tensor parallelism
-sends what was counted for the custom GPT, in the blocks alone (benchmarks/communication.py). Pipeline and context
-parallelism run nowhere in scripts/: their messages are what these methods pass on by definition.
+scripts/estimate_memory.py, bytes sent along data and shard are those of scripts/estimate_time.py. Nothing in scripts/
+runs Megatron-LM's tensor parallelism, pipeline or context parallelism: their messages follow from the definition of
+the method, with 16-bit activations. tests/unit/test_docs.py compares them with a paper, a count or hand arithmetic.
 """
 
 from pathlib import Path
@@ -20,10 +20,14 @@ REPOSITORY = Path(__file__).resolve().parents[2]
 RANKS = 8
 QUESTIONS = 32
 TOKENS = 512
+VOCABULARY = 250_880
 MODEL = ["--model_name", "bigscience/bloom-7b1", "--bf16", "--per_device_train_batch_size", 1]
 SHARD = ["--fsdp", "--fsdp_config", REPOSITORY / "fsdp_configs" / "full_shard.json"]
 STATE = ("parameters", "gradients", "optimizer state", "buffers")
 WITHOUT_CASTS = ["--deepspeed", REPOSITORY / "ds_configs" / "zero1.json"]  # weights are bf16, and not cast in a pass
+# BLOOM has no plan for tensor parallelism, so this is a GPT of the same size
+AS_LARGE = ["--vocab_size", VOCABULARY, "--hidden_size", 4096, "--num_layers", 30, "--num_heads", 32, "--ff_dim", 16384]
+LOGITS = 12  # bytes of a score in the backward pass: log-softmax, and two gradients of its size, in fp32
 
 
 class Dimension(NamedTuple):
@@ -66,15 +70,28 @@ def shard_sends(shape: Shape) -> float:
 
 
 def tensor_sends(shape: Shape) -> float:
-    """Each block has two all-reduces forward, in 16 bit, and four backward, in fp32; a ring sends each twice."""
-    of_a_token = shape.layers * 2 * (2 * HALF + 4 * FP32) * shape.hidden
-    return TOKENS * of_a_token * (RANKS - 1) / RANKS
+    """Bytes by Megatron-LM: each block has two all-reduces forward and two backward, and a ring sends each twice.
+
+    Two more are outside the blocks: the embedding's output, and the gradient of the head's input.
+    """
+    all_reduces = 4 * shape.layers + 2
+    return all_reduces * 2 * TOKENS * shape.hidden * HALF * (RANKS - 1) / RANKS
 
 
-def break_even() -> float:
-    """Tokens of a rank's micro batch with which FULL_SHARD sends what tensor parallelism does for all ranks' tokens."""
+def tensor_sends_by_plan() -> float:
+    """Bytes by transformers' plan: q, k and v are separate, what runs between blocks is fp32, logits are gathered."""
+    gpt = ["--model_name", "custom-gpt", *AS_LARGE, "--tensor_parallel", RANKS, "--max_length", TOKENS]
+    return shape_for(options(*gpt)).exchanged * (RANKS - 1) / RANKS
+
+
+def break_even(accumulation: int, tensor: float) -> float:
+    """Tokens of a rank's micro batch with which FULL_SHARD sends as much as tensor parallelism for all ranks' tokens.
+
+    tensor: bytes that tensor parallelism sends for TOKENS. FULL_SHARD sends gradients once for each accumulation.
+    """
     shape = shape_for(options())
-    return TOKENS * shard_sends(shape) / (RANKS * tensor_sends(shape))
+    gradients = HALF * shape.parameters * (RANKS - 1) / RANKS
+    return TOKENS * (shard_sends(shape) + gradients / accumulation) / (RANKS * tensor)
 
 
 def pipeline_sends(shape: Shape) -> float:
@@ -82,10 +99,13 @@ def pipeline_sends(shape: Shape) -> float:
     return 2 * TOKENS * shape.hidden * HALF
 
 
-def context_sends(shape: Shape, tokens: int) -> float:
-    """Keys and values go round once forward; backward once more, with the gradients of both."""
+def context_sends(shape: Shape, tokens: int, *, again: bool = False) -> float:
+    """Keys and values go round once forward; backward once more, with the gradients of both.
+
+    again: with activation checkpointing, the forward pass that is computed again sends them once more.
+    """
     keys_and_values = 2 * tokens * shape.hidden * HALF
-    return shape.layers * 3 * keys_and_values * (RANKS - 1) / RANKS
+    return shape.layers * (4 if again else 3) * keys_and_values * (RANKS - 1) / RANKS
 
 
 # Pipeline stages
@@ -97,9 +117,15 @@ def largest_stage(shape: Shape) -> int:
     return embedding + -(-shape.layers // RANKS) * shape.block_sizes[0]
 
 
-def activations_of_a_stage() -> float:
-    """Bytes of one micro batch: the whole model's, divided evenly."""
-    return shape_for(options(*WITHOUT_CASTS)).activations / RANKS
+def kept_by_first_stage(micro_batches: int) -> float:
+    """Bytes of activations: of the blocks that `largest_stage` has."""
+    shape = shape_for(options(*WITHOUT_CASTS))
+    return micro_batches * -(-shape.layers // RANKS) * shape.activations / shape.layers
+
+
+def logits(tokens: int, bytes_of_score: int = LOGITS) -> int:
+    """Bytes. The last stage has only the head: it keeps FP32 of each score, and needs LOGITS in the backward pass."""
+    return tokens * VOCABULARY * bytes_of_score
 
 
 # A long question
@@ -117,10 +143,10 @@ def activations_of_a_question(tokens: int) -> float:
     return (4 * of_512 - of_1024) / 2 / 512 * tokens
 
 
-def checkpointed(tokens: int) -> float:
+def checkpointed(tokens: int, bytes_of_input: int = HALF) -> float:
     """Bytes: the inputs of all blocks, and the activations of one."""
     shape = shape_for(options())
-    return shape.layers * tokens * shape.hidden * HALF + activations_of_a_question(tokens) / shape.layers
+    return shape.layers * tokens * shape.hidden * bytes_of_input + activations_of_a_question(tokens) / shape.layers
 
 
 # The tables of the pages
@@ -142,7 +168,7 @@ def table_of_messages() -> str:
         [name, f"{size / 1e6:,.1f}", str(times), f"{in_a_step[dimension].sent / GB:.2f}"]
         for name, size, times, dimension in (
             ("pipeline, a stage in the middle", pipeline_sends(shape), QUESTIONS, "pipeline"),
-            ("tensor parallelism, in the blocks", tensor_sends(shape), QUESTIONS, "tensor"),
+            ("tensor parallelism", tensor_sends(shape), QUESTIONS, "tensor"),
             ("FULL_SHARD", shard_sends(shape), QUESTIONS // RANKS, "shard"),
         )
     ]
@@ -156,8 +182,8 @@ def table_of_lengths() -> str:
             f"{tokens:,}",
             f"{activations_of_a_question(tokens) / GIB:.1f}",
             f"{checkpointed(tokens) / GIB:.1f}",
-            f"{checkpointed(tokens) / RANKS / GIB:.1f}",
-            f"{context_sends(shape, tokens) / GB:.1f}",
+            f"{logits(tokens) / GIB:.1f}",
+            f"{context_sends(shape, tokens, again=True) / GB:.1f}",
         ]
         for tokens in (8192, 32768, 131072)
     ]
@@ -165,13 +191,21 @@ def table_of_lengths() -> str:
         "Tokens",
         "GiB of activations",
         "GiB, checkpointed",
-        "the same, of each of 8 ranks",
-        "GB that a rank sends",
+        "GiB of full logits",
+        "GB that each of 8 ranks sends",
     ]
     return table(heads, rows)
 
 
 if __name__ == "__main__":
     print(table_of_dimensions(), table_of_messages(), table_of_lengths(), sep="\n\n")
-    print(f"\nGiB of activations of one of {RANKS} stages, one micro batch: {activations_of_a_stage() / GIB:.2f}")
-    print(f"Tokens of a micro batch from which on FULL_SHARD sends less than tensor parallelism: {break_even():,.0f}")
+    for schedule, first, last in (
+        ("GPipe", QUESTIONS, logits(QUESTIONS * TOKENS, FP32)),
+        ("1F1B", RANKS, logits(TOKENS)),
+    ):
+        kept = kept_by_first_stage(first)
+        print(f"{schedule} keeps {kept / GIB:.1f} GiB on the first stage, {last / GIB:.1f} on the last")
+    print(f"transformers' plan sends {QUESTIONS * tensor_sends_by_plan() / GB:.2f} GB")
+    for name, tensor in (("Megatron-LM", tensor_sends(shape_for(options()))), ("transformers", tensor_sends_by_plan())):
+        tokens = ", ".join(f"{break_even(a, tensor):,.0f} with accumulation {a}" for a in (1, QUESTIONS // RANKS))
+        print(f"Tokens of a micro batch with which FULL_SHARD sends as much as {name}: {tokens}")

@@ -15,6 +15,7 @@ import matplotlib.pyplot as plt
 from matplotlib.patches import FancyBboxPatch, Rectangle
 
 from at_scale import GPUS, METHODS, at_scale
+from dimensions import QUESTIONS, tensor_sends_by_plan
 from dimensions import dimensions as dimension_numbers
 from estimate.model_shape import shape_for
 from estimate_memory import GIB, estimate, read_options
@@ -398,7 +399,7 @@ def dimensions() -> None:
     messages = {
         "data": "gradients,\nonce in a step",
         "shard": "parameters,\nbefore each block",
-        "tensor": "activations,\nsix times in a block",
+        "tensor": "activations,\nfour times in a block",
         "pipeline": "hidden states,\nbetween stages",
         "context": "keys and values,\nin each attention",
     }
@@ -416,6 +417,10 @@ def dimensions() -> None:
                 parts_of(place, (left, 0.1 + 0.4 * question, 0.28), rank, *OWN_OF_QUESTION[name](rank, question))
         bars.bar(0, numbers.sent / GB, 0.5, color="#c55a11", edgecolor="black", linewidth=0.4)
         bars.text(0, numbers.sent / GB + 3, f"{numbers.sent / GB:.1f}", ha="center", va="bottom", fontsize=9)
+        if name == "tensor":
+            by_plan = QUESTIONS * tensor_sends_by_plan() / GB
+            bars.bar(0, by_plan, 0.5, zorder=0, **EMPTY)
+            bars.text(0, by_plan + 3, f"{by_plan:.1f} by\ntransformers' plan", ha="center", va="bottom", fontsize=8)
         bars.set(ylim=(0, 130), xlim=(-1, 1), xticks=[])
     panels[0][0].text(-0.2, 3.3, "4 blocks", rotation=90, va="center", ha="right", fontsize=8)
     panels[0][0].text(-0.2, 0.85, "4 questions", rotation=90, va="center", ha="right", fontsize=8)

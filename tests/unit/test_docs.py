@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from transformers.loss.loss_utils import ForCausalLMLoss
 
 from config import KNOBS
 from estimate_memory import GIB, read_options
@@ -357,21 +358,77 @@ def test_numbers_along_the_dimensions_are_those_of_the_formulas():
     numbers = program("docs/figures/dimensions.py")
     the_map, pipeline = page("dimensions.md"), page("pipeline.md")
     assert numbers.table_of_dimensions() in the_map
-    assert f"more than {numbers.break_even():,.0f} tokens" in the_map
+    shape = numbers.shape_for(numbers.options())
+    megatron, plan = numbers.tensor_sends(shape), numbers.tensor_sends_by_plan()
+    tokens = [f"{numbers.break_even(accumulation, sent):,.0f}" for sent in (megatron, plan) for accumulation in (1, 4)]
+    assert "more than {} tokens, or {} with accumulation 4 (against transformers' plan {} and {})".format(*tokens) in (
+        the_map
+    )
+    assert f"a GPT of this size sends {32 * plan / 1e9:.2f} GB" in the_map
     found = numbers.dimensions()
     assert f"{found['data'].held / GIB:.1f} GiB become {found['shard'].held / GIB:.1f}" in the_map
     assert f"{found['shard'].sent / 1e9:.2f} GB against {found['pipeline'].sent / 1e9:.2f}" in the_map
     assert numbers.table_of_messages() in pipeline
     assert numbers.table_of_lengths() in pipeline
-    one = numbers.activations_of_a_stage() / GIB
-    assert (
-        f"{32 * one:.1f} GiB on every rank against\n{8 * one:.1f} GiB on the first and {one:.1f} GiB on the last"
-        in pipeline
-    )
-    shape = numbers.shape_for(numbers.options())
-    in_a_step = found["shard"].sent / found["pipeline"].sent
-    assert f"[a {round(in_a_step, -1):.0f}th]" in pipeline
+    for schedule, first, last in (("GPipe", 32, numbers.logits(32 * 512, 4)), ("1F1B", 8, numbers.logits(512))):
+        kept = f"{numbers.kept_by_first_stage(first) / GIB:.1f} | {last / GIB:.1f}: log-softmax"
+        assert f"| {schedule} | {kept}" in pipeline
+    at_once = 4 * numbers.shard_sends(shape) + 2 * shape.parameters * 7 / 8  # of four micro batches with one question
+    assert at_once == pytest.approx(found["shard"].sent)
+    at_once -= 3 * numbers.shard_sends(shape)  # all four questions in one
+    assert f"it sends {at_once / 1e9:.2f} GB" in pipeline
+    few, many = (sent / found["pipeline"].sent for sent in (at_once, found["shard"].sent))
+    assert f"[a {few:.0f}nd to a {round(many, -1):.0f}th]" in pipeline
     head = 250_880 * shape.hidden
     assert f"as much as {head / shape.block_sizes[0]:.1f} blocks of bloom-7b1" in pipeline
     assert f"add up its gradients, {4 * head / 1e9:.1f} GB in a step" in the_map
     assert f"131,072 tokens take [{numbers.checkpointed(131_072) / GIB:.1f} GiB]" in the_map
+    assert f"full logits take {numbers.logits(131_072) / GIB:.1f} GiB" in the_map
+    assert f"fp32: {numbers.checkpointed(131_072, 4) / GIB:.1f} GiB for 131,072 tokens" in pipeline
+
+
+def test_bytes_along_the_dimensions_are_those_of_papers_and_counts():
+    numbers = program("docs/figures/dimensions.py")
+    shape = numbers.shape_for(numbers.options())
+    layers, b, s, h, t = 30, 1, 512, 4096, 8  # bloom-7b1, in the letters of arXiv:2104.04473
+
+    # Its section 3 counts numbers, here of 2 bytes. In a block tensor parallelism sends 8 b s h (t - 1) / t of them.
+    # That is 4 all-reduces; embedding and head have one each. Stages send b s h in each direction.
+    of_a_block = 8 * b * s * h * (t - 1) / t * 2
+    assert numbers.tensor_sends(shape) == pytest.approx((layers + 2 / 4) * of_a_block)
+    assert numbers.pipeline_sends(shape) == 2 * b * s * h * 2
+
+    # Counted for transformers' plan: 8 blocks, 64 tokens, hidden size 256, 12,288 logits. Two of the fp32 all-reduces
+    # are outside the blocks. Next to FSDP all fp32 all-reduces are of activations.
+    rows = program("benchmarks/communication.py").read_results()["rows"]
+    row = next(row for row in rows if (row["strategy"], row["accumulation"]) == ("TP 2 x FSDP 2", 1))
+    counted = {(kind, dtype): (number, size) for kind, dtype, _, number, size in row["collectives"]}
+    number, size = counted["all-reduce", "float32"]
+    fp32 = size / number / (64 * 256) * ((number - 2) / 8 * layers + 2)
+    number, size = counted["all-reduce", "bfloat16"]
+    bf16 = size / number / (64 * 256) * number / 8 * layers
+    logits = counted["all-gather", "bfloat16"][1] / (64 * 12_288) * 250_880
+    assert numbers.tensor_sends_by_plan() == pytest.approx((2 * s * h * (fp32 + bf16) + s * logits) * (t - 1) / t)
+
+    # FULL_SHARD's micro batch of T tokens: 2 bytes of 7.069 billion parameters forward, of 6.041 in the blocks
+    # backward, and of all gradients. Tensor parallelism: 8 T tokens, and for each of them 4 x 30 + 2 all-reduces, in
+    # which a ring sends 2 x 4,096 numbers of 2 bytes.
+    tokens = 2 * (7.069e9 + 6.0414e9 + 7.069e9) / (8 * 122 * 2 * 2 * 4096)
+    assert numbers.break_even(1, numbers.tensor_sends(shape)) == pytest.approx(tokens, rel=1e-4)
+
+    # In a block 131,072 tokens have keys and values of 2.147 GB, and a rank passes on 7 of 8 pieces. They go round in
+    # the forward pass, again in the recomputed one, and in the backward pass with as many bytes of gradients.
+    assert numbers.context_sends(shape, 131_072, again=True) / 1e9 == pytest.approx(4 * 30 * 2.1475 * 7 / 8, rel=1e-4)
+    assert numbers.context_sends(shape, 131_072) / 1e9 == pytest.approx(3 * 30 * 2.1475 * 7 / 8, rel=1e-4)
+
+
+def test_bytes_of_full_logits_are_those_of_a_real_loss():
+    tokens, vocabulary, hidden = 256, 4096, 8
+    states = torch.randn(1, tokens, hidden, dtype=torch.bfloat16, requires_grad=True)
+    head = torch.randn(vocabulary, hidden, dtype=torch.bfloat16, requires_grad=True)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
+        ForCausalLMLoss(states @ head.T, torch.zeros(1, tokens, dtype=torch.long), vocabulary).backward()
+    memory = [event for event in profile.profiler.kineto_results.events() if event.name() == "[memory]"]
+    sizes = [event.nbytes() for event in sorted(memory, key=lambda event: event.start_ns())]
+    peak = max(itertools.accumulate(sizes))
+    assert peak / (tokens * vocabulary) == pytest.approx(program("docs/figures/dimensions.py").LOGITS, rel=0.02)
