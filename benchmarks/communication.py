@@ -45,6 +45,7 @@ ROWS = {
     "ZeRO-0": ["--deepspeed", "ds_configs/zero0.json"],
     "ZeRO-1": ["--deepspeed", "ds_configs/zero1.json"],
     "ZeRO-2": ["--deepspeed", "ds_configs/zero2.json"],
+    "ZeRO-2, reduce to owner": ["--deepspeed", "zero2_reduce.json"],
     "ZeRO-3": ["--deepspeed", "ds_configs/zero3.json"],
     "ZeRO-3, bloom-560m 1:256": ["--deepspeed", "zero3_256.json", "--model_name", "bloom_256"],
     "ZeRO-3, bloom-3b 1:1600": ["--deepspeed", "zero3_1600.json", "--model_name", "bloom_1600"],
@@ -87,6 +88,7 @@ def main() -> None:
         for scale, config in SCALED.items():
             make_model_folder(folder / f"bloom_{scale}", config)
             (folder / f"zero3_{scale}.json").write_text(json.dumps(scaled_zero3(scale)))
+        (folder / "zero2_reduce.json").write_text(json.dumps(zero2_reduce()))
         for strategy in arguments.rows:
             for accumulation in arguments.accumulation:
                 row = {"strategy": strategy, "accumulation": accumulation} | train(folder, strategy, accumulation)
@@ -100,6 +102,13 @@ def main() -> None:
 def read_results() -> dict:
     """Of the last --save."""
     return json.loads(RESULTS.read_text())
+
+
+def zero2_reduce() -> dict:
+    """ZeRO-2 that reduces each gradient to the rank that owns it, instead of an all-reduce of each bucket."""
+    config = json.loads((REPOSITORY / "ds_configs" / "zero2.json").read_text())
+    config["zero_optimization"]["use_multi_rank_bucket_allreduce"] = False
+    return config
 
 
 def scaled_zero3(scale: int) -> dict:
@@ -153,8 +162,9 @@ def sent(row: dict) -> float:
 
 def page_table(results: dict) -> str:
     """As docs/collectives.md shows it. What tensor parallelism sends does not follow the number of parameters."""
-    kinds = ("all-reduce", "reduce-scatter", "all-gather")
-    lines = ["| Strategy | Accumulation | All-reduce | Reduce-scatter | All-gather | Sent |", "|" + " --- |" * 6]
+    kinds = ("all-reduce", "reduce", "reduce-scatter", "all-gather")
+    columns = ("Strategy", "Accumulation", *(kind.capitalize() for kind in kinds), "Sent")
+    lines = [f"| {' | '.join(columns)} |", "|" + " --- |" * len(columns)]
     for row in results["rows"]:
         if "TP" in row["strategy"]:
             continue
