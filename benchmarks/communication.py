@@ -2,7 +2,7 @@
 
     python benchmarks/communication.py                            # all rows, with accumulation 1 and 4; ten minutes
     python benchmarks/communication.py --rows DDP ZeRO-2          # some of them
-    python benchmarks/communication.py --save                     # and write communication.json, for the pages
+    python benchmarks/communication.py --save                     # and write them to communication.json, for the pages
 
 Each row is a training of a few steps by scripts/train.py, over gloo, in bf16. A dispatch mode of PyTorch sees the
 tensors of every collective that DDP, DeepSpeed, FSDP2 and the Trainer start, whichever language they start it from.
@@ -13,7 +13,7 @@ a norm, whether to stop) are left out.
 `sent`: what each of very many ranks sends of it, per parameter: a ring moves the payload once in an all-gather, a
 reduce-scatter and a broadcast, and twice in an all-reduce (Patarasuk and Yuan,
 https://doi.org/10.1016/j.jpdc.2008.09.002); with n ranks it is (n - 1) / n of that.
-The results of the last --save, with commit and versions, are in benchmarks/communication.json and docs/collectives.md.
+The saved results, with commit and versions, are in benchmarks/communication.json and docs/collectives.md.
 """
 
 import argparse
@@ -45,6 +45,7 @@ ROWS = {
     "ZeRO-0": ["--deepspeed", "ds_configs/zero0.json"],
     "ZeRO-1": ["--deepspeed", "ds_configs/zero1.json"],
     "ZeRO-2": ["--deepspeed", "ds_configs/zero2.json"],
+    "ZeRO-2, reduce to owner": ["--deepspeed", "zero2_reduce.json"],
     "ZeRO-3": ["--deepspeed", "ds_configs/zero3.json"],
     "ZeRO-3, bloom-560m 1:256": ["--deepspeed", "zero3_256.json", "--model_name", "bloom_256"],
     "ZeRO-3, bloom-3b 1:1600": ["--deepspeed", "zero3_1600.json", "--model_name", "bloom_1600"],
@@ -72,7 +73,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rows", nargs="+", choices=ROWS, default=list(ROWS))
     parser.add_argument("--accumulation", nargs="+", type=int, default=[1, 4])
-    parser.add_argument("--save", action="store_true", help=f"write {RESULTS.name}")
+    parser.add_argument("--save", action="store_true", help=f"replace these rows in {RESULTS.name}")
     parser.add_argument("--child", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.child:
@@ -80,26 +81,46 @@ def main() -> None:
         return
     packages = ("torch", "transformers", "accelerate", "deepspeed")
     versions = {name: importlib.metadata.version(name) for name in packages}
-    results = {"commit": commit(), "versions": versions, "rows": []}
+    results = {"versions": versions, "rows": []}
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         make_model_folder(folder / "model", CONFIG)
         for scale, config in SCALED.items():
             make_model_folder(folder / f"bloom_{scale}", config)
             (folder / f"zero3_{scale}.json").write_text(json.dumps(scaled_zero3(scale)))
+        (folder / "zero2_reduce.json").write_text(json.dumps(zero2_reduce()))
         for strategy in arguments.rows:
             for accumulation in arguments.accumulation:
-                row = {"strategy": strategy, "accumulation": accumulation} | train(folder, strategy, accumulation)
+                row = {"strategy": strategy, "accumulation": accumulation, "commit": commit()}
+                row |= train(folder, strategy, accumulation)
                 results["rows"].append(row)
                 print(f"{strategy}, accumulation {accumulation}: {described(row)}", flush=True)
     print(page_table(results))
     if arguments.save:
-        RESULTS.write_text(json.dumps(results, indent=1) + "\n")
+        save(results)
+
+
+def save(results: dict) -> None:
+    """Replace these rows in the file. Rows of other versions leave it: they cannot be compared."""
+    counted = {(row["strategy"], row["accumulation"]) for row in results["rows"]}
+    saved = read_results()
+    if saved["versions"] == results["versions"]:
+        kept = [row for row in saved["rows"] if (row["strategy"], row["accumulation"]) not in counted]
+        results["rows"] += kept
+    results["rows"].sort(key=lambda row: (list(ROWS).index(row["strategy"]), row["accumulation"]))
+    RESULTS.write_text(json.dumps(results, indent=1) + "\n")
 
 
 def read_results() -> dict:
-    """Of the last --save."""
+    """The saved results."""
     return json.loads(RESULTS.read_text())
+
+
+def zero2_reduce() -> dict:
+    """ZeRO-2 that reduces each gradient to the rank that owns it, instead of an all-reduce of each bucket."""
+    config = json.loads((REPOSITORY / "ds_configs" / "zero2.json").read_text())
+    config["zero_optimization"]["use_multi_rank_bucket_allreduce"] = False
+    return config
 
 
 def scaled_zero3(scale: int) -> dict:
@@ -153,8 +174,9 @@ def sent(row: dict) -> float:
 
 def page_table(results: dict) -> str:
     """As docs/collectives.md shows it. What tensor parallelism sends does not follow the number of parameters."""
-    kinds = ("all-reduce", "reduce-scatter", "all-gather")
-    lines = ["| Strategy | Accumulation | All-reduce | Reduce-scatter | All-gather | Sent |", "|" + " --- |" * 6]
+    kinds = ("all-reduce", "reduce", "reduce-scatter", "all-gather")
+    columns = ("Strategy", "Accumulation", *(kind.capitalize() for kind in kinds), "Sent")
+    lines = [f"| {' | '.join(columns)} |", "|" + " --- |" * len(columns)]
     for row in results["rows"]:
         if "TP" in row["strategy"]:
             continue

@@ -194,8 +194,9 @@ def offloads(options: Options) -> bool:
 # 3. Communication
 #
 # Psi parameters, n ranks, a micro batches in a step, c bytes of a weight as it is computed with. A ring sends
-# (n - 1) / n of a tensor in an all-gather and a reduce-scatter, and twice that in an all-reduce. Real trainings send
-# the same: benchmarks/communication.py has counted it, and docs/collectives.md shows it.
+# (n - 1) / n of a tensor in an all-gather and a reduce-scatter, and twice that in an all-reduce. A reduce takes it too,
+# as the mean of all ranks, because its owner sends nothing. Real trainings send the same: benchmarks/communication.py
+# has counted it, and docs/collectives.md shows it.
 
 
 @dataclass(frozen=True)
@@ -261,7 +262,9 @@ def rings(shape: Shape, options: Options) -> list[Ring]:
     stage = zero.get("stage", 0)
     if stage == 3:
         return [Ring(n, 1, c * a * (gathered_by_zero3(shape, zero) + psi))]
-    reduced = 2 * (a if stage == 2 else 1)  # all-reduce, by stage 2 of each micro batch
+    # DeepSpeed 0.19.8: stages 1 and 2 all-reduce each bucket, unless this key makes them reduce it to the owners
+    to_owner = stage > 0 and not zero.get("use_multi_rank_bucket_allreduce", True)
+    reduced = (1 if to_owner else 2) * (a if stage == 2 else 1)  # stage 2: in each micro batch
     updated = 1 if stage > 0 else 0  # all-gather of the weights that each rank has updated
     return [Ring(n, 1, c * (reduced + updated) * psi)]
 

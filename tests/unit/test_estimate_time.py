@@ -134,6 +134,9 @@ def training_of(strategy: str, accumulation: int, folder: Path, *flags: object):
     """The options of a training whose messages were counted."""
     config = communication.CONFIG
     of_strategy = tuple(communication.ROWS[strategy]) if "TP" in strategy else FLAGS.get(strategy)
+    if strategy == "ZeRO-2, reduce to owner":
+        (folder / "zero2.json").write_text(json.dumps(communication.zero2_reduce()))
+        of_strategy = ("--deepspeed", str(folder / "zero2.json"))
     if of_strategy is None:
         scale = int(strategy.split("1:")[1])
         config = communication.SCALED[scale]
