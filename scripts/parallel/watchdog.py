@@ -111,6 +111,7 @@ class Watchdog(threading.Thread):
         return self.ended.is_set()
 
     def tell_who_is_missing(self) -> None:
+        """Print which ranks rank 0 waits for: a person at a terminal must not wait in silence."""
         if missing := set(range(whole_number("WORLD_SIZE"))) - self.read_signs().keys():
             print(f"waiting for {named(missing, {})} to join{said_by_slurm()}", flush=True)
 

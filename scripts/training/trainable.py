@@ -75,7 +75,7 @@ def check_trainer_values(options: Options, args: TrainingArguments, model: PreTr
         set_seed(args.seed)
     with refusal_of(options, "optim", "adam_", "weight_decay"):
         kind, settings = Trainer.get_optimizer_cls_and_kwargs(args, model)
-        if {"params", "model", "optimizer_dict"} & settings.keys() or not issubclass(kind, torch.optim.Optimizer):
+        if {"params", "model", "optimizer_dict"} & settings.keys() or not isinstance(kind, type):
             return  # an optimizer that is made for this model's layers, such as GaLore
         group = {"params": [torch.nn.Parameter(torch.zeros(1))], "weight_decay": args.weight_decay}
         optimizer = kind([group], **settings)
@@ -93,6 +93,5 @@ def refusal_of(options: Options, *beginnings: str) -> Iterator[None]:
         yield
     except Exception as error:
         given = [name for flag, name in options.names.items() if flag.startswith(beginnings)]
-        raise WorkshopError(
-            ", ".join(given) or f"--{beginnings[0]}", str(error), "correct it, or leave it out"
-        ) from error
+        source = ", ".join(given) or "command line"
+        raise WorkshopError(source, str(error), "correct it, or leave it out") from error
