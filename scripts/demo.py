@@ -37,6 +37,7 @@ Next: the first steps in README.md, then docs/introduction.md."""
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.parse_args()
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""  # all of it runs on the CPU: two ranks would need two GPUs
     job_id = f"demo-{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"
     runs = {}
     print("A tiny BLOOM learns to answer questions about texts (SQuAD), in four trainings that differ in one thing:")
@@ -57,9 +58,9 @@ def main() -> None:
 
 def train(folder: Path, job_id: str) -> int:
     """Run an experiment's script, and show its progress. Returns its exit code."""
-    # Inside salloc the script would take Slurm's job id and GPUs. Two ranks need two GPUs, so all of it runs on the CPU
+    # Inside salloc the script would take Slurm's job id and number of ranks
     variables = {name: value for name, value in os.environ.items() if not name.startswith("SLURM_")}
-    variables |= {"SITE": "laptop", "JOB_ID": job_id, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    variables |= {"SITE": "laptop", "JOB_ID": job_id, "OMP_NUM_THREADS": "1"}
     job = subprocess.Popen(
         ["bash", "demo.slurm"],
         cwd=folder,

@@ -113,7 +113,7 @@ class Watchdog(threading.Thread):
     def tell_who_is_missing(self) -> None:
         """Print which ranks rank 0 waits for: a person at a terminal must not wait in silence."""
         if missing := set(range(whole_number("WORLD_SIZE"))) - self.read_signs().keys():
-            print(f"waiting for {named(missing, {})} to join{said_by_slurm()}", flush=True)
+            print(f"waiting for {named(missing, {})} to join (Ctrl-C ends this run){way_out_of_pty()}", flush=True)
 
     def remove_sign(self) -> None:
         (self.folder / f"{self.rank}.json").unlink(missing_ok=True)
@@ -170,9 +170,7 @@ def hang_error(rank: int, earlier: dict[int, Sign], later: dict[int, Sign], limi
     if missing and not begun:
         nodes = ", ".join(missing_nodes())  # a node as a whole, where there is one, says more than its ranks
         what = nodes or f"{named(missing, later)} did not join"
-        way_out = "check that node, or exclude it"
-        if said_by_slurm():
-            way_out += "; in a shell of srun --pty: unset SLURM_STEP_NUM_TASKS, or ask for one task (-n 1)"
+        way_out = f"check that node, or exclude it{way_out_of_pty()}"
         return WorkshopError("rendezvous", f"{what} within {limit} s", way_out, ENVIRONMENT)
     silent = {each for each in ranks if earlier.get(each) == later.get(each)}
     # not while it joins, as those that have joined write less often; nor where its own file cannot be written
@@ -184,12 +182,12 @@ def hang_error(rank: int, earlier: dict[int, Sign], later: dict[int, Sign], limi
     return WorkshopError("hang", f"{what}, noticed by {named({rank}, later)} after {limit} s", WAY_OUT, ENVIRONMENT)
 
 
-def said_by_slurm() -> str:
-    """Say where the number of ranks comes from if it is Slurm's. A shell of `srun --pty -n 4` is one task of four."""
+def way_out_of_pty() -> str:
+    """Return what to do in a shell of `srun --pty -n 4`, where python is one of four tasks. Empty under torchrun."""
     tasks = os.environ.get("SLURM_STEP_NUM_TASKS", "1")
     if tasks == "1" or "TORCHELASTIC_RUN_ID" in os.environ:
         return ""
-    return f": Slurm has set SLURM_STEP_NUM_TASKS={tasks}, in this shell or for each task of srun"
+    return f"; Slurm announces {tasks} tasks, so in a shell of srun --pty unset SLURM_STEP_NUM_TASKS"
 
 
 def named(ranks: set[int], signs: dict[int, Sign], last: str = "") -> str:

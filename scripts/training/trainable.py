@@ -94,4 +94,4 @@ def refusal_of(options: Options, *beginnings: str) -> Iterator[None]:
     except Exception as error:
         given = [name for flag, name in options.names.items() if flag.startswith(beginnings)]
         source = ", ".join(given) or "command line"
-        raise WorkshopError(source, str(error), "correct it, or leave it out") from error
+        raise WorkshopError(source, str(error), "give another value, or leave it out") from error

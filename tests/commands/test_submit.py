@@ -50,6 +50,7 @@ STAGES = "deepspeed-single-gpu/cpu_offloading"
 def shown(workshop):
     """A python that shows its command in place of what it would check: tests/commands/test_dry_run.py."""
     program(workshop / ".venv/bin", "python", '[[ $1 = */config.py ]] || echo "> $1"')
+    (workshop / ".venv/installed").touch()  # without this stamp the site laptop would not use it
 
 
 def test_the_dry_run_shows_the_exact_lines_and_each_job(submit, shown, workshop):
