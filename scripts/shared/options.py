@@ -46,8 +46,6 @@ UNREAD_VARIABLES = {
     "CONDA_SH_PATH": "unset it; the environment stands in site_setup of the site file",
     "CONDA_ENV": "unset it; the environment stands in site_setup of the site file",
 }
-# The upper-case name of a knob's flag, where its variable is shorter: NUM_TRAIN_EPOCHS for NUM_EPOCHS
-UNREAD_VARIABLES |= {knob.flag.upper(): f"use {knob.variable}" for knob in KNOBS if knob.flag.upper() != knob.variable}
 # Names that shells and scripts also set for themselves, so they only cause a warning. job.sh exports every variable of
 # a .slurm file
 WARNED_VARIABLES = {
@@ -59,6 +57,12 @@ WARNED_VARIABLES = {
     "MODEL": "the knob is MODEL_NAME",
     "RUN_NAME": "the knob is EXPERIMENT_NAME",
     "SEED": "the flag is --seed",
+}
+# The upper-case name of a knob's flag, where its variable is shorter: NUM_TRAIN_EPOCHS for NUM_EPOCHS
+UNREAD_VARIABLES |= {
+    knob.flag.upper(): f"use {knob.variable}"
+    for knob in KNOBS
+    if knob.flag.upper() not in (knob.variable, *WARNED_VARIABLES)
 }
 # ps shows a flag to everybody on the node, and the run record keeps it
 SECRET = "set the variable HF_TOKEN, or log in with hf auth login; a flag is no place for a secret"
