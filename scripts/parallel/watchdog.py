@@ -33,11 +33,11 @@ from torch.distributed import distributed_c10d
 from parallel.joining import first_address, join_timeout, missing_nodes, node_name, reach_rank_0
 from shared.errors import ENVIRONMENT, SECONDS_FOR_RANK_0, WorkshopError, report, whole_number
 from shared.json_files import write_json
+from shared.run_record import STOPPING_SIGNALS
 
 MARGIN = 60  # seconds by which PyTorch's own time-outs, which name nobody, come after this one
 MOST_NAMED = 4
 SECONDS_BETWEEN_LOOKS = 5  # at most, while the ranks join: someone may be waiting in front of a terminal
-STOPPING_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 WAY_OUT = "look at that process and its node, or raise --ddp_timeout (HANG_TIMEOUT) if it only takes long"
 
 
@@ -97,7 +97,7 @@ class Watchdog(threading.Thread):
         return interval if self.begun else min(interval, SECONDS_BETWEEN_LOOKS)
 
     def wait(self, seconds: float) -> bool:
-        """Wait so long, or until the run ends, and return whether it has ended.
+        """Wait for these seconds or until the run ends, and return whether it has ended.
 
         While the ranks join, the main thread is in PyTorch's call, in which Ctrl-C does nothing: end the process here.
         """

@@ -57,7 +57,7 @@ def test_torchrun_on_several_nodes_gets_a_static_rendezvous(two_nodes):
 
 @pytest.mark.parametrize("nodes", ["1", "2"])
 def test_a_shell_that_is_not_on_the_first_node_ends_with_the_way_there(two_nodes, nodes):
-    """That of salloc is on the login node; SLURMD_NODENAME is not set in it."""
+    """The shell of salloc is on the login node, and SLURMD_NODENAME is not set in it."""
     salloc = {"SLURM_JOB_NUM_NODES": nodes, "SLURMD_NODENAME": "", "MASTER_ADDR": "10.0.0.1"}
     done = two_nodes(host="login", **salloc)
     assert (done.returncode, done.stdout) == (3, "")
