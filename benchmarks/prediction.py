@@ -5,7 +5,7 @@
     python benchmarks/prediction.py --save                        # and write prediction.json, for the pages
 
 Each row is a training of a few steps by scripts/train.py with one thread per rank, of a BLOOM of 9.5 million parameters
-in fp32 if the row says nothing else. Predicted is what estimate/of_record.py says of its record, as in the report.
+in fp32 if the row says nothing else. The prediction is that of estimate/predict_from_record.py, as in the report.
 Measured are the largest resident memory of the processes, added up.
 
 The results of the last --save, with commit and machine, are in benchmarks/prediction.json and docs/memory.md.
@@ -28,7 +28,7 @@ REPOSITORY = Path(__file__).resolve().parent.parent
 SCRIPTS = REPOSITORY / "scripts"
 sys.path.insert(0, str(SCRIPTS))
 
-from estimate.of_record import predicted_memory  # noqa: E402
+from estimate.predict_from_record import predicted_memory  # noqa: E402
 from model import train_tokenizer  # noqa: E402
 
 DATASET = REPOSITORY / "data" / "squad_sample.json"

@@ -28,7 +28,7 @@ TIMED = """
 import atexit, functools, json, os, sys, time
 sys.path.insert(0, {scripts!r})
 import train
-from parallel import watchdog
+from distributed import watchdog
 from training import checkpoints, stopping, trainer
 times = {{}}
 

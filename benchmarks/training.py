@@ -324,7 +324,7 @@ def parts(flags: list[str]) -> tuple:
 
     from data_loader import load_squad
     from model import load_model, load_tokenizer
-    from shared.options import own_arguments, parse_command_line, trainer_flags
+    from settings.command_line import own_arguments, parse_command_line, trainer_flags
 
     options = parse_command_line("", flags)
     model_args, data_args = own_arguments(options)

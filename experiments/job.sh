@@ -35,7 +35,7 @@ job_prepare() {
   RANKS_PER_NODE=${SLURM_GPUS_PER_NODE:-$(job_directive gpus-per-node)}
   RANKS_PER_NODE=${RANKS_PER_NODE##*:} # a100:2 -> 2
   JOB_ID=${SLURM_JOB_ID:-${JOB_ID:-local-$(date +%Y%m%d-%H%M%S)-$$}}
-  if [[ ! $JOB_ID =~ ^[A-Za-z0-9_-][A-Za-z0-9._-]{0,63}$ ]]; then # as training/record.py
+  if [[ ! $JOB_ID =~ ^[A-Za-z0-9_-][A-Za-z0-9._-]{0,63}$ ]]; then # as records/writer.py
     job_fail JOB_ID "'$JOB_ID' cannot name files" "give up to 64 letters, digits, . _ or -"
   fi
   ATTEMPT=$((${SLURM_RESTART_COUNT:-0} + 1))
@@ -230,7 +230,7 @@ job_srun() { # TASKS COMMAND: so many tasks on each node
     job_show srun --nodes="$NODES" --ntasks-per-node="$tasks" "$@"
     return 0
   fi
-  rm -f "$RUN_DIR"/joining_* # by which nodes told in the bandwidth test that they came (parallel/joining.py)
+  rm -f "$RUN_DIR"/joining_* # by which nodes told in the bandwidth test that they came (distributed/rendezvous.py)
   # --kill-on-bad-exit: one failed rank must end the others, which would wait for it
   srun --nodes="$NODES" --ntasks=$((NODES * tasks)) --ntasks-per-node="$tasks" --kill-on-bad-exit=1 --cpu-bind=none \
     bash "$EXPERIMENTS_FOLDER/job.sh" on_node "$@" &

@@ -4,8 +4,8 @@
 
 A default that you change here counts for each run that is not told otherwise: by a flag, or by a variable of the
 submission, of the site, or of the experiment. Each run prints which of them each value comes from. docs/knobs.md
-explains the knobs; shared/options.py reads and checks them. Only the standard library is imported here, so that job.sh
-need not wait for PyTorch.
+explains the knobs; the folder settings reads and checks them. Only the standard library is imported here, so that
+job.sh need not wait for PyTorch.
 """
 
 import argparse

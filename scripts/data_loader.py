@@ -10,7 +10,7 @@ from typing import Any
 from datasets import Dataset, load_dataset
 from transformers import DataCollatorForSeq2Seq, PreTrainedTokenizerBase
 
-from parallel.ranks import print_once
+from distributed.collectives import print_once
 from shared.errors import WorkshopError
 from shared.hub import cannot_load, offline_without_network
 from shared.json_files import parse_json, read_bytes

@@ -18,13 +18,13 @@ from collections.abc import Mapping
 
 import torch
 
+from distributed.ds_config import offloaded
+from estimate.command_line import RATES, check_optimizer, options_of_plan, read_config_files
 from estimate.memory import GIB, estimate, totals, without_gpu
 from estimate.model_shape import shape_for
-from estimate.planned import RATES, check_optimizer, options_of_plan, read_config_files
 from estimate_time import Rates, given_rates, offloads, predict_step
-from parallel.ds_config import offloaded
+from settings.command_line import Options, precision_name
 from shared.errors import WorkshopError, run_program
-from shared.options import Options, precision_name
 from shared.paths import REPOSITORY
 
 CUDA_RESERVE = 2 * GIB  # per process, for the memory that CUDA and NCCL take of a node; not measured

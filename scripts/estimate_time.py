@@ -23,6 +23,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
+from distributed.ds_config import offloaded
+from distributed.fsdp_config import fsdp_name
+from estimate.command_line import RATES, check_optimizer, options_of_plan
 from estimate.memory import size_of
 from estimate.model_shape import (
     FP32,
@@ -35,11 +38,8 @@ from estimate.model_shape import (
     shape_for,
     traced,
 )
-from estimate.planned import RATES, check_optimizer, options_of_plan
-from parallel.ds_config import offloaded
-from parallel.fsdp_config import fsdp_name
+from settings.command_line import Options, precision_name
 from shared.errors import WorkshopError, run_program
-from shared.options import Options, precision_name
 
 GB = 1e9
 # Bytes of each fp32 parameter: a fused Adam reads weight, gradient and two moments, and writes all but the gradient;

@@ -17,13 +17,13 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 from transformers import PreTrainedTokenizerBase, TrainingArguments
 
 from data_loader import answer_room, load_evaluation_set
+from distributed import watchdog
+from distributed.collectives import gather_lists, print_once, rank, world_size
+from distributed.process_group import adopt_process_group, leave_process_group, prepare_environment, run_and_exit
 from model import check_model, load_model, load_tokenizer
-from parallel import watchdog
-from parallel.process_group import adopt_process_group, leave_process_group, prepare_environment, run_and_exit
-from parallel.ranks import gather_lists, print_once, rank, world_size
+from settings.command_line import argument_errors, own_arguments, parse_command_line, trainer_flags
 from shared.errors import WorkshopError
 from shared.hub import draw_bars_on_terminals_only
-from shared.options import argument_errors, own_arguments, parse_command_line, trainer_flags
 
 
 def exact_match_and_f1(

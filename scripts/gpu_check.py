@@ -251,7 +251,7 @@ def machine(environment: dict[str, str], cpu: bool) -> dict:
 
     Raises WorkshopError (exit code 3) where PyTorch sees no GPU.
     """
-    question = "import json; from training.record import hardware; print(json.dumps(hardware(1)))"
+    question = "import json; from records.writer import hardware; print(json.dumps(hardware(1)))"
     words = [sys.executable, "-c", question]
     said = subprocess.run(words, cwd=SCRIPTS, env=environment, stdout=subprocess.PIPE, text=True, check=True).stdout
     here = json.loads(said) | {"torch": torch.__version__}

@@ -18,9 +18,9 @@ import torch
 import torch.distributed as dist
 
 from config import DEFAULTS
-from parallel import watchdog
-from parallel.process_group import leave_process_group, prepare_environment, run_and_exit
-from parallel.ranks import rank, wait_for_everyone, world_size
+from distributed import watchdog
+from distributed.collectives import rank, wait_for_everyone, world_size
+from distributed.process_group import leave_process_group, prepare_environment, run_and_exit
 from shared.errors import ENVIRONMENT, OneLineErrors, WorkshopError
 from shared.json_files import write_json
 

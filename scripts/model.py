@@ -24,12 +24,12 @@ from transformers import (
 from transformers.initialization import no_init_weights
 from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
 
-from bloom_sdpa import use_attention
 from config import CUSTOM_GPT, CUSTOM_SIZES, TINY_BLOOM, has_random_weights
 from custom_model import CustomGPTConfig
 from data_loader import is_local, read_part, read_questions
 from shared.errors import WorkshopError
 from shared.hub import cannot_load, offline_without_network
+from training.bloom_sdpa import use_attention
 
 # hidden size, layers and heads (arXiv:2211.05100, table 3): --from_scratch then needs no download
 BLOOM_SIZES = {

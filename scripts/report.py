@@ -13,6 +13,7 @@ import argparse
 import os
 from pathlib import Path
 
+from records.schema import read_record
 from reporting.metrics import MOST_EPOCHS, metrics_of
 from reporting.page import GENERATOR, page
 from reporting.reference import NAME, compare, read_reference, write_numbers
@@ -21,7 +22,6 @@ from reporting.runs import NO_GPU, Run, find_runs, read_run, say_how_to_go_on
 from reporting.tables import Table, build_table, build_tables, choose, list_of, load_definitions
 from shared.errors import OneLineErrors, WorkshopError, run_program
 from shared.paths import REPOSITORY
-from shared.run_record import read_record
 
 DEFINITIONS = REPOSITORY / "experiments" / "tables.yaml"
 MEMORY_COLUMNS = ["peak_gpu", "low_gpu", "mean_gpu", "peak_cpu", "mean_cpu"]

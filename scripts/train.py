@@ -24,17 +24,18 @@ from transformers import TrainingArguments
 
 from config import has_random_weights
 from data_loader import collator, load_squad, questions_cut
+from distributed import watchdog
+from distributed.collectives import print_once, value_of_rank_0, world_size
+from distributed.ds_config import check_contradictions, check_ds_config
+from distributed.fsdp_config import check_fsdp_config, parallelism, shard_on_cpu, trainer_config
+from distributed.process_group import adopt_process_group, leave_process_group, prepare_environment, run_and_exit
+from distributed.strategy_names import strategy_name
+from distributed.tensor_parallel import apply_tensor_parallel, check_tensor_parallel
 from evaluate import exact_match_and_f1
 from model import build_meta_model, load_model, load_tokenizer, save_model
-from parallel import watchdog
-from parallel.ds_config import check_contradictions, check_ds_config
-from parallel.fsdp_config import check_fsdp_config, parallelism, shard_on_cpu, trainer_config
-from parallel.process_group import adopt_process_group, leave_process_group, prepare_environment, run_and_exit
-from parallel.ranks import print_once, value_of_rank_0, world_size
-from parallel.strategy import strategy_name
-from parallel.tensor_parallel import apply_tensor_parallel, check_tensor_parallel
+from records.writer import RunRecord, new_job_id
+from settings.command_line import argument_errors, compute_dtype, own_arguments, parse_command_line, trainer_flags
 from shared.hub import draw_bars_on_terminals_only
-from shared.options import argument_errors, compute_dtype, own_arguments, parse_command_line, trainer_flags
 from shared.trackers import close_trackers, prepare_trackers
 from training.callbacks import add_callbacks
 from training.checkpoints import (
@@ -48,10 +49,9 @@ from training.checkpoints import (
 )
 from training.chunked_loss import use_chunked_loss
 from training.flops import flops_of, matmul_peak
-from training.record import RunRecord, new_job_id
+from training.preconditions import check_trainable
 from training.safe_load import forbid_code_in_checkpoints, refuse_code_in
 from training.stopping import StopRequest
-from training.trainable import check_trainable
 from training.trainer import WorkshopTrainer
 
 

@@ -8,8 +8,8 @@ import pytest
 
 from config import KNOBS
 from helpers import REPOSITORY, the_error
+from settings.command_line import UNREAD_VARIABLES, WARNED_VARIABLES
 from shared.errors import WorkshopError
-from shared.options import UNREAD_VARIABLES, WARNED_VARIABLES
 
 LAUNCHER_VARIABLES = [
     *("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "JOB_ID", "EXPERIMENT"),

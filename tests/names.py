@@ -7,9 +7,9 @@ import json
 import re
 
 from config import KNOBS
+from records.schema import Record
 from shared import errors
 from shared.paths import EXPERIMENTS, REPOSITORY
-from shared.run_record import Record
 
 PROMISED = REPOSITORY / "tests" / "data" / "names.json"
 EXIT_CODES = ("BAD_INPUT", "ENVIRONMENT", "NO_CHECKPOINT", "STOPPED")

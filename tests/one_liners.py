@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from helpers import REPOSITORY
+from records.memory_logs import logs_of, read_gpu_log
 from reporting.metrics import METRICS
 from reporting.runs import Missing, read_run
-from shared.memory_logs import logs_of, read_gpu_log
 
 METRIC_OF_LINE = {
     "Peak of any GPU (MiB)": "peak_gpu",

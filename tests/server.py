@@ -49,7 +49,7 @@ def preload() -> None:
     """Import what the scripts import, as they do: their folder first on the path."""
     sys.path[0] = str(SCRIPTS)
     before = dict(os.environ)
-    importlib.import_module("parallel.process_group").prepare_deepspeed()
+    importlib.import_module("distributed.process_group").prepare_deepspeed()
     for name in ("deepspeed", "train", "evaluate", "transformers.models.bloom.modeling_bloom"):
         importlib.import_module(name)
     os.environ.clear()

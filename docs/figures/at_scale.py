@@ -8,9 +8,9 @@ Bytes are those of scripts/estimate_memory.py and scripts/estimate_time.py, for 
 from pathlib import Path
 from typing import NamedTuple
 
+from estimate.command_line import options_of_plan
 from estimate.memory import GIB, Held, estimate
 from estimate.model_shape import shape_for
-from estimate.planned import options_of_plan
 from estimate_time import GB, sent, sent_between_nodes
 
 REPOSITORY = Path(__file__).resolve().parents[2]

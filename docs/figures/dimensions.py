@@ -11,9 +11,9 @@ the method, with 16-bit activations. tests/unit/test_docs.py compares them with 
 from pathlib import Path
 from typing import NamedTuple
 
+from estimate.command_line import options_of_plan
 from estimate.memory import GIB, estimate
 from estimate.model_shape import FP32, HALF, Shape, shape_for
-from estimate.planned import options_of_plan
 from estimate_time import GB, sent
 
 REPOSITORY = Path(__file__).resolve().parents[2]

@@ -16,13 +16,13 @@ from pathlib import Path
 
 from transformers import LlamaConfig, Qwen2Config
 
+from estimate.command_line import read_config_files
 from estimate.memory import MIB, Held, activations, held_by_rank, totals
 from estimate.model_shape import casts_as_it_computes, config_of, dtype_of_computing, shape_for
-from estimate.planned import read_config_files
 from estimate_memory import FITS, VERDICTS, configs, read_options
 from estimate_time import offloads, sent, sent_between_nodes
+from settings.command_line import Options
 from shared.errors import WorkshopError
-from shared.options import Options
 from training.chunked_loss import bytes_of_chunks
 
 HERE = Path(__file__).resolve().parent

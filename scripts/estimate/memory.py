@@ -7,10 +7,10 @@ from functools import cache
 
 import psutil
 
+from distributed.ds_config import offloaded
+from distributed.fsdp_config import fsdp_name
 from estimate.model_shape import FP32, HALF, Shape, casts_as_it_computes, shape_for
-from parallel.ds_config import offloaded
-from parallel.fsdp_config import fsdp_name
-from shared.options import Options, precision_name
+from settings.command_line import Options, precision_name
 
 MIB = 2**20
 GIB = 2**30

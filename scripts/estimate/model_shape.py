@@ -12,9 +12,9 @@ from typing import Any, TypeVar
 import torch
 from transformers.distributed.parallel_utils import replace_layer_number_by_wildcard
 
-from parallel.tensor_parallel import check_can_be_cut, cut_parameters
+from distributed.tensor_parallel import check_can_be_cut, cut_parameters
+from settings.command_line import Options, precision_name
 from shared.errors import WorkshopError
-from shared.options import Options, precision_name
 
 T = TypeVar("T")
 FP32 = 4  # bytes
@@ -111,7 +111,7 @@ def model_without_storage(config_json: str, precision: str, autocast: bool, atte
     from transformers.modeling_utils import local_torch_dtype
 
     import custom_model  # noqa: F401 - it makes custom-gpt known to AutoConfig
-    from bloom_sdpa import use_attention
+    from training.bloom_sdpa import use_attention
 
     # an operation without a rule for such tensors is logged with a traceback, and raised besides
     logging.getLogger("torch._subclasses.fake_tensor").setLevel(logging.CRITICAL)

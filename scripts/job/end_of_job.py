@@ -19,9 +19,8 @@ from datetime import UTC, datetime
 from functools import cache
 from pathlib import Path
 
-from shared.errors import WorkshopError, run_program, survive_lost_output
-from shared.memory_logs import MemoryLog, host_of, logs_of, read_cpu_log, read_gpu_log
-from shared.run_record import (
+from records.memory_logs import MemoryLog, host_of, logs_of, read_cpu_log, read_gpu_log
+from records.schema import (
     STOPPING_SIGNALS,
     WITHOUT_A_WORD,
     Record,
@@ -30,6 +29,7 @@ from shared.run_record import (
     outcome,
     read_record,
 )
+from shared.errors import WorkshopError, run_program, survive_lost_output
 
 
 def is_of_earlier(record: Record, since: datetime | None) -> bool:
@@ -64,7 +64,7 @@ def first_end(run_dir: Path) -> End | None:
     """The process that failed first: job.sh and launch.py note the time in ns, the exit code and the name of each.
 
     The nodes' clocks agree well enough: a rank that another rank's end has ended waits two seconds before it ends
-    (parallel/process_group.py).
+    (distributed/process_group.py).
     A line without a time counts last, and one that is cut off is skipped.
     """
     ends = filter(None, (re.fullmatch(r"(\d*) (\d{1,3}) (.+)", line) for line in notes(run_dir / "exit_codes")))

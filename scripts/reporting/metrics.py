@@ -12,8 +12,8 @@ import pandas as pd
 from numpy import format_float_positional
 
 from config import has_random_weights
+from records.schema import Profile
 from reporting.runs import Missing, Run
-from shared.run_record import Profile
 
 MIB_PER_GIB = 1024
 BYTES_PER_MIB = 2**20
@@ -124,7 +124,7 @@ def held(part: str) -> Read:
 @cache
 def predicted(record: str) -> Any:
     """The prediction for what a record says of its settings, as JSON: made once for all runs that share them."""
-    from estimate.of_record import predicted_memory  # seconds, for who asks for it
+    from estimate.predict_from_record import predicted_memory  # seconds, for who asks for it
 
     return predicted_memory(json.loads(record))
 

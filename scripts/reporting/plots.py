@@ -14,10 +14,10 @@ from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
+from records.memory_logs import logs_of, read_cpu_log, read_gpu_log
 from reporting.runs import Missing, Run
 from reporting.tables import Row, Table
 from reporting.trainer_log import entries, log_of
-from shared.memory_logs import logs_of, read_cpu_log, read_gpu_log
 
 DPI = 110
 FIGURE_WIDTH = 5.8  # inches, of which letters of 11 points can be read on a phone

@@ -11,10 +11,10 @@ from pathlib import Path
 from typing import Any
 
 from job.end_of_job import ended_without_a_word, is_alive, reason_from_slurm
+from records.memory_logs import MemoryLog, host_of, logs_of, read_cpu_log, read_gpu_log
+from records.schema import WITHOUT_A_WORD, Record, Restart, read_record
 from reporting.trainer_log import error_in, last_lines, log_of, summary_in
 from shared.errors import WorkshopError
-from shared.memory_logs import MemoryLog, host_of, logs_of, read_cpu_log, read_gpu_log
-from shared.run_record import WITHOUT_A_WORD, Record, Restart, read_record
 
 FOLDERS = {"results", "gpu_memory", "cpu_memory", "log", "output"}
 MANY = 50  # runs from which on a second core pays

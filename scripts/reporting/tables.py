@@ -8,10 +8,10 @@ from pathlib import Path
 import pandas as pd
 import yaml
 
+from records.schema import Record
 from reporting.metrics import METRICS, PREDICTED, RELATIONS, Cell, header, over_repeats, related
 from reporting.runs import INCOMPLETE, Missing, Run
 from shared.errors import WorkshopError
-from shared.run_record import Record
 
 TABLE_KEYS = {"id", "title", "question", "rows", "columns", "note", "plots", "per_model", "varies", "transpose"}
 TABLE_KEYS |= {"reference", "names", "needs"}

@@ -1,1 +1,1 @@
-"""What several folders share: errors, paths, JSON files, the command line, the Hub, trackers, the run record."""
+"""What several folders use: errors and exit codes, paths, JSON files, the Hub, experiment trackers."""

@@ -12,8 +12,8 @@
 
 What is wrong is raised as a `WorkshopError` where it is found. Who goes on behind a mistake catches it (preflight.py,
 `estimate_memory.py --compare`, job/end_of_job.py); for all others `run_program`, at the end of each script, makes the
-line and the exit code of it. Scripts of several ranks end in `parallel.process_group.run_and_exit`, which does the same
-and more. launch.py ends with the code of the rank that failed first, and so does job.sh (job_finish).
+line and the exit code of it. Scripts of several ranks end in `run_and_exit` of distributed/process_group.py, which
+does the same and more. launch.py ends with the code of the rank that failed first, and so does job.sh (job_finish).
 """
 
 import argparse

@@ -13,19 +13,19 @@ from transformers import (
 )
 from transformers.training_args import OptimizerNames
 
-from bloom_sdpa import attention_of
 from data_loader import IGNORED
+from distributed import inspect_fsdp
+from distributed.collectives import gather_lists, rank, world_size
+from distributed.fsdp_config import wrap_classes
+from distributed.strategy_names import effective_strategy, strategy_name
+from distributed.tensor_parallel import cut_parameters
 from model import count_parameters
-from parallel import sharding
-from parallel.fsdp_config import wrap_classes
-from parallel.ranks import gather_lists, rank, world_size
-from parallel.strategy import effective_strategy, strategy_name
-from parallel.tensor_parallel import cut_parameters
+from records.writer import RunRecord
+from settings.command_line import Options, precision_name
 from shared.errors import ENVIRONMENT, WorkshopError
-from shared.options import Options, precision_name
 from training import compiling
+from training.bloom_sdpa import attention_of
 from training.chunked_loss import computes_loss_in_head
-from training.record import RunRecord
 from training.sampling import GroupByLengthSampler, sampler_of
 
 NOT_ON_CPU = "n/a on CPU"
@@ -246,23 +246,25 @@ def fsdp_knobs(trainer: Trainer, config: dict) -> list[Audited]:
     """Units, shares, offload and checkpointing of the model as FSDP has wrapped it."""
     model = trainer.model_wrapped
     names = wrap_classes(config, trainer.model)
-    blocks = len(sharding.modules_of(model, names))
-    units = len(sharding.sharded_blocks(model, names))
+    blocks = len(inspect_fsdp.modules_of(model, names))
+    units = len(inspect_fsdp.sharded_blocks(model, names))
     expected = 1 / config["dp_shard_size"]
-    held = sharding.local_share(model)
+    held = inspect_fsdp.local_share(model)
     # parameters are split by rows, so small ones leave a rank a little more or less than its part
     share = expected if abs(held - expected) <= SHARE_TOLERANCE * expected else held
     checkpointed = blocks if config.get("activation_checkpointing") else 0
-    others = ", ".join(sharding.other_units(model, names))
+    others = ", ".join(inspect_fsdp.other_units(model, names))
     where = f"{held:.2%} of them are on rank {rank()}"
     mesh = f"{config['dp_replicate_size']} x {config['dp_shard_size']}"
     file_format = trainer.accelerator.state.fsdp_plugin.state_dict_type.name
     return [
         Audited("FSDP units", f"{blocks} blocks", f"{units} blocks", f"and {others}"),
         Audited("local parameter share", round(expected, 4), round(share, 4), where),
-        Audited("mesh", mesh, sharding.mesh_shape(model), "replicate x shard"),
-        Audited("CPU offload", config.get("cpu_offload", False), sharding.share_on_cpu(model)),
-        Audited("checkpointed blocks", checkpointed, sharding.checkpointed_blocks(model), "activations are recomputed"),
+        Audited("mesh", mesh, inspect_fsdp.mesh_shape(model), "replicate x shard"),
+        Audited("CPU offload", config.get("cpu_offload", False), inspect_fsdp.share_on_cpu(model)),
+        Audited(
+            "checkpointed blocks", checkpointed, inspect_fsdp.checkpointed_blocks(model), "activations are recomputed"
+        ),
         Audited("checkpoint format", config.get("state_dict_type", "FULL_STATE_DICT"), file_format),
     ]
 
@@ -270,16 +272,18 @@ def fsdp_knobs(trainer: Trainer, config: dict) -> list[Audited]:
 def tensor_parallel_knobs(trainer: Any, tensor_parallel: int) -> list[Audited]:
     """Groups, cut matrices, and the part of all parameters that this rank holds."""
     shards = world_size() // tensor_parallel
-    mesh = sharding.tensor_mesh(trainer.model)
+    mesh = inspect_fsdp.tensor_mesh(trainer.model)
     groups = f"{mesh.get('fsdp', 1)} x {mesh['tp']}"
     parameters = dict(trainer.model.named_parameters())
     names = cut_parameters(trainer.model)
-    cut_here = [name for name in names if sharding.local(parameters[name]).numel() < parameters[name].numel() / shards]
+    cut_here = [
+        name for name in names if inspect_fsdp.local(parameters[name]).numel() < parameters[name].numel() / shards
+    ]
     example = max(names, key=lambda name: parameters[name].numel())
-    shapes = f"{tuple(sharding.local(parameters[example]).shape)} of {tuple(parameters[example].shape)}"
+    shapes = f"{tuple(inspect_fsdp.local(parameters[example]).shape)} of {tuple(parameters[example].shape)}"
     expected = sum(p.numel() / (tensor_parallel if name in names else 1) for name, p in parameters.items())
     expected /= shards * sum(p.numel() for p in parameters.values())
-    held = sharding.local_share(trainer.model)
+    held = inspect_fsdp.local_share(trainer.model)
     share = expected if abs(held - expected) <= SHARE_TOLERANCE * expected else held
     where = f"{held:.2%} of them are on rank {rank()}"
     return [

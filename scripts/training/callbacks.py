@@ -11,12 +11,12 @@ import torch
 import torch.distributed as dist
 from transformers import ProgressCallback, TrainerCallback
 
-from parallel import watchdog
-from parallel.ranks import gather_lists, print_once
+from distributed import watchdog
+from distributed.collectives import gather_lists, print_once
 from shared.errors import WorkshopError
 from training.audit import AuditCallback
 from training.checkpoints import CheckpointCallback
-from training.held import HeldCallback
+from training.model_state_bytes import HeldCallback
 from training.profiling import ProfileCallback
 from training.speed import TrainSpeedCallback
 from training.stopping import StopCallback

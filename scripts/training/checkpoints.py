@@ -27,12 +27,12 @@ from datasets import Dataset
 from safetensors import SafetensorError
 from transformers import PreTrainedModel, TrainerCallback
 
+from distributed.collectives import gather_lists, rank, wait_for_everyone, world_size
 from model import count_parameters
-from parallel.ranks import gather_lists, rank, wait_for_everyone, world_size
+from records.writer import from_repository, restarted_by_slurm
+from settings.command_line import LATEST, Options, precision_name
 from shared.errors import ENVIRONMENT, NO_CHECKPOINT, WorkshopError
 from shared.json_files import leaves_of, write_json
-from shared.options import LATEST, Options, precision_name
-from training.record import from_repository, restarted_by_slurm
 from training.speed import TrainSpeedCallback, clock
 
 MARKER = "complete.json"

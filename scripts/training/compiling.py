@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from parallel import watchdog
+from distributed import watchdog
 from shared.errors import ENVIRONMENT, WorkshopError
 
 

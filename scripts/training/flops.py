@@ -20,10 +20,10 @@ from typing import Any
 import torch
 
 from data_loader import IGNORED
+from distributed.collectives import gather_lists, local_world_size, rank, value_of_rank_0, wait_for_everyone
 from model import elements
-from parallel.ranks import gather_lists, local_world_size, rank, value_of_rank_0, wait_for_everyone
+from records.writer import RunRecord, hardware
 from shared.json_files import write_json
-from training.record import RunRecord, hardware
 
 KINDS_OF_TOKENS = 4  # of count_tokens
 CPU_SIZE = 1024  # of the square matrices

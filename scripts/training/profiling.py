@@ -16,8 +16,8 @@ import torch
 from torch.profiler import ProfilerActivity, profile, record_function
 from transformers import TrainerCallback
 
-from parallel.ranks import gather_lists, rank
-from training.record import RunRecord
+from distributed.collectives import gather_lists, rank
+from records.writer import RunRecord
 from training.speed import PROFILED_STEPS, WARM_UP_STEPS
 from training.trainer import WorkshopTrainer
 

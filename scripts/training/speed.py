@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from transformers import TrainerCallback
 
-from parallel.ranks import gather_lists, world_size
+from distributed.collectives import gather_lists, world_size
 from training.flops import KINDS_OF_TOKENS, ModelFlops, forget_measured_peaks
 
 WARM_UP_STEPS = 3

@@ -13,8 +13,8 @@ from typing import Any
 
 from transformers import TrainerCallback
 
+from distributed.collectives import highest_of_all, print_once, rank, wait_for_everyone
 from job.with_parent import end_with_parent
-from parallel.ranks import highest_of_all, print_once, rank, wait_for_everyone
 from shared.errors import STOPPED
 
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP, signal.SIGINT)

@@ -13,7 +13,7 @@ from transformers import Trainer
 from transformers.trainer_pt_utils import LengthGroupedSampler
 
 from data_loader import IGNORED
-from parallel.tensor_parallel import GroupScaler
+from distributed.tensor_parallel import GroupScaler
 from shared.errors import WorkshopError
 from training.checkpoints import MARKER, Progress, checkpoint_folder, full_disk_errors
 from training.chunked_loss import add_label_counts, computes_loss_in_head

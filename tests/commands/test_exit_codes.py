@@ -21,7 +21,7 @@ from helpers import REPOSITORY
 )
 def test_a_script_of_ranks_ends_with_its_exit_code(world, end, code, printed):
     program = (
-        f"from shared.errors import WorkshopError\nfrom parallel import process_group\n"
+        f"from shared.errors import WorkshopError\nfrom distributed import process_group\n"
         f"def main():\n    print('out', end='')\n    {end}\nprocess_group.run_and_exit(main)"
     )
     environment = os.environ | {"PYTHONPATH": f"{REPOSITORY}/scripts"} | ({"WORLD_SIZE": world} if world else {})

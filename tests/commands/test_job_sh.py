@@ -13,7 +13,7 @@ import pytest
 
 from canaries import CANARIES, leaks
 from helpers import REPOSITORY
-from shared.memory_logs import read_gpu_log
+from records.memory_logs import read_gpu_log
 from shell import program, shell_environment, start_stub, until
 
 PRINT = "import os, sys; print('>', *(os.environ.get(n, 'unset') for n in sys.argv[1:]), sep='|')"

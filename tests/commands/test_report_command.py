@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from estimate.memory import MIB
-from estimate.of_record import python_of_the_estimate
+from estimate.predict_from_record import python_of_the_estimate
 from job import end_of_job
 from report_files import add_run, write
 from reporting.runs import Run, find_runs

@@ -29,7 +29,7 @@ TORN_FILE = "open(args[1], 'wb').write(b'torn'); os.kill(os.getpid(), signal.SIG
 TORN_FOLDER = "os.remove(os.path.join(args[0], 'optimizer.pt')); os.kill(os.getpid(), signal.SIGKILL)"
 TWO, BOTH = {"checkpoint-2"}, {"checkpoint-2", "checkpoint-4"}
 KILLED = {  # when -> patch, checkpoints that are complete then
-    "before the record is there": (moment("training.record.RunRecord.write"), set()),
+    "before the record is there": (moment("records.writer.RunRecord.write"), set()),
     "while the record is replaced": (moment("pathlib.Path.replace"), set()),
     "in the first step": (moment(STEP), set()),
     "between two checkpoints": (moment(STEP, 4), TWO),
@@ -40,7 +40,7 @@ KILLED = {  # when -> patch, checkpoints that are complete then
     "while it is marked": (moment("training.checkpoints.write_json", 2), TWO),
     "before the older one is removed": (moment("training.checkpoints.CheckpointCallback.remove_older", 2), BOTH),
     "while the model is saved": (moment("transformers.modeling_utils.safe_save_file", 3), BOTH),
-    "as the run ends": (moment("training.record.RunRecord.__exit__"), BOTH),
+    "as the run ends": (moment("records.writer.RunRecord.__exit__"), BOTH),
 }
 SHORT = ("in the first step", "in the middle of a file", "before it is marked", "while the model is saved")
 

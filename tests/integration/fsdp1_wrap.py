@@ -13,8 +13,8 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.fsdp.wrap import transformer_auto_wrap_policy
 
 from custom_model import CustomGPTBlock, CustomGPTConfig, CustomGPTForCausalLM
+from distributed import inspect_fsdp
 from evaluate import root_gathered
-from parallel import sharding
 from training.audit import AuditCallback
 
 dist.init_process_group("gloo")
@@ -38,13 +38,13 @@ with root_gathered(model), torch.no_grad():
     together = model.generate(**generate, synced_gpus=True).tolist()
 if dist.get_rank() == 0:
     seen = {
-        "blocks": len(sharding.modules_of(model, names)),
-        "sharded": len(sharding.sharded_blocks(model, names)),
-        "others": sharding.other_units(model, names),
-        "share": round(sharding.local_share(model), 3),
-        "name": sharding.live_name(model, names),
-        "mesh": sharding.mesh_shape(model),
-        "offloaded": sharding.share_on_cpu(model),
+        "blocks": len(inspect_fsdp.modules_of(model, names)),
+        "sharded": len(inspect_fsdp.sharded_blocks(model, names)),
+        "others": inspect_fsdp.other_units(model, names),
+        "share": round(inspect_fsdp.local_share(model), 3),
+        "name": inspect_fsdp.live_name(model, names),
+        "mesh": inspect_fsdp.mesh_shape(model),
+        "offloaded": inspect_fsdp.share_on_cpu(model),
         "parameters": parameters,
         "generates": together == alone,
     }

@@ -41,7 +41,7 @@ BROKEN = {
     ),
     "a_rank_holds_everything": (
         ("--fsdp",),
-        "from parallel import sharding\nsharding.local_share = lambda model: 0.8",
+        "from distributed import inspect_fsdp\nsharding.local_share = lambda model: 0.8",
         "local parameter share: 1.0 was requested, 0.8 is what would run;",
     ),
     "not_pinned": (
@@ -80,7 +80,7 @@ def test_a_run_is_judged_by_the_buffers_that_pin_memory_rules(train, workplace, 
 
 AS_ON_GPUS = """
 import torch
-from parallel.fsdp_config import shard_on_cpu
+from distributed.fsdp_config import shard_on_cpu
 from training import trainer
 
 make = trainer.WorkshopTrainer.__init__

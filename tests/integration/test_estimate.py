@@ -4,10 +4,10 @@ import json
 
 import pytest
 
-from estimate import of_record
+from estimate import predict_from_record
 from estimate.memory import MIB, estimate, python_itself, stage2_gradients, totals, without_gpu
 from estimate.model_shape import shape_for
-from estimate.of_record import predicted_memory
+from estimate.predict_from_record import predicted_memory
 from estimate_memory import read_options
 from helpers import TINY, Finished
 from runs import HELD, RUNS, uses
@@ -37,7 +37,9 @@ def test_states_are_as_estimated(run: Finished, monkeypatch):
         else:
             assert min(measured) == pytest.approx(expected[what], rel=0.05), what
 
-    monkeypatch.setattr(of_record, "python_of_the_estimate", python_itself)  # of two processes it differs by some MiB
+    monkeypatch.setattr(
+        predict_from_record, "python_of_the_estimate", python_itself
+    )  # of two processes it differs by some MiB
     assert '"auto"' not in json.dumps(run.record["configs"])  # the configs in effect
     on_gpu, on_node = totals(parts, row.world)
     on_gpus = predicted_memory(run.record | {"hardware": {"gpus": row.world}})

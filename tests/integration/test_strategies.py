@@ -28,7 +28,7 @@ from runs import (
     needs_compiler,
     uses,
 )
-from shared.options import cpu_has_bf16
+from settings.command_line import cpu_has_bf16
 from training.checkpoints import bytes_to_save
 from training.safe_load import forbid_code_in_checkpoints, refuse_code_in
 

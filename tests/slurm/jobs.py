@@ -18,7 +18,7 @@ from pathlib import Path
 from cluster import FINAL, Cluster
 from cluster import run as run_command
 from helpers import NOTHING_COMPILED, REPOSITORY, RUN_TIMEOUT
-from shared.memory_logs import read_cpu_log, read_gpu_log
+from records.memory_logs import read_cpu_log, read_gpu_log
 
 TIMEOUT = RUN_TIMEOUT
 SYSTEM = ("/usr/sbin", "/usr/bin", "/sbin", "/bin")

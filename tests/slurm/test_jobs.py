@@ -14,7 +14,7 @@ from cluster import DOMAIN
 from cluster import run as run_command
 from jobs import ENDLESS, GIT, LONG, TRAININGS, Job, Lab, check_completed
 from one_liners import check_one_liners
-from shared.memory_logs import read_cpu_log, read_gpu_log
+from records.memory_logs import read_cpu_log, read_gpu_log
 
 NODES = {"node1", "node2"}
 TOLERANCE = 1e-4  # what the order of fp32 additions may change
@@ -39,7 +39,7 @@ def alone(cluster, tmp_path_factory) -> Job:
     try:
         (job,) = lab.submit_sh("--snapshot", "baseline", **TRAININGS["plain"][2], **names)
         (lab.root / "scripts/train.py").write_text("raise SystemExit(99)")
-        (lab.root / "scripts/job/rendezvous.py").unlink()
+        (lab.root / "scripts/job/master_address.py").unlink()
         commit(lab)
     finally:
         run_command([*partition, "State=UP"], env=cluster.env)

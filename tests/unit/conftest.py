@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from config import DataArguments, ModelArguments
-from estimate import memory, of_record
+from estimate import memory, predict_from_record
 
 # pytest finds them by their names
 from fixtures import clean_machine, refusal, sample  # noqa: F401
@@ -56,7 +56,7 @@ def size_of_python(monkeypatch):
     """What two processes measure as each its own."""
     held = memory.Held("Python, libraries", 0, 433 * memory.MIB, from_start=True)
     monkeypatch.setattr(memory, "python_itself", lambda: held)
-    monkeypatch.setattr(of_record, "python_of_the_estimate", lambda: held)
+    monkeypatch.setattr(predict_from_record, "python_of_the_estimate", lambda: held)
 
 
 @pytest.fixture(scope="session")

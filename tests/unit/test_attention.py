@@ -6,9 +6,9 @@ import pytest
 import torch
 from transformers import BloomConfig, BloomForCausalLM
 
-from bloom_sdpa import attention_of, use_attention
 from config import ModelArguments
 from model import build_meta_model
+from training.bloom_sdpa import attention_of, use_attention
 from training.chunked_loss import use_chunked_loss
 
 LENGTH = 100

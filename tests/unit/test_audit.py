@@ -11,10 +11,10 @@ import torch
 from torch.utils.data import DataLoader
 from transformers import BloomConfig, BloomForCausalLM
 
-from shared.options import parse_command_line
+from records.writer import RunRecord
+from settings.command_line import parse_command_line
 from training import audit
 from training.audit import AuditCallback, Audited, offload_knobs
-from training.record import RunRecord
 
 
 def loader(shuffle: bool = True) -> DataLoader:

@@ -10,7 +10,7 @@ import pytest
 import torch
 from datasets import Dataset
 
-from shared.options import LATEST, Options, parse_command_line
+from settings.command_line import LATEST, Options, parse_command_line
 from training import checkpoints
 from training.checkpoints import (
     MARKER,

@@ -8,8 +8,8 @@ import pytest
 from transformers import TrainingArguments
 
 from config import CUSTOM_SIZES, KNOBS
-from shared import options as command_line
-from shared.options import REMOVED_FLAGS, UNUSED_FLAGS
+from settings import command_line
+from settings.command_line import REMOVED_FLAGS, UNUSED_FLAGS
 from shared.paths import workshop_version
 from shared.trackers import check_trackers
 

@@ -10,10 +10,10 @@ from transformers import TrainingArguments
 from transformers.integrations.deepspeed import HfTrainerDeepSpeedConfig
 
 from custom_model import CustomGPTConfig, CustomGPTForCausalLM
+from distributed.ds_config import check_contradictions, check_ds_config
+from distributed.fsdp_config import check_fsdp_config, check_wrap_classes, fsdp_name
 from helpers import REPOSITORY
-from parallel.ds_config import check_contradictions, check_ds_config
-from parallel.fsdp_config import check_fsdp_config, check_wrap_classes, fsdp_name
-from shared import options as command_line
+from settings import command_line
 from shared.json_files import leaves_of
 
 FILES = sorted((REPOSITORY / "ds_configs").glob("*.json"))

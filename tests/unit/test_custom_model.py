@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from custom_model import CustomGPTConfig, CustomGPTForCausalLM
-from shared.options import parse_command_line
+from settings.command_line import parse_command_line
 
 PAD, EOS = 3, 2
 

@@ -12,10 +12,10 @@ import torch
 from transformers.loss.loss_utils import ForCausalLMLoss
 
 from config import KNOBS
+from distributed.fsdp_config import check_fsdp_file
 from estimate_memory import GIB, read_options
 from helpers import EXPERIMENT_SCRIPTS, PAGES, REPOSITORY, bash_blocks, directives_of, program
-from parallel.fsdp_config import check_fsdp_file
-from shared.options import parse_command_line
+from settings.command_line import parse_command_line
 
 
 def page(name: str) -> str:

@@ -8,8 +8,8 @@ import pytest
 
 from job import end_of_job
 from job.end_of_job import close_record_of_job, summary
+from records.schema import Hardware, Record, outcome
 from shared.json_files import write_json
-from shared.run_record import Hardware, Record, outcome
 
 GPU_LINE = "2026/01/31 10:00:00.123, 0, NVIDIA H200, {}, 143771\n"
 

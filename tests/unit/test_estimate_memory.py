@@ -8,11 +8,11 @@ import torch
 from transformers import AutoModelForCausalLM, BloomConfig
 
 import estimate_memory
-from bloom_sdpa import use_attention
 from estimate.memory import estimate, power_of_two, stage2_gradients, totals
 from estimate.model_shape import shape_for
 from estimate_memory import memory_table, read_options
 from helpers import REPOSITORY
+from training.bloom_sdpa import use_attention
 
 GIB = 2**30
 

@@ -10,9 +10,9 @@ import torch
 from transformers import BloomConfig, BloomForCausalLM
 
 import estimate_time
+from estimate.command_line import options_of_plan
 from estimate.memory import GIB, estimate
 from estimate.model_shape import Shape, shape_for
-from estimate.planned import options_of_plan
 from estimate_time import (
     CountWork,
     Rates,

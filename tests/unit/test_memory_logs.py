@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
+from records.memory_logs import host_of, logs_of, read_cpu_log, read_gpu_log
 from report_files import CPU_HEADER, GPU_HEADER, cpu_log, gpu_log, write
-from shared.memory_logs import host_of, logs_of, read_cpu_log, read_gpu_log
 
 GPU_LOG, CPU_LOG = gpu_log(100, 900, 500), cpu_log(10, 90, 50)
 LINE = "2026/11/20 22:00:15.000, 0, Tesla V100-SXM2-32GB, {}, 32768\n"

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from parallel import process_group
-from parallel.joining import port_of
-from parallel.process_group import prepare_environment
+from distributed import process_group
+from distributed.process_group import prepare_environment
+from distributed.rendezvous import port_of
 from shared import errors
 from shared.errors import WorkshopError
 

@@ -5,19 +5,19 @@ import socket
 import pytest
 
 import launch
+from distributed import rendezvous
 from helpers import free_port
-from parallel import joining
 
 # rendezvous.py
 
 
 def test_the_port_differs_from_job_to_job_and_skips_one_that_is_taken():
-    first = joining.free_port("4711")
+    first = rendezvous.free_port("4711")
     assert 20000 <= first < 32768, "above, Linux gives ports to any connection"
-    assert first != joining.free_port("4712")
+    assert first != rendezvous.free_port("4712")
     with socket.socket() as listener:
         listener.bind(("", first))
-        assert joining.free_port("4711") == first + 1
+        assert rendezvous.free_port("4711") == first + 1
 
 
 # launch.py

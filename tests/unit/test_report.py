@@ -131,7 +131,7 @@ def test_predicted_beside_measured(tmp_path, monkeypatch):
         asked.append(record["world_size"])
         return SimpleNamespace(gpu_mib=600.0, node_mib=120.0) if record["configs"]["model"] else None
 
-    monkeypatch.setitem(sys.modules, "estimate.of_record", SimpleNamespace(predicted_memory=predicted_memory))
+    monkeypatch.setitem(sys.modules, "estimate.predict_from_record", SimpleNamespace(predicted_memory=predicted_memory))
     kept = {"configs": {"model": {"n_layer": 2}, "deepspeed": None, "fsdp": None}, "hardware__gpus": 1}
     add_run(tmp_path, "baseline", "1", **kept)
     add_run(tmp_path, "efficiency/recipe", "2", **kept, nodes=["another"])

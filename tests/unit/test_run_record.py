@@ -13,12 +13,12 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from records import writer
+from records.schema import close_record, read_record
+from records.writer import RunRecord, new_job_id
 from shared.errors import WorkshopError
 from shared.json_files import write_json
 from shared.paths import workshop_version
-from shared.run_record import close_record, read_record
-from training import record
-from training.record import RunRecord, new_job_id
 from training.speed import TrainSpeedCallback
 
 # What git really says of the repository: tests/commands/test_files.py
@@ -55,7 +55,7 @@ def test_what_a_run_writes_is_described():
     run = trained(STEADY, {"avg_cpu_util_%": 90.0}, held, log=({"loss": 3.0}, {"eval_loss": 1.0}, {"loss": 2.0}))
     record = read_record(run.path)
     for part in (record, record.train, record.hardware, record.git, *record.held):
-        assert not part.model_extra, "fields that run_record.py does not describe"
+        assert not part.model_extra, "fields that records/schema.py does not describe"
     assert record.train.loss_last == 2
     assert record.missing["held.gradients"] == "DeepSpeed drops them in the step, without accumulation"
 
@@ -134,7 +134,7 @@ def test_value_that_could_not_be_measured_is_empty_with_a_reason():
 
 
 def test_peak_of_the_process_that_the_kernel_does_not_tell_has_a_reason(monkeypatch):
-    monkeypatch.setattr(record, "peak_process_mib", lambda: None)
+    monkeypatch.setattr(writer, "peak_process_mib", lambda: None)
     run = RunRecord("7")
     run.measure_memory()
     assert run.content["peak_process_mib"] is None
@@ -196,7 +196,7 @@ def test_full_disk_is_an_environment_error(monkeypatch, refusal):
     def full(*args):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(record, "write_record", full)
+    monkeypatch.setattr(writer, "write_record", full)
     line = refusal(RunRecord("7").start, 0, code=3)
     assert line == "error: results/7.json: cannot be written (No space left on device); free disk space or quota"
 

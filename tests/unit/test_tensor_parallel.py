@@ -5,9 +5,9 @@ import json
 import pytest
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from estimate.planned import options_of_plan
-from parallel.tensor_parallel import check_can_be_cut, check_tensor_parallel
-from shared.options import parse_command_line
+from distributed.tensor_parallel import check_can_be_cut, check_tensor_parallel
+from estimate.command_line import options_of_plan
+from settings.command_line import parse_command_line
 
 CUT = ("--model_name", "custom-gpt", "--tensor_parallel", "2", "--save_strategy", "no")
 COMBINATIONS = {  # flags, ranks, what the line says

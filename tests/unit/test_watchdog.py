@@ -5,9 +5,9 @@ from datetime import timedelta
 import pytest
 from torch.distributed import distributed_c10d
 
+from distributed import watchdog
+from distributed.watchdog import Sign, hang_error
 from helpers import free_port
-from parallel import watchdog
-from parallel.watchdog import Sign, hang_error
 
 
 @pytest.fixture(autouse=True)

@@ -10,7 +10,7 @@ import torch
 from accelerate import PartialState
 from accelerate.utils import DistributedType, ParallelismConfig
 
-from parallel.ranks import local_world_size, world_size
+from distributed.collectives import local_world_size, world_size
 from shared.errors import ENVIRONMENT, WorkshopError, did_you_mean
 from shared.json_files import read_json
 

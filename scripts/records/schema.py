@@ -1,6 +1,6 @@
 """The run record ``results/<job_id>.json``: everything that is later said about a run comes from here.
 
-One description of it for who writes it (training/record.py), who closes it (the training itself, a watchdog, or
+One description of it for who writes it (records/writer.py), who closes it (the training itself, a watchdog, or
 job/end_of_job.py for a job that was killed) and who reads it (reporting/, benchmarks/). A field that is not described
 here stays in the file as it is.
 

@@ -7,7 +7,7 @@ import torch
 from torch.distributed.fsdp import FSDPModule
 from transformers import TrainerCallback
 
-from parallel.sharding import local, unit_group
+from distributed.inspect_fsdp import local, unit_group
 
 
 class HeldCallback(TrainerCallback):

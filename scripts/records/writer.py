@@ -1,4 +1,4 @@
-"""Filling and writing the run record ``results/<job_id>.json``; run_record.py describes it."""
+"""Filling and writing the run record ``results/<job_id>.json``; records/schema.py describes it."""
 
 import contextlib
 import fcntl
@@ -15,12 +15,10 @@ from pathlib import Path
 
 import torch
 
+from distributed.collectives import gather_lists, rank, value_of_rank_0
+from distributed.process_group import exit_code, is_out_of_memory
 from job.git_state import git_state
-from parallel.process_group import exit_code, is_out_of_memory
-from parallel.ranks import gather_lists, rank, value_of_rank_0
-from shared.errors import ENVIRONMENT, WorkshopError, whole_number
-from shared.paths import REPOSITORY, workshop_version
-from shared.run_record import (
+from records.schema import (
     SCHEMA,
     WITHOUT_A_WORD,
     Record,
@@ -31,6 +29,8 @@ from shared.run_record import (
     read_record,
     write_record,
 )
+from shared.errors import ENVIRONMENT, WorkshopError, whole_number
+from shared.paths import REPOSITORY, workshop_version
 
 PACKAGES = ["torch", "transformers", "accelerate", "deepspeed", "datasets", "tokenizers"]
 
@@ -215,7 +215,7 @@ class RunRecord:
             self.missing("peak_pinned_memory", "this PyTorch does not count it" if gpu else "no GPU")
 
     def note_held(self, own: dict[str, int | None] | None) -> None:
-        """own: bytes of this rank's parameters, gradients and optimizer state (training/held.py). Collective."""
+        """own: bytes of this rank's parameters, gradients and optimizer state. Collective."""
         of_ranks = [of_rank for (of_rank,) in gather_lists([own])]
         if None in of_ranks:
             self.missing("held", "the training had no second step")

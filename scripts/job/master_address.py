@@ -1,7 +1,7 @@
 """Where the ranks of a job meet: the address of this node, the first one, and a free port. For job.sh.
 
-    PYTHONPATH=scripts python -m job.rendezvous 4711            # one node: 127.0.0.1 and the port
-    PYTHONPATH=scripts python -m job.rendezvous 4711 node2      # the address of this node on the way to node2
+    PYTHONPATH=scripts python -m job.master_address 4711            # one node: 127.0.0.1 and the port
+    PYTHONPATH=scripts python -m job.master_address 4711 node2      # the address of this node on the way to node2
 
 The address is a number, and comes from the route to another node: a machine's own name means loopback on many (Debian
 writes "127.0.1.1 host" into /etc/hosts), and the other nodes would be told to look for the first one on themselves.
@@ -10,7 +10,7 @@ writes "127.0.1.1 host" into /etc/hosts), and the other nodes would be told to l
 import argparse
 import socket
 
-from parallel.joining import free_port
+from distributed.rendezvous import free_port
 from shared.errors import ENVIRONMENT, OneLineErrors, WorkshopError, run_program
 
 ANY_PORT = 9

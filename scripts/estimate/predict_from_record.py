@@ -7,11 +7,11 @@ from functools import cache
 from typing import NamedTuple
 
 from config import DEFAULTS
+from estimate.command_line import ADAMW, check_optimizer
 from estimate.memory import MIB, Held, held_by_rank, totals, without_gpu
 from estimate.model_shape import shape_of
-from estimate.planned import ADAMW, check_optimizer
+from settings.command_line import Options
 from shared.errors import WorkshopError
-from shared.options import Options
 from shared.paths import REPOSITORY
 
 
@@ -27,7 +27,7 @@ class Predicted(NamedTuple):
 
 
 def predicted_memory(record: dict) -> Predicted | None:
-    """record: a run record, as its file has it; run_record.py describes it.
+    """record: a run record, as its file has it; records/schema.py describes it.
 
     None for one without configs, and for a run that cannot be estimated: of another optimizer than AdamW, or of a
     model that cannot be traced. Needs no network, no GPU and no files of the run.

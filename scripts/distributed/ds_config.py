@@ -6,7 +6,7 @@ ZeRO above all, is checked with that class, here before the model is loaded.
 
 from pydantic import BaseModel, ValidationError
 
-from parallel.process_group import prepare_deepspeed
+from distributed.process_group import prepare_deepspeed
 from shared.errors import WorkshopError, did_you_mean
 from shared.json_files import leaves_of, read_json
 

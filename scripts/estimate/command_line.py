@@ -6,11 +6,11 @@ from collections.abc import Mapping
 
 import torch
 
-from parallel.ds_config import check_ds_config
-from parallel.fsdp_config import check_fsdp_file, resolve_sizes
-from parallel.tensor_parallel import check_groups
+from distributed.ds_config import check_ds_config
+from distributed.fsdp_config import check_fsdp_file, resolve_sizes
+from distributed.tensor_parallel import check_groups
+from settings.command_line import Options, parse_command_line
 from shared.errors import WorkshopError
-from shared.options import Options, parse_command_line
 
 HARDWARE_FLAGS = {
     "gpus": {"type": int, "default": 1, "help": "GPUs of the whole job, one rank each."},

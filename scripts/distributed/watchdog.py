@@ -30,10 +30,10 @@ from typing import NamedTuple
 
 from torch.distributed import distributed_c10d
 
-from parallel.joining import first_address, join_timeout, missing_nodes, node_name, reach_rank_0
+from distributed.rendezvous import first_address, join_timeout, missing_nodes, node_name, reach_rank_0
+from records.schema import STOPPING_SIGNALS
 from shared.errors import ENVIRONMENT, SECONDS_FOR_RANK_0, WorkshopError, report, whole_number
 from shared.json_files import write_json
-from shared.run_record import STOPPING_SIGNALS
 
 MARGIN = 60  # seconds by which PyTorch's own time-outs, which name nobody, come after this one
 MOST_NAMED = 4

@@ -5,9 +5,9 @@ from typing import Any
 
 import torch
 
-from parallel import sharding
-from parallel.fsdp_config import fsdp_name, wrap_classes
-from shared.options import Options
+from distributed import inspect_fsdp
+from distributed.fsdp_config import fsdp_name, wrap_classes
+from settings.command_line import Options
 
 
 def strategy_name(options: Options) -> str:
@@ -26,7 +26,7 @@ def effective_strategy(trainer: Any, engine) -> str:
         return f"DeepSpeed ZeRO-{int(engine.zero_optimization_stage())}"
     if isinstance(trainer.model_wrapped, torch.nn.parallel.DistributedDataParallel):
         return "DDP"
-    mesh = sharding.tensor_mesh(trainer.model)
+    mesh = inspect_fsdp.tensor_mesh(trainer.model)
     if mesh:
         return "TP x FSDP2" if "fsdp" in mesh else "TP"
-    return sharding.live_name(trainer.model_wrapped, wrap_classes({}, trainer.model)) or "plain"
+    return inspect_fsdp.live_name(trainer.model_wrapped, wrap_classes({}, trainer.model)) or "plain"

@@ -1,4 +1,4 @@
-"""estimate/of_record.py, with records as train.py writes them. Records of real runs: tests/integration."""
+"""estimate/predict_from_record.py, with records as train.py writes them. Records of real runs: tests/integration."""
 
 import json
 
@@ -6,10 +6,10 @@ import pytest
 
 import estimate_memory
 from estimate.memory import MIB, estimate, totals, without_gpu
-from estimate.of_record import predicted_memory
+from estimate.predict_from_record import predicted_memory
 from helpers import REPOSITORY
 from model import load_config
-from shared.options import own_arguments
+from settings.command_line import own_arguments
 
 
 @pytest.fixture(autouse=True)

@@ -13,9 +13,9 @@ from transformers import PreTrainedModel
 from transformers.distributed import DistributedConfig
 from transformers.distributed.parallel_utils import replace_layer_number_by_wildcard
 
-from parallel.sharding import local
+from distributed.inspect_fsdp import local
+from settings.command_line import Options
 from shared.errors import WorkshopError
-from shared.options import Options
 
 # Styles of a plan, by what is cut of weight and bias. Others are refused: experts, fused layers, and the norms of Qwen3
 # (replicated_with_grad_allreduce), whose gradients transformers 5.23 sums over the ranks anew in each micro batch

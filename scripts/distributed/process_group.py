@@ -15,9 +15,9 @@ from typing import Any, NoReturn
 import torch
 import torch.distributed as dist
 
-from parallel import watchdog
-from parallel.joining import free_port, node_name, port_of
-from parallel.ranks import local_world_size, rank, wait_for_everyone, world_size
+from distributed import watchdog
+from distributed.collectives import local_world_size, rank, wait_for_everyone, world_size
+from distributed.rendezvous import free_port, node_name, port_of
 from shared.errors import ENVIRONMENT, WorkshopError, report, survive_lost_output, whole_number
 
 # How others than PyTorch's allocator say that there is no memory left: cudaMalloc and cudaHostAlloc (also of NCCL and

@@ -17,12 +17,12 @@ from transformers import (
 )
 from transformers.utils import is_liger_kernel_available
 
+from distributed.fsdp_config import check_wrap_classes
+from distributed.tensor_parallel import check_can_be_cut
 from evaluate import load_metric
 from model import check_model
-from parallel.fsdp_config import check_wrap_classes
-from parallel.tensor_parallel import check_can_be_cut
+from settings.command_line import Options
 from shared.errors import WorkshopError
-from shared.options import Options
 from training.chunked_loss import check_head
 from training.compiling import check_torch_compile
 
