@@ -16,9 +16,11 @@ With FSDP on two GPUs: FULL_SHARD, or a strategy of the folder fsdp_configs:
 With tensor parallelism, of the custom GPT, a Llama or a Qwen2:
     torchrun --nproc_per_node=2 scripts/train.py --model_name custom-gpt --tensor_parallel 2 --save_strategy no
 
-Your own data and model, going on after an interruption, from the latest checkpoint of this run or of those beside it:
+Your own data and model, resumed after an interruption, from the latest checkpoint of this run or of those next to it:
     python scripts/train.py --model_name ./my-model --dataset my.json --train_size 1000 --resume_from_checkpoint
 """
+
+from dataclasses import replace
 
 from transformers import TrainingArguments
 
@@ -29,28 +31,31 @@ from distributed.collectives import print_once, value_of_rank_0, world_size
 from distributed.ds_config import check_contradictions, check_ds_config
 from distributed.fsdp_config import check_fsdp_config, parallelism, shard_on_cpu, trainer_config
 from distributed.process_group import adopt_process_group, leave_process_group, prepare_environment, run_and_exit
-from distributed.strategy_names import strategy_name
+from distributed.strategy_name import strategy_name
 from distributed.tensor_parallel import apply_tensor_parallel, check_tensor_parallel
-from evaluate import exact_match_and_f1
 from model import build_meta_model, load_model, load_tokenizer, save_model
-from records.writer import RunRecord, new_job_id
-from settings.command_line import argument_errors, compute_dtype, own_arguments, parse_command_line, trainer_flags
+from records.run_environment import new_job_id
+from records.writer import RunRecord
+from settings.command_line import parse_command_line
+from settings.precision import DTYPES
+from settings.trainer_flags import argument_errors, trainer_flags
 from shared.hub import draw_bars_on_terminals_only
 from shared.trackers import close_trackers, prepare_trackers
-from training.callbacks import add_callbacks
-from training.checkpoints import (
-    check_room,
+from training.callbacks import Run, add_callbacks
+from training.chunked_loss import use_chunked_loss
+from training.exact_match import Generation, exact_match_and_f1
+from training.find_checkpoints import (
     check_same_training,
     find_checkpoint,
-    full_disk_errors,
+    forbid_code_in_checkpoints,
     identity_of,
-    remove_checkpoints_of_stops,
+    refuse_code_in,
     step_of,
 )
-from training.chunked_loss import use_chunked_loss
 from training.flops import flops_of, matmul_peak
-from training.preconditions import check_trainable
-from training.safe_load import forbid_code_in_checkpoints, refuse_code_in
+from training.measured_memory import record_process_peaks
+from training.preconditions import check_room, check_trainable
+from training.save_checkpoints import full_disk_errors, remove_checkpoints_of_stops
 from training.stopping import StopRequest
 from training.trainer import WorkshopTrainer
 
@@ -62,30 +67,29 @@ def main() -> None:
     stop.listen()
     draw_bars_on_terminals_only()
 
-    # 1. Options: flags, variables and config files. What the sections 1 to 4 find wrong ends the run with one line,
+    # 1. Settings: flags, variables and config files. What the sections 1 to 4 find wrong ends the run with one line,
     #    before the model is loaded, and before there is a record.
-    options = parse_command_line(__doc__)
-    values = options.values
-    deepspeed = values["deepspeed"]  # a file of ds_configs/, or None
-    fsdp = bool(values["fsdp"])  # how, stands in a file of fsdp_configs/ (--fsdp_config); without one FULL_SHARD
-    tensor_parallel = values["tensor_parallel"]  # ranks over which each matrix is cut, 1 for whole ones
+    settings = parse_command_line(__doc__)  # settings.model, .data and .trainer hold the flags by their names
+    deepspeed = settings.trainer.deepspeed  # a file of ds_configs/, or None
+    fsdp = bool(settings.trainer.fsdp)  # a file of fsdp_configs/ says how (--fsdp_config); without one FULL_SHARD
+    tensor_parallel = settings.model.tensor_parallel  # ranks over which each matrix is cut, 1 for whole ones
     prepare_environment(shards=bool(deepspeed or fsdp))
-    print_once("\n".join(options.knob_lines()))  # each knob, and whether a flag, the site, ... or config.py says it
+    print_once("\n".join(settings.knob_lines()))  # each knob, and whether a flag, the site, ... or config.py says it
     if deepspeed:
-        options.deepspeed_config = check_ds_config(deepspeed)
-    check_tensor_parallel(options, world_size())
+        settings = replace(settings, deepspeed_config=check_ds_config(deepspeed))
+    check_tensor_parallel(settings, world_size())
     if fsdp:
-        options.fsdp_config = check_fsdp_config(values["fsdp"], values["fsdp_config"], tensor_parallel)
+        fsdp_config = check_fsdp_config(settings.trainer.fsdp, settings.trainer.fsdp_config, tensor_parallel)
+        settings = replace(settings, fsdp_config=fsdp_config)
     # What the Trainer is told of FSDP. With tensor parallelism it is told nothing: section 6 shards the model itself
-    fsdp_of_trainer = options.fsdp_config if tensor_parallel == 1 else None
-    model_args, data_args = own_arguments(options)
+    fsdp_of_trainer = settings.fsdp_config if tensor_parallel == 1 else None
 
     # 2. The Trainer's arguments. They turn on ZeRO or FSDP; with neither, several processes train with DDP. They must
     #    come before the model: ZeRO-3 shards its weights while they are loaded.
-    flags = trainer_flags(options)
+    flags = trainer_flags(settings)
     # From here on a rank that hangs for --ddp_timeout seconds ends the run, with its name in the log. PyTorch's own
     # time-outs, which name nobody, come later.
-    flags["ddp_timeout"] = watchdog.start(values["ddp_timeout"])
+    flags["ddp_timeout"] = watchdog.start(settings.trainer.ddp_timeout)
     with argument_errors():
         args = TrainingArguments(
             **flags,
@@ -95,14 +99,14 @@ def main() -> None:
             parallelism_config=parallelism(fsdp_of_trainer),  # of HYBRID_SHARD: replicas x shards
         )
     if deepspeed:
-        check_contradictions(options, args)
+        check_contradictions(settings, args)
     adopt_process_group(args, with_deepspeed=bool(deepspeed))  # TrainingArguments has opened it, DeepSpeed shares it
 
-    # 3. Where results go, and the checkpoint to go on from, if one was asked for or Slurm has started this job again.
+    # 3. Where results go, and the checkpoint to resume from, if one was asked for or Slurm has started this job again.
     job_id = new_job_id()  # JOB_ID, Slurm's, or a new one
-    args.output_dir = values["output_dir"] or f"output/{job_id}"
+    args.output_dir = settings.trainer.output_dir or f"output/{job_id}"
     record = RunRecord(job_id)
-    strategy = strategy_name(options)
+    strategy = strategy_name(settings)
     # A checkpoint is a pickle, and loading one can run code. From here on such a file does not load, and is named
     forbid_code_in_checkpoints(with_deepspeed=bool(deepspeed))
     requested = args.resume_from_checkpoint
@@ -115,15 +119,15 @@ def main() -> None:
     # 4. Tokenizer and data. A model on PyTorch's meta device has shapes, but no memory for weights: enough to check
     #    whether it can be trained like this.
     watchdog.progress("reading the data")  # ranks say what they begin: one that is silent for long is taken for hung
-    meta_model = build_meta_model(model_args, data_args)
-    tokenizer = load_tokenizer(model_args, data_args)
-    check_trainable(options, args, meta_model, tokenizer)
-    train_dataset, eval_dataset = load_squad(data_args, tokenizer, args)
-    # Settings, config and data of this training. Each checkpoint holds them: no training with others goes on from it
-    identity = identity_of(job_id, options, strategy, args.world_size, train_dataset)
+    meta_model = build_meta_model(settings.model, settings.data)
+    tokenizer = load_tokenizer(settings.model, settings.data)
+    check_trainable(settings, args, meta_model, tokenizer)
+    train_dataset, eval_dataset = load_squad(settings.data, tokenizer, args)
+    # Settings, config and data of this training. Each checkpoint holds them: no training with others resumes from it
+    identity = identity_of(job_id, settings, strategy, args.world_size, train_dataset)
     if checkpoint:
         check_same_training(checkpoint, identity)
-    check_room(args.output_dir, options, meta_model, strategy, args.save_total_limit)
+    check_room(args.output_dir, settings, meta_model, strategy, args.save_total_limit)
 
     # 5. The run record, results/<job id>.json. A second run of this job's id is refused, and however this one ends, the
     #    record says so.
@@ -136,29 +140,29 @@ def main() -> None:
             run_name=args.run_name,
             output_dir=args.output_dir,
             resumed_from=checkpoint,
-            settings=options.settings(),
-            origins=options.origins,
+            settings=settings.recorded(),
+            origins=settings.origins,
             train_size=len(train_dataset),
             eval_size=len(eval_dataset),
             questions_cut=questions_cut(train_dataset, eval_dataset),
             configs={
                 "model": meta_model.config.to_diff_dict(),
-                "deepspeed": options.deepspeed_config,
-                "fsdp": options.fsdp_config,
+                "deepspeed": settings.deepspeed_config,
+                "fsdp": settings.fsdp_config,
             },
         )
         watchdog.before_exit(record.close_as_hung)
         prepare_trackers(args, job_id)
-        peak = matmul_peak(compute_dtype(values), args.device)  # what the hardware can do at best, for MFU
+        peak = matmul_peak(DTYPES[settings.precision], args.device)  # what the hardware can do at best, for MFU
 
         # 6. Model and Trainer.
         watchdog.progress("loading the model")
-        model = load_model(model_args, data_args, tokenizer, args.seed)
-        if model_args.loss == "chunked":
+        model = load_model(settings.model, settings.data, tokenizer, args.seed)
+        if settings.model.loss == "chunked":
             use_chunked_loss(model)
-        flops = flops_of(model, record)  # that a token needs, for MFU; None with the reason in the record
+        flops = flops_of(model, record)  # FLOPs per token, for MFU. None if unknown; the record gives the reason
         if tensor_parallel > 1:
-            apply_tensor_parallel(model, tensor_parallel, options.fsdp_config, args.device)
+            apply_tensor_parallel(model, tensor_parallel, settings.fsdp_config, args.device)
         if fsdp or tensor_parallel > 1:
             shard_on_cpu()  # does nothing where there are GPUs; without one accelerate would run DDP, and not say so
         trainer = WorkshopTrainer(
@@ -166,12 +170,12 @@ def main() -> None:
             args=args,
             train_dataset=train_dataset,
             eval_dataset=eval_dataset,
-            data_collator=collator(tokenizer, data_args),
+            data_collator=collator(tokenizer, settings.data),
         )
-        add_callbacks(trainer, options, record, stop, identity, checkpoint, flops, peak)
+        add_callbacks(Run(trainer, settings, record, stop, identity, checkpoint, flops, peak))
 
-        # 7. Training, with an evaluation and a checkpoint after each epoch (--eval_strategy, --save_strategy). What
-        #    happens in a step, and when the ranks talk: docs/training-loop.md
+        # 7. Training, with an evaluation and a checkpoint after each epoch (--eval_strategy, --save_strategy).
+        #    docs/training-loop.md shows what happens in a step, and when the ranks communicate
         trainer.train(resume_from_checkpoint=checkpoint)
         close_trackers(args, job_id, record.content["callbacks"])  # means over the steps, for the tracker's summary
         stop.save_and_exit_if_asked(trainer, record)  # after Ctrl-C: with a checkpoint of this step, and exit code 75
@@ -186,24 +190,23 @@ def main() -> None:
                 save_model(trainer, tokenizer, args.output_dir)
 
         # 9. Exact Match and F1 of its answers.
-        if data_args.em_f1:
+        if settings.data.em_f1:
+            generation = Generation(
+                batch_size=settings.data.em_f1_batch_size,
+                max_length=settings.data.max_length,
+                device=args.device,
+                sharded=fsdp or strategy == "DeepSpeed ZeRO-3",
+                tensor_parallel=tensor_parallel,
+            )
             with trainer.accelerator.autocast():  # once around all answers, or the weights are cast for each token
-                scores = exact_match_and_f1(
-                    trainer.model,
-                    tokenizer,
-                    eval_dataset,
-                    batch_size=data_args.em_f1_batch_size,
-                    max_length=data_args.max_length,
-                    device=args.device,
-                    sharded=fsdp or strategy == "DeepSpeed ZeRO-3",
-                    tensor_parallel=tensor_parallel,
-                )
+                scores = exact_match_and_f1(trainer.model, tokenizer, eval_dataset, generation)
             print_once(f"exact_match {scores['exact_match']:.2f}  f1 {scores['f1']:.2f}")
-            if not scores["f1"] and has_random_weights(model_args.model_name, model_args.from_scratch):
+            if not scores["f1"] and has_random_weights(settings.model.model_name, settings.model.from_scratch):
                 print_once("(0 as is to be expected: this model began with random weights)")
             record.update(**scores)
-        record.measure_process_memory()  # once more, as at the end of training: saving and answers need memory, too
-        if args.save_strategy == "no":  # a stop saves in spite of it, and nobody needs that any more
+        record_process_peaks(record)  # once more, as at the end of training: saving and answers need memory, too
+        if args.save_strategy == "no":
+            # A stop saves a checkpoint even with SAVE_STRATEGY=no. Remove it now that the run has completed
             remove_checkpoints_of_stops(args.output_dir)
     print_once(f"Run record: {record.path}")
     leave_process_group()

@@ -4,6 +4,7 @@ import importlib.util
 import os
 import shlex
 from pathlib import Path
+from typing import Any
 
 from shared.errors import WorkshopError
 from shared.paths import EXPERIMENTS, REPOSITORY
@@ -25,8 +26,11 @@ def check_trackers(report_to: str) -> list[str]:
     return [report_to]
 
 
-def prepare_trackers(args, job_id: str) -> None:
-    """One folder and one name per job; Weights & Biases stays offline unless WANDB_MODE says otherwise."""
+def prepare_trackers(args: Any, job_id: str) -> None:
+    """Give each job one folder and one name; Weights & Biases stays offline unless WANDB_MODE says otherwise.
+
+    args: TrainingArguments. This module does not import transformers, as tracking.py need not wait for it.
+    """
     args.run_name = f"{args.run_name}-{job_id}"
     if "wandb" in args.report_to:
         folder = Path("wandb") / job_id
@@ -38,7 +42,7 @@ def prepare_trackers(args, job_id: str) -> None:
         os.environ.setdefault("TENSORBOARD_LOGGING_DIR", f"{args.output_dir}/tensorboard")
 
 
-def close_trackers(args, job_id: str, means: dict) -> None:
+def close_trackers(args: Any, job_id: str, means: dict) -> None:
     """Put the callbacks' means into the run's summary, and say how to upload an offline run."""
     if "wandb" not in args.report_to or args.process_index != 0:
         return

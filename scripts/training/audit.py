@@ -1,32 +1,36 @@
-"""The knob audit: what was asked for against what runs, read from the live Trainer and DeepSpeed engine."""
+"""The knob audit: what was asked for next to what runs, printed, recorded, and the end of a run where they differ."""
 
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from datasets import Dataset
-from torch.utils.data import SequentialSampler
-from transformers import (
-    DataCollatorForSeq2Seq,
-    Trainer,
-    TrainerCallback,
-)
+from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.training_args import OptimizerNames
 
-from data_loader import IGNORED
 from distributed import inspect_fsdp
 from distributed.collectives import gather_lists, rank, world_size
 from distributed.fsdp_config import wrap_classes
-from distributed.strategy_names import effective_strategy, strategy_name
+from distributed.strategy_name import strategy_name
 from distributed.tensor_parallel import cut_parameters
 from model import count_parameters
 from records.writer import RunRecord
-from settings.command_line import Options, precision_name
+from settings.settings import Settings
 from shared.errors import ENVIRONMENT, WorkshopError
-from training import compiling
 from training.bloom_sdpa import attention_of
 from training.chunked_loss import computes_loss_in_head
-from training.sampling import GroupByLengthSampler, sampler_of
+from training.effective_values import (
+    effective_batch,
+    effective_precision,
+    effective_strategy,
+    is_compiled,
+    is_pinned,
+    labels_of,
+    optimizer_buffers,
+    optimizer_name,
+    optimizer_partitions,
+    parameter_partitions,
+    sampling_of,
+)
 
 NOT_ON_CPU = "n/a on CPU"
 SHARE_TOLERANCE = 0.05
@@ -34,7 +38,10 @@ SHARE_TOLERANCE = 0.05
 
 @dataclass
 class Audited:
-    """binding: whether what runs can be what was requested; if not, the difference is shown and the run goes on."""
+    """A knob as it was requested and as it runs.
+
+    binding: whether what runs can be what was requested; if not, the difference is shown and the run continues.
+    """
 
     name: str
     requested: object
@@ -50,15 +57,17 @@ class Audited:
 class AuditCallback(TrainerCallback):
     """Prints and records the audit once the model is wrapped; ends the run with exit code 3 on a difference."""
 
-    def __init__(self, trainer: Any, options: Options, record: RunRecord):
+    def __init__(self, trainer: Any, settings: Settings, record: RunRecord):
         self.trainer = trainer
-        self.options = options
+        self.settings = settings
         self.record = record
-        # before the model is wrapped: FSDP1 then shows each rank's share alone
+        # before the model is wrapped: then FSDP1 shows only this rank's share
         self.parameters = count_parameters(trainer.model)
 
-    def on_train_begin(self, args, state, control, **kwargs):
-        knobs = audit(self.trainer, self.options, self.parameters)
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        knobs = audit(self.trainer, self.settings, self.parameters)
         if rank() == 0:
             print(audit_table(knobs), flush=True)
             if self.trainer.is_deepspeed_enabled:
@@ -76,30 +85,29 @@ class AuditCallback(TrainerCallback):
                 raise WorkshopError(f"knob audit: {knob.name}", what, "correct the flag or the config", ENVIRONMENT)
 
 
-def audit(trainer: Any, options: Options, parameters: int) -> list[Audited]:
+def audit(trainer: Any, settings: Settings, parameters: int) -> list[Audited]:
     """One entry per knob, in the order of the printed table. trainer: a Trainer whose model is wrapped."""
-    values = options.values
     engine = trainer.model_wrapped if trainer.is_deepspeed_enabled else None
-    requested = strategy_name(options)
+    requested = strategy_name(settings)
     strategy = effective_strategy(trainer, engine)
     alone = requested == "DDP" and world_size() == 1
     knobs = [
-        Audited("precision", precision_name(values), effective_precision(trainer, engine), options.precision_note),
+        Audited("precision", settings.precision, effective_precision(trainer, engine), settings.precision_note),
         # accelerate wraps a single rank on the CPU, and not on a GPU
         Audited("strategy", requested, strategy, "one rank averages with nobody" if alone else "", binding=not alone),
-        optimizer_knob(trainer, engine, options),
+        optimizer_knob(trainer, engine, settings),
     ]
-    if engine is not None and options.deepspeed_config is not None:
-        knobs += offload_knobs(engine, options.deepspeed_config.get("zero_optimization", {}))
-    if strategy.startswith("FSDP") and options.fsdp_config is not None:
-        knobs += fsdp_knobs(trainer, options.fsdp_config)
-    if values["tensor_parallel"] > 1:
-        knobs += tensor_parallel_knobs(trainer, values["tensor_parallel"])
-    knobs += batch_knobs(trainer, engine, values)
+    if engine is not None:
+        knobs += offload_knobs(engine, settings.zero)
+    if strategy.startswith("FSDP") and settings.fsdp_config is not None:
+        knobs += fsdp_knobs(trainer, settings.fsdp_config)
+    if settings.model.tensor_parallel > 1:
+        knobs += tensor_parallel_knobs(trainer, settings.model.tensor_parallel)
+    knobs += batch_knobs(trainer, engine, settings)
     knobs += [
-        Audited("label mode", values["labels"], labels_of(trainer.train_dataset, trainer.data_collator)),
-        Audited("loss", values["loss"], "chunked" if computes_loss_in_head(trainer.model) else "full"),
-        *speed_knobs(trainer, values),
+        Audited("label mode", settings.data.labels, labels_of(trainer.train_dataset, trainer.data_collator)),
+        Audited("loss", settings.model.loss, "chunked" if computes_loss_in_head(trainer.model) else "full"),
+        *speed_knobs(trainer, settings),
     ]
     facts = {
         "padding": trainer.data_collator.padding,
@@ -112,11 +120,11 @@ def audit(trainer: Any, options: Options, parameters: int) -> list[Audited]:
     return knobs + [Audited(name, value, value) for name, value in facts.items()]
 
 
-def batch_knobs(trainer: Any, engine, values: dict) -> list[Audited]:
-    micro = values["per_device_train_batch_size"]
-    accumulation = values["gradient_accumulation_steps"]
+def batch_knobs(trainer: Any, engine: Any, settings: Settings) -> list[Audited]:
+    micro = settings.trainer.per_device_train_batch_size
+    accumulation = settings.trainer.gradient_accumulation_steps
     live_micro, live_accumulation, live_groups = effective_batch(trainer, engine)
-    tensor_parallel = values["tensor_parallel"]
+    tensor_parallel = settings.model.tensor_parallel
     batch = micro * accumulation * world_size() // tensor_parallel
     live_batch = live_micro * live_accumulation * live_groups
     note = "micro batch x accumulation x " + ("world size" if tensor_parallel == 1 else "tensor groups")
@@ -128,48 +136,23 @@ def batch_knobs(trainer: Any, engine, values: dict) -> list[Audited]:
     ]
 
 
-def speed_knobs(trainer: Any, values: dict) -> list[Audited]:
+def speed_knobs(trainer: Any, settings: Settings) -> list[Audited]:
     loader = trainer.callback_handler.train_dataloader
-    compiled = compiling.is_compiled(trainer.model_wrapped)
     attention = attention_of(trainer.model)
-    checkpointing = bool(values["activation_checkpointing"])
+    checkpointing = bool(settings.trainer.activation_checkpointing)
     return [
-        Audited("attention", values["attention"] or attention, attention),
-        Audited("sampling", values["train_sampling_strategy"], sampling_of(loader)),
+        Audited("attention", settings.model.attention or attention, attention),
+        Audited("sampling", settings.trainer.train_sampling_strategy, sampling_of(loader)),
         Audited("checkpointing", checkpointing, trainer.model.is_activation_checkpointing, "by the model itself"),
-        Audited("compiled", bool(values["torch_compile"]), compiled),
+        Audited("compiled", settings.trainer.torch_compile, is_compiled(trainer.model_wrapped)),
     ]
 
 
-def sampling_of(loader: Any) -> str:
-    """Name of the order in which a DataLoader reads the questions."""
-    names = {GroupByLengthSampler: "group_by_length", SequentialSampler: "sequential"}
-    return names.get(type(sampler_of(loader)), "random")
-
-
-def effective_precision(trainer: Trainer, engine) -> str:
-    if engine is None:
-        return {"no": "fp32"}.get(trainer.accelerator.mixed_precision, trainer.accelerator.mixed_precision)
-    # after initialisation the module holds the working copy; the fp32 masters are the optimizer's
-    dtypes = {p.dtype for p in engine.module.parameters()}
-    names = {torch.float16: "fp16", torch.bfloat16: "bf16", torch.float32: "fp32"}
-    return "+".join(sorted(names.get(dtype, str(dtype)) for dtype in dtypes))
-
-
-def effective_batch(trainer: Trainer, engine) -> tuple[int, int, int]:
-    """Micro batch, accumulation, and how many ranks (of tensor groups: how many groups) have questions of their own."""
-    groups = trainer.accelerator.num_processes // trainer.get_tp_size()
-    if engine is not None:
-        return engine.train_micro_batch_size_per_gpu(), engine.gradient_accumulation_steps(), groups
-    loader = trainer.callback_handler.train_dataloader
-    return loader.total_batch_size // groups, trainer.args.gradient_accumulation_steps, groups
-
-
-def optimizer_knob(trainer: Any, engine, options: Options) -> Audited:
+def optimizer_knob(trainer: Any, engine: Any, settings: Settings) -> Audited:
     """PyTorch's AdamW against --optim, or the keys of the DeepSpeed file; another optimizer is shown as it runs."""
-    section = (options.deepspeed_config or {}).get("optimizer")
+    section = (settings.deepspeed_config or {}).get("optimizer")
     if section is None:
-        asked = OptimizerNames(options.values["optim"]).value
+        asked = OptimizerNames(settings.trainer.optim).value
     elif section["params"].get("torch_adam") and section["params"].get("adam_w_mode", True):
         asked = "adamw_torch_fused" if section["params"].get("fused") else "adamw_torch"
     else:
@@ -179,14 +162,7 @@ def optimizer_knob(trainer: Any, engine, options: Options) -> Audited:
     return Audited("optimizer", names.get(asked, effective), effective)
 
 
-def optimizer_name(optimizer: torch.optim.Optimizer) -> str:
-    """Its class, whose it is, and whether one kernel steps many parameters: ``AdamW (torch, fused)``."""
-    library = type(optimizer).__module__.split(".")[0]
-    fused = ", fused" if optimizer.defaults.get("fused") else ""
-    return f"{type(optimizer).__name__} ({library}{fused})"
-
-
-def offload_knobs(engine, zero: dict) -> list[Audited]:
+def offload_knobs(engine: Any, zero: dict) -> list[Audited]:
     """Where optimizer state and parameters live, and whether the buffers that `pin_memory` rules are pinned."""
     masters = optimizer_partitions(engine)
     buffers, note = optimizer_buffers(engine, masters)
@@ -195,47 +171,30 @@ def offload_knobs(engine, zero: dict) -> list[Audited]:
     # into buffers of its own, which it pins without asking (_create_param_groups_fp16_flat_cpu_memory)
     unasked = "DeepSpeed pins them in any case, once they are loaded"
     return [
-        *offload_of("optimizer", zero.get("offload_optimizer"), masters, buffers, note),
-        *offload_of("parameter", zero.get("offload_param"), shares, shares, unasked, binding=False),
+        *pinned_knobs("optimizer", zero.get("offload_optimizer"), masters, Buffers(buffers, note)),
+        *pinned_knobs("parameter", zero.get("offload_param"), shares, Buffers(shares, unasked, binding=False)),
     ]
 
 
-def offload_of(
-    part: str,
-    section: dict | None,
-    on_cpu: list[torch.Tensor],
-    buffers: list[torch.Tensor],
-    note: str,
-    binding: bool = True,
-) -> list[Audited]:
-    """section: of the config file. buffers: those that its `pin_memory` rules; binding: whether it does rule them."""
+@dataclass(frozen=True)
+class Buffers:
+    """What `pin_memory` of a config file rules. binding: whether DeepSpeed pins them only if it says so."""
+
+    tensors: list[torch.Tensor]
+    note: str
+    binding: bool = True
+
+
+def pinned_knobs(part: str, section: dict | None, on_cpu: list[torch.Tensor], buffers: Buffers) -> list[Audited]:
+    """Offload and pinning of a part. section: of the config file. on_cpu: what of the part is in CPU memory."""
     section = section or {}
     device = section.get("device", "none")
     offload = Audited(f"{part} offload", device, "cpu" if on_cpu else "none")
     if device == "none":
         return [offload]
+    effective = is_pinned(buffers.tensors) if can_pin() else NOT_ON_CPU
     pin = section.get("pin_memory", True)
-    return [offload, Audited(f"{part} pinned memory", pin, pinned(buffers), note, binding)]
-
-
-def optimizer_buffers(engine, masters: list[torch.Tensor]) -> tuple[list[torch.Tensor], str]:
-    """What `offload_optimizer.pin_memory` rules, and what it does not.
-
-    Stages 1 and 2 pin the fp32 masters and their gradients (stage_1_and_2.py); stage 3 the gradients alone (stage3.py,
-    grad_partitions_flat_buffer). No stage pins Adam's moments: the optimizer makes them with zeros_like.
-    """
-    if masters and int(engine.zero_optimization_stage()) == 3:
-        return [engine.optimizer.grad_partitions_flat_buffer], "gradients; masters and Adam's moments never are"
-    gradients = [master.grad for master in masters if master.grad is not None]
-    return [*masters, *gradients], "fp32 masters and gradients; Adam's moments never are"
-
-
-def pinned(tensors: list[torch.Tensor]) -> object:
-    from deepspeed.accelerator import get_accelerator
-
-    if not can_pin():
-        return NOT_ON_CPU
-    return bool(tensors) and all(get_accelerator().is_pinned(t) for t in tensors)
+    return [offload, Audited(f"{part} pinned memory", pin, effective, buffers.note, buffers.binding)]
 
 
 def can_pin() -> bool:
@@ -293,32 +252,7 @@ def tensor_parallel_knobs(trainer: Any, tensor_parallel: int) -> list[Audited]:
     ]
 
 
-def optimizer_partitions(engine) -> list[torch.Tensor]:
-    """This rank's fp32 master weights if they are offloaded to the CPU, else an empty list."""
-    optimizer = engine.optimizer
-    offloaded = getattr(optimizer, "cpu_offload", False) or getattr(optimizer, "offload_optimizer", False)
-    masters = getattr(optimizer, "single_partition_of_fp32_groups", None) or getattr(
-        optimizer, "fp32_partitioned_groups_flat", []
-    )
-    return [t for t in masters if t.device.type == "cpu"] if offloaded else []
-
-
-def parameter_partitions(engine) -> list[torch.Tensor]:
-    """This rank's shares of the parameters if ZeRO-3 keeps them in CPU memory, else an empty list."""
-    if not getattr(engine.optimizer, "offload_param", False):
-        return []
-    shares = [p.ds_tensor for p in engine.module.parameters() if hasattr(p, "ds_tensor")]
-    return [t for t in shares if t.device.type == "cpu"]
-
-
-def labels_of(dataset: Dataset, collator: DataCollatorForSeq2Seq) -> str:
-    """Which tokens count, from the labels themselves: the first belongs to the prompt."""
-    if dataset[0]["labels"][0] == IGNORED:
-        return "answer"
-    return "sequence" if collator.label_pad_token_id == IGNORED else "all"
-
-
-def deepspeed_banner(engine) -> str:
+def deepspeed_banner(engine: Any) -> str:
     line = "=" * 60
     stage = int(engine.zero_optimization_stage())
     return "\n".join(

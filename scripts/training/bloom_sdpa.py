@@ -25,8 +25,8 @@ from shared.errors import WorkshopError
 class SDPABloomModel(BloomModel):
     """Hands its layers the sum of distances and mask, where BloomModel hands them the mask."""
 
-    def forward(self, *args, **kwargs):
-        modeling_bloom.create_causal_mask = distances_and_mask
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        modeling_bloom.create_causal_mask = distances_and_mask  # type: ignore[assignment]  # BLOOM gives only these
         try:
             return super().forward(*args, **kwargs)
         finally:
@@ -43,7 +43,7 @@ class SDPABloomAttention(BloomAttention):
         layer_past: Any = None,
         use_cache: bool = False,
         output_attentions: bool = False,
-        **kwargs,
+        **kwargs: Any,
     ) -> tuple[torch.Tensor, None]:
         """hidden_states, residual: (batch, length, hidden); attention_mask: of `distances_and_mask`.
 

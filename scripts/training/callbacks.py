@@ -1,53 +1,74 @@
-"""What is done beside the steps of a training: all callbacks, in their order, and those that watch it."""
+"""What is done next to the steps of a training: all callbacks, in their order, and those that watch it."""
 
 import math
 import statistics
 import sys
 import time
+from dataclasses import dataclass
 from typing import Any
 
 import psutil
 import torch
 import torch.distributed as dist
-from transformers import ProgressCallback, TrainerCallback
+from transformers import ProgressCallback, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from distributed import watchdog
 from distributed.collectives import gather_lists, print_once
+from records.writer import RunRecord
+from settings.settings import Settings
 from shared.errors import WorkshopError
 from training.audit import AuditCallback
-from training.checkpoints import CheckpointCallback
-from training.model_state_bytes import HeldCallback
+from training.flops import ModelFlops
+from training.measured_memory import ModelStateCallback, record_peaks
 from training.profiling import ProfileCallback
+from training.save_checkpoints import CheckpointCallback
 from training.speed import TrainSpeedCallback
-from training.stopping import StopCallback
+from training.stopping import StopCallback, StopRequest
 
 PERCENT_PER_LINE = 5
 BAD_LOSSES = 3  # in a row
 
 
-def add_callbacks(trainer, options, record, stop, identity, checkpoint, flops, peak) -> None:
-    """What is done beside the steps, in this order at each event, behind transformers' own callbacks, which decide when
-    to log, evaluate and save."""
-    speed = TrainSpeedCallback(trainer, flops, peak, options.values["profile"])
-    stopping = [StopCallback(stop, trainer)]
-    if options.values["tensor_parallel"] > 1:
+@dataclass(frozen=True)
+class Run:
+    """What the callbacks of a training work with.
+
+    trainer: a WorkshopTrainer. identity: what each checkpoint says of the training. resumed_from: a checkpoint.
+    flops: what a token needs, None if unknown. peak: operations per second that one rank can do at best.
+    """
+
+    trainer: Any
+    settings: Settings
+    record: RunRecord
+    stop: StopRequest
+    identity: dict
+    resumed_from: str | None
+    flops: ModelFlops | None
+    peak: float
+
+
+def add_callbacks(run: Run) -> None:
+    """Add what is done next to the steps. At each event the callbacks are called in this order, after transformers'
+    own, which decide when to log, evaluate and save."""
+    trainer = run.trainer
+    speed = TrainSpeedCallback(trainer, run.flops, run.peak, run.settings.data.profile)
+    stopping = [StopCallback(run.stop, trainer)]
+    if run.settings.model.tensor_parallel > 1:
         print_once("--tensor_parallel writes no checkpoints: a stop ends this run at once, and it is lost")
         stopping = []
-    utilisation = UtilisationCallback()
-    held = HeldCallback(trainer)
     callbacks = [
         speed,  # its clock stops before the others work
-        utilisation,
-        held,
-        AuditCallback(trainer, options, record),  # ends a run that is not what was asked for
-        RecordCallback(trainer, record, speed, utilisation, held),  # at the end: losses, rates, peaks of memory
-        CheckpointCallback(trainer, identity, speed, checkpoint),  # marks what was saved as complete
+        UtilisationCallback(run.record),
+        ModelStateCallback(trainer, run.record),
+        AuditCallback(trainer, run.settings, run.record),  # ends a run that is not what was asked for
+        RecordCallback(trainer, run.record, speed),
+        CheckpointCallback(trainer, run.identity, speed, run.resumed_from),  # marks what was saved as complete
         *stopping,  # and only then the run may end
-        FiniteLossCallback(trainer),  # ends a run whose loss is no number, at the end of a step, before it is saved
+        FiniteLossCallback(trainer),  # ends a run whose loss is not finite, at the end of a step, before it is saved
         WatchdogCallback(),  # tells the watchdog what comes next
     ]
-    if options.values["profile"]:
-        callbacks.append(ProfileCallback(trainer, record))
+    if run.settings.data.profile:
+        callbacks.append(ProfileCallback(trainer, run.record))
     for callback in callbacks:
         trainer.add_callback(callback)
     if not sys.stderr.isatty() and not trainer.args.disable_tqdm:  # lines instead of bars, in a log
@@ -58,15 +79,17 @@ def add_callbacks(trainer, options, record, stop, identity, checkpoint, flops, p
 class UtilisationCallback(TrainerCallback):
     """Utilisation and memory of each rank's GPU, or of its process where there is none, sampled after each step."""
 
-    def __init__(self):
-        self.samples = []
-        self.reason = ""
+    def __init__(self, record: RunRecord):
+        self.record = record
+        self.samples: list[dict[str, Any]] = []
 
-    def on_train_begin(self, args, state, control, **kwargs):
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
         self.process = psutil.Process()
         self.process.cpu_percent()  # the first call only starts the measurement
 
-    def on_step_end(self, args, state, control, **kwargs):
+    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         self.samples.append(self.gpu_sample() if torch.cuda.is_available() else self.process_sample())
 
     def gpu_sample(self) -> dict:
@@ -74,7 +97,7 @@ class UtilisationCallback(TrainerCallback):
             utilisation = torch.cuda.utilization()
         except Exception as error:  # no nvidia-ml-py, or a GPU partition that does not tell
             utilisation = None
-            self.reason = str(error)
+            self.record.reasons["callbacks.avg_gpu_util_%"] = str(error)
         return {
             "gpu_util_%": utilisation,
             "mem_alloc_MB": torch.cuda.memory_allocated() / 2**20,
@@ -84,6 +107,11 @@ class UtilisationCallback(TrainerCallback):
 
     def process_sample(self) -> dict:
         return {"cpu_util_%": self.process.cpu_percent(), "process_mem_MB": self.process.memory_info().rss / 2**20}
+
+    def on_train_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        self.record.update(callbacks=self.means())
 
     def means(self) -> dict:
         """avg_<name> of every quantity and std_<name> of the utilisation, means over the ranks. Collective."""
@@ -104,18 +132,22 @@ class UtilisationCallback(TrainerCallback):
 class LogLinesCallback(TrainerCallback):
     """The Trainer's log lines, and one of progress every few percent, for a log in which no bar can be drawn."""
 
-    def on_train_begin(self, args, state, control, **kwargs):
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
         self.started = time.monotonic()
         self.shown = 100 * state.global_step // state.max_steps
 
-    def on_step_end(self, args, state, control, **kwargs):
+    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         percent = 100 * state.global_step // state.max_steps
         if state.is_world_process_zero and percent >= self.shown + PERCENT_PER_LINE:
             self.shown = percent
             seconds = time.monotonic() - self.started
             print(f"step {state.global_step} of {state.max_steps} ({percent} %) after {seconds:.0f} s", flush=True)
 
-    def on_log(self, args, state, control, logs=None, **kwargs):
+    def on_log(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, logs: Any = None, **kwargs: Any
+    ) -> None:
         if state.is_world_process_zero and logs:
             shown = {name: f"{value:.4g}" if isinstance(value, float) else value for name, value in logs.items()}
             shown.pop("total_flos", None)
@@ -125,54 +157,84 @@ class LogLinesCallback(TrainerCallback):
 class RecordCallback(TrainerCallback):
     """Keeps the run record up to date, so that a killed run loses nothing that was measured."""
 
-    def __init__(
-        self,
-        trainer: Any,
-        record: Any,
-        speed: TrainSpeedCallback,
-        utilisation: UtilisationCallback,
-        held: HeldCallback,
-    ):
+    def __init__(self, trainer: Any, record: RunRecord, speed: TrainSpeedCallback):
         self.trainer = trainer
         self.record = record
         self.speed = speed
-        self.utilisation = utilisation
-        self.held = held
 
-    def on_step_end(self, args, state, control, **kwargs):
+    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         # What was not logged by the end counts in the Trainer's train_loss as rank 0 has it, not as the mean of all
         if state.global_step >= state.max_steps:
             control.should_log = True
-        return control
 
-    def on_train_begin(self, args, state, control, **kwargs):
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
         if args.deepspeed:
-            configs = self.record.content["configs"]
-            self.record.update(configs=configs | {"deepspeed": args.hf_deepspeed_config.config})
+            in_effect: Any = args.hf_deepspeed_config
+            self.record.update(configs=self.record.content["configs"] | {"deepspeed": in_effect.config})
         if state.global_step:  # those before the checkpoint
             self.record.update(eval=evaluations(state.log_history))
 
-    def on_evaluate(self, args, state, control, **kwargs):
+    def on_evaluate(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         self.record.update(eval=evaluations(state.log_history))
 
-    def on_train_end(self, args, state, control, **kwargs):
-        metrics = state.log_history[-1]  # train_loss, train_runtime ...
-        self.record.training(self.trainer, metrics, self.speed, self.utilisation, self.held)
+    def on_train_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """Record losses, rates and peaks of memory. Collective."""
+        record_peaks(self.record)
+        measured = self.speed.measured()
+        self.note_missing_rates(measured)
+        of_trainer = state.log_history[-1]
+        losses = [entry["loss"] for entry in state.log_history if "loss" in entry]
+        self.record.update(
+            train={
+                "steps": state.global_step,
+                "loss_mean": of_trainer["train_loss"],
+                "loss_last": losses[-1] if losses else None,
+                "runtime_s": of_trainer["train_runtime"],
+                "samples_per_second": of_trainer["train_samples_per_second"],
+                "steps_per_second": of_trainer["train_steps_per_second"],
+                **measured,
+            },
+            callbacks=self.record.content["callbacks"]
+            | {
+                "train/steps_per_second_mean": measured["steady_steps_per_second"],
+                "train/samples_per_second_mean": measured["steady_samples_per_second"],
+            },
+        )
+
+    def note_missing_rates(self, measured: dict) -> None:
+        """Say why a rate is empty, where nothing has said it yet. measured: of TrainSpeedCallback."""
+        reasons = self.record.reasons
+        if measured["warm_up_seconds"] is None:
+            reasons["train.warm_up_seconds"] = "too few steps for a warm-up"
+        if not measured["steady_steps"]:
+            for name in ("steady_samples_per_second", "steady_tokens_per_second", "mfu_percent"):
+                reasons.setdefault(f"train.{name}", "too few steps after the warm-up")
+        elif measured["mfu_percent"] is None:
+            reason = "the steps beat the peak, which was measured on a busy machine; the next run measures it again"
+            reasons.setdefault("train.mfu_percent", reason)
 
 
 class WatchdogCallback(TrainerCallback):
     """Tells the watchdog that the training goes on. The last of the callbacks, so that it tells what comes next."""
 
-    def on_step_begin(self, args, state, control, **kwargs):
+    def on_step_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
         watchdog.progress(f"step {state.global_step + 1}")
 
-    def on_step_end(self, args, state, control, **kwargs):
+    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         watchdog.progress(f"the end of step {state.global_step}")
 
-    def on_prediction_step(self, args, state, control, **kwargs):
+    def on_prediction_step(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
         watchdog.progress(f"the evaluation after step {state.global_step}")
 
-    def on_save(self, args, state, control, **kwargs):
+    def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         watchdog.progress(f"the end of saving step {state.global_step}")
 
 
@@ -180,7 +242,7 @@ class FiniteLossCallback(TrainerCallback):
     """Ends the run, with exit code 1, once the loss was NaN or infinite for `BAD_LOSSES` steps in a row, or in an
     evaluation.
 
-    The Trainer logs the mean of the other losses in its place (WorkshopTrainer.training_step), and goes on to the end.
+    The Trainer would log the mean of the other losses in its place (WorkshopTrainer.training_step), and continue.
     Steps that loss scaling skips do not count: there the scaled gradients overflow, not the loss.
     """
 
@@ -192,14 +254,16 @@ class FiniteLossCallback(TrainerCallback):
         if trainer.args.fp16:
             self.way_out += ", or use --bf16 instead of --fp16"
 
-    def on_step_end(self, args, state, control, **kwargs):
+    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         self.bad_losses = torch.where(self.trainer.loss_of_step.isfinite(), 0, self.bad_losses + 1)
         self.trainer.loss_of_step = 0
         # to look at the number means to wait for the GPU: only when the Trainer does so as well
         if control.should_log or control.should_evaluate or control.should_save:
             self.check(state.global_step)
 
-    def on_epoch_end(self, args, state, control, **kwargs):
+    def on_epoch_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
         self.check(state.global_step)
 
     def check(self, step: int) -> None:
@@ -212,7 +276,9 @@ class FiniteLossCallback(TrainerCallback):
             what = f"is not finite since step {step - bad + 1} ({bad} steps in a row)"
             raise WorkshopError("loss", what, self.way_out, code=1)
 
-    def on_evaluate(self, args, state, control, metrics, **kwargs):
+    def on_evaluate(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, metrics: Any = None, **kwargs: Any
+    ) -> None:
         loss = metrics.get("eval_loss", 0.0)
         if not math.isfinite(loss):
             raise WorkshopError("evaluation loss", f"is {loss} after step {state.global_step}", self.way_out, code=1)

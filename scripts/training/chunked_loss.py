@@ -131,7 +131,7 @@ class LossInHead:
         self.loss = loss.detach()
         return loss
 
-    def loss_function(self, logits: torch.Tensor, *args, **kwargs) -> torch.Tensor:
+    def loss_function(self, logits: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         """The model's: its `logits` are the loss, unless the model has changed them on the way."""
         if not self.checked:
             own = self.loss
@@ -152,7 +152,9 @@ class CrossEntropyOfHead(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx, hidden, weight, targets, with_gradients: bool):
+    def forward(
+        ctx: Any, hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor, with_gradients: bool
+    ) -> torch.Tensor:
         device = hidden.device.type
         dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else weight.dtype
         ctx.dtypes = hidden.dtype, weight.dtype
@@ -193,7 +195,7 @@ class CrossEntropyOfHead(torch.autograd.Function):
         return loss
 
     @staticmethod
-    def backward(ctx, gradient):
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple:
         *gradients, scale = ctx.saved_tensors
         factor = gradient / scale
         gradients = [kept.mul_(factor).to(dtype) for kept, dtype in zip(gradients, ctx.dtypes, strict=True)]

@@ -22,7 +22,8 @@ import torch
 from data_loader import IGNORED
 from distributed.collectives import gather_lists, local_world_size, rank, value_of_rank_0, wait_for_everyone
 from model import elements
-from records.writer import RunRecord, hardware
+from records.run_environment import hardware
+from records.writer import RunRecord
 from shared.json_files import write_json
 
 KINDS_OF_TOKENS = 4  # of count_tokens

@@ -11,7 +11,7 @@ import signal
 import sys
 from typing import Any
 
-from transformers import TrainerCallback
+from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from distributed.collectives import highest_of_all, print_once, rank, wait_for_everyone
 from job.with_parent import end_with_parent
@@ -100,31 +100,32 @@ class StopCallback(TrainerCallback):
         self.stop = stop
         self.trainer = trainer
 
-    def on_train_begin(self, args, state, control, **kwargs):
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
         self.stop.begin_training()
         if state.global_step >= state.max_steps:
             print_once(f"step {state.global_step} was the last one, nothing is left to train")
 
-    def on_step_end(self, args, state, control, **kwargs):
+    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         if self.stop.agreed():
             control.should_training_stop = True
             # at the end of an epoch its evaluation comes first, and belongs into the checkpoint
             control.should_save = not self.ends_epoch(state)
-        return control
 
-    def on_epoch_end(self, args, state, control, **kwargs):
+    def on_epoch_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
         """Also called where a stop has left the epoch in the middle: then nothing of its end is done."""
         if self.stop.agreed_signal:
             ends_epoch = self.ends_epoch(state)
             control.should_save = ends_epoch and self.trainer.saved_step != state.global_step
             control.should_evaluate = control.should_evaluate and ends_epoch
             control.should_log = control.should_log and ends_epoch
-        return control
 
-    def ends_epoch(self, state) -> bool:
+    def ends_epoch(self, state: TrainerState) -> bool:
         return state.global_step % self.trainer.steps_per_epoch == 0 or state.global_step >= state.max_steps
 
-    def on_save(self, args, state, control, **kwargs):
+    def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         if self.stop.agreed():
             control.should_training_stop = True
-        return control

@@ -15,10 +15,11 @@ from transformers.trainer_pt_utils import LengthGroupedSampler
 from data_loader import IGNORED
 from distributed.tensor_parallel import GroupScaler
 from shared.errors import WorkshopError
-from training.checkpoints import MARKER, Progress, checkpoint_folder, full_disk_errors
 from training.chunked_loss import add_label_counts, computes_loss_in_head
+from training.find_checkpoints import MARKER, checkpoint_folder
 from training.flops import KINDS_OF_TOKENS, count_tokens
 from training.sampling import GroupByLengthSampler, sampler_of
+from training.save_checkpoints import Progress, full_disk_errors
 
 
 class WorkshopTrainer(Trainer):

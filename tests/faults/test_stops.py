@@ -36,9 +36,9 @@ KILLED = {  # when -> patch, checkpoints that are complete then
     "before a checkpoint's first file": (moment("transformers.Trainer._save_checkpoint", 2), TWO),
     "before its optimizer": (moment("transformers.Trainer._save_optimizer_and_scheduler", 2), TWO),
     "in the middle of a file": (moment("torch.save", 6, TORN_FILE), TWO),
-    "before it is marked": (moment("training.checkpoints.CheckpointCallback.on_save", 2), TWO),
-    "while it is marked": (moment("training.checkpoints.write_json", 2), TWO),
-    "before the older one is removed": (moment("training.checkpoints.CheckpointCallback.remove_older", 2), BOTH),
+    "before it is marked": (moment("training.save_checkpoints.CheckpointCallback.on_save", 2), TWO),
+    "while it is marked": (moment("training.save_checkpoints.write_json", 2), TWO),
+    "before the older one is removed": (moment("training.save_checkpoints.CheckpointCallback.remove_older", 2), BOTH),
     "while the model is saved": (moment("transformers.modeling_utils.safe_save_file", 3), BOTH),
     "as the run ends": (moment("records.writer.RunRecord.__exit__"), BOTH),
 }
@@ -101,7 +101,7 @@ STOPPED = {  # when -> patch, step
 }
 WIDELY_STOPPED = {
     "in the last step": (sent(STEP, 4, signal.SIGTERM), 4),
-    "as a checkpoint is marked": (sent("training.checkpoints.mark_complete", 1, signal.SIGTERM), 2),
+    "as a checkpoint is marked": (sent("training.save_checkpoints.mark_complete", 1, signal.SIGTERM), 2),
     "in a step, HUP": (sent(STEP, 3, signal.SIGHUP), 3),
     "in a step, INT": (sent(STEP, 3, signal.SIGINT), 3),
     "in a step, twice": (sent(STEP, 3, signal.SIGTERM, signal.SIGTERM), 3),
@@ -224,7 +224,7 @@ def test_fp16_goes_on_with_its_loss_scale(bench: Bench, method):
 @pytest.mark.parametrize("method", [pytest.param("DDP", marks=WIDER), "FSDP", *DEEPSPEED])
 def test_all_ranks_killed_behind_a_checkpoint_that_is_not_marked(bench: Bench, method):
     flags = METHODS[method]
-    script = bench.patched(moment("training.checkpoints.CheckpointCallback.on_save", 2))
+    script = bench.patched(moment("training.save_checkpoints.CheckpointCallback.on_save", 2))
     dead = bench.run(*flags, *KEPT, script=script, code=-signal.SIGKILL, **PAIR)
     assert complete(dead.output) == {"checkpoint-2": True, "checkpoint-4": False}
     again = bench.run(*flags, *KEPT, RESUME, **PAIR)

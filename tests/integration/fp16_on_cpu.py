@@ -6,6 +6,7 @@ DeepSpeed's own loss scaling. What differs are the kernels.
 
 import os
 import sys
+from dataclasses import replace
 
 sys.path.insert(0, "scripts")
 
@@ -16,11 +17,12 @@ from accelerate.utils.fsdp_utils import get_fsdp2_grad_scaler
 from deepspeed.accelerator.cpu_accelerator import CPU_Accelerator
 
 import train
-from shared import options as command_line
+from settings import command_line
+from settings.settings import Settings
 
 
-def fp16_everywhere(options: command_line.Options, gpu: bool) -> None:
-    options.values |= {"fp16": True, "bf16": False, "use_cpu": True}
+def fp16_everywhere(settings: Settings, gpu: bool) -> Settings:
+    return replace(settings, trainer=replace(settings.trainer, fp16=True, bf16=False, use_cpu=True))
 
 
 def init_with_scaler(self: Accelerator, *args, **kwargs) -> None:

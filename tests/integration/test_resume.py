@@ -13,7 +13,7 @@ from test_strategies import same_losses
 
 # SIGKILL on every rank while the checkpoint of the second epoch is written, or just after it
 KILLED = """
-from training.checkpoints import CheckpointCallback
+from training.save_checkpoints import CheckpointCallback
 
 def on_save(self, args, state, control, original=CheckpointCallback.on_save, **kwargs):
     if state.global_step == 8:

@@ -12,7 +12,7 @@ from helpers import run
 
 # Behind the first checkpoint
 CRASH = """
-from training.checkpoints import CheckpointCallback
+from training.save_checkpoints import CheckpointCallback
 
 def on_save(self, args, state, control, original=CheckpointCallback.on_save, **kwargs):
     original(self, args, state, control, **kwargs)

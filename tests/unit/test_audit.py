@@ -3,6 +3,7 @@
 import json
 import operator
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -24,7 +25,7 @@ def loader(shuffle: bool = True) -> DataLoader:
 
 
 def plain_trainer() -> SimpleNamespace:
-    """What the audit reads of a Trainer that runs exactly what `options` ask for."""
+    """What the audit reads of a Trainer that runs exactly what the settings ask for."""
     model = BloomForCausalLM(BloomConfig(vocab_size=32, hidden_size=8, n_layer=1, n_head=2))
     row = {"labels": [5, 6, 7], "input_ids": [5, 6, 7]}
     return SimpleNamespace(
@@ -44,20 +45,20 @@ def plain_trainer() -> SimpleNamespace:
 
 
 @pytest.fixture
-def options():
+def settings():
     words = "--fp16 False --train_size 64 --eval_size 32 --gradient_accumulation_steps 2 --save_strategy no"
     return parse_command_line("", words.split())
 
 
-def begin(trainer, options) -> RunRecord:
+def begin(trainer, settings) -> RunRecord:
     record = RunRecord("7")
-    AuditCallback(trainer, options, record).on_train_begin(None, None, None)
+    AuditCallback(trainer, settings, record).on_train_begin(None, None, None)
     return record
 
 
-def test_run_that_does_what_was_asked_for_is_printed_and_recorded(options, capsys):
+def test_run_that_does_what_was_asked_for_is_printed_and_recorded(settings, capsys):
     trainer = plain_trainer()
-    record = begin(trainer, options)
+    record = begin(trainer, settings)
     lines = capsys.readouterr().out.splitlines()
     assert lines[1].split() == ["knob", "requested", "effective"]
     assert lines[2].split() == ["precision", "fp32", "fp32"]
@@ -107,29 +108,29 @@ DIFFERENCES = {
 
 
 @pytest.mark.parametrize("knob", DIFFERENCES)
-def test_anything_else_than_requested_ends_the_run_with_3_and_names_the_knob(knob, options, refusal):
+def test_anything_else_than_requested_ends_the_run_with_3_and_names_the_knob(knob, settings, refusal):
     change, requested, effective = DIFFERENCES[knob]
     trainer = plain_trainer()
     change(trainer)
     line = f"error: knob audit: {knob}: {requested} was requested, {effective} is what would run"
-    assert refusal(begin, trainer, options, code=3) == f"{line}; correct the flag or the config"
+    assert refusal(begin, trainer, settings, code=3) == f"{line}; correct the flag or the config"
     recorded = json.loads(Path("results/7.json").read_text())["knobs"][knob]
     assert recorded == {"requested": requested, "effective": effective}
 
 
-def test_an_optimizer_that_is_not_pytorchs_adamw_is_shown_as_it_runs(options):
+def test_an_optimizer_that_is_not_pytorchs_adamw_is_shown_as_it_runs(settings):
     trainer = plain_trainer()
-    options.values["optim"] = "sgd"
+    settings = replace(settings, trainer=replace(settings.trainer, optim="sgd"))
     trainer.optimizer.optimizer = torch.optim.SGD(trainer.model.parameters())
-    knobs = json.loads(begin(trainer, options).path.read_text())["knobs"]
+    knobs = json.loads(begin(trainer, settings).path.read_text())["knobs"]
     assert knobs["optimizer"] == {"requested": "SGD (torch)", "effective": "SGD (torch)"}
 
 
-def test_a_difference_on_another_rank_ends_all_with_its_number(options, refusal, monkeypatch):
+def test_a_difference_on_another_rank_ends_all_with_its_number(settings, refusal, monkeypatch):
     """Rank 0 sees none: alone, it would train on and wait for the rank that has ended."""
     of_rank_1 = Audited("local parameter share", 0.5, 1.0)
     monkeypatch.setattr(audit, "gather_lists", lambda own: [own, [of_rank_1]])
-    line = refusal(begin, plain_trainer(), options, code=3)
+    line = refusal(begin, plain_trainer(), settings, code=3)
     assert "local parameter share: 0.5 was requested, 1.0 is what would run on rank 1;" in line
 
 

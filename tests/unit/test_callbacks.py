@@ -5,6 +5,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from records.writer import RunRecord
 from training import flops, speed
 from training.callbacks import FiniteLossCallback, UtilisationCallback
 from training.speed import WARM_UP_STEPS, TrainSpeedCallback
@@ -100,11 +101,12 @@ def test_use_of_a_gpu_has_the_documents_names_and_is_empty_with_a_reason_where_i
     monkeypatch.setattr("torch.cuda.memory_allocated", lambda: 3 * 2**20)
     monkeypatch.setattr("torch.cuda.memory_reserved", lambda: 4 * 2**20)
     monkeypatch.setattr("torch.cuda.get_device_properties", lambda: properties)
-    callback = UtilisationCallback()
+    record = RunRecord("7")
+    callback = UtilisationCallback(record)
     callback.on_step_end(None, None, None)
     memory = {"avg_mem_alloc_MB": 3, "avg_mem_reserved_MB": 4, "avg_mem_total_MB": 32}
     assert callback.means() == {"avg_gpu_util_%": mean, "std_gpu_util_%": None if mean is None else 0, **memory}
-    assert callback.reason == reason
+    assert record.reasons == ({"callbacks.avg_gpu_util_%": reason} if reason else {})
 
 
 NAN, INFINITY = float("nan"), float("inf")

@@ -10,18 +10,12 @@ import pytest
 import torch
 from datasets import Dataset
 
-from settings.command_line import LATEST, Options, parse_command_line
-from training import checkpoints
-from training.checkpoints import (
-    MARKER,
-    CheckpointCallback,
-    check_room,
-    check_same_training,
-    find_checkpoint,
-    identity_of,
-    mark_complete,
-    remove_checkpoints_of_stops,
-)
+from settings.command_line import LATEST, parse_command_line
+from settings.settings import Settings
+from training import preconditions
+from training.find_checkpoints import MARKER, check_same_training, find_checkpoint, identity_of
+from training.preconditions import check_room
+from training.save_checkpoints import CheckpointCallback, mark_complete, remove_checkpoints_of_stops
 from training.speed import TrainSpeedCallback
 
 MARKED = {"job_id": "7", "world_size": 1, "strategy": "plain", "save_strategy": "epoch"}
@@ -126,9 +120,9 @@ TOKENS = {"input_ids": [[1, 2, 3], [4, 5]], "labels": [[-100, 2, 3], [4, 5]]}
 TWO_RANKS = ("--per_device_train_batch_size", "2")  # the same global batch as one rank with the default
 
 
-def run_of(*argv: str, tokens: dict = TOKENS, ranks: int = 1, strategy: str = "plain") -> tuple[Options, dict]:
-    options = parse_command_line("", ["--model_name", "tiny-bloom", *argv], environment={})
-    return options, identity_of("7", options, strategy, ranks, Dataset.from_dict(tokens))
+def run_of(*argv: str, tokens: dict = TOKENS, ranks: int = 1, strategy: str = "plain") -> tuple[Settings, dict]:
+    settings = parse_command_line("", ["--model_name", "tiny-bloom", *argv], environment={})
+    return settings, identity_of("7", settings, strategy, ranks, Dataset.from_dict(tokens))
 
 
 def saved(*argv: str, **of_run: object) -> str:
@@ -193,16 +187,16 @@ def test_other_questions_and_a_changed_config_file_are_noticed_behind_the_same_n
 def test_too_little_room_is_found_before_the_training(monkeypatch, refusal):
     """Of 1,000 parameters: two checkpoints of 12 bytes each at once, and a model of 4."""
     model = torch.nn.Linear(100, 10, bias=False)
-    options, one_epoch, unsaved = (
+    settings, one_epoch, unsaved = (
         run_of("--fp16", "False", *argv)[0]
         for argv in ((), ("--num_train_epochs", "1"), ("--save_strategy", "no"))
     )  # fmt: skip
-    monkeypatch.setattr(checkpoints.shutil, "disk_usage", lambda path: SimpleNamespace(free=1000 * (2 * 12 + 4)))
-    check_room("output/7", options, model, "plain", keep=1)
-    line = refusal(check_room, "output/7", options, model, "FSDP2 FULL_SHARD", 1, code=3)
+    monkeypatch.setattr(preconditions.shutil, "disk_usage", lambda path: SimpleNamespace(free=1000 * (2 * 12 + 4)))
+    check_room("output/7", settings, model, "plain", keep=1)
+    line = refusal(check_room, "output/7", settings, model, "FSDP2 FULL_SHARD", 1, code=3)
     what = r"0.0 GiB free, 2 checkpoint\(s\) of 0.0 GiB will be there at once, and a model of 0.0; .*"
     assert re.fullmatch(rf"error: \S+/work: {what}", line)
     check_room("output/7", one_epoch, model, "FSDP2 FULL_SHARD", keep=1)
     check_room("output/7", unsaved, model, "DeepSpeed ZeRO-2", keep=10)
     checkpoint("output/7", 10)
-    check_room("output/7", options, model, "FSDP2 FULL_SHARD", keep=1)
+    check_room("output/7", settings, model, "FSDP2 FULL_SHARD", keep=1)

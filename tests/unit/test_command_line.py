@@ -8,14 +8,17 @@ import pytest
 from transformers import TrainingArguments
 
 from config import CUSTOM_SIZES, KNOBS
-from settings import command_line
-from settings.command_line import REMOVED_FLAGS, UNUSED_FLAGS
+from settings import precision
+from settings.command_line import actions_by_flag, build_parser, parse_command_line
+from settings.hints import REMOVED_FLAGS, UNUSED_FLAGS
+from settings.settings import Settings
+from settings.trainer_flags import argument_errors, trainer_flags
 from shared.paths import workshop_version
 from shared.trackers import check_trackers
 
 
-def parse(*argv: str) -> command_line.Options:
-    return command_line.parse_command_line("Purpose.", list(argv))
+def parse(*argv: str) -> Settings:
+    return parse_command_line("Purpose.", list(argv))
 
 
 # flag -> variable, default, then text of the variable and the value it gives, then text of the flag and its value.
@@ -33,11 +36,11 @@ PRECEDENCE = {
 def test_flag_beats_variable_beats_default(flag, gpu, monkeypatch):
     variable, default, (text, by_variable), (typed, by_flag) = PRECEDENCE[flag]
     monkeypatch.setenv(variable, " ")
-    assert parse().values[flag] == default, "an empty variable is none"
+    assert parse().flat()[flag] == default, "an empty variable is none"
     monkeypatch.setenv(variable, text)
-    assert parse().values[flag] == by_variable
-    assert parse(f"--{flag}", typed).values[flag] == by_flag
-    assert parse(f"--{flag.replace('_', '-')}={typed}").values[flag] == by_flag
+    assert parse().flat()[flag] == by_variable
+    assert parse(f"--{flag}", typed).flat()[flag] == by_flag
+    assert parse(f"--{flag.replace('_', '-')}={typed}").flat()[flag] == by_flag
 
 
 def test_the_version_is_shown(capsys):
@@ -52,14 +55,14 @@ def test_each_knob_is_shown_with_where_it_comes_from(monkeypatch):
     for variable, value in {"TRAIN_SIZE": "7", "EVAL_SIZE": "8", "LABELS": "answer", "DATASET": "my data.json"}.items():
         monkeypatch.setenv(variable, value)
     monkeypatch.setenv("KNOB_ORIGINS", "TRAIN_SIZE=submission EVAL_SIZE=site LABELS=experiment PATH=site")
-    options = parse("--eval-size=9")
-    assert options.origins == {
+    settings = parse("--eval-size=9")
+    assert settings.origins == {
         "train_size": "submission",
         "eval_size": "flag",
         "labels": "experiment",
         "dataset": "variable",
     }
-    lines = options.knob_lines()
+    lines = settings.knob_lines()
     assert lines[:5] == [
         "knobs, by where they come from:",
         "  flag        EVAL_SIZE=9",
@@ -90,24 +93,24 @@ def test_every_variable_is_named_in_the_help(capsys):
 
 
 def test_values_that_follow_from_other_flags():
-    assert parse("--steps", "7").values["max_steps"] == 7
-    assert parse("--per_device_train_batch_size", "7").values["per_device_eval_batch_size"] == 7
+    assert parse("--steps", "7").flat()["max_steps"] == 7
+    assert parse("--per_device_train_batch_size", "7").flat()["per_device_eval_batch_size"] == 7
     given = parse("--per_device_train_batch_size", "7", "--per-device-eval-batch-size", "2")
-    assert given.values["per_device_eval_batch_size"] == 2
+    assert given.flat()["per_device_eval_batch_size"] == 2
 
 
 def test_run_is_named_after_its_folder(tmp_path, monkeypatch):
     (tmp_path / "zero2").mkdir()
     monkeypatch.chdir(tmp_path / "zero2")
-    assert command_line.trainer_flags(parse())["run_name"] == "zero2"
+    assert trainer_flags(parse())["run_name"] == "zero2"
 
 
 def test_settings_hold_every_knob_of_the_model_and_each_given_flag():
-    settings = parse("--warmup_steps", "5").settings()
+    settings = parse("--warmup_steps", "5").recorded()
     assert settings.keys() >= {flag for _, flag, _ in KNOBS} - set(CUSTOM_SIZES)
     assert settings["warmup_steps"] == 5
     assert not settings.keys() & {"adam_beta1", *CUSTOM_SIZES}
-    assert parse("--model_name", "custom-gpt").settings().keys() >= set(CUSTOM_SIZES)
+    assert parse("--model_name", "custom-gpt").recorded().keys() >= set(CUSTOM_SIZES)
 
 
 MISTAKES = {
@@ -174,11 +177,11 @@ def test_a_tracker_that_is_unknown_or_missing_says_what_to_do(monkeypatch, refus
 
 
 def test_what_training_arguments_refuse_is_one_line_too(refusal):
-    options = parse("--save_strategy", "steps", "--load_best_model_at_end")
+    settings = parse("--save_strategy", "steps", "--load_best_model_at_end")
 
     def make():
-        with command_line.argument_errors():
-            TrainingArguments(**command_line.trainer_flags(options))
+        with argument_errors():
+            TrainingArguments(**trainer_flags(settings))
 
     assert "--load_best_model_at_end" in refusal(make)
 
@@ -190,7 +193,7 @@ def test_removed_flags_are_gone_and_their_replacements_there():
 
 
 def test_no_flag_takes_a_secret_but_those_that_are_refused():
-    flags = set(command_line.actions_by_flag(command_line.build_parser("")))
+    flags = set(actions_by_flag(build_parser("")))
     secrets = {flag for flag in flags if re.search("token|key|secret|password", flag)}
     # counts of tokens, and names
     harmless = {flag for flag in secrets if re.search("tokens|tokenizer", flag)}
@@ -200,8 +203,8 @@ def test_no_flag_takes_a_secret_but_those_that_are_refused():
 # Precision
 
 
-def precision(words: str) -> str:
-    return command_line.precision_name(parse(*words.split()).values)
+def precision_of(words: str) -> str:
+    return parse(*words.split()).precision
 
 
 PRECISIONS = {"": "fp16", "--fp16": "fp16", "--bf16 False": "fp16", "--bf16": "bf16", "--fp16 False": "fp32"}
@@ -209,7 +212,7 @@ PRECISIONS = {"": "fp16", "--fp16": "fp16", "--bf16 False": "fp16", "--bf16": "b
 
 @pytest.mark.parametrize("words", PRECISIONS)
 def test_precision_on_a_gpu(words, gpu):
-    assert precision(words) == PRECISIONS[words]
+    assert precision_of(words) == PRECISIONS[words]
 
 
 def test_bf16_on_a_gpu_without_it_is_refused(gpu, monkeypatch, refusal):
@@ -219,11 +222,11 @@ def test_bf16_on_a_gpu_without_it_is_refused(gpu, monkeypatch, refusal):
 
 @pytest.mark.parametrize(("native", "default"), [(True, "bf16"), (False, "fp32")])
 def test_precision_without_a_gpu_is_by_default_what_the_cpu_does_itself_and_is_announced(native, default, monkeypatch):
-    monkeypatch.setattr(command_line, "cpu_has_bf16", lambda: native)
-    assert precision("") == default
+    monkeypatch.setattr(precision, "cpu_has_bf16", lambda: native)
+    assert precision_of("") == default
     assert parse().precision_note == "default without a GPU, where fp16 does not run"
     assert parse("--fp16", "False").precision_note == ""
-    assert [precision(words) for words in ("--bf16", "--fp16 False", "--bf16 False")] == ["bf16", "fp32", "fp32"]
+    assert [precision_of(words) for words in ("--bf16", "--fp16 False", "--bf16 False")] == ["bf16", "fp32", "fp32"]
 
 
 def test_fp16_without_a_gpu_is_refused_as_given(monkeypatch, refusal):

@@ -2,6 +2,7 @@
 
 import json
 import re
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -13,7 +14,8 @@ from custom_model import CustomGPTConfig, CustomGPTForCausalLM
 from distributed.ds_config import check_contradictions, check_ds_config
 from distributed.fsdp_config import check_fsdp_config, check_wrap_classes, fsdp_name
 from helpers import REPOSITORY
-from settings import command_line
+from settings.command_line import parse_command_line
+from settings.trainer_flags import trainer_flags
 from shared.json_files import leaves_of
 
 FILES = sorted((REPOSITORY / "ds_configs").glob("*.json"))
@@ -124,13 +126,12 @@ def test_files_may_leave_out_what_the_flags_decide_anyway(written):
 def compare(path: str, *argv: str) -> None:
     """What train.py does with a DeepSpeed file and these flags before it starts any process."""
     content = check_ds_config(path)
-    options = command_line.parse_command_line("", list(argv))
-    training = TrainingArguments(**command_line.trainer_flags(options))
-    options.values["deepspeed"] = path
-    options.deepspeed_config = content
+    settings = parse_command_line("", list(argv))
+    training = TrainingArguments(**trainer_flags(settings))
+    settings = replace(settings, deepspeed_config=content, trainer=replace(settings.trainer, deepspeed=path))
     training.hf_deepspeed_config = HfTrainerDeepSpeedConfig(path)
     training.hf_deepspeed_config.trainer_config_process(training)
-    check_contradictions(options, training)
+    check_contradictions(settings, training)
 
 
 LITERALS = [
@@ -288,6 +289,6 @@ def test_unknown_class_to_wrap_lists_those_of_the_model(refusal):
 
 @pytest.mark.parametrize(("offload", "backend"), [(True, "cuda:nccl,cpu:gloo"), (False, None)])
 def test_cpu_offload_asks_for_a_back_end_for_cpu_tensors(gpu, offload, backend):
-    options = command_line.parse_command_line("", ["--model_name", "tiny-bloom", "--fsdp"])
-    options.fsdp_config = {"cpu_offload": offload}
-    assert command_line.trainer_flags(options)["ddp_backend"] == backend
+    settings = parse_command_line("", ["--model_name", "tiny-bloom", "--fsdp"])
+    settings = replace(settings, fsdp_config={"cpu_offload": offload})
+    assert trainer_flags(settings)["ddp_backend"] == backend

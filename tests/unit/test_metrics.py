@@ -8,12 +8,12 @@ import torch
 from datasets import Dataset
 from transformers import BloomConfig, BloomForCausalLM
 
-import evaluate
 from config import DataArguments, ModelArguments
 from data_loader import answer_room, tokenise_batch
-from evaluate import answer_questions, exact_match_and_f1
 from helpers import REPOSITORY
 from model import load_tokenizer
+from training import exact_match
+from training.exact_match import Generation, answer_questions, exact_match_and_f1
 
 
 def official(prediction: str, references: list[str]) -> tuple[float, float]:
@@ -51,9 +51,9 @@ CASES = {
 
 
 def score(monkeypatch, predictions: list[str], references: list[list[str]]) -> dict:
-    monkeypatch.setattr(evaluate, "answer_questions", lambda *_: dict(enumerate(predictions)))
+    monkeypatch.setattr(exact_match, "answer_questions", lambda *_: dict(enumerate(predictions)))
     questions = Dataset.from_dict({"answers": references})
-    return exact_match_and_f1(None, None, questions, 2, 128, CPU)
+    return exact_match_and_f1(None, None, questions, Generation(2, 128, CPU))
 
 
 @pytest.mark.parametrize(("prediction", "references", "exact_match", "f1"), CASES.values(), ids=CASES)
@@ -105,7 +105,7 @@ def questions(tokenizer):
 
 def test_every_question_is_answered_when_the_batch_does_not_divide_their_number(tokenizer, questions):
     model = Counter(tokenizer.eos_token_id)
-    answers = answer_questions(model, tokenizer, questions, batch_size=2, max_length=128, device=CPU, sharded=False)
+    answers = answer_questions(model, tokenizer, questions, Generation(2, 128, CPU))
     assert sorted(answers) == [0, 1, 2, 3, 4]
     assert [len(ids) for ids, _, _ in model.calls] == [2, 2, 1]
     lengths = questions["prompt_length"][:]
@@ -117,7 +117,7 @@ def test_every_question_is_answered_when_the_batch_does_not_divide_their_number(
 
 def test_generation_is_greedy_cached_padded_left_and_sees_no_answer(tokenizer, questions):
     model = Counter(tokenizer.eos_token_id)
-    answer_questions(model, tokenizer, questions, batch_size=5, max_length=128, device=CPU, sharded=False)
+    answer_questions(model, tokenizer, questions, Generation(5, 128, CPU))
     ((ids, mask, options),) = model.calls
     for i, row in enumerate(reversed(list(questions))):  # the longest first
         prompt = row["input_ids"][: row["prompt_length"]]
@@ -134,12 +134,12 @@ def test_generation_is_greedy_cached_padded_left_and_sees_no_answer(tokenizer, q
 def test_every_rank_runs_equally_many_batches_and_all_questions_are_shared_out(
     ranks, tokenizer, questions, monkeypatch
 ):
-    monkeypatch.setattr(evaluate, "world_size", lambda: ranks)
+    monkeypatch.setattr(exact_match, "world_size", lambda: ranks)
     calls, answers = [], {}
     for rank in range(ranks):
-        monkeypatch.setattr(evaluate, "rank", lambda number=rank: number)
+        monkeypatch.setattr(exact_match, "rank", lambda number=rank: number)
         model = Counter(tokenizer.eos_token_id)
-        answers |= answer_questions(model, tokenizer, questions, batch_size=1, max_length=128, device=CPU, sharded=True)
+        answers |= answer_questions(model, tokenizer, questions, Generation(1, 128, CPU, sharded=True))
         calls.append(len(model.calls))
         assert all(options["synced_gpus"] for _, _, options in model.calls)
     assert set(calls) == {-(-5 // ranks)}
@@ -151,6 +151,6 @@ def test_padding_of_a_batch_does_not_change_the_answers(tokenizer, questions):
     config = BloomConfig(vocab_size=len(tokenizer), hidden_size=32, n_layer=2, n_head=2, initializer_range=0.5)
     model = BloomForCausalLM(config)
     model.generation_config.pad_token_id, model.generation_config.eos_token_id = 3, 2
-    alone, together = (answer_questions(model, tokenizer, questions, size, 128, CPU, False) for size in (1, 5))
+    alone, together = (answer_questions(model, tokenizer, questions, Generation(size, 128, CPU)) for size in (1, 5))
     assert alone == together
     assert len(set(alone.values())) > 1

@@ -14,11 +14,15 @@ import pytest
 import torch
 
 from records import writer
+from records.run_environment import new_job_id
 from records.schema import close_record, read_record
-from records.writer import RunRecord, new_job_id
+from records.writer import RunRecord
 from shared.errors import WorkshopError
 from shared.json_files import write_json
 from shared.paths import workshop_version
+from training import measured_memory
+from training.callbacks import RecordCallback, UtilisationCallback
+from training.measured_memory import ModelStateCallback, record_peaks
 from training.speed import TrainSpeedCallback
 
 # What git really says of the repository: tests/commands/test_files.py
@@ -39,14 +43,24 @@ def trained(steady: dict, means: dict, held: dict | None, reason: str = "", log:
     """The record of a run whose callbacks measured these values."""
     run = RunRecord("7")
     run.start(0)
-    trainer = SimpleNamespace(state=SimpleNamespace(global_step=16, log_history=list(log)), get_tp_size=lambda: 1)
+    trainer = SimpleNamespace(get_tp_size=lambda: 1)
     trainer.tokens = torch.zeros(4, dtype=torch.int64)
     trainer.train_dataset = range(8)
     trainer.steps_per_epoch = 2
     measured = TrainSpeedCallback(trainer, None, 1e12).measured() | steady
-    speed = SimpleNamespace(measured=lambda: measured)
-    utilisation = SimpleNamespace(means=lambda: means, reason=reason)
-    run.training(trainer, METRICS, speed, utilisation, SimpleNamespace(bytes=held))
+    utilisation = UtilisationCallback(run)
+    utilisation.means = lambda: means
+    if reason:
+        run.reasons["callbacks.avg_gpu_util_%"] = reason
+    model_state = ModelStateCallback(trainer, run)
+    model_state.counted = held
+    state = SimpleNamespace(global_step=16, log_history=[*log, METRICS])
+    for callback in (
+        utilisation,
+        model_state,
+        RecordCallback(trainer, run, SimpleNamespace(measured=lambda: measured)),
+    ):
+        callback.on_train_end(None, state, None)
     return run
 
 
@@ -134,9 +148,9 @@ def test_value_that_could_not_be_measured_is_empty_with_a_reason():
 
 
 def test_peak_of_the_process_that_the_kernel_does_not_tell_has_a_reason(monkeypatch):
-    monkeypatch.setattr(writer, "peak_process_mib", lambda: None)
+    monkeypatch.setattr(measured_memory, "peak_process_mib", lambda: None)
     run = RunRecord("7")
-    run.measure_memory()
+    record_peaks(run)
     assert run.content["peak_process_mib"] is None
     assert run.content["missing"]["peak_process_mib"] == "this system does not count it"
 
@@ -148,7 +162,7 @@ def test_peaks_of_a_gpu_and_of_pinned_memory(gpu, monkeypatch):
     stats = {"active_bytes.peak": 2 * 2**30, "allocated_bytes.peak": 4 * 2**30, "num_host_alloc": 1}
     monkeypatch.setattr(torch.cuda, "host_memory_stats", lambda: stats)
     run = RunRecord("7")
-    run.measure_memory()
+    record_peaks(run)
     assert run.content["peak_gpu_memory"] == [{"allocated_mib": 3, "reserved_mib": 4}]
     assert run.content["peak_pinned_memory"] == [{"active_mib": 2048, "allocated_mib": 4096}]
 

@@ -19,7 +19,7 @@ from data_loader import read_part
 from helpers import EXPERIMENT_SCRIPTS, REPOSITORY
 from model import load_config, load_model, load_tokenizer
 from shared.errors import WorkshopError
-from training.safe_load import forbid_code_in_checkpoints, refuse_code_in
+from training.find_checkpoints import forbid_code_in_checkpoints, refuse_code_in
 
 DATA = DataArguments(dataset=str(REPOSITORY / "data" / "squad_sample.json"))
 EXECUTED = Path("executed")

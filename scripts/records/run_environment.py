@@ -1,0 +1,74 @@
+"""What a run record says of the run's surroundings: job id, experiment, hardware, versions."""
+
+import json
+import os
+import platform
+import re
+import time
+from importlib.metadata import version
+from pathlib import Path
+
+import torch
+
+from distributed.collectives import value_of_rank_0
+from shared.errors import WorkshopError
+from shared.paths import REPOSITORY, workshop_version
+
+PACKAGES = ["torch", "transformers", "accelerate", "deepspeed", "datasets", "tokenizers"]
+
+
+def new_job_id() -> str:
+    """The job's id, equal on all ranks: JOB_ID, else Slurm's, else local-<time>-<pid>.
+
+    Raises WorkshopError (exit code 2) for one that cannot be part of a file's name.
+    """
+    local = f"local-{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"
+    job_id = os.environ.get("JOB_ID") or os.environ.get("SLURM_JOB_ID") or local
+    if not re.fullmatch(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,63}", job_id):  # as job.sh
+        raise WorkshopError("JOB_ID", f"{job_id!r:.80} cannot name files", "give up to 64 letters, digits, . _ or -")
+    return value_of_rank_0(job_id)
+
+
+def restarted_by_slurm() -> bool:
+    """Whether this job was requeued: it has run before, under the same id."""
+    return os.environ.get("SLURM_RESTART_COUNT", "0") not in ("", "0")
+
+
+def experiment_path() -> str:
+    """The working directory as seen from the repository, or only its name when it lies elsewhere."""
+    if "EXPERIMENT" in os.environ:  # job.sh: it may run a snapshot of the repository
+        return os.environ["EXPERIMENT"]
+    here = Path.cwd()
+    return str(here.relative_to(REPOSITORY)) if here.is_relative_to(REPOSITORY) else here.name
+
+
+def from_repository(value: object) -> object:
+    """A path below the repository as seen from there; all else as it is. A record tells nothing of the machine."""
+    if isinstance(value, str) and Path(value).is_absolute() and Path(value).is_relative_to(REPOSITORY):
+        return str(Path(value).relative_to(REPOSITORY))
+    return value
+
+
+def hardware(world_size: int) -> dict:
+    gpu = torch.cuda.get_device_properties(0) if torch.cuda.is_available() else None
+    cpuinfo = Path("/proc/cpuinfo")
+    names = [line for line in cpuinfo.read_text().splitlines() if "model name" in line] if cpuinfo.exists() else []
+    return {
+        "gpu": gpu.name if gpu else None,
+        "gpus": world_size if gpu else 0,
+        "gpu_memory_mib": gpu.total_memory // 2**20 if gpu else None,
+        "cpu": names[0].split(":")[1].strip() if names else platform.machine(),
+        "cpus": os.cpu_count(),
+    }
+
+
+def versions() -> dict[str, str]:
+    """The versions of this workshop, Python and the packages."""
+    own = {"workshop": workshop_version(), "python": platform.python_version()}
+    return own | {name: version(name) for name in PACKAGES}
+
+
+def bandwidth() -> dict | None:
+    """What measure_bandwidth.py measured in this job before the training."""
+    path = Path(os.environ.get("BANDWIDTH_FILE", ""))
+    return json.loads(path.read_text()) if path.is_file() else None

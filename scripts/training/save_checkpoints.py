@@ -1,0 +1,127 @@
+"""Writing checkpoints: each is marked as complete once all ranks have written their files, then older ones go."""
+
+import contextlib
+import dataclasses
+import shutil
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError
+from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+
+from distributed.collectives import gather_lists, rank, wait_for_everyone, world_size
+from shared.errors import ENVIRONMENT, WorkshopError
+from shared.json_files import write_json
+from training.find_checkpoints import MARKER, age, checkpoint_folder, complete_ones, read_marker
+from training.speed import TrainSpeedCallback, clock
+
+
+@dataclass
+class Progress:
+    """What a run has counted up to a checkpoint. Losses are sums over the optimizer steps."""
+
+    seconds: float  # of training, in this run and those before
+    logged_loss: float
+    last_logged_step: int
+    unlogged_losses: list[float]  # of each rank, since then
+    steady_steps: int
+    steady_seconds: float
+    tokens: list[list[int]]  # in the whole training, and in its steady steps
+
+    @property
+    def unlogged_loss(self) -> float:
+        """This rank's; with another number of ranks the mean, which is what is logged of them."""
+        if len(self.unlogged_losses) == world_size():
+            return self.unlogged_losses[rank()]
+        return sum(self.unlogged_losses) / len(self.unlogged_losses)
+
+
+class CheckpointCallback(TrainerCallback):
+    """Marks each saved checkpoint as complete, and only then removes the older ones."""
+
+    def __init__(self, trainer: Any, identity: dict, speed: TrainSpeedCallback, resumed_from: str | None):
+        """trainer: a WorkshopTrainer. identity: what every checkpoint of this run says of its training."""
+        self.trainer = trainer
+        self.save_total_limit = trainer.args.save_total_limit
+        trainer.args.save_total_limit = None  # the Trainer would remove older ones before the new one is complete
+        self.identity = identity
+        self.speed = speed
+        self.resumed_from = resumed_from
+
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        self.started = clock()
+        if self.resumed_from:
+            saved = read_marker(self.resumed_from)
+            self.trainer.saved_step = saved["step"]
+            progress = Progress(**saved["progress"])
+            self.trainer.go_on_from(progress)
+            self.speed.go_on_from(progress.steady_steps, progress.steady_seconds, progress.tokens)
+
+    def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        unlogged = [loss for (loss,) in gather_lists([float(self.trainer._tr_loss)])]
+        progress = Progress(
+            seconds=self.trainer.earlier_seconds + clock() - self.started,
+            logged_loss=self.trainer._total_loss_scalar,
+            last_logged_step=self.trainer._globalstep_last_logged,
+            unlogged_losses=unlogged,
+            steady_steps=self.speed.steps,
+            steady_seconds=self.speed.seconds,
+            tokens=self.speed.all_tokens(),
+        )
+        folder = checkpoint_folder(args.output_dir, state.global_step)
+        wait_for_everyone()  # each rank has written its files
+        if rank() == 0:
+            content = self.identity | {"step": state.global_step, "progress": dataclasses.asdict(progress)}
+            with full_disk_errors(folder):
+                mark_complete(folder, content)
+            print(f"checkpoint of step {state.global_step} is complete: {folder}", flush=True)
+            self.remove_older(folder.parent, state.best_model_checkpoint)
+        self.trainer.saved_step = state.global_step
+        wait_for_everyone()
+
+    def remove_older(self, output_dir: Path, best: str | None) -> None:
+        newest_first = sorted(complete_ones([output_dir]), key=age)
+        for folder in newest_first[self.save_total_limit :] if self.save_total_limit else []:
+            if best is None or folder != Path(best):
+                remove(folder)
+
+
+def mark_complete(folder: Path, content: dict) -> None:
+    """Write the marker, which lists all files that are there."""
+    paths = [path for path in folder.rglob("*") if path.is_file() and path.name != MARKER]
+    files = {str(path.relative_to(folder)): path.stat().st_size for path in paths}
+    write_json(folder / MARKER, content | {"files": files})
+
+
+def remove_checkpoints_of_stops(output_dir: str | Path) -> None:
+    """Remove what a run with SAVE_STRATEGY=no saved at its stops, and the folder if nothing else is in it."""
+    if rank() == 0:
+        for folder in complete_ones([Path(output_dir)]):
+            if read_marker(folder)["save_strategy"] == "no":
+                remove(folder)
+        with contextlib.suppress(OSError):
+            Path(output_dir).rmdir()
+
+
+def remove(folder: Path) -> None:
+    """Remove a checkpoint. A file that another node holds open may stay for a while; the rest is then not complete."""
+    (folder / MARKER).unlink(missing_ok=True)
+    shutil.rmtree(folder, ignore_errors=True)
+
+
+@contextlib.contextmanager
+def full_disk_errors(folder: str | Path) -> Iterator[None]:
+    """Turn what the libraries raise when a disk is full into one line. Raises WorkshopError (exit code 3)."""
+    try:
+        yield
+    except (OSError, RuntimeError, SafetensorError) as error:
+        reason = str(error).splitlines()[0]
+        disk = isinstance(error, OSError | SafetensorError) or "PytorchStreamWriter" in str(error)
+        if not disk and "inline_container" not in str(error):
+            raise
+        way_out = "free disk space or quota, then --resume_from_checkpoint goes on from the last complete checkpoint"
+        raise WorkshopError(folder, f"is not complete, writing failed ({reason})", way_out, ENVIRONMENT) from error
