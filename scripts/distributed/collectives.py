@@ -1,4 +1,4 @@
-"""Who this rank is, and what ranks tell each other."""
+"""Rank and world size of this process, and small collectives over all ranks."""
 
 from typing import TypeVar
 

@@ -1,5 +1,7 @@
-"""What FSDP has really done to a live model: units, shares, strategy, offload. Read before the first forward pass,
-because FSDP2 leaves some parameters gathered after it."""
+"""What FSDP has really done to a live model: its units, shares, strategy and offload.
+
+Read them before the first forward pass, because FSDP2 leaves some parameters gathered after it.
+"""
 
 from typing import Any
 
@@ -42,7 +44,7 @@ def local_share(model: torch.nn.Module) -> float:
 
 
 def local(tensor: torch.Tensor) -> torch.Tensor:
-    """What this rank holds of it."""
+    """The part of a tensor that this rank holds."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 

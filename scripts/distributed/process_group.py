@@ -1,5 +1,7 @@
-"""Start and end of a process of a training: its environment from whichever launcher there is, its process group, its
-exit code. What the ranks then tell each other: ranks.py."""
+"""Start and end of a process of a training: its environment under any launcher, its process group, its exit code.
+
+What the ranks send each other in between is in collectives.py.
+"""
 
 import atexit
 import logging

@@ -1,7 +1,7 @@
-"""How nodes and ranks find the first of them: where it listens, whether it can be reached, how long they wait for it.
+"""The rendezvous of a job: the port of the first node, whether other nodes reach it, and how long they wait for it.
 
-The first one serves a store through which the others learn of each other: torchrun on the first node, or rank 0 itself
-where there is no torchrun. Nothing large is imported here, so that launch.py can use it.
+The first node serves a store through which the ranks learn of each other: torchrun serves it, or rank 0 itself where
+there is no torchrun. Nothing large is imported here, so that launch.py can use it.
 """
 
 import contextlib

@@ -24,6 +24,7 @@ from training.profiling import ProfileCallback
 from training.save_checkpoints import CheckpointCallback
 from training.speed import TrainSpeedCallback
 from training.stopping import StopCallback, StopRequest
+from training.trainer import WorkshopTrainer
 
 PERCENT_PER_LINE = 5
 BAD_LOSSES = 3  # in a row
@@ -33,11 +34,11 @@ BAD_LOSSES = 3  # in a row
 class Run:
     """What the callbacks of a training work with.
 
-    trainer: a WorkshopTrainer. identity: what each checkpoint says of the training. resumed_from: a checkpoint.
+    identity: what each checkpoint says of the training. resumed_from: the folder of a checkpoint.
     flops: what a token needs, None if unknown. peak: operations per second that one rank can do at best.
     """
 
-    trainer: Any
+    trainer: WorkshopTrainer
     settings: Settings
     record: RunRecord
     stop: StopRequest
@@ -157,7 +158,7 @@ class LogLinesCallback(TrainerCallback):
 class RecordCallback(TrainerCallback):
     """Keeps the run record up to date, so that a killed run loses nothing that was measured."""
 
-    def __init__(self, trainer: Any, record: RunRecord, speed: TrainSpeedCallback):
+    def __init__(self, trainer: WorkshopTrainer, record: RunRecord, speed: TrainSpeedCallback):
         self.trainer = trainer
         self.record = record
         self.speed = speed
@@ -246,8 +247,7 @@ class FiniteLossCallback(TrainerCallback):
     Steps that loss scaling skips do not count: there the scaled gradients overflow, not the loss.
     """
 
-    def __init__(self, trainer: Any):
-        """trainer: a WorkshopTrainer, which sums the loss of a step."""
+    def __init__(self, trainer: WorkshopTrainer):
         self.trainer = trainer
         self.bad_losses = torch.zeros((), device=trainer.args.device, dtype=torch.int64)
         self.way_out = "lower --learning_rate"

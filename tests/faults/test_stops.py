@@ -137,7 +137,7 @@ def test_stopped_before_the_first_step(bench: Bench):
 
 
 def test_stopped_while_the_questions_are_answered(bench: Bench):
-    script = bench.patched(sent("evaluate.answer_questions", 1, signal.SIGTERM))
+    script = bench.patched(sent("training.exact_match.answer_questions", 1, signal.SIGTERM))
     ended = bench.run(*KEPT, script=script, code=143, EM_F1=True)
     assert (ended.record["status"], ended.record["exit_code"]) == ("stopped", 143)
     again = bench.run(*KEPT, RESUME, EM_F1=True)

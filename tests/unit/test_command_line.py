@@ -1,5 +1,6 @@
 """What the user types, sets and mistypes: flags, variables, their precedence and the precision that follows."""
 
+import argparse
 import dataclasses
 import importlib.util
 import re
@@ -11,7 +12,7 @@ from config import CUSTOM_SIZES, KNOBS
 from settings import precision
 from settings.command_line import actions_by_flag, build_parser, parse_command_line
 from settings.hints import REMOVED_FLAGS, UNUSED_FLAGS
-from settings.settings import Settings
+from settings.settings import Settings, TrainerArguments
 from settings.trainer_flags import argument_errors, trainer_flags
 from shared.paths import workshop_version
 from shared.trackers import check_trackers
@@ -111,6 +112,14 @@ def test_settings_hold_every_knob_of_the_model_and_each_given_flag():
     assert settings["warmup_steps"] == 5
     assert not settings.keys() & {"adam_beta1", *CUSTOM_SIZES}
     assert parse("--model_name", "custom-gpt").recorded().keys() >= set(CUSTOM_SIZES)
+
+
+def test_typed_settings_hold_each_flag_of_the_command_line_once():
+    """Checkpoints are compared by these names, also with those of an earlier version."""
+    flags = {flag for flag, action in actions_by_flag(build_parser("")).items() if action.default != argparse.SUPPRESS}
+    assert parse().flat().keys() == flags
+    of_trainer = {each.name for each in dataclasses.fields(TrainerArguments)}
+    assert of_trainer <= {each.name for each in dataclasses.fields(TrainingArguments)}
 
 
 MISTAKES = {
