@@ -18,13 +18,15 @@ MORE_THAN_ZERO = ("num_train_epochs", "learning_rate", "logging_steps", "eval_st
 
 def check_settings(settings: Settings) -> None:
     check_numbers(settings)
-    check_combinations(settings)
-    if settings.model.tensor_parallel > 1:
-        check_with_tensor_parallel(settings)
-    if settings.model.model_name == CUSTOM_GPT:
-        check_custom_sizes(settings)
-    else:
-        refuse_custom_sizes(settings)
+    for flag in sorted(settings.names.keys() & UNUSED_FLAGS.keys()):
+        raise settings.error(flag, "has no effect in this workshop", UNUSED_FLAGS[flag])
+    for flag in sorted(settings.names.keys() & set(CUSTOM_SIZES)):
+        if settings.model.model_name != CUSTOM_GPT:
+            what = f"has no effect on {settings.model.model_name}"
+            raise settings.error(flag, what, f"leave it out, or train {CUSTOM_GPT}")
+    for applies, flag, what, way_out in contradictions(settings):
+        if applies:
+            raise settings.error(flag, what, way_out)
 
 
 def check_numbers(settings: Settings) -> None:
@@ -37,49 +39,76 @@ def check_numbers(settings: Settings) -> None:
             raise settings.error(flag, f"{values[flag]} is out of range", "give a number above 0")
 
 
-def check_combinations(settings: Settings) -> None:
-    """Refuse flags that contradict each other, or would have no effect."""
+def contradictions(settings: Settings) -> list[tuple[object, str, str, str]]:
+    """Flags that contradict each other, or would have no effect: whether they were given, the flag to name, what is
+    wrong with it, and what to do."""
+    model = settings.model
     trainer = settings.trainer
-    for flag in sorted(settings.names.keys() & UNUSED_FLAGS.keys()):
-        raise settings.error(flag, "has no effect in this workshop", UNUSED_FLAGS[flag])
-    if trainer.deepspeed and trainer.fsdp:
-        raise settings.error("deepspeed", "cannot be combined with --fsdp, both shard the model", "give one of the two")
-    if trainer.fsdp_config and not trainer.fsdp:
-        raise settings.error("fsdp_config", "does nothing without --fsdp", "add --fsdp")
-    if settings.model.loss == "chunked" and trainer.label_smoothing_factor:
-        raise settings.error("label_smoothing_factor", "needs the logits, and chunked has none", "use --loss full")
-    if settings.model.loss == "chunked" and trainer.use_liger_kernel:
-        raise settings.error("use_liger_kernel", "has a loss of its own, which would run instead", "use --loss full")
-    if trainer.optim == "adafactor" and (trainer.fsdp or settings.model.tensor_parallel > 1):
-        what = "adafactor cannot step parameters that are sharded"
-        raise settings.error("optim", what, "use adamw_torch_fused (the default), adamw_torch, sgd or rmsprop")
+    chunked = model.loss == "chunked"
+    cut = model.tensor_parallel > 1
+    custom = model.model_name == CUSTOM_GPT
     # Both modes compare kernels, and inductor files the times under torch.get_float32_matmul_precision() (PyTorch 2.13,
     # select_algorithm.py and codecache.py). That raises once torch.backends.fp32_precision is "tf32", as --tf32 sets it
-    if trainer.tf32 and trainer.torch_compile_mode in ("max-autotune", "max-autotune-no-cudagraphs"):
-        what = f"cannot be combined with {trainer.torch_compile_mode}, which PyTorch 2.13 then cannot compile"
-        raise settings.error("tf32", what, "leave it out, or use another --torch_compile_mode")
-
-
-def check_with_tensor_parallel(settings: Settings) -> None:
-    """Refuse what a model that is cut into columns and rows cannot do."""
-    if settings.trainer.deepspeed:
-        way_out = "use --fsdp for the ranks beside a tensor group"
-        raise settings.error("tensor_parallel", "cannot be combined with --deepspeed", way_out)
-    if settings.model.loss == "chunked":
-        raise settings.error("loss", "chunked needs a head in one piece, --tensor_parallel cuts it", "use --loss full")
-
-
-def check_custom_sizes(settings: Settings) -> None:
-    model = settings.model
-    if model.hidden_size % model.num_heads:
-        what = f"{model.num_heads} heads do not divide the hidden size {model.hidden_size}"
-        raise settings.error("num_heads", what, "choose a divisor")
-    if settings.data.max_length > model.seq_length:
-        what = f"{settings.data.max_length} is more than the {model.seq_length} positions of --seq_length"
-        raise settings.error("max_length", what, "lower it, or raise --seq_length")
-
-
-def refuse_custom_sizes(settings: Settings) -> None:
-    for flag in sorted(settings.names.keys() & set(CUSTOM_SIZES)):
-        way_out = f"leave it out, or train {CUSTOM_GPT}"
-        raise settings.error(flag, f"has no effect on {settings.model.model_name}", way_out)
+    compares_kernels = trainer.torch_compile_mode in ("max-autotune", "max-autotune-no-cudagraphs")
+    return [
+        (
+            trainer.deepspeed and trainer.fsdp,
+            "deepspeed",
+            "cannot be combined with --fsdp, both shard the model",
+            "give one of the two",
+        ),
+        (
+            trainer.fsdp_config and not trainer.fsdp,
+            "fsdp_config",
+            "does nothing without --fsdp",
+            "add --fsdp",
+        ),
+        (
+            chunked and trainer.label_smoothing_factor,
+            "label_smoothing_factor",
+            "needs the logits, and chunked has none",
+            "use --loss full",
+        ),
+        (
+            chunked and trainer.use_liger_kernel,
+            "use_liger_kernel",
+            "has a loss of its own, which would run instead",
+            "use --loss full",
+        ),
+        (
+            trainer.optim == "adafactor" and (trainer.fsdp or cut),
+            "optim",
+            "adafactor cannot step parameters that are sharded",
+            "use adamw_torch_fused (the default), adamw_torch, sgd or rmsprop",
+        ),
+        (
+            trainer.tf32 and compares_kernels,
+            "tf32",
+            f"cannot be combined with {trainer.torch_compile_mode}, which PyTorch 2.13 then cannot compile",
+            "leave it out, or use another --torch_compile_mode",
+        ),
+        (
+            cut and trainer.deepspeed,
+            "tensor_parallel",
+            "cannot be combined with --deepspeed",
+            "use --fsdp for the ranks beside a tensor group",
+        ),
+        (
+            cut and chunked,
+            "loss",
+            "chunked needs a head in one piece, --tensor_parallel cuts it",
+            "use --loss full",
+        ),
+        (
+            custom and model.hidden_size % model.num_heads,
+            "num_heads",
+            f"{model.num_heads} heads do not divide the hidden size {model.hidden_size}",
+            "choose a divisor",
+        ),
+        (
+            custom and settings.data.max_length > model.seq_length,
+            "max_length",
+            f"{settings.data.max_length} is more than the {model.seq_length} positions of --seq_length",
+            "lower it, or raise --seq_length",
+        ),
+    ]

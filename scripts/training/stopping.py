@@ -15,9 +15,8 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 
 from distributed.collectives import highest_of_all, print_once, rank, wait_for_everyone
 from job.with_parent import end_with_parent
+from records.schema import STOPPING_SIGNALS
 from shared.errors import STOPPED
-
-SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP, signal.SIGINT)
 
 
 class StopRequest:
@@ -30,7 +29,7 @@ class StopRequest:
         self.process = os.getpid()
 
     def listen(self) -> None:
-        for number in SIGNALS:
+        for number in STOPPING_SIGNALS:
             # nohup lets it ignore HUP. To INT all are deaf that a script starts in the background, as job.sh does
             if number != signal.SIGHUP or signal.getsignal(number) is not signal.SIG_IGN:
                 signal.signal(number, self.note)
@@ -55,7 +54,7 @@ class StopRequest:
                     os.write(sys.stdout.fileno(), text.encode())
 
     def ignore_signals(self) -> None:
-        for number in SIGNALS:
+        for number in STOPPING_SIGNALS:
             signal.signal(number, signal.SIG_IGN)
 
     def begin_training(self) -> None:
