@@ -7,13 +7,14 @@ from types import SimpleNamespace
 import pytest
 from transformers import TrainerControl
 
-from training.stopping import SIGNALS, StopCallback, StopRequest
+from records.schema import STOPPING_SIGNALS
+from training.stopping import StopCallback, StopRequest
 
 
 @pytest.fixture
 def stop():
     """In the training; the handlers of pytest come back behind the test."""
-    before = {number: signal.getsignal(number) for number in SIGNALS}
+    before = {number: signal.getsignal(number) for number in STOPPING_SIGNALS}
     stop = StopRequest()
     stop.listen()
     stop.begin_training()
