@@ -58,7 +58,7 @@ def findings() -> Iterator[str]:
             words = re.split(r"\{(\w+)\}", phrase)  # every second one is a variable
             found = re.search(r"(\S+?)".join(map(re.escape, words[::2])), text)
             if not found:
-                yield f"{page}: says no longer {phrase}, tests/text_checks/defaults.py says that it does; correct either"
+                yield f"{page}: says nothing like {phrase}, tests/text_checks/defaults.py says it; correct either"
                 continue
             for variable, shown in zip(words[1::2], found.groups(), strict=True):
                 if not is_shown(DEFAULTS[variable], shown):

@@ -1,4 +1,4 @@
-"""Check the index of the experiments, their number and the bill of GPU-hours against the scripts; print lines to write."""
+"""Check the index of the experiments, their number, and the bill of GPU-hours. A finding has the line to write."""
 
 import json
 import re
@@ -51,7 +51,7 @@ def row_of(folder: str, script: Path, question: str, section: str) -> Iterator[s
     if config and needs_a_gpu(config[0]):
         question += NEEDS_A_GPU
         if f"`{folder}`" not in read("README.md"):
-            yield f"README.md: says nothing of `{folder}`, {config[0]} says that it needs a GPU; name it in the introduction"
+            yield f"README.md: says nothing of `{folder}`, {config[0]} says that it needs a GPU; add it"
     size, config_name = f"{asked['nodes']} x {asked['gpus-per-node']}", f"`{Path(config[0]).name}`" if config else "-"
     line = f"| `experiments/submit.sh {folder}` | {question} | {size} | {config_name} | {section} |"
     shown = [shown for shown in read(INDEX).splitlines() if f"submit.sh {folder}` |" in shown]

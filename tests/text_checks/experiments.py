@@ -28,10 +28,16 @@ GLOBAL_BATCHES = {
     "batch-size/64*": 64,
     "batch-size/256*": 256,
 }
-WORDS = "one two three four five six seven eight nine ten eleven twelve thirteen fourteen fifteen sixteen".split()
-NUMBERS = {word: number for number, word in enumerate(WORDS, start=1)}
-COUNT = re.compile(rf"\b(\d+|{'|'.join(WORDS)}) (GPU|node|rank)s?\b( each| of a node| per node)?", re.IGNORECASE)
-SITE_VARIABLES = "NCCL_SOCKET_IFNAME NCCL_IB_HCA NCCL_ALGO NCCL_NET_GDR_LEVEL TORCH_NCCL_BLOCKING_WAIT MIN_BANDWIDTH"
+NUMBERS = {"one": 1, "two": 2, "three": 3, "four": 4, "five": 5, "six": 6, "eight": 8, "twelve": 12, "sixteen": 16}
+COUNT = re.compile(rf"\b(\d+|{'|'.join(NUMBERS)}) (GPU|node|rank)s?\b( each| of a node| per node)?", re.IGNORECASE)
+SITE_VARIABLES = (
+    "NCCL_SOCKET_IFNAME",
+    "NCCL_IB_HCA",
+    "NCCL_ALGO",
+    "NCCL_NET_GDR_LEVEL",
+    "TORCH_NCCL_BLOCKING_WAIT",
+    "MIN_BANDWIDTH",
+)
 
 
 def findings() -> Iterator[str]:
@@ -45,10 +51,15 @@ def findings() -> Iterator[str]:
     for row in ROWS:
         if not any(fnmatch(folder_of(script), row) for script in EXPERIMENT_SCRIPTS):
             yield f"{TABLE}: says {row}, experiments/ has no such folder"
-    template = (EXPERIMENTS / "sites" / "example.sh").read_text()
-    for name in SITE_VARIABLES.split():
-        if not re.search(rf'^(# )?: "\$\{{{name}:=\S+\}}"', template, re.MULTILINE):
-            yield f'experiments/sites/example.sh: says nothing of {name}, docs/multi-node.md says it is there; write # : "${{{name}:=...}}"'
+    yield from site_template()
+
+
+def site_template() -> Iterator[str]:
+    """The template of a site has the network settings that the pages name."""
+    template = EXPERIMENTS / "sites" / "example.sh"
+    for name in SITE_VARIABLES:
+        if not re.search(rf'^(# )?: "\$\{{{name}:=\S+\}}"', template.read_text(), re.MULTILINE):
+            yield f'{name_of(template)}: says nothing of {name}, docs/ says that it does; write # : "${{{name}:=...}}"'
 
 
 def name_of(path: Path) -> str:
@@ -121,7 +132,7 @@ def first_comment(script: Path) -> Iterator[str]:
         number, unit, of_a_node = found.groups()
         stated = nodes if unit == "node" else gpus // nodes if of_a_node else gpus
         if (NUMBERS.get(number.lower()) or int(number)) != stated:
-            yield f"{name}: says {found[0]} in its first comment, its directives say {stated} {unit}(s){of_a_node or ''}"
+            yield f"{name}: says {found[0]} in its first comment, its directives say {stated}"
     for each, total in re.findall(r"(\d+) questions per GPU, (\d+) in all", comment):
         if int(each) * gpus != int(total):
             yield f"{name}: says {total} in all in its first comment, {each} on {gpus} GPU(s) says {int(each) * gpus}"
