@@ -2,7 +2,7 @@
 
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from helpers import EXPERIMENT_SCRIPTS, EXPERIMENTS, REPOSITORY, directives_of
@@ -12,6 +12,11 @@ BILL = "docs/instructor/README.md"
 ROW = r"^\| `experiments/submit\.sh (\S+)` \| (.+) \| \d+ x \d+ \| \S+ \| (-|\[\d+\]\(\.\./docs/\S+\)) \|$"
 NOT_TAUGHT = ("demo", "gpu-check")  # no section of the workshop runs them
 NEEDS_A_GPU = " (needs a GPU)"
+DEFAULTS = {
+    "nodes": "1",
+    "gpus-per-node": "1",
+    "time": "00:00:00",
+}  # experiments.py reports a directive that is missing
 
 
 def findings() -> Iterator[str]:
@@ -25,12 +30,12 @@ def findings() -> Iterator[str]:
         yield from row_of(folder, script, question, sections[folder])
     taught = {folder: script for folder, script in scripts.items() if folder.split("/")[0] not in NOT_TAUGHT}
     yield from taught_by_its_section({folder: sections[folder] for folder in taught})
-    totals = bill_of(taught.values())
-    yield from numbers(len(taught), totals[2])
-    for section in dict.fromkeys(sections[folder] for folder in taught):
-        number = re.sub(r"\[(\w+)\].*", r"\1", section)
-        yield from line_of_the_bill(number, bill_of(taught[folder] for folder in taught if sections[folder] == section))
-    yield from line_of_the_bill("All", totals)
+    jobs, _, hours = bill_of(taught.values())
+    yield from numbers(jobs, hours)
+    by_number = {"All": list(taught.values())}
+    for folder, script in taught.items():
+        by_number.setdefault(sections[folder].partition("]")[0].lstrip("["), []).append(script)
+    yield from bill(by_number)
 
 
 def read(page: str) -> str:
@@ -41,12 +46,12 @@ def section_of(folder: str, rows: dict[str, tuple[str, str]]) -> str:
     """The link of a folder to its section: its own, or for a new folder that of its family."""
     family = folder.split("/")[0]
     of_the_family = [section for other, (_, section) in rows.items() if other.split("/")[0] == family]
-    return rows[folder][1] if folder in rows else (*of_the_family, "[<number>](../docs/<page>)")[0]
+    return rows[folder][1] if folder in rows else (*of_the_family, "[?](../docs/?.md)")[0]
 
 
 def row_of(folder: str, script: Path, question: str, section: str) -> Iterator[str]:
     """Compare a row with nodes, GPUs and config of the script, and with whether the config needs a GPU."""
-    asked = directives_of(script)
+    asked = DEFAULTS | directives_of(script)
     config = re.search(r"(ds|fsdp)_configs/[\w.]+", script.read_text())
     if config and needs_a_gpu(config[0]):
         question += NEEDS_A_GPU
@@ -85,19 +90,24 @@ def numbers(experiments: int, hours: int) -> Iterator[str]:
             yield f"{page}: says {shown[0] if shown else 'another sentence'}, experiments/ says {sentence}"
 
 
-def bill_of(scripts: Iterator[Path]) -> tuple[int, int, int]:
+def bill_of(scripts: Iterable[Path]) -> tuple[int, int, int]:
     """Number of jobs, their GPUs, and GPU-hours at most."""
     jobs = gpus = hours = 0
-    for asked in map(directives_of, scripts):
+    for script in scripts:
+        asked = DEFAULTS | directives_of(script)
         gpus_of_the_job = int(asked["nodes"]) * int(asked["gpus-per-node"])
         hour, minute, _ = map(int, asked["time"].split(":"))
         jobs, gpus, hours = jobs + 1, gpus + gpus_of_the_job, hours + gpus_of_the_job * (hour + minute / 60)
     return jobs, gpus, round(hours)
 
 
-def line_of_the_bill(number: str, totals: tuple[int, int, int]) -> Iterator[str]:
-    bill = read(BILL).partition("## The bill")[2]
-    shown = re.search(rf"^\| ({number}\b[^|]*) \| .*", bill, re.MULTILINE)
-    line = f"| {shown[1] if shown else f'{number} <title>'} | {' | '.join(map(str, totals))} |"
-    if not shown or shown[0] != line:
-        yield f"{BILL}: says {shown[0] if shown else f'nothing of section {number}'}, experiments/ says {line}"
+def bill(by_number: dict[str, list[Path]]) -> Iterator[str]:
+    rows = re.findall(r"^(\| (\d+|All)\b([^|]*) \| .*)", read(BILL).partition("## The bill")[2], re.MULTILINE)
+    shown = {number: (line, title) for line, number, title in rows}
+    for number in shown.keys() - by_number.keys():
+        yield f"{BILL}: says {shown[number][0]}, {INDEX} says nothing of section {number}; remove the row"
+    for number, scripts in by_number.items():
+        says, title = shown.get(number, (f"nothing of section {number}", " <title>"))
+        line = f"| {number}{title} | {' | '.join(map(str, bill_of(scripts)))} |"
+        if says != line:
+            yield f"{BILL}: says {says}, experiments/ says {line}"

@@ -76,7 +76,7 @@ def trains(script: Path) -> bool:
 
 def nodes_and_gpus(script: Path) -> tuple[int, int]:
     """Nodes, and GPUs of all nodes together."""
-    asked = directives_of(script)
+    asked = {"nodes": "1", "gpus-per-node": "1"} | directives_of(script)
     return int(asked["nodes"]), int(asked["nodes"]) * int(asked["gpus-per-node"])
 
 
@@ -118,8 +118,8 @@ def directives(script: Path) -> Iterator[str]:
         yield f"{name}: says another command in its first comment, its name says #     sbatch {script.name}"
     if asked.get("output") != "log/%x_%j.out":
         yield f"{name}: says --output={asked.get('output')}, an experiment says --output=log/%x_%j.out"
-    if "time" not in asked:
-        yield f"{name}: says no time limit, an experiment says #SBATCH --time=01:00:00"
+    for directive in sorted({"nodes", "gpus-per-node", "mem", "time"} - asked.keys()):
+        yield f"{name}: says nothing of --{directive}, an experiment says #SBATCH --{directive}=..."
     for directive in sorted(asked.keys() & OF_THE_SITE):
         yield f"{name}: says --{directive}, experiments/sites/example.sh says that it is the site's; remove it"
 
@@ -141,26 +141,26 @@ def first_comment(script: Path) -> Iterator[str]:
 def knobs(path: Path) -> Iterator[str]:
     """Compare the knobs of a folder with its row of the table, and their order with config.py."""
     name, folder = name_of(path), str(path.parent.relative_to(EXPERIMENTS))
-    lines = path.read_text().splitlines() if path.exists() else []
     settings = []
-    for line in lines:
+    for line in path.read_text().splitlines() if path.exists() else []:
         knob, value = setting_of(line)
         if knob in ORDER:
             settings.append((knob, value))
         elif line and not line.startswith("#"):
-            form = f'a knob is written : "${{NAME:=value}}", {" and ".join(FIXED)} export NAME=value'
-            yield f"{name}: says {line}, config.py says that {form}"
+            form = f': "${{NAME:=value}}" ({" and ".join(FIXED)}: export NAME=value)'
+            yield f"{name}: says {line}, each line sets a knob of config.py by {form}"
     row = next((row for row in ROWS if fnmatch(folder, row)), None)
     if row is None:
         line = f"{folder}: {' '.join(map('='.join, settings))}"
         yield f"{TABLE}: says nothing of {folder}, {name} says {line} (write this line)"
         return
     stated = dict(word.partition("=")[::2] for word in ROWS[row].split())
-    shown = {knob: stated.get(knob) and value for knob, value in settings}
+    shown = {knob: value if stated.get(knob, value) else "" for knob, value in settings}
     for knob in sorted(stated.keys() | shown.keys(), key=ORDER.get):
         if stated.get(knob) != shown.get(knob):
-            says = f"{knob}={dict(settings)[knob]}" if knob in shown else f"nothing of {knob}"
-            should_say = f"{knob}={stated[knob]}" if knob in stated else f"nothing of {knob}"
+            says, should_say = (
+                f"{knob}={each[knob]}".rstrip("=") if knob in each else f"nothing of {knob}" for each in (shown, stated)
+            )
             yield f"{name}: says {says}, {TABLE} says {should_say}"
     names = [knob for knob, _ in settings]
     if names != sorted(shown, key=ORDER.get):
@@ -177,11 +177,14 @@ def setting_of(line: str) -> tuple[str, str]:
 
 
 def global_batch(script: Path) -> Iterator[str]:
-    settings = dict(re.findall(r"\b([A-Z_]+):?=(\d+)", script.with_name("env_vars.sh").read_text()))
+    """Multiply micro batch, accumulation, and groups of ranks that compute questions of their own."""
+    path = script.with_name("env_vars.sh")
+    settings = {knob.variable: knob.default for knob in KNOBS}
+    settings |= dict(map(setting_of, path.read_text().splitlines() if path.exists() else []))
     for folders, stated in GLOBAL_BATCHES.items():
         if fnmatch(folder_of(script), folders):
-            groups = nodes_and_gpus(script)[1] // int(settings.get("TENSOR_PARALLEL", 1))
+            groups = nodes_and_gpus(script)[1] // int(settings["TENSOR_PARALLEL"])
             size = int(settings["BATCH_SIZE"]) * int(settings["GRAD_ACC"]) * groups
             if size != stated:
                 says = f"{settings['BATCH_SIZE']} x {settings['GRAD_ACC']} x {groups} = {size} questions in a step"
-                yield f"{name_of(script.with_name('env_vars.sh'))}: says {says}, {folders} says {stated}"
+                yield f"{name_of(path)}: says {says}, all of {folders} say {stated}"
