@@ -141,15 +141,18 @@ def first_comment(script: Path) -> Iterator[str]:
 def knobs(path: Path) -> Iterator[str]:
     """Compare the knobs of a folder with its row of the table, and their order with config.py."""
     name, folder = name_of(path), str(path.parent.relative_to(EXPERIMENTS))
+    row = next((row for row in ROWS if fnmatch(folder, row)), None)
+    if not path.exists():
+        yield f"{name}: says nothing, {TABLE} says {ROWS.get(row)}"
+        return
     settings = []
-    for line in path.read_text().splitlines() if path.exists() else []:
+    for line in path.read_text().splitlines():
         knob, value = setting_of(line)
         if knob in ORDER:
             settings.append((knob, value))
         elif line and not line.startswith("#"):
             form = f': "${{NAME:=value}}" ({" and ".join(FIXED)}: export NAME=value)'
             yield f"{name}: says {line}, each line sets a knob of config.py by {form}"
-    row = next((row for row in ROWS if fnmatch(folder, row)), None)
     if row is None:
         line = f"{folder}: {' '.join(map('='.join, settings))}"
         yield f"{TABLE}: says nothing of {folder}, {name} says {line} (write this line)"
