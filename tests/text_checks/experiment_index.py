@@ -22,7 +22,7 @@ DEFAULTS = {
 def findings() -> Iterator[str]:
     rows = {folder: (question, section) for folder, question, section in re.findall(ROW, read(INDEX), re.MULTILINE)}
     scripts = {str(script.parent.relative_to(EXPERIMENTS)): script for script in EXPERIMENT_SCRIPTS}
-    for folder in rows.keys() - scripts.keys():
+    for folder in sorted(rows.keys() - scripts.keys()):
         yield f"{INDEX}: says experiments/submit.sh {folder}, experiments/ says nothing of it; remove its row"
     sections = {folder: section_of(folder, rows) for folder in scripts}
     for folder, script in scripts.items():
@@ -39,7 +39,8 @@ def findings() -> Iterator[str]:
 
 
 def read(page: str) -> str:
-    return (REPOSITORY / page).read_text(encoding="utf-8")
+    path = REPOSITORY / page
+    return path.read_text(encoding="utf-8") if path.exists() else ""
 
 
 def section_of(folder: str, rows: dict[str, tuple[str, str]]) -> str:
@@ -55,6 +56,8 @@ def row_of(folder: str, script: Path, question: str, section: str) -> Iterator[s
     config = re.search(r"(ds|fsdp)_configs/[\w.]+", script.read_text())
     if config and needs_a_gpu(config[0]):
         question += NEEDS_A_GPU
+        if asked["nodes"] != "1":
+            yield f"experiments/{folder}: says --nodes={asked['nodes']}, README.md says that it needs a GPU on one node"
         if f"`{folder}`" not in read("README.md"):
             yield f"README.md: says nothing of `{folder}`, {config[0]} says that it needs a GPU; add it"
     size, config_name = f"{asked['nodes']} x {asked['gpus-per-node']}", f"`{Path(config[0]).name}`" if config else "-"
