@@ -28,7 +28,18 @@ GLOBAL_BATCHES = {
     "batch-size/64*": 64,
     "batch-size/256*": 256,
 }
-NUMBERS = {"one": 1, "two": 2, "three": 3, "four": 4, "five": 5, "six": 6, "eight": 8, "twelve": 12, "sixteen": 16}
+NUMBERS = {
+    "one": 1,
+    "two": 2,
+    "three": 3,
+    "four": 4,
+    "five": 5,
+    "six": 6,
+    "seven": 7,
+    "eight": 8,
+    "twelve": 12,
+    "sixteen": 16,
+}
 COUNT = re.compile(rf"\b(\d+|{'|'.join(NUMBERS)}) (GPU|node|rank)s?\b( each| of a node| per node)?", re.IGNORECASE)
 SITE_VARIABLES = (
     "NCCL_SOCKET_IFNAME",
@@ -159,7 +170,7 @@ def knobs(path: Path) -> Iterator[str]:
         return
     stated = dict(word.partition("=")[::2] for word in ROWS[row].split())
     shown = {knob: value if stated.get(knob, value) else "" for knob, value in settings}
-    for knob in sorted(stated.keys() | shown.keys(), key=ORDER.get):
+    for knob in sorted(stated.keys() | shown.keys()):
         if stated.get(knob) != shown.get(knob):
             says, should_say = (
                 f"{knob}={each[knob]}".rstrip("=") if knob in each else f"nothing of {knob}" for each in (shown, stated)
