@@ -1,8 +1,8 @@
 # shellcheck shell=bash
-# Knobs of this experiment. A value given at submission comes first, then one of the site file.
-: "${NUM_EPOCHS:=5}"
-: "${BATCH_SIZE:=1}"
-: "${GRAD_ACC:=4}"
+# Knobs of this experiment. A value that you give at submission wins, then the site's value, then the value here.
 : "${TRAIN_SIZE:=500}"
 : "${EVAL_SIZE:=100}"
 : "${LABELS:=answer}" # only answer and EOS count in the loss
+: "${NUM_EPOCHS:=5}"
+: "${BATCH_SIZE:=1}"
+: "${GRAD_ACC:=4}"

@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -72,12 +73,21 @@ def test_every_experiment_shows_its_command_and_can_be_estimated(workshop, tmp_p
         options = estimate_memory.read_options(words, environment=variables)
         table = estimate_memory.memory_table(options)
         assert "one GPU: " in table and "one node: " in table
-        own = "".join(path.read_text() for path in (script, script.with_name("env_vars.sh")) if path.exists())
-        knobs = re.findall(r'"\$\{(\w+):=([\w.]+)\}"', own)
+        knobs = re.findall(r'^: "\$\{(\w+):=([\w.]+)\}"', script.with_name("env_vars.sh").read_text(), re.MULTILINE)
         assert "--knobs" in words
         shown = of_origin(options.knob_lines(), "experiment")
         assert {f"{name}={value}" for name, value in knobs} <= shown, "what the experiment sets itself"
     assert files(workshop) == before
+
+
+def test_a_copy_of_a_folder_sets_the_same_knobs(workshop):
+    copy = workshop / "experiments/own/mine"
+    shutil.copytree(workshop / "experiments/ddp/2_gpus", copy)
+    done = dry_run(copy)
+    assert (done.returncode, done.stderr) == (0, ""), done
+    lines = done.stdout.splitlines()
+    assert lines[0] == "experiments/own/mine: site laptop, 1 node(s) x 2 rank(s)"
+    assert of_origin(lines, "experiment") == {"EM_F1=False", "BATCH_SIZE=4", "GRAD_ACC=2", "SAVE_STRATEGY=no"}
 
 
 def test_it_shows_site_ranks_commands_knobs_and_memory(workshop):

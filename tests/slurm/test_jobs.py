@@ -58,7 +58,7 @@ def test_a_job_of_python_leaves_record_logs_and_summary(alone):
     check_completed(alone, nodes=1, gpus=1)
     assert {path.split("/")[0] for path in alone.files()} == {"log", "gpu_memory", "cpu_memory", "results", "output"}
     files = {str(path.relative_to(alone.folder)) for path in alone.folder.rglob("*") if path.is_file()}
-    assert files - alone.files() == {"baseline.slurm", "log/.gitignore"}
+    assert files - alone.files() == {"baseline.slurm", "env_vars.sh", "log/.gitignore"}
     check_one_liners(alone.record_path)
 
 

@@ -1,10 +1,10 @@
 # shellcheck shell=bash
-# Knobs of this experiment. A value given at submission comes first, then one of the site file.
-# A global batch of 16, as 4 GPUs without accumulation would have:
+# Knobs of this experiment. A value that you give at submission wins, then the site's value, then the value here.
+: "${TRAIN_SIZE:=1024}"
+: "${EM_F1:=False}"
+: "${NUM_EPOCHS:=3}"
+# The global batch is 16, as on 4 GPUs without accumulation.
 : "${BATCH_SIZE:=4}"
 : "${GRAD_ACC:=4}"
 : "${LEARNING_RATE:=${SITE_LEARNING_RATE:-5e-5}}"
-: "${TRAIN_SIZE:=1024}"
-: "${NUM_EPOCHS:=3}"
 : "${SAVE_STRATEGY:=no}" # this measures training, not the file system
-: "${EM_F1:=False}"

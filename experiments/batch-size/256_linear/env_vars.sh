@@ -1,11 +1,11 @@
 # shellcheck shell=bash
-# Knobs of this experiment. A value given at submission comes first, then one of the site file.
-# A global batch of 256, as 64 GPUs without accumulation would have:
+# Knobs of this experiment. A value that you give at submission wins, then the site's value, then the value here.
+: "${TRAIN_SIZE:=1024}"
+: "${EM_F1:=False}"
+: "${NUM_EPOCHS:=3}"
+# The global batch is 256, as on 64 GPUs without accumulation.
 : "${BATCH_SIZE:=4}"
 : "${GRAD_ACC:=64}"
-# Sixteen times that of 16: 256 / 16
+# The linear rule: 256 / 16 = 16 times the learning rate of a batch of 16.
 : "${LEARNING_RATE:=$(awk "BEGIN { print 16 * ${SITE_LEARNING_RATE:-5e-5} }")}"
-: "${TRAIN_SIZE:=1024}"
-: "${NUM_EPOCHS:=3}"
 : "${SAVE_STRATEGY:=no}" # this measures training, not the file system
-: "${EM_F1:=False}"

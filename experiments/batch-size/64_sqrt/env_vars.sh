@@ -1,11 +1,11 @@
 # shellcheck shell=bash
-# Knobs of this experiment. A value given at submission comes first, then one of the site file.
-# A global batch of 64, as 16 GPUs without accumulation would have:
+# Knobs of this experiment. A value that you give at submission wins, then the site's value, then the value here.
+: "${TRAIN_SIZE:=1024}"
+: "${EM_F1:=False}"
+: "${NUM_EPOCHS:=3}"
+# The global batch is 64, as on 16 GPUs without accumulation.
 : "${BATCH_SIZE:=4}"
 : "${GRAD_ACC:=16}"
-# Twice that of 16: the square root of 64 / 16
+# The square root rule: sqrt(64 / 16) = 2 times the learning rate of a batch of 16.
 : "${LEARNING_RATE:=$(awk "BEGIN { print 2 * ${SITE_LEARNING_RATE:-5e-5} }")}"
-: "${TRAIN_SIZE:=1024}"
-: "${NUM_EPOCHS:=3}"
 : "${SAVE_STRATEGY:=no}" # this measures training, not the file system
-: "${EM_F1:=False}"

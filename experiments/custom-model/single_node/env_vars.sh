@@ -1,17 +1,17 @@
 # shellcheck shell=bash
-# Knobs of this experiment. A value given at submission comes first, then one of the site file.
-export MODEL_NAME=custom-gpt # what this experiment is about, so not a knob
+# Knobs of this experiment. A value that you give at submission wins, then the site's value, then the value here.
+export MODEL_NAME=custom-gpt # fixed: this experiment is about this model
 : "${VOCAB_SIZE:=${SITE_VOCAB_SIZE:-50000}}"
 : "${HIDDEN_SIZE:=${SITE_HIDDEN_SIZE:-2048}}"
 : "${NUM_LAYERS:=3}"
 : "${NUM_HEADS:=${SITE_NUM_HEADS:-16}}"
 : "${FF_DIM:=${SITE_FF_DIM:-8192}}"
 : "${SEQ_LENGTH:=512}"
+: "${TRAIN_SIZE:=500}"
+: "${EVAL_SIZE:=100}"
+: "${LABELS:=answer}" # only answer and EOS count in the loss
+: "${EM_F1:=False}"   # the runs on more GPUs set the same, and are compared with this one
 : "${NUM_EPOCHS:=5}"
 : "${BATCH_SIZE:=1}"
 : "${GRAD_ACC:=4}"
-: "${TRAIN_SIZE:=500}"
-: "${EVAL_SIZE:=100}"
-: "${LABELS:=answer}"    # only answer and EOS count in the loss
 : "${SAVE_STRATEGY:=no}" # this measures training, not the file system
-: "${EM_F1:=False}"      # as in the runs on more GPUs, with which this one is compared

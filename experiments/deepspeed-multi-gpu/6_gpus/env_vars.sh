@@ -1,0 +1,5 @@
+# shellcheck shell=bash
+# Knobs of this experiment. A value that you give at submission wins, then the site's value, then the value here.
+: "${SAMPLES_PER_GPU:=${SITE_SAMPLES_PER_GPU:-250}}" # weak scaling: the data grows with the GPUs
+: "${EM_F1:=False}"
+: "${SAVE_STRATEGY:=no}" # this measures training, not the file system

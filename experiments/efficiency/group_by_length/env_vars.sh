@@ -1,0 +1,7 @@
+# shellcheck shell=bash
+# Knobs of this experiment. A value that you give at submission wins, then the site's value, then the value here.
+: "${PADDING:=longest}"
+: "${EM_F1:=False}"
+: "${FP16:=False}"
+: "${SAMPLING:=group_by_length}"
+: "${SAVE_STRATEGY:=no}" # this measures training, not the file system

@@ -1,0 +1,116 @@
+"""Check the index of the experiments, their number, and the bill of GPU-hours. A finding has the line to write."""
+
+import json
+import re
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+from helpers import EXPERIMENT_SCRIPTS, EXPERIMENTS, REPOSITORY, directives_of
+
+INDEX = "experiments/README.md"
+BILL = "docs/instructor/README.md"
+ROW = r"^\| `experiments/submit\.sh (\S+)` \| (.+) \| \d+ x \d+ \| \S+ \| (-|\[\d+\]\(\.\./docs/\S+\)) \|$"
+NOT_TAUGHT = ("demo", "gpu-check")  # no section of the workshop runs them
+NEEDS_A_GPU = " (needs a GPU)"
+DEFAULTS = {
+    "nodes": "1",
+    "gpus-per-node": "1",
+    "time": "00:00:00",
+}  # experiments.py reports a directive that is missing
+
+
+def findings() -> Iterator[str]:
+    rows = {folder: (question, section) for folder, question, section in re.findall(ROW, read(INDEX), re.MULTILINE)}
+    scripts = {str(script.parent.relative_to(EXPERIMENTS)): script for script in EXPERIMENT_SCRIPTS}
+    for folder in sorted(rows.keys() - scripts.keys()):
+        yield f"{INDEX}: says experiments/submit.sh {folder}, experiments/ says nothing of it; remove its row"
+    sections = {folder: section_of(folder, rows) for folder in scripts}
+    for folder, script in scripts.items():
+        question = rows.get(folder, ("<its question>",))[0].removesuffix(NEEDS_A_GPU)
+        yield from row_of(folder, script, question, sections[folder])
+    taught = {folder: script for folder, script in scripts.items() if folder.split("/")[0] not in NOT_TAUGHT}
+    yield from taught_by_its_section({folder: sections[folder] for folder in taught})
+    jobs, _, hours = bill_of(taught.values())
+    yield from numbers(jobs, hours)
+    by_number = {"All": list(taught.values())}
+    for folder, script in taught.items():
+        by_number.setdefault(sections[folder].partition("]")[0].lstrip("["), []).append(script)
+    yield from bill(by_number)
+
+
+def read(page: str) -> str:
+    path = REPOSITORY / page
+    return path.read_text(encoding="utf-8") if path.exists() else ""
+
+
+def section_of(folder: str, rows: dict[str, tuple[str, str]]) -> str:
+    """The link of a folder to its section: its own, or for a new folder that of its family."""
+    family = folder.split("/")[0]
+    of_the_family = [section for other, (_, section) in rows.items() if other.split("/")[0] == family]
+    return rows[folder][1] if folder in rows else (*of_the_family, "[?](../docs/?.md)")[0]
+
+
+def row_of(folder: str, script: Path, question: str, section: str) -> Iterator[str]:
+    """Compare a row with nodes, GPUs and config of the script, and with whether the config needs a GPU."""
+    asked = DEFAULTS | directives_of(script)
+    config = re.search(r"(ds|fsdp)_configs/[\w.]+", script.read_text())
+    if config and needs_a_gpu(config[0]):
+        question += NEEDS_A_GPU
+        if asked["nodes"] != "1":
+            yield f"experiments/{folder}: says --nodes={asked['nodes']}, README.md says that it needs a GPU on one node"
+        if f"`{folder}`" not in read("README.md"):
+            yield f"README.md: says nothing of `{folder}`, {config[0]} says that it needs a GPU; add it"
+    size, config_name = f"{asked['nodes']} x {asked['gpus-per-node']}", f"`{Path(config[0]).name}`" if config else "-"
+    line = f"| `experiments/submit.sh {folder}` | {question} | {size} | {config_name} | {section} |"
+    shown = [shown for shown in read(INDEX).splitlines() if f"submit.sh {folder}` |" in shown]
+    if shown != [line]:
+        yield f"{INDEX}: says {' and '.join(shown) or f'nothing of {folder}'}, its script says {line}"
+
+
+def needs_a_gpu(config: str) -> bool:
+    """Whether a CPU refuses this config: it has FSDP's CPU offload, or FSDP1."""
+    content = json.loads(read(config))
+    return config.startswith("fsdp") and bool(content.get("cpu_offload") or content["version"] == 1)
+
+
+def taught_by_its_section(sections: dict[str, str]) -> Iterator[str]:
+    for folder, section in sections.items():
+        found = re.search(r"\.\./(docs/[\w-]+\.md)", section)
+        if found and folder.split("/")[0] not in read(found[1]):
+            yield f"{found[1]}: says nothing of {folder.split('/')[0]}, {INDEX} says that it is taught there"
+
+
+def numbers(experiments: int, hours: int) -> Iterator[str]:
+    for page, sentence in (
+        (INDEX, f"{experiments} experiments, each a folder"),
+        ("README.md", f"Each of the {experiments} experiments"),
+        ("README.md", f"All {experiments} jobs"),
+        (BILL, f"{experiments} experiments must run"),
+        ("docs/instructor/own-copy.md", f"[{hours} GPU-hours at most]"),
+    ):
+        if sentence not in read(page):
+            shown = re.search(re.sub(r"\d+", r"\\d+", sentence).replace("[", r"\["), read(page))
+            yield f"{page}: says {shown[0] if shown else 'another sentence'}, experiments/ says {sentence}"
+
+
+def bill_of(scripts: Iterable[Path]) -> tuple[int, int, int]:
+    """Number of jobs, their GPUs, and GPU-hours at most."""
+    jobs = gpus = hours = 0
+    for script in scripts:
+        asked = DEFAULTS | directives_of(script)
+        gpus_of_the_job = int(asked["nodes"]) * int(asked["gpus-per-node"])
+        hour, minute, _ = map(int, asked["time"].split(":"))
+        jobs, gpus, hours = jobs + 1, gpus + gpus_of_the_job, hours + gpus_of_the_job * (hour + minute / 60)
+    return jobs, gpus, round(hours)
+
+
+def bill(by_number: dict[str, list[Path]]) -> Iterator[str]:
+    rows = re.findall(r"^(\| (\d+|All)\b([^|]*) \| .*)", read(BILL).partition("## The bill")[2], re.MULTILINE)
+    shown = {number: (line, title) for line, number, title in rows}
+    for number in shown.keys() - by_number.keys():
+        yield f"{BILL}: says {shown[number][0]}, {INDEX} says nothing of section {number}; remove the row"
+    for number, scripts in by_number.items():
+        says, title = shown.get(number, (f"nothing of section {number}", " <title>"))
+        line = f"| {number}{title} | {' | '.join(map(str, bill_of(scripts)))} |"
+        if says != line:
+            yield f"{BILL}: says {says}, experiments/ says {line}"

@@ -1,0 +1,204 @@
+"""Check each experiment's script and knobs: its form, its numbers of GPUs, and the table experiment_knobs.yaml."""
+
+import re
+from collections.abc import Iterator
+from fnmatch import fnmatch
+from pathlib import Path
+
+import yaml
+
+from config import KNOBS
+from helpers import EXPERIMENT_SCRIPTS, EXPERIMENTS, REPOSITORY, directives_of
+
+TABLE = "tests/text_checks/experiment_knobs.yaml"
+ROWS = yaml.safe_load((REPOSITORY / TABLE).read_text())
+ORDER = {knob.variable: place for place, knob in enumerate(KNOBS)}
+FIXED = ("MODEL_NAME", "TENSOR_PARALLEL")  # an experiment is about these, so no submission changes them
+SETTING = re.compile(r'(?:: "\$\{(\w+):=(.*)\}"|export (\w+)=(\S+))(?: +#.*)?')
+ANY_SETTING = re.compile(r'^(?:export |: "\$\{)?([A-Z][A-Z_0-9]+):?=.*', re.MULTILINE)
+CONFIG_FLAGS = {"deepspeed", "fsdp", "fsdp_config"}
+OF_THE_SITE = {"account", "partition", "reservation", "constraint", "chdir"}
+# Folders in which each step has the same number of questions on any number of GPUs
+GLOBAL_BATCHES = {
+    "ddp/*": 16,
+    "demo/*": 16,
+    "custom-model/weak_scaling/*": 16,
+    "tensor-parallel/*": 4,
+    "batch-size/16": 16,
+    "batch-size/64*": 64,
+    "batch-size/256*": 256,
+}
+NUMBERS = {
+    "one": 1,
+    "two": 2,
+    "three": 3,
+    "four": 4,
+    "five": 5,
+    "six": 6,
+    "seven": 7,
+    "eight": 8,
+    "twelve": 12,
+    "sixteen": 16,
+}
+COUNT = re.compile(rf"\b(\d+|{'|'.join(NUMBERS)}) (GPU|node|rank)s?\b( each| of a node| per node)?", re.IGNORECASE)
+SITE_VARIABLES = (
+    "NCCL_SOCKET_IFNAME",
+    "NCCL_IB_HCA",
+    "NCCL_ALGO",
+    "NCCL_NET_GDR_LEVEL",
+    "TORCH_NCCL_BLOCKING_WAIT",
+    "MIN_BANDWIDTH",
+)
+
+
+def findings() -> Iterator[str]:
+    for script in EXPERIMENT_SCRIPTS:
+        yield from lines_of_the_script(script)
+        yield from directives(script)
+        yield from first_comment(script)
+        if trains(script):
+            yield from knobs(script.with_name("env_vars.sh"))
+            yield from global_batch(script)
+    for row in ROWS:
+        if not any(fnmatch(folder_of(script), row) for script in EXPERIMENT_SCRIPTS):
+            yield f"{TABLE}: says {row}, experiments/ has no such folder"
+    yield from site_template()
+
+
+def site_template() -> Iterator[str]:
+    """The template of a site has the network settings that the pages name."""
+    template = EXPERIMENTS / "sites" / "example.sh"
+    for name in SITE_VARIABLES:
+        if not re.search(rf'^(# )?: "\$\{{{name}:=\S+\}}"', template.read_text(), re.MULTILINE):
+            yield f'{name_of(template)}: says nothing of {name}, docs/ says that it does; write # : "${{{name}:=...}}"'
+
+
+def name_of(path: Path) -> str:
+    return str(path.relative_to(REPOSITORY))
+
+
+def folder_of(script: Path) -> str:
+    return str(script.parent.relative_to(EXPERIMENTS))
+
+
+def trains(script: Path) -> bool:
+    return "/train.py" in script.read_text()
+
+
+def nodes_and_gpus(script: Path) -> tuple[int, int]:
+    """Nodes, and GPUs of all nodes together."""
+    asked = {"nodes": "1", "gpus-per-node": "1"} | directives_of(script)
+    return int(asked["nodes"]), int(asked["nodes"]) * int(asked["gpus-per-node"])
+
+
+def lines_of_the_script(script: Path) -> Iterator[str]:
+    """Check the lines below the directives: job.sh, env_vars.sh, the bandwidth test, one command."""
+    name, text = name_of(script), script.read_text()
+    # Slurm runs a copy of the script, but starts it in the submit directory, so the path is relative to the folder
+    lines = ["set -e", f"source {'../' * len(script.parent.relative_to(EXPERIMENTS).parts)}job.sh"]
+    if trains(script):
+        lines.append('source "$ROOT/$EXPERIMENT/env_vars.sh"')
+    for line in lines:
+        if line not in text.splitlines():
+            yield f"{name}: says nothing like {line}, an experiment in this folder says it"
+    for setting in ANY_SETTING.finditer(text):
+        if setting[1] in ORDER:
+            yield f'{name}: says {setting[0]}, a knob is set in env_vars.sh; write : "${{{setting[1]}:=...}}" there'
+    training = text.rstrip().splitlines()[-1]
+    flags = set(re.findall(r"--([\w-]+)", training)) - CONFIG_FLAGS
+    if flags:  # a flag wins over the variable that a user gives at submission
+        yield f"{name}: says --{' --'.join(sorted(flags))}, a knob is a variable of env_vars.sh"
+    if not re.fullmatch(r'run_(python|torchrun|srun) "\$ROOT/scripts/\w+\.py" .*"\$@"', training):
+        yield f'{name}: says {training}, a script ends with run_torchrun "$ROOT/scripts/train.py" "$@"'
+    several = nodes_and_gpus(script)[0] > 1
+    if several and "\ncheck_bandwidth\n" not in text:
+        yield f"{name}: says nothing of check_bandwidth, a script of several nodes says it before its training"
+    if not several and "\ncheck_bandwidth\n" in text:
+        yield f"{name}: says check_bandwidth, a script of one node says nothing of it"
+
+
+def directives(script: Path) -> Iterator[str]:
+    """Compare the directives with the names of folder and script, and with what is the site's to say."""
+    name, asked = name_of(script), directives_of(script)
+    stated = dict(zip(("nodes", "gpus"), nodes_and_gpus(script), strict=True))
+    for part in script.relative_to(EXPERIMENTS).parts:
+        for number, unit in re.findall(r"(?:^|_)(\d+)_(gpus|nodes)(?=[_.]|$)", part):
+            if int(number) != stated[unit]:
+                yield f"{name}: says {number} {unit} in the name {part}, its directives say {stated[unit]}"
+    if f"sbatch {script.name}" not in script.read_text():
+        yield f"{name}: says another command in its first comment, its name says #     sbatch {script.name}"
+    if asked.get("output") != "log/%x_%j.out":
+        yield f"{name}: says --output={asked.get('output')}, an experiment says --output=log/%x_%j.out"
+    for directive in sorted({"nodes", "gpus-per-node", "mem", "time"} - asked.keys()):
+        yield f"{name}: says nothing of --{directive}, an experiment says #SBATCH --{directive}=..."
+    for directive in sorted(asked.keys() & OF_THE_SITE):
+        yield f"{name}: says --{directive}, experiments/sites/example.sh says that it is the site's; remove it"
+
+
+def first_comment(script: Path) -> Iterator[str]:
+    """Compare numbers of GPUs, nodes, ranks and questions, as words or digits, with the directives."""
+    name, comment = name_of(script), script.read_text().partition("#     sbatch")[0]
+    nodes, gpus = nodes_and_gpus(script)
+    for found in COUNT.finditer(comment):
+        number, unit, of_a_node = found.groups()
+        stated = nodes if unit == "node" else gpus // nodes if of_a_node else gpus
+        if (NUMBERS.get(number.lower()) or int(number)) != stated:
+            yield f"{name}: says {found[0]} in its first comment, its directives say {stated}"
+    for each, total in re.findall(r"(\d+) questions per GPU, (\d+) in all", comment):
+        if int(each) * gpus != int(total):
+            yield f"{name}: says {total} in all in its first comment, {each} on {gpus} GPU(s) says {int(each) * gpus}"
+
+
+def knobs(path: Path) -> Iterator[str]:
+    """Compare the knobs of a folder with its row of the table, and their order with config.py."""
+    name, folder = name_of(path), str(path.parent.relative_to(EXPERIMENTS))
+    row = next((row for row in ROWS if fnmatch(folder, row)), None)
+    if not path.exists():
+        yield f"{name}: says nothing, {TABLE} says {ROWS.get(row)}"
+        return
+    settings = []
+    for line in path.read_text().splitlines():
+        knob, value = setting_of(line)
+        if knob in ORDER:
+            settings.append((knob, value))
+        elif line and not line.startswith("#"):
+            form = f': "${{NAME:=value}}" ({" and ".join(FIXED)}: export NAME=value)'
+            yield f"{name}: says {line}, each line sets a knob of config.py by {form}"
+    if row is None:
+        line = f"{folder}: {' '.join(map('='.join, settings))}"
+        yield f"{TABLE}: says nothing of {folder}, {name} says {line} (write this line)"
+        return
+    stated = dict(word.partition("=")[::2] for word in ROWS[row].split())
+    shown = {knob: value if stated.get(knob, value) else "" for knob, value in settings}
+    for knob in sorted(stated.keys() | shown.keys()):
+        if stated.get(knob) != shown.get(knob):
+            says, should_say = (
+                f"{knob}={each[knob]}".rstrip("=") if knob in each else f"nothing of {knob}" for each in (shown, stated)
+            )
+            yield f"{name}: says {says}, {TABLE} says {should_say}"
+    names = [knob for knob, _ in settings]
+    if names != sorted(shown, key=ORDER.get):
+        yield f"{name}: says {' '.join(names)}, config.py says {' '.join(sorted(shown, key=ORDER.get))}"
+
+
+def setting_of(line: str) -> tuple[str, str]:
+    """The knob that a line of env_vars.sh sets, and its value at a site that says nothing. Empty for another line."""
+    found = SETTING.fullmatch(line)
+    knob, value = (found[1] or found[3], found[2] or found[4]) if found else ("", "")
+    if found and (knob in FIXED) != line.startswith("export"):
+        return "", ""
+    return knob, re.sub(r"\$\{SITE_\w+:-(.*)\}", r"\1", value)
+
+
+def global_batch(script: Path) -> Iterator[str]:
+    """Multiply micro batch, accumulation, and groups of ranks that compute questions of their own."""
+    path = script.with_name("env_vars.sh")
+    settings = {knob.variable: knob.default for knob in KNOBS}
+    settings |= dict(map(setting_of, path.read_text().splitlines() if path.exists() else []))
+    for folders, stated in GLOBAL_BATCHES.items():
+        if fnmatch(folder_of(script), folders):
+            groups = nodes_and_gpus(script)[1] // int(settings["TENSOR_PARALLEL"])
+            size = int(settings["BATCH_SIZE"]) * int(settings["GRAD_ACC"]) * groups
+            if size != stated:
+                says = f"{settings['BATCH_SIZE']} x {settings['GRAD_ACC']} x {groups} = {size} questions in a step"
+                yield f"{name_of(path)}: says {says}, all of {folders} say {stated}"
