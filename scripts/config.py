@@ -26,7 +26,7 @@ def knob(variable: str, default: Any, what: str) -> Any:
     return field(default=default, metadata={"variable": variable, "help": what})
 
 
-@dataclass
+@dataclass(frozen=True)
 class ModelArguments:
     """The model."""
 
@@ -68,7 +68,7 @@ class ModelArguments:
 CUSTOM_SIZES = ("vocab_size", "hidden_size", "num_layers", "num_heads", "ff_dim", "seq_length")
 
 
-@dataclass
+@dataclass(frozen=True)
 class DataArguments:
     """The data, and what is done with it besides the training."""
 

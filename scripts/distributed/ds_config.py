@@ -4,9 +4,13 @@ DeepSpeed ignores a misspelt key at the top level and in sections that it reads 
 ZeRO above all, is checked with that class, here before the model is loaded.
 """
 
+from typing import Any
+
 from pydantic import BaseModel, ValidationError
+from transformers import TrainingArguments
 
 from distributed.process_group import prepare_deepspeed
+from settings.settings import Settings
 from shared.errors import WorkshopError, did_you_mean
 from shared.json_files import leaves_of, read_json
 
@@ -159,24 +163,25 @@ def offloaded(zero: dict, part: str) -> bool:
     return (zero.get(f"offload_{part}") or {}).get("device", "none") != "none"
 
 
-def check_contradictions(options, training_args) -> None:
+def check_contradictions(settings: Settings, training_args: TrainingArguments) -> None:
     """Compare the file's literals with the flags, once TrainingArguments has met both.
 
     Raises WorkshopError (exit code 2) with both values of each contradiction.
     """
-    path = options.values["deepspeed"]
-    config = options.deepspeed_config
-    names = options.names
+    path = settings.trainer.deepspeed
+    config = settings.deepspeed_config or {}
+    names = settings.names
     for section, flag in (("optimizer", "optim"), ("scheduler", "lr_scheduler_type")):
         choice = getattr(training_args, flag).value
         if section in config and flag in names and choice not in ("adamw_torch", "adamw_torch_fused"):
             both = f"{section}.type is {config[section]['type']}, but {names[flag]} is {choice}"
             raise WorkshopError(path, both, f"remove the section {section} or the flag")
-    mismatches = training_args.hf_deepspeed_config.mismatches  # "- ds KEY=VALUE vs hf FLAG=VALUE"
+    deepspeed: Any = training_args.hf_deepspeed_config
+    mismatches = deepspeed.mismatches  # "- ds KEY=VALUE vs hf FLAG=VALUE"
     if mismatches:
         both = ", ".join(line.removeprefix("- ") for line in mismatches)
         raise WorkshopError(path, f"contradicts the flags: {both}", 'set it to "auto" or change the flag')
-    zero = config["zero_optimization"]
+    zero = settings.zero
     if zero.get("stage") == 3 and not zero.get(GATHER) and training_args.save_strategy != "no":
         what = "is not true, so no weights would be saved"
         raise WorkshopError(f"{path}: zero_optimization.{GATHER}", what, "set it to true")

@@ -7,21 +7,22 @@ import torch
 
 from distributed import inspect_fsdp
 from distributed.fsdp_config import fsdp_name, wrap_classes
-from settings.command_line import Options
+from settings.settings import Settings
 
 
-def strategy_name(options: Options) -> str:
-    """How the requested run spreads the model over its ranks."""
-    if options.deepspeed_config is not None:
-        return f"DeepSpeed ZeRO-{options.deepspeed_config['zero_optimization'].get('stage', 0)}"
-    if options.values["tensor_parallel"] > 1:
-        return "TP" if options.fsdp_config is None else "TP x FSDP2"
-    if options.fsdp_config is not None:
-        return fsdp_name(options.fsdp_config)
+def strategy_name(settings: Settings) -> str:
+    """The strategy that was asked for, such as ``DeepSpeed ZeRO-2``."""
+    if settings.deepspeed_config is not None:
+        return f"DeepSpeed ZeRO-{settings.zero.get('stage', 0)}"
+    if settings.model.tensor_parallel > 1:
+        return "TP" if settings.fsdp_config is None else "TP x FSDP2"
+    if settings.fsdp_config is not None:
+        return fsdp_name(settings.fsdp_config)
     return "DDP" if "RANK" in os.environ else "plain"
 
 
-def effective_strategy(trainer: Any, engine) -> str:
+def effective_strategy(trainer: Any, engine: Any) -> str:
+    """The strategy that runs. engine: DeepSpeed's, None without DeepSpeed."""
     if engine is not None:
         return f"DeepSpeed ZeRO-{int(engine.zero_optimization_stage())}"
     if isinstance(trainer.model_wrapped, torch.nn.parallel.DistributedDataParallel):

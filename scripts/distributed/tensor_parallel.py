@@ -14,7 +14,7 @@ from transformers.distributed import DistributedConfig
 from transformers.distributed.parallel_utils import replace_layer_number_by_wildcard
 
 from distributed.inspect_fsdp import local
-from settings.command_line import Options
+from settings.settings import Settings
 from shared.errors import WorkshopError
 
 # Styles of a plan, by what is cut of weight and bias. Others are refused: experts, fused layers, and the norms of Qwen3
@@ -23,34 +23,33 @@ BY_OUTPUTS = {"colwise", "colwise_gather_output", "embedding_rowwise"}
 BY_INPUTS = {"rowwise"}  # the weight alone: each rank has the whole bias
 
 
-def check_tensor_parallel(options: Options, ranks: int) -> None:
+def check_tensor_parallel(settings: Settings, ranks: int) -> None:
     """Raises WorkshopError (exit code 2) for ranks, or a way of saving, that do not go with it."""
-    values = options.values
-    check_groups(options, ranks)
-    if values["tensor_parallel"] == 1:
+    check_groups(settings, ranks)
+    if settings.model.tensor_parallel == 1:
         return
-    if values["save_strategy"] != "no":
+    if settings.trainer.save_strategy != "no":
         way_out = "give --save_strategy no (SAVE_STRATEGY=no): the whole weights are saved at the end"
-        raise options.error("tensor_parallel", "transformers writes no checkpoints of a model that is cut", way_out)
-    if values["resume_from_checkpoint"]:
-        raise options.error("resume_from_checkpoint", "there are none with --tensor_parallel", "leave it out")
+        raise settings.error("tensor_parallel", "transformers writes no checkpoints of a model that is cut", way_out)
+    if settings.trainer.resume_from_checkpoint:
+        raise settings.error("resume_from_checkpoint", "there are none with --tensor_parallel", "leave it out")
 
 
-def check_groups(options: Options, ranks: int) -> None:
+def check_groups(settings: Settings, ranks: int) -> None:
     """Raises WorkshopError (exit code 2) for ranks that do not make up tensor groups, or have nothing to do."""
-    size = options.values["tensor_parallel"]
+    size = settings.model.tensor_parallel
     if size == 1:
         return
     if ranks % size:
-        raise options.error(
+        raise settings.error(
             "tensor_parallel", f"{size} does not divide {ranks} rank(s)", f"start {size}, or a multiple"
         )
-    if ranks > size and not options.values["fsdp"]:
+    if ranks > size and not settings.trainer.fsdp:
         what = f"{size} of {ranks} ranks cut the matrices, and nobody uses the others"
-        raise options.error("tensor_parallel", what, f"start {size} ranks, or add --fsdp")
-    if ranks == size and options.values["fsdp"]:
+        raise settings.error("tensor_parallel", what, f"start {size} ranks, or add --fsdp")
+    if ranks == size and settings.trainer.fsdp:
         what = f"--tensor_parallel {size} leaves no ranks to shard over"
-        raise options.error("fsdp", what, "leave it out, or start more ranks")
+        raise settings.error("fsdp", what, "leave it out, or start more ranks")
 
 
 def check_can_be_cut(model: PreTrainedModel, tensor_parallel: int) -> None:

@@ -1,0 +1,75 @@
+"""Variables and flags that do not do what people expect, each with what to do instead.
+
+Most of these variables come from the workshop's original documents (docs/original-documents.md).
+"""
+
+from config import KNOBS
+
+UNREAD_VARIABLES = {
+    "PER_DEVICE_BATCH_SIZE": "use BATCH_SIZE",
+    "GRAD_ACC_STEPS": "use GRAD_ACC",
+    "LR": "use LEARNING_RATE",
+    "LOG_DIR": "unset it; logs stand in the experiment's folder, below log/",
+    "CONDA_SH_PATH": "unset it; the environment stands in site_setup of the site file",
+    "CONDA_ENV": "unset it; the environment stands in site_setup of the site file",
+}
+# Names that shells and scripts also set for themselves, so they only cause a warning. job.sh exports every variable of
+# a .slurm file
+WARNED_VARIABLES = {
+    "BATCHSIZE": "the knob is BATCH_SIZE",
+    "DEEPSPEED": "the flag is --deepspeed",
+    "EPOCHS": "the knob is NUM_EPOCHS",
+    "FSDP": "the flag is --fsdp",
+    "MAX_STEPS": "the flag is --max_steps",
+    "MODEL": "the knob is MODEL_NAME",
+    "RUN_NAME": "the knob is EXPERIMENT_NAME",
+    "SEED": "the flag is --seed",
+}
+# The upper-case name of a knob's flag, where its variable is shorter: NUM_TRAIN_EPOCHS for NUM_EPOCHS
+UNREAD_VARIABLES |= {
+    knob.flag.upper(): f"use {knob.variable}"
+    for knob in KNOBS
+    if knob.flag.upper() not in (knob.variable, *WARNED_VARIABLES)
+}
+# ps shows a flag to everybody on the node, and the run record keeps it
+SECRET = "set the variable HF_TOKEN, or log in with hf auth login; a flag is no place for a secret"
+# Flags of transformers 4 that version 5 removed and tutorials still use, with what takes their place
+REMOVED_FLAGS = {
+    "adafactor": "use --optim adafactor",
+    "evaluation_strategy": "use --eval_strategy",
+    "fsdp_min_num_params": 'set "min_num_params" in the --fsdp_config file',
+    "fsdp_transformer_layer_cls_to_wrap": 'set "transformer_layer_cls_to_wrap" in the --fsdp_config file',
+    "group_by_length": "use --train_sampling_strategy group_by_length",
+    "half_precision_backend": "leave it out, there is one backend",
+    "logging_dir": "set the variable TENSORBOARD_LOGGING_DIR",
+    "no_cuda": "use --use_cpu",
+    "overwrite_output_dir": "use a new --output_dir, or --resume_from_checkpoint to go on",
+    "per_gpu_eval_batch_size": "use --per_device_eval_batch_size",
+    "per_gpu_train_batch_size": "use --per_device_train_batch_size",
+    "push_to_hub_model_id": "upload the saved folder afterwards",
+    "push_to_hub_token": SECRET,
+    "save_safetensors": "leave it out, safetensors is the only format",
+    "use_mps_device": "leave it out, the device is found by itself",
+    "warmup_ratio": "use --warmup_steps with a fraction below 1",
+}
+# Flags that other training programs and launchers have
+FLAGS_OF_OTHER_PROGRAMS = {
+    "epochs": "use --num_train_epochs",
+    "lr": "use --learning_rate",
+    "max_seq_length": "use --max_length",
+    "mixed_precision": "use --fp16, --bf16, or --fp16 False for fp32",
+    "model": "use --model_name",
+    "nproc_per_node": "torchrun's flags come before the script: torchrun --nproc_per_node=2 scripts/train.py",
+    "num_gpus": "start one process per GPU: torchrun --nproc_per_node=2 scripts/train.py",
+    "precision": "use --fp16, --bf16, or --fp16 False for fp32",
+    "resume": "use --resume_from_checkpoint",
+}
+# Flags of TrainingArguments that would be accepted here and then have no effect
+UNUSED_FLAGS = {
+    "do_eval": "use --eval_strategy",
+    "do_predict": "use scripts/evaluate.py",
+    "do_train": "leave it out, training is what train.py does",
+    "hub_model_id": "upload the saved folder afterwards",
+    "hub_token": SECRET,
+    "push_to_hub": "upload the saved folder afterwards",
+}

@@ -1,0 +1,43 @@
+"""The flags that TrainingArguments gets: the one place where settings have no types, as transformers checks them."""
+
+import contextlib
+import os
+from collections.abc import Iterator
+from dataclasses import fields
+from typing import Any
+
+import torch
+from transformers import TrainingArguments
+
+from settings.settings import Settings
+from shared.errors import ENVIRONMENT, WorkshopError
+from shared.trackers import check_trackers
+
+SHARDING = {"deepspeed", "fsdp", "fsdp_config", "parallelism_config"}
+
+
+def trainer_flags(settings: Settings) -> dict[str, Any]:
+    """All values for TrainingArguments but those that turn on ZeRO or FSDP, which train.py adds."""
+    known = {each.name for each in fields(TrainingArguments) if each.init}
+    flags = {name: value for name, value in settings.flat().items() if name in known - SHARDING}
+    flags["output_dir"] = settings.trainer.output_dir or "output"
+    flags["report_to"] = check_trackers(settings.trainer.report_to) or "none"
+    flags["run_name"] = settings.trainer.run_name or os.path.basename(os.getcwd())
+    flags["tf32"] = bool(settings.trainer.tf32)  # unset, --torch_compile would switch it on, and fp32 were not fp32
+    # offloaded gradients lie on the CPU when their norm is summed over the ranks, and NCCL knows no CPU tensors ("No
+    # backend type associated with device type cpu"); TrainingArguments opens the group, and its flag takes one name
+    if settings.fsdp_config and settings.fsdp_config.get("cpu_offload"):
+        flags["ddp_backend"] = "cuda:nccl,cpu:gloo"
+    return flags
+
+
+@contextlib.contextmanager
+def argument_errors() -> Iterator[None]:
+    """Turn what TrainingArguments refuses into one line. Raises WorkshopError."""
+    try:
+        yield
+    except (ValueError, OSError, ImportError) as error:
+        raise WorkshopError("command line", str(error), "see --help") from error
+    except torch.distributed.DistError as error:
+        way_out = "check MASTER_ADDR and MASTER_PORT on every node"
+        raise WorkshopError("process group", str(error), way_out, ENVIRONMENT) from error
