@@ -33,7 +33,8 @@ def parse_plan(
     Raises WorkshopError (exit code 2).
     """
     words = sys.argv if argv is None else argv
-    gpu = environment.get("REQUIRE_GPU") != "0" or "--gpu_memory" in words or torch.cuda.is_available()
+    asks_for_gpu = any(word.replace("-", "_").startswith("__gpu_memory") for word in words)
+    gpu = environment.get("REQUIRE_GPU") != "0" or asks_for_gpu or torch.cuda.is_available()
     settings = parse_command_line(description, argv, flags, gpu=gpu, environment=environment)
     if "gpus" not in settings.names:
         settings = replace(settings, estimate=replace(settings.estimate, gpus=settings.model.tensor_parallel))

@@ -1,7 +1,8 @@
 """How much ZeRO-3 gathers in a micro batch, found by going through the model as DeepSpeed does.
 
-No simple formula gives these numbers. A layer is gathered once or twice, and in the workshop's models it depends on how
-fast DeepSpeed looks ahead: bloom-1b1 is gathered 1.22 times. A formula with only one of the two limits says 1.06 or 1.53.
+No simple formula gives these numbers. A layer is gathered once or twice, and for models of about 10^9 parameters that
+depends on how fast DeepSpeed looks ahead. So bloom-1b1 is gathered 1.22 times (docs/zero.md). A formula with
+stage3_max_live_parameters gives 1.06, and one with stage3_max_reuse_distance gives 1.53.
 """
 
 from bisect import bisect_left
