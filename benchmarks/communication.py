@@ -26,7 +26,6 @@ import tempfile
 import time
 from collections import Counter
 from pathlib import Path
-from types import SimpleNamespace
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 DATASET = REPOSITORY / "data" / "squad_sample.json"
@@ -131,9 +130,10 @@ def scaled_zero3(scale: int) -> dict:
 
 def make_model_folder(folder: Path, config: dict) -> None:
     sys.path.insert(0, str(REPOSITORY / "scripts"))
+    from config import DataArguments
     from model import train_tokenizer
 
-    train_tokenizer(SimpleNamespace(dataset=str(DATASET), eval_dataset=None), TOKENS).save_pretrained(folder)
+    train_tokenizer(DataArguments(dataset=str(DATASET)), TOKENS).save_pretrained(folder)
     (folder / "config.json").write_text(json.dumps(config))
 
 

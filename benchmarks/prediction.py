@@ -22,12 +22,12 @@ import tempfile
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import SimpleNamespace
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 SCRIPTS = REPOSITORY / "scripts"
 sys.path.insert(0, str(SCRIPTS))
 
+from config import DataArguments  # noqa: E402
 from estimate.predict_from_record import predicted_memory  # noqa: E402
 from model import train_tokenizer  # noqa: E402
 
@@ -104,7 +104,7 @@ def read_results() -> dict:
 
 
 def make_model_folders(folder: Path) -> None:
-    tokenizer = train_tokenizer(SimpleNamespace(dataset=str(DATASET), eval_dataset=None), TOKENS)
+    tokenizer = train_tokenizer(DataArguments(dataset=str(DATASET)), TOKENS)
     for name, config in (("model", BLOOM), ("whole_vocabulary", WHOLE_VOCABULARY)):
         tokenizer.save_pretrained(folder / name)
         (folder / name / "config.json").write_text(json.dumps(config))

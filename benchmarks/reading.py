@@ -22,7 +22,6 @@ import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
 
 import torch
 from datasets import Dataset, load_from_disk
@@ -31,26 +30,21 @@ from torch.utils.data import DataLoader, Subset
 REPOSITORY = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(REPOSITORY / "scripts"))
 
+from config import DataArguments  # noqa: E402
 from data_loader import collator, from_file, tokenise, tokenise_batch  # noqa: E402
 from model import train_tokenizer  # noqa: E402
 
 QUESTIONS = 87_599
 COLUMNS = ["input_ids", "attention_mask", "labels"]
-OPTIONS = SimpleNamespace(
-    dataset=str(REPOSITORY / "data" / "squad_sample.json"),
-    eval_dataset=None,
-    max_length=512,
-    labels="sequence",
-    padding="longest",
-)
+DATA = DataArguments(dataset=str(REPOSITORY / "data" / "squad_sample.json"), padding="longest")
 
 
 def main() -> None:
     torch.set_num_threads(1)
-    tokenizer = train_tokenizer(OPTIONS, 2048)
-    collate = collator(tokenizer, OPTIONS)
-    questions = from_file(OPTIONS.dataset, "all")
-    rows = tokenise(questions, tokenizer, OPTIONS)
+    tokenizer = train_tokenizer(DATA, 2048)
+    collate = collator(tokenizer, DATA)
+    questions = from_file(DATA.dataset, "all")
+    rows = tokenise(questions, tokenizer, DATA)
     with tempfile.TemporaryDirectory() as disk, tempfile.TemporaryDirectory(dir="/dev/shm") as memory:
         indices = [number % len(rows) for number in range(QUESTIONS)]
         rows.select(indices).save_to_disk(f"{disk}/rows", num_shards=1)
@@ -62,7 +56,7 @@ def main() -> None:
         for workers in (0, 2):
             line(f"disk, read before, {workers} workers", rate(load_from_disk(f"{disk}/rows"), collate, workers))
             line(f"/dev/shm, {workers} workers", rate(load_from_disk(f"{memory}/rows"), collate, workers))
-        settings = {"max_length": OPTIONS.max_length, "labels": OPTIONS.labels}
+        settings = {"max_length": DATA.max_length, "labels": DATA.labels}
         text = questions.select([number % len(questions) for number in range(QUESTIONS)]).flatten_indices()
         text.set_transform(partial(tokenise_batch, tokenizer=tokenizer, **settings))
         for workers in (0, 2):

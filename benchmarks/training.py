@@ -324,14 +324,14 @@ def parts(flags: list[str]) -> tuple:
 
     from data_loader import load_squad
     from model import load_model, load_tokenizer
-    from settings.command_line import own_arguments, parse_command_line, trainer_flags
+    from settings.command_line import parse_command_line
+    from settings.trainer_flags import trainer_flags
 
-    options = parse_command_line("", flags)
-    model_args, data_args = own_arguments(options)
-    args = TrainingArguments(**trainer_flags(options))
-    tokenizer = load_tokenizer(model_args, data_args)
-    dataset, _ = load_squad(data_args, tokenizer, args)
-    return dataset, tokenizer, lambda: load_model(model_args, data_args, tokenizer, args.seed)
+    settings = parse_command_line("", flags)
+    args = TrainingArguments(**trainer_flags(settings))
+    tokenizer = load_tokenizer(settings.model, settings.data)
+    dataset, _ = load_squad(settings.data, tokenizer, args)
+    return dataset, tokenizer, lambda: load_model(settings.model, settings.data, tokenizer, args.seed)
 
 
 def gradients(flags: list[str]) -> dict[str, float]:

@@ -27,7 +27,8 @@ import torch
 from checks.jobs import train_once
 from checks.machine import last_line
 from config import KNOBS
-from estimate_memory import GIB, estimate, read_options, totals
+from estimate.command_line import parse_memory_plan
+from estimate.memory import GIB, estimate_parts, totals
 from reporting.render import grid
 from shared.errors import ENVIRONMENT, OneLineErrors, WorkshopError, run_program
 from shared.json_files import read_json, write_json
@@ -309,8 +310,8 @@ def main() -> None:
             result |= disagreement(row, result, rows)
         result["seconds"] = time.monotonic() - start
         if row.full:
-            options = read_options(command_of(row)[2:], environment=FULL)
-            result["estimated_gib"] = totals(estimate(options), 1)[0] / GIB
+            settings = parse_memory_plan(command_of(row)[2:], environment=FULL)
+            result["estimated_gib"] = totals(estimate_parts(settings), 1)[0] / GIB
         rows[row.name] = result
         write_json(path, content)
         path.with_suffix(".md").write_text(results_markdown(content), encoding="utf-8")

@@ -8,10 +8,10 @@ Bytes are those of scripts/estimate_memory.py and scripts/estimate_time.py, for 
 from pathlib import Path
 from typing import NamedTuple
 
-from estimate.command_line import options_of_plan
-from estimate.memory import GIB, Held, estimate
-from estimate.model_shape import shape_for
-from estimate_time import GB, sent, sent_between_nodes
+from estimate.command_line import parse_plan
+from estimate.communication import GB, bytes_between_nodes, sent_bytes
+from estimate.memory import GIB, MemoryPart, estimate_parts
+from estimate.model_shape import trace_shape
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 GPUS = (8, 64, 512, 1024)
@@ -32,7 +32,7 @@ STATE = ("parameters", "gradients", "optimizer state", "buffers")
 class AtScale(NamedTuple):
     """held: of the rank that holds most, without activations. Others: bytes sent in a step, mean of all ranks."""
 
-    held: list[Held]
+    held: list[MemoryPart]
     inside_nodes: float
     between_nodes: float
 
@@ -41,12 +41,12 @@ def at_scale(method: str, gpus: int) -> AtScale:
     flags = [*METHODS[method], "--gpus", gpus, "--nodes", gpus // PER_NODE]
     if gpus == PER_NODE and "--tensor_parallel" in flags:
         flags.remove("--fsdp")  # there is nobody left to shard over
-    options = options_of_plan([str(flag) for flag in (*MODEL, *flags)], "", environment={})
-    shape = shape_for(options)
-    between_nodes = sent_between_nodes(shape, options)
+    settings = parse_plan([str(flag) for flag in (*MODEL, *flags)], environment={})
+    shape = trace_shape(settings)
+    between_nodes = bytes_between_nodes(shape, settings)
     return AtScale(
-        held=[part for part in estimate(options) if part.what in STATE],
-        inside_nodes=sent(shape, options) - between_nodes,
+        held=[part for part in estimate_parts(settings) if part.name in STATE],
+        inside_nodes=sent_bytes(shape, settings) - between_nodes,
         between_nodes=between_nodes,
     )
 

@@ -11,10 +11,11 @@ the method, with 16-bit activations. tests/unit/test_docs.py compares them with 
 from pathlib import Path
 from typing import NamedTuple
 
-from estimate.command_line import options_of_plan
-from estimate.memory import GIB, estimate
-from estimate.model_shape import FP32, HALF, Shape, shape_for
-from estimate_time import GB, sent
+from estimate.command_line import parse_plan
+from estimate.communication import GB, sent_bytes
+from estimate.memory import GIB, estimate_parts
+from estimate.model_shape import FP32, HALF, Shape, trace_shape
+from settings.settings import Settings
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 RANKS = 8
@@ -37,28 +38,28 @@ class Dimension(NamedTuple):
     sent: float
 
 
-def options(*flags: object):
-    return options_of_plan([str(flag) for flag in (*MODEL, *flags)], "", environment={})
+def plan(*flags: object) -> Settings:
+    return parse_plan([str(flag) for flag in (*MODEL, *flags)], environment={})
 
 
 def dimensions() -> dict[str, Dimension]:
-    shape = shape_for(options())
+    shape = trace_shape(plan())
     accumulation = ["--gradient_accumulation_steps", QUESTIONS // RANKS]
-    data = options("--gpus", RANKS, *accumulation)
-    shard = options("--gpus", RANKS, *accumulation, *SHARD)
-    whole = state_of(options())
-    averaged = sent(shape, data)  # gradients, once in a step
+    data = plan("--gpus", RANKS, *accumulation)
+    shard = plan("--gpus", RANKS, *accumulation, *SHARD)
+    whole = state_bytes(plan())
+    averaged = sent_bytes(shape, data)  # gradients, once in a step
     return {
-        "data": Dimension(state_of(data), averaged),
-        "shard": Dimension(state_of(shard), sent(shape, shard)),
+        "data": Dimension(state_bytes(data), averaged),
+        "shard": Dimension(state_bytes(shard), sent_bytes(shape, shard)),
         "tensor": Dimension(whole / RANKS, QUESTIONS * tensor_sends(shape)),
         "pipeline": Dimension(whole * largest_stage(shape) / shape.parameters, QUESTIONS * pipeline_sends(shape)),
-        "context": Dimension(state_of(data), QUESTIONS * context_sends(shape, TOKENS) + averaged),
+        "context": Dimension(state_bytes(data), QUESTIONS * context_sends(shape, TOKENS) + averaged),
     }
 
 
-def state_of(options) -> float:
-    return sum(part.gpu for part in estimate(options) if part.what in STATE)
+def state_bytes(settings: Settings) -> float:
+    return sum(part.gpu for part in estimate_parts(settings) if part.name in STATE)
 
 
 # Bytes that one of RANKS ranks sends for a micro batch of one question
@@ -81,7 +82,7 @@ def tensor_sends(shape: Shape) -> float:
 def tensor_sends_by_plan() -> float:
     """Bytes by transformers' plan: q, k and v are separate, what runs between blocks is fp32, logits are gathered."""
     gpt = ["--model_name", "custom-gpt", *AS_LARGE, "--tensor_parallel", RANKS, "--max_length", TOKENS]
-    return shape_for(options(*gpt)).exchanged * (RANKS - 1) / RANKS
+    return trace_shape(plan(*gpt)).exchanged * (RANKS - 1) / RANKS
 
 
 def break_even(accumulation: int, tensor: float) -> float:
@@ -89,7 +90,7 @@ def break_even(accumulation: int, tensor: float) -> float:
 
     tensor: bytes that tensor parallelism sends for TOKENS. FULL_SHARD sends gradients once for each accumulation.
     """
-    shape = shape_for(options())
+    shape = trace_shape(plan())
     gradients = HALF * shape.parameters * (RANKS - 1) / RANKS
     return TOKENS * (shard_sends(shape) + gradients / accumulation) / (RANKS * tensor)
 
@@ -119,7 +120,7 @@ def largest_stage(shape: Shape) -> int:
 
 def kept_by_first_stage(micro_batches: int) -> float:
     """Bytes of activations: of the blocks that `largest_stage` has."""
-    shape = shape_for(options(*WITHOUT_CASTS))
+    shape = trace_shape(plan(*WITHOUT_CASTS))
     return micro_batches * -(-shape.layers // RANKS) * shape.activations / shape.layers
 
 
@@ -137,7 +138,7 @@ def activations_of_a_question(tokens: int) -> float:
     Of two lengths of which one is twice the other, four times the shorter one's less the longer one's has no square.
     """
     of_512, of_1024 = (
-        shape_for(options(*WITHOUT_CASTS, "--attention", "sdpa", "--max_length", length)).activations
+        trace_shape(plan(*WITHOUT_CASTS, "--attention", "sdpa", "--max_length", length)).activations
         for length in (512, 1024)
     )
     return (4 * of_512 - of_1024) / 2 / 512 * tokens
@@ -145,7 +146,7 @@ def activations_of_a_question(tokens: int) -> float:
 
 def checkpointed(tokens: int, bytes_of_input: int = HALF) -> float:
     """Bytes: the inputs of all blocks, and the activations of one."""
-    shape = shape_for(options())
+    shape = trace_shape(plan())
     return shape.layers * tokens * shape.hidden * bytes_of_input + activations_of_a_question(tokens) / shape.layers
 
 
@@ -162,7 +163,7 @@ def table_of_dimensions() -> str:
 
 
 def table_of_messages() -> str:
-    shape = shape_for(options())
+    shape = trace_shape(plan())
     in_a_step = dimensions()
     rows = [
         [name, f"{size / 1e6:,.1f}", str(times), f"{in_a_step[dimension].sent / GB:.2f}"]
@@ -176,7 +177,7 @@ def table_of_messages() -> str:
 
 
 def table_of_lengths() -> str:
-    shape = shape_for(options())
+    shape = trace_shape(plan())
     rows = [
         [
             f"{tokens:,}",
@@ -206,6 +207,6 @@ if __name__ == "__main__":
         kept = kept_by_first_stage(first)
         print(f"{schedule} keeps {kept / GIB:.1f} GiB on the first stage, {last / GIB:.1f} on the last")
     print(f"transformers' plan sends {QUESTIONS * tensor_sends_by_plan() / GB:.2f} GB")
-    for name, tensor in (("Megatron-LM", tensor_sends(shape_for(options()))), ("transformers", tensor_sends_by_plan())):
+    for name, tensor in (("Megatron-LM", tensor_sends(trace_shape(plan()))), ("transformers", tensor_sends_by_plan())):
         tokens = ", ".join(f"{break_even(a, tensor):,.0f} with accumulation {a}" for a in (1, QUESTIONS // RANKS))
         print(f"Tokens of a micro batch with which FULL_SHARD sends as much as {name}: {tokens}")

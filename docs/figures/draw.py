@@ -17,9 +17,11 @@ from matplotlib.patches import FancyBboxPatch, Rectangle
 from at_scale import GPUS, METHODS, at_scale
 from dimensions import QUESTIONS, tensor_sends_by_plan
 from dimensions import dimensions as dimension_numbers
-from estimate.model_shape import shape_for
-from estimate_memory import GIB, estimate, read_options
-from estimate_time import GB
+from estimate.command_line import parse_memory_plan
+from estimate.communication import GB
+from estimate.memory import GIB, MemoryPart, estimate_parts
+from estimate.model_shape import trace_shape
+from settings.settings import Settings
 
 HERE = Path(__file__).resolve().parent
 plt.rcParams |= {"font.size": 9, "axes.spines.top": False, "axes.spines.right": False, "figure.dpi": 120}
@@ -40,9 +42,9 @@ LINKS = {
 EMPTY = {"facecolor": "white", "edgecolor": "#bbbbbb", "linestyle": "--"}
 
 
-def options(*flags: object):
+def plan(*flags: object) -> Settings:
     configs = HERE.parents[1]
-    return read_options([str(flag).replace("@", f"{configs}/") for flag in flags], environment={})
+    return parse_memory_plan([str(flag).replace("@", f"{configs}/") for flag in flags], environment={})
 
 
 def save(figure, name: str) -> None:
@@ -51,13 +53,13 @@ def save(figure, name: str) -> None:
     print(f"docs/figures/{name}.png")
 
 
-def stack(axes, place: float, held: list, where: str = "gpu", parts=PARTS, width: float = 0.6) -> float:
+def stack(axes, place: float, held: list[MemoryPart], where: str = "gpu", parts=PARTS, width: float = 0.6) -> float:
     """One bar of GiB on top of each other; returns its height."""
     bottom = 0.0
     for part in held:
         size = getattr(part, where) / GIB
-        if part.what in parts and size:
-            axes.bar(place, size, width, bottom, label=part.what, edgecolor="black", linewidth=0.4, **PARTS[part.what])
+        if part.name in parts and size:
+            axes.bar(place, size, width, bottom, label=part.name, edgecolor="black", linewidth=0.4, **PARTS[part.name])
             bottom += size
     return bottom
 
@@ -112,7 +114,7 @@ def baseline() -> None:
     figure, axes = plt.subplots(figsize=(7, 3.2))
     labels = []
     for place, flags in enumerate(([], ["--per_device_train_batch_size", 1], ["--max_length", 128])):
-        height = stack(axes, place, estimate(options(*flags)))
+        height = stack(axes, place, estimate_parts(plan(*flags)))
         axes.text(place, height + 0.3, f"{height:.1f}", ha="center")
         labels.append(["4 x 512 tokens\n(the baseline)", "1 x 512", "4 x 128"][place])
     for memory, name in ((16, "a GPU of 16 GiB"), (32, "a GPU of 32 GiB")):
@@ -140,7 +142,7 @@ def efficiency() -> None:
     }
     figure, axes = plt.subplots(figsize=(10.4, 3.4))
     for place, flags in enumerate(runs.values()):
-        height = stack(axes, place, estimate(options("--bf16", *flags)))
+        height = stack(axes, place, estimate_parts(plan("--bf16", *flags)))
         axes.text(place, height + 0.6, f"{height:.1f}", ha="center")
     axes.set(xticks=range(len(runs)), xticklabels=list(runs), ylabel="GiB on one GPU, bloom-560m, estimated")
     legend(axes, loc="upper left")
@@ -216,7 +218,7 @@ def offload() -> None:
     ticks = []
     for group, stage in enumerate((1, 2, 3)):
         for number, (config, text) in enumerate(((f"zero{stage}", ""), (f"zero{stage}_cpu_offload", " + offload"))):
-            held = estimate(options("--deepspeed", f"@ds_configs/{config}.json"))
+            held = estimate_parts(plan("--deepspeed", f"@ds_configs/{config}.json"))
             middle = 3 * group + 1.3 * number
             sides = {"gpu": middle - 0.3, "cpu": middle + 0.3} if number else {"gpu": middle}
             for where, place in sides.items():
@@ -344,7 +346,7 @@ def fsdp() -> None:
 def custom_model() -> None:
     figure, axes = plt.subplots(figsize=(6.4, 3))
     for place, layers in enumerate((3, 6, 12, 24)):
-        shape = shape_for(options("--model_name", "custom-gpt", "--num_layers", layers))
+        shape = trace_shape(plan("--model_name", "custom-gpt", "--num_layers", layers))
         blocks, total = sum(shape.block_sizes) / 1e6, shape.parameters / 1e6
         axes.bar(place, total - blocks, 0.6, color="#d9d9d9", hatch="///", ec="black", lw=0.4, label="embeddings, head")
         axes.bar(place, blocks, 0.6, total - blocks, color="#1f4e79", ec="black", lw=0.4, label="blocks")
@@ -472,7 +474,7 @@ def comparison() -> None:
     }
     figure, axes = plt.subplots(figsize=(8.8, 3.3))
     for place, flags in enumerate(methods.values()):
-        height = stack(axes, place, estimate(options("--model_name", "bigscience/bloom-3b", "--gpus", 2, *flags)))
+        height = stack(axes, place, estimate_parts(plan("--model_name", "bigscience/bloom-3b", "--gpus", 2, *flags)))
         axes.text(place, height + 1, f"{height:.0f}", ha="center")
     axes.set(xticks=range(6), xticklabels=list(methods), ylabel="GiB per GPU, bloom-3b on 2 GPUs, estimated")
     axes.yaxis.label.set_fontsize(8)
@@ -517,7 +519,7 @@ def memory() -> None:
     figure, axes = plt.subplots(figsize=(7.4, 3.2))
     for place, (gpus, config) in enumerate(runs.values()):
         flags = ["--deepspeed", f"@ds_configs/{config}.json"] if config else []
-        height = stack(axes, place, estimate(options("--gpus", gpus, *flags)))
+        height = stack(axes, place, estimate_parts(plan("--gpus", gpus, *flags)))
         axes.text(place, height + 0.3, f"{height:.1f}", ha="center")
     axes.set(xticks=range(4), xticklabels=list(runs), ylabel="GiB per GPU, bloom-560m, estimated", xlim=(-0.6, 5.2))
     legend(axes, loc="center right")

@@ -16,12 +16,13 @@ from pathlib import Path
 
 from transformers import LlamaConfig, Qwen2Config
 
-from estimate.command_line import read_config_files
-from estimate.memory import MIB, Held, activations, held_by_rank, totals
-from estimate.model_shape import casts_as_it_computes, config_of, dtype_of_computing, shape_for
-from estimate_memory import FITS, VERDICTS, configs, read_options
-from estimate_time import offloads, sent, sent_between_nodes
-from settings.command_line import Options
+from estimate.command_line import parse_memory_plan, read_config_files
+from estimate.communication import bytes_between_nodes, sent_bytes
+from estimate.compare import FITS, VERDICTS, settings_by_config
+from estimate.memory import MIB, activations, state_parts, totals
+from estimate.model_shape import forward_pass, trace_shape, uses_autocast
+from estimate.time import uses_offload
+from settings.settings import Settings
 from shared.errors import WorkshopError
 from training.chunked_loss import bytes_of_chunks
 
@@ -29,7 +30,6 @@ HERE = Path(__file__).resolve().parent
 REPOSITORY = HERE.parents[1]
 NUMBERS = HERE / "numbers.json"
 MB = 10**6
-NOT_COUNTED = Held("Python, libraries", 0)  # differs from run to run
 STATE = ("parameters", "gradients", "optimizer state", "buffers")
 CHOICES = {
     "precision": ["bf16", "fp32"],
@@ -77,27 +77,25 @@ def layouts() -> list[tuple[int, int]]:
     return sorted(found, key=lambda layout: (layout[0] * layout[1], layout))
 
 
-def plan(model: list[str], precision: str, *flags: object) -> Options:
-    """The options of a training of `model`, its own flags."""
-    return read_options([*model, *PRECISIONS[precision], *map(str, flags)], environment={})
+def plan(model: list[str], precision: str, *flags: object) -> Settings:
+    """The settings of a training. model: the flags that name it."""
+    return parse_memory_plan([*model, *PRECISIONS[precision], *map(str, flags)], environment={})
 
 
-def with_each_config(options: Options) -> list[tuple[str, Options | WorkshopError]]:
-    """As estimate_memory.py --compare: the name of each config, and the options with it, or why there are none."""
-    found: list[tuple[str, Options | WorkshopError]] = []
-    for name, flags in sorted(configs(options.values["gpus"]).items(), key=order):
-        chosen = Options(options.values | flags, options.names)
+def with_each_config(settings: Settings) -> list[tuple[str, Settings | WorkshopError]]:
+    """As estimate_memory.py --compare: the name of each config, and the settings with it, or why there are none."""
+    found: list[tuple[str, Settings | WorkshopError]] = []
+    chosen = settings_by_config(settings)
+    for name in sorted(chosen, key=order):
         try:
-            read_config_files(chosen)
+            found.append((name, read_config_files(chosen[name])))
         except WorkshopError as error:
             found.append((name, error))
-        else:
-            found.append((name, chosen))
     return found
 
 
-def order(config: tuple[str, dict]) -> tuple[str, str]:
-    folder, _, file = config[0].rpartition("/")
+def order(config: str) -> tuple[str, str]:
+    folder, _, file = config.rpartition("/")
     return folder, file.removeprefix("ds_")
 
 
@@ -109,7 +107,7 @@ def of_model(model: list[str], lengths: list[int]) -> dict:
     numbers: dict = {"activations": {}, "logits": {}, "cells": {}}
     attentions = CHOICES["attention"] if model[1] in BLOOM else ["sdpa"]
     for precision in CHOICES["precision"]:
-        shape = shape_for(plan(model, precision))
+        shape = trace_shape(plan(model, precision))
         numbers["parameters"] = shape.model
         numbers["logits"][precision] = of_loss(model, precision)
         numbers["activations"][precision] = {
@@ -130,16 +128,17 @@ def of_layout(model: list[str], precision: str, accumulation: int, nodes: int, p
     between nodes. An empty list where this config cannot be taken."""
     flags = ["--gradient_accumulation_steps", accumulation, "--gpus", nodes * per_node, "--nodes", nodes]
     rows = []
-    for _, options in with_each_config(plan(model, precision, *flags)):
-        if isinstance(options, WorkshopError):
+    for _, settings in with_each_config(plan(model, precision, *flags)):
+        if isinstance(settings, WorkshopError):
             rows.append([])
             continue
-        shape = shape_for(options)
-        held = held_by_rank(shape, options, NOT_COUNTED)
-        on_gpu = {part.what: part.gpu for part in held}
-        on_node = totals(held, per_node)[1]
-        row = [round(size / MIB) for size in (*(on_gpu[what] for what in STATE), on_node)]
-        rows.append(row + [round(size / MB) for size in (sent(shape, options), sent_between_nodes(shape, options))])
+        shape = trace_shape(settings)
+        parts = state_parts(shape, settings)
+        on_gpu = {part.name: part.gpu for part in parts}
+        on_node = totals(parts, per_node)[1]
+        held = (*(on_gpu[name] for name in STATE), on_node)
+        sent = (sent_bytes(shape, settings), bytes_between_nodes(shape, settings))
+        rows.append([round(size / MIB) for size in held] + [round(size / MB) for size in sent])
     return rows
 
 
@@ -158,9 +157,9 @@ def of_activations(model: list[str], precision: str, attention: str, lengths: li
         for length in lengths:
             sizes = []
             for checkpointing in ([], ["--activation_checkpointing"]):
+                chosen = [*flags, *config, *checkpointing]
                 of_one, of_two = (
-                    activations_of(plan(model, precision, *flags, *config, *checkpointing, *micro_batch(batch, length)))
-                    for batch in (1, 2)
+                    activation_bytes(plan(model, precision, *chosen, *micro_batch(batch, length))) for batch in (1, 2)
                 )
                 of_each = of_two - of_one
                 sizes += [round(of_one - of_each), round(of_each)]
@@ -168,9 +167,8 @@ def of_activations(model: list[str], precision: str, attention: str, lengths: li
     return found
 
 
-def activations_of(options: Options) -> float:
-    compute_bytes = dtype_of_computing("bf16" if options.values["bf16"] else "fp32").itemsize
-    return activations(shape_for(options), options, compute_bytes).gpu
+def activation_bytes(settings: Settings) -> float:
+    return activations(trace_shape(settings), settings).gpu
 
 
 def micro_batch(batch: int, length: int) -> list[object]:
@@ -179,14 +177,14 @@ def micro_batch(batch: int, length: int) -> list[object]:
 
 def of_loss(model: list[str], precision: str) -> dict:
     """Bytes of the full loss for each token, and of the chunked one by the tokens of a micro batch."""
-    options = plan(model, precision, *micro_batch(1, GPT_LENGTH))
-    shape = shape_for(options)
-    vocabulary = json.loads(config_of(options))["vocab_size"]
+    settings = plan(model, precision, *micro_batch(1, GPT_LENGTH))
+    shape = trace_shape(settings)
+    forward = forward_pass(settings)
+    vocabulary = json.loads(forward.config_json)["vocab_size"]
     counts = sorted({batch * length for batch, length in product(CHOICES["batch"], CHOICES["length"])})
-    dtype = dtype_of_computing(precision)
     return {
         "full": shape.logits // GPT_LENGTH,
-        "chunked": {tokens: bytes_of_chunks(tokens, shape.hidden, vocabulary, dtype) for tokens in counts},
+        "chunked": {tokens: bytes_of_chunks(tokens, shape.hidden, vocabulary, forward.dtype) for tokens in counts},
     }
 
 
@@ -196,17 +194,17 @@ def of_loss(model: list[str], precision: str) -> dict:
 def methods() -> list[dict]:
     """What the page needs to know of each config; on one GPU DDP is the plain Trainer."""
     found = []
-    for name, options in with_each_config(plan(["--model_name", "bigscience/bloom-560m"], "bf16", "--gpus", 4)):
-        assert isinstance(options, Options), options
-        fsdp = options.fsdp_config or {}
+    for name, settings in with_each_config(plan(["--model_name", "bigscience/bloom-560m"], "bf16", "--gpus", 4)):
+        assert isinstance(settings, Settings), settings
+        fsdp = settings.fsdp_config or {}
         found.append(
             {
                 "name": name.rpartition("/")[2].removesuffix(".json"),
                 "config": name if "/" in name else "",
-                "flags": "--deepspeed" if options.deepspeed_config else "--fsdp --fsdp_config" if fsdp else "",
-                "activations": "autocast" if casts_as_it_computes(options) else "cast once",
+                "flags": "--deepspeed" if settings.deepspeed_config else "--fsdp --fsdp_config" if fsdp else "",
+                "activations": "autocast" if uses_autocast(settings) else "cast once",
                 "checkpointing": fsdp.get("activation_checkpointing", False),
-                "offload": offloads(options),
+                "offload": uses_offload(settings),
                 "experiments": experiments(name if "/" in name else ""),
             }
         )
@@ -253,8 +251,8 @@ def left_out() -> dict[str, dict[str, str]]:
     """By layout: the configs that cannot be taken there, and why."""
     found: dict[str, dict[str, str]] = {}
     for nodes, per_node in layouts():
-        options = plan(["--model_name", "bigscience/bloom-560m"], "bf16", "--gpus", nodes * per_node, "--nodes", nodes)
-        reasons = {name: error.what for name, error in with_each_config(options) if isinstance(error, WorkshopError)}
+        settings = plan(["--model_name", "bigscience/bloom-560m"], "bf16", "--gpus", nodes * per_node, "--nodes", nodes)
+        reasons = {name: error.what for name, error in with_each_config(settings) if isinstance(error, WorkshopError)}
         found[f"{nodes}x{per_node}"] = {
             name.rpartition("/")[2].removesuffix(".json"): why for name, why in reasons.items()
         }

@@ -3,81 +3,78 @@
 import os
 import sys
 from collections.abc import Mapping
+from dataclasses import replace
 
 import torch
 
 from distributed.ds_config import check_ds_config
 from distributed.fsdp_config import check_fsdp_file, resolve_sizes
 from distributed.tensor_parallel import check_groups
-from settings.command_line import Options, parse_command_line
+from settings.command_line import parse_command_line
+from settings.settings import EstimateArguments, Settings, StepFlags
 from shared.errors import WorkshopError
 
-HARDWARE_FLAGS = {
-    "gpus": {"type": int, "default": 1, "help": "GPUs of the whole job, one rank each."},
-    "nodes": {"type": int, "default": 1, "help": "Nodes, with equally many GPUs each."},
-    "matmul_tflops": {
-        "type": float,
-        "default": None,
-        "help": "10^12 operations per second of one GPU in matrix products: at most matmul_peak_tflops of a record.",
-    },
-    "memory_bandwidth": {"type": float, "default": None, "help": "GB/s of one GPU's memory, read and written."},
-    "bus_bandwidth": {
-        "type": float,
-        "default": None,
-        "help": "GB/s between the ranks: bus_bandwidth_gb_per_s of measure_bandwidth.py.",
-    },
-}
 RATES = ("matmul_tflops", "memory_bandwidth", "bus_bandwidth")
 ADAMW = ("adamw_torch", "adamw_torch_fused")
 
 
-def options_of_plan(
-    argv: list[str] | None,
-    description: str,
+def parse_plan(
+    argv: list[str] | None = None,
+    description: str = "",
     environment: Mapping[str, str] = os.environ,
-    extra: dict | None = None,
-) -> Options:
-    """The options of a training with as many GPUs as --gpus and --nodes say, its config files read.
+    flags: type[StepFlags] = StepFlags,
+) -> Settings:
+    """Read the settings of a training on as many GPUs as --gpus and --nodes say, with the content of its config files.
 
-    At a site without GPUs (REQUIRE_GPU=0), where there is none either, they are those of its ranks on the CPU, unless
+    At a site without GPUs (REQUIRE_GPU=0), if this machine has none either, the training runs on the CPU, unless
     --gpu_memory asks for a GPU.
 
-    environment: where the variables of the knobs are looked up. extra: flags of one script alone.
+    environment: where the variables of the knobs are looked up. flags: the dataclass of the script's own flags.
     Raises WorkshopError (exit code 2).
     """
-    flags = HARDWARE_FLAGS | (extra or {})
     words = sys.argv if argv is None else argv
-    gpu = environment.get("REQUIRE_GPU") != "0" or "--gpu_memory" in words or torch.cuda.is_available()
-    options = parse_command_line(description, argv, flags, gpu=gpu, environment=environment)
-    values = options.values
-    for flag, details in flags.items():
-        if "type" in details and values[flag] is not None and not values[flag] > 0:
-            raise WorkshopError(f"--{flag}", f"{values[flag]:g} is too small", "give a number above 0")
-    if "gpus" not in options.names:
-        values["gpus"] = values["tensor_parallel"]
-    if values["gpus"] % values["nodes"]:
-        what = f"{values['gpus']} GPUs do not spread over {values['nodes']} nodes"
-        raise WorkshopError("--gpus", what, "give a multiple of the nodes")
-    read_config_files(options)
-    return options
+    asks_for_gpu = any(word.replace("-", "_").startswith("__gpu_memory") for word in words)
+    gpu = environment.get("REQUIRE_GPU") != "0" or asks_for_gpu or torch.cuda.is_available()
+    settings = parse_command_line(description, argv, flags, gpu=gpu, environment=environment)
+    if "gpus" not in settings.names:
+        settings = replace(settings, estimate=replace(settings.estimate, gpus=settings.model.tensor_parallel))
+    gpus = settings.estimate.gpus
+    nodes = settings.estimate.nodes
+    if gpus % nodes:
+        raise WorkshopError("--gpus", f"{gpus} GPUs do not spread over {nodes} nodes", "give a multiple of the nodes")
+    return read_config_files(settings)
 
 
-def read_config_files(options: Options) -> None:
-    """Put the content of --deepspeed or --fsdp_config into the options. Raises WorkshopError (exit code 2)."""
-    values = options.values
-    tensor_parallel = values["tensor_parallel"]
-    check_groups(options, values["gpus"])
-    if values["deepspeed"]:
-        options.deepspeed_config = check_ds_config(values["deepspeed"])
-    if values["fsdp"]:
-        file = values["fsdp_config"]
-        options.fsdp_config = check_fsdp_file(file, tensor_parallel) if file else {}
-        groups = values["gpus"] // tensor_parallel
-        resolve_sizes(file or "--fsdp", options.fsdp_config, groups, groups // values["nodes"])
+def parse_memory_plan(
+    argv: list[str] | None = None, description: str = "", environment: Mapping[str, str] = os.environ
+) -> Settings:
+    """Do the same as `parse_plan` for estimate_memory.py, with its flags. Raises WorkshopError (exit code 2)."""
+    settings = parse_plan(argv, description, environment, EstimateArguments)
+    check_optimizer(settings)
+    for flag in RATES:
+        if getattr(settings.estimate, flag) is not None and not settings.estimate.compare:
+            raise settings.error(flag, "says nothing about memory", "give --compare, too, or take estimate_time.py")
+    return settings
 
 
-def check_optimizer(options: Options) -> None:
+def read_config_files(settings: Settings) -> Settings:
+    """Add the content of --deepspeed or --fsdp_config to the settings. Raises WorkshopError (exit code 2)."""
+    gpus = settings.estimate.gpus
+    tensor_parallel = settings.model.tensor_parallel
+    check_groups(settings, gpus)
+    if settings.trainer.deepspeed:
+        settings = replace(settings, deepspeed_config=check_ds_config(settings.trainer.deepspeed))
+    if settings.trainer.fsdp:
+        file = settings.trainer.fsdp_config
+        config = check_fsdp_file(file, tensor_parallel) if file else {}
+        groups = gpus // tensor_parallel
+        resolve_sizes(file or "--fsdp", config, groups, groups // settings.estimate.nodes)
+        settings = replace(settings, fsdp_config=config)
+    return settings
+
+
+def check_optimizer(settings: Settings) -> None:
     """Raises WorkshopError (exit code 2) for an optimizer whose state and step are not counted here."""
-    if options.values["optim"] not in ADAMW:
-        what = f"the state of {options.values['optim']} is not known here"
+    if settings.trainer.optim not in ADAMW:
+        what = f"the state of {settings.trainer.optim} is not known here"
         raise WorkshopError("--optim", what, f"estimate with {ADAMW[0]}")

@@ -9,8 +9,8 @@ import psutil
 
 from distributed.ds_config import offloaded
 from distributed.fsdp_config import fsdp_name
-from estimate.model_shape import FP32, HALF, Shape, casts_as_it_computes, shape_for
-from settings.command_line import Options, precision_name
+from estimate.model_shape import FP32, HALF, Shape, trace_shape, uses_autocast, weight_bytes
+from settings.settings import Settings
 
 MIB = 2**20
 GIB = 2**30
@@ -25,14 +25,14 @@ ZERO_GRADIENTS = (  # of stages 0 to 3
 
 
 @dataclass(frozen=True)
-class Held:
-    """What one rank holds, in bytes of its GPU and of its node's memory.
+class MemoryPart:
+    """A part of what one rank holds, in bytes of its GPU and of its node's memory.
 
     while_loading: only while weights are loaded, before the training's own memory is there; from_start: then, too.
     by_one_rank: of the job; the others hold none of it.
     """
 
-    what: str
+    name: str
     gpu: float
     cpu: float = 0
     note: str = ""
@@ -41,73 +41,71 @@ class Held:
     by_one_rank: bool = False
 
 
-def estimate(options: Options) -> list[Held]:
-    """What the rank that holds most needs. Raises WorkshopError (exit code 2) for a model that there is not."""
-    return held_by_rank(shape_for(options), options, python_itself())
+def estimate_parts(settings: Settings) -> list[MemoryPart]:
+    """Estimate the memory of the rank that holds most. Raises WorkshopError (exit code 2) for an unknown model."""
+    return all_parts(trace_shape(settings), settings, measure_python())
 
 
-def held_by_rank(shape: Shape, options: Options, python: Held) -> list[Held]:
+def all_parts(shape: Shape, settings: Settings, python: MemoryPart) -> list[MemoryPart]:
     """Parameters, gradients, optimizer state, buffers, activations, logits and Python of the rank that holds most."""
-    compute_bytes = FP32 if precision_name(options.values) == "fp32" else HALF
-    ranks = options.values["gpus"] // options.values["tensor_parallel"]
-    if options.deepspeed_config:
-        held = held_by_deepspeed(shape, options.deepspeed_config["zero_optimization"], ranks, compute_bytes)
-    elif options.fsdp_config is not None:
-        accumulates = options.values["gradient_accumulation_steps"] > 1
-        # beside tensor parallelism it gathers fp32 weights, and autocast casts them as it computes
-        gathered_bytes = FP32 if casts_as_it_computes(options) else compute_bytes
-        held = held_by_fsdp(shape, options.fsdp_config, accumulates, gathered_bytes)
-    else:
-        held = held_unsharded(shape, ranks)
-    return [
-        *held,
-        activations(shape, options, compute_bytes),
-        logits(shape, options),
-        python,
-    ]
+    return [*state_parts(shape, settings), activations(shape, settings), logits(shape, settings), python]
 
 
-def logits(shape: Shape, options: Options) -> Held:
-    if options.values["loss"] == "full":
-        return Held("logits", shape.logits, note="and their gradient")
-    return Held("loss", shape.logits, note="logits of a chunk, the head's gradient in fp32")
+def state_parts(shape: Shape, settings: Settings) -> list[MemoryPart]:
+    """Parameters, gradients, optimizer state and buffers, and the weights while they are loaded."""
+    compute_bytes = weight_bytes(settings)
+    ranks = settings.estimate.gpus // settings.model.tensor_parallel
+    if settings.deepspeed_config is not None:
+        return deepspeed_parts(shape, settings.zero, ranks, compute_bytes)
+    if settings.fsdp_config is not None:
+        accumulates = settings.trainer.gradient_accumulation_steps > 1
+        # With tensor parallelism FSDP gathers fp32 weights, and autocast casts them for each operation
+        gathered_bytes = FP32 if uses_autocast(settings) else compute_bytes
+        return fsdp_parts(shape, settings.fsdp_config, accumulates, gathered_bytes)
+    return unsharded_parts(shape, ranks)
+
+
+def logits(shape: Shape, settings: Settings) -> MemoryPart:
+    if settings.model.loss == "full":
+        return MemoryPart("logits", shape.logits, note="and their gradient")
+    return MemoryPart("loss", shape.logits, note="logits of a chunk, the head's gradient in fp32")
 
 
 @cache
-def python_itself() -> Held:
-    """What this process holds when it is first asked: it has imported nearly the same as a training."""
+def measure_python() -> MemoryPart:
+    """Measure this process once: it has imported nearly the same as a training."""
     own = psutil.Process().memory_info().rss
-    return Held("Python, libraries", 0, own, "as this very process has it", from_start=True)
+    return MemoryPart("Python, libraries", 0, own, "as this very process has it", from_start=True)
 
 
-def activations(shape: Shape, options: Options, compute_bytes: int) -> Held:
-    fsdp_config = options.fsdp_config or {}
-    if options.values["activation_checkpointing"] or fsdp_config.get("activation_checkpointing"):
-        # the input of every block is kept, and one block at a time is computed again
+def activations(shape: Shape, settings: Settings) -> MemoryPart:
+    fsdp_config = settings.fsdp_config or {}
+    if settings.trainer.activation_checkpointing or fsdp_config.get("activation_checkpointing"):
+        # The input of every block is kept, and one block at a time is computed again
         kept = shape.layers * shape.block_input + shape.activations / shape.layers
-        return Held("activations", kept, note="checkpointed: inputs of the blocks, and one block's")
+        return MemoryPart("activations", kept, note="checkpointed: inputs of the blocks, and one block's")
     note = "kept for the backward pass"
-    if casts_as_it_computes(options) and compute_bytes == HALF:
+    if uses_autocast(settings) and weight_bytes(settings) == HALF:
         note += ", with autocast's 16-bit copies of the weights"
-    return Held("activations", shape.activations, note=note)
+    return MemoryPart("activations", shape.activations, note=note)
 
 
 # 1. Trainer and DDP
 
 
-def held_unsharded(shape: Shape, ranks: int) -> list[Held]:
+def unsharded_parts(shape: Shape, ranks: int) -> list[MemoryPart]:
     """fp32 weights, gradients and moments, whole on every rank: 4 + 4 + 8 bytes for each of the Psi parameters."""
     psi = shape.parameters
     if ranks > 1:
-        buckets = Held("buffers", FP32 * psi, note="DDP's gradient buckets")
+        buckets = MemoryPart("buffers", FP32 * psi, note="DDP's gradient buckets")
     else:
-        buckets = Held("buffers", 0, note="no gradients to average")
+        buckets = MemoryPart("buffers", 0, note="no gradients to average")
     return [
-        Held("parameters", FP32 * psi, note="fp32 weights"),
-        Held("gradients", FP32 * psi, note="fp32"),
-        Held("optimizer state", 2 * FP32 * psi, note="two moments of Adam, fp32"),
+        MemoryPart("parameters", FP32 * psi, note="fp32 weights"),
+        MemoryPart("gradients", FP32 * psi, note="fp32"),
+        MemoryPart("optimizer state", 2 * FP32 * psi, note="two moments of Adam, fp32"),
         buckets,
-        loading(shape.model),
+        weights_while_loading(shape.model),
     ]
 
 
@@ -121,7 +119,7 @@ def held_unsharded(shape: Shape, ranks: int) -> list[Held]:
 # The 2 is compute_bytes below: in fp32 it is 4. Where DeepSpeed holds more than the paper, the comment says why.
 
 
-def held_by_deepspeed(shape: Shape, zero: dict, n_d: int, compute_bytes: int) -> list[Held]:
+def deepspeed_parts(shape: Shape, zero: dict, n_d: int, compute_bytes: int) -> list[MemoryPart]:
     psi = shape.parameters
     stage = zero.get("stage", 0)
     parameters: float = compute_bytes * psi
@@ -137,25 +135,25 @@ def held_by_deepspeed(shape: Shape, zero: dict, n_d: int, compute_bytes: int) ->
         gradients /= n_d
         parameters /= n_d
     on_cpu = offloaded(zero, "optimizer")
-    held = [
-        Held(
+    parts = [
+        MemoryPart(
             "parameters",
             *on_gpu_or_cpu(parameters, offloaded(zero, "param")),
             "the share" if stage == 3 else "whole",
             from_start=stage == 3,
         ),
-        Held("gradients", *on_gpu_or_cpu(gradients, on_cpu and stage >= 2), ZERO_GRADIENTS[stage]),
-        Held("optimizer state", *on_gpu_or_cpu(optimizer_state, on_cpu), "fp32 masters, two moments"),
+        MemoryPart("gradients", *on_gpu_or_cpu(gradients, on_cpu and stage >= 2), ZERO_GRADIENTS[stage]),
+        MemoryPart("optimizer state", *on_gpu_or_cpu(optimizer_state, on_cpu), "fp32 masters, two moments"),
         zero_buffers(shape, zero, n_d, compute_bytes),
-        loading(shape.model, by_one_rank=stage == 3),
+        weights_while_loading(shape.model, by_one_rank=stage == 3),
     ]
     if on_cpu or offloaded(zero, "param"):
-        pinned = pinned_by_deepspeed(shape, zero, n_d, compute_bytes)
-        held.append(rounding(pinned, kept_from_loading(shape, zero, n_d, compute_bytes)))
-    return held
+        pinned = pinned_blocks(shape, zero, n_d, compute_bytes)
+        parts.append(pinned_rounding(pinned, pinned_while_loading(shape, zero, n_d, compute_bytes)))
+    return parts
 
 
-def zero_buffers(shape: Shape, zero: dict, n_d: int, compute_bytes: int) -> Held:
+def zero_buffers(shape: Shape, zero: dict, n_d: int, compute_bytes: int) -> MemoryPart:
     """What the paper calls temporary buffers (section 3.2), and the gathered parameters of stage 3."""
     psi = shape.parameters
     stage = zero.get("stage", 0)
@@ -163,9 +161,9 @@ def zero_buffers(shape: Shape, zero: dict, n_d: int, compute_bytes: int) -> Held
     if stage == 0:
         # the 16-bit optimizer copies all gradients to fp32 for its step
         copies = 0 if compute_bytes == FP32 else FP32 * psi
-        return Held("buffers", copies, note="fp32 gradients in the step")
+        return MemoryPart("buffers", copies, note="fp32 gradients in the step")
     # Gradients are reduced in buckets, of the hidden size squared where the file says "auto"
-    bucket = compute_bytes * min(size_of(zero, "reduce_bucket_size", shape.hidden**2, 5e8), psi)
+    bucket = compute_bytes * min(zero_size(zero, "reduce_bucket_size", shape.hidden**2, 5e8), psi)
     # the optimizer steps on fp32 gradients of the rank's share: 4 Psi / N_d
     step_on_gpu, step_on_cpu = on_gpu_or_cpu(FP32 * psi / n_d, on_cpu)
     if stage == 3:
@@ -174,18 +172,18 @@ def zero_buffers(shape: Shape, zero: dict, n_d: int, compute_bytes: int) -> Held
         gathered = 0.0
         if n_d > 1 or offloaded(zero, "param"):
             live = min(psi, zero.get("stage3_max_live_parameters", 1e9))
-            prefetch = size_of(zero, "stage3_prefetch_bucket_size", 0.9 * shape.hidden**2, 5e7)
+            prefetch = zero_size(zero, "stage3_prefetch_bucket_size", 0.9 * shape.hidden**2, 5e7)
             gathered = compute_bytes * (live + prefetch)
         note = "bucket, parameters gathered at a time, fp32 gradients in the step"
-        return Held("buffers", bucket + gathered + step_on_gpu, step_on_cpu, note)
+        return MemoryPart("buffers", bucket + gathered + step_on_gpu, step_on_cpu, note)
     if on_cpu:
         # gradients pass to the CPU through a buffer for the largest one, on both sides, and the updated 16-bit share
         # comes back from a copy there
         largest = compute_bytes * max(shape.sizes)
         copy_of_share = compute_bytes * psi / n_d
         note = "bucket, transfers, fp32 gradients"
-        return Held("buffers", bucket + largest, step_on_cpu + largest + copy_of_share, note)
-    return Held("buffers", bucket + step_on_gpu, note="bucket; fp32 gradients in the step")
+        return MemoryPart("buffers", bucket + largest, step_on_cpu + largest + copy_of_share, note)
+    return MemoryPart("buffers", bucket + step_on_gpu, note="bucket; fp32 gradients in the step")
 
 
 def stage2_gradients(sizes: tuple[int, ...], n_d: int) -> list[list[int]]:
@@ -201,7 +199,7 @@ def stage2_gradients(sizes: tuple[int, ...], n_d: int) -> list[list[int]]:
     return kept
 
 
-def pinned_by_deepspeed(shape: Shape, zero: dict, n_d: int, compute_bytes: int) -> list[float]:
+def pinned_blocks(shape: Shape, zero: dict, n_d: int, compute_bytes: int) -> list[float]:
     """Sizes of the buffers that DeepSpeed pins with offload_optimizer, offload_param or both, in bytes."""
     share = shape.parameters / n_d
     sizes = []
@@ -222,15 +220,15 @@ def pinned_by_deepspeed(shape: Shape, zero: dict, n_d: int, compute_bytes: int) 
     return sizes
 
 
-def kept_from_loading(shape: Shape, zero: dict, n_d: int, compute_bytes: int) -> float:
+def pinned_while_loading(shape: Shape, zero: dict, n_d: int, compute_bytes: int) -> float:
     """Bytes of pinned blocks that ZeRO-3 gave back after loading, and PyTorch keeps for a use that never comes."""
     if not offloaded(zero, "param") or not zero["offload_param"].get("pin_memory", True):
         return 0
     return sum(power_of_two(compute_bytes * size / n_d) for size in shape.sizes)
 
 
-def size_of(zero: dict, key: str, by_model: float, default: float) -> float:
-    """A size. The Trainer sets an "auto" by the model; a key that is not there has DeepSpeed's default."""
+def zero_size(zero: dict, key: str, by_model: float, default: float) -> float:
+    """Return a size. The Trainer replaces "auto" by the value for the model; a missing key has DeepSpeed's default."""
     value = zero.get(key, default)
     return by_model if value == "auto" else value
 
@@ -242,30 +240,30 @@ def size_of(zero: dict, key: str, by_model: float, default: float) -> float:
 # of parameters, and what is gathered for a unit is in the precision of the computation.
 
 
-def held_by_fsdp(shape: Shape, config: dict, accumulates: bool, compute_bytes: int) -> list[Held]:
-    """accumulates: over several backward passes before a step."""
+def fsdp_parts(shape: Shape, config: dict, accumulates: bool, compute_bytes: int) -> list[MemoryPart]:
+    """Parts of the memory under FSDP. accumulates: whether a step has several backward passes."""
     psi = shape.parameters
     f = config["dp_shard_size"]
     on_cpu = config.get("cpu_offload", False)
     share = FP32 * psi / f  # 4 Psi / F
     if accumulates:
         # no reduce-scatter before the last backward pass of a step, so gradients stay whole
-        gradients = Held("gradients", compute_bytes * psi, note="whole while gradients accumulate")
+        gradients = MemoryPart("gradients", compute_bytes * psi, note="whole while gradients accumulate")
     else:
-        gradients = Held("gradients", *on_gpu_or_cpu(share, on_cpu), "fp32 share")
-    held = [
-        Held("parameters", *on_gpu_or_cpu(share, on_cpu), "fp32 share", from_start=True),
+        gradients = MemoryPart("gradients", *on_gpu_or_cpu(share, on_cpu), "fp32 share")
+    parts = [
+        MemoryPart("parameters", *on_gpu_or_cpu(share, on_cpu), "fp32 share", from_start=True),
         gradients,
-        Held("optimizer state", *on_gpu_or_cpu(2 * share, on_cpu), "two moments of Adam, fp32 share"),
+        MemoryPart("optimizer state", *on_gpu_or_cpu(2 * share, on_cpu), "two moments of Adam, fp32 share"),
         fsdp_buffers(shape, config, accumulates, compute_bytes),
-        loading(shape.model),
+        weights_while_loading(shape.model),
     ]
     if on_cpu:  # each parameter's share and its gradient are pinned on their own
-        held.append(rounding([FP32 * size / f for size in shape.sizes] * 2))
-    return held
+        parts.append(pinned_rounding([FP32 * size / f for size in shape.sizes] * 2))
+    return parts
 
 
-def fsdp_buffers(shape: Shape, config: dict, accumulates: bool, compute_bytes: int) -> Held:
+def fsdp_buffers(shape: Shape, config: dict, accumulates: bool, compute_bytes: int) -> MemoryPart:
     """Parameters gathered at a time (a unit in use and the one prefetched), and gradients on their way."""
     psi = shape.parameters
     on_cpu = config.get("cpu_offload", False)
@@ -285,42 +283,42 @@ def fsdp_buffers(shape: Shape, config: dict, accumulates: bool, compute_bytes: i
     reduced = psi if one_unit else max(outside, block)
     # accumulated gradients lie on the GPU, their share of the step on the CPU
     step_on_cpu = FP32 * psi / config["dp_shard_size"] if on_cpu and accumulates else 0
-    return Held("buffers", compute_bytes * gathered + FP32 * reduced, step_on_cpu, note)
+    return MemoryPart("buffers", compute_bytes * gathered + FP32 * reduced, step_on_cpu, note)
 
 
 # 4. The memory of a node
 
 
-def loading(psi: int, by_one_rank: bool = False) -> Held:
+def weights_while_loading(psi: int, by_one_rank: bool = False) -> MemoryPart:
     note = "by rank 0 alone, as it hands out the shares" if by_one_rank else "before they move to the GPU"
-    return Held("weights while loading", 0, FP32 * psi, note, while_loading=True, by_one_rank=by_one_rank)
+    return MemoryPart("weights while loading", 0, FP32 * psi, note, while_loading=True, by_one_rank=by_one_rank)
 
 
 def on_gpu_or_cpu(size: float, on_cpu: bool) -> tuple[float, float]:
     return (0, size) if on_cpu else (size, 0)
 
 
-def rounding(pinned: list[float], kept: float = 0) -> Held:
-    """What pinned memory takes beyond its content: PyTorch rounds each block up to a power of two (host allocator)."""
+def pinned_rounding(pinned: list[float], kept: float = 0) -> MemoryPart:
+    """Memory that pinned blocks take beyond their content: PyTorch's host allocator rounds up to powers of two."""
     extra = sum(power_of_two(size) - size for size in pinned if size > 0)
-    return Held(PINNED_UNUSED, 0, extra + kept, "pinned blocks are rounded up to powers of two")
+    return MemoryPart(PINNED_UNUSED, 0, extra + kept, "pinned blocks are rounded up to powers of two")
 
 
 def power_of_two(size: float) -> int:
     return 1 << (math.ceil(size) - 1).bit_length()
 
 
-def without_gpu(held: list[Held]) -> list[Held]:
-    """The same training on CPUs: their memory holds what a GPU's would. Nothing is pinned, and so nothing rounded."""
-    on_cpu = [replace(part, gpu=0, cpu=part.gpu + part.cpu) for part in held]
-    return [part for part in on_cpu if part.what != PINNED_UNUSED]
+def without_gpu(parts: list[MemoryPart]) -> list[MemoryPart]:
+    """Move all parts to the CPU's memory, for a training without GPUs. Nothing is pinned there, or rounded up."""
+    on_cpu = [replace(part, gpu=0, cpu=part.gpu + part.cpu) for part in parts]
+    return [part for part in on_cpu if part.name != PINNED_UNUSED]
 
 
-def totals(held: list[Held], ranks_per_node: int) -> tuple[float, float]:
+def totals(parts: list[MemoryPart], ranks_per_node: int) -> tuple[float, float]:
     """Bytes of the fullest GPU, and of the first node's memory: loading comes before the rest."""
-    training = ranks_per_node * sum(part.cpu for part in held if not part.while_loading)
+    training = ranks_per_node * sum(part.cpu for part in parts if not part.while_loading)
     while_loading = 0.0
-    for part in held:
+    for part in parts:
         if part.while_loading or part.from_start:
             while_loading += part.cpu * (1 if part.by_one_rank else ranks_per_node)
-    return sum(part.gpu for part in held), max(training, while_loading)
+    return sum(part.gpu for part in parts), max(training, while_loading)

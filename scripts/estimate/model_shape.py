@@ -3,31 +3,56 @@
 import contextlib
 import json
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
-from types import SimpleNamespace
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from transformers.distributed.parallel_utils import replace_layer_number_by_wildcard
 
 from distributed.tensor_parallel import check_can_be_cut, cut_parameters
-from settings.command_line import Options, precision_name
+from settings.settings import Precision, Settings
 from shared.errors import WorkshopError
 
-T = TypeVar("T")
 FP32 = 4  # bytes
 HALF = 2  # bytes of fp16 and bf16
+
+
+@dataclass(frozen=True)
+class ForwardPass:
+    """All that the forward pass of one micro batch depends on. It is hashable, so that results can be cached.
+
+    autocast: whether the weights are fp32 and autocast casts them for each operation.
+    """
+
+    config_json: str
+    batch: int  # sequences
+    length: int  # tokens of a sequence
+    precision: Precision
+    autocast: bool
+    attention: str | None
+    loss: str
+    tensor_parallel: int
+
+    @property
+    def tokens(self) -> int:
+        return self.batch * self.length
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype in which the model computes. bf16 stands for fp16 too: it has the same size."""
+        return torch.float32 if self.precision == "fp32" else torch.bfloat16
 
 
 @dataclass(frozen=True)
 class Shape:
     """Elements of each parameter, in order, and of each block; bytes that a forward pass leaves behind.
 
-    With tensor parallelism they are those of one rank. model: parameters before they are cut; uncut: those that every
-    rank of a group holds; exchanged: bytes that a micro batch costs each of very many ranks of a group to send.
-    calls: of each module, as the forward pass calls one after the other, which of `sizes` are its own parameters.
+    With tensor parallelism these are the numbers of one rank. model: parameters before they are cut. uncut: parameters
+    that every rank of a group holds. exchanged: bytes that each of very many ranks of a group sends for a micro batch.
+    calls: the modules in the order in which the forward pass calls them, each as the indices of its own parameters in
+    `sizes`.
     """
 
     model: int
@@ -47,64 +72,73 @@ class Shape:
         return sum(self.sizes)
 
 
-def shape_for(options: Options) -> Shape:
-    """Shape of the model that train.py would load. Raises WorkshopError (exit code 2) when there is no such model."""
-    return shape_of(config_of(options), options)
+def trace_shape(settings: Settings, config_json: str | None = None) -> Shape:
+    """Return the shape of the model that train.py would load, or of the model with this config.json.
+
+    Raises WorkshopError (exit code 2) when there is no such model, or when it cannot be traced.
+    """
+    forward = forward_pass(settings, config_json)
+    with tracing_errors(settings):
+        return trace(forward)
 
 
-def shape_of(config_json: str, options: Options) -> Shape:
-    """Shape of the model of this config.json. Raises WorkshopError (exit code 2) when it cannot be traced."""
-    values = options.values
-    return traced(
-        trace,
-        options,
-        config_json,
-        values["per_device_train_batch_size"],
-        values["max_length"],
-        precision_name(values),
-        casts_as_it_computes(options),
-        values["attention"],
-        values["loss"],
-        values["tensor_parallel"],
+def forward_pass(settings: Settings, config_json: str | None = None) -> ForwardPass:
+    """Raises WorkshopError (exit code 2) when there is no such model."""
+    return ForwardPass(
+        config_json=config_json or load_config_json(settings),
+        batch=settings.trainer.per_device_train_batch_size,
+        length=settings.data.max_length,
+        precision=settings.precision,
+        autocast=uses_autocast(settings),
+        attention=settings.model.attention,
+        loss=settings.model.loss,
+        tensor_parallel=settings.model.tensor_parallel,
     )
 
 
-def config_of(options: Options) -> str:
-    """The config.json of these options' model. Raises WorkshopError (exit code 2) when there is no such model."""
-    from model import load_config  # with transformers' models, seconds: not before the command line was right
+def load_config_json(settings: Settings) -> str:
+    """Return the config.json of the model. Raises WorkshopError (exit code 2) when there is no such model."""
+    from model import load_config  # it imports transformers' models, for seconds: not before the flags are checked
 
-    values = SimpleNamespace(**options.values)
-    return load_config(values, values).to_json_string(use_diff=False)
+    return load_config(settings.model, settings.data).to_json_string(use_diff=False)
 
 
-def traced(trace: Callable[..., T], options: Options, *arguments: object) -> T:
-    """`trace`, of these arguments. Raises WorkshopError (exit code 2) when the model cannot be traced."""
+@contextlib.contextmanager
+def tracing_errors(settings: Settings) -> Iterator[None]:
+    """Turn any error of a model's own code, which runs on tensors without values, into one line.
+
+    Raises WorkshopError (exit code 2).
+    """
     try:
-        return trace(*arguments)
+        yield
     except WorkshopError:
         raise
-    except Exception as error:  # whatever a model's own code raises on tensors without values
+    except Exception as error:
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]
-        what = f"the forward pass of {options.values['model_name']} cannot be traced ({reason})"
+        what = f"the forward pass of {settings.model.model_name} cannot be traced ({reason})"
         raise WorkshopError(
             "--model_name", what, "measure its memory with a run of a few steps: --max_steps 3"
         ) from error
 
 
-def casts_as_it_computes(options: Options) -> bool:
-    """Whether the weights are fp32 and cast for each operation (Trainer, DDP), or in the precision itself (DeepSpeed;
-    FSDP, as it gathers them)."""
-    if options.values["tensor_parallel"] > 1:
+def uses_autocast(settings: Settings) -> bool:
+    """Whether autocast casts fp32 weights for each operation (Trainer, DDP, tensor parallelism).
+
+    DeepSpeed keeps weights in the precision itself, and FSDP casts them when it gathers them.
+    """
+    if settings.model.tensor_parallel > 1:
         return True
-    return not options.deepspeed_config and options.fsdp_config is None
+    return settings.deepspeed_config is None and settings.fsdp_config is None
+
+
+def weight_bytes(settings: Settings) -> int:
+    """Bytes of a weight in the precision in which the model computes."""
+    return FP32 if settings.precision == "fp32" else HALF
 
 
 @contextlib.contextmanager
-def model_without_storage(config_json: str, precision: str, autocast: bool, attention: str | None) -> Iterator[Any]:
-    """A model whose tensors have no storage, and autocast around it where the training has that.
-
-    attention: of --attention.
-    """
+def model_without_storage(forward: ForwardPass) -> Iterator[Any]:
+    """Make a model whose tensors have no storage, under autocast if the training uses it."""
     from torch._subclasses.fake_tensor import FakeTensorMode
     from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig
     from transformers.initialization import no_init_weights
@@ -113,30 +147,28 @@ def model_without_storage(config_json: str, precision: str, autocast: bool, atte
     import custom_model  # noqa: F401 - it makes custom-gpt known to AutoConfig
     from training.bloom_sdpa import use_attention
 
-    # an operation without a rule for such tensors is logged with a traceback, and raised besides
+    # PyTorch logs an operation without a rule for such tensors with a traceback, and raises an exception, too
     logging.getLogger("torch._subclasses.fake_tensor").setLevel(logging.CRITICAL)
-    dtype = dtype_of_computing(precision)
-    config = AutoConfig.for_model(**json.loads(config_json))
+    config = AutoConfig.for_model(**json.loads(forward.config_json))
     with FakeTensorMode():
-        # not by from_config, which in a training with ZeRO-3 would shard it
-        with no_init_weights(), local_torch_dtype(torch.float32 if autocast else dtype):
+        # Do not use from_config: with ZeRO-3 it would shard the model
+        with no_init_weights(), local_torch_dtype(torch.float32 if forward.autocast else forward.dtype):
             model_class: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
-            if model_class.config_class is type(config).sub_configs.get("text_config"):  # of a model that also sees
+            if model_class.config_class is type(config).sub_configs.get("text_config"):  # if it also reads images
                 config = config.get_text_config()
             model = model_class(config).train()
             model.tie_weights()
-            use_attention(model, attention)
-        with torch.autocast("cpu", dtype=dtype, enabled=autocast and precision != "fp32"):
+            use_attention(model, forward.attention)
+        casts = forward.autocast and forward.precision != "fp32"
+        with torch.autocast("cpu", dtype=forward.dtype, enabled=casts):
             yield model
 
 
-def dtype_of_computing(precision: str) -> torch.dtype:
-    return torch.float32 if precision == "fp32" else torch.bfloat16  # fp16 has the same size
-
-
 def cut_blocks(model: Any, tensor_parallel: int) -> None:
-    """Leave each matrix of the blocks the part that one rank computes with. Embedding and head stay whole: what comes
-    out of them is whole on every rank."""
+    """Cut each matrix of the blocks to the part that one rank computes with.
+
+    Embedding and head stay whole: their outputs are whole on every rank.
+    """
     for name, module in model.named_modules():
         style = model.tp_plan.get(replace_layer_number_by_wildcard(name))
         if style == "colwise":
@@ -147,50 +179,40 @@ def cut_blocks(model: Any, tensor_parallel: int) -> None:
             module.weight = torch.nn.Parameter(module.weight[:, :inputs])
 
 
-def exchanged_bytes(model: Any, tokens: int, compute_bytes: int) -> int:
-    """What the ranks of a tensor group send each other for so many tokens, if they are very many (n - 1 of n parts).
+def exchanged_bytes(model: Any, forward: ForwardPass) -> int:
+    """Bytes that a rank of a tensor group sends for a micro batch, if the ranks are very many (n - 1 of n parts).
 
-    Behind each matrix cut by inputs, and behind the embedding, the outputs are summed; in the backward pass the
-    gradient of the input of each matrix cut by outputs: a ring sends each twice. Logits are gathered, and sent once.
+    The outputs of each matrix that is cut by inputs, and those of the embedding, are summed. In the backward pass the
+    gradients of the inputs of each matrix that is cut by outputs are summed. A ring sends both twice. Logits are
+    gathered, and sent once.
     """
     text = model.config.get_text_config()
     styles = [model.tp_plan.get(replace_layer_number_by_wildcard(name)) for name, _ in model.named_modules()]
     by_outputs = styles.count("colwise") + styles.count("colwise_gather_output")
-    # norms and residuals are fp32 also under autocast, and so are their gradients
+    # Norms and residuals are fp32 also under autocast, and so are their gradients
+    compute_bytes = forward.dtype.itemsize
     summed = styles.count("rowwise") * compute_bytes + (styles.count("embedding_rowwise") + by_outputs) * FP32
     gathered = styles.count("colwise_gather_output") * text.vocab_size * compute_bytes
-    return tokens * (2 * summed * text.hidden_size + gathered)
+    return forward.tokens * (2 * summed * text.hidden_size + gathered)
 
 
 @lru_cache
-def trace(
-    config_json: str,
-    batch: int,
-    length: int,
-    precision: str,
-    autocast: bool,
-    attention: str | None,
-    loss: str,
-    tensor_parallel: int,
-) -> Shape:
-    """Build the model and run its forward pass on tensors without storage, noting what autograd keeps of it.
-
-    autocast: of `casts_as_it_computes`.
-    """
+def trace(forward: ForwardPass) -> Shape:
+    """Run the forward pass on tensors without storage, and count what autograd keeps of it."""
     from training.chunked_loss import bytes_of_chunks
 
     saved: dict[int, torch.UntypedStorage] = {}
-    with model_without_storage(config_json, precision, autocast, attention) as model:
+    with model_without_storage(forward) as model:
         whole = {name: p.numel() for name, p in model.named_parameters()}
         held = whole
         cut: set[str] = set()
         exchanged = 0
-        if tensor_parallel > 1:
-            check_can_be_cut(model, tensor_parallel)
+        if forward.tensor_parallel > 1:
+            check_can_be_cut(model, forward.tensor_parallel)
             cut = cut_parameters(model)
-            held = whole | {name: whole[name] // tensor_parallel for name in cut}
-            cut_blocks(model, tensor_parallel)
-            exchanged = exchanged_bytes(model, batch * length, dtype_of_computing(precision).itemsize)
+            held = whole | {name: whole[name] // forward.tensor_parallel for name in cut}
+            cut_blocks(model, forward.tensor_parallel)
+            exchanged = exchanged_bytes(model, forward)
         own = {p.untyped_storage()._cdata for p in model.parameters()}
         numbers = {id(parameter): number for number, parameter in enumerate(model.parameters())}
         calls: list[tuple[int, ...]] = []
@@ -202,25 +224,24 @@ def trace(
         def note(tensor: torch.Tensor) -> torch.Tensor:
             storage = tensor.untyped_storage()
             if storage._cdata not in own:
-                saved[storage._cdata] = storage  # kept, so that no other takes its place
+                saved[storage._cdata] = storage  # keeps the storage alive, so that no other gets its address
             return tensor
 
-        tokens = torch.ones(batch, length, dtype=torch.long)
+        tokens = torch.ones(forward.batch, forward.length, dtype=torch.long)
         with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
-            # the chunked loss leaves nothing behind but what is counted below
-            model(input_ids=tokens, attention_mask=tokens, labels=tokens if loss == "full" else None)
+            # The chunked loss leaves nothing behind but what is counted below
+            model(input_ids=tokens, attention_mask=tokens, labels=tokens if forward.loss == "full" else None)
     blocks = [name for name, m in model.named_modules() if type(m).__name__ in (model._no_split_modules or [])]
     text = model.config.get_text_config()
-    compute_dtype = dtype_of_computing(precision)
     activations = sum(storage.nbytes() for storage in saved.values())
-    if loss == "full":
-        elements = batch * length * text.vocab_size
+    if forward.loss == "full":
+        elements = forward.tokens * text.vocab_size
         activations -= 4 * elements  # their fp32 log-softmax
-        # 16-bit logits stand beside their fp32 copy and its log-softmax, fp32 ones beside the latter alone; in the
-        # backward pass their gradients take these places
-        logits = elements * (8 if precision == "fp32" else 10)
+        # Memory holds 16-bit logits next to their fp32 copy and its log-softmax, but fp32 logits only next to the
+        # log-softmax. In the backward pass their gradients take these places
+        logits = elements * (8 if forward.precision == "fp32" else 10)
     else:
-        logits = bytes_of_chunks(batch * length, text.hidden_size, text.vocab_size, compute_dtype)
+        logits = bytes_of_chunks(forward.tokens, text.hidden_size, text.vocab_size, forward.dtype)
     return Shape(
         model=sum(whole.values()),
         uncut=sum(size for name, size in whole.items() if name not in cut),
@@ -230,7 +251,7 @@ def trace(
         hidden=text.hidden_size,
         layers=len(blocks) or text.num_hidden_layers,
         activations=activations,
-        block_input=batch * length * text.hidden_size * compute_dtype.itemsize,
+        block_input=forward.tokens * text.hidden_size * forward.dtype.itemsize,
         logits=logits,
         calls=tuple(calls),
     )

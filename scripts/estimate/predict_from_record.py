@@ -1,4 +1,5 @@
-"""What estimate_memory.py would have said of a run, from its record alone: for the report, beside what was measured."""
+"""The prediction of estimate_memory.py for a run, made from its record only. The report shows it next to the memory
+that was measured."""
 
 import json
 import subprocess
@@ -7,10 +8,10 @@ from functools import cache
 from typing import NamedTuple
 
 from config import DEFAULTS
-from estimate.command_line import ADAMW, check_optimizer
-from estimate.memory import MIB, Held, held_by_rank, totals, without_gpu
-from estimate.model_shape import shape_of
-from settings.command_line import Options
+from estimate.command_line import check_optimizer
+from estimate.memory import MIB, MemoryPart, all_parts, totals, without_gpu
+from estimate.model_shape import trace_shape
+from settings.settings import Settings, settings_of
 from shared.errors import WorkshopError
 from shared.paths import REPOSITORY
 
@@ -27,51 +28,52 @@ class Predicted(NamedTuple):
 
 
 def predicted_memory(record: dict) -> Predicted | None:
-    """record: a run record, as its file has it; records/schema.py describes it.
+    """Predict the memory of a run. record: a run record as its file has it; records/schema.py describes it.
 
-    None for one without configs, and for a run that cannot be estimated: of another optimizer than AdamW, or of a
-    model that cannot be traced. Needs no network, no GPU and no files of the run.
+    None for a record without configs, and for a run that cannot be estimated: with another optimizer than AdamW, or
+    with a model that cannot be traced. Needs no network, no GPU and no files of the run.
     """
     configs = record.get("configs")
     if not configs:
         return None
-    options = options_of(record)
+    settings = recorded_settings(record)
     try:
-        check_optimizer(options)
-        held = held_by_rank(shape_of(json.dumps(configs["model"]), options), options, python_of_the_estimate())
+        check_optimizer(settings)
+        shape = trace_shape(settings, json.dumps(configs["model"]))
     except WorkshopError:
         return None
+    parts = all_parts(shape, settings, measure_python_elsewhere())
     state = [
-        sum(part.gpu + part.cpu for part in held if part.what == what) / MIB
-        for what in ("parameters", "gradients", "optimizer state")
+        sum(part.gpu + part.cpu for part in parts if part.name == name) / MIB
+        for name in ("parameters", "gradients", "optimizer state")
     ]
-    ranks_per_node = options.values["gpus"] // options.values["nodes"]
-    if record["hardware"]["gpus"] == 0 or options.values["use_cpu"]:
-        _, on_node = totals(without_gpu(held), ranks_per_node)
+    ranks_per_node = settings.estimate.gpus // settings.estimate.nodes
+    if record["hardware"]["gpus"] == 0 or settings.trainer.use_cpu:
+        _, on_node = totals(without_gpu(parts), ranks_per_node)
         return Predicted(None, on_node / MIB, *state)
-    on_gpu, on_node = totals(held, ranks_per_node)
+    on_gpu, on_node = totals(parts, ranks_per_node)
     return Predicted(on_gpu / MIB, on_node / MIB, *state)
 
 
 @cache
-def python_of_the_estimate() -> Held:
-    """As estimate_memory.py finds it, in a process of its own: this one grows with the runs that the report reads."""
+def measure_python_elsewhere() -> MemoryPart:
+    """Measure Python in another process, as estimate_memory.py has it: this one grows with the runs of the report."""
     measure = """
-from estimate_memory import estimate, read_options
-print(estimate(read_options(["--model_name", "tiny-bloom"], environment={}))[-1].cpu)
+from estimate.command_line import parse_memory_plan
+from estimate.memory import estimate_parts
+print(estimate_parts(parse_memory_plan(["--model_name", "tiny-bloom"], environment={}))[-1].cpu)
 """
     command = [sys.executable, "-c", measure]
     done = subprocess.run(command, cwd=REPOSITORY / "scripts", check=True, stdout=subprocess.PIPE, text=True)
-    return Held("Python, libraries", 0, float(done.stdout), from_start=True)
+    return MemoryPart("Python, libraries", 0, float(done.stdout), from_start=True)
 
 
-def options_of(record: dict) -> Options:
-    """The options that the run had, as far as its memory depends on them, with its ranks and nodes."""
+def recorded_settings(record: dict) -> Settings:
+    """Return the settings that the run had, as far as its memory depends on them, with its ranks and nodes."""
     ranks = {"gpus": record["world_size"], "nodes": len(record["nodes"])}
-    flags = {"optim": ADAMW[0], "use_cpu": False}  # a record keeps them only where they were given
-    options = Options(DEFAULTS | flags | record["settings"] | ranks, names={})
-    options.fsdp_config = record["configs"]["fsdp"]
-    deepspeed_config = record["configs"]["deepspeed"]
-    if deepspeed_config is not None:
-        options.deepspeed_config = {"zero_optimization": {}} | deepspeed_config
-    return options
+    configs = record["configs"]
+    return settings_of(
+        DEFAULTS | record["settings"] | ranks,
+        deepspeed_config=configs["deepspeed"],
+        fsdp_config=configs["fsdp"],
+    )

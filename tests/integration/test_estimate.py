@@ -5,10 +5,10 @@ import json
 import pytest
 
 from estimate import predict_from_record
-from estimate.memory import MIB, estimate, python_itself, stage2_gradients, totals, without_gpu
-from estimate.model_shape import shape_for
+from estimate.command_line import parse_memory_plan
+from estimate.memory import MIB, estimate_parts, measure_python, stage2_gradients, totals, without_gpu
+from estimate.model_shape import trace_shape
 from estimate.predict_from_record import predicted_memory
-from estimate_memory import read_options
 from helpers import TINY, Finished
 from runs import HELD, RUNS, uses
 
@@ -21,25 +21,24 @@ def test_states_are_as_estimated(run: Finished, monkeypatch):
     row = RUNS[run.job_id]
     monkeypatch.chdir(run.folder)
     variables = {name: str(value) for name, value in (TINY | row.settings).items()}
-    options = read_options([*row.arguments, "--gpus", str(row.world)], environment=variables)
-    parts = estimate(options)
-    expected = {part.what: part.gpu + part.cpu for part in parts if part.what in STATES}
+    settings = parse_memory_plan([*row.arguments, "--gpus", str(row.world)], environment=variables)
+    parts = estimate_parts(settings)
+    expected = {part.name: part.gpu + part.cpu for part in parts if part.name in STATES}
     held = run.record["held"]
     assert len(held) == row.world
-    stage = (options.deepspeed_config or {}).get("zero_optimization", {}).get("stage")
+    stage = settings.zero.get("stage")
     for what in STATES:
         measured = [of_rank[what.replace(" ", "_")] for of_rank in held]
         assert max(measured) == pytest.approx(expected[what], rel=0.05), what
         if stage == 2 and what == "gradients":
             size = 2 if "bf16" in run.job_id else 4
-            shares = [size * n for n in map(sum, stage2_gradients(shape_for(options).sizes, row.world))]
+            shares = [size * n for n in map(sum, stage2_gradients(trace_shape(settings).sizes, row.world))]
             assert measured == pytest.approx(shares, rel=0.05)
         else:
             assert min(measured) == pytest.approx(expected[what], rel=0.05), what
 
-    monkeypatch.setattr(
-        predict_from_record, "python_of_the_estimate", python_itself
-    )  # of two processes it differs by some MiB
+    # Two processes differ by some MiB
+    monkeypatch.setattr(predict_from_record, "measure_python_elsewhere", measure_python)
     assert '"auto"' not in json.dumps(run.record["configs"])  # the configs in effect
     on_gpu, on_node = totals(parts, row.world)
     on_gpus = predicted_memory(run.record | {"hardware": {"gpus": row.world}})

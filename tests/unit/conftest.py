@@ -53,10 +53,10 @@ def no_process(monkeypatch):
 
 @pytest.fixture(autouse=True)
 def size_of_python(monkeypatch):
-    """What two processes measure as each its own."""
-    held = memory.Held("Python, libraries", 0, 433 * memory.MIB, from_start=True)
-    monkeypatch.setattr(memory, "python_itself", lambda: held)
-    monkeypatch.setattr(predict_from_record, "python_of_the_estimate", lambda: held)
+    """One size for what two processes would each measure of themselves."""
+    python = memory.MemoryPart("Python, libraries", 0, 433 * memory.MIB, from_start=True)
+    monkeypatch.setattr(memory, "measure_python", lambda: python)
+    monkeypatch.setattr(predict_from_record, "measure_python_elsewhere", lambda: python)
 
 
 @pytest.fixture(scope="session")

@@ -8,23 +8,29 @@ import torch
 from transformers import AutoModelForCausalLM, BloomConfig
 
 import estimate_memory
-from estimate.memory import estimate, power_of_two, stage2_gradients, totals
-from estimate.model_shape import shape_for
-from estimate_memory import memory_table, read_options
+from estimate.command_line import parse_memory_plan
+from estimate.memory import estimate_parts, power_of_two, stage2_gradients, totals
+from estimate.model_shape import trace_shape
+from estimate_memory import memory_table
 from helpers import REPOSITORY
+from settings.settings import Settings
 from training.bloom_sdpa import use_attention
 
 GIB = 2**30
 
 
-def options(*flags: object):
-    return read_options([str(flag) for flag in flags], environment={})
+def plan(*flags: object) -> Settings:
+    return parse_memory_plan([str(flag) for flag in flags], environment={})
+
+
+def estimated_activations(*flags: object) -> float:
+    return next(part.gpu for part in estimate_parts(plan(*flags)) if part.name == "activations")
 
 
 @pytest.mark.parametrize("attention", ["eager", "sdpa"])
 def test_activations_are_those_that_autograd_keeps(attention):
     flags = ("--model_name", "tiny-bloom", "--max_length", 100, "--fp16", "False", "--attention", attention)
-    shape = shape_for(options(*flags))
+    shape = trace_shape(plan(*flags))
     config = BloomConfig(vocab_size=2048, hidden_size=64, n_layer=2, n_head=4, use_cache=False)
     model = AutoModelForCausalLM.from_config(config).train()
     use_attention(model, attention)
@@ -66,25 +72,20 @@ def test_gradients_on_an_edge_stay_whole_on_both_sides():
 )
 def test_bytes_per_parameter_on_four_gpus(monkeypatch, flags, expected):
     monkeypatch.chdir(REPOSITORY)
-    held = estimate(options(*flags, "--gpus", 4))
+    held = estimate_parts(plan(*flags, "--gpus", 4))
     assert [part.gpu / 559_214_592 for part in held[:3]] == pytest.approx(expected)
 
 
 def test_checkpointing_keeps_the_blocks_inputs():
-    everything, little = (
-        next(part.gpu for part in estimate(options("--deepspeed", REPOSITORY / "ds_configs/zero2.json", *flags))
-             if part.what == "activations")
-        for flags in ((), ("--activation_checkpointing",))
-    )  # fmt: skip
+    zero2 = ("--deepspeed", REPOSITORY / "ds_configs/zero2.json")
+    everything = estimated_activations(*zero2)
+    little = estimated_activations(*zero2, "--activation_checkpointing")
     inputs = 24 * 4 * 512 * 1024 * 2
     assert inputs < little < inputs + everything / 20
 
 
 def test_sdpa_keeps_one_matrix_of_length_times_length_instead_of_some_per_layer():
-    eager, sdpa = (
-        next(part.gpu for part in estimate(options("--bf16", "--attention", attention)) if part.what == "activations")
-        for attention in ("eager", "sdpa")
-    )
+    eager, sdpa = (estimated_activations("--bf16", "--attention", attention) for attention in ("eager", "sdpa"))
     matrix = 4 * 16 * 512 * 512  # elements
     # in each layer: probabilities in fp32, once more in 16 bit for their product with the values
     assert eager - sdpa == pytest.approx(24 * matrix * (4 + 2) - 2 * matrix, rel=0.1)
@@ -93,17 +94,14 @@ def test_sdpa_keeps_one_matrix_of_length_times_length_instead_of_some_per_layer(
 @pytest.mark.parametrize("length", [512, 1024])
 def test_activations_that_the_efficiency_page_gives(length):
     flags = ("--bf16", "--loss", "chunked", "--max_length", length, "--attention")
-    held = [
-        next(part.gpu for part in estimate(options(*flags, attention)) if part.what == "activations") / GIB
-        for attention in ("eager", "sdpa")
-    ]
+    held = [estimated_activations(*flags, attention) / GIB for attention in ("eager", "sdpa")]
     row = f"| {length:,} | {held[0]:.2f} | {held[1]:.2f} |"
     assert row in (REPOSITORY / "docs" / "efficiency.md").read_text(), row
 
 
 def test_the_chunked_loss_holds_a_chunk_of_the_logits_and_the_gradient_of_the_head():
     full, chunked = (
-        {part.what: part.gpu for part in estimate(options("--loss", loss))} for loss in ("full", "chunked")
+        {part.name: part.gpu for part in estimate_parts(plan("--loss", loss))} for loss in ("full", "chunked")
     )
     vocabulary, hidden = 250_880, 1024
     assert full["logits"] == 4 * 512 * vocabulary * 10
@@ -116,19 +114,19 @@ def test_the_chunked_loss_holds_a_chunk_of_the_logits_and_the_gradient_of_the_he
 
 def test_memory_of_a_node_counts_loading_and_python_and_can_be_pasted(monkeypatch):
     monkeypatch.chdir(REPOSITORY)
-    chosen = options("--deepspeed", "ds_configs/zero3.json", "--model_name", "bigscience/bloom-3b", "--gpus", 4)
-    on_node = totals(estimate(chosen), 4)[1]
-    of_python = next(part.cpu for part in estimate(chosen) if part.what == "Python, libraries")
+    settings = plan("--deepspeed", "ds_configs/zero3.json", "--model_name", "bigscience/bloom-3b", "--gpus", 4)
+    on_node = totals(estimate_parts(settings), 4)[1]
+    of_python = next(part.cpu for part in estimate_parts(settings) if part.name == "Python, libraries")
     weights = 4 * 3_002_557_440  # by rank 0 alone: transformers' loading for ZeRO-3
     assert on_node == pytest.approx(weights + 4 * of_python, rel=0.01)
-    text = memory_table(chosen)
+    text = memory_table(settings)
     (line,) = re.findall(r"^for sbatch: --mem=(\d+)G ", text, re.MULTILINE)
     assert int(line) == pytest.approx(1.2 * on_node / GIB + 4 * 2, abs=1)
     assert "DeepSpeed's own estimator, model state only: 14.98 GiB per GPU" in text
 
 
 def pinned_unused(*flags: str) -> float:
-    parts = {part.what: part.cpu for part in estimate(options(*flags))}
+    parts = {part.name: part.cpu for part in estimate_parts(plan(*flags))}
     return parts.get("pinned, unused", 0) / GIB
 
 
@@ -203,7 +201,7 @@ def test_all_configs_are_compared_and_what_fits_comes_first(compared):
     assert (verdicts[0], verdicts[-1]) == ("fits", "does not fit")
     of_gpu = [float(cells[0]) for cells in rows.values() if cells[2] == "fits"]
     assert of_gpu == sorted(of_gpu)
-    shown = memory_table(options("--model_name", "bigscience/bloom-3b", "--gpus", 4, "--deepspeed", ZERO3))
+    shown = memory_table(plan("--model_name", "bigscience/bloom-3b", "--gpus", 4, "--deepspeed", ZERO3))
     assert f"one GPU: {rows['ds_configs/zero3.json'][0]} GiB" in shown
     assert "for seconds of a step: --matmul_tflops" in text
 

@@ -10,23 +10,22 @@ import torch
 from transformers import BloomConfig, BloomForCausalLM
 
 import estimate_time
-from estimate.command_line import options_of_plan
-from estimate.memory import GIB, estimate
-from estimate.model_shape import Shape, shape_for
-from estimate_time import (
+from estimate.command_line import parse_plan
+from estimate.communication import Ring, bytes_between_nodes, sent_bytes
+from estimate.memory import GIB, estimate_parts
+from estimate.model_shape import Shape, trace_shape
+from estimate.time import (
     CountWork,
     Rates,
-    Ring,
-    gathered_by_zero3,
-    optimizer_step,
+    micro_batch_work,
+    optimizer_seconds,
     predict_step,
-    room_to_hide,
-    seconds_of,
-    sent,
-    sent_between_nodes,
-    work_of,
+    roofline_seconds,
+    seconds_to_hide,
 )
+from estimate.zero3_gathering import gathered_elements
 from helpers import REPOSITORY, program
+from settings.settings import Settings
 from training.flops import ModelFlops
 
 GIVEN = ("--matmul_tflops", 100, "--memory_bandwidth", 1000, "--bus_bandwidth", 50)
@@ -41,20 +40,24 @@ def in_the_repository(monkeypatch):
     monkeypatch.chdir(REPOSITORY)
 
 
-def options(*flags: object):
-    return options_of_plan([str(flag) for flag in flags], "", environment={})
+def plan(*flags: object) -> Settings:
+    return parse_plan([str(flag) for flag in flags], environment={})
 
 
-def zero(stage: int, *flags: object):
-    return options("--deepspeed", f"ds_configs/zero{stage}.json", *flags)
+def zero(stage: int, *flags: object) -> Settings:
+    return plan("--deepspeed", f"ds_configs/zero{stage}.json", *flags)
 
 
-def fsdp(name: str, *flags: object):
-    return options("--fsdp", "--fsdp_config", f"fsdp_configs/{name}.json", *flags)
+def fsdp(name: str, *flags: object) -> Settings:
+    return plan("--fsdp", "--fsdp_config", f"fsdp_configs/{name}.json", *flags)
 
 
 def operations(work: Counter) -> int:
     return sum(each * times for (each, _), times in work.items())
+
+
+def needed_operations(settings: Settings) -> int:
+    return operations(micro_batch_work(settings))
 
 
 def moved(work: Counter) -> int:
@@ -69,7 +72,7 @@ def test_a_model_without_storage_has_the_work_of_a_real_one():
     ids = torch.zeros(4, 64, dtype=torch.long)
     with CountWork() as real:
         model(input_ids=ids, attention_mask=torch.ones_like(ids), labels=ids).loss.backward()
-    planned = work_of(options(*TINY))
+    planned = micro_batch_work(plan(*TINY))
     assert operations(planned) == operations(real.work)
     assert moved(planned) == pytest.approx(moved(real.work), rel=0.02)
     needed = ModelFlops(model).needed(real=4 * 64, counted=4 * 64, squares=4 * 64 * 64)
@@ -78,9 +81,9 @@ def test_a_model_without_storage_has_the_work_of_a_real_one():
 
 def test_attention_in_one_piece_is_counted_too():
     sizes = ("--hidden_size", 64, "--num_layers", 2, "--num_heads", 4, "--ff_dim", 128, "--vocab_size", 500)
-    short, long = (options("--model_name", "custom-gpt", *sizes, "--max_length", length) for length in (64, 128))
+    short, long = (plan("--model_name", "custom-gpt", *sizes, "--max_length", length) for length in (64, 128))
     squares = 12 * 64 * 2 * 4 * (128**2 - 2 * 64**2)  # its two products, forward and twice backward
-    assert operations(work_of(long)) - 2 * operations(work_of(short)) == pytest.approx(squares, rel=0.05)
+    assert needed_operations(long) - 2 * needed_operations(short) == pytest.approx(squares, rel=0.05)
 
 
 def test_an_operation_costs_its_products_and_the_tensors_that_it_reads_and_writes():
@@ -90,11 +93,11 @@ def test_an_operation_costs_its_products_and_the_tensors_that_it_reads_and_write
         a.add_(a)
         a.view(20, 10).T.detach()
     assert list(counting.work) == [(2 * 10 * 20 * 10, 4 * (200 + 200 + 100)), (0, 4 * 3 * 200)]
-    assert seconds_of(Counter({(100, 1): 2, (0, 30): 1}), Rates(matmul=10, memory=3, bus=1)) == 2 * 10 + 10
+    assert roofline_seconds(Counter({(100, 1): 2, (0, 30): 1}), Rates(matmul=10, memory=3, bus=1)) == 2 * 10 + 10
 
 
 def test_checkpointing_computes_the_blocks_once_more():
-    plain, again = (operations(work_of(options(*TINY, *flags))) for flags in ((), ("--activation_checkpointing",)))
+    plain, again = (needed_operations(plan(*TINY, *flags)) for flags in ((), ("--activation_checkpointing",)))
     head = 6 * 64 * 2048 * 4 * 64
     # the last block's products are not all needed again
     assert 1.2 < (again - head) / (plain - head) <= 4 / 3
@@ -104,17 +107,17 @@ def test_checkpointing_computes_the_blocks_once_more():
 
 
 @pytest.mark.parametrize(
-    ("chosen", "passes"),
+    ("settings", "passes"),
     [
-        (lambda: options("--gpus", 4), 40),
+        (lambda: plan("--gpus", 4), 40),
         (lambda: zero(0, "--gpus", 4), 40 + 2 * (2 + 4)),
         (lambda: zero(1, "--gpus", 4), (40 + 2 * (2 + 4)) / 4),
         (lambda: zero(0, "--gpus", 4, "--fp16", "False"), 40),
         (lambda: fsdp("hybrid_shard", "--gpus", 4, "--nodes", 2), 40 / 2),
     ],
 )
-def test_bytes_that_the_optimizer_passes_over(chosen, passes):
-    assert optimizer_step(SHAPE, chosen(), Rates(matmul=1, memory=PSI, bus=1)) == pytest.approx(passes)
+def test_bytes_that_the_optimizer_passes_over(settings, passes):
+    assert optimizer_seconds(SHAPE, settings(), Rates(matmul=1, memory=PSI, bus=1)) == pytest.approx(passes)
 
 
 # 3. Communication
@@ -130,8 +133,8 @@ communication = program("benchmarks/communication.py")
 COUNTED = {(row["strategy"], row["accumulation"]): row for row in communication.read_results()["rows"]}
 
 
-def training_of(strategy: str, accumulation: int, folder: Path, *flags: object):
-    """The options of a training whose messages were counted."""
+def counted_training(strategy: str, accumulation: int, folder: Path, *flags: object) -> Settings:
+    """The settings of a training whose messages were counted."""
     config = communication.CONFIG
     of_strategy = tuple(communication.ROWS[strategy]) if "TP" in strategy else FLAGS.get(strategy)
     if strategy == "ZeRO-2, reduce to owner":
@@ -143,7 +146,7 @@ def training_of(strategy: str, accumulation: int, folder: Path, *flags: object):
         (folder / "zero3.json").write_text(json.dumps(communication.scaled_zero3(scale)))
         of_strategy = ("--deepspeed", str(folder / "zero3.json"))
     (folder / "config.json").write_text(json.dumps(config))
-    return options(
+    return plan(
         *("--model_name", folder, "--from_scratch", "--bf16", "--max_length", 64, "--per_device_train_batch_size", 1),
         *of_strategy,
         *("--gradient_accumulation_steps", accumulation, "--gpus", communication.RANKS.get(strategy, 2), *flags),
@@ -157,17 +160,17 @@ def in_rings(collectives: list) -> float:
 @pytest.mark.parametrize(("strategy", "accumulation"), COUNTED)
 def test_bytes_sent_are_those_that_were_counted_in_real_trainings(strategy, accumulation, tmp_path):
     counted = in_rings(COUNTED[strategy, accumulation]["collectives"])
-    chosen = training_of(strategy, accumulation, tmp_path)
-    assert sent(shape_for(chosen), chosen) == pytest.approx(counted, rel=0.02)
+    settings = counted_training(strategy, accumulation, tmp_path)
+    assert sent_bytes(trace_shape(settings), settings) == pytest.approx(counted, rel=0.02)
 
 
 def test_what_the_pages_say_of_how_often_zero3_gathers():
     times = {}
     lines = []
     for size in ("560m", "1b1", "1b7", "3b", "7b1"):
-        chosen = zero(3, "--model_name", f"bigscience/bloom-{size}")
-        shape = shape_for(chosen)
-        times[size] = gathered_by_zero3(shape, chosen.deepspeed_config["zero_optimization"]) / shape.parameters
+        settings = zero(3, "--model_name", f"bigscience/bloom-{size}")
+        shape = trace_shape(settings)
+        times[size] = gathered_elements(shape, settings.zero) / shape.parameters
         lines.append(f"| bloom-{size} | {shape.parameters / 1e9:.2f} | {times[size]:.2f} |")
     assert "\n".join(lines) in (REPOSITORY / "docs" / "zero.md").read_text()
     sent_with_accumulation_4 = "; ".join(f"{8 * (times[size] + 1):.1f}" for size in ("560m", "7b1"))
@@ -186,10 +189,10 @@ def test_what_the_page_says_of_tensor_parallelism():
     model = ("--model_name", "custom-gpt", "--per_device_train_batch_size", 1, "--bf16")
     lines = []
     for name, words in flags.items():
-        chosen = options(*model, *words)
-        held = sum(part.gpu for part in estimate(chosen)) / GIB
-        batch = f"1 x {chosen.values['gradient_accumulation_steps']}"
-        lines.append(f"| {name} | {batch} | {sent(shape_for(chosen), chosen) / 1e9:.2f} | {held:.1f} |")
+        settings = plan(*model, *words)
+        held = sum(part.gpu for part in estimate_parts(settings)) / GIB
+        batch = f"1 x {settings.trainer.gradient_accumulation_steps}"
+        lines.append(f"| {name} | {batch} | {sent_bytes(trace_shape(settings), settings) / 1e9:.2f} | {held:.1f} |")
     assert "\n".join(lines) in (REPOSITORY / "docs" / "tensor-parallel.md").read_text()
 
 
@@ -204,8 +207,8 @@ BETWEEN_NODES = {
 def test_bytes_between_nodes_are_those_that_were_counted_in_real_trainings(strategy, accumulation, tmp_path):
     collectives = COUNTED[strategy, accumulation]["collectives"]
     counted = in_rings([row for row in collectives if BETWEEN_NODES[strategy](*row[:2])])
-    chosen = training_of(strategy, accumulation, tmp_path, "--nodes", 2)
-    assert sent_between_nodes(shape_for(chosen), chosen) == pytest.approx(counted, rel=0.02)
+    settings = counted_training(strategy, accumulation, tmp_path, "--nodes", 2)
+    assert bytes_between_nodes(trace_shape(settings), settings) == pytest.approx(counted, rel=0.02)
 
 
 @pytest.mark.parametrize(
@@ -218,19 +221,19 @@ def test_bytes_between_nodes_are_those_that_were_counted_in_real_trainings(strat
     ],
 )
 def test_a_ring_leaves_a_node_once(ring, part):
-    assert ring.sent_between_nodes(gpus=8, gpus_per_node=4) == pytest.approx(part * ring.sent)
-    assert ring.sent_between_nodes(gpus=8, gpus_per_node=8) == 0
+    assert ring.bytes_between_nodes(gpus=8, gpus_per_node=4) == pytest.approx(part * ring.sent_bytes)
+    assert ring.bytes_between_nodes(gpus=8, gpus_per_node=8) == 0
 
 
 def test_one_rank_sends_nothing():
-    assert [sent(SHAPE, chosen) for chosen in (options(), zero(2), zero(3), fsdp("hybrid_shard"))] == [0] * 4
+    assert [sent_bytes(SHAPE, settings) for settings in (plan(), zero(2), zero(3), fsdp("hybrid_shard"))] == [0] * 4
 
 
 def test_what_is_sent_while_a_gpu_computes_is_hidden():
     """DDP sends in the last backward pass of a step."""
-    assert room_to_hide(options("--gpus", 2, "--gradient_accumulation_steps", 2), 3.0) == pytest.approx(1.0)
-    assert room_to_hide(fsdp("full_shard", "--gpus", 2), 3.0) == 3
-    assert [room_to_hide(zero(stage, "--gpus", 2), 3.0) for stage in range(4)] == [0, 0, 0, 3]
+    assert seconds_to_hide(plan("--gpus", 2, "--gradient_accumulation_steps", 2), 3.0) == pytest.approx(1.0)
+    assert seconds_to_hide(fsdp("full_shard", "--gpus", 2), 3.0) == 3
+    assert [seconds_to_hide(zero(stage, "--gpus", 2), 3.0) for stage in range(4)] == [0, 0, 0, 3]
 
 
 # 4. The command
@@ -242,7 +245,7 @@ def test_the_command_shows_parts_and_both_ends_of_the_overlap(main_of, capsys):
     assert text.startswith("tiny-bloom: 231,296 parameters, fp32, 4 x 4 x 64 tokens per rank, 2 GPU(s) on 1 node(s)")
     assert "of each rank: 100 TFLOP/s in matrix products, 1000 GB/s of memory, 0.05 GB/s between ranks" in text
     shown = {name: float(number) for name, number in re.findall(r"^([a-z ]+?) {2,}([0-9][0-9.e-]*)", text, re.M)}
-    step = predict_step(options(*TINY, "--gpus", 2), Rates(1e14, 1e12, 5e7))
+    step = predict_step(plan(*TINY, "--gpus", 2), Rates(1e14, 1e12, 5e7))
     both = step.compute + step.optimizer + step.communication
     assert shown["no overlap"] == pytest.approx(both, rel=0.001)
     assert shown["full overlap"] == pytest.approx(both - min(step.compute, step.communication), rel=0.001)

@@ -1,15 +1,16 @@
 """estimate/predict_from_record.py, with records as train.py writes them. Records of real runs: tests/integration."""
 
 import json
+from dataclasses import replace
 
 import pytest
 
-import estimate_memory
-from estimate.memory import MIB, estimate, totals, without_gpu
+from estimate.command_line import parse_memory_plan
+from estimate.memory import MIB, estimate_parts, totals, without_gpu
 from estimate.predict_from_record import predicted_memory
 from helpers import REPOSITORY
 from model import load_config
-from settings.command_line import own_arguments
+from settings.settings import Settings
 
 
 @pytest.fixture(autouse=True)
@@ -17,20 +18,21 @@ def in_the_repository(monkeypatch):
     monkeypatch.chdir(REPOSITORY)
 
 
-def options_and_record(*flags: str):
-    options = estimate_memory.read_options([*flags, "--gpus", "4", "--nodes", "2"], environment={})
+def settings_and_record(*flags: str) -> tuple[Settings, dict]:
+    settings = parse_memory_plan([*flags, "--gpus", "4", "--nodes", "2"], environment={})
+    names = {flag: name for flag, name in settings.names.items() if flag not in ("gpus", "nodes")}  # as train.py's
     record = {
-        "settings": options.settings(),
+        "settings": replace(settings, names=names).recorded(),
         "configs": {
-            "model": load_config(*own_arguments(options)).to_diff_dict(),
-            "deepspeed": options.deepspeed_config,
-            "fsdp": options.fsdp_config,
+            "model": load_config(settings.model, settings.data).to_diff_dict(),
+            "deepspeed": settings.deepspeed_config,
+            "fsdp": settings.fsdp_config,
         },
         "world_size": 4,
         "nodes": ["node1", "node2"],
         "hardware": {"gpus": 4},
     }
-    return options, json.loads(json.dumps(record))
+    return settings, json.loads(json.dumps(record))
 
 
 @pytest.mark.parametrize(
@@ -44,8 +46,8 @@ def options_and_record(*flags: str):
     ],
 )
 def test_a_record_predicts_what_the_command_line_does(flags):
-    options, record = options_and_record(*flags)
-    on_gpu, on_node = totals(estimate(options), 2)
+    settings, record = settings_and_record(*flags)
+    on_gpu, on_node = totals(estimate_parts(settings), 2)
     assert predicted_memory(record)[:2] == (on_gpu / MIB, on_node / MIB)
 
 
@@ -54,18 +56,18 @@ def test_a_model_that_also_sees_is_kept_with_its_language_part(tmp_path):
     sizes |= {"num_key_value_heads": 2, "head_dim": 16, "vocab_size": 512}
     config = {"model_type": "qwen3_5", "text_config": sizes | {"layer_types": ["full_attention"] * 2}}
     (tmp_path / "config.json").write_text(json.dumps(config))
-    _, record = options_and_record("--model_name", str(tmp_path))
+    _, record = settings_and_record("--model_name", str(tmp_path))
     (tmp_path / "config.json").unlink()
     assert predicted_memory(record).gpu_mib < 100
 
 
 def test_on_the_cpu_the_node_holds_everything():
-    options, record = options_and_record("--model_name", "tiny-bloom")
-    _, on_node = totals(without_gpu(estimate(options)), 2)
+    settings, record = settings_and_record("--model_name", "tiny-bloom")
+    _, on_node = totals(without_gpu(estimate_parts(settings)), 2)
     assert predicted_memory(record | {"hardware": {"gpus": 0}})[:2] == (None, on_node / MIB)
 
 
 @pytest.mark.parametrize("change", [{"configs": None}, {"settings": {"optim": "adafactor"}}])
 def test_of_some_runs_nothing_is_predicted(change):
-    _, record = options_and_record("--model_name", "tiny-bloom")
+    _, record = settings_and_record("--model_name", "tiny-bloom")
     assert predicted_memory(record | change) is None

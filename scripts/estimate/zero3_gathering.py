@@ -1,0 +1,53 @@
+"""How much ZeRO-3 gathers in a micro batch, found by going through the model as DeepSpeed does.
+
+No simple formula gives these numbers. A layer is gathered once or twice, and for models of about 10^9 parameters that
+depends on how fast DeepSpeed looks ahead. So bloom-1b1 is gathered 1.22 times (docs/zero.md). A formula with
+stage3_max_live_parameters gives 1.06, and one with stage3_max_reuse_distance gives 1.53.
+"""
+
+from bisect import bisect_left
+from collections import deque
+from collections.abc import Iterable
+from itertools import accumulate
+
+from estimate.memory import zero_size
+from estimate.model_shape import Shape
+
+
+def gathered_elements(shape: Shape, zero: dict) -> int:
+    """Count the elements that ZeRO-3 gathers in a micro batch. Each time a parameter is gathered counts.
+
+    DeepSpeed 0.19.8 (runtime/zero/partitioned_param_coordinator.py) gathers the parameters of a module before it
+    computes, and the next parameters ahead while there is room. After the module has computed, its parameters are
+    dropped, unless they are used again soon, or the look ahead has passed their next use while they were still there.
+    """
+    most_live = zero.get("stage3_max_live_parameters", 1e9)
+    soon = zero.get("stage3_max_reuse_distance", 1e9)
+    bucket = zero_size(zero, "stage3_prefetch_bucket_size", 0.9 * shape.hidden**2, 5e7)
+    never_sharded = zero_size(zero, "stage3_param_persistence_threshold", 10 * shape.hidden, 1e5)
+
+    def elements(parameters: Iterable[int]) -> int:
+        return sum(shape.sizes[parameter] for parameter in parameters)
+
+    forward = [[parameter for parameter in call if shape.sizes[parameter] > never_sharded] for call in shape.calls]
+    calls = forward + forward[::-1]  # and the backward pass
+    before = list(accumulate(map(elements, calls), initial=0))  # elements of all calls before each one
+    uses = deque((parameter, time) for time, call in enumerate(calls) for parameter in call)
+    last_use_seen: dict[int, int] = {}
+    live: set[int] = set()
+    gathered = 0
+    for time, call in enumerate(calls):
+        gathered += elements(set(call) - live)
+        live.update(call)
+        room = min(bucket, most_live - elements(live))
+        ahead = 0
+        while uses and (uses[0][1] <= time or ahead < room):
+            parameter, time_of_use = uses.popleft()
+            last_use_seen[parameter] = time_of_use
+            ahead += elements({parameter} - live)
+            live.add(parameter)
+        gathered += ahead
+        end_of_soon = bisect_left(before, before[time + 1] + soon)
+        used_soon = set().union(*calls[time + 1 : end_of_soon])
+        live -= {parameter for parameter in call if last_use_seen[parameter] <= time + 1} - used_soon
+    return gathered
