@@ -331,7 +331,7 @@ def parts(flags: list[str]) -> tuple:
     args = TrainingArguments(**trainer_flags(options))
     tokenizer = load_tokenizer(model_args, data_args)
     dataset, _ = load_squad(data_args, tokenizer, args)
-    return dataset, tokenizer, lambda: load_model(model_args, data_args, tokenizer, args.seed)
+    return dataset, tokenizer, lambda: load_model(model_args, tokenizer, args.seed)
 
 
 def gradients(flags: list[str]) -> dict[str, float]:

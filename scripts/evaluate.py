@@ -125,7 +125,7 @@ def main() -> None:
     tokenizer = load_tokenizer(model_args, data_args)
     questions = load_evaluation_set(data_args, tokenizer, args)
     watchdog.progress("loading the model")
-    model: Any = load_model(model_args, data_args, tokenizer, args.seed)
+    model: Any = load_model(model_args, tokenizer, args.seed)
     check_model(model, tokenizer, data_args.max_length)
     model.to(args.device)
     dtype = torch.float16 if args.fp16 else torch.bfloat16

@@ -115,7 +115,7 @@ def main() -> None:
     # 4. Tokenizer and data. A model on PyTorch's meta device has shapes, but no memory for weights: enough to check
     #    whether it can be trained like this.
     watchdog.progress("reading the data")  # ranks say what they begin: one that is silent for long is taken for hung
-    meta_model = build_meta_model(model_args, data_args)
+    meta_model = build_meta_model(model_args)
     tokenizer = load_tokenizer(model_args, data_args)
     check_trainable(options, args, meta_model, tokenizer)
     train_dataset, eval_dataset = load_squad(data_args, tokenizer, args)
@@ -153,7 +153,7 @@ def main() -> None:
 
         # 6. Model and Trainer.
         watchdog.progress("loading the model")
-        model = load_model(model_args, data_args, tokenizer, args.seed)
+        model = load_model(model_args, tokenizer, args.seed)
         if model_args.loss == "chunked":
             use_chunked_loss(model)
         flops = flops_of(model, record)  # that a token needs, for MFU; None with the reason in the record

@@ -73,8 +73,8 @@ def config_of(options: Options) -> str:
     """The config.json of these options' model. Raises WorkshopError (exit code 2) when there is no such model."""
     from model import load_config  # with transformers' models, seconds: not before the command line was right
 
-    values = SimpleNamespace(**options.values)
-    return load_config(values, values).to_json_string(use_diff=False)
+    values: Any = SimpleNamespace(**options.values)
+    return load_config(values).to_json_string(use_diff=False)
 
 
 def traced(trace: Callable[..., T], options: Options, *arguments: object) -> T:

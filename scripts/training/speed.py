@@ -4,7 +4,7 @@ import time
 from typing import Any
 
 import torch
-from transformers import TrainerCallback
+from transformers import TrainerCallback, TrainerControl, TrainerState
 
 from distributed.collectives import gather_lists, world_size
 from training.flops import KINDS_OF_TOKENS, ModelFlops, forget_measured_peaks
@@ -37,7 +37,7 @@ class TrainSpeedCallback(TrainerCallback):
         self.earlier_tokens = torch.zeros(2, KINDS_OF_TOKENS, dtype=torch.int64)
         self.started: float | None = None
 
-    def on_train_begin(self, args, state, control, **kwargs):
+    def on_train_begin(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
         self.begun = clock()
         self.first_step = state.global_step  # a resumed run warms up again
 
@@ -47,7 +47,7 @@ class TrainSpeedCallback(TrainerCallback):
         self.seconds = seconds
         self.earlier_tokens = torch.tensor(tokens)
 
-    def on_step_begin(self, args, state, control, **kwargs):
+    def on_step_begin(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
         if self.started is None and state.global_step - self.first_step >= self.warm_up_steps:
             self.started = clock()
             if self.warm_up_seconds is None:
@@ -55,14 +55,14 @@ class TrainSpeedCallback(TrainerCallback):
             self.steps_at_start = state.global_step
             self.tokens_at_start = self.trainer.tokens
 
-    def on_step_end(self, args, state, control, **kwargs):
+    def on_step_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         if control.should_evaluate or control.should_save:
             self.pause(state)
 
-    def on_epoch_end(self, args, state, control, **kwargs):
+    def on_epoch_end(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
         self.pause(state)
 
-    def pause(self, state) -> None:
+    def pause(self, state: TrainerState) -> None:
         if self.started is not None:
             self.seconds += clock() - self.started
             self.steps += state.global_step - self.steps_at_start

@@ -22,7 +22,7 @@ def options_and_record(*flags: str):
     record = {
         "settings": options.settings(),
         "configs": {
-            "model": load_config(*own_arguments(options)).to_diff_dict(),
+            "model": load_config(own_arguments(options)[0]).to_diff_dict(),
             "deepspeed": options.deepspeed_config,
             "fsdp": options.fsdp_config,
         },
