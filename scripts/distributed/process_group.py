@@ -90,8 +90,8 @@ def silence_known_warnings() -> None:
 def bind_device() -> None:
     """Select the GPU with this process's local rank, before anything allocates memory on cuda:0."""
     if not torch.cuda.is_available():
-        # CUDA cannot start a GPU if the driver is too old for this torch. But torch.cuda.device_count() asks the NVML of
-        # the driver and counts the GPU, and so does is_available() after DeepSpeed has been imported
+        # CUDA cannot start a GPU if the driver is too old for this torch. But torch.cuda.device_count() asks NVML and
+        # counts the GPU, and so does is_available() after DeepSpeed has been imported
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
     local_rank = whole_number("LOCAL_RANK", "0")
     gpus = torch.cuda.device_count()
