@@ -331,7 +331,7 @@ def parts(flags: list[str]) -> tuple:
     args = TrainingArguments(**trainer_flags(settings))
     tokenizer = load_tokenizer(settings.model, settings.data)
     dataset, _ = load_squad(settings.data, tokenizer, args)
-    return dataset, tokenizer, lambda: load_model(settings.model, settings.data, tokenizer, args.seed)
+    return dataset, tokenizer, lambda: load_model(settings.model, tokenizer, args.seed)
 
 
 def gradients(flags: list[str]) -> dict[str, float]:

@@ -1,6 +1,5 @@
 """SQuAD as one sequence per question: ``Question: ... Context: ... Answer: <answer><EOS>``."""
 
-import bisect
 import hashlib
 import json
 import os
@@ -8,8 +7,9 @@ from collections.abc import Iterator
 from typing import Any
 
 from datasets import Dataset, load_dataset
-from transformers import DataCollatorForSeq2Seq, PreTrainedTokenizerBase
+from transformers import DataCollatorForSeq2Seq, PreTrainedTokenizerBase, TrainingArguments
 
+from config import DataArguments
 from distributed.collectives import print_once
 from shared.errors import WorkshopError
 from shared.hub import cannot_load, offline_without_network
@@ -22,10 +22,13 @@ PROMPT = "Question: {question} Context: {context} Answer:"
 IGNORED = -100
 MAX_ANSWER_TOKENS = 32
 READABLE = "check the path and its permissions"
-ROWS_VERSION = 3  # of what tokenise_batch makes of a question: raised with each change of it, or an older cache is read
+# Version of tokenise_batch's output. Increase it when the output changes; otherwise a stale cache is used.
+ROWS_VERSION = 4
 
 
-def load_squad(data_args, tokenizer: PreTrainedTokenizerBase, training_args) -> tuple[Dataset, Dataset]:
+def load_squad(
+    data_args: DataArguments, tokenizer: PreTrainedTokenizerBase, training_args: TrainingArguments
+) -> tuple[Dataset, Dataset]:
     """Training and evaluation set, tokenised: input_ids, attention_mask, labels, length, prompt_length, cut, id,
     question, context, answers. Subsets are chosen by the seed, and every rank gets the same ones.
 
@@ -40,16 +43,24 @@ def load_squad(data_args, tokenizer: PreTrainedTokenizerBase, training_args) -> 
     return train, load_evaluation_set(data_args, tokenizer, training_args)
 
 
-def load_evaluation_set(data_args, tokenizer: PreTrainedTokenizerBase, training_args) -> Dataset:
-    """The evaluation set of `load_squad` alone, whatever the training size is."""
+def load_evaluation_set(
+    data_args: DataArguments, tokenizer: PreTrainedTokenizerBase, training_args: TrainingArguments
+) -> Dataset:
+    """Return only the evaluation set of `load_squad`. It does not depend on the training size."""
     return load_set("eval", data_args.eval_size, data_args, tokenizer, training_args)
 
 
-def load_set(part: str, size: int, data_args, tokenizer: PreTrainedTokenizerBase, training_args) -> Dataset:
-    """`size` questions of one part (train or eval), tokenised."""
-    # One rank of each node reads, tokenises and writes the cache, the others wait and then read it.
+def load_set(
+    part: str,
+    size: int,
+    data_args: DataArguments,
+    tokenizer: PreTrainedTokenizerBase,
+    training_args: TrainingArguments,
+) -> Dataset:
+    """Return `size` questions of one part (train or eval), tokenised."""
+    # One rank of each node reads, tokenises and writes the cache. The other ranks wait, and then read the cache.
     with training_args.main_process_first(local=True, desc="tokenise"):
-        questions = read_part(part, data_args, tokenizer.name_or_path)
+        questions = read_part(part, data_args)
         if size > len(questions):
             flag = {"train": "--train_size or --samples_per_gpu", "eval": "--eval_size"}[part]
             what = f"{size} questions wanted, but {source(part, data_args)} has {len(questions)} to {part} on"
@@ -58,17 +69,17 @@ def load_set(part: str, size: int, data_args, tokenizer: PreTrainedTokenizerBase
         return tokenise(questions.shuffle(seed=seed).select(range(size)), tokenizer, data_args)
 
 
-def source(part: str, data_args) -> str:
-    """The file or the Hub's name that the questions of a part come from."""
+def source(part: str, data_args: DataArguments) -> str:
+    """File or Hub name of the questions of a part."""
     return data_args.eval_dataset if part == "eval" and data_args.eval_dataset else data_args.dataset
 
 
-def read_part(part: str, data_args, model_name: str = "") -> Dataset:
-    """The questions to train on or those to evaluate on, all of them; columns id, question, context, answers."""
+def read_part(part: str, data_args: DataArguments) -> Dataset:
+    """Return all questions of a part (train or eval), with the columns id, question, context, answers."""
     if part == "eval" and data_args.eval_dataset:
         return from_file(data_args.eval_dataset, "all")
     if not is_local(data_args.dataset):
-        return load_from_hub(data_args.dataset, part, model_name)
+        return load_from_hub(data_args.dataset, part)
     whole = {"train": "all"} if data_args.eval_dataset else {"train": "train", "eval": "held out"}
     return from_file(data_args.dataset, whole[part])
 
@@ -82,13 +93,13 @@ def is_local(dataset: str) -> bool:
     return False
 
 
-def load_from_hub(name: str, part: str, model_name: str) -> Dataset:
+def load_from_hub(name: str, part: str) -> Dataset:
     offline_without_network()
     split = {"train": "train", "eval": "validation"}[part]
     try:
         questions = load_dataset(name, split=split).select_columns(["id", "question", "context", "answers"])
     except (OSError, ValueError) as error:
-        raise cannot_load("--dataset", name, error, model_name, name) from error
+        raise cannot_load("--dataset", name, error) from error
     return questions.map(hub_answers, desc=f"Reading {name}")
 
 
@@ -164,15 +175,15 @@ def required(path: str, place: str, holder: object, key: str, kind: type) -> Any
     return value
 
 
-def tokenise(dataset: Dataset, tokenizer: PreTrainedTokenizerBase, data_args) -> Dataset:
+def tokenise(dataset: Dataset, tokenizer: PreTrainedTokenizerBase, data_args: DataArguments) -> Dataset:
     """Add input_ids, attention_mask, labels, length, prompt_length and cut.
 
     Cached: the key is all that the result depends on.
     """
-    settings = {"max_length": data_args.max_length, "labels": data_args.labels}
-    key = (ROWS_VERSION, dataset._fingerprint, tokenizer_key(tokenizer), PROMPT, settings)
+    max_length, labels = data_args.max_length, data_args.labels
+    key = (ROWS_VERSION, dataset._fingerprint, tokenizer_key(tokenizer), PROMPT, max_length, labels)
     return dataset.map(
-        lambda batch: tokenise_batch(batch, tokenizer, **settings),
+        lambda batch: tokenise_batch(batch, tokenizer, max_length, labels),
         batched=True,
         new_fingerprint=hashlib.sha256(repr(key).encode()).hexdigest()[:16],
         desc="Tokenising",
@@ -194,14 +205,14 @@ def tokenise_batch(batch: dict, tokenizer: PreTrainedTokenizerBase, max_length: 
     """
     rows = []
     texts = [PROMPT.format(question=q, context=c) for q, c in zip(batch["question"], batch["context"], strict=True)]
-    encoded = zip(tokenizer(texts)["input_ids"], batch["question"], batch["context"], batch["answers"], strict=True)
-    for prompt, question, context, answers in encoded:
+    encoded = zip(tokenizer(texts)["input_ids"], batch["question"], batch["answers"], strict=True)
+    for prompt, question, answers in encoded:
         answer = tokenizer(f" {answers[0].strip()}", add_special_tokens=False)["input_ids"]
         ending = [*answer, tokenizer.eos_token_id]
         room = max_length - max(len(ending), answer_room(max_length))
         cut = len(prompt) > room
         if cut:
-            prompt = shorten(question, context, room, tokenizer)
+            prompt = shorten(prompt, question, room, tokenizer)
         ids = prompt + ending
         row = {
             "input_ids": ids,
@@ -225,34 +236,26 @@ def questions_cut(train: Dataset, evaluation: Dataset) -> dict[str, int]:
     return {"train": sum(train["cut"][:]), "eval": sum(evaluation["cut"][:])}
 
 
-def shorten(question: str, context: str, limit: int, tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    """The prompt with as much of the context's beginning as fits into `limit` tokens.
+def shorten(prompt: list[int], question: str, limit: int, tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    """Cut the end of the context, so that the prompt has at most `limit` tokens. The question stays whole.
 
-    Cut at the end of a token, and encoded anew: what stands behind the cut decides how the last word is split.
+    Raises WorkshopError (exit code 2) when the question does not fit even without any context.
     """
-
-    def encode(end: int) -> list[int]:
-        return tokenizer(PROMPT.format(question=question, context=context[:end].rstrip()))["input_ids"]
-
-    ends = token_ends(question, context, tokenizer)
-    fitting = bisect.bisect_right(ends, limit, key=lambda end: len(encode(end)))
-    if not fitting:
+    beginning, _, ending = PROMPT.partition(" {context}")
+    question_tokens = tokenizer(beginning.format(question=question))["input_ids"]
+    answer_tokens = tokenizer(ending, add_special_tokens=False)["input_ids"]
+    room = limit - len(answer_tokens)
+    if len(question_tokens) > room:
         raise WorkshopError("--max_length", f"leaves no room for the question {question!r:.60}", "raise it")
-    return encode(ends[fitting - 1])
+    kept = prompt[:room]
+    while str(tokenizer.decode(kept)).endswith(
+        "\N{REPLACEMENT CHARACTER}"
+    ):  # the cut splits a character of several tokens
+        kept.pop()
+    return kept + answer_tokens
 
 
-def token_ends(question: str, context: str, tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    """Where the context can be cut, as numbers of its characters: behind nothing, and behind each token."""
-    if not tokenizer.is_fast:  # written in Python, it does not tell where its tokens lie
-        return list(range(len(context)))
-    start = len(PROMPT.partition("{context}")[0].format(question=question))
-    text = PROMPT.format(question=question, context=context)
-    spans = tokenizer(text, return_offsets_mapping=True)["offset_mapping"]
-    ends = {end - start for _, end in spans if start < end < start + len(context)}  # several tokens can be a character
-    return [0, *sorted(ends)]
-
-
-def collator(tokenizer: PreTrainedTokenizerBase, data_args) -> DataCollatorForSeq2Seq:
+def collator(tokenizer: PreTrainedTokenizerBase, data_args: DataArguments) -> DataCollatorForSeq2Seq:
     """Batches of shape (micro batch, sequence); padded labels do not count, except under ``--labels all``."""
     return DataCollatorForSeq2Seq(
         tokenizer,

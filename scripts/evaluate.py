@@ -42,7 +42,7 @@ def main() -> None:
     tokenizer = load_tokenizer(settings.model, settings.data)
     questions = load_evaluation_set(settings.data, tokenizer, args)
     watchdog.progress("loading the model")
-    model: Any = load_model(settings.model, settings.data, tokenizer, args.seed)
+    model: Any = load_model(settings.model, tokenizer, args.seed)
     check_model(model, tokenizer, settings.data.max_length)
     model.to(args.device)
     generation = Generation(settings.data.em_f1_batch_size, settings.data.max_length, args.device)

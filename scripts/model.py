@@ -19,12 +19,13 @@ from transformers import (
     PreTrainedModel,
     PreTrainedTokenizerBase,
     PreTrainedTokenizerFast,
+    Trainer,
     set_seed,
 )
 from transformers.initialization import no_init_weights
 from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
 
-from config import CUSTOM_GPT, CUSTOM_SIZES, TINY_BLOOM, has_random_weights
+from config import CUSTOM_GPT, CUSTOM_SIZES, TINY_BLOOM, DataArguments, ModelArguments, has_random_weights
 from custom_model import CustomGPTConfig
 from data_loader import is_local, read_part, read_questions
 from shared.errors import WorkshopError
@@ -46,7 +47,7 @@ TINY_VOCABULARY = 2048
 SPECIAL_TOKENS = {"unk_token": "<unk>", "bos_token": "<s>", "eos_token": "</s>", "pad_token": "<pad>"}
 
 
-def load_tokenizer(model_args, data_args) -> PreTrainedTokenizerBase:
+def load_tokenizer(model_args: ModelArguments, data_args: DataArguments) -> PreTrainedTokenizerBase:
     """The model's tokenizer, padding on the right, with a pad token in any case.
 
     tiny-bloom has none to download: its own is trained on the whole training file. The same is done for
@@ -64,7 +65,7 @@ def load_tokenizer(model_args, data_args) -> PreTrainedTokenizerBase:
         if model_args.from_scratch and name in BLOOM_SIZES:
             print(f"no tokenizer of {name} here: training one of {TINY_VOCABULARY} tokens on {data_args.dataset}")
             return train_tokenizer(data_args, TINY_VOCABULARY)
-        raise cannot_load(flag, name, error, name, data_args.dataset) from error
+        raise cannot_load(flag, name, error) from error
     if len(tokenizer) <= len(tokenizer.all_special_ids):
         # what transformers makes of GPT-2's tokenizer when its file is absent: every text has no tokens
         raise WorkshopError(flag, f"{name} holds no tokenizer", "save one beside the model, or give --tokenizer_name")
@@ -78,7 +79,7 @@ def load_tokenizer(model_args, data_args) -> PreTrainedTokenizerBase:
     return tokenizer
 
 
-def train_tokenizer(data_args, vocabulary: int) -> PreTrainedTokenizerBase:
+def train_tokenizer(data_args: DataArguments, vocabulary: int) -> PreTrainedTokenizerBase:
     """Byte-level BPE with BLOOM's special ids, from all texts of the training file: the same on every rank."""
     dataset = data_args.dataset
     questions = read_questions(dataset) if is_local(dataset) else read_part("train", data_args)
@@ -128,7 +129,7 @@ def learns_positions(model: PreTrainedModel, positions: int) -> bool:
     return any(table.num_embeddings in (positions, positions + 2) for table in tables if table is not words)
 
 
-def load_model(model_args, data_args, tokenizer: PreTrainedTokenizerBase, seed: int) -> PreTrainedModel:
+def load_model(model_args: ModelArguments, tokenizer: PreTrainedTokenizerBase, seed: int) -> PreTrainedModel:
     """A causal LM with fp32 weights: pretrained, or random for tiny-bloom and --from_scratch.
 
     With a ZeRO-3 config transformers shards the weights while it loads them, so this must come after
@@ -136,9 +137,9 @@ def load_model(model_args, data_args, tokenizer: PreTrainedTokenizerBase, seed: 
     """
     name = model_args.model_name
     if has_random_weights(name, model_args.from_scratch):
-        model = random_model(load_config(model_args, data_args), seed)
+        model = random_model(load_config(model_args), seed)
     else:
-        model = pretrained_model(name, data_args)
+        model = pretrained_model(name)
     use_attention(model, model_args.attention)
     model.config.pad_token_id = tokenizer.pad_token_id
     model.generation_config.pad_token_id = tokenizer.pad_token_id
@@ -146,7 +147,7 @@ def load_model(model_args, data_args, tokenizer: PreTrainedTokenizerBase, seed: 
     return model
 
 
-def pretrained_model(name: str, data_args) -> PreTrainedModel:
+def pretrained_model(name: str) -> PreTrainedModel:
     try:
         loaded: Any = AutoModelForCausalLM.from_pretrained(
             name,
@@ -159,7 +160,7 @@ def pretrained_model(name: str, data_args) -> PreTrainedModel:
         what = f"a file of {name} holds other things than tensors, which are never loaded"
         raise WorkshopError("--model_name", what, "take a model saved as safetensors") from error
     except (OSError, ValueError, SafetensorError) as error:
-        raise cannot_load("--model_name", name, error, name, data_args.dataset) from error
+        raise cannot_load("--model_name", name, error) from error
     model, loading = loaded
     unlike = loading["missing_keys"] | {weight for weight, _, _ in loading["mismatched_keys"]}
     if unlike:
@@ -182,9 +183,9 @@ def random_model(config: PreTrainedConfig, seed: int) -> PreTrainedModel:
     return model
 
 
-def build_meta_model(model_args, data_args) -> PreTrainedModel:
+def build_meta_model(model_args: ModelArguments) -> PreTrainedModel:
     """The model on PyTorch's meta device, with shapes and without memory for its weights: to look at its modules."""
-    config = load_config(model_args, data_args)
+    config = load_config(model_args)
     # not by from_config, which would shard it under ZeRO-3
     with torch.device("meta"):
         model_class: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
@@ -194,7 +195,7 @@ def build_meta_model(model_args, data_args) -> PreTrainedModel:
     return model
 
 
-def load_config(model_args, data_args) -> PreTrainedConfig:
+def load_config(model_args: ModelArguments) -> PreTrainedConfig:
     name = model_args.model_name
     if name == CUSTOM_GPT:
         return CustomGPTConfig(**{size: getattr(model_args, size) for size in CUSTOM_SIZES})
@@ -212,7 +213,7 @@ def load_config(model_args, data_args) -> PreTrainedConfig:
     try:
         config = AutoConfig.from_pretrained(name, trust_remote_code=False)
     except (OSError, ValueError) as error:
-        raise cannot_load("--model_name", name, error, name, data_args.dataset) from error
+        raise cannot_load("--model_name", name, error) from error
     if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING or is_encoder(config):
         what = f"{name} is a {config.model_type} model, not a causal LM"
         raise WorkshopError("--model_name", what, "take one that generates text")
@@ -235,7 +236,7 @@ def elements(parameter: torch.Tensor) -> int:
     return getattr(parameter, "ds_numel", parameter.numel())
 
 
-def save_model(trainer, tokenizer: PreTrainedTokenizerBase, output_dir: str) -> None:
+def save_model(trainer: Trainer, tokenizer: PreTrainedTokenizerBase, output_dir: str) -> None:
     """Write the trained weights (gathered from all ranks) and the tokenizer, loadable by from_pretrained."""
     if trainer.is_fsdp_enabled:
         # with sharded checkpoints the Trainer would write no weights here

@@ -13,13 +13,11 @@ from pathlib import Path
 import huggingface_hub
 from datasets import load_dataset
 
+from config import TINY_BLOOM
 from data_loader import is_local
-from model import TINY_BLOOM, is_folder
+from model import is_folder
 from shared.errors import ENVIRONMENT, OneLineErrors, WorkshopError, run_program
-from shared.hub import draw_bars_on_terminals_only, reason_of
-
-# Without the weights of other frameworks, and without PyTorch's older *.bin where there are safetensors
-MODEL_FILES = ["*.json", "*.txt", "*.model", "*.safetensors"]
+from shared.hub import MODEL_FILES, draw_bars_on_terminals_only, reason_of
 
 
 def main() -> None:
@@ -49,6 +47,7 @@ def fetch(flag: str, name: str, download: Callable[[str], str]) -> None:
 
 
 def model_files(name: str) -> str:
+    """Download a model, and its *.bin only if it has no safetensors. Return its size and folder."""
     folder = Path(huggingface_hub.snapshot_download(name, allow_patterns=MODEL_FILES))
     if not any(folder.glob("*.safetensors")):
         huggingface_hub.snapshot_download(name, allow_patterns="*.bin")

@@ -119,7 +119,7 @@ def main() -> None:
     # 4. Tokenizer and data. A model on PyTorch's meta device has shapes, but no memory for weights: enough to check
     #    whether it can be trained like this.
     watchdog.progress("reading the data")  # ranks say what they begin: one that is silent for long is taken for hung
-    meta_model = build_meta_model(settings.model, settings.data)
+    meta_model = build_meta_model(settings.model)
     tokenizer = load_tokenizer(settings.model, settings.data)
     check_trainable(settings, args, meta_model, tokenizer)
     train_dataset, eval_dataset = load_squad(settings.data, tokenizer, args)
@@ -157,7 +157,7 @@ def main() -> None:
 
         # 6. Model and Trainer.
         watchdog.progress("loading the model")
-        model = load_model(settings.model, settings.data, tokenizer, args.seed)
+        model = load_model(settings.model, tokenizer, args.seed)
         if settings.model.loss == "chunked":
             use_chunked_loss(model)
         flops = flops_of(model, record)  # FLOPs per token, for MFU. None if unknown; the record gives the reason

@@ -12,8 +12,8 @@ NODE_LOCAL = ("/tmp", "/var/tmp", "/dev/shm", "/local", "/localscratch", "/scrat
 
 def cache(arguments: argparse.Namespace) -> Lines:
     os.environ["HF_HUB_OFFLINE"] = "1"  # only what lies there counts
+    from config import CUSTOM_GPT, TINY_BLOOM
     from data_loader import is_local
-    from model import CUSTOM_GPT, TINY_BLOOM
 
     models = [name for name in arguments.model_name if name not in (TINY_BLOOM, CUSTOM_GPT) and not Path(name).is_dir()]
     if not models and is_local(arguments.dataset):
@@ -45,10 +45,10 @@ def cache(arguments: argparse.Namespace) -> Lines:
 
 
 def cached_size(name: str) -> int:
-    """Bytes of a model in the cache. Raises OSError where it is not there, or not whole."""
+    """Return the bytes of a model in the cache. Raises OSError if the model is missing or incomplete."""
     import huggingface_hub
 
-    from prefetch import MODEL_FILES
+    from shared.hub import MODEL_FILES
 
     folder = Path(huggingface_hub.snapshot_download(name, local_files_only=True, allow_patterns=MODEL_FILES))
     files = {file.name: file.stat().st_size for file in folder.iterdir() if file.is_file()}

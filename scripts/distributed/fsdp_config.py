@@ -164,9 +164,9 @@ def wrap_classes(config: dict, model: object) -> list[str]:
 
 
 def shard_on_cpu() -> None:
-    """Let accelerate shard over gloo: it turns FSDP on only for a world of GPUs, and runs DDP otherwise.
+    """Let accelerate shard over gloo. It turns FSDP on only for several GPUs, and otherwise runs DDP without a word.
 
-    To be called just before the Trainer creates its Accelerator.
+    Call this just before the Trainer creates its Accelerator.
     """
     if not torch.cuda.is_available():
         PartialState._shared_state["distributed_type"] = DistributedType.MULTI_GPU

@@ -1,6 +1,7 @@
 """Start and end of a process of a training: its environment under any launcher, its process group, its exit code.
 
-What the ranks send each other in between is in collectives.py.
+What the ranks send each other in between is in collectives.py. Workarounds for errors of libraries have a row in FIXES
+of training/upstream_fixes.py, with the condition under which each can go.
 """
 
 import atexit
@@ -71,15 +72,16 @@ def prepare_deepspeed() -> None:
 
 
 def silence_known_warnings() -> None:
-    """Keep out of the log what libraries say of each other's harmless habits."""
-    # DeepSpeed calls collectives by names that PyTorch 2.13 renames: a warning per call
+    """Keep warnings out of the log that are harmless and that a user cannot act on."""
+    # DeepSpeed calls collectives by names that PyTorch deprecates: one warning per call
     warnings.filterwarnings("ignore", r"`torch\.distributed\.\w+` is deprecated", FutureWarning)
-    # of HYBRID_SHARD, as accelerate asks for the mesh
+    # accelerate asks for the mesh of HYBRID_SHARD in a way that PyTorch deprecates
     warnings.filterwarnings("ignore", "Slicing a flattened dim from root mesh", UserWarning)
-    # of tensor parallelism with FSDP: logits that nobody changes in place, and two collectives where one might do
+    # tensor parallelism with FSDP returns the logits as a view, which nobody changes in place, and uses two collectives
+    # where one might do
     warnings.filterwarnings("ignore", r"FSDP2-wrapped module \(.*\) returned a view tensor", UserWarning)
     logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
-    # accelerate compares DeepSpeed's accumulation with a default of its own and takes the right one
+    # accelerate compares DeepSpeed's gradient accumulation with its own default, and then uses the right one
     logging.getLogger("accelerate.accelerator").addFilter(
         lambda entry: "GradientAccumulationPlugin has" not in entry.msg
     )
@@ -88,8 +90,8 @@ def silence_known_warnings() -> None:
 def bind_device() -> None:
     """Select the GPU with this process's local rank, before anything allocates memory on cuda:0."""
     if not torch.cuda.is_available():
-        # With a driver that is too old for this torch, CUDA cannot start a GPU. torch.cuda.device_count() asks the
-        # driver's NVML and counts the GPU all the same, and so does is_available() once DeepSpeed has been imported
+        # CUDA cannot start a GPU if the driver is too old for this torch. But torch.cuda.device_count() asks NVML and
+        # counts the GPU, and so does is_available() after DeepSpeed has been imported
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
     local_rank = whole_number("LOCAL_RANK", "0")
     gpus = torch.cuda.device_count()
@@ -136,8 +138,8 @@ def adopt_process_group(training_args: Any, with_deepspeed: bool) -> None:
         from deepspeed.comm import init_distributed
 
         if not torch.cuda.is_available():
-            # or it compiles deepspeed_shm_comm, which only inference uses (comm/torch.py, build_shm_op). Not to be
-            # looked at before: reading this attribute tries the compiler for each of DeepSpeed's extensions
+            # Without this line DeepSpeed compiles deepspeed_shm_comm, which only inference uses (comm/torch.py,
+            # build_shm_op). Do not read this attribute before: that tries the compiler for each of its extensions
             deepspeed.ops.__compatible_ops__ = {}
         backend = "nccl" if torch.cuda.is_available() else "gloo"
         init_distributed(backend, auto_mpi_discovery=False, verbose=False)

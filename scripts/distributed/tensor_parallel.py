@@ -7,13 +7,11 @@ PyTorch's fully_shard divides the part of each rank once more, over the ranks wi
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch.distributed.fsdp import fully_shard
 from transformers import PreTrainedModel
 from transformers.distributed import DistributedConfig
 from transformers.distributed.parallel_utils import replace_layer_number_by_wildcard
 
-from distributed.inspect_fsdp import local
 from settings.settings import Settings
 from shared.errors import WorkshopError
 
@@ -100,19 +98,3 @@ def apply_tensor_parallel(model: Any, tensor_parallel: int, fsdp_config: dict | 
         blocks = [module for module in model.modules() if type(module).__name__ in model._no_split_modules]
         for unit in (*blocks, model):
             fully_shard(unit, mesh=mesh.get_mesh("fsdp"))
-
-
-class GroupScaler(torch.amp.GradScaler):
-    """Loss scaling in fp16, where some gradients are cut and others whole: PyTorch's own refuses to mix them.
-
-    What overflows on one rank skips the step on all.
-    """
-
-    def _unscale_grads_(
-        self, optimizer: torch.optim.Optimizer, inv_scale: torch.Tensor, found_inf: torch.Tensor, allow_fp16: bool
-    ) -> dict[torch.device, torch.Tensor]:
-        parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-        gradients = [local(parameter.grad) for parameter in parameters if parameter.grad is not None]
-        torch._amp_foreach_non_finite_check_and_unscale_(gradients, found_inf, inv_scale)
-        dist.all_reduce(found_inf, dist.ReduceOp.MAX)
-        return {found_inf.device: found_inf}

@@ -100,7 +100,7 @@ def load_config_json(settings: Settings) -> str:
     """Return the config.json of the model. Raises WorkshopError (exit code 2) when there is no such model."""
     from model import load_config  # it imports transformers' models, for seconds: not before the flags are checked
 
-    return load_config(settings.model, settings.data).to_json_string(use_diff=False)
+    return load_config(settings.model).to_json_string(use_diff=False)
 
 
 @contextlib.contextmanager

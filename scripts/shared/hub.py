@@ -11,6 +11,9 @@ from transformers.utils import logging
 
 from shared.errors import WorkshopError
 
+# The files of a model that a run reads: not those of other frameworks, and not PyTorch's older *.bin
+MODEL_FILES = ["*.json", "*.txt", "*.model", "*.safetensors"]
+
 
 def draw_bars_on_terminals_only() -> None:
     """In a log each state of a library's progress bar would be a line, or what comes next would stand behind it."""
@@ -37,19 +40,21 @@ def offline_without_network() -> None:
         datasets.config.HF_HUB_OFFLINE = datasets.config.HF_DATASETS_OFFLINE = True
 
 
-def cannot_load(flag: str, name: str, error: Exception, model_name: str, dataset: str) -> WorkshopError:
-    """The error of a model, tokenizer or dataset `name` of `flag` that a library did not load, in one line.
+def cannot_load(flag: str, name: str, error: Exception) -> WorkshopError:
+    """Return a one-line error for a model, tokenizer or dataset that a library could not load.
 
-    model_name, dataset: what prefetch.py has to fetch for a run without network.
+    flag, name: the command-line flag and its value.
     """
     if "custom code" in str(error):
         what = f"{name} asks for code of its own, which is never run here"
         return WorkshopError(flag, what, "take a model that transformers has a class for")
     if huggingface_hub.constants.HF_HUB_OFFLINE and isinstance(error, OSError | ValueError) and not os.path.isdir(name):
-        arguments = f"--model_name {model_name} " if model_name else ""
         what = f"{name} is no local path, not in the cache, and there is no network"
-        way_out = f"on a login node run: python scripts/prefetch.py {arguments}--dataset {dataset}"
-        return WorkshopError(flag, what, way_out)
+        flag_of_prefetch = "--dataset" if flag == "--dataset" else "--model_name"  # a tokenizer comes with a model
+        command = f"python scripts/prefetch.py {flag_of_prefetch} {name}"
+        return WorkshopError(
+            flag, what, f"on a login node run: {command} (it takes --model_name and --dataset together)"
+        )
     way_out = "correct the name, or give a local path with all its files"
     return WorkshopError(flag, f"{name} cannot be loaded ({reason_of(error)})", way_out)
 

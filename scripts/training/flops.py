@@ -1,30 +1,24 @@
-"""What a training computes: tokens, floating-point operations, and the share of the hardware's peak that it reaches.
+"""Tokens and floating-point operations of a training, and the share of the hardware's peak that it reaches.
 
 Model FLOPs utilisation (MFU) is that of PaLM (arXiv:2204.02311, appendix B): operations that the model needs for
 forward and backward pass, over those that the hardware could do in that time. What is computed again (activation
 checkpointing) or for padding takes time, and is no work. The hardware's peak is the one that its maker publishes for
-dense matrices, as in other people's numbers of MFU. Of hardware that is not in the table, CPUs among it, a product of
-two matrices is timed, once per machine.
+dense matrices, as in other people's numbers of MFU. On hardware that is not in the table, such as a CPU, each run times
+a product of two matrices for half a second. So the peak, and with it MFU, differs a little between runs on a CPU.
 """
 
-import contextlib
-import json
-import os
 import re
 import statistics
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
 
 from data_loader import IGNORED
-from distributed.collectives import gather_lists, local_world_size, rank, value_of_rank_0, wait_for_everyone
+from distributed.collectives import gather_lists, value_of_rank_0, wait_for_everyone
 from model import elements
-from records.run_environment import hardware
 from records.writer import RunRecord
-from shared.json_files import write_json
 
 KINDS_OF_TOKENS = 4  # of count_tokens
 CPU_SIZE = 1024  # of the square matrices
@@ -100,15 +94,15 @@ def flops_of(model: Any, record: RunRecord) -> ModelFlops | None:
 
 
 def matmul_peak(dtype: torch.dtype, device: torch.device) -> float:
-    """Operations per second that one rank can do at best: published, else measured. Collective."""
-    tf32 = torch.backends.fp32_precision == "tf32"  # type: ignore[attr-defined]  # of --tf32
-    precision = "tf32" if tf32 and dtype == torch.float32 else str(dtype).removeprefix("torch.")
+    """Return the operations per second of one rank at best: published, otherwise measured. Collective."""
     if device.type == "cuda":
-        # of rank 0's GPU, also where the others have another kind: all measure, or none
+        tf32 = torch.backends.fp32_precision == "tf32"  # type: ignore[attr-defined]  # set by --tf32
+        precision = "tf32" if tf32 and dtype == torch.float32 else str(dtype).removeprefix("torch.")
+        # the peak of rank 0's GPU, even if other ranks have another GPU: either all ranks measure, or none
         published = value_of_rank_0(published_peak(torch.cuda.get_device_name(), precision))
         if published:
             return published
-    return measured_peak(precision, dtype, device)
+    return measured_peak(dtype, device)
 
 
 def published_peak(gpu: str, precision: str) -> float | None:
@@ -123,27 +117,13 @@ def published_peak(gpu: str, precision: str) -> float | None:
     return None
 
 
-def measured_peak(precision: str, dtype: torch.dtype, device: torch.device) -> float:
-    """Operations per second while all ranks multiply matrices, their mean. Collective.
-
-    Measured once for each kind of hardware, number of ranks and version of PyTorch, and kept in the user's cache.
-    """
-    known = cached_peaks() if rank() == 0 else {}
-    machine = hardware(local_world_size())
-    name = machine["gpu"] if device.type == "cuda" else f"{machine['cpu']}, {torch.get_num_threads()} threads"
-    key = f"{name}, {local_world_size()} ranks per node, torch {torch.__version__}, {precision}"
-    peak = value_of_rank_0(known.get(key))
-    if peak:
-        return peak
+def measured_peak(dtype: torch.dtype, device: torch.device) -> float:
+    """Mean operations per second of the ranks, while all of them multiply matrices. Collective."""
     wait_for_everyone()
     peak = statistics.fmean(own for (own,) in gather_lists([measure_peak(dtype, device)]))
-    if torch.cuda.is_available():  # what was measured with is none of the training's memory
+    if torch.cuda.is_available():  # the matrices do not count in the training's memory
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
-    if rank() == 0:
-        with contextlib.suppress(OSError):  # no place for it: the next run measures again
-            cache_file().parent.mkdir(parents=True, exist_ok=True)
-            write_json(cache_file(), known | {key: peak})
     return peak
 
 
@@ -166,21 +146,3 @@ def fastest(operation: Callable[[], object], device: torch.device) -> float:
             torch.cuda.synchronize()
         seconds = min(seconds, time.perf_counter() - start)
     return seconds
-
-
-def cache_file() -> Path:
-    cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(cache) / "distributed-llm-workshop" / "rates.json"
-
-
-def forget_measured_peaks() -> None:
-    """The next run measures again."""
-    if rank() == 0:
-        cache_file().unlink(missing_ok=True)
-
-
-def cached_peaks() -> dict[str, float]:
-    try:
-        return dict(json.loads(cache_file().read_text(encoding="utf-8")))
-    except (OSError, ValueError, TypeError):
-        return {}

@@ -1,9 +1,9 @@
-"""Where the time of a step goes: a trace of three steps by PyTorch's profiler, and what it adds up to (--profile).
+"""Where the time of a step goes (--profile): PyTorch's profiler traces three steps, and this module adds them up.
 
-The phases of a step are those of the Trainer's loop: data, forward, backward, optimizer. Communication is taken out of
-them: the time in which a collective runs and nothing is computed beside it. What is hidden behind computation is
-counted apart. On a GPU all work is waited for between two phases, so that each kernel counts where it belongs; steps
-that are profiled are therefore slower, and left out of the steady rates.
+The phases of a step are those of the Trainer's loop: data, forward, backward, optimizer. Communication is counted apart
+from them: the time in which a collective runs and nothing is computed next to it. Communication that computation hides
+has its own number. On a GPU each phase ends with a wait for all kernels, so that each kernel counts in its own phase.
+This makes the profiled steps slower, and the steady rates leave them out.
 """
 
 import atexit
@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.profiler import ProfilerActivity, profile, record_function
+from torch.profiler import ProfilerActivity, profile, record_function, schedule
 from transformers import TrainerCallback
 
 from distributed.collectives import gather_lists, rank
@@ -22,110 +22,90 @@ from training.speed import PROFILED_STEPS, WARM_UP_STEPS
 from training.trainer import WorkshopTrainer
 
 PHASES = ("data", "forward", "backward", "optimizer")
-STEP = "profiled step"
+STEP = "ProfilerStep#"  # PyTorch's name of a step, without its number
+LAST_STEP = WARM_UP_STEPS + PROFILED_STEPS
 Interval = tuple[int, int]  # nanoseconds
 
 
 class ProfileCallback(TrainerCallback):
-    """Profiles the steps behind the warm-up, on every rank, and writes the breakdown into the record."""
+    """Profiles the steps after the warm-up, on every rank, and writes the breakdown into the record."""
 
     def __init__(self, trainer: WorkshopTrainer, record: RunRecord):
         self.trainer = trainer
         trainer.phase = self.phase
         self.record = record
-        self.trace = Path("profile") / record.content["job_id"] / f"rank_{rank()}.json.gz"
-        self.profiler: Any = None
-        self.step: Any = None
+        activities = [ProfilerActivity.CPU]
+        if torch.cuda.is_available():
+            activities.append(ProfilerActivity.CUDA)
+        # the profiler warms up in the last step of our own warm-up
+        steps = schedule(wait=WARM_UP_STEPS - 1, warmup=1, active=PROFILED_STEPS, repeat=1)
+        self.profiler = profile(activities=activities, schedule=steps, record_shapes=True)
         self.optimizer_step: Any = None
-        self.steps_seen = 0
-        self.done = False
 
-    def on_train_begin(self, args, state, control, **kwargs):
+    def on_train_begin(self, *args: Any, **kwargs: Any) -> None:
         if self.trainer.is_deepspeed_enabled:
-            # its backward pass ends in its own step, of which it tells no callback
-            engine = self.trainer.model_wrapped
+            # DeepSpeed steps at the end of its backward pass, and calls no callback for it
+            engine: Any = self.trainer.model_wrapped
             engine.step = self.phase("optimizer")(engine.step)
+        self.profiler.start()
+        # a process crashes if it ends while the profiler runs, as after a stop or an error within the profiled steps
+        atexit.register(self.profiler.stop)
 
     @contextlib.contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """The Trainer is in this part of a step."""
-        if name == "data" and self.steps_seen >= WARM_UP_STEPS and not self.done:
-            self.begin_step()  # before on_step_begin, as the batches are fetched first
-        if self.step is None:
-            yield
-            return
+        """Mark a part of a step in the trace."""
         with record_function(name):
             yield
-            wait_for_gpu()
+            self.wait_in_profiled_step()
 
-    def begin_step(self) -> None:
-        wait_for_gpu()
-        if self.profiler is None:
-            activities = [ProfilerActivity.CPU]
-            if torch.cuda.is_available():
-                activities.append(ProfilerActivity.CUDA)
-            self.profiler = profile(activities=activities, record_shapes=True)
-            self.profiler.start()
-            atexit.register(self.stop)
-        self.step = record_function(STEP)
-        self.step.__enter__()
+    def wait_in_profiled_step(self) -> None:
+        """Wait for the GPU, in the profiled steps only: in the others it would slow the training down."""
+        if torch.cuda.is_available() and WARM_UP_STEPS <= self.profiler.step_num < LAST_STEP:
+            torch.cuda.synchronize()
 
-    def on_pre_optimizer_step(self, args, state, control, **kwargs):
+    def on_pre_optimizer_step(self, *args: Any, **kwargs: Any) -> None:
         self.optimizer_step = self.phase("optimizer")
         self.optimizer_step.__enter__()
 
-    def on_optimizer_step(self, args, state, control, **kwargs):
+    def on_optimizer_step(self, *args: Any, **kwargs: Any) -> None:
         self.optimizer_step.__exit__(None, None, None)
 
-    def on_step_end(self, args, state, control, **kwargs):
-        self.steps_seen += 1
-        if self.step is None:
-            return
-        wait_for_gpu()
-        self.step.__exit__(None, None, None)
-        self.step = None
-        if self.steps_seen == WARM_UP_STEPS + PROFILED_STEPS:
-            self.finish()
+    def on_step_end(self, *args: Any, **kwargs: Any) -> None:
+        self.wait_in_profiled_step()
+        self.profiler.step()
+        # not as the profiler's on_trace_ready: it may call that at different steps on different ranks, and at exit
+        if self.profiler.step_num == LAST_STEP:
+            self.write()
 
-    def stop(self) -> None:
-        """A process that ends under a running profiler crashes: a training that stops or fails within these steps."""
-        if self.profiler is not None:
-            self.profiler.stop()
-            self.profiler = None
-
-    def finish(self) -> None:
-        """Write the trace of this rank, and the breakdown of all. Collective."""
-        self.done = True
-        profiler = self.profiler
-        self.stop()
-        found = breakdown(profiler.profiler.kineto_results.events())
-        self.trace.parent.mkdir(parents=True, exist_ok=True)
-        profiler.export_chrome_trace(str(self.trace))
-        ranks = [of_rank for (of_rank,) in gather_lists([found | {"trace": str(self.trace)}])]
+    def write(self) -> None:
+        """Write the trace of this rank, and the breakdown of all ranks. Collective."""
+        recorded: Any = self.profiler.profiler
+        found = breakdown(recorded.kineto_results.events())
+        trace = Path("profile") / self.record.content["job_id"] / f"rank_{rank()}.json.gz"
+        trace.parent.mkdir(parents=True, exist_ok=True)
+        self.profiler.export_chrome_trace(str(trace))
+        ranks = [of_rank for (of_rank,) in gather_lists([found | {"trace": str(trace)}])]
         self.record.update(profile=ranks)
         if rank() == 0:
             print(table(ranks), flush=True)
 
-    def on_train_end(self, args, state, control, **kwargs):
-        if not self.done:
-            first = WARM_UP_STEPS + 1
-            reason = f"too few steps: it is taken of steps {first} to {WARM_UP_STEPS + PROFILED_STEPS}"
+    def on_train_end(self, *args: Any, **kwargs: Any) -> None:
+        if self.profiler.step_num < LAST_STEP:
+            reason = f"too few steps: it is taken of steps {WARM_UP_STEPS + 1} to {LAST_STEP}"
             self.record.missing("profile", reason)
-
-
-def wait_for_gpu() -> None:
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()
 
 
 def breakdown(events: list) -> dict:
     """Seconds of a step, on average, by phase.
 
-    events: as the profiler has recorded them, torch._C._autograd._KinetoEvent.
+    events: what the profiler has recorded, torch._C._autograd._KinetoEvent.
     """
-    steps = [interval(event) for event in events if event.name() == STEP and is_on_cpu(event)]
     phases = {name: [interval(e) for e in events if e.name() == name and is_on_cpu(e)] for name in PHASES}
-    # what lies in them counts there: the forward pass, and with DeepSpeed the optimizer
+    # PyTorch's step begins when the one before ends, and includes what the Trainer does in between: logs, evaluations
+    starts = sorted(start for start, _ in phases["data"])
+    ends = sorted(interval(event)[1] for event in events if event.name().startswith(STEP) and is_on_cpu(event))
+    steps = list(zip(starts, ends, strict=False))
+    # the backward phase contains the forward pass, and with DeepSpeed the optimizer, which count on their own
     phases["backward"] = without(phases["backward"], phases["forward"] + phases["optimizer"])
     communication = within(union([interval(event) for event in events if is_communication(event)]), steps)
     computation = union([interval(event) for event in events if is_computation(event)])

@@ -9,14 +9,14 @@ from transformers.trainer_pt_utils import LengthGroupedSampler
 
 
 class GroupByLengthSampler(LengthGroupedSampler):
-    """transformers' grouping, in an order that depends only on the seed, the epoch and the global batch.
+    """Groups as transformers does, in an order that depends only on the seed, the epoch and the global batch.
 
     transformers' own sampler draws from torch's global generator, which a resumed run restores only after the order is
     drawn. It also groups the questions of one rank, so another number of ranks has other groups. In both cases a
-    resumed run would train on some questions of the epoch twice and on others never.
+    resumed run would train on some questions of the epoch twice and never on others.
     """
 
-    epoch = 0  # set by WorkshopTrainer._run_epoch
+    epoch = 0  # set by upstream_fixes.EpochOfSampler
 
     def __init__(self, global_batch: int, lengths: list[int], seed: int):
         super().__init__(global_batch, lengths=lengths, generator=torch.Generator())
@@ -28,7 +28,7 @@ class GroupByLengthSampler(LengthGroupedSampler):
 
 
 def sampler_of(loader: Any) -> Sampler:
-    """The sampler of a DataLoader, inside the batch samplers that accelerate puts around it."""
+    """Return the sampler of a DataLoader from inside the batch samplers that accelerate puts around it."""
     batches = loader.batch_sampler
     while not hasattr(batches, "sampler"):
         batches = batches.batch_sampler

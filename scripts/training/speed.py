@@ -7,7 +7,7 @@ import torch
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from distributed.collectives import gather_lists, world_size
-from training.flops import KINDS_OF_TOKENS, ModelFlops, forget_measured_peaks
+from training.flops import KINDS_OF_TOKENS, ModelFlops
 
 WARM_UP_STEPS = 3
 PROFILED_STEPS = 3
@@ -95,7 +95,6 @@ class TrainSpeedCallback(TrainerCallback):
             mfu = round(100 * needed / (self.seconds * self.peak * world_size()), 2)
             if mfu > 100:  # the peak was measured while the machine was busy
                 mfu = None
-                forget_measured_peaks()
         # on average: an epoch's last step may hold fewer
         samples_per_step = len(self.trainer.train_dataset) / self.trainer.steps_per_epoch
         return {

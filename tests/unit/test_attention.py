@@ -120,7 +120,7 @@ def test_what_the_model_has_by_itself_is_left_alone():
 
 def test_attention_that_a_model_does_not_have_is_one_line(refusal):
     """Found before the weights are loaded; so is BLOOM's, of which train.py looks at the blocks."""
-    assert attention_of(build_meta_model(ModelArguments("tiny-bloom", attention="sdpa"), None)) == "sdpa"
-    assert attention_of(build_meta_model(ModelArguments("custom-gpt", attention="sdpa"), None)) == "sdpa"
-    line = refusal(build_meta_model, ModelArguments("custom-gpt", attention="eager"), None)
+    assert attention_of(build_meta_model(ModelArguments("tiny-bloom", attention="sdpa"))) == "sdpa"
+    assert attention_of(build_meta_model(ModelArguments("custom-gpt", attention="sdpa"))) == "sdpa"
+    line = refusal(build_meta_model, ModelArguments("custom-gpt", attention="eager"))
     assert line == "error: --attention: CustomGPTForCausalLM has no other than sdpa; leave it out"

@@ -160,4 +160,4 @@ def test_hub_data_set_that_is_no_squad_is_refused(monkeypatch, refusal):
     monkeypatch.setattr(hub.socket, "create_connection", lambda *_, **__: SimpleNamespace(close=lambda: None))
     films = datasets.Dataset.from_dict({"text": ["a film"]})
     monkeypatch.setattr(data_loader, "load_dataset", lambda name, split: films)
-    assert refusal(load_from_hub, "imdb", "train", "m").startswith("error: --dataset: imdb cannot be loaded (")
+    assert refusal(load_from_hub, "imdb", "train").startswith("error: --dataset: imdb cannot be loaded (")

@@ -18,7 +18,7 @@ TINY = ModelArguments("tiny-bloom")
 
 
 def test_tiny_bloom_is_small_in_fp32_and_the_same_for_a_seed(tiny_tokenizer):
-    one, again, other = (load_model(TINY, DATA, tiny_tokenizer, seed) for seed in (1, 1, 2))
+    one, again, other = (load_model(TINY, tiny_tokenizer, seed) for seed in (1, 1, 2))
     assert count_parameters(one) == sum(p.numel() for p in one.parameters()) < 500_000
     assert {p.dtype for p in one.parameters()} == {torch.float32}
     states = [model.state_dict()["transformer.h.1.mlp.dense_h_to_4h.weight"] for model in (one, again, other)]
@@ -29,7 +29,7 @@ def test_tiny_bloom_is_small_in_fp32_and_the_same_for_a_seed(tiny_tokenizer):
 # parameters as the Hub's pages of these models give them
 @pytest.mark.parametrize(("name", "size"), [("bigscience/bloom-560m", 559214592), ("bigscience/bloom-3b", 3002557440)])
 def test_from_scratch_has_the_size_of_the_named_model_without_a_download(name, size):
-    assert count_parameters(build_meta_model(ModelArguments(name, from_scratch=True), DATA)) == size
+    assert count_parameters(build_meta_model(ModelArguments(name, from_scratch=True))) == size
 
 
 def test_folder_that_is_not_there_is_refused_by_its_flag(refusal):
@@ -55,10 +55,10 @@ def folder(tmp_path, tiny_tokenizer):
 def load(folder: Path):
     """As train.py does."""
     arguments = ModelArguments(str(folder))
-    meta_model = build_meta_model(arguments, DATA)
+    meta_model = build_meta_model(arguments)
     tokenizer = load_tokenizer(arguments, DATA)
     check_model(meta_model, tokenizer, 512)
-    return load_model(arguments, DATA, tokenizer, 1)
+    return load_model(arguments, tokenizer, 1)
 
 
 def test_saved_model_is_loaded_in_fp32(folder):
@@ -132,7 +132,7 @@ LEARNED = {
 @pytest.mark.parametrize("config", LEARNED.values(), ids=LEARNED)
 def test_texts_that_are_longer_than_the_learned_positions_are_refused(config, tiny_tokenizer, tmp_path, refusal):
     config.save_pretrained(tmp_path)
-    model = build_meta_model(ModelArguments(str(tmp_path)), DATA)
+    model = build_meta_model(ModelArguments(str(tmp_path)))
     check_model(model, tiny_tokenizer, 256)
     line = refusal(check_model, model, tiny_tokenizer, 257)
     assert line.startswith("error: --max_length: 257 is more than the 256 positions of the model; lower it to 256, or")
@@ -141,4 +141,4 @@ def test_texts_that_are_longer_than_the_learned_positions_are_refused(config, ti
 def test_positions_that_are_computed_have_no_end(tiny_tokenizer, tmp_path):
     """Also where the table of words has as many rows as the model says it has positions."""
     LlamaConfig(**SMALL, intermediate_size=16, max_position_embeddings=2048).save_pretrained(tmp_path)
-    check_model(build_meta_model(ModelArguments(str(tmp_path)), DATA), tiny_tokenizer, 4096)
+    check_model(build_meta_model(ModelArguments(str(tmp_path))), tiny_tokenizer, 4096)

@@ -24,7 +24,7 @@ def settings_and_record(*flags: str) -> tuple[Settings, dict]:
     record = {
         "settings": replace(settings, names=names).recorded(),
         "configs": {
-            "model": load_config(settings.model, settings.data).to_diff_dict(),
+            "model": load_config(settings.model).to_diff_dict(),
             "deepspeed": settings.deepspeed_config,
             "fsdp": settings.fsdp_config,
         },

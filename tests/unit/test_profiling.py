@@ -7,6 +7,7 @@ from torch.profiler import DeviceType
 from training.profiling import PHASES, STEP, breakdown, table
 
 SECOND = 10**9
+FOURTH = f"{STEP}3"  # as PyTorch counts the steps
 
 
 @dataclass
@@ -31,14 +32,15 @@ class Event:
         return DeviceType.CPU if self.on_cpu else DeviceType.CUDA
 
     def is_user_annotation(self) -> bool:
-        return self.what in (STEP, *PHASES)
+        return self.what in (FOURTH, *PHASES)
 
 
 def test_on_a_gpu_kernels_count_and_the_annotations_that_span_them_do_not(monkeypatch):
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
     events = [
-        Event(STEP, 0, 10),
-        Event(STEP, 0, 10, on_cpu=False),
+        Event(FOURTH, 0, 10),
+        Event(FOURTH, 0, 10, on_cpu=False),
+        Event("data", 0, 0),
         Event("forward", 0, 4),
         Event("forward", 0, 4, on_cpu=False),
         Event("gemm", 0, 4, on_cpu=False),
@@ -54,7 +56,8 @@ def test_on_a_gpu_kernels_count_and_the_annotations_that_span_them_do_not(monkey
 
 def test_each_moment_of_a_step_counts_once():
     events = [
-        Event(STEP, 0, 10),
+        Event(FOURTH, -5, 15),
+        Event("aten::mm", -4, 1),  # in an evaluation after the third step
         Event("data", 0, 1),
         Event("forward", 1, 2),
         Event("aten::mm", 1, 2),
@@ -80,13 +83,21 @@ def test_each_moment_of_a_step_counts_once():
 
 
 def test_deepspeeds_step_within_its_backward_pass_is_the_optimizers():
-    events = [Event(STEP, 0, 4), Event("backward", 0, 4), Event("optimizer", 3, 1), Event("aten::mm", 0, 4)]
+    events = [
+        Event(FOURTH, 0, 4),
+        Event("data", 0, 0),
+        Event("backward", 0, 4),
+        Event("optimizer", 3, 1),
+        Event("aten::mm", 0, 4),
+    ]
     found = breakdown(events)
     assert (found["backward"], found["optimizer"], found["other"]) == (3, 1, 0)
 
 
 def test_the_table_has_a_column_for_each_rank():
-    one = breakdown([Event(STEP, 0, 4), Event("forward", 0, 3)]) | {"trace": "profile/7/rank_0.json.gz"}
+    one = breakdown([Event(FOURTH, 0, 4), Event("data", 0, 0), Event("forward", 0, 3)]) | {
+        "trace": "profile/7/rank_0.json.gz"
+    }
     lines = table([one, one]).splitlines()
     assert lines[1].split() == ["profile", "of", "a", "step", "rank", "0", "rank", "1"]
     assert lines[3].split() == ["forward", *("3000.0", "ms", "75", "%") * 2]

@@ -64,8 +64,8 @@ def change(name: str, **values: object) -> None:
 def load(folder: Path) -> None:
     arguments = ModelArguments(str(folder))
     tokenizer = load_tokenizer(arguments, DATA)
-    load_config(arguments, DATA)
-    load_model(arguments, DATA, tokenizer, 1)
+    load_config(arguments)
+    load_model(arguments, tokenizer, 1)
 
 
 def test_code_in_a_model_folder_is_not_executed_and_nothing_allows_it(folder, monkeypatch):

@@ -38,7 +38,8 @@ COMMANDS = [
         "--model_name nobody/nothing --dataset SAMPLE",
         {"HF_HUB_OFFLINE": "1"},
         "--model_name: nobody/nothing is no local path, not in the cache, and there is no network; "
-        "on a login node run: python scripts/prefetch.py --model_name nobody/nothing --dataset SAMPLE",
+        "on a login node run: python scripts/prefetch.py --model_name nobody/nothing "
+        "(it takes --model_name and --dataset together)",
     ),
     (
         "too few to evaluate on",
