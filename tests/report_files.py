@@ -5,10 +5,10 @@ import json
 from pathlib import Path
 
 from helpers import REPOSITORY
-from report import DEFINITIONS
-from reporting.metrics import Cell, metrics_of
+from reporting.definitions import load_definitions
+from reporting.metrics import Cell
 from reporting.runs import find_runs
-from reporting.tables import Table, build_tables, load_definitions
+from reporting.tables import Table, build_tables
 
 RUNS = REPOSITORY / "tests" / "data" / "runs"
 SAMPLE = RUNS / "experiments" / "deepspeed-single-gpu" / "zero_1" / "results" / "102.json"
@@ -70,7 +70,7 @@ def write(path: Path, content: str | bytes) -> None:
 
 def table(top: Path, name: str, all_runs: bool = False) -> Table:
     """A table of the runs below a folder."""
-    tables = build_tables(load_definitions(DEFINITIONS), metrics_of(find_runs([top])), all_runs)
+    tables = build_tables(load_definitions(), find_runs([top]), all_runs)
     return next(found for found in tables if found.name == name)
 
 

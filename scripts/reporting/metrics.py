@@ -1,4 +1,4 @@
-"""What a column of tables.yaml may be: a value of a run with its unit, or its relation to another run."""
+"""The metrics that a column of tables.yaml may name: values of a run, and relations of a value to another run's."""
 
 import json
 import math
@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
-import pandas as pd
 from numpy import format_float_positional
 
 from config import has_random_weights
@@ -27,7 +26,7 @@ Read = Callable[[Run], Value]
 class Metric:
     header: str
     read: Read
-    note: Callable[[Run], str] = lambda run: ""  # that stands beside the value
+    note: Callable[[Run], str] = lambda run: ""  # shown next to the value
 
 
 # --- values of a run
@@ -109,8 +108,8 @@ def counted_by_pytorch(kind: str) -> Read:
     return read
 
 
-def held(part: str) -> Read:
-    """MiB of the rank that holds most of it: `parameters`, `gradients` or `optimizer_state`."""
+def model_state(part: str) -> Read:
+    """MiB of `parameters`, `gradients` or `optimizer_state` on the rank that holds most of that part."""
 
     def read(run: Run) -> Value:
         if not run.record.held:
@@ -123,8 +122,11 @@ def held(part: str) -> Read:
 
 @cache
 def predicted(record: str) -> Any:
-    """The prediction for what a record says of its settings, as JSON: made once for all runs that share them."""
-    from estimate.predict_from_record import predicted_memory  # seconds, for who asks for it
+    """Predict the memory of a run. record: its configs, settings and ranks as JSON.
+
+    Runs with equal settings share one prediction.
+    """
+    from estimate.predict_from_record import predicted_memory  # this import takes seconds
 
     return predicted_memory(json.loads(record))
 
@@ -205,9 +207,9 @@ METRICS = {
     "difference_cpu": Metric(
         "CPU memory: measured minus estimated (%)", difference(logged("cpu", "peak"), estimated("node_mib"))
     ),
-    "held_parameters": Metric("Parameters (MiB)", held("parameters")),
-    "held_gradients": Metric("Gradients (MiB)", held("gradients")),
-    "held_optimizer_state": Metric("Optimizer state (MiB)", held("optimizer_state")),
+    "held_parameters": Metric("Parameters (MiB)", model_state("parameters")),
+    "held_gradients": Metric("Gradients (MiB)", model_state("gradients")),
+    "held_optimizer_state": Metric("Optimizer state (MiB)", model_state("optimizer_state")),
     "estimated_parameters": Metric("Parameters, estimated (MiB)", estimated("parameters")),
     "estimated_gradients": Metric("Gradients, estimated (MiB)", estimated("gradients")),
     "estimated_optimizer_state": Metric("Optimizer state, estimated (MiB)", estimated("optimizer_state")),
@@ -220,19 +222,11 @@ METRICS = {
     "profiled_other": Metric("Other (%)", part_of_step("other")),
     "profiled_hidden": Metric("Hidden communication (%)", part_of_step("hidden_communication")),
 }
-# They take seconds, so that only the runs of a table that shows them have them
-PREDICTED = {name for name in METRICS if name.startswith(("estimated_", "difference_"))}
 
 
-def metrics_of(runs: list[Run]) -> pd.DataFrame:
-    """A row for each run, which is its index, and a column for each metric but the predicted ones.
-
-    A value is a number or a text, and where there is none, a Missing that says why.
-    """
-    index = pd.Index(runs, dtype=object)
-    columns = {name: metric.read for name, metric in METRICS.items() if name not in PREDICTED}
-    values = {name: pd.Series(list(map(read, runs)), index, dtype=object) for name, read in columns.items()}
-    return pd.DataFrame(values, index)
+def value_of(metric: str, run: Run) -> Value:
+    """Return a number or a text, or a Missing with the reason. It is read on demand: a prediction takes seconds."""
+    return METRICS[metric].read(run)
 
 
 # --- relations of a run to another one
@@ -275,14 +269,14 @@ def header(column: str, reference: str = "") -> str:
 class Cell:
     """A value, and the reason why it is missing or the note that goes with it.
 
-    spread, count: sample standard deviation and number of repeats. beside: what it is beside a reference report.
+    spread, count: sample standard deviation and number of repeats. versus: the difference from a reference report.
     """
 
     value: float | int | str | None
     note: str = ""
     spread: float | None = None
     count: int = 1
-    beside: str = ""
+    versus: str = ""
 
     @property
     def number(self) -> float | None:
@@ -297,19 +291,20 @@ class Cell:
         return text if self.spread is None else f"{text} ± {rounded(self.spread, places)} ({self.count})"
 
 
-def over_repeats(values: Iterable[Value], note: str = "") -> Cell:
-    """Mean and sample standard deviation over the repeats that have a value."""
-    values = list(values)
+def cell_of(metric: str, runs: list[Run]) -> Cell:
+    """The value of one run, or mean and sample standard deviation over the runs that have a value."""
+    values = [value_of(metric, run) for run in runs]
     found = [value for value in values if not isinstance(value, Missing)]
     if not found:
         return Cell(None, values[0].reason)
+    note = "" if isinstance(values[0], Missing) else METRICS[metric].note(runs[0])
     if len(found) == 1 or (len(set(found)) == 1 and not isinstance(found[0], float)):
         return Cell(found[0], note)
     return Cell(statistics.fmean(found), note, statistics.stdev(found), len(found))
 
 
-def related(relation: str, own: Cell, base: Cell, gpus: int, base_gpus: int) -> Cell:
-    """A relation of two cells, without a value where one of them has none."""
+def relate(relation: str, own: Cell, base: Cell, gpus: int, base_gpus: int) -> Cell:
+    """Compute a relation of two cells. It has no value where one of the cells has none."""
     if own.number is None or base.number is None:
         return Cell(None, own.note if own.number is None else base.note)
     try:

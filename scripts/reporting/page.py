@@ -1,4 +1,4 @@
-"""All tables, plots and runs as one HTML page that needs nothing else, from page.html and page.css beside this file.
+"""All tables, plots and runs as one HTML page that needs nothing else, from page.html and page.css next to this file.
 
 Names, ids and reasons come from files that anybody may have written: jinja2 escapes each of them.
 """
@@ -57,7 +57,7 @@ def page(tables: list[Table], runs: list[Run], images: dict[str, list[tuple[Path
         runs=runs,
         anchors=anchors,
         ended=ended(runs),
-        apart=rows_apart(filled),
+        mismatched=mismatched_rows(filled),
         no_gpu=all(run.record.hardware.gpus == 0 for run in runs if run.has_record),
         in_order=IN_ORDER,
         filled=filled,
@@ -97,13 +97,13 @@ def ended(runs: list[Run]) -> list[tuple[str, list[Run]]]:
     return found + ([("completed, incomplete", damaged)] if damaged else [])
 
 
-def rows_apart(tables: list[Table]) -> list[tuple[Table, Row]]:
-    """The rows that do not compare, each run once for what it differs in: the table of all runs has it once more."""
+def mismatched_rows(tables: list[Table]) -> list[tuple[Table, Row]]:
+    """The rows that do not compare. A run is listed once for equal mismatches: the table of all runs repeats it."""
     found: dict[tuple, tuple[Table, Row]] = {}
     for table in tables:
         for row in table.rows:
-            if row.run and row.apart:
-                found.setdefault((row.run, *row.apart), (table, row))
+            if row.run and row.mismatches:
+                found.setdefault((row.run, *row.mismatches), (table, row))
     return list(found.values())
 
 

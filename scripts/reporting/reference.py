@@ -1,4 +1,4 @@
-"""One's own report beside another one, such as the instructor's: its numbers, and the settings that differ.
+"""Compare a report with another one, such as the instructor's: its numbers, and the settings that differ.
 
 Every report leaves its numbers in report.json; report.py --reference reads that of another one. A number is compared
 where the same row of the same table completed on both sides.
@@ -97,31 +97,31 @@ def read_reference(given: Path, output: Path) -> dict[str, list[Entry]]:
 
 
 def compare(tables: list[Table], reference: dict[str, list[Entry]], given: Path) -> list[str]:
-    """Put the other numbers beside those of the tables, and remarks into their rows. Returns lines for the summary."""
+    """Put the differences into the cells, and remarks into the rows. Returns lines for the summary."""
     numbers = 0
-    apart: dict[str, list[str]] = defaultdict(list)  # why it was not compared -> rows
+    not_compared: dict[str, list[str]] = defaultdict(list)  # reason -> rows
     for table in tables:
         theirs = {entry.label: entry for entry in reference.get(table.name, [])}
         for row in table.rows:
             entry = theirs.get(row.label)
             place = f"{row.label} in {table.name}"
             if row.run and entry and row.run.completed and entry.status == "completed":
-                numbers += put_beside(table, row, entry)
+                numbers += compare_row(table, row, entry)
             elif row.run and entry:
                 row.remarks.append(f"the reference (job {entry.job_id}): {entry.status}; this run: {row.run.status}")
-                apart["not completed on both sides"].append(place)
+                not_compared["not completed on both sides"].append(place)
             elif row.run or entry:
-                apart["only here" if row.run else "only in the reference"].append(place)
+                not_compared["only here" if row.run else "only in the reference"].append(place)
     for name in reference.keys() - {table.name for table in tables}:
-        apart["only in the reference"] += [f"{entry.label} in {name}" for entry in reference[name]]
-    rows = in_words(sum(map(len, apart.values())), "row")
+        not_compared["only in the reference"] += [f"{entry.label} in {name}" for entry in reference[name]]
+    rows = in_words(sum(map(len, not_compared.values())), "row")
     lines = [f"Against the reference {given}: {in_words(numbers, 'number')} compared, {rows} not."]
-    lines += [f"Not compared, {why}: {listed(places)}." for why, places in apart.items()]
+    lines += [f"Not compared, {why}: {listed(places)}." for why, places in not_compared.items()]
     return [one_line(line) for line in lines]
 
 
-def put_beside(table: Table, row: Row, entry: Entry) -> int:
-    """The numbers of the other report's row beside its own, and the settings that differ. Returns how many."""
+def compare_row(table: Table, row: Row, entry: Entry) -> int:
+    """Compare the numbers and the settings of a row. Returns how many numbers were compared."""
     own, theirs = defining_settings(row.repeats[0]), entry.settings
     names = [name for name in own | theirs if own.get(name) != theirs.get(name)]
     differ = [f"{name} {own.get(name, 'unset')} instead of {theirs.get(name, 'unset')}" for name in names]
@@ -130,14 +130,14 @@ def put_beside(table: Table, row: Row, entry: Entry) -> int:
     compared = 0
     for i, (column, header) in enumerate(zip(table.columns, table.headers, strict=True)):
         if column in entry.values and row.cells[i].number is not None:
-            beside = in_relation(row.cells[i], entry.values[column].value, points=header.endswith("(%)"))
-            row.cells[i] = replace(row.cells[i], beside=beside)
+            versus = describe_difference(row.cells[i], entry.values[column].value, points=header.endswith("(%)"))
+            row.cells[i] = replace(row.cells[i], versus=versus)
             compared += 1
     return compared
 
 
-def in_relation(own: Cell, reference: float, points: bool) -> str:
-    """Such as "+3.2 % of 412"; a percentage is so many points from the other one."""
+def describe_difference(own: Cell, reference: float, points: bool) -> str:
+    """Return a text such as "+3.2 % of 412". Percentages differ by points."""
     distance = (own.number or 0) - reference
     if distance == 0:
         return "equal"

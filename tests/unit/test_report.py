@@ -12,10 +12,11 @@ import yaml
 import report
 from helpers import EXPERIMENT_SCRIPTS, EXPERIMENTS, REPOSITORY
 from report_files import RUNS, add_run, cell, table
-from reporting.tables import load_definitions
+from reporting.definitions import load_definitions
+from reporting.report_folder import write_report
 
 GOLDEN = REPOSITORY / "tests" / "data" / "report"
-DEFINITIONS = load_definitions(report.DEFINITIONS)
+DEFINITIONS = load_definitions()
 STAGE = "deepspeed-single-gpu/zero_1"
 BASELINE = RUNS / "experiments" / "baseline"
 
@@ -24,7 +25,7 @@ BASELINE = RUNS / "experiments" / "baseline"
 def written(tmp_path_factory) -> Path:
     """The report over the checked-in runs."""
     output = tmp_path_factory.mktemp("report") / "report"
-    report.write_report([RUNS], output, all_runs=False)
+    write_report([RUNS], output, all_runs=False)
     return output
 
 
@@ -139,7 +140,7 @@ def test_predicted_beside_measured(tmp_path, monkeypatch):
     memory = table(tmp_path, "gpu-memory")
     for column, value in (("estimated_gpu", 600), ("difference_gpu", 50), ("difference_cpu", -25)):
         assert cell(memory, "Baseline", column).value == value
-    report.write_report([tmp_path], tmp_path / "report", all_runs=False)
+    write_report([tmp_path], tmp_path / "report", all_runs=False)
     predictions = rows_of(tmp_path / "report" / "prediction.csv")
     assert {name: value for (name, column), value in predictions.items() if column == "Estimated CPU memory (MiB)"} == {
         "baseline job 1": "120.0",
@@ -172,7 +173,7 @@ def test_one_table_per_model(tmp_path):
     models = {"1": ("bigscience/bloom-560m", 1), "2": ("bigscience/bloom-3b", 3), "3": ("mine/bloom-3b", 4)}
     for job, (model, parameters) in models.items():
         add_run(tmp_path, STAGE, job, settings__model_name=model, parameters=parameters)
-    report.write_report([tmp_path], tmp_path / "report", all_runs=False)
+    write_report([tmp_path], tmp_path / "report", all_runs=False)
     names = {path.stem for path in (tmp_path / "report").glob("zero-stages*.csv")}
     assert names == {"zero-stages-bloom-560m", "zero-stages-bloom-3b"}
 
@@ -242,7 +243,7 @@ def test_bad_input_is_one_line(arguments, error, main_of, refusal, capsys):
 
 def test_a_formula_is_a_text_in_a_sheet(tmp_path):
     add_run(tmp_path, STAGE, "1", settings__model_name="=1|`x`<b>")
-    report.write_report([tmp_path], tmp_path / "report", all_runs=False)
+    write_report([tmp_path], tmp_path / "report", all_runs=False)
     (row,) = csv.DictReader((tmp_path / "report" / "runs.csv").open())
     assert row["Model"] == "'=1|`x`<b>"
     assert r"=1\|\`x\`\<b>" in (tmp_path / "report" / "runs.md").read_text()

@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 from matplotlib.figure import Figure
 
-from report import write_report
 from report_files import add_run, table, write
 from reporting.plots import DRAWINGS, pareto_front
+from reporting.report_folder import write_report
 from reporting.tables import Table
 from shared.paths import workshop_version
 

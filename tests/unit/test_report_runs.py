@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from report import write_report
 from report_files import CPU_HEADER, GPU_HEADER, add_run, cell, cpu_log, gpu_log, table, write
 from reporting.metrics import Cell, decimals
+from reporting.report_folder import write_report
 from reporting.runs import Missing, Run, find_runs
 
 STAGE = "deepspeed-single-gpu/zero_1"
