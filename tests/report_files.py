@@ -11,6 +11,7 @@ from reporting.runs import find_runs
 from reporting.tables import Table, build_tables
 
 RUNS = REPOSITORY / "tests" / "data" / "runs"
+RUNS_OF_1_0_0 = REPOSITORY / "tests" / "data" / "runs_of_1.0.0"  # as version 1.0.0 wrote them
 SAMPLE = RUNS / "experiments" / "deepspeed-single-gpu" / "zero_1" / "results" / "102.json"
 GPU_HEADER = "timestamp, index, name, memory.used [MiB], memory.total [MiB]"
 CPU_HEADER = "# Elapsed time   CPU (%)     Real (MB)   Virtual (MB)"

@@ -55,10 +55,15 @@ def predicted_memory(record: dict) -> Predicted | None:
 
 @cache
 def python_of_the_estimate() -> Held:
-    """As estimate_memory.py finds it, in a process of its own: this one grows with the runs that the report reads."""
+    """Measure what estimate_memory.py measures as Python's memory, in a new process.
+
+    The process of the report grows with the runs that it reads. A measurement by the training itself would not be a
+    prediction: without a GPU, Python is nearly all of a small training's memory.
+    """
     measure = """
-from estimate_memory import estimate, read_options
-print(estimate(read_options(["--model_name", "tiny-bloom"], environment={}))[-1].cpu)
+from estimate.command_line import options_of_plan
+from estimate.memory import estimate
+print(estimate(options_of_plan(["--model_name", "tiny-bloom"], "", environment={}))[-1].cpu)
 """
     command = [sys.executable, "-c", measure]
     done = subprocess.run(command, cwd=REPOSITORY / "scripts", check=True, stdout=subprocess.PIPE, text=True)

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Annotated
 
 import yaml
-from pydantic import AfterValidator, BaseModel, ConfigDict, ValidationError
+from pydantic import AfterValidator, BaseModel, ValidationError
 from pydantic_core import PydanticCustomError
 
 from records.schema import Record
@@ -33,21 +33,15 @@ def one_of(known: Collection[str], what: str) -> AfterValidator:
 
 
 Column = Annotated[str, one_of(COLUMNS, "column")]
-Plot = Annotated[str, one_of(PLOTS, "plot")]
-RecordField = Annotated[str, one_of(Record.model_fields, "field of the run record")]
 
 
-class Definition(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True)
-
-
-class RowDefinition(Definition):
+class RowDefinition(BaseModel, extra="forbid", frozen=True):
     label: str
     experiment: str
     reference: str | None = None
 
 
-class TableDefinition(Definition):
+class TableDefinition(BaseModel, extra="forbid", frozen=True):
     """A table. The comment at the top of experiments/tables.yaml explains each key."""
 
     id: str
@@ -58,10 +52,10 @@ class TableDefinition(Definition):
     reference: str = ""
     names: dict[Column, str] = {}
     note: str = ""
-    plots: list[Plot] = []
+    plots: list[Annotated[str, one_of(PLOTS, "plot")]] = []
     per_model: bool = False
     varies: list[str] = []
-    needs: RecordField = "status"
+    needs: Annotated[str, one_of(Record.model_fields, "field of the run record")] = "status"
     transpose: bool = False
 
     @property

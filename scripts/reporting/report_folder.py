@@ -6,8 +6,8 @@ from reporting.definitions import TableDefinition, load_definitions
 from reporting.page import GENERATOR, page
 from reporting.reference import NAME, compare, read_reference, write_numbers
 from reporting.render import comma_separated, in_words, markdown
-from reporting.runs import Run, find_runs
-from reporting.tables import Table, build_tables, choose_run, list_runs
+from reporting.runs import find_runs
+from reporting.tables import Table, build_tables, list_runs, preference
 from shared.errors import WorkshopError
 
 PREDICTIONS = TableDefinition(
@@ -60,7 +60,9 @@ def write_report(folders: list[Path], output: Path, all_runs: bool, reference: P
         )
     rows_of_experiments = build_tables(definitions, runs, all_runs)
     compared = compare(rows_of_experiments, other, reference) if reference and other else []
-    predictable = [run for run in stand_for_experiments(runs) if run.completed and run.record.configs]
+    # An experiment keeps the place of its first run, and the last one given here, which is its best
+    best = {run.experiment: run for run in [*runs, *sorted(runs, key=preference)]}
+    predictable = [run for run in best.values() if run.completed and run.record.configs]
     tables = [*rows_of_experiments, list_runs(PREDICTIONS, predictable), list_runs(ALL_RUNS, runs)]
     try:
         output.mkdir(parents=True, exist_ok=True)
@@ -101,11 +103,3 @@ def remove_old(definitions: list[TableDefinition], output: Path) -> None:
     for name in [PREDICTIONS.id, *(definition.id for definition in definitions)]:
         for path in [*output.glob(f"{name}*.md"), *output.glob(f"{name}*.csv"), *output.glob(f"{name}-*.png")]:
             path.unlink()
-
-
-def stand_for_experiments(runs: list[Run]) -> list[Run]:
-    """Of each experiment the latest completed run, or the latest of any status."""
-    by_experiment: dict[str, dict[Run, list[str]]] = {}
-    for run in runs:
-        by_experiment.setdefault(run.experiment, {})[run] = []
-    return list(filter(None, (choose_run(list(own), own) for own in by_experiment.values())))

@@ -112,17 +112,13 @@ def find_mismatches(runs: list[Run], varies: Collection[str] = ()) -> dict[Run, 
     return mismatches
 
 
-def choose_run(runs: list[Run], mismatches: dict[Run, list[str]]) -> Run | None:
-    """Return the run that stands for an experiment: the latest completed one that compares, else the latest of all.
+def preference(run: Run, mismatches: Collection[str] = ()) -> tuple:
+    """Sort runs by how well they stand for their experiment: the latest completed one that compares comes last.
 
     A run that differs from its script, or that the profiler slowed down, is chosen only where there is no other.
     """
-
-    def preference(run: Run) -> tuple:
-        differing = len(mismatches[run]) if run.completed else 0
-        return run.completed, not run.record.overrides, not run.profiled, -differing, run.order
-
-    return max(runs, key=preference, default=None)
+    differing = len(mismatches) if run.completed else 0
+    return run.completed, not run.record.overrides, not run.profiled, -differing, run.order
 
 
 # --- tables
@@ -175,7 +171,10 @@ def build_table(
     """Build one table. candidates: experiment -> its runs. model: becomes part of the table's name."""
     varies = definition.varies
     mismatches = find_mismatches([run for runs in candidates.values() for run in runs], varies)
-    chosen = {name: choose_run(runs, mismatches) for name, runs in candidates.items()}
+    chosen = {
+        name: max(runs, key=lambda run: preference(run, mismatches[run]), default=None)
+        for name, runs in candidates.items()
+    }
     repeated = {name: repeats(chosen[name], runs, all_runs) for name, runs in candidates.items()}
     rows = []
     for entry, reference in zip(definition.rows, definition.references, strict=True):
