@@ -67,7 +67,7 @@ def eval_loss(epoch: int) -> Metric:
     return Metric(f"Eval Loss (Epoch {epoch})", read, note)
 
 
-def number_of_questions(run: Run) -> str:
+def questions_note(run: Run) -> str:
     settings = run.record.settings
     random = has_random_weights(settings.model_name or "", bool(settings.from_scratch))
     why = ", random weights" if random and run.record.f1 == 0 else ""
@@ -121,7 +121,7 @@ def model_state(part: str) -> Read:
 
 
 @cache
-def predicted(record: str) -> Any:
+def prediction_for(record: str) -> Any:
     """Predict the memory of a run. record: its configs, settings and ranks as JSON.
 
     Runs with equal settings share one prediction.
@@ -140,7 +140,7 @@ def estimated(which: str) -> Read:
                            else "the record keeps no configs to predict from")  # fmt: skip
         settings = run.record.model_dump(mode="json", include={"configs", "settings", "world_size", "hardware"})
         settings["nodes"] = ["a node"] * len(run.record.nodes)
-        found = predicted(json.dumps(settings, sort_keys=True))
+        found = prediction_for(json.dumps(settings, sort_keys=True))
         if not found:
             return Missing("memory of this training cannot be predicted")
         return Missing("no GPU") if getattr(found, which) is None else getattr(found, which)
@@ -149,7 +149,7 @@ def estimated(which: str) -> Read:
 
 
 def difference(measured: Read, predicted: Read) -> Read:
-    """By how many percent of the prediction the measured value is above it."""
+    """Measured minus predicted value, in percent of the prediction."""
 
     def read(run: Run) -> Value:
         found, expected = measured(run), predicted(run)
@@ -183,8 +183,8 @@ METRICS = {
     "padding": Metric("Padding (%)", padding),
     "mfu": Metric("MFU (%)", recorded("train.mfu_percent")),
     "eval_samples_per_second": Metric("Eval samples/s", recorded("eval.-1.samples_per_second")),
-    "exact_match": Metric("Exact Match (%)", recorded("exact_match"), number_of_questions),
-    "f1": Metric("F1 (%)", recorded("f1"), number_of_questions),
+    "exact_match": Metric("Exact Match (%)", recorded("exact_match"), questions_note),
+    "f1": Metric("F1 (%)", recorded("f1"), questions_note),
     "peak_gpu": Metric("Peak GPU memory (MiB)", logged("gpu", "peak")),
     "low_gpu": Metric("Minimum GPU memory (MiB)", logged("gpu", "minimum")),
     "mean_gpu": Metric("Mean GPU memory (MiB)", logged("gpu", "mean")),
@@ -287,8 +287,8 @@ class Cell:
         """The text with this number of decimals, as `decimals` gives it for a column."""
         if self.number is None:
             return str(self.value or "")
-        text = rounded(self.number, places)
-        return text if self.spread is None else f"{text} ± {rounded(self.spread, places)} ({self.count})"
+        text = format_rounded(self.number, places)
+        return text if self.spread is None else f"{text} ± {format_rounded(self.spread, places)} ({self.count})"
 
 
 def cell_of(metric: str, runs: list[Run]) -> Cell:
@@ -329,12 +329,12 @@ def decimals(cells: Iterable[Cell], percent: bool = False) -> int:
     return max(0, min(most, max(len(text.partition(".")[2]) for text in texts)))
 
 
-def rounded(value: float, places: int) -> str:
-    """A number with so many decimals; one that would be shown as zero and is none keeps two digits."""
+def format_rounded(value: float, places: int) -> str:
+    """Format a number with this number of decimals. A number that would look like zero keeps two digits."""
     text = f"{value:,.{places}f}"
     return f"{value:.2g}" if value and not text.strip("-0.") else text
 
 
-def shown(value: float) -> str:
-    """A number alone, as in a column of its own."""
-    return rounded(value, decimals([Cell(value)]))
+def format_number(value: float) -> str:
+    """Format one number as a column that holds only this number does."""
+    return format_rounded(value, decimals([Cell(value)]))

@@ -5,7 +5,7 @@ from pathlib import Path
 from records.schema import read_record
 from reporting.definitions import RowDefinition, table_definition
 from reporting.metrics import MOST_EPOCHS
-from reporting.render import grid, in_words, lines_of
+from reporting.render import grid, lines_of, plural
 from reporting.runs import NO_GPU, note_how_to_resume, read_run
 from reporting.tables import build_table
 
@@ -27,7 +27,7 @@ def job_table(path: Path) -> str:
     definition = definition.model_copy(update={"columns": columns, "rows": rows})
     _, lines = lines_of(build_table(definition, {run.experiment: [run]}))
     shown = [line for line in lines if line[-1] != NO_GPU]
-    left_out = [f"no GPU: {in_words(len(lines) - len(shown), 'row')} left out"] if len(shown) < len(lines) else []
+    left_out = [f"no GPU: {plural(len(lines) - len(shown), 'row')} left out"] if len(shown) < len(lines) else []
     output = run.record.output_dir
     saved = output and (run.folder / output / "config.json").exists()
     return "\n".join(

@@ -4,8 +4,8 @@ from pathlib import Path
 
 from reporting.definitions import TableDefinition, load_definitions
 from reporting.page import GENERATOR, page
-from reporting.reference import NAME, compare, read_reference, write_numbers
-from reporting.render import comma_separated, in_words, markdown
+from reporting.reference import NUMBERS_FILE, compare, read_reference, write_numbers
+from reporting.render import comma_separated, markdown, plural
 from reporting.runs import find_runs
 from reporting.tables import Table, build_tables, list_runs, preference
 from shared.errors import WorkshopError
@@ -80,7 +80,7 @@ def write_report(folders: list[Path], output: Path, all_runs: bool, reference: P
         raise WorkshopError(
             error.filename or output, f"cannot be written ({error.strerror})", "give another folder with -o"
         ) from error
-    written = f"{in_words(len(runs), 'run')}, {in_words(sum(table.has_runs for table in tables), 'table')}: {index}"
+    written = f"{plural(len(runs), 'run')}, {plural(sum(table.has_runs for table in tables), 'table')}: {index}"
     return "\n".join([written, *compared])
 
 
@@ -99,7 +99,7 @@ def write_tables(tables: list[Table], output: Path) -> dict[str, list[tuple[Path
 
 def remove_old(definitions: list[TableDefinition], output: Path) -> None:
     """Remove the files of an earlier report. A table that no longer has runs would look like a result."""
-    (output / NAME).unlink(missing_ok=True)
+    (output / NUMBERS_FILE).unlink(missing_ok=True)
     for name in [PREDICTIONS.id, *(definition.id for definition in definitions)]:
         for path in [*output.glob(f"{name}*.md"), *output.glob(f"{name}*.csv"), *output.glob(f"{name}-*.png")]:
             path.unlink()

@@ -42,7 +42,7 @@ class Memory:
     mean: float | Missing
 
 
-def no_memory(why: str) -> Memory:
+def missing_memory(why: str) -> Memory:
     return Memory(Missing(why), Missing(why), Missing(why))
 
 
@@ -55,8 +55,8 @@ class Run:
     status: str = INCOMPLETE
     status_notes: list[str] = field(default_factory=list)  # how it ended, and that it was resumed
     problems: list[str] = field(default_factory=list)  # what makes its numbers incomplete
-    gpu: Memory = field(default_factory=lambda: no_memory("the job ended before its training began"))
-    cpu: Memory = field(default_factory=lambda: no_memory("the job ended before its training began"))
+    gpu: Memory = field(default_factory=lambda: missing_memory("the job ended before its training began"))
+    cpu: Memory = field(default_factory=lambda: missing_memory("the job ended before its training began"))
     path: Path | None = None  # of its record
 
     @property
@@ -267,21 +267,21 @@ def add_memory(run: Run) -> None:
     hardware = run.record.hardware
     ranks = (run.record.world_size or 0) // (len(run.record.nodes) or 1)
     if not gpu_logs and hardware.gpus == 0:
-        run.gpu = no_memory(NO_GPU)
+        run.gpu = missing_memory(NO_GPU)
     elif " MIG " in (hardware.gpu or ""):  # NVIDIA A100-SXM4-40GB MIG 1g.5gb
-        run.gpu = no_memory("the job ran on MIG slices, and nvidia-smi logs the memory of whole GPUs")
+        run.gpu = missing_memory("the job ran on MIG slices, and nvidia-smi logs the memory of whole GPUs")
     else:
-        run.gpu = memory(run, "gpu", [read_gpu_log(path) for path in gpu_logs], ranks)
-    run.cpu = memory(run, "cpu", [read_cpu_log(path) for path in cpu_logs], 1)
+        run.gpu = summarise_memory(run, "gpu", [read_gpu_log(path) for path in gpu_logs], ranks)
+    run.cpu = summarise_memory(run, "cpu", [read_cpu_log(path) for path in cpu_logs], 1)
 
 
-def memory(run: Run, kind: str, logs: list[MemoryLog], series_per_node: int) -> Memory:
+def summarise_memory(run: Run, kind: str, logs: list[MemoryLog], series_per_node: int) -> Memory:
     """Summary of one kind over the nodes; empty when a part of the job is not in the logs."""
     for log in logs:
         run.problems += [*log.problems, *uncovered_time(log, run)]
     if reason := missing_part(run, kind, logs, series_per_node):
         run.problems.append(reason)
-        return no_memory(reason)
+        return missing_memory(reason)
     samples = [mib for log in logs for name in log.samples for mib in log.mib(name)]
     return Memory(max(samples), min(samples), sum(samples) / len(samples))
 
