@@ -6,6 +6,8 @@
 It is a transformers model, so the Trainer, DeepSpeed, FSDP, saving, loading and generate() treat it as any other.
 """
 
+from typing import Any
+
 import torch
 from torch import nn
 from torch.nn import functional as F
@@ -126,7 +128,7 @@ class CustomGPTForCausalLM(PreTrainedModel, GenerationMixin):
         labels: torch.LongTensor | None = None,
         use_cache: bool = False,
         logits_to_keep: int = 0,
-        **kwargs,
+        **kwargs: Any,
     ) -> CausalLMOutputWithPast:
         """Logits (batch, tokens, vocabulary), and the mean loss over labels that are not -100.
 

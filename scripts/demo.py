@@ -12,11 +12,12 @@ import textwrap
 import time
 from pathlib import Path
 
-from report import DEFINITIONS, write_report
-from reporting.metrics import METRICS, metrics_of
+from reporting.definitions import table_definition
+from reporting.metrics import value_of
 from reporting.render import grid, lines_of
+from reporting.report_folder import write_report
 from reporting.runs import Run, read_run
-from reporting.tables import build_table, load_definitions
+from reporting.tables import build_table
 from shared.errors import run_program
 from shared.paths import REPOSITORY
 
@@ -29,7 +30,7 @@ METHODS = {
 NAMES = {"ddp": "DDP", "zero3": "ZeRO-3", "fsdp": "FSDP"}
 PARTS = ("parameters", "gradients", "optimizer state")
 EQUAL = 1e-4  # of the loss: sums in another order differ behind that
-SHOWN = ("step ", "error:", "missing: psrecord")  # of a run's output; its log has all of it
+SHOWN_LINES = ("step ", "error:", "missing: psrecord")  # these lines of a run's output; its log has all lines
 NEXT = """
 Next: the first steps in README.md, then docs/introduction.md."""
 
@@ -52,7 +53,7 @@ def main() -> None:
             log = os.path.relpath(folder / "log" / f"demo_{method}_{job_id}.out")
             print(f"  failed with exit code {code}: read {log}")
     if runs:
-        print(f"\n{table(runs)}\n\n{what_was_seen(runs)}\n{NEXT}\nWith curves, in a browser: {write_page(job_id)}")
+        print(f"\n{table(runs)}\n\n{conclusions(runs)}\n{NEXT}\nWith curves, in a browser: {write_page(job_id)}")
     raise SystemExit(len(runs) < len(METHODS) or not are_equal(losses_of(runs)))
 
 
@@ -70,23 +71,22 @@ def train(folder: Path, job_id: str) -> int:
         text=True,
     )
     for line in job.stdout or ():
-        if line.startswith(SHOWN):
+        if line.startswith(SHOWN_LINES):
             print(f"  {line}", end="", flush=True)
     return job.wait()
 
 
 def table(runs: dict[str, Run]) -> str:
-    """The runs side by side, as in the report."""
-    definition = next(table for table in load_definitions(DEFINITIONS) if table["id"] == "demo")
+    """Show the runs side by side, as in the report."""
     by_experiment = {f"demo/{method}": [runs[method]] if method in runs else [] for method in METHODS}
-    found = build_table(definition, by_experiment, metrics_of(list(runs.values())))
+    found = build_table(table_definition("demo"), by_experiment)
     heads, rows = lines_of(found)
     labels = [row.label for row in found.rows]
     return f"{grid([heads[0], *labels], [row[:-1] for row in rows])}\n\n{textwrap.fill(found.note, 100)}"
 
 
-def what_was_seen(runs: dict[str, Run]) -> str:
-    """Say in words what was measured."""
+def conclusions(runs: dict[str, Run]) -> str:
+    """Say in words what the runs measured."""
     losses = losses_of(runs)
     if len(runs) < len(METHODS):
         loss = f"Only {len(runs)} of {len(METHODS)} trainings finished, so nothing is said about equal losses."
@@ -104,7 +104,7 @@ def what_was_seen(runs: dict[str, Run]) -> str:
 
 
 def losses_of(runs: dict[str, Run]) -> list[float]:
-    return [METRICS["train_loss"].read(run) for run in runs.values()]
+    return [value_of("train_loss", run) for run in runs.values()]
 
 
 def are_equal(losses: list[float]) -> bool:
@@ -112,8 +112,8 @@ def are_equal(losses: list[float]) -> bool:
 
 
 def share_of(part: str, run: Run, whole: Run) -> float:
-    read = METRICS[f"held_{part.replace(' ', '_')}"].read
-    return read(run) / read(whole)
+    metric = f"held_{part.replace(' ', '_')}"
+    return value_of(metric, run) / value_of(metric, whole)
 
 
 def write_page(job_id: str) -> str:

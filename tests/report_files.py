@@ -5,12 +5,13 @@ import json
 from pathlib import Path
 
 from helpers import REPOSITORY
-from report import DEFINITIONS
-from reporting.metrics import Cell, metrics_of
+from reporting.definitions import load_definitions
+from reporting.metrics import Cell
 from reporting.runs import find_runs
-from reporting.tables import Table, build_tables, load_definitions
+from reporting.tables import Table, build_tables
 
 RUNS = REPOSITORY / "tests" / "data" / "runs"
+RUNS_OF_1_0_0 = REPOSITORY / "tests" / "data" / "runs_of_1.0.0"  # as version 1.0.0 wrote them
 SAMPLE = RUNS / "experiments" / "deepspeed-single-gpu" / "zero_1" / "results" / "102.json"
 GPU_HEADER = "timestamp, index, name, memory.used [MiB], memory.total [MiB]"
 CPU_HEADER = "# Elapsed time   CPU (%)     Real (MB)   Virtual (MB)"
@@ -70,7 +71,7 @@ def write(path: Path, content: str | bytes) -> None:
 
 def table(top: Path, name: str, all_runs: bool = False) -> Table:
     """A table of the runs below a folder."""
-    tables = build_tables(load_definitions(DEFINITIONS), metrics_of(find_runs([top])), all_runs)
+    tables = build_tables(load_definitions(), find_runs([top]), all_runs)
     return next(found for found in tables if found.name == name)
 
 

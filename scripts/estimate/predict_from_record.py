@@ -57,7 +57,11 @@ def predicted_memory(record: dict) -> Predicted | None:
 
 @cache
 def measure_python_elsewhere() -> MemoryPart:
-    """Measure Python in another process, as estimate_memory.py has it: this one grows with the runs of the report."""
+    """Measure what estimate_memory.py measures as Python's memory, in a new process.
+
+    The process of the report grows with the runs that it reads. A measurement by the training itself would not be a
+    prediction: without a GPU, Python is nearly all of a small training's memory.
+    """
     measure = """
 from estimate.command_line import parse_memory_plan
 from estimate.memory import estimate_parts

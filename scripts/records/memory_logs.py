@@ -1,7 +1,7 @@
-"""Reading the memory logs that run beside a job: nvidia-smi's CSV and psrecord's table.
+"""Read the memory logs of a job: nvidia-smi's CSV and psrecord's table.
 
-Logs of killed jobs end in mid-line, and some GPUs answer [N/A]: a line that is no sample is left out and reported. A
-resumed job goes on with its log, behind another header. Nothing large is imported, for job/end_of_job.py.
+Logs of killed jobs end in mid-line, and some GPUs answer [N/A]. A line that is not a sample is left out and reported.
+A resumed job appends to its log, after a second header. job/end_of_job.py needs this module to import nothing large.
 """
 
 from collections.abc import Callable
@@ -93,7 +93,7 @@ def gpu_sample(line: str) -> tuple[str, Time, float]:
 def read_cpu_log(path: Path) -> MemoryLog:
     """Resident memory in MiB of the training's processes together, from ``psrecord --log`` (which says MB).
 
-    psrecord counts its seconds from 0 again when a job goes on, here they go on.
+    psrecord counts its seconds from 0 again when a job resumes. Here they continue.
     """
     log = read_log(path, CPU_HEADER, cpu_sample)
     ended = before = 0.0
@@ -124,7 +124,7 @@ def read_log(path: Path, header: str, parse: Parser) -> MemoryLog:
             series, time, mib = parse(line)
             log.samples.setdefault(series, []).append((time, mib))
         except ValueError:
-            # a header stands in mid-line where a killed job left the line before it open
+            # a header follows in mid-line when a killed job did not finish the line before it
             if line.strip() and header not in line:
                 bad.append(f"{path}:{number}: no sample ({line.strip()[:60]})")
     log.problems += bad[:SHOWN_PROBLEMS]

@@ -1,4 +1,4 @@
-"""What a column of tables.yaml may be: a value of a run with its unit, or its relation to another run."""
+"""The metrics that a column of tables.yaml may name: values of a run, and relations of a value to another run's."""
 
 import json
 import math
@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
-import pandas as pd
 from numpy import format_float_positional
 
 from config import has_random_weights
@@ -27,7 +26,7 @@ Read = Callable[[Run], Value]
 class Metric:
     header: str
     read: Read
-    note: Callable[[Run], str] = lambda run: ""  # that stands beside the value
+    note: Callable[[Run], str] = lambda run: ""  # shown next to the value
 
 
 # --- values of a run
@@ -68,7 +67,7 @@ def eval_loss(epoch: int) -> Metric:
     return Metric(f"Eval Loss (Epoch {epoch})", read, note)
 
 
-def number_of_questions(run: Run) -> str:
+def questions_note(run: Run) -> str:
     settings = run.record.settings
     random = has_random_weights(settings.model_name or "", bool(settings.from_scratch))
     why = ", random weights" if random and run.record.f1 == 0 else ""
@@ -109,8 +108,8 @@ def counted_by_pytorch(kind: str) -> Read:
     return read
 
 
-def held(part: str) -> Read:
-    """MiB of the rank that holds most of it: `parameters`, `gradients` or `optimizer_state`."""
+def model_state(part: str) -> Read:
+    """MiB of `parameters`, `gradients` or `optimizer_state` on the rank that holds most of that part."""
 
     def read(run: Run) -> Value:
         if not run.record.held:
@@ -122,9 +121,12 @@ def held(part: str) -> Read:
 
 
 @cache
-def predicted(record: str) -> Any:
-    """The prediction for what a record says of its settings, as JSON: made once for all runs that share them."""
-    from estimate.predict_from_record import predicted_memory  # seconds, for who asks for it
+def prediction_for(record: str) -> Any:
+    """Predict the memory of a run. record: its configs, settings and ranks as JSON.
+
+    Runs with equal settings share one prediction.
+    """
+    from estimate.predict_from_record import predicted_memory  # this import takes seconds
 
     return predicted_memory(json.loads(record))
 
@@ -138,7 +140,7 @@ def estimated(which: str) -> Read:
                            else "the record keeps no configs to predict from")  # fmt: skip
         settings = run.record.model_dump(mode="json", include={"configs", "settings", "world_size", "hardware"})
         settings["nodes"] = ["a node"] * len(run.record.nodes)
-        found = predicted(json.dumps(settings, sort_keys=True))
+        found = prediction_for(json.dumps(settings, sort_keys=True))
         if not found:
             return Missing("memory of this training cannot be predicted")
         return Missing("no GPU") if getattr(found, which) is None else getattr(found, which)
@@ -147,7 +149,7 @@ def estimated(which: str) -> Read:
 
 
 def difference(measured: Read, predicted: Read) -> Read:
-    """By how many percent of the prediction the measured value is above it."""
+    """Measured minus predicted value, in percent of the prediction."""
 
     def read(run: Run) -> Value:
         found, expected = measured(run), predicted(run)
@@ -181,8 +183,8 @@ METRICS = {
     "padding": Metric("Padding (%)", padding),
     "mfu": Metric("MFU (%)", recorded("train.mfu_percent")),
     "eval_samples_per_second": Metric("Eval samples/s", recorded("eval.-1.samples_per_second")),
-    "exact_match": Metric("Exact Match (%)", recorded("exact_match"), number_of_questions),
-    "f1": Metric("F1 (%)", recorded("f1"), number_of_questions),
+    "exact_match": Metric("Exact Match (%)", recorded("exact_match"), questions_note),
+    "f1": Metric("F1 (%)", recorded("f1"), questions_note),
     "peak_gpu": Metric("Peak GPU memory (MiB)", logged("gpu", "peak")),
     "low_gpu": Metric("Minimum GPU memory (MiB)", logged("gpu", "minimum")),
     "mean_gpu": Metric("Mean GPU memory (MiB)", logged("gpu", "mean")),
@@ -205,9 +207,9 @@ METRICS = {
     "difference_cpu": Metric(
         "CPU memory: measured minus estimated (%)", difference(logged("cpu", "peak"), estimated("node_mib"))
     ),
-    "held_parameters": Metric("Parameters (MiB)", held("parameters")),
-    "held_gradients": Metric("Gradients (MiB)", held("gradients")),
-    "held_optimizer_state": Metric("Optimizer state (MiB)", held("optimizer_state")),
+    "held_parameters": Metric("Parameters (MiB)", model_state("parameters")),
+    "held_gradients": Metric("Gradients (MiB)", model_state("gradients")),
+    "held_optimizer_state": Metric("Optimizer state (MiB)", model_state("optimizer_state")),
     "estimated_parameters": Metric("Parameters, estimated (MiB)", estimated("parameters")),
     "estimated_gradients": Metric("Gradients, estimated (MiB)", estimated("gradients")),
     "estimated_optimizer_state": Metric("Optimizer state, estimated (MiB)", estimated("optimizer_state")),
@@ -220,19 +222,11 @@ METRICS = {
     "profiled_other": Metric("Other (%)", part_of_step("other")),
     "profiled_hidden": Metric("Hidden communication (%)", part_of_step("hidden_communication")),
 }
-# They take seconds, so that only the runs of a table that shows them have them
-PREDICTED = {name for name in METRICS if name.startswith(("estimated_", "difference_"))}
 
 
-def metrics_of(runs: list[Run]) -> pd.DataFrame:
-    """A row for each run, which is its index, and a column for each metric but the predicted ones.
-
-    A value is a number or a text, and where there is none, a Missing that says why.
-    """
-    index = pd.Index(runs, dtype=object)
-    columns = {name: metric.read for name, metric in METRICS.items() if name not in PREDICTED}
-    values = {name: pd.Series(list(map(read, runs)), index, dtype=object) for name, read in columns.items()}
-    return pd.DataFrame(values, index)
+def value_of(metric: str, run: Run) -> Value:
+    """Return a number or a text, or a Missing with the reason. It is read on demand: a prediction takes seconds."""
+    return METRICS[metric].read(run)
 
 
 # --- relations of a run to another one
@@ -275,14 +269,14 @@ def header(column: str, reference: str = "") -> str:
 class Cell:
     """A value, and the reason why it is missing or the note that goes with it.
 
-    spread, count: sample standard deviation and number of repeats. beside: what it is beside a reference report.
+    spread, count: sample standard deviation and number of repeats. versus: the difference from a reference report.
     """
 
     value: float | int | str | None
     note: str = ""
     spread: float | None = None
     count: int = 1
-    beside: str = ""
+    versus: str = ""
 
     @property
     def number(self) -> float | None:
@@ -293,23 +287,24 @@ class Cell:
         """The text with this number of decimals, as `decimals` gives it for a column."""
         if self.number is None:
             return str(self.value or "")
-        text = rounded(self.number, places)
-        return text if self.spread is None else f"{text} ± {rounded(self.spread, places)} ({self.count})"
+        text = format_rounded(self.number, places)
+        return text if self.spread is None else f"{text} ± {format_rounded(self.spread, places)} ({self.count})"
 
 
-def over_repeats(values: Iterable[Value], note: str = "") -> Cell:
-    """Mean and sample standard deviation over the repeats that have a value."""
-    values = list(values)
+def cell_of(metric: str, runs: list[Run]) -> Cell:
+    """The value of one run, or mean and sample standard deviation over the runs that have a value."""
+    values = [value_of(metric, run) for run in runs]
     found = [value for value in values if not isinstance(value, Missing)]
     if not found:
         return Cell(None, values[0].reason)
+    note = "" if isinstance(values[0], Missing) else METRICS[metric].note(runs[0])
     if len(found) == 1 or (len(set(found)) == 1 and not isinstance(found[0], float)):
         return Cell(found[0], note)
     return Cell(statistics.fmean(found), note, statistics.stdev(found), len(found))
 
 
-def related(relation: str, own: Cell, base: Cell, gpus: int, base_gpus: int) -> Cell:
-    """A relation of two cells, without a value where one of them has none."""
+def relate(relation: str, own: Cell, base: Cell, gpus: int, base_gpus: int) -> Cell:
+    """Compute a relation of two cells. It has no value where one of the cells has none."""
     if own.number is None or base.number is None:
         return Cell(None, own.note if own.number is None else base.note)
     try:
@@ -334,12 +329,12 @@ def decimals(cells: Iterable[Cell], percent: bool = False) -> int:
     return max(0, min(most, max(len(text.partition(".")[2]) for text in texts)))
 
 
-def rounded(value: float, places: int) -> str:
-    """A number with so many decimals; one that would be shown as zero and is none keeps two digits."""
+def format_rounded(value: float, places: int) -> str:
+    """Format a number with this number of decimals. A number that would look like zero keeps two digits."""
     text = f"{value:,.{places}f}"
     return f"{value:.2g}" if value and not text.strip("-0.") else text
 
 
-def shown(value: float) -> str:
-    """A number alone, as in a column of its own."""
-    return rounded(value, decimals([Cell(value)]))
+def format_number(value: float) -> str:
+    """Format one number as a column that holds only this number does."""
+    return format_rounded(value, decimals([Cell(value)]))

@@ -1,4 +1,4 @@
-"""All tables, plots and runs as one HTML page that needs nothing else, from page.html and page.css beside this file.
+"""All tables, plots and runs as one HTML page that needs nothing else, from page.html and page.css next to this file.
 
 Names, ids and reasons come from files that anybody may have written: jinja2 escapes each of them.
 """
@@ -23,15 +23,15 @@ HERE = Path(__file__).parent
 GENERATOR = Markup('<meta name="generator" content="scripts/report.py">')
 POLICY = "default-src 'none'; style-src 'sha256-{}'; img-src data:; base-uri 'none'; form-action 'none'"
 JOB = re.compile(r"(?<=\bjob )([A-Za-z0-9._-]*[A-Za-z0-9])")  # as remarks name it
-FLAG = re.compile(r"--\w+")  # a browser breaks behind the dashes
-IN_ORDER = ("completed", "running")  # statuses about which nothing is wrong
+FLAG = re.compile(r"--\w+")  # a browser breaks lines after the dashes
+IN_ORDER = ("completed", "running")  # statuses of runs without an error
 
 
 def page(tables: list[Table], runs: list[Run], images: dict[str, list[tuple[Path, str]]], summary: list[str]) -> str:
     """The whole report.
 
-    runs: all of them, oldest first. images: table name -> its plots, each with what is seen in it; they are put into
-    the page. summary: what a row shows, then what the comparison with a reference found.
+    runs: all runs, oldest first. images: table name -> its plots, each with a description; the page embeds them.
+    summary: what a row shows, then what the comparison with a reference found.
     """
     style = Markup((HERE / "page.css").read_text(encoding="utf-8"))
     digest = base64.b64encode(hashlib.sha256(style.encode()).digest()).decode()
@@ -44,8 +44,13 @@ def page(tables: list[Table], runs: list[Run], images: dict[str, list[tuple[Path
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    environment.filters |= {"as_data": as_data, "breakable": breakable, "from_folder": from_folder, "shell": shlex.join}
-    environment.filters["linked"] = lambda text: linked(text, anchors)
+    environment.filters |= {
+        "data_url": data_url,
+        "allow_breaks": allow_breaks,
+        "shorten_paths": shorten_paths,
+        "shell": shlex.join,
+    }
+    environment.filters["link_jobs"] = lambda text: link_jobs(text, anchors)
     environment.globals |= vars(render) | {"list": list}
     return environment.get_template("page.html").render(
         policy=Markup(POLICY.format(digest)),
@@ -56,8 +61,8 @@ def page(tables: list[Table], runs: list[Run], images: dict[str, list[tuple[Path
         compared=summary[1:],
         runs=runs,
         anchors=anchors,
-        ended=ended(runs),
-        apart=rows_apart(filled),
+        ended=runs_by_status(runs),
+        mismatched=mismatched_rows(filled),
         no_gpu=all(run.record.hardware.gpus == 0 for run in runs if run.has_record),
         in_order=IN_ORDER,
         filled=filled,
@@ -78,8 +83,8 @@ def anchors_of(runs: list[Run]) -> dict[Run, str]:
     return anchors
 
 
-def linked(text: str, anchors: dict[Run, str]) -> Markup:
-    """The text, escaped. The id of a job is a link to its run, where one run alone has it; a flag stays whole."""
+def link_jobs(text: str, anchors: dict[Run, str]) -> Markup:
+    """Escape the text, and link the id of a job to its run unless two runs have this id. A flag is not broken."""
     known = Counter(run.job_id for run in anchors)
     parts = []
     for part in JOB.split(text):
@@ -89,35 +94,35 @@ def linked(text: str, anchors: dict[Run, str]) -> Markup:
     return Markup("".join(parts))
 
 
-def ended(runs: list[Run]) -> list[tuple[str, list[Run]]]:
-    """Status -> the runs that ended so; those that completed with damaged logs come last."""
+def runs_by_status(runs: list[Run]) -> list[tuple[str, list[Run]]]:
+    """Status -> its runs, without those that completed; the ones that completed with damaged logs come last."""
     statuses = sorted({run.status for run in runs} - {"completed"})
     found = [(status, [run for run in runs if run.status == status]) for status in statuses]
     damaged = [run for run in runs if run.completed and run.problems]
     return found + ([("completed, incomplete", damaged)] if damaged else [])
 
 
-def rows_apart(tables: list[Table]) -> list[tuple[Table, Row]]:
-    """The rows that do not compare, each run once for what it differs in: the table of all runs has it once more."""
+def mismatched_rows(tables: list[Table]) -> list[tuple[Table, Row]]:
+    """The rows that do not compare. A run is listed once for equal mismatches: the table of all runs repeats it."""
     found: dict[tuple, tuple[Table, Row]] = {}
     for table in tables:
         for row in table.rows:
-            if row.run and row.apart:
-                found.setdefault((row.run, *row.apart), (table, row))
+            if row.run and row.mismatches:
+                found.setdefault((row.run, *row.mismatches), (table, row))
     return list(found.values())
 
 
-def from_folder(text: str, run: Run | None) -> str:
-    """Paths as seen from the run's own folder, which stands in its entry."""
+def shorten_paths(text: str, run: Run | None) -> str:
+    """Make paths relative to the run's own folder."""
     return text.replace(f"{run.folder}/", "") if run else text
 
 
-def as_data(image: Path) -> str:
+def data_url(image: Path) -> str:
     return f"data:image/png;base64,{base64.b64encode(image.read_bytes()).decode('ascii')}"
 
 
-def breakable(text: str) -> Markup:
-    """A path may break behind each of its folders and words."""
+def allow_breaks(text: str) -> Markup:
+    """Let a browser break a path after each folder and word."""
     if "/" not in text:
         return Markup.escape(text)
     return Markup.escape(text).replace("/", Markup("/<wbr>")).replace("_", Markup("_<wbr>"))

@@ -1,7 +1,7 @@
 """The plots of a table, as PNG. Lines and bars are told apart by dashes, markers and hatches, not by colour alone.
 
-Numbers are those of the table's cells. Lines over GPUs and the points of a scatter compare runs with each other: those
-that do not compare are left out, and the plot says so.
+The numbers are those of the table's cells. Lines over GPUs and the points of a scatter compare runs with each other.
+Runs that do not compare are left out, and the plot names them.
 """
 
 import math
@@ -40,7 +40,7 @@ Points = list[tuple[float, float]]
 
 
 def draw(table: Table, folder: Path) -> list[tuple[Path, str]]:
-    """Write the plots for which the table has values to ``<folder>/<table>-<plot>.png``; each with what is seen."""
+    """Write the plots for which the table has values to ``<folder>/<table>-<plot>.png``. Returns their descriptions."""
     images = []
     with matplotlib.rc_context({"font.size": 11}):
         for name in table.plots:
@@ -71,8 +71,8 @@ def name_of(row: Row) -> str:
     return row.label if row.compares else f"{row.label} (does not compare)"
 
 
-def value(table: Table, row: Row, column: str) -> float | None:
-    """What the table shows of a completed run, None for nothing and for what cannot be drawn."""
+def number_in(table: Table, row: Row, column: str) -> float | None:
+    """Return the number of a completed run, None where there is none that can be drawn."""
     if column not in table.columns or not row.run or not row.run.completed:
         return None
     number = row.cells[table.columns.index(column)].number
@@ -152,7 +152,7 @@ def peaks(table: Table) -> Figure | None:
     """Peak memory of GPU and CPU as bars; offloaded runs are hatched."""
     bars_of = {}
     for kind in ("GPU", "CPU"):
-        found = {name_of(row): value(table, row, f"peak_{kind.lower()}") for row in reversed(table.rows)}
+        found = {name_of(row): number_in(table, row, f"peak_{kind.lower()}") for row in reversed(table.rows)}
         if known := {name: mib for name, mib in found.items() if mib is not None}:
             bars_of[kind] = known
     if not bars_of:
@@ -172,17 +172,17 @@ def peaks(table: Table) -> Figure | None:
 def throughput(table: Table) -> Figure | None:
     """Samples per second over GPUs, with the line of the first run's rate per GPU."""
     rate = rate_of(table)
-    points = by_gpus(table, rate)
+    points = points_over_gpus(table, rate)
     ideal = [points[0][1] / points[0][0] * gpus for gpus, _ in points]
-    return line_over_gpus(points, ideal, RATES[rate], left_out_of(table, rate))
+    return line_over_gpus(points, ideal, RATES[rate], left_out_note(table, rate))
 
 
 def efficiency(table: Table) -> Figure | None:
     """The last column of efficiencies in which two runs have one."""
     for column, header in reversed([*zip(table.columns, table.headers, strict=True)]):
-        points = by_gpus(table, column)
+        points = points_over_gpus(table, column)
         if "efficiency." in column and len(points) > 1:
-            return line_over_gpus(points, [100] * len(points), header, left_out_of(table, column))
+            return line_over_gpus(points, [100] * len(points), header, left_out_note(table, column))
     return None
 
 
@@ -200,13 +200,13 @@ def line_over_gpus(points: list[tuple[int, float]], ideal: list[float], what: st
 
 def speed(table: Table) -> Figure | None:
     """Speed over peak memory, of the GPU where there is one: what is up and to the left is better."""
-    kind = "GPU" if any(value(table, row, "peak_gpu") for row in table.rows) else "CPU"
+    kind = "GPU" if any(number_in(table, row, "peak_gpu") for row in table.rows) else "CPU"
     rate = rate_of(table)
     points: Points = []
     labels = []
     ran = [row for row in table.rows if row.run]
     for row, look in zip(ran, cycle(LOOKS), strict=False):  # looks as in the other plots of the table
-        point = value(table, row, f"peak_{kind.lower()}"), value(table, row, rate)
+        point = number_in(table, row, f"peak_{kind.lower()}"), number_in(table, row, rate)
         if row.compares and point[0] and point[1]:
             points.append((point[0], point[1]))
             labels.append((row.label, look))
@@ -221,7 +221,7 @@ def speed(table: Table) -> Figure | None:
         steps = [*best, (most, best[-1][1])]
         axis.step(*zip(*steps, strict=True), where="post", color="#777777", linestyle="--", linewidth=1,
                   label="Pareto front: nothing is faster in less memory", zorder=0)  # fmt: skip
-    below = f"peak {kind} memory (MiB)\n{left_out_of(table, rate)}".strip()
+    below = f"peak {kind} memory (MiB)\n{left_out_note(table, rate)}".strip()
     axis.set(xlabel=below, ylabel=RATES[rate], xlim=(0, ROOM * most), ylim=(0, ROOM * fastest))
     number_points(axis, points)
     figure.legend(loc="outside lower left", frameon=False, fontsize="small")
@@ -229,7 +229,7 @@ def speed(table: Table) -> Figure | None:
 
 
 def number_points(axis: Axes, points: Points) -> None:
-    """The numbers of the points beside them; points that lie together have theirs in one label."""
+    """Write its number next to each point. Points that are near each other share one label."""
     width, height = axis.get_xlim()[1] * NEAR, axis.get_ylim()[1] * NEAR
     labels: dict[tuple[float, float], list[str]] = {}
     for number, (x, y) in enumerate(points, 1):
@@ -240,7 +240,7 @@ def number_points(axis: Axes, points: Points) -> None:
 
 
 def pareto_front(points: Points) -> Points:
-    """Those (memory, speed) beside which no other is as fast in less memory, or faster in as much; by rising memory."""
+    """Return the (memory, speed) points for which no other point is as fast in less memory, by rising memory."""
     front: Points = []
     for mib, rate in sorted(points, key=lambda point: (point[0], -point[1])):
         if not front or rate > front[-1][1]:
@@ -250,25 +250,27 @@ def pareto_front(points: Points) -> Points:
 
 def rate_of(table: Table) -> str:
     """The first of the rates that two runs or more have."""
-    return next((rate for rate in RATES if len(by_gpus(table, rate)) > 1), "samples_per_second")
+    return next((rate for rate in RATES if len(points_over_gpus(table, rate)) > 1), "samples_per_second")
 
 
-def by_gpus(table: Table, column: str) -> list[tuple[int, float]]:
+def points_over_gpus(table: Table, column: str) -> list[tuple[int, float]]:
     """(GPUs, value) of the completed runs that compare, by rising number of GPUs."""
-    found = [(row.run.record.world_size, value(table, row, column)) for row in table.rows if row.run and row.compares]
+    found = [
+        (row.run.record.world_size, number_in(table, row, column)) for row in table.rows if row.run and row.compares
+    ]
     return sorted((gpus, number) for gpus, number in found if gpus and number)
 
 
-def left_out_of(table: Table, column: str) -> str:
-    """Which completed runs a line or a scatter leaves out, empty when it leaves out none."""
+def left_out_note(table: Table, column: str) -> str:
+    """Name the completed runs that a line or a scatter leaves out; empty when there are none."""
     completed = [row for row in table.rows if row.run and row.run.completed]
     apart = [row.label for row in completed if not row.compares]
-    without = [row.label for row in completed if row.compares and not value(table, row, column)]
+    without = [row.label for row in completed if row.compares and not number_in(table, row, column)]
     found = {"does not compare": apart, f"no {RATES.get(column, 'efficiency')}": without}
     return " ".join(f"Left out, {why}: {', '.join(labels)}." for why, labels in found.items() if labels)
 
 
-DRAWINGS = {  # the plots that a table may name, each with what is seen
+DRAWINGS = {  # the plots that a table may name, each with a description
     "loss": (loss_plot, "training and evaluation loss over epochs"),
     "memory": (memory_plot, "memory over time, with the peak of each run"),
     "peaks": (peaks, "peak memory as bars"),

@@ -1,4 +1,4 @@
-"""One's own report beside another one, such as the instructor's: its numbers, and the settings that differ.
+"""Compare a report with another one, such as the instructor's: its numbers, and the settings that differ.
 
 Every report leaves its numbers in report.json; report.py --reference reads that of another one. A number is compared
 where the same row of the same table completed on both sides.
@@ -13,28 +13,28 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, Field
 
-from reporting.metrics import Cell, shown
-from reporting.render import in_words, listed
+from reporting.metrics import Cell, format_number
+from reporting.render import join_first, plural
 from reporting.runs import Run
 from reporting.tables import Row, Table, traits
 from shared.errors import WorkshopError, one_line
 from shared.json_files import read_checked, write_json
 
-NAME = "report.json"
+NUMBERS_FILE = "report.json"
 SCHEMA: Literal[1] = 1
 WAY_OUT = "give the folder of a report that scripts/report.py of this repository has written"
 
 
-class Value(BaseModel):
-    """Of a cell. A mean has its standard deviation and the number of runs as well."""
+class Number(BaseModel):
+    """The number of a cell. A mean also has its standard deviation and the number of runs."""
 
     value: float
     spread: float | None = None
     count: int | None = None
 
 
-class Entry(BaseModel):
-    """A row. settings: what must be equal for two runs to give the same numbers. values: by the columns' names."""
+class RowNumbers(BaseModel):
+    """A row. settings: those that decide about its numbers. values: column -> number."""
 
     label: str
     experiment: str
@@ -42,30 +42,32 @@ class Entry(BaseModel):
     status: str
     gpus: int | None
     settings: dict[str, str]
-    values: dict[str, Value]
+    values: dict[str, Number]
 
 
-class Numbers(BaseModel):
+class ReportNumbers(BaseModel):
     """The whole file: the rows of each table."""
 
     version: Literal[1] = Field(default=SCHEMA, alias="schema")
-    tables: dict[str, list[Entry]]
+    tables: dict[str, list[RowNumbers]]
 
 
 def write_numbers(tables: list[Table], output: Path) -> None:
-    """Write report.json, by which others compare their report with this one. OSError when it cannot be written."""
-    rows = {table.name: [entry_of(row, table) for row in table.rows if row.run] for table in tables if table.has_runs}
-    write_json(output / NAME, Numbers(schema=SCHEMA, tables=rows).model_dump(by_alias=True, exclude_unset=True))
+    """Write report.json, with which others compare their report. OSError when it cannot be written."""
+    rows = {table.name: [numbers_of(row, table) for row in table.rows if row.run] for table in tables if table.has_runs}
+    write_json(
+        output / NUMBERS_FILE, ReportNumbers(schema=SCHEMA, tables=rows).model_dump(by_alias=True, exclude_unset=True)
+    )
 
 
-def entry_of(row: Row, table: Table) -> Entry:
+def numbers_of(row: Row, table: Table) -> RowNumbers:
     run = row.repeats[0]
     values = {}
     for column, cell in zip(table.columns, row.cells, strict=True):
         if cell.number is not None and math.isfinite(cell.number):
             repeats: Any = {"spread": cell.spread, "count": cell.count} if cell.spread is not None else {}
-            values[column] = Value(value=cell.number, **repeats)
-    return Entry(
+            values[column] = Number(value=cell.number, **repeats)
+    return RowNumbers(
         label=row.label,
         experiment=row.experiment,
         job_id=run.job_id,
@@ -77,7 +79,7 @@ def entry_of(row: Row, table: Table) -> Entry:
 
 
 def defining_settings(run: Run) -> dict[str, str]:
-    """What must be equal for two runs of an experiment to give the same numbers, what explains most first."""
+    """Settings that decide about the numbers of a run, the most important ones first."""
     record = run.record
     counts = {"ranks": record.world_size, "nodes": len(record.nodes) or None, "CPU cores": record.hardware.cpus}
     found = traits(run) | {name: str(count) for name, count in counts.items() if count is not None}
@@ -85,43 +87,43 @@ def defining_settings(run: Run) -> dict[str, str]:
     return {name: found[name] for name in dict.fromkeys([*first, *found]) if name in found}
 
 
-def read_reference(given: Path, output: Path) -> dict[str, list[Entry]]:
-    """The tables of the report.json in a report's folder, or at a path itself.
+def read_reference(given: Path, output: Path) -> dict[str, list[RowNumbers]]:
+    """Read the tables of a report. given: the report's folder, or its report.json.
 
-    Raises WorkshopError (exit code 2) when there is none.
+    Raises WorkshopError (exit code 2) when there is no such file.
     """
-    path = given / NAME if given.is_dir() else given
-    if os.path.realpath(path) == os.path.realpath(output / NAME):
+    path = given / NUMBERS_FILE if given.is_dir() else given
+    if os.path.realpath(path) == os.path.realpath(output / NUMBERS_FILE):
         raise WorkshopError(given, "is the folder that this report is written to", "give another folder with -o")
-    return read_checked(path, Numbers, f"{NAME} of schema {SCHEMA}", WAY_OUT).tables
+    return read_checked(path, ReportNumbers, f"{NUMBERS_FILE} of schema {SCHEMA}", WAY_OUT).tables
 
 
-def compare(tables: list[Table], reference: dict[str, list[Entry]], given: Path) -> list[str]:
-    """Put the other numbers beside those of the tables, and remarks into their rows. Returns lines for the summary."""
+def compare(tables: list[Table], reference: dict[str, list[RowNumbers]], given: Path) -> list[str]:
+    """Put the differences into the cells, and remarks into the rows. Returns lines for the summary."""
     numbers = 0
-    apart: dict[str, list[str]] = defaultdict(list)  # why it was not compared -> rows
+    not_compared: dict[str, list[str]] = defaultdict(list)  # reason -> rows
     for table in tables:
         theirs = {entry.label: entry for entry in reference.get(table.name, [])}
         for row in table.rows:
             entry = theirs.get(row.label)
             place = f"{row.label} in {table.name}"
             if row.run and entry and row.run.completed and entry.status == "completed":
-                numbers += put_beside(table, row, entry)
+                numbers += compare_row(table, row, entry)
             elif row.run and entry:
                 row.remarks.append(f"the reference (job {entry.job_id}): {entry.status}; this run: {row.run.status}")
-                apart["not completed on both sides"].append(place)
+                not_compared["not completed on both sides"].append(place)
             elif row.run or entry:
-                apart["only here" if row.run else "only in the reference"].append(place)
+                not_compared["only here" if row.run else "only in the reference"].append(place)
     for name in reference.keys() - {table.name for table in tables}:
-        apart["only in the reference"] += [f"{entry.label} in {name}" for entry in reference[name]]
-    rows = in_words(sum(map(len, apart.values())), "row")
-    lines = [f"Against the reference {given}: {in_words(numbers, 'number')} compared, {rows} not."]
-    lines += [f"Not compared, {why}: {listed(places)}." for why, places in apart.items()]
+        not_compared["only in the reference"] += [f"{entry.label} in {name}" for entry in reference[name]]
+    rows = plural(sum(map(len, not_compared.values())), "row")
+    lines = [f"Against the reference {given}: {plural(numbers, 'number')} compared, {rows} not."]
+    lines += [f"Not compared, {why}: {join_first(places)}." for why, places in not_compared.items()]
     return [one_line(line) for line in lines]
 
 
-def put_beside(table: Table, row: Row, entry: Entry) -> int:
-    """The numbers of the other report's row beside its own, and the settings that differ. Returns how many."""
+def compare_row(table: Table, row: Row, entry: RowNumbers) -> int:
+    """Compare the numbers and the settings of a row. Returns how many numbers were compared."""
     own, theirs = defining_settings(row.repeats[0]), entry.settings
     names = [name for name in own | theirs if own.get(name) != theirs.get(name)]
     differ = [f"{name} {own.get(name, 'unset')} instead of {theirs.get(name, 'unset')}" for name in names]
@@ -130,19 +132,19 @@ def put_beside(table: Table, row: Row, entry: Entry) -> int:
     compared = 0
     for i, (column, header) in enumerate(zip(table.columns, table.headers, strict=True)):
         if column in entry.values and row.cells[i].number is not None:
-            beside = in_relation(row.cells[i], entry.values[column].value, points=header.endswith("(%)"))
-            row.cells[i] = replace(row.cells[i], beside=beside)
+            versus = describe_difference(row.cells[i], entry.values[column].value, points=header.endswith("(%)"))
+            row.cells[i] = replace(row.cells[i], versus=versus)
             compared += 1
     return compared
 
 
-def in_relation(own: Cell, reference: float, points: bool) -> str:
-    """Such as "+3.2 % of 412"; a percentage is so many points from the other one."""
+def describe_difference(own: Cell, reference: float, points: bool) -> str:
+    """Return a text such as "+3.2 % of 412". Percentages differ by points."""
     distance = (own.number or 0) - reference
     if distance == 0:
         return "equal"
     if points:
-        return f"{distance:+.1f} points from {shown(reference)}"
+        return f"{distance:+.1f} points from {format_number(reference)}"
     if reference == 0:
-        return f"reference {shown(reference)}"
-    return f"{100 * distance / abs(reference):+.1f} % of {shown(reference)}"
+        return f"reference {format_number(reference)}"
+    return f"{100 * distance / abs(reference):+.1f} % of {format_number(reference)}"

@@ -1,6 +1,6 @@
 """A table as Markdown, as CSV, and as text for the terminal; reporting/page.py makes the HTML page.
 
-Names, ids and reasons come from files that anybody may have written: they are shown, and do nothing where they are.
+Names, ids and reasons come from files that anybody may have written, so this module escapes each of them.
 """
 
 import csv
@@ -10,7 +10,7 @@ from collections import Counter, defaultdict
 from collections.abc import Collection
 from pathlib import Path
 
-from reporting.metrics import decimals, shown
+from reporting.metrics import decimals, format_number
 from reporting.runs import Missing, Run
 from reporting.tables import Row, Table
 from shared.errors import one_line
@@ -52,18 +52,18 @@ def empty_columns(table: Table) -> dict[str, str]:
     for i, name in enumerate(table.headers):
         cells = [row.cells[i] for row in table.rows if row.run]
         if all(cell.value is None for cell in cells):
-            found[name] = listed(dict.fromkeys(cell.note for cell in cells), "; ")
+            found[name] = join_first(dict.fromkeys(cell.note for cell in cells), "; ")
     return found
 
 
-def seen_on(table: Table) -> str:
+def hardware_line(table: Table) -> str:
     """Hardware, versions and GPU-hours of the table's runs, in one line."""
     runs = list(dict.fromkeys(run for row in table.rows for run in row.repeats))
-    parts = [f"Hardware: {counted([hardware_of(run) for run in runs])}"]
+    parts = [f"Hardware: {count_texts([hardware_of(run) for run in runs])}"]
     for name in SHOWN_PACKAGES:
         versions = [run.record.versions.get(name, "") for run in runs]
         if any(versions):
-            parts.append(f"{name} {counted([version or 'not recorded' for version in versions])}")
+            parts.append(f"{name} {count_texts([version or 'not recorded' for version in versions])}")
     return " · ".join([*parts, f"GPU-hours: {hours_of(runs)}"])
 
 
@@ -74,25 +74,25 @@ def hardware_of(run: Run) -> str:
 
 
 def hours_of(runs: list[Run]) -> str:
-    """Sum of the GPU-hours that are known, and of how many runs they are not, with the reasons."""
+    """Sum of the known GPU-hours, and the number of runs without a value, with the reasons."""
     found = [run.gpu_hours() for run in runs]
     reasons = [hours.reason for hours in found if isinstance(hours, Missing)]
     known = [hours for hours in found if not isinstance(hours, Missing)]
     if not known:
-        return f"no value ({counted(reasons)})"
-    lacking = f", no value for {len(reasons)} ({counted(reasons)})" if reasons else ""
-    return f"{shown(sum(known))} in {in_words(len(known), 'run')}{lacking}"
+        return f"no value ({count_texts(reasons)})"
+    lacking = f", no value for {len(reasons)} ({count_texts(reasons)})" if reasons else ""
+    return f"{format_number(sum(known))} in {plural(len(known), 'run')}{lacking}"
 
 
-def counted(texts: Collection[str]) -> str:
-    """Each text once, with the number of runs behind it where there are several."""
+def count_texts(texts: Collection[str]) -> str:
+    """Join the texts, each once. Where texts differ, each gets the number of its runs."""
     counts = Counter(texts)
     if len(counts) == 1:
         return next(iter(counts))
-    return listed([f"{text} ({in_words(count, 'run')})" for text, count in counts.most_common()], "; ")
+    return join_first([f"{text} ({plural(count, 'run')})" for text, count in counts.most_common()], "; ")
 
 
-def in_words(count: int, noun: str) -> str:
+def plural(count: int, noun: str) -> str:
     return f"{count:,} {noun}{'' if count == 1 else 's'}"
 
 
@@ -100,7 +100,7 @@ def remarks_of(table: Table, left_out: Collection[str] = ()) -> dict[str, list[R
     """Remark, or the reason of empty cells -> the rows to which it applies. left_out: columns that are not shown."""
     found: dict[str, list[Row]] = defaultdict(list)
     for row in table.rows:
-        # where metrics are rows, a note stands beside the value
+        # where metrics are rows, the note is next to the value
         reasons = [] if table.transpose or not row.run else empty_cells(table, row, left_out)
         for remark in [*row.remarks, *reasons]:
             found[remark].append(row)
@@ -116,24 +116,24 @@ def empty_cells(table: Table, row: Row, left_out: Collection[str] = ()) -> list[
     return [f"{', '.join(names)}: {reason}" for reason, names in reasons.items()]
 
 
-def listed(texts: Collection[str], between: str = ", ") -> str:
+def join_first(texts: Collection[str], between: str = ", ") -> str:
     more = len(texts) - SHOWN_LABELS
     return between.join(list(texts)[:SHOWN_LABELS]) + (f" and {more} more" if more > 0 else "")
 
 
-def in_markdown(text: str) -> str:
-    """The text as it stands: no code, cell, tag, link or image begins in it."""
+def escape_markdown(text: str) -> str:
+    """Escape what would begin code, a cell, a tag, a link or an image."""
     return ACTS_IN_MARKDOWN.sub(r"\\\g<0>", one_line(text))
 
 
-def in_sheet(value: object) -> object:
-    """A number as it is. A text that a spreadsheet would take for a formula gets a ' before it."""
+def escape_formula(value: object) -> object:
+    """Put a ' before a text that a spreadsheet would take for a formula. Numbers stay as they are."""
     return f"'{value}" if isinstance(value, str) and value.startswith(ACTS_IN_A_SHEET) else value
 
 
 def grid(header: list[str], body: list[list[str]]) -> str:
-    """A Markdown table that is readable as it stands."""
-    cells = [[in_markdown(text) for text in line] for line in [header, *body]]
+    """Return a Markdown table with aligned columns, which is readable as plain text."""
+    cells = [[escape_markdown(text) for text in line] for line in [header, *body]]
     widths = [max(3, *(len(line[i]) for line in cells)) for i in range(len(header))]
     cells.insert(1, ["-" * width for width in widths])
     rows = [" | ".join(text.ljust(width) for text, width in zip(line, widths, strict=True)) for line in cells]
@@ -141,14 +141,19 @@ def grid(header: list[str], body: list[list[str]]) -> str:
 
 
 def markdown(table: Table, images: list[tuple[Path, str]]) -> str:
-    """images: files of the plots, each with what is seen in it."""
-    parts = [f"# {in_markdown(table.title)}", table.question, in_markdown(seen_on(table)), grid(*lines_of(table))]
+    """Return the page of a table. images: files of the plots, each with a description."""
+    parts = [
+        f"# {escape_markdown(table.title)}",
+        table.question,
+        escape_markdown(hardware_line(table)),
+        grid(*lines_of(table)),
+    ]
     lines = []
     for remark, rows in remarks_of(table).items():
-        labels = listed([f"{row.label} (job {row.run.job_id})" for row in rows if row.run])
-        lines.append(f"- {in_markdown(f'{labels}: {remark}')}")
+        labels = join_first([f"{row.label} (job {row.run.job_id})" for row in rows if row.run])
+        lines.append(f"- {escape_markdown(f'{labels}: {remark}')}")
     parts += [table.note, "\n".join(lines)]
-    parts += [f"![{in_markdown(alt)}]({image.name})" for image, alt in images]
+    parts += [f"![{escape_markdown(alt)}]({image.name})" for image, alt in images]
     return "\n\n".join(filter(None, parts)) + "\n"
 
 
@@ -167,5 +172,5 @@ def comma_separated(table: Table) -> str:
             count = 0 if cell.value is None else cell.count
             line += [cell.value, cell.spread, count] if spread else [cell.value]
         line.append("; ".join([*row.remarks, *empty_cells(table, row)]))
-        writer.writerow(map(in_sheet, line))
+        writer.writerow(map(escape_formula, line))
     return out.getvalue()

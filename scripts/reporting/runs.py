@@ -42,7 +42,7 @@ class Memory:
     mean: float | Missing
 
 
-def no_memory(why: str) -> Memory:
+def missing_memory(why: str) -> Memory:
     return Memory(Missing(why), Missing(why), Missing(why))
 
 
@@ -55,8 +55,8 @@ class Run:
     status: str = INCOMPLETE
     status_notes: list[str] = field(default_factory=list)  # how it ended, and that it was resumed
     problems: list[str] = field(default_factory=list)  # what makes its numbers incomplete
-    gpu: Memory = field(default_factory=lambda: no_memory("the job ended before its training began"))
-    cpu: Memory = field(default_factory=lambda: no_memory("the job ended before its training began"))
+    gpu: Memory = field(default_factory=lambda: missing_memory("the job ended before its training began"))
+    cpu: Memory = field(default_factory=lambda: missing_memory("the job ended before its training began"))
     path: Path | None = None  # of its record
 
     @property
@@ -169,7 +169,7 @@ def find_runs(folders: Iterable[Path]) -> list[Run]:
         status, _ = summary_in(path)
         if error_in(path) or not (status == "completed" or (not status and is_alive(record_path(folder, job_id)))):
             runs.append(run_without_record(folder, job_id, path))
-    say_how_to_go_on(runs)
+    note_how_to_resume(runs)
     return sorted(runs, key=lambda run: run.order)
 
 
@@ -197,13 +197,13 @@ def read_run(path: Path) -> Run:
         run.problems.append(f"{path}: {error.what}")
     else:
         run.job_id = run.record.job_id or run.job_id
-        settle(run)
+        set_status(run)
     add_memory(run)
     return run
 
 
-def settle(run: Run) -> None:
-    """Status of a run from its record; one that says `running` and is not has failed."""
+def set_status(run: Run) -> None:
+    """Take the run's status from its record. A run that has ended with the status `running` has failed."""
     record = run.record
     assert run.path
     gone = record.status in ("running", "failed") and ended_without_a_word(run.path, record)
@@ -232,12 +232,12 @@ def settle(run: Run) -> None:
         notes.append("memory peaks hold the compilation")
 
 
-def say_how_to_go_on(runs: list[Run]) -> None:
-    """From the checkpoint of each run that was stopped, unless one of these runs has gone on from it."""
-    gone_on_from = {(run.folder, run.record.resumed_from) for run in runs}
+def note_how_to_resume(runs: list[Run]) -> None:
+    """Name the checkpoint of each run that was stopped, unless one of these runs has resumed from it."""
+    resumed_from = {(run.folder, run.record.resumed_from) for run in runs}
     for run in runs:
         stop = run.record.stop
-        if stop and (run.folder, stop.checkpoint) not in gone_on_from:
+        if stop and (run.folder, stop.checkpoint) not in resumed_from:
             run.status_notes.append(f"go on with --resume_from_checkpoint {stop.checkpoint}")
 
 
@@ -267,27 +267,27 @@ def add_memory(run: Run) -> None:
     hardware = run.record.hardware
     ranks = (run.record.world_size or 0) // (len(run.record.nodes) or 1)
     if not gpu_logs and hardware.gpus == 0:
-        run.gpu = no_memory(NO_GPU)
+        run.gpu = missing_memory(NO_GPU)
     elif " MIG " in (hardware.gpu or ""):  # NVIDIA A100-SXM4-40GB MIG 1g.5gb
-        run.gpu = no_memory("the job ran on MIG slices, and nvidia-smi logs the memory of whole GPUs")
+        run.gpu = missing_memory("the job ran on MIG slices, and nvidia-smi logs the memory of whole GPUs")
     else:
-        run.gpu = memory(run, "gpu", [read_gpu_log(path) for path in gpu_logs], ranks)
-    run.cpu = memory(run, "cpu", [read_cpu_log(path) for path in cpu_logs], 1)
+        run.gpu = summarise_memory(run, "gpu", [read_gpu_log(path) for path in gpu_logs], ranks)
+    run.cpu = summarise_memory(run, "cpu", [read_cpu_log(path) for path in cpu_logs], 1)
 
 
-def memory(run: Run, kind: str, logs: list[MemoryLog], series_per_node: int) -> Memory:
+def summarise_memory(run: Run, kind: str, logs: list[MemoryLog], series_per_node: int) -> Memory:
     """Summary of one kind over the nodes; empty when a part of the job is not in the logs."""
     for log in logs:
-        run.problems += [*log.problems, *short_of(log, run)]
-    if reason := not_whole(run, kind, logs, series_per_node):
+        run.problems += [*log.problems, *uncovered_time(log, run)]
+    if reason := missing_part(run, kind, logs, series_per_node):
         run.problems.append(reason)
-        return no_memory(reason)
+        return missing_memory(reason)
     samples = [mib for log in logs for name in log.samples for mib in log.mib(name)]
     return Memory(max(samples), min(samples), sum(samples) / len(samples))
 
 
-def not_whole(run: Run, kind: str, logs: list[MemoryLog], series_per_node: int) -> str:
-    """What keeps these logs from telling about the whole job, empty when nothing does."""
+def missing_part(run: Run, kind: str, logs: list[MemoryLog], series_per_node: int) -> str:
+    """Say which part of the job is not in these logs; empty when they hold the whole job."""
     if not logs:
         return f"{run.folder}/{kind}_memory: no log of job {run.job_id}"
     nodes = len(run.record.nodes) or 1
@@ -304,13 +304,13 @@ def not_whole(run: Run, kind: str, logs: list[MemoryLog], series_per_node: int) 
     return ""
 
 
-def short_of(log: MemoryLog, run: Run) -> list[str]:
-    """A line when the log covers less than the training, up to two intervals at each end."""
+def uncovered_time(log: MemoryLog, run: Run) -> list[str]:
+    """Return a line when the log covers less than the training. Two intervals at each end may be missing."""
     train = run.record.train
     if not train or not train.runtime_s or not log.samples:
         return []
     if run.record.resumed_from:
-        return []  # the runtime is that of all jobs of this training, the log is of this one
+        return []  # the runtime is that of all jobs of this training, the log covers only this one
     interval = log.span() / max(1, max(map(len, log.samples.values())) - 1)
     if log.span() + 4 * max(interval, 1) >= train.runtime_s:
         return []

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-import report
 from browser import browse
 from report_files import RUNS, add_run
+from reporting.report_folder import write_report
 
 HIGHEST_FOLDED = 6000  # CSS pixels
 HIGHEST_NAME = 110  # four lines with their padding
@@ -66,7 +66,7 @@ def output(tmp_path_factory) -> Path:
         add_run(top, name, str(gpus), world_size=gpus, overrides=overrides, hardware__gpu="NVIDIA H100 80GB HBM3")
     add_run(top, "custom-model/single_node", "9", status="oom", exit_code=1, train=None, eval=[])
     add_run(top, "efficiency/recipe", "10", gpu="no log\n", settings__model_name="M" * 60)
-    report.write_report([top], top / "report", all_runs=False)
+    write_report([top], top / "report", all_runs=False)
     return top / "report"
 
 

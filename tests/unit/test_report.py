@@ -1,6 +1,7 @@
 """The report over checked-in runs, its command line, and the summary of one run."""
 
 import csv
+import os
 import re
 import sys
 from pathlib import Path
@@ -11,11 +12,13 @@ import yaml
 
 import report
 from helpers import EXPERIMENT_SCRIPTS, EXPERIMENTS, REPOSITORY
-from report_files import RUNS, add_run, cell, table
-from reporting.tables import load_definitions
+from report_files import RUNS, RUNS_OF_1_0_0, add_run, cell, table
+from reporting.definitions import load_definitions
+from reporting.report_folder import write_report
 
+WAY_OUT = "see the comment at its top"
 GOLDEN = REPOSITORY / "tests" / "data" / "report"
-DEFINITIONS = load_definitions(report.DEFINITIONS)
+DEFINITIONS = load_definitions()
 STAGE = "deepspeed-single-gpu/zero_1"
 BASELINE = RUNS / "experiments" / "baseline"
 
@@ -24,7 +27,7 @@ BASELINE = RUNS / "experiments" / "baseline"
 def written(tmp_path_factory) -> Path:
     """The report over the checked-in runs."""
     output = tmp_path_factory.mktemp("report") / "report"
-    report.write_report([RUNS], output, all_runs=False)
+    write_report([RUNS], output, all_runs=False)
     return output
 
 
@@ -60,7 +63,9 @@ def test_markdown_has_the_table_with_decimals_that_agree(written):
 
 
 def test_records_tell_nothing_of_the_machine():
-    for path in RUNS.rglob("*.*"):
+    paths = [path for path in [*RUNS.rglob("*.*"), *RUNS_OF_1_0_0.rglob("*.*")] if path.is_file()]
+    assert len(paths) > 30
+    for path in paths:
         assert not re.search(rb"/(tmp|home|root|work)\b", path.read_bytes()), path
 
 
@@ -68,7 +73,7 @@ def test_records_tell_nothing_of_the_machine():
 
 
 def test_every_experiment_has_a_table():
-    known = {row["experiment"] for definition in DEFINITIONS for row in definition["rows"]}
+    known = {row.experiment for definition in DEFINITIONS for row in definition.rows}
     folders = {str(path.parent.relative_to(EXPERIMENTS)) for path in EXPERIMENT_SCRIPTS}
     assert folders - {"gpu-check"} <= known, "gpu_check.py writes a table of its own"
 
@@ -76,22 +81,39 @@ def test_every_experiment_has_a_table():
 @pytest.mark.parametrize(
     ("change", "error"),
     [
-        ("- [1}", "tables.yaml: is no YAML"),
-        ("tables: 3", "is no list of tables"),
-        ([{"id": "x"}], "table x: no title"),
-        ({"columns": ["speed"]}, "table baseline: unknown column speed"),
-        ({"columns": ["twice.runtime"]}, "table baseline: unknown column twice.runtime"),
-        ({"plots": ["pie"]}, "table baseline: unknown plot pie"),
-        ({"needs": "luck"}, "table baseline: unknown field of the run record luck"),
-        ({"rows": [{"label": "x"}]}, "table baseline: no experiment in a row"),
-        ({"colour": "red"}, "table baseline: unknown key colour"),
+        ("- [1}", ": is not YAML (while parsing"),
+        ("tables: 3", f": is not a list of tables; {WAY_OUT}"),
+        ("- 3", f": is not a list of tables; {WAY_OUT}"),
+        ('[{"id": "x"}]', f": table x, title: Field required; {WAY_OUT}"),
+        ('[{"label": "x"}]', f": table 1, label: unknown key; {WAY_OUT}"),
+        ({"columns": ["x" * 9]}, f": table baseline, columns.0: unknown column xxxxxxxxx; {WAY_OUT}"),
+        ({"columns": ["gpus", "efficency.runtime"]},
+         ": table baseline, columns.1: unknown column efficency.runtime; did you mean efficiency.runtime?"),
+        ({"names": {"runtme": "Time"}},
+         ": table baseline, names.runtme.[key]: unknown column runtme; did you mean runtime?"),
+        ({"plots": ["looss"]}, ": table baseline, plots.0: unknown plot looss; did you mean loss?"),
+        ({"needs": "profil"},
+         ": table baseline, needs: unknown field of the run record profil; did you mean profile?"),
+        ({"rows": [{"label": "x"}]}, f": table baseline, rows.0.experiment: Field required; {WAY_OUT}"),
+        ({"rows": [{"label": "x", "experimnt": "x"}]},
+         ": table baseline, rows.0.experimnt: unknown key; did you mean experiment?"),
+        ({"rows": [{"label": 16, "experiment": "x"}]},
+         f": table baseline, rows.0.label: Input should be a valid string; {WAY_OUT}"),
+        ({"questoin": "What?"}, ": table baseline, questoin: unknown key; did you mean question?"),
     ],
-)
+)  # fmt: skip
 def test_wrong_tables_yaml_is_one_line(tmp_path, refusal, change, error):
     path = tmp_path / "tables.yaml"
-    content = [DEFINITIONS[0] | change] if isinstance(change, dict) else change
-    path.write_text(content if isinstance(content, str) else yaml.safe_dump(content))
-    assert error in refusal(load_definitions, path)
+    baseline = DEFINITIONS[0].model_dump(exclude_unset=True)
+    path.write_text(change if isinstance(change, str) else yaml.safe_dump([baseline | change]))
+    assert refusal(load_definitions, path).startswith(f"error: {os.path.relpath(path)}{error}")
+
+
+def test_mistake_in_the_workshops_own_tables_yaml_is_named_from_here(monkeypatch, refusal):
+    monkeypatch.chdir(REPOSITORY)
+    monkeypatch.setattr("yaml.safe_load", lambda _: [{"id": "ddp", "rwos": []}])
+    line = refusal(load_definitions)
+    assert line == "error: experiments/tables.yaml: table ddp, rwos: unknown key; did you mean rows?"
 
 
 # --- relations and predictions
@@ -139,7 +161,7 @@ def test_predicted_beside_measured(tmp_path, monkeypatch):
     memory = table(tmp_path, "gpu-memory")
     for column, value in (("estimated_gpu", 600), ("difference_gpu", 50), ("difference_cpu", -25)):
         assert cell(memory, "Baseline", column).value == value
-    report.write_report([tmp_path], tmp_path / "report", all_runs=False)
+    write_report([tmp_path], tmp_path / "report", all_runs=False)
     predictions = rows_of(tmp_path / "report" / "prediction.csv")
     assert {name: value for (name, column), value in predictions.items() if column == "Estimated CPU memory (MiB)"} == {
         "baseline job 1": "120.0",
@@ -172,7 +194,7 @@ def test_one_table_per_model(tmp_path):
     models = {"1": ("bigscience/bloom-560m", 1), "2": ("bigscience/bloom-3b", 3), "3": ("mine/bloom-3b", 4)}
     for job, (model, parameters) in models.items():
         add_run(tmp_path, STAGE, job, settings__model_name=model, parameters=parameters)
-    report.write_report([tmp_path], tmp_path / "report", all_runs=False)
+    write_report([tmp_path], tmp_path / "report", all_runs=False)
     names = {path.stem for path in (tmp_path / "report").glob("zero-stages*.csv")}
     assert names == {"zero-stages-bloom-560m", "zero-stages-bloom-3b"}
 
@@ -242,7 +264,7 @@ def test_bad_input_is_one_line(arguments, error, main_of, refusal, capsys):
 
 def test_a_formula_is_a_text_in_a_sheet(tmp_path):
     add_run(tmp_path, STAGE, "1", settings__model_name="=1|`x`<b>")
-    report.write_report([tmp_path], tmp_path / "report", all_runs=False)
+    write_report([tmp_path], tmp_path / "report", all_runs=False)
     (row,) = csv.DictReader((tmp_path / "report" / "runs.csv").open())
     assert row["Model"] == "'=1|`x`<b>"
     assert r"=1\|\`x\`\<b>" in (tmp_path / "report" / "runs.md").read_text()

@@ -9,9 +9,10 @@ from pathlib import Path
 import pytest
 from matplotlib.figure import Figure
 
-from report import write_report
 from report_files import add_run, table, write
+from reporting.definitions import PLOTS
 from reporting.plots import DRAWINGS, pareto_front
+from reporting.report_folder import write_report
 from reporting.tables import Table
 from shared.paths import workshop_version
 
@@ -235,6 +236,10 @@ def test_rates_of_the_trainer_are_drawn_where_there_are_no_others(tmp_path):
         add_run(tmp_path, f"{SCALING}/{gpus}_gpus", str(job), world_size=gpus, **changes)
     axis = drawn("throughput", table(tmp_path, "multi-gpu-weak-scaling")).axes[0]
     assert (axis.get_ylabel(), list(axis.lines[1].get_ydata())) == ("samples/s, with evaluation", [10.0, 18.0])
+
+
+def test_each_plot_that_a_table_may_name_is_drawn():
+    assert set(PLOTS) == set(DRAWINGS)
 
 
 @pytest.mark.parametrize(

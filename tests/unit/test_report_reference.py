@@ -7,17 +7,18 @@ import pytest
 
 import report
 from report_files import RUNS, add_run, cell
-from reporting.metrics import Cell, metrics_of
-from reporting.reference import compare, in_relation, read_reference, write_numbers
+from reporting.definitions import load_definitions
+from reporting.metrics import Cell
+from reporting.reference import compare, describe_difference, read_reference, write_numbers
 from reporting.runs import find_runs
-from reporting.tables import Table, build_tables, load_definitions
+from reporting.tables import Table, build_tables
 
 STAGES = "zero-stages-tiny-bloom"
 STAGE = "deepspeed-single-gpu/zero_1"
 
 
 def tables_of(top: Path, all_runs: bool = False) -> list[Table]:
-    return build_tables(load_definitions(report.DEFINITIONS), metrics_of(find_runs([top])), all_runs)
+    return build_tables(load_definitions(), find_runs([top]), all_runs)
 
 
 def reference_of(top: Path, all_runs: bool = False) -> Path:
@@ -58,7 +59,7 @@ def test_report_beside_a_copy_of_itself(tmp_path, main_of, capsys):
     ],
 )
 def test_difference_in_words(own, other, points, words):
-    assert in_relation(Cell(own), other, points) == words
+    assert describe_difference(Cell(own), other, points) == words
 
 
 def test_number_of_the_reference_and_settings_that_differ_stand_in_the_row(tmp_path):
@@ -67,7 +68,7 @@ def test_number_of_the_reference_and_settings_that_differ_stand_in_the_row(tmp_p
         add_run(tmp_path / top, STAGE, "1", **changes, **rate)
     tables, _ = compared(tmp_path / "own", reference_of(tmp_path / "theirs"))
     found = cell(tables[STAGES], "Stage 1", "steady_samples_per_second")
-    assert (found.value, found.beside) == (12, "+20.0 % of 10"), "the number itself stays that of the run"
+    assert (found.value, found.versus) == (12, "+20.0 % of 10"), "the number itself stays that of the run"
     assert tables[STAGES].rows[1].remarks == [
         "differs from the reference: ranks 2 instead of 1; labels all instead of sequence; "
         "commit 82e46aa937 with changes instead of 82e46aa937"

@@ -6,10 +6,12 @@ from pathlib import Path
 
 import pytest
 
-from report import write_report
-from report_files import CPU_HEADER, GPU_HEADER, add_run, cell, cpu_log, gpu_log, table, write
+from report_files import CPU_HEADER, GPU_HEADER, RUNS_OF_1_0_0, add_run, cell, cpu_log, gpu_log, table, write
 from reporting.metrics import Cell, decimals
+from reporting.report_folder import PREDICTIONS, write_report
 from reporting.runs import Missing, Run, find_runs
+from reporting.tables import list_runs
+from reporting.trainer_log import entries, log_of, summary_in
 
 STAGE = "deepspeed-single-gpu/zero_1"
 TABLE = "zero-stages-tiny-bloom"
@@ -23,6 +25,37 @@ def stage_1(top: Path, all_runs: bool = False):
 def only(top: Path) -> Run:
     (run,) = find_runs([top])
     return run
+
+
+def test_a_record_and_logs_of_version_1_0_0_are_read():
+    """The run of the demo has no field that is no longer described, and its table has no empty cell."""
+    run = only(RUNS_OF_1_0_0)
+    record = run.record
+    assert (run.experiment, run.ended, run.problems) == ("demo/zero3", "completed", [])
+    assert (record.version, record.versions["workshop"]) == (1, "1.0.0")
+    parts = [record, record.train, record.hardware, record.git, *record.eval, *record.held, *record.knobs.values()]
+    assert [part.model_extra for part in parts] == [{}] * len(parts)
+    shown = table(RUNS_OF_1_0_0, "demo")
+    values = {name: cell(shown, "ZeRO-3, 2 ranks", name).value for name in shown.columns}
+    assert values == pytest.approx(
+        {
+            "train_loss": 7.557864983876546,
+            "eval_loss": 7.522170761084815,
+            "held_parameters": 462592 / 2**20,
+            "estimated_parameters": 462592 / 2**20,
+            "held_gradients": 462592 / 2**20,
+            "estimated_gradients": 462592 / 2**20,
+            "held_optimizer_state": 1387780 / 2**20,
+            "estimated_optimizer_state": 1387776 / 2**20,
+            "steady_samples_per_second": 27.497,
+            "peak_cpu": 1403.887,
+        }
+    )
+    (prediction,) = list_runs(PREDICTIONS, [run]).rows
+    assert prediction.cells[PREDICTIONS.columns.index("estimated_cpu")].number > 2 * 433
+    log = log_of(run.folder, run.job_id)
+    assert summary_in(log) == ("completed", "0")
+    assert [entry["loss"] for entry in entries(log) if "loss" in entry] == [7.572, 7.485]
 
 
 # --- which run a row shows

@@ -1,0 +1,99 @@
+"""The definitions of the tables, as experiments/tables.yaml holds them."""
+
+import os
+from collections.abc import Collection
+from pathlib import Path
+from typing import Annotated
+
+import yaml
+from pydantic import AfterValidator, BaseModel, ValidationError
+from pydantic_core import PydanticCustomError
+
+from records.schema import Record
+from reporting.metrics import METRICS, RELATIONS, header
+from shared.errors import WorkshopError, did_you_mean
+from shared.paths import REPOSITORY
+
+DEFINITIONS = REPOSITORY / "experiments" / "tables.yaml"
+WAY_OUT = "see the comment at its top"
+COLUMNS = [*METRICS, *(f"{relation}.{metric}" for relation in RELATIONS for metric in METRICS)]
+PLOTS = ["loss", "memory", "peaks", "throughput", "efficiency", "speed"]
+
+
+def one_of(known: Collection[str], what: str) -> AfterValidator:
+    """Refuse a word that is not known, and suggest the nearest one that is."""
+
+    def check(word: str) -> str:
+        if word not in known:
+            context = {"what": what, "word": word, "way_out": did_you_mean(word, known, WAY_OUT)}
+            raise PydanticCustomError("unknown", "unknown {what} {word}", context)
+        return word
+
+    return AfterValidator(check)
+
+
+Column = Annotated[str, one_of(COLUMNS, "column")]
+
+
+class RowDefinition(BaseModel, extra="forbid", frozen=True):
+    label: str
+    experiment: str
+    reference: str | None = None
+
+
+class TableDefinition(BaseModel, extra="forbid", frozen=True):
+    """A table. The comment at the top of experiments/tables.yaml explains each key."""
+
+    id: str
+    title: str
+    question: str
+    rows: list[RowDefinition]
+    columns: list[Column]
+    reference: str = ""
+    names: dict[Column, str] = {}
+    note: str = ""
+    plots: list[Annotated[str, one_of(PLOTS, "plot")]] = []
+    per_model: bool = False
+    varies: list[str] = []
+    needs: Annotated[str, one_of(Record.model_fields, "field of the run record")] = "status"
+    transpose: bool = False
+
+    @property
+    def headers(self) -> list[str]:
+        return [self.names.get(column) or header(column, self.reference) for column in self.columns]
+
+    @property
+    def references(self) -> list[str]:
+        """For each row the experiment to which its relations refer: the row's own, else that of the first row."""
+        return [row.reference or self.rows[0].experiment for row in self.rows]
+
+
+def load_definitions(path: Path = DEFINITIONS) -> list[TableDefinition]:
+    """Read all tables. Raises WorkshopError (exit code 2) with the table and the key that is wrong."""
+    shown = os.path.relpath(path)
+    try:
+        tables = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except yaml.YAMLError as error:
+        raise WorkshopError(shown, f"is not YAML ({' '.join(str(error).split())})", WAY_OUT) from error
+    if not isinstance(tables, list) or not all(isinstance(table, dict) for table in tables):
+        raise WorkshopError(shown, "is not a list of tables", WAY_OUT)
+    return [check_table(f"{shown}: table {table.get('id', i)}", table) for i, table in enumerate(tables, 1)]
+
+
+def check_table(place: str, table: dict) -> TableDefinition:
+    try:
+        return TableDefinition.model_validate(table)
+    except ValidationError as error:
+        mistakes = error.errors(include_url=False)
+        # A misspelt key makes two mistakes, as the right key is missing. The misspelt one says more.
+        first = min(mistakes, key=lambda mistake: mistake["type"] != "extra_forbidden")
+        source = f"{place}, {'.'.join(map(str, first['loc']))}"
+        if first["type"] == "extra_forbidden":
+            known = RowDefinition.model_fields if "rows" in first["loc"] else TableDefinition.model_fields
+            raise WorkshopError(source, "unknown key", did_you_mean(str(first["loc"][-1]), known, WAY_OUT)) from error
+        raise WorkshopError(source, first["msg"], first.get("ctx", {}).get("way_out", WAY_OUT)) from error
+
+
+def table_definition(name: str) -> TableDefinition:
+    """Return the table with this id."""
+    return next(table for table in load_definitions() if table.id == name)
