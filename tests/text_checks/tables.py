@@ -46,15 +46,19 @@ def deepspeed_files() -> Iterator[str]:
     """Compare stage, offload and pinned memory."""
     pattern = r"^\| `(\w+)\.json` \| (\d) \| *([^|;]*?) *(?:;[^|]*)?\| *([^|]*?) *\|$"
     rows = re.findall(pattern, read("docs/deepspeed-config.md"), re.MULTILINE)
-    shown = {name: " | ".join(columns) for name, *columns in rows}
+    shown = {name: zero_facts(*columns) for name, *columns in rows}
     stated = {}
     for name, config in configs("ds_configs").items():
         zero = config["zero_optimization"]
         parts = {"optimizer": zero.get("offload_optimizer"), "parameters": zero.get("offload_param")}
         pins = ["yes" if section["pin_memory"] else "no" for section in parts.values() if section]
         offload = ", ".join(part for part, section in parts.items() if section)
-        stated[name] = " | ".join([str(zero["stage"]), offload, *(pins[:1] or [""])])
+        stated[name] = zero_facts(zero["stage"], offload, "".join(pins[:1]))
     yield from differences("docs/deepspeed-config.md", "ds_configs/", shown, stated)
+
+
+def zero_facts(stage: int | str, offload: str, pinned: str) -> str:
+    return f"stage {stage}, offload: {offload or '-'}, pinned: {pinned or '-'}"
 
 
 def fsdp_files() -> Iterator[str]:
