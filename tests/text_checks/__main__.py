@@ -14,7 +14,6 @@ sys.path.append(str(Path(__file__).resolve().parents[2] / "scripts"))
 from text_checks import (
     commands,
     documents,
-    experiment_index,
     imports,
     libraries,
     links,
@@ -25,7 +24,7 @@ from text_checks import (
 )
 from text_checks.common import TEXTS, TREES
 
-CHECKS = (pages, links, commands, tables, experiment_index, libraries, documents, repository, imports, security)
+CHECKS = (pages, links, commands, tables, libraries, documents, repository, imports, security)
 
 
 def main() -> int:
