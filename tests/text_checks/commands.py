@@ -55,59 +55,49 @@ def commands() -> Iterator[Command]:
 
 def findings() -> Iterator[str]:
     for command in commands():
-        for finding in [*launch(command), *target(command)]:
+        absent = [f"there is no {name}; write its new name" for name, exists in named(command) if not exists]
+        for finding in [*broken_rules(command), *absent]:
             yield f"{name_of(command.page)}: `{shlex.join(command.words)}`: {finding}"
 
 
-def launch(command: Command) -> Iterator[str]:
-    """Check where a command runs and how it starts ranks."""
-    words = command.words
+def broken_rules(command: Command) -> list[str]:
+    """Return the rules that a command breaks about where it runs and how it starts ranks."""
+    words, line = command.words, shlex.join(command.words)
     submits = words[0].endswith("submit.sh") and "--dry-run" not in words
-    if (submits or re.search(r"\b(sbatch|srun|squeue|scancel)\b", words[0])) and not command.cluster:
-        yield "needs a cluster; begin its block with ```bash cluster"
-    if {"scripts/launch.py", "torch.distributed.run"} & set(words):
-        yield "starts ranks in its own way; write torchrun"
-    if "torchrun" in words:
-        if not re.fullmatch(r"--nproc_per_node=\d", words[words.index("torchrun") + 1]):
-            yield "torchrun does not begin with the number of ranks; write --nproc_per_node=<number> first"
-        if "OMP_NUM_THREADS=" not in TEXTS[command.page]:
-            yield "torchrun sets one thread and prints a warning; set OMP_NUM_THREADS in this page"
+    needs_cluster = submits or re.search(r"\b(sbatch|srun|squeue|scancel)\b", words[0])
+    torchrun = "torchrun" in words
+    broken = {
+        "needs a cluster; begin its block with ```bash cluster": needs_cluster and not command.cluster,
+        "starts ranks in its own way; write torchrun": {"scripts/launch.py", "torch.distributed.run"} & set(words),
+        "has no number of ranks where a reader expects it; begin with torchrun --nproc_per_node=<number>": torchrun
+        and not re.search(r"torchrun --nproc_per_node=\d ", line),
+        "torchrun sets one thread and prints a warning; set OMP_NUM_THREADS in this page": torchrun
+        and "OMP_NUM_THREADS=" not in TEXTS[command.page],
+    }
+    return [rule for rule, is_broken in broken.items() if is_broken]
 
 
-def target(command: Command) -> Iterator[str]:
-    """Check that what a command starts exists, and knows its flags."""
-    words = command.without_launcher
-    if len(words) < 2:
-        return
-    if words[0] == "cd":
-        if not (command.folder / words[1]).is_dir():
-            yield "there is no such folder; write its new name"
-    elif words[0] == "make":
+def named(command: Command) -> Iterator[tuple[str, bool]]:
+    """Yield each thing that a command names, and whether it exists."""
+    folder, words = command.folder, command.without_launcher
+    first, second = (*words, "", "")[:2]
+    if first == "cd":
+        yield second, (folder / second).is_dir()
+    elif first == "make":
         targets = re.findall(r"^([\w-]+):", read("Makefile"), re.MULTILINE)
-        for word in words[1:]:
-            if "=" not in word and word not in targets:
-                yield f"Makefile has no target {word}; its targets are {', '.join(targets)}"
-    elif words[0] in ("sbatch", "bash"):
-        for script in [word for word in words[1:] if word.endswith((".slurm", ".sh"))][:1]:
-            if not (command.folder / script).is_file():
-                yield f"there is no {script} in this folder; write its new name"
-    elif words[0].endswith("submit.sh"):
-        if not (command.folder / words[0]).is_file():
-            yield f"there is no {words[0]} in this folder; write its path from here"
-        if words[-1] not in ("all", OWN_EXPERIMENT) and not (REPOSITORY / "experiments" / words[-1]).exists():
-            yield f"there is no experiments/{words[-1]}; write its new name"
-    elif words[0] == "python" and words[1].endswith(".py"):
-        yield from python(command.folder / words[1], words[2:])
-
-
-def python(script: Path, words: list[str]) -> Iterator[str]:
-    for config in re.findall(r"(?:ds|fsdp)_configs/[\w.]+", " ".join(words)):
-        if not (REPOSITORY / config).is_file():
-            yield f"there is no {config}; write its new name"
-    if not script.is_file():
-        yield f"there is no {script.name} in this folder; write its new name"
-    elif script.name not in PARSED:
-        known = re.findall(r"--[\w-]+", script.read_text(encoding="utf-8"))
-        for flag in (word.partition("=")[0] for word in words if word.startswith("--")):
-            if flag not in known:
-                yield f"{script.name} has no flag {flag}; its flags are {', '.join(sorted(set(known)))}"
+        yield from ((f"target {word}", word in targets) for word in words[1:] if "=" not in word)
+    elif first in ("sbatch", "bash"):
+        scripts = [word for word in words if word.endswith((".slurm", ".sh"))][:1]
+        yield from ((script, (folder / script).is_file()) for script in scripts)
+    elif first.endswith("submit.sh"):
+        experiment = f"experiments/{words[-1]}"
+        yield first, (folder / first).is_file()
+        yield experiment, words[-1] in ("all", OWN_EXPERIMENT) or (REPOSITORY / experiment).exists()
+    elif first == "python" and second.endswith(".py"):
+        script = read(folder / second)
+        yield second, bool(script)
+        for config in re.findall(r"(?:ds|fsdp)_configs/[\w.]+", " ".join(words)):
+            yield config, (REPOSITORY / config).is_file()
+        if not second.endswith(PARSED):
+            flags = [word.partition("=")[0] for word in words if word.startswith("--")]
+            yield from ((f"{flag} in {second}", flag in re.findall(r"--[\w-]+", script)) for flag in flags)

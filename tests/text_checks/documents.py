@@ -8,8 +8,8 @@ import csv
 from collections.abc import Iterator
 
 from helpers import REPOSITORY
-from text_checks.common import read
-from text_checks.links import anchors
+from text_checks.common import differences, read
+from text_checks.links import missing
 
 PLACES = "tests/data/original_documents.csv"
 LINES = {"D": 1330, "D0": 193, "F": 1346, "F0": 245, "Z": 173}
@@ -17,20 +17,17 @@ LINES = {"D": 1330, "D0": 193, "F": 1346, "F0": 245, "Z": 173}
 
 def findings() -> Iterator[str]:
     rows = list(csv.DictReader(read(PLACES).splitlines()))
-    for document, lines in LINES.items():
-        parts = {(int(row["first"]), int(row["last"])) for row in rows if row["document"] == document}
-        end = 0
-        for first, last in [*sorted(parts), (lines + 1, lines)]:
-            if first != end + 1:
-                yield f"{PLACES}: {document}: goes from line {end} to line {first}; give each line one place"
-            end = last
+    ends = dict.fromkeys(LINES, 0)  # the last line of each document before the first one without a place
+    for document, first, last in sorted((row["document"], int(row["first"]), int(row["last"])) for row in rows):
+        if first == ends.setdefault(document, 0) + 1:
+            ends[document] = last
+    shown, stated = (
+        {f"{key}: lines with a place": f"1 to {end}" for key, end in each.items()} for each in (ends, LINES)
+    )
+    yield from differences(PLACES, "the document", shown, stated)
     for row in rows:
         name, _, anchor = row["place"].partition("#")
-        file = next((path for path in (f"docs/{name}", name) if (REPOSITORY / path).is_file()), None)
-        part = f"{PLACES}: {row['document']} {row['first']}-{row['last']}"
-        if row["document"] not in LINES:
-            yield f"{part}: there is no such document; the documents are {', '.join(LINES)}"
-        if not file:
-            yield f"{part}: says {name}, and there is no such file; write its new name"
-        elif anchor and anchor not in anchors(read(file)):
-            yield f"{part}: says {row['place']}, and {file} has no such heading; write the one with this part"
+        in_docs = REPOSITORY / "docs" / name
+        if lacks := missing(in_docs if in_docs.exists() else REPOSITORY / name, anchor):
+            part = f"{row['document']} {row['first']}-{row['last']}"
+            yield f"{PLACES}: {part}: says {row['place']}, and there is {lacks}; write the place of this part"

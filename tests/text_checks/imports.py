@@ -42,9 +42,6 @@ def findings() -> Iterator[str]:
     for name, path in MODULES.items():
         for command in sorted(imports[name] & COMMANDS):
             yield f"{name_of(path)}: imports the command {command}.py; move what both need into a folder of scripts/"
-        for node in ast.walk(TREES[path]):
-            if isinstance(node, ast.ImportFrom) and node.level:
-                yield f"{name_of(path)}: line {node.lineno}: has a relative import; write the module's whole name"
     try:
         graphlib.TopologicalSorter(imports).prepare()
     except graphlib.CycleError as error:

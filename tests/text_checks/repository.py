@@ -1,33 +1,26 @@
-"""The pins, the promised names, the version, the help of the scripts, and how a command ends."""
+"""The pins, the promised names, the version, what a file must say, and how a command ends."""
 
 import ast
 import json
 import re
 from collections.abc import Iterator
+from itertools import chain
 
 import yaml
 
-from helpers import REPOSITORY
 from names import PROMISED, names
 from shared.paths import workshop_version
 from text_checks.common import SCRIPTS, TREES, differences, name_of, read
 from text_checks.imports import is_main_guard
 
-STACK = {"torch", "transformers", "accelerate", "deepspeed", "datasets", "torchmetrics", "psrecord"}
-ENDS = {"run_program(main)", "run_and_exit(main)"}
+GUARD = "if __name__ == '__main__':\n    "
+ENDS = (f"{GUARD}run_program(main)", f"{GUARD}run_and_exit(main)")
 # They have the standard library alone: one becomes another program, job.sh waits for the other
 OTHER_ENDS = (SCRIPTS / "job" / "with_parent.py", SCRIPTS / "config.py")
 
 
 def findings() -> Iterator[str]:
-    yield from pins()
-    yield from older_gpus()
-    yield from promised_names()
-    yield from version()
-    yield from ends_of_commands()
-    yield from files_that_a_help_names()
-    if "experiments/wandb_key" not in read(".gitignore").splitlines():
-        yield ".gitignore: does not list experiments/wandb_key, which holds a key; add this line"
+    return chain(pins(), lines(), promised_names(), ends_of_commands())
 
 
 def pins_of(lines: list[str]) -> dict[str, str]:
@@ -37,62 +30,51 @@ def pins_of(lines: list[str]) -> dict[str, str]:
 
 def pins() -> Iterator[str]:
     """pip and conda install the same version of each package."""
-    requirements = pins_of(read("requirements.txt").splitlines())
+    requirements, development = (
+        pins_of(read(name).splitlines()) for name in ("requirements.txt", "requirements-dev.txt")
+    )
     environment = yaml.safe_load(read("environment.yml"))
     (by_pip,) = [entry["pip"] for entry in environment["dependencies"] if isinstance(entry, dict)]
-    yield from differences("environment.yml", "requirements.txt", pins_of(by_pip), requirements)
-    if environment["name"] != "deepspeed-finetune":
-        yield f"environment.yml: says name {environment['name']}, the pages say deepspeed-finetune"
-    for file in ("requirements.txt", "requirements-dev.txt"):
-        for name, pin in pins_of(read(file).splitlines()).items():
-            if not re.fullmatch(r"[\w.]+", pin) or not re.fullmatch(r"[\w.-]+", name):
-                yield f"{file}: {name}: is not pinned; write <package>==<version>"
-    for name in sorted(STACK - requirements.keys()):
-        yield f"requirements.txt: does not install {name}; write {name}==<version>"
+    shown = {"name": environment["name"], **pins_of(by_pip)}
+    stated = {"name": "deepspeed-finetune", **requirements}
+    yield from differences("environment.yml", "requirements.txt or a page", shown, stated)
+    for name, pin in chain(requirements.items(), development.items()):
+        if not re.fullmatch(r"[\w.-]+==[\w.]+", f"{name}=={pin}"):
+            yield f"requirements: {name} is not pinned; write <package>==<version>"
 
 
-def older_gpus() -> Iterator[str]:
-    """The build of PyTorch for older GPUs has the pinned version wherever a reader looks for it."""
+def lines() -> Iterator[str]:
+    """A file has the line that another file or a reader expects there."""
     torch = pins_of(read("requirements.txt").splitlines())["torch"]
-    command = f"python -m pip install torch=={torch}+cu126 --index-url https://download.pytorch.org/whl/cu126"
-    pages = ("docs/environment.md", "docs/instructor/README.md", "experiments/sites/example.sh")
-    for name in (*pages, "scripts/checks/machine.py"):
-        if command not in read(name):
-            yield f"{name}: does not say how to install torch {torch} for older GPUs; write `{command}`"
+    older_gpus = f"python -m pip install torch=={torch}+cu126 --index-url https://download.pytorch.org/whl/cu126"
+    expected = {
+        ".gitignore": "\nexperiments/wandb_key\n",
+        "docs/environment.md": older_gpus,
+        "docs/instructor/README.md": older_gpus,
+        "experiments/sites/example.sh": older_gpus,
+        "scripts/checks/machine.py": older_gpus,
+    }
+    for name, line in expected.items():
+        if line not in read(name):
+            yield f"{name}: does not say `{line.strip()}`; write this line"
+    _to_come, latest, *_ = re.findall(r"^## (\S+)", read("CHANGELOG.md"), re.MULTILINE)
+    yield from differences("CHANGELOG.md", "pyproject.toml", {"version": latest}, {"version": workshop_version()})
 
 
 def promised_names() -> Iterator[str]:
     now = names()
     for kind, promised in json.loads(PROMISED.read_text()).items():
-        for name in promised:
-            if name not in now[kind]:
-                way_out = "keep the name, or the next version is 2.0.0: docs/instructor/own-copy.md"
-                yield f"{name_of(PROMISED)}: promises {name} ({kind}), which is gone; {way_out}"
-
-
-def version() -> Iterator[str]:
-    _to_come, latest, *_ = re.findall(r"^## (.*)", read("CHANGELOG.md"), re.MULTILINE)
-    if not latest.startswith(f"{workshop_version()} ("):
-        yield f"CHANGELOG.md: its second heading says {latest}, pyproject.toml says {workshop_version()}"
+        for name in sorted({*promised} - {*now[kind]}):
+            way_out = "keep the name, or the next version is 2.0.0: docs/instructor/own-copy.md"
+            yield f"{name_of(PROMISED)}: promises {name} ({kind}), which is gone; {way_out}"
 
 
 def ends_of_commands() -> Iterator[str]:
-    """Each command turns a WorkshopError into one line and an exit code."""
+    """A command ends in the one way that turns a WorkshopError into one line and an exit code."""
     for path, tree in TREES.items():
-        guards = [node for node in tree.body if is_main_guard(node)]
-        if any(isinstance(node, ast.FunctionDef) and node.name == "main" for node in tree.body) != bool(guards):
-            yield f'{name_of(path)}: has one of main() and `if __name__ == "__main__":`; write both, or none'
-        for guard in guards:
-            calls = [ast.unparse(node) for node in guard.body]
-            if guard is not tree.body[-1]:
-                yield f'{name_of(path)}: has code after `if __name__ == "__main__":`; move it above'
-            if path not in OTHER_ENDS and not (len(calls) == 1 and calls[0] in ENDS):
-                yield f"{name_of(path)}: ends with {'; '.join(calls)}; write run_program(main), of shared/errors.py"
-
-
-def files_that_a_help_names() -> Iterator[str]:
-    pattern = r"(?<!\S)((?:scripts|ds_configs|data|experiments|fsdp_configs)/[\w./-]+\.\w+)"
-    for path, tree in TREES.items():
-        for name in re.findall(pattern, ast.get_docstring(tree) or ""):
-            if not (REPOSITORY / name).exists():
-                yield f"{name_of(path)}: its help names {name}, which is not there; write the file's new name"
+        has_main = any(isinstance(node, ast.FunctionDef) and node.name == "main" for node in tree.body)
+        guards = [ast.unparse(node) for node in tree.body if is_main_guard(node)]
+        end = ast.unparse(tree.body[-1:])
+        if guards != [end] * has_main or (has_main and end not in ENDS and path not in OTHER_ENDS):
+            one_way = 'main(), and at the end `if __name__ == "__main__":` with run_program(main) of shared/errors.py'
+            yield f"{name_of(path)}: is neither a command nor a library; write {one_way}, or none of these"

@@ -3,6 +3,7 @@
 import json
 import re
 from collections.abc import Callable, Iterator
+from itertools import chain
 
 from config import KNOBS
 from helpers import REPOSITORY
@@ -20,9 +21,7 @@ FSDP_WORDS: dict[str, Callable[[dict], object]] = {
 
 
 def findings() -> Iterator[str]:
-    yield from knobs()
-    yield from deepspeed_files()
-    yield from fsdp_files()
+    return chain(knobs(), deepspeed_files(), fsdp_files())
 
 
 def knobs() -> Iterator[str]:
