@@ -50,6 +50,7 @@ test-faults: .venv/installed-dev
 lint: .venv/installed-dev
 	$(BIN)/ruff check . && $(BIN)/ruff format --check .
 	$(BIN)/mypy
+	$(BIN)/python tests/text_checks
 	git ls-files -z '*.sh' .ci/run | xargs -0 -r $(BIN)/shellcheck
 	@# each of these sources job.sh, whose flow was analysed just now
 	git ls-files -z '*.slurm' | xargs -0 -r $(BIN)/shellcheck --extended-analysis=false

@@ -5,7 +5,6 @@ import builtins
 import json
 import os
 import pickle
-import re
 from pathlib import Path
 
 import huggingface_hub.constants
@@ -16,9 +15,10 @@ from transformers import BloomConfig, BloomForCausalLM
 
 from config import DataArguments, ModelArguments
 from data_loader import read_part
-from helpers import EXPERIMENT_SCRIPTS, REPOSITORY
+from helpers import REPOSITORY
 from model import load_config, load_model, load_tokenizer
 from shared.errors import WorkshopError
+from text_checks.security import dangers
 from training.find_checkpoints import forbid_code_in_checkpoints, refuse_code_in
 
 DATA = DataArguments(dataset=str(REPOSITORY / "data" / "squad_sample.json"))
@@ -146,51 +146,10 @@ def test_nothing_in_this_process_loads_code(weights_only, monkeypatch):
             load("x.pt")
 
 
-# Our own scripts
+# The scripts of the workshop; tests/text_checks/security.py reads them all
 
-RUNS_TEXT = {"eval", "exec", "compile", "__import__", "os.system", "os.popen", "pickle.load", "pickle.loads"}
-RUNS_TEXT |= {"yaml.load", "yaml.unsafe_load", "yaml.full_load", "marshal.loads", "numpy.load", "np.load"}
-
-
-def dangers(tree: ast.AST) -> list[str]:
-    """Calls that execute text or bytes, or that start a shell."""
-    found = []
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Call):
-            name = ast.unparse(node.func)
-            given = {keyword.arg: ast.unparse(keyword.value) for keyword in node.keywords}
-            unsafe_load = name == "torch.load" and given.get("weights_only") != "True"
-            trusts = "trust_remote_code" in given and given["trust_remote_code"] != "False"
-            if name in RUNS_TEXT or unsafe_load or trusts or given.get("shell", "False") != "False":
-                found.append(f"line {node.lineno}: {ast.unparse(node)}")
-    return found
+UNSAFE = ("eval(x)", "pickle.load(f)", "torch.load(f)", "run(x, shell=True)", "f(x, trust_remote_code=options.trust)")
 
 
-@pytest.mark.parametrize("path", sorted(REPOSITORY.glob("scripts/**/*.py")), ids=lambda path: path.name)
-def test_no_script_executes_what_it_reads(path):
-    assert dangers(ast.parse(path.read_text(encoding="utf-8"))) == []
-
-
-UNSAFE = ["eval(x)", "pickle.load(f)", "torch.load(f)", "run(x, shell=True)", "f(x, trust_remote_code=options.trust)"]
-
-
-@pytest.mark.parametrize("text", UNSAFE)
-def test_this_search_finds(text):
-    assert dangers(ast.parse(text))
-
-
-SHELL = sorted([*REPOSITORY.glob("experiments/**/*.sh"), *EXPERIMENT_SCRIPTS, *REPOSITORY.glob("scripts/*.sh")])
-# job.sh and its own parts, a site file, the environment that a site file activates, an experiment's knobs
-SOURCED = re.compile(
-    r'(\.\./)+job\.sh|"\$EXPERIMENTS_FOLDER/load_site\.sh"|"\$SNAPSHOT/experiments/job\.sh"|"\$SITE_FILE"'
-    r'|"\$HOME/miniforge3/etc/profile\.d/conda\.sh"|"\$ROOT/\$EXPERIMENT/env_vars\.sh"'
-)
-
-
-@pytest.mark.parametrize("path", SHELL, ids=lambda path: "/".join(path.parts[-3:]))
-def test_no_shell_script_executes_what_it_reads(path):
-    for line in path.read_text(encoding="utf-8").splitlines():
-        code = line.split("#")[0]
-        assert not re.search(r"(^|[;&|(]\s*|\s)(eval|bash -c|sh -c)\s", code), line
-        sourced = re.match(r"\s*\(?(?:source\s|\.\s+(?=[\"$/\w]))\s*(\S+)", code)
-        assert not sourced or SOURCED.fullmatch(sourced[1]), line
+def test_the_text_check_finds_each_call_that_executes_text():
+    assert [text for text in UNSAFE if not [*dangers(ast.parse(text))]] == []

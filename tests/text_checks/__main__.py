@@ -1,0 +1,41 @@
+"""Compare the texts of the repository with each other: pages, tables, commands, scripts, pins.
+
+    .venv/bin/python tests/text_checks        # part of make lint
+
+The command lists all findings at once. Each names its file, what is wrong and what to do. Exit code 1: there are some.
+"""
+
+import sys
+from pathlib import Path
+
+sys.path.append(str(Path(__file__).resolve().parents[1]))
+sys.path.append(str(Path(__file__).resolve().parents[2] / "scripts"))
+
+from text_checks import (
+    commands,
+    documents,
+    imports,
+    libraries,
+    links,
+    pages,
+    repository,
+    security,
+    tables,
+)
+from text_checks.common import TEXTS, TREES
+
+CHECKS = (pages, links, commands, tables, libraries, documents, repository, imports, security)
+
+
+def main() -> int:
+    number = 0
+    for check in CHECKS:
+        for finding in check.findings():
+            print(finding)
+            number += 1
+    print(f"{len(CHECKS)} text checks, {len(TEXTS)} pages, {len(TREES)} modules of scripts/: {number} findings")
+    return min(number, 1)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
