@@ -17,7 +17,7 @@ import torch
 
 from distributed.collectives import gather_lists, rank, value_of_rank_0
 from distributed.process_group import exit_code, is_out_of_memory
-from job.git_state import git_state
+from records.git_state import git_state
 from records.schema import (
     SCHEMA,
     WITHOUT_A_WORD,
