@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# What all experiments share. A .slurm file sources this: section 6 below then loads the site, exports all variables that are
+# What all experiments share. A .slurm file sources this: section 7 below then loads the site, exports all variables that are
 # set from there on (knobs reach Python as variables), and calls job_prepare. Then the .slurm calls one of these, or two
 #   run_python FILE ARGS...     one process
 #   run_torchrun FILE ARGS...   one process per GPU; torchrun (in scripts/launch.py) starts them, once per node
@@ -69,7 +69,7 @@ job_prepare() {
   job_set_rendezvous
   job_skip_steps
   JOB_OVERRIDES=$(job_overrides)
-  # for records/git_state.py. If a large training starts git, a memory log may count the training twice
+  # records/git_state.py reads this. If a large training started git, a memory log could count the training twice
   timeout 20 git -C "$ROOT" status --porcelain=v2 --branch -z >"$RUN_DIR/git_status" 2>/dev/null || true
   echo "job $JOB_ID of $EXPERIMENT: site $SITE, $NODES node(s) x $RANKS_PER_NODE rank(s), rendezvous $MASTER_ADDR:$MASTER_PORT"
   echo "nodes: ${ALL_NODES//$'\n'/ }"
@@ -273,7 +273,7 @@ job_set_up_node() { # COMMAND
   fi
 }
 
-job_can_log() { # PROGRAM FILE: whether this task starts it, the first one of its node. Without a logger the training continues
+job_can_log() { # PROGRAM FILE: true for an installed program in the first task of a node. The training continues without
   if [[ $LOGGERS != yes || ${SLURM_LOCALID:-0} != 0 ]]; then
     return 1
   elif ! command -v "$1" >/dev/null; then
@@ -307,23 +307,22 @@ job_run() { # COMMAND: its exit status. Meanwhile job_stop passes signals on to 
   if [[ $STOPPED = yes ]]; then # a signal came before there was a child
     kill -TERM "$CHILD" 2>/dev/null || true
   fi
-  # bash's wait may lose the status of a child that ends while a trap runs. A signal interrupts read, and then its trap runs
-  local pipe code=0
-  exec {pipe}<> <(:) # nothing is ever written to it
+  # a signal interrupts read, and then its trap runs. In wait bash may lose the status of a child that ends meanwhile
   while kill -0 "$CHILD" 2>/dev/null; do
-    read -rt 0.2 -u "$pipe" || true
+    read -rt 0.2 -u "$EMPTY_PIPE" || true
   done
-  exec {pipe}>&-
+  local code=0
   wait "$CHILD" || code=$?
   CHILD=""
   return "$code"
 }
 
 job_listen() {
-  # as TERM: to INT what bash starts in the background may be deaf, and HUP means something else to srun
+  exec {EMPTY_PIPE}<> <(:) # for job_run; nothing is ever written to it. With a trap, bash may fail to parse <(...)
+  # a process in the background may ignore INT, and srun takes HUP for something else
   trap 'job_stop TERM' TERM INT HUP USR2
   trap 'job_stop USR1' USR1
-  trap '' PIPE # nobody reads what it prints: it goes on
+  trap '' PIPE # continue if nobody reads the output
 }
 
 job_stop() { # SIGNAL: for the training, which saves and stops
@@ -334,7 +333,7 @@ job_stop() { # SIGNAL: for the training, which saves and stops
     CANCELLED=yes
   fi
   [[ -z $CHILD ]] || kill -"$1" "$CHILD" 2>/dev/null || true
-  # noted before the end: a training that does not react is killed, and this script with it
+  # The record says so at once: if the training does not react, Slurm kills it, and this script with it
   job_python end_of_job "$JOB_ID" --signal --exit-code 143 --since "$STARTED" || true
 }
 
