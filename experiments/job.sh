@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# What all experiments share. A .slurm file sources this: section 6 below then loads the site, exports all variables that are
+# What all experiments share. A .slurm file sources this: section 7 below then loads the site, exports all variables that are
 # set from there on (knobs reach Python as variables), and calls job_prepare. Then the .slurm calls one of these, or two
 #   run_python FILE ARGS...     one process
 #   run_torchrun FILE ARGS...   one process per GPU; torchrun (in scripts/launch.py) starts them, once per node
@@ -8,8 +8,8 @@
 #   DRY_RUN=1 bash X.slurm      shows the site, the knobs and the commands, checks them, and writes nothing
 # How a job lives:
 #   the .slurm file on the first node    job_prepare, then what it calls, then job_finish, whatever happened
-#     run_torchrun, for example          starts "job.sh on_node" by srun on each node; of one node alone it goes on here
-#       on each node                     the command, and two memory loggers beside it
+#     run_torchrun, for example          starts "job.sh on_node", by srun if there are several nodes
+#       on each node (section 3)         the command, and two memory loggers next to it
 # The job's exit status is that of the rank that failed first; if none did, the one in the run record.
 set -euo pipefail +o posix # sh can be bash in POSIX mode, which has no <(...) before bash 5.1
 
@@ -18,15 +18,12 @@ ROOT=$(dirname "$EXPERIMENTS_FOLDER")
 # shellcheck source=experiments/load_site.sh
 source "$EXPERIMENTS_FOLDER/load_site.sh" # also job_fail: error line of NAME, WHAT, WAY OUT, exit code (2)
 
-CHILD=""     # process to which signals are passed on
-STOPPED=no   # a signal came
-WARNED=no    # it was USR1, the site's warning that time is running out
-CANCELLED=no # it was TERM, INT, HUP or USR2: somebody has ended the job
-ON_NODE=no   # this is the part of it that srun has started on a node
-SAVED=75     # exit code of a training that was stopped and has saved a checkpoint
-declare -A LOGGER_PIDS=()
+CHILD=""                      # process to which signals are passed on
+STOPPED=no                    # a signal came
+WARNED=no                     # it was USR1, the site's warning that time is running out
+CANCELLED=no                  # it was TERM, INT, HUP or USR2: somebody has ended the job
+SAVED=75                      # exit code of a training that was stopped and has saved a checkpoint
 declare -A SEEN=() ORIGINS=() # variables as they were when job_note_origin looked last, and who has set them
-exec {EMPTY_PIPE}<> <(:)      # nothing ever comes, so reading from it is waiting
 
 # 1. Before the training
 
@@ -72,7 +69,8 @@ job_prepare() {
   job_set_rendezvous
   job_skip_steps
   JOB_OVERRIDES=$(job_overrides)
-  JOB_GIT=$(job_python git_state) || JOB_GIT=
+  # records/git_state.py reads this. If a large training started git, a memory log could count the training twice
+  timeout 20 git -C "$ROOT" status --porcelain=v2 --branch -z >"$RUN_DIR/git_status" 2>/dev/null || true
   echo "job $JOB_ID of $EXPERIMENT: site $SITE, $NODES node(s) x $RANKS_PER_NODE rank(s), rendezvous $MASTER_ADDR:$MASTER_PORT"
   echo "nodes: ${ALL_NODES//$'\n'/ }"
   if [[ -z ${CUDA_VISIBLE_DEVICES-unset} ]] && command -v nvidia-smi >/dev/null; then
@@ -113,31 +111,6 @@ job_python() { # MODULE ARGS...: one of scripts/job
   PYTHONPATH=$ROOT/scripts${PYTHONPATH:+:$PYTHONPATH} python -P -m "$module" "$@"
 }
 
-job_check_folder() { # a script that is started in another folder would put its results there, under a wrong name
-  local script=$0
-  if [[ -n ${SLURM_JOB_ID:-} && $0 != *.slurm ]]; then # Slurm runs a copy of the script
-    script=$(scontrol show job "$SLURM_JOB_ID" 2>/dev/null | sed -n '/^ *Command=/{s///p;q}') || true
-    [[ $script = /* ]] || script=${SLURM_SUBMIT_DIR:-$PWD}/$script
-  fi
-  if [[ $script = *.slurm* && ! $(dirname "${script%.slurm*}") -ef $PWD ]]; then
-    job_fail "$script" "it is not of this folder, $PWD" "start it in its own folder"
-  fi
-}
-
-job_check_node() { # this script must run on the first node: the ranks meet there, and a job on one node trains there
-  if [[ -z ${SLURM_JOB_ID:-} ]]; then
-    [[ $NODES = 1 ]] || job_fail "$(basename "$0")" "it needs $NODES nodes, and there is no Slurm here" "submit it with sbatch" 3
-    return 0
-  fi
-  local -r here=${SLURMD_NODENAME:-$(hostname)} # salloc opens its shell on the login node, unless the site has changed that
-  local first
-  first=$(scontrol show hostnames "${SLURM_JOB_NODELIST:-$here}" 2>/dev/null | head -n 1) || true
-  if [[ -n $first && ${here%%.*} != "${first%%.*}" ]]; then
-    job_fail "$(basename "$0")" "it must run on $first, the first node of job $SLURM_JOB_ID, and this shell is on $here" \
-      "open a shell there (srun --overlap --nodes=1 --ntasks=1 --pty bash), or submit it with sbatch" 3
-  fi
-}
-
 job_keep_log() { # as Slurm would: what is printed goes into the log, too, also when the terminal is closed
   local -r log=log/$(job_directive job-name)_$JOB_ID.out
   exec > >(job_ignore_signals && exec tee -p -a "$log") 2> >(job_ignore_signals && exec tee -p -a "$log" >&2)
@@ -167,17 +140,9 @@ job_set_rendezvous() { # where the ranks meet: on the first node, where this run
   if [[ $NODES -gt 1 && -z ${MASTER_ADDR:-} ]]; then
     other=("$(sed -n 2p <<<"$ALL_NODES")")
   fi
-  found=$(job_python rendezvous "$JOB_ID" "${other[@]}") || exit # ADDRESS PORT
+  found=$(job_python master_address "$JOB_ID" "${other[@]}") || exit # ADDRESS PORT
   : "${MASTER_ADDR:=${found% *}}"
   MASTER_PORT=${found#* }
-}
-
-job_skip_steps() { # in a job that was started again: use up the numbers of the steps that its attempts before had
-  # Slurm tells a node that was down, once a minute, to end step 1 of this job, and would end this attempt's step 1
-  local step
-  for ((step = 0; step < 2 * (ATTEMPT - 1) && NODES > 1; step++)); do # two of each attempt: bandwidth test and training
-    srun --quiet --nodes=1 --ntasks=1 true || true
-  done
 }
 
 job_overrides() { # what was submitted otherwise than the script says
@@ -192,7 +157,7 @@ job_overrides() { # what was submitted otherwise than the script says
 
 run_python() {
   job_knob_origins
-  job_on_node python "$@"
+  job_on_this_node python "$@"
 }
 
 run_torchrun() {
@@ -203,7 +168,7 @@ run_torchrun() {
   if [[ $NODES -gt 1 ]]; then
     job_srun 1 "${launch[@]}" "$@"
   else
-    job_on_node "${launch[@]}" "$@"
+    job_on_this_node "${launch[@]}" "$@"
   fi
 }
 
@@ -223,19 +188,25 @@ check_bandwidth() { # without memory loggers: those files belong to the training
   LOGGERS=no SLURM_OVERCOMMIT=1 SRUN_CPUS_PER_TASK=1 run_srun "$ROOT/scripts/measure_bandwidth.py" --output "$BANDWIDTH_FILE"
 }
 
-job_srun() { # TASKS COMMAND: so many tasks on each node
+job_on_this_node() { # COMMAND
+  if [[ $DRY_RUN = 1 ]]; then
+    job_show "$@"
+    return 0
+  fi
+  job_run job_start bash "$EXPERIMENTS_FOLDER/job.sh" on_node "$@"
+}
+
+job_srun() { # TASKS COMMAND: start so many tasks on each node
   local -r tasks=$1
   shift
   if [[ $DRY_RUN = 1 ]]; then
     job_show srun --nodes="$NODES" --ntasks-per-node="$tasks" "$@"
     return 0
   fi
-  rm -f "$RUN_DIR"/joining_* # by which nodes told in the bandwidth test that they came (distributed/rendezvous.py)
-  # --kill-on-bad-exit: one failed rank must end the others, which would wait for it
-  srun --nodes="$NODES" --ntasks=$((NODES * tasks)) --ntasks-per-node="$tasks" --kill-on-bad-exit=1 --cpu-bind=none \
-    bash "$EXPERIMENTS_FOLDER/job.sh" on_node "$@" &
-  CHILD=$!
-  job_wait
+  rm -f "$RUN_DIR"/joining_* # the nodes' notes of the bandwidth test (distributed/rendezvous.py)
+  # --kill-on-bad-exit: without it, the other ranks wait for a failed rank forever
+  job_run srun --nodes="$NODES" --ntasks=$((NODES * tasks)) --ntasks-per-node="$tasks" --kill-on-bad-exit=1 --cpu-bind=none \
+    bash "$EXPERIMENTS_FOLDER/job.sh" on_node "$@"
 }
 
 job_show() { # COMMAND: of a dry run. A training is checked as train.py checks it, and its memory estimated
@@ -252,61 +223,63 @@ job_show() { # COMMAND: of a dry run. A training is checked as train.py checks i
   fi
 }
 
-# 3. On each node: the command, and two memory loggers beside it
+# 3. On each node: the command, and two memory loggers next to it
 
-job_on_node() { # COMMAND: its exit status
-  if [[ $DRY_RUN = 1 ]]; then
-    job_show "$@"
-    return 0
+job_on_node() { # COMMAND
+  job_set_up_node "$@"
+  job_start "$@" &
+  local -r pid=$!
+  local loggers=()
+  if job_can_log psrecord "$CPU_LOG"; then
+    job_start_logger psrecord "${ALL_TASKS:-$pid}" --include-children --interval "$LOG_INTERVAL" --log >(job_append "$CPU_LOG") &
+    loggers+=("psrecord=$!")
   fi
-  # a command behind this one is ended when this shell ends, also when the shell is killed
-  WITH_PARENT=(python -P "$ROOT/scripts/job/with_parent.py" $BASHPID)
+  if job_can_log nvidia-smi "$GPU_LOG" && job_choose_gpus; then
+    job_start_logger nvidia-smi "${GPUS[@]}" \
+      --query-gpu=timestamp,index,name,memory.used,memory.total --format=csv,nounits -l "$LOG_INTERVAL" >>"$GPU_LOG" &
+    loggers+=("nvidia-smi=$!")
+  fi
+  # on_node.py replaces this shell: it waits for the command, passes signals on to it, and stops the loggers
+  exec python -P "$ROOT/scripts/job/on_node.py" "$HOST" "$ROLE" "$pid" "${loggers[@]}"
+}
+
+job_start() { # COMMAND, which replaces a subshell. It ends when this process ends, even if this process is killed
+  exec python -P "$ROOT/scripts/job/with_parent.py" $$ "$@"
+}
+
+job_start_logger() { # COMMAND. All processes of a job may get a signal, but only TERM ends a logger
+  trap '' INT HUP USR1 USR2
+  job_start "$@" 2>/dev/null
+}
+
+job_append() { # FILE: psrecord itself would overwrite the log of an earlier attempt
+  job_ignore_signals
+  exec cat >>"$1"
+}
+
+job_set_up_node() { # COMMAND
   HOST=${SLURMD_NODENAME:-$(hostname)}
-  SUFFIX=$([[ $NODES = 1 ]] || echo "_$HOST")
-  "${WITH_PARENT[@]}" "$@" &
-  CHILD=$!
-  if [[ $LOGGERS = yes && ${SLURM_LOCALID:-0} = 0 ]]; then
-    job_start_loggers
+  ROLE="rank ${SLURM_PROCID:-0}"
+  [[ $* != *scripts/launch.py* ]] || ROLE="launcher ${SLURM_PROCID:-0}"
+  local -r log=memory_log_$JOB_ID$([[ $NODES = 1 ]] || echo "_$HOST")
+  CPU_LOG=cpu_memory/cpu_$log.txt
+  GPU_LOG=gpu_memory/gpu_$log.csv
+  export PET_NODE_RANK=${SLURM_NODEID:-0} # torchrun's --node-rank
+  if [[ $NODES -gt 1 ]]; then
+    job_gloo_interface
   fi
-  local code=0
-  job_wait || code=$?
-  job_stop_loggers
-  if [[ $code != 0 ]]; then # for job_finish: srun reports the highest code of all nodes, often that of one which it ended
-    local who=rank
-    [[ $* != *scripts/launch.py* ]] || who=launcher # which has noted the rank that ended first, if one did
-    # In nanoseconds, as in launch.py. Slurm may end a process such as date before it prints; bash 4 has no EPOCHREALTIME
-    local now=${EPOCHREALTIME:-$(date +%s.%6N)}
-    job_note exit_codes "${now//[.,]/}000 $code $who ${SLURM_PROCID:-0} on $HOST"
-  fi
-  return "$code"
-}
-
-job_start_loggers() { # appending, as the job may have been started again
-  local -r cpu_log=cpu_memory/cpu_memory_log_$JOB_ID$SUFFIX.txt gpu_log=gpu_memory/gpu_memory_log_$JOB_ID$SUFFIX.csv
-  local watched=$CHILD
   if [[ ${SLURM_STEP_NUM_TASKS:-1} -gt $NODES ]]; then
-    watched=$PPID # slurmstepd, the parent of all tasks of this node
-  fi
-  if job_has psrecord "$cpu_log"; then
-    job_logger psrecord "$watched" --include-children --interval "$LOG_INTERVAL" \
-      --log >(job_ignore_signals && exec cat >>"$cpu_log") >/dev/null
-  fi
-  if job_has nvidia-smi "$gpu_log" && job_choose_gpus; then
-    job_logger nvidia-smi "${GPUS[@]}" \
-      --query-gpu=timestamp,index,name,memory.used,memory.total --format=csv,nounits -l "$LOG_INTERVAL" >>"$gpu_log"
+    ALL_TASKS=$PPID # slurmstepd, the parent of all tasks of this node
   fi
 }
 
-job_has() { # PROGRAM FILE: without it the training goes on
-  command -v "$1" >/dev/null || {
+job_can_log() { # PROGRAM FILE: true for an installed program in the first task of a node. The training continues without
+  if [[ $LOGGERS != yes || ${SLURM_LOCALID:-0} != 0 ]]; then
+    return 1
+  elif ! command -v "$1" >/dev/null; then
     job_missing "$1 is not installed on $HOST: no $2"
     return 1
-  }
-}
-
-job_logger() { # COMMAND in the background: of the signals that all processes of a job may get, only TERM ends it
-  (trap '' INT HUP USR1 USR2 && exec "${WITH_PARENT[@]}" "$@" 2>/dev/null) &
-  LOGGER_PIDS[$1]=$!
+  fi
 }
 
 job_choose_gpus() { # sets GPUS: nvidia-smi shows those of other jobs as well, and does not look at CUDA_VISIBLE_DEVICES
@@ -322,44 +295,19 @@ job_choose_gpus() { # sets GPUS: nvidia-smi shows those of other jobs as well, a
   fi
 }
 
-job_missing() { # TEXT: what a log lacks; the summary shows it
-  job_note "missing_$HOST" "$1"
-}
-
-job_note() { # FILE TEXT: a line for job_finish. A full disk loses it without a message, and the job continues
-  { echo "$2" >>"$RUN_DIR/$1"; } 2>/dev/null || true
-}
-
-job_stop_loggers() {
-  local program
-  for program in "${!LOGGER_PIDS[@]}"; do
-    if kill -TERM "${LOGGER_PIDS[$program]}" 2>/dev/null || [[ $STOPPED = yes ]]; then
-      continue
-    fi
-    local code=0 # it had ended already, as psrecord does when the training does
-    wait "${LOGGER_PIDS[$program]}" || code=$?
-    if [[ $program != psrecord || $code != 0 ]]; then
-      job_missing "$program on $HOST ended before the training: its log is not complete"
-    fi
-  done
-}
-
-job_gloo_interface() { # where this node's own name means 127.0.1.1, gloo would listen there: name the interface instead
-  if [[ -z ${GLOO_SOCKET_IFNAME:-} && $(getent hosts "$(hostname)") = 127.* ]]; then
-    local name
-    name=$(ip -o address | awk -v own="$MASTER_ADDR/" 'index($4, own) == 1 { print $2 }') || true # on the first node
-    : "${name:=$(ip -o route get "$MASTER_ADDR" 2>/dev/null | sed -n 's/.* dev \([^ ]*\).*/\1/p')}"
-    [[ -z $name ]] || export GLOO_SOCKET_IFNAME=$name
-  fi
+job_missing() { # TEXT: what a log lacks, for the summary. On a full disk the note is lost, and the job continues
+  { echo "$1" >>"$RUN_DIR/missing_$HOST"; } 2>/dev/null || true
 }
 
 # 4. A stop
 
-job_wait() {                    # exit status of CHILD, to which job_stop passes signals on meanwhile
+job_run() { # COMMAND: its exit status. Meanwhile job_stop passes signals on to it
+  "$@" &
+  CHILD=$!
   if [[ $STOPPED = yes ]]; then # a signal came before there was a child
     kill -TERM "$CHILD" 2>/dev/null || true
   fi
-  # not in wait, where bash loses a child that ends while a trap runs. A signal interrupts read, and then its trap runs
+  # a signal interrupts read, and then its trap runs. In wait bash may lose the status of a child that ends meanwhile
   while kill -0 "$CHILD" 2>/dev/null; do
     read -rt 0.2 -u "$EMPTY_PIPE" || true
   done
@@ -370,10 +318,11 @@ job_wait() {                    # exit status of CHILD, to which job_stop passes
 }
 
 job_listen() {
-  # as TERM: to INT what bash starts in the background may be deaf, and HUP means something else to srun
+  exec {EMPTY_PIPE}<> <(:) # for job_run; nothing is ever written to it. With a trap, bash may fail to parse <(...)
+  # a process in the background may ignore INT, and srun takes HUP for something else
   trap 'job_stop TERM' TERM INT HUP USR2
   trap 'job_stop USR1' USR1
-  trap '' PIPE # nobody reads what it prints: it goes on
+  trap '' PIPE # continue if nobody reads the output
 }
 
 job_stop() { # SIGNAL: for the training, which saves and stops
@@ -384,9 +333,8 @@ job_stop() { # SIGNAL: for the training, which saves and stops
     CANCELLED=yes
   fi
   [[ -z $CHILD ]] || kill -"$1" "$CHILD" 2>/dev/null || true
-  if [[ $ON_NODE = no ]]; then # noted before the end: a training that does not react is killed, and this script with it
-    job_python end_of_job "$JOB_ID" --signal --exit-code 143 --since "$STARTED" || true
-  fi
+  # The record says so at once: if the training does not react, Slurm kills it, and this script with it
+  job_python end_of_job "$JOB_ID" --signal --exit-code 143 --since "$STARTED" || true
 }
 
 # 5. The end of a job
@@ -431,16 +379,55 @@ job_requeue() { # Slurm starts the job again, under the same id: it goes on from
   fi
 }
 
-# 6. The two ways in: what runs when this file is sourced, or started on a node
+# 6. What only some clusters need, and what seldom happens
 
-if [[ ${1:-} = on_node && ${BASH_SOURCE[0]} = "$0" ]]; then # the part of a job that srun starts on each node
+job_check_folder() { # a script that is started in another folder would put its results there, under a wrong name
+  local script=$0
+  if [[ -n ${SLURM_JOB_ID:-} && $0 != *.slurm ]]; then # Slurm runs a copy of the script
+    script=$(scontrol show job "$SLURM_JOB_ID" 2>/dev/null | sed -n '/^ *Command=/{s///p;q}') || true
+    [[ $script = /* ]] || script=${SLURM_SUBMIT_DIR:-$PWD}/$script
+  fi
+  if [[ $script = *.slurm* && ! $(dirname "${script%.slurm*}") -ef $PWD ]]; then
+    job_fail "$script" "it is not of this folder, $PWD" "start it in its own folder"
+  fi
+}
+
+job_check_node() { # this script must run on the first node: the ranks meet there, and a job on one node trains there
+  if [[ -z ${SLURM_JOB_ID:-} ]]; then
+    [[ $NODES = 1 ]] || job_fail "$(basename "$0")" "it needs $NODES nodes, and there is no Slurm here" "submit it with sbatch" 3
+    return 0
+  fi
+  local -r here=${SLURMD_NODENAME:-$(hostname)} # salloc opens its shell on the login node, unless the site has changed that
+  local first
+  first=$(scontrol show hostnames "${SLURM_JOB_NODELIST:-$here}" 2>/dev/null | head -n 1) || true
+  if [[ -n $first && ${here%%.*} != "${first%%.*}" ]]; then
+    job_fail "$(basename "$0")" "it must run on $first, the first node of job $SLURM_JOB_ID, and this shell is on $here" \
+      "open a shell there (srun --overlap --nodes=1 --ntasks=1 --pty bash), or submit it with sbatch" 3
+  fi
+}
+
+job_skip_steps() { # in a job that was started again: use up the numbers of the steps that its attempts before had
+  # Slurm tells a node that was down, once a minute, to end step 1 of this job, and would end this attempt's step 1
+  local step
+  for ((step = 0; step < 2 * (ATTEMPT - 1) && NODES > 1; step++)); do # two of each attempt: bandwidth test and training
+    srun --quiet --nodes=1 --ntasks=1 true || true
+  done
+}
+
+job_gloo_interface() { # where this node's own name means 127.0.1.1, gloo would listen there: name the interface instead
+  if [[ -z ${GLOO_SOCKET_IFNAME:-} && $(getent hosts "$(hostname)") = 127.* ]]; then
+    local name
+    name=$(ip -o address | awk -v own="$MASTER_ADDR/" 'index($4, own) == 1 { print $2 }') || true # on the first node
+    : "${name:=$(ip -o route get "$MASTER_ADDR" 2>/dev/null | sed -n 's/.* dev \([^ ]*\).*/\1/p')}"
+    [[ -z $name ]] || export GLOO_SOCKET_IFNAME=$name
+  fi
+}
+
+# 7. The two ways in: what runs when this file is sourced, or started on a node
+
+if [[ ${1:-} = on_node && ${BASH_SOURCE[0]} = "$0" ]]; then # the part of a job that runs on each node
   shift
-  ON_NODE=yes
-  job_listen
-  export PET_NODE_RANK=${SLURM_NODEID:-0} # torchrun's --node-rank
-  job_gloo_interface
   job_on_node "$@"
-  exit
 fi
 
 # A job of submit.sh --snapshot reads this file twice: here it notes where the experiment stands, and then sources the

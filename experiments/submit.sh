@@ -20,7 +20,7 @@ snapshot() { # freeze what a job reads; prints the folder
   local -r without=(--exclude={__pycache__,results,output,cpu_memory,gpu_memory,log,profile})
   tar -C "$ROOT" -cf - "${without[@]}" scripts ds_configs fsdp_configs data experiments pyproject.toml | tar -C "$folder" -xf - ||
     job_fail "$folder" "the snapshot is not complete" "see the message above"
-  # job.git_state reads this file. It is not called here, because the Python of a login node may be too old
+  # records/git_state.py reads this file
   git -C "$ROOT" status --porcelain=v2 --branch -z >"$folder/git_status" 2>/dev/null || true
   if [[ -d $ROOT/.venv ]]; then
     ln -s "$ROOT/.venv" "$folder/.venv" # sites look for it in $ROOT

@@ -1,4 +1,4 @@
-"""What experiments/job.sh calls, as `python -m job.NAME`: rendezvous, state of git, the end of a job.
+"""Programs of experiments/job.sh: where the ranks meet, a node's part of a job, and the end of a job.
 
-Of these the training takes git_state and with_parent, too, and the report is_alive of end_of_job.
+The training also uses with_parent, and the report uses is_alive of end_of_job.
 """

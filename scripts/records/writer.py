@@ -10,7 +10,7 @@ from pathlib import Path
 
 from distributed.collectives import gather_lists, rank
 from distributed.process_group import exit_code, is_out_of_memory
-from job.git_state import git_state
+from records.git_state import git_state
 from records.run_environment import bandwidth, experiment_path, from_repository, hardware, versions
 from records.schema import (
     SCHEMA,

@@ -1,15 +1,11 @@
 """What bash says of the pages' commands, and git of the files. The scripts of the experiments: test_dry_run.py."""
 
-import json
-import os
 import re
 import subprocess
-import sys
 
 import pytest
 
 from helpers import EXPERIMENT_SCRIPTS, PAGES, REPOSITORY, bash_blocks
-from job.git_state import git_state
 
 
 def git(*arguments: object, **options: object) -> str:
@@ -50,12 +46,3 @@ def test_no_tracked_file_holds_a_key():
             text = path.read_text(encoding="utf-8")
             assert not named.search(text), name
             assert not (name.startswith("experiments/") and bare.search(text)), name
-
-
-def test_a_job_asks_git_anew_whatever_the_one_that_submitted_it_handed_on(monkeypatch):
-    monkeypatch.setenv("JOB_GIT", '{"commit": "of another job", "dirty": false}')
-    assert git_state()["commit"] == "of another job", "what job.sh hands on reaches the training"
-    command = [sys.executable, "-P", "-m", "job.git_state"]
-    variables = os.environ | {"PYTHONPATH": str(REPOSITORY / "scripts")}
-    found = subprocess.run(command, env=variables, capture_output=True, text=True, check=True)
-    assert json.loads(found.stdout)["commit"] == git("rev-parse", "HEAD").strip()

@@ -8,11 +8,11 @@ import pytest
 from helpers import REPOSITORY
 
 SCRIPTS = REPOSITORY / "scripts"
-BECOMES_ANOTHER_PROGRAM = "with_parent.py"  # whose arguments all of its own are
+ONLY_FOR_JOB_SH = ("with_parent.py", "on_node.py")  # their arguments are commands and process ids
 COMMANDS = [
     path
     for path in sorted([*SCRIPTS.glob("*.py"), *SCRIPTS.glob("job/*.py")])
-    if "__main__" in path.read_text() and path.name != BECOMES_ANOTHER_PROGRAM
+    if "__main__" in path.read_text() and path.name not in ONLY_FOR_JOB_SH
 ]
 
 

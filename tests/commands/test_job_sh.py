@@ -6,7 +6,6 @@ import re
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -187,6 +186,21 @@ def test_a_record_of_a_job_that_is_gone_is_finished_by_the_next_one(stub, worksh
     assert sorted(path.name for path in results.glob(".*")) == []
 
 
+def test_git_is_asked_when_the_job_begins(stub, workshop):
+    """The training reads the answer from the job's folder. A commit while it loads its model changes nothing."""
+    git = ["git", "-C", str(workshop), "-c", "user.name=x", "-c", "user.email=x"]
+    for command in (["init", "-q"], ["add", "pyproject.toml"], ["commit", "-qm", "x"]):
+        subprocess.run([*git, *command], check=True)
+    head = subprocess.check_output([*git, "rev-parse", "HEAD"], text=True).strip()
+    code = f"""
+import subprocess, sys
+subprocess.run({git!r} + ["commit", "-q", "--allow-empty", "-m", "y"], check=True)
+sys.path.insert(0, {str(workshop / "scripts")!r})
+from records.git_state import git_state
+print(">", git_state()["commit"], sep="|")"""
+    assert printed(stub(code)[0]) == [head]
+
+
 def test_several_nodes_need_slurm(workshop):
     folder = workshop / "experiments/deepspeed-multi-node/2_nodes"
     command = ["bash", "deepspeed_2_nodes.slurm"]
@@ -258,28 +272,7 @@ def test_a_logger_that_is_not_installed_is_a_gap(stub, tmp_path):
     assert list((folder / "cpu_memory").iterdir()) == []
 
 
-def test_loggers_that_end_with_the_training_are_no_gap(stub):
-    """psrecord sees the end of the training by itself, sometimes before it is told to stop."""
-    late = 'job_stop_loggers() { sleep 1; original "$@"; }'
-    rename = 'eval "original() $(declare -f job_stop_loggers | tail -n +2)"'
-    done, _ = stub("import time; time.sleep(1)", lines=f"{rename}\n{late}")
-    assert done.returncode == 0
-    assert "CPU memory: peak" in done.stdout
-    assert "missing: psrecord" not in done.stdout
-
-
 # A stop
-
-
-def test_the_time_of_an_exit_code_needs_no_process(stub, tmp_path):
-    """Slurm may end a process such as date with the step. Here the exit code is read before the script's end."""
-    program(tmp_path / "bin", "date", '[[ $* != *%s* ]] || exit 1\nexec /usr/bin/date "$@"')
-    show = 'job_finish() { cat "$RUN_DIR/exit_codes"; }'
-    path = f"{tmp_path}/bin:{shell_environment()['PATH']}"
-    before = time.time_ns()
-    done, _ = stub("raise SystemExit(75)", lines=show, PATH=path, LC_ALL="C")
-    (noted,) = re.findall(r"^(\d+) 75 rank 0 on \S+$", done.stdout, re.MULTILINE)
-    assert before // 1000 * 1000 <= int(noted) <= time.time_ns(), "nanoseconds, as launch.py notes them"
 
 
 @pytest.mark.parametrize("verb", ["run_python", "run_torchrun"])
@@ -347,9 +340,9 @@ def test_a_signal_before_the_training_has_started_ends_it_too(stub):
 def test_a_job_is_requeued_at_the_warning_alone(stub, tmp_path, sent, variables, requeued):
     program(tmp_path / "bin", "scontrol", f'echo "$*" >>"{tmp_path}/asked"')
     code = f"import os, signal\nsignal.signal(signal.SIG{sent}, lambda *_: os._exit(75))\n"
-    code += f"os.kill(os.getppid(), signal.SIG{sent})\nsignal.pause()"
+    code += f"os.kill(int(os.environ['SCRIPT']), signal.SIG{sent})\nsignal.pause()"
     path = f"{tmp_path}/bin:{shell_environment()['PATH']}"
-    done, _ = stub(code, PATH=path, **IN_A_JOB | variables)
+    done, _ = stub(code, lines="export SCRIPT=$$", PATH=path, **IN_A_JOB | variables)
     assert done.returncode == 75, done
     assert ("requeue 47" in Path(tmp_path / "asked").read_text().splitlines()) == requeued
     limit = "not requeued: this job was started again 10 times (MAX_RESTARTS)"

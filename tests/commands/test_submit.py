@@ -152,7 +152,8 @@ def test_a_change_makes_only_the_runs_dirty_that_read_it(submit, workshop):
         states = []
         for experiment in ("experiments/baseline", "experiments/own/mine"):
             variables = shell_environment(PYTHONPATH=root / "scripts", EXPERIMENT=experiment)
-            command = [sys.executable, "-P", "-m", "job.git_state"]
+            code = "import json; from records.git_state import git_state; print(json.dumps(git_state()))"
+            command = [sys.executable, "-P", "-c", code]
             done = subprocess.run(command, env=variables, capture_output=True, text=True, check=True)
             states.append(json.loads(done.stdout))
         head = subprocess.check_output(["git", "rev-parse", "HEAD"], cwd=workshop, text=True).strip()

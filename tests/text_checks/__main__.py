@@ -13,7 +13,10 @@ sys.path.append(str(Path(__file__).resolve().parents[2] / "scripts"))
 
 from text_checks import (
     commands,
+    defaults,
     documents,
+    experiment_index,
+    experiments,
     imports,
     libraries,
     links,
@@ -24,7 +27,10 @@ from text_checks import (
 )
 from text_checks.common import TEXTS, TREES
 
-CHECKS = (pages, links, commands, tables, libraries, documents, repository, imports, security)
+CHECKS = (
+    *(pages, links, commands, tables, defaults, experiments, experiment_index),
+    *(libraries, documents, repository, imports, security),
+)
 
 
 def main() -> int:

@@ -32,7 +32,7 @@ GIT = {"commit": "0" * 40, "dirty": False}
 @pytest.fixture(autouse=True)
 def asked_before(monkeypatch):
     """job.sh has asked git; here no program is started."""
-    monkeypatch.setenv("JOB_GIT", json.dumps(GIT))
+    monkeypatch.setattr("records.writer.git_state", lambda: GIT)
 
 
 METRICS = dict.fromkeys(("train_loss", "train_runtime", "train_samples_per_second", "train_steps_per_second"), 1.0)
