@@ -81,7 +81,7 @@ FIXES = (
         "BLOOM accepts attn_implementation='sdpa'",
     ),
     Fix(
-        "evaluate.py::root_gathered",
+        "training/exact_match.py::root_gathered",
         "torch==2.13.0",
         "generate() of a model with FSDP1 gathers the parameters outside its blocks",
     ),
@@ -91,7 +91,7 @@ FIXES = (
         "Trainer.save_model writes weights after a training with FSDP and sharded checkpoints",
     ),
     Fix(
-        "settings/command_line.py::check_combinations",
+        "settings/validation.py::contradictions",
         "torch==2.13.0",
         "torch.compile in the mode max-autotune works with --tf32",
     ),

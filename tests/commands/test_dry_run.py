@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 import estimate_memory
+from estimate.command_line import parse_memory_plan
 from helpers import EXPERIMENT_SCRIPTS, EXPERIMENTS
 from shell import program, shell_environment
 
@@ -70,12 +71,12 @@ def test_every_experiment_shows_its_command_and_can_be_estimated(workshop, tmp_p
         words, variables = json.loads(noted.read_text())
         noted.unlink()
         monkeypatch.chdir(script.parent)
-        options = estimate_memory.read_options(words, environment=variables)
-        table = estimate_memory.memory_table(options)
+        settings = parse_memory_plan(words, environment=variables)
+        table = estimate_memory.memory_table(settings)
         assert "one GPU: " in table and "one node: " in table
         knobs = re.findall(r'^: "\$\{(\w+):=([\w.]+)\}"', script.with_name("env_vars.sh").read_text(), re.MULTILINE)
         assert "--knobs" in words
-        shown = of_origin(options.knob_lines(), "experiment")
+        shown = of_origin(settings.knob_lines(), "experiment")
         assert {f"{name}={value}" for name, value in knobs} <= shown, "what the experiment sets itself"
     assert files(workshop) == before
 

@@ -11,7 +11,8 @@ import pytest
 import torch
 from transformers.loss.loss_utils import ForCausalLMLoss
 
-from estimate_memory import GIB, read_options
+from estimate.command_line import parse_memory_plan
+from estimate.memory import GIB
 from helpers import REPOSITORY, program
 from settings.command_line import parse_command_line
 from shared.errors import WorkshopError
@@ -28,7 +29,7 @@ def refused(command: Command) -> Iterator[str]:
     script, *flags = command.without_launcher[1:] or [""]
     try:
         if script.endswith("estimate_memory.py"):
-            read_options(flags, environment=command.variables)
+            parse_memory_plan(flags, environment=command.variables)
         elif script.endswith(("train.py", "evaluate.py")):
             parse_command_line("", flags, gpu=True, environment=command.variables)
     except WorkshopError as error:
@@ -64,7 +65,7 @@ def test_numbers_along_the_dimensions_are_those_of_the_formulas():
     numbers = program("docs/figures/dimensions.py")
     the_map, pipeline = page("dimensions.md"), page("pipeline.md")
     assert numbers.table_of_dimensions() in the_map
-    shape = numbers.shape_for(numbers.options())
+    shape = numbers.trace_shape(numbers.plan())
     megatron, plan = numbers.tensor_sends(shape), numbers.tensor_sends_by_plan()
     tokens = [f"{numbers.break_even(accumulation, sent):,.0f}" for sent in (megatron, plan) for accumulation in (1, 4)]
     assert "more than {} tokens, or {} with accumulation 4 (against transformers' plan {} and {})".format(*tokens) in (
@@ -96,7 +97,7 @@ def test_numbers_along_the_dimensions_are_those_of_the_formulas():
 
 def test_bytes_along_the_dimensions_are_those_of_papers_and_counts():
     numbers = program("docs/figures/dimensions.py")
-    shape = numbers.shape_for(numbers.options())
+    shape = numbers.trace_shape(numbers.plan())
     layers, b, s, h, t = 30, 1, 512, 4096, 8  # bloom-7b1, in the letters of arXiv:2104.04473
 
     # Its section 3 counts numbers, here of 2 bytes. In a block tensor parallelism sends 8 b s h (t - 1) / t of them.
