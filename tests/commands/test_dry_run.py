@@ -69,13 +69,13 @@ def test_every_experiment_shows_its_command_and_can_be_estimated(workshop, tmp_p
         words, variables = json.loads(noted.read_text())
         noted.unlink()
         monkeypatch.chdir(script.parent)
-        options = estimate_memory.read_options(words, environment=variables)
-        table = estimate_memory.memory_table(options)
+        settings = estimate_memory.parse_memory_plan(words, environment=variables)
+        table = estimate_memory.memory_table(settings)
         assert "one GPU: " in table and "one node: " in table
         own = "".join(path.read_text() for path in (script, script.with_name("env_vars.sh")) if path.exists())
         knobs = re.findall(r'"\$\{(\w+):=([\w.]+)\}"', own)
         assert "--knobs" in words
-        shown = of_origin(options.knob_lines(), "experiment")
+        shown = of_origin(settings.knob_lines(), "experiment")
         assert {f"{name}={value}" for name, value in knobs} <= shown, "what the experiment sets itself"
     assert files(workshop) == before
 

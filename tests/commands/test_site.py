@@ -8,16 +8,19 @@ import json
 import re
 import subprocess
 import threading
+from dataclasses import replace
 from pathlib import Path
 from urllib.parse import unquote, urldefrag, urlencode, urljoin
 
 import pytest
 
-import estimate_memory
 from browser import Page, browse
 from config import KNOBS
-from estimate.model_shape import shape_for
-from estimate_time import sent
+from estimate.command_line import parse_memory_plan
+from estimate.communication import sent_bytes
+from estimate.compare import comparison
+from estimate.memory import estimate_parts
+from estimate.model_shape import trace_shape
 from helpers import REPOSITORY, program
 from shared.paths import workshop_version
 
@@ -233,24 +236,24 @@ def test_what_is_drawn_is_what_the_program_says(page, visit, folder_of_models, s
     chosen = page.tell("document.querySelector('#methods input:checked').value")
     COMPUTE.flags_of_models(folder_of_models)  # writes the config.json that are on the Hub
     command = [str(folder_of_models / word) if word in COMPUTE.DOWNLOADED else word for word in command]
-    options = estimate_memory.read_options(command, environment={})
+    settings = parse_memory_plan(command, environment={})
     assert page.tell("document.querySelector('#chosen h3').textContent").startswith(chosen)
     for text in page.tell("[...document.querySelectorAll('.command pre')].map((each) => each.textContent)"):
         if "sbatch" in text:
             words = text.replace("\\\n", "").split()
             assert (REPOSITORY / words[1] / words[-1]).is_file()
             variables = dict(word.split("=") for word in words if re.match(r"[A-Z_0-9]+=", word))
-            submitted = estimate_memory.read_options([], environment=variables).values
+            submitted = parse_memory_plan([], environment=variables).flat()
             model = submitted["model_name"]
             submitted["model_name"] = str(folder_of_models / model) if model in COMPUTE.DOWNLOADED else model
-            assert [submitted[knob.flag] for knob in KNOBS] == [options.values[knob.flag] for knob in KNOBS]
-    if options.values["gpus"] > 1:
-        gb = sent(shape_for(options), options) / 1e9
+            assert [submitted[knob.flag] for knob in KNOBS] == [settings.flat()[knob.flag] for knob in KNOBS]
+    if settings.estimate.gpus > 1:
+        gb = sent_bytes(trace_shape(settings), settings) / 1e9
         assert float(shown[chosen][2].split()[1]) == pytest.approx(gb, abs=0.06)  # sends 12.3 GB
 
-    for flag in ("deepspeed", "fsdp", "fsdp_config"):
-        options.values[flag] = None
-    said = estimate_memory.comparison(options)
+    trainer = replace(settings.trainer, deepspeed=None, fsdp=None, fsdp_config=None)
+    said = comparison(replace(settings, trainer=trainer, deepspeed_config=None, fsdp_config=None))
+    python_bytes = estimate_parts(settings)[-1].cpu * settings.estimate.gpus / settings.estimate.nodes
     rows = re.findall(r"^(\S+) +([\d.]+) +([\d.]+)  (fits|is tight|does not fit)", said, re.MULTILINE)
     assert len(rows) == len(shown) > 10
     for config, gib, of_node, verdict in rows:
@@ -258,9 +261,8 @@ def test_what_is_drawn_is_what_the_program_says(page, visit, folder_of_models, s
         total, shown_verdict, _, cpu = shown[name]
         assert float(total.split()[0]) == pytest.approx(float(gib), abs=0.11), name
         assert shown_verdict.endswith(f" {verdict}"), name
-        python = estimate_memory.estimate(options)[-1].cpu / 2**30 * options.values["gpus"] / options.values["nodes"]
         if cpu:
-            assert float(cpu.split()[-2]) == pytest.approx(float(of_node) - python, abs=0.11), name
+            assert float(cpu.split()[-2]) == pytest.approx(float(of_node) - python_bytes / 2**30, abs=0.11), name
     for config in set(re.findall(r"^(\S+\.json)", said, re.MULTILINE)) - {row[0] for row in rows}:
         assert Path(config).stem in page.tell("document.getElementById('left-out').textContent")
 

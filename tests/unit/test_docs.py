@@ -13,7 +13,8 @@ from transformers.loss.loss_utils import ForCausalLMLoss
 
 from config import KNOBS
 from distributed.fsdp_config import check_fsdp_file
-from estimate_memory import GIB, read_options
+from estimate.command_line import parse_memory_plan
+from estimate.memory import GIB
 from helpers import EXPERIMENT_SCRIPTS, PAGES, REPOSITORY, bash_blocks, directives_of, program
 from settings.command_line import parse_command_line
 
@@ -247,15 +248,15 @@ def check(here: Path, variables: dict[str, str], words: list[str]) -> None:
 
 def check_flags(script: Path, flags: list[str], variables: dict[str, str]) -> None:
     if script.name == "estimate_memory.py":
-        options = read_options(flags, environment=variables)
+        settings = parse_memory_plan(flags, environment=variables)
     elif script.name in ("train.py", "evaluate.py"):
-        options = parse_command_line("", flags, gpu=True, environment=variables)
+        settings = parse_command_line("", flags, gpu=True, environment=variables)
     else:  # whose flags are in their own lines
         names = {flag.partition("=")[0] for flag in flags if flag.startswith("--")}
         assert names <= set(re.findall(r"--[\w-]+", script.read_text())), script
         return
-    for name in ("deepspeed", "fsdp_config"):
-        assert not options.values[name] or (REPOSITORY / options.values[name]).is_file()
+    for config in (settings.trainer.deepspeed, settings.trainer.fsdp_config):
+        assert not config or (REPOSITORY / config).is_file()
 
 
 SECTIONS = sorted(
@@ -358,7 +359,7 @@ def test_numbers_along_the_dimensions_are_those_of_the_formulas():
     numbers = program("docs/figures/dimensions.py")
     the_map, pipeline = page("dimensions.md"), page("pipeline.md")
     assert numbers.table_of_dimensions() in the_map
-    shape = numbers.shape_for(numbers.options())
+    shape = numbers.trace_shape(numbers.plan())
     megatron, plan = numbers.tensor_sends(shape), numbers.tensor_sends_by_plan()
     tokens = [f"{numbers.break_even(accumulation, sent):,.0f}" for sent in (megatron, plan) for accumulation in (1, 4)]
     assert "more than {} tokens, or {} with accumulation 4 (against transformers' plan {} and {})".format(*tokens) in (
@@ -390,7 +391,7 @@ def test_numbers_along_the_dimensions_are_those_of_the_formulas():
 
 def test_bytes_along_the_dimensions_are_those_of_papers_and_counts():
     numbers = program("docs/figures/dimensions.py")
-    shape = numbers.shape_for(numbers.options())
+    shape = numbers.trace_shape(numbers.plan())
     layers, b, s, h, t = 30, 1, 512, 4096, 8  # bloom-7b1, in the letters of arXiv:2104.04473
 
     # Its section 3 counts numbers, here of 2 bytes. In a block tensor parallelism sends 8 b s h (t - 1) / t of them.

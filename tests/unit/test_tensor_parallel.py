@@ -6,7 +6,7 @@ import pytest
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from distributed.tensor_parallel import check_can_be_cut, check_tensor_parallel
-from estimate.command_line import options_of_plan
+from estimate.command_line import parse_plan
 from settings.command_line import parse_command_line
 
 CUT = ("--model_name", "custom-gpt", "--tensor_parallel", "2", "--save_strategy", "no")
@@ -39,7 +39,7 @@ def test_a_key_of_fsdp_that_it_cannot_carry_is_named(refusal, tmp_path, content,
     path = tmp_path / "my.json"
     path.write_text(json.dumps(content))
     flags = [*CUT, "--fsdp", "--fsdp_config", str(path), "--gpus", "8", "--nodes", "8"]
-    assert f"{path}: {what}" in refusal(lambda: options_of_plan(flags, "", environment={}))
+    assert f"{path}: {what}" in refusal(lambda: parse_plan(flags, environment={}))
 
 
 def model(kind: str, **sizes: int):
