@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from estimate.memory import MIB
-from estimate.predict_from_record import python_of_the_estimate
+from estimate.predict_from_record import measure_python_elsewhere
 from job import end_of_job
 from report_files import add_run, write
 from reporting.runs import Run, find_runs
@@ -53,4 +53,4 @@ def test_a_training_without_slurm_runs_as_long_as_it_holds_its_lock(tmp_path, mo
 
 def test_memory_of_python_does_not_grow_with_the_report():
     ballast = b"x" * 2**30
-    assert 200 * MIB < python_of_the_estimate().cpu < len(ballast)
+    assert 200 * MIB < measure_python_elsewhere().cpu < len(ballast)
