@@ -25,6 +25,8 @@ PAGES = sorted(
         EXPERIMENTS / "README.md",
     ]
 )
+# 1,190 real questions of SQuAD v1.1, optional: CONTRIBUTING says where they come from. Without them a test is skipped
+XQUAD = REPOSITORY.parent / "shared" / "data" / "xquad.en.json"
 LIMIT = 120  # seconds, of what takes one or two: the machine may be slow and busy, and a hang must end
 RUN_TIMEOUT = 1500  # seconds, of a training or a job on such a machine. pytest itself ends a test after 1800
 # A run that takes seconds. Two epochs of 8 steps; the questions have 127 to 194 tokens, so that padding matters.
@@ -179,7 +181,8 @@ def directives_of(script: Path) -> dict[str, str]:
 
 
 def program(path: str) -> ModuleType:
-    """A program of the repository outside of scripts/, as a module."""
+    """A program of the repository outside of scripts/, as a module; it may import its neighbours."""
+    sys.path.append(str((REPOSITORY / path).parent))
     specification = importlib.util.spec_from_file_location(Path(path).stem, REPOSITORY / path)
     module = importlib.util.module_from_spec(specification)
     specification.loader.exec_module(module)

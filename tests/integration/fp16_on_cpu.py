@@ -16,7 +16,7 @@ from accelerate.utils.fsdp_utils import get_fsdp2_grad_scaler
 from deepspeed.accelerator.cpu_accelerator import CPU_Accelerator
 
 import train
-from shared import options as command_line
+from settings import command_line
 
 
 def fp16_everywhere(options: command_line.Options, gpu: bool) -> None:

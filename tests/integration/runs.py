@@ -6,11 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from helpers import REPOSITORY
+from helpers import REPOSITORY, XQUAD
 
 CONFIGS = sorted(path.stem for path in (REPOSITORY / "ds_configs").glob("*.json"))
 FP16_ON_CPU = str(Path(__file__).with_name("fp16_on_cpu.py"))
-XQUAD = REPOSITORY.parent / "shared" / "data" / "xquad.en.json"
 
 
 @dataclass(frozen=True)
