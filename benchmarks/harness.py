@@ -1,4 +1,4 @@
-"""What the benchmarks share: a training as a process of its own, its model, and where its results come from."""
+"""Shared by the benchmarks: a training as a process of its own, its model, and the versions behind its results."""
 
 import importlib.metadata
 import json
@@ -33,6 +33,7 @@ def run_training(folder: Path, words: list[str], ranks: int = 0, **variables: st
 
 
 def result_of(output: str) -> dict:
+    """Read the one line that begins with RESULT."""
     (line,) = [line for line in output.splitlines() if line.startswith(RESULT)]
     return json.loads(line.removeprefix(RESULT))
 

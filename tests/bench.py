@@ -83,7 +83,7 @@ class Server:
         raise AssertionError(f"the server does not answer: {self.log.read_text()}")
 
     def answers(self, seconds: float) -> list[dict]:
-        """What the server says within these seconds: at least one line, or nothing."""
+        """Messages that the server sends within these seconds; empty if there is none."""
         if not select.select([self.channel], [], [], seconds)[0]:
             return []
         received = self.channel.recv(65536)
@@ -140,7 +140,7 @@ class Running(RunFiles):
 
     @property
     def code(self) -> int | None:
-        """Of the first rank that failed; 0 once all have ended well, None before."""
+        """Exit code of the first rank that failed; 0 once all have ended well, None before."""
         codes = [code for pid, code in self.server.codes.items() if pid in self.pids]
         return next(filter(None, codes), 0 if len(codes) == len(self.pids) else None)
 
@@ -189,7 +189,7 @@ class Running(RunFiles):
 
 
 def text_of(stream: Path) -> str:
-    """What a process has written; carriage returns of the progress bars become line ends."""
+    """Output of a process so far. Carriage returns of the progress bars become line ends."""
     return re.sub(r"\r+", "\n", stream.read_text(encoding="utf-8", errors="replace"))
 
 
@@ -330,7 +330,7 @@ class Bench:
 
 
 def worlds(ranks: int, launcher: str) -> list[dict]:
-    """The variables of each process that is started: those of torchrun, or the port that it is to take."""
+    """Variables for each process to start: those that torchrun would set, or the port that torchrun is to take."""
     port = free_port()
     if launcher not in ("", "python"):
         return [{"PET_MASTER_PORT": port}]

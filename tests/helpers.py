@@ -1,4 +1,4 @@
-"""What tests share: the paths of the repository, tiny settings, and what a run leaves. `bench` starts the runs."""
+"""Shared by the tests: paths of the repository, tiny settings, and the files of a run. bench.py starts the runs."""
 
 import contextlib
 import importlib.util
@@ -43,7 +43,7 @@ TINY = {
     "NUM_EPOCHS": "2",
     "EM_F1": "False",
 }
-NO_KNOBS = dict.fromkeys(TINY, "unset")  # for a bench whose knobs are TINY: what starts runs of its own
+NO_KNOBS = dict.fromkeys(TINY, "unset")  # for programs that start runs with knobs of their own
 # DeepSpeed is to compile nothing: here it could not, as the folder cannot be made
 NOTHING_COMPILED = {"TORCH_EXTENSIONS_DIR": f"{os.devnull}/none"}
 INHERITED = ("HOME", "XDG_CACHE_HOME", "LANG", "LC_ALL", "PATH", "TMPDIR", "LD_LIBRARY_PATH")
@@ -63,7 +63,7 @@ PORTS = itertools.count(10000 + 2000 * (WORKER % 4) + os.getpid() % 1000)
 
 
 class RunFiles:
-    """What a run leaves, for classes that know its `command`, `folder`, `job_id`, exit `code` and `log`."""
+    """Record, model and error lines of a run. A subclass knows its `command`, `folder`, `job_id`, exit `code` and `log`."""
 
     command: str
     folder: Path
@@ -106,7 +106,7 @@ class RunFiles:
 
 @dataclass
 class Finished(RunFiles):
-    """A process that has ended. `code`: of the first rank that failed. `out`, `err`: of all ranks."""
+    """A run that has ended. `code` is that of the first rank that failed; `out` and `err` hold the output of all ranks."""
 
     command: str
     folder: Path
@@ -132,7 +132,7 @@ def until(
     run: object = "",
     pause: float = 0.05,
 ) -> object:
-    """Poll until `condition` is true, and return its value. Fail, and show `run`, if it ends before or time is up."""
+    """Poll until `condition` is true, and return its value. Fail and show `run` if the run ends first or time is up."""
     deadline = time.monotonic() + seconds
     while True:
         over = ended()  # asked first: the condition may become true with the end
