@@ -63,7 +63,7 @@ PORTS = itertools.count(10000 + 2000 * (WORKER % 4) + os.getpid() % 1000)
 
 
 class RunFiles:
-    """Record, model and error lines of a run. A subclass knows its `command`, `folder`, `job_id`, exit `code` and `log`."""
+    """Record, model and errors of a run. A subclass knows its `command`, `folder`, `job_id`, exit `code` and `log`."""
 
     command: str
     folder: Path
@@ -106,7 +106,7 @@ class RunFiles:
 
 @dataclass
 class Finished(RunFiles):
-    """A run that has ended. `code` is that of the first rank that failed; `out` and `err` hold the output of all ranks."""
+    """A run that has ended. `code` is that of the first rank that failed; `out` and `err` are of all ranks."""
 
     command: str
     folder: Path
