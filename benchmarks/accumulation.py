@@ -14,14 +14,12 @@ import argparse
 import dataclasses
 import json
 import os
-import subprocess
 import sys
 import tempfile
-import time
 from pathlib import Path
 
 import torch
-from communication import DATASET, REPOSITORY
+from harness import REPOSITORY, SAMPLE, SCRIPTS, run_training
 
 FP32_ACCUMULATION = {"data_types": {"grad_accum_dtype": "fp32"}}
 FP32_REDUCTION = {"communication_data_type": "fp32"}
@@ -61,25 +59,18 @@ def train(folder: Path, row: str, epochs: str) -> tuple[torch.Tensor, float]:
         config = json.loads((REPOSITORY / "ds_configs" / f"{flags[0]}.json").read_text()) | keys
         (folder / "ds.json").write_text(json.dumps(config))
         flags = ["--deepspeed", "ds.json"]
-    job = f"{time.time_ns()}"
-    words = ["--model_name", "tiny-bloom", "--dataset", str(DATASET), "--bf16", "--no_em_f1"]
+    words = ["--model_name", "tiny-bloom", "--dataset", str(SAMPLE), "--bf16", "--no_em_f1"]
     words += ["--train_size", "128", "--eval_size", "64", "--max_length", "128", "--per_device_train_batch_size", "1"]
     words += ["--gradient_accumulation_steps", "16", "--num_train_epochs", epochs, "--learning_rate", "2e-3"]
     words += ["--save_strategy", "no", *flags]
-    launch = [sys.executable, str(REPOSITORY / "scripts" / "launch.py"), "--nproc-per-node=2"]
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "HF_HOME": str(folder / "hf"), "JOB_ID": job}
-    command = [*launch, __file__, "--child", row, str(folder / "gradient"), *words]
-    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, check=False)
-    if done.returncode:
-        sys.exit(f"error: {row} ended with {done.returncode}:\n{done.stdout[-1000:]}\n{done.stderr[-3000:]}")
+    _, record = run_training(folder, [__file__, "--child", row, str(folder / "gradient"), *words], ranks=2)
     parts = [torch.load(folder / f"gradient_{rank}.pt", weights_only=True) for rank in range(2)]
     whole = parts[0] if flags[:1] != ["--deepspeed"] else torch.cat(parts)  # ZeRO: each rank has half of one row
-    record = json.loads((folder / "results" / f"{job}.json").read_text())
     return whole, record["eval"][-1]["loss"]
 
 
 def child(row: str, file: str, flags: list[str]) -> None:
-    sys.path.insert(0, str(REPOSITORY / "scripts"))
+    sys.path.insert(0, str(SCRIPTS))
     from torch.distributed.tensor import DTensor
     from torch.optim.optimizer import register_optimizer_step_pre_hook
 

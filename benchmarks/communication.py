@@ -17,23 +17,18 @@ The saved results, with commit and versions, are in benchmarks/communication.jso
 """
 
 import argparse
-import importlib.metadata
 import json
-import os
-import subprocess
 import sys
 import tempfile
-import time
 from collections import Counter
 from pathlib import Path
 
-REPOSITORY = Path(__file__).resolve().parent.parent
-DATASET = REPOSITORY / "data" / "squad_sample.json"
+from harness import REPOSITORY, RESULT, SAMPLE, SCRIPTS, commit, make_model_folder, result_of, run_training, versions
+
 # About as much of it in the blocks as in bloom-1b1, so that neither the embedding nor a single layer rules the table
 CONFIG = {"model_type": "bloom", "vocab_size": 12288, "hidden_size": 256, "n_layer": 8, "n_head": 4}
 TOKENS = 4096  # of the tokenizer
 RESULTS = Path(__file__).with_suffix(".json")
-RESULT = "RESULT "
 STEPS = 4
 COUNTED_STEP = 3  # buffers are made and orders are recorded in the first
 SMALL = 1024
@@ -78,14 +73,12 @@ def main() -> None:
     if arguments.child:
         child(arguments.child)
         return
-    packages = ("torch", "transformers", "accelerate", "deepspeed")
-    versions = {name: importlib.metadata.version(name) for name in packages}
-    results = {"versions": versions, "rows": []}
+    results = {"versions": versions(), "rows": []}
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        make_model_folder(folder / "model", CONFIG)
+        make_model_folder(folder / "model", CONFIG, TOKENS)
         for scale, config in SCALED.items():
-            make_model_folder(folder / f"bloom_{scale}", config)
+            make_model_folder(folder / f"bloom_{scale}", config, TOKENS)
             (folder / f"zero3_{scale}.json").write_text(json.dumps(scaled_zero3(scale)))
         (folder / "zero2_reduce.json").write_text(json.dumps(zero2_reduce()))
         for strategy in arguments.rows:
@@ -128,31 +121,16 @@ def scaled_zero3(scale: int) -> dict:
     return config
 
 
-def make_model_folder(folder: Path, config: dict) -> None:
-    sys.path.insert(0, str(REPOSITORY / "scripts"))
-    from config import DataArguments
-    from model import train_tokenizer
-
-    train_tokenizer(DataArguments(dataset=str(DATASET)), TOKENS).save_pretrained(folder)
-    (folder / "config.json").write_text(json.dumps(config))
-
-
 def train(folder: Path, row: str, accumulation: int) -> dict:
     """Of rank 0: `parameters`, and `collectives`, a list of [kind, dtype, ranks, number, bytes]."""
     ranks = RANKS.get(row, 2)
-    words = ["--model_name", str(folder / "model"), "--from_scratch", "--dataset", str(DATASET), "--bf16"]
+    words = ["--model_name", str(folder / "model"), "--from_scratch", "--dataset", str(SAMPLE), "--bf16"]
     words += ["--max_steps", str(STEPS), "--gradient_accumulation_steps", str(accumulation), "--no_em_f1"]
     words += ["--train_size", str(ranks * accumulation * STEPS), "--eval_size", str(ranks), "--max_length", "64"]
     words += ["--per_device_train_batch_size", "1", "--eval_strategy", "no", "--save_strategy", "no"]
     words += [str(REPOSITORY / word) if "/" in word else word for word in ROWS[row]]
-    launch = [sys.executable, str(REPOSITORY / "scripts" / "launch.py"), f"--nproc-per-node={ranks}"]
-    command = [*launch, __file__, "--child", *words]
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "HF_HOME": str(folder / "hf"), "JOB_ID": f"{time.time_ns()}"}
-    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, check=False)
-    lines = [line for line in done.stdout.splitlines() if line.startswith(RESULT)]
-    if done.returncode or len(lines) != 1:
-        sys.exit(f"error: {row} ended with {done.returncode}:\n{done.stdout[-1000:]}\n{done.stderr[-3000:]}")
-    return json.loads(lines[0].removeprefix(RESULT))
+    output, _ = run_training(folder, [__file__, "--child", *words], ranks)
+    return result_of(output)
 
 
 def described(row: dict) -> str:
@@ -188,7 +166,7 @@ def page_table(results: dict) -> str:
 
 
 def child(flags: list[str]) -> None:
-    sys.path.insert(0, str(REPOSITORY / "scripts"))
+    sys.path.insert(0, str(SCRIPTS))
     import torch
     import torch.distributed as dist
     from torch.utils._python_dispatch import TorchDispatchMode
@@ -269,11 +247,6 @@ def child(flags: list[str]) -> None:
     Trainer.train = counted  # type: ignore[method-assign]
     sys.argv[1:] = flags
     train.run_and_exit(train.main)
-
-
-def commit() -> str:
-    words = ["git", "-C", str(REPOSITORY), "describe", "--always", "--dirty"]
-    return subprocess.run(words, capture_output=True, text=True, check=True).stdout.strip()
 
 
 if __name__ == "__main__":

@@ -12,26 +12,19 @@ The results of the last --save, with commit and machine, are in benchmarks/predi
 """
 
 import argparse
-import importlib.metadata
 import json
 import os
 import statistics
-import subprocess
 import sys
 import tempfile
-import time
 from dataclasses import dataclass, field
 from pathlib import Path
 
-REPOSITORY = Path(__file__).resolve().parent.parent
-SCRIPTS = REPOSITORY / "scripts"
+from harness import REPOSITORY, SAMPLE, SCRIPTS, commit, cpu, make_model_folder, run_training, versions
+
 sys.path.insert(0, str(SCRIPTS))
+from estimate.predict_from_record import predicted_memory
 
-from config import DataArguments  # noqa: E402
-from estimate.predict_from_record import predicted_memory  # noqa: E402
-from model import train_tokenizer  # noqa: E402
-
-DATASET = REPOSITORY / "data" / "squad_sample.json"
 RESULTS = Path(__file__).with_suffix(".json")
 # That of communication.py, and one whose logits are larger than all else, as BLOOM's are
 BLOOM = {"model_type": "bloom", "vocab_size": 12288, "hidden_size": 256, "n_layer": 8, "n_head": 4}
@@ -85,9 +78,10 @@ def main() -> None:
     results = {"commit": commit(), "cpu": cpu(), "cores": len(os.sched_getaffinity(0))}
     results["versions"] = versions()
     rows = []
-    with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
-        make_model_folders(folder)
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = Path(temporary)
+        for name, config in (("model", BLOOM), ("whole_vocabulary", WHOLE_VOCABULARY)):
+            make_model_folder(folder / name, config, TOKENS)
         for row in arguments.rows:
             rows.append({"row": row, "ranks": ROWS[row].ranks, "memory_mib": train(folder, ROWS[row])})
             print(page_row(rows[-1]), flush=True)
@@ -103,28 +97,16 @@ def read_results() -> dict:
     return json.loads(RESULTS.read_text())
 
 
-def make_model_folders(folder: Path) -> None:
-    tokenizer = train_tokenizer(DataArguments(dataset=str(DATASET)), TOKENS)
-    for name, config in (("model", BLOOM), ("whole_vocabulary", WHOLE_VOCABULARY)):
-        tokenizer.save_pretrained(folder / name)
-        (folder / name / "config.json").write_text(json.dumps(config))
-
-
 def train(folder: Path, row: Row) -> list[float]:
     """MiB of all ranks, predicted and measured."""
-    job_id = f"{time.time_ns()}"
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "XDG_CACHE_HOME": str(folder / "cache"), "JOB_ID": job_id}
-    words = ["--dataset", str(DATASET), "--train_size", "64", "--eval_size", "2", "--no_em_f1", "--fp16", "False"]
-    words += ["--bf16", "False", "--max_length", "128", "--max_steps", str(STEPS), "--gradient_accumulation_steps", "2"]
-    words += ["--per_device_train_batch_size", "4", "--eval_strategy", "no", "--save_strategy", "no", "--use_cpu"]
+    words = [str(SCRIPTS / "train.py"), "--dataset", str(SAMPLE), "--train_size", "64", "--eval_size", "2"]
+    words += ["--no_em_f1", "--fp16", "False", "--bf16", "False", "--max_length", "128", "--max_steps", str(STEPS)]
+    words += ["--gradient_accumulation_steps", "2", "--per_device_train_batch_size", "4", "--eval_strategy", "no"]
+    words += ["--save_strategy", "no", "--use_cpu"]
     words += [str(folder / word) if (folder / word).is_dir() else word for word in row.model]
     words += [str(REPOSITORY / word) if word.endswith(".json") else word for word in row.flags]
-    launch = [str(SCRIPTS / "launch.py"), f"--nproc-per-node={row.ranks}"] if row.ranks > 1 else []
-    command = [sys.executable, *launch, str(SCRIPTS / "train.py"), *words]
-    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, check=False)
-    if done.returncode:
-        sys.exit(f"error: {words} ended with {done.returncode}:\n{done.stdout[-1000:]}\n{done.stderr[-3000:]}")
-    record = json.loads((folder / "results" / f"{job_id}.json").read_text())
+    ranks = row.ranks if row.ranks > 1 else 0
+    _, record = run_training(folder, words, ranks, XDG_CACHE_HOME=str(folder / "cache"))
     predicted = predicted_memory(record)
     return [round(predicted.node_mib, 1), round(sum(record["peak_process_mib"]), 1)]
 
@@ -157,20 +139,6 @@ def summary(results: dict) -> str:
         f"memory: the median difference, without its sign, is {100 * middle:.0f} %, the largest is "
         f"{100 * differences[worst]:+.0f} % ({worst})"
     )
-
-
-def versions() -> dict:
-    return {name: importlib.metadata.version(name) for name in ("torch", "transformers", "accelerate", "deepspeed")}
-
-
-def commit() -> str:
-    words = ["git", "-C", str(REPOSITORY), "describe", "--always", "--dirty"]
-    return subprocess.run(words, capture_output=True, text=True, check=True).stdout.strip()
-
-
-def cpu() -> str:
-    names = [line for line in Path("/proc/cpuinfo").read_text().splitlines() if "model name" in line]
-    return names[0].split(":")[1].strip() if names else "unknown CPU"
 
 
 if __name__ == "__main__":

@@ -15,13 +15,11 @@ agreement hold what it waits for the slower rank. On 2 cores of an AMD EPYC:
 import argparse
 import json
 import os
-import subprocess
-import sys
 import tempfile
 from pathlib import Path
 
-REPOSITORY = Path(__file__).resolve().parent.parent
-RESULT = "TIMES "
+from harness import RESULT, SAMPLE, SCRIPTS, result_of, run_training
+
 CONFIG = {"model_type": "bloom", "vocab_size": 50000, "hidden_size": 512, "n_layer": 8, "n_head": 8, "use_cache": False}
 # Runs train.py with a clock around the functions in question
 TIMED = """
@@ -73,18 +71,14 @@ def measure(folder: Path, ranks: int, steps: int) -> dict[str, list[float]]:
     (folder / "model").mkdir()
     (folder / "model/config.json").write_text(json.dumps(CONFIG))
     script = folder / "timed.py"
-    script.write_text(TIMED.format(scripts=str(REPOSITORY / "scripts"), result=RESULT))
-    words = [sys.executable, str(REPOSITORY / "scripts/launch.py"), f"--nproc-per-node={ranks}", str(script)]
-    words += ["--model_name", "./model", "--from_scratch", "--tokenizer_name", "tiny-bloom", "--no_em_f1"]
-    words += ["--dataset", str(REPOSITORY / "data/squad_sample.json"), "--train_size", "128", "--eval_size", "8"]
+    script.write_text(TIMED.format(scripts=str(SCRIPTS), result=RESULT))
+    words = [str(script), "--model_name", "./model", "--from_scratch", "--tokenizer_name", "tiny-bloom", "--no_em_f1"]
+    words += ["--dataset", str(SAMPLE), "--train_size", "128", "--eval_size", "8"]
     words += ["--max_length", "256", "--gradient_accumulation_steps", "1", "--max_steps", str(steps)]
     words += ["--save_strategy", "steps", "--save_steps", str(max(1, steps // 4)), "--eval_strategy", "no"]
-    variables = {"OMP_NUM_THREADS": str(max(1, len(os.sched_getaffinity(0)) // ranks)), "HF_HOME": str(folder / "hf")}
-    done = subprocess.run(words, cwd=folder, env=os.environ | variables, capture_output=True, text=True, check=False)
-    lines = [line for line in done.stdout.splitlines() if line.startswith(RESULT)]
-    if done.returncode or not lines:
-        sys.exit(f"error: the training ended with {done.returncode}:\n{done.stderr[-2000:]}")
-    return json.loads(lines[0].removeprefix(RESULT))
+    threads = str(max(1, len(os.sched_getaffinity(0)) // ranks))
+    output, _ = run_training(folder, words, ranks, OMP_NUM_THREADS=threads)
+    return result_of(output)
 
 
 def table(times: dict[str, list[float]], steps: int) -> str:

@@ -92,8 +92,8 @@ def seconds_to_first_step(lab: Lab, experiment: str, nodes: int, home: Path) -> 
         time.sleep(0.02)
     seconds = time.perf_counter() - start
     job.wait()
-    if job.exit_code != 0:
-        sys.exit(f"error: {experiment} ended with {job.exit_code}\n{job}")
+    if job.code != 0:
+        sys.exit(f"error: {experiment} ended with {job.code}\n{job}")
     return seconds
 
 

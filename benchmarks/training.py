@@ -35,19 +35,20 @@ import time
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
-from types import SimpleNamespace
 
-REPOSITORY = Path(__file__).resolve().parent.parent
-XQUAD = REPOSITORY.parent / "shared" / "data" / "xquad.en.json"
-DATASET = XQUAD if XQUAD.exists() else REPOSITORY / "data" / "squad_sample.json"
+from harness import REPOSITORY, RESULT, SAMPLE, SCRIPTS, commit, cpu, make_model_folder, result_of, run_training
+
+sys.path.append(str(REPOSITORY / "tests"))
+from helpers import XQUAD
+
+DATASET = XQUAD if XQUAD.exists() else SAMPLE
 SIZES = {
     "67m": {"hidden_size": 256, "n_layer": 4, "n_head": 4},
     "560m": {"hidden_size": 1024, "n_layer": 24, "n_head": 16},
 }
-RESULT = "RESULT "
 SEQUENCES = {"67m": 32, "560m": 8}
 LOGGED_SECONDS = 120
-TOKENS = 30000  # of the tokenizer
+TOKENS = 30000  # of the tokenizer, so that its sequences are about as long as those of BLOOM's own
 EQUAL_STEPS = 20
 
 BF16 = ["--bf16"]
@@ -111,7 +112,8 @@ def main() -> None:
         return
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        make_model_folder(folder / "model", arguments.model)
+        config = {"model_type": "bloom", "vocab_size": 250880} | SIZES[arguments.model]
+        make_model_folder(folder / "model", config, TOKENS, DATASET)
         print(f"commit {commit()}, {len(os.sched_getaffinity(0))} cores, {cpu()}, {DATASET.name}", flush=True)
         if arguments.equal:
             compare(folder)
@@ -121,16 +123,6 @@ def main() -> None:
                 common += ["--per_device_train_batch_size", str(arguments.micro_batch)]
                 common += ["--gradient_accumulation_steps", "1"]
             measure(folder, arguments.rows, arguments.repeats, common)
-
-
-def make_model_folder(folder: Path, model: str) -> None:
-    """Sizes of the model, and a tokenizer whose sequences are about as long as those of BLOOM's own."""
-    sys.path.insert(0, str(REPOSITORY / "scripts"))
-    from model import train_tokenizer
-
-    train_tokenizer(SimpleNamespace(dataset=str(DATASET), eval_dataset=None), TOKENS).save_pretrained(folder)
-    config = {"model_type": "bloom", "vocab_size": 250880} | SIZES[model]
-    (folder / "config.json").write_text(json.dumps(config))
 
 
 def measure(folder: Path, names: list[str], repeats: int, common: list[str]) -> None:
@@ -182,30 +174,20 @@ def train(folder: Path, program: str, flags: list[str]) -> dict:
     words = ["--model_name", "./model", "--from_scratch", "--dataset", str(DATASET)]
     words += ["--train_size", "32", "--eval_size", "8", "--eval_strategy", "no", "--save_strategy", "no"]
     words += ["--no_em_f1", "--bf16", "False", "--num_train_epochs", "2", "--logging_steps", "1", "--use_cpu", *flags]
-    environment = os.environ | {"OMP_NUM_THREADS": str(len(os.sched_getaffinity(0))), "HF_HOME": str(folder / "hf")}
-    environment |= {"JOB_ID": f"{time.time_ns()}"}
-    command = [sys.executable, __file__, "--child", program, *words]
-    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, check=False)
-    lines = [line for line in done.stdout.splitlines() if line.startswith(RESULT)]
-    if done.returncode or not lines:
-        said = f"{done.stdout[-1000:]}\n{done.stderr[-3000:]}"
-        sys.exit(f"error: {program} {flags} ended with {done.returncode}:\n{said}")
-    result = json.loads(lines[-1].removeprefix(RESULT))
-    record = folder / "results" / f"{environment['JOB_ID']}.json"
-    trained = json.loads(record.read_text())["train"] if record.exists() else {}
-    return result | {"mfu_percent": trained.get("mfu_percent")}
+    threads = str(len(os.sched_getaffinity(0)))
+    output, record = run_training(folder, [__file__, "--child", program, *words], OMP_NUM_THREADS=threads)
+    return result_of(output) | {"mfu_percent": record.get("train", {}).get("mfu_percent")}
 
 
 def start_up(repeats: int) -> None:
     """Median seconds, and peak memory, of what answers before any training."""
-    scripts = REPOSITORY / "scripts"
     commands = {
         "import torch and transformers": ["-c", "import torch, transformers.training_args"],
-        "imports of train.py": ["-c", f"import sys; sys.path.insert(0, {str(scripts)!r}); import train"],
-        "train.py --help": [str(scripts / "train.py"), "--help"],
-        "train.py --no_such_flag": [str(scripts / "train.py"), "--no_such_flag"],
-        "estimate_memory.py --help": [str(scripts / "estimate_memory.py"), "--help"],
-        "estimate_memory.py": [str(scripts / "estimate_memory.py")],
+        "imports of train.py": ["-c", f"import sys; sys.path.insert(0, {str(SCRIPTS)!r}); import train"],
+        "train.py --help": [str(SCRIPTS / "train.py"), "--help"],
+        "train.py --no_such_flag": [str(SCRIPTS / "train.py"), "--no_such_flag"],
+        "estimate_memory.py --help": [str(SCRIPTS / "estimate_memory.py"), "--help"],
+        "estimate_memory.py": [str(SCRIPTS / "estimate_memory.py")],
     }
     for name, words in commands.items():
         runs = [timed([sys.executable, *words]) for _ in range(repeats)]
@@ -222,11 +204,11 @@ def first_steps(repeats: int) -> None:
 
 
 def seconds_to_first_step(flags: list[str]) -> float:
-    words = ["--model_name", "tiny-bloom", "--dataset", str(REPOSITORY / "data" / "squad_sample.json"), *flags]
+    words = ["--model_name", "tiny-bloom", "--dataset", str(SAMPLE), *flags]
     words += ["--train_size", "32", "--eval_size", "8", "--max_steps", "2", "--no_em_f1", "--save_strategy", "no"]
     with tempfile.TemporaryDirectory() as folder:
         start = time.perf_counter()
-        command = [sys.executable, str(REPOSITORY / "scripts" / "train.py"), *words]
+        command = [sys.executable, str(SCRIPTS / "train.py"), *words]
         streams = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
         with subprocess.Popen(command, cwd=folder, text=True, **streams) as process:
             for line in process.stdout:
@@ -267,7 +249,7 @@ def timed(words: list[str]) -> tuple[float, float, float]:
 
 
 def child(program: str, flags: list[str]) -> None:
-    sys.path.insert(0, str(REPOSITORY / "scripts"))
+    sys.path.insert(0, str(SCRIPTS))
     if program == "gradients":
         print(RESULT + json.dumps({"gradients": gradients(flags)}), flush=True)
         return
@@ -357,16 +339,6 @@ def gradients(flags: list[str]) -> dict[str, float]:
     full, chunked = found
     shown = [name for name in full if "h." not in name or "h.0." in name]
     return {name: float(torch.norm(chunked[name] - full[name]) / torch.norm(full[name])) for name in shown}
-
-
-def commit() -> str:
-    words = ["git", "-C", str(REPOSITORY), "describe", "--always", "--dirty"]
-    return subprocess.run(words, capture_output=True, text=True, check=True).stdout.strip()
-
-
-def cpu() -> str:
-    names = [line for line in Path("/proc/cpuinfo").read_text().splitlines() if "model name" in line]
-    return names[0].split(":")[1].strip() if names else "unknown CPU"
 
 
 if __name__ == "__main__":

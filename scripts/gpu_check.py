@@ -13,7 +13,6 @@ Ends with exit code 3 when a row fails, or when there is no GPU.
 import argparse
 import json
 import os
-import shutil
 import signal
 import socket
 import subprocess
@@ -24,9 +23,7 @@ from pathlib import Path
 
 import torch
 
-from checks.jobs import train_once
-from checks.machine import last_line
-from config import KNOBS
+from checks.jobs import run_training, without_settings
 from estimate.command_line import parse_memory_plan
 from estimate.memory import GIB, estimate_parts, totals
 from reporting.render import grid
@@ -136,41 +133,24 @@ def command_of(row: TrainingRow) -> list[str]:
 
 
 def environment_of_rows(folder: Path, cpu: bool) -> dict[str, str]:
-    """The caller's, with one GPU or none; without its knobs, and without Slurm's job, which is not that of a row."""
-    knobs = {knob.variable for knob in KNOBS} | {"KNOB_ORIGINS"}
-    variables = {k: v for k, v in os.environ.items() if k not in knobs and not k.startswith("SLURM_")}
-    variables["HF_DATASETS_CACHE"] = str(folder / "datasets")
+    """Return the caller's environment with one GPU or none, and without the caller's knobs and Slurm job."""
+    variables = without_settings(os.environ, folder)
     if cpu:
         return variables | {"CUDA_VISIBLE_DEVICES": "", "REQUIRE_GPU": "0", "FP16": "False"}
     return variables | {"CUDA_VISIBLE_DEVICES": os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]}
 
 
-def train(job_id: str, words: list[str], variables: dict[str, str], folder: Path, timeout: int) -> dict:
-    """The run record of a training; where it failed, with the reason, which names the log."""
-    path = folder / "results" / f"{job_id}.json"
-    path.unlink(missing_ok=True)  # of an earlier call: train.py would not write over it
-    shutil.rmtree(folder / "output" / job_id, ignore_errors=True)
-    log = folder / f"{job_id}.log"
-    done = train_once(words, variables | {"JOB_ID": job_id}, folder, log, timeout)
-    record = json.loads(path.read_text()) if path.exists() else {}
-    if not done:
-        record["status"] = "oom" if record.get("status") == "oom" else "failed"
-        record["reason"] = f"{last_line(log.read_text(errors='replace'))}; read {log}"
-    return record
-
-
 def run_row(row: TrainingRow, environment: dict[str, str], folder: Path, timeout: int) -> dict:
     """The row of the table: train, and train on from what was saved."""
     variables = environment | (FULL if row.full else TINY)
-    record = train(row.name, command_of(row), variables, folder, timeout)
+    record = run_training(row.name, command_of(row), variables, folder, timeout)
     if record["status"] != "completed":
         return {"status": record["status"], "reason": record["reason"]}
     result = figures(record)
     if not row.full:
         saved = {"MODEL_NAME": str(folder / record["output_dir"])}
-        again = train(
-            f"{row.name}_reloaded", command_of(TrainingRow("reloaded")), variables | RELOADED | saved, folder, timeout
-        )
+        job_id = f"{row.name}_reloaded"
+        again = run_training(job_id, command_of(TrainingRow("reloaded")), variables | RELOADED | saved, folder, timeout)
         if again["status"] != "completed":
             return result | {"status": "failed", "reason": again["reason"]}
         result["reloaded_loss"] = figures(again)["eval_loss"]

@@ -19,7 +19,7 @@ import tempfile
 from pathlib import Path
 
 from checks.files import cache
-from checks.jobs import dry_runs, slurm_jobs, tiny_jobs
+from checks.jobs import KEPT, dry_runs, slurm_jobs, tiny_jobs
 from checks.machine import Lines, gpus, interfaces, load_site, packages, partition
 from shared.errors import ENVIRONMENT, OneLineErrors, WorkshopError, run_program
 from shared.paths import REPOSITORY
@@ -51,7 +51,7 @@ def main() -> None:
             for name, lines in checks.items():
                 states += run_check(name, lines)
     finally:
-        if not (folder / "kept").exists():
+        if not (folder / KEPT).exists():
             shutil.rmtree(folder, ignore_errors=True)  # a job that was cancelled may write to the end
     print("preflight: " + ", ".join(f"{states.count(state)} {state}" for state in ("ok", "warn", "fail", "skip")))
     sys.exit(ENVIRONMENT if "fail" in states else 0)

@@ -13,32 +13,36 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
 import pytest
 
-from helpers import INHERITED, NOTHING_COMPILED, REPOSITORY, Finished, free_port, make_workplace, the_error
+from helpers import (
+    LAUNCHERS,
+    LIMIT,
+    NOTHING_COMPILED,
+    REPOSITORY,
+    TINY,
+    Finished,
+    RunFiles,
+    free_port,
+    inherited,
+    make_workplace,
+    until,
+)
 from server import READ_AT_IMPORT, Request
 
 SERVER = Path(__file__).with_name("server.py")
-LIMIT = 120  # seconds, of what takes one or two: the machine may be slow and busy, and a hang must end
 SECONDS_TO_END = 10  # of what ends with a run, but not before it, such as the reader of its output
 # A training of 4 steps in two epochs, with a checkpoint behind each
-SMALL = {
-    "MODEL_NAME": "tiny-bloom",
-    "DATASET": "data/squad_sample.json",
+SMALL = TINY | {
     "TRAIN_SIZE": "4",
     "EVAL_SIZE": "2",
     "MAX_LENGTH": "192",
     "PADDING": "longest",
-    "FP16": "False",
     "BATCH_SIZE": "2",
     "GRAD_ACC": "1",
-    "NUM_EPOCHS": "2",
-    "LEARNING_RATE": "2e-3",
-    "EM_F1": "False",
     "JOB_ID": "7",
 }
 
@@ -47,12 +51,12 @@ class Server:
     """The process of server.py, and what it has told so far."""
 
     def __init__(self, folder: Path):
-        here = {name: os.environ[name] for name in INHERITED if name in os.environ}
+        # on the CPU everywhere, so that losses can be compared
         own = {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "HF_HOME": str(folder / "hf"), "HF_HUB_OFFLINE": "1"}
-        self.environment = here | NOTHING_COMPILED | own
+        self.environment = inherited() | NOTHING_COMPILED | own
         self.folder = folder
-        self.trained: dict[str, Ended] = {}
-        self.codes: dict[int, int] = {}
+        self.trained: dict[str, Finished] = {}
+        self.codes: dict[int, int] = {}  # in the order in which the processes ended
         self.rest = b""
         self.channel, far = socket.socketpair()
         words = [sys.executable, str(SERVER), str(far.fileno())]
@@ -72,15 +76,15 @@ class Server:
     def answer(self, key: str, seconds: float) -> int:
         """The next answer of this kind; notes the ends of processes that come with it."""
         deadline = time.monotonic() + seconds
-        while True:
-            for found in self.answers(deadline - time.monotonic()):
+        while (left := deadline - time.monotonic()) > 0:
+            for found in self.answers(left):
                 if key in found:
                     return found[key]
+        raise AssertionError(f"the server does not answer: {self.log.read_text()}")
 
     def answers(self, seconds: float) -> list[dict]:
-        """What the server says within these seconds, at least one line, else nothing."""
-        if not select.select([self.channel], [], [], max(0, seconds))[0]:
-            assert seconds > 0, f"the server does not answer: {self.log.read_text()}"
+        """Messages that the server sends within these seconds; empty if there is none."""
+        if not select.select([self.channel], [], [], seconds)[0]:
             return []
         received = self.channel.recv(65536)
         assert received, f"the server has ended: {self.log.read_text()}"
@@ -96,12 +100,9 @@ class Server:
     def wait(self, pid: int, seconds: float) -> int | None:
         """Exit code of a process, None if it has not ended by then."""
         deadline = time.monotonic() + seconds
-        while pid not in self.codes:
-            left = deadline - time.monotonic()
-            if left <= 0:
-                return None
+        while pid not in self.codes and (left := deadline - time.monotonic()) > 0:
             self.answers(left)
-        return self.codes[pid]
+        return self.codes.get(pid)
 
     def living(self) -> list[psutil.Process]:
         """The processes of the cases, and orphans that they have left: none is out of the server's reach."""
@@ -121,60 +122,85 @@ def command_of(process: psutil.Process) -> str:
         return ""
 
 
-@dataclass
-class Ended(Finished):
-    """`code`: of the first rank that failed. `log`: stdout, then stderr, of all ranks."""
+def kill(processes: list[psutil.Process]) -> None:
+    for process in processes:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            process.kill()
+    psutil.wait_procs(processes, LIMIT)
 
-    out: str = ""
-    err: str = ""
+
+class Running(RunFiles):
+    """A command that runs, as one process or as several ranks; `wait` returns its `Finished`."""
+
+    def __init__(self, bench: "Bench", command: str, folder: Path, job_id: str):
+        self.server, self.limit = bench.server, bench.limit
+        self.command, self.folder, self.job_id = command, folder, job_id
+        self.pids: list[int] = []
+        self.streams: list[Path] = []  # stdout and stderr of each rank
 
     @property
-    def error(self) -> str:
-        """The one error line."""
-        return the_error(self.err).removeprefix("error: ")
+    def code(self) -> int | None:
+        """Exit code of the first rank that failed; 0 once all have ended well, None before."""
+        codes = [code for pid, code in self.server.codes.items() if pid in self.pids]
+        return next(filter(None, codes), 0 if len(codes) == len(self.pids) else None)
 
+    @property
+    def out(self) -> str:
+        return "".join(map(text_of, self.streams[::2]))
 
-class Running:
-    """A script that runs, as one process or as several ranks."""
+    @property
+    def err(self) -> str:
+        return "".join(map(text_of, self.streams[1::2]))
 
-    def __init__(self, server: Server, pids: list[int], words: list[str], folder: Path, streams: list[Path], job: str):
-        self.server, self.pids, self.words, self.folder, self.job = server, pids, words, folder, job
-        self.streams = streams
+    @property
+    def log(self) -> str:
+        return self.out + self.err
 
     def until(self, condition: Callable[[], object]) -> object:
-        """Poll until `condition` is true, and return its value; fail when the process ends before."""
-        deadline = time.monotonic() + LIMIT
-        while True:
-            ended = self.server.wait(self.pids[0], 0.01)
-            if value := condition():
-                return value
-            assert ended is None, f"ended too early\n{self.wait()}"
-            assert time.monotonic() < deadline, f"did not happen within {LIMIT} s\n{self.wait(0)}"
+        """Poll until `condition` is true, and return its value; fail when the first rank ends before."""
+        try:
+            return until(condition, self.limit, lambda: self.server.wait(self.pids[0], 0.01) is not None, self)
+        except AssertionError:
+            self.kill()
+            raise
 
-    def wait(self, seconds: float = LIMIT) -> Ended:
-        """The end. As torchrun does, SIGTERM goes to the other ranks when one has failed."""
-        deadline = time.monotonic() + seconds
-        failed = None
-        while (codes := [self.server.codes.get(pid) for pid in self.pids]).count(None):
-            if failed is None and (failed := next((code for code in codes if code), None)) is not None:
-                for pid, code in zip(self.pids, codes, strict=True):
-                    if code is None:
-                        with contextlib.suppress(ProcessLookupError):
-                            os.kill(pid, signal.SIGTERM)
+    def wait(self) -> Finished:
+        """Wait for the end. As torchrun does, send SIGTERM to the other ranks when one has failed."""
+        deadline = time.monotonic() + self.limit
+        terminated = False
+        while running := [pid for pid in self.pids if pid not in self.server.codes]:
+            if self.code and not terminated:
+                terminated = True
+                for pid in running:
+                    with contextlib.suppress(ProcessLookupError):
+                        os.kill(pid, signal.SIGTERM)
             if time.monotonic() > deadline:
-                break
+                self.kill()
+                raise AssertionError(f"still running after {self.limit} s\n{self}")
             self.server.answers(max(0.01, deadline - time.monotonic()))
-        code = failed if failed is not None else next((code for code in codes if code), codes[0])
-        text = [path.read_text(encoding="utf-8", errors="replace") if path.is_file() else "" for path in self.streams]
-        out, err = ("".join(re.sub(r"\r+", "\n", part) for part in text[kind::2]) for kind in (0, 1))
-        return Ended(" ".join(self.words), code, out + err, self.folder, self.job, out, err)
+        return Finished(self.command, self.folder, self.job_id, self.code, self.out, self.err)
+
+    def kill(self) -> None:
+        """End what still runs, by its id. torchrun gives each rank a session of its own, so a group is not enough."""
+        for pid in set(self.pids) - self.server.codes.keys():
+            with contextlib.suppress(psutil.NoSuchProcess):
+                parent = psutil.Process(pid)
+                kill([*parent.children(recursive=True), parent])
+
+
+def text_of(stream: Path) -> str:
+    """Output of a process so far. Carriage returns of the progress bars become line ends."""
+    return re.sub(r"\r+", "\n", stream.read_text(encoding="utf-8", errors="replace"))
 
 
 class Bench:
-    """A folder of its own, in which the documents' commands work as printed."""
+    """A folder of its own, in which the documents' commands work as printed.
 
-    def __init__(self, server: Server, folder: Path):
-        self.server = server
+    knobs: variables of each run. limit: seconds that a run may take.
+    """
+
+    def __init__(self, server: Server, folder: Path, knobs: dict[str, str] = SMALL, limit: float = LIMIT):
+        self.server, self.knobs, self.limit = server, knobs, limit
         self.folder = make_workplace(folder)
         self.number = 0
         self.python = Path(sys.executable)
@@ -184,13 +210,6 @@ class Bench:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_bytes(content if isinstance(content, bytes) else content.encode())
         return path
-
-    def until(self, condition: Callable[[], object]) -> None:
-        """Poll until `condition` is true, when no process of the test can tell of it any more."""
-        deadline = time.monotonic() + LIMIT
-        while not condition():
-            assert time.monotonic() < deadline, f"did not happen within {LIMIT} s"
-            self.server.wait(0, 0.02)
 
     def write_pipe(self, name: str) -> None:
         """Let the process go on that reads a FIFO here."""
@@ -208,7 +227,7 @@ class Bench:
         self,
         *words: object,
         script: str | Path = "scripts/train.py",
-        fork: bool = True,
+        launcher: str = "",
         ranks: int = 0,
         cwd: Path | None = None,
         stdout: str | Path = "",
@@ -217,47 +236,47 @@ class Bench:
     ) -> Running:
         """Start a script of Python, or another program.
 
-        fork=False: a new interpreter, as on the command line. ranks: as many processes, with the variables that
-        torchrun sets; 0 is plain python. variables: "unset" takes one away.
+        launcher: one of `helpers.LAUNCHERS`, to start the script as on the command line; without one it is forked.
+        ranks: as many processes, with the variables that torchrun sets; 0 is plain python. variables: "unset" takes
+        one away.
         """
-        environment = self.server.environment | (SMALL | {name: str(value) for name, value in variables.items()})
+        known = self.server.environment
+        environment = known | self.knobs | {name: str(value) for name, value in variables.items()}
         environment = {name: value for name, value in environment.items() if value != "unset"}
         argv = [str(word) for word in (script, *words)]
         is_python = argv[0].endswith(".py")
-        known = self.server.environment
-        changed = {name for name in environment | known if environment.get(name) != known.get(name)}
-        fork = fork and is_python and not any(name.startswith(READ_AT_IMPORT) for name in changed)
-        if is_python and not fork:
-            argv = [sys.executable, *argv]
+        changed = sorted(name for name in environment | known if environment.get(name) != known.get(name))
+        if is_python and not launcher and any(name.startswith(READ_AT_IMPORT) for name in changed):
+            launcher = "python"
+        if launcher:
+            argv = [*LAUNCHERS[launcher](ranks), *argv]
+        shown = " ".join([*(f"{name}={environment.get(name, '')}" for name in changed), *argv])
+        job_id = environment.get("JOB_ID") or environment.get("SLURM_JOB_ID", "")
+        running = Running(self, shown, cwd or self.folder, job_id)
         self.number += 1
-        streams = []
-        pids = []
-        port = free_port()
-        for rank in range(ranks or 1):
+        for rank, world in enumerate(worlds(ranks, launcher)):
             own = [self.folder.parent / f"{self.number}.{rank}.{name}" for name in ("out", "err")]
             for path in own:  # also for who looks before the process has begun to write
                 path.touch()
-            world = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks}
-            world |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
             request: Request = {
-                "fork": fork,
+                "fork": is_python and not launcher,
                 "argv": argv,
-                "cwd": str(cwd or self.folder),
-                "environment": environment | ({name: str(value) for name, value in world.items()} if ranks else {}),
+                "cwd": str(running.folder),
+                "environment": environment | {name: str(value) for name, value in world.items()},
                 "stdout": str(stdout or own[0]),
                 "stderr": str(stderr or own[1]),
             }
-            streams += own
-            pids.append(self.server.start(request))
-        return Running(self.server, pids, argv, cwd or self.folder, streams, environment["JOB_ID"])
+            running.streams += own
+            running.pids.append(self.server.start(request))
+        return running
 
-    def run(self, *words: object, code: int = 0, **options: object) -> Ended:
+    def run(self, *words: object, code: int = 0, **options: object) -> Finished:
         """Run to the end; any other exit code than `code` fails with the command and the end of the log."""
         ended = self.start(*words, **options).wait()
         assert ended.code == code, f"exit code {code} expected\n{ended}"
         return ended
 
-    def refuses(self, line: str, *words: object, code: int = 2, **options: object) -> Ended:
+    def refuses(self, line: str, *words: object, code: int = 2, **options: object) -> Finished:
         """Run what must end with this error line, where "..." stands for anything, and write nothing."""
         before = self.names()
         ended = self.run(*words, code=code, **options)
@@ -266,21 +285,21 @@ class Bench:
         assert self.names() == before, "something was written"
         return ended
 
-    def trained(self, *words: object, **options: object) -> Ended:
+    def trained(self, *words: object, **options: object) -> Finished:
         """A run that has ended well, as if it had been done here: it is done once per session."""
-        key = repr((words, sorted(options.items())))
+        key = repr((self.knobs, words, sorted(options.items())))
         if key not in self.server.trained:
             folder = self.server.folder / f"trained {len(self.server.trained)}"
-            ended = Bench(self.server, folder).run(*words, **options)
+            ended = Bench(self.server, folder, self.knobs).run(*words, **options)
             self.server.trained[key] = ended
         ended = self.server.trained[key]
         for name in ("output", "results"):
             shutil.copytree(ended.folder / name, self.folder / name)
         return dataclasses.replace(ended, folder=self.folder)
 
-    def reference(self, *words: object, **options: object) -> Ended:
+    def reference(self, *words: object, **options: object) -> Finished:
         """The same training, undisturbed, in a folder beside this one."""
-        return Bench(self.server, self.folder.parent / "reference").trained(*words, **options)
+        return Bench(self.server, self.folder.parent / "reference", self.knobs).trained(*words, **options)
 
     def patched(self, patch: str, name: str = "patched.py") -> Path:
         """A script that runs train.py after these lines: the way to stop it at a moment."""
@@ -306,11 +325,17 @@ class Bench:
         while (living := self.server.living()) and time.monotonic() < deadline:
             self.server.wait(0, 0.02)
         left = [f"{process.pid} {command_of(process)}" for process in living]
-        for process in living:
-            with contextlib.suppress(psutil.NoSuchProcess):
-                process.kill()
-        psutil.wait_procs(living, LIMIT)
+        kill(living)
         return left
+
+
+def worlds(ranks: int, launcher: str) -> list[dict]:
+    """Variables for each process to start: those that torchrun would set, or the port that torchrun is to take."""
+    port = free_port()
+    if launcher not in ("", "python"):
+        return [{"PET_MASTER_PORT": port}]
+    common = {"WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    return [common | {"RANK": rank, "LOCAL_RANK": rank} for rank in range(ranks)] or [{}]
 
 
 KILL = "os.kill(os.getpid(), signal.SIGKILL)"
@@ -341,11 +366,11 @@ def complete(folder: Path) -> dict[str, bool]:
     return {path.name: (path / "complete.json").exists() for path in sorted(folder.glob("checkpoint-*"))}
 
 
-def same_weights(ended: Ended, reference: Ended) -> bool:
+def same_weights(ended: Finished, reference: Finished) -> bool:
     """Whether both have saved the same model, to the last bit."""
     name = "model.safetensors"
     return (ended.output / name).read_bytes() == (reference.output / name).read_bytes()
 
 
-def same_training(ended: Ended, reference: Ended) -> bool:
+def same_training(ended: Finished, reference: Finished) -> bool:
     return same_weights(ended, reference) and ended.losses == reference.losses

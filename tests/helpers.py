@@ -1,4 +1,4 @@
-"""Start the workshop's scripts as a participant does, in a directory of their own, and read what they leave."""
+"""Shared by the tests: paths of the repository, tiny settings, and the files of a run. bench.py starts the runs."""
 
 import contextlib
 import importlib.util
@@ -7,15 +7,12 @@ import json
 import os
 import re
 import socket
-import subprocess
 import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
-
-import psutil
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 EXPERIMENTS = REPOSITORY / "experiments"
@@ -28,7 +25,10 @@ PAGES = sorted(
         EXPERIMENTS / "README.md",
     ]
 )
-RUN_TIMEOUT = 1500  # seconds, on a machine that is slow and busy. pytest itself ends a test after 1800
+# 1,190 real questions of SQuAD v1.1, optional: CONTRIBUTING says where they come from. Without them a test is skipped
+XQUAD = REPOSITORY.parent / "shared" / "data" / "xquad.en.json"
+LIMIT = 120  # seconds, of what takes one or two: the machine may be slow and busy, and a hang must end
+RUN_TIMEOUT = 1500  # seconds, of a training or a job on such a machine. pytest itself ends a test after 1800
 # A run that takes seconds. Two epochs of 8 steps; the questions have 127 to 194 tokens, so that padding matters.
 TINY = {
     "MODEL_NAME": "tiny-bloom",
@@ -42,8 +42,8 @@ TINY = {
     "LEARNING_RATE": "2e-3",  # random weights: the default of 5e-5 would hardly change them
     "NUM_EPOCHS": "2",
     "EM_F1": "False",
-    "CUDA_VISIBLE_DEVICES": "",  # on the CPU everywhere, so that the losses can be compared
 }
+NO_KNOBS = dict.fromkeys(TINY, "unset")  # for programs that start runs with knobs of their own
 # DeepSpeed is to compile nothing: here it could not, as the folder cannot be made
 NOTHING_COMPILED = {"TORCH_EXTENSIONS_DIR": f"{os.devnull}/none"}
 INHERITED = ("HOME", "XDG_CACHE_HOME", "LANG", "LC_ALL", "PATH", "TMPDIR", "LD_LIBRARY_PATH")
@@ -62,15 +62,14 @@ WORKER = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw"))
 PORTS = itertools.count(10000 + 2000 * (WORKER % 4) + os.getpid() % 1000)
 
 
-@dataclass
-class Finished:
-    """A run that has ended. `log`: stdout and stderr together."""
+class RunFiles:
+    """Record, model and errors of a run. A subclass knows its `command`, `folder`, `job_id`, exit `code` and `log`."""
 
     command: str
-    code: int
-    log: str
     folder: Path
     job_id: str
+    code: int | None
+    log: str
 
     @property
     def record_path(self) -> Path:
@@ -99,60 +98,49 @@ class Finished:
         return [line for line in self.log.splitlines() if line.startswith("error: ")]
 
     def __str__(self) -> str:
-        # What torchrun says of a failure is long and names no cause: the cause stands before it
+        # torchrun's report of a failure is long and does not name the cause; the cause comes before it
         own, agent, _ = self.log.partition("torch/distributed/elastic/multiprocessing/api.py")
         tail = "\n".join([*own.splitlines()[-40:], *(["[torchrun's report follows]"] if agent else [])])
         return f"command: {self.command}\nin: {self.folder}\nexit code: {self.code}\nend of the log:\n{tail}"
 
 
-class Process:
-    """A script that runs in the background; `wait` gives its `Finished`."""
+@dataclass
+class Finished(RunFiles):
+    """A run that has ended. `code` is that of the first rank that failed; `out` and `err` are of all ranks."""
 
-    def __init__(self, folder: Path, arguments: list[str], environment: dict, job_id: str):
-        self.folder, self.arguments, self.job_id = folder, arguments, job_id
-        self.log_path = folder / f"{job_id}.{next(PORTS)}.log"
-        self.variables = " ".join(f"{k}={v}" for k, v in environment.items() if k not in INHERITED)
-        with self.log_path.open("wb") as log:
-            self.popen = subprocess.Popen(
-                arguments, cwd=folder, env=environment, stdout=log, stderr=subprocess.STDOUT, start_new_session=True
-            )
+    command: str
+    folder: Path
+    job_id: str
+    code: int | None
+    out: str
+    err: str
 
-    def wait(self, timeout: float = RUN_TIMEOUT) -> Finished:
-        try:
-            code = self.popen.wait(timeout)
-        except subprocess.TimeoutExpired:
-            raise AssertionError(f"still running after {timeout} s\n{self.finished('none')}") from None
-        finally:
-            self.kill()
-        return self.finished(code)
+    @property
+    def log(self) -> str:
+        return self.out + self.err
 
-    def finished(self, code: object) -> Finished:
-        text = self.log_path.read_text(encoding="utf-8", errors="replace")
-        # carriage returns of the progress bars become line ends
-        log = re.sub(r"\r+", "\n", text)
-        return Finished(f"{self.variables} {' '.join(self.arguments)}", code, log, self.folder, self.job_id)
+    @property
+    def error(self) -> str:
+        """The one error line."""
+        return the_error(self.err).removeprefix("error: ")
 
-    def kill(self) -> None:
-        """End what still runs. torchrun gives each rank a session of its own, so a process group is not enough."""
-        if self.popen.poll() is None:
-            with contextlib.suppress(psutil.NoSuchProcess):
-                parent = psutil.Process(self.popen.pid)
-                for process in [*parent.children(recursive=True), parent]:
-                    with contextlib.suppress(psutil.NoSuchProcess):
-                        process.kill()
-            self.popen.wait()
 
-    def until(self, condition: Callable[[], object], timeout: float = RUN_TIMEOUT) -> object:
-        """Poll until `condition` is true, and return its value; fail when the process ends before."""
-        end = time.monotonic() + timeout
-        while time.monotonic() < end:
-            ended = self.popen.poll()
-            if value := condition():
-                return value
-            assert ended is None, f"ended too early\n{self.finished(ended)}"
-            time.sleep(0.1)
-        self.kill()
-        raise AssertionError(f"did not happen within {timeout} s\n{self.finished('none')}")
+def until(
+    condition: Callable[[], object],
+    seconds: float = LIMIT,
+    ended: Callable[[], bool] = lambda: False,
+    run: object = "",
+    pause: float = 0.05,
+) -> object:
+    """Poll until `condition` is true, and return its value. Fail and show `run` if the run ends first or time is up."""
+    deadline = time.monotonic() + seconds
+    while True:
+        over = ended()  # asked first: the condition may become true with the end
+        if value := condition():
+            return value
+        assert not over, f"ended too early\n{run}"
+        assert time.monotonic() < deadline, f"did not happen within {seconds} s\n{run}"
+        time.sleep(pause)
 
 
 def make_workplace(folder: Path) -> Path:
@@ -163,35 +151,9 @@ def make_workplace(folder: Path) -> Path:
     return folder
 
 
-def environment(variables: dict) -> dict:
-    """Nothing of the caller's but the basics: a knob or a SLURM_ variable set outside would change the runs."""
-    basics = {name: os.environ[name] for name in INHERITED if name in os.environ}
-    own = {"OMP_NUM_THREADS": "1", "PET_MASTER_PORT": str(free_port())}
-    return basics | NOTHING_COMPILED | own | variables
-
-
-def start(
-    folder: Path,
-    job_id: str,
-    *arguments: object,
-    processes: int = 1,
-    launcher: str = "",
-    script: str = "scripts/train.py",
-    **variables: object,
-) -> Process:
-    """Start a script in `folder`; `variables` are environment variables on top of those of `TINY`."""
-    job_id = job_id.replace(" ", "_")  # it names files
-    launcher = launcher or ("python" if processes == 1 else "torchrun")
-    command = [*LAUNCHERS[launcher](processes), script, *map(str, arguments)]
-    values = TINY | {"HF_HOME": folder / "hf", "JOB_ID": job_id} | variables
-    return Process(folder, command, environment({name: str(value) for name, value in values.items()}), job_id)
-
-
-def run(folder: Path, job_id: str, *arguments: object, code: int = 0, **options: object) -> Finished:
-    """Run a script to its end; any other exit code than `code` fails with the command and the end of the log."""
-    finished = start(folder, job_id, *arguments, **options).wait()
-    assert finished.code == code, f"exit code {code} expected\n{finished}"
-    return finished
+def inherited() -> dict[str, str]:
+    """The basics of the caller's environment. A knob or a SLURM_ variable set outside would change the runs."""
+    return {name: os.environ[name] for name in INHERITED if name in os.environ}
 
 
 def free_port() -> int:
@@ -219,7 +181,8 @@ def directives_of(script: Path) -> dict[str, str]:
 
 
 def program(path: str) -> ModuleType:
-    """A program of the repository outside of scripts/, as a module."""
+    """A program of the repository outside of scripts/, as a module; it may import its neighbours."""
+    sys.path.append(str((REPOSITORY / path).parent))
     specification = importlib.util.spec_from_file_location(Path(path).stem, REPOSITORY / path)
     module = importlib.util.module_from_spec(specification)
     specification.loader.exec_module(module)

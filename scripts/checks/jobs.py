@@ -8,6 +8,7 @@ import shutil
 import subprocess
 import sys
 import time
+from collections.abc import Mapping
 from pathlib import Path
 
 from checks.machine import Lines, command, last_line
@@ -17,6 +18,7 @@ from shared.paths import EXPERIMENTS, REPOSITORY, SAMPLE
 TINY = {"MODEL_NAME": "tiny-bloom", "TRAIN_SIZE": 8, "EVAL_SIZE": 4, "MAX_LENGTH": 256, "SAMPLES_PER_GPU": 8}
 TINY |= {"BATCH_SIZE": 2, "GRAD_ACC": 1, "NUM_EPOCHS": 1, "EM_F1": False, "SAVE_STRATEGY": "no", "REPORT_TO": "none"}
 JOBS = ("baseline", "deepspeed-multi-node/2_nodes", "deepspeed-native-launch/zero3_offload")
+KEPT = "kept"  # preflight keeps its folder if it holds this file: a failed check names a log in it
 UNFINISHED = ("PENDING", "CONFIGURING", "RUNNING", "COMPLETING", "SUSPENDED", "REQUEUED", "STAGE_OUT")
 
 
@@ -49,47 +51,59 @@ def tiny_jobs(folder: Path, timeout: int) -> Lines:
         jobs["ZeRO-2 offload"] = [*launch, "--deepspeed", str(REPOSITORY / "ds_configs/zero2_cpu_offload.json")]
     for name, words in jobs.items():
         start = time.monotonic()
-        log = folder / f"{name.replace(' ', '_')}.log"
-        variables = tiny_variables(folder, dict(os.environ), gpu) | {"JOB_ID": log.stem}
-        if train_once([*words, "--max_steps", "2"], variables, folder, log, timeout):
-            record = json.loads((folder / "results" / f"{log.stem}.json").read_text())
+        variables = tiny_variables(folder, dict(os.environ), gpu)
+        record = run_training(name.replace(" ", "_"), [*words, "--max_steps", "2"], variables, folder, timeout)
+        if record["status"] == "completed":
             seconds = time.monotonic() - start
             yield "ok", name, f"2 steps, loss {record['train']['loss_mean']:.2f}, {seconds:.0f} s with its start"
         else:
-            yield "fail", name, last_line(log.read_text(errors="replace")), f"read {keep(folder, log)}"
+            (folder / KEPT).touch()
+            yield "fail", name, record["reason"]
 
 
-def tiny_variables(folder: Path, variables: dict, gpu: bool) -> dict:
-    """`variables` for a training of tiny-bloom: no knob, launcher or job of the caller reaches it."""
+def tiny_variables(folder: Path, variables: dict, gpu: bool) -> dict[str, str]:
+    """Return the variables of a training of tiny-bloom, next to those of the caller that are no settings."""
+    tiny = TINY | {"DATASET": SAMPLE} | ({} if gpu else {"FP16": False})
+    return without_settings(variables, folder) | {name: str(value) for name, value in tiny.items()}
+
+
+def without_settings(variables: Mapping[str, str], folder: Path) -> dict[str, str]:
+    """Drop the caller's knobs, launcher and job from `variables`. Data sets are cached in `folder`."""
     others = {"RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "JOB_ID"}
     others |= {knob.variable for knob in KNOBS} | {"KNOB_ORIGINS"}
     others |= {"EXPERIMENT", "BANDWIDTH_FILE", "RUN_DIR", "SNAPSHOT"}
     kept = {k: v for k, v in variables.items() if k not in others and (k[:6] != "SLURM_" or k == "SLURM_CONF")}
-    tiny = TINY | {"DATASET": SAMPLE, "HF_DATASETS_CACHE": folder / "datasets"}
-    return kept | {k: str(v) for k, v in (tiny if gpu else tiny | {"FP16": False}).items()}
+    return kept | {"HF_DATASETS_CACHE": str(folder / "datasets")}
 
 
-def train_once(words: list[str], variables: dict, folder: Path, log: Path, timeout: int) -> bool:
-    """Whether it ended well in time. torchrun gives each rank a session of its own, so all children are ended."""
+def run_training(job_id: str, words: list[str], variables: dict[str, str], folder: Path, timeout: int) -> dict:
+    """Run a training in `folder`, and return its run record. If it failed, the record has the reason and names the log.
+
+    torchrun gives each rank a session of its own, so all children are ended.
+    """
     import psutil
 
+    path, log = folder / "results" / f"{job_id}.json", folder / f"{job_id}.log"
+    path.unlink(missing_ok=True)  # train.py does not overwrite the record of an earlier call
+    shutil.rmtree(folder / "output" / job_id, ignore_errors=True)
     with log.open("w") as file:
-        process = psutil.Popen(words, cwd=folder, env=variables, stdin=subprocess.DEVNULL, stdout=file, stderr=file)
+        environment = variables | {"JOB_ID": job_id}
+        process = psutil.Popen(words, cwd=folder, env=environment, stdin=subprocess.DEVNULL, stdout=file, stderr=file)
         try:
-            return process.wait(timeout) == 0
+            done = process.wait(timeout) == 0
         except psutil.TimeoutExpired:
             file.write(f"\nerror: time: still running after {timeout} s; see what it waits for, or raise --timeout\n")
-            return False
+            done = False
         finally:
             with contextlib.suppress(psutil.NoSuchProcess):
                 for child in [*process.children(recursive=True), process]:
                     with contextlib.suppress(psutil.NoSuchProcess):
                         child.kill()
-
-
-def keep(folder: Path, log: Path) -> Path:
-    (folder / "kept").mkdir(exist_ok=True)
-    return Path(shutil.copy(log, folder / "kept"))
+    record = json.loads(path.read_text()) if path.exists() else {}
+    if not done:
+        record["status"] = "oom" if record.get("status") == "oom" else "failed"
+        record["reason"] = f"{last_line(log.read_text(errors='replace'))}; read {log}"
+    return record
 
 
 def slurm_jobs(folder: Path, timeout: int, caller: dict[str, str]) -> Lines:
@@ -113,7 +127,8 @@ def slurm_jobs(folder: Path, timeout: int, caller: dict[str, str]) -> Lines:
                 yield "ok", name, state
             elif log.is_file():
                 said = last_line(log.read_text(errors="replace"))
-                yield "fail", name, f"{state} ({reason}); {said}", f"read {keep(folder, log)}"
+                (folder / KEPT).touch()
+                yield "fail", name, f"{state} ({reason}); {said}", f"read {log}"
             else:
                 yield "fail", name, f"{state} ({reason})", f"no log after {timeout} s (--timeout)"
     finally:

@@ -126,7 +126,7 @@ class Settings:
     def recorded(self) -> dict[str, Any]:
         """What defines the run: every knob, and each other flag that was given; no flag is a secret."""
         values = self.flat()
-        flags = {knob.flag for knob in KNOBS} | set(OTHER_DEFAULTS) | {"seed"} | set(self.names)
+        flags = {knob.flag for knob in KNOBS} | set(OTHER_DEFAULTS) | {"seed"} | (self.names.keys() & values.keys())
         if self.model.model_name != CUSTOM_GPT:
             flags -= set(CUSTOM_SIZES)
         return {flag: values[flag] for flag in sorted(flags)}

@@ -18,7 +18,7 @@ from shell import start_stub
 
 @pytest.fixture
 def command(tmp_path) -> Callable[..., Finished]:
-    """Runs a script as its own process in the empty directory `work`; `log` holds its stderr."""
+    """Runs a script as its own process in the empty directory `work`."""
 
     def run(script: str, *arguments: object, **variables: str) -> Finished:
         home = tmp_path / "home"
@@ -31,9 +31,7 @@ def command(tmp_path) -> Callable[..., Finished]:
         words = [sys.executable, *program, *map(str, arguments)]
         folder = tmp_path / "work"
         done = subprocess.run(words, cwd=folder, env=environment, capture_output=True, text=True, timeout=300)
-        finished = Finished(" ".join(words), done.returncode, done.stderr, folder, "")
-        finished.stdout = done.stdout
-        return finished
+        return Finished(" ".join(words), folder, "", done.returncode, done.stdout, done.stderr)
 
     return run
 

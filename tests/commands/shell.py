@@ -3,8 +3,6 @@
 import os
 import subprocess
 import sys
-import time
-from collections.abc import Callable
 from pathlib import Path
 
 from helpers import REPOSITORY, directives
@@ -43,12 +41,3 @@ def start_stub(
     command, streams = [*words, *arguments], {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
     environment = shell_environment(**variables)
     return subprocess.Popen(command, cwd=cwd or folder, env=environment, text=True, start_new_session=True, **streams)
-
-
-def until(condition: Callable[[], object], timeout: float = 60) -> object:
-    """Poll until `condition` is true, and return its value."""
-    deadline = time.monotonic() + timeout
-    while not (value := condition()):
-        assert time.monotonic() < deadline, f"did not happen within {timeout} s"
-        time.sleep(0.05)
-    return value

@@ -15,7 +15,7 @@ import pytest
 )
 def test_a_mistake_is_one_line_and_writes_nothing(command, words, code, line):
     done = command(*words)
-    assert (done.code, done.stdout) == (code, ""), done
+    assert (done.code, done.out) == (code, ""), done
     (error,) = done.error_lines
     assert re.fullmatch(line, error)
     assert not list(done.folder.iterdir())

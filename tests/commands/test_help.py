@@ -22,8 +22,8 @@ def test_help_opens_with_the_purpose_and_commands_to_copy(path, command):
     finished = command(name, "--help")
     assert finished.code == 0, finished
     purpose = ast.get_docstring(ast.parse(path.read_text())).splitlines()[0]
-    beginning = finished.stdout.split("options:")[0].splitlines()[:30]
-    assert purpose in beginning, finished.stdout[:2000]
+    beginning = finished.out.split("options:")[0].splitlines()[:30]
+    assert purpose in beginning, finished.out[:2000]
     assert beginning.index(purpose) < 8, "the purpose is far down"
     assert [
         line for line in beginning if re.match(rf"\s*(PYTHONPATH=scripts python|python|torchrun|srun) .*{name}", line)

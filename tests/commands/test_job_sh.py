@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 
 from canaries import CANARIES, leaks
-from helpers import REPOSITORY
+from helpers import REPOSITORY, until
 from records.memory_logs import read_gpu_log
-from shell import program, shell_environment, start_stub, until
+from shell import program, shell_environment, start_stub
 
 PRINT = "import os, sys; print('>', *(os.environ.get(n, 'unset') for n in sys.argv[1:]), sep='|')"
 IN_A_JOB = {"SLURM_JOB_ID": 47, "SLURM_JOB_NUM_NODES": 1}

@@ -16,8 +16,7 @@ import psutil
 import pytest
 from torch.distributed import TCPStore
 
-from helpers import REPOSITORY, free_port
-from shell import until
+from helpers import REPOSITORY, free_port, until
 
 LAUNCH = [sys.executable, str(REPOSITORY / "scripts/launch.py")]
 

@@ -9,4 +9,4 @@ from helpers import the_error
 def test_evaluate_py_refuses_what_it_would_ignore(command, flag, value):
     finished = command("evaluate.py", flag, value)
     assert finished.code == 2, finished
-    assert the_error(finished.log).startswith(f"error: {flag}: evaluation holds the whole model on every rank")
+    assert the_error(finished.err).startswith(f"error: {flag}: evaluation holds the whole model on every rank")

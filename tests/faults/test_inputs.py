@@ -58,21 +58,21 @@ def test_a_temporary_folder_with_too_long_a_name_for_the_workers_of_the_data_loa
     long = tmp_path / ("x" * 76)
     long.mkdir()
     line = f"TMPDIR: {long} has {len(str(long))} characters, and DATA_WORKERS needs at most 75; ..."
-    # fork=False: Python looks for the folder only once, and the server has done so
-    bench.refuses(line, DATA_WORKERS=2, TMPDIR=long, fork=False)
+    # as a command: Python looks for the folder only once, and the server has done so
+    bench.refuses(line, DATA_WORKERS=2, TMPDIR=long, launcher="python")
 
 
 def test_a_machine_that_cannot_compile(bench: Bench):
     # of a new process, which reads the variables as it imports PyTorch
-    none = {"CXX": "no-such-compiler", "TORCHINDUCTOR_CACHE_DIR": bench.folder.parent / "compiled", "fork": False}
+    none = {"CXX": "no-such-compiler", "TORCHINDUCTOR_CACHE_DIR": bench.folder.parent / "compiled"}
     line = "--torch_compile: inductor cannot compile on ...; ..."
-    bench.refuses(line, "--torch_compile", code=3, **none)
+    bench.refuses(line, "--torch_compile", code=3, launcher="python", **none)
 
 
 def test_the_workshops_deepspeed_files_ask_no_compiler(bench: Bench, tmp_path):
     """Not even whether it could compile one of DeepSpeed's extensions."""
     compiler = program(tmp_path / "bin", "c++", f"touch '{tmp_path}/asked'; exit 1")
-    bench.run("--deepspeed", "ds_configs/zero2_cpu_offload.json", fork=False, CC=compiler, CXX=compiler)
+    bench.run("--deepspeed", "ds_configs/zero2_cpu_offload.json", launcher="python", CC=compiler, CXX=compiler)
     assert not (tmp_path / "asked").exists()
 
 
@@ -84,7 +84,7 @@ def test_a_config_without_torch_adam_has_deepspeed_compile_its_own_optimizer(ben
     bench.write("own.json", json.dumps(content))
     works = f"""case "$*" in *" -c "*fused_adam*) touch '{tmp_path}/works'; exit 1 ;; esac"""
     own = {"CXX": program(tmp_path / "bin", "c++", works), "TORCH_EXTENSIONS_DIR": tmp_path / "new", "PATH": os.defpath}
-    ended = bench.run("--deepspeed", "own.json", code=1, fork=False, **own)
+    ended = bench.run("--deepspeed", "own.json", code=1, launcher="python", **own)
     assert "Error building extension 'fused_adam'" in ended.err
     assert (tmp_path / "works").exists()
 

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from bench import STEP, Bench, Ended, Running, command_of, moment, same_training
-from helpers import REPOSITORY, directives
+from bench import STEP, Bench, Running, command_of, moment, same_training
+from helpers import REPOSITORY, Finished, directives, until
 from shell import program, shell_environment
 
 # A training as train.py is: it has a record that says running, and saves on a signal. Then what the test wants
@@ -48,7 +48,7 @@ def start(bench: Bench, code: str, words: str = "bash x.slurm", **options: objec
     return bench.start("-c", words, script="bash", cwd=folder, **variables)
 
 
-def log(started: Running | Ended) -> str:
+def log(started: Running | Finished) -> str:
     return "".join(path.read_text() for path in (started.folder / "log").glob("*.out"))
 
 
@@ -63,7 +63,7 @@ def alive(bench: Bench, word: str) -> list[str]:
     return [line for line in map(command_of, bench.server.living()) if word in line]
 
 
-def check_end(ended: Ended, code: int, status: str) -> None:
+def check_end(ended: Finished, code: int, status: str) -> None:
     assert ended.code == code, ended
     assert (ended.record["status"], ended.record["exit_code"]) == (status, code), ended.record
     assert not list(ended.folder.glob("results/.*/*")), "the lock is gone"
@@ -89,7 +89,7 @@ def test_nothing_outlives_a_killed_script(bench: Bench):
     started = begun(start(bench, "signal.pause()"))
     os.kill(started.pids[0], signal.SIGKILL)
     assert started.wait().code == -signal.SIGKILL
-    bench.until(lambda: not alive(bench, "code.py") and not alive(bench, "psrecord"))
+    until(lambda: not alive(bench, "code.py") and not alive(bench, "psrecord"))
 
 
 def test_a_killed_training_is_a_failed_job(bench: Bench):
@@ -156,7 +156,7 @@ def test_two_jobs_of_one_id(bench: Bench, variables):
     second = start(bench, UNTIL_GO, **variables)
     assert second.wait().code == 2
     line = "error: JOB_ID: another run of 7 is writing its files; "
-    bench.until(lambda: line in second.streams[1].read_text())  # a tee may end behind the script
+    until(lambda: line in second.err)  # a tee may end behind the script
     (first.folder / "go").touch()
     check_end(first.wait(), 0, "completed")
 

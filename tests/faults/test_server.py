@@ -10,7 +10,8 @@ import psutil
 import pytest
 from safetensors.torch import load_file
 
-from bench import LIMIT, Bench, Ended, command_of
+from bench import Bench, command_of
+from helpers import LIMIT, Finished, until
 
 # As the third step begins
 TERM = """
@@ -45,16 +46,16 @@ def words(text: str) -> list[str]:
     return [re.sub(r"'(eval|train)_(runtime|\w+_per_second)': '[^']*'|after \d+ s", "measured", line) for line in lines]
 
 
-def run(bench: Bench, name: str, fork: bool) -> Ended:
+def run(bench: Bench, name: str, launcher: str) -> Finished:
     how = RUNS[name]
     script = bench.patched(how["patch"]).name if "patch" in how else "scripts/train.py"
-    return bench.run(*how["words"], code=how["code"], script=script, fork=fork)
+    return bench.run(*how["words"], code=how["code"], script=script, launcher=launcher)
 
 
 @pytest.mark.parametrize("name", RUNS)
 def test_a_forked_run_is_that_of_the_command(name, server, tmp_path):
     benches = [Bench(server, tmp_path / kind / "work") for kind in ("forked", "command")]
-    forked, command = (run(bench, name, fork=bench is benches[0]) for bench in benches)
+    forked, command = (run(bench, name, how) for bench, how in zip(benches, ("", "python"), strict=True))
     assert forked.error_lines == command.error_lines
     assert words(forked.out) == words(command.out)
     assert benches[0].names() == benches[1].names()
@@ -83,7 +84,7 @@ print(json.dumps({
 
 def test_a_forked_process_finds_what_a_new_one_finds(bench):
     bench.write("folder/look.py", LOOK)
-    forked, command = (bench.run("a", "b c", script="folder/look.py", fork=fork, X="1") for fork in (True, False))
+    forked, command = (bench.run("a", "b c", script="folder/look.py", launcher=how, X="1") for how in ("", "python"))
     found, expected = json.loads(forked.out), json.loads(command.out)
     # the interpreter sets it for programs that it starts, when the locale is C
     expected["environment"].pop("LC_CTYPE", None)
@@ -96,7 +97,7 @@ def test_what_outlives_a_case_is_found_and_ended(server, tmp_path):
     bench = Bench(server, tmp_path / "work")
     ended = bench.run("-c", "(setsid setsid sleep 1000 &) && echo started", script="bash")
     assert ended.out == "started\n"
-    bench.until(lambda: [process for process in server.living() if command_of(process) == "sleep 1000"])
+    until(lambda: [process for process in server.living() if command_of(process) == "sleep 1000"])
     (left,) = bench.close(seconds=0)
     pid, command = left.split(maxsplit=1)
     assert command == "sleep 1000" and not psutil.pid_exists(int(pid))
@@ -125,6 +126,6 @@ def test_a_number_that_is_given_anew_is_a_new_process(server):
 def test_a_killed_process_has_the_code_of_its_signal(bench):
     bench.write("wait.py", "import signal\nprint('here', flush=True)\nsignal.pause()\n")
     started = bench.start(script="wait.py")
-    started.until(lambda: started.streams[0].read_text())
+    started.until(lambda: started.out)
     os.kill(started.pids[0], signal.SIGKILL)
     assert started.wait().code == -signal.SIGKILL

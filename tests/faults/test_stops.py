@@ -10,8 +10,8 @@ import socket
 import pytest
 import torch
 
-from bench import STEP, Bench, Ended, complete, moment, same_training, same_weights
-from helpers import REPOSITORY
+from bench import STEP, Bench, complete, moment, same_training, same_weights
+from helpers import REPOSITORY, Finished
 
 KEPT = ("--save_total_limit", 2)
 RESUME = "--resume_from_checkpoint"
@@ -19,7 +19,7 @@ PAUSE = "signal.pause()"
 WIDER = pytest.mark.faults
 
 
-def saved(ended: Ended) -> set[str]:
+def saved(ended: Finished) -> set[str]:
     return {name for name, marked in complete(ended.output).items() if marked}
 
 
@@ -83,7 +83,7 @@ def sent(target: str, call: int, *numbers: signal.Signals, rank: int = 0, then: 
     return moment(target, call, f"if int(os.environ.get('RANK', 0)) == {rank}: {signals}; {then}")
 
 
-def stopped(bench: Bench, patch: str, step: int, *words: object, **options: object) -> Ended:
+def stopped(bench: Bench, patch: str, step: int, *words: object, **options: object) -> Finished:
     """A run that must end with 75 and a complete checkpoint of this step."""
     ended = bench.run(*KEPT, *words, script=bench.patched(patch), code=75, **options)
     assert (ended.record["status"], ended.record["exit_code"]) == ("stopped", 75)

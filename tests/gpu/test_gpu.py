@@ -12,7 +12,8 @@ import torch
 from transformers import BloomConfig, BloomForCausalLM
 
 import gpu_check
-from helpers import NOTHING_COMPILED, REPOSITORY, make_workplace, run
+from bench import Bench
+from helpers import NOTHING_COMPILED, REPOSITORY, RUN_TIMEOUT, TINY
 from training.chunked_loss import use_chunked_loss
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="PyTorch sees no CUDA GPU here")
@@ -74,11 +75,12 @@ def test_chunked_loss_has_the_loss_and_the_gradients_of_the_full_logits(dtype):
 
 @two_gpus
 @pytest.mark.parametrize("config", ["full_shard", "full_shard_cpu_offload", "fsdp1_full_shard"])
-def test_two_gpus_shard_generate_and_save(tmp_path, config):
+def test_two_gpus_shard_generate_and_save(server, tmp_path, config):
     """What one GPU cannot show: gloo for offloaded gradients, FSDP1, the loss scale over ranks."""
     options = {"CUDA_VISIBLE_DEVICES": "0,1", "FP16": "", "EM_F1": "True", "EVAL_SIZE": 8, "BATCH_SIZE": 2}
     flags = ("--fsdp", "--fsdp_config", f"fsdp_configs/{config}.json")
-    done = run(make_workplace(tmp_path / "work"), config, *flags, processes=2, **options)
+    bench = Bench(server, tmp_path / "work", TINY, RUN_TIMEOUT)
+    done = bench.run(*flags, ranks=2, launcher="torchrun", JOB_ID=config, **options)
     assert done.record["knobs"]["precision"]["effective"] == "fp16"
     assert done.record["parameters"] == 231_296
     assert done.losses[1] < done.losses[0] < 7.7

@@ -2,7 +2,7 @@
 
 A test names its run with ``@uses("zero2")`` and gets it as the argument `run`; other runs of the table come from
 `table("plain")`. A run that no row has is a call of `train`. Both fork from the server of tests/server.py, where a
-training takes seconds; what must be a command of its own is started by `background` or `helpers.run`.
+training takes seconds; what must be a command of its own names its launcher.
 """
 
 import json
@@ -10,15 +10,16 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from bench import Bench, Ended, Server
-from helpers import TINY, Finished, Process, start
+from bench import Bench, Server
+from helpers import RUN_TIMEOUT, TINY, Finished
 from runs import RUNS
 
 
 @pytest.fixture(scope="session")
 def bench(server: Server, tmp_path_factory) -> Iterator[Bench]:
     """The folder in which all runs of this session are started."""
-    bench = Bench(server, tmp_path_factory.mktemp("runs") / "work place")  # with a space, as users have them
+    folder = tmp_path_factory.mktemp("runs") / "work place"  # with a space, as users have them
+    bench = Bench(server, folder, TINY, RUN_TIMEOUT)
     sizes = {"model_type": "bloom", "vocab_size": 4096, "hidden_size": 512, "n_layer": 3, "n_head": 8}
     bench.write("bloom-12m/config.json", json.dumps(sizes | {"use_cache": False}))
     # 4 heads of queries and 2 of keys and values; the head of the model is its embedding
@@ -36,35 +37,30 @@ def workplace(bench: Bench):
 
 
 @pytest.fixture(scope="session")
-def train(bench: Bench) -> Callable[..., Ended]:
+def train(bench: Bench) -> Callable[..., Finished]:
     """``train(name, *words, code=0, ranks=0, patch="", **variables)``: a tiny training under this job id, to its end.
 
     patch: lines of Python that are run before train.py. Other options are those of `Bench.start`.
     """
 
-    def run(name: str, *words: object, patch: str = "", **options: object) -> Ended:
+    def run(name: str, *words: object, patch: str = "", **options: object) -> Finished:
         if patch:
             options["script"] = bench.patched(patch, f"{name}.py")
-        return bench.run(*words, **TINY | {"PADDING": "unset", "JOB_ID": name} | options)
+        return bench.run(*words, **{"JOB_ID": name} | options)
 
     return run
 
 
 @pytest.fixture(scope="session")
-def table(train, workplace) -> Callable[[str], Finished]:
+def table(train) -> Callable[[str], Finished]:
     """``table(name)`` is that run, which must have ended with exit code 0."""
     done: dict[str, Finished] = {}
 
     def result(name: str) -> Finished:
         if name not in done:
             row = RUNS[name]
-            how = {"script": row.script} | row.settings
-            if row.launcher:
-                command = start(workplace, name, *row.arguments, processes=row.world, launcher=row.launcher, **how)
-                done[name] = command.wait()
-            else:
-                done[name] = train(name, *row.arguments, ranks=row.ranks, **how)
-            assert done[name].code == 0, done[name]
+            how = {"script": row.script, "ranks": row.ranks, "launcher": row.launcher} | row.settings
+            done[name] = train(name, *row.arguments, **how)
         return done[name]
 
     return result
@@ -73,17 +69,3 @@ def table(train, workplace) -> Callable[[str], Finished]:
 @pytest.fixture
 def run(request, table) -> Finished:
     return table(request.param)
-
-
-@pytest.fixture
-def background(workplace) -> Iterator[Callable[..., Process]]:
-    """Like `helpers.start`, for processes that must not outlive the test."""
-    processes = []
-
-    def start_here(*arguments, **options) -> Process:
-        processes.append(start(workplace, *arguments, **options))
-        return processes[-1]
-
-    yield start_here
-    for process in processes:
-        process.kill()

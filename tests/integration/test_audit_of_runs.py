@@ -41,7 +41,7 @@ BROKEN = {
     ),
     "a_rank_holds_everything": (
         ("--fsdp",),
-        "from distributed import inspect_fsdp\nsharding.local_share = lambda model: 0.8",
+        "from distributed import inspect_fsdp\ninspect_fsdp.local_share = lambda model: 0.8",
         "local parameter share: 1.0 was requested, 0.8 is what would run;",
     ),
     "not_pinned": (

@@ -4,13 +4,13 @@ import json
 import os
 import re
 import shutil
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-from helpers import REPOSITORY, RUN_TIMEOUT, environment
+from bench import Bench
+from helpers import NO_KNOBS, REPOSITORY, Finished
 
 SHORT = {"TRAIN_SIZE": "96", "NUM_EPOCHS": "1", "EVAL_SIZE": "8"}  # 6 steps: the first three warm up
 
@@ -28,25 +28,23 @@ def place(tmp_path_factory):
     return root
 
 
-def demo(place, **variables: str):
-    command = [sys.executable, "scripts/demo.py"]
-    given = environment(SHORT | {"HF_HOME": str(place / "hf")} | variables)
-    return subprocess.run(command, cwd=place, env=given, capture_output=True, text=True, timeout=RUN_TIMEOUT)
+def demo(bench: Bench, place, **options: object) -> Finished:
+    return bench.run(script="scripts/demo.py", launcher="python", cwd=place, **NO_KNOBS | SHORT | options)
 
 
-def test_four_methods_end_with_equal_losses_and_the_table_says_what_each_rank_held(place):
+def test_four_methods_end_with_equal_losses_and_the_table_says_what_each_rank_held(bench, place):
     """On a machine with one GPU, which must stay hidden from ranks that would need two (tests/gpu_stand_in)."""
     stand_in = {"STAND_IN_GPU": "one", "PYTHONPATH": str(REPOSITORY / "tests/gpu_stand_in")}
-    done = demo(place, CUDA_VISIBLE_DEVICES="0", **stand_in)
-    assert (done.returncode, done.stderr) == (0, ""), done
+    done = demo(bench, place, CUDA_VISIBLE_DEVICES="0", **stand_in)
+    assert done.err == "", done
     records = [json.loads(path.read_text()) for path in place.glob("experiments/demo/*/results/demo-*.json")]
     assert len(records) == 4
     losses = [record["train"]["loss_mean"] for record in records]
     assert losses == pytest.approx([losses[0]] * 4, rel=1e-4)
-    assert f"All train losses are {losses[0]:.4f}" in done.stdout
+    assert f"All train losses are {losses[0]:.4f}" in done.out
     rows = {
         name.strip(): [cell.strip() for cell in cells]
-        for name, *cells in (line.strip("|").split("|") for line in done.stdout.splitlines() if line.startswith("| "))
+        for name, *cells in (line.strip("|").split("|") for line in done.out.splitlines() if line.startswith("| "))
     }
     whole = 4 * records[0]["parameters"] / 2**20
     held = {
@@ -58,14 +56,12 @@ def test_four_methods_end_with_equal_losses_and_the_table_says_what_each_rank_he
         for row in (f"{part} (MiB)", f"{part}, estimated (MiB)"):
             assert list(map(float, rows[row])) == pytest.approx([whole * share for share in shares], rel=0.01), row
     assert all(cell for cells in rows.values() for cell in cells), "no cell is empty"
-    assert (
-        "a rank of FSDP holds 50% of the parameters, 100% of the gradients, 50% of the optimizer state" in done.stdout
-    )
-    page = place / re.search(r"^With curves, in a browser: (build/demo-\S+/index\.html)$", done.stdout, re.MULTILINE)[1]
+    assert "a rank of FSDP holds 50% of the parameters, 100% of the gradients, 50% of the optimizer state" in done.out
+    page = place / re.search(r"^With curves, in a browser: (build/demo-\S+/index\.html)$", done.out, re.MULTILINE)[1]
     assert "ZeRO-3, 2 ranks" in page.read_text()
 
 
-def test_without_psrecord_and_without_a_second_rank_the_demo_says_what_is_missing(place):
+def test_without_psrecord_and_without_a_second_rank_the_demo_says_what_is_missing(bench, place):
     for method in ("ddp", "zero3", "fsdp"):
         (place / f"experiments/demo/{method}/demo.slurm").write_text("echo 'error: no second rank here'\nexit 7\n")
     (place / ".venv").unlink()
@@ -77,10 +73,10 @@ def test_without_psrecord_and_without_a_second_rank_the_demo_says_what_is_missin
         if tool.name != "psrecord":
             (place / ".venv/bin" / tool.name).symlink_to(tool)
     folders = os.environ["PATH"].split(os.pathsep)
-    done = demo(place, PATH=os.pathsep.join(folder for folder in folders if not Path(folder, "psrecord").exists()))
-    assert done.returncode == 1, done
-    assert done.stdout.count("  error: no second rank here\n  failed with exit code 7: read ") == 3
-    assert re.search(r"^  missing: psrecord is not installed on ", done.stdout, re.MULTILINE)
-    assert re.search(r"^\| CPU memory, all processes \(MiB\) +\|  +\|  +\|", done.stdout, re.MULTILINE)
-    assert "With curves, in a browser: build/demo-" in done.stdout
-    assert "Only 1 of 4 trainings finished" in done.stdout and "are equal" not in done.stdout
+    path = os.pathsep.join(folder for folder in folders if not Path(folder, "psrecord").exists())
+    done = demo(bench, place, PATH=path, code=1)
+    assert done.out.count("  error: no second rank here\n  failed with exit code 7: read ") == 3
+    assert re.search(r"^  missing: psrecord is not installed on ", done.out, re.MULTILINE)
+    assert re.search(r"^\| CPU memory, all processes \(MiB\) +\|  +\|  +\|", done.out, re.MULTILINE)
+    assert "With curves, in a browser: build/demo-" in done.out
+    assert "Only 1 of 4 trainings finished" in done.out and "are equal" not in done.out

@@ -1,19 +1,21 @@
 """gpu_check.py with a row of a CPU: trained, saved, loaded again and scored; what failed is run again."""
 
 import json
+import os
+import signal
 
 import psutil
 
-from helpers import Process, run
+from bench import Bench, Running
 
 ROW = "full_shard"
-SCRIPT = {"script": "scripts/gpu_check.py"}
+SCRIPT = {"script": "scripts/gpu_check.py", "launcher": "python"}
 
 
-def test_a_row_is_trained_saved_loaded_and_scored(workplace):
-    first = run(workplace, "first", "--cpu", "--rows", ROW, "--timeout", 1, **SCRIPT, code=3)
+def test_a_row_is_trained_saved_loaded_and_scored(train, workplace):
+    first = train("first", "--cpu", "--rows", ROW, "--timeout", 1, **SCRIPT, code=3)
     assert f"{ROW}: failed (error: time: still running after 1 s" in first.log
-    second = run(workplace, "second", "--cpu", "--rows", ROW, **SCRIPT)
+    second = train("second", "--cpu", "--rows", ROW, **SCRIPT)
     result = json.loads((workplace / "results/gpu_check/gpu_check.json").read_text())["rows"][ROW]
     assert (result["status"], result["precision"]) == ("completed", "fp32")
     assert 7 < result["eval_loss"] < 7.6, "log(2048) is 7.62, what an untrained model has"
@@ -24,15 +26,15 @@ def test_a_row_is_trained_saved_loaded_and_scored(workplace):
     assert text in second.log
 
 
-def test_a_call_that_is_ended_leaves_no_training(background):
-    called = background("ended", "--cpu", "--rows", "plain", **SCRIPT)
+def test_a_call_that_is_ended_leaves_no_training(bench: Bench):
+    called = bench.start("--cpu", "--rows", "plain", **SCRIPT)
     trainings = called.until(lambda: trainings_of(called))
-    called.popen.terminate()
+    os.kill(called.pids[0], signal.SIGTERM)
     assert called.wait().code == 143
     _, alive = psutil.wait_procs(trainings, timeout=60)
     assert not alive
 
 
-def trainings_of(called: Process) -> list[psutil.Process]:
-    children = psutil.Process(called.popen.pid).children(recursive=True)
+def trainings_of(called: Running) -> list[psutil.Process]:
+    children = psutil.Process(called.pids[0]).children(recursive=True)
     return [child for child in children if any("train.py" in word for word in child.cmdline())]

@@ -3,20 +3,20 @@ tests/gpu_stand_in; demo and jobs on such a machine: test_demo.py."""
 
 import pytest
 
-from helpers import REPOSITORY, run
+from helpers import REPOSITORY
 
 FEW = ("--max_steps", "2", "--eval_strategy", "no", "--save_strategy", "no")
 
 
 @pytest.fixture
-def on_gpu_machine(workplace):
+def on_gpu_machine(train):
     """Run train.py as a new process, because the stand-in must be there when PyTorch is imported."""
 
-    def train(gpu: str, job_id: str, *words: object, **options: object):
+    def run(gpu: str, job_id: str, *words: object, **options: object):
         stand_in = {"STAND_IN_GPU": gpu, "PYTHONPATH": REPOSITORY / "tests/gpu_stand_in"}
-        return run(workplace, job_id, *words, *FEW, **stand_in | {"CUDA_VISIBLE_DEVICES": "0"} | options)
+        return train(job_id, *words, *FEW, **stand_in | {"CUDA_VISIBLE_DEVICES": "0"} | options)
 
-    return train
+    return run
 
 
 def test_a_driver_that_is_too_old_is_no_gpu(on_gpu_machine):

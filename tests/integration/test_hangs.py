@@ -7,7 +7,7 @@ import socket
 from pathlib import Path
 
 from bench import Bench
-from helpers import TINY, Finished, free_port
+from helpers import Finished, free_port
 
 HANG_TIMEOUT = 15  # of seconds, in which a busy machine must do a step
 STOPS = """
@@ -44,9 +44,9 @@ def signs(folder: Path) -> set[Path]:
 
 def test_a_stopped_rank_ends_the_job_with_its_name(bench: Bench):
     before = signs(bench.folder)
-    variables = TINY | {"JOB_ID": "hang", "BATCH_SIZE": 2, "HANG_TIMEOUT": HANG_TIMEOUT}
+    variables = {"JOB_ID": "hang", "BATCH_SIZE": 2, "HANG_TIMEOUT": HANG_TIMEOUT}
     ranks = bench.start(script=bench.patched(STOPS, "hang.py"), ranks=2, **variables)
-    ranks.until(lambda: "error: hang: " in ranks.streams[3].read_text())  # stderr of rank 1
+    ranks.until(lambda: "error: hang: " in ranks.err)
     os.kill(ranks.pids[0], signal.SIGCONT)
     run = ranks.wait()
     assert run.code == 3, run
@@ -73,11 +73,11 @@ def test_a_shell_of_srun_pty_says_whom_it_waits_for_and_ctrl_c_ends_it(bench: Be
     slurm = {"SLURM_JOB_ID": 4711, "SLURM_STEP_NUM_TASKS": 4, "SLURM_PROCID": 0, "SLURM_LOCALID": 0}
     slurm |= {"SLURM_STEP_NODELIST": "localhost", "MASTER_PORT": free_port()}
     before = signs(bench.folder)
-    waiting = bench.start(**TINY | slurm)
+    waiting = bench.start(**slurm)
     text = (
         "waiting for rank 1, rank 2, rank 3 to join (Ctrl-C ends this run); Slurm announces 4 tasks, so in a shell of"
     )
-    waiting.until(lambda: text in waiting.streams[0].read_text())
+    waiting.until(lambda: text in waiting.out)
     os.kill(waiting.pids[0], signal.SIGINT)
     run = waiting.wait()
     assert run.code == 130, run

@@ -3,14 +3,13 @@
 import json
 import os
 import shutil
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 import torch
 
-from helpers import REPOSITORY, RUN_TIMEOUT, environment
+from helpers import NO_KNOBS, REPOSITORY
 from reporting.runs import read_run
 
 # The peak of memory is in the answers to 32 questions at a time, which last long enough for the log
@@ -19,7 +18,7 @@ GIVEN |= {"TRAIN_SIZE": "12", "NUM_EPOCHS": "1", "MAX_LENGTH": "256", "VOCAB_SIZ
 
 
 @pytest.fixture(scope="module")
-def job(tmp_path_factory) -> tuple[Path, str]:
+def job(bench, tmp_path_factory) -> tuple[Path, str]:
     """Folder and output of the custom model's experiment, beside the real code."""
     root = tmp_path_factory.mktemp("job")
     ignored = shutil.ignore_patterns("results", "output", "?pu_memory", "*.out", "site")
@@ -27,11 +26,8 @@ def job(tmp_path_factory) -> tuple[Path, str]:
     for name, target in {"scripts": REPOSITORY / "scripts", "data": REPOSITORY / "data", ".venv": sys.prefix}.items():
         (root / name).symlink_to(target)
     folder = root / "experiments/custom-model/single_node"
-    variables = environment(GIVEN | {"SITE": "laptop", "JOB_ID": "7", "HF_HOME": str(root / "hf")})
-    command = ["bash", "single_node.slurm", "--learning_rate", "1e-3"]
-    done = subprocess.run(command, cwd=folder, env=variables, capture_output=True, text=True, timeout=RUN_TIMEOUT)
-    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
-    return folder, done.stdout
+    variables = NO_KNOBS | GIVEN | {"SITE": "laptop", "JOB_ID": "7", "CUDA_VISIBLE_DEVICES": "unset"}
+    return folder, bench.run("single_node.slurm", "--learning_rate", "1e-3", script="bash", cwd=folder, **variables).out
 
 
 def test_every_knob_reaches_the_record_from_where_it_is_set(job):

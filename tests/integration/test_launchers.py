@@ -10,7 +10,8 @@ import socket
 
 import pytest
 
-from helpers import LAUNCHERS, Finished, free_port, run
+from bench import Bench
+from helpers import LAUNCHERS, Finished, free_port
 from runs import PYTHON, TORCHRUN, uses
 from training.profiling import PHASES, PROFILED_STEPS
 
@@ -39,12 +40,12 @@ def test_start_up_lines_of_each_rank(run: Finished):
     assert len(set(ports)) == 1
 
 
-def test_bare_srun_variables(background, table):
+def test_bare_srun_variables(bench: Bench, table):
     """Two processes as srun starts them: no torchrun, ranks only in Slurm's names."""
     port = free_port()
     slurm = {"SLURM_JOB_ID": 4711, "SLURM_STEP_NUM_TASKS": 2, "SLURM_STEP_TASKS_PER_NODE": 2}
-    slurm |= {"SLURM_STEP_NODELIST": "localhost", "MASTER_PORT": port, "BATCH_SIZE": 2, "JOB_ID": ""}
-    ranks = [background("4711", SLURM_PROCID=i, SLURM_LOCALID=i, launcher="python", **slurm) for i in range(2)]
+    slurm |= {"SLURM_STEP_NODELIST": "localhost", "MASTER_PORT": port, "BATCH_SIZE": 2}
+    ranks = [bench.start(SLURM_PROCID=i, SLURM_LOCALID=i, launcher="python", **slurm) for i in range(2)]
     ended = [process.wait() for process in ranks]
     assert [each.code for each in ended] == [0, 0], "\n".join(map(str, ended))
     for rank, each in enumerate(ended):
@@ -57,9 +58,9 @@ def test_bare_srun_variables(background, table):
     assert "eval_loss" not in ended[1].log, "only rank 0 reports"
 
 
-def test_launch_py_with_a_profile_of_two_ranks(workplace):
+def test_launch_py_with_a_profile_of_two_ranks(train):
     flags = ["--max_steps", 8, "--profile", "--save_strategy", "no", "--deepspeed", "ds_configs/zero1.json"]
-    finished = run(workplace, "profiled", *flags, processes=2, launcher="launch.py", BATCH_SIZE=2)
+    finished = train("profiled", *flags, ranks=2, launcher="launch.py", BATCH_SIZE=2)
     ranks = finished.record["profile"]
     assert len(ranks) == 2
     for number, found in enumerate(ranks):

@@ -16,9 +16,8 @@ from urllib.parse import unquote, urlparse
 import pytest
 from transformers import BloomConfig, BloomForCausalLM
 
-from bench import Ended
 from data_loader import read_questions
-from helpers import REPOSITORY
+from helpers import REPOSITORY, Finished
 from test_models import small_tokenizer
 
 MODEL, OLD_MODEL, DATASET = "workshop/tiny-hub-bloom", "workshop/old-hub-bloom", "workshop/tiny-hub-squad"
@@ -99,8 +98,8 @@ def write_dataset(folder: Path) -> None:
 
 
 @pytest.fixture(scope="module")
-def prefetch(train, hub) -> Callable[..., Ended]:
-    def run(name: str, home: Path, *words: object, **options: object) -> Ended:
+def prefetch(train, hub) -> Callable[..., Finished]:
+    def run(name: str, home: Path, *words: object, **options: object) -> Finished:
         there = {"HF_ENDPOINT": hub, "HF_HOME": home, "HF_HUB_OFFLINE": "unset"}
         return train(name, *words, script="scripts/prefetch.py", **there, **options)
 

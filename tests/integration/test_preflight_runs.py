@@ -1,15 +1,14 @@
 """preflight.py for real, in a copy of the repository: a sound machine without a GPU, and a broken one."""
 
-import os
 import re
 import shutil
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-from helpers import INHERITED, REPOSITORY, snapshot
+from bench import Bench
+from helpers import NO_KNOBS, REPOSITORY, snapshot
 
 FOLDERS = ("scripts", "ds_configs", "fsdp_configs", "data", "experiments")
 FILES = ("requirements.txt", "pyproject.toml")
@@ -25,24 +24,23 @@ def checkout(tmp_path) -> Path:
     return tmp_path / "it's a copy"
 
 
-def preflight(checkout: Path, *flags: str, code: int, **variables: str) -> tuple[dict[str, str], str]:
+def preflight(bench: Bench, checkout: Path, *flags: str, **options: object) -> tuple[dict[str, str], str]:
     """The line of each check without its name, and all that was printed."""
-    basics = {name: os.environ[name] for name in INHERITED if name in os.environ}
-    basics["PATH"] = f"{Path(sys.executable).parent}:/usr/bin:/bin"
-    basics |= {"SITE": "laptop", "CUDA_VISIBLE_DEVICES": "", "HF_HOME": str(checkout.parent / "hf")} | variables
-    command = [sys.executable, "scripts/preflight.py", *flags]
-    done = subprocess.run(command, cwd=checkout, env=basics, capture_output=True, text=True, timeout=600)
-    *lines, last = done.stdout.splitlines()
+    path = f"{Path(sys.executable).parent}:/usr/bin:/bin"
+    here = {"SITE": "laptop", "PATH": path, "HF_HOME": checkout.parent / "hf", "HF_HUB_OFFLINE": "unset"}
+    how = {"script": "scripts/preflight.py", "launcher": "python", "cwd": checkout}
+    done = bench.run(*flags, **NO_KNOBS | how | here | options)
+    *lines, last = done.out.splitlines()
     states = [line.split()[0] for line in lines]
     counts = ", ".join(f"{states.count(state)} {state}" for state in ("ok", "warn", "fail", "skip"))
     assert last == f"preflight: {counts}"
-    assert (done.returncode, done.stderr) == (code, ""), done.stdout
-    return {line[6:24].strip(): f"{line[:5]}{line[25:]}" for line in lines}, done.stdout
+    assert done.err == "", done
+    return {line[6:24].strip(): f"{line[:5]}{line[25:]}" for line in lines}, done.out
 
 
-def test_a_laptop_is_ready_and_nothing_is_left(checkout):
+def test_a_laptop_is_ready_and_nothing_is_left(bench, checkout):
     before = snapshot(*(checkout / name for name in FOLDERS))
-    lines, output = preflight(checkout, code=0)
+    lines, output = preflight(bench, checkout)
     for name in ("plain python", "ZeRO-2", "FSDP full_shard"):
         trained = re.fullmatch(r"ok +2 steps, loss ([0-9.]+), \d+ s with its start", lines[name])
         assert trained, output
@@ -55,13 +53,13 @@ def test_a_laptop_is_ready_and_nothing_is_left(checkout):
     assert {path.name for path in checkout.iterdir()} == {*FOLDERS, *FILES}
 
 
-def test_all_that_is_broken_is_told_at_once(checkout, tmp_path):
+def test_all_that_is_broken_is_told_at_once(bench, checkout, tmp_path):
     """And the log of a training that failed is kept."""
     zero2 = checkout / "ds_configs" / "zero2.json"
     zero2.write_text(zero2.read_text().replace('"stage"', '"stge"', 1))
     (checkout / "requirements.txt").write_text("torch==0.1\n")
     flags = ("--model_name", "no_such/model", "--model_name", "tiny-bloom", "--dataset", "no_such/set")
-    lines, output = preflight(checkout, *flags, code=3, NCCL_SOCKET_IFNAME="no_such", HF_HOME=str(tmp_path))
+    lines, output = preflight(bench, checkout, *flags, code=3, NCCL_SOCKET_IFNAME="no_such", HF_HOME=str(tmp_path))
     failed = {name for name, line in lines.items() if line.startswith("fail")}
     assert failed == {"packages", "model", "dataset", "experiments", "ZeRO-2"}
     assert lines["NCCL_SOCKET_IFNAME"].startswith("warn no_such is not among ")

@@ -5,8 +5,8 @@ import re
 
 import pytest
 
-from helpers import Finished
-from runs import LABELS, OTHER_BATCHES, XQUAD, uses
+from helpers import XQUAD, Finished
+from runs import LABELS, OTHER_BATCHES, uses
 from test_strategies import TOLERANCE
 
 

@@ -8,7 +8,7 @@ import torch
 
 from bench import Bench
 from canaries import CANARIES, leaks
-from helpers import run
+from helpers import TINY
 
 # Behind the first checkpoint
 CRASH = """
@@ -24,18 +24,18 @@ TRACKER = "wandb" if importlib.util.find_spec("wandb") else "none"
 
 
 def test_no_file_of_a_run_that_fails_holds_a_secret(server, tmp_path):
-    bench = Bench(server, tmp_path / "work")
+    bench = Bench(server, tmp_path / "work", TINY)
     folder = bench.folder
     for name in ("home", "tmp"):
         (folder / name).mkdir()
-    private = {"HOME": folder / "home", "TMPDIR": folder / "tmp"}
-    options = {"processes": 2, "launcher": "launch.py", "BATCH_SIZE": 2, "REPORT_TO": TRACKER}
-    failed = run(folder, "canaries", script=bench.patched(CRASH).name, code=1, **options, **private, **CANARIES)
+    private = {"HOME": folder / "home", "TMPDIR": folder / "tmp", "HF_HOME": folder / "hf"}
+    options = {"ranks": 2, "launcher": "launch.py", "BATCH_SIZE": 2, "REPORT_TO": TRACKER, "JOB_ID": "canaries"}
+    failed = bench.run(script=bench.patched(CRASH).name, code=1, **options, **private, **CANARIES)
     assert "RuntimeError: crash" in failed.log
     assert failed.record["status"] == "failed"
     assert (failed.output / "checkpoint-8" / "training_args.bin").is_file()
     assert TRACKER == "none" or list(folder.glob("wandb/canaries/wandb/offline-run-*/*.wandb"))
-    assert leaks(folder) == []
+    assert leaks(tmp_path) == []
 
 
 @pytest.mark.parametrize("before", range(3))

@@ -4,23 +4,19 @@ The copy lies under a path with a space and a quote, so that no test writes into
 shows that such paths work.
 """
 
-import json
-import os
 import re
 import shutil
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from functools import cached_property
 from pathlib import Path
 
 from cluster import FINAL, Cluster
 from cluster import run as run_command
-from helpers import NOTHING_COMPILED, REPOSITORY, RUN_TIMEOUT
+from helpers import NOTHING_COMPILED, REPOSITORY, RUN_TIMEOUT, RunFiles, inherited, until
 from records.memory_logs import read_cpu_log, read_gpu_log
 
-TIMEOUT = RUN_TIMEOUT
 SYSTEM = ("/usr/sbin", "/usr/bin", "/sbin", "/bin")
 GIT = ("git", "-c", "user.name=test", "-c", "user.email=test@example.org")
 # 192 steps, some 8 seconds on a free machine, and a checkpoint after every 12
@@ -72,15 +68,10 @@ class Lab:
 
     def environment(self, **variables: object) -> dict[str, str]:
         """Nothing of the caller's but the basics; None removes a variable."""
-        basics = {
-            name: os.environ[name]
-            for name in ("HOME", "XDG_CACHE_HOME", "LANG", "LD_LIBRARY_PATH")
-            if name in os.environ
-        }
         # One thread per rank: the nodes claim more CPUs than this machine has
         ours = {"PATH": self.path, "HF_HOME": self.cache, "SITE": "laptop", "OMP_NUM_THREADS": 1}
         ours["SLURM_CONF"] = self.cluster.env["SLURM_CONF"]
-        values = basics | NOTHING_COMPILED | ours | variables
+        values = inherited() | NOTHING_COMPILED | ours | variables
         return {name: str(value) for name, value in values.items() if value is not None}
 
     def submit(self, experiment: str, *arguments: object, sbatch: tuple = (), **variables: object) -> "Job":
@@ -104,35 +95,13 @@ class Lab:
         return [line for line in lines if f" {self.root}/" in line]
 
 
-class Job:
-    """A submitted job, and what it leaves in its folder. `state` and `exit_code` are known after wait()."""
+class Job(RunFiles):
+    """A submitted job, and what it leaves in its folder. `state` and `code` are known after wait()."""
 
     def __init__(self, lab: Lab, script: Path, job_id: str, command: str):
         self.lab, self.script, self.folder, self.command = lab, script, script.parent, command
-        self.id, self.state = job_id, ""
-        self.exit_code: int | None = None
+        self.job_id, self.state, self.code = job_id, "", None
         self.gpus: dict[str, list[str]] = {}  # node -> indices of the GPUs that Slurm gave it there
-
-    @property
-    def record_path(self) -> Path:
-        return self.folder / "results" / f"{self.id}.json"
-
-    @property
-    def record(self) -> dict:
-        assert self.record_path.exists(), f"no run record\n{self}"
-        return json.loads(self.record_path.read_text(encoding="utf-8"))
-
-    @property
-    def losses(self) -> list[float]:
-        """Evaluation loss of each epoch."""
-        return [entry["loss"] for entry in self.record["eval"]]
-
-    def effective(self, knob: str) -> object:
-        return self.record["knobs"][knob]["effective"]
-
-    @property
-    def error_lines(self) -> list[str]:
-        return [line for line in self.log.splitlines() if line.startswith("error: ")]
 
     @property
     def summary(self) -> list[str]:
@@ -143,7 +112,7 @@ class Job:
 
     def files(self) -> set[str]:
         """Paths, from the folder, of the files that bear this job's id."""
-        number = re.escape(self.id)
+        number = re.escape(self.job_id)
         memory = rf"(?P<kind>[cg]pu)_memory/(?P=kind)_memory_log_{number}([_.].*)"
         own = re.compile(rf"log/.*_{number}\.out|{memory}|results/\.?{number}([/.].*)|output/{number}/.*", re.DOTALL)
         paths = (str(path.relative_to(self.folder)) for path in self.folder.rglob("*") if path.is_file())
@@ -151,7 +120,7 @@ class Job:
 
     def memory_logs(self, kind: str) -> dict[str, Path]:
         """This job's ``gpu`` or ``cpu`` memory logs: host (of a job with one node, "") -> path."""
-        start = f"{kind}_memory/{kind}_memory_log_{self.id}"
+        start = f"{kind}_memory/{kind}_memory_log_{self.job_id}"
         paths = [path for path in self.files() if path.startswith(f"{kind}_memory/")]
         assert all(path.startswith(start) for path in paths), paths
         return {path[len(start) :].rpartition(".")[0].removeprefix("_"): self.folder / path for path in paths}
@@ -161,39 +130,28 @@ class Job:
         command = ["bash", "-euo", "pipefail", "-c", line]
         return subprocess.run(command, cwd=self.folder, check=True, capture_output=True, text=True).stdout.strip()
 
-    def wait_for(self, condition: Callable[[], object], timeout: float = TIMEOUT) -> object:
-        """Poll until `condition` is true, and return its value; fail when the run ends before."""
-        deadline = time.monotonic() + timeout
-        while time.monotonic() < deadline:
-            ended = self.ended
-            if value := condition():
-                return value
-            assert not ended, f"ended too early\n{self}"
-            time.sleep(0.5)
-        raise AssertionError(f"did not happen within {timeout} s\n{self}")
+    def until(self, condition: Callable[[], object], timeout: float = RUN_TIMEOUT) -> object:
+        """Poll until `condition` is true, and return its value; fail when the job ends before."""
+        return until(condition, timeout, lambda: self.ended, self, pause=0.5)
 
     def wait_for_training(self) -> None:
-        self.wait_for(lambda: "'eval_loss'" in self.log)
+        self.until(lambda: "'eval_loss'" in self.log)
 
-    def __str__(self) -> str:
-        tail = "\n".join(self.log.splitlines()[-40:])
-        return f"command: {self.command}\nin: {self.folder}\nend of the log:\n{tail}"
-
-    def wait(self, timeout: float = TIMEOUT) -> "Job":
+    def wait(self, timeout: float = RUN_TIMEOUT) -> "Job":
         try:
             self.wait_for_gpus(timeout)
-            self.state, self.exit_code = self.lab.cluster.wait(self.id, timeout)
+            self.state, self.code = self.lab.cluster.wait(self.job_id, timeout)
         except TimeoutError as error:
             self.cancel()
             raise AssertionError(f"{error}\n{self}") from None
         return self
 
-    def wait_for_gpus(self, timeout: float = TIMEOUT) -> None:
+    def wait_for_gpus(self, timeout: float = RUN_TIMEOUT) -> None:
         """Note the job's GPUs once it has started; Slurm forgets them when it ends."""
-        self.wait_for(lambda: self.gpus or self._note_gpus() or self.ended, timeout)
+        self.until(lambda: self.gpus or self._note_gpus() or self.ended, timeout)
 
     def _note_gpus(self) -> dict[str, list[str]]:
-        details = run_command(["scontrol", "show", "job", "--details", self.id], env=self.lab.cluster.env).stdout
+        details = run_command(["scontrol", "show", "job", "--details", self.job_id], env=self.lab.cluster.env).stdout
         for nodes, ranges in re.findall(r"^ +Nodes=(\S+) .*GRES=gpu:\d+\(IDX:(\S+)\)", details, re.MULTILINE):
             ends = [text.split("-") for text in ranges.split(",")]
             indices = [str(index) for pair in ends for index in range(int(pair[0]), int(pair[-1]) + 1)]
@@ -202,12 +160,12 @@ class Job:
         return self.gpus
 
     def cancel(self) -> None:
-        run_command(["scancel", self.id], env=self.lab.cluster.env)
+        run_command(["scancel", self.job_id], env=self.lab.cluster.env)
 
     @property
     def scontrol(self) -> dict[str, str]:
         """What ``scontrol show job`` says."""
-        text = run_command(["scontrol", "show", "job", self.id], env=self.lab.cluster.env).stdout
+        text = run_command(["scontrol", "show", "job", self.job_id], env=self.lab.cluster.env).stdout
         fields = re.findall(r"^ +(StdOut|Command|WorkDir)=(.*)$", text, re.MULTILINE)
         return dict(re.findall(r"(\w+)=(\S+)", text)) | dict(fields)  # those may hold spaces
 
@@ -226,19 +184,19 @@ class Job:
     def processes(self) -> dict[str, list[str]]:
         """Command lines of the job's processes, per node that has some."""
         cluster = self.lab.cluster
-        found = {node: cluster.processes(node, f"SLURM_JOB_ID={self.id}\0") for node in cluster.nodes}
+        found = {node: cluster.processes(node, f"SLURM_JOB_ID={self.job_id}\0") for node in cluster.nodes}
         return {node: list(commands.values()) for node, commands in found.items() if commands}
 
     def kill(self, node: str, sent: int, *contains: str) -> int:
         """Send a signal to those of the job's processes on a node that mention all these strings."""
-        return self.lab.cluster.kill(node, sent, f"SLURM_JOB_ID={self.id}\0", *contains)
+        return self.lab.cluster.kill(node, sent, f"SLURM_JOB_ID={self.job_id}\0", *contains)
 
 
 def check_completed(job: Job, nodes: int, gpus: int) -> None:
     """The job has ended well, and left all that an experiment leaves. gpus: per node."""
-    assert (job.state, job.exit_code) == ("COMPLETED", 0), str(job)
+    assert (job.state, job.code) == ("COMPLETED", 0), str(job)
     record = job.record
-    assert (record["status"], record["exit_code"], record["job_id"]) == ("completed", 0, job.id)
+    assert (record["status"], record["exit_code"], record["job_id"]) == ("completed", 0, job.job_id)
     assert record["experiment"] == str(job.folder.relative_to(job.lab.root))
     assert record["world_size"] == nodes * gpus
     assert len(set(record["nodes"])) == nodes
@@ -249,7 +207,7 @@ def check_completed(job: Job, nodes: int, gpus: int) -> None:
     check_memory_logs(job)
     check_log(job, record["nodes"], gpus)
     assert job.processes() == {}
-    assert not (job.folder / "results" / f".{job.id}").exists()
+    assert not (job.folder / "results" / f".{job.job_id}").exists()
 
 
 def check_memory_logs(job: Job) -> None:
@@ -270,7 +228,7 @@ def check_memory_logs(job: Job) -> None:
 def check_log(job: Job, hosts: list[str], gpus: int) -> None:
     """Start-up, audit, DeepSpeed's banner, the Trainer's lines, the summary: each where and as often as it should."""
     nodes, log = len(hosts), job.log
-    start = f"job {job.id} of {job.record['experiment']}: site laptop, {nodes} node(s) x {gpus} rank(s)"
+    start = f"job {job.job_id} of {job.record['experiment']}: site laptop, {nodes} node(s) x {gpus} rank(s)"
     assert start in log.splitlines()[0]
     assert f"nodes: {' '.join(hosts)}" in log.splitlines()
     assert len(re.findall(r"^knob +requested +effective$", log, re.MULTILINE)) == 1, str(job)

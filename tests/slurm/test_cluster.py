@@ -4,13 +4,13 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
 
 import cluster as module
 from cluster import Cluster, ClusterError, run
+from helpers import until
 
 COMMAND = [sys.executable, module.__file__]
 LIMIT = 60  # seconds, of what takes one or two
@@ -22,14 +22,6 @@ def submit(cluster, folder, body, *sbatch_arguments, arguments=()):
     words = ["sbatch", "--parsable", *sbatch_arguments, "job.sh", *arguments]
     job = run(words, cwd=folder, env=cluster.env).stdout.strip()
     return job, folder / f"slurm-{job}.out"
-
-
-def until(condition):
-    """Wait for condition() to be true, and return its value."""
-    deadline = time.monotonic() + LIMIT
-    while not (value := condition()) and time.monotonic() < deadline:
-        time.sleep(0.05)
-    return value
 
 
 def left_of(state):

@@ -60,7 +60,7 @@ def test_experiment(script: Path, ended):
     job, (nodes, gpus) = ended(script), shape(script)
     for config, error in REFUSED.items():
         if f"/{config}" in script.read_text():
-            assert (job.state, job.exit_code) == ("FAILED", 3), str(job)
+            assert (job.state, job.code) == ("FAILED", 3), str(job)
             assert len(job.error_lines) == 1, str(job)
             assert re.match(error, job.error_lines[0])
             return
@@ -75,7 +75,7 @@ def test_experiment(script: Path, ended):
 
 def check_table(job: Job) -> None:
     """gpu_check.py trains by itself: its table instead of a run record."""
-    assert (job.state, job.exit_code) == ("COMPLETED", 0), str(job)
+    assert (job.state, job.code) == ("COMPLETED", 0), str(job)
     table = (job.folder / "results/gpu_check/gpu_check.md").read_text()
     assert [line.split("|")[1:3] for line in table.splitlines() if "completed" in line] == [
         [f" {name:5} ", " completed "] for name in ("plain", "zero2")
@@ -96,7 +96,7 @@ def test_a_killed_rank_of_bare_srun_ends_the_others(lab):
     job.wait_for_training()
     assert job.kill("node1", signal.SIGKILL, "train.py", "SLURM_PROCID=1\0", "/python\0") == 1
     job.wait()
-    assert (job.state, job.exit_code) == ("FAILED", 137), str(job)
+    assert (job.state, job.code) == ("FAILED", 137), str(job)
     assert job.record["status"] == "failed"
     assert job.record["reason"].startswith("rank 1 on node1 ended first, with exit code 137 (killed, ")
     assert job.processes() == {}

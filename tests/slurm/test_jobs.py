@@ -63,13 +63,13 @@ def test_a_job_of_python_leaves_record_logs_and_summary(alone):
 
 
 def test_the_code_of_a_snapshot_is_that_of_its_submission(alone):
-    assert (alone.state, alone.exit_code) == ("COMPLETED", 0), str(alone)
+    assert (alone.state, alone.code) == ("COMPLETED", 0), str(alone)
     submitted = run_command([*GIT, "rev-parse", "HEAD~"], cwd=alone.lab.root).stdout.strip()
     assert alone.record["git"] == {"commit": submitted, "dirty": False}
 
 
 def test_a_shells_characters_in_names_execute_nothing(alone):
-    assert alone.log_path.name == f"{BAD_NAME}_{alone.id}.out"
+    assert alone.log_path.name == f"{BAD_NAME}_{alone.job_id}.out"
     assert alone.record["run_name"] == BAD_NAME
     assert not list(alone.lab.root.rglob("pwned*"))
 
@@ -153,7 +153,7 @@ def killed_and_cancelled(lab) -> tuple[Job, Job]:
 
 def test_a_killed_rank_ends_its_job_on_all_nodes(killed_and_cancelled):
     job, _ = killed_and_cancelled
-    assert (job.state, job.exit_code) == ("FAILED", 128 + signal.SIGKILL), str(job)
+    assert (job.state, job.code) == ("FAILED", 128 + signal.SIGKILL), str(job)
     assert (job.record["status"], job.record["exit_code"]) == ("failed", 128 + signal.SIGKILL)
     assert job.losses, "what was measured before is lost"
     assert job.summary[0] == "status: failed (exit code 137)"

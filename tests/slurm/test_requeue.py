@@ -16,12 +16,12 @@ EARLIEST = 6  # seconds behind an attempt in which a node refuses the next one: 
 
 def warn(job: Job) -> None:
     """What Slurm sends some time before the limit: --signal=B:USR1@120."""
-    run_command(["scancel", "--batch", "--signal=USR1", job.id], env=job.lab.cluster.env)
+    run_command(["scancel", "--batch", "--signal=USR1", job.job_id], env=job.lab.cluster.env)
 
 
 def requeue(job: Job) -> None:
     """Preemption, with PreemptMode=REQUEUE."""
-    run_command(["scontrol", "requeue", job.id], env=job.lab.cluster.env)
+    run_command(["scontrol", "requeue", job.job_id], env=job.lab.cluster.env)
 
 
 def crash(node: str) -> Callable[[Job], None]:
@@ -29,9 +29,9 @@ def crash(node: str) -> Callable[[Job], None]:
 
     def act(job: Job) -> None:
         job.lab.cluster.crash(node)
-        job.wait_for(lambda: job.scontrol["Restarts"] != "0" and not job.processes())
+        job.until(lambda: job.scontrol["Restarts"] != "0" and not job.processes())
         # Slurm would start it as soon as it can, which a node refuses so early
-        run_command(["scontrol", "update", f"JobId={job.id}", f"StartTime=now+{EARLIEST}"], env=job.lab.cluster.env)
+        run_command(["scontrol", "update", f"JobId={job.job_id}", f"StartTime=now+{EARLIEST}"], env=job.lab.cluster.env)
         job.lab.cluster.start(node)
 
     return act
@@ -81,15 +81,15 @@ def last_step(job: Job) -> int:
 
 def check(case: Stopped, job: Job) -> None:
     """It was stopped once, went on, and lost no more than it may."""
-    job.wait_for(lambda: last_step(job) > STEPS_PER_EPOCH + 1)
+    job.until(lambda: last_step(job) > STEPS_PER_EPOCH + 1)
     if case.act:
         case.act(job)
-    job.wait_for(lambda: "going on from step" in job.log)
-    attempt = job.log.count(f"job {job.id} of ")
+    job.until(lambda: "going on from step" in job.log)
+    attempt = job.log.count(f"job {job.job_id} of ")
     if case.name in ("zero-2", "fsdp2"):  # Slurm may still be telling a node to end a step of an earlier attempt
         assert job.kill("node1", 0, f"SLURM_STEP_ID={2 * attempt - 1}\0"), f"another step than its own\n{job}"
     job.wait()
-    assert (job.state, job.exit_code) == ("COMPLETED", 0), str(job)
+    assert (job.state, job.code) == ("COMPLETED", 0), str(job)
     record = job.record
     assert (record["status"], record["exit_code"]) == ("completed", 0), str(job)
     # a slow machine may need the shortest limit twice
@@ -105,9 +105,9 @@ def check(case: Stopped, job: Job) -> None:
     reached = max(map(int, re.findall(r"^step (\d+) of", before, re.MULTILINE)))
     assert resumed == restart["step"]
     assert resumed >= (reached if case.clean else reached - STEPS_PER_EPOCH)
-    assert not (job.folder / "results" / f".{job.id}").exists()
+    assert not (job.folder / "results" / f".{job.job_id}").exists()
     assert job.processes() == {}
-    attempts = job.log.count(f"job {job.id} of ")  # one that the warning ended before the training has no record
+    attempts = job.log.count(f"job {job.job_id} of ")  # one that the warning ended before the training has no record
     for log in [*job.memory_logs("cpu").values(), *job.memory_logs("gpu").values()]:
         headers = re.findall(r"^(?:# +Elapsed|timestamp)", log.read_text(), re.MULTILINE)
         assert len(headers) == attempts, f"{log}: all attempts are in one log"
@@ -115,7 +115,7 @@ def check(case: Stopped, job: Job) -> None:
 
 def check_equal(job: Job, expected: Job) -> None:
     assert job.record["train"]["steps"] == expected.record["train"]["steps"]
-    weights = [(each.folder / "output" / each.id / "model.safetensors").read_bytes() for each in (job, expected)]
+    weights = [(each.folder / "output" / each.job_id / "model.safetensors").read_bytes() for each in (job, expected)]
     assert weights[0] == weights[1], f"other weights\n{job}"
     assert job.losses == expected.losses
     for name in ("loss_mean", "loss_last"):

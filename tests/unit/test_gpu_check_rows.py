@@ -26,7 +26,7 @@ def call(monkeypatch, main_of, capsys):
     """Calls the script on a pretended V100 with records by job id; gives exit code and what was printed."""
 
     def run(records: dict[str, dict], *words: str, machine: dict = V100) -> tuple[int, str]:
-        monkeypatch.setattr(gpu_check, "train", lambda job_id, *_: records.get(job_id, record(7.3)))
+        monkeypatch.setattr(gpu_check, "run_training", lambda job_id, *_: records.get(job_id, record(7.3)))
         monkeypatch.setattr(gpu_check, "machine", lambda environment, cpu: machine)
         code = 0
         try:

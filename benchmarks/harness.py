@@ -1,0 +1,61 @@
+"""Shared by the benchmarks: a training as a process of its own, its model, and the versions behind its results."""
+
+import importlib.metadata
+import json
+import os
+import shlex
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+REPOSITORY = Path(__file__).resolve().parent.parent
+SCRIPTS = REPOSITORY / "scripts"
+SAMPLE = REPOSITORY / "data" / "squad_sample.json"
+RESULT = "RESULT "  # begins the line in which a process prints what it measured, as JSON
+
+
+def run_training(folder: Path, words: list[str], ranks: int = 0, **variables: str) -> tuple[str, dict]:
+    """Run a program of these words in `folder`. Return its output and its run record, {} if it has none.
+
+    ranks: processes that launch.py starts; 0 is plain python. A program that fails ends the benchmark.
+    """
+    launch = [str(SCRIPTS / "launch.py"), f"--nproc-per-node={ranks}"] if ranks else []
+    own = {"OMP_NUM_THREADS": "1", "HF_HOME": str(folder / "hf"), "JOB_ID": f"{time.time_ns()}"} | variables
+    command = [sys.executable, *launch, *words]
+    done = subprocess.run(command, cwd=folder, env=os.environ | own, capture_output=True, text=True, check=False)
+    if done.returncode:
+        said = f"{done.stdout[-1000:]}\n{done.stderr[-3000:]}"
+        sys.exit(f"error: {shlex.join(words)} ended with {done.returncode}:\n{said}")
+    record = folder / "results" / f"{own['JOB_ID']}.json"
+    return done.stdout, json.loads(record.read_text()) if record.exists() else {}
+
+
+def result_of(output: str) -> dict:
+    """Read the one line that begins with RESULT."""
+    (line,) = [line for line in output.splitlines() if line.startswith(RESULT)]
+    return json.loads(line.removeprefix(RESULT))
+
+
+def make_model_folder(folder: Path, config: dict, tokens: int, dataset: Path = SAMPLE) -> None:
+    """Write the sizes of a model, and a tokenizer of so many tokens that is trained on the data set."""
+    sys.path.insert(0, str(SCRIPTS))
+    from config import DataArguments
+    from model import train_tokenizer
+
+    train_tokenizer(DataArguments(dataset=str(dataset)), tokens).save_pretrained(folder)
+    (folder / "config.json").write_text(json.dumps(config))
+
+
+def versions() -> dict[str, str]:
+    return {name: importlib.metadata.version(name) for name in ("torch", "transformers", "accelerate", "deepspeed")}
+
+
+def commit() -> str:
+    words = ["git", "-C", str(REPOSITORY), "describe", "--always", "--dirty"]
+    return subprocess.run(words, capture_output=True, text=True, check=True).stdout.strip()
+
+
+def cpu() -> str:
+    names = [line for line in Path("/proc/cpuinfo").read_text().splitlines() if "model name" in line]
+    return names[0].split(":")[1].strip() if names else "unknown CPU"
