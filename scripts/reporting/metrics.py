@@ -46,8 +46,8 @@ def logged(kind: str, which: str, scale: float = 1) -> Read:
     """`peak`, `minimum` or `mean` of a memory log."""
 
     def read(run: Run) -> Value:
-        value = getattr(getattr(run, kind), which)
-        return value if isinstance(value, Missing) else value / scale
+        memory = getattr(run, kind)
+        return memory if isinstance(memory, Missing) else getattr(memory, which) / scale
 
     return read
 

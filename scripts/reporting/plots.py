@@ -137,7 +137,7 @@ def memory_plot(table: Table) -> Figure | None:
 
 def curve(run: Run, kind: str) -> Points:
     """(seconds, MiB) of the GPU or node with the highest peak."""
-    if kind == "GPU" and isinstance(run.gpu.peak, Missing):
+    if kind == "GPU" and isinstance(run.gpu, Missing):
         return []
     gpu_logs, cpu_logs = logs_of(run.folder, run.job_id)
     logs = map(read_gpu_log, gpu_logs) if kind == "GPU" else map(read_cpu_log, cpu_logs)
