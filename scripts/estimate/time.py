@@ -26,6 +26,7 @@ from estimate.model_shape import (
     Shape,
     forward_pass,
     model_without_storage,
+    recomputes_blocks,
     trace_shape,
     tracing_errors,
     weight_bytes,
@@ -107,11 +108,9 @@ def uses_offload(settings: Settings) -> bool:
 
 def micro_batch_work(settings: Settings) -> Work:
     """Count the work of the forward and backward pass of a micro batch."""
-    fsdp_config = settings.fsdp_config or {}
-    again = bool(settings.trainer.activation_checkpointing or fsdp_config.get("activation_checkpointing"))
     forward = forward_pass(settings)
     with tracing_errors(settings):
-        return count_work(forward, again)
+        return count_work(forward, recomputes_blocks(settings))
 
 
 @lru_cache

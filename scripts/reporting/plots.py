@@ -68,7 +68,7 @@ def name_of(row: Row) -> str:
     """The label, and what a reader of its curve must know."""
     if row.run and not row.run.completed:
         return f"{row.label} ({row.run.status})"
-    return row.label if row.compares else f"{row.label} (does not compare)"
+    return f"{row.label} (does not compare)" if row.mismatches else row.label
 
 
 def number_in(table: Table, row: Row, column: str) -> float | None:
@@ -207,7 +207,7 @@ def speed(table: Table) -> Figure | None:
     ran = [row for row in table.rows if row.run]
     for row, look in zip(ran, cycle(LOOKS), strict=False):  # looks as in the other plots of the table
         point = number_in(table, row, f"peak_{kind.lower()}"), number_in(table, row, rate)
-        if row.compares and point[0] and point[1]:
+        if not row.mismatches and point[0] and point[1]:
             points.append((point[0], point[1]))
             labels.append((row.label, look))
     if len(points) < 2:
@@ -256,7 +256,9 @@ def rate_of(table: Table) -> str:
 def points_over_gpus(table: Table, column: str) -> list[tuple[int, float]]:
     """(GPUs, value) of the completed runs that compare, by rising number of GPUs."""
     found = [
-        (row.run.record.world_size, number_in(table, row, column)) for row in table.rows if row.run and row.compares
+        (row.run.record.world_size, number_in(table, row, column))
+        for row in table.rows
+        if row.run and not row.mismatches
     ]
     return sorted((gpus, number) for gpus, number in found if gpus and number)
 
@@ -264,8 +266,8 @@ def points_over_gpus(table: Table, column: str) -> list[tuple[int, float]]:
 def left_out_note(table: Table, column: str) -> str:
     """Name the completed runs that a line or a scatter leaves out; empty when there are none."""
     completed = [row for row in table.rows if row.run and row.run.completed]
-    apart = [row.label for row in completed if not row.compares]
-    without = [row.label for row in completed if row.compares and not number_in(table, row, column)]
+    apart = [row.label for row in completed if row.mismatches]
+    without = [row.label for row in completed if not row.mismatches and not number_in(table, row, column)]
     found = {"does not compare": apart, f"no {RATES.get(column, 'efficiency')}": without}
     return " ".join(f"Left out, {why}: {', '.join(labels)}." for why, labels in found.items() if labels)
 

@@ -9,7 +9,7 @@ import os
 from collections import defaultdict
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 from pydantic import BaseModel, Field
 
@@ -30,7 +30,7 @@ class Number(BaseModel):
 
     value: float
     spread: float | None = None
-    count: int | None = None
+    count: int = 1
 
 
 class RowNumbers(BaseModel):
@@ -48,25 +48,23 @@ class RowNumbers(BaseModel):
 class ReportNumbers(BaseModel):
     """The whole file: the rows of each table."""
 
-    version: Literal[1] = Field(default=SCHEMA, alias="schema")
+    version: Literal[1] = Field(alias="schema")
     tables: dict[str, list[RowNumbers]]
 
 
 def write_numbers(tables: list[Table], output: Path) -> None:
     """Write report.json, with which others compare their report. OSError when it cannot be written."""
-    rows = {table.name: [numbers_of(row, table) for row in table.rows if row.run] for table in tables if table.has_runs}
-    write_json(
-        output / NUMBERS_FILE, ReportNumbers(schema=SCHEMA, tables=rows).model_dump(by_alias=True, exclude_unset=True)
+    numbers = ReportNumbers(
+        schema=SCHEMA,
+        tables={
+            table.name: [numbers_of(row, table) for row in table.rows if row.run] for table in tables if table.has_runs
+        },
     )
+    write_json(output / NUMBERS_FILE, numbers.model_dump(by_alias=True, exclude_defaults=True))
 
 
 def numbers_of(row: Row, table: Table) -> RowNumbers:
     run = row.repeats[0]
-    values = {}
-    for column, cell in zip(table.columns, row.cells, strict=True):
-        if cell.number is not None and math.isfinite(cell.number):
-            repeats: Any = {"spread": cell.spread, "count": cell.count} if cell.spread is not None else {}
-            values[column] = Number(value=cell.number, **repeats)
     return RowNumbers(
         label=row.label,
         experiment=row.experiment,
@@ -74,7 +72,11 @@ def numbers_of(row: Row, table: Table) -> RowNumbers:
         status=run.status,
         gpus=run.record.hardware.gpus,
         settings=defining_settings(run),
-        values=values,
+        values={
+            column: Number(value=cell.number, spread=cell.spread, count=cell.count)
+            for column, cell in zip(table.columns, row.cells, strict=True)
+            if cell.number is not None and math.isfinite(cell.number)
+        },
     )
 
 

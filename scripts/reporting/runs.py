@@ -56,8 +56,12 @@ class Run:
 
     @property
     def experiment(self) -> str:
-        """Folder of the experiment below experiments/."""
-        return (self.record.experiment or "").removeprefix("experiments/") or experiment_of(self.folder)
+        """Folder of the experiment as seen from the last `experiments` above it; without one, its own name."""
+        if self.record.experiment:
+            return self.record.experiment.removeprefix("experiments/")
+        parts = self.folder.absolute().parts
+        last = max((i for i, part in enumerate(parts) if part == "experiments"), default=len(parts) - 2)
+        return "/".join(parts[last + 1 :])
 
     @property
     def has_record(self) -> bool:
@@ -121,13 +125,6 @@ class Run:
         if not self.record.hardware.gpus:
             return Missing(NO_GPU)
         return self.record.hardware.gpus * seconds / 3600
-
-
-def experiment_of(folder: Path) -> str:
-    """The folder as seen from the last `experiments` above it, else its own name."""
-    parts = folder.absolute().parts
-    last = max((i for i, part in enumerate(parts) if part == "experiments"), default=len(parts) - 2)
-    return "/".join(parts[last + 1 :])
 
 
 def find_runs(folders: list[Path]) -> list[Run]:

@@ -9,9 +9,11 @@ from reporting.metrics import Cell, cell_of, relate
 from reporting.runs import INCOMPLETE, Run
 
 # Settings that name places and looks. All others define the run. Data size and precision are traits of their own.
-NO_TRAIT = {"output_dir", "run_name", "deepspeed", "fsdp", "fsdp_config", "disable_tqdm", "logging_steps"}
-NO_TRAIT |= {"train_size", "samples_per_gpu", "fp16", "bf16", "save_total_limit", "resume_from_checkpoint"}
-NO_TRAIT |= {"report_to", "local_rank", "optim", "ddp_timeout"}
+NO_TRAIT = {
+    *("output_dir", "run_name", "deepspeed", "fsdp", "fsdp_config", "disable_tqdm", "logging_steps"),
+    *("train_size", "samples_per_gpu", "fp16", "bf16", "save_total_limit", "resume_from_checkpoint"),
+    *("report_to", "local_rank", "optim", "ddp_timeout"),
+}
 
 
 @dataclass
@@ -28,10 +30,6 @@ class Row:
     absent: str = "not run yet"  # the status of a row without a run
 
     @property
-    def compares(self) -> bool:
-        return not self.mismatches
-
-    @property
     def jobs(self) -> str:
         """The ids of the jobs whose values the cells hold."""
         return ", ".join(run.job_id for run in self.repeats)
@@ -44,7 +42,7 @@ class Row:
         words = [self.run.status]
         if self.run.problems and self.run.has_record:
             words.append(INCOMPLETE)
-        if self.run.completed and not self.compares:
+        if self.run.completed and self.mismatches:
             words.append("does not compare")
         return ", ".join(words)
 
