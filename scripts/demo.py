@@ -85,7 +85,7 @@ def table(runs: dict[str, Run]) -> str:
     found = build_table(table_definition("demo"), by_experiment)
     heads, rows = lines_of(found)
     labels = [row.label for row in found.rows]
-    return f"{grid([heads[0], *labels], [row[:-1] for row in rows])}\n\n{textwrap.fill(found.note, 100)}"
+    return f"{grid([heads[0], *labels], [row[:-1] for row in rows])}\n\n{textwrap.fill(found.definition.note, 100)}"
 
 
 def conclusions(runs: dict[str, Run]) -> str:

@@ -36,9 +36,9 @@ def main() -> None:
         raise WorkshopError("--reference", "compares whole reports, and --job shows one run", "leave one of them out")
     if arguments.job:
         print(job_table(arguments.job))
-        return
-    folders = arguments.folders or [Path(os.path.relpath(REPOSITORY / "experiments"))]
-    print(write_report(folders, arguments.output, arguments.all_runs, arguments.reference))
+    else:
+        folders = arguments.folders or [Path(os.path.relpath(REPOSITORY / "experiments"))]
+        print(write_report(folders, arguments.output, arguments.all_runs, arguments.reference))
 
 
 def job_table(path: Path) -> str:

@@ -154,8 +154,12 @@ def deepspeed_parts(shape: Shape, zero: dict, n_d: int, compute_bytes: int) -> l
         weights_while_loading(shape.model, by_one_rank=stage == 3),
     ]
     if on_cpu or offloaded(zero, "param"):
-        pinned = pinned_blocks(shape, zero, n_d, compute_bytes)
-        parts.append(pinned_rounding(pinned, pinned_while_loading(shape, zero, n_d, compute_bytes)))
+        parts.append(
+            pinned_rounding(
+                pinned_blocks(shape, zero, n_d, compute_bytes),
+                kept=pinned_while_loading(shape, zero, n_d, compute_bytes),
+            )
+        )
     return parts
 
 

@@ -71,8 +71,11 @@ def read_rates(settings: Settings) -> Rates | None:
     given = settings.estimate
     if not given.matmul_tflops or not given.memory_bandwidth:
         return None
-    bus = given.bus_bandwidth or float("inf")
-    return Rates(given.matmul_tflops * 1e12, given.memory_bandwidth * GB, bus * GB)
+    return Rates(
+        matmul=given.matmul_tflops * 1e12,
+        memory=given.memory_bandwidth * GB,
+        bus=(given.bus_bandwidth or float("inf")) * GB,
+    )
 
 
 def predict_step(settings: Settings, rates: Rates) -> Step:

@@ -11,7 +11,6 @@ from pathlib import Path
 import matplotlib
 from matplotlib.artist import Artist
 from matplotlib.axes import Axes
-from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
 from records.memory_logs import logs_of, read_cpu_log, read_gpu_log
@@ -43,19 +42,18 @@ def draw(table: Table, folder: Path) -> list[tuple[Path, str]]:
     """Write the plots for which the table has values to ``<folder>/<table>-<plot>.png``. Returns their descriptions."""
     images = []
     with matplotlib.rc_context({"font.size": 11}):
-        for name in table.plots:
+        for name in table.definition.plots:
             drawing, seen = DRAWINGS[name]
             if figure := drawing(table):
-                path = folder / f"{table.name}-{name}.png"
+                path = folder / f"{table.definition.id}-{name}.png"
                 figure.savefig(path, dpi=DPI)
-                images.append((path, f"{table.title}: {seen}"))
+                images.append((path, f"{table.definition.title}: {seen}"))
     return images
 
 
 def new_figure(parts: int = 1, legend_lines: int = 0) -> tuple[Figure, list[Axes]]:
     """Parts one below the other, as wide as a phone can show."""
     figure = Figure(figsize=(FIGURE_WIDTH, HEIGHT * parts + LEGEND_LINE * legend_lines), layout="constrained")
-    FigureCanvasAgg(figure)
     axes = list(figure.subplots(parts, 1, squeeze=False)[:, 0])
     for axis in axes:
         axis.spines[["top", "right"]].set_visible(False)
@@ -73,9 +71,9 @@ def name_of(row: Row) -> str:
 
 def number_in(table: Table, row: Row, column: str) -> float | None:
     """Return the number of a completed run, None where there is none that can be drawn."""
-    if column not in table.columns or not row.run or not row.run.completed:
+    if column not in table.definition.columns or not row.run or not row.run.completed:
         return None
-    number = row.cells[table.columns.index(column)].number
+    number = row.cells[table.definition.columns.index(column)].number
     return number if number is not None and math.isfinite(number) else None
 
 
@@ -93,8 +91,7 @@ def loss_plot(table: Table) -> Figure | None:
             axis.plot(*zip(*steps, strict=True), color=colour, ls=dashes, marker=alone, label=f"{name}, training")
         if tests:
             axis.plot(*zip(*tests, strict=True), color=colour, ls="none", marker=marker, label=f"{name}, evaluation")
-    axis.set(xlabel="epoch", ylabel="loss (nats per token)")
-    axis.set_xlim(left=0)
+    axis.set(xlabel="epoch", ylabel="loss (nats per token)", xlim=(0, None))
     figure.legend(loc="outside lower left", frameon=False, fontsize="small")
     return figure
 
@@ -126,9 +123,7 @@ def memory_plot(table: Table) -> Figure | None:
                 top = max(points, key=lambda point: point[1])
                 (handles[name],) = axis.plot(*top, color=colour, linestyle=dashes, marker=marker)
                 peak_texts.setdefault(name, []).append(f"{kind} {top[1]:,.0f} MiB")
-        axis.set(xlabel="time (s)", ylabel=f"{kind} memory used (MiB)")
-        axis.set_ylim(bottom=0)
-        axis.set_xlim(left=0)
+        axis.set(xlabel="time (s)", ylabel=f"{kind} memory used (MiB)", xlim=(0, None), ylim=(0, None))
     labels = [f"{name}: {', '.join(texts)}" for name, texts in peak_texts.items()]
     figure.legend(list(handles.values()), labels, title="peak (marked)", alignment="left", loc="outside lower left",
                   frameon=False, fontsize="small", title_fontsize="small")  # fmt: skip
@@ -179,7 +174,7 @@ def throughput(table: Table) -> Figure | None:
 
 def efficiency(table: Table) -> Figure | None:
     """The last column of efficiencies in which two runs have one."""
-    for column, header in reversed([*zip(table.columns, table.headers, strict=True)]):
+    for column, header in reversed([*zip(table.definition.columns, table.definition.headers, strict=True)]):
         points = points_over_gpus(table, column)
         if "efficiency." in column and len(points) > 1:
             return line_over_gpus(points, [100] * len(points), header, left_out_note(table, column))

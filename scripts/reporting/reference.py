@@ -57,7 +57,9 @@ def write_numbers(tables: list[Table], output: Path) -> None:
     numbers = ReportNumbers(
         schema=SCHEMA,
         tables={
-            table.name: [numbers_of(row, table) for row in table.rows if row.run] for table in tables if table.has_runs
+            table.definition.id: [numbers_of(row, table) for row in table.rows if row.run]
+            for table in tables
+            if table.has_runs
         },
     )
     write_json(output / NUMBERS_FILE, numbers.model_dump(by_alias=True, exclude_defaults=True))
@@ -74,7 +76,7 @@ def numbers_of(row: Row, table: Table) -> RowNumbers:
         settings=defining_settings(run),
         values={
             column: Number(value=cell.number, spread=cell.spread, count=cell.count)
-            for column, cell in zip(table.columns, row.cells, strict=True)
+            for column, cell in zip(table.definition.columns, row.cells, strict=True)
             if cell.number is not None and math.isfinite(cell.number)
         },
     )
@@ -105,10 +107,10 @@ def compare(tables: list[Table], reference: dict[str, list[RowNumbers]], given: 
     numbers = 0
     not_compared: dict[str, list[str]] = defaultdict(list)  # reason -> rows
     for table in tables:
-        theirs = {entry.label: entry for entry in reference.get(table.name, [])}
+        theirs = {entry.label: entry for entry in reference.get(table.definition.id, [])}
         for row in table.rows:
             entry = theirs.get(row.label)
-            place = f"{row.label} in {table.name}"
+            place = f"{row.label} in {table.definition.id}"
             if row.run and entry and row.run.completed and entry.status == "completed":
                 numbers += compare_row(table, row, entry)
             elif row.run and entry:
@@ -116,7 +118,7 @@ def compare(tables: list[Table], reference: dict[str, list[RowNumbers]], given: 
                 not_compared["not completed on both sides"].append(place)
             elif row.run or entry:
                 not_compared["only here" if row.run else "only in the reference"].append(place)
-    for name in reference.keys() - {table.name for table in tables}:
+    for name in reference.keys() - {table.definition.id for table in tables}:
         not_compared["only in the reference"] += [f"{entry.label} in {name}" for entry in reference[name]]
     rows = plural(sum(map(len, not_compared.values())), "row")
     lines = [f"Against the reference {given}: {plural(numbers, 'number')} compared, {rows} not."]
@@ -132,7 +134,7 @@ def compare_row(table: Table, row: Row, entry: RowNumbers) -> int:
     if differ:
         row.remarks.append(f"differs from the reference: {'; '.join(differ)}")
     compared = 0
-    for i, (column, header) in enumerate(zip(table.columns, table.headers, strict=True)):
+    for i, (column, header) in enumerate(zip(table.definition.columns, table.definition.headers, strict=True)):
         if column in entry.values and row.cells[i].number is not None:
             versus = describe_difference(row.cells[i], entry.values[column].value, points=header.endswith("(%)"))
             row.cells[i] = replace(row.cells[i], versus=versus)

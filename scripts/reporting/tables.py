@@ -49,15 +49,10 @@ class Row:
 
 @dataclass
 class Table:
-    name: str
-    title: str
-    question: str
-    note: str
-    columns: list[str]
-    headers: list[str]
+    """A definition, and its rows with the numbers of runs."""
+
+    definition: TableDefinition
     rows: list[Row]
-    plots: list[str]
-    transpose: bool = False
 
     @property
     def has_runs(self) -> bool:
@@ -189,18 +184,11 @@ def build_table(
             where = f"{definition.reference} (job {base.job_id})"
             row.remarks += [f"{where}: does not compare: {each}" for each in mismatches[base]]
         row.cells = [build_cell(column, row, repeated[reference], reference, varies) for column in definition.columns]
-    slug = "".join(c if c.isascii() and c.isalnum() else "-" for c in model.lower())
-    return Table(
-        name=f"{definition.id}-{slug}" if model else definition.id,
-        title=f"{definition.title}: {model}" if model else definition.title,
-        question=definition.question,
-        note=definition.note,
-        columns=definition.columns,
-        headers=definition.headers,
-        rows=rows,
-        plots=definition.plots,
-        transpose=definition.transpose,
-    )
+    if model:
+        slug = "".join(c if c.isascii() and c.isalnum() else "-" for c in model.lower())
+        names = {"id": f"{definition.id}-{slug}", "title": f"{definition.title}: {model}"}
+        definition = definition.model_copy(update=names)
+    return Table(definition, rows)
 
 
 def list_runs(definition: TableDefinition, runs: list[Run]) -> Table:

@@ -36,7 +36,7 @@ def test_a_record_and_logs_of_version_1_0_0_are_read():
     parts = [record, record.train, record.hardware, record.git, *record.eval, *record.held, *record.knobs.values()]
     assert [part.model_extra for part in parts] == [{}] * len(parts)
     shown = table(RUNS_OF_1_0_0, "demo")
-    values = {name: cell(shown, "ZeRO-3, 2 ranks", name).value for name in shown.columns}
+    values = {name: cell(shown, "ZeRO-3, 2 ranks", name).value for name in shown.definition.columns}
     assert values == pytest.approx(
         {
             "train_loss": 7.557864983876546,
