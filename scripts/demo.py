@@ -28,7 +28,7 @@ METHODS = {
     "fsdp": "FSDP: the same idea in PyTorch alone",
 }
 NAMES = {"ddp": "DDP", "zero3": "ZeRO-3", "fsdp": "FSDP"}
-PARTS = ("parameters", "gradients", "optimizer state")
+HELD = {"parameters": "held_parameters", "gradients": "held_gradients", "optimizer state": "held_optimizer_state"}
 EQUAL = 1e-4  # of the loss: sums in another order differ behind that
 SHOWN_LINES = ("step ", "error:", "missing: psrecord")  # these lines of a run's output; its log has all lines
 NEXT = """
@@ -53,7 +53,10 @@ def main() -> None:
             log = os.path.relpath(folder / "log" / f"demo_{method}_{job_id}.out")
             print(f"  failed with exit code {code}: read {log}")
     if runs:
-        print(f"\n{table(runs)}\n\n{conclusions(runs)}\n{NEXT}\nWith curves, in a browser: {write_page(job_id)}")
+        report = REPOSITORY / "build" / job_id
+        write_report([REPOSITORY / "experiments" / "demo"], report, all_runs=False)
+        page = os.path.relpath(report / "index.html")
+        print(f"\n{table(runs)}\n\n{conclusions(runs)}\n{NEXT}\nWith curves, in a browser: {page}")
     raise SystemExit(len(runs) < len(METHODS) or not are_equal(losses_of(runs)))
 
 
@@ -82,7 +85,7 @@ def table(runs: dict[str, Run]) -> str:
     found = build_table(table_definition("demo"), by_experiment)
     heads, rows = lines_of(found)
     labels = [row.label for row in found.rows]
-    return f"{grid([heads[0], *labels], [row[:-1] for row in rows])}\n\n{textwrap.fill(found.note, 100)}"
+    return f"{grid([heads[0], *labels], [row[:-1] for row in rows])}\n\n{textwrap.fill(found.definition.note, 100)}"
 
 
 def conclusions(runs: dict[str, Run]) -> str:
@@ -98,8 +101,10 @@ def conclusions(runs: dict[str, Run]) -> str:
     plain = runs.get("plain")
     for method, run in runs.items():
         if plain and run is not plain:
-            shares = ", ".join(f"{share_of(part, run, plain):.0%} of the {part}" for part in PARTS)
-            lines.append(f"Of what the one process holds, a rank of {NAMES[method]} holds {shares}.")
+            shares = [
+                f"{value_of(metric, run) / value_of(metric, plain):.0%} of the {part}" for part, metric in HELD.items()
+            ]
+            lines.append(f"Of what the one process holds, a rank of {NAMES[method]} holds {', '.join(shares)}.")
     return "\n".join(lines)
 
 
@@ -109,18 +114,6 @@ def losses_of(runs: dict[str, Run]) -> list[float]:
 
 def are_equal(losses: list[float]) -> bool:
     return max(losses, default=0) - min(losses, default=0) <= EQUAL * min(losses, default=0)
-
-
-def share_of(part: str, run: Run, whole: Run) -> float:
-    metric = f"held_{part.replace(' ', '_')}"
-    return value_of(metric, run) / value_of(metric, whole)
-
-
-def write_page(job_id: str) -> str:
-    """The report of these runs, with curves. Returns its path."""
-    folder = REPOSITORY / "build" / job_id
-    write_report([REPOSITORY / "experiments" / "demo"], folder, all_runs=False)
-    return os.path.relpath(folder / "index.html")
 
 
 if __name__ == "__main__":

@@ -28,28 +28,26 @@ CUDA_RESERVE = 2 * GIB  # per process, for the memory that CUDA and NCCL take of
 def memory_table(settings: Settings) -> str:
     """A row for each part of the memory, and whether all of it fits."""
     trainer = settings.trainer
-    gpus = settings.estimate.gpus
-    nodes = settings.estimate.nodes
-    cpu_memory = settings.estimate.cpu_memory
+    given = settings.estimate
     parts = estimate_parts(settings)
     if trainer.use_cpu:
         parts = without_gpu(parts)
     shape = trace_shape(settings)
-    ranks = f"{gpus} rank(s) without a GPU" if trainer.use_cpu else f"{gpus} GPU(s)"
+    ranks = f"{given.gpus} rank(s) without a GPU" if trainer.use_cpu else f"{given.gpus} GPU(s)"
     batch = f"{trainer.per_device_train_batch_size} x {settings.data.max_length} tokens"
     lines = [
         f"{settings.model.model_name}: {shape.model:,} parameters, {settings.precision}, micro batch {batch}, "
-        f"{ranks} on {nodes} node(s)",
+        f"{ranks} on {given.nodes} node(s)",
         f"{'GiB per rank':24}{'GPU':>8}{'CPU':>8}",
         *(f"{part.name:24}{part.gpu / GIB:8.2f}{part.cpu / GIB:8.2f}  {part.note}" for part in parts),
     ]
-    on_gpu, on_node = totals(parts, gpus // nodes)
+    on_gpu, on_node = totals(parts, given.gpus // given.nodes)
     if trainer.use_cpu:
-        return "\n".join([*lines, verdict("one node", on_node, cpu_memory)])
+        return "\n".join([*lines, verdict("one node", on_node, given.cpu_memory)])
     lines += [
         verdict("one GPU", on_gpu, gpu_memory(settings)),
-        verdict("one node", on_node, cpu_memory),
-        slurm_request(on_node, gpus // nodes, cpu_memory),
+        verdict("one node", on_node, given.cpu_memory),
+        slurm_request(on_node, given.gpus // given.nodes, given.cpu_memory),
         deepspeed_estimate(shape, settings),
         "Not counted: CUDA context, NCCL, fragmentation.",
     ]
@@ -78,8 +76,9 @@ def deepspeed_estimate(shape: Shape, settings: Settings) -> str:
     if zero["stage"] == 2:
         cpu, gpu = estimate_zero2_model_states_mem_needs(shape.parameters, *size, cpu_offload)
     else:
-        arguments = (*size, cpu_offload, offloaded(zero, "param"))
-        cpu, gpu, _ = estimate_zero3_model_states_mem_needs(shape.parameters, max(shape.sizes), *arguments)
+        cpu, gpu, _ = estimate_zero3_model_states_mem_needs(
+            shape.parameters, max(shape.sizes), *size, cpu_offload, offloaded(zero, "param")
+        )
     return f"DeepSpeed's own estimator, model state only: {gpu / GIB:.2f} GiB per GPU, {cpu / GIB:.2f} GiB per node"
 
 

@@ -72,9 +72,9 @@ def write(path: Path, content: str | bytes) -> None:
 def table(top: Path, name: str, all_runs: bool = False) -> Table:
     """A table of the runs below a folder."""
     tables = build_tables(load_definitions(), find_runs([top]), all_runs)
-    return next(found for found in tables if found.name == name)
+    return next(found for found in tables if found.definition.id == name)
 
 
 def cell(table: Table, label: str, column: str) -> Cell:
     row = next(row for row in table.rows if row.label == label)
-    return row.cells[table.columns.index(column)]
+    return row.cells[table.definition.columns.index(column)]

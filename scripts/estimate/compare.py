@@ -81,8 +81,7 @@ def settings_by_config(settings: Settings) -> dict[str, Settings]:
     """The settings with each config file, by its name, before the file is read. The first have none: DDP or plain."""
     found = {"DDP" if settings.estimate.gpus > 1 else "plain": settings}
     for path in sorted((REPOSITORY / "ds_configs").glob("*.json")):
-        trainer = replace(settings.trainer, deepspeed=str(path))
-        found[f"ds_configs/{path.name}"] = replace(settings, trainer=trainer)
+        found[f"ds_configs/{path.name}"] = replace(settings, trainer=replace(settings.trainer, deepspeed=str(path)))
     for path in sorted((REPOSITORY / "fsdp_configs").glob("*.json")):
         trainer = replace(settings.trainer, fsdp="True", fsdp_config=str(path))
         found[f"fsdp_configs/{path.name}"] = replace(settings, trainer=trainer)

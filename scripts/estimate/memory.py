@@ -9,7 +9,7 @@ import psutil
 
 from distributed.ds_config import offloaded
 from distributed.fsdp_config import fsdp_name
-from estimate.model_shape import FP32, HALF, Shape, trace_shape, uses_autocast, weight_bytes
+from estimate.model_shape import FP32, HALF, Shape, recomputes_blocks, trace_shape, uses_autocast, weight_bytes
 from settings.settings import Settings
 
 MIB = 2**20
@@ -41,14 +41,21 @@ class MemoryPart:
     by_one_rank: bool = False
 
 
-def estimate_parts(settings: Settings) -> list[MemoryPart]:
-    """Estimate the memory of the rank that holds most. Raises WorkshopError (exit code 2) for an unknown model."""
-    return all_parts(trace_shape(settings), settings, measure_python())
+def estimate_parts(
+    settings: Settings, config_json: str | None = None, python: MemoryPart | None = None
+) -> list[MemoryPart]:
+    """Parameters, gradients, optimizer state, buffers, activations, logits and Python of the rank that holds most.
 
-
-def all_parts(shape: Shape, settings: Settings, python: MemoryPart) -> list[MemoryPart]:
-    """Parameters, gradients, optimizer state, buffers, activations, logits and Python of the rank that holds most."""
-    return [*state_parts(shape, settings), activations(shape, settings), logits(shape, settings), python]
+    config_json: of the model, if it is not to be looked up. python: what was measured, if not in this process.
+    Raises WorkshopError (exit code 2) for an unknown model.
+    """
+    shape = trace_shape(settings, config_json)
+    return [
+        *state_parts(shape, settings),
+        activations(shape, settings),
+        logits(shape, settings),
+        python or measure_python(),
+    ]
 
 
 def state_parts(shape: Shape, settings: Settings) -> list[MemoryPart]:
@@ -79,8 +86,7 @@ def measure_python() -> MemoryPart:
 
 
 def activations(shape: Shape, settings: Settings) -> MemoryPart:
-    fsdp_config = settings.fsdp_config or {}
-    if settings.trainer.activation_checkpointing or fsdp_config.get("activation_checkpointing"):
+    if recomputes_blocks(settings):
         # The input of every block is kept, and one block at a time is computed again
         kept = shape.layers * shape.block_input + shape.activations / shape.layers
         return MemoryPart("activations", kept, note="checkpointed: inputs of the blocks, and one block's")
@@ -148,8 +154,12 @@ def deepspeed_parts(shape: Shape, zero: dict, n_d: int, compute_bytes: int) -> l
         weights_while_loading(shape.model, by_one_rank=stage == 3),
     ]
     if on_cpu or offloaded(zero, "param"):
-        pinned = pinned_blocks(shape, zero, n_d, compute_bytes)
-        parts.append(pinned_rounding(pinned, pinned_while_loading(shape, zero, n_d, compute_bytes)))
+        parts.append(
+            pinned_rounding(
+                pinned_blocks(shape, zero, n_d, compute_bytes),
+                kept=pinned_while_loading(shape, zero, n_d, compute_bytes),
+            )
+        )
     return parts
 
 

@@ -84,8 +84,10 @@ def trace_shape(settings: Settings, config_json: str | None = None) -> Shape:
 
 def forward_pass(settings: Settings, config_json: str | None = None) -> ForwardPass:
     """Raises WorkshopError (exit code 2) when there is no such model."""
+    from model import load_config  # it imports transformers' models, for seconds: not before the flags are checked
+
     return ForwardPass(
-        config_json=config_json or load_config_json(settings),
+        config_json=config_json or load_config(settings.model).to_json_string(use_diff=False),
         batch=settings.trainer.per_device_train_batch_size,
         length=settings.data.max_length,
         precision=settings.precision,
@@ -94,13 +96,6 @@ def forward_pass(settings: Settings, config_json: str | None = None) -> ForwardP
         loss=settings.model.loss,
         tensor_parallel=settings.model.tensor_parallel,
     )
-
-
-def load_config_json(settings: Settings) -> str:
-    """Return the config.json of the model. Raises WorkshopError (exit code 2) when there is no such model."""
-    from model import load_config  # it imports transformers' models, for seconds: not before the flags are checked
-
-    return load_config(settings.model).to_json_string(use_diff=False)
 
 
 @contextlib.contextmanager
@@ -129,6 +124,12 @@ def uses_autocast(settings: Settings) -> bool:
     if settings.model.tensor_parallel > 1:
         return True
     return settings.deepspeed_config is None and settings.fsdp_config is None
+
+
+def recomputes_blocks(settings: Settings) -> bool:
+    """Whether activations are checkpointed: the backward pass then computes each block again."""
+    by_fsdp = (settings.fsdp_config or {}).get("activation_checkpointing", False)
+    return bool(settings.trainer.activation_checkpointing or by_fsdp)
 
 
 def weight_bytes(settings: Settings) -> int:

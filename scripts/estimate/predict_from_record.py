@@ -9,9 +9,8 @@ from typing import NamedTuple
 
 from config import DEFAULTS
 from estimate.command_line import check_optimizer
-from estimate.memory import MIB, MemoryPart, all_parts, totals, without_gpu
-from estimate.model_shape import trace_shape
-from settings.settings import Settings, settings_of
+from estimate.memory import MIB, MemoryPart, estimate_parts, totals, without_gpu
+from settings.settings import settings_of
 from shared.errors import WorkshopError
 from shared.paths import REPOSITORY
 
@@ -36,23 +35,24 @@ def predicted_memory(record: dict) -> Predicted | None:
     configs = record.get("configs")
     if not configs:
         return None
-    settings = recorded_settings(record)
+    settings = settings_of(
+        DEFAULTS | record["settings"] | {"gpus": record["world_size"], "nodes": len(record["nodes"])},
+        deepspeed_config=configs["deepspeed"],
+        fsdp_config=configs["fsdp"],
+    )
     try:
         check_optimizer(settings)
-        shape = trace_shape(settings, json.dumps(configs["model"]))
+        parts = estimate_parts(settings, json.dumps(configs["model"]), measure_python_elsewhere())
     except WorkshopError:
         return None
-    parts = all_parts(shape, settings, measure_python_elsewhere())
     state = [
         sum(part.gpu + part.cpu for part in parts if part.name == name) / MIB
         for name in ("parameters", "gradients", "optimizer state")
     ]
+    on_cpu = record["hardware"]["gpus"] == 0 or settings.trainer.use_cpu
     ranks_per_node = settings.estimate.gpus // settings.estimate.nodes
-    if record["hardware"]["gpus"] == 0 or settings.trainer.use_cpu:
-        _, on_node = totals(without_gpu(parts), ranks_per_node)
-        return Predicted(None, on_node / MIB, *state)
-    on_gpu, on_node = totals(parts, ranks_per_node)
-    return Predicted(on_gpu / MIB, on_node / MIB, *state)
+    on_gpu, on_node = totals(without_gpu(parts) if on_cpu else parts, ranks_per_node)
+    return Predicted(None if on_cpu else on_gpu / MIB, on_node / MIB, *state)
 
 
 @cache
@@ -70,14 +70,3 @@ print(estimate_parts(parse_memory_plan(["--model_name", "tiny-bloom"], environme
     command = [sys.executable, "-c", measure]
     done = subprocess.run(command, cwd=REPOSITORY / "scripts", check=True, stdout=subprocess.PIPE, text=True)
     return MemoryPart("Python, libraries", 0, float(done.stdout), from_start=True)
-
-
-def recorded_settings(record: dict) -> Settings:
-    """Return the settings that the run had, as far as its memory depends on them, with its ranks and nodes."""
-    ranks = {"gpus": record["world_size"], "nodes": len(record["nodes"])}
-    configs = record["configs"]
-    return settings_of(
-        DEFAULTS | record["settings"] | ranks,
-        deepspeed_config=configs["deepspeed"],
-        fsdp_config=configs["fsdp"],
-    )

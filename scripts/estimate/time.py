@@ -26,6 +26,7 @@ from estimate.model_shape import (
     Shape,
     forward_pass,
     model_without_storage,
+    recomputes_blocks,
     trace_shape,
     tracing_errors,
     weight_bytes,
@@ -70,8 +71,11 @@ def read_rates(settings: Settings) -> Rates | None:
     given = settings.estimate
     if not given.matmul_tflops or not given.memory_bandwidth:
         return None
-    bus = given.bus_bandwidth or float("inf")
-    return Rates(given.matmul_tflops * 1e12, given.memory_bandwidth * GB, bus * GB)
+    return Rates(
+        matmul=given.matmul_tflops * 1e12,
+        memory=given.memory_bandwidth * GB,
+        bus=(given.bus_bandwidth or float("inf")) * GB,
+    )
 
 
 def predict_step(settings: Settings, rates: Rates) -> Step:
@@ -107,11 +111,9 @@ def uses_offload(settings: Settings) -> bool:
 
 def micro_batch_work(settings: Settings) -> Work:
     """Count the work of the forward and backward pass of a micro batch."""
-    fsdp_config = settings.fsdp_config or {}
-    again = bool(settings.trainer.activation_checkpointing or fsdp_config.get("activation_checkpointing"))
     forward = forward_pass(settings)
     with tracing_errors(settings):
-        return count_work(forward, again)
+        return count_work(forward, recomputes_blocks(settings))
 
 
 @lru_cache

@@ -11,24 +11,23 @@ from glob import escape
 from pathlib import Path
 
 GPU_HEADER = "timestamp, index"
-GPU_TIME = len("2026/11/20 22:32:17.363")
 CPU_HEADER = "# Elapsed time"
 SHOWN_PROBLEMS = 3
 ZERO = datetime(1970, 1, 1)
 
-Time = str | float  # as nvidia-smi writes it, and seconds for psrecord
-Parser = Callable[[str], tuple[str, Time, float]]  # a line -> series, time, MiB; ValueError for what is no sample
+# A line -> series, seconds, MiB. Raises ValueError for a line that is not a sample
+Parser = Callable[[str], tuple[str, float, float]]
 
 
 @dataclass
 class MemoryLog:
-    """Samples in MiB with their times, per series (GPU index, or "process").
+    """Samples (seconds, MiB) per series (GPU index, or "process").
 
     problems: what could not be read, as ``file:line: reason``.
     """
 
     path: Path
-    samples: dict[str, list[tuple[Time, float]]] = field(default_factory=dict)
+    samples: dict[str, list[tuple[float, float]]] = field(default_factory=dict)
     problems: list[str] = field(default_factory=list)
 
     def mib(self, series: str) -> list[float]:
@@ -46,29 +45,18 @@ class MemoryLog:
 
     def curve(self, series: str) -> list[tuple[float, float]]:
         """(seconds since the first sample, MiB)."""
-        start = seconds(self.samples[series][0][0])
-        return [(seconds(time) - start, mib) for time, mib in self.samples[series]]
+        start, _ = self.samples[series][0]
+        return [(time - start, mib) for time, mib in self.samples[series]]
 
     def span(self) -> float:
         """Seconds from the first sample to the last."""
-        ends = [(samples[0][0], samples[-1][0]) for samples in self.samples.values()]
-        return max((seconds(last) - seconds(first) for first, last in ends), default=0)
-
-
-def seconds(time: Time) -> float:
-    """A time of a log as seconds, from a zero of its own."""
-    if isinstance(time, float):
-        return time
-    return (datetime.fromisoformat(time.replace("/", "-")) - ZERO).total_seconds()
+        return max((samples[-1][0] - samples[0][0] for samples in self.samples.values()), default=0)
 
 
 def logs_of(folder: Path, job_id: str) -> tuple[list[Path], list[Path]]:
     """GPU logs and CPU logs of a job, one per node: `<id>` or `<id>_<host>`, so that job 1 gets none of job 10."""
-    found = []
-    for kind, suffix in (("gpu", "csv"), ("cpu", "txt")):
-        start = f"{kind}_memory/{kind}_memory_log_{escape(job_id)}"
-        found.append(sorted([*folder.glob(f"{start}.{suffix}"), *folder.glob(f"{start}_*.{suffix}")]))
-    return found[0], found[1]
+    name = f"memory_log_{escape(job_id)}[._]*"
+    return sorted(folder.glob(f"gpu_memory/gpu_{name}csv")), sorted(folder.glob(f"cpu_memory/cpu_{name}txt"))
 
 
 def host_of(path: Path) -> str:
@@ -82,12 +70,12 @@ def read_gpu_log(path: Path) -> MemoryLog:
     return read_log(path, GPU_HEADER, gpu_sample)
 
 
-def gpu_sample(line: str) -> tuple[str, Time, float]:
+def gpu_sample(line: str) -> tuple[str, float, float]:
     time, index, _, used, total = line.split(", ")
     mib = float(used.removesuffix(" MiB"))
-    if len(time) != GPU_TIME or not mib <= float(total.removesuffix(" MiB")):
+    if not mib <= float(total.removesuffix(" MiB")):
         raise ValueError("a part is cut off")
-    return index, time, mib
+    return index, (datetime.fromisoformat(time.replace("/", "-")) - ZERO).total_seconds(), mib
 
 
 def read_cpu_log(path: Path) -> MemoryLog:
@@ -98,7 +86,6 @@ def read_cpu_log(path: Path) -> MemoryLog:
     log = read_log(path, CPU_HEADER, cpu_sample)
     ended = before = 0.0
     for number, (time, mib) in enumerate(log.samples.get("process", [])):
-        assert isinstance(time, float)
         if time < before:
             ended += before
         before = time
@@ -106,7 +93,7 @@ def read_cpu_log(path: Path) -> MemoryLog:
     return log
 
 
-def cpu_sample(line: str) -> tuple[str, Time, float]:
+def cpu_sample(line: str) -> tuple[str, float, float]:
     time, _, real, _ = line.split()
     return "process", float(time), float(real)
 

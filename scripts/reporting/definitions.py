@@ -25,8 +25,11 @@ def one_of(known: Collection[str], what: str) -> AfterValidator:
 
     def check(word: str) -> str:
         if word not in known:
-            context = {"what": what, "word": word, "way_out": did_you_mean(word, known, WAY_OUT)}
-            raise PydanticCustomError("unknown", "unknown {what} {word}", context)
+            raise PydanticCustomError(
+                "unknown",
+                "unknown {what} {word}",
+                {"what": what, "word": word, "way_out": did_you_mean(word, known, WAY_OUT)},
+            )
         return word
 
     return AfterValidator(check)

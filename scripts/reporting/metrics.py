@@ -46,8 +46,8 @@ def logged(kind: str, which: str, scale: float = 1) -> Read:
     """`peak`, `minimum` or `mean` of a memory log."""
 
     def read(run: Run) -> Value:
-        value = getattr(getattr(run, kind), which)
-        return value if isinstance(value, Missing) else value / scale
+        memory = getattr(run, kind)
+        return memory if isinstance(memory, Missing) else getattr(memory, which) / scale
 
     return read
 
@@ -98,24 +98,12 @@ def part_of_step(part: str) -> Read:
     return profiled(lambda rank: 100 * getattr(rank, part) / rank.seconds_per_step)
 
 
-def counted_by_pytorch(kind: str) -> Read:
-    """Peak of the fullest GPU in MiB: `allocated` to tensors, or `reserved` from the driver."""
+def largest(ranks: str, part: str, scale: float = 1) -> Read:
+    """A number on the rank that has most of it. ranks: a list in the run record with an entry for each rank."""
 
     def read(run: Run) -> Value:
-        ranks = run.record.peak_gpu_memory
-        return max(getattr(rank, f"{kind}_mib") for rank in ranks) if ranks else run.missing("peak_gpu_memory")
-
-    return read
-
-
-def model_state(part: str) -> Read:
-    """MiB of `parameters`, `gradients` or `optimizer_state` on the rank that holds most of that part."""
-
-    def read(run: Run) -> Value:
-        if not run.record.held:
-            return run.missing("held")
-        found = [getattr(of_rank, part) for of_rank in run.record.held]
-        return run.missing(f"held.{part}") if None in found else max(found) / BYTES_PER_MIB
+        found = [getattr(rank, part) for rank in getattr(run.record, ranks) or []]
+        return max(found) / scale if found and None not in found else run.missing(f"{ranks}.{part}")
 
     return read
 
@@ -197,8 +185,8 @@ METRICS = {
     "gpu_utilisation": Metric("GPU utilisation (%)", recorded("callbacks.avg_gpu_util_%")),
     "gpu_hours": Metric("GPU-hours", Run.gpu_hours),
     "bus_bandwidth": Metric("Bus bandwidth (GB/s)", recorded("bandwidth.bus_bandwidth_gb_per_s")),
-    "allocated_gpu": Metric("Allocated by PyTorch (MiB)", counted_by_pytorch("allocated")),
-    "reserved_gpu": Metric("Reserved by PyTorch (MiB)", counted_by_pytorch("reserved")),
+    "allocated_gpu": Metric("Allocated by PyTorch (MiB)", largest("peak_gpu_memory", "allocated_mib")),
+    "reserved_gpu": Metric("Reserved by PyTorch (MiB)", largest("peak_gpu_memory", "reserved_mib")),
     "estimated_gpu": Metric("Estimated GPU memory (MiB)", estimated("gpu_mib")),
     "difference_gpu": Metric(
         "GPU memory: measured minus estimated (%)", difference(logged("gpu", "peak"), estimated("gpu_mib"))
@@ -207,9 +195,9 @@ METRICS = {
     "difference_cpu": Metric(
         "CPU memory: measured minus estimated (%)", difference(logged("cpu", "peak"), estimated("node_mib"))
     ),
-    "held_parameters": Metric("Parameters (MiB)", model_state("parameters")),
-    "held_gradients": Metric("Gradients (MiB)", model_state("gradients")),
-    "held_optimizer_state": Metric("Optimizer state (MiB)", model_state("optimizer_state")),
+    "held_parameters": Metric("Parameters (MiB)", largest("held", "parameters", BYTES_PER_MIB)),
+    "held_gradients": Metric("Gradients (MiB)", largest("held", "gradients", BYTES_PER_MIB)),
+    "held_optimizer_state": Metric("Optimizer state (MiB)", largest("held", "optimizer_state", BYTES_PER_MIB)),
     "estimated_parameters": Metric("Parameters, estimated (MiB)", estimated("parameters")),
     "estimated_gradients": Metric("Gradients, estimated (MiB)", estimated("gradients")),
     "estimated_optimizer_state": Metric("Optimizer state, estimated (MiB)", estimated("optimizer_state")),

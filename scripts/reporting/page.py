@@ -24,7 +24,6 @@ GENERATOR = Markup('<meta name="generator" content="scripts/report.py">')
 POLICY = "default-src 'none'; style-src 'sha256-{}'; img-src data:; base-uri 'none'; form-action 'none'"
 JOB = re.compile(r"(?<=\bjob )([A-Za-z0-9._-]*[A-Za-z0-9])")  # as remarks name it
 FLAG = re.compile(r"--\w+")  # a browser breaks lines after the dashes
-IN_ORDER = ("completed", "running")  # statuses of runs without an error
 
 
 def page(tables: list[Table], runs: list[Run], images: dict[str, list[tuple[Path, str]]], summary: list[str]) -> str:
@@ -49,8 +48,8 @@ def page(tables: list[Table], runs: list[Run], images: dict[str, list[tuple[Path
         "allow_breaks": allow_breaks,
         "shorten_paths": shorten_paths,
         "shell": shlex.join,
+        "link_jobs": lambda text: link_jobs(text, anchors),
     }
-    environment.filters["link_jobs"] = lambda text: link_jobs(text, anchors)
     environment.globals |= vars(render) | {"list": list}
     return environment.get_template("page.html").render(
         policy=Markup(POLICY.format(digest)),
@@ -64,7 +63,7 @@ def page(tables: list[Table], runs: list[Run], images: dict[str, list[tuple[Path
         ended=runs_by_status(runs),
         mismatched=mismatched_rows(filled),
         no_gpu=all(run.record.hardware.gpus == 0 for run in runs if run.has_record),
-        in_order=IN_ORDER,
+        in_order=("completed", "running"),  # statuses of runs without an error
         filled=filled,
         waiting=[table for table in tables if table.rows and not table.has_runs],
         images=images,

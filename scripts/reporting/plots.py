@@ -11,7 +11,6 @@ from pathlib import Path
 import matplotlib
 from matplotlib.artist import Artist
 from matplotlib.axes import Axes
-from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
 from records.memory_logs import logs_of, read_cpu_log, read_gpu_log
@@ -43,19 +42,18 @@ def draw(table: Table, folder: Path) -> list[tuple[Path, str]]:
     """Write the plots for which the table has values to ``<folder>/<table>-<plot>.png``. Returns their descriptions."""
     images = []
     with matplotlib.rc_context({"font.size": 11}):
-        for name in table.plots:
+        for name in table.definition.plots:
             drawing, seen = DRAWINGS[name]
             if figure := drawing(table):
-                path = folder / f"{table.name}-{name}.png"
+                path = folder / f"{table.definition.id}-{name}.png"
                 figure.savefig(path, dpi=DPI)
-                images.append((path, f"{table.title}: {seen}"))
+                images.append((path, f"{table.definition.title}: {seen}"))
     return images
 
 
 def new_figure(parts: int = 1, legend_lines: int = 0) -> tuple[Figure, list[Axes]]:
     """Parts one below the other, as wide as a phone can show."""
     figure = Figure(figsize=(FIGURE_WIDTH, HEIGHT * parts + LEGEND_LINE * legend_lines), layout="constrained")
-    FigureCanvasAgg(figure)
     axes = list(figure.subplots(parts, 1, squeeze=False)[:, 0])
     for axis in axes:
         axis.spines[["top", "right"]].set_visible(False)
@@ -68,14 +66,14 @@ def name_of(row: Row) -> str:
     """The label, and what a reader of its curve must know."""
     if row.run and not row.run.completed:
         return f"{row.label} ({row.run.status})"
-    return row.label if row.compares else f"{row.label} (does not compare)"
+    return f"{row.label} (does not compare)" if row.mismatches else row.label
 
 
 def number_in(table: Table, row: Row, column: str) -> float | None:
     """Return the number of a completed run, None where there is none that can be drawn."""
-    if column not in table.columns or not row.run or not row.run.completed:
+    if column not in table.definition.columns or not row.run or not row.run.completed:
         return None
-    number = row.cells[table.columns.index(column)].number
+    number = row.cells[table.definition.columns.index(column)].number
     return number if number is not None and math.isfinite(number) else None
 
 
@@ -93,8 +91,7 @@ def loss_plot(table: Table) -> Figure | None:
             axis.plot(*zip(*steps, strict=True), color=colour, ls=dashes, marker=alone, label=f"{name}, training")
         if tests:
             axis.plot(*zip(*tests, strict=True), color=colour, ls="none", marker=marker, label=f"{name}, evaluation")
-    axis.set(xlabel="epoch", ylabel="loss (nats per token)")
-    axis.set_xlim(left=0)
+    axis.set(xlabel="epoch", ylabel="loss (nats per token)", xlim=(0, None))
     figure.legend(loc="outside lower left", frameon=False, fontsize="small")
     return figure
 
@@ -126,9 +123,7 @@ def memory_plot(table: Table) -> Figure | None:
                 top = max(points, key=lambda point: point[1])
                 (handles[name],) = axis.plot(*top, color=colour, linestyle=dashes, marker=marker)
                 peak_texts.setdefault(name, []).append(f"{kind} {top[1]:,.0f} MiB")
-        axis.set(xlabel="time (s)", ylabel=f"{kind} memory used (MiB)")
-        axis.set_ylim(bottom=0)
-        axis.set_xlim(left=0)
+        axis.set(xlabel="time (s)", ylabel=f"{kind} memory used (MiB)", xlim=(0, None), ylim=(0, None))
     labels = [f"{name}: {', '.join(texts)}" for name, texts in peak_texts.items()]
     figure.legend(list(handles.values()), labels, title="peak (marked)", alignment="left", loc="outside lower left",
                   frameon=False, fontsize="small", title_fontsize="small")  # fmt: skip
@@ -137,7 +132,7 @@ def memory_plot(table: Table) -> Figure | None:
 
 def curve(run: Run, kind: str) -> Points:
     """(seconds, MiB) of the GPU or node with the highest peak."""
-    if kind == "GPU" and isinstance(run.gpu.peak, Missing):
+    if kind == "GPU" and isinstance(run.gpu, Missing):
         return []
     gpu_logs, cpu_logs = logs_of(run.folder, run.job_id)
     logs = map(read_gpu_log, gpu_logs) if kind == "GPU" else map(read_cpu_log, cpu_logs)
@@ -179,7 +174,7 @@ def throughput(table: Table) -> Figure | None:
 
 def efficiency(table: Table) -> Figure | None:
     """The last column of efficiencies in which two runs have one."""
-    for column, header in reversed([*zip(table.columns, table.headers, strict=True)]):
+    for column, header in reversed([*zip(table.definition.columns, table.definition.headers, strict=True)]):
         points = points_over_gpus(table, column)
         if "efficiency." in column and len(points) > 1:
             return line_over_gpus(points, [100] * len(points), header, left_out_note(table, column))
@@ -207,7 +202,7 @@ def speed(table: Table) -> Figure | None:
     ran = [row for row in table.rows if row.run]
     for row, look in zip(ran, cycle(LOOKS), strict=False):  # looks as in the other plots of the table
         point = number_in(table, row, f"peak_{kind.lower()}"), number_in(table, row, rate)
-        if row.compares and point[0] and point[1]:
+        if not row.mismatches and point[0] and point[1]:
             points.append((point[0], point[1]))
             labels.append((row.label, look))
     if len(points) < 2:
@@ -256,7 +251,9 @@ def rate_of(table: Table) -> str:
 def points_over_gpus(table: Table, column: str) -> list[tuple[int, float]]:
     """(GPUs, value) of the completed runs that compare, by rising number of GPUs."""
     found = [
-        (row.run.record.world_size, number_in(table, row, column)) for row in table.rows if row.run and row.compares
+        (row.run.record.world_size, number_in(table, row, column))
+        for row in table.rows
+        if row.run and not row.mismatches
     ]
     return sorted((gpus, number) for gpus, number in found if gpus and number)
 
@@ -264,8 +261,8 @@ def points_over_gpus(table: Table, column: str) -> list[tuple[int, float]]:
 def left_out_note(table: Table, column: str) -> str:
     """Name the completed runs that a line or a scatter leaves out; empty when there are none."""
     completed = [row for row in table.rows if row.run and row.run.completed]
-    apart = [row.label for row in completed if not row.compares]
-    without = [row.label for row in completed if row.compares and not number_in(table, row, column)]
+    apart = [row.label for row in completed if row.mismatches]
+    without = [row.label for row in completed if not row.mismatches and not number_in(table, row, column)]
     found = {"does not compare": apart, f"no {RATES.get(column, 'efficiency')}": without}
     return " ".join(f"Left out, {why}: {', '.join(labels)}." for why, labels in found.items() if labels)
 

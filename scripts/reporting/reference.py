@@ -9,7 +9,7 @@ import os
 from collections import defaultdict
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 from pydantic import BaseModel, Field
 
@@ -30,7 +30,7 @@ class Number(BaseModel):
 
     value: float
     spread: float | None = None
-    count: int | None = None
+    count: int = 1
 
 
 class RowNumbers(BaseModel):
@@ -48,25 +48,25 @@ class RowNumbers(BaseModel):
 class ReportNumbers(BaseModel):
     """The whole file: the rows of each table."""
 
-    version: Literal[1] = Field(default=SCHEMA, alias="schema")
+    version: Literal[1] = Field(alias="schema")
     tables: dict[str, list[RowNumbers]]
 
 
 def write_numbers(tables: list[Table], output: Path) -> None:
     """Write report.json, with which others compare their report. OSError when it cannot be written."""
-    rows = {table.name: [numbers_of(row, table) for row in table.rows if row.run] for table in tables if table.has_runs}
-    write_json(
-        output / NUMBERS_FILE, ReportNumbers(schema=SCHEMA, tables=rows).model_dump(by_alias=True, exclude_unset=True)
+    numbers = ReportNumbers(
+        schema=SCHEMA,
+        tables={
+            table.definition.id: [numbers_of(row, table) for row in table.rows if row.run]
+            for table in tables
+            if table.has_runs
+        },
     )
+    write_json(output / NUMBERS_FILE, numbers.model_dump(by_alias=True, exclude_defaults=True))
 
 
 def numbers_of(row: Row, table: Table) -> RowNumbers:
     run = row.repeats[0]
-    values = {}
-    for column, cell in zip(table.columns, row.cells, strict=True):
-        if cell.number is not None and math.isfinite(cell.number):
-            repeats: Any = {"spread": cell.spread, "count": cell.count} if cell.spread is not None else {}
-            values[column] = Number(value=cell.number, **repeats)
     return RowNumbers(
         label=row.label,
         experiment=row.experiment,
@@ -74,7 +74,11 @@ def numbers_of(row: Row, table: Table) -> RowNumbers:
         status=run.status,
         gpus=run.record.hardware.gpus,
         settings=defining_settings(run),
-        values=values,
+        values={
+            column: Number(value=cell.number, spread=cell.spread, count=cell.count)
+            for column, cell in zip(table.definition.columns, row.cells, strict=True)
+            if cell.number is not None and math.isfinite(cell.number)
+        },
     )
 
 
@@ -103,10 +107,10 @@ def compare(tables: list[Table], reference: dict[str, list[RowNumbers]], given: 
     numbers = 0
     not_compared: dict[str, list[str]] = defaultdict(list)  # reason -> rows
     for table in tables:
-        theirs = {entry.label: entry for entry in reference.get(table.name, [])}
+        theirs = {entry.label: entry for entry in reference.get(table.definition.id, [])}
         for row in table.rows:
             entry = theirs.get(row.label)
-            place = f"{row.label} in {table.name}"
+            place = f"{row.label} in {table.definition.id}"
             if row.run and entry and row.run.completed and entry.status == "completed":
                 numbers += compare_row(table, row, entry)
             elif row.run and entry:
@@ -114,7 +118,7 @@ def compare(tables: list[Table], reference: dict[str, list[RowNumbers]], given: 
                 not_compared["not completed on both sides"].append(place)
             elif row.run or entry:
                 not_compared["only here" if row.run else "only in the reference"].append(place)
-    for name in reference.keys() - {table.name for table in tables}:
+    for name in reference.keys() - {table.definition.id for table in tables}:
         not_compared["only in the reference"] += [f"{entry.label} in {name}" for entry in reference[name]]
     rows = plural(sum(map(len, not_compared.values())), "row")
     lines = [f"Against the reference {given}: {plural(numbers, 'number')} compared, {rows} not."]
@@ -130,7 +134,7 @@ def compare_row(table: Table, row: Row, entry: RowNumbers) -> int:
     if differ:
         row.remarks.append(f"differs from the reference: {'; '.join(differ)}")
     compared = 0
-    for i, (column, header) in enumerate(zip(table.columns, table.headers, strict=True)):
+    for i, (column, header) in enumerate(zip(table.definition.columns, table.definition.headers, strict=True)):
         if column in entry.values and row.cells[i].number is not None:
             versus = describe_difference(row.cells[i], entry.values[column].value, points=header.endswith("(%)"))
             row.cells[i] = replace(row.cells[i], versus=versus)

@@ -25,7 +25,7 @@ def cell_texts(table: Table) -> list[list[str]]:
     """The cells of each row as text, with decimals that agree within a column."""
     places = [
         decimals((row.cells[i] for row in table.rows), percent=name.endswith("(%)"))
-        for i, name in enumerate(table.headers)
+        for i, name in enumerate(table.definition.headers)
     ]
     return [[cell.with_decimals(n) for cell, n in zip(row.cells, places, strict=True)] for row in table.rows]
 
@@ -33,11 +33,11 @@ def cell_texts(table: Table) -> list[list[str]]:
 def lines_of(table: Table) -> tuple[list[str], list[list[str]]]:
     """Header and body of a table as text, metrics as rows where it is transposed."""
     texts = cell_texts(table)
-    if not table.transpose:
+    if not table.definition.transpose:
         body = [[row.label, row.jobs, row.status, *line] for row, line in zip(table.rows, texts, strict=True)]
-        return ["", "Job", "Status", *table.headers], body
+        return ["", "Job", "Status", *table.definition.headers], body
     heads = [f"{row.label} ({f'job {row.jobs}, ' if row.jobs else ''}{row.status})" for row in table.rows]
-    body = [[name, *(line[i] for line in texts), note_of(table, i)] for i, name in enumerate(table.headers)]
+    body = [[name, *(line[i] for line in texts), note_of(table, i)] for i, name in enumerate(table.definition.headers)]
     return ["Metric", *heads, "Note"], body
 
 
@@ -49,7 +49,7 @@ def note_of(table: Table, column: int) -> str:
 def empty_columns(table: Table) -> dict[str, str]:
     """Header -> the reasons, of each column in which no row has a value."""
     found = {}
-    for i, name in enumerate(table.headers):
+    for i, name in enumerate(table.definition.headers):
         cells = [row.cells[i] for row in table.rows if row.run]
         if all(cell.value is None for cell in cells):
             found[name] = join_first(dict.fromkeys(cell.note for cell in cells), "; ")
@@ -101,7 +101,7 @@ def remarks_of(table: Table, left_out: Collection[str] = ()) -> dict[str, list[R
     found: dict[str, list[Row]] = defaultdict(list)
     for row in table.rows:
         # where metrics are rows, the note is next to the value
-        reasons = [] if table.transpose or not row.run else empty_cells(table, row, left_out)
+        reasons = [] if table.definition.transpose or not row.run else empty_cells(table, row, left_out)
         for remark in [*row.remarks, *reasons]:
             found[remark].append(row)
     return found
@@ -110,7 +110,7 @@ def remarks_of(table: Table, left_out: Collection[str] = ()) -> dict[str, list[R
 def empty_cells(table: Table, row: Row, left_out: Collection[str] = ()) -> list[str]:
     """The columns that are empty, but for those left out, with each reason."""
     reasons: dict[str, list[str]] = defaultdict(list)
-    for name, cell in zip(table.headers, row.cells, strict=True):
+    for name, cell in zip(table.definition.headers, row.cells, strict=True):
         if cell.value is None and name not in left_out:
             reasons[cell.note].append(name)
     return [f"{', '.join(names)}: {reason}" for reason, names in reasons.items()]
@@ -143,8 +143,8 @@ def grid(header: list[str], body: list[list[str]]) -> str:
 def markdown(table: Table, images: list[tuple[Path, str]]) -> str:
     """Return the page of a table. images: files of the plots, each with a description."""
     parts = [
-        f"# {escape_markdown(table.title)}",
-        table.question,
+        f"# {escape_markdown(table.definition.title)}",
+        table.definition.question,
         escape_markdown(hardware_line(table)),
         grid(*lines_of(table)),
     ]
@@ -152,7 +152,7 @@ def markdown(table: Table, images: list[tuple[Path, str]]) -> str:
     for remark, rows in remarks_of(table).items():
         labels = join_first([f"{row.label} (job {row.run.job_id})" for row in rows if row.run])
         lines.append(f"- {escape_markdown(f'{labels}: {remark}')}")
-    parts += [table.note, "\n".join(lines)]
+    parts += [table.definition.note, "\n".join(lines)]
     parts += [f"![{escape_markdown(alt)}]({image.name})" for image, alt in images]
     return "\n\n".join(filter(None, parts)) + "\n"
 
@@ -161,7 +161,7 @@ def comma_separated(table: Table) -> str:
     """One line per row with all digits, whether transposed or not; a spread and a count behind the mean of repeats."""
     spread = any(cell.spread is not None for row in table.rows for cell in row.cells)
     head = ["row", "experiment", "job_id", "status"]
-    for name in table.headers:
+    for name in table.definition.headers:
         head += [name, f"{name} standard deviation", f"{name} runs"] if spread else [name]
     out = io.StringIO()
     writer = csv.writer(out, lineterminator="\n")

@@ -91,9 +91,10 @@ def write_tables(tables: list[Table], output: Path) -> dict[str, list[tuple[Path
     images = {}
     for table in tables:
         if table.has_runs:
-            images[table.name] = draw(table, output)
-            (output / f"{table.name}.md").write_text(markdown(table, images[table.name]), encoding="utf-8")
-            (output / f"{table.name}.csv").write_text(comma_separated(table), encoding="utf-8")
+            name = table.definition.id
+            images[name] = draw(table, output)
+            (output / f"{name}.md").write_text(markdown(table, images[name]), encoding="utf-8")
+            (output / f"{name}.csv").write_text(comma_separated(table), encoding="utf-8")
     return images
 
 

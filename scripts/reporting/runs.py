@@ -2,9 +2,6 @@
 
 import math
 import os
-from collections import defaultdict
-from collections.abc import Iterable
-from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
@@ -17,7 +14,6 @@ from reporting.trainer_log import error_in, last_lines, log_of, summary_in
 from shared.errors import WorkshopError
 
 FOLDERS = {"results", "gpu_memory", "cpu_memory", "log", "output"}
-MANY = 50  # runs from which on a second core pays
 NO_GPU = "no GPU"  # why a value is missing
 INCOMPLETE = "incomplete"  # the status of a run without a record that can be read
 NO_RECORD = Record(status="failed")
@@ -37,13 +33,12 @@ class Memory:
     peak, minimum: of any GPU (node) at any time; mean: over time and GPUs (nodes).
     """
 
-    peak: float | Missing
-    minimum: float | Missing
-    mean: float | Missing
+    peak: float
+    minimum: float
+    mean: float
 
 
-def missing_memory(why: str) -> Memory:
-    return Memory(Missing(why), Missing(why), Missing(why))
+NOT_LOGGED = Missing("the job ended before its training began")
 
 
 @dataclass(eq=False)
@@ -55,14 +50,18 @@ class Run:
     status: str = INCOMPLETE
     status_notes: list[str] = field(default_factory=list)  # how it ended, and that it was resumed
     problems: list[str] = field(default_factory=list)  # what makes its numbers incomplete
-    gpu: Memory = field(default_factory=lambda: missing_memory("the job ended before its training began"))
-    cpu: Memory = field(default_factory=lambda: missing_memory("the job ended before its training began"))
+    gpu: Memory | Missing = NOT_LOGGED
+    cpu: Memory | Missing = NOT_LOGGED
     path: Path | None = None  # of its record
 
     @property
     def experiment(self) -> str:
-        """Folder of the experiment below experiments/."""
-        return (self.record.experiment or "").removeprefix("experiments/") or experiment_of(self.folder)
+        """Folder of the experiment as seen from the last `experiments` above it; without one, its own name."""
+        if self.record.experiment:
+            return self.record.experiment.removeprefix("experiments/")
+        parts = self.folder.absolute().parts
+        last = max((i for i, part in enumerate(parts) if part == "experiments"), default=len(parts) - 2)
+        return "/".join(parts[last + 1 :])
 
     @property
     def has_record(self) -> bool:
@@ -128,49 +127,38 @@ class Run:
         return self.record.hardware.gpus * seconds / 3600
 
 
-def experiment_of(folder: Path) -> str:
-    """The folder as seen from the last `experiments` above it, else its own name."""
-    parts = folder.absolute().parts
-    last = max((i for i, part in enumerate(parts) if part == "experiments"), default=len(parts) - 2)
-    return "/".join(parts[last + 1 :])
+def find_runs(folders: list[Path]) -> list[Run]:
+    """All runs below the folders, oldest first. A given folder may also be the one that holds the records."""
+    places = {top.parent for top in folders if top.name == "results"}
+    for top in folders:
+        for name, subfolders, _ in os.walk(top):
+            places.add(Path(name))
+            subfolders[:] = [s for s in subfolders if s not in FOLDERS and not s.startswith(".")]
+    runs = [run for place in sorted(places) for run in runs_in(place)]
+    note_how_to_resume(runs)
+    return sorted(runs, key=lambda run: run.order)
 
 
-def find_runs(folders: Iterable[Path]) -> list[Run]:
-    """All runs below the folders, oldest first. A run has a record, or only memory logs, or only a log.
+def runs_in(folder: Path) -> list[Run]:
+    """The runs of one folder. A run has a record, or only memory logs, or only a log.
 
     A log counts unless its job still waits or runs, or its summary says that a program without a record completed.
     """
-    records: set[Path] = set()
-    memory_logs: set[Path] = set()
-    logs: set[Path] = set()
-    for top in folders:
-        records.update(top.glob("*.json") if top.name == "results" else [])
-        for name, subfolders, _ in os.walk(top):
-            here = Path(name)
-            records.update(here.glob("results/*.json"))
-            memory_logs.update(here.glob("gpu_memory/gpu_memory_log_*.csv"))
-            memory_logs.update(here.glob("cpu_memory/cpu_memory_log_*.txt"))
-            logs.update(here.glob("log/*_*.out"))
-            subfolders[:] = sorted(s for s in subfolders if s not in FOLDERS and not s.startswith("."))
-    runs = read_all(sorted(records))
-    known = defaultdict(set)
-    for run in runs:
-        known[run.folder].add(run.job_id)
+    runs = [read_run(path) for path in sorted(folder.glob("results/*.json"))]
+    memory_logs = [*folder.glob("cpu_memory/cpu_memory_log_*.txt"), *folder.glob("gpu_memory/gpu_memory_log_*.csv")]
     for path in sorted(memory_logs):
-        folder, name = path.parent.parent, path.stem.split("_", 3)[3]
-        if not any(name == job_id or name.startswith(f"{job_id}_") for job_id in known[folder]):
+        name = path.stem.split("_", 3)[3]
+        if not any(name == run.job_id or name.startswith(f"{run.job_id}_") for run in runs):
             runs.append(run_without_record(folder, name.split("_")[0], path))
-            known[folder].add(runs[-1].job_id)
-    for path in sorted(logs):
-        folder = path.parent.parent
-        if any(path.stem.endswith(f"_{job_id}") for job_id in known[folder]):
+    known = [run.job_id for run in runs]
+    for path in sorted(folder.glob("log/*_*.out")):
+        if any(path.stem.endswith(f"_{job_id}") for job_id in known):
             continue
         job_id = path.stem.rpartition("_")[2]
         status, _ = summary_in(path)
         if error_in(path) or not (status == "completed" or (not status and is_alive(record_path(folder, job_id)))):
             runs.append(run_without_record(folder, job_id, path))
-    note_how_to_resume(runs)
-    return sorted(runs, key=lambda run: run.order)
+    return runs
 
 
 def record_path(folder: Path, job_id: str) -> Path:
@@ -179,13 +167,6 @@ def record_path(folder: Path, job_id: str) -> Path:
 
 def last_written(path: Path) -> datetime:
     return datetime.fromtimestamp(path.stat().st_mtime, UTC)
-
-
-def read_all(paths: list[Path]) -> list[Run]:
-    if len(paths) < MANY:
-        return [read_run(path) for path in paths]
-    with ProcessPoolExecutor(min(4, os.cpu_count() or 1)) as pool:
-        return list(pool.map(read_run, paths, chunksize=8))
 
 
 def read_run(path: Path) -> Run:
@@ -267,21 +248,21 @@ def add_memory(run: Run) -> None:
     hardware = run.record.hardware
     ranks = (run.record.world_size or 0) // (len(run.record.nodes) or 1)
     if not gpu_logs and hardware.gpus == 0:
-        run.gpu = missing_memory(NO_GPU)
+        run.gpu = Missing(NO_GPU)
     elif " MIG " in (hardware.gpu or ""):  # NVIDIA A100-SXM4-40GB MIG 1g.5gb
-        run.gpu = missing_memory("the job ran on MIG slices, and nvidia-smi logs the memory of whole GPUs")
+        run.gpu = Missing("the job ran on MIG slices, and nvidia-smi logs the memory of whole GPUs")
     else:
         run.gpu = summarise_memory(run, "gpu", [read_gpu_log(path) for path in gpu_logs], ranks)
     run.cpu = summarise_memory(run, "cpu", [read_cpu_log(path) for path in cpu_logs], 1)
 
 
-def summarise_memory(run: Run, kind: str, logs: list[MemoryLog], series_per_node: int) -> Memory:
-    """Summary of one kind over the nodes; empty when a part of the job is not in the logs."""
+def summarise_memory(run: Run, kind: str, logs: list[MemoryLog], series_per_node: int) -> Memory | Missing:
+    """Summary of one kind over the nodes, or which part of the job is not in the logs."""
     for log in logs:
         run.problems += [*log.problems, *uncovered_time(log, run)]
     if reason := missing_part(run, kind, logs, series_per_node):
         run.problems.append(reason)
-        return missing_memory(reason)
+        return Missing(reason)
     samples = [mib for log in logs for name in log.samples for mib in log.mib(name)]
     return Memory(max(samples), min(samples), sum(samples) / len(samples))
 

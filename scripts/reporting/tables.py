@@ -9,9 +9,11 @@ from reporting.metrics import Cell, cell_of, relate
 from reporting.runs import INCOMPLETE, Run
 
 # Settings that name places and looks. All others define the run. Data size and precision are traits of their own.
-NO_TRAIT = {"output_dir", "run_name", "deepspeed", "fsdp", "fsdp_config", "disable_tqdm", "logging_steps"}
-NO_TRAIT |= {"train_size", "samples_per_gpu", "fp16", "bf16", "save_total_limit", "resume_from_checkpoint"}
-NO_TRAIT |= {"report_to", "local_rank", "optim", "ddp_timeout"}
+NO_TRAIT = {
+    *("output_dir", "run_name", "deepspeed", "fsdp", "fsdp_config", "disable_tqdm", "logging_steps"),
+    *("train_size", "samples_per_gpu", "fp16", "bf16", "save_total_limit", "resume_from_checkpoint"),
+    *("report_to", "local_rank", "optim", "ddp_timeout"),
+}
 
 
 @dataclass
@@ -28,10 +30,6 @@ class Row:
     absent: str = "not run yet"  # the status of a row without a run
 
     @property
-    def compares(self) -> bool:
-        return not self.mismatches
-
-    @property
     def jobs(self) -> str:
         """The ids of the jobs whose values the cells hold."""
         return ", ".join(run.job_id for run in self.repeats)
@@ -44,22 +42,17 @@ class Row:
         words = [self.run.status]
         if self.run.problems and self.run.has_record:
             words.append(INCOMPLETE)
-        if self.run.completed and not self.compares:
+        if self.run.completed and self.mismatches:
             words.append("does not compare")
         return ", ".join(words)
 
 
 @dataclass
 class Table:
-    name: str
-    title: str
-    question: str
-    note: str
-    columns: list[str]
-    headers: list[str]
+    """A definition, and its rows with the numbers of runs."""
+
+    definition: TableDefinition
     rows: list[Row]
-    plots: list[str]
-    transpose: bool = False
 
     @property
     def has_runs(self) -> bool:
@@ -191,18 +184,11 @@ def build_table(
             where = f"{definition.reference} (job {base.job_id})"
             row.remarks += [f"{where}: does not compare: {each}" for each in mismatches[base]]
         row.cells = [build_cell(column, row, repeated[reference], reference, varies) for column in definition.columns]
-    slug = "".join(c if c.isascii() and c.isalnum() else "-" for c in model.lower())
-    return Table(
-        name=f"{definition.id}-{slug}" if model else definition.id,
-        title=f"{definition.title}: {model}" if model else definition.title,
-        question=definition.question,
-        note=definition.note,
-        columns=definition.columns,
-        headers=definition.headers,
-        rows=rows,
-        plots=definition.plots,
-        transpose=definition.transpose,
-    )
+    if model:
+        slug = "".join(c if c.isascii() and c.isalnum() else "-" for c in model.lower())
+        names = {"id": f"{definition.id}-{slug}", "title": f"{definition.title}: {model}"}
+        definition = definition.model_copy(update=names)
+    return Table(definition, rows)
 
 
 def list_runs(definition: TableDefinition, runs: list[Run]) -> Table:

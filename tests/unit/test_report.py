@@ -133,7 +133,7 @@ def test_relations(tmp_path):
     add_run(tmp_path, f"{stages}/cpu_offloading/zero_1", "12", (100, 1200), train__runtime_s=150)
     trade = table(tmp_path, "offload-trade-off")
     assert [each.value for each in trade.rows[0].cells] == [3000, 1200, 60, 100, 150, 50]
-    assert trade.headers[:3] == ["Peak GPU memory (MiB), no offload", "Peak GPU memory (MiB)",
+    assert trade.definition.headers[:3] == ["Peak GPU memory (MiB), no offload", "Peak GPU memory (MiB)",
                                  "Peak GPU memory: saving (%)"]  # fmt: skip
     strong = ("fsdp-single-gpu/full_shard", 1, 100, 10), ("fsdp-multi-gpu/2_gpus", 2, 50, 18)
     for job, (name, gpus, runtime, rate) in enumerate(strong, 21):

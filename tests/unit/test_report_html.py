@@ -223,7 +223,7 @@ def test_plots_show_the_means_of_the_table(tmp_path):
         add_run(tmp_path, f"{SCALING}/{gpus}_gpus", str(job), world_size=gpus, train__steady_samples_per_second=rate)
     shown = table(tmp_path, "multi-gpu-weak-scaling", all_runs=True)
     (axis,) = drawn("efficiency", shown).axes
-    column = shown.columns.index("efficiency.steady_samples_per_second")
+    column = shown.definition.columns.index("efficiency.steady_samples_per_second")
     assert (
         list(axis.lines[1].get_ydata()) == [100, shown.rows[1].cells[column].value] == [100, pytest.approx(83.33, 1e-3)]
     )

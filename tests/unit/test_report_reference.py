@@ -32,7 +32,7 @@ def compared(own: Path, other: Path) -> tuple[dict[str, Table], list[str]]:
     """Tables and summary of one's own runs beside the folder of a reference."""
     tables = tables_of(own)
     lines = compare(tables, read_reference(other, own / "report"), other)
-    return {table.name: table for table in tables}, lines
+    return {table.definition.id: table for table in tables}, lines
 
 
 def test_report_beside_a_copy_of_itself(tmp_path, main_of, capsys):
