@@ -231,11 +231,6 @@ def answer_room(max_length: int) -> int:
     return min(MAX_ANSWER_TOKENS, max_length // 4)
 
 
-def questions_cut(train: Dataset, evaluation: Dataset) -> dict[str, int]:
-    """How many questions of each set have lost the end of their context to --max_length."""
-    return {"train": sum(train["cut"][:]), "eval": sum(evaluation["cut"][:])}
-
-
 def shorten(prompt: list[int], question: str, limit: int, tokenizer: PreTrainedTokenizerBase) -> list[int]:
     """Cut the end of the context, so that the prompt has at most `limit` tokens. The question stays whole.
 

@@ -50,10 +50,6 @@ def read_marker(folder: str | Path) -> dict:
     return json.loads((Path(folder) / MARKER).read_text(encoding="utf-8"))
 
 
-def step_of(checkpoint: str) -> int:
-    return read_marker(checkpoint)["step"]
-
-
 def is_complete(folder: Path) -> bool:
     """Whether there is a marker, and each of its files is as large as it says."""
     try:
