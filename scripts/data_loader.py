@@ -214,15 +214,16 @@ def tokenise_batch(batch: dict, tokenizer: PreTrainedTokenizerBase, max_length: 
         if cut:
             prompt = shorten(prompt, question, room, tokenizer)
         ids = prompt + ending
-        row = {
-            "input_ids": ids,
-            "attention_mask": [1] * len(ids),
-            "labels": [IGNORED] * len(prompt) + ending if labels == "answer" else ids,
-            "length": len(ids),
-            "prompt_length": len(prompt),
-            "cut": cut,
-        }
-        rows.append(row)
+        rows.append(
+            {
+                "input_ids": ids,
+                "attention_mask": [1] * len(ids),
+                "labels": [IGNORED] * len(prompt) + ending if labels == "answer" else ids,
+                "length": len(ids),
+                "prompt_length": len(prompt),
+                "cut": cut,
+            }
+        )
     return {name: [row[name] for row in rows] for name in rows[0]}
 
 

@@ -109,8 +109,7 @@ def main() -> None:
     strategy = strategy_name(settings)
     # A checkpoint is a pickle, and loading one can run code. From here on such a file does not load, and is named
     forbid_code_in_checkpoints(with_deepspeed=bool(deepspeed))
-    requested = args.resume_from_checkpoint
-    checkpoint = value_of_rank_0(find_checkpoint(requested, args.output_dir, job_id))
+    checkpoint = value_of_rank_0(find_checkpoint(args.resume_from_checkpoint, args.output_dir, job_id))
     if checkpoint:
         refuse_code_in(checkpoint)
     else:
@@ -200,7 +199,6 @@ def main() -> None:
             )
             with trainer.accelerator.autocast():  # once around all answers, or the weights are cast for each token
                 scores = exact_match_and_f1(trainer.model, tokenizer, eval_dataset, generation)
-            print_once(f"exact_match {scores['exact_match']:.2f}  f1 {scores['f1']:.2f}")
             if not scores["f1"] and has_random_weights(settings.model.model_name, settings.model.from_scratch):
                 print_once("(0 as is to be expected: this model began with random weights)")
             record.update(**scores)

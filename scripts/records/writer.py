@@ -86,8 +86,13 @@ class RunRecord:
         if rank() == 0 and self.path.exists():
             before = read_record(self.path)
             self.content["attempt"] = max(self.content["attempt"], before.attempt + 1)
-            restart = {"time": now(), "reason": how_it_ended(before), "step": step}
-            restart |= {"started": before.started, "finished": before.finished}
+            restart = {
+                "time": now(),
+                "reason": how_it_ended(before),
+                "step": step,
+                "started": before.started,
+                "finished": before.finished,
+            }
             self.content["restarts"] = [*before.restarts, restart]
         self.content |= {
             "experiment": experiment_path(),
