@@ -41,13 +41,11 @@ class ProfileCallback(TrainerCallback):
         # the profiler warms up in the last step of our own warm-up
         steps = schedule(wait=WARM_UP_STEPS - 1, warmup=1, active=PROFILED_STEPS, repeat=1)
         self.profiler = profile(activities=activities, schedule=steps, record_shapes=True)
-        self.optimizer_step: Any = None
 
     def on_train_begin(self, *args: Any, **kwargs: Any) -> None:
-        if self.trainer.is_deepspeed_enabled:
-            # DeepSpeed steps at the end of its backward pass, and calls no callback for it
-            engine: Any = self.trainer.model_wrapped
-            engine.step = self.phase("optimizer")(engine.step)
+        # DeepSpeed's engine steps at the end of its backward pass, and calls no callback for it
+        stepping: Any = self.trainer.model_wrapped if self.trainer.is_deepspeed_enabled else self.trainer.optimizer
+        stepping.step = self.phase("optimizer")(stepping.step)
         self.profiler.start()
         # a process crashes if it ends while the profiler runs, as after a stop or an error within the profiled steps
         atexit.register(self.profiler.stop)
@@ -63,13 +61,6 @@ class ProfileCallback(TrainerCallback):
         """Wait for the GPU, in the profiled steps only: in the others it would slow the training down."""
         if torch.cuda.is_available() and WARM_UP_STEPS <= self.profiler.step_num < LAST_STEP:
             torch.cuda.synchronize()
-
-    def on_pre_optimizer_step(self, *args: Any, **kwargs: Any) -> None:
-        self.optimizer_step = self.phase("optimizer")
-        self.optimizer_step.__enter__()
-
-    def on_optimizer_step(self, *args: Any, **kwargs: Any) -> None:
-        self.optimizer_step.__exit__(None, None, None)
 
     def on_step_end(self, *args: Any, **kwargs: Any) -> None:
         self.wait_in_profiled_step()
