@@ -87,7 +87,7 @@ def flops_of(model: Any, record: RunRecord) -> ModelFlops | None:
     try:
         return ModelFlops(model)
     except ValueError as error:
-        record.content["missing"]["train.mfu_percent"] = str(error)
+        record.reasons["train.mfu_percent"] = str(error)
         return None
 
 

@@ -165,8 +165,10 @@ def check_room(
     free = shutil.disk_usage(place).free + there
     if checkpoint * at_once + model > free:
         gib = 2**30
-        what = f"{free / gib:.1f} GiB free, {at_once} checkpoint(s) of {checkpoint / gib:.1f} GiB will be there at once"
-        what += f", and a model of {model / gib:.1f}"
+        what = (
+            f"{free / gib:.1f} GiB free, {at_once} checkpoint(s) of {checkpoint / gib:.1f} GiB will be there at once, "
+            f"and a model of {model / gib:.1f}"
+        )
         raise WorkshopError(place, what, "free space, give another --output_dir, or --save_strategy no", ENVIRONMENT)
 
 
