@@ -25,13 +25,12 @@ class ModelStateCallback(TrainerCallback):
     def __init__(self, trainer: Any, record: RunRecord):
         self.trainer = trainer
         self.record = record
-        self.first_step = 0  # the step that the training begins at or resumes from
         self.counted: dict[str, int | None] | None = None
 
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        self.first_step = state.global_step
+        self.first_step = state.global_step  # that the training begins at or resumes from
 
     def on_substep_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any

@@ -121,9 +121,14 @@ def check_trainer_values(settings: Settings, args: TrainingArguments, model: Pre
         optimizer = kind([group], **arguments)
     with refusal_of(settings, "lr_scheduler", "warmup"):
         scheduler_arguments: Any = args.lr_scheduler_kwargs
-        steps = 100  # any number: the schedule is not used
-        warmup = args.get_warmup_steps(steps)
-        get_scheduler(args.lr_scheduler_type, optimizer, warmup, steps, scheduler_specific_kwargs=scheduler_arguments)
+        # of any number of steps: the schedule is not used
+        get_scheduler(
+            args.lr_scheduler_type,
+            optimizer,
+            num_warmup_steps=args.get_warmup_steps(100),
+            num_training_steps=100,
+            scheduler_specific_kwargs=scheduler_arguments,
+        )
 
 
 @contextlib.contextmanager
