@@ -214,26 +214,22 @@ def tokenise_batch(batch: dict, tokenizer: PreTrainedTokenizerBase, max_length: 
         if cut:
             prompt = shorten(prompt, question, room, tokenizer)
         ids = prompt + ending
-        row = {
-            "input_ids": ids,
-            "attention_mask": [1] * len(ids),
-            "labels": [IGNORED] * len(prompt) + ending if labels == "answer" else ids,
-            "length": len(ids),
-            "prompt_length": len(prompt),
-            "cut": cut,
-        }
-        rows.append(row)
+        rows.append(
+            {
+                "input_ids": ids,
+                "attention_mask": [1] * len(ids),
+                "labels": [IGNORED] * len(prompt) + ending if labels == "answer" else ids,
+                "length": len(ids),
+                "prompt_length": len(prompt),
+                "cut": cut,
+            }
+        )
     return {name: [row[name] for row in rows] for name in rows[0]}
 
 
 def answer_room(max_length: int) -> int:
     """Tokens kept free for an answer behind every prompt, in training and in generation."""
     return min(MAX_ANSWER_TOKENS, max_length // 4)
-
-
-def questions_cut(train: Dataset, evaluation: Dataset) -> dict[str, int]:
-    """How many questions of each set have lost the end of their context to --max_length."""
-    return {"train": sum(train["cut"][:]), "eval": sum(evaluation["cut"][:])}
 
 
 def shorten(prompt: list[int], question: str, limit: int, tokenizer: PreTrainedTokenizerBase) -> list[int]:

@@ -14,7 +14,6 @@ from transformers import TrainingArguments
 
 from data_loader import load_evaluation_set
 from distributed import watchdog
-from distributed.collectives import print_once
 from distributed.process_group import adopt_process_group, leave_process_group, prepare_environment, run_and_exit
 from model import check_model, load_model, load_tokenizer
 from settings.command_line import parse_command_line
@@ -46,10 +45,8 @@ def main() -> None:
     check_model(model, tokenizer, settings.data.max_length)
     model.to(args.device)
     generation = Generation(settings.data.em_f1_batch_size, settings.data.max_length, args.device)
-    dtype = DTYPES[settings.precision]
-    with torch.autocast(args.device.type, dtype=dtype, enabled=settings.precision != "fp32"):
-        scores = exact_match_and_f1(model, tokenizer, questions, generation)
-    print_once(f"exact_match {scores['exact_match']:.2f}  f1 {scores['f1']:.2f}")
+    with torch.autocast(args.device.type, dtype=DTYPES[settings.precision], enabled=settings.precision != "fp32"):
+        exact_match_and_f1(model, tokenizer, questions, generation)
     leave_process_group()
 
 

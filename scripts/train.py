@@ -25,7 +25,7 @@ from dataclasses import replace
 from transformers import TrainingArguments
 
 from config import has_random_weights
-from data_loader import collator, load_squad, questions_cut
+from data_loader import collator, load_squad
 from distributed import watchdog
 from distributed.collectives import print_once, value_of_rank_0, world_size
 from distributed.ds_config import check_contradictions, check_ds_config
@@ -49,8 +49,8 @@ from training.find_checkpoints import (
     find_checkpoint,
     forbid_code_in_checkpoints,
     identity_of,
+    read_marker,
     refuse_code_in,
-    step_of,
 )
 from training.flops import flops_of, matmul_peak
 from training.measured_memory import record_process_peaks
@@ -109,8 +109,7 @@ def main() -> None:
     strategy = strategy_name(settings)
     # A checkpoint is a pickle, and loading one can run code. From here on such a file does not load, and is named
     forbid_code_in_checkpoints(with_deepspeed=bool(deepspeed))
-    requested = args.resume_from_checkpoint
-    checkpoint = value_of_rank_0(find_checkpoint(requested, args.output_dir, job_id))
+    checkpoint = value_of_rank_0(find_checkpoint(args.resume_from_checkpoint, args.output_dir, job_id))
     if checkpoint:
         refuse_code_in(checkpoint)
     else:
@@ -132,7 +131,7 @@ def main() -> None:
     # 5. The run record, results/<job id>.json. A second run of this job's id is refused, and however this one ends, the
     #    record says so.
     with record:
-        first_step = step_of(checkpoint) if checkpoint else 0
+        first_step = read_marker(checkpoint)["step"] if checkpoint else 0
         if checkpoint:
             print_once(f"going on from step {first_step}: {checkpoint}")
         record.start(
@@ -144,7 +143,7 @@ def main() -> None:
             origins=settings.origins,
             train_size=len(train_dataset),
             eval_size=len(eval_dataset),
-            questions_cut=questions_cut(train_dataset, eval_dataset),
+            questions_cut={"train": sum(train_dataset["cut"][:]), "eval": sum(eval_dataset["cut"][:])},
             configs={
                 "model": meta_model.config.to_diff_dict(),
                 "deepspeed": settings.deepspeed_config,
@@ -200,7 +199,6 @@ def main() -> None:
             )
             with trainer.accelerator.autocast():  # once around all answers, or the weights are cast for each token
                 scores = exact_match_and_f1(trainer.model, tokenizer, eval_dataset, generation)
-            print_once(f"exact_match {scores['exact_match']:.2f}  f1 {scores['f1']:.2f}")
             if not scores["f1"] and has_random_weights(settings.model.model_name, settings.model.from_scratch):
                 print_once("(0 as is to be expected: this model began with random weights)")
             record.update(**scores)

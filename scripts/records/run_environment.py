@@ -29,11 +29,6 @@ def new_job_id() -> str:
     return value_of_rank_0(job_id)
 
 
-def restarted_by_slurm() -> bool:
-    """Whether this job was requeued: it has run before, under the same id."""
-    return os.environ.get("SLURM_RESTART_COUNT", "0") not in ("", "0")
-
-
 def experiment_path() -> str:
     """The working directory as seen from the repository, or only its name when it lies elsewhere."""
     if "EXPERIMENT" in os.environ:  # job.sh: it may run a snapshot of the repository

@@ -66,6 +66,7 @@ class RunRecord:
 
     def __init__(self, job_id: str, folder: str = "results"):
         self.path = Path(folder) / f"{job_id}.json"
+        self.reasons: dict[str, str] = {}  # name of a field -> why it is empty
         self.content: dict = {
             "schema": SCHEMA,
             "status": "running",
@@ -73,7 +74,7 @@ class RunRecord:
             "job_id": job_id,
             "attempt": whole_number("ATTEMPT", "1"),  # job.sh's: one that ended before its record counts, too
             "restarts": [],
-            "missing": {},
+            "missing": self.reasons,
         }
         self.held = contextlib.ExitStack()
 
@@ -86,8 +87,13 @@ class RunRecord:
         if rank() == 0 and self.path.exists():
             before = read_record(self.path)
             self.content["attempt"] = max(self.content["attempt"], before.attempt + 1)
-            restart = {"time": now(), "reason": how_it_ended(before), "step": step}
-            restart |= {"started": before.started, "finished": before.finished}
+            restart = {
+                "time": now(),
+                "reason": how_it_ended(before),
+                "step": step,
+                "started": before.started,
+                "finished": before.finished,
+            }
             self.content["restarts"] = [*before.restarts, restart]
         self.content |= {
             "experiment": experiment_path(),
@@ -112,11 +118,6 @@ class RunRecord:
     def update(self, **values: object) -> None:
         self.content |= values
         self.write()
-
-    @property
-    def reasons(self) -> dict[str, str]:
-        """Name of a field -> why it is empty."""
-        return self.content["missing"]
 
     def missing(self, name: str, reason: str) -> None:
         """Leave `name` empty, and say why."""

@@ -31,7 +31,7 @@ class Parser(HfArgumentParser, OneLineErrors):
 
 
 class HelpFormatter(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescriptionHelpFormatter):
-    pass
+    """Shows the defaults, and keeps the lines of the description."""
 
 
 def build_parser(description: str, *others: type) -> Parser:

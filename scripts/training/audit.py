@@ -137,12 +137,13 @@ def batch_knobs(trainer: Any, engine: Any, settings: Settings) -> list[Audited]:
 
 
 def speed_knobs(trainer: Any, settings: Settings) -> list[Audited]:
-    loader = trainer.callback_handler.train_dataloader
     attention = attention_of(trainer.model)
     checkpointing = bool(settings.trainer.activation_checkpointing)
     return [
         Audited("attention", settings.model.attention or attention, attention),
-        Audited("sampling", settings.trainer.train_sampling_strategy, sampling_of(loader)),
+        Audited(
+            "sampling", settings.trainer.train_sampling_strategy, sampling_of(trainer.callback_handler.train_dataloader)
+        ),
         Audited("checkpointing", checkpointing, trainer.model.is_activation_checkpointing, "by the model itself"),
         Audited("compiled", settings.trainer.torch_compile, is_compiled(trainer.model_wrapped)),
     ]
@@ -170,31 +171,19 @@ def offload_knobs(engine: Any, zero: dict) -> list[Audited]:
     # partition_parameters.py pins by the key, but only until the optimizer is made: stage3.py then moves the shares
     # into buffers of its own, which it pins without asking (_create_param_groups_fp16_flat_cpu_memory)
     unasked = "DeepSpeed pins them in any case, once they are loaded"
-    return [
-        *pinned_knobs("optimizer", zero.get("offload_optimizer"), masters, Buffers(buffers, note)),
-        *pinned_knobs("parameter", zero.get("offload_param"), shares, Buffers(shares, unasked, binding=False)),
-    ]
-
-
-@dataclass(frozen=True)
-class Buffers:
-    """What `pin_memory` of a config file rules. binding: whether DeepSpeed pins them only if it says so."""
-
-    tensors: list[torch.Tensor]
-    note: str
-    binding: bool = True
-
-
-def pinned_knobs(part: str, section: dict | None, on_cpu: list[torch.Tensor], buffers: Buffers) -> list[Audited]:
-    """Offload and pinning of a part. section: of the config file. on_cpu: what of the part is in CPU memory."""
-    section = section or {}
-    device = section.get("device", "none")
-    offload = Audited(f"{part} offload", device, "cpu" if on_cpu else "none")
-    if device == "none":
-        return [offload]
-    effective = is_pinned(buffers.tensors) if can_pin() else NOT_ON_CPU
-    pin = section.get("pin_memory", True)
-    return [offload, Audited(f"{part} pinned memory", pin, effective, buffers.note, buffers.binding)]
+    knobs = []
+    for part, key, on_cpu, pinned, remark, binding in (
+        ("optimizer", "offload_optimizer", masters, buffers, note, True),
+        ("parameter", "offload_param", shares, shares, unasked, False),
+    ):
+        section = zero.get(key) or {}
+        device = section.get("device", "none")
+        knobs.append(Audited(f"{part} offload", device, "cpu" if on_cpu else "none"))
+        if device != "none":
+            pin = section.get("pin_memory", True)
+            effective = is_pinned(pinned) if can_pin() else NOT_ON_CPU
+            knobs.append(Audited(f"{part} pinned memory", pin, effective, remark, binding))
+    return knobs
 
 
 def can_pin() -> bool:
@@ -207,18 +196,13 @@ def fsdp_knobs(trainer: Trainer, config: dict) -> list[Audited]:
     names = wrap_classes(config, trainer.model)
     blocks = len(inspect_fsdp.modules_of(model, names))
     units = len(inspect_fsdp.sharded_blocks(model, names))
-    expected = 1 / config["dp_shard_size"]
-    held = inspect_fsdp.local_share(model)
-    # parameters are split by rows, so small ones leave a rank a little more or less than its part
-    share = expected if abs(held - expected) <= SHARE_TOLERANCE * expected else held
     checkpointed = blocks if config.get("activation_checkpointing") else 0
     others = ", ".join(inspect_fsdp.other_units(model, names))
-    where = f"{held:.2%} of them are on rank {rank()}"
     mesh = f"{config['dp_replicate_size']} x {config['dp_shard_size']}"
     file_format = trainer.accelerator.state.fsdp_plugin.state_dict_type.name
     return [
         Audited("FSDP units", f"{blocks} blocks", f"{units} blocks", f"and {others}"),
-        Audited("local parameter share", round(expected, 4), round(share, 4), where),
+        share_knob(model, 1 / config["dp_shard_size"]),
         Audited("mesh", mesh, inspect_fsdp.mesh_shape(model), "replicate x shard"),
         Audited("CPU offload", config.get("cpu_offload", False), inspect_fsdp.share_on_cpu(model)),
         Audited(
@@ -232,7 +216,6 @@ def tensor_parallel_knobs(trainer: Any, tensor_parallel: int) -> list[Audited]:
     """Groups, cut matrices, and the part of all parameters that this rank holds."""
     shards = world_size() // tensor_parallel
     mesh = inspect_fsdp.tensor_mesh(trainer.model)
-    groups = f"{mesh.get('fsdp', 1)} x {mesh['tp']}"
     parameters = dict(trainer.model.named_parameters())
     names = cut_parameters(trainer.model)
     cut_here = [
@@ -242,14 +225,25 @@ def tensor_parallel_knobs(trainer: Any, tensor_parallel: int) -> list[Audited]:
     shapes = f"{tuple(inspect_fsdp.local(parameters[example]).shape)} of {tuple(parameters[example].shape)}"
     expected = sum(p.numel() / (tensor_parallel if name in names else 1) for name, p in parameters.items())
     expected /= shards * sum(p.numel() for p in parameters.values())
-    held = inspect_fsdp.local_share(trainer.model)
+    return [
+        Audited(
+            "mesh",
+            f"{shards} x {tensor_parallel}",
+            f"{mesh.get('fsdp', 1)} x {mesh['tp']}",
+            "shards x ranks of a tensor group",
+        ),
+        Audited("cut parameters", len(names), len(cut_here), f"{example}: {shapes} are on rank {rank()}"),
+        share_knob(trainer.model, expected),
+    ]
+
+
+def share_knob(model: torch.nn.Module, expected: float) -> Audited:
+    """The part of all parameters that this rank holds."""
+    held = inspect_fsdp.local_share(model)
+    # parameters are split by rows, so small ones leave a rank a little more or less than its part
     share = expected if abs(held - expected) <= SHARE_TOLERANCE * expected else held
     where = f"{held:.2%} of them are on rank {rank()}"
-    return [
-        Audited("mesh", f"{shards} x {tensor_parallel}", groups, "shards x ranks of a tensor group"),
-        Audited("cut parameters", len(names), len(cut_here), f"{example}: {shapes} are on rank {rank()}"),
-        Audited("local parameter share", round(expected, 4), round(share, 4), where),
-    ]
+    return Audited("local parameter share", round(expected, 4), round(share, 4), where)
 
 
 def deepspeed_banner(engine: Any) -> str:

@@ -9,11 +9,10 @@ from typing import Any
 
 import psutil
 import torch
-import torch.distributed as dist
 from transformers import ProgressCallback, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from distributed import watchdog
-from distributed.collectives import gather_lists, print_once
+from distributed.collectives import gather_lists, highest_of_all, print_once
 from records.writer import RunRecord
 from settings.settings import Settings
 from shared.errors import WorkshopError
@@ -268,10 +267,7 @@ class FiniteLossCallback(TrainerCallback):
 
     def check(self, step: int) -> None:
         """Raise WorkshopError when any rank's loss was bad that often. Collective."""
-        most = self.bad_losses.clone()
-        if dist.is_initialized():
-            dist.all_reduce(most, op=dist.ReduceOp.MAX)
-        bad = int(most)
+        bad = highest_of_all(int(self.bad_losses))
         if bad >= BAD_LOSSES:
             what = f"is not finite since step {step - bad + 1} ({bad} steps in a row)"
             raise WorkshopError("loss", what, self.way_out, code=1)

@@ -12,7 +12,7 @@ from transformers import PreTrainedTokenizerBase
 
 from data_loader import answer_room
 from distributed import watchdog
-from distributed.collectives import gather_lists, rank, world_size
+from distributed.collectives import gather_lists, print_once, rank, world_size
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,7 @@ class Generation:
 def exact_match_and_f1(
     model: Any, tokenizer: PreTrainedTokenizerBase, questions: Dataset, generation: Generation
 ) -> dict[str, float]:
-    """Percent by the official SQuAD v1.1 rules, over all `questions`, the same on every rank. Collective.
+    """Print the percent by the official SQuAD v1.1 rules, over all `questions`, the same on every rank. Collective.
 
     model: of transformers, or as FSDP1 has wrapped one.
     """
@@ -46,7 +46,9 @@ def exact_match_and_f1(
         {"id": str(i), "answers": {"text": answers, "answer_start": [0] * len(answers)}}
         for i, answers in enumerate(questions["answers"])
     ]
-    return {name: round(float(value), 4) for name, value in squad(given, references).items()}
+    scores = {name: round(float(value), 4) for name, value in squad(given, references).items()}
+    print_once(f"exact_match {scores['exact_match']:.2f}  f1 {scores['f1']:.2f}")
+    return scores
 
 
 def load_metric() -> Callable:

@@ -21,7 +21,7 @@ from datasets import Dataset
 from torch.serialization import add_safe_globals, get_unsafe_globals_in_checkpoint
 from transformers.trainer_pt_utils import safe_globals
 
-from records.run_environment import from_repository, restarted_by_slurm
+from records.run_environment import from_repository
 from settings.command_line import LATEST
 from settings.settings import Settings
 from shared.errors import NO_CHECKPOINT, WorkshopError
@@ -50,10 +50,6 @@ def read_marker(folder: str | Path) -> dict:
     return json.loads((Path(folder) / MARKER).read_text(encoding="utf-8"))
 
 
-def step_of(checkpoint: str) -> int:
-    return read_marker(checkpoint)["step"]
-
-
 def is_complete(folder: Path) -> bool:
     """Whether there is a marker, and each of its files is as large as it says."""
     try:
@@ -79,7 +75,7 @@ def find_checkpoint(requested: str | None, output_dir: str, job_id: str) -> str 
     A job that Slurm has started again resumes from its own latest checkpoint. When it has none, it begins as it did the
     first time. Raises WorkshopError (exit code 4) when there is none.
     """
-    if restarted_by_slurm():
+    if os.environ.get("SLURM_RESTART_COUNT", "0") not in ("", "0"):
         own = [path for path in complete_ones([Path(output_dir)]) if read_marker(path)["job_id"] == job_id]
         if own:
             return str(min(own, key=age))

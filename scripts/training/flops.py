@@ -9,8 +9,6 @@ a product of two matrices for half a second. So the peak, and with it MFU, diffe
 
 import re
 import statistics
-import time
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -89,7 +87,7 @@ def flops_of(model: Any, record: RunRecord) -> ModelFlops | None:
     try:
         return ModelFlops(model)
     except ValueError as error:
-        record.content["missing"]["train.mfu_percent"] = str(error)
+        record.reasons["train.mfu_percent"] = str(error)
         return None
 
 
@@ -129,20 +127,10 @@ def measured_peak(dtype: torch.dtype, device: torch.device) -> float:
 
 def measure_peak(dtype: torch.dtype, device: torch.device) -> float:
     """Operations per second of the fastest of the products that half a second has room for."""
+    from torch.utils.benchmark import Timer  # only here, as it takes a while
+
     size = GPU_SIZE if device.type == "cuda" else CPU_SIZE
     a, b = torch.randn(2, size, size, device=device).to(dtype)
-    out = torch.empty_like(a)
-    return 2 * size**3 / fastest(lambda: torch.mm(a, b, out=out), device)
-
-
-def fastest(operation: Callable[[], object], device: torch.device) -> float:
-    """Seconds that the operation takes at best, tried for half a second."""
-    seconds = float("inf")
-    end = time.perf_counter() + SECONDS
-    while time.perf_counter() < end or seconds == float("inf"):
-        start = time.perf_counter()
-        operation()
-        if device.type == "cuda":
-            torch.cuda.synchronize()
-        seconds = min(seconds, time.perf_counter() - start)
-    return seconds
+    matrices = {"a": a, "b": b, "out": torch.empty_like(a)}
+    timer = Timer("torch.mm(a, b, out=out)", globals=matrices, num_threads=torch.get_num_threads())
+    return 2 * size**3 / min(timer.blocked_autorange(min_run_time=SECONDS).times)

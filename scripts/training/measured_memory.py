@@ -25,13 +25,12 @@ class ModelStateCallback(TrainerCallback):
     def __init__(self, trainer: Any, record: RunRecord):
         self.trainer = trainer
         self.record = record
-        self.first_step = 0  # the step that the training begins at or resumes from
         self.counted: dict[str, int | None] | None = None
 
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        self.first_step = state.global_step
+        self.first_step = state.global_step  # that the training begins at or resumes from
 
     def on_substep_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
@@ -60,16 +59,13 @@ class ModelStateCallback(TrainerCallback):
 def model_state_bytes(trainer: Any, has_gradients: bool) -> dict[str, int | None]:
     """Bytes of the storages behind the live tensors of this rank, each counted once."""
     optimizer = trainer.deepspeed.optimizer if trainer.is_deepspeed_enabled else trainer.optimizer.optimizer
-    parameters = storages(parameters_of(trainer.model))
+    # ds_tensor: the share of ZeRO-3
+    parameters = storages(getattr(p, "ds_tensor", p) for p in trainer.model.parameters())
     state = storages(states_of(optimizer))
     for storage in parameters:
         state.pop(storage, None)  # fp32 weights are their own masters
     gradients = sum(storages(gradients_of(trainer.model, optimizer)).values()) if has_gradients else None
     return {"parameters": sum(parameters.values()), "gradients": gradients, "optimizer_state": sum(state.values())}
-
-
-def parameters_of(model: torch.nn.Module) -> list:
-    return [getattr(p, "ds_tensor", p) for p in model.parameters()]  # ds_tensor: the share of ZeRO-3
 
 
 def gradients_of(model: torch.nn.Module, optimizer: Any) -> list:
@@ -100,23 +96,21 @@ def storages(tensors: Iterable) -> dict[int, int]:
 
 def record_peaks(record: RunRecord) -> None:
     """Record the peaks so far: of each rank's GPU, its pinned memory and its process. Collective."""
-    gpu = pinned = None
-    if torch.cuda.is_available():
-        gpu = {"allocated_mib": mib(torch.cuda.max_memory_allocated())}
-        gpu["reserved_mib"] = mib(torch.cuda.max_memory_reserved())
-        blocks = torch.cuda.host_memory_stats()
-        if "allocated_bytes.peak" in blocks:
-            pinned = {f"{kind}_mib": mib(blocks[f"{kind}_bytes.peak"]) for kind in ("active", "allocated")}
-    ranks = gather_lists([gpu, pinned])
     record_process_peaks(record)
-    if gpu:
-        record.update(peak_gpu_memory=[of_gpu for of_gpu, _ in ranks])
-    else:
+    if not torch.cuda.is_available():
         record.missing("peak_gpu_memory", "no GPU")
-    if pinned:
-        record.update(peak_pinned_memory=[of_blocks for _, of_blocks in ranks])
-    else:
-        record.missing("peak_pinned_memory", "this PyTorch does not count it" if gpu else "no GPU")
+        record.missing("peak_pinned_memory", "no GPU")
+        return
+    blocks = torch.cuda.host_memory_stats()
+    gpu = {
+        "allocated_mib": mib(torch.cuda.max_memory_allocated()),
+        "reserved_mib": mib(torch.cuda.max_memory_reserved()),
+    }
+    pinned = {f"{kind}_mib": mib(blocks[f"{kind}_bytes.peak"]) for kind in ("active", "allocated")}
+    ranks = gather_lists([gpu, pinned])
+    record.update(
+        peak_gpu_memory=[of_gpu for of_gpu, _ in ranks], peak_pinned_memory=[of_blocks for _, of_blocks in ranks]
+    )
 
 
 def record_process_peaks(record: RunRecord) -> None:

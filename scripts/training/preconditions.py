@@ -121,9 +121,14 @@ def check_trainer_values(settings: Settings, args: TrainingArguments, model: Pre
         optimizer = kind([group], **arguments)
     with refusal_of(settings, "lr_scheduler", "warmup"):
         scheduler_arguments: Any = args.lr_scheduler_kwargs
-        steps = 100  # any number: the schedule is not used
-        warmup = args.get_warmup_steps(steps)
-        get_scheduler(args.lr_scheduler_type, optimizer, warmup, steps, scheduler_specific_kwargs=scheduler_arguments)
+        # of any number of steps: the schedule is not used
+        get_scheduler(
+            args.lr_scheduler_type,
+            optimizer,
+            num_warmup_steps=args.get_warmup_steps(100),
+            num_training_steps=100,
+            scheduler_specific_kwargs=scheduler_arguments,
+        )
 
 
 @contextlib.contextmanager
@@ -165,8 +170,10 @@ def check_room(
     free = shutil.disk_usage(place).free + there
     if checkpoint * at_once + model > free:
         gib = 2**30
-        what = f"{free / gib:.1f} GiB free, {at_once} checkpoint(s) of {checkpoint / gib:.1f} GiB will be there at once"
-        what += f", and a model of {model / gib:.1f}"
+        what = (
+            f"{free / gib:.1f} GiB free, {at_once} checkpoint(s) of {checkpoint / gib:.1f} GiB will be there at once, "
+            f"and a model of {model / gib:.1f}"
+        )
         raise WorkshopError(place, what, "free space, give another --output_dir, or --save_strategy no", ENVIRONMENT)
 
 

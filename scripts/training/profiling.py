@@ -8,6 +8,7 @@ This makes the profiled steps slower, and the steady rates leave them out.
 
 import atexit
 import contextlib
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -40,13 +41,11 @@ class ProfileCallback(TrainerCallback):
         # the profiler warms up in the last step of our own warm-up
         steps = schedule(wait=WARM_UP_STEPS - 1, warmup=1, active=PROFILED_STEPS, repeat=1)
         self.profiler = profile(activities=activities, schedule=steps, record_shapes=True)
-        self.optimizer_step: Any = None
 
     def on_train_begin(self, *args: Any, **kwargs: Any) -> None:
-        if self.trainer.is_deepspeed_enabled:
-            # DeepSpeed steps at the end of its backward pass, and calls no callback for it
-            engine: Any = self.trainer.model_wrapped
-            engine.step = self.phase("optimizer")(engine.step)
+        # DeepSpeed's engine steps at the end of its backward pass, and calls no callback for it
+        stepping: Any = self.trainer.model_wrapped if self.trainer.is_deepspeed_enabled else self.trainer.optimizer
+        stepping.step = self.phase("optimizer")(stepping.step)
         self.profiler.start()
         # a process crashes if it ends while the profiler runs, as after a stop or an error within the profiled steps
         atexit.register(self.profiler.stop)
@@ -62,13 +61,6 @@ class ProfileCallback(TrainerCallback):
         """Wait for the GPU, in the profiled steps only: in the others it would slow the training down."""
         if torch.cuda.is_available() and WARM_UP_STEPS <= self.profiler.step_num < LAST_STEP:
             torch.cuda.synchronize()
-
-    def on_pre_optimizer_step(self, *args: Any, **kwargs: Any) -> None:
-        self.optimizer_step = self.phase("optimizer")
-        self.optimizer_step.__enter__()
-
-    def on_optimizer_step(self, *args: Any, **kwargs: Any) -> None:
-        self.optimizer_step.__exit__(None, None, None)
 
     def on_step_end(self, *args: Any, **kwargs: Any) -> None:
         self.wait_in_profiled_step()
@@ -100,28 +92,47 @@ def breakdown(events: list) -> dict:
 
     events: what the profiler has recorded, torch._C._autograd._KinetoEvent.
     """
-    phases = {name: [interval(e) for e in events if e.name() == name and is_on_cpu(e)] for name in PHASES}
+    running = {name: [interval(e) for e in events if e.name() == name and is_on_cpu(e)] for name in PHASES}
     # PyTorch's step begins when the one before ends, and includes what the Trainer does in between: logs, evaluations
-    starts = sorted(start for start, _ in phases["data"])
+    starts = sorted(start for start, _ in running["data"])
     ends = sorted(interval(event)[1] for event in events if event.name().startswith(STEP) and is_on_cpu(event))
     steps = list(zip(starts, ends, strict=False))
-    # the backward phase contains the forward pass, and with DeepSpeed the optimizer, which count on their own
-    phases["backward"] = without(phases["backward"], phases["forward"] + phases["optimizer"])
-    communication = within(union([interval(event) for event in events if is_communication(event)]), steps)
-    computation = union([interval(event) for event in events if is_computation(event)])
-    waiting = without(communication, computation)
-    seconds = {name: length(without(within(union(parts), steps), waiting)) for name, parts in phases.items()}
-    seconds["communication"] = length(waiting)
-    whole = length(steps)
-    seconds["other"] = whole - sum(seconds.values())
-    hidden = length(communication) - length(waiting)
-    per_step = {name: round(value / len(steps) / 1e9, 5) for name, value in seconds.items()}
-    return {
-        "steps": len(steps),
-        "seconds_per_step": round(whole / len(steps) / 1e9, 5),
-        **per_step,
-        "hidden_communication": round(hidden / len(steps) / 1e9, 5),
-    }
+    running["step"] = steps
+    running["communication"] = [interval(event) for event in events if is_communication(event)]
+    running["computation"] = [interval(event) for event in events if is_computation(event)]
+    total = dict.fromkeys((*PHASES, "communication", "other", "hidden_communication"), 0)
+    for together, nanoseconds in time_together(running).items():
+        if "step" in together:
+            total[part_of(together)] += nanoseconds
+            if together >= {"communication", "computation"}:
+                total["hidden_communication"] += nanoseconds
+    whole = sum(end - start for start, end in steps)
+    per_step = {name: round(value / len(steps) / 1e9, 5) for name, value in total.items()}
+    return {"steps": len(steps), "seconds_per_step": round(whole / len(steps) / 1e9, 5), **per_step}
+
+
+def part_of(together: frozenset[str]) -> str:
+    """The part of a step in which time counts, of all that runs then.
+
+    The backward phase contains the forward pass, and with DeepSpeed the optimizer, which count on their own.
+    """
+    if "communication" in together and "computation" not in together:
+        return "communication"
+    return next((name for name in ("data", "forward", "optimizer", "backward") if name in together), "other")
+
+
+def time_together(running: dict[str, list[Interval]]) -> Counter[frozenset[str]]:
+    """Names -> nanoseconds in which these run, and no other does. running: name -> intervals, which may overlap."""
+    changes = [(start, name, 1) for name, intervals in running.items() for start, _ in intervals]
+    changes += [(end, name, -1) for name, intervals in running.items() for _, end in intervals]
+    found: Counter[frozenset[str]] = Counter()
+    active = dict.fromkeys(running, 0)
+    before = 0
+    for time, name, change in sorted(changes):
+        found[frozenset(each for each, number in active.items() if number)] += time - before
+        before = time
+        active[name] += change
+    return found
 
 
 def is_on_cpu(event: Any) -> bool:
@@ -145,45 +156,6 @@ def is_computation(event: Any) -> bool:
 
 def interval(event: Any) -> Interval:
     return event.start_ns(), event.start_ns() + event.duration_ns()
-
-
-def union(intervals: list[Interval]) -> list[Interval]:
-    """The same time, in intervals that do not overlap, in order."""
-    joined: list[Interval] = []
-    for start, end in sorted(intervals):
-        if joined and start <= joined[-1][1]:
-            joined[-1] = (joined[-1][0], max(end, joined[-1][1]))
-        else:
-            joined.append((start, end))
-    return joined
-
-
-def without(intervals: list[Interval], others: list[Interval]) -> list[Interval]:
-    """The time of these in which none of the others is. Both are made disjoint first."""
-    left: list[Interval] = []
-    others = union(others)
-    position = 0
-    for start, end in union(intervals):
-        while position < len(others) and others[position][0] < end:
-            other_start, other_end = others[position]
-            if other_start > start:
-                left.append((start, other_start))
-            start = max(start, other_end)
-            if other_end > end:  # it may cover some of the next one, too
-                break
-            position += 1
-        if start < end:
-            left.append((start, end))
-    return left
-
-
-def within(intervals: list[Interval], others: list[Interval]) -> list[Interval]:
-    """The time that is in both."""
-    return without(intervals, without(intervals, others))
-
-
-def length(intervals: list[Interval]) -> int:
-    return sum(end - start for start, end in intervals)
 
 
 def table(ranks: list[dict]) -> str:

@@ -25,7 +25,7 @@ class StopRequest:
     def __init__(self) -> None:
         self.signal = 0  # the first one that came in the training, 0 before
         self.agreed_signal = 0
-        self.training = False
+        self.training = False  # only in it a signal asks for a checkpoint
         self.process = os.getpid()
 
     def listen(self) -> None:
@@ -49,17 +49,13 @@ class StopRequest:
             self.signal = number
             # not by print: the signal may have come in the middle of another one
             if rank() == 0:
-                text = f"\n{signal_name(number)}: a checkpoint follows at the end of this step\n"
+                text = f"\n{signal.Signals(number).name}: a checkpoint follows at the end of this step\n"
                 with contextlib.suppress(OSError):
                     os.write(sys.stdout.fileno(), text.encode())
 
     def ignore_signals(self) -> None:
         for number in STOPPING_SIGNALS:
             signal.signal(number, signal.SIG_IGN)
-
-    def begin_training(self) -> None:
-        """From here on a signal asks for a checkpoint."""
-        self.training = True
 
     def agreed(self) -> bool:
         """Whether the ranks stop here, the same on every rank. Collective, until they have agreed."""
@@ -77,7 +73,7 @@ class StopRequest:
         folder = trainer.save_here()
         self.ignore_signals()  # all that was asked for is done: a late one changes no exit code
         step = trainer.state.global_step
-        name = signal_name(self.agreed_signal)
+        name = signal.Signals(self.agreed_signal).name
         record.update(stop={"signal": name, "step": step, "checkpoint": str(folder)})
         print_once(
             f"stopped by {name} at step {step} of {trainer.state.max_steps}; "
@@ -85,10 +81,6 @@ class StopRequest:
         )
         wait_for_everyone()  # a launcher ends the others as soon as one has ended
         sys.exit(STOPPED)
-
-
-def signal_name(number: int) -> str:
-    return signal.Signals(number).name
 
 
 class StopCallback(TrainerCallback):
@@ -102,7 +94,7 @@ class StopCallback(TrainerCallback):
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        self.stop.begin_training()
+        self.stop.training = True
         if state.global_step >= state.max_steps:
             print_once(f"step {state.global_step} was the last one, nothing is left to train")
 

@@ -232,18 +232,9 @@ class NormOfScaledGradients(Trainer):
     (transformers/trainer.py, _mixed_mesh_grad_norm).
     """
 
-    def _clip_grad_norm(self, model: Any) -> Any:
-        self.unscale(model)
-        return super()._clip_grad_norm(model)
-
-    def _get_grad_norm(self, model: Any, grad_norm: Any = None) -> Any:
-        if grad_norm is None:  # nothing was clipped: --max_grad_norm 0
-            self.unscale(model)
-        return super()._get_grad_norm(model, grad_norm)
-
-    def unscale(self, model: Any) -> None:
-        if self._has_mixed_mesh_grads(model):
-            self.accelerator.unscale_gradients()
+    def _mixed_mesh_grad_norm(self, *args: Any, **kwargs: Any) -> Any:
+        self.accelerator.unscale_gradients()
+        return super()._mixed_mesh_grad_norm(*args, **kwargs)
 
 
 class GroupScaler(torch.amp.GradScaler):

@@ -143,7 +143,8 @@ def test_a_step_is_all_its_micro_batches(refusal):
 
 
 def test_another_ranks_losses_end_this_one_too(monkeypatch, refusal):
-    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setattr(torch.distributed, "get_backend", lambda: "gloo")
     monkeypatch.setattr(torch.distributed, "all_reduce", lambda tensor, op: tensor.fill_(3))
     assert "(3 steps in a row)" in refusal(train, 2.0, code=1)
 

@@ -17,7 +17,7 @@ def stop():
     before = {number: signal.getsignal(number) for number in STOPPING_SIGNALS}
     stop = StopRequest()
     stop.listen()
-    stop.begin_training()
+    stop.training = True
     yield stop
     for number, handler in before.items():
         signal.signal(number, handler)
