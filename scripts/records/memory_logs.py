@@ -55,8 +55,11 @@ class MemoryLog:
 
 def logs_of(folder: Path, job_id: str) -> tuple[list[Path], list[Path]]:
     """GPU logs and CPU logs of a job, one per node: `<id>` or `<id>_<host>`, so that job 1 gets none of job 10."""
-    name = f"memory_log_{escape(job_id)}[._]*"
-    return sorted(folder.glob(f"gpu_memory/gpu_{name}csv")), sorted(folder.glob(f"cpu_memory/cpu_{name}txt"))
+    found = []
+    for kind, suffix in (("gpu", "csv"), ("cpu", "txt")):
+        start = f"{kind}_memory/{kind}_memory_log_{escape(job_id)}"
+        found.append(sorted([*folder.glob(f"{start}.{suffix}"), *folder.glob(f"{start}_*.{suffix}")]))
+    return found[0], found[1]
 
 
 def host_of(path: Path) -> str:
