@@ -28,7 +28,7 @@ from runs import (
     needs_compiler,
     uses,
 )
-from settings.command_line import cpu_has_bf16
+from settings.precision import cpu_has_bf16
 from training.find_checkpoints import forbid_code_in_checkpoints, refuse_code_in
 from training.preconditions import bytes_to_save
 
