@@ -350,7 +350,7 @@ job_finish() { # on EXIT, also when the training failed: errexit ends the script
   fi
   # it ends with what the training wrote down itself: srun says 0, too, of ranks that were slow to stop
   local ended=0
-  job_python end_of_job "$JOB_ID" --exit-code "$code" "${timeout[@]}" --since "$STARTED" --run-dir "$RUN_DIR" \
+  job_python end_of_job "$JOB_ID" --exit-code "$code" "${timeout[@]}" --since "$STARTED" \
     --ranks $((NODES * RANKS_PER_NODE)) || ended=$?
   rm -rf "$RUN_DIR" || true # a rank may still write there
   job_upload

@@ -167,10 +167,7 @@ def run_and_exit(main: Callable[[], None]) -> NoReturn:
     exception", SIGABRT, a failed job.
     """
     survive_lost_output()
-    try:
-        code = run_and_report(main)
-    except SystemExit as ended:  # the launcher's SIGTERM, while this rank left the error line to rank 0
-        code = exit_code(ended)
+    code = run_and_report(main)
     atexit._run_exitfuncs()
     sys.stdout.flush()
     sys.stderr.flush()

@@ -25,7 +25,7 @@ from records.schema import (
     WITHOUT_A_WORD,
     Record,
     change_record,
-    close_record,
+    now,
     outcome,
     read_record,
 )
@@ -126,7 +126,7 @@ def close_record_of_job(path: Path, exit_code: int, timeout: bool) -> Record:
         status = "oom"
     if (record.status, record.exit_code) == (status, exit_code) and record.finished:
         return record
-    return close_record(path, status, exit_code)
+    return change_record(path, status=status, exit_code=exit_code, finished=now())
 
 
 def sweep(folder: Path) -> None:
@@ -194,28 +194,19 @@ def queued_jobs() -> list[str] | None:
     """Ids of the jobs in Slurm's queue, None where it does not answer."""
     command = ["squeue", "--all", "--noheader", "--format=%A"]
     try:
-        queue = subprocess.run(command, capture_output=True, text=True, timeout=20)
+        return subprocess.run(command, capture_output=True, text=True, timeout=20, check=True).stdout.split()
     except FileNotFoundError:
         return []
-    except subprocess.TimeoutExpired:
+    except subprocess.SubprocessError:
         return None
-    return queue.stdout.split() if queue.returncode == 0 else None
 
 
-def summary(
-    job_id: str,
-    record: Record | None,
-    status: str,
-    exit_code: int,
-    noted: list[str],
-    reason: str | None = None,
-    earlier: bool = False,
-) -> list[str]:
-    """Lines for the end of the log: status and reason, memory per GPU and process, throughput, and what is missing.
+def summary(job_id: str, record: Record | None, exit_code: int, noted: list[str], earlier: bool) -> list[str]:
+    """Lines for the end of the log: memory per GPU and process, throughput, and what is missing.
 
     earlier: an earlier attempt of this job has left a record.
     """
-    rows = [f"status: {status} (exit code {exit_code})", *filter(None, [reason])]
+    rows: list[str] = []
     missing = list(noted)
     if record and record.hardware.gpus == 0:  # nothing that could be logged of one
         missing = [line for line in missing if not re.search("gpu_memory/|GPU memory", line)]
@@ -275,7 +266,6 @@ def main() -> None:
         type=datetime.fromisoformat,
         help="when the job began (UTC); a record from before is another's, and stays",
     )
-    parser.add_argument("--run-dir", type=Path, help="where its parts have noted who failed, and what logs lack")
     parser.add_argument("--ranks", type=int, help="number of its ranks, for a job that has no record")
     arguments = parser.parse_args()
     survive_lost_output()
@@ -293,7 +283,7 @@ def end_of_job(path: Path, arguments: argparse.Namespace) -> int:
     """Close the record, if the job has one, and print the summary. Returns the exit code of the job."""
     record = None
     earlier = False
-    run_dir = arguments.run_dir or path.with_name(f".{path.stem}")
+    run_dir = path.with_name(f".{path.stem}")  # the parts of the job note here who failed, and what logs lack
     first = first_end(run_dir)
     code = first.code if first else arguments.exit_code
     status = "timeout" if arguments.timeout else outcome(code)
@@ -311,7 +301,8 @@ def end_of_job(path: Path, arguments: argparse.Namespace) -> int:
     except (WorkshopError, OSError) as error:  # no disk space left: the summary is all the more needed
         print(f"error: {path}: cannot be closed ({error}); free disk space or quota", file=sys.stderr)
     noted = [line for path in sorted(run_dir.glob("missing_*")) for line in notes(path)]
-    lines = summary(arguments.job_id, record, status, code, noted, reason, earlier)
+    lines = [f"status: {status} (exit code {code})", *filter(None, [reason])]
+    lines += summary(arguments.job_id, record, code, noted, earlier)
     print("\n".join(["", "=" * 60, *lines, "=" * 60]))
     return code
 
