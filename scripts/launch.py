@@ -42,13 +42,13 @@ def main() -> None:
     meet(arguments, join_timeout())
     share_cores(arguments.nproc_per_node)
     pass_signals_on(arguments)
-    of_ranks = logging.getLogger("torch.distributed.elastic.multiprocessing.api")
     failed_at: list[int] = []  # nanoseconds
-    of_ranks.addFilter(partial(note_failure, failed_at))
+    logging.getLogger("torch.distributed.elastic.multiprocessing.api").addFilter(partial(note_failure, failed_at))
     try:
         # job.sh removes its folder behind a launcher that was killed
-        run_dir = os.environ.get("RUN_DIR")
-        with tempfile.TemporaryDirectory(prefix="launch_", dir=run_dir, ignore_cleanup_errors=True) as folder:
+        with tempfile.TemporaryDirectory(
+            prefix="launch_", dir=os.environ.get("RUN_DIR"), ignore_cleanup_errors=True
+        ) as folder:
             arguments.log_dir = arguments.log_dir or folder  # else torchrun leaves one behind for each launch
             run(arguments)
     except ChildFailedError as error:

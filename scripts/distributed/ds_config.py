@@ -177,9 +177,8 @@ def check_contradictions(settings: Settings, training_args: TrainingArguments) -
             both = f"{section}.type is {config[section]['type']}, but {names[flag]} is {choice}"
             raise WorkshopError(path, both, f"remove the section {section} or the flag")
     deepspeed: Any = training_args.hf_deepspeed_config
-    mismatches = deepspeed.mismatches  # "- ds KEY=VALUE vs hf FLAG=VALUE"
-    if mismatches:
-        both = ", ".join(line.removeprefix("- ") for line in mismatches)
+    if deepspeed.mismatches:  # "- ds KEY=VALUE vs hf FLAG=VALUE"
+        both = ", ".join(line.removeprefix("- ") for line in deepspeed.mismatches)
         raise WorkshopError(path, f"contradicts the flags: {both}", 'set it to "auto" or change the flag')
     zero = settings.zero
     if zero.get("stage") == 3 and not zero.get(GATHER) and training_args.save_strategy != "no":
