@@ -244,7 +244,7 @@ job_on_node() { # COMMAND
 }
 
 job_start() { # COMMAND, which replaces a subshell. It ends when this process ends, even if this process is killed
-  exec python -P "$ROOT/scripts/job/with_parent.py" $$ "$@"
+  exec python -P "$ROOT/scripts/job/with_parent.py" "$@"
 }
 
 job_start_logger() { # COMMAND. All processes of a job may get a signal, but only TERM ends a logger

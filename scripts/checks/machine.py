@@ -18,8 +18,10 @@ from typing import Any
 from shared.paths import EXPERIMENTS, REQUIREMENTS
 
 # PyTorch builds for CUDA 12.6 are the last with code for compute capability 5.0 to 7.0, and run with older drivers
-OLDER_BUILD = "python -m pip install torch==2.13.0+cu126 --index-url https://download.pytorch.org/whl/cu126"
-OTHER_BUILD = f"docs/environment.md says which torch it needs; for an older GPU or driver {OLDER_BUILD}"
+OTHER_BUILD = (
+    "docs/environment.md says which torch it needs; for an older GPU or driver "
+    "python -m pip install torch==2.13.0+cu126 --index-url https://download.pytorch.org/whl/cu126"
+)
 NODE_LOCAL = ("/tmp", "/var/tmp", "/dev/shm", "/local", "/localscratch", "/scratch/local")
 Lines = Iterator[tuple[str, ...]]  # state, check, what was found, what to do
 

@@ -66,7 +66,11 @@ def check_ds_config(path: str) -> dict:
     """
     config = read_json(path)
     prepare_deepspeed()
-    models = section_models()
+    from deepspeed.runtime.precision_config import DeepSpeedBF16Config, DeepSpeedFP16Config
+    from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
+
+    # DeepSpeed itself describes these sections with a pydantic class, which forbids unknown keys
+    models = {"zero_optimization": DeepSpeedZeroConfig, "fp16": DeepSpeedFP16Config, "bf16": DeepSpeedBF16Config}
     for key, section in config.items():
         check_ds_key(path, key, [*TOP_LEVEL, *PLAIN_SECTIONS, *models, *LEFT_TO_DEEPSPEED])
         if key in TOP_LEVEL or key in LEFT_TO_DEEPSPEED:
@@ -88,14 +92,6 @@ def check_ds_config(path: str) -> dict:
             raise WorkshopError(f"{path}: {dotted}", what, "give a value or remove the key")
     check_required(path, config, leaves)
     return config
-
-
-def section_models() -> dict[str, type[BaseModel]]:
-    """Sections that DeepSpeed itself describes with a pydantic class, which forbids unknown keys."""
-    from deepspeed.runtime.precision_config import DeepSpeedBF16Config, DeepSpeedFP16Config
-    from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
-
-    return {"zero_optimization": DeepSpeedZeroConfig, "fp16": DeepSpeedFP16Config, "bf16": DeepSpeedBF16Config}
 
 
 def check_ds_key(path: str, dotted: str, known: list[str]) -> None:
