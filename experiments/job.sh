@@ -244,7 +244,7 @@ job_on_node() { # COMMAND
 }
 
 job_start() { # COMMAND, which replaces a subshell. It ends when this process ends, even if this process is killed
-  exec python -P "$ROOT/scripts/job/with_parent.py" $$ "$@"
+  exec python -P "$ROOT/scripts/job/with_parent.py" "$@"
 }
 
 job_start_logger() { # COMMAND. All processes of a job may get a signal, but only TERM ends a logger
@@ -350,7 +350,7 @@ job_finish() { # on EXIT, also when the training failed: errexit ends the script
   fi
   # it ends with what the training wrote down itself: srun says 0, too, of ranks that were slow to stop
   local ended=0
-  job_python end_of_job "$JOB_ID" --exit-code "$code" "${timeout[@]}" --since "$STARTED" --run-dir "$RUN_DIR" \
+  job_python end_of_job "$JOB_ID" --exit-code "$code" "${timeout[@]}" --since "$STARTED" \
     --ranks $((NODES * RANKS_PER_NODE)) || ended=$?
   rm -rf "$RUN_DIR" || true # a rank may still write there
   job_upload

@@ -31,8 +31,6 @@ from shared.errors import ENVIRONMENT, OneLineErrors, WorkshopError, run_program
 from shared.json_files import read_json, write_json
 from shared.paths import REPOSITORY, SAMPLE
 
-SCRIPTS = REPOSITORY / "scripts"
-
 # 1. What is run: train.py with these variables, and each row's own flags
 
 TINY = {  # 16 steps; random weights need a larger learning rate
@@ -233,9 +231,15 @@ def machine(environment: dict[str, str], cpu: bool) -> dict:
     Raises WorkshopError (exit code 3) where PyTorch sees no GPU.
     """
     question = "import json; from records.writer import hardware; print(json.dumps(hardware(1)))"
-    words = [sys.executable, "-c", question]
-    said = subprocess.run(words, cwd=SCRIPTS, env=environment, stdout=subprocess.PIPE, text=True, check=True).stdout
-    here = json.loads(said) | {"torch": torch.__version__}
+    asked = subprocess.run(
+        [sys.executable, "-c", question],
+        cwd=REPOSITORY / "scripts",
+        env=environment,
+        stdout=subprocess.PIPE,
+        text=True,
+        check=True,
+    )
+    here = json.loads(asked.stdout) | {"torch": torch.__version__}
     if not cpu and not here["gpu"]:
         way_out = "run it on a GPU node (sbatch gpu_check.slurm), or without one: make gpu-check FLAGS=--cpu"
         raise WorkshopError("GPU", f"PyTorch sees none on {socket.gethostname()}", way_out, ENVIRONMENT)
@@ -257,20 +261,16 @@ def machine_in_words(here: dict) -> str:
     return ", ".join(f"{name} {value}" for name, value in here.items() if value)
 
 
-def parse() -> argparse.Namespace:
+def main() -> None:
+    # an exception, so that the training of the row is ended, too
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     parser = OneLineErrors(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     names = [row.name for row in ROWS]
     parser.add_argument("--rows", nargs="+", metavar="ROW", choices=names, help=f"some of: {', '.join(names)}")
     parser.add_argument("--cpu", action="store_true", help="without a GPU: the rows that a CPU runs in seconds")
     parser.add_argument("--output", type=Path, default=Path("results/gpu_check"), help="folder (%(default)s)")
     parser.add_argument("--timeout", type=int, default=600, help="seconds for one training (%(default)s)")
-    return parser.parse_args()
-
-
-def main() -> None:
-    # an exception, so that the training of the row is ended, too
-    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
-    arguments = parse()
+    arguments = parser.parse_args()
     if arguments.rows:
         wanted = [row for row in ROWS if row.name in arguments.rows]
     else:

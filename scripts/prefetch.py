@@ -26,14 +26,12 @@ def main() -> None:
     parser.add_argument("--model_name", "--model-name", help="Hub name of a causal LM")
     parser.add_argument("--dataset", help="Hub name of a SQuAD-like data set")
     arguments = parser.parse_args()
-    model = arguments.model_name
-    dataset = arguments.dataset
-    if not model and not dataset:
+    if not arguments.model_name and not arguments.dataset:
         raise WorkshopError("prefetch.py", "nothing to fetch", "give --model_name, --dataset or both")
-    if model and model != TINY_BLOOM and not is_folder("--model_name", model):
-        fetch("--model_name", model, model_files)
-    if dataset and not is_local(dataset):
-        fetch("--dataset", dataset, dataset_tables)
+    if arguments.model_name not in (None, "", TINY_BLOOM) and not is_folder("--model_name", arguments.model_name):
+        fetch("--model_name", arguments.model_name, model_files)
+    if arguments.dataset and not is_local(arguments.dataset):
+        fetch("--dataset", arguments.dataset, dataset_tables)
 
 
 def fetch(flag: str, name: str, download: Callable[[str], str]) -> None:

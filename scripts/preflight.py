@@ -18,9 +18,8 @@ import sys
 import tempfile
 from pathlib import Path
 
-from checks.files import cache
 from checks.jobs import KEPT, dry_runs, slurm_jobs, tiny_jobs
-from checks.machine import Lines, gpus, interfaces, load_site, packages, partition
+from checks.machine import Lines, cache, gpus, interfaces, load_site, packages, partition
 from shared.errors import ENVIRONMENT, OneLineErrors, WorkshopError, run_program
 from shared.paths import REPOSITORY
 
@@ -40,10 +39,10 @@ def main() -> None:
     try:
         states = run_check("site", load_site(folder))
         if "fail" not in states:  # all others depend on it
-            arguments.model_name = arguments.model_name or [os.environ.get("MODEL_NAME") or "bigscience/bloom-560m"]
-            arguments.dataset = arguments.dataset or os.environ.get("DATASET") or "squad"
+            models = arguments.model_name or [os.environ.get("MODEL_NAME") or "bigscience/bloom-560m"]
+            dataset = arguments.dataset or os.environ.get("DATASET") or "squad"
             checks = {"packages": packages(), "GPUs": gpus(), "interfaces": interfaces()}
-            checks |= {"partition": partition(), "cache": cache(arguments), "experiments": dry_runs(caller)}
+            checks |= {"partition": partition(), "cache": cache(models, dataset), "experiments": dry_runs(caller)}
             if not arguments.quick:
                 checks["tiny jobs"] = tiny_jobs(folder, arguments.timeout)
             if arguments.submit:

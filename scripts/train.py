@@ -31,7 +31,6 @@ from distributed.collectives import print_once, value_of_rank_0, world_size
 from distributed.ds_config import check_contradictions, check_ds_config
 from distributed.fsdp_config import check_fsdp_config, parallelism, shard_on_cpu, trainer_config
 from distributed.process_group import adopt_process_group, leave_process_group, prepare_environment, run_and_exit
-from distributed.strategy_name import strategy_name
 from distributed.tensor_parallel import apply_tensor_parallel, check_tensor_parallel
 from model import build_meta_model, load_model, load_tokenizer, save_model
 from records.run_environment import new_job_id
@@ -41,6 +40,7 @@ from settings.precision import DTYPES
 from settings.trainer_flags import argument_errors, trainer_flags
 from shared.hub import draw_bars_on_terminals_only
 from shared.trackers import close_trackers, prepare_trackers
+from training.audit import strategy_name
 from training.callbacks import Run, add_callbacks
 from training.chunked_loss import use_chunked_loss
 from training.exact_match import Generation, exact_match_and_f1

@@ -1,7 +1,7 @@
-"""Checks of preflight.py: packages, GPUs, network interfaces, site file and partition.
+"""Checks of preflight.py: packages, GPUs, network interfaces, site file, partition, and the cache of models and data.
 
 PyTorch is imported inside the checks: it reads the site's variables when it is imported, and an installation that
-cannot be imported is what a check must report. The other modules of checks/ do the same.
+cannot be imported is what a check must report. jobs.py does the same.
 """
 
 import importlib.metadata
@@ -18,8 +18,11 @@ from typing import Any
 from shared.paths import EXPERIMENTS, REQUIREMENTS
 
 # PyTorch builds for CUDA 12.6 are the last with code for compute capability 5.0 to 7.0, and run with older drivers
-OLDER_BUILD = "python -m pip install torch==2.13.0+cu126 --index-url https://download.pytorch.org/whl/cu126"
-OTHER_BUILD = f"docs/environment.md says which torch it needs; for an older GPU or driver {OLDER_BUILD}"
+OTHER_BUILD = (
+    "docs/environment.md says which torch it needs; for an older GPU or driver "
+    "python -m pip install torch==2.13.0+cu126 --index-url https://download.pytorch.org/whl/cu126"
+)
+NODE_LOCAL = ("/tmp", "/var/tmp", "/dev/shm", "/local", "/localscratch", "/scratch/local")
 Lines = Iterator[tuple[str, ...]]  # state, check, what was found, what to do
 
 
@@ -164,12 +167,58 @@ def no_gpus(torch_version: str) -> Lines:
 
 def built_for(capability: tuple[int, int], arch_list: list[str]) -> bool:
     """Whether a GPU runs a build: machine code of its major version up to its minor one, or older PTX."""
-    for arch in arch_list:
-        found = re.fullmatch(r"(sm|compute)_(\d+)(\d)[af]?", arch)
-        if found:
-            built = int(found[2]), int(found[3])
-            runs_code = found[1] == "sm" and built[0] == capability[0] and built <= capability
-            runs_ptx = found[1] == "compute" and built <= capability
-            if runs_code or runs_ptx:
-                return True
+    for kind, major, minor in re.findall(r"\b(sm|compute)_(\d+)(\d)[af]?\b", " ".join(arch_list)):
+        built = int(major), int(minor)
+        if built <= capability and (kind == "compute" or built[0] == capability[0]):
+            return True
     return False
+
+
+# The cache of models and data sets
+
+
+def cache(model_names: list[str], dataset: str) -> Lines:
+    os.environ["HF_HUB_OFFLINE"] = "1"  # only what lies there counts
+    from config import CUSTOM_GPT, TINY_BLOOM
+    from data_loader import is_local
+
+    models = [name for name in model_names if name not in (TINY_BLOOM, CUSTOM_GPT) and not Path(name).is_dir()]
+    if not models and is_local(dataset):
+        yield "skip", "cache", f"{', '.join(model_names)} and {Path(dataset).name} need none"
+        return
+    from datasets import load_dataset
+    from huggingface_hub.constants import HF_HOME
+
+    if not os.access(HF_HOME, os.W_OK):
+        way_out = "create it, writable for all: runs put their tokenised data there"
+        yield "warn", "HF_HOME", f"{HF_HOME} is not there, or cannot be written", way_out
+    elif any(Path(HF_HOME).resolve().is_relative_to(folder) for folder in NODE_LOCAL) and shutil.which("sbatch"):
+        yield "warn", "HF_HOME", f"{HF_HOME} is of this node alone", "choose a file system that all nodes see"
+    else:
+        yield "ok", "HF_HOME", HF_HOME
+    prefetch = f"HF_HOME={HF_HOME} python scripts/prefetch.py"
+    for name in models:
+        try:
+            yield "ok", "model", f"{name}, {cached_size(name) / 1e9:.1f} GB"
+        except (OSError, ValueError) as error:
+            yield "fail", "model", f"{name}: {error}", f"{prefetch} --model_name {name}"
+    if not is_local(dataset):
+        try:
+            rows = {split: len(part) for split, part in load_dataset(dataset).items()}
+            yield "ok", "dataset", f"{dataset}, {rows}"
+        except Exception:  # the Hub client raises its own, httpx's and OSError
+            found = f"{dataset} is not in the cache"
+            yield "fail", "dataset", found, f"{prefetch} --dataset {dataset}"
+
+
+def cached_size(name: str) -> int:
+    """Return the bytes of a model in the cache. Raises OSError if the model is missing or incomplete."""
+    import huggingface_hub
+
+    from shared.hub import MODEL_FILES
+
+    folder = Path(huggingface_hub.snapshot_download(name, local_files_only=True, allow_patterns=MODEL_FILES))
+    files = {file.name: file.stat().st_size for file in folder.iterdir() if file.is_file()}
+    if not any(name.endswith((".safetensors", ".bin")) for name in files):
+        raise FileNotFoundError("its weights are not in the cache")
+    return sum(files.values())

@@ -66,7 +66,11 @@ def check_ds_config(path: str) -> dict:
     """
     config = read_json(path)
     prepare_deepspeed()
-    models = section_models()
+    from deepspeed.runtime.precision_config import DeepSpeedBF16Config, DeepSpeedFP16Config
+    from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
+
+    # DeepSpeed itself describes these sections with a pydantic class, which forbids unknown keys
+    models = {"zero_optimization": DeepSpeedZeroConfig, "fp16": DeepSpeedFP16Config, "bf16": DeepSpeedBF16Config}
     for key, section in config.items():
         check_ds_key(path, key, [*TOP_LEVEL, *PLAIN_SECTIONS, *models, *LEFT_TO_DEEPSPEED])
         if key in TOP_LEVEL or key in LEFT_TO_DEEPSPEED:
@@ -88,14 +92,6 @@ def check_ds_config(path: str) -> dict:
             raise WorkshopError(f"{path}: {dotted}", what, "give a value or remove the key")
     check_required(path, config, leaves)
     return config
-
-
-def section_models() -> dict[str, type[BaseModel]]:
-    """Sections that DeepSpeed itself describes with a pydantic class, which forbids unknown keys."""
-    from deepspeed.runtime.precision_config import DeepSpeedBF16Config, DeepSpeedFP16Config
-    from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
-
-    return {"zero_optimization": DeepSpeedZeroConfig, "fp16": DeepSpeedFP16Config, "bf16": DeepSpeedBF16Config}
 
 
 def check_ds_key(path: str, dotted: str, known: list[str]) -> None:
@@ -177,9 +173,8 @@ def check_contradictions(settings: Settings, training_args: TrainingArguments) -
             both = f"{section}.type is {config[section]['type']}, but {names[flag]} is {choice}"
             raise WorkshopError(path, both, f"remove the section {section} or the flag")
     deepspeed: Any = training_args.hf_deepspeed_config
-    mismatches = deepspeed.mismatches  # "- ds KEY=VALUE vs hf FLAG=VALUE"
-    if mismatches:
-        both = ", ".join(line.removeprefix("- ") for line in mismatches)
+    if deepspeed.mismatches:  # "- ds KEY=VALUE vs hf FLAG=VALUE"
+        both = ", ".join(line.removeprefix("- ") for line in deepspeed.mismatches)
         raise WorkshopError(path, f"contradicts the flags: {both}", 'set it to "auto" or change the flag')
     zero = settings.zero
     if zero.get("stage") == 3 and not zero.get(GATHER) and training_args.save_strategy != "no":

@@ -135,14 +135,13 @@ def adopt_process_group(training_args: Any, with_deepspeed: bool) -> None:
         training_args._n_gpu = 1
     if with_deepspeed:
         import deepspeed
-        from deepspeed.comm import init_distributed
 
         if not torch.cuda.is_available():
             # Without this line DeepSpeed compiles deepspeed_shm_comm, which only inference uses (comm/torch.py,
             # build_shm_op). Do not read this attribute before: that tries the compiler for each of its extensions
             deepspeed.ops.__compatible_ops__ = {}
         backend = "nccl" if torch.cuda.is_available() else "gloo"
-        init_distributed(backend, auto_mpi_discovery=False, verbose=False)
+        deepspeed.init_distributed(backend, auto_mpi_discovery=False, verbose=False)
     if dist.is_initialized() and dist.get_world_size() > 1:
         print(
             f"torch.distributed initialized: rank {dist.get_rank()} / world size {dist.get_world_size()}",
@@ -167,10 +166,7 @@ def run_and_exit(main: Callable[[], None]) -> NoReturn:
     exception", SIGABRT, a failed job.
     """
     survive_lost_output()
-    try:
-        code = run_and_report(main)
-    except SystemExit as ended:  # the launcher's SIGTERM, while this rank left the error line to rank 0
-        code = exit_code(ended)
+    code = run_and_report(main)
     atexit._run_exitfuncs()
     sys.stdout.flush()
     sys.stderr.flush()

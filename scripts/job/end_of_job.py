@@ -14,7 +14,6 @@ import shutil
 import signal
 import subprocess
 import sys
-from dataclasses import dataclass
 from datetime import UTC, datetime
 from functools import cache
 from pathlib import Path
@@ -25,7 +24,7 @@ from records.schema import (
     WITHOUT_A_WORD,
     Record,
     change_record,
-    close_record,
+    now,
     outcome,
     read_record,
 )
@@ -44,14 +43,6 @@ def note_signal(path: Path, exit_code: int, since: datetime | None) -> None:
         change_record(path, status="stopped", exit_code=exit_code)
 
 
-@dataclass(frozen=True)
-class End:
-    """Of a process of the job that failed; who: e.g. rank 1 on node2."""
-
-    code: int
-    who: str
-
-
 def notes(path: Path) -> list[str]:
     """Lines that the parts of the job have noted in a file; none if it cannot be read, as no note may fail the end."""
     try:
@@ -60,8 +51,10 @@ def notes(path: Path) -> list[str]:
         return []
 
 
-def first_end(run_dir: Path) -> End | None:
-    """The process that failed first: job.sh and launch.py note the time in ns, the exit code and the name of each.
+def first_end(run_dir: Path) -> tuple[int, str] | None:
+    """Exit code and name, such as rank 1 on node2, of the process that failed first; None if none has noted its end.
+
+    on_node.py and launch.py note the time in ns, the exit code and the name of each process that fails.
 
     The nodes' clocks agree well enough: a rank that another rank's end has ended waits two seconds before it ends
     (distributed/process_group.py).
@@ -69,28 +62,29 @@ def first_end(run_dir: Path) -> End | None:
     """
     ends = filter(None, (re.fullmatch(r"(\d*) (\d{1,3}) (.+)", line) for line in notes(run_dir / "exit_codes")))
     first = min(ends, key=lambda end: (not end[1], int(end[1] or 0)), default=None)
-    return End(int(first[2]), first[3]) if first else None
+    return (int(first[2]), first[3]) if first else None
 
 
-def why(status: str, end: End | None, alone: bool, noted: str | None) -> str | None:
+def why(status: str, code: int, who: str, alone: bool, noted: str | None) -> str | None:
     """The reason for a job's failure in one sentence, or None if the exit code is enough.
 
-    alone: the job had one process. noted: the reason that the training itself has noted.
+    code, who: of the process that failed first; who is empty if none has noted its end. alone: the job had one process.
+    noted: the reason that the training itself has noted.
     """
     if status in ("completed", "timeout"):
         return None
     if nodes := failed_nodes():
         return f"node failure on {nodes}"
-    if noted or status == "stopped" or end is None:
+    if noted or status == "stopped" or not who:
         return noted
     cause = ""
-    if end.code == 128 + signal.SIGKILL:
+    if code == 128 + signal.SIGKILL:
         cause = " (killed, most often by the kernel for want of memory: see --mem)"
-    elif end.code - 128 in list(signal.Signals):
-        cause = f" (ended by {signal.Signals(end.code - 128).name})"
+    elif code - 128 in list(signal.Signals):
+        cause = f" (ended by {signal.Signals(code - 128).name})"
     if not alone:
-        return f"{end.who} ended first, with exit code {end.code}{cause}"
-    return f"exit code {end.code}{cause}" if cause else None
+        return f"{who} ended first, with exit code {code}{cause}"
+    return f"exit code {code}{cause}" if cause else None
 
 
 def failed_nodes() -> str:
@@ -126,7 +120,7 @@ def close_record_of_job(path: Path, exit_code: int, timeout: bool) -> Record:
         status = "oom"
     if (record.status, record.exit_code) == (status, exit_code) and record.finished:
         return record
-    return close_record(path, status, exit_code)
+    return change_record(path, status=status, exit_code=exit_code, finished=now())
 
 
 def sweep(folder: Path) -> None:
@@ -194,28 +188,19 @@ def queued_jobs() -> list[str] | None:
     """Ids of the jobs in Slurm's queue, None where it does not answer."""
     command = ["squeue", "--all", "--noheader", "--format=%A"]
     try:
-        queue = subprocess.run(command, capture_output=True, text=True, timeout=20)
+        return subprocess.run(command, capture_output=True, text=True, timeout=20, check=True).stdout.split()
     except FileNotFoundError:
         return []
-    except subprocess.TimeoutExpired:
+    except subprocess.SubprocessError:
         return None
-    return queue.stdout.split() if queue.returncode == 0 else None
 
 
-def summary(
-    job_id: str,
-    record: Record | None,
-    status: str,
-    exit_code: int,
-    noted: list[str],
-    reason: str | None = None,
-    earlier: bool = False,
-) -> list[str]:
-    """Lines for the end of the log: status and reason, memory per GPU and process, throughput, and what is missing.
+def summary(job_id: str, record: Record | None, exit_code: int, noted: list[str], earlier: bool) -> list[str]:
+    """Lines for the end of the log: memory per GPU and process, throughput, and what is missing.
 
     earlier: an earlier attempt of this job has left a record.
     """
-    rows = [f"status: {status} (exit code {exit_code})", *filter(None, [reason])]
+    rows: list[str] = []
     missing = list(noted)
     if record and record.hardware.gpus == 0:  # nothing that could be logged of one
         missing = [line for line in missing if not re.search("gpu_memory/|GPU memory", line)]
@@ -275,7 +260,6 @@ def main() -> None:
         type=datetime.fromisoformat,
         help="when the job began (UTC); a record from before is another's, and stays",
     )
-    parser.add_argument("--run-dir", type=Path, help="where its parts have noted who failed, and what logs lack")
     parser.add_argument("--ranks", type=int, help="number of its ranks, for a job that has no record")
     arguments = parser.parse_args()
     survive_lost_output()
@@ -293,9 +277,8 @@ def end_of_job(path: Path, arguments: argparse.Namespace) -> int:
     """Close the record, if the job has one, and print the summary. Returns the exit code of the job."""
     record = None
     earlier = False
-    run_dir = arguments.run_dir or path.with_name(f".{path.stem}")
-    first = first_end(run_dir)
-    code = first.code if first else arguments.exit_code
+    run_dir = path.with_name(f".{path.stem}")  # the parts of the job note here who failed, and what logs lack
+    code, who = first_end(run_dir) or (arguments.exit_code, "")
     status = "timeout" if arguments.timeout else outcome(code)
     reason = None
     try:
@@ -305,13 +288,14 @@ def end_of_job(path: Path, arguments: argparse.Namespace) -> int:
             status = record.status
             code = code or record.exit_code or 0
         ranks = record.world_size if record else arguments.ranks
-        reason = why(status, first, ranks == 1, record.reason if record else None)
+        reason = why(status, code, who, ranks == 1, record.reason if record else None)
         if record and reason:
             record = change_record(path, reason=reason)
     except (WorkshopError, OSError) as error:  # no disk space left: the summary is all the more needed
         print(f"error: {path}: cannot be closed ({error}); free disk space or quota", file=sys.stderr)
     noted = [line for path in sorted(run_dir.glob("missing_*")) for line in notes(path)]
-    lines = summary(arguments.job_id, record, status, code, noted, reason, earlier)
+    lines = [f"status: {status} (exit code {code})", *filter(None, [reason])]
+    lines += summary(arguments.job_id, record, code, noted, earlier)
     print("\n".join(["", "=" * 60, *lines, "=" * 60]))
     return code
 

@@ -13,13 +13,11 @@ import socket
 from distributed.rendezvous import free_port
 from shared.errors import ENVIRONMENT, OneLineErrors, WorkshopError, run_program
 
-ANY_PORT = 9
-
 
 def address_towards(node: str) -> str:
     """This machine's address on the way to another. Raises WorkshopError (exit code 3) where there is none."""
     try:
-        family, kind, _, _, target = socket.getaddrinfo(node, ANY_PORT, type=socket.SOCK_DGRAM)[0]
+        family, kind, _, _, target = socket.getaddrinfo(node, 9, type=socket.SOCK_DGRAM)[0]  # any port
         with socket.socket(family, kind) as probe:
             probe.connect(target)  # chooses the route, and sends nothing
             return probe.getsockname()[0]

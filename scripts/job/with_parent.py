@@ -1,8 +1,8 @@
 """Run a command that is told to end, by SIGTERM, when the process that started it is gone, however that ended.
 
-    python -P scripts/job/with_parent.py PARENT COMMAND ARGUMENTS...     # for job.sh
+    python -P scripts/job/with_parent.py COMMAND ARGUMENTS...     # for job.sh
 
-PARENT is the process id of who starts it, which may be gone before this looks. The command keeps this process's id.
+The command keeps the process id of this program.
 
 Nothing of the workshop is imported: the command gets the environment as it is, so this has no PYTHONPATH to find it.
 """
@@ -21,14 +21,12 @@ def end_with_parent() -> None:
 
 def main() -> None:
     end_with_parent()
-    if os.getppid() != int(sys.argv[1]):
-        sys.exit(128 + signal.SIGTERM)
     for number in (signal.SIGPIPE, signal.SIGXFSZ):  # Python ignores them, and the command would inherit that
         signal.signal(number, signal.SIG_DFL)
     try:
-        os.execvp(sys.argv[2], sys.argv[2:])
+        os.execvp(sys.argv[1], sys.argv[1:])
     except OSError as error:
-        sys.exit(f"error: {sys.argv[2]}: {error.strerror}; see that it is installed, and on PATH")
+        sys.exit(f"error: {sys.argv[1]}: {error.strerror}; see that it is installed, and on PATH")
 
 
 if __name__ == "__main__":

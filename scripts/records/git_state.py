@@ -9,7 +9,6 @@ from shared.paths import REPOSITORY
 
 # kind of an entry of `git status --porcelain=v2 -z` -> number of fields before its path
 FIELDS = {"1 ": 8, "2 ": 9, "u ": 10, "? ": 1}
-UNTRACKED = "? "
 WRITTEN_IN_CLASS = ("experiments/site", "exercises/")  # by the instructor and by participants
 
 
@@ -42,7 +41,7 @@ def is_read(entry: str) -> bool:
     if kind not in FIELDS:  # the branch, or the former name of a file
         return False
     path = entry.split(" ", FIELDS[kind])[-1]
-    if kind == UNTRACKED:  # git names a folder without tracked files once, with a slash at its end
+    if kind == "? ":  # untracked: git names a folder without tracked files once, with a slash at its end
         experiment = os.environ.get("EXPERIMENT", "") + "/"
         return path.startswith(experiment) or experiment.startswith(path)
     return not path.startswith(WRITTEN_IN_CLASS)

@@ -216,12 +216,8 @@ def outcome(exit_code: int) -> str:
     return "stopped" if exit_code == STOPPED or exit_code - 128 in STOPPING_SIGNALS else "failed"
 
 
-def close_record(path: Path, status: str, exit_code: int | None, finished: datetime | None = None) -> Record:
-    """Write down how the run ended. OSError when the file cannot be written."""
-    return change_record(path, status=status, exit_code=exit_code, finished=finished or now())
-
-
 def change_record(path: Path, **fields: object) -> Record:
+    """Replace these fields of the record in a file. OSError when the file cannot be written."""
     record = read_record(path).model_copy(update=fields)
     write_record(path, record)
     return record

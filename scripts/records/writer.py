@@ -17,7 +17,6 @@ from records.schema import (
     WITHOUT_A_WORD,
     Record,
     change_record,
-    close_record,
     now,
     outcome,
     read_record,
@@ -172,7 +171,7 @@ class RunRecord:
             self.update(status="oom" if out_of_memory else outcome(code), exit_code=code, finished=now())
         elif out_of_memory or (running and isinstance(error, Exception)):
             # rank 0 is about to be ended by the launcher and would only know that it was stopped
-            close_record(self.path, "oom" if out_of_memory else "failed", code)
+            change_record(self.path, status="oom" if out_of_memory else "failed", exit_code=code, finished=now())
 
     def close_as_hung(self, error: WorkshopError) -> None:
         """Close the record for the watchdog, whose thread calls this. error: names the ranks that hang."""

@@ -10,10 +10,9 @@ from pydantic import BaseModel, ValidationError
 from shared.errors import WorkshopError
 
 Model = TypeVar("Model", bound=BaseModel)
-EXAMPLES = "see ds_configs/ and fsdp_configs/"
 
 
-def read_json(path: str | Path, way_out: str = EXAMPLES) -> dict:
+def read_json(path: str | Path, way_out: str = "see ds_configs/ and fsdp_configs/") -> dict:
     """A JSON object from a file. Raises WorkshopError (exit code 2) with the place of what is wrong with it.
 
     way_out: what to do about a file that is not there, or holds something else.

@@ -10,7 +10,6 @@ from shared.errors import WorkshopError
 from shared.paths import EXPERIMENTS, REPOSITORY
 
 KEY_FILE = EXPERIMENTS / "wandb_key"
-UPLOAD = REPOSITORY / "scripts" / "tracking.py"
 TRACKERS = ("wandb", "tensorboard", "trackio")
 
 
@@ -58,5 +57,5 @@ def close_trackers(args: Any, job_id: str, means: dict) -> None:
 def upload_command(job_id: str) -> str:
     """What to type in the folder of the job. `wandb sync` does not read the key file, `upload` does."""
     if KEY_FILE.exists():
-        return shlex.join(["python", os.path.relpath(UPLOAD), job_id])
+        return shlex.join(["python", os.path.relpath(REPOSITORY / "scripts" / "tracking.py"), job_id])
     return f"wandb sync wandb/{job_id}/wandb/offline-run-*"

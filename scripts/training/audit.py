@@ -1,5 +1,6 @@
 """The knob audit: what was asked for next to what runs, printed, recorded, and the end of a run where they differ."""
 
+import os
 from dataclasses import dataclass
 from typing import Any
 
@@ -9,8 +10,7 @@ from transformers.training_args import OptimizerNames
 
 from distributed import inspect_fsdp
 from distributed.collectives import gather_lists, rank, world_size
-from distributed.fsdp_config import wrap_classes
-from distributed.strategy_name import strategy_name
+from distributed.fsdp_config import fsdp_name, wrap_classes
 from distributed.tensor_parallel import cut_parameters
 from model import count_parameters
 from records.writer import RunRecord
@@ -83,6 +83,17 @@ class AuditCallback(TrainerCallback):
                 where = f" on rank {number}" if number else ""
                 what = f"{knob.requested} was requested, {knob.effective} is what would run{where}"
                 raise WorkshopError(f"knob audit: {knob.name}", what, "correct the flag or the config", ENVIRONMENT)
+
+
+def strategy_name(settings: Settings) -> str:
+    """The strategy that was asked for, by which a run spreads the model over its ranks: ``DeepSpeed ZeRO-2``."""
+    if settings.deepspeed_config is not None:
+        return f"DeepSpeed ZeRO-{settings.zero.get('stage', 0)}"
+    if settings.model.tensor_parallel > 1:
+        return "TP" if settings.fsdp_config is None else "TP x FSDP2"
+    if settings.fsdp_config is not None:
+        return fsdp_name(settings.fsdp_config)
+    return "DDP" if "RANK" in os.environ else "plain"
 
 
 def audit(trainer: Any, settings: Settings, parameters: int) -> list[Audited]:

@@ -11,7 +11,13 @@ from job.end_of_job import close_record_of_job, summary
 from records.schema import Hardware, Record, outcome
 from shared.json_files import write_json
 
+RUN_DIR = Path("results/.7")  # job.sh creates it for job 7
 GPU_LINE = "2026/01/31 10:00:00.123, 0, NVIDIA H200, {}, 143771\n"
+
+
+def run_file(name: str) -> Path:
+    RUN_DIR.mkdir(parents=True, exist_ok=True)
+    return RUN_DIR / name
 
 
 @pytest.mark.parametrize(
@@ -69,15 +75,16 @@ def test_summary_of_a_job_is_not_that_of_its_neighbours():
         for name in ("4", "47_node1", "47_node2", "471", "471_node1"):
             lines = GPU_LINE.format(len(name)) if kind == "gpu" else f"0.0 0.0 {len(name)} 9.0\n"
             Path(f"{kind}_memory/{kind}_memory_log_{name}.{suffix}").write_text(lines)
-    lines = summary("47", None, "failed", 2, [])
-    assert [line.split(":")[0] for line in lines[1:5]] == [
+    lines = summary("47", None, 2, [], earlier=False)
+    assert [line.split(":")[0] for line in lines[:4]] == [
         "GPU 0 memory on node1",
         "GPU 0 memory on node2",
         "CPU memory on node1",
         "CPU memory on node2",
     ]
-    assert lines[5:] == ["missing: no run record: the job ended before the training began"]
-    assert [line.split(":")[0] for line in summary("4", None, "failed", 2, [])[1:3]] == ["GPU 0 memory", "CPU memory"]
+    assert lines[4:] == ["missing: no run record: the job ended before the training began"]
+    lines = summary("4", None, 2, [], earlier=False)
+    assert [line.split(":")[0] for line in lines[:2]] == ["GPU 0 memory", "CPU memory"]
 
 
 def test_finish_py_does_not_change_a_completed_record(main_of, capsys):
@@ -111,10 +118,10 @@ def test_the_job_ends_as_the_training_did_whatever_the_launcher_says(main_of, re
 
 
 def test_what_the_job_noted_as_missing_is_shown_node_by_node(main_of, capsys):
-    Path("missing_node2").write_text("another\n")
-    Path("missing_node1").write_text("psrecord is not installed\n")
+    run_file("missing_node2").write_text("another\n")
+    run_file("missing_node1").write_text("psrecord is not installed\n")
     with pytest.raises(SystemExit):
-        main_of(end_of_job, "7", "--exit-code", "1", "--run-dir", ".")
+        main_of(end_of_job, "7", "--exit-code", "1")
     assert capsys.readouterr().out.splitlines()[-4:-1] == [
         "missing: psrecord is not installed",
         "missing: another",
@@ -137,11 +144,10 @@ KILLED = "(killed, most often by the kernel for want of memory: see --mem)"
     ],
 )
 def test_the_one_that_ended_first_is_the_reason(main_of, capsys, code, status, reason):
-    Path("exit_codes").write_text(ENDS.format(code))
-    Path("results").mkdir()
+    run_file("exit_codes").write_text(ENDS.format(code))
     write_json(Path("results/7.json"), {"status": "running", "exit_code": None, "world_size": 8})
     with pytest.raises(SystemExit) as ended:
-        main_of(end_of_job, "7", "--exit-code", "1", "--run-dir", ".")
+        main_of(end_of_job, "7", "--exit-code", "1")
     assert ended.value.code == code
     record = json.loads(Path("results/7.json").read_text())
     assert (record["status"], record["exit_code"], record.get("reason")) == (status, code, reason)
@@ -161,21 +167,20 @@ def test_the_one_that_ended_first_is_the_reason(main_of, capsys, code, status, r
 )
 def test_a_broken_note_fails_no_job_and_loses_no_code(main_of, noted):
     """A line may lack its time or, after a full disk, its end. The other note cannot be read at all."""
-    Path("exit_codes").write_text(noted)
-    Path("missing_node1").mkdir()
+    run_file("exit_codes").write_text(noted)
+    run_file("missing_node1").mkdir()
     with pytest.raises(SystemExit) as ended:
-        main_of(end_of_job, "7", "--exit-code", "1", "--run-dir", ".")
+        main_of(end_of_job, "7", "--exit-code", "1")
     assert ended.value.code == 75
 
 
 def test_a_hang_is_the_reason_and_not_the_rank_that_noticed_it(main_of, capsys):
     hang = "no answer from rank 3 on node2, stopped or out of reach, noticed by rank 5 on node2 after 300 s"
-    Path("exit_codes").write_text(ENDS.format(3))
-    Path("results").mkdir()
+    run_file("exit_codes").write_text(ENDS.format(3))
     record = {"status": "failed", "exit_code": 3, "finished": "2026-01-01T00:00:00+00:00", "world_size": 8}
     write_json(Path("results/7.json"), record | {"reason": hang})
     with pytest.raises(SystemExit):
-        main_of(end_of_job, "7", "--exit-code", "1", "--run-dir", ".")
+        main_of(end_of_job, "7", "--exit-code", "1")
     assert json.loads(Path("results/7.json").read_text())["reason"] == hang
     shown = capsys.readouterr().out
     assert hang in shown.splitlines() and "ended first" not in shown
@@ -212,36 +217,33 @@ def test_a_node_that_slurm_calls_down_is_the_reason(main_of, monkeypatch):
 
     monkeypatch.setattr("subprocess.run", sinfo)
     monkeypatch.setenv("SLURM_JOB_NODELIST", "node[1-3]")
-    Path("exit_codes").write_text(ENDS.format(1))
-    Path("results").mkdir()
+    run_file("exit_codes").write_text(ENDS.format(1))
     write_json(Path("results/7.json"), {"status": "running", "exit_code": None, "world_size": 6})
     with pytest.raises(SystemExit):
-        main_of(end_of_job, "7", "--exit-code", "143", "--run-dir", ".")
+        main_of(end_of_job, "7", "--exit-code", "143")
     assert json.loads(Path("results/7.json").read_text())["reason"] == "node failure on node3"
 
 
 def test_the_only_process_of_a_job_was_not_the_first_to_end(main_of):
-    Path("results").mkdir()
     for code, reason in ((137, f"exit code 137 {KILLED}"), (2, None)):
-        Path("exit_codes").write_text(f"1 {code} rank 0 on node1\n")
+        run_file("exit_codes").write_text(f"1 {code} rank 0 on node1\n")
         write_json(Path("results/7.json"), {"status": "running", "exit_code": None, "world_size": 1})
         with pytest.raises(SystemExit):
-            main_of(end_of_job, "7", "--exit-code", str(code), "--run-dir", ".")
+            main_of(end_of_job, "7", "--exit-code", str(code))
         assert json.loads(Path("results/7.json").read_text()).get("reason") == reason
 
 
 @pytest.mark.parametrize("earlier", [False, True])
 def test_a_job_that_ends_before_its_record(main_of, capsys, earlier):
     """It has one process, so none was the first; an earlier attempt may have trained, and its record stays."""
-    Path("exit_codes").write_text("1 2 rank 0 on node1\n")
-    Path("results").mkdir()
+    run_file("exit_codes").write_text("1 2 rank 0 on node1\n")
     path = Path("results/7.json")
     if earlier:
         write_json(path, {"status": "stopped", "exit_code": 75, "started": "2025-12-31T23:00:00+00:00"})
         before = path.read_bytes()
     since = "2026-01-01T00:00:00+00:00"
     with pytest.raises(SystemExit) as ended:
-        main_of(end_of_job, "7", "--exit-code", "2", "--run-dir", ".", "--ranks", "1", "--since", since)
+        main_of(end_of_job, "7", "--exit-code", "2", "--ranks", "1", "--since", since)
     missing = "no run record: the job ended before the training began"
     if earlier:
         missing = (
@@ -268,22 +270,22 @@ TRAIN = {"samples_per_second": 12.345, "steady_samples_per_second": 20.5}
 )
 def test_summary_tells_the_rate_or_why_there_is_none(record, code, line):
     record = Record(status="completed", **record) if record else None
-    assert summary("7", record, "any", code, []) == [f"status: any (exit code {code})", line]
+    assert summary("7", record, code, [], earlier=False) == [line]
 
 
 def test_summary_of_an_empty_log_says_so():
     Path("gpu_memory").mkdir()
     Path("gpu_memory/gpu_memory_log_7.csv").write_text(GPU_LINE.format("[N/A]"))
-    lines = summary("7", Record(status="completed", train=TRAIN), "completed", 0, [])
-    assert lines[2].startswith("missing: gpu_memory/gpu_memory_log_7.csv:1: no sample (2026/01/31")
-    assert lines[3] == "missing: gpu_memory/gpu_memory_log_7.csv: no sample"
+    lines = summary("7", Record(status="completed", train=TRAIN), 0, [], earlier=False)
+    assert lines[1].startswith("missing: gpu_memory/gpu_memory_log_7.csv:1: no sample (2026/01/31")
+    assert lines[2] == "missing: gpu_memory/gpu_memory_log_7.csv: no sample"
 
 
 def test_without_a_gpu_one_line_stands_for_what_a_gpu_would_have():
     noted = ["nvidia-smi is not installed on n1: no gpu_memory/gpu_memory_log_7.csv", "psrecord is not installed on n1"]
     record = Record(status="completed", train=TRAIN, hardware=Hardware(gpus=0))
-    lines = summary("7", record, "completed", 0, noted)
-    assert lines[1] == "no GPU: the rows of its memory are left out"
+    lines = summary("7", record, 0, noted, earlier=False)
+    assert lines[0] == "no GPU: the rows of its memory are left out"
     assert [line for line in lines if line.startswith("missing")] == ["missing: psrecord is not installed on n1"]
     with_gpu = record.model_copy(update={"hardware": Hardware(gpus=1)})
-    assert f"missing: {noted[0]}" in summary("7", with_gpu, "completed", 0, noted)
+    assert f"missing: {noted[0]}" in summary("7", with_gpu, 0, noted, earlier=False)

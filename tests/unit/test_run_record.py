@@ -15,7 +15,7 @@ import torch
 
 from records import writer
 from records.run_environment import new_job_id
-from records.schema import close_record, read_record
+from records.schema import change_record, read_record
 from records.writer import RunRecord
 from shared.errors import WorkshopError
 from shared.json_files import write_json
@@ -85,7 +85,7 @@ def test_fields_that_are_not_described_survive_a_rewriting():
     }
     content |= {"hardware": {"gpu": None, "new": {"deep": True}}, "eval": [{"epoch": 1.0, "loss": None}]}
     write_json(path, content)
-    close_record(path, "failed", 3, datetime(2026, 11, 20, 23, tzinfo=UTC))
+    change_record(path, status="failed", exit_code=3, finished=datetime(2026, 11, 20, 23, tzinfo=UTC))
     end = {"status": "failed", "exit_code": 3, "finished": "2026-11-20T23:00:00+00:00"}
     assert json.loads(path.read_text()) == content | end
 
