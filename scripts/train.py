@@ -42,6 +42,7 @@ from shared.hub import draw_bars_on_terminals_only
 from shared.trackers import close_trackers, prepare_trackers
 from training.audit import strategy_name
 from training.callbacks import Run, add_callbacks
+from training.checks_before_training import check_room, check_trainable
 from training.chunked_loss import use_chunked_loss
 from training.exact_match import Generation, exact_match_and_f1
 from training.find_checkpoints import (
@@ -54,7 +55,6 @@ from training.find_checkpoints import (
 )
 from training.flops import flops_of, matmul_peak
 from training.measured_memory import record_process_peaks
-from training.preconditions import check_room, check_trainable
 from training.save_checkpoints import full_disk_errors, remove_checkpoints_of_stops
 from training.stopping import StopRequest
 from training.trainer import WorkshopTrainer

@@ -214,7 +214,7 @@ class RecordCallback(TrainerCallback):
             for name in ("steady_samples_per_second", "steady_tokens_per_second", "mfu_percent"):
                 reasons.setdefault(f"train.{name}", "too few steps after the warm-up")
         elif measured["mfu_percent"] is None:
-            reason = "the steps beat the peak, which was measured on a busy machine; the next run measures it again"
+            reason = "the steps were faster than the measured peak: the machine was busy while the run measured it"
             reasons.setdefault("train.mfu_percent", reason)
 
 

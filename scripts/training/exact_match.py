@@ -35,7 +35,7 @@ class Generation:
 def exact_match_and_f1(
     model: Any, tokenizer: PreTrainedTokenizerBase, questions: Dataset, generation: Generation
 ) -> dict[str, float]:
-    """Print the percent by the official SQuAD v1.1 rules, over all `questions`, the same on every rank. Collective.
+    """Print and return the percent by the official SQuAD v1.1 rules, over all `questions`. Collective.
 
     model: of transformers, or as FSDP1 has wrapped one.
     """

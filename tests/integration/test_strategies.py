@@ -29,8 +29,8 @@ from runs import (
     uses,
 )
 from settings.precision import cpu_has_bf16
+from training.checks_before_training import bytes_to_save
 from training.find_checkpoints import forbid_code_in_checkpoints, refuse_code_in
-from training.preconditions import bytes_to_save
 
 TOLERANCE = 1e-4  # what the order of fp32 additions may change; a lost gradient changes far more
 BF16_TOLERANCE = 2e-4  # of the loss itself: FSDP rounds a loss of 7.62 to 7.625 in bf16

@@ -12,9 +12,9 @@ from datasets import Dataset
 
 from settings.command_line import LATEST, parse_command_line
 from settings.settings import Settings
-from training import preconditions
+from training import checks_before_training
+from training.checks_before_training import check_room
 from training.find_checkpoints import MARKER, check_same_training, find_checkpoint, identity_of
-from training.preconditions import check_room
 from training.save_checkpoints import CheckpointCallback, mark_complete, remove_checkpoints_of_stops
 from training.speed import TrainSpeedCallback
 
@@ -191,7 +191,9 @@ def test_too_little_room_is_found_before_the_training(monkeypatch, refusal):
         run_of("--fp16", "False", *argv)[0]
         for argv in ((), ("--num_train_epochs", "1"), ("--save_strategy", "no"))
     )  # fmt: skip
-    monkeypatch.setattr(preconditions.shutil, "disk_usage", lambda path: SimpleNamespace(free=1000 * (2 * 12 + 4)))
+    monkeypatch.setattr(
+        checks_before_training.shutil, "disk_usage", lambda path: SimpleNamespace(free=1000 * (2 * 12 + 4))
+    )
     check_room("output/7", settings, model, "plain", keep=1)
     line = refusal(check_room, "output/7", settings, model, "FSDP2 FULL_SHARD", 1, code=3)
     what = r"0.0 GiB free, 2 checkpoint\(s\) of 0.0 GiB will be there at once, and a model of 0.0; .*"
