@@ -20,12 +20,15 @@ import sys
 import tempfile
 import threading
 import time
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import psutil
-from torch.distributed import DistError
+from torch.distributed import DistError, Store
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+from torch.distributed.elastic.utils import store as store_util
 from torch.distributed.run import parse_args, parse_min_max_nnodes, run
 
 from distributed.rendezvous import free_port, join_timeout, missing_nodes, node_name, note_joining, reach
@@ -42,13 +45,14 @@ def main() -> None:
     meet(arguments, join_timeout())
     share_cores(arguments.nproc_per_node)
     pass_signals_on(arguments)
+    of_ranks = logging.getLogger("torch.distributed.elastic.multiprocessing.api")
     failed_at: list[int] = []  # nanoseconds
-    logging.getLogger("torch.distributed.elastic.multiprocessing.api").addFilter(partial(note_failure, failed_at))
+    of_ranks.addFilter(partial(note_failure, failed_at))
+    store_util.barrier = partial(leave_last, arguments.node_rank, store_util.barrier)
     try:
         # job.sh removes its folder behind a launcher that was killed
-        with tempfile.TemporaryDirectory(
-            prefix="launch_", dir=os.environ.get("RUN_DIR"), ignore_cleanup_errors=True
-        ) as folder:
+        run_dir = os.environ.get("RUN_DIR")
+        with tempfile.TemporaryDirectory(prefix="launch_", dir=run_dir, ignore_cleanup_errors=True) as folder:
             arguments.log_dir = arguments.log_dir or folder  # else torchrun leaves one behind for each launch
             run(arguments)
     except ChildFailedError as error:
@@ -82,6 +86,15 @@ def tell_of(rank: str, code: int, time_ns: int) -> None:
             noted.write(f"{time_ns} {code} {rank}\n")
     elif code != STOPPED:
         print(f"{rank} ended first, with exit code {code}", file=sys.stderr)
+
+
+def leave_last(node_rank: int, barrier: Callable, store: Store, world_size: int, key_prefix: str, **how: Any) -> None:
+    """torchrun's last barrier, behind which the first node, which holds the store, waits until no other needs it."""
+    barrier(store=store, world_size=world_size, key_prefix=key_prefix, **how)
+    if world_size > 1 and node_rank == 0:
+        store.wait([f"{key_prefix} left"])
+    elif world_size > 1 and store.add(f"{key_prefix} leaving", 1) == world_size - 1:
+        store.set(f"{key_prefix} left", "")
 
 
 def meet(arguments: argparse.Namespace, timeout: int) -> None:

@@ -79,14 +79,13 @@ launch.main()
 """
 
 
-def test_a_store_that_is_gone_at_the_end_changes_no_exit_code(start):
-    """The first node's torchrun holds the store. The other node's torchrun logs that the store is gone."""
+def test_the_first_node_leaves_last(start):
+    """torchrun has its store, without which the other one's torchrun ends in a traceback."""
     port = free_port()
     slow = [sys.executable, "-c", SLOW.format(scripts=str(REPOSITORY / "scripts"))]
     nodes = [start(1, port, launch=slow), start(0, port)]
     errors = [node.communicate(timeout=120)[1] for node in nodes]
-    assert [node.returncode for node in nodes] == [0, 0]
-    assert "Error waiting on exit barrier" in errors[0]
+    assert ([node.returncode for node in nodes], errors) == ([0, 0], ["", ""])
 
 
 def test_a_node_that_does_not_come_is_named(start):
