@@ -243,7 +243,7 @@ job_on_node() { # COMMAND
   exec python -P "$ROOT/scripts/job/on_node.py" "$HOST" "$ROLE" "$pid" "${loggers[@]}"
 }
 
-job_start() { # COMMAND, which replaces a subshell. It ends when this process ends, even if this process is killed
+job_start() { # COMMAND, in the place of a subshell. The kernel ends it when its parent shell dies, even by SIGKILL
   exec python -P "$ROOT/scripts/job/with_parent.py" "$@"
 }
 
@@ -269,11 +269,12 @@ job_set_up_node() { # COMMAND
     job_gloo_interface
   fi
   if [[ ${SLURM_STEP_NUM_TASKS:-1} -gt $NODES ]]; then
-    ALL_TASKS=$PPID # slurmstepd, the parent of all tasks of this node
+    # srun has started several tasks on this node: psrecord logs all of them, by their parent slurmstepd
+    ALL_TASKS=$PPID
   fi
 }
 
-job_can_log() { # PROGRAM FILE: true for an installed program in the first task of a node. The training continues without
+job_can_log() { # PROGRAM FILE: true for an installed program in the first task of a node. Without it the training continues
   if [[ $LOGGERS != yes || ${SLURM_LOCALID:-0} != 0 ]]; then
     return 1
   elif ! command -v "$1" >/dev/null; then

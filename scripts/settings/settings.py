@@ -15,7 +15,7 @@ from shared.errors import WorkshopError
 
 Precision = Literal["fp16", "bf16", "fp32"]
 Arguments = TypeVar("Arguments")
-# Who can give a value, highest precedence first; unset: nobody, and there is no default either
+# Who can give a value, highest precedence first. unset: nobody gave one, and there is no default
 ORIGINS = ("flag", "submission", "site", "experiment", "variable", "default", "unset")
 
 
@@ -42,7 +42,7 @@ class TrainerArguments:
     torch_compile_mode: str | None = None
     use_liger_kernel: bool = False
     deepspeed: str | None = None  # a file of ds_configs/
-    fsdp: object = None  # True, or a text that transformers 4 knew
+    fsdp: object = None  # True, or an option string of transformers 4
     fsdp_config: str | None = None  # a file of fsdp_configs/
     save_strategy: str
     output_dir: str | None
@@ -92,8 +92,8 @@ class EstimateArguments(StepFlags):
 class Settings:
     """All settings of one training.
 
-    names: flag -> what the user typed, the flag or its variable. origins: flag -> who gave it, one of ORIGINS. A flag
-    that nobody gave is in neither. other_flags: the flags of TrainingArguments that only transformers reads.
+    names: flag -> what the user typed, the flag or its variable. origins: flag -> who gave it, one of ORIGINS. Both
+    hold only flags that were given. other_flags: the flags of TrainingArguments that only transformers reads.
     """
 
     model: ModelArguments

@@ -163,7 +163,7 @@ class RecordCallback(TrainerCallback):
         self.speed = speed
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        # What was not logged by the end counts in the Trainer's train_loss as rank 0 has it, not as the mean of all
+        # Log at the last step. Otherwise train_loss includes the unlogged steps with rank 0's loss, not with the mean
         if state.global_step >= state.max_steps:
             control.should_log = True
 
@@ -173,7 +173,7 @@ class RecordCallback(TrainerCallback):
         if args.deepspeed:
             in_effect: Any = args.hf_deepspeed_config
             self.record.update(configs=self.record.content["configs"] | {"deepspeed": in_effect.config})
-        if state.global_step:  # those before the checkpoint
+        if state.global_step:  # evaluations before the checkpoint
             self.record.update(eval=evaluations(state.log_history))
 
     def on_evaluate(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
@@ -219,7 +219,7 @@ class RecordCallback(TrainerCallback):
 
 
 class WatchdogCallback(TrainerCallback):
-    """Tells the watchdog that the training goes on. The last of the callbacks, so that it tells what comes next."""
+    """Tells the watchdog that the training continues. It is the last callback, so it names the next phase."""
 
     def on_step_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
@@ -256,7 +256,7 @@ class FiniteLossCallback(TrainerCallback):
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         self.bad_losses = torch.where(self.trainer.loss_of_step.isfinite(), 0, self.bad_losses + 1)
         self.trainer.loss_of_step = 0
-        # to look at the number means to wait for the GPU: only when the Trainer does so as well
+        # Reading the value waits for the GPU, so read it only when the Trainer waits anyway
         if control.should_log or control.should_evaluate or control.should_save:
             self.check(state.global_step)
 

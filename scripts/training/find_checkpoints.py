@@ -63,14 +63,16 @@ def complete_ones(places: list[Path]) -> list[Path]:
     return [folder for place in places for folder in place.glob("checkpoint-*") if is_complete(folder)]
 
 
-def age(folder: Path) -> float:
-    """A key that sorts the newest first. It is not the step: a resumed run may go through lower steps again."""
+def newest_first(folder: Path) -> float:
+    """Sort key: the newest checkpoint first. The step would not do, as a resumed run can repeat lower steps."""
     return -(folder / MARKER).stat().st_mtime
 
 
 def find_checkpoint(requested: str | None, output_dir: str, job_id: str) -> str | None:
-    """The complete checkpoint to resume from: `requested` itself, the latest in that folder, or for `latest` the
-    latest of this run or, when it has none, of the other runs next to it.
+    """Return the checkpoint to resume from.
+
+    requested: a checkpoint, a folder (its newest checkpoint is taken), or `latest`, which looks in this run first and
+    then in the other runs next to it.
 
     A job that Slurm has started again resumes from its own latest checkpoint. When it has none, it begins as it did the
     first time. Raises WorkshopError (exit code 4) when there is none.
@@ -78,7 +80,7 @@ def find_checkpoint(requested: str | None, output_dir: str, job_id: str) -> str 
     if os.environ.get("SLURM_RESTART_COUNT", "0") not in ("", "0"):
         own = [path for path in complete_ones([Path(output_dir)]) if read_marker(path)["job_id"] == job_id]
         if own:
-            return str(min(own, key=age))
+            return str(min(own, key=newest_first))
     if requested is None:
         return None
     if requested == LATEST:
@@ -94,7 +96,7 @@ def find_checkpoint(requested: str | None, output_dir: str, job_id: str) -> str 
         what = f"no complete checkpoint in {output_dir if requested == LATEST else requested}"
         way_out = "leave the flag out to start anew"
         raise WorkshopError("--resume_from_checkpoint", what, way_out, NO_CHECKPOINT)
-    return str(min(found, key=age))
+    return str(min(found, key=newest_first))
 
 
 # 2. The same training
@@ -133,7 +135,7 @@ def check_same_training(folder: str, identity: dict) -> None:
 
 
 def compared_values(identity: dict, sharded: bool) -> dict[str, Any]:
-    """What a resumed training must have as its checkpoint has it, by the names that an error gives to it."""
+    """Return the values that must equal the checkpoint's, by the names that error messages use."""
     found = identity["settings"] | {f"config {key}": value for key, value in identity["config"].items()}
     if sharded:
         found |= {"strategy": identity["strategy"], "ranks": identity["world_size"]}
@@ -143,15 +145,15 @@ def compared_values(identity: dict, sharded: bool) -> dict[str, Any]:
 # 3. No code
 #
 # torch.save writes a pickle, and a pickle may call any function there is. The Trainer loads its own files by PyTorch's
-# `weights_only`, which accepts tensors, plain values and a list of classes. DeepSpeed loads its files without it, and
-# here with it all the same. (The `.metadata` of a sharded FSDP checkpoint is a pickle that PyTorch reads by itself: see
-# SECURITY.md.)
+# `weights_only`, which accepts tensors, plain values and a list of classes. DeepSpeed does not use it, so
+# forbid_code_in_checkpoints forces it. (The `.metadata` of a sharded FSDP checkpoint is a pickle that PyTorch reads
+# itself: see SECURITY.md.)
 
 
 def forbid_code_in_checkpoints(with_deepspeed: bool) -> None:
     """From here on this process loads tensors, plain values and the classes that a checkpoint holds, nothing else.
 
-    Whatever the caller of torch.load asks for: the variable goes before its `weights_only=False`.
+    The environment variable overrides `weights_only=False` in any call of torch.load.
     """
     os.environ.pop("TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD", None)  # PyTorch refuses to load anything under both
     os.environ["TORCH_FORCE_WEIGHTS_ONLY_LOAD"] = "1"
@@ -164,7 +166,7 @@ def forbid_code_in_checkpoints(with_deepspeed: bool) -> None:
 
 
 def refuse_code_in(checkpoint: str | Path) -> None:
-    """Raises WorkshopError (exit code 4), with the file's name, when one holds what would not be loaded.
+    """Raises WorkshopError (exit code 4) for a file of a checkpoint that is damaged or holds a class that is refused.
 
     To be called after `forbid_code_in_checkpoints`. It reads no tensor.
     """

@@ -14,7 +14,7 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 from distributed.collectives import gather_lists, rank, wait_for_everyone, world_size
 from shared.errors import ENVIRONMENT, WorkshopError
 from shared.json_files import write_json
-from training.find_checkpoints import MARKER, age, checkpoint_folder, complete_ones, read_marker
+from training.find_checkpoints import MARKER, checkpoint_folder, complete_ones, newest_first, read_marker
 from training.speed import TrainSpeedCallback, clock
 
 
@@ -84,8 +84,8 @@ class CheckpointCallback(TrainerCallback):
         wait_for_everyone()
 
     def remove_older(self, output_dir: Path, best: str | None) -> None:
-        newest_first = sorted(complete_ones([output_dir]), key=age)
-        for folder in newest_first[self.save_total_limit :] if self.save_total_limit else []:
+        found = sorted(complete_ones([output_dir]), key=newest_first)
+        for folder in found[self.save_total_limit :] if self.save_total_limit else []:
             if best is None or folder != Path(best):
                 remove(folder)
 

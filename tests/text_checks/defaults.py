@@ -42,7 +42,11 @@ SHOWN = {
     ],
     "docs/memory.md": ["fp16, micro batch {BATCH_SIZE} x {MAX_LENGTH} tokens"],
     "docs/multi-node.md": ["`HANG_TIMEOUT` seconds ({HANG_TIMEOUT})"],
-    "docs/offload.md": ["a training of {NUM_EPOCHS} epochs"],
+    "docs/instructor/answers.md": ["bloom-560m on {TRAIN_SIZE} questions"],
+    "docs/offload.md": [
+        "a training of {NUM_EPOCHS} epochs",
+        *(f"bloom-560m, {{TRAIN_SIZE}} | {stage} + offload" for stage in (1, 2, 3)),
+    ],
     "docs/reliability.md": ["by default an [{SAVE_STRATEGY}]"],
     "docs/zero.md": ["Model and data: {MODEL_NAME}, {TRAIN_SIZE} questions"],
     "experiments/baseline/baseline.slurm": ["on {TRAIN_SIZE} SQuAD questions"],

@@ -62,6 +62,8 @@ def row_of(folder: str, script: Path, question: str, section: str) -> Iterator[s
             yield f"README.md: says nothing of `{folder}`, {config[0]} says that it needs a GPU; add it"
     size, config_name = f"{asked['nodes']} x {asked['gpus-per-node']}", f"`{Path(config[0]).name}`" if config else "-"
     line = f"| `experiments/submit.sh {folder}` | {question} | {size} | {config_name} | {section} |"
+    if question == "<its question>" and folder in read(INDEX):
+        yield f"{INDEX}: says <its question> of {folder}; write the question that it answers"
     shown = [shown for shown in read(INDEX).splitlines() if f"submit.sh {folder}` |" in shown]
     if shown != [line]:
         yield f"{INDEX}: says {' and '.join(shown) or f'nothing of {folder}'}, its script says {line}"

@@ -125,6 +125,12 @@ def directives(script: Path) -> Iterator[str]:
         for number, unit in re.findall(r"(?:^|_)(\d+)_(gpus|nodes)(?=[_.]|$)", part):
             if int(number) != stated[unit]:
                 yield f"{name}: says {number} {unit} in the name {part}, its directives say {stated[unit]}"
+    others = [other for other in EXPERIMENT_SCRIPTS if directives_of(other).get("job-name") == asked.get("job-name")]
+    if len(others) > 1:
+        both = " and ".join(map(name_of, others))
+        yield f"{name}: says --job-name={asked.get('job-name')}, which {both} have; give each job its own name"
+    if not (script.parent / "log" / ".gitignore").exists():
+        yield f"{name}: has no log/.gitignore, so git does not keep the folder log; copy that of another folder"
     if f"sbatch {script.name}" not in script.read_text():
         yield f"{name}: says another command in its first comment, its name says #     sbatch {script.name}"
     if asked.get("output") != "log/%x_%j.out":
@@ -201,4 +207,5 @@ def global_batch(script: Path) -> Iterator[str]:
             size = int(settings["BATCH_SIZE"]) * int(settings["GRAD_ACC"]) * groups
             if size != stated:
                 says = f"{settings['BATCH_SIZE']} x {settings['GRAD_ACC']} x {groups} = {size} questions in a step"
-                yield f"{name_of(path)}: says {says}, all of {folders} say {stated}"
+                way_out = f"change BATCH_SIZE or GRAD_ACC, and the row of {folder_of(script)} in {TABLE}"
+                yield f"{name_of(path)}: says {says}, all of {folders} say {stated}; {way_out}"
