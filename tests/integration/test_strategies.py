@@ -3,7 +3,6 @@
 import ast
 import json
 import re
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -11,6 +10,7 @@ from datasets import Dataset
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import custom_model  # noqa: F401  (makes the Auto classes know it)
+from config import DEFAULTS
 from data_loader import read_questions, tokenise_batch
 from helpers import REPOSITORY, TINY, Finished
 from runs import (
@@ -29,6 +29,7 @@ from runs import (
     uses,
 )
 from settings.precision import cpu_has_bf16
+from settings.settings import settings_of
 from training.checks_before_training import bytes_to_save
 from training.find_checkpoints import forbid_code_in_checkpoints, refuse_code_in
 
@@ -224,9 +225,9 @@ def test_a_checkpoint_is_as_large_as_was_expected(run: Finished):
     """Of the files that hold tensors: in a real model the others are nothing."""
     folder = next(run.output.glob("checkpoint-*"))
     files = [path for kind in ("*.pt", "*.bin", "*.safetensors") for path in folder.rglob(kind)]
-    values = {"fp16": False, "bf16": run.effective("precision") == "bf16", "optim": "adamw_torch"}
+    settings = settings_of(DEFAULTS | run.record["settings"])
     meta_model = AutoModelForCausalLM.from_pretrained(run.output)
-    checkpoint, model = bytes_to_save(SimpleNamespace(values=values), meta_model, run.effective("strategy"))
+    checkpoint, model = bytes_to_save(settings, meta_model, run.effective("strategy"))
     assert sum(path.stat().st_size for path in files) == pytest.approx(checkpoint, rel=0.03)
     assert (run.output / "model.safetensors").stat().st_size == pytest.approx(model, rel=0.03)
 
