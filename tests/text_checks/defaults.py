@@ -70,5 +70,5 @@ def findings() -> Iterator[str]:
 
 
 def is_shown(default: object, shown: str) -> bool:
-    """Whether the text is this default, or a short form of it: bloom-560m, 5e-5."""
+    """Return whether the text is this default or a short form of it: bloom-560m, 5e-5."""
     return shown in (str(default), str(default).rpartition("/")[2], str(default).replace("e-0", "e-"))

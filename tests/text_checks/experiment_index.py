@@ -70,7 +70,7 @@ def row_of(folder: str, script: Path, question: str, section: str) -> Iterator[s
 
 
 def needs_a_gpu(config: str) -> bool:
-    """Whether a CPU refuses this config: it has FSDP's CPU offload, or FSDP1."""
+    """Return whether a CPU refuses this config: it has FSDP's CPU offload, or FSDP1."""
     content = json.loads(read(config))
     return config.startswith("fsdp") and bool(content.get("cpu_offload") or content["version"] == 1)
 

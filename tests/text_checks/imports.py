@@ -1,4 +1,4 @@
-"""Who imports whom in scripts/: nobody imports a command, and there is no cycle.
+"""Check the imports of scripts/: no module imports a command, and there is no cycle.
 
 A command is a file of scripts/ itself that ends in `if __name__ == "__main__":`. config.py is a library: job.sh alone
 calls it.

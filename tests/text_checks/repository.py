@@ -15,7 +15,7 @@ from text_checks.imports import is_main_guard
 
 GUARD = "if __name__ == '__main__':\n    "
 ENDS = (f"{GUARD}run_program(main)", f"{GUARD}run_and_exit(main)")
-# They have the standard library alone: one becomes another program, job.sh waits for the other
+# These use only the standard library: job.sh starts the first two and waits for the third
 OTHER_ENDS = (SCRIPTS / "job" / "with_parent.py", SCRIPTS / "job" / "on_node.py", SCRIPTS / "config.py")
 
 

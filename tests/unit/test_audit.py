@@ -25,7 +25,7 @@ def loader(shuffle: bool = True) -> DataLoader:
 
 
 def plain_trainer() -> SimpleNamespace:
-    """What the audit reads of a Trainer that runs exactly what the settings ask for."""
+    """The parts of a Trainer that the audit reads: it runs exactly what the settings ask for."""
     model = BloomForCausalLM(BloomConfig(vocab_size=32, hidden_size=8, n_layer=1, n_head=2))
     row = {"labels": [5, 6, 7], "input_ids": [5, 6, 7]}
     return SimpleNamespace(

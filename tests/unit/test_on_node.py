@@ -1,4 +1,4 @@
-"""What on_node.py does with a command and the loggers next to it. With real processes: tests/commands, tests/faults."""
+"""on_node.py with a command and the loggers next to it. With real processes: tests/commands, tests/faults."""
 
 import os
 import signal
