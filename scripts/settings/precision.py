@@ -37,7 +37,7 @@ def resolve_precision(settings: Settings, gpu: bool) -> Settings:
 
 
 def cpu_has_bf16() -> bool:
-    """Whether the CPU computes in bf16 itself (AVX512-BF16, AMX or Arm BF16), instead of emulating it."""
+    """Return whether the CPU computes in bf16 itself (AVX512-BF16, AMX or Arm BF16), instead of emulating it."""
     cpuinfo = Path("/proc/cpuinfo")
     flags = cpuinfo.read_text() if cpuinfo.exists() else ""
     return re.search(r"^(flags|Features)\s*:.*\b(avx512_bf16|amx_bf16|bf16)\b", flags, re.MULTILINE) is not None

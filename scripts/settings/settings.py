@@ -15,7 +15,7 @@ from shared.errors import WorkshopError
 
 Precision = Literal["fp16", "bf16", "fp32"]
 Arguments = TypeVar("Arguments")
-# Who can give a value, highest precedence first. unset: nobody gave one, and there is no default
+# The possible sources of a value, highest precedence first. unset: the knob has neither a value nor a default
 ORIGINS = ("flag", "submission", "site", "experiment", "variable", "default", "unset")
 
 
@@ -124,7 +124,7 @@ class Settings:
         return {**asdict(self.model), **asdict(self.data), **asdict(self.trainer), **self.other_flags}
 
     def recorded(self) -> dict[str, Any]:
-        """What defines the run: every knob, and each other flag that was given; no flag is a secret."""
+        """Return the values that define the run: each knob and each other flag that was given. No flag is a secret."""
         values = self.flat()
         flags = {knob.flag for knob in KNOBS} | set(OTHER_DEFAULTS) | {"seed"} | (self.names.keys() & values.keys())
         if self.model.model_name != CUSTOM_GPT:

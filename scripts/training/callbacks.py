@@ -1,4 +1,4 @@
-"""What is done next to the steps of a training: all callbacks, in their order, and those that watch it."""
+"""All callbacks of a training in their order, and the small ones among them."""
 
 import math
 import statistics
@@ -31,7 +31,7 @@ BAD_LOSSES = 3  # in a row
 
 @dataclass(frozen=True)
 class Run:
-    """What the callbacks of a training work with.
+    """The objects that the callbacks of a training share.
 
     identity: what each checkpoint says of the training. resumed_from: the folder of a checkpoint.
     flops: what a token needs, None if unknown. peak: operations per second that one rank can do at best.

@@ -1,4 +1,4 @@
-"""What really runs: values read from the live Trainer, the DeepSpeed engine and the wrapped model.
+"""The values that really take effect, read from the live Trainer, the DeepSpeed engine and the wrapped model.
 
 FSDP's are in distributed/inspect_fsdp.py. An `engine` is DeepSpeed's, None without DeepSpeed.
 """
@@ -66,7 +66,7 @@ def labels_of(dataset: Dataset, collator: DataCollatorForSeq2Seq) -> str:
 
 
 def is_compiled(model: torch.nn.Module) -> bool:
-    """Whether a part of a model that accelerate or DeepSpeed has wrapped is compiled, when it is first called."""
+    """Return whether any part of a wrapped model is compiled, or will be at its first call."""
     return any(
         isinstance(module, torch._dynamo.OptimizedModule) or module._compiled_call_impl is not None
         for module in model.modules()

@@ -17,7 +17,7 @@ from distributed.collectives import gather_lists, print_once, rank, world_size
 
 @dataclass(frozen=True)
 class Generation:
-    """How the ranks answer questions.
+    """The way in which the ranks answer questions.
 
     batch_size: questions that a rank answers at the same time. max_length: tokens of the longest training sequence.
     device: where the model computes, which is not its own `device`: FSDP's CPU offload keeps it elsewhere in between.

@@ -1,4 +1,4 @@
-"""Which checkpoint a run resumes from: a complete one, of the same training, without code in it.
+"""Find the checkpoint that a run resumes from: a complete one, of the same training, without code in it.
 
 transformers resumes from the highest-numbered folder, even when the job was killed while writing it, and
 starts with a fresh optimizer when that file is missing. Here every checkpoint that all ranks finished gets
@@ -51,7 +51,7 @@ def read_marker(folder: str | Path) -> dict:
 
 
 def is_complete(folder: Path) -> bool:
-    """Whether there is a marker, and each of its files is as large as it says."""
+    """Return whether the folder has a marker, and each file has the size that the marker gives."""
     try:
         files = read_marker(folder)["files"]
         return all((folder / name).stat().st_size == size for name, size in files.items())
@@ -103,7 +103,7 @@ def find_checkpoint(requested: str | None, output_dir: str, job_id: str) -> str 
 
 
 def identity_of(job_id: str, settings: Settings, strategy: str, ranks: int, train_dataset: Dataset) -> dict:
-    """What identifies the training in each of its checkpoints: a later run compares it with its own."""
+    """Return the values that identify this training. Each checkpoint holds them, and a later run compares its own."""
     trainer = settings.trainer
     global_batch = trainer.per_device_train_batch_size * trainer.gradient_accumulation_steps * ranks
     defining = {flag: from_repository(v) for flag, v in settings.flat().items() if not MAY_CHANGE.fullmatch(flag)}
@@ -116,7 +116,7 @@ def identity_of(job_id: str, settings: Settings, strategy: str, ranks: int, trai
         "config": leaves_of(settings.deepspeed_config or settings.fsdp_config or {}),
         "data": train_dataset._fingerprint,
     }
-    return json.loads(json.dumps(content, default=str))  # as it will be read back
+    return json.loads(json.dumps(content, default=str))  # the form in which a later run reads it
 
 
 def check_same_training(folder: str, identity: dict) -> None:

@@ -57,7 +57,7 @@ class ModelStateCallback(TrainerCallback):
 
 
 def model_state_bytes(trainer: Any, has_gradients: bool) -> dict[str, int | None]:
-    """Bytes of the storages behind the live tensors of this rank, each counted once."""
+    """Bytes of the storages of the live tensors of this rank, each counted once."""
     optimizer = trainer.deepspeed.optimizer if trainer.is_deepspeed_enabled else trainer.optimizer.optimizer
     # ds_tensor: the share of ZeRO-3
     parameters = storages(getattr(p, "ds_tensor", p) for p in trainer.model.parameters())

@@ -20,12 +20,12 @@ from training.speed import TrainSpeedCallback, clock
 
 @dataclass
 class Progress:
-    """What a run has counted up to a checkpoint. Losses are sums over the optimizer steps."""
+    """The counts of a run up to a checkpoint. Losses are sums over the optimizer steps."""
 
-    seconds: float  # of training, in this run and those before
+    seconds: float  # seconds of training, in this run and those before
     logged_loss: float
     last_logged_step: int
-    unlogged_losses: list[float]  # of each rank, since then
+    unlogged_losses: list[float]  # of each rank, since last_logged_step
     steady_steps: int
     steady_seconds: float
     tokens: list[list[int]]  # in the whole training, and in its steady steps

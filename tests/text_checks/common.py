@@ -1,4 +1,4 @@
-"""What the text checks share: the texts, the parsed modules of scripts/, and the form of a finding."""
+"""Shared parts of the text checks: the texts, the parsed modules of scripts/, and the form of a finding."""
 
 import ast
 import re
