@@ -328,6 +328,18 @@ def test_a_signal_before_the_training_has_started_ends_it_too(stub):
     assert not list((folder / "results").iterdir())
 
 
+# The parent is on_node.py. A signal that comes before it has its handlers ends it with 128 plus the signal's number
+AFTER_THE_START_OF_ON_NODE = """
+import os, pathlib, re, signal, time
+bit = 1 << signal.SIGUSR1 - 1
+parent = pathlib.Path(f"/proc/{os.getppid()}")
+while b"on_node.py" not in (parent / "cmdline").read_bytes():
+    time.sleep(0.01)
+while not int(re.search("SigCgt:\\s*(.*)", (parent / "status").read_text())[1], 16) & bit:
+    time.sleep(0.01)
+"""
+
+
 @pytest.mark.parametrize(
     ("sent", "variables", "requeued"),
     [
@@ -339,7 +351,7 @@ def test_a_signal_before_the_training_has_started_ends_it_too(stub):
 )
 def test_a_job_is_requeued_at_the_warning_alone(stub, tmp_path, sent, variables, requeued):
     program(tmp_path / "bin", "scontrol", f'echo "$*" >>"{tmp_path}/asked"')
-    code = f"import os, signal\nsignal.signal(signal.SIG{sent}, lambda *_: os._exit(75))\n"
+    code = f"{AFTER_THE_START_OF_ON_NODE}signal.signal(signal.SIG{sent}, lambda *_: os._exit(75))\n"
     code += f"os.kill(int(os.environ['SCRIPT']), signal.SIG{sent})\nsignal.pause()"
     path = f"{tmp_path}/bin:{shell_environment()['PATH']}"
     done, _ = stub(code, lines="export SCRIPT=$$", PATH=path, **IN_A_JOB | variables)
