@@ -1,17 +1,22 @@
-"""Predicted beside measured: the memory of short trainings on the CPU.
+"""Predicted against measured: the memory of an optimizer step, in short trainings on the CPU.
 
     python benchmarks/prediction.py                               # all rows; a quarter of an hour
     python benchmarks/prediction.py --rows DDP ZeRO-2             # some of them
     python benchmarks/prediction.py --save                        # and write prediction.json, for the pages
 
-Each row is a training of a few steps by scripts/train.py with one thread per rank, of a BLOOM of 9.5 million parameters
-in fp32 if the row says nothing else. The prediction is that of estimate/predict_from_record.py, as in the report.
-Measured are the largest resident memory of the processes, added up.
+Each row is a training of a few steps by scripts/train.py with one thread per rank. The prediction is made from its run
+record, as in the report, without what Python itself needs: only the modelled part is compared.
 
-The results of the last --save, with commit and machine, are in benchmarks/prediction.json and docs/memory.md.
+A dispatch mode asks the C library after each operation of the measured step how many bytes are in use (mallinfo2).
+PyTorch's profiler counts the same bytes for one process, but does not see what gloo's threads free. Bytes in use that
+belong to no tensor when the step begins (Python, libraries) are subtracted.
+
+The results of the last --save, with commit and machine, are in benchmarks/prediction.json and docs/results.md.
 """
 
 import argparse
+import ctypes
+import gc
 import json
 import os
 import statistics
@@ -19,107 +24,217 @@ import sys
 import tempfile
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
-from harness import REPOSITORY, SAMPLE, SCRIPTS, commit, cpu, make_model_folder, run_training, versions
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import TrainerCallback
+
+from harness import (
+    REPOSITORY,
+    RESULT,
+    SAMPLE,
+    SCRIPTS,
+    commit,
+    cpu,
+    make_model_folder,
+    result_of,
+    run_training,
+    versions,
+)
 
 sys.path.insert(0, str(SCRIPTS))
-from estimate.predict_from_record import predicted_memory
+from distributed.collectives import gather_lists, print_once
+from estimate.memory import MemoryPart, totals
+from estimate.predict_from_record import predicted_parts
+from training.measured_memory import storages
 
 RESULTS = Path(__file__).with_suffix(".json")
-# That of communication.py, and one whose logits are larger than all else, as BLOOM's are
-BLOOM = {"model_type": "bloom", "vocab_size": 12288, "hidden_size": 256, "n_layer": 8, "n_head": 4}
-WHOLE_VOCABULARY = BLOOM | {"vocab_size": 250880, "hidden_size": 128, "n_layer": 2}
+MIB = 2**20
 TOKENS = 4096  # of the tokenizer
-STEPS = 8
-
-MODEL = ["--model_name", "model", "--from_scratch"]
-LARGE_HEAD = ["--model_name", "whole_vocabulary", "--from_scratch", "--gradient_accumulation_steps", "1"]
-GPT = ["--model_name", "custom-gpt", "--vocab_size", "8192", "--hidden_size", "256", "--num_layers", "6"]
+STEPS = 3  # the last one is measured: buffers are made in the first, moments in its end
+BLOOM = {"model_type": "bloom", "vocab_size": 12288, "hidden_size": 256, "n_layer": 8, "n_head": 4}
+SIZES = {"hidden_size": 256, "num_hidden_layers": 8, "num_attention_heads": 4, "vocab_size": 12288}
+MODELS = {
+    "bloom": BLOOM,
+    "bloom_with_large_head": BLOOM | {"vocab_size": 250880, "hidden_size": 128, "n_layer": 2},
+    "llama": {"model_type": "llama", "num_key_value_heads": 2, "intermediate_size": 704} | SIZES,
+    "gpt2": {"model_type": "gpt2", "vocab_size": 12288, "n_embd": 256, "n_layer": 8, "n_head": 4},
+}
+GPT = ["custom-gpt", "--vocab_size", "12288", "--hidden_size", "256", "--num_layers", "8"]
 GPT += ["--num_heads", "4", "--ff_dim", "1024"]
+FP32 = ["--bf16", "False"]
+BF16 = ["--bf16", "True"]
 CHUNKED = ["--loss", "chunked"]
-FSDP = ["--fsdp", "--fsdp_config"]
+CHECKPOINTED = ["--activation_checkpointing"]
+ONE_MICRO_BATCH = ["--gradient_accumulation_steps", "1"]
+STRATEGIES = {
+    "DDP": [],
+    **{f"ZeRO-{stage}": ["--deepspeed", f"ds_configs/zero{stage}.json"] for stage in (0, 1, 2, 3)},
+    "FULL_SHARD": ["--fsdp", "--fsdp_config", "fsdp_configs/full_shard.json"],
+    "SHARD_GRAD_OP": ["--fsdp", "--fsdp_config", "fsdp_configs/shard_grad_op.json"],
+}
 
 
 @dataclass
 class Row:
-    ranks: int = 1
     flags: list[str] = field(default_factory=list)
-    model: list[str] = field(default_factory=lambda: MODEL)
+    ranks: int = 1
+    model: str = "bloom"
 
 
-ROWS = {
-    "plain": Row(),
-    "plain, batch 8": Row(1, ["--per_device_train_batch_size", "8"]),
-    "plain, 256 tokens": Row(1, ["--max_length", "256"]),
-    "plain, padded to the longest": Row(1, ["--max_length", "256", "--padding", "longest"]),
-    "plain, bf16": Row(1, ["--bf16", "True"]),
-    "plain, chunked loss": Row(1, CHUNKED),
-    "plain, activation checkpointing": Row(1, ["--activation_checkpointing"]),
-    "custom GPT": Row(1, [], GPT),
-    "whole vocabulary": Row(1, [], LARGE_HEAD),
-    "whole vocabulary, chunked loss": Row(1, CHUNKED, LARGE_HEAD),
-    "ZeRO-2, 1 rank": Row(1, ["--deepspeed", "ds_configs/zero2.json"]),
-    "DDP": Row(2),
-    "DDP, chunked loss": Row(2, CHUNKED),
-    "ZeRO-0": Row(2, ["--deepspeed", "ds_configs/zero0.json"]),
-    "ZeRO-1": Row(2, ["--deepspeed", "ds_configs/zero1.json"]),
-    "ZeRO-2": Row(2, ["--deepspeed", "ds_configs/zero2.json"]),
-    "ZeRO-3": Row(2, ["--deepspeed", "ds_configs/zero3.json"]),
-    "FULL_SHARD": Row(2, [*FSDP, "fsdp_configs/full_shard.json"]),
-    "SHARD_GRAD_OP": Row(2, [*FSDP, "fsdp_configs/shard_grad_op.json"]),
-}
+def rows() -> dict[str, Row]:
+    """All trainings by their names. One without further words is the plain Trainer with BLOOM."""
+    found = {}
+    for name, precision in (("fp32", FP32), ("bf16", BF16)):
+        for model in ("bloom", "llama", "gpt2", "custom-gpt"):
+            found[f"{model}, {name}"] = Row(precision, 1, model)
+        found[f"bloom, {name}, chunked loss"] = Row([*precision, *CHUNKED])
+        found[f"bloom, {name}, checkpointing"] = Row([*precision, *CHECKPOINTED])
+        found[f"bloom, {name}, chunked loss, checkpointing"] = Row([*precision, *CHUNKED, *CHECKPOINTED])
+        found[f"bloom, {name}, large head"] = Row([*precision], 1, "bloom_with_large_head")
+        found[f"bloom, {name}, large head, chunked loss"] = Row([*precision, *CHUNKED], 1, "bloom_with_large_head")
+        for strategy, flags in STRATEGIES.items():
+            found[f"bloom, {name}, {strategy}"] = Row([*precision, *flags], 2)
+    for length in ("128", "512"):
+        found[f"bloom, bf16, {length} tokens"] = Row([*BF16, "--max_length", length])
+        found[f"bloom, bf16, {length} tokens, SDPA"] = Row([*BF16, "--max_length", length, "--attention", "sdpa"])
+    found["bloom, bf16, 1 micro batch"] = Row([*BF16, *ONE_MICRO_BATCH])
+    for strategy, flags in STRATEGIES.items():
+        found[f"bloom, bf16, {strategy}, 1 micro batch"] = Row([*BF16, *flags, *ONE_MICRO_BATCH], 2)
+    for strategy in ("ZeRO-3", "FULL_SHARD"):
+        flags = [*BF16, *STRATEGIES[strategy]]
+        found[f"bloom, bf16, {strategy}, chunked loss"] = Row([*flags, *CHUNKED], 2)
+        found[f"llama, bf16, {strategy}"] = Row(flags, 2, "llama")
+        found[f"custom-gpt, bf16, {strategy}"] = Row(flags, 2, "custom-gpt")
+    checkpointed = ["--fsdp", "--fsdp_config", "fsdp_configs/full_shard_activation_checkpointing.json"]
+    found["bloom, bf16, FULL_SHARD, checkpointing"] = Row([*BF16, *checkpointed], 2)
+    found["bloom, bf16, ZeRO-3, checkpointing"] = Row([*BF16, *STRATEGIES["ZeRO-3"], *CHECKPOINTED], 2)
+    return found
+
+
+ROWS = rows()
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rows", nargs="+", choices=ROWS, default=list(ROWS))
+    parser.add_argument("--rows", nargs="+", metavar="WORDS", help="only rows with these words in their names")
     parser.add_argument("--save", action="store_true", help=f"write {RESULTS.name}")
+    parser.add_argument("--child", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
-    results = {"commit": commit(), "cpu": cpu(), "cores": len(os.sched_getaffinity(0))}
-    results["versions"] = versions()
-    rows = []
+    if arguments.child:
+        child(arguments.child)
+        return
+    results = {"commit": commit(), "cpu": cpu(), "cores": len(os.sched_getaffinity(0)), "versions": versions()}
+    chosen = [name for name in ROWS if all(word in name for word in arguments.rows or [])]
+    results["rows"] = []
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
-        for name, config in (("model", BLOOM), ("whole_vocabulary", WHOLE_VOCABULARY)):
+        for name, config in MODELS.items():
             make_model_folder(folder / name, config, TOKENS)
-        for row in arguments.rows:
-            rows.append({"row": row, "ranks": ROWS[row].ranks, "memory_mib": train(folder, ROWS[row])})
-            print(page_row(rows[-1]), flush=True)
-    results["rows"] = rows
-    print(page_table(results))
+        for name in chosen:
+            results["rows"].append({"row": name, "ranks": ROWS[name].ranks, "mib": train(folder, ROWS[name])})
+            print(page_row(results["rows"][-1]), flush=True)
     print(summary(results))
     if arguments.save:
         RESULTS.write_text(json.dumps(results, indent=1) + "\n")
 
 
 def read_results() -> dict:
-    """Of the last --save."""
+    """The results of the last --save."""
     return json.loads(RESULTS.read_text())
 
 
-def train(folder: Path, row: Row) -> list[float]:
-    """MiB of all ranks, predicted and measured."""
-    words = [str(SCRIPTS / "train.py"), "--dataset", str(SAMPLE), "--train_size", "64", "--eval_size", "2"]
-    words += ["--no_em_f1", "--fp16", "False", "--bf16", "False", "--max_length", "128", "--max_steps", str(STEPS)]
+def train(folder: Path, row: Row) -> dict[str, float]:
+    """MiB of the fullest rank: predicted and measured."""
+    model = GPT if row.model == "custom-gpt" else [str(folder / row.model), "--from_scratch"]
+    words = ["--model_name", *model, "--dataset", str(SAMPLE), "--train_size", "64", "--eval_size", "2"]
+    words += ["--no_em_f1", "--fp16", "False", "--max_length", "256", "--max_steps", str(STEPS)]
     words += ["--gradient_accumulation_steps", "2", "--per_device_train_batch_size", "4", "--eval_strategy", "no"]
     words += ["--save_strategy", "no", "--use_cpu"]
-    words += [str(folder / word) if (folder / word).is_dir() else word for word in row.model]
     words += [str(REPOSITORY / word) if word.endswith(".json") else word for word in row.flags]
-    ranks = row.ranks if row.ranks > 1 else 0
-    _, record = run_training(folder, words, ranks, XDG_CACHE_HOME=str(folder / "cache"))
-    predicted = predicted_memory(record)
-    return [round(predicted.node_mib, 1), round(sum(record["peak_process_mib"]), 1)]
+    launched = row.ranks if row.ranks > 1 else 0
+    output, record = run_training(folder, [__file__, "--child", *words], launched)
+    parts = predicted_parts(record, python=MemoryPart("Python, libraries", 0))
+    return {"predicted": round(totals(parts, 1)[1] / MIB, 1)} | result_of(output)
+
+
+# The training
+
+
+class MallInfo(ctypes.Structure):
+    """glibc's struct mallinfo2."""
+
+    _fields_ = [
+        (name, ctypes.c_size_t)
+        for name in ("arena ordblks smblks hblks hblkhd usmblks fsmblks uordblks fordblks keepcost").split()
+    ]
+
+
+LIBC = ctypes.CDLL(None)
+LIBC.mallinfo2.restype = MallInfo
+
+
+def bytes_in_use() -> int:
+    """Bytes that malloc has handed out and that were not freed."""
+    info = LIBC.mallinfo2()
+    return info.uordblks + info.hblkhd
+
+
+class PeakOfStep(TorchDispatchMode, TrainerCallback):
+    """The most bytes in use after any operation of the last step, beyond those that belong to no tensor."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.peak = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        self.peak = max(self.peak, bytes_in_use())
+        return result
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, model: Any, **kwargs: Any) -> None:
+        if state.global_step == STEPS - 1:
+            gc.collect()
+            tensors = [
+                each for each in gc.get_objects() if isinstance(each, torch.Tensor) and each.device.type == "cpu"
+            ]
+            self.other = bytes_in_use() - sum(storages(tensors).values())
+            self.peak = 0
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if state.global_step == STEPS:
+            ranks = gather_lists([(self.peak - self.other) / MIB])
+            print_once(RESULT + json.dumps({"measured": round(max(peak for (peak,) in ranks), 1)}))
+
+
+def child(words: list[str]) -> None:
+    """Train as train.py does. Rank 0 prints the peak of the rank that holds most."""
+    import train as script
+    from distributed.process_group import run_and_exit
+
+    peak = PeakOfStep()
+
+    class MeasuredTrainer(script.WorkshopTrainer):
+        def __init__(self, *args: Any, **kwargs: Any):
+            super().__init__(*args, **kwargs)
+            self.add_callback(peak)
+
+    script.WorkshopTrainer = MeasuredTrainer
+    sys.argv = [str(SCRIPTS / "train.py"), *words]
+    with peak:
+        run_and_exit(script.main)
 
 
 def page_row(row: dict) -> str:
-    predicted, measured = row["memory_mib"]
+    predicted, measured = row["mib"]["predicted"], row["mib"]["measured"]
     cells = [row["row"], str(row["ranks"]), f"{predicted:.0f}", f"{measured:.0f}", f"{100 * difference(row):+.0f} %"]
     return "| " + " | ".join(cells) + " |"
 
 
 def difference(row: dict) -> float:
     """Measured minus predicted, as a share of what was predicted, as in the report."""
-    predicted, measured = row["memory_mib"]
+    predicted, measured = row["mib"]["predicted"], row["mib"]["measured"]
     return measured / predicted - 1
 
 

@@ -17,7 +17,7 @@ import math
 from distributed.ds_config import offloaded
 from estimate.command_line import parse_memory_plan
 from estimate.compare import comparison, gpu_memory, verdict
-from estimate.memory import GIB, estimate_parts, totals, without_gpu
+from estimate.memory import GIB, at_peak, estimate_parts, totals, without_gpu
 from estimate.model_shape import Shape, trace_shape
 from settings.settings import Settings
 from shared.errors import run_program
@@ -39,7 +39,7 @@ def memory_table(settings: Settings) -> str:
         f"{settings.model.model_name}: {shape.model:,} parameters, {settings.precision}, micro batch {batch}, "
         f"{ranks} on {given.nodes} node(s)",
         f"{'GiB per rank':24}{'GPU':>8}{'CPU':>8}",
-        *(f"{part.name:24}{part.gpu / GIB:8.2f}{part.cpu / GIB:8.2f}  {part.note}" for part in parts),
+        *(f"{part.name:24}{part.gpu / GIB:8.2f}{part.cpu / GIB:8.2f}  {part.note}" for part in at_peak(parts)),
     ]
     on_gpu, on_node = totals(parts, given.gpus // given.nodes)
     if trainer.use_cpu:

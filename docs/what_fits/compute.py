@@ -1,10 +1,11 @@
 """Compute the numbers of the page "What fits where" (docs/what-fits.md): numbers.json, by the code of the estimates.
 
-PYTHONPATH=scripts python docs/what_fits/compute.py      # three minutes on two cores
+PYTHONPATH=scripts python docs/what_fits/compute.py      # a quarter of an hour on two cores
 
-The page adds, in the reader's browser, and knows no formula. So everything stands in the file that is no sum: of each
-model, precision, accumulation and layout (nodes x GPUs of a node) what a rank of each method holds and sends. Of
-activations there are bytes of any micro batch, and bytes of each sequence: they grow by the same with each one.
+The page only adds, in the reader's browser, and takes the largest sum. So the file has everything else: for each model,
+precision, accumulation and layout (nodes x GPUs of a node) what a rank of each method holds and sends. What the passes
+of a micro batch hold grows by the same with each sequence, after each operation. So two traces give it for any number
+of sequences, and the file has those operations after which most is held.
 """
 
 import json
@@ -14,23 +15,25 @@ from concurrent.futures import ProcessPoolExecutor
 from itertools import product
 from pathlib import Path
 
+import torch
 from transformers import LlamaConfig, Qwen2Config
 
 from estimate.command_line import parse_memory_plan, read_config_files
 from estimate.communication import bytes_between_nodes, sent_bytes
 from estimate.compare import FITS, VERDICTS, settings_by_config
-from estimate.memory import MIB, activations, state_parts, totals
-from estimate.model_shape import forward_pass, trace_shape, uses_autocast
+from estimate.memory import MIB, MOMENTS, state_parts, totals
+from estimate.model_shape import PASSES, Alive, forward_pass, trace_shape, uses_autocast
 from estimate.time import uses_offload
 from settings.settings import Settings
 from shared.errors import WorkshopError
-from training.chunked_loss import bytes_of_chunks
+from training.chunked_loss import GPU_PIECES, bytes_of_chunk
 
 HERE = Path(__file__).resolve().parent
 REPOSITORY = HERE.parents[1]
 NUMBERS = HERE / "numbers.json"
 MB = 10**6
-STATE = ("parameters", "gradients", "optimizer state", "buffers")
+WHOLE_STEP = ("parameters", "optimizer state")  # held in all moments of a step
+IN_MOMENTS = ("gradients", "buffers")  # held in some
 CHOICES = {
     "precision": ["bf16", "fp32"],
     "length": [256, 512, 1024, 2048, 4096],
@@ -104,14 +107,13 @@ def order(config: str) -> tuple[str, str]:
 
 def of_model(model: list[str], lengths: list[int]) -> dict:
     """model: its flags."""
-    numbers: dict = {"activations": {}, "logits": {}, "cells": {}}
+    numbers: dict = {"passes": {}, "chunks": {}, "cells": {}}
     attentions = CHOICES["attention"] if model[1] in BLOOM else ["sdpa"]
     for precision in CHOICES["precision"]:
-        shape = trace_shape(plan(model, precision))
-        numbers["parameters"] = shape.model
-        numbers["logits"][precision] = of_loss(model, precision)
-        numbers["activations"][precision] = {
-            attention: of_activations(model, precision, attention, lengths) for attention in attentions
+        numbers["parameters"] = trace_shape(plan(model, precision)).model
+        numbers["chunks"][precision] = of_chunks(model, precision)
+        numbers["passes"][precision] = {
+            attention: of_passes(model, precision, attention, lengths) for attention in attentions
         }
         numbers["cells"][precision] = {
             accumulation: {
@@ -124,8 +126,11 @@ def of_model(model: list[str], lengths: list[int]) -> dict:
 
 
 def of_layout(model: list[str], precision: str, accumulation: int, nodes: int, per_node: int) -> list[list[int]]:
-    """Of each config: MiB of STATE on a GPU and of the CPUs of a node, MB that a rank sends in a step, and MB of these
-    between nodes. An empty list where this config cannot be taken."""
+    """Numbers of each config, an empty list where it cannot be taken.
+
+    MiB on a GPU: of WHOLE_STEP, and of IN_MOMENTS in each of MOMENTS; MiB of the CPUs of a node; MB that a rank sends
+    in a step; MB of these between nodes.
+    """
     flags = ["--gradient_accumulation_steps", accumulation, "--gpus", nodes * per_node, "--nodes", nodes]
     rows = []
     for _, settings in with_each_config(plan(model, precision, *flags)):
@@ -134,58 +139,77 @@ def of_layout(model: list[str], precision: str, accumulation: int, nodes: int, p
             continue
         shape = trace_shape(settings)
         parts = state_parts(shape, settings)
-        on_gpu = {part.name: part.gpu for part in parts}
-        on_node = totals(parts, per_node)[1]
-        held = (*(on_gpu[name] for name in STATE), on_node)
+        held = [sum(part.gpu for part in parts if part.name == name) for name in WHOLE_STEP]
+        held += [
+            sum(part.gpu for part in parts if part.name == name and moment in part.moments)
+            for name, moment in product(IN_MOMENTS, MOMENTS)
+        ]
+        held.append(totals(parts, per_node)[1])
         sent = (sent_bytes(shape, settings), bytes_between_nodes(shape, settings))
         rows.append([round(size / MIB) for size in held] + [round(size / MB) for size in sent])
     return rows
 
 
-def of_activations(model: list[str], precision: str, attention: str, lengths: list[int]) -> dict:
-    """Bytes by how the weights are cast and by length: of a micro batch in any case and of each sequence, twice: kept,
-    and with activation checkpointing."""
-    flags: list[object] = ["--loss", "chunked"]
-    if model[1] in BLOOM:
-        flags += ["--attention", attention]
+def of_passes(model: list[str], precision: str, attention: str, lengths: list[int]) -> dict:
+    """What the passes hold, by how the weights are cast, length, loss and activation checkpointing: see `fullest`."""
+    flags: list[object] = ["--attention", attention] if model[1] in BLOOM else []
     found: dict = {}
-    for name, config in {
+    for cast, config in {
         "autocast": [],
         "cast once": ["--deepspeed", REPOSITORY / "ds_configs" / "zero0.json"],
     }.items():
-        found[name] = {}
+        found[cast] = {}
         for length in lengths:
-            sizes = []
-            for checkpointing in ([], ["--activation_checkpointing"]):
-                chosen = [*flags, *config, *checkpointing]
-                of_one, of_two = (
-                    activation_bytes(plan(model, precision, *chosen, *micro_batch(batch, length))) for batch in (1, 2)
-                )
-                of_each = of_two - of_one
-                sizes += [round(of_one - of_each), round(of_each)]
-            found[name][length] = sizes
+            found[cast][length] = {
+                loss: {
+                    checkpointing: fullest(model, precision, length, [*flags, *config, "--loss", loss, *words])
+                    for checkpointing, words in {"no": [], "yes": ["--activation_checkpointing"]}.items()
+                }
+                for loss in CHOICES["loss"]
+            }
     return found
 
 
-def activation_bytes(settings: Settings) -> float:
-    return activations(trace_shape(settings), settings).gpu
+def fullest(model: list[str], precision: str, length: int, flags: list[object]) -> list[list]:
+    """The operations after which most is held in a part of the passes, for some micro batch of CHOICES.
+
+    Of each: the moment, bytes of activations and head without any sequence, bytes of both for each sequence, bytes of
+    the head, and bytes of logits for each sequence. The chunked loss has 1 in the last place while there is a chunk.
+    """
+    of_two, of_four = (
+        trace_shape(plan(model, precision, *flags, *micro_batch(batch, length))).history for batch in (2, 4)
+    )
+    chunked = "chunked" in flags
+    found = []
+    for moment in PASSES:
+        lines = [line(two, four, chunked) for two, four in zip(of_two[moment], of_four[moment], strict=True)]
+        for batch in CHOICES["batch"]:
+            most = max(lines, key=lambda each: each[0] + each[2] + batch * (each[1] + each[3]), default=None)
+            if most and [moment, *most] not in found:
+                found.append([moment, *most])
+    return found
+
+
+def line(two: Alive, four: Alive, chunked: bool) -> list[int]:
+    """What is held after an operation, as the sizes without any sequence and those of each sequence."""
+    each, logits = ((four[kind] - two[kind]) // 2 for kind in (0, 1))
+    return [two.activations - 2 * each, each, two.head, int(two.logits > 0) if chunked else logits]
 
 
 def micro_batch(batch: int, length: int) -> list[object]:
     return ["--per_device_train_batch_size", batch, "--max_length", length]
 
 
-def of_loss(model: list[str], precision: str) -> dict:
-    """Bytes of the full loss for each token, and of the chunked one by the tokens of a micro batch."""
-    settings = plan(model, precision, *micro_batch(1, GPT_LENGTH))
-    shape = trace_shape(settings)
-    forward = forward_pass(settings)
-    vocabulary = json.loads(forward.config_json)["vocab_size"]
+def of_chunks(model: list[str], precision: str) -> dict:
+    """Bytes of a chunk of the chunked loss, by how the weights are cast and by the tokens of a micro batch."""
+    forward = forward_pass(plan(model, precision))
+    sizes = json.loads(forward.config_json)
     counts = sorted({batch * length for batch, length in product(CHOICES["batch"], CHOICES["length"])})
-    return {
-        "full": shape.logits // GPT_LENGTH,
-        "chunked": {tokens: bytes_of_chunks(tokens, shape.hidden, vocabulary, forward.dtype) for tokens in counts},
-    }
+    found = {}
+    for cast, dtype in {"autocast": torch.float32, "cast once": forward.dtype}.items():
+        weight = torch.empty(sizes["vocab_size"], sizes["hidden_size"], dtype=dtype, device="meta")
+        found[cast] = {tokens: bytes_of_chunk(tokens, weight, forward.dtype, GPU_PIECES) for tokens in counts}
+    return found
 
 
 # 2. Of all models
@@ -284,7 +308,7 @@ def short(model: str) -> str:
 
 def as_text(numbers: dict) -> str:
     """JSON with a line for each layout."""
-    numeric = r"[\d\s,-]*"
+    numeric = r'[\d\s,"a-z-]*'
     lists = rf"\[(?:{numeric}|\[{numeric}\])*\]"
     return re.sub(lists, lambda found: re.sub(r"\s", "", found[0]), json.dumps(numbers, indent=1)) + "\n"
 
@@ -300,7 +324,8 @@ def main() -> None:
             "model_names": {short(model): model for model in MODELS},
             "verdicts": VERDICTS,
             "fits": FITS,
-            "state": STATE,
+            "whole_step": WHOLE_STEP,
+            "moments": MOMENTS,
             "methods": methods(),
             "left_out": left_out(),
             "models": {},

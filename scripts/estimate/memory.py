@@ -9,12 +9,15 @@ import psutil
 
 from distributed.ds_config import offloaded
 from distributed.fsdp_config import fsdp_name
-from estimate.model_shape import FP32, HALF, Shape, recomputes_blocks, trace_shape, uses_autocast, weight_bytes
+from estimate.model_shape import FP32, PASSES, Shape, recomputes_blocks, trace_shape, uses_autocast, weight_bytes
 from settings.settings import Settings
 
 MIB = 2**20
 GIB = 2**30
 K = 3 * FP32  # of the ZeRO paper: bytes per parameter of fp32 master, first and second moment of Adam
+MOMENTS = (*PASSES, "step")  # of an optimizer step; its peak is in one of them
+STEP = ("step",)
+GRADIENTS_COMPLETE = ("embedding", "step")
 PINNED_UNUSED = "pinned, unused"
 ZERO_GRADIENTS = (  # of stages 0 to 3
     "whole",
@@ -28,14 +31,15 @@ ZERO_GRADIENTS = (  # of stages 0 to 3
 class MemoryPart:
     """A part of what one rank holds, in bytes of its GPU and of its node's memory.
 
-    while_loading: only while weights are loaded, before the training's own memory is there; from_start: then, too.
-    by_one_rank: of the job; the others hold none of it.
+    moments: when the rank holds it. while_loading: only while weights are loaded, before the training's own memory is
+    there. from_start: then, too. by_one_rank: one rank of the job holds it, the others hold none of it.
     """
 
     name: str
     gpu: float
     cpu: float = 0
     note: str = ""
+    moments: tuple[str, ...] = MOMENTS
     while_loading: bool = False
     from_start: bool = False
     by_one_rank: bool = False
@@ -50,32 +54,37 @@ def estimate_parts(
     Raises WorkshopError (exit code 2) for an unknown model.
     """
     shape = trace_shape(settings, config_json)
-    return [
-        *state_parts(shape, settings),
-        activations(shape, settings),
-        logits(shape, settings),
-        python or measure_python(),
-    ]
+    return [*state_parts(shape, settings), *pass_parts(shape, settings), python or measure_python()]
 
 
 def state_parts(shape: Shape, settings: Settings) -> list[MemoryPart]:
     """Parameters, gradients, optimizer state and buffers, and the weights while they are loaded."""
     compute_bytes = weight_bytes(settings)
     ranks = settings.estimate.gpus // settings.model.tensor_parallel
+    accumulates = settings.trainer.gradient_accumulation_steps > 1
     if settings.deepspeed_config is not None:
-        return deepspeed_parts(shape, settings.zero, ranks, compute_bytes)
+        return deepspeed_parts(shape, settings.zero, ranks, accumulates, compute_bytes)
     if settings.fsdp_config is not None:
-        accumulates = settings.trainer.gradient_accumulation_steps > 1
         # With tensor parallelism FSDP gathers fp32 weights, and autocast casts them for each operation
         gathered_bytes = FP32 if uses_autocast(settings) else compute_bytes
         return fsdp_parts(shape, settings.fsdp_config, accumulates, gathered_bytes)
-    return unsharded_parts(shape, ranks)
+    return unsharded_parts(shape, ranks, accumulates)
 
 
-def logits(shape: Shape, settings: Settings) -> MemoryPart:
-    if settings.model.loss == "full":
-        return MemoryPart("logits", shape.logits, note="and their gradient")
-    return MemoryPart("loss", shape.logits, note="logits of a chunk, the head's gradient in fp32")
+def pass_parts(shape: Shape, settings: Settings) -> list[MemoryPart]:
+    """What the passes of a micro batch need beyond the model state, in each part of them."""
+    kept = "kept for the backward pass"
+    if recomputes_blocks(settings):
+        kept = "checkpointed: inputs of the blocks, and one block's"
+    loss, scores = ("logits", "12 bytes of each") if settings.model.loss == "full" else ("loss", "of a chunk of tokens")
+    parts = []
+    for moment, peak in shape.peaks.items():
+        parts += [
+            MemoryPart("activations", peak.activations, note=kept, moments=(moment,)),
+            MemoryPart(loss, peak.logits, note=scores, moments=(moment,)),
+            MemoryPart("head", peak.head, note="copies and gradients of its weight on their way", moments=(moment,)),
+        ]
+    return [part for part in parts if part.gpu]
 
 
 @cache
@@ -85,22 +94,14 @@ def measure_python() -> MemoryPart:
     return MemoryPart("Python, libraries", 0, own, "as this very process has it", from_start=True)
 
 
-def activations(shape: Shape, settings: Settings) -> MemoryPart:
-    if recomputes_blocks(settings):
-        # The input of every block is kept, and one block at a time is computed again
-        kept = shape.layers * shape.block_input + shape.activations / shape.layers
-        return MemoryPart("activations", kept, note="checkpointed: inputs of the blocks, and one block's")
-    note = "kept for the backward pass"
-    if uses_autocast(settings) and weight_bytes(settings) == HALF:
-        note += ", with autocast's 16-bit copies of the weights"
-    return MemoryPart("activations", shape.activations, note=note)
-
-
 # 1. Trainer and DDP
 
 
-def unsharded_parts(shape: Shape, ranks: int) -> list[MemoryPart]:
-    """fp32 weights, gradients and moments, whole on every rank: 4 + 4 + 8 bytes for each of the Psi parameters."""
+def unsharded_parts(shape: Shape, ranks: int, accumulates: bool) -> list[MemoryPart]:
+    """fp32 weights, gradients and moments, whole on every rank: 4 + 4 + 8 bytes for each of the Psi parameters.
+
+    accumulates: whether a step has several backward passes. Then gradients exist from the first one on.
+    """
     psi = shape.parameters
     if ranks > 1:
         buckets = MemoryPart("buffers", FP32 * psi, note="DDP's gradient buckets")
@@ -108,7 +109,7 @@ def unsharded_parts(shape: Shape, ranks: int) -> list[MemoryPart]:
         buckets = MemoryPart("buffers", 0, note="no gradients to average")
     return [
         MemoryPart("parameters", FP32 * psi, note="fp32 weights"),
-        MemoryPart("gradients", FP32 * psi, note="fp32"),
+        MemoryPart("gradients", FP32 * psi, note="fp32", moments=MOMENTS if accumulates else GRADIENTS_COMPLETE),
         MemoryPart("optimizer state", 2 * FP32 * psi, note="two moments of Adam, fp32"),
         buckets,
         weights_while_loading(shape.model),
@@ -125,7 +126,7 @@ def unsharded_parts(shape: Shape, ranks: int) -> list[MemoryPart]:
 # The 2 is compute_bytes below: in fp32 it is 4. Where DeepSpeed holds more than the paper, the comment says why.
 
 
-def deepspeed_parts(shape: Shape, zero: dict, n_d: int, compute_bytes: int) -> list[MemoryPart]:
+def deepspeed_parts(shape: Shape, zero: dict, n_d: int, accumulates: bool, compute_bytes: int) -> list[MemoryPart]:
     psi = shape.parameters
     stage = zero.get("stage", 0)
     parameters: float = compute_bytes * psi
@@ -141,6 +142,8 @@ def deepspeed_parts(shape: Shape, zero: dict, n_d: int, compute_bytes: int) -> l
         gradients /= n_d
         parameters /= n_d
     on_cpu = offloaded(zero, "optimizer")
+    # Stage 3, and an offload, keep a buffer for gradients from the start
+    exist = MOMENTS if accumulates or stage == 3 or on_cpu else GRADIENTS_COMPLETE
     parts = [
         MemoryPart(
             "parameters",
@@ -148,9 +151,9 @@ def deepspeed_parts(shape: Shape, zero: dict, n_d: int, compute_bytes: int) -> l
             "the share" if stage == 3 else "whole",
             from_start=stage == 3,
         ),
-        MemoryPart("gradients", *on_gpu_or_cpu(gradients, on_cpu and stage >= 2), ZERO_GRADIENTS[stage]),
+        MemoryPart("gradients", *on_gpu_or_cpu(gradients, on_cpu and stage >= 2), ZERO_GRADIENTS[stage], exist),
         MemoryPart("optimizer state", *on_gpu_or_cpu(optimizer_state, on_cpu), "fp32 masters, two moments"),
-        zero_buffers(shape, zero, n_d, compute_bytes),
+        *zero_buffers(shape, zero, n_d, compute_bytes),
         weights_while_loading(shape.model, by_one_rank=stage == 3),
     ]
     if on_cpu or offloaded(zero, "param"):
@@ -163,7 +166,7 @@ def deepspeed_parts(shape: Shape, zero: dict, n_d: int, compute_bytes: int) -> l
     return parts
 
 
-def zero_buffers(shape: Shape, zero: dict, n_d: int, compute_bytes: int) -> MemoryPart:
+def zero_buffers(shape: Shape, zero: dict, n_d: int, compute_bytes: int) -> list[MemoryPart]:
     """What the paper calls temporary buffers (section 3.2), and the gathered parameters of stage 3."""
     psi = shape.parameters
     stage = zero.get("stage", 0)
@@ -171,11 +174,11 @@ def zero_buffers(shape: Shape, zero: dict, n_d: int, compute_bytes: int) -> Memo
     if stage == 0:
         # the 16-bit optimizer copies all gradients to fp32 for its step
         copies = 0 if compute_bytes == FP32 else FP32 * psi
-        return MemoryPart("buffers", copies, note="fp32 gradients in the step")
+        return [MemoryPart("buffers", copies, note="fp32 gradients", moments=STEP)]
     # Gradients are reduced in buckets, of the hidden size squared where the file says "auto"
     bucket = compute_bytes * min(zero_size(zero, "reduce_bucket_size", shape.hidden**2, 5e8), psi)
     # the optimizer steps on fp32 gradients of the rank's share: 4 Psi / N_d
-    step_on_gpu, step_on_cpu = on_gpu_or_cpu(FP32 * psi / n_d, on_cpu)
+    in_step = MemoryPart("buffers", *on_gpu_or_cpu(FP32 * psi / n_d, on_cpu), "fp32 gradients of the share", STEP)
     if stage == 3:
         # Parameters are gathered before they are used, up to a limit, and the next ones ahead. A rank that has all of
         # them on its GPU gathers nothing
@@ -184,16 +187,18 @@ def zero_buffers(shape: Shape, zero: dict, n_d: int, compute_bytes: int) -> Memo
             live = min(psi, zero.get("stage3_max_live_parameters", 1e9))
             prefetch = zero_size(zero, "stage3_prefetch_bucket_size", 0.9 * shape.hidden**2, 5e7)
             gathered = compute_bytes * (live + prefetch)
-        note = "bucket, parameters gathered at a time, fp32 gradients in the step"
-        return MemoryPart("buffers", bucket + gathered + step_on_gpu, step_on_cpu, note)
+        note = "bucket, parameters gathered at a time"
+        return [MemoryPart("buffers", bucket + gathered, note=note, moments=PASSES), in_step]
     if on_cpu:
         # gradients pass to the CPU through a buffer for the largest one, on both sides, and the updated 16-bit share
         # comes back from a copy there
         largest = compute_bytes * max(shape.sizes)
         copy_of_share = compute_bytes * psi / n_d
-        note = "bucket, transfers, fp32 gradients"
-        return MemoryPart("buffers", bucket + largest, step_on_cpu + largest + copy_of_share, note)
-    return MemoryPart("buffers", bucket + step_on_gpu, note="bucket; fp32 gradients in the step")
+        return [
+            MemoryPart("buffers", bucket + largest, note="bucket, transfers", moments=PASSES),
+            MemoryPart("buffers", 0, FP32 * psi / n_d + largest + copy_of_share, "fp32 gradients, transfers"),
+        ]
+    return [MemoryPart("buffers", bucket, note="bucket", moments=PASSES), in_step]
 
 
 def stage2_gradients(sizes: tuple[int, ...], n_d: int) -> list[list[int]]:
@@ -260,12 +265,12 @@ def fsdp_parts(shape: Shape, config: dict, accumulates: bool, compute_bytes: int
         # no reduce-scatter before the last backward pass of a step, so gradients stay whole
         gradients = MemoryPart("gradients", compute_bytes * psi, note="whole while gradients accumulate")
     else:
-        gradients = MemoryPart("gradients", *on_gpu_or_cpu(share, on_cpu), "fp32 share")
+        gradients = MemoryPart("gradients", *on_gpu_or_cpu(share, on_cpu), "fp32 share", GRADIENTS_COMPLETE)
     parts = [
         MemoryPart("parameters", *on_gpu_or_cpu(share, on_cpu), "fp32 share", from_start=True),
         gradients,
         MemoryPart("optimizer state", *on_gpu_or_cpu(2 * share, on_cpu), "two moments of Adam, fp32 share"),
-        fsdp_buffers(shape, config, accumulates, compute_bytes),
+        *fsdp_buffers(shape, config, accumulates, compute_bytes),
         weights_while_loading(shape.model),
     ]
     if on_cpu:  # each parameter's share and its gradient are pinned on their own
@@ -273,27 +278,35 @@ def fsdp_parts(shape: Shape, config: dict, accumulates: bool, compute_bytes: int
     return parts
 
 
-def fsdp_buffers(shape: Shape, config: dict, accumulates: bool, compute_bytes: int) -> MemoryPart:
+def fsdp_buffers(shape: Shape, config: dict, accumulates: bool, compute_bytes: int) -> list[MemoryPart]:
     """Parameters gathered at a time (a unit in use and the one prefetched), and gradients on their way."""
     psi = shape.parameters
     on_cpu = config.get("cpu_offload", False)
     block = max(shape.block_sizes, default=0)
-    outside = psi - sum(shape.block_sizes)  # embedding, last norm, head: the root unit
+    outside = psi - sum(shape.block_sizes)  # embedding, last norm, head: the root unit, gathered in both passes
     by_block = config.get("auto_wrap_policy", "TRANSFORMER_BASED_WRAP") == "TRANSFORMER_BASED_WRAP"
-    one_unit = not by_block or not shape.block_sizes
-    if one_unit or "SHARD_GRAD_OP" in fsdp_name(config):
-        gathered = psi
-        note = "all parameters gathered"
-    else:
-        gathered = outside + 2 * block
-        note = "two blocks gathered, embedding and head throughout"
+    if not by_block or not shape.block_sizes:
+        block, outside = 0, psi
+    keeps_blocks = "SHARD_GRAD_OP" in fsdp_name(config)
+    gathered = dict.fromkeys(PASSES, psi if keeps_blocks else outside)
+    if not keeps_blocks:
+        gathered["blocks"] += 2 * block
     if config["dp_shard_size"] == 1 and not on_cpu:
-        gathered = 0  # this rank has them all, where they are needed
-    # what the largest unit puts into its reduce-scatter, in fp32
-    reduced = psi if one_unit else max(outside, block)
-    # accumulated gradients lie on the GPU, their share of the step on the CPU
-    step_on_cpu = FP32 * psi / config["dp_shard_size"] if on_cpu and accumulates else 0
-    return MemoryPart("buffers", compute_bytes * gathered + FP32 * reduced, step_on_cpu, note)
+        gathered = dict.fromkeys(PASSES, 0)  # this rank has them all, where they are needed
+    # what a unit puts into its reduce-scatter, in fp32
+    reduced = {"loss": 0, "blocks": block, "embedding": outside}
+    parts = [
+        MemoryPart(
+            "buffers",
+            compute_bytes * gathered[moment] + FP32 * reduced[moment],
+            note="parameters gathered at a time, gradients on their way",
+            moments=(moment,),
+        )
+        for moment in PASSES
+    ]
+    if on_cpu and accumulates:  # accumulated gradients lie on the GPU, their share of the step on the CPU
+        parts.append(MemoryPart("buffers", 0, FP32 * psi / config["dp_shard_size"], "fp32 gradients", STEP))
+    return parts
 
 
 # 4. The memory of a node
@@ -326,9 +339,28 @@ def without_gpu(parts: list[MemoryPart]) -> list[MemoryPart]:
 
 def totals(parts: list[MemoryPart], ranks_per_node: int) -> tuple[float, float]:
     """Bytes of the fullest GPU, and of the first node's memory: loading comes before the rest."""
-    training = ranks_per_node * sum(part.cpu for part in parts if not part.while_loading)
+    now = at_peak(parts)
+    training = ranks_per_node * sum(part.cpu for part in now if not part.while_loading)
     while_loading = 0.0
     for part in parts:
         if part.while_loading or part.from_start:
             while_loading += part.cpu * (1 if part.by_one_rank else ranks_per_node)
-    return sum(part.gpu for part in parts), max(training, while_loading)
+    return sum(part.gpu for part in now), max(training, while_loading)
+
+
+def at_peak(parts: list[MemoryPart]) -> list[MemoryPart]:
+    """Return the parts with their bytes at the fullest moment of the GPU and of the CPU, which may be two moments.
+
+    Parts of which nothing is there at these moments are left out.
+    """
+    on_gpu, on_cpu = (
+        max(MOMENTS, key=lambda moment: sum(getattr(part, where) for part in parts if moment in part.moments))
+        for where in ("gpu", "cpu")
+    )
+    found = []
+    for part in parts:
+        gpu = part.gpu if on_gpu in part.moments else 0
+        cpu = part.cpu if on_cpu in part.moments else 0
+        if gpu or cpu or part.moments == MOMENTS:
+            found.append(replace(part, gpu=gpu, cpu=cpu))
+    return found

@@ -3,12 +3,16 @@
 import contextlib
 import json
 import logging
+import weakref
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 from transformers.distributed.parallel_utils import replace_layer_number_by_wildcard
 
 from distributed.tensor_parallel import check_can_be_cut, cut_parameters
@@ -17,13 +21,15 @@ from shared.errors import WorkshopError
 
 FP32 = 4  # bytes
 HALF = 2  # bytes of fp16 and bf16
+PASSES = ("loss", "blocks", "embedding")  # parts of the forward and backward pass; training_step says where they begin
 
 
 @dataclass(frozen=True)
 class ForwardPass:
     """All that the forward pass of one micro batch depends on. It is hashable, so that results can be cached.
 
-    autocast: whether the weights are fp32 and autocast casts them for each operation.
+    autocast: whether autocast casts fp32 weights to 16 bit for each operation. recomputes: whether the backward
+    pass computes each block again. on_cpu: whether the training has no GPU.
     """
 
     config_json: str
@@ -31,9 +37,11 @@ class ForwardPass:
     length: int  # tokens of a sequence
     precision: Precision
     autocast: bool
+    recomputes: bool
     attention: str | None
     loss: str
     tensor_parallel: int
+    on_cpu: bool
 
     @property
     def tokens(self) -> int:
@@ -45,14 +53,25 @@ class ForwardPass:
         return torch.float32 if self.precision == "fp32" else torch.bfloat16
 
 
+class Alive(NamedTuple):
+    """Bytes that the passes hold at a moment, beyond parameters and their gradients.
+
+    head: 16-bit copies of the head's weight, and gradients of it that are on their way.
+    """
+
+    activations: float
+    logits: float
+    head: float
+
+
 @dataclass(frozen=True)
 class Shape:
-    """Elements of each parameter, in order, and of each block; bytes that a forward pass leaves behind.
+    """Elements of each parameter, in order, and of each block; bytes that the passes of a micro batch need.
 
     With tensor parallelism these are the numbers of one rank. model: parameters before they are cut. uncut: parameters
     that every rank of a group holds. exchanged: bytes that each of very many ranks of a group sends for a micro batch.
-    calls: the modules in the order in which the forward pass calls them, each as the indices of its own parameters in
-    `sizes`.
+    history: what is alive after each operation, for each of PASSES. peaks: the fullest moment of each. calls: the modules in
+    the order in which the forward pass calls them, each as the indices of its own parameters in `sizes`.
     """
 
     model: int
@@ -62,9 +81,8 @@ class Shape:
     block_sizes: tuple[int, ...]
     hidden: int
     layers: int
-    activations: int
-    block_input: int
-    logits: int
+    history: dict[str, list[Alive]]
+    peaks: dict[str, Alive]
     calls: tuple[tuple[int, ...], ...]
 
     @property
@@ -91,10 +109,12 @@ def forward_pass(settings: Settings, config_json: str | None = None) -> ForwardP
         batch=settings.trainer.per_device_train_batch_size,
         length=settings.data.max_length,
         precision=settings.precision,
-        autocast=uses_autocast(settings),
+        autocast=uses_autocast(settings) and settings.precision != "fp32",
+        recomputes=recomputes_blocks(settings),
         attention=settings.model.attention,
         loss=settings.model.loss,
         tensor_parallel=settings.model.tensor_parallel,
+        on_cpu=bool(settings.trainer.use_cpu),
     )
 
 
@@ -139,7 +159,7 @@ def weight_bytes(settings: Settings) -> int:
 
 @contextlib.contextmanager
 def model_without_storage(forward: ForwardPass) -> Iterator[Any]:
-    """Make a model whose tensors have no storage, under autocast if the training uses it."""
+    """Make a model whose tensors have no storage."""
     from torch._subclasses.fake_tensor import FakeTensorMode
     from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig
     from transformers.initialization import no_init_weights
@@ -160,9 +180,16 @@ def model_without_storage(forward: ForwardPass) -> Iterator[Any]:
             model = model_class(config).train()
             model.tie_weights()
             use_attention(model, forward.attention)
-        casts = forward.autocast and forward.precision != "fp32"
-        with torch.autocast("cpu", dtype=forward.dtype, enabled=casts):
-            yield model
+        if forward.recomputes:
+            # There are no random numbers here that checkpointing would have to save
+            model.activation_checkpointing_enable({"use_reentrant": False, "preserve_rng_state": False})
+        yield model
+
+
+def autocast(forward: ForwardPass) -> torch.autocast:
+    """Return the context of the forward pass. Like the Trainer, leave it before the backward pass: then autocast drops
+    its copies of the weights."""
+    return torch.autocast("cpu", dtype=forward.dtype, enabled=forward.autocast)
 
 
 def cut_blocks(model: Any, tensor_parallel: int) -> None:
@@ -199,10 +226,7 @@ def exchanged_bytes(model: Any, forward: ForwardPass) -> int:
 
 @lru_cache
 def trace(forward: ForwardPass) -> Shape:
-    """Run the forward pass on tensors without storage, and count what autograd keeps of it."""
-    from training.chunked_loss import bytes_of_chunks
-
-    saved: dict[int, torch.UntypedStorage] = {}
+    """Run the passes of a micro batch on tensors without storage, and count the bytes that are alive."""
     with model_without_storage(forward) as model:
         whole = {name: p.numel() for name, p in model.named_parameters()}
         held = whole
@@ -214,35 +238,15 @@ def trace(forward: ForwardPass) -> Shape:
             held = whole | {name: whole[name] // forward.tensor_parallel for name in cut}
             cut_blocks(model, forward.tensor_parallel)
             exchanged = exchanged_bytes(model, forward)
-        own = {p.untyped_storage()._cdata for p in model.parameters()}
         numbers = {id(parameter): number for number, parameter in enumerate(model.parameters())}
         calls: list[tuple[int, ...]] = []
         for module in model.modules():
             module.register_forward_pre_hook(
                 lambda module, _: calls.append(tuple(numbers[id(p)] for p in module.parameters(recurse=False)))
             )
-
-        def note(tensor: torch.Tensor) -> torch.Tensor:
-            storage = tensor.untyped_storage()
-            if storage._cdata not in own:
-                saved[storage._cdata] = storage  # keeps the storage alive, so that no other gets its address
-            return tensor
-
-        tokens = torch.ones(forward.batch, forward.length, dtype=torch.long)
-        with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
-            # The chunked loss leaves nothing behind but what is counted below
-            model(input_ids=tokens, attention_mask=tokens, labels=tokens if forward.loss == "full" else None)
-    blocks = [name for name, m in model.named_modules() if type(m).__name__ in (model._no_split_modules or [])]
+        blocks = {name: m for name, m in model.named_modules() if type(m).__name__ in (model._no_split_modules or [])}
+        history = run_passes(model, list(blocks.values()), forward)
     text = model.config.get_text_config()
-    activations = sum(storage.nbytes() for storage in saved.values())
-    if forward.loss == "full":
-        elements = forward.tokens * text.vocab_size
-        activations -= 4 * elements  # their fp32 log-softmax
-        # Memory holds 16-bit logits next to their fp32 copy and its log-softmax, but fp32 logits only next to the
-        # log-softmax. In the backward pass their gradients take these places
-        logits = elements * (8 if forward.precision == "fp32" else 10)
-    else:
-        logits = bytes_of_chunks(forward.tokens, text.hidden_size, text.vocab_size, forward.dtype)
     return Shape(
         model=sum(whole.values()),
         uncut=sum(size for name, size in whole.items() if name not in cut),
@@ -251,8 +255,114 @@ def trace(forward: ForwardPass) -> Shape:
         block_sizes=tuple(sum(size for name, size in held.items() if name.startswith(f"{block}.")) for block in blocks),
         hidden=text.hidden_size,
         layers=len(blocks) or text.num_hidden_layers,
-        activations=activations,
-        block_input=forward.tokens * text.hidden_size * forward.dtype.itemsize,
-        logits=logits,
+        peaks={moment: max(states, key=sum) for moment, states in history.items() if states},
+        history=history,
         calls=tuple(calls),
     )
+
+
+class AliveBytes(TorchDispatchMode):
+    """Note after each operation the bytes of all storages that are alive.
+
+    scores: elements of the logits. head: shape of the weight that makes them.
+    """
+
+    def __init__(self, scores: int, head: torch.Size):
+        super().__init__()
+        self.scores = scores
+        self.head = sorted(head)
+        self.moment = PASSES[0]
+        self.alive: Counter[str] = Counter()
+        self.known: set[int] = set()
+        self.history: dict[str, list[Alive]] = {moment: [] for moment in PASSES}
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        result = func(*args, **(kwargs or {}))
+        for tensor in tree_leaves(result):
+            if isinstance(tensor, torch.Tensor):
+                self.add(tensor, self.kind_of(tensor))
+        self.note()
+        return result
+
+    def kind_of(self, tensor: torch.Tensor) -> str:
+        if tensor.numel() == self.scores and tensor.shape[-1] == max(self.head):
+            return "logits"
+        return "head" if sorted(tensor.shape) == self.head else "activations"
+
+    def add(self, tensor: torch.Tensor, kind: str) -> None:
+        storage = tensor.untyped_storage()
+        address = storage._cdata
+        if address not in self.known:
+            self.known.add(address)
+            self.alive[kind] += storage.nbytes()
+            weakref.finalize(storage, self.remove, address, kind, storage.nbytes()).atexit = False
+
+    def remove(self, address: int, kind: str, size: int) -> None:
+        self.known.discard(address)
+        self.alive[kind] -= size
+
+    def note(self, more_logits: int = 0) -> None:
+        """more_logits: bytes that are not there as tensors."""
+        alive = self.alive
+        self.history[self.moment].append(Alive(alive["activations"], alive["logits"] + more_logits, alive["head"]))
+
+    def begin(self, moment: str) -> None:
+        self.moment = moment
+
+
+def run_passes(model: Any, blocks: list[Any], forward: ForwardPass) -> dict[str, list[Alive]]:
+    """Run the forward and backward pass of a micro batch. Return what is alive after each operation, by PASSES.
+
+    "loss" is the forward pass, the loss, and the backward pass of the head. "blocks" begins with the gradient of the
+    last block's output, "embedding" with that of the first block's input. Gradients of parameters exist already, as in
+    each micro batch but the first of a step.
+    """
+    from training.chunked_loss import CPU_PIECES, GPU_PIECES, bytes_of_chunk
+
+    head = model.get_output_embeddings()
+    counting = AliveBytes(forward.tokens * len(head.weight), head.weight.shape)
+    for parameter in model.parameters():
+        parameter.grad = torch.empty_like(parameter)
+        for tensor in (parameter, parameter.grad):
+            counting.add(tensor, "parameters and their gradients")
+    if forward.loss == "chunked":
+        head.forward = lambda hidden: ChunkedHead.apply(hidden, head.weight)
+        model.loss_function = lambda logits, *args, **kwargs: logits
+    if blocks:
+        begin_with_gradient(blocks[-1].register_forward_hook, "blocks", counting)
+        begin_with_gradient(blocks[0].register_forward_pre_hook, "embedding", counting)
+    tokens = torch.ones(forward.batch, forward.length, dtype=torch.long)
+    with counting:
+        with autocast(forward):
+            loss = model(input_ids=tokens, attention_mask=tokens, labels=tokens, use_cache=False).loss
+            if forward.loss == "chunked":
+                pieces = CPU_PIECES if forward.on_cpu else GPU_PIECES
+                counting.note(bytes_of_chunk(forward.tokens, head.weight, forward.dtype, pieces))
+        loss.backward()
+    return counting.history
+
+
+def begin_with_gradient(register_hook: Any, moment: str, counting: AliveBytes) -> None:
+    """Begin a moment when the backward pass has computed the gradient of the tensor that a module's hook gets last."""
+
+    def hook(module: Any, *values: Any) -> None:
+        first = next(value for value in tree_leaves(values[-1]) if isinstance(value, torch.Tensor))
+        first.register_hook(lambda _: counting.begin(moment))
+
+    register_hook(hook)
+
+
+class ChunkedHead(torch.autograd.Function):
+    """Keep for the backward pass what training/chunked_loss.py keeps: gradients of hidden states and weight, in fp32."""
+
+    @staticmethod
+    def forward(ctx: Any, hidden: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        ctx.dtypes = hidden.dtype, weight.dtype
+        ctx.save_for_backward(*(torch.empty_like(tensor, dtype=torch.float32) for tensor in (hidden, weight)))
+        return hidden.new_zeros(())
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple:
+        return tuple(kept.to(dtype) for kept, dtype in zip(ctx.saved_tensors, ctx.dtypes, strict=True))

@@ -32,27 +32,39 @@ def predicted_memory(record: dict) -> Predicted | None:
     None for a record without configs, and for a run that cannot be estimated: with another optimizer than AdamW, or
     with a model that cannot be traced. Needs no network, no GPU and no files of the run.
     """
-    configs = record.get("configs")
-    if not configs:
+    if not record.get("configs"):
         return None
-    settings = settings_of(
-        DEFAULTS | record["settings"] | {"gpus": record["world_size"], "nodes": len(record["nodes"])},
-        deepspeed_config=configs["deepspeed"],
-        fsdp_config=configs["fsdp"],
-    )
     try:
-        check_optimizer(settings)
-        parts = estimate_parts(settings, json.dumps(configs["model"]), measure_python_elsewhere())
+        parts = predicted_parts(record, measure_python_elsewhere())
     except WorkshopError:
         return None
     state = [
         sum(part.gpu + part.cpu for part in parts if part.name == name) / MIB
         for name in ("parameters", "gradients", "optimizer state")
     ]
-    on_cpu = record["hardware"]["gpus"] == 0 or settings.trainer.use_cpu
-    ranks_per_node = settings.estimate.gpus // settings.estimate.nodes
-    on_gpu, on_node = totals(without_gpu(parts) if on_cpu else parts, ranks_per_node)
-    return Predicted(None if on_cpu else on_gpu / MIB, on_node / MIB, *state)
+    on_gpu, on_node = totals(parts, record["world_size"] // len(record["nodes"]))
+    return Predicted(None if trained_on_cpu(record) else on_gpu / MIB, on_node / MIB, *state)
+
+
+def predicted_parts(record: dict, python: MemoryPart) -> list[MemoryPart]:
+    """Estimate the memory of a run from its record. python: what Python itself needs.
+
+    Raises WorkshopError (exit code 2) for a run that cannot be estimated.
+    """
+    configs = record["configs"]
+    own = {"gpus": record["world_size"], "nodes": len(record["nodes"])}
+    if trained_on_cpu(record):
+        own["use_cpu"] = True
+    settings = settings_of(
+        DEFAULTS | record["settings"] | own, deepspeed_config=configs["deepspeed"], fsdp_config=configs["fsdp"]
+    )
+    check_optimizer(settings)
+    parts = estimate_parts(settings, json.dumps(configs["model"]), python)
+    return without_gpu(parts) if settings.trainer.use_cpu else parts
+
+
+def trained_on_cpu(record: dict) -> bool:
+    return record["hardware"]["gpus"] == 0 or record["settings"].get("use_cpu", False)
 
 
 @cache

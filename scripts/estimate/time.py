@@ -24,9 +24,9 @@ from estimate.model_shape import (
     HALF,
     ForwardPass,
     Shape,
+    autocast,
     forward_pass,
     model_without_storage,
-    recomputes_blocks,
     trace_shape,
     tracing_errors,
     weight_bytes,
@@ -113,21 +113,20 @@ def micro_batch_work(settings: Settings) -> Work:
     """Count the work of the forward and backward pass of a micro batch."""
     forward = forward_pass(settings)
     with tracing_errors(settings):
-        return count_work(forward, recomputes_blocks(settings))
+        return count_work(forward)
 
 
 @lru_cache
-def count_work(forward: ForwardPass, again: bool) -> Work:
-    """Run both passes on tensors without storage. again: whether activation checkpointing computes the blocks again."""
+def count_work(forward: ForwardPass) -> Work:
+    """Run both passes on tensors without storage."""
     counting = CountWork()
     with model_without_storage(forward) as model:
         tokens = torch.ones(forward.batch, forward.length, dtype=torch.long)
-        if again:
-            # There are no random numbers here that checkpointing would have to save
-            model.activation_checkpointing_enable({"use_reentrant": False, "preserve_rng_state": False})
         # Attention is written out, because PyTorch counts no operations of the CPU's fused kernel
         with sdpa_kernel(SDPBackend.MATH), counting:
-            model(input_ids=tokens, attention_mask=tokens, labels=tokens, use_cache=False).loss.backward()
+            with autocast(forward):
+                loss = model(input_ids=tokens, attention_mask=tokens, labels=tokens, use_cache=False).loss
+            loss.backward()
     return counting.work
 
 

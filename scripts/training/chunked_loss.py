@@ -211,11 +211,15 @@ def chunk_of(tokens: int, hidden_size: int) -> int:
     return max(1, math.ceil(tokens / chunks / ROW_MULTIPLE)) * ROW_MULTIPLE
 
 
-def bytes_of_chunks(tokens: int, hidden_size: int, vocabulary: int, dtype: torch.dtype) -> int:
-    """Memory of the loss on a GPU: a chunk's logits, the fp32 copy of some rows, the gradients in fp32."""
+def bytes_of_chunk(tokens: int, weight: torch.Tensor, dtype: torch.dtype, pieces: Pieces) -> int:
+    """Bytes of the logits of a chunk, of the fp32 copy of some of their rows, and of autocast's copy of the weight.
+
+    weight: (vocabulary, hidden size), of the head. dtype: in which logits are computed.
+    """
+    vocabulary, hidden_size = weight.shape
     logits = chunk_of(tokens, hidden_size) * vocabulary
-    gradients = (tokens + vocabulary) * hidden_size
-    return dtype.itemsize * logits + 4 * min(GPU_PIECES.logits, logits) + 4 * gradients
+    copy = 0 if weight.dtype == dtype else weight.numel()
+    return dtype.itemsize * (logits + copy) + 4 * min(pieces.logits, logits)
 
 
 def loss_and_gradient(
