@@ -27,9 +27,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
-from transformers import TrainerCallback
-
 from harness import (
     REPOSITORY,
     RESULT,
@@ -42,6 +39,8 @@ from harness import (
     run_training,
     versions,
 )
+from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import TrainerCallback
 
 sys.path.insert(0, str(SCRIPTS))
 from distributed.collectives import gather_lists, print_once
@@ -162,13 +161,13 @@ def train(folder: Path, row: Row) -> dict[str, float]:
 # The training
 
 
+FIELDS = ("arena", "ordblks", "smblks", "hblks", "hblkhd", "usmblks", "fsmblks", "uordblks", "fordblks", "keepcost")
+
+
 class MallInfo(ctypes.Structure):
     """glibc's struct mallinfo2."""
 
-    _fields_ = [
-        (name, ctypes.c_size_t)
-        for name in ("arena ordblks smblks hblks hblkhd usmblks fsmblks uordblks fordblks keepcost").split()
-    ]
+    _fields_ = [(name, ctypes.c_size_t) for name in FIELDS]
 
 
 LIBC = ctypes.CDLL(None)

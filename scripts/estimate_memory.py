@@ -17,7 +17,7 @@ import math
 from distributed.ds_config import offloaded
 from estimate.command_line import parse_memory_plan
 from estimate.compare import comparison, gpu_memory, verdict
-from estimate.memory import GIB, at_peak, estimate_parts, totals, without_gpu
+from estimate.memory import GIB, at_peak, estimate_parts, sums_by_moment, totals, without_gpu
 from estimate.model_shape import Shape, trace_shape
 from settings.settings import Settings
 from shared.errors import run_program
@@ -42,6 +42,7 @@ def memory_table(settings: Settings) -> str:
         *(f"{part.name:24}{part.gpu / GIB:8.2f}{part.cpu / GIB:8.2f}  {part.note}" for part in at_peak(parts)),
     ]
     on_gpu, on_node = totals(parts, given.gpus // given.nodes)
+    lines.append(moments_of_step(sums_by_moment(parts)[1 if trainer.use_cpu else 0]))
     if trainer.use_cpu:
         return "\n".join([*lines, verdict("one node", on_node, given.cpu_memory)])
     lines += [
@@ -52,6 +53,12 @@ def memory_table(settings: Settings) -> str:
         "Not counted: CUDA context, NCCL, fragmentation.",
     ]
     return "\n".join(filter(None, lines))
+
+
+def moments_of_step(sums: dict[str, float]) -> str:
+    """The line with the bytes of each moment; the rows above it are those of the fullest one."""
+    shown = ", ".join(f"{moment} {size / GIB:.1f}" for moment, size in sums.items())
+    return f"moments of a step, GiB: {shown}"
 
 
 def slurm_request(on_node: float, ranks_per_node: int, cpu_memory: float | None) -> str:

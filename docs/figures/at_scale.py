@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from estimate.command_line import parse_plan
 from estimate.communication import GB, bytes_between_nodes, sent_bytes
-from estimate.memory import GIB, MemoryPart, estimate_parts
+from estimate.memory import GIB, MemoryPart, at_peak, state_parts
 from estimate.model_shape import trace_shape
 
 REPOSITORY = Path(__file__).resolve().parents[2]
@@ -30,7 +30,8 @@ STATE = ("parameters", "gradients", "optimizer state", "buffers")
 
 
 class AtScale(NamedTuple):
-    """held: of the rank that holds most, without activations. Others: bytes sent in a step, mean of all ranks."""
+    """held: of the rank that holds most, without activations, at the moment when it is most. Others: bytes sent in a
+    step, mean of all ranks."""
 
     held: list[MemoryPart]
     inside_nodes: float
@@ -45,7 +46,7 @@ def at_scale(method: str, gpus: int) -> AtScale:
     shape = trace_shape(settings)
     between_nodes = bytes_between_nodes(shape, settings)
     return AtScale(
-        held=[part for part in estimate_parts(settings) if part.name in STATE],
+        held=at_peak([part for part in state_parts(shape, settings) if part.name in STATE]),
         inside_nodes=sent_bytes(shape, settings) - between_nodes,
         between_nodes=between_nodes,
     )

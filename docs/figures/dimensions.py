@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from estimate.command_line import parse_plan
 from estimate.communication import GB, sent_bytes
-from estimate.memory import GIB, estimate_parts
+from estimate.memory import GIB, at_peak, state_parts
 from estimate.model_shape import FP32, HALF, Shape, trace_shape
 from settings.settings import Settings
 
@@ -59,7 +59,8 @@ def dimensions() -> dict[str, Dimension]:
 
 
 def state_bytes(settings: Settings) -> float:
-    return sum(part.gpu for part in estimate_parts(settings) if part.name in STATE)
+    parts = state_parts(trace_shape(settings), settings)
+    return sum(part.gpu for part in at_peak([part for part in parts if part.name in STATE]))
 
 
 # Bytes that one of RANKS ranks sends for a micro batch of one question
@@ -121,7 +122,7 @@ def largest_stage(shape: Shape) -> int:
 def kept_by_first_stage(micro_batches: int) -> float:
     """Bytes of activations: of the blocks that `largest_stage` has."""
     shape = trace_shape(plan(*WITHOUT_CASTS))
-    return micro_batches * -(-shape.layers // RANKS) * shape.activations / shape.layers
+    return micro_batches * -(-shape.layers // RANKS) * shape.peaks["loss"].activations / shape.layers
 
 
 def logits(tokens: int, bytes_of_score: int = LOGITS) -> int:
@@ -138,7 +139,7 @@ def activations_of_a_question(tokens: int) -> float:
     Of two lengths of which one is twice the other, four times the shorter one's less the longer one's has no square.
     """
     of_512, of_1024 = (
-        trace_shape(plan(*WITHOUT_CASTS, "--attention", "sdpa", "--max_length", length)).activations
+        trace_shape(plan(*WITHOUT_CASTS, "--attention", "sdpa", "--max_length", length)).peaks["loss"].activations
         for length in (512, 1024)
     )
     return (4 * of_512 - of_1024) / 2 / 512 * tokens

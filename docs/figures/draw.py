@@ -19,7 +19,7 @@ from dimensions import QUESTIONS, tensor_sends_by_plan
 from dimensions import dimensions as dimension_numbers
 from estimate.command_line import parse_memory_plan
 from estimate.communication import GB
-from estimate.memory import GIB, MemoryPart, estimate_parts
+from estimate.memory import GIB, MemoryPart, at_peak, estimate_parts
 from estimate.model_shape import trace_shape
 from settings.settings import Settings
 
@@ -34,6 +34,7 @@ PARTS = {
     "activations": {"color": "#ffe699"},
     "logits": {"color": "#d9d9d9", "hatch": "\\\\\\"},
     "loss": {"color": "#9dc3e6", "hatch": "---"},  # without logits
+    "head": {"color": "#d9c3e8", "hatch": "|||"},
 }
 LINKS = {
     "inside nodes": {"color": "#9dc3e6"},
@@ -45,6 +46,11 @@ EMPTY = {"facecolor": "white", "edgecolor": "#bbbbbb", "linestyle": "--"}
 def plan(*flags: object) -> Settings:
     configs = HERE.parents[1]
     return parse_memory_plan([str(flag).replace("@", f"{configs}/") for flag in flags], environment={})
+
+
+def peak_parts(*flags: object) -> list[MemoryPart]:
+    """The parts of the estimate at the fullest moment of a step."""
+    return at_peak(estimate_parts(plan(*flags)))
 
 
 def save(figure, name: str) -> None:
@@ -114,7 +120,7 @@ def baseline() -> None:
     figure, axes = plt.subplots(figsize=(7, 3.2))
     labels = []
     for place, flags in enumerate(([], ["--per_device_train_batch_size", 1], ["--max_length", 128])):
-        height = stack(axes, place, estimate_parts(plan(*flags)))
+        height = stack(axes, place, peak_parts(*flags))
         axes.text(place, height + 0.3, f"{height:.1f}", ha="center")
         labels.append(["4 x 512 tokens\n(the baseline)", "1 x 512", "4 x 128"][place])
     for memory, name in ((16, "a GPU of 16 GiB"), (32, "a GPU of 32 GiB")):
@@ -142,7 +148,7 @@ def efficiency() -> None:
     }
     figure, axes = plt.subplots(figsize=(10.4, 3.4))
     for place, flags in enumerate(runs.values()):
-        height = stack(axes, place, estimate_parts(plan("--bf16", *flags)))
+        height = stack(axes, place, peak_parts("--bf16", *flags))
         axes.text(place, height + 0.6, f"{height:.1f}", ha="center")
     axes.set(xticks=range(len(runs)), xticklabels=list(runs), ylabel="GiB on one GPU, bloom-560m, estimated")
     legend(axes, loc="upper left")
@@ -218,7 +224,7 @@ def offload() -> None:
     ticks = []
     for group, stage in enumerate((1, 2, 3)):
         for number, (config, text) in enumerate(((f"zero{stage}", ""), (f"zero{stage}_cpu_offload", " + offload"))):
-            held = estimate_parts(plan("--deepspeed", f"@ds_configs/{config}.json"))
+            held = peak_parts("--deepspeed", f"@ds_configs/{config}.json")
             middle = 3 * group + 1.3 * number
             sides = {"gpu": middle - 0.3, "cpu": middle + 0.3} if number else {"gpu": middle}
             for where, place in sides.items():
@@ -474,7 +480,7 @@ def comparison() -> None:
     }
     figure, axes = plt.subplots(figsize=(8.8, 3.3))
     for place, flags in enumerate(methods.values()):
-        height = stack(axes, place, estimate_parts(plan("--model_name", "bigscience/bloom-3b", "--gpus", 2, *flags)))
+        height = stack(axes, place, peak_parts("--model_name", "bigscience/bloom-3b", "--gpus", 2, *flags))
         axes.text(place, height + 1, f"{height:.0f}", ha="center")
     axes.set(xticks=range(6), xticklabels=list(methods), ylabel="GiB per GPU, bloom-3b on 2 GPUs, estimated")
     axes.yaxis.label.set_fontsize(8)
@@ -519,7 +525,7 @@ def memory() -> None:
     figure, axes = plt.subplots(figsize=(7.4, 3.2))
     for place, (gpus, config) in enumerate(runs.values()):
         flags = ["--deepspeed", f"@ds_configs/{config}.json"] if config else []
-        height = stack(axes, place, estimate_parts(plan("--gpus", gpus, *flags)))
+        height = stack(axes, place, peak_parts("--gpus", gpus, *flags))
         axes.text(place, height + 0.3, f"{height:.1f}", ha="center")
     axes.set(xticks=range(4), xticklabels=list(runs), ylabel="GiB per GPU, bloom-560m, estimated", xlim=(-0.6, 5.2))
     legend(axes, loc="center right")

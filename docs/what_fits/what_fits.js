@@ -1,5 +1,5 @@
 // The page "What fits where". All numbers come from numbers.json, which compute.py makes with the code of the
-// estimates; here they are added, compared with the memory that is there, and drawn.
+// estimates; here they are added for each moment of a step, compared with the memory that is there, and drawn.
 (() => {
   const numbers = JSON.parse(document.getElementById("numbers").textContent);
   const BYTES_OF_A_MIB = 2 ** 20;
@@ -30,7 +30,7 @@
     method: numbers.methods.map((method) => method.name),
   };
   const SIGNS = ["✓", "≈", "✗"]; // of numbers.verdicts
-  const PARTS = [...numbers.state, "activations", "logits"];
+  const PARTS = ["parameters", "gradients", "optimizer state", "buffers", "activations", "logits", "head"];
 
   let choice = { ...DEFAULTS };
 
@@ -43,31 +43,36 @@
   const layout = () => `${nodes()}x${choice.gpus / nodes()}`;
   const labelOf = (method) => (method.name === "DDP" && choice.gpus === "1" ? "plain" : method.name);
 
-  function activations(method) {
+  // Bytes of activations, logits and head after the operations of the passes after which most is held, each with its
+  // moment of the step
+  function heldInPasses(method) {
     const attention = isBloom() ? choice.attention : "sdpa";
-    const sizes = model().activations[choice.precision][attention][method.activations][choice.length];
-    const [fixed, ofSequence, fixedCheckpointed, ofSequenceCheckpointed] = sizes;
-    return choice.checkpointing === "yes" || method.checkpointing
-      ? fixedCheckpointed + choice.batch * ofSequenceCheckpointed
-      : fixed + choice.batch * ofSequence;
+    const checkpointing = method.checkpointing ? "yes" : choice.checkpointing;
+    const passes = model().passes[choice.precision][attention][method.activations][choice.length];
+    const chunk = model().chunks[choice.precision][method.activations][choice.batch * choice.length];
+    return passes[choice.loss][checkpointing].map(([moment, fixed, ofSequence, head, logits]) => ({
+      moment,
+      held: [fixed + choice.batch * ofSequence, logits * (choice.loss === "full" ? choice.batch : chunk), head],
+    }));
   }
 
-  function logits() {
-    const tokens = choice.batch * choice.length;
-    const sizes = model().logits[choice.precision];
-    return choice.loss === "full" ? tokens * sizes.full : sizes.chunked[tokens];
-  }
-
-  // Sizes in GiB by part, what is sent in GB; null where the method cannot be taken
+  // Sizes in GiB by part at the fullest moment of a step, what is sent in GB; null where the method cannot be taken
   function needsOf(method) {
-    const row = model().cells[choice.precision][choice.accumulation][layout()][numbers.methods.indexOf(method)];
+    const row = [...model().cells[choice.precision][choice.accumulation][layout()][numbers.methods.indexOf(method)]];
     if (row.length === 0) {
       return null;
     }
-    const state = row.slice(0, numbers.state.length);
-    const [cpu, sent, sentBetweenNodes] = row.slice(numbers.state.length);
-    const sizes = [...state, activations(method) / BYTES_OF_A_MIB, logits() / BYTES_OF_A_MIB].map((mib) => mib / MIB_OF_A_GIB);
-    const total = sizes.reduce((sum, size) => sum + size, 0);
+    const take = () => row.splice(0, numbers.moments.length);
+    const [parameters, optimizerState] = row.splice(0, numbers.whole_step.length);
+    const [gradients, buffers] = [take(), take()];
+    const [cpu, sent, sentBetweenNodes] = row;
+    const candidates = [...heldInPasses(method), { moment: "step", held: [0, 0, 0] }].map(({ moment, held }) => {
+      const place = numbers.moments.indexOf(moment);
+      const state = [parameters, gradients[place], optimizerState, buffers[place]];
+      const sizes = [...state, ...held.map((size) => size / BYTES_OF_A_MIB)].map((mib) => mib / MIB_OF_A_GIB);
+      return { sizes, total: sizes.reduce((sum, size) => sum + size, 0) };
+    });
+    const { sizes, total } = candidates.reduce((fullest, each) => (each.total > fullest.total ? each : fullest));
     return {
       sizes, total, cpu: cpu / MIB_OF_A_GIB, sent: sent / 1000, sentBetweenNodes: sentBetweenNodes / 1000,
       verdict: total < numbers.fits * choice.memory ? 0 : total < choice.memory ? 1 : 2,

@@ -349,18 +349,23 @@ def totals(parts: list[MemoryPart], ranks_per_node: int) -> tuple[float, float]:
 
 
 def at_peak(parts: list[MemoryPart]) -> list[MemoryPart]:
-    """Return the parts with their bytes at the fullest moment of the GPU and of the CPU, which may be two moments.
+    """Return the parts with their bytes at the fullest moment of the GPU, and at that of the CPU.
 
-    Parts of which nothing is there at these moments are left out.
+    These may be two moments. A part of which nothing is there at either is left out.
     """
-    on_gpu, on_cpu = (
-        max(MOMENTS, key=lambda moment: sum(getattr(part, where) for part in parts if moment in part.moments))
-        for where in ("gpu", "cpu")
-    )
+    on_gpu, on_cpu = (max(sums, key=sums.__getitem__) for sums in sums_by_moment(parts))
     found = []
     for part in parts:
-        gpu = part.gpu if on_gpu in part.moments else 0
-        cpu = part.cpu if on_cpu in part.moments else 0
-        if gpu or cpu or part.moments == MOMENTS:
+        if on_gpu in part.moments or on_cpu in part.moments:
+            gpu = part.gpu if on_gpu in part.moments else 0
+            cpu = part.cpu if on_cpu in part.moments else 0
             found.append(replace(part, gpu=gpu, cpu=cpu))
     return found
+
+
+def sums_by_moment(parts: list[MemoryPart]) -> tuple[dict[str, float], dict[str, float]]:
+    """Bytes of a GPU and of the CPU in each moment of a step."""
+    training = [part for part in parts if not part.while_loading]
+    on_gpu = {moment: sum(part.gpu for part in training if moment in part.moments) for moment in MOMENTS}
+    on_cpu = {moment: sum(part.cpu for part in training if moment in part.moments) for moment in MOMENTS}
+    return on_gpu, on_cpu

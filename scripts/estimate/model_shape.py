@@ -70,8 +70,8 @@ class Shape:
 
     With tensor parallelism these are the numbers of one rank. model: parameters before they are cut. uncut: parameters
     that every rank of a group holds. exchanged: bytes that each of very many ranks of a group sends for a micro batch.
-    history: what is alive after each operation, for each of PASSES. peaks: the fullest moment of each. calls: the modules in
-    the order in which the forward pass calls them, each as the indices of its own parameters in `sizes`.
+    history: what is alive after each operation, for each of PASSES. peaks: the fullest moment of each. calls: the
+    modules in the order in which the forward pass calls them, each as the indices of its own parameters in `sizes`.
     """
 
     model: int
@@ -355,7 +355,7 @@ def begin_with_gradient(register_hook: Any, moment: str, counting: AliveBytes) -
 
 
 class ChunkedHead(torch.autograd.Function):
-    """Keep for the backward pass what training/chunked_loss.py keeps: gradients of hidden states and weight, in fp32."""
+    """Keep for the backward pass what training/chunked_loss.py keeps: fp32 gradients of hidden states and weight."""
 
     @staticmethod
     def forward(ctx: Any, hidden: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:

@@ -9,7 +9,7 @@ from transformers import AutoModelForCausalLM, BloomConfig
 
 import estimate_memory
 from estimate.command_line import parse_memory_plan
-from estimate.memory import estimate_parts, power_of_two, stage2_gradients, totals
+from estimate.memory import at_peak, estimate_parts, power_of_two, stage2_gradients, sums_by_moment, totals
 from estimate.model_shape import trace_shape
 from estimate_memory import memory_table
 from helpers import REPOSITORY
@@ -23,8 +23,13 @@ def plan(*flags: object) -> Settings:
     return parse_memory_plan([str(flag) for flag in flags], environment={})
 
 
+def estimated(*flags: object) -> dict[str, float]:
+    """Bytes of each part on a GPU at the fullest moment of a step."""
+    return {part.name: part.gpu for part in at_peak(estimate_parts(plan(*flags)))}
+
+
 def estimated_activations(*flags: object) -> float:
-    return next(part.gpu for part in estimate_parts(plan(*flags)) if part.name == "activations")
+    return estimated(*flags)["activations"]
 
 
 @pytest.mark.parametrize("attention", ["eager", "sdpa"])
@@ -45,8 +50,16 @@ def test_activations_are_those_that_autograd_keeps(attention):
         model(input_ids=tokens, attention_mask=tokens, labels=tokens)
     log_softmax = 4 * 100 * 2048 * 4
     real = sum(storage.nbytes() for place, storage in kept.items() if place not in own) - log_softmax
-    assert shape.activations == pytest.approx(real, rel=0.02)
+    assert shape.peaks["loss"].activations == pytest.approx(real, rel=0.02)
     assert (shape.parameters, len(shape.block_sizes)) == (231_296, 2)
+
+
+@pytest.mark.parametrize("precision", [("--bf16",), ("--fp16", "False")])
+@pytest.mark.parametrize("model", ["tiny-bloom", "custom-gpt"])
+def test_twelve_bytes_of_each_logit_are_alive_in_the_backward_pass_of_the_loss(model, precision):
+    """The log-softmax that was saved, and two gradients of its size, in fp32 also under autocast."""
+    vocabulary = {"tiny-bloom": 2048, "custom-gpt": 50_000}[model]
+    assert estimated("--model_name", model, *precision)["logits"] == 12 * 4 * 512 * vocabulary
 
 
 def test_gradients_on_an_edge_stay_whole_on_both_sides():
@@ -76,12 +89,36 @@ def test_bytes_per_parameter_on_four_gpus(monkeypatch, flags, expected):
     assert [part.gpu / 559_214_592 for part in held[:3]] == pytest.approx(expected)
 
 
-def test_checkpointing_keeps_the_blocks_inputs():
-    zero2 = ("--deepspeed", REPOSITORY / "ds_configs/zero2.json")
-    everything = estimated_activations(*zero2)
-    little = estimated_activations(*zero2, "--activation_checkpointing")
-    inputs = 24 * 4 * 512 * 1024 * 2
+@pytest.mark.parametrize(("flags", "bytes_of_input"), [((), 4), (("--deepspeed", "ds_configs/zero2.json"), 2)])
+def test_checkpointing_keeps_the_inputs_of_the_blocks(monkeypatch, flags, bytes_of_input):
+    """In fp32 under autocast, and in 16 bit where the weights are cast once."""
+    monkeypatch.chdir(REPOSITORY)
+    everything = estimated_activations("--bf16", *flags)
+    little = estimated_activations("--bf16", *flags, "--activation_checkpointing")
+    inputs = 24 * 4 * 512 * 1024 * bytes_of_input
     assert inputs < little < inputs + everything / 20
+
+
+def test_the_loss_of_a_checkpointed_training_needs_the_copies_of_all_weights_that_autocast_makes():
+    """Autocast drops them at the end of the forward pass, so that a full loss hides them in its backward pass."""
+    small = ("--bf16", "--activation_checkpointing", "--loss", "chunked", "--max_length", 64)
+    copies = 2 * 559_214_592
+    assert copies < estimated_activations(*small) + estimated(*small)["head"]
+
+
+def test_parts_that_are_not_there_together_are_not_added(monkeypatch):
+    monkeypatch.chdir(REPOSITORY)
+    zero2 = ("--deepspeed", "ds_configs/zero2.json", "--gpus", 2)
+    parts = estimate_parts(plan(*zero2))
+    on_gpu, _ = sums_by_moment(parts)
+    assert totals(parts, 2)[0] == max(on_gpu.values()) == sum(estimated(*zero2).values())
+    gradients_of_step = [part for part in parts if part.note == "fp32 gradients of the share"]
+    assert [part.moments for part in gradients_of_step] == [("step",)]
+    once = sums_by_moment(estimate_parts(plan("--gradient_accumulation_steps", 1)))[0]
+    several = sums_by_moment(estimate_parts(plan()))[0]
+    gradients = 4 * 559_214_592
+    assert several["loss"] - once["loss"] == gradients  # which exist from the first of several micro batches on
+    assert several["embedding"] == once["embedding"]
 
 
 def test_sdpa_keeps_one_matrix_of_length_times_length_instead_of_some_per_layer():
@@ -100,16 +137,15 @@ def test_activations_that_the_efficiency_page_gives(length):
 
 
 def test_the_chunked_loss_holds_a_chunk_of_the_logits_and_the_gradient_of_the_head():
-    full, chunked = (
-        {part.name: part.gpu for part in estimate_parts(plan("--loss", loss))} for loss in ("full", "chunked")
-    )
+    full, chunked = (estimated("--bf16", "--loss", loss) for loss in ("full", "chunked"))
     vocabulary, hidden = 250_880, 1024
-    assert full["logits"] == 4 * 512 * vocabulary * 10
     rows = 4 * 2**26  # of a chunk, in fp32
-    assert chunked["loss"] == 1024 * vocabulary * 2 + rows + 4 * hidden * (vocabulary + 4 * 512)
+    # logits of a chunk, and autocast's copy of the weight
+    assert chunked["loss"] == 2 * vocabulary * (1024 + hidden) + rows
+    assert chunked["head"] == 4 * vocabulary * hidden  # the gradient of the weight
     assert "logits" not in chunked
-    others = {what for what in full if what not in ("logits", "Python, libraries")}
-    assert {what: full[what] for what in others} == pytest.approx({what: chunked[what] for what in others}, rel=0.02)
+    state = ("parameters", "gradients", "optimizer state", "buffers")
+    assert [full[part] for part in state] == [chunked[part] for part in state]
 
 
 def test_memory_of_a_node_counts_loading_and_python_and_can_be_pasted(monkeypatch):
