@@ -12,7 +12,7 @@ from transformers import BloomConfig, BloomForCausalLM
 import estimate_time
 from estimate.command_line import parse_plan
 from estimate.communication import Ring, bytes_between_nodes, sent_bytes
-from estimate.memory import GIB, estimate_parts
+from estimate.memory import GIB, estimate_parts, totals
 from estimate.model_shape import Shape, trace_shape
 from estimate.time import (
     CountWork,
@@ -190,7 +190,7 @@ def test_what_the_page_says_of_tensor_parallelism():
     lines = []
     for name, words in flags.items():
         settings = plan(*model, *words)
-        held = sum(part.gpu for part in estimate_parts(settings)) / GIB
+        held = totals(estimate_parts(settings), 1)[0] / GIB
         batch = f"1 x {settings.trainer.gradient_accumulation_steps}"
         lines.append(f"| {name} | {batch} | {sent_bytes(trace_shape(settings), settings) / 1e9:.2f} | {held:.1f} |")
     assert "\n".join(lines) in (REPOSITORY / "docs" / "tensor-parallel.md").read_text()
