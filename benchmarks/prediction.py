@@ -129,14 +129,20 @@ def main() -> None:
     results["rows"] = []
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
-        for name, config in MODELS.items():
-            make_model_folder(folder / name, config, TOKENS)
+        make_models(folder, *MODELS)
         for name in chosen:
             results["rows"].append({"row": name, "ranks": ROWS[name].ranks, "mib": train(folder, ROWS[name])})
             print(page_row(results["rows"][-1]), flush=True)
     print(summary(results))
     if arguments.save:
         RESULTS.write_text(json.dumps(results, indent=1) + "\n")
+
+
+def make_models(folder: Path, *names: str) -> None:
+    """Write these of MODELS into the folder; custom-gpt needs no file."""
+    for name in names:
+        if name in MODELS:
+            make_model_folder(folder / name, MODELS[name], TOKENS)
 
 
 def read_results() -> dict:
@@ -227,7 +233,7 @@ def child(words: list[str]) -> None:
 
 def page_row(row: dict) -> str:
     predicted, measured = row["mib"]["predicted"], row["mib"]["measured"]
-    cells = [row["row"], str(row["ranks"]), f"{predicted:.0f}", f"{measured:.0f}", f"{100 * difference(row):+.0f} %"]
+    cells = [row["row"], str(row["ranks"]), f"{predicted:.1f}", f"{measured:.1f}", f"{100 * difference(row):+.1f} %"]
     return "| " + " | ".join(cells) + " |"
 
 
@@ -250,8 +256,8 @@ def summary(results: dict) -> str:
     worst = max(differences, key=lambda row: abs(differences[row]))
     middle = statistics.median(map(abs, differences.values()))
     return (
-        f"memory: the median difference, without its sign, is {100 * middle:.0f} %, the largest is "
-        f"{100 * differences[worst]:+.0f} % ({worst})"
+        f"{len(differences)} trainings: the median difference, without its sign, is {100 * middle:.1f} %, the largest "
+        f"is {100 * differences[worst]:+.1f} % ({worst})"
     )
 
 

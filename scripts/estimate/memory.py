@@ -76,13 +76,15 @@ def pass_parts(shape: Shape, settings: Settings) -> list[MemoryPart]:
     kept = "kept for the backward pass"
     if recomputes_blocks(settings):
         kept = "checkpointed: inputs of the blocks, and one block's"
-    loss, scores = ("logits", "12 bytes of each") if settings.model.loss == "full" else ("loss", "of a chunk of tokens")
+    loss, scores = "loss", "logits of a chunk"
+    if settings.model.loss == "full":
+        loss, scores = "logits", "at the peak as log-softmax and two gradients, in fp32"
     parts = []
     for moment, peak in shape.peaks.items():
         parts += [
             MemoryPart("activations", peak.activations, note=kept, moments=(moment,)),
             MemoryPart(loss, peak.logits, note=scores, moments=(moment,)),
-            MemoryPart("head", peak.head, note="copies and gradients of its weight on their way", moments=(moment,)),
+            MemoryPart("head", peak.head, note="copies of its weight, and gradients on their way", moments=(moment,)),
         ]
     return [part for part in parts if part.gpu]
 

@@ -9,7 +9,7 @@ from estimate.command_line import parse_memory_plan
 from estimate.memory import MIB, estimate_parts, measure_python, stage2_gradients, totals, without_gpu
 from estimate.model_shape import trace_shape
 from estimate.predict_from_record import predicted_memory
-from helpers import TINY, Finished
+from helpers import TINY, Finished, program
 from runs import HELD, RUNS, uses
 
 STATES = ("parameters", "gradients", "optimizer state")
@@ -45,3 +45,16 @@ def test_states_are_as_estimated(run: Finished, monkeypatch):
     assert on_gpus == pytest.approx((on_gpu / MIB, on_node / MIB, *(expected[what] / MIB for what in STATES)))
     node_without = totals(without_gpu(parts), row.world)[1] / MIB
     assert predicted_memory(run.record)[:2] == (None, pytest.approx(node_without))
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["llama, fp32", "bloom, bf16, checkpointing", "bloom, bf16, FULL_SHARD", "bloom, bf16, ZeRO-2, 1 micro batch"],
+)
+def test_the_peak_of_a_step_is_as_estimated(name, tmp_path):
+    """Four rows of the benchmark: bytes of real tensors, while a step runs."""
+    prediction = program("benchmarks/prediction.py")
+    row = prediction.ROWS[name]
+    prediction.make_models(tmp_path, row.model)
+    mib = prediction.train(tmp_path, row)
+    assert mib["measured"] == pytest.approx(mib["predicted"], rel=0.03)
