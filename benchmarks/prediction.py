@@ -99,8 +99,8 @@ def rows() -> dict[str, Row]:
         found[f"bloom, bf16, {length} tokens"] = Row([*BF16, "--max_length", length])
         found[f"bloom, bf16, {length} tokens, SDPA"] = Row([*BF16, "--max_length", length, "--attention", "sdpa"])
     found["bloom, bf16, 1 micro batch"] = Row([*BF16, *ONE_MICRO_BATCH])
-    for strategy, flags in STRATEGIES.items():
-        found[f"bloom, bf16, {strategy}, 1 micro batch"] = Row([*BF16, *flags, *ONE_MICRO_BATCH], 2)
+    for strategy in ("DDP", "ZeRO-2", "ZeRO-3", "FULL_SHARD"):
+        found[f"bloom, bf16, {strategy}, 1 micro batch"] = Row([*BF16, *STRATEGIES[strategy], *ONE_MICRO_BATCH], 2)
     for strategy in ("ZeRO-3", "FULL_SHARD"):
         flags = [*BF16, *STRATEGIES[strategy]]
         found[f"bloom, bf16, {strategy}, chunked loss"] = Row([*flags, *CHUNKED], 2)

@@ -216,11 +216,11 @@ def test_the_numbers_are_those_of_the_estimates_today(folder_of_models):
         words, lengths = flags[model]
         computed = COMPUTE.of_layout(words, precision, accumulation, nodes, per_node)
         assert stated["cells"][precision][str(accumulation)][f"{nodes}x{per_node}"] == computed
-        for attention, sizes in stated["activations"][precision].items():
-            computed = COMPUTE.of_activations(words, precision, attention, lengths[-1:])
-            for cast, by_length in computed.items():
-                assert sizes[cast][str(lengths[-1])] == by_length[lengths[-1]]
-        assert json.loads(json.dumps(COMPUTE.of_loss(words, precision))) == stated["logits"][precision]
+        length = lengths[len(lengths) // 2]
+        for attention, sizes in stated["passes"][precision].items():
+            for cast, by_length in COMPUTE.of_passes(words, precision, attention, [length]).items():
+                assert sizes[cast][str(length)] == by_length[length]
+        assert json.loads(json.dumps(COMPUTE.of_chunks(words, precision))) == stated["chunks"][precision]
     assert json.loads(json.dumps(COMPUTE.methods())) == numbers()["methods"]
     assert COMPUTE.left_out() == numbers()["left_out"]
 
