@@ -1,13 +1,16 @@
-"""The loss of a causal LM without its logits, for `--loss chunked`: `use_chunked_loss`.
+"""The loss of a causal LM without the logits of all tokens, for `--loss chunked`: `use_chunked_loss`.
 
-The logits of a vocabulary of 250,880 tokens are the largest tensor of a training: 2,048 tokens have 0.96 GiB of them in
-16 bit, 1.9 GiB once the loss has turned them into fp32, and as much again for their gradient. Most of these tokens are
-padding, whose logits nobody needs. Here only the positions that count in the loss go through the head, in chunks. The
-gradient of a chunk's loss is known as soon as its logits are (softmax minus one at the target), so it is multiplied
-into the gradients of the hidden states and of the weight at once, and the chunk's memory is used for the next one.
+The logits of a vocabulary of 250,880 tokens dominate the memory of a training. At the peak of the full loss, in the
+backward pass of the log-softmax, three 4-byte tensors hold one number per logit: the saved log-softmax, its gradient,
+and the gradient of the logits. These are 12 bytes per logit, in 16 bit and in fp32, or 5.7 GiB for 2,048 tokens. Many
+of these tokens are padding, whose logits nobody needs.
 
-Like Liger's FusedLinearCrossEntropy (arXiv:2410.10989, section 3.2) and torch.nn.functional.linear_cross_entropy;
-docs/efficiency.md compares the three.
+Here the head computes logits only for the positions that count in the loss, chunk by chunk. The gradient of a chunk's
+logits is known as soon as the logits are: it is their softmax, minus 1 at the target. So the head multiplies it into
+the gradients of the hidden states and of the weight at once, and uses the chunk's memory again for the next chunk.
+
+Liger's FusedLinearCrossEntropy (arXiv:2410.10989, section 3.2) and torch.nn.functional.linear_cross_entropy work in the
+same way. docs/knobs.md compares them with this module, and says why `--loss chunked` does not call torch's function.
 """
 
 import inspect
@@ -24,16 +27,18 @@ from data_loader import IGNORED
 from shared.errors import WorkshopError
 
 USE_FULL = "use --loss full"
-CHUNK = 256  # tokens at least: with fewer, matrix products are slower, and the gradients' sums are more passes
-# Matrices are multiplied with so many rows, or twice, three times as many. GPUs are faster then; on the CPU each other
-# number would leave about a megabyte of compiled code behind (oneDNN, in 16 bit)
+# Tokens of a chunk at least, if there are as many. Smaller chunks make matrix products slower, and each chunk adds a
+# pass over the weight's gradient
+CHUNK = 256
+# Chunks have a multiple of this many rows, because matrix products are faster then on GPUs. On the CPU, oneDNN compiles
+# code for each number of rows in 16 bit and keeps about a megabyte for each, so there must be few different numbers
 ROW_MULTIPLE = 64
-FP16_TOKENS = 2 * ROW_MULTIPLE
+FP16_TOKENS = 2 * ROW_MULTIPLE  # tokens whose products are summed in fp16
 
 
 @dataclass(frozen=True)
 class Pieces:
-    """What is computed at once. On the CPU it stays in the cache between one pass and the next."""
+    """Sizes of the pieces in which a chunk is computed. On the CPU a piece fits into the cache."""
 
     logits: int  # elements of the fp32 copy of some rows of a chunk's logits
     vocabulary: int  # rows of the weight's gradient
@@ -44,10 +49,10 @@ GPU_PIECES = Pieces(logits=2**26, vocabulary=2**15)
 
 
 def check_head(meta_model: PreTrainedModel) -> None:
-    """Raises WorkshopError (exit code 2) unless the model's head is one linear layer.
+    """Raise WorkshopError (exit code 2) unless the model's head is one linear layer.
 
-    meta_model: the model without memory for its weights. Whether its logits are what the head returns, the first step
-    tells.
+    meta_model: the model without memory for its weights. The first step checks that the model returns the head's output
+    unchanged.
     """
     head = meta_model.get_output_embeddings()
     if not isinstance(head, nn.Linear) or head.bias is not None:
@@ -59,11 +64,12 @@ def check_head(meta_model: PreTrainedModel) -> None:
 
 
 def use_chunked_loss(model: PreTrainedModel) -> None:
-    """Let a causal LM compute its loss in its head, chunk by chunk, in each forward pass that is given labels."""
+    """Let the head of a causal LM compute the loss, chunk by chunk, in each forward pass that is given labels."""
     LossInHead(model)
 
 
 def computes_loss_in_head(model: Any) -> bool:
+    """Return whether `use_chunked_loss` has changed this model."""
     return isinstance(getattr(model.get_output_embeddings().forward, "__self__", None), LossInHead)
 
 
@@ -71,59 +77,61 @@ def add_label_counts(batches: list[Any]) -> None:
     """Add to each micro batch of an optimizer step the number of its labels that count.
 
     Without these numbers, each forward pass would wait for the GPU to count the labels. Here the CPU reads all numbers
-    of the step at once. It waits little: copying the batches to the GPU has just waited for the steps before.
+    of the step at once. It waits little, because copying the batches to the GPU has just waited for the previous steps.
     """
-    counts = torch.stack([(next_tokens_of(batch["labels"]) != IGNORED).sum() for batch in batches])
+    counts = torch.stack([(next_tokens(batch["labels"]) != IGNORED).sum() for batch in batches])
     for batch, count in zip(batches, counts.tolist(), strict=True):
         batch["label_count"] = count
 
 
-def next_tokens_of(labels: torch.Tensor) -> torch.Tensor:
-    """Target of each position of a batch (batch, tokens), flattened. The last position of a sequence has none."""
+def next_tokens(labels: torch.Tensor) -> torch.Tensor:
+    """Return the target of each position of a batch (batch, tokens), flattened. The last position has none."""
     return F.pad(labels[:, 1:], (0, 1), value=IGNORED).flatten()
 
 
 class LossInHead:
-    """What a model's head does instead of returning logits, while the model has labels.
+    """Forward method of a model's head that returns the loss instead of logits if the model is given labels.
 
-    The head's own forward method reads the weight, so that the hooks of FSDP and ZeRO-3 have gathered it, also where it
-    is tied to the embedding. The model hands what the head returns on to its loss function, which returns it.
+    The loss is computed inside the head's forward method, because there the hooks of FSDP and ZeRO-3 have gathered the
+    weight, also if it is tied to the embedding. The model passes the head's output to its loss function, which this
+    class replaces by one that returns it.
     """
 
     def __init__(self, model: PreTrainedModel):
         self.model = model
         self.head: nn.Linear = model.get_output_embeddings()
-        self.logits = self.head.forward
-        self.counted: torch.Tensor | None = None  # which of all positions count, None if the model has no labels
-        self.loss: torch.Tensor | None = None  # of the last forward pass
+        self.compute_logits = self.head.forward
+        self.counted: torch.Tensor | None = None  # indices of the positions that count; None without labels
+        self.loss: torch.Tensor | None = None  # loss of the last forward pass
         self.checked = False
         model.register_forward_pre_hook(self.note_labels, with_kwargs=True)
         model.loss_function = self.loss_function
         self.head.forward = self.forward
 
     def note_labels(self, model: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
+        """Find the positions that count, before the model's forward pass."""
         labels = kwargs.get("labels")
         self.number_of_labels = kwargs.get("num_items_in_batch")
         label_count = kwargs.pop("label_count", None)  # the model itself has no such argument
         self.counted = None
         if labels is not None:
-            next_tokens = next_tokens_of(labels)
-            is_counted = next_tokens != IGNORED
+            targets = next_tokens(labels)
+            is_counted = targets != IGNORED
             # Without a label count (in an evaluation, or without the Trainer) nonzero waits for the GPU
             positions = is_counted.nonzero() if label_count is None else is_counted.nonzero_static(size=label_count)
             self.counted = positions.flatten()
-            self.targets = next_tokens[self.counted]  # the next token of each of them
+            self.targets = targets[self.counted]
         return args, kwargs
 
     @torch.compiler.disable
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Hidden states (batch, tokens, hidden size) -> loss (), in fp32; logits if the model has no labels.
+        """Return the loss (), in fp32, of hidden states (batch, tokens, hidden size); logits without labels.
 
-        Sum over the labels that count / the number of them in the optimizer step, which the Trainer passes; without
-        that, as in evaluation, their mean.
+        The sum over the labels that count is divided by their number in the optimizer step, which the Trainer passes.
+        Without that number, as in an evaluation, the loss is the mean.
         """
         if self.counted is None:
-            return self.logits(hidden)
+            return self.compute_logits(hidden)
         total = CrossEntropyOfHead.apply(
             hidden.flatten(0, 1)[self.counted], self.head.weight, self.targets, torch.is_grad_enabled()
         )
@@ -132,23 +140,23 @@ class LossInHead:
         return loss
 
     def loss_function(self, logits: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-        """The model's: its `logits` are the loss, unless the model has changed them on the way."""
+        """Return `logits`, which are the head's loss. Refuse a model that has changed them."""
         if not self.checked:
             own = self.loss
-            # a loss that is no number is for FiniteLossCallback to tell
+            # A loss that is not finite passes, because FiniteLossCallback reports it
             if own is None or own.shape != logits.shape or not torch.allclose(own, logits, 0, 0, equal_nan=True):
                 what = f"chunked is wrong for {type(self.model).__name__}, which scales or caps its logits"
                 raise WorkshopError("--loss", what, USE_FULL)
-            self.checked = True  # once is enough, as it waits for the GPU
+            self.checked = True  # one check is enough, because it waits for the GPU
         return logits
 
 
 class CrossEntropyOfHead(torch.autograd.Function):
-    """Sum of the cross entropy over tokens, with the gradients computed in the forward pass.
+    """Sum of the cross entropy over tokens. Its gradients are computed in the forward pass.
 
-    hidden: (tokens, hidden size). weight: (vocabulary, hidden size). targets: (tokens), int64. Products are in the
-    dtype of autocast if it is on, else in that of the weight; softmax, loss and the sums over chunks in fp32. Gradients
-    have the dtype of what they belong to. Backward works once, as it uses them up.
+    hidden: (tokens, hidden size). weight: (vocabulary, hidden size). targets: (tokens), int64. Matrix products use the
+    dtype of autocast if it is on, otherwise that of the weight. Softmax, loss and sums over chunks are fp32. A gradient
+    has the dtype of its tensor. The backward pass works once, because it overwrites the stored gradients.
     """
 
     @staticmethod
@@ -162,14 +170,14 @@ class CrossEntropyOfHead(torch.autograd.Function):
         weight = weight.to(dtype)
         tokens, hidden_size = hidden.shape
         vocabulary = len(weight)
-        chunk = chunk_of(tokens, hidden_size)
+        chunk = chunk_size(tokens, hidden_size)
         hidden = F.pad(hidden, (0, 0, 0, -tokens % ROW_MULTIPLE))
         pieces = CPU_PIECES if device == "cpu" else GPU_PIECES
         loss = torch.zeros((), device=hidden.device)
         logits_buffer = torch.empty(chunk, vocabulary, dtype=dtype, device=hidden.device)
-        # fp16 ends at 65,504: the fewer tokens are summed up in it, the more their gradients can be scaled
-        summed = FP16_TOKENS if dtype == torch.float16 else chunk
-        scale = gradient_scale(hidden, summed)
+        # fp16 ends at 65,504. A sum over fewer tokens stays below that with a larger scale
+        summed_tokens = FP16_TOKENS if dtype == torch.float16 else chunk
+        scale = gradient_scale(hidden, summed_tokens)
         if with_gradients:
             hidden_gradient = torch.zeros_like(hidden, dtype=torch.float32)
             weight_gradient = torch.zeros_like(weight, dtype=torch.float32)
@@ -177,19 +185,19 @@ class CrossEntropyOfHead(torch.autograd.Function):
             for start in range(0, tokens, chunk):
                 part = hidden[start : start + chunk]
                 logits = torch.mm(part, weight.T, out=logits_buffer[: len(part)])
-                real = min(len(logits), tokens - start)
-                own_targets = targets[start : start + real]
-                loss += loss_and_gradient(logits[:real], own_targets, scale, pieces.logits, with_gradients)
+                unpadded = min(len(part), tokens - start)
+                part_targets = targets[start : start + unpadded]
+                loss += loss_and_gradient(logits[:unpadded], part_targets, scale, pieces.logits, with_gradients)
                 if not with_gradients:
                     continue
-                logits[real:] = 0
-                gradient = logits  # loss_and_gradient has put it there
+                gradient = logits  # loss_and_gradient has replaced the logits by their gradient
+                gradient[unpadded:] = 0
                 for first in range(0, vocabulary, pieces.vocabulary):
                     rows = slice(first, first + pieces.vocabulary)
                     hidden_gradient[start : start + chunk] += gradient[:, rows] @ weight[rows]
-                    for begin in range(0, len(part), summed):
-                        some = slice(begin, begin + summed)
-                        weight_gradient[rows] += gradient[some, rows].T @ part[some]
+                    for begin in range(0, len(part), summed_tokens):
+                        summed = slice(begin, begin + summed_tokens)
+                        weight_gradient[rows] += gradient[summed, rows].T @ part[summed]
         if with_gradients:
             ctx.save_for_backward(hidden_gradient[:tokens], weight_gradient, scale)
         return loss
@@ -202,22 +210,23 @@ class CrossEntropyOfHead(torch.autograd.Function):
         return *gradients, None, None
 
 
-def chunk_of(tokens: int, hidden_size: int) -> int:
-    """Tokens in each of the fewest chunks of equal size, a multiple of ROW_MULTIPLE.
+def chunk_size(tokens: int, hidden_size: int) -> int:
+    """Return the number of tokens of a chunk, a multiple of ROW_MULTIPLE. All chunks have about equally many.
 
-    Logits of `hidden_size` tokens are no larger than the head's weight, whose gradient needs that much in any case.
+    A chunk has at most about `hidden_size` tokens, or CHUNK if that is more. Its logits are then no larger than the
+    head's weight, whose gradient needs that much memory in any case.
     """
     chunks = max(1, math.ceil(tokens / max(hidden_size, CHUNK)))
     return max(1, math.ceil(tokens / chunks / ROW_MULTIPLE)) * ROW_MULTIPLE
 
 
 def bytes_of_chunk(tokens: int, weight: torch.Tensor, dtype: torch.dtype, pieces: Pieces) -> int:
-    """Bytes of the logits of a chunk, of the fp32 copy of some of their rows, and of autocast's copy of the weight.
+    """Return the bytes of a chunk's logits, of the fp32 copy of some rows, and of autocast's copy of the weight.
 
     weight: (vocabulary, hidden size), of the head. dtype: in which logits are computed.
     """
     vocabulary, hidden_size = weight.shape
-    logits = chunk_of(tokens, hidden_size) * vocabulary
+    logits = chunk_size(tokens, hidden_size) * vocabulary
     copy = 0 if weight.dtype == dtype else weight.numel()
     return dtype.itemsize * (logits + copy) + 4 * min(pieces.logits, logits)
 
@@ -225,9 +234,9 @@ def bytes_of_chunk(tokens: int, weight: torch.Tensor, dtype: torch.dtype, pieces
 def loss_and_gradient(
     logits: torch.Tensor, targets: torch.Tensor, scale: torch.Tensor, elements: int, with_gradient: bool
 ) -> torch.Tensor:
-    """Summed cross entropy of logits (tokens, vocabulary); in their place is left their gradient, times `scale`.
+    """Return the summed cross entropy of logits (tokens, vocabulary). Overwrite them with their gradient x `scale`.
 
-    elements: of the logits that are copied to fp32 at once, whole rows of them.
+    elements: number of logits that are copied to fp32 at once. Only whole rows are copied.
     """
     tokens, vocabulary = logits.shape
     rows = min(tokens, max(1, elements // vocabulary))
@@ -247,14 +256,15 @@ def loss_and_gradient(
     return loss
 
 
-def gradient_scale(hidden: torch.Tensor, summed: int) -> torch.Tensor:
-    """A power of two to multiply the logits' gradient by before it is rounded to fp16, 1 for other dtypes.
+def gradient_scale(hidden: torch.Tensor, summed_tokens: int) -> torch.Tensor:
+    """Return the power of two that scales the logits' gradient before it is rounded to fp16; 1 for other dtypes.
 
-    A softmax over 250,880 tokens is 4e-6 on average, near the smallest numbers of fp16, and the factor of loss scaling
-    comes only with the backward pass. No sum over so many tokens as `summed` may be above the largest number of fp16.
+    A softmax over 250,880 tokens is 4e-6 on average, near the smallest numbers of fp16. Loss scaling comes too late,
+    because its factor is known only in the backward pass. The scale keeps a sum over `summed_tokens` tokens below the
+    largest number of fp16.
     """
     one = torch.ones((), device=hidden.device)
     if hidden.dtype != torch.float16 or not len(hidden):
         return one
-    largest_sum = summed * hidden.abs().amax().float()
+    largest_sum = summed_tokens * hidden.abs().amax().float()
     return torch.exp2(torch.floor(torch.log2(2**15 / largest_sum))).clamp(max=2**8)
