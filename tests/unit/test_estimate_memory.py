@@ -136,7 +136,7 @@ def test_sdpa_keeps_one_matrix_of_length_times_length_instead_of_some_per_layer(
     assert eager - sdpa == pytest.approx(24 * matrix * (4 + 2) - 2 * matrix, rel=0.1)
 
 
-@pytest.mark.parametrize("length", [512, 1024])
+@pytest.mark.parametrize("length", [160, 512, 1024, 2048])
 def test_activations_that_the_efficiency_page_gives(length):
     flags = ("--bf16", "--loss", "chunked", "--max_length", length, "--attention")
     held = [estimated_activations(*flags, attention) / GIB for attention in ("eager", "sdpa")]
