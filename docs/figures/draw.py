@@ -126,8 +126,8 @@ def baseline() -> None:
     for memory, name in ((16, "a GPU of 16 GiB"), (32, "a GPU of 32 GiB")):
         axes.axhline(memory, color="#c00000", lw=1, ls="--")
         axes.text(2.4, memory + 0.4, name, color="#c00000", fontsize=8)
-    axes.set(xticks=range(3), xticklabels=labels, ylabel="GiB on one GPU, estimated", xlim=(-0.6, 4.4), ylim=(0, 35))
-    legend(axes, loc="lower right")
+    axes.set(xticks=range(3), xticklabels=labels, ylabel="GiB on one GPU, estimated", xlim=(-0.6, 3.3), ylim=(0, 35))
+    legend(axes, loc="center left", bbox_to_anchor=(1, 0.4))
     save(figure, "baseline")
 
 

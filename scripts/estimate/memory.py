@@ -353,14 +353,14 @@ def totals(parts: list[MemoryPart], ranks_per_node: int) -> tuple[float, float]:
 def at_peak(parts: list[MemoryPart]) -> list[MemoryPart]:
     """Return the parts with their bytes at the fullest moment of the GPU, and at that of the CPU.
 
-    These may be two moments. A part of which nothing is there at either is left out.
+    These may be two moments. A part of some moments only is left out if both have nothing of it.
     """
     on_gpu, on_cpu = (max(sums, key=sums.__getitem__) for sums in sums_by_moment(parts))
     found = []
     for part in parts:
-        if on_gpu in part.moments or on_cpu in part.moments:
-            gpu = part.gpu if on_gpu in part.moments else 0
-            cpu = part.cpu if on_cpu in part.moments else 0
+        gpu = part.gpu if on_gpu in part.moments else 0
+        cpu = part.cpu if on_cpu in part.moments else 0
+        if gpu or cpu or part.moments == MOMENTS:
             found.append(replace(part, gpu=gpu, cpu=cpu))
     return found
 

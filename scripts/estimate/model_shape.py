@@ -11,11 +11,12 @@ from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
+from torch.nn.functional import pad
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers.distributed.parallel_utils import replace_layer_number_by_wildcard
 
-from distributed.tensor_parallel import check_can_be_cut, cut_parameters
+from distributed.tensor_parallel import BY_INPUTS, BY_OUTPUTS, check_can_be_cut, cut_parameters
 from settings.settings import Precision, Settings
 from shared.errors import WorkshopError
 
@@ -192,19 +193,19 @@ def autocast(forward: ForwardPass) -> torch.autocast:
     return torch.autocast("cpu", dtype=forward.dtype, enabled=forward.autocast)
 
 
-def cut_blocks(model: Any, tensor_parallel: int) -> None:
-    """Cut each matrix of the blocks to the part that one rank computes with.
-
-    Embedding and head stay whole: their outputs are whole on every rank.
-    """
+def cut_matrices(model: Any, tensor_parallel: int) -> None:
+    """Cut each matrix to the part that one rank computes with. The logits, which ranks gather, keep their size."""
     for name, module in model.named_modules():
         style = model.tp_plan.get(replace_layer_number_by_wildcard(name))
-        if style == "colwise":
+        if style in BY_OUTPUTS:
             for kind, parameter in list(module.named_parameters()):
                 setattr(module, kind, torch.nn.Parameter(parameter[: len(parameter) // tensor_parallel]))
-        if style == "rowwise":
+        if style in BY_INPUTS:
             inputs = module.in_features // tensor_parallel
             module.weight = torch.nn.Parameter(module.weight[:, :inputs])
+        if style == "colwise_gather_output":
+            module.register_forward_hook(lambda head, _, part: pad(part, (0, head.out_features - part.shape[-1])))
+    model.tie_weights()
 
 
 def exchanged_bytes(model: Any, forward: ForwardPass) -> int:
@@ -236,7 +237,7 @@ def trace(forward: ForwardPass) -> Shape:
             check_can_be_cut(model, forward.tensor_parallel)
             cut = cut_parameters(model)
             held = whole | {name: whole[name] // forward.tensor_parallel for name in cut}
-            cut_blocks(model, forward.tensor_parallel)
+            cut_matrices(model, forward.tensor_parallel)
             exchanged = exchanged_bytes(model, forward)
         numbers = {id(parameter): number for number, parameter in enumerate(model.parameters())}
         calls: list[tuple[int, ...]] = []
@@ -264,12 +265,13 @@ def trace(forward: ForwardPass) -> Shape:
 class AliveBytes(TorchDispatchMode):
     """Note after each operation the bytes of all storages that are alive.
 
-    scores: elements of the logits. head: shape of the weight that makes them.
+    scores: elements of the logits, of one token `vocabulary` of them. head: shape of the weight that makes them.
     """
 
-    def __init__(self, scores: int, head: torch.Size):
+    def __init__(self, scores: int, vocabulary: int, head: torch.Size):
         super().__init__()
         self.scores = scores
+        self.vocabulary = vocabulary
         self.head = sorted(head)
         self.moment = PASSES[0]
         self.alive: Counter[str] = Counter()
@@ -287,7 +289,7 @@ class AliveBytes(TorchDispatchMode):
         return result
 
     def kind_of(self, tensor: torch.Tensor) -> str:
-        if tensor.numel() == self.scores and tensor.shape[-1] == max(self.head):
+        if tensor.numel() == self.scores and tensor.shape[-1] == self.vocabulary:
             return "logits"
         return "head" if sorted(tensor.shape) == self.head else "activations"
 
@@ -322,7 +324,8 @@ def run_passes(model: Any, blocks: list[Any], forward: ForwardPass) -> dict[str,
     from training.chunked_loss import CPU_PIECES, GPU_PIECES, bytes_of_chunk
 
     head = model.get_output_embeddings()
-    counting = AliveBytes(forward.tokens * len(head.weight), head.weight.shape)
+    vocabulary = head.out_features  # also where ranks cut the weight
+    counting = AliveBytes(forward.tokens * vocabulary, vocabulary, head.weight.shape)
     for parameter in model.parameters():
         parameter.grad = torch.empty_like(parameter)
         for tensor in (parameter, parameter.grad):

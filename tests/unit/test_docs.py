@@ -12,7 +12,8 @@ import torch
 from transformers.loss.loss_utils import ForCausalLMLoss
 
 from estimate.command_line import parse_memory_plan
-from estimate.memory import GIB
+from estimate.memory import GIB, at_peak, estimate_parts, totals
+from estimate_memory import memory_table
 from helpers import REPOSITORY, program
 from settings.command_line import parse_command_line
 from shared.errors import WorkshopError
@@ -55,6 +56,73 @@ def test_errors_of_the_predictions_are_those_that_were_measured():
 def test_numbers_about_communication_are_those_that_were_counted():
     communication = program("benchmarks/communication.py")
     assert communication.page_table(communication.read_results()) in page("collectives.md")
+
+
+# Numbers of the estimate of memory
+
+BLOOM = "--model_name bigscience/bloom-"
+AT_ONCE = "--bf16 --per_device_train_batch_size 16 --gradient_accumulation_steps 1"
+ON_4_GPUS = f"{BLOOM}7b1 --gpus 4"
+ESTIMATED = [  # text of a page, and the flags of each number in it
+    ("memory.md", "bloom-3b fits ({:.0f} GiB), bloom-7b1 does not ({:.0f} GiB)", [f"{BLOOM}3b", f"{BLOOM}7b1"]),
+    ("memory.md", "with {:.1f} GiB: activations", ["--per_device_train_batch_size 1 --max_length 64"]),
+    (
+        "efficiency.md",
+        "The first needs {:.1f} GiB, the second {:.1f} GiB",
+        [AT_ONCE, f"{AT_ONCE} --loss chunked --activation_checkpointing"],
+    ),
+    (
+        "zero.md",
+        "every stage needs {:.1f} GiB for bloom-560m, {:.1f} for bloom-3b, and {:.1f} for bloom-7b1",
+        [f"{BLOOM}{size} --deepspeed ds_configs/zero2.json" for size in ("560m", "3b", "7b1")],
+    ),
+    ("zero.md", "The baseline needs {:.1f} for bloom-560m", [""]),
+    (
+        "offload.md",
+        "need {:.1f}, {:.1f} and {:.1f} GiB for bloom-560m, {:.1f}, {:.1f} and {:.1f} for bloom-3b, "
+        "and {:.1f}, {:.1f} and {:.1f} for bloom-7b1",
+        [
+            f"{BLOOM}{size} --deepspeed ds_configs/zero{stage}_cpu_offload.json"
+            for size in ("560m", "3b", "7b1")
+            for stage in (1, 2, 3)
+        ],
+    ),
+    ("comparison.md", "DDP needs {:.0f} GiB, so no.", [ON_4_GPUS]),
+    ("comparison.md", "ZeRO-1 needs {:.0f} GiB and leaves", [f"{ON_4_GPUS} --deepspeed ds_configs/zero1.json"]),
+    ("comparison.md", "ZeRO-2 needs {:.0f}.", [f"{ON_4_GPUS} --deepspeed ds_configs/zero2.json"]),
+]
+
+
+@pytest.mark.parametrize(("name", "text", "flags"), ESTIMATED)
+def test_totals_of_a_page_are_those_of_the_estimate(monkeypatch, name, text, flags):
+    monkeypatch.chdir(REPOSITORY)
+    plans = [parse_memory_plan(each.split(), environment={}) for each in flags]
+    found = text.format(*(totals(estimate_parts(plan), 1)[0] / GIB for plan in plans))
+    assert found in " ".join(page(name).split()), found
+
+
+def gib_at_peak(flags: str) -> dict[str, float]:
+    parts = at_peak(estimate_parts(parse_memory_plan(flags.split(), environment={})))
+    return {part.name: part.gpu / GIB for part in parts}
+
+
+def test_activations_and_logits_of_a_page_are_those_of_the_estimate(monkeypatch):
+    monkeypatch.chdir(REPOSITORY)
+    once, twice = gib_at_peak(""), gib_at_peak("--max_length 1024")
+    logits = f"Logits by 2, from {once['logits']:.1f} to {twice['logits']:.1f} GiB."
+    few, many = once["activations"], twice["activations"]
+    assert f"{logits} Activations by {many / few:.1f}, from {few:.1f} to {many:.1f} GiB" in page("memory.md")
+    zero = gib_at_peak("--deepspeed ds_configs/zero2.json")
+    assert f"activations and logits, {zero['activations'] + zero['logits']:.1f} GiB on the GPU" in page("offload.md")
+
+
+def test_the_example_of_the_estimate_is_what_the_command_prints(monkeypatch):
+    monkeypatch.chdir(REPOSITORY)
+    flags = f"{BLOOM}3b --deepspeed ds_configs/zero3.json --gpus 4 --gpu_memory 32"
+    printed = memory_table(parse_memory_plan(flags.split(), environment={})).splitlines()
+    of_this_machine = ("Python, libraries", "one node:", "for sbatch:")
+    shown = page("memory.md")
+    assert [line for line in printed if line not in shown and not line.startswith(of_this_machine)] == []
 
 
 def test_numbers_at_scale_are_those_of_the_formulas():

@@ -62,6 +62,14 @@ def test_twelve_bytes_of_each_logit_are_alive_in_the_backward_pass_of_the_loss(m
     assert estimated("--model_name", model, *precision)["logits"] == 12 * 4 * 512 * vocabulary
 
 
+def test_a_tensor_group_cuts_embedding_and_head_and_every_rank_has_all_logits():
+    one, four = (
+        trace_shape(plan("--model_name", "custom-gpt", "--bf16", "--tensor_parallel", n)).peaks for n in (1, 4)
+    )
+    assert four["loss"].logits == one["loss"].logits == 12 * 4 * 512 * 50_000
+    assert [four[moment].head for moment in four] == [one[moment].head / 4 for moment in one]
+
+
 def test_gradients_on_an_edge_stay_whole_on_both_sides():
     assert stage2_gradients((10, 10, 10, 10), 2) == [[10, 10], [10, 10]]
     assert stage2_gradients((30, 10), 2) == [[30], [30, 10]]
@@ -128,7 +136,7 @@ def test_sdpa_keeps_one_matrix_of_length_times_length_instead_of_some_per_layer(
     assert eager - sdpa == pytest.approx(24 * matrix * (4 + 2) - 2 * matrix, rel=0.1)
 
 
-@pytest.mark.parametrize("length", [512, 1024])
+@pytest.mark.parametrize("length", [160, 512, 1024, 2048])
 def test_activations_that_the_efficiency_page_gives(length):
     flags = ("--bf16", "--loss", "chunked", "--max_length", length, "--attention")
     held = [estimated_activations(*flags, attention) / GIB for attention in ("eager", "sdpa")]
