@@ -1,0 +1,332 @@
+"""A rehearsal: the real code of a training runs as rank 0 of many ranks, in one process and without memory for tensors.
+
+PyTorch's fake process group takes the place of the network: a collective returns at once, and nothing is sent. Under
+FakeTensorMode a tensor has a shape and a size, but no values. The Trainer, the Accelerator, DDP, FSDP2 and the
+optimizer are those of train.py, so the model is wrapped as in a run. A dispatch mode counts the storages that are alive
+and the collectives in the last of a few optimizer steps.
+"""
+
+import contextlib
+import os
+import tempfile
+import weakref
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+from typing import Any
+from unittest.mock import patch
+
+import torch
+import torch.distributed as dist
+from accelerate.state import AcceleratorState, GradientState
+from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from torch.utils.data import DataLoader
+from transformers import PrinterCallback, TrainingArguments
+
+from distributed.fsdp_config import parallelism, shard_on_cpu, trainer_config
+from distributed.inspect_fsdp import local, unit_group
+from distributed.process_group import prepare_deepspeed, silence_known_warnings
+from distributed.read_collective import SENT, Collective, read_collective
+from distributed.tensor_parallel import apply_tensor_parallel
+from estimate.communication import Ring
+from estimate.model_shape import forward_pass, model_without_storage
+from settings.settings import Settings
+from settings.trainer_flags import trainer_flags
+from shared.errors import WorkshopError
+from training.chunked_loss import use_chunked_loss
+from training.trainer import WorkshopTrainer
+
+ACTIVATIONS = "activations, logits"  # and everything else that is no other kind
+KINDS = ("parameters", "gradients", "optimizer state", "buffers", ACTIVATIONS)
+# Questions about values, which fake tensors do not have, and an answer with which a training continues
+ANSWERS = {torch.ops.aten._local_scalar_dense.default: 1, torch.ops.aten.allclose.default: True}
+
+
+@dataclass
+class Rehearsal:
+    """What rank 0 held and sent in the last optimizer step.
+
+    at_peak, at_most: bytes by kind, at the moment when the sum was largest, and the maximum of each kind. moment: phase
+    and operator of the peak. collectives: in order, each with its phase.
+    """
+
+    at_peak: Counter[str] = field(default_factory=Counter)
+    at_most: Counter[str] = field(default_factory=Counter)
+    moment: str = ""
+    collectives: list[tuple[str, Collective]] = field(default_factory=list)
+
+    def rings(self) -> list[Ring]:
+        """Return what was sent as rings, in the form in which `rings` of communication.py predicts it."""
+        sent = []
+        for _, collective in self.collectives:
+            number, last = len(collective.ranks), collective.ranks[-1]  # rank 0 is the first
+            sent.append(Ring(number, last // (number - 1), SENT[collective.kind] * collective.size))
+        return sent
+
+
+class Observer(TorchDispatchMode):
+    """Follows each storage from its allocation to its end, and each collective."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.phase = "optimizer"
+        self.alive: dict[int, tuple[int, str]] = {}  # storage -> its bytes and kind
+        self.now: Counter[str] = Counter()
+        self.parameters: list[torch.Tensor] = []
+        self.begin()
+
+    def begin(self) -> Rehearsal:
+        """Return what will be found from now on, until this is called again."""
+        self.found = Rehearsal(Counter(self.now), Counter(self.now))
+        return self.found
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if DTensor in types:
+            return NotImplemented  # DTensor comes back with operators on its local parts
+        kwargs = kwargs or {}
+        if func in ANSWERS:
+            return ANSWERS[func]
+        tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
+        # DDP writes the order of its buckets into an int32 tensor and reads it there, so this one needs values
+        needs_values = func is torch.ops.aten.empty.memory_format and kwargs.get("dtype") is torch.int32
+        if needs_values or (tensors and all(type(tensor) is torch.Tensor for tensor in tensors)):
+            with unset_fake_temporarily():
+                return func(*args, **kwargs)
+        collective = read_collective(func, args)
+        self.operator = str(func)
+        result = func(*args, **kwargs)
+        for tensor in tree_leaves(result):
+            if isinstance(tensor, FakeTensor):
+                self.note(tensor)
+        if collective:
+            self.note_collective(collective, tensors)
+        return result
+
+    def note_collective(self, collective: Collective, tensors: list[torch.Tensor]) -> None:
+        self.found.collectives.append((self.phase, collective))
+        for tensor in tensors:
+            if self.kind_of(tensor) == ACTIVATIONS and isinstance(tensor, FakeTensor):
+                self.note(tensor, "buffers")
+        self.note_gradients()
+
+    def note_gradients(self) -> None:
+        for parameter in self.parameters:
+            if parameter.grad is not None:
+                self.note(local(parameter.grad), "gradients")
+
+    def kind_of(self, tensor: torch.Tensor) -> str:
+        return self.alive.get(tensor.untyped_storage()._cdata, (0, ACTIVATIONS))[1]
+
+    def note(self, tensor: torch.Tensor, kind: str | None = None) -> None:
+        """Note a new storage, or that a known one is of this kind."""
+        storage = tensor.untyped_storage()
+        known = self.alive.get(storage._cdata)
+        if known is None:
+            weakref.finalize(storage, self.change, storage._cdata, None)
+        if known is None or (kind and known[1] != kind):
+            self.change(storage._cdata, (storage.nbytes(), kind or ACTIVATIONS))
+
+    def change(self, storage: int, held: tuple[int, str] | None) -> None:
+        """Replace what is known of a storage. held: its bytes and kind, None at its end."""
+        size, kind = self.alive.pop(storage, (0, ACTIVATIONS))
+        self.now[kind] -= size
+        if held is None:
+            return
+        self.alive[storage] = held
+        size, kind = held
+        self.now[kind] += size
+        found = self.found
+        found.at_most[kind] = max(found.at_most[kind], self.now[kind])
+        if self.now.total() > found.at_peak.total():
+            found.at_peak = Counter(self.now)
+            found.moment = f"{self.phase}, {self.operator}"
+
+    @contextlib.contextmanager
+    def in_phase(self, name: str) -> Iterator[None]:
+        """Stand in for `WorkshopTrainer.phase`. The forward phase is inside the backward phase."""
+        before = self.phase
+        self.phase = name
+        yield
+        self.note_gradients()
+        self.phase = before
+
+    @contextlib.contextmanager
+    def watching(self) -> Iterator[None]:
+        """Watch all operators, and the storages that FSDP2 empties and fills again, which is no operator."""
+        plain = torch.UntypedStorage.resize_
+
+        def resize(storage: torch.UntypedStorage, size: int) -> Any:
+            result = plain(storage, size)
+            if storage._cdata in self.alive:
+                self.operator = "resize_"
+                self.change(storage._cdata, (size, self.alive[storage._cdata][1]))
+            return result
+
+        with patch.object(torch.UntypedStorage, "resize_", resize), self:
+            yield
+
+
+def observe_gradient(parameter: torch.Tensor, observer: Observer, kind: str) -> None:
+    parameter.register_post_accumulate_grad_hook(lambda leaf: observer.note(local(leaf.grad), kind))
+
+
+class FakeTrainer(WorkshopTrainer):
+    """The Trainer of all runs, with batches that have no values, and an observer of its last step."""
+
+    def __init__(self, observer: Observer, length: int, **kwargs: Any) -> None:
+        """length: tokens of a sequence."""
+        super().__init__(**kwargs)
+        self.remove_callback(PrinterCallback)
+        self.observer = observer
+        self.phase = observer.in_phase
+        self.length = length
+
+    def get_train_dataloader(self) -> DataLoader:
+        row = {name: torch.ones(self.length, dtype=torch.long) for name in ("input_ids", "attention_mask", "labels")}
+        questions = self.args.max_steps * self.args.gradient_accumulation_steps * self.args.train_batch_size
+        return DataLoader([row] * questions, batch_size=self.args.train_batch_size)  # type: ignore[arg-type]
+
+    def _prepare_for_training(self, *args: Any, **kwargs: Any) -> Any:
+        prepared = super()._prepare_for_training(*args, **kwargs)
+        if isinstance(self.model_wrapped, torch.nn.parallel.DistributedDataParallel):
+            # The work of the fake process group returns no tensor, and DDP's own hook expects one
+            self.model_wrapped.register_comm_hook(None, average)
+        return prepared
+
+    def get_batch_samples(self, *args: Any, **kwargs: Any) -> tuple[list, Any]:
+        """Begin a step."""
+        if self.state.global_step == self.args.max_steps - 1:
+            self.begin_last_step()
+        return super().get_batch_samples(*args, **kwargs)
+
+    def begin_last_step(self) -> None:
+        """Tell the observer which storages belong to the model, FSDP2 and the optimizer."""
+        observer = self.observer
+        optimizer: Any = self.optimizer
+        observer.parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        for parameter in observer.parameters:
+            observer.note(local(parameter), "parameters")
+            observe_gradient(parameter, observer, "gradients")
+        for tensor in tree_leaves(list(optimizer.state.values())):
+            if isinstance(tensor, torch.Tensor):
+                observer.note(local(tensor), "optimizer state")
+        # FSDP2 computes the gradients of whole parameters, and holds them until the last backward pass of a step
+        whole = "gradients" if self.args.gradient_accumulation_steps > 1 else "buffers"
+        model: Any = self.model
+        for group in [unit_group(unit) for unit in model.modules() if isinstance(unit, FSDPModule)]:
+            for parameter in group.fsdp_params if group else []:
+                observe_gradient(parameter._unsharded_param, observer, whole)
+                for gathered in parameter.all_gather_outputs:
+                    observer.note(gathered, "buffers")
+        self.last_step = observer.begin()
+
+    def _maybe_log_save_evaluate(self, *args: Any, **kwargs: Any) -> None:
+        """End a step: what follows does not belong to it."""
+        self.observer.begin()
+
+
+def average(_: object, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+    """All-reduce a bucket of DDP."""
+    dist.all_reduce(bucket.buffer())
+    done: torch.futures.Future[torch.Tensor] = torch.futures.Future()
+    done.set_result(bucket.buffer())
+    return done
+
+
+def check_rehearsal(settings: Settings) -> None:
+    """Raises WorkshopError (exit code 2) for a training that cannot be rehearsed."""
+    trainer = settings.trainer
+    if settings.estimate.gpus < 2:
+        raise settings.error("gpus", "one rank sends nothing", "give the GPUs of the whole job, 2 or more")
+    if trainer.deepspeed:
+        raise settings.error("deepspeed", "reads values of tensors, which a rehearsal does not have", "see docs")
+    config = settings.fsdp_config or {}
+    source = trainer.fsdp_config or "--fsdp"
+    if config.get("version") == 1:
+        raise WorkshopError(source, "FSDP1 needs a GPU, and a rehearsal has none", "use an FSDP2 config")
+    if config.get("cpu_offload"):
+        what = "cpu_offload needs a GPU to offload from, and a rehearsal has none"
+        raise WorkshopError(source, what, "use another config, or estimate_memory.py")
+    for flag in ("torch_compile", "use_liger_kernel"):
+        if getattr(trainer, flag):
+            raise settings.error(flag, "compiles kernels, which need values", "leave it out: it sends the same")
+
+
+def rehearse(settings: Settings) -> Rehearsal:
+    """Run a few optimizer steps as rank 0 of settings.estimate.gpus ranks, and return what the last one held and sent.
+
+    fp16 is rehearsed as bf16, which has the same size.
+    """
+    forward = replace(forward_pass(settings), precision="fp32", autocast=False)  # weights as they are loaded
+    tensor_parallel = settings.model.tensor_parallel
+    with fake_world(settings) as arguments:
+        with model_without_storage(forward) as model:
+            fake_mode = next(model.parameters()).fake_mode
+            fake_mode.allow_non_fake_inputs = True  # such as the Trainer's counts
+        model.to = lambda *args, **kwargs: model  # it is there, and a fake tensor cannot be swapped for a moved one
+        if settings.model.loss == "chunked":
+            use_chunked_loss(model)
+        if tensor_parallel > 1:
+            apply_tensor_parallel(model, tensor_parallel, settings.fsdp_config, arguments.device)
+        if settings.fsdp_config is not None or tensor_parallel > 1:
+            shard_on_cpu()
+        for number, parameter in enumerate(model.parameters()):
+            # accelerate recognises a parameter by its address. Without this, the optimizer would have one of them only
+            parameter.data_ptr = lambda number=number: number
+        observer = Observer()
+        trainer = FakeTrainer(observer, settings.data.max_length, model=model, args=arguments)
+        with fake_mode, observer.watching():
+            trainer.train()
+    return trainer.last_step
+
+
+@contextlib.contextmanager
+def fake_world(settings: Settings) -> Iterator[TrainingArguments]:
+    """Make this process rank 0 of a world that does not exist, and leave the process as it was."""
+    given = settings.estimate
+    fsdp = settings.fsdp_config if settings.model.tensor_parallel == 1 else None
+    world = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": str(given.gpus)}
+    world |= {"LOCAL_WORLD_SIZE": str(given.gpus // given.nodes), "MASTER_ADDR": "127.0.0.1"}
+    world |= {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")}  # accelerate would warn
+    world |= {"ACCELERATE_TORCH_DEVICE": "cpu"}  # without it accelerate says cpu:0, another device for fake tensors
+    import torch.distributed.fsdp._fully_shard._fully_shard as fully_shard
+
+    default_mesh = fully_shard._init_default_mesh
+
+    def mesh_with_values(*args: Any) -> Any:
+        with unset_fake_temporarily():
+            return default_mesh(*args)
+
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(patch.dict(os.environ, world))
+        # FSDP reads the ranks' numbers from the mesh, and DDP compares shapes between the ranks: both need values
+        stack.enter_context(patch.object(fully_shard, "_init_default_mesh", mesh_with_values))
+        verify = "torch.nn.parallel.distributed._verify_param_shape_across_processes"
+        stack.enter_context(patch(verify, lambda *args: None))
+        silence_known_warnings()
+        prepare_deepspeed()  # accelerate imports it
+        dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=given.gpus)
+        stack.callback(dist.destroy_process_group)
+        stack.callback(AcceleratorState._reset_state, True)
+        stack.callback(GradientState._reset_state)
+        flags = trainer_flags(settings) | {
+            "output_dir": stack.enter_context(tempfile.TemporaryDirectory()),
+            **{"use_cpu": True, "fp16": False, "bf16": settings.precision != "fp32"},
+            # The first step makes Adam's moments, and DDP makes its final buckets in the second
+            "max_steps": 2 if settings.fsdp_config is not None else 3,
+            **dict.fromkeys(("eval_strategy", "save_strategy", "logging_strategy"), "no"),
+            **{"report_to": "none", "disable_tqdm": True},
+        }
+        yield TrainingArguments(
+            **flags,
+            fsdp=fsdp is not None,  # type: ignore[arg-type]  # transformers 5 takes a bool
+            fsdp_config=trainer_config(fsdp),
+            parallelism_config=parallelism(fsdp),
+        )
