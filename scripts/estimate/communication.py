@@ -58,12 +58,14 @@ def bytes_between_nodes(shape: Shape, settings: Settings) -> float:
 def rings(shape: Shape, settings: Settings) -> list[Ring]:
     """The rings that a rank belongs to. The ranks of a shard, and those of a tensor group, have consecutive numbers
     (order of the meshes of accelerate and transformers)."""
-    psi = shape.parameters
     n = settings.estimate.gpus
     a = settings.trainer.gradient_accumulation_steps
     c = weight_bytes(settings)
-    blocks = sum(shape.block_sizes)
     tensor_parallel = settings.model.tensor_parallel
+    if settings.fsdp_config is not None:
+        shape = shape.padded(settings.fsdp_config["dp_shard_size"])
+    psi = shape.parameters
+    blocks = sum(shape.block_sizes)
     if tensor_parallel > 1:
         in_group = Ring(tensor_parallel, 1, a * shape.exchanged)
         if settings.fsdp_config is None:

@@ -255,7 +255,8 @@ def fsdp_parts(shape: Shape, config: dict, accumulates: bool, compute_bytes: int
     psi = shape.parameters
     f = config["dp_shard_size"]
     on_cpu = config.get("cpu_offload", False)
-    share = FP32 * psi / f  # 4 Psi / F
+    padded = shape.padded(f)
+    share = FP32 * padded.parameters / f  # 4 Psi / F
     if accumulates:
         # no reduce-scatter before the last backward pass of a step, so gradients stay whole
         gradients = MemoryPart("gradients", compute_bytes * psi, note="whole while gradients accumulate")
@@ -265,7 +266,7 @@ def fsdp_parts(shape: Shape, config: dict, accumulates: bool, compute_bytes: int
         MemoryPart("parameters", *on_gpu_or_cpu(share, on_cpu), "fp32 share", from_start=True),
         gradients,
         MemoryPart("optimizer state", *on_gpu_or_cpu(2 * share, on_cpu), "two moments of Adam, fp32 share"),
-        fsdp_buffers(shape, config, accumulates, compute_bytes),
+        fsdp_buffers(padded, config, accumulates, compute_bytes),
         weights_while_loading(shape.model),
     ]
     if on_cpu:  # each parameter's share and its gradient are pinned on their own

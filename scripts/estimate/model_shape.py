@@ -3,8 +3,9 @@
 import contextlib
 import json
 import logging
+import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
 
@@ -52,7 +53,7 @@ class Shape:
     With tensor parallelism these are the numbers of one rank. model: parameters before they are cut. uncut: parameters
     that every rank of a group holds. exchanged: bytes that each of very many ranks of a group sends for a micro batch.
     calls: the modules in the order in which the forward pass calls them, each as the indices of its own parameters in
-    `sizes`.
+    `sizes`. rows: the first dimension of each parameter. blocks: the indices of each block's parameters.
     """
 
     model: int
@@ -66,10 +67,20 @@ class Shape:
     block_input: int
     logits: int
     calls: tuple[tuple[int, ...], ...]
+    rows: tuple[int, ...] = ()
+    blocks: tuple[tuple[int, ...], ...] = ()
 
     @property
     def parameters(self) -> int:
         return sum(self.sizes)
+
+    def padded(self, ranks: int) -> "Shape":
+        """Return the shape as FSDP2 shards it: it pads the rows of each parameter to a multiple of the ranks."""
+        padded_rows = (math.ceil(rows / ranks) * ranks for rows in self.rows)
+        sizes = tuple(
+            padded * (size // rows) for padded, size, rows in zip(padded_rows, self.sizes, self.rows, strict=True)
+        )
+        return replace(self, sizes=sizes, block_sizes=tuple(sum(sizes[n] for n in block) for block in self.blocks))
 
 
 def trace_shape(settings: Settings, config_json: str | None = None) -> Shape:
@@ -255,4 +266,7 @@ def trace(forward: ForwardPass) -> Shape:
         block_input=forward.tokens * text.hidden_size * forward.dtype.itemsize,
         logits=logits,
         calls=tuple(calls),
+        # with tensor parallelism embedding and head are traced whole, and held in parts
+        rows=tuple(held[name] // (p.numel() // len(p)) for name, p in model.named_parameters()),
+        blocks=tuple(tuple(n for n, name in enumerate(held) if name.startswith(f"{block}.")) for block in blocks),
     )
