@@ -1,18 +1,20 @@
 """A rehearsal: the real code of a training runs as rank 0 of many ranks, in one process and without memory for tensors.
 
 PyTorch's fake process group takes the place of the network: a collective returns at once, and nothing is sent. Under
-FakeTensorMode a tensor has a shape and a size, but no values. The Trainer, the Accelerator, DDP, FSDP2 and the
-optimizer are those of train.py, so the model is wrapped as in a run. A dispatch mode counts the storages that are alive
+FakeTensorMode a tensor has a shape and a size, but no values. The Trainer, DDP, FSDP2, DeepSpeed and the optimizer are
+those of train.py, so the model is wrapped as in a run. A dispatch mode counts the storages that are alive
 and the collectives in the last of a few optimizer steps.
 """
 
 import contextlib
 import os
 import tempfile
+import warnings
 import weakref
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 from unittest.mock import patch
 
@@ -30,21 +32,21 @@ from transformers import PrinterCallback, TrainingArguments
 
 from distributed.fsdp_config import parallelism, shard_on_cpu, trainer_config
 from distributed.inspect_fsdp import local, unit_group
-from distributed.process_group import prepare_deepspeed, silence_known_warnings
+from distributed.process_group import adopt_process_group, prepare_deepspeed, silence_known_warnings
 from distributed.read_collective import SENT, Collective, read_collective
 from distributed.tensor_parallel import apply_tensor_parallel
 from estimate.communication import Ring
 from estimate.model_shape import forward_pass, model_without_storage
+from estimate.time import uses_offload
 from settings.settings import Settings
 from settings.trainer_flags import trainer_flags
 from shared.errors import WorkshopError
-from training.chunked_loss import use_chunked_loss
+from training.chunked_loss import next_tokens_of, use_chunked_loss
+from training.measured_memory import gradients_of, states_of
 from training.trainer import WorkshopTrainer
 
 ACTIVATIONS = "activations, logits"  # and everything else that is no other kind
 KINDS = ("parameters", "gradients", "optimizer state", "buffers", ACTIVATIONS)
-# Questions about values, which fake tensors do not have, and an answer with which a training continues
-ANSWERS = {torch.ops.aten._local_scalar_dense.default: 1, torch.ops.aten.allclose.default: True}
 
 
 @dataclass
@@ -77,7 +79,7 @@ class Observer(TorchDispatchMode):
         self.phase = "optimizer"
         self.alive: dict[int, tuple[int, str]] = {}  # storage -> its bytes and kind
         self.now: Counter[str] = Counter()
-        self.parameters: list[torch.Tensor] = []
+        self.gradients: Callable[[], list] = list
         self.begin()
 
     def begin(self) -> Rehearsal:
@@ -91,14 +93,17 @@ class Observer(TorchDispatchMode):
         if DTensor in types:
             return NotImplemented  # DTensor comes back with operators on its local parts
         kwargs = kwargs or {}
-        if func in ANSWERS:
-            return ANSWERS[func]
         tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
         # DDP writes the order of its buckets into an int32 tensor and reads it there, so this one needs values
         needs_values = func is torch.ops.aten.empty.memory_format and kwargs.get("dtype") is torch.int32
         if needs_values or (tensors and all(type(tensor) is torch.Tensor for tensor in tensors)):
             with unset_fake_temporarily():
                 return func(*args, **kwargs)
+        # Questions about values have an answer with which a training continues: a number is 1, nothing has overflown
+        if func is torch.ops.aten._local_scalar_dense.default:
+            return int(tensors[0].dtype.is_floating_point)
+        if func is torch.ops.aten.allclose.default:
+            return True
         collective = read_collective(func, args)
         self.operator = str(func)
         result = func(*args, **kwargs)
@@ -117,9 +122,9 @@ class Observer(TorchDispatchMode):
         self.note_gradients()
 
     def note_gradients(self) -> None:
-        for parameter in self.parameters:
-            if parameter.grad is not None:
-                self.note(local(parameter.grad), "gradients")
+        for gradient in self.gradients():
+            if isinstance(gradient, torch.Tensor):
+                self.note(local(gradient), "gradients")
 
     def kind_of(self, tensor: torch.Tensor) -> str:
         return self.alive.get(tensor.untyped_storage()._cdata, (0, ACTIVATIONS))[1]
@@ -195,31 +200,40 @@ class FakeTrainer(WorkshopTrainer):
 
     def _prepare_for_training(self, *args: Any, **kwargs: Any) -> Any:
         prepared = super()._prepare_for_training(*args, **kwargs)
-        if isinstance(self.model_wrapped, torch.nn.parallel.DistributedDataParallel):
+        wrapped: Any = self.model_wrapped
+        if isinstance(wrapped, torch.nn.parallel.DistributedDataParallel):
             # The work of the fake process group returns no tensor, and DDP's own hook expects one
-            self.model_wrapped.register_comm_hook(None, average)
+            wrapped.register_comm_hook(None, average)
+        if self.is_deepspeed_enabled:
+            wrapped.step = self.observer.in_phase("optimizer")(wrapped.step)  # its engine steps in the backward pass
         return prepared
 
     def get_batch_samples(self, *args: Any, **kwargs: Any) -> tuple[list, Any]:
         """Begin a step."""
         if self.state.global_step == self.args.max_steps - 1:
             self.begin_last_step()
-        return super().get_batch_samples(*args, **kwargs)
+        batches, labels_in_step = super().get_batch_samples(*args, **kwargs)
+        for batch in batches:
+            if "label_count" in batch:  # of the chunked loss; it is read from the tensor
+                batch["label_count"] = next_tokens_of(batch["labels"]).numel() - len(batch["labels"])
+        return batches, labels_in_step
 
     def begin_last_step(self) -> None:
         """Tell the observer which storages belong to the model, FSDP2 and the optimizer."""
         observer = self.observer
-        optimizer: Any = self.optimizer
-        observer.parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-        for parameter in observer.parameters:
-            observer.note(local(parameter), "parameters")
-            observe_gradient(parameter, observer, "gradients")
-        for tensor in tree_leaves(list(optimizer.state.values())):
+        model: Any = self.model
+        engine_or_prepared: Any = self.deepspeed if self.is_deepspeed_enabled else self.optimizer
+        optimizer = engine_or_prepared.optimizer
+        for tensor in states_of(optimizer):
             if isinstance(tensor, torch.Tensor):
                 observer.note(local(tensor), "optimizer state")
+        for parameter in model.parameters():
+            observer.note(local(getattr(parameter, "ds_tensor", parameter)), "parameters")
+            if not self.is_deepspeed_enabled:
+                observe_gradient(parameter, observer, "gradients")
+        observer.gradients = partial(gradients_of, model, optimizer)
         # FSDP2 computes the gradients of whole parameters, and holds them until the last backward pass of a step
         whole = "gradients" if self.args.gradient_accumulation_steps > 1 else "buffers"
-        model: Any = self.model
         for group in [unit_group(unit) for unit in model.modules() if isinstance(unit, FSDPModule)]:
             for parameter in group.fsdp_params if group else []:
                 observe_gradient(parameter._unsharded_param, observer, whole)
@@ -245,8 +259,9 @@ def check_rehearsal(settings: Settings) -> None:
     trainer = settings.trainer
     if settings.estimate.gpus < 2:
         raise settings.error("gpus", "one rank sends nothing", "give the GPUs of the whole job, 2 or more")
-    if trainer.deepspeed:
-        raise settings.error("deepspeed", "reads values of tensors, which a rehearsal does not have", "see docs")
+    if trainer.deepspeed and uses_offload(settings):
+        what = "offload needs a GPU to offload from, and a rehearsal has none"
+        raise settings.error("deepspeed", what, "take a config without offload, or estimate_memory.py")
     config = settings.fsdp_config or {}
     source = trainer.fsdp_config or "--fsdp"
     if config.get("version") == 1:
@@ -311,6 +326,8 @@ def fake_world(settings: Settings) -> Iterator[TrainingArguments]:
         verify = "torch.nn.parallel.distributed._verify_param_shape_across_processes"
         stack.enter_context(patch(verify, lambda *args: None))
         silence_known_warnings()
+        # DeepSpeed checks the alignment of addresses, which are 0 here
+        warnings.filterwarnings("ignore", "Accessing the data pointer of FakeTensor", UserWarning)
         prepare_deepspeed()  # accelerate imports it
         dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=given.gpus)
         stack.callback(dist.destroy_process_group)
@@ -324,9 +341,13 @@ def fake_world(settings: Settings) -> Iterator[TrainingArguments]:
             **dict.fromkeys(("eval_strategy", "save_strategy", "logging_strategy"), "no"),
             **{"report_to": "none", "disable_tqdm": True},
         }
-        yield TrainingArguments(
+        arguments = TrainingArguments(
             **flags,
+            deepspeed=settings.trainer.deepspeed,
             fsdp=fsdp is not None,  # type: ignore[arg-type]  # transformers 5 takes a bool
             fsdp_config=trainer_config(fsdp),
             parallelism_config=parallelism(fsdp),
         )
+        with contextlib.redirect_stdout(None):
+            adopt_process_group(arguments, with_deepspeed=bool(settings.trainer.deepspeed))
+        yield arguments
