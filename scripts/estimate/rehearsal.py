@@ -14,7 +14,6 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
-from functools import partial
 from typing import Any
 from unittest.mock import patch
 
@@ -185,13 +184,13 @@ def observe_gradient(parameter: torch.Tensor, observer: Observer, kind: str) -> 
 class FakeTrainer(WorkshopTrainer):
     """The Trainer of all runs, with batches that have no values, and an observer of its last step."""
 
-    def __init__(self, observer: Observer, length: int, **kwargs: Any) -> None:
-        """length: tokens of a sequence."""
+    def __init__(self, observer: Observer, settings: Settings, **kwargs: Any) -> None:
         super().__init__(**kwargs)
         self.remove_callback(PrinterCallback)
         self.observer = observer
         self.phase = observer.in_phase
-        self.length = length
+        self.length = settings.data.max_length  # tokens of a sequence
+        self.zero_stage = settings.zero.get("stage", 0)
 
     def get_train_dataloader(self) -> DataLoader:
         row = {name: torch.ones(self.length, dtype=torch.long) for name in ("input_ids", "attention_mask", "labels")}
@@ -222,16 +221,14 @@ class FakeTrainer(WorkshopTrainer):
         """Tell the observer which storages belong to the model, FSDP2 and the optimizer."""
         observer = self.observer
         model: Any = self.model
-        engine_or_prepared: Any = self.deepspeed if self.is_deepspeed_enabled else self.optimizer
-        optimizer = engine_or_prepared.optimizer
-        for tensor in states_of(optimizer):
+        for tensor in states_of(self.plain_optimizer):
             if isinstance(tensor, torch.Tensor):
                 observer.note(local(tensor), "optimizer state")
         for parameter in model.parameters():
             observer.note(local(getattr(parameter, "ds_tensor", parameter)), "parameters")
             if not self.is_deepspeed_enabled:
                 observe_gradient(parameter, observer, "gradients")
-        observer.gradients = partial(gradients_of, model, optimizer)
+        observer.gradients = self.kept_gradients
         # FSDP2 computes the gradients of whole parameters, and holds them until the last backward pass of a step
         whole = "gradients" if self.args.gradient_accumulation_steps > 1 else "buffers"
         for group in [unit_group(unit) for unit in model.modules() if isinstance(unit, FSDPModule)]:
@@ -240,6 +237,21 @@ class FakeTrainer(WorkshopTrainer):
                 for gathered in parameter.all_gather_outputs:
                     observer.note(gathered, "buffers")
         self.last_step = observer.begin()
+
+    @property
+    def plain_optimizer(self) -> Any:
+        """The optimizer inside of what accelerate or DeepSpeed has wrapped around it."""
+        wrapper: Any = self.deepspeed if self.is_deepspeed_enabled else self.optimizer
+        return wrapper.optimizer
+
+    def kept_gradients(self) -> list:
+        model: Any = self.model
+        if self.zero_stage < 2:
+            return gradients_of(model, self.plain_optimizer)
+        # The gradients of the parameters are on their way to where these stages keep them
+        kept = gradients_of(torch.nn.Identity(), self.plain_optimizer)
+        averaged = getattr(self.plain_optimizer, "averaged_gradients", {}).values()  # of ZeRO-2, for the step
+        return [*kept, *tree_leaves(list(averaged))]
 
     def _maybe_log_save_evaluate(self, *args: Any, **kwargs: Any) -> None:
         """End a step: what follows does not belong to it."""
@@ -296,10 +308,23 @@ def rehearse(settings: Settings) -> Rehearsal:
             # accelerate recognises a parameter by its address. Without this, the optimizer would have one of them only
             parameter.data_ptr = lambda number=number: number
         observer = Observer()
-        trainer = FakeTrainer(observer, settings.data.max_length, model=model, args=arguments)
+        trainer = FakeTrainer(observer, settings, model=model, args=arguments)
         with fake_mode, observer.watching():
             trainer.train()
     return trainer.last_step
+
+
+def leave_fake_world() -> None:
+    """Let the next rehearsal of this process make a world of another size."""
+    AcceleratorState._reset_state(reset_partial_state=True)
+    GradientState._reset_state()
+    from deepspeed.comm import comm  # accelerate has imported it anyway
+
+    if comm.cdb is None:
+        dist.destroy_process_group()
+    else:
+        comm.destroy_process_group()
+        comm.cdb = None
 
 
 @contextlib.contextmanager
@@ -330,9 +355,7 @@ def fake_world(settings: Settings) -> Iterator[TrainingArguments]:
         warnings.filterwarnings("ignore", "Accessing the data pointer of FakeTensor", UserWarning)
         prepare_deepspeed()  # accelerate imports it
         dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=given.gpus)
-        stack.callback(dist.destroy_process_group)
-        stack.callback(AcceleratorState._reset_state, True)
-        stack.callback(GradientState._reset_state)
+        stack.callback(leave_fake_world)
         flags = trainer_flags(settings) | {
             "output_dir": stack.enter_context(tempfile.TemporaryDirectory()),
             **{"use_cpu": True, "fp16": False, "bf16": settings.precision != "fp32"},
