@@ -40,6 +40,7 @@ def report(settings: Settings) -> str:
     lines = [
         f"{settings.model.model_name}: {strategy}, {settings.precision}, {batch} x {settings.data.max_length} tokens "
         f"per rank, rank 0 of {given.gpus} on {given.nodes} node(s)",
+        *(["fp16 is rehearsed as bf16, which has the same size"] if settings.precision == "fp16" else []),
         *memory_table(settings, found),
         f"moment of the peak: {found.moment}",
         *collectives_table(settings, found),

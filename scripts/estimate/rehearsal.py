@@ -245,12 +245,12 @@ class FakeTrainer(WorkshopTrainer):
         return wrapper.optimizer
 
     def kept_gradients(self) -> list:
-        model: Any = self.model
-        if self.zero_stage < 2:
-            return gradients_of(model, self.plain_optimizer)
-        # The gradients of the parameters are on their way to where these stages keep them
-        kept = gradients_of(torch.nn.Identity(), self.plain_optimizer)
-        averaged = getattr(self.plain_optimizer, "averaged_gradients", {}).values()  # of ZeRO-2, for the step
+        """Gradients that stay until the step. Others are on their way to these."""
+        optimizer = self.plain_optimizer
+        if not self.is_deepspeed_enabled:
+            return [parameter.grad for group in optimizer.param_groups for parameter in group["params"]]
+        kept = gradients_of(torch.nn.Identity() if self.zero_stage >= 2 else self.model, optimizer)  # type: ignore[arg-type]
+        averaged = getattr(optimizer, "averaged_gradients", {}).values()  # of ZeRO-2, for the step
         return [*kept, *tree_leaves(list(averaged))]
 
     def _maybe_log_save_evaluate(self, *args: Any, **kwargs: Any) -> None:
