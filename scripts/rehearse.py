@@ -20,7 +20,8 @@ from estimate.command_line import check_optimizer, parse_plan
 from estimate.communication import Ring, rings
 from estimate.memory import MIB, estimate_parts
 from estimate.model_shape import trace_shape, tracing_errors
-from estimate.rehearsal import KINDS, Rehearsal, check_rehearsal, rehearse
+from estimate.observer import KINDS, ObservedStep
+from estimate.rehearsal import check_rehearsal, rehearse
 from settings.settings import RankFlags, Settings
 from shared.errors import run_program
 from training.audit import strategy_name
@@ -50,7 +51,7 @@ def report(settings: Settings) -> str:
     return "\n".join(lines)
 
 
-def memory_table(settings: Settings, found: Rehearsal) -> list[str]:
+def memory_table(settings: Settings, found: ObservedStep) -> list[str]:
     """A row for each kind of memory: at the peak, at most at any moment, and by the formulas."""
     estimated = dict.fromkeys(KINDS, 0.0)
     for part in estimate_parts(settings):
@@ -62,7 +63,7 @@ def memory_table(settings: Settings, found: Rehearsal) -> list[str]:
     return [*lines, f"{'sum':20}{found.at_peak.total() / MIB:12,.2f}{'':12}{sum(estimated.values()) / MIB:12,.2f}"]
 
 
-def collectives_table(settings: Settings, found: Rehearsal) -> list[str]:
+def collectives_table(settings: Settings, found: ObservedStep) -> list[str]:
     """A row for each phase and kind of collective, in the order in which the first of them begins."""
     number: Counter[tuple[str, str, str, str]] = Counter()
     size: Counter[tuple[str, str, str, str]] = Counter()
@@ -79,7 +80,7 @@ def collectives_table(settings: Settings, found: Rehearsal) -> list[str]:
     return [*lines, f"and {small} of less than {SMALL} bytes"]
 
 
-def sent_table(settings: Settings, found: Rehearsal) -> list[str]:
+def sent_table(settings: Settings, found: ObservedStep) -> list[str]:
     """Bytes that a rank sends in rings of each kind: as rehearsed, and by the formulas."""
     rehearsed = sent_by_group(found.rings())
     estimated = sent_by_group(rings(trace_shape(settings), settings))

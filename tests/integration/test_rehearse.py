@@ -15,7 +15,8 @@ from estimate.command_line import parse_plan
 from estimate.communication import rings
 from estimate.memory import estimate_parts
 from estimate.model_shape import trace_shape
-from estimate.rehearsal import Rehearsal, rehearse
+from estimate.observer import ObservedStep
+from estimate.rehearsal import rehearse
 from helpers import REPOSITORY, program
 from settings.settings import RankFlags, Settings
 from shared.errors import run_program
@@ -49,7 +50,7 @@ def plan(*flags: object) -> Settings:
     return parse_plan([str(flag) for flag in flags], environment={}, flags=RankFlags)
 
 
-def check_bytes_sent(found: Rehearsal, settings: Settings) -> None:
+def check_bytes_sent(found: ObservedStep, settings: Settings) -> None:
     """A message of 8 bytes from each rank, its number of tokens, is in no formula; the model is very small."""
     rehearsed, estimated = (
         command.sent_by_group(each) for each in (found.rings(), rings(trace_shape(settings), settings))
