@@ -2,6 +2,7 @@
 
 import json
 import re
+import shlex
 import sys
 from collections import Counter
 from collections.abc import Callable
@@ -143,6 +144,13 @@ def test_the_command_shows_what_was_counted_and_the_formulas(run):
     assert "backward  reduce-scatter  bfloat16  4, inside a node  3  0.46" in lines
     assert "backward  all-reduce  bfloat16  2, between nodes  3  0.12" in lines
     assert "4, inside a node  1.34  1.34" in lines
+
+
+def test_the_page_shows_what_the_command_prints(run):
+    page = (REPOSITORY / "docs" / "memory.md").read_text()
+    words, shown = re.search(r"python scripts/rehearse.py (.*)\n```\n\n```\n(.*?)\n```", page, re.DOTALL).groups()
+    out, _ = run(*shlex.split(words))
+    assert out.splitlines()[:-1] == shown.splitlines()[:-1]  # the last line has the seconds
 
 
 @pytest.mark.parametrize(
