@@ -73,7 +73,9 @@ def rings(shape: Shape, settings: Settings) -> list[Ring]:
         return [in_group, Ring(n // tensor_parallel, tensor_parallel, FP32 * (a * (psi + blocks) + psi))]
     if settings.fsdp_config is not None:
         f = settings.fsdp_config["dp_shard_size"]
-        gathered = psi if "SHARD_GRAD_OP" in fsdp_name(settings.fsdp_config) else psi + blocks
+        # accelerate makes an embedding that is not the head a unit like a block; the rest stays gathered
+        again = blocks + sum(shape.sizes[number] for number in shape.embedding)
+        gathered = psi if "SHARD_GRAD_OP" in fsdp_name(settings.fsdp_config) else psi + again
         replicas = Ring(n // f, f, 2 * c * psi / f)  # all-reduce of the share, by HYBRID_SHARD
         return [Ring(f, 1, c * (a * gathered + psi)), replicas]  # gradients once in a step
     if settings.deepspeed_config is None:

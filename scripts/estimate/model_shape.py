@@ -54,6 +54,7 @@ class Shape:
     that every rank of a group holds. exchanged: bytes that each of very many ranks of a group sends for a micro batch.
     calls: the modules in the order in which the forward pass calls them, each as the indices of its own parameters in
     `sizes`. rows: the first dimension of each parameter. blocks: the indices of each block's parameters.
+    embedding: the index of the input embedding, unless it is the head as well.
     """
 
     model: int
@@ -69,6 +70,7 @@ class Shape:
     calls: tuple[tuple[int, ...], ...]
     rows: tuple[int, ...] = ()
     blocks: tuple[tuple[int, ...], ...] = ()
+    embedding: tuple[int, ...] = ()
 
     @property
     def parameters(self) -> int:
@@ -208,6 +210,13 @@ def exchanged_bytes(model: Any, forward: ForwardPass) -> int:
     return forward.tokens * (2 * summed * text.hidden_size + gathered)
 
 
+def untied_embedding(model: Any) -> list[torch.nn.Parameter]:
+    """The weight of the input embedding, unless it is the head as well."""
+    head = model.get_output_embeddings()
+    weight = model.get_input_embeddings().weight
+    return [] if head is not None and head.weight is weight else [weight]
+
+
 @lru_cache
 def trace(forward: ForwardPass) -> Shape:
     """Run the forward pass on tensors without storage, and count what autograd keeps of it."""
@@ -268,5 +277,6 @@ def trace(forward: ForwardPass) -> Shape:
         calls=tuple(calls),
         # with tensor parallelism embedding and head are traced whole, and held in parts
         rows=tuple(held[name] // (p.numel() // len(p)) for name, p in model.named_parameters()),
+        embedding=tuple(numbers[id(each)] for each in untied_embedding(model)),
         blocks=tuple(tuple(n for n, name in enumerate(held) if name.startswith(f"{block}.")) for block in blocks),
     )

@@ -79,6 +79,14 @@ def test_rank_0_holds_and_sends_what_the_formulas_say(method, gpus):
         assert 0.7 * estimated["buffers"] < held["buffers"] < 1.05 * estimated["buffers"]
 
 
+def test_fsdp_gathers_an_embedding_again_that_is_not_the_head(tmp_path):
+    sizes = {"vocab_size": 2048, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2}
+    llama = {"model_type": "llama", "num_attention_heads": 4, "tie_word_embeddings": False}
+    (tmp_path / "config.json").write_text(json.dumps(llama | sizes))
+    settings = plan("--model_name", tmp_path, "--from_scratch", *METHODS["FULL_SHARD"][2:], "--gpus", 8)
+    check_bytes_sent(rehearse(settings), settings)
+
+
 def test_a_collective_that_the_formula_leaves_out_is_noticed():
     settings = plan(*METHODS["SHARD_GRAD_OP"], "--gpus", 8)
     found = rehearse(settings)
