@@ -8,6 +8,8 @@ Each row is a training of a few steps by scripts/train.py, over gloo, in bf16. A
 tensors of every collective that DDP, DeepSpeed, FSDP2 and the Trainer start, whichever language they start it from.
 What is counted are kind, number and size, and these do not depend on the hardware. Messages of less than 1 KiB (a loss,
 a norm, whether to stop) are left out.
+scripts/rehearse.py counts in the same way as rank 0 of any number of ranks, and tests/integration/test_rehearse.py
+compares it with these results.
 
 `payload`: bytes of the whole tensor, all ranks' parts together, per parameter of the model and optimizer step.
 `sent`: what each of very many ranks sends of it, per parameter: a ring moves the payload once in an all-gather, a

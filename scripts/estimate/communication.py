@@ -1,9 +1,11 @@
 """Bytes that the ranks of a training send each other in an optimizer step.
 
-Psi parameters, n ranks, a micro batches in a step, c bytes of a weight in the precision of the computation. A ring
-sends (n - 1) / n of a tensor in an all-gather and a reduce-scatter, and twice that in an all-reduce. A reduce counts
-the same as a reduce-scatter in the mean of all ranks, because its owner sends nothing. Real trainings send the same:
-benchmarks/communication.py has counted it, and docs/collectives.md shows it.
+Psi parameters (with the rows that FSDP2 adds to divide them by the ranks), n ranks, a micro batches in a step, c bytes
+of a weight in the precision of the computation. A ring sends (n - 1) / n of a tensor in an all-gather and a
+reduce-scatter, and twice that in an all-reduce. A reduce counts the same as a reduce-scatter in the mean of all ranks,
+because its owner sends nothing. Real trainings send the same: benchmarks/communication.py has counted it on 2 and 4
+ranks, and docs/collectives.md shows it. rehearse.py runs the same code as rank 0 of many, and tests compare it with
+these formulas on up to 512.
 """
 
 from dataclasses import dataclass

@@ -275,7 +275,7 @@ def trace(forward: ForwardPass) -> Shape:
         block_input=forward.tokens * text.hidden_size * forward.dtype.itemsize,
         logits=logits,
         calls=tuple(calls),
-        # with tensor parallelism embedding and head are traced whole, and held in parts
+        # With tensor parallelism embedding and head are traced whole, but a rank holds a part of each
         rows=tuple(held[name] // (p.numel() // len(p)) for name, p in model.named_parameters()),
         embedding=tuple(numbers[id(each)] for each in untied_embedding(model)),
         blocks=tuple(tuple(n for n, name in enumerate(held) if name.startswith(f"{block}.")) for block in blocks),

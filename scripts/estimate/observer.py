@@ -21,7 +21,7 @@ from distributed.inspect_fsdp import local
 from distributed.read_collective import SENT, Collective, read_collective
 from estimate.communication import Ring
 
-ACTIVATIONS = "activations, logits"  # and everything else that is no other kind
+ACTIVATIONS = "activations, logits"  # All memory that is not of another kind counts here
 KINDS = ("parameters", "gradients", "optimizer state", "buffers", ACTIVATIONS)
 
 
@@ -70,12 +70,13 @@ class Observer(TorchDispatchMode):
             return NotImplemented  # DTensor comes back with operators on its local parts
         kwargs = kwargs or {}
         tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
-        # DDP writes the order of its buckets into an int32 tensor and reads it there, so this one needs values
+        # Operators on tensors with values compute as usual. DDP writes the order of its buckets into an int32 tensor,
+        # and reads it again, so this tensor needs values, too
         needs_values = func is torch.ops.aten.empty.memory_format and kwargs.get("dtype") is torch.int32
         if needs_values or (tensors and all(type(tensor) is torch.Tensor for tensor in tensors)):
             with unset_fake_temporarily():
                 return func(*args, **kwargs)
-        # Questions about values have an answer with which a training continues: a number is 1, nothing has overflown
+        # A training asks for a few values. With these answers it continues: a loss is 1, and no gradient has overflowed
         if func is torch.ops.aten._local_scalar_dense.default:
             return int(tensors[0].dtype.is_floating_point)
         if func is torch.ops.aten.allclose.default:
@@ -140,7 +141,7 @@ class Observer(TorchDispatchMode):
 
     @contextlib.contextmanager
     def watching(self) -> Iterator[None]:
-        """Watch all operators, and the storages that FSDP2 empties and fills again, which is no operator."""
+        """Watch all operators, and storages that FSDP2 resizes, which PyTorch does without an operator."""
         plain = torch.UntypedStorage.resize_
 
         def resize(storage: torch.UntypedStorage, size: int) -> Any:

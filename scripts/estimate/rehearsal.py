@@ -66,7 +66,7 @@ class FakeTrainer(WorkshopTrainer):
             # The work of the fake process group returns no tensor, and DDP's own hook expects one
             wrapped.register_comm_hook(None, average)
         if self.is_deepspeed_enabled:
-            wrapped.step = self.observer.in_phase("optimizer")(wrapped.step)  # its engine steps in the backward pass
+            wrapped.step = self.observer.in_phase("optimizer")(wrapped.step)  # DeepSpeed steps inside of `backward`
         return prepared
 
     def get_batch_samples(self, *args: Any, **kwargs: Any) -> tuple[list, Any]:
@@ -75,7 +75,7 @@ class FakeTrainer(WorkshopTrainer):
             self.begin_last_step()
         batches, labels_in_step = super().get_batch_samples(*args, **kwargs)
         for batch in batches:
-            if "label_count" in batch:  # of the chunked loss; it is read from the tensor
+            if "label_count" in batch:  # The chunked loss gets a Python number, which was read from the labels
                 batch["label_count"] = next_tokens_of(batch["labels"]).numel() - len(batch["labels"])
         return batches, labels_in_step
 
@@ -112,7 +112,7 @@ class FakeTrainer(WorkshopTrainer):
         if not self.is_deepspeed_enabled:
             return [parameter.grad for group in optimizer.param_groups for parameter in group["params"]]
         kept = gradients_of(torch.nn.Identity() if self.zero_stage >= 2 else self.model, optimizer)  # type: ignore[arg-type]
-        averaged = getattr(optimizer, "averaged_gradients", {}).values()  # of ZeRO-2, for the step
+        averaged = getattr(optimizer, "averaged_gradients", {}).values()  # ZeRO-2 keeps them here for the step
         return [*kept, *tree_leaves(list(averaged))]
 
     def _maybe_log_save_evaluate(self, *args: Any, **kwargs: Any) -> None:
@@ -158,8 +158,10 @@ def rehearse(settings: Settings) -> ObservedStep:
     with fake_world(settings) as arguments:
         with model_without_storage(forward) as model:
             fake_mode = next(model.parameters()).fake_mode
-            fake_mode.allow_non_fake_inputs = True  # such as the Trainer's counts
-        model.to = lambda *args, **kwargs: model  # it is there, and a fake tensor cannot be swapped for a moved one
+            fake_mode.allow_non_fake_inputs = True  # The Trainer's own counts are real tensors
+        model.to = lambda *args, **kwargs: (
+            model
+        )  # The model is on its device. Without this, `to` raises for fake tensors
         if settings.model.loss == "chunked":
             use_chunked_loss(model)
         if tensor_parallel > 1:
@@ -167,7 +169,8 @@ def rehearse(settings: Settings) -> ObservedStep:
         if settings.fsdp_config is not None or tensor_parallel > 1:
             shard_on_cpu()
         for number, parameter in enumerate(model.parameters()):
-            # accelerate recognises a parameter by its address. Without this, the optimizer would have one of them only
+            # accelerate finds a parameter by its address, which is 0 for all fake tensors. Without this line the
+            # optimizer would update one parameter only
             parameter.data_ptr = lambda number=number: number
         observer = Observer()
         trainer = FakeTrainer(observer, settings, model=model, args=arguments)
@@ -180,7 +183,7 @@ def leave_fake_world() -> None:
     """Let the next rehearsal of this process make a world of another size."""
     AcceleratorState._reset_state(reset_partial_state=True)
     GradientState._reset_state()
-    from deepspeed.comm import comm  # accelerate has imported it anyway
+    from deepspeed.comm import comm  # accelerate has imported DeepSpeed in any case
 
     if comm.cdb is None:
         dist.destroy_process_group()
@@ -196,8 +199,8 @@ def fake_world(settings: Settings) -> Iterator[TrainingArguments]:
     fsdp = settings.fsdp_config if settings.model.tensor_parallel == 1 else None
     world = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": str(given.gpus)}
     world |= {"LOCAL_WORLD_SIZE": str(given.gpus // given.nodes), "MASTER_ADDR": "127.0.0.1"}
-    world |= {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")}  # accelerate would warn
-    world |= {"ACCELERATE_TORCH_DEVICE": "cpu"}  # without it accelerate says cpu:0, another device for fake tensors
+    world |= {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")}  # Without it accelerate warns
+    world |= {"ACCELERATE_TORCH_DEVICE": "cpu"}  # Otherwise it is cpu:0, which is another device for fake tensors
     import torch.distributed.fsdp._fully_shard._fully_shard as fully_shard
 
     default_mesh = fully_shard._init_default_mesh
@@ -215,7 +218,7 @@ def fake_world(settings: Settings) -> Iterator[TrainingArguments]:
         silence_known_warnings()
         # DeepSpeed checks the alignment of addresses, which are 0 here
         warnings.filterwarnings("ignore", "Accessing the data pointer of FakeTensor", UserWarning)
-        prepare_deepspeed()  # accelerate imports it
+        prepare_deepspeed()  # accelerate imports DeepSpeed
         dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=given.gpus)
         stack.callback(leave_fake_world)
         flags = trainer_flags(settings) | {
