@@ -8,6 +8,8 @@ Each row is a training of a few steps by scripts/train.py, over gloo, in bf16. A
 tensors of every collective that DDP, DeepSpeed, FSDP2 and the Trainer start, whichever language they start it from.
 What is counted are kind, number and size, and these do not depend on the hardware. Messages of less than 1 KiB (a loss,
 a norm, whether to stop) are left out.
+scripts/rehearse.py counts in the same way as rank 0 of any number of ranks, and tests/integration/test_rehearse.py
+compares it with these results.
 
 `payload`: bytes of the whole tensor, all ranks' parts together, per parameter of the model and optimizer step.
 `sent`: what each of very many ranks sends of it, per parameter: a ring moves the payload once in an all-gather, a
@@ -25,13 +27,15 @@ from pathlib import Path
 
 from harness import REPOSITORY, RESULT, SAMPLE, SCRIPTS, commit, make_model_folder, result_of, run_training, versions
 
+sys.path.insert(0, str(SCRIPTS))
+from distributed.read_collective import SENT, SMALL, read_collective
+
 # About as much of it in the blocks as in bloom-1b1, so that neither the embedding nor a single layer rules the table
 CONFIG = {"model_type": "bloom", "vocab_size": 12288, "hidden_size": 256, "n_layer": 8, "n_head": 4}
 TOKENS = 4096  # of the tokenizer
 RESULTS = Path(__file__).with_suffix(".json")
 STEPS = 4
 COUNTED_STEP = 3  # buffers are made and orders are recorded in the first
-SMALL = 1024
 
 FSDP = ["--fsdp", "--fsdp_config"]
 ROWS = {
@@ -59,8 +63,6 @@ SCALED = {
     256: CONFIG | {"vocab_size": 250880 // 16, "hidden_size": 1024 // 16, "n_layer": 24},
     1600: CONFIG | {"vocab_size": 250880 // 40, "hidden_size": 2560 // 40, "n_layer": 30},
 }
-# What a ring sends of a collective's payload, where there are very many ranks
-SENT = {"all-reduce": 2, "all-gather": 1, "reduce-scatter": 1, "broadcast": 1, "reduce": 1}
 
 
 def main() -> None:
@@ -166,60 +168,22 @@ def page_table(results: dict) -> str:
 
 
 def child(flags: list[str]) -> None:
-    sys.path.insert(0, str(SCRIPTS))
-    import torch
-    import torch.distributed as dist
     from torch.utils._python_dispatch import TorchDispatchMode
-    from torch.utils._pytree import tree_leaves
     from transformers import Trainer, TrainerCallback
 
     import train
-
-    # name of the operator -> kind, and which of its arguments is the whole tensor
-    whole = {
-        "allreduce_": ("all-reduce", 0),
-        "allreduce_coalesced_": ("all-reduce", 0),
-        "_allgather_base_": ("all-gather", 0),
-        "allgather_": ("all-gather", 0),
-        "allgather_into_tensor_coalesced_": ("all-gather", 0),
-        "_reduce_scatter_base_": ("reduce-scatter", 1),
-        "reduce_scatter_": ("reduce-scatter", 1),
-        "reduce_scatter_tensor_coalesced_": ("reduce-scatter", 1),
-        "broadcast_": ("broadcast", 0),
-        "reduce_": ("reduce", 0),
-    }
-    silent = ("wait_tensor", "_wrap_tensor_autograd", "barrier")
-    functional = {
-        "all_reduce": "all-reduce",
-        "all_gather_into_tensor": "all-gather",
-        "reduce_scatter_tensor": "reduce-scatter",
-    }
 
     class Count(TorchDispatchMode):
         number: Counter = Counter()
         bytes: Counter = Counter()
 
         def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-            if func.namespace == "c10d" and func.overloadpacket.__name__ in whole:
-                kind, position = whole[func.overloadpacket.__name__]
-                tensors = tree_leaves(args[position])
-                group = next(dist.ProcessGroup.unbox(arg) for arg in args if "ProcessGroup" in str(arg))
-                size = sum(tensor.numel() * tensor.element_size() for tensor in tensors)
-                self.note(kind, tensors[0].dtype, group.size(), size)
-            elif func.namespace == "_c10d_functional" and func.overloadpacket.__name__ in functional:  # of DTensor
-                kind = functional[func.overloadpacket.__name__]
-                ranks = dist.distributed_c10d._resolve_process_group(args[-1]).size()
-                parts = ranks if kind == "all-gather" else 1
-                self.note(kind, args[0].dtype, ranks, parts * args[0].numel() * args[0].element_size())
-            elif "c10d" in func.namespace and func.overloadpacket.__name__ not in silent:
-                raise NotImplementedError(f"{func} is not counted yet")
-            return func(*args, **(kwargs or {}))
-
-        def note(self, kind: str, dtype: torch.dtype, ranks: int, size: int) -> None:
-            if size >= SMALL:
-                key = (kind, str(dtype).removeprefix("torch."), ranks)
+            collective = read_collective(func, args)
+            if collective and collective.size >= SMALL:
+                key = (collective.kind, collective.dtype, len(collective.ranks))
                 self.number[key] += 1
-                self.bytes[key] += size
+                self.bytes[key] += collective.size
+            return func(*args, **(kwargs or {}))
 
     count = Count()
 

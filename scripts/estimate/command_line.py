@@ -11,7 +11,7 @@ from distributed.ds_config import check_ds_config
 from distributed.fsdp_config import check_fsdp_file, resolve_sizes
 from distributed.tensor_parallel import check_groups
 from settings.command_line import parse_command_line
-from settings.settings import EstimateArguments, Settings, StepFlags
+from settings.settings import EstimateArguments, RankFlags, Settings, StepFlags
 from shared.errors import WorkshopError
 
 RATES = ("matmul_tflops", "memory_bandwidth", "bus_bandwidth")
@@ -22,7 +22,7 @@ def parse_plan(
     argv: list[str] | None = None,
     description: str = "",
     environment: Mapping[str, str] = os.environ,
-    flags: type[StepFlags] = StepFlags,
+    flags: type[RankFlags] = StepFlags,
 ) -> Settings:
     """Read the settings of a training on as many GPUs as --gpus and --nodes say, with the content of its config files.
 

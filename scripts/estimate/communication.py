@@ -1,9 +1,11 @@
 """Bytes that the ranks of a training send each other in an optimizer step.
 
-Psi parameters, n ranks, a micro batches in a step, c bytes of a weight in the precision of the computation. A ring
-sends (n - 1) / n of a tensor in an all-gather and a reduce-scatter, and twice that in an all-reduce. A reduce counts
-the same as a reduce-scatter in the mean of all ranks, because its owner sends nothing. Real trainings send the same:
-benchmarks/communication.py has counted it, and docs/collectives.md shows it.
+Psi parameters (with the rows that FSDP2 adds to divide them by the ranks), n ranks, a micro batches in a step, c bytes
+of a weight in the precision of the computation. A ring sends (n - 1) / n of a tensor in an all-gather and a
+reduce-scatter, and twice that in an all-reduce. A reduce counts the same as a reduce-scatter in the mean of all ranks,
+because its owner sends nothing. Real trainings send the same: benchmarks/communication.py has counted it on 2 and 4
+ranks, and docs/collectives.md shows it. rehearse.py runs the same code as rank 0 of many, and tests compare it with
+these formulas on up to 512.
 """
 
 from dataclasses import dataclass
@@ -58,12 +60,14 @@ def bytes_between_nodes(shape: Shape, settings: Settings) -> float:
 def rings(shape: Shape, settings: Settings) -> list[Ring]:
     """The rings that a rank belongs to. The ranks of a shard, and those of a tensor group, have consecutive numbers
     (order of the meshes of accelerate and transformers)."""
-    psi = shape.parameters
     n = settings.estimate.gpus
     a = settings.trainer.gradient_accumulation_steps
     c = weight_bytes(settings)
-    blocks = sum(shape.block_sizes)
     tensor_parallel = settings.model.tensor_parallel
+    if settings.fsdp_config is not None:
+        shape = shape.padded(settings.fsdp_config["dp_shard_size"])
+    psi = shape.parameters
+    blocks = sum(shape.block_sizes)
     if tensor_parallel > 1:
         in_group = Ring(tensor_parallel, 1, a * shape.exchanged)
         if settings.fsdp_config is None:
@@ -71,7 +75,9 @@ def rings(shape: Shape, settings: Settings) -> list[Ring]:
         return [in_group, Ring(n // tensor_parallel, tensor_parallel, FP32 * (a * (psi + blocks) + psi))]
     if settings.fsdp_config is not None:
         f = settings.fsdp_config["dp_shard_size"]
-        gathered = psi if "SHARD_GRAD_OP" in fsdp_name(settings.fsdp_config) else psi + blocks
+        # accelerate makes an embedding that is not the head a unit like a block; the rest stays gathered
+        again = blocks + sum(shape.sizes[number] for number in shape.embedding)
+        gathered = psi if "SHARD_GRAD_OP" in fsdp_name(settings.fsdp_config) else psi + again
         replicas = Ring(n // f, f, 2 * c * psi / f)  # all-reduce of the share, by HYBRID_SHARD
         return [Ring(f, 1, c * (a * gathered + psi)), replicas]  # gradients once in a step
     if settings.deepspeed_config is None:

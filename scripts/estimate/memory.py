@@ -262,7 +262,8 @@ def fsdp_parts(shape: Shape, config: dict, accumulates: bool, compute_bytes: int
     psi = shape.parameters
     f = config["dp_shard_size"]
     on_cpu = config.get("cpu_offload", False)
-    share = FP32 * psi / f  # 4 Psi / F
+    padded = shape.padded(f)
+    share = FP32 * padded.parameters / f  # 4 Psi / F
     if accumulates:
         # no reduce-scatter before the last backward pass of a step, so gradients stay whole
         gradients = MemoryPart("gradients", compute_bytes * psi, note="whole while gradients accumulate")
@@ -272,7 +273,7 @@ def fsdp_parts(shape: Shape, config: dict, accumulates: bool, compute_bytes: int
         MemoryPart("parameters", *on_gpu_or_cpu(share, on_cpu), "fp32 share", from_start=True),
         gradients,
         MemoryPart("optimizer state", *on_gpu_or_cpu(2 * share, on_cpu), "two moments of Adam, fp32 share"),
-        *fsdp_buffers(shape, config, accumulates, compute_bytes),
+        *fsdp_buffers(padded, config, accumulates, compute_bytes),
         weights_while_loading(shape.model),
     ]
     if on_cpu:  # each parameter's share and its gradient are pinned on their own
@@ -281,33 +282,38 @@ def fsdp_parts(shape: Shape, config: dict, accumulates: bool, compute_bytes: int
 
 
 def fsdp_buffers(shape: Shape, config: dict, accumulates: bool, compute_bytes: int) -> list[MemoryPart]:
-    """Parameters gathered at a time (a unit in use and the one prefetched), and gradients on their way."""
+    """Parameters gathered at a time, and gradients on their way, in the precision of the computation.
+
+    Each block is a unit of FSDP, and so is an embedding that is not the head as well. The rest is the root unit, which
+    stays gathered in both passes.
+    """
     psi = shape.parameters
+    f = config["dp_shard_size"]
     on_cpu = config.get("cpu_offload", False)
     block = max(shape.block_sizes, default=0)
-    outside = psi - sum(shape.block_sizes)  # embedding, last norm, head: the root unit, gathered in both passes
+    embedding = sum(shape.sizes[number] for number in shape.embedding)
+    root = psi - sum(shape.block_sizes) - embedding
     by_block = config.get("auto_wrap_policy", "TRANSFORMER_BASED_WRAP") == "TRANSFORMER_BASED_WRAP"
     if not by_block or not shape.block_sizes:
-        block, outside = 0, psi
-    keeps_blocks = "SHARD_GRAD_OP" in fsdp_name(config)
-    gathered = dict.fromkeys(PASSES, psi if keeps_blocks else outside)
-    if not keeps_blocks:
-        gathered["blocks"] += 2 * block
-    if config["dp_shard_size"] == 1 and not on_cpu:
+        block, embedding, root = 0, 0, psi
+    # A block in use, and the next one, which is gathered ahead
+    gathered = {"loss": root, "blocks": root + 2 * block, "embedding": root + embedding}
+    if "SHARD_GRAD_OP" in fsdp_name(config):
+        gathered = dict.fromkeys(PASSES, psi)
+    if f == 1 and not on_cpu:
         gathered = dict.fromkeys(PASSES, 0)  # this rank has them all, where they are needed
-    # what a unit puts into its reduce-scatter, in fp32
-    reduced = {"loss": 0, "blocks": block, "embedding": outside}
-    parts = [
-        MemoryPart(
-            "buffers",
-            compute_bytes * gathered[moment] + FP32 * reduced[moment],
-            note="parameters gathered at a time, gradients on their way",
-            moments=(moment,),
-        )
-        for moment in PASSES
-    ]
+    # Gradients of a block, and their copy for the reduce-scatter. If embedding and head are one, the sum of their
+    # gradients needs more than its reduce-scatter, and is counted in the passes
+    reduced = {"loss": 0, "blocks": 2 * block, "embedding": embedding}
+    # HYBRID_SHARD keeps the shares that it averages over the replicas until the backward pass ends
+    averaged = psi / f if config.get("dp_replicate_size", 1) > 1 and not accumulates else 0
+    parts = []
+    for moment in PASSES:
+        size = gathered[moment] + reduced[moment] + (averaged if moment != "loss" else 0)
+        note = "parameters gathered at a time, gradients on their way"
+        parts.append(MemoryPart("buffers", compute_bytes * size, note=note, moments=(moment,)))
     if on_cpu and accumulates:  # accumulated gradients lie on the GPU, their share of the step on the CPU
-        parts.append(MemoryPart("buffers", 0, FP32 * psi / config["dp_shard_size"], "fp32 gradients", STEP))
+        parts.append(MemoryPart("buffers", 0, FP32 * psi / f, "fp32 gradients", STEP))
     return parts
 
 

@@ -3,17 +3,19 @@
 import contextlib
 import json
 import logging
+import math
 import weakref
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass
-from functools import lru_cache
+from dataclasses import dataclass, replace
+from functools import lru_cache, partial
 from typing import Any, NamedTuple
 
 import torch
 from torch.nn.functional import pad
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+from torch.utils.checkpoint import checkpoint
 from transformers.distributed.parallel_utils import replace_layer_number_by_wildcard
 
 from distributed.tensor_parallel import BY_INPUTS, BY_OUTPUTS, check_can_be_cut, cut_parameters
@@ -73,6 +75,8 @@ class Shape:
     that every rank of a group holds. exchanged: bytes that each of very many ranks of a group sends for a micro batch.
     history: what is alive after each operation, for each of PASSES. peaks: the fullest moment of each. calls: the
     modules in the order in which the forward pass calls them, each as the indices of its own parameters in `sizes`.
+    rows: the first dimension of each parameter. blocks: the indices of each block's parameters. embedding: the index
+    of the input embedding, unless it is the head as well.
     """
 
     model: int
@@ -85,10 +89,21 @@ class Shape:
     history: dict[str, list[Alive]]
     peaks: dict[str, Alive]
     calls: tuple[tuple[int, ...], ...]
+    rows: tuple[int, ...] = ()
+    blocks: tuple[tuple[int, ...], ...] = ()
+    embedding: tuple[int, ...] = ()
 
     @property
     def parameters(self) -> int:
         return sum(self.sizes)
+
+    def padded(self, ranks: int) -> "Shape":
+        """Return the shape as FSDP2 shards it: it pads the rows of each parameter to a multiple of the ranks."""
+        padded_rows = (math.ceil(rows / ranks) * ranks for rows in self.rows)
+        sizes = tuple(
+            padded * (size // rows) for padded, size, rows in zip(padded_rows, self.sizes, self.rows, strict=True)
+        )
+        return replace(self, sizes=sizes, block_sizes=tuple(sum(sizes[n] for n in block) for block in self.blocks))
 
 
 def trace_shape(settings: Settings, config_json: str | None = None) -> Shape:
@@ -182,9 +197,16 @@ def model_without_storage(forward: ForwardPass) -> Iterator[Any]:
             model.tie_weights()
             use_attention(model, forward.attention)
         if forward.recomputes:
-            # There are no random numbers here that checkpointing would have to save
-            model.activation_checkpointing_enable({"use_reentrant": False, "preserve_rng_state": False})
+            for block in blocks_of(model).values():
+                # There are no random numbers here that checkpointing would have to save
+                block.forward = partial(checkpoint, block.forward, use_reentrant=False, preserve_rng_state=False)
         yield model
+
+
+def blocks_of(model: Any) -> dict[str, Any]:
+    """Return the model's blocks by their names."""
+    types = model._no_split_modules or []
+    return {name: module for name, module in model.named_modules() if type(module).__name__ in types}
 
 
 def autocast(forward: ForwardPass) -> torch.autocast:
@@ -225,6 +247,13 @@ def exchanged_bytes(model: Any, forward: ForwardPass) -> int:
     return forward.tokens * (2 * summed * text.hidden_size + gathered)
 
 
+def untied_embedding(model: Any) -> list[torch.nn.Parameter]:
+    """The weight of the input embedding, unless it is the head as well."""
+    head = model.get_output_embeddings()
+    weight = model.get_input_embeddings().weight
+    return [] if head is not None and head.weight is weight else [weight]
+
+
 @lru_cache
 def trace(forward: ForwardPass) -> Shape:
     """Run the passes of a micro batch on tensors without storage, and count the bytes that are alive."""
@@ -245,7 +274,7 @@ def trace(forward: ForwardPass) -> Shape:
             module.register_forward_pre_hook(
                 lambda module, _: calls.append(tuple(numbers[id(p)] for p in module.parameters(recurse=False)))
             )
-        blocks = {name: m for name, m in model.named_modules() if type(m).__name__ in (model._no_split_modules or [])}
+        blocks = blocks_of(model)
         history = run_passes(model, list(blocks.values()), forward)
     text = model.config.get_text_config()
     return Shape(
@@ -259,6 +288,9 @@ def trace(forward: ForwardPass) -> Shape:
         peaks={moment: max(states, key=sum) for moment, states in history.items() if states},
         history=history,
         calls=tuple(calls),
+        rows=tuple(len(parameter) for parameter in model.parameters()),
+        blocks=tuple(tuple(n for n, name in enumerate(held) if name.startswith(f"{block}.")) for block in blocks),
+        embedding=tuple(numbers[id(parameter)] for parameter in untied_embedding(model)),
     )
 
 

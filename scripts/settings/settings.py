@@ -53,11 +53,17 @@ class TrainerArguments:
 
 
 @dataclass(frozen=True)
-class StepFlags:
-    """The flags of estimate_time.py, which are also flags of estimate_memory.py."""
+class RankFlags:
+    """The flags of rehearse.py, and of all estimates."""
 
     gpus: int = field(default=1, metadata={"help": "GPUs of the whole job, one rank each."})
     nodes: int = field(default=1, metadata={"help": "Nodes, with equally many GPUs each."})
+
+
+@dataclass(frozen=True)
+class StepFlags(RankFlags):
+    """The flags of estimate_time.py, which are also flags of estimate_memory.py."""
+
     matmul_tflops: float | None = field(
         default=None,
         metadata={

@@ -11,11 +11,12 @@ import pytest
 import torch
 from transformers.loss.loss_utils import ForCausalLMLoss
 
-from estimate.command_line import parse_memory_plan
+from estimate.command_line import parse_memory_plan, parse_plan
 from estimate.memory import GIB, at_peak, estimate_parts, totals
 from estimate_memory import memory_table
 from helpers import REPOSITORY, program
 from settings.command_line import parse_command_line
+from settings.settings import RankFlags
 from shared.errors import WorkshopError
 from text_checks.commands import Command, commands
 from text_checks.common import name_of
@@ -31,6 +32,8 @@ def refused(command: Command) -> Iterator[str]:
     try:
         if script.endswith("estimate_memory.py"):
             parse_memory_plan(flags, environment=command.variables)
+        elif script.endswith("rehearse.py"):
+            parse_plan(flags, environment=command.variables, flags=RankFlags)
         elif script.endswith(("train.py", "evaluate.py")):
             parse_command_line("", flags, gpu=True, environment=command.variables)
     except WorkshopError as error:

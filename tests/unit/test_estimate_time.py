@@ -32,7 +32,8 @@ GIVEN = ("--matmul_tflops", 100, "--memory_bandwidth", 1000, "--bus_bandwidth", 
 TINY = ("--model_name", "tiny-bloom", "--max_length", 64, "--fp16", "False")
 PSI = 1_000_000_000
 SIZES = (PSI // 4, *[PSI // 40] * 30)
-SHAPE = Shape(PSI, PSI, 0, SIZES, SIZES[1:], 2048, 30, {}, {}, tuple((number,) for number in range(31)))
+CALLS = tuple((number,) for number in range(31))
+SHAPE = Shape(PSI, PSI, 0, SIZES, SIZES[1:], 2048, 30, {}, {}, CALLS, rows=SIZES, blocks=CALLS[1:])
 
 
 @pytest.fixture(autouse=True)

@@ -1,0 +1,67 @@
+"""Collectives as PyTorch's dispatcher shows them, whether C++ or Python starts them: kind, ranks and bytes.
+
+benchmarks/communication.py counts with this those of real trainings, and estimate/rehearsal.py those of a rehearsal.
+"""
+
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch.utils._pytree import tree_leaves
+
+SMALL = 1024  # bytes. Smaller messages are a loss, a norm, a number of tokens, whether to stop
+# Bytes that each of very many ranks sends in a ring, per byte of the whole tensor
+SENT = {"all-reduce": 2, "all-gather": 1, "reduce-scatter": 1, "broadcast": 1, "reduce": 1}
+# Operators of torch.distributed: name -> kind, and which of the arguments is the whole tensor
+OPERATORS = {
+    "allreduce_": ("all-reduce", 0),
+    "allreduce_coalesced_": ("all-reduce", 0),
+    "_allgather_base_": ("all-gather", 0),
+    "allgather_": ("all-gather", 0),
+    "allgather_into_tensor_coalesced_": ("all-gather", 0),
+    "_reduce_scatter_base_": ("reduce-scatter", 1),
+    "reduce_scatter_": ("reduce-scatter", 1),
+    "reduce_scatter_tensor_coalesced_": ("reduce-scatter", 1),
+    "broadcast_": ("broadcast", 0),
+    "reduce_": ("reduce", 0),
+}
+FUNCTIONAL = {  # operators of DTensor
+    "all_reduce": "all-reduce",
+    "all_gather_into_tensor": "all-gather",
+    "reduce_scatter_tensor": "reduce-scatter",
+}
+SILENT = ("wait_tensor", "_wrap_tensor_autograd", "barrier")
+
+
+class Collective(NamedTuple):
+    """size: bytes of the whole tensor, all ranks' parts together. ranks: members of the group."""
+
+    kind: str
+    dtype: str
+    ranks: tuple[int, ...]
+    size: int
+
+
+def read_collective(operator: Any, arguments: tuple[Any, ...]) -> Collective | None:
+    """Return the collective that an operator of the dispatcher is, or None for any other operator.
+
+    Raises NotImplementedError for a collective whose arguments are not known here.
+    """
+    name = operator.overloadpacket.__name__
+    if "c10d" not in operator.namespace or name in SILENT:
+        return None
+    if operator.namespace == "c10d" and name in OPERATORS:
+        kind, position = OPERATORS[name]
+        tensors = tree_leaves(arguments[position])
+        objects = [each for each in arguments if isinstance(each, torch.ScriptObject)]
+        group = next(dist.ProcessGroup.unbox(each) for each in objects if "ProcessGroup" in str(each))
+        size = sum(tensor.nbytes for tensor in tensors)
+    elif operator.namespace == "_c10d_functional" and name in FUNCTIONAL:
+        kind = FUNCTIONAL[name]
+        tensors = [arguments[0]]
+        group = dist.distributed_c10d._resolve_process_group(arguments[-1])
+        size = arguments[0].nbytes * (group.size() if kind == "all-gather" else 1)
+    else:
+        raise NotImplementedError(f"{operator} is not counted yet")
+    ranks = tuple(dist.get_process_group_ranks(group))
+    return Collective(kind, str(tensors[0].dtype).removeprefix("torch."), ranks, size)

@@ -1,0 +1,155 @@
+"""Follows a step whose tensors are fake: which storages are alive, of which kind, and which collectives begin.
+
+PyTorch's own FSDPMemTracker counts all activations as memory of the optimizer.
+"""
+
+import contextlib
+import weakref
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
+from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from distributed.inspect_fsdp import local
+from distributed.read_collective import SENT, Collective, read_collective
+from estimate.communication import Ring
+
+ACTIVATIONS = "activations, logits"  # All memory that is not of another kind counts here
+KINDS = ("parameters", "gradients", "optimizer state", "buffers", ACTIVATIONS)
+
+
+@dataclass
+class ObservedStep:
+    """Bytes that a rank held, and collectives that it took part in.
+
+    at_peak, at_most: bytes by kind, at the moment when the sum was largest, and the maximum of each kind. moment: phase
+    and operator of the peak. collectives: in order, each with its phase.
+    """
+
+    at_peak: Counter[str] = field(default_factory=Counter)
+    at_most: Counter[str] = field(default_factory=Counter)
+    moment: str = ""
+    collectives: list[tuple[str, Collective]] = field(default_factory=list)
+
+    def rings(self) -> list[Ring]:
+        """Return what was sent as rings, in the form in which `rings` of communication.py predicts it."""
+        sent = []
+        for _, collective in self.collectives:
+            number, last = len(collective.ranks), collective.ranks[-1]  # rank 0 is the first
+            sent.append(Ring(number, last // max(number - 1, 1), SENT[collective.kind] * collective.size))
+        return sent
+
+
+class Observer(TorchDispatchMode):
+    """Follows each storage from its allocation to its end, and each collective."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.phase = "optimizer"
+        self.alive: dict[int, tuple[int, str]] = {}  # storage -> its bytes and kind
+        self.now: Counter[str] = Counter()
+        self.gradients: Callable[[], list] = list
+        self.begin()
+
+    def begin(self) -> ObservedStep:
+        """Return what will be found from now on, until this is called again."""
+        self.found = ObservedStep(Counter(self.now), Counter(self.now))
+        return self.found
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if DTensor in types:
+            return NotImplemented  # DTensor comes back with operators on its local parts
+        kwargs = kwargs or {}
+        tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
+        # Operators on tensors with values compute as usual. DDP writes the order of its buckets into an int32 tensor,
+        # and reads it again, so this tensor needs values, too
+        needs_values = func is torch.ops.aten.empty.memory_format and kwargs.get("dtype") is torch.int32
+        if needs_values or (tensors and all(type(tensor) is torch.Tensor for tensor in tensors)):
+            with unset_fake_temporarily():
+                return func(*args, **kwargs)
+        # A training asks for a few values. With these answers it continues: a loss is 1, and no gradient has overflowed
+        if func is torch.ops.aten._local_scalar_dense.default:
+            return int(tensors[0].dtype.is_floating_point)
+        if func is torch.ops.aten.allclose.default:
+            return True
+        collective = read_collective(func, args)
+        self.operator = str(func)
+        result = func(*args, **kwargs)
+        for tensor in tree_leaves(result):
+            if isinstance(tensor, FakeTensor) and tensor.device.type != "meta":
+                self.note(tensor)
+        if collective:
+            self.note_collective(collective, tensors)
+        return result
+
+    def note_collective(self, collective: Collective, tensors: list[torch.Tensor]) -> None:
+        self.found.collectives.append((self.phase, collective))
+        for tensor in tensors:
+            if self.kind_of(tensor) == ACTIVATIONS and isinstance(tensor, FakeTensor):
+                self.note(tensor, "buffers")
+        self.note_gradients()
+
+    def note_gradients(self) -> None:
+        for gradient in self.gradients():
+            if isinstance(gradient, torch.Tensor):
+                self.note(local(gradient), "gradients")
+
+    def kind_of(self, tensor: torch.Tensor) -> str:
+        return self.alive.get(tensor.untyped_storage()._cdata, (0, ACTIVATIONS))[1]
+
+    def note(self, tensor: torch.Tensor, kind: str | None = None) -> None:
+        """Note a new storage, or that a known one is of this kind."""
+        storage = tensor.untyped_storage()
+        known = self.alive.get(storage._cdata)
+        if known is None:
+            weakref.finalize(storage, self.change, storage._cdata, None)
+        if known is None or (kind and known[1] != kind):
+            self.change(storage._cdata, (storage.nbytes(), kind or ACTIVATIONS))
+
+    def change(self, storage: int, held: tuple[int, str] | None) -> None:
+        """Replace what is known of a storage. held: its bytes and kind, None at its end."""
+        size, kind = self.alive.pop(storage, (0, ACTIVATIONS))
+        self.now[kind] -= size
+        if held is None:
+            return
+        self.alive[storage] = held
+        size, kind = held
+        self.now[kind] += size
+        found = self.found
+        found.at_most[kind] = max(found.at_most[kind], self.now[kind])
+        if self.now.total() > found.at_peak.total():
+            found.at_peak = Counter(self.now)
+            found.moment = f"{self.phase}, {self.operator}"
+
+    @contextlib.contextmanager
+    def in_phase(self, name: str) -> Iterator[None]:
+        """Stand in for `WorkshopTrainer.phase`. The forward phase is inside the backward phase."""
+        before = self.phase
+        self.phase = name
+        yield
+        self.note_gradients()
+        self.phase = before
+
+    @contextlib.contextmanager
+    def watching(self) -> Iterator[None]:
+        """Watch all operators, and storages that FSDP2 resizes, which PyTorch does without an operator."""
+        plain = torch.UntypedStorage.resize_
+
+        def resize(storage: torch.UntypedStorage, size: int) -> Any:
+            result = plain(storage, size)
+            if storage._cdata in self.alive:
+                self.operator = "resize_"
+                self.change(storage._cdata, (size, self.alive[storage._cdata][1]))
+            return result
+
+        with patch.object(torch.UntypedStorage, "resize_", resize), self:
+            yield

@@ -1,0 +1,241 @@
+"""A rehearsal: the real code of a training runs as rank 0 of many ranks, in one process and without memory for tensors.
+
+PyTorch's fake process group takes the place of the network: a collective returns at once, and nothing is sent. Under
+FakeTensorMode a tensor has a shape and a size, but no values. The Trainer, DDP, FSDP2, DeepSpeed and the optimizer are
+those of train.py, so the model is wrapped as in a run. observer.py follows the last of a few optimizer steps.
+"""
+
+import contextlib
+import os
+import tempfile
+import warnings
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+from unittest.mock import patch
+
+import torch
+import torch.distributed as dist
+from accelerate.state import AcceleratorState, GradientState
+from torch._subclasses.fake_tensor import unset_fake_temporarily
+from torch.distributed.fsdp import FSDPModule
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.utils._pytree import tree_leaves
+from torch.utils.data import DataLoader
+from transformers import PrinterCallback, TrainingArguments
+
+from distributed.fsdp_config import parallelism, shard_on_cpu, trainer_config
+from distributed.inspect_fsdp import local, unit_group
+from distributed.process_group import adopt_process_group, prepare_deepspeed, silence_known_warnings
+from distributed.tensor_parallel import apply_tensor_parallel
+from estimate.model_shape import forward_pass, model_without_storage
+from estimate.observer import ObservedStep, Observer
+from estimate.time import uses_offload
+from settings.settings import Settings
+from settings.trainer_flags import trainer_flags
+from shared.errors import WorkshopError
+from training.chunked_loss import next_tokens, use_chunked_loss
+from training.measured_memory import gradients_of, states_of
+from training.trainer import WorkshopTrainer
+
+
+def observe_gradient(parameter: torch.Tensor, observer: Observer, kind: str) -> None:
+    parameter.register_post_accumulate_grad_hook(lambda leaf: observer.note(local(leaf.grad), kind))
+
+
+class FakeTrainer(WorkshopTrainer):
+    """The Trainer of all runs, with batches that have no values, and an observer of its last step."""
+
+    def __init__(self, observer: Observer, settings: Settings, **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        self.remove_callback(PrinterCallback)
+        self.observer = observer
+        self.phase = observer.in_phase
+        self.length = settings.data.max_length  # tokens of a sequence
+        self.zero_stage = settings.zero.get("stage", 0)
+
+    def get_train_dataloader(self) -> DataLoader:
+        row = {name: torch.ones(self.length, dtype=torch.long) for name in ("input_ids", "attention_mask", "labels")}
+        questions = self.args.max_steps * self.args.gradient_accumulation_steps * self.args.train_batch_size
+        return DataLoader([row] * questions, batch_size=self.args.train_batch_size)  # type: ignore[arg-type]
+
+    def _prepare_for_training(self, *args: Any, **kwargs: Any) -> Any:
+        prepared = super()._prepare_for_training(*args, **kwargs)
+        wrapped: Any = self.model_wrapped
+        if isinstance(wrapped, torch.nn.parallel.DistributedDataParallel):
+            # The work of the fake process group returns no tensor, and DDP's own hook expects one
+            wrapped.register_comm_hook(None, average)
+        if self.is_deepspeed_enabled:
+            wrapped.step = self.observer.in_phase("optimizer")(wrapped.step)  # DeepSpeed steps inside of `backward`
+        return prepared
+
+    def get_batch_samples(self, *args: Any, **kwargs: Any) -> tuple[list, Any]:
+        """Begin a step."""
+        if self.state.global_step == self.args.max_steps - 1:
+            self.begin_last_step()
+        batches, labels_in_step = super().get_batch_samples(*args, **kwargs)
+        for batch in batches:
+            if "label_count" in batch:  # The chunked loss gets a Python number, which was read from the labels
+                batch["label_count"] = next_tokens(batch["labels"]).numel() - len(batch["labels"])
+        return batches, labels_in_step
+
+    def begin_last_step(self) -> None:
+        """Tell the observer which storages belong to the model, FSDP2 and the optimizer."""
+        observer = self.observer
+        model: Any = self.model
+        for tensor in states_of(self.plain_optimizer):
+            if isinstance(tensor, torch.Tensor):
+                observer.note(local(tensor), "optimizer state")
+        for parameter in model.parameters():
+            observer.note(local(getattr(parameter, "ds_tensor", parameter)), "parameters")
+            if not self.is_deepspeed_enabled:
+                observe_gradient(parameter, observer, "gradients")
+        observer.gradients = self.kept_gradients
+        # FSDP2 computes the gradients of whole parameters, and holds them until the last backward pass of a step
+        whole = "gradients" if self.args.gradient_accumulation_steps > 1 else "buffers"
+        for group in [unit_group(unit) for unit in model.modules() if isinstance(unit, FSDPModule)]:
+            for parameter in group.fsdp_params if group else []:
+                observe_gradient(parameter._unsharded_param, observer, whole)
+                for gathered in parameter.all_gather_outputs:
+                    observer.note(gathered, "buffers")
+        self.last_step = observer.begin()
+
+    @property
+    def plain_optimizer(self) -> Any:
+        """The optimizer inside of what accelerate or DeepSpeed has wrapped around it."""
+        wrapper: Any = self.deepspeed if self.is_deepspeed_enabled else self.optimizer
+        return wrapper.optimizer
+
+    def kept_gradients(self) -> list:
+        """Gradients that stay until the step. Others are on their way to these."""
+        optimizer = self.plain_optimizer
+        if not self.is_deepspeed_enabled:
+            return [parameter.grad for group in optimizer.param_groups for parameter in group["params"]]
+        kept = gradients_of(torch.nn.Identity() if self.zero_stage >= 2 else self.model, optimizer)  # type: ignore[arg-type]
+        averaged = getattr(optimizer, "averaged_gradients", {}).values()  # ZeRO-2 keeps them here for the step
+        return [*kept, *tree_leaves(list(averaged))]
+
+    def _maybe_log_save_evaluate(self, *args: Any, **kwargs: Any) -> None:
+        """End a step: what follows does not belong to it."""
+        self.observer.begin()
+
+
+def average(_: object, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+    """All-reduce a bucket of DDP."""
+    dist.all_reduce(bucket.buffer())
+    done: torch.futures.Future[torch.Tensor] = torch.futures.Future()
+    done.set_result(bucket.buffer())
+    return done
+
+
+def check_rehearsal(settings: Settings) -> None:
+    """Raises WorkshopError (exit code 2) for a training that cannot be rehearsed."""
+    trainer = settings.trainer
+    if settings.estimate.gpus < 2:
+        raise settings.error("gpus", "one rank sends nothing", "give the GPUs of the whole job, 2 or more")
+    if trainer.deepspeed and uses_offload(settings):
+        what = "offload needs a GPU to offload from, and a rehearsal has none"
+        raise settings.error("deepspeed", what, "take a config without offload, or estimate_memory.py")
+    config = settings.fsdp_config or {}
+    source = trainer.fsdp_config or "--fsdp"
+    if config.get("version") == 1:
+        raise WorkshopError(source, "FSDP1 needs a GPU, and a rehearsal has none", "use an FSDP2 config")
+    if config.get("cpu_offload"):
+        what = "cpu_offload needs a GPU to offload from, and a rehearsal has none"
+        raise WorkshopError(source, what, "use another config, or estimate_memory.py")
+    for flag in ("torch_compile", "use_liger_kernel"):
+        if getattr(trainer, flag):
+            raise settings.error(flag, "compiles kernels, which need values", "leave it out: it sends the same")
+
+
+def rehearse(settings: Settings) -> ObservedStep:
+    """Run a few optimizer steps as rank 0 of settings.estimate.gpus ranks, and return what the last one held and sent.
+
+    fp16 is rehearsed as bf16, which has the same size.
+    """
+    forward = replace(forward_pass(settings), precision="fp32", autocast=False)  # weights as they are loaded
+    tensor_parallel = settings.model.tensor_parallel
+    with fake_world(settings) as arguments:
+        with model_without_storage(forward) as model:
+            fake_mode = next(model.parameters()).fake_mode
+            fake_mode.allow_non_fake_inputs = True  # The Trainer's own counts are real tensors
+        model.to = lambda *args, **kwargs: (
+            model
+        )  # The model is on its device. Without this, `to` raises for fake tensors
+        if settings.model.loss == "chunked":
+            use_chunked_loss(model)
+        if tensor_parallel > 1:
+            apply_tensor_parallel(model, tensor_parallel, settings.fsdp_config, arguments.device)
+        if settings.fsdp_config is not None or tensor_parallel > 1:
+            shard_on_cpu()
+        for number, parameter in enumerate(model.parameters()):
+            # accelerate finds a parameter by its address, which is 0 for all fake tensors. Without this line the
+            # optimizer would update one parameter only
+            parameter.data_ptr = lambda number=number: number
+        observer = Observer()
+        trainer = FakeTrainer(observer, settings, model=model, args=arguments)
+        with fake_mode, observer.watching():
+            trainer.train()
+    return trainer.last_step
+
+
+def leave_fake_world() -> None:
+    """Let the next rehearsal of this process make a world of another size."""
+    AcceleratorState._reset_state(reset_partial_state=True)
+    GradientState._reset_state()
+    from deepspeed.comm import comm  # accelerate has imported DeepSpeed in any case
+
+    if comm.cdb is None:
+        dist.destroy_process_group()
+    else:
+        comm.destroy_process_group()
+        comm.cdb = None
+
+
+@contextlib.contextmanager
+def fake_world(settings: Settings) -> Iterator[TrainingArguments]:
+    """Make this process rank 0 of a world that does not exist, and leave the process as it was."""
+    given = settings.estimate
+    fsdp = settings.fsdp_config if settings.model.tensor_parallel == 1 else None
+    world = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": str(given.gpus)}
+    world |= {"LOCAL_WORLD_SIZE": str(given.gpus // given.nodes), "MASTER_ADDR": "127.0.0.1"}
+    world |= {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")}  # Without it accelerate warns
+    world |= {"ACCELERATE_TORCH_DEVICE": "cpu"}  # Otherwise it is cpu:0, which is another device for fake tensors
+    import torch.distributed.fsdp._fully_shard._fully_shard as fully_shard
+
+    default_mesh = fully_shard._init_default_mesh
+
+    def mesh_with_values(*args: Any) -> Any:
+        with unset_fake_temporarily():
+            return default_mesh(*args)
+
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(patch.dict(os.environ, world))
+        # FSDP reads the ranks' numbers from the mesh, and DDP compares shapes between the ranks: both need values
+        stack.enter_context(patch.object(fully_shard, "_init_default_mesh", mesh_with_values))
+        verify = "torch.nn.parallel.distributed._verify_param_shape_across_processes"
+        stack.enter_context(patch(verify, lambda *args: None))
+        silence_known_warnings()
+        # DeepSpeed checks the alignment of addresses, which are 0 here
+        warnings.filterwarnings("ignore", "Accessing the data pointer of FakeTensor", UserWarning)
+        prepare_deepspeed()  # accelerate imports DeepSpeed
+        dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=given.gpus)
+        stack.callback(leave_fake_world)
+        flags = trainer_flags(settings) | {
+            "output_dir": stack.enter_context(tempfile.TemporaryDirectory()),
+            **{"use_cpu": True, "fp16": False, "bf16": settings.precision != "fp32"},
+            # The first step makes Adam's moments, and DDP makes its final buckets in the second
+            "max_steps": 2 if settings.fsdp_config is not None else 3,
+            **dict.fromkeys(("eval_strategy", "save_strategy", "logging_strategy"), "no"),
+            **{"report_to": "none", "disable_tqdm": True},
+        }
+        arguments = TrainingArguments(
+            **flags,
+            deepspeed=settings.trainer.deepspeed,
+            fsdp=fsdp is not None,  # type: ignore[arg-type]  # transformers 5 takes a bool
+            fsdp_config=trainer_config(fsdp),
+            parallelism_config=parallelism(fsdp),
+        )
+        with contextlib.redirect_stdout(None):
+            adopt_process_group(arguments, with_deepspeed=bool(settings.trainer.deepspeed))
+        yield arguments

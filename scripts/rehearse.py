@@ -1,0 +1,121 @@
+"""Rehearse a training as rank 0 of many ranks, in one process without GPUs: what the rank holds and sends in a step.
+
+    python scripts/rehearse.py --model_name tiny-bloom --gpus 8
+    python scripts/rehearse.py --model_name bigscience/bloom-560m --gpus 64 --nodes 8 --fsdp
+    python scripts/rehearse.py --model_name bigscience/bloom-7b1 --gpus 512 --nodes 64 \\
+        --fsdp --fsdp_config fsdp_configs/hybrid_shard.json
+    python scripts/rehearse.py --model_name custom-gpt --tensor_parallel 8 --fsdp --gpus 64 --nodes 8
+
+It takes the flags and variables of train.py and runs the same code: the Trainer, DDP, FSDP2 or tensor parallelism, and
+the optimizer. Only the network and the values of the tensors are missing. What the formulas of estimate_memory.py and
+estimate_time.py predict is next to what the rehearsal has counted. docs/memory.md explains the rows.
+"""
+
+import os
+import time
+from collections import Counter
+
+from distributed.read_collective import SMALL
+from estimate.command_line import check_optimizer, parse_plan
+from estimate.communication import Ring, rings
+from estimate.memory import MIB, at_peak, estimate_parts
+from estimate.model_shape import trace_shape, tracing_errors
+from estimate.observer import KINDS, ObservedStep
+from estimate.rehearsal import check_rehearsal, rehearse
+from settings.settings import RankFlags, Settings
+from shared.errors import run_program
+from training.audit import strategy_name
+
+MB = 1e6
+
+
+def report(settings: Settings) -> str:
+    """Rehearse the training, and compare what was counted with the formulas."""
+    started = time.monotonic()
+    with tracing_errors(settings):
+        found = rehearse(settings)
+    given = settings.estimate
+    trainer = settings.trainer
+    batch = f"{trainer.gradient_accumulation_steps} x {trainer.per_device_train_batch_size}"
+    strategy = strategy_name(settings).replace("plain", "DDP")
+    lines = [
+        f"{settings.model.model_name}: {strategy}, {settings.precision}, {batch} x {settings.data.max_length} tokens "
+        f"per rank, rank 0 of {given.gpus} on {given.nodes} node(s)",
+        *(["fp16 is rehearsed as bf16, which has the same size"] if settings.precision == "fp16" else []),
+        *memory_table(settings, found),
+        f"moment of the peak: {found.moment}",
+        *collectives_table(settings, found),
+        *sent_table(settings, found),
+        f"rehearsed in {time.monotonic() - started:.0f} s; not counted: CUDA context, NCCL, fragmentation",
+    ]
+    return "\n".join(lines)
+
+
+def memory_table(settings: Settings, found: ObservedStep) -> list[str]:
+    """A row for each kind of memory: at the peak, at most at any moment, and at the peak of the estimate."""
+    estimated = dict.fromkeys(KINDS, 0.0)
+    for part in at_peak(estimate_parts(settings)):
+        estimated[part.name if part.name in KINDS else KINDS[-1]] += part.gpu
+    lines = [f"{'MiB':20}{'at the peak':>12}{'at most':>12}{'estimated':>12}"]
+    for kind in KINDS:
+        sizes = (found.at_peak[kind], found.at_most[kind], estimated[kind])
+        lines.append(f"{kind:20}" + "".join(f"{size / MIB:12,.2f}" for size in sizes))
+    return [*lines, f"{'sum':20}{found.at_peak.total() / MIB:12,.2f}{'':12}{sum(estimated.values()) / MIB:12,.2f}"]
+
+
+def collectives_table(settings: Settings, found: ObservedStep) -> list[str]:
+    """A row for each phase and kind of collective, in the order in which the first of them begins."""
+    number: Counter[tuple[str, str, str, str]] = Counter()
+    size: Counter[tuple[str, str, str, str]] = Counter()
+    for phase, each in found.collectives:
+        if each.size >= SMALL:
+            key = (phase, each.kind, each.dtype, group_name(settings, len(each.ranks), each.ranks[-1]))
+            number[key] += 1
+            size[key] += each.size
+    small = len(found.collectives) - number.total()
+    lines = [f"{'collectives of a step':26}{'dtype':10}{'ranks':21}{'number':>7}{'MB of whole tensors':>22}"]
+    for key, times in number.items():
+        phase, kind, dtype, group = key
+        lines.append(f"{phase:10}{kind:16}{dtype:10}{group:21}{times:7}{size[key] / MB:22,.2f}")
+    return [*lines, f"and {small} of less than {SMALL} bytes"]
+
+
+def sent_table(settings: Settings, found: ObservedStep) -> list[str]:
+    """Bytes that a rank sends in rings of each kind: as rehearsed, and by the formulas."""
+    rehearsed = sent_by_group(found.rings())
+    estimated = sent_by_group(rings(trace_shape(settings), settings))
+    lines = [f"{'MB that a rank sends in a step':32}{'rehearsed':>12}{'estimated':>12}"]
+    for ranks, distance in sorted(rehearsed | estimated):
+        sizes = (rehearsed.get((ranks, distance), 0.0), estimated.get((ranks, distance), 0.0))
+        if max(sizes) < SMALL:
+            continue
+        group = group_name(settings, ranks, (ranks - 1) * distance)
+        lines.append(f"{group:32}" + "".join(f"{size / MB:12,.2f}" for size in sizes))
+    return lines
+
+
+def sent_by_group(found: list[Ring]) -> dict[tuple[int, int], float]:
+    """Number of ranks of a ring, and their distance -> bytes that a rank sends."""
+    sent: dict[tuple[int, int], float] = {}
+    for ring in found:
+        key = (ring.ranks, ring.distance)
+        sent[key] = sent.get(key, 0.0) + ring.sent_bytes
+    return sent
+
+
+def group_name(settings: Settings, ranks: int, last: int) -> str:
+    """Describe the group of rank 0 by its size and the number of its last rank."""
+    per_node = settings.estimate.gpus // settings.estimate.nodes
+    return f"{ranks}, between nodes" if last >= per_node else f"{ranks}, inside a node"
+
+
+def main() -> None:
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""  # a GPU that is here would only be in the way
+    settings = parse_plan(description=__doc__, flags=RankFlags)
+    check_optimizer(settings)
+    check_rehearsal(settings)
+    print(report(settings))
+
+
+if __name__ == "__main__":
+    run_program(main)

@@ -1,0 +1,190 @@
+"""rehearse.py: as rank 0 of up to 512 ranks the real code holds and sends what the formulas say, and what runs sent."""
+
+import json
+import re
+import shlex
+import sys
+from collections import Counter
+from collections.abc import Callable
+
+import pytest
+import torch
+
+import rehearse as command
+from distributed.read_collective import SMALL
+from estimate.command_line import parse_plan
+from estimate.communication import rings
+from estimate.memory import estimate_parts
+from estimate.model_shape import trace_shape
+from estimate.observer import ObservedStep
+from estimate.rehearsal import rehearse
+from helpers import REPOSITORY, program
+from settings.settings import RankFlags, Settings
+from shared.errors import run_program
+
+TINY = ("--model_name", "tiny-bloom", "--max_length", 64, "--bf16", "--gradient_accumulation_steps", 2)
+GPT = ("--model_name", "custom-gpt", "--vocab_size", 512, "--hidden_size", 256, "--num_layers", 2)
+GPT += ("--num_heads", 4, "--ff_dim", 512, "--max_length", 64, "--bf16", "--gradient_accumulation_steps", 2)
+FSDP = ("--fsdp", "--fsdp_config")
+METHODS = {
+    "DDP": TINY,
+    "FULL_SHARD": (*TINY, *FSDP, "fsdp_configs/full_shard.json"),
+    "SHARD_GRAD_OP": (*TINY, *FSDP, "fsdp_configs/shard_grad_op.json"),
+    "HYBRID_SHARD": (*TINY, *FSDP, "fsdp_configs/hybrid_shard.json"),
+    "TP": (*GPT, "--tensor_parallel", 4, "--fsdp"),
+}
+# DeepSpeed goes through all ranks in Python, and takes long for many
+CASES = [(method, gpus) for method in METHODS for gpus in (8, 64, 512)]
+METHODS |= {f"ZeRO-{stage}": (*TINY, "--deepspeed", f"ds_configs/zero{stage}.json") for stage in range(4)}
+CASES += [(f"ZeRO-{stage}", 8) for stage in range(4)]
+communication = program("benchmarks/communication.py")
+
+
+@pytest.fixture(autouse=True)
+def on_the_cpu(monkeypatch):
+    monkeypatch.chdir(REPOSITORY)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+
+
+def plan(*flags: object) -> Settings:
+    return parse_plan([str(flag) for flag in flags], environment={}, flags=RankFlags)
+
+
+def check_bytes_sent(found: ObservedStep, settings: Settings) -> None:
+    """A message of 8 bytes from each rank, its number of tokens, is in no formula; the model is very small."""
+    rehearsed, estimated = (
+        command.sent_by_group(each) for each in (found.rings(), rings(trace_shape(settings), settings))
+    )
+    large = {group: size for group, size in rehearsed.items() if size > 8 * SMALL}
+    assert large == pytest.approx({group: size for group, size in estimated.items() if size}, rel=0.01)
+
+
+@pytest.mark.parametrize(("method", "gpus"), CASES)
+def test_rank_0_holds_and_sends_what_the_formulas_say(method, gpus):
+    settings = plan(*METHODS[method], "--gpus", gpus, "--nodes", gpus // 4)
+    found = rehearse(settings)
+    check_bytes_sent(found, settings)
+    estimated = {part.name: part.gpu for part in estimate_parts(settings)}
+    held = found.at_most
+    assert held["parameters"] == pytest.approx(estimated["parameters"], rel=0.01)
+    # Adam counts its steps in each parameter's state, with 4 bytes
+    assert held["optimizer state"] == pytest.approx(estimated["optimizer state"], rel=0.02)
+    # HYBRID_SHARD has a 16-bit copy of its share for a moment. ZeRO-2: another rank than rank 0 has the most
+    assert held["gradients"] == pytest.approx(estimated["gradients"], rel=0.12)
+    if method == "DDP":
+        assert held["buffers"] == pytest.approx(estimated["buffers"], rel=0.01)
+    elif "ZeRO" not in method:
+        # The formula takes the largest reduce-scatter for fp32, and counts its gradient, which was kept as a gradient
+        assert 0.7 * estimated["buffers"] < held["buffers"] < 1.05 * estimated["buffers"]
+
+
+def test_fsdp_gathers_an_embedding_again_that_is_not_the_head(tmp_path):
+    sizes = {"vocab_size": 2048, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2}
+    llama = {"model_type": "llama", "num_attention_heads": 4, "tie_word_embeddings": False}
+    (tmp_path / "config.json").write_text(json.dumps(llama | sizes))
+    settings = plan("--model_name", tmp_path, "--from_scratch", *METHODS["FULL_SHARD"][2:], "--gpus", 8)
+    check_bytes_sent(rehearse(settings), settings)
+
+
+def test_a_collective_that_the_formula_leaves_out_is_noticed():
+    settings = plan(*METHODS["SHARD_GRAD_OP"], "--gpus", 8)
+    found = rehearse(settings)
+    check_bytes_sent(found, settings)
+    (last,) = [n for n, (_, each) in enumerate(found.collectives) if each.kind == "reduce-scatter"][-1:]
+    del found.collectives[last]
+    with pytest.raises(AssertionError):
+        check_bytes_sent(found, settings)
+
+
+@pytest.mark.parametrize("strategy", ["DDP", "FULL_SHARD", "TP 2 x FSDP 2"])
+def test_the_collectives_are_those_of_real_trainings(strategy, tmp_path):
+    """benchmarks/communication.py has counted them, over gloo."""
+    (tmp_path / "config.json").write_text(json.dumps(communication.CONFIG))
+    ranks = communication.RANKS.get(strategy, 2)
+    model = (
+        "--model_name",
+        tmp_path,
+        "--from_scratch",
+        "--max_length",
+        64,
+        "--bf16",
+        "--per_device_train_batch_size",
+        1,
+    )
+    settings = plan(*model, "--gradient_accumulation_steps", 1, "--gpus", ranks, *communication.ROWS[strategy])
+    number, size = Counter(), Counter()
+    for _, each in rehearse(settings).collectives:
+        if each.size >= SMALL:
+            key = (each.kind, each.dtype, len(each.ranks))
+            number[key] += 1
+            size[key] += each.size
+    rows = communication.read_results()["rows"]
+    (counted,) = [row for row in rows if (row["strategy"], row["accumulation"]) == (strategy, 1)]
+    assert sorted([*key, number[key], size[key]] for key in number) == sorted(counted["collectives"])
+
+
+@pytest.fixture
+def run(monkeypatch, capsys) -> Callable[..., tuple[str, str]]:
+    """Runs the command in this process, and returns its output and its error line."""
+
+    def run(*words: object) -> tuple[str, str]:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+        monkeypatch.setattr(sys, "argv", [command.__file__, *map(str, words)])
+        try:
+            run_program(command.main)
+        except SystemExit as ended:
+            assert ended.code == 2
+        return capsys.readouterr()
+
+    return run
+
+
+def test_the_command_shows_what_was_counted_and_the_formulas(run):
+    out, _ = run(*TINY, "--gpus", 8, "--nodes", 2, *FSDP, "fsdp_configs/hybrid_shard.json")
+    first, *lines = re.sub(" {2,}", "  ", out).splitlines()
+    assert first == "tiny-bloom: FSDP2 HYBRID_SHARD, bf16, 2 x 4 x 64 tokens per rank, rank 0 of 8 on 2 node(s)"
+    assert lines[:2] == ["MiB  at the peak  at most  estimated", "parameters  0.22  0.22  0.22"]
+    assert "moment of the peak: backward, aten._log_softmax_backward_data.default" in lines
+    # two micro batches: 3 units forward, 2 blocks again backward, and each unit's gradient once
+    assert "forward  all-gather  bfloat16  4, inside a node  6  0.92" in lines
+    assert "backward  all-gather  bfloat16  4, inside a node  4  0.40" in lines
+    assert "backward  reduce-scatter  bfloat16  4, inside a node  3  0.46" in lines
+    assert "backward  all-reduce  bfloat16  2, between nodes  3  0.12" in lines
+    assert "4, inside a node  1.34  1.34" in lines
+
+
+def test_the_page_shows_what_the_command_prints(run):
+    page = (REPOSITORY / "docs" / "memory.md").read_text()
+    words, shown = re.search(r"python scripts/rehearse.py (.*)\n```\n\n```\n(.*?)\n```", page, re.DOTALL).groups()
+    out, _ = run(*shlex.split(words))
+    assert out.splitlines()[:-1] == shown.splitlines()[:-1]  # the last line has the seconds
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ((), "error: --gpus: one rank sends nothing; give the GPUs of the whole job, 2 or more"),
+        (("--gpus", 8, "--nodes", 3), "error: --gpus: 8 GPUs do not spread over 3 nodes; give a multiple of the nodes"),
+        (("--gpus", 8, "--torch_compile"), "error: --torch_compile: compiles kernels, which need values; leave it out"),
+        (("--gpus", 8, "--optim", "adafactor"), "error: --optim: the state of adafactor is not known here; estimate"),
+        (("--gpus", 8, "--compare"), "error: --compare: unknown flag"),
+        (
+            ("--gpus", 8, "--deepspeed", "ds_configs/zero2_cpu_offload.json"),
+            "error: --deepspeed: offload needs a GPU to offload from, and a rehearsal has none; take a config without",
+        ),
+        (
+            ("--gpus", 8, *FSDP, "fsdp_configs/full_shard_cpu_offload.json"),
+            "error: fsdp_configs/full_shard_cpu_offload.json: cpu_offload needs a GPU to offload from, and a rehearsal",
+        ),
+        (
+            ("--gpus", 8, *FSDP, "fsdp_configs/fsdp1_full_shard.json"),
+            "error: fsdp_configs/fsdp1_full_shard.json: FSDP1 needs a GPU, and a rehearsal has none; use an FSDP2",
+        ),
+        (("--gpus", 8, "--tensor_parallel", 2), "error: --tensor_parallel: 2 of 8 ranks cut the matrices"),
+    ],
+)
+def test_mistakes_are_one_line(flags, message, run):
+    out, line = run(*TINY, *flags)
+    assert (out, line.count("\n")) == ("", 1)
+    assert line.removeprefix("\r").startswith(message)
