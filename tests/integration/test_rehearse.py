@@ -14,7 +14,7 @@ import rehearse as command
 from distributed.read_collective import SMALL
 from estimate.command_line import parse_plan
 from estimate.communication import rings
-from estimate.memory import estimate_parts
+from estimate.memory import at_peak, estimate_parts
 from estimate.model_shape import trace_shape
 from estimate.observer import ObservedStep
 from estimate.rehearsal import rehearse
@@ -65,18 +65,14 @@ def test_rank_0_holds_and_sends_what_the_formulas_say(method, gpus):
     settings = plan(*METHODS[method], "--gpus", gpus, "--nodes", gpus // 4)
     found = rehearse(settings)
     check_bytes_sent(found, settings)
-    estimated = {part.name: part.gpu for part in estimate_parts(settings)}
-    held = found.at_most
-    assert held["parameters"] == pytest.approx(estimated["parameters"], rel=0.01)
+    parts = at_peak(estimate_parts(settings))
+    estimated = {part.name: part.gpu for part in parts}
+    # With tensor parallelism and FSDP the estimate has its peak in another moment
+    tolerance = 0.1 if method == "TP" else 0.01
+    assert found.at_peak.total() == pytest.approx(sum(part.gpu for part in parts), rel=tolerance)
+    assert found.at_most["parameters"] == pytest.approx(estimated["parameters"], rel=0.01)
     # Adam counts its steps in each parameter's state, with 4 bytes
-    assert held["optimizer state"] == pytest.approx(estimated["optimizer state"], rel=0.02)
-    # HYBRID_SHARD has a 16-bit copy of its share for a moment. ZeRO-2: another rank than rank 0 has the most
-    assert held["gradients"] == pytest.approx(estimated["gradients"], rel=0.12)
-    if method == "DDP":
-        assert held["buffers"] == pytest.approx(estimated["buffers"], rel=0.01)
-    elif "ZeRO" not in method:
-        # The formula takes the largest reduce-scatter for fp32, and counts its gradient, which was kept as a gradient
-        assert 0.7 * estimated["buffers"] < held["buffers"] < 1.05 * estimated["buffers"]
+    assert found.at_most["optimizer state"] == pytest.approx(estimated["optimizer state"], rel=0.02)
 
 
 def test_fsdp_gathers_an_embedding_again_that_is_not_the_head(tmp_path):
