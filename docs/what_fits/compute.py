@@ -151,7 +151,7 @@ def of_layout(model: list[str], precision: str, accumulation: int, nodes: int, p
 
 
 def of_passes(model: list[str], precision: str, attention: str, lengths: list[int]) -> dict:
-    """What the passes hold, by how the weights are cast, length, loss and activation checkpointing: see `fullest`."""
+    """Bytes that the passes hold, by cast of the weights, length, loss and activation checkpointing: see `fullest`."""
     flags: list[object] = ["--attention", attention] if model[1] in BLOOM else []
     found: dict = {}
     for cast, config in {
@@ -191,7 +191,7 @@ def fullest(model: list[str], precision: str, length: int, flags: list[object]) 
 
 
 def line(two: Alive, four: Alive, chunked: bool) -> list[int]:
-    """What is held after an operation, as the sizes without any sequence and those of each sequence."""
+    """Split the bytes held after an operation into those without any sequence and those of each sequence."""
     each, logits = ((four[kind] - two[kind]) // 2 for kind in (0, 1))
     return [two.activations - 2 * each, each, two.head, int(two.logits > 0) if chunked else logits]
 

@@ -15,7 +15,8 @@ from settings.settings import Settings
 MIB = 2**20
 GIB = 2**30
 K = 3 * FP32  # of the ZeRO paper: bytes per parameter of fp32 master, first and second moment of Adam
-MOMENTS = (*PASSES, "step")  # of an optimizer step; its peak is in one of them
+# Moments of an optimizer step. Its peak is in one of them
+MOMENTS = (*PASSES, "step")
 STEP = ("step",)
 GRADIENTS_COMPLETE = ("embedding", "step")
 PINNED_UNUSED = "pinned, unused"
@@ -72,7 +73,7 @@ def state_parts(shape: Shape, settings: Settings) -> list[MemoryPart]:
 
 
 def pass_parts(shape: Shape, settings: Settings) -> list[MemoryPart]:
-    """What the passes of a micro batch need beyond the model state, in each part of them."""
+    """Bytes that the passes of a micro batch need beyond the model state, in each part of the passes."""
     kept = "kept for the backward pass"
     if recomputes_blocks(settings):
         kept = "checkpointed: inputs of the blocks, and one block's"

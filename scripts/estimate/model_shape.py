@@ -198,7 +198,7 @@ def model_without_storage(forward: ForwardPass) -> Iterator[Any]:
             use_attention(model, forward.attention)
         if forward.recomputes:
             for block in blocks_of(model).values():
-                # There are no random numbers here that checkpointing would have to save
+                # Tensors without storage have no random numbers for checkpointing to save
                 block.forward = partial(checkpoint, block.forward, use_reentrant=False, preserve_rng_state=False)
         yield model
 
