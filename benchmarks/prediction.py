@@ -1,7 +1,7 @@
 """Predicted against measured: the memory of an optimizer step, in short trainings on the CPU.
 
     python benchmarks/prediction.py                               # all rows; a quarter of an hour
-    python benchmarks/prediction.py --rows DDP ZeRO-2             # some of them
+    python benchmarks/prediction.py --rows bf16 ZeRO-2            # the rows with both words in their names
     python benchmarks/prediction.py --save                        # and write prediction.json, for the pages
 
 Each row is a training of a few steps by scripts/train.py with one thread per rank. The prediction is made from its run
@@ -51,7 +51,7 @@ from training.measured_memory import storages
 RESULTS = Path(__file__).with_suffix(".json")
 MIB = 2**20
 TOKENS = 4096  # of the tokenizer
-STEPS = 3  # the last one is measured: buffers are made in the first, moments in its end
+STEPS = 3  # The last one is measured. The first allocates buffers and, at its end, the state of Adam
 BLOOM = {"model_type": "bloom", "vocab_size": 12288, "hidden_size": 256, "n_layer": 8, "n_head": 4}
 SIZES = {"hidden_size": 256, "num_hidden_layers": 8, "num_attention_heads": 4, "vocab_size": 12288}
 MODELS = {
@@ -83,7 +83,7 @@ class Row:
 
 
 def rows() -> dict[str, Row]:
-    """All trainings by their names. One without further words is the plain Trainer with BLOOM."""
+    """All trainings by their names. A name without a strategy is the plain Trainer."""
     found = {}
     for name, precision in (("fp32", FP32), ("bf16", BF16)):
         for model in ("bloom", "llama", "gpt2", "custom-gpt"):
@@ -91,7 +91,7 @@ def rows() -> dict[str, Row]:
         found[f"bloom, {name}, chunked loss"] = Row([*precision, *CHUNKED])
         found[f"bloom, {name}, checkpointing"] = Row([*precision, *CHECKPOINTED])
         found[f"bloom, {name}, chunked loss, checkpointing"] = Row([*precision, *CHUNKED, *CHECKPOINTED])
-        found[f"bloom, {name}, large head"] = Row([*precision], 1, "bloom_with_large_head")
+        found[f"bloom, {name}, large head"] = Row(precision, 1, "bloom_with_large_head")
         found[f"bloom, {name}, large head, chunked loss"] = Row([*precision, *CHUNKED], 1, "bloom_with_large_head")
         for strategy, flags in STRATEGIES.items():
             found[f"bloom, {name}, {strategy}"] = Row([*precision, *flags], 2)
@@ -124,8 +124,12 @@ def main() -> None:
     if arguments.child:
         child(arguments.child)
         return
+    if arguments.rows and arguments.save:
+        parser.error("--save writes all rows; leave out --rows")
     results = {"commit": commit(), "cpu": cpu(), "cores": len(os.sched_getaffinity(0)), "versions": versions()}
     chosen = [name for name in ROWS if all(word in name for word in arguments.rows or [])]
+    if not chosen:
+        parser.error(f"--rows: no row has all of these words; choose from {', '.join(ROWS)}")
     results["rows"] = []
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
@@ -192,6 +196,7 @@ class PeakOfStep(TorchDispatchMode, TrainerCallback):
     def __init__(self) -> None:
         super().__init__()
         self.peak = 0
+        self.other = 0  # bytes of no tensor
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         result = func(*args, **(kwargs or {}))

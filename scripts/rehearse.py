@@ -6,9 +6,10 @@
         --fsdp --fsdp_config fsdp_configs/hybrid_shard.json
     python scripts/rehearse.py --model_name custom-gpt --tensor_parallel 8 --fsdp --gpus 64 --nodes 8
 
-It takes the flags and variables of train.py and runs the same code: the Trainer, DDP, FSDP2 or tensor parallelism, and
-the optimizer. Only the network and the values of the tensors are missing. What the formulas of estimate_memory.py and
-estimate_time.py predict is next to what the rehearsal has counted. docs/memory.md explains the rows.
+It takes the flags and variables of train.py and runs the same code: the Trainer, DDP, DeepSpeed, FSDP2 or tensor
+parallelism, and the optimizer. Only the network and the values of the tensors are missing. The report shows the
+predictions of estimate_memory.py and estimate_time.py next to what the rehearsal counted. docs/memory.md explains the
+rows.
 """
 
 import os
@@ -20,7 +21,7 @@ from estimate.command_line import check_optimizer, parse_plan
 from estimate.communication import Ring, rings
 from estimate.memory import MIB, at_peak, estimate_parts
 from estimate.model_shape import trace_shape, tracing_errors
-from estimate.observer import KINDS, ObservedStep
+from estimate.observer import ACTIVATIONS, KINDS, ObservedStep
 from estimate.rehearsal import check_rehearsal, rehearse
 from settings.settings import RankFlags, Settings
 from shared.errors import run_program
@@ -36,17 +37,18 @@ def report(settings: Settings) -> str:
         found = rehearse(settings)
     given = settings.estimate
     trainer = settings.trainer
-    batch = f"{trainer.gradient_accumulation_steps} x {trainer.per_device_train_batch_size}"
+    batch = f"{trainer.gradient_accumulation_steps} micro batch(es) of {trainer.per_device_train_batch_size}"
     strategy = strategy_name(settings).replace("plain", "DDP")
     lines = [
         f"{settings.model.model_name}: {strategy}, {settings.precision}, {batch} x {settings.data.max_length} tokens "
         f"per rank, rank 0 of {given.gpus} on {given.nodes} node(s)",
         *(["fp16 is rehearsed as bf16, which has the same size"] if settings.precision == "fp16" else []),
         *memory_table(settings, found),
-        f"moment of the peak: {found.moment}",
+        f"peak: in the phase {found.moment}",
         *collectives_table(settings, found),
         *sent_table(settings, found),
-        f"rehearsed in {time.monotonic() - started:.0f} s; not counted: CUDA context, NCCL, fragmentation",
+        "Not counted: CUDA context, NCCL, fragmentation.",
+        f"Rehearsed in {time.monotonic() - started:.0f} s.",
     ]
     return "\n".join(lines)
 
@@ -55,7 +57,7 @@ def memory_table(settings: Settings, found: ObservedStep) -> list[str]:
     """A row for each kind of memory: at the peak, at most at any moment, and at the peak of the estimate."""
     estimated = dict.fromkeys(KINDS, 0.0)
     for part in at_peak(estimate_parts(settings)):
-        estimated[part.name if part.name in KINDS else KINDS[-1]] += part.gpu
+        estimated[part.name if part.name in KINDS else ACTIVATIONS] += part.gpu
     lines = [f"{'MiB':20}{'at the peak':>12}{'at most':>12}{'estimated':>12}"]
     for kind in KINDS:
         sizes = (found.at_peak[kind], found.at_most[kind], estimated[kind])
@@ -73,7 +75,7 @@ def collectives_table(settings: Settings, found: ObservedStep) -> list[str]:
             number[key] += 1
             size[key] += each.size
     small = len(found.collectives) - number.total()
-    lines = [f"{'collectives of a step':26}{'dtype':10}{'ranks':21}{'number':>7}{'MB of whole tensors':>22}"]
+    lines = [f"{'collectives of a step':26}{'dtype':10}{'ranks':21}{'number':>7}{'MB of larger tensor':>22}"]
     for key, times in number.items():
         phase, kind, dtype, group = key
         lines.append(f"{phase:10}{kind:16}{dtype:10}{group:21}{times:7}{size[key] / MB:22,.2f}")
@@ -81,32 +83,37 @@ def collectives_table(settings: Settings, found: ObservedStep) -> list[str]:
 
 
 def sent_table(settings: Settings, found: ObservedStep) -> list[str]:
-    """Bytes that a rank sends in rings of each kind: as rehearsed, and by the formulas."""
+    """Bytes that a rank sends in rings of each kind: rehearsed, by the formulas, and the part that leaves the node."""
+    given = settings.estimate
     rehearsed = sent_by_group(found.rings())
     estimated = sent_by_group(rings(trace_shape(settings), settings))
-    lines = [f"{'MB that a rank sends in a step':32}{'rehearsed':>12}{'estimated':>12}"]
+    lines = [f"{'MB that a rank sends in a step':32}{'rehearsed':>12}{'estimated':>12}{'between nodes':>15}"]
     for ranks, distance in sorted(rehearsed | estimated):
-        sizes = (rehearsed.get((ranks, distance), 0.0), estimated.get((ranks, distance), 0.0))
+        sizes = (rehearsed[ranks, distance], estimated[ranks, distance])
         if max(sizes) < SMALL:
             continue
+        # A ring whose ranks send so much, if they were very many
+        ring = Ring(ranks, distance, sizes[0] * ranks / max(ranks - 1, 1))
+        between_nodes = ring.bytes_between_nodes(given.gpus, given.gpus // given.nodes)
         group = group_name(settings, ranks, (ranks - 1) * distance)
-        lines.append(f"{group:32}" + "".join(f"{size / MB:12,.2f}" for size in sizes))
+        lines.append(
+            f"{group:32}" + "{:12,.2f}{:12,.2f}{:15,.2f}".format(*(size / MB for size in (*sizes, between_nodes)))
+        )
     return lines
 
 
-def sent_by_group(found: list[Ring]) -> dict[tuple[int, int], float]:
+def sent_by_group(found: list[Ring]) -> Counter[tuple[int, int]]:
     """Number of ranks of a ring, and their distance -> bytes that a rank sends."""
-    sent: dict[tuple[int, int], float] = {}
+    sent: Counter[tuple[int, int]] = Counter()
     for ring in found:
-        key = (ring.ranks, ring.distance)
-        sent[key] = sent.get(key, 0.0) + ring.sent_bytes
+        sent[ring.ranks, ring.distance] += ring.sent_bytes  # type: ignore[assignment]  # bytes of a mean
     return sent
 
 
 def group_name(settings: Settings, ranks: int, last: int) -> str:
     """Describe the group of rank 0 by its size and the number of its last rank."""
     per_node = settings.estimate.gpus // settings.estimate.nodes
-    return f"{ranks}, between nodes" if last >= per_node else f"{ranks}, inside a node"
+    return f"{ranks} on several nodes" if last >= per_node else f"{ranks} in a node"
 
 
 def main() -> None:

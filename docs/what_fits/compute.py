@@ -72,7 +72,7 @@ MODELS = [*BLOOM, "custom-gpt", *DOWNLOADED]
 
 
 def layouts() -> list[tuple[int, int]]:
-    """Nodes, and GPUs of each; fewer GPUs than a node has stand in one node."""
+    """Nodes, and GPUs of each; a job with fewer GPUs than a node has uses one node."""
     found = set()
     for gpus, per_node in product(CHOICES["gpus"], CHOICES["per_node"]):
         nodes = max(1, gpus // per_node)
@@ -106,7 +106,7 @@ def order(config: str) -> tuple[str, str]:
 
 
 def of_model(model: list[str], lengths: list[int]) -> dict:
-    """model: its flags."""
+    """Numbers of one model. model: its flags."""
     numbers: dict = {"passes": {}, "chunks": {}, "cells": {}}
     attentions = CHOICES["attention"] if model[1] in BLOOM else ["sdpa"]
     for precision in CHOICES["precision"]:

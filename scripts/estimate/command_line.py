@@ -41,7 +41,9 @@ def parse_plan(
     gpus = settings.estimate.gpus
     nodes = settings.estimate.nodes
     if gpus % nodes:
-        raise WorkshopError("--gpus", f"{gpus} GPUs do not spread over {nodes} nodes", "give a multiple of the nodes")
+        raise WorkshopError(
+            "--gpus", f"{gpus} is not a multiple of --nodes {nodes}", "give the GPUs of all nodes together"
+        )
     return read_config_files(settings)
 
 

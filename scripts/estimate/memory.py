@@ -1,4 +1,4 @@
-"""What a training holds in the memory of a GPU and of a node, part by part. docs/memory.md explains the parts."""
+"""Memory of a training on a GPU and on its node, part by part. docs/memory.md explains the parts."""
 
 import itertools
 import math
@@ -32,8 +32,8 @@ ZERO_GRADIENTS = (  # of stages 0 to 3
 class MemoryPart:
     """A part of what one rank holds, in bytes of its GPU and of its node's memory.
 
-    moments: when the rank holds it. while_loading: only while weights are loaded, before the training's own memory is
-    there. from_start: then, too. by_one_rank: one rank of the job holds it, the others hold none of it.
+    moments: when the rank holds it. while_loading: it exists only while weights are loaded, before the training.
+    from_start: it exists while weights are loaded and in the training. by_one_rank: only one rank of the job holds it.
     """
 
     name: str
@@ -130,6 +130,7 @@ def unsharded_parts(shape: Shape, ranks: int, accumulates: bool) -> list[MemoryP
 
 
 def deepspeed_parts(shape: Shape, zero: dict, n_d: int, accumulates: bool, compute_bytes: int) -> list[MemoryPart]:
+    """Parts of the memory under DeepSpeed. accumulates: whether a step has several backward passes."""
     psi = shape.parameters
     stage = zero.get("stage", 0)
     parameters: float = compute_bytes * psi
@@ -145,6 +146,9 @@ def deepspeed_parts(shape: Shape, zero: dict, n_d: int, accumulates: bool, compu
         gradients /= n_d
         parameters /= n_d
     on_cpu = offloaded(zero, "optimizer")
+    state = "fp32 masters, two moments"
+    if stage == 0 and compute_bytes == FP32:
+        state = "two moments; the weights are their own masters"
     # Stage 3, and an offload, keep a buffer for gradients from the start
     exist = MOMENTS if accumulates or stage == 3 or on_cpu else GRADIENTS_COMPLETE
     parts = [
@@ -155,7 +159,7 @@ def deepspeed_parts(shape: Shape, zero: dict, n_d: int, accumulates: bool, compu
             from_start=stage == 3,
         ),
         MemoryPart("gradients", *on_gpu_or_cpu(gradients, on_cpu and stage >= 2), ZERO_GRADIENTS[stage], exist),
-        MemoryPart("optimizer state", *on_gpu_or_cpu(optimizer_state, on_cpu), "fp32 masters, two moments"),
+        MemoryPart("optimizer state", *on_gpu_or_cpu(optimizer_state, on_cpu), state),
         *zero_buffers(shape, zero, n_d, compute_bytes),
         weights_while_loading(shape.model, by_one_rank=stage == 3),
     ]
@@ -170,7 +174,7 @@ def deepspeed_parts(shape: Shape, zero: dict, n_d: int, accumulates: bool, compu
 
 
 def zero_buffers(shape: Shape, zero: dict, n_d: int, compute_bytes: int) -> list[MemoryPart]:
-    """What the paper calls temporary buffers (section 3.2), and the gathered parameters of stage 3."""
+    """Temporary buffers (ZeRO paper, section 3.2), and the gathered parameters of stage 3."""
     psi = shape.parameters
     stage = zero.get("stage", 0)
     on_cpu = offloaded(zero, "optimizer")
@@ -299,10 +303,10 @@ def fsdp_buffers(shape: Shape, config: dict, accumulates: bool, compute_bytes: i
         block, embedding, root = 0, 0, psi
     # A block in use, and the next one, which is gathered ahead
     gathered = {"loss": root, "blocks": root + 2 * block, "embedding": root + embedding}
-    if "SHARD_GRAD_OP" in fsdp_name(config):
-        gathered = dict.fromkeys(PASSES, psi)
     if f == 1 and not on_cpu:
-        gathered = dict.fromkeys(PASSES, 0)  # this rank has them all, where they are needed
+        gathered = dict.fromkeys(PASSES, 0)  # this rank has all parameters where they are needed
+    elif "SHARD_GRAD_OP" in fsdp_name(config):
+        gathered = dict.fromkeys(PASSES, psi)
     # Gradients of a block, and their copy for the reduce-scatter. If embedding and head are one, the sum of their
     # gradients needs more than its reduce-scatter, and is counted in the passes
     reduced = {"loss": 0, "blocks": 2 * block, "embedding": embedding}
@@ -347,7 +351,10 @@ def without_gpu(parts: list[MemoryPart]) -> list[MemoryPart]:
 
 
 def totals(parts: list[MemoryPart], ranks_per_node: int) -> tuple[float, float]:
-    """Bytes of the fullest GPU, and of the first node's memory: loading comes before the rest."""
+    """Bytes of the fullest GPU, and of the first node's memory.
+
+    Loading and training do not overlap, so the node needs the larger of the two.
+    """
     now = at_peak(parts)
     training = ranks_per_node * sum(part.cpu for part in now if not part.while_loading)
     while_loading = 0.0

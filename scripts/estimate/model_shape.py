@@ -24,7 +24,7 @@ from shared.errors import WorkshopError
 
 FP32 = 4  # bytes
 HALF = 2  # bytes of fp16 and bf16
-PASSES = ("loss", "blocks", "embedding")  # parts of the forward and backward pass; training_step says where they begin
+PASSES = ("loss", "blocks", "embedding")  # parts of the forward and backward pass; run_passes defines their beginnings
 
 
 @dataclass(frozen=True)
@@ -153,7 +153,7 @@ def tracing_errors(settings: Settings) -> Iterator[None]:
 
 
 def uses_autocast(settings: Settings) -> bool:
-    """Whether autocast casts fp32 weights for each operation (Trainer, DDP, tensor parallelism).
+    """Return whether autocast casts fp32 weights for each operation (Trainer, DDP, tensor parallelism).
 
     DeepSpeed keeps weights in the precision itself, and FSDP casts them when it gathers them.
     """
@@ -163,7 +163,7 @@ def uses_autocast(settings: Settings) -> bool:
 
 
 def recomputes_blocks(settings: Settings) -> bool:
-    """Whether activations are checkpointed: the backward pass then computes each block again."""
+    """Return whether activations are checkpointed: the backward pass then computes each block again."""
     by_fsdp = (settings.fsdp_config or {}).get("activation_checkpointing", False)
     return bool(settings.trainer.activation_checkpointing or by_fsdp)
 

@@ -1,4 +1,4 @@
-"""Follows a step whose tensors are fake: which storages are alive, of which kind, and which collectives begin.
+"""Follow a step whose tensors are fake: the storages that are alive, their kinds, and the collectives that begin.
 
 PyTorch's own FSDPMemTracker counts all activations as memory of the optimizer.
 """
@@ -48,11 +48,12 @@ class ObservedStep:
 
 
 class Observer(TorchDispatchMode):
-    """Follows each storage from its allocation to its end, and each collective."""
+    """Follow each storage from its allocation to its end, and each collective."""
 
     def __init__(self) -> None:
         super().__init__()
         self.phase = "optimizer"
+        self.operator = ""
         self.alive: dict[int, tuple[int, str]] = {}  # storage -> its bytes and kind
         self.now: Counter[str] = Counter()
         self.gradients: Callable[[], list] = list
@@ -132,7 +133,7 @@ class Observer(TorchDispatchMode):
 
     @contextlib.contextmanager
     def in_phase(self, name: str) -> Iterator[None]:
-        """Stand in for `WorkshopTrainer.phase`. The forward phase is inside the backward phase."""
+        """Stand in for `WorkshopTrainer.phase`. Phases are nested: the backward phase contains the forward phase."""
         before = self.phase
         self.phase = name
         yield

@@ -116,7 +116,7 @@ class FakeTrainer(WorkshopTrainer):
         return [*kept, *tree_leaves(list(averaged))]
 
     def _maybe_log_save_evaluate(self, *args: Any, **kwargs: Any) -> None:
-        """End a step: what follows does not belong to it."""
+        """End a step, and discard what follows it."""
         self.observer.begin()
 
 
@@ -132,7 +132,7 @@ def check_rehearsal(settings: Settings) -> None:
     """Raises WorkshopError (exit code 2) for a training that cannot be rehearsed."""
     trainer = settings.trainer
     if settings.estimate.gpus < 2:
-        raise settings.error("gpus", "one rank sends nothing", "give the GPUs of the whole job, 2 or more")
+        raise settings.error("gpus", "one rank has no communication to rehearse", "give 2 or more")
     if trainer.deepspeed and uses_offload(settings):
         what = "offload needs a GPU to offload from, and a rehearsal has none"
         raise settings.error("deepspeed", what, "take a config without offload, or estimate_memory.py")
@@ -145,7 +145,7 @@ def check_rehearsal(settings: Settings) -> None:
         raise WorkshopError(source, what, "use another config, or estimate_memory.py")
     for flag in ("torch_compile", "use_liger_kernel"):
         if getattr(trainer, flag):
-            raise settings.error(flag, "compiles kernels, which need values", "leave it out: it sends the same")
+            raise settings.error(flag, "compiles kernels, which a rehearsal cannot run", "leave it out")
 
 
 def rehearse(settings: Settings) -> ObservedStep:
@@ -153,15 +153,14 @@ def rehearse(settings: Settings) -> ObservedStep:
 
     fp16 is rehearsed as bf16, which has the same size.
     """
-    forward = replace(forward_pass(settings), precision="fp32", autocast=False)  # weights as they are loaded
+    forward = replace(forward_pass(settings), precision="fp32", autocast=False, recomputes=False)  # as it is loaded
     tensor_parallel = settings.model.tensor_parallel
     with fake_world(settings) as arguments:
         with model_without_storage(forward) as model:
             fake_mode = next(model.parameters()).fake_mode
             fake_mode.allow_non_fake_inputs = True  # The Trainer's own counts are real tensors
-        model.to = lambda *args, **kwargs: (
-            model
-        )  # The model is on its device. Without this, `to` raises for fake tensors
+        # The model is on its device. Without this line, `to` raises for fake tensors
+        model.to = lambda *args, **kwargs: model
         if settings.model.loss == "chunked":
             use_chunked_loss(model)
         if tensor_parallel > 1:
@@ -197,10 +196,15 @@ def fake_world(settings: Settings) -> Iterator[TrainingArguments]:
     """Make this process rank 0 of a world that does not exist, and leave the process as it was."""
     given = settings.estimate
     fsdp = settings.fsdp_config if settings.model.tensor_parallel == 1 else None
-    world = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": str(given.gpus)}
-    world |= {"LOCAL_WORLD_SIZE": str(given.gpus // given.nodes), "MASTER_ADDR": "127.0.0.1"}
-    world |= {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")}  # Without it accelerate warns
-    world |= {"ACCELERATE_TORCH_DEVICE": "cpu"}  # Otherwise it is cpu:0, which is another device for fake tensors
+    world = {
+        "RANK": "0",
+        "LOCAL_RANK": "0",
+        "WORLD_SIZE": str(given.gpus),
+        "LOCAL_WORLD_SIZE": str(given.gpus // given.nodes),
+        "MASTER_ADDR": "127.0.0.1",
+        "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1"),  # Without it accelerate warns
+        "ACCELERATE_TORCH_DEVICE": "cpu",  # Otherwise it is cpu:0, which is another device for fake tensors
+    }
     import torch.distributed.fsdp._fully_shard._fully_shard as fully_shard
 
     default_mesh = fully_shard._init_default_mesh
@@ -223,11 +227,16 @@ def fake_world(settings: Settings) -> Iterator[TrainingArguments]:
         stack.callback(leave_fake_world)
         flags = trainer_flags(settings) | {
             "output_dir": stack.enter_context(tempfile.TemporaryDirectory()),
-            **{"use_cpu": True, "fp16": False, "bf16": settings.precision != "fp32"},
+            "use_cpu": True,
+            "fp16": False,
+            "bf16": settings.precision != "fp32",
             # The first step makes Adam's moments, and DDP makes its final buckets in the second
             "max_steps": 2 if settings.fsdp_config is not None else 3,
-            **dict.fromkeys(("eval_strategy", "save_strategy", "logging_strategy"), "no"),
-            **{"report_to": "none", "disable_tqdm": True},
+            "eval_strategy": "no",
+            "save_strategy": "no",
+            "logging_strategy": "no",
+            "report_to": "none",
+            "disable_tqdm": True,
         }
         arguments = TrainingArguments(
             **flags,

@@ -139,15 +139,18 @@ def run(monkeypatch, capsys) -> Callable[..., tuple[str, str]]:
 def test_the_command_shows_what_was_counted_and_the_formulas(run):
     out, _ = run(*TINY, "--gpus", 8, "--nodes", 2, *FSDP, "fsdp_configs/hybrid_shard.json")
     first, *lines = re.sub(" {2,}", "  ", out).splitlines()
-    assert first == "tiny-bloom: FSDP2 HYBRID_SHARD, bf16, 2 x 4 x 64 tokens per rank, rank 0 of 8 on 2 node(s)"
+    assert (
+        first
+        == "tiny-bloom: FSDP2 HYBRID_SHARD, bf16, 2 micro batch(es) of 4 x 64 tokens per rank, rank 0 of 8 on 2 node(s)"
+    )
     assert lines[:2] == ["MiB  at the peak  at most  estimated", "parameters  0.22  0.22  0.22"]
-    assert "moment of the peak: backward, aten._log_softmax_backward_data.default" in lines
+    assert "peak: in the phase backward, aten._log_softmax_backward_data.default" in lines
     # two micro batches: 3 units forward, 2 blocks again backward, and each unit's gradient once
-    assert "forward  all-gather  bfloat16  4, inside a node  6  0.92" in lines
-    assert "backward  all-gather  bfloat16  4, inside a node  4  0.40" in lines
-    assert "backward  reduce-scatter  bfloat16  4, inside a node  3  0.46" in lines
-    assert "backward  all-reduce  bfloat16  2, between nodes  3  0.12" in lines
-    assert "4, inside a node  1.34  1.34" in lines
+    assert "forward  all-gather  bfloat16  4 in a node  6  0.92" in lines
+    assert "backward  all-gather  bfloat16  4 in a node  4  0.40" in lines
+    assert "backward  reduce-scatter  bfloat16  4 in a node  3  0.46" in lines
+    assert "backward  all-reduce  bfloat16  2 on several nodes  3  0.12" in lines
+    assert "4 in a node  1.34  1.34  0.00" in lines
 
 
 def test_the_page_shows_what_the_command_prints(run):
@@ -160,9 +163,15 @@ def test_the_page_shows_what_the_command_prints(run):
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        ((), "error: --gpus: one rank sends nothing; give the GPUs of the whole job, 2 or more"),
-        (("--gpus", 8, "--nodes", 3), "error: --gpus: 8 GPUs do not spread over 3 nodes; give a multiple of the nodes"),
-        (("--gpus", 8, "--torch_compile"), "error: --torch_compile: compiles kernels, which need values; leave it out"),
+        ((), "error: --gpus: one rank has no communication to rehearse; give 2 or more"),
+        (
+            ("--gpus", 8, "--nodes", 3),
+            "error: --gpus: 8 is not a multiple of --nodes 3; give the GPUs of all nodes together",
+        ),
+        (
+            ("--gpus", 8, "--torch_compile"),
+            "error: --torch_compile: compiles kernels, which a rehearsal cannot run; leave",
+        ),
         (("--gpus", 8, "--optim", "adafactor"), "error: --optim: the state of adafactor is not known here; estimate"),
         (("--gpus", 8, "--compare"), "error: --compare: unknown flag"),
         (
