@@ -306,11 +306,13 @@ def short(model: str) -> str:
     return model.rpartition("/")[2]
 
 
-def as_text(numbers: dict) -> str:
-    """JSON with a line for each layout."""
-    numeric = r'[\d\s,"a-z-]*'
-    lists = rf"\[(?:{numeric}|\[{numeric}\])*\]"
-    return re.sub(lists, lambda found: re.sub(r"\s", "", found[0]), json.dumps(numbers, indent=1)) + "\n"
+def as_text(tree: object, indent: str = "\n") -> str:
+    """JSON with a line for each key, and each list in one line."""
+    if not isinstance(tree, dict):
+        return json.dumps(tree, separators=(",", ":"))
+    inner = indent + " "
+    lines = (f"{inner}{json.dumps(str(key))}: {as_text(value, inner)}" for key, value in tree.items())
+    return "{" + ",".join(lines) + indent + "}"
 
 
 def main() -> None:
@@ -333,7 +335,7 @@ def main() -> None:
         for name, future in of_models.items():
             numbers["models"][name] = future.result()
             print(name, flush=True)
-    NUMBERS.write_text(as_text(numbers))
+    NUMBERS.write_text(as_text(numbers) + "\n")
     print(f"{NUMBERS.relative_to(REPOSITORY)}: {NUMBERS.stat().st_size / 1000:.0f} kB")
 
 
