@@ -183,6 +183,9 @@ def fullest(model: list[str], precision: str, length: int, flags: list[object]) 
     found = []
     for moment in PASSES:
         lines = [line(two, four, chunked) for two, four in zip(of_two[moment], of_four[moment], strict=True)]
+        if chunked:
+            found += [[moment, *each] for each in lines if each[3]]
+            lines = [each for each in lines if not each[3]]
         for batch in CHOICES["batch"]:
             most = max(lines, key=lambda each: each[0] + each[2] + batch * (each[1] + each[3]), default=None)
             if most and [moment, *most] not in found:
