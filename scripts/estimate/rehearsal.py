@@ -153,7 +153,8 @@ def rehearse(settings: Settings) -> ObservedStep:
 
     fp16 is rehearsed as bf16, which has the same size.
     """
-    forward = replace(forward_pass(settings), precision="fp32", autocast=False, recomputes=False)  # as it is loaded
+    # Weights are loaded in fp32. The Trainer adds autocast and checkpointing
+    forward = replace(forward_pass(settings), precision="fp32", autocast=False, recomputes=False)
     tensor_parallel = settings.model.tensor_parallel
     with fake_world(settings) as arguments:
         with model_without_storage(forward) as model:
