@@ -23,6 +23,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._pytree import tree_leaves
 from torch.utils.data import DataLoader
 from transformers import PrinterCallback, TrainingArguments
+from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
 from distributed.fsdp_config import parallelism, shard_on_cpu, trainer_config
 from distributed.inspect_fsdp import local, unit_group
@@ -183,6 +184,7 @@ def leave_fake_world() -> None:
     """Let the next rehearsal of this process make a world of another size."""
     AcceleratorState._reset_state(reset_partial_state=True)
     GradientState._reset_state()
+    unset_hf_deepspeed_config()  # Otherwise transformers would shard the next model of this process
     from deepspeed.comm import comm  # accelerate has imported DeepSpeed in any case
 
     if comm.cdb is None:
