@@ -338,7 +338,7 @@ class AliveBytes(TorchDispatchMode):
         self.alive[kind] -= size
 
     def note(self, more_logits: int = 0) -> None:
-        """more_logits: bytes that are not there as tensors."""
+        """Note what is alive now. more_logits: bytes of logits for which there is no tensor."""
         alive = self.alive
         self.history[self.moment].append(Alive(alive["activations"], alive["logits"] + more_logits, alive["head"]))
 

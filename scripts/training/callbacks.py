@@ -33,8 +33,8 @@ BAD_LOSSES = 3  # in a row
 class Run:
     """The objects that the callbacks of a training share.
 
-    identity: what each checkpoint says of the training. resumed_from: the folder of a checkpoint.
-    flops: what a token needs, None if unknown. peak: operations per second that one rank can do at best.
+    identity: the description of the training in each checkpoint. resumed_from: the folder of a checkpoint.
+    flops: FLOPs per token, None if unknown. peak: operations per second that one rank can do at best.
     """
 
     trainer: WorkshopTrainer

@@ -25,7 +25,7 @@ class Progress:
     seconds: float  # seconds of training, in this run and those before
     logged_loss: float
     last_logged_step: int
-    unlogged_losses: list[float]  # of each rank, since last_logged_step
+    unlogged_losses: list[float]  # one sum per rank, since last_logged_step
     steady_steps: int
     steady_seconds: float
     tokens: list[list[int]]  # in the whole training, and in its steady steps

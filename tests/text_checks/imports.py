@@ -1,7 +1,7 @@
-"""Check the imports of scripts/: no module imports a command, and there is no cycle.
+"""Check the imports of scripts/: modules import no command, and not each other in a cycle.
 
-A command is a file of scripts/ itself that ends in `if __name__ == "__main__":`. config.py is a library: job.sh alone
-calls it.
+A command is a file of scripts/ itself that ends in `if __name__ == "__main__":`. config.py is a library that
+only job.sh calls as a command.
 """
 
 import ast
