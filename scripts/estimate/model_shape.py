@@ -338,7 +338,7 @@ class AliveBytes(TorchDispatchMode):
         self.alive[kind] -= size
 
     def note(self, more_logits: int = 0) -> None:
-        """Note what is alive now. more_logits: bytes of logits for which there is no tensor."""
+        """Note what is alive now. more_logits: bytes of logits that are not in a tensor."""
         alive = self.alive
         self.history[self.moment].append(Alive(alive["activations"], alive["logits"] + more_logits, alive["head"]))
 
