@@ -19,6 +19,7 @@ import torch.distributed as dist
 from accelerate.state import AcceleratorState, GradientState
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.distributed.fsdp import FSDPModule
+from torch.nn import functional
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._pytree import tree_leaves
 from torch.utils.data import DataLoader
@@ -220,6 +221,8 @@ def fake_world(settings: Settings) -> Iterator[TrainingArguments]:
         stack.enter_context(patch.dict(os.environ, world))
         # FSDP reads the ranks' numbers from the mesh, and DDP compares shapes between the ranks: both need values
         stack.enter_context(patch.object(fully_shard, "_init_default_mesh", mesh_with_values))
+        # ZeRO-3 replaces this function, and does not restore it
+        stack.enter_context(patch.object(functional, "linear", functional.linear))
         verify = "torch.nn.parallel.distributed._verify_param_shape_across_processes"
         stack.enter_context(patch(verify, lambda *args: None))
         silence_known_warnings()

@@ -93,6 +93,12 @@ def test_a_collective_that_the_formula_leaves_out_is_noticed():
         check_bytes_sent(found, settings)
 
 
+def test_a_rehearsal_of_zero_3_does_not_change_later_estimates():
+    """DeepSpeed replaces this function by one that keeps no 16-bit copies of weights for the backward pass."""
+    rehearse(plan(*METHODS["ZeRO-3"], "--gpus", 2))
+    assert torch.nn.functional.linear is torch._C._nn.linear
+
+
 @pytest.mark.parametrize("strategy", ["DDP", "FULL_SHARD", "TP 2 x FSDP 2"])
 def test_the_collectives_are_those_of_real_trainings(strategy, tmp_path):
     """benchmarks/communication.py has counted them, over gloo."""
