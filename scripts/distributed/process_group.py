@@ -75,6 +75,8 @@ def silence_known_warnings() -> None:
     """Keep warnings out of the log that are harmless and that a user cannot act on."""
     # DeepSpeed calls collectives by names that PyTorch deprecates: one warning per call
     warnings.filterwarnings("ignore", r"`torch\.distributed\.\w+` is deprecated", FutureWarning)
+    # DeepSpeed and the Trainer call a barrier without naming the GPU, which bind_device has selected
+    warnings.filterwarnings("ignore", r"barrier\(\): using the device under current context", UserWarning)
     # accelerate asks for the mesh of HYBRID_SHARD in a way that PyTorch deprecates
     warnings.filterwarnings("ignore", "Slicing a flattened dim from root mesh", UserWarning)
     # tensor parallelism with FSDP returns the logits as a view, which nobody changes in place, and uses two collectives

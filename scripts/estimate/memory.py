@@ -303,9 +303,7 @@ def fsdp_buffers(shape: Shape, config: dict, accumulates: bool, compute_bytes: i
         block, embedding, root = 0, 0, psi
     # A block in use, and the next one, which is gathered ahead
     gathered = {"loss": root, "blocks": root + 2 * block, "embedding": root + embedding}
-    if f == 1 and not on_cpu:
-        gathered = dict.fromkeys(PASSES, 0)  # this rank has all parameters where they are needed
-    elif "SHARD_GRAD_OP" in fsdp_name(config):
+    if "SHARD_GRAD_OP" in fsdp_name(config):
         gathered = dict.fromkeys(PASSES, psi)
     # Gradients of a block, and their copy for the reduce-scatter. If embedding and head are one, the sum of their
     # gradients needs more than its reduce-scatter, and is counted in the passes

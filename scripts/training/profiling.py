@@ -40,7 +40,8 @@ class ProfileCallback(TrainerCallback):
             activities.append(ProfilerActivity.CUDA)
         # the profiler warms up in the last step of our own warm-up
         steps = schedule(wait=WARM_UP_STEPS - 1, warmup=1, active=PROFILED_STEPS, repeat=1)
-        self.profiler = profile(activities=activities, schedule=steps, record_shapes=True)
+        # acc_events: without it PyTorch warns that events of earlier cycles are lost, and there is one cycle only
+        self.profiler = profile(activities=activities, schedule=steps, record_shapes=True, acc_events=True)
 
     def on_train_begin(self, *args: Any, **kwargs: Any) -> None:
         # DeepSpeed's engine steps at the end of its backward pass, and calls no callback for it

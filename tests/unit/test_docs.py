@@ -11,6 +11,7 @@ import pytest
 import torch
 from transformers.loss.loss_utils import ForCausalLMLoss
 
+import gpu_check
 from estimate.command_line import parse_memory_plan, parse_plan
 from estimate.memory import GIB, at_peak, estimate_parts, totals
 from estimate_memory import memory_table
@@ -18,6 +19,7 @@ from helpers import REPOSITORY, program
 from settings.command_line import parse_command_line
 from settings.settings import RankFlags
 from shared.errors import WorkshopError
+from shared.json_files import read_json
 from text_checks.commands import Command, commands
 from text_checks.common import name_of
 
@@ -54,6 +56,20 @@ def test_errors_of_the_predictions_are_those_that_were_measured():
     measured = prediction.read_results()
     assert prediction.summary(measured) in page("memory.md")
     assert prediction.page_table(measured) in page("results.md")
+
+
+def test_peaks_on_a_gpu_are_as_estimated():
+    """The estimate of today, within 1 % of what an H200 measured. A compiled model keeps fewer tensors."""
+    measured = read_json(REPOSITORY / "benchmarks/gpu_check.json", "run make gpu-check")
+    assert gpu_check.results_markdown(measured).strip() in page("results.md")
+    for row in gpu_check.ROWS:
+        if row.name in measured["rows"]:
+            result = measured["rows"][row.name]
+            settings = parse_memory_plan(gpu_check.command_of(row)[2:], environment=gpu_check.FULL)
+            estimated = totals(estimate_parts(settings), 1)[0] / GIB
+            assert result["estimated_gib"] == pytest.approx(estimated, rel=1e-3), row.name
+            if row.name not in ("bloom-560m-compiled", "bloom-560m-sdpa-lengths"):
+                assert result["peak_gpu_gib"] == pytest.approx(estimated, rel=0.01), row.name
 
 
 def test_numbers_about_communication_are_those_that_were_counted():
