@@ -58,10 +58,17 @@ def test_errors_of_the_predictions_are_those_that_were_measured():
     assert prediction.page_table(measured) in page("results.md")
 
 
+COLUMNS_OF_PAGE = ("status", "precision", "samples_per_second", "peak_gpu_gib", "estimated_gib", "pinned_gib")
+
+
 def test_peaks_on_a_gpu_are_as_estimated():
     """The estimate of today, within 1 % of what an H200 measured. A compiled model keeps fewer tensors."""
     measured = read_json(REPOSITORY / "benchmarks/gpu_check.json", "run make gpu-check")
-    assert gpu_check.results_markdown(measured).strip() in page("results.md")
+    shown = {
+        name: {key: value for key, value in result.items() if key in COLUMNS_OF_PAGE}
+        for name, result in measured["rows"].items()
+    }
+    assert gpu_check.results_markdown(measured | {"rows": shown}).strip() in page("results.md")
     for row in gpu_check.ROWS:
         if row.name in measured["rows"]:
             result = measured["rows"][row.name]
