@@ -92,7 +92,7 @@ def test_logits_without_a_mask_are_the_same():
 
 
 @pytest.mark.parametrize("autocast", [False, True])
-def test_sdpa_keeps_one_matrix_of_scores_size_for_all_layers(autocast):
+def test_sdpa_keeps_one_length_by_length_matrix_for_all_layers(autocast):
     """Under autocast, each layer would cast an fp32 mask and keep its own copy."""
     kept = []
     for model in models(n_layer=6):

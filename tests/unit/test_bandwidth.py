@@ -43,7 +43,7 @@ def test_bus_bandwidth_is_that_of_nccl_tests(ranks, expected):
 # Bus bandwidth in GB/s, latency in seconds. The last latency is that of many nodes: 25 GB/s move 250 MB in this time
 @pytest.mark.parametrize(("speed", "latency"), [(0.0005, 1e-4), (1.25, 1e-4), (400, 1e-4), (25, 0.01)])
 def test_the_measurement_ends_within_a_minute_and_is_right(monkeypatch, speed, latency):
-    """Message and iterations are those for GPUs: 4 GiB, which needs no memory on the device `meta`, and 50."""
+    """The test uses the settings for GPUs: 50 iterations and a message of 4 GiB, which needs no memory on `meta`."""
     network = Network(speed, 16, latency)
     monkeypatch.setattr(measure_bandwidth, "ITERATIONS", 50)
     monkeypatch.setattr(measure_bandwidth.dist, "all_reduce", network.all_reduce)

@@ -126,7 +126,7 @@ def train(*losses: float, every: int = 1, to: str = "log", micro_batches: int = 
 
 @pytest.mark.parametrize("bad", [NAN, -INFINITY])
 def test_the_third_loss_in_a_row_that_is_not_finite_ends_the_run(bad, refusal):
-    train(2.0, bad, bad, 2.0, bad, bad)  # not three in a row, also at the end of the epoch
+    train(2.0, bad, bad, 2.0, bad, bad)  # never three bad losses in a row, so the run does not end
     line = "error: loss: is not finite since step 5 (3 steps in a row); lower --learning_rate"
     losses = (2.0, bad, bad, 2.0, bad, bad, bad)
     assert refusal(train, *losses, code=1) == line

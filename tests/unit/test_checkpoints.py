@@ -38,7 +38,7 @@ def find(wanted: str | None, output_dir: str = "output/7") -> str | None:
     return find_checkpoint(wanted, output_dir, "7")
 
 
-def names_in(folder: str) -> list[str]:
+def list_names(folder: str) -> list[str]:
     return sorted(path.name for path in Path(folder).iterdir())
 
 
@@ -106,7 +106,7 @@ def test_saving_marks_the_checkpoint_and_removes_older_ones_except_the_best(limi
     save(20, limit, best and f"output/7/checkpoint-{best}")
     marker = json.loads(Path("output/7/checkpoint-20", MARKER).read_text())
     assert (marker["step"], marker["world_size"], marker["files"]["optimizer.pt"]) == (20, 1, 10)
-    assert names_in("output/7") == sorted(f"checkpoint-{step}" for step in {5, 10, 20} - removed)
+    assert list_names("output/7") == sorted(f"checkpoint-{step}" for step in {5, 10, 20} - removed)
 
 
 def test_a_run_without_saving_removes_only_the_checkpoints_of_its_stops():
@@ -115,14 +115,14 @@ def test_a_run_without_saving_removes_only_the_checkpoints_of_its_stops():
     checkpoint("output/8", 30, save_strategy="no")
     remove_checkpoints_of_stops("output/7")
     remove_checkpoints_of_stops("output/8")
-    assert names_in("output/7") == ["checkpoint-20"]
+    assert list_names("output/7") == ["checkpoint-20"]
     assert not Path("output/8").exists()
 
 
 # The same training
 
 TOKENS = {"input_ids": [[1, 2, 3], [4, 5]], "labels": [[-100, 2, 3], [4, 5]]}
-TWO_RANKS = ("--per_device_train_batch_size", "2")  # with two ranks, the same global batch as one rank with the default
+TWO_RANKS = ("--per_device_train_batch_size", "2")  # two ranks then have the default global batch of one rank
 
 
 def make_run(*argv: str, tokens: dict = TOKENS, ranks: int = 1, strategy: str = "plain") -> tuple[Settings, dict]:

@@ -227,7 +227,7 @@ def test_a_node_that_slurm_reports_as_down_is_the_reason(main_of, monkeypatch):
     assert json.loads(Path("results/7.json").read_text())["reason"] == "node failure on node3"
 
 
-def test_the_only_process_of_a_job_is_not_called_the_first_to_end(main_of):
+def test_a_single_process_is_not_reported_as_the_first_to_end(main_of):
     for code, reason in ((137, f"exit code 137 {KILLED}"), (2, None)):
         run_file("exit_codes").write_text(f"1 {code} rank 0 on node1\n")
         write_json(Path("results/7.json"), {"status": "running", "exit_code": None, "world_size": 1})

@@ -1,4 +1,4 @@
-"""The rows and the table of gpu_check.py, from records without trainings. tests/integration has a second call."""
+"""The rows and the table of gpu_check.py, from records without trainings. tests/integration trains a row."""
 
 from pathlib import Path
 
@@ -80,7 +80,7 @@ def test_a_row_fails_if_its_losses_differ_from_the_plain_trainers(run_script):
     assert printed.count(": failed (") == 3
 
 
-def test_a_row_that_does_not_fit_is_reported_but_is_not_a_failure(run_script):
+def test_a_row_that_does_not_fit_is_not_a_failure(run_script):
     records = {"bloom-560m-plain": {"status": "oom", "reason": "error: memory: CUDA out of memory; offload"}}
     code, printed = run_script(records, *records)
     assert code == 0

@@ -17,7 +17,7 @@ DATA = DataArguments(dataset=str(REPOSITORY / "data" / "squad_sample.json"))
 TINY = ModelArguments("tiny-bloom")
 
 
-def test_tiny_bloom_is_small_in_fp32_and_depends_only_on_the_seed(tiny_tokenizer):
+def test_tiny_bloom_is_small_in_fp32_and_depends_on_the_seed(tiny_tokenizer):
     one, again, other = (load_model(TINY, tiny_tokenizer, seed) for seed in (1, 1, 2))
     assert count_parameters(one) == sum(p.numel() for p in one.parameters()) < 500_000
     assert {p.dtype for p in one.parameters()} == {torch.float32}

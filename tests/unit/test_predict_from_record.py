@@ -1,4 +1,4 @@
-"""Predictions from records that have the form of train.py's. tests/integration predicts from records of real runs."""
+"""Predictions from records in the format of train.py. tests/integration predicts from records of real runs."""
 
 import json
 from dataclasses import replace

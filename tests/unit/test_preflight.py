@@ -14,9 +14,9 @@ TORCH_2_13_CU130 = ["sm_75", "sm_80", "sm_86", "sm_90", "sm_100", "sm_120"]
     ("capability", "arch_list", "runs"),
     [
         ((9, 0), TORCH_2_13_CU130, True),
-        ((8, 9), TORCH_2_13_CU130, True),  # by the code for sm_86
+        ((8, 9), TORCH_2_13_CU130, True),  # runs code for sm_86
         ((7, 0), TORCH_2_13_CU130, False),  # V100
-        ((10, 3), ["sm_90", "compute_90"], True),  # by PTX
+        ((10, 3), ["sm_90", "compute_90"], True),  # compiles the PTX of compute_90
         ((10, 3), ["sm_90"], False),
     ],
 )

@@ -31,7 +31,7 @@ def written(tmp_path_factory) -> Path:
     return output
 
 
-def rows_of(path: Path) -> dict[tuple[str, str], str]:
+def read_rows(path: Path) -> dict[tuple[str, str], str]:
     """Return the values of a CSV table: (row and job, column) -> value."""
     with path.open(newline="") as file:
         rows = list(csv.DictReader(file))
@@ -44,7 +44,7 @@ def test_golden_report(written):
     for path in sorted(GOLDEN.glob("*.csv")):
         if path.name in names:
             continue
-        expected, found = rows_of(path), rows_of(written / path.name)
+        expected, found = read_rows(path), read_rows(written / path.name)
         for key in expected | found:
             if expected.get(key) != (value := (found.get(key) or "").replace(f"{RUNS}/", "")):
                 different.append(f"{path.name}, {key[0]}, {key[1]}: {expected.get(key)!r} expected, {value!r} found")
@@ -165,7 +165,7 @@ def test_predictions_are_next_to_measured_values(tmp_path, monkeypatch):
     for column, value in (("estimated_gpu", 600), ("difference_gpu", 50), ("difference_cpu", -25)):
         assert cell(memory, "Baseline", column).value == value
     write_report([tmp_path], tmp_path / "report", all_runs=False)
-    predictions = rows_of(tmp_path / "report" / "prediction.csv")
+    predictions = read_rows(tmp_path / "report" / "prediction.csv")
     assert {name: value for (name, column), value in predictions.items() if column == "Estimated CPU memory (MiB)"} == {
         "baseline job 1": "120.0",
         "efficiency/recipe job 2": "120.0",

@@ -48,7 +48,7 @@ class Page(HTMLParser):
         return " ".join(Page(part).text.split()) if part else ""
 
 
-def page_of(top: Path, **options) -> Page:
+def write_page(top: Path, **options) -> Page:
     write_report([top], top / "report", all_runs=False, **options)
     return Page((top / "report" / "index.html").read_text(encoding="utf-8"))
 
@@ -63,7 +63,7 @@ def test_the_overview_lists_completed_failed_and_incomparable_runs(tmp_path, mon
     add_run(tmp_path, "baseline", "4", status="oom", exit_code=1, train=None, attempt=2, restarts=restarts)
     write(tmp_path / "experiments" / STAGE / "results" / "5.json", "{}")
     add_run(tmp_path, "fsdp-baseline", "6", cpu=None)
-    page = page_of(tmp_path)
+    page = write_page(tmp_path)
     assert f"Made by version {workshop_version()} of the workshop." in page.text
     overview = page.section("overview")
     for line in (
@@ -82,7 +82,7 @@ def test_the_overview_lists_completed_failed_and_incomparable_runs(tmp_path, mon
 def test_long_lists_are_counted(tmp_path):
     for job in range(1, 31):
         add_run(tmp_path, STAGE, str(job), status="failed", exit_code=3)
-    page = page_of(tmp_path)
+    page = write_page(tmp_path)
     assert "failed: 30 runs" in page.section("overview") and "and 18 more" in page.section("overview")
     assert len([each for each in page.find("div") if each.get("id", "").startswith("job-")]) == 30
 
@@ -95,7 +95,7 @@ def test_each_number_leads_to_its_run(tmp_path):
     stop = {"signal": "SIGTERM", "step": 3, "checkpoint": "output/8/checkpoint-3"}
     add_run(tmp_path, "baseline", "8", status="stopped", exit_code=75, stop=stop)
     add_run(tmp_path, "fsdp-baseline", "8")
-    page = page_of(tmp_path)
+    page = write_page(tmp_path)
     stage = page.html.partition('<th scope="row">Stage 1<')[2].partition("</tr>")[0]
     link = '<a href="#job-20">20</a>'
     phone_link, job, status = f'"phone-only">{link}</small>', f">{link}</td>", "><span>completed</span></td>"
@@ -118,7 +118,7 @@ def test_the_facts_of_a_run_show_how_to_repeat_it(tmp_path):
     }
     folder = add_run(tmp_path, STAGE, "7", gpu=None, **changes)
     write(folder / "log" / "zero_1_7.out", "")
-    facts = page_of(tmp_path).section("job-7")
+    facts = write_page(tmp_path).section("job-7")
     for fact in (
         "Job 7 Status completed",
         f"Problems {folder}/gpu_memory: no log of job 7",
@@ -137,7 +137,7 @@ def test_the_facts_of_a_run_show_how_to_repeat_it(tmp_path):
 def test_empty_columns_are_left_out_with_their_reason(tmp_path):
     add_run(tmp_path, STAGE, "1", gpu=None, hardware__gpus=0)
     add_run(tmp_path, "deepspeed-single-gpu/zero_2", "2", gpu=None, hardware__gpus=0, cpu=None)
-    shown = page_of(tmp_path).section("zero-stages-tiny-bloom")
+    shown = write_page(tmp_path).section("zero-stages-tiny-bloom")
     assert "Experiment Job Status" in shown and "Peak CPU memory (MiB)" in shown.partition("Left out")[0]
     assert re.search(r"Left out, as empty: Peak GPU memory \(MiB\),.* Mean GPU memory \(MiB\) \(no GPU\)\.", shown)
     assert "Peak GPU memory (MiB)" in (tmp_path / "report" / "zero-stages-tiny-bloom.csv").read_text()
@@ -146,7 +146,7 @@ def test_empty_columns_are_left_out_with_their_reason(tmp_path):
 def test_the_structure_is_accessible_to_screen_readers(tmp_path):
     add_run(tmp_path, "baseline", "1")
     add_run(tmp_path, STAGE, "2")
-    page = page_of(tmp_path)
+    page = write_page(tmp_path)
     assert page.find("html") == [{"lang": "en"}]
     assert all(header.get("scope") in ("row", "col") for header in page.find("th"))
     assert all(each.get("aria-label") for each in page.find("table"))
@@ -172,7 +172,7 @@ def test_a_strangers_text_is_shown_and_does_nothing(tmp_path):
     }
     add_run(tmp_path, STAGE, "1", **changes)
     add_run(tmp_path, "baseline", HOSTILE.replace("/", ""))
-    page = page_of(tmp_path)
+    page = write_page(tmp_path)
     assert page.text.count(HOSTILE) > 10
     assert not page.find("script", "b") and len(page.find("style")) == 1
     assert not {name for _, attributes in page.elements for name in attributes if name.startswith("on")}
@@ -215,7 +215,7 @@ def test_lines_over_gpus_leave_out_runs_that_do_not_compare(tmp_path):
     (axis,) = drawn("efficiency", shown).axes
     assert axis.get_ylabel() == "Efficiency, per GPU (%)"
     assert list(axis.lines[1].get_ydata()) == pytest.approx([100, 93.564, 115.512], abs=0.001)
-    page_of(tmp_path)
+    write_page(tmp_path)
     text = (tmp_path / "report" / "multi-gpu-weak-scaling.md").read_text()
     seen = "Weak scaling on one node: samples per second over GPUs, beside the ideal"
     assert f"![{seen}](multi-gpu-weak-scaling-throughput.png)" in text

@@ -192,7 +192,7 @@ ModuleNotFoundError: No module named 'torch'
 LAST = "File \"scripts/train.py\", line 24, in <module> / import torch / ModuleNotFoundError: No module named 'torch'"
 
 
-def test_a_job_that_left_only_a_log_is_shown_with_its_last_lines(tmp_path, monkeypatch):
+def test_a_job_with_only_a_log_is_shown_with_its_last_lines(tmp_path, monkeypatch):
     """Jobs 1 and 2 have a broken environment, job 3 a wrong path. Job 4 still runs, and job 5 does not train."""
     monkeypatch.setattr("job.end_of_job.queued_jobs", lambda: ["4"])
     folder = tmp_path / "experiments" / STAGE
@@ -285,11 +285,11 @@ def test_a_run_that_does_not_compare_is_marked(tmp_path, change, said):
     rows = [row for row in table(tmp_path, TABLE).rows if row.run]
     assert [row.status for row in rows] == ["completed", "completed, does not compare", "completed"]
     assert rows[1].remarks == [f"does not compare: {said}"]
-    overview = page_of(tmp_path).partition("<h2>Overview</h2>")[2].partition("</section>")[0]
+    overview = write_page(tmp_path).partition("<h2>Overview</h2>")[2].partition("</section>")[0]
     assert overview.count(said) == 1
 
 
-def page_of(top: Path) -> str:
+def write_page(top: Path) -> str:
     write_report([top], top / "report", all_runs=False)
     return (top / "report" / "index.html").read_text()
 

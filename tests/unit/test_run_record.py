@@ -31,7 +31,7 @@ GIT = {"commit": "0" * 40, "dirty": False}
 
 @pytest.fixture(autouse=True)
 def fixed_git_state(monkeypatch):
-    """Replace the call of git, because unit tests start no process."""
+    """Replace the call of git, because unit tests must not start a process."""
     monkeypatch.setattr("records.writer.git_state", lambda: GIT)
 
 
@@ -65,7 +65,11 @@ def make_record(steady: dict, means: dict, held: dict | None, reason: str = "", 
 
 
 def test_every_field_that_a_run_writes_is_described():
-    held = {"parameters": 8, "gradients": None, "optimizer_state": 16}  # as under DeepSpeed without accumulation
+    held = {
+        "parameters": 8,
+        "gradients": None,
+        "optimizer_state": 16,
+    }  # DeepSpeed without accumulation keeps no gradients
     run = make_record(STEADY, {"avg_cpu_util_%": 90.0}, held, log=({"loss": 3.0}, {"eval_loss": 1.0}, {"loss": 2.0}))
     record = read_record(run.path)
     for part in (record, record.train, record.hardware, record.git, *record.held):

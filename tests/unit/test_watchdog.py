@@ -18,7 +18,7 @@ def rank_0_of_4(monkeypatch):
 
 
 def sign(rank: int, number: int = 20, beats: int = 12, collectives: int = 40) -> Sign:
-    """Return the sign of one of four ranks, with two ranks on each node."""
+    """Return the sign of life of one of four ranks, with two ranks on each node."""
     return Sign(number, f"node{1 + rank // 2}", [beats, collectives], f"step {beats}, at x.py:{collectives} read")
 
 
