@@ -1,4 +1,4 @@
-"""BLOOM's attention by scaled_dot_product_attention: the same loss, gradients, outputs and answers as step by step."""
+"""BLOOM with SDPA has the loss, gradients, outputs and answers of eager attention."""
 
 import copy
 
@@ -12,11 +12,12 @@ from training.bloom_sdpa import attention_of, use_attention
 from training.chunked_loss import use_chunked_loss
 
 LENGTH = 100
-WIDER = {"hidden_size": 192, "n_layer": 3, "n_head": 12}  # heads that are no power of 2 have alibi of another kind
+# alibi is computed differently if the number of heads is not a power of 2
+WIDER = {"hidden_size": 192, "n_layer": 3, "n_head": 12}
 
 
 def models(**sizes: int) -> tuple[BloomForCausalLM, BloomForCausalLM]:
-    """The same model twice, in training: as transformers computes its attention, and by SDPA."""
+    """Return the same model twice, in training mode: with eager attention and with SDPA."""
     torch.manual_seed(0)
     eager = BloomForCausalLM(BloomConfig(**{"vocab_size": 512, "hidden_size": 64, "n_layer": 2, "n_head": 4} | sizes))
     sdpa = copy.deepcopy(eager)
@@ -26,7 +27,7 @@ def models(**sizes: int) -> tuple[BloomForCausalLM, BloomForCausalLM]:
 
 
 def batch(padding: str) -> dict[str, torch.Tensor]:
-    """Four sequences, of which some are padded."""
+    """Return four sequences, some of them padded."""
     mask = torch.ones(4, LENGTH, dtype=torch.long)
     if padding == "left":
         mask[1, :40] = 0
@@ -46,15 +47,15 @@ def loss_and_gradients(model: BloomForCausalLM, inputs: dict) -> tuple[torch.Ten
     return loss.detach(), torch.cat([parameter.grad.flatten() for parameter in model.parameters()])
 
 
-@pytest.mark.parametrize("how", ["", "activation checkpointing", "chunked loss"])
+@pytest.mark.parametrize("variant", ["", "activation checkpointing", "chunked loss"])
 @pytest.mark.parametrize("padding", ["right", "a row that is all padding"])
 @pytest.mark.parametrize("sizes", [{}, WIDER], ids=["tiny", "wider"])
-def test_loss_and_gradients_are_those_of_eager_attention(sizes, padding, how):
+def test_loss_and_gradients_are_those_of_eager_attention(sizes, padding, variant):
     pair = models(**sizes)
     for model in pair:
-        if how == "activation checkpointing":
+        if variant == "activation checkpointing":
             model.activation_checkpointing_enable({"use_reentrant": False})
-        if how == "chunked loss":
+        if variant == "chunked loss":
             use_chunked_loss(model)
     (loss, gradients), (other_loss, other_gradients) = (loss_and_gradients(model, batch(padding)) for model in pair)
     assert other_loss.item() == pytest.approx(loss.item(), abs=1e-5)
@@ -62,7 +63,7 @@ def test_loss_and_gradients_are_those_of_eager_attention(sizes, padding, how):
 
 
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.bfloat16, 0.02), (torch.float16, 0.005)])
-def test_in_16_bit_it_differs_by_rounding(dtype, tolerance):
+def test_sdpa_differs_only_by_rounding_in_16_bit(dtype, tolerance):
     pair = models(**WIDER)
     with torch.autocast("cpu", dtype=dtype):
         losses, gradients = zip(*(loss_and_gradients(model, batch("right")) for model in pair), strict=True)
@@ -71,7 +72,7 @@ def test_in_16_bit_it_differs_by_rounding(dtype, tolerance):
 
 
 def test_with_left_padding_outputs_and_answers_are_the_same():
-    """As EM and F1 generate. (Padding in front attends to nothing; what its gradients are, no training asks.)"""
+    """EM and F1 generate with left padding. No training uses it, so gradients are not compared."""
     inputs = batch("left")
     del inputs["labels"]
     logits, answers = [], []
@@ -84,15 +85,15 @@ def test_with_left_padding_outputs_and_answers_are_the_same():
     assert torch.equal(*answers)
 
 
-def test_without_a_mask_too():
+def test_logits_without_a_mask_are_the_same():
     tokens = batch("right")["input_ids"]
     logits = [model(input_ids=tokens).logits for model in models()]
     assert torch.allclose(*logits, atol=1e-5)
 
 
 @pytest.mark.parametrize("autocast", [False, True])
-def test_one_matrix_of_length_times_length_is_kept_for_all_layers(autocast):
-    """An fp32 mask would be cast in each layer under autocast, and each would keep its copy."""
+def test_sdpa_keeps_one_length_by_length_matrix_for_all_layers(autocast):
+    """Under autocast, each layer would cast an fp32 mask and keep its own copy."""
     kept = []
     for model in models(n_layer=6):
         places = set()
@@ -107,19 +108,19 @@ def test_one_matrix_of_length_times_length_is_kept_for_all_layers(autocast):
             loss = model(**batch("right")).loss
         del loss
         kept.append(len(places))
-    assert kept[0] >= 6, "eager keeps several in each layer, or this counts nothing"
+    assert kept[0] >= 6, "the count must find the matrices that each eager layer keeps"
     assert kept[1] == 1
 
 
-def test_what_the_model_has_by_itself_is_left_alone():
+def test_the_models_own_attention_is_kept():
     eager, _ = models()
     use_attention(eager, None)
     use_attention(eager, "eager")
     assert attention_of(eager) == "eager"
 
 
-def test_attention_that_a_model_does_not_have_is_one_line(refusal):
-    """Found before the weights are loaded; so is BLOOM's, of which train.py looks at the blocks."""
+def test_attention_that_a_model_lacks_is_refused(refusal):
+    """The check needs only a model on the meta device, so it runs before the weights are loaded."""
     assert attention_of(build_meta_model(ModelArguments("tiny-bloom", attention="sdpa"))) == "sdpa"
     assert attention_of(build_meta_model(ModelArguments("custom-gpt", attention="sdpa"))) == "sdpa"
     line = refusal(build_meta_model, ModelArguments("custom-gpt", attention="eager"))

@@ -1,4 +1,4 @@
-"""The knob audit: a run in which something else happens than was asked for ends before its first step."""
+"""The knob audit ends a run before its first step if a knob would not have the requested effect."""
 
 import json
 import operator
@@ -25,7 +25,7 @@ def loader(shuffle: bool = True) -> DataLoader:
 
 
 def plain_trainer() -> SimpleNamespace:
-    """The parts of a Trainer that the audit reads: it runs exactly what the settings ask for."""
+    """Return the parts of a Trainer that the audit reads. They match the settings exactly."""
     model = BloomForCausalLM(BloomConfig(vocab_size=32, hidden_size=8, n_layer=1, n_head=2))
     row = {"labels": [5, 6, 7], "input_ids": [5, 6, 7]}
     return SimpleNamespace(
@@ -50,15 +50,15 @@ def settings():
     return parse_command_line("", words.split())
 
 
-def begin(trainer, settings) -> RunRecord:
+def run_audit(trainer, settings) -> RunRecord:
     record = RunRecord("7")
     AuditCallback(trainer, settings, record).on_train_begin(None, None, None)
     return record
 
 
-def test_run_that_does_what_was_asked_for_is_printed_and_recorded(settings, capsys):
+def test_a_run_without_differences_is_printed_and_recorded(settings, capsys):
     trainer = plain_trainer()
-    record = begin(trainer, settings)
+    record = run_audit(trainer, settings)
     lines = capsys.readouterr().out.splitlines()
     assert lines[1].split() == ["knob", "requested", "effective"]
     assert lines[2].split() == ["precision", "fp32", "fp32"]
@@ -69,51 +69,51 @@ def test_run_that_does_what_was_asked_for_is_printed_and_recorded(settings, caps
     assert saved["parameters"] == sum(p.numel() for p in trainer.model.parameters())
 
 
-def ranks(trainer):
+def use_two_ranks(trainer):
     trainer.accelerator.num_processes = 2
     trainer.callback_handler.train_dataloader.total_batch_size = 8
 
 
-def checkpointing(trainer):
+def enable_checkpointing(trainer):
     trainer.model.activation_checkpointing_enable()
 
 
-def compiled(trainer):
+def compile_block(trainer):
     trainer.model.transformer.h[0].compile()
 
 
-def unfused(trainer):
+def use_unfused_adamw(trainer):
     trainer.optimizer.optimizer = torch.optim.AdamW(trainer.model.parameters())
 
 
-def changed(path: str, value: object) -> Callable:
-    """Sets an attribute of the trainer."""
+def attribute_setter(path: str, value: object) -> Callable:
+    """Return a function that sets an attribute of the trainer."""
     *holder, name = path.split(".")
     return lambda trainer: setattr(operator.attrgetter(".".join(holder))(trainer), name, value)
 
 
 LOADER = "callback_handler.train_dataloader"
-# knob -> what happens instead, requested, effective
+# knob -> function that changes the trainer, requested value, effective value
 DIFFERENCES = {
-    "precision": (changed("accelerator.mixed_precision", "fp16"), "fp32", "fp16"),
-    "optimizer": (unfused, "AdamW (torch, fused)", "AdamW (torch)"),
-    "world size": (ranks, 1, 2),
-    "micro batch": (changed(f"{LOADER}.total_batch_size", 2), 4, 2),
-    "gradient accumulation": (changed("args.gradient_accumulation_steps", 1), 2, 1),
-    "label mode": (changed("data_collator.label_pad_token_id", 3), "sequence", "all"),
-    "sampling": (changed(LOADER, loader(shuffle=False)), "random", "sequential"),
-    "checkpointing": (checkpointing, False, True),
-    "compiled": (compiled, False, True),
+    "precision": (attribute_setter("accelerator.mixed_precision", "fp16"), "fp32", "fp16"),
+    "optimizer": (use_unfused_adamw, "AdamW (torch, fused)", "AdamW (torch)"),
+    "world size": (use_two_ranks, 1, 2),
+    "micro batch": (attribute_setter(f"{LOADER}.total_batch_size", 2), 4, 2),
+    "gradient accumulation": (attribute_setter("args.gradient_accumulation_steps", 1), 2, 1),
+    "label mode": (attribute_setter("data_collator.label_pad_token_id", 3), "sequence", "all"),
+    "sampling": (attribute_setter(LOADER, loader(shuffle=False)), "random", "sequential"),
+    "checkpointing": (enable_checkpointing, False, True),
+    "compiled": (compile_block, False, True),
 }
 
 
 @pytest.mark.parametrize("knob", DIFFERENCES)
-def test_anything_else_than_requested_ends_the_run_with_3_and_names_the_knob(knob, settings, refusal):
+def test_a_difference_ends_the_run_with_3_and_names_the_knob(knob, settings, refusal):
     change, requested, effective = DIFFERENCES[knob]
     trainer = plain_trainer()
     change(trainer)
     line = f"error: knob audit: {knob}: {requested} was requested, {effective} is what would run"
-    assert refusal(begin, trainer, settings, code=3) == f"{line}; correct the flag or the config"
+    assert refusal(run_audit, trainer, settings, code=3) == f"{line}; correct the flag or the config"
     recorded = json.loads(Path("results/7.json").read_text())["knobs"][knob]
     assert recorded == {"requested": requested, "effective": effective}
 
@@ -122,20 +122,23 @@ def test_an_optimizer_that_is_not_pytorchs_adamw_is_shown_as_it_runs(settings):
     trainer = plain_trainer()
     settings = replace(settings, trainer=replace(settings.trainer, optim="sgd"))
     trainer.optimizer.optimizer = torch.optim.SGD(trainer.model.parameters())
-    knobs = json.loads(begin(trainer, settings).path.read_text())["knobs"]
+    knobs = json.loads(run_audit(trainer, settings).path.read_text())["knobs"]
     assert knobs["optimizer"] == {"requested": "SGD (torch)", "effective": "SGD (torch)"}
 
 
-def test_a_difference_on_another_rank_ends_all_with_its_number(settings, refusal, monkeypatch):
-    """Rank 0 sees none: alone, it would train on and wait for the rank that has ended."""
-    of_rank_1 = Audited("local parameter share", 0.5, 1.0)
-    monkeypatch.setattr(audit, "gather_lists", lambda own: [own, [of_rank_1]])
-    line = refusal(begin, plain_trainer(), settings, code=3)
+def test_a_difference_on_another_rank_ends_this_rank_too(settings, refusal, monkeypatch):
+    """Rank 0 has no difference itself. If it continued, it would wait for the rank that has ended."""
+    on_rank_1 = Audited("local parameter share", 0.5, 1.0)
+    monkeypatch.setattr(audit, "gather_lists", lambda own: [own, [on_rank_1]])
+    line = refusal(run_audit, plain_trainer(), settings, code=3)
     assert "local parameter share: 0.5 was requested, 1.0 is what would run on rank 1;" in line
 
 
-def test_offload_that_is_asked_for_and_not_done_is_a_difference():
-    """A ZeRO-3 engine that has offloaded its parameters, where the optimizer was to be; done: tests/integration."""
+def test_an_offload_that_is_not_done_as_requested_is_a_difference():
+    """The config offloads the optimizer, but this ZeRO-3 engine offloads its parameters.
+
+    tests/integration has engines that offload as requested.
+    """
     module = torch.nn.Linear(2, 2)
     for parameter in module.parameters():
         parameter.ds_tensor = parameter.detach().clone()

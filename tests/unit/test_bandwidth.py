@@ -1,4 +1,4 @@
-"""measure_bandwidth.py on networks of any speed, with a clock that only the simulated all-reduce moves."""
+"""measure_bandwidth.py on simulated networks of any speed. Only the simulated collectives advance the clock."""
 
 import pytest
 import torch
@@ -10,7 +10,7 @@ GIB = 2**30
 
 
 class Network:
-    """All-reduces that take `latency` and the time of their bytes, on a clock of their own."""
+    """A network whose clock advances by the latency and the transfer time of each all-reduce."""
 
     def __init__(self, bandwidth: float, ranks: int, latency: float):
         self.bandwidth = bandwidth
@@ -21,10 +21,10 @@ class Network:
 
     def all_reduce(self, tensor: torch.Tensor, operation: object = torch.distributed.ReduceOp.SUM) -> None:
         is_message = tensor.dim() == 1
-        assert not is_message or operation == torch.distributed.ReduceOp.SUM, "NVSwitches reduce fp32 by no other one"
+        assert not is_message or operation == torch.distributed.ReduceOp.SUM, "NVSwitches reduce fp32 only by SUM"
         self.now += self.latency + tensor.nbytes * 2 * (self.ranks - 1) / self.ranks / self.bandwidth / 1e9
         if tensor.nbytes not in self.connected:
-            self.now += 0.5  # NCCL, at the first message of a size
+            self.now += 0.5  # NCCL needs longer for the first message of a size
             self.connected.add(tensor.nbytes)
 
     def barrier(self) -> None:
@@ -33,17 +33,17 @@ class Network:
 
 @pytest.mark.parametrize(
     ("ranks", "expected"),
-    # nccl-tests, PERFORMANCE.md: algbw = S/t; all-reduce busbw = algbw * 2*(n-1)/n. 4 GiB in 100 ms: algbw 42.95 GB/s
+    # PERFORMANCE.md of nccl-tests: algbw = S/t, all-reduce busbw = algbw * 2*(n-1)/n. 4 GiB in 100 ms: algbw 42.95 GB/s
     [(2, 42.94967), (8, 75.16193)],
 )
 def test_bus_bandwidth_is_that_of_nccl_tests(ranks, expected):
     assert bus_bandwidth(0.1, 4 * GIB, ranks) == pytest.approx(expected, rel=1e-6)
 
 
-# GB/s of bus bandwidth and seconds of latency; the last is that of many nodes, in which 25 GB/s would move 250 MB
+# Bus bandwidth in GB/s, latency in seconds. The last latency is that of many nodes: 25 GB/s move 250 MB in this time
 @pytest.mark.parametrize(("speed", "latency"), [(0.0005, 1e-4), (1.25, 1e-4), (400, 1e-4), (25, 0.01)])
-def test_it_ends_within_a_minute_with_the_right_figure(monkeypatch, speed, latency):
-    """As on GPUs: the message of 4 GiB, which on the device `meta` needs no memory, and 50 iterations."""
+def test_the_measurement_ends_within_a_minute_and_is_right(monkeypatch, speed, latency):
+    """The test uses the settings for GPUs: 50 iterations and a message of 4 GiB, which needs no memory on `meta`."""
     network = Network(speed, 16, latency)
     monkeypatch.setattr(measure_bandwidth, "ITERATIONS", 50)
     monkeypatch.setattr(measure_bandwidth.dist, "all_reduce", network.all_reduce)
@@ -51,8 +51,12 @@ def test_it_ends_within_a_minute_with_the_right_figure(monkeypatch, speed, laten
     monkeypatch.setattr(measure_bandwidth.time, "perf_counter", lambda: network.now)
     part, iterations, seconds = measure(torch.empty(GIB, device="meta"))
     assert network.now < 60
-    assert bus_bandwidth(seconds, part.nbytes, 16) == pytest.approx(speed, rel=0.05), "latency counts a little"
-    assert ((part.nbytes, iterations) == (4 * GIB, 50)) == (speed > 10), "less on a slow network only"
+    assert bus_bandwidth(seconds, part.nbytes, 16) == pytest.approx(speed, rel=0.05), (
+        "the latency may change the result by 5 %"
+    )
+    assert ((part.nbytes, iterations) == (4 * GIB, 50)) == (speed > 10), (
+        "only a slow network gets a smaller measurement"
+    )
 
 
 def test_a_malformed_threshold_is_refused(monkeypatch, refusal):

@@ -1,4 +1,4 @@
-"""The rate of the steps alone, by a clock that the test turns; the GPU's use; losses that are no numbers."""
+"""Callbacks of the training: the steady rate on a simulated clock, GPU utilisation, and losses that are not finite."""
 
 from types import SimpleNamespace
 
@@ -15,7 +15,7 @@ TOKENS_PER_STEP = [1000, 250, 90, 200_000]  # real, padding, counted, squares
 
 
 class Run:
-    """Calls a TrainSpeedCallback in the Trainer's order, with steps that take 2 s and slow ones at the start."""
+    """Calls a TrainSpeedCallback in the Trainer's order. Warm-up steps take 60 s, later steps 2 s."""
 
     def __init__(self, monkeypatch, first_step: int = 0):
         self.now = 100.0
@@ -30,7 +30,7 @@ class Run:
         self.callback.on_train_begin(None, self.state, None)
 
     def step(self, pause: bool = False) -> None:
-        """pause: for an evaluation or a checkpoint behind the step."""
+        """Run a step. pause: spend 1000 s after it, as for an evaluation or a checkpoint."""
         control = SimpleNamespace(should_evaluate=False, should_save=pause)
         self.callback.on_step_begin(None, self.state, control)
         self.now += 60 if self.done < WARM_UP_STEPS else 2
@@ -50,7 +50,7 @@ RATES = ("warm_up_seconds", "steady_steps", "steady_steps_per_second", "steady_s
 
 
 def test_warm_up_evaluations_and_checkpoints_are_left_out_of_the_rates(monkeypatch):
-    """Tokens are counted in all steps."""
+    """Tokens are counted in all steps, including the warm-up."""
     run = Run(monkeypatch)
     assert run.measured(*RATES, "mfu_percent") == [None, 0, None, None, None]
     for number in range(20):
@@ -62,7 +62,7 @@ def test_warm_up_evaluations_and_checkpoints_are_left_out_of_the_rates(monkeypat
     assert run.measured("steady_tokens_per_second", "mfu_percent") == [500.0, mfu]
 
 
-def test_steps_that_are_faster_than_the_measured_peak_give_no_mfu(monkeypatch):
+def test_steps_faster_than_the_measured_peak_give_no_mfu(monkeypatch):
     run = Run(monkeypatch)
     for number in range(WARM_UP_STEPS + 2):
         run.step(pause=number > WARM_UP_STEPS)
@@ -71,7 +71,7 @@ def test_steps_that_are_faster_than_the_measured_peak_give_no_mfu(monkeypatch):
     assert run.measured("mfu_percent") == [None]
 
 
-def test_a_resumed_run_warms_up_again_and_counts_on(monkeypatch):
+def test_a_resumed_run_warms_up_again_and_continues_its_counts(monkeypatch):
     run = Run(monkeypatch, first_step=10)
     run.callback.go_on_from(steps=8, seconds=16.0, tokens=[[10_000, 0, 0, 0], [8000, 0, 0, 0]])
     for number in range(10):
@@ -80,16 +80,16 @@ def test_a_resumed_run_warms_up_again_and_counts_on(monkeypatch):
     assert run.measured("steady_steps_per_second", "steady_tokens_per_second") == [0.5, 500.0]
 
 
-def untold():
+def unsupported():
     raise RuntimeError("Not Supported")
 
 
 @pytest.mark.parametrize(
-    ("utilisation", "mean", "reason"), [(lambda: 40, 40, ""), (untold, None, "Not Supported")], ids=["told", "untold"]
+    ("utilisation", "mean", "reason"),
+    [(lambda: 40, 40, ""), (unsupported, None, "Not Supported")],
+    ids=["known", "unknown"],
 )
-def test_use_of_a_gpu_has_the_documents_names_and_is_empty_with_a_reason_where_it_is_not_told(
-    utilisation, mean, reason, gpu, monkeypatch
-):
+def test_gpu_utilisation_is_recorded_or_empty_with_a_reason(utilisation, mean, reason, gpu, monkeypatch):
     properties = SimpleNamespace(total_memory=32 * 2**20)
     monkeypatch.setattr("torch.cuda.utilization", utilisation)
     monkeypatch.setattr("torch.cuda.memory_allocated", lambda: 3 * 2**20)
@@ -107,7 +107,10 @@ NAN, INFINITY = float("nan"), float("inf")
 
 
 def train(*losses: float, every: int = 1, to: str = "log", micro_batches: int = 1, fp16: bool = False) -> None:
-    """The Trainer's loop over these losses, each of one micro batch, with a pause to log, evaluate or save."""
+    """Imitate the Trainer's loop over these losses of micro batches.
+
+    After each `every` steps the control asks to log, evaluate or save, as `to` says.
+    """
     args = SimpleNamespace(device=torch.device("cpu"), fp16=fp16)
     trainer = SimpleNamespace(args=args, loss_of_step=0)
     callback = FiniteLossCallback(trainer)
@@ -123,7 +126,7 @@ def train(*losses: float, every: int = 1, to: str = "log", micro_batches: int = 
 
 @pytest.mark.parametrize("bad", [NAN, -INFINITY])
 def test_the_third_loss_in_a_row_that_is_not_finite_ends_the_run(bad, refusal):
-    train(2.0, bad, bad, 2.0, bad, bad)  # and the end of an epoch
+    train(2.0, bad, bad, 2.0, bad, bad)  # never three bad losses in a row, so the run does not end
     line = "error: loss: is not finite since step 5 (3 steps in a row); lower --learning_rate"
     losses = (2.0, bad, bad, 2.0, bad, bad, bad)
     assert refusal(train, *losses, code=1) == line
@@ -132,17 +135,17 @@ def test_the_third_loss_in_a_row_that_is_not_finite_ends_the_run(bad, refusal):
 
 
 @pytest.mark.parametrize("to", ["log", "evaluate", "save"])
-def test_losses_are_looked_at_before_the_trainer_logs_evaluates_or_saves(to, refusal):
+def test_losses_are_checked_before_the_trainer_logs_evaluates_or_saves(to, refusal):
     assert "since step 1 (5 steps in a row)" in refusal(lambda: train(*[NAN] * 9, every=5, to=to), code=1)
 
 
-def test_a_step_is_all_its_micro_batches(refusal):
+def test_a_step_with_one_bad_micro_batch_counts_once(refusal):
     train(2.0, NAN, NAN, 2.0, 2.0, 2.0, 2.0, NAN, micro_batches=2)
     line = refusal(lambda: train(2.0, 2.0, 2.0, NAN, NAN, 2.0, 2.0, NAN, micro_batches=2), code=1)
     assert "since step 2 (3 steps in a row)" in line
 
 
-def test_another_ranks_losses_end_this_one_too(monkeypatch, refusal):
+def test_losses_of_another_rank_end_this_rank_too(monkeypatch, refusal):
     monkeypatch.setenv("WORLD_SIZE", "2")
     monkeypatch.setattr(torch.distributed, "get_backend", lambda: "gloo")
     monkeypatch.setattr(torch.distributed, "all_reduce", lambda tensor, op: tensor.fill_(3))

@@ -1,4 +1,4 @@
-"""Resuming: only from a checkpoint that every rank finished, and that fits the run."""
+"""A run resumes only from a checkpoint that every rank finished and that is of the same training."""
 
 import json
 import os
@@ -22,7 +22,7 @@ MARKED = {"job_id": "7", "world_size": 1, "strategy": "plain", "save_strategy": 
 
 
 def checkpoint(folder: Path | str, step: int, complete: bool = True, age: int = 0, **saved_by: object) -> Path:
-    """A checkpoint folder; `age` in seconds, `saved_by`: what differs from MARKED."""
+    """Create a checkpoint folder. age: in seconds. saved_by: entries of the marker that differ from MARKED."""
     path = Path(folder) / f"checkpoint-{step}"
     path.mkdir(parents=True)
     (path / "trainer_state.json").write_text("{}")
@@ -38,15 +38,18 @@ def find(wanted: str | None, output_dir: str = "output/7") -> str | None:
     return find_checkpoint(wanted, output_dir, "7")
 
 
-def names_in(folder: str) -> list[str]:
+def list_names(folder: str) -> list[str]:
     return sorted(path.name for path in Path(folder).iterdir())
 
 
-# Which one
+# The choice of the checkpoint
 
 
-def test_the_newest_complete_checkpoint_is_taken_if_one_is_asked_for():
-    """Not the highest number: a resumed run goes through lower ones again. And never a torn one."""
+def test_the_newest_complete_checkpoint_is_taken():
+    """The highest number is not always the newest, because a resumed run repeats lower steps.
+
+    Incomplete checkpoints are never taken.
+    """
     checkpoint("output/7", 100, age=50)
     newest = checkpoint("output/7", 20, age=10)
     checkpoint("output/7", 30, complete=False)
@@ -57,7 +60,7 @@ def test_the_newest_complete_checkpoint_is_taken_if_one_is_asked_for():
     assert find(None) is None
 
 
-def test_a_checkpoint_that_is_named_must_be_complete(refusal):
+def test_a_checkpoint_given_by_name_must_be_complete(refusal):
     checkpoint("output/7", 30)
     named = checkpoint("output/7", 10, age=50)
     assert find("output/7/checkpoint-10/") == str(named)
@@ -67,22 +70,24 @@ def test_a_checkpoint_that_is_named_must_be_complete(refusal):
     )
 
 
-def test_a_job_that_slurm_starts_again_goes_on_from_its_own_checkpoint(monkeypatch):
+def test_a_job_that_slurm_restarts_resumes_from_its_own_checkpoint(monkeypatch):
     monkeypatch.setenv("SLURM_RESTART_COUNT", "1")
     checkpoint("output/6", 99)
     checkpoint("output/7", 99, job_id="5")
-    assert find(None) is None, "those are of other jobs: it begins anew"
+    assert find(None) is None, "the checkpoints of other jobs do not count, so the job starts from the beginning"
     checkpoint("output/7", 10, age=20)
     newest = checkpoint("output/7", 20)
     checkpoint("output/7", 30, complete=False)
-    assert find(None) == find("output/6") == str(newest), "its own, whatever it began with"
+    assert find(None) == find("output/6") == str(newest), (
+        "a restarted job prefers its own checkpoint to the requested one"
+    )
 
 
 # Saving
 
 
 def save(step: int, limit: int | None, best: str | None = None) -> None:
-    """As the Trainer does, once the files of the checkpoint are there."""
+    """Call the callback as the Trainer does after it has written the files of a checkpoint."""
     trainer = SimpleNamespace(_tr_loss=0.5, _total_loss_scalar=20.0, _globalstep_last_logged=18, earlier_seconds=7.0)
     trainer.tokens = torch.tensor([100, 20, 90, 5000])
     trainer.get_tp_size = lambda: 1
@@ -94,40 +99,40 @@ def save(step: int, limit: int | None, best: str | None = None) -> None:
 
 
 @pytest.mark.parametrize(("limit", "best", "removed"), [(1, 10, {5}), (1, None, {5, 10}), (None, None, set())])
-def test_saving_marks_the_new_checkpoint_and_then_removes_older_ones_but_the_best(limit, best, removed):
+def test_saving_marks_the_checkpoint_and_removes_older_ones_except_the_best(limit, best, removed):
     checkpoint("output/7", 5, age=20)
     checkpoint("output/7", 10, age=30)
     checkpoint("output/7", 20, complete=False)
     save(20, limit, best and f"output/7/checkpoint-{best}")
     marker = json.loads(Path("output/7/checkpoint-20", MARKER).read_text())
     assert (marker["step"], marker["world_size"], marker["files"]["optimizer.pt"]) == (20, 1, 10)
-    assert names_in("output/7") == sorted(f"checkpoint-{step}" for step in {5, 10, 20} - removed)
+    assert list_names("output/7") == sorted(f"checkpoint-{step}" for step in {5, 10, 20} - removed)
 
 
-def test_a_run_that_saves_nothing_removes_what_its_stops_saved_and_no_others():
+def test_a_run_without_saving_removes_only_the_checkpoints_of_its_stops():
     checkpoint("output/7", 20, save_strategy="epoch")
     checkpoint("output/7", 30, save_strategy="no")
     checkpoint("output/8", 30, save_strategy="no")
     remove_checkpoints_of_stops("output/7")
     remove_checkpoints_of_stops("output/8")
-    assert names_in("output/7") == ["checkpoint-20"]
+    assert list_names("output/7") == ["checkpoint-20"]
     assert not Path("output/8").exists()
 
 
 # The same training
 
 TOKENS = {"input_ids": [[1, 2, 3], [4, 5]], "labels": [[-100, 2, 3], [4, 5]]}
-TWO_RANKS = ("--per_device_train_batch_size", "2")  # the same global batch as one rank with the default
+TWO_RANKS = ("--per_device_train_batch_size", "2")  # two ranks then have the default global batch of one rank
 
 
-def run_of(*argv: str, tokens: dict = TOKENS, ranks: int = 1, strategy: str = "plain") -> tuple[Settings, dict]:
+def make_run(*argv: str, tokens: dict = TOKENS, ranks: int = 1, strategy: str = "plain") -> tuple[Settings, dict]:
     settings = parse_command_line("", ["--model_name", "tiny-bloom", *argv], environment={})
     return settings, identity_of("7", settings, strategy, ranks, Dataset.from_dict(tokens))
 
 
-def saved(*argv: str, **of_run: object) -> str:
+def save_marker(*argv: str, **run: object) -> str:
     path = checkpoint("output/7", 20, complete=False)
-    mark_complete(path, run_of(*argv, **of_run)[1])
+    mark_complete(path, make_run(*argv, **run)[1])
     return str(path)
 
 
@@ -139,8 +144,8 @@ ALLOWED = [
 
 
 @pytest.mark.parametrize("words", ALLOWED)
-def test_what_does_not_define_the_training_may_change(words):
-    check_same_training(saved(), run_of(*words.split())[1])
+def test_settings_that_do_not_define_the_training_may_change(words):
+    check_same_training(save_marker(), make_run(*words.split())[1])
 
 
 CHANGED = {
@@ -154,41 +159,41 @@ CHANGED = {
 
 @pytest.mark.parametrize("words", CHANGED)
 def test_another_setting_ends_with_4_and_is_named(words, refusal):
-    folder = saved()
-    assert refusal(check_same_training, folder, run_of(*words.split())[1], code=4) == (
+    folder = save_marker()
+    assert refusal(check_same_training, folder, make_run(*words.split())[1], code=4) == (
         f"error: {folder}: is of another training: {CHANGED[words]}; "
         "give the same settings, or leave --resume_from_checkpoint out to start anew"
     )
 
 
-def test_the_number_of_ranks_counts_where_each_holds_a_share(refusal):
-    folder = saved(*TWO_RANKS, ranks=2, strategy="DeepSpeed ZeRO-2")
-    check_same_training(folder, run_of(*TWO_RANKS, ranks=2, strategy="DeepSpeed ZeRO-2")[1])
-    line = refusal(check_same_training, folder, run_of(strategy="DeepSpeed ZeRO-3")[1], code=4)
+def test_a_sharded_checkpoint_needs_the_same_number_of_ranks(refusal):
+    folder = save_marker(*TWO_RANKS, ranks=2, strategy="DeepSpeed ZeRO-2")
+    check_same_training(folder, make_run(*TWO_RANKS, ranks=2, strategy="DeepSpeed ZeRO-2")[1])
+    line = refusal(check_same_training, folder, make_run(strategy="DeepSpeed ZeRO-3")[1], code=4)
     assert "training: ranks was 2, is 1, strategy was DeepSpeed ZeRO-2, is DeepSpeed ZeRO-3;" in line
 
 
-def test_what_each_rank_holds_whole_fits_any_number_of_ranks():
-    check_same_training(saved(*TWO_RANKS, ranks=2, strategy="DDP"), run_of()[1])
+def test_an_unsharded_checkpoint_fits_any_number_of_ranks():
+    check_same_training(save_marker(*TWO_RANKS, ranks=2, strategy="DDP"), make_run()[1])
 
 
-def test_other_questions_and_a_changed_config_file_are_noticed_behind_the_same_names(refusal):
-    folder = saved()
-    others = run_of(tokens=TOKENS | {"labels": [[1, 2, 4], [4, 5]]})[1]
+def test_changed_questions_and_config_files_are_noticed_despite_equal_names(refusal):
+    folder = save_marker()
+    others = make_run(tokens=TOKENS | {"labels": [[1, 2, 4], [4, 5]]})[1]
     assert "the training questions or their tokens are others" in refusal(check_same_training, folder, others, code=4)
-    changed = run_of()[1] | {"config": {"zero_optimization.stage": 2}}
+    changed = make_run()[1] | {"config": {"zero_optimization.stage": 2}}
     line = refusal(check_same_training, folder, changed, code=4)
     assert "config zero_optimization.stage was None, is 2" in line
 
 
-# Room; a folder that cannot be written: tests/faults
+# Disk space; tests/faults has a folder that is not writable
 
 
-def test_too_little_room_is_found_before_the_training(monkeypatch, refusal):
-    """Of 1,000 parameters: two checkpoints of 12 bytes each at once, and a model of 4."""
+def test_too_little_disk_space_is_found_before_the_training(monkeypatch, refusal):
+    """The model has 1,000 parameters. Two checkpoints take 12 bytes per parameter each, the saved model 4."""
     model = torch.nn.Linear(100, 10, bias=False)
     settings, one_epoch, unsaved = (
-        run_of("--fp16", "False", *argv)[0]
+        make_run("--fp16", "False", *argv)[0]
         for argv in ((), ("--num_train_epochs", "1"), ("--save_strategy", "no"))
     )  # fmt: skip
     monkeypatch.setattr(

@@ -1,4 +1,4 @@
-"""Loss and gradients without logits, against those of transformers, which have them all."""
+"""The chunked loss has the value and the gradients of transformers' loss over full logits."""
 
 import copy
 
@@ -29,7 +29,7 @@ GPT = CustomGPTConfig(vocab_size=VOCABULARY, hidden_size=32, num_layers=2, num_h
 
 @pytest.fixture(autouse=True)
 def small_pieces(monkeypatch):
-    """Several chunks, blocks and slices, none of which comes out even."""
+    """Make pieces so small that each tensor has several, and the last one is shorter."""
     monkeypatch.setattr(chunked_loss, "CHUNK", 33)
     monkeypatch.setattr(chunked_loss, "ROW_MULTIPLE", 6)
     monkeypatch.setattr(chunked_loss, "CPU_PIECES", chunked_loss.Pieces(logits=3000, vocabulary=99))
@@ -42,7 +42,7 @@ def models() -> dict[str, torch.nn.Module]:
 
 
 def batch(counted: str) -> dict[str, torch.Tensor]:
-    """Four sequences of 40 tokens, of which these count."""
+    """Return four sequences of 40 tokens. counted: the tokens whose labels count in the loss."""
     torch.manual_seed(1)
     tokens = torch.randint(0, VOCABULARY, (4, 40))
     labels = torch.full_like(tokens, IGNORED)
@@ -51,7 +51,7 @@ def batch(counted: str) -> dict[str, torch.Tensor]:
     if counted == "one":
         labels[2, 7] = tokens[2, 7]
     if counted == "none":
-        labels[:, 0] = tokens[:, 0]  # the target of no position
+        labels[:, 0] = tokens[:, 0]  # no position has the first token as its target
     return {"input_ids": tokens, "labels": labels, "num_items_in_batch": torch.tensor(300)}
 
 
@@ -77,12 +77,12 @@ def test_loss_and_every_gradient_are_those_of_the_full_logits(kind: str, counted
     assert own_loss == pytest.approx(loss, rel=tolerance / 10)
     assert own_gradients.keys() == gradients.keys()
     for name, gradient in gradients.items():
-        # a bias of the keys has no gradient but rounding, as softmax does not see it
+        # The exact gradient of a keys' bias is 0, because softmax ignores a constant. Only rounding remains
         difference = (own_gradients[name] - gradient).norm()
         assert difference <= tolerance * gradient.norm() + tolerance / 100, name
 
 
-def test_evaluation_has_the_mean_loss_and_generation_its_logits():
+def test_evaluation_gets_the_mean_loss_and_generation_gets_logits():
     full = models()["untied"].eval()
     chunked = copy.deepcopy(full)
     use_chunked_loss(chunked)
@@ -94,8 +94,10 @@ def test_evaluation_has_the_mean_loss_and_generation_its_logits():
 
 
 def test_fp16_keeps_the_small_gradients_of_a_large_vocabulary():
-    """Those of the tokens that are no target: a softmax near the smallest numbers of fp16. The loss scale comes with
-    the backward pass alone."""
+    """The gradient of a token that is not a target is its softmax, here near the smallest numbers of fp16.
+
+    The loss scale is applied only in the backward pass, so it cannot raise the softmax.
+    """
     torch.manual_seed(0)
     hidden = torch.randn(100, 16)
     weight = torch.randn(250_880, 16) * 0.05
@@ -112,7 +114,7 @@ def test_fp16_keeps_the_small_gradients_of_a_large_vocabulary():
 
 
 def test_a_sum_that_fp16_cannot_hold_is_not_infinite():
-    """One token is the target everywhere, and the hidden states are large."""
+    """One token is the target of all positions, and the hidden states are large."""
     hidden, weight = torch.full((200, 16), 300.0).half(), torch.zeros(100, 16).half()
     hidden.requires_grad_()
     weight.requires_grad_()
@@ -121,8 +123,8 @@ def test_a_sum_that_fp16_cannot_hold_is_not_infinite():
     assert weight.grad[0].float() == pytest.approx(torch.full((16,), -297.0), rel=1e-3)
 
 
-class Largest(torch.utils._python_dispatch.TorchDispatchMode):
-    """Notes the elements of the largest tensor that is made."""
+class LargestTensor(torch.utils._python_dispatch.TorchDispatchMode):
+    """Records the number of elements of the largest tensor that is created."""
 
     elements = 0
 
@@ -136,18 +138,18 @@ class Largest(torch.utils._python_dispatch.TorchDispatchMode):
 def test_no_tensor_holds_tokens_times_vocabulary():
     model = models()["untied"]
     use_chunked_loss(model)
-    with Largest() as largest:
+    with LargestTensor() as largest:
         model(**batch("all but padding and a sequence")).loss.backward()
-    assert largest.elements <= 36 * VOCABULARY, "logits of a chunk, of 90 tokens in all"
+    assert largest.elements <= 36 * VOCABULARY, "only the logits of one chunk may exist at a time"
 
 
-def head_of_two_layers() -> torch.nn.Module:
+def model_with_two_layer_head() -> torch.nn.Module:
     model = models()["untied"]
     model.lm_head = torch.nn.Sequential(torch.nn.Linear(32, 32), torch.nn.Linear(32, VOCABULARY))
     return model
 
 
-def loss_of_its_own() -> torch.nn.Module:
+def model_with_own_loss() -> torch.nn.Module:
     sizes = {"vocab_size": VOCABULARY, "d_model": 32, "decoder_layers": 1, "decoder_ffn_dim": 32}
     return BartForCausalLM(BartConfig(**sizes, decoder_attention_heads=2))
 
@@ -155,11 +157,11 @@ def loss_of_its_own() -> torch.nn.Module:
 @pytest.mark.parametrize(
     ("model", "what"),
     [
-        (head_of_two_layers, "needs one linear layer without bias as head, LlamaForCausalLM has another"),
-        (loss_of_its_own, "is wrong for BartForCausalLM, which has a loss of its own"),
+        (model_with_two_layer_head, "needs one linear layer without bias as head, LlamaForCausalLM has another"),
+        (model_with_own_loss, "is wrong for BartForCausalLM, which has a loss of its own"),
     ],
 )
-def test_a_head_or_a_loss_that_cannot_be_chunked_is_refused_before_the_training(model, what, refusal):
+def test_a_head_or_loss_that_cannot_be_chunked_is_refused(model, what, refusal):
     assert refusal(check_head, model()) == f"error: --loss: chunked {what}; use --loss full"
 
 
@@ -175,7 +177,7 @@ def test_a_model_that_changes_its_logits_is_refused_in_the_first_step(refusal):
 
 
 def test_pytorchs_own_function_cannot_replace_the_head_yet():
-    """docs/knobs.md says why. If this fails, compare again: then CrossEntropyOfHead may go."""
+    """docs/knobs.md says why. If this test fails, compare both again: CrossEntropyOfHead may no longer be needed."""
     torch.manual_seed(0)
     targets = torch.randint(2048, (8000,))
     for dtype in (torch.bfloat16, torch.float16):

@@ -1,4 +1,4 @@
-"""What the user types, sets and mistypes: flags, variables, their precedence and the precision that follows."""
+"""Flags and variables: their precedence, the errors for mistakes, and the precision that results from them."""
 
 import argparse
 import dataclasses
@@ -22,8 +22,8 @@ def parse(*argv: str) -> Settings:
     return parse_command_line("Purpose.", list(argv))
 
 
-# flag -> variable, default, then text of the variable and the value it gives, then text of the flag and its value.
-# Which variable belongs to which flag: KNOBS, and the table of docs/knobs.md
+# flag -> variable, default, (text of the variable, its value), (text of the flag, its value).
+# KNOBS and the table of docs/knobs.md list all variables with their flags
 PRECEDENCE = {
     "train_size": ("TRAIN_SIZE", 500, ("7", 7), ("8", 8)),
     "samples_per_gpu": ("SAMPLES_PER_GPU", None, ("7", 7), ("8", 8)),
@@ -37,7 +37,7 @@ PRECEDENCE = {
 def test_flag_beats_variable_beats_default(flag, gpu, monkeypatch):
     variable, default, (text, by_variable), (typed, by_flag) = PRECEDENCE[flag]
     monkeypatch.setenv(variable, " ")
-    assert parse().flat()[flag] == default, "an empty variable is none"
+    assert parse().flat()[flag] == default, "an empty variable counts as unset"
     monkeypatch.setenv(variable, text)
     assert parse().flat()[flag] == by_variable
     assert parse(f"--{flag}", typed).flat()[flag] == by_flag
@@ -52,7 +52,7 @@ def test_the_version_is_shown(capsys):
 
 
 def test_each_knob_is_shown_with_where_it_comes_from(monkeypatch):
-    """job.sh tells who has set the variables; a flag overrules them; without job.sh nobody knows."""
+    """job.sh passes the origin of each variable. A flag overrides it; without an origin, the table says `variable`."""
     for variable, value in {"TRAIN_SIZE": "7", "EVAL_SIZE": "8", "LABELS": "answer", "DATASET": "my data.json"}.items():
         monkeypatch.setenv(variable, value)
     monkeypatch.setenv("KNOB_ORIGINS", "TRAIN_SIZE=submission EVAL_SIZE=site LABELS=experiment PATH=site")
@@ -76,8 +76,8 @@ def test_each_knob_is_shown_with_where_it_comes_from(monkeypatch):
     assert "VOCAB_SIZE" not in "".join(lines)
 
 
-def test_a_variable_that_others_may_have_set_is_a_warning(monkeypatch):
-    """EPOCHS may be a mistake for NUM_EPOCHS, or belong to the user's own script."""
+def test_a_variable_that_another_program_may_need_is_a_warning(monkeypatch):
+    """EPOCHS may be a mistake for NUM_EPOCHS, but the user's own script may also need it."""
     monkeypatch.setenv("EPOCHS", "3")
     monkeypatch.setenv("SEED", "")
     lines = parse().knob_lines()
@@ -106,7 +106,7 @@ def test_run_is_named_after_its_folder(tmp_path, monkeypatch):
     assert trainer_flags(parse())["run_name"] == "zero2"
 
 
-def test_settings_hold_every_knob_of_the_model_and_each_given_flag():
+def test_recorded_settings_hold_the_knobs_of_the_model_and_each_given_flag():
     settings = parse("--warmup_steps", "5").recorded()
     assert settings.keys() >= {flag for _, flag, _ in KNOBS} - set(CUSTOM_SIZES)
     assert settings["warmup_steps"] == 5
@@ -115,11 +115,11 @@ def test_settings_hold_every_knob_of_the_model_and_each_given_flag():
 
 
 def test_typed_settings_hold_each_flag_of_the_command_line_once():
-    """Checkpoints are compared by these names, also with those of an earlier version."""
+    """Resuming compares the settings in checkpoints by these names, also in checkpoints of earlier versions."""
     flags = {flag for flag, action in actions_by_flag(build_parser("")).items() if action.default != argparse.SUPPRESS}
     assert parse().flat().keys() == flags
-    of_trainer = {each.name for each in dataclasses.fields(TrainerArguments)}
-    assert of_trainer <= {each.name for each in dataclasses.fields(TrainingArguments)}
+    trainer_fields = {each.name for each in dataclasses.fields(TrainerArguments)}
+    assert trainer_fields <= {each.name for each in dataclasses.fields(TrainingArguments)}
 
 
 MISTAKES = {
@@ -146,12 +146,12 @@ MISTAKES = {
     "PER_DEVICE_BATCH_SIZE=4": "PER_DEVICE_BATCH_SIZE: this variable is not read; use BATCH_SIZE",
     "NUM_TRAIN_EPOCHS=1": "NUM_TRAIN_EPOCHS: this variable is not read; use NUM_EPOCHS",
     "GRADIENT_ACCUMULATION_STEPS=1": "GRADIENT_ACCUMULATION_STEPS: this variable is not read; use GRAD_ACC",
-    # an unset shell variable after a flag
+    # empty, because a shell variable after the flag is unset
     "--deepspeed=": "--deepspeed: its value is empty; give one, or leave the flag out",
     "--fsdp=": "--fsdp: its value is empty; ",
     "--fsdp --fsdp-config=": "--fsdp-config: its value is empty; ",
     "--dataset=": "--dataset: its value is empty; ",
-    # contradictory, or without effect
+    # contradictory or without effect
     "--deepspeed a.json --fsdp": "--deepspeed: cannot be combined with --fsdp, both shard the model; give",
     "--fsdp_config a.json": "--fsdp_config: does nothing without --fsdp; add --fsdp",
     "--bf16 --fp16": "--fp16: contradicts --bf16; give one of the two",
@@ -185,7 +185,7 @@ def test_a_tracker_that_is_unknown_or_missing_says_what_to_do(monkeypatch, refus
     assert line == "error: --report_to: wandb is not installed; pip install wandb"
 
 
-def test_what_training_arguments_refuse_is_one_line_too(refusal):
+def test_an_error_of_training_arguments_is_one_line(refusal):
     settings = parse("--save_strategy", "steps", "--load_best_model_at_end")
 
     def make():
@@ -195,16 +195,16 @@ def test_what_training_arguments_refuse_is_one_line_too(refusal):
     assert "--load_best_model_at_end" in refusal(make)
 
 
-def test_removed_flags_are_gone_and_their_replacements_there():
-    there = {field.name for field in dataclasses.fields(TrainingArguments)}
-    assert not there & REMOVED_FLAGS.keys()
-    assert set(re.findall(r"--(\w+)", " ".join(REMOVED_FLAGS.values()))) <= there
+def test_removed_flags_are_gone_and_their_replacements_exist():
+    current = {field.name for field in dataclasses.fields(TrainingArguments)}
+    assert not current & REMOVED_FLAGS.keys()
+    assert set(re.findall(r"--(\w+)", " ".join(REMOVED_FLAGS.values()))) <= current
 
 
-def test_no_flag_takes_a_secret_but_those_that_are_refused():
+def test_each_flag_that_takes_a_secret_is_refused():
     flags = set(actions_by_flag(build_parser("")))
     secrets = {flag for flag in flags if re.search("token|key|secret|password", flag)}
-    # counts of tokens, and names
+    # these flags hold numbers of tokens, or names of tokenizers
     harmless = {flag for flag in secrets if re.search("tokens|tokenizer", flag)}
     assert secrets - harmless <= UNUSED_FLAGS.keys()
 
@@ -212,7 +212,7 @@ def test_no_flag_takes_a_secret_but_those_that_are_refused():
 # Precision
 
 
-def precision_of(words: str) -> str:
+def chosen_precision(words: str) -> str:
     return parse(*words.split()).precision
 
 
@@ -221,7 +221,7 @@ PRECISIONS = {"": "fp16", "--fp16": "fp16", "--bf16 False": "fp16", "--bf16": "b
 
 @pytest.mark.parametrize("words", PRECISIONS)
 def test_precision_on_a_gpu(words, gpu):
-    assert precision_of(words) == PRECISIONS[words]
+    assert chosen_precision(words) == PRECISIONS[words]
 
 
 def test_bf16_on_a_gpu_without_it_is_refused(gpu, monkeypatch, refusal):
@@ -230,15 +230,15 @@ def test_bf16_on_a_gpu_without_it_is_refused(gpu, monkeypatch, refusal):
 
 
 @pytest.mark.parametrize(("native", "default"), [(True, "bf16"), (False, "fp32")])
-def test_precision_without_a_gpu_is_by_default_what_the_cpu_does_itself_and_is_announced(native, default, monkeypatch):
+def test_precision_without_a_gpu_follows_the_cpu_and_is_announced(native, default, monkeypatch):
     monkeypatch.setattr(precision, "cpu_has_bf16", lambda: native)
-    assert precision_of("") == default
+    assert chosen_precision("") == default
     assert parse().precision_note == "default without a GPU, where fp16 does not run"
     assert parse("--fp16", "False").precision_note == ""
-    assert [precision_of(words) for words in ("--bf16", "--fp16 False", "--bf16 False")] == ["bf16", "fp32", "fp32"]
+    assert [chosen_precision(words) for words in ("--bf16", "--fp16 False", "--bf16 False")] == ["bf16", "fp32", "fp32"]
 
 
-def test_fp16_without_a_gpu_is_refused_as_given(monkeypatch, refusal):
+def test_fp16_without_a_gpu_is_refused_and_names_its_origin(monkeypatch, refusal):
     line = "fp16 needs a CUDA GPU and there is none here; use --bf16, or --fp16 False for fp32"
     assert refusal(parse, "--fp16") == f"error: --fp16: {line}"
     monkeypatch.setenv("FP16", "True")

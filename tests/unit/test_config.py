@@ -1,4 +1,4 @@
-"""config.py: each default stands once, and it can be read without any library."""
+"""config.py defines each default once and imports only the standard library."""
 
 import ast
 import sys
@@ -13,13 +13,13 @@ def test_the_custom_model_has_the_defaults_of_the_configuration():
     assert sizes == {name: DEFAULTS[name] for name in CUSTOM_SIZES}
 
 
-def test_no_variable_or_flag_stands_twice():
+def test_no_variable_or_flag_is_defined_twice():
     assert len({knob.variable for knob in KNOBS}) == len({knob.flag for knob in KNOBS}) == len(KNOBS)
     assert not DEFAULTS.keys() & OTHER_DEFAULTS.keys()
 
 
-def test_the_configuration_needs_the_standard_library_alone():
-    """job.sh reads it with whatever Python there is."""
+def test_the_configuration_needs_only_the_standard_library():
+    """job.sh reads config.py with any Python, which may have no libraries."""
     tree = ast.parse((REPOSITORY / "scripts" / "config.py").read_text())
     imported = [alias.name for node in ast.walk(tree) if isinstance(node, ast.Import) for alias in node.names]
     imported += [node.module for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)]

@@ -1,4 +1,4 @@
-"""Config files of DeepSpeed and FSDP: what is wrong with a participant's own, and how the workshop's differ."""
+"""Config files of DeepSpeed and FSDP: errors in a participant's file, and differences between the workshop's files."""
 
 import json
 import re
@@ -27,8 +27,8 @@ def load(name: str) -> dict:
     return json.loads((REPOSITORY / "ds_configs" / f"{name}.json").read_text())
 
 
-def changed(dotted: str, value: object, name: str = "zero2") -> dict:
-    """One of the workshop's configs with another value at this place, or without it."""
+def changed_config(dotted: str, value: object, name: str = "zero2") -> dict:
+    """Return one of the workshop's configs with another value at this key, or without the key (REMOVED)."""
     content = load(name)
     *sections, key = dotted.split(".")
     holder = content
@@ -56,75 +56,84 @@ CPU = {"device": "cpu"}
 WARM_UP = {"type": "WarmupLR", "params": {"warmup_min_lr": "auto", "warmup_max_lr": "auto"}}
 MISTAKES = {
     "cut off": ("", "Expecting value: line 1 column 1 (char 0); correct the JSON"),
-    "section": (changed("zero_optimisation", {}), "zero_optimisation: unknown key; did you mean zero_optimization?"),
+    "section": (
+        changed_config("zero_optimisation", {}),
+        "zero_optimisation: unknown key; did you mean zero_optimization?",
+    ),
     "key": (
-        changed("zero_optimization.offload_optimizer.devise", "cpu"),
+        changed_config("zero_optimization.offload_optimizer.devise", "cpu"),
         "zero_optimization.offload_optimizer.devise: unknown key; did you mean device?",
     ),
-    "stage": (changed("zero_optimization.stage", "3"), "zero_optimization.stage: is '3'; give 0, 1, 2 or 3"),
-    "no such stage": (changed("zero_optimization.stage", 4), "zero_optimization.stage: is 4; give 0, 1, 2 or 3"),
+    "stage": (changed_config("zero_optimization.stage", "3"), "zero_optimization.stage: is '3'; give 0, 1, 2 or 3"),
+    "no such stage": (changed_config("zero_optimization.stage", 4), "zero_optimization.stage: is 4; give 0, 1, 2 or 3"),
     "no section": (
-        changed("zero_optimization", 2),
+        changed_config("zero_optimization", 2),
         "zero_optimization: is 2, not an object; see ds_configs/ for examples",
     ),
     "no truth value": (
-        changed("zero_optimization.overlap_comm", "fast"),
+        changed_config("zero_optimization.overlap_comm", "fast"),
         "zero_optimization.overlap_comm: is 'fast': Input should be a valid boolean",
     ),
-    "auto": (changed("steps_per_print", "auto"), 'steps_per_print: is "auto", which no flag replaces here; give a'),
-    "optimizer": (changed("optimizer.type", "Lamb"), "optimizer.type: is 'Lamb'; use AdamW, or remove the section"),
+    "auto": (
+        changed_config("steps_per_print", "auto"),
+        'steps_per_print: is "auto", which no flag replaces here; give a',
+    ),
+    "optimizer": (
+        changed_config("optimizer.type", "Lamb"),
+        "optimizer.type: is 'Lamb'; use AdamW, or remove the section",
+    ),
     "parameters of stage 2": (
-        changed("zero_optimization.offload_param", CPU),
+        changed_config("zero_optimization.offload_param", CPU),
         "zero_optimization.offload_param: stage 2 does not shard parameters, so it cannot offload; set the stage to",
     ),
     "optimizer of stage 0": (
-        changed("zero_optimization.offload_optimizer", CPU, "zero0"),
+        changed_config("zero_optimization.offload_optimizer", CPU, "zero0"),
         "zero_optimization.offload_optimizer: stage 0 does not shard the optimizer, so it cannot offload; set the",
     ),
     "PyTorch's key for DeepSpeed's AdamW": (
-        changed("optimizer.params.torch_adam", REMOVED),
+        changed_config("optimizer.params.torch_adam", REMOVED),
         "optimizer.params.fused: DeepSpeed's own AdamW has no such key; add torch_adam, or remove fused",
     ),
     "a part of PyTorch's AdamW on the CPU": (
-        changed("zero_optimization.offload_optimizer", CPU | {"ratio": 0.5}, "zero3"),
+        changed_config("zero_optimization.offload_optimizer", CPU | {"ratio": 0.5}, "zero3"),
         "zero_optimization.offload_optimizer.ratio: is 0.5, and only DeepSpeed's own AdamW steps a part on the CPU; ",
     ),
     "clipping left out": (
-        changed("gradient_clipping", REMOVED),
+        changed_config("gradient_clipping", REMOVED),
         'gradient_clipping: is missing, so --max_grad_norm would have no effect; add "gradient_clipping": "auto"',
     ),
     "rate left out": (
-        changed("optimizer.params.lr", REMOVED),
+        changed_config("optimizer.params.lr", REMOVED),
         'optimizer.params.lr: is missing, so --learning_rate would have no effect; add "lr": "auto"',
     ),
     "warm-up left out": (
-        changed("scheduler", WARM_UP),
+        changed_config("scheduler", WARM_UP),
         "scheduler.params.warmup_num_steps: is missing, so --warmup_steps would have no effect; add ",
     ),
 }
 
 
 @pytest.mark.parametrize("mistake", MISTAKES)
-def test_a_mistake_is_one_line_with_its_place(mistake, written, refusal):
+def test_a_mistake_is_one_line_with_its_key(mistake, written, refusal):
     content, line = MISTAKES[mistake]
     path = written(content)
     assert refusal(check_ds_config, path).startswith(f"error: {path}: {line}")
 
 
-def test_a_file_that_is_not_there_is_refused(refusal):
+def test_a_missing_file_is_refused(refusal):
     expected = "error: zero9.json: No such file or directory; see ds_configs/ and fsdp_configs/"
     assert refusal(check_ds_config, "zero9.json") == expected
 
 
-def test_files_may_leave_out_what_the_flags_decide_anyway(written):
+def test_files_may_leave_out_the_settings_of_flags(written):
     assert check_ds_config(written({"gradient_clipping": "auto"}))["zero_optimization"] == {}
 
 
-# The file against the flags
+# Contradictions between the file and the flags
 
 
 def compare(path: str, *argv: str) -> None:
-    """What train.py does with a DeepSpeed file and these flags before it starts any process."""
+    """Check a DeepSpeed file against these flags, as train.py does."""
     content = check_ds_config(path)
     settings = parse_command_line("", list(argv))
     training = TrainingArguments(**trainer_flags(settings))
@@ -143,17 +152,17 @@ LITERALS = [
 
 @pytest.mark.parametrize(("dotted", "value", "both"), LITERALS, ids=[row[0] for row in LITERALS])
 def test_literal_that_contradicts_a_flag_is_refused_with_both_values(dotted, value, both, written, refusal):
-    path = written(changed(dotted, value))
+    path = written(changed_config(dotted, value))
     line = refusal(compare, path, "--fp16", "False")
     assert line == f'error: {path}: contradicts the flags: {both}; set it to "auto" or change the flag'
 
 
 def test_literal_that_equals_the_flag_is_accepted(written):
-    compare(written(changed("optimizer.params.lr", 0.001)), "--learning_rate", "1e-3")
+    compare(written(changed_config("optimizer.params.lr", 0.001)), "--learning_rate", "1e-3")
 
 
 def test_optimizer_and_scheduler_cannot_be_chosen_twice(written, refusal):
-    content = changed("scheduler", WARM_UP)
+    content = changed_config("scheduler", WARM_UP)
     content["scheduler"]["params"] = WARM_UP["params"] | {"warmup_num_steps": "auto"}
     path = written(content)
     assert refusal(compare, path, "--optim", "adafactor") == (
@@ -163,18 +172,18 @@ def test_optimizer_and_scheduler_cannot_be_chosen_twice(written, refusal):
     assert "scheduler.type is WarmupLR, but --lr_scheduler_type is cosine" in line
 
 
-def test_zero_3_that_would_save_no_weights_is_refused_unless_nothing_is_saved(written, refusal):
-    path = written(changed("zero_optimization.stage3_gather_16bit_weights_on_model_save", REMOVED, "zero3"))
+def test_zero_3_that_saves_no_weights_is_refused_unless_nothing_is_saved(written, refusal):
+    path = written(changed_config("zero_optimization.stage3_gather_16bit_weights_on_model_save", REMOVED, "zero3"))
     assert refusal(compare, path).endswith("is not true, so no weights would be saved; set it to true")
     compare(path, "--save_strategy", "no")
 
 
-# The workshop's own files; what they hold is in a table of docs/deepspeed-config.md
+# The workshop's files. A table of docs/deepspeed-config.md explains them
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
-def test_everything_that_training_arguments_know_is_auto(path):
-    # values that no file would hold, so that every literal shows up as a contradiction
+def test_every_setting_of_training_arguments_is_auto(path):
+    # No file has these values, so every literal number shows up as a contradiction
     odd = SimpleNamespace(
         per_device_train_batch_size=31,
         gradient_accumulation_steps=37,
@@ -197,7 +206,7 @@ def test_everything_that_training_arguments_know_is_auto(path):
     assert filled.config["optimizer"]["params"]["lr"] == odd.learning_rate
 
 
-def test_one_key_has_a_default_that_depends_on_the_stage_and_the_files_say_it():
+def test_the_files_set_the_only_key_whose_default_depends_on_the_stage():
     defaults = {stage: DeepSpeedZeroConfig(stage=stage).model_dump() for stage in range(4)}
     assert {key for zero in defaults.values() for key in zero if zero[key] != defaults[0][key]} == {
         "stage",
@@ -208,7 +217,7 @@ def test_one_key_has_a_default_that_depends_on_the_stage_and_the_files_say_it():
         assert zero["overlap_comm"] == defaults[zero["stage"]]["overlap_comm"], path
 
 
-# two files, and the keys in which they may differ
+# two files and the keys in which they may differ
 COMPARED = [
     ("zero0", "zero1", r"stage"),
     ("zero0", "zero2", r"stage"),
@@ -221,7 +230,7 @@ COMPARED = [
 
 
 @pytest.mark.parametrize(("left", "right", "allowed"), COMPARED)
-def test_files_that_the_pages_compare_differ_in_one_thing(left, right, allowed):
+def test_files_that_the_pages_compare_differ_in_one_setting(left, right, allowed):
     one, other = leaves_of(load(left)), leaves_of(load(right))
     different = {key for key in one.keys() | other.keys() if one.get(key) != other.get(key)}
     assert different
@@ -232,7 +241,7 @@ def test_files_that_the_pages_compare_differ_in_one_thing(left, right, allowed):
 
 
 @pytest.mark.parametrize("path", [p for p in FSDP_FILES if p.stem not in ("full_shard", "fsdp1_full_shard")], ids=str)
-def test_fsdp_files_differ_from_full_shard_in_one_thing(path):
+def test_fsdp_files_differ_from_full_shard_in_one_setting(path):
     base, other = (json.loads(p.read_text()) for p in (REPOSITORY / "fsdp_configs" / "full_shard.json", path))
     different = {key for key in base | other if base.get(key) != other.get(key)}
     assert len(different) == 1 or different == {"dp_shard_size", "dp_replicate_size"}
@@ -256,7 +265,7 @@ def test_a_mistake_in_an_fsdp_file_is_one_line(written, refusal, monkeypatch, co
     assert message in error
 
 
-def test_an_old_string_is_refused_with_what_to_use(refusal):
+def test_an_old_fsdp_string_is_refused_with_its_replacement(refusal):
     line = refusal(check_fsdp_config, "full_shard auto_wrap", None)
     assert line.endswith("removes; use --fsdp --fsdp_config with a file of fsdp_configs/")
 
@@ -270,7 +279,7 @@ def test_auto_means_ranks_per_node_and_nodes(monkeypatch, world, per_node, shard
     assert fsdp_name(found) == ("FSDP2 HYBRID_SHARD" if replicate > 1 else "FSDP2 FULL_SHARD")
 
 
-def test_one_rank_per_node_is_refused_as_nothing_would_be_sharded(refusal, monkeypatch):
+def test_hybrid_shard_with_one_rank_per_node_is_refused(refusal, monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "2")
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "1")
     path = str(REPOSITORY / "fsdp_configs" / "hybrid_shard.json")
@@ -278,7 +287,7 @@ def test_one_rank_per_node_is_refused_as_nothing_would_be_sharded(refusal, monke
     assert line.startswith(f"error: {path}: dp_shard_size 1 leaves nothing to shard (ranks per node: 1); use ")
 
 
-def test_unknown_class_to_wrap_lists_those_of_the_model(refusal):
+def test_an_unknown_class_to_wrap_lists_the_classes_of_the_model(refusal):
     model = CustomGPTForCausalLM(
         CustomGPTConfig(vocab_size=8, hidden_size=4, num_layers=1, num_heads=1, ff_dim=4, seq_length=4)
     )

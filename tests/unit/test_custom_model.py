@@ -1,4 +1,4 @@
-"""The custom GPT: causal, blind to padding, cached as uncached; and the sizes that it refuses."""
+"""The custom GPT is causal, ignores padding, generates equally with a cache, and refuses wrong sizes."""
 
 import pytest
 import torch
@@ -40,15 +40,15 @@ def test_padding_does_not_change_the_logits_of_real_tokens(model, tokens, left, 
     torch.testing.assert_close(logits, model(tokens).logits, atol=1e-5, rtol=1e-5)
 
 
-def test_cached_generation_equals_uncached_also_behind_padding(model, tokens):
+def test_cached_generation_equals_uncached_also_with_padding(model, tokens):
     options = {"max_new_tokens": 12, "do_sample": False, "eos_token_id": None}
     uncached = model.generate(tokens, use_cache=False, **options)
     assert torch.equal(model.generate(tokens, use_cache=True, **options), uncached)
-    behind_padding = model.generate(**padded(tokens, 5, 0), use_cache=True, **options)
-    assert torch.equal(behind_padding[:, 5:], uncached)
+    after_padding = model.generate(**padded(tokens, 5, 0), use_cache=True, **options)
+    assert torch.equal(after_padding[:, 5:], uncached)
 
 
-def test_head_is_tied_and_loss_is_that_of_the_next_token(model, tokens):
+def test_the_head_is_tied_and_the_loss_is_of_the_next_token(model, tokens):
     assert model.head.weight is model.tokens.weight
     out = model(tokens, labels=tokens)
     expected = torch.nn.functional.cross_entropy(out.logits[:, :-1].flatten(0, 1), tokens[:, 1:].flatten())

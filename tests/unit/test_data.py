@@ -1,4 +1,4 @@
-"""SQuAD files: the bundled one is what its README says, the user's own are refused with the place of the fault."""
+"""SQuAD files: the README describes the bundled file correctly, and errors in a user's file name their place."""
 
 import json
 import re
@@ -54,7 +54,7 @@ def read(path: str | Path, part: str = "all") -> list[dict]:
 # The bundled sample
 
 
-def test_readme_of_the_data_tells_the_truth_about_it(sample):
+def test_the_readme_gives_the_right_counts_of_the_sample(sample):
     questions = read(sample)
     content = json.loads(sample.read_text())
     paragraphs = [paragraph for article in content["data"] for paragraph in article["paragraphs"]]
@@ -70,7 +70,7 @@ def test_the_format_that_the_readme_shows_is_read(written):
     assert [q["answers"] for q in read(written(example))] == [["a fast network"], [UNANSWERABLE]]
 
 
-# A file of the user's own
+# A user's file
 
 
 FAULTS = {
@@ -94,13 +94,13 @@ FAULTS = {
 
 
 @pytest.mark.parametrize("fault", FAULTS)
-def test_bad_file_is_refused_with_the_place_of_the_fault(fault, written, refusal):
+def test_a_bad_file_is_refused_with_the_place_of_the_fault(fault, written, refusal):
     content, beginning = FAULTS[fault]
     path = written(content)
     assert refusal(read_part, "eval", DataArguments(dataset=path)).startswith(f"error: {path}{beginning}")
 
 
-def test_path_without_a_file_is_refused(tmp_path, refusal):
+def test_a_path_without_a_file_is_refused(tmp_path, refusal):
     def line(dataset: str, eval_dataset: str | None = None) -> str:
         return refusal(read_part, "eval", DataArguments(dataset=dataset, eval_dataset=eval_dataset))
 
@@ -117,10 +117,8 @@ def test_all_reference_answers_are_kept_and_offsets_count_characters(written):
     assert read(path)[0]["answers"] == ["Zürich-1", "läuft"]
 
 
-def test_a_file_below_the_users_home_is_read_and_again_when_it_has_changed(
-    written, tiny_tokenizer, tmp_path, monkeypatch
-):
-    """As a site file gives it, where no shell replaces the ~."""
+def test_a_file_in_the_users_home_is_read_again_after_a_change(written, tiny_tokenizer, tmp_path, monkeypatch):
+    """A site file can set a path with ~, which no shell replaces."""
     monkeypatch.setenv("HOME", str(tmp_path))
     arguments = DataArguments(dataset="~/my.json", eval_dataset="~/my.json", train_size=1, eval_size=1)
     for identifier, answer in (("before", "fast network"), ("after", "eight devices")):
@@ -140,7 +138,7 @@ def test_held_out_paragraphs_are_every_fifth_and_never_trained_on(sample):
     assert list(dict.fromkeys(q["context"] for q in held_out)) == contexts[4::5]
 
 
-def test_subsets_depend_on_the_seed_alone(sample, tiny_tokenizer):
+def test_subsets_depend_only_on_the_seed(sample, tiny_tokenizer):
     def ids(train_size: int = 40, **seeds: int) -> tuple[list, list]:
         arguments = DataArguments(dataset=str(sample), train_size=train_size, eval_size=20, max_length=200)
         train, evaluation = load_squad(arguments, tiny_tokenizer, training(**seeds))
@@ -153,10 +151,10 @@ def test_subsets_depend_on_the_seed_alone(sample, tiny_tokenizer):
     assert ids(10, seed=1) == (one[0][:10], one[1])
 
 
-# The Hub; its squad, and without network and cache: tests/integration/test_offline.py
+# The Hub. tests/integration/test_offline.py loads its squad, and has tests without network and cache
 
 
-def test_hub_data_set_that_is_no_squad_is_refused(monkeypatch, refusal):
+def test_a_hub_dataset_that_is_not_squad_is_refused(monkeypatch, refusal):
     monkeypatch.setattr(hub.socket, "create_connection", lambda *_, **__: SimpleNamespace(close=lambda: None))
     films = datasets.Dataset.from_dict({"text": ["a film"]})
     monkeypatch.setattr(data_loader, "load_dataset", lambda name, split: films)

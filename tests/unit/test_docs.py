@@ -1,6 +1,6 @@
-"""The pages show the numbers that the benchmarks measured and the formulas give, and flags that the commands accept.
+"""The pages show measured and computed numbers correctly, and only flags that the commands accept.
 
-tests/text_checks compares the rest of the pages with the files that they describe.
+tests/text_checks compares everything else on the pages with the files that they describe.
 """
 
 import itertools
@@ -28,8 +28,8 @@ def page(name: str) -> str:
     return (REPOSITORY / "docs" / name).read_text(encoding="utf-8")
 
 
-def refused(command: Command) -> Iterator[str]:
-    """Parse the flags of a command that trains, evaluates or estimates."""
+def flag_errors(command: Command) -> Iterator[str]:
+    """Yield the error, if any, of the flags of a command that trains, evaluates or estimates."""
     script, *flags = command.without_launcher[1:] or [""]
     try:
         if script.endswith("estimate_memory.py"):
@@ -44,14 +44,14 @@ def refused(command: Command) -> Iterator[str]:
 
 def test_each_command_of_a_page_has_flags_that_its_script_accepts(monkeypatch):
     monkeypatch.chdir(REPOSITORY)
-    found = [line for command in commands() for line in refused(command)]
+    found = [line for command in commands() for line in flag_errors(command)]
     assert not found, "\n".join(found)
 
 
-# Numbers that benchmarks have measured
+# Numbers measured by benchmarks
 
 
-def test_errors_of_the_predictions_are_those_that_were_measured():
+def test_the_pages_show_the_measured_errors_of_the_predictions():
     prediction = program("benchmarks/prediction.py")
     measured = prediction.read_results()
     assert prediction.summary(measured) in page("memory.md")
@@ -62,7 +62,7 @@ COLUMNS_OF_PAGE = ("status", "precision", "samples_per_second", "peak_gpu_gib", 
 
 
 def test_peaks_on_a_gpu_are_as_estimated():
-    """The estimate of today, within 1 % of what an H200 measured. A compiled model keeps fewer tensors."""
+    """Compare today's estimate with the peaks that an H200 measured. A compiled model keeps fewer tensors."""
     measured = read_json(REPOSITORY / "benchmarks/gpu_check.json", "run make gpu-check")
     shown = {
         name: {key: value for key, value in result.items() if key in COLUMNS_OF_PAGE}
@@ -79,17 +79,17 @@ def test_peaks_on_a_gpu_are_as_estimated():
                 assert result["peak_gpu_gib"] == pytest.approx(estimated, rel=0.01), row.name
 
 
-def test_numbers_about_communication_are_those_that_were_counted():
+def test_the_pages_show_the_counted_numbers_of_communication():
     communication = program("benchmarks/communication.py")
     assert communication.page_table(communication.read_results()) in page("collectives.md")
 
 
-# Numbers of the estimate of memory
+# Numbers of the memory estimate
 
 BLOOM = "--model_name bigscience/bloom-"
 AT_ONCE = "--bf16 --per_device_train_batch_size 16 --gradient_accumulation_steps 1"
 ON_4_GPUS = f"{BLOOM}7b1 --gpus 4"
-ESTIMATED = [  # text of a page, and the flags of each number in it
+ESTIMATED = [  # page, its text, and the flags that give each number in the text
     ("memory.md", "bloom-3b fits ({:.0f} GiB), bloom-7b1 does not ({:.0f} GiB)", [f"{BLOOM}3b", f"{BLOOM}7b1"]),
     ("memory.md", "with {:.1f} GiB: activations", ["--per_device_train_batch_size 1 --max_length 64"]),
     (
@@ -120,7 +120,7 @@ ESTIMATED = [  # text of a page, and the flags of each number in it
 
 
 @pytest.mark.parametrize(("name", "text", "flags"), ESTIMATED)
-def test_totals_of_a_page_are_those_of_the_estimate(monkeypatch, name, text, flags):
+def test_a_page_shows_the_totals_of_the_estimate(monkeypatch, name, text, flags):
     monkeypatch.chdir(REPOSITORY)
     plans = [parse_memory_plan(each.split(), environment={}) for each in flags]
     found = text.format(*(totals(estimate_parts(plan), 1)[0] / GIB for plan in plans))
@@ -132,7 +132,7 @@ def gib_at_peak(flags: str) -> dict[str, float]:
     return {part.name: part.gpu / GIB for part in parts}
 
 
-def test_activations_and_logits_of_a_page_are_those_of_the_estimate(monkeypatch):
+def test_a_page_shows_the_activations_and_logits_of_the_estimate(monkeypatch):
     monkeypatch.chdir(REPOSITORY)
     once, twice = gib_at_peak(""), gib_at_peak("--max_length 1024")
     logits = f"Logits by 2, from {once['logits']:.1f} to {twice['logits']:.1f} GiB."
@@ -142,20 +142,20 @@ def test_activations_and_logits_of_a_page_are_those_of_the_estimate(monkeypatch)
     assert f"activations and logits, {zero['activations'] + zero['logits']:.1f} GiB on the GPU" in page("offload.md")
 
 
-def test_the_example_of_the_estimate_is_what_the_command_prints(monkeypatch):
+def test_the_example_of_the_estimate_is_the_output_of_its_command(monkeypatch):
     monkeypatch.chdir(REPOSITORY)
     flags = f"{BLOOM}3b --deepspeed ds_configs/zero3.json --gpus 4 --gpu_memory 32"
     printed = memory_table(parse_memory_plan(flags.split(), environment={})).splitlines()
-    of_this_machine = ("Python, libraries", "one node:", "for sbatch:")
+    machine_lines = ("Python, libraries", "one node:", "for sbatch:")
     shown = page("memory.md")
-    assert [line for line in printed if line not in shown and not line.startswith(of_this_machine)] == []
+    assert [line for line in printed if line not in shown and not line.startswith(machine_lines)] == []
 
 
-def test_numbers_at_scale_are_those_of_the_formulas():
+def test_the_pages_show_the_computed_numbers_at_scale():
     assert program("docs/figures/at_scale.py").page_table() in page("comparison.md")
 
 
-def test_numbers_along_the_dimensions_are_those_of_the_formulas():
+def test_the_pages_show_the_computed_numbers_of_the_dimensions():
     numbers = program("docs/figures/dimensions.py")
     the_map, pipeline = page("dimensions.md"), page("pipeline.md")
     assert numbers.table_of_dimensions() in the_map
@@ -175,9 +175,9 @@ def test_numbers_along_the_dimensions_are_those_of_the_formulas():
     for schedule, first, last in (("GPipe", 32, all_and_gradients), ("1F1B", 8, numbers.logits(512))):
         kept = f"{numbers.kept_by_first_stage(first) / GIB:.1f} | {last / GIB:.1f}: log-softmax"
         assert f"| {schedule} | {kept}" in pipeline
-    at_once = 4 * numbers.shard_sends(shape) + 2 * shape.parameters * 7 / 8  # of four micro batches with one question
+    at_once = 4 * numbers.shard_sends(shape) + 2 * shape.parameters * 7 / 8  # four micro batches of one question
     assert at_once == pytest.approx(found["shard"].sent)
-    at_once -= 3 * numbers.shard_sends(shape)  # all four questions in one
+    at_once -= 3 * numbers.shard_sends(shape)  # one micro batch of four questions
     assert f"it sends {at_once / 1e9:.2f} GB" in pipeline
     few, many = (sent / found["pipeline"].sent for sent in (at_once, found["shard"].sent))
     assert f"[a {few:.0f}nd to a {many:.0f}th]" in pipeline
@@ -189,19 +189,20 @@ def test_numbers_along_the_dimensions_are_those_of_the_formulas():
     assert f"fp32: {numbers.checkpointed(131_072, 4) / GIB:.1f} GiB for 131,072 tokens" in pipeline
 
 
-def test_bytes_along_the_dimensions_are_those_of_papers_and_counts():
+def test_bytes_of_the_dimensions_agree_with_papers_and_counts():
     numbers = program("docs/figures/dimensions.py")
     shape = numbers.trace_shape(numbers.plan())
     layers, b, s, h, t = 30, 1, 512, 4096, 8  # bloom-7b1, in the letters of arXiv:2104.04473
 
-    # Its section 3 counts numbers, here of 2 bytes. In a block tensor parallelism sends 8 b s h (t - 1) / t of them.
-    # That is 4 all-reduces; embedding and head have one each. Stages send b s h in each direction.
-    of_a_block = 8 * b * s * h * (t - 1) / t * 2
-    assert numbers.tensor_sends(shape) == pytest.approx((layers + 2 / 4) * of_a_block)
+    # Section 3 of the paper counts numbers, which have 2 bytes here. Tensor parallelism sends 8 b s h (t - 1) / t
+    # numbers per block, by 4 all-reduces. Embedding and head have one all-reduce each. A pipeline stage sends b s h
+    # numbers in each direction.
+    block_bytes = 8 * b * s * h * (t - 1) / t * 2
+    assert numbers.tensor_sends(shape) == pytest.approx((layers + 2 / 4) * block_bytes)
     assert numbers.pipeline_sends(shape) == 2 * b * s * h * 2
 
-    # Counted for transformers' plan: 8 blocks, 64 tokens, hidden size 256, 12,288 logits. Two of the fp32 all-reduces
-    # are outside the blocks. Next to FSDP all fp32 all-reduces are of activations.
+    # The benchmark counted transformers' plan with 8 blocks, 64 tokens, hidden size 256 and 12,288 logits. Two of the
+    # fp32 all-reduces are outside the blocks. With FSDP, all fp32 all-reduces carry activations.
     rows = program("benchmarks/communication.py").read_results()["rows"]
     row = next(row for row in rows if (row["strategy"], row["accumulation"]) == ("TP 2 x FSDP 2", 1))
     counted = {(kind, dtype): (number, size) for kind, dtype, _, number, size in row["collectives"]}
@@ -212,19 +213,19 @@ def test_bytes_along_the_dimensions_are_those_of_papers_and_counts():
     logits = counted["all-gather", "bfloat16"][1] / (64 * 12_288) * 250_880
     assert numbers.tensor_sends_by_plan() == pytest.approx((2 * s * h * (fp32 + bf16) + s * logits) * (t - 1) / t)
 
-    # FULL_SHARD's micro batch of T tokens: 2 bytes of 7.069 billion parameters forward, of 6.041 in the blocks
-    # backward, and of all gradients. Tensor parallelism: 8 T tokens, and for each of them 4 x 30 + 2 all-reduces, in
-    # which a ring sends 2 x 4,096 numbers of 2 bytes.
+    # For a micro batch of T tokens, FULL_SHARD sends 2 bytes for each of the 7.069 billion parameters in the forward
+    # pass, of the 6.041 billion in the blocks in the backward pass, and of all gradients. Tensor parallelism computes
+    # 8 T tokens. Each needs 4 x 30 + 2 all-reduces, in which a ring sends 2 x 4,096 numbers of 2 bytes.
     tokens = 2 * (7.069e9 + 6.0414e9 + 7.069e9) / (8 * 122 * 2 * 2 * 4096)
     assert numbers.break_even(1, numbers.tensor_sends(shape)) == pytest.approx(tokens, rel=1e-4)
 
-    # In a block 131,072 tokens have keys and values of 2.147 GB, and a rank passes on 7 of 8 pieces. They go round in
-    # the forward pass, again in the recomputed one, and in the backward pass with as many bytes of gradients.
+    # The keys and values of 131,072 tokens have 2.147 GB per block, and a rank sends 7 of 8 pieces. The ring passes
+    # them in the forward pass, in its recomputation, and in the backward pass, there with equally large gradients.
     assert numbers.context_sends(shape, 131_072, again=True) / 1e9 == pytest.approx(4 * 30 * 2.1475 * 7 / 8, rel=1e-4)
     assert numbers.context_sends(shape, 131_072) / 1e9 == pytest.approx(3 * 30 * 2.1475 * 7 / 8, rel=1e-4)
 
 
-def test_bytes_of_full_logits_are_those_of_a_real_loss():
+def test_bytes_of_full_logits_agree_with_a_real_loss():
     tokens, vocabulary, hidden = 256, 4096, 8
     states = torch.randn(1, tokens, hidden, dtype=torch.bfloat16, requires_grad=True)
     head = torch.randn(vocabulary, hidden, dtype=torch.bfloat16, requires_grad=True)

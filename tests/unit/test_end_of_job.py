@@ -1,4 +1,4 @@
-"""End of a job: the status of its record, and the summary for its log."""
+"""The end of a job: the status of its record, and the summary in its log."""
 
 import json
 from pathlib import Path
@@ -39,7 +39,7 @@ def test_status_follows_the_exit_code(code, status):
 @pytest.mark.parametrize(
     ("before", "code", "timeout", "after"),
     [
-        # what the training wrote, what job.sh knows, and what stands in the end
+        # the record of the training, exit code and timeout seen by job.sh, the closed record
         (("running", None), 137, False, ("failed", 137)),
         (("running", None), 143, False, ("stopped", 143)),
         (("running", None), 143, True, ("timeout", 143)),
@@ -57,9 +57,9 @@ def test_status_follows_the_exit_code(code, status):
         (("oom", 1), 143, False, ("oom", 143)),
     ],
 )
-def test_the_end_of_a_record(tmp_path, before, code, timeout, after):
+def test_a_record_is_closed_with_status_and_exit_code(tmp_path, before, code, timeout, after):
     path = tmp_path / "1.json"
-    finished = None if before[1] is None else "2026-01-01T00:00:00+00:00"  # the training's own word
+    finished = None if before[1] is None else "2026-01-01T00:00:00+00:00"  # the training finished its record itself
     content = {"status": before[0], "exit_code": before[1], "finished": finished, "other": "kept"}
     path.write_text(json.dumps(content))
     record = close_record_of_job(path, code, timeout)
@@ -68,8 +68,8 @@ def test_the_end_of_a_record(tmp_path, before, code, timeout, after):
     assert (written["status"], written["exit_code"], written["other"]) == (*after, "kept")
 
 
-def test_summary_of_a_job_is_not_that_of_its_neighbours():
-    """Job 47 of two nodes beside jobs 471 and 4."""
+def test_the_summary_of_a_job_uses_only_its_own_logs():
+    """Job 47 has two nodes, and the folders also hold logs of jobs 471 and 4."""
     for kind, suffix in (("gpu", "csv"), ("cpu", "txt")):
         Path(f"{kind}_memory").mkdir()
         for name in ("4", "47_node1", "47_node2", "471", "471_node1"):
@@ -101,14 +101,17 @@ def test_finish_py_does_not_change_a_completed_record(main_of, capsys):
 @pytest.mark.parametrize(
     ("record", "code"),
     [
-        (None, 0),  # a program that is no training
+        (None, 0),  # a program that does not train
         ({"status": "completed", "exit_code": 0}, 0),
         ({"status": "stopped", "exit_code": 75}, 75),
         ({"status": "running", "exit_code": None}, 137),
-        ({"status": "running", "exit_code": None, "started": "2025-12-31T23:59:59+00:00"}, 0),  # an earlier attempt's
+        (
+            {"status": "running", "exit_code": None, "started": "2025-12-31T23:59:59+00:00"},
+            0,
+        ),  # the record of an earlier attempt
     ],
 )
-def test_the_job_ends_as_the_training_did_whatever_the_launcher_says(main_of, record, code):
+def test_the_job_ends_with_the_exit_code_of_the_training(main_of, record, code):
     if record:
         Path("results").mkdir()
         write_json(Path("results/7.json"), {"started": "2026-01-01T00:00:00+00:00"} | record)
@@ -117,7 +120,7 @@ def test_the_job_ends_as_the_training_did_whatever_the_launcher_says(main_of, re
     assert ended.value.code == code
 
 
-def test_what_the_job_noted_as_missing_is_shown_node_by_node(main_of, capsys):
+def test_missing_logs_are_shown_in_the_order_of_the_nodes(main_of, capsys):
     run_file("missing_node2").write_text("another\n")
     run_file("missing_node1").write_text("psrecord is not installed\n")
     with pytest.raises(SystemExit):
@@ -143,7 +146,7 @@ KILLED = "(killed, most often by the kernel for want of memory: see --mem)"
         (75, "stopped", None),
     ],
 )
-def test_the_one_that_ended_first_is_the_reason(main_of, capsys, code, status, reason):
+def test_the_rank_that_ended_first_is_the_reason(main_of, capsys, code, status, reason):
     run_file("exit_codes").write_text(ENDS.format(code))
     write_json(Path("results/7.json"), {"status": "running", "exit_code": None, "world_size": 8})
     with pytest.raises(SystemExit) as ended:
@@ -165,8 +168,8 @@ def test_the_one_that_ended_first_is_the_reason(main_of, capsys, code, status, r
         "\0\0\0\n\n5 75 launcher 0 on node1\n\ufffd 143 rank",
     ],
 )
-def test_a_broken_note_fails_no_job_and_loses_no_code(main_of, noted):
-    """A line may lack its time or, after a full disk, its end. The other note cannot be read at all."""
+def test_a_damaged_note_neither_fails_a_job_nor_hides_its_exit_code(main_of, noted):
+    """A line of `exit_codes` may lack its time or, after a full disk, its end. `missing_node1` is unreadable."""
     run_file("exit_codes").write_text(noted)
     run_file("missing_node1").mkdir()
     with pytest.raises(SystemExit) as ended:
@@ -174,7 +177,7 @@ def test_a_broken_note_fails_no_job_and_loses_no_code(main_of, noted):
     assert ended.value.code == 75
 
 
-def test_a_hang_is_the_reason_and_not_the_rank_that_noticed_it(main_of, capsys):
+def test_the_reason_is_a_hang_and_not_the_rank_that_noticed_it(main_of, capsys):
     hang = "no answer from rank 3 on node2, stopped or out of reach, noticed by rank 5 on node2 after 300 s"
     run_file("exit_codes").write_text(ENDS.format(3))
     record = {"status": "failed", "exit_code": 3, "finished": "2026-01-01T00:00:00+00:00", "world_size": 8}
@@ -195,7 +198,7 @@ def test_a_hang_is_the_reason_and_not_the_rank_that_noticed_it(main_of, capsys):
     ],
 )
 def test_a_crash_of_the_first_node_is_the_reason(main_of, monkeypatch, answers, known):
-    """A rank on the second node has closed the record; the next job in the folder finds that the first one is gone."""
+    """A rank on the second node has closed the record. The next job in the folder finds that the first job is gone."""
     monkeypatch.setattr(end_of_job, "queued_jobs", lambda: ["48"])
     monkeypatch.setattr(end_of_job, "ask_slurm", lambda program, *_: answers.get(program, ""))
     for job in ("47", "48", "49"):
@@ -210,7 +213,7 @@ def test_a_crash_of_the_first_node_is_the_reason(main_of, monkeypatch, answers, 
     assert reasons == [f"ended without a word: {state}", None, None], "job 48 still runs, job 49 ended with a summary"
 
 
-def test_a_node_that_slurm_calls_down_is_the_reason(main_of, monkeypatch):
+def test_a_node_that_slurm_reports_as_down_is_the_reason(main_of, monkeypatch):
     def sinfo(command: list[str], **how) -> CompletedProcess:
         assert {"sinfo", "--nodes=node[1-3]", "--states=down,fail"} <= set(command)
         return CompletedProcess(command, 0, stdout="node3\n")
@@ -224,7 +227,7 @@ def test_a_node_that_slurm_calls_down_is_the_reason(main_of, monkeypatch):
     assert json.loads(Path("results/7.json").read_text())["reason"] == "node failure on node3"
 
 
-def test_the_only_process_of_a_job_was_not_the_first_to_end(main_of):
+def test_a_single_process_is_not_reported_as_the_first_to_end(main_of):
     for code, reason in ((137, f"exit code 137 {KILLED}"), (2, None)):
         run_file("exit_codes").write_text(f"1 {code} rank 0 on node1\n")
         write_json(Path("results/7.json"), {"status": "running", "exit_code": None, "world_size": 1})
@@ -234,8 +237,8 @@ def test_the_only_process_of_a_job_was_not_the_first_to_end(main_of):
 
 
 @pytest.mark.parametrize("earlier", [False, True])
-def test_a_job_that_ends_before_its_record(main_of, capsys, earlier):
-    """It has one process, so none was the first; an earlier attempt may have trained, and its record stays."""
+def test_a_job_that_ends_before_its_record_exists(main_of, capsys, earlier):
+    """The job has one process, so no `ended first` is shown. The record of an earlier attempt stays unchanged."""
     run_file("exit_codes").write_text("1 2 rank 0 on node1\n")
     path = Path("results/7.json")
     if earlier:
@@ -268,12 +271,12 @@ TRAIN = {"samples_per_second": 12.345, "steady_samples_per_second": 20.5}
         (None, 0, "missing: no run record: the job is no training itself"),
     ],
 )
-def test_summary_tells_the_rate_or_why_there_is_none(record, code, line):
+def test_the_summary_shows_the_rate_or_why_it_is_missing(record, code, line):
     record = Record(status="completed", **record) if record else None
     assert summary("7", record, code, [], earlier=False) == [line]
 
 
-def test_summary_of_an_empty_log_says_so():
+def test_the_summary_reports_an_empty_log():
     Path("gpu_memory").mkdir()
     Path("gpu_memory/gpu_memory_log_7.csv").write_text(GPU_LINE.format("[N/A]"))
     lines = summary("7", Record(status="completed", train=TRAIN), 0, [], earlier=False)
@@ -281,7 +284,7 @@ def test_summary_of_an_empty_log_says_so():
     assert lines[2] == "missing: gpu_memory/gpu_memory_log_7.csv: no sample"
 
 
-def test_without_a_gpu_one_line_stands_for_what_a_gpu_would_have():
+def test_without_a_gpu_one_line_replaces_the_rows_of_a_gpu():
     noted = ["nvidia-smi is not installed on n1: no gpu_memory/gpu_memory_log_7.csv", "psrecord is not installed on n1"]
     record = Record(status="completed", train=TRAIN, hardware=Hardware(gpus=0))
     lines = summary("7", record, 0, noted, earlier=False)

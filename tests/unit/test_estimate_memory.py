@@ -1,4 +1,4 @@
-"""estimate_memory.py: what it prints, and its counts against a real model. Real runs: tests/integration."""
+"""estimate_memory.py: its output, and its counts compared with a real model. tests/integration has real runs."""
 
 import json
 import re
@@ -24,7 +24,7 @@ def plan(*flags: object) -> Settings:
 
 
 def estimated(*flags: object) -> dict[str, float]:
-    """Bytes of each part on a GPU at the fullest moment of a step."""
+    """Return the bytes of each part on a GPU when a step needs the most memory."""
     return {part.name: part.gpu for part in at_peak(estimate_parts(plan(*flags)))}
 
 
@@ -33,7 +33,7 @@ def estimated_activations(*flags: object) -> float:
 
 
 @pytest.mark.parametrize("attention", ["eager", "sdpa"])
-def test_activations_are_those_that_autograd_keeps(attention):
+def test_activations_agree_with_those_that_autograd_keeps(attention):
     flags = ("--model_name", "tiny-bloom", "--max_length", 100, "--fp16", "False", "--attention", attention)
     shape = trace_shape(plan(*flags))
     config = BloomConfig(vocab_size=2048, hidden_size=64, n_layer=2, n_head=4, use_cache=False)
@@ -56,13 +56,13 @@ def test_activations_are_those_that_autograd_keeps(attention):
 
 @pytest.mark.parametrize("precision", [("--bf16",), ("--fp16", "False")])
 @pytest.mark.parametrize("model", ["tiny-bloom", "custom-gpt"])
-def test_twelve_bytes_of_each_logit_are_alive_in_the_backward_pass_of_the_loss(model, precision):
-    """The log-softmax that was saved, and two gradients of its size, in fp32 also under autocast."""
+def test_the_full_loss_needs_twelve_bytes_per_logit(model, precision):
+    """The saved log-softmax and two gradients of its size are in fp32, also under autocast."""
     vocabulary = {"tiny-bloom": 2048, "custom-gpt": 50_000}[model]
     assert estimated("--model_name", model, *precision)["logits"] == 12 * 4 * 512 * vocabulary
 
 
-def test_a_tensor_group_cuts_embedding_and_head_and_every_rank_has_all_logits():
+def test_a_tensor_group_shards_embedding_and_head_but_not_logits():
     one, four = (
         trace_shape(plan("--model_name", "custom-gpt", "--bf16", "--tensor_parallel", n)).peaks for n in (1, 4)
     )
@@ -70,7 +70,7 @@ def test_a_tensor_group_cuts_embedding_and_head_and_every_rank_has_all_logits():
     assert [four[moment].head for moment in four] == [one[moment].head / 4 for moment in one]
 
 
-def test_gradients_on_an_edge_stay_whole_on_both_sides():
+def test_a_gradient_across_a_shard_boundary_stays_whole_on_both_ranks():
     assert stage2_gradients((10, 10, 10, 10), 2) == [[10, 10], [10, 10]]
     assert stage2_gradients((30, 10), 2) == [[30], [30, 10]]
     assert stage2_gradients((30, 5, 5), 4) == [[30], [30], [30], [5, 5]]
@@ -86,7 +86,7 @@ def test_gradients_on_an_edge_stay_whole_on_both_sides():
         (("--deepspeed", "ds_configs/zero3.json"), (0.5, 0.5, 3)),
         (("--fsdp", "--gradient_accumulation_steps", "1"), (1, 1, 2)),
         (("--fsdp",), (1, 2, 2)),
-        # offloaded: in the memory of the node
+        # offloaded to the memory of the node
         (("--deepspeed", "ds_configs/zero1_cpu_offload.json"), (2, 2, 0)),
         (("--deepspeed", "ds_configs/ds_zero3_offload.json"), (0, 0, 0)),
     ],
@@ -99,7 +99,7 @@ def test_bytes_per_parameter_on_four_gpus(monkeypatch, flags, expected):
 
 @pytest.mark.parametrize(("flags", "bytes_of_input"), [((), 4), (("--deepspeed", "ds_configs/zero2.json"), 2)])
 def test_checkpointing_keeps_the_inputs_of_the_blocks(monkeypatch, flags, bytes_of_input):
-    """In fp32 under autocast, and in 16 bit where the weights are cast once."""
+    """The inputs are in fp32 under autocast, and in 16 bit if the weights are in 16 bit."""
     monkeypatch.chdir(REPOSITORY)
     everything = estimated_activations("--bf16", *flags)
     little = estimated_activations("--bf16", *flags, "--activation_checkpointing")
@@ -107,14 +107,14 @@ def test_checkpointing_keeps_the_inputs_of_the_blocks(monkeypatch, flags, bytes_
     assert inputs < little < inputs + everything / 20
 
 
-def test_the_loss_of_a_checkpointed_training_needs_the_copies_of_all_weights_that_autocast_makes():
-    """Autocast drops them at the end of the forward pass, so that a full loss hides them in its backward pass."""
+def test_with_checkpointing_the_chunked_loss_needs_autocasts_copies_of_all_weights():
+    """Autocast frees the copies after the forward pass. In the full loss, the peak of the backward pass hides them."""
     small = ("--bf16", "--activation_checkpointing", "--loss", "chunked", "--max_length", 64)
     copies = 2 * 559_214_592
     assert copies < estimated_activations(*small) + estimated(*small)["head"]
 
 
-def test_parts_that_are_not_there_together_are_not_added(monkeypatch):
+def test_parts_that_exist_at_different_moments_are_not_added(monkeypatch):
     monkeypatch.chdir(REPOSITORY)
     zero2 = ("--deepspeed", "ds_configs/zero2.json", "--gpus", 2)
     parts = estimate_parts(plan(*zero2))
@@ -125,29 +125,29 @@ def test_parts_that_are_not_there_together_are_not_added(monkeypatch):
     once = sums_by_moment(estimate_parts(plan("--gradient_accumulation_steps", 1)))[0]
     several = sums_by_moment(estimate_parts(plan()))[0]
     gradients = 4 * 559_214_592
-    assert several["loss"] - once["loss"] == gradients  # which exist from the first of several micro batches on
+    assert several["loss"] - once["loss"] == gradients  # kept from the first micro batch on, if there are several
     assert several["embedding"] == once["embedding"]
 
 
-def test_sdpa_keeps_one_matrix_of_length_times_length_instead_of_some_per_layer():
+def test_sdpa_keeps_one_matrix_instead_of_several_per_layer():
     eager, sdpa = (estimated_activations("--bf16", "--attention", attention) for attention in ("eager", "sdpa"))
     matrix = 4 * 16 * 512 * 512  # elements
-    # in each layer: probabilities in fp32, once more in 16 bit for their product with the values
+    # each eager layer keeps the probabilities in fp32, and in 16 bit for their product with the values
     assert eager - sdpa == pytest.approx(24 * matrix * (4 + 2) - 2 * matrix, rel=0.1)
 
 
 @pytest.mark.parametrize("length", [160, 512, 1024, 2048])
-def test_activations_that_the_efficiency_page_gives(length):
+def test_the_efficiency_page_shows_the_estimated_activations(length):
     flags = ("--bf16", "--loss", "chunked", "--max_length", length, "--attention")
     held = [estimated_activations(*flags, attention) / GIB for attention in ("eager", "sdpa")]
     row = f"| {length:,} | {held[0]:.2f} | {held[1]:.2f} |"
     assert row in (REPOSITORY / "docs" / "efficiency.md").read_text(), row
 
 
-def test_the_chunked_loss_holds_a_chunk_of_the_logits_and_the_gradient_of_the_head():
+def test_the_chunked_loss_holds_one_chunk_and_the_gradient_of_the_head():
     full, chunked = (estimated("--bf16", "--loss", loss) for loss in ("full", "chunked"))
     vocabulary, hidden = 250_880, 1024
-    rows = 4 * 2**26  # of a chunk, in fp32
+    rows = 4 * 2**26  # fp32 copy of some rows of a chunk's logits
     # logits of a chunk, and autocast's copy of the weight
     assert chunked["loss"] == 2 * vocabulary * (1024 + hidden) + rows
     assert chunked["head"] == 4 * vocabulary * hidden  # the gradient of the weight
@@ -156,13 +156,13 @@ def test_the_chunked_loss_holds_a_chunk_of_the_logits_and_the_gradient_of_the_he
     assert [full[part] for part in state] == [chunked[part] for part in state]
 
 
-def test_memory_of_a_node_counts_loading_and_python_and_can_be_pasted(monkeypatch):
+def test_the_memory_of_a_node_counts_loading_and_python(monkeypatch):
     monkeypatch.chdir(REPOSITORY)
     settings = plan("--deepspeed", "ds_configs/zero3.json", "--model_name", "bigscience/bloom-3b", "--gpus", 4)
     on_node = totals(estimate_parts(settings), 4)[1]
-    of_python = next(part.cpu for part in estimate_parts(settings) if part.name == "Python, libraries")
-    weights = 4 * 3_002_557_440  # by rank 0 alone: transformers' loading for ZeRO-3
-    assert on_node == pytest.approx(weights + 4 * of_python, rel=0.01)
+    python = next(part.cpu for part in estimate_parts(settings) if part.name == "Python, libraries")
+    weights = 4 * 3_002_557_440  # for ZeRO-3, transformers loads the weights only on rank 0
+    assert on_node == pytest.approx(weights + 4 * python, rel=0.01)
     text = memory_table(settings)
     (line,) = re.findall(r"^for sbatch: --mem=(\d+)G ", text, re.MULTILINE)
     assert int(line) == pytest.approx(1.2 * on_node / GIB + 4 * 2, abs=1)
@@ -181,11 +181,12 @@ def test_pinned_blocks_are_rounded_up_to_powers_of_two(monkeypatch):
     assert pinned_unused("--deepspeed", "ds_configs/zero2.json") == 0
     assert pinned_unused("--deepspeed", "ds_configs/zero2_cpu_offload.json") == 0
     whole = 559_214_592 * 4 / GIB
-    # masters and gradients in fp32, the 16-bit copy; the transfer of the largest gradient; the gradients one by one
+    # The least is for fp32 masters and gradients, and the 16-bit copy. The buffer for the largest gradient and the
+    # single gradients add a little
     least = 2 * (4 - whole) + (2 - whole / 2)
     pinned = pinned_unused("--deepspeed", "ds_configs/zero2_cpu_offload_pinned_memory.json")
     assert least < pinned < least + 0.2
-    # ZeRO-3 pins offloaded parameters whatever the key says, and with it the 16-bit gradients and the fp32 ones
+    # ZeRO-3 always pins offloaded parameters. With pin_memory it also pins the gradients in 16 bit and in fp32
     assert pinned_unused("--deepspeed", "ds_configs/zero3_cpu_offload.json") == pytest.approx(2 - whole / 2)
     everything = pinned_unused("--deepspeed", "ds_configs/ds_zero3_offload.json")
     assert 2 * (2 - whole / 2) + (4 - whole) + whole / 2 < everything < 7
@@ -209,7 +210,7 @@ def test_mistakes_are_one_line(flags, message, refusal, main_of, capsys):
 
 
 def test_a_model_that_cannot_be_traced_is_one_line(tmp_path, refusal, main_of, capfd):
-    # its experts have no rule for tensors without values under autocast
+    # the experts of Mixtral cannot run on the meta device under autocast
     config = {"model_type": "mixtral", "hidden_size": 64, "num_hidden_layers": 1, "num_attention_heads": 4}
     (tmp_path / "config.json").write_text(json.dumps(config))
     line = refusal(main_of, estimate_memory, "--model_name", tmp_path)
@@ -225,7 +226,7 @@ LARGE = ("--model_name", "bigscience/bloom-3b", "--compare")
 
 @pytest.fixture
 def compared(main_of, capsys):
-    """The lines of the configs, as lists of words, and the whole text."""
+    """Return a function that gives the cells of each config's row, and the whole output."""
 
     def run(*flags: object) -> tuple[dict[str, list[str]], str]:
         main_of(estimate_memory, *LARGE, *flags)
@@ -236,33 +237,33 @@ def compared(main_of, capsys):
     return run
 
 
-def test_all_configs_are_compared_and_what_fits_comes_first(compared):
+def test_all_configs_are_compared_and_those_that_fit_come_first(compared):
     rows, text = compared("--gpus", 4, "--gpu_memory", 32, "--cpu_memory", 180)
     files = {f"{path.parent.name}/{path.name}" for path in REPOSITORY.glob("*_configs/*.json")}
     assert rows.keys() == files | {"DDP"}
     verdicts = [cells[2] for cells in rows.values()]
     assert verdicts == sorted(verdicts, key=["fits", "is tight", "does not fit"].index)
     assert (verdicts[0], verdicts[-1]) == ("fits", "does not fit")
-    of_gpu = [float(cells[0]) for cells in rows.values() if cells[2] == "fits"]
-    assert of_gpu == sorted(of_gpu)
+    gpu_sizes = [float(cells[0]) for cells in rows.values() if cells[2] == "fits"]
+    assert gpu_sizes == sorted(gpu_sizes)
     shown = memory_table(plan("--model_name", "bigscience/bloom-3b", "--gpus", 4, "--deepspeed", ZERO3))
     assert f"one GPU: {rows['ds_configs/zero3.json'][0]} GiB" in shown
     assert "for seconds of a step: --matmul_tflops" in text
 
 
-def test_of_those_that_fit_the_fastest_comes_first(compared):
+def test_configs_that_fit_are_sorted_by_speed(compared):
     rates = ("--matmul_tflops", 100, "--memory_bandwidth", 1000)
     rows, _ = compared("--gpus", 2, "--gpu_memory", 80, *rates, "--bus_bandwidth", 20)
     fitting = {name: cells for name, cells in rows.items() if cells[2] == "fits"}
     seconds = [float(cells[3]) for name, cells in fitting.items() if "offload" not in name]
     assert seconds == sorted(seconds) and len(seconds) > 5
     assert "offload" in list(fitting)[-1] and len(fitting[list(fitting)[-1]]) == 3
-    alone, text = compared("--gpus", 2, "--gpu_memory", 80, *rates)
+    without_bus, text = compared("--gpus", 2, "--gpu_memory", 80, *rates)
     assert "seconds without communication: give --bus_bandwidth" in text
-    assert float(alone["ds_configs/zero2.json"][3]) < float(rows["ds_configs/zero2.json"][3])
+    assert float(without_bus["ds_configs/zero2.json"][3]) < float(rows["ds_configs/zero2.json"][3])
 
 
-def test_without_memory_there_is_no_verdict(compared):
+def test_without_the_gpus_memory_there_is_no_verdict(compared):
     rows, text = compared("--gpus", 1)
     assert "plain" in rows and all(len(cells) == 2 for cells in rows.values())
     assert "for a verdict: --gpu_memory" in text and "is not judged" not in text

@@ -1,4 +1,4 @@
-"""estimate_time.py: what it counts, against the real libraries and bytes that benchmarks/communication.py counted."""
+"""estimate_time.py: its counts of operations compared with PyTorch, its bytes with benchmarks/communication.py."""
 
 import json
 import re
@@ -61,33 +61,35 @@ def needed_operations(settings: Settings) -> int:
     return operations(micro_batch_work(settings))
 
 
-def moved(work: Counter) -> int:
+def moved_bytes(work: Counter) -> int:
     return sum(each * times for (_, each), times in work.items())
 
 
 # 1. Computing
 
 
-def test_a_model_without_storage_has_the_work_of_a_real_one():
+def test_a_meta_model_needs_the_same_work_as_a_real_model():
     model = BloomForCausalLM(BloomConfig(vocab_size=2048, hidden_size=64, n_layer=2, n_head=4)).train()
     ids = torch.zeros(4, 64, dtype=torch.long)
     with CountWork() as real:
         model(input_ids=ids, attention_mask=torch.ones_like(ids), labels=ids).loss.backward()
     planned = micro_batch_work(plan(*TINY))
     assert operations(planned) == operations(real.work)
-    assert moved(planned) == pytest.approx(moved(real.work), rel=0.02)
+    assert moved_bytes(planned) == pytest.approx(moved_bytes(real.work), rel=0.02)
     needed = ModelFlops(model).needed(real=4 * 64, counted=4 * 64, squares=4 * 64 * 64)
     assert operations(planned) == pytest.approx(needed, rel=0.05)
 
 
-def test_attention_in_one_piece_is_counted_too():
+def test_fused_attention_is_counted_too():
     sizes = ("--hidden_size", 64, "--num_layers", 2, "--num_heads", 4, "--ff_dim", 128, "--vocab_size", 500)
     short, long = (plan("--model_name", "custom-gpt", *sizes, "--max_length", length) for length in (64, 128))
-    squares = 12 * 64 * 2 * 4 * (128**2 - 2 * 64**2)  # its two products, forward and twice backward
+    squares = (
+        12 * 64 * 2 * 4 * (128**2 - 2 * 64**2)
+    )  # attention has two products: once in the forward pass, twice in the backward pass
     assert needed_operations(long) - 2 * needed_operations(short) == pytest.approx(squares, rel=0.05)
 
 
-def test_an_operation_costs_its_products_and_the_tensors_that_it_reads_and_writes():
+def test_an_operation_costs_its_products_and_the_tensors_it_reads_and_writes():
     a = torch.ones(10, 20)
     with CountWork() as counting:
         torch.mm(a, a.T)
@@ -97,10 +99,10 @@ def test_an_operation_costs_its_products_and_the_tensors_that_it_reads_and_write
     assert roofline_seconds(Counter({(100, 1): 2, (0, 30): 1}), Rates(matmul=10, memory=3, bus=1)) == 2 * 10 + 10
 
 
-def test_checkpointing_computes_the_blocks_once_more():
+def test_checkpointing_computes_the_blocks_a_second_time():
     plain, again = (needed_operations(plan(*TINY, *flags)) for flags in ((), ("--activation_checkpointing",)))
     head = 6 * 64 * 2048 * 4 * 64
-    # the last block's products are not all needed again
+    # the recomputation skips some products of the last block
     assert 1.2 < (again - head) / (plain - head) <= 4 / 3
 
 
@@ -117,7 +119,7 @@ def test_checkpointing_computes_the_blocks_once_more():
         (lambda: fsdp("hybrid_shard", "--gpus", 4, "--nodes", 2), 40 / 2),
     ],
 )
-def test_bytes_that_the_optimizer_passes_over(settings, passes):
+def test_bytes_that_the_optimizer_reads_and_writes(settings, passes):
     assert optimizer_seconds(SHAPE, settings(), Rates(matmul=1, memory=PSI, bus=1)) == pytest.approx(passes)
 
 
@@ -135,37 +137,37 @@ COUNTED = {(row["strategy"], row["accumulation"]): row for row in communication.
 
 
 def counted_training(strategy: str, accumulation: int, folder: Path, *flags: object) -> Settings:
-    """The settings of a training whose messages were counted."""
+    """Return the settings of a training whose messages the benchmark counted."""
     config = communication.CONFIG
-    of_strategy = tuple(communication.ROWS[strategy]) if "TP" in strategy else FLAGS.get(strategy)
+    strategy_flags = tuple(communication.ROWS[strategy]) if "TP" in strategy else FLAGS.get(strategy)
     if strategy == "ZeRO-2, reduce to owner":
         (folder / "zero2.json").write_text(json.dumps(communication.zero2_reduce()))
-        of_strategy = ("--deepspeed", str(folder / "zero2.json"))
-    if of_strategy is None:
+        strategy_flags = ("--deepspeed", str(folder / "zero2.json"))
+    if strategy_flags is None:
         scale = int(strategy.split("1:")[1])
         config = communication.SCALED[scale]
         (folder / "zero3.json").write_text(json.dumps(communication.scaled_zero3(scale)))
-        of_strategy = ("--deepspeed", str(folder / "zero3.json"))
+        strategy_flags = ("--deepspeed", str(folder / "zero3.json"))
     (folder / "config.json").write_text(json.dumps(config))
     return plan(
         *("--model_name", folder, "--from_scratch", "--bf16", "--max_length", 64, "--per_device_train_batch_size", 1),
-        *of_strategy,
+        *strategy_flags,
         *("--gradient_accumulation_steps", accumulation, "--gpus", communication.RANKS.get(strategy, 2), *flags),
     )
 
 
-def in_rings(collectives: list) -> float:
+def ring_bytes(collectives: list) -> float:
     return sum(communication.SENT[kind] * (ranks - 1) / ranks * size for kind, _, ranks, _, size in collectives)
 
 
 @pytest.mark.parametrize(("strategy", "accumulation"), COUNTED)
-def test_bytes_sent_are_those_that_were_counted_in_real_trainings(strategy, accumulation, tmp_path):
-    counted = in_rings(COUNTED[strategy, accumulation]["collectives"])
+def test_sent_bytes_agree_with_counts_of_real_trainings(strategy, accumulation, tmp_path):
+    counted = ring_bytes(COUNTED[strategy, accumulation]["collectives"])
     settings = counted_training(strategy, accumulation, tmp_path)
     assert sent_bytes(trace_shape(settings), settings) == pytest.approx(counted, rel=0.02)
 
 
-def test_what_the_pages_say_of_how_often_zero3_gathers():
+def test_the_pages_show_how_often_zero3_gathers():
     times = {}
     lines = []
     for size in ("560m", "1b1", "1b7", "3b", "7b1"):
@@ -178,8 +180,8 @@ def test_what_the_pages_say_of_how_often_zero3_gathers():
     assert f"| {sent_with_accumulation_4} |" in (REPOSITORY / "docs" / "comparison.md").read_text()
 
 
-def test_what_the_page_says_of_tensor_parallelism():
-    """GB sent and GiB held by a rank, at a global batch of 4."""
+def test_the_page_shows_the_costs_of_tensor_parallelism():
+    """The page shows the GB that a rank sends and the GiB that it holds, at a global batch of 4."""
     flags = {
         "FSDP 2": ("--fsdp", "--gpus", 2, "--gradient_accumulation_steps", 2),
         "TP 2": ("--tensor_parallel", 2, "--gradient_accumulation_steps", 4),
@@ -197,17 +199,19 @@ def test_what_the_page_says_of_tensor_parallelism():
     assert "\n".join(lines) in (REPOSITORY / "docs" / "tensor-parallel.md").read_text()
 
 
-# Of trainings on 2 x 2 ranks with two dimensions: whether a message goes to the other node
+# Training on 2 x 2 ranks with two dimensions -> function that tells whether a message goes to the other node
 BETWEEN_NODES = {
-    "HYBRID_SHARD 2 x 2": lambda kind, dtype: kind == "all-reduce",  # of shares; shards are gathered within a node
-    "TP 2 x FSDP 2": lambda kind, dtype: dtype == "float32" and kind in ("all-gather", "reduce-scatter"),  # FSDP's
+    "HYBRID_SHARD 2 x 2": lambda kind, dtype: kind == "all-reduce",  # shards are gathered within a node
+    "TP 2 x FSDP 2": lambda kind, dtype: (
+        dtype == "float32" and kind in ("all-gather", "reduce-scatter")
+    ),  # sent by FSDP
 }
 
 
 @pytest.mark.parametrize(("strategy", "accumulation"), [key for key in COUNTED if key[0] in BETWEEN_NODES])
-def test_bytes_between_nodes_are_those_that_were_counted_in_real_trainings(strategy, accumulation, tmp_path):
+def test_bytes_between_nodes_agree_with_counts_of_real_trainings(strategy, accumulation, tmp_path):
     collectives = COUNTED[strategy, accumulation]["collectives"]
-    counted = in_rings([row for row in collectives if BETWEEN_NODES[strategy](*row[:2])])
+    counted = ring_bytes([row for row in collectives if BETWEEN_NODES[strategy](*row[:2])])
     settings = counted_training(strategy, accumulation, tmp_path, "--nodes", 2)
     assert bytes_between_nodes(trace_shape(settings), settings) == pytest.approx(counted, rel=0.02)
 
@@ -230,8 +234,8 @@ def test_one_rank_sends_nothing():
     assert [sent_bytes(SHAPE, settings) for settings in (plan(), zero(2), zero(3), fsdp("hybrid_shard"))] == [0] * 4
 
 
-def test_what_is_sent_while_a_gpu_computes_is_hidden():
-    """DDP sends in the last backward pass of a step."""
+def test_communication_during_computation_is_hidden():
+    """DDP sends only during the last backward pass of a step."""
     assert seconds_to_hide(plan("--gpus", 2, "--gradient_accumulation_steps", 2), 3.0) == pytest.approx(1.0)
     assert seconds_to_hide(fsdp("full_shard", "--gpus", 2), 3.0) == 3
     assert [seconds_to_hide(zero(stage, "--gpus", 2), 3.0) for stage in range(4)] == [0, 0, 0, 3]
@@ -240,21 +244,21 @@ def test_what_is_sent_while_a_gpu_computes_is_hidden():
 # 4. The command
 
 
-def test_the_command_shows_parts_and_both_ends_of_the_overlap(main_of, capsys):
+def test_the_command_shows_all_parts_with_no_and_full_overlap(main_of, capsys):
     main_of(estimate_time, *TINY, "--gpus", 2, *GIVEN[:4], "--bus_bandwidth", 0.05)
     text = capsys.readouterr().out
     assert text.startswith("tiny-bloom: 231,296 parameters, fp32, 4 x 4 x 64 tokens per rank, 2 GPU(s) on 1 node(s)")
     assert "of each rank: 100 TFLOP/s in matrix products, 1000 GB/s of memory, 0.05 GB/s between ranks" in text
     shown = {name: float(number) for name, number in re.findall(r"^([a-z ]+?) {2,}([0-9][0-9.e-]*)", text, re.M)}
     step = predict_step(plan(*TINY, "--gpus", 2), Rates(1e14, 1e12, 5e7))
-    both = step.compute + step.optimizer + step.communication
-    assert shown["no overlap"] == pytest.approx(both, rel=0.001)
-    assert shown["full overlap"] == pytest.approx(both - min(step.compute, step.communication), rel=0.001)
-    assert shown["expected"] == pytest.approx(both - step.hidden, rel=0.001)
+    total = step.compute + step.optimizer + step.communication
+    assert shown["no overlap"] == pytest.approx(total, rel=0.001)
+    assert shown["full overlap"] == pytest.approx(total - min(step.compute, step.communication), rel=0.001)
+    assert shown["expected"] == pytest.approx(total - step.hidden, rel=0.001)
     assert 0 < step.hidden < step.communication
 
 
-def test_without_a_network_it_says_that_communication_is_left_out(main_of, capsys):
+def test_without_a_bandwidth_communication_is_left_out(main_of, capsys):
     main_of(estimate_time, *TINY, "--gpus", 2, *GIVEN[:4])
     assert "communication is left out: give --bus_bandwidth" in capsys.readouterr().out
 

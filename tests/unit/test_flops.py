@@ -1,4 +1,4 @@
-"""Tokens, operations and the peak that they are compared with."""
+"""Counts of tokens and floating-point operations, and the peak of the hardware."""
 
 import pytest
 import torch
@@ -22,7 +22,7 @@ MODELS = {
 }
 
 
-def test_tokens_of_a_batch():
+def test_tokens_of_a_batch_are_counted():
     mask = torch.tensor([[1, 1, 1, 1, 0, 0], [1, 1, 0, 0, 0, 0]])
     labels = torch.tensor([[5, IGNORED, 7, 8, IGNORED, IGNORED], [5, 6, IGNORED, IGNORED, IGNORED, IGNORED]])
     counts = count_tokens({"attention_mask": mask, "labels": labels})
@@ -30,9 +30,9 @@ def test_tokens_of_a_batch():
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_operations_are_those_that_pytorch_counts(name: str):
-    """The head computes for the tokens that count alone."""
-    # whose counter knows no operations of the fused attention on the CPU
+def test_operations_agree_with_pytorchs_count(name: str):
+    """The head needs operations only for the tokens that count in the loss."""
+    # PyTorch's counter does not know the operations of the fused attention on the CPU
     with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
         model = MODELS[name]()
         tokens = torch.randint(0, 500, (2, 48))
@@ -52,11 +52,11 @@ def test_operations_are_those_that_pytorch_counts(name: str):
         ("NVIDIA A100-PCIE-40GB", "tf32", 156),
         ("NVIDIA H100 PCIe", "float16", 756),
         ("NVIDIA GeForce RTX 4090", "float32", 82.6),
-        ("Tesla V100-SXM2-32GB", "tf32", None),  # it has none
+        ("Tesla V100-SXM2-32GB", "tf32", None),  # has no tf32
         ("NVIDIA A100-SXM4-40GB MIG 1g.5gb", "float16", None),
         ("NVIDIA GeForce RTX 4090 Laptop GPU", "float16", None),
-        ("NVIDIA A40-48Q", "float16", None),  # a virtual one
-        ("NVIDIA RTX A4000", "float16", None),  # no A40
+        ("NVIDIA A40-48Q", "float16", None),  # a virtual GPU
+        ("NVIDIA RTX A4000", "float16", None),  # not an A40
     ],
 )
 def test_the_peak_of_a_gpu_is_the_published_one_or_none(gpu: str, precision: str, tflops: float | None):

@@ -1,4 +1,4 @@
-"""gpu_check.py with trainings that are records alone: its rows and its table; a second call: tests/integration."""
+"""The rows and the table of gpu_check.py, from records without trainings. tests/integration trains a row."""
 
 from pathlib import Path
 
@@ -12,7 +12,7 @@ FAILED = {"status": "failed", "reason": "error: x: y; z; read x.log"}
 
 
 def record(loss: float, **others: object) -> dict:
-    """As much of a run record as the table reads."""
+    """Return the fields of a run record that the table reads."""
     training = {"loss_mean": 7.31, "steady_samples_per_second": 8.0, "steady_tokens_per_second": 1900.0}
     training |= {"mfu_percent": None, "matmul_peak_tflops": None}
     knobs = {"precision": {"effective": "fp16"}, "compiled": {"requested": False, "effective": False}}
@@ -22,8 +22,11 @@ def record(loss: float, **others: object) -> dict:
 
 
 @pytest.fixture
-def call(monkeypatch, main_of, capsys):
-    """Calls the script on a pretended V100 with records by job id; gives exit code and what was printed."""
+def run_script(monkeypatch, main_of, capsys):
+    """Return a function that runs the script on a simulated V100.
+
+    records: the run record of each job id. Returns the exit code and the output.
+    """
 
     def run(records: dict[str, dict], *words: str, machine: dict = V100) -> tuple[int, str]:
         monkeypatch.setattr(gpu_check, "run_training", lambda job_id, *_: records.get(job_id, record(7.3)))
@@ -49,9 +52,9 @@ def test_all_configs_and_strategies_of_one_gpu_are_rows():
         assert files and all(file.is_file() for file in files), row
 
 
-def test_the_table_shows_what_was_measured_and_leaves_the_rest_empty(call):
+def test_the_table_shows_measured_values_and_leaves_other_cells_empty(run_script):
     records = {"plain": record(7.3, f1=0.5), "zero2": FAILED}
-    _, printed = call(records, "plain", "bloom-560m-plain", "zero2")
+    _, printed = run_script(records, "plain", "bloom-560m-plain", "zero2")
     text = Path("results/gpu_check/gpu_check.md").read_text()
     assert text in printed
     assert text.startswith("[gpu Tesla V100-SXM2-32GB, gpu_memory_mib 32501, cpu Xeon, cpus 8, torch 2.13.0+cu126]\n")
@@ -61,15 +64,15 @@ def test_the_table_shows_what_was_measured_and_leaves_the_rest_empty(call):
     sizes = ["Samples/s", "Real tokens/s", "Peak GPU (GiB)", "Estimate (GiB)", "Time (s)"]
     assert cells["Run"] == ["Status", "Precision", *losses, *sizes]
     assert cells["plain"][:-1] == ["completed", "fp16", "7.310", "7.300", "7.300", "0.5", "8.00", "1,900", "0.50", ""]
-    assert float(cells["bloom-560m-plain"][-2]) == pytest.approx(19.1, abs=0.1), "the estimate"
+    assert float(cells["bloom-560m-plain"][-2]) == pytest.approx(19.1, abs=0.1), "column Estimate (GiB)"
     assert cells["zero2"] == ["failed", *[""] * 9, "0"]
     assert "- zero2: error: x: y; z; read x.log\n" in text
 
 
-def test_a_row_fails_that_learns_or_saves_something_else_than_the_plain_trainer(call):
+def test_a_row_fails_if_its_losses_differ_from_the_plain_trainers(run_script):
     records = {"plain": record(7.32), "plain_reloaded": record(7.33), "zero2": record(7.35), "zero0": record(7.5)}
     records |= {"zero3_reloaded": record(7.6), "zero1_reloaded": FAILED}
-    code, printed = call(records, "plain", "zero0", "zero1", "zero2", "zero3")
+    code, printed = run_script(records, "plain", "zero0", "zero1", "zero2", "zero3")
     assert code == 3
     assert "zero0: failed (Eval loss is 7.500, Eval loss of plain 7.320)" in printed
     assert "zero1: failed (error: x: y; z; read x.log)" in printed
@@ -77,15 +80,15 @@ def test_a_row_fails_that_learns_or_saves_something_else_than_the_plain_trainer(
     assert printed.count(": failed (") == 3
 
 
-def test_what_does_not_fit_says_so_and_is_no_failure(call):
+def test_a_row_that_does_not_fit_is_not_a_failure(run_script):
     records = {"bloom-560m-plain": {"status": "oom", "reason": "error: memory: CUDA out of memory; offload"}}
-    code, printed = call(records, *records)
+    code, printed = run_script(records, *records)
     assert code == 0
     assert "bloom-560m-plain: oom (error: memory: CUDA out of memory; offload)" in printed
 
 
 @pytest.mark.parametrize(("visible", "chosen"), [("2,3", "2"), ("GPU-1,GPU-2", "GPU-1")])
-def test_the_rows_see_one_gpu_and_no_knob_of_the_job(monkeypatch, visible, chosen):
+def test_the_rows_get_one_gpu_and_no_knob_of_the_job(monkeypatch, visible, chosen):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
     monkeypatch.setenv("TRAIN_SIZE", "1")
     variables = gpu_check.environment_of_rows(Path(), cpu=False)
@@ -93,8 +96,8 @@ def test_the_rows_see_one_gpu_and_no_knob_of_the_job(monkeypatch, visible, chose
     assert "TRAIN_SIZE" not in variables
 
 
-def test_results_of_another_machine_are_not_mixed(call, refusal):
-    call({}, "plain")
-    line = refusal(lambda: call({}, "plain", machine=V100 | {"gpu": "H100"}))
+def test_results_of_another_machine_are_not_mixed(run_script, refusal):
+    run_script({}, "plain")
+    line = refusal(lambda: run_script({}, "plain", machine=V100 | {"gpu": "H100"}))
     assert "is of another machine or version: gpu Tesla V100-SXM2-32GB, " in line
     assert line.endswith("; move it away, or give another --output")

@@ -1,4 +1,4 @@
-"""The memory logs that run beside a job: what is read of a good one, of a cut one, and whose they are."""
+"""Memory logs of a job: the samples of complete and damaged logs, and the choice of the job's own logs."""
 
 from pathlib import Path
 
@@ -11,16 +11,16 @@ GPU_LOG, CPU_LOG = gpu_log(100, 900, 500), cpu_log(10, 90, 50)
 LINE = "2026/11/20 22:00:15.000, 0, Tesla V100-SXM2-32GB, {}, 32768\n"
 
 
-def mib_of(log) -> dict[str, list[float]]:
+def mib_by_name(log) -> dict[str, list[float]]:
     return {name: log.mib(name) for name in log.names()}
 
 
-GPU_LOGS = {  # content, samples of GPU 0, the lines that are none
+GPU_LOGS = {  # content, samples of GPU 0, numbers of the lines without a sample
     "plain": (GPU_LOG, [100, 900, 500], []),
     "with units": (GPU_LOG.replace(", 32768", " MiB, 32768 MiB"), [100, 900, 500], []),
     "without header": (GPU_LOG.split("\n", 1)[1], [100, 900, 500], []),
     "empty": ("", [], []),
-    "header alone": (GPU_HEADER, [], []),
+    "only header": (GPU_HEADER, [], []),
     "cut in the value": (GPU_LOG + LINE.format(700)[:53], [100, 900, 500], [5]),
     "cut in the total": (GPU_LOG + LINE.format(700)[:-4], [100, 900, 500], [5]),
     "resumed": (GPU_LOG + gpu_log(7), [100, 900, 500, 7], []),
@@ -36,7 +36,7 @@ def test_gpu_log(tmp_path, text, samples, lines):
     path = tmp_path / "gpu.csv"
     path.write_text(text)
     log = read_gpu_log(path)
-    assert mib_of(log) == ({"0": samples} if samples else {})
+    assert mib_by_name(log) == ({"0": samples} if samples else {})
     assert [problem.split(" (")[0] for problem in log.problems] == [f"{path}:{line}: no sample" for line in lines]
 
 
@@ -45,7 +45,7 @@ CPU_LOGS = {
     "cut": (CPU_LOG + "  15.000  99.0  1", [10, 90, 50], [5]),
     "resumed": (CPU_LOG + cpu_log(7), [10, 90, 50, 7], []),
     "cut and resumed": (CPU_LOG + "  15.000  99" + cpu_log(7), [10, 90, 50, 7], []),
-    "header alone": (CPU_HEADER, [], []),
+    "only header": (CPU_HEADER, [], []),
 }
 
 
@@ -54,7 +54,7 @@ def test_cpu_log(tmp_path, text, samples, lines):
     path = tmp_path / "cpu.txt"
     path.write_text(text)
     log = read_cpu_log(path)
-    assert mib_of(log) == ({"process": samples} if samples else {})
+    assert mib_by_name(log) == ({"process": samples} if samples else {})
     assert [problem.split(" (")[0] for problem in log.problems] == [f"{path}:{line}: no sample" for line in lines]
 
 
@@ -64,7 +64,7 @@ def test_many_problems_are_counted(tmp_path):
     assert read_gpu_log(path).problems[3:] == [f"{path}: 497 more such lines"]
 
 
-def test_log_that_is_not_there_is_a_problem():
+def test_a_missing_log_is_a_problem():
     assert read_gpu_log(Path("absent.csv")).problems == ["absent.csv: cannot be read (No such file or directory)"]
 
 
@@ -88,13 +88,13 @@ def test_curve_and_span(tmp_path):
     assert log.span() == 15
 
 
-def test_logs_of_a_job_are_not_those_of_its_neighbours():
-    """A job's name may hold what a shell takes for a pattern."""
+def test_a_job_gets_only_its_own_logs():
+    """A job's name may contain characters of a shell pattern."""
     Path("gpu_memory").mkdir()
     for job in ("1", "1_node1", "10", "10_node1", "[1]"):
         Path(f"gpu_memory/gpu_memory_log_{job}.csv").touch()
-    found, of_cpu = logs_of(Path(), "1")
+    found, cpu_logs = logs_of(Path(), "1")
     assert [path.name for path in found] == ["gpu_memory_log_1.csv", "gpu_memory_log_1_node1.csv"]
-    assert of_cpu == []
+    assert cpu_logs == []
     assert [host_of(path) for path in found] == ["", "node1"]
     assert [path.name for path in logs_of(Path(), "[1]")[0]] == ["gpu_memory_log_[1].csv"]

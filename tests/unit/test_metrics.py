@@ -1,4 +1,4 @@
-"""Exact Match and F1 as SQuAD v1.1 defines them, and the generation that they are computed from."""
+"""Exact Match and F1 by the rules of SQuAD v1.1, and the generation of the answers."""
 
 import collections
 import string
@@ -16,8 +16,8 @@ from training import exact_match
 from training.exact_match import Generation, answer_questions, exact_match_and_f1
 
 
-def official(prediction: str, references: list[str]) -> tuple[float, float]:
-    """Exact Match and F1 in percent, written from the rules of Rajpurkar et al. (2016), section 6.1."""
+def score_by_rules(prediction: str, references: list[str]) -> tuple[float, float]:
+    """Return Exact Match and F1 in percent, by the rules of Rajpurkar et al. (2016), section 6.1."""
 
     def words(text: str) -> list[str]:
         letters = "".join(c for c in text.lower() if c not in string.punctuation)
@@ -32,7 +32,7 @@ def official(prediction: str, references: list[str]) -> tuple[float, float]:
 
 
 CPU = torch.device("cpu")
-FIRST_WORD = 400  # ids of the tiny tokenizer above its single bytes
+FIRST_WORD = 400  # in the tiny tokenizer, lower ids are single bytes
 CASES = {
     "equal": ("a fast network", ["a fast network"], 100, 100),
     "articles do not count": ("The network", ["a network"], 100, 100),
@@ -58,7 +58,7 @@ def score(monkeypatch, predictions: list[str], references: list[list[str]]) -> d
 
 @pytest.mark.parametrize(("prediction", "references", "exact_match", "f1"), CASES.values(), ids=CASES)
 def test_scores_follow_the_official_rules(prediction, references, exact_match, f1, monkeypatch):
-    assert official(prediction, references) == pytest.approx((exact_match, f1), abs=1e-3)
+    assert score_by_rules(prediction, references) == pytest.approx((exact_match, f1), abs=1e-3)
     assert score(monkeypatch, [prediction], [references]) == pytest.approx(
         {"exact_match": exact_match, "f1": f1}, abs=1e-3
     )
@@ -66,14 +66,14 @@ def test_scores_follow_the_official_rules(prediction, references, exact_match, f
 
 def test_scores_are_means_over_the_questions(monkeypatch):
     predictions, references = [case[0] for case in CASES.values()], [case[1] for case in CASES.values()]
-    both = [official(p, r) for p, r in zip(predictions, references, strict=True)]
+    both = [score_by_rules(p, r) for p, r in zip(predictions, references, strict=True)]
     scores = score(monkeypatch, predictions, references)
     assert scores["exact_match"] == pytest.approx(sum(em for em, _ in both) / len(both), abs=1e-3)
     assert scores["f1"] == pytest.approx(sum(f1 for _, f1 in both) / len(both), abs=1e-3)
 
 
-class Counter(torch.nn.Module):
-    """Answers with a token that stands for the number of tokens in the prompt, and notes what it was asked."""
+class PromptCounter(torch.nn.Module):
+    """A model that records each call and answers with one token, which encodes the number of tokens in the prompt."""
 
     device = torch.device("cpu")
 
@@ -103,23 +103,25 @@ def questions(tokenizer):
     return Dataset.from_dict(rows | tokenise_batch(rows, tokenizer, 128, "answer"))
 
 
-def test_every_question_is_answered_when_the_batch_does_not_divide_their_number(tokenizer, questions):
-    model = Counter(tokenizer.eos_token_id)
+def test_every_question_is_answered_also_in_an_incomplete_batch(tokenizer, questions):
+    model = PromptCounter(tokenizer.eos_token_id)
     answers = answer_questions(model, tokenizer, questions, Generation(2, 128, CPU))
     assert sorted(answers) == [0, 1, 2, 3, 4]
     assert [len(ids) for ids, _, _ in model.calls] == [2, 2, 1]
     lengths = questions["prompt_length"][:]
     assert len(set(lengths)) == 5
     asked = [mask.sum(1).tolist() for _, mask, _ in model.calls]
-    assert asked == [lengths[:2:-1], lengths[2:0:-1], lengths[:1]], "prompts of similar length, the longest first"
+    assert asked == [lengths[:2:-1], lengths[2:0:-1], lengths[:1]], (
+        "prompts of similar length share a batch, and the longest come first"
+    )
     assert [answers[i] for i in range(5)] == [tokenizer.decode(FIRST_WORD + n).strip() for n in lengths]
 
 
-def test_generation_is_greedy_cached_padded_left_and_sees_no_answer(tokenizer, questions):
-    model = Counter(tokenizer.eos_token_id)
+def test_generation_is_greedy_cached_left_padded_and_sees_no_answer(tokenizer, questions):
+    model = PromptCounter(tokenizer.eos_token_id)
     answer_questions(model, tokenizer, questions, Generation(5, 128, CPU))
     ((ids, mask, options),) = model.calls
-    for i, row in enumerate(reversed(list(questions))):  # the longest first
+    for i, row in enumerate(reversed(list(questions))):  # the longest prompt comes first
         prompt = row["input_ids"][: row["prompt_length"]]
         assert ids[i, -len(prompt) :].tolist() == prompt
         assert tokenizer.decode(prompt).endswith("Answer:")
@@ -131,14 +133,12 @@ def test_generation_is_greedy_cached_padded_left_and_sees_no_answer(tokenizer, q
 
 
 @pytest.mark.parametrize("ranks", [2, 3, 4])
-def test_every_rank_runs_equally_many_batches_and_all_questions_are_shared_out(
-    ranks, tokenizer, questions, monkeypatch
-):
+def test_ranks_run_equally_many_batches_and_answer_all_questions(ranks, tokenizer, questions, monkeypatch):
     monkeypatch.setattr(exact_match, "world_size", lambda: ranks)
     calls, answers = [], {}
     for rank in range(ranks):
         monkeypatch.setattr(exact_match, "rank", lambda number=rank: number)
-        model = Counter(tokenizer.eos_token_id)
+        model = PromptCounter(tokenizer.eos_token_id)
         answers |= answer_questions(model, tokenizer, questions, Generation(1, 128, CPU, sharded=True))
         calls.append(len(model.calls))
         assert all(options["synced_gpus"] for _, _, options in model.calls)

@@ -1,4 +1,4 @@
-"""Models and tokenizers by name, folder or size; what would train something else than asked is refused."""
+"""Models and tokenizers by name, folder or size. A model that would not train as requested is refused."""
 
 import json
 import os
@@ -17,7 +17,7 @@ DATA = DataArguments(dataset=str(REPOSITORY / "data" / "squad_sample.json"))
 TINY = ModelArguments("tiny-bloom")
 
 
-def test_tiny_bloom_is_small_in_fp32_and_the_same_for_a_seed(tiny_tokenizer):
+def test_tiny_bloom_is_small_in_fp32_and_depends_on_the_seed(tiny_tokenizer):
     one, again, other = (load_model(TINY, tiny_tokenizer, seed) for seed in (1, 1, 2))
     assert count_parameters(one) == sum(p.numel() for p in one.parameters()) < 500_000
     assert {p.dtype for p in one.parameters()} == {torch.float32}
@@ -26,13 +26,13 @@ def test_tiny_bloom_is_small_in_fp32_and_the_same_for_a_seed(tiny_tokenizer):
     assert not torch.equal(states[0], states[2])
 
 
-# parameters as the Hub's pages of these models give them
+# The numbers of parameters are from the models' pages on the Hub
 @pytest.mark.parametrize(("name", "size"), [("bigscience/bloom-560m", 559214592), ("bigscience/bloom-3b", 3002557440)])
 def test_from_scratch_has_the_size_of_the_named_model_without_a_download(name, size):
     assert count_parameters(build_meta_model(ModelArguments(name, from_scratch=True))) == size
 
 
-def test_folder_that_is_not_there_is_refused_by_its_flag(refusal):
+def test_the_error_for_a_missing_folder_names_its_flag(refusal):
     def line(name: str, tokenizer_name: str | None = None) -> str:
         return refusal(load_tokenizer, ModelArguments(name, tokenizer_name=tokenizer_name), DATA)
 
@@ -45,7 +45,7 @@ def test_folder_that_is_not_there_is_refused_by_its_flag(refusal):
 
 @pytest.fixture
 def folder(tmp_path, tiny_tokenizer):
-    """A model that was saved in 16 bit."""
+    """The folder of a model saved in 16 bit."""
     model = BloomForCausalLM(BloomConfig(vocab_size=2048, hidden_size=16, n_layer=1, n_head=2))
     model.to(torch.float16).save_pretrained(tmp_path / "model")
     tiny_tokenizer.save_pretrained(tmp_path / "model")
@@ -53,7 +53,7 @@ def folder(tmp_path, tiny_tokenizer):
 
 
 def load(folder: Path):
-    """As train.py does."""
+    """Load a model as train.py does."""
     arguments = ModelArguments(str(folder))
     meta_model = build_meta_model(arguments)
     tokenizer = load_tokenizer(arguments, DATA)
@@ -67,7 +67,7 @@ def test_saved_model_is_loaded_in_fp32(folder):
     assert {p.dtype for p in model.parameters()} == {torch.float32}
 
 
-def without(*names: str):
+def remove_files(*names: str):
     return lambda folder: [(folder / name).unlink() for name in names]
 
 
@@ -95,11 +95,11 @@ FAULTS = {
         "IN has no transformer.h.1.input_layernorm.bias of the shape that its config.json asks for; take config.json",
     ),
     "no tokenizer": (
-        without("tokenizer.json", "tokenizer_config.json"),
+        remove_files("tokenizer.json", "tokenizer_config.json"),
         "IN cannot be loaded (Couldn't instantiate the backend tokenizer",
     ),
     "no end of an answer": (
-        without("tokenizer_config.json"),
+        remove_files("tokenizer_config.json"),
         "the tokenizer of IN has no eos_token, by which the model learns to end an answer; name one in its tokenizer",
     ),
 }
@@ -112,8 +112,11 @@ def test_broken_folder_is_refused_in_one_line(fault, folder, refusal):
     assert refusal(load, folder).startswith(f"error: --model_name: {line}".replace("IN", str(folder)))
 
 
-def test_tokenizer_that_transformers_makes_of_nothing_is_refused(tmp_path, refusal):
-    """For GPT-2, OPT, Qwen and others: without its file, every text has no tokens."""
+def test_an_empty_tokenizer_created_by_transformers_is_refused(tmp_path, refusal):
+    """For GPT-2, OPT, Qwen and others, transformers creates an empty tokenizer if the file is missing.
+
+    With it, every text would have no tokens.
+    """
     GPT2Config(n_embd=8, n_layer=1, n_head=1).save_pretrained(tmp_path)
     line = refusal(load_tokenizer, ModelArguments(str(tmp_path)), DATA)
     assert line == (
@@ -130,7 +133,7 @@ LEARNED = {
 
 
 @pytest.mark.parametrize("config", LEARNED.values(), ids=LEARNED)
-def test_texts_that_are_longer_than_the_learned_positions_are_refused(config, tiny_tokenizer, tmp_path, refusal):
+def test_texts_longer_than_the_learned_positions_are_refused(config, tiny_tokenizer, tmp_path, refusal):
     config.save_pretrained(tmp_path)
     model = build_meta_model(ModelArguments(str(tmp_path)))
     check_model(model, tiny_tokenizer, 256)
@@ -138,7 +141,7 @@ def test_texts_that_are_longer_than_the_learned_positions_are_refused(config, ti
     assert line.startswith("error: --max_length: 257 is more than the 256 positions of the model; lower it to 256, or")
 
 
-def test_positions_that_are_computed_have_no_end(tiny_tokenizer, tmp_path):
-    """Also where the table of words has as many rows as the model says it has positions."""
+def test_computed_positions_have_no_limit(tiny_tokenizer, tmp_path):
+    """The embedding of the tokens has max_position_embeddings rows, but it is not a table of positions."""
     LlamaConfig(**SMALL, intermediate_size=16, max_position_embeddings=2048).save_pretrained(tmp_path)
     check_model(build_meta_model(ModelArguments(str(tmp_path))), tiny_tokenizer, 4096)

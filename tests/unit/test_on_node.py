@@ -1,4 +1,4 @@
-"""on_node.py with a command and the loggers next to it. With real processes: tests/commands, tests/faults."""
+"""on_node.py with simulated processes: a command and its loggers. tests/commands and tests/faults use real ones."""
 
 import os
 import signal
@@ -10,14 +10,17 @@ import pytest
 from job import on_node
 
 RUNS = None
-KILLED = signal.SIGKILL  # a status of waitpid, as the next one
+KILLED = signal.SIGKILL  # a status of waitpid, like EXIT_1
 EXIT_1 = 1 << 8
 GAP = "{} on node1 ended before the training: its log is not complete"
 
 
 @pytest.fixture
 def node(monkeypatch):
-    """Runs on_node.py for these statuses of waitpid; returns its exit code and the signals that it sent."""
+    """Return a function that runs on_node.py with these statuses of waitpid.
+
+    It returns the exit code and the sent signals.
+    """
     sent: list = []
     handlers: dict = {}
     monkeypatch.setattr(os, "kill", lambda pid, number: sent.append((pid, number)))
@@ -43,21 +46,19 @@ def node(monkeypatch):
 
 
 @pytest.mark.parametrize(("status", "code"), [(0, 0), (75 << 8, 75), (KILLED, 137)])
-def test_its_exit_code_is_that_of_the_command_and_a_failure_is_noted(node, status, code):
+def test_the_exit_code_is_that_of_the_command_and_a_failure_is_noted(node, status, code):
     assert node(status)[0] == code
     notes = [path.read_text() for path in Path().glob("exit_codes")]
     assert [note.split(maxsplit=1)[1] for note in notes] == ([f"{code} rank 3 on node1\n"] if code else [])
-    assert all(len(note.split()[0]) == 19 for note in notes), "nanoseconds, as launch.py notes them"
+    assert all(len(note.split()[0]) == 19 for note in notes), "19 digits are nanoseconds, which launch.py writes too"
 
 
 @pytest.mark.parametrize(
     ("program", "status", "gap"),
     [("psrecord", 0, False), ("psrecord", EXIT_1, True), ("nvidia-smi", 0, True), ("nvidia-smi", KILLED, True)],
 )
-def test_a_logger_that_ended_before_the_command_is_a_gap_and_psrecord_may_end_with_the_command(
-    node, program, status, gap
-):
-    assert node(0, **{program: status}) == (0, []), "an ended logger is not told to stop"
+def test_a_logger_that_ends_before_the_command_is_noted_as_a_gap(node, program, status, gap):
+    assert node(0, **{program: status}) == (0, []), "no signal goes to a logger that has ended"
     assert [path.read_text() for path in Path().glob("missing_node1")] == [GAP.format(program) + "\n"] * gap
     Path("missing_node1").unlink(missing_ok=True)
     node(0, stopped_by=signal.SIGTERM, **{program: status})
@@ -70,23 +71,23 @@ def test_loggers_that_still_run_are_stopped(node):
 
 
 @pytest.mark.parametrize("number", on_node.SIGNALS)
-def test_every_signal_but_the_warning_reaches_the_command_as_sigterm(node, number):
-    as_sent = signal.SIGUSR1 if number == signal.SIGUSR1 else signal.SIGTERM
-    assert node(75 << 8, stopped_by=number) == (75, [(4711, as_sent)])
+def test_every_signal_except_the_warning_reaches_the_command_as_sigterm(node, number):
+    forwarded = signal.SIGUSR1 if number == signal.SIGUSR1 else signal.SIGTERM
+    assert node(75 << 8, stopped_by=number) == (75, [(4711, forwarded)])
 
 
 def test_under_nohup_sighup_stays_ignored(monkeypatch):
     handlers: dict = {}
     monkeypatch.setattr(signal, "signal", handlers.__setitem__)
-    for before, heard in ((signal.SIG_IGN, False), (signal.SIG_DFL, True)):
+    for before, has_handler in ((signal.SIG_IGN, False), (signal.SIG_DFL, True)):
         handlers.clear()
         monkeypatch.setattr(signal, "getsignal", lambda number, before=before: before)
         on_node.listen(4711, [])
-        assert (signal.SIGHUP in handlers, signal.SIGINT in handlers) == (heard, True)
+        assert (signal.SIGHUP in handlers, signal.SIGINT in handlers) == (has_handler, True)
 
 
 def test_a_note_on_a_full_disk_changes_nothing(node):
-    """Folders in place of the notes stand for a full disk."""
+    """Folders in place of the notes simulate a full disk."""
     for name in ("exit_codes", "missing_node1"):
         Path(name).mkdir()
     assert node(EXIT_1, psrecord=EXIT_1)[0] == 1

@@ -1,4 +1,4 @@
-"""estimate/predict_from_record.py, with records as train.py writes them. Records of real runs: tests/integration."""
+"""Predictions from records in the format of train.py. tests/integration predicts from records of real runs."""
 
 import json
 from dataclasses import replace
@@ -20,7 +20,9 @@ def in_the_repository(monkeypatch):
 
 def settings_and_record(*flags: str) -> tuple[Settings, dict]:
     settings = parse_memory_plan([*flags, "--gpus", "4", "--nodes", "2"], environment={})
-    names = {flag: name for flag, name in settings.names.items() if flag not in ("gpus", "nodes")}  # as train.py's
+    names = {
+        flag: name for flag, name in settings.names.items() if flag not in ("gpus", "nodes")
+    }  # train.py has no such flags
     record = {
         "settings": replace(settings, names=names).recorded(),
         "configs": {
@@ -45,13 +47,13 @@ def settings_and_record(*flags: str) -> tuple[Settings, dict]:
         ("--fsdp", "--fsdp_config", "fsdp_configs/hybrid_shard.json", "--gradient_accumulation_steps", "1"),
     ],
 )
-def test_a_record_predicts_what_the_command_line_does(flags):
+def test_a_record_and_the_command_line_give_the_same_prediction(flags):
     settings, record = settings_and_record(*flags)
     on_gpu, on_node = totals(estimate_parts(settings), 2)
     assert predicted_memory(record)[:2] == (on_gpu / MIB, on_node / MIB)
 
 
-def test_a_model_that_also_sees_is_kept_with_its_language_part(tmp_path):
+def test_a_vision_model_is_recorded_with_its_language_part(tmp_path):
     sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4}
     sizes |= {"num_key_value_heads": 2, "head_dim": 16, "vocab_size": 512}
     config = {"model_type": "qwen3_5", "text_config": sizes | {"layer_types": ["full_attention"] * 2}}
@@ -68,6 +70,6 @@ def test_on_the_cpu_the_node_holds_everything():
 
 
 @pytest.mark.parametrize("change", [{"configs": None}, {"settings": {"optim": "adafactor"}}])
-def test_of_some_runs_nothing_is_predicted(change):
+def test_some_runs_cannot_be_predicted(change):
     _, record = settings_and_record("--model_name", "tiny-bloom")
     assert predicted_memory(record | change) is None

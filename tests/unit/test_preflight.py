@@ -1,4 +1,4 @@
-"""preflight.py: its comparisons, and what its lines say, without a GPU, a cluster or a training."""
+"""Comparisons and lines of preflight.py, without a GPU, a cluster or a training."""
 
 import pytest
 import torch
@@ -14,22 +14,24 @@ TORCH_2_13_CU130 = ["sm_75", "sm_80", "sm_86", "sm_90", "sm_100", "sm_120"]
     ("capability", "arch_list", "runs"),
     [
         ((9, 0), TORCH_2_13_CU130, True),
-        ((8, 9), TORCH_2_13_CU130, True),  # sm_86
+        ((8, 9), TORCH_2_13_CU130, True),  # runs code for sm_86
         ((7, 0), TORCH_2_13_CU130, False),  # V100
-        ((10, 3), ["sm_90", "compute_90"], True),  # by PTX
+        ((10, 3), ["sm_90", "compute_90"], True),  # compiles the PTX of compute_90
         ((10, 3), ["sm_90"], False),
     ],
 )
-def test_a_gpu_runs_a_build(capability, arch_list, runs):
+def test_a_gpu_runs_builds_for_its_architecture(capability, arch_list, runs):
     assert preflight_machine.built_for(capability, arch_list) is runs
 
 
-# as nvidia-smi --query-gpu=name,driver_version --format=csv,noheader prints it
+# Output of nvidia-smi --query-gpu=name,driver_version --format=csv,noheader
 NVIDIA_SMI = "Tesla V100-SXM2-32GB, 470.82.01\nTesla V100-SXM2-32GB, 470.82.01"
 
 
-def test_a_machine_on_which_pytorch_uses_no_gpu(monkeypatch):
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)  # a driver that is too old lists its GPU
+def test_a_machine_where_pytorch_finds_no_usable_gpu(monkeypatch):
+    monkeypatch.setattr(
+        torch.cuda, "device_count", lambda: 1
+    )  # a driver that is too old lists its GPU, but PyTorch cannot use it
     monkeypatch.setattr(preflight_machine, "command", lambda *words: (False, "nvidia-smi: no such file"))
     ((state, *_, way_out),) = preflight_machine.gpus()
     assert (state, way_out) == ("skip", "in a job: srun --gpus-per-node=1 python scripts/preflight.py"), "a login node"
@@ -50,7 +52,7 @@ def test_a_gpu_that_torch_was_not_built_for_fails(monkeypatch):
     assert "python -m pip install torch==2.13.0+cu126 --index-url " in way_out
 
 
-def test_pins():
+def test_versions_that_differ_from_the_pins_are_listed():
     installed = torch.__version__.split("+")[0]
     assert preflight_machine.wrong_pins(f"# comment\n-r other.txt\ntorch=={installed}\n") == []
     wrong = preflight_machine.wrong_pins("torch==0.1\nno-such-package==1.0\n")
@@ -68,11 +70,11 @@ def test_pins():
         ("eth,hsn0", False, ["hsn0"]),
     ],
 )
-def test_interfaces(value, exact, absent):
+def test_absent_network_interfaces_are_listed(value, exact, absent):
     assert preflight_machine.absent_interfaces(value, ["eth0", "ib0", "lo"], exact) == absent
 
 
-def test_nothing_of_the_caller_reaches_a_tiny_training(tmp_path):
+def test_a_tiny_training_gets_no_settings_of_the_caller(tmp_path):
     caller = {"BATCH_SIZE": "64", "DATASET": "squad", "RANK": "3", "SLURM_JOB_ID": "7", "SLURM_CONF": "c", "HOME": "h"}
     variables = preflight_jobs.tiny_variables(tmp_path, caller, gpu=True)
     assert variables == {"SLURM_CONF": "c", "HOME": "h", "HF_DATASETS_CACHE": f"{tmp_path}/datasets"} | {

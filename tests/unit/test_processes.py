@@ -1,5 +1,7 @@
-"""Ranks from Slurm's variables, GPUs of ranks, and the error line that a job prints once. Each launcher's start:
-tests/integration/test_launchers.py."""
+"""Ranks from Slurm's variables, GPUs of ranks, and the error line that a job prints once.
+
+tests/integration/test_launchers.py starts ranks with each launcher.
+"""
 
 import os
 import pickle
@@ -24,7 +26,7 @@ def test_srun_variables_become_ranks(monkeypatch):
     assert [os.environ[name] for name in names] == ["3", "1", "4", "2", "node7", str(port_of("123456"))]
 
 
-def test_one_task_under_srun_is_no_process_group(monkeypatch):
+def test_one_task_under_srun_gets_no_process_group(monkeypatch):
     monkeypatch.setenv("SLURM_STEP_NUM_TASKS", "1")
     monkeypatch.setenv("SLURM_PROCID", "0")
     prepare_environment(shards=False)
@@ -39,8 +41,8 @@ def test_more_ranks_than_gpus_on_a_node_end_with_3(monkeypatch, refusal):
     assert "start as many processes per node as it has GPUs, without GPU binding (--gpus-per-task, --gpu-bind)" in line
 
 
-def test_attention_leaves_cudnn_out_on_a_gpu(monkeypatch, gpu):
-    """It plans anew for each shape of a batch."""
+def test_attention_does_not_use_cudnn_on_a_gpu(monkeypatch, gpu):
+    """cuDNN would make a new plan for each shape of a batch."""
     monkeypatch.setattr(process_group.torch.cuda, "device_count", lambda: 1)
     monkeypatch.setattr(process_group.torch.cuda, "set_device", lambda number: None)
     before = process_group.torch.backends.cuda.cudnn_sdp_enabled()
@@ -53,7 +55,7 @@ def test_attention_leaves_cudnn_out_on_a_gpu(monkeypatch, gpu):
 
 
 def bound_task(monkeypatch, **variables: str) -> list[int]:
-    """The second of two tasks of a node, each of which sees one GPU; gives what it makes its own."""
+    """Simulate the second of two tasks on a node, each of which sees one GPU. Returns a list of the GPUs it chooses."""
     monkeypatch.setattr(process_group.torch.cuda, "device_count", lambda: 1)
     chosen = []
     monkeypatch.setattr(process_group.torch.cuda, "set_device", chosen.append)
@@ -62,7 +64,7 @@ def bound_task(monkeypatch, **variables: str) -> list[int]:
     return chosen
 
 
-def test_a_task_that_is_bound_to_one_gpu_of_its_own_takes_that(monkeypatch):
+def test_a_task_that_is_bound_to_one_gpu_uses_this_gpu(monkeypatch):
     chosen = bound_task(monkeypatch, SLURM_GPUS_ON_NODE="2")
     process_group.bind_device()
     assert chosen == [0]
@@ -94,8 +96,8 @@ def test_error_of_several_lines_is_printed_as_one():
     assert str(WorkshopError("a\nb", "c\nd", "\x1b[2J")) == "a b: c d;  [2J"
 
 
-def test_an_error_of_another_process_arrives_whole():
-    """A pool's worker sends it as pickle makes it."""
+def test_an_error_survives_pickling():
+    """A worker of a process pool sends its exception as a pickle."""
     error = pickle.loads(pickle.dumps(WorkshopError(Path("a.json"), "is wrong", "correct it", 3)))
     assert (str(error), error.code) == ("a.json: is wrong; correct it", 3)
 
@@ -108,8 +110,8 @@ def test_an_error_of_another_process_arrives_whole():
     ],
     ids=["torch", "NCCL"],
 )
-def test_no_memory_is_one_line(error, printed, capsys):
-    """Other ends of a script, and as processes: tests/commands/test_exit_codes.py."""
+def test_an_out_of_memory_error_is_one_line(error, printed, capsys):
+    """tests/commands/test_exit_codes.py tests other ends of a script, with real processes."""
 
     def main():
         raise error

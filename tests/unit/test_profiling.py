@@ -1,4 +1,4 @@
-"""The breakdown of a step, from events as PyTorch's profiler gives them."""
+"""The breakdown of a step, from events in the form of PyTorch's profiler."""
 
 from dataclasses import dataclass
 
@@ -7,20 +7,20 @@ from torch.profiler import DeviceType
 from training.profiling import PHASES, STEP, breakdown, table
 
 SECOND = 10**9
-FOURTH = f"{STEP}3"  # as PyTorch counts the steps
+FOURTH = f"{STEP}3"  # the profiler counts steps from 0
 
 
 @dataclass
 class Event:
-    """As torch._C._profiler._KinetoEvent; start and duration in seconds."""
+    """An event like torch._C._profiler._KinetoEvent. start and duration are in seconds."""
 
-    what: str
+    label: str
     start: float
     duration: float
     on_cpu: bool = True
 
     def name(self) -> str:
-        return self.what
+        return self.label
 
     def start_ns(self) -> int:
         return round(self.start * SECOND)
@@ -32,10 +32,10 @@ class Event:
         return DeviceType.CPU if self.on_cpu else DeviceType.CUDA
 
     def is_user_annotation(self) -> bool:
-        return self.what in (FOURTH, *PHASES)
+        return self.label in (FOURTH, *PHASES)
 
 
-def test_on_a_gpu_kernels_count_and_the_annotations_that_span_them_do_not(monkeypatch):
+def test_on_a_gpu_kernels_count_and_annotations_do_not(monkeypatch):
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
     events = [
         Event(FOURTH, 0, 10),
@@ -47,7 +47,7 @@ def test_on_a_gpu_kernels_count_and_the_annotations_that_span_them_do_not(monkey
         Event("backward", 4, 6),
         Event("backward", 4, 6, on_cpu=False),
         Event("gemm", 4, 4, on_cpu=False),
-        Event("ncclDevKernel_AllReduce", 6, 4, on_cpu=False),  # two seconds beside the product, two alone
+        Event("ncclDevKernel_AllReduce", 6, 4, on_cpu=False),  # two seconds overlap with the product, two do not
     ]
     found = breakdown(events)
     assert (found["forward"], found["backward"]) == (4, 4)
@@ -63,10 +63,10 @@ def test_each_moment_of_a_step_counts_once():
         Event("aten::mm", 1, 2),
         Event("backward", 3, 5),
         Event("aten::mm", 3, 3),
-        Event("gloo:all_reduce", 5, 3),  # a second beside the product, two alone
+        Event("gloo:all_reduce", 5, 3),  # one second overlaps with the product, two do not
         Event("optimizer", 8, 1),
         Event("aten::add_", 8, 1),
-        Event("gloo:all_reduce", 11, 3),  # behind the step
+        Event("gloo:all_reduce", 11, 3),  # after the step
     ]
     found = breakdown(events)
     assert found == {
@@ -82,7 +82,7 @@ def test_each_moment_of_a_step_counts_once():
     }
 
 
-def test_deepspeeds_step_within_its_backward_pass_is_the_optimizers():
+def test_deepspeeds_step_in_the_backward_pass_counts_as_optimizer():
     events = [
         Event(FOURTH, 0, 4),
         Event("data", 0, 0),

@@ -1,4 +1,4 @@
-"""How the nodes of a job find each other: the first node's address, and what launch.py says when they do not."""
+"""The rendezvous of a job's nodes: its port, and the back ends that launch.py accepts."""
 
 import socket
 
@@ -11,9 +11,9 @@ from helpers import free_port
 # rendezvous.py
 
 
-def test_the_port_differs_from_job_to_job_and_skips_one_that_is_taken():
+def test_the_port_differs_between_jobs_and_skips_a_used_one():
     first = rendezvous.free_port("4711")
-    assert 20000 <= first < 32768, "above, Linux gives ports to any connection"
+    assert 20000 <= first < 32768, "from 32768 on, Linux gives ports to any connection"
     assert first != rendezvous.free_port("4712")
     with socket.socket() as listener:
         listener.bind(("", first))
@@ -25,7 +25,7 @@ def test_the_port_differs_from_job_to_job_and_skips_one_that_is_taken():
 
 @pytest.fixture
 def launched(monkeypatch, main_of):
-    """What launch.py would give to torchrun."""
+    """Return a function that gives the arguments with which launch.py would start torchrun."""
     seen = []
     monkeypatch.setattr(launch, "run", seen.append)
 
@@ -36,7 +36,7 @@ def launched(monkeypatch, main_of):
     return start
 
 
-def test_the_time_out_is_that_of_the_static_rendezvous(monkeypatch, launched):
+def test_the_static_rendezvous_gets_the_join_timeout(monkeypatch, launched):
     monkeypatch.setenv("JOIN_TIMEOUT", "7")
     started = launched("--rdzv-backend=static", "--master-addr=127.0.0.1", f"--master-port={free_port()}")
     assert started.rdzv_conf == "timeout=7"
@@ -52,7 +52,7 @@ def test_only_the_static_rendezvous_is_accepted(monkeypatch, launched, refusal, 
 
 
 @pytest.mark.parametrize("flags", [[], ["--standalone"]], ids=str)
-def test_one_node_meets_on_loopback_where_torchrun_would_take_c10d(launched, flags):
+def test_one_node_uses_loopback_where_torchrun_would_use_c10d(launched, flags):
     started = launched(*flags)
     assert (started.rdzv_backend, started.standalone, started.master_addr) == ("static", False, "127.0.0.1")
     assert started.master_port > 0

@@ -1,4 +1,4 @@
-"""The report over checked-in runs, its command line, and the summary of one run."""
+"""The report of the checked-in runs, its command line, and the summary of one run."""
 
 import csv
 import os
@@ -25,14 +25,14 @@ BASELINE = RUNS / "experiments" / "baseline"
 
 @pytest.fixture(scope="module")
 def written(tmp_path_factory) -> Path:
-    """The report over the checked-in runs."""
+    """The folder of a report of the checked-in runs."""
     output = tmp_path_factory.mktemp("report") / "report"
     write_report([RUNS], output, all_runs=False)
     return output
 
 
-def rows_of(path: Path) -> dict[tuple[str, str], str]:
-    """(row and job, column) -> value, of a CSV table."""
+def read_rows(path: Path) -> dict[tuple[str, str], str]:
+    """Return the values of a CSV table: (row and job, column) -> value."""
     with path.open(newline="") as file:
         rows = list(csv.DictReader(file))
     return {(f"{row['row']} job {row['job_id']}", name): value for row in rows for name, value in row.items()}
@@ -40,11 +40,11 @@ def rows_of(path: Path) -> dict[tuple[str, str], str]:
 
 def test_golden_report(written):
     names = {path.name for path in GOLDEN.glob("*.csv")} ^ {path.name for path in written.glob("*.csv")}
-    different = [f"{name} is in one of the two reports alone" for name in sorted(names)]
+    different = [f"{name} is only in one of the two reports" for name in sorted(names)]
     for path in sorted(GOLDEN.glob("*.csv")):
         if path.name in names:
             continue
-        expected, found = rows_of(path), rows_of(written / path.name)
+        expected, found = read_rows(path), read_rows(written / path.name)
         for key in expected | found:
             if expected.get(key) != (value := (found.get(key) or "").replace(f"{RUNS}/", "")):
                 different.append(f"{path.name}, {key[0]}, {key[1]}: {expected.get(key)!r} expected, {value!r} found")
@@ -52,7 +52,7 @@ def test_golden_report(written):
     assert not different, "\n".join([*different, f"If this is intended: {way}"])
 
 
-def test_markdown_has_the_table_with_decimals_that_agree(written):
+def test_markdown_has_the_table_with_equal_decimals(written):
     lines = (written / "runs.md").read_text().splitlines()
     cells = [[cell.strip() for cell in line.split("|")[1:-1]] for line in lines if line.startswith("|")]
     assert len({len(line) for line in lines if line.startswith("|")}) == 1
@@ -62,7 +62,7 @@ def test_markdown_has_the_table_with_decimals_that_agree(written):
     assert f"- deepspeed-single-gpu/zero_3 (job 108): failed: {killed}" in lines
 
 
-def test_records_tell_nothing_of_the_machine():
+def test_records_contain_no_paths_of_the_machine():
     paths = [path for path in [*RUNS.rglob("*.*"), *RUNS_OF_1_0_0.rglob("*.*")] if path.is_file()]
     assert len(paths) > 30
     for path in paths:
@@ -102,14 +102,14 @@ def test_every_experiment_has_a_table():
         ({"questoin": "What?"}, ": table baseline, questoin: unknown key; did you mean question?"),
     ],
 )  # fmt: skip
-def test_wrong_tables_yaml_is_one_line(tmp_path, refusal, change, error):
+def test_an_error_in_tables_yaml_is_one_line(tmp_path, refusal, change, error):
     path = tmp_path / "tables.yaml"
     baseline = DEFINITIONS[0].model_dump(exclude_unset=True)
     path.write_text(change if isinstance(change, str) else yaml.safe_dump([baseline | change]))
     assert refusal(load_definitions, path).startswith(f"error: {os.path.relpath(path)}{error}")
 
 
-def test_mistake_in_the_workshops_own_tables_yaml_is_named_from_here(monkeypatch, refusal):
+def test_the_workshops_own_tables_yaml_is_named_by_its_relative_path(monkeypatch, refusal):
     monkeypatch.chdir(REPOSITORY)
     monkeypatch.setattr("yaml.safe_load", lambda _: [{"id": "ddp", "rwos": []}])
     line = refusal(load_definitions)
@@ -120,7 +120,10 @@ def test_mistake_in_the_workshops_own_tables_yaml_is_named_from_here(monkeypatch
 
 
 def test_relations(tmp_path):
-    """Each by hand: 2 GPUs 100 s 10/s, 4 GPUs 125 s 16/s; offload 3000 -> 1200 MiB and 100 -> 150 s."""
+    """The expected values are computed by hand.
+
+    2 GPUs take 100 s at 10 samples/s, 4 GPUs 125 s at 16. Offloading changes 3000 to 1200 MiB, and 100 to 150 s.
+    """
     for gpus, runtime, rate in ((2, 100, 10), (4, 125, 16)):
         changes = {"world_size": gpus, "train__runtime_s": runtime, "train__steady_samples_per_second": rate}
         add_run(tmp_path, f"deepspeed-multi-gpu/{gpus}_gpus", str(gpus), **changes)
@@ -145,8 +148,8 @@ def test_relations(tmp_path):
     assert cell(fsdp, "Single node, 2 GPUs", "efficiency.steady_samples_per_second").value == 90
 
 
-def test_predicted_beside_measured(tmp_path, monkeypatch):
-    """Once for equal settings, on whichever nodes they ran, and only where the record keeps the configs."""
+def test_predictions_are_next_to_measured_values(tmp_path, monkeypatch):
+    """Runs with equal settings are predicted once, on any nodes, and only if the record has the configs."""
     asked = []
 
     def predicted_memory(record: dict) -> SimpleNamespace | None:
@@ -162,7 +165,7 @@ def test_predicted_beside_measured(tmp_path, monkeypatch):
     for column, value in (("estimated_gpu", 600), ("difference_gpu", 50), ("difference_cpu", -25)):
         assert cell(memory, "Baseline", column).value == value
     write_report([tmp_path], tmp_path / "report", all_runs=False)
-    predictions = rows_of(tmp_path / "report" / "prediction.csv")
+    predictions = read_rows(tmp_path / "report" / "prediction.csv")
     assert {name: value for (name, column), value in predictions.items() if column == "Estimated CPU memory (MiB)"} == {
         "baseline job 1": "120.0",
         "efficiency/recipe job 2": "120.0",
@@ -174,8 +177,8 @@ def test_predicted_beside_measured(tmp_path, monkeypatch):
     )
 
 
-def test_breakdown_shows_profiled_runs_alone(tmp_path):
-    """A profiled run is slower, so that it stands for its experiment in no other table."""
+def test_the_breakdown_shows_only_profiled_runs(tmp_path):
+    """The profiler slows a run down, so no other table shows a profiled run."""
     ranks = [{"seconds_per_step": 2.0, "data": 0.2, "forward": 0.4, "backward": 1.0, "optimizer": 0.2,
               "communication": 0.1, "other": 0.1, "hidden_communication": 0.5}] * 2  # fmt: skip
     add_run(tmp_path, "baseline", "1", profile=None, missing={"profile": "too few steps"})
@@ -190,7 +193,7 @@ def test_breakdown_shows_profiled_runs_alone(tmp_path):
 
 
 def test_one_table_per_model(tmp_path):
-    """Under its name without the owner: two of one name are rows that do not compare."""
+    """A table is named after its model without the owner. Models of one name share a table, but do not compare."""
     models = {"1": ("bigscience/bloom-560m", 1), "2": ("bigscience/bloom-3b", 3), "3": ("mine/bloom-3b", 4)}
     for job, (model, parameters) in models.items():
         add_run(tmp_path, STAGE, job, settings__model_name=model, parameters=parameters)
@@ -202,7 +205,7 @@ def test_one_table_per_model(tmp_path):
 # --- one run
 
 
-def test_job_is_printed(main_of, capsys):
+def test_the_summary_of_a_job_is_printed(main_of, capsys):
     main_of(report, "--job", RUNS / "experiments/deepspeed-multi-gpu/2_gpus/results/109.json")
     printed = capsys.readouterr().out
     rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in printed.splitlines() if line[:1] == "|"]
@@ -216,7 +219,7 @@ def test_job_is_printed(main_of, capsys):
     assert printed.splitlines()[-2] == "model:      not saved"
 
 
-def test_job_that_failed_keeps_what_it_measured(tmp_path, main_of, capsys):
+def test_the_summary_of_a_failed_job_keeps_its_measurements(tmp_path, main_of, capsys):
     folder = add_run(
         tmp_path, STAGE, "1", status="failed", exit_code=3, train=None, overrides=["nodes: 3 instead of 2"]
     )
@@ -232,7 +235,7 @@ def test_job_that_failed_keeps_what_it_measured(tmp_path, main_of, capsys):
 
 
 def test_command_writes_the_report(tmp_path, main_of, capsys):
-    for _ in range(2):  # the second replaces the first
+    for _ in range(2):  # the second report replaces the first
         main_of(report, BASELINE, "-o", tmp_path / "new")
         assert capsys.readouterr().out == f"1 run, 4 tables: {tmp_path}/new/index.html\n"
         (tmp_path / "new" / "zero-stages-old.csv").write_text("of an earlier report")
@@ -262,7 +265,7 @@ def test_bad_input_is_one_line(arguments, error, main_of, refusal, capsys):
     assert capsys.readouterr() == ("", "")
 
 
-def test_a_formula_is_a_text_in_a_sheet(tmp_path):
+def test_a_formula_is_text_in_a_spreadsheet(tmp_path):
     add_run(tmp_path, STAGE, "1", settings__model_name="=1|`x`<b>")
     write_report([tmp_path], tmp_path / "report", all_runs=False)
     (row,) = csv.DictReader((tmp_path / "report" / "runs.csv").open())

@@ -1,4 +1,4 @@
-"""What the report's page and its plots say, and that a stranger's text is shown in it and does nothing."""
+"""The page and the plots of the report. Text from a record is shown and never executed."""
 
 import base64
 import hashlib
@@ -21,7 +21,7 @@ SCALING = "deepspeed-multi-gpu"
 
 
 class Page(HTMLParser):
-    """The elements of a page in order, each as (tag, attributes), and the text below each id and of the overview."""
+    """The elements of a page in order, as (tag, attributes), and its text."""
 
     def __init__(self, html: str):
         super().__init__()
@@ -37,23 +37,23 @@ class Page(HTMLParser):
     def handle_data(self, data):
         self.text += data
 
-    def of(self, *tags: str) -> list[dict]:
+    def find(self, *tags: str) -> list[dict]:
         return [attributes for tag, attributes in self.elements if tag in tags]
 
     def section(self, name: str) -> str:
-        """What is folded below a heading, or the overview, as words."""
+        """Return the text of the overview, or of the part that is folded below a heading."""
         start = f'<div id="{name}">' if name != "overview" else "<h2>Overview</h2>"
         end = "</div></details>" if name != "overview" else "</section>"
         part = self.html.partition(start)[2].partition(end)[0]
         return " ".join(Page(part).text.split()) if part else ""
 
 
-def page_of(top: Path, **options) -> Page:
+def write_page(top: Path, **options) -> Page:
     write_report([top], top / "report", all_runs=False, **options)
     return Page((top / "report" / "index.html").read_text(encoding="utf-8"))
 
 
-def test_overview_tells_what_ran_what_failed_and_what_does_not_compare(tmp_path, monkeypatch):
+def test_the_overview_lists_completed_failed_and_incomparable_runs(tmp_path, monkeypatch):
     monkeypatch.setattr("reporting.runs.is_alive", lambda record: True)
     add_run(tmp_path, "custom-model", "7", status="running", exit_code=None)
     for job, gpus in ((1, 2), (2, 4)):
@@ -63,7 +63,7 @@ def test_overview_tells_what_ran_what_failed_and_what_does_not_compare(tmp_path,
     add_run(tmp_path, "baseline", "4", status="oom", exit_code=1, train=None, attempt=2, restarts=restarts)
     write(tmp_path / "experiments" / STAGE / "results" / "5.json", "{}")
     add_run(tmp_path, "fsdp-baseline", "6", cpu=None)
-    page = page_of(tmp_path)
+    page = write_page(tmp_path)
     assert f"Made by version {workshop_version()} of the workshop." in page.text
     overview = page.section("overview")
     for line in (
@@ -82,34 +82,34 @@ def test_overview_tells_what_ran_what_failed_and_what_does_not_compare(tmp_path,
 def test_long_lists_are_counted(tmp_path):
     for job in range(1, 31):
         add_run(tmp_path, STAGE, str(job), status="failed", exit_code=3)
-    page = page_of(tmp_path)
+    page = write_page(tmp_path)
     assert "failed: 30 runs" in page.section("overview") and "and 18 more" in page.section("overview")
-    assert len([each for each in page.of("div") if each.get("id", "").startswith("job-")]) == 30
+    assert len([each for each in page.find("div") if each.get("id", "").startswith("job-")]) == 30
 
 
 def test_each_number_leads_to_its_run(tmp_path):
-    """And so does a job that a remark names, but for one whose id is that of a second run."""
+    """A job in a remark is a link too, except if two runs have its id."""
     add_run(tmp_path, STAGE, "20")
     add_run(tmp_path, STAGE, "21", profile=[{"seconds_per_step": 1.0}])
     add_run(tmp_path, "baseline", "7")
     stop = {"signal": "SIGTERM", "step": 3, "checkpoint": "output/8/checkpoint-3"}
     add_run(tmp_path, "baseline", "8", status="stopped", exit_code=75, stop=stop)
     add_run(tmp_path, "fsdp-baseline", "8")
-    page = page_of(tmp_path)
+    page = write_page(tmp_path)
     stage = page.html.partition('<th scope="row">Stage 1<')[2].partition("</tr>")[0]
     link = '<a href="#job-20">20</a>'
-    on_phone, job, status = f'"phone-only">{link}</small>', f">{link}</td>", "><span>completed</span></td>"
-    assert [part in stage for part in (on_phone, job, status)] == [True] * 3
+    phone_link, job, status = f'"phone-only">{link}</small>', f">{link}</td>", "><span>completed</span></td>"
+    assert [part in stage for part in (phone_link, job, status)] == [True] * 3
     assert len(re.findall(r'<a href="#job-20" tabindex="-1">[\d.,]+</a>', stage)) > 2
     assert 'the newer job <a href="#job-21">21</a> is not shown' in page.html
     assert "the newer job 8 is not shown" in page.html
     assert '<span class="flag">--resume_from_checkpoint</span> output/8/checkpoint-3' in page.html
     targets = {attributes["id"] for _, attributes in page.elements if "id" in attributes}
     assert {"job-8", "job-8-2"} <= targets
-    assert {link["href"].removeprefix("#") for link in page.of("a")} <= targets
+    assert {link["href"].removeprefix("#") for link in page.find("a")} <= targets
 
 
-def test_a_run_says_how_it_can_be_repeated(tmp_path):
+def test_the_facts_of_a_run_show_how_to_repeat_it(tmp_path):
     changes = {
         "command": ["scripts/train.py", "--dataset", "my file.json"],
         "git__dirty": True,
@@ -118,7 +118,7 @@ def test_a_run_says_how_it_can_be_repeated(tmp_path):
     }
     folder = add_run(tmp_path, STAGE, "7", gpu=None, **changes)
     write(folder / "log" / "zero_1_7.out", "")
-    facts = page_of(tmp_path).section("job-7")
+    facts = write_page(tmp_path).section("job-7")
     for fact in (
         "Job 7 Status completed",
         f"Problems {folder}/gpu_memory: no log of job 7",
@@ -134,30 +134,30 @@ def test_a_run_says_how_it_can_be_repeated(tmp_path):
         assert fact in facts, fact
 
 
-def test_empty_columns_are_folded_with_their_reason(tmp_path):
+def test_empty_columns_are_left_out_with_their_reason(tmp_path):
     add_run(tmp_path, STAGE, "1", gpu=None, hardware__gpus=0)
     add_run(tmp_path, "deepspeed-single-gpu/zero_2", "2", gpu=None, hardware__gpus=0, cpu=None)
-    shown = page_of(tmp_path).section("zero-stages-tiny-bloom")
+    shown = write_page(tmp_path).section("zero-stages-tiny-bloom")
     assert "Experiment Job Status" in shown and "Peak CPU memory (MiB)" in shown.partition("Left out")[0]
     assert re.search(r"Left out, as empty: Peak GPU memory \(MiB\),.* Mean GPU memory \(MiB\) \(no GPU\)\.", shown)
     assert "Peak GPU memory (MiB)" in (tmp_path / "report" / "zero-stages-tiny-bloom.csv").read_text()
 
 
-def test_structure_is_told_to_who_cannot_see_it(tmp_path):
+def test_the_structure_is_accessible_to_screen_readers(tmp_path):
     add_run(tmp_path, "baseline", "1")
     add_run(tmp_path, STAGE, "2")
-    page = page_of(tmp_path)
-    assert page.of("html") == [{"lang": "en"}]
-    assert all(header.get("scope") in ("row", "col") for header in page.of("th"))
-    assert all(each.get("aria-label") for each in page.of("table"))
-    assert len(page.of("img")) > 2 and all(len(image["alt"]) > 40 for image in page.of("img"))
+    page = write_page(tmp_path)
+    assert page.find("html") == [{"lang": "en"}]
+    assert all(header.get("scope") in ("row", "col") for header in page.find("th"))
+    assert all(each.get("aria-label") for each in page.find("table"))
+    assert len(page.find("img")) > 2 and all(len(image["alt"]) > 40 for image in page.find("img"))
 
 
 HOSTILE = "\"><script>alert(1)</script></style><img src=x onerror=alert(1)> ${x} {{ 7 * 7 }} ' onfocus='x"
 
 
 def test_a_strangers_text_is_shown_and_does_nothing(tmp_path):
-    """It stands in every place of the page that a record or a name reaches."""
+    """The hostile text is in each field that the page shows, and in a job's id."""
     changes = {
         "command": [HOSTILE],
         "knobs": {HOSTILE: {"requested": HOSTILE, "effective": "x"}, "precision": {"effective": HOSTILE}},
@@ -172,13 +172,13 @@ def test_a_strangers_text_is_shown_and_does_nothing(tmp_path):
     }
     add_run(tmp_path, STAGE, "1", **changes)
     add_run(tmp_path, "baseline", HOSTILE.replace("/", ""))
-    page = page_of(tmp_path)
+    page = write_page(tmp_path)
     assert page.text.count(HOSTILE) > 10
-    assert not page.of("script", "b") and len(page.of("style")) == 1
+    assert not page.find("script", "b") and len(page.find("style")) == 1
     assert not {name for _, attributes in page.elements for name in attributes if name.startswith("on")}
-    assert all(image["src"].startswith("data:image/png;base64,") for image in page.of("img"))
-    assert all(link["href"].startswith("#") for link in page.of("a"))
-    (policy,) = [each["content"] for each in page.of("meta") if "http-equiv" in each]
+    assert all(image["src"].startswith("data:image/png;base64,") for image in page.find("img"))
+    assert all(link["href"].startswith("#") for link in page.find("a"))
+    (policy,) = [each["content"] for each in page.find("meta") if "http-equiv" in each]
     (style,) = re.findall(r"<style>(.*?)</style>", page.html, re.DOTALL)
     digest = base64.b64encode(hashlib.sha256(style.encode()).digest()).decode()
     assert policy.startswith(f"default-src 'none'; style-src 'sha256-{digest}'; img-src data:;")
@@ -195,14 +195,17 @@ def drawn(name: str, shown: Table) -> Figure:
 
 
 def scaling(top: Path, metric: str = "steady_samples_per_second") -> Table:
-    """10.1, 18.9 and 35 samples/s on 2, 4 and 6 GPUs, and on 8 a run of other labels with 196 % efficiency."""
+    """Return a table of 10.1, 18.9 and 35 samples/s on 2, 4 and 6 GPUs.
+
+    The run on 8 GPUs has an efficiency of 196 % and does not compare: its labels are different.
+    """
     for job, (gpus, rate) in enumerate(((2, 10.1), (4, 18.9), (6, 35.0), (8, 79.2)), 1):
         changes = {f"train__{metric}": rate} | ({"settings__labels": "answer"} if gpus == 8 else {})
         add_run(top, f"{SCALING}/{gpus}_gpus", str(job), world_size=gpus, **changes)
     return table(top, "multi-gpu-weak-scaling")
 
 
-def test_lines_over_gpus_leave_out_what_does_not_compare(tmp_path):
+def test_lines_over_gpus_leave_out_runs_that_do_not_compare(tmp_path):
     shown = scaling(tmp_path)
     (axis,) = drawn("throughput", shown).axes
     ideal, measured = axis.lines
@@ -212,7 +215,7 @@ def test_lines_over_gpus_leave_out_what_does_not_compare(tmp_path):
     (axis,) = drawn("efficiency", shown).axes
     assert axis.get_ylabel() == "Efficiency, per GPU (%)"
     assert list(axis.lines[1].get_ydata()) == pytest.approx([100, 93.564, 115.512], abs=0.001)
-    page_of(tmp_path)
+    write_page(tmp_path)
     text = (tmp_path / "report" / "multi-gpu-weak-scaling.md").read_text()
     seen = "Weak scaling on one node: samples per second over GPUs, beside the ideal"
     assert f"![{seen}](multi-gpu-weak-scaling-throughput.png)" in text
@@ -230,7 +233,7 @@ def test_plots_show_the_means_of_the_table(tmp_path):
     assert list(drawn("throughput", shown).axes[0].lines[1].get_ydata()) == [12.0, 20.0]
 
 
-def test_rates_of_the_trainer_are_drawn_where_there_are_no_others(tmp_path):
+def test_rates_of_the_trainer_are_drawn_if_there_are_no_steady_rates(tmp_path):
     for job, (gpus, rate) in enumerate(((2, 10.0), (4, 18.0)), 1):
         changes = {"train__samples_per_second": rate, "train__steady_samples_per_second": None}
         add_run(tmp_path, f"{SCALING}/{gpus}_gpus", str(job), world_size=gpus, **changes)
@@ -262,14 +265,18 @@ def test_speed_over_memory_shows_each_completed_run_and_the_pareto_front(tmp_pat
     add_run(tmp_path, "efficiency/chunked_loss", "6", status="failed", exit_code=1)
     (axis,) = drawn("speed", table(tmp_path, "efficiency-tiny-bloom")).axes
     assert axis.get_xlabel() == "peak GPU memory (MiB)\nLeft out, does not compare: with torch.compile."
-    assert (axis.get_xlim(), axis.get_ylim()) == ((0, pytest.approx(990)), (0, pytest.approx(5.5))), "no point is cut"
+    assert (axis.get_xlim(), axis.get_ylim()) == ((0, pytest.approx(990)), (0, pytest.approx(5.5))), (
+        "no point is cut off"
+    )
     points = [(line.get_xdata()[0], line.get_ydata()[0]) for line in axis.lines if len(line.get_xdata()) == 1]
     assert sorted(points) == sorted(measured.values())
-    assert [text.get_text() for text in axis.texts] == ["1, 2", "3", "4"], "points that lie together have one label"
+    assert [text.get_text() for text in axis.texts] == ["1, 2", "3", "4"], (
+        "points that are close together have one label"
+    )
 
 
-def test_legend_names_what_is_drawn(tmp_path):
-    """A run without a log has no training line, one logged step is a marker, and a failed run says so."""
+def test_the_legend_names_the_drawn_runs(tmp_path):
+    """A run without a log has no training line, one logged step is a marker, and a failed run is labelled."""
     folder = add_run(tmp_path, "methods-comparison/ddp", "1")
     write(folder / "log" / "ddp_1.out", "{'loss': '2.5', 'epoch': '0.5'}\n{'loss': '2.")
     add_run(tmp_path, "methods-comparison/fsdp1", "2", eval=[])
@@ -280,7 +287,7 @@ def test_legend_names_what_is_drawn(tmp_path):
     assert figure.axes[0].lines[0].get_marker() == "x"
 
 
-def test_memory_tells_the_peaks(tmp_path):
+def test_the_memory_plots_show_the_peaks(tmp_path):
     add_run(tmp_path, STAGE, "1")
     add_run(tmp_path, "deepspeed-single-gpu/zero_2", "2", (100, 700), cpu=None)
     shown = table(tmp_path, "zero-stages-tiny-bloom")

@@ -1,4 +1,4 @@
-"""A report beside another one: numbers, settings that differ, rows of one side, and files that are no report."""
+"""A report compared with a reference: numbers, different settings, unmatched rows, and files that are not a report."""
 
 import json
 from pathlib import Path
@@ -17,25 +17,25 @@ STAGES = "zero-stages-tiny-bloom"
 STAGE = "deepspeed-single-gpu/zero_1"
 
 
-def tables_of(top: Path, all_runs: bool = False) -> list[Table]:
+def find_tables(top: Path, all_runs: bool = False) -> list[Table]:
     return build_tables(load_definitions(), find_runs([top]), all_runs)
 
 
-def reference_of(top: Path, all_runs: bool = False) -> Path:
-    """The folder of a report of these runs, of which only report.json is there."""
+def write_reference(top: Path, all_runs: bool = False) -> Path:
+    """Create the report.json of these runs and return its folder."""
     (top / "reference").mkdir()
-    write_numbers(tables_of(top, all_runs), top / "reference")
+    write_numbers(find_tables(top, all_runs), top / "reference")
     return top / "reference"
 
 
-def compared(own: Path, other: Path) -> tuple[dict[str, Table], list[str]]:
-    """Tables and summary of one's own runs beside the folder of a reference."""
-    tables = tables_of(own)
+def compare_folders(own: Path, other: Path) -> tuple[dict[str, Table], list[str]]:
+    """Compare the runs in `own` with the reference in `other`. Returns the tables by id, and the summary."""
+    tables = find_tables(own)
     lines = compare(tables, read_reference(other, own / "report"), other)
     return {table.definition.id: table for table in tables}, lines
 
 
-def test_report_beside_a_copy_of_itself(tmp_path, main_of, capsys):
+def test_a_report_equals_a_copy_of_itself(tmp_path, main_of, capsys):
     main_of(report, RUNS, "-o", tmp_path / "theirs")
     main_of(report, RUNS, "-o", tmp_path / "own", "--reference", tmp_path / "theirs")
     *_, first, left_out = capsys.readouterr().out.splitlines()
@@ -58,17 +58,17 @@ def test_report_beside_a_copy_of_itself(tmp_path, main_of, capsys):
         (1, 0, False, "reference 0"),
     ],
 )
-def test_difference_in_words(own, other, points, words):
+def test_differences_are_described_in_words(own, other, points, words):
     assert describe_difference(Cell(own), other, points) == words
 
 
-def test_number_of_the_reference_and_settings_that_differ_stand_in_the_row(tmp_path):
+def test_a_row_shows_the_references_number_and_different_settings(tmp_path):
     for top, changes in (("theirs", {}), ("own", {"world_size": 2, "git__dirty": True, "settings__labels": "all"})):
         rate = {"train__steady_samples_per_second": 10.0 if top == "theirs" else 12.0}
         add_run(tmp_path / top, STAGE, "1", **changes, **rate)
-    tables, _ = compared(tmp_path / "own", reference_of(tmp_path / "theirs"))
+    tables, _ = compare_folders(tmp_path / "own", write_reference(tmp_path / "theirs"))
     found = cell(tables[STAGES], "Stage 1", "steady_samples_per_second")
-    assert (found.value, found.versus) == (12, "+20.0 % of 10"), "the number itself stays that of the run"
+    assert (found.value, found.versus) == (12, "+20.0 % of 10"), "the value is still that of the own run"
     assert tables[STAGES].rows[1].remarks == [
         "differs from the reference: ranks 2 instead of 1; labels all instead of sequence; "
         "commit 82e46aa937 with changes instead of 82e46aa937"
@@ -80,7 +80,7 @@ def test_rows_that_cannot_be_compared_are_named(tmp_path):
     add_run(tmp_path / "theirs", STAGE, "7")
     add_run(tmp_path / "own", "fsdp-baseline", "2")
     add_run(tmp_path / "theirs", "custom-model/single_node", "8")
-    tables, lines = compared(tmp_path / "own", reference_of(tmp_path / "theirs"))
+    tables, lines = compare_folders(tmp_path / "own", write_reference(tmp_path / "theirs"))
     assert lines[0].endswith("0 numbers compared, 6 rows not.")
     assert sorted(lines[1:]) == [
         f"Not compared, not completed on both sides: Stage 1 in {STAGES}.",
@@ -91,10 +91,10 @@ def test_rows_that_cannot_be_compared_are_named(tmp_path):
     assert "the reference (job 7): completed; this run: oom" in tables[STAGES].rows[1].remarks
 
 
-def test_numbers_are_in_the_file_with_their_repeats(tmp_path):
+def test_the_file_has_the_numbers_with_their_repeats(tmp_path):
     for job, rate in enumerate((8, 10, 12), 1):
         add_run(tmp_path, "baseline", str(job), train__samples_per_second=rate)
-    stored = json.loads((reference_of(tmp_path, all_runs=True) / "report.json").read_text())
+    stored = json.loads((write_reference(tmp_path, all_runs=True) / "report.json").read_text())
     (entry,) = stored["tables"]["baseline"]
     assert entry["values"]["samples_per_second"] == {"value": 10, "spread": 2, "count": 3}
     assert entry["job_id"] == "3" and entry["settings"]["hardware"] == "AMD EPYC"
@@ -117,7 +117,7 @@ def test_numbers_are_in_the_file_with_their_repeats(tmp_path):
         (None, "No such file or directory"),
     ],
 )
-def test_file_that_is_no_report_is_one_line(content, what, tmp_path, main_of, refusal):
+def test_a_file_that_is_not_a_report_is_one_line(content, what, tmp_path, main_of, refusal):
     path = tmp_path / "theirs" / "report.json"
     path.parent.mkdir()
     if content is not None:
@@ -127,12 +127,12 @@ def test_file_that_is_no_report_is_one_line(content, what, tmp_path, main_of, re
     assert not (tmp_path / "own").exists()
 
 
-def test_a_report_is_no_reference_for_itself(tmp_path, main_of, refusal):
+def test_a_report_cannot_be_its_own_reference(tmp_path, main_of, refusal):
     main_of(report, RUNS / "experiments" / "baseline", "-o", tmp_path / "report")
     line = refusal(main_of, report, RUNS, "-o", tmp_path / "report", "--reference", tmp_path / "report")
     assert line.endswith("/report: is the folder that this report is written to; give another folder with -o")
 
 
-def test_one_run_has_no_reference(main_of, refusal):
+def test_a_single_run_cannot_have_a_reference(main_of, refusal):
     line = refusal(main_of, report, "--job", "results/1.json", "--reference", "theirs")
     assert line == "error: --reference: compares whole reports, and --job shows one run; leave one of them out"

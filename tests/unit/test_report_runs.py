@@ -1,4 +1,4 @@
-"""What the report does with runs that failed, do not compare, repeat, or left damaged records and logs."""
+"""Runs in the report that failed, do not compare, were repeated, or have damaged records and logs."""
 
 import os
 import shutil
@@ -22,14 +22,14 @@ def stage_1(top: Path, all_runs: bool = False):
     return next(row for row in table(top, TABLE, all_runs).rows if row.label == "Stage 1")
 
 
-def only(top: Path) -> Run:
+def find_run(top: Path) -> Run:
     (run,) = find_runs([top])
     return run
 
 
 def test_a_record_and_logs_of_version_1_0_0_are_read():
-    """The run of the demo has no field that is no longer described, and its table has no empty cell."""
-    run = only(RUNS_OF_1_0_0)
+    """Each field of this demo run is still described, and its table has no empty cell."""
+    run = find_run(RUNS_OF_1_0_0)
     record = run.record
     assert (run.experiment, run.ended, run.problems) == ("demo/zero3", "completed", [])
     assert (record.version, record.versions["workshop"]) == (1, "1.0.0")
@@ -61,7 +61,7 @@ def test_a_record_and_logs_of_version_1_0_0_are_read():
 # --- which run a row shows
 
 
-def test_latest_completed_run(tmp_path):
+def test_a_row_shows_the_latest_completed_run(tmp_path):
     add_run(tmp_path, STAGE, "1")
     add_run(tmp_path, STAGE, "2", train__steady_samples_per_second=99.0)
     add_run(tmp_path, STAGE, "3", status="oom", exit_code=1, train=None)
@@ -71,16 +71,16 @@ def test_latest_completed_run(tmp_path):
 
 
 @pytest.mark.parametrize("left", ["results/9.json", "log/zero_1_9.out"])
-def test_newer_job_that_wrote_no_record_is_named(tmp_path, left):
-    """One was refused, of the other's record nothing is left: when they ran, only the time of the file says."""
+def test_a_newer_job_without_a_record_is_named(tmp_path, left):
+    """Job 9 has a damaged record, or only a log. The time of this file counts as the time when the job ran."""
     folder = add_run(tmp_path, STAGE, "1", started="2026-11-10T10:00:00+00:00")
     write(folder / left, "error: --fp16: needs a GPU; leave it out\n")
     os.utime(folder / left, (2e9, 2e9))
     assert stage_1(tmp_path).remarks == ["the newer job 9 is not shown: its status is incomplete"]
 
 
-def test_latest_run_that_compares_wins_its_row(tmp_path):
-    """A long run of one experiment does not take the place of the one that was made with the others."""
+def test_a_row_shows_the_latest_run_that_compares(tmp_path):
+    """A newer run with other settings does not replace the run that compares with the other rows."""
     for job, name in enumerate(("zero_1", "zero_2", "zero_3", "zero_1"), 1):
         add_run(
             tmp_path, f"deepspeed-single-gpu/{name}", str(job), settings__num_train_epochs=60.0 if job == 4 else 3.0
@@ -90,14 +90,14 @@ def test_latest_run_that_compares_wins_its_row(tmp_path):
     assert row.remarks == ["the newer job 4 is not shown: it does not compare: num_train_epochs 60.0, others 3.0"]
 
 
-def test_latest_run_wins_when_all_were_run_again(tmp_path):
+def test_a_row_shows_the_latest_run_if_all_were_repeated(tmp_path):
     for job in range(1, 5):
         add_run(tmp_path, f"deepspeed-single-gpu/zero_{1 + job % 2}", str(job), git__commit=str(job > 2) * 10)
     assert [row.jobs for row in table(tmp_path, TABLE).rows if row.run] == ["4", "3"]
 
 
 @pytest.mark.parametrize("status", ["failed", "oom", "timeout", "stopped"])
-def test_run_that_did_not_complete_is_a_row_with_its_status(tmp_path, status):
+def test_a_run_that_did_not_complete_is_a_row_with_its_status(tmp_path, status):
     add_run(tmp_path, STAGE, "1", status=status, exit_code=9, train=None)
     row = stage_1(tmp_path)
     no_checkpoint = "; no checkpoint of its end" if status in ("stopped", "timeout") else ""
@@ -140,13 +140,13 @@ STOP = {"signal": "SIGTERM", "step": 120, "checkpoint": "output/1/checkpoint-120
         ({"resumed_from": "output/7/checkpoint-8"}, "completed: resumed from output/7/checkpoint-8"),
     ],
 )  # fmt: skip
-def test_how_a_run_ended(tmp_path, changes, ended):
+def test_the_end_of_a_run_is_described(tmp_path, changes, ended):
     add_run(tmp_path, STAGE, "1", **changes)
-    assert only(tmp_path).ended == ended
+    assert find_run(tmp_path).ended == ended
     assert stage_1(tmp_path).remarks == ([ended.removeprefix("completed: ")] if ended != "completed" else [])
 
 
-def test_a_checkpoint_that_a_run_went_on_from_is_not_offered_again(tmp_path):
+def test_a_checkpoint_that_another_run_resumed_from_is_not_offered(tmp_path):
     add_run(tmp_path, STAGE, "1", status="stopped", exit_code=75, stop=STOP)
     add_run(tmp_path, STAGE, "2", resumed_from=STOP["checkpoint"])
     assert [run.ended for run in find_runs([tmp_path])] == [
@@ -158,18 +158,18 @@ def test_a_checkpoint_that_a_run_went_on_from_is_not_offered_again(tmp_path):
 def test_failed_run_shows_the_last_error_line(tmp_path):
     folder = add_run(tmp_path, STAGE, "1", status="failed", exit_code=3)
     write(folder / "log" / "zero_1_1.out", "error: first\nerror: bandwidth test: 0.1 GB/s; look at the network\n")
-    assert only(tmp_path).ended == "failed: exit code 3; error: bandwidth test: 0.1 GB/s; look at the network"
+    assert find_run(tmp_path).ended == "failed: exit code 3; error: bandwidth test: 0.1 GB/s; look at the network"
 
 
-def test_jobs_without_a_record(tmp_path, monkeypatch):
-    """One was refused, one left a memory log alone, one still waits, and one went on behind an error line."""
+def test_jobs_without_a_record_are_runs(tmp_path, monkeypatch):
+    """Job 77 was refused, job 78 still waits, job 80 left only a memory log. my_job continued after an error line."""
     monkeypatch.setattr("job.end_of_job.queued_jobs", lambda: ["78"])
     folder = tmp_path / "experiments" / STAGE
     write(folder / "log" / "zero_1_77.out", "start\nerror: --fp16: needs a GPU; leave it out\nTraceback\n")
     write(folder / "log" / "zero_1_78.out", "waiting\n")
     write(folder / "gpu_memory" / "gpu_memory_log_80_node1.csv", gpu_log(100, 900))
     add_run(tmp_path, STAGE, "my_job", started="2020-01-01T00:00:00+00:00")
-    write(folder / "log" / "zero_1_my_job.out", "error: a line of a job that went on\n")
+    write(folder / "log" / "zero_1_my_job.out", "error: a line of a job that continued\n")
     for age, path in enumerate(
         (folder / "gpu_memory" / "gpu_memory_log_80_node1.csv", folder / "log" / "zero_1_77.out")
     ):
@@ -192,8 +192,8 @@ ModuleNotFoundError: No module named 'torch'
 LAST = "File \"scripts/train.py\", line 24, in <module> / import torch / ModuleNotFoundError: No module named 'torch'"
 
 
-def test_a_job_that_left_only_a_log_is_shown_with_its_last_lines(tmp_path, monkeypatch):
-    """Two broken environments, one found in job.sh, and a wrong path. Job 4 still runs, and job 5 trains nothing."""
+def test_a_job_with_only_a_log_is_shown_with_its_last_lines(tmp_path, monkeypatch):
+    """Jobs 1 and 2 have a broken environment, job 3 a wrong path. Job 4 still runs, and job 5 does not train."""
     monkeypatch.setattr("job.end_of_job.queued_jobs", lambda: ["4"])
     folder = tmp_path / "experiments" / STAGE
     summary = f"\n{'=' * 60}\nstatus: {{}} (exit code {{}})\n{'=' * 60}\n"
@@ -211,24 +211,24 @@ def test_a_job_that_left_only_a_log_is_shown_with_its_last_lines(tmp_path, monke
 
 
 def test_a_job_whose_first_node_failed_is_shown_with_slurms_state(tmp_path, monkeypatch):
-    """A rank on the second node has closed the record. The job's folder is left, as its script was killed."""
+    """A rank on the second node has closed the record. The job's folder still exists, because its script was killed."""
     monkeypatch.setattr("job.end_of_job.queued_jobs", lambda: [])
     monkeypatch.setattr("job.end_of_job.ask_slurm", lambda *_: "JobId=1\n   JobState=NODE_FAIL Reason=NodeDown")
     folder = add_run(tmp_path, STAGE, "1", status="failed", exit_code=1)
-    assert only(tmp_path).ended == "failed: exit code 1"
+    assert find_run(tmp_path).ended == "failed: exit code 1"
     (folder / "results" / ".1").mkdir()
-    assert only(tmp_path).ended == "failed: ended without a word: Slurm's state of the job is NODE_FAIL"
+    assert find_run(tmp_path).ended == "failed: ended without a word: Slurm's state of the job is NODE_FAIL"
 
 
 def test_a_reason_that_is_part_of_the_error_line_is_shown_once(tmp_path):
-    """As the watchdog leaves it."""
+    """The watchdog writes its reason both into the record and into the log."""
     folder = add_run(tmp_path, STAGE, "1", status="failed", exit_code=3, reason="no answer from rank 1 on node2")
     write(folder / "log" / "zero_1_1.out", "error: hang: no answer from rank 1 on node2; look at that process\n")
-    assert only(tmp_path).ended == "failed: error: hang: no answer from rank 1 on node2; look at that process"
+    assert find_run(tmp_path).ended == "failed: error: hang: no answer from rank 1 on node2; look at that process"
 
 
-def test_a_job_that_was_stopped_before_its_record(tmp_path):
-    """The first in its bandwidth test, the second while it loaded its model."""
+def test_a_job_stopped_before_its_record_has_its_status(tmp_path):
+    """The first job was stopped in its bandwidth test, the second while it loaded its model."""
     folder = tmp_path / "experiments" / STAGE
     for job, status in (("77", "stopped"), ("78", "timeout")):
         write(folder / "log" / f"zero_1_{job}.out", f"start\n======\nstatus: {status} (exit code 143)\n======\n")
@@ -253,11 +253,11 @@ def test_a_job_that_was_stopped_before_its_record(tmp_path):
     ],
 )
 def test_damaged_record_is_an_incomplete_run(tmp_path, content, field):
-    """As a full disk or another program leaves it; the runs beside it keep their rows."""
+    """A full disk or another program can damage a record. The other runs keep their rows."""
     path = tmp_path / "experiments" / STAGE / "results" / "7.json"
     write(path, content)
     add_run(tmp_path, "deepspeed-single-gpu/zero_2", "2", started="2020-01-01T00:00:00+00:00")
-    good, damaged = find_runs([tmp_path])  # by the time of the file
+    good, damaged = find_runs([tmp_path])  # a damaged record has the time of its file
     assert damaged.status == "incomplete" and damaged.problems[0].startswith(f"{path}: is no run record ({field}: ")
     assert good.completed
     write_report([tmp_path], tmp_path / "report", all_runs=False)
@@ -279,22 +279,22 @@ def test_damaged_record_is_an_incomplete_run(tmp_path, content, field):
         ({"overrides": ["nodes: 3 instead of 2"]}, "nodes: 3 instead of 2"),
     ],
 )
-def test_run_that_does_not_compare_is_marked(tmp_path, change, said):
+def test_a_run_that_does_not_compare_is_marked(tmp_path, change, said):
     for job, stage in (("1", "zero_1"), ("2", "zero_2"), ("3", "zero_3")):
         add_run(tmp_path, f"deepspeed-single-gpu/{stage}", job, **(change if job == "2" else {}))
     rows = [row for row in table(tmp_path, TABLE).rows if row.run]
     assert [row.status for row in rows] == ["completed", "completed, does not compare", "completed"]
     assert rows[1].remarks == [f"does not compare: {said}"]
-    overview = page_of(tmp_path).partition("<h2>Overview</h2>")[2].partition("</section>")[0]
+    overview = write_page(tmp_path).partition("<h2>Overview</h2>")[2].partition("</section>")[0]
     assert overview.count(said) == 1
 
 
-def page_of(top: Path) -> str:
+def write_page(top: Path) -> str:
     write_report([top], top / "report", all_runs=False)
     return (top / "report" / "index.html").read_text()
 
 
-def test_reference_that_does_not_compare_is_marked(tmp_path):
+def test_a_reference_that_does_not_compare_is_marked(tmp_path):
     stages = f"{SCALING}/2_gpus_stages_comparison"
     add_run(tmp_path, f"{stages}/zero_1", "1", settings__labels="all")
     add_run(tmp_path, f"{stages}/cpu_offloading/zero_1", "2")
@@ -310,7 +310,7 @@ def test_reference_that_does_not_compare_is_marked(tmp_path):
     ],
 )
 def test_a_run_that_does_not_compare_has_no_relations(tmp_path, change, cause):
-    """Its rate is four times that of the first row with twice the GPUs: an efficiency of 200 %, which is none."""
+    """With twice the GPUs, its rate is four times that of the first row. An efficiency of 200 % would be wrong."""
     add_run(tmp_path, f"{SCALING}/2_gpus", "2", world_size=2, train__steady_samples_per_second=10.0)
     add_run(tmp_path, f"{SCALING}/4_gpus", "4", world_size=4, train__steady_samples_per_second=40.0, **change)
     add_run(tmp_path, f"{SCALING}/8_gpus", "8", world_size=8, train__steady_samples_per_second=36.0)
@@ -322,7 +322,7 @@ def test_a_run_that_does_not_compare_has_no_relations(tmp_path, change, cause):
     assert cell(weak, "8 GPUs", column).value == 90
 
 
-def test_settings_that_vary_by_intent_compare(tmp_path):
+def test_runs_whose_settings_vary_on_purpose_compare(tmp_path):
     for gpus, layers, batch, runtime in ((2, 3, 8, 100), (4, 6, 4, 110)):
         add_run(tmp_path, f"custom-model/weak_scaling/{gpus}_gpus", str(gpus), world_size=gpus,
                 settings__num_layers=layers, settings__per_device_train_batch_size=batch,
@@ -365,7 +365,7 @@ def test_digits_agree_within_a_column(values, shown):
 # --- GPU-hours
 
 
-def test_gpu_hours(tmp_path):
+def test_gpu_hours_count_all_attempts(tmp_path):
     changes = {"hardware__gpus": 4, "finished": "2026-11-20T10:30:01+00:00"}
     part = RESTART | {"started": "2026-11-20T08:00:00+00:00", "finished": "2026-11-20T08:30:00+00:00"}
     for restarts, hours in (
@@ -374,15 +374,15 @@ def test_gpu_hours(tmp_path):
         ([part | {"finished": None}], Missing("the end of a part was not recorded")),
     ):
         add_run(tmp_path, STAGE, "1", **changes, restarts=restarts)
-        assert only(tmp_path).gpu_hours() == hours
+        assert find_run(tmp_path).gpu_hours() == hours
     add_run(tmp_path, STAGE, "1", **changes | {"finished": None})
-    assert only(tmp_path).gpu_hours() == Missing("its end was not recorded")
+    assert find_run(tmp_path).gpu_hours() == Missing("its end was not recorded")
 
 
 # --- memory logs
 
 GOOD = gpu_log(100, 900, 500)
-DAMAGED = {  # GPU log, CPU log, peaks of both, the problem
+DAMAGED = {  # GPU log, CPU log, GPU peak, CPU peak, problem
     "cut": (GOOD + "2026/11/20 22:00:15.000, 0, Tes", "", 900, 90, "gpu_memory_log_1.csv:5: no sample"),
     "no answer": (
         GOOD.replace(" 500,", " [N/A],").replace("32768", "32768 MiB").replace("Tesla V100-SXM2-32GB", "H100"),
@@ -391,7 +391,7 @@ DAMAGED = {  # GPU log, CPU log, peaks of both, the problem
         90,
         "no sample (2026/11/20 22:00:10.000, 0, H100, [N/A], 32768 MiB)",
     ),
-    "header alone": (GPU_HEADER, "", None, 90, "gpu_memory_log_1.csv: no sample"),
+    "only header": (GPU_HEADER, "", None, 90, "gpu_memory_log_1.csv: no sample"),
     "empty": (b"\n", "", None, 90, "gpu_memory_log_1.csv: no sample"),
     "second GPU": (gpu_log(1, gpus=2), "", None, 90, "gpu_memory_log_1.csv: GPU(s) 0, 1 logged, the job ran on 1"),
     "no CPU log": ("", None, 900, None, "cpu_memory: no log of job 1"),
@@ -401,8 +401,8 @@ DAMAGED = {  # GPU log, CPU log, peaks of both, the problem
 
 
 @pytest.mark.parametrize(("gpu", "cpu", "gpu_peak", "cpu_peak", "problem"), DAMAGED.values(), ids=DAMAGED)
-def test_damaged_log(tmp_path, gpu, cpu, gpu_peak, cpu_peak, problem):
-    """The rest of it is shown, but no number for which a whole GPU or node is missing."""
+def test_a_damaged_log_is_a_problem(tmp_path, gpu, cpu, gpu_peak, cpu_peak, problem):
+    """The valid part of a log is shown, but no number that lacks a whole GPU or node."""
     add_run(tmp_path, STAGE, "1", gpu, cpu)
     row = stage_1(tmp_path)
     assert row.status == "completed, incomplete"
@@ -411,39 +411,39 @@ def test_damaged_log(tmp_path, gpu, cpu, gpu_peak, cpu_peak, problem):
     assert any(problem in remark for remark in row.remarks), row.remarks
 
 
-def test_logs_of_a_resumed_run_are_whole(tmp_path):
-    """They go on behind another header, and may hold other nodes and GPUs than those of the end."""
+def test_logs_of_a_resumed_run_are_complete(tmp_path):
+    """A resumed run appends to its logs after a second header, and may have used other nodes and GPUs before."""
     logs = {"gpu": GOOD + gpu_log(100, 700, 500), "cpu": cpu_log(10, 90, 50) * 2}
     folder = add_run(tmp_path, STAGE, "1", **logs, attempt=2, nodes=["n1"])
-    assert (only(tmp_path).problems, only(tmp_path).gpu.mean) == ([], pytest.approx(2800 / 6))
+    assert (find_run(tmp_path).problems, find_run(tmp_path).gpu.mean) == ([], pytest.approx(2800 / 6))
     write(folder / "gpu_memory" / "gpu_memory_log_1_n2.csv", gpu_log(100, 999, 5, 5, gpus=2, step=10))
-    assert (only(tmp_path).problems, only(tmp_path).gpu.peak) == ([], 999)
+    assert (find_run(tmp_path).problems, find_run(tmp_path).gpu.peak) == ([], 999)
 
 
 @pytest.mark.parametrize("requeued", [{}, {"attempt": 2, "restarts": [RESTART]}])
-def test_run_that_was_resumed_in_a_new_job_is_whole(tmp_path, requeued):
-    """Its runtime is that of all jobs of the training, its logs are its own."""
+def test_a_run_that_was_resumed_in_a_new_job_is_complete(tmp_path, requeued):
+    """Its runtime covers all jobs of the training, but its logs cover only its own job."""
     add_run(tmp_path, STAGE, "1", train__runtime_s=500, resumed_from="output/7/checkpoint-8", **requeued)
     assert stage_1(tmp_path).status == "completed"
 
 
-def test_nodes_are_summed_up_only_when_all_are_there(tmp_path):
+def test_nodes_are_combined_only_if_all_have_logs(tmp_path):
     folder = add_run(tmp_path, STAGE, "1", gpu=None, nodes=["n1", "n2"], world_size=4)
     write(folder / "gpu_memory" / "gpu_memory_log_1_n1.csv", gpu_log(100, 300, gpus=2))
-    assert only(tmp_path).gpu == Missing(f"{folder}/gpu_memory: 1 log(s) (n1) for 2 node(s)")
+    assert find_run(tmp_path).gpu == Missing(f"{folder}/gpu_memory: 1 log(s) (n1) for 2 node(s)")
     write(folder / "gpu_memory" / "gpu_memory_log_1_n2.csv", gpu_log(200, 800, gpus=2))
-    gpu = only(tmp_path).gpu
+    gpu = find_run(tmp_path).gpu
     assert (gpu.peak, gpu.minimum, gpu.mean) == (800, 100, 350)
 
 
-def test_memory_of_a_whole_gpu_is_not_that_of_a_slice(tmp_path):
+def test_memory_of_a_whole_gpu_is_not_shown_for_a_slice(tmp_path):
     add_run(tmp_path, STAGE, "1", hardware__gpu="NVIDIA A100-SXM4-40GB MIG 1g.5gb")
-    run = only(tmp_path)
+    run = find_run(tmp_path)
     assert run.gpu == Missing("the job ran on MIG slices, and nvidia-smi logs the memory of whole GPUs")
     assert run.cpu.peak == 90 and not run.problems
 
 
-def test_old_tables_do_not_stay(tmp_path):
+def test_old_tables_are_removed(tmp_path):
     folder = add_run(tmp_path, STAGE, "1")
     write_report([tmp_path / "experiments"], tmp_path / "report", all_runs=False)
     assert (tmp_path / "report" / f"{TABLE}.csv").exists()

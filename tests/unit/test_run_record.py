@@ -1,4 +1,4 @@
-"""The run record: what is in it, that nobody ever reads half of it, and how a run that was killed is finished."""
+"""The run record: its content, its atomic replacement, and its closing at the end of a run."""
 
 import importlib.metadata
 import json
@@ -25,13 +25,13 @@ from training.callbacks import RecordCallback, UtilisationCallback
 from training.measured_memory import ModelStateCallback, record_peaks
 from training.speed import TrainSpeedCallback
 
-# What git really says of the repository: tests/commands/test_files.py
+# tests/commands/test_files.py tests the state that git really reports
 GIT = {"commit": "0" * 40, "dirty": False}
 
 
 @pytest.fixture(autouse=True)
-def asked_before(monkeypatch):
-    """job.sh has asked git; here no program is started."""
+def fixed_git_state(monkeypatch):
+    """Replace the call of git, because unit tests must not start a process."""
     monkeypatch.setattr("records.writer.git_state", lambda: GIT)
 
 
@@ -39,8 +39,8 @@ METRICS = dict.fromkeys(("train_loss", "train_runtime", "train_samples_per_secon
 STEADY = {"warm_up_seconds": 3.5, "steady_steps": 4, "steady_steps_per_second": 1.0, "steady_samples_per_second": 2.0}
 
 
-def trained(steady: dict, means: dict, held: dict | None, reason: str = "", log: tuple = ()) -> RunRecord:
-    """The record of a run whose callbacks measured these values."""
+def make_record(steady: dict, means: dict, held: dict | None, reason: str = "", log: tuple = ()) -> RunRecord:
+    """Return the record of a run whose callbacks measured these values."""
     run = RunRecord("7")
     run.start(0)
     trainer = SimpleNamespace(get_tp_size=lambda: 1)
@@ -64,9 +64,13 @@ def trained(steady: dict, means: dict, held: dict | None, reason: str = "", log:
     return run
 
 
-def test_what_a_run_writes_is_described():
-    held = {"parameters": 8, "gradients": None, "optimizer_state": 16}  # by DeepSpeed, without accumulation
-    run = trained(STEADY, {"avg_cpu_util_%": 90.0}, held, log=({"loss": 3.0}, {"eval_loss": 1.0}, {"loss": 2.0}))
+def test_every_field_that_a_run_writes_is_described():
+    held = {
+        "parameters": 8,
+        "gradients": None,
+        "optimizer_state": 16,
+    }  # DeepSpeed without accumulation keeps no gradients
+    run = make_record(STEADY, {"avg_cpu_util_%": 90.0}, held, log=({"loss": 3.0}, {"eval_loss": 1.0}, {"loss": 2.0}))
     record = read_record(run.path)
     for part in (record, record.train, record.hardware, record.git, *record.held):
         assert not part.model_extra, "fields that records/schema.py does not describe"
@@ -74,7 +78,7 @@ def test_what_a_run_writes_is_described():
     assert record.missing["held.gradients"] == "DeepSpeed drops them in the step, without accumulation"
 
 
-def test_fields_that_are_not_described_survive_a_rewriting():
+def test_unknown_fields_are_kept_when_a_record_is_rewritten():
     path = Path("7.json")
     content = {
         "schema": 1,
@@ -104,7 +108,7 @@ def test_fields_that_are_not_described_survive_a_rewriting():
         ('{"status": "completed", "started": "yesterday"}', "started"),
     ],
 )
-def test_record_of_another_type_names_the_field(content, field):
+def test_the_error_for_a_wrong_record_names_the_field(content, field):
     path = Path("7.json")
     path.write_text(content)
     with pytest.raises(WorkshopError) as raised:
@@ -112,7 +116,7 @@ def test_record_of_another_type_names_the_field(content, field):
     assert raised.value.source == "7.json" and raised.value.what.startswith(f"is no run record ({field}: ")
 
 
-def test_record_says_where_and_with_what_the_run_was_made():
+def test_the_record_has_the_place_and_the_versions_of_the_run():
     run = RunRecord("7")
     run.start(0, run_name="zero2")
     content = json.loads(Path("results/7.json").read_text())
@@ -125,10 +129,10 @@ def test_record_says_where_and_with_what_the_run_was_made():
     assert content["hardware"]["gpus"] == 0
 
 
-def test_value_that_could_not_be_measured_is_empty_with_a_reason():
+def test_a_value_that_was_not_measured_is_empty_with_a_reason():
     rates = ("warm_up_seconds", "steady_steps_per_second", "steady_samples_per_second")
     none = dict.fromkeys(rates) | {"steady_steps": 0}
-    run = trained(none, {"avg_gpu_util_%": None}, None, "no nvidia-ml-py")
+    run = make_record(none, {"avg_gpu_util_%": None}, None, "no nvidia-ml-py")
     content = json.loads(run.path.read_text())
     assert content["peak_gpu_memory"] is None
     assert content["train"]["loss_last"] is None
@@ -147,7 +151,7 @@ def test_value_that_could_not_be_measured_is_empty_with_a_reason():
     assert content["peak_process_mib"][0] > 50
 
 
-def test_peak_of_the_process_that_the_kernel_does_not_tell_has_a_reason(monkeypatch):
+def test_a_process_peak_that_the_kernel_does_not_count_has_a_reason(monkeypatch):
     monkeypatch.setattr(measured_memory, "peak_process_mib", lambda: None)
     run = RunRecord("7")
     record_peaks(run)
@@ -155,10 +159,10 @@ def test_peak_of_the_process_that_the_kernel_does_not_tell_has_a_reason(monkeypa
     assert run.content["missing"]["peak_process_mib"] == "this system does not count it"
 
 
-def test_peaks_of_a_gpu_and_of_pinned_memory(gpu, monkeypatch):
+def test_peaks_of_gpu_memory_and_pinned_memory_are_recorded(gpu, monkeypatch):
     monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda: 3 * 2**20)
     monkeypatch.setattr(torch.cuda, "max_memory_reserved", lambda: 4 * 2**20)
-    # as torch 2.13 names them
+    # torch 2.13 uses these names
     stats = {"active_bytes.peak": 2 * 2**30, "allocated_bytes.peak": 4 * 2**30, "num_host_alloc": 1}
     monkeypatch.setattr(torch.cuda, "host_memory_stats", lambda: stats)
     run = RunRecord("7")
@@ -182,7 +186,7 @@ def test_record_is_replaced_in_one_step(monkeypatch):
     assert [p.name for p in Path().iterdir()] == ["7.json"]
 
 
-def test_a_number_that_is_none_becomes_null():
+def test_a_number_that_is_not_finite_becomes_null():
     path = Path("7.json")
     write_json(path, {"train": {"loss_mean": float("nan"), "x": 1.5}, "eval": [{}, {"loss": -math.inf}]})
     assert json.loads(path.read_text(), parse_constant=pytest.fail) == {
@@ -191,8 +195,8 @@ def test_a_number_that_is_none_becomes_null():
     }
 
 
-def test_interrupted_write_leaves_the_record_as_it_was_and_no_other_file():
-    """The limit of a file's size stands for a full disk: the file is created, and the write fails."""
+def test_an_interrupted_write_keeps_the_record_and_leaves_no_other_file():
+    """A limit of the file size simulates a full disk: the file is created, and the write fails."""
     path = Path("7.json")
     write_json(path, {"status": "running"})
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
@@ -206,7 +210,7 @@ def test_interrupted_write_leaves_the_record_as_it_was_and_no_other_file():
     assert [p.name for p in Path().iterdir()] == ["7.json"]
 
 
-def test_full_disk_is_an_environment_error(monkeypatch, refusal):
+def test_a_full_disk_is_an_environment_error(monkeypatch, refusal):
     def full(*args):
         raise OSError(28, "No space left on device")
 
@@ -225,7 +229,7 @@ def test_full_disk_is_an_environment_error(monkeypatch, refusal):
         (SystemExit(143), "stopped", 143),
         (SystemExit(75), "stopped", 75),
         (torch.OutOfMemoryError("x"), "oom", 1),
-        # as NCCL, cuBLAS, cudaHostAlloc (pinned memory), Triton and the CPU's allocator raise it
+        # out of memory in NCCL, cuBLAS, cudaHostAlloc (pinned memory), Triton and the CPU's allocator
         (torch.distributed.DistBackendError("ncclUnhandledCudaError\nCuda failure 2 'out of memory'"), "oom", 1),
         (RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"), "oom", 1),
         (torch.AcceleratorError("CUDA error: out of memory\nCUDA kernel errors might be ..."), "oom", 1),
@@ -234,7 +238,7 @@ def test_full_disk_is_an_environment_error(monkeypatch, refusal):
     ],
     ids=lambda value: repr(value)[:40] if isinstance(value, BaseException) else str(value),
 )
-def test_record_notes_how_the_run_ended(error, status, code):
+def test_the_record_has_the_status_and_exit_code_of_the_run(error, status, code):
     run = RunRecord("7")
     try:
         with run:
@@ -256,7 +260,7 @@ def test_other_ranks_write_nothing(monkeypatch):
     assert list(Path().iterdir()) == []
 
 
-def test_job_id_is_given_or_slurms_or_made_of_time_and_process(monkeypatch):
+def test_the_job_id_is_given_or_from_slurm_or_created(monkeypatch):
     assert re.fullmatch(rf"local-\d{{8}}-\d{{6}}-{os.getpid()}", new_job_id())
     monkeypatch.setenv("SLURM_JOB_ID", "4711")
     assert new_job_id() == "4711"
@@ -264,7 +268,7 @@ def test_job_id_is_given_or_slurms_or_made_of_time_and_process(monkeypatch):
     assert new_job_id() == "mine"
 
 
-def test_finished_run_is_not_overwritten(refusal):
+def test_a_finished_run_is_not_overwritten(refusal):
     path = Path("results/7.json")
     path.parent.mkdir()
     for status in ("running", "failed", "stopped"):

@@ -1,4 +1,4 @@
-"""What SECURITY.md promises: models, data and checkpoints are data, and no script executes text."""
+"""The promises of SECURITY.md: models, datasets and checkpoints are data, and no script executes text."""
 
 import ast
 import builtins
@@ -28,7 +28,7 @@ WRITES = f"import pathlib\npathlib.Path({str(EXECUTED)!r}).mkdir()\n"
 
 @pytest.fixture(autouse=True)
 def never_executed(monkeypatch):
-    """No network, an answer of yes to every question, and nothing may have been executed in the end."""
+    """Disable the network, answer yes to every question, and check that no code was executed."""
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
     monkeypatch.setattr(builtins, "input", lambda *_: "y")
@@ -41,7 +41,7 @@ def never_executed(monkeypatch):
 
 @pytest.fixture
 def folder(tiny_tokenizer) -> Path:
-    """A saved model whose files name classes of Python files that lie beside them."""
+    """The folder of a saved model whose files name classes in the folder's own Python files."""
     config = BloomConfig(vocab_size=2048, hidden_size=16, n_layer=1, n_head=2)
     BloomForCausalLM(config).save_pretrained("model")
     tiny_tokenizer.save_pretrained("model")
@@ -97,19 +97,19 @@ def test_weights_that_hold_code_are_not_loaded(folder, refusal):
 
 
 @pytest.mark.parametrize("dataset", ["mine", "mine/mine.py"])
-def test_a_loading_script_is_no_dataset(dataset):
+def test_a_loading_script_is_not_a_dataset(dataset):
     Path("mine").mkdir()
     Path("mine/mine.py").write_text(WRITES)
     with pytest.raises((WorkshopError, RuntimeError)):
         read_part("train", DataArguments(dataset=dataset))
 
 
-# Checkpoints; that each strategy's own are taken: tests/integration/test_strategies.py
+# Checkpoints. tests/integration/test_strategies.py resumes from the checkpoints of each strategy
 
 
 @pytest.fixture
 def weights_only():
-    """As train.py loads; undone after the test. Nothing may have been executed in it."""
+    """Forbid code in checkpoints, as train.py does, and allow it again after the test."""
     allowed = torch.serialization.get_safe_globals()
     forbid_code_in_checkpoints(with_deepspeed=True)
     yield
@@ -128,7 +128,7 @@ def test_a_file_that_holds_code_is_refused_by_name(weights_only, name, refusal):
 
 
 @pytest.mark.parametrize("content", [pickle.dumps(Code()), b"PK\3\4 cut off"])
-def test_what_is_no_file_of_a_checkpoint_is_refused_too(weights_only, content, refusal):
+def test_a_file_that_is_not_a_checkpoint_file_is_refused(weights_only, content, refusal):
     Path("checkpoint-8").mkdir()
     Path("checkpoint-8/optimizer.pt").write_bytes(content)
     line = refusal(refuse_code_in, Path("checkpoint-8"), code=4)
@@ -139,14 +139,14 @@ def test_nothing_in_this_process_loads_code(weights_only, monkeypatch):
     torch.save({"module": Code()}, "x.pt")
     monkeypatch.setenv("TORCH_FORCE_WEIGHTS_ONLY_LOAD", "0")
     torch.load("x.pt", weights_only=False)
-    EXECUTED.rmdir()  # it runs where nothing forbids it
+    EXECUTED.rmdir()  # without the prohibition, the code is executed
     forbid_code_in_checkpoints(with_deepspeed=True)
     for load in (TorchCheckpointEngine().load, lambda path: torch.load(path, weights_only=False), torch.load):
         with pytest.raises(pickle.UnpicklingError, match=r"posix\.mkdir"):
             load("x.pt")
 
 
-# The scripts of the workshop; tests/text_checks/security.py reads them all
+# The scripts of the workshop. tests/text_checks/security.py checks all of them
 
 UNSAFE = ("eval(x)", "pickle.load(f)", "torch.load(f)", "run(x, shell=True)", "f(x, trust_remote_code=options.trust)")
 

@@ -1,4 +1,7 @@
-"""What a signal does to a run, at each moment; whole runs: tests/faults, tests/commands/test_job_sh.py, tests/slurm."""
+"""The effect of a signal at each moment of a run.
+
+tests/faults, tests/commands/test_job_sh.py and tests/slurm send signals to real runs.
+"""
 
 import os
 import signal
@@ -13,7 +16,7 @@ from training.stopping import StopCallback, StopRequest
 
 @pytest.fixture
 def stop():
-    """In the training; the handlers of pytest come back behind the test."""
+    """A StopRequest during the training. The signal handlers of pytest are restored after the test."""
     before = {number: signal.getsignal(number) for number in STOPPING_SIGNALS}
     stop = StopRequest()
     stop.listen()
@@ -28,22 +31,22 @@ def send(*numbers: int) -> None:
         os.kill(os.getpid(), number)
 
 
-def test_before_and_behind_the_training_a_signal_ends_the_run(stop):
+def test_a_signal_before_or_after_the_training_ends_the_run(stop):
     stop.training = False
     with pytest.raises(SystemExit) as ended:
         send(signal.SIGTERM)
     assert ended.value.code == 143
-    send(signal.SIGTERM, signal.SIGINT)  # repeated, while the run writes down its end
+    send(signal.SIGTERM, signal.SIGINT)  # repeated signals have no effect while the run closes its record
 
 
-def test_in_the_training_it_asks_for_a_stop_and_what_launchers_repeat_changes_nothing(stop, capfd):
+def test_a_signal_in_the_training_requests_a_stop_and_repeats_are_ignored(stop, capfd):
     send(signal.SIGUSR1, signal.SIGTERM, signal.SIGTERM)
     assert stop.agreed()
     assert stop.agreed_signal == signal.SIGUSR1
     assert capfd.readouterr().out == "\nSIGUSR1: a checkpoint follows at the end of this step\n"
 
 
-def test_workers_of_the_data_loader_leave_it_to_their_parent(stop, capfd):
+def test_workers_of_the_data_loader_leave_a_signal_to_their_parent(stop, capfd):
     child = os.fork()
     if child == 0:
         send(signal.SIGTERM)
@@ -52,19 +55,19 @@ def test_workers_of_the_data_loader_leave_it_to_their_parent(stop, capfd):
     assert capfd.readouterr().out == ""
 
 
-def test_what_nohup_ignores_stays_ignored(stop):
+def test_a_signal_that_nohup_ignores_stays_ignored(stop):
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
     stop.listen()
     send(signal.SIGHUP)
     assert not stop.agreed()
 
 
-# steps of an epoch: 8, of the training: 13
+# The end of a step or an epoch. An epoch has 8 steps, the training 13
 
 
 @pytest.fixture
-def watching(stop) -> StopCallback:
-    """As a stop was asked for in a step."""
+def stop_callback(stop) -> StopCallback:
+    """The callback after a stop was requested in a step."""
     send(signal.SIGTERM)
     return StopCallback(stop, SimpleNamespace(saved_step=0, steps_per_epoch=8))
 
@@ -78,24 +81,24 @@ def flags(control: TrainerControl) -> set[str]:
 
 
 def end_of_epoch() -> TrainerControl:
-    """As the Trainer's own callback sets it, also where a stop has left the epoch in the middle."""
+    """Return the control as the Trainer sets it at the end of an epoch, also if a stop ends the epoch early."""
     return TrainerControl(should_evaluate=True, should_save=True, should_log=True)
 
 
-def test_within_an_epoch_the_step_is_saved_at_once(watching):
+def test_a_stop_within_an_epoch_saves_at_once(stop_callback):
     control = TrainerControl(should_log=True)
-    watching.on_step_end(None, state(3), control)
+    stop_callback.on_step_end(None, state(3), control)
     assert flags(control) == {"training_stop", "save", "log"}
     control = end_of_epoch()
-    watching.on_epoch_end(None, state(3), control)
+    stop_callback.on_epoch_end(None, state(3), control)
     assert flags(control) == set()
 
 
 @pytest.mark.parametrize("step", [8, 13])
-def test_at_the_end_of_an_epoch_the_evaluation_comes_first(watching, step):
+def test_a_stop_at_the_end_of_an_epoch_evaluates_first(stop_callback, step):
     control = TrainerControl()
-    watching.on_step_end(None, state(step), control)
+    stop_callback.on_step_end(None, state(step), control)
     assert flags(control) == {"training_stop"}
     control = end_of_epoch()
-    watching.on_epoch_end(None, state(step), control)
+    stop_callback.on_epoch_end(None, state(step), control)
     assert flags(control) == {"save", "evaluate", "log"}

@@ -1,4 +1,7 @@
-"""What tensor parallelism cannot be combined with, by name. That it trains: tests/integration/test_strategies.py."""
+"""Flags, config keys and models that tensor parallelism refuses.
+
+tests/integration/test_strategies.py trains with it.
+"""
 
 import json
 
@@ -9,12 +12,12 @@ from distributed.tensor_parallel import check_can_be_cut, check_tensor_parallel
 from estimate.command_line import parse_plan
 from settings.command_line import parse_command_line
 
-CUT = ("--model_name", "custom-gpt", "--tensor_parallel", "2", "--save_strategy", "no")
-COMBINATIONS = {  # flags, ranks, what the line says
+TENSOR_PARALLEL = ("--model_name", "custom-gpt", "--tensor_parallel", "2", "--save_strategy", "no")
+COMBINATIONS = {  # flags, ranks, text of the error
     "DeepSpeed": (["--deepspeed", "zero1.json"], 2, "cannot be combined with --deepspeed; use --fsdp for the ranks"),
     "chunked loss": (["--loss", "chunked"], 2, "--loss: chunked needs a head in one piece"),
     "checkpoints": (["--save_strategy", "epoch"], 2, "no checkpoints of a model that is cut; give --save_strategy no"),
-    "going on": (["--resume_from_checkpoint"], 2, "--resume_from_checkpoint: there are none with --tensor_parallel"),
+    "resuming": (["--resume_from_checkpoint"], 2, "--resume_from_checkpoint: there are none with --tensor_parallel"),
     "odd ranks": ([], 3, "2 does not divide 3 rank(s); start 2, or a multiple"),
     "ranks to spare": ([], 4, "and nobody uses the others; start 2 ranks, or add --fsdp"),
     "no ranks to spare": (["--fsdp"], 2, "--fsdp: --tensor_parallel 2 leaves no ranks to shard over; leave it out"),
@@ -22,8 +25,10 @@ COMBINATIONS = {  # flags, ranks, what the line says
 
 
 @pytest.mark.parametrize(("words", "ranks", "what"), COMBINATIONS.values(), ids=COMBINATIONS)
-def test_a_flag_that_does_not_go_with_it_is_named(refusal, words, ranks, what):
-    assert what in refusal(lambda: check_tensor_parallel(parse_command_line("", [*CUT, *words], gpu=True), ranks))
+def test_a_flag_that_cannot_be_combined_is_named(refusal, words, ranks, what):
+    assert what in refusal(
+        lambda: check_tensor_parallel(parse_command_line("", [*TENSOR_PARALLEL, *words], gpu=True), ranks)
+    )
 
 
 @pytest.mark.parametrize(
@@ -35,10 +40,10 @@ def test_a_flag_that_does_not_go_with_it_is_named(refusal, words, ranks, what):
         ({"transformer_layer_cls_to_wrap": ["CustomGPTBlock"]}, "transformer_layer_cls_to_wrap: "),
     ],
 )
-def test_a_key_of_fsdp_that_it_cannot_carry_is_named(refusal, tmp_path, content, what):
+def test_an_fsdp_key_that_cannot_be_combined_is_named(refusal, tmp_path, content, what):
     path = tmp_path / "my.json"
     path.write_text(json.dumps(content))
-    flags = [*CUT, "--fsdp", "--fsdp_config", str(path), "--gpus", "8", "--nodes", "8"]
+    flags = [*TENSOR_PARALLEL, "--fsdp", "--fsdp_config", str(path), "--gpus", "8", "--nodes", "8"]
     assert f"{path}: {what}" in refusal(lambda: parse_plan(flags, environment={}))
 
 
@@ -57,10 +62,10 @@ def model(kind: str, **sizes: int):
         ("llama", {"num_attention_heads": 2}, "4 does not divide the model's 2 attention heads; choose a divisor"),
     ],
 )
-def test_a_model_that_cannot_be_cut_is_named(refusal, kind, sizes, what):
+def test_a_model_that_cannot_be_sharded_is_named(refusal, kind, sizes, what):
     assert what in refusal(lambda: check_can_be_cut(model(kind, **sizes), 4))
 
 
-def test_llama_and_qwen_can_be_cut():
+def test_llama_qwen_and_mistral_can_be_sharded():
     for kind in ("llama", "qwen2", "mistral"):
         check_can_be_cut(model(kind, num_key_value_heads=4), 4)

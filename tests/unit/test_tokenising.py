@@ -1,4 +1,4 @@
-"""From question to batch: one sequence, its labels, its EOS, its padding, and what is cut when it is too long."""
+"""From a question to a batch: the sequence, its labels, EOS, padding, and the cutting of long texts."""
 
 import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
@@ -20,7 +20,7 @@ BATCH = {
 
 @pytest.fixture(scope="module")
 def llama(tmp_path_factory):
-    """The tokenizer of a saved Llama: <s> in front of every text, and no pad token."""
+    """The tokenizer of a saved Llama model. It adds <s> before each text and has no pad token."""
     trained = Tokenizer(models.BPE(unk_token="<unk>"))
     trained.pre_tokenizer, trained.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
@@ -47,7 +47,7 @@ def decoded(tokenizer, ids: list[int]) -> str:
     return tokenizer.decode(ids, skip_special_tokens=True)
 
 
-def test_tiny_bloom_has_blooms_special_ids_and_depends_on_no_subset(tiny_tokenizer):
+def test_tiny_bloom_has_blooms_special_ids_and_ignores_the_subsets(tiny_tokenizer):
     assert tiny_tokenizer.convert_tokens_to_ids(["<unk>", "<s>", "</s>", "<pad>"]) == [0, 1, 2, 3]
     assert (tiny_tokenizer.eos_token_id, tiny_tokenizer.pad_token_id, len(tiny_tokenizer)) == (2, 3, 2048)
     again = load_tokenizer(ModelArguments("tiny-bloom"), DataArguments(dataset=str(SAMPLE), train_size=3, eval_size=1))
@@ -70,7 +70,7 @@ def test_sequence_is_question_context_answer_and_eos(tokenizer):
         assert rows["length"][i] == len(ids) == sum(rows["attention_mask"][i])
 
 
-def test_labels_of_the_answer_are_answer_and_eos_alone(tokenizer):
+def test_labels_of_the_answer_are_only_answer_and_eos(tokenizer):
     rows = tokenise_batch(BATCH, tokenizer, 512, "answer")
     for labels, ids, prompt in zip(rows["labels"], rows["input_ids"], rows["prompt_length"], strict=True):
         assert labels == [IGNORED] * prompt + ids[prompt:]
@@ -78,17 +78,17 @@ def test_labels_of_the_answer_are_answer_and_eos_alone(tokenizer):
     assert tokenizer.decode(counted) == f" a fast network{tokenizer.eos_token}"
 
 
-@pytest.mark.parametrize(("labels", "of_padding"), [("sequence", IGNORED), ("answer", IGNORED), ("all", "pad")])
+@pytest.mark.parametrize(("labels", "padding_label"), [("sequence", IGNORED), ("answer", IGNORED), ("all", "pad")])
 @pytest.mark.parametrize("padding", ["max_length", "longest"])
-def test_padding_counts_under_labels_all_alone_and_the_eos_always(padding, labels, of_padding, tokenizer):
-    """With Llama's tokenizer the padding is the same token as the EOS."""
+def test_padding_counts_only_with_labels_all_and_eos_counts_always(padding, labels, padding_label, tokenizer):
+    """With Llama's tokenizer, the EOS token is also the pad token."""
     rows = tokenise_batch(BATCH, tokenizer, 512, labels)
     collate = collator(tokenizer, DataArguments(padding=padding, max_length=512, labels=labels))
     names = ("input_ids", "attention_mask", "labels")
     batch = collate([{name: rows[name][i] for name in names} for i in (0, 1)])
     multiple_of_8 = -(-max(rows["length"]) // 8) * 8
     assert batch["input_ids"].shape == batch["labels"].shape == (2, 512 if padding == "max_length" else multiple_of_8)
-    ignored = tokenizer.pad_token_id if of_padding == "pad" else of_padding
+    ignored = tokenizer.pad_token_id if padding_label == "pad" else padding_label
     for i, length in enumerate(rows["length"]):
         assert batch["attention_mask"][i].sum() == length
         assert batch["labels"][i, :length].tolist() == rows["labels"][i]
@@ -103,13 +103,13 @@ LONG = {
     "one word": "parallel" * 200,
 }
 MAX_LENGTHS = range(40, 136)
-# Tokens that a cut may leave unused: the rest of a character, of which each byte can be a token, or of a long word
+# Tokens that a cut may leave unused: part of a character, whose bytes can each be a token, or of a long word
 UNUSED = 6
 
 
 @pytest.mark.parametrize("language", LONG)
-def test_over_long_prompt_loses_the_end_of_its_context_only(language, tokenizer):
-    """At each of many lengths, so that the limit falls on every byte of a character."""
+def test_a_prompt_that_is_too_long_loses_only_the_end_of_its_context(language, tokenizer):
+    """The limit takes many values, so it also falls inside characters."""
     context = LONG[language]
     batch = {"question": ["Wo?"], "context": [context], "answers": [["Zürich"]]}
     for max_length in MAX_LENGTHS:
@@ -118,13 +118,13 @@ def test_over_long_prompt_loses_the_end_of_its_context_only(language, tokenizer)
         text = decoded(tokenizer, rows["input_ids"][0])
         assert text.startswith("Question: Wo? Context: ") and text.endswith(" Answer: Zürich"), (max_length, text)
         kept = text.removeprefix("Question: Wo? Context: ").removesuffix(" Answer: Zürich")
-        assert kept and context.startswith(kept), f"half of a character at {max_length}: {text}"
+        assert kept and context.startswith(kept), f"the text was cut inside a character at {max_length}: {text}"
         room = max_length - answer_room(max_length)
         assert room - UNUSED <= rows["prompt_length"][0] <= room, max_length
         assert rows["cut"] == [True]
 
 
-def test_answer_longer_than_its_usual_room_takes_it_from_the_context(tokenizer):
+def test_a_long_answer_shortens_the_context(tokenizer):
     answer = " ".join(["network"] * 60)
     batch = {"question": ["What?"], "context": [CONTEXT.strip()], "answers": [[answer]]}
     (ids,) = tokenise_batch(batch, tokenizer, 128, "answer")["input_ids"]
@@ -132,6 +132,6 @@ def test_answer_longer_than_its_usual_room_takes_it_from_the_context(tokenizer):
     assert decoded(tokenizer, ids).endswith(f"Answer: {answer}")
 
 
-def test_question_that_does_not_fit_is_refused(tiny_tokenizer, refusal):
+def test_a_question_that_does_not_fit_is_refused(tiny_tokenizer, refusal):
     line = refusal(tokenise_batch, BATCH, tiny_tokenizer, 8, "sequence")
     assert line == "error: --max_length: leaves no room for the question 'What do nodes talk over?'; raise it"

@@ -1,5 +1,7 @@
-"""train.py up to the training: one of each kind of mistake, in the order in which they are found. As a process:
-tests/commands/test_train_command.py."""
+"""train.py before the training: one mistake of each kind, in the order in which train.py finds them.
+
+tests/commands/test_train_command.py starts train.py as a process.
+"""
 
 import json
 from pathlib import Path

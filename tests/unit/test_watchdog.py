@@ -1,4 +1,4 @@
-"""Which rank is named when one hangs; that it is, once, and with real processes: tests/integration/test_hangs.py."""
+"""The rank that is named when a job hangs. tests/integration/test_hangs.py has real processes."""
 
 from datetime import timedelta
 
@@ -18,12 +18,12 @@ def rank_0_of_4(monkeypatch):
 
 
 def sign(rank: int, number: int = 20, beats: int = 12, collectives: int = 40) -> Sign:
-    """Of one of four ranks, two on each node."""
+    """Return the sign of life of one of four ranks, with two ranks on each node."""
     return Sign(number, f"node{1 + rank // 2}", [beats, collectives], f"step {beats}, at x.py:{collectives} read")
 
 
 def line(*later: Sign, silent: tuple = ()) -> str:
-    """What rank 0 says of these ranks; those that are not silent have counted on since it read them before."""
+    """Return the error of rank 0 for these signs. All ranks except the silent ones have increased their numbers."""
     signs = dict(enumerate(later))
     earlier = {rank: each if rank in silent else each._replace(number=15) for rank, each in signs.items()}
     error = hang_error(0, earlier, signs, 20)
@@ -34,48 +34,48 @@ def line(*later: Sign, silent: tuple = ()) -> str:
 NOTICED = "noticed by rank 0 on node1 (step 12, at x.py:40 read) after 20 s"
 
 
-def test_a_rank_that_is_silent_is_named_with_its_node_also_when_others_are_behind():
+def test_a_silent_rank_is_named_even_if_another_is_late():
     last = "rank 3 on node2 (last heard: step 12, at x.py:40 read)"
     assert line(sign(0), sign(1, beats=11), sign(2), sign(3), silent=(3,)) == (
         f"hang: no answer from {last}, stopped or out of reach, {NOTICED}"
     )
 
 
-def test_a_rank_that_has_gone_on_less_often_is_named_with_its_place():
+def test_a_rank_with_less_progress_is_named_with_its_place():
     assert line(sign(0), sign(1), sign(2, beats=11), sign(3)) == (
         f"hang: no progress of rank 2 on node2 (step 11, at x.py:40 read), {NOTICED}"
     )
 
 
-def test_in_one_step_the_ranks_that_have_begun_fewer_collectives_are_named():
+def test_in_one_step_the_ranks_with_fewer_collectives_are_named():
     found = line(sign(0), sign(1, collectives=39), sign(2, collectives=39), sign(3))
-    behind = "rank 1 on node1 (step 12, at x.py:39 read), rank 2 on node2 (step 12, at x.py:39 read)"
-    assert found == f"hang: no progress of {behind}, {NOTICED}"
+    late_ranks = "rank 1 on node1 (step 12, at x.py:39 read), rank 2 on node2 (step 12, at x.py:39 read)"
+    assert found == f"hang: no progress of {late_ranks}, {NOTICED}"
 
 
-def test_ranks_that_never_came_are_named_with_the_nodes_that_they_should_be_on(monkeypatch):
+def test_ranks_that_never_joined_are_named_with_their_expected_nodes(monkeypatch):
     monkeypatch.setenv("ALL_NODES", "node1\nnode2")
     assert line(sign(0, beats=0), sign(1, beats=0)) == (
         "rendezvous: rank 2 on node2, rank 3 on node2 did not join within 20 s; check that node, or exclude it"
     )
 
 
-def test_a_rank_that_still_joins_is_named_and_not_those_that_write_less_often():
+def test_a_rank_that_still_joins_is_named_and_not_the_silent_ranks():
     found = [sign(0, beats=0), sign(1, beats=3), sign(2, beats=3), sign(3, beats=3)]
     assert line(*found, silent=(1, 2, 3)).startswith("hang: no progress of rank 0 on node1 (step 0, at x.py:40 read), ")
 
 
-def test_process_groups_outlast_the_flag_so_that_a_rank_is_named_first(monkeypatch):
+def test_process_groups_time_out_after_the_watchdog(monkeypatch):
     for name in ("default_pg_timeout", "default_pg_nccl_timeout"):
         monkeypatch.setattr(distributed_c10d, name, None)
     monkeypatch.setenv("WORLD_SIZE", "1")
     monkeypatch.setenv("JOIN_TIMEOUT", "100")
-    assert watchdog.start(20) == 160, "or the group would end while its ranks still join"
+    assert watchdog.start(20) == 160, "otherwise the group would time out while its ranks still join"
     assert watchdog.start(1800) == 1860
     assert distributed_c10d.default_pg_timeout == distributed_c10d.default_pg_nccl_timeout == timedelta(seconds=1860)
 
 
-def test_an_address_that_is_missing_is_named(monkeypatch, refusal):
+def test_a_missing_address_is_named(monkeypatch, refusal):
     monkeypatch.delenv("MASTER_PORT")
     expected = "error: MASTER_PORT: is not set, and there are several ranks; give rank 0's address and a port"
     assert refusal(watchdog.start, 20) == expected
