@@ -53,7 +53,7 @@ BROKEN = {
 
 
 @pytest.mark.parametrize("name", BROKEN)
-def test_a_run_that_would_not_be_the_requested_one_is_stopped(train, name: str):
+def test_a_run_that_differs_from_the_request_is_stopped(train, name: str):
     flags, patch, error = BROKEN[name]
     stopped = train(name, *flags, patch=patch, code=3)
     assert stopped.error == f"knob audit: {error} correct the flag or the config"
@@ -63,7 +63,7 @@ def test_a_run_that_would_not_be_the_requested_one_is_stopped(train, name: str):
 
 
 @pytest.mark.parametrize(("stage", "pin"), [(2, True), (3, False)])
-def test_a_run_is_judged_by_the_buffers_that_pin_memory_rules(train, workplace, stage: int, pin: bool):
+def test_pinned_memory_is_checked_on_the_right_buffers(train, workplace, stage: int, pin: bool):
     config = json.loads((REPOSITORY / "ds_configs" / f"zero{stage}_cpu_offload.json").read_text())
     for section in ("offload_optimizer", "offload_param"):
         if section in config["zero_optimization"]:
@@ -101,13 +101,13 @@ trainer.WorkshopTrainer.__init__ = make_as_on_gpus
 """
 
 
-def test_ddp_on_one_gpu_is_no_difference_that_ends_a_run(train):
+def test_ddp_on_one_gpu_is_only_a_warning(train):
     """accelerate wraps in DDP on GPUs from two ranks on, on the CPU always."""
     done = train("ddp_on_one", patch=AS_ON_GPUS, ranks=1, **FEW)
     assert done.record["knobs"]["strategy"] == {"requested": "DDP", "effective": "plain"}
 
 
-def test_what_is_seen_of_a_model_that_fsdp1_has_wrapped(train):
+def test_inspection_of_a_model_wrapped_by_fsdp1(train):
     """As far as that goes without a GPU, which its training needs."""
     done = train("fsdp1", script=Path(__file__).with_name("fsdp1_wrap.py"), ranks=2)
     (line,) = [line for line in done.log.splitlines() if line.startswith("seen ")]
@@ -124,7 +124,7 @@ def test_what_is_seen_of_a_model_that_fsdp1_has_wrapped(train):
     }
 
 
-def test_fsdp1_is_refused_without_a_gpu(train):
+def test_fsdp1_is_rejected_without_a_gpu(train):
     config = "fsdp_configs/fsdp1_full_shard.json"
     refused = train("fsdp1_on_cpu", "--fsdp", "--fsdp_config", config, code=3)
     assert refused.error == f"{config}: FSDP1 needs a GPU, it crashes with gloo; use an FSDP2 config"

@@ -32,7 +32,7 @@ def demo(bench: Bench, place, **options: object) -> Finished:
     return bench.run(script="scripts/demo.py", launcher="python", cwd=place, **NO_KNOBS | SHORT | options)
 
 
-def test_four_methods_end_with_equal_losses_and_the_table_says_what_each_rank_held(bench, place):
+def test_four_methods_have_equal_losses_and_show_memory_per_rank(bench, place):
     """On a machine with one GPU, which must stay hidden from ranks that would need two (tests/gpu_stand_in)."""
     stand_in = {"STAND_IN_GPU": "one", "PYTHONPATH": str(REPOSITORY / "tests/gpu_stand_in")}
     done = demo(bench, place, CUDA_VISIBLE_DEVICES="0", **stand_in)
@@ -61,7 +61,7 @@ def test_four_methods_end_with_equal_losses_and_the_table_says_what_each_rank_he
     assert "ZeRO-3, 2 ranks" in page.read_text()
 
 
-def test_without_psrecord_and_without_a_second_rank_the_demo_says_what_is_missing(bench, place):
+def test_the_demo_reports_missing_measurements(bench, place):
     for method in ("ddp", "zero3", "fsdp"):
         (place / f"experiments/demo/{method}/demo.slurm").write_text("echo 'error: no second rank here'\nexit 7\n")
     (place / ".venv").unlink()

@@ -16,7 +16,7 @@ STATES = ("parameters", "gradients", "optimizer state")
 
 
 @uses(*HELD)
-def test_states_are_as_estimated(run: Finished, monkeypatch):
+def test_model_states_match_the_estimate(run: Finished, monkeypatch):
     """Within 5 % on every rank; buffers stand in a row of their own. The record predicts what the command line does."""
     row = RUNS[run.job_id]
     monkeypatch.chdir(run.folder)
@@ -51,7 +51,7 @@ def test_states_are_as_estimated(run: Finished, monkeypatch):
     "name",
     ["llama, fp32", "bloom, bf16, checkpointing", "bloom, bf16, FULL_SHARD", "bloom, bf16, ZeRO-2, 1 micro batch"],
 )
-def test_the_peak_of_a_step_is_as_estimated(name, tmp_path):
+def test_peak_memory_of_a_step_matches_the_estimate(name, tmp_path):
     """Four rows of the benchmark: bytes of real tensors, while a step runs."""
     prediction = program("benchmarks/prediction.py")
     row = prediction.ROWS[name]

@@ -43,14 +43,14 @@ def overfitted(train, workplace) -> Finished:
     return train("overfitted", "--labels", "answer", "--eval_strategy", "no", "--save_steps", 1000, **settings)
 
 
-def test_16_questions_are_learned_by_heart(overfitted: Finished):
+def test_a_model_learns_16_questions_by_heart(overfitted: Finished):
     record = overfitted.record
     assert (record["exact_match"], record["f1"]) == (100, 100)
     assert "exact_match 100.00  f1 100.00\n" in overfitted.log
     assert record["train"]["loss_last"] < 0.3
 
 
-def test_zero3_and_evaluate_score_a_number_that_neither_ranks_nor_batch_divide(train, workplace, overfitted, evaluate):
+def test_zero3_and_evaluate_score_an_uneven_number_of_questions(train, workplace, overfitted, evaluate):
     """17 questions, one of them unknown to the model: left alone, one rank would have 3 batches of 4, the other 2."""
     settings = few(workplace, 17) | {"EM_F1_BATCH_SIZE": 4}
     once = {"NUM_EPOCHS": 1, "LEARNING_RATE": 1e-5, "LABELS": "answer", "MODEL_NAME": "output/overfitted"}
@@ -65,7 +65,7 @@ def test_zero3_and_evaluate_score_a_number_that_neither_ranks_nor_batch_divide(t
     assert evaluate(trained, "evaluated_by_2", ranks=2, **settings) == of_record
 
 
-def test_fsdp_gathers_its_shards_to_answer(train, workplace, overfitted, evaluate):
+def test_fsdp_gathers_its_shards_for_generation(train, workplace, overfitted, evaluate):
     settings = few(workplace, 7) | {"EM_F1_BATCH_SIZE": 2}
     once = {"NUM_EPOCHS": 1, "LEARNING_RATE": 1e-5, "LABELS": "answer", "MODEL_NAME": "output/overfitted"}
     trained = train("odd_fsdp", "--fsdp", ranks=2, **settings | once)
@@ -73,7 +73,7 @@ def test_fsdp_gathers_its_shards_to_answer(train, workplace, overfitted, evaluat
     assert evaluate(trained, "fsdp_evaluated", **settings) == {"exact_match": 100, "f1": 100}
 
 
-def test_ranks_that_cut_a_qwen_answer_together(train, workplace, evaluate):
+def test_tensor_parallel_qwen_generates_the_answers_of_one_rank(train, workplace, evaluate):
     """A local folder, loaded whole and then cut."""
     settings = few(workplace, 7) | {"LABELS": "answer", "EM_F1_BATCH_SIZE": 2, "SAVE_STRATEGY": "no"}
     by_heart = settings | {"NUM_EPOCHS": 80, "SAVE_STRATEGY": "steps", "BATCH_SIZE": 1, "GRAD_ACC": 1, "EM_F1": "False"}
@@ -86,7 +86,7 @@ def test_ranks_that_cut_a_qwen_answer_together(train, workplace, evaluate):
     assert evaluate(trained, "tp_evaluated", **settings) == {"exact_match": 100, "f1": 100}
 
 
-def test_evaluate_knows_the_custom_gpt(train, workplace, evaluate):
+def test_evaluate_scores_the_custom_gpt(train, workplace, evaluate):
     settings = few(workplace, 7)
     trained = train("gpt_asked", **GPT, **settings)
     of_record = {name: round(trained.record[name], 2) for name in ("exact_match", "f1")}

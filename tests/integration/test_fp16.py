@@ -20,7 +20,7 @@ def norms(run: Finished) -> list[float]:
 
 
 @uses(*FP16, *(pytest.param(name, marks=pytest.mark.faults) for name in MORE_FP16))
-def test_losses_fall_as_those_of_the_plain_trainer(run: Finished, table):
+def test_fp16_losses_match_the_plain_trainer(run: Finished, table):
     assert run.effective("precision") == "fp16"
     expected = table("fp16_plain")
     assert expected.losses[0] - expected.losses[1] > 0.1, "the loss hardly moves, so that equal losses prove nothing"
@@ -32,14 +32,14 @@ def test_losses_fall_as_those_of_the_plain_trainer(run: Finished, table):
 
 
 @uses("fp16_tp2", pytest.param("fp16_tp2_fsdp2", marks=pytest.mark.faults))
-def test_with_tensor_parallelism_too(run: Finished, table):
+def test_fp16_tensor_parallel_losses_match_the_plain_trainer(run: Finished, table):
     assert run.effective("precision") == "fp16"
     expected = table("fp16_gpt_plain")
     assert run.losses == pytest.approx(expected.losses, abs=TOLERANCE, rel=0), run
     assert norms(run) == pytest.approx(norms(expected), rel=NORM_TOLERANCE)
 
 
-def test_the_norm_of_gradients_that_are_not_clipped(train, table):
+def test_the_gradient_norm_is_logged_without_clipping(train, table):
     """Of a model that is cut, by a path of its own; all norms are below 1, so nothing is clipped in the other run."""
     row = RUNS["fp16_tp2"]
     how = row.settings | {"script": row.script, "ranks": row.ranks}
@@ -48,7 +48,7 @@ def test_the_norm_of_gradients_that_are_not_clipped(train, table):
 
 
 @pytest.mark.parametrize("name", ["full_shard", "tp2"])
-def test_a_step_that_overflows_on_one_rank_is_skipped_on_all(train, name):
+def test_an_overflow_on_one_rank_skips_the_step_on_all(train, name):
     """Rank 1 meets infinity in the second step. The fused AdamW of train.py, over shards of FSDP2 or cut matrices."""
     row = RUNS[name]
     how = row.settings | {"script": FP16_ON_CPU, "ranks": 2, "SAVE_STRATEGY": "no"}

@@ -26,7 +26,7 @@ def test_a_row_is_trained_saved_loaded_and_scored(train, workplace):
     assert text in second.log
 
 
-def test_a_call_that_is_ended_leaves_no_training(bench: Bench):
+def test_no_training_outlives_a_terminated_gpu_check(bench: Bench):
     called = bench.start("--cpu", "--rows", "plain", **SCRIPT)
     trainings = called.until(lambda: trainings_of(called))
     os.kill(called.pids[0], signal.SIGTERM)

@@ -61,14 +61,14 @@ def test_a_stopped_rank_ends_the_job_with_its_name(bench: Bench):
     assert signs(bench.folder) == before
 
 
-def test_rank_0_names_the_rank_that_does_not_come(train):
+def test_rank_0_names_the_rank_that_is_missing(train):
     world = {"WORLD_SIZE": 2, "LOCAL_WORLD_SIZE": 2, "RANK": 0, "LOCAL_RANK": 0}
     meet = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port(), "JOIN_TIMEOUT": 2}
     run = train("join_0", code=3, **world, **meet)
     assert the_line(run) == "error: rendezvous: rank 1 did not join within 2 s; check that node, or exclude it"
 
 
-def test_a_shell_of_srun_pty_says_whom_it_waits_for_and_ctrl_c_ends_it(bench: Bench):
+def test_a_shell_of_srun_pty_names_missing_ranks_and_obeys_ctrl_c(bench: Bench):
     """`srun --pty -n 4 bash`, and plain python in it: one process, in Slurm's variables the first of four."""
     slurm = {"SLURM_JOB_ID": 4711, "SLURM_STEP_NUM_TASKS": 4, "SLURM_PROCID": 0, "SLURM_LOCALID": 0}
     slurm |= {"SLURM_STEP_NODELIST": "localhost", "MASTER_PORT": free_port()}
@@ -84,7 +84,7 @@ def test_a_shell_of_srun_pty_says_whom_it_waits_for_and_ctrl_c_ends_it(bench: Be
     assert signs(bench.folder) == before
 
 
-def test_its_error_names_srun_pty(train):
+def test_the_timeout_error_names_srun_pty(train):
     slurm = {"SLURM_JOB_ID": 4712, "SLURM_STEP_NUM_TASKS": 2, "SLURM_PROCID": 0, "SLURM_LOCALID": 0}
     meet = {"SLURM_STEP_NODELIST": "localhost", "MASTER_PORT": free_port(), "JOIN_TIMEOUT": 2}
     way_out = "in a shell of srun --pty unset SLURM_STEP_NUM_TASKS"
@@ -93,7 +93,7 @@ def test_its_error_names_srun_pty(train):
     assert the_line(run).endswith(way_out)
 
 
-def test_a_loss_that_is_no_number_ends_both_ranks(train):
+def test_a_loss_that_is_not_finite_ends_both_ranks(train):
     run = train("nan", ranks=2, code=1, LEARNING_RATE="1e30", SAVE_STRATEGY="no")
     lines = re.findall(r"error: .*", run.log)
     assert [line.partition(";")[0] for line in lines] == ["error: loss: is not finite since step 2 (3 steps in a row)"]

@@ -30,7 +30,7 @@ def job(bench, tmp_path_factory) -> tuple[Path, str]:
     return folder, bench.run("single_node.slurm", "--learning_rate", "1e-3", script="bash", cwd=folder, **variables).out
 
 
-def test_every_knob_reaches_the_record_from_where_it_is_set(job):
+def test_every_knob_reaches_the_record_from_its_source(job):
     record = json.loads((job[0] / "results/7.json").read_text())
     expected = {"model_name": "custom-gpt", "per_device_train_batch_size": 1, "labels": "answer", "save_strategy": "no"}
     expected |= {"padding": "longest", "hidden_size": 64, "num_heads": 4, "ff_dim": 128}  # of the site
@@ -42,7 +42,7 @@ def test_every_knob_reaches_the_record_from_where_it_is_set(job):
     assert record["knobs"]["global batch"]["effective"] == 4
 
 
-def test_log_and_process_agree_on_the_peak_of_one_process(job):
+def test_cpu_log_and_record_agree_on_the_peak_of_one_process(job):
     folder, output = job
     run = read_run(folder / "results/7.json")
     (counted,) = json.loads((folder / "results/7.json").read_text())["peak_process_mib"]

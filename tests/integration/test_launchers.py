@@ -40,7 +40,7 @@ def test_start_up_lines_of_each_rank(run: Finished):
     assert len(set(ports)) == 1
 
 
-def test_bare_srun_variables(bench: Bench, table):
+def test_ranks_of_bare_srun_read_its_variables(bench: Bench, table):
     """Two processes as srun starts them: no torchrun, ranks only in Slurm's names."""
     port = free_port()
     slurm = {"SLURM_JOB_ID": 4711, "SLURM_STEP_NUM_TASKS": 2, "SLURM_STEP_TASKS_PER_NODE": 2}
@@ -58,7 +58,7 @@ def test_bare_srun_variables(bench: Bench, table):
     assert "eval_loss" not in ended[1].log, "only rank 0 reports"
 
 
-def test_launch_py_with_a_profile_of_two_ranks(train):
+def test_launch_py_profiles_two_ranks(train):
     flags = ["--max_steps", 8, "--profile", "--save_strategy", "no", "--deepspeed", "ds_configs/zero1.json"]
     finished = train("profiled", *flags, ranks=2, launcher="launch.py", BATCH_SIZE=2)
     ranks = finished.record["profile"]
@@ -78,7 +78,7 @@ def test_launch_py_with_a_profile_of_two_ranks(train):
     assert finished.record["train"]["steady_steps"] == 2
 
 
-def test_the_bandwidth_test_says_what_was_measured_and_decides(train, workplace):
+def test_the_bandwidth_test_reports_its_result_and_rejects_a_slow_network(train, workplace):
     script = {"script": "scripts/measure_bandwidth.py", "ranks": 2}
     done = train("bandwidth", "--output", "bandwidth.json", code=3, MIN_BANDWIDTH=1000, **script)
     result = json.loads((workplace / "bandwidth.json").read_text())
@@ -94,7 +94,7 @@ def test_the_bandwidth_test_says_what_was_measured_and_decides(train, workplace)
 
 
 @uses("plain", TORCHRUN)
-def test_log_has_the_trainers_own_lines(run: Finished):
+def test_log_has_the_trainers_lines(run: Finished):
     """The workshop's shell one-liners search for these."""
     logged = [float(loss) for loss in re.findall(r"\{'eval_loss': '([\d.]+)', 'eval_runtime': '[\d.]+',", run.log)]
     assert logged == pytest.approx(run.losses, rel=1e-3)  # four digits are printed
@@ -154,7 +154,7 @@ def test_save_strategy_no_saves_nothing_and_keeps_its_record(run: Finished):
 
 
 @uses("tracked")
-def test_weights_and_biases_offline_holds_the_documents_names(run: Finished):
+def test_offline_wandb_run_has_the_documented_metric_names(run: Finished):
     pytest.importorskip("wandb")
     (file,) = (run.folder / "wandb" / run.job_id / "wandb").glob("offline-run-*/*.wandb")  # one run, of rank 0
     assert f"wandb sync wandb/{run.job_id}/wandb/offline-run-*" in run.log

@@ -106,7 +106,7 @@ def prefetch(train, hub) -> Callable[..., Finished]:
     return run
 
 
-def test_a_run_needs_no_network_when_all_was_fetched(train, prefetch, tmp_path: Path):
+def test_a_prefetched_run_needs_no_network(train, prefetch, tmp_path: Path):
     home = tmp_path / "login node"
     prefetch("prefetch", home, "--model_name", MODEL, "--dataset", DATASET)
     assert list(home.rglob(f"snapshots/{COMMIT}/*.safetensors"))
@@ -120,12 +120,12 @@ def test_a_run_needs_no_network_when_all_was_fetched(train, prefetch, tmp_path: 
     assert "looking into the local cache only" in trained.log
 
 
-def test_weights_of_an_older_model_are_fetched(prefetch, tmp_path: Path):
+def test_weights_in_an_older_format_are_fetched(prefetch, tmp_path: Path):
     prefetch("old", tmp_path, "--model_name", OLD_MODEL)
     assert list(tmp_path.rglob("snapshots/*/pytorch_model.bin"))
 
 
-def test_prefetch_of_an_unknown_name(prefetch, tmp_path: Path):
+def test_prefetch_rejects_an_unknown_name(prefetch, tmp_path: Path):
     refused = prefetch("unknown", tmp_path, "--model_name", "workshop/no-such-model", code=3)
     assert refused.error.startswith("--model_name: workshop/no-such-model cannot be fetched (")
 
@@ -134,7 +134,7 @@ def test_prefetch_of_an_unknown_name(prefetch, tmp_path: Path):
     ("flag", "missing", "model"),
     [("--model_name", "bigscience/bloom-560m", "bigscience/bloom-560m"), ("--dataset", "squad", "tiny-bloom")],
 )
-def test_neither_network_nor_cache(train, tmp_path: Path, flag: str, missing: str, model: str):
+def test_a_run_without_network_and_cache_is_one_error_line(train, tmp_path: Path, flag: str, missing: str, model: str):
     nowhere = {"HF_HOME": tmp_path / "empty", "HF_ENDPOINT": UNREACHABLE, "HF_HUB_OFFLINE": "unset"}
     refused = train("offline", "--model_name", model, "--dataset", "squad", code=2, **nowhere)
     assert refused.error_lines == [

@@ -38,7 +38,7 @@ def preflight(bench: Bench, checkout: Path, *flags: str, **options: object) -> t
     return {line[6:24].strip(): f"{line[:5]}{line[25:]}" for line in lines}, done.out
 
 
-def test_a_laptop_is_ready_and_nothing_is_left(bench, checkout):
+def test_a_laptop_passes_and_no_file_remains(bench, checkout):
     before = snapshot(*(checkout / name for name in FOLDERS))
     lines, output = preflight(bench, checkout)
     for name in ("plain python", "ZeRO-2", "FSDP full_shard"):
@@ -53,7 +53,7 @@ def test_a_laptop_is_ready_and_nothing_is_left(bench, checkout):
     assert {path.name for path in checkout.iterdir()} == {*FOLDERS, *FILES}
 
 
-def test_all_that_is_broken_is_told_at_once(bench, checkout, tmp_path):
+def test_all_problems_are_reported_at_once(bench, checkout, tmp_path):
     """And the log of a training that failed is kept."""
     zero2 = checkout / "ds_configs" / "zero2.json"
     zero2.write_text(zero2.read_text().replace('"stage"', '"stge"', 1))

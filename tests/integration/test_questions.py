@@ -17,13 +17,13 @@ def test_padding_does_not_change_the_loss(run: Finished, table):
 
 
 @uses(*OTHER_BATCHES)
-def test_the_loss_of_few_labels_does_not_depend_on_padding_batches_and_ranks(run: Finished, table):
+def test_loss_of_few_labels_is_independent_of_padding_batches_and_ranks(run: Finished, table):
     assert run.effective("padding") == "longest"
     assert run.losses == pytest.approx(table("answer").losses, abs=TOLERANCE, rel=0), run
 
 
 @uses(*LABELS)
-def test_each_label_mode_has_a_loss_of_its_own(run: Finished, table):
+def test_each_label_mode_has_a_different_loss(run: Finished, table):
     mode = run.job_id.split("_")[0]
     assert run.effective("label mode") == mode
     for mine, sequence in zip(run.losses, table("plain").losses, strict=True):
@@ -33,7 +33,7 @@ def test_each_label_mode_has_a_loss_of_its_own(run: Finished, table):
 
 
 @uses("tracked")
-def test_samples_per_gpu_makes_the_training_set_grow_with_the_ranks(run: Finished):
+def test_samples_per_gpu_scales_the_training_set_with_the_ranks(run: Finished):
     assert run.record["train_size"] == 40
     assert run.record["knobs"]["train size"] == {"requested": 40, "effective": 40}
     assert run.record["steps_per_epoch"] == 5  # micro batch 2 x accumulation 2 x 2 ranks
@@ -67,7 +67,7 @@ train.load_squad = load_squad
 """
 
 
-def test_group_by_length_puts_like_lengths_together_on_all_ranks(train):
+def test_group_by_length_groups_similar_lengths_on_all_ranks(train):
     flags = ("--train_sampling_strategy", "group_by_length", "--eval_strategy", "no")
     options = {"ranks": 2, "BATCH_SIZE": 2, "NUM_EPOCHS": 2, "PADDING": "longest", "SAVE_STRATEGY": "no"}
     grouped = train("grouped", *flags, patch=PRINT_LENGTHS, **options)

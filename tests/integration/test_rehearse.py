@@ -61,7 +61,7 @@ def check_bytes_sent(found: ObservedStep, settings: Settings) -> None:
 
 
 @pytest.mark.parametrize(("method", "gpus"), CASES)
-def test_rank_0_holds_and_sends_what_the_formulas_say(method, gpus):
+def test_memory_and_traffic_of_rank_0_match_the_formulas(method, gpus):
     settings = plan(*METHODS[method], "--gpus", gpus, "--nodes", gpus // 4)
     found = rehearse(settings)
     check_bytes_sent(found, settings)
@@ -75,7 +75,7 @@ def test_rank_0_holds_and_sends_what_the_formulas_say(method, gpus):
     assert found.at_most["optimizer state"] == pytest.approx(estimated["optimizer state"], rel=0.02)
 
 
-def test_fsdp_gathers_an_embedding_again_that_is_not_the_head(tmp_path):
+def test_fsdp_gathers_an_untied_embedding_again(tmp_path):
     sizes = {"vocab_size": 2048, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2}
     llama = {"model_type": "llama", "num_attention_heads": 4, "tie_word_embeddings": False}
     (tmp_path / "config.json").write_text(json.dumps(llama | sizes))
@@ -83,7 +83,7 @@ def test_fsdp_gathers_an_embedding_again_that_is_not_the_head(tmp_path):
     check_bytes_sent(rehearse(settings), settings)
 
 
-def test_a_collective_that_the_formula_leaves_out_is_noticed():
+def test_a_collective_missing_from_the_formula_is_detected():
     settings = plan(*METHODS["SHARD_GRAD_OP"], "--gpus", 8)
     found = rehearse(settings)
     check_bytes_sent(found, settings)
@@ -100,7 +100,7 @@ def test_a_rehearsal_of_zero_3_does_not_change_later_estimates():
 
 
 @pytest.mark.parametrize("strategy", ["DDP", "FULL_SHARD", "TP 2 x FSDP 2"])
-def test_the_collectives_are_those_of_real_trainings(strategy, tmp_path):
+def test_rehearsed_collectives_match_real_trainings(strategy, tmp_path):
     """benchmarks/communication.py has counted them, over gloo."""
     (tmp_path / "config.json").write_text(json.dumps(communication.CONFIG))
     ranks = communication.RANKS.get(strategy, 2)
@@ -142,7 +142,7 @@ def run(monkeypatch, capsys) -> Callable[..., tuple[str, str]]:
     return run
 
 
-def test_the_command_shows_what_was_counted_and_the_formulas(run):
+def test_the_command_shows_counts_and_formulas(run):
     out, _ = run(*TINY, "--gpus", 8, "--nodes", 2, *FSDP, "fsdp_configs/hybrid_shard.json")
     first, *lines = re.sub(" {2,}", "  ", out).splitlines()
     assert (
@@ -195,7 +195,7 @@ def test_the_page_shows_what_the_command_prints(run):
         (("--gpus", 8, "--tensor_parallel", 2), "error: --tensor_parallel: 2 of 8 ranks cut the matrices"),
     ],
 )
-def test_mistakes_are_one_line(flags, message, run):
+def test_input_errors_are_one_line(flags, message, run):
     out, line = run(*TINY, *flags)
     assert (out, line.count("\n")) == ("", 1)
     assert line.removeprefix("\r").startswith(message)

@@ -44,7 +44,7 @@ def step_losses(run: Finished) -> list[float]:
     return [entry["loss"] for entry in history if "loss" in entry]
 
 
-def test_without_a_value_it_finds_the_checkpoint_of_a_sibling_run(train, workplace, table):
+def test_resume_without_a_value_finds_the_checkpoint_of_a_sibling_run(train, workplace, table):
     family = workplace / "output" / "killed family"
     dead = train("killed", patch=UNMARKED, code=-9, OUTPUT_DIR=f"{family}/killed")
     assert checkpoints(family / "killed") == {"checkpoint-8": True, "checkpoint-16": False}, dead
@@ -59,7 +59,7 @@ def test_without_a_value_it_finds_the_checkpoint_of_a_sibling_run(train, workpla
     assert tokens(resumed) == tokens(expected)
 
 
-def test_sequences_are_grouped_the_same_way_after_a_checkpoint_on_any_number_of_ranks(train):
+def test_group_by_length_resumes_with_the_same_order_on_any_rank_count(train):
     """A run that resumes in the middle of the second epoch trains on the questions that are left of that epoch."""
     settings = {"SAMPLING": "group_by_length", "PADDING": "longest", "LOSS": "chunked", "GRAD_ACC": 1}
     settings |= {"TRAIN_SIZE": 40, "EVAL_SIZE": 8}
@@ -93,7 +93,7 @@ def test_zero2_on_two_ranks_skips_a_truncated_checkpoint(train, table):
     assert checkpoints(resumed.output) == {"checkpoint-16": True}, "written again, and the older one removed"
 
 
-def test_sharded_checkpoints_of_fsdp_resume_and_the_model_is_whole(train, workplace, table):
+def test_sharded_fsdp_checkpoints_resume_and_the_model_is_complete(train, workplace, table):
     """Which the Trainer alone could not turn into a model at the end."""
     content = json.loads((REPOSITORY / "fsdp_configs" / "full_shard.json").read_text())
     (workplace / "sharded.json").write_text(json.dumps(content | {"state_dict_type": "SHARDED_STATE_DICT"}))

@@ -51,13 +51,13 @@ def test_every_epoch_has_the_eval_loss_of_the_plain_trainer(run: Finished, table
 
 
 @uses(*SDPA)
-def test_attention_without_its_scores_trains_as_with_them(run: Finished, table):
+def test_sdpa_has_the_losses_of_eager_attention(run: Finished, table):
     assert (run.effective("attention"), table("plain").effective("attention")) == ("sdpa", "eager")
     same_losses(run, table("plain"))
 
 
 @uses(*CHUNKED, pytest.param("compiled", marks=needs_compiler))
-def test_the_loss_without_logits_is_the_loss_with_them_also_compiled(run: Finished, table):
+def test_chunked_loss_has_the_losses_of_full_logits(run: Finished, table):
     assert (run.effective("loss"), table("plain").effective("loss")) == ("chunked", "full")
     assert run.effective("compiled") is (run.job_id == "compiled")
     same_losses(run, table("plain"))
@@ -72,7 +72,7 @@ def test_the_custom_gpt_trains_as_bloom_does(run: Finished, table):
 
 
 @uses(*TENSOR_PARALLEL)
-def test_a_model_cut_over_the_ranks_trains_as_a_whole_one(run: Finished, table):
+def test_tensor_parallelism_has_the_losses_of_one_rank(run: Finished, table):
     same_losses(run, table("gpt_plain"))
     groups, size = {"tp2": (1, 2), "tp4": (1, 4), "tp2_fsdp2": (2, 2)}[run.job_id]
     expected = {
@@ -96,7 +96,7 @@ def test_a_model_cut_over_the_ranks_trains_as_a_whole_one(run: Finished, table):
 
 
 @uses("qwen_tp2_fsdp2")
-def test_a_qwen_cut_over_the_ranks_trains_as_a_whole_one(run: Finished, table):
+def test_tensor_parallel_qwen_has_the_losses_of_one_rank(run: Finished, table):
     same_losses(run, table("qwen_plain"))
     assert run.effective("strategy") == "TP x FSDP2"
 
@@ -157,7 +157,7 @@ def banner(run: Finished) -> dict[str, str]:
 
 
 @uses(*FSDP)
-def test_fsdp_runs_its_strategy_its_units_and_the_share_of_each_rank(run: Finished):
+def test_fsdp_runs_with_the_requested_strategy_units_and_shards(run: Finished):
     ranks, replicas = (4, 2) if run.job_id == "hybrid_shard_2x2" else (2, 1)
     # on one node hybrid_shard has nothing to replicate
     names = {"shard_grad_op": "FSDP2 SHARD_GRAD_OP", "hybrid_shard_2x2": "FSDP2 HYBRID_SHARD"}
@@ -199,7 +199,7 @@ def test_audit_shows_batch_and_steps(run: Finished):
 
 
 @uses(*STRATEGIES, *CUSTOM, *TENSOR_PARALLEL)
-def test_saved_model_is_whole_and_has_the_last_eval_loss(run: Finished):
+def test_saved_model_is_complete_and_has_the_last_eval_loss(run: Finished):
     model, info = AutoModelForCausalLM.from_pretrained(run.output, dtype=torch.float32, output_loading_info=True)
     assert not any(info.values()), info
     assert sum(p.numel() for p in model.parameters()) == run.record["parameters"]
@@ -221,7 +221,7 @@ def eval_loss(model, tokenizer) -> float:
 
 
 @uses("plain", "ddp", "zero0", "zero2", "zero3", "full_shard", "bf16_zero2")
-def test_a_checkpoint_is_as_large_as_was_expected(run: Finished):
+def test_a_checkpoint_has_the_estimated_size(run: Finished):
     """Of the files that hold tensors: in a real model the others are nothing."""
     folder = next(run.output.glob("checkpoint-*"))
     files = [path for kind in ("*.pt", "*.bin", "*.safetensors") for path in folder.rglob(kind)]
@@ -233,7 +233,7 @@ def test_a_checkpoint_is_as_large_as_was_expected(run: Finished):
 
 
 @uses("plain", "zero1", "zero2", "zero2_cpu_offload", "zero3", "full_shard", "bf16_zero2")
-def test_no_file_of_its_checkpoint_is_taken_for_code(run: Finished, monkeypatch):
+def test_a_checkpoint_holds_no_file_that_could_run_code(run: Finished, monkeypatch):
     monkeypatch.setenv("TORCH_FORCE_WEIGHTS_ONLY_LOAD", "1")  # so that it is unset again
     (checkpoint,) = run.output.glob("checkpoint-*")
     forbid_code_in_checkpoints(with_deepspeed=True)
@@ -294,7 +294,7 @@ atexit.register(lambda: print("read by", dict(readers)))
         ("tiny-bloom", "chunked", {"add_label_counts": 2, "loss_function": 1}),
     ],
 )
-def test_no_micro_batch_waits_for_the_gpu(train, model, loss, reads_of_loss):
+def test_moving_a_micro_batch_does_not_wait_for_the_gpu(train, model, loss, reads_of_loss):
     sizes = GPT_SIZES | {"VOCAB_SIZE": 2048, "TOKENIZER_NAME": "tiny-bloom"} if model == "custom-gpt" else {}
     few = {"TRAIN_SIZE": 8, "EVAL_SIZE": 4, "NUM_EPOCHS": 1, "BATCH_SIZE": 1, "GRAD_ACC": 4, "SAVE_STRATEGY": "no"}
     words = ("--eval_strategy", "no", "--logging_steps", 9)

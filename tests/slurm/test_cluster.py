@@ -39,7 +39,7 @@ def left_of(state):
     return found
 
 
-def test_a_job_has_two_nodes_with_names_addresses_and_gpus_of_their_own(cluster, tmp_path):
+def test_each_node_of_a_job_has_its_own_name_address_and_gpus(cluster, tmp_path):
     folder = tmp_path / 'it\'s a "folder"'
     folder.mkdir()
     node = "echo $(hostname) $SLURM_PROCID $(getent hosts node2 | cut -d' ' -f1) $CUDA_VISIBLE_DEVICES"
@@ -100,7 +100,7 @@ def test_a_node_crashes_and_comes_back(cluster, tmp_path):
     assert sorted(output.read_text().split()) == cluster.nodes
 
 
-def test_the_next_up_takes_a_dead_owners_cluster_down_and_leaves_nothing_of_it(cluster):
+def test_a_new_cluster_removes_the_cluster_of_a_dead_owner(cluster):
     script = (
         "import os, signal, sys; from cluster import Cluster\n"
         "Cluster(sys.argv[1], nodes=1, owner=os.getpid()).up(); os.kill(os.getpid(), signal.SIGKILL)"

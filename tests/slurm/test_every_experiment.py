@@ -11,7 +11,7 @@ import pytest
 
 from cluster import run as run_command
 from conftest import running_cluster
-from helpers import EXPERIMENT_SCRIPTS, EXPERIMENTS, directives_of
+from helpers import EXPERIMENT_SCRIPTS, EXPERIMENTS, read_directives
 from jobs import ENDLESS, Job, Lab, check_completed
 
 pytestmark = [pytest.mark.experiments, pytest.mark.timeout(3600)]
@@ -23,7 +23,7 @@ REFUSED = {
 
 
 def shape(script: Path) -> tuple[int, int]:
-    asked = directives_of(script)
+    asked = read_directives(script)
     return int(asked["nodes"]), int(asked["gpus-per-node"])
 
 
@@ -83,7 +83,7 @@ def check_table(job: Job) -> None:
     assert "missing: no run record: the job is no training itself" in job.summary
 
 
-def test_a_job_at_its_time_limit_says_so(lab):
+def test_a_job_at_its_time_limit_reports_it(lab):
     job = lab.submit("baseline", sbatch=("--time=00:01:00",), **ENDLESS).wait()
     assert job.state == "TIMEOUT", str(job)
     assert job.processes() == {}

@@ -62,13 +62,13 @@ def test_a_job_of_python_leaves_record_logs_and_summary(alone):
     check_one_liners(alone.record_path)
 
 
-def test_the_code_of_a_snapshot_is_that_of_its_submission(alone):
+def test_a_snapshot_runs_the_code_of_its_submission(alone):
     assert (alone.state, alone.code) == ("COMPLETED", 0), str(alone)
     submitted = run_command([*GIT, "rev-parse", "HEAD~"], cwd=alone.lab.root).stdout.strip()
     assert alone.record["git"] == {"commit": submitted, "dirty": False}
 
 
-def test_a_shells_characters_in_names_execute_nothing(alone):
+def test_shell_characters_in_names_execute_nothing(alone):
     assert alone.log_path.name == f"{BAD_NAME}_{alone.job_id}.out"
     assert alone.record["run_name"] == BAD_NAME
     assert not list(alone.lab.root.rglob("pwned*"))
@@ -102,7 +102,7 @@ def test_a_job_of_bare_srun_leaves_record_logs_and_summary(srun):
     assert "Parameter offloading: True" in srun.log
 
 
-def test_what_is_given_at_submission_wins(srun):
+def test_values_at_submission_override_the_defaults(srun):
     """Flag over variable over site over experiment over default."""
     settings = srun.record["settings"]
     assert settings["learning_rate"] == 1e-4, "the flag, over the variable and the site"
@@ -117,7 +117,7 @@ def test_what_is_given_at_submission_wins(srun):
 
 
 @pytest.mark.parametrize("launcher", ["torchrun", "srun"])
-def test_nodes_whose_own_name_is_loopback_meet_at_the_first_ones_address(launcher, undisturbed, request):
+def test_nodes_whose_name_resolves_to_loopback_meet_at_a_real_address(launcher, undisturbed, request):
     job = undisturbed("zero-2") if launcher == "torchrun" else request.getfixturevalue("srun")
     cluster = job.lab.cluster
     resolved = cluster.exec("node1", ["getent", "hosts", "node1"]).stdout
@@ -165,7 +165,7 @@ def test_a_killed_rank_ends_its_job_on_all_nodes(killed_and_cancelled):
     assert job.processes() == {}
 
 
-def test_a_cancelled_job_has_saved_and_is_not_requeued(killed_and_cancelled):
+def test_a_cancelled_job_saves_and_is_not_requeued(killed_and_cancelled):
     _, job = killed_and_cancelled
     assert job.state == "CANCELLED", str(job)
     assert job.processes() == {}
@@ -182,7 +182,7 @@ def test_a_cancelled_job_has_saved_and_is_not_requeued(killed_and_cancelled):
             assert len(read(path).problems) <= 1, "more than a last line that is cut"
 
 
-def test_two_jobs_of_one_experiment_share_no_file_and_log_each_its_own_gpu(killed_and_cancelled):
+def test_two_jobs_of_one_experiment_have_separate_files_and_gpu_logs(killed_and_cancelled):
     """nvidia-smi shows both all GPUs of a node."""
     first, second = killed_and_cancelled
     assert first.folder == second.folder
@@ -199,7 +199,7 @@ def submitted_by_script(lab, experiment: str) -> subprocess.CompletedProcess:
     return subprocess.run(command, cwd=lab.root, env=lab.environment(), capture_output=True, text=True)
 
 
-def test_what_can_never_run_is_left_out_and_what_cannot_run_now_is_submitted_with_a_warning(lab):
+def test_submit_skips_impossible_jobs_and_warns_about_delayed_ones(lab):
     """Slurm takes six nodes of two, and says PD (PartitionNodeLimit) for ever; it answers alike for a drained node."""
     said = "allocation failure: Requested node configuration is not available"
     never = submitted_by_script(lab, "deepspeed-multi-node/6_nodes")

@@ -21,7 +21,7 @@ def preflight(lab: Lab, *flags: str, **variables: object) -> subprocess.Complete
     return subprocess.run(command, cwd=lab.root, env=environment, capture_output=True, text=True, timeout=800)
 
 
-def test_one_job_per_launcher_completes_or_is_a_failed_line(own_lab):
+def test_preflight_runs_one_job_per_launcher_and_reports_failures(own_lab):
     """Bare srun sets no LOCAL_RANK, and here the training breaks that it starts."""
     train = own_lab.root / "scripts/train.py"
     text = train.read_text()

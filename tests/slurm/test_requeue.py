@@ -130,13 +130,13 @@ def run(case: Stopped, lab: Lab) -> Job:
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
-def test_a_stopped_job_goes_on_as_if_nothing_had_been(case, lab, undisturbed):
+def test_a_stopped_job_is_requeued_and_resumes_exactly(case, lab, undisturbed):
     check_equal(run(case, lab), undisturbed(case.name))
 
 
 @pytest.mark.faults
 @pytest.mark.parametrize("case", MORE, ids=str)
-def test_more_jobs_that_are_stopped(case, lab, undisturbed):
+def test_other_stopped_jobs_are_requeued_and_resume_exactly(case, lab, undisturbed):
     job = run(case, lab)
     if "NUM_EPOCHS" not in case.variables:
         check_equal(job, undisturbed(case.name))

@@ -5,7 +5,7 @@ import re
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-from helpers import EXPERIMENT_SCRIPTS, EXPERIMENTS, REPOSITORY, directives_of
+from helpers import EXPERIMENT_SCRIPTS, EXPERIMENTS, REPOSITORY, read_directives
 
 INDEX = "experiments/README.md"
 BILL = "docs/instructor/README.md"
@@ -52,7 +52,7 @@ def section_of(folder: str, rows: dict[str, tuple[str, str]]) -> str:
 
 def row_of(folder: str, script: Path, question: str, section: str) -> Iterator[str]:
     """Compare a row with nodes, GPUs and config of the script, and with whether the config needs a GPU."""
-    asked = DEFAULTS | directives_of(script)
+    asked = DEFAULTS | read_directives(script)
     config = re.search(r"(ds|fsdp)_configs/[\w.]+", script.read_text())
     if config and needs_a_gpu(config[0]):
         question += NEEDS_A_GPU
@@ -99,7 +99,7 @@ def bill_of(scripts: Iterable[Path]) -> tuple[int, int, int]:
     """Number of jobs, their GPUs, and GPU-hours at most."""
     jobs = gpus = hours = 0
     for script in scripts:
-        asked = DEFAULTS | directives_of(script)
+        asked = DEFAULTS | read_directives(script)
         gpus_of_the_job = int(asked["nodes"]) * int(asked["gpus-per-node"])
         hour, minute, _ = map(int, asked["time"].split(":"))
         jobs, gpus, hours = jobs + 1, gpus + gpus_of_the_job, hours + gpus_of_the_job * (hour + minute / 60)

@@ -8,7 +8,7 @@ from pathlib import Path
 import yaml
 
 from config import KNOBS
-from helpers import EXPERIMENT_SCRIPTS, EXPERIMENTS, REPOSITORY, directives_of
+from helpers import EXPERIMENT_SCRIPTS, EXPERIMENTS, REPOSITORY, read_directives
 
 TABLE = "tests/text_checks/experiment_knobs.yaml"
 ROWS = yaml.safe_load((REPOSITORY / TABLE).read_text())
@@ -87,7 +87,7 @@ def trains(script: Path) -> bool:
 
 def nodes_and_gpus(script: Path) -> tuple[int, int]:
     """Nodes, and GPUs of all nodes together."""
-    asked = {"nodes": "1", "gpus-per-node": "1"} | directives_of(script)
+    asked = {"nodes": "1", "gpus-per-node": "1"} | read_directives(script)
     return int(asked["nodes"]), int(asked["nodes"]) * int(asked["gpus-per-node"])
 
 
@@ -119,13 +119,13 @@ def lines_of_the_script(script: Path) -> Iterator[str]:
 
 def directives(script: Path) -> Iterator[str]:
     """Compare the directives with the names of folder and script, and with what is the site's to say."""
-    name, asked = name_of(script), directives_of(script)
+    name, asked = name_of(script), read_directives(script)
     stated = dict(zip(("nodes", "gpus"), nodes_and_gpus(script), strict=True))
     for part in script.relative_to(EXPERIMENTS).parts:
         for number, unit in re.findall(r"(?:^|_)(\d+)_(gpus|nodes)(?=[_.]|$)", part):
             if int(number) != stated[unit]:
                 yield f"{name}: says {number} {unit} in the name {part}, its directives say {stated[unit]}"
-    others = [other for other in EXPERIMENT_SCRIPTS if directives_of(other).get("job-name") == asked.get("job-name")]
+    others = [other for other in EXPERIMENT_SCRIPTS if read_directives(other).get("job-name") == asked.get("job-name")]
     if len(others) > 1:
         both = " and ".join(map(name_of, others))
         yield f"{name}: says --job-name={asked.get('job-name')}, which {both} have; give each job its own name"
