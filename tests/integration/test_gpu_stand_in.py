@@ -1,5 +1,7 @@
-"""Machines whose GPU cannot train: an old driver, one GPU for two ranks, a GPU that nobody asked for. The GPU is
-tests/gpu_stand_in; demo and jobs on such a machine: test_demo.py."""
+"""Machines with a GPU that a run cannot or must not use: an old driver, one GPU for two ranks, --use_cpu.
+
+tests/gpu_stand_in stands in for the GPU. test_demo.py runs the demo on such a machine.
+"""
 
 import pytest
 
@@ -10,7 +12,7 @@ FEW = ("--max_steps", "2", "--eval_strategy", "no", "--save_strategy", "no")
 
 @pytest.fixture
 def on_gpu_machine(train):
-    """Run train.py as a new process, because the stand-in must be there when PyTorch is imported."""
+    """Run train.py as a new process, because the stand-in must be on PYTHONPATH when PyTorch is imported."""
 
     def run(gpu: str, job_id: str, *words: object, **options: object):
         stand_in = {"STAND_IN_GPU": gpu, "PYTHONPATH": REPOSITORY / "tests/gpu_stand_in"}
@@ -20,7 +22,7 @@ def on_gpu_machine(train):
 
 
 def test_a_gpu_with_too_old_a_driver_is_not_used(on_gpu_machine):
-    """DeepSpeed's import lets torch.cuda count the GPU that the driver lists."""
+    """The import of DeepSpeed makes torch.cuda count the GPU that the driver lists."""
     finished = on_gpu_machine("old_driver", "old_driver", "--deepspeed", "ds_configs/zero1.json")
     assert finished.record["hardware"]["gpus"] == 0
 

@@ -1,4 +1,4 @@
-"""No secret of the environment gets into what a run leaves: records, logs, checkpoints, trackers, a traceback."""
+"""No secret of the environment gets into a run's records, logs, checkpoints, trackers or tracebacks."""
 
 import base64
 import importlib.util
@@ -10,7 +10,7 @@ from bench import Bench
 from canaries import CANARIES, find_leaks
 from helpers import TINY
 
-# Behind the first checkpoint
+# Crash after the first checkpoint
 CRASH = """
 from training.save_checkpoints import CheckpointCallback
 
