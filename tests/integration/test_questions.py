@@ -72,10 +72,8 @@ def test_group_by_length_groups_similar_lengths_on_all_ranks(train):
     options = {"ranks": 2, "BATCH_SIZE": 2, "NUM_EPOCHS": 2, "PADDING": "longest", "SAVE_STRATEGY": "no"}
     grouped = train("grouped", *flags, patch=PRINT_LENGTHS, **options)
     assert grouped.record["settings"]["train_sampling_strategy"] == "group_by_length"
-    batches_by_rank = [
-        [json.loads(found) for found in re.findall(rf"LENGTHS {rank} (.*)", grouped.log)] for rank in "01"
-    ]
-    batches = [first + second for first, second in zip(*batches_by_rank, strict=True)]
+    by_rank = [[json.loads(found) for found in re.findall(rf"LENGTHS {rank} (.*)", grouped.log)] for rank in "01"]
+    batches = [first + second for first, second in zip(*by_rank, strict=True)]
     assert [len(batch) for batch in batches] == [4] * 32
     epochs = batches[:16], batches[16:]
     assert epochs[0] != epochs[1]

@@ -85,9 +85,7 @@ def test_zero2_on_two_ranks_skips_a_truncated_checkpoint(train, table):
     same_losses(resumed, table("zero2"))
     assert tokens(resumed) == tokens(table("plain"))
     assert resumed.record["status"] == "completed"
-    assert complete_marks(resumed.output) == {"checkpoint-16": True}, (
-        "the run writes checkpoint-16 again and removes checkpoint-8"
-    )
+    assert complete_marks(resumed.output) == {"checkpoint-16": True}, "checkpoint-16 is written again, 8 is removed"
 
 
 def test_sharded_fsdp_checkpoints_resume_and_the_model_is_complete(train, workplace, table):

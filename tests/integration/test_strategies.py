@@ -117,7 +117,7 @@ def test_bf16(run: Finished, table):
         for name in (
             "loss_mean",
             "loss_last",
-        ):  # training losses, where a rounded number of tokens does not average out
+        ):  # an error from a rounded number of tokens does not average out here
             assert run.record["train"][name] == pytest.approx(ddp.record["train"][name], rel=BF16_TOLERANCE)
     weights = AutoModelForCausalLM.from_pretrained(run.output, dtype="auto")
     assert weights.dtype == (torch.bfloat16 if run.job_id == "bf16_zero2" else torch.float32)
