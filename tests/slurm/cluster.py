@@ -185,7 +185,7 @@ class Cluster:
 
     @property
     def env(self):
-        """Environment of a shell on the login node: this process's variables, but only this cluster's Slurm settings."""
+        """Environment of a login node's shell: this process's variables, but only this cluster's Slurm settings."""
         foreign = ("SLURM_", "SBATCH_", "SRUN_", "SALLOC_", "SQUEUE_", "SINFO_", "SCANCEL_")
         kept = {name: value for name, value in os.environ.items() if not name.startswith(foreign)}
         return {**kept, "PATH": PATH, "SLURM_CONF": f"{self.state}/etc/slurm.conf"}
