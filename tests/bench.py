@@ -1,4 +1,4 @@
-"""Where a test runs trainings: a folder, the scripts as forked processes, and what they leave."""
+"""A folder in which a test runs trainings as forked processes, with helpers for the files that they leave."""
 
 import contextlib
 import dataclasses
@@ -34,8 +34,8 @@ from helpers import (
 from server import READ_AT_IMPORT, Request
 
 SERVER = Path(__file__).with_name("server.py")
-SECONDS_TO_END = 10  # of what ends with a run, but not before it, such as the reader of its output
-# A training of 4 steps in two epochs, with a checkpoint behind each
+SECONDS_TO_END = 10  # for processes that end shortly after a run, such as the reader of its output
+# A training of 4 steps in two epochs, with a checkpoint after each epoch
 SMALL = TINY | {
     "TRAIN_SIZE": "4",
     "EVAL_SIZE": "2",
@@ -48,22 +48,22 @@ SMALL = TINY | {
 
 
 class Server:
-    """The process of server.py, and what it has told so far."""
+    """The server.py process and the exit codes that it has reported."""
 
     def __init__(self, folder: Path):
-        # on the CPU everywhere, so that losses can be compared
+        # All runs use the CPU, so their losses can be compared
         own = {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "HF_HOME": str(folder / "hf"), "HF_HUB_OFFLINE": "1"}
         self.environment = inherited() | NOTHING_COMPILED | own
         self.folder = folder
         self.trained: dict[str, Finished] = {}
-        self.codes: dict[int, int] = {}  # in the order in which the processes ended
+        self.codes: dict[int, int] = {}  # exit code by process id, in the order in which the processes ended
         self.rest = b""
         self.channel, far = socket.socketpair()
         words = [sys.executable, str(SERVER), str(far.fileno())]
         self.log = folder / "server.log"
         with self.log.open("wb") as log, far:
             streams = {"stdin": subprocess.DEVNULL, "stdout": subprocess.DEVNULL, "stderr": log}
-            # not ended by a Ctrl-C to all of pytest's processes: it has cases to end first
+            # An own session, because the server must end its cases before it ends itself on Ctrl-C in pytest
             self.popen = subprocess.Popen(
                 words, env=self.environment, pass_fds=[far.fileno()], start_new_session=True, **streams
             )
@@ -74,16 +74,16 @@ class Server:
         return self.answer("pid", LIMIT)
 
     def answer(self, key: str, seconds: float) -> int:
-        """The next answer of this kind; notes the ends of processes that come with it."""
+        """Wait for the next answer that has `key`. Exit codes that arrive with it are stored."""
         deadline = time.monotonic() + seconds
         while (left := deadline - time.monotonic()) > 0:
             for found in self.answers(left):
                 if key in found:
                     return found[key]
-        raise AssertionError(f"the server does not answer: {self.log.read_text()}")
+        raise AssertionError(f"the server did not answer: {self.log.read_text()}")
 
     def answers(self, seconds: float) -> list[dict]:
-        """Messages that the server sends within these seconds; empty if there is none."""
+        """Messages that the server sends within `seconds`; empty without any."""
         if not select.select([self.channel], [], [], seconds)[0]:
             return []
         received = self.channel.recv(65536)
@@ -93,29 +93,29 @@ class Server:
         for each in found:
             if "ended" in each:
                 self.codes[each["ended"]] = each["code"]
-            elif "pid" in each:  # the system gives numbers anew: this one may have been a process that has ended
+            elif "pid" in each:  # the system reuses process ids, so forget an ended process of this id
                 self.codes.pop(each["pid"], None)
         return found
 
     def wait(self, pid: int, seconds: float) -> int | None:
-        """Exit code of a process, None if it has not ended by then."""
+        """Exit code of a process; None if it is still running after `seconds`."""
         deadline = time.monotonic() + seconds
         while pid not in self.codes and (left := deadline - time.monotonic()) > 0:
             self.answers(left)
         return self.codes.get(pid)
 
     def living(self) -> list[psutil.Process]:
-        """The processes of the cases, and orphans that they have left: none is out of the server's reach."""
+        """Running processes of the cases, including orphans, which the server adopts."""
         children = psutil.Process(self.popen.pid).children(recursive=True)
-        return [child for child in children if command_of(child)]
+        return [child for child in children if command_line(child)]
 
     def close(self) -> None:
         self.channel.close()
         self.popen.wait()
 
 
-def command_of(process: psutil.Process) -> str:
-    """Its command line; nothing, if it has ended."""
+def command_line(process: psutil.Process) -> str:
+    """Command line of a process; empty if the process has ended."""
     try:
         return " ".join(process.cmdline()) or process.name() * (process.status() != psutil.STATUS_ZOMBIE)
     except psutil.Error:
@@ -130,7 +130,7 @@ def kill(processes: list[psutil.Process]) -> None:
 
 
 class Running(RunFiles):
-    """A command that runs, as one process or as several ranks; `wait` returns its `Finished`."""
+    """A running command of one process or several ranks. `wait` returns its `Finished`."""
 
     def __init__(self, bench: "Bench", command: str, folder: Path, job_id: str):
         self.server, self.limit = bench.server, bench.limit
@@ -140,24 +140,24 @@ class Running(RunFiles):
 
     @property
     def code(self) -> int | None:
-        """Exit code of the first rank that failed; 0 once all have ended well, None before."""
+        """Exit code of the first failed rank; 0 after all ranks have succeeded, None before."""
         codes = [code for pid, code in self.server.codes.items() if pid in self.pids]
         return next(filter(None, codes), 0 if len(codes) == len(self.pids) else None)
 
     @property
     def out(self) -> str:
-        return "".join(map(text_of, self.streams[::2]))
+        return "".join(map(read_output, self.streams[::2]))
 
     @property
     def err(self) -> str:
-        return "".join(map(text_of, self.streams[1::2]))
+        return "".join(map(read_output, self.streams[1::2]))
 
     @property
     def log(self) -> str:
         return self.out + self.err
 
     def until(self, condition: Callable[[], object]) -> object:
-        """Poll until `condition` is true, and return its value; fail when the first rank ends before."""
+        """Poll until `condition` is true, and return its value. Fail if the first rank ends earlier."""
         try:
             return until(condition, self.limit, lambda: self.server.wait(self.pids[0], 0.01) is not None, self)
         except AssertionError:
@@ -165,7 +165,7 @@ class Running(RunFiles):
             raise
 
     def wait(self) -> Finished:
-        """Wait for the end. As torchrun does, send SIGTERM to the other ranks when one has failed."""
+        """Wait for the end. When a rank fails, send SIGTERM to the other ranks, as torchrun does."""
         deadline = time.monotonic() + self.limit
         terminated = False
         while running := [pid for pid in self.pids if pid not in self.server.codes]:
@@ -181,20 +181,20 @@ class Running(RunFiles):
         return Finished(self.command, self.folder, self.job_id, self.code, self.out, self.err)
 
     def kill(self) -> None:
-        """End what still runs, by its id. torchrun gives each rank a session of its own, so a group is not enough."""
+        """Kill each remaining process by its id. A process group is not enough: torchrun starts a session per rank."""
         for pid in set(self.pids) - self.server.codes.keys():
             with contextlib.suppress(psutil.NoSuchProcess):
                 parent = psutil.Process(pid)
                 kill([*parent.children(recursive=True), parent])
 
 
-def text_of(stream: Path) -> str:
-    """Output of a process so far. Carriage returns of the progress bars become line ends."""
+def read_output(stream: Path) -> str:
+    """Output of a process so far, with line ends for the carriage returns of progress bars."""
     return re.sub(r"\r+", "\n", stream.read_text(encoding="utf-8", errors="replace"))
 
 
 class Bench:
-    """A folder of its own, in which the documents' commands work as printed.
+    """A folder of one test, in which the pages' commands work as printed.
 
     knobs: variables of each run. limit: seconds that a run may take.
     """
@@ -212,12 +212,12 @@ class Bench:
         return path
 
     def write_pipe(self, name: str) -> None:
-        """Let the process go on that reads a FIFO here."""
+        """Open and close a FIFO of this folder, so that the process that reads it continues."""
         with (self.folder / name).open("w"):
             pass
 
     def names(self) -> set[str]:
-        """Every file and folder here, links not followed."""
+        """Every file and folder below this folder, without following links."""
         found = set()
         for top, folders, files in os.walk(self.folder):
             found |= {str((Path(top) / name).relative_to(self.folder)) for name in (*folders, *files)}
@@ -234,11 +234,11 @@ class Bench:
         stderr: str | Path = "",
         **variables: object,
     ) -> Running:
-        """Start a script of Python, or another program.
+        """Start a Python script or another program.
 
-        launcher: one of `helpers.LAUNCHERS`, to start the script as on the command line; without one it is forked.
-        ranks: as many processes, with the variables that torchrun sets; 0 is plain python. variables: "unset" takes
-        one away.
+        launcher: one of `helpers.LAUNCHERS`, which starts the script as a command; without one the server forks.
+        ranks: number of processes, which get torchrun's variables; 0 means plain python.
+        variables: environment variables; the value "unset" removes one.
         """
         known = self.server.environment
         environment = known | self.knobs | {name: str(value) for name, value in variables.items()}
@@ -254,9 +254,9 @@ class Bench:
         job_id = environment.get("JOB_ID") or environment.get("SLURM_JOB_ID", "")
         running = Running(self, shown, cwd or self.folder, job_id)
         self.number += 1
-        for rank, world in enumerate(worlds(ranks, launcher)):
+        for rank, world in enumerate(launch_variables(ranks, launcher)):
             own = [self.folder.parent / f"{self.number}.{rank}.{name}" for name in ("out", "err")]
-            for path in own:  # also for who looks before the process has begun to write
+            for path in own:  # a test may read them before the process has written anything
                 path.touch()
             request: Request = {
                 "fork": is_python and not launcher,
@@ -271,22 +271,22 @@ class Bench:
         return running
 
     def run(self, *words: object, code: int = 0, **options: object) -> Finished:
-        """Run to the end; any other exit code than `code` fails with the command and the end of the log."""
+        """Run to the end. With an exit code other than `code`, fail and show the command and the end of the log."""
         ended = self.start(*words, **options).wait()
-        assert ended.code == code, f"exit code {code} expected\n{ended}"
+        assert ended.code == code, f"expected exit code {code}\n{ended}"
         return ended
 
     def refuses(self, line: str, *words: object, code: int = 2, **options: object) -> Finished:
-        """Run what must end with this error line, where "..." stands for anything, and write nothing."""
+        """Run a command that must end with this error line ("..." matches anything) and must not write a file."""
         before = self.names()
         ended = self.run(*words, code=code, **options)
         pattern = ".*".join(map(re.escape, line.split("...")))
         assert re.fullmatch(pattern, ended.error), f"{ended.error}\nexpected: {line}"
-        assert self.names() == before, "something was written"
+        assert self.names() == before, "the run wrote files"
         return ended
 
     def trained(self, *words: object, **options: object) -> Finished:
-        """A run that has ended well, as if it had been done here: it is done once per session."""
+        """A successful run, done once per session and copied into this folder."""
         key = repr((self.knobs, words, sorted(options.items())))
         if key not in self.server.trained:
             folder = self.server.folder / f"trained {len(self.server.trained)}"
@@ -298,39 +298,39 @@ class Bench:
         return dataclasses.replace(ended, folder=self.folder)
 
     def reference(self, *words: object, **options: object) -> Finished:
-        """The same training, undisturbed, in a folder beside this one."""
+        """The same training without a disturbance, in the folder `reference` next to this one."""
         return Bench(self.server, self.folder.parent / "reference", self.knobs).trained(*words, **options)
 
     def patched(self, patch: str, name: str = "patched.py") -> Path:
-        """A script that runs train.py after these lines: the way to stop it at a moment."""
+        """Write a script that runs the lines `patch` before train.py, such as a `patch_call`."""
         first = f"import os, signal, sys\nsys.path.insert(0, {str(REPOSITORY / 'scripts')!r})\nimport train\n"
         return self.write(name, f"{first}{patch}\ntrain.run_and_exit(train.main)\n")
 
     @contextlib.contextmanager
     def small_disk(self, name: str, size: int) -> Iterator[None]:
-        """A folder on a file system of its own of so many bytes; where nothing can be mounted the test is skipped."""
+        """Mount a file system of `size` bytes at a folder. Skip the test if this machine does not allow a mount."""
         folder = self.folder / name
         folder.mkdir(parents=True)
         mounting = ["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", str(folder)]
         if subprocess.run(mounting, capture_output=True).returncode:
-            pytest.skip("it needs a small disk, and nothing can be mounted here")
+            pytest.skip("the test needs to mount a small disk, which this machine does not allow")
         try:
             yield
         finally:
             subprocess.run(["umount", "--lazy", str(folder)], check=True)
 
     def close(self, seconds: float = SECONDS_TO_END) -> list[str]:
-        """End what this test has left so long after it; gives the commands."""
+        """Kill the processes that still run `seconds` after the test, and return their commands."""
         deadline = time.monotonic() + seconds
         while (living := self.server.living()) and time.monotonic() < deadline:
             self.server.wait(0, 0.02)
-        left = [f"{process.pid} {command_of(process)}" for process in living]
+        left = [f"{process.pid} {command_line(process)}" for process in living]
         kill(living)
         return left
 
 
-def worlds(ranks: int, launcher: str) -> list[dict]:
-    """Variables for each process to start: those that torchrun would set, or the port that torchrun is to take."""
+def launch_variables(ranks: int, launcher: str) -> list[dict]:
+    """Variables of each process to start: torchrun's variables for a rank, or the port that torchrun must use."""
     port = free_port()
     if launcher not in ("", "python"):
         return [{"PET_MASTER_PORT": port}]
@@ -340,8 +340,8 @@ def worlds(ranks: int, launcher: str) -> list[dict]:
 
 KILL = "os.kill(os.getpid(), signal.SIGKILL)"
 STEP = "transformers.Trainer.training_step"
-# A function of which the call number `call` is replaced by `lines`, which may call `original`
-MOMENT = """
+# Run `lines` at call number `call` of a function, before the function itself
+CALL_PATCH = """
 import {module}
 original, calls = {module}.{name}, []
 def replaced(*args, **kwargs):
@@ -353,21 +353,21 @@ def replaced(*args, **kwargs):
 """
 
 
-def moment(target: str, call: int = 1, lines: str = KILL) -> str:
-    """The patch that does something as the `call`-th call of a function or method begins: ``json_files.write_json``."""
+def patch_call(target: str, call: int = 1, lines: str = KILL) -> str:
+    """A patch that runs `lines` when the `call`-th call of a function or method (``json_files.write_json``) begins."""
     *modules, name = target.split(".")
     if modules[-1][0].isupper():  # a class
         name = f"{modules.pop()}.{name}"
-    return MOMENT.format(module=".".join(modules), name=name, call=call, lines=lines)
+    return CALL_PATCH.format(module=".".join(modules), name=name, call=call, lines=lines)
 
 
-def complete(folder: Path) -> dict[str, bool]:
-    """Name of each checkpoint, and whether it is marked as complete."""
+def complete_marks(folder: Path) -> dict[str, bool]:
+    """Map the name of each checkpoint to True if the checkpoint is marked as complete."""
     return {path.name: (path / "complete.json").exists() for path in sorted(folder.glob("checkpoint-*"))}
 
 
 def same_weights(ended: Finished, reference: Finished) -> bool:
-    """Whether both have saved the same model, to the last bit."""
+    """True if the two runs have saved bitwise equal models."""
     name = "model.safetensors"
     return (ended.output / name).read_bytes() == (reference.output / name).read_bytes()
 

@@ -1,4 +1,4 @@
-"""Secrets in the environment of a run, and the search for them in everything that it left."""
+"""Secrets for the environment of a run, and a search for them in every file that the run leaves."""
 
 import base64
 import hashlib
@@ -14,21 +14,21 @@ NAMES = (
     "A_SECRET",
     "DB_PASSWORD",
 )
-# In the form of a key of Weights & Biases, which wandb refuses in any other: 40 digits
+# 40 hexadecimal digits, because wandb rejects an API key of any other form
 CANARIES = {name: hashlib.sha1(name.encode()).hexdigest() for name in NAMES}
 
 
-def forms(secret: str) -> list[bytes]:
-    """As it is, and in base64, which depends on where in its text the secret begins."""
+def encodings(secret: str) -> list[bytes]:
+    """The secret in plain text and in base64, which depends on the secret's offset in the encoded text."""
     texts = [secret.encode()]
     for before in range(3):
         encoded = base64.b64encode(b"-" * before + secret.encode() + b"-" * 3)
-        texts.append(encoded[4:-8])  # what is the same whatever stands around it
+        texts.append(encoded[4:-8])  # drop the ends, which depend on the text around the secret
     return texts
 
 
 def contents(path: Path):
-    """The file's bytes, and those of each file in it, as torch.save writes zip files."""
+    """The file's bytes. torch.save writes zip files, so the unpacked members of a zip file follow."""
     yield path.read_bytes()
     if zipfile.is_zipfile(path):
         with zipfile.ZipFile(path) as archive:
@@ -36,12 +36,12 @@ def contents(path: Path):
                 yield archive.read(name)
 
 
-def leaks(folder: Path) -> list[str]:
-    """Name of the variable and of the file, for each file below `folder` that holds a canary."""
+def find_leaks(folder: Path) -> list[str]:
+    """List the variable and the file ("HF_TOKEN in log/x.out") for each canary in a file below `folder`."""
     found = []
     for path in sorted(path for path in folder.rglob("*") if path.is_file() and not path.is_symlink()):
         whole = list(contents(path))
         for name, secret in CANARIES.items():
-            if any(form in content for form in forms(secret) for content in whole):
+            if any(encoded in content for encoded in encodings(secret) for content in whole):
                 found.append(f"{name} in {path.relative_to(folder)}")
     return found

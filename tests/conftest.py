@@ -1,8 +1,8 @@
-"""Puts tests/ on the path, for `helpers`, and says which tests one of several pytest workers must run together.
+"""Put tests/ on the import path, for `helpers`, and group the tests that one pytest worker must run together.
 
-`make test` has three workers for the trainings. Fixtures of a session are made anew in each worker, so one gets all
-files that use the table of runs, one all that use the cluster, and the third each other file as a whole. (The
-marks of pytest-xdist for this, xdist_group, have no effect with pytest 9.)
+`make test` runs the trainings in three workers. Each worker creates its own session fixtures, so all files that use
+the table of runs go to one worker, and all files that use the cluster go to another. Every other file stays whole.
+(pytest-xdist's own mark for this, xdist_group, has no effect with pytest 9.)
 """
 
 import os
@@ -17,7 +17,7 @@ from xdist.scheduler import LoadScopeScheduling
 from bench import Server
 
 TESTS = Path(__file__).parent
-# What a busy machine reaches in products of matrices is not to stay in the user's cache
+# The matrix speed of a busy machine must not stay in the user's cache
 CACHE = tempfile.TemporaryDirectory(prefix="cache-of-tests-")
 os.environ["XDG_CACHE_HOME"] = CACHE.name
 
@@ -39,7 +39,7 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log):
 
 @pytest.fixture(scope="session")
 def server(tmp_path_factory) -> Iterator[Server]:
-    """The process that has imported PyTorch and forks for each training: server.py."""
+    """The server.py process, which has imported PyTorch and forks once per training."""
     server = Server(tmp_path_factory.mktemp("server"))
     yield server
     server.close()

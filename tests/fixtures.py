@@ -1,4 +1,4 @@
-"""Fixtures of tests/unit and tests/commands; their conftest.py imports them by name. Not those of real trainings."""
+"""Fixtures of tests/unit and tests/commands, whose conftest.py imports them by name."""
 
 import os
 from collections.abc import Callable
@@ -20,7 +20,7 @@ LAUNCHER_VARIABLES = [
 
 @pytest.fixture(autouse=True)
 def clean_machine(monkeypatch, tmp_path):
-    """An empty working directory, and no variable that a script reads; all is put back afterwards."""
+    """Change to an empty directory and unset every variable that a script reads; restore everything afterwards."""
     slurm = [name for name in os.environ if name.startswith("SLURM_")]
     variables = [knob.variable for knob in KNOBS]
     for name in (*variables, *UNREAD_VARIABLES, *WARNED_VARIABLES, *LAUNCHER_VARIABLES, *slurm):
@@ -36,7 +36,7 @@ def clean_machine(monkeypatch, tmp_path):
 
 @pytest.fixture
 def refusal() -> Callable[..., str]:
-    """Calls a function that must raise a WorkshopError of exit code 2 (or `code`), and gives its error line."""
+    """Call a function that must raise a WorkshopError with exit code 2 (or `code`), and return its error line."""
 
     def check(function: Callable, *arguments: object, code: int = 2) -> str:
         with pytest.raises(WorkshopError) as raised:

@@ -1,4 +1,4 @@
-"""Shared by the tests: paths of the repository, tiny settings, and the files of a run. bench.py starts the runs."""
+"""Paths of the repository, tiny settings and the files of a run, for all tests. bench.py starts the runs."""
 
 import contextlib
 import importlib.util
@@ -16,7 +16,8 @@ from types import ModuleType
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 EXPERIMENTS = REPOSITORY / "experiments"
-EXPERIMENT_SCRIPTS = sorted({*EXPERIMENTS.rglob("*.slurm")} - {*EXPERIMENTS.glob("own/**/*.slurm")})  # own: a site's
+# experiments/own holds a site's own experiments
+EXPERIMENT_SCRIPTS = sorted({*EXPERIMENTS.rglob("*.slurm")} - {*EXPERIMENTS.glob("own/**/*.slurm")})
 PAGES = sorted(
     [
         *REPOSITORY.glob("*.md"),
@@ -25,11 +26,11 @@ PAGES = sorted(
         EXPERIMENTS / "README.md",
     ]
 )
-# 1,190 real questions of SQuAD v1.1, optional: CONTRIBUTING says where they come from. Without them a test is skipped
+# 1,190 real questions of SQuAD v1.1. CONTRIBUTING gives their source. Tests that need them are skipped without them.
 XQUAD = REPOSITORY.parent / "shared" / "data" / "xquad.en.json"
-LIMIT = 120  # seconds, of what takes one or two: the machine may be slow and busy, and a hang must end
-RUN_TIMEOUT = 1500  # seconds, of a training or a job on such a machine. pytest itself ends a test after 1800
-# A run that takes seconds. Two epochs of 8 steps; the questions have 127 to 194 tokens, so that padding matters.
+LIMIT = 120  # seconds, for an action of one or two seconds on a slow and busy machine; a hang ends then
+RUN_TIMEOUT = 1500  # seconds, for a training or a job on such a machine. pytest itself ends a test after 1800
+# A run of a few seconds with two epochs of 8 steps. The questions have 127 to 194 tokens, so padding matters.
 TINY = {
     "MODEL_NAME": "tiny-bloom",
     "DATASET": "data/squad_sample.json",
@@ -43,8 +44,8 @@ TINY = {
     "NUM_EPOCHS": "2",
     "EM_F1": "False",
 }
-NO_KNOBS = dict.fromkeys(TINY, "unset")  # for programs that start runs with knobs of their own
-# DeepSpeed is to compile nothing: here it could not, as the folder cannot be made
+NO_KNOBS = dict.fromkeys(TINY, "unset")  # for programs that start runs with their own knobs
+# DeepSpeed cannot create this folder, so a run in which it compiles an extension fails
 NOTHING_COMPILED = {"TORCH_EXTENSIONS_DIR": f"{os.devnull}/none"}
 INHERITED = ("HOME", "XDG_CACHE_HOME", "LANG", "LC_ALL", "PATH", "TMPDIR", "LD_LIBRARY_PATH")
 LAUNCHERS = {
@@ -56,14 +57,14 @@ LAUNCHERS = {
     ],
     "launch.py": lambda processes: [sys.executable, "scripts/launch.py", f"--nproc-per-node={processes}"],
 }
-# Below the ports that the kernel gives to clients, so that no connection takes one before torchrun binds it, and below
-# those of job.sh; each of pytest's workers has its own, as do two sessions at a time
+# These ports lie below the kernel's ports for clients; otherwise a connection could take one before torchrun binds it.
+# They also lie below the ports of job.sh. Pytest's workers, and two test sessions at a time, use different ranges.
 WORKER = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw"))
 PORTS = itertools.count(10000 + 2000 * (WORKER % 4) + os.getpid() % 1000)
 
 
 class RunFiles:
-    """Record, model and errors of a run. A subclass knows its `command`, `folder`, `job_id`, exit `code` and `log`."""
+    """Record, model and errors of a run. A subclass sets its `command`, `folder`, `job_id`, exit `code` and `log`."""
 
     command: str
     folder: Path
@@ -98,7 +99,7 @@ class RunFiles:
         return [line for line in self.log.splitlines() if line.startswith("error: ")]
 
     def __str__(self) -> str:
-        # torchrun's report of a failure is long and does not name the cause; the cause comes before it
+        # Show the text before torchrun's failure report: the report is long and does not name the cause
         own, agent, _ = self.log.partition("torch/distributed/elastic/multiprocessing/api.py")
         tail = "\n".join([*own.splitlines()[-40:], *(["[torchrun's report follows]"] if agent else [])])
         return f"command: {self.command}\nin: {self.folder}\nexit code: {self.code}\nend of the log:\n{tail}"
@@ -106,7 +107,7 @@ class RunFiles:
 
 @dataclass
 class Finished(RunFiles):
-    """A run that has ended. `code` is that of the first rank that failed; `out` and `err` are of all ranks."""
+    """A run that has ended. `code` is the first failed rank's exit code; `out` and `err` hold all ranks' output."""
 
     command: str
     folder: Path
@@ -121,7 +122,7 @@ class Finished(RunFiles):
 
     @property
     def error(self) -> str:
-        """The one error line."""
+        """The run's only error line."""
         return the_error(self.err).removeprefix("error: ")
 
 
@@ -135,16 +136,16 @@ def until(
     """Poll until `condition` is true, and return its value. Fail and show `run` if the run ends first or time is up."""
     deadline = time.monotonic() + seconds
     while True:
-        over = ended()  # asked first: the condition may become true with the end
+        over = ended()  # checked first, because the condition may become true at the end of the run
         if value := condition():
             return value
-        assert not over, f"ended too early\n{run}"
-        assert time.monotonic() < deadline, f"did not happen within {seconds} s\n{run}"
+        assert not over, f"the run ended before the condition was true\n{run}"
+        assert time.monotonic() < deadline, f"the condition was not true within {seconds} s\n{run}"
         time.sleep(pause)
 
 
 def make_workplace(folder: Path) -> Path:
-    """A directory in which the documents' commands work as printed; results go there, not into the repository."""
+    """Create a directory in which the pages' commands work as printed and which receives their results."""
     folder.mkdir(parents=True, exist_ok=True)
     for name in ("scripts", "ds_configs", "fsdp_configs", "data"):
         (folder / name).symlink_to(REPOSITORY / name)
@@ -152,7 +153,7 @@ def make_workplace(folder: Path) -> Path:
 
 
 def inherited() -> dict[str, str]:
-    """The basics of the caller's environment. A knob or a SLURM_ variable set outside would change the runs."""
+    """The caller's basic variables only, because a knob or a SLURM_ variable of the caller would change the runs."""
     return {name: os.environ[name] for name in INHERITED if name in os.environ}
 
 
@@ -165,23 +166,23 @@ def free_port() -> int:
 
 
 def snapshot(*paths: Path) -> dict:
-    """Content and time of change of every file at and below the paths."""
+    """Modification time and content of every file at and below the paths."""
     files = [f for path in paths for f in ([path] if path.is_file() else sorted(path.rglob("*"))) if f.is_file()]
     return {f: (f.stat().st_mtime_ns, f.read_bytes()) for f in files}
 
 
 def directives(nodes: int, gpus: int) -> str:
-    """The beginning of an experiment's script."""
+    """The first lines of an experiment's script."""
     return f"#!/bin/bash\n#SBATCH --nodes={nodes}\n#SBATCH --gpus-per-node={gpus}\n"
 
 
-def directives_of(script: Path) -> dict[str, str]:
-    """What an experiment's script asks of Slurm."""
+def read_directives(script: Path) -> dict[str, str]:
+    """Read the #SBATCH options of an experiment's script."""
     return dict(re.findall(r"^#SBATCH --([\w-]+)=(\S+)", script.read_text(), re.MULTILINE))
 
 
 def program(path: str) -> ModuleType:
-    """A program of the repository outside of scripts/, as a module; it may import its neighbours."""
+    """Load a program outside of scripts/ as a module that can import the modules in its own folder."""
     sys.path.append(str((REPOSITORY / path).parent))
     specification = importlib.util.spec_from_file_location(Path(path).stem, REPOSITORY / path)
     module = importlib.util.module_from_spec(specification)
@@ -190,12 +191,12 @@ def program(path: str) -> ModuleType:
 
 
 def bash_blocks(page: Path) -> list[tuple[str, str]]:
-    """What stands behind "bash" (nothing, or "cluster") and the text of each such block of a page."""
+    """The tag after "bash" (empty or "cluster") and the text of each bash block of a page."""
     return re.findall(r"^ *```bash([^\n]*)\n(.*?)^ *```", page.read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL)
 
 
 def the_error(stderr: str) -> str:
-    """The one error line, which must have its three parts; warnings of libraries may stand around it."""
+    """The only error line of `stderr`, checked for its three parts. Warnings of libraries may surround it."""
     lines = [line for line in stderr.splitlines() if line.startswith("error: ")]
     assert len(lines) == 1, stderr
     assert "Traceback" not in stderr, stderr

@@ -1,4 +1,4 @@
-"""The names that a version promises (docs/instructor/own-copy.md). At a release this writes them down:
+"""The names that a version promises to keep (docs/instructor/own-copy.md). For a release, write them to a file:
 
 PYTHONPATH=scripts python tests/names.py
 """
@@ -16,7 +16,7 @@ EXIT_CODES = ("BAD_INPUT", "ENVIRONMENT", "NO_CHECKPOINT", "STOPPED")
 
 
 def names() -> dict[str, list[str]]:
-    """Kind -> what there is of it now."""
+    """The current names of each kind."""
     patterns = ("experiments/**/*.slurm", "ds_configs/*.json", "fsdp_configs/*.json", "scripts/*.py")
     paths = [path for pattern in patterns for path in REPOSITORY.glob(pattern)]
     modules = {path for path in paths if path.suffix == ".py" and '"__main__"' not in path.read_text()}

@@ -1,4 +1,4 @@
-"""The one-liners of docs/one-liners.md, as a participant types them, beside what the report reads of the same run."""
+"""Comparison of the one-liners of docs/one-liners.md with the values that the report reads from the same run."""
 
 import math
 import re
@@ -12,7 +12,7 @@ from records.memory_logs import logs_of, read_gpu_log
 from reporting.metrics import METRICS
 from reporting.runs import Missing, read_run
 
-METRIC_OF_LINE = {
+METRIC_OF_TITLE = {
     "Peak of any GPU (MiB)": "peak_gpu",
     "Minimum of any GPU (MiB)": "low_gpu",
     "Mean over time and GPUs (MiB)": "mean_gpu",
@@ -30,7 +30,7 @@ IN_USE = "CPU in use, mean and largest value (%)"
 
 
 def documented() -> dict[str, str]:
-    """The line above each command -> the command."""
+    """Map the line above each command to the command."""
     text = (REPOSITORY / "docs" / "one-liners.md").read_text()
     return dict(re.findall(r"^(\S.*):\n\n```bash\n(.*)\n```$", text, re.MULTILINE))
 
@@ -45,10 +45,10 @@ def shell(command: str, folder: Path, **variables: str) -> list[float]:
 
 
 def check_one_liners(record: Path) -> None:
-    """Each gives the value of the report, of a run with one GPU log."""
+    """Check that each one-liner gives the report's value for a run with one GPU log."""
     run, lines = read_run(record), documented()
-    assert set(lines) == {*METRIC_OF_LINE, PER_GPU, IN_USE}
-    for title, metric in METRIC_OF_LINE.items():
+    assert set(lines) == {*METRIC_OF_TITLE, PER_GPU, IN_USE}
+    for title, metric in METRIC_OF_TITLE.items():
         found = shell(lines[title], run.folder, JOB=run.job_id)
         expected = METRICS[metric].read(run)
         if isinstance(expected, Missing):

@@ -1,4 +1,4 @@
-"""Made-up runs for the tests of the report: a record and memory logs that a test then bends."""
+"""Made-up runs for the tests of the report: a record and memory logs that a test can change."""
 
 import copy
 import json
@@ -18,7 +18,7 @@ CPU_HEADER = "# Elapsed time   CPU (%)     Real (MB)   Virtual (MB)"
 
 
 def gpu_log(*used: float, gpus: int = 1, step: int = 5) -> str:
-    """Samples that are all of one value per time step."""
+    """A GPU log with one value per time step, which all GPUs share."""
     lines = [
         f"2026/11/20 22:{i * step // 60:02d}:{i * step % 60:02d}.000, {gpu}, Tesla V100-SXM2-32GB, {mib}, 32768"
         for i, mib in enumerate(used)
@@ -41,7 +41,7 @@ def add_run(
 ) -> Path:
     """Write a run below `top`/experiments. Changes such as settings__labels="answer" go into the record.
 
-    gpu, cpu: the log's content, None for no log, empty for a good one; of a GPU log the samples, too.
+    gpu, cpu: content of the log; None for no log, "" for a valid one. For a GPU log, a tuple gives its samples.
     """
     folder = top / "experiments" / experiment
     record = copy.deepcopy(json.loads(SAMPLE.read_text()))
@@ -70,7 +70,7 @@ def write(path: Path, content: str | bytes) -> None:
 
 
 def table(top: Path, name: str, all_runs: bool = False) -> Table:
-    """A table of the runs below a folder."""
+    """The table `name` of the runs below a folder."""
     tables = build_tables(load_definitions(), find_runs([top]), all_runs)
     return next(found for found in tables if found.definition.id == name)
 

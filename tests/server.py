@@ -1,14 +1,14 @@
-"""A process that has imported PyTorch, transformers and train.py once, and forks for each run: a second, not ten.
+"""A process that imports PyTorch, transformers and train.py once and forks for each run: one second instead of ten.
 
-    python tests/server.py FD      # `bench.Server` does this; FD: its end of a socket
+    python tests/server.py FD      # `bench.Server` does this; FD: the server's end of a socket
 
-A request is a line of JSON, a `Request`. So are the answers: {"pid": n} when the process was forked, and when it has
-ended {"ended": n, "code": c}, c < 0 for a signal, as subprocess counts.
+A request is one line of JSON, a `Request`. The answers are lines of JSON too: {"pid": n} after the fork, and
+{"ended": n, "code": c} after the end of the process. As in subprocess, c is negative for a signal.
 
-A forked process is what `python scripts/train.py` would be: its own session, signals, variables, folder and files; the
-script runs as __main__ at the top of the program, so that the interpreter shuts down as usual; and nothing but the main
-thread was there to fork (`alone`). One difference cannot be helped: what a library reads from a variable when it is
-imported (`READ_AT_IMPORT`) is the server's. A test that sets such a variable runs as a command of its own.
+A forked process equals `python scripts/train.py`. It has its own session, signals, variables, folder and files. The
+script runs as __main__ at the top of the program, so the interpreter shuts down as usual. Only the main thread exists
+at the fork (`check_single_thread`). One difference remains: variables that a library reads at import
+(`READ_AT_IMPORT`) have the server's values. `Bench.start` starts a run that changes such a variable as a command.
 """
 
 import ctypes
@@ -28,14 +28,14 @@ import psutil
 
 SCRIPTS = Path(__file__).resolve().parent.parent / "scripts"
 PR_SET_CHILD_SUBREAPER = 36
-# of jemalloc, which comes with pyarrow; it stops the thread before a fork and starts it behind it
+# The thread of jemalloc, which pyarrow brings. jemalloc stops this thread before a fork and starts it again afterwards.
 KNOWN_THREADS = {"jemalloc_bg_thd"}
-# of pip's tracking in a sandbox such as conda, PYTHON... of the interpreter, the others of libraries
+# Prefixes of variables that the interpreter or a library reads when it starts or is imported
 READ_AT_IMPORT = ("HF_", "HUGGINGFACE_", "TRANSFORMERS_", "OMP_", "MKL_", "CUDA_", "PYTHON", "LANG", "LC_", "HOME")
 
 
 class Request(TypedDict):
-    """argv: script and arguments, or a whole command if `fork` is false. stdout, stderr: paths."""
+    """A process to start. argv: script and arguments, or a full command if `fork` is false. stdout, stderr: paths."""
 
     fork: bool
     argv: list[str]
@@ -46,7 +46,7 @@ class Request(TypedDict):
 
 
 def preload() -> None:
-    """Import what the scripts import, as they do: their folder first on the path."""
+    """Import the modules that the scripts import, with the scripts' folder first on the path as in a script."""
     sys.path[0] = str(SCRIPTS)
     before = dict(os.environ)
     importlib.import_module("distributed.process_group").prepare_deepspeed()
@@ -55,19 +55,19 @@ def preload() -> None:
     os.environ.clear()
     os.environ.update(before)
     gc.collect()
-    gc.freeze()  # the children's collector, and their end, would touch and so copy all that was imported
+    gc.freeze()  # otherwise garbage collection in a child touches, and so copies, the memory of all imports
 
 
-def alone() -> None:
-    """A fork has only the thread that called it: another one's locks would stay locked for ever in the child."""
+def check_single_thread() -> None:
+    """Fail if there is a second thread: a fork does not copy it, and its locks would stay locked in the child."""
     threads = [Path(f"/proc/self/task/{task}/comm").read_text().strip() for task in os.listdir("/proc/self/task")]
     others = [name for name in threads if name not in KNOWN_THREADS]
     assert len(others) == 1, f"threads that do not survive a fork: {threads}"
 
 
 def serve(channel: socket.socket) -> Request:
-    """Fork for each request. Returns in the child alone; this process ends with its client."""
-    ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1)  # orphans of a run become children here, and are found
+    """Fork for each request. Only the child returns; this process ends when its client closes the channel."""
+    ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1)  # adopt the orphans of a run, so that they can be found
     woken, wake = socket.socketpair()
     wake.setblocking(False)
     signal.set_wakeup_fd(wake.fileno())
@@ -78,13 +78,13 @@ def serve(channel: socket.socket) -> Request:
         readable, _, _ = select.select([channel, woken], [], [])
         if woken in readable:
             woken.recv(4096)
-            for pid, code in ended():
+            for pid, code in reap_children():
                 send(channel, {"ended": pid, "code": code})
         if channel in readable:
             line = requests.readline()
             if not line:
-                leave()
-            alone()
+                kill_children_and_exit()
+            check_single_thread()
             pid = os.fork()
             if pid == 0:
                 signal.set_wakeup_fd(-1)
@@ -98,7 +98,8 @@ def send(channel: socket.socket, answer: dict) -> None:
     channel.sendall(json.dumps(answer).encode() + b"\n")
 
 
-def ended() -> list[tuple[int, int]]:
+def reap_children() -> list[tuple[int, int]]:
+    """Process id and exit code of each child that has ended."""
     found = []
     while True:
         try:
@@ -110,14 +111,14 @@ def ended() -> list[tuple[int, int]]:
         found.append((pid, os.waitstatus_to_exitcode(status)))
 
 
-def leave() -> NoReturn:
+def kill_children_and_exit() -> NoReturn:
     for process in psutil.Process().children(recursive=True):
         process.kill()
     os._exit(0)
 
 
-def become(request: Request) -> None:
-    """Make this process the one that the request describes."""
+def prepare_process(request: Request) -> None:
+    """Give this process the session, signals, files and variables of the request, or exec its command."""
     os.setsid()
     for number in (signal.SIGCHLD, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
         signal.signal(number, signal.SIG_DFL)
@@ -132,7 +133,7 @@ def become(request: Request) -> None:
     os.environ.clear()
     os.environ.update(request["environment"])
     if not request["fork"]:
-        for number in (signal.SIGPIPE, signal.SIGXFSZ):  # which Python ignores, and a new program would inherit
+        for number in (signal.SIGPIPE, signal.SIGXFSZ):  # Python ignores these, and a new program would inherit that
             signal.signal(number, signal.SIG_DFL)
         os.execvpe(request["argv"][0], request["argv"], request["environment"])
     sys.argv = request["argv"]
@@ -142,5 +143,5 @@ def become(request: Request) -> None:
 if __name__ == "__main__":
     preload()
     wanted = serve(socket.socket(fileno=int(sys.argv[1])))
-    become(wanted)
+    prepare_process(wanted)
     runpy.run_path(sys.argv[0], run_name="__main__")

@@ -1,4 +1,4 @@
-"""A real browser, Chromium, installed by apt-get where it is not there; no page reaches another machine."""
+"""Chromium, a real browser, which apt-get installs if it is missing. Its pages reach no other machine."""
 
 import fcntl
 import itertools
@@ -27,13 +27,13 @@ def program() -> str:
         apt = ["apt-get", "-qq", "-o", "Acquire::http::Timeout=20", "-o", "DPkg::Lock::Timeout=300"]
         for words in (["update"], ["install", "-y", "--no-install-recommends", "chromium"]):
             subprocess.run([*apt, *words], env=environment, capture_output=True, check=False, timeout=900)
-    return find() or pytest.skip("no Chromium here, and no root on Debian to install it")
+    return find() or pytest.skip("Chromium is missing, and only root on Debian can install it here")
 
 
 def browse(url: str, profile: Path, *options: str) -> tuple[str, str]:
-    """What the browser prints about the page once its scripts have run, and its own log with the console in it.
+    """Return the browser's output after the page's scripts have run, and its log, which includes the console.
 
-    profile: a folder for its own files.
+    profile: a folder for the browser's own files.
     """
     command = [program(), *FLAGS, f"--user-data-dir={profile}", "--virtual-time-budget=10000", *options, url]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300)
@@ -41,9 +41,9 @@ def browse(url: str, profile: Path, *options: str) -> tuple[str, str]:
 
 
 class Page:
-    """A page that is used as by a person, with real key strokes: Chromium over a pipe, by its DevTools Protocol.
+    """A page under the control of real key strokes, through Chromium's DevTools Protocol over a pipe.
 
-    It reads commands from file descriptor 3 and writes answers to 4, each JSON with a null byte behind it.
+    Chromium reads commands from file descriptor 3 and writes answers to 4. A null byte ends each JSON message.
     """
 
     def __init__(self, profile: Path):
@@ -72,7 +72,7 @@ class Page:
         return answer["result"]
 
     def receive(self, key: str, value: object) -> dict[str, Any]:
-        """The next message that has this; others are kept."""
+        """Wait for the next message in which `key` has this value; store other messages."""
         while True:
             for message in self.messages:
                 if message.get(key) == value:
@@ -81,7 +81,7 @@ class Page:
             while b"\0" not in self.unread:
                 readable, _, _ = select.select([self.answers], [], [], 300)
                 more = os.read(self.answers, 1 << 20) if readable else b""
-                assert more, "the browser has ended, or says nothing"
+                assert more, "the browser has ended or does not answer"
                 self.unread += more
             text, _, self.unread = self.unread.partition(b"\0")
             self.messages.append(json.loads(text))
@@ -91,30 +91,30 @@ class Page:
         self.send("Page.navigate", url=address)
         self.receive("method", "Page.loadEventFired")
 
-    def tell(self, expression: str) -> Any:
-        """The value of an expression of JavaScript."""
+    def evaluate(self, expression: str) -> Any:
+        """Value of a JavaScript expression."""
         answer = self.send("Runtime.evaluate", expression=expression, returnByValue=True, awaitPromise=True)
         assert "exceptionDetails" not in answer, answer
         return answer["result"].get("value")
 
     def press(self, key: str, code: int, text: str = "") -> None:
-        """code: of the key on Windows, which the protocol asks for. text: what it types."""
+        """Press a key. code: its Windows key code, which the protocol requires. text: the text that the key types."""
         for kind in ("keyDown", "keyUp"):
             self.send("Input.dispatchKeyEvent", type=kind, key=key, code=key, windowsVirtualKeyCode=code, text=text)
 
     def tab_to(self, selector: str) -> None:
-        """Presses Tab until such an element has the focus."""
+        """Press Tab until an element that matches `selector` has the focus."""
         for _ in range(300):
             self.press("Tab", 9)
-            if self.tell(f"document.activeElement.matches('{selector}')"):
+            if self.evaluate(f"document.activeElement.matches('{selector}')"):
                 return
-        raise AssertionError(f"no tab stop at {selector}")
+        raise AssertionError(f"Tab does not reach {selector}")
 
     def enter(self) -> None:
         self.press("Enter", 13, "\r")
 
     def follow(self) -> None:
-        """The link that has the focus, to another page."""
+        """Follow the link that has the focus to another page."""
         self.messages.clear()
         self.enter()
         self.receive("method", "Page.loadEventFired")
@@ -127,7 +127,7 @@ class Page:
 
 
 def pipe() -> tuple[int, int]:
-    """Its two ends, with numbers that are free in the shell which starts the browser."""
+    """Create a pipe whose file descriptors are unused in the shell that starts the browser."""
     ends = os.pipe()
     high = [fcntl.fcntl(end, fcntl.F_DUPFD_CLOEXEC, 10) for end in ends]
     for end in ends:

@@ -1,4 +1,4 @@
-"""Fixtures of the scripts and shell that are started as processes, without a training or with one that ends at once."""
+"""Fixtures that start scripts and shell commands as processes, without a training or with one that ends at once."""
 
 import os
 import shutil
@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-# pytest finds them by their names
+# pytest finds these fixtures by their names in this module
 from fixtures import clean_machine, refusal, sample  # noqa: F401
 from helpers import REPOSITORY, Finished
 from shell import start_stub
@@ -18,7 +18,7 @@ from shell import start_stub
 
 @pytest.fixture
 def command(tmp_path) -> Callable[..., Finished]:
-    """Runs a script as its own process in the empty directory `work`."""
+    """Run a script as a separate process in the empty directory `work`."""
 
     def run(script: str, *arguments: object, **variables: str) -> Finished:
         home = tmp_path / "home"
@@ -38,7 +38,7 @@ def command(tmp_path) -> Callable[..., Finished]:
 
 @pytest.fixture
 def workshop(tmp_path) -> Path:
-    """A copy of the code under a path that a careless shell script would trip over; `stub` adds experiments/mine/x."""
+    """A copy of the code under a path that breaks a script without quotes. `stub` adds experiments/mine/x."""
     root = tmp_path / 'it\'s $HOME; a "shop"'
     unwanted = shutil.ignore_patterns("__pycache__", "results", "output", "[cg]pu_memory", "*.out", "own")
     for name in ("scripts", "ds_configs", "fsdp_configs", "data", "experiments"):
@@ -50,7 +50,7 @@ def workshop(tmp_path) -> Path:
 
 @pytest.fixture
 def stub(workshop) -> Callable[..., tuple[subprocess.CompletedProcess, Path]]:
-    """Runs an experiment whose training is `code`, without Slurm; gives the finished process and the folder."""
+    """Run an experiment whose training is `code`, without Slurm, and return the finished process and the folder."""
 
     def run(code: str, *arguments: str, **options: object):
         folder = workshop / "experiments/mine/x"

@@ -1,4 +1,4 @@
-"""Experiments whose training is a few lines of Python, and programs that stand in for others on PATH."""
+"""Experiments whose training is a few lines of Python, and stand-ins for programs on PATH."""
 
 import os
 import subprocess
@@ -9,7 +9,7 @@ from helpers import REPOSITORY, directives
 
 
 def program(folder: Path, name: str, lines: str) -> Path:
-    """A program of these lines of shell."""
+    """Write an executable bash script with these lines."""
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / name
     path.write_text(f"#!/bin/bash\n{lines}\n")
@@ -34,6 +34,7 @@ def start_stub(
     cwd: Path | None = None,
     **variables: object,
 ):
+    """Write the experiment `folder`, whose training is `code`, and start it with `words` and `arguments`."""
     (folder / "log").mkdir(parents=True, exist_ok=True)
     (folder / "code.py").write_text(code)
     body = f'set -e\nsource ../../job.sh\n{lines}\n{verb} code.py "$@"\n'

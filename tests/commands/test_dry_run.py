@@ -1,4 +1,4 @@
-"""DRY_RUN=1: what a job would run, and what is wrong with it, before any file is written."""
+"""DRY_RUN=1 shows a job's commands and errors before a file is written."""
 
 import json
 import os
@@ -27,14 +27,14 @@ def files(folder: Path) -> set[Path]:
     return {path for path in folder.rglob("*") if "__pycache__" not in path.parts}
 
 
-def of_origin(lines: list[str], origin: str) -> set[str]:
-    """The knobs that the block shows as given by this."""
+def knobs_from(lines: list[str], origin: str) -> set[str]:
+    """The knobs that the output lists under this origin."""
     block = "\n".join(lines).split("knobs, by where they come from:\n")[1]
     found = re.search(rf"^  {origin} +(.*(?:\n {{14}}.*)*)", block, re.MULTILINE)
     return set(found[1].split()) if found else set()
 
 
-# Notes the command line of the estimate, and the variables with which it starts
+# Write the arguments and variables of the estimate to a file
 NOTE = """
 import json, os, sys
 if sys.argv[1].endswith("estimate_memory.py"):
@@ -45,7 +45,7 @@ else:
 """
 
 
-def test_at_a_site_without_gpus_the_estimate_is_of_what_runs_there(workshop):
+def test_estimate_at_a_site_without_gpus_describes_the_cpu_run(workshop):
     done = dry_run(workshop / "experiments/ddp/2_gpus", SITE="laptop", FP16="False", CUDA_VISIBLE_DEVICES="")
     assert ", fp32, micro batch 4 x 512 tokens, 2 rank(s) without a GPU on 1 node(s)\n" in done.stdout
     assert "one GPU" not in done.stdout and "for sbatch" not in done.stdout
@@ -53,7 +53,7 @@ def test_at_a_site_without_gpus_the_estimate_is_of_what_runs_there(workshop):
 
 @pytest.mark.parametrize("family", sorted({path.relative_to(EXPERIMENTS).parts[0] for path in EXPERIMENT_SCRIPTS}))
 def test_every_experiment_shows_its_command_and_can_be_estimated(workshop, tmp_path, family, monkeypatch):
-    """At a site that sets no knobs, so with the sizes of the workshop; the estimate itself runs in here."""
+    """The site sets no knobs, so the experiments keep their sizes. The estimates run in this process."""
     (workshop / "experiments/sites/bare.sh").write_text("site_setup() { :; }\n")
     (tmp_path / "note.py").write_text(NOTE)
     program(tmp_path / "bin", "python", f"exec '{sys.executable}' '{tmp_path}/note.py' \"$@\"")
@@ -76,8 +76,8 @@ def test_every_experiment_shows_its_command_and_can_be_estimated(workshop, tmp_p
         assert "one GPU: " in table and "one node: " in table
         knobs = re.findall(r'^: "\$\{(\w+):=([\w.]+)\}"', script.with_name("env_vars.sh").read_text(), re.MULTILINE)
         assert "--knobs" in words
-        shown = of_origin(settings.knob_lines(), "experiment")
-        assert {f"{name}={value}" for name, value in knobs} <= shown, "what the experiment sets itself"
+        shown = knobs_from(settings.knob_lines(), "experiment")
+        assert {f"{name}={value}" for name, value in knobs} <= shown, "knobs that the experiment sets"
     assert files(workshop) == before
 
 
@@ -88,10 +88,10 @@ def test_a_copy_of_a_folder_sets_the_same_knobs(workshop):
     assert (done.returncode, done.stderr) == (0, ""), done
     lines = done.stdout.splitlines()
     assert lines[0] == "experiments/own/mine: site laptop, 1 node(s) x 2 rank(s)"
-    assert of_origin(lines, "experiment") == {"EM_F1=False", "BATCH_SIZE=4", "GRAD_ACC=2", "SAVE_STRATEGY=no"}
+    assert knobs_from(lines, "experiment") == {"EM_F1=False", "BATCH_SIZE=4", "GRAD_ACC=2", "SAVE_STRATEGY=no"}
 
 
-def test_it_shows_site_ranks_commands_knobs_and_memory(workshop):
+def test_dry_run_shows_site_ranks_commands_knobs_and_memory(workshop):
     folder = workshop / "experiments/deepspeed-multi-node/2_nodes"
     before = files(workshop)
     done = dry_run(folder, "--learning_rate", "1e-4", BATCH_SIZE=2, GPU_MEMORY=16, DRY_RUN="true")
@@ -101,17 +101,17 @@ def test_it_shows_site_ranks_commands_knobs_and_memory(workshop):
     bandwidth, training = [line for line in lines if line.startswith("srun --nodes=2 --ntasks-per-node=1 python ")]
     assert "measure_bandwidth.py" in bandwidth
     assert "--nproc-per-node=1" in training and training.rstrip().endswith("zero2.json --learning_rate 1e-4")
-    assert of_origin(lines, "flag") == {"LEARNING_RATE=0.0001"}
-    assert of_origin(lines, "submission") == {"BATCH_SIZE=2"}
-    assert {"MODEL_NAME=tiny-bloom", "TRAIN_SIZE=128"} <= of_origin(lines, "site")
-    assert of_origin(lines, "experiment") == {"SAMPLES_PER_GPU=16", "EM_F1=False", "SAVE_STRATEGY=no"}
-    assert "NUM_EPOCHS=3" in of_origin(lines, "default") and "OUTPUT_DIR" in of_origin(lines, "unset")
+    assert knobs_from(lines, "flag") == {"LEARNING_RATE=0.0001"}
+    assert knobs_from(lines, "submission") == {"BATCH_SIZE=2"}
+    assert {"MODEL_NAME=tiny-bloom", "TRAIN_SIZE=128"} <= knobs_from(lines, "site")
+    assert knobs_from(lines, "experiment") == {"SAMPLES_PER_GPU=16", "EM_F1=False", "SAVE_STRATEGY=no"}
+    assert "NUM_EPOCHS=3" in knobs_from(lines, "default") and "OUTPUT_DIR" in knobs_from(lines, "unset")
     assert any(line.startswith("one GPU: ") and line.endswith("16 GiB there: fits") for line in lines)
     assert any(line.startswith("one node: ") and line.endswith("32 GiB there: fits") for line in lines)
     assert files(workshop) == before
 
 
-def test_a_mistake_is_the_line_of_the_training(workshop):
+def test_dry_run_reports_an_input_error_as_the_training_does(workshop):
     folder = workshop / "experiments/deepspeed-single-gpu/zero_2"
     config = workshop / "ds_configs/zero2.json"
     config.write_text(config.read_text().replace('"stage"', '"stge"', 1))
@@ -124,7 +124,7 @@ def test_a_mistake_is_the_line_of_the_training(workshop):
     assert (done.returncode, done.stderr) == (2, "error: --train_siz: unknown flag; did you mean --train_size?\n")
 
 
-def test_in_a_slurm_job_it_has_no_effect(stub):
+def test_dry_run_has_no_effect_in_a_slurm_job(stub):
     done, folder = stub("print('training')", DRY_RUN=1, SLURM_JOB_ID=47)
     assert (done.returncode, done.stderr) == (0, "warning: DRY_RUN has no effect in a Slurm job\n")
     assert "training" in done.stdout.splitlines()

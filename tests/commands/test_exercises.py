@@ -1,4 +1,4 @@
-"""The exercises, as a participant runs them: the finished files are right, and the files with gaps say what is open."""
+"""The exercises as a participant runs them: solutions pass the check, and it lists the open gaps of an exercise."""
 
 import ast
 import re
@@ -14,7 +14,7 @@ PIPELINE = "exercises/solution/pipeline.py"
 
 
 def python(*words: object, processes: int = 0, timeout: int = 300):
-    """Run a script of the repository, by torchrun where it takes several processes."""
+    """Run a script of the repository, with torchrun if `processes` is given."""
     launch = LAUNCHERS["torchrun" if processes else "python"](processes)
     command = [*launch, *map(str, words)]
     return subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=timeout, check=False)
@@ -31,7 +31,7 @@ def test_the_finished_exercises_are_right():
 
 OPEN = {
     SOLUTION: ["open (gap 1)", "open (gap 2)", "open (gap 3)", "open (gap 4)", "open (gap 5)", "open (gap 5)"],
-    # where a gap needs another one, that one is named; the last gap is there, and hangs
+    # A gap that needs another open gap names the other one. Gap 6 holds a send that hangs with 1F1B.
     PIPELINE: [
         "open (gap 1)",
         "open (gap 2)",
@@ -44,7 +44,7 @@ OPEN = {
 
 
 @pytest.mark.parametrize("solution", OPEN)
-def test_an_exercise_has_six_gaps_and_is_else_the_finished_one(solution):
+def test_an_exercise_differs_from_its_solution_only_in_six_gaps(solution):
     exercise = solution.replace("solution/", "")
     done = python("exercises/check.py", exercise)
     assert done.returncode == 1, done
@@ -58,7 +58,7 @@ def test_an_exercise_has_six_gaps_and_is_else_the_finished_one(solution):
     assert ast.unparse(with_gaps) == ast.unparse(finished)
 
 
-# What a participant may write: instead of what, in which gap, and what the check says of it
+# A solution file, a correct line, the wrong line in its place, the number of the gap, and the check's message
 WRONG = [
     (SOLUTION, "        parameter.grad /= world\n", "", 4,
      r"wrong: on rank \d the mean of 1 and 3 should be 2, and the gradient of weight has 4"),
@@ -91,7 +91,7 @@ WRONG = [
 
 
 @pytest.mark.parametrize(("solution", "right", "wrong", "gap", "message"), WRONG)
-def test_a_wrong_gap_is_named_with_the_reason(tmp_path, solution, right, wrong, gap, message):
+def test_check_names_a_wrong_gap_and_the_reason(tmp_path, solution, right, wrong, gap, message):
     text = (REPOSITORY / solution).read_text()
     assert text.count(right) == 1
     (tmp_path / "mine.py").write_text(text.replace(right, wrong))
@@ -106,15 +106,15 @@ def losses(done) -> list[float]:
 
 
 def test_the_losses_do_not_depend_on_the_number_of_ranks():
-    alone = losses(python(SOLUTION))
-    assert len(alone) == 6 and alone[-1] < alone[0] / 2
+    one_process = losses(python(SOLUTION))
+    assert len(one_process) == 6 and one_process[-1] < one_process[0] / 2
     for flags in ([], ["--zero1"]):
-        assert losses(python(SOLUTION, *flags, processes=2)) == pytest.approx(alone, rel=1e-3)
+        assert losses(python(SOLUTION, *flags, processes=2)) == pytest.approx(one_process, rel=1e-3)
 
 
 @pytest.fixture(scope="module")
-def alone():
-    """Losses of the whole model in one process."""
+def one_process():
+    """Losses of the full model in one process."""
     return losses(python(PIPELINE, "--micro_batches", 5))
 
 
@@ -126,12 +126,12 @@ def alone():
         (4, "1f1b", ["abcdAeBCDE", "abcAdBeCDE", "abAcBdCeDE", "aAbBcCdDeE"], "3 / 8 = 37.5%"),
     ],
 )
-def test_a_pipeline_computes_what_one_process_does_in_the_order_of_its_schedule(
-    alone, tmp_path, ranks, schedule, orders, formula
+def test_a_pipeline_follows_its_schedule_and_matches_one_process(
+    one_process, tmp_path, ranks, schedule, orders, formula
 ):
     flags = ["--micro_batches", 5, "--schedule", schedule]
     done = python(PIPELINE, *flags, "--picture", tmp_path / "timeline.png", processes=ranks)
-    assert losses(done) == alone and len(alone) == 3
+    assert losses(done) == one_process and len(one_process) == 3
     lines = re.findall(r"^rank (\d) \|([a-eA-E.]+)  kept at most (\d)$", done.stdout, re.MULTILINE)
     assert [int(rank) for rank, _, _ in lines] == list(range(ranks))
     assert [re.sub(r"(.)\1*", r"\1", line.replace(".", "")) for _, line, _ in lines] == orders
@@ -139,14 +139,14 @@ def test_a_pipeline_computes_what_one_process_does_in_the_order_of_its_schedule(
     assert [int(most) for _, _, most in lines] == kept
     waits = re.search(r"of which a rank waits (\S+)% in the mean;\n\(p - 1\) / \(m \+ p - 1\) = (.*)\n", done.stdout)
     assert waits[2] == formula
-    assert float(waits[1]) >= float(formula[-5:-1]) - 0.1, "nobody waits less than the schedule makes them"
+    assert float(waits[1]) >= float(formula[-5:-1]) - 0.1, "a rank cannot wait less than the schedule requires"
     assert (tmp_path / "timeline.png").read_bytes().startswith(b"\x89PNG")
 
 
 @pytest.mark.parametrize(("ranks", "schedule"), [(2, "gpipe"), (4, "1f1b")])
-def test_the_library_computes_the_same_pipeline(alone, ranks, schedule):
+def test_the_library_pipeline_gives_the_same_losses(one_process, ranks, schedule):
     done = python(PIPELINE, "--micro_batches", 5, "--schedule", schedule, "--library", processes=ranks)
-    assert losses(done) == alone
+    assert losses(done) == one_process
 
 
 @pytest.mark.parametrize(
@@ -157,7 +157,7 @@ def test_the_library_computes_the_same_pipeline(alone, ranks, schedule):
         (2, ["--library", "--schedule", "1f1b", "--micro_batches", 1], "the 2 stages; give 2 or more, or leave out"),
     ],
 )
-def test_what_the_pipeline_cannot_run_is_an_error_line(ranks, flags, message):
+def test_unsupported_pipeline_settings_give_one_error_line(ranks, flags, message):
     done = python(PIPELINE, *flags, processes=ranks)
     lines = [line for line in done.stderr.splitlines() if line.startswith("pipeline.py: error: ")]
     assert done.returncode != 0 and lines and all(message in line for line in lines), done
@@ -173,7 +173,7 @@ def test_what_the_pipeline_cannot_run_is_an_error_line(ranks, flags, message):
     ],
     ids=str,
 )
-def test_a_program_that_steps_an_optimizer_hides_gpus_before_it_imports_torch(tmp_path, program):
+def test_a_program_with_an_optimizer_hides_gpus_before_it_imports_torch(tmp_path, program):
     (tmp_path / "torch.py").write_text('import os\nprint([os.environ["CUDA_VISIBLE_DEVICES"]])\nraise SystemExit\n')
     environment = {"PYTHONPATH": str(tmp_path), "CUDA_VISIBLE_DEVICES": "0"}
     command = [sys.executable, program]

@@ -1,4 +1,4 @@
-"""How a process ends, with and without ranks: code, stderr, and a stdout that is not lost."""
+"""The exit code and stderr of a process with and without ranks, which must not lose its stdout."""
 
 import os
 import subprocess

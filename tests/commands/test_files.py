@@ -1,4 +1,4 @@
-"""What bash says of the pages' commands, and git of the files. The scripts of the experiments: test_dry_run.py."""
+"""The pages' commands are valid bash, and git tracks the right files. test_dry_run.py runs the experiments' scripts."""
 
 import re
 import subprocess
@@ -30,7 +30,7 @@ def test_the_log_folders_are_tracked_and_their_content_is_not():
     assert git("check-ignore", "-z", "--stdin", input=logs).rstrip("\0") == logs
 
 
-def test_git_gives_scripts_the_line_ends_that_bash_can_read():
+def test_git_checks_out_scripts_with_unix_line_ends():
     scripts = [EXPERIMENT_SCRIPTS[0], REPOSITORY / "experiments/job.sh", REPOSITORY / "experiments/sites/mine.sh"]
     assert git("check-attr", "eol", "--", *scripts).count(": eol: lf\n") == len(scripts)
 
@@ -38,7 +38,7 @@ def test_git_gives_scripts_the_line_ends_that_bash_can_read():
 def test_no_tracked_file_holds_a_key():
     listed = git("ls-files", "-z", "--cached", "--others", "--exclude-standard")
     named = re.compile(r"(WANDB_API_KEY|HF_TOKEN|api_key)['\"]?\s*[=:]\s*['\"]?\w{16,}|\bhf_[A-Za-z]{30,}\b")
-    bare = re.compile(r"\b[0-9a-f]{40}\b")  # the form of a key of Weights & Biases, and of a git commit
+    bare = re.compile(r"\b[0-9a-f]{40}\b")  # Weights & Biases keys and git commits both have this form
     texts = {".py", ".sh", ".slurm", ".md", ".json", ".yml", ".yaml", ".toml", ".txt"}
     for name in filter(None, listed.split("\0")):
         path = REPOSITORY / name

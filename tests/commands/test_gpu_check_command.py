@@ -1,4 +1,4 @@
-"""gpu_check.py and preflight.py as commands that end at once."""
+"""Input errors of gpu_check.py and preflight.py, which end at once."""
 
 import re
 
@@ -13,7 +13,7 @@ import pytest
         (["preflight.py", "--timeout", "0"], 2, "error: --timeout: 0 is too small; .+"),
     ],
 )
-def test_a_mistake_is_one_line_and_writes_nothing(command, words, code, line):
+def test_an_input_error_is_one_line_and_writes_nothing(command, words, code, line):
     done = command(*words)
     assert (done.code, done.out) == (code, ""), done
     (error,) = done.error_lines

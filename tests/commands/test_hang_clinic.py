@@ -1,4 +1,4 @@
-"""The hang clinic: each broken job breaks as its page says, and each repaired one runs to its end."""
+"""The hang clinic: each broken job fails as its page says, and each repaired job runs to its end."""
 
 import re
 import subprocess
@@ -11,7 +11,7 @@ from helpers import LAUNCHERS, REPOSITORY
 
 PROCESSES = {"straggler.py": 4}
 BROKEN = {
-    # what must be seen of a broken job: its exit code, and words of its output
+    # The exit code of each broken job, and a pattern in its output
     "skipped.py": (None, r"rank 1: done|step 1|Timed out|error"),
     "port.sh": (0, r"EADDRINUSE"),
     "world_size.sh": (0, r"[Tt]imed out"),
@@ -38,7 +38,7 @@ def run(folder: str, name: str):
 
 
 @pytest.mark.parametrize("name", BROKEN)
-def test_a_broken_job_breaks_as_the_page_says(name):
+def test_a_broken_job_fails_as_the_page_says(name):
     code, words = BROKEN[name]
     done = run("exercises/hangs", name)
     assert code is None or done.returncode == code, done.stdout

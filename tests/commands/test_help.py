@@ -1,4 +1,4 @@
-"""The help of every command, from a foreign directory."""
+"""The --help output of every command, called from another directory."""
 
 import ast
 import re
@@ -24,7 +24,7 @@ def test_help_opens_with_the_purpose_and_commands_to_copy(path, command):
     purpose = ast.get_docstring(ast.parse(path.read_text())).splitlines()[0]
     beginning = finished.out.split("options:")[0].splitlines()[:30]
     assert purpose in beginning, finished.out[:2000]
-    assert beginning.index(purpose) < 8, "the purpose is far down"
+    assert beginning.index(purpose) < 8, "the purpose must be among the first lines"
     assert [
         line for line in beginning if re.match(rf"\s*(PYTHONPATH=scripts python|python|torchrun|srun) .*{name}", line)
     ]

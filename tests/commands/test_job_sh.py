@@ -1,4 +1,4 @@
-"""experiments/job.sh, with a few lines of Python in place of a training, and no Slurm; signals, kills: tests/faults."""
+"""experiments/job.sh without Slurm, with a few lines of Python as the training. Signals and kills: tests/faults."""
 
 import json
 import os
@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from canaries import CANARIES, leaks
+from canaries import CANARIES, find_leaks
 from helpers import REPOSITORY, until
 from records.memory_logs import read_gpu_log
 from shell import program, shell_environment, start_stub
@@ -24,7 +24,7 @@ def printed(done) -> list[str]:
     return next(line for line in done.stdout.splitlines() if line.startswith(">")).split("|")[1:]
 
 
-# The site: load_site.sh, as job.sh sources it
+# The site, which job.sh loads with load_site.sh
 
 
 def test_a_variable_at_submission_wins_over_site_and_experiment(stub):
@@ -36,7 +36,7 @@ def test_a_variable_at_submission_wins_over_site_and_experiment(stub):
 
 @pytest.fixture
 def site(workshop):
-    """Runs load_site.sh with a site file `moon` of this content; it prints SITE and SEEN where all is well."""
+    """Run load_site.sh with a site file `moon` of this content. On success, it prints SITE and SEEN."""
 
     def run(content: str = "", mode: int = 0o644, **variables: object) -> subprocess.CompletedProcess:
         file = workshop / "experiments/sites/moon.sh"
@@ -80,7 +80,7 @@ SETS_A_SECRET = "export WANDB_API_KEY=canary", ': "${HF_TOKEN:=canary}"', "AWS_S
 
 
 @pytest.mark.parametrize("line", SETS_A_SECRET)
-def test_a_site_file_with_a_secret_is_for_its_owner_alone(site, line):
+def test_a_site_file_with_a_secret_must_be_private(site, line):
     error = "error: experiments/sites/moon.sh: it sets a secret, and others may read it; chmod 600 it\n"
     for mode in (0o644, 0o640):
         done = site(line, mode)
@@ -91,7 +91,7 @@ def test_a_site_file_with_a_secret_is_for_its_owner_alone(site, line):
 
 
 def test_a_sites_environment_scripts_may_use_unset_variables(site):
-    """Those of conda do; and functions that they define are not exported to the training."""
+    """conda's activation script uses unset variables. Functions of the site are not exported to the training."""
     done = site('site_setup() { [ -z "$CONDA_UNSET" ] && module() { :; } && export SEEN=yes; }')
     assert done.stdout == "moon yes\n0\n", done
 
@@ -124,21 +124,21 @@ def test_a_site_file_that_is_not_ready_is_one_error_line(stub, workshop, content
     assert not (folder / "results").exists()
 
 
-# What a job does
+# The job
 
 
 @pytest.mark.parametrize("linked", ["experiments/mine/x", "."], ids=["experiment", "repository"])
-def test_a_job_runs_through_a_symbolic_link_and_with_bash_as_sh(stub, workshop, tmp_path, linked):
+def test_a_job_runs_through_a_symbolic_link_and_in_posix_mode(stub, workshop, tmp_path, linked):
     link = tmp_path / "link"
     link.symlink_to(workshop / linked)
     cwd = link if linked != "." else link / "experiments/mine/x"
-    # bash takes the path with the link from PWD, as it does after cd
+    # bash takes the path with the link from PWD, as after cd
     done, _ = stub(PRINT, "EXPERIMENT", "DATASET", words=("bash", "--posix", "x.slurm"), cwd=cwd, PWD=cwd)
     assert printed(done) == ["experiments/mine/x", f"{workshop}/data/squad_sample.json"]
 
 
-def test_a_failed_training_fails_its_job_and_its_log_is_kept_without_slurm(stub, workshop):
-    """And no file holds a secret."""
+def test_a_failed_training_fails_its_job_and_keeps_its_log(stub, workshop):
+    """No file of the job holds a secret."""
     done, folder = stub("print('to stdout'); raise RuntimeError('to stderr')", **CANARIES)
     assert done.returncode == 1, done
     assert {"status: failed (exit code 1)", "to stdout"} <= set(done.stdout.splitlines())
@@ -147,7 +147,7 @@ def test_a_failed_training_fails_its_job_and_its_log_is_kept_without_slurm(stub,
     until(lambda: "missing: no run record: the job ended before the training began" in log.read_text())  # tee ends last
     assert {"to stdout", "RuntimeError: to stderr"} <= set(log.read_text().splitlines())
     assert list((folder / "results").iterdir()) == []
-    assert leaks(workshop) == []
+    assert find_leaks(workshop) == []
     assert not any(secret in done.stdout + done.stderr for secret in CANARIES.values())
 
 
@@ -155,8 +155,8 @@ def test_a_failed_training_fails_its_job_and_its_log_is_kept_without_slurm(stub,
     ("cpus", "gpus", "given", "expected"),
     [(4096, 1, None, 256), (64, "a100:4", None, 16), (1, 8, None, 1), (64, 2, 5, 5)],
 )
-def test_threads_are_the_cpus_of_a_rank(stub, tmp_path, cpus, gpus, given, expected):
-    """nproc here is a stand-in of 256 CPUs; Slurm may have given fewer."""
+def test_threads_per_rank_equal_its_cpus(stub, tmp_path, cpus, gpus, given, expected):
+    """A stand-in for nproc reports 256 CPUs; the job may have fewer from Slurm."""
     program(tmp_path / "bin", "nproc", "echo 256")
     slurm = IN_A_JOB | {"SLURM_GPUS_PER_NODE": gpus, "SLURM_CPUS_ON_NODE": cpus, "SLURM_CPUS_PER_TASK": cpus}
     slurm |= {"PATH": f"{tmp_path}/bin:{shell_environment()['PATH']}", "OMP_NUM_THREADS": given}
@@ -173,7 +173,7 @@ def test_arguments_and_values_pass_unchanged(stub, workshop):
     assert not list(workshop.rglob("pwned*"))
 
 
-def test_a_record_of_a_job_that_is_gone_is_finished_by_the_next_one(stub, workshop):
+def test_the_next_job_completes_the_record_of_a_lost_job(stub, workshop):
     results = workshop / "experiments/mine/x/results"
     results.mkdir(parents=True)
     (results / ".gone").mkdir()
@@ -186,8 +186,8 @@ def test_a_record_of_a_job_that_is_gone_is_finished_by_the_next_one(stub, worksh
     assert sorted(path.name for path in results.glob(".*")) == []
 
 
-def test_git_is_asked_when_the_job_begins(stub, workshop):
-    """The training reads the answer from the job's folder. A commit while it loads its model changes nothing."""
+def test_the_commit_is_read_when_the_job_starts(stub, workshop):
+    """The job stores the commit for its training, so a later commit does not get into the record."""
     git = ["git", "-C", str(workshop), "-c", "user.name=x", "-c", "user.email=x"]
     for command in (["init", "-q"], ["add", "pyproject.toml"], ["commit", "-qm", "x"]):
         subprocess.run([*git, *command], check=True)
@@ -216,8 +216,8 @@ def test_without_slurm_torchrun_starts_the_ranks_of_bare_srun(stub):
     assert {"rank 0 of 2", "rank 1 of 2"} <= set(done.stdout.splitlines())
 
 
-def test_an_environment_that_is_only_half_installed_is_not_used(stub, workshop):
-    """As make leaves it for a minute, while it installs the packages."""
+def test_a_partly_installed_environment_is_not_used(stub, workshop):
+    """make leaves .venv without its stamp while it installs the packages."""
     program(workshop / ".venv/bin", "python", "exit 9")
     assert stub("print('training')")[0].returncode == 0
     (workshop / ".venv/installed").touch()
@@ -236,8 +236,8 @@ def test_an_environment_that_is_only_half_installed_is_not_used(stub, workshop):
     ],
     ids=["chosen", "none", "unset"],
 )
-def test_the_log_is_of_the_gpus_that_the_ranks_use(stub, workshop, visible, logged, missing):
-    """The training has two ranks and waits for one sample of each GPU. The site `laptop` would hide the GPUs."""
+def test_gpu_log_holds_the_gpus_that_the_ranks_use(stub, workshop, visible, logged, missing):
+    """The training has two ranks and waits for one sample of each GPU. The site is not `laptop`, which hides GPUs."""
     (workshop / "experiments/sites/moon.sh").write_text("site_setup() { :; }\n")
     lines = "sum(len(log.read_text().splitlines()) for log in pathlib.Path('gpu_memory').glob('*'))"
     wait = f"import pathlib, time\nwhile {lines} < {len(logged) + 1 if logged else 0}: time.sleep(0.05)"
@@ -249,8 +249,8 @@ def test_the_log_is_of_the_gpus_that_the_ranks_use(stub, workshop, visible, logg
     assert said == ([f"missing: {missing.format(host=os.uname().nodename)}"] if missing else [])
 
 
-def test_a_laptops_gpu_is_hidden_unless_the_caller_has_chosen_one(stub):
-    """Two ranks would need two."""
+def test_a_laptop_gpu_is_hidden_unless_the_caller_selects_it(stub):
+    """The GPU is hidden because a job with two ranks would need two GPUs."""
     hint = "GPUs are hidden from this job (site laptop): CUDA_VISIBLE_DEVICES=0 before the command shows one"
     done, _ = stub(PRINT, "CUDA_VISIBLE_DEVICES")
     assert printed(done) == [""]
@@ -260,8 +260,8 @@ def test_a_laptops_gpu_is_hidden_unless_the_caller_has_chosen_one(stub):
     assert hint not in done.stdout.splitlines()
 
 
-def test_a_logger_that_is_not_installed_is_a_gap(stub, tmp_path):
-    """One that dies: tests/faults."""
+def test_a_missing_logger_is_reported(stub, tmp_path):
+    """tests/faults has loggers that fail."""
     only = program(tmp_path / "bin", "python", f'exec "{sys.executable}" "$@"').parent
     stand_in = shell_environment()["PATH"].split(":")[0]
     done, folder = stub("print('training')", PATH=f"{only}:{stand_in}:/usr/bin:/bin")
@@ -276,8 +276,8 @@ def test_a_logger_that_is_not_installed_is_a_gap(stub, tmp_path):
 
 
 @pytest.mark.parametrize("verb", ["run_python", "run_torchrun"])
-def test_what_cannot_be_noted_changes_no_exit_code(stub, verb):
-    """Folders in place of the notes stand for a full disk."""
+def test_unwritable_notes_do_not_change_the_exit_code(stub, verb):
+    """Folders in place of the files simulate a full disk."""
     code = f"""
 import os, pathlib
 for name in ("exit_codes", "missing_{os.uname().nodename}"):
@@ -289,8 +289,8 @@ raise SystemExit(75)"""
     assert (done.returncode, done.stderr) == (75, ""), done
 
 
-def test_a_summary_that_cannot_be_printed_changes_no_exit_code(tmp_path):
-    """The log is on a full disk."""
+def test_an_unprintable_summary_does_not_change_the_exit_code(tmp_path):
+    """/dev/full as the log simulates a full disk."""
     words = [sys.executable, "-m", "job.end_of_job", "7", "--exit-code", "75"]
     path = {"PYTHONPATH": f"{REPOSITORY}/scripts"}
     with open("/dev/full", "w") as full:
@@ -298,19 +298,19 @@ def test_a_summary_that_cannot_be_printed_changes_no_exit_code(tmp_path):
 
 
 def test_the_end_of_a_job_imports_nothing_large():
-    """It has the seconds between SIGTERM and SIGKILL."""
+    """The end of a job has only the seconds between SIGTERM and SIGKILL."""
     code = "import json, sys, job.end_of_job; print(json.dumps(sorted(sys.modules)))"
     path = {"PYTHONPATH": f"{REPOSITORY}/scripts"}
     done = subprocess.run([sys.executable, "-c", code], env=path, capture_output=True, text=True, check=True)
     assert not {"torch", "numpy", "pandas", "yaml", "matplotlib"} & set(json.loads(done.stdout))
 
 
-def test_a_training_that_does_not_react_has_its_record_when_the_script_is_killed(workshop):
-    """What Slurm does to a job: SIGTERM to all, SIGKILL to all some seconds later."""
+def test_an_unresponsive_training_is_recorded_as_stopped(workshop):
+    """Slurm ends a job with SIGTERM to all processes and, some seconds later, SIGKILL to all."""
     folder = workshop / "experiments/mine/x"
     write = 'pathlib.Path(f"results/{os.environ[\'JOB_ID\']}.json").write_text(\'{"status": "running"}\')'
-    deaf = f"import os, pathlib, signal\nsignal.signal(signal.SIGTERM, signal.SIG_IGN)\n{write}\nsignal.pause()"
-    started = start_stub(folder, deaf)
+    code = f"import os, pathlib, signal\nsignal.signal(signal.SIGTERM, signal.SIG_IGN)\n{write}\nsignal.pause()"
+    started = start_stub(folder, code)
     try:
         (record,) = until(lambda: [path for path in (folder / "results").glob("*.json") if path.read_text()])
         started.send_signal(signal.SIGTERM)
@@ -320,7 +320,7 @@ def test_a_training_that_does_not_react_has_its_record_when_the_script_is_killed
         started.communicate()
 
 
-def test_a_signal_before_the_training_has_started_ends_it_too(stub):
+def test_a_signal_before_the_training_starts_ends_the_job(stub):
     done, folder = stub("import signal; signal.pause()", lines="kill -TERM $$")
     assert done.returncode == 143
     assert "missing: a checkpoint of its end: SIGTERM came before the first step" in done.stdout
@@ -328,8 +328,8 @@ def test_a_signal_before_the_training_has_started_ends_it_too(stub):
     assert not list((folder / "results").iterdir())
 
 
-# The parent is on_node.py. A signal that comes before it has its handlers ends it with 128 plus the signal's number
-AFTER_THE_START_OF_ON_NODE = """
+# Wait until the parent, on_node.py, has its handlers; a signal before that ends it with 128 plus the signal's number
+WAIT_FOR_ON_NODE = """
 import os, pathlib, re, signal, time
 bit = 1 << signal.SIGUSR1 - 1
 parent = pathlib.Path(f"/proc/{os.getppid()}")
@@ -349,9 +349,9 @@ while not int(re.search("SigCgt:\\s*(.*)", (parent / "status").read_text())[1], 
         ("TERM", {"REQUEUE": 1}, False),
     ],
 )
-def test_a_job_is_requeued_at_the_warning_alone(stub, tmp_path, sent, variables, requeued):
+def test_a_job_is_requeued_only_at_the_warning_signal(stub, tmp_path, sent, variables, requeued):
     program(tmp_path / "bin", "scontrol", f'echo "$*" >>"{tmp_path}/asked"')
-    code = f"{AFTER_THE_START_OF_ON_NODE}signal.signal(signal.SIG{sent}, lambda *_: os._exit(75))\n"
+    code = f"{WAIT_FOR_ON_NODE}signal.signal(signal.SIG{sent}, lambda *_: os._exit(75))\n"
     code += f"os.kill(int(os.environ['SCRIPT']), signal.SIG{sent})\nsignal.pause()"
     path = f"{tmp_path}/bin:{shell_environment()['PATH']}"
     done, _ = stub(code, lines="export SCRIPT=$$", PATH=path, **IN_A_JOB | variables)

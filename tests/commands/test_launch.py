@@ -1,6 +1,6 @@
-"""launch.py as the nodes of a job start it: they meet, or it is said which one did not come, and why.
+"""launch.py on the nodes of a job: the nodes meet, or an error names the missing node and the reason.
 
-And what a stranger writes into the store in which they meet is not executed.
+Content that another user writes into the store of the rendezvous is not executed.
 """
 
 import base64
@@ -23,9 +23,9 @@ LAUNCH = [sys.executable, str(REPOSITORY / "scripts/launch.py")]
 
 @pytest.fixture
 def start(tmp_path):
-    """Starts launch.py as a node of a job of two, `first` and `second`; all are ended with the test."""
+    """Start launch.py as node `first` or `second` of a job with two nodes; both end with the test."""
     names = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-    # print would write a line in pieces, and those of two ranks could mix
+    # print writes a line in pieces, and pieces of two ranks could mix
     (tmp_path / "x.py").write_text(
         f"import os\nline = ' '.join(os.environ[name] for name in {names})\nos.write(1, f'{{line}}\\n'.encode())\n"
     )
@@ -47,15 +47,15 @@ def start(tmp_path):
         process.communicate()
 
 
-def error_of(process: subprocess.Popen) -> str:
-    """What launch.py writes when it ends with exit code 3: this line and nothing else."""
+def read_error(process: subprocess.Popen) -> str:
+    """The only output of launch.py, an error line, after an end with exit code 3."""
     out, error = process.communicate(timeout=120)
     assert (process.returncode, out) == (3, ""), error
     assert re.fullmatch(r"error: rendezvous: .*; .*\n", error)
     return error
 
 
-def test_two_nodes_meet_at_the_address_that_is_given(start):
+def test_two_nodes_meet_at_the_given_address(start):
     port = free_port()
     nodes = [start(1, port), start(0, port)]
     lines = [line for node in nodes for line in node.communicate(timeout=120)[0].splitlines()]
@@ -63,7 +63,7 @@ def test_two_nodes_meet_at_the_address_that_is_given(start):
     assert sorted(lines) == [f"{rank} 4 127.0.0.1 {port}" for rank in range(4)]
 
 
-# The store answers this node's last question a second after the first node's
+# Delay the answer of the store to this node by a second
 SLOW = """
 import sys, time
 sys.path.insert(0, {scripts!r})
@@ -80,7 +80,7 @@ launch.main()
 
 
 def test_the_first_node_leaves_last(start):
-    """torchrun has its store, without which the other one's torchrun ends in a traceback."""
+    """torchrun on the first node holds the store. Without the store, torchrun on the second node fails."""
     port = free_port()
     slow = [sys.executable, "-c", SLOW.format(scripts=str(REPOSITORY / "scripts"))]
     nodes = [start(1, port, launch=slow), start(0, port)]
@@ -88,18 +88,19 @@ def test_the_first_node_leaves_last(start):
     assert ([node.returncode for node in nodes], errors) == ([0, 0], ["", ""])
 
 
-def test_a_node_that_does_not_come_is_named(start):
-    assert error_of(start(0, free_port(), timeout=1)).startswith("error: rendezvous: second did not join within 1 s; ")
+def test_a_missing_node_is_named(start):
+    error = read_error(start(0, free_port(), timeout=1))
+    assert error.startswith("error: rendezvous: second did not join within 1 s; ")
 
 
-def test_a_node_that_cannot_reach_the_first_says_why_and_leaves_it_for_the_first(start):
+def test_an_unreachable_first_node_is_reported_on_both_nodes(start):
     port = free_port()
     problem = f"second cannot reach 127.0.0.1:{port} ([Errno 111] Connection refused) within 1 s; "
-    assert error_of(start(1, port, timeout=1)).startswith(f"error: rendezvous: {problem}")
-    assert error_of(start(0, port, timeout=1)).startswith(f"error: rendezvous: {problem}")
+    assert read_error(start(1, port, timeout=1)).startswith(f"error: rendezvous: {problem}")
+    assert read_error(start(0, port, timeout=1)).startswith(f"error: rendezvous: {problem}")
 
 
-# Code from the network: what a stranger writes into the store of a running launch
+# Code from the network, which another user writes into the store of a running launch
 
 MEETS_AND_WAITS = """
 import os, pathlib, time
@@ -112,7 +113,7 @@ while not os.path.exists("go"):
 
 
 class Touch:
-    """Unpickled, it creates the file: a harmless stand-in for any code."""
+    """An object that creates a file when it is unpickled, as a harmless stand-in for any code."""
 
     def __init__(self, path: Path):
         self.path = path
@@ -122,7 +123,7 @@ class Touch:
 
 
 def write_pickles(port: int, path: Path) -> None:
-    """Replace every value of the store by a pickle that creates `path`, and where c10d keeps its state add one."""
+    """Replace every value of the store, and the state of a c10d rendezvous, by a pickle that creates `path`."""
     store = TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False)
     pickled = base64.b64encode(pickle.dumps(Touch(path)))
     for key in {*store.list_keys(), "torch.rendezvous.7", "torch.rendezvous.none"}:
@@ -131,7 +132,7 @@ def write_pickles(port: int, path: Path) -> None:
 
 @pytest.fixture
 def attack(tmp_path):
-    """Starts a launcher of two ranks, writes pickles into its store, and gives what it then left as a process."""
+    """Start a launcher with two ranks, write pickles into its store, and return the running process."""
     (tmp_path / "waits.py").write_text(MEETS_AND_WAITS)
     started = []
 
@@ -149,7 +150,7 @@ def attack(tmp_path):
         process.wait(timeout=120)
 
 
-def test_nothing_that_is_written_into_the_store_is_executed(attack, tmp_path):
+def test_launch_py_executes_nothing_from_the_store(attack, tmp_path):
     port = free_port()
     launcher = attack(str(REPOSITORY / "scripts/launch.py"), f"--master-port={port}", port=port)
     (tmp_path / "go").touch()
@@ -157,16 +158,16 @@ def test_nothing_that_is_written_into_the_store_is_executed(attack, tmp_path):
     assert not (tmp_path / "executed").exists()
 
 
-def test_the_same_does_run_in_the_rendezvous_that_launch_py_refuses(attack, tmp_path):
-    """Shows that the test above can fail."""
+def test_the_rejected_c10d_rendezvous_executes_code_from_the_store(attack, tmp_path):
+    """Without this case, the test above could pass although the attack does nothing."""
     port = free_port()
     c10d = ("--rdzv-backend=c10d", f"--rdzv-endpoint=127.0.0.1:{port}", "--rdzv-id=7")
     attack("-m", "torch.distributed.run", *c10d, port=port)
     until((tmp_path / "executed").exists)
 
 
-# Python does not run the handler of a signal in a rank that waits in a collective; this one notes it, and stays
-DEAF = """
+# A rank that records SIGINT and keeps running, as a rank in a collective does: Python runs no signal handler there
+UNRESPONSIVE = """
 import os
 import signal
 from pathlib import Path
@@ -179,12 +180,12 @@ while True:
 """
 
 
-def test_ctrl_c_pressed_again_ends_ranks_that_do_not_hear_it(tmp_path):
-    """And each rank has its part of the cores."""
-    (tmp_path / "deaf.py").write_text(DEAF)
+def test_a_second_ctrl_c_kills_unresponsive_ranks(tmp_path):
+    """Each rank also gets its share of the cores as OMP_NUM_THREADS."""
+    (tmp_path / "unresponsive.py").write_text(UNRESPONSIVE)
     environment = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"}
     streams = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
-    command = [*LAUNCH, "--nproc-per-node=2", "deaf.py"]
+    command = [*LAUNCH, "--nproc-per-node=2", "unresponsive.py"]
     notes = [tmp_path / "rank_0", tmp_path / "rank_1"]
     process = subprocess.Popen(command, cwd=tmp_path, env=environment, **streams)
     try:
@@ -197,4 +198,4 @@ def test_ctrl_c_pressed_again_ends_ranks_that_do_not_hear_it(tmp_path):
             for each in [*psutil.Process(process.pid).children(recursive=True), process]:
                 each.kill()
     assert process.returncode == 137, said
-    assert "OMP_NUM_THREADS" not in said, "torchrun did not have to choose"
+    assert "OMP_NUM_THREADS" not in said, "torchrun warns when it has to choose a value"

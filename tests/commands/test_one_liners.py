@@ -1,4 +1,4 @@
-"""The documented one-liners against the report's own reading of the same files; on a job's: tests/slurm."""
+"""The documented one-liners agree with the report on the test runs. tests/slurm checks them on files of a real job."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""preflight.py: the site, as bash reads its file, what Slurm says of it, and dry runs, with stand-ins for all three."""
+"""preflight.py's checks of the site file, of Slurm's partitions and of dry runs, with stand-ins for all three."""
 
 import os
 import shutil
@@ -13,7 +13,7 @@ from shell import program
 
 
 def load(monkeypatch, tmp_path, content: str) -> tuple[str, ...]:
-    """The line about a site whose file has this content."""
+    """The check's line for a site file with this content."""
     shutil.copy(REPOSITORY / "experiments" / "load_site.sh", tmp_path)
     (tmp_path / "sites").mkdir()
     (tmp_path / "sites" / "mine.sh").write_text(content)
@@ -23,7 +23,7 @@ def load(monkeypatch, tmp_path, content: str) -> tuple[str, ...]:
     return line
 
 
-def test_variables_of_the_site_are_those_of_its_jobs(monkeypatch, tmp_path):
+def test_preflight_has_the_same_site_variables_as_a_job(monkeypatch, tmp_path):
     monkeypatch.setenv("BATCH_SIZE", "2")
     monkeypatch.setenv("PATH", f"{os.path.dirname(sys.executable)}:{os.environ['PATH']}")
     content = 'site_setup() { export LOADED=yes; }\n: "${BATCH_SIZE:=4}" "${NCCL_ALGO:=Ring}"\n'
@@ -40,13 +40,13 @@ def test_variables_of_the_site_are_those_of_its_jobs(monkeypatch, tmp_path):
         ("site_setup() { PATH=/nowhere; }\n", "there is no python after site_setup"),
     ],
 )
-def test_a_site_file_that_is_not_complete(monkeypatch, tmp_path, content, problem):
+def test_an_incomplete_site_file_is_a_failed_check(monkeypatch, tmp_path, content, problem):
     state, _, found, _ = load(monkeypatch, tmp_path, content)
     assert state == "fail"
     assert problem in found
 
 
-def test_the_python_of_the_site_should_be_the_one_that_checks(monkeypatch, tmp_path):
+def test_another_python_at_the_site_gives_a_warning(monkeypatch, tmp_path):
     line = f'exec {sys.executable} -c "import sys; sys.prefix = \'/usr\'\n$2" "$3"'
     python = program(tmp_path / "bin", "python", line)
     state, _, found, _ = load(monkeypatch, tmp_path, f"site_setup() {{ PATH={python.parent}:$PATH; }}\n")
@@ -54,20 +54,20 @@ def test_the_python_of_the_site_should_be_the_one_that_checks(monkeypatch, tmp_p
 
 
 def lines_of_slurm(monkeypatch, tmp_path, **tools: str) -> dict[str, tuple]:
-    """The lines about the partition, by name, with commands of Slurm that run these lines of bash."""
+    """The partition check's lines by name. `tools` are the bash lines of the stand-ins for Slurm's commands."""
     for name, body in ({"sbatch": "", "sinfo": "echo gpu; echo debug"} | tools).items():
         program(tmp_path, name, body)
     monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
     return {name: (state, *texts) for state, name, *texts in preflight_machine.partition()}
 
 
-def test_partition_and_reservation_are_those_that_slurm_knows(monkeypatch, tmp_path):
+def test_partition_and_reservation_must_exist_in_slurm(monkeypatch, tmp_path):
     assert lines_of_slurm(monkeypatch, tmp_path) == {"partition": ("ok", "Slurm's default of debug, gpu")}
     down = "echo 'sinfo: error: Unable to contact slurm controller'; exit 1"
     assert lines_of_slurm(monkeypatch, tmp_path, sinfo=down)["partition"][0] == "fail"
     monkeypatch.setenv("SBATCH_PARTITION", "gpu")
     monkeypatch.setenv("SBATCH_RESERVATION", "workshop")
-    # as scontrol show reservation prints them
+    # The output format of scontrol show reservation
     found = (
         "echo 'ReservationName=workshop StartTime=2026-12-01T08:00:00 EndTime=2026-12-01T18:00:00 Duration=10:00:00'\n"
         "echo '   Nodes=node[1-2] NodeCnt=2 CoreCnt=4 Features=(null) PartitionName=gpu Flags='\n"
@@ -83,7 +83,7 @@ def test_partition_and_reservation_are_those_that_slurm_knows(monkeypatch, tmp_p
     assert lines["reservation"][:2] == ("fail", "Reservation workshop not found")
 
 
-def test_experiments_are_run_dry_and_as_if_outside_of_a_job(monkeypatch, tmp_path):
+def test_dry_runs_do_not_see_the_variables_of_a_slurm_job(monkeypatch, tmp_path):
     monkeypatch.setattr(preflight_jobs, "EXPERIMENTS", tmp_path)
     sound = 'env | grep -cE "^(DRY_RUN=1|BATCH_SIZE=2|SLURM_JOB_ID=.*)$"\n'
     for job in preflight_jobs.JOBS:
@@ -97,7 +97,7 @@ def test_experiments_are_run_dry_and_as_if_outside_of_a_job(monkeypatch, tmp_pat
     assert (state, name, found) == ("fail", "experiments", wrong)
 
 
-def test_jobs_that_slurm_refuses_are_a_failed_line(monkeypatch, tmp_path):
+def test_a_rejected_job_is_a_failed_check(monkeypatch, tmp_path):
     program(tmp_path / "bin", "sbatch", "echo 'sbatch: error: Invalid account'; exit 1")
     program(tmp_path / "bin", "scancel", "")
     monkeypatch.setenv("PATH", f"{tmp_path}/bin:{os.environ['PATH']}")

@@ -1,4 +1,4 @@
-"""What the training itself says of the memory of processes that start others."""
+"""The peak memory that a training reports for its own process."""
 
 import subprocess
 import sys
@@ -16,8 +16,8 @@ print(before, peak_process_mib())
 """
 
 
-def test_peak_of_a_process_is_its_own_and_not_of_who_started_it():
-    """getrusage's is: an exec leaves it as it was."""
+def test_peak_of_a_process_does_not_include_its_parent():
+    """getrusage would include the parent's peak, because an exec does not reset its value."""
     held = b"1" * 2**30
     done = subprocess.run([sys.executable, "-c", PEAK], cwd=REPOSITORY, capture_output=True, text=True, check=True)
     before, after = map(float, done.stdout.split())

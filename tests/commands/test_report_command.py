@@ -1,4 +1,4 @@
-"""What the report asks other processes: whether a run still runs, and how much memory Python itself takes."""
+"""Values that the report gets from other processes: the state of a run, and the memory of Python without a model."""
 
 import fcntl
 import os
@@ -15,12 +15,12 @@ from reporting.runs import Run, find_runs
 STAGE = "deepspeed-single-gpu/zero_1"
 
 
-def only(top) -> Run:
+def single_run(top) -> Run:
     (run,) = find_runs([top])
     return run
 
 
-def running(top: Path) -> Path:
+def add_unfinished_run(top: Path) -> Path:
     return add_run(top, STAGE, "1", status="running", exit_code=None, finished=None)
 
 
@@ -29,28 +29,28 @@ def running(top: Path) -> Path:
     [("echo 1", "running"), ("echo 7", "failed"), ("exit 1", "running")],
     ids=["queued", "gone", "no answer"],
 )
-def test_slurm_says_whether_a_job_still_runs(tmp_path, monkeypatch, queue, status):
+def test_squeue_decides_if_a_job_is_still_running(tmp_path, monkeypatch, queue, status):
     write(tmp_path / "bin" / "squeue", f"#!/bin/sh\n{queue}\n")
     (tmp_path / "bin" / "squeue").chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}/bin:{os.environ['PATH']}")
-    # its answer is kept for a report
+    # queued_jobs caches its answer for a report, so the cache must go
     monkeypatch.setattr(end_of_job, "queued_jobs", end_of_job.queued_jobs.__wrapped__)
-    running(tmp_path)
-    run = only(tmp_path)
+    add_unfinished_run(tmp_path)
+    run = single_run(tmp_path)
     assert run.status == status
     assert run.ended in ("running", "failed: ended without a word: its node failed, or it was killed")
 
 
-def test_a_training_without_slurm_runs_as_long_as_it_holds_its_lock(tmp_path, monkeypatch):
+def test_a_run_without_slurm_is_running_while_it_holds_its_lock(tmp_path, monkeypatch):
     monkeypatch.setattr(end_of_job, "queued_jobs", list)
-    folder = running(tmp_path)
+    folder = add_unfinished_run(tmp_path)
     write(folder / "results" / ".1" / "lock", "")
     with (folder / "results" / ".1" / "lock").open() as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        assert only(tmp_path).status == "running"
-    assert only(tmp_path).status == "failed"
+        assert single_run(tmp_path).status == "running"
+    assert single_run(tmp_path).status == "failed"
 
 
-def test_memory_of_python_does_not_grow_with_the_report():
+def test_measured_python_memory_does_not_depend_on_the_report_process():
     ballast = b"x" * 2**30
     assert 200 * MIB < measure_python_elsewhere().cpu < len(ballast)

@@ -1,4 +1,4 @@
-"""The page as a browser shows it: no error, no request, every table and plot visible, folded, unfolded and on paper."""
+"""The report's page in a browser, folded, unfolded and printed: all tables and plots are visible, without a request."""
 
 import json
 import re
@@ -15,8 +15,8 @@ from reporting.report_folder import write_report
 HIGHEST_FOLDED = 6000  # CSS pixels
 HIGHEST_NAME = 110  # four lines with their padding
 SCHEMES = {"dark": 0, "light": 1}  # Chromium's numbers
-# A window is 500 pixels wide at least, a frame in it is as narrow as a phone. What the page's probe saw is left where
-# --dump-dom prints it.
+# A window is at least 500 pixels wide, but a frame in it can be as narrow as a phone. The frame stores the result of
+# the page's probe in the DOM, which --dump-dom prints.
 FRAME = """<!doctype html><meta name="color-scheme" content="light dark"><iframe src="probed.html"
 width="WIDTH" height="900" style="border: 0"></iframe><script>
 addEventListener("message", (event) => { document.documentElement.dataset.probe = JSON.stringify(event.data) });
@@ -57,7 +57,7 @@ addEventListener("load", () => {
 
 @pytest.fixture(scope="module")
 def output(tmp_path_factory) -> Path:
-    """The report over the checked-in runs and some that failed, do not compare, or left nothing to read."""
+    """The report of the checked-in runs and of runs that failed, cannot be compared or have unreadable logs."""
     top = tmp_path_factory.mktemp("page")
     shutil.copytree(RUNS / "experiments", top / "experiments")
     for gpus in (1, 4, 8):
@@ -90,12 +90,12 @@ def test_page_in_a_browser(output, tmp_path, width, scheme):
     assert len(seen["tables"]) == len(list(output.glob("*.csv"))) and all(seen["tables"])
     assert len(seen["plots"]) == len(list(output.glob("*.png"))) and all(seen["plots"]) and seen["narrowPlots"]
     assert [name for name in seen["requests"] if not name.startswith("data:")] == []
-    assert (seen["foldedIsWide"], seen["openedIsWide"]) == (False, False), "the page is wider than the window"
+    assert (seen["foldedIsWide"], seen["openedIsWide"]) == (False, False), "the page must not be wider than the window"
     assert 500 < seen["folded"] < HIGHEST_FOLDED
     assert seen["links"] > 100 and seen["dead"] == []
-    assert (seen["foldedRun"], seen["openedRun"]) == (False, True), "a link to a run unfolds it"
-    assert seen["highestName"] < HIGHEST_NAME, "a name of an experiment is wrapped to many lines"
-    assert seen["hidden"] == 0, "a table shows no number before it is scrolled"
+    assert (seen["foldedRun"], seen["openedRun"]) == (False, True), "a link to a run must unfold it"
+    assert seen["highestName"] < HIGHEST_NAME, "the name of an experiment must not wrap to many lines"
+    assert seen["hidden"] == 0, "each table must show a number before it is scrolled"
     assert "CONSOLE" not in log, log[-2000:]
 
 

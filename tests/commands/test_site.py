@@ -1,4 +1,4 @@
-"""make docs: the pages as a web site, looked at in a real browser."""
+"""The web site of `make docs` in a real browser."""
 
 import functools
 import html
@@ -24,7 +24,7 @@ from estimate.model_shape import trace_shape
 from helpers import REPOSITORY, program
 from shared.paths import workshop_version
 
-# What is wider than the screen, or would have to be moved sideways to be read; with the answers of quizzes unfolded
+# The elements that are wider than the screen or scroll sideways, with the answers of quizzes unfolded
 WIDE = """(() => {
   document.querySelectorAll("details").forEach((each) => { each.open = true });
   const isWide = (each) => each.getBoundingClientRect().width > innerWidth ||
@@ -32,7 +32,7 @@ WIDE = """(() => {
   const wide = [...document.querySelectorAll("body, body *")].filter(isWide);
   return wide.map((each) => each.outerHTML.slice(0, 200)) })()"""
 
-# Contrast of all text in the cards with the page (WCAG 2.2 asks for 4.5)
+# Contrast of each text in the cards with the page (WCAG 2.2 requires 4.5)
 CONTRAST = """(() => {
   const light = (color) => { const [r, g, b] = color.match(/[0-9.]+/g).map((each) => each / 255)
     .map((each) => each <= 0.04045 ? each / 12.92 : ((each + 0.055) / 1.055) ** 2.4);
@@ -49,9 +49,9 @@ class Quiet(http.server.SimpleHTTPRequestHandler):
 
 @pytest.fixture(scope="module")
 def site(tmp_path_factory) -> Path:
-    """A copy of the pages, so that the repository stays as it is, built as `make docs` does."""
+    """The site, built by `make docs` in a temporary folder so that the repository stays unchanged."""
     folder = tmp_path_factory.mktemp("site")
-    # --old-file: with the packages that are there, as all tests
+    # --old-file: use the installed packages, as all tests do
     command = ["make", "--old-file=.venv/installed-dev", "docs", f"SITE_FOLDER={folder}"]
     done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
@@ -60,7 +60,7 @@ def site(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="module")
 def address(site):
-    """Of the site on this machine."""
+    """Address of a local server for the site."""
     handler = functools.partial(Quiet, directory=site)
     with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
@@ -68,19 +68,19 @@ def address(site):
         server.shutdown()
 
 
-def test_the_search_finds_a_page(address, tmp_path):
+def test_site_search_finds_a_page(address, tmp_path):
     page, _ = browse(f"{address}/search.html?q=reduce-scatter", tmp_path, "--dump-dom")
     assert 'href="docs/collectives.html' in page
 
 
-def test_no_page_is_wider_than_a_telephone(site, address, page):
+def test_no_page_is_wider_than_a_phone_screen(site, address, page):
     page.send("Emulation.setDeviceMetricsOverride", width=390, height=844, deviceScaleFactor=1, mobile=True)
     names = [path.relative_to(site).as_posix() for path in site.rglob("*.html")]
     assert len(names) > 40
     for name in names:
         page.visit(f"{address}/{name}")
-        assert page.tell("innerWidth") == 390, name
-        assert page.tell(WIDE) == [], name
+        assert page.evaluate("innerWidth") == 390, name
+        assert page.evaluate(WIDE) == [], name
 
 
 @pytest.mark.parametrize("width", [390, 1280])
@@ -91,25 +91,25 @@ def test_the_first_page_leads_each_reader_to_a_command_by_keyboard(page, address
         page.tab_to(".skip-to-content")
         page.enter()
         card = f".sd-col:nth-child({number})"
-        command = page.tell(f"[...document.querySelectorAll('{card} code')].at(-1).textContent")
+        command = page.evaluate(f"[...document.querySelectorAll('{card} code')].at(-1).textContent")
         page.tab_to(f"{card} li a")
         page.follow()
-        blocks = page.tell("[...document.querySelectorAll('pre')].map((each) => each.textContent)")
+        blocks = page.evaluate("[...document.querySelectorAll('pre')].map((each) => each.textContent)")
         assert any(command in block for block in blocks), command
-        assert page.tell("document.title").endswith(f"Distributed LLM fine-tuning {workshop_version()}")
+        assert page.evaluate("document.title").endswith(f"Distributed LLM fine-tuning {workshop_version()}")
     page.visit(f"{address}/index.html")
     page.tab_to("a:has(img.front)")
     page.follow()
-    assert page.tell("location.pathname") == f"/{WHAT_FITS}"
+    assert page.evaluate("location.pathname") == f"/{WHAT_FITS}"
 
 
-def test_the_cards_can_be_read_by_day_and_by_night(page, address):
+def test_cards_have_enough_contrast_in_light_and_dark_mode(page, address):
     backgrounds = set()
     for scheme in ("dark", "light"):
         page.send("Emulation.setEmulatedMedia", features=[{"name": "prefers-color-scheme", "value": scheme}])
         page.visit(f"{address}/index.html")
-        backgrounds.add(page.tell("getComputedStyle(document.body).backgroundColor"))
-        ratios = page.tell(CONTRAST)
+        backgrounds.add(page.evaluate("getComputedStyle(document.body).backgroundColor"))
+        ratios = page.evaluate(CONTRAST)
         assert len(ratios) > 12 and min(ratios) >= 4.5
     assert len(backgrounds) == 2
 
@@ -119,7 +119,7 @@ def test_code_of_the_first_pages_is_not_cut_at_1280_pixels(page, address):
     for name in ("index", "README", "experiments/README", "docs/pipeline"):
         page.visit(f"{address}/{name}.html")
         cut = "[...document.querySelectorAll('pre')].filter(p => p.scrollWidth > p.clientWidth).map(p => p.innerText)"
-        assert page.tell(cut) == [], name
+        assert page.evaluate(cut) == [], name
 
 
 def test_every_link_leads_somewhere(site):
@@ -133,11 +133,11 @@ def test_every_link_leads_somewhere(site):
                 continue
             file = unquote(target).strip("/") or "index.html"
             assert (site / file).is_file(), f"{name}: {link}"
-            if "=" not in anchor:  # else a choice of the page "What fits where"
+            if "=" not in anchor:  # otherwise the anchor holds choices for the page "What fits where"
                 assert not anchor or file not in anchors or anchor in anchors[file], f"{name}: {link}"
 
 
-def test_nothing_is_taken_from_another_server(site):
+def test_pages_load_nothing_from_another_server(site):
     for path in [*site.rglob("*.html"), *site.rglob("*.css")]:
         text = path.read_text(encoding="utf-8")
         taken = re.findall(
@@ -151,8 +151,8 @@ def test_nothing_is_taken_from_another_server(site):
 COMPUTE = program("docs/what_fits/compute.py")
 WHAT_FITS = "docs/what-fits.html"
 DOWN = ("ArrowDown", 40)
-CLASS = {"model": "bloom-7b1", "batch": 1}  # of the static table
-SETTINGS = [  # what differs from the page's defaults; each value of each control
+CLASS = {"model": "bloom-7b1", "batch": 1}  # the choices of the static table
+SETTINGS = [  # choices that differ from the page's defaults; together they use each value of each control
     CLASS,
     {"precision": "fp32", "gpus": 1, "memory": 16},
     {"length": 256, "batch": 16, "loss": "chunked", "gpus": 2, "per_node": 1, "memory": 24},
@@ -166,12 +166,12 @@ SETTINGS = [  # what differs from the page's defaults; each value of each contro
     {"model": "Qwen2.5-7B", "length": 1024, "loss": "chunked", "checkpointing": "yes", "gpus": 16, "memory": 141},
 ]
 VISITS = itertools.count()
-# What stands in a row of a method, and in the table of the one that is chosen
+# The cells of each method's row, and the rows of the selected method's table
 READ_ROWS = """Object.fromEntries([...document.querySelectorAll("#methods .method")].map((row) => [row.dataset.method,
   [...row.querySelectorAll(".total, .verdict, .sent, .cpu")].map((cell) => cell.textContent)]))"""
 READ_TABLE = """[...document.querySelectorAll("#chosen tr")].map((row) =>
   [...row.cells].map((cell) => cell.textContent).join(" "))"""
-# Of the control KEY, as a person changes it
+# Set the control KEY to VALUE as a user does
 CHANGE = """(() => { const control = document.querySelector('#choices select[name="KEY"]');
   control.value = "VALUE"; control.dispatchEvent(new Event("change")) })()"""
 TO_A_HEADING = """new Promise((done) => { addEventListener("hashchange", () => done(), { once: true });
@@ -182,7 +182,7 @@ ALL_SEEN = """(() => { const page = document.documentElement;
 
 
 @pytest.fixture(scope="module")
-def folder_of_models(tmp_path_factory) -> Path:
+def models_folder(tmp_path_factory) -> Path:
     return tmp_path_factory.mktemp("models")
 
 
@@ -195,8 +195,8 @@ def page(tmp_path_factory):
 
 @pytest.fixture
 def visit(page, address):
-    """Loads the page with these choices in its address."""
-    # with a number, else a browser that is there already loads nothing
+    """Load the page with these choices in its address."""
+    # Without a new number in the address, a browser that already shows the page loads nothing
     return lambda choices="": page.visit(f"{address}/{WHAT_FITS}?{next(VISITS)}#{choices}")
 
 
@@ -204,9 +204,9 @@ def numbers() -> dict:
     return json.loads(COMPUTE.NUMBERS.read_text())
 
 
-def test_the_numbers_are_those_of_the_estimates_today(folder_of_models):
-    """A part of them: compute.py is to be run again when this fails."""
-    flags = COMPUTE.flags_of_models(folder_of_models)
+def test_stored_numbers_match_the_current_estimates(models_folder):
+    """A sample of the numbers is computed again. If this fails, run compute.py and commit its result."""
+    flags = COMPUTE.flags_of_models(models_folder)
     for model, precision, accumulation, nodes, per_node in (
         ("bloom-560m", "bf16", 4, 2, 8),
         ("custom-gpt 1024", "fp32", 1, 1, 4),
@@ -226,26 +226,26 @@ def test_the_numbers_are_those_of_the_estimates_today(folder_of_models):
 
 
 @pytest.mark.parametrize("setting", SETTINGS, ids=lambda setting: "-".join(map(str, setting.values())))
-def test_what_is_drawn_is_what_the_program_says(page, visit, folder_of_models, setting, monkeypatch):
-    monkeypatch.chdir(REPOSITORY)  # as somebody who copies the command
+def test_page_shows_the_estimates_of_the_program(page, visit, models_folder, setting, monkeypatch):
+    monkeypatch.chdir(REPOSITORY)  # a user runs the copied command here
     visit()
     for key, value in setting.items():
-        page.tell(CHANGE.replace("KEY", key).replace("VALUE", str(value)))
-    shown = page.tell(READ_ROWS)
-    command = page.tell("document.querySelector('.command pre').textContent").replace("\\\n", "").split()[2:]
-    chosen = page.tell("document.querySelector('#methods input:checked').value")
-    COMPUTE.flags_of_models(folder_of_models)  # writes the config.json that are on the Hub
-    command = [str(folder_of_models / word) if word in COMPUTE.DOWNLOADED else word for word in command]
+        page.evaluate(CHANGE.replace("KEY", key).replace("VALUE", str(value)))
+    shown = page.evaluate(READ_ROWS)
+    command = page.evaluate("document.querySelector('.command pre').textContent").replace("\\\n", "").split()[2:]
+    chosen = page.evaluate("document.querySelector('#methods input:checked').value")
+    COMPUTE.flags_of_models(models_folder)  # writes the config.json files of the Hub's models
+    command = [str(models_folder / word) if word in COMPUTE.DOWNLOADED else word for word in command]
     settings = parse_memory_plan(command, environment={})
-    assert page.tell("document.querySelector('#chosen h3').textContent").startswith(chosen)
-    for text in page.tell("[...document.querySelectorAll('.command pre')].map((each) => each.textContent)"):
+    assert page.evaluate("document.querySelector('#chosen h3').textContent").startswith(chosen)
+    for text in page.evaluate("[...document.querySelectorAll('.command pre')].map((each) => each.textContent)"):
         if "sbatch" in text:
             words = text.replace("\\\n", "").split()
             assert (REPOSITORY / words[1] / words[-1]).is_file()
             variables = dict(word.split("=") for word in words if re.match(r"[A-Z_0-9]+=", word))
             submitted = parse_memory_plan([], environment=variables).flat()
             model = submitted["model_name"]
-            submitted["model_name"] = str(folder_of_models / model) if model in COMPUTE.DOWNLOADED else model
+            submitted["model_name"] = str(models_folder / model) if model in COMPUTE.DOWNLOADED else model
             asked = settings.flat()
             assert [submitted[knob.flag] for knob in KNOBS] == [asked[knob.flag] for knob in KNOBS]
     if settings.estimate.gpus > 1:
@@ -267,46 +267,46 @@ def test_what_is_drawn_is_what_the_program_says(page, visit, folder_of_models, s
         if cpu:
             assert float(cpu.split()[-2]) == pytest.approx(float(of_node) - python, abs=0.11), name
     for config in set(re.findall(r"^(\S+\.json)", said, re.MULTILINE)) - {row[0] for row in rows}:
-        assert Path(config).stem in page.tell("document.getElementById('left-out').textContent")
+        assert Path(config).stem in page.evaluate("document.getElementById('left-out').textContent")
 
 
-def test_the_choice_is_in_the_address_and_keys_are_enough(page, visit):
+def test_choices_are_in_the_address_and_can_be_made_by_keyboard(page, visit):
     visit("model=bloom-3b&gpus=8")
-    assert page.tell("document.querySelector('select[name=model]').value") == "bloom-3b"
+    assert page.evaluate("document.querySelector('select[name=model]').value") == "bloom-3b"
 
     page.tab_to("#choices select[name=model]")
     page.press(*DOWN)
-    assert "model=bloom-7b1" in page.tell("location.hash")
-    before = page.tell(READ_ROWS)
+    assert "model=bloom-7b1" in page.evaluate("location.hash")
+    before = page.evaluate(READ_ROWS)
     page.tab_to("#choices select[name=loss]")
     page.press(*DOWN)
-    assert "loss=chunked" in page.tell("location.hash")
-    assert page.tell(READ_ROWS) != before
+    assert "loss=chunked" in page.evaluate("location.hash")
+    assert page.evaluate(READ_ROWS) != before
     page.tab_to("#methods input")
-    chosen = page.tell("document.activeElement.value")
+    chosen = page.evaluate("document.activeElement.value")
     page.press(*DOWN)
     page.press(*DOWN)
     names = [method["name"] for method in numbers()["methods"]]
-    assert page.tell("document.activeElement.value") == names[names.index(chosen) + 2]
-    assert f"method={names[names.index(chosen) + 2]}" in page.tell("location.hash")
+    assert page.evaluate("document.activeElement.value") == names[names.index(chosen) + 2]
+    assert f"method={names[names.index(chosen) + 2]}" in page.evaluate("location.hash")
     page.tab_to(".command button")
-    drawn = page.tell(READ_ROWS)
-    visit(page.tell("location.hash.slice(1)"))
-    assert page.tell(READ_ROWS) == drawn
+    drawn = page.evaluate(READ_ROWS)
+    visit(page.evaluate("location.hash.slice(1)"))
+    assert page.evaluate(READ_ROWS) == drawn
 
 
-def test_a_link_that_is_not_known_takes_the_defaults_and_says_so(page, visit):
+def test_unknown_choices_in_a_link_are_reported_and_replaced_by_defaults(page, visit):
     visit("model=gpt-5&gpus=8&constructor=red&method=hybrid_shard_2x2")
-    said = page.tell("document.getElementById('message').textContent")
+    said = page.evaluate("document.getElementById('message').textContent")
     assert "model=gpt-5" in said and "bloom-560m is taken" in said and "constructor=red" in said
     assert "hybrid_shard_2x2 cannot be taken here: DDP is chosen" in said
-    assert page.tell("[...document.querySelectorAll('select')].map((each) => each.value)")[0] == "bloom-560m"
-    assert page.tell("document.querySelector('select[name=gpus]').value") == "8"
-    page.tell(TO_A_HEADING)  # which is no choice
-    assert page.tell("document.querySelector('select[name=gpus]').value") == "8"
+    assert page.evaluate("[...document.querySelectorAll('select')].map((each) => each.value)")[0] == "bloom-560m"
+    assert page.evaluate("document.querySelector('select[name=gpus]').value") == "8"
+    page.evaluate(TO_A_HEADING)  # a heading's anchor is not a choice
+    assert page.evaluate("document.querySelector('select[name=gpus]').value") == "8"
 
 
-def test_it_fits_a_telephone_and_is_one_file(site, page, tmp_path):
+def test_what_fits_page_fits_a_phone_screen_and_is_one_file(site, page, tmp_path):
     alone = tmp_path / "alone.html"
     alone.write_bytes((site / "docs/what-fits-alone.html").read_bytes())
     drawn = []
@@ -314,43 +314,43 @@ def test_it_fits_a_telephone_and_is_one_file(site, page, tmp_path):
         page.send("Emulation.setDeviceMetricsOverride", width=width, height=900, deviceScaleFactor=1, mobile=False)
         for url in (f"file://{alone}", f"file://{site / WHAT_FITS}"):
             page.visit(f"{url}#{urlencode(CLASS)}")
-            assert page.tell(ALL_SEEN.replace("WIDTH", str(width))), (url, width)
-            drawn.append(page.tell(READ_ROWS))
+            assert page.evaluate(ALL_SEEN.replace("WIDTH", str(width))), (url, width)
+            drawn.append(page.evaluate(READ_ROWS))
     assert drawn == [drawn[0]] * 4 and len(drawn[0]) > 10
     page.visit(f"file://{alone}")
-    assert page.tell("performance.getEntriesByType('resource').length") == 0
+    assert page.evaluate("performance.getEntriesByType('resource').length") == 0
 
 
-def test_the_questions_have_the_answers_of_the_page(page, visit):
-    """Each claim, `method` (what its row and its table say), is of the link before it."""
+def test_answers_to_the_questions_match_the_page(page, visit):
+    """Each claim, "`method` (facts of its row and its table)", is checked on the page of the link before it."""
     text = (REPOSITORY / "docs/what-fits.md").read_text()
     assert text.count("<details>") == 3
     links = re.split(r'href="#([^"]+)"', text)[1:]
-    for setting, behind in zip(links[::2], links[1::2], strict=True):
+    for setting, answer in zip(links[::2], links[1::2], strict=True):
         visit(html.unescape(setting))
-        assert page.tell("document.getElementById('message').textContent") == ""
-        claims = re.findall(r"`(\w+)` \(([^)]* Gi?B[^)]*)\)", behind)
+        assert page.evaluate("document.getElementById('message').textContent") == ""
+        claims = re.findall(r"`(\w+)` \(([^)]* Gi?B[^)]*)\)", answer)
         for label, claimed in claims:
             name = "DDP" if label == "plain" else label
-            page.tell(f"document.querySelector('#methods input[value={name}]').click()")
-            said = page.tell(READ_ROWS)[name] + page.tell(READ_TABLE)
+            page.evaluate(f"document.querySelector('#methods input[value={name}]').click()")
+            said = page.evaluate(READ_ROWS)[name] + page.evaluate(READ_TABLE)
             for fact in claimed.split(", "):
                 assert any(each.endswith(fact) for each in said), (setting, name, said)
         assert claims
     visit(html.unescape(links[0]))
-    rows = page.tell(READ_ROWS)
+    rows = page.evaluate(READ_ROWS)
     sizes = {name: float(row[2].split()[1]) for name, row in rows.items() if row[1].endswith(" fits")}
     claimed = dict(re.findall(r"`(\w+)` \(([^)]*)\)", links[1]))
     assert {name for name, fact in claimed.items() if "fits" in fact or "sends" in fact} == sizes.keys()
     assert "sends" in claimed[min(sizes, key=sizes.get)]
 
 
-def test_without_javascript_there_is_a_table(site, page, visit):
+def test_page_shows_a_table_without_javascript(site, page, visit):
     text = (site / WHAT_FITS).read_text()
     table = text.split("<noscript>")[1].split("</noscript>")[0]
     cells = [re.sub(r"<[^>]+>", "", cell) for cell in re.findall(r"<td>(.*?)</td>", table, re.DOTALL)]
     visit(urlencode(CLASS))
-    rows = page.tell(READ_ROWS)
+    rows = page.evaluate(READ_ROWS)
     assert len(cells) == 4 * len(rows)
     for name, total, verdict, sent_in_a_step in zip(*[iter(cells)] * 4, strict=True):
         assert [total, verdict, f"sends {sent_in_a_step}"] == [rows[name][0], rows[name][1][2:], rows[name][2]]

@@ -15,7 +15,7 @@ from shell import program, shell_environment
 
 @pytest.fixture
 def submit(workshop, tmp_path):
-    """Runs submit.sh with a stand-in for sbatch that numbers the jobs and notes folder, arguments and variables."""
+    """Run submit.sh with a stand-in for sbatch that numbers the jobs and records folder, variables and arguments."""
     noted = tmp_path / "noted"
     text = f"""if [[ $PWD = *"${{REFUSED-nothing}}" ]]; then
   echo "sbatch: error: Requested node configuration is not available" >&2
@@ -48,9 +48,9 @@ STAGES = "deepspeed-single-gpu/cpu_offloading"
 
 @pytest.fixture
 def shown(workshop):
-    """A python that shows its command in place of what it would check: tests/commands/test_dry_run.py."""
+    """A stand-in for python that prints its command. test_dry_run.py tests the real checks."""
     program(workshop / ".venv/bin", "python", '[[ $1 = */config.py ]] || echo "> $1"')
-    (workshop / ".venv/installed").touch()  # without this stamp the site laptop would not use it
+    (workshop / ".venv/installed").touch()  # without this stamp the site laptop does not use the environment
 
 
 def test_the_dry_run_shows_the_exact_lines_and_each_job(submit, shown, workshop):
@@ -78,7 +78,7 @@ def test_the_dry_run_shows_the_exact_lines_and_each_job(submit, shown, workshop)
     assert sorted(workshop.rglob("*")) == before
 
 
-def test_a_chain_waits_for_the_job_before_and_leaves_out_what_slurm_refuses(submit, workshop):
+def test_a_chain_skips_a_rejected_job(submit, workshop):
     done, submitted = submit("--chain", STAGES, MODEL_NAME="bigscience/bloom-3b", REFUSED="zero_1")
     assert done.returncode == 3
     script = f"experiments/{STAGES}/zero_1/deepspeed_zero1_offload.slurm"
@@ -96,8 +96,8 @@ def test_a_chain_waits_for_the_job_before_and_leaves_out_what_slurm_refuses(subm
     assert done.stdout.splitlines()[0] == first
 
 
-def test_the_dry_run_says_what_is_wrong(submit, shown, workshop):
-    """What Slurm would refuse, where it answers; and a config that does not load, by the exit code of the estimate."""
+def test_the_dry_run_reports_errors(submit, shown, workshop):
+    """The dry run reports a job that Slurm rejects, and a config that does not load by the estimate's exit code."""
     refused = {"SITE": "laptop", "REFUSED": "zero_1"}
     assert submit("--dry-run", STAGES, NO_CLUSTER=1, **refused)[0].returncode == 0
     done, submitted = submit("--dry-run", STAGES, **refused)
@@ -127,8 +127,8 @@ def test_a_target_is_a_family_a_folder_or_a_path(submit, target, cwd, count):
     assert len(set(scripts)) == count
 
 
-def test_a_snapshot_is_frozen_once_for_all(submit, workshop):
-    """That jobs run it, and know its commit: tests/slurm."""
+def test_all_jobs_of_one_submission_share_a_snapshot(submit, workshop):
+    """tests/slurm checks that jobs run the snapshot and record its commit."""
     program(workshop / ".venv/bin", "python", "")
     done, submitted = submit("--snapshot", STAGES)
     assert done.returncode == 0, done.stderr
@@ -145,8 +145,8 @@ def test_a_snapshot_is_frozen_once_for_all(submit, workshop):
     assert (folder / ".venv/bin/python").exists(), "a site finds the environment in $ROOT"
 
 
-def test_a_change_makes_only_the_runs_dirty_that_read_it(submit, workshop):
-    """In the repository and in a snapshot."""
+def test_a_change_marks_only_runs_that_read_it_as_dirty(submit, workshop):
+    """This holds in the repository and in a snapshot."""
 
     def dirty(root: Path) -> list[bool]:
         states = []
@@ -192,7 +192,7 @@ def test_a_change_makes_only_the_runs_dirty_that_read_it(submit, workshop):
         (["baseline"], "unset", r"error: experiments/sites/unset\.sh: bash cannot source it, .*"),
     ],
 )
-def test_what_cannot_be_submitted_is_one_error_line(submit, workshop, arguments, site, message):
+def test_a_wrong_submission_gives_one_error_line(submit, workshop, arguments, site, message):
     (workshop / "experiments/sites/unset.sh").write_text(': "$NOT_SET"\n')
     done, submitted = submit(*arguments, SITE=site)
     assert (done.returncode, done.stdout, submitted) == (2, "", [])

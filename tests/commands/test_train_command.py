@@ -1,4 +1,4 @@
-"""evaluate.py as a command that ends before it loads a model; more mistakes: tests/unit, tests/faults."""
+"""Errors of evaluate.py before it loads a model. tests/unit and tests/faults have more input errors."""
 
 import pytest
 
@@ -6,7 +6,7 @@ from helpers import the_error
 
 
 @pytest.mark.parametrize(("flag", "value"), [("--deepspeed", "a.json"), ("--tensor_parallel", "2")])
-def test_evaluate_py_refuses_what_it_would_ignore(command, flag, value):
+def test_evaluate_py_rejects_flags_that_it_would_ignore(command, flag, value):
     finished = command("evaluate.py", flag, value)
     assert finished.code == 2, finished
     assert the_error(finished.err).startswith(f"error: {flag}: evaluation holds the whole model on every rank")

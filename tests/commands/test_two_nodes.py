@@ -1,4 +1,4 @@
-"""experiments/job.sh on two nodes, with stand-ins for scontrol and srun; on real ones: tests/slurm."""
+"""experiments/job.sh on two nodes, with stand-ins for scontrol and srun. tests/slurm uses the real programs."""
 
 import re
 import subprocess
@@ -13,7 +13,7 @@ from shell import program
 
 @pytest.fixture
 def two_nodes(tmp_path):
-    """Runs an experiment of two nodes, with stand-ins for Slurm's programs: this `srun`."""
+    """Run an experiment on two nodes with stand-ins for Slurm's programs. `srun` holds the bash lines of srun."""
     programs, folder = tmp_path / "bin", tmp_path / "experiments/mine"
     for path in (programs, folder / "log"):
         path.mkdir(parents=True)
@@ -45,7 +45,7 @@ def test_torchrun_on_several_nodes_gets_a_static_rendezvous(two_nodes):
     done = two_nodes(MASTER_ADDR="10.0.0.1")
     assert done.returncode == 0, done
     port = re.search(r"rendezvous 10\.0\.0\.1:(\d+)$", done.stdout.splitlines()[0])[1]
-    assert 20000 <= int(port) < 32768, "above, Linux gives ports to any connection"
+    assert 20000 <= int(port) < 32768, "Linux gives the ports above to any connection"
     words = [line.removeprefix("> ") for line in done.stdout.splitlines() if line.startswith("> ")]
     assert "--kill-on-bad-exit=1" in words, "one failed rank must end the others"
     after = words[words.index(str(REPOSITORY / "scripts/launch.py")) + 1 :]
@@ -56,8 +56,8 @@ def test_torchrun_on_several_nodes_gets_a_static_rendezvous(two_nodes):
 
 
 @pytest.mark.parametrize("nodes", ["1", "2"])
-def test_a_shell_that_is_not_on_the_first_node_ends_with_the_way_there(two_nodes, nodes):
-    """The shell of salloc is on the login node, and SLURMD_NODENAME is not set in it."""
+def test_a_shell_off_the_first_node_gets_an_error_with_the_solution(two_nodes, nodes):
+    """The shell of salloc runs on the login node, where SLURMD_NODENAME is not set."""
     salloc = {"SLURM_JOB_NUM_NODES": nodes, "SLURMD_NODENAME": "", "MASTER_ADDR": "10.0.0.1"}
     done = two_nodes(host="login", **salloc)
     assert (done.returncode, done.stdout) == (3, "")
@@ -68,7 +68,7 @@ def test_a_shell_that_is_not_on_the_first_node_ends_with_the_way_there(two_nodes
 
 
 def test_a_slow_network_ends_the_job_before_its_training(two_nodes):
-    """measure_bandwidth.py ends with 3: tests/integration."""
+    """A stand-in ends with 3, as measure_bandwidth.py does; tests/integration has the real program."""
     srun = '[[ "$*" != *measure_bandwidth.py* ]] || exit 3; echo training'
     done = two_nodes(srun, lines="check_bandwidth", MASTER_ADDR="10.0.0.1")
     assert done.returncode == 3, done
@@ -76,8 +76,8 @@ def test_a_slow_network_ends_the_job_before_its_training(two_nodes):
     assert "status: failed (exit code 3)" in done.stdout
 
 
-def test_each_node_knows_its_rank_and_keeps_the_sites_network_interface(two_nodes):
-    """The body of srun: job.sh's part on the second node, with `env` in place of the launcher."""
+def test_each_node_gets_its_rank_and_keeps_the_network_interface(two_nodes):
+    """The stand-in for srun runs job.sh's part on the second node, with `env` in place of the launcher."""
     body = 'while [[ $1 != bash ]]; do shift; done; SLURM_NODEID=1 "${@:1:3}" env'
     done = two_nodes(body, MASTER_ADDR="10.0.0.1", LOGGERS="no", GLOO_SOCKET_IFNAME="eth0")
     assert done.returncode == 0, done

@@ -1,4 +1,4 @@
-"""tracking.py without a key file, and where wandb does not end well; of a job: test_upload_of_a_job.py."""
+"""tracking.py without a key file and with a failing wandb. test_upload_of_a_job.py tests the upload in a job."""
 
 import os
 import shlex
@@ -12,7 +12,7 @@ from shell import program
 
 @pytest.fixture
 def offline_run(tmp_path, monkeypatch):
-    """A job with an offline run, and a `wandb` that does nothing; gives where a key file would be."""
+    """Create a job's offline run and a stand-in for `wandb`, and return the path for a key file."""
     (tmp_path / "wandb" / "7" / "wandb" / "offline-run-1").mkdir(parents=True)
     wandb = program(tmp_path / "bin", "wandb", 'echo "arguments: $*"')
     monkeypatch.chdir(tmp_path)
@@ -22,7 +22,7 @@ def offline_run(tmp_path, monkeypatch):
     return tmp_path / "wandb_key"
 
 
-def test_without_a_key_wandbs_own_login_counts(offline_run, capfd):
+def test_wandbs_own_login_is_used_without_a_key_file(offline_run, capfd):
     tracking.upload("7")
     assert capfd.readouterr().out == "arguments: sync wandb/7/wandb/offline-run-1\n"
     assert trackers.upload_command("7") == "wandb sync wandb/7/wandb/offline-run-*"
@@ -30,13 +30,13 @@ def test_without_a_key_wandbs_own_login_counts(offline_run, capfd):
     assert shlex.split(trackers.upload_command("7"))[1:] == [os.path.relpath(tracking.__file__), "7"]
 
 
-def test_without_wandb_or_a_run_it_is_one_line(offline_run, refusal, monkeypatch, tmp_path):
+def test_a_missing_wandb_or_run_gives_one_error_line(offline_run, refusal, monkeypatch, tmp_path):
     assert "error: wandb/8: holds no offline run; " in refusal(tracking.upload, "8")
     monkeypatch.setenv("PATH", str(tmp_path / "nowhere"))
     assert "wandb sync: cannot be started (No such file or directory)" in refusal(tracking.upload, "7", code=3)
 
 
-def test_an_upload_without_an_end_is_ended(offline_run, refusal, monkeypatch, tmp_path):
+def test_an_upload_that_hangs_is_ended(offline_run, refusal, monkeypatch, tmp_path):
     program(tmp_path / "bin", "wandb", "exec sleep 600")
     monkeypatch.setattr(tracking, "UPLOAD_TIMEOUT", 1)
     line = refusal(tracking.upload, "7", code=3)

@@ -1,4 +1,4 @@
-"""job.sh uploads a job's offline runs at its end where WANDB_ONLINE=1, with a stand-in for `wandb`."""
+"""With WANDB_ONLINE=1, job.sh uploads a job's offline runs at its end (here with a stand-in for `wandb`)."""
 
 import subprocess
 
@@ -7,13 +7,13 @@ import pytest
 from shell import program, shell_environment
 
 KEY = "s3cret-of-mine"
-# What REPORT_TO=wandb leaves, and then the training's end
+# Create an offline run as REPORT_TO=wandb does, then end the training
 OFFLINE_RUN = "import os; os.makedirs(f\"wandb/{os.environ['JOB_ID']}/wandb/offline-run-1\"); raise SystemExit(%d)"
 
 
 @pytest.fixture
 def job(stub, workshop, tmp_path):
-    """Runs a job that leaves an offline run; gives what it printed with its folder, and the calls of `wandb`."""
+    """Run a job that leaves an offline run. Return its output, its folder and the calls of `wandb`."""
     key = workshop / "experiments" / "wandb_key"
     key.write_text(f"{KEY}\n")
     key.chmod(0o600)
@@ -34,14 +34,14 @@ def test_offline_runs_are_uploaded_at_the_end_and_no_log_has_the_key(job, worksh
     printed, folder, calls = job(WANDB_ONLINE=1)
     (left,) = folder.glob("wandb/*/wandb/offline-run-1")
     assert calls == [f"sync {left.relative_to(folder)}", KEY]
-    assert printed.index("status: completed") < printed.index("uploading"), "the record comes first"
+    assert printed.index("status: completed") < printed.index("uploading"), "the record must come first"
     holders = [path for path in workshop.rglob("*") if path.is_file() and KEY.encode() in path.read_bytes()]
     assert holders == [workshop / "experiments" / "wandb_key"]
     assert KEY not in printed
 
 
-def test_a_failed_upload_does_not_change_the_jobs_exit_code_and_can_be_made_later(job, tmp_path):
-    """Of a failed training, which is uploaded too."""
+def test_a_failed_upload_keeps_the_exit_code_and_can_be_repeated(job, tmp_path):
+    """The training has failed too, and its run is still uploaded."""
     printed, folder, calls = job(code=3, upload_code=1, WANDB_ONLINE=1)
     assert len(calls) == 2
     assert "error: wandb sync: ended with exit code 1; run it on a login node" in printed
@@ -54,20 +54,20 @@ def test_a_failed_upload_does_not_change_the_jobs_exit_code_and_can_be_made_late
 
 
 @pytest.mark.parametrize("mode", [0o640, 0o604])
-def test_a_key_that_others_may_read_is_not_used(job, workshop, mode):
+def test_a_key_that_others_can_read_is_not_used(job, workshop, mode):
     (workshop / "experiments" / "wandb_key").chmod(mode)
     printed, _, calls = job(WANDB_ONLINE=1)
     assert "others may read the key; chmod 600 it" in printed
     assert calls == []
 
 
-def test_without_the_sites_word_nothing_is_uploaded(job):
+def test_nothing_is_uploaded_unless_the_site_enables_it(job):
     printed, _, calls = job()
     assert calls == []
     assert "Weights & Biases" not in printed
 
 
-def test_a_job_that_is_stopped_has_no_time_for_it(job):
+def test_a_stopped_job_uploads_nothing(job):
     lines = "mkdir -p wandb/$JOB_ID/wandb/offline-run-1\nkill -TERM $$"
     printed, _, calls = job(lines=lines, WANDB_ONLINE=1)
     assert calls == []

@@ -1,4 +1,4 @@
-"""A bench per case."""
+"""A `Bench` per test case, which must leave no process."""
 
 import sys
 from collections.abc import Iterator
@@ -13,7 +13,7 @@ from bench import Bench, Server
 
 @pytest.fixture
 def bench(server: Server, tmp_path: Path) -> Iterator[Bench]:
-    bench = Bench(server, tmp_path / "work place")  # with a space, as users have them
+    bench = Bench(server, tmp_path / "work place")  # users' paths may hold a space
     yield bench
     left = bench.close()
     assert not left, f"processes outlived the case: {left}"

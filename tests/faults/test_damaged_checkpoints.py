@@ -1,4 +1,4 @@
-"""What a run goes on from: checkpoints that are damaged, of another training, or hold code."""
+"""Checkpoints that a run must not resume from: damaged, of another training, or with code in them."""
 
 import json
 import os
@@ -11,57 +11,57 @@ from bench import Bench, same_training
 KEPT = ("--save_total_limit", 2)
 RESUME = "--resume_from_checkpoint"
 SECOND = (RESUME, "output/7/checkpoint-4")
-WIDER = pytest.mark.faults
+TEST_FAULTS_ONLY = pytest.mark.faults
 DAMAGES = {
-    "a file cut off": lambda folder: os.truncate(folder / "optimizer.pt", 1000),
-    "not marked": lambda folder: (folder / "complete.json").unlink(),
+    "truncated file": lambda folder: os.truncate(folder / "optimizer.pt", 1000),
+    "no marker": lambda folder: (folder / "complete.json").unlink(),
 }
 
 
 @pytest.mark.parametrize("damage", DAMAGES)
-def test_a_damaged_checkpoint_is_passed_over(bench: Bench, damage):
+def test_a_damaged_checkpoint_is_skipped(bench: Bench, damage):
     output = bench.trained(*KEPT).output
-    (output / "config.json").unlink()  # as if it had been killed before it saved its model
+    (output / "config.json").unlink()  # as in a run that is killed before it saves its model
     DAMAGES[damage](output / "checkpoint-4")
     again = bench.run(*KEPT, RESUME)
     assert again.record["resumed_from"] == "output/7/checkpoint-2", again
     assert same_training(again, bench.reference(*KEPT))
 
 
-def test_a_damaged_checkpoint_that_is_named_ends_the_run(bench: Bench):
+def test_a_damaged_checkpoint_named_by_the_user_ends_the_run(bench: Bench):
     output = bench.trained(*KEPT).output
-    DAMAGES["a file cut off"](output / "checkpoint-4")
+    DAMAGES["truncated file"](output / "checkpoint-4")
     bench.refuses("output/7/checkpoint-4: is no complete checkpoint; ...", *SECOND, code=4, JOB_ID=8)
 
 
-def test_a_checkpoint_in_parts_wants_as_many_ranks(bench: Bench):
+def test_a_sharded_checkpoint_needs_the_same_number_of_ranks(bench: Bench):
     path = bench.trained(*KEPT).output / "checkpoint-4/complete.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | {"strategy": "DeepSpeed ZeRO-2", "world_size": 2}))
-    told = "is of another training: ranks was 2, is 1, strategy was DeepSpeed ZeRO-2, is plain; ..."
-    bench.refuses(f"output/7/checkpoint-4: {told}", *SECOND, code=4, JOB_ID=8)
+    problem = "is of another training: ranks was 2, is 1, strategy was DeepSpeed ZeRO-2, is plain; ..."
+    bench.refuses(f"output/7/checkpoint-4: {problem}", *SECOND, code=4, JOB_ID=8)
 
 
-def test_a_checkpoint_of_which_each_rank_holds_all_fits_fewer_ranks_and_more_epochs(bench: Bench):
+def test_a_replicated_checkpoint_allows_fewer_ranks_and_more_epochs(bench: Bench):
     bench.trained(*KEPT, ranks=2, BATCH_SIZE=1)
     ended = bench.run(*KEPT, *SECOND, JOB_ID=8, NUM_EPOCHS=3)
     assert ended.record["status"] == "completed"
     assert [entry["step"] for entry in ended.record["eval"]] == [2, 4, 6]
 
 
-def test_nothing_is_left_to_train(bench: Bench):
+def test_a_completed_training_has_no_step_left(bench: Bench):
     bench.trained(*KEPT)
     ended = bench.run(*KEPT, *SECOND, JOB_ID=8)
     assert "step 4 was the last one, nothing is left to train" in ended.out, ended
 
 
-def test_another_training_does_not_go_on_from_it(bench: Bench):
-    """More settings: tests/unit/test_checkpoints.py."""
+def test_another_training_does_not_resume_from_it(bench: Bench):
+    """tests/unit/test_checkpoints.py has the other settings."""
     bench.trained(*KEPT)
     line = "output/7/checkpoint-4: is of another training: ...learning_rate was ..., is ...; ..."
     bench.refuses(line, *KEPT, *SECOND, code=4, JOB_ID=8, LEARNING_RATE="1e-3")
 
 
-# Writes a pickle that runs code, and a marker that says the file is whole
+# Write a pickle that runs code when it is loaded, and list its size in the marker so that the checkpoint is complete
 EVIL = """
 import json, os, sys
 from pathlib import Path
@@ -81,7 +81,7 @@ ZERO = ("--deepspeed", "ds_configs/zero1.json")
 
 @pytest.mark.parametrize(
     ("name", "flags"),
-    [("optimizer.pt", ()), pytest.param("global_step4/mp_rank_00_model_states.pt", ZERO, marks=WIDER)],
+    [("optimizer.pt", ()), pytest.param("global_step4/mp_rank_00_model_states.pt", ZERO, marks=TEST_FAULTS_ONLY)],
 )
 def test_code_in_a_checkpoint_is_not_run(bench: Bench, name, flags):
     folder: Path = bench.trained(*flags, *KEPT).output / "checkpoint-4"

@@ -1,4 +1,4 @@
-"""What a user types or hands over: flags, variables, config files, data, models. Details: tests/unit."""
+"""Wrong or dangerous input: flags, variables, config files, data and models. tests/unit has the details."""
 
 import json
 import os
@@ -12,20 +12,20 @@ from shell import program
 CODE = {"AutoConfig": "evil.Config", "AutoModelForCausalLM": "evil.Model"}
 OWN_CODE = json.dumps({"model_type": "mine", "auto_map": CODE})
 # fmt: off
-REFUSED = {  # the line, flags, and: files, variables, the exit code if it is not 2
+REFUSED = {  # the error line, flags, and a dictionary of files, variables and the exit code (2 without it)
     "unknown flag": ("--train_siz: unknown flag; did you mean --train_size?", ["--train_siz", 3], {}),
     "a token as a flag": ("--hub_token: ...; ...", ["--hub_token", "hf_canary-0123456789"], {}),
     "fp16 without a GPU": ("FP16: fp16 needs a CUDA GPU and there is none here; ...", [], {"FP16": "True"}),
-    "a GPU wanted": ("GPU: PyTorch sees none on ...; ...", [], {"REQUIRE_GPU": 1, "code": 3}),
-    "key of a config": ("a.json: zero_optimisation: unknown key; did you mean zero_optimization?",
-                        ["--deepspeed", "a.json"], {"files": {"a.json": '{"zero_optimisation": {}}'}}),
-    "torn data": ("...a.json: ...line 1 column ...; is the file complete?",
-                  ["--dataset", "a.json"], {"files": {"a.json": '{"version": "1.1", "data": [{'}}),
+    "a required GPU": ("GPU: PyTorch sees none on ...; ...", [], {"REQUIRE_GPU": 1, "code": 3}),
+    "unknown config key": ("a.json: zero_optimisation: unknown key; did you mean zero_optimization?",
+                           ["--deepspeed", "a.json"], {"files": {"a.json": '{"zero_optimisation": {}}'}}),
+    "truncated data": ("...a.json: ...line 1 column ...; is the file complete?",
+                       ["--dataset", "a.json"], {"files": {"a.json": '{"version": "1.1", "data": [{'}}),
     "a model's own code": ("--model_name: mine asks for code of its own, which is never run here; ...",
                            ["--model_name", "mine"], {"files": {"mine/config.json": OWN_CODE}}),
     "a path as the job's id": ("JOB_ID: '../../outside' cannot name files; ...", [], {"JOB_ID": "../../outside"}),
-    "a cut record of this job": ("results/7.json: is no run record (...); ...",
-                                 [], {"files": {"results/7.json": '{"status": "comp'}}),
+    "a truncated record of this job": ("results/7.json: is no run record (...); ...",
+                                       [], {"files": {"results/7.json": '{"status": "comp'}}),
     "a model without a plan": ("--tensor_parallel: transformers has no plan by which to cut BloomForCausalLM; ...",
                                ["--tensor_parallel", 2, "--save_strategy", "no"], {"ranks": 2}),
     "nothing to resume from": ("--resume_from_checkpoint: no complete checkpoint in output/7; ...",
@@ -35,8 +35,8 @@ REFUSED = {  # the line, flags, and: files, variables, the exit code if it is no
     "a schedule's value": ("--lr_scheduler_type: One of min_lr ...; ...",
                            ["--lr_scheduler_type", "cosine_with_min_lr"], {}),
     "a seed": ("--seed: Seed must be between 0 and ...; ...", ["--seed", -1], {}),
-    "best of nothing": ("--save_strategy: best needs a metric to compare; add --metric_for_best_model eval_loss",
-                        ["--save_strategy", "best"], {}),
+    "best without a metric": ("--save_strategy: best needs a metric to compare; add --metric_for_best_model eval_loss",
+                              ["--save_strategy", "best"], {}),
     "no Liger kernel": ("--use_liger_kernel: liger-kernel is not installed; ...", ["--use_liger_kernel"], {}),
     "a folder below a file": ("...mine: cannot be written; give another --output_dir",
                               [], {"files": {"mine": ""}, "OUTPUT_DIR": "mine/new", "code": 3}),
@@ -45,7 +45,7 @@ REFUSED = {  # the line, flags, and: files, variables, the exit code if it is no
 
 
 @pytest.mark.parametrize(("line", "words", "options"), REFUSED.values(), ids=REFUSED)
-def test_a_mistake_is_one_line_and_nothing_is_written(bench: Bench, line, words, options):
+def test_an_input_error_is_one_line_and_writes_nothing(bench: Bench, line, words, options):
     files = options.get("files", {})
     for path, content in files.items():
         bench.write(path, content)
@@ -53,31 +53,31 @@ def test_a_mistake_is_one_line_and_nothing_is_written(bench: Bench, line, words,
     assert "canary" not in ended.log
 
 
-def test_a_temporary_folder_with_too_long_a_name_for_the_workers_of_the_data_loader(bench: Bench, tmp_path):
-    """Their sockets would not fit into it, and the run would wait for them for good."""
+def test_a_temporary_folder_with_too_long_a_name_for_data_loader_workers(bench: Bench, tmp_path):
+    """The workers' socket paths would be too long, and the run would wait for the workers for ever."""
     long = tmp_path / ("x" * 76)
     long.mkdir()
     line = f"TMPDIR: {long} has {len(str(long))} characters, and DATA_WORKERS needs at most 75; ..."
-    # as a command: Python looks for the folder only once, and the server has done so
+    # This needs a new process, because Python looks for the folder only once and the server has done so
     bench.refuses(line, DATA_WORKERS=2, TMPDIR=long, launcher="python")
 
 
-def test_a_machine_that_cannot_compile(bench: Bench):
-    # of a new process, which reads the variables as it imports PyTorch
+def test_a_machine_without_a_compiler_is_one_error_line(bench: Bench):
+    # This needs a new process, because PyTorch reads the variables at import
     none = {"CXX": "no-such-compiler", "TORCHINDUCTOR_CACHE_DIR": bench.folder.parent / "compiled"}
     line = "--torch_compile: inductor cannot compile on ...; ..."
     bench.refuses(line, "--torch_compile", code=3, launcher="python", **none)
 
 
-def test_the_workshops_deepspeed_files_ask_no_compiler(bench: Bench, tmp_path):
-    """Not even whether it could compile one of DeepSpeed's extensions."""
+def test_the_workshops_deepspeed_configs_need_no_compiler(bench: Bench, tmp_path):
+    """DeepSpeed must not even call the compiler to check its extensions."""
     compiler = program(tmp_path / "bin", "c++", f"touch '{tmp_path}/asked'; exit 1")
     bench.run("--deepspeed", "ds_configs/zero2_cpu_offload.json", launcher="python", CC=compiler, CXX=compiler)
     assert not (tmp_path / "asked").exists()
 
 
-def test_a_config_without_torch_adam_has_deepspeed_compile_its_own_optimizer(bench: Bench, tmp_path):
-    """Also where the environment is not activated, in whose bin its ninja lies. This compiler only notes its work."""
+def test_deepspeed_compiles_its_optimizer_without_torch_adam(bench: Bench, tmp_path):
+    """It finds ninja even if the environment, which holds ninja in bin, is not active. The compiler is a stand-in."""
     content = json.loads((REPOSITORY / "ds_configs/zero1.json").read_text())
     for key in ("torch_adam", "fused"):
         del content["optimizer"]["params"][key]
@@ -89,8 +89,8 @@ def test_a_config_without_torch_adam_has_deepspeed_compile_its_own_optimizer(ben
     assert (tmp_path / "works").exists()
 
 
-def test_texts_without_blanks_are_cut_to_the_length_and_counted(bench: Bench):
-    """Chinese ones."""
+def test_texts_without_blanks_are_truncated_and_counted(bench: Bench):
+    """Chinese text has no blanks."""
     paragraphs = []
     for number in range(10):
         answer = {"text": str(number), "answer_start": 0}
@@ -102,24 +102,24 @@ def test_texts_without_blanks_are_cut_to_the_length_and_counted(bench: Bench):
     assert "4 of 4 training questions were cut to --max_length" in ended.out
 
 
-def change(path, **values: object) -> None:
+def update_json(path, **values: object) -> None:
     path.write_text(json.dumps(json.loads(path.read_text()) | values))
 
 
 def test_code_of_a_known_model_is_not_run(bench: Bench):
-    """Files of the model and of the tokenizer ask for code, though transformers has a class for it."""
+    """The configs of model and tokenizer name code, although transformers has a class for both."""
     folder = bench.trained().output.rename(bench.folder / "mine")
-    change(folder / "config.json", auto_map=CODE)
-    change(folder / "tokenizer_config.json", auto_map={"AutoTokenizer": [None, "evil.Tokenizer"]})
+    update_json(folder / "config.json", auto_map=CODE)
+    update_json(folder / "tokenizer_config.json", auto_map={"AutoTokenizer": [None, "evil.Tokenizer"]})
     (folder / "evil.py").write_text("import os\nos.mkdir('canary')\n")
     assert bench.run("--model_name", "mine", JOB_ID="8").record["status"] == "completed"
     assert not (bench.folder / "canary").exists()
 
 
-def test_a_model_is_not_filled_up_with_random_weights(bench: Bench):
-    """One layer more in config.json than the weights have."""
+def test_missing_weights_of_a_model_are_an_error(bench: Bench):
+    """config.json has one more layer than the weights, and random weights must not fill it."""
     folder = bench.trained().output.rename(bench.folder / "mine")
-    change(folder / "config.json", n_layer=3)
+    update_json(folder / "config.json", n_layer=3)
     ended = bench.run("--model_name", "mine", code=2, JOB_ID="8")
     assert ended.error.startswith("--model_name: mine has no transformer.h.2.input_layernorm.bias of the shape "), ended
     assert (ended.record["status"], ended.record["exit_code"]) == ("failed", 2)

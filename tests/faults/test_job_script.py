@@ -1,4 +1,4 @@
-"""An experiment's script without Slurm: bash, job.sh, its loggers, and a few lines in place of the training."""
+"""An experiment's script without Slurm: bash, job.sh, its loggers, and a few lines of Python as the training."""
 
 import os
 import shutil
@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from bench import STEP, Bench, Running, command_of, moment, same_training
+from bench import STEP, Bench, Running, command_line, patch_call, same_training
 from helpers import REPOSITORY, Finished, directives, until
 from shell import program, shell_environment
 
-# A training as train.py is: it has a record that says running, and saves on a signal. Then what the test wants
+# The beginning of a training: write a record with status running, and end with 75 on a signal, as train.py does
 BEGIN = """
 import atexit, json, os, pathlib, signal, time
 path = pathlib.Path("results") / (os.environ["JOB_ID"] + ".json")
@@ -23,11 +23,11 @@ for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1):
 print("begun", flush=True)
 """
 UNTIL_GO = "while not os.path.exists('go'): time.sleep(0.05)"
-ALONE, GROUP = os.kill, os.killpg
+PROCESS, GROUP = os.kill, os.killpg
 
 
 def experiment(bench: Bench, training: str) -> Path:
-    """The folder of an experiment, in a copy of experiments/ below the bench."""
+    """Create an experiment in a copy of experiments/ below the bench, and return its folder."""
     experiments = bench.folder / "experiments"
     if not experiments.exists():
         (experiments / "mine/x/log").mkdir(parents=True)
@@ -40,7 +40,7 @@ def experiment(bench: Bench, training: str) -> Path:
 
 
 def start(bench: Bench, code: str, words: str = "bash x.slurm", **options: object) -> Running:
-    """Start a job of which the training is `code`."""
+    """Start a job whose training is `code`."""
     folder = experiment(bench, "code.py")
     (folder / "code.py").write_text(BEGIN + code)
     given = shell_environment(JOB_ID="7", CUDA_VISIBLE_DEVICES="0")  # otherwise the site laptop hides the logger's GPU
@@ -52,58 +52,58 @@ def log(started: Running | Finished) -> str:
     return "".join(path.read_text() for path in (started.folder / "log").glob("*.out"))
 
 
-def begun(started: Running) -> Running:
-    """Wait until the training has its record and the loggers run."""
+def wait_until_training(started: Running) -> Running:
+    """Wait until the training has written its record and the loggers run."""
     logs = started.folder / "gpu_memory"
     started.until(lambda: "begun" in log(started) and any(path.stat().st_size for path in logs.glob("*")))
     return started
 
 
-def alive(bench: Bench, word: str) -> list[str]:
-    return [line for line in map(command_of, bench.server.living()) if word in line]
+def living_commands(bench: Bench, word: str) -> list[str]:
+    return [line for line in map(command_line, bench.server.living()) if word in line]
 
 
 def check_end(ended: Finished, code: int, status: str) -> None:
     assert ended.code == code, ended
     assert (ended.record["status"], ended.record["exit_code"]) == (status, code), ended.record
-    assert not list(ended.folder.glob("results/.*/*")), "the lock is gone"
+    assert not list(ended.folder.glob("results/.*/*")), "the lock must be gone"
 
 
 SIGNALS = {
-    "the terminal is closed": (signal.SIGHUP, GROUP),
-    "USR1": (signal.SIGUSR1, ALONE),
-    "TERM": (signal.SIGTERM, ALONE),
+    "closed terminal": (signal.SIGHUP, GROUP),
+    "USR1": (signal.SIGUSR1, PROCESS),
+    "TERM": (signal.SIGTERM, PROCESS),
     "Ctrl-C": (signal.SIGINT, GROUP),
 }
 
 
 @pytest.mark.parametrize(("number", "send"), SIGNALS.values(), ids=SIGNALS)
-def test_a_signal_reaches_the_training_which_saves(bench: Bench, number, send):
-    started = begun(start(bench, "signal.pause()"))
+def test_a_signal_to_the_job_script_saves_a_checkpoint(bench: Bench, number, send):
+    started = wait_until_training(start(bench, "signal.pause()"))
     send(started.pids[0], number)
     check_end(started.wait(), 75, "stopped")
-    assert not alive(bench, "code.py")
+    assert not living_commands(bench, "code.py")
 
 
 def test_nothing_outlives_a_killed_script(bench: Bench):
-    started = begun(start(bench, "signal.pause()"))
+    started = wait_until_training(start(bench, "signal.pause()"))
     os.kill(started.pids[0], signal.SIGKILL)
     assert started.wait().code == -signal.SIGKILL
-    until(lambda: not alive(bench, "code.py") and not alive(bench, "psrecord"))
+    until(lambda: not living_commands(bench, "code.py") and not living_commands(bench, "psrecord"))
 
 
 def test_a_killed_training_is_a_failed_job(bench: Bench):
     check_end(start(bench, "os.kill(os.getpid(), 9)").wait(), 137, "failed")
 
 
-def test_a_reader_that_leaves_ends_no_job(bench: Bench):
+def test_a_closed_pipe_does_not_end_a_job(bench: Bench):
     code = "for n in range(2000): print('line', n, flush=True)\n"
     ended = start(bench, code, words="set -o pipefail; bash x.slurm | head -1").wait()
     check_end(ended, 0, "completed")
     assert "line 1999" in log(ended)
 
 
-def test_loggers_that_cannot_run_are_named(bench: Bench):
+def test_loggers_that_fail_are_reported(bench: Bench):
     for name in ("psrecord", "nvidia-smi"):
         program(bench.folder / "bin", name, "exit 1")
     ended = start(bench, "time.sleep(1)", PATH=f"{bench.folder}/bin:{shell_environment()['PATH']}").wait()
@@ -114,15 +114,15 @@ def test_loggers_that_cannot_run_are_named(bench: Bench):
 REFUSED = {
     "a path as the id": ("JOB_ID: '../../../../precious' cannot name files; ", {"JOB_ID": "../../../../precious"}),
     "no such site": ("SITE: there is no experiments/sites/moon.sh; ", {"SITE": "moon"}),
-    "the script of another folder": (
+    "script of another folder": (
         "../x/x.slurm: it is not of this folder, ",
         {"words": "mkdir -p ../y/log && cd ../y && bash ../x/x.slurm"},
     ),
-    "its dry run": (
+    "dry run of a script of another folder": (
         "../x/x.slurm: it is not of this folder, ",
         {"words": "mkdir ../y && cd ../y && DRY_RUN=1 bash ../x/x.slurm"},
     ),
-    "the same in an allocation": (
+    "script of another folder in an allocation": (
         "../x/x.slurm: it is not of this folder, ",
         {"words": "mkdir -p ../y/log && cd ../y && bash ../x/x.slurm", "SLURM_JOB_ID": 7},
     ),
@@ -130,7 +130,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize(("line", "options"), REFUSED.values(), ids=REFUSED)
-def test_a_mistake_is_one_line_and_nothing_is_written(bench: Bench, line, options):
+def test_an_input_error_is_one_line_and_writes_nothing(bench: Bench, line, options):
     outside = bench.folder / "precious"
     outside.mkdir()
     ended = start(bench, "", **options).wait()
@@ -139,7 +139,7 @@ def test_a_mistake_is_one_line_and_nothing_is_written(bench: Bench, line, option
     assert not (ended.folder / "results").exists() and outside.is_dir()
 
 
-def test_no_folder_for_the_records(bench: Bench):
+def test_a_missing_folder_for_records_is_one_error_line(bench: Bench):
     ended = start(bench, "", words="touch results && bash x.slurm").wait()
     assert ended.code == 3, ended
     assert "it cannot be written" in ended.error
@@ -150,18 +150,18 @@ IDS = {"JOB_ID": {}, "an allocation": {"SLURM_JOB_ID": 7, "SLURM_JOB_NUM_NODES":
 
 
 @pytest.mark.parametrize("variables", IDS.values(), ids=IDS)
-def test_two_jobs_of_one_id(bench: Bench, variables):
+def test_two_jobs_with_one_id(bench: Bench, variables):
     first = start(bench, UNTIL_GO, **variables)
     first.until(lambda: (first.folder / "results/7.json").exists())
     second = start(bench, UNTIL_GO, **variables)
     assert second.wait().code == 2
     line = "error: JOB_ID: another run of 7 is writing its files; "
-    until(lambda: line in second.err)  # a tee may end behind the script
+    until(lambda: line in second.err)  # a tee may end after the script
     (first.folder / "go").touch()
     check_end(first.wait(), 0, "completed")
 
 
-def test_what_a_killed_attempt_has_left_decides_nothing(bench: Bench):
+def test_notes_of_a_killed_attempt_are_ignored(bench: Bench):
     ended = start(bench, "").wait()
     left = ended.folder / "results/.7"
     left.mkdir()
@@ -169,7 +169,7 @@ def test_what_a_killed_attempt_has_left_decides_nothing(bench: Bench):
     check_end(start(bench, "").wait(), 0, "completed")
 
 
-# Sends the signal to job.sh, and waits until job.sh has passed it on
+# Send SIGTERM to job.sh, and wait until job.sh has forwarded it to this process
 TERM_TO_JOB = """seen = []
         handler = signal.getsignal(signal.SIGTERM)
         signal.signal(signal.SIGTERM, lambda *noted: (handler(*noted), seen.append(True)))
@@ -179,9 +179,9 @@ TERM_TO_JOB = """seen = []
 
 
 @pytest.mark.faults
-def test_train_py_goes_on_as_the_same_job(bench: Bench):
-    """SIGTERM to job.sh while train.py is in a step."""
-    bench.patched(f"import psutil, time\n{moment(STEP, 3, TERM_TO_JOB)}")
+def test_train_py_resumes_a_job_by_its_id(bench: Bench):
+    """job.sh gets SIGTERM while train.py is in a step."""
+    bench.patched(f"import psutil, time\n{patch_call(STEP, 3, TERM_TO_JOB)}")
     variables = dict.fromkeys(bench.server.environment, "unset") | shell_environment(JOB_ID="7")
     variables |= {"DATASET": bench.folder / "data/squad_sample.json", "OMP_NUM_THREADS": 1}
     kept = ("--save_total_limit", 2)

@@ -1,4 +1,4 @@
-"""Where a run writes: folders, disks, its log, and files of other runs."""
+"""Output of a run: its folders, full disks, its log, and files of other runs."""
 
 import os
 import shlex
@@ -6,10 +6,10 @@ import sys
 
 import pytest
 
-from bench import STEP, Bench, complete, moment, same_training
+from bench import STEP, Bench, complete_marks, patch_call, same_training
 
 
-def test_the_model_and_the_record_of_a_finished_run_stay(bench: Bench):
+def test_model_and_record_of_a_finished_run_are_not_overwritten(bench: Bench):
     bench.trained()
     line = "output/7: holds the model of a finished run; give another --output_dir, ..."
     bench.refuses(line, JOB_ID=8, OUTPUT_DIR="output/7")
@@ -20,7 +20,7 @@ def test_the_model_and_the_record_of_a_finished_run_stay(bench: Bench):
 def test_two_runs_of_one_job_do_not_write_the_same_files(bench: Bench):
     os.mkfifo(bench.folder / "go")
     lines = "open('here', 'w'); open('go').read()"
-    first = bench.start(script=bench.patched(moment(STEP, 1, lines)))
+    first = bench.start(script=bench.patched(patch_call(STEP, 1, lines)))
     first.until((bench.folder / "here").exists)
     second = bench.run(code=2)
     assert second.error.startswith("JOB_ID: another run of 7 is writing its files; "), second
@@ -31,33 +31,33 @@ def test_two_runs_of_one_job_do_not_write_the_same_files(bench: Bench):
 
 
 @pytest.mark.faults
-def test_a_rank_that_outlives_its_attempt_leaves_the_newer_record(bench: Bench):
+def test_a_leftover_rank_does_not_overwrite_a_newer_record(bench: Bench):
     lines = (
         "import json, pathlib; path = pathlib.Path('results/7.json'); newer = json.loads(path.read_text()); "
         "newer['attempt'] = 2; path.write_text(json.dumps(newer)); path.with_name('newer').write_text(path.read_text())"
     )
-    bench.run(script=bench.patched(moment(STEP, 3, lines)))
+    bench.run(script=bench.patched(patch_call(STEP, 3, lines)))
     results = bench.folder / "results"
     assert (results / "7.json").read_text() == (results / "newer").read_text()
 
 
-def test_records_of_jobs_that_are_gone_are_swept(bench: Bench):
-    bench.run(script=bench.patched(moment(STEP, 3)), code=-9)
+def test_records_of_lost_jobs_are_completed(bench: Bench):
+    bench.run(script=bench.patched(patch_call(STEP, 3)), code=-9)
     words = ("-P", "-m", "job.end_of_job", "--sweep")
-    # PATH without squeue: one that does not answer leaves open whether the job is gone
+    # PATH has no squeue, because a squeue that does not answer leaves the state of the job unknown
     ended = bench.run(*words, script=bench.python, PYTHONPATH=bench.folder / "scripts", PATH=bench.python.parent)
     assert ended.out == "results/7.json: its job is gone, the record says failed now\n", ended
     assert ended.record["status"] == "failed" and ended.record["finished"]
 
 
-def test_too_little_room_is_found_before_the_model_is_loaded(bench: Bench):
+def test_a_full_disk_is_found_before_the_model_is_loaded(bench: Bench):
     with bench.small_disk("output", 2**16):
         ended = bench.run(code=3)
         assert ended.error.startswith(f"{bench.folder}/output: "), ended
         assert not ended.record_path.exists()
 
 
-# As the third step begins, something else takes what is left
+# Another program fills the disk at the beginning of the third step
 FILL = """
         with open("output/filler", "wb", buffering=0) as file:
             try:
@@ -67,13 +67,13 @@ FILL = """
                 pass"""
 
 
-def test_a_disk_that_is_full_during_a_save(bench: Bench):
-    """The torn checkpoint is named, and the one before is there to go on from."""
+def test_a_disk_that_fills_up_during_a_save(bench: Bench):
+    """The error names the incomplete checkpoint, and the run can resume from the previous one."""
     with bench.small_disk("output", 40 * 2**20):
-        ended = bench.run(script=bench.patched(moment(STEP, 3, FILL)), code=3)
+        ended = bench.run(script=bench.patched(patch_call(STEP, 3, FILL)), code=3)
         assert "checkpoint-4" in ended.error, ended
         assert ended.record["status"] == "failed"
-        assert complete(ended.output)["checkpoint-2"] and not complete(ended.output).get("checkpoint-4")
+        assert complete_marks(ended.output)["checkpoint-2"] and not complete_marks(ended.output).get("checkpoint-4")
         (bench.folder / "output/filler").unlink()
         assert same_training(bench.run("--resume_from_checkpoint"), bench.reference())
 
@@ -89,7 +89,7 @@ LOGS = {"full": {"stdout": "/dev/full", "stderr": "/dev/full"}, "head": {"script
 
 
 @pytest.mark.parametrize("name", LOGS)
-def test_a_log_that_takes_no_more_ends_no_training(bench: Bench, name):
+def test_a_log_on_a_full_disk_does_not_end_the_training(bench: Bench, name):
     line = f"set -o pipefail; {shlex.quote(sys.executable)} scripts/train.py | head -1"
     words = ("-c", line) if name == "head" else ()
     ended = bench.run(*words, **LOGS[name])

@@ -1,4 +1,4 @@
-"""A forked run is the run of the command: same end, same words, same record, same files."""
+"""A forked run equals the run of the command: same exit code, same output, same record, same files."""
 
 import json
 import os
@@ -10,10 +10,10 @@ import psutil
 import pytest
 from safetensors.torch import load_file
 
-from bench import Bench, command_of
+from bench import Bench, command_line
 from helpers import LIMIT, Finished, until
 
-# As the third step begins
+# End the run with SIGTERM at the beginning of the third step
 TERM = """
 from training.speed import TrainSpeedCallback
 def end(self, args, state, control, **kwargs):
@@ -22,26 +22,26 @@ def end(self, args, state, control, **kwargs):
 TrainSpeedCallback.on_step_begin = end
 """
 RUNS = {
-    "refusal": {"words": ("--train_size", 9999), "code": 2},
+    "input error": {"words": ("--train_size", 9999), "code": 2},
     "training": {"words": (), "code": 0},
     "one rank of FSDP": {"words": ("--fsdp",), "code": 0},
     "SIGTERM": {"words": ("--max_steps", 4), "code": 75, "patch": TERM},
 }
-# of time, memory and process
+# Fields about time, memory and the process, which differ between two runs
 VARIES = re.compile(
     r"started|finished|pid|.*(runtime|per_second|loss_time|_MB|util_%|peak_process|warm_up|mfu|matmul_peak|estimate).*"
 )
 
 
 def content(value: object) -> object:
-    """What a record says, without what two runs of the same never have in common."""
+    """A record without the fields that differ between two equal runs."""
     if isinstance(value, dict):
         return {key: content(each) for key, each in value.items() if not VARIES.fullmatch(key)}
     return [content(each) for each in value] if isinstance(value, list) else value
 
 
-def words(text: str) -> list[str]:
-    """The lines without numbers that measure; progress bars, which depend on the time, left out."""
+def stable_lines(text: str) -> list[str]:
+    """The lines of the output without measured numbers, progress bars and warnings."""
     lines = [line for line in text.splitlines() if not re.search(r"\d+%\||Warning|warn", line)]
     return [re.sub(r"'(eval|train)_(runtime|\w+_per_second)': '[^']*'|after \d+ s", "measured", line) for line in lines]
 
@@ -53,11 +53,11 @@ def run(bench: Bench, name: str, launcher: str) -> Finished:
 
 
 @pytest.mark.parametrize("name", RUNS)
-def test_a_forked_run_is_that_of_the_command(name, server, tmp_path):
+def test_a_forked_run_equals_the_command(name, server, tmp_path):
     benches = [Bench(server, tmp_path / kind / "work") for kind in ("forked", "command")]
     forked, command = (run(bench, name, how) for bench, how in zip(benches, ("", "python"), strict=True))
     assert forked.error_lines == command.error_lines
-    assert words(forked.out) == words(command.out)
+    assert stable_lines(forked.out) == stable_lines(command.out)
     assert benches[0].names() == benches[1].names()
     if forked.record_path.exists():
         assert content(forked.record) == content(command.record)
@@ -82,30 +82,30 @@ print(json.dumps({
 """
 
 
-def test_a_forked_process_finds_what_a_new_one_finds(bench):
+def test_a_forked_process_has_the_state_of_a_new_one(bench):
     bench.write("folder/look.py", LOOK)
     forked, command = (bench.run("a", "b c", script="folder/look.py", launcher=how, X="1") for how in ("", "python"))
     found, expected = json.loads(forked.out), json.loads(command.out)
-    # the interpreter sets it for programs that it starts, when the locale is C
+    # The interpreter sets LC_CTYPE for programs that it starts, if the locale is C
     expected["environment"].pop("LC_CTYPE", None)
     found["environment"].pop("LC_CTYPE", None)
     assert found == expected
 
 
-def test_what_outlives_a_case_is_found_and_ended(server, tmp_path):
-    """Also what has left its group, its session and its parents."""
+def test_processes_left_by_a_case_are_killed(server, tmp_path):
+    """This includes a process that has left its group, its session and its parents."""
     bench = Bench(server, tmp_path / "work")
     ended = bench.run("-c", "(setsid setsid sleep 1000 &) && echo started", script="bash")
     assert ended.out == "started\n"
-    until(lambda: [process for process in server.living() if command_of(process) == "sleep 1000"])
+    until(lambda: [process for process in server.living() if command_line(process) == "sleep 1000"])
     (left,) = bench.close(seconds=0)
     pid, command = left.split(maxsplit=1)
     assert command == "sleep 1000" and not psutil.pid_exists(int(pid))
     assert not bench.close(seconds=0)
 
 
-def test_a_number_that_is_given_anew_is_a_new_process(server):
-    """Of a process that ended with another code."""
+def test_a_reused_process_id_is_a_new_process(server):
+    """The earlier process of this id ended with another exit code."""
     near, far = socket.socketpair()
     before, server.channel = server.channel, near
     try:

@@ -1,4 +1,4 @@
-"""The short part of gpu_check.py: tiny-bloom on one GPU by every way there is, saved and loaded; and FSDP on two."""
+"""The short rows of gpu_check.py, which train, save and load tiny-bloom on one GPU; and FSDP on two GPUs."""
 
 import copy
 import json
@@ -17,7 +17,7 @@ from helpers import NOTHING_COMPILED, REPOSITORY, RUN_TIMEOUT, TINY
 from training.chunked_loss import use_chunked_loss
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="PyTorch sees no CUDA GPU here")
-two_gpus = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="it needs two GPUs")
+two_gpus = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="the test needs two GPUs")
 ROWS = [row.name for row in gpu_check.ROWS if not row.full]
 MISSING = [] if shutil.which("g++") else ["compiled"]
 needs_compiler = pytest.mark.skipif(bool(MISSING), reason="torch.compile needs g++")
@@ -41,7 +41,9 @@ def test_row(rows, name):
     record = json.loads((folder / "results" / f"{name}.json").read_text())
     assert record["knobs"]["device"]["effective"] == "cuda:0"
     assert record["knobs"]["precision"] == {"requested": "fp16", "effective": "fp16"}
-    assert record["eval"][1]["loss"] < record["eval"][0]["loss"] < 7.7, "log(2048) is 7.62, what an untrained model has"
+    assert record["eval"][1]["loss"] < record["eval"][0]["loss"] < 7.7, (
+        "an untrained model has log(2048), which is 7.62"
+    )
     (peak,) = record["peak_gpu_memory"]
     assert 0 < peak["allocated_mib"] <= peak["reserved_mib"]
     if name in PINNED:
@@ -49,13 +51,13 @@ def test_row(rows, name):
         assert knob == {"requested": PINNED[name], "effective": PINNED[name]}
 
 
-def test_it_ends_well(rows):
+def test_gpu_run_completes(rows):
     assert rows[0] == 0
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32], ids=str)
-def test_chunked_loss_has_the_loss_and_the_gradients_of_the_full_logits(dtype):
-    """BLOOM's vocabulary, so that softmax is near the smallest numbers of fp16; loss scaling multiplies behind it."""
+def test_chunked_loss_matches_full_logits_on_a_gpu(dtype):
+    """With BLOOM's vocabulary, softmax is near the smallest numbers of fp16, and loss scaling multiplies only later."""
     torch.manual_seed(0)
     config = BloomConfig(vocab_size=250_880, hidden_size=64, n_layer=1, n_head=4, use_cache=False)
     full = BloomForCausalLM(config).cuda()
@@ -76,7 +78,7 @@ def test_chunked_loss_has_the_loss_and_the_gradients_of_the_full_logits(dtype):
 @two_gpus
 @pytest.mark.parametrize("config", ["full_shard", "full_shard_cpu_offload", "fsdp1_full_shard"])
 def test_two_gpus_shard_generate_and_save(server, tmp_path, config):
-    """What one GPU cannot show: gloo for offloaded gradients, FSDP1, the loss scale over ranks."""
+    """Two GPUs are needed to test gloo for offloaded gradients, FSDP1, and the loss scale over ranks."""
     options = {"CUDA_VISIBLE_DEVICES": "0,1", "FP16": "", "EM_F1": "True", "EVAL_SIZE": 8, "BATCH_SIZE": 2}
     flags = ("--fsdp", "--fsdp_config", f"fsdp_configs/{config}.json")
     bench = Bench(server, tmp_path / "work", TINY, RUN_TIMEOUT)

@@ -1,10 +1,9 @@
-"""A stand-in for a GPU, in each Python that has this folder on PYTHONPATH.
+"""A stand-in for a GPU in each Python process that has this folder on PYTHONPATH.
 
 STAND_IN_GPU=one: CUDA starts one GPU. STAND_IN_GPU=old_driver: the driver lists one GPU, which CUDA cannot start.
 
-Only the questions about the GPU are answered, by torch.cuda's own code; nothing can compute on it. As the real CUDA
-does, the stand-in reads CUDA_VISIBLE_DEVICES when it starts and never again. It prints STARTED when it starts with a
-GPU in sight.
+The stand-in only answers queries about the GPU, through torch.cuda's own code; it cannot compute. Like the real CUDA,
+it reads CUDA_VISIBLE_DEVICES only at its start. It prints STARTED if a GPU is visible at its start.
 """
 
 import importlib.util
@@ -17,7 +16,7 @@ STARTED = "the stand-in for CUDA was started"
 
 
 class TorchCuda:
-    """A finder of modules that changes torch.cuda as soon as it has been imported."""
+    """A module finder that patches torch.cuda right after its import."""
 
     def find_spec(self, name, path, target=None):
         if name != "torch.cuda":
@@ -28,20 +27,20 @@ class TorchCuda:
 
         def exec_module(module):
             execute(module)
-            put_gpu_into(module)
+            patch_cuda(module)
 
         spec.loader.exec_module = exec_module
         return spec
 
 
-def put_gpu_into(cuda) -> None:
+def patch_cuda(cuda) -> None:
     import torch
 
     usable = os.environ["STAND_IN_GPU"] == "one"
 
     @cache
     def start_cuda() -> int:
-        """Return how many GPUs CUDA has started."""
+        """Number of GPUs that CUDA has started."""
         visible = os.environ.get("CUDA_VISIBLE_DEVICES") in (None, "0")
         if visible:
             print(STARTED, file=sys.stderr, flush=True)
@@ -51,7 +50,7 @@ def put_gpu_into(cuda) -> None:
         raise RuntimeError(OLD_DRIVER if not usable else "the stand-in for a GPU cannot compute")
 
     cuda._is_compiled = lambda: True
-    cuda._raw_device_count_nvml = lambda: 1  # which CUDA_VISIBLE_DEVICES still cuts, in torch.cuda
+    cuda._raw_device_count_nvml = lambda: 1  # torch.cuda still applies CUDA_VISIBLE_DEVICES to this count
     cuda._lazy_init = fail
     torch._C._cuda_getDeviceCount = start_cuda
     torch._C._cuda_setDevice = torch._C._cuda_getCurrentRawStream = fail

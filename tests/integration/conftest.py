@@ -1,8 +1,8 @@
-"""The table of runs: each is executed once per session, and examined by as many tests as need it.
+"""Fixtures of the table of runs. Each run of the table is executed once per session and can serve several tests.
 
-A test names its run with ``@uses("zero2")`` and gets it as the argument `run`; other runs of the table come from
-`table("plain")`. A run that no row has is a call of `train`. Both fork from the server of tests/server.py, where a
-training takes seconds; what must be a command of its own names its launcher.
+A test names its run with ``@uses("zero2")`` and gets the run as the argument `run`. It gets other runs of the table
+from `table("plain")`, and it starts a run outside the table with `train`. These runs fork from the server of
+tests/server.py, where a training takes seconds. A run that must be a separate command names its launcher.
 """
 
 import json
@@ -18,11 +18,11 @@ from runs import RUNS
 @pytest.fixture(scope="session")
 def bench(server: Server, tmp_path_factory) -> Iterator[Bench]:
     """The folder in which all runs of this session are started."""
-    folder = tmp_path_factory.mktemp("runs") / "work place"  # with a space, as users have them
+    folder = tmp_path_factory.mktemp("runs") / "work place"  # users' paths may hold a space
     bench = Bench(server, folder, TINY, RUN_TIMEOUT)
     sizes = {"model_type": "bloom", "vocab_size": 4096, "hidden_size": 512, "n_layer": 3, "n_head": 8}
     bench.write("bloom-12m/config.json", json.dumps(sizes | {"use_cache": False}))
-    # 4 heads of queries and 2 of keys and values; the head of the model is its embedding
+    # 4 query heads, 2 key and value heads; the model's head shares the embedding
     sizes = {"model_type": "qwen2", "vocab_size": 2048, "hidden_size": 64, "intermediate_size": 128}
     sizes |= {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
     bench.write("my-qwen/config.json", json.dumps(sizes | {"tie_word_embeddings": True}))
@@ -38,9 +38,9 @@ def workplace(bench: Bench):
 
 @pytest.fixture(scope="session")
 def train(bench: Bench) -> Callable[..., Finished]:
-    """``train(name, *words, code=0, ranks=0, patch="", **variables)``: a tiny training under this job id, to its end.
+    """``train(name, *words, code=0, ranks=0, patch="", **variables)`` runs a tiny training with the job id `name`.
 
-    patch: lines of Python that are run before train.py. Other options are those of `Bench.start`.
+    patch: lines of Python that run before train.py. The other options are those of `Bench.start`.
     """
 
     def run(name: str, *words: object, patch: str = "", **options: object) -> Finished:
@@ -53,7 +53,7 @@ def train(bench: Bench) -> Callable[..., Finished]:
 
 @pytest.fixture(scope="session")
 def table(train) -> Callable[[str], Finished]:
-    """``table(name)`` is that run, which must have ended with exit code 0."""
+    """``table(name)`` returns this run, which must end with exit code 0."""
     done: dict[str, Finished] = {}
 
     def result(name: str) -> Finished:

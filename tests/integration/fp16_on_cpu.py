@@ -1,7 +1,7 @@
-"""Starts train.py with fp16 on the CPU, where it is refused and no library does it by itself. For the tests alone.
+"""Start train.py with fp16 on the CPU, only for tests: train.py and the libraries do not allow fp16 there.
 
-fp16 is the default on GPUs, and the arithmetic of its loss scaling is the same here: autocast to fp16, a GradScaler,
-DeepSpeed's own loss scaling. What differs are the kernels.
+fp16 is the default on GPUs. Its loss scaling has the same arithmetic here: autocast to fp16, a GradScaler, and
+DeepSpeed's own loss scaling. Only the kernels differ.
 """
 
 import os
@@ -27,13 +27,13 @@ def fp16_everywhere(settings: Settings, gpu: bool) -> Settings:
 
 def init_with_scaler(self: Accelerator, *args, **kwargs) -> None:
     original_init(self, *args, **kwargs)
-    if self.distributed_type != DistributedType.DEEPSPEED:  # whose engine scales by itself
+    if self.distributed_type != DistributedType.DEEPSPEED:  # DeepSpeed's engine scales the loss itself
         self.native_amp = True
         self.scaler = get_fsdp2_grad_scaler(device="cpu") if self.is_fsdp2 else torch.amp.GradScaler("cpu")
 
 
 def unscale_with_overflow(self: torch.amp.GradScaler, optimizer: torch.optim.Optimizer) -> None:
-    """In the step OVERFLOW_STEP rank 1 alone has an infinite gradient. Each rank tells its scale in each step."""
+    """Print each rank's scale in each step, and give only rank 1 an infinite gradient in step OVERFLOW_STEP."""
     steps.append(self.get_scale())
     rank = os.environ["RANK"]
     print(f"rank {rank} scale {steps[-1]:.0f} \n", end="", flush=True)

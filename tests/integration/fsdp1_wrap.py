@@ -1,4 +1,4 @@
-"""Of test_audit_of_runs.py, on two ranks: wrap with FSDP1 (training with it needs a GPU) and print what is seen."""
+"""Wrap a model with FSDP1 on two ranks and print its inspection, for test_audit_of_runs.py. Training needs a GPU."""
 
 import functools
 import json
@@ -24,7 +24,7 @@ torch.manual_seed(0)
 whole = CustomGPTForCausalLM(CustomGPTConfig(**sizes))
 question = torch.tensor([[5, 6, 7]])
 generate = {"inputs": question, "max_new_tokens": 5, "do_sample": False, "pad_token_id": 3}
-alone = whole.generate(**generate).tolist()
+unwrapped = whole.generate(**generate).tolist()
 parameters = AuditCallback(SimpleNamespace(model=whole), None, None).parameters
 model = FullyShardedDataParallel(
     whole,
@@ -33,9 +33,9 @@ model = FullyShardedDataParallel(
     use_orig_params=True,
 )
 names = ["CustomGPTBlock"]
-model(input_ids=question)  # as after a training
+model(input_ids=question)  # FSDP1 sets up its state in the first forward pass
 with root_gathered(model), torch.no_grad():
-    together = model.generate(**generate, synced_gpus=True).tolist()
+    wrapped = model.generate(**generate, synced_gpus=True).tolist()
 if dist.get_rank() == 0:
     seen = {
         "blocks": len(inspect_fsdp.modules_of(model, names)),
@@ -46,7 +46,7 @@ if dist.get_rank() == 0:
         "mesh": inspect_fsdp.mesh_shape(model),
         "offloaded": inspect_fsdp.share_on_cpu(model),
         "parameters": parameters,
-        "generates": together == alone,
+        "generates": wrapped == unwrapped,
     }
     print("seen", json.dumps(seen), flush=True)
 dist.barrier()

@@ -1,4 +1,4 @@
-"""The table of runs: how each is started, and which of them must end with the same losses."""
+"""The table of runs: their arguments, variables and launchers, grouped by runs that must have equal losses."""
 
 import shutil
 from dataclasses import dataclass, field, replace
@@ -14,7 +14,7 @@ FP16_ON_CPU = str(Path(__file__).with_name("fp16_on_cpu.py"))
 
 @dataclass(frozen=True)
 class Run:
-    """ranks: 0 is plain python. launcher: a real command of `helpers.LAUNCHERS`; without one the run is forked."""
+    """A run of the table. ranks: 0 means plain python. launcher: one of `helpers.LAUNCHERS`; without one, fork."""
 
     ranks: int = 0
     arguments: tuple[str, ...] = ()
@@ -28,7 +28,7 @@ class Run:
 
     @property
     def settings(self) -> dict:
-        """Variables. The same sequences are in every step and every batch of the evaluation, on one rank and on two."""
+        """Variables. BATCH_SIZE puts the same sequences in each step and evaluation batch for any number of ranks."""
         return {"BATCH_SIZE": 4 // self.world} | self.variables
 
 
@@ -40,7 +40,7 @@ def fsdp(config: str, ranks: int = 2, **how: object) -> Run:
     return Run(ranks, ("--fsdp", "--fsdp_config", f"fsdp_configs/{config}.json"), **how)
 
 
-# Every way to spread the same training: all must end with the same losses
+# The same training under every strategy; all runs must have equal losses
 FSDP = {
     "full_shard": fsdp("full_shard"),
     "shard_grad_op": fsdp("shard_grad_op"),
@@ -54,23 +54,23 @@ STRATEGIES = {
     **{config: deepspeed(config) for config in CONFIGS},
     **FSDP,
 }
-# Two of them as the commands of the pages, word for word: their processes are not forked from the tests' server
+# Two of the runs are the exact commands of the pages and do not fork from the tests' server
 PYTHON, TORCHRUN = "zero1_python", "zero2_cpu_offload_pinned_memory"
 STRATEGIES[PYTHON] = deepspeed("zero1", 0, launcher="python")
 STRATEGIES[TORCHRUN] = deepspeed(TORCHRUN, launcher="torchrun")
-# One run for each way in which a strategy calls the replaced attention: plainly, with parameters that ZeRO-3's hooks
-# gather, and with FSDP2's blocks computed again in the backward pass. ZeRO-0 to 2 and DDP call it as plain does
+# Strategies call the replaced attention in three ways: directly (plain, DDP and ZeRO-0 to 2), with parameters that
+# ZeRO-3's hooks gather, and with FSDP2's blocks computed again in the backward pass
 SDPA = {
     f"sdpa_{name}": replace(STRATEGIES[name], variables={"ATTENTION": "sdpa"})
     for name in ("plain", "zero3", "full_shard_activation_checkpointing")
 }
 CHUNKED = {f"chunked_{name}": replace(STRATEGIES[name], variables={"LOSS": "chunked"}) for name in ("zero2", "zero3")}
 COMPILE = {"LOSS": "chunked", "ATTENTION": "sdpa", "TORCH_COMPILE": "True", "PADDING": "longest"}
-# A command: inductor starts processes that compile, and reads its variables when it is imported
+# A separate command, because inductor starts compiler processes and reads its variables at import
 COMPILED = {"compiled": Run(variables=COMPILE, launcher="python")}
 needs_compiler = pytest.mark.skipif(not shutil.which("g++"), reason="torch.compile needs g++")
-# A third of the 256 positions is padding, and few labels count, not equally many in each batch: neither that nor how
-# the ranks divide the evaluation may matter. 32 questions in batches of 2 x 3, the last one filled up, or of 4
+# A third of the 256 positions is padding, and the number of labels differs between batches. The loss must depend on
+# neither, nor on the evaluation batches: 32 questions in batches of 2 x 3, with a filled last batch, or of 4
 LABELS = {
     "sequence_longest": Run(variables={"PADDING": "longest"}),
     "answer": Run(variables={"LABELS": "answer"}),
@@ -105,7 +105,7 @@ QWENS = {
     "qwen_plain": Run(variables=QWEN),
     "qwen_tp2_fsdp2": replace(TENSOR_PARALLEL["tp2_fsdp2"], variables=QWEN | SMALL_GROUPS),
 }
-# fp16 is the default on GPUs; `make test-faults` has the others
+# fp16 is the default on GPUs. `make test-faults` adds MORE_FP16.
 FP16 = {f"fp16_{name}": replace(STRATEGIES[name], script=FP16_ON_CPU) for name in ("plain", "zero2", "full_shard")}
 MORE_FP16 = {
     f"fp16_{name}": replace(STRATEGIES[name], script=FP16_ON_CPU) for name in ("ddp", "zero0", "zero1", "zero3")
@@ -125,7 +125,7 @@ IN_BF16 = {
     "bf16_zero2": deepspeed("zero2", variables=BF16),
     "bf16_full_shard": fsdp("full_shard", variables=BF16),
 }
-# A BLOOM of 12 million parameters: ZeRO-3 cuts its matrices, while those of tiny-bloom are so small that it keeps them
+# A BLOOM of 12 million parameters, whose matrices ZeRO-3 shards. The matrices of tiny-bloom are too small for that.
 SHORT = {"TRAIN_SIZE": 16, "BATCH_SIZE": 1, "GRAD_ACC": 2, "EVAL_SIZE": 2, "MAX_LENGTH": 128, "PADDING": "longest"}
 SHORT |= {"NUM_EPOCHS": 1, "SAVE_STRATEGY": "no"}
 LARGER = SHORT | {"MODEL_NAME": "./bloom-12m", "FROM_SCRATCH": "True", "TOKENIZER_NAME": "tiny-bloom"}
@@ -138,10 +138,10 @@ if XQUAD.exists():
     OTHERS["xquad"] = Run(variables=REAL | {"MAX_LENGTH": 512, "EM_F1": "True"})
 RUNS = STRATEGIES | SDPA | CHUNKED | COMPILED | LABELS | OTHER_BATCHES | CUSTOM | TENSOR_PARALLEL | QWENS
 RUNS |= FP16 | MORE_FP16 | FP16_GPT | IN_BF16 | LARGE | OTHERS
-# Whose record says what the ranks hold of the model: all that accumulate gradients in fp32 or bf16
+# Runs whose record has the bytes of the model on each rank: they accumulate gradients in fp32 or bf16
 HELD = [*STRATEGIES, *CHUNKED, *TENSOR_PARALLEL, "bf16_zero2", "bf16_full_shard", *LARGE]
 
 
 def uses(*names: str):
-    """Run the test once per named run of the table; it gets the run as its argument `run`."""
+    """Call the test once per named run of the table, which is its argument `run`."""
     return pytest.mark.parametrize("run", names, indirect=True)

@@ -1,5 +1,7 @@
-"""A run that would not be the requested one ends before its first step. What the audit says of sound runs:
-test_strategies.py; each knob by itself: tests/unit/test_audit.py."""
+"""A run that differs from the request ends before its first step.
+
+test_strategies.py checks the audit of correct runs, and tests/unit/test_audit.py checks each knob.
+"""
 
 import json
 from pathlib import Path
@@ -9,7 +11,8 @@ import pytest
 from helpers import REPOSITORY
 
 FEW = {"TRAIN_SIZE": 8, "EVAL_SIZE": 4, "NUM_EPOCHS": 1, "SAVE_STRATEGY": "no"}
-# A copy stands for the pinned memory, as a CPU pins nothing; what shares its storage is pinned
+# A CPU pins no memory, so this patch makes a copy in place of pinned memory. Tensors with the copy's storage count as
+# pinned.
 PINNING = """
 from training import audit
 from deepspeed.accelerator.cpu_accelerator import CPU_Accelerator
@@ -25,7 +28,7 @@ audit.can_pin = lambda: True
 WRONG_BATCH = "from training import audit\naudit.effective_batch = lambda trainer, engine: (4, 1, 1)"
 ACCUMULATION = "gradient accumulation: 2 was requested, 1 is what would run;"
 ZERO2_PINNED = "ds_configs/zero2_cpu_offload_pinned_memory.json"
-# name -> flags, what goes wrong, what the error line says
+# Flags, a patch that breaks the run, and the text of the error line
 BROKEN = {
     "batch": ((), WRONG_BATCH, ACCUMULATION),
     "batch_of_deepspeed": (("--deepspeed", "ds_configs/zero1.json"), WRONG_BATCH, ACCUMULATION),
@@ -39,7 +42,7 @@ BROKEN = {
         "import accelerate.utils.fsdp_utils as fsdp\nfsdp.fsdp2_prepare_auto_wrap_policy = lambda *arguments: None",
         "FSDP units: 2 blocks was requested, 0 blocks is what would run;",
     ),
-    "a_rank_holds_everything": (
+    "parameters_not_sharded": (
         ("--fsdp",),
         "from distributed import inspect_fsdp\ninspect_fsdp.local_share = lambda model: 0.8",
         "local parameter share: 1.0 was requested, 0.8 is what would run;",
@@ -53,17 +56,17 @@ BROKEN = {
 
 
 @pytest.mark.parametrize("name", BROKEN)
-def test_a_run_that_would_not_be_the_requested_one_is_stopped(train, name: str):
+def test_a_run_that_differs_from_the_request_is_stopped(train, name: str):
     flags, patch, error = BROKEN[name]
     stopped = train(name, *flags, patch=patch, code=3)
     assert stopped.error == f"knob audit: {error} correct the flag or the config"
     assert (stopped.record["status"], stopped.record["exit_code"]) == ("failed", 3)
-    assert not stopped.record.get("eval"), "no step was done"
+    assert not stopped.record.get("eval"), "the run must end before its first step"
     assert not list(stopped.output.rglob("*.safetensors"))
 
 
 @pytest.mark.parametrize(("stage", "pin"), [(2, True), (3, False)])
-def test_a_run_is_judged_by_the_buffers_that_pin_memory_rules(train, workplace, stage: int, pin: bool):
+def test_pinned_memory_is_checked_on_the_right_buffers(train, workplace, stage: int, pin: bool):
     config = json.loads((REPOSITORY / "ds_configs" / f"zero{stage}_cpu_offload.json").read_text())
     for section in ("offload_optimizer", "offload_param"):
         if section in config["zero_optimization"]:
@@ -101,14 +104,14 @@ trainer.WorkshopTrainer.__init__ = make_as_on_gpus
 """
 
 
-def test_ddp_on_one_gpu_is_no_difference_that_ends_a_run(train):
-    """accelerate wraps in DDP on GPUs from two ranks on, on the CPU always."""
+def test_ddp_on_one_gpu_is_only_a_warning(train):
+    """accelerate wraps a model in DDP only for two or more GPUs, but always on the CPU."""
     done = train("ddp_on_one", patch=AS_ON_GPUS, ranks=1, **FEW)
     assert done.record["knobs"]["strategy"] == {"requested": "DDP", "effective": "plain"}
 
 
-def test_what_is_seen_of_a_model_that_fsdp1_has_wrapped(train):
-    """As far as that goes without a GPU, which its training needs."""
+def test_inspection_of_a_model_wrapped_by_fsdp1(train):
+    """Training with FSDP1 needs a GPU, so the test only wraps and inspects a model."""
     done = train("fsdp1", script=Path(__file__).with_name("fsdp1_wrap.py"), ranks=2)
     (line,) = [line for line in done.log.splitlines() if line.startswith("seen ")]
     assert json.loads(line.removeprefix("seen ")) == {
@@ -124,7 +127,7 @@ def test_what_is_seen_of_a_model_that_fsdp1_has_wrapped(train):
     }
 
 
-def test_fsdp1_is_refused_without_a_gpu(train):
+def test_fsdp1_is_rejected_without_a_gpu(train):
     config = "fsdp_configs/fsdp1_full_shard.json"
     refused = train("fsdp1_on_cpu", "--fsdp", "--fsdp_config", config, code=3)
     assert refused.error == f"{config}: FSDP1 needs a GPU, it crashes with gloo; use an FSDP2 config"

@@ -1,4 +1,4 @@
-"""`make demo`: four experiments as participants run them, and what the last lines say of them."""
+"""`make demo` runs four experiments and prints a table that compares them."""
 
 import json
 import os
@@ -17,7 +17,7 @@ SHORT = {"TRAIN_SIZE": "96", "NUM_EPOCHS": "1", "EVAL_SIZE": "8"}  # 6 steps: th
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory):
-    """A repository of its own, whose results are nobody else's."""
+    """A separate copy of the repository, whose results no other test writes or reads."""
     root = tmp_path_factory.mktemp("demo")
     ignored = shutil.ignore_patterns("results", "output", "?pu_memory", "*.out", "site", "__pycache__")
     for name in ("experiments", "scripts"):
@@ -32,8 +32,8 @@ def demo(bench: Bench, place, **options: object) -> Finished:
     return bench.run(script="scripts/demo.py", launcher="python", cwd=place, **NO_KNOBS | SHORT | options)
 
 
-def test_four_methods_end_with_equal_losses_and_the_table_says_what_each_rank_held(bench, place):
-    """On a machine with one GPU, which must stay hidden from ranks that would need two (tests/gpu_stand_in)."""
+def test_four_methods_have_equal_losses_and_show_memory_per_rank(bench, place):
+    """A stand-in for one GPU (tests/gpu_stand_in) must stay hidden, because the ranks would need two GPUs."""
     stand_in = {"STAND_IN_GPU": "one", "PYTHONPATH": str(REPOSITORY / "tests/gpu_stand_in")}
     done = demo(bench, place, CUDA_VISIBLE_DEVICES="0", **stand_in)
     assert done.err == "", done
@@ -55,13 +55,13 @@ def test_four_methods_end_with_equal_losses_and_the_table_says_what_each_rank_he
     for part, shares in held.items():
         for row in (f"{part} (MiB)", f"{part}, estimated (MiB)"):
             assert list(map(float, rows[row])) == pytest.approx([whole * share for share in shares], rel=0.01), row
-    assert all(cell for cells in rows.values() for cell in cells), "no cell is empty"
+    assert all(cell for cells in rows.values() for cell in cells), "no cell may be empty"
     assert "a rank of FSDP holds 50% of the parameters, 100% of the gradients, 50% of the optimizer state" in done.out
     page = place / re.search(r"^With curves, in a browser: (build/demo-\S+/index\.html)$", done.out, re.MULTILINE)[1]
     assert "ZeRO-3, 2 ranks" in page.read_text()
 
 
-def test_without_psrecord_and_without_a_second_rank_the_demo_says_what_is_missing(bench, place):
+def test_the_demo_reports_missing_measurements(bench, place):
     for method in ("ddp", "zero3", "fsdp"):
         (place / f"experiments/demo/{method}/demo.slurm").write_text("echo 'error: no second rank here'\nexit 7\n")
     (place / ".venv").unlink()

@@ -1,4 +1,4 @@
-"""What estimate_memory.py predicts, against the bytes that the ranks of real runs hold."""
+"""The estimates of estimate_memory.py agree with the bytes on the ranks of real runs."""
 
 import json
 
@@ -16,8 +16,8 @@ STATES = ("parameters", "gradients", "optimizer state")
 
 
 @uses(*HELD)
-def test_states_are_as_estimated(run: Finished, monkeypatch):
-    """Within 5 % on every rank; buffers stand in a row of their own. The record predicts what the command line does."""
+def test_model_states_match_the_estimate(run: Finished, monkeypatch):
+    """They match within 5 % on every rank. The prediction from the record equals that from the command line."""
     row = RUNS[run.job_id]
     monkeypatch.chdir(run.folder)
     variables = {name: str(value) for name, value in (TINY | row.settings).items()}
@@ -28,7 +28,7 @@ def test_states_are_as_estimated(run: Finished, monkeypatch):
     assert len(held) == row.world
     stage = settings.zero.get("stage")
     for what in STATES:
-        measured = [of_rank[what.replace(" ", "_")] for of_rank in held]
+        measured = [rank[what.replace(" ", "_")] for rank in held]
         assert max(measured) == pytest.approx(expected[what], rel=0.05), what
         if stage == 2 and what == "gradients":
             size = 2 if "bf16" in run.job_id else 4
@@ -37,9 +37,9 @@ def test_states_are_as_estimated(run: Finished, monkeypatch):
         else:
             assert min(measured) == pytest.approx(expected[what], rel=0.05), what
 
-    # Two processes differ by some MiB
+    # Measure Python's memory in this process: two processes differ by some MiB
     monkeypatch.setattr(predict_from_record, "measure_python_elsewhere", measure_python)
-    assert '"auto"' not in json.dumps(run.record["configs"])  # the configs in effect
+    assert '"auto"' not in json.dumps(run.record["configs"])  # the record holds the effective configs
     on_gpu, on_node = totals(parts, row.world)
     on_gpus = predicted_memory(run.record | {"hardware": {"gpus": row.world}})
     assert on_gpus == pytest.approx((on_gpu / MIB, on_node / MIB, *(expected[what] / MIB for what in STATES)))
@@ -51,8 +51,8 @@ def test_states_are_as_estimated(run: Finished, monkeypatch):
     "name",
     ["llama, fp32", "bloom, bf16, checkpointing", "bloom, bf16, FULL_SHARD", "bloom, bf16, ZeRO-2, 1 micro batch"],
 )
-def test_the_peak_of_a_step_is_as_estimated(name, tmp_path):
-    """Four rows of the benchmark: bytes of real tensors, while a step runs."""
+def test_peak_memory_of_a_step_matches_the_estimate(name, tmp_path):
+    """Four rows of the benchmark measure the bytes of real tensors during a step."""
     prediction = program("benchmarks/prediction.py")
     row = prediction.ROWS[name]
     prediction.make_models(tmp_path, row.model)

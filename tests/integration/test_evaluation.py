@@ -1,4 +1,4 @@
-"""Exact Match and F1: the metric, the labels and generation, together."""
+"""Exact Match and F1 of real runs: the metric, the labels and generation together."""
 
 import json
 from collections.abc import Callable
@@ -9,12 +9,12 @@ import pytest
 from helpers import REPOSITORY, Finished
 from runs import GPT
 
-# 128 tokens cut the contexts, which is faster, and leave room for the longest of the 16 answers
+# A limit of 128 tokens truncates the contexts, which is faster, and leaves room for the longest of the 16 answers
 SHORT = {"MAX_LENGTH": 128, "PADDING": "longest", "EM_F1": "True"}
 
 
-def few(folder: Path, number: int) -> dict:
-    """Trained and evaluated on the first questions of the sample, one per paragraph."""
+def first_questions(folder: Path, number: int) -> dict:
+    """Settings that train and evaluate on the first questions of the sample, one per paragraph."""
     articles = json.loads((REPOSITORY / "data" / "squad_sample.json").read_text(encoding="utf-8"))["data"]
     paragraphs = [paragraph for article in articles for paragraph in article["paragraphs"]][:number]
     paragraphs = [{"context": p["context"], "qas": p["qas"][:1]} for p in paragraphs]
@@ -25,7 +25,7 @@ def few(folder: Path, number: int) -> dict:
 
 @pytest.fixture(scope="module")
 def evaluate(train) -> Callable[..., dict[str, float]]:
-    """EM and F1 that evaluate.py prints for the saved model of a run."""
+    """Return the EM and F1 that evaluate.py prints for the saved model of a run."""
 
     def scores(trained: Finished, name: str, **options: object) -> dict[str, float]:
         words = ("--model_name", f"output/{trained.job_id}")
@@ -39,43 +39,48 @@ def evaluate(train) -> Callable[..., dict[str, float]]:
 
 @pytest.fixture(scope="module")
 def overfitted(train, workplace) -> Finished:
-    settings = few(workplace, 16) | {"NUM_EPOCHS": 80, "SAVE_STRATEGY": "steps", "BATCH_SIZE": 2, "GRAD_ACC": 1}
+    settings = first_questions(workplace, 16) | {
+        "NUM_EPOCHS": 80,
+        "SAVE_STRATEGY": "steps",
+        "BATCH_SIZE": 2,
+        "GRAD_ACC": 1,
+    }
     return train("overfitted", "--labels", "answer", "--eval_strategy", "no", "--save_steps", 1000, **settings)
 
 
-def test_16_questions_are_learned_by_heart(overfitted: Finished):
+def test_a_model_learns_16_questions_by_heart(overfitted: Finished):
     record = overfitted.record
     assert (record["exact_match"], record["f1"]) == (100, 100)
     assert "exact_match 100.00  f1 100.00\n" in overfitted.log
     assert record["train"]["loss_last"] < 0.3
 
 
-def test_zero3_and_evaluate_score_a_number_that_neither_ranks_nor_batch_divide(train, workplace, overfitted, evaluate):
-    """17 questions, one of them unknown to the model: left alone, one rank would have 3 batches of 4, the other 2."""
-    settings = few(workplace, 17) | {"EM_F1_BATCH_SIZE": 4}
+def test_zero3_and_evaluate_score_an_uneven_number_of_questions(train, workplace, overfitted, evaluate):
+    """The model knows 16 of the 17 answers. In batches of 4, one rank gets 3 batches of real questions, the other 2."""
+    settings = first_questions(workplace, 17) | {"EM_F1_BATCH_SIZE": 4}
     once = {"NUM_EPOCHS": 1, "LEARNING_RATE": 1e-5, "LABELS": "answer", "MODEL_NAME": "output/overfitted"}
     trained = train("odd_zero3", "--deepspeed", "ds_configs/zero3.json", ranks=2, **settings | once)
     assert trained.effective("strategy") == "DeepSpeed ZeRO-3"
-    # 16 of 17 are known: 94.1 percent, but for what one more training step changes
+    # 16 of 17 are 94.1 percent; the additional training steps can change that
     assert 50 < trained.record["exact_match"] < 100
     assert trained.record["exact_match"] <= trained.record["f1"] < 100
-    of_record = {name: round(trained.record[name], 2) for name in ("exact_match", "f1")}
-    # a training size that the file does not have must not matter
-    assert evaluate(trained, "evaluated_by_1", **settings | {"TRAIN_SIZE": 500, "EM_F1_BATCH_SIZE": 3}) == of_record
-    assert evaluate(trained, "evaluated_by_2", ranks=2, **settings) == of_record
+    recorded = {name: round(trained.record[name], 2) for name in ("exact_match", "f1")}
+    # evaluate.py must ignore a training size larger than the file
+    assert evaluate(trained, "evaluated_by_1", **settings | {"TRAIN_SIZE": 500, "EM_F1_BATCH_SIZE": 3}) == recorded
+    assert evaluate(trained, "evaluated_by_2", ranks=2, **settings) == recorded
 
 
-def test_fsdp_gathers_its_shards_to_answer(train, workplace, overfitted, evaluate):
-    settings = few(workplace, 7) | {"EM_F1_BATCH_SIZE": 2}
+def test_fsdp_gathers_its_shards_for_generation(train, workplace, overfitted, evaluate):
+    settings = first_questions(workplace, 7) | {"EM_F1_BATCH_SIZE": 2}
     once = {"NUM_EPOCHS": 1, "LEARNING_RATE": 1e-5, "LABELS": "answer", "MODEL_NAME": "output/overfitted"}
     trained = train("odd_fsdp", "--fsdp", ranks=2, **settings | once)
     assert trained.record["exact_match"] == 100
     assert evaluate(trained, "fsdp_evaluated", **settings) == {"exact_match": 100, "f1": 100}
 
 
-def test_ranks_that_cut_a_qwen_answer_together(train, workplace, evaluate):
-    """A local folder, loaded whole and then cut."""
-    settings = few(workplace, 7) | {"LABELS": "answer", "EM_F1_BATCH_SIZE": 2, "SAVE_STRATEGY": "no"}
+def test_tensor_parallel_qwen_generates_the_answers_of_one_rank(train, workplace, evaluate):
+    """The model comes from a local folder: each rank loads all of it before tensor parallelism shards it."""
+    settings = first_questions(workplace, 7) | {"LABELS": "answer", "EM_F1_BATCH_SIZE": 2, "SAVE_STRATEGY": "no"}
     by_heart = settings | {"NUM_EPOCHS": 80, "SAVE_STRATEGY": "steps", "BATCH_SIZE": 1, "GRAD_ACC": 1, "EM_F1": "False"}
     from_scratch = ("--model_name", "./my-qwen", "--from_scratch", "--tokenizer_name", "tiny-bloom")
     train("qwen", *from_scratch, "--eval_strategy", "no", "--save_steps", 1000, **by_heart)
@@ -86,8 +91,8 @@ def test_ranks_that_cut_a_qwen_answer_together(train, workplace, evaluate):
     assert evaluate(trained, "tp_evaluated", **settings) == {"exact_match": 100, "f1": 100}
 
 
-def test_evaluate_knows_the_custom_gpt(train, workplace, evaluate):
-    settings = few(workplace, 7)
+def test_evaluate_scores_the_custom_gpt(train, workplace, evaluate):
+    settings = first_questions(workplace, 7)
     trained = train("gpt_asked", **GPT, **settings)
-    of_record = {name: round(trained.record[name], 2) for name in ("exact_match", "f1")}
-    assert evaluate(trained, "gpt_evaluated", **settings) == of_record
+    recorded = {name: round(trained.record[name], 2) for name in ("exact_match", "f1")}
+    assert evaluate(trained, "gpt_evaluated", **settings) == recorded

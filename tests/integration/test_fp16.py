@@ -1,4 +1,4 @@
-"""fp16 on the CPU, which is the default on GPUs: every method learns, and all learn the same. How: fp16_on_cpu.py."""
+"""fp16, the default on GPUs, on the CPU (fp16_on_cpu.py): all methods have equal, falling losses."""
 
 import itertools
 import re
@@ -10,20 +10,21 @@ from runs import FP16, FP16_ON_CPU, MORE_FP16, RUNS, uses
 
 TOLERANCE = 1e-3
 NORM_TOLERANCE = 0.01
-# Stage 0 prepares its optimizer by a step with empty gradients, which Adam counts: its first updates are too small
+# Stage 0 initializes its optimizer with a step of empty gradients. Adam counts this step, so its first updates are
+# too small.
 STAGE_0_TOLERANCE = 0.05
 
 
 def norms(run: Finished) -> list[float]:
-    """Of the gradients, as the log has them. Of gradients times the loss scale they are 65,536 times as large."""
+    """Gradient norms in the log. Norms of gradients that are still scaled would be 65,536 times as large."""
     return [float(norm) for norm in re.findall(r"'grad_norm': '([^']+)'", run.log)]
 
 
 @uses(*FP16, *(pytest.param(name, marks=pytest.mark.faults) for name in MORE_FP16))
-def test_losses_fall_as_those_of_the_plain_trainer(run: Finished, table):
+def test_fp16_losses_match_the_plain_trainer(run: Finished, table):
     assert run.effective("precision") == "fp16"
     expected = table("fp16_plain")
-    assert expected.losses[0] - expected.losses[1] > 0.1, "the loss hardly moves, so that equal losses prove nothing"
+    assert expected.losses[0] - expected.losses[1] > 0.1, "equal losses prove nothing if the loss hardly moves"
     stage_0 = "zero0" in run.job_id
     tolerance = STAGE_0_TOLERANCE if stage_0 else TOLERANCE
     assert run.losses == pytest.approx(expected.losses, abs=tolerance, rel=0), run
@@ -32,15 +33,15 @@ def test_losses_fall_as_those_of_the_plain_trainer(run: Finished, table):
 
 
 @uses("fp16_tp2", pytest.param("fp16_tp2_fsdp2", marks=pytest.mark.faults))
-def test_with_tensor_parallelism_too(run: Finished, table):
+def test_fp16_tensor_parallel_losses_match_the_plain_trainer(run: Finished, table):
     assert run.effective("precision") == "fp16"
     expected = table("fp16_gpt_plain")
     assert run.losses == pytest.approx(expected.losses, abs=TOLERANCE, rel=0), run
     assert norms(run) == pytest.approx(norms(expected), rel=NORM_TOLERANCE)
 
 
-def test_the_norm_of_gradients_that_are_not_clipped(train, table):
-    """Of a model that is cut, by a path of its own; all norms are below 1, so nothing is clipped in the other run."""
+def test_the_gradient_norm_is_logged_without_clipping(train, table):
+    """Tensor parallelism computes the norm separately. The compared run clips nothing, as all its norms are below 1."""
     row = RUNS["fp16_tp2"]
     how = row.settings | {"script": row.script, "ranks": row.ranks}
     run = train("fp16_tp2_unclipped", *row.arguments, "--max_grad_norm", 0, **how)
@@ -48,8 +49,8 @@ def test_the_norm_of_gradients_that_are_not_clipped(train, table):
 
 
 @pytest.mark.parametrize("name", ["full_shard", "tp2"])
-def test_a_step_that_overflows_on_one_rank_is_skipped_on_all(train, name):
-    """Rank 1 meets infinity in the second step. The fused AdamW of train.py, over shards of FSDP2 or cut matrices."""
+def test_an_overflow_on_one_rank_skips_the_step_on_all(train, name):
+    """Rank 1 gets an infinite gradient in the second step, in train.py's fused AdamW on the shards of each method."""
     row = RUNS[name]
     how = row.settings | {"script": FP16_ON_CPU, "ranks": 2, "SAVE_STRATEGY": "no"}
     run = train(f"fp16_overflow_{name}", *row.arguments, OVERFLOW_STEP=2, **how)

@@ -1,4 +1,4 @@
-"""gpu_check.py with a row of a CPU: trained, saved, loaded again and scored; what failed is run again."""
+"""gpu_check.py on a CPU: a row is trained, saved, loaded again and scored, and a failed row runs again."""
 
 import json
 import os
@@ -18,7 +18,7 @@ def test_a_row_is_trained_saved_loaded_and_scored(train, workplace):
     second = train("second", "--cpu", "--rows", ROW, **SCRIPT)
     result = json.loads((workplace / "results/gpu_check/gpu_check.json").read_text())["rows"][ROW]
     assert (result["status"], result["precision"]) == ("completed", "fp32")
-    assert 7 < result["eval_loss"] < 7.6, "log(2048) is 7.62, what an untrained model has"
+    assert 7 < result["eval_loss"] < 7.6, "an untrained model has log(2048), which is 7.62"
     assert abs(result["reloaded_loss"] - result["eval_loss"]) < 1e-4
     assert 0 <= result["f1"] <= 100
     text = (workplace / "results/gpu_check/gpu_check.md").read_text()
@@ -26,15 +26,15 @@ def test_a_row_is_trained_saved_loaded_and_scored(train, workplace):
     assert text in second.log
 
 
-def test_a_call_that_is_ended_leaves_no_training(bench: Bench):
+def test_no_training_outlives_a_terminated_gpu_check(bench: Bench):
     called = bench.start("--cpu", "--rows", "plain", **SCRIPT)
-    trainings = called.until(lambda: trainings_of(called))
+    trainings = called.until(lambda: find_trainings(called))
     os.kill(called.pids[0], signal.SIGTERM)
     assert called.wait().code == 143
     _, alive = psutil.wait_procs(trainings, timeout=60)
     assert not alive
 
 
-def trainings_of(called: Running) -> list[psutil.Process]:
+def find_trainings(called: Running) -> list[psutil.Process]:
     children = psutil.Process(called.pids[0]).children(recursive=True)
     return [child for child in children if any("train.py" in word for word in child.cmdline())]

@@ -1,5 +1,7 @@
-"""Machines whose GPU cannot train: an old driver, one GPU for two ranks, a GPU that nobody asked for. The GPU is
-tests/gpu_stand_in; demo and jobs on such a machine: test_demo.py."""
+"""Machines with a GPU that a run cannot or must not use: an old driver, one GPU for two ranks, --use_cpu.
+
+tests/gpu_stand_in stands in for the GPU. test_demo.py runs the demo on such a machine.
+"""
 
 import pytest
 
@@ -10,7 +12,7 @@ FEW = ("--max_steps", "2", "--eval_strategy", "no", "--save_strategy", "no")
 
 @pytest.fixture
 def on_gpu_machine(train):
-    """Run train.py as a new process, because the stand-in must be there when PyTorch is imported."""
+    """Run train.py as a new process, because the stand-in must be on PYTHONPATH when PyTorch is imported."""
 
     def run(gpu: str, job_id: str, *words: object, **options: object):
         stand_in = {"STAND_IN_GPU": gpu, "PYTHONPATH": REPOSITORY / "tests/gpu_stand_in"}
@@ -19,20 +21,20 @@ def on_gpu_machine(train):
     return run
 
 
-def test_a_driver_that_is_too_old_is_no_gpu(on_gpu_machine):
-    """DeepSpeed's import lets torch.cuda count the GPU that the driver lists."""
+def test_a_gpu_with_too_old_a_driver_is_not_used(on_gpu_machine):
+    """The import of DeepSpeed makes torch.cuda count the GPU that the driver lists."""
     finished = on_gpu_machine("old_driver", "old_driver", "--deepspeed", "ds_configs/zero1.json")
     assert finished.record["hardware"]["gpus"] == 0
 
 
-def test_a_job_that_wants_a_gpu_ends_with_one_line(on_gpu_machine):
+def test_a_job_that_requires_a_gpu_ends_with_one_line(on_gpu_machine):
     finished = on_gpu_machine("old_driver", "wants_gpu", REQUIRE_GPU="1", code=3)
     (line,) = finished.error_lines
     assert line.startswith("error: GPU: PyTorch sees none on ") and "compare the driver (nvidia-smi) with " in line
     assert "Traceback" not in finished.log
 
 
-def test_two_ranks_on_one_gpu_are_told_how_to_train_on_the_cpu(on_gpu_machine):
+def test_two_ranks_on_one_gpu_get_an_error_that_names_use_cpu(on_gpu_machine):
     finished = on_gpu_machine("one", "second_rank", FP16="", LOCAL_RANK=1, code=3)
     (line,) = finished.error_lines
     assert line.startswith("error: LOCAL_RANK: 1, but this process sees 1 of the GPUs of ")

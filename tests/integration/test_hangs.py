@@ -1,4 +1,4 @@
-"""Ranks that hang, do not come, or compute nothing more, as processes. Who is named: tests/unit/test_watchdog.py."""
+"""Real ranks that hang, do not join, or have a loss that is not finite. The named rank: tests/unit/test_watchdog.py."""
 
 import os
 import re
@@ -9,19 +9,19 @@ from pathlib import Path
 from bench import Bench
 from helpers import Finished, free_port
 
-HANG_TIMEOUT = 15  # of seconds, in which a busy machine must do a step
-STOPS = """
+HANG_TIMEOUT = 15  # seconds, within which a busy machine must complete a step
+STOP_RANK_0 = """
 from pathlib import Path
 from training.callbacks import WatchdogCallback
 
-go_on = WatchdogCallback.on_step_begin
+original = WatchdogCallback.on_step_begin
 
 
 def hang(self, args, state, control, **kwargs):
-    go_on(self, args, state, control, **kwargs)
+    original(self, args, state, control, **kwargs)
     if state.global_step == 3 and os.environ["RANK"] == "0":
         while not list(Path("results").glob(f".ranks_*_{os.environ['MASTER_PORT']}/0.json")):
-            pass  # it has told where it is, which it does every HANG_TIMEOUT / 20 seconds
+            pass  # wait until the rank has written its position, as it does every HANG_TIMEOUT / 20 seconds
         os.kill(os.getpid(), signal.SIGSTOP)
 
 
@@ -31,48 +31,48 @@ HOST = re.escape(socket.gethostname())
 LINE = r"\S+:\d+ \S+"  # a function may be called <genexpr>
 
 
-def the_line(run: Finished) -> str:
-    """Without what a progress bar has left before it."""
+def error_line(run: Finished) -> str:
+    """The only error line, without the progress bar that may precede it."""
     (line,) = re.findall(r"error: .*", run.log)
     return line
 
 
-def signs(folder: Path) -> set[Path]:
-    """Folders of watchdogs: of runs that other tests have killed, too."""
+def watchdog_folders(folder: Path) -> set[Path]:
+    """Folders that watchdogs left, including those of runs that other tests have killed."""
     return set(folder.glob("results/.ranks_*"))
 
 
 def test_a_stopped_rank_ends_the_job_with_its_name(bench: Bench):
-    before = signs(bench.folder)
+    before = watchdog_folders(bench.folder)
     variables = {"JOB_ID": "hang", "BATCH_SIZE": 2, "HANG_TIMEOUT": HANG_TIMEOUT}
-    ranks = bench.start(script=bench.patched(STOPS, "hang.py"), ranks=2, **variables)
+    ranks = bench.start(script=bench.patched(STOP_RANK_0, "hang.py"), ranks=2, **variables)
     ranks.until(lambda: "error: hang: " in ranks.err)
     os.kill(ranks.pids[0], signal.SIGCONT)
     run = ranks.wait()
     assert run.code == 3, run
-    # what it last wrote may be of a step before
+    # The last position that rank 0 wrote may be in an earlier step
     assert re.match(
         rf"error: hang: no answer from rank 0 on {HOST} \(last heard: .+, at {LINE}\), stopped or out of reach, "
         rf"noticed by rank 1 on {HOST} \(step 4, at {LINE}\) after {HANG_TIMEOUT} s; ",
-        the_line(run),
+        error_line(run),
     ), run
     assert (run.record["status"], run.record["exit_code"]) == ("failed", 3), run
-    assert f"error: hang: {run.record['reason']}; " in the_line(run)
-    assert signs(bench.folder) == before
+    assert f"error: hang: {run.record['reason']}; " in error_line(run)
+    assert watchdog_folders(bench.folder) == before
 
 
-def test_rank_0_names_the_rank_that_does_not_come(train):
+def test_rank_0_names_the_rank_that_is_missing(train):
     world = {"WORLD_SIZE": 2, "LOCAL_WORLD_SIZE": 2, "RANK": 0, "LOCAL_RANK": 0}
     meet = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port(), "JOIN_TIMEOUT": 2}
     run = train("join_0", code=3, **world, **meet)
-    assert the_line(run) == "error: rendezvous: rank 1 did not join within 2 s; check that node, or exclude it"
+    assert error_line(run) == "error: rendezvous: rank 1 did not join within 2 s; check that node, or exclude it"
 
 
-def test_a_shell_of_srun_pty_says_whom_it_waits_for_and_ctrl_c_ends_it(bench: Bench):
-    """`srun --pty -n 4 bash`, and plain python in it: one process, in Slurm's variables the first of four."""
+def test_a_shell_of_srun_pty_names_missing_ranks_and_obeys_ctrl_c(bench: Bench):
+    """Plain python in the shell of `srun --pty -n 4 bash` is one process, but Slurm's variables announce four."""
     slurm = {"SLURM_JOB_ID": 4711, "SLURM_STEP_NUM_TASKS": 4, "SLURM_PROCID": 0, "SLURM_LOCALID": 0}
     slurm |= {"SLURM_STEP_NODELIST": "localhost", "MASTER_PORT": free_port()}
-    before = signs(bench.folder)
+    before = watchdog_folders(bench.folder)
     waiting = bench.start(**slurm)
     text = (
         "waiting for rank 1, rank 2, rank 3 to join (Ctrl-C ends this run); Slurm announces 4 tasks, so in a shell of"
@@ -81,19 +81,19 @@ def test_a_shell_of_srun_pty_says_whom_it_waits_for_and_ctrl_c_ends_it(bench: Be
     os.kill(waiting.pids[0], signal.SIGINT)
     run = waiting.wait()
     assert run.code == 130, run
-    assert signs(bench.folder) == before
+    assert watchdog_folders(bench.folder) == before
 
 
-def test_its_error_names_srun_pty(train):
+def test_the_timeout_error_names_srun_pty(train):
     slurm = {"SLURM_JOB_ID": 4712, "SLURM_STEP_NUM_TASKS": 2, "SLURM_PROCID": 0, "SLURM_LOCALID": 0}
     meet = {"SLURM_STEP_NODELIST": "localhost", "MASTER_PORT": free_port(), "JOIN_TIMEOUT": 2}
     way_out = "in a shell of srun --pty unset SLURM_STEP_NUM_TASKS"
     run = train("pty", code=3, **slurm, **meet)
-    assert the_line(run).startswith("error: rendezvous: rank 1 did not join within 2 s; ")
-    assert the_line(run).endswith(way_out)
+    assert error_line(run).startswith("error: rendezvous: rank 1 did not join within 2 s; ")
+    assert error_line(run).endswith(way_out)
 
 
-def test_a_loss_that_is_no_number_ends_both_ranks(train):
+def test_a_loss_that_is_not_finite_ends_both_ranks(train):
     run = train("nan", ranks=2, code=1, LEARNING_RATE="1e30", SAVE_STRATEGY="no")
     lines = re.findall(r"error: .*", run.log)
     assert [line.partition(";")[0] for line in lines] == ["error: loss: is not finite since step 2 (3 steps in a row)"]

@@ -1,4 +1,4 @@
-"""An experiment's script as a whole, with bash: its knobs reach the run, and its memory log agrees with the process."""
+"""An experiment's script with a real training: its knobs reach the run, and its memory log matches the process."""
 
 import json
 import os
@@ -12,14 +12,14 @@ import torch
 from helpers import NO_KNOBS, REPOSITORY
 from reporting.runs import read_run
 
-# The peak of memory is in the answers to 32 questions at a time, which last long enough for the log
+# Memory peaks while 32 questions are answered at a time, which lasts long enough for the log
 GIVEN = {"EM_F1": "True", "EM_F1_BATCH_SIZE": "32", "EVAL_SIZE": "64", "LOG_INTERVAL": "0.02", "REQUIRE_GPU": "0"}
 GIVEN |= {"TRAIN_SIZE": "12", "NUM_EPOCHS": "1", "MAX_LENGTH": "256", "VOCAB_SIZE": "2048"}
 
 
 @pytest.fixture(scope="module")
 def job(bench, tmp_path_factory) -> tuple[Path, str]:
-    """Folder and output of the custom model's experiment, beside the real code."""
+    """Folder and output of the custom model's experiment, in a copy of experiments/ with links to the code."""
     root = tmp_path_factory.mktemp("job")
     ignored = shutil.ignore_patterns("results", "output", "?pu_memory", "*.out", "site")
     shutil.copytree(REPOSITORY / "experiments", root / "experiments", ignore=ignored)
@@ -30,25 +30,25 @@ def job(bench, tmp_path_factory) -> tuple[Path, str]:
     return folder, bench.run("single_node.slurm", "--learning_rate", "1e-3", script="bash", cwd=folder, **variables).out
 
 
-def test_every_knob_reaches_the_record_from_where_it_is_set(job):
+def test_every_knob_reaches_the_record_from_its_source(job):
     record = json.loads((job[0] / "results/7.json").read_text())
     expected = {"model_name": "custom-gpt", "per_device_train_batch_size": 1, "labels": "answer", "save_strategy": "no"}
-    expected |= {"padding": "longest", "hidden_size": 64, "num_heads": 4, "ff_dim": 128}  # of the site
+    expected |= {"padding": "longest", "hidden_size": 64, "num_heads": 4, "ff_dim": 128}  # set by the site
     expected |= {"eval_size": 64, "train_size": 12, "num_train_epochs": 1, "max_length": 256, "vocab_size": 2048}
-    expected |= {"learning_rate": 1e-3, "weight_decay": 0.01}  # a flag, and a default
+    expected |= {"learning_rate": 1e-3, "weight_decay": 0.01}  # set by a flag and by the default
     assert {flag: record["settings"][flag] for flag in expected} == expected
     assert record["experiment"] == "experiments/custom-model/single_node"
     assert record["knobs"]["label mode"]["effective"] == "answer"
     assert record["knobs"]["global batch"]["effective"] == 4
 
 
-def test_log_and_process_agree_on_the_peak_of_one_process(job):
+def test_cpu_log_and_record_agree_on_the_peak_of_one_process(job):
     folder, output = job
     run = read_run(folder / "results/7.json")
     (counted,) = json.loads((folder / "results/7.json").read_text())["peak_process_mib"]
     said = f"{run.cpu}\n{output[-1000:]}"
-    # as it ends, a process with PyTorch's CUDA build reads in some 100 MiB of libraries, behind its own count
+    # A process with PyTorch's CUDA build loads some 100 MiB of libraries at its end, after it has measured its peak
     assert run.cpu.peak <= (1.15 if torch.version.cuda else 1.05) * counted, said
-    # psrecord, too, waits for a core where other programs compute, and may see less of a short peak
+    # On a busy machine psrecord waits for a core too, and may miss part of a short peak
     assert run.cpu.peak >= (0.8 if os.getloadavg()[0] > 2 * (os.cpu_count() or 1) else 0.95) * counted, said
     assert f"CPU memory: peak {run.cpu.peak:.0f} MiB" in output

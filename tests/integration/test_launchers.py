@@ -1,6 +1,6 @@
-"""Every launcher as a command, and what a run writes into its log and its record.
+"""Every launcher as a command, and the content of a run's log and record.
 
-`python -m torch.distributed.run` is that of the run "bf16_ddp" of the table; all others fork from the tests' server.
+The run "bf16_ddp" of the table uses `python -m torch.distributed.run`. Runs without a launcher fork from the server.
 """
 
 import gzip
@@ -40,8 +40,8 @@ def test_start_up_lines_of_each_rank(run: Finished):
     assert len(set(ports)) == 1
 
 
-def test_bare_srun_variables(bench: Bench, table):
-    """Two processes as srun starts them: no torchrun, ranks only in Slurm's names."""
+def test_ranks_of_bare_srun_read_its_variables(bench: Bench, table):
+    """Two processes have only Slurm's variables, as srun starts them without torchrun."""
     port = free_port()
     slurm = {"SLURM_JOB_ID": 4711, "SLURM_STEP_NUM_TASKS": 2, "SLURM_STEP_TASKS_PER_NODE": 2}
     slurm |= {"SLURM_STEP_NODELIST": "localhost", "MASTER_PORT": port, "BATCH_SIZE": 2}
@@ -55,10 +55,10 @@ def test_bare_srun_variables(bench: Bench, table):
     assert (record["job_id"], record["world_size"], record["status"]) == ("4711", 2, "completed")
     assert ended[0].effective("strategy") == "DDP"
     assert ended[0].losses == pytest.approx(table("plain").losses, abs=1e-4, rel=0)
-    assert "eval_loss" not in ended[1].log, "only rank 0 reports"
+    assert "eval_loss" not in ended[1].log, "only rank 0 logs the loss"
 
 
-def test_launch_py_with_a_profile_of_two_ranks(train):
+def test_launch_py_profiles_two_ranks(train):
     flags = ["--max_steps", 8, "--profile", "--save_strategy", "no", "--deepspeed", "ds_configs/zero1.json"]
     finished = train("profiled", *flags, ranks=2, launcher="launch.py", BATCH_SIZE=2)
     ranks = finished.record["profile"]
@@ -74,11 +74,11 @@ def test_launch_py_with_a_profile_of_two_ranks(train):
         assert found["trace"].endswith(f"rank_{number}.json.gz")
         assert {"forward", "backward", "aten::mm", "gloo:all_reduce"} <= names
     assert "profile of a step" in finished.log
-    # steps 4 to 6 are left out of the steady rate
+    # The steady rate excludes the profiled steps 4 to 6
     assert finished.record["train"]["steady_steps"] == 2
 
 
-def test_the_bandwidth_test_says_what_was_measured_and_decides(train, workplace):
+def test_the_bandwidth_test_reports_its_result_and_rejects_a_slow_network(train, workplace):
     script = {"script": "scripts/measure_bandwidth.py", "ranks": 2}
     done = train("bandwidth", "--output", "bandwidth.json", code=3, MIN_BANDWIDTH=1000, **script)
     result = json.loads((workplace / "bandwidth.json").read_text())
@@ -90,12 +90,12 @@ def test_the_bandwidth_test_says_what_was_measured_and_decides(train, workplace)
     assert line in done.err
 
 
-# What the log and the record say
+# The log and the record
 
 
 @uses("plain", TORCHRUN)
-def test_log_has_the_trainers_own_lines(run: Finished):
-    """The workshop's shell one-liners search for these."""
+def test_log_has_the_trainers_lines(run: Finished):
+    """The workshop's shell one-liners search for these lines."""
     logged = [float(loss) for loss in re.findall(r"\{'eval_loss': '([\d.]+)', 'eval_runtime': '[\d.]+',", run.log)]
     assert logged == pytest.approx(run.losses, rel=1e-3)  # four digits are printed
     assert len(re.findall(r"\{'train_runtime': '[\d.]+', 'train_samples_per_second': '", run.log)) == 1
@@ -107,7 +107,7 @@ def test_log_has_the_trainers_own_lines(run: Finished):
 @uses("plain", "ddp", TORCHRUN, "zero3", "full_shard", "hybrid_shard_2x2")
 def test_log_is_not_flooded_with_warnings(run: Finished):
     assert "Slicing a flattened dim" not in run.log
-    assert "find_unused_parameters" not in run.log, "PyTorch's advice, long and on each rank"
+    assert "find_unused_parameters" not in run.log, "PyTorch's long advice on each rank must not appear"
     assert len([line for line in run.log.splitlines() if "Warning" in line]) < 10
 
 
@@ -121,9 +121,9 @@ def test_record_of_a_finished_run(run: Finished):
     assert record["settings"]["learning_rate"] == 2e-3
     assert [(entry["epoch"], entry["step"]) for entry in record["eval"]] == [(1, 8), (2, 16)]
     train = record["train"]
-    assert record["eval"][-1]["loss"] - 0.5 < train["loss_mean"] < 7.63  # log(2048), what an untrained model has
-    assert train["steady_steps"] == 13, "16 steps, 3 of them to warm up"
-    # the steps alone are faster than the steps with two evaluations and saves
+    assert record["eval"][-1]["loss"] - 0.5 < train["loss_mean"] < 7.63  # an untrained model has log(2048)
+    assert train["steady_steps"] == 13, "3 of the 16 steps are warm-up"
+    # The steady rate excludes the two evaluations and saves
     assert train["steady_samples_per_second"] > train["samples_per_second"] > 0
     assert len(record["peak_process_mib"]) == record["world_size"]
     assert record["missing"]["peak_gpu_memory"] == "no GPU"
@@ -141,7 +141,7 @@ RecordCallback.on_step_end = end
 
 
 def test_record_says_failed_when_another_rank_crashes(train):
-    """The one that writes the record is ended by the launcher, or finds its connection broken."""
+    """Rank 0 writes the record; the launcher ends it, or it fails because its connection is closed."""
     crashed = train("crashed", patch=CRASH, ranks=2, BATCH_SIZE=2, code=1)
     assert (crashed.record["status"], crashed.record["exit_code"]) == ("failed", 1), crashed
 
@@ -154,12 +154,12 @@ def test_save_strategy_no_saves_nothing_and_keeps_its_record(run: Finished):
 
 
 @uses("tracked")
-def test_weights_and_biases_offline_holds_the_documents_names(run: Finished):
+def test_offline_wandb_run_has_the_documented_metric_names(run: Finished):
     pytest.importorskip("wandb")
-    (file,) = (run.folder / "wandb" / run.job_id / "wandb").glob("offline-run-*/*.wandb")  # one run, of rank 0
+    (file,) = (run.folder / "wandb" / run.job_id / "wandb").glob("offline-run-*/*.wandb")  # only rank 0 has a run
     assert f"wandb sync wandb/{run.job_id}/wandb/offline-run-*" in run.log
     means = run.record["callbacks"]
-    # without a GPU the memory and utilisation of the process take the place of the GPU's
+    # Without a GPU, the metrics are the process's memory and utilisation
     names = {"avg_cpu_util_%", "std_cpu_util_%", "avg_process_mem_MB"}
     assert set(means) == names | {"train/samples_per_second_mean", "train/steps_per_second_mean"}
     content = file.read_bytes()

@@ -1,7 +1,7 @@
-"""prefetch.py fills the cache on a machine with network; afterwards a run needs none.
+"""prefetch.py fills the cache on a machine with network, and afterwards a run needs no network.
 
-The Hub is a small server on 127.0.0.1, with one random BLOOM and one data set. All here are commands of their own: the
-libraries read the Hub's address and the cache's folder when they are imported.
+The Hub is a small server on 127.0.0.1 with random BLOOM models and one data set. All runs are separate commands,
+because the libraries read the Hub's address and the cache's folder at import.
 """
 
 import hashlib
@@ -22,18 +22,18 @@ from test_models import small_tokenizer
 
 MODEL, OLD_MODEL, DATASET = "workshop/tiny-hub-bloom", "workshop/old-hub-bloom", "workshop/tiny-hub-squad"
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
-UNREACHABLE = "http://127.0.0.1:9"  # the discard port: nothing listens there
+UNREACHABLE = "http://127.0.0.1:9"  # nothing listens on the discard port
 RUN = {"MODEL_NAME": MODEL, "TRAIN_SIZE": 16, "EVAL_SIZE": 4, "NUM_EPOCHS": 1, "MAX_LENGTH": 512, "PADDING": "longest"}
 
 
 class FakeHub(BaseHTTPRequestHandler):
-    """As much of the Hub's interface as snapshot_download and load_dataset use. `root`: models/, datasets/."""
+    """The part of the Hub's API that snapshot_download and load_dataset use. `root` holds models/ and datasets/."""
 
     root: Path
 
     def do_GET(self) -> None:
         self.rfile.read(int(self.headers.get("Content-Length", 0)))
-        found = self.found(unquote(urlparse(self.path).path))
+        found = self.find_content(unquote(urlparse(self.path).path))
         content = b"{}" if found is None else found
         self.send_response(404 if found is None else 200)
         if found is None:
@@ -47,17 +47,17 @@ class FakeHub(BaseHTTPRequestHandler):
 
     do_HEAD = do_POST = do_GET
 
-    def found(self, path: str) -> bytes | None:
+    def find_content(self, path: str) -> bytes | None:
         api = re.fullmatch(r"/api/(models|datasets)/([^/]+/[^/]+)(?:/(revision|tree|paths-info)/[^/]+/?(.*))?", path)
         if api and (self.root / api[1] / api[2]).is_dir():
-            files = self.files(self.root / api[1] / api[2], api[4] or "")
+            files = self.list_files(self.root / api[1] / api[2], api[4] or "")
             repository = {"id": api[2], "sha": COMMIT, "siblings": files, "tags": [], "private": False, "gated": False}
             return json.dumps({"tree": files, "paths-info": []}.get(api[3], repository)).encode()
         file = re.fullmatch(r"/(datasets/)?([^/]+/[^/]+)/resolve/[^/]+/(.+)", path)
         target = self.root / (file[1] or "models") / file[2] / file[3] if file else self.root
         return target.read_bytes() if target.is_file() else None
 
-    def files(self, repository: Path, folder: str) -> list[dict]:
+    def list_files(self, repository: Path, folder: str) -> list[dict]:
         paths = {str(file.relative_to(repository)): file for file in sorted((repository / folder).rglob("*"))}
         return [
             {"type": "file", "path": name, "rfilename": name, "size": file.stat().st_size, "oid": COMMIT}
@@ -71,7 +71,7 @@ class FakeHub(BaseHTTPRequestHandler):
 
 @pytest.fixture(scope="module")
 def hub(tmp_path_factory):
-    """Address of the server."""
+    """Address of the stand-in for the Hub."""
     root = tmp_path_factory.mktemp("hub")
     tokenizer = small_tokenizer(unk_token="<unk>", bos_token="<s>", eos_token="</s>", pad_token="<pad>")
     config = BloomConfig(vocab_size=len(tokenizer), hidden_size=32, n_layer=2, n_head=2)
@@ -88,7 +88,7 @@ def hub(tmp_path_factory):
 
 
 def write_dataset(folder: Path) -> None:
-    """Rows in the columns of the Hub's squad."""
+    """Write rows with the columns of the Hub's squad."""
     folder.mkdir(parents=True)
     rows = list(read_questions(REPOSITORY / "data" / "squad_sample.json"))
     for row in rows:
@@ -106,12 +106,12 @@ def prefetch(train, hub) -> Callable[..., Finished]:
     return run
 
 
-def test_a_run_needs_no_network_when_all_was_fetched(train, prefetch, tmp_path: Path):
+def test_a_prefetched_run_needs_no_network(train, prefetch, tmp_path: Path):
     home = tmp_path / "login node"
     prefetch("prefetch", home, "--model_name", MODEL, "--dataset", DATASET)
     assert list(home.rglob(f"snapshots/{COMMIT}/*.safetensors"))
     assert not list(home.rglob("*.msgpack"))
-    assert not list(home.rglob("*.bin")), "a second copy of the weights"
+    assert not list(home.rglob("*.bin")), "prefetch.py must not fetch a second copy of the weights"
     nowhere = {"HF_ENDPOINT": UNREACHABLE, "HF_HUB_OFFLINE": "unset"}
     trained = train("from_the_cache", HF_HOME=home, **RUN | {"DATASET": DATASET} | nowhere)
     assert trained.record["status"] == "completed"
@@ -120,12 +120,12 @@ def test_a_run_needs_no_network_when_all_was_fetched(train, prefetch, tmp_path: 
     assert "looking into the local cache only" in trained.log
 
 
-def test_weights_of_an_older_model_are_fetched(prefetch, tmp_path: Path):
+def test_weights_in_an_older_format_are_fetched(prefetch, tmp_path: Path):
     prefetch("old", tmp_path, "--model_name", OLD_MODEL)
     assert list(tmp_path.rglob("snapshots/*/pytorch_model.bin"))
 
 
-def test_prefetch_of_an_unknown_name(prefetch, tmp_path: Path):
+def test_prefetch_rejects_an_unknown_name(prefetch, tmp_path: Path):
     refused = prefetch("unknown", tmp_path, "--model_name", "workshop/no-such-model", code=3)
     assert refused.error.startswith("--model_name: workshop/no-such-model cannot be fetched (")
 
@@ -134,7 +134,7 @@ def test_prefetch_of_an_unknown_name(prefetch, tmp_path: Path):
     ("flag", "missing", "model"),
     [("--model_name", "bigscience/bloom-560m", "bigscience/bloom-560m"), ("--dataset", "squad", "tiny-bloom")],
 )
-def test_neither_network_nor_cache(train, tmp_path: Path, flag: str, missing: str, model: str):
+def test_a_run_without_network_and_cache_is_one_error_line(train, tmp_path: Path, flag: str, missing: str, model: str):
     nowhere = {"HF_HOME": tmp_path / "empty", "HF_ENDPOINT": UNREACHABLE, "HF_HUB_OFFLINE": "unset"}
     refused = train("offline", "--model_name", model, "--dataset", "squad", code=2, **nowhere)
     assert refused.error_lines == [

@@ -1,4 +1,4 @@
-"""preflight.py for real, in a copy of the repository: a sound machine without a GPU, and a broken one."""
+"""preflight.py with its real trainings, in a correct and in a broken copy of the repository without a GPU."""
 
 import re
 import shutil
@@ -25,7 +25,7 @@ def checkout(tmp_path) -> Path:
 
 
 def preflight(bench: Bench, checkout: Path, *flags: str, **options: object) -> tuple[dict[str, str], str]:
-    """The line of each check without its name, and all that was printed."""
+    """Return the line of each check by its name, and the full output."""
     path = f"{Path(sys.executable).parent}:/usr/bin:/bin"
     here = {"SITE": "laptop", "PATH": path, "HF_HOME": checkout.parent / "hf", "HF_HUB_OFFLINE": "unset"}
     how = {"script": "scripts/preflight.py", "launcher": "python", "cwd": checkout}
@@ -38,13 +38,13 @@ def preflight(bench: Bench, checkout: Path, *flags: str, **options: object) -> t
     return {line[6:24].strip(): f"{line[:5]}{line[25:]}" for line in lines}, done.out
 
 
-def test_a_laptop_is_ready_and_nothing_is_left(bench, checkout):
+def test_a_laptop_passes_and_no_file_remains(bench, checkout):
     before = snapshot(*(checkout / name for name in FOLDERS))
     lines, output = preflight(bench, checkout)
     for name in ("plain python", "ZeRO-2", "FSDP full_shard"):
         trained = re.fullmatch(r"ok +2 steps, loss ([0-9.]+), \d+ s with its start", lines[name])
         assert trained, output
-        assert 7 < float(trained[1]) < 9, "an untrained model of 2048 tokens has log(2048), 7.62"
+        assert 7 < float(trained[1]) < 9, "an untrained model with 2048 tokens has log(2048), which is 7.62"
     assert lines["site"].startswith("ok   laptop, Python ")
     assert lines["experiments"].endswith(" would run")
     assert lines["GPUs"].startswith("skip ")
@@ -53,8 +53,8 @@ def test_a_laptop_is_ready_and_nothing_is_left(bench, checkout):
     assert {path.name for path in checkout.iterdir()} == {*FOLDERS, *FILES}
 
 
-def test_all_that_is_broken_is_told_at_once(bench, checkout, tmp_path):
-    """And the log of a training that failed is kept."""
+def test_all_problems_are_reported_at_once(bench, checkout, tmp_path):
+    """preflight.py keeps the log of a failed training."""
     zero2 = checkout / "ds_configs" / "zero2.json"
     zero2.write_text(zero2.read_text().replace('"stage"', '"stge"', 1))
     (checkout / "requirements.txt").write_text("torch==0.1\n")

@@ -1,4 +1,4 @@
-"""Which questions a run reads, in which batches, and which of their tokens count: --labels, --padding, sampling."""
+"""The questions, batches and labels of a run: --labels, --padding, --samples_per_gpu and sampling."""
 
 import json
 import re
@@ -17,23 +17,23 @@ def test_padding_does_not_change_the_loss(run: Finished, table):
 
 
 @uses(*OTHER_BATCHES)
-def test_the_loss_of_few_labels_does_not_depend_on_padding_batches_and_ranks(run: Finished, table):
+def test_loss_of_few_labels_is_independent_of_padding_batches_and_ranks(run: Finished, table):
     assert run.effective("padding") == "longest"
     assert run.losses == pytest.approx(table("answer").losses, abs=TOLERANCE, rel=0), run
 
 
 @uses(*LABELS)
-def test_each_label_mode_has_a_loss_of_its_own(run: Finished, table):
+def test_each_label_mode_has_a_different_loss(run: Finished, table):
     mode = run.job_id.split("_")[0]
     assert run.effective("label mode") == mode
     for mine, sequence in zip(run.losses, table("plain").losses, strict=True):
         assert (abs(mine - sequence) > 100 * TOLERANCE) == (mode != "sequence")
-    if mode == "all":  # padding counts, and is learned at once
+    if mode == "all":  # padding counts, and the model learns it at once
         assert run.losses[-1] < table("plain").losses[-1] - 0.5
 
 
 @uses("tracked")
-def test_samples_per_gpu_makes_the_training_set_grow_with_the_ranks(run: Finished):
+def test_samples_per_gpu_scales_the_training_set_with_the_ranks(run: Finished):
     assert run.record["train_size"] == 40
     assert run.record["knobs"]["train size"] == {"requested": 40, "effective": 40}
     assert run.record["steps_per_epoch"] == 5  # micro batch 2 x accumulation 2 x 2 ranks
@@ -42,11 +42,11 @@ def test_samples_per_gpu_makes_the_training_set_grow_with_the_ranks(run: Finishe
 @pytest.mark.skipif(not XQUAD.exists(), reason=f"{XQUAD} is not here")
 @uses("xquad")
 def test_500_real_questions(run: Finished):
-    """The main job: see `runs.OTHERS` for its sizes."""
+    """`runs.OTHERS` has the sizes of this run."""
     record = run.record
     assert record["status"] == "completed"
     assert (record["train_size"], record["eval_size"], len(run.losses)) == (500, 100, 1)
-    assert record["train"]["loss_last"] < 7  # log(2048) is 7.62, what an untrained model has
+    assert record["train"]["loss_last"] < 7  # an untrained model has log(2048), which is 7.62
     assert 0 <= record["exact_match"] <= record["f1"] <= 100
 
 
@@ -67,20 +67,21 @@ train.load_squad = load_squad
 """
 
 
-def test_group_by_length_puts_like_lengths_together_on_all_ranks(train):
+def test_group_by_length_groups_similar_lengths_on_all_ranks(train):
     flags = ("--train_sampling_strategy", "group_by_length", "--eval_strategy", "no")
     options = {"ranks": 2, "BATCH_SIZE": 2, "NUM_EPOCHS": 2, "PADDING": "longest", "SAVE_STRATEGY": "no"}
     grouped = train("grouped", *flags, patch=PRINT_LENGTHS, **options)
     assert grouped.record["settings"]["train_sampling_strategy"] == "group_by_length"
-    of_rank = [[json.loads(found) for found in re.findall(rf"LENGTHS {rank} (.*)", grouped.log)] for rank in "01"]
-    batches = [first + second for first, second in zip(*of_rank, strict=True)]
+    by_rank = [[json.loads(found) for found in re.findall(rf"LENGTHS {rank} (.*)", grouped.log)] for rank in "01"]
+    batches = [first + second for first, second in zip(*by_rank, strict=True)]
     assert [len(batch) for batch in batches] == [4] * 32
     epochs = batches[:16], batches[16:]
     assert epochs[0] != epochs[1]
     all_lengths = [sorted(length for batch in epoch for length in batch) for epoch in epochs]
     assert all_lengths[0] == all_lengths[1]
-    # 64 lengths from 127 to 194. Longest minus shortest of a batch: 30 in random order, 11 when 16 at a time are sorted
+    # There are 64 lengths from 127 to 194. The mean of longest minus shortest per batch is 30 in random order, and 11
+    # if 16 questions at a time are sorted.
     spread = sum(max(batch) - min(batch) for batch in batches) / len(batches)
     assert spread < 15, batches
-    # all 87,599 questions of SQuAD must not be held in memory as tokens
+    # The tokens must be memory-mapped: all 87,599 questions of SQuAD must not be in memory
     assert grouped.log.count("TABLE MemoryMappedTable MemoryMappedTable\n") == 2

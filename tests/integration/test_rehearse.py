@@ -1,4 +1,4 @@
-"""rehearse.py: as rank 0 of up to 512 ranks the real code holds and sends what the formulas say, and what runs sent."""
+"""rehearse.py runs rank 0 of up to 512 ranks. Its memory and traffic match the formulas, its collectives real runs."""
 
 import json
 import re
@@ -33,7 +33,7 @@ METHODS = {
     "HYBRID_SHARD": (*TINY, *FSDP, "fsdp_configs/hybrid_shard.json"),
     "TP": (*GPT, "--tensor_parallel", 4, "--fsdp"),
 }
-# DeepSpeed goes through all ranks in Python, and takes long for many
+# DeepSpeed loops over all ranks in Python, which is slow for many ranks
 CASES = [(method, gpus) for method in METHODS for gpus in (8, 64, 512)]
 METHODS |= {f"ZeRO-{stage}": (*TINY, "--deepspeed", f"ds_configs/zero{stage}.json") for stage in range(4)}
 CASES += [(f"ZeRO-{stage}", 8) for stage in range(4)]
@@ -52,7 +52,7 @@ def plan(*flags: object) -> Settings:
 
 
 def check_bytes_sent(found: ObservedStep, settings: Settings) -> None:
-    """A message of 8 bytes from each rank, its number of tokens, is in no formula; the model is very small."""
+    """Compare the bytes with the formulas, without the ranks' token counts (8 bytes each), which are in no formula."""
     rehearsed, estimated = (
         command.sent_by_group(each) for each in (found.rings(), rings(trace_shape(settings), settings))
     )
@@ -61,21 +61,21 @@ def check_bytes_sent(found: ObservedStep, settings: Settings) -> None:
 
 
 @pytest.mark.parametrize(("method", "gpus"), CASES)
-def test_rank_0_holds_and_sends_what_the_formulas_say(method, gpus):
+def test_memory_and_traffic_of_rank_0_match_the_formulas(method, gpus):
     settings = plan(*METHODS[method], "--gpus", gpus, "--nodes", gpus // 4)
     found = rehearse(settings)
     check_bytes_sent(found, settings)
     parts = at_peak(estimate_parts(settings))
     estimated = {part.name: part.gpu for part in parts}
-    # With tensor parallelism and FSDP the estimate has its peak in another moment
+    # With tensor parallelism and FSDP, the estimate has its peak at another point of the step
     tolerance = 0.1 if method == "TP" else 0.01
     assert found.at_peak.total() == pytest.approx(sum(part.gpu for part in parts), rel=tolerance)
     assert found.at_most["parameters"] == pytest.approx(estimated["parameters"], rel=0.01)
-    # Adam counts its steps in each parameter's state, with 4 bytes
+    # Adam's state has a step counter of 4 bytes per parameter tensor, which the estimate leaves out
     assert found.at_most["optimizer state"] == pytest.approx(estimated["optimizer state"], rel=0.02)
 
 
-def test_fsdp_gathers_an_embedding_again_that_is_not_the_head(tmp_path):
+def test_fsdp_gathers_an_untied_embedding_again(tmp_path):
     sizes = {"vocab_size": 2048, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2}
     llama = {"model_type": "llama", "num_attention_heads": 4, "tie_word_embeddings": False}
     (tmp_path / "config.json").write_text(json.dumps(llama | sizes))
@@ -83,7 +83,7 @@ def test_fsdp_gathers_an_embedding_again_that_is_not_the_head(tmp_path):
     check_bytes_sent(rehearse(settings), settings)
 
 
-def test_a_collective_that_the_formula_leaves_out_is_noticed():
+def test_a_collective_missing_from_the_formula_is_detected():
     settings = plan(*METHODS["SHARD_GRAD_OP"], "--gpus", 8)
     found = rehearse(settings)
     check_bytes_sent(found, settings)
@@ -94,14 +94,14 @@ def test_a_collective_that_the_formula_leaves_out_is_noticed():
 
 
 def test_a_rehearsal_of_zero_3_does_not_change_later_estimates():
-    """DeepSpeed replaces this function by one that keeps no 16-bit copies of weights for the backward pass."""
+    """DeepSpeed replaces this function. The replacement keeps no 16-bit copies of weights for the backward pass."""
     rehearse(plan(*METHODS["ZeRO-3"], "--gpus", 2))
     assert torch.nn.functional.linear is torch._C._nn.linear
 
 
 @pytest.mark.parametrize("strategy", ["DDP", "FULL_SHARD", "TP 2 x FSDP 2"])
-def test_the_collectives_are_those_of_real_trainings(strategy, tmp_path):
-    """benchmarks/communication.py has counted them, over gloo."""
+def test_rehearsed_collectives_match_real_trainings(strategy, tmp_path):
+    """benchmarks/communication.py has counted the collectives of real trainings over gloo."""
     (tmp_path / "config.json").write_text(json.dumps(communication.CONFIG))
     ranks = communication.RANKS.get(strategy, 2)
     model = (
@@ -128,7 +128,7 @@ def test_the_collectives_are_those_of_real_trainings(strategy, tmp_path):
 
 @pytest.fixture
 def run(monkeypatch, capsys) -> Callable[..., tuple[str, str]]:
-    """Runs the command in this process, and returns its output and its error line."""
+    """Run the command in this process, and return its output and its error line."""
 
     def run(*words: object) -> tuple[str, str]:
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
@@ -142,7 +142,7 @@ def run(monkeypatch, capsys) -> Callable[..., tuple[str, str]]:
     return run
 
 
-def test_the_command_shows_what_was_counted_and_the_formulas(run):
+def test_the_command_shows_counts_and_formulas(run):
     out, _ = run(*TINY, "--gpus", 8, "--nodes", 2, *FSDP, "fsdp_configs/hybrid_shard.json")
     first, *lines = re.sub(" {2,}", "  ", out).splitlines()
     assert (
@@ -151,7 +151,8 @@ def test_the_command_shows_what_was_counted_and_the_formulas(run):
     )
     assert lines[:2] == ["MiB  at the peak  at most  estimated", "parameters  0.22  0.22  0.22"]
     assert "peak: in the phase backward, aten._log_softmax_backward_data.default" in lines
-    # two micro batches: 3 units forward, 2 blocks again backward, and each unit's gradient once
+    # Two micro batches gather 3 units in the forward pass and 2 blocks again in the backward pass. Each unit's gradient
+    # is reduced once.
     assert "forward  all-gather  bfloat16  4 in a node  6  0.92" in lines
     assert "backward  all-gather  bfloat16  4 in a node  4  0.40" in lines
     assert "backward  reduce-scatter  bfloat16  4 in a node  3  0.46" in lines
@@ -163,7 +164,7 @@ def test_the_page_shows_what_the_command_prints(run):
     page = (REPOSITORY / "docs" / "memory.md").read_text()
     words, shown = re.search(r"python scripts/rehearse.py (.*)\n```\n\n```\n(.*?)\n```", page, re.DOTALL).groups()
     out, _ = run(*shlex.split(words))
-    assert out.splitlines()[:-1] == shown.splitlines()[:-1]  # the last line has the seconds
+    assert out.splitlines()[:-1] == shown.splitlines()[:-1]  # the last line holds the time, which varies
 
 
 @pytest.mark.parametrize(
@@ -195,7 +196,7 @@ def test_the_page_shows_what_the_command_prints(run):
         (("--gpus", 8, "--tensor_parallel", 2), "error: --tensor_parallel: 2 of 8 ranks cut the matrices"),
     ],
 )
-def test_mistakes_are_one_line(flags, message, run):
+def test_input_errors_are_one_line(flags, message, run):
     out, line = run(*TINY, *flags)
     assert (out, line.count("\n")) == ("", 1)
     assert line.removeprefix("\r").startswith(message)

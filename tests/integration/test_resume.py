@@ -1,17 +1,17 @@
-"""A killed run goes on from its last complete checkpoint, and ends as if it had never been killed.
+"""A killed run resumes from its last complete checkpoint and has the losses of an undisturbed run.
 
-With plain training, DDP and each moment of a kill: tests/faults.
+tests/faults covers plain training, DDP, and kills at each point of a run.
 """
 
 import json
-from pathlib import Path
 
 import pytest
 
+from bench import complete_marks
 from helpers import REPOSITORY, Finished
 from test_strategies import same_losses
 
-# SIGKILL on every rank while the checkpoint of the second epoch is written, or just after it
+# SIGKILL on every rank, before or after the checkpoint of the second epoch is marked as complete
 KILLED = """
 from training.save_checkpoints import CheckpointCallback
 
@@ -28,39 +28,34 @@ UNMARKED, MARKED = KILLED.format(before="pass"), KILLED.format(before="original(
 RESUME = "--resume_from_checkpoint"
 
 
-def checkpoints(folder: Path) -> dict[str, bool]:
-    """Name of each checkpoint, and whether it is marked as complete."""
-    return {path.name: (path / "complete.json").exists() for path in folder.glob("checkpoint-*")}
-
-
 def tokens(run: Finished) -> dict[str, int]:
     return {name: count for name, count in run.record["train"].items() if name.endswith("_tokens")}
 
 
 def step_losses(run: Finished) -> list[float]:
-    """Training loss of each step, for runs that log each."""
+    """Training loss of each step of a run that logs every step."""
     last = max(run.output.glob("checkpoint-*"), key=lambda path: int(path.name.removeprefix("checkpoint-")))
     history = json.loads((last / "trainer_state.json").read_text())["log_history"]
     return [entry["loss"] for entry in history if "loss" in entry]
 
 
-def test_without_a_value_it_finds_the_checkpoint_of_a_sibling_run(train, workplace, table):
+def test_resume_without_a_value_finds_the_checkpoint_of_a_sibling_run(train, workplace, table):
     family = workplace / "output" / "killed family"
     dead = train("killed", patch=UNMARKED, code=-9, OUTPUT_DIR=f"{family}/killed")
-    assert checkpoints(family / "killed") == {"checkpoint-8": True, "checkpoint-16": False}, dead
+    assert complete_marks(family / "killed") == {"checkpoint-8": True, "checkpoint-16": False}, dead
     resumed = train("resumed", RESUME, OUTPUT_DIR="output/killed family/resumed")
     assert resumed.record["resumed_from"].endswith("killed/checkpoint-8")
     assert resumed.record["status"] == "completed"
     expected = table("plain")
     same_losses(resumed, expected)
     assert [entry["step"] for entry in resumed.record["eval"]] == [8, 16]
-    assert checkpoints(family / "resumed") == {"checkpoint-16": True}
+    assert complete_marks(family / "resumed") == {"checkpoint-16": True}
     assert resumed.record["train"]["loss_last"] == expected.record["train"]["loss_last"]
     assert tokens(resumed) == tokens(expected)
 
 
-def test_sequences_are_grouped_the_same_way_after_a_checkpoint_on_any_number_of_ranks(train):
-    """A run that resumes in the middle of the second epoch trains on the questions that are left of that epoch."""
+def test_group_by_length_resumes_with_the_same_order_on_any_rank_count(train):
+    """A run that resumes in the middle of the second epoch trains on the rest of that epoch's questions."""
     settings = {"SAMPLING": "group_by_length", "PADDING": "longest", "LOSS": "chunked", "GRAD_ACC": 1}
     settings |= {"TRAIN_SIZE": 40, "EVAL_SIZE": 8}
     flags = ["--save_strategy", "steps", "--save_steps", 15, "--save_total_limit", 9, "--logging_steps", 1]
@@ -70,7 +65,7 @@ def test_sequences_are_grouped_the_same_way_after_a_checkpoint_on_any_number_of_
         resumed = train(f"regrouped_{ranks}", *resume, ranks=ranks, **settings | {"BATCH_SIZE": 4 // ranks})
         assert resumed.effective("sampling") == "group_by_length"
         assert tokens(resumed)["real_tokens"] == tokens(whole)["real_tokens"]
-        rounding = 0 if ranks == 1 else 1e-5  # several ranks add in another order
+        rounding = 0 if ranks == 1 else 1e-5  # several ranks add gradients in another order
         assert resumed.losses == pytest.approx(whole.losses, abs=rounding, rel=0), ranks
         assert step_losses(resumed) == pytest.approx(step_losses(whole), abs=rounding, rel=0), ranks
 
@@ -79,7 +74,7 @@ def test_zero2_on_two_ranks_skips_a_truncated_checkpoint(train, table):
     flags = ("--deepspeed", "ds_configs/zero2.json")
     options = {"ranks": 2, "BATCH_SIZE": 2}
     dead = train("zero2_killed", *flags, "--save_total_limit", 2, patch=MARKED, code=-9, **options)
-    assert checkpoints(dead.output) == {"checkpoint-8": True, "checkpoint-16": True}, dead
+    assert complete_marks(dead.output) == {"checkpoint-8": True, "checkpoint-16": True}, dead
     shards = sorted(dead.output.glob("checkpoint-16/global_step16/*optim_states.pt"))
     assert len(shards) == 2, "one optimizer share per rank"
     content = shards[1].read_bytes()
@@ -90,17 +85,17 @@ def test_zero2_on_two_ranks_skips_a_truncated_checkpoint(train, table):
     same_losses(resumed, table("zero2"))
     assert tokens(resumed) == tokens(table("plain"))
     assert resumed.record["status"] == "completed"
-    assert checkpoints(resumed.output) == {"checkpoint-16": True}, "written again, and the older one removed"
+    assert complete_marks(resumed.output) == {"checkpoint-16": True}, "checkpoint-16 is written again, 8 is removed"
 
 
-def test_sharded_checkpoints_of_fsdp_resume_and_the_model_is_whole(train, workplace, table):
-    """Which the Trainer alone could not turn into a model at the end."""
+def test_sharded_fsdp_checkpoints_resume_and_the_model_is_complete(train, workplace, table):
+    """The Trainer by itself cannot save a complete model from sharded checkpoints at the end."""
     content = json.loads((REPOSITORY / "fsdp_configs" / "full_shard.json").read_text())
     (workplace / "sharded.json").write_text(json.dumps(content | {"state_dict_type": "SHARDED_STATE_DICT"}))
     flags = ("--fsdp", "--fsdp_config", "sharded.json")
     options = {"ranks": 2, "BATCH_SIZE": 2}
     dead = train("sharded_killed", *flags, patch=UNMARKED, code=-9, **options)
-    assert checkpoints(dead.output) == {"checkpoint-8": True, "checkpoint-16": False}, dead
+    assert complete_marks(dead.output) == {"checkpoint-8": True, "checkpoint-16": False}, dead
     assert list((dead.output / "checkpoint-8").glob("pytorch_model_fsdp_0/*.distcp")), "one file per rank"
     resumed = train("sharded_resumed", *flags, RESUME, dead.output, **options)
     assert resumed.effective("checkpoint format") == "SHARDED_STATE_DICT"

@@ -1,4 +1,4 @@
-"""No secret of the environment gets into what a run leaves: records, logs, checkpoints, trackers, a traceback."""
+"""No secret of the environment gets into a run's records, logs, checkpoints, trackers or tracebacks."""
 
 import base64
 import importlib.util
@@ -7,10 +7,10 @@ import pytest
 import torch
 
 from bench import Bench
-from canaries import CANARIES, leaks
+from canaries import CANARIES, find_leaks
 from helpers import TINY
 
-# Behind the first checkpoint
+# Crash after the first checkpoint
 CRASH = """
 from training.save_checkpoints import CheckpointCallback
 
@@ -35,13 +35,13 @@ def test_no_file_of_a_run_that_fails_holds_a_secret(server, tmp_path):
     assert failed.record["status"] == "failed"
     assert (failed.output / "checkpoint-8" / "training_args.bin").is_file()
     assert TRACKER == "none" or list(folder.glob("wandb/canaries/wandb/offline-run-*/*.wandb"))
-    assert leaks(tmp_path) == []
+    assert find_leaks(tmp_path) == []
 
 
 @pytest.mark.parametrize("before", range(3))
-def test_the_search_finds_them(tmp_path, before):
+def test_the_search_finds_planted_secrets(tmp_path, before):
     secret = CANARIES["DB_PASSWORD"]
     torch.save({"token": CANARIES["HF_TOKEN"]}, tmp_path / "training_args.bin")
     (tmp_path / "log").write_text(f"{'x' * before}password={secret}\n")
     (tmp_path / "header").write_bytes(base64.b64encode(f"{'x' * before}:{secret}".encode()))
-    assert leaks(tmp_path) == ["DB_PASSWORD in header", "DB_PASSWORD in log", "HF_TOKEN in training_args.bin"]
+    assert find_leaks(tmp_path) == ["DB_PASSWORD in header", "DB_PASSWORD in log", "HF_TOKEN in training_args.bin"]

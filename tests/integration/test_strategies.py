@@ -1,4 +1,4 @@
-"""Plain Trainer, DDP, every DeepSpeed config and every strategy of FSDP train the same model, and save it whole."""
+"""Plain Trainer, DDP, every DeepSpeed config and every FSDP strategy train and save the same model."""
 
 import ast
 import json
@@ -9,7 +9,7 @@ import torch
 from datasets import Dataset
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-import custom_model  # noqa: F401  (makes the Auto classes know it)
+import custom_model  # noqa: F401  (registers the model with the Auto classes)
 from config import DEFAULTS
 from data_loader import read_questions, tokenise_batch
 from helpers import REPOSITORY, TINY, Finished
@@ -33,14 +33,14 @@ from settings.settings import settings_of
 from training.checks_before_training import bytes_to_save
 from training.find_checkpoints import forbid_code_in_checkpoints, refuse_code_in
 
-TOLERANCE = 1e-4  # what the order of fp32 additions may change; a lost gradient changes far more
-BF16_TOLERANCE = 2e-4  # of the loss itself: FSDP rounds a loss of 7.62 to 7.625 in bf16
+TOLERANCE = 1e-4  # allows another order of fp32 additions; a lost gradient changes the loss far more
+BF16_TOLERANCE = 2e-4  # relative, and less than the error if FSDP rounds the loss to bf16: 7.62 becomes 7.625
 
 
 def same_losses(run: Finished, expected: Finished) -> None:
-    assert expected.losses[0] - expected.losses[1] > 0.05, "the loss hardly moves, so that equal losses prove nothing"
+    assert expected.losses[0] - expected.losses[1] > 0.05, "equal losses prove nothing if the loss hardly moves"
     assert run.losses == pytest.approx(expected.losses, abs=TOLERANCE, rel=0), run
-    # the steps after the last log too: 16 steps, logged every 5th
+    # The mean includes the steps after the last log entry: 16 steps are logged every 5th step
     train_loss = expected.record["train"]["loss_mean"]
     assert run.record["train"]["loss_mean"] == pytest.approx(train_loss, abs=10 * TOLERANCE)
 
@@ -51,13 +51,13 @@ def test_every_epoch_has_the_eval_loss_of_the_plain_trainer(run: Finished, table
 
 
 @uses(*SDPA)
-def test_attention_without_its_scores_trains_as_with_them(run: Finished, table):
+def test_sdpa_has_the_losses_of_eager_attention(run: Finished, table):
     assert (run.effective("attention"), table("plain").effective("attention")) == ("sdpa", "eager")
     same_losses(run, table("plain"))
 
 
 @uses(*CHUNKED, pytest.param("compiled", marks=needs_compiler))
-def test_the_loss_without_logits_is_the_loss_with_them_also_compiled(run: Finished, table):
+def test_chunked_loss_has_the_losses_of_full_logits(run: Finished, table):
     assert (run.effective("loss"), table("plain").effective("loss")) == ("chunked", "full")
     assert run.effective("compiled") is (run.job_id == "compiled")
     same_losses(run, table("plain"))
@@ -72,54 +72,58 @@ def test_the_custom_gpt_trains_as_bloom_does(run: Finished, table):
 
 
 @uses(*TENSOR_PARALLEL)
-def test_a_model_cut_over_the_ranks_trains_as_a_whole_one(run: Finished, table):
+def test_tensor_parallelism_has_the_losses_of_one_rank(run: Finished, table):
     same_losses(run, table("gpt_plain"))
     groups, size = {"tp2": (1, 2), "tp4": (1, 4), "tp2_fsdp2": (2, 2)}[run.job_id]
     expected = {
         "strategy": "TP" if groups == 1 else "TP x FSDP2",
         "mesh": f"{groups} x {size}",
-        "cut parameters": 21,  # the vocabulary, and in both blocks 6 weights and 4 biases of those cut by outputs
+        # The embedding, and in each of the two blocks 6 weights and the 4 biases of the layers sharded by outputs
+        "cut parameters": 21,
         "world size": groups * size,
         "global batch": 8,
     }
     assert {knob: run.effective(knob) for knob in expected} == expected
-    # 16,896 of 165,376 parameters are whole in a group: positions, norms, biases behind the matrices cut by inputs
+    # Each rank of a group holds these parameters in full: positions, norms, biases of the layers sharded by inputs
     whole = 512 * 64 + 5 * 2 * 64 + 2 * 2 * 64
     share = (whole + (run.record["parameters"] - whole) / size) / groups / run.record["parameters"]
     assert run.effective("local parameter share") == pytest.approx(share, abs=1e-4)
     assert f"tokens.weight: ({1024 // (size * groups)}, 64) of (1024, 64) are on rank 0\n" in run.log
     assert "--tensor_parallel writes no checkpoints: a stop ends this run at once, and it is lost\n" in run.log
     assert not list(run.output.glob("checkpoint-*"))
-    # all ranks of a group count the same tokens and questions
+    # The ranks of a group compute the same tokens, which must count once
     tokens = table("gpt_plain").record["train"]["real_tokens"]
     assert run.record["train"]["real_tokens"] == tokens
 
 
 @uses("qwen_tp2_fsdp2")
-def test_a_qwen_cut_over_the_ranks_trains_as_a_whole_one(run: Finished, table):
+def test_tensor_parallel_qwen_has_the_losses_of_one_rank(run: Finished, table):
     same_losses(run, table("qwen_plain"))
     assert run.effective("strategy") == "TP x FSDP2"
 
 
-@pytest.mark.skipif(not cpu_has_bf16(), reason="this CPU has no bf16 of its own")
+@pytest.mark.skipif(not cpu_has_bf16(), reason="this CPU has no bf16 instructions")
 @uses(*IN_BF16)
 def test_bf16(run: Finished, table):
     assert run.record["knobs"]["precision"] == {"requested": "bf16", "effective": "bf16"}
     assert re.search(r"^precision +bf16 +bf16$", run.log, re.MULTILINE), run
     differences = [abs(a - b) for a, b in zip(run.losses, table("plain").losses, strict=True)]
     assert max(differences) < 0.1
-    # bf16 keeps 8 bits: the very losses of fp32 would mean that fp32 ran
+    # bf16 has 8 significant bits, so losses equal to those of fp32 would mean that the run used fp32
     assert max(differences) > 1e-6
     if run.job_id == "bf16_full_shard":
         ddp = table("bf16_ddp")
         assert run.losses == pytest.approx(ddp.losses, rel=BF16_TOLERANCE)
-        for name in ("loss_mean", "loss_last"):  # of a step, where a rounded number of tokens does not average out
+        for name in (
+            "loss_mean",
+            "loss_last",
+        ):  # an error from a rounded number of tokens does not average out here
             assert run.record["train"][name] == pytest.approx(ddp.record["train"][name], rel=BF16_TOLERANCE)
     weights = AutoModelForCausalLM.from_pretrained(run.output, dtype="auto")
     assert weights.dtype == (torch.bfloat16 if run.job_id == "bf16_zero2" else torch.float32)
 
 
-# 1. What the audit says of them
+# 1. The audit
 
 
 @uses(*CONFIGS, PYTHON)
@@ -148,7 +152,7 @@ def test_deepspeed_runs_what_its_config_says(run: Finished):
 
 
 def banner(run: Finished) -> dict[str, str]:
-    """The lines between the first and the last ruler of DeepSpeed's banner, which must stand in the log once."""
+    """The lines between the rulers of the DeepSpeed banner, which must appear in the log once."""
     lines = run.log.splitlines()
     titles = [i for i, line in enumerate(lines) if "Initialization Complete" in line]
     assert len(titles) == 1, run
@@ -157,9 +161,9 @@ def banner(run: Finished) -> dict[str, str]:
 
 
 @uses(*FSDP)
-def test_fsdp_runs_its_strategy_its_units_and_the_share_of_each_rank(run: Finished):
+def test_fsdp_runs_with_the_requested_strategy_units_and_shards(run: Finished):
     ranks, replicas = (4, 2) if run.job_id == "hybrid_shard_2x2" else (2, 1)
-    # on one node hybrid_shard has nothing to replicate
+    # On one node, hybrid_shard does not replicate
     names = {"shard_grad_op": "FSDP2 SHARD_GRAD_OP", "hybrid_shard_2x2": "FSDP2 HYBRID_SHARD"}
     expected = {
         "strategy": names.get(run.job_id, "FSDP2 FULL_SHARD"),
@@ -172,7 +176,7 @@ def test_fsdp_runs_its_strategy_its_units_and_the_share_of_each_rank(run: Finish
         "world size": ranks,
     }
     assert {knob: run.effective(knob) for knob in expected} == expected
-    # what accelerate wraps besides the blocks
+    # accelerate wraps these modules in addition to the blocks
     assert "and BloomForCausalLM, Embedding, LayerNorm, Linear\n" in run.log
 
 
@@ -195,11 +199,11 @@ def test_audit_shows_batch_and_steps(run: Finished):
     assert re.search(r"^global batch +8 +8 +micro batch x accumulation x world size$", run.log, re.MULTILINE), run
 
 
-# 2. What they save
+# 2. The saved model and checkpoints
 
 
 @uses(*STRATEGIES, *CUSTOM, *TENSOR_PARALLEL)
-def test_saved_model_is_whole_and_has_the_last_eval_loss(run: Finished):
+def test_saved_model_is_complete_and_has_the_last_eval_loss(run: Finished):
     model, info = AutoModelForCausalLM.from_pretrained(run.output, dtype=torch.float32, output_loading_info=True)
     assert not any(info.values()), info
     assert sum(p.numel() for p in model.parameters()) == run.record["parameters"]
@@ -208,12 +212,12 @@ def test_saved_model_is_whole_and_has_the_last_eval_loss(run: Finished):
 
 @torch.no_grad()
 def eval_loss(model, tokenizer) -> float:
-    """The mean over all tokens of the runs' evaluation questions."""
+    """Mean loss over all tokens of the runs' evaluation questions."""
     rows = list(read_questions(REPOSITORY / TINY["DATASET"], "held out"))
     chosen = Dataset.from_list(rows).shuffle(seed=42).select(range(int(TINY["EVAL_SIZE"])))
     losses = []
     model.eval()
-    # one by one, so that padding cannot matter
+    # One question at a time needs no padding
     for ids in tokenise_batch(chosen[:], tokenizer, int(TINY["MAX_LENGTH"]), "sequence")["input_ids"]:
         logits = model(torch.tensor([ids])).logits[0, :-1]
         losses.append(-logits.log_softmax(-1).gather(1, torch.tensor(ids[1:])[:, None]))
@@ -221,8 +225,8 @@ def eval_loss(model, tokenizer) -> float:
 
 
 @uses("plain", "ddp", "zero0", "zero2", "zero3", "full_shard", "bf16_zero2")
-def test_a_checkpoint_is_as_large_as_was_expected(run: Finished):
-    """Of the files that hold tensors: in a real model the others are nothing."""
+def test_a_checkpoint_has_the_estimated_size(run: Finished):
+    """Only files with tensors count, because the other files are negligible for a real model."""
     folder = next(run.output.glob("checkpoint-*"))
     files = [path for kind in ("*.pt", "*.bin", "*.safetensors") for path in folder.rglob(kind)]
     settings = settings_of(DEFAULTS | run.record["settings"])
@@ -233,17 +237,17 @@ def test_a_checkpoint_is_as_large_as_was_expected(run: Finished):
 
 
 @uses("plain", "zero1", "zero2", "zero2_cpu_offload", "zero3", "full_shard", "bf16_zero2")
-def test_no_file_of_its_checkpoint_is_taken_for_code(run: Finished, monkeypatch):
-    monkeypatch.setenv("TORCH_FORCE_WEIGHTS_ONLY_LOAD", "1")  # so that it is unset again
+def test_a_checkpoint_holds_no_file_that_could_run_code(run: Finished, monkeypatch):
+    monkeypatch.setenv("TORCH_FORCE_WEIGHTS_ONLY_LOAD", "1")  # monkeypatch unsets it after the test
     (checkpoint,) = run.output.glob("checkpoint-*")
     forbid_code_in_checkpoints(with_deepspeed=True)
     refuse_code_in(checkpoint)
 
 
-# 3. What they wait for
+# 3. Waiting for the GPU
 
-# Notes which function reads a number out of a tensor while the model trains: on a GPU it waits there for all that was
-# started before
+# Record which functions read a number from a tensor during training. On a GPU, such a function waits for all earlier
+# kernels.
 READING = """
 import atexit, collections, traceback
 import torch
@@ -257,7 +261,7 @@ READING_OPERATORS = {aten._local_scalar_dense.default, aten.nonzero.default, ate
 
 def note_reader():
     callers = [frame for frame in traceback.extract_stack() if "/torch/" not in frame.filename]
-    readers[callers[-3].name] += 1  # the last two are here
+    readers[callers[-3].name] += 1  # the last two callers are functions of this patch
 
 
 class Reading(TorchDispatchMode):
@@ -272,7 +276,7 @@ def tolist(tensor, original=torch.Tensor.tolist):
     return original(tensor)
 
 
-torch.Tensor.tolist = tolist  # on the CPU it calls no operator
+torch.Tensor.tolist = tolist  # on the CPU, tolist calls no operator
 
 
 def watched(*args, original=WorkshopTrainer._inner_training_loop, **kwargs):
@@ -290,11 +294,11 @@ atexit.register(lambda: print("read by", dict(readers)))
     [
         ("tiny-bloom", "full", {}),
         ("custom-gpt", "full", {}),
-        # each step counts its labels; the first micro batch checks the model's output
+        # Each step counts its labels, and the first micro batch checks the model's output
         ("tiny-bloom", "chunked", {"add_label_counts": 2, "loss_function": 1}),
     ],
 )
-def test_no_micro_batch_waits_for_the_gpu(train, model, loss, reads_of_loss):
+def test_moving_a_micro_batch_does_not_wait_for_the_gpu(train, model, loss, reads_of_loss):
     sizes = GPT_SIZES | {"VOCAB_SIZE": 2048, "TOKENIZER_NAME": "tiny-bloom"} if model == "custom-gpt" else {}
     few = {"TRAIN_SIZE": 8, "EVAL_SIZE": 4, "NUM_EPOCHS": 1, "BATCH_SIZE": 1, "GRAD_ACC": 4, "SAVE_STRATEGY": "no"}
     words = ("--eval_strategy", "no", "--logging_steps", 9)
@@ -303,9 +307,9 @@ def test_no_micro_batch_waits_for_the_gpu(train, model, loss, reads_of_loss):
     (line,) = [line for line in run.log.splitlines() if line.startswith("read by ")]
     assert ast.literal_eval(line.removeprefix("read by ")) == {
         "__iter__": 3,  # accelerate's data loader: the seed and the order of the epoch
-        "check": 2,  # is the loss finite? Behind a step that is logged, and behind the epoch
-        "_maybe_log_save_evaluate": 2,  # the line of the log: loss, norm of the gradients
+        "check": 2,  # checks that the loss is finite, after a logged step and after the epoch
+        "_maybe_log_save_evaluate": 2,  # the log line: loss and gradient norm
         "_finalize_training": 1,  # the mean of all losses
-        "all_tokens": 3,  # when the training has ended
+        "all_tokens": 3,  # at the end of the training
         **reads_of_loss,
     }

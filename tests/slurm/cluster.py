@@ -1,15 +1,15 @@
-"""Run a real multi-node Slurm on this one machine, for the tests and for trying out job scripts (as root).
+"""Run a real multi-node Slurm on one machine, for the tests and for trying out job scripts (as root).
 
-    eval "$(python tests/slurm/cluster.py up --nodes 2)"   # a second, the first time apt-get installs Slurm
+    eval "$(python tests/slurm/cluster.py up --nodes 2)"   # a second; the first time, apt-get installs Slurm
     sinfo; sbatch my.slurm; squeue                         # this shell is now the cluster's login node
-    python tests/slurm/cluster.py down                     # leaves nothing behind
+    python tests/slurm/cluster.py down                     # removes everything
 
-Each host is a set of Linux namespaces (network, host name, mounts, processes) under one `unshare`: `switch`
-holds the network bridge and munged, `ctl` runs slurmctld, `node1`, `node2`, ... run slurmd. They share this
-machine's files, /tmp included, as a cluster shares its home directories, and reach each other and the login
-node, not the outside world. GPUs, CPUs and memory are claims that Slurm schedules by; nothing enforces them.
-Each node's /etc/hosts is as Debian's installer leaves it: its own name, with a domain that the other nodes do
-not know, means loopback.
+Each host is a set of Linux namespaces (network, host name, mounts, processes) under one `unshare`. `switch` holds
+the network bridge and munged, `ctl` runs slurmctld, and `node1`, `node2`, ... run slurmd. All hosts share this
+machine's files, including /tmp, as a cluster shares home directories. They can reach each other and the login node,
+but no other machine. Slurm schedules by the configured GPUs, CPUs and memory, and nothing enforces the limits.
+Each node's /etc/hosts is as Debian's installer writes it: the node's own name, with a domain that the other nodes
+do not know, resolves to loopback.
 """
 
 import argparse
@@ -28,12 +28,12 @@ import time
 from pathlib import Path
 
 DEFAULT_STATE = "/tmp/slurm-ws"
-RECORD = "slurm-test-cluster.json"  # the file that makes a directory a cluster's, and lists its processes
-# What each node claims to have
+RECORD = "slurm-test-cluster.json"  # the file that marks a cluster's directory and lists its processes
+# Resources in the configuration of each node
 GPUS = 8
 CPUS = 64
 MEMORY_MB = 512000
-DOMAIN = "workshop.test"  # behind a node's own name, in its own /etc/hosts
+DOMAIN = "workshop.test"  # follows a node's own name in its own /etc/hosts
 PATH = os.environ.get("PATH", "") + ":/usr/sbin:/usr/bin:/sbin:/bin"
 PACKAGES = ("slurm-wlm", "munge", "iproute2", "util-linux", "mount", "hostname")
 TOOLS = ("munged", "slurmctld", "slurmd", "sbatch", "ip", "unshare", "nsenter", "mount", "hostname")
@@ -41,9 +41,9 @@ MUNGE_FILES = ("key-file", "seed-file", "pid-file", "log-file", "socket")
 UNSHARE = ("unshare", "--net", "--uts", "--mount", "--pid", "--fork", "--kill-child=KILL", "--mount-proc")
 FINAL = {"COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "OUT_OF_MEMORY", "PREEMPTED", "DEADLINE"}
 
-# Process 1 of a host; arguments: host, hosts file, address, daemon. It reports that the namespaces are there
-# and waits for its cable: if we die before its pid is on record, it reads the end of the pipe and goes too.
-# It outlives its daemon and reaps orphans, as a real machine's does.
+# Process 1 of a host. Its arguments are host, hosts file, address and daemon. It reports that its namespaces exist and
+# waits for its network cable. If this program dies before it records the host's pid, the pipe closes and process 1
+# ends. Process 1 outlives its daemon and reaps orphans, as on a real machine.
 INIT = """
 set -e
 hostname "$0"; mount --bind "$1" /etc/hosts; mount -t tmpfs -o mode=1777 tmpfs /dev/shm; ip link set lo up
@@ -53,18 +53,18 @@ if [ "$0" != switch ]; then ip addr add "$2/24" dev eth0; ip link set eth0 up; $
 set +e; while :; do wait; sleep 1; done
 """
 
-# Without cgroups Slurm takes the descendants of slurmstepd for a step's processes. One whose parent has ended
-# would move to process 1, survive scancel and keep the job COMPLETING until the node drains. As a subreaper
-# (prctl 36) slurmstepd adopts such orphans, so they end with the step.
+# Without cgroups, Slurm treats the descendants of slurmstepd as the processes of a step. An orphan would move to
+# process 1, survive scancel and keep the job COMPLETING until the node drains. This wrapper makes slurmstepd a
+# subreaper (prctl 36), which adopts orphans, so that they end with the step.
 SLURMSTEPD = """#!/bin/sh
 exec {python} -ISc 'import ctypes, os, sys
 ctypes.CDLL(None).prctl(36, 1, 0, 0, 0)
 os.execvp("slurmstepd", ["slurmstepd", *sys.argv[1:]])' "$@"
 """
 
-# cred_expire: a requeued job can start that many seconds later (by default 120). config_overrides: believe
-# the nodes' claims, not the machine. KillWait: as long as ranks may need to save behind SIGTERM on a slow machine.
-# MinJobAge: `scontrol show job` knows finished jobs for a day.
+# cred_expire: seconds before a requeued job can start (120 by default). config_overrides: use the configured
+# resources of the nodes, not the machine's. KillWait: time that ranks may need to save after SIGTERM on a slow machine.
+# MinJobAge: `scontrol show job` shows finished jobs for a day.
 SLURM_CONF = """
 ClusterName=workshop
 SlurmctldHost=ctl({net}.253)
@@ -91,27 +91,27 @@ PartitionName=main Nodes=ALL Default=YES MaxTime=INFINITE DefMemPerCPU={memory_p
 
 
 class ClusterError(RuntimeError):
-    """The cluster, or a command of its, failed; the message holds the command's own words."""
+    """A failure of the cluster or of one of its commands. The message holds the command's output."""
 
 
 def run(argv, cwd=None, env=None, check=True, timeout=60):
-    """Run argv for at most timeout seconds and return the CompletedProcess, with text output.
+    """Run argv for at most timeout seconds and return the CompletedProcess with text output.
 
-    Raises ClusterError when it takes longer or, with check, when it fails.
+    Raises ClusterError if the command takes longer or, with check, if it fails.
     """
     argv, env = [str(word) for word in argv], env or {**os.environ, "PATH": PATH}
     kept = {"capture_output": True, "text": True, "errors": "replace"}
     try:
         done = subprocess.run(argv, cwd=cwd, env=env, timeout=timeout, check=False, **kept)
     except subprocess.TimeoutExpired as late:
-        raise ClusterError(f"no end after {timeout} s: {shlex.join(argv)}") from late
+        raise ClusterError(f"still running after {timeout} s: {shlex.join(argv)}") from late
     if check and done.returncode != 0:
         raise ClusterError(f"exit code {done.returncode}: {shlex.join(argv)}\n{done.stderr}{done.stdout}")
     return done
 
 
 def start_time(pid):
-    """Start time of a process in clock ticks since boot; None when it is gone or a zombie."""
+    """Start time of a process in clock ticks since boot; None if the process has ended or is a zombie."""
     try:
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2].split()
     except (FileNotFoundError, ProcessLookupError):
@@ -120,17 +120,17 @@ def start_time(pid):
 
 
 def missing():
-    """The programs that a cluster needs and this machine lacks, as one string."""
+    """Names of the programs that a cluster needs and this machine lacks, as one string."""
     return " ".join(tool for tool in TOOLS if not shutil.which(tool, path=PATH))
 
 
 def install():
-    """Install what is missing by apt-get; raises ClusterError when something is missing afterwards."""
+    """Install missing programs with apt-get. Raises ClusterError if a program is still missing afterwards."""
     if not missing():
         return
     if os.geteuid() != 0 or not shutil.which("apt-get", path=PATH):
         raise ClusterError(f"missing: {missing()}; installing needs root and apt-get")
-    policy = Path("/usr/sbin/policy-rc.d")  # Debian's way to start no services: we run daemons of our own
+    policy = Path("/usr/sbin/policy-rc.d")  # prevents Debian from starting services: the cluster runs its own daemons
     ours = not policy.exists()
     try:
         if ours:
@@ -144,13 +144,13 @@ def install():
     finally:
         if ours:
             policy.unlink(missing_ok=True)
-    if missing():  # apt's exit code does not count: post-install scripts may fail where there is no systemd
+    if missing():  # ignore apt's exit code, because post-install scripts may fail without systemd
         words = (done.stderr.strip().splitlines() or ["no message"])[-1]
         raise ClusterError(f"missing after apt-get install: {missing()}; {words}")
 
 
 def unavailable():
-    """Why no cluster can run here, in one line, or None; installs Slurm when it is missing and can be."""
+    """Return in one line why no cluster can run here, or None. Installs Slurm first if it is missing."""
     if os.geteuid() != 0:
         return "not root"
     if not Path("/etc/debian_version").exists():
@@ -159,42 +159,42 @@ def unavailable():
         install()
     except ClusterError as error:
         return " ".join(str(error).split())
-    # what a host needs: namespaces, both kinds of network device, mounts, device files
+    # A host needs namespaces, both kinds of network device, mounts and device files
     probe = "ip link add v1 type veth && ip link add b1 type bridge && mount -t tmpfs tmpfs /dev/shm"
     tried = run([*UNSHARE, "sh", "-c", f"{probe} && mknod /dev/shm/null c 1 3"], check=False)
     return f"namespaces not permitted: {' '.join(tried.stderr.split())}" if tried.returncode else None
 
 
 class Cluster:
-    """A Slurm cluster of some nodes, with all its files and logs in state_dir; clusters in different ones do not meet.
+    """A Slurm cluster with all its files and logs in state_dir. Clusters with different directories are independent.
 
-    With owner, a pid, the cluster belongs to that process: once it is dead, the next up() of a cluster in the same
-    parent directory takes this one down. Raises ClusterError for a path that Slurm cannot take: it goes into names
-    of sockets (at most 107 bytes) and, without quotes, into configuration lines.
+    With owner, a pid, the cluster belongs to that process: after its end, the next up() of a cluster in the same
+    parent directory takes this cluster down. Raises ClusterError for a path that Slurm cannot use: the path is part
+    of socket names (at most 107 bytes) and, without quotes, of configuration lines.
     """
 
     def __init__(self, state_dir=DEFAULT_STATE, nodes=2, owner=None):
         self.state = Path(state_dir).resolve()
         self.nodes = [f"node{number + 1}" for number in range(nodes)]
         if not re.fullmatch(r"/[\w./-]{1,59}", str(self.state), re.ASCII):
-            raise ClusterError(f"--state: over 60 or odd characters; choose one like {DEFAULT_STATE}")
+            raise ClusterError(f"--state: has over 60 or special characters; choose a path like {DEFAULT_STATE}")
         self.owner = owner and (owner, start_time(owner))
-        self._children = {}  # kept to be reaped
+        self._children = {}  # kept so that they can be reaped
         self._hash = hashlib.sha256(str(self.state).encode()).digest()
         self._mac = "02:" + self._hash[:5].hex(":")
 
     @property
     def env(self):
-        """Environment of a login-node shell: this process's, with this cluster's Slurm settings alone."""
+        """Environment of a login node's shell: this process's variables, but only this cluster's Slurm settings."""
         foreign = ("SLURM_", "SBATCH_", "SRUN_", "SALLOC_", "SQUEUE_", "SINFO_", "SCANCEL_")
         kept = {name: value for name, value in os.environ.items() if not name.startswith(foreign)}
         return {**kept, "PATH": PATH, "SLURM_CONF": f"{self.state}/etc/slurm.conf"}
 
     def up(self):
-        """Start the cluster and return when every node takes jobs; a whole one is left as it is.
+        """Start the cluster and return when every node accepts jobs. A running cluster stays unchanged.
 
-        What a killed run left, here or beside this under a dead owner, is cleaned first. Raises ClusterError,
-        with the ends of the logs, when it does not start or already runs with another number of nodes.
+        First remove the remains of a killed run in this directory, and of dead owners' clusters next to it. Raises
+        ClusterError with the ends of the logs if the cluster does not start or runs with another number of nodes.
         """
         for other in self.state.parent.glob(f"*/{RECORD}"):
             owner = self._read(other).get("owner")
@@ -203,12 +203,12 @@ class Cluster:
         found = self._read()
         if found.get("ready") and all(map(self._pid, found["hosts"])):
             if found["nodes"] != self.nodes:
-                raise ClusterError(f"{self.state} is up with {len(found['nodes'])} nodes; down it first")
+                raise ClusterError(f"{self.state} is up with {len(found['nodes'])} nodes; take it down first")
             return
         self.down()
         try:
             (self.state / f"{RECORD}.new").unlink(missing_ok=True)
-            self.state.rmdir()  # an empty one may be another user's
+            self.state.rmdir()  # an empty directory may belong to another user
         except FileNotFoundError:
             pass
         except OSError as error:
@@ -225,7 +225,7 @@ class Cluster:
     def _up(self):
         self.state.mkdir(parents=True)
         self.state.chmod(0o755)
-        self._write(nodes=self.nodes, owner=self.owner)  # from here on the next up() can clean up
+        self._write(nodes=self.nodes, owner=self.owner)  # from now on, the next up() can clean up
         for name in ("etc", "munge", "ctl", "spool", "log", "dev"):
             (self.state / name).mkdir()
         net = self._add_login()
@@ -234,7 +234,7 @@ class Cluster:
         self._write(hosts=hosts)
 
         devices = [self.state / "dev" / f"nvidia{i}" for i in range(GPUS)]
-        for device in devices:  # slurmd counts a GPU only with a device file: these are clones of /dev/null
+        for device in devices:  # slurmd counts only GPUs with a device file: these are clones of /dev/null
             os.mknod(device, 0o20666, os.makedev(1, 3))
         key = self.state / "munge" / "key-file"
         key.touch(0o600)
@@ -242,7 +242,7 @@ class Cluster:
         values = {"state": self.state, "net": net, "gpus": GPUS, "cpus": CPUS, "memory": MEMORY_MB}
         values["memory_per_cpu"] = MEMORY_MB // CPUS
         values["nodes"] = "\n".join(f"NodeName={name} NodeAddr={address}" for name, address in names.items())
-        # munged, in the switch, puts its address into credentials: Slurm is to read the login node's
+        # munged runs in the switch and puts the switch's address into credentials, where Slurm expects the login node's
         known = {"localhost": "127.0.0.1", f"{os.uname().nodename} switch": f"{net}.254", "ctl": f"{net}.253", **names}
         etc = self.state / "etc"
         for host in hosts:
@@ -263,9 +263,9 @@ class Cluster:
         self._write(ready=True)
 
     def down(self):
-        """End the cluster's processes and remove its interfaces and state_dir; harmless when not up.
+        """End the cluster's processes and remove its interfaces and state_dir. Harmless if it is not up.
 
-        Only processes whose pid and start time are on record are ended, and with them all on their hosts.
+        This ends only processes with a recorded pid and start time, and all processes on their hosts.
         """
         if not self.state.parent.is_dir():
             return
@@ -283,9 +283,9 @@ class Cluster:
             os.close(lock)
 
     def wait(self, job_id, timeout):
-        """Wait at most timeout seconds until a job has ended and its nodes are clean; its state and its exit code.
+        """Wait at most timeout seconds until a job has ended and its nodes are clean. Return its state and exit code.
 
-        Raises TimeoutError with what Slurm says of it.
+        Raises TimeoutError with Slurm's description of the job.
         """
         start = time.monotonic()
         while True:
@@ -298,13 +298,13 @@ class Cluster:
             if waited > timeout:
                 text += run(["squeue"], env=self.env, check=False).stdout
                 raise TimeoutError(f"job {job_id} has not ended after {timeout} s\n{text}")
-            time.sleep(min(0.1 + waited / 20, 1))  # asking costs as much as training
+            time.sleep(min(0.1 + waited / 20, 1))  # frequent requests would slow down the training
 
     def exec(self, node, argv, timeout=60):
-        """Run argv on node, outside Slurm, in /, with self.env, for at most timeout seconds.
+        """Run argv on node in / with self.env, outside Slurm, for at most timeout seconds.
 
-        Returns the CompletedProcess, with text output, whatever its exit code. Raises ClusterError when the
-        node is not up or the command takes longer.
+        Returns the CompletedProcess with text output for any exit code. Raises ClusterError if the node is not up or
+        the command takes longer.
         """
         init = self._pid(node)
         if not init:
@@ -313,10 +313,11 @@ class Cluster:
         return run([*enter, *argv], env=self.env, check=False, timeout=timeout)
 
     def processes(self, node, *contains):
-        """The processes on node whose command line or environment mentions all these strings: pid -> command line.
+        """Map pid to command line for the processes on node with all these strings in command line or environment.
 
-        The pid is that seen from here. Each NAME=value of the environment ends with a NUL: "SLURM_JOB_ID=7\\0" is
-        job 7, not 77. slurmd and slurmstepd count too. A node that is not up has no processes.
+        The pid is the one outside the node's namespace. Each NAME=value of the environment ends with a NUL, so
+        "SLURM_JOB_ID=7\\0" matches job 7 but not job 77. slurmd and slurmstepd are included. A node that is not up
+        has no processes.
         """
         found = {}
         init = self._pid(node)
@@ -329,11 +330,11 @@ class Cluster:
                     if command and all(word in text for word in contains):
                         found[int(process.name)] = command.replace("\0", " ").strip()
             except OSError:
-                pass  # it has ended meanwhile, or is none of ours
+                pass  # the process has ended, or belongs to another user
         return found
 
     def kill(self, node, sent, *contains):
-        """Send a signal to the processes on node that mention all these strings; returns how many there were."""
+        """Send a signal to the processes on node that match all these strings, and return their number."""
         victims = self.processes(node, *contains)
         for pid in victims:
             with contextlib.suppress(ProcessLookupError):
@@ -341,7 +342,7 @@ class Cluster:
         return len(victims)
 
     def crash(self, node):
-        """Power loss: end everything on node at once, and return when it is gone."""
+        """Simulate a power loss: kill all processes on node, and return when they have ended."""
         self._end(node)
 
     def start(self, node):
@@ -351,7 +352,7 @@ class Cluster:
         self._await([node], since)
 
     def _read(self, record=None):
-        """What the cluster wrote down; {} when there is nothing, or only another user's."""
+        """The cluster's record; {} if there is none or it belongs to another user."""
         record = record or self.state / RECORD
         try:
             return json.loads(record.read_text()) if record.stat().st_uid == os.geteuid() else {}
@@ -364,12 +365,12 @@ class Cluster:
         new.replace(self.state / RECORD)
 
     def _pid(self, host):
-        """Pid, seen from here, of the host's process 1; None when it has ended."""
+        """Pid of the host's process 1, outside its namespace; None if the process has ended."""
         pid, started = self._read().get("pids", {}).get(host, (0, 0))
         return pid if pid and start_time(pid) == started else None
 
     def _boot(self, host):
-        """Start a host, write its pid down, plug its cable into the switch."""
+        """Start a host, record its pid, and connect its cable to the switch."""
         etc, record = f"{self.state}/etc", self._read()
         files = [f"--{name}={self.state}/munge/{name}" for name in MUNGE_FILES]
         daemons = {"switch": " ".join(["munged --force", *files]), "ctl": "slurmctld -D"}
@@ -389,7 +390,7 @@ class Cluster:
                 port = record["login"]
                 run(["ip", "link", "set", port, "netns", init])
             else:
-                # the same hardware address after a crash, as a real card's: others have it in their ARP caches
+                # Keep the hardware address after a crash, as a real card does: other hosts have it in their ARP caches
                 port, card = host, f"06:{self._hash[:4].hex(':')}:{list(record['hosts']).index(host):02x}"
                 ends = f"netns {self._pid('switch')} type veth peer name eth0 address {card} netns {init}"
                 run(["ip", "link", "add", port, *ends.split()])
@@ -399,16 +400,16 @@ class Cluster:
     def _end(self, host):
         pid = self._pid(host)
         if pid:
-            os.kill(pid, signal.SIGKILL)  # process 1 takes all of its host along, and ends after them
+            os.kill(pid, signal.SIGKILL)  # the kernel kills all processes of the host, and process 1 ends last
         deadline = time.monotonic() + 30
         while self._pid(host):
             if time.monotonic() > deadline:
-                raise ClusterError(f"{host} (process {pid}) does not end")
+                raise ClusterError(f"{host} (process {pid}) did not end within 30 s")
             time.sleep(0.005)
         if host in self._children:
             self._children.pop(host).wait()
         if self._pid("switch"):
-            self._on_switch("delete", host, check=False)  # the kernel does it too, but later
+            self._on_switch("delete", host, check=False)  # the kernel removes the link too, but later
 
     def _on_switch(self, *link_args, check=True):
         run(["nsenter", "-t", self._pid("switch"), "--net", "ip", "link", *link_args], check=check)
@@ -416,13 +417,13 @@ class Cluster:
     def _add_login(self):
         """Add the login node's cable and return the first three numbers of its subnet.
 
-        The end that stays here has a name by the subnet, so that no two clusters take the same, and a
-        hardware address by state_dir, so that down() finds it even when nothing was written down.
+        The name of the local end comes from the subnet, so two clusters cannot use the same subnet. Its hardware
+        address comes from state_dir, so down() finds the interface even without a record.
         """
         for number in ((self._hash[5] * 2 + i) % 512 for i in range(512)):
             name, net = f"sl{number}", f"198.{18 + number // 256}.{number % 256}"  # RFC 2544: for tests
             add = f"ip link add {name} address {self._mac} type veth peer name {name}p"
-            if run(add.split(), check=False).returncode == 0:  # else it is another cluster's
+            if run(add.split(), check=False).returncode == 0:  # otherwise another cluster uses the subnet
                 self._write(login=f"{name}p")
                 run(["ip", "addr", "add", f"{net}.254/24", "dev", name])
                 run(["ip", "link", "set", name, "up"])
@@ -430,7 +431,7 @@ class Cluster:
         raise ClusterError("no free subnet in 198.18.0.0/15")
 
     def _await(self, nodes, since, timeout=30):
-        """Wait until slurmctld answers and the nodes have registered with it after since (local ISO time)."""
+        """Wait until slurmctld answers and the nodes have registered after the time `since` (local, ISO format)."""
         usable = r"NodeName=(\S+) .* State=(?:IDLE|MIXED|ALLOCATED)(?:\+\w+)* .* SlurmdStartTime=(\d\S+)"
         deadline = time.monotonic() + timeout
         while True:
@@ -439,7 +440,7 @@ class Cluster:
             if shown.returncode == 0 and all(started.get(node, "") >= since for node in nodes):
                 return
             if time.monotonic() > deadline:
-                raise ClusterError(f"not ready after {timeout} s\n{shown.stdout}{shown.stderr}")
+                raise ClusterError(f"the cluster is not ready after {timeout} s\n{shown.stdout}{shown.stderr}")
             time.sleep(0.05)
 
 

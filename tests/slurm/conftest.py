@@ -1,7 +1,7 @@
-"""The `cluster` fixture: two nodes of 8 GPUs and 64 CPUs under a real Slurm, brought up once per session.
+"""The `cluster` fixture: two nodes with 8 GPUs and 64 CPUs under a real Slurm, started once per session.
 
-It needs root on Debian or its like, and installs Slurm by apt-get if need be; elsewhere its tests are skipped
-with the reason. A session that is killed leaves its cluster behind; the next session takes it down.
+It needs root on a Debian-like system, and installs Slurm with apt-get if it is missing. On other systems, the tests
+are skipped with the reason. The next session removes the cluster of a killed session.
 """
 
 import os
@@ -15,7 +15,7 @@ from jobs import TRAININGS, Job, Lab
 
 @pytest.fixture(scope="session")
 def cluster():
-    """A running `cluster.Cluster`; a test that crashes a node starts it again."""
+    """A running `cluster.Cluster`. A test that crashes a node must start the node again."""
     yield from running_cluster(nodes=2)
 
 
@@ -35,14 +35,14 @@ def lab(cluster, tmp_path_factory) -> Lab:
 
 
 @pytest.fixture
-def own_lab(cluster, tmp_path) -> Lab:
-    """A copy that a test may edit."""
+def editable_lab(cluster, tmp_path) -> Lab:
+    """A copy of the repository that a test may edit."""
     return Lab(tmp_path, cluster)
 
 
 @pytest.fixture(scope="session")
 def undisturbed(lab) -> Callable[[str], Job]:
-    """``undisturbed(name)`` is the ended job of `TRAININGS` that nothing happened to."""
+    """``undisturbed(name)`` returns a job of `TRAININGS` that has run to its end without a disturbance."""
     done: dict[str, Job] = {}
 
     def job(name: str) -> Job:

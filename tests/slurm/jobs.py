@@ -1,7 +1,6 @@
-"""The experiments as jobs on the test cluster: submitted from a copy of the repository, then examined.
+"""Submission of experiments from a copy of the repository to the test cluster, and checks of their jobs.
 
-The copy lies under a path with a space and a quote, so that no test writes into the checkout and every test
-shows that such paths work.
+No test writes into the checkout. The copy's path has a space and a quote, so every test also tests such paths.
 """
 
 import re
@@ -19,12 +18,12 @@ from records.memory_logs import read_cpu_log, read_gpu_log
 
 SYSTEM = ("/usr/sbin", "/usr/bin", "/sbin", "/bin")
 GIT = ("git", "-c", "user.name=test", "-c", "user.email=test@example.org")
-# 192 steps, some 8 seconds on a free machine, and a checkpoint after every 12
+# 192 steps, some 8 seconds on an idle machine, with a checkpoint after every 12 steps
 LONG = {"FP16": False, "TRAIN_SIZE": 96, "EVAL_SIZE": 16, "NUM_EPOCHS": 16, "EM_F1": False, "GRAD_ACC": 1}
 LONG |= {"SAVE_STRATEGY": "epoch", "LEARNING_RATE": 5e-4}
 STEPS_PER_EPOCH = 12
 TWO_NODES = LONG | {"BATCH_SIZE": 4, "MIN_BANDWIDTH": 0, "JOIN_TIMEOUT": 120}
-# Experiment, flags, knobs; the first two train on the same batches
+# Experiment, flags and knobs. The first two trainings use the same batches.
 TRAININGS = {
     "plain": ("baseline", ("--per_device_eval_batch_size", 8), LONG | {"BATCH_SIZE": 8}),
     "zero-2": (
@@ -32,14 +31,14 @@ TRAININGS = {
         ("--per_device_eval_batch_size", 4),
         TWO_NODES | {"SAMPLES_PER_GPU": 48},
     ),
-    "fsdp2": ("fsdp-multi-node/2_nodes", (), TWO_NODES | {"NUM_EPOCHS": 8}),  # its steps take thrice as long
+    "fsdp2": ("fsdp-multi-node/2_nodes", (), TWO_NODES | {"NUM_EPOCHS": 8}),  # its steps take three times as long
 }
-# Weeks of training, for what ends it
+# Weeks of training, for tests that end it
 ENDLESS = {"TRAIN_SIZE": 32, "EVAL_SIZE": 16, "NUM_EPOCHS": 1_000_000, "SAVE_STRATEGY": "no"}
 
 
 def copy_repository(folder: Path) -> Path:
-    """The files of the working tree that git knows or would add, as a repository of its own with one commit."""
+    """Copy the files that git tracks or would add into a new repository with one commit."""
     listed = ["git", "ls-files", "--cached", "--others", "--exclude-standard", "-z"]
     names = subprocess.run(listed, cwd=REPOSITORY, check=True, capture_output=True, text=True).stdout
     for name in filter(None, names.split("\0")):
@@ -63,12 +62,12 @@ class Lab:
 
     @property
     def path(self) -> str:
-        """PATH of the jobs: the stand-in for nvidia-smi, this Python, the system."""
+        """PATH of the jobs: the stand-in for nvidia-smi, this Python, and the system."""
         return ":".join([f"{self.root}/tests/slurm/bin", str(Path(sys.executable).parent), *SYSTEM])
 
     def environment(self, **variables: object) -> dict[str, str]:
-        """Nothing of the caller's but the basics; None removes a variable."""
-        # One thread per rank: the nodes claim more CPUs than this machine has
+        """Variables of a job, with only the caller's basic variables. None removes a variable."""
+        # One thread per rank, because the nodes are configured with more CPUs than this machine has
         ours = {"PATH": self.path, "HF_HOME": self.cache, "SITE": "laptop", "OMP_NUM_THREADS": 1}
         ours["SLURM_CONF"] = self.cluster.env["SLURM_CONF"]
         values = inherited() | NOTHING_COMPILED | ours | variables
@@ -90,28 +89,28 @@ class Lab:
         return [Job(self, self.root / script, number, " ".join(command)) for number, script in lines]
 
     def unfinished(self) -> list[str]:
-        """Jobs that were submitted from this copy and have not ended: id and folder."""
+        """Id and folder of the jobs that were submitted from this copy and have not ended."""
         lines = run_command(["squeue", "--noheader", "--format=%i %Z"], env=self.cluster.env).stdout.splitlines()
         return [line for line in lines if f" {self.root}/" in line]
 
 
 class Job(RunFiles):
-    """A submitted job, and what it leaves in its folder. `state` and `code` are known after wait()."""
+    """A submitted job and the files in its folder. `state` and `code` are known after wait()."""
 
     def __init__(self, lab: Lab, script: Path, job_id: str, command: str):
         self.lab, self.script, self.folder, self.command = lab, script, script.parent, command
         self.job_id, self.state, self.code = job_id, "", None
-        self.gpus: dict[str, list[str]] = {}  # node -> indices of the GPUs that Slurm gave it there
+        self.gpus: dict[str, list[str]] = {}  # node -> indices of the job's GPUs on the node
 
     @property
     def summary(self) -> list[str]:
         """The lines that job.sh prints at the end."""
         blocks = re.findall(r"^=+\n(status: .*?)^=+$", self.log, re.MULTILINE | re.DOTALL)
-        assert len(blocks) == 1, f"one summary expected\n{self}"
+        assert len(blocks) == 1, f"expected one summary\n{self}"
         return blocks[0].splitlines()
 
     def files(self) -> set[str]:
-        """Paths, from the folder, of the files that bear this job's id."""
+        """Paths, relative to the folder, of the files with this job's id in their names."""
         number = re.escape(self.job_id)
         memory = rf"(?P<kind>[cg]pu)_memory/(?P=kind)_memory_log_{number}([_.].*)"
         own = re.compile(rf"log/.*_{number}\.out|{memory}|results/\.?{number}([/.].*)|output/{number}/.*", re.DOTALL)
@@ -119,19 +118,19 @@ class Job(RunFiles):
         return {path for path in paths if own.fullmatch(path)}
 
     def memory_logs(self, kind: str) -> dict[str, Path]:
-        """This job's ``gpu`` or ``cpu`` memory logs: host (of a job with one node, "") -> path."""
+        """This job's ``gpu`` or ``cpu`` memory logs by host ("" for a job with one node)."""
         start = f"{kind}_memory/{kind}_memory_log_{self.job_id}"
         paths = [path for path in self.files() if path.startswith(f"{kind}_memory/")]
         assert all(path.startswith(start) for path in paths), paths
         return {path[len(start) :].rpartition(".")[0].removeprefix("_"): self.folder / path for path in paths}
 
     def shell(self, line: str) -> str:
-        """Output of a line as a participant types it in the folder."""
+        """Output of a shell command that a participant types in the folder."""
         command = ["bash", "-euo", "pipefail", "-c", line]
         return subprocess.run(command, cwd=self.folder, check=True, capture_output=True, text=True).stdout.strip()
 
     def until(self, condition: Callable[[], object], timeout: float = RUN_TIMEOUT) -> object:
-        """Poll until `condition` is true, and return its value; fail when the job ends before."""
+        """Poll until `condition` is true, and return its value. Fail if the job ends earlier."""
         return until(condition, timeout, lambda: self.ended, self, pause=0.5)
 
     def wait_for_training(self) -> None:
@@ -147,10 +146,10 @@ class Job(RunFiles):
         return self
 
     def wait_for_gpus(self, timeout: float = RUN_TIMEOUT) -> None:
-        """Note the job's GPUs once it has started; Slurm forgets them when it ends."""
-        self.until(lambda: self.gpus or self._note_gpus() or self.ended, timeout)
+        """Store the job's GPUs after its start, because Slurm forgets them at its end."""
+        self.until(lambda: self.gpus or self._store_gpus() or self.ended, timeout)
 
-    def _note_gpus(self) -> dict[str, list[str]]:
+    def _store_gpus(self) -> dict[str, list[str]]:
         details = run_command(["scontrol", "show", "job", "--details", self.job_id], env=self.lab.cluster.env).stdout
         for nodes, ranges in re.findall(r"^ +Nodes=(\S+) .*GRES=gpu:\d+\(IDX:(\S+)\)", details, re.MULTILINE):
             ends = [text.split("-") for text in ranges.split(",")]
@@ -164,10 +163,10 @@ class Job(RunFiles):
 
     @property
     def scontrol(self) -> dict[str, str]:
-        """What ``scontrol show job`` says."""
+        """Fields of ``scontrol show job``."""
         text = run_command(["scontrol", "show", "job", self.job_id], env=self.lab.cluster.env).stdout
         fields = re.findall(r"^ +(StdOut|Command|WorkDir)=(.*)$", text, re.MULTILINE)
-        return dict(re.findall(r"(\w+)=(\S+)", text)) | dict(fields)  # those may hold spaces
+        return dict(re.findall(r"(\w+)=(\S+)", text)) | dict(fields)  # the values of `fields` may hold spaces
 
     @property
     def ended(self) -> bool:
@@ -182,18 +181,18 @@ class Job(RunFiles):
         return self.log_path.read_text(encoding="utf-8", errors="replace") if self.log_path.exists() else ""
 
     def processes(self) -> dict[str, list[str]]:
-        """Command lines of the job's processes, per node that has some."""
+        """Command lines of the job's processes by node, for nodes with processes."""
         cluster = self.lab.cluster
         found = {node: cluster.processes(node, f"SLURM_JOB_ID={self.job_id}\0") for node in cluster.nodes}
         return {node: list(commands.values()) for node, commands in found.items() if commands}
 
     def kill(self, node: str, sent: int, *contains: str) -> int:
-        """Send a signal to those of the job's processes on a node that mention all these strings."""
+        """Send a signal to the job's processes on a node that match all these strings."""
         return self.lab.cluster.kill(node, sent, f"SLURM_JOB_ID={self.job_id}\0", *contains)
 
 
 def check_completed(job: Job, nodes: int, gpus: int) -> None:
-    """The job has ended well, and left all that an experiment leaves. gpus: per node."""
+    """Check that the job has succeeded and has left all files of an experiment. gpus: number per node."""
     assert (job.state, job.code) == ("COMPLETED", 0), str(job)
     record = job.record
     assert (record["status"], record["exit_code"], record["job_id"]) == ("completed", 0, job.job_id)
@@ -211,22 +210,22 @@ def check_completed(job: Job, nodes: int, gpus: int) -> None:
 
 
 def check_memory_logs(job: Job) -> None:
-    """Both logs of every node, of the job's GPUs and of its training."""
+    """Check that every node has a log of the job's GPUs and a log of the training's processes."""
     expected = job.gpus if len(job.gpus) > 1 else dict(zip([""], job.gpus.values(), strict=True))
     gpu_logs, cpu_logs = job.memory_logs("gpu"), job.memory_logs("cpu")
     assert set(gpu_logs) == set(cpu_logs) == set(expected), str(job)
     for host, path in gpu_logs.items():
         log = read_gpu_log(path)
         assert not log.problems, log.problems
-        assert log.names() == expected[host], "the GPUs of the job and no others"
+        assert log.names() == expected[host], "the log must hold the job's GPUs and no others"
     for path in cpu_logs.values():
         log = read_cpu_log(path)
         assert not log.problems, log.problems
-        assert log.peak("process") > 100, "Python with PyTorch alone takes more"
+        assert log.peak("process") > 100, "an import of PyTorch already takes more"
 
 
 def check_log(job: Job, hosts: list[str], gpus: int) -> None:
-    """Start-up, audit, DeepSpeed's banner, the Trainer's lines, the summary: each where and as often as it should."""
+    """Check the number of start-up, audit, banner and Trainer lines in the log, and the summary at its end."""
     nodes, log = len(hosts), job.log
     start = f"job {job.job_id} of {job.record['experiment']}: site laptop, {nodes} node(s) x {gpus} rank(s)"
     assert start in log.splitlines()[0]
@@ -240,7 +239,7 @@ def check_log(job: Job, hosts: list[str], gpus: int) -> None:
     titles = [f"GPU {index} memory{where[host]}" for host in where for index in job.gpus[host]]
     titles += [f"CPU memory{place}" for place in where.values()]
     assert job.summary[0] == "status: completed (exit code 0)"
-    # what torch.compile needs is in the memory logs, and that is said
+    # With torch.compile, the summary says that the memory logs include the compiler
     compiles = ["missing"] if "TORCH_COMPILE" in job.script.read_text() else []
     assert [line.split(":")[0] for line in job.summary[1:]] == [*titles, "samples per second", *compiles], job.summary
     for title, line in zip(titles, job.summary[1:], strict=False):

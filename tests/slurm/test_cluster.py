@@ -1,4 +1,4 @@
-"""The cluster itself: it schedules, runs, cancels, crashes and cleans up as a real one does."""
+"""The test cluster schedules, runs, cancels, crashes and cleans up as a real cluster does."""
 
 import os
 import signal
@@ -13,19 +13,19 @@ from cluster import Cluster, ClusterError, run
 from helpers import until
 
 COMMAND = [sys.executable, module.__file__]
-LIMIT = 60  # seconds, of what takes one or two
+LIMIT = 60  # seconds, for an action of one or two seconds
 
 
 def submit(cluster, folder, body, *sbatch_arguments, arguments=()):
-    """Submit a shell script with this body from folder; return the job id and the path of its output."""
+    """Submit a shell script with this body from `folder`, and return the job id and the path of its output."""
     (folder / "job.sh").write_text(f"#!/bin/bash\n{body}\n")
     words = ["sbatch", "--parsable", *sbatch_arguments, "job.sh", *arguments]
     job = run(words, cwd=folder, env=cluster.env).stdout.strip()
     return job, folder / f"slurm-{job}.out"
 
 
-def left_of(state):
-    """What this machine has of a cluster: command lines of its processes, its interfaces, its directory."""
+def remains(state):
+    """List a cluster's processes, interfaces and directory on this machine."""
     found = [str(path) for path in [Path(state)] if path.exists()]
     links = subprocess.check_output(["ip", "-oneline", "link"], text=True)
     found += [line for line in links.splitlines() if Cluster(state)._mac in line]
@@ -39,7 +39,7 @@ def left_of(state):
     return found
 
 
-def test_a_job_has_two_nodes_with_names_addresses_and_gpus_of_their_own(cluster, tmp_path):
+def test_each_node_of_a_job_has_its_own_name_address_and_gpus(cluster, tmp_path):
     folder = tmp_path / 'it\'s a "folder"'
     folder.mkdir()
     node = "echo $(hostname) $SLURM_PROCID $(getent hosts node2 | cut -d' ' -f1) $CUDA_VISIBLE_DEVICES"
@@ -57,7 +57,7 @@ def test_a_job_has_two_nodes_with_names_addresses_and_gpus_of_their_own(cluster,
         submit(cluster, folder, body, "--gpus-per-node=9")
 
 
-# The orphan must not fork: without cgroups, a child born while Slurm lists a step's processes outlives them.
+# The orphan must not fork. Without cgroups, a child that starts while Slurm lists a step's processes survives.
 TASK = """
 setsid sh -c 'trap "" TERM HUP INT; exec sleep 601' > /dev/null 2>&1 &
 sleep $1
@@ -91,16 +91,16 @@ def test_a_node_crashes_and_comes_back(cluster, tmp_path):
         assert cluster.wait(job, LIMIT)[0] == "NODE_FAIL"
     finally:
         cluster.start("node2")
-    # its neighbour spoke with it a moment ago, and reaches it at once when it is back
+    # node1 still has node2's hardware address in its ARP cache, and must reach it at once after the restart
     reached = cluster.exec("node1", ["timeout", "5", "bash", "-c", "</dev/tcp/node2/6818"])
-    # slurmd may not listen yet: the node itself answers, and nothing is lost on the way to a card that is gone
+    # slurmd may not listen yet; then the node refuses the connection, but packets arrive
     assert reached.returncode == 0 or "refused" in reached.stderr, reached
     job, output = submit(cluster, tmp_path, "srun hostname", "--nodes=2")
     assert cluster.wait(job, LIMIT)[0] == "COMPLETED"
     assert sorted(output.read_text().split()) == cluster.nodes
 
 
-def test_the_next_up_takes_a_dead_owners_cluster_down_and_leaves_nothing_of_it(cluster):
+def test_a_new_cluster_removes_the_cluster_of_a_dead_owner(cluster):
     script = (
         "import os, signal, sys; from cluster import Cluster\n"
         "Cluster(sys.argv[1], nodes=1, owner=os.getpid()).up(); os.kill(os.getpid(), signal.SIGKILL)"
@@ -109,12 +109,12 @@ def test_the_next_up_takes_a_dead_owners_cluster_down_and_leaves_nothing_of_it(c
     folder = Path(module.__file__).parent
     killed = subprocess.run([sys.executable, "-c", script, orphan], cwd=folder, check=False)
     assert killed.returncode == -signal.SIGKILL
-    assert len(left_of(orphan)) > 5
+    assert len(remains(orphan)) > 5
     next_one.up()
     next_one.down()
-    next_one.down()  # is down: nothing happens
-    assert left_of(orphan) == left_of(next_one.state) == []
-    assert cluster.exec("node1", ["hostname"]).stdout == "node1\n"  # its owner lives
+    next_one.down()  # has no effect on a cluster that is down
+    assert remains(orphan) == remains(next_one.state) == []
+    assert cluster.exec("node1", ["hostname"]).stdout == "node1\n"  # the owner of this cluster is alive
 
 
 def test_a_foreign_directory_is_left_alone(cluster, tmp_path):

@@ -1,4 +1,4 @@
-"""Every experiment folder as a job, and what takes a minute: `make test-experiments`. Left out of `make test`."""
+"""Every experiment folder as a job, and other slow tests, for `make test-experiments`. `make test` skips this file."""
 
 import re
 import shutil
@@ -11,11 +11,11 @@ import pytest
 
 from cluster import run as run_command
 from conftest import running_cluster
-from helpers import EXPERIMENT_SCRIPTS, EXPERIMENTS, directives_of
+from helpers import EXPERIMENT_SCRIPTS, EXPERIMENTS, read_directives
 from jobs import ENDLESS, Job, Lab, check_completed
 
 pytestmark = [pytest.mark.experiments, pytest.mark.timeout(3600)]
-# These need a GPU: the config that their script names, and the error that ends them here
+# Configs that need a GPU, and the error that ends their experiments on the test cluster
 REFUSED = {
     "full_shard_cpu_offload.json": r"error: .+full_shard_cpu_offload\.json: cpu_offload needs a GPU",
     "fsdp1_full_shard.json": r"error: .+fsdp1_full_shard\.json: FSDP1 needs a GPU",
@@ -23,20 +23,20 @@ REFUSED = {
 
 
 def shape(script: Path) -> tuple[int, int]:
-    asked = directives_of(script)
+    asked = read_directives(script)
     return int(asked["nodes"]), int(asked["gpus-per-node"])
 
 
 @pytest.fixture(scope="module")
 def large_lab(tmp_path_factory) -> Iterator[Lab]:
-    """As many nodes as the largest experiment asks for."""
+    """A cluster with as many nodes as the largest experiment requests."""
     for cluster in running_cluster(nodes=max(shape(script)[0] for script in EXPERIMENT_SCRIPTS)):
         yield Lab(tmp_path_factory.mktemp("experiments"), cluster)
 
 
 @pytest.fixture(scope="module")
 def ended(large_lab, request):
-    """``ended(script)`` is its ended job; those of the selected tests run ahead, two at a time."""
+    """``ended(script)`` returns the script's ended job. The jobs of the selected tests start early, two at a time."""
     pool = ThreadPoolExecutor(max_workers=2)
 
     def run(script: Path) -> Job:
@@ -74,7 +74,7 @@ def test_experiment(script: Path, ended):
 
 
 def check_table(job: Job) -> None:
-    """gpu_check.py trains by itself: its table instead of a run record."""
+    """Check the table of gpu_check.py, whose job has no run record because each row is a separate training."""
     assert (job.state, job.code) == ("COMPLETED", 0), str(job)
     table = (job.folder / "results/gpu_check/gpu_check.md").read_text()
     assert [line.split("|")[1:3] for line in table.splitlines() if "completed" in line] == [
@@ -83,7 +83,7 @@ def check_table(job: Job) -> None:
     assert "missing: no run record: the job is no training itself" in job.summary
 
 
-def test_a_job_at_its_time_limit_says_so(lab):
+def test_a_job_at_its_time_limit_reports_it(lab):
     job = lab.submit("baseline", sbatch=("--time=00:01:00",), **ENDLESS).wait()
     assert job.state == "TIMEOUT", str(job)
     assert job.processes() == {}

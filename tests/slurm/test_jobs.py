@@ -1,6 +1,7 @@
-"""What a job on a real Slurm cluster leaves: one of each launcher, and two that end in the middle.
+"""Jobs on a real Slurm cluster: one job of each launcher, a killed job and a cancelled job.
 
-Stopped, requeued and on a node that crashes: test_requeue.py. job.sh without Slurm: tests/commands and tests/faults.
+test_requeue.py tests stopped and requeued jobs and node crashes. tests/commands and tests/faults run job.sh without
+Slurm.
 """
 
 import math
@@ -17,21 +18,21 @@ from one_liners import check_one_liners
 from records.memory_logs import read_cpu_log, read_gpu_log
 
 NODES = {"node1", "node2"}
-TOLERANCE = 1e-4  # what the order of fp32 additions may change
+TOLERANCE = 1e-4  # allows another order of fp32 additions
 VOCABULARY = 2048  # tokens of tiny-bloom
 BAD_NAME = "x; touch pwned $(touch pwned2) `touch pwned3`"
 
 
 def commit(lab: Lab) -> str:
-    """Commit everything; returns the commit."""
+    """Commit everything, and return the commit."""
     for arguments in (["add", "-A"], ["commit", "-qm", "edit"]):
         run_command([*GIT, *arguments], cwd=lab.root)
     return run_command([*GIT, "rev-parse", "HEAD"], cwd=lab.root).stdout.strip()
 
 
 @pytest.fixture(scope="module")
-def alone(cluster, tmp_path_factory) -> Job:
-    """`python` on one GPU, by submit.sh --snapshot. While the job waits in the queue, its code is broken."""
+def one_gpu(cluster, tmp_path_factory) -> Job:
+    """A job of `python` on one GPU from submit.sh --snapshot. The repository's code is broken while the job waits."""
     lab = Lab(tmp_path_factory.mktemp("edited"), cluster)
     names = {"SBATCH_JOB_NAME": BAD_NAME, "EXPERIMENT_NAME": BAD_NAME}
     partition = ["scontrol", "update", "PartitionName=main"]
@@ -48,30 +49,30 @@ def alone(cluster, tmp_path_factory) -> Job:
 
 @pytest.fixture(scope="module")
 def srun(lab) -> Job:
-    """The document's command for bare srun, on two nodes of two ranks."""
+    """A job of bare srun on two nodes with two ranks each."""
     knobs = {"LEARNING_RATE": "5e-3", "TRAIN_SIZE": 48}
     flags = ("--model-name", "tiny-bloom", "--steps", 4, "--learning_rate", "1e-4")
     return lab.submit("deepspeed-native-launch/zero3_offload", *flags, sbatch=("--nodes=2",), **knobs).wait()
 
 
-def test_a_job_of_python_leaves_record_logs_and_summary(alone):
-    check_completed(alone, nodes=1, gpus=1)
-    assert {path.split("/")[0] for path in alone.files()} == {"log", "gpu_memory", "cpu_memory", "results", "output"}
-    files = {str(path.relative_to(alone.folder)) for path in alone.folder.rglob("*") if path.is_file()}
-    assert files - alone.files() == {"baseline.slurm", "env_vars.sh", "log/.gitignore"}
-    check_one_liners(alone.record_path)
+def test_a_job_of_python_leaves_record_logs_and_summary(one_gpu):
+    check_completed(one_gpu, nodes=1, gpus=1)
+    assert {path.split("/")[0] for path in one_gpu.files()} == {"log", "gpu_memory", "cpu_memory", "results", "output"}
+    files = {str(path.relative_to(one_gpu.folder)) for path in one_gpu.folder.rglob("*") if path.is_file()}
+    assert files - one_gpu.files() == {"baseline.slurm", "env_vars.sh", "log/.gitignore"}
+    check_one_liners(one_gpu.record_path)
 
 
-def test_the_code_of_a_snapshot_is_that_of_its_submission(alone):
-    assert (alone.state, alone.code) == ("COMPLETED", 0), str(alone)
-    submitted = run_command([*GIT, "rev-parse", "HEAD~"], cwd=alone.lab.root).stdout.strip()
-    assert alone.record["git"] == {"commit": submitted, "dirty": False}
+def test_a_snapshot_runs_the_code_of_its_submission(one_gpu):
+    assert (one_gpu.state, one_gpu.code) == ("COMPLETED", 0), str(one_gpu)
+    submitted = run_command([*GIT, "rev-parse", "HEAD~"], cwd=one_gpu.lab.root).stdout.strip()
+    assert one_gpu.record["git"] == {"commit": submitted, "dirty": False}
 
 
-def test_a_shells_characters_in_names_execute_nothing(alone):
-    assert alone.log_path.name == f"{BAD_NAME}_{alone.job_id}.out"
-    assert alone.record["run_name"] == BAD_NAME
-    assert not list(alone.lab.root.rglob("pwned*"))
+def test_shell_characters_in_names_execute_nothing(one_gpu):
+    assert one_gpu.log_path.name == f"{BAD_NAME}_{one_gpu.job_id}.out"
+    assert one_gpu.record["run_name"] == BAD_NAME
+    assert not list(one_gpu.lab.root.rglob("pwned*"))
 
 
 def test_a_job_of_torchrun_on_two_nodes_leaves_record_logs_and_summary(undisturbed):
@@ -84,13 +85,13 @@ def test_a_job_of_torchrun_on_two_nodes_leaves_record_logs_and_summary(undisturb
     assert (bandwidth["ranks"], bandwidth["backend"]) == (2, "gloo")
 
 
-def test_two_nodes_have_the_loss_of_one_process(alone, undisturbed):
-    """Behind 12 steps; in hundreds, what the order of the additions changes grows."""
+def test_two_nodes_have_the_loss_of_one_process(one_gpu, undisturbed):
+    """The losses are compared after 12 steps. In hundreds of steps, differences from the order of additions grow."""
     job = undisturbed("zero-2")
     for knob in ("precision", "global batch", "train size", "eval size", "steps per epoch"):
-        assert alone.effective(knob) == job.effective(knob), knob
-    assert math.log(VOCABULARY) - alone.losses[0] > 0.05, "the loss hardly moves, so that equal losses prove nothing"
-    assert job.losses[0] == pytest.approx(alone.losses[0], abs=TOLERANCE, rel=0)
+        assert one_gpu.effective(knob) == job.effective(knob), knob
+    assert math.log(VOCABULARY) - one_gpu.losses[0] > 0.05, "equal losses prove nothing if the loss hardly moves"
+    assert job.losses[0] == pytest.approx(one_gpu.losses[0], abs=TOLERANCE, rel=0)
 
 
 def test_a_job_of_bare_srun_leaves_record_logs_and_summary(srun):
@@ -102,8 +103,8 @@ def test_a_job_of_bare_srun_leaves_record_logs_and_summary(srun):
     assert "Parameter offloading: True" in srun.log
 
 
-def test_what_is_given_at_submission_wins(srun):
-    """Flag over variable over site over experiment over default."""
+def test_values_at_submission_override_the_defaults(srun):
+    """A flag overrides a variable, which overrides the site, then the experiment, then the default."""
     settings = srun.record["settings"]
     assert settings["learning_rate"] == 1e-4, "the flag, over the variable and the site"
     assert settings["train_size"] == 48, "the variable, over the site"
@@ -117,7 +118,7 @@ def test_what_is_given_at_submission_wins(srun):
 
 
 @pytest.mark.parametrize("launcher", ["torchrun", "srun"])
-def test_nodes_whose_own_name_is_loopback_meet_at_the_first_ones_address(launcher, undisturbed, request):
+def test_nodes_whose_name_resolves_to_loopback_meet_at_a_real_address(launcher, undisturbed, request):
     job = undisturbed("zero-2") if launcher == "torchrun" else request.getfixturevalue("srun")
     cluster = job.lab.cluster
     resolved = cluster.exec("node1", ["getent", "hosts", "node1"]).stdout
@@ -128,7 +129,8 @@ def test_nodes_whose_own_name_is_loopback_meet_at_the_first_ones_address(launche
     assert set(re.findall(r"^MASTER_PORT: (\S+)$", job.log, re.MULTILINE)) == {port}
 
 
-# Two jobs of one experiment, at the same time on the same nodes: of the first a rank is killed, the second is cancelled
+# Two jobs of one experiment run at the same time on the same nodes. A rank of the first is killed, the second is
+# cancelled.
 
 
 @pytest.fixture(scope="module")
@@ -155,7 +157,7 @@ def test_a_killed_rank_ends_its_job_on_all_nodes(killed_and_cancelled):
     job, _ = killed_and_cancelled
     assert (job.state, job.code) == ("FAILED", 128 + signal.SIGKILL), str(job)
     assert (job.record["status"], job.record["exit_code"]) == ("failed", 128 + signal.SIGKILL)
-    assert job.losses, "what was measured before is lost"
+    assert job.losses, "the record must keep the earlier evaluations"
     assert job.summary[0] == "status: failed (exit code 137)"
     assert job.summary[1].startswith("rank 1 on node2 ended first, with exit code 137 (killed, ")
     assert job.record["reason"] == job.summary[1]
@@ -165,7 +167,7 @@ def test_a_killed_rank_ends_its_job_on_all_nodes(killed_and_cancelled):
     assert job.processes() == {}
 
 
-def test_a_cancelled_job_has_saved_and_is_not_requeued(killed_and_cancelled):
+def test_a_cancelled_job_saves_and_is_not_requeued(killed_and_cancelled):
     _, job = killed_and_cancelled
     assert job.state == "CANCELLED", str(job)
     assert job.processes() == {}
@@ -173,17 +175,17 @@ def test_a_cancelled_job_has_saved_and_is_not_requeued(killed_and_cancelled):
     assert (record["status"], record["exit_code"]) == ("stopped", 75), str(job)
     assert record["stop"]["checkpoint"].endswith(f"checkpoint-{record['stop']['step']}")
     assert "attempt" in record and record["restarts"] == []
-    assert job.losses, "what was measured before is lost"
+    assert job.losses, "the record must keep the earlier evaluations"
     for kind, read in (("gpu", read_gpu_log), ("cpu", read_cpu_log)):
         logs = job.memory_logs(kind)
         assert set(logs) == NODES
         for path in logs.values():
             assert read(path).samples
-            assert len(read(path).problems) <= 1, "more than a last line that is cut"
+            assert len(read(path).problems) <= 1, "only the last line may be truncated"
 
 
-def test_two_jobs_of_one_experiment_share_no_file_and_log_each_its_own_gpu(killed_and_cancelled):
-    """nvidia-smi shows both all GPUs of a node."""
+def test_two_jobs_of_one_experiment_have_separate_files_and_gpu_logs(killed_and_cancelled):
+    """nvidia-smi shows all GPUs of a node to each of the jobs."""
     first, second = killed_and_cancelled
     assert first.folder == second.folder
     assert {path.split("/")[0] for path in first.files()} == {"log", "gpu_memory", "cpu_memory", "results"}
@@ -194,29 +196,29 @@ def test_two_jobs_of_one_experiment_share_no_file_and_log_each_its_own_gpu(kille
         assert logged[0] != logged[1]
 
 
-def submitted_by_script(lab, experiment: str) -> subprocess.CompletedProcess:
+def submit_by_script(lab, experiment: str) -> subprocess.CompletedProcess:
     command = [f"{lab.root}/experiments/submit.sh", experiment]
     return subprocess.run(command, cwd=lab.root, env=lab.environment(), capture_output=True, text=True)
 
 
-def test_what_can_never_run_is_left_out_and_what_cannot_run_now_is_submitted_with_a_warning(lab):
-    """Slurm takes six nodes of two, and says PD (PartitionNodeLimit) for ever; it answers alike for a drained node."""
-    said = "allocation failure: Requested node configuration is not available"
-    never = submitted_by_script(lab, "deepspeed-multi-node/6_nodes")
+def test_submit_skips_impossible_jobs_and_warns_about_delayed_ones(lab):
+    """For six nodes of two, sbatch would queue the job for ever. Slurm gives the same reason for a drained node."""
+    reason = "allocation failure: Requested node configuration is not available"
+    never = submit_by_script(lab, "deepspeed-multi-node/6_nodes")
     script = "experiments/deepspeed-multi-node/6_nodes/deepspeed_6_nodes.slurm"
-    line = f"error: {script}: Slurm refuses it: {said}; correct the site file or the directives\n"
+    line = f"error: {script}: Slurm refuses it: {reason}; correct the site file or the directives\n"
     assert (never.returncode, never.stdout, never.stderr) == (3, "", line)
     node = lab.cluster.nodes[-1]
     change = ["scontrol", "update", f"NodeName={node}"]
     run_command([*change, "State=DRAIN", "Reason=test"], env=lab.cluster.env)
     try:
-        later = submitted_by_script(lab, "deepspeed-multi-node/2_nodes")
+        later = submit_by_script(lab, "deepspeed-multi-node/2_nodes")
     finally:
         run_command([*change, "State=RESUME"], env=lab.cluster.env)
     assert later.returncode == 0, later
     script = "experiments/deepspeed-multi-node/2_nodes/deepspeed_2_nodes.slurm"
     assert (
         later.stderr
-        == f"warning: {script}: Slurm cannot place it now: {said}; nodes that are down or drained: {node}\n"
+        == f"warning: {script}: Slurm cannot place it now: {reason}; nodes that are down or drained: {node}\n"
     )
     run_command(["scancel", later.stdout.split()[0]], env=lab.cluster.env)

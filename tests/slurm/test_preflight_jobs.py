@@ -1,4 +1,4 @@
-"""preflight.py --submit on the cluster: three real jobs, one per launcher, and jobs that do not start."""
+"""preflight.py --submit on the test cluster: one real job per launcher, and jobs that do not start."""
 
 import subprocess
 import sys
@@ -21,14 +21,14 @@ def preflight(lab: Lab, *flags: str, **variables: object) -> subprocess.Complete
     return subprocess.run(command, cwd=lab.root, env=environment, capture_output=True, text=True, timeout=800)
 
 
-def test_one_job_per_launcher_completes_or_is_a_failed_line(own_lab):
-    """Bare srun sets no LOCAL_RANK, and here the training breaks that it starts."""
-    train = own_lab.root / "scripts/train.py"
+def test_preflight_runs_one_job_per_launcher_and_reports_failures(editable_lab):
+    """Bare srun sets no LOCAL_RANK, so BROKEN makes only its training fail."""
+    train = editable_lab.root / "scripts/train.py"
     text = train.read_text()
     train.write_text(BROKEN + text)
     status = ["git", "status", "--porcelain", "--ignored"]
-    before = run_command(status, cwd=own_lab.root).stdout
-    done = preflight(own_lab)
+    before = run_command(status, cwd=editable_lab.root).stdout
+    done = preflight(editable_lab)
     assert done.returncode == 3, done
     lines = done.stdout.splitlines()
     assert "ok    partition          Slurm's default of main" in lines
@@ -37,22 +37,22 @@ def test_one_job_per_launcher_completes_or_is_a_failed_line(own_lab):
     (failed,) = [line for line in lines if line.startswith("fail")]
     assert JOBS[2] in failed
     assert "FAILED (NonZeroExitCode); error: GPU: broken; repair it; read " in failed
-    after = run_command(status, cwd=own_lab.root).stdout
+    after = run_command(status, cwd=editable_lab.root).stdout
     left = [line for line in after.splitlines() if "__pycache__" not in line and "preflight" not in line]
     assert left == before.splitlines()
-    assert own_lab.unfinished() == []
+    assert editable_lab.unfinished() == []
 
 
-def test_jobs_that_do_not_start_are_cancelled(own_lab):
+def test_jobs_that_do_not_start_are_cancelled(editable_lab):
     partition = ["scontrol", "update", "PartitionName=main"]
-    run_command([*partition, "State=DOWN"], env=own_lab.cluster.env)
+    run_command([*partition, "State=DOWN"], env=editable_lab.cluster.env)
     try:
-        done = preflight(own_lab, "--timeout", "3")
+        done = preflight(editable_lab, "--timeout", "3")
     finally:
-        run_command([*partition, "State=UP"], env=own_lab.cluster.env)
+        run_command([*partition, "State=UP"], env=editable_lab.cluster.env)
     assert done.returncode == 3, done
     failed = [line for line in done.stdout.splitlines() if line.startswith("fail")]
     assert [line.split("; ")[0].split()[2:] for line in failed] == [
         ["PENDING", "(PartitionDown)"], ["PENDING", "(Dependency)"], ["PENDING", "(Dependency)"]]  # fmt: skip
-    assert own_lab.unfinished() == []
-    assert not list(own_lab.root.glob(".preflight-*"))
+    assert editable_lab.unfinished() == []
+    assert not list(editable_lab.root.glob(".preflight-*"))

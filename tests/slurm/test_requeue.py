@@ -1,6 +1,7 @@
-"""Jobs that are stopped on a real cluster, whatever by, and that Slurm starts again: they end as if nothing had been.
+"""Jobs that are stopped on a real cluster in several ways, requeued by Slurm, and resumed.
 
-On the CPU the result is the same to the last bit: weights, losses of every epoch, mean of the training losses.
+On the CPU the result is bitwise equal to that of an undisturbed job: weights, losses of every epoch, and mean of the
+training losses.
 """
 
 import re
@@ -11,35 +12,37 @@ import pytest
 
 from jobs import STEPS_PER_EPOCH, TRAININGS, Job, Lab, run_command
 
-EARLIEST = 6  # seconds behind an attempt in which a node refuses the next one: cred_expire of the cluster
+NODE_DELAY = 6  # seconds after an attempt in which a node rejects the next one, from the cluster's cred_expire
 
 
 def warn(job: Job) -> None:
-    """What Slurm sends some time before the limit: --signal=B:USR1@120."""
+    """Send the signal that Slurm sends before the time limit with --signal=B:USR1@120."""
     run_command(["scancel", "--batch", "--signal=USR1", job.job_id], env=job.lab.cluster.env)
 
 
 def requeue(job: Job) -> None:
-    """Preemption, with PreemptMode=REQUEUE."""
+    """Requeue the job, as a preemption with PreemptMode=REQUEUE does."""
     run_command(["scontrol", "requeue", job.job_id], env=job.lab.cluster.env)
 
 
 def crash(node: str) -> Callable[[Job], None]:
-    """It stays down until Slurm has noticed, and has put the job back into its queue."""
+    """Return a function that crashes the node and starts it again after Slurm has requeued the job."""
 
     def act(job: Job) -> None:
         job.lab.cluster.crash(node)
         job.until(lambda: job.scontrol["Restarts"] != "0" and not job.processes())
-        # Slurm would start it as soon as it can, which a node refuses so early
-        run_command(["scontrol", "update", f"JobId={job.job_id}", f"StartTime=now+{EARLIEST}"], env=job.lab.cluster.env)
+        # Delay the start, because a node rejects an attempt that comes too early
+        run_command(
+            ["scontrol", "update", f"JobId={job.job_id}", f"StartTime=now+{NODE_DELAY}"], env=job.lab.cluster.env
+        )
         job.lab.cluster.start(node)
 
     return act
 
 
 @dataclass(frozen=True)
-class Stopped:
-    """A job, what happens to it, and what its record tells of that. clean: a checkpoint was saved at the stop."""
+class StopCase:
+    """A job, the action that stops it, and the reason in its record. clean: the job saves a checkpoint at the stop."""
 
     name: str
     act: Callable[[Job], object] | None
@@ -52,25 +55,26 @@ class Stopped:
         return f"{self.name} {getattr(self.act, '__qualname__', 'time limit').split('.')[0]}"
 
 
-# the other node's rank, or Slurm's end of the job, may have come before
+# The record of a job on a crashed node may have another reason: a rank on the other node failed first, or Slurm ended
+# the job
 KILLED = r"node failure on node\d|ended without a word: .*|(failed|stopped).*"
 CASES = [
-    Stopped("zero-2", warn, r"stopped by SIGUSR1 \(exit code 75\)"),
-    Stopped("fsdp2", crash("node2"), KILLED, clean=False),
+    StopCase("zero-2", warn, r"stopped by SIGUSR1 \(exit code 75\)"),
+    StopCase("fsdp2", crash("node2"), KILLED, clean=False),
 ]
-# What differs from these in the place of the fault, or in what asks for the stop
+# More cases, with other nodes that crash and other reasons for the stop
 MORE = [
-    Stopped("plain", warn, r"stopped by SIGUSR1 \(exit code 75\)"),
-    Stopped("fsdp2", warn, r"stopped by SIGUSR1 \(exit code 75\)"),
-    Stopped("plain", requeue, r"stopped by SIGTERM \(exit code 75\)"),
-    Stopped("zero-2", requeue, r"stopped by SIGTERM \(exit code 75\)"),
-    Stopped("fsdp2", requeue, r"stopped by SIGTERM \(exit code 75\)"),
-    Stopped("plain", crash("node1"), KILLED, clean=False, sbatch=("--nodelist=node1",)),
-    Stopped("zero-2", crash("node1"), KILLED, clean=False),
-    Stopped("fsdp2", crash("node1"), KILLED, clean=False),
-    Stopped("zero-2", crash("node2"), KILLED, clean=False),
-    # half a minute of warning within Slurm's shortest limit
-    Stopped("plain", None, r"stopped by SIGUSR1 \(exit code 75\)", sbatch=("--time=1", "--signal=B:USR1@30"),
+    StopCase("plain", warn, r"stopped by SIGUSR1 \(exit code 75\)"),
+    StopCase("fsdp2", warn, r"stopped by SIGUSR1 \(exit code 75\)"),
+    StopCase("plain", requeue, r"stopped by SIGTERM \(exit code 75\)"),
+    StopCase("zero-2", requeue, r"stopped by SIGTERM \(exit code 75\)"),
+    StopCase("fsdp2", requeue, r"stopped by SIGTERM \(exit code 75\)"),
+    StopCase("plain", crash("node1"), KILLED, clean=False, sbatch=("--nodelist=node1",)),
+    StopCase("zero-2", crash("node1"), KILLED, clean=False),
+    StopCase("fsdp2", crash("node1"), KILLED, clean=False),
+    StopCase("zero-2", crash("node2"), KILLED, clean=False),
+    # Slurm's shortest time limit with a warning half a minute before it
+    StopCase("plain", None, r"stopped by SIGUSR1 \(exit code 75\)", sbatch=("--time=1", "--signal=B:USR1@30"),
             variables={"NUM_EPOCHS": 60}),
 ]  # fmt: skip
 
@@ -79,25 +83,25 @@ def last_step(job: Job) -> int:
     return max(map(int, re.findall(r"^step (\d+) of", job.log, re.MULTILINE)), default=0)
 
 
-def check(case: Stopped, job: Job) -> None:
-    """It was stopped once, went on, and lost no more than it may."""
+def check_restart(case: StopCase, job: Job) -> None:
+    """Check that the job is stopped, resumes, and repeats no more steps than allowed."""
     job.until(lambda: last_step(job) > STEPS_PER_EPOCH + 1)
     if case.act:
         case.act(job)
     job.until(lambda: "going on from step" in job.log)
     attempt = job.log.count(f"job {job.job_id} of ")
-    if case.name in ("zero-2", "fsdp2"):  # Slurm may still be telling a node to end a step of an earlier attempt
-        assert job.kill("node1", 0, f"SLURM_STEP_ID={2 * attempt - 1}\0"), f"another step than its own\n{job}"
+    if case.name in ("zero-2", "fsdp2"):  # Slurm may still be ending a step of an earlier attempt on a node
+        assert job.kill("node1", 0, f"SLURM_STEP_ID={2 * attempt - 1}\0"), f"the step is not this attempt's\n{job}"
     job.wait()
     assert (job.state, job.code) == ("COMPLETED", 0), str(job)
     record = job.record
     assert (record["status"], record["exit_code"]) == ("completed", 0), str(job)
-    # a slow machine may need the shortest limit twice
+    # On a slow machine, the shortest limit may stop the job twice
     assert record["attempt"] == 2 or (case.act is None and record["attempt"] > 2), str(job)
     assert len(record["restarts"]) == record["attempt"] - 1
     first, *others = [restart["reason"] for restart in record["restarts"]]
     assert re.fullmatch(case.reason, first)
-    # a warning that comes behind the last step ends the run at once
+    # A warning after the last step ends the run at once
     assert all(re.fullmatch(rf"{case.reason}|stopped \(exit code 138\)", reason) for reason in others), others
     restart = record["restarts"][0]
     before, _, after = job.log.partition("going on from step ")
@@ -107,36 +111,36 @@ def check(case: Stopped, job: Job) -> None:
     assert resumed >= (reached if case.clean else reached - STEPS_PER_EPOCH)
     assert not (job.folder / "results" / f".{job.job_id}").exists()
     assert job.processes() == {}
-    attempts = job.log.count(f"job {job.job_id} of ")  # one that the warning ended before the training has no record
+    attempts = job.log.count(f"job {job.job_id} of ")  # an attempt that ended before the training is not in the record
     for log in [*job.memory_logs("cpu").values(), *job.memory_logs("gpu").values()]:
         headers = re.findall(r"^(?:# +Elapsed|timestamp)", log.read_text(), re.MULTILINE)
-        assert len(headers) == attempts, f"{log}: all attempts are in one log"
+        assert len(headers) == attempts, f"{log} must hold all attempts"
 
 
 def check_equal(job: Job, expected: Job) -> None:
     assert job.record["train"]["steps"] == expected.record["train"]["steps"]
     weights = [(each.folder / "output" / each.job_id / "model.safetensors").read_bytes() for each in (job, expected)]
-    assert weights[0] == weights[1], f"other weights\n{job}"
+    assert weights[0] == weights[1], f"the weights differ\n{job}"
     assert job.losses == expected.losses
     for name in ("loss_mean", "loss_last"):
         assert job.record["train"][name] == expected.record["train"][name], name
 
 
-def run(case: Stopped, lab: Lab) -> Job:
+def run_case(case: StopCase, lab: Lab) -> Job:
     experiment, flags, knobs = TRAININGS[case.name]
     job = lab.submit(experiment, *flags, sbatch=case.sbatch, **(knobs | {"REQUEUE": 1} | case.variables))
-    check(case, job)
+    check_restart(case, job)
     return job
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
-def test_a_stopped_job_goes_on_as_if_nothing_had_been(case, lab, undisturbed):
-    check_equal(run(case, lab), undisturbed(case.name))
+def test_a_stopped_job_is_requeued_and_resumes_exactly(case, lab, undisturbed):
+    check_equal(run_case(case, lab), undisturbed(case.name))
 
 
 @pytest.mark.faults
 @pytest.mark.parametrize("case", MORE, ids=str)
-def test_more_jobs_that_are_stopped(case, lab, undisturbed):
-    job = run(case, lab)
+def test_other_stopped_jobs_are_requeued_and_resume_exactly(case, lab, undisturbed):
+    job = run_case(case, lab)
     if "NUM_EPOCHS" not in case.variables:
         check_equal(job, undisturbed(case.name))

@@ -2,7 +2,8 @@
 
     .venv/bin/python tests/text_checks        # part of make lint
 
-The command lists all findings at once. Each names its file, what is wrong and what to do. Exit code 1: there are some.
+The command lists all findings at once. Each finding names its file, the problem and the solution. The exit code is 1
+if there are findings.
 """
 
 import sys

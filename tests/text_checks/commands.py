@@ -1,6 +1,6 @@
-"""The commands of the pages: their files, folders, make targets and flags exist.
+"""Check that the files, folders, make targets and flags in the pages' commands exist.
 
-A block of `bash` works on a laptop. A block of `bash cluster` needs Slurm or a GPU.
+A `bash` block works on a laptop. A `bash cluster` block needs Slurm or a GPU.
 """
 
 import itertools
@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from helpers import REPOSITORY, bash_blocks
-from text_checks.common import TEXTS, name_of, read
+from text_checks.common import TEXTS, read, relative_name
 
 OWN_EXPERIMENT = "own/mine"  # the reader's copy of an experiment
 PARSED = ("estimate_memory.py", "evaluate.py", "rehearse.py", "train.py")  # tests/unit/test_docs.py parses their flags
@@ -32,7 +32,7 @@ class Command(NamedTuple):
 
 
 def commands() -> Iterator[Command]:
-    """Yield each simple command of the pages, in the folder to which `cd` leads."""
+    """Yield each simple command of the pages, with the folder that its `cd` commands lead to."""
     for page in TEXTS:
         for kind, text in bash_blocks(page):
             here = REPOSITORY
@@ -55,21 +55,21 @@ def commands() -> Iterator[Command]:
 
 def findings() -> Iterator[str]:
     for command in commands():
-        absent = [f"there is no {name}; write its new name" for name, exists in named(command) if not exists]
+        absent = [f"there is no {name}; write the new name" for name, exists in named_targets(command) if not exists]
         for finding in [*broken_rules(command), *absent]:
-            yield f"{name_of(command.page)}: `{shlex.join(command.words)}`: {finding}"
+            yield f"{relative_name(command.page)}: `{shlex.join(command.words)}`: {finding}"
 
 
 def broken_rules(command: Command) -> list[str]:
-    """Return the rules that a command breaks about where it runs and how it starts ranks."""
+    """Return the rules about clusters and launchers that a command breaks."""
     words, line = command.words, shlex.join(command.words)
     submits = words[0].endswith("submit.sh") and "--dry-run" not in words
     needs_cluster = submits or re.search(r"\b(sbatch|srun|squeue|scancel)\b", words[0])
     torchrun = "torchrun" in words
     broken = {
         "needs a cluster; begin its block with ```bash cluster": needs_cluster and not command.cluster,
-        "starts ranks in its own way; write torchrun": {"scripts/launch.py", "torch.distributed.run"} & set(words),
-        "has no number of ranks where a reader expects it; begin with torchrun --nproc_per_node=<number>": torchrun
+        "starts ranks without torchrun; write torchrun": {"scripts/launch.py", "torch.distributed.run"} & set(words),
+        "does not begin with the number of ranks; begin with torchrun --nproc_per_node=<number>": torchrun
         and not re.search(r"torchrun --nproc_per_node=\d ", line),
         "torchrun sets one thread and prints a warning; set OMP_NUM_THREADS in this page": torchrun
         and "OMP_NUM_THREADS=" not in TEXTS[command.page],
@@ -77,8 +77,8 @@ def broken_rules(command: Command) -> list[str]:
     return [rule for rule, is_broken in broken.items() if is_broken]
 
 
-def named(command: Command) -> Iterator[tuple[str, bool]]:
-    """Yield each thing that a command names, and whether it exists."""
+def named_targets(command: Command) -> Iterator[tuple[str, bool]]:
+    """Yield each file, folder, target or flag that a command names, and True if it exists."""
     folder, words = command.folder, command.without_launcher
     first, second = (*words, "", "")[:2]
     if first == "cd":

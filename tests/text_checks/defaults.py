@@ -1,6 +1,6 @@
-"""Check the pages that show a default of config.py. The table of docs/knobs.md has its own check.
+"""Check the defaults of config.py that pages show. tables.py checks the table of docs/knobs.md.
 
-A page that shows a default gets a line below, with the variable (or flag) in the place of the value.
+Add a line to SHOWN for a page that shows a default, with the variable (or flag) in place of the value.
 """
 
 import re
@@ -59,10 +59,10 @@ def findings() -> Iterator[str]:
     for page, phrases in SHOWN.items():
         text = " ".join((REPOSITORY / page).read_text(encoding="utf-8").split())
         for phrase in phrases:
-            words = re.split(r"\{(\w+)\}", phrase)  # every second one is a variable
+            words = re.split(r"\{(\w+)\}", phrase)  # every second element is a variable
             found = re.search(r"(\S+?)".join(map(re.escape, words[::2])), text)
             if not found:
-                yield f"{page}: says nothing like {phrase}, tests/text_checks/defaults.py says it; correct either"
+                yield f"{page}: has no phrase like {phrase}, tests/text_checks/defaults.py expects it; correct either"
                 continue
             for variable, shown in zip(words[1::2], found.groups(), strict=True):
                 if not is_shown(DEFAULTS[variable], shown):
@@ -70,5 +70,5 @@ def findings() -> Iterator[str]:
 
 
 def is_shown(default: object, shown: str) -> bool:
-    """Return whether the text is this default or a short form of it: bloom-560m, 5e-5."""
+    """Return True if the text is this default or its short form, such as bloom-560m or 5e-5."""
     return shown in (str(default), str(default).rpartition("/")[2], str(default).replace("e-0", "e-"))

@@ -1,7 +1,7 @@
-"""The five documents from which the workshop grew: each of their lines has a place, a file and a heading.
+"""Check that each line of the five original documents has a place in the workshop, a file and a heading.
 
-tests/data/original_documents.csv has a row for each part of a document and each place that takes it up. The letters are
-those of docs/original-documents.md.
+tests/data/original_documents.csv has a row for each part of a document and each place that covers the part.
+docs/original-documents.md explains the letters.
 """
 
 import csv
@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 from helpers import REPOSITORY
 from text_checks.common import differences, read
-from text_checks.links import missing
+from text_checks.links import missing_target
 
 PLACES = "tests/data/original_documents.csv"
 LINES = {"D": 1330, "D0": 193, "F": 1346, "F0": 245, "Z": 173}
@@ -17,7 +17,7 @@ LINES = {"D": 1330, "D0": 193, "F": 1346, "F0": 245, "Z": 173}
 
 def findings() -> Iterator[str]:
     rows = list(csv.DictReader(read(PLACES).splitlines()))
-    ends = dict.fromkeys(LINES, 0)  # the last line of each document before the first one without a place
+    ends = dict.fromkeys(LINES, 0)  # the last line of each document before its first line without a place
     for document, first, last in sorted((row["document"], int(row["first"]), int(row["last"])) for row in rows):
         if first == ends.setdefault(document, 0) + 1:
             ends[document] = last
@@ -28,6 +28,6 @@ def findings() -> Iterator[str]:
     for row in rows:
         name, _, anchor = row["place"].partition("#")
         in_docs = REPOSITORY / "docs" / name
-        if lacks := missing(in_docs if in_docs.exists() else REPOSITORY / name, anchor):
+        if lacks := missing_target(in_docs if in_docs.exists() else REPOSITORY / name, anchor):
             part = f"{row['document']} {row['first']}-{row['last']}"
-            yield f"{PLACES}: {part}: says {row['place']}, and there is {lacks}; write the place of this part"
+            yield f"{PLACES}: {part}: says {row['place']}, but there is {lacks}; write the place of this part"

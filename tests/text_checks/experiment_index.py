@@ -1,11 +1,11 @@
-"""Check the index of the experiments, their number, and the bill of GPU-hours. A finding has the line to write."""
+"""Check the index of the experiments, their number, and the bill of GPU-hours. A finding shows the correct line."""
 
 import json
 import re
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-from helpers import EXPERIMENT_SCRIPTS, EXPERIMENTS, REPOSITORY, directives_of
+from helpers import EXPERIMENT_SCRIPTS, EXPERIMENTS, REPOSITORY, read_directives
 
 INDEX = "experiments/README.md"
 BILL = "docs/instructor/README.md"
@@ -16,21 +16,21 @@ DEFAULTS = {
     "nodes": "1",
     "gpus-per-node": "1",
     "time": "00:00:00",
-}  # experiments.py reports a directive that is missing
+}  # experiments.py reports a missing directive
 
 
 def findings() -> Iterator[str]:
     rows = {folder: (question, section) for folder, question, section in re.findall(ROW, read(INDEX), re.MULTILINE)}
     scripts = {str(script.parent.relative_to(EXPERIMENTS)): script for script in EXPERIMENT_SCRIPTS}
     for folder in sorted(rows.keys() - scripts.keys()):
-        yield f"{INDEX}: says experiments/submit.sh {folder}, experiments/ says nothing of it; remove its row"
-    sections = {folder: section_of(folder, rows) for folder in scripts}
+        yield f"{INDEX}: says experiments/submit.sh {folder}, but experiments/ has no such folder; remove the row"
+    sections = {folder: find_section(folder, rows) for folder in scripts}
     for folder, script in scripts.items():
         question = rows.get(folder, ("<its question>",))[0].removesuffix(NEEDS_A_GPU)
-        yield from row_of(folder, script, question, sections[folder])
+        yield from check_row(folder, script, question, sections[folder])
     taught = {folder: script for folder, script in scripts.items() if folder.split("/")[0] not in NOT_TAUGHT}
-    yield from taught_by_its_section({folder: sections[folder] for folder in taught})
-    jobs, _, hours = bill_of(taught.values())
+    yield from section_names_experiment({folder: sections[folder] for folder in taught})
+    jobs, _, hours = gpu_bill(taught.values())
     yield from numbers(jobs, hours)
     by_number = {"All": list(taught.values())}
     for folder, script in taught.items():
@@ -43,43 +43,43 @@ def read(page: str) -> str:
     return path.read_text(encoding="utf-8") if path.exists() else ""
 
 
-def section_of(folder: str, rows: dict[str, tuple[str, str]]) -> str:
-    """The link of a folder to its section: its own, or for a new folder that of its family."""
+def find_section(folder: str, rows: dict[str, tuple[str, str]]) -> str:
+    """Link of a folder to its section. A new folder gets the link of its family."""
     family = folder.split("/")[0]
-    of_the_family = [section for other, (_, section) in rows.items() if other.split("/")[0] == family]
-    return rows[folder][1] if folder in rows else (*of_the_family, "[?](../docs/?.md)")[0]
+    family_sections = [section for other, (_, section) in rows.items() if other.split("/")[0] == family]
+    return rows[folder][1] if folder in rows else (*family_sections, "[?](../docs/?.md)")[0]
 
 
-def row_of(folder: str, script: Path, question: str, section: str) -> Iterator[str]:
-    """Compare a row with nodes, GPUs and config of the script, and with whether the config needs a GPU."""
-    asked = DEFAULTS | directives_of(script)
+def check_row(folder: str, script: Path, question: str, section: str) -> Iterator[str]:
+    """Compare a row with the nodes, GPUs and config of the script. The row must say if the config needs a GPU."""
+    asked = DEFAULTS | read_directives(script)
     config = re.search(r"(ds|fsdp)_configs/[\w.]+", script.read_text())
     if config and needs_a_gpu(config[0]):
         question += NEEDS_A_GPU
         if asked["nodes"] != "1":
             yield f"experiments/{folder}: says --nodes={asked['nodes']}, README.md says that it needs a GPU on one node"
         if f"`{folder}`" not in read("README.md"):
-            yield f"README.md: says nothing of `{folder}`, {config[0]} says that it needs a GPU; add it"
+            yield f"README.md: does not name `{folder}`, {config[0]} says that it needs a GPU; add the folder"
     size, config_name = f"{asked['nodes']} x {asked['gpus-per-node']}", f"`{Path(config[0]).name}`" if config else "-"
     line = f"| `experiments/submit.sh {folder}` | {question} | {size} | {config_name} | {section} |"
     if question == "<its question>" and folder in read(INDEX):
-        yield f"{INDEX}: says <its question> of {folder}; write the question that it answers"
+        yield f"{INDEX}: has <its question> for {folder}; write the question that the experiment answers"
     shown = [shown for shown in read(INDEX).splitlines() if f"submit.sh {folder}` |" in shown]
     if shown != [line]:
-        yield f"{INDEX}: says {' and '.join(shown) or f'nothing of {folder}'}, its script says {line}"
+        yield f"{INDEX}: says {' and '.join(shown) or f'nothing about {folder}'}, its script says {line}"
 
 
 def needs_a_gpu(config: str) -> bool:
-    """Return whether a CPU refuses this config: it has FSDP's CPU offload, or FSDP1."""
+    """Return True if a CPU cannot run this config, which has FSDP's CPU offload or FSDP1."""
     content = json.loads(read(config))
     return config.startswith("fsdp") and bool(content.get("cpu_offload") or content["version"] == 1)
 
 
-def taught_by_its_section(sections: dict[str, str]) -> Iterator[str]:
+def section_names_experiment(sections: dict[str, str]) -> Iterator[str]:
     for folder, section in sections.items():
         found = re.search(r"\.\./(docs/[\w-]+\.md)", section)
         if found and folder.split("/")[0] not in read(found[1]):
-            yield f"{found[1]}: says nothing of {folder.split('/')[0]}, {INDEX} says that it is taught there"
+            yield f"{found[1]}: does not name {folder.split('/')[0]}, {INDEX} says that the page teaches it"
 
 
 def numbers(experiments: int, hours: int) -> Iterator[str]:
@@ -95,14 +95,14 @@ def numbers(experiments: int, hours: int) -> Iterator[str]:
             yield f"{page}: says {shown[0] if shown else 'another sentence'}, experiments/ says {sentence}"
 
 
-def bill_of(scripts: Iterable[Path]) -> tuple[int, int, int]:
-    """Number of jobs, their GPUs, and GPU-hours at most."""
+def gpu_bill(scripts: Iterable[Path]) -> tuple[int, int, int]:
+    """Number of jobs, number of GPUs, and the maximum of GPU-hours."""
     jobs = gpus = hours = 0
     for script in scripts:
-        asked = DEFAULTS | directives_of(script)
-        gpus_of_the_job = int(asked["nodes"]) * int(asked["gpus-per-node"])
+        asked = DEFAULTS | read_directives(script)
+        job_gpus = int(asked["nodes"]) * int(asked["gpus-per-node"])
         hour, minute, _ = map(int, asked["time"].split(":"))
-        jobs, gpus, hours = jobs + 1, gpus + gpus_of_the_job, hours + gpus_of_the_job * (hour + minute / 60)
+        jobs, gpus, hours = jobs + 1, gpus + job_gpus, hours + job_gpus * (hour + minute / 60)
     return jobs, gpus, round(hours)
 
 
@@ -110,9 +110,9 @@ def bill(by_number: dict[str, list[Path]]) -> Iterator[str]:
     rows = re.findall(r"^(\| (\d+|All)\b([^|]*) \| .*)", read(BILL).partition("## The bill")[2], re.MULTILINE)
     shown = {number: (line, title) for line, number, title in rows}
     for number in shown.keys() - by_number.keys():
-        yield f"{BILL}: says {shown[number][0]}, {INDEX} says nothing of section {number}; remove the row"
+        yield f"{BILL}: says {shown[number][0]}, {INDEX} does not name section {number}; remove the row"
     for number, scripts in by_number.items():
-        says, title = shown.get(number, (f"nothing of section {number}", " <title>"))
-        line = f"| {number}{title} | {' | '.join(map(str, bill_of(scripts)))} |"
+        says, title = shown.get(number, (f"nothing about section {number}", " <title>"))
+        line = f"| {number}{title} | {' | '.join(map(str, gpu_bill(scripts)))} |"
         if says != line:
             yield f"{BILL}: says {says}, experiments/ says {line}"

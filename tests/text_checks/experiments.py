@@ -1,4 +1,4 @@
-"""Check each experiment's script and knobs: its form, its numbers of GPUs, and the table experiment_knobs.yaml."""
+"""Check the form, the number of GPUs and the knobs (experiment_knobs.yaml) of each experiment's script."""
 
 import re
 from collections.abc import Iterator
@@ -8,17 +8,17 @@ from pathlib import Path
 import yaml
 
 from config import KNOBS
-from helpers import EXPERIMENT_SCRIPTS, EXPERIMENTS, REPOSITORY, directives_of
+from helpers import EXPERIMENT_SCRIPTS, EXPERIMENTS, REPOSITORY, read_directives
 
 TABLE = "tests/text_checks/experiment_knobs.yaml"
 ROWS = yaml.safe_load((REPOSITORY / TABLE).read_text())
 ORDER = {knob.variable: place for place, knob in enumerate(KNOBS)}
-FIXED = ("MODEL_NAME", "TENSOR_PARALLEL")  # an experiment is about these, so no submission changes them
+FIXED = ("MODEL_NAME", "TENSOR_PARALLEL")  # these define an experiment, so no submission may change them
 SETTING = re.compile(r'(?:: "\$\{(\w+):=(.*)\}"|export (\w+)=(\S+))(?: +#.*)?')
 ANY_SETTING = re.compile(r'^(?:export |: "\$\{)?([A-Z][A-Z_0-9]+):?=.*', re.MULTILINE)
 CONFIG_FLAGS = {"deepspeed", "fsdp", "fsdp_config"}
-OF_THE_SITE = {"account", "partition", "reservation", "constraint", "chdir"}
-# Folders in which each step has the same number of questions on any number of GPUs
+SITE_DIRECTIVES = {"account", "partition", "reservation", "constraint", "chdir"}
+# Number of questions in a step, equal for all folders of a pattern and so for any number of GPUs
 GLOBAL_BATCHES = {
     "ddp/*": 16,
     "demo/*": 16,
@@ -53,31 +53,31 @@ SITE_VARIABLES = (
 
 def findings() -> Iterator[str]:
     for script in EXPERIMENT_SCRIPTS:
-        yield from lines_of_the_script(script)
+        yield from script_body(script)
         yield from directives(script)
         yield from first_comment(script)
         if trains(script):
             yield from knobs(script.with_name("env_vars.sh"))
             yield from global_batch(script)
     for row in ROWS:
-        if not any(fnmatch(folder_of(script), row) for script in EXPERIMENT_SCRIPTS):
+        if not any(fnmatch(experiment_folder(script), row) for script in EXPERIMENT_SCRIPTS):
             yield f"{TABLE}: says {row}, experiments/ has no such folder"
     yield from site_template()
 
 
 def site_template() -> Iterator[str]:
-    """The template of a site has the network settings that the pages name."""
+    """Check that the template of a site has the network settings that the pages name."""
     template = EXPERIMENTS / "sites" / "example.sh"
     for name in SITE_VARIABLES:
         if not re.search(rf'^(# )?: "\$\{{{name}:=\S+\}}"', template.read_text(), re.MULTILINE):
-            yield f'{name_of(template)}: says nothing of {name}, docs/ says that it does; write # : "${{{name}:=...}}"'
+            yield f'{relative_name(template)}: has no {name}, docs/ says that it has; write # : "${{{name}:=...}}"'
 
 
-def name_of(path: Path) -> str:
+def relative_name(path: Path) -> str:
     return str(path.relative_to(REPOSITORY))
 
 
-def folder_of(script: Path) -> str:
+def experiment_folder(script: Path) -> str:
     return str(script.parent.relative_to(EXPERIMENTS))
 
 
@@ -86,64 +86,64 @@ def trains(script: Path) -> bool:
 
 
 def nodes_and_gpus(script: Path) -> tuple[int, int]:
-    """Nodes, and GPUs of all nodes together."""
-    asked = {"nodes": "1", "gpus-per-node": "1"} | directives_of(script)
+    """Number of nodes, and number of GPUs on all nodes."""
+    asked = {"nodes": "1", "gpus-per-node": "1"} | read_directives(script)
     return int(asked["nodes"]), int(asked["nodes"]) * int(asked["gpus-per-node"])
 
 
-def lines_of_the_script(script: Path) -> Iterator[str]:
+def script_body(script: Path) -> Iterator[str]:
     """Check the lines below the directives: job.sh, env_vars.sh, the bandwidth test, one command."""
-    name, text = name_of(script), script.read_text()
+    name, text = relative_name(script), script.read_text()
     # Slurm runs a copy of the script, but starts it in the submit directory, so the path is relative to the folder
     lines = ["set -e", f"source {'../' * len(script.parent.relative_to(EXPERIMENTS).parts)}job.sh"]
     if trains(script):
         lines.append('source "$ROOT/$EXPERIMENT/env_vars.sh"')
     for line in lines:
         if line not in text.splitlines():
-            yield f"{name}: says nothing like {line}, an experiment in this folder says it"
+            yield f"{name}: has no line {line}; add it"
     for setting in ANY_SETTING.finditer(text):
         if setting[1] in ORDER:
             yield f'{name}: says {setting[0]}, a knob is set in env_vars.sh; write : "${{{setting[1]}:=...}}" there'
     training = text.rstrip().splitlines()[-1]
     flags = set(re.findall(r"--([\w-]+)", training)) - CONFIG_FLAGS
-    if flags:  # a flag wins over the variable that a user gives at submission
+    if flags:  # a flag would override the variable that a user gives at submission
         yield f"{name}: says --{' --'.join(sorted(flags))}, a knob is a variable of env_vars.sh"
     if not re.fullmatch(r'run_(python|torchrun|srun) "\$ROOT/scripts/\w+\.py" .*"\$@"', training):
         yield f'{name}: says {training}, a script ends with run_torchrun "$ROOT/scripts/train.py" "$@"'
     several = nodes_and_gpus(script)[0] > 1
     if several and "\ncheck_bandwidth\n" not in text:
-        yield f"{name}: says nothing of check_bandwidth, a script of several nodes says it before its training"
+        yield f"{name}: has no check_bandwidth; a script of several nodes calls it before its training"
     if not several and "\ncheck_bandwidth\n" in text:
-        yield f"{name}: says check_bandwidth, a script of one node says nothing of it"
+        yield f"{name}: says check_bandwidth, only a script of several nodes calls it; remove the line"
 
 
 def directives(script: Path) -> Iterator[str]:
-    """Compare the directives with the names of folder and script, and with what is the site's to say."""
-    name, asked = name_of(script), directives_of(script)
+    """Compare the directives with the names of folder and script, and find directives that belong to the site."""
+    name, asked = relative_name(script), read_directives(script)
     stated = dict(zip(("nodes", "gpus"), nodes_and_gpus(script), strict=True))
     for part in script.relative_to(EXPERIMENTS).parts:
         for number, unit in re.findall(r"(?:^|_)(\d+)_(gpus|nodes)(?=[_.]|$)", part):
             if int(number) != stated[unit]:
                 yield f"{name}: says {number} {unit} in the name {part}, its directives say {stated[unit]}"
-    others = [other for other in EXPERIMENT_SCRIPTS if directives_of(other).get("job-name") == asked.get("job-name")]
+    others = [other for other in EXPERIMENT_SCRIPTS if read_directives(other).get("job-name") == asked.get("job-name")]
     if len(others) > 1:
-        both = " and ".join(map(name_of, others))
-        yield f"{name}: says --job-name={asked.get('job-name')}, which {both} have; give each job its own name"
+        both = " and ".join(map(relative_name, others))
+        yield f"{name}: says --job-name={asked.get('job-name')}, which {both} share; give each job its own name"
     if not (script.parent / "log" / ".gitignore").exists():
-        yield f"{name}: has no log/.gitignore, so git does not keep the folder log; copy that of another folder"
+        yield f"{name}: has no log/.gitignore, so git does not keep the folder log; copy the file of another folder"
     if f"sbatch {script.name}" not in script.read_text():
         yield f"{name}: says another command in its first comment, its name says #     sbatch {script.name}"
     if asked.get("output") != "log/%x_%j.out":
         yield f"{name}: says --output={asked.get('output')}, an experiment says --output=log/%x_%j.out"
     for directive in sorted({"nodes", "gpus-per-node", "mem", "time"} - asked.keys()):
-        yield f"{name}: says nothing of --{directive}, an experiment says #SBATCH --{directive}=..."
-    for directive in sorted(asked.keys() & OF_THE_SITE):
-        yield f"{name}: says --{directive}, experiments/sites/example.sh says that it is the site's; remove it"
+        yield f"{name}: has no --{directive}, an experiment says #SBATCH --{directive}=..."
+    for directive in sorted(asked.keys() & SITE_DIRECTIVES):
+        yield f"{name}: says --{directive}, experiments/sites/example.sh says that a site sets it; remove it"
 
 
 def first_comment(script: Path) -> Iterator[str]:
-    """Compare numbers of GPUs, nodes, ranks and questions, as words or digits, with the directives."""
-    name, comment = name_of(script), script.read_text().partition("#     sbatch")[0]
+    """Compare the numbers of GPUs, nodes, ranks and questions, in words or digits, with the directives."""
+    name, comment = relative_name(script), script.read_text().partition("#     sbatch")[0]
     nodes, gpus = nodes_and_gpus(script)
     for found in COUNT.finditer(comment):
         number, unit, of_a_node = found.groups()
@@ -157,14 +157,14 @@ def first_comment(script: Path) -> Iterator[str]:
 
 def knobs(path: Path) -> Iterator[str]:
     """Compare the knobs of a folder with its row of the table, and their order with config.py."""
-    name, folder = name_of(path), str(path.parent.relative_to(EXPERIMENTS))
+    name, folder = relative_name(path), str(path.parent.relative_to(EXPERIMENTS))
     row = next((row for row in ROWS if fnmatch(folder, row)), None)
     if not path.exists():
-        yield f"{name}: says nothing, {TABLE} says {ROWS.get(row)}"
+        yield f"{name}: does not exist, {TABLE} says {ROWS.get(row)}"
         return
     settings = []
     for line in path.read_text().splitlines():
-        knob, value = setting_of(line)
+        knob, value = parse_setting(line)
         if knob in ORDER:
             settings.append((knob, value))
         elif line and not line.startswith("#"):
@@ -172,14 +172,15 @@ def knobs(path: Path) -> Iterator[str]:
             yield f"{name}: says {line}, each line sets a knob of config.py by {form}"
     if row is None:
         line = f"{folder}: {' '.join(map('='.join, settings))}"
-        yield f"{TABLE}: says nothing of {folder}, {name} says {line} (write this line)"
+        yield f"{TABLE}: has no row for {folder}, {name} says {line}; write this line"
         return
     stated = dict(word.partition("=")[::2] for word in ROWS[row].split())
     shown = {knob: value if stated.get(knob, value) else "" for knob, value in settings}
     for knob in sorted(stated.keys() | shown.keys()):
         if stated.get(knob) != shown.get(knob):
             says, should_say = (
-                f"{knob}={each[knob]}".rstrip("=") if knob in each else f"nothing of {knob}" for each in (shown, stated)
+                f"{knob}={each[knob]}".rstrip("=") if knob in each else f"nothing about {knob}"
+                for each in (shown, stated)
             )
             yield f"{name}: says {says}, {TABLE} says {should_say}"
     names = [knob for knob, _ in settings]
@@ -187,8 +188,8 @@ def knobs(path: Path) -> Iterator[str]:
         yield f"{name}: says {' '.join(names)}, config.py says {' '.join(sorted(shown, key=ORDER.get))}"
 
 
-def setting_of(line: str) -> tuple[str, str]:
-    """The knob that a line of env_vars.sh sets, and its value at a site that says nothing. Empty for another line."""
+def parse_setting(line: str) -> tuple[str, str]:
+    """Return the knob that a line of env_vars.sh sets, and its default value. Both are empty for another line."""
     found = SETTING.fullmatch(line)
     knob, value = (found[1] or found[3], found[2] or found[4]) if found else ("", "")
     if found and (knob in FIXED) != line.startswith("export"):
@@ -197,15 +198,15 @@ def setting_of(line: str) -> tuple[str, str]:
 
 
 def global_batch(script: Path) -> Iterator[str]:
-    """Multiply micro batch, accumulation, and groups of ranks that compute questions of their own."""
+    """Check the global batch: micro batch x accumulation x groups of ranks that compute different questions."""
     path = script.with_name("env_vars.sh")
     settings = {knob.variable: knob.default for knob in KNOBS}
-    settings |= dict(map(setting_of, path.read_text().splitlines() if path.exists() else []))
+    settings |= dict(map(parse_setting, path.read_text().splitlines() if path.exists() else []))
     for folders, stated in GLOBAL_BATCHES.items():
-        if fnmatch(folder_of(script), folders):
+        if fnmatch(experiment_folder(script), folders):
             groups = nodes_and_gpus(script)[1] // int(settings["TENSOR_PARALLEL"])
             size = int(settings["BATCH_SIZE"]) * int(settings["GRAD_ACC"]) * groups
             if size != stated:
                 says = f"{settings['BATCH_SIZE']} x {settings['GRAD_ACC']} x {groups} = {size} questions in a step"
-                way_out = f"change BATCH_SIZE or GRAD_ACC, and the row of {folder_of(script)} in {TABLE}"
-                yield f"{name_of(path)}: says {says}, all of {folders} say {stated}; {way_out}"
+                way_out = f"change BATCH_SIZE or GRAD_ACC, and the row of {experiment_folder(script)} in {TABLE}"
+                yield f"{relative_name(path)}: says {says}, all of {folders} say {stated}; {way_out}"

@@ -1,6 +1,6 @@
-"""Check the imports of scripts/: modules import no command, and not each other in a cycle.
+"""Check that modules of scripts/ do not import a command or each other in a cycle.
 
-A command is a file of scripts/ itself that ends in `if __name__ == "__main__":`. config.py is a library that
+A command is a file directly in scripts/ that ends in `if __name__ == "__main__":`. config.py is a library, which
 only job.sh calls as a command.
 """
 
@@ -9,7 +9,7 @@ import graphlib
 from collections.abc import Iterator
 from pathlib import Path
 
-from text_checks.common import SCRIPTS, TREES, name_of
+from text_checks.common import SCRIPTS, TREES, relative_name
 
 LIBRARIES = ("config",)
 
@@ -26,8 +26,8 @@ COMMANDS = {
 }
 
 
-def imports_of(path: Path) -> set[str]:
-    """The modules of scripts/ that this one imports, in functions too."""
+def imported_modules(path: Path) -> set[str]:
+    """The modules of scripts/ that a module imports, including imports in functions."""
     found = set()
     for node in ast.walk(TREES[path]):
         if isinstance(node, ast.Import):
@@ -38,12 +38,12 @@ def imports_of(path: Path) -> set[str]:
 
 
 def findings() -> Iterator[str]:
-    imports = {name: imports_of(path) for name, path in MODULES.items()}
+    imports = {name: imported_modules(path) for name, path in MODULES.items()}
     for name, path in MODULES.items():
         for command in sorted(imports[name] & COMMANDS):
-            yield f"{name_of(path)}: imports the command {command}.py; move what both need into a folder of scripts/"
+            yield f"{relative_name(path)}: imports the command {command}.py; move shared code into a folder of scripts/"
     try:
         graphlib.TopologicalSorter(imports).prepare()
     except graphlib.CycleError as error:
-        circle = " <- ".join(error.args[1])
-        yield f"scripts/: modules import each other: {circle}; move what both sides need into a module of its own"
+        cycle = " <- ".join(error.args[1])
+        yield f"scripts/: modules import each other: {cycle}; move the shared code into a separate module"

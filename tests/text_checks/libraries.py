@@ -1,15 +1,15 @@
-"""The functions, classes and settings of the libraries are where the pages say."""
+"""Check that the libraries have the functions, classes and settings that the pages name."""
 
 import re
 import sysconfig
 from collections.abc import Iterator
 from pathlib import Path
 
-from text_checks.common import after, read
+from text_checks.common import read, section_below
 
 LIBRARIES = Path(sysconfig.get_path("purelib"))
 ZERO_CONFIG = "deepspeed/runtime/zero/config.py"
-# Page, what it names, and the file and the line of a library that define it
+# Page, name on the page, and the library file and line that define the name
 NAMES = (
     ("ddp.md", "bf16_compress_hook", "torch/distributed/algorithms/ddp_comm_hooks/default_hooks.py", "def {}("),
     ("efficiency.md", "DataCollatorWithFlattening", "transformers/data/data_collator.py", "class {}("),
@@ -23,18 +23,18 @@ NAMES = (
 )
 
 
-def functions_of_the_training_loop() -> Iterator[tuple[str, str, str, str]]:
-    for row in after(read("docs/training-loop.md"), "Where to read it").split("\n- ")[1:]:
+def training_loop_functions() -> Iterator[tuple[str, str, str, str]]:
+    for row in section_below(read("docs/training-loop.md"), "Where to read it").split("\n- ")[1:]:
         file, *functions = re.findall(r"`(.+?)`", row)
         yield from (("training-loop.md", function, file, "def {}(") for function in functions)
 
 
 def findings() -> Iterator[str]:
-    functions = list(functions_of_the_training_loop())
+    functions = list(training_loop_functions())
     if not functions:
         yield "docs/training-loop.md: lists no functions below `## Where to read it`; write - `<file>`: `<function>`"
     for page, name, file, line in (*NAMES, *functions):
         if name not in read(f"docs/{page}"):
-            yield f"docs/{page}: says nothing of {name}; remove its row from tests/text_checks/libraries.py"
+            yield f"docs/{page}: does not name {name}; remove its row from tests/text_checks/libraries.py"
         elif line.format(name) not in read(LIBRARIES / file):
-            yield f"docs/{page}: says {name}, {file} has no `{line.format(name)}`; write what the file says now"
+            yield f"docs/{page}: says {name}, {file} has no `{line.format(name)}`; write what the file has now"

@@ -1,14 +1,14 @@
-"""Each link of a page leads to a file and a heading that exist, and shows the number of its section."""
+"""Check that each link of a page leads to an existing file and heading and shows the right section number."""
 
 import re
 from collections.abc import Iterator
 from pathlib import Path
 
-from text_checks.common import SECTIONS, TEXTS, name_of
+from text_checks.common import SECTIONS, TEXTS, relative_name
 
 
-def missing(file: Path, anchor: str) -> str:
-    """Return what a place lacks, the file or the heading with this anchor (as GitHub makes them), or nothing."""
+def missing_target(file: Path, anchor: str) -> str:
+    """Return "no such file", "no such heading" (by GitHub's rules for anchors), or "" if the target exists."""
     if not file.exists():
         return "no such file"
     headings = re.findall(r"^#+ (.*)$", file.read_text(encoding="utf-8"), re.MULTILINE) if anchor else []
@@ -20,9 +20,9 @@ def findings() -> Iterator[str]:
     numbers = {page.name: match[1] for page, match in SECTIONS.items()}
     for page, text in TEXTS.items():
         for target, name, anchor in re.findall(r"\]\((?!https?://)(([^)\s#]*)#?([^)\s]*))\)", text):
-            if lacks := missing(page.parent / name if name else page, anchor):
-                yield f"{name_of(page)}: links to {target}, and there is {lacks}; write its new name"
+            if lacks := missing_target(page.parent / name if name else page, anchor):
+                yield f"{relative_name(page)}: links to {target}, but there is {lacks}; write the new name"
         for number, target in re.findall(r"\[(?:[Ss]ection )?(\d+)\]\(([\w./-]+\.md)", text):
             expected = numbers.get(Path(target).name, number)
             if number != expected:
-                yield f"{name_of(page)}: says [{number}]({target}), that page says section {expected}"
+                yield f"{relative_name(page)}: says [{number}]({target}), that page says section {expected}"

@@ -1,4 +1,4 @@
-"""The pins, the promised names, the version, what a file must say, and how a command ends."""
+"""Check the pins, the promised names, the version, required lines of files, and the last lines of commands."""
 
 import ast
 import json
@@ -10,32 +10,32 @@ import yaml
 
 from names import PROMISED, names
 from shared.paths import workshop_version
-from text_checks.common import SCRIPTS, TREES, differences, name_of, read
+from text_checks.common import SCRIPTS, TREES, differences, read, relative_name
 from text_checks.imports import is_main_guard
 
 GUARD = "if __name__ == '__main__':\n    "
 ENDS = (f"{GUARD}run_program(main)", f"{GUARD}run_and_exit(main)")
-# These use only the standard library: job.sh starts the first two and waits for the third
+# These use only the standard library, because job.sh starts the first two and waits for the third
 OTHER_ENDS = (SCRIPTS / "job" / "with_parent.py", SCRIPTS / "job" / "on_node.py", SCRIPTS / "config.py")
 
 
 def findings() -> Iterator[str]:
-    return chain(pins(), lines(), promised_names(), ends_of_commands())
+    return chain(pins(), expected_lines(), promised_names(), ends_of_commands())
 
 
-def pins_of(lines: list[str]) -> dict[str, str]:
+def parse_pins(lines: list[str]) -> dict[str, str]:
     words = [line.strip() for line in lines if line.strip() and not line.startswith(("#", "-r"))]
     return {name: pin for name, _, pin in (word.partition("==") for word in words)}
 
 
 def pins() -> Iterator[str]:
-    """pip and conda install the same version of each package."""
+    """Check that pip and conda install the same version of each package."""
     requirements, development = (
-        pins_of(read(name).splitlines()) for name in ("requirements.txt", "requirements-dev.txt")
+        parse_pins(read(name).splitlines()) for name in ("requirements.txt", "requirements-dev.txt")
     )
     environment = yaml.safe_load(read("environment.yml"))
     (by_pip,) = [entry["pip"] for entry in environment["dependencies"] if isinstance(entry, dict)]
-    shown = {"name": environment["name"], **pins_of(by_pip)}
+    shown = {"name": environment["name"], **parse_pins(by_pip)}
     stated = {"name": "deepspeed-finetune", **requirements}
     yield from differences("environment.yml", "requirements.txt or a page", shown, stated)
     for name, pin in chain(requirements.items(), development.items()):
@@ -43,9 +43,9 @@ def pins() -> Iterator[str]:
             yield f"requirements: {name} is not pinned; write <package>==<version>"
 
 
-def lines() -> Iterator[str]:
-    """A file has the line that another file or a reader expects there."""
-    torch = pins_of(read("requirements.txt").splitlines())["torch"]
+def expected_lines() -> Iterator[str]:
+    """Check that files have the lines that another file or a reader expects in them."""
+    torch = parse_pins(read("requirements.txt").splitlines())["torch"]
     older_gpus = f"python -m pip install torch=={torch}+cu126 --index-url https://download.pytorch.org/whl/cu126"
     expected = {
         ".gitignore": "\nexperiments/wandb_key\n",
@@ -66,15 +66,15 @@ def promised_names() -> Iterator[str]:
     for kind, promised in json.loads(PROMISED.read_text()).items():
         for name in sorted({*promised} - {*now[kind]}):
             way_out = "keep the name, or the next version is 2.0.0: docs/instructor/own-copy.md"
-            yield f"{name_of(PROMISED)}: promises {name} ({kind}), which is gone; {way_out}"
+            yield f"{relative_name(PROMISED)}: promises {name} ({kind}), which is gone; {way_out}"
 
 
 def ends_of_commands() -> Iterator[str]:
-    """A command ends in the one way that turns a WorkshopError into one line and an exit code."""
+    """Check that a command ends with the call that turns a WorkshopError into one line and an exit code."""
     for path, tree in TREES.items():
         has_main = any(isinstance(node, ast.FunctionDef) and node.name == "main" for node in tree.body)
         guards = [ast.unparse(node) for node in tree.body if is_main_guard(node)]
         end = ast.unparse(tree.body[-1:])
         if guards != [end] * has_main or (has_main and end not in ENDS and path not in OTHER_ENDS):
             one_way = 'main(), and at the end `if __name__ == "__main__":` with run_program(main) of shared/errors.py'
-            yield f"{name_of(path)}: is neither a command nor a library; write {one_way}, or none of these"
+            yield f"{relative_name(path)}: is neither a command nor a library; write {one_way}, or remove both"

@@ -1,16 +1,16 @@
-"""No script executes what it reads: text, bytes, or a file that nobody listed."""
+"""Check that no script executes text, bytes or an unlisted file that it reads."""
 
 import ast
 import re
 from collections.abc import Iterator
 
 from helpers import EXPERIMENT_SCRIPTS, REPOSITORY
-from text_checks.common import TREES, name_of
+from text_checks.common import TREES, relative_name
 
 RUNS_TEXT = {"eval", "exec", "compile", "__import__", "os.system", "os.popen", "pickle.load", "pickle.loads"}
 RUNS_TEXT |= {"yaml.load", "yaml.unsafe_load", "yaml.full_load", "marshal.loads", "numpy.load", "np.load"}
 SHELL = sorted([*REPOSITORY.glob("experiments/**/*.sh"), *EXPERIMENT_SCRIPTS, *REPOSITORY.glob("scripts/*.sh")])
-# job.sh and its own parts, a site file, the environment that a site file activates, an experiment's knobs
+# job.sh and its parts, a site file, the environment that a site file activates, and an experiment's knobs
 SOURCED = re.compile(
     r'(\.\./)+job\.sh|"\$EXPERIMENTS_FOLDER/load_site\.sh"|"\$SNAPSHOT/experiments/job\.sh"|"\$SITE_FILE"'
     r'|"\$HOME/miniforge3/etc/profile\.d/conda\.sh"|"\$ROOT/\$EXPERIMENT/env_vars\.sh"'
@@ -20,16 +20,16 @@ SOURCED = re.compile(
 def findings() -> Iterator[str]:
     for path, tree in TREES.items():
         for call in dangers(tree):
-            yield f"{name_of(path)}: line {call.lineno}: {ast.unparse(call)} executes what it reads; read it as data"
+            yield f"{relative_name(path)}: line {call.lineno}: {ast.unparse(call)} executes its input; read it as data"
     for path in SHELL:
         for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
             code = line.split("#")[0]
             sourced = re.match(r"\s*\(?(?:source\s|\.\s+(?=[\"$/\w]))\s*(\S+)", code)
             if re.search(r"(^|[;&|(]\s*|\s)(eval|bash -c|sh -c)\s", code):
-                yield f"{name_of(path)}: line {number}: executes text: {line.strip()}; call the command itself"
+                yield f"{relative_name(path)}: line {number}: executes text: {line.strip()}; call the command itself"
             if sourced and not SOURCED.fullmatch(sourced[1]):
                 way_out = "add it to SOURCED in tests/text_checks/security.py if it may run code"
-                yield f"{name_of(path)}: line {number}: sources {sourced[1]}; {way_out}"
+                yield f"{relative_name(path)}: line {number}: sources {sourced[1]}; {way_out}"
 
 
 def dangers(tree: ast.AST) -> Iterator[ast.Call]:

@@ -1,4 +1,4 @@
-"""The tables of the pages repeat the knobs, and the config files of DeepSpeed and FSDP."""
+"""Compare the tables of the pages with the knobs and with the config files of DeepSpeed and FSDP."""
 
 import json
 import re
@@ -9,7 +9,7 @@ from config import KNOBS
 from helpers import REPOSITORY
 from text_checks.common import differences, read
 
-# The words with which a row of docs/fsdp.md describes a file, and whether they hold for the file
+# Words of a row in docs/fsdp.md, each with a test that shows if the words are true for a config
 FSDP_WORDS: dict[str, Callable[[dict], object]] = {
     "HYBRID_SHARD": lambda config: "dp_shard_size" in config,
     "of FSDP1": lambda config: config.get("version") == 1,
@@ -30,7 +30,7 @@ def knobs() -> Iterator[str]:
     stated = {}
     for knob in KNOBS:
         name = f"{knob.variable} --{knob.flag}"
-        # A page says in words what a default of None means
+        # The page describes a default of None in words
         stated[name] = shown.get(name, "its meaning") if knob.default is None else f"`{knob.default}`"
     yield from differences("docs/knobs.md", "scripts/config.py", shown, stated)
     if shown.keys() == stated.keys() and [*shown] != [*stated]:
@@ -42,7 +42,7 @@ def configs(folder: str) -> dict[str, dict]:
 
 
 def deepspeed_files() -> Iterator[str]:
-    """Compare stage, offload and pinned memory."""
+    """Compare the stages, offload settings and pinned memory on the page with the config files."""
     pattern = r"^\| `(\w+)\.json` \| (\d) \| *([^|;]*?) *(?:;[^|]*)?\| *([^|]*?) *\|$"
     rows = re.findall(pattern, read("docs/deepspeed-config.md"), re.MULTILINE)
     shown = {name: zero_facts(*columns) for name, *columns in rows}

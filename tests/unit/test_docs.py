@@ -21,7 +21,7 @@ from settings.settings import RankFlags
 from shared.errors import WorkshopError
 from shared.json_files import read_json
 from text_checks.commands import Command, commands
-from text_checks.common import name_of
+from text_checks.common import relative_name
 
 
 def page(name: str) -> str:
@@ -39,7 +39,7 @@ def flag_errors(command: Command) -> Iterator[str]:
         elif script.endswith(("train.py", "evaluate.py")):
             parse_command_line("", flags, gpu=True, environment=command.variables)
     except WorkshopError as error:
-        yield f"{name_of(command.page)}: `{shlex.join(command.words)}`: {error}"
+        yield f"{relative_name(command.page)}: `{shlex.join(command.words)}`: {error}"
 
 
 def test_each_command_of_a_page_has_flags_that_its_script_accepts(monkeypatch):
