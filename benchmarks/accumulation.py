@@ -1,12 +1,12 @@
-"""Compare gradients that are accumulated and reduced in 16 bit with gradients in fp32, for each method.
+"""Compare gradients that are accumulated and reduced in 16 bit with fp32 gradients, for DDP, ZeRO-2 and FSDP2.
 
     python benchmarks/accumulation.py
 
-Each row is a training by scripts/train.py in bf16, over gloo on the CPU: 2 ranks, micro batches of one question,
-accumulation 16, tiny-bloom. All rows start with the same weights and take the same questions.
+Each row trains tiny-bloom with scripts/train.py in bf16, with two ranks on the CPU (gloo). A micro batch has one
+question, and the accumulation is 16. All rows start with the same weights and use the same questions.
 
-The first number is the relative difference, in the L2 norm, between the gradient of the first step and that of the
-method's row in fp32. The second is the evaluation loss at the end.
+The first number is the relative difference (L2 norm) between this row's gradient in the first step and the gradient
+of the same method in fp32. The second number is the evaluation loss after the training.
 docs/comparison.md shows the results.
 """
 
@@ -24,7 +24,7 @@ from harness import REPOSITORY, SAMPLE, SCRIPTS, run_training
 FP32_ACCUMULATION = {"data_types": {"grad_accum_dtype": "fp32"}}
 FP32_REDUCTION = {"communication_data_type": "fp32"}
 FSDP = ["--fsdp", "--fsdp_config", str(REPOSITORY / "fsdp_configs/full_shard.json")]
-# name -> flags or DeepSpeed file, keys that are added to it, the row to compare with, which comes first
+# name -> flags or DeepSpeed config, keys to add to that config, and the row to compare with (must be an earlier row)
 ROWS: dict[str, tuple[list[str], dict, str]] = {
     "DDP": ([], {}, "DDP"),
     "ZeRO-2, all in fp32": (["zero2"], FP32_ACCUMULATION | FP32_REDUCTION, "ZeRO-2, all in fp32"),
@@ -53,7 +53,7 @@ def main() -> None:
 
 
 def train(folder: Path, row: str, epochs: str) -> tuple[torch.Tensor, float]:
-    """Gradient of the first step, and the evaluation loss at the end."""
+    """Return the gradient of the first step, and the evaluation loss after the training."""
     flags, keys, _ = ROWS[row]
     if flags and not flags[0].startswith("--"):
         config = json.loads((REPOSITORY / "ds_configs" / f"{flags[0]}.json").read_text()) | keys
@@ -65,7 +65,8 @@ def train(folder: Path, row: str, epochs: str) -> tuple[torch.Tensor, float]:
     words += ["--save_strategy", "no", *flags]
     _, record = run_training(folder, [__file__, "--child", row, str(folder / "gradient"), *words], ranks=2)
     parts = [torch.load(folder / f"gradient_{rank}.pt", weights_only=True) for rank in range(2)]
-    whole = parts[0] if flags[:1] != ["--deepspeed"] else torch.cat(parts)  # ZeRO: each rank has half of one row
+    # With ZeRO each rank has half of the flat gradient. With DDP and FSDP2 each file has the whole gradient.
+    whole = parts[0] if flags[:1] != ["--deepspeed"] else torch.cat(parts)
     return whole, record["eval"][-1]["loss"]
 
 
@@ -78,7 +79,7 @@ def child(row: str, file: str, flags: list[str]) -> None:
     from training.trainer import WorkshopTrainer
 
     def keep_gradient(optimizer, args, kwargs) -> None:
-        """Save the gradient that AdamW takes in its first step."""
+        """Save the gradient that AdamW uses in its first step."""
         path = Path(f"{file}_{os.environ['RANK']}.pt")
         if not steps:
             grads = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
@@ -88,7 +89,7 @@ def child(row: str, file: str, flags: list[str]) -> None:
 
     steps: list = []
     register_optimizer_step_pre_hook(keep_gradient)
-    if row == "FSDP2, all in fp32":  # no key of the config file does this
+    if row == "FSDP2, all in fp32":  # the config file has no key for this
         plain = WorkshopTrainer.__init__
 
         def with_fp32(self, *args, **kwargs):

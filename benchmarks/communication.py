@@ -1,20 +1,20 @@
-"""What each strategy sends: every collective of one optimizer step, counted while two ranks train on the CPU.
+"""Count every collective of one optimizer step under each strategy, in short trainings on the CPU.
 
-    python benchmarks/communication.py                            # all rows, with accumulation 1 and 4; ten minutes
-    python benchmarks/communication.py --rows DDP ZeRO-2          # some of them
-    python benchmarks/communication.py --save                     # and write them to communication.json, for the pages
+    python benchmarks/communication.py                            # all rows, with accumulation 1 and 4 (ten minutes)
+    python benchmarks/communication.py --rows DDP ZeRO-2          # only these rows
+    python benchmarks/communication.py --save                     # also write communication.json, for the pages
 
-Each row is a training of a few steps by scripts/train.py, over gloo, in bf16. A dispatch mode of PyTorch sees the
-tensors of every collective that DDP, DeepSpeed, FSDP2 and the Trainer start, whichever language they start it from.
-What is counted are kind, number and size, and these do not depend on the hardware. Messages of less than 1 KiB (a loss,
-a norm, whether to stop) are left out.
-scripts/rehearse.py counts in the same way as rank 0 of any number of ranks, and tests/integration/test_rehearse.py
-compares it with these results.
+Each row is a training of a few steps by scripts/train.py in bf16, with two or four ranks over gloo. A dispatch mode of
+PyTorch sees the tensors of every collective that DDP, DeepSpeed, FSDP2 and the Trainer start, from Python or from C++.
+The benchmark counts the kind, number and size of the collectives, which do not depend on the hardware. It skips
+messages of less than 1 KiB, such as a loss, a norm or a stop flag.
+scripts/rehearse.py counts the collectives of rank 0 in the same way for any world size.
+tests/integration/test_rehearse.py compares its counts with these results.
 
-`payload`: bytes of the whole tensor, all ranks' parts together, per parameter of the model and optimizer step.
-`sent`: what each of very many ranks sends of it, per parameter: a ring moves the payload once in an all-gather, a
-reduce-scatter and a broadcast, and twice in an all-reduce (Patarasuk and Yuan,
-https://doi.org/10.1016/j.jpdc.2008.09.002); with n ranks it is (n - 1) / n of that.
+`payload`: bytes of the whole tensor (the parts of all ranks together) in one optimizer step, per model parameter.
+`sent`: bytes that each rank sends in one optimizer step, per model parameter, if there are very many ranks. A ring
+sends the payload once in an all-gather, a reduce-scatter and a broadcast, and twice in an all-reduce (Patarasuk and
+Yuan, https://doi.org/10.1016/j.jpdc.2008.09.002). With n ranks, each rank sends (n - 1) / n of that.
 The saved results, with commit and versions, are in benchmarks/communication.json and docs/collectives.md.
 """
 
@@ -25,17 +25,18 @@ import tempfile
 from collections import Counter
 from pathlib import Path
 
-from harness import REPOSITORY, RESULT, SAMPLE, SCRIPTS, commit, make_model_folder, result_of, run_training, versions
+from harness import REPOSITORY, RESULT, SAMPLE, SCRIPTS, commit, make_model_folder, read_result, run_training, versions
 
 sys.path.insert(0, str(SCRIPTS))
 from distributed.read_collective import SENT, SMALL, read_collective
 
-# About as much of it in the blocks as in bloom-1b1, so that neither the embedding nor a single layer rules the table
+# The blocks have about the same share of the parameters as in bloom-1b1. With a larger embedding or fewer blocks, a
+# single layer would dominate the counts.
 CONFIG = {"model_type": "bloom", "vocab_size": 12288, "hidden_size": 256, "n_layer": 8, "n_head": 4}
-TOKENS = 4096  # of the tokenizer
+TOKENS = 4096  # vocabulary of the tokenizer
 RESULTS = Path(__file__).with_suffix(".json")
 STEPS = 4
-COUNTED_STEP = 3  # buffers are made and orders are recorded in the first
+COUNTED_STEP = 3  # In the first step the libraries create buffers and record the order of the layers.
 
 FSDP = ["--fsdp", "--fsdp_config"]
 ROWS = {
@@ -51,13 +52,14 @@ ROWS = {
     "SHARD_GRAD_OP": [*FSDP, "fsdp_configs/shard_grad_op.json"],
     "HYBRID_SHARD 2 x 2": [*FSDP, "fsdp_configs/hybrid_shard_2x2.json"],
 }
-# The custom GPT, as BLOOM has no plan for tensor parallelism: as wide and deep, with as many tokens in its vocabulary
+# BLOOM has no plan for tensor parallelism. These rows train the custom GPT with the same width, depth and vocabulary.
 GPT = ["--model_name", "custom-gpt", "--vocab_size", "12288", "--hidden_size", "256", "--num_layers", "8"]
 GPT += ["--num_heads", "4", "--ff_dim", "1024", "--tensor_parallel"]
 ROWS |= {"TP 2": [*GPT, "2"], "TP 2 x FSDP 2": [*GPT, "2", "--fsdp"]}
 RANKS = {"HYBRID_SHARD 2 x 2": 4, "TP 2 x FSDP 2": 4}
-# ZeRO-3 drops layers by limits of 10^9 parameters. So a model and the limits are both divided by a number: hidden size
-# and vocabulary by its root; "auto" sizes follow
+# The limits of ZeRO-3 for freeing gathered layers are 10^9 parameters, and a model this small never reaches them. So
+# the limits are divided by a scale (256 or 1600), and the hidden size and vocabulary of a BLOOM by its square root.
+# The config's "auto" sizes follow the hidden size.
 LIMITS = ("stage3_max_live_parameters", "stage3_max_reuse_distance")
 SCALED = {
     256: CONFIG | {"vocab_size": 250880 // 16, "hidden_size": 1024 // 16, "n_layer": 24},
@@ -88,14 +90,14 @@ def main() -> None:
                 row = {"strategy": strategy, "accumulation": accumulation, "commit": commit()}
                 row |= train(folder, strategy, accumulation)
                 results["rows"].append(row)
-                print(f"{strategy}, accumulation {accumulation}: {described(row)}", flush=True)
+                print(f"{strategy}, accumulation {accumulation}: {describe(row)}", flush=True)
     print(page_table(results))
     if arguments.save:
         save(results)
 
 
 def save(results: dict) -> None:
-    """Replace these rows in the file. Rows of other versions leave it: they cannot be compared."""
+    """Replace these rows in the file. If the versions differ, drop all old rows, because they are not comparable."""
     counted = {(row["strategy"], row["accumulation"]) for row in results["rows"]}
     saved = read_results()
     if saved["versions"] == results["versions"]:
@@ -106,25 +108,26 @@ def save(results: dict) -> None:
 
 
 def read_results() -> dict:
-    """The saved results."""
+    """Read the saved results."""
     return json.loads(RESULTS.read_text())
 
 
 def zero2_reduce() -> dict:
-    """ZeRO-2 that reduces each gradient to the rank that owns it, instead of an all-reduce of each bucket."""
+    """Config of ZeRO-2 with a reduce of each gradient to its owner, instead of an all-reduce of each bucket."""
     config = json.loads((REPOSITORY / "ds_configs" / "zero2.json").read_text())
     config["zero_optimization"]["use_multi_rank_bucket_allreduce"] = False
     return config
 
 
 def scaled_zero3(scale: int) -> dict:
+    """Config of ZeRO-3 whose limits are divided by `scale`."""
     config = json.loads((REPOSITORY / "ds_configs" / "zero3.json").read_text())
     config["zero_optimization"] |= dict.fromkeys(LIMITS, 10**9 // scale)
     return config
 
 
 def train(folder: Path, row: str, accumulation: int) -> dict:
-    """Of rank 0: `parameters`, and `collectives`, a list of [kind, dtype, ranks, number, bytes]."""
+    """Run a row. Return rank 0's `parameters` and `collectives`, a list of [kind, dtype, ranks, number, bytes]."""
     ranks = RANKS.get(row, 2)
     words = ["--model_name", str(folder / "model"), "--from_scratch", "--dataset", str(SAMPLE), "--bf16"]
     words += ["--max_steps", str(STEPS), "--gradient_accumulation_steps", str(accumulation), "--no_em_f1"]
@@ -132,10 +135,10 @@ def train(folder: Path, row: str, accumulation: int) -> dict:
     words += ["--per_device_train_batch_size", "1", "--eval_strategy", "no", "--save_strategy", "no"]
     words += [str(REPOSITORY / word) if "/" in word else word for word in ROWS[row]]
     output, _ = run_training(folder, [__file__, "--child", *words], ranks)
-    return result_of(output)
+    return read_result(output)
 
 
-def described(row: dict) -> str:
+def describe(row: dict) -> str:
     return "; ".join(
         f"{number} x {kind} of {ranks} ranks in {dtype}, {size / row['parameters']:.2f} bytes per parameter"
         for kind, dtype, ranks, number, size in row["collectives"]
@@ -144,16 +147,16 @@ def described(row: dict) -> str:
 
 def payload(row: dict, kind: str) -> float:
     """Bytes per parameter of all collectives of this kind in a step."""
-    return sum(size for of_kind, *_, size in row["collectives"] if of_kind == kind) / row["parameters"]
+    return sum(size for name, *_, size in row["collectives"] if name == kind) / row["parameters"]
 
 
 def sent(row: dict) -> float:
-    """Bytes per parameter that each of very many ranks sends in a step, in rings."""
+    """Bytes per parameter that each rank sends in a step, with very many ranks and ring algorithms."""
     return sum(factor * payload(row, kind) for kind, factor in SENT.items())
 
 
 def page_table(results: dict) -> str:
-    """As docs/collectives.md shows it. What tensor parallelism sends does not follow the number of parameters."""
+    """Table of docs/collectives.md. It omits tensor parallelism, whose traffic does not depend on the parameters."""
     kinds = ("all-reduce", "reduce", "reduce-scatter", "all-gather")
     columns = ("Strategy", "Accumulation", *(kind.capitalize() for kind in kinds), "Sent")
     lines = [f"| {' | '.join(columns)} |", "|" + " --- |" * len(columns)]
@@ -187,7 +190,7 @@ def child(flags: list[str]) -> None:
 
     count = Count()
 
-    class Steps(TrainerCallback):
+    class StepCounter(TrainerCallback):
         def on_train_begin(self, args, state, control, model, **kwargs):
             self.parameters = sum(getattr(p, "ds_numel", p.numel()) for p in model.parameters())
 
@@ -204,7 +207,7 @@ def child(flags: list[str]) -> None:
     plain = Trainer.train
 
     def counted(self, *args, **kwargs):
-        self.add_callback(Steps())
+        self.add_callback(StepCounter())
         with count:
             return plain(self, *args, **kwargs)
 

@@ -1,4 +1,4 @@
-"""Shared by the benchmarks: a training as a process of its own, its model, and the versions behind its results."""
+"""Helpers of the benchmarks: run a training in its own process, make its model, and describe the machine."""
 
 import importlib.metadata
 import json
@@ -12,33 +12,37 @@ from pathlib import Path
 REPOSITORY = Path(__file__).resolve().parent.parent
 SCRIPTS = REPOSITORY / "scripts"
 SAMPLE = REPOSITORY / "data" / "squad_sample.json"
-RESULT = "RESULT "  # begins the line in which a process prints what it measured, as JSON
+RESULT = "RESULT "  # prefix of the line in which a child process prints its measurements as JSON
 
 
 def run_training(folder: Path, words: list[str], ranks: int = 0, **variables: str) -> tuple[str, dict]:
-    """Run a program of these words in `folder`. Return its output and its run record, {} if it has none.
+    """Run a Python program in `folder`. Return its output and its run record, or {} if there is no record.
 
-    ranks: processes that launch.py starts; 0 is plain python. A program that fails ends the benchmark.
+    words: path of the program and its arguments.
+    ranks: number of processes for launch.py to start; 0 runs the program without launch.py.
+    variables: environment variables of the program.
+
+    If the program fails, the benchmark exits with its output.
     """
     launch = [str(SCRIPTS / "launch.py"), f"--nproc-per-node={ranks}"] if ranks else []
     own = {"OMP_NUM_THREADS": "1", "HF_HOME": str(folder / "hf"), "JOB_ID": f"{time.time_ns()}"} | variables
     command = [sys.executable, *launch, *words]
     done = subprocess.run(command, cwd=folder, env=os.environ | own, capture_output=True, text=True, check=False)
     if done.returncode:
-        said = f"{done.stdout[-1000:]}\n{done.stderr[-3000:]}"
-        sys.exit(f"error: {shlex.join(words)} ended with {done.returncode}:\n{said}")
+        output = f"{done.stdout[-1000:]}\n{done.stderr[-3000:]}"
+        sys.exit(f"error: {shlex.join(words)} ended with {done.returncode}:\n{output}")
     record = folder / "results" / f"{own['JOB_ID']}.json"
     return done.stdout, json.loads(record.read_text()) if record.exists() else {}
 
 
-def result_of(output: str) -> dict:
-    """Read the one line that begins with RESULT."""
+def read_result(output: str) -> dict:
+    """Read the only line that begins with RESULT."""
     (line,) = [line for line in output.splitlines() if line.startswith(RESULT)]
     return json.loads(line.removeprefix(RESULT))
 
 
 def make_model_folder(folder: Path, config: dict, tokens: int, dataset: Path = SAMPLE) -> None:
-    """Write the sizes of a model, and a tokenizer of so many tokens that is trained on the data set."""
+    """Write a config.json, and train a tokenizer with `tokens` tokens on the data set."""
     sys.path.insert(0, str(SCRIPTS))
     from config import DataArguments
     from model import train_tokenizer

@@ -1,15 +1,15 @@
-"""Predicted against measured: the memory of an optimizer step, in short trainings on the CPU.
+"""Compare the predicted with the measured memory of an optimizer step, in short trainings on the CPU.
 
-    python benchmarks/prediction.py                               # all rows; a quarter of an hour
-    python benchmarks/prediction.py --rows bf16 ZeRO-2            # the rows with both words in their names
-    python benchmarks/prediction.py --save                        # and write prediction.json, for the pages
+    python benchmarks/prediction.py                               # all rows (a quarter of an hour)
+    python benchmarks/prediction.py --rows bf16 ZeRO-2            # only rows with both words in their names
+    python benchmarks/prediction.py --save                        # also write prediction.json, for the pages
 
-Each row is a training of a few steps by scripts/train.py with one thread per rank. The prediction is made from its run
-record, as in the report, without what Python itself needs: only the modelled part is compared.
+Each row is a training of a few steps by scripts/train.py with one thread per rank. The prediction uses the run record,
+as in the report. It leaves out the memory of Python and its libraries, which the estimate does not model.
 
-A dispatch mode asks the C library after each operation of the measured step how many bytes are in use (mallinfo2).
-PyTorch's profiler counts the same bytes for one process, but does not see what gloo's threads free. Bytes in use that
-belong to no tensor when the step begins (Python, libraries) are subtracted.
+After each operation of the measured step, a dispatch mode asks the C library how many bytes are in use (mallinfo2).
+PyTorch's profiler counts the same bytes in one process, but it misses the memory that gloo's threads free. Bytes that
+do not belong to a tensor when the step begins (Python, libraries) are subtracted.
 
 The results of the last --save, with commit and machine, are in benchmarks/prediction.json and docs/results.md.
 """
@@ -35,7 +35,7 @@ from harness import (
     commit,
     cpu,
     make_model_folder,
-    result_of,
+    read_result,
     run_training,
     versions,
 )
@@ -50,8 +50,8 @@ from training.measured_memory import storages
 
 RESULTS = Path(__file__).with_suffix(".json")
 MIB = 2**20
-TOKENS = 4096  # of the tokenizer
-STEPS = 3  # The last one is measured. The first allocates buffers and, at its end, the state of Adam
+TOKENS = 4096  # vocabulary of the tokenizer
+STEPS = 3  # The last step is measured. The first one allocates buffers and, at its end, the state of Adam.
 BLOOM = {"model_type": "bloom", "vocab_size": 12288, "hidden_size": 256, "n_layer": 8, "n_head": 4}
 SIZES = {"hidden_size": 256, "num_hidden_layers": 8, "num_attention_heads": 4, "vocab_size": 12288}
 MODELS = {
@@ -83,7 +83,7 @@ class Row:
 
 
 def rows() -> dict[str, Row]:
-    """All trainings by their names. A name without a strategy is the plain Trainer."""
+    """Return all trainings by name. A row without a strategy in its name trains in a single process."""
     found = {}
     for name, precision in (("fp32", FP32), ("bf16", BF16)):
         for model in ("bloom", "llama", "gpt2", "custom-gpt"):
@@ -143,19 +143,19 @@ def main() -> None:
 
 
 def make_models(folder: Path, *names: str) -> None:
-    """Write these of MODELS into the folder; custom-gpt needs no file."""
+    """Write the config and tokenizer of the named models. custom-gpt needs no files."""
     for name in names:
         if name in MODELS:
             make_model_folder(folder / name, MODELS[name], TOKENS)
 
 
 def read_results() -> dict:
-    """The results of the last --save."""
+    """Read the results of the last --save."""
     return json.loads(RESULTS.read_text())
 
 
 def train(folder: Path, row: Row) -> dict[str, float]:
-    """MiB of the fullest rank: predicted and measured."""
+    """Run a row. Return the predicted and the measured MiB of the rank with the highest peak."""
     model = GPT if row.model == "custom-gpt" else [str(folder / row.model), "--from_scratch"]
     words = ["--model_name", *model, "--dataset", str(SAMPLE), "--train_size", "64", "--eval_size", "2"]
     words += ["--no_em_f1", "--fp16", "False", "--max_length", "256", "--max_steps", str(STEPS)]
@@ -165,7 +165,7 @@ def train(folder: Path, row: Row) -> dict[str, float]:
     launched = row.ranks if row.ranks > 1 else 0
     output, record = run_training(folder, [__file__, "--child", *words], launched)
     parts = predicted_parts(record, python=MemoryPart("Python, libraries", 0))
-    return {"predicted": round(totals(parts, 1)[1] / MIB, 1)} | result_of(output)
+    return {"predicted": round(totals(parts, 1)[1] / MIB, 1)} | read_result(output)
 
 
 # The training
@@ -185,18 +185,18 @@ LIBC.mallinfo2.restype = MallInfo
 
 
 def bytes_in_use() -> int:
-    """Bytes that malloc has handed out and that were not freed."""
+    """Return the bytes that malloc has allocated and that are not yet freed."""
     info = LIBC.mallinfo2()
     return info.uordblks + info.hblkhd
 
 
-class PeakOfStep(TorchDispatchMode, TrainerCallback):
-    """The most bytes in use after any operation of the last step, beyond those that belong to no tensor."""
+class StepPeak(TorchDispatchMode, TrainerCallback):
+    """Measure the peak of the last step: the most bytes in use after any operation, minus bytes outside tensors."""
 
     def __init__(self) -> None:
         super().__init__()
         self.peak = 0
-        self.other = 0  # bytes of no tensor
+        self.other = 0  # bytes in use outside tensors when the step begins
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         result = func(*args, **(kwargs or {}))
@@ -219,11 +219,11 @@ class PeakOfStep(TorchDispatchMode, TrainerCallback):
 
 
 def child(words: list[str]) -> None:
-    """Train as train.py does. Rank 0 prints the peak of the rank that holds most."""
+    """Train as train.py does. Rank 0 prints the highest peak of all ranks."""
     import train as script
     from distributed.process_group import run_and_exit
 
-    peak = PeakOfStep()
+    peak = StepPeak()
 
     class MeasuredTrainer(script.WorkshopTrainer):
         def __init__(self, *args: Any, **kwargs: Any):
@@ -243,25 +243,25 @@ def page_row(row: dict) -> str:
 
 
 def difference(row: dict) -> float:
-    """Measured minus predicted, as a share of what was predicted, as in the report."""
+    """(measured - predicted) / predicted, as in the report."""
     predicted, measured = row["mib"]["predicted"], row["mib"]["measured"]
     return measured / predicted - 1
 
 
 def page_table(results: dict) -> str:
-    """As docs/results.md shows it."""
+    """Table of docs/results.md."""
     heads = ["Run", "Ranks", "MiB, predicted", "MiB, measured", "Difference"]
     lines = ["| " + " | ".join(heads) + " |", "|" + " --- |" * len(heads)]
     return "\n".join([*lines, *map(page_row, results["rows"])])
 
 
 def summary(results: dict) -> str:
-    """The median of the differences without their signs, and the largest, as docs/memory.md says them."""
+    """Sentence with the median absolute difference and the largest difference, for docs/memory.md."""
     differences = {row["row"]: difference(row) for row in results["rows"]}
     worst = max(differences, key=lambda row: abs(differences[row]))
-    middle = statistics.median(map(abs, differences.values()))
+    median = statistics.median(map(abs, differences.values()))
     return (
-        f"{len(differences)} trainings: the median difference, without its sign, is {100 * middle:.1f} %, the largest "
+        f"{len(differences)} trainings: the median difference, without its sign, is {100 * median:.1f} %, the largest "
         f"is {100 * differences[worst]:+.1f} % ({worst})"
     )
 

@@ -1,16 +1,17 @@
-"""Reading data: questions per second, from different places, with and without workers. Results: docs/efficiency.md.
+"""Measure how many questions per second a process reads: from disk or memory, with and without data workers.
 
-    python benchmarks/reading.py                  # in a temporary folder of TMPDIR, for "disk"
+    python benchmarks/reading.py                  # the rows "disk" use a temporary folder in TMPDIR
 
-The data are as many questions as SQuAD has to train on, the bundled sample again and again, tokenised for tiny-bloom.
-Each line reads questions in random order, in batches of 4 padded to the longest, as a training does, and computes
-nothing: the fastest of five passes, as other programs may run beside.
+The data set has as many questions as SQuAD's training set. It repeats the bundled sample, tokenised for tiny-bloom.
+Each row reads questions as a training does: in random order, in batches of 4, padded to the longest. No model is
+trained. The fastest of five passes counts, because other programs may run on the machine. Some rows differ:
 
-not read yet         the kernel has dropped the file from memory before; one pass
-tokenised when read  the text of a question is tokenised for its batch
-5 ms for each        a pause, as if each question were a file on a slow server
+not read yet         the kernel has dropped the file from its page cache; one pass only
+tokenised when read  the text of a question is tokenised when its batch is read
+5 ms for each        a pause per question, as if each question were a file on a slow server
 
-The last line is the memory that a process needs more, once it has opened the file and read all tokens of it.
+The last line is the additional memory of a process that has opened the file and read all its tokens.
+docs/efficiency.md shows the results.
 """
 
 import os
@@ -52,33 +53,39 @@ def main() -> None:
         (arrow,) = Path(disk, "rows").glob("*.arrow")
         print(f"{QUESTIONS} questions, {arrow.stat().st_size / 2**20:.0f} MiB")
 
-        line("disk, not read yet", rate(load_from_disk(f"{disk}/rows"), collate, 0, before=partial(forget, arrow)))
+        show("disk, not read yet", rate(load_from_disk(f"{disk}/rows"), collate, 0, before=partial(drop_cached, arrow)))
         for workers in (0, 2):
-            line(f"disk, read before, {workers} workers", rate(load_from_disk(f"{disk}/rows"), collate, workers))
-            line(f"/dev/shm, {workers} workers", rate(load_from_disk(f"{memory}/rows"), collate, workers))
+            show(f"disk, read before, {workers} workers", rate(load_from_disk(f"{disk}/rows"), collate, workers))
+            show(f"/dev/shm, {workers} workers", rate(load_from_disk(f"{memory}/rows"), collate, workers))
         settings = {"max_length": DATA.max_length, "labels": DATA.labels}
         text = questions.select([number % len(questions) for number in range(QUESTIONS)]).flatten_indices()
         text.set_transform(partial(tokenise_batch, tokenizer=tokenizer, **settings))
         for workers in (0, 2):
-            line(f"tokenised when read, {workers} workers", rate(text, collate, workers))
+            show(f"tokenised when read, {workers} workers", rate(text, collate, workers))
         for workers in (0, 2, 8):
-            slow = partial(after_a_pause, collate)
-            line(f"5 ms for each, {workers} workers", rate(load_from_disk(f"{disk}/rows"), slow, workers, 1024))
+            slow = partial(collate_after_pause, collate)
+            show(f"5 ms for each, {workers} workers", rate(load_from_disk(f"{disk}/rows"), slow, workers, 1024))
 
-        before = memory_of_process()
+        before = resident_mib()
         whole = load_from_disk(f"{disk}/rows").with_format("numpy", columns=["input_ids", "labels"])
         for batch in whole.iter(1000):
             del batch
-        added = [after - earlier for after, earlier in zip(memory_of_process(), before, strict=True)]
-        print("all read: {:+.0f} MiB of its own, {:+.0f} MiB of pages of files".format(*added))
+        added = [after - earlier for after, earlier in zip(resident_mib(), before, strict=True)]
+        print("all read: {:+.0f} MiB of its own memory, {:+.0f} MiB of file pages".format(*added))
 
 
 def rate(rows: Dataset, collate, workers: int, count: int = 4096, before: Callable[[], None] | None = None) -> float:
-    """Questions per second of the fastest pass, without the start of the workers and their first batch."""
+    """Return the questions per second of the fastest pass. The clock starts after the workers' first batch.
+
+    count: number of questions to read
+    before: function to call before the pass; there is only one pass then
+    """
     chosen = torch.randperm(len(rows), generator=torch.Generator().manual_seed(1))[:count].tolist()
     if rows.format["type"] != "custom":
         rows = rows.select_columns(COLUMNS)
-    loader = DataLoader(Subset(rows, chosen), batch_size=4, collate_fn=partial(batch_of, collate), num_workers=workers)
+    loader = DataLoader(
+        Subset(rows, chosen), batch_size=4, collate_fn=partial(collate_rows, collate), num_workers=workers
+    )
     rates = []
     for _ in range(1 if before else 5):
         if before:
@@ -91,30 +98,30 @@ def rate(rows: Dataset, collate, workers: int, count: int = 4096, before: Callab
     return max(rates)
 
 
-def batch_of(collate, rows: list[dict]) -> dict:
+def collate_rows(collate, rows: list[dict]) -> dict:
     return collate([{name: row[name] for name in COLUMNS} for row in rows])
 
 
-def after_a_pause(collate, rows: list[dict]) -> dict:
+def collate_after_pause(collate, rows: list[dict]) -> dict:
     time.sleep(0.005 * len(rows))
     return collate(rows)
 
 
-def memory_of_process() -> tuple[float, float]:
-    """MiB that this process has resident: of its own, and as pages of files."""
+def resident_mib() -> tuple[float, float]:
+    """Return the resident MiB of this process: its own memory, and pages of files."""
     status = Path("/proc/self/status").read_text()
     return tuple(int(re.search(rf"{name}:\s+(\d+)", status)[1]) / 1024 for name in ("RssAnon", "RssFile"))
 
 
-def forget(path: Path) -> None:
-    """Let the kernel drop what it keeps of this file."""
+def drop_cached(path: Path) -> None:
+    """Ask the kernel to drop the file from its page cache."""
     with path.open("rb") as file:
         os.fsync(file.fileno())
         os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
 
-def line(name: str, questions: float) -> None:
-    print(f"{name:32s} {questions:8.0f} questions/s {4000 / questions:8.2f} ms per batch of 4", flush=True)
+def show(name: str, per_second: float) -> None:
+    print(f"{name:32s} {per_second:8.0f} questions/s {4000 / per_second:8.2f} ms per batch of 4", flush=True)
 
 
 if __name__ == "__main__":

@@ -1,10 +1,10 @@
-"""What stopping, marking checkpoints and heartbeats cost: their seconds in one training, beside its steps and saves.
+"""Measure the cost of the stop agreement, of checkpoint markers and of heartbeats, within one training.
 
     python benchmarks/reliability.py                  # two ranks on the CPU, DDP, a BLOOM of 51 million parameters
     python benchmarks/reliability.py --ranks 4 --steps 40
 
-Measured inside one run, as two runs differ by more on a busy machine. The figures are rank 0's, and those of the
-agreement hold what it waits for the slower rank. On 2 cores of an AMD EPYC:
+Everything is measured inside one run, because two runs on a busy machine differ by more than these costs. The figures
+are rank 0's. The seconds of the stop agreement include rank 0's wait for the slower ranks. On 2 cores of an AMD EPYC:
 
     20 steps of 7623 ms, 4 saves of 1322 ms
     agreement on a stop, per step       10.133 ms x  20 =   0.13 % of the training
@@ -18,10 +18,10 @@ import os
 import tempfile
 from pathlib import Path
 
-from harness import RESULT, SAMPLE, SCRIPTS, result_of, run_training
+from harness import RESULT, SAMPLE, SCRIPTS, read_result, run_training
 
 CONFIG = {"model_type": "bloom", "vocab_size": 50000, "hidden_size": 512, "n_layer": 8, "n_head": 8, "use_cache": False}
-# Runs train.py with a clock around the functions in question
+# Program that runs train.py and times calls of the measured functions
 TIMED = """
 import atexit, functools, json, os, sys, time
 sys.path.insert(0, {scripts!r})
@@ -67,7 +67,7 @@ def main() -> None:
 
 
 def measure(folder: Path, ranks: int, steps: int) -> dict[str, list[float]]:
-    """Seconds of each call, by what was called."""
+    """Train, and return the seconds of each call by label."""
     (folder / "model").mkdir()
     (folder / "model/config.json").write_text(json.dumps(CONFIG))
     script = folder / "timed.py"
@@ -78,11 +78,11 @@ def measure(folder: Path, ranks: int, steps: int) -> dict[str, list[float]]:
     words += ["--save_strategy", "steps", "--save_steps", str(max(1, steps // 4)), "--eval_strategy", "no"]
     threads = str(max(1, len(os.sched_getaffinity(0)) // ranks))
     output, _ = run_training(folder, words, ranks, OMP_NUM_THREADS=threads)
-    return result_of(output)
+    return read_result(output)
 
 
 def table(times: dict[str, list[float]], steps: int) -> str:
-    """Each cost, its calls and milliseconds, and its share of what it stands beside."""
+    """Table of the costs: milliseconds per call, number of calls, and share of the training or of the saves."""
     saves = sum(times["save"]) + sum(times["marker"])
     training = sum(times["epoch"]) - saves
     rows = [
@@ -92,9 +92,9 @@ def table(times: dict[str, list[float]], steps: int) -> str:
     ]
     lines = [f"{steps} steps of {1000 * training / steps:.0f} ms, {len(times['save'])} saves of "
              f"{1000 * sum(times['save']) / len(times['save']):.0f} ms"]  # fmt: skip
-    for name, calls, whole, of in rows:
+    for name, calls, total, share_name in rows:
         mean = 1000 * sum(calls) / len(calls)
-        lines.append(f"{name:32s} {mean:9.3f} ms x {len(calls):3d} = {100 * sum(calls) / whole:6.2f} % {of}")
+        lines.append(f"{name:32s} {mean:9.3f} ms x {len(calls):3d} = {100 * sum(calls) / total:6.2f} % {share_name}")
     return "\n".join(lines)
 
 

@@ -1,18 +1,18 @@
-"""How long the report takes, and how much memory: runs with 720 samples of 8 GPUs each.
+"""Measure the time and memory of the report, for runs with 720 samples of 8 GPUs each.
 
     python benchmarks/report.py            # 100, 1,000 and 2,000 runs
     python benchmarks/report.py 50 100
 
-Each report runs in a process of its own. Measured on 2 cores of an Intel Xeon; about 4 s of the CPU time are imports
-and plots, whatever the runs:
+Each report runs in its own process. The table is from 2 cores of an Intel Xeon. About 4 s of each CPU time are imports
+and plots, which do not depend on the number of runs:
 
       runs  seconds  CPU s  peak MiB
        100     5.90   5.82       191
       1000    11.31  12.61       239
       2000    14.26  20.39       279
 
-These runs keep no configs, so that no memory is predicted. For runs that do, the imports and the first prediction
-take 6 s, and each of the other distinct settings 0.1 to 0.6 s.
+These runs have no saved configs, so the report does not predict their memory. With configs, the imports and the first
+prediction take 6 s, and each further distinct setting takes 0.1 to 0.6 s.
 """
 
 import json
@@ -32,7 +32,7 @@ SAMPLE_RUN = "tests/data/runs/experiments/deepspeed-multi-gpu/4_gpus/results/110
 
 
 def make_runs(folder: Path, runs: int) -> None:
-    """Runs of one hour each, spread over the experiments of this repository."""
+    """Write the records and logs of runs of one hour each, spread over the experiments of this repository."""
     record = json.loads((REPOSITORY / SAMPLE_RUN).read_text())
     experiments = sorted(path.parent for path in (REPOSITORY / "experiments").rglob("*.slurm"))
     for number in range(runs):
@@ -59,7 +59,7 @@ def write_logs(path: Path, job_id: str, chance: random.Random) -> None:
 
 
 def measure(folder: Path) -> tuple[float, float, float]:
-    """Seconds, seconds of CPU, and peak MiB of the report over a folder; the files are in the page cache."""
+    """Run the report on a folder whose files are in the page cache. Return seconds, CPU seconds and peak MiB."""
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
     started = time.perf_counter()
     command = [sys.executable, "scripts/report.py", str(folder), "-o", str(folder / "report")]
@@ -70,7 +70,8 @@ def measure(folder: Path) -> tuple[float, float, float]:
 
 
 def main() -> None:
-    sizes = sorted(map(int, sys.argv[1:])) or [100, 1000, 2000]  # rising, as the peak is that of all children so far
+    # Smaller reports run first, because ru_maxrss is the maximum over all children so far.
+    sizes = sorted(map(int, sys.argv[1:])) or [100, 1000, 2000]
     print(f"{os.cpu_count()} cores, {SAMPLES} samples of {GPUS} GPUs per run")
     print(f"{'runs':>6} {'seconds':>8} {'CPU s':>6} {'peak MiB':>9}")
     for runs in sizes:

@@ -1,20 +1,21 @@
-"""Seconds from `sbatch` to the first optimizer step of tiny-bloom, on the tests' Slurm cluster (as root on Debian).
+"""Measure the seconds from `sbatch` to the first optimizer step of tiny-bloom, on the tests' Slurm cluster.
 
-    python benchmarks/start_up.py                 # one job, then of three more the fastest, the median and the slowest
+    python benchmarks/start_up.py                 # a first job, then fastest, median and slowest of three later jobs
     python benchmarks/start_up.py --repeats 5
 
-The clock stops when the first loss stands in the log. The first job finds an empty home, where caches are kept. Each
-node has one GPU that nothing uses, the ranks train on this machine's CPU. What a training imports is no choice of the
-job script's, and is measured beside. On 2 cores of an AMD EPYC, the first job, and the fastest of three later ones:
+Run it as root on Debian. The clock stops when the first loss appears in the log. The first job starts with an empty
+home directory, so its caches are empty. Each node has one GPU that is not used: the ranks train on this machine's CPU.
+The imports of a training are also measured separately, because a job script cannot shorten them. On 2 cores of an AMD
+EPYC, the first job, and the fastest of three later jobs:
 
     seconds              imports   first: 8a16574   now    later: 8a16574   now
     plain, one GPU           6.1             12.1   8.4               9.4   7.4
     ZeRO-2, one GPU          5.9            240.3  10.5               8.8   8.8
     ZeRO-2, two nodes        5.9             24.9  15.3              17.2  14.3
 
-8a16574 had DeepSpeed compile its optimizers, in the first job of ZeRO-2; 24.9 s is with what that one had compiled. (It
-was measured beside other programs: imports took 7.3 s.) What two nodes need more: torchrun's own import of PyTorch, and
-the bandwidth test.
+At 8a16574 DeepSpeed compiled its optimizers in the first job of ZeRO-2 (240.3 s). The first job on two nodes (24.9 s)
+reused the compiled optimizers. Other programs ran during that measurement, so imports took 7.3 s. Jobs on two nodes
+take longer because torchrun itself imports PyTorch, and because they run the bandwidth test.
 """
 
 import argparse
@@ -40,7 +41,7 @@ JOBS = {
 }
 KNOBS = {"MODEL_NAME": "tiny-bloom", "TRAIN_SIZE": 64, "EVAL_SIZE": 8, "NUM_EPOCHS": 1, "EM_F1": False}
 KNOBS |= {"SAVE_STRATEGY": "no", "BATCH_SIZE": 4, "GRAD_ACC": 1, "MAX_LENGTH": 64}
-LONGEST = 1500  # seconds; a job that ended without a step fails below
+TIMEOUT = 1500  # seconds
 IMPORTS = {
     "plain": "from transformers import Trainer; import datasets",
     "ZeRO-2": "from transformers import Trainer; import datasets, deepspeed",
@@ -52,8 +53,8 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=3)
     repeats = parser.parse_args().repeats
     for name, code in IMPORTS.items():
-        runs = [seconds_of_imports(code) for _ in range(repeats)]
-        print(line(f"imports of the training, {name}", runs), flush=True)
+        runs = [time_imports(code) for _ in range(repeats)]
+        print(summarize(f"imports of the training, {name}", runs), flush=True)
     with tempfile.TemporaryDirectory() as folder:
         if reason := unavailable():
             sys.exit(f"error: no Slurm cluster here: {reason}")
@@ -64,31 +65,31 @@ def main() -> None:
             for name, (experiment, nodes) in JOBS.items():
                 home = Path(folder, f"home of {experiment.replace('/', ' ')}")
                 home.mkdir()
-                first, *later = [seconds_to_first_step(lab, experiment, nodes, home) for _ in range(repeats + 1)]
+                first, *later = [time_to_first_step(lab, experiment, nodes, home) for _ in range(repeats + 1)]
                 print(f"{name + ', first job':32s} {first:6.2f} s")
-                print(line(f"{name}, later ones", later), flush=True)
+                print(summarize(f"{name}, later jobs", later), flush=True)
         finally:
             cluster.down()
 
 
-def line(name: str, runs: list[float]) -> str:
+def summarize(name: str, runs: list[float]) -> str:
     return f"{name:32s} {min(runs):6.2f} s, {statistics.median(runs):.2f}, {max(runs):.2f}"
 
 
-def seconds_of_imports(code: str) -> float:
+def time_imports(code: str) -> float:
     start = time.perf_counter()
     command = [sys.executable, "-c", f"{code}; import os; os._exit(0)"]
     subprocess.run(command, env=os.environ | {"DS_ACCELERATOR": "cpu"}, check=True, capture_output=True)
     return time.perf_counter() - start
 
 
-def seconds_to_first_step(lab: Lab, experiment: str, nodes: int, home: Path) -> float:
+def time_to_first_step(lab: Lab, experiment: str, nodes: int, home: Path) -> float:
     start = time.perf_counter()
     asked = (f"--nodes={nodes}", "--gpus-per-node=1")
-    # as a user's own: what is compiled or measured once is kept there
+    # Keep all caches in this home, as on a cluster, so that later jobs reuse what the first job compiled or measured.
     caches = {"HOME": home, "XDG_CACHE_HOME": None, "TORCH_EXTENSIONS_DIR": None}
     job = lab.submit(experiment, "--logging_steps", "1", sbatch=asked, **KNOBS, **caches)
-    while "'loss'" not in job.log and time.perf_counter() - start < LONGEST:
+    while "'loss'" not in job.log and time.perf_counter() - start < TIMEOUT:
         time.sleep(0.02)
     seconds = time.perf_counter() - start
     job.wait()

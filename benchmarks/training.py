@@ -1,26 +1,27 @@
-"""One training by several ways, side by side: sequences per second, peak memory, and the mean loss.
+"""Compare settings of one training: sequences per second, peak memory and mean loss.
 
     python benchmarks/training.py                                 # all rows, three times each
-    python benchmarks/training.py --repeats 1 --rows recipe all   # a first look
+    python benchmarks/training.py --repeats 1 --rows recipe all   # two rows, once
     python benchmarks/training.py --model 560m --micro_batch 2 --repeats 1     # bloom-560m itself: 14 GB
     python benchmarks/training.py --model 560m --micro_batch 2 --repeats 1 --rows padded "padded attention"
     pip install -r benchmarks/requirements.txt                    # for the row `trl`
 
-Each row is a process of its own, and the rows take turns, so that a slow minute of the machine falls on all of them. A
-row trains two epochs on the same sequences, in micro batches of 4 and accumulation 4 (`all`: 16 and 1): the first epoch
-warms up, the second is timed. Peak memory is the process's own largest resident set, which ends with the training. The
-model is a BLOOM of 67 million parameters with BLOOM's whole vocabulary and random weights. bloom-560m trains on 8
-sequences; with --micro_batch nothing is accumulated.
+Each row runs in its own process. The rows take turns within each repeat, so that a slow phase of the machine does not
+affect only one row. A row trains two epochs on the same sequences, with micro batches of 4 and accumulation 4 (`all`:
+16 and 1). The first epoch is the warm-up, and the second is timed. Peak memory is the largest resident set of the
+process. The model is a BLOOM of 67 million parameters with BLOOM's whole vocabulary and random weights. bloom-560m
+trains on 8 sequences. --micro_batch sets the micro batch of all rows and turns accumulation off.
 
-`transformers` is its Trainer as it comes: fp32, padding to the longest of a batch. `trl` is its SFTTrainer as it comes:
-bf16, activation checkpointing, a loss of its own without logits, and a learning rate of 2e-5, hence another loss.
+`transformers` is the Trainer of transformers with its defaults: fp32, and padding to the longest of a batch. `trl` is
+TRL's SFTTrainer with its defaults: bf16, activation checkpointing, its own loss without logits, and a learning rate of
+2e-5. Its mean loss differs for that reason.
 
-`--equal` compares instead: losses of 20 steps with full and with chunked loss in fp32, and the gradients of one batch.
-`--overheads` times what is no training: start-up of the commands, and psrecord's share of a core.
-The results, with commit and machine, are in docs/efficiency.md, and of TRL, transformers and --equal in docs/knobs.md.
+`--equal` compares the full with the chunked loss in fp32 instead: the losses of 20 steps, and the gradients of a batch.
+`--overheads` times the start-up of the commands, and psrecord's share of a core.
+docs/efficiency.md shows the results with commit and machine. docs/knobs.md shows TRL, transformers and --equal.
 
-To be measured on a GPU: in fp16 the chunked loss sums its weight's gradient over 128 tokens at once (FP16_TOKENS), so
-that no sum is above the largest number of fp16. These are four times as many products as with 512.
+Not yet measured on a GPU: in fp16 the chunked loss sums the gradient of its weight over 128 tokens at a time
+(FP16_TOKENS), because larger sums could overflow. This takes four times as many matrix products as with 512 tokens.
 """
 
 import argparse
@@ -36,7 +37,7 @@ from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 
-from harness import REPOSITORY, RESULT, SAMPLE, SCRIPTS, commit, cpu, make_model_folder, result_of, run_training
+from harness import REPOSITORY, RESULT, SAMPLE, SCRIPTS, commit, cpu, make_model_folder, read_result, run_training
 
 sys.path.append(str(REPOSITORY / "tests"))
 from helpers import XQUAD
@@ -48,7 +49,7 @@ SIZES = {
 }
 SEQUENCES = {"67m": 32, "560m": 8}
 LOGGED_SECONDS = 120
-TOKENS = 30000  # of the tokenizer, so that its sequences are about as long as those of BLOOM's own
+TOKENS = 30000  # vocabulary of the tokenizer; sequences are then about as long as with BLOOM's own tokenizer
 EQUAL_STEPS = 20
 
 BF16 = ["--bf16"]
@@ -58,13 +59,17 @@ CHUNKED = [*GROUPED, *BF16, "--loss", "chunked"]
 SDPA = ["--attention", "sdpa"]
 ALL = [*CHUNKED, *SDPA, "--per_device_train_batch_size", "16", "--gradient_accumulation_steps", "1"]
 ANSWER = ["--labels", "answer"]
-PADDED = ["--loss", "chunked"]  # to --max_length: where the scores of the attention are large
+PADDED = ["--loss", "chunked"]  # pads to --max_length, so that the attention scores are large
 LONG = [*PADDED, "--max_length", "1024"]
 
 
 @dataclass
 class Row:
-    """base: the row that this one's ratios are of. program: whose Trainer, in `child`."""
+    """One setting to measure.
+
+    base: name of the row that the ratios are relative to
+    program: the library whose Trainer `child` uses
+    """
 
     flags: list[str]
     base: str = "recipe"
@@ -97,15 +102,15 @@ def main() -> None:
     parser.add_argument("--rows", nargs="+", choices=ROWS, default=list(ROWS))
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--model", choices=SIZES, default="67m")
-    parser.add_argument("--micro_batch", type=int, help="of all rows, without accumulation")
-    parser.add_argument("--equal", action="store_true", help="compare losses and gradients, time nothing")
-    parser.add_argument("--overheads", action="store_true", help="start-up and loggers alone")
+    parser.add_argument("--micro_batch", type=int, help="micro batch of all rows, without accumulation")
+    parser.add_argument("--equal", action="store_true", help="compare losses and gradients instead of timing")
+    parser.add_argument("--overheads", action="store_true", help="time only start-up and loggers")
     parser.add_argument("--child", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.child:
         child(arguments.child[0], arguments.child[1:])
         return
-    if arguments.overheads:  # before anything large is imported: a child's peak is at least that of its parent
+    if arguments.overheads:  # before large imports: the measured peak of a child is at least that of its parent
         start_up(arguments.repeats)
         first_steps(arguments.repeats)
         loggers()
@@ -128,7 +133,7 @@ def main() -> None:
 def measure(folder: Path, names: list[str], repeats: int, common: list[str]) -> None:
     if "trl" in names and not find_spec("trl"):
         names = [name for name in names if name != "trl"]
-        print("trl is not installed, and left out: pip install -r benchmarks/requirements.txt")
+        print("trl is not installed, so its row is skipped; to install it: pip install -r benchmarks/requirements.txt")
     results: dict[str, list[dict]] = {name: [] for name in names}
     for repeat in range(repeats):
         for name in names:
@@ -140,7 +145,7 @@ def measure(folder: Path, names: list[str], repeats: int, common: list[str]) -> 
 
 
 def table(results: dict[str, list[dict]]) -> str:
-    """Medians, spread, and ratios to each row's recipe."""
+    """Table of medians, ranges, and ratios to each row's base."""
     columns = "row | samples/s | range | real tokens/s | peak MiB | speed | memory | MFU (%) | mean loss"
     lines = [f"| {columns} |", "|" + " --- |" * 9]
     for name, runs in results.items():
@@ -160,7 +165,7 @@ def table(results: dict[str, list[dict]]) -> str:
 
 
 def compare(folder: Path) -> None:
-    """Full and chunked loss in fp32: the losses of each step, and the gradients of one batch."""
+    """Compare the full with the chunked loss in fp32: the losses of each step, and the gradients of one batch."""
     short = [*GROUPED, "--max_length", "128", "--max_steps", str(EQUAL_STEPS), "--train_size", "320"]
     full = train(folder, "workshop", short)["losses"]
     chunked = train(folder, "workshop", [*short, "--loss", "chunked"])["losses"]
@@ -176,11 +181,11 @@ def train(folder: Path, program: str, flags: list[str]) -> dict:
     words += ["--no_em_f1", "--bf16", "False", "--num_train_epochs", "2", "--logging_steps", "1", "--use_cpu", *flags]
     threads = str(len(os.sched_getaffinity(0)))
     output, record = run_training(folder, [__file__, "--child", program, *words], OMP_NUM_THREADS=threads)
-    return result_of(output) | {"mfu_percent": record.get("train", {}).get("mfu_percent")}
+    return read_result(output) | {"mfu_percent": record.get("train", {}).get("mfu_percent")}
 
 
 def start_up(repeats: int) -> None:
-    """Median seconds, and peak memory, of what answers before any training."""
+    """Print the median seconds and the peak memory of imports and of commands that do not train."""
     commands = {
         "import torch and transformers": ["-c", "import torch, transformers.training_args"],
         "imports of train.py": ["-c", f"import sys; sys.path.insert(0, {str(SCRIPTS)!r}); import train"],
@@ -196,14 +201,14 @@ def start_up(repeats: int) -> None:
 
 
 def first_steps(repeats: int) -> None:
-    """Median seconds from the start of train.py to the end of its first step, with tiny-bloom and warm caches."""
+    """Print the median seconds from the start of train.py to the end of its first step (tiny-bloom, warm caches)."""
     ways = {"plain": [], "ZeRO-2": ["--deepspeed", str(REPOSITORY / "ds_configs" / "zero2.json")], "FSDP": ["--fsdp"]}
     for name, flags in ways.items():
-        runs = [seconds_to_first_step(flags) for _ in range(repeats + 1)][1:]  # the first one fills the caches
+        runs = [time_to_first_step(flags) for _ in range(repeats + 1)][1:]  # the first one fills the caches
         print(f"{f'first step of train.py, {name}':32s} {statistics.median(runs):6.2f} s")
 
 
-def seconds_to_first_step(flags: list[str]) -> float:
+def time_to_first_step(flags: list[str]) -> float:
     words = ["--model_name", "tiny-bloom", "--dataset", str(SAMPLE), *flags]
     words += ["--train_size", "32", "--eval_size", "8", "--max_steps", "2", "--no_em_f1", "--save_strategy", "no"]
     with tempfile.TemporaryDirectory() as folder:
@@ -218,9 +223,9 @@ def seconds_to_first_step(flags: list[str]) -> float:
 
 
 def loggers() -> None:
-    """CPU time of psrecord, its start included, at a cluster's interval (5 s) and the laptop's (1 s).
+    """Print the CPU time of psrecord, including its start, with the interval of a cluster (5 s) and a laptop (1 s).
 
-    What it looks at may sleep: it reads a few lines of /proc, whatever the process does.
+    The watched process only sleeps. psrecord reads the same few lines of /proc for a busy process.
     """
     watched = subprocess.Popen([sys.executable, "-c", "import time, torch\ntime.sleep(10000)"])
     psrecord = str(Path(sys.executable).parent / "psrecord")
@@ -229,23 +234,23 @@ def loggers() -> None:
             flags = ["--include-children", "--interval", str(interval), "--duration", str(LOGGED_SECONDS)]
             seconds, cpu_seconds, _ = timed([psrecord, str(watched.pid), *flags, "--log", os.devnull])
             share = 100 * cpu_seconds / seconds
-            said = f"{cpu_seconds:.2f} s of CPU in {seconds:.0f} s, {share:.2f} % of a core"
-            print(f"psrecord every {interval} s: {said}", flush=True)
+            usage = f"{cpu_seconds:.2f} s of CPU in {seconds:.0f} s, {share:.2f} % of a core"
+            print(f"psrecord every {interval} s: {usage}", flush=True)
     finally:
         watched.kill()
         watched.wait()
 
 
 def timed(words: list[str]) -> tuple[float, float, float]:
-    """Seconds, seconds of CPU and peak MiB of a process."""
+    """Run a command. Return its seconds, CPU seconds and peak MiB."""
     start = time.perf_counter()
     process = subprocess.Popen(words, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     _, _, used = os.wait4(process.pid, 0)
-    process.returncode = 0  # it was waited for
+    process.returncode = 0  # os.wait4 has already waited for the process
     return time.perf_counter() - start, used.ru_utime + used.ru_stime, used.ru_maxrss / 1024
 
 
-# --- in the process of a row
+# --- Code that runs in the process of a row
 
 
 def child(program: str, flags: list[str]) -> None:
@@ -257,7 +262,7 @@ def child(program: str, flags: list[str]) -> None:
     from transformers import trainer as trainer_module
 
     class Clock(TrainerCallback):
-        """Of whichever Trainer is made: when each step ended, and its loss."""
+        """Record the end time and the loss of each step, for any Trainer."""
 
         def __init__(self):
             self.ends: list[float] = []
@@ -277,7 +282,7 @@ def child(program: str, flags: list[str]) -> None:
             print(RESULT + json.dumps(result | {"loss": statistics.fmean(self.losses)} | tokens), flush=True)
 
     trainer_module.DEFAULT_CALLBACKS.append(Clock())
-    dataset, tokenizer, make_model = parts(flags)
+    dataset, tokenizer, make_model = make_parts(flags)
     tokens = {"tokens_per_sequence": statistics.fmean(dataset["length"])}
     if program == "workshop":
         import train
@@ -300,8 +305,8 @@ def child(program: str, flags: list[str]) -> None:
         SFTTrainer(model, config, train_dataset=inputs, processing_class=tokenizer).train()
 
 
-def parts(flags: list[str]) -> tuple:
-    """The workshop's own training questions and tokenizer, and what makes its model, for the other programs."""
+def make_parts(flags: list[str]) -> tuple:
+    """Return the workshop's training questions, its tokenizer, and a function that makes its model."""
     from transformers import TrainingArguments
 
     from data_loader import load_squad
@@ -317,16 +322,16 @@ def parts(flags: list[str]) -> tuple:
 
 
 def gradients(flags: list[str]) -> dict[str, float]:
-    """Norm of the difference of full and chunked loss's gradients over the norm of the full ones, in fp32.
+    """Return the relative difference (L2 norm) between the gradients of the full and the chunked loss, in fp32.
 
-    BLOOM's head is its embedding: the same weight, whose gradient has both parts.
+    BLOOM's head shares its weight with the embedding, so this weight's gradient has a part from each.
     """
     import torch
     from transformers import DataCollatorForSeq2Seq
 
     from training.chunked_loss import use_chunked_loss
 
-    dataset, tokenizer, make_model = parts(flags)
+    dataset, tokenizer, make_model = make_parts(flags)
     model = make_model()
     rows = [{name: row[name] for name in ("input_ids", "attention_mask", "labels")} for row in dataset.select(range(4))]
     batch = DataCollatorForSeq2Seq(tokenizer)(rows)

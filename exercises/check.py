@@ -1,10 +1,10 @@
-"""Check the gaps of an exercise, each with several processes: right, open, wrong (and why), or hanging.
+"""Check the gaps of an exercise with several processes. Each gap is right, open, wrong (with the reason), or hangs.
 
-    python exercises/check.py                                    # those of exercises/data_parallel.py
+    python exercises/check.py                                    # checks exercises/data_parallel.py
     python exercises/check.py exercises/pipeline.py
-    python exercises/check.py exercises/solution/pipeline.py     # any file with these functions
+    python exercises/check.py exercises/solution/pipeline.py     # any file with the same functions
 
-The exit code is 0 when all are right.
+The exit code is 0 when all gaps are right.
 """
 
 import argparse
@@ -32,9 +32,9 @@ import torch.distributed as dist
 from torch import nn
 
 HERE = Path(__file__).resolve().parent
-WORLD = 2  # ranks, for the gaps of data_parallel.py
-PATIENCE = 20  # seconds for a gap, in which nothing takes one
-processes = multiprocessing.get_context("fork")  # PyTorch is imported once
+WORLD = 2  # ranks for the gaps of data_parallel.py
+TIMEOUT = 20  # seconds for a check, which takes less than one if nothing hangs
+processes = multiprocessing.get_context("fork")  # forked processes need not import PyTorch again
 
 
 def main() -> None:
@@ -42,16 +42,18 @@ def main() -> None:
     parser.add_argument("file", nargs="?", type=Path, default=HERE / "data_parallel.py")
     arguments = parser.parse_args()
     if not arguments.file.is_file() or arguments.file.suffix != ".py":
-        parser.error(f"{arguments.file}: there is no such Python file; leave it out for exercises/data_parallel.py")
+        parser.error(
+            f"{arguments.file}: there is no such Python file; leave the file out to check exercises/data_parallel.py"
+        )
     exercise = load(arguments.file)
     is_pipeline = hasattr(exercise, "own_layers")
     results = []
     for number, (check, world) in enumerate((PIPELINE if is_pipeline else DATA_PARALLEL).items(), start=1):
-        results.append(verdict(check, exercise, world))
+        results.append(run_check(check, exercise, world))
         print(f"gap {number}: {results[-1]}", flush=True)
     if is_pipeline and set(results) == {"right"}:
         for world in (2, 3, 4):
-            results.append(verdict(equals_one_process, exercise, world))
+            results.append(run_check(check_training, exercise, world))
             print(f"losses and gradients on {world} ranks: {results[-1]}", flush=True)
     sys.exit(set(results) != {"right"})
 
@@ -61,50 +63,54 @@ def load(path: Path) -> ModuleType:
     module = importlib.util.module_from_spec(specification)
     try:
         specification.loader.exec_module(module)
-    except Exception:  # a slip of the participant's, in words that Python has for it
-        sys.exit(f"{path} cannot be read:\n{traceback.format_exc(limit=-1)}")
+    except Exception:  # an error of the participant, such as wrong syntax
+        reason = traceback.format_exc(limit=-1)
+        sys.exit(f"error: {path}: Python cannot load this file; correct it and check again:\n{reason}")
     return module
 
 
-def verdict(check, exercise: ModuleType, world: int) -> str:
-    """Run a check on some ranks. What a rank complains of, or that one waits and never ends."""
+def run_check(check, exercise: ModuleType, world: int) -> str:
+    """Run a check on `world` ranks. Return "right", or the message of a rank that fails or hangs."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = str(free.getsockname()[1])
     started = []
-    ranks = {}  # of each pipe on which somebody has still to be heard
+    pending = {}  # pipe -> rank, for ranks that have not sent their result
     for rank in range(world):
-        ours, theirs = processes.Pipe(duplex=False)
-        process = processes.Process(target=on_rank, args=(check, exercise, rank, world, port, theirs), daemon=True)
+        receiver, sender = processes.Pipe(duplex=False)
+        process = processes.Process(target=run_rank, args=(check, exercise, rank, world, port, sender), daemon=True)
         process.start()
-        theirs.close()
+        sender.close()
         started.append(process)
-        ranks[ours] = rank
+        pending[receiver] = rank
     result = "right"
-    while ranks and result == "right":
-        heard = wait(ranks, timeout=PATIENCE)
-        if not heard:
-            result = f"rank {min(ranks.values())} waits and never ends: {HANGS}"
-        for pipe in heard:
-            rank = ranks.pop(pipe)
+    while pending and result == "right":
+        ready = wait(pending, timeout=TIMEOUT)
+        if not ready:
+            result = f"hangs: rank {min(pending.values())} still waits after {TIMEOUT} seconds; {HANG_QUESTIONS}"
+        for pipe in ready:
+            rank = pending.pop(pipe)
             try:
-                said = pipe.recv()
+                message = pipe.recv()
             except EOFError:
-                said = f"wrong: rank {rank} ended without a word"
-            if said != "right":
-                result = said
+                message = f"wrong: rank {rank}: the process ended without a result"
+            if message != "right":
+                result = message
     for process in started:
         process.kill()
     return result
 
 
-HANGS = "do all ranks call the same collectives, in one order? Or do two send to each other, and none receives?"
+HANG_QUESTIONS = (
+    "do all ranks call the same collectives in the same order? Do two ranks send to each other while neither receives?"
+)
 
 
-def on_rank(check, exercise: ModuleType, rank: int, world: int, port: str, pipe) -> None:
+def run_rank(check, exercise: ModuleType, rank: int, world: int, port: str, pipe) -> None:
     os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(world), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
     torch.set_num_threads(1)
-    if check not in (joins, divides, cuts):
+    # Gap 1 creates the process group itself. Gaps 2 and 5 of data_parallel.py need none.
+    if check not in (check_join, check_own_rows, check_own_part):
         dist.init_process_group("gloo")
     try:
         check(exercise, rank)
@@ -112,43 +118,46 @@ def on_rank(check, exercise: ModuleType, rank: int, world: int, port: str, pipe)
     except NotImplementedError as error:
         pipe.send(f"open ({error})")
     except AssertionError as error:
-        pipe.send(f"wrong: on rank {rank} {error}")
+        pipe.send(f"wrong: rank {rank}: {error}")
     except Exception as error:
-        theirs = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename == exercise.__file__]
-        where = f"line {theirs[-1].lineno}" if theirs else "with what your function returns"
-        pipe.send(f"wrong: {type(error).__name__} on rank {rank}, {where}: {error}")
-    signal.pause()  # until verdict() has heard all ranks: who leaves breaks the others' connections
+        frames = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename == exercise.__file__]
+        where = f"in line {frames[-1].lineno}" if frames else "when the check uses the result of your function"
+        pipe.send(f"wrong: rank {rank}: {type(error).__name__} {where}: {error}")
+    # Wait until run_check() has all results and kills this process. A rank that exits early breaks the other ranks'
+    # connections.
+    signal.pause()
 
 
 # exercises/data_parallel.py
 
 
-def joins(exercise: ModuleType, rank: int) -> None:
+def check_join(exercise: ModuleType, rank: int) -> None:
     found = exercise.join()
-    assert dist.is_initialized(), "there is no process group"
-    assert dist.get_backend() == "gloo", f"the backend is {dist.get_backend()}"
-    assert found == (rank, WORLD), f"join() returns {found}, not {(rank, WORLD)}"
+    assert dist.is_initialized(), "join() has not created a process group"
+    assert dist.get_backend() == "gloo", f"the backend is {dist.get_backend()} instead of gloo"
+    assert found == (rank, WORLD), f"join() returns {found} instead of {(rank, WORLD)}"
 
 
-def divides(exercise: ModuleType, rank: int) -> None:
+def check_own_rows(exercise: ModuleType, rank: int) -> None:
     batch = torch.arange(12.0).reshape(6, 2)
     parts = [exercise.own_rows(batch, each, WORLD) for each in range(WORLD)]
-    assert all(part.shape == (3, 2) for part in parts), f"the shapes are {[tuple(part.shape) for part in parts]}"
+    shapes = [tuple(part.shape) for part in parts]
+    assert shapes == [(3, 2)] * WORLD, f"the shapes of the ranks' parts are {shapes} instead of {[(3, 2)] * WORLD}"
     rows = sorted(row for part in parts for row in part.tolist())
-    assert rows == batch.tolist(), f"the rows of all ranks together are {rows}"
+    assert rows == batch.tolist(), f"the rows of all ranks together are {rows} instead of {batch.tolist()}"
 
 
-def starts_equal(exercise: ModuleType, rank: int) -> None:
+def check_start_equal(exercise: ModuleType, rank: int) -> None:
     torch.manual_seed(0)
     expected = nn.Linear(3, 2)
     torch.manual_seed(rank)
     model = nn.Linear(3, 2)
     exercise.start_equal(model)
     for name, weight in model.named_parameters():
-        assert torch.equal(weight, expected.get_parameter(name)), f"{name} is not rank 0's"
+        assert torch.equal(weight, expected.get_parameter(name)), f"{name} differs from {name} on rank 0"
 
 
-def averages(exercise: ModuleType, rank: int) -> None:
+def check_average_gradients(exercise: ModuleType, rank: int) -> None:
     model = nn.Linear(3, 2)
     for parameter in model.parameters():
         parameter.grad = torch.full_like(parameter, 1.0 + 2.0 * rank)
@@ -156,18 +165,18 @@ def averages(exercise: ModuleType, rank: int) -> None:
     for name, parameter in model.named_parameters():
         found = parameter.grad.flatten()[0].item()
         assert torch.all(parameter.grad == 2), (
-            f"the mean of 1 and 3 should be 2, and the gradient of {name} has {found:g}"
+            f"the mean of the gradients 1 and 3 is 2, but the gradient of {name} is {found:g}"
         )
 
 
-def cuts(exercise: ModuleType, rank: int) -> None:
+def check_own_part(exercise: ModuleType, rank: int) -> None:
     row = torch.arange(8.0)
     found = exercise.own_part(row, rank, WORLD).tolist()
     expected = row.tolist()[4 * rank : 4 * rank + 4]
-    assert found == expected, f"the part of {row.tolist()} is {found}"
+    assert found == expected, f"the part of {row.tolist()} is {found} instead of {expected}"
 
 
-def steps(exercise: ModuleType, rank: int) -> None:
+def check_zero1_step(exercise: ModuleType, rank: int) -> None:
     torch.manual_seed(0)
     model = nn.Linear(3, 3)
     whole = nn.Linear(3, 3)
@@ -182,73 +191,84 @@ def steps(exercise: ModuleType, rank: int) -> None:
         zero.step()
         for name, weight in model.named_parameters():
             close = torch.allclose(weight, whole.get_parameter(name), atol=1e-6)
-            assert close, f"{name} is not what Adam makes of it, in step {step + 1}"
+            assert close, f"after step {step + 1}, {name} differs from the result of Adam in one process"
     kept = sum(value.numel() for state in zero.adam.state.values() for value in state.values() if value.dim())
-    assert kept == 12, f"Adam keeps {kept} numbers, where the two moments of half of 12 parameters are 12"
+    assert kept == 12, f"Adam keeps {kept} numbers instead of 12 (2 moments for each of 6 parameters, half of the 12)"
 
 
-# Each gap's check, and on how many ranks
-DATA_PARALLEL = dict.fromkeys((joins, divides, starts_equal, averages, cuts, steps), WORLD)
+# check of each gap -> number of ranks
+DATA_PARALLEL = dict.fromkeys(
+    (check_join, check_own_rows, check_start_equal, check_average_gradients, check_own_part, check_zero1_step), WORLD
+)
 
 
 # exercises/pipeline.py
 
 
-def cuts_layers(exercise: ModuleType, rank: int) -> None:
+def check_own_layers(exercise: ModuleType, rank: int) -> None:
     whole = exercise.whole_model()
     for world in (2, 3, 4):
         stages = [exercise.own_layers(whole, each, world) for each in range(world)]
-        assert all(isinstance(stage, nn.Sequential) for stage in stages), "a stage is not an nn.Sequential"
+        assert all(isinstance(stage, nn.Sequential) for stage in stages), (
+            "a stage is not an nn.Sequential; return a slice of `layers`"
+        )
         blocks = [sum(isinstance(layer, exercise.Block) for layer in stage) for stage in stages]
-        assert blocks == [exercise.BLOCKS // world] * world, f"cut into {world}, the stages have {blocks} blocks"
+        expected = [exercise.BLOCKS // world] * world
+        assert blocks == expected, f"the {world} stages have {blocks} blocks instead of {expected}"
         layers = [layer for stage in stages for layer in stage]
         same = len(layers) == len(whole) and all(map(operator.is_, layers, whole))
-        assert same, f"the layers of {world} stages in a row are not embedding, blocks, head in their order"
+        assert same, (
+            f"the layers of all {world} stages, one after the other, are not the layers of the model in their order"
+        )
 
 
-def thirds(model: nn.Sequential) -> list[nn.Sequential]:
+def cut_in_three(model: nn.Sequential) -> list[nn.Sequential]:
     return [model[:5], model[5:9], model[9:]]
 
 
-def goes_forward(exercise: ModuleType, rank: int) -> None:
-    batch = exercise.batch_of(1, 2)
-    before, own = thirds(exercise.whole_model())[:rank], thirds(exercise.whole_model())[rank]
-    expected_inputs = nn.Sequential(*before)(exercise.inputs_of(batch[1])).detach()
+def check_forward(exercise: ModuleType, rank: int) -> None:
+    batch = exercise.make_batch(1, 2)
+    before, own = cut_in_three(exercise.whole_model())[:rank], cut_in_three(exercise.whole_model())[rank]
+    expected_inputs = nn.Sequential(*before)(exercise.input_tokens(batch[1])).detach()
     expected = own(expected_inputs)
     stage = exercise.Stage(own, rank, 3)
-    watch_measuring(stage)
+    watch_measured(stage)
     stage.forward(1, batch)
     assert 1 in stage.kept, "self.kept has no micro batch 1"
     inputs, outputs = stage.kept[1]
     close = inputs.shape == expected_inputs.shape and torch.allclose(inputs, expected_inputs, atol=1e-5)
-    assert close, "the inputs of micro batch 1 are not " + ("what the stage before sends" if rank else "its numbers")
-    assert rank == 0 or inputs.requires_grad, "the inputs will have no gradient: they need requires_grad_()"
+    source = "the message of the previous stage" if rank else "input_tokens(batch[1])"
+    assert close, f"the inputs of micro batch 1 differ from {source}"
+    assert rank == 0 or inputs.requires_grad, "the inputs will have no gradient; call requires_grad_() on them"
     if rank == 2:
-        expected = exercise.loss_of(expected, batch[1]) / 2
-        assert outputs.shape == (), f"the last stage keeps outputs of the shape {tuple(outputs.shape)}, not the loss"
+        expected = exercise.compute_loss(expected, batch[1]) / 2
+        assert outputs.shape == (), f"the last stage keeps outputs of shape {tuple(outputs.shape)} instead of the loss"
         assert torch.allclose(outputs, expected), (
-            f"the loss is {outputs.item():.4f}, where half of micro batch 1's own, as there are two, is {expected:.4f}"
+            f"the loss is {outputs.item():.4f} instead of {expected:.4f}; "
+            "divide the loss by the number of micro batches, 2"
         )
-    assert torch.allclose(outputs, expected, atol=1e-5), "the outputs are not what the layers make of the inputs"
-    assert outputs.requires_grad, "the kept outputs are detached, and cannot go backward"
+    assert torch.allclose(outputs, expected, atol=1e-5), "the outputs differ from self.layers(inputs)"
+    assert outputs.requires_grad, (
+        "the kept outputs are detached, so they have no backward pass; detach only what you send"
+    )
     wait_until_sent(stage)
 
 
-def goes_backward(exercise: ModuleType, rank: int) -> None:
-    batch = exercise.batch_of(1, 2)
+def check_backward(exercise: ModuleType, rank: int) -> None:
+    batch = exercise.make_batch(1, 2)
     whole = exercise.whole_model()
-    (exercise.loss_of(whole(exercise.inputs_of(batch[0])), batch[0]) / 2).backward()
-    stage = exercise.Stage(thirds(exercise.whole_model())[rank], rank, 3)
-    watch_measuring(stage)
+    (exercise.compute_loss(whole(exercise.input_tokens(batch[0])), batch[0]) / 2).backward()
+    stage = exercise.Stage(cut_in_three(exercise.whole_model())[rank], rank, 3)
+    watch_measured(stage)
     stage.forward(0, batch)
     stage.backward(0)
     wait_until_sent(stage)
-    assert not stage.kept, "self.kept still has the micro batch"
-    compare_gradients(stage.layers, thirds(whole)[rank])
+    assert not stage.kept, "self.kept still has the micro batch; remove it with self.kept.pop(micro)"
+    compare_gradients(stage.layers, cut_in_three(whole)[rank])
 
 
-def watch_measuring(stage) -> None:
-    """Reject a stage that waits for a message while it is measured, or computes while it is not."""
+def watch_measured(stage) -> None:
+    """Make the check fail if the stage receives inside `measured` or computes outside it."""
     measured, receive, busy = stage.measured, stage.receive, []
 
     @contextmanager
@@ -259,7 +279,7 @@ def watch_measuring(stage) -> None:
         busy.clear()
 
     def received(other: int) -> torch.Tensor:
-        assert not busy, f"it receives inside `measured`, so that waiting counts as {busy[0]}"
+        assert not busy, f"receive() runs inside `measured`, so its waiting time counts as {busy[0]} time"
         return receive(other)
 
     def computes(what: str) -> None:
@@ -272,23 +292,25 @@ def watch_measuring(stage) -> None:
 
 
 def wait_until_sent(stage) -> None:
-    for message in stage.sent:  # one that is dropped before may never arrive
+    for message in stage.sent:  # a message whose handle is dropped early may never arrive
         message.wait()
 
 
-def compare_gradients(layers: nn.Sequential, same_of_whole: nn.Sequential) -> None:
-    for (name, own), same in zip(layers.named_parameters(), same_of_whole.parameters(), strict=True):
+def compare_gradients(layers: nn.Sequential, reference: nn.Sequential) -> None:
+    for (name, own), same in zip(layers.named_parameters(), reference.parameters(), strict=True):
         assert own.grad is not None, f"{name} has no gradient"
-        assert torch.allclose(own.grad, same.grad, atol=1e-6), f"the gradient of {name} is not that of one process"
+        assert torch.allclose(own.grad, same.grad, atol=1e-6), (
+            f"the gradient of {name} differs from the gradient in one process"
+        )
 
 
-def orders_gpipe(exercise: ModuleType, rank: int) -> None:
+def check_gpipe(exercise: ModuleType, rank: int) -> None:
     micro_batches = range(5)
     expected = [(what, micro) for what in ("forward", "backward") for micro in micro_batches]
-    compare_orders(exercise.gpipe(rank, 2, 5), expected, f"rank {rank} of 2 with 5 micro batches")
+    compare_orders(exercise.gpipe(rank, 2, 5), expected, f"order for rank {rank} of 2 with 5 micro batches")
 
 
-def orders_1f1b(exercise: ModuleType, rank: int) -> None:
+def check_1f1b(exercise: ModuleType, rank: int) -> None:
     for world, micro_batches in ((2, 3), (4, 8), (4, 2)):
         for each in range(world):
             expected, done = [], {"forward": 0, "backward": 0}
@@ -299,40 +321,42 @@ def orders_1f1b(exercise: ModuleType, rank: int) -> None:
                 expected.append((what, done[what]))
                 done[what] += 1
             found = exercise.one_forward_one_backward(each, world, micro_batches)
-            compare_orders(found, expected, f"rank {each} of {world} with {micro_batches} micro batches")
+            compare_orders(found, expected, f"order for rank {each} of {world} with {micro_batches} micro batches")
 
 
-def compare_orders(found: list, expected: list, whose: str) -> None:
-    for place, (one, other) in enumerate(itertools.zip_longest(found, expected, fillvalue="nothing"), start=1):
-        assert one == other, f"{whose} has {one} in place {place}, where {other} belongs"
+def compare_orders(found: list, expected: list, place: str) -> None:
+    for number, (actual, right) in enumerate(itertools.zip_longest(found, expected, fillvalue="nothing"), start=1):
+        assert actual == right, f"{place}: entry {number} of the order is {actual} instead of {right}"
 
 
-def sends(exercise: ModuleType, rank: int) -> None:
+def check_send(exercise: ModuleType, rank: int) -> None:
     stage = exercise.Stage(nn.Sequential(), rank, 2)
     shape = (exercise.ROWS, exercise.TOKENS, exercise.WIDTH)
     stage.send(torch.full(shape, float(rank)), 1 - rank)
-    found = stage.receive(1 - rank)  # both ranks have begun to send
-    assert torch.all(found == 1 - rank), f"what the other rank has sent arrives as {found.flatten()[0]}"
-    assert stage.sent, "self.sent is empty: nobody waits for the message at the end"
+    found = stage.receive(1 - rank)  # hangs if send() waits for the receiver, because both ranks send first
+    assert torch.all(found == 1 - rank), f"rank {1 - rank} sent {1 - rank}, but {found.flatten()[0]} arrived"
+    assert stage.sent, "self.sent is empty, so nothing waits for the message at the end of the step"
     wait_until_sent(stage)
 
 
-def equals_one_process(exercise: ModuleType, rank: int) -> None:
+def check_training(exercise: ModuleType, rank: int) -> None:
     world = dist.get_world_size()
     exercise.SECONDS = dict.fromkeys(exercise.SECONDS, 0.0)
     for name, schedule in exercise.SCHEDULES.items():
         for micro_batches in (1, 6):
-            batch = exercise.batch_of(1, micro_batches)
+            batch = exercise.make_batch(1, micro_batches)
             whole = exercise.whole_model()
-            expected = exercise.by_one_process(whole, batch)
+            expected = exercise.run_one_process(whole, batch)
             stage = exercise.Stage(exercise.own_layers(exercise.whole_model(), rank, world), rank, world)
-            loss = exercise.by_stages(stage, schedule(rank, world, micro_batches), batch)
+            loss = exercise.run_stages(stage, schedule(rank, world, micro_batches), batch)
             same = rank < world - 1 or math.isclose(loss, expected, rel_tol=1e-5)
-            assert same, f"{name}'s loss of {micro_batches} micro batches is {loss:.6f}, not {expected:.6f}"
+            assert same, (
+                f"with {name} and {micro_batches} micro batches the loss is {loss:.6f} instead of {expected:.6f}"
+            )
             compare_gradients(stage.layers, exercise.own_layers(whole, rank, world))
 
 
-PIPELINE = {cuts_layers: 1, goes_forward: 3, goes_backward: 3, orders_gpipe: 2, orders_1f1b: 1, sends: 2}
+PIPELINE = {check_own_layers: 1, check_forward: 3, check_backward: 3, check_gpipe: 2, check_1f1b: 1, check_send: 2}
 
 
 if __name__ == "__main__":

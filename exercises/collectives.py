@@ -1,9 +1,9 @@
-"""The five collectives that data-parallel training is made of: what each rank holds before, and after.
+"""The five collectives of data-parallel training. For each one, print what the ranks hold before and after.
 
     torchrun --nproc_per_node=2 exercises/collectives.py
     torchrun --nproc_per_node=4 exercises/collectives.py
 
-It runs on any laptop, over gloo. The page docs/collectives.md shows the same as pictures.
+This runs on any laptop, with gloo. The page docs/collectives.md shows the collectives as pictures.
 """
 
 import torch
@@ -15,7 +15,7 @@ def main() -> None:
     rank = dist.get_rank()
     world = dist.get_world_size()
 
-    # Each number begins with its rank: 10 and 11 are rank 1's
+    # The first digit of a number is its rank: 10 and 11 belong to rank 1.
     own = torch.arange(world) + 10 * rank
     show("broadcast", "rank 0 gives its tensor to all", own, broadcast(own))
     show("reduce", "rank 0 gets the sum of all tensors", own, reduce(own))
@@ -23,8 +23,8 @@ def main() -> None:
     show("reduce-scatter", "every rank gets one part of the sum", own, reduce_scatter(own))
     part = own[rank : rank + 1]
     show("all-gather", "every rank gets the parts of all", part, all_gather(part))
-    both = all_gather(reduce_scatter(own))
-    show("reduce-scatter, then all-gather", "together they are an all-reduce", own, both)
+    total = all_gather(reduce_scatter(own))
+    show("reduce-scatter, then all-gather", "together they are an all-reduce", own, total)
     dist.destroy_process_group()
 
 
@@ -37,7 +37,7 @@ def broadcast(own: torch.Tensor) -> torch.Tensor:
 def reduce(own: torch.Tensor) -> torch.Tensor | None:
     result = own.clone()
     dist.reduce(result, dst=0)
-    # the other ranks' tensor now holds whatever the way of the sum has left in it
+    # On the other ranks the tensor now holds undefined intermediate sums.
     return result if dist.get_rank() == 0 else None
 
 
@@ -59,15 +59,15 @@ def all_gather(own: torch.Tensor) -> torch.Tensor:
     return result
 
 
-def show(name: str, what: str, before: torch.Tensor, after: torch.Tensor | None) -> None:
-    """Rank 0 prints for all, so that the lines come in order."""
+def show(name: str, description: str, before: torch.Tensor, after: torch.Tensor | None) -> None:
+    """Print the tensors of all ranks. Only rank 0 prints, so that the lines appear in order."""
     ranks: list = [None] * dist.get_world_size()
-    dist.all_gather_object(ranks, (before.tolist(), "nothing of use" if after is None else after.tolist()))
+    dist.all_gather_object(ranks, (before.tolist(), "undefined" if after is None else after.tolist()))
     if dist.get_rank() != 0:
         return
-    print(f"\n{name}: {what}")
-    for rank, (held, holds) in enumerate(ranks):
-        print(f"  rank {rank}  {held!s:16} ->  {holds}")
+    print(f"\n{name}: {description}")
+    for rank, (old, new) in enumerate(ranks):
+        print(f"  rank {rank}  {old!s:16} ->  {new}")
 
 
 if __name__ == "__main__":

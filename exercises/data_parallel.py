@@ -2,11 +2,11 @@
 
     python exercises/check.py                                                       # which gaps are right
     python exercises/data_parallel.py                                               # one process: works from the start
-    torchrun --nproc_per_node=2 exercises/data_parallel.py          # two: after gap 4
-    torchrun --nproc_per_node=2 exercises/data_parallel.py --zero1  # after gap 6
+    torchrun --nproc_per_node=2 exercises/data_parallel.py          # two processes: works after gap 4
+    torchrun --nproc_per_node=2 exercises/data_parallel.py --zero1  # works after gap 6
 
-A small network learns to add eight numbers. The losses of one, two and four processes must be the same, with --zero1
-too: whether a training is divided must not change what it computes. The page docs/by-hand.md explains each gap.
+A small network learns to add eight numbers. One, two and four processes must compute the same losses, also with
+--zero1: dividing a training must not change its result. The page docs/by-hand.md explains each gap.
 """
 
 import argparse
@@ -22,80 +22,84 @@ import torch.distributed as dist
 from torch import nn
 
 STEPS = 60
-BATCH = 16  # questions of one step, of all ranks together
+BATCH = 16  # rows of one step, for all ranks together
 
 
 def join() -> tuple[int, int]:
-    """Gap 1: join the process group, over gloo. Return this process's rank and the world size.
+    """Gap 1: join the process group, with gloo. Return this process's rank and the world size.
 
-    torchrun has set RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT; init_process_group reads them.
+    torchrun sets the environment variables RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT. init_process_group reads
+    them.
     """
     raise NotImplementedError("gap 1")
 
 
 def own_rows(batch: torch.Tensor, rank: int, world: int) -> torch.Tensor:
-    """Gap 2: the rows of the batch that this rank computes. batch: rows x columns; rows are a multiple of world.
+    """Gap 2: return the rows of the batch that this rank computes.
 
-    All ranks together must compute each row exactly once.
+    batch: a tensor of rows x columns. The number of rows is a multiple of `world`.
+    Each row must belong to exactly one rank.
     """
     raise NotImplementedError("gap 2")
 
 
 def start_equal(model: nn.Module) -> None:
-    """Gap 3: give all ranks the weights of rank 0. Each rank has drawn its own random ones."""
+    """Gap 3: give all ranks the weights of rank 0. At first each rank has its own random weights."""
     raise NotImplementedError("gap 3")
 
 
 def average_gradients(model: nn.Module, world: int) -> None:
     """Gap 4: replace each gradient by its mean over all ranks.
 
-    Each rank's loss is a mean over its own rows, so the mean of the gradients is the gradient of the whole batch.
+    Each rank's loss is the mean over its own rows, so the mean of the gradients is the gradient of the whole batch.
     """
     raise NotImplementedError("gap 4")
 
 
 class ZeRO1:
-    """Adam whose state is divided: each rank keeps the two moments of its part of the parameters, and no others.
+    """Adam with a divided state: each rank keeps only the two moments of its own part of the parameters.
 
-    All parameters stand in one row, `flat`, which is cut into `world` parts of equal length; `flat` is padded so that
-    the parts are equal.
+    All parameters form one long row, which is cut into `world` parts. Zeros at its end make the parts equally long.
     """
 
     def __init__(self, model: nn.Module, rank: int, world: int, learning_rate: float):
         self.parameters = list(model.parameters())
         self.world = world
-        self.part = nn.Parameter(own_part(self.flat(), rank, world).clone())
+        self.part = nn.Parameter(own_part(self.flat_parameters(), rank, world).clone())
         self.adam = torch.optim.Adam([self.part], lr=learning_rate)
         self.rank = rank
 
-    def flat(self) -> torch.Tensor:
-        return in_one_row([parameter.data for parameter in self.parameters], self.world)
+    def flat_parameters(self) -> torch.Tensor:
+        return flatten_tensors([parameter.data for parameter in self.parameters], self.world)
 
     def step(self) -> None:
-        """Gap 6: update the own part by its own gradients, then put the parts of all ranks into the model.
+        """Gap 6: update this rank's part with its gradients, then copy the new parts of all ranks into the model.
 
-        `in_one_row` and `from_one_row` turn a list of tensors into one row and back. The gradients are averaged
-        already.
+        `flatten_tensors` turns a list of tensors into one row. `unflatten_into` copies a row back into parameters.
+        The gradients are already averaged.
         """
         raise NotImplementedError("gap 6")
 
 
 def own_part(flat: torch.Tensor, rank: int, world: int) -> torch.Tensor:
-    """Gap 5: this rank's part of a row: rank 0 has the first len(flat) / world numbers, rank 1 the next, and so on."""
+    """Gap 5: return this rank's part of a row.
+
+    Rank 0 has the first len(flat) / world numbers, rank 1 has the next, and so on.
+    """
     raise NotImplementedError("gap 5")
 
 
-# No gaps from here on
+# There are no gaps below.
 
 
-def in_one_row(tensors: list[torch.Tensor], world: int) -> torch.Tensor:
-    """All numbers of these tensors, one tensor after the other, and zeros up to a multiple of world."""
+def flatten_tensors(tensors: list[torch.Tensor], world: int) -> torch.Tensor:
+    """Return the numbers of all tensors in one row, with zeros up to a multiple of `world` numbers."""
     row = torch.cat([tensor.reshape(-1) for tensor in tensors])
     return nn.functional.pad(row, (0, -len(row) % world))
 
 
-def from_one_row(flat: torch.Tensor, parameters: list[nn.Parameter]) -> None:
-    """Put the numbers of a row back into the parameters that it was made of."""
+def unflatten_into(flat: torch.Tensor, parameters: list[nn.Parameter]) -> None:
+    """Copy the numbers of a row back into the parameters from which the row was made."""
     position = 0
     for parameter in parameters:
         parameter.data.copy_(flat[position : position + parameter.numel()].view_as(parameter))
@@ -108,9 +112,9 @@ def main() -> None:
     arguments = parser.parse_args()
     rank, world = join() if "RANK" in os.environ else (0, 1)
     if arguments.zero1 and world == 1:
-        parser.error("--zero1 needs several processes: start it by torchrun --nproc_per_node=2")
+        parser.error("--zero1 needs several processes; start with torchrun --nproc_per_node=2")
 
-    torch.manual_seed(rank)  # each rank draws other weights, until gap 3
+    torch.manual_seed(rank)  # each rank draws different weights, which gap 3 makes equal
     model = nn.Sequential(nn.Linear(8, 32), nn.Tanh(), nn.Linear(32, 1))
     if world > 1:
         start_equal(model)
@@ -119,22 +123,22 @@ def main() -> None:
     else:
         optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
 
-    questions = torch.Generator().manual_seed(1)  # the same on every rank
+    generator = torch.Generator().manual_seed(1)  # gives the same inputs on every rank
     for step in range(1, STEPS + 1):
-        inputs = torch.randn(BATCH, 8, generator=questions)
+        inputs = torch.randn(BATCH, 8, generator=generator)
         mine = own_rows(inputs, rank, world) if world > 1 else inputs
         loss = nn.functional.mse_loss(model(mine), mine.sum(dim=1, keepdim=True))
         model.zero_grad()
         loss.backward()
         if world > 1:
             average_gradients(model, world)
-            dist.all_reduce(loss.data)  # only to print it
+            dist.all_reduce(loss.data)  # needed only for the printed loss
         optimizer.step()
         if rank == 0 and step % 10 == 0:
             print(f"step {step}: loss {loss.item() / world:.5f}")
     if world > 1:
         dist.destroy_process_group()
-        # what is left of the group ends now: one of its threads that meets Python's own end aborts the process
+        # Free what is left of the process group now. If one of its threads still runs when Python exits, Python aborts.
         gc.collect()
 
 

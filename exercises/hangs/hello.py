@@ -1,4 +1,4 @@
-"""The training of broken jobs 2 and 3: the ranks greet each other, and count how many they are."""
+"""The program of broken jobs 2 and 3. Each rank adds 1 in an all-reduce, so the sum is the number of ranks."""
 
 import sys
 import time
@@ -12,5 +12,5 @@ dist.init_process_group("gloo", timeout=timedelta(seconds=20))
 count = torch.ones(1)
 dist.all_reduce(count)
 print(f"{name}: rank {dist.get_rank()} counts {count.item():.0f} ranks", flush=True)
-time.sleep(10)  # so that both jobs of port.sh are there at the same time
+time.sleep(10)  # keeps the first job of port.sh running while the second one starts
 dist.destroy_process_group()

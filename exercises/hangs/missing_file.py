@@ -1,8 +1,8 @@
-"""Broken job 4: "it cannot find the data", says the log, but `ls` shows that they are there.
+"""Broken job 4: the log says that a data file does not exist, but `ls` shows the file.
 
     torchrun --nproc_per_node=2 exercises/hangs/missing_file.py
 
-Each rank stands for a node here, with a local disk of its own: a folder below /tmp.
+Here each rank represents a node with its own local disk, which is a folder in /tmp.
 """
 
 import shutil

@@ -1,11 +1,11 @@
 #!/usr/bin/env bash
-# Broken job 2: two people start the same job on one node. One of the two fails.
+# Broken job 2: two users start the same job on one node. One of the jobs fails.
 #     bash exercises/hangs/port.sh
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")"
 
 export MASTER_ADDR=127.0.0.1 WORLD_SIZE=2
-export MASTER_PORT=$((20000 + UID % 10000)) # of your own, in case others are on this node
+export MASTER_PORT=$((20000 + UID % 10000)) # differs from other users' ports on this node
 
 start_job() { # NAME: two ranks
   RANK=0 LOCAL_RANK=0 python hello.py "$1" &

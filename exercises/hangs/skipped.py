@@ -1,4 +1,4 @@
-"""Broken job 1: it prints one line, and then nothing more.
+"""Broken job 1: it prints one line, then nothing more.
 
 torchrun --nproc_per_node=2 exercises/hangs/skipped.py
 """
@@ -23,4 +23,4 @@ for step in range(1, 4):
         print(f"step {step}: mean loss {mean.item() / dist.get_world_size():.3f}", flush=True)
 print(f"rank {rank}: done", flush=True)
 dist.destroy_process_group()
-gc.collect()  # no thread of the group may meet the end of Python
+gc.collect()  # frees the threads of the process group, which could otherwise abort Python at exit

@@ -1,4 +1,4 @@
-"""Broken job 5: it works, but a step takes ten times as long as it should. Which rank is to blame?
+"""Broken job 5: it runs, but a step takes ten times as long as it should. Which rank is slow?
 
 torchrun --nproc_per_node=4 exercises/hangs/straggler.py
 """
@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 STEPS = 10
-SLOW_DISK = 2  # the rank whose node has one
+SLOW_DISK = 2  # rank whose node has a slow disk
 
 dist.init_process_group("gloo")
 rank = dist.get_rank()

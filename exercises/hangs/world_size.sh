@@ -1,12 +1,12 @@
 #!/usr/bin/env bash
-# Broken job 3: nothing happens for 20 seconds, then each rank complains.
+# Broken job 3: nothing happens for 20 seconds, then each rank fails with an error.
 #     bash exercises/hangs/world_size.sh
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")"
 
 GPUS_PER_NODE=2
 export MASTER_ADDR=127.0.0.1 MASTER_PORT=$((20000 + $$ % 10000))
-export WORLD_SIZE=3 # of a job with three GPUs, copied
+export WORLD_SIZE=3 # copied from a job with three GPUs
 
 for ((rank = 0; rank < GPUS_PER_NODE; rank++)); do
   RANK=$rank LOCAL_RANK=$rank python hello.py job &

@@ -38,7 +38,7 @@ OPEN = {
         "open (gap 2)",
         "open (gap 4)",
         "open (gap 5)",
-        "rank 0 waits and never ends",
+        "hangs: rank 0 still waits after 20 seconds",
     ],
 }
 
@@ -61,32 +61,33 @@ def test_an_exercise_differs_from_its_solution_only_in_six_gaps(solution):
 # A solution file, a correct line, the wrong line in its place, the number of the gap, and the check's message
 WRONG = [
     (SOLUTION, "        parameter.grad /= world\n", "", 4,
-     r"wrong: on rank \d the mean of 1 and 3 should be 2, and the gradient of weight has 4"),
+     r"wrong: rank \d: the mean of the gradients 1 and 3 is 2, but the gradient of weight is 4"),
     (SOLUTION, "return batch[rank::world]", "return batch", 2,
-     r"wrong: on rank \d the shapes are \[\(6, 2\), \(6, 2\)\]"),
-    (SOLUTION, "dist.broadcast(parameter.data, src=0)", "pass", 3, "wrong: on rank 1 weight is not rank 0's"),
+     r"wrong: rank \d: the shapes of the ranks' parts are \[\(6, 2\), \(6, 2\)\] instead of \[\(3, 2\), \(3, 2\)\]"),
+    (SOLUTION, "dist.broadcast(parameter.data, src=0)", "pass", 3,
+     "wrong: rank 1: weight differs from weight on rank 0"),
     (PIPELINE, "0 if rank == 0 else 1 + rank * blocks", "rank * blocks", 1,
-     r"wrong: on rank 0 cut into 2, the stages have \[6, 7\] blocks"),
+     r"wrong: rank 0: the 2 stages have \[6, 7\] blocks instead of \[6, 6\]"),
     (PIPELINE, ".requires_grad_()", "", 2,
-     r"wrong: on rank 1 the inputs will have no gradient: they need requires_grad_\(\)"),
-    (PIPELINE, "loss_of(outputs, batch[micro]) / len(batch)", "loss_of(outputs, batch[micro])", 2,
-     r"wrong: on rank 2 the loss is \d\.\d+, where half of micro batch 1's own, as there are two, is \d\.\d+"),
+     r"wrong: rank 1: the inputs will have no gradient; call requires_grad_\(\) on them"),
+    (PIPELINE, "compute_loss(outputs, batch[micro]) / len(batch)", "compute_loss(outputs, batch[micro])", 2,
+     r"wrong: rank 2: the loss is \d\.\d+ instead of \d\.\d+; divide the loss by the number of micro batches, 2"),
     (PIPELINE, "            outputs.backward(gradient)", "            outputs.sum().backward()", 3,
-     r"wrong: on rank \d the gradient of \S+ is not that of one process"),
+     r"wrong: rank \d: the gradient of \S+ differs from the gradient in one process"),
     (PIPELINE, "gradient = None if self.is_last else self.receive(self.rank + 1)\n"
      '        with self.measured("backward", micro):\n',
      'with self.measured("backward", micro):\n'
      "            gradient = None if self.is_last else self.receive(self.rank + 1)\n", 3,
-     r"wrong: on rank \d it receives inside `measured`, so that waiting counts as backward"),
+     r"wrong: rank \d: receive\(\) runs inside `measured`, so its waiting time counts as backward time"),
     (PIPELINE, '        with self.measured("backward", micro):\n            outputs.backward(gradient)\n',
      '        outputs.backward(gradient)\n        with self.measured("backward", micro):\n            pass\n', 3,
-     r'wrong: on rank \d the backward pass runs outside `measured\("backward", micro\)`, so its time does not count'),
+     r'wrong: rank \d: the backward pass runs outside `measured\("backward", micro\)`, so its time does not count'),
     (PIPELINE, "return forward + backward", "return forward + backward[::-1]", 4,
-     r"wrong: on rank \d rank \d of 2 with 5 micro batches has \('backward', 4\) in place 6, where \('backward', 0\) "
-     "belongs"),
+     r"wrong: rank \d: order for rank \d of 2 with 5 micro batches: entry 6 of the order is \('backward', 4\) "
+     r"instead of \('backward', 0\)"),
     (PIPELINE, "ahead = min(micro_batches, world - rank)", "ahead = min(micro_batches, world)", 5,
-     r"wrong: on rank 0 rank 1 of 2 with 3 micro batches has \('forward', 1\) in place 2, where \('backward', 0\) "
-     "belongs"),
+     r"wrong: rank 0: order for rank 1 of 2 with 3 micro batches: entry 2 of the order is \('forward', 1\) "
+     r"instead of \('backward', 0\)"),
 ]  # fmt: skip
 
 
@@ -152,7 +153,7 @@ def test_the_library_pipeline_gives_the_same_losses(one_process, ranks, schedule
 @pytest.mark.parametrize(
     ("ranks", "flags", "message"),
     [
-        (0, ["--library"], "start it by torchrun --nproc_per_node=4"),
+        (0, ["--library"], "start with torchrun --nproc_per_node=4"),
         (0, ["--micro_batches", 0], "--micro_batches: 0 is too few; give 1 or more"),
         (2, ["--library", "--schedule", "1f1b", "--micro_batches", 1], "the 2 stages; give 2 or more, or leave out"),
     ],
@@ -187,7 +188,7 @@ def test_collectives_print_what_each_rank_holds():
     shown = re.findall(r"^(\S[^:\n]*): .*\n  rank 0 .*-> +(.*)\n  rank 1 .*-> +(.*)$", done.stdout, re.MULTILINE)
     assert shown == [
         ("broadcast", "[0, 1]", "[0, 1]"),
-        ("reduce", "[10, 12]", "nothing of use"),
+        ("reduce", "[10, 12]", "undefined"),
         ("all-reduce", "[10, 12]", "[10, 12]"),
         ("reduce-scatter", "[10]", "[12]"),
         ("all-gather", "[0, 11]", "[0, 11]"),

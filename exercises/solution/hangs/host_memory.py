@@ -1,9 +1,10 @@
-"""Repaired job 6: the GPU is nearly empty, and the job is killed all the same, by signal 9.
+"""Repaired job 6: the GPU is nearly empty, but signal 9 kills the job.
 
     torchrun --nproc_per_node=2 exercises/solution/hangs/host_memory.py
 
-The job has 1.5 GB of memory beside PyTorch itself, for all its processes together. On a cluster Slurm enforces `--mem`.
-Here a thread of each rank does it in Slurm's place: it kills the rank once the ranks hold more.
+All processes of the job together may use 1.5 GB of memory, in addition to PyTorch itself. On a cluster, Slurm enforces
+such a limit (`--mem`). In this exercise, a thread of each rank enforces it: it kills the rank when all ranks together
+use more.
 """
 
 import os
@@ -20,7 +21,8 @@ QUESTIONS = 250_000
 
 
 def enforce_limit(limit: float) -> None:
-    times_above = 0  # a process that starts another one has its memory counted twice for a moment
+    # Five samples must exceed the limit, because memory counts twice while a process starts another one.
+    times_above = 0
     while times_above < 5:
         ranks = psutil.Process(os.getppid()).children(recursive=True)
         above = sum(process.memory_info().rss for process in ranks) > limit
@@ -33,10 +35,10 @@ dist.init_process_group("gloo")
 rank, world = dist.get_rank(), dist.get_world_size()
 pytorch = psutil.Process().memory_info().rss
 threading.Thread(target=enforce_limit, args=[LIMIT + world * pytorch], daemon=True).start()
-# a rank loads its own questions, and no others; 512 tokens of 8 bytes each
+# Each rank loads only its own questions: 512 tokens of 8 bytes each.
 mine = torch.zeros(len(range(rank, QUESTIONS, world)), 512, dtype=torch.int64)
-mine += rank  # memory counts once it is written to
-dist.barrier()  # the training begins when all ranks are there
+mine += rank  # memory counts only after the program has written to it
+dist.barrier()  # the training begins when all ranks are ready
 time.sleep(1)
 print(f"rank {rank}: done, trains on {len(mine)} questions", flush=True)
 dist.destroy_process_group()

@@ -1,12 +1,12 @@
 #!/usr/bin/env bash
-# Repaired job 2: two people start the same job on one node. One of the two fails.
+# Repaired job 2: two users start the same job on one node. One of the jobs fails.
 #     bash exercises/solution/hangs/port.sh
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")"
 
 export MASTER_ADDR=127.0.0.1 WORLD_SIZE=2
 
-free_port() { # the system gives one that nobody has
+free_port() { # asks the system for a port that is not in use
   python -c 'import socket; s = socket.socket(); s.bind(("", 0)); print(s.getsockname()[1])'
 }
 

@@ -1,4 +1,4 @@
-"""Repaired job 1: it prints one line, and then nothing more.
+"""Repaired job 1: it prints one line, then nothing more.
 
 torchrun --nproc_per_node=2 exercises/solution/hangs/skipped.py
 """
@@ -18,9 +18,9 @@ for step in range(1, 4):
     for parameter in model.parameters():
         dist.all_reduce(parameter.grad)
     mean = loss.detach().clone()
-    dist.all_reduce(mean)  # all ranks take part, one prints
+    dist.all_reduce(mean)  # all ranks take part, but only rank 0 prints
     if rank == 0:
         print(f"step {step}: mean loss {mean.item() / dist.get_world_size():.3f}", flush=True)
 print(f"rank {rank}: done", flush=True)
 dist.destroy_process_group()
-gc.collect()  # no thread of the group may meet the end of Python
+gc.collect()  # frees the threads of the process group, which could otherwise abort Python at exit

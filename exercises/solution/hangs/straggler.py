@@ -1,4 +1,4 @@
-"""Repaired job 5: it works, but a step takes ten times as long as it should. Which rank is to blame?
+"""Repaired job 5: it runs, but a step takes ten times as long as it should. Which rank is slow?
 
 torchrun --nproc_per_node=4 exercises/solution/hangs/straggler.py
 """
@@ -13,7 +13,7 @@ STEPS = 10
 dist.init_process_group("gloo")
 rank = dist.get_rank()
 gradient = torch.ones(1000)
-# the file of rank 2 was copied to the fast disk of its node before
+# The file of rank 2 is now on the fast disk of its node.
 started = time.perf_counter()
 for _ in range(STEPS):
     time.sleep(0.02)  # the forward and backward pass
