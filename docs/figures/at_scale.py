@@ -9,9 +9,10 @@ from pathlib import Path
 from typing import NamedTuple
 
 from estimate.command_line import parse_plan
-from estimate.communication import GB, bytes_between_nodes, sent_bytes
-from estimate.memory import GIB, MemoryPart, at_peak, state_parts
+from estimate.communication import bytes_between_nodes, sent_bytes
+from estimate.memory import MemoryPart, parts_at_peak, state_parts
 from estimate.model_shape import trace_shape
+from shared.units import GB, GIB
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 GPUS = (8, 64, 512, 1024)
@@ -46,7 +47,7 @@ def at_scale(method: str, gpus: int) -> AtScale:
     shape = trace_shape(settings)
     between_nodes = bytes_between_nodes(shape, settings)
     return AtScale(
-        held=at_peak([part for part in state_parts(shape, settings) if part.name in STATE]),
+        held=parts_at_peak([part for part in state_parts(shape, settings) if part.name in STATE]),
         inside_nodes=sent_bytes(shape, settings) - between_nodes,
         between_nodes=between_nodes,
     )

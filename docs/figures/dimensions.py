@@ -12,10 +12,11 @@ from pathlib import Path
 from typing import NamedTuple
 
 from estimate.command_line import parse_plan
-from estimate.communication import GB, sent_bytes
-from estimate.memory import GIB, at_peak, state_parts
+from estimate.communication import sent_bytes
+from estimate.memory import parts_at_peak, state_parts
 from estimate.model_shape import FP32, HALF, Shape, trace_shape
 from settings.settings import Settings
+from shared.units import GB, GIB
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 RANKS = 8
@@ -60,7 +61,7 @@ def dimensions() -> dict[str, Dimension]:
 
 def state_bytes(settings: Settings) -> float:
     parts = state_parts(trace_shape(settings), settings)
-    return sum(part.gpu for part in at_peak([part for part in parts if part.name in STATE]))
+    return sum(part.gpu for part in parts_at_peak([part for part in parts if part.name in STATE]))
 
 
 # Bytes that one of RANKS ranks sends for a micro batch of one question
@@ -133,7 +134,7 @@ def logits(tokens: int, bytes_of_score: int = LOGITS) -> int:
 # A long question
 
 
-def activations_of_a_question(tokens: int) -> float:
+def question_activations(tokens: int) -> float:
     """Bytes, in a kernel for attention that needs no mask of tokens x tokens, as ours here does.
 
     Of two lengths of which one is twice the other, four times the shorter one's less the longer one's has no square.
@@ -148,7 +149,7 @@ def activations_of_a_question(tokens: int) -> float:
 def checkpointed(tokens: int, bytes_of_input: int = HALF) -> float:
     """Bytes: the inputs of all blocks, and the activations of one."""
     shape = trace_shape(plan())
-    return shape.layers * tokens * shape.hidden * bytes_of_input + activations_of_a_question(tokens) / shape.layers
+    return shape.layers * tokens * shape.hidden * bytes_of_input + question_activations(tokens) / shape.layers
 
 
 # The tables of the pages
@@ -182,7 +183,7 @@ def table_of_lengths() -> str:
     rows = [
         [
             f"{tokens:,}",
-            f"{activations_of_a_question(tokens) / GIB:.1f}",
+            f"{question_activations(tokens) / GIB:.1f}",
             f"{checkpointed(tokens) / GIB:.1f}",
             f"{logits(tokens) / GIB:.1f}",
             f"{context_sends(shape, tokens, again=True) / GB:.1f}",

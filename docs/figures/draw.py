@@ -18,10 +18,10 @@ from at_scale import GPUS, METHODS, at_scale
 from dimensions import QUESTIONS, tensor_sends_by_plan
 from dimensions import dimensions as dimension_numbers
 from estimate.command_line import parse_memory_plan
-from estimate.communication import GB
-from estimate.memory import GIB, MemoryPart, at_peak, estimate_parts
+from estimate.memory import MemoryPart, estimate_parts, parts_at_peak
 from estimate.model_shape import trace_shape
 from settings.settings import Settings
+from shared.units import GB, GIB
 
 HERE = Path(__file__).resolve().parent
 plt.rcParams |= {"font.size": 9, "axes.spines.top": False, "axes.spines.right": False, "figure.dpi": 120}
@@ -50,7 +50,7 @@ def plan(*flags: object) -> Settings:
 
 def peak_parts(*flags: object) -> list[MemoryPart]:
     """The parts of the estimate at the fullest moment of a step."""
-    return at_peak(estimate_parts(plan(*flags)))
+    return parts_at_peak(estimate_parts(plan(*flags)))
 
 
 def save(figure, name: str) -> None:
@@ -420,9 +420,9 @@ def dimensions() -> None:
             left = 1.2 * rank
             place.text(left + 0.5, 4.95, f"rank {rank}", ha="center", va="center", fontsize=8)
             for block in range(4):
-                parts_of(place, (left, 1.9 + 0.7 * (3 - block), 0.55), rank, *OWN_OF_BLOCK[name](rank, block))
+                draw_share(place, (left, 1.9 + 0.7 * (3 - block), 0.55), rank, *OWN_OF_BLOCK[name](rank, block))
             for question in range(4):
-                parts_of(place, (left, 0.1 + 0.4 * question, 0.28), rank, *OWN_OF_QUESTION[name](rank, question))
+                draw_share(place, (left, 0.1 + 0.4 * question, 0.28), rank, *OWN_OF_QUESTION[name](rank, question))
         bars.bar(0, numbers.sent / GB, 0.5, color="#c55a11", edgecolor="black", linewidth=0.4)
         bars.text(0, numbers.sent / GB + 3, f"{numbers.sent / GB:.1f}", ha="center", va="bottom", fontsize=9)
         if name == "tensor":
@@ -454,7 +454,7 @@ OWN_OF_QUESTION = {
 }
 
 
-def parts_of(axes, where: tuple[float, float, float], rank: int, own: tuple[float, float], gathers: bool) -> None:
+def draw_share(axes, where: tuple[float, float, float], rank: int, own: tuple[float, float], gathers: bool) -> None:
     x, y, height = where
     axes.add_patch(Rectangle((x, y), 1, height, **EMPTY))
     if gathers:

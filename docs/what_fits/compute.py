@@ -21,19 +21,19 @@ from transformers import LlamaConfig, Qwen2Config
 from estimate.command_line import parse_memory_plan, read_config_files
 from estimate.communication import bytes_between_nodes, sent_bytes
 from estimate.compare import FITS, VERDICTS, settings_by_config
-from estimate.memory import MIB, MOMENTS, state_parts, totals
+from estimate.memory import INTERVALS, state_parts, totals
 from estimate.model_shape import PASSES, Alive, forward_pass, trace_shape, uses_autocast
 from estimate.time import uses_offload
 from settings.settings import Settings
 from shared.errors import WorkshopError
+from shared.units import MB, MIB
 from training.chunked_loss import GPU_PIECES, bytes_of_chunk
 
 HERE = Path(__file__).resolve().parent
 REPOSITORY = HERE.parents[1]
 NUMBERS = HERE / "numbers.json"
-MB = 10**6
 WHOLE_STEP = ("parameters", "optimizer state")  # held in all moments of a step
-IN_MOMENTS = ("gradients", "buffers")  # held in some
+BY_INTERVAL = ("gradients", "buffers")  # held in some
 CHOICES = {
     "precision": ["bf16", "fp32"],
     "length": [256, 512, 1024, 2048, 4096],
@@ -85,7 +85,7 @@ def plan(model: list[str], precision: str, *flags: object) -> Settings:
     return parse_memory_plan([*model, *PRECISIONS[precision], *map(str, flags)], environment={})
 
 
-def with_each_config(settings: Settings) -> list[tuple[str, Settings | WorkshopError]]:
+def settings_for_configs(settings: Settings) -> list[tuple[str, Settings | WorkshopError]]:
     """As estimate_memory.py --compare: the name of each config, and the settings with it, or why there are none."""
     found: list[tuple[str, Settings | WorkshopError]] = []
     chosen = settings_by_config(settings)
@@ -105,19 +105,19 @@ def order(config: str) -> tuple[str, str]:
 # 1. Of each model
 
 
-def of_model(model: list[str], lengths: list[int]) -> dict:
+def model_numbers(model: list[str], lengths: list[int]) -> dict:
     """Numbers of one model. model: its flags."""
     numbers: dict = {"passes": {}, "chunks": {}, "cells": {}}
     attentions = CHOICES["attention"] if model[1] in BLOOM else ["sdpa"]
     for precision in CHOICES["precision"]:
         numbers["parameters"] = trace_shape(plan(model, precision)).model
-        numbers["chunks"][precision] = of_chunks(model, precision)
+        numbers["chunks"][precision] = chunk_bytes(model, precision)
         numbers["passes"][precision] = {
-            attention: of_passes(model, precision, attention, lengths) for attention in attentions
+            attention: pass_bytes(model, precision, attention, lengths) for attention in attentions
         }
         numbers["cells"][precision] = {
             accumulation: {
-                f"{nodes}x{per_node}": of_layout(model, precision, accumulation, nodes, per_node)
+                f"{nodes}x{per_node}": layout_numbers(model, precision, accumulation, nodes, per_node)
                 for nodes, per_node in layouts()
             }
             for accumulation in CHOICES["accumulation"]
@@ -125,15 +125,15 @@ def of_model(model: list[str], lengths: list[int]) -> dict:
     return numbers
 
 
-def of_layout(model: list[str], precision: str, accumulation: int, nodes: int, per_node: int) -> list[list[int]]:
+def layout_numbers(model: list[str], precision: str, accumulation: int, nodes: int, per_node: int) -> list[list[int]]:
     """Numbers of each config, an empty list where it cannot be taken.
 
-    MiB on a GPU: of WHOLE_STEP, and of IN_MOMENTS in each of MOMENTS; MiB of the CPUs of a node; MB that a rank sends
+    MiB on a GPU: of WHOLE_STEP, and of BY_INTERVAL in each of INTERVALS; MiB of the CPUs of a node; MB that a rank sends
     in a step; MB of these between nodes.
     """
     flags = ["--gradient_accumulation_steps", accumulation, "--gpus", nodes * per_node, "--nodes", nodes]
     rows = []
-    for _, settings in with_each_config(plan(model, precision, *flags)):
+    for _, settings in settings_for_configs(plan(model, precision, *flags)):
         if isinstance(settings, WorkshopError):
             rows.append([])
             continue
@@ -141,8 +141,8 @@ def of_layout(model: list[str], precision: str, accumulation: int, nodes: int, p
         parts = state_parts(shape, settings)
         held = [sum(part.gpu for part in parts if part.name == name) for name in WHOLE_STEP]
         held += [
-            sum(part.gpu for part in parts if part.name == name and moment in part.moments)
-            for name, moment in product(IN_MOMENTS, MOMENTS)
+            sum(part.gpu for part in parts if part.name == name and interval in part.intervals)
+            for name, interval in product(BY_INTERVAL, INTERVALS)
         ]
         held.append(totals(parts, per_node)[1])
         sent = (sent_bytes(shape, settings), bytes_between_nodes(shape, settings))
@@ -150,7 +150,7 @@ def of_layout(model: list[str], precision: str, accumulation: int, nodes: int, p
     return rows
 
 
-def of_passes(model: list[str], precision: str, attention: str, lengths: list[int]) -> dict:
+def pass_bytes(model: list[str], precision: str, attention: str, lengths: list[int]) -> dict:
     """Bytes that the passes hold, by cast of the weights, length, loss and activation checkpointing: see `fullest`."""
     flags: list[object] = ["--attention", attention] if model[1] in BLOOM else []
     found: dict = {}
@@ -173,7 +173,7 @@ def of_passes(model: list[str], precision: str, attention: str, lengths: list[in
 def fullest(model: list[str], precision: str, length: int, flags: list[object]) -> list[list]:
     """The operations after which most is held in a part of the passes, for some micro batch of CHOICES.
 
-    Of each: the moment, bytes of activations and head without any sequence, bytes of both for each sequence, bytes of
+    Of each: the interval, bytes of activations and head without any sequence, bytes of both for each sequence, bytes of
     the head, and bytes of logits for each sequence. The chunked loss has 1 in the last place while there is a chunk.
     """
     of_two, of_four = (
@@ -181,15 +181,15 @@ def fullest(model: list[str], precision: str, length: int, flags: list[object]) 
     )
     chunked = "chunked" in flags
     found = []
-    for moment in PASSES:
-        lines = [line(two, four, chunked) for two, four in zip(of_two[moment], of_four[moment], strict=True)]
+    for interval in PASSES:
+        lines = [line(two, four, chunked) for two, four in zip(of_two[interval], of_four[interval], strict=True)]
         if chunked:
-            found += [[moment, *each] for each in lines if each[3]]
+            found += [[interval, *each] for each in lines if each[3]]
             lines = [each for each in lines if not each[3]]
         for batch in CHOICES["batch"]:
             most = max(lines, key=lambda each: each[0] + each[2] + batch * (each[1] + each[3]), default=None)
-            if most and [moment, *most] not in found:
-                found.append([moment, *most])
+            if most and [interval, *most] not in found:
+                found.append([interval, *most])
     return found
 
 
@@ -203,7 +203,7 @@ def micro_batch(batch: int, length: int) -> list[object]:
     return ["--per_device_train_batch_size", batch, "--max_length", length]
 
 
-def of_chunks(model: list[str], precision: str) -> dict:
+def chunk_bytes(model: list[str], precision: str) -> dict:
     """Bytes of a chunk of the chunked loss, by how the weights are cast and by the tokens of a micro batch."""
     forward = forward_pass(plan(model, precision))
     sizes = json.loads(forward.config_json)
@@ -221,7 +221,7 @@ def of_chunks(model: list[str], precision: str) -> dict:
 def methods() -> list[dict]:
     """What the page needs to know of each config; on one GPU DDP is the plain Trainer."""
     found = []
-    for name, settings in with_each_config(plan(["--model_name", "bigscience/bloom-560m"], "bf16", "--gpus", 4)):
+    for name, settings in settings_for_configs(plan(["--model_name", "bigscience/bloom-560m"], "bf16", "--gpus", 4)):
         assert isinstance(settings, Settings), settings
         fsdp = settings.fsdp_config or {}
         found.append(
@@ -238,7 +238,7 @@ def methods() -> list[dict]:
     return found
 
 
-def scripts_of(config: str) -> list[tuple[int, int, Path]]:
+def experiment_scripts(config: str) -> list[tuple[int, int, Path]]:
     """Nodes, GPUs of each, and path of the experiments that differ from a plain training by this config alone."""
     found = []
     families = (
@@ -266,7 +266,7 @@ def scripts_of(config: str) -> list[tuple[int, int, Path]]:
 def experiments(config: str) -> dict[str, str]:
     """The script by layout; for other layouts one of one node and one of several, where torchrun starts the ranks."""
     found: dict[str, str] = {}
-    for nodes, per_node, script in scripts_of(config):
+    for nodes, per_node, script in experiment_scripts(config):
         path = str(script.relative_to(REPOSITORY))
         found.setdefault(f"{nodes}x{per_node}", path)
         if "run_torchrun" in script.read_text():
@@ -279,14 +279,16 @@ def left_out() -> dict[str, dict[str, str]]:
     found: dict[str, dict[str, str]] = {}
     for nodes, per_node in layouts():
         settings = plan(["--model_name", "bigscience/bloom-560m"], "bf16", "--gpus", nodes * per_node, "--nodes", nodes)
-        reasons = {name: error.what for name, error in with_each_config(settings) if isinstance(error, WorkshopError)}
+        reasons = {
+            name: error.what for name, error in settings_for_configs(settings) if isinstance(error, WorkshopError)
+        }
         found[f"{nodes}x{per_node}"] = {
             name.rpartition("/")[2].removesuffix(".json"): why for name, why in reasons.items()
         }
     return found
 
 
-def flags_of_models(folder: Path) -> dict[str, tuple[list[str], list[int]]]:
+def model_flags(folder: Path) -> dict[str, tuple[list[str], list[int]]]:
     """Flags and lengths by the page's name of a model. The custom GPT with more positions is another model.
 
     folder: where the config.json of the models is written that would be downloaded.
@@ -309,20 +311,20 @@ def short(model: str) -> str:
     return model.rpartition("/")[2]
 
 
-def as_text(tree: object, indent: str = "\n") -> str:
+def format_json(tree: object, indent: str = "\n") -> str:
     """JSON with a line for each key, and each list in one line."""
     if not isinstance(tree, dict):
         return json.dumps(tree, separators=(",", ":"))
     inner = indent + " "
-    lines = (f"{inner}{json.dumps(str(key))}: {as_text(value, inner)}" for key, value in tree.items())
+    lines = (f"{inner}{json.dumps(str(key))}: {format_json(value, inner)}" for key, value in tree.items())
     return "{" + ",".join(lines) + indent + "}"
 
 
 def main() -> None:
     with tempfile.TemporaryDirectory() as folder, ProcessPoolExecutor() as processes:
         of_models = {
-            name: processes.submit(of_model, flags, lengths)
-            for name, (flags, lengths) in flags_of_models(Path(folder)).items()
+            name: processes.submit(model_numbers, flags, lengths)
+            for name, (flags, lengths) in model_flags(Path(folder)).items()
         }
         numbers = {
             "choices": {"model": [short(model) for model in MODELS]} | CHOICES,
@@ -330,7 +332,7 @@ def main() -> None:
             "verdicts": VERDICTS,
             "fits": FITS,
             "whole_step": WHOLE_STEP,
-            "moments": MOMENTS,
+            "intervals": INTERVALS,
             "methods": methods(),
             "left_out": left_out(),
             "models": {},
@@ -338,7 +340,7 @@ def main() -> None:
         for name, future in of_models.items():
             numbers["models"][name] = future.result()
             print(name, flush=True)
-    NUMBERS.write_text(as_text(numbers) + "\n")
+    NUMBERS.write_text(format_json(numbers) + "\n")
     print(f"{NUMBERS.relative_to(REPOSITORY)}: {NUMBERS.stat().st_size / 1000:.0f} kB")
 
 

@@ -1,5 +1,5 @@
 // The page "What fits where". All numbers come from numbers.json, which compute.py makes with the code of the
-// estimates; here they are added for each moment of a step, compared with the memory that is there, and drawn.
+// estimates; here they are added for each interval of a step, compared with the memory that is there, and drawn.
 (() => {
   const numbers = JSON.parse(document.getElementById("numbers").textContent);
   const BYTES_OF_A_MIB = 2 ** 20;
@@ -44,30 +44,30 @@
   const labelOf = (method) => (method.name === "DDP" && choice.gpus === "1" ? "plain" : method.name);
 
   // Bytes of activations, logits and head after the operations of the passes after which most is held, each with its
-  // moment of the step
+  // interval of the step
   function heldInPasses(method) {
     const attention = isBloom() ? choice.attention : "sdpa";
     const checkpointing = method.checkpointing ? "yes" : choice.checkpointing;
     const passes = model().passes[choice.precision][attention][method.activations][choice.length];
     const chunk = model().chunks[choice.precision][method.activations][choice.batch * choice.length];
-    return passes[choice.loss][checkpointing].map(([moment, fixed, ofSequence, head, logits]) => ({
-      moment,
+    return passes[choice.loss][checkpointing].map(([interval, fixed, ofSequence, head, logits]) => ({
+      interval,
       held: [fixed + choice.batch * ofSequence, logits * (choice.loss === "full" ? choice.batch : chunk), head],
     }));
   }
 
-  // Sizes in GiB by part at the fullest moment of a step, what is sent in GB; null where the method cannot be taken
+  // Sizes in GiB by part at the fullest interval of a step, what is sent in GB; null where the method cannot be taken
   function needsOf(method) {
     const row = [...model().cells[choice.precision][choice.accumulation][layout()][numbers.methods.indexOf(method)]];
     if (row.length === 0) {
       return null;
     }
-    const take = () => row.splice(0, numbers.moments.length);
+    const take = () => row.splice(0, numbers.intervals.length);
     const [parameters, optimizerState] = row.splice(0, numbers.whole_step.length);
     const [gradients, buffers] = [take(), take()];
     const [cpu, sent, sentBetweenNodes] = row;
-    const candidates = [...heldInPasses(method), { moment: "step", held: [0, 0, 0] }].map(({ moment, held }) => {
-      const place = numbers.moments.indexOf(moment);
+    const candidates = [...heldInPasses(method), { interval: "step", held: [0, 0, 0] }].map(({ interval, held }) => {
+      const place = numbers.intervals.indexOf(interval);
       const state = [parameters, gradients[place], optimizerState, buffers[place]];
       const sizes = [...state, ...held.map((size) => size / BYTES_OF_A_MIB)].map((mib) => mib / MIB_OF_A_GIB);
       return { sizes, total: sizes.reduce((sum, size) => sum + size, 0) };

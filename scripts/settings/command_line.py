@@ -16,7 +16,7 @@ from transformers import HfArgumentParser, TrainingArguments
 from config import DEFAULTS, KNOBS, OTHER_DEFAULTS, DataArguments, ModelArguments
 from settings.hints import FLAGS_OF_OTHER_PROGRAMS, REMOVED_FLAGS, UNREAD_VARIABLES, UNUSED_FLAGS, WARNED_VARIABLES
 from settings.precision import resolve_precision
-from settings.settings import Settings, settings_of
+from settings.settings import Settings, build_settings
 from settings.validation import check_settings
 from shared.errors import OneLineErrors, WorkshopError, did_you_mean
 from shared.paths import workshop_version
@@ -83,10 +83,10 @@ def parse_command_line(
     words = [word.split("=")[0] for word in arguments]
     given = {parser._option_string_actions[w].dest: w for w in words if w in parser._option_string_actions}
     check_empty_flags(namespace, given)
-    settings = settings_of(
+    settings = build_settings(
         vars(namespace),
         names=variables | given,
-        origins=origins_of(variables, environment) | dict.fromkeys(given, "flag"),
+        origins=find_origins(variables, environment) | dict.fromkeys(given, "flag"),
         warnings=tuple(
             f"{name}: this variable is not read; {way_out}"
             for name, way_out in WARNED_VARIABLES.items()
@@ -120,7 +120,7 @@ def environment_values(parser: Parser, environment: Mapping[str, str]) -> tuple[
     return values, variables
 
 
-def origins_of(variables: Mapping[str, str], environment: Mapping[str, str]) -> dict[str, str]:
+def find_origins(variables: Mapping[str, str], environment: Mapping[str, str]) -> dict[str, str]:
     """Flag -> who set its variable, as job.sh tells by KNOB_ORIGINS: ``TRAIN_SIZE=site EVAL_SIZE=submission``."""
     by_job = dict(word.split("=") for word in environment.get("KNOB_ORIGINS", "").split())
     return {flag: by_job.get(variable, "variable") for flag, variable in variables.items()}

@@ -173,7 +173,7 @@ def assignment(knob: Knob, value: object) -> str:
     return f"{knob.variable}={shlex.quote(f'{value:g}' if isinstance(value, float) else str(value))}"
 
 
-def settings_of(values: Mapping[str, Any], **others: Any) -> Settings:
+def build_settings(values: Mapping[str, Any], **others: Any) -> Settings:
     """Make settings from flag -> value, such as a parsed command line or the settings in a run record.
 
     values: at least all knobs of config.py. others: fields of `Settings` that are not flags.
@@ -181,16 +181,16 @@ def settings_of(values: Mapping[str, Any], **others: Any) -> Settings:
     kinds = (ModelArguments, DataArguments, TrainerArguments, EstimateArguments)
     typed = {each.name for kind in kinds for each in fields(kind)}
     return Settings(
-        model=arguments_of(ModelArguments, values),
-        data=arguments_of(DataArguments, values),
-        trainer=arguments_of(TrainerArguments, values),
-        estimate=arguments_of(EstimateArguments, values),
+        model=build_arguments(ModelArguments, values),
+        data=build_arguments(DataArguments, values),
+        trainer=build_arguments(TrainerArguments, values),
+        estimate=build_arguments(EstimateArguments, values),
         other_flags={flag: value for flag, value in values.items() if flag not in typed},
         **others,
     )
 
 
-def arguments_of(kind: type[Arguments], values: Mapping[str, Any]) -> Arguments:
+def build_arguments(kind: type[Arguments], values: Mapping[str, Any]) -> Arguments:
     """The dataclass `kind` from its fields among the values; a field that is missing has its default."""
     names = [each.name for each in fields(kind)]  # type: ignore[arg-type]  # a dataclass, which no type says
     return kind(**{name: values[name] for name in names if name in values})

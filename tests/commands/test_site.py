@@ -206,7 +206,7 @@ def numbers() -> dict:
 
 def test_the_numbers_are_those_of_the_estimates_today(folder_of_models):
     """A part of them: compute.py is to be run again when this fails."""
-    flags = COMPUTE.flags_of_models(folder_of_models)
+    flags = COMPUTE.model_flags(folder_of_models)
     for model, precision, accumulation, nodes, per_node in (
         ("bloom-560m", "bf16", 4, 2, 8),
         ("custom-gpt 1024", "fp32", 1, 1, 4),
@@ -214,13 +214,13 @@ def test_the_numbers_are_those_of_the_estimates_today(folder_of_models):
     ):
         stated = numbers()["models"][model]
         words, lengths = flags[model]
-        computed = COMPUTE.of_layout(words, precision, accumulation, nodes, per_node)
+        computed = COMPUTE.layout_numbers(words, precision, accumulation, nodes, per_node)
         assert stated["cells"][precision][str(accumulation)][f"{nodes}x{per_node}"] == computed
         length = lengths[len(lengths) // 2]
         for attention, sizes in stated["passes"][precision].items():
-            for cast, by_length in COMPUTE.of_passes(words, precision, attention, [length]).items():
+            for cast, by_length in COMPUTE.pass_bytes(words, precision, attention, [length]).items():
                 assert sizes[cast][str(length)] == by_length[length]
-        assert json.loads(json.dumps(COMPUTE.of_chunks(words, precision))) == stated["chunks"][precision]
+        assert json.loads(json.dumps(COMPUTE.chunk_bytes(words, precision))) == stated["chunks"][precision]
     assert json.loads(json.dumps(COMPUTE.methods())) == numbers()["methods"]
     assert COMPUTE.left_out() == numbers()["left_out"]
 
@@ -234,7 +234,7 @@ def test_what_is_drawn_is_what_the_program_says(page, visit, folder_of_models, s
     shown = page.tell(READ_ROWS)
     command = page.tell("document.querySelector('.command pre').textContent").replace("\\\n", "").split()[2:]
     chosen = page.tell("document.querySelector('#methods input:checked').value")
-    COMPUTE.flags_of_models(folder_of_models)  # writes the config.json that are on the Hub
+    COMPUTE.model_flags(folder_of_models)  # writes the config.json that are on the Hub
     command = [str(folder_of_models / word) if word in COMPUTE.DOWNLOADED else word for word in command]
     settings = parse_memory_plan(command, environment={})
     assert page.tell("document.querySelector('#chosen h3').textContent").startswith(chosen)

@@ -12,12 +12,13 @@ import torch
 from transformers.loss.loss_utils import ForCausalLMLoss
 
 from estimate.command_line import parse_memory_plan, parse_plan
-from estimate.memory import GIB, at_peak, estimate_parts, totals
+from estimate.memory import estimate_parts, parts_at_peak, totals
 from estimate_memory import memory_table
 from helpers import REPOSITORY, program
 from settings.command_line import parse_command_line
 from settings.settings import RankFlags
 from shared.errors import WorkshopError
+from shared.units import GIB
 from text_checks.commands import Command, commands
 from text_checks.common import name_of
 
@@ -105,7 +106,7 @@ def test_totals_of_a_page_are_those_of_the_estimate(monkeypatch, name, text, fla
 
 
 def gib_at_peak(flags: str) -> dict[str, float]:
-    parts = at_peak(estimate_parts(parse_memory_plan(flags.split(), environment={})))
+    parts = parts_at_peak(estimate_parts(parse_memory_plan(flags.split(), environment={})))
     return {part.name: part.gpu / GIB for part in parts}
 
 
