@@ -15,7 +15,7 @@ OWN_CODE = json.dumps({"model_type": "mine", "auto_map": CODE})
 REFUSED = {  # the line, flags, and: files, variables, the exit code if it is not 2
     "unknown flag": ("--train_siz: unknown flag; did you mean --train_size?", ["--train_siz", 3], {}),
     "a token as a flag": ("--hub_token: ...; ...", ["--hub_token", "hf_canary-0123456789"], {}),
-    "fp16 without a GPU": ("FP16: fp16 needs a CUDA GPU and there is none here; ...", [], {"FP16": "True"}),
+    "fp16 without a GPU": ("FP16: fp16 needs a CUDA GPU, and this machine has none; ...", [], {"FP16": "True"}),
     "a GPU wanted": ("GPU: PyTorch sees none on ...; ...", [], {"REQUIRE_GPU": 1, "code": 3}),
     "key of a config": ("a.json: zero_optimisation: unknown key; did you mean zero_optimization?",
                         ["--deepspeed", "a.json"], {"files": {"a.json": '{"zero_optimisation": {}}'}}),
