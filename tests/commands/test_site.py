@@ -298,8 +298,8 @@ def test_the_choice_is_in_the_address_and_keys_are_enough(page, visit):
 def test_a_link_that_is_not_known_takes_the_defaults_and_says_so(page, visit):
     visit("model=gpt-5&gpus=8&constructor=red&method=hybrid_shard_2x2")
     said = page.tell("document.getElementById('message').textContent")
-    assert "model=gpt-5" in said and "bloom-560m is taken" in said and "constructor=red" in said
-    assert "hybrid_shard_2x2 cannot be taken here: DDP is chosen" in said
+    assert "model=gpt-5" in said and "bloom-560m is used" in said and "constructor=red" in said
+    assert "hybrid_shard_2x2 cannot be used here: DDP is chosen" in said
     assert page.tell("[...document.querySelectorAll('select')].map((each) => each.value)")[0] == "bloom-560m"
     assert page.tell("document.querySelector('select[name=gpus]').value") == "8"
     page.tell(TO_A_HEADING)  # which is no choice
