@@ -14,7 +14,7 @@ from shared.errors import WorkshopError
 from shared.paths import REPOSITORY
 from shared.units import GIB
 
-FITS = 0.9  # share of a memory up to which a training fits; the rest is left for what the estimate does not count
+FITS = 0.9  # fraction of a memory up to which a training fits; the estimate does not count everything
 VERDICTS = ("fits", "is tight", "does not fit")
 WIDTH = 54  # characters of the column with the configs' names
 

@@ -121,7 +121,7 @@ def trace_shape(settings: Settings, config_json: str | None = None) -> Shape:
 
 def forward_pass(settings: Settings, config_json: str | None = None) -> ForwardPass:
     """Return the inputs of the forward pass. Raises WorkshopError (exit code 2) for a model that does not exist."""
-    # This import takes seconds, because it imports transformers' models. Check the flags before
+    # This import takes seconds, because it loads transformers' models. So do it only after the flags are checked
     from model import load_config
 
     return ForwardPass(

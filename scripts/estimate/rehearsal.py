@@ -151,7 +151,7 @@ def check_rehearsal(settings: Settings) -> None:
 
 
 def rehearse(settings: Settings) -> ObservedStep:
-    """Run a few optimizer steps as rank 0 of settings.estimate.gpus ranks, and return the memory and messages of one.
+    """Run a few optimizer steps as rank 0, and return the memory and messages of the last step.
 
     fp16 is rehearsed as bf16, which has the same size.
     """
