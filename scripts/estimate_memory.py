@@ -1,15 +1,15 @@
-"""Estimate, before any GPU is used, the memory of a training per GPU and in the memory of a node.
+"""Estimate the memory of a training per GPU and per node, before any GPU is used.
 
     python scripts/estimate_memory.py --gpus 2 --gpu_memory 32
     python scripts/estimate_memory.py --model_name bigscience/bloom-3b --deepspeed ds_configs/zero3.json --gpus 4
     python scripts/estimate_memory.py --model_name bigscience/bloom-7b1 --gpus 8 --nodes 2 --gpu_memory 32 \\
         --fsdp --fsdp_config fsdp_configs/hybrid_shard.json
 
-Which config to take, of all that there are:
+Compare all configs:
     python scripts/estimate_memory.py --compare --model_name bigscience/bloom-3b --gpus 4 --gpu_memory 32
 
-It takes the flags and variables of train.py, so a command of yours works here with the name of the script replaced.
-BLOOM and custom-gpt need no download, other models their config.json. docs/memory.md explains the rows.
+The script takes the flags and variables of train.py: replace the name of the script in your command. BLOOM and
+custom-gpt need no download; for another model the script downloads its config.json. docs/memory.md explains the rows.
 """
 
 import math
@@ -17,21 +17,22 @@ import math
 from distributed.ds_config import offloaded
 from estimate.command_line import parse_memory_plan
 from estimate.compare import comparison, gpu_memory, verdict
-from estimate.memory import GIB, at_peak, estimate_parts, sums_by_moment, totals, without_gpu
+from estimate.memory import estimate_parts, move_to_cpu, parts_at_peak, sums_by_interval, totals
 from estimate.model_shape import Shape, trace_shape
 from settings.settings import Settings
 from shared.errors import run_program
+from shared.units import GIB
 
-CUDA_RESERVE = 2 * GIB  # per process, for the memory that CUDA and NCCL take of a node; not measured
+CUDA_RESERVE = 2 * GIB  # node memory of CUDA and NCCL in each process; an allowance, not a measurement
 
 
 def memory_table(settings: Settings) -> str:
-    """A row for each part of the memory, and whether all of it fits."""
+    """Return a table with a row for each part of the memory, and lines that say whether all parts fit."""
     trainer = settings.trainer
     given = settings.estimate
     parts = estimate_parts(settings)
     if trainer.use_cpu:
-        parts = without_gpu(parts)
+        parts = move_to_cpu(parts)
     shape = trace_shape(settings)
     ranks = f"{given.gpus} rank(s) without a GPU" if trainer.use_cpu else f"{given.gpus} GPU(s)"
     batch = f"{trainer.per_device_train_batch_size} x {settings.data.max_length} tokens"
@@ -39,10 +40,10 @@ def memory_table(settings: Settings) -> str:
         f"{settings.model.model_name}: {shape.model:,} parameters, {settings.precision}, micro batch {batch}, "
         f"{ranks} on {given.nodes} node(s)",
         f"{'GiB per rank':24}{'GPU':>8}{'CPU':>8}",
-        *(f"{part.name:24}{part.gpu / GIB:8.2f}{part.cpu / GIB:8.2f}  {part.note}" for part in at_peak(parts)),
+        *(f"{part.name:24}{part.gpu / GIB:8.2f}{part.cpu / GIB:8.2f}  {part.note}" for part in parts_at_peak(parts)),
     ]
     on_gpu, on_node = totals(parts, given.gpus // given.nodes)
-    lines.append(moments_of_step(sums_by_moment(parts)[1 if trainer.use_cpu else 0]))
+    lines.append(interval_line(sums_by_interval(parts)[1 if trainer.use_cpu else 0]))
     if trainer.use_cpu:
         return "\n".join([*lines, verdict("one node", on_node, given.cpu_memory)])
     lines += [
@@ -55,23 +56,23 @@ def memory_table(settings: Settings) -> str:
     return "\n".join(filter(None, lines))
 
 
-def moments_of_step(sums: dict[str, float]) -> str:
-    """The line with the bytes of each moment; the rows above it are those of the fullest one."""
-    shown = ", ".join(f"{moment} {size / GIB:.1f}" for moment, size in sums.items())
-    return f"moments of a step, GiB: {shown}"
+def interval_line(sums: dict[str, float]) -> str:
+    """Return the line with the sum of each interval. The rows of the table show the fullest interval."""
+    shown = ", ".join(f"{interval} {size / GIB:.1f}" for interval, size in sums.items())
+    return f"intervals of a step, GiB: {shown}"
 
 
 def slurm_request(on_node: float, ranks_per_node: int, cpu_memory: float | None) -> str:
-    """The line with the value for sbatch --mem. on_node: bytes. cpu_memory: GiB of a node, if they are known."""
+    """Return the line with the value for sbatch --mem. on_node: bytes. cpu_memory: GiB of a node, None if unknown."""
     asked = math.ceil((1.2 * on_node + ranks_per_node * CUDA_RESERVE) / GIB)
     reserve = f"a fifth more, and {CUDA_RESERVE / GIB:g} GiB for CUDA in each process"
     if cpu_memory and asked > cpu_memory:
-        reserve += "; more than there is: take all of it"
+        reserve += "; more than the node has: request all of it"
     return f"for sbatch: --mem={asked}G ({reserve})"
 
 
 def deepspeed_estimate(shape: Shape, settings: Settings) -> str:
-    """The estimate of DeepSpeed's own estimator, for the model's state only. It knows stages 2 and 3."""
+    """Return the line with DeepSpeed's own estimate of the model state, empty for other stages than 2 and 3."""
     zero = settings.zero
     if zero.get("stage") not in (2, 3):
         return ""

@@ -4,25 +4,27 @@
     python scripts/estimate_time.py --model_name bigscience/bloom-3b --deepspeed ds_configs/zero3.json --gpus 4 \\
         --matmul_tflops 100 --memory_bandwidth 800 --bus_bandwidth 50
 
-It takes the flags and variables of train.py, and how fast a GPU of the cluster is while all of them work. It is for
-planning: nobody has compared it with a GPU yet. docs/memory.md explains the rows.
+The script takes the flags and variables of train.py, and the speed of one GPU while all GPUs work. Use it for planning:
+nobody has compared its times with a GPU yet. docs/memory.md explains the rows.
 
-Computing is a roofline (doi:10.1145/1498765.1498785): each operation of one micro batch takes as long as its arithmetic
-at the speed of matrix products, or as long as its tensors at the speed of the memory, whichever is more. The rest is
-bytes over bandwidth: of the weights, gradients and moments that the optimizer passes over, and of what a rank sends.
+Computing follows the roofline model (doi:10.1145/1498765.1498785). Each operation of a micro batch takes the longer of
+two times: its arithmetic at the speed of matrix products, and its bytes at the speed of the memory. The optimizer and
+the communication take their bytes over a bandwidth.
 """
 
 from collections import Counter
 
 from estimate.command_line import parse_plan
-from estimate.communication import GB, sent_bytes
+from estimate.communication import sent_bytes
 from estimate.model_shape import trace_shape
 from estimate.time import Rates, micro_batch_work, predict_step, read_rates, roofline_seconds
 from settings.settings import Settings
 from shared.errors import WorkshopError, run_program
+from shared.units import GB
 
 
 def step_table(settings: Settings, rates: Rates) -> str:
+    """Return a table with the seconds of each part of a step, and the samples per second."""
     trainer = settings.trainer
     given = settings.estimate
     step = predict_step(settings, rates)
@@ -33,7 +35,7 @@ def step_table(settings: Settings, rates: Rates) -> str:
     lines = [
         f"{settings.model.model_name}: {shape.parameters:,} parameters, {settings.precision}, {batch} per rank, "
         f"{given.gpus} GPU(s) on {given.nodes} node(s)",
-        f"of each rank: {rates.matmul / 1e12:.4g} TFLOP/s in matrix products, {rates.memory / GB:.4g} GB/s of memory, "
+        f"each rank: {rates.matmul / 1e12:.4g} TFLOP/s in matrix products, {rates.memory / GB:.4g} GB/s of memory, "
         f"{rates.bus / GB:.4g} GB/s between ranks",
         "seconds of an optimizer step",
         f"{'compute':16}{step.compute:10.4g}  matrix products {accumulation * roofline_seconds(products, rates):.4g}",
@@ -46,18 +48,18 @@ def step_table(settings: Settings, rates: Rates) -> str:
     for name, seconds in (("no overlap", none_hidden), ("full overlap", all_hidden), ("expected", step.seconds)):
         lines += [f"{name:16}{seconds:10.4g}  {samples / seconds:.4g} samples/s of all ranks"]
     if given.gpus > 1 and not given.bus_bandwidth:
-        lines += ["communication is left out: give --bus_bandwidth, of measure_bandwidth.py"]
+        lines += ["communication is left out: give --bus_bandwidth, from measure_bandwidth.py"]
     if settings.model.attention == "sdpa":
-        lines += ["attention is counted as if its scores went through memory: how much SDPA saves is not known"]
-    return "\n".join([*lines, "Not counted: starting of operations, data, logging, evaluation, saving."])
+        lines += ["attention is counted as if it wrote its scores to memory; the savings of SDPA are not known"]
+    return "\n".join([*lines, "Not counted: launching operations, data, logging, evaluation, saving."])
 
 
 def main() -> None:
     settings = parse_plan(description=__doc__)
     rates = read_rates(settings)
     if rates is None:
-        what = "how fast the GPUs are is not known"
-        raise WorkshopError("--matmul_tflops, --memory_bandwidth", what, "give both; docs/memory.md says where from")
+        what = "the speed of the GPUs is not known"
+        raise WorkshopError("--matmul_tflops, --memory_bandwidth", what, "give both; see docs/memory.md")
     print(step_table(settings, rates))
 
 

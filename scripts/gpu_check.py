@@ -25,11 +25,12 @@ import torch
 
 from checks.jobs import run_training, without_settings
 from estimate.command_line import parse_memory_plan
-from estimate.memory import GIB, estimate_parts, totals
+from estimate.memory import estimate_parts, totals
 from reporting.render import grid
 from shared.errors import ENVIRONMENT, OneLineErrors, WorkshopError, run_program
 from shared.json_files import read_json, write_json
 from shared.paths import REPOSITORY, SAMPLE
+from shared.units import GIB
 
 # 1. What is run: train.py with these variables, and each row's own flags
 

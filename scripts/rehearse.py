@@ -1,4 +1,4 @@
-"""Rehearse a training as rank 0 of many ranks, in one process without GPUs: what the rank holds and sends in a step.
+"""Rehearse a training as rank 0 of many ranks, in one process without GPUs, and report the rank's memory and messages.
 
     python scripts/rehearse.py --model_name tiny-bloom --gpus 8
     python scripts/rehearse.py --model_name bigscience/bloom-560m --gpus 64 --nodes 8 --fsdp
@@ -6,10 +6,9 @@
         --fsdp --fsdp_config fsdp_configs/hybrid_shard.json
     python scripts/rehearse.py --model_name custom-gpt --tensor_parallel 8 --fsdp --gpus 64 --nodes 8
 
-It takes the flags and variables of train.py and runs the same code: the Trainer, DDP, DeepSpeed, FSDP2 or tensor
-parallelism, and the optimizer. Only the network and the values of the tensors are missing. The report shows the
-predictions of estimate_memory.py and estimate_time.py next to what the rehearsal counted. docs/memory.md explains the
-rows.
+The script takes the flags and variables of train.py and runs the same code: the Trainer, DDP, DeepSpeed, FSDP2 or
+tensor parallelism, and the optimizer. Only the network and the values of the tensors are missing. The report shows the
+predictions of estimate_memory.py and estimate_time.py next to the rehearsal's counts. docs/memory.md explains the rows.
 """
 
 import os
@@ -19,19 +18,18 @@ from collections import Counter
 from distributed.read_collective import SMALL
 from estimate.command_line import check_optimizer, parse_plan
 from estimate.communication import Ring, rings
-from estimate.memory import MIB, at_peak, estimate_parts
+from estimate.memory import estimate_parts, parts_at_peak
 from estimate.model_shape import trace_shape, tracing_errors
 from estimate.observer import ACTIVATIONS, KINDS, ObservedStep
 from estimate.rehearsal import check_rehearsal, rehearse
 from settings.settings import RankFlags, Settings
 from shared.errors import run_program
+from shared.units import MB, MIB
 from training.audit import strategy_name
-
-MB = 1e6
 
 
 def report(settings: Settings) -> str:
-    """Rehearse the training, and compare what was counted with the formulas."""
+    """Rehearse the training, and return a report that compares the counts with the formulas."""
     started = time.monotonic()
     with tracing_errors(settings):
         found = rehearse(settings)
@@ -44,7 +42,7 @@ def report(settings: Settings) -> str:
         f"per rank, rank 0 of {given.gpus} on {given.nodes} node(s)",
         *(["fp16 is rehearsed as bf16, which has the same size"] if settings.precision == "fp16" else []),
         *memory_table(settings, found),
-        f"peak: in the phase {found.moment}",
+        f"peak: in the phase {found.peak_operation}",
         *collectives_table(settings, found),
         *sent_table(settings, found),
         "Not counted: CUDA context, NCCL, fragmentation.",
@@ -54,9 +52,9 @@ def report(settings: Settings) -> str:
 
 
 def memory_table(settings: Settings, found: ObservedStep) -> list[str]:
-    """A row for each kind of memory: at the peak, at most at any moment, and at the peak of the estimate."""
+    """Return a row for each kind of memory: at the rehearsal's peak, its maximum, and at the estimate's peak."""
     estimated = dict.fromkeys(KINDS, 0.0)
-    for part in at_peak(estimate_parts(settings)):
+    for part in parts_at_peak(estimate_parts(settings)):
         estimated[part.name if part.name in KINDS else ACTIVATIONS] += part.gpu
     lines = [f"{'MiB':20}{'at the peak':>12}{'at most':>12}{'estimated':>12}"]
     for kind in KINDS:
@@ -66,7 +64,7 @@ def memory_table(settings: Settings, found: ObservedStep) -> list[str]:
 
 
 def collectives_table(settings: Settings, found: ObservedStep) -> list[str]:
-    """A row for each phase and kind of collective, in the order in which the first of them begins."""
+    """Return a row for each phase and kind of collective, in the order of their first occurrence."""
     number: Counter[tuple[str, str, str, str]] = Counter()
     size: Counter[tuple[str, str, str, str]] = Counter()
     for phase, each in found.collectives:
@@ -83,7 +81,7 @@ def collectives_table(settings: Settings, found: ObservedStep) -> list[str]:
 
 
 def sent_table(settings: Settings, found: ObservedStep) -> list[str]:
-    """Bytes that a rank sends in rings of each kind: rehearsed, by the formulas, and the part that leaves the node."""
+    """Return the bytes that a rank sends in rings of each kind: rehearsed, estimated, and between nodes."""
     given = settings.estimate
     rehearsed = sent_by_group(found.rings())
     estimated = sent_by_group(rings(trace_shape(settings), settings))
@@ -92,7 +90,7 @@ def sent_table(settings: Settings, found: ObservedStep) -> list[str]:
         sizes = (rehearsed[ranks, distance], estimated[ranks, distance])
         if max(sizes) < SMALL:
             continue
-        # A ring whose ranks send so much, if they were very many
+        # Invert Ring.sent_bytes
         ring = Ring(ranks, distance, sizes[0] * ranks / max(ranks - 1, 1))
         between_nodes = ring.bytes_between_nodes(given.gpus, given.gpus // given.nodes)
         group = group_name(settings, ranks, (ranks - 1) * distance)
@@ -103,10 +101,10 @@ def sent_table(settings: Settings, found: ObservedStep) -> list[str]:
 
 
 def sent_by_group(found: list[Ring]) -> Counter[tuple[int, int]]:
-    """Number of ranks of a ring, and their distance -> bytes that a rank sends."""
+    """Add up the bytes that a rank sends, by number of ranks in the ring and their distance."""
     sent: Counter[tuple[int, int]] = Counter()
     for ring in found:
-        sent[ring.ranks, ring.distance] += ring.sent_bytes  # type: ignore[assignment]  # bytes of a mean
+        sent[ring.ranks, ring.distance] += ring.sent_bytes  # type: ignore[assignment]  # a mean, not an int
     return sent
 
 
@@ -117,7 +115,7 @@ def group_name(settings: Settings, ranks: int, last: int) -> str:
 
 
 def main() -> None:
-    os.environ["CUDA_VISIBLE_DEVICES"] = ""  # a GPU that is here would only be in the way
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""  # a rehearsal uses no GPU
     settings = parse_plan(description=__doc__, flags=RankFlags)
     check_optimizer(settings)
     check_rehearsal(settings)

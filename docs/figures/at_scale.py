@@ -1,17 +1,18 @@
-"""Numbers of docs/comparison.md, "At the scale that nobody here has": its table, and what draw.py draws of them.
+"""Compute the table of docs/comparison.md, "At the scale that nobody here has", and the numbers for draw.py.
 
 PYTHONPATH=scripts python docs/figures/at_scale.py
 
-Bytes are those of scripts/estimate_memory.py and scripts/estimate_time.py, for a custom GPT, micro batch 4.
+The bytes are those of scripts/estimate_memory.py and scripts/estimate_time.py, for a custom GPT with micro batch 4.
 """
 
 from pathlib import Path
 from typing import NamedTuple
 
 from estimate.command_line import parse_plan
-from estimate.communication import GB, bytes_between_nodes, sent_bytes
-from estimate.memory import GIB, MemoryPart, at_peak, state_parts
+from estimate.communication import bytes_between_nodes, sent_bytes
+from estimate.memory import MemoryPart, parts_at_peak, state_parts
 from estimate.model_shape import trace_shape
+from shared.units import GB, GIB
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 GPUS = (8, 64, 512, 1024)
@@ -30,8 +31,11 @@ STATE = ("parameters", "gradients", "optimizer state", "buffers")
 
 
 class AtScale(NamedTuple):
-    """held: of the rank that holds most, without activations, at the moment when it is most. Others: bytes sent in a
-    step, mean of all ranks."""
+    """Numbers of one method on one number of GPUs.
+
+    held: model state and buffers at their peak, on the rank that holds most. inside_nodes, between_nodes: bytes that a
+    rank sends in a step, as the mean of all ranks.
+    """
 
     held: list[MemoryPart]
     inside_nodes: float
@@ -41,19 +45,19 @@ class AtScale(NamedTuple):
 def at_scale(method: str, gpus: int) -> AtScale:
     flags = [*METHODS[method], "--gpus", gpus, "--nodes", gpus // PER_NODE]
     if gpus == PER_NODE and "--tensor_parallel" in flags:
-        flags.remove("--fsdp")  # there is nobody left to shard over
+        flags.remove("--fsdp")  # one tensor group has all ranks, and --fsdp would find no other group
     settings = parse_plan([str(flag) for flag in (*MODEL, *flags)], environment={})
     shape = trace_shape(settings)
     between_nodes = bytes_between_nodes(shape, settings)
     return AtScale(
-        held=at_peak([part for part in state_parts(shape, settings) if part.name in STATE]),
+        held=parts_at_peak([part for part in state_parts(shape, settings) if part.name in STATE]),
         inside_nodes=sent_bytes(shape, settings) - between_nodes,
         between_nodes=between_nodes,
     )
 
 
 def page_table() -> str:
-    """As docs/comparison.md shows it."""
+    """Return the table of docs/comparison.md."""
     gpus = GPUS[-1]
     heads = ["GiB that a rank holds", "GB that a rank sends in a step", "GB of these that leave its node"]
     lines = [f"| On {gpus:,} GPUs | {' | '.join(heads)} |", "|" + " --- |" * 4]

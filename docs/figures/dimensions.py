@@ -1,21 +1,23 @@
-"""Numbers of docs/dimensions.md and docs/pipeline.md: what a rank holds and sends along each dimension, for bloom-7b1.
+"""Compute the numbers of docs/dimensions.md and docs/pipeline.md: memory and messages along each dimension.
 
 PYTHONPATH=scripts python docs/figures/dimensions.py
 
-A step of 32 questions of 512 tokens in bf16, on 8 GPUs that are all used for one dimension. State is that of
-scripts/estimate_memory.py, bytes sent along data and shard are those of scripts/estimate_time.py. Nothing in scripts/
-runs Megatron-LM's tensor parallelism, pipeline or context parallelism: their messages follow from the definition of
-the method, with 16-bit activations. tests/unit/test_docs.py compares them with a paper, a count or hand arithmetic.
+The example is a step of 32 questions of 512 tokens with bloom-7b1 in bf16, on 8 GPUs that are all used for one
+dimension. The model state is that of scripts/estimate_memory.py. The bytes sent along data and shard are those of
+scripts/estimate_time.py. Nothing in scripts/ runs Megatron-LM's tensor parallelism, pipeline or context parallelism:
+their messages follow from the definition of the method, with 16-bit activations. tests/unit/test_docs.py compares them
+with a paper, a count or arithmetic by hand.
 """
 
 from pathlib import Path
 from typing import NamedTuple
 
 from estimate.command_line import parse_plan
-from estimate.communication import GB, sent_bytes
-from estimate.memory import GIB, at_peak, state_parts
+from estimate.communication import sent_bytes
+from estimate.memory import parts_at_peak, state_parts
 from estimate.model_shape import FP32, HALF, Shape, trace_shape
 from settings.settings import Settings
+from shared.units import GB, GIB
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 RANKS = 8
@@ -25,14 +27,17 @@ VOCABULARY = 250_880
 MODEL = ["--model_name", "bigscience/bloom-7b1", "--bf16", "--per_device_train_batch_size", 1]
 SHARD = ["--fsdp", "--fsdp_config", REPOSITORY / "fsdp_configs" / "full_shard.json"]
 STATE = ("parameters", "gradients", "optimizer state", "buffers")
-WITHOUT_CASTS = ["--deepspeed", REPOSITORY / "ds_configs" / "zero1.json"]  # weights are bf16, and not cast in a pass
-# BLOOM has no plan for tensor parallelism, so this is a GPT of the same size
+WITHOUT_CASTS = ["--deepspeed", REPOSITORY / "ds_configs" / "zero1.json"]  # the weights are bf16 and need no casts
+# A GPT as large as bloom-7b1, because transformers has no plan for tensor parallelism of BLOOM
 AS_LARGE = ["--vocab_size", VOCABULARY, "--hidden_size", 4096, "--num_layers", 30, "--num_heads", 32, "--ff_dim", 16384]
-LOGITS = 12  # bytes of a score in the backward pass: log-softmax, and two gradients of its size, in fp32
+LOGITS = 12  # bytes of a score in the backward pass: log-softmax and two gradients of its size, in fp32
 
 
 class Dimension(NamedTuple):
-    """held: bytes of the rank that holds most, without activations. sent: bytes in a step, by a rank."""
+    """Numbers of one dimension.
+
+    held: bytes of model state and buffers on the rank that holds most. sent: bytes that a rank sends in a step.
+    """
 
     held: float
     sent: float
@@ -60,36 +65,38 @@ def dimensions() -> dict[str, Dimension]:
 
 def state_bytes(settings: Settings) -> float:
     parts = state_parts(trace_shape(settings), settings)
-    return sum(part.gpu for part in at_peak([part for part in parts if part.name in STATE]))
+    return sum(part.gpu for part in parts_at_peak([part for part in parts if part.name in STATE]))
 
 
-# Bytes that one of RANKS ranks sends for a micro batch of one question
+# These functions return the bytes that one of RANKS ranks sends for a micro batch of one question
 
 
 def shard_sends(shape: Shape) -> float:
-    """FULL_SHARD gathers all parameters forward, and those of the blocks once more backward."""
+    """Bytes with FULL_SHARD, which gathers all parameters forward and those of the blocks again backward."""
     return HALF * (shape.parameters + sum(shape.block_sizes)) * (RANKS - 1) / RANKS
 
 
 def tensor_sends(shape: Shape) -> float:
-    """Bytes by Megatron-LM: each block has two all-reduces forward and two backward, and a ring sends each twice.
+    """Bytes with Megatron-LM, which has two all-reduces forward and two backward in each block.
 
-    Two more are outside the blocks: the embedding's output, and the gradient of the head's input.
+    Two more all-reduces are outside the blocks: the embedding's output, and the gradient of the head's input. A ring
+    sends the tensor of an all-reduce twice.
     """
     all_reduces = 4 * shape.layers + 2
     return all_reduces * 2 * TOKENS * shape.hidden * HALF * (RANKS - 1) / RANKS
 
 
 def tensor_sends_by_plan() -> float:
-    """Bytes by transformers' plan: q, k and v are separate, what runs between blocks is fp32, logits are gathered."""
+    """Bytes with transformers' plan: q, k and v are separate, tensors between blocks are fp32, logits are gathered."""
     gpt = ["--model_name", "custom-gpt", *AS_LARGE, "--tensor_parallel", RANKS, "--max_length", TOKENS]
     return trace_shape(plan(*gpt)).exchanged * (RANKS - 1) / RANKS
 
 
 def break_even(accumulation: int, tensor: float) -> float:
-    """Tokens of a rank's micro batch with which FULL_SHARD sends as much as tensor parallelism for all ranks' tokens.
+    """Return the tokens of a micro batch with which FULL_SHARD and tensor parallelism send equally many bytes.
 
-    tensor: bytes that tensor parallelism sends for TOKENS. FULL_SHARD sends gradients once for each accumulation.
+    accumulation: micro batches for which FULL_SHARD reduces the gradients once. tensor: bytes that tensor parallelism
+    sends for TOKENS.
     """
     shape = trace_shape(plan())
     gradients = HALF * shape.parameters * (RANKS - 1) / RANKS
@@ -97,14 +104,14 @@ def break_even(accumulation: int, tensor: float) -> float:
 
 
 def pipeline_sends(shape: Shape) -> float:
-    """A stage in the middle: hidden states to the one, their gradients to the other."""
+    """Bytes of a middle stage: hidden states to the next stage, their gradients to the previous one."""
     return 2 * TOKENS * shape.hidden * HALF
 
 
 def context_sends(shape: Shape, tokens: int, *, again: bool = False) -> float:
-    """Keys and values go round once forward; backward once more, with the gradients of both.
+    """Bytes with context parallelism: keys and values once forward, and once more backward, with their gradients.
 
-    again: with activation checkpointing, the forward pass that is computed again sends them once more.
+    again: whether activation checkpointing computes the forward pass twice, and so sends keys and values once more.
     """
     keys_and_values = 2 * tokens * shape.hidden * HALF
     return shape.layers * (4 if again else 3) * keys_and_values * (RANKS - 1) / RANKS
@@ -114,44 +121,47 @@ def context_sends(shape: Shape, tokens: int, *, again: bool = False) -> float:
 
 
 def largest_stage(shape: Shape) -> int:
-    """Parameters of the first of RANKS stages: the embedding, and as many blocks as any stage has."""
+    """Parameters of the first of RANKS stages, which has the embedding and the largest number of blocks."""
     embedding = max(shape.sizes)
     return embedding + -(-shape.layers // RANKS) * shape.block_sizes[0]
 
 
 def kept_by_first_stage(micro_batches: int) -> float:
-    """Bytes of activations: of the blocks that `largest_stage` has."""
+    """Bytes of activations of the first stage's blocks."""
     shape = trace_shape(plan(*WITHOUT_CASTS))
     return micro_batches * -(-shape.layers // RANKS) * shape.peaks["loss"].activations / shape.layers
 
 
 def logits(tokens: int, bytes_of_score: int = LOGITS) -> int:
-    """Bytes. The last stage has only the head: it keeps FP32 of each score, and needs LOGITS in the backward pass."""
+    """Bytes of the logits on the last stage, which has only the head.
+
+    The stage keeps FP32 bytes of each score, and needs LOGITS bytes of each in the backward pass.
+    """
     return tokens * VOCABULARY * bytes_of_score
 
 
 # A long question
 
 
-def activations_of_a_question(tokens: int) -> float:
-    """Bytes, in a kernel for attention that needs no mask of tokens x tokens, as ours here does.
+def question_activations(tokens: int) -> float:
+    """Bytes of activations of a question, with an attention kernel that needs no mask of tokens x tokens.
 
-    Of two lengths of which one is twice the other, four times the shorter one's less the longer one's has no square.
+    The traced kernel has such a mask. For activations a n + b n^2, four times those of n less those of 2 n are 2 a n.
     """
-    of_512, of_1024 = (
+    short, long = (
         trace_shape(plan(*WITHOUT_CASTS, "--attention", "sdpa", "--max_length", length)).peaks["loss"].activations
         for length in (512, 1024)
     )
-    return (4 * of_512 - of_1024) / 2 / 512 * tokens
+    return (4 * short - long) / 2 / 512 * tokens
 
 
 def checkpointed(tokens: int, bytes_of_input: int = HALF) -> float:
-    """Bytes: the inputs of all blocks, and the activations of one."""
+    """Bytes of activations with checkpointing: the inputs of all blocks, and the activations of one."""
     shape = trace_shape(plan())
-    return shape.layers * tokens * shape.hidden * bytes_of_input + activations_of_a_question(tokens) / shape.layers
+    return shape.layers * tokens * shape.hidden * bytes_of_input + question_activations(tokens) / shape.layers
 
 
-# The tables of the pages
+# Tables of the pages
 
 
 def table(heads: list[str], rows: list[list[str]]) -> str:
@@ -182,7 +192,7 @@ def table_of_lengths() -> str:
     rows = [
         [
             f"{tokens:,}",
-            f"{activations_of_a_question(tokens) / GIB:.1f}",
+            f"{question_activations(tokens) / GIB:.1f}",
             f"{checkpointed(tokens) / GIB:.1f}",
             f"{logits(tokens) / GIB:.1f}",
             f"{context_sends(shape, tokens, again=True) / GB:.1f}",

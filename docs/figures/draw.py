@@ -1,9 +1,10 @@
-"""Draw the figures of the pages. Bytes held are those of scripts/estimate_memory.py, bytes sent those of
-scripts/estimate_time.py; profile.png is drawn from real traces. The timelines of pipelines are no drawings of this
-script: exercises/pipeline.py saves them, by --picture.
+"""Draw the figures of the pages.
 
 PYTHONPATH=scripts python docs/figures/draw.py
-PYTHONPATH=scripts python docs/figures/draw.py "title=profile/4711" ...      # take new traces into profile.json
+PYTHONPATH=scripts python docs/figures/draw.py "title=profile/4711" ...      # copy new traces into profile.json first
+
+Memory is that of scripts/estimate_memory.py, and bytes sent are those of scripts/estimate_time.py. profile.png shows
+real traces. This script does not draw the timelines of pipelines: `exercises/pipeline.py --picture` does.
 """
 
 import gzip
@@ -18,14 +19,14 @@ from at_scale import GPUS, METHODS, at_scale
 from dimensions import QUESTIONS, tensor_sends_by_plan
 from dimensions import dimensions as dimension_numbers
 from estimate.command_line import parse_memory_plan
-from estimate.communication import GB
-from estimate.memory import GIB, MemoryPart, at_peak, estimate_parts
+from estimate.memory import MemoryPart, estimate_parts, parts_at_peak
 from estimate.model_shape import trace_shape
 from settings.settings import Settings
+from shared.units import GB, GIB
 
 HERE = Path(__file__).resolve().parent
 plt.rcParams |= {"font.size": 9, "axes.spines.top": False, "axes.spines.right": False, "figure.dpi": 120}
-# Told apart without colour: lightness and hatching
+# Parts also differ in lightness and hatching, so that readers can tell them apart without colour
 PARTS = {
     "parameters": {"color": "#1f4e79"},
     "gradients": {"color": "#c55a11", "hatch": "///"},
@@ -49,8 +50,8 @@ def plan(*flags: object) -> Settings:
 
 
 def peak_parts(*flags: object) -> list[MemoryPart]:
-    """The parts of the estimate at the fullest moment of a step."""
-    return at_peak(estimate_parts(plan(*flags)))
+    """Return the parts of the estimate in the fullest interval of a step."""
+    return parts_at_peak(estimate_parts(plan(*flags)))
 
 
 def save(figure, name: str) -> None:
@@ -60,7 +61,7 @@ def save(figure, name: str) -> None:
 
 
 def stack(axes, place: float, held: list[MemoryPart], where: str = "gpu", parts=PARTS, width: float = 0.6) -> float:
-    """One bar of GiB on top of each other; returns its height."""
+    """Draw the parts of a bar on top of each other, in GiB. Return the height of the bar."""
     bottom = 0.0
     for part in held:
         size = getattr(part, where) / GIB
@@ -71,7 +72,7 @@ def stack(axes, place: float, held: list[MemoryPart], where: str = "gpu", parts=
 
 
 def legend(axes, **where: object) -> None:
-    """In the order of the bars, from the top down."""
+    """Add a legend in the order of the parts of a bar, from top to bottom."""
     handles = dict(zip(*reversed(axes.get_legend_handles_labels()), strict=True))
     names = [name for name in (*PARTS, *handles) if name in handles]
     names = list(dict.fromkeys(names))[::-1]
@@ -112,7 +113,7 @@ def environment() -> None:
         arrow(axes, (3.55, 1.6), (4.15, y))
     for y, target in ((2.55, 2.55), (1.6, 1.95), (1.6, 1.6), (1.6, 1.25), (0.65, 0.65)):
         arrow(axes, (5.85, y), (6.45, target))
-    axes.text(5.0, 0.02, "loggers stand beside the training: it goes on when they die", ha="center", fontsize=8)
+    axes.text(5.0, 0.02, "the training continues if a logger ends", ha="center", fontsize=8)
     save(figure, "environment")
 
 
@@ -181,7 +182,7 @@ def deepspeed_config() -> None:
 
 
 def zero() -> None:
-    """4 GPUs, each a column of 16 bytes per parameter, to scale; what a GPU does not hold is empty."""
+    """Draw 4 GPUs as columns of 16 bytes per parameter, to scale. The parts that a GPU does not hold are empty."""
     figure, axes = plt.subplots(1, 4, figsize=(9, 3.6), sharey=True)
     kept = [("parameters", 2, 3), ("gradients", 2, 2), ("optimizer state", 12, 1)]  # bytes, stage that divides them
     for stage, place in enumerate(axes):
@@ -238,7 +239,7 @@ def offload() -> None:
 
 
 def ddp() -> None:
-    """One rank: its buckets are sent while the backward pass goes on, and only behind the last micro batch."""
+    """Draw one rank, which sends its buckets during the last micro batch's backward pass."""
     forward, backward, bucket = 3, 6, 1.5
     figure, axes = plt.subplots(2, 1, figsize=(9, 2.9), sharex=True)
     for place, micro_batches in zip(axes, (1, 2), strict=True):
@@ -266,7 +267,7 @@ def ddp() -> None:
 
 
 def batch_size() -> None:
-    """Evaluation losses of runs with the laptop profile, from batch-size.json: over questions seen, and over steps."""
+    """Draw the evaluation losses of batch-size.json over questions and over steps. The runs used the laptop profile."""
     runs = json.loads((HERE / "batch-size.json").read_text())
     looks = {16: ("black", "o"), 64: ("#c55a11", "s"), 256: ("#1f4e79", "^")}
     figure, axes = plt.subplots(1, 2, figsize=(9, 3), sharey=True)
@@ -287,7 +288,10 @@ def batch_size() -> None:
 
 
 def multi_gpu() -> None:
-    """One optimizer step of the same work per GPU; the all-reduce takes longer with more ranks, and one is late."""
+    """Draw one optimizer step on 2 and 4 GPUs, with the same work per GPU.
+
+    With 4 GPUs the all-reduce takes longer, and one rank is late.
+    """
     figure, axes = plt.subplots(1, 2, figsize=(9, 2.6), sharex=True, gridspec_kw={"width_ratios": [1, 1]})
     runs = {"2 GPUs": [(10, 1.5), (10, 1.5)], "4 GPUs": [(10, 2.2), (10, 2.2), (12, 2.2), (10, 2.2)]}
     for place, (title, ranks) in zip(axes, runs.items(), strict=True):
@@ -322,12 +326,12 @@ def multi_node() -> None:
     box(axes, 4.6, 1.3, 1.5, 0.8, "rendezvous\n10.0.0.1:29871\nJOIN_TIMEOUT", facecolor="white")
     axes.annotate("", (7.85, 1.25), (7.85, 2.05), arrowprops={"arrowstyle": "<->", "lw": 2, "color": "#c55a11"})
     axes.text(8.0, 1.65, "NCCL", va="center", fontsize=8.5)
-    axes.text(5.35, 1.1, "who is there?", ha="center", fontsize=8)
+    axes.text(5.35, 1.1, "nodes meet here", ha="center", fontsize=8)
     save(figure, "multi-node")
 
 
 def fsdp() -> None:
-    """Which of six units is whole on a rank, over the forward and the backward pass."""
+    """Draw the times in the forward and backward pass at which each of six units is whole on a rank."""
     rows = ["embedding, head", *(f"block {i}" for i in range(1, 6))]
     figure, axes = plt.subplots(1, 3, figsize=(9, 2.6), sharey=True)
     for place, title in zip(axes, ("FULL_SHARD", "SHARD_GRAD_OP", "one unit (nothing wrapped)"), strict=True):
@@ -336,7 +340,7 @@ def fsdp() -> None:
             if title.startswith("one") or row == 0:
                 spans = [(0, 12)]
             elif title == "FULL_SHARD":
-                spans = [(row - 1, 2), (last - row - 1, 2)]  # its own time, and one before: prefetched
+                spans = [(row - 1, 2), (last - row - 1, 2)]  # the time before a unit's own is for prefetching
             else:
                 spans = [(row - 1, last - row + 1 - (row - 1))]
             place.broken_barh(spans, (5.6 - row, 0.8), **PARTS["parameters"])
@@ -364,7 +368,7 @@ def custom_model() -> None:
 
 
 def tensor_parallel() -> None:
-    """A feed-forward half on two ranks: the first matrix cut by columns, the second by rows, and one all-reduce."""
+    """Draw a feed-forward half on two ranks: one matrix cut by columns, one cut by rows, and an all-reduce."""
     figure, axes = canvas(9, 3.6)
     colours = ("#9dc3e6", "#f8cbad")
     for rank, y in enumerate((2.05, 0.35)):
@@ -402,7 +406,7 @@ def tensor_parallel() -> None:
 
 
 def dimensions() -> None:
-    """What two ranks have of the blocks and of the questions along each dimension, and what eight of them send."""
+    """Draw, for each dimension, the blocks and questions of two ranks, and the bytes that each of eight ranks sends."""
     figure, panels = plt.subplots(2, 5, figsize=(10, 5), sharey="row", height_ratios=(2.3, 1), layout="constrained")
     messages = {
         "data": "gradients,\nonce in a step",
@@ -420,9 +424,9 @@ def dimensions() -> None:
             left = 1.2 * rank
             place.text(left + 0.5, 4.95, f"rank {rank}", ha="center", va="center", fontsize=8)
             for block in range(4):
-                parts_of(place, (left, 1.9 + 0.7 * (3 - block), 0.55), rank, *OWN_OF_BLOCK[name](rank, block))
+                draw_share(place, (left, 1.9 + 0.7 * (3 - block), 0.55), rank, *OWN_OF_BLOCK[name](rank, block))
             for question in range(4):
-                parts_of(place, (left, 0.1 + 0.4 * question, 0.28), rank, *OWN_OF_QUESTION[name](rank, question))
+                draw_share(place, (left, 0.1 + 0.4 * question, 0.28), rank, *OWN_OF_QUESTION[name](rank, question))
         bars.bar(0, numbers.sent / GB, 0.5, color="#c55a11", edgecolor="black", linewidth=0.4)
         bars.text(0, numbers.sent / GB + 3, f"{numbers.sent / GB:.1f}", ha="center", va="bottom", fontsize=9)
         if name == "tensor":
@@ -436,7 +440,7 @@ def dimensions() -> None:
     save(figure, "dimensions")
 
 
-# Begin and end of what a rank has of a block or a question, and whether it has the rest while it computes
+# The part of a block or a question that a rank has, from begin to end, and whether the rank gathers the rest
 WHOLE, NOTHING, HALVES = ((0, 1), False), ((0, 0), False), (((0, 0.5), False), ((0.5, 1), False))
 OWN_OF_BLOCK = {
     "data": lambda rank, block: WHOLE,
@@ -454,7 +458,8 @@ OWN_OF_QUESTION = {
 }
 
 
-def parts_of(axes, where: tuple[float, float, float], rank: int, own: tuple[float, float], gathers: bool) -> None:
+def draw_share(axes, where: tuple[float, float, float], rank: int, own: tuple[float, float], gathers: bool) -> None:
+    """Draw the part that a rank has. where: x, y and height. own: begin and end. gathers: whether it gets the rest."""
     x, y, height = where
     axes.add_patch(Rectangle((x, y), 1, height, **EMPTY))
     if gathers:
@@ -489,7 +494,7 @@ def comparison() -> None:
 
 
 def scale() -> None:
-    """Bars of one method side by side, one for each number of GPUs."""
+    """Draw a bar for each method and number of GPUs."""
     figure, (held, sent) = plt.subplots(2, 1, figsize=(10, 5.2), sharex=True)
     number = {"ha": "center", "va": "bottom", "fontsize": 5.8}
     places = []
@@ -519,7 +524,7 @@ def scale() -> None:
 
 
 def memory() -> None:
-    """The four runs of the page's table."""
+    """Draw the memory of the four runs of docs/memory.md's table."""
     runs = {"baseline\n1 GPU": (1, ""), "ZeRO-2\n1 GPU": (1, "zero2"), "ZeRO-2\n2 GPUs": (2, "zero2"),
             "ZeRO-3\n2 GPUs": (2, "zero3")}  # fmt: skip
     figure, axes = plt.subplots(figsize=(7.4, 3.2))
@@ -533,7 +538,7 @@ def memory() -> None:
 
 
 def collectives() -> None:
-    """Four ranks with four numbers each; a colour for each rank, and black for a sum."""
+    """Draw four ranks with four numbers each. Each rank has a colour, and sums are black."""
     colours = ["#9dc3e6", "#f8cbad", "#c5e0b4", "#ffe699"]
     summed = "#404040"
     own = [[(rank, part) for part in range(4)] for rank in range(4)]
@@ -558,12 +563,12 @@ def collectives() -> None:
                     if number is None:
                         place.add_patch(plt.Rectangle(corner, 1, 1, **EMPTY))
                         continue
-                    of_rank = number[0]
-                    colour = summed if of_rank == "sum" else colours[of_rank]
+                    source = number[0]
+                    colour = summed if source == "sum" else colours[source]
                     place.add_patch(plt.Rectangle(corner, 1, 1, fc=colour, ec="black", lw=0.5))
-                    text = "Σ" if of_rank == "sum" else f"{of_rank}{number[1]}"
+                    text = "Σ" if source == "sum" else f"{source}{number[1]}"
                     place.text(corner[0] + 0.5, corner[1] + 0.45, text, ha="center", va="center", fontsize=6.5,
-                               color="white" if of_rank == "sum" else "black")  # fmt: skip
+                               color="white" if source == "sum" else "black")  # fmt: skip
         place.annotate("", (5.4, -1.5), (4.2, -1.5), arrowprops={"arrowstyle": "->"})
         place.set(xlim=(-0.2, 9.8), ylim=(-4.2, 1.3), title=name, aspect="equal")
         place.axis("off")
@@ -594,7 +599,7 @@ def by_hand() -> None:
 
 def hang_clinic() -> None:
     figure, axes = canvas(9.4, 2.4)
-    steps = ["queue\nsqueue", "log\nwho said nothing?", "process\nps, top", "stack\npy-spy dump", "network\nNCCL_DEBUG"]
+    steps = ["queue\nsqueue", "log\nany silent rank?", "process\nps, top", "stack\npy-spy dump", "network\nNCCL_DEBUG"]
     found = ["it waits for\nresources", "error of the\nfirst rank", "killed (137),\nor gone", "another\ncollective",
              "wrong interface,\nport, firewall"]  # fmt: skip
     for number, (step, cause) in enumerate(zip(steps, found, strict=True)):
@@ -611,7 +616,7 @@ PHASES = {"data": "#7f7f7f", "forward": "#9dc3e6", "backward": "#1f4e79", "optim
 
 
 def take_traces(arguments: list[str]) -> None:
-    """Keep one step of each rank's trace: the phases, and the collectives."""
+    """Write one step of each rank's trace to profile.json: its phases and collectives."""
     kept = {}
     for argument in arguments:
         title, _, folder = argument.partition("=")
@@ -620,7 +625,7 @@ def take_traces(arguments: list[str]) -> None:
 
 
 def one_step(trace: Path) -> dict[str, list]:
-    """Begin and length, in milliseconds from the begin of the second profiled step."""
+    """Return begin and length of each span of the second profiled step, in milliseconds from the begin of the step."""
     events = [
         event for event in json.loads(gzip.decompress(trace.read_bytes()))["traceEvents"] if event.get("ph") == "X"
     ]

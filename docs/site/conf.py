@@ -1,4 +1,7 @@
-"""How Sphinx makes a web site of the pages: `make docs`. All but the first, index.md, are those that a forge shows."""
+"""Configuration with which Sphinx builds a web site from the pages: `make docs`.
+
+All pages except the first one, index.md, are also the pages that GitHub and GitLab show.
+"""
 
 import html
 import itertools
@@ -17,8 +20,8 @@ include_patterns = ["index.md", "README.md", "CONTRIBUTING.md", "SECURITY.md", "
 include_patterns += ["docs/*.md", "docs/instructor/*.md", "experiments/README.md"]
 exclude_patterns = [".*", "build", "report", "results", "scripts", "tests"]
 myst_enable_extensions = ["colon_fence"]
-myst_heading_anchors = 4  # as a forge makes them
-highlight_language = "none"  # a block that says no language is what a command printed
+myst_heading_anchors = 4  # create the same anchors as GitHub and GitLab
+highlight_language = "none"  # a block without a language is the output of a command
 html_theme = "furo"
 html_title = f"{project} {release}"
 html_static_path = ["site.css"]
@@ -28,7 +31,7 @@ html_copy_source = False
 
 
 def add_navigation(app, page: str, source: list[str]) -> None:
-    """The order of the pages is that of the map in README.md, and of the line behind it."""
+    """Add the navigation to the first page, in the order of the map in README.md and of the line after the map."""
     if page != root_doc:
         return
     readme = (REPOSITORY / "README.md").read_text()
@@ -47,11 +50,11 @@ def add_navigation(app, page: str, source: list[str]) -> None:
         source[0] += f"\n\n```{{toctree}}\n:hidden:\n:caption: {caption}\n\n" + "\n".join(pages) + "\n```\n"
 
 
-def prepare_for_telephones(app, page: str, template: str, context: dict, doctree) -> None:
-    """What site.css needs, so that all of a page can be read on a narrow screen."""
+def prepare_for_phones(app, page: str, template: str, context: dict, doctree) -> None:
+    """Add the markup that site.css needs to make a page readable on a narrow screen."""
 
-    def labelled(table: re.Match) -> str:
-        """Of many columns: each cell with the head of its column. All: code may break inside of a long name."""
+    def prepare_table(table: re.Match) -> str:
+        """Allow line breaks inside long names. In a table of many columns, add the column's heading to each cell."""
         text = re.sub(r"<code.*?</code>", lambda code: re.sub(r"(?<=\w)[_/.](?=\w)", r"\g<0><wbr>", code[0]), table[0])
         heads = re.findall(r"<th\b.*?</th>", text, re.DOTALL)
         if len(heads) < 5:
@@ -60,21 +63,21 @@ def prepare_for_telephones(app, page: str, template: str, context: dict, doctree
         text = re.sub("<td", lambda _: f'<td data-label="{next(labels)}"', text)
         return text.replace('class="', 'class="many-columns ', 1)
 
-    def in_lines(block: re.Match) -> str:
+    def wrap_lines(block: re.Match) -> str:
         lines = block[1].splitlines(keepends=True)
         return "<pre>" + "".join(f'<span class="line">{line}</span>' for line in lines) + "</pre>"
 
     body = context.get("body", "")
-    body = re.sub(r'<table class="docutils.*?</table>', labelled, body, flags=re.DOTALL)
-    body = re.sub(r"<pre><span></span>(.*?)</pre>", in_lines, body, flags=re.DOTALL)
-    # a browser breaks lines behind dashes
+    body = re.sub(r'<table class="docutils.*?</table>', prepare_table, body, flags=re.DOTALL)
+    body = re.sub(r"<pre><span></span>(.*?)</pre>", wrap_lines, body, flags=re.DOTALL)
+    # Mark flags, because a browser breaks lines after the dashes in them
     flag = r'<span class="flag">\g<0></span>'
     code = r"<(pre|code)\b.*?</\1>"
     context["body"] = re.sub(code, lambda found: re.sub("--[A-Za-z0-9-]+", flag, found[0]), body, flags=re.DOTALL)
 
 
 WHAT_FITS = REPOSITORY / "docs" / "what_fits"
-ALONE = """<!doctype html>
+STANDALONE = """<!doctype html>
 <html lang="en">
 <head>
 <meta charset="utf-8">
@@ -94,32 +97,32 @@ PARTS = [WHAT_FITS / name for name in ("page.html", "what_fits.css", "numbers.js
 
 
 def note_parts(app, page: str, source: list[str]) -> None:
-    """The page is made anew when one of its parts has changed."""
+    """Let Sphinx rebuild the page when one of its parts has changed."""
     if page == "docs/what-fits":
         for part in PARTS:
             app.env.note_dependency(str(part))
 
 
 def add_what_fits(app, page: str, template: str, context: dict, doctree) -> None:
-    """The part of docs/what-fits.md that can be moved, with all that it needs; and the page as a single file."""
+    """Insert the interactive part into docs/what-fits.md, and also write this page as a single file."""
     if page != "docs/what-fits":
         return
     markup, style, numbers, script = (part.read_text() for part in PARTS)
-    movable = (
+    interactive = (
         f"{markup}<style>{style}</style>"
         f'<script type="application/json" id="numbers">{numbers}</script>'
         f"<script>{script}</script>"
     )
-    body = re.sub("<!-- here stands .* -->", lambda _: movable, context["body"])
+    body = re.sub("<!-- interactive part: .* -->", lambda _: interactive, context["body"])
     context["body"] = body
-    # links to other pages lead nowhere from a single file, and signs behind headings are the theme's
-    alone = re.sub(r'<a class="headerlink".*?</a>', "", body)
-    alone = re.sub(r'<a [^>]*href="(?!#|http)[^>]*>(.*?)</a>', r"\1", alone, flags=re.DOTALL)
-    Path(app.outdir, "docs", "what-fits-alone.html").write_text(ALONE.format(body=alone))
+    # Remove the theme's signs after headings, and links to other pages, which a single file does not have
+    standalone = re.sub(r'<a class="headerlink".*?</a>', "", body)
+    standalone = re.sub(r'<a [^>]*href="(?!#|http)[^>]*>(.*?)</a>', r"\1", standalone, flags=re.DOTALL)
+    Path(app.outdir, "docs", "what-fits-alone.html").write_text(STANDALONE.format(body=standalone))
 
 
 def setup(app) -> None:
     app.connect("source-read", add_navigation)
     app.connect("source-read", note_parts)
-    app.connect("html-page-context", prepare_for_telephones)
+    app.connect("html-page-context", prepare_for_phones)
     app.connect("html-page-context", add_what_fits)

@@ -1,11 +1,11 @@
-"""Compute the numbers of the page "What fits where" (docs/what-fits.md): numbers.json, by the code of the estimates.
+"""Compute numbers.json for the page "What fits where" (docs/what-fits.md), with the code of the estimates.
 
 PYTHONPATH=scripts python docs/what_fits/compute.py      # a quarter of an hour on two cores
 
-The page only adds, in the reader's browser, and takes the largest sum. So the file has everything else: for each model,
-precision, accumulation and layout (nodes x GPUs of a node) what a rank of each method holds and sends. What the passes
-of a micro batch hold grows by the same with each sequence, after each operation. So two traces give it for any number
-of sequences, and the file has those operations after which most is held.
+In the reader's browser the page only adds numbers and takes the largest sum. numbers.json has the terms of these sums:
+for each model, precision, accumulation and layout (nodes x GPUs of a node), the memory and messages of a rank under
+each method. The memory of the passes is linear in the number of sequences, so two traces give it for any micro batch.
+The file has only the operations after which the memory is largest for some micro batch.
 """
 
 import json
@@ -21,19 +21,19 @@ from transformers import LlamaConfig, Qwen2Config
 from estimate.command_line import parse_memory_plan, read_config_files
 from estimate.communication import bytes_between_nodes, sent_bytes
 from estimate.compare import FITS, VERDICTS, settings_by_config
-from estimate.memory import MIB, MOMENTS, state_parts, totals
+from estimate.memory import INTERVALS, state_parts, totals
 from estimate.model_shape import PASSES, Alive, forward_pass, trace_shape, uses_autocast
 from estimate.time import uses_offload
 from settings.settings import Settings
 from shared.errors import WorkshopError
+from shared.units import MB, MIB
 from training.chunked_loss import GPU_PIECES, bytes_of_chunk
 
 HERE = Path(__file__).resolve().parent
 REPOSITORY = HERE.parents[1]
 NUMBERS = HERE / "numbers.json"
-MB = 10**6
-WHOLE_STEP = ("parameters", "optimizer state")  # held in all moments of a step
-IN_MOMENTS = ("gradients", "buffers")  # held in some
+WHOLE_STEP = ("parameters", "optimizer state")  # parts that exist in all intervals of a step
+BY_INTERVAL = ("gradients", "buffers")  # parts that exist in some intervals
 CHOICES = {
     "precision": ["bf16", "fp32"],
     "length": [256, 512, 1024, 2048, 4096],
@@ -47,8 +47,9 @@ CHOICES = {
 }
 PRECISIONS = {"bf16": ["--bf16"], "fp32": ["--fp16", "False"]}
 BLOOM = [f"bigscience/bloom-{size}" for size in ("560m", "1b1", "1b7", "3b", "7b1")]
-GPT_LENGTH = 512  # its positions, unless SEQ_LENGTH says more
-DOWNLOADED = {  # by their config.json on the Hub: 8,030,261,248 and 7,615,616,512 parameters
+GPT_LENGTH = 512  # positions of custom-gpt, the default of SEQ_LENGTH
+# The configurations are those of the Hub. The models have 8,030,261,248 and 7,615,616,512 parameters
+DOWNLOADED = {
     "meta-llama/Llama-3.1-8B": LlamaConfig(
         vocab_size=128256,
         hidden_size=4096,
@@ -72,7 +73,7 @@ MODELS = [*BLOOM, "custom-gpt", *DOWNLOADED]
 
 
 def layouts() -> list[tuple[int, int]]:
-    """Nodes, and GPUs of each; a job with fewer GPUs than a node has uses one node."""
+    """Return all pairs of nodes and GPUs per node. A job with fewer GPUs than a node has uses one node."""
     found = set()
     for gpus, per_node in product(CHOICES["gpus"], CHOICES["per_node"]):
         nodes = max(1, gpus // per_node)
@@ -81,15 +82,15 @@ def layouts() -> list[tuple[int, int]]:
 
 
 def plan(model: list[str], precision: str, *flags: object) -> Settings:
-    """The settings of a training. model: the flags that name it."""
+    """Return the settings of a training. model: the flags that name the model."""
     return parse_memory_plan([*model, *PRECISIONS[precision], *map(str, flags)], environment={})
 
 
-def with_each_config(settings: Settings) -> list[tuple[str, Settings | WorkshopError]]:
-    """As estimate_memory.py --compare: the name of each config, and the settings with it, or why there are none."""
+def settings_for_configs(settings: Settings) -> list[tuple[str, Settings | WorkshopError]]:
+    """Return the name of each config that --compare lists, with the settings or the error."""
     found: list[tuple[str, Settings | WorkshopError]] = []
     chosen = settings_by_config(settings)
-    for name in sorted(chosen, key=order):
+    for name in sorted(chosen, key=sort_key):
         try:
             found.append((name, read_config_files(chosen[name])))
         except WorkshopError as error:
@@ -97,27 +98,27 @@ def with_each_config(settings: Settings) -> list[tuple[str, Settings | WorkshopE
     return found
 
 
-def order(config: str) -> tuple[str, str]:
+def sort_key(config: str) -> tuple[str, str]:
     folder, _, file = config.rpartition("/")
     return folder, file.removeprefix("ds_")
 
 
-# 1. Of each model
+# 1. Numbers of each model
 
 
-def of_model(model: list[str], lengths: list[int]) -> dict:
-    """Numbers of one model. model: its flags."""
+def model_numbers(model: list[str], lengths: list[int]) -> dict:
+    """Compute the numbers of one model. model: the flags that name it. lengths: tokens of a sequence."""
     numbers: dict = {"passes": {}, "chunks": {}, "cells": {}}
     attentions = CHOICES["attention"] if model[1] in BLOOM else ["sdpa"]
     for precision in CHOICES["precision"]:
         numbers["parameters"] = trace_shape(plan(model, precision)).model
-        numbers["chunks"][precision] = of_chunks(model, precision)
+        numbers["chunks"][precision] = chunk_bytes(model, precision)
         numbers["passes"][precision] = {
-            attention: of_passes(model, precision, attention, lengths) for attention in attentions
+            attention: pass_bytes(model, precision, attention, lengths) for attention in attentions
         }
         numbers["cells"][precision] = {
             accumulation: {
-                f"{nodes}x{per_node}": of_layout(model, precision, accumulation, nodes, per_node)
+                f"{nodes}x{per_node}": layout_numbers(model, precision, accumulation, nodes, per_node)
                 for nodes, per_node in layouts()
             }
             for accumulation in CHOICES["accumulation"]
@@ -125,15 +126,15 @@ def of_model(model: list[str], lengths: list[int]) -> dict:
     return numbers
 
 
-def of_layout(model: list[str], precision: str, accumulation: int, nodes: int, per_node: int) -> list[list[int]]:
-    """Numbers of each config, an empty list where it cannot be taken.
+def layout_numbers(model: list[str], precision: str, accumulation: int, nodes: int, per_node: int) -> list[list[int]]:
+    """Compute a row of numbers for each config, which is empty if the config cannot be used with this layout.
 
-    MiB on a GPU: of WHOLE_STEP, and of IN_MOMENTS in each of MOMENTS; MiB of the CPUs of a node; MB that a rank sends
-    in a step; MB of these between nodes.
+    A row has: MiB on a GPU of each of WHOLE_STEP; MiB on a GPU of each of BY_INTERVAL, in each interval; MiB of CPU
+    memory of a node; MB that a rank sends in a step; MB that it sends between nodes.
     """
     flags = ["--gradient_accumulation_steps", accumulation, "--gpus", nodes * per_node, "--nodes", nodes]
     rows = []
-    for _, settings in with_each_config(plan(model, precision, *flags)):
+    for _, settings in settings_for_configs(plan(model, precision, *flags)):
         if isinstance(settings, WorkshopError):
             rows.append([])
             continue
@@ -141,8 +142,8 @@ def of_layout(model: list[str], precision: str, accumulation: int, nodes: int, p
         parts = state_parts(shape, settings)
         held = [sum(part.gpu for part in parts if part.name == name) for name in WHOLE_STEP]
         held += [
-            sum(part.gpu for part in parts if part.name == name and moment in part.moments)
-            for name, moment in product(IN_MOMENTS, MOMENTS)
+            sum(part.gpu for part in parts if part.name == name and interval in part.intervals)
+            for name, interval in product(BY_INTERVAL, INTERVALS)
         ]
         held.append(totals(parts, per_node)[1])
         sent = (sent_bytes(shape, settings), bytes_between_nodes(shape, settings))
@@ -150,8 +151,11 @@ def of_layout(model: list[str], precision: str, accumulation: int, nodes: int, p
     return rows
 
 
-def of_passes(model: list[str], precision: str, attention: str, lengths: list[int]) -> dict:
-    """Bytes that the passes hold, by cast of the weights, length, loss and activation checkpointing: see `fullest`."""
+def pass_bytes(model: list[str], precision: str, attention: str, lengths: list[int]) -> dict:
+    """Compute the bytes that the passes hold, by cast of the weights, length, loss and activation checkpointing.
+
+    `largest_states` describes the lists of numbers.
+    """
     flags: list[object] = ["--attention", attention] if model[1] in BLOOM else []
     found: dict = {}
     for cast, config in {
@@ -162,7 +166,7 @@ def of_passes(model: list[str], precision: str, attention: str, lengths: list[in
         for length in lengths:
             found[cast][length] = {
                 loss: {
-                    checkpointing: fullest(model, precision, length, [*flags, *config, "--loss", loss, *words])
+                    checkpointing: largest_states(model, precision, length, [*flags, *config, "--loss", loss, *words])
                     for checkpointing, words in {"no": [], "yes": ["--activation_checkpointing"]}.items()
                 }
                 for loss in CHOICES["loss"]
@@ -170,31 +174,36 @@ def of_passes(model: list[str], precision: str, attention: str, lengths: list[in
     return found
 
 
-def fullest(model: list[str], precision: str, length: int, flags: list[object]) -> list[list]:
-    """The operations after which most is held in a part of the passes, for some micro batch of CHOICES.
+def largest_states(model: list[str], precision: str, length: int, flags: list[object]) -> list[list]:
+    """Return the states of memory that are the largest ones of an interval for some micro batch of CHOICES.
 
-    Of each: the moment, bytes of activations and head without any sequence, bytes of both for each sequence, bytes of
-    the head, and bytes of logits for each sequence. The chunked loss has 1 in the last place while there is a chunk.
+    Each list has: the interval; bytes of activations that do not depend on the micro batch; bytes of activations for
+    each sequence; bytes of the head; bytes of logits for each sequence. With the chunked loss, the last number is 1
+    while a chunk exists, otherwise 0.
     """
-    of_two, of_four = (
+    history_of_2, history_of_4 = (
         trace_shape(plan(model, precision, *flags, *micro_batch(batch, length))).history for batch in (2, 4)
     )
     chunked = "chunked" in flags
     found = []
-    for moment in PASSES:
-        lines = [line(two, four, chunked) for two, four in zip(of_two[moment], of_four[moment], strict=True)]
+    for interval in PASSES:
+        pairs = zip(history_of_2[interval], history_of_4[interval], strict=True)
+        states = [split_state(two, four, chunked) for two, four in pairs]
         if chunked:
-            found += [[moment, *each] for each in lines if each[3]]
-            lines = [each for each in lines if not each[3]]
+            found += [[interval, *each] for each in states if each[3]]
+            states = [each for each in states if not each[3]]
         for batch in CHOICES["batch"]:
-            most = max(lines, key=lambda each: each[0] + each[2] + batch * (each[1] + each[3]), default=None)
-            if most and [moment, *most] not in found:
-                found.append([moment, *most])
+            most = max(states, key=lambda each: each[0] + each[2] + batch * (each[1] + each[3]), default=None)
+            if most and [interval, *most] not in found:
+                found.append([interval, *most])
     return found
 
 
-def line(two: Alive, four: Alive, chunked: bool) -> list[int]:
-    """Split the bytes held after an operation into those without any sequence and those of each sequence."""
+def split_state(two: Alive, four: Alive, chunked: bool) -> list[int]:
+    """Split the bytes alive after an operation into a constant and the bytes of each sequence.
+
+    two, four: the bytes with micro batches of 2 and 4 sequences.
+    """
     each, logits = ((four[kind] - two[kind]) // 2 for kind in (0, 1))
     return [two.activations - 2 * each, each, two.head, int(two.logits > 0) if chunked else logits]
 
@@ -203,8 +212,8 @@ def micro_batch(batch: int, length: int) -> list[object]:
     return ["--per_device_train_batch_size", batch, "--max_length", length]
 
 
-def of_chunks(model: list[str], precision: str) -> dict:
-    """Bytes of a chunk of the chunked loss, by how the weights are cast and by the tokens of a micro batch."""
+def chunk_bytes(model: list[str], precision: str) -> dict:
+    """Compute the bytes of a chunk of the chunked loss, by cast of the weights and by tokens of a micro batch."""
     forward = forward_pass(plan(model, precision))
     sizes = json.loads(forward.config_json)
     counts = sorted({batch * length for batch, length in product(CHOICES["batch"], CHOICES["length"])})
@@ -215,13 +224,13 @@ def of_chunks(model: list[str], precision: str) -> dict:
     return found
 
 
-# 2. Of all models
+# 2. What all models have in common
 
 
 def methods() -> list[dict]:
-    """What the page needs to know of each config; on one GPU DDP is the plain Trainer."""
+    """Return the properties of each config that the page needs. On one GPU, DDP is the plain Trainer."""
     found = []
-    for name, settings in with_each_config(plan(["--model_name", "bigscience/bloom-560m"], "bf16", "--gpus", 4)):
+    for name, settings in settings_for_configs(plan(["--model_name", "bigscience/bloom-560m"], "bf16", "--gpus", 4)):
         assert isinstance(settings, Settings), settings
         fsdp = settings.fsdp_config or {}
         found.append(
@@ -238,8 +247,8 @@ def methods() -> list[dict]:
     return found
 
 
-def scripts_of(config: str) -> list[tuple[int, int, Path]]:
-    """Nodes, GPUs of each, and path of the experiments that differ from a plain training by this config alone."""
+def experiment_scripts(config: str) -> list[tuple[int, int, Path]]:
+    """Return nodes, GPUs per node and path of the experiments that differ from plain training only in this config."""
     found = []
     families = (
         "baseline",
@@ -264,9 +273,12 @@ def scripts_of(config: str) -> list[tuple[int, int, Path]]:
 
 
 def experiments(config: str) -> dict[str, str]:
-    """The script by layout; for other layouts one of one node and one of several, where torchrun starts the ranks."""
+    """Return the script for each layout.
+
+    For other layouts the keys "one node" and "several nodes" have a script in which torchrun starts the ranks.
+    """
     found: dict[str, str] = {}
-    for nodes, per_node, script in scripts_of(config):
+    for nodes, per_node, script in experiment_scripts(config):
         path = str(script.relative_to(REPOSITORY))
         found.setdefault(f"{nodes}x{per_node}", path)
         if "run_torchrun" in script.read_text():
@@ -275,70 +287,72 @@ def experiments(config: str) -> dict[str, str]:
 
 
 def left_out() -> dict[str, dict[str, str]]:
-    """By layout: the configs that cannot be taken there, and why."""
+    """Return, by layout, the configs that cannot be used there, with the reason."""
     found: dict[str, dict[str, str]] = {}
     for nodes, per_node in layouts():
         settings = plan(["--model_name", "bigscience/bloom-560m"], "bf16", "--gpus", nodes * per_node, "--nodes", nodes)
-        reasons = {name: error.what for name, error in with_each_config(settings) if isinstance(error, WorkshopError)}
+        reasons = {
+            name: error.what for name, error in settings_for_configs(settings) if isinstance(error, WorkshopError)
+        }
         found[f"{nodes}x{per_node}"] = {
             name.rpartition("/")[2].removesuffix(".json"): why for name, why in reasons.items()
         }
     return found
 
 
-def flags_of_models(folder: Path) -> dict[str, tuple[list[str], list[int]]]:
-    """Flags and lengths by the page's name of a model. The custom GPT with more positions is another model.
+def model_flags(folder: Path) -> dict[str, tuple[list[str], list[int]]]:
+    """Return the flags and lengths of each model, by its name on the page.
 
-    folder: where the config.json of the models is written that would be downloaded.
+    The custom GPT with more positions is another model. folder: gets the config.json of each model of DOWNLOADED.
     """
     found = {}
     for name in MODELS:
-        where = name
+        path = name
         if name in DOWNLOADED:
-            where = str(folder / name)
-            DOWNLOADED[name].save_pretrained(where)
+            path = str(folder / name)
+            DOWNLOADED[name].save_pretrained(path)
         lengths = [length for length in CHOICES["length"] if name != "custom-gpt" or length <= GPT_LENGTH]
-        found[short(name)] = (["--model_name", where], lengths)
+        found[short_name(name)] = (["--model_name", path], lengths)
     for length in CHOICES["length"]:
         if length > GPT_LENGTH:
             found[f"custom-gpt {length}"] = (["--model_name", "custom-gpt", "--seq_length", str(length)], [length])
     return found
 
 
-def short(model: str) -> str:
+def short_name(model: str) -> str:
     return model.rpartition("/")[2]
 
 
-def as_text(tree: object, indent: str = "\n") -> str:
-    """JSON with a line for each key, and each list in one line."""
+def format_json(tree: object, indent: str = "\n") -> str:
+    """Format JSON with a line for each key, and with each list in one line."""
     if not isinstance(tree, dict):
         return json.dumps(tree, separators=(",", ":"))
     inner = indent + " "
-    lines = (f"{inner}{json.dumps(str(key))}: {as_text(value, inner)}" for key, value in tree.items())
+    lines = (f"{inner}{json.dumps(str(key))}: {format_json(value, inner)}" for key, value in tree.items())
     return "{" + ",".join(lines) + indent + "}"
 
 
 def main() -> None:
     with tempfile.TemporaryDirectory() as folder, ProcessPoolExecutor() as processes:
-        of_models = {
-            name: processes.submit(of_model, flags, lengths)
-            for name, (flags, lengths) in flags_of_models(Path(folder)).items()
+        futures = {
+            name: processes.submit(model_numbers, flags, lengths)
+            for name, (flags, lengths) in model_flags(Path(folder)).items()
         }
         numbers = {
-            "choices": {"model": [short(model) for model in MODELS]} | CHOICES,
-            "model_names": {short(model): model for model in MODELS},
+            "choices": {"model": [short_name(model) for model in MODELS]} | CHOICES,
+            "model_names": {short_name(model): model for model in MODELS},
             "verdicts": VERDICTS,
             "fits": FITS,
             "whole_step": WHOLE_STEP,
-            "moments": MOMENTS,
+            "intervals": INTERVALS,
             "methods": methods(),
             "left_out": left_out(),
             "models": {},
         }
-        for name, future in of_models.items():
+        for name, future in futures.items():
             numbers["models"][name] = future.result()
             print(name, flush=True)
-    NUMBERS.write_text(as_text(numbers) + "\n")
+    NUMBERS.write_text(format_json(numbers) + "\n")
     print(f"{NUMBERS.relative_to(REPOSITORY)}: {NUMBERS.stat().st_size / 1000:.0f} kB")
 
 

@@ -1,12 +1,12 @@
-// The page "What fits where". All numbers come from numbers.json, which compute.py makes with the code of the
-// estimates; here they are added for each moment of a step, compared with the memory that is there, and drawn.
+// The page "What fits where". All numbers come from numbers.json, which compute.py computes with the code of the
+// estimates. This script adds them for each interval of a step, compares the sum with the GPU's memory, and draws bars.
 (() => {
   const numbers = JSON.parse(document.getElementById("numbers").textContent);
-  const BYTES_OF_A_MIB = 2 ** 20;
-  const MIB_OF_A_GIB = 2 ** 10;
-  const NEW_LINE = " \\\n  "; // of a command that goes on
+  const BYTES_PER_MIB = 2 ** 20;
+  const MIB_PER_GIB = 2 ** 10;
+  const NEW_LINE = " \\\n  "; // continues a shell command on the next line
 
-  // key: in numbers.choices, and in the page's address
+  // key: the name in numbers.choices and in the page's address
   const CONTROLS = [
     { key: "model", label: "Model" },
     { key: "length", label: "Tokens of a sequence" },
@@ -29,59 +29,58 @@
     checkpointing: ["no", "yes"],
     method: numbers.methods.map((method) => method.name),
   };
-  const SIGNS = ["✓", "≈", "✗"]; // of numbers.verdicts
+  const SIGNS = ["✓", "≈", "✗"]; // one for each of numbers.verdicts
   const PARTS = ["parameters", "gradients", "optimizer state", "buffers", "activations", "logits", "head"];
 
   let choice = { ...DEFAULTS };
 
-  // 1. What a method needs
+  // 1. Memory and messages of a method
 
   const isBloom = () => choice.model.startsWith("bloom");
-  // the custom GPT with more positions has more parameters
+  // The custom GPT with more positions has more parameters
   const model = () => numbers.models[`${choice.model} ${choice.length}`] ?? numbers.models[choice.model];
   const nodes = () => Math.max(1, Math.floor(choice.gpus / choice.per_node));
   const layout = () => `${nodes()}x${choice.gpus / nodes()}`;
-  const labelOf = (method) => (method.name === "DDP" && choice.gpus === "1" ? "plain" : method.name);
+  const methodLabel = (method) => (method.name === "DDP" && choice.gpus === "1" ? "plain" : method.name);
 
-  // Bytes of activations, logits and head after the operations of the passes after which most is held, each with its
-  // moment of the step
-  function heldInPasses(method) {
+  // Return the largest states of memory in the passes: the interval, and bytes of activations, logits and head
+  function passStates(method) {
     const attention = isBloom() ? choice.attention : "sdpa";
     const checkpointing = method.checkpointing ? "yes" : choice.checkpointing;
     const passes = model().passes[choice.precision][attention][method.activations][choice.length];
     const chunk = model().chunks[choice.precision][method.activations][choice.batch * choice.length];
-    return passes[choice.loss][checkpointing].map(([moment, fixed, ofSequence, head, logits]) => ({
-      moment,
-      held: [fixed + choice.batch * ofSequence, logits * (choice.loss === "full" ? choice.batch : chunk), head],
+    return passes[choice.loss][checkpointing].map(([interval, fixed, perSequence, head, logits]) => ({
+      interval,
+      held: [fixed + choice.batch * perSequence, logits * (choice.loss === "full" ? choice.batch : chunk), head],
     }));
   }
 
-  // Sizes in GiB by part at the fullest moment of a step, what is sent in GB; null where the method cannot be taken
-  function needsOf(method) {
+  // Return GiB of each part in the fullest interval of a step, and GB sent. Return null if the method cannot be used
+  function computeNeeds(method) {
     const row = [...model().cells[choice.precision][choice.accumulation][layout()][numbers.methods.indexOf(method)]];
     if (row.length === 0) {
       return null;
     }
-    const take = () => row.splice(0, numbers.moments.length);
+    const take = () => row.splice(0, numbers.intervals.length);
     const [parameters, optimizerState] = row.splice(0, numbers.whole_step.length);
     const [gradients, buffers] = [take(), take()];
     const [cpu, sent, sentBetweenNodes] = row;
-    const candidates = [...heldInPasses(method), { moment: "step", held: [0, 0, 0] }].map(({ moment, held }) => {
-      const place = numbers.moments.indexOf(moment);
+    const candidates = [...passStates(method), { interval: "step", held: [0, 0, 0] }].map(({ interval, held }) => {
+      const place = numbers.intervals.indexOf(interval);
       const state = [parameters, gradients[place], optimizerState, buffers[place]];
-      const sizes = [...state, ...held.map((size) => size / BYTES_OF_A_MIB)].map((mib) => mib / MIB_OF_A_GIB);
+      const sizes = [...state, ...held.map((size) => size / BYTES_PER_MIB)].map((mib) => mib / MIB_PER_GIB);
       return { sizes, total: sizes.reduce((sum, size) => sum + size, 0) };
     });
     const { sizes, total } = candidates.reduce((fullest, each) => (each.total > fullest.total ? each : fullest));
     return {
-      sizes, total, cpu: cpu / MIB_OF_A_GIB, sent: sent / 1000, sentBetweenNodes: sentBetweenNodes / 1000,
+      sizes, total, cpu: cpu / MIB_PER_GIB, sent: sent / 1000, sentBetweenNodes: sentBetweenNodes / 1000,
       verdict: total < numbers.fits * choice.memory ? 0 : total < choice.memory ? 1 : 2,
     };
   }
 
-  // 2. The command of a method
+  // 2. Commands
 
-  // [flag, variable, value] of what differs from the defaults of train.py, and of what a table compares
+  // Return [flag, variable, value] of the knobs that a command sets
   function knobs(method) {
     const all = [["--model_name", "MODEL_NAME", numbers.model_names[choice.model]]];
     if (choice.model === "custom-gpt" && `custom-gpt ${choice.length}` in numbers.models) {
@@ -103,27 +102,27 @@
     return all;
   }
 
-  function flagsOf(method) {
+  function formatFlags(method) {
     const words = knobs(method).map(([flag, , value]) => `${flag} ${value}`);
     return [...words, method.config && `${method.flags} ${method.config}`].filter(Boolean).join(NEW_LINE);
   }
 
   function estimateCommand(method) {
     const hardware = `--gpus ${choice.gpus} --nodes ${nodes()} --gpu_memory ${choice.memory}`;
-    return ["python scripts/estimate_memory.py", hardware, flagsOf(method)].join(NEW_LINE);
+    return ["python scripts/estimate_memory.py", hardware, formatFlags(method)].join(NEW_LINE);
   }
 
   function trainingCommand(method) {
     const start = choice.gpus === "1"
       ? "python"
       : `OMP_NUM_THREADS=4 torchrun --nproc_per_node=${choice.gpus}`;
-    return nodes() === 1 ? [`${start} scripts/train.py`, flagsOf(method)].join(NEW_LINE) : "";
+    return nodes() === 1 ? [`${start} scripts/train.py`, formatFlags(method)].join(NEW_LINE) : "";
   }
 
-  // Of the folder for this layout, else of another one, with other numbers of nodes and GPUs
+  // Use the experiment with this layout. If there is none, use another one and set its nodes and GPUs
   function experimentCommand(method) {
-    const { "one node": ofOneNode, "several nodes": ofSeveral, [layout()]: exact } = method.experiments;
-    const other = choice.gpus === "1" ? undefined : nodes() > 1 ? ofSeveral ?? ofOneNode : ofOneNode ?? ofSeveral;
+    const { "one node": oneNode, "several nodes": severalNodes, [layout()]: exact } = method.experiments;
+    const other = choice.gpus === "1" ? undefined : nodes() > 1 ? severalNodes ?? oneNode : oneNode ?? severalNodes;
     const script = exact ?? other;
     if (!script) {
       return "";
@@ -134,20 +133,20 @@
     return [`cd ${folder} &&`, ...variables, `sbatch ${asked}${script.slice(folder.length + 1)}`].join(NEW_LINE);
   }
 
-  // What is left to do where no experiment fits
+  // Return advice for a method without an experiment
   function copyAdvice(method) {
     const family = method.flags === "--deepspeed" ? "deepspeed-multi-node" : "fsdp-multi-node";
     const flags = `${method.flags} "$ROOT/${method.config}"`;
-    return `No experiment starts this on several nodes: copy experiments/${family}/2_nodes, set its nodes and GPUs, ` +
+    return `No experiment starts this on several nodes. Copy experiments/${family}/2_nodes, set its nodes and GPUs, ` +
       `and write ${flags} into its last line.`;
   }
 
   // 3. The address
 
-  // Takes what the address says, defaults for the rest, and tells what it does not know
+  // Read the choice from the address, with defaults for missing keys, and report unknown keys and values
   function readAddress() {
     if (!location.hash.includes("=")) {
-      return; // a heading's
+      return; // the anchor of a heading
     }
     choice = { ...DEFAULTS };
     const unknown = [];
@@ -156,8 +155,8 @@
       if (known && POSSIBLE[key].includes(value)) {
         choice[key] = value;
       } else {
-        const instead = known ? `${DEFAULTS[key]} is taken` : "it is left out";
-        unknown.push(`${key}=${value} of the address is not known here: ${instead}.`);
+        const instead = known ? `${DEFAULTS[key]} is used instead` : "it is ignored";
+        unknown.push(`The address has an unknown choice, ${key}=${value}: ${instead}.`);
       }
     }
     draw(unknown);
@@ -181,8 +180,8 @@
 
   const gib = (size) => `${size.toFixed(1)} GiB`;
   const gb = (size) => `${size.toFixed(size < 10 ? 2 : 1)} GB`;
-  const nameOfPart = (part) => (part === "logits" && choice.loss === "chunked" ? "loss" : part);
-  const classOfPart = (part) => `part ${part.replace(" ", "-")}`;
+  const partName = (part) => (part === "logits" && choice.loss === "chunked" ? "loss" : part);
+  const partClass = (part) => `part ${part.replace(" ", "-")}`;
 
   function makeControls() {
     for (const { key, label } of CONTROLS) {
@@ -198,16 +197,16 @@
 
   function sentence() {
     const parameters = `${(model().parameters / 1e9).toFixed(2)} billion parameters`;
-    const nodesOfIt = nodes() === 1 ? "1 node" : `${nodes()} nodes`;
+    const nodesText = nodes() === 1 ? "1 node" : `${nodes()} nodes`;
     const sequences = choice.batch * choice.accumulation * choice.gpus;
-    return `${choice.model}: ${parameters}. ${choice.gpus} GPU${choice.gpus === "1" ? "" : "s"} on ${nodesOfIt}, ` +
+    return `${choice.model}: ${parameters}. ${choice.gpus} GPU${choice.gpus === "1" ? "" : "s"} on ${nodesText}, ` +
       `${sequences} sequences in each optimizer step. Predicted, not measured:`;
   }
 
   function bar(needs, scale) {
     const parts = PARTS.map((part, place) => {
       const width = `width: ${(100 * needs.sizes[place]) / scale}%`;
-      return element("span", { class: classOfPart(part), style: width });
+      return element("span", { class: partClass(part), style: width });
     });
     const line = element("span", { class: "line", style: `left: ${(100 * choice.memory) / scale}%` });
     const cut = needs.total > scale ? " cut" : "";
@@ -235,7 +234,7 @@
       element("span", { class: "sent" }, sentWords(needs)),
       element("span", { class: "cpu" }, method.offload ? `CPU ${gib(needs.cpu)}` : ""),
     ];
-    const name = element("span", { class: "name" }, radio, " ", labelOf(method));
+    const name = element("span", { class: "name" }, radio, " ", methodLabel(method));
     const attributes = { class: `method verdict-${needs.verdict}`, "data-method": method.name };
     return element("label", attributes, name, ...facts, bar(needs, scale));
   }
@@ -246,7 +245,7 @@
       try {
         await navigator.clipboard.writeText(text);
         button.textContent = "Copied";
-      } catch { // a page without https may not: it is selected instead
+      } catch { // without https the clipboard is not available, so select the text
         getSelection().selectAllChildren(button.previousSibling);
       }
     });
@@ -258,7 +257,7 @@
   }
 
   function chosenMethod(method, needs) {
-    const rows = PARTS.map((part, place) => [nameOfPart(part), gib(needs.sizes[place])]);
+    const rows = PARTS.map((part, place) => [partName(part), gib(needs.sizes[place])]);
     rows.push(["in all, on each GPU", gib(needs.total)]);
     rows.push(["CPU memory of a node", gib(needs.cpu)]);
     if (choice.gpus !== "1") {
@@ -268,19 +267,19 @@
       rows.push(["of these between nodes", gb(needs.sentBetweenNodes)]);
     }
     const cells = rows.map(([what, size]) => element("tr", {}, element("th", { scope: "row" }, what), element("td", {}, size)));
-    const submitted = experimentCommand(method);
-    const several = nodes() > 1 && !submitted;
+    const jobCommand = experimentCommand(method);
+    const several = nodes() > 1 && !jobCommand;
     return [
-      element("h3", {}, labelOf(method), method.config ? ` (${method.config})` : " (no config file)"),
+      element("h3", {}, methodLabel(method), method.config ? ` (${method.config})` : " (no config file)"),
       element("table", {}, element("tbody", {}, ...cells)),
-      ...command("The same estimate by the program, which also says what to ask of sbatch as --mem:", estimateCommand(method)),
+      ...command("The same estimate on the command line, which also prints the --mem for sbatch:", estimateCommand(method)),
       ...command("The training, on a node with these GPUs:", trainingCommand(method)),
-      ...command("By Slurm; put the --mem= that the estimate prints behind sbatch:", submitted),
+      ...command("The same training as a Slurm job; add the --mem= of the estimate after sbatch:", jobCommand),
       ...(several ? [element("p", {}, copyAdvice(method))] : []),
     ];
   }
 
-  // messages: about the choice
+  // messages: sentences about the choice
   function draw(messages) {
     for (const select of document.querySelectorAll("#choices select")) {
       select.value = choice[select.name];
@@ -291,17 +290,17 @@
       attention.value = "sdpa";
     }
     document.getElementById("summary").textContent = sentence();
-    const legend = PARTS.map((part) => element("li", {}, element("span", { class: classOfPart(part) }), nameOfPart(part)));
+    const legend = PARTS.map((part) => element("li", {}, element("span", { class: partClass(part) }), partName(part)));
     legend.push(element("li", {}, element("span", { class: "line" }), `the ${choice.memory} GiB of a GPU`));
     document.getElementById("legend").replaceChildren(...legend);
 
-    const possible = numbers.methods.map((method) => [method, needsOf(method)]).filter(([, needs]) => needs);
+    const possible = numbers.methods.map((method) => [method, computeNeeds(method)]).filter(([, needs]) => needs);
     if (!possible.some(([method]) => method.name === choice.method)) {
-      messages.push(`${choice.method} cannot be taken here: ${possible[0][0].name} is chosen.`);
+      messages.push(`${choice.method} cannot be used here: ${possible[0][0].name} is chosen.`);
       choice.method = possible[0][0].name;
     }
     document.getElementById("message").textContent = messages.join(" ");
-    // bars end at the largest, but small ones are to be seen beside one that needs ten times the GPU
+    // Cut the scale at 2.5 times the GPU's memory. Otherwise one very large bar would make the small ones invisible
     const largest = Math.max(...possible.map(([, needs]) => needs.total));
     const scale = Math.max(1.15 * choice.memory, Math.min(largest, 2.5 * choice.memory));
     const rows = possible.map(([method, needs]) => methodRow(method, needs, scale));

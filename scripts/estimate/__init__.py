@@ -1,1 +1,1 @@
-"""What a model needs, in bytes and operations, found without memory for it."""
+"""Estimates of the memory and time of a training, made without running it."""

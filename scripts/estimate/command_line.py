@@ -1,4 +1,4 @@
-"""The command line of the estimates: that of train.py, for a training on as many ranks and nodes as one says."""
+"""Command line of the estimates: the flags of train.py, and flags for the number of GPUs and nodes."""
 
 import os
 import sys
@@ -24,12 +24,12 @@ def parse_plan(
     environment: Mapping[str, str] = os.environ,
     flags: type[RankFlags] = StepFlags,
 ) -> Settings:
-    """Read the settings of a training on as many GPUs as --gpus and --nodes say, with the content of its config files.
+    """Read the settings of a training on the GPUs of --gpus and --nodes, with the content of its config files.
 
-    At a site without GPUs (REQUIRE_GPU=0), if this machine has none either, the training runs on the CPU, unless
-    --gpu_memory asks for a GPU.
+    The training runs on the CPU if the site has no GPUs (REQUIRE_GPU=0), this machine has none either, and
+    --gpu_memory is not given.
 
-    environment: where the variables of the knobs are looked up. flags: the dataclass of the script's own flags.
+    environment: the variables of the knobs. flags: the dataclass of the script's own flags.
     Raises WorkshopError (exit code 2).
     """
     words = sys.argv if argv is None else argv
@@ -50,12 +50,15 @@ def parse_plan(
 def parse_memory_plan(
     argv: list[str] | None = None, description: str = "", environment: Mapping[str, str] = os.environ
 ) -> Settings:
-    """Do the same as `parse_plan` for estimate_memory.py, with its flags. Raises WorkshopError (exit code 2)."""
+    """Read the settings as `parse_plan` does, with the flags of estimate_memory.py.
+
+    Raises WorkshopError (exit code 2).
+    """
     settings = parse_plan(argv, description, environment, EstimateArguments)
     check_optimizer(settings)
     for flag in RATES:
         if getattr(settings.estimate, flag) is not None and not settings.estimate.compare:
-            raise settings.error(flag, "says nothing about memory", "give --compare, too, or take estimate_time.py")
+            raise settings.error(flag, "does not change the memory", "add --compare, or use estimate_time.py")
     return settings
 
 
@@ -76,7 +79,7 @@ def read_config_files(settings: Settings) -> Settings:
 
 
 def check_optimizer(settings: Settings) -> None:
-    """Raises WorkshopError (exit code 2) for an optimizer whose state and step are not counted here."""
+    """Raise WorkshopError (exit code 2) for an optimizer whose memory and time cannot be estimated."""
     if settings.trainer.optim not in ADAMW:
-        what = f"the state of {settings.trainer.optim} is not known here"
+        what = f"{settings.trainer.optim} cannot be estimated, only {' and '.join(ADAMW)} can"
         raise WorkshopError("--optim", what, f"estimate with {ADAMW[0]}")

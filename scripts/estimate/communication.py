@@ -1,11 +1,12 @@
-"""Bytes that the ranks of a training send each other in an optimizer step.
+"""Predict the bytes that each rank sends in an optimizer step.
 
-Psi parameters (with the rows that FSDP2 adds to divide them by the ranks), n ranks, a micro batches in a step, c bytes
-of a weight in the precision of the computation. A ring sends (n - 1) / n of a tensor in an all-gather and a
-reduce-scatter, and twice that in an all-reduce. A reduce counts the same as a reduce-scatter in the mean of all ranks,
-because its owner sends nothing. Real trainings send the same: benchmarks/communication.py has counted it on 2 and 4
-ranks, and docs/collectives.md shows it. rehearse.py runs the same code as rank 0 of many, and tests compare it with
-these formulas on up to 512.
+Symbols: psi parameters (with FSDP2's padding), n ranks, a micro batches in a step, c bytes of a weight in the precision
+of the computation. In a ring, each rank sends (n - 1) / n of a tensor in an all-gather or a reduce-scatter, and twice
+as much in an all-reduce. A reduce counts like a reduce-scatter: this is the mean of all ranks, because the owner of a
+reduced tensor sends nothing.
+
+Real trainings on 2 and 4 ranks send the same (benchmarks/communication.py, docs/collectives.md). Tests compare these
+formulas with rehearsals (rehearse.py) of up to 512 ranks.
 """
 
 from dataclasses import dataclass
@@ -15,15 +16,13 @@ from estimate.model_shape import FP32, Shape, weight_bytes
 from estimate.zero3_gathering import gathered_elements
 from settings.settings import Settings
 
-GB = 1e9
-
 
 @dataclass(frozen=True)
 class Ring:
-    """`ranks` ranks that send in a circle. Each rank's number is `distance` above that of the rank before it.
+    """A ring of ranks, in which each rank sends to the next one. The ranks outside it form rings of the same kind.
 
-    The other ranks form rings of the same kind. size: bytes that each rank would send in an optimizer step if the ranks
-    were very many.
+    ranks: number of ranks in the ring. distance: difference between the numbers of two neighbours. size: a rank sends
+    (ranks - 1) / ranks of these bytes in an optimizer step.
     """
 
     ranks: int
@@ -35,10 +34,12 @@ class Ring:
         return (self.ranks - 1) / self.ranks * self.size
 
     def bytes_between_nodes(self, gpus: int, gpus_per_node: int) -> float:
-        """Return the mean of all ranks: in a ring over whole nodes one rank of each sends to the next node, and the
-        others do not."""
-        nodes_of_links = ((rank // gpus_per_node, self.next_rank(rank) // gpus_per_node) for rank in range(gpus))
-        return self.sent_bytes * sum(here != there for here, there in nodes_of_links) / gpus
+        """Bytes that a rank sends to another node, as the mean of all ranks.
+
+        In a ring over whole nodes, only one rank of each node sends to another node.
+        """
+        links = ((rank // gpus_per_node, self.next_rank(rank) // gpus_per_node) for rank in range(gpus))
+        return self.sent_bytes * sum(sender != receiver for sender, receiver in links) / gpus
 
     def next_rank(self, rank: int) -> int:
         place = rank // self.distance % self.ranks
@@ -46,20 +47,26 @@ class Ring:
 
 
 def sent_bytes(shape: Shape, settings: Settings) -> float:
-    """Bytes that each rank sends in an optimizer step. With tensor parallelism they include activations."""
+    """Predict the bytes that each rank sends in an optimizer step, including the activations of tensor parallelism."""
     return sum(ring.sent_bytes for ring in rings(shape, settings))
 
 
 def bytes_between_nodes(shape: Shape, settings: Settings) -> float:
-    """The part of `sent_bytes` that leaves the node, if rings pass through one node after the other (mean of ranks)."""
+    """Predict the part of `sent_bytes` that leaves the node, as the mean of all ranks.
+
+    Rings are assumed to pass through one node after the other.
+    """
     gpus = settings.estimate.gpus
     gpus_per_node = gpus // settings.estimate.nodes
     return sum(ring.bytes_between_nodes(gpus, gpus_per_node) for ring in rings(shape, settings))
 
 
 def rings(shape: Shape, settings: Settings) -> list[Ring]:
-    """The rings that a rank belongs to. The ranks of a shard, and those of a tensor group, have consecutive numbers
-    (order of the meshes of accelerate and transformers)."""
+    """Return the rings that a rank belongs to.
+
+    The ranks of a shard group have consecutive numbers, and so have the ranks of a tensor group. This is the order of
+    the device meshes of accelerate and transformers.
+    """
     n = settings.estimate.gpus
     a = settings.trainer.gradient_accumulation_steps
     c = weight_bytes(settings)
@@ -71,23 +78,25 @@ def rings(shape: Shape, settings: Settings) -> list[Ring]:
     if tensor_parallel > 1:
         in_group = Ring(tensor_parallel, 1, a * shape.exchanged)
         if settings.fsdp_config is None:
-            return [in_group, Ring(n, 1, 2 * FP32 * shape.uncut)]  # the Trainer averages the gradients of what is whole
+            # The Trainer averages the gradients of parameters that are not cut
+            return [in_group, Ring(n, 1, 2 * FP32 * shape.uncut)]
         return [in_group, Ring(n // tensor_parallel, tensor_parallel, FP32 * (a * (psi + blocks) + psi))]
     if settings.fsdp_config is not None:
         f = settings.fsdp_config["dp_shard_size"]
-        # accelerate makes an embedding that is not the head a unit like a block; the rest stays gathered
+        # The backward pass gathers again the units that the forward pass freed: blocks, and an embedding whose weight
+        # is not the head's. The root unit stays gathered
         again = blocks + sum(shape.sizes[number] for number in shape.embedding)
         gathered = psi if "SHARD_GRAD_OP" in fsdp_name(settings.fsdp_config) else psi + again
-        replicas = Ring(n // f, f, 2 * c * psi / f)  # all-reduce of the share, by HYBRID_SHARD
-        return [Ring(f, 1, c * (a * gathered + psi)), replicas]  # gradients once in a step
+        replicas = Ring(n // f, f, 2 * c * psi / f)  # HYBRID_SHARD all-reduces the shard of the gradients
+        return [Ring(f, 1, c * (a * gathered + psi)), replicas]  # gradients are reduced once in a step
     if settings.deepspeed_config is None:
         return [Ring(n, 1, 2 * FP32 * psi)]
     zero = settings.zero
     stage = zero.get("stage", 0)
     if stage == 3:
         return [Ring(n, 1, c * a * (gathered_elements(shape, zero) + psi))]
-    # DeepSpeed 0.19.8: stages 1 and 2 all-reduce each bucket, unless this key makes them reduce it to the owners
+    # DeepSpeed 0.19.8: stages 1 and 2 all-reduce each bucket. With false, this key makes them reduce it to its owners
     to_owner = stage > 0 and not zero.get("use_multi_rank_bucket_allreduce", True)
-    reduced = (1 if to_owner else 2) * (a if stage == 2 else 1)  # stage 2: in each micro batch
-    updated = 1 if stage > 0 else 0  # all-gather of the weights that each rank has updated
+    reduced = (1 if to_owner else 2) * (a if stage == 2 else 1)  # stage 2 reduces in each micro batch
+    updated = 1 if stage > 0 else 0  # all-gather of the updated weights
     return [Ring(n, 1, c * (reduced + updated) * psi)]

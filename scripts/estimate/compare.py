@@ -6,50 +6,56 @@ from dataclasses import replace
 import torch
 
 from estimate.command_line import read_config_files
-from estimate.memory import GIB, estimate_parts, totals
+from estimate.memory import estimate_parts, totals
 from estimate.model_shape import trace_shape
 from estimate.time import Rates, predict_step, read_rates, uses_offload
 from settings.settings import Settings
 from shared.errors import WorkshopError
 from shared.paths import REPOSITORY
+from shared.units import GIB
 
-FITS = 0.9  # of a GPU or node: the rest is for what is not counted
+FITS = 0.9  # fraction of a memory up to which a training fits; the estimate does not count everything
 VERDICTS = ("fits", "is tight", "does not fit")
-WIDTH = 54  # of the column with the files' names
+WIDTH = 54  # characters of the column with the configs' names
 
 
-def verdict(what: str, needed: float, there: float | None) -> str:
-    """Return a line that says whether `needed` bytes fit into the GiB that are there, if that is known."""
-    if not there:
+def verdict(what: str, needed: float, available: float | None) -> str:
+    """Return a line with the needed memory, and whether it fits. needed: bytes. available: GiB, None if unknown."""
+    if not available:
         return f"{what}: {needed / GIB:.1f} GiB needed"
-    return f"{what}: {needed / GIB:.1f} GiB needed, {there:g} GiB there: {VERDICTS[tightness(needed, there)]}"
+    judged = VERDICTS[tightness(needed, available)]
+    return f"{what}: {needed / GIB:.1f} GiB needed, {available:g} GiB there: {judged}"
 
 
-def tightness(needed: float, there: float) -> int:
-    """Return 0 to 2: an index of VERDICTS. needed: bytes. there: GiB."""
-    if needed < FITS * there * GIB:
+def tightness(needed: float, available: float) -> int:
+    """Return an index of VERDICTS, 0 to 2. needed: bytes. available: GiB."""
+    if needed < FITS * available * GIB:
         return 0
-    return 1 if needed < there * GIB else 2
+    return 1 if needed < available * GIB else 2
 
 
 def gpu_memory(settings: Settings) -> float | None:
-    """GiB of one GPU: those given by --gpu_memory, otherwise those of the GPU that is here."""
+    """Return the GiB of one GPU: --gpu_memory, otherwise those of this machine's GPU, None without a GPU."""
     here = torch.cuda.get_device_properties(0).total_memory / GIB if torch.cuda.is_available() else None
     return settings.estimate.gpu_memory or here
 
 
 def comparison(settings: Settings) -> str:
-    """Plain training (or DDP) and all files of the two folders: those that fit first, and the fastest of them first."""
+    """Return a table of plain training (or DDP) and all config files.
+
+    Rows are sorted by verdict, then by the time of a step, then by memory.
+    """
     trainer = settings.trainer
     given = settings.estimate
     for flag, value in (("deepspeed", trainer.deepspeed), ("fsdp", trainer.fsdp)):
         if value:
-            raise settings.error(flag, "is what --compare chooses", "leave it out")
+            raise settings.error(flag, "cannot be combined with --compare, which tries all configs", "leave it out")
     if settings.model.tensor_parallel > 1:
-        raise settings.error("tensor_parallel", "is not compared", "leave it out, or leave out --compare")
-    trace_shape(settings)  # raises for a model that cannot be estimated
+        what = "cannot be combined with --compare"
+        raise settings.error("tensor_parallel", what, "leave it out, or leave out --compare")
+    trace_shape(settings)  # report a model that cannot be estimated once, not for each config
     rates = read_rates(settings)
-    choices = []
+    rows = []
     refused = []
     for name, chosen in settings_by_config(settings).items():
         try:
@@ -57,13 +63,13 @@ def comparison(settings: Settings) -> str:
         except WorkshopError as error:
             refused.append(f"{name:{WIDTH}}{error.what}; {error.way_out}")
         else:
-            choices.append(choice(name, complete, rates))
+            rows.append(config_row(name, complete, rates))
     gpus = f"{given.gpus} GPU(s) on {given.nodes} node(s)"
     batch = f"micro batch {trainer.per_device_train_batch_size} x {settings.data.max_length} tokens"
     lines = [
         f"{settings.model.model_name}, {settings.precision}, {batch}, {gpus}",
         f"{'config':{WIDTH}}{'GiB/GPU':>8}{'GiB/node':>10}  {'verdict':14}{'s/step':>8}",
-        *(line for _, line in sorted(choices)),
+        *(line for _, line in sorted(rows)),
     ]
     if refused:
         lines += ["cannot be combined with these options:", *refused]
@@ -72,13 +78,16 @@ def comparison(settings: Settings) -> str:
         "the memory of a node is not judged: give --cpu_memory, in GiB": gpu_memory(settings) and not given.cpu_memory,
         "for seconds of a step: --matmul_tflops, --memory_bandwidth and, for several GPUs, --bus_bandwidth": not rates,
         "seconds without communication: give --bus_bandwidth": rates and given.gpus > 1 and rates.bus == math.inf,
-        "no seconds for offload: how fast the CPU and its memory are is not known": rates,
+        "no seconds for offload: the speed of the CPU and its memory is not known": rates,
     }
     return "\n".join([*lines, *(hint for hint, applies in hints.items() if applies)])
 
 
 def settings_by_config(settings: Settings) -> dict[str, Settings]:
-    """The settings with each config file, by its name, before the file is read. The first have none: DDP or plain."""
+    """Return the settings with each config file, by name. The first entry is DDP or plain, without a file.
+
+    The files are not read yet.
+    """
     found = {"DDP" if settings.estimate.gpus > 1 else "plain": settings}
     for path in sorted((REPOSITORY / "ds_configs").glob("*.json")):
         found[f"ds_configs/{path.name}"] = replace(settings, trainer=replace(settings.trainer, deepspeed=str(path)))
@@ -88,13 +97,13 @@ def settings_by_config(settings: Settings) -> dict[str, Settings]:
     return found
 
 
-def choice(name: str, settings: Settings, rates: Rates | None) -> tuple[tuple[float, float, float], str]:
-    """Return what a config is sorted by, and its line."""
+def config_row(name: str, settings: Settings, rates: Rates | None) -> tuple[tuple[float, float, float], str]:
+    """Return the sort key of a config, and its line of the table."""
     on_gpu, on_node = totals(estimate_parts(settings), settings.estimate.gpus // settings.estimate.nodes)
     memories = ((on_gpu, gpu_memory(settings)), (on_node, settings.estimate.cpu_memory))
-    tight = max([tightness(needed, there) for needed, there in memories if there], default=None)
+    tight = max([tightness(needed, available) for needed, available in memories if available], default=None)
     seconds = predict_step(settings, rates).seconds if rates and not uses_offload(settings) else math.inf
-    said = "" if tight is None else VERDICTS[tight]
-    shown = "" if seconds == math.inf else f"{seconds:.3f}"
-    line = f"{name:{WIDTH}}{on_gpu / GIB:8.1f}{on_node / GIB:10.1f}  {said:14}{shown:>8}"
+    judged = "" if tight is None else VERDICTS[tight]
+    time = "" if seconds == math.inf else f"{seconds:.3f}"
+    line = f"{name:{WIDTH}}{on_gpu / GIB:8.1f}{on_node / GIB:10.1f}  {judged:14}{time:>8}"
     return (tight or 0, seconds, on_gpu), line.rstrip()

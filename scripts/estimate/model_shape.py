@@ -1,4 +1,4 @@
-"""Sizes of a model's parameters, activations and logits, found without memory for any of them."""
+"""Find the sizes of a model's parameters, activations and logits, without allocating memory for tensors."""
 
 import contextlib
 import json
@@ -24,12 +24,12 @@ from shared.errors import WorkshopError
 
 FP32 = 4  # bytes
 HALF = 2  # bytes of fp16 and bf16
-PASSES = ("loss", "blocks", "embedding")  # parts of the forward and backward pass; run_passes defines their beginnings
+PASSES = ("loss", "blocks", "embedding")  # intervals of the forward and backward pass; run_passes defines them
 
 
 @dataclass(frozen=True)
 class ForwardPass:
-    """All that the forward pass of one micro batch depends on. It is hashable, so that results can be cached.
+    """All inputs of the forward pass of one micro batch. The class is hashable, so that results can be cached.
 
     autocast: whether autocast casts fp32 weights to 16 bit for each operation. recomputes: whether the backward
     pass computes each block again. on_cpu: whether the training has no GPU.
@@ -52,14 +52,14 @@ class ForwardPass:
 
     @property
     def dtype(self) -> torch.dtype:
-        """The dtype in which the model computes. bf16 stands for fp16 too: it has the same size."""
+        """The dtype in which the model computes, but bf16 for fp16, which has the same size."""
         return torch.float32 if self.precision == "fp32" else torch.bfloat16
 
 
 class Alive(NamedTuple):
-    """Bytes that the passes hold at a moment, beyond parameters and their gradients.
+    """Bytes that the passes hold after an operation, beyond parameters and their gradients.
 
-    head: 16-bit copies of the head's weight, and gradients of it that are on their way.
+    head: 16-bit copies of the head's weight, and gradients of this weight that are not added up yet.
     """
 
     activations: float
@@ -69,14 +69,17 @@ class Alive(NamedTuple):
 
 @dataclass(frozen=True)
 class Shape:
-    """Elements of each parameter, in order, and of each block; bytes that the passes of a micro batch need.
+    """Sizes of a model, and the memory that the passes of a micro batch need.
 
-    With tensor parallelism these are the numbers of one rank. model: parameters before they are cut. uncut: parameters
-    that every rank of a group holds. exchanged: bytes that each of very many ranks of a group sends for a micro batch.
-    history: what is alive after each operation, for each of PASSES. peaks: the fullest moment of each. calls: the
-    modules in the order in which the forward pass calls them, each as the indices of its own parameters in `sizes`.
-    rows: the first dimension of each parameter. blocks: the indices of each block's parameters. embedding: the index
-    of the input embedding, unless it is the head as well.
+    With tensor parallelism these are the numbers of one rank.
+
+    model: elements of all parameters, before tensor parallelism cuts them. uncut: elements of the parameters that every
+    rank of a tensor group holds whole. exchanged: bytes that a rank of a tensor group sends for a micro batch; with n
+    ranks it sends (n - 1) / n of these. sizes, block_sizes: elements of each parameter and of each block. history: for
+    each of PASSES, the bytes alive after each operation. peaks: the largest entry of each history. calls: the modules
+    in the order in which the forward pass calls them, each as the indices of its own parameters in `sizes`. rows: the
+    first dimension of each parameter. blocks: the indices of each block's parameters. embedding: the index of the input
+    embedding's weight, empty if the head has the same weight.
     """
 
     model: int
@@ -98,7 +101,7 @@ class Shape:
         return sum(self.sizes)
 
     def padded(self, ranks: int) -> "Shape":
-        """Return the shape as FSDP2 shards it: it pads the rows of each parameter to a multiple of the ranks."""
+        """Return the shape as FSDP2 shards it, with the rows of each parameter padded to a multiple of the ranks."""
         padded_rows = (math.ceil(rows / ranks) * ranks for rows in self.rows)
         sizes = tuple(
             padded * (size // rows) for padded, size, rows in zip(padded_rows, self.sizes, self.rows, strict=True)
@@ -109,7 +112,7 @@ class Shape:
 def trace_shape(settings: Settings, config_json: str | None = None) -> Shape:
     """Return the shape of the model that train.py would load, or of the model with this config.json.
 
-    Raises WorkshopError (exit code 2) when there is no such model, or when it cannot be traced.
+    Raises WorkshopError (exit code 2) if the model does not exist or cannot be traced.
     """
     forward = forward_pass(settings, config_json)
     with tracing_errors(settings):
@@ -117,8 +120,9 @@ def trace_shape(settings: Settings, config_json: str | None = None) -> Shape:
 
 
 def forward_pass(settings: Settings, config_json: str | None = None) -> ForwardPass:
-    """Raises WorkshopError (exit code 2) when there is no such model."""
-    from model import load_config  # it imports transformers' models, for seconds: not before the flags are checked
+    """Return the inputs of the forward pass. Raises WorkshopError (exit code 2) for a model that does not exist."""
+    # This import takes seconds, because it loads transformers' models. So do it only after the flags are checked
+    from model import load_config
 
     return ForwardPass(
         config_json=config_json or load_config(settings.model).to_json_string(use_diff=False),
@@ -136,10 +140,7 @@ def forward_pass(settings: Settings, config_json: str | None = None) -> ForwardP
 
 @contextlib.contextmanager
 def tracing_errors(settings: Settings) -> Iterator[None]:
-    """Turn any error of a model's own code, which runs on tensors without values, into one line.
-
-    Raises WorkshopError (exit code 2).
-    """
+    """Replace an error that the model's own code raises on tensors without values by a WorkshopError (exit code 2)."""
     try:
         yield
     except WorkshopError:
@@ -155,7 +156,7 @@ def tracing_errors(settings: Settings) -> Iterator[None]:
 def uses_autocast(settings: Settings) -> bool:
     """Return whether autocast casts fp32 weights for each operation (Trainer, DDP, tensor parallelism).
 
-    DeepSpeed keeps weights in the precision itself, and FSDP casts them when it gathers them.
+    DeepSpeed keeps weights in the precision of the computation, and FSDP casts weights when it gathers them.
     """
     if settings.model.tensor_parallel > 1:
         return True
@@ -163,60 +164,62 @@ def uses_autocast(settings: Settings) -> bool:
 
 
 def recomputes_blocks(settings: Settings) -> bool:
-    """Return whether activations are checkpointed: the backward pass then computes each block again."""
+    """Return whether activations are checkpointed, so that the backward pass computes each block again."""
     by_fsdp = (settings.fsdp_config or {}).get("activation_checkpointing", False)
     return bool(settings.trainer.activation_checkpointing or by_fsdp)
 
 
 def weight_bytes(settings: Settings) -> int:
-    """Bytes of a weight in the precision in which the model computes."""
+    """Bytes of a weight in the precision of the computation."""
     return FP32 if settings.precision == "fp32" else HALF
 
 
 @contextlib.contextmanager
 def model_without_storage(forward: ForwardPass) -> Iterator[Any]:
-    """Make a model whose tensors have no storage."""
+    """Create a model whose tensors have no storage."""
     from torch._subclasses.fake_tensor import FakeTensorMode
     from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig
     from transformers.initialization import no_init_weights
     from transformers.modeling_utils import local_torch_dtype
 
-    import custom_model  # noqa: F401 - it makes custom-gpt known to AutoConfig
+    import custom_model  # noqa: F401 - registers custom-gpt with AutoConfig
     from training.bloom_sdpa import use_attention
 
-    # PyTorch logs an operation without a rule for such tensors with a traceback, and raises an exception, too
+    # For an operation without a rule for such tensors, PyTorch raises an exception and also logs a traceback
     logging.getLogger("torch._subclasses.fake_tensor").setLevel(logging.CRITICAL)
     config = AutoConfig.for_model(**json.loads(forward.config_json))
     with FakeTensorMode():
-        # Do not use from_config: with ZeRO-3 it would shard the model
+        # Do not use from_config, which would shard the model under ZeRO-3
         with no_init_weights(), local_torch_dtype(torch.float32 if forward.autocast else forward.dtype):
             model_class: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
-            if model_class.config_class is type(config).sub_configs.get("text_config"):  # if it also reads images
+            if model_class.config_class is type(config).sub_configs.get("text_config"):  # the model also reads images
                 config = config.get_text_config()
             model = model_class(config).train()
             model.tie_weights()
             use_attention(model, forward.attention)
         if forward.recomputes:
-            for block in blocks_of(model).values():
-                # Tensors without storage have no random numbers for checkpointing to save
+            for block in named_blocks(model).values():
+                # Tensors without values draw no random numbers, so there is no state to save
                 block.forward = partial(checkpoint, block.forward, use_reentrant=False, preserve_rng_state=False)
         yield model
 
 
-def blocks_of(model: Any) -> dict[str, Any]:
+def named_blocks(model: Any) -> dict[str, Any]:
     """Return the model's blocks by their names."""
     types = model._no_split_modules or []
     return {name: module for name, module in model.named_modules() if type(module).__name__ in types}
 
 
 def autocast(forward: ForwardPass) -> torch.autocast:
-    """Return the context of the forward pass. Like the Trainer, leave it before the backward pass: then autocast drops
-    its copies of the weights."""
+    """Return the context of the forward pass.
+
+    Like the Trainer, leave the context before the backward pass. At the exit autocast drops its copies of the weights.
+    """
     return torch.autocast("cpu", dtype=forward.dtype, enabled=forward.autocast)
 
 
 def cut_matrices(model: Any, tensor_parallel: int) -> None:
-    """Cut each matrix to the part that one rank computes with. The logits, which ranks gather, keep their size."""
+    """Cut each matrix to the part of one rank. The logits keep their size, because ranks gather them."""
     for name, module in model.named_modules():
         style = model.tp_plan.get(replace_layer_number_by_wildcard(name))
         if style in BY_OUTPUTS:
@@ -231,16 +234,16 @@ def cut_matrices(model: Any, tensor_parallel: int) -> None:
 
 
 def exchanged_bytes(model: Any, forward: ForwardPass) -> int:
-    """Bytes that a rank of a tensor group sends for a micro batch, if the ranks are very many (n - 1 of n parts).
+    """Bytes that a rank of a tensor group sends for a micro batch. With n ranks it sends (n - 1) / n of these.
 
-    The outputs of each matrix that is cut by inputs, and those of the embedding, are summed. In the backward pass the
-    gradients of the inputs of each matrix that is cut by outputs are summed. A ring sends both twice. Logits are
-    gathered, and sent once.
+    The forward pass sums over the ranks the outputs of the embedding and of each matrix that is cut by inputs. The
+    backward pass sums the gradients of the inputs of each matrix that is cut by outputs. A ring sends what is summed
+    twice. Ranks gather the logits, which a ring sends once.
     """
     text = model.config.get_text_config()
     styles = [model.tp_plan.get(replace_layer_number_by_wildcard(name)) for name, _ in model.named_modules()]
     by_outputs = styles.count("colwise") + styles.count("colwise_gather_output")
-    # Norms and residuals are fp32 also under autocast, and so are their gradients
+    # Norms and residuals, and their gradients, are fp32 even under autocast
     compute_bytes = forward.dtype.itemsize
     summed = styles.count("rowwise") * compute_bytes + (styles.count("embedding_rowwise") + by_outputs) * FP32
     gathered = styles.count("colwise_gather_output") * text.vocab_size * compute_bytes
@@ -248,7 +251,7 @@ def exchanged_bytes(model: Any, forward: ForwardPass) -> int:
 
 
 def untied_embedding(model: Any) -> list[torch.nn.Parameter]:
-    """The weight of the input embedding, unless it is the head as well."""
+    """Return the weight of the input embedding in a list, which is empty if the head has the same weight."""
     head = model.get_output_embeddings()
     weight = model.get_input_embeddings().weight
     return [] if head is not None and head.weight is weight else [weight]
@@ -256,7 +259,7 @@ def untied_embedding(model: Any) -> list[torch.nn.Parameter]:
 
 @lru_cache
 def trace(forward: ForwardPass) -> Shape:
-    """Run the passes of a micro batch on tensors without storage, and count the bytes that are alive."""
+    """Trace the passes of a micro batch on tensors without storage, and count the bytes that are alive."""
     with model_without_storage(forward) as model:
         whole = {name: p.numel() for name, p in model.named_parameters()}
         held = whole
@@ -274,7 +277,7 @@ def trace(forward: ForwardPass) -> Shape:
             module.register_forward_pre_hook(
                 lambda module, _: calls.append(tuple(numbers[id(p)] for p in module.parameters(recurse=False)))
             )
-        blocks = blocks_of(model)
+        blocks = named_blocks(model)
         history = run_passes(model, list(blocks.values()), forward)
     text = model.config.get_text_config()
     return Shape(
@@ -285,7 +288,7 @@ def trace(forward: ForwardPass) -> Shape:
         block_sizes=tuple(sum(size for name, size in held.items() if name.startswith(f"{block}.")) for block in blocks),
         hidden=text.hidden_size,
         layers=len(blocks) or text.num_hidden_layers,
-        peaks={moment: max(states, key=sum) for moment, states in history.items() if states},
+        peaks={interval: max(states, key=sum) for interval, states in history.items() if states},
         history=history,
         calls=tuple(calls),
         rows=tuple(len(parameter) for parameter in model.parameters()),
@@ -295,9 +298,10 @@ def trace(forward: ForwardPass) -> Shape:
 
 
 class AliveBytes(TorchDispatchMode):
-    """Note after each operation the bytes of all storages that are alive.
+    """Count the bytes of all storages that are alive after each operation.
 
-    scores: elements of the logits, of one token `vocabulary` of them. head: shape of the weight that makes them.
+    scores: elements of the logits of all tokens. vocabulary: elements of the logits of one token. head: shape of the
+    weight that computes the logits.
     """
 
     def __init__(self, scores: int, vocabulary: int, head: torch.Size):
@@ -305,10 +309,10 @@ class AliveBytes(TorchDispatchMode):
         self.scores = scores
         self.vocabulary = vocabulary
         self.head = sorted(head)
-        self.moment = PASSES[0]
+        self.interval = PASSES[0]
         self.alive: Counter[str] = Counter()
         self.known: set[int] = set()
-        self.history: dict[str, list[Alive]] = {moment: [] for moment in PASSES}
+        self.history: dict[str, list[Alive]] = {interval: [] for interval in PASSES}
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -316,11 +320,11 @@ class AliveBytes(TorchDispatchMode):
         result = func(*args, **(kwargs or {}))
         for tensor in tree_leaves(result):
             if isinstance(tensor, torch.Tensor):
-                self.add(tensor, self.kind_of(tensor))
+                self.add(tensor, self.classify(tensor))
         self.note()
         return result
 
-    def kind_of(self, tensor: torch.Tensor) -> str:
+    def classify(self, tensor: torch.Tensor) -> str:
         if tensor.numel() == self.scores and tensor.shape[-1] == self.vocabulary:
             return "logits"
         return "head" if sorted(tensor.shape) == self.head else "activations"
@@ -338,25 +342,25 @@ class AliveBytes(TorchDispatchMode):
         self.alive[kind] -= size
 
     def note(self, more_logits: int = 0) -> None:
-        """Note what is alive now. more_logits: bytes of logits that are not in a tensor."""
+        """Append the bytes that are alive now. more_logits: bytes of logits that no tensor represents."""
         alive = self.alive
-        self.history[self.moment].append(Alive(alive["activations"], alive["logits"] + more_logits, alive["head"]))
+        self.history[self.interval].append(Alive(alive["activations"], alive["logits"] + more_logits, alive["head"]))
 
-    def begin(self, moment: str) -> None:
-        self.moment = moment
+    def begin(self, interval: str) -> None:
+        self.interval = interval
 
 
 def run_passes(model: Any, blocks: list[Any], forward: ForwardPass) -> dict[str, list[Alive]]:
-    """Run the forward and backward pass of a micro batch. Return what is alive after each operation, by PASSES.
+    """Run the forward and backward pass of a micro batch. Return the bytes alive after each operation, by interval.
 
-    "loss" is the forward pass, the loss, and the backward pass of the head. "blocks" begins with the gradient of the
-    last block's output, "embedding" with that of the first block's input. Gradients of parameters exist already, as in
-    each micro batch but the first of a step.
+    The interval "loss" is the forward pass, the loss, and the backward pass of the head. "blocks" begins with the
+    gradient of the last block's output, and "embedding" with the gradient of the first block's input. Gradients of
+    parameters exist from the start, as in each micro batch after the first one of a step.
     """
     from training.chunked_loss import CPU_PIECES, GPU_PIECES, bytes_of_chunk
 
     head = model.get_output_embeddings()
-    vocabulary = head.out_features  # also where ranks cut the weight
+    vocabulary = head.out_features  # the whole vocabulary, even if tensor parallelism cuts the weight
     counting = AliveBytes(forward.tokens * vocabulary, vocabulary, head.weight.shape)
     for parameter in model.parameters():
         parameter.grad = torch.empty_like(parameter)
@@ -379,18 +383,21 @@ def run_passes(model: Any, blocks: list[Any], forward: ForwardPass) -> dict[str,
     return counting.history
 
 
-def begin_with_gradient(register_hook: Any, moment: str, counting: AliveBytes) -> None:
-    """Begin a moment when the backward pass has computed the gradient of the tensor that a module's hook gets last."""
+def begin_with_gradient(register_hook: Any, interval: str, counting: AliveBytes) -> None:
+    """Begin `interval` when the backward pass has computed the gradient of a block's output or input.
+
+    register_hook: the block's register_forward_hook for its output, or register_forward_pre_hook for its input.
+    """
 
     def hook(module: Any, *values: Any) -> None:
         first = next(value for value in tree_leaves(values[-1]) if isinstance(value, torch.Tensor))
-        first.register_hook(lambda _: counting.begin(moment))
+        first.register_hook(lambda _: counting.begin(interval))
 
     register_hook(hook)
 
 
 class ChunkedHead(torch.autograd.Function):
-    """Keep for the backward pass what training/chunked_loss.py keeps: fp32 gradients of hidden states and weight."""
+    """Stand-in for training/chunked_loss.py that keeps the same fp32 gradients of hidden states and weight."""
 
     @staticmethod
     def forward(ctx: Any, hidden: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:

@@ -1,6 +1,6 @@
-"""Follow a step whose tensors are fake: the storages that are alive, their kinds, and the collectives that begin.
+"""Observe a step whose tensors are fake: the storages that are alive, their kinds, and the collectives.
 
-PyTorch's own FSDPMemTracker counts all activations as memory of the optimizer.
+PyTorch's FSDPMemTracker is not used, because it counts all activations as memory of the optimizer.
 """
 
 import contextlib
@@ -21,7 +21,7 @@ from distributed.inspect_fsdp import local
 from distributed.read_collective import SENT, Collective, read_collective
 from estimate.communication import Ring
 
-ACTIVATIONS = "activations, logits"  # All memory that is not of another kind counts here
+ACTIVATIONS = "activations, logits"  # includes all memory that is not of another kind
 KINDS = ("parameters", "gradients", "optimizer state", "buffers", ACTIVATIONS)
 
 
@@ -29,17 +29,17 @@ KINDS = ("parameters", "gradients", "optimizer state", "buffers", ACTIVATIONS)
 class ObservedStep:
     """Bytes that a rank held, and collectives that it took part in.
 
-    at_peak, at_most: bytes by kind, at the moment when the sum was largest, and the maximum of each kind. moment: phase
-    and operator of the peak. collectives: in order, each with its phase.
+    at_peak: bytes of each kind when their sum was largest. at_most: the maximum of each kind. peak_operation: phase and
+    operator of the peak. collectives: all collectives in order, each with its phase.
     """
 
     at_peak: Counter[str] = field(default_factory=Counter)
     at_most: Counter[str] = field(default_factory=Counter)
-    moment: str = ""
+    peak_operation: str = ""
     collectives: list[tuple[str, Collective]] = field(default_factory=list)
 
     def rings(self) -> list[Ring]:
-        """Return what was sent as rings, in the form in which `rings` of communication.py predicts it."""
+        """Return the messages as rings, in the form of the predictions (`rings` of communication.py)."""
         sent = []
         for _, collective in self.collectives:
             number, last = len(collective.ranks), collective.ranks[-1]  # rank 0 is the first
@@ -48,7 +48,7 @@ class ObservedStep:
 
 
 class Observer(TorchDispatchMode):
-    """Follow each storage from its allocation to its end, and each collective."""
+    """A dispatch mode that follows each storage from its allocation to its end, and each collective."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -60,7 +60,7 @@ class Observer(TorchDispatchMode):
         self.begin()
 
     def begin(self) -> ObservedStep:
-        """Return what will be found from now on, until this is called again."""
+        """Return a new ObservedStep, which is filled until the next call."""
         self.found = ObservedStep(Counter(self.now), Counter(self.now))
         return self.found
 
@@ -68,16 +68,17 @@ class Observer(TorchDispatchMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         if DTensor in types:
-            return NotImplemented  # DTensor comes back with operators on its local parts
+            return NotImplemented  # DTensor then dispatches operators on its local parts
         kwargs = kwargs or {}
         tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
-        # Operators on tensors with values compute as usual. DDP writes the order of its buckets into an int32 tensor,
-        # and reads it again, so this tensor needs values, too
+        # Operators on tensors with values compute as usual. DDP writes the order of its buckets into an int32 tensor
+        # and reads it again, so give this tensor values, too
         needs_values = func is torch.ops.aten.empty.memory_format and kwargs.get("dtype") is torch.int32
         if needs_values or (tensors and all(type(tensor) is torch.Tensor for tensor in tensors)):
             with unset_fake_temporarily():
                 return func(*args, **kwargs)
-        # A training asks for a few values. With these answers it continues: a loss is 1, and no gradient has overflowed
+        # A training reads a few values. Return answers with which it continues: a loss of 1, and gradients without
+        # overflow
         if func is torch.ops.aten._local_scalar_dense.default:
             return int(tensors[0].dtype.is_floating_point)
         if func is torch.ops.aten.allclose.default:
@@ -95,7 +96,7 @@ class Observer(TorchDispatchMode):
     def note_collective(self, collective: Collective, tensors: list[torch.Tensor]) -> None:
         self.found.collectives.append((self.phase, collective))
         for tensor in tensors:
-            if self.kind_of(tensor) == ACTIVATIONS and isinstance(tensor, FakeTensor):
+            if self.classify(tensor) == ACTIVATIONS and isinstance(tensor, FakeTensor):
                 self.note(tensor, "buffers")
         self.note_gradients()
 
@@ -104,11 +105,11 @@ class Observer(TorchDispatchMode):
             if isinstance(gradient, torch.Tensor):
                 self.note(local(gradient), "gradients")
 
-    def kind_of(self, tensor: torch.Tensor) -> str:
+    def classify(self, tensor: torch.Tensor) -> str:
         return self.alive.get(tensor.untyped_storage()._cdata, (0, ACTIVATIONS))[1]
 
     def note(self, tensor: torch.Tensor, kind: str | None = None) -> None:
-        """Note a new storage, or that a known one is of this kind."""
+        """Register a new storage, or set the kind of a known one."""
         storage = tensor.untyped_storage()
         known = self.alive.get(storage._cdata)
         if known is None:
@@ -117,7 +118,7 @@ class Observer(TorchDispatchMode):
             self.change(storage._cdata, (storage.nbytes(), kind or ACTIVATIONS))
 
     def change(self, storage: int, held: tuple[int, str] | None) -> None:
-        """Replace what is known of a storage. held: its bytes and kind, None at its end."""
+        """Update the record of a storage. held: its bytes and kind, None at its end."""
         size, kind = self.alive.pop(storage, (0, ACTIVATIONS))
         self.now[kind] -= size
         if held is None:
@@ -129,11 +130,11 @@ class Observer(TorchDispatchMode):
         found.at_most[kind] = max(found.at_most[kind], self.now[kind])
         if self.now.total() > found.at_peak.total():
             found.at_peak = Counter(self.now)
-            found.moment = f"{self.phase}, {self.operator}"
+            found.peak_operation = f"{self.phase}, {self.operator}"
 
     @contextlib.contextmanager
     def in_phase(self, name: str) -> Iterator[None]:
-        """Stand in for `WorkshopTrainer.phase`. Phases are nested: the backward phase contains the forward phase."""
+        """Set the phase, in place of `WorkshopTrainer.phase`. Phases are nested: backward contains forward."""
         before = self.phase
         self.phase = name
         yield
@@ -142,7 +143,7 @@ class Observer(TorchDispatchMode):
 
     @contextlib.contextmanager
     def watching(self) -> Iterator[None]:
-        """Watch all operators, and storages that FSDP2 resizes, which PyTorch does without an operator."""
+        """Watch all operators, and the storages that FSDP2 resizes, for which PyTorch calls no operator."""
         plain = torch.UntypedStorage.resize_
 
         def resize(storage: torch.UntypedStorage, size: int) -> Any:

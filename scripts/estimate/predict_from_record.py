@@ -1,5 +1,4 @@
-"""The prediction of estimate_memory.py for a run, made from its record only. The report shows it next to the memory
-that was measured."""
+"""Predict the memory of a run from its record only. The report shows the prediction next to the measured memory."""
 
 import json
 import subprocess
@@ -9,15 +8,19 @@ from typing import NamedTuple
 
 from config import DEFAULTS
 from estimate.command_line import check_optimizer
-from estimate.memory import MIB, MemoryPart, estimate_parts, totals, without_gpu
-from settings.settings import settings_of
+from estimate.memory import MemoryPart, estimate_parts, move_to_cpu, totals
+from settings.settings import build_settings
 from shared.errors import WorkshopError
 from shared.paths import REPOSITORY
+from shared.units import MIB
 
 
 class Predicted(NamedTuple):
-    """MiB of the fullest GPU, None for a training on the CPU, and of the first node's memory; of these on the rank that
-    holds most: parameters, gradients and optimizer state."""
+    """Predicted memory of a run in MiB.
+
+    gpu_mib: the fullest GPU, None for a training on the CPU. node_mib: the first node. parameters, gradients,
+    optimizer_state: these parts on the rank that holds most.
+    """
 
     gpu_mib: float | None
     node_mib: float
@@ -27,10 +30,10 @@ class Predicted(NamedTuple):
 
 
 def predicted_memory(record: dict) -> Predicted | None:
-    """Predict the memory of a run. record: a run record as its file has it; records/schema.py describes it.
+    """Predict the memory of a run without network, GPU or the run's files. record: see records/schema.py.
 
-    None for a record without configs, and for a run that cannot be estimated: with another optimizer than AdamW, or
-    with a model that cannot be traced. Needs no network, no GPU and no files of the run.
+    Return None for a record without configs, and for a run that cannot be estimated. Examples are an optimizer other
+    than AdamW, and a model that cannot be traced.
     """
     if not record.get("configs"):
         return None
@@ -47,7 +50,7 @@ def predicted_memory(record: dict) -> Predicted | None:
 
 
 def predicted_parts(record: dict, python: MemoryPart) -> list[MemoryPart]:
-    """Estimate the memory of a run from its record. python: what Python itself needs.
+    """Estimate the memory of a run from its record. python: the memory of Python itself.
 
     Raises WorkshopError (exit code 2) for a run that cannot be estimated.
     """
@@ -55,12 +58,12 @@ def predicted_parts(record: dict, python: MemoryPart) -> list[MemoryPart]:
     own = {"gpus": record["world_size"], "nodes": len(record["nodes"])}
     if trained_on_cpu(record):
         own["use_cpu"] = True
-    settings = settings_of(
+    settings = build_settings(
         DEFAULTS | record["settings"] | own, deepspeed_config=configs["deepspeed"], fsdp_config=configs["fsdp"]
     )
     check_optimizer(settings)
     parts = estimate_parts(settings, json.dumps(configs["model"]), python)
-    return without_gpu(parts) if settings.trainer.use_cpu else parts
+    return move_to_cpu(parts) if settings.trainer.use_cpu else parts
 
 
 def trained_on_cpu(record: dict) -> bool:
@@ -69,10 +72,10 @@ def trained_on_cpu(record: dict) -> bool:
 
 @cache
 def measure_python_elsewhere() -> MemoryPart:
-    """Measure what estimate_memory.py measures as Python's memory, in a new process.
+    """Measure Python's memory in a new process, as estimate_memory.py measures it.
 
-    The process of the report grows with the runs that it reads. A measurement by the training itself would not be a
-    prediction: without a GPU, Python is nearly all of a small training's memory.
+    The report's own process grows with the runs that it reads. The training's own measurement would make the prediction
+    circular: without a GPU, Python is nearly all of a small training's memory.
     """
     measure = """
 from estimate.command_line import parse_memory_plan

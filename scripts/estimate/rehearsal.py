@@ -1,8 +1,8 @@
-"""A rehearsal: the real code of a training runs as rank 0 of many ranks, in one process and without memory for tensors.
+"""Rehearse a training: run its real code as rank 0 of many ranks, in one process and without memory for tensors.
 
-PyTorch's fake process group takes the place of the network: a collective returns at once, and nothing is sent. Under
-FakeTensorMode a tensor has a shape and a size, but no values. The Trainer, DDP, FSDP2, DeepSpeed and the optimizer are
-those of train.py, so the model is wrapped as in a run. observer.py follows the last of a few optimizer steps.
+PyTorch's fake process group replaces the network: a collective returns at once and sends nothing. Under FakeTensorMode
+a tensor has a shape and a size, but no values. The Trainer, DDP, FSDP2, DeepSpeed and the optimizer are those of
+train.py, so the model is wrapped as in a run. observer.py observes the last of a few optimizer steps.
 """
 
 import contextlib
@@ -46,7 +46,7 @@ def observe_gradient(parameter: torch.Tensor, observer: Observer, kind: str) -> 
 
 
 class FakeTrainer(WorkshopTrainer):
-    """The Trainer of all runs, with batches that have no values, and an observer of its last step."""
+    """WorkshopTrainer with artificial batches, and with an observer of the last step."""
 
     def __init__(self, observer: Observer, settings: Settings, **kwargs: Any) -> None:
         super().__init__(**kwargs)
@@ -65,24 +65,24 @@ class FakeTrainer(WorkshopTrainer):
         prepared = super()._prepare_for_training(*args, **kwargs)
         wrapped: Any = self.model_wrapped
         if isinstance(wrapped, torch.nn.parallel.DistributedDataParallel):
-            # The work of the fake process group returns no tensor, and DDP's own hook expects one
+            # DDP's default hook expects a tensor from the collective, and the fake process group returns none
             wrapped.register_comm_hook(None, average)
         if self.is_deepspeed_enabled:
-            wrapped.step = self.observer.in_phase("optimizer")(wrapped.step)  # DeepSpeed steps inside of `backward`
+            wrapped.step = self.observer.in_phase("optimizer")(wrapped.step)  # DeepSpeed's `backward` calls `step`
         return prepared
 
     def get_batch_samples(self, *args: Any, **kwargs: Any) -> tuple[list, Any]:
-        """Begin a step."""
+        """Return the batches of the next step, and start to observe before the last step."""
         if self.state.global_step == self.args.max_steps - 1:
             self.begin_last_step()
         batches, labels_in_step = super().get_batch_samples(*args, **kwargs)
         for batch in batches:
-            if "label_count" in batch:  # The chunked loss gets a Python number, which was read from the labels
+            if "label_count" in batch:  # the chunked loss needs a number, and a count of fake labels has no value
                 batch["label_count"] = next_tokens(batch["labels"]).numel() - len(batch["labels"])
         return batches, labels_in_step
 
     def begin_last_step(self) -> None:
-        """Tell the observer which storages belong to the model, FSDP2 and the optimizer."""
+        """Register with the observer the storages of the model, FSDP2 and the optimizer."""
         observer = self.observer
         model: Any = self.model
         for tensor in states_of(self.plain_optimizer):
@@ -104,26 +104,26 @@ class FakeTrainer(WorkshopTrainer):
 
     @property
     def plain_optimizer(self) -> Any:
-        """The optimizer inside of what accelerate or DeepSpeed has wrapped around it."""
+        """The optimizer without the wrapper of accelerate or DeepSpeed."""
         wrapper: Any = self.deepspeed if self.is_deepspeed_enabled else self.optimizer
         return wrapper.optimizer
 
     def kept_gradients(self) -> list:
-        """Gradients that stay until the step. Others are on their way to these."""
+        """Return the gradients that exist until the optimizer step, without temporary gradients."""
         optimizer = self.plain_optimizer
         if not self.is_deepspeed_enabled:
             return [parameter.grad for group in optimizer.param_groups for parameter in group["params"]]
         kept = gradients_of(torch.nn.Identity() if self.zero_stage >= 2 else self.model, optimizer)  # type: ignore[arg-type]
-        averaged = getattr(optimizer, "averaged_gradients", {}).values()  # ZeRO-2 keeps them here for the step
+        averaged = getattr(optimizer, "averaged_gradients", {}).values()  # ZeRO-2 keeps its gradients here
         return [*kept, *tree_leaves(list(averaged))]
 
     def _maybe_log_save_evaluate(self, *args: Any, **kwargs: Any) -> None:
-        """End a step, and discard what follows it."""
+        """End the observed step, so that nothing after it counts."""
         self.observer.begin()
 
 
 def average(_: object, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
-    """All-reduce a bucket of DDP."""
+    """DDP communication hook that all-reduces a bucket."""
     dist.all_reduce(bucket.buffer())
     done: torch.futures.Future[torch.Tensor] = torch.futures.Future()
     done.set_result(bucket.buffer())
@@ -131,13 +131,13 @@ def average(_: object, bucket: dist.GradBucket) -> torch.futures.Future[torch.Te
 
 
 def check_rehearsal(settings: Settings) -> None:
-    """Raises WorkshopError (exit code 2) for a training that cannot be rehearsed."""
+    """Raise WorkshopError (exit code 2) for a training that cannot be rehearsed."""
     trainer = settings.trainer
     if settings.estimate.gpus < 2:
         raise settings.error("gpus", "one rank has no communication to rehearse", "give 2 or more")
     if trainer.deepspeed and uses_offload(settings):
         what = "offload needs a GPU to offload from, and a rehearsal has none"
-        raise settings.error("deepspeed", what, "take a config without offload, or estimate_memory.py")
+        raise settings.error("deepspeed", what, "use a config without offload, or estimate_memory.py")
     config = settings.fsdp_config or {}
     source = trainer.fsdp_config or "--fsdp"
     if config.get("version") == 1:
@@ -147,22 +147,22 @@ def check_rehearsal(settings: Settings) -> None:
         raise WorkshopError(source, what, "use another config, or estimate_memory.py")
     for flag in ("torch_compile", "use_liger_kernel"):
         if getattr(trainer, flag):
-            raise settings.error(flag, "compiles kernels, which a rehearsal cannot run", "leave it out")
+            raise settings.error(flag, "compiles kernels, and a rehearsal cannot run them", "leave it out")
 
 
 def rehearse(settings: Settings) -> ObservedStep:
-    """Run a few optimizer steps as rank 0 of settings.estimate.gpus ranks, and return what the last one held and sent.
+    """Run a few optimizer steps as rank 0, and return the memory and messages of the last step.
 
     fp16 is rehearsed as bf16, which has the same size.
     """
-    # Weights are loaded in fp32. The Trainer adds autocast and checkpointing
+    # Start from fp32 weights, as train.py does. The Trainer adds autocast and checkpointing
     forward = replace(forward_pass(settings), precision="fp32", autocast=False, recomputes=False)
     tensor_parallel = settings.model.tensor_parallel
     with fake_world(settings) as arguments:
         with model_without_storage(forward) as model:
             fake_mode = next(model.parameters()).fake_mode
-            fake_mode.allow_non_fake_inputs = True  # The Trainer's own counts are real tensors
-        # The model is on its device. Without this line, `to` raises for fake tensors
+            fake_mode.allow_non_fake_inputs = True  # the Trainer's own counts are real tensors
+        # The model is on its device already, and `to` raises for fake tensors
         model.to = lambda *args, **kwargs: model
         if settings.model.loss == "chunked":
             use_chunked_loss(model)
@@ -171,8 +171,8 @@ def rehearse(settings: Settings) -> ObservedStep:
         if settings.fsdp_config is not None or tensor_parallel > 1:
             shard_on_cpu()
         for number, parameter in enumerate(model.parameters()):
-            # accelerate finds a parameter by its address, which is 0 for all fake tensors. Without this line the
-            # optimizer would update one parameter only
+            # accelerate identifies a parameter by its address, which is 0 for all fake tensors. Without this line the
+            # optimizer would update only one parameter
             parameter.data_ptr = lambda number=number: number
         observer = Observer()
         trainer = FakeTrainer(observer, settings, model=model, args=arguments)
@@ -182,11 +182,11 @@ def rehearse(settings: Settings) -> ObservedStep:
 
 
 def leave_fake_world() -> None:
-    """Let the next rehearsal of this process make a world of another size."""
+    """Reset the global state, so that the next rehearsal in this process can have another world size."""
     AcceleratorState._reset_state(reset_partial_state=True)
     GradientState._reset_state()
-    unset_hf_deepspeed_config()  # Otherwise transformers would shard the next model of this process
-    from deepspeed.comm import comm  # accelerate has imported DeepSpeed in any case
+    unset_hf_deepspeed_config()  # otherwise transformers would shard the next model of this process
+    from deepspeed.comm import comm  # accelerate has imported DeepSpeed anyway
 
     if comm.cdb is None:
         dist.destroy_process_group()
@@ -197,7 +197,7 @@ def leave_fake_world() -> None:
 
 @contextlib.contextmanager
 def fake_world(settings: Settings) -> Iterator[TrainingArguments]:
-    """Make this process rank 0 of a world that does not exist, and leave the process as it was."""
+    """Make this process rank 0 of a world without other processes, and restore the process at the end."""
     given = settings.estimate
     fsdp = settings.fsdp_config if settings.model.tensor_parallel == 1 else None
     world = {
@@ -206,8 +206,8 @@ def fake_world(settings: Settings) -> Iterator[TrainingArguments]:
         "WORLD_SIZE": str(given.gpus),
         "LOCAL_WORLD_SIZE": str(given.gpus // given.nodes),
         "MASTER_ADDR": "127.0.0.1",
-        "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1"),  # Without it accelerate warns
-        "ACCELERATE_TORCH_DEVICE": "cpu",  # Otherwise it is cpu:0, which is another device for fake tensors
+        "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1"),  # accelerate warns if the variable is unset
+        "ACCELERATE_TORCH_DEVICE": "cpu",  # accelerate's default is cpu:0, which is another device for fake tensors
     }
     import torch.distributed.fsdp._fully_shard._fully_shard as fully_shard
 
@@ -219,16 +219,17 @@ def fake_world(settings: Settings) -> Iterator[TrainingArguments]:
 
     with contextlib.ExitStack() as stack:
         stack.enter_context(patch.dict(os.environ, world))
-        # FSDP reads the ranks' numbers from the mesh, and DDP compares shapes between the ranks: both need values
+        # FSDP reads the ranks from the mesh, which therefore needs values
         stack.enter_context(patch.object(fully_shard, "_init_default_mesh", mesh_with_values))
-        # ZeRO-3 replaces this function, and does not restore it
+        # ZeRO-3 replaces this function and does not restore it
         stack.enter_context(patch.object(functional, "linear", functional.linear))
+        # DDP compares the values of shapes between ranks, and fake tensors have none
         verify = "torch.nn.parallel.distributed._verify_param_shape_across_processes"
         stack.enter_context(patch(verify, lambda *args: None))
         silence_known_warnings()
-        # DeepSpeed checks the alignment of addresses, which are 0 here
+        # DeepSpeed checks the alignment of addresses, and fake tensors have none
         warnings.filterwarnings("ignore", "Accessing the data pointer of FakeTensor", UserWarning)
-        prepare_deepspeed()  # accelerate imports DeepSpeed
+        prepare_deepspeed()  # before accelerate imports DeepSpeed
         dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=given.gpus)
         stack.callback(leave_fake_world)
         flags = trainer_flags(settings) | {
@@ -236,7 +237,7 @@ def fake_world(settings: Settings) -> Iterator[TrainingArguments]:
             "use_cpu": True,
             "fp16": False,
             "bf16": settings.precision != "fp32",
-            # The first step makes Adam's moments, and DDP makes its final buckets in the second
+            # The first step creates Adam's moments. DDP creates its final buckets in the second step
             "max_steps": 2 if settings.fsdp_config is not None else 3,
             "eval_strategy": "no",
             "save_strategy": "no",

@@ -1,8 +1,8 @@
-"""Seconds of an optimizer step: computing, optimizer and communication.
+"""Predict the seconds of an optimizer step: computing, optimizer and communication.
 
-Computing is a roofline (doi:10.1145/1498765.1498785): each operation of a micro batch takes as long as its arithmetic
-at the speed of matrix products, or as long as its tensors at the speed of the memory, whichever is more. The rest is
-bytes over bandwidth: of the weights, gradients and moments that the optimizer passes over, and of what a rank sends.
+Computing follows the roofline model (doi:10.1145/1498765.1498785). Each operation of a micro batch takes the longer of
+two times: its arithmetic at the speed of matrix products, and its bytes at the speed of the memory. The optimizer and
+the communication take their bytes over a bandwidth.
 """
 
 from collections import Counter
@@ -18,7 +18,7 @@ from torch.utils.flop_counter import flop_registry
 
 from distributed.ds_config import offloaded
 from estimate.command_line import check_optimizer
-from estimate.communication import GB, sent_bytes
+from estimate.communication import sent_bytes
 from estimate.model_shape import (
     FP32,
     HALF,
@@ -33,28 +33,29 @@ from estimate.model_shape import (
 )
 from settings.settings import Settings
 from shared.errors import WorkshopError
+from shared.units import GB
 
-Work = Counter[tuple[int, int]]  # (operations of matrix products, bytes) of an operation, and how often it is done
-# Bytes for each fp32 parameter: a fused Adam reads weight, gradient and two moments, and writes all but the gradient;
-# clipping reads the gradient for its norm, and reads and writes it once more
+Work = Counter[tuple[int, int]]  # (arithmetic operations, bytes) of an operator -> how often the operator runs
+# Bytes for each fp32 parameter. A fused Adam reads weight, gradient and two moments, and writes all but the gradient.
+# Clipping reads the gradient for its norm, and then reads and writes it
 OPTIMIZER_BYTES = (7 + 3) * FP32
-BACKWARD = 2 / 3  # of the time of forward and backward pass
-# Operations that give another view of a tensor, or memory without content
+BACKWARD = 2 / 3  # the backward pass's fraction of the time of both passes
+# Operators that return another view of a tensor, or memory without content
 FREE = ("detach", "_unsafe_view", "alias", "lift_fresh", "empty", "empty_like", "new_empty", "empty_strided")
 
 
 @dataclass(frozen=True)
 class Rates:
-    """Speeds of one rank while all ranks work. bus: as nccl-tests defines it, infinite where it is not known."""
+    """Speeds of one rank while all ranks work. bus: the bus bandwidth of nccl-tests, infinite if it is not known."""
 
     matmul: float  # operations per second
-    memory: float  # bytes per second, those read and those written
+    memory: float  # bytes per second, read and written together
     bus: float  # bytes per second
 
 
 @dataclass(frozen=True)
 class Step:
-    """Seconds of an optimizer step. hidden: the part of the communication that runs during the computing."""
+    """Seconds of an optimizer step. hidden: the part of the communication that overlaps with the computing."""
 
     compute: float
     optimizer: float
@@ -67,7 +68,7 @@ class Step:
 
 
 def read_rates(settings: Settings) -> Rates | None:
-    """Return the rates that the flags give, or None unless both rates are there that every training needs."""
+    """Return the rates of the flags, or None unless --matmul_tflops and --memory_bandwidth are given."""
     given = settings.estimate
     if not given.matmul_tflops or not given.memory_bandwidth:
         return None
@@ -79,16 +80,20 @@ def read_rates(settings: Settings) -> Rates | None:
 
 
 def predict_step(settings: Settings, rates: Rates) -> Step:
-    """Predict a step with sequences of --max_length. Raises WorkshopError (exit code 2) for what is not known."""
+    """Predict a step with sequences of --max_length.
+
+    Raises WorkshopError (exit code 2) for a training whose time cannot be predicted.
+    """
     check_optimizer(settings)
     if settings.trainer.torch_compile:
-        raise settings.error("torch_compile", "joins operations, and how fast they are is not known", "leave it out")
+        what = "fuses operations, and the time of fused operations is not known"
+        raise settings.error("torch_compile", what, "leave it out")
     if settings.model.tensor_parallel > 1:
-        what = "how long the ranks wait for each other in each block is not known"
+        what = "the time that ranks wait for each other in each block is not known"
         raise settings.error("tensor_parallel", what, "measure it with --max_steps 10")
     if uses_offload(settings):
-        way_out = "take a config without offload, and measure what offload costs with --max_steps 10"
-        raise WorkshopError("offload", "how fast the CPU and its memory are is not known", way_out)
+        way_out = "use a config without offload, and measure the cost of offload with --max_steps 10"
+        raise WorkshopError("offload", "the speed of the CPU and its memory is not known", way_out)
     shape = trace_shape(settings)
     work = micro_batch_work(settings)
     compute = settings.trainer.gradient_accumulation_steps * roofline_seconds(work, rates)
@@ -97,7 +102,7 @@ def predict_step(settings: Settings, rates: Rates) -> Step:
         compute=compute,
         optimizer=optimizer_seconds(shape, settings, rates),
         communication=communication,
-        hidden=min(communication, seconds_to_hide(settings, compute)),
+        hidden=min(communication, hideable_seconds(settings, compute)),
     )
 
 
@@ -122,7 +127,7 @@ def count_work(forward: ForwardPass) -> Work:
     counting = CountWork()
     with model_without_storage(forward) as model:
         tokens = torch.ones(forward.batch, forward.length, dtype=torch.long)
-        # Attention is written out, because PyTorch counts no operations of the CPU's fused kernel
+        # Use the unfused attention, because PyTorch counts no operations of the CPU's fused kernel
         with sdpa_kernel(SDPBackend.MATH), counting:
             with autocast(forward):
                 loss = model(input_ids=tokens, attention_mask=tokens, labels=tokens, use_cache=False).loss
@@ -131,7 +136,7 @@ def count_work(forward: ForwardPass) -> Work:
 
 
 class CountWork(TorchDispatchMode):
-    """Note the work of each operation that PyTorch starts, also of those of the backward pass."""
+    """Count the work of each operator that PyTorch calls, in the backward pass too."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -143,7 +148,7 @@ class CountWork(TorchDispatchMode):
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
         name = func.overloadpacket.__name__
-        if not (func.is_view or name in FREE or func.namespace == "prim"):  # prim: questions such as a tensor's device
+        if not (func.is_view or name in FREE or func.namespace == "prim"):  # prim: queries such as a tensor's device
             formula = flop_registry.get(func.overloadpacket)
             operations = formula(*args, **kwargs, out_val=result) if formula else 0
             self.work[operations, tensor_bytes(args) + tensor_bytes(result)] += 1
@@ -151,7 +156,7 @@ class CountWork(TorchDispatchMode):
 
 
 def tensor_bytes(tree: object) -> int:
-    """Bytes of all tensors in a tree; an expanded tensor has as many as it stores."""
+    """Add up the bytes of all tensors in a tree. An expanded tensor counts with the bytes that it stores."""
     tensors = [value for value in tree_leaves(tree) if isinstance(value, torch.Tensor)]
     return sum(min(tensor.nbytes, tensor.untyped_storage().nbytes()) for tensor in tensors)
 
@@ -166,7 +171,7 @@ def roofline_seconds(work: Work, rates: Rates) -> float:
 
 
 def optimizer_seconds(shape: Shape, settings: Settings, rates: Rates) -> float:
-    """Seconds in which clipping and Adam pass over all bytes of a rank's share."""
+    """Predict the seconds in which clipping and Adam read and write a rank's shard."""
     ranks = 1
     passes = OPTIMIZER_BYTES
     if settings.fsdp_config is not None:
@@ -175,18 +180,18 @@ def optimizer_seconds(shape: Shape, settings: Settings, rates: Rates) -> float:
         if settings.zero.get("stage", 0) > 0:
             ranks = settings.estimate.gpus
         if weight_bytes(settings) == HALF:
-            passes += 2 * (HALF + FP32)  # gradients to fp32, and the masters back to 16 bit
+            passes += 2 * (HALF + FP32)  # cast gradients to fp32, and masters to 16 bit
     return passes * shape.parameters / ranks / rates.memory
 
 
 # 3. Communication during the computing
 
 
-def seconds_to_hide(settings: Settings, compute: float) -> float:
-    """Seconds in which communication can run during the computing.
+def hideable_seconds(settings: Settings, compute: float) -> float:
+    """Return the seconds of the computing in which communication can run.
 
-    DDP sends in the backward pass of a step's last micro batch, FSDP and ZeRO-3 in all passes, ZeRO 1 and 2 if
-    `overlap_comm` says so, and ZeRO-0 after the passes.
+    DDP sends in the backward pass of a step's last micro batch, and FSDP in all passes. ZeRO-1 to ZeRO-3 send in all
+    passes if `overlap_comm` is true, which is the default of ZeRO-3. ZeRO-0 sends after the passes.
     """
     if settings.fsdp_config is not None:
         return compute

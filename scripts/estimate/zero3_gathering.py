@@ -1,8 +1,8 @@
-"""How much ZeRO-3 gathers in a micro batch, found by going through the model as DeepSpeed does.
+"""Count the parameters that ZeRO-3 gathers in a micro batch, by simulating DeepSpeed's prefetching.
 
-No simple formula gives these numbers. A layer is gathered once or twice, and for models of about 10^9 parameters that
-depends on how fast DeepSpeed looks ahead. So bloom-1b1 is gathered 1.22 times (docs/zero.md). A formula with
-stage3_max_live_parameters gives 1.06, and one with stage3_max_reuse_distance gives 1.53.
+No simple formula gives these numbers. ZeRO-3 gathers a layer once or twice, and for models of about 10^9 parameters
+this depends on how far DeepSpeed prefetches. It gathers bloom-1b1, for example, 1.22 times (docs/zero.md). A formula
+with stage3_max_live_parameters gives 1.06, and a formula with stage3_max_reuse_distance gives 1.53.
 """
 
 from bisect import bisect_left
@@ -15,11 +15,12 @@ from estimate.model_shape import Shape
 
 
 def gathered_elements(shape: Shape, zero: dict) -> int:
-    """Count the elements that ZeRO-3 gathers in a micro batch. Each time a parameter is gathered counts.
+    """Count the elements that ZeRO-3 gathers in a micro batch, once for each time that it gathers them.
 
-    DeepSpeed 0.19.8 (runtime/zero/partitioned_param_coordinator.py) gathers the parameters of a module before it
-    computes, and the next parameters ahead while there is room. After the module has computed, its parameters are
-    dropped, unless they are used again soon, or the look ahead has passed their next use while they were still there.
+    DeepSpeed 0.19.8 (runtime/zero/partitioned_param_coordinator.py) gathers the parameters of a module before the
+    module computes. It prefetches the next parameters while there is room. After the module it frees the module's
+    parameters, with two exceptions: parameters that are used again soon, and parameters whose next use the prefetching
+    has passed while they were still gathered.
     """
     most_live = zero.get("stage3_max_live_parameters", 1e9)
     soon = zero.get("stage3_max_reuse_distance", 1e9)
@@ -30,8 +31,8 @@ def gathered_elements(shape: Shape, zero: dict) -> int:
         return sum(shape.sizes[parameter] for parameter in parameters)
 
     forward = [[parameter for parameter in call if shape.sizes[parameter] > never_sharded] for call in shape.calls]
-    calls = forward + forward[::-1]  # and the backward pass
-    before = list(accumulate(map(elements, calls), initial=0))  # elements of all calls before each one
+    calls = forward + forward[::-1]  # the forward pass, then the backward pass
+    before = list(accumulate(map(elements, calls), initial=0))  # elements of all earlier calls, for each call
     uses = deque((parameter, time) for time, call in enumerate(calls) for parameter in call)
     last_use_seen: dict[int, int] = {}
     live: set[int] = set()

@@ -1,1 +1,1 @@
-"""The settings of a training: read from flags and variables, checked, and typed."""
+"""Settings of a training: reading, checking and types."""

@@ -1,6 +1,7 @@
-"""The command line of a training: flags and variables in, checked settings out.
+"""Read the settings of a training from flags and environment variables, and check them.
 
-Precedence: flag, then environment variable, then default. The knobs and their defaults are in config.py.
+A flag takes precedence over the environment variable, and the variable over the default. The knobs and their defaults
+are in config.py.
 """
 
 import argparse
@@ -16,7 +17,7 @@ from transformers import HfArgumentParser, TrainingArguments
 from config import DEFAULTS, KNOBS, OTHER_DEFAULTS, DataArguments, ModelArguments
 from settings.hints import FLAGS_OF_OTHER_PROGRAMS, REMOVED_FLAGS, UNREAD_VARIABLES, UNUSED_FLAGS, WARNED_VARIABLES
 from settings.precision import resolve_precision
-from settings.settings import Settings, settings_of
+from settings.settings import Settings, build_settings
 from settings.validation import check_settings
 from shared.errors import OneLineErrors, WorkshopError, did_you_mean
 from shared.paths import workshop_version
@@ -25,18 +26,20 @@ LATEST = "latest"  # the value of a bare --resume_from_checkpoint
 
 
 class Parser(HfArgumentParser, OneLineErrors):
+    """HfArgumentParser that accepts the metadata of config.py's fields."""
+
     def add_argument(self, *names: str, variable: str = "", **details: Any) -> argparse.Action:
-        """HfArgumentParser hands on what config.py says of a field, its variable too."""
+        """Add an argument. HfArgumentParser also passes the field's `variable`, which argparse does not know."""
         return super().add_argument(*names, **details)
 
 
 class HelpFormatter(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescriptionHelpFormatter):
-    """Shows the defaults, and keeps the lines of the description."""
+    """A formatter that shows the defaults and keeps the line breaks of the description."""
 
 
-def build_parser(description: str, *others: type) -> Parser:
-    """The parser of all flags of a training, and of the dataclasses of other flags that one script has."""
-    kinds: Any = (ModelArguments, DataArguments, TrainingArguments, *others)
+def build_parser(description: str, *extra: type) -> Parser:
+    """Build the parser of all flags of a training. extra: dataclasses of flags that only one script has."""
+    kinds: Any = (ModelArguments, DataArguments, TrainingArguments, *extra)
     parser = Parser(kinds, description=description, formatter_class=HelpFormatter)
     parser.add_argument("--version", action="version", version=workshop_version())
     actions = actions_by_flag(parser)
@@ -45,31 +48,31 @@ def build_parser(description: str, *others: type) -> Parser:
     resume = actions["resume_from_checkpoint"]
     resume.nargs = "?"
     resume.const = LATEST
-    resume.help = "Go on from this run folder or checkpoint; without a value, from the latest complete checkpoint."
+    resume.help = "Resume from this run folder or checkpoint; without a value, from the latest complete checkpoint."
     for knob in KNOBS:
         actions[knob.flag].help = f"{actions[knob.flag].help} Variable {knob.variable}."
     return parser
 
 
 def actions_by_flag(parser: Parser) -> dict[str, argparse.Action]:
-    # the first of each, as --no_em_f1 is a second one for em_f1
+    # A flag can have two actions, such as --em_f1 and --no_em_f1: return the first
     return {action.dest: action for action in reversed(parser._actions)}
 
 
 def parse_command_line(
     description: str,
     argv: list[str] | None = None,
-    *others: type,
+    *extra: type,
     gpu: bool | None = None,
     environment: Mapping[str, str] = os.environ,
 ) -> Settings:
-    """Read flags and variables; check everything that needs neither a process group nor the data.
+    """Read flags and variables, and check everything that needs neither a process group nor the data.
 
-    others: dataclasses of flags that only this script has. gpu: whether the training will have one, by default whether
-    there is one here. environment: where the variables of the knobs are looked up.
+    extra: dataclasses of flags that only this script has. gpu: whether the training will have a GPU, by default whether
+    this machine has one. environment: the variables of the knobs.
     Raises WorkshopError (exit code 2) for a user's mistake.
     """
-    parser = build_parser(description, *others)
+    parser = build_parser(description, *extra)
     defaults, variables = environment_values(parser, environment)
     parser.set_defaults(**OTHER_DEFAULTS, **defaults)
     arguments = sys.argv[1:] if argv is None else argv
@@ -77,16 +80,16 @@ def parse_command_line(
     if unknown:
         reject_unknown(unknown, parser)
     if namespace.use_cpu and gpu is None:
-        # The first torch.cuda.is_available() starts CUDA, which never reads the variable again. Without it, each
-        # optimizer step would ask for a CUDA stream, and start CUDA for that
+        # Set these before the first call of torch.cuda.is_available(): after it, CUDA ignores CUDA_VISIBLE_DEVICES.
+        # With a visible GPU, the optimizer step would ask for a CUDA stream and so start CUDA
         os.environ.update(CUDA_VISIBLE_DEVICES="", REQUIRE_GPU="0")
     words = [word.split("=")[0] for word in arguments]
     given = {parser._option_string_actions[w].dest: w for w in words if w in parser._option_string_actions}
     check_empty_flags(namespace, given)
-    settings = settings_of(
+    settings = build_settings(
         vars(namespace),
         names=variables | given,
-        origins=origins_of(variables, environment) | dict.fromkeys(given, "flag"),
+        origins=find_origins(variables, environment) | dict.fromkeys(given, "flag"),
         warnings=tuple(
             f"{name}: this variable is not read; {way_out}"
             for name, way_out in WARNED_VARIABLES.items()
@@ -95,12 +98,12 @@ def parse_command_line(
     )
     settings = complete(settings)
     check_settings(settings)
-    check_estimate_numbers(settings, *others)
+    check_estimate_numbers(settings, *extra)
     return resolve_precision(settings, torch.cuda.is_available() if gpu is None else gpu)
 
 
 def environment_values(parser: Parser, environment: Mapping[str, str]) -> tuple[dict[str, Any], dict[str, str]]:
-    """The values of all knobs from the environment or their default, and flag -> the variable that was given."""
+    """Return the values of all knobs, from the environment or the default, and flag -> variable of those given."""
     for variable, way_out in UNREAD_VARIABLES.items():
         if environment.get(variable):
             raise WorkshopError(variable, "this variable is not read", way_out)
@@ -120,13 +123,17 @@ def environment_values(parser: Parser, environment: Mapping[str, str]) -> tuple[
     return values, variables
 
 
-def origins_of(variables: Mapping[str, str], environment: Mapping[str, str]) -> dict[str, str]:
-    """Flag -> who set its variable, as job.sh tells by KNOB_ORIGINS: ``TRAIN_SIZE=site EVAL_SIZE=submission``."""
+def find_origins(variables: Mapping[str, str], environment: Mapping[str, str]) -> dict[str, str]:
+    """Return flag -> origin of its variable, one of ORIGINS.
+
+    job.sh exports the origins in KNOB_ORIGINS, such as ``TRAIN_SIZE=site EVAL_SIZE=submission``.
+    """
     by_job = dict(word.split("=") for word in environment.get("KNOB_ORIGINS", "").split())
     return {flag: by_job.get(variable, "variable") for flag, variable in variables.items()}
 
 
 def reject_unknown(unknown: list[str], parser: Parser) -> None:
+    """Raise WorkshopError (exit code 2) for the first unknown flag, with a hint."""
     flag = next((w for w in unknown if w.startswith("-")), unknown[0]).split("=")[0]
     name = flag.lstrip("-").replace("-", "_")
     if name in REMOVED_FLAGS:
@@ -140,7 +147,7 @@ def reject_unknown(unknown: list[str], parser: Parser) -> None:
 
 
 def check_empty_flags(namespace: argparse.Namespace, given: Mapping[str, str]) -> None:
-    """Raises WorkshopError (exit code 2) for a flag with an empty value, which an unset shell variable leaves.
+    """Raise WorkshopError (exit code 2) for a flag with an empty value, usually from an unset shell variable.
 
     given: flag -> the word that the user typed for it.
     """
@@ -151,16 +158,16 @@ def check_empty_flags(namespace: argparse.Namespace, given: Mapping[str, str]) -
             )
 
 
-def check_estimate_numbers(settings: Settings, *others: type) -> None:
-    """Raises WorkshopError (exit code 2) for a size or rate of the estimates that is not above 0."""
-    for each in (each for kind in others for each in fields(kind)):
+def check_estimate_numbers(settings: Settings, *extra: type) -> None:
+    """Raise WorkshopError (exit code 2) for a size or rate of the estimates that is not above 0."""
+    for each in (each for kind in extra for each in fields(kind)):
         number = getattr(settings.estimate, each.name)
         if not isinstance(number, bool) and number is not None and not number > 0:
             raise WorkshopError(f"--{each.name}", f"{number:g} is too small", "give a number above 0")
 
 
 def complete(settings: Settings) -> Settings:
-    """Fill in what follows from another flag."""
+    """Fill in the values that depend on another flag."""
     trainer = settings.trainer
     eval_batch_size = trainer.per_device_eval_batch_size
     checkpointing = trainer.activation_checkpointing

@@ -1,4 +1,4 @@
-"""Variables and flags that do not do what people expect, each with what to do instead.
+"""Hints for variables and flags that do not work as people expect, each with what to do instead.
 
 Most of these variables come from the workshop's original documents (docs/original-documents.md).
 """
@@ -9,12 +9,12 @@ UNREAD_VARIABLES = {
     "PER_DEVICE_BATCH_SIZE": "use BATCH_SIZE",
     "GRAD_ACC_STEPS": "use GRAD_ACC",
     "LR": "use LEARNING_RATE",
-    "LOG_DIR": "unset it; logs stand in the experiment's folder, below log/",
-    "CONDA_SH_PATH": "unset it; the environment stands in site_setup of the site file",
-    "CONDA_ENV": "unset it; the environment stands in site_setup of the site file",
+    "LOG_DIR": "unset it; logs are in the experiment's folder, below log/",
+    "CONDA_SH_PATH": "unset it; site_setup of the site file activates the environment",
+    "CONDA_ENV": "unset it; site_setup of the site file activates the environment",
 }
-# Names that shells and scripts also set for themselves, so they only cause a warning. job.sh exports every variable of
-# a .slurm file
+# These names cause only a warning, because shells and scripts use them for other purposes, too. job.sh exports every
+# variable of a .slurm file
 WARNED_VARIABLES = {
     "BATCHSIZE": "the knob is BATCH_SIZE",
     "DEEPSPEED": "the flag is --deepspeed",
@@ -25,34 +25,34 @@ WARNED_VARIABLES = {
     "RUN_NAME": "the knob is EXPERIMENT_NAME",
     "SEED": "the flag is --seed",
 }
-# The upper-case name of a knob's flag, where its variable is shorter: NUM_TRAIN_EPOCHS for NUM_EPOCHS
+# The upper-case name of a knob's flag, if its variable has another name: NUM_TRAIN_EPOCHS for NUM_EPOCHS
 UNREAD_VARIABLES |= {
     knob.flag.upper(): f"use {knob.variable}"
     for knob in KNOBS
     if knob.flag.upper() not in (knob.variable, *WARNED_VARIABLES)
 }
 # ps shows a flag to everybody on the node, and the run record keeps it
-SECRET = "set the variable HF_TOKEN, or log in with hf auth login; a flag is no place for a secret"
-# Flags of transformers 4 that version 5 removed and tutorials still use, with what takes their place
+SECRET = "set the variable HF_TOKEN, or log in with hf auth login; others can read a secret in a flag"
+# Flags of transformers 4 that version 5 removed but tutorials still use, with their replacements
 REMOVED_FLAGS = {
     "adafactor": "use --optim adafactor",
     "evaluation_strategy": "use --eval_strategy",
     "fsdp_min_num_params": 'set "min_num_params" in the --fsdp_config file',
     "fsdp_transformer_layer_cls_to_wrap": 'set "transformer_layer_cls_to_wrap" in the --fsdp_config file',
     "group_by_length": "use --train_sampling_strategy group_by_length",
-    "half_precision_backend": "leave it out, there is one backend",
+    "half_precision_backend": "leave it out, there is only one backend",
     "logging_dir": "set the variable TENSORBOARD_LOGGING_DIR",
     "no_cuda": "use --use_cpu",
-    "overwrite_output_dir": "use a new --output_dir, or --resume_from_checkpoint to go on",
+    "overwrite_output_dir": "use a new --output_dir, or --resume_from_checkpoint to resume",
     "per_gpu_eval_batch_size": "use --per_device_eval_batch_size",
     "per_gpu_train_batch_size": "use --per_device_train_batch_size",
     "push_to_hub_model_id": "upload the saved folder afterwards",
     "push_to_hub_token": SECRET,
     "save_safetensors": "leave it out, safetensors is the only format",
-    "use_mps_device": "leave it out, the device is found by itself",
+    "use_mps_device": "leave it out, the device is found automatically",
     "warmup_ratio": "use --warmup_steps with a fraction below 1",
 }
-# Flags that other training programs and launchers have
+# Flags of other training programs and launchers
 FLAGS_OF_OTHER_PROGRAMS = {
     "epochs": "use --num_train_epochs",
     "lr": "use --learning_rate",
@@ -64,7 +64,7 @@ FLAGS_OF_OTHER_PROGRAMS = {
     "precision": "use --fp16, --bf16, or --fp16 False for fp32",
     "resume": "use --resume_from_checkpoint",
 }
-# Flags of TrainingArguments that would be accepted here and then have no effect
+# Flags of TrainingArguments that the parser accepts but that have no effect in this workshop
 UNUSED_FLAGS = {
     "do_eval": "use --eval_strategy",
     "do_predict": "use scripts/evaluate.py",

@@ -1,4 +1,4 @@
-"""The precision of a training: what was asked for, or by default what the hardware computes in."""
+"""Choose the precision of a training: the one that the user gave, otherwise one that the hardware supports."""
 
 import re
 from dataclasses import replace
@@ -12,9 +12,9 @@ DTYPES: dict[Precision, torch.dtype] = {"fp16": torch.float16, "bf16": torch.bfl
 
 
 def resolve_precision(settings: Settings, gpu: bool) -> Settings:
-    """Replace unset fp16 and bf16 by what the hardware can do; the weights stay fp32 masters in every case.
+    """Replace unset fp16 and bf16 by a precision that the hardware supports. Master weights are always fp32.
 
-    gpu: whether the training will have a GPU. Raises WorkshopError (exit code 2) for what the hardware cannot do.
+    gpu: whether the training will have a GPU. Raises WorkshopError (exit code 2) for an unsupported precision.
     """
     fp16 = settings.trainer.fp16
     bf16 = settings.trainer.bf16
@@ -23,7 +23,7 @@ def resolve_precision(settings: Settings, gpu: bool) -> Settings:
         raise settings.error("fp16", f"contradicts {settings.names.get('bf16', '--bf16')}", "give one of the two")
     if fp16 and not gpu:
         way_out = "use --bf16, or --fp16 False for fp32"
-        raise settings.error("fp16", "fp16 needs a CUDA GPU and there is none here", way_out)
+        raise settings.error("fp16", "fp16 needs a CUDA GPU, and this machine has none", way_out)
     note = ""
     if fp16 is None and not bf16:
         fp16 = gpu
@@ -37,7 +37,7 @@ def resolve_precision(settings: Settings, gpu: bool) -> Settings:
 
 
 def cpu_has_bf16() -> bool:
-    """Return whether the CPU computes in bf16 itself (AVX512-BF16, AMX or Arm BF16), instead of emulating it."""
+    """Return whether the CPU has bf16 instructions (AVX512-BF16, AMX or Arm BF16), and need not emulate bf16."""
     cpuinfo = Path("/proc/cpuinfo")
     flags = cpuinfo.read_text() if cpuinfo.exists() else ""
     return re.search(r"^(flags|Features)\s*:.*\b(avx512_bf16|amx_bf16|bf16)\b", flags, re.MULTILINE) is not None

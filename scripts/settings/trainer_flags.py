@@ -1,4 +1,4 @@
-"""The flags that TrainingArguments gets: the one place where settings have no types, as transformers checks them."""
+"""Build the flags for TrainingArguments. They are an untyped dict, because transformers checks them."""
 
 import contextlib
 import os
@@ -17,15 +17,16 @@ SHARDING = {"deepspeed", "fsdp", "fsdp_config", "parallelism_config"}
 
 
 def trainer_flags(settings: Settings) -> dict[str, Any]:
-    """All values for TrainingArguments but those that turn on ZeRO or FSDP, which train.py adds."""
+    """Return all values for TrainingArguments except those that turn on ZeRO or FSDP, which train.py adds."""
     known = {each.name for each in fields(TrainingArguments) if each.init}
     flags = {name: value for name, value in settings.flat().items() if name in known - SHARDING}
     flags["output_dir"] = settings.trainer.output_dir or "output"
     flags["report_to"] = check_trackers(settings.trainer.report_to) or "none"
     flags["run_name"] = settings.trainer.run_name or os.path.basename(os.getcwd())
-    flags["tf32"] = bool(settings.trainer.tf32)  # unset, --torch_compile would switch it on, and fp32 were not fp32
-    # offloaded gradients lie on the CPU when their norm is summed over the ranks, and NCCL knows no CPU tensors ("No
-    # backend type associated with device type cpu"); TrainingArguments opens the group, and its flag takes one name
+    # If tf32 is unset, --torch_compile turns TF32 on, and fp32 training would lose precision
+    flags["tf32"] = bool(settings.trainer.tf32)
+    # Offloaded gradients are on the CPU when their norm is summed over the ranks, and NCCL cannot send CPU tensors ("No
+    # backend type associated with device type cpu"). So give the process group both backends
     if settings.fsdp_config and settings.fsdp_config.get("cpu_offload"):
         flags["ddp_backend"] = "cuda:nccl,cpu:gloo"
     return flags
@@ -33,7 +34,7 @@ def trainer_flags(settings: Settings) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def argument_errors() -> Iterator[None]:
-    """Turn what TrainingArguments refuses into one line. Raises WorkshopError."""
+    """Replace the errors of TrainingArguments by WorkshopError."""
     try:
         yield
     except (ValueError, OSError, ImportError) as error:

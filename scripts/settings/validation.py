@@ -1,4 +1,4 @@
-"""Checks of the settings that need neither a process group nor the data. Each raises WorkshopError (exit code 2)."""
+"""Check settings without a process group and without data. Each check raises WorkshopError (exit code 2)."""
 
 import math
 
@@ -12,7 +12,7 @@ AT_LEAST_ONE = (
     "tensor_parallel",
     *CUSTOM_SIZES,
 )
-# The three of steps may be a part of the training, such as 0.1
+# The flags *_steps may be a fraction of the training, such as 0.1
 MORE_THAN_ZERO = ("num_train_epochs", "learning_rate", "logging_steps", "eval_steps", "save_steps")
 
 
@@ -40,63 +40,65 @@ def check_numbers(settings: Settings) -> None:
 
 
 def contradictions(settings: Settings) -> list[tuple[object, str, str, str]]:
-    """Flags that contradict each other, or would have no effect: whether they were given, the flag to name, what is
-    wrong with it, and what to do."""
+    """Return all possible contradictions between flags, and flags without effect.
+
+    Each has: whether it applies, the flag to name, what is wrong with the flag, and what to do.
+    """
     model = settings.model
     trainer = settings.trainer
     chunked = model.loss == "chunked"
     cut = model.tensor_parallel > 1
     custom = model.model_name == CUSTOM_GPT
-    # Both modes compare kernels, and inductor files the times under torch.get_float32_matmul_precision() (PyTorch 2.13,
-    # select_algorithm.py and codecache.py). That raises once torch.backends.fp32_precision is "tf32", as --tf32 sets it
+    # These modes time kernels, and inductor stores the times under torch.get_float32_matmul_precision() (PyTorch 2.13,
+    # select_algorithm.py and codecache.py). This function raises after --tf32 has set torch.backends.fp32_precision
     compares_kernels = trainer.torch_compile_mode in ("max-autotune", "max-autotune-no-cudagraphs")
     return [
         (
             trainer.deepspeed and trainer.fsdp,
             "deepspeed",
-            "cannot be combined with --fsdp, both shard the model",
+            "cannot be combined with --fsdp, because both shard the model",
             "give one of the two",
         ),
         (
             trainer.fsdp_config and not trainer.fsdp,
             "fsdp_config",
-            "does nothing without --fsdp",
+            "has no effect without --fsdp",
             "add --fsdp",
         ),
         (
             chunked and trainer.label_smoothing_factor,
             "label_smoothing_factor",
-            "needs the logits, and chunked has none",
+            "needs the logits, which --loss chunked does not compute",
             "use --loss full",
         ),
         (
             chunked and trainer.use_liger_kernel,
             "use_liger_kernel",
-            "has a loss of its own, which would run instead",
+            "has a loss of its own, which would replace --loss chunked",
             "use --loss full",
         ),
         (
             trainer.optim == "adafactor" and (trainer.fsdp or cut),
             "optim",
-            "adafactor cannot step parameters that are sharded",
+            "adafactor cannot update sharded parameters",
             "use adamw_torch_fused (the default), adamw_torch, sgd or rmsprop",
         ),
         (
             trainer.tf32 and compares_kernels,
             "tf32",
-            f"cannot be combined with {trainer.torch_compile_mode}, which PyTorch 2.13 then cannot compile",
+            f"cannot be combined with {trainer.torch_compile_mode}, which PyTorch 2.13 cannot compile with TF32",
             "leave it out, or use another --torch_compile_mode",
         ),
         (
             cut and trainer.deepspeed,
             "tensor_parallel",
             "cannot be combined with --deepspeed",
-            "use --fsdp for the ranks beside a tensor group",
+            "use --fsdp to shard over the tensor groups",
         ),
         (
             cut and chunked,
             "loss",
-            "chunked needs a head in one piece, --tensor_parallel cuts it",
+            "chunked needs the whole head, and --tensor_parallel cuts it",
             "use --loss full",
         ),
         (

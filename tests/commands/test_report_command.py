@@ -6,11 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from estimate.memory import MIB
 from estimate.predict_from_record import measure_python_elsewhere
 from job import end_of_job
 from report_files import add_run, write
 from reporting.runs import Run, find_runs
+from shared.units import MIB
 
 STAGE = "deepspeed-single-gpu/zero_1"
 

@@ -206,7 +206,7 @@ def numbers() -> dict:
 
 def test_stored_numbers_match_the_current_estimates(models_folder):
     """A sample of the numbers is computed again. If this fails, run compute.py and commit its result."""
-    flags = COMPUTE.flags_of_models(models_folder)
+    flags = COMPUTE.model_flags(models_folder)
     for model, precision, accumulation, nodes, per_node in (
         ("bloom-560m", "bf16", 4, 2, 8),
         ("custom-gpt 1024", "fp32", 1, 1, 4),
@@ -214,13 +214,13 @@ def test_stored_numbers_match_the_current_estimates(models_folder):
     ):
         stated = numbers()["models"][model]
         words, lengths = flags[model]
-        computed = COMPUTE.of_layout(words, precision, accumulation, nodes, per_node)
+        computed = COMPUTE.layout_numbers(words, precision, accumulation, nodes, per_node)
         assert stated["cells"][precision][str(accumulation)][f"{nodes}x{per_node}"] == computed
         length = lengths[len(lengths) // 2]
         for attention, sizes in stated["passes"][precision].items():
-            for cast, by_length in COMPUTE.of_passes(words, precision, attention, [length]).items():
+            for cast, by_length in COMPUTE.pass_bytes(words, precision, attention, [length]).items():
                 assert sizes[cast][str(length)] == by_length[length]
-        assert json.loads(json.dumps(COMPUTE.of_chunks(words, precision))) == stated["chunks"][precision]
+        assert json.loads(json.dumps(COMPUTE.chunk_bytes(words, precision))) == stated["chunks"][precision]
     assert json.loads(json.dumps(COMPUTE.methods())) == numbers()["methods"]
     assert COMPUTE.left_out() == numbers()["left_out"]
 
@@ -234,7 +234,7 @@ def test_page_shows_the_estimates_of_the_program(page, visit, models_folder, set
     shown = page.evaluate(READ_ROWS)
     command = page.evaluate("document.querySelector('.command pre').textContent").replace("\\\n", "").split()[2:]
     chosen = page.evaluate("document.querySelector('#methods input:checked').value")
-    COMPUTE.flags_of_models(models_folder)  # writes the config.json files of the Hub's models
+    COMPUTE.model_flags(models_folder)  # writes the config.json files of the Hub's models
     command = [str(models_folder / word) if word in COMPUTE.DOWNLOADED else word for word in command]
     settings = parse_memory_plan(command, environment={})
     assert page.evaluate("document.querySelector('#chosen h3').textContent").startswith(chosen)
@@ -298,8 +298,8 @@ def test_choices_are_in_the_address_and_can_be_made_by_keyboard(page, visit):
 def test_unknown_choices_in_a_link_are_reported_and_replaced_by_defaults(page, visit):
     visit("model=gpt-5&gpus=8&constructor=red&method=hybrid_shard_2x2")
     said = page.evaluate("document.getElementById('message').textContent")
-    assert "model=gpt-5" in said and "bloom-560m is taken" in said and "constructor=red" in said
-    assert "hybrid_shard_2x2 cannot be taken here: DDP is chosen" in said
+    assert "model=gpt-5" in said and "bloom-560m is used" in said and "constructor=red" in said
+    assert "hybrid_shard_2x2 cannot be used here: DDP is chosen" in said
     assert page.evaluate("[...document.querySelectorAll('select')].map((each) => each.value)")[0] == "bloom-560m"
     assert page.evaluate("document.querySelector('select[name=gpus]').value") == "8"
     page.evaluate(TO_A_HEADING)  # a heading's anchor is not a choice

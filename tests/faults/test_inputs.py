@@ -15,7 +15,7 @@ OWN_CODE = json.dumps({"model_type": "mine", "auto_map": CODE})
 REFUSED = {  # the error line, flags, and a dictionary of files, variables and the exit code (2 without it)
     "unknown flag": ("--train_siz: unknown flag; did you mean --train_size?", ["--train_siz", 3], {}),
     "a token as a flag": ("--hub_token: ...; ...", ["--hub_token", "hf_canary-0123456789"], {}),
-    "fp16 without a GPU": ("FP16: fp16 needs a CUDA GPU and there is none here; ...", [], {"FP16": "True"}),
+    "fp16 without a GPU": ("FP16: fp16 needs a CUDA GPU, and this machine has none; ...", [], {"FP16": "True"}),
     "a required GPU": ("GPU: PyTorch sees none on ...; ...", [], {"REQUIRE_GPU": 1, "code": 3}),
     "unknown config key": ("a.json: zero_optimisation: unknown key; did you mean zero_optimization?",
                            ["--deepspeed", "a.json"], {"files": {"a.json": '{"zero_optimisation": {}}'}}),

@@ -6,11 +6,12 @@ import pytest
 
 from estimate import predict_from_record
 from estimate.command_line import parse_memory_plan
-from estimate.memory import MIB, estimate_parts, measure_python, stage2_gradients, totals, without_gpu
+from estimate.memory import estimate_parts, measure_python, move_to_cpu, stage2_gradients, totals
 from estimate.model_shape import trace_shape
 from estimate.predict_from_record import predicted_memory
 from helpers import TINY, Finished, program
 from runs import HELD, RUNS, uses
+from shared.units import MIB
 
 STATES = ("parameters", "gradients", "optimizer state")
 
@@ -43,7 +44,7 @@ def test_model_states_match_the_estimate(run: Finished, monkeypatch):
     on_gpu, on_node = totals(parts, row.world)
     on_gpus = predicted_memory(run.record | {"hardware": {"gpus": row.world}})
     assert on_gpus == pytest.approx((on_gpu / MIB, on_node / MIB, *(expected[what] / MIB for what in STATES)))
-    node_without = totals(without_gpu(parts), row.world)[1] / MIB
+    node_without = totals(move_to_cpu(parts), row.world)[1] / MIB
     assert predicted_memory(run.record)[:2] == (None, pytest.approx(node_without))
 
 

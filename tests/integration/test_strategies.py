@@ -29,7 +29,7 @@ from runs import (
     uses,
 )
 from settings.precision import cpu_has_bf16
-from settings.settings import settings_of
+from settings.settings import build_settings
 from training.checks_before_training import bytes_to_save
 from training.find_checkpoints import forbid_code_in_checkpoints, refuse_code_in
 
@@ -229,7 +229,7 @@ def test_a_checkpoint_has_the_estimated_size(run: Finished):
     """Only files with tensors count, because the other files are negligible for a real model."""
     folder = next(run.output.glob("checkpoint-*"))
     files = [path for kind in ("*.pt", "*.bin", "*.safetensors") for path in folder.rglob(kind)]
-    settings = settings_of(DEFAULTS | run.record["settings"])
+    settings = build_settings(DEFAULTS | run.record["settings"])
     meta_model = AutoModelForCausalLM.from_pretrained(run.output)
     checkpoint, model = bytes_to_save(settings, meta_model, run.effective("strategy"))
     assert sum(path.stat().st_size for path in files) == pytest.approx(checkpoint, rel=0.03)

@@ -18,6 +18,7 @@ from estimate import memory, predict_from_record
 from fixtures import clean_machine, refusal, sample  # noqa: F401
 from helpers import REPOSITORY
 from model import load_tokenizer
+from shared.units import MIB
 
 torch.set_num_threads(1)  # the models are tiny: more threads would only wait for each other on a busy machine
 
@@ -54,7 +55,7 @@ def no_process(monkeypatch):
 @pytest.fixture(autouse=True)
 def size_of_python(monkeypatch):
     """Fix the size of a Python process, because measurements of two processes differ a little."""
-    python = memory.MemoryPart("Python, libraries", 0, 433 * memory.MIB, from_start=True)
+    python = memory.MemoryPart("Python, libraries", 0, 433 * MIB, from_start=True)
     monkeypatch.setattr(memory, "measure_python", lambda: python)
     monkeypatch.setattr(predict_from_record, "measure_python_elsewhere", lambda: python)
 

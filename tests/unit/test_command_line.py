@@ -151,16 +151,16 @@ MISTAKES = {
     "--fsdp=": "--fsdp: its value is empty; ",
     "--fsdp --fsdp-config=": "--fsdp-config: its value is empty; ",
     "--dataset=": "--dataset: its value is empty; ",
-    # contradictory or without effect
-    "--deepspeed a.json --fsdp": "--deepspeed: cannot be combined with --fsdp, both shard the model; give",
-    "--fsdp_config a.json": "--fsdp_config: does nothing without --fsdp; add --fsdp",
+    # contradictory, or without effect
+    "--deepspeed a.json --fsdp": "--deepspeed: cannot be combined with --fsdp, because both shard the ",
+    "--fsdp_config a.json": "--fsdp_config: has no effect without --fsdp; add --fsdp",
     "--bf16 --fp16": "--fp16: contradicts --bf16; give one of the two",
     "FP16=True --bf16": "FP16: contradicts --bf16; give one of the two",
     "--do_train": "--do_train: has no effect in this workshop; leave it out, training is what train.py does",
-    "--loss chunked --label_smoothing_factor 0.1": "--label_smoothing_factor: needs the logits, and chunked has none;",
-    "--loss chunked --use_liger_kernel": "--use_liger_kernel: has a loss of its own, which would run instead;",
+    "--loss chunked --label_smoothing_factor 0.1": "--label_smoothing_factor: needs the logits, which --loss chunked",
+    "--loss chunked --use_liger_kernel": "--use_liger_kernel: has a loss of its own, which would replace --loss",
     "--tf32 True --torch_compile_mode max-autotune": "--tf32: cannot be combined with max-autotune",
-    "--fsdp --optim adafactor": "--optim: adafactor cannot step parameters that are sharded; use adamw_torch_fused (",
+    "--fsdp --optim adafactor": "--optim: adafactor cannot update sharded parameters; use adamw_torch_fused (",
     "--model_name custom-gpt --seq_length 3": "--max_length: 512 is more than the 3 positions of --seq_length; lower",
     # secrets, which `ps` would show
     "--hub_token=hf_canary": "--hub_token: ",
@@ -239,7 +239,7 @@ def test_precision_without_a_gpu_follows_the_cpu_and_is_announced(native, defaul
 
 
 def test_fp16_without_a_gpu_is_refused_and_names_its_origin(monkeypatch, refusal):
-    line = "fp16 needs a CUDA GPU and there is none here; use --bf16, or --fp16 False for fp32"
+    line = "fp16 needs a CUDA GPU, and this machine has none; use --bf16, or --fp16 False for fp32"
     assert refusal(parse, "--fp16") == f"error: --fp16: {line}"
     monkeypatch.setenv("FP16", "True")
     assert refusal(parse) == f"error: FP16: {line}"

@@ -13,13 +13,14 @@ from transformers.loss.loss_utils import ForCausalLMLoss
 
 import gpu_check
 from estimate.command_line import parse_memory_plan, parse_plan
-from estimate.memory import GIB, at_peak, estimate_parts, totals
+from estimate.memory import estimate_parts, parts_at_peak, totals
 from estimate_memory import memory_table
 from helpers import REPOSITORY, program
 from settings.command_line import parse_command_line
 from settings.settings import RankFlags
 from shared.errors import WorkshopError
 from shared.json_files import read_json
+from shared.units import GIB
 from text_checks.commands import Command, commands
 from text_checks.common import relative_name
 
@@ -128,7 +129,7 @@ def test_a_page_shows_the_totals_of_the_estimate(monkeypatch, name, text, flags)
 
 
 def gib_at_peak(flags: str) -> dict[str, float]:
-    parts = at_peak(estimate_parts(parse_memory_plan(flags.split(), environment={})))
+    parts = parts_at_peak(estimate_parts(parse_memory_plan(flags.split(), environment={})))
     return {part.name: part.gpu / GIB for part in parts}
 
 

@@ -9,7 +9,7 @@ from transformers import AutoModelForCausalLM, BloomConfig
 
 import estimate_memory
 from estimate.command_line import parse_memory_plan
-from estimate.memory import at_peak, estimate_parts, power_of_two, stage2_gradients, sums_by_moment, totals
+from estimate.memory import estimate_parts, parts_at_peak, power_of_two, stage2_gradients, sums_by_interval, totals
 from estimate.model_shape import trace_shape
 from estimate_memory import memory_table
 from helpers import REPOSITORY
@@ -25,7 +25,7 @@ def plan(*flags: object) -> Settings:
 
 def estimated(*flags: object) -> dict[str, float]:
     """Return the bytes of each part on a GPU when a step needs the most memory."""
-    return {part.name: part.gpu for part in at_peak(estimate_parts(plan(*flags)))}
+    return {part.name: part.gpu for part in parts_at_peak(estimate_parts(plan(*flags)))}
 
 
 def estimated_activations(*flags: object) -> float:
@@ -67,7 +67,7 @@ def test_a_tensor_group_shards_embedding_and_head_but_not_logits():
         trace_shape(plan("--model_name", "custom-gpt", "--bf16", "--tensor_parallel", n)).peaks for n in (1, 4)
     )
     assert four["loss"].logits == one["loss"].logits == 12 * 4 * 512 * 50_000
-    assert [four[moment].head for moment in four] == [one[moment].head / 4 for moment in one]
+    assert [four[interval].head for interval in four] == [one[interval].head / 4 for interval in one]
 
 
 def test_a_gradient_across_a_shard_boundary_stays_whole_on_both_ranks():
@@ -118,12 +118,12 @@ def test_parts_that_exist_at_different_moments_are_not_added(monkeypatch):
     monkeypatch.chdir(REPOSITORY)
     zero2 = ("--deepspeed", "ds_configs/zero2.json", "--gpus", 2)
     parts = estimate_parts(plan(*zero2))
-    on_gpu, _ = sums_by_moment(parts)
+    on_gpu, _ = sums_by_interval(parts)
     assert totals(parts, 2)[0] == max(on_gpu.values()) == sum(estimated(*zero2).values())
-    gradients_of_step = [part for part in parts if part.note == "fp32 gradients of the share"]
-    assert [part.moments for part in gradients_of_step] == [("step",)]
-    once = sums_by_moment(estimate_parts(plan("--gradient_accumulation_steps", 1)))[0]
-    several = sums_by_moment(estimate_parts(plan()))[0]
+    gradients_of_step = [part for part in parts if part.note == "fp32 gradients of the shard"]
+    assert [part.intervals for part in gradients_of_step] == [("step",)]
+    once = sums_by_interval(estimate_parts(plan("--gradient_accumulation_steps", 1)))[0]
+    several = sums_by_interval(estimate_parts(plan()))[0]
     gradients = 4 * 559_214_592
     assert several["loss"] - once["loss"] == gradients  # kept from the first micro batch on, if there are several
     assert several["embedding"] == once["embedding"]
@@ -199,9 +199,9 @@ def test_pinned_blocks_are_rounded_up_to_powers_of_two(monkeypatch):
         (["--gpus", "0"], "error: --gpus: 0 is too small; give a number above 0"),
         (["--gpu", "3"], "error: --gpu: unknown flag; did you mean --gpus?"),
         (["--deepspeed", "nope.json"], "error: nope.json: No such file or directory; "),
-        (["--optim", "adafactor"], "error: --optim: the state of adafactor is not known here; "),
-        (["--compare", "--fsdp"], "error: --fsdp: is what --compare chooses; leave it out"),
-        (["--bus_bandwidth", "20"], "error: --bus_bandwidth: says nothing about memory; give --compare, too"),
+        (["--optim", "adafactor"], "error: --optim: adafactor cannot be estimated, only "),
+        (["--compare", "--fsdp"], "error: --fsdp: cannot be combined with --compare, "),
+        (["--bus_bandwidth", "20"], "error: --bus_bandwidth: does not change the memory; add --compare, "),
     ],
 )
 def test_mistakes_are_one_line(flags, message, refusal, main_of, capsys):

@@ -12,20 +12,21 @@ from transformers import BloomConfig, BloomForCausalLM
 import estimate_time
 from estimate.command_line import parse_plan
 from estimate.communication import Ring, bytes_between_nodes, sent_bytes
-from estimate.memory import GIB, estimate_parts, totals
+from estimate.memory import estimate_parts, totals
 from estimate.model_shape import Shape, trace_shape
 from estimate.time import (
     CountWork,
     Rates,
+    hideable_seconds,
     micro_batch_work,
     optimizer_seconds,
     predict_step,
     roofline_seconds,
-    seconds_to_hide,
 )
 from estimate.zero3_gathering import gathered_elements
 from helpers import REPOSITORY, program
 from settings.settings import Settings
+from shared.units import GIB
 from training.flops import ModelFlops
 
 GIVEN = ("--matmul_tflops", 100, "--memory_bandwidth", 1000, "--bus_bandwidth", 50)
@@ -236,9 +237,9 @@ def test_one_rank_sends_nothing():
 
 def test_communication_during_computation_is_hidden():
     """DDP sends only during the last backward pass of a step."""
-    assert seconds_to_hide(plan("--gpus", 2, "--gradient_accumulation_steps", 2), 3.0) == pytest.approx(1.0)
-    assert seconds_to_hide(fsdp("full_shard", "--gpus", 2), 3.0) == 3
-    assert [seconds_to_hide(zero(stage, "--gpus", 2), 3.0) for stage in range(4)] == [0, 0, 0, 3]
+    assert hideable_seconds(plan("--gpus", 2, "--gradient_accumulation_steps", 2), 3.0) == pytest.approx(1.0)
+    assert hideable_seconds(fsdp("full_shard", "--gpus", 2), 3.0) == 3
+    assert [hideable_seconds(zero(stage, "--gpus", 2), 3.0) for stage in range(4)] == [0, 0, 0, 3]
 
 
 # 4. The command
@@ -248,7 +249,7 @@ def test_the_command_shows_all_parts_with_no_and_full_overlap(main_of, capsys):
     main_of(estimate_time, *TINY, "--gpus", 2, *GIVEN[:4], "--bus_bandwidth", 0.05)
     text = capsys.readouterr().out
     assert text.startswith("tiny-bloom: 231,296 parameters, fp32, 4 x 4 x 64 tokens per rank, 2 GPU(s) on 1 node(s)")
-    assert "of each rank: 100 TFLOP/s in matrix products, 1000 GB/s of memory, 0.05 GB/s between ranks" in text
+    assert "each rank: 100 TFLOP/s in matrix products, 1000 GB/s of memory, 0.05 GB/s between ranks" in text
     shown = {name: float(number) for name, number in re.findall(r"^([a-z ]+?) {2,}([0-9][0-9.e-]*)", text, re.M)}
     step = predict_step(plan(*TINY, "--gpus", 2), Rates(1e14, 1e12, 5e7))
     total = step.compute + step.optimizer + step.communication
@@ -266,10 +267,10 @@ def test_without_a_bandwidth_communication_is_left_out(main_of, capsys):
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        ((), "error: --matmul_tflops, --memory_bandwidth: how fast the GPUs are is not known; give both"),
+        ((), "error: --matmul_tflops, --memory_bandwidth: the speed of the GPUs is not known; give both"),
         (("--matmul_tflops", 0), "error: --matmul_tflops: 0 is too small; give a number above 0"),
-        ((*GIVEN, "--torch_compile"), "error: --torch_compile: joins operations, and how fast they are is not"),
-        ((*GIVEN, "--deepspeed", "ds_configs/zero2_cpu_offload.json"), "error: offload: how fast the CPU and its"),
+        ((*GIVEN, "--torch_compile"), "error: --torch_compile: fuses operations, and the time of fused"),
+        ((*GIVEN, "--deepspeed", "ds_configs/zero2_cpu_offload.json"), "error: offload: the speed of the CPU and its"),
     ],
 )
 def test_mistakes_are_one_line(flags, message, refusal, main_of):

@@ -6,11 +6,12 @@ from dataclasses import replace
 import pytest
 
 from estimate.command_line import parse_memory_plan
-from estimate.memory import MIB, estimate_parts, totals, without_gpu
+from estimate.memory import estimate_parts, move_to_cpu, totals
 from estimate.predict_from_record import predicted_memory
 from helpers import REPOSITORY
 from model import load_config
 from settings.settings import Settings
+from shared.units import MIB
 
 
 @pytest.fixture(autouse=True)
@@ -65,7 +66,7 @@ def test_a_vision_model_is_recorded_with_its_language_part(tmp_path):
 
 def test_on_the_cpu_the_node_holds_everything():
     settings, record = settings_and_record("--model_name", "tiny-bloom")
-    _, on_node = totals(without_gpu(estimate_parts(settings)), 2)
+    _, on_node = totals(move_to_cpu(estimate_parts(settings)), 2)
     assert predicted_memory(record | {"hardware": {"gpus": 0}})[:2] == (None, on_node / MIB)
 
 

@@ -14,8 +14,8 @@ from settings.command_line import parse_command_line
 
 TENSOR_PARALLEL = ("--model_name", "custom-gpt", "--tensor_parallel", "2", "--save_strategy", "no")
 COMBINATIONS = {  # flags, ranks, text of the error
-    "DeepSpeed": (["--deepspeed", "zero1.json"], 2, "cannot be combined with --deepspeed; use --fsdp for the ranks"),
-    "chunked loss": (["--loss", "chunked"], 2, "--loss: chunked needs a head in one piece"),
+    "DeepSpeed": (["--deepspeed", "zero1.json"], 2, "cannot be combined with --deepspeed; use --fsdp to shard"),
+    "chunked loss": (["--loss", "chunked"], 2, "--loss: chunked needs the whole head"),
     "checkpoints": (["--save_strategy", "epoch"], 2, "no checkpoints of a model that is cut; give --save_strategy no"),
     "resuming": (["--resume_from_checkpoint"], 2, "--resume_from_checkpoint: there are none with --tensor_parallel"),
     "odd ranks": ([], 3, "2 does not divide 3 rank(s); start 2, or a multiple"),

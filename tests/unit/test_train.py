@@ -14,7 +14,7 @@ import train
 from helpers import REPOSITORY
 
 COMMANDS = [
-    ("variable", "", {"FP16": "True"}, "FP16: fp16 needs a CUDA GPU and there is none here; use --bf16"),
+    ("variable", "", {"FP16": "True"}, "FP16: fp16 needs a CUDA GPU, and this machine has none; use --bf16"),
     ("contradiction", "--deepspeed IN/lr.json", {}, "IN/lr.json: contradicts the flags: ds optimizer.params.lr"),
     ("data file", "--model_name tiny-bloom --dataset IN/empty.json", {}, "IN/empty.json: Expecting value: line 1 "),
     (
