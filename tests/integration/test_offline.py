@@ -127,7 +127,7 @@ def test_weights_of_an_older_model_are_fetched(prefetch, tmp_path: Path):
 
 def test_prefetch_of_an_unknown_name(prefetch, tmp_path: Path):
     refused = prefetch("unknown", tmp_path, "--model_name", "workshop/no-such-model", code=3)
-    assert refused.error.startswith("--model_name: workshop/no-such-model cannot be fetched (")
+    assert refused.error.startswith("--model_name: workshop/no-such-model cannot be downloaded (")
 
 
 @pytest.mark.parametrize(

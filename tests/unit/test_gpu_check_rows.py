@@ -45,7 +45,7 @@ def test_all_configs_and_strategies_of_one_gpu_are_rows():
     strategies = {"full_shard", "shard_grad_op", "full_shard_activation_checkpointing", "full_shard_cpu_offload"}
     assert {"plain", "ddp"} | strategies < names
     for row in gpu_check.ROWS:
-        files = [Path(word) for word in gpu_check.command_of(row) if word.endswith((".py", ".json"))]
+        files = [Path(word) for word in gpu_check.training_command(row) if word.endswith((".py", ".json"))]
         assert files and all(file.is_file() for file in files), row
 
 
@@ -71,9 +71,9 @@ def test_a_row_fails_that_learns_or_saves_something_else_than_the_plain_trainer(
     records |= {"zero3_reloaded": record(7.6), "zero1_reloaded": FAILED}
     code, printed = call(records, "plain", "zero0", "zero1", "zero2", "zero3")
     assert code == 3
-    assert "zero0: failed (Eval loss is 7.500, Eval loss of plain 7.320)" in printed
+    assert "zero0: failed (Eval loss is 7.500, but Eval loss of plain is 7.320)" in printed
     assert "zero1: failed (error: x: y; z; read x.log)" in printed
-    assert "zero3: failed (Reloaded is 7.600, Eval loss of plain 7.320)" in printed
+    assert "zero3: failed (Reloaded is 7.600, but Eval loss of plain is 7.320)" in printed
     assert printed.count(": failed (") == 3
 
 
@@ -88,7 +88,7 @@ def test_what_does_not_fit_says_so_and_is_no_failure(call):
 def test_the_rows_see_one_gpu_and_no_knob_of_the_job(monkeypatch, visible, chosen):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
     monkeypatch.setenv("TRAIN_SIZE", "1")
-    variables = gpu_check.environment_of_rows(Path(), cpu=False)
+    variables = gpu_check.training_environment(Path(), cpu=False)
     assert variables["CUDA_VISIBLE_DEVICES"] == chosen
     assert "TRAIN_SIZE" not in variables
 
@@ -96,5 +96,5 @@ def test_the_rows_see_one_gpu_and_no_knob_of_the_job(monkeypatch, visible, chose
 def test_results_of_another_machine_are_not_mixed(call, refusal):
     call({}, "plain")
     line = refusal(lambda: call({}, "plain", machine=V100 | {"gpu": "H100"}))
-    assert "is of another machine or version: gpu Tesla V100-SXM2-32GB, " in line
-    assert line.endswith("; move it away, or give another --output")
+    assert "has results of another machine or version: gpu Tesla V100-SXM2-32GB, " in line
+    assert line.endswith("; move the file away, or give another --output")
