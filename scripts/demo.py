@@ -1,8 +1,8 @@
-"""One small training by four methods on this machine: equal losses, and what each rank holds of the model.
+"""Run one small training by four methods on this machine, and compare losses and model state per rank.
 
-    python scripts/demo.py      # or make demo, which installs what it needs first
+    python scripts/demo.py      # or make demo, which first installs the packages
 
-These are the experiments below experiments/demo, as participants run them, with SITE=laptop. It takes a minute or two.
+The demo runs the experiments in experiments/demo with SITE=laptop, and takes a minute or two.
 """
 
 import argparse
@@ -22,15 +22,15 @@ from shared.errors import run_program
 from shared.paths import REPOSITORY
 
 METHODS = {
-    "plain": "one process, which holds everything",
+    "plain": "one process, which holds the whole model",
     "ddp": "DDP: two ranks, each with a copy of the model and half of the questions",
-    "zero3": "DeepSpeed ZeRO-3: two ranks, each holds half of the model, and gathers the rest when it computes",
-    "fsdp": "FSDP: the same idea in PyTorch alone",
+    "zero3": "DeepSpeed ZeRO-3: two ranks, each holds half of the model and gathers the rest for its computation",
+    "fsdp": "FSDP: the same idea in plain PyTorch",
 }
 NAMES = {"ddp": "DDP", "zero3": "ZeRO-3", "fsdp": "FSDP"}
 HELD = {"parameters": "held_parameters", "gradients": "held_gradients", "optimizer state": "held_optimizer_state"}
-EQUAL = 1e-4  # of the loss: sums in another order differ behind that
-SHOWN_LINES = ("step ", "error:", "missing: psrecord")  # these lines of a run's output; its log has all lines
+LOSS_TOLERANCE = 1e-4  # relative; each method adds numbers in its own order, which changes the last digits of the loss
+SHOWN_LINES = ("step ", "error:", "missing: psrecord")  # beginnings of the lines to print; the log has all lines
 NEXT = """
 Next: the first steps in README.md, then docs/introduction.md."""
 
@@ -38,13 +38,13 @@ Next: the first steps in README.md, then docs/introduction.md."""
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.parse_args()
-    os.environ["CUDA_VISIBLE_DEVICES"] = ""  # all of it runs on the CPU: two ranks would need two GPUs
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""  # use the CPU: two ranks would need two GPUs
     job_id = f"demo-{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"
     runs = {}
-    print("A tiny BLOOM learns to answer questions about texts (SQuAD), in four trainings that differ in one thing:")
-    print("how parameters, gradients and optimizer state are divided over the ranks, which are processes.")
-    for number, (method, what) in enumerate(METHODS.items(), start=1):
-        print(f"\n{number} of {len(METHODS)}: {what}\n  loads PyTorch and the model", flush=True)
+    print("A tiny BLOOM learns to answer questions about texts (SQuAD) in four trainings. They differ only in how")
+    print("parameters, gradients and optimizer state are divided over the ranks. Each rank is a process.")
+    for number, (method, description) in enumerate(METHODS.items(), start=1):
+        print(f"\n{number} of {len(METHODS)}: {description}\n  loading PyTorch and the model", flush=True)
         folder = REPOSITORY / "experiments" / "demo" / method
         code = train(folder, job_id)
         if code == 0:
@@ -57,12 +57,12 @@ def main() -> None:
         write_report([REPOSITORY / "experiments" / "demo"], report, all_runs=False)
         page = os.path.relpath(report / "index.html")
         print(f"\n{table(runs)}\n\n{conclusions(runs)}\n{NEXT}\nWith curves, in a browser: {page}")
-    raise SystemExit(len(runs) < len(METHODS) or not are_equal(losses_of(runs)))
+    raise SystemExit(len(runs) < len(METHODS) or not are_equal(train_losses(runs)))
 
 
 def train(folder: Path, job_id: str) -> int:
-    """Run an experiment's script, and show its progress. Returns its exit code."""
-    # Inside salloc the script would take Slurm's job id and number of ranks
+    """Run an experiment's script and show its progress. Return the script's exit code."""
+    # Inside salloc, the script would otherwise use the job id and the number of ranks of that Slurm job
     variables = {name: value for name, value in os.environ.items() if not name.startswith("SLURM_")}
     variables |= {"SITE": "laptop", "JOB_ID": job_id, "OMP_NUM_THREADS": "1"}
     job = subprocess.Popen(
@@ -80,7 +80,7 @@ def train(folder: Path, job_id: str) -> int:
 
 
 def table(runs: dict[str, Run]) -> str:
-    """Show the runs side by side, as in the report."""
+    """Return the report's table of the runs, with one column per method."""
     by_experiment = {f"demo/{method}": [runs[method]] if method in runs else [] for method in METHODS}
     found = build_table(table_definition("demo"), by_experiment)
     heads, rows = lines_of(found)
@@ -89,14 +89,14 @@ def table(runs: dict[str, Run]) -> str:
 
 
 def conclusions(runs: dict[str, Run]) -> str:
-    """Say in words what the runs measured."""
-    losses = losses_of(runs)
+    """Return sentences that compare the losses, and each method's model state per rank with one process."""
+    losses = train_losses(runs)
     if len(runs) < len(METHODS):
-        loss = f"Only {len(runs)} of {len(METHODS)} trainings finished, so nothing is said about equal losses."
+        loss = f"Only {len(runs)} of {len(METHODS)} trainings finished, so their losses are not compared."
     elif are_equal(losses):
-        loss = f"All train losses are {losses[0]:.4f}: how a training is divided does not change what it computes."
+        loss = f"All train losses are {losses[0]:.4f}: dividing a training over ranks does not change what it computes."
     else:
-        loss = f"The train losses go from {min(losses):.4f} to {max(losses):.4f}. They should be equal."
+        loss = f"The train losses range from {min(losses):.4f} to {max(losses):.4f}. They should be equal."
     lines = [loss]
     plain = runs.get("plain")
     for method, run in runs.items():
@@ -104,16 +104,16 @@ def conclusions(runs: dict[str, Run]) -> str:
             shares = [
                 f"{value_of(metric, run) / value_of(metric, plain):.0%} of the {part}" for part, metric in HELD.items()
             ]
-            lines.append(f"Of what the one process holds, a rank of {NAMES[method]} holds {', '.join(shares)}.")
+            lines.append(f"Compared with one process, a rank of {NAMES[method]} holds {', '.join(shares)}.")
     return "\n".join(lines)
 
 
-def losses_of(runs: dict[str, Run]) -> list[float]:
+def train_losses(runs: dict[str, Run]) -> list[float]:
     return [value_of("train_loss", run) for run in runs.values()]
 
 
 def are_equal(losses: list[float]) -> bool:
-    return max(losses, default=0) - min(losses, default=0) <= EQUAL * min(losses, default=0)
+    return max(losses, default=0) - min(losses, default=0) <= LOSS_TOLERANCE * min(losses, default=0)
 
 
 if __name__ == "__main__":

@@ -1,10 +1,10 @@
-"""Exact Match and F1 of a saved model, by greedy generation on the evaluation questions.
+"""Compute Exact Match and F1 of a saved model by greedy generation on the evaluation questions.
 
     python scripts/evaluate.py --model_name output/123 --dataset data/squad_sample.json --eval_size 50
     torchrun --nproc_per_node=2 scripts/evaluate.py --model_name output/123 --eval_size 100
 
-It reads the same flags and variables as train.py, so the same seed and sizes give the same questions. (Hugging Face has
-a library called evaluate. Nothing here imports it: the scores are torchmetrics'. The name says what the file does.)
+It reads the same flags and variables as train.py, so the same seed and sizes give the same questions. The scores come
+from torchmetrics. The Hugging Face library "evaluate" is not used.
 """
 
 from typing import Any
@@ -31,7 +31,7 @@ def main() -> None:
         if given:
             raise WorkshopError(f"--{flag}", "evaluation holds the whole model on every rank", "leave the flag out")
     if settings.model.tensor_parallel > 1:
-        raise settings.error("tensor_parallel", "evaluation holds the whole model on every rank", "leave it out")
+        raise settings.error("tensor_parallel", "evaluation holds the whole model on every rank", "leave the flag out")
     prepare_environment(shards=False)
     flags = trainer_flags(settings)
     flags["ddp_timeout"] = watchdog.start(settings.trainer.ddp_timeout)

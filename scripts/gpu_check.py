@@ -1,13 +1,13 @@
-"""Prove the whole ladder on one GPU: each way to train runs, what it saved loads again, how fast it is, what it holds.
+"""Check every way to train on one GPU: training, loading the saved model, speed and memory.
 
     make gpu-check                                                 # or, on a cluster, in experiments/gpu-check:
     sbatch gpu_check.slurm
-    python scripts/gpu_check.py --rows zero2 bloom-560m-zero2      # some rows of the table
-    python scripts/gpu_check.py --cpu                              # without a GPU: the rows with tiny-bloom
+    python scripts/gpu_check.py --rows zero2 bloom-560m-zero2      # only some rows of the table
+    python scripts/gpu_check.py --cpu                              # without a GPU: only rows with tiny-bloom
 
-Nothing is downloaded. Results go to results/gpu_check below the folder where it starts: gpu_check.json and gpu_check.md
-after each row, and a log per row. A second call goes on where the first one stopped; a row that failed is run again.
-Ends with exit code 3 when a row fails, or when there is no GPU.
+Nothing is downloaded. The script writes a log for each row, and updates gpu_check.json and gpu_check.md after each row.
+All files go into results/gpu_check in the current folder. A second call continues where the first one stopped, and runs
+failed rows again. The exit code is 3 if a row fails or if there is no GPU.
 """
 
 import argparse
@@ -23,7 +23,7 @@ from pathlib import Path
 
 import torch
 
-from checks.jobs import run_training, without_settings
+from checks.jobs import drop_settings, run_training
 from estimate.command_line import parse_memory_plan
 from estimate.memory import estimate_parts, totals
 from reporting.render import grid
@@ -32,9 +32,9 @@ from shared.json_files import read_json, write_json
 from shared.paths import REPOSITORY, SAMPLE
 from shared.units import GIB
 
-# 1. What is run: train.py with these variables, and each row's own flags
+# 1. The trainings: train.py with these variables and each row's own flags
 
-TINY = {  # 16 steps; random weights need a larger learning rate
+TINY = {  # 16 steps; random weights need a larger learning rate than pretrained ones
     "MODEL_NAME": "tiny-bloom",
     "DATASET": str(SAMPLE),
     "TRAIN_SIZE": "64",
@@ -46,7 +46,7 @@ TINY = {  # 16 steps; random weights need a larger learning rate
     "MAX_LENGTH": "256",
     "EM_F1": "False",
 }
-FULL = {  # the workshop's own sizes, for 10 steps; the model has its whole vocabulary, not the tokenizer
+FULL = {  # the workshop's own sizes, for 10 steps; the model has its full vocabulary, the small tokenizer is bundled
     "MODEL_NAME": "bigscience/bloom-560m",
     "FROM_SCRATCH": "True",
     "TOKENIZER_NAME": "tiny-bloom",
@@ -60,7 +60,7 @@ FULL = {  # the workshop's own sizes, for 10 steps; the model has its whole voca
     "EM_F1": "False",
     "SAVE_STRATEGY": "no",
 }
-RELOADED = {  # another training, which starts from what a row has saved and leaves it as it is
+RELOADED = {  # a second training, which starts from a row's saved model and hardly changes it
     "TRAIN_SIZE": "8",
     "NUM_EPOCHS": "1",
     "LEARNING_RATE": "1e-12",
@@ -70,7 +70,10 @@ RELOADED = {  # another training, which starts from what a row has saved and lea
 
 @dataclass(frozen=True)
 class TrainingRow:
-    """One training. flags: of train.py. full: bloom-560m, else tiny-bloom. gpu_only: takes minutes on a CPU."""
+    """A training to check.
+
+    flags: the flags of train.py. full: train bloom-560m instead of tiny-bloom. gpu_only: it takes minutes on a CPU.
+    """
 
     name: str
     flags: str = ""
@@ -79,7 +82,7 @@ class TrainingRow:
     gpu_only: bool = False
 
 
-ROWS = [  # what tells most comes first, for those who cannot wait for the rest
+ROWS = [  # the most informative rows come first, so that an interrupted check is still useful
     TrainingRow("plain", "--em_f1 True"),
     TrainingRow("zero2", "--deepspeed ds_configs/zero2.json"),
     TrainingRow("ds_zero3_offload", "--deepspeed ds_configs/ds_zero3_offload.json"),
@@ -89,7 +92,7 @@ ROWS = [  # what tells most comes first, for those who cannot wait for the rest
     TrainingRow("bloom-560m-plain", full=True),
     TrainingRow("bloom-560m-chunked", "--loss chunked", full=True),
     TrainingRow("bloom-560m-sdpa", "--loss chunked --attention sdpa", full=True),
-    # each batch has another length: slow if the attention kernel is planned anew for each
+    # every batch has a different length: the row is slow if the attention kernel is planned again for each length
     TrainingRow("bloom-560m-sdpa-lengths", "--loss chunked --attention sdpa --padding longest", full=True),
     TrainingRow("bloom-560m-checkpointed", "--loss chunked --activation_checkpointing", full=True),
     TrainingRow("bloom-560m-compiled", "--loss chunked --torch_compile", full=True),
@@ -119,48 +122,49 @@ ROWS = [  # what tells most comes first, for those who cannot wait for the rest
         "full_shard_cpu_offload", "--fsdp --fsdp_config fsdp_configs/full_shard_cpu_offload.json", gpu_only=True
     ),
 ]
-LOSS_TOLERANCE = 0.02  # of one training by two methods in 16 bit
+LOSS_TOLERANCE = 0.02  # relative difference of the loss between two methods in 16 bit
 
 
-# 2. How it is run
+# 2. Running a row
 
 
-def command_of(row: TrainingRow) -> list[str]:
-    """As a participant types it, with whole paths: it runs in the folder of the results."""
+def training_command(row: TrainingRow) -> list[str]:
+    """Return the command of a row, with absolute paths because it runs in the folder of the results."""
     words = f"{row.program} {row.flags}".split()
     return [sys.executable, *(str(REPOSITORY / word) if word.endswith((".py", ".json")) else word for word in words)]
 
 
-def environment_of_rows(folder: Path, cpu: bool) -> dict[str, str]:
+def training_environment(folder: Path, cpu: bool) -> dict[str, str]:
     """Return the caller's environment with one GPU or none, and without the caller's knobs and Slurm job."""
-    variables = without_settings(os.environ, folder)
+    variables = drop_settings(os.environ, folder)
     if cpu:
         return variables | {"CUDA_VISIBLE_DEVICES": "", "REQUIRE_GPU": "0", "FP16": "False"}
     return variables | {"CUDA_VISIBLE_DEVICES": os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]}
 
 
 def run_row(row: TrainingRow, environment: dict[str, str], folder: Path, timeout: int) -> dict:
-    """The row of the table: train, and train on from what was saved."""
+    """Train, check that the saved tiny model loads again, and return the row's results."""
     variables = environment | (FULL if row.full else TINY)
-    record = run_training(row.name, command_of(row), variables, folder, timeout)
+    record = run_training(row.name, training_command(row), variables, folder, timeout)
     if record["status"] != "completed":
         return {"status": record["status"], "reason": record["reason"]}
     result = figures(record)
     if not row.full:
         saved = {"MODEL_NAME": str(folder / record["output_dir"])}
         job_id = f"{row.name}_reloaded"
-        again = run_training(job_id, command_of(TrainingRow("reloaded")), variables | RELOADED | saved, folder, timeout)
+        command = training_command(TrainingRow("reloaded"))
+        again = run_training(job_id, command, variables | RELOADED | saved, folder, timeout)
         if again["status"] != "completed":
             return result | {"status": "failed", "reason": again["reason"]}
         result["reloaded_loss"] = figures(again)["eval_loss"]
     return result
 
 
-# 3. What came of it
+# 3. Results
 
 
 def figures(record: dict) -> dict:
-    """What the table shows of a run record. None where there is no such figure; the record says why."""
+    """Return the numbers of a run record that the table shows. A number that the run did not measure is None."""
     training = record["train"]
     return {
         "status": "completed",
@@ -181,14 +185,14 @@ def gib(ranks: list[dict] | None) -> float | None:
     return ranks[0]["allocated_mib"] / 1024 if ranks else None
 
 
-def disagreement(row: TrainingRow, result: dict, rows: dict[str, dict]) -> dict:
-    """What makes a row fail that ended well: it learnt, or saved, something else than the plain Trainer."""
+def compare_with_plain(row: TrainingRow, result: dict, rows: dict[str, dict]) -> dict:
+    """Return a failure if the losses of a completed row differ from those of the plain Trainer, otherwise {}."""
     plain = "bloom-560m-plain" if row.full else "plain"
     wanted = rows.get(plain, result).get("eval_loss", result["eval_loss"])
     for name in ("eval_loss", "reloaded_loss"):
         loss = result.get(name, wanted)
         if abs(loss - wanted) > LOSS_TOLERANCE * wanted:
-            reason = f"{COLUMNS[name][0]} is {loss:.3f}, Eval loss of {plain} {wanted:.3f}"
+            reason = f"{COLUMNS[name][0]} is {loss:.3f}, but Eval loss of {plain} is {wanted:.3f}"
             return {"status": "failed", "reason": reason}
     return {}
 
@@ -201,7 +205,7 @@ COLUMNS = {  # key of a row's result -> header, digits
     "samples_per_second": ("Samples/s", 2),
     "tokens_per_second": ("Real tokens/s", 0),
     "mfu_percent": ("MFU (%)", 1),
-    "matmul_peak_tflops": ("MFU is of (TFLOP/s)", 3),
+    "matmul_peak_tflops": ("MFU peak (TFLOP/s)", 3),
     "peak_gpu_gib": ("Peak GPU (GiB)", 2),
     "estimated_gib": ("Estimate (GiB)", 2),
     "pinned_gib": ("Pinned (GiB)", 2),
@@ -219,7 +223,7 @@ def results_markdown(content: dict) -> str:
         body.append([name, result["status"], result.get("precision", ""), *cells])
     header = ["Run", "Status", "Precision", *(COLUMNS[key][0] for key in shown)]
     reasons = [f"- {name}: {result['reason']}" for name, result in rows.items() if "reason" in result]
-    sizes = "- bloom-560m: random weights, micro batch 4, accumulation 4, 512 tokens with padding; else tiny-bloom"
+    sizes = "- bloom-560m: random weights, micro batch 4, accumulation 4, padded to 512 tokens; other rows: tiny-bloom"
     return "\n".join([f"[{machine_in_words(content['machine'])}]\n", grid(header, body), "", *reasons, sizes, ""])
 
 
@@ -227,34 +231,34 @@ def results_markdown(content: dict) -> str:
 
 
 def machine(environment: dict[str, str], cpu: bool) -> dict:
-    """What the table stands for. Asked in another process: a CUDA context in this one would take memory from all rows.
+    """Return the hardware and the PyTorch version. Raises WorkshopError (exit code 3) if PyTorch sees no GPU.
 
-    Raises WorkshopError (exit code 3) where PyTorch sees no GPU.
+    Another process looks at the GPU: a CUDA context in this process would take GPU memory from all rows.
     """
-    question = "import json; from records.writer import hardware; print(json.dumps(hardware(1)))"
-    asked = subprocess.run(
-        [sys.executable, "-c", question],
+    code = "import json; from records.writer import hardware; print(json.dumps(hardware(1)))"
+    finished = subprocess.run(
+        [sys.executable, "-c", code],
         cwd=REPOSITORY / "scripts",
         env=environment,
         stdout=subprocess.PIPE,
         text=True,
         check=True,
     )
-    here = json.loads(asked.stdout) | {"torch": torch.__version__}
+    here = json.loads(finished.stdout) | {"torch": torch.__version__}
     if not cpu and not here["gpu"]:
-        way_out = "run it on a GPU node (sbatch gpu_check.slurm), or without one: make gpu-check FLAGS=--cpu"
+        way_out = "use a GPU node (sbatch gpu_check.slurm), or check only the CPU rows: make gpu-check FLAGS=--cpu"
         raise WorkshopError("GPU", f"PyTorch sees none on {socket.gethostname()}", way_out, ENVIRONMENT)
     return here
 
 
 def read_results(path: Path, here: dict) -> dict:
-    """What an earlier call left. Raises WorkshopError (exit code 2) if it is of another machine."""
+    """Return the results of earlier calls. Raises WorkshopError (exit code 2) if they are from another machine."""
     if not path.exists():
         return {"machine": here, "rows": {}}
     content = read_json(path, "move it away")
     if content["machine"] != here:
-        what = f"is of another machine or version: {machine_in_words(content['machine'])}"
-        raise WorkshopError(path, what, "move it away, or give another --output")
+        what = f"has results of another machine or version: {machine_in_words(content['machine'])}"
+        raise WorkshopError(path, what, "move the file away, or give another --output")
     return content
 
 
@@ -263,14 +267,14 @@ def machine_in_words(here: dict) -> str:
 
 
 def main() -> None:
-    # an exception, so that the training of the row is ended, too
+    # raise an exception on SIGTERM, so that run_training kills the training that is running
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     parser = OneLineErrors(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     names = [row.name for row in ROWS]
-    parser.add_argument("--rows", nargs="+", metavar="ROW", choices=names, help=f"some of: {', '.join(names)}")
-    parser.add_argument("--cpu", action="store_true", help="without a GPU: the rows that a CPU runs in seconds")
-    parser.add_argument("--output", type=Path, default=Path("results/gpu_check"), help="folder (%(default)s)")
-    parser.add_argument("--timeout", type=int, default=600, help="seconds for one training (%(default)s)")
+    parser.add_argument("--rows", nargs="+", metavar="ROW", choices=names, help=f"one or more of: {', '.join(names)}")
+    parser.add_argument("--cpu", action="store_true", help="run without a GPU only the rows that are fast on a CPU")
+    parser.add_argument("--output", type=Path, default=Path("results/gpu_check"), help="results folder (%(default)s)")
+    parser.add_argument("--timeout", type=int, default=600, help="time limit per training, in seconds (%(default)s)")
     arguments = parser.parse_args()
     if arguments.rows:
         wanted = [row for row in ROWS if row.name in arguments.rows]
@@ -278,7 +282,7 @@ def main() -> None:
         wanted = [row for row in ROWS if not (arguments.cpu and (row.full or row.gpu_only))]
     folder = arguments.output.absolute()
     path = folder / "gpu_check.json"
-    environment = environment_of_rows(folder, arguments.cpu)
+    environment = training_environment(folder, arguments.cpu)
     content = read_results(path, machine(environment, arguments.cpu))
     rows = content["rows"]
     folder.mkdir(parents=True, exist_ok=True)
@@ -288,10 +292,10 @@ def main() -> None:
         start = time.monotonic()
         result = run_row(row, environment, folder, arguments.timeout)
         if result["status"] == "completed":
-            result |= disagreement(row, result, rows)
+            result |= compare_with_plain(row, result, rows)
         result["seconds"] = time.monotonic() - start
         if row.full:
-            settings = parse_memory_plan(command_of(row)[2:], environment=FULL)
+            settings = parse_memory_plan(training_command(row)[2:], environment=FULL)
             result["estimated_gib"] = totals(estimate_parts(settings), 1)[0] / GIB
         rows[row.name] = result
         write_json(path, content)

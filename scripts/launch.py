@@ -1,13 +1,15 @@
-"""torchrun as jobs need it: stopped in peace, ended with the training's exit code, and with the name of a missing node.
+"""Run torchrun with clean stops, the training's exit code, and a safe rendezvous that names missing nodes.
 
     python scripts/launch.py --nproc-per-node=2 scripts/train.py --deepspeed ds_configs/zero2.json
 
-All arguments are torchrun's, and torchrun does the work. What is different:
-  - It gives its ranks 30 seconds behind a signal, where the save of a checkpoint may take minutes. Here they are told,
-    and end by themselves; after a second Ctrl-C they are killed.
-  - It ends with 1 whatever happened, behind a page of traceback. Here with the code of the rank that failed first.
-  - On one node it takes the c10d rendezvous, which executes what anybody on the network writes into its store. Here it
-    is always the static one, which reads text; and it says which node did not come within JOIN_TIMEOUT seconds.
+All arguments are torchrun's, and torchrun does the work. The differences are:
+  - torchrun kills its ranks 30 seconds after a signal, but saving a checkpoint may take minutes. launch.py passes the
+    signal on and waits until the ranks end. After a second Ctrl-C it kills them.
+  - torchrun always fails with exit code 1, after a page of traceback. launch.py ends with the exit code of the rank
+    that failed first.
+  - On one node, torchrun uses the c10d rendezvous, which executes code that anybody on the network writes into its
+    store. launch.py always uses the static rendezvous, which reads text. It names each node that does not join within
+    JOIN_TIMEOUT seconds.
 """
 
 import argparse
@@ -35,73 +37,80 @@ from distributed.rendezvous import free_port, join_timeout, missing_nodes, node_
 from shared.errors import ENVIRONMENT, STOPPED, WorkshopError, run_program
 
 LOOPBACK = "127.0.0.1"
-SECONDS_BEFORE_KILL = 5  # in which ranks may end by themselves after a second Ctrl-C
+SECONDS_BEFORE_KILL = 5  # time between a second Ctrl-C and SIGKILL, in which ranks may end by themselves
 
 
 def main() -> None:
     if "--help" in sys.argv[1:2]:
         print(__doc__)
     arguments = parse_args(sys.argv[1:])
-    meet(arguments, join_timeout())
+    prepare_rendezvous(arguments, join_timeout())
     share_cores(arguments.nproc_per_node)
-    pass_signals_on(arguments)
-    of_ranks = logging.getLogger("torch.distributed.elastic.multiprocessing.api")
+    handle_signals(arguments)
+    rank_logger = logging.getLogger("torch.distributed.elastic.multiprocessing.api")
     failed_at: list[int] = []  # nanoseconds
-    of_ranks.addFilter(partial(note_failure, failed_at))
-    store_util.barrier = partial(leave_last, arguments.node_rank, store_util.barrier)
+    rank_logger.addFilter(partial(note_failure, failed_at))
+    store_util.barrier = partial(final_barrier, arguments.node_rank, store_util.barrier)
     try:
-        # job.sh removes its folder behind a launcher that was killed
+        # Use the job's folder if there is one: job.sh removes it even if this launcher is killed
         run_dir = os.environ.get("RUN_DIR")
         with tempfile.TemporaryDirectory(prefix="launch_", dir=run_dir, ignore_cleanup_errors=True) as folder:
-            arguments.log_dir = arguments.log_dir or folder  # else torchrun leaves one behind for each launch
+            arguments.log_dir = arguments.log_dir or folder  # otherwise torchrun leaves a temporary folder
             run(arguments)
     except ChildFailedError as error:
         rank, failure = error.get_first_failure()
         code = failure.exitcode
         if code <= 0:  # -9: killed by signal 9
             code = 128 - code
-        tell_of(f"rank {rank} on {node_name()}", code, min(failed_at, default=time.time_ns()))
+        report_first_failure(f"rank {rank} on {node_name()}", code, min(failed_at, default=time.time_ns()))
         sys.exit(code)
     except DistError as error:
         missing = ", ".join(missing_nodes())
-        what = f"{missing} within {join_timeout()} s" if missing else f"the nodes did not meet ({error})"
-        way_out = "check that node, its name resolution and its firewall, or exclude it"
+        what = f"{missing} within {join_timeout()} s" if missing else f"the nodes could not connect ({error})"
+        way_out = "check that node, its name resolution and its firewall, or exclude the node"
         raise WorkshopError("rendezvous", what, way_out, ENVIRONMENT) from error
 
 
 def note_failure(failed_at: list[int], entry: logging.LogRecord) -> bool:
-    """Notes when torchrun says that a rank has failed, and filters what it says: of a stop, and that it ends others."""
+    """Note the time when torchrun logs a failed rank. Return whether to print the log entry.
+
+    Entries about stopped ranks and about ranks that torchrun ends are dropped: they are not errors of the user.
+    """
     text = entry.getMessage()
     if "failed (exitcode" in text:
         failed_at.append(time.time_ns())
     return not re.search(f"exitcode: {STOPPED}|closing signal", text)
 
 
-def tell_of(rank: str, code: int, time_ns: int) -> None:
-    """Name the rank that ended first on this node: for job.sh in a note, as a rank of another node may have ended
-    before; without job.sh on stderr."""
+def report_first_failure(rank: str, code: int, time_ns: int) -> None:
+    """Report the rank that ended first on this node.
+
+    In a job, write a note for end_of_job.py, because a rank of another node may have ended earlier. Otherwise print.
+    """
     if run_dir := os.environ.get("RUN_DIR"):
         # a full disk must not change the exit code
-        with contextlib.suppress(OSError), Path(run_dir, "exit_codes").open("a") as noted:
-            noted.write(f"{time_ns} {code} {rank}\n")
+        with contextlib.suppress(OSError), Path(run_dir, "exit_codes").open("a") as file:
+            file.write(f"{time_ns} {code} {rank}\n")
     elif code != STOPPED:
         print(f"{rank} ended first, with exit code {code}", file=sys.stderr)
 
 
-def leave_last(node_rank: int, barrier: Callable, store: Store, world_size: int, key_prefix: str, **how: Any) -> None:
-    """torchrun's last barrier, behind which the first node, which holds the store, waits until no other needs it."""
-    barrier(store=store, world_size=world_size, key_prefix=key_prefix, **how)
+def final_barrier(
+    node_rank: int, barrier: Callable, store: Store, world_size: int, key_prefix: str, **options: Any
+) -> None:
+    """Call torchrun's last barrier, then let the first node wait until the other nodes no longer need its store."""
+    barrier(store=store, world_size=world_size, key_prefix=key_prefix, **options)
     if world_size > 1 and node_rank == 0:
         store.wait([f"{key_prefix} left"])
     elif world_size > 1 and store.add(f"{key_prefix} leaving", 1) == world_size - 1:
         store.set(f"{key_prefix} left", "")
 
 
-def meet(arguments: argparse.Namespace, timeout: int) -> None:
-    """Prepare the static rendezvous, and on all nodes but the first wait until that one can be reached."""
+def prepare_rendezvous(arguments: argparse.Namespace, timeout: int) -> None:
+    """Set up the static rendezvous. All nodes except the first wait until they can reach the first node."""
     if arguments.rdzv_backend != "static":
-        what = f"{arguments.rdzv_backend} may execute what anybody on the network writes into its store"
-        way_out = "leave it out, and give several nodes --master-addr, --master-port and --node-rank"
+        what = f"{arguments.rdzv_backend} may execute code that anybody on the network writes into its store"
+        way_out = "leave the flag out, and for several nodes give --master-addr, --master-port and --node-rank"
         raise WorkshopError("--rdzv-backend", what, way_out)
     arguments.rdzv_conf = f"timeout={timeout}"
     if parse_min_max_nnodes(arguments.nnodes)[1] == 1 and arguments.master_port is None:
@@ -109,7 +118,7 @@ def meet(arguments: argparse.Namespace, timeout: int) -> None:
         arguments.master_addr = LOOPBACK
         arguments.master_port = free_port(str(os.getpid()))
     if arguments.master_addr == LOOPBACK:
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # it would listen at the address of this node's name
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # otherwise gloo uses the address of this node's name
     if arguments.node_rank != 0:
         reach("rendezvous", arguments.master_addr, arguments.master_port, timeout)
     else:
@@ -117,40 +126,42 @@ def meet(arguments: argparse.Namespace, timeout: int) -> None:
 
 
 def share_cores(ranks: str) -> None:
-    """Give each rank its part of the cores; torchrun would give it one, and say so in four lines."""
+    """Divide the cores over the ranks. Otherwise torchrun gives each rank one core and prints a four-line warning."""
     if ranks.isdecimal() and int(ranks) > 1:
         cores = len(os.sched_getaffinity(0))
         os.environ.setdefault("OMP_NUM_THREADS", str(max(1, cores // int(ranks))))
 
 
-def pass_signals_on(arguments: argparse.Namespace) -> None:
-    arguments.signals_to_handle = "SIGQUIT"  # torchrun's own reaction is left for this one
+def handle_signals(arguments: argparse.Namespace) -> None:
+    """Pass signals on to the ranks instead of letting torchrun react to them."""
+    arguments.signals_to_handle = "SIGQUIT"  # the only signal that torchrun still handles itself
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
-        # nohup lets it ignore HUP. To INT all are deaf that a script starts in the background, as job.sh does
+        # Keep SIGHUP ignored under nohup. SIGINT is different: a process that a script starts in the background
+        # ignores it, as every launcher under job.sh would, so always install that handler
         if number != signal.SIGHUP or signal.getsignal(number) is not signal.SIG_IGN:
-            signal.signal(number, partial(tell_ranks, []))
+            signal.signal(number, partial(pass_signal_to_ranks, []))
 
 
-def tell_ranks(told: list[int], number: int, frame: object) -> None:
-    """Pass a signal on, and go on waiting for the ranks. Before there are any, it ends this process.
+def pass_signal_to_ranks(earlier: list[int], number: int, frame: object) -> None:
+    """Pass a signal on to the ranks. Without ranks, end this process.
 
-    told: the signals of this kind before. Python cannot hear Ctrl-C while it waits in a collective: a second one means
-    that ranks which are still there after some seconds are killed.
+    `earlier` collects the signals of this kind. A rank that waits in a collective does not react to Ctrl-C, because
+    Python cannot run the handler there. A second Ctrl-C therefore kills the ranks that are left after some seconds.
     """
     ranks = psutil.Process().children()
     if not ranks:
         sys.exit(128 + number)
-    for each in ranks:
-        send(each, number)
-    if number == signal.SIGINT and told:
-        for each in ranks:
-            end = threading.Timer(SECONDS_BEFORE_KILL, send, [each, signal.SIGKILL])
-            end.daemon = True
-            end.start()
-    told.append(number)
+    for rank in ranks:
+        send_signal(rank, number)
+    if number == signal.SIGINT and earlier:
+        for rank in ranks:
+            timer = threading.Timer(SECONDS_BEFORE_KILL, send_signal, [rank, signal.SIGKILL])
+            timer.daemon = True
+            timer.start()
+    earlier.append(number)
 
 
-def send(rank: psutil.Process, number: int) -> None:
+def send_signal(rank: psutil.Process, number: int) -> None:
     with contextlib.suppress(psutil.NoSuchProcess):
         rank.send_signal(number)
 

@@ -1,11 +1,11 @@
-"""All-reduce over all ranks of a job: is the network between its GPUs what it should be?
+"""Measure the bandwidth of an all-reduce over all ranks of a job, to find a slow network before the training.
 
     torchrun --nproc_per_node=2 scripts/measure_bandwidth.py
     python scripts/measure_bandwidth.py --help
 
-Prints the bus bandwidth as nccl-tests defines it: bytes / seconds x 2 (ranks - 1) / ranks, in GB/s. Below
---min_bandwidth (variable MIN_BANDWIDTH) it ends with exit code 3. NCCL on GPUs, gloo and small messages on CPUs.
-It takes a minute at most: on a slow network the message is smaller, and there are fewer of them.
+The script prints the bus bandwidth as nccl-tests defines it: bytes / seconds x 2 (ranks - 1) / ranks, in GB/s. It ends
+with exit code 3 if the bandwidth is below --min_bandwidth (variable MIN_BANDWIDTH). It uses NCCL on GPUs, and gloo with
+small messages on CPUs. It takes at most a minute: on a slow network it sends fewer and smaller messages.
 """
 
 import argparse
@@ -26,20 +26,20 @@ from shared.json_files import write_json
 
 GPU = torch.cuda.is_available()
 DEVICE = "cuda" if GPU else "cpu"
-# Of the FSDP document: all_reduce_perf -b 4G -e 4G -n 50
+# The FSDP document runs all_reduce_perf -b 4G -e 4G -n 50
 MESSAGE_BYTES = 4 * 2**30 if GPU else 4 * 2**20
 ITERATIONS = 50 if GPU else 5
-# The message grows until it takes so long that latency, milliseconds over many nodes, no longer counts
+# The message grows until its latency, milliseconds with many nodes, is negligible
 FIRST_BYTES = 256 * 2**10
 GROWTH = 8
-LONG_ENOUGH = 0.5  # seconds; the last message takes GROWTH times as long at most
-BUDGET = 30  # seconds for the iterations
+LONG_ENOUGH = 0.5  # seconds; the last message takes at most GROWTH times as long
+BUDGET = 30  # seconds for all iterations together
 
 
 def main() -> None:
     parser = OneLineErrors(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    least = minimum_from_environment()
-    parser.add_argument("--min_bandwidth", type=float, default=least, help="GB/s; 0 never ends the job")
+    minimum = minimum_from_environment()
+    parser.add_argument("--min_bandwidth", type=float, default=minimum, help="in GB/s; 0 accepts any bandwidth")
     parser.add_argument("--output", type=Path, help="JSON file for the result")
     arguments = parser.parse_args()
 
@@ -48,14 +48,14 @@ def main() -> None:
     os.environ.setdefault("NCCL_DEBUG_FILE", str(nccl_log))
     prepare_environment(shards=True)
     if world_size() == 1:
-        print("bandwidth test: one rank has nobody to talk to")
+        print("bandwidth test: skipped, there is only one rank")
         return
-    watchdog.start(DEFAULTS["ddp_timeout"])  # a rank that hangs is named
+    watchdog.start(DEFAULTS["ddp_timeout"])  # the watchdog names a rank that hangs
     dist.init_process_group("nccl" if GPU else "gloo")
     watchdog.progress("the bandwidth test")
 
     part, iterations, seconds = measure(torch.zeros(MESSAGE_BYTES // 4, device=DEVICE))
-    # four digits, not decimals: a very slow network is not one of 0.0 GB/s
+    # four significant digits, because decimals would show a very slow network as 0.0 GB/s
     bandwidth = float(f"{bus_bandwidth(seconds, part.nbytes, world_size()):.4g}")
     result = {
         "bus_bandwidth_gb_per_s": bandwidth,
@@ -73,8 +73,8 @@ def main() -> None:
     leave_process_group()
     if bandwidth < arguments.min_bandwidth:
         what = f"{bandwidth} GB/s between {world_size()} ranks, at least {arguments.min_bandwidth} GB/s expected"
-        way_out = "with InfiniBand there, and NET/Socket as transport, see NCCL_IB_HCA and NCCL_IB_DISABLE; else "
-        way_out += "set MIN_BANDWIDTH in the site file to what this network can do (10 GbE: 1.25 GB/s at best)"
+        way_out = "if there is InfiniBand but the transport is NET/Socket, check NCCL_IB_HCA and NCCL_IB_DISABLE; "
+        way_out += "else set MIN_BANDWIDTH in the site file to what this network can do (10 GbE: at most 1.25 GB/s)"
         raise WorkshopError("bandwidth test", what, way_out, ENVIRONMENT)
 
 
@@ -83,16 +83,16 @@ def minimum_from_environment() -> float:
     try:
         return float(text)
     except ValueError:
-        way_out = "give the least bus bandwidth in GB/s in the site file, for example 5"
+        way_out = "give the lowest acceptable bus bandwidth in GB/s in the site file, for example 5"
         raise WorkshopError("MIN_BANDWIDTH", f"{text!r} is not a number", way_out) from None
 
 
 def measure(message: torch.Tensor) -> tuple[torch.Tensor, int, float]:
-    """The part of the message that was sent, how often, and the seconds that it took each time. Collective."""
+    """Send parts of `message`. Return the part sent last, the iterations, and the seconds per iteration. Collective."""
     size = FIRST_BYTES // 4
     while True:
         part = message[:size]
-        seconds = min(seconds_per_all_reduce(part, 1) for _ in range(2))  # so that one hiccup decides nothing
+        seconds = min(seconds_per_all_reduce(part, 1) for _ in range(2))  # the better of two ignores a short delay
         if seconds >= LONG_ENOUGH or len(part) == len(message):
             break
         size *= GROWTH
@@ -101,12 +101,12 @@ def measure(message: torch.Tensor) -> tuple[torch.Tensor, int, float]:
 
 
 def seconds_per_all_reduce(message: torch.Tensor, iterations: int) -> float:
-    """Mean over the iterations, the slowest rank's, on every rank: so all of them choose the same part."""
+    """Return the mean time of the slowest rank. All ranks get the same number, so all choose the same message size."""
     for i in range(1 + iterations):
-        if i == 1:  # the first one opens connections
+        if i == 1:  # the first all-reduce opens connections and is not timed
             synchronise()
             start = time.perf_counter()
-        # summed, as gradients are: NVSwitches (NVLS) add up fp32, and know no other operation on it
+        # a sum, as for gradients; it is the only fp32 operation that NVSwitches (NVLS) support
         dist.all_reduce(message)
     synchronise()
     slowest = torch.tensor((time.perf_counter() - start) / iterations, device=DEVICE)
@@ -121,12 +121,12 @@ def synchronise() -> None:
 
 
 def bus_bandwidth(seconds: float, message_bytes: int, ranks: int) -> float:
-    """GB/s (10^9 bytes), https://github.com/NVIDIA/nccl-tests/blob/master/doc/PERFORMANCE.md"""
+    """Bus bandwidth in GB/s (10^9 bytes): https://github.com/NVIDIA/nccl-tests/blob/master/doc/PERFORMANCE.md"""
     return message_bytes / seconds * 2 * (ranks - 1) / ranks / 1e9
 
 
 def transport(nccl_log: Path) -> str:
-    """What the ranks talk through, from NCCL's own log: e.g. NET/IB, NET/Socket, P2P/CUMEM. Removes that log."""
+    """Return the transports from NCCL's log, for example NET/IB, NET/Socket or P2P/CUMEM. Deletes the log."""
     if not GPU:
         return f"TCP ({os.environ.get('GLOO_SOCKET_IFNAME', 'interface chosen by gloo')})"
     text = nccl_log.read_text(errors="replace") if nccl_log.exists() else ""

@@ -1,9 +1,9 @@
-"""Download a model and a data set on a machine with network, for compute nodes that have none.
+"""Download a model and a data set on a machine with network access, for compute nodes without.
 
     python scripts/prefetch.py --model_name bigscience/bloom-560m --dataset squad
 
-Fills the Hugging Face cache (HF_HOME, shared with the compute nodes). `hf download` would fetch every framework's copy
-of the weights, and of a data set the files, without the tables that a run without network reads.
+The script fills the Hugging Face cache (HF_HOME), which the compute nodes share. Do not use `hf download` instead: it
+fetches the weights for every framework, and does not build the data set tables that a run without network reads.
 """
 
 import argparse
@@ -27,25 +27,28 @@ def main() -> None:
     parser.add_argument("--dataset", help="Hub name of a SQuAD-like data set")
     arguments = parser.parse_args()
     if not arguments.model_name and not arguments.dataset:
-        raise WorkshopError("prefetch.py", "nothing to fetch", "give --model_name, --dataset or both")
+        raise WorkshopError("prefetch.py", "nothing to download", "give --model_name, --dataset or both")
     if arguments.model_name not in (None, "", TINY_BLOOM) and not is_folder("--model_name", arguments.model_name):
-        fetch("--model_name", arguments.model_name, model_files)
+        download("--model_name", arguments.model_name, download_model)
     if arguments.dataset and not is_local(arguments.dataset):
-        fetch("--dataset", arguments.dataset, dataset_tables)
+        download("--dataset", arguments.dataset, download_dataset)
 
 
-def fetch(flag: str, name: str, download: Callable[[str], str]) -> None:
-    """Download it, and say what the cache holds of it now. Raises WorkshopError (exit code 3)."""
+def download(flag: str, name: str, download_function: Callable[[str], str]) -> None:
+    """Download a model or data set, and print the summary that the function returns.
+
+    Raises WorkshopError (exit code 3) if the download fails.
+    """
     try:
-        print(f"{name}: {download(name)}")
-    except Exception as error:  # the Hub client raises its own, httpx's and OSError
-        way_out = "check the name, and that this machine has network"
-        what = f"{name} cannot be fetched ({reason_of(error):.200})"
+        print(f"{name}: {download_function(name)}")
+    except Exception as error:  # the Hub client raises exceptions of its own, of httpx, and OSError
+        way_out = "check the name, and that this machine has network access"
+        what = f"{name} cannot be downloaded ({reason_of(error):.200})"
         raise WorkshopError(flag, what, way_out, ENVIRONMENT) from error
 
 
-def model_files(name: str) -> str:
-    """Download a model, and its *.bin only if it has no safetensors. Return its size and folder."""
+def download_model(name: str) -> str:
+    """Download a model, with its *.bin files only if it has no safetensors. Return its size and folder."""
     folder = Path(huggingface_hub.snapshot_download(name, allow_patterns=MODEL_FILES))
     if not any(folder.glob("*.safetensors")):
         huggingface_hub.snapshot_download(name, allow_patterns="*.bin")
@@ -53,8 +56,9 @@ def model_files(name: str) -> str:
     return f"{size / 1e9:.1f} GB in {folder}"
 
 
-def dataset_tables(name: str) -> str:
-    return ", ".join(f"{len(part)} questions to {split}" for split, part in load_dataset(name).items())
+def download_dataset(name: str) -> str:
+    """Download a data set and build its tables. Return the number of questions in each split."""
+    return ", ".join(f"{len(part)} questions in {split}" for split, part in load_dataset(name).items())
 
 
 if __name__ == "__main__":

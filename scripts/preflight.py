@@ -1,12 +1,13 @@
-"""Prove environment, cluster and model cache before the class; one line per check, exit code 3 if one fails.
+"""Check the environment, the cluster and the model cache before the class.
 
     python scripts/preflight.py                                # or make preflight; about a minute
     python scripts/preflight.py --quick                        # without the tiny trainings
-    srun --gpus-per-node=1 python scripts/preflight.py         # on a GPU node, where a login node has no GPU
-    python scripts/preflight.py --submit                       # three real Slurm jobs too: 1 node, 2 nodes, bare srun
+    srun --gpus-per-node=1 python scripts/preflight.py         # on a GPU node, if the login node has no GPU
+    python scripts/preflight.py --submit                       # also three real Slurm jobs: 1 node, 2 nodes, bare srun
 
-A line is ok, warn, fail or skip, the check, what was found, and what to do. The site is that of the experiments:
-SITE=name, or experiments/site. Files go into a temporary folder of the repository, which is kept if a job fails.
+Each check prints a line: ok, warn, fail or skip, the name of the check, the finding, and the remedy. The exit code is 3
+if a check fails. The site is chosen as for the experiments: by SITE=name, or by the file experiments/site. Files go
+into a temporary folder in the repository. The folder is kept if a job fails.
 """
 
 import argparse
@@ -26,19 +27,21 @@ from shared.paths import REPOSITORY
 
 def main() -> None:
     parser = OneLineErrors(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model_name", "--model-name", action="append", help="in the cache; repeatable (MODEL_NAME)")
-    parser.add_argument("--dataset", help="in the cache (DATASET)")
-    parser.add_argument("--quick", action="store_true", help="no tiny trainings")
+    text = "model that the cache must hold; repeatable (default: MODEL_NAME)"
+    parser.add_argument("--model_name", "--model-name", action="append", help=text)
+    parser.add_argument("--dataset", help="data set that the cache must hold (default: DATASET)")
+    parser.add_argument("--quick", action="store_true", help="skip the tiny trainings")
     parser.add_argument("--submit", action="store_true", help="submit three tiny Slurm jobs and wait for them")
-    parser.add_argument("--timeout", type=int, default=1800, help="seconds for a training, or all jobs (%(default)s)")
+    text = "time limit for each training, and for all Slurm jobs, in seconds (%(default)s)"
+    parser.add_argument("--timeout", type=int, default=1800, help=text)
     arguments = parser.parse_args()
     if arguments.timeout < 1:
-        raise WorkshopError("--timeout", f"{arguments.timeout} is too small", "give seconds, for example 1800")
+        raise WorkshopError("--timeout", f"{arguments.timeout} is too small", "give at least 1, for example 1800")
     caller = dict(os.environ)
     folder = Path(tempfile.mkdtemp(prefix=".preflight-", dir=REPOSITORY))
     try:
         states = run_check("site", load_site(folder))
-        if "fail" not in states:  # all others depend on it
+        if "fail" not in states:  # all other checks depend on the site
             models = arguments.model_name or [os.environ.get("MODEL_NAME") or "bigscience/bloom-560m"]
             dataset = arguments.dataset or os.environ.get("DATASET") or "squad"
             checks = {"packages": packages(), "GPUs": gpus(), "interfaces": interfaces()}
@@ -51,26 +54,29 @@ def main() -> None:
                 states += run_check(name, lines)
     finally:
         if not (folder / KEPT).exists():
-            shutil.rmtree(folder, ignore_errors=True)  # a job that was cancelled may write to the end
+            shutil.rmtree(folder, ignore_errors=True)  # a cancelled job may still write into the folder
     print("preflight: " + ", ".join(f"{states.count(state)} {state}" for state in ("ok", "warn", "fail", "skip")))
     sys.exit(ENVIRONMENT if "fail" in states else 0)
 
 
 def run_check(name: str, lines: Lines) -> list[str]:
-    """Print the lines of a check; their states. An exception is a failed check; what libraries print is dropped."""
+    """Print the lines of a check and return their states.
+
+    An exception counts as a failed check. Output of libraries is dropped.
+    """
     out = sys.stdout
     states = []
 
-    def say(state: str, check: str, *texts: str) -> None:
+    def print_line(state: str, check: str, *texts: str) -> None:
         states.append(state)
         print(f"{state:<5} {check:<18} {'; '.join(texts)}".replace("\n", " "), file=out, flush=True)
 
     try:
         with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
             for line in lines:
-                say(*line)
-    except (Exception, SystemExit) as error:  # libraries, too, call sys.exit
-        say("fail", name, f"{type(error).__name__}: {error}")
+                print_line(*line)
+    except (Exception, SystemExit) as error:  # some libraries call sys.exit
+        print_line("fail", name, f"{type(error).__name__}: {error}")
     return states
 
 

@@ -1,5 +1,5 @@
-"""The parts of preflight.py, one file per kind of check: the machine with its site and files, and jobs.
+"""The checks of preflight.py: machine.py checks the machine, the site and files, and jobs.py starts jobs.
 
-A check is a function that yields `machine.Lines`; preflight.main calls them. A check that starts no job belongs into
+A check is a function that returns `machine.Lines`. preflight.main calls all checks. Put a check that starts no job into
 machine.py.
 """

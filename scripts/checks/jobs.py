@@ -1,4 +1,4 @@
-"""Checks of preflight.py that start experiments: dry runs, a tiny training per launcher here, and three Slurm jobs."""
+"""Checks of preflight.py that start experiments: dry runs, local tiny trainings, and three Slurm jobs."""
 
 import contextlib
 import json
@@ -11,31 +11,35 @@ import time
 from collections.abc import Mapping
 from pathlib import Path
 
-from checks.machine import Lines, command, last_line
+from checks.machine import Lines, last_line, run_command
 from config import KNOBS
 from shared.paths import EXPERIMENTS, REPOSITORY, SAMPLE
 
 TINY = {"MODEL_NAME": "tiny-bloom", "TRAIN_SIZE": 8, "EVAL_SIZE": 4, "MAX_LENGTH": 256, "SAMPLES_PER_GPU": 8}
 TINY |= {"BATCH_SIZE": 2, "GRAD_ACC": 1, "NUM_EPOCHS": 1, "EM_F1": False, "SAVE_STRATEGY": "no", "REPORT_TO": "none"}
 JOBS = ("baseline", "deepspeed-multi-node/2_nodes", "deepspeed-native-launch/zero3_offload")
-KEPT = "kept"  # preflight keeps its folder if it holds this file: a failed check names a log in it
+KEPT = "kept"  # marker file: preflight keeps its folder, because a failed check names a log in it
 UNFINISHED = ("PENDING", "CONFIGURING", "RUNNING", "COMPLETING", "SUSPENDED", "REQUEUED", "STAGE_OUT")
 
 
 def dry_runs(caller: dict[str, str]) -> Lines:
-    """caller: the environment from before the site was loaded, as a script loads that itself."""
-    # in a Slurm job, of which preflight may be one, DRY_RUN has no effect: the script would train
-    variables = {name: value for name, value in caller.items() if not name.startswith("SLURM_")}
+    """Check the dry runs of three experiments.
+
+    caller: the environment before the site was loaded, because each experiment loads the site itself.
+    """
+    # preflight may run in a Slurm job. There DRY_RUN has no effect, and the experiment would train
+    variables = {name: value for name, value in caller.items() if not name.startswith("SLURM_")} | {"DRY_RUN": "1"}
     for job in JOBS:
         (script,) = (EXPERIMENTS / job).glob("*.slurm")
-        done, said = command("bash", script.name, env=variables | {"DRY_RUN": "1"}, cwd=script.parent, timeout=300)
+        done, output = run_command("bash", script.name, env=variables, cwd=script.parent, timeout=300)
         if not done:
-            yield "fail", "experiments", f"{job}: {last_line(said)}"
+            yield "fail", "experiments", f"{job}: {last_line(output)}"
             return
     yield "ok", "experiments", f"{', '.join(JOBS)} would run"
 
 
 def tiny_jobs(folder: Path, timeout: int) -> Lines:
+    """Check one tiny training per method on this machine."""
     import torch
 
     gpu = torch.cuda.is_available()
@@ -47,7 +51,7 @@ def tiny_jobs(folder: Path, timeout: int) -> Lines:
         "ZeRO-2": [*launch, "--deepspeed", str(REPOSITORY / "ds_configs/zero2.json")],
         "FSDP full_shard": [*launch, "--fsdp", "--fsdp_config", str(REPOSITORY / "fsdp_configs/full_shard.json")],
     }
-    if gpu:  # else ZeRO's optimizer is on the CPU in any case
+    if gpu:  # without a GPU, ZeRO's optimizer always runs on the CPU
         jobs["ZeRO-2 offload"] = [*launch, "--deepspeed", str(REPOSITORY / "ds_configs/zero2_cpu_offload.json")]
     for name, words in jobs.items():
         start = time.monotonic()
@@ -55,31 +59,31 @@ def tiny_jobs(folder: Path, timeout: int) -> Lines:
         record = run_training(name.replace(" ", "_"), [*words, "--max_steps", "2"], variables, folder, timeout)
         if record["status"] == "completed":
             seconds = time.monotonic() - start
-            yield "ok", name, f"2 steps, loss {record['train']['loss_mean']:.2f}, {seconds:.0f} s with its start"
+            yield "ok", name, f"2 steps, loss {record['train']['loss_mean']:.2f}, {seconds:.0f} s including start-up"
         else:
             (folder / KEPT).touch()
             yield "fail", name, record["reason"]
 
 
 def tiny_variables(folder: Path, variables: dict, gpu: bool) -> dict[str, str]:
-    """Return the variables of a training of tiny-bloom, next to those of the caller that are no settings."""
+    """Replace the caller's settings in `variables` by those of a tiny-bloom training."""
     tiny = TINY | {"DATASET": SAMPLE} | ({} if gpu else {"FP16": False})
-    return without_settings(variables, folder) | {name: str(value) for name, value in tiny.items()}
+    return drop_settings(variables, folder) | {name: str(value) for name, value in tiny.items()}
 
 
-def without_settings(variables: Mapping[str, str], folder: Path) -> dict[str, str]:
-    """Drop the caller's knobs, launcher and job from `variables`. Data sets are cached in `folder`."""
-    others = {"RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "JOB_ID"}
-    others |= {knob.variable for knob in KNOBS} | {"KNOB_ORIGINS"}
-    others |= {"EXPERIMENT", "BANDWIDTH_FILE", "RUN_DIR", "SNAPSHOT"}
-    kept = {k: v for k, v in variables.items() if k not in others and (k[:6] != "SLURM_" or k == "SLURM_CONF")}
+def drop_settings(variables: Mapping[str, str], folder: Path) -> dict[str, str]:
+    """Drop the caller's knobs, launcher and job from `variables`, and set the data set cache to `folder`."""
+    dropped = {"RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "JOB_ID"}
+    dropped |= {knob.variable for knob in KNOBS} | {"KNOB_ORIGINS"}
+    dropped |= {"EXPERIMENT", "BANDWIDTH_FILE", "RUN_DIR", "SNAPSHOT"}
+    kept = {k: v for k, v in variables.items() if k not in dropped and (k[:6] != "SLURM_" or k == "SLURM_CONF")}
     return kept | {"HF_DATASETS_CACHE": str(folder / "datasets")}
 
 
 def run_training(job_id: str, words: list[str], variables: dict[str, str], folder: Path, timeout: int) -> dict:
-    """Run a training in `folder`, and return its run record. If it failed, the record has the reason and names the log.
+    """Run a training in `folder` and return its run record. For a failed run, the reason in the record names the log.
 
-    torchrun gives each rank a session of its own, so all children are ended.
+    torchrun starts each rank in a new session, so the function kills all descendants at the end.
     """
     import psutil
 
@@ -92,7 +96,7 @@ def run_training(job_id: str, words: list[str], variables: dict[str, str], folde
         try:
             done = process.wait(timeout) == 0
         except psutil.TimeoutExpired:
-            file.write(f"\nerror: time: still running after {timeout} s; see what it waits for, or raise --timeout\n")
+            file.write(f"\nerror: time: still running after {timeout} s; read the log above, or raise --timeout\n")
             done = False
         finally:
             with contextlib.suppress(psutil.NoSuchProcess):
@@ -107,18 +111,18 @@ def run_training(job_id: str, words: list[str], variables: dict[str, str], folde
 
 
 def slurm_jobs(folder: Path, timeout: int, caller: dict[str, str]) -> Lines:
-    """One after another, as a chain. caller: as for `dry_runs`."""
+    """Check three Slurm jobs, which run one after another as a chain. caller: as in `dry_runs`."""
     if not shutil.which("sbatch"):
-        yield "fail", "Slurm jobs", "no sbatch on PATH", "run this on a login node, or leave --submit out"
+        yield "fail", "Slurm jobs", "there is no sbatch on PATH", "use a login node, or leave --submit out"
         return
     copy_repository(folder)
     variables = tiny_variables(folder, caller, gpu=os.environ.get("REQUIRE_GPU") != "0")
     variables |= {"SBATCH_TIMELIMIT": str(timeout // 60 + 1)}
     submit = folder / "experiments" / "submit.sh"
-    done, said = command("bash", submit, "--chain", "all", env=variables, cwd=folder, timeout=120)
-    jobs = re.findall(r"^(\d+)  experiments/(.*)/", said, re.MULTILINE)
+    done, output = run_command("bash", submit, "--chain", "all", env=variables, cwd=folder, timeout=120)
+    jobs = re.findall(r"^(\d+)  experiments/(.*)/", output, re.MULTILINE)
     if not done:
-        yield "fail", "submit.sh", last_line(said)
+        yield "fail", "submit.sh", last_line(output)
     deadline = time.monotonic() + timeout
     try:
         for job_id, name in jobs:
@@ -126,22 +130,23 @@ def slurm_jobs(folder: Path, timeout: int, caller: dict[str, str]) -> Lines:
             if state == "COMPLETED":
                 yield "ok", name, state
             elif log.is_file():
-                said = last_line(log.read_text(errors="replace"))
+                output = last_line(log.read_text(errors="replace"))
                 (folder / KEPT).touch()
-                yield "fail", name, f"{state} ({reason}); {said}", f"read {log}"
+                yield "fail", name, f"{state} ({reason}); {output}", f"read {log}"
             else:
-                yield "fail", name, f"{state} ({reason})", f"no log after {timeout} s (--timeout)"
+                way_out = f"no log after {timeout} s; raise --timeout if the job is waiting for nodes"
+                yield "fail", name, f"{state} ({reason})", way_out
     finally:
-        command("scancel", *(job_id for job_id, _ in jobs))
+        run_command("scancel", *(job_id for job_id, _ in jobs))
 
 
 def copy_repository(folder: Path) -> None:
-    """What the three jobs read and write, so that nothing of theirs stays in the experiments' folders."""
+    """Copy what the three jobs read, so that their results do not land in the experiments' folders."""
     ignored = shutil.ignore_patterns("__pycache__", "results", "output", "?pu_memory", "profile", "*.out", "wandb*")
     experiments = [f"experiments/{job}" for job in JOBS]
     for name in ("scripts", "ds_configs", "fsdp_configs", "data", "experiments/sites", *experiments):
         shutil.copytree(REPOSITORY / name, folder / name, ignore=ignored)
-    shutil.copy(REPOSITORY / "pyproject.toml", folder)  # the version, which their records name
+    shutil.copy(REPOSITORY / "pyproject.toml", folder)  # run records contain the version
     for file in EXPERIMENTS.iterdir():
         if file.is_file():
             shutil.copy(file, folder / "experiments")
@@ -150,11 +155,15 @@ def copy_repository(folder: Path) -> None:
 
 
 def wait_for_job(job_id: str, deadline: float) -> tuple[str, str, Path]:
-    """Its state once it has ended or the time is up, Slurm's reason, and its log. Not sbatch --wait, which can hang."""
+    """Return a job's state, Slurm's reason and the job's log, once the job has ended or the time is up.
+
+    `sbatch --wait` is not used because it can hang.
+    """
     while True:
-        _, said = command("scontrol", "show", "job", job_id)
-        fields = dict(re.findall(r"(JobState|Reason)=(\S+)", said)) | dict(re.findall(r"^ +(StdOut)=(.*)$", said, re.M))
+        _, output = run_command("scontrol", "show", "job", job_id)
+        fields = dict(re.findall(r"(JobState|Reason)=(\S+)", output))
+        fields |= dict(re.findall(r"^ +(StdOut)=(.*)$", output, re.MULTILINE))
         state = fields.get("JobState", "UNKNOWN")
         if state not in UNFINISHED or time.monotonic() > deadline:
-            return state, fields.get("Reason", last_line(said)), Path(fields.get("StdOut", "none"))
+            return state, fields.get("Reason", last_line(output)), Path(fields.get("StdOut", "none"))
         time.sleep(2)

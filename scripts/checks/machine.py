@@ -1,7 +1,7 @@
 """Checks of preflight.py: packages, GPUs, network interfaces, site file, partition, and the cache of models and data.
 
-PyTorch is imported inside the checks: it reads the site's variables when it is imported, and an installation that
-cannot be imported is what a check must report. jobs.py does the same.
+The checks here and in jobs.py import PyTorch inside functions. PyTorch reads the site's variables on import, so the
+site must be loaded first. A broken PyTorch then also becomes a failed check instead of a traceback.
 """
 
 import importlib.metadata
@@ -19,15 +19,15 @@ from shared.paths import EXPERIMENTS, REQUIREMENTS
 
 # PyTorch builds for CUDA 12.6 are the last with code for compute capability 5.0 to 7.0, and run with older drivers
 OTHER_BUILD = (
-    "docs/environment.md says which torch it needs; for an older GPU or driver "
+    "docs/environment.md says which torch this machine needs; for an older GPU or driver: "
     "python -m pip install torch==2.13.0+cu126 --index-url https://download.pytorch.org/whl/cu126"
 )
 NODE_LOCAL = ("/tmp", "/var/tmp", "/dev/shm", "/local", "/localscratch", "/scratch/local")
-Lines = Iterator[tuple[str, ...]]  # state, check, what was found, what to do
+Lines = Iterator[tuple[str, ...]]  # state, name of the check, finding, remedy
 
 
-def command(*words: object, timeout: float = 60, **options: Any) -> tuple[bool, str]:
-    """Whether it ended well, and what it printed."""
+def run_command(*words: object, timeout: float = 60, **options: Any) -> tuple[bool, str]:
+    """Run a command. Return True if it succeeded, and its output."""
     options |= {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
     try:
         done = subprocess.run(list(map(str, words)), text=True, timeout=timeout, **options)
@@ -37,7 +37,7 @@ def command(*words: object, timeout: float = 60, **options: Any) -> tuple[bool, 
 
 
 def last_line(log: str) -> str:
-    """The last error line of a log, else its last line."""
+    """Return the last error line of a log, or the last line if there is no error line."""
     lines = [line.strip() for line in re.split(r"[\r\n]+", log) if line.strip()]
     errors = [line for line in lines if line.startswith("error: ")]
     return (errors or lines or ["no output"])[-1]
@@ -47,20 +47,20 @@ def last_line(log: str) -> str:
 
 
 def load_site(folder: Path) -> Lines:
-    """Take over the variables of the site as a job has them. folder: for a file that is needed meanwhile."""
+    """Set the variables of the site as in a job. folder: for a temporary file."""
     dump = folder / "site.json"
     write = "import json, os, sys; json.dump([sys.prefix, dict(os.environ)], open(sys.argv[1], 'w'))"
-    done, said = command("bash", EXPERIMENTS / "load_site.sh", "python", "-c", write, dump)
+    done, output = run_command("bash", EXPERIMENTS / "load_site.sh", "python", "-c", write, dump)
     if not done:
-        yield "fail", "site", last_line(said), "all other checks depend on it"
+        yield "fail", "site", last_line(output), "correct the site first: all other checks depend on it"
         return
     prefix, variables = json.loads(dump.read_text())
     os.environ.update(variables)
     name = variables["SITE"]
     if Path(prefix).samefile(sys.prefix):
-        yield "ok", "site", f"{name}, Python {sys.version.split()[0]} of {sys.prefix}"
+        yield "ok", "site", f"{name}, Python {sys.version.split()[0]} in {sys.prefix}"
     else:
-        what = f"{name}: its python is in {prefix}, this one in {sys.prefix}"
+        what = f"{name}: the site's python is in {prefix}, preflight's python in {sys.prefix}"
         yield "warn", "site", what, "start preflight with the site's python, or correct site_setup"
 
 
@@ -68,24 +68,24 @@ def partition() -> Lines:
     if not shutil.which("sbatch"):
         yield "skip", "partition", "no Slurm here"
         return
-    answers, said = command("sinfo", "--noheader", "--format=%R")
-    known = sorted({*said.split()})
+    answers, output = run_command("sinfo", "--noheader", "--format=%R")
+    known = sorted({*output.split()})
     wanted = os.environ.get("SBATCH_PARTITION", "")
     if not answers:
-        state = "skip" if os.environ.get("REQUIRE_GPU") == "0" else "fail"  # a laptop may have Slurm's commands, too
-        yield state, "partition", last_line(said), "is this a login node, and Slurm up?"
+        state = "skip" if os.environ.get("REQUIRE_GPU") == "0" else "fail"  # a laptop may also have Slurm's commands
+        yield state, "partition", last_line(output), "check that this is a login node and that Slurm is up"
     elif absent := [name for name in wanted.split(",") if wanted and name not in known]:
-        what = f"there is no {', '.join(absent)} among {', '.join(known)}"
+        what = f"{', '.join(absent)} is not among {', '.join(known)}"
         yield "fail", "partition", what, "correct SBATCH_PARTITION in the site file"
     else:
         yield "ok", "partition", wanted or f"Slurm's default of {', '.join(known)}"
     if reservation := os.environ.get("SBATCH_RESERVATION"):
-        found, said = command("scontrol", "show", "reservation", reservation)
+        found, output = run_command("scontrol", "show", "reservation", reservation)
         if found:
-            shown = re.findall(r"(?:StartTime|EndTime|State)=\S+", said)
+            shown = re.findall(r"(?:StartTime|EndTime|State)=\S+", output)
             yield "ok", "reservation", f"{reservation} {' '.join(shown)}"
         else:
-            yield "fail", "reservation", last_line(said), "correct SBATCH_RESERVATION in the site file"
+            yield "fail", "reservation", last_line(output), "correct SBATCH_RESERVATION in the site file"
 
 
 def interfaces() -> Lines:
@@ -93,15 +93,18 @@ def interfaces() -> Lines:
     for variable in ("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME"):
         value = os.environ.get(variable, "")
         if absent := absent_interfaces(value, present, exact=variable.startswith("GLOO")):
-            # a login node may have other interfaces than those that train
+            # a login node may have other interfaces than the compute nodes
             state = "fail" if "SLURM_JOB_ID" in os.environ else "warn"
             yield state, variable, f"{', '.join(absent)} is not among {', '.join(present)}", "see ip -brief address"
         else:
-            yield "ok", variable, value or "not set: the library chooses"
+            yield "ok", variable, value or "not set, so the library chooses"
 
 
 def absent_interfaces(value: str, present: list[str], exact: bool) -> list[str]:
-    """Names of the variable that fit no interface. NCCL's are prefixes, after = exact names, after ^ exclusions."""
+    """Return the names in the variable's value that match no interface.
+
+    NCCL reads the names as prefixes, after "=" as exact names, and after "^" as exclusions.
+    """
     if not value or value.startswith("^"):
         return []
     exact = exact or value.startswith("=")
@@ -120,7 +123,7 @@ def packages() -> Lines:
 
 
 def wrong_pins(requirements: str) -> list[str]:
-    """Pins that the installed packages do not have; a local version (2.13.0+cu130) is the pinned one."""
+    """Return the pins that differ from the installed version. A local version such as 2.13.0+cu130 fits pin 2.13.0."""
     wrong = []
     for name, pinned in re.findall(r"^([\w.-]+)==(\S+)", requirements, re.MULTILINE):
         try:
@@ -139,34 +142,37 @@ def gpus() -> Lines:
     import torch
 
     if not torch.cuda.is_available():
-        yield from no_gpus(torch.__version__)
+        yield from explain_missing_gpus(torch.__version__)
         return
     built = torch.cuda.get_arch_list()
     for index in range(torch.cuda.device_count()):
         capability = torch.cuda.get_device_capability(index)
         found = f"{torch.cuda.get_device_name(index)}, compute capability {capability[0]}.{capability[1]}"
-        if built_for(capability, built):
+        if supports_gpu(built, capability):
             yield "ok", f"GPU {index}", found
         else:
             what = f"{found}: torch {torch.__version__} is built for {', '.join(built)}"
             yield "fail", f"GPU {index}", what, OTHER_BUILD
 
 
-def no_gpus(torch_version: str) -> Lines:
-    """Say why PyTorch can use no GPU. The machine has none, or the driver is too old for this build of torch."""
-    listed, said = command("nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader")
+def explain_missing_gpus(torch_version: str) -> Lines:
+    """Say why PyTorch finds no GPU: the machine has none, or the driver is too old for this build of torch."""
+    listed, output = run_command("nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader")
     if os.environ.get("REQUIRE_GPU") == "0":
-        yield "skip", "GPUs", "the site needs none"
+        yield "skip", "GPUs", "not needed at this site"
     elif listed:
-        what = f"nvidia-smi lists {last_line(said)}, and torch {torch_version} can use none"
+        what = f"nvidia-smi lists {last_line(output)}, but torch {torch_version} cannot use a GPU"
         yield "fail", "GPUs", what, OTHER_BUILD
     else:
-        found = f"none here ({last_line(said)})"
-        yield "skip", "GPUs", found, "in a job: srun --gpus-per-node=1 python scripts/preflight.py"
+        found = f"there is none on this machine ({last_line(output)})"
+        yield "skip", "GPUs", found, "check them in a job: srun --gpus-per-node=1 python scripts/preflight.py"
 
 
-def built_for(capability: tuple[int, int], arch_list: list[str]) -> bool:
-    """Whether a GPU runs a build: machine code of its major version up to its minor one, or older PTX."""
+def supports_gpu(arch_list: list[str], capability: tuple[int, int]) -> bool:
+    """Check that a PyTorch build has code for a GPU of this compute capability.
+
+    The GPU runs machine code of its own major version up to its own minor version, and any PTX that is not newer.
+    """
     for kind, major, minor in re.findall(r"\b(sm|compute)_(\d+)(\d)[af]?\b", " ".join(arch_list)):
         built = int(major), int(minor)
         if built <= capability and (kind == "compute" or built[0] == capability[0]):
@@ -178,22 +184,22 @@ def built_for(capability: tuple[int, int], arch_list: list[str]) -> bool:
 
 
 def cache(model_names: list[str], dataset: str) -> Lines:
-    os.environ["HF_HUB_OFFLINE"] = "1"  # only what lies there counts
+    os.environ["HF_HUB_OFFLINE"] = "1"  # look only into the cache
     from config import CUSTOM_GPT, TINY_BLOOM
     from data_loader import is_local
 
     models = [name for name in model_names if name not in (TINY_BLOOM, CUSTOM_GPT) and not Path(name).is_dir()]
     if not models and is_local(dataset):
-        yield "skip", "cache", f"{', '.join(model_names)} and {Path(dataset).name} need none"
+        yield "skip", "cache", f"{', '.join(model_names)} and {Path(dataset).name} need no cache"
         return
     from datasets import load_dataset
     from huggingface_hub.constants import HF_HOME
 
     if not os.access(HF_HOME, os.W_OK):
-        way_out = "create it, writable for all: runs put their tokenised data there"
-        yield "warn", "HF_HOME", f"{HF_HOME} is not there, or cannot be written", way_out
+        way_out = "create the folder and let all users write: runs put their tokenised data there"
+        yield "warn", "HF_HOME", f"{HF_HOME} does not exist or is not writable", way_out
     elif any(Path(HF_HOME).resolve().is_relative_to(folder) for folder in NODE_LOCAL) and shutil.which("sbatch"):
-        yield "warn", "HF_HOME", f"{HF_HOME} is of this node alone", "choose a file system that all nodes see"
+        yield "warn", "HF_HOME", f"{HF_HOME} is local to this node", "choose a file system that all nodes share"
     else:
         yield "ok", "HF_HOME", HF_HOME
     prefetch = f"HF_HOME={HF_HOME} python scripts/prefetch.py"
@@ -206,7 +212,7 @@ def cache(model_names: list[str], dataset: str) -> Lines:
         try:
             rows = {split: len(part) for split, part in load_dataset(dataset).items()}
             yield "ok", "dataset", f"{dataset}, {rows}"
-        except Exception:  # the Hub client raises its own, httpx's and OSError
+        except Exception:  # the Hub client raises exceptions of its own, of httpx, and OSError
             found = f"{dataset} is not in the cache"
             yield "fail", "dataset", found, f"{prefetch} --dataset {dataset}"
 

@@ -142,7 +142,7 @@ FIXES = (
         "the Accelerator does not compare DeepSpeed's gradient accumulation with its own default",
     ),
     Fix(
-        "launch.py::leave_last",
+        "launch.py::final_barrier",
         "torch==2.13.0",
         "torchrun's first node, which holds the store, waits in _exit_barrier until no other node needs it",
     ),

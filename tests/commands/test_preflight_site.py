@@ -50,7 +50,7 @@ def test_another_python_at_the_site_gives_a_warning(monkeypatch, tmp_path):
     line = f'exec {sys.executable} -c "import sys; sys.prefix = \'/usr\'\n$2" "$3"'
     python = program(tmp_path / "bin", "python", line)
     state, _, found, _ = load(monkeypatch, tmp_path, f"site_setup() {{ PATH={python.parent}:$PATH; }}\n")
-    assert (state, found) == ("warn", f"mine: its python is in /usr, this one in {sys.prefix}")
+    assert (state, found) == ("warn", f"mine: the site's python is in /usr, preflight's python in {sys.prefix}")
 
 
 def lines_of_slurm(monkeypatch, tmp_path, **tools: str) -> dict[str, tuple]:
@@ -79,7 +79,7 @@ def test_partition_and_reservation_must_exist_in_slurm(monkeypatch, tmp_path):
     assert lines["reservation"] == ("ok", shown)
     monkeypatch.setenv("SBATCH_PARTITION", "gpus")
     lines = lines_of_slurm(monkeypatch, tmp_path, scontrol="echo Reservation workshop not found; exit 1")
-    assert lines["partition"][:2] == ("fail", "there is no gpus among debug, gpu")
+    assert lines["partition"][:2] == ("fail", "gpus is not among debug, gpu")
     assert lines["reservation"][:2] == ("fail", "Reservation workshop not found")
 
 

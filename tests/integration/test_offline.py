@@ -127,7 +127,7 @@ def test_weights_in_an_older_format_are_fetched(prefetch, tmp_path: Path):
 
 def test_prefetch_rejects_an_unknown_name(prefetch, tmp_path: Path):
     refused = prefetch("unknown", tmp_path, "--model_name", "workshop/no-such-model", code=3)
-    assert refused.error.startswith("--model_name: workshop/no-such-model cannot be fetched (")
+    assert refused.error.startswith("--model_name: workshop/no-such-model cannot be downloaded (")
 
 
 @pytest.mark.parametrize(

@@ -42,7 +42,7 @@ def test_a_laptop_passes_and_no_file_remains(bench, checkout):
     before = snapshot(*(checkout / name for name in FOLDERS))
     lines, output = preflight(bench, checkout)
     for name in ("plain python", "ZeRO-2", "FSDP full_shard"):
-        trained = re.fullmatch(r"ok +2 steps, loss ([0-9.]+), \d+ s with its start", lines[name])
+        trained = re.fullmatch(r"ok +2 steps, loss ([0-9.]+), \d+ s including start-up", lines[name])
         assert trained, output
         assert 7 < float(trained[1]) < 9, "an untrained model with 2048 tokens has log(2048), which is 7.62"
     assert lines["site"].startswith("ok   laptop, Python ")

@@ -48,7 +48,7 @@ def test_all_configs_and_strategies_of_one_gpu_are_rows():
     strategies = {"full_shard", "shard_grad_op", "full_shard_activation_checkpointing", "full_shard_cpu_offload"}
     assert {"plain", "ddp"} | strategies < names
     for row in gpu_check.ROWS:
-        files = [Path(word) for word in gpu_check.command_of(row) if word.endswith((".py", ".json"))]
+        files = [Path(word) for word in gpu_check.training_command(row) if word.endswith((".py", ".json"))]
         assert files and all(file.is_file() for file in files), row
 
 
@@ -74,9 +74,9 @@ def test_a_row_fails_if_its_losses_differ_from_the_plain_trainers(run_script):
     records |= {"zero3_reloaded": record(7.6), "zero1_reloaded": FAILED}
     code, printed = run_script(records, "plain", "zero0", "zero1", "zero2", "zero3")
     assert code == 3
-    assert "zero0: failed (Eval loss is 7.500, Eval loss of plain 7.320)" in printed
+    assert "zero0: failed (Eval loss is 7.500, but Eval loss of plain is 7.320)" in printed
     assert "zero1: failed (error: x: y; z; read x.log)" in printed
-    assert "zero3: failed (Reloaded is 7.600, Eval loss of plain 7.320)" in printed
+    assert "zero3: failed (Reloaded is 7.600, but Eval loss of plain is 7.320)" in printed
     assert printed.count(": failed (") == 3
 
 
@@ -91,7 +91,7 @@ def test_a_row_that_does_not_fit_is_not_a_failure(run_script):
 def test_the_rows_get_one_gpu_and_no_knob_of_the_job(monkeypatch, visible, chosen):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
     monkeypatch.setenv("TRAIN_SIZE", "1")
-    variables = gpu_check.environment_of_rows(Path(), cpu=False)
+    variables = gpu_check.training_environment(Path(), cpu=False)
     assert variables["CUDA_VISIBLE_DEVICES"] == chosen
     assert "TRAIN_SIZE" not in variables
 
@@ -99,5 +99,5 @@ def test_the_rows_get_one_gpu_and_no_knob_of_the_job(monkeypatch, visible, chose
 def test_results_of_another_machine_are_not_mixed(run_script, refusal):
     run_script({}, "plain")
     line = refusal(lambda: run_script({}, "plain", machine=V100 | {"gpu": "H100"}))
-    assert "is of another machine or version: gpu Tesla V100-SXM2-32GB, " in line
-    assert line.endswith("; move it away, or give another --output")
+    assert "has results of another machine or version: gpu Tesla V100-SXM2-32GB, " in line
+    assert line.endswith("; move the file away, or give another --output")

@@ -21,7 +21,7 @@ TORCH_2_13_CU130 = ["sm_75", "sm_80", "sm_86", "sm_90", "sm_100", "sm_120"]
     ],
 )
 def test_a_gpu_runs_builds_for_its_architecture(capability, arch_list, runs):
-    assert preflight_machine.built_for(capability, arch_list) is runs
+    assert preflight_machine.supports_gpu(arch_list, capability) is runs
 
 
 # Output of nvidia-smi --query-gpu=name,driver_version --format=csv,noheader
@@ -32,13 +32,14 @@ def test_a_machine_where_pytorch_finds_no_usable_gpu(monkeypatch):
     monkeypatch.setattr(
         torch.cuda, "device_count", lambda: 1
     )  # a driver that is too old lists its GPU, but PyTorch cannot use it
-    monkeypatch.setattr(preflight_machine, "command", lambda *words: (False, "nvidia-smi: no such file"))
+    monkeypatch.setattr(preflight_machine, "run_command", lambda *words: (False, "nvidia-smi: no such file"))
     ((state, *_, way_out),) = preflight_machine.gpus()
-    assert (state, way_out) == ("skip", "in a job: srun --gpus-per-node=1 python scripts/preflight.py"), "a login node"
-    monkeypatch.setattr(preflight_machine, "command", lambda *words: (True, NVIDIA_SMI))
+    expected = ("skip", "check them in a job: srun --gpus-per-node=1 python scripts/preflight.py")
+    assert (state, way_out) == expected, "a login node"
+    monkeypatch.setattr(preflight_machine, "run_command", lambda *words: (True, NVIDIA_SMI))
     ((state, _, found, way_out),) = preflight_machine.gpus()
     assert state == "fail"
-    assert found.startswith("nvidia-smi lists Tesla V100-SXM2-32GB, 470.82.01, and torch ")
+    assert found.startswith("nvidia-smi lists Tesla V100-SXM2-32GB, 470.82.01, but torch ")
     assert "docs/environment.md" in way_out and "torch==2.13.0+cu126" in way_out
 
 

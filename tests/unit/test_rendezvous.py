@@ -46,8 +46,8 @@ def test_the_static_rendezvous_gets_the_join_timeout(monkeypatch, launched):
 def test_only_the_static_rendezvous_is_accepted(monkeypatch, launched, refusal, flags, variables):
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
-    what = "c10d may execute what anybody on the network writes into its store"
-    way_out = "leave it out, and give several nodes --master-addr, --master-port and --node-rank"
+    what = "c10d may execute code that anybody on the network writes into its store"
+    way_out = "leave the flag out, and for several nodes give --master-addr, --master-port and --node-rank"
     assert refusal(launched, *flags) == f"error: --rdzv-backend: {what}; {way_out}"
 
 
