@@ -38,7 +38,7 @@ def test_slurm_says_whether_a_job_still_runs(tmp_path, monkeypatch, queue, statu
     running(tmp_path)
     run = only(tmp_path)
     assert run.status == status
-    assert run.ended in ("running", "failed: ended without a word: its node failed, or it was killed")
+    assert run.outcome in ("running", "failed: ended without a word: its node failed, or it was killed")
 
 
 def test_a_training_without_slurm_runs_as_long_as_it_holds_its_lock(tmp_path, monkeypatch):

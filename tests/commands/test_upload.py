@@ -31,7 +31,7 @@ def test_without_a_key_wandbs_own_login_counts(offline_run, capfd):
 
 
 def test_without_wandb_or_a_run_it_is_one_line(offline_run, refusal, monkeypatch, tmp_path):
-    assert "error: wandb/8: holds no offline run; " in refusal(tracking.upload, "8")
+    assert "error: wandb/8: contains no offline run; " in refusal(tracking.upload, "8")
     monkeypatch.setenv("PATH", str(tmp_path / "nowhere"))
     assert "wandb sync: cannot be started (No such file or directory)" in refusal(tracking.upload, "7", code=3)
 
