@@ -13,8 +13,8 @@ import time
 from pathlib import Path
 
 from reporting.definitions import table_definition
-from reporting.metrics import value_of
-from reporting.render import grid, lines_of
+from reporting.metrics import metric_value
+from reporting.render import grid, table_lines
 from reporting.report_folder import write_report
 from reporting.runs import Run, read_run
 from reporting.tables import build_table
@@ -83,7 +83,7 @@ def table(runs: dict[str, Run]) -> str:
     """Return the report's table of the runs, with one column per method."""
     by_experiment = {f"demo/{method}": [runs[method]] if method in runs else [] for method in METHODS}
     found = build_table(table_definition("demo"), by_experiment)
-    heads, rows = lines_of(found)
+    heads, rows = table_lines(found)
     labels = [row.label for row in found.rows]
     return f"{grid([heads[0], *labels], [row[:-1] for row in rows])}\n\n{textwrap.fill(found.definition.note, 100)}"
 
@@ -102,14 +102,15 @@ def conclusions(runs: dict[str, Run]) -> str:
     for method, run in runs.items():
         if plain and run is not plain:
             shares = [
-                f"{value_of(metric, run) / value_of(metric, plain):.0%} of the {part}" for part, metric in HELD.items()
+                f"{metric_value(metric, run) / metric_value(metric, plain):.0%} of the {part}"
+                for part, metric in HELD.items()
             ]
             lines.append(f"Compared with one process, a rank of {NAMES[method]} holds {', '.join(shares)}.")
     return "\n".join(lines)
 
 
 def train_losses(runs: dict[str, Run]) -> list[float]:
-    return [value_of("train_loss", run) for run in runs.values()]
+    return [metric_value("train_loss", run) for run in runs.values()]
 
 
 def are_equal(losses: list[float]) -> bool:

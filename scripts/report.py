@@ -1,12 +1,12 @@
-"""The workshop's tables and plots, from the records and memory logs of the runs.
+"""Write the workshop's tables and plots from the run records and memory logs.
 
 python scripts/report.py                                   # all experiments, into report/
 python scripts/report.py experiments/deepspeed-multi-gpu   # only the runs below these folders
 python scripts/report.py --all-runs -o /tmp/report         # mean and standard deviation over repeats
-python scripts/report.py --reference /shared/reference     # next to the numbers of that report
+python scripts/report.py --reference /shared/reference     # compared with the report in that folder
 python scripts/report.py --job results/123.json            # one run, in the terminal
 
-Open report/index.html in a browser: it is one file and needs no network.
+Open report/index.html in a browser. The page is one file and needs no network.
 """
 
 import argparse
@@ -15,10 +15,10 @@ from pathlib import Path
 
 from records.schema import read_record
 from reporting.definitions import RowDefinition, table_definition
-from reporting.metrics import MOST_EPOCHS
-from reporting.render import grid, lines_of, plural
+from reporting.metrics import MAX_EPOCHS
+from reporting.render import grid, plural, table_lines
 from reporting.report_folder import write_report
-from reporting.runs import NO_GPU, note_how_to_resume, read_run
+from reporting.runs import NO_GPU, add_resume_hints, read_run
 from reporting.tables import build_table
 from shared.errors import OneLineErrors, WorkshopError, run_program
 from shared.paths import REPOSITORY
@@ -28,7 +28,7 @@ def main() -> None:
     parser = OneLineErrors(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folders", nargs="*", type=Path, metavar="FOLDER", help="default: experiments")
     parser.add_argument("-o", "--output", type=Path, default=Path("report"), help="folder for the report")
-    parser.add_argument("--all-runs", action="store_true", help="mean and standard deviation over repeats")
+    parser.add_argument("--all-runs", action="store_true", help="show mean and standard deviation over repeats")
     parser.add_argument("--reference", type=Path, metavar="DIR", help="compare with the report in this folder")
     parser.add_argument("--job", type=Path, help="print the tables of this run record and write nothing")
     arguments = parser.parse_args()
@@ -42,19 +42,19 @@ def main() -> None:
 
 
 def job_table(path: Path) -> str:
-    """Return the baseline table and the memory of one run. A missing value is empty, with its reason."""
-    read_record(path)  # raises WorkshopError for a file that is not a run record
+    """Return the baseline table and the memory of one run. A missing value is an empty cell with the reason."""
+    read_record(path)  # raises WorkshopError if the file is not a run record
     run = read_run(path)
-    note_how_to_resume([run])
+    add_resume_hints([run])
     definition = table_definition("baseline")
-    evaluations = [f"eval_loss_{n}" for n in range(1, len(run.record.eval) + 1)][:MOST_EPOCHS]
+    evaluations = [f"eval_loss_{n}" for n in range(1, len(run.record.eval) + 1)][:MAX_EPOCHS]
     first, *others = [name for name in definition.columns if not name.startswith("eval_loss")]
     if not run.record.settings.em_f1:
         others = [name for name in others if name not in ("exact_match", "f1")]
     columns = [first, *evaluations, *others, "peak_gpu", "low_gpu", "mean_gpu", "peak_cpu", "mean_cpu"]
     rows = [RowDefinition(label="Value", experiment=run.experiment)]
     definition = definition.model_copy(update={"columns": columns, "rows": rows})
-    _, lines = lines_of(build_table(definition, {run.experiment: [run]}))
+    _, lines = table_lines(build_table(definition, {run.experiment: [run]}))
     shown = [line for line in lines if line[-1] != NO_GPU]
     left_out = [f"no GPU: {plural(len(lines) - len(shown), 'row')} left out"] if len(shown) < len(lines) else []
     output = run.record.output_dir
@@ -62,7 +62,7 @@ def job_table(path: Path) -> str:
     return "\n".join(
         [
             "",
-            f"Baseline summary of {run.job_id} ({run.ended}, {run.record.settings.model_name})",
+            f"Baseline summary of {run.job_id} ({run.outcome}, {run.record.settings.model_name})",
             "",
             grid(["Metric", "Value", "Note"], shown),
             "",

@@ -1,1 +1,1 @@
-"""The parts of report.py: runs and their logs in, tables, plots and pages out."""
+"""The parts of report.py. They read runs and their logs, and write tables, plots and pages."""

@@ -1,4 +1,4 @@
-"""The definitions of the tables, as experiments/tables.yaml holds them."""
+"""The definitions of the tables, read from experiments/tables.yaml."""
 
 import os
 from collections.abc import Collection
@@ -10,7 +10,7 @@ from pydantic import AfterValidator, BaseModel, ValidationError
 from pydantic_core import PydanticCustomError
 
 from records.schema import Record
-from reporting.metrics import METRICS, RELATIONS, header
+from reporting.metrics import METRICS, RELATIONS, column_header
 from shared.errors import WorkshopError, did_you_mean
 from shared.paths import REPOSITORY
 
@@ -21,7 +21,7 @@ PLOTS = ["loss", "memory", "peaks", "throughput", "efficiency", "speed"]
 
 
 def one_of(known: Collection[str], what: str) -> AfterValidator:
-    """Refuse a word that is not known, and suggest the nearest one that is."""
+    """Return a validator that rejects an unknown word and suggests the nearest known one. what: a noun for the word."""
 
     def check(word: str) -> str:
         if word not in known:
@@ -63,16 +63,16 @@ class TableDefinition(BaseModel, extra="forbid", frozen=True):
 
     @property
     def headers(self) -> list[str]:
-        return [self.names.get(column) or header(column, self.reference) for column in self.columns]
+        return [self.names.get(column) or column_header(column, self.reference) for column in self.columns]
 
     @property
     def references(self) -> list[str]:
-        """For each row the experiment to which its relations refer: the row's own, else that of the first row."""
+        """The reference experiment of each row, for its relations. The default is the experiment of the first row."""
         return [row.reference or self.rows[0].experiment for row in self.rows]
 
 
 def load_definitions(path: Path = DEFINITIONS) -> list[TableDefinition]:
-    """Read all tables. Raises WorkshopError (exit code 2) with the table and the key that is wrong."""
+    """Read all tables. A WorkshopError (exit code 2) names the table and the key that is wrong."""
     shown = os.path.relpath(path)
     try:
         tables = yaml.safe_load(path.read_text(encoding="utf-8"))
@@ -88,7 +88,7 @@ def check_table(place: str, table: dict) -> TableDefinition:
         return TableDefinition.model_validate(table)
     except ValidationError as error:
         mistakes = error.errors(include_url=False)
-        # A misspelt key makes two mistakes, as the right key is missing. The misspelt one says more.
+        # A misspelt key causes two errors, because the right key is missing. Report the misspelt one: it is clearer.
         first = min(mistakes, key=lambda mistake: mistake["type"] != "extra_forbidden")
         source = f"{place}, {'.'.join(map(str, first['loc']))}"
         if first["type"] == "extra_forbidden":

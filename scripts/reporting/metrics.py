@@ -1,4 +1,4 @@
-"""The metrics that a column of tables.yaml may name: values of a run, and relations of a value to another run's."""
+"""The metrics that a column of tables.yaml may name: values of a run, and relations between the values of two runs."""
 
 import json
 import math
@@ -16,9 +16,9 @@ from reporting.runs import Missing, Run
 
 MIB_PER_GIB = 1024
 BYTES_PER_MIB = 2**20
-MOST_EPOCHS = 20  # that a table can show one by one
+MAX_EPOCHS = 20  # A table has at most this many columns for evaluation losses.
 
-Value = Any  # a number, a text, or a Missing
+Value = Any  # a number, a text or a Missing
 Read = Callable[[Run], Value]
 
 
@@ -42,18 +42,18 @@ def recorded(path: str, scale: float = 1) -> Read:
     return read
 
 
-def logged(kind: str, which: str, scale: float = 1) -> Read:
-    """`peak`, `minimum` or `mean` of a memory log."""
+def logged(kind: str, statistic: str, scale: float = 1) -> Read:
+    """A number of the memory logs. kind: `gpu` or `cpu`. statistic: `peak`, `minimum` or `mean`."""
 
     def read(run: Run) -> Value:
         memory = getattr(run, kind)
-        return memory if isinstance(memory, Missing) else getattr(memory, which) / scale
+        return memory if isinstance(memory, Missing) else getattr(memory, statistic) / scale
 
     return read
 
 
 def eval_loss(epoch: int) -> Metric:
-    """Loss of the n-th evaluation: the last one of a run may stand at 2.93 epochs instead of 3."""
+    """Loss of the n-th evaluation. Its note gives the exact epoch: the last evaluation may be at 2.93 instead of 3."""
 
     def read(run: Run) -> Value:
         evaluations = run.record.eval
@@ -70,20 +70,20 @@ def eval_loss(epoch: int) -> Metric:
 def questions_note(run: Run) -> str:
     settings = run.record.settings
     random = has_random_weights(settings.model_name or "", bool(settings.from_scratch))
-    why = ", random weights" if random and run.record.f1 == 0 else ""
-    return f"{run.record.eval_size} questions{why}"
+    reason = ", random weights" if random and run.record.f1 == 0 else ""
+    return f"{run.record.eval_size} questions{reason}"
 
 
 def padding(run: Run) -> Value:
-    """Share of padding in the tokens that went through the model."""
+    """Share of padding in all tokens that the model processed, in percent."""
     real, padded = run.get("train.real_tokens"), run.get("train.padding_tokens")
     if isinstance(real, Missing) or isinstance(padded, Missing):
-        return run.missing("train.padding_tokens")
+        return run.explain_missing("train.padding_tokens")
     return 100 * padded / (real + padded)
 
 
 def profiled(number: Callable[[Profile], float]) -> Read:
-    """A number of each rank of a profiled run, the mean over all ranks."""
+    """Mean of a number over all ranks of a profiled run."""
 
     def read(run: Run) -> Value:
         if not run.record.profile:
@@ -93,45 +93,46 @@ def profiled(number: Callable[[Profile], float]) -> Read:
     return read
 
 
-def part_of_step(part: str) -> Read:
-    """In percent."""
+def share_of_step(part: str) -> Read:
+    """Share of a step that one part takes, in percent."""
     return profiled(lambda rank: 100 * getattr(rank, part) / rank.seconds_per_step)
 
 
 def largest(ranks: str, part: str, scale: float = 1) -> Read:
-    """A number on the rank that has most of it. ranks: a list in the run record with an entry for each rank."""
+    """Maximum of a number over all ranks. ranks: a list in the run record with one entry per rank."""
 
     def read(run: Run) -> Value:
         found = [getattr(rank, part) for rank in getattr(run.record, ranks) or []]
-        return max(found) / scale if found and None not in found else run.missing(f"{ranks}.{part}")
+        return max(found) / scale if found and None not in found else run.explain_missing(f"{ranks}.{part}")
 
     return read
 
 
 @cache
-def prediction_for(record: str) -> Any:
-    """Predict the memory of a run. record: its configs, settings and ranks as JSON.
+def predict_memory(record: str) -> Any:
+    """Predict the memory of a run. record: the part of its run record that the prediction needs, as JSON.
 
-    Runs with equal settings share one prediction.
+    The cache makes runs with equal settings share one prediction.
     """
-    from estimate.predict_from_record import predicted_memory  # this import takes seconds
+    from estimate.predict_from_record import predicted_memory  # This import takes seconds.
 
     return predicted_memory(json.loads(record))
 
 
-def estimated(which: str) -> Read:
-    """A number of Predicted, as estimate_memory.py predicts it for the settings of the run."""
+def estimated(part: str) -> Read:
+    """A prediction of estimate_memory.py for the settings of the run. part: a field of Predicted."""
 
     def read(run: Run) -> Value:
         if not run.record.configs:
-            return Missing("no GPU" if which == "gpu_mib" and run.record.hardware.gpus == 0
-                           else "the record keeps no configs to predict from")  # fmt: skip
+            return Missing("no GPU" if part == "gpu_mib" and run.record.hardware.gpus == 0
+                           else "the run record has no configs to predict from")  # fmt: skip
         settings = run.record.model_dump(mode="json", include={"configs", "settings", "world_size", "hardware"})
+        # Replace the names of the nodes: they would make the cache miss for runs with equal settings.
         settings["nodes"] = ["a node"] * len(run.record.nodes)
-        found = prediction_for(json.dumps(settings, sort_keys=True))
+        found = predict_memory(json.dumps(settings, sort_keys=True))
         if not found:
-            return Missing("memory of this training cannot be predicted")
-        return Missing("no GPU") if getattr(found, which) is None else getattr(found, which)
+            return Missing("the memory of this training cannot be predicted")
+        return Missing("no GPU") if getattr(found, part) is None else getattr(found, part)
 
     return read
 
@@ -162,7 +163,7 @@ METRICS = {
     "steps_per_epoch": Metric("Steps per epoch", recorded("steps_per_epoch")),
     "train_loss": Metric("Train loss", recorded("train.loss_mean")),
     "eval_loss": Metric("Final eval loss", recorded("eval.-1.loss")),
-    **{f"eval_loss_{epoch}": eval_loss(epoch) for epoch in range(1, MOST_EPOCHS + 1)},
+    **{f"eval_loss_{epoch}": eval_loss(epoch) for epoch in range(1, MAX_EPOCHS + 1)},
     "runtime": Metric("Train runtime (s)", recorded("train.runtime_s")),
     "steps_per_second": Metric("Train steps/s", recorded("train.steps_per_second")),
     "samples_per_second": Metric("Train samples/s", recorded("train.samples_per_second")),
@@ -202,27 +203,27 @@ METRICS = {
     "estimated_gradients": Metric("Gradients, estimated (MiB)", estimated("gradients")),
     "estimated_optimizer_state": Metric("Optimizer state, estimated (MiB)", estimated("optimizer_state")),
     "profiled_step": Metric("Step (ms)", profiled(lambda rank: 1000 * rank.seconds_per_step)),
-    "profiled_data": Metric("Data (%)", part_of_step("data")),
-    "profiled_forward": Metric("Forward (%)", part_of_step("forward")),
-    "profiled_backward": Metric("Backward (%)", part_of_step("backward")),
-    "profiled_communication": Metric("Communication (%)", part_of_step("communication")),
-    "profiled_optimizer": Metric("Optimizer (%)", part_of_step("optimizer")),
-    "profiled_other": Metric("Other (%)", part_of_step("other")),
-    "profiled_hidden": Metric("Hidden communication (%)", part_of_step("hidden_communication")),
+    "profiled_data": Metric("Data (%)", share_of_step("data")),
+    "profiled_forward": Metric("Forward (%)", share_of_step("forward")),
+    "profiled_backward": Metric("Backward (%)", share_of_step("backward")),
+    "profiled_communication": Metric("Communication (%)", share_of_step("communication")),
+    "profiled_optimizer": Metric("Optimizer (%)", share_of_step("optimizer")),
+    "profiled_other": Metric("Other (%)", share_of_step("other")),
+    "profiled_hidden": Metric("Hidden communication (%)", share_of_step("hidden_communication")),
 }
 
 
-def value_of(metric: str, run: Run) -> Value:
-    """Return a number or a text, or a Missing with the reason. It is read on demand: a prediction takes seconds."""
+def metric_value(metric: str, run: Run) -> Value:
+    """Return a number, a text, or a Missing with the reason. Call this only for shown metrics: a prediction is slow."""
     return METRICS[metric].read(run)
 
 
-# --- relations of a run to another one
+# --- relations between two runs
 
 
 @dataclass(frozen=True)
 class Relation:
-    """A column ``name.metric``: computed from the row's value, the reference's, and the GPUs of both."""
+    """A column ``relation.metric``. It is computed from the values and the GPU counts of the row and its reference."""
 
     header: str
     compute: Callable[[float, float, int, int], float]
@@ -241,7 +242,7 @@ RELATIONS = {
 }
 
 
-def header(column: str, reference: str = "") -> str:
+def column_header(column: str, reference: str = "") -> str:
     relation, _, metric = column.rpartition(".")
     name = METRICS[metric].header
     if not relation:
@@ -255,7 +256,7 @@ def header(column: str, reference: str = "") -> str:
 
 @dataclass(frozen=True)
 class Cell:
-    """A value, and the reason why it is missing or the note that goes with it.
+    """A value with its note. Without a value, the note gives the reason.
 
     spread, count: sample standard deviation and number of repeats. versus: the difference from a reference report.
     """
@@ -268,20 +269,20 @@ class Cell:
 
     @property
     def number(self) -> float | None:
-        """The value, where it is one to compute with."""
+        """The value, or None if it is a text."""
         return None if isinstance(self.value, str) else self.value
 
     def with_decimals(self, places: int) -> str:
-        """The text with this number of decimals, as `decimals` gives it for a column."""
+        """Format the cell with this number of decimals. `decimals` returns the number for a whole column."""
         if self.number is None:
             return str(self.value or "")
         text = format_rounded(self.number, places)
         return text if self.spread is None else f"{text} ± {format_rounded(self.spread, places)} ({self.count})"
 
 
-def cell_of(metric: str, runs: list[Run]) -> Cell:
-    """The value of one run, or mean and sample standard deviation over the runs that have a value."""
-    values = [value_of(metric, run) for run in runs]
+def build_metric_cell(metric: str, runs: list[Run]) -> Cell:
+    """Build a cell with the value of one run, or with mean and sample standard deviation over several runs."""
+    values = [metric_value(metric, run) for run in runs]
     found = [value for value in values if not isinstance(value, Missing)]
     if not found:
         return Cell(None, values[0].reason)
@@ -292,7 +293,7 @@ def cell_of(metric: str, runs: list[Run]) -> Cell:
 
 
 def relate(relation: str, own: Cell, base: Cell, gpus: int, base_gpus: int) -> Cell:
-    """Compute a relation of two cells. It has no value where one of the cells has none."""
+    """Compute a relation of two cells. The result is empty if one of the cells is."""
     if own.number is None or base.number is None:
         return Cell(None, own.note if own.number is None else base.note)
     try:
@@ -305,24 +306,25 @@ def relate(relation: str, own: Cell, base: Cell, gpus: int, base_gpus: int) -> C
 
 
 def decimals(cells: Iterable[Cell], percent: bool = False) -> int:
-    """How many decimals the numbers of a column get: four significant digits of each, at most five of the largest.
+    """Return the number of decimals for a column.
 
-    Percentages have one, unless all of them are below 1.
+    Each number keeps at least four significant digits, unless the largest one would then have more than five.
+    Percentages have one decimal, unless all of them are below 1.
     """
     sizes = [abs(cell.number) for cell in cells if cell.number and math.isfinite(cell.number)]
     if not sizes:
         return 0
-    most = 1 if percent and max(sizes) >= 1 else 4 - math.floor(math.log10(max(sizes)))
+    limit = 1 if percent and max(sizes) >= 1 else 4 - math.floor(math.log10(max(sizes)))
     texts = [format_float_positional(size, precision=4, unique=False, fractional=False, trim="-") for size in sizes]
-    return max(0, min(most, max(len(text.partition(".")[2]) for text in texts)))
+    return max(0, min(limit, max(len(text.partition(".")[2]) for text in texts)))
 
 
 def format_rounded(value: float, places: int) -> str:
-    """Format a number with this number of decimals. A number that would look like zero keeps two digits."""
+    """Format a number with this number of decimals. A small number that would look like zero gets two digits."""
     text = f"{value:,.{places}f}"
     return f"{value:.2g}" if value and not text.strip("-0.") else text
 
 
 def format_number(value: float) -> str:
-    """Format one number as a column that holds only this number does."""
+    """Format a number that is not part of a column."""
     return format_rounded(value, decimals([Cell(value)]))

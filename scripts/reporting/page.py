@@ -1,6 +1,6 @@
-"""All tables, plots and runs as one HTML page that needs nothing else, from page.html and page.css next to this file.
+"""Render all tables, plots and runs as one self-contained HTML page, from page.html and page.css in this folder.
 
-Names, ids and reasons come from files that anybody may have written: jinja2 escapes each of them.
+Names, ids and reasons come from files that anybody may have written, so jinja2 escapes each of them.
 """
 
 import base64
@@ -16,26 +16,28 @@ from markupsafe import Markup
 from reporting import render
 from reporting.runs import Run
 from reporting.tables import Row, Table
-from reporting.trainer_log import log_of
+from reporting.trainer_log import find_log
 from shared.paths import workshop_version
 
 HERE = Path(__file__).parent
 GENERATOR = Markup('<meta name="generator" content="scripts/report.py">')
 POLICY = "default-src 'none'; style-src 'sha256-{}'; img-src data:; base-uri 'none'; form-action 'none'"
-JOB = re.compile(r"(?<=\bjob )([A-Za-z0-9._-]*[A-Za-z0-9])")  # as remarks name it
-FLAG = re.compile(r"--\w+")  # a browser breaks lines after the dashes
+JOB = re.compile(r"(?<=\bjob )([A-Za-z0-9._-]*[A-Za-z0-9])")  # the id of a job in a remark
+FLAG = re.compile(r"--\w+")  # a flag, such as --fp16
 
 
-def page(tables: list[Table], runs: list[Run], images: dict[str, list[tuple[Path, str]]], summary: list[str]) -> str:
-    """The whole report.
+def render_page(
+    tables: list[Table], runs: list[Run], images: dict[str, list[tuple[Path, str]]], summary: list[str]
+) -> str:
+    """Return the whole report as HTML.
 
     runs: all runs, oldest first. images: table name -> its plots, each with a description; the page embeds them.
-    summary: what a row shows, then what the comparison with a reference found.
+    summary: a sentence that explains the rows, then the results of the comparison with a reference.
     """
     style = Markup((HERE / "page.css").read_text(encoding="utf-8"))
     digest = base64.b64encode(hashlib.sha256(style.encode()).digest()).decode()
     filled = [table for table in tables if table.has_runs]
-    anchors = anchors_of(runs)
+    anchors = run_anchors(runs)
     environment = jinja2.Environment(
         loader=jinja2.FileSystemLoader(HERE),
         autoescape=True,
@@ -60,30 +62,33 @@ def page(tables: list[Table], runs: list[Run], images: dict[str, list[tuple[Path
         compared=summary[1:],
         runs=runs,
         anchors=anchors,
-        ended=runs_by_status(runs),
+        listed=runs_by_status(runs),
         mismatched=mismatched_rows(filled),
         no_gpu=all(run.record.hardware.gpus == 0 for run in runs if run.has_record),
-        in_order=("completed", "running"),  # statuses of runs without an error
+        good_statuses=("completed", "running"),
         filled=filled,
         waiting=[table for table in tables if table.rows and not table.has_runs],
         images=images,
-        logs={run: log_of(run.folder, run.job_id) for run in runs},
+        logs={run: find_log(run.folder, run.job_id) for run in runs},
     )
 
 
-def anchors_of(runs: list[Run]) -> dict[Run, str]:
-    """The id of the part of the page that is about a run; jobs of two folders may have the same id."""
+def run_anchors(runs: list[Run]) -> dict[Run, str]:
+    """Return a unique HTML id for the section of each run. Jobs of two folders may have the same job id."""
     taken: Counter[str] = Counter()
     anchors = {}
     for run in runs:
         taken[run.job_id] += 1
-        again = f"-{taken[run.job_id]}" if taken[run.job_id] > 1 else ""
-        anchors[run] = f"job-{run.job_id}{again}"
+        suffix = f"-{taken[run.job_id]}" if taken[run.job_id] > 1 else ""
+        anchors[run] = f"job-{run.job_id}{suffix}"
     return anchors
 
 
 def link_jobs(text: str, anchors: dict[Run, str]) -> Markup:
-    """Escape the text, and link the id of a job to its run unless two runs have this id. A flag is not broken."""
+    """Escape the text, and link each job id to its run, unless two runs have this id.
+
+    Flags are wrapped in a span, because a browser would break the line after their dashes.
+    """
     known = Counter(run.job_id for run in anchors)
     parts = []
     for part in JOB.split(text):
@@ -94,7 +99,7 @@ def link_jobs(text: str, anchors: dict[Run, str]) -> Markup:
 
 
 def runs_by_status(runs: list[Run]) -> list[tuple[str, list[Run]]]:
-    """Status -> its runs, without those that completed; the ones that completed with damaged logs come last."""
+    """Group the runs by status. Completed runs are left out, except those with damaged or missing logs, at the end."""
     statuses = sorted({run.status for run in runs} - {"completed"})
     found = [(status, [run for run in runs if run.status == status]) for status in statuses]
     damaged = [run for run in runs if run.completed and run.problems]
@@ -102,7 +107,7 @@ def runs_by_status(runs: list[Run]) -> list[tuple[str, list[Run]]]:
 
 
 def mismatched_rows(tables: list[Table]) -> list[tuple[Table, Row]]:
-    """The rows that do not compare. A run is listed once for equal mismatches: the table of all runs repeats it."""
+    """Return the rows that do not compare. A run with the same mismatches in several tables is returned once."""
     found: dict[tuple, tuple[Table, Row]] = {}
     for table in tables:
         for row in table.rows:
@@ -112,7 +117,7 @@ def mismatched_rows(tables: list[Table]) -> list[tuple[Table, Row]]:
 
 
 def shorten_paths(text: str, run: Run | None) -> str:
-    """Make paths relative to the run's own folder."""
+    """Make paths in the text relative to the run's folder."""
     return text.replace(f"{run.folder}/", "") if run else text
 
 
@@ -121,7 +126,7 @@ def data_url(image: Path) -> str:
 
 
 def allow_breaks(text: str) -> Markup:
-    """Let a browser break a path after each folder and word."""
+    """Let a browser break the line after each slash and underscore of a path."""
     if "/" not in text:
         return Markup.escape(text)
     return Markup.escape(text).replace("/", Markup("/<wbr>")).replace("_", Markup("_<wbr>"))

@@ -1,7 +1,7 @@
-"""The plots of a table, as PNG. Lines and bars are told apart by dashes, markers and hatches, not by colour alone.
+"""Draw the plots of a table as PNG files. Lines and bars differ in dashes, markers and hatches, not only in colour.
 
-The numbers are those of the table's cells. Lines over GPUs and the points of a scatter compare runs with each other.
-Runs that do not compare are left out, and the plot names them.
+The plots show the numbers of the table's cells. Scaling and scatter plots leave out the runs that do not compare, and
+name them.
 """
 
 import math
@@ -16,20 +16,21 @@ from matplotlib.figure import Figure
 from records.memory_logs import logs_of, read_cpu_log, read_gpu_log
 from reporting.runs import Missing, Run
 from reporting.tables import Row, Table
-from reporting.trainer_log import entries, log_of
+from reporting.trainer_log import entries, find_log
 
 DPI = 110
-FIGURE_WIDTH = 5.8  # inches, of which letters of 11 points can be read on a phone
-HEIGHT = 3.4
-LEGEND_LINE = 0.24
-NEAR = 0.06  # of an axis: points that are nearer have one label
-ROOM = 1.1  # between the largest point and the end of an axis
-RATES = {  # the first that two runs or more have; the Trainer's counts evaluation as training
+FIGURE_WIDTH = 5.8  # inches: text of 11 points is readable when a phone shrinks a plot of this width
+HEIGHT = 3.4  # inches
+LEGEND_LINE = 0.24  # inches
+LABEL_DISTANCE = 0.06  # fraction of an axis: points that are closer share one label
+AXIS_HEADROOM = 1.1  # end of an axis, relative to the largest point
+# Samples per second, in order of preference. The last one, the Trainer's, counts evaluation as training.
+RATES = {
     "steady_samples_per_second": "samples/s, steps alone",
     "callback_samples_per_second": "samples/s, steps alone",
     "samples_per_second": "samples/s, with evaluation",
 }
-LOOKS = [
+STYLES = [
     *(("#000000", "-", "o"), ("#d55e00", "--", "s"), ("#0072b2", "-.", "^"), ("#009e73", ":", "D")),
     *(("#cc79a7", (0, (5, 1)), "v"), ("#7f7f7f", (0, (3, 1, 1, 1)), "P"), ("#56b4e9", (0, (1, 1)), "X")),
     ("#b8860b", (0, (8, 2, 2, 2)), "*"),
@@ -38,21 +39,24 @@ LOOKS = [
 Points = list[tuple[float, float]]
 
 
-def draw(table: Table, folder: Path) -> list[tuple[Path, str]]:
-    """Write the plots for which the table has values to ``<folder>/<table>-<plot>.png``. Returns their descriptions."""
+def draw_plots(table: Table, folder: Path) -> list[tuple[Path, str]]:
+    """Write the plots for which the table has values to ``<folder>/<table>-<plot>.png``.
+
+    Returns each file with a description.
+    """
     images = []
     with matplotlib.rc_context({"font.size": 11}):
         for name in table.definition.plots:
-            drawing, seen = DRAWINGS[name]
-            if figure := drawing(table):
+            draw, description = DRAWINGS[name]
+            if figure := draw(table):
                 path = folder / f"{table.definition.id}-{name}.png"
                 figure.savefig(path, dpi=DPI)
-                images.append((path, f"{table.definition.title}: {seen}"))
+                images.append((path, f"{table.definition.title}: {description}"))
     return images
 
 
 def new_figure(parts: int = 1, legend_lines: int = 0) -> tuple[Figure, list[Axes]]:
-    """Parts one below the other, as wide as a phone can show."""
+    """Create a figure with some axes one below the other, narrow enough for a phone."""
     figure = Figure(figsize=(FIGURE_WIDTH, HEIGHT * parts + LEGEND_LINE * legend_lines), layout="constrained")
     axes = list(figure.subplots(parts, 1, squeeze=False)[:, 0])
     for axis in axes:
@@ -62,43 +66,44 @@ def new_figure(parts: int = 1, legend_lines: int = 0) -> tuple[Figure, list[Axes
     return figure, axes
 
 
-def name_of(row: Row) -> str:
-    """The label, and what a reader of its curve must know."""
+def legend_name(row: Row) -> str:
+    """The row's label, with a status other than completed, or a note that the run does not compare."""
     if row.run and not row.run.completed:
         return f"{row.label} ({row.run.status})"
     return f"{row.label} (does not compare)" if row.mismatches else row.label
 
 
-def number_in(table: Table, row: Row, column: str) -> float | None:
-    """Return the number of a completed run, None where there is none that can be drawn."""
+def drawable_number(table: Table, row: Row, column: str) -> float | None:
+    """Return the number of a completed run in this column, or None if it is missing or not finite."""
     if column not in table.definition.columns or not row.run or not row.run.completed:
         return None
     number = row.cells[table.definition.columns.index(column)].number
     return number if number is not None and math.isfinite(number) else None
 
 
-def loss_plot(table: Table) -> Figure | None:
-    """Training loss as logged (line) and evaluation loss (markers) over epochs."""
+def draw_loss(table: Table) -> Figure | None:
+    """Draw the logged training loss as lines and the evaluation loss as markers, over epochs."""
     runs = [(row, row.run) for row in table.rows if row.run]
-    curves = [(name_of(row), training_losses(run), evaluation_losses(run)) for row, run in runs]
-    drawn = sum(bool(steps) + bool(tests) for _, steps, tests in curves)
-    if not drawn:
+    curves = [(legend_name(row), training_losses(run), evaluation_losses(run)) for row, run in runs]
+    count = sum(bool(steps) + bool(evaluations) for _, steps, evaluations in curves)
+    if not count:
         return None
-    figure, (axis,) = new_figure(legend_lines=drawn)
-    for (name, steps, tests), (colour, dashes, marker) in zip(curves, cycle(LOOKS), strict=False):
+    figure, (axis,) = new_figure(legend_lines=count)
+    for (name, steps, evaluations), (colour, dashes, marker) in zip(curves, cycle(STYLES), strict=False):
         if steps:
-            alone = "x" if len(steps) == 1 else ""  # a line of one point has no length
-            axis.plot(*zip(*steps, strict=True), color=colour, ls=dashes, marker=alone, label=f"{name}, training")
-        if tests:
-            axis.plot(*zip(*tests, strict=True), color=colour, ls="none", marker=marker, label=f"{name}, evaluation")
+            cross = "x" if len(steps) == 1 else ""  # A line with one point would be invisible.
+            axis.plot(*zip(*steps, strict=True), color=colour, ls=dashes, marker=cross, label=f"{name}, training")
+        if evaluations:
+            label = f"{name}, evaluation"
+            axis.plot(*zip(*evaluations, strict=True), color=colour, ls="none", marker=marker, label=label)
     axis.set(xlabel="epoch", ylabel="loss (nats per token)", xlim=(0, None))
     figure.legend(loc="outside lower left", frameon=False, fontsize="small")
     return figure
 
 
 def training_losses(run: Run) -> Points:
-    """(epoch, loss) of the logged steps."""
-    logged = [entry for entry in entries(log_of(run.folder, run.job_id)) if {"epoch", "loss"} <= entry.keys()]
+    """Return (epoch, loss) for each logged step."""
+    logged = [entry for entry in entries(find_log(run.folder, run.job_id)) if {"epoch", "loss"} <= entry.keys()]
     return [(entry["epoch"], entry["loss"]) for entry in logged if math.isfinite(entry["loss"])]
 
 
@@ -106,9 +111,12 @@ def evaluation_losses(run: Run) -> Points:
     return [(each.epoch, each.loss) for each in run.record.eval if each.loss is not None and math.isfinite(each.loss)]
 
 
-def memory_plot(table: Table) -> Figure | None:
-    """GPU and CPU memory over time, the largest of all GPUs (nodes) at each sample, the peak of each run marked."""
-    runs = [(name_of(row), row.run) for row in table.rows if row.run]
+def draw_memory(table: Table) -> Figure | None:
+    """Draw GPU and CPU memory over time, with a marker at the peak of each run.
+
+    A run's line is the memory of the GPU (node) with the highest peak.
+    """
+    runs = [(legend_name(row), row.run) for row in table.rows if row.run]
     curves = {kind: [curve(run, kind) for _, run in runs] for kind in ("GPU", "CPU")}
     kinds = [kind for kind in curves if any(curves[kind])]
     if not kinds:
@@ -117,7 +125,7 @@ def memory_plot(table: Table) -> Figure | None:
     handles: dict[str, Artist] = {}
     peak_texts: dict[str, list[str]] = {}
     for axis, kind in zip(axes, kinds, strict=True):
-        for (name, _), points, (colour, dashes, marker) in zip(runs, curves[kind], cycle(LOOKS), strict=False):
+        for (name, _), points, (colour, dashes, marker) in zip(runs, curves[kind], cycle(STYLES), strict=False):
             if points:
                 axis.plot(*zip(*points, strict=True), color=colour, linestyle=dashes, linewidth=1.2)
                 top = max(points, key=lambda point: point[1])
@@ -131,7 +139,7 @@ def memory_plot(table: Table) -> Figure | None:
 
 
 def curve(run: Run, kind: str) -> Points:
-    """(seconds, MiB) of the GPU or node with the highest peak."""
+    """Return (seconds, MiB) for each sample of the GPU or node with the highest peak."""
     if kind == "GPU" and isinstance(run.gpu, Missing):
         return []
     gpu_logs, cpu_logs = logs_of(run.folder, run.job_id)
@@ -143,17 +151,17 @@ def curve(run: Run, kind: str) -> Points:
     return log.curve(name)
 
 
-def peaks(table: Table) -> Figure | None:
-    """Peak memory of GPU and CPU as bars; offloaded runs are hatched."""
-    bars_of = {}
+def draw_peaks(table: Table) -> Figure | None:
+    """Draw peak GPU and CPU memory as bars. Runs with offload have hatched bars."""
+    bars_by_kind = {}
     for kind in ("GPU", "CPU"):
-        found = {name_of(row): number_in(table, row, f"peak_{kind.lower()}") for row in reversed(table.rows)}
+        found = {legend_name(row): drawable_number(table, row, f"peak_{kind.lower()}") for row in reversed(table.rows)}
         if known := {name: mib for name, mib in found.items() if mib is not None}:
-            bars_of[kind] = known
-    if not bars_of:
+            bars_by_kind[kind] = known
+    if not bars_by_kind:
         return None
-    figure, axes = new_figure(len(bars_of))
-    for axis, (kind, bars) in zip(axes, bars_of.items(), strict=True):
+    figure, axes = new_figure(len(bars_by_kind))
+    for axis, (kind, bars) in zip(axes, bars_by_kind.items(), strict=True):
         hatches = ["////" if "offload" in label else "" for label in bars]
         drawn = axis.barh(list(bars), list(bars.values()), color="#cccccc", edgecolor="black", hatch=hatches)
         axis.bar_label(drawn, fmt="{:,.0f}", padding=3, fontsize="small")
@@ -164,68 +172,69 @@ def peaks(table: Table) -> Figure | None:
     return figure
 
 
-def throughput(table: Table) -> Figure | None:
-    """Samples per second over GPUs, with the line of the first run's rate per GPU."""
-    rate = rate_of(table)
+def draw_throughput(table: Table) -> Figure | None:
+    """Draw samples per second over GPUs, with a line for ideal scaling from the run with the fewest GPUs."""
+    rate = choose_rate(table)
     points = points_over_gpus(table, rate)
     ideal = [points[0][1] / points[0][0] * gpus for gpus, _ in points]
-    return line_over_gpus(points, ideal, RATES[rate], left_out_note(table, rate))
+    return draw_over_gpus(points, ideal, RATES[rate], left_out_note(table, rate))
 
 
-def efficiency(table: Table) -> Figure | None:
-    """The last column of efficiencies in which two runs have one."""
+def draw_efficiency(table: Table) -> Figure | None:
+    """Draw the last efficiency column that has values for at least two runs."""
     for column, header in reversed([*zip(table.definition.columns, table.definition.headers, strict=True)]):
         points = points_over_gpus(table, column)
         if "efficiency." in column and len(points) > 1:
-            return line_over_gpus(points, [100] * len(points), header, left_out_note(table, column))
+            return draw_over_gpus(points, [100] * len(points), header, left_out_note(table, column))
     return None
 
 
-def line_over_gpus(points: list[tuple[int, float]], ideal: list[float], what: str, left_out: str) -> Figure | None:
+def draw_over_gpus(points: list[tuple[int, float]], ideal: list[float], ylabel: str, left_out: str) -> Figure | None:
     if len(points) < 2:
         return None
     figure, (axis,) = new_figure()
     gpus, measured = zip(*points, strict=True)
     axis.plot(gpus, ideal, color="#777777", linestyle="--", label="ideal")
     axis.plot(gpus, measured, color="black", marker="o", label="measured")
-    axis.set(xlabel=f"GPUs\n{left_out}".strip(), ylabel=what, xticks=gpus, ylim=(0, ROOM * max(*ideal, *measured)))
+    top = AXIS_HEADROOM * max(*ideal, *measured)
+    axis.set(xlabel=f"GPUs\n{left_out}".strip(), ylabel=ylabel, xticks=gpus, ylim=(0, top))
     axis.legend(frameon=False)
     return figure
 
 
-def speed(table: Table) -> Figure | None:
-    """Speed over peak memory, of the GPU where there is one: what is up and to the left is better."""
-    kind = "GPU" if any(number_in(table, row, "peak_gpu") for row in table.rows) else "CPU"
-    rate = rate_of(table)
+def draw_speed(table: Table) -> Figure | None:
+    """Draw speed over peak GPU memory (CPU memory if no run has a GPU). Better runs are further up and to the left."""
+    kind = "GPU" if any(drawable_number(table, row, "peak_gpu") for row in table.rows) else "CPU"
+    rate = choose_rate(table)
     points: Points = []
     labels = []
-    ran = [row for row in table.rows if row.run]
-    for row, look in zip(ran, cycle(LOOKS), strict=False):  # looks as in the other plots of the table
-        point = number_in(table, row, f"peak_{kind.lower()}"), number_in(table, row, rate)
+    rows = [row for row in table.rows if row.run]
+    for row, style in zip(rows, cycle(STYLES), strict=False):  # A run has the same style in all plots of the table.
+        point = drawable_number(table, row, f"peak_{kind.lower()}"), drawable_number(table, row, rate)
         if not row.mismatches and point[0] and point[1]:
             points.append((point[0], point[1]))
-            labels.append((row.label, look))
+            labels.append((row.label, style))
     if len(points) < 2:
         return None
     figure, (axis,) = new_figure(legend_lines=len(points) + 1)
     for number, (point, (label, (colour, _, marker))) in enumerate(zip(points, labels, strict=True), 1):
         axis.plot(*point, color=colour, marker=marker, linestyle="none", label=f"{number}  {label}")
-    best = pareto_front(points)
-    most, fastest = map(max, zip(*points, strict=True))
-    if most > best[0][0]:  # else it has no length
-        steps = [*best, (most, best[-1][1])]
+    front = pareto_front(points)
+    largest, fastest = map(max, zip(*points, strict=True))
+    if largest > front[0][0]:  # Otherwise the line has no length.
+        steps = [*front, (largest, front[-1][1])]
         axis.step(*zip(*steps, strict=True), where="post", color="#777777", linestyle="--", linewidth=1,
-                  label="Pareto front: nothing is faster in less memory", zorder=0)  # fmt: skip
-    below = f"peak {kind} memory (MiB)\n{left_out_note(table, rate)}".strip()
-    axis.set(xlabel=below, ylabel=RATES[rate], xlim=(0, ROOM * most), ylim=(0, ROOM * fastest))
+                  label="Pareto front: no run is faster in less memory", zorder=0)  # fmt: skip
+    xlabel = f"peak {kind} memory (MiB)\n{left_out_note(table, rate)}".strip()
+    axis.set(xlabel=xlabel, ylabel=RATES[rate], xlim=(0, AXIS_HEADROOM * largest), ylim=(0, AXIS_HEADROOM * fastest))
     number_points(axis, points)
     figure.legend(loc="outside lower left", frameon=False, fontsize="small")
     return figure
 
 
 def number_points(axis: Axes, points: Points) -> None:
-    """Write its number next to each point. Points that are near each other share one label."""
-    width, height = axis.get_xlim()[1] * NEAR, axis.get_ylim()[1] * NEAR
+    """Write a number next to each point. Points that are close to each other share one label."""
+    width, height = axis.get_xlim()[1] * LABEL_DISTANCE, axis.get_ylim()[1] * LABEL_DISTANCE
     labels: dict[tuple[float, float], list[str]] = {}
     for number, (x, y) in enumerate(points, 1):
         place = next((p for p in labels if abs(p[0] - x) < width and abs(p[1] - y) < height), (x, y))
@@ -235,7 +244,7 @@ def number_points(axis: Axes, points: Points) -> None:
 
 
 def pareto_front(points: Points) -> Points:
-    """Return the (memory, speed) points for which no other point is as fast in less memory, by rising memory."""
+    """Return the (memory, speed) points for which no other point is as fast in less memory, sorted by memory."""
     front: Points = []
     for mib, rate in sorted(points, key=lambda point: (point[0], -point[1])):
         if not front or rate > front[-1][1]:
@@ -243,15 +252,15 @@ def pareto_front(points: Points) -> Points:
     return front
 
 
-def rate_of(table: Table) -> str:
-    """The first of the rates that two runs or more have."""
+def choose_rate(table: Table) -> str:
+    """Return the first rate in RATES that at least two runs have."""
     return next((rate for rate in RATES if len(points_over_gpus(table, rate)) > 1), "samples_per_second")
 
 
 def points_over_gpus(table: Table, column: str) -> list[tuple[int, float]]:
-    """(GPUs, value) of the completed runs that compare, by rising number of GPUs."""
+    """Return (GPUs, value) for the completed runs that compare, sorted by the number of GPUs."""
     found = [
-        (row.run.record.world_size, number_in(table, row, column))
+        (row.run.record.world_size, drawable_number(table, row, column))
         for row in table.rows
         if row.run and not row.mismatches
     ]
@@ -259,19 +268,19 @@ def points_over_gpus(table: Table, column: str) -> list[tuple[int, float]]:
 
 
 def left_out_note(table: Table, column: str) -> str:
-    """Name the completed runs that a line or a scatter leaves out; empty when there are none."""
+    """Return a sentence with the completed runs that a plot leaves out, or an empty text if it shows all of them."""
     completed = [row for row in table.rows if row.run and row.run.completed]
-    apart = [row.label for row in completed if row.mismatches]
-    without = [row.label for row in completed if not row.mismatches and not number_in(table, row, column)]
-    found = {"does not compare": apart, f"no {RATES.get(column, 'efficiency')}": without}
-    return " ".join(f"Left out, {why}: {', '.join(labels)}." for why, labels in found.items() if labels)
+    mismatched = [row.label for row in completed if row.mismatches]
+    without = [row.label for row in completed if not row.mismatches and not drawable_number(table, row, column)]
+    found = {"does not compare": mismatched, f"no {RATES.get(column, 'efficiency')}": without}
+    return " ".join(f"Left out, {reason}: {', '.join(labels)}." for reason, labels in found.items() if labels)
 
 
 DRAWINGS = {  # the plots that a table may name, each with a description
-    "loss": (loss_plot, "training and evaluation loss over epochs"),
-    "memory": (memory_plot, "memory over time, with the peak of each run"),
-    "peaks": (peaks, "peak memory as bars"),
-    "throughput": (throughput, "samples per second over GPUs, beside the ideal"),
-    "efficiency": (efficiency, "efficiency over GPUs, beside the ideal 100 %"),
-    "speed": (speed, "speed over peak memory, with the Pareto front"),
+    "loss": (draw_loss, "training and evaluation loss over epochs"),
+    "memory": (draw_memory, "memory over time, with the peak of each run"),
+    "peaks": (draw_peaks, "peak memory as bars"),
+    "throughput": (draw_throughput, "samples per second over GPUs, next to ideal scaling"),
+    "efficiency": (draw_efficiency, "efficiency over GPUs, next to the ideal 100 %"),
+    "speed": (draw_speed, "speed over peak memory, with the Pareto front"),
 }

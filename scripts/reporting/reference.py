@@ -1,7 +1,7 @@
-"""Compare a report with another one, such as the instructor's: its numbers, and the settings that differ.
+"""Compare the numbers and settings of a report with those of another report, such as the instructor's.
 
-Every report leaves its numbers in report.json; report.py --reference reads that of another one. A number is compared
-where the same row of the same table completed on both sides.
+Every report writes its numbers to report.json. `report.py --reference` reads the file of another report. Numbers are
+compared if the same row of the same table completed in both reports.
 """
 
 import math
@@ -34,7 +34,7 @@ class Number(BaseModel):
 
 
 class RowNumbers(BaseModel):
-    """A row. settings: those that decide about its numbers. values: column -> number."""
+    """A row. settings: the settings that its numbers depend on. values: column -> number."""
 
     label: str
     experiment: str
@@ -53,11 +53,11 @@ class ReportNumbers(BaseModel):
 
 
 def write_numbers(tables: list[Table], output: Path) -> None:
-    """Write report.json, with which others compare their report. OSError when it cannot be written."""
+    """Write report.json, so that others can compare their reports with this one. Raises OSError."""
     numbers = ReportNumbers(
         schema=SCHEMA,
         tables={
-            table.definition.id: [numbers_of(row, table) for row in table.rows if row.run]
+            table.definition.id: [row_numbers(row, table) for row in table.rows if row.run]
             for table in tables
             if table.has_runs
         },
@@ -65,7 +65,7 @@ def write_numbers(tables: list[Table], output: Path) -> None:
     write_json(output / NUMBERS_FILE, numbers.model_dump(by_alias=True, exclude_defaults=True))
 
 
-def numbers_of(row: Row, table: Table) -> RowNumbers:
+def row_numbers(row: Row, table: Table) -> RowNumbers:
     run = row.repeats[0]
     return RowNumbers(
         label=row.label,
@@ -83,7 +83,7 @@ def numbers_of(row: Row, table: Table) -> RowNumbers:
 
 
 def defining_settings(run: Run) -> dict[str, str]:
-    """Settings that decide about the numbers of a run, the most important ones first."""
+    """Return the settings that the numbers of a run depend on, the most important ones first."""
     record = run.record
     counts = {"ranks": record.world_size, "nodes": len(record.nodes) or None, "CPU cores": record.hardware.cpus}
     found = traits(run) | {name: str(count) for name, count in counts.items() if count is not None}
@@ -94,7 +94,7 @@ def defining_settings(run: Run) -> dict[str, str]:
 def read_reference(given: Path, output: Path) -> dict[str, list[RowNumbers]]:
     """Read the tables of a report. given: the report's folder, or its report.json.
 
-    Raises WorkshopError (exit code 2) when there is no such file.
+    Raises WorkshopError (exit code 2) if the file is missing, damaged, or the file that this report will write.
     """
     path = given / NUMBERS_FILE if given.is_dir() else given
     if os.path.realpath(path) == os.path.realpath(output / NUMBERS_FILE):
@@ -103,7 +103,7 @@ def read_reference(given: Path, output: Path) -> dict[str, list[RowNumbers]]:
 
 
 def compare(tables: list[Table], reference: dict[str, list[RowNumbers]], given: Path) -> list[str]:
-    """Put the differences into the cells, and remarks into the rows. Returns lines for the summary."""
+    """Add the differences to the cells, and remarks to the rows. Returns lines for the summary."""
     numbers = 0
     not_compared: dict[str, list[str]] = defaultdict(list)  # reason -> rows
     for table in tables:
@@ -122,12 +122,12 @@ def compare(tables: list[Table], reference: dict[str, list[RowNumbers]], given: 
         not_compared["only in the reference"] += [f"{entry.label} in {name}" for entry in reference[name]]
     rows = plural(sum(map(len, not_compared.values())), "row")
     lines = [f"Against the reference {given}: {plural(numbers, 'number')} compared, {rows} not."]
-    lines += [f"Not compared, {why}: {join_first(places)}." for why, places in not_compared.items()]
+    lines += [f"Not compared, {reason}: {join_first(places)}." for reason, places in not_compared.items()]
     return [one_line(line) for line in lines]
 
 
 def compare_row(table: Table, row: Row, entry: RowNumbers) -> int:
-    """Compare the numbers and the settings of a row. Returns how many numbers were compared."""
+    """Compare the numbers and the settings of a row. Returns the number of compared numbers."""
     own, theirs = defining_settings(row.repeats[0]), entry.settings
     names = [name for name in own | theirs if own.get(name) != theirs.get(name)]
     differ = [f"{name} {own.get(name, 'unset')} instead of {theirs.get(name, 'unset')}" for name in names]
@@ -143,7 +143,7 @@ def compare_row(table: Table, row: Row, entry: RowNumbers) -> int:
 
 
 def describe_difference(own: Cell, reference: float, points: bool) -> str:
-    """Return a text such as "+3.2 % of 412". Percentages differ by points."""
+    """Return a text such as "+3.2 % of 412". points: give the difference in percentage points."""
     distance = (own.number or 0) - reference
     if distance == 0:
         return "equal"

@@ -1,4 +1,4 @@
-"""A table as Markdown, as CSV, and as text for the terminal; reporting/page.py makes the HTML page.
+"""Render a table as Markdown, as CSV, or as text for the terminal. reporting/page.py renders the HTML page.
 
 Names, ids and reasons come from files that anybody may have written, so this module escapes each of them.
 """
@@ -15,14 +15,14 @@ from reporting.runs import Missing, Run
 from reporting.tables import Row, Table
 from shared.errors import one_line
 
-SHOWN_LABELS = 5
+MAX_LISTED = 5
 SHOWN_PACKAGES = ["torch", "transformers", "deepspeed"]
-ACTS_IN_MARKDOWN = re.compile(r"[\\`|<\[\]]")
-ACTS_IN_A_SHEET = ("=", "+", "-", "@")
+MARKDOWN_SPECIAL = re.compile(r"[\\`|<\[\]]")
+FORMULA_STARTS = ("=", "+", "-", "@")
 
 
 def cell_texts(table: Table) -> list[list[str]]:
-    """The cells of each row as text, with decimals that agree within a column."""
+    """Format the cells of each row. All numbers of a column get the same number of decimals."""
     places = [
         decimals((row.cells[i] for row in table.rows), percent=name.endswith("(%)"))
         for i, name in enumerate(table.definition.headers)
@@ -30,24 +30,25 @@ def cell_texts(table: Table) -> list[list[str]]:
     return [[cell.with_decimals(n) for cell, n in zip(row.cells, places, strict=True)] for row in table.rows]
 
 
-def lines_of(table: Table) -> tuple[list[str], list[list[str]]]:
-    """Header and body of a table as text, metrics as rows where it is transposed."""
+def table_lines(table: Table) -> tuple[list[str], list[list[str]]]:
+    """Return the header and the body of a table as text. In a transposed table, metrics are rows."""
     texts = cell_texts(table)
     if not table.definition.transpose:
         body = [[row.label, row.jobs, row.status, *line] for row, line in zip(table.rows, texts, strict=True)]
         return ["", "Job", "Status", *table.definition.headers], body
-    heads = [f"{row.label} ({f'job {row.jobs}, ' if row.jobs else ''}{row.status})" for row in table.rows]
-    body = [[name, *(line[i] for line in texts), note_of(table, i)] for i, name in enumerate(table.definition.headers)]
-    return ["Metric", *heads, "Note"], body
+    columns = [f"{row.label} ({f'job {row.jobs}, ' if row.jobs else ''}{row.status})" for row in table.rows]
+    metrics = enumerate(table.definition.headers)
+    body = [[name, *(line[i] for line in texts), column_note(table, i)] for i, name in metrics]
+    return ["Metric", *columns, "Note"], body
 
 
-def note_of(table: Table, column: int) -> str:
-    """The notes of a column's cells, each once."""
+def column_note(table: Table, column: int) -> str:
+    """Join the notes of a column's cells, without duplicates."""
     return "; ".join(filter(None, dict.fromkeys(row.cells[column].note for row in table.rows)))
 
 
 def empty_columns(table: Table) -> dict[str, str]:
-    """Header -> the reasons, of each column in which no row has a value."""
+    """Return the header of each column without any value, with the reasons."""
     found = {}
     for i, name in enumerate(table.definition.headers):
         cells = [row.cells[i] for row in table.rows if row.run]
@@ -57,24 +58,24 @@ def empty_columns(table: Table) -> dict[str, str]:
 
 
 def hardware_line(table: Table) -> str:
-    """Hardware, versions and GPU-hours of the table's runs, in one line."""
+    """Describe hardware, versions and GPU-hours of the table's runs in one line."""
     runs = list(dict.fromkeys(run for row in table.rows for run in row.repeats))
-    parts = [f"Hardware: {count_texts([hardware_of(run) for run in runs])}"]
+    parts = [f"Hardware: {count_texts([describe_hardware(run) for run in runs])}"]
     for name in SHOWN_PACKAGES:
         versions = [run.record.versions.get(name, "") for run in runs]
         if any(versions):
             parts.append(f"{name} {count_texts([version or 'not recorded' for version in versions])}")
-    return " · ".join([*parts, f"GPU-hours: {hours_of(runs)}"])
+    return " · ".join([*parts, f"GPU-hours: {describe_gpu_hours(runs)}"])
 
 
-def hardware_of(run: Run) -> str:
+def describe_hardware(run: Run) -> str:
     hardware = run.record.hardware
     cores = f" ({hardware.cpus} cores)" if hardware.cpus else ""
     return hardware.gpu or (f"{hardware.cpu}{cores}, no GPU" if hardware.cpu else "not recorded")
 
 
-def hours_of(runs: list[Run]) -> str:
-    """Sum of the known GPU-hours, and the number of runs without a value, with the reasons."""
+def describe_gpu_hours(runs: list[Run]) -> str:
+    """Return the sum of the known GPU-hours, and the number of runs without a value, with the reasons."""
     found = [run.gpu_hours() for run in runs]
     reasons = [hours.reason for hours in found if isinstance(hours, Missing)]
     known = [hours for hours in found if not isinstance(hours, Missing)]
@@ -85,7 +86,7 @@ def hours_of(runs: list[Run]) -> str:
 
 
 def count_texts(texts: Collection[str]) -> str:
-    """Join the texts, each once. Where texts differ, each gets the number of its runs."""
+    """Join the different texts. If there are several, each is followed by the number of its runs."""
     counts = Counter(texts)
     if len(counts) == 1:
         return next(iter(counts))
@@ -96,11 +97,14 @@ def plural(count: int, noun: str) -> str:
     return f"{count:,} {noun}{'' if count == 1 else 's'}"
 
 
-def remarks_of(table: Table, left_out: Collection[str] = ()) -> dict[str, list[Row]]:
-    """Remark, or the reason of empty cells -> the rows to which it applies. left_out: columns that are not shown."""
+def table_remarks(table: Table, left_out: Collection[str] = ()) -> dict[str, list[Row]]:
+    """Map each remark to its rows. The reason for an empty cell is a remark, too.
+
+    left_out: columns that are not shown.
+    """
     found: dict[str, list[Row]] = defaultdict(list)
     for row in table.rows:
-        # where metrics are rows, the note is next to the value
+        # A transposed table has a column for notes, which already contains the reasons.
         reasons = [] if table.definition.transpose or not row.run else empty_cells(table, row, left_out)
         for remark in [*row.remarks, *reasons]:
             found[remark].append(row)
@@ -108,7 +112,7 @@ def remarks_of(table: Table, left_out: Collection[str] = ()) -> dict[str, list[R
 
 
 def empty_cells(table: Table, row: Row, left_out: Collection[str] = ()) -> list[str]:
-    """The columns that are empty, but for those left out, with each reason."""
+    """List the row's empty columns by reason, except those in left_out."""
     reasons: dict[str, list[str]] = defaultdict(list)
     for name, cell in zip(table.definition.headers, row.cells, strict=True):
         if cell.value is None and name not in left_out:
@@ -117,22 +121,22 @@ def empty_cells(table: Table, row: Row, left_out: Collection[str] = ()) -> list[
 
 
 def join_first(texts: Collection[str], between: str = ", ") -> str:
-    more = len(texts) - SHOWN_LABELS
-    return between.join(list(texts)[:SHOWN_LABELS]) + (f" and {more} more" if more > 0 else "")
+    more = len(texts) - MAX_LISTED
+    return between.join(list(texts)[:MAX_LISTED]) + (f" and {more} more" if more > 0 else "")
 
 
 def escape_markdown(text: str) -> str:
-    """Escape what would begin code, a cell, a tag, a link or an image."""
-    return ACTS_IN_MARKDOWN.sub(r"\\\g<0>", one_line(text))
+    """Escape the characters that begin code, a cell, a tag, a link or an image."""
+    return MARKDOWN_SPECIAL.sub(r"\\\g<0>", one_line(text))
 
 
 def escape_formula(value: object) -> object:
-    """Put a ' before a text that a spreadsheet would take for a formula. Numbers stay as they are."""
-    return f"'{value}" if isinstance(value, str) and value.startswith(ACTS_IN_A_SHEET) else value
+    """Prefix a text with ' if a spreadsheet would evaluate it as a formula. Numbers are not changed."""
+    return f"'{value}" if isinstance(value, str) and value.startswith(FORMULA_STARTS) else value
 
 
 def grid(header: list[str], body: list[list[str]]) -> str:
-    """Return a Markdown table with aligned columns, which is readable as plain text."""
+    """Return a Markdown table with aligned columns, so that it is readable as plain text."""
     cells = [[escape_markdown(text) for text in line] for line in [header, *body]]
     widths = [max(3, *(len(line[i]) for line in cells)) for i in range(len(header))]
     cells.insert(1, ["-" * width for width in widths])
@@ -140,16 +144,16 @@ def grid(header: list[str], body: list[list[str]]) -> str:
     return "\n".join(f"| {row} |" for row in rows)
 
 
-def markdown(table: Table, images: list[tuple[Path, str]]) -> str:
-    """Return the page of a table. images: files of the plots, each with a description."""
+def render_markdown(table: Table, images: list[tuple[Path, str]]) -> str:
+    """Render the Markdown page of a table. images: files of the plots, each with a description."""
     parts = [
         f"# {escape_markdown(table.definition.title)}",
         table.definition.question,
         escape_markdown(hardware_line(table)),
-        grid(*lines_of(table)),
+        grid(*table_lines(table)),
     ]
     lines = []
-    for remark, rows in remarks_of(table).items():
+    for remark, rows in table_remarks(table).items():
         labels = join_first([f"{row.label} (job {row.run.job_id})" for row in rows if row.run])
         lines.append(f"- {escape_markdown(f'{labels}: {remark}')}")
     parts += [table.definition.note, "\n".join(lines)]
@@ -157,15 +161,18 @@ def markdown(table: Table, images: list[tuple[Path, str]]) -> str:
     return "\n\n".join(filter(None, parts)) + "\n"
 
 
-def comma_separated(table: Table) -> str:
-    """One line per row with all digits, whether transposed or not; a spread and a count behind the mean of repeats."""
+def render_csv(table: Table) -> str:
+    """Render a table as CSV: one line per row, with all digits, also for a transposed table.
+
+    If any cell is a mean over runs, each metric also has a column for its standard deviation and one for the count.
+    """
     spread = any(cell.spread is not None for row in table.rows for cell in row.cells)
-    head = ["row", "experiment", "job_id", "status"]
+    header = ["row", "experiment", "job_id", "status"]
     for name in table.definition.headers:
-        head += [name, f"{name} standard deviation", f"{name} runs"] if spread else [name]
+        header += [name, f"{name} standard deviation", f"{name} runs"] if spread else [name]
     out = io.StringIO()
     writer = csv.writer(out, lineterminator="\n")
-    writer.writerow([*head, "remarks"])
+    writer.writerow([*header, "remarks"])
     for row in table.rows:
         line: list[object] = [row.label, row.experiment, row.jobs, row.status]
         for cell in row.cells:

@@ -1,4 +1,4 @@
-"""The runs below some folders: their records, what their memory logs say, and what is missing or damaged."""
+"""Find the runs below some folders, and read their records and memory logs. Missing and damaged files are noted."""
 
 import math
 import os
@@ -10,27 +10,27 @@ from typing import Any
 from job.end_of_job import ended_without_a_word, is_alive, reason_from_slurm
 from records.memory_logs import MemoryLog, host_of, logs_of, read_cpu_log, read_gpu_log
 from records.schema import WITHOUT_A_WORD, Record, Restart, read_record
-from reporting.trainer_log import error_in, last_lines, log_of, summary_in
+from reporting.trainer_log import find_log, last_error, last_lines, read_summary
 from shared.errors import WorkshopError
 
-FOLDERS = {"results", "gpu_memory", "cpu_memory", "log", "output"}
-NO_GPU = "no GPU"  # why a value is missing
-INCOMPLETE = "incomplete"  # the status of a run without a record that can be read
+OUTPUT_FOLDERS = {"results", "gpu_memory", "cpu_memory", "log", "output"}
+NO_GPU = "no GPU"  # a reason for a missing value
+INCOMPLETE = "incomplete"  # the status of a run without a readable record
 NO_RECORD = Record(status="failed")
 
 
 @dataclass(frozen=True)
 class Missing:
-    """Why there is no value."""
+    """A missing value, with the reason."""
 
     reason: str
 
 
 @dataclass
 class Memory:
-    """One kind of memory over a whole job, in MiB: over all its GPUs, or over all its nodes.
+    """GPU or CPU memory of a whole job, in MiB, over all its GPUs (for CPU memory, over all its nodes).
 
-    peak, minimum: of any GPU (node) at any time; mean: over time and GPUs (nodes).
+    peak, minimum: the largest and smallest sample of any GPU (node). mean: over time and GPUs (nodes).
     """
 
     peak: float
@@ -45,18 +45,18 @@ NOT_LOGGED = Missing("the job ended before its training began")
 class Run:
     folder: Path
     job_id: str
-    written: datetime  # when its record, or the log that is all of it, was last written
+    written: datetime  # time of the last write to the record, or to the log if there is no record
     record: Record = NO_RECORD
     status: str = INCOMPLETE
-    status_notes: list[str] = field(default_factory=list)  # how it ended, and that it was resumed
-    problems: list[str] = field(default_factory=list)  # what makes its numbers incomplete
+    status_notes: list[str] = field(default_factory=list)  # details of the status, such as the exit code or a resume
+    problems: list[str] = field(default_factory=list)  # reasons why numbers are missing or incomplete
     gpu: Memory | Missing = NOT_LOGGED
     cpu: Memory | Missing = NOT_LOGGED
-    path: Path | None = None  # of its record
+    path: Path | None = None  # path of the record
 
     @property
     def experiment(self) -> str:
-        """Folder of the experiment as seen from the last `experiments` above it; without one, its own name."""
+        """The experiment's folder relative to `experiments`, or only its name if it is not below such a folder."""
         if self.record.experiment:
             return self.record.experiment.removeprefix("experiments/")
         parts = self.folder.absolute().parts
@@ -73,54 +73,54 @@ class Run:
 
     @property
     def profiled(self) -> bool:
-        """Whether --profile slowed it down; a run of too few steps has no profile for it."""
+        """True if --profile slowed the run down, even if the run had too few steps for a profile."""
         return bool(self.record.settings.profile or self.record.profile)
 
     @property
     def model(self) -> str:
-        """Its name without the folder or the owner: a table may be named after it."""
+        """The model's name without folder or owner. It can be part of a table's file name."""
         return Path(self.record.settings.model_name or "").name
 
     @property
-    def order(self) -> tuple:
-        """Sorts runs by their start, without one by the time of their file; job ids of numbers by their value."""
+    def sort_key(self) -> tuple:
+        """Sort runs by start, or by the time of their file, then by job id. Numeric job ids sort by value."""
         return self.record.started or self.written, len(self.job_id), self.job_id
 
     @property
-    def ended(self) -> str:
-        """The status with all that is to be said about it."""
+    def outcome(self) -> str:
+        """The status with its notes, such as "completed: attempt 2, resumed at step 4"."""
         return ": ".join(filter(None, [self.status, "; ".join(self.status_notes)]))
 
     def get(self, path: str) -> Any:
-        """Value at a path such as ``train.runtime_s`` or ``eval.-1.loss``, or why there is none."""
+        """Return the value at a path such as ``train.runtime_s`` or ``eval.-1.loss``, or a Missing with the reason."""
         value: Any = self.record
         for key in path.split("."):
             if isinstance(value, list):
                 value = value[int(key)] if -len(value) <= int(key) < len(value) else None
             else:
                 value = value.get(key) if isinstance(value, dict) else getattr(value, key, None)
-        return self.missing(path) if value is None else value
+        return self.explain_missing(path) if value is None else value
 
-    def missing(self, path: str) -> Missing:
-        """Why there is no value at this path."""
+    def explain_missing(self, path: str) -> Missing:
+        """Return the reason why there is no value at this path."""
         given = self.record.missing.get(path) or self.record.missing.get(path.split(".")[0])
         if given:
             return Missing(given)
         if not self.completed:
             return Missing(f"the run's status is {self.status}")
-        of_gpu = path.startswith("callbacks.avg_") and self.record.hardware.gpus == 0
-        return Missing(NO_GPU if of_gpu else "not measured")
+        needs_gpu = path.startswith("callbacks.avg_") and self.record.hardware.gpus == 0
+        return Missing(NO_GPU if needs_gpu else "not measured")
 
     def gpu_hours(self) -> float | Missing:
-        """GPUs of the job x hours from the start of each of its parts to the part's end."""
+        """Return the GPUs of the job times the hours of all its parts. A resumed job has several parts."""
         if not self.has_record:
-            return Missing("no run record that can be read")
+            return Missing("no readable run record")
         seconds = 0.0
         parts: list[Record | Restart] = [self.record, *self.record.restarts]
         for part in parts:
             if not part.started or not part.finished:
-                which = "its end" if part is self.record else "the end of a part"
-                return Missing(f"{which} was not recorded")
+                name = "the run" if part is self.record else "a part"
+                return Missing(f"the end of {name} was not recorded")
             seconds += (part.finished - part.started).total_seconds()
         if not self.record.hardware.gpus:
             return Missing(NO_GPU)
@@ -128,21 +128,22 @@ class Run:
 
 
 def find_runs(folders: list[Path]) -> list[Run]:
-    """All runs below the folders, oldest first. A given folder may also be the one that holds the records."""
+    """Return all runs below the folders, oldest first. A folder may also be the `results` folder of an experiment."""
     places = {top.parent for top in folders if top.name == "results"}
     for top in folders:
         for name, subfolders, _ in os.walk(top):
             places.add(Path(name))
-            subfolders[:] = [s for s in subfolders if s not in FOLDERS and not s.startswith(".")]
-    runs = [run for place in sorted(places) for run in runs_in(place)]
-    note_how_to_resume(runs)
-    return sorted(runs, key=lambda run: run.order)
+            subfolders[:] = [s for s in subfolders if s not in OUTPUT_FOLDERS and not s.startswith(".")]
+    runs = [run for place in sorted(places) for run in find_runs_in_folder(place)]
+    add_resume_hints(runs)
+    return sorted(runs, key=lambda run: run.sort_key)
 
 
-def runs_in(folder: Path) -> list[Run]:
-    """The runs of one folder. A run has a record, or only memory logs, or only a log.
+def find_runs_in_folder(folder: Path) -> list[Run]:
+    """Return the runs of one folder. A run has a record, or only memory logs, or only a job log.
 
-    A log counts unless its job still waits or runs, or its summary says that a program without a record completed.
+    A job log without an error line is ignored in two cases: the job is still waiting or running, or its summary says
+    "completed", because its program writes no record.
     """
     runs = [read_run(path) for path in sorted(folder.glob("results/*.json"))]
     memory_logs = [*folder.glob("cpu_memory/cpu_memory_log_*.txt"), *folder.glob("gpu_memory/gpu_memory_log_*.csv")]
@@ -155,8 +156,8 @@ def runs_in(folder: Path) -> list[Run]:
         if any(path.stem.endswith(f"_{job_id}") for job_id in known):
             continue
         job_id = path.stem.rpartition("_")[2]
-        status, _ = summary_in(path)
-        if error_in(path) or not (status == "completed" or (not status and is_alive(record_path(folder, job_id)))):
+        status, _ = read_summary(path)
+        if last_error(path) or not (status == "completed" or (not status and is_alive(record_path(folder, job_id)))):
             runs.append(run_without_record(folder, job_id, path))
     return runs
 
@@ -170,7 +171,7 @@ def last_written(path: Path) -> datetime:
 
 
 def read_run(path: Path) -> Run:
-    """The run of a record. A record that cannot be read makes an incomplete run, not an error."""
+    """Read a run from its record. If the record is unreadable, the run is incomplete; that is not an error."""
     run = Run(path.parent.parent, path.stem, last_written(path), path=path)
     try:
         run.record = read_record(path)
@@ -184,66 +185,66 @@ def read_run(path: Path) -> Run:
 
 
 def set_status(run: Run) -> None:
-    """Take the run's status from its record. A run that has ended with the status `running` has failed."""
+    """Set the run's status and notes from its record. A record that still says `running` after the end has failed."""
     record = run.record
     assert run.path
-    gone = record.status in ("running", "failed") and ended_without_a_word(run.path, record)
-    run.status = "failed" if gone else record.status
+    vanished = record.status in ("running", "failed") and ended_without_a_word(run.path, record)
+    run.status = "failed" if vanished else record.status
     notes = run.status_notes
     if record.stop:
         notes.append(f"{record.stop.signal} at step {record.stop.step}")
     elif run.status not in ("running", "completed"):
         code = WITHOUT_A_WORD if record.exit_code is None else f"exit code {record.exit_code}"
-        notes.append(reason_from_slurm(run.job_id) if gone else record.reason or code)
-        # a run that was stopped may have begun several times: the line would be another attempt's
+        notes.append(reason_from_slurm(run.job_id) if vanished else record.reason or code)
+        # Show no error line for a stopped run: it may have several attempts, and the line may be from an earlier one.
         if run.status in ("stopped", "timeout"):
-            notes.append("no checkpoint of its end")
-        elif error := error_in(log_of(run.folder, run.job_id)):
-            if record.reason and record.reason in error:  # the watchdog's
+            notes.append("no checkpoint was saved at its end")
+        elif error := last_error(find_log(run.folder, run.job_id)):
+            if record.reason and record.reason in error:  # The watchdog writes its reason to the record and to the log.
                 notes.clear()
             notes.append(error)
-    begun = f"resumed from {record.resumed_from}" if record.resumed_from else "from step 0"
+    start = f"resumed from {record.resumed_from}" if record.resumed_from else "from step 0"
     if steps := [str(restart.step) for restart in record.restarts if restart.step]:
-        begun = f"resumed at step {', '.join(steps)}"
+        start = f"resumed at step {', '.join(steps)}"
     if record.attempt > 1:
-        notes.append(f"attempt {record.attempt}, {begun}")
+        notes.append(f"attempt {record.attempt}, {start}")
     elif record.resumed_from:
-        notes.append(begun)
+        notes.append(start)
     if record.settings.torch_compile:
-        notes.append("memory peaks hold the compilation")
+        notes.append("memory peaks include compilation")
 
 
-def note_how_to_resume(runs: list[Run]) -> None:
-    """Name the checkpoint of each run that was stopped, unless one of these runs has resumed from it."""
+def add_resume_hints(runs: list[Run]) -> None:
+    """Note the checkpoint of each stopped run, unless one of these runs has already resumed from it."""
     resumed_from = {(run.folder, run.record.resumed_from) for run in runs}
     for run in runs:
         stop = run.record.stop
         if stop and (run.folder, stop.checkpoint) not in resumed_from:
-            run.status_notes.append(f"go on with --resume_from_checkpoint {stop.checkpoint}")
+            run.status_notes.append(f"resume with --resume_from_checkpoint {stop.checkpoint}")
 
 
-def run_without_record(folder: Path, job_id: str, left: Path) -> Run:
-    """The run of a job that has left memory logs or a log, but no record. The log says how it ended."""
-    run = Run(folder, job_id, last_written(left))
-    log = log_of(folder, job_id)
-    status, code = summary_in(log)
-    if refused := error_in(log):
-        run.problems.append(f"{log}: {refused}")
+def run_without_record(folder: Path, job_id: str, file: Path) -> Run:
+    """Return the run of a job without a record. file: its job log or one of its memory logs."""
+    run = Run(folder, job_id, last_written(file))
+    log = find_log(folder, job_id)
+    status, code = read_summary(log)
+    if error := last_error(log):
+        run.problems.append(f"{log}: {error}")
     elif status in ("stopped", "timeout"):
         run.status = status
         run.status_notes += [f"exit code {code}", "before its training began"]
     elif (last := last_lines(log)) and not is_alive(record_path(folder, job_id)):
         run.problems.append(f"{log}: no run record; the log ends with: {last}")
     else:
-        what = "no run record, the training has not begun, or the job ended before"
-        run.problems.append(f"{record_path(folder, job_id)}: {what}")
+        problem = "no run record; the training has not begun, or the job ended before it began"
+        run.problems.append(f"{record_path(folder, job_id)}: {problem}")
     if any(logs_of(folder, job_id)):
         add_memory(run)
     return run
 
 
 def add_memory(run: Run) -> None:
-    """Fill in what the memory logs of all nodes say."""
+    """Set the run's GPU and CPU memory from the memory logs of all nodes."""
     gpu_logs, cpu_logs = logs_of(run.folder, run.job_id)
     hardware = run.record.hardware
     ranks = (run.record.world_size or 0) // (len(run.record.nodes) or 1)
@@ -257,7 +258,10 @@ def add_memory(run: Run) -> None:
 
 
 def summarise_memory(run: Run, kind: str, logs: list[MemoryLog], series_per_node: int) -> Memory | Missing:
-    """Summary of one kind over the nodes, or which part of the job is not in the logs."""
+    """Summarise the logs of all nodes. Returns a Missing if they do not cover all nodes and GPUs of the job.
+
+    series_per_node: the expected number of GPUs (for CPU memory, 1) per log; 0 if unknown.
+    """
     for log in logs:
         run.problems += [*log.problems, *uncovered_time(log, run)]
     if reason := missing_part(run, kind, logs, series_per_node):
@@ -268,11 +272,11 @@ def summarise_memory(run: Run, kind: str, logs: list[MemoryLog], series_per_node
 
 
 def missing_part(run: Run, kind: str, logs: list[MemoryLog], series_per_node: int) -> str:
-    """Say which part of the job is not in these logs; empty when they hold the whole job."""
+    """Return the part of the job that is not in these logs, or an empty text if they cover the whole job."""
     if not logs:
         return f"{run.folder}/{kind}_memory: no log of job {run.job_id}"
     nodes = len(run.record.nodes) or 1
-    more = math.inf if run.record.attempt > 1 else 0  # other nodes and GPUs may have been in use before
+    more = math.inf if run.record.attempt > 1 else 0  # An earlier attempt may have used other nodes and GPUs.
     if run.has_record and not nodes <= len(logs) <= nodes + more:
         hosts = ", ".join(host_of(log.path) for log in logs)
         return f"{run.folder}/{kind}_memory: {len(logs)} log(s) ({hosts}) for {nodes} node(s)"
@@ -280,18 +284,18 @@ def missing_part(run: Run, kind: str, logs: list[MemoryLog], series_per_node: in
         if not log.samples:
             return f"{log.path}: no sample"
         if series_per_node and not series_per_node <= len(log.samples) <= series_per_node + more:
-            which = ", ".join(log.names())
-            return f"{log.path}: GPU(s) {which} logged, the job ran on {series_per_node} of that node"
+            gpus = ", ".join(log.names())
+            return f"{log.path}: GPU(s) {gpus} logged, but the job ran on {series_per_node} GPU(s) of this node"
     return ""
 
 
 def uncovered_time(log: MemoryLog, run: Run) -> list[str]:
-    """Return a line when the log covers less than the training. Two intervals at each end may be missing."""
+    """Return a problem if the log covers less than the training. Two intervals at each end may be missing."""
     train = run.record.train
     if not train or not train.runtime_s or not log.samples:
         return []
     if run.record.resumed_from:
-        return []  # the runtime is that of all jobs of this training, the log covers only this one
+        return []  # The runtime is the sum over all jobs of this training, and the log covers only this job.
     interval = log.span() / max(1, max(map(len, log.samples.values())) - 1)
     if log.span() + 4 * max(interval, 1) >= train.runtime_s:
         return []

@@ -1,15 +1,15 @@
-"""Build every table from its definition and the runs: which run a row shows, and the cells of the row."""
+"""Build each table from its definition and the runs: choose the run for each row, and fill the row's cells."""
 
 from collections import Counter, defaultdict
 from collections.abc import Collection
 from dataclasses import dataclass, field
 
 from reporting.definitions import TableDefinition
-from reporting.metrics import Cell, cell_of, relate
+from reporting.metrics import Cell, build_metric_cell, relate
 from reporting.runs import INCOMPLETE, Run
 
-# Settings that name places and looks. All others define the run. Data size and precision are traits of their own.
-NO_TRAIT = {
+# Settings that may differ between comparable runs, such as paths. Data size and precision are compared separately.
+NOT_TRAITS = {
     *("output_dir", "run_name", "deepspeed", "fsdp", "fsdp_config", "disable_tqdm", "logging_steps"),
     *("train_size", "samples_per_gpu", "fp16", "bf16", "save_total_limit", "resume_from_checkpoint"),
     *("report_to", "local_rank", "optim", "ddp_timeout"),
@@ -18,7 +18,10 @@ NO_TRAIT = {
 
 @dataclass
 class Row:
-    """A row of a table. run: the run that it shows, None where the experiment has no run yet."""
+    """A row of a table. run: the run that the row shows, or None if the experiment has no run yet.
+
+    repeats: the runs whose numbers the cells contain, with `run` first.
+    """
 
     label: str
     experiment: str
@@ -26,17 +29,17 @@ class Row:
     repeats: list[Run]
     cells: list[Cell] = field(default_factory=list)
     remarks: list[str] = field(default_factory=list)
-    mismatches: list[str] = field(default_factory=list)  # why it does not compare with the other rows
+    mismatches: list[str] = field(default_factory=list)  # reasons why the row does not compare with the other rows
     absent: str = "not run yet"  # the status of a row without a run
 
     @property
     def jobs(self) -> str:
-        """The ids of the jobs whose values the cells hold."""
+        """The ids of the jobs whose numbers the cells contain."""
         return ", ".join(run.job_id for run in self.repeats)
 
     @property
     def status(self) -> str:
-        """The run's status, and what a reader of its numbers must know."""
+        """The run's status, with a warning if its data are incomplete or it does not compare with the other rows."""
         if not self.run:
             return self.absent
         words = [self.run.status]
@@ -49,7 +52,7 @@ class Row:
 
 @dataclass
 class Table:
-    """A definition, and its rows with the numbers of runs."""
+    """A table: its definition, and its rows with the numbers of the runs."""
 
     definition: TableDefinition
     rows: list[Row]
@@ -59,13 +62,13 @@ class Table:
         return any(row.run for row in self.rows)
 
 
-# --- which runs compare
+# --- comparability of runs
 
 
 def traits(run: Run) -> dict[str, str]:
-    """Settings and hardware that must be equal between runs that are compared."""
+    """Return the settings and hardware that must be equal for two runs to compare."""
     record, settings = run.record, run.record.settings
-    found = {name: str(value) for name, value in settings if name not in NO_TRAIT and value is not None}
+    found = {name: str(value) for name, value in settings if name not in NOT_TRAITS and value is not None}
     by_flags = "fp16" if settings.fp16 else "bf16" if settings.bf16 else "fp32"
     audited = record.knobs.get("precision")
     found["precision"] = str(audited.effective) if audited else by_flags
@@ -77,8 +80,8 @@ def traits(run: Run) -> dict[str, str]:
     return found
 
 
-def differences(run: Run, other: Run, varies: Collection[str] = ()) -> str:
-    """Say why the two runs do not compare; empty when they do. varies: traits that may differ."""
+def trait_differences(run: Run, other: Run, varies: Collection[str] = ()) -> str:
+    """Describe why two runs do not compare. The text is empty if they compare. varies: traits that may differ."""
     own = traits(run)
     theirs = traits(other)
     names = [name for name in own | theirs if own.get(name) != theirs.get(name) and name not in varies]
@@ -87,12 +90,12 @@ def differences(run: Run, other: Run, varies: Collection[str] = ()) -> str:
 
 
 def find_mismatches(runs: list[Run], varies: Collection[str] = ()) -> dict[Run, list[str]]:
-    """List for each run why it does not compare with most of the experiments among these runs.
+    """List the traits in which each run differs from most experiments among these runs. varies: traits that may differ.
 
-    The usual value of a trait is the one that most experiments have. Of several such values, the latest run's counts.
+    The usual value of a trait is the most common one over the experiments. In a tie, the latest run's value counts.
     """
     mismatches = {run: list(run.record.overrides) for run in runs}
-    recorded = sorted((run for run in runs if run.has_record), key=lambda run: run.order, reverse=True)
+    recorded = sorted((run for run in runs if run.has_record), key=lambda run: run.sort_key, reverse=True)
     found = {run: traits(run) for run in recorded}
     usable = [run for run in recorded if run.completed and not run.record.overrides and not run.profiled] or recorded
     for name in dict.fromkeys(name for own in found.values() for name in own if name not in varies):
@@ -106,19 +109,19 @@ def find_mismatches(runs: list[Run], varies: Collection[str] = ()) -> dict[Run, 
 
 
 def preference(run: Run, mismatches: Collection[str] = ()) -> tuple:
-    """Sort runs by how well they stand for their experiment: the latest completed one that compares comes last.
+    """Sort key that puts the best run of an experiment last: the latest completed run with the fewest mismatches.
 
-    A run that differs from its script, or that the profiler slowed down, is chosen only where there is no other.
+    A run that differs from its script, or that the profiler slowed down, comes before all other completed runs.
     """
     differing = len(mismatches) if run.completed else 0
-    return run.completed, not run.record.overrides, not run.profiled, -differing, run.order
+    return run.completed, not run.record.overrides, not run.profiled, -differing, run.sort_key
 
 
 # --- tables
 
 
 def build_tables(definitions: list[TableDefinition], runs: list[Run], all_runs: bool = False) -> list[Table]:
-    """Build every table of the definitions, one per model where the definition says so."""
+    """Build all tables. A definition with `per_model` makes one table per model."""
     by_experiment: dict[str, list[Run]] = defaultdict(list)
     for run in runs:
         by_experiment[run.experiment].append(run)
@@ -131,7 +134,7 @@ def build_tables(definitions: list[TableDefinition], runs: list[Run], all_runs: 
         }
         parts = {"": candidates}
         if definition.per_model:
-            parts = {model: runs_of_model(candidates, model) for model in models_of(candidates)}
+            parts = {model: select_model(candidates, model) for model in find_models(candidates)}
         for model, own in parts.items():
             table = build_table(definition, own, all_runs, model)
             for row in table.rows:
@@ -142,33 +145,33 @@ def build_tables(definitions: list[TableDefinition], runs: list[Run], all_runs: 
     return tables
 
 
-def models_of(candidates: dict[str, list[Run]]) -> list[str]:
-    """The models of these runs, small ones first. One empty name when no model is known."""
+def find_models(candidates: dict[str, list[Run]]) -> list[str]:
+    """Return the models of these runs, the smallest first. If no run has a model, return one empty name."""
     sizes: dict[str, int] = {}
     for run in (run for runs in candidates.values() for run in runs):
         sizes[run.model] = max(sizes.get(run.model, 0), run.record.parameters or 0)
     return sorted(filter(None, sizes), key=lambda model: (sizes[model], model)) or [""]
 
 
-def runs_of_model(candidates: dict[str, list[Run]], model: str) -> dict[str, list[Run]]:
-    """Keep the runs of one model. An experiment that has such a run also keeps those that ended without a model."""
-    ran = {name for name, runs in candidates.items() if any(run.model == model for run in runs)}
+def select_model(candidates: dict[str, list[Run]], model: str) -> dict[str, list[Run]]:
+    """Keep the runs of one model. Runs without a known model stay if their experiment has a run of this model."""
+    kept = {name for name, runs in candidates.items() if any(run.model == model for run in runs)}
     return {
-        name: [run for run in runs if name in ran and run.model in (model, "")] for name, runs in candidates.items()
+        name: [run for run in runs if name in kept and run.model in (model, "")] for name, runs in candidates.items()
     }
 
 
 def build_table(
     definition: TableDefinition, candidates: dict[str, list[Run]], all_runs: bool = False, model: str = ""
 ) -> Table:
-    """Build one table. candidates: experiment -> its runs. model: becomes part of the table's name."""
+    """Build one table. candidates: experiment -> its runs. model: the model to add to the table's id and title."""
     varies = definition.varies
     mismatches = find_mismatches([run for runs in candidates.values() for run in runs], varies)
     chosen = {
         name: max(runs, key=lambda run: preference(run, mismatches[run]), default=None)
         for name, runs in candidates.items()
     }
-    repeated = {name: repeats(chosen[name], runs, all_runs) for name, runs in candidates.items()}
+    repeated = {name: select_repeats(chosen[name], runs, all_runs) for name, runs in candidates.items()}
     rows = []
     for entry, reference in zip(definition.rows, definition.references, strict=True):
         row = Row(entry.label, entry.experiment, chosen[entry.experiment], repeated[entry.experiment])
@@ -177,12 +180,12 @@ def build_table(
             row.cells = [Cell(None, "no run yet") for _ in definition.columns]
             continue
         row.mismatches = mismatches[row.run]
-        row.remarks = remarks_on(row, candidates[row.experiment], mismatches, all_runs)
+        row.remarks = row_remarks(row, candidates[row.experiment], mismatches, all_runs)
         base = chosen[reference]
         if base and definition.reference:
             row.mismatches = row.mismatches + mismatches[base]
-            where = f"{definition.reference} (job {base.job_id})"
-            row.remarks += [f"{where}: does not compare: {each}" for each in mismatches[base]]
+            source = f"{definition.reference} (job {base.job_id})"
+            row.remarks += [f"{source}: does not compare: {each}" for each in mismatches[base]]
         row.cells = [build_cell(column, row, repeated[reference], reference, varies) for column in definition.columns]
     if model:
         slug = "".join(c if c.isascii() and c.isalnum() else "-" for c in model.lower())
@@ -192,59 +195,60 @@ def build_table(
 
 
 def list_runs(definition: TableDefinition, runs: list[Run]) -> Table:
-    """Build a table with a row for each run. The rows are not compared with one another."""
+    """Build a table with a row for each run. The rows are not compared with each other."""
     table = build_table(definition, {})
     for run in runs:
         row = Row(run.experiment, run.experiment, run, [run], mismatches=run.record.overrides)
-        row.cells = [cell_of(metric, [run]) for metric in definition.columns]
-        row.remarks = remarks_on(row, [run], {run: row.mismatches}, all_runs=False)
+        row.cells = [build_metric_cell(metric, [run]) for metric in definition.columns]
+        row.remarks = row_remarks(row, [run], {run: row.mismatches}, all_runs=False)
         table.rows.append(row)
     return table
 
 
-def repeats(chosen: Run | None, runs: list[Run], all_runs: bool) -> list[Run]:
-    """The chosen run, and with `all_runs` all completed ones of its experiment that compare with it."""
+def select_repeats(chosen: Run | None, runs: list[Run], all_runs: bool) -> list[Run]:
+    """Return the chosen run. With `all_runs`, add the completed runs of its experiment that compare with it."""
     if not chosen or not all_runs or not chosen.completed:
         return [chosen] if chosen else []
-    return [chosen, *(run for run in runs if run is not chosen and run.completed and not differences(run, chosen))]
+    others = [run for run in runs if run is not chosen and run.completed]
+    return [chosen, *(run for run in others if not trait_differences(run, chosen))]
 
 
 def build_cell(column: str, row: Row, bases: list[Run], base_name: str, varies: Collection[str]) -> Cell:
-    """Build a row's cell: of one run, or the mean over its repeats. bases: the runs to which relations refer."""
+    """Build a row's cell: the value of one run, or the mean over its repeats. bases: the reference's runs."""
     relation, _, metric = column.rpartition(".")
     if not relation:
-        return cell_of(metric, row.repeats)
+        return build_metric_cell(metric, row.repeats)
     if not bases or not bases[0].completed:
         return Cell(None, f"no completed run of {base_name}")
     run, base = row.repeats[0], bases[0]
-    reference = cell_of(metric, bases)
+    reference = build_metric_cell(metric, bases)
     if relation == "reference":
         return reference
     if not run.completed:
         return Cell(None, f"the run's status is {run.status}")
     overridden = ", ".join(dict.fromkeys([*run.record.overrides, *base.record.overrides]))
-    differ = "" if run is base else differences(run, base, varies) or overridden
+    differ = "" if run is base else trait_differences(run, base, varies) or overridden
     if differ:
         return Cell(None, f"does not compare with job {base.job_id} ({base_name}): {differ}")
-    own = cell_of(metric, row.repeats)
+    own = build_metric_cell(metric, row.repeats)
     return relate(relation, own, reference, run.record.world_size or 1, base.record.world_size or 1)
 
 
-def remarks_on(row: Row, runs: list[Run], mismatches: dict[Run, list[str]], all_runs: bool) -> list[str]:
-    """Say how the row's run ended, what is damaged, and which newer run is not shown.
+def row_remarks(row: Row, runs: list[Run], mismatches: dict[Run, list[str]], all_runs: bool) -> list[str]:
+    """List the notes for a row: the end of its run, damaged files, mismatches, and a newer run that is not shown.
 
     runs: all runs of the experiment.
     """
     run = row.repeats[0]
-    lines = [run.ended.removeprefix("completed: ")] if run.status_notes else []
+    lines = [run.outcome.removeprefix("completed: ")] if run.status_notes else []
     lines += [f"incomplete: {problem}" for problem in run.problems]
-    for other in [other for other in runs if other.order > run.order][-1:]:
-        why = f"its status is {other.status}"
+    for other in [other for other in runs if other.sort_key > run.sort_key][-1:]:
+        reason = f"its status is {other.status}"
         if other.completed:
             differ = "; ".join(mismatches[other])
-            why = f"it does not compare: {differ}" if differ else "the profiler slowed it down"
-        lines.append(f"the newer job {other.job_id} is not shown: {why}")
+            reason = f"it does not compare: {differ}" if differ else "the profiler slowed it down"
+        lines.append(f"the newer job {other.job_id} is not shown: {reason}")
     if all_runs:
         others = [other for other in runs if other.completed and other not in row.repeats]
-        lines += [f"job {other.job_id} is not in the mean: {differences(other, run)}" for other in others]
+        lines += [f"job {other.job_id} is not in the mean: {trait_differences(other, run)}" for other in others]
     return lines + [f"does not compare: {each}" for each in mismatches[run]]

@@ -1,5 +1,7 @@
-"""A job's log: its error line, the status in its summary, its last lines, the Trainer's lines such as
-{'eval_loss': '7.38'}."""
+"""Read a job's log: its error line, its summary, its last lines, and the Trainer's lines.
+
+A line of the Trainer looks like this: {'eval_loss': '7.38', 'epoch': '2.0'}
+"""
 
 import re
 from collections.abc import Iterator
@@ -9,45 +11,45 @@ from pathlib import Path
 ENTRY = re.compile(r"\{('[^{}\n]*)\}")
 PAIR = re.compile(r"'([^']*)': '?([^',]*)'?")
 ERROR = re.compile(r"^error: .*", re.MULTILINE)
-SUMMARY = re.compile(r"(?:^=+\n)?^status: (\w+) \(exit code (\d+)\)$", re.MULTILINE)  # that job.sh prints
+SUMMARY = re.compile(r"(?:^=+\n)?^status: (\w+) \(exit code (\d+)\)$", re.MULTILINE)  # printed by job.sh
 LONGEST_ERROR = 500  # characters
 LAST_LINES = 3
 
 
-def log_of(folder: Path, job_id: str) -> Path | None:
-    """The job's log/<job-name>_<job id>.out, None without one or with several."""
+def find_log(folder: Path, job_id: str) -> Path | None:
+    """Return the job's log/<job-name>_<job id>.out, or None if there is not exactly one such file."""
     found = list(folder.glob(f"log/*_{escape(job_id)}.out"))
     return found[0] if len(found) == 1 else None
 
 
-def text_of(log: Path | None) -> str:
+def log_text(log: Path | None) -> str:
     return log.read_text(encoding="utf-8", errors="replace") if log and log.is_file() else ""
 
 
-def error_in(log: Path | None) -> str:
-    """The last line that begins with "error: ", which says why the job ended; empty without one, or without a log."""
-    lines = ERROR.findall(text_of(log))
+def last_error(log: Path | None) -> str:
+    """Return the last line that begins with "error: ". It is the reason why the job ended. Empty if there is none."""
+    lines = ERROR.findall(log_text(log))
     return lines[-1][:LONGEST_ERROR].strip() if lines else ""
 
 
-def summary_in(log: Path | None) -> tuple[str, str]:
-    """Status and exit code in the job's summary; both empty if the log has none."""
-    summaries = SUMMARY.findall(text_of(log))
+def read_summary(log: Path | None) -> tuple[str, str]:
+    """Return status and exit code from the job's summary. Both are empty if the log has no summary."""
+    summaries = SUMMARY.findall(log_text(log))
     return summaries[-1] if summaries else ("", "")
 
 
 def last_lines(log: Path | None) -> str:
-    """The last lines of a log before the job's summary, in one line. They hold the error of a traceback."""
-    text = text_of(log)
+    """Join the last lines of a log before the job's summary. A traceback ends with its error there."""
+    text = log_text(log)
     ends = [summary.start() for summary in SUMMARY.finditer(text)]
     lines = [line.strip() for line in text[: ends[-1] if ends else None].splitlines()]
     return " / ".join(list(filter(None, lines))[-LAST_LINES:])[-LONGEST_ERROR:]
 
 
 def entries(log: Path | None) -> Iterator[dict[str, float]]:
-    """All complete lines of the Trainer, in order; transformers prints the numbers as strings."""
-    for line in ENTRY.findall(text_of(log)):
+    """Yield the numbers of each complete line of the Trainer, in order. transformers prints numbers as strings."""
+    for line in ENTRY.findall(log_text(log)):
         try:
             yield {name: float(value) for name, value in PAIR.findall(line)}
         except ValueError:
-            continue  # another program's braces, or a line into which a second process wrote
+            continue  # another program's braces, or a line that two processes have written at the same time

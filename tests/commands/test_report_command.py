@@ -38,7 +38,7 @@ def test_squeue_decides_if_a_job_is_still_running(tmp_path, monkeypatch, queue, 
     add_unfinished_run(tmp_path)
     run = single_run(tmp_path)
     assert run.status == status
-    assert run.ended in ("running", "failed: ended without a word: its node failed, or it was killed")
+    assert run.outcome in ("running", "failed: ended without a word: its node failed, or it was killed")
 
 
 def test_a_run_without_slurm_is_running_while_it_holds_its_lock(tmp_path, monkeypatch):

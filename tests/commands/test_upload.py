@@ -31,7 +31,7 @@ def test_wandbs_own_login_is_used_without_a_key_file(offline_run, capfd):
 
 
 def test_a_missing_wandb_or_run_gives_one_error_line(offline_run, refusal, monkeypatch, tmp_path):
-    assert "error: wandb/8: holds no offline run; " in refusal(tracking.upload, "8")
+    assert "error: wandb/8: contains no offline run; " in refusal(tracking.upload, "8")
     monkeypatch.setenv("PATH", str(tmp_path / "nowhere"))
     assert "wandb sync: cannot be started (No such file or directory)" in refusal(tracking.upload, "7", code=3)
 

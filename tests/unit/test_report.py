@@ -173,7 +173,7 @@ def test_predictions_are_next_to_measured_values(tmp_path, monkeypatch):
     assert asked == [1]
     add_run(tmp_path, "baseline", "1", configs={"model": {}})
     assert cell(table(tmp_path, "gpu-memory"), "Baseline", "estimated_cpu").note == (
-        "memory of this training cannot be predicted"
+        "the memory of this training cannot be predicted"
     )
 
 
@@ -250,8 +250,8 @@ def test_command_writes_the_report(tmp_path, main_of, capsys):
     ("arguments", "error"),
     [
         (["nowhere"], "error: nowhere: there is no such folder; give folders of experiments"),
-        (["empty"], "error: empty: no runs below it; run an experiment first, or give another folder"),
-        (["empty", "-o", "full"], "error: full: holds files that are no report; give a new folder with -o"),
+        (["empty"], "error: empty: no runs found; run an experiment first, or give another folder"),
+        (["empty", "-o", "full"], "error: full: contains files, but not a report; give a new folder with -o"),
         (["--job", "nowhere.json"], "error: nowhere.json: No such file or directory; give results/"),
         (["--job", "full/thesis.md"], "error: full/thesis.md: is no run record (the file: Invalid JSON"),
         (["--jobs"], "error: command line: unrecognized arguments: --jobs; see --help"),

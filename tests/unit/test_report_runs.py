@@ -11,7 +11,7 @@ from reporting.metrics import Cell, decimals
 from reporting.report_folder import PREDICTIONS, write_report
 from reporting.runs import Missing, Run, find_runs
 from reporting.tables import list_runs
-from reporting.trainer_log import entries, log_of, summary_in
+from reporting.trainer_log import entries, find_log, read_summary
 
 STAGE = "deepspeed-single-gpu/zero_1"
 TABLE = "zero-stages-tiny-bloom"
@@ -31,7 +31,7 @@ def test_a_record_and_logs_of_version_1_0_0_are_read():
     """Each field of this demo run is still described, and its table has no empty cell."""
     run = find_run(RUNS_OF_1_0_0)
     record = run.record
-    assert (run.experiment, run.ended, run.problems) == ("demo/zero3", "completed", [])
+    assert (run.experiment, run.outcome, run.problems) == ("demo/zero3", "completed", [])
     assert (record.version, record.versions["workshop"]) == (1, "1.0.0")
     parts = [record, record.train, record.hardware, record.git, *record.eval, *record.held, *record.knobs.values()]
     assert [part.model_extra for part in parts] == [{}] * len(parts)
@@ -53,8 +53,8 @@ def test_a_record_and_logs_of_version_1_0_0_are_read():
     )
     (prediction,) = list_runs(PREDICTIONS, [run]).rows
     assert prediction.cells[PREDICTIONS.columns.index("estimated_cpu")].number > 2 * 433
-    log = log_of(run.folder, run.job_id)
-    assert summary_in(log) == ("completed", "0")
+    log = find_log(run.folder, run.job_id)
+    assert read_summary(log) == ("completed", "0")
     assert [entry["loss"] for entry in entries(log) if "loss" in entry] == [7.572, 7.485]
 
 
@@ -100,7 +100,7 @@ def test_a_row_shows_the_latest_run_if_all_were_repeated(tmp_path):
 def test_a_run_that_did_not_complete_is_a_row_with_its_status(tmp_path, status):
     add_run(tmp_path, STAGE, "1", status=status, exit_code=9, train=None)
     row = stage_1(tmp_path)
-    no_checkpoint = "; no checkpoint of its end" if status in ("stopped", "timeout") else ""
+    no_checkpoint = "; no checkpoint was saved at its end" if status in ("stopped", "timeout") else ""
     assert row.status == status and row.remarks == [f"{status}: exit code 9{no_checkpoint}"]
     assert (row.cells[0].value, row.cells[-1].value, row.cells[-1].note) == (900, None, f"the run's status is {status}")
 
@@ -115,11 +115,11 @@ STOP = {"signal": "SIGTERM", "step": 120, "checkpoint": "output/1/checkpoint-120
         ({"attempt": 1, "restarts": []}, "completed"),
         (
             {"status": "stopped", "exit_code": 75, "stop": STOP},
-            "stopped: SIGTERM at step 120; go on with --resume_from_checkpoint output/1/checkpoint-120",
+            "stopped: SIGTERM at step 120; resume with --resume_from_checkpoint output/1/checkpoint-120",
         ),
         (
             {"status": "failed", "exit_code": 137, "stop": STOP},
-            "failed: SIGTERM at step 120; go on with --resume_from_checkpoint output/1/checkpoint-120",
+            "failed: SIGTERM at step 120; resume with --resume_from_checkpoint output/1/checkpoint-120",
         ),
         (
             {"status": "failed", "exit_code": 137, "reason": "rank 1 on node2 ended first, with exit code 137"},
@@ -142,14 +142,14 @@ STOP = {"signal": "SIGTERM", "step": 120, "checkpoint": "output/1/checkpoint-120
 )  # fmt: skip
 def test_the_end_of_a_run_is_described(tmp_path, changes, ended):
     add_run(tmp_path, STAGE, "1", **changes)
-    assert find_run(tmp_path).ended == ended
+    assert find_run(tmp_path).outcome == ended
     assert stage_1(tmp_path).remarks == ([ended.removeprefix("completed: ")] if ended != "completed" else [])
 
 
 def test_a_checkpoint_that_another_run_resumed_from_is_not_offered(tmp_path):
     add_run(tmp_path, STAGE, "1", status="stopped", exit_code=75, stop=STOP)
     add_run(tmp_path, STAGE, "2", resumed_from=STOP["checkpoint"])
-    assert [run.ended for run in find_runs([tmp_path])] == [
+    assert [run.outcome for run in find_runs([tmp_path])] == [
         "stopped: SIGTERM at step 120",
         f"completed: resumed from {STOP['checkpoint']}",
     ]
@@ -158,7 +158,7 @@ def test_a_checkpoint_that_another_run_resumed_from_is_not_offered(tmp_path):
 def test_failed_run_shows_the_last_error_line(tmp_path):
     folder = add_run(tmp_path, STAGE, "1", status="failed", exit_code=3)
     write(folder / "log" / "zero_1_1.out", "error: first\nerror: bandwidth test: 0.1 GB/s; look at the network\n")
-    assert find_run(tmp_path).ended == "failed: exit code 3; error: bandwidth test: 0.1 GB/s; look at the network"
+    assert find_run(tmp_path).outcome == "failed: exit code 3; error: bandwidth test: 0.1 GB/s; look at the network"
 
 
 def test_jobs_without_a_record_are_runs(tmp_path, monkeypatch):
@@ -178,7 +178,7 @@ def test_jobs_without_a_record_are_runs(tmp_path, monkeypatch):
     assert (refused.job_id, refused.status, refused.experiment) == ("77", "incomplete", STAGE)
     assert refused.problems == [f"{folder}/log/zero_1_77.out: error: --fp16: needs a GPU; leave it out"]
     assert refused.gpu == Missing("the job ended before its training began")
-    assert refused.gpu_hours() == Missing("no run record that can be read")
+    assert refused.gpu_hours() == Missing("no readable run record")
     assert (logged.job_id, logged.status, logged.gpu.peak) == ("80", "incomplete", 900)
     assert "no run record" in logged.problems[0]
     assert (completed.job_id, completed.problems) == ("my_job", [])
@@ -215,16 +215,16 @@ def test_a_job_whose_first_node_failed_is_shown_with_slurms_state(tmp_path, monk
     monkeypatch.setattr("job.end_of_job.queued_jobs", lambda: [])
     monkeypatch.setattr("job.end_of_job.ask_slurm", lambda *_: "JobId=1\n   JobState=NODE_FAIL Reason=NodeDown")
     folder = add_run(tmp_path, STAGE, "1", status="failed", exit_code=1)
-    assert find_run(tmp_path).ended == "failed: exit code 1"
+    assert find_run(tmp_path).outcome == "failed: exit code 1"
     (folder / "results" / ".1").mkdir()
-    assert find_run(tmp_path).ended == "failed: ended without a word: Slurm's state of the job is NODE_FAIL"
+    assert find_run(tmp_path).outcome == "failed: ended without a word: Slurm's state of the job is NODE_FAIL"
 
 
 def test_a_reason_that_is_part_of_the_error_line_is_shown_once(tmp_path):
     """The watchdog writes its reason both into the record and into the log."""
     folder = add_run(tmp_path, STAGE, "1", status="failed", exit_code=3, reason="no answer from rank 1 on node2")
     write(folder / "log" / "zero_1_1.out", "error: hang: no answer from rank 1 on node2; look at that process\n")
-    assert find_run(tmp_path).ended == "failed: error: hang: no answer from rank 1 on node2; look at that process"
+    assert find_run(tmp_path).outcome == "failed: error: hang: no answer from rank 1 on node2; look at that process"
 
 
 def test_a_job_stopped_before_its_record_has_its_status(tmp_path):
@@ -234,7 +234,7 @@ def test_a_job_stopped_before_its_record_has_its_status(tmp_path):
         write(folder / "log" / f"zero_1_{job}.out", f"start\n======\nstatus: {status} (exit code 143)\n======\n")
     write(folder / "cpu_memory" / "cpu_memory_log_78.txt", cpu_log(100, 900))
     runs = sorted(find_runs([tmp_path]), key=lambda run: run.job_id)
-    assert [run.ended for run in runs] == [
+    assert [run.outcome for run in runs] == [
         "stopped: exit code 143; before its training began",
         "timeout: exit code 143; before its training began",
     ]
@@ -376,7 +376,7 @@ def test_gpu_hours_count_all_attempts(tmp_path):
         add_run(tmp_path, STAGE, "1", **changes, restarts=restarts)
         assert find_run(tmp_path).gpu_hours() == hours
     add_run(tmp_path, STAGE, "1", **changes | {"finished": None})
-    assert find_run(tmp_path).gpu_hours() == Missing("its end was not recorded")
+    assert find_run(tmp_path).gpu_hours() == Missing("the end of the run was not recorded")
 
 
 # --- memory logs
@@ -393,7 +393,13 @@ DAMAGED = {  # GPU log, CPU log, GPU peak, CPU peak, problem
     ),
     "only header": (GPU_HEADER, "", None, 90, "gpu_memory_log_1.csv: no sample"),
     "empty": (b"\n", "", None, 90, "gpu_memory_log_1.csv: no sample"),
-    "second GPU": (gpu_log(1, gpus=2), "", None, 90, "gpu_memory_log_1.csv: GPU(s) 0, 1 logged, the job ran on 1"),
+    "second GPU": (
+        gpu_log(1, gpus=2),
+        "",
+        None,
+        90,
+        "gpu_memory_log_1.csv: GPU(s) 0, 1 logged, but the job ran on 1",
+    ),
     "no CPU log": ("", None, 900, None, "cpu_memory: no log of job 1"),
     "no CPU sample": ("", CPU_HEADER, 900, None, "cpu_memory_log_1.txt: no sample"),
     "too short": ("", cpu_log(10, 90, 50, step=1), 900, 90, "it covers 2 s of a training of 15 s"),
