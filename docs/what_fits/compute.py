@@ -26,7 +26,7 @@ from estimate.model_shape import PASSES, Alive, forward_pass, trace_shape, uses_
 from estimate.time import uses_offload
 from settings.settings import Settings
 from shared.errors import WorkshopError
-from training.chunked_loss import GPU_PIECES, bytes_of_chunk
+from training.chunked_loss import GPU_PIECES, chunk_bytes
 
 HERE = Path(__file__).resolve().parent
 REPOSITORY = HERE.parents[1]
@@ -211,7 +211,7 @@ def of_chunks(model: list[str], precision: str) -> dict:
     found = {}
     for cast, dtype in {"autocast": torch.float32, "cast once": forward.dtype}.items():
         weight = torch.empty(sizes["vocab_size"], sizes["hidden_size"], dtype=dtype, device="meta")
-        found[cast] = {tokens: bytes_of_chunk(tokens, weight, forward.dtype, GPU_PIECES) for tokens in counts}
+        found[cast] = {tokens: chunk_bytes(tokens, weight, forward.dtype, GPU_PIECES) for tokens in counts}
     return found
 
 

@@ -353,7 +353,7 @@ def run_passes(model: Any, blocks: list[Any], forward: ForwardPass) -> dict[str,
     last block's output, "embedding" with that of the first block's input. Gradients of parameters exist already, as in
     each micro batch but the first of a step.
     """
-    from training.chunked_loss import CPU_PIECES, GPU_PIECES, bytes_of_chunk
+    from training.chunked_loss import CPU_PIECES, GPU_PIECES, chunk_bytes
 
     head = model.get_output_embeddings()
     vocabulary = head.out_features  # also where ranks cut the weight
@@ -374,7 +374,7 @@ def run_passes(model: Any, blocks: list[Any], forward: ForwardPass) -> dict[str,
             loss = model(input_ids=tokens, attention_mask=tokens, labels=tokens, use_cache=False).loss
             if forward.loss == "chunked":
                 pieces = CPU_PIECES if forward.on_cpu else GPU_PIECES
-                counting.note(bytes_of_chunk(forward.tokens, head.weight, forward.dtype, pieces))
+                counting.note(chunk_bytes(forward.tokens, head.weight, forward.dtype, pieces))
         loss.backward()
     return counting.history
 

@@ -16,7 +16,7 @@ from model import count_parameters
 from records.writer import RunRecord
 from settings.settings import Settings
 from shared.errors import ENVIRONMENT, WorkshopError
-from training.bloom_sdpa import attention_of
+from training.bloom_sdpa import attention_name
 from training.chunked_loss import computes_loss_in_head
 from training.effective_values import (
     effective_batch,
@@ -24,12 +24,12 @@ from training.effective_values import (
     effective_strategy,
     is_compiled,
     is_pinned,
-    labels_of,
+    label_mode,
     optimizer_buffers,
     optimizer_name,
     optimizer_partitions,
     parameter_partitions,
-    sampling_of,
+    sampling_name,
 )
 
 NOT_ON_CPU = "n/a on CPU"
@@ -37,7 +37,7 @@ SHARE_TOLERANCE = 0.05
 
 
 @dataclass
-class Audited:
+class AuditedKnob:
     """A knob as it was requested and as it runs.
 
     binding: whether what runs can be what was requested; if not, the difference is shown and the run continues.
@@ -96,16 +96,18 @@ def strategy_name(settings: Settings) -> str:
     return "DDP" if "RANK" in os.environ else "plain"
 
 
-def audit(trainer: Any, settings: Settings, parameters: int) -> list[Audited]:
+def audit(trainer: Any, settings: Settings, parameters: int) -> list[AuditedKnob]:
     """One entry per knob, in the order of the printed table. trainer: a Trainer whose model is wrapped."""
     engine = trainer.model_wrapped if trainer.is_deepspeed_enabled else None
     requested = strategy_name(settings)
     strategy = effective_strategy(trainer, engine)
     alone = requested == "DDP" and world_size() == 1
     knobs = [
-        Audited("precision", settings.precision, effective_precision(trainer, engine), settings.precision_note),
+        AuditedKnob("precision", settings.precision, effective_precision(trainer, engine), settings.precision_note),
         # accelerate wraps a single rank on the CPU, and not on a GPU
-        Audited("strategy", requested, strategy, "one rank averages with nobody" if alone else "", binding=not alone),
+        AuditedKnob(
+            "strategy", requested, strategy, "one rank averages with nobody" if alone else "", binding=not alone
+        ),
         optimizer_knob(trainer, engine, settings),
     ]
     if engine is not None:
@@ -116,8 +118,8 @@ def audit(trainer: Any, settings: Settings, parameters: int) -> list[Audited]:
         knobs += tensor_parallel_knobs(trainer, settings.model.tensor_parallel)
     knobs += batch_knobs(trainer, engine, settings)
     knobs += [
-        Audited("label mode", settings.data.labels, labels_of(trainer.train_dataset, trainer.data_collator)),
-        Audited("loss", settings.model.loss, "chunked" if computes_loss_in_head(trainer.model) else "full"),
+        AuditedKnob("label mode", settings.data.labels, label_mode(trainer.train_dataset, trainer.data_collator)),
+        AuditedKnob("loss", settings.model.loss, "chunked" if computes_loss_in_head(trainer.model) else "full"),
         *speed_knobs(trainer, settings),
     ]
     facts = {
@@ -128,10 +130,10 @@ def audit(trainer: Any, settings: Settings, parameters: int) -> list[Audited]:
         "parameters": f"{parameters:,}",
         "device": str(trainer.args.device),
     }
-    return knobs + [Audited(name, value, value) for name, value in facts.items()]
+    return knobs + [AuditedKnob(name, value, value) for name, value in facts.items()]
 
 
-def batch_knobs(trainer: Any, engine: Any, settings: Settings) -> list[Audited]:
+def batch_knobs(trainer: Any, engine: Any, settings: Settings) -> list[AuditedKnob]:
     micro = settings.trainer.per_device_train_batch_size
     accumulation = settings.trainer.gradient_accumulation_steps
     live_micro, live_accumulation, live_groups = effective_batch(trainer, engine)
@@ -140,27 +142,29 @@ def batch_knobs(trainer: Any, engine: Any, settings: Settings) -> list[Audited]:
     live_batch = live_micro * live_accumulation * live_groups
     note = "micro batch x accumulation x " + ("world size" if tensor_parallel == 1 else "tensor groups")
     return [
-        Audited("world size", world_size(), trainer.accelerator.num_processes, "ranks, one per GPU"),
-        Audited("micro batch", micro, live_micro, "sequences per rank and step"),
-        Audited("gradient accumulation", accumulation, live_accumulation),
-        Audited("global batch", batch, live_batch, note),
+        AuditedKnob("world size", world_size(), trainer.accelerator.num_processes, "ranks, one per GPU"),
+        AuditedKnob("micro batch", micro, live_micro, "sequences per rank and step"),
+        AuditedKnob("gradient accumulation", accumulation, live_accumulation),
+        AuditedKnob("global batch", batch, live_batch, note),
     ]
 
 
-def speed_knobs(trainer: Any, settings: Settings) -> list[Audited]:
-    attention = attention_of(trainer.model)
+def speed_knobs(trainer: Any, settings: Settings) -> list[AuditedKnob]:
+    attention = attention_name(trainer.model)
     checkpointing = bool(settings.trainer.activation_checkpointing)
     return [
-        Audited("attention", settings.model.attention or attention, attention),
-        Audited(
-            "sampling", settings.trainer.train_sampling_strategy, sampling_of(trainer.callback_handler.train_dataloader)
+        AuditedKnob("attention", settings.model.attention or attention, attention),
+        AuditedKnob(
+            "sampling",
+            settings.trainer.train_sampling_strategy,
+            sampling_name(trainer.callback_handler.train_dataloader),
         ),
-        Audited("checkpointing", checkpointing, trainer.model.is_activation_checkpointing, "by the model itself"),
-        Audited("compiled", settings.trainer.torch_compile, is_compiled(trainer.model_wrapped)),
+        AuditedKnob("checkpointing", checkpointing, trainer.model.is_activation_checkpointing, "by the model itself"),
+        AuditedKnob("compiled", settings.trainer.torch_compile, is_compiled(trainer.model_wrapped)),
     ]
 
 
-def optimizer_knob(trainer: Any, engine: Any, settings: Settings) -> Audited:
+def optimizer_knob(trainer: Any, engine: Any, settings: Settings) -> AuditedKnob:
     """PyTorch's AdamW against --optim, or the keys of the DeepSpeed file; another optimizer is shown as it runs."""
     section = (settings.deepspeed_config or {}).get("optimizer")
     if section is None:
@@ -171,10 +175,10 @@ def optimizer_knob(trainer: Any, engine: Any, settings: Settings) -> Audited:
         asked = ""
     effective = optimizer_name(trainer.optimizer.optimizer if engine is None else engine.basic_optimizer)
     names = {"adamw_torch_fused": "AdamW (torch, fused)", "adamw_torch": "AdamW (torch)"}
-    return Audited("optimizer", names.get(asked, effective), effective)
+    return AuditedKnob("optimizer", names.get(asked, effective), effective)
 
 
-def offload_knobs(engine: Any, zero: dict) -> list[Audited]:
+def offload_knobs(engine: Any, zero: dict) -> list[AuditedKnob]:
     """Where optimizer state and parameters live, and whether the buffers that `pin_memory` rules are pinned."""
     masters = optimizer_partitions(engine)
     buffers, note = optimizer_buffers(engine, masters)
@@ -189,11 +193,11 @@ def offload_knobs(engine: Any, zero: dict) -> list[Audited]:
     ):
         section = zero.get(key) or {}
         device = section.get("device", "none")
-        knobs.append(Audited(f"{part} offload", device, "cpu" if on_cpu else "none"))
+        knobs.append(AuditedKnob(f"{part} offload", device, "cpu" if on_cpu else "none"))
         if device != "none":
             pin = section.get("pin_memory", True)
             effective = is_pinned(pinned) if can_pin() else NOT_ON_CPU
-            knobs.append(Audited(f"{part} pinned memory", pin, effective, remark, binding))
+            knobs.append(AuditedKnob(f"{part} pinned memory", pin, effective, remark, binding))
     return knobs
 
 
@@ -201,7 +205,7 @@ def can_pin() -> bool:
     return torch.cuda.is_available()
 
 
-def fsdp_knobs(trainer: Trainer, config: dict) -> list[Audited]:
+def fsdp_knobs(trainer: Trainer, config: dict) -> list[AuditedKnob]:
     """Units, shares, offload and checkpointing of the model as FSDP has wrapped it."""
     model = trainer.model_wrapped
     names = wrap_classes(config, trainer.model)
@@ -212,18 +216,18 @@ def fsdp_knobs(trainer: Trainer, config: dict) -> list[Audited]:
     mesh = f"{config['dp_replicate_size']} x {config['dp_shard_size']}"
     file_format = trainer.accelerator.state.fsdp_plugin.state_dict_type.name
     return [
-        Audited("FSDP units", f"{blocks} blocks", f"{units} blocks", f"and {others}"),
+        AuditedKnob("FSDP units", f"{blocks} blocks", f"{units} blocks", f"and {others}"),
         share_knob(model, 1 / config["dp_shard_size"]),
-        Audited("mesh", mesh, inspect_fsdp.mesh_shape(model), "replicate x shard"),
-        Audited("CPU offload", config.get("cpu_offload", False), inspect_fsdp.share_on_cpu(model)),
-        Audited(
+        AuditedKnob("mesh", mesh, inspect_fsdp.mesh_shape(model), "replicate x shard"),
+        AuditedKnob("CPU offload", config.get("cpu_offload", False), inspect_fsdp.share_on_cpu(model)),
+        AuditedKnob(
             "checkpointed blocks", checkpointed, inspect_fsdp.checkpointed_blocks(model), "activations are recomputed"
         ),
-        Audited("checkpoint format", config.get("state_dict_type", "FULL_STATE_DICT"), file_format),
+        AuditedKnob("checkpoint format", config.get("state_dict_type", "FULL_STATE_DICT"), file_format),
     ]
 
 
-def tensor_parallel_knobs(trainer: Any, tensor_parallel: int) -> list[Audited]:
+def tensor_parallel_knobs(trainer: Any, tensor_parallel: int) -> list[AuditedKnob]:
     """Groups, cut matrices, and the part of all parameters that this rank holds."""
     shards = world_size() // tensor_parallel
     mesh = inspect_fsdp.tensor_mesh(trainer.model)
@@ -237,24 +241,24 @@ def tensor_parallel_knobs(trainer: Any, tensor_parallel: int) -> list[Audited]:
     expected = sum(p.numel() / (tensor_parallel if name in names else 1) for name, p in parameters.items())
     expected /= shards * sum(p.numel() for p in parameters.values())
     return [
-        Audited(
+        AuditedKnob(
             "mesh",
             f"{shards} x {tensor_parallel}",
             f"{mesh.get('fsdp', 1)} x {mesh['tp']}",
             "shards x ranks of a tensor group",
         ),
-        Audited("cut parameters", len(names), len(cut_here), f"{example}: {shapes} are on rank {rank()}"),
+        AuditedKnob("cut parameters", len(names), len(cut_here), f"{example}: {shapes} are on rank {rank()}"),
         share_knob(trainer.model, expected),
     ]
 
 
-def share_knob(model: torch.nn.Module, expected: float) -> Audited:
+def share_knob(model: torch.nn.Module, expected: float) -> AuditedKnob:
     """The part of all parameters that this rank holds."""
     held = inspect_fsdp.local_share(model)
     # parameters are split by rows, so small ones leave a rank a little more or less than its part
     share = expected if abs(held - expected) <= SHARE_TOLERANCE * expected else held
     where = f"{held:.2%} of them are on rank {rank()}"
-    return Audited("local parameter share", round(expected, 4), round(share, 4), where)
+    return AuditedKnob("local parameter share", round(expected, 4), round(share, 4), where)
 
 
 def deepspeed_banner(engine: Any) -> str:
@@ -276,7 +280,7 @@ def deepspeed_banner(engine: Any) -> str:
     )
 
 
-def audit_table(knobs: list[Audited]) -> str:
+def audit_table(knobs: list[AuditedKnob]) -> str:
     """The audit as aligned text, one knob per line."""
     rows = [
         ("knob", "requested", "effective", ""),

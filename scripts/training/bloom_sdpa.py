@@ -83,7 +83,7 @@ def distances_and_mask(
     return alibi.masked_fill(mask < 0, torch.finfo(dtype).min)
 
 
-def attention_of(model: PreTrainedModel) -> str:
+def attention_name(model: PreTrainedModel) -> str:
     """How the model's attention computes: eager, sdpa, or what else transformers knows."""
     if any(isinstance(module, SDPABloomAttention) for module in model.modules()):
         return "sdpa"
@@ -94,7 +94,7 @@ def attention_of(model: PreTrainedModel) -> str:
 
 def use_attention(model: PreTrainedModel, attention: str | None) -> None:
     """Let the model compute its attention so; None leaves it as it is. Raises WorkshopError (exit code 2)."""
-    if attention is None or attention == attention_of(model):
+    if attention is None or attention == attention_name(model):
         return
     if model.config.model_type == "bloom" and attention == "sdpa":
         for module in model.modules():
@@ -104,7 +104,7 @@ def use_attention(model: PreTrainedModel, attention: str | None) -> None:
                 module.__class__ = SDPABloomAttention
         return
     if not model._can_set_attn_implementation():
-        what = f"{type(model).__name__} has no other than {attention_of(model)}"
+        what = f"{type(model).__name__} has no other than {attention_name(model)}"
         raise WorkshopError("--attention", what, "leave it out")
     try:
         model.set_attn_implementation(attention)

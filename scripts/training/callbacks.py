@@ -184,7 +184,7 @@ class RecordCallback(TrainerCallback):
     ) -> None:
         """Record losses, rates and peaks of memory. Collective."""
         record_peaks(self.record)
-        measured = self.speed.measured()
+        measured = self.speed.summary()
         self.note_missing_rates(measured)
         of_trainer = state.log_history[-1]
         losses = [entry["loss"] for entry in state.log_history if "loss" in entry]

@@ -30,13 +30,13 @@ from settings.settings import Settings
 from shared.errors import ENVIRONMENT, WorkshopError
 from training.chunked_loss import check_head
 from training.exact_match import load_metric
-from training.find_checkpoints import complete_ones
+from training.find_checkpoints import complete_checkpoints
 
 # A data loader's worker listens at <temporary folder>/pymp-12345678/listener-12345678. Linux allows 107 bytes
 LONGEST_TEMPORARY_FOLDER = 107 - len("/pymp-12345678/listener-12345678")
-BYTES_OF_ADAM = 8  # two moments in fp32
+ADAM_BYTES = 8  # two moments in fp32
 # Bytes per parameter of a checkpoint with Adam: of a training in fp32, and in 16 bit
-BYTES_OF_CHECKPOINT = {
+CHECKPOINT_BYTES = {
     "plain": (12, 12),
     "DDP": (12, 12),
     "FSDP": (16, 16),  # the weights twice
@@ -111,15 +111,15 @@ def check_trainer_values(settings: Settings, args: TrainingArguments, model: Pre
         raise settings.error("save_strategy", "best needs a metric to compare", "add --metric_for_best_model eval_loss")
     if args.use_liger_kernel and not is_liger_kernel_available():
         raise settings.error("use_liger_kernel", "liger-kernel is not installed", "pip install liger-kernel")
-    with refusal_of(settings, "seed"):
+    with flag_value_errors(settings, "seed"):
         set_seed(args.seed)
-    with refusal_of(settings, "optim", "adam_", "weight_decay"):
+    with flag_value_errors(settings, "optim", "adam_", "weight_decay"):
         kind, arguments = Trainer.get_optimizer_cls_and_kwargs(args, model)
         if {"params", "model", "optimizer_dict"} & arguments.keys() or not isinstance(kind, type):
             return  # an optimizer that is made for this model's layers, such as GaLore
         group = {"params": [torch.nn.Parameter(torch.zeros(1))], "weight_decay": args.weight_decay}
         optimizer = kind([group], **arguments)
-    with refusal_of(settings, "lr_scheduler", "warmup"):
+    with flag_value_errors(settings, "lr_scheduler", "warmup"):
         scheduler_arguments: Any = args.lr_scheduler_kwargs
         # of any number of steps: the schedule is not used
         get_scheduler(
@@ -132,7 +132,7 @@ def check_trainer_values(settings: Settings, args: TrainingArguments, model: Pre
 
 
 @contextlib.contextmanager
-def refusal_of(settings: Settings, *beginnings: str) -> Iterator[None]:
+def flag_value_errors(settings: Settings, *beginnings: str) -> Iterator[None]:
     """Turn whatever a library raises into one line in its words, which names the given flags that begin like this."""
     try:
         yield
@@ -166,7 +166,7 @@ def check_room(
     at_once = (keep or 1) + 1
     if trainer.save_strategy == "epoch" and trainer.max_steps < 0:
         at_once = min(at_once, math.ceil(trainer.num_train_epochs))
-    there = len(complete_ones([folder])[:keep]) * checkpoint  # each goes when a new one is complete
+    there = len(complete_checkpoints([folder])[:keep]) * checkpoint  # each goes when a new one is complete
     free = shutil.disk_usage(place).free + there
     if checkpoint * at_once + model > free:
         gib = 2**30
@@ -182,9 +182,9 @@ def bytes_to_save(settings: Settings, meta_model: PreTrainedModel, strategy: str
     parameters = count_parameters(meta_model)
     in_16_bit = settings.precision != "fp32"
     kind = "FSDP" if strategy.startswith("FSDP") else strategy
-    checkpoint = BYTES_OF_CHECKPOINT[kind][in_16_bit] * parameters
+    checkpoint = CHECKPOINT_BYTES[kind][in_16_bit] * parameters
     if "adam" not in settings.trainer.optim:
-        checkpoint -= BYTES_OF_ADAM * parameters
+        checkpoint -= ADAM_BYTES * parameters
     weight = 2 if in_16_bit and kind.startswith("DeepSpeed") else 4
     tied_head = weight * (sum(saved.numel() for saved in meta_model.state_dict().values()) - parameters)
     heads = TIED_HEADS.get(kind, 0)

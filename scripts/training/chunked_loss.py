@@ -220,7 +220,7 @@ def chunk_size(tokens: int, hidden_size: int) -> int:
     return max(1, math.ceil(tokens / chunks / ROW_MULTIPLE)) * ROW_MULTIPLE
 
 
-def bytes_of_chunk(tokens: int, weight: torch.Tensor, dtype: torch.dtype, pieces: Pieces) -> int:
+def chunk_bytes(tokens: int, weight: torch.Tensor, dtype: torch.dtype, pieces: Pieces) -> int:
     """Return the bytes of a chunk's logits, of the fp32 copy of some rows, and of autocast's copy of the weight.
 
     weight: (vocabulary, hidden size), of the head. dtype: in which logits are computed.

@@ -13,7 +13,7 @@ from transformers import DataCollatorForSeq2Seq, Trainer
 from data_loader import IGNORED
 from distributed import inspect_fsdp
 from distributed.fsdp_config import wrap_classes
-from training.sampling import GroupByLengthSampler, sampler_of
+from training.sampling import GroupByLengthSampler, find_sampler
 
 
 def effective_strategy(trainer: Any, engine: Any) -> str:
@@ -52,13 +52,13 @@ def optimizer_name(optimizer: torch.optim.Optimizer) -> str:
     return f"{type(optimizer).__name__} ({library}{fused})"
 
 
-def sampling_of(loader: Any) -> str:
+def sampling_name(loader: Any) -> str:
     """Name of the order in which a DataLoader reads the questions."""
     names = {GroupByLengthSampler: "group_by_length", SequentialSampler: "sequential"}
-    return names.get(type(sampler_of(loader)), "random")
+    return names.get(type(find_sampler(loader)), "random")
 
 
-def labels_of(dataset: Dataset, collator: DataCollatorForSeq2Seq) -> str:
+def label_mode(dataset: Dataset, collator: DataCollatorForSeq2Seq) -> str:
     """Which tokens count, from the labels themselves: the first belongs to the prompt."""
     if dataset[0]["labels"][0] == IGNORED:
         return "answer"

@@ -30,7 +30,7 @@ from shared.json_files import leaves_of
 MARKER = "complete.json"
 UNSHARDED = {"plain", "DDP"}  # each rank holds everything, so any number of ranks can resume
 # Settings that a resumed run may have otherwise: they decide when something is done, or where it goes
-MAY_CHANGE = re.compile(
+CHANGEABLE_FLAGS = re.compile(
     r"num_train_epochs|max_steps|(logging|log|save|eval)_(?!size|dataset).*|output_dir|run_name|report_to|em_f1.*|profile"
     r"|resume_from_checkpoint|ddp_timeout|ddp_find_unused_parameters|disable_tqdm|dataloader_.*|per_device_(train|eval)_batch_size"
     r"|gradient_accumulation_steps|deepspeed|fsdp|fsdp_config|local_rank|use_cpu"
@@ -59,7 +59,7 @@ def is_complete(folder: Path) -> bool:
         return False
 
 
-def complete_ones(places: list[Path]) -> list[Path]:
+def complete_checkpoints(places: list[Path]) -> list[Path]:
     return [folder for place in places for folder in place.glob("checkpoint-*") if is_complete(folder)]
 
 
@@ -78,20 +78,22 @@ def find_checkpoint(requested: str | None, output_dir: str, job_id: str) -> str 
     first time. Raises WorkshopError (exit code 4) when there is none.
     """
     if os.environ.get("SLURM_RESTART_COUNT", "0") not in ("", "0"):
-        own = [path for path in complete_ones([Path(output_dir)]) if read_marker(path)["job_id"] == job_id]
+        own = [path for path in complete_checkpoints([Path(output_dir)]) if read_marker(path)["job_id"] == job_id]
         if own:
             return str(min(own, key=newest_first))
     if requested is None:
         return None
     if requested == LATEST:
-        found = complete_ones([Path(output_dir)]) or complete_ones(sorted(Path(output_dir).parent.glob("*/")))
+        found = complete_checkpoints([Path(output_dir)]) or complete_checkpoints(
+            sorted(Path(output_dir).parent.glob("*/"))
+        )
     elif (Path(requested) / MARKER).exists() or re.search(r"checkpoint-\d+/?$", requested):
         if not is_complete(Path(requested)):
             way_out = f"choose a folder with a {MARKER} whose files are all there"
             raise WorkshopError(requested, "is no complete checkpoint", way_out, NO_CHECKPOINT)
         found = [Path(requested)]
     else:
-        found = complete_ones([Path(requested)])
+        found = complete_checkpoints([Path(requested)])
     if not found:
         what = f"no complete checkpoint in {output_dir if requested == LATEST else requested}"
         way_out = "leave the flag out to start anew"
@@ -102,11 +104,11 @@ def find_checkpoint(requested: str | None, output_dir: str, job_id: str) -> str 
 # 2. The same training
 
 
-def identity_of(job_id: str, settings: Settings, strategy: str, ranks: int, train_dataset: Dataset) -> dict:
+def training_identity(job_id: str, settings: Settings, strategy: str, ranks: int, train_dataset: Dataset) -> dict:
     """Return the values that identify this training. Each checkpoint holds them, and a later run compares its own."""
     trainer = settings.trainer
     global_batch = trainer.per_device_train_batch_size * trainer.gradient_accumulation_steps * ranks
-    defining = {flag: from_repository(v) for flag, v in settings.flat().items() if not MAY_CHANGE.fullmatch(flag)}
+    defining = {flag: from_repository(v) for flag, v in settings.flat().items() if not CHANGEABLE_FLAGS.fullmatch(flag)}
     content = {
         "job_id": job_id,
         "world_size": ranks,
@@ -165,7 +167,7 @@ def forbid_code_in_checkpoints(with_deepspeed: bool) -> None:
         add_safe_globals([DynamicLossScaler, LossScaler, ZeroStageEnum, fragment_address])
 
 
-def refuse_code_in(checkpoint: str | Path) -> None:
+def check_for_code(checkpoint: str | Path) -> None:
     """Raises WorkshopError (exit code 4) for a file of a checkpoint that is damaged or holds a class that is refused.
 
     To be called after `forbid_code_in_checkpoints`. It reads no tensor.

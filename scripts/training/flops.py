@@ -76,13 +76,13 @@ class ModelFlops:
         self.trunk = sum(elements(p) for p in model.parameters() if p is not head and id(p) not in tables)
         self.attention = config.num_hidden_layers * config.hidden_size
 
-    def needed(self, real: int, counted: int, squares: int) -> float:
+    def count_operations(self, real: int, counted: int, squares: int) -> float:
         """Operations for so many tokens, as `count_tokens` counts them."""
         # 12 for each layer, unit of the hidden size and pair of tokens: scores and weighted sums, forward and backward
         return 6.0 * self.trunk * real + 6.0 * self.head * counted + 12.0 * self.attention * squares
 
 
-def flops_of(model: Any, record: RunRecord) -> ModelFlops | None:
+def model_flops(model: Any, record: RunRecord) -> ModelFlops | None:
     """None where nobody knows what the model needs; the record then says why."""
     try:
         return ModelFlops(model)

@@ -61,14 +61,14 @@ def model_state_bytes(trainer: Any, has_gradients: bool) -> dict[str, int | None
     optimizer = trainer.deepspeed.optimizer if trainer.is_deepspeed_enabled else trainer.optimizer.optimizer
     # ds_tensor: the share of ZeRO-3
     parameters = storages(getattr(p, "ds_tensor", p) for p in trainer.model.parameters())
-    state = storages(states_of(optimizer))
+    state = storages(optimizer_tensors(optimizer))
     for storage in parameters:
         state.pop(storage, None)  # fp32 weights are their own masters
-    gradients = sum(storages(gradients_of(trainer.model, optimizer)).values()) if has_gradients else None
+    gradients = sum(storages(gradient_tensors(trainer.model, optimizer)).values()) if has_gradients else None
     return {"parameters": sum(parameters.values()), "gradients": gradients, "optimizer_state": sum(state.values())}
 
 
-def gradients_of(model: torch.nn.Module, optimizer: Any) -> list:
+def gradient_tensors(model: torch.nn.Module, optimizer: Any) -> list:
     gradients = [p.grad for p in model.parameters()]
     for unit in [unit_group(m) for m in model.modules() if isinstance(m, FSDPModule)]:
         for parameter in unit.fsdp_params if unit else []:  # whole while they accumulate
@@ -80,7 +80,7 @@ def gradients_of(model: torch.nn.Module, optimizer: Any) -> list:
     return [*gradients, getattr(optimizer, "grad_partitions_flat_buffer", None)]  # ZeRO-3
 
 
-def states_of(optimizer: Any) -> list:
+def optimizer_tensors(optimizer: Any) -> list:
     """Moments, and the fp32 masters that the optimizer updates."""
     inner = getattr(optimizer, "optimizer", optimizer)
     tensors = [t for state in inner.state.values() for t in state.values()]

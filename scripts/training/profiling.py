@@ -101,9 +101,9 @@ def breakdown(events: list) -> dict:
     running["communication"] = [interval(event) for event in events if is_communication(event)]
     running["computation"] = [interval(event) for event in events if is_computation(event)]
     total = dict.fromkeys((*PHASES, "communication", "other", "hidden_communication"), 0)
-    for together, nanoseconds in time_together(running).items():
+    for together, nanoseconds in overlap_times(running).items():
         if "step" in together:
-            total[part_of(together)] += nanoseconds
+            total[step_part(together)] += nanoseconds
             if together >= {"communication", "computation"}:
                 total["hidden_communication"] += nanoseconds
     whole = sum(end - start for start, end in steps)
@@ -111,7 +111,7 @@ def breakdown(events: list) -> dict:
     return {"steps": len(steps), "seconds_per_step": round(whole / len(steps) / 1e9, 5), **per_step}
 
 
-def part_of(together: frozenset[str]) -> str:
+def step_part(together: frozenset[str]) -> str:
     """The part of a step in which time counts, of all that runs then.
 
     The backward phase contains the forward pass, and with DeepSpeed the optimizer, which count on their own.
@@ -121,7 +121,7 @@ def part_of(together: frozenset[str]) -> str:
     return next((name for name in ("data", "forward", "optimizer", "backward") if name in together), "other")
 
 
-def time_together(running: dict[str, list[Interval]]) -> Counter[frozenset[str]]:
+def overlap_times(running: dict[str, list[Interval]]) -> Counter[frozenset[str]]:
     """Names -> nanoseconds in which these run, and no other does. running: name -> intervals, which may overlap."""
     changes = [(start, name, 1) for name, intervals in running.items() for start, _ in intervals]
     changes += [(end, name, -1) for name, intervals in running.items() for _, end in intervals]

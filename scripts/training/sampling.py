@@ -27,7 +27,7 @@ class GroupByLengthSampler(LengthGroupedSampler):
         return super().__iter__()
 
 
-def sampler_of(loader: Any) -> Sampler:
+def find_sampler(loader: Any) -> Sampler:
     """Return the sampler of a DataLoader from inside the batch samplers that accelerate puts around it."""
     batches = loader.batch_sampler
     while not hasattr(batches, "sampler"):

@@ -14,7 +14,7 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 from distributed.collectives import gather_lists, rank, wait_for_everyone, world_size
 from shared.errors import ENVIRONMENT, WorkshopError
 from shared.json_files import write_json
-from training.find_checkpoints import MARKER, checkpoint_folder, complete_ones, newest_first, read_marker
+from training.find_checkpoints import MARKER, checkpoint_folder, complete_checkpoints, newest_first, read_marker
 from training.speed import TrainSpeedCallback, clock
 
 
@@ -58,8 +58,8 @@ class CheckpointCallback(TrainerCallback):
             saved = read_marker(self.resumed_from)
             self.trainer.saved_step = saved["step"]
             progress = Progress(**saved["progress"])
-            self.trainer.go_on_from(progress)
-            self.speed.go_on_from(progress.steady_steps, progress.steady_seconds, progress.tokens)
+            self.trainer.resume_counts(progress)
+            self.speed.resume_counts(progress.steady_steps, progress.steady_seconds, progress.tokens)
 
     def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         unlogged = [loss for (loss,) in gather_lists([float(self.trainer._tr_loss)])]
@@ -84,7 +84,7 @@ class CheckpointCallback(TrainerCallback):
         wait_for_everyone()
 
     def remove_older(self, output_dir: Path, best: str | None) -> None:
-        found = sorted(complete_ones([output_dir]), key=newest_first)
+        found = sorted(complete_checkpoints([output_dir]), key=newest_first)
         for folder in found[self.save_total_limit :] if self.save_total_limit else []:
             if best is None or folder != Path(best):
                 remove(folder)
@@ -97,10 +97,10 @@ def mark_complete(folder: Path, content: dict) -> None:
     write_json(folder / MARKER, content | {"files": files})
 
 
-def remove_checkpoints_of_stops(output_dir: str | Path) -> None:
+def remove_stop_checkpoints(output_dir: str | Path) -> None:
     """Remove what a run with SAVE_STRATEGY=no saved at its stops, and the folder if nothing else is in it."""
     if rank() == 0:
-        for folder in complete_ones([Path(output_dir)]):
+        for folder in complete_checkpoints([Path(output_dir)]):
             if read_marker(folder)["save_strategy"] == "no":
                 remove(folder)
         with contextlib.suppress(OSError):

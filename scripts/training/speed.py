@@ -43,7 +43,7 @@ class TrainSpeedCallback(TrainerCallback):
         self.begun = clock()
         self.first_step = state.global_step  # a resumed run warms up again
 
-    def go_on_from(self, steps: int, seconds: float, tokens: list[list[int]]) -> None:
+    def resume_counts(self, steps: int, seconds: float, tokens: list[list[int]]) -> None:
         """Count those of the runs before as well."""
         self.steps = steps
         self.seconds = seconds
@@ -81,7 +81,7 @@ class TrainSpeedCallback(TrainerCallback):
         counted_by_each = self.trainer.get_tp_size()  # of a tensor group, whose ranks all have the same tokens
         return (torch.tensor(ranks).sum(0) // counted_by_each + self.earlier_tokens).tolist()
 
-    def measured(self) -> dict:
+    def summary(self) -> dict:
         """Steady rates (of all ranks together), how long it took to get there, tokens, and MFU. Collective."""
         whole, steady = self.all_tokens()
         real, padding, counted, _ = whole
@@ -91,7 +91,7 @@ class TrainSpeedCallback(TrainerCallback):
             rate = self.steps / self.seconds
             tokens_per_second = round(steady_real / self.seconds, 1)
         if self.steps and self.flops:
-            needed = self.flops.needed(steady_real, steady_counted, steady_squares)
+            needed = self.flops.count_operations(steady_real, steady_counted, steady_squares)
             mfu = round(100 * needed / (self.seconds * self.peak * world_size()), 2)
             if mfu > 100:  # the peak was measured while the machine was busy
                 mfu = None

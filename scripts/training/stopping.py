@@ -28,15 +28,15 @@ class StopRequest:
         self.training = False  # only in it a signal asks for a checkpoint
         self.process = os.getpid()
 
-    def listen(self) -> None:
+    def install_handlers(self) -> None:
         for number in STOPPING_SIGNALS:
             # nohup lets it ignore HUP. To INT all are deaf that a script starts in the background, as job.sh does
             if number != signal.SIGHUP or signal.getsignal(number) is not signal.SIG_IGN:
-                signal.signal(number, self.note)
+                signal.signal(number, self.handle_signal)
         if "TORCHELASTIC_RUN_ID" in os.environ:
             end_with_parent()  # torchrun may be killed, and its ranks would train on
 
-    def note(self, number: int, frame: object) -> None:
+    def handle_signal(self, number: int, frame: object) -> None:
         """The handler. Launchers repeat signals, so a second one changes nothing."""
         if os.getpid() != self.process:
             return  # a worker of the data loader, which was forked with it
@@ -57,7 +57,7 @@ class StopRequest:
         for number in STOPPING_SIGNALS:
             signal.signal(number, signal.SIG_IGN)
 
-    def agreed(self) -> bool:
+    def agree_to_stop(self) -> bool:
         """Whether the ranks stop here, the same on every rank. Collective, until they have agreed."""
         if not self.agreed_signal:
             self.agreed_signal = highest_of_all(self.signal)
@@ -65,12 +65,12 @@ class StopRequest:
 
     def save_and_exit_if_asked(self, trainer: Any, record: Any) -> None:
         """End the run with exit code 75 when the ranks agree to stop, with a checkpoint of this step. Collective."""
-        if not self.agreed():
+        if not self.agree_to_stop():
             self.training = False
             if self.signal:  # it came just now
                 sys.exit(128 + self.signal)
             return
-        folder = trainer.save_here()
+        folder = trainer.save_current_step()
         self.ignore_signals()  # all that was asked for is done: a late one changes no exit code
         step = trainer.state.global_step
         name = signal.Signals(self.agreed_signal).name
@@ -99,7 +99,7 @@ class StopCallback(TrainerCallback):
             print_once(f"step {state.global_step} was the last one, nothing is left to train")
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        if self.stop.agreed():
+        if self.stop.agree_to_stop():
             control.should_training_stop = True
             # at the end of an epoch its evaluation comes first, and belongs into the checkpoint
             control.should_save = not self.ends_epoch(state)
@@ -118,5 +118,5 @@ class StopCallback(TrainerCallback):
         return state.global_step % self.trainer.steps_per_epoch == 0 or state.global_step >= state.max_steps
 
     def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        if self.stop.agreed():
+        if self.stop.agree_to_stop():
             control.should_training_stop = True

@@ -61,14 +61,14 @@ class WorkshopTrainer(UpstreamFixes):
         """Compute the loss of a batch, and add it to the sums of `evaluation_loop`."""
         inputs = self._prepare_inputs(inputs)
         # accelerate repeats questions in the last batches, so that all ranks have equally many: these do not count
-        inputs["labels"][self.questions_left(len(inputs["labels"])) :] = IGNORED
+        inputs["labels"][self.count_unrepeated_rows(len(inputs["labels"])) :] = IGNORED
         counted = (inputs["labels"][:, 1:] != IGNORED).sum()  # the first label is the target of no position
         with torch.no_grad(), self.compute_loss_context_manager():
             loss = self.compute_loss(model, inputs)
         self.evaluated += torch.stack([torch.where(counted > 0, loss * counted, 0.0), counted])
         return loss, None, None
 
-    def questions_left(self, rows: int) -> int:
+    def count_unrepeated_rows(self, rows: int) -> int:
         """Return how many of the first rows of this rank's batch are not repeated."""
         loader: Any = self.accelerator.gradient_state
         if not loader.end_of_dataloader or loader.remainder <= 0:
@@ -91,7 +91,7 @@ class WorkshopTrainer(UpstreamFixes):
         output.metrics[f"{kwargs['metric_key_prefix']}_loss"] = loss / counted
         return output
 
-    def go_on_from(self, progress: Progress) -> None:
+    def resume_counts(self, progress: Progress) -> None:
         """Continue the counts of a checkpoint. Call this when the training begins."""
         self._tr_loss += progress.unlogged_loss
         self._total_loss_scalar = progress.logged_loss
@@ -130,7 +130,7 @@ class WorkshopTrainer(UpstreamFixes):
                 (folder / MARKER).unlink(missing_ok=True)  # left by a run that was resumed before this step
             super()._save_checkpoint(model, trial)
 
-    def save_here(self) -> Path:
+    def save_current_step(self) -> Path:
         """Save a checkpoint of the last step, unless there is one, and return its folder. Collective."""
         if self.saved_step != self.state.global_step:
             self._save_checkpoint(self.model, None)

@@ -14,13 +14,13 @@ import torch.distributed as dist
 from transformers import Trainer
 
 from distributed.inspect_fsdp import local
-from training.sampling import GroupByLengthSampler, sampler_of
+from training.sampling import GroupByLengthSampler, find_sampler
 
 
 class Fix(NamedTuple):
     place: str  # file below scripts/, and a name in it
     seen_in: str  # the version with the behaviour, as requirements.txt names it
-    can_go_when: str  # what has to be true of a later version
+    removable_when: str  # what has to be true of a later version
 
 
 FIXES = (
@@ -289,7 +289,7 @@ class EpochOfSampler(Trainer):
     """
 
     def _run_epoch(self, *args: Any, **kwargs: Any) -> None:
-        sampler = sampler_of(kwargs["train_dataloader"])
+        sampler = find_sampler(kwargs["train_dataloader"])
         if isinstance(sampler, GroupByLengthSampler):
             sampler.epoch = kwargs["epoch"]
         super()._run_epoch(*args, **kwargs)

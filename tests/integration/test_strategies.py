@@ -31,7 +31,7 @@ from runs import (
 from settings.precision import cpu_has_bf16
 from settings.settings import settings_of
 from training.checks_before_training import bytes_to_save
-from training.find_checkpoints import forbid_code_in_checkpoints, refuse_code_in
+from training.find_checkpoints import check_for_code, forbid_code_in_checkpoints
 
 TOLERANCE = 1e-4  # what the order of fp32 additions may change; a lost gradient changes far more
 BF16_TOLERANCE = 2e-4  # of the loss itself: FSDP rounds a loss of 7.62 to 7.625 in bf16
@@ -237,7 +237,7 @@ def test_no_file_of_its_checkpoint_is_taken_for_code(run: Finished, monkeypatch)
     monkeypatch.setenv("TORCH_FORCE_WEIGHTS_ONLY_LOAD", "1")  # so that it is unset again
     (checkpoint,) = run.output.glob("checkpoint-*")
     forbid_code_in_checkpoints(with_deepspeed=True)
-    refuse_code_in(checkpoint)
+    check_for_code(checkpoint)
 
 
 # 3. What they wait for

@@ -14,8 +14,8 @@ from settings.command_line import LATEST, parse_command_line
 from settings.settings import Settings
 from training import checks_before_training
 from training.checks_before_training import check_room
-from training.find_checkpoints import MARKER, check_same_training, find_checkpoint, identity_of
-from training.save_checkpoints import CheckpointCallback, mark_complete, remove_checkpoints_of_stops
+from training.find_checkpoints import MARKER, check_same_training, find_checkpoint, training_identity
+from training.save_checkpoints import CheckpointCallback, mark_complete, remove_stop_checkpoints
 from training.speed import TrainSpeedCallback
 
 MARKED = {"job_id": "7", "world_size": 1, "strategy": "plain", "save_strategy": "epoch"}
@@ -108,8 +108,8 @@ def test_a_run_that_saves_nothing_removes_what_its_stops_saved_and_no_others():
     checkpoint("output/7", 20, save_strategy="epoch")
     checkpoint("output/7", 30, save_strategy="no")
     checkpoint("output/8", 30, save_strategy="no")
-    remove_checkpoints_of_stops("output/7")
-    remove_checkpoints_of_stops("output/8")
+    remove_stop_checkpoints("output/7")
+    remove_stop_checkpoints("output/8")
     assert names_in("output/7") == ["checkpoint-20"]
     assert not Path("output/8").exists()
 
@@ -122,7 +122,7 @@ TWO_RANKS = ("--per_device_train_batch_size", "2")  # the same global batch as o
 
 def run_of(*argv: str, tokens: dict = TOKENS, ranks: int = 1, strategy: str = "plain") -> tuple[Settings, dict]:
     settings = parse_command_line("", ["--model_name", "tiny-bloom", *argv], environment={})
-    return settings, identity_of("7", settings, strategy, ranks, Dataset.from_dict(tokens))
+    return settings, training_identity("7", settings, strategy, ranks, Dataset.from_dict(tokens))
 
 
 def saved(*argv: str, **of_run: object) -> str:

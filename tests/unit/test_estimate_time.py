@@ -76,7 +76,7 @@ def test_a_model_without_storage_has_the_work_of_a_real_one():
     planned = micro_batch_work(plan(*TINY))
     assert operations(planned) == operations(real.work)
     assert moved(planned) == pytest.approx(moved(real.work), rel=0.02)
-    needed = ModelFlops(model).needed(real=4 * 64, counted=4 * 64, squares=4 * 64 * 64)
+    needed = ModelFlops(model).count_operations(real=4 * 64, counted=4 * 64, squares=4 * 64 * 64)
     assert operations(planned) == pytest.approx(needed, rel=0.05)
 
 

@@ -47,7 +47,7 @@ def trained(steady: dict, means: dict, held: dict | None, reason: str = "", log:
     trainer.tokens = torch.zeros(4, dtype=torch.int64)
     trainer.train_dataset = range(8)
     trainer.steps_per_epoch = 2
-    measured = TrainSpeedCallback(trainer, None, 1e12).measured() | steady
+    measured = TrainSpeedCallback(trainer, None, 1e12).summary() | steady
     utilisation = UtilisationCallback(run)
     utilisation.means = lambda: means
     if reason:

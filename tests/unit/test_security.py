@@ -19,7 +19,7 @@ from helpers import REPOSITORY
 from model import load_config, load_model, load_tokenizer
 from shared.errors import WorkshopError
 from text_checks.security import dangers
-from training.find_checkpoints import forbid_code_in_checkpoints, refuse_code_in
+from training.find_checkpoints import check_for_code, forbid_code_in_checkpoints
 
 DATA = DataArguments(dataset=str(REPOSITORY / "data" / "squad_sample.json"))
 EXECUTED = Path("executed")
@@ -123,7 +123,7 @@ def test_a_file_that_holds_code_is_refused_by_name(weights_only, name, refusal):
     path = Path("checkpoint-8") / name
     path.parent.mkdir(parents=True)
     torch.save({"module": Code()}, path)
-    line = refusal(refuse_code_in, Path("checkpoint-8"), code=4)
+    line = refusal(check_for_code, Path("checkpoint-8"), code=4)
     assert line.startswith(f"error: {path}: holds posix.mkdir, which is code and no data; ")
 
 
@@ -131,7 +131,7 @@ def test_a_file_that_holds_code_is_refused_by_name(weights_only, name, refusal):
 def test_what_is_no_file_of_a_checkpoint_is_refused_too(weights_only, content, refusal):
     Path("checkpoint-8").mkdir()
     Path("checkpoint-8/optimizer.pt").write_bytes(content)
-    line = refusal(refuse_code_in, Path("checkpoint-8"), code=4)
+    line = refusal(check_for_code, Path("checkpoint-8"), code=4)
     assert line.startswith("error: checkpoint-8/optimizer.pt: is damaged, or no file of a checkpoint (")
 
 

@@ -16,7 +16,7 @@ def stop():
     """In the training; the handlers of pytest come back behind the test."""
     before = {number: signal.getsignal(number) for number in STOPPING_SIGNALS}
     stop = StopRequest()
-    stop.listen()
+    stop.install_handlers()
     stop.training = True
     yield stop
     for number, handler in before.items():
@@ -38,7 +38,7 @@ def test_before_and_behind_the_training_a_signal_ends_the_run(stop):
 
 def test_in_the_training_it_asks_for_a_stop_and_what_launchers_repeat_changes_nothing(stop, capfd):
     send(signal.SIGUSR1, signal.SIGTERM, signal.SIGTERM)
-    assert stop.agreed()
+    assert stop.agree_to_stop()
     assert stop.agreed_signal == signal.SIGUSR1
     assert capfd.readouterr().out == "\nSIGUSR1: a checkpoint follows at the end of this step\n"
 
@@ -54,9 +54,9 @@ def test_workers_of_the_data_loader_leave_it_to_their_parent(stop, capfd):
 
 def test_what_nohup_ignores_stays_ignored(stop):
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
-    stop.listen()
+    stop.install_handlers()
     send(signal.SIGHUP)
-    assert not stop.agreed()
+    assert not stop.agree_to_stop()
 
 
 # steps of an epoch: 8, of the training: 13
