@@ -1,4 +1,7 @@
-"""The knob audit: what was asked for next to what runs, printed, recorded, and the end of a run where they differ."""
+"""The knob audit: compare the requested value of each knob with the value that takes effect.
+
+The audit is printed and recorded before the first step. A difference ends the run.
+"""
 
 import os
 from dataclasses import dataclass
@@ -38,9 +41,9 @@ SHARE_TOLERANCE = 0.05
 
 @dataclass
 class AuditedKnob:
-    """A knob as it was requested and as it runs.
+    """Requested and effective value of a knob.
 
-    binding: whether what runs can be what was requested; if not, the difference is shown and the run continues.
+    binding: True if a difference ends the run. If False, the table shows the difference and the run continues.
     """
 
     name: str
@@ -55,13 +58,16 @@ class AuditedKnob:
 
 
 class AuditCallback(TrainerCallback):
-    """Prints and records the audit once the model is wrapped; ends the run with exit code 3 on a difference."""
+    """Callback that prints and records the audit once the model is wrapped.
+
+    A difference ends the run with exit code 3.
+    """
 
     def __init__(self, trainer: Any, settings: Settings, record: RunRecord):
         self.trainer = trainer
         self.settings = settings
         self.record = record
-        # before the model is wrapped: then FSDP1 shows only this rank's share
+        # Count before the model is wrapped: a model that FSDP1 has wrapped shows only this rank's shard
         self.parameters = count_parameters(trainer.model)
 
     def on_train_begin(
@@ -77,7 +83,8 @@ class AuditCallback(TrainerCallback):
             parameters=self.parameters,
             steps_per_epoch=self.trainer.steps_per_epoch,
         )
-        # of all ranks, so that all end with the same error: the others would wait for one that ends alone
+        # Gather the differences, so that all ranks raise the same error. If only one rank raised it, the other ranks
+        # would wait for that rank in the next collective
         for number, differing in enumerate(gather_lists([knob for knob in knobs if knob.differs])):
             for knob in differing:
                 where = f" on rank {number}" if number else ""
@@ -86,7 +93,7 @@ class AuditCallback(TrainerCallback):
 
 
 def strategy_name(settings: Settings) -> str:
-    """The strategy that was asked for, by which a run spreads the model over its ranks: ``DeepSpeed ZeRO-2``."""
+    """Return the requested strategy for dividing the training among the ranks, such as ``DeepSpeed ZeRO-2``."""
     if settings.deepspeed_config is not None:
         return f"DeepSpeed ZeRO-{settings.zero.get('stage', 0)}"
     if settings.model.tensor_parallel > 1:
@@ -97,17 +104,16 @@ def strategy_name(settings: Settings) -> str:
 
 
 def audit(trainer: Any, settings: Settings, parameters: int) -> list[AuditedKnob]:
-    """One entry per knob, in the order of the printed table. trainer: a Trainer whose model is wrapped."""
+    """Return one entry per knob, in the order of the printed table. trainer: a Trainer whose model is wrapped."""
     engine = trainer.model_wrapped if trainer.is_deepspeed_enabled else None
     requested = strategy_name(settings)
     strategy = effective_strategy(trainer, engine)
-    alone = requested == "DDP" and world_size() == 1
+    single_rank = requested == "DDP" and world_size() == 1
+    note = "one rank has no gradients to average with" if single_rank else ""
     knobs = [
         AuditedKnob("precision", settings.precision, effective_precision(trainer, engine), settings.precision_note),
-        # accelerate wraps a single rank on the CPU, and not on a GPU
-        AuditedKnob(
-            "strategy", requested, strategy, "one rank averages with nobody" if alone else "", binding=not alone
-        ),
+        # accelerate wraps the model of a single rank in DDP on a CPU, but not on a GPU
+        AuditedKnob("strategy", requested, strategy, note, binding=not single_rank),
         optimizer_knob(trainer, engine, settings),
     ]
     if engine is not None:
@@ -165,7 +171,10 @@ def speed_knobs(trainer: Any, settings: Settings) -> list[AuditedKnob]:
 
 
 def optimizer_knob(trainer: Any, engine: Any, settings: Settings) -> AuditedKnob:
-    """PyTorch's AdamW against --optim, or the keys of the DeepSpeed file; another optimizer is shown as it runs."""
+    """Compare the running optimizer with --optim or with the DeepSpeed file, if they request PyTorch's AdamW.
+
+    Any other requested optimizer is not checked: the entry shows the running optimizer in both columns.
+    """
     section = (settings.deepspeed_config or {}).get("optimizer")
     if section is None:
         asked = OptimizerNames(settings.trainer.optim).value
@@ -179,17 +188,17 @@ def optimizer_knob(trainer: Any, engine: Any, settings: Settings) -> AuditedKnob
 
 
 def offload_knobs(engine: Any, zero: dict) -> list[AuditedKnob]:
-    """Where optimizer state and parameters live, and whether the buffers that `pin_memory` rules are pinned."""
+    """Compare the place of optimizer state and parameters, and whether the buffers under `pin_memory` are pinned."""
     masters = optimizer_partitions(engine)
     buffers, note = optimizer_buffers(engine, masters)
-    shares = parameter_partitions(engine)
-    # partition_parameters.py pins by the key, but only until the optimizer is made: stage3.py then moves the shares
-    # into buffers of its own, which it pins without asking (_create_param_groups_fp16_flat_cpu_memory)
-    unasked = "DeepSpeed pins them in any case, once they are loaded"
+    shards = parameter_partitions(engine)
+    # partition_parameters.py follows `offload_param.pin_memory`, but only until the optimizer is created: stage3.py
+    # then moves the shards into its own buffers, which are always pinned (_create_param_groups_fp16_flat_cpu_memory)
+    always_pinned = "DeepSpeed always pins them once they are loaded"
     knobs = []
     for part, key, on_cpu, pinned, remark, binding in (
         ("optimizer", "offload_optimizer", masters, buffers, note, True),
-        ("parameter", "offload_param", shares, shares, unasked, False),
+        ("parameter", "offload_param", shards, shards, always_pinned, False),
     ):
         section = zero.get(key) or {}
         device = section.get("device", "none")
@@ -206,7 +215,7 @@ def can_pin() -> bool:
 
 
 def fsdp_knobs(trainer: Trainer, config: dict) -> list[AuditedKnob]:
-    """Units, shares, offload and checkpointing of the model as FSDP has wrapped it."""
+    """Compare units, shards, offload and checkpointing with the model as FSDP has wrapped it."""
     model = trainer.model_wrapped
     names = wrap_classes(config, trainer.model)
     blocks = len(inspect_fsdp.modules_of(model, names))
@@ -228,7 +237,7 @@ def fsdp_knobs(trainer: Trainer, config: dict) -> list[AuditedKnob]:
 
 
 def tensor_parallel_knobs(trainer: Any, tensor_parallel: int) -> list[AuditedKnob]:
-    """Groups, cut matrices, and the part of all parameters that this rank holds."""
+    """Compare the tensor groups, the cut matrices, and the part of all parameters that this rank holds."""
     shards = world_size() // tensor_parallel
     mesh = inspect_fsdp.tensor_mesh(trainer.model)
     parameters = dict(trainer.model.named_parameters())
@@ -253,9 +262,9 @@ def tensor_parallel_knobs(trainer: Any, tensor_parallel: int) -> list[AuditedKno
 
 
 def share_knob(model: torch.nn.Module, expected: float) -> AuditedKnob:
-    """The part of all parameters that this rank holds."""
+    """Compare the part of all parameters that this rank holds with the expected part."""
     held = inspect_fsdp.local_share(model)
-    # parameters are split by rows, so small ones leave a rank a little more or less than its part
+    # Parameters are split by rows, so a rank can hold a little more or less than its part
     share = expected if abs(held - expected) <= SHARE_TOLERANCE * expected else held
     where = f"{held:.2%} of them are on rank {rank()}"
     return AuditedKnob("local parameter share", round(expected, 4), round(share, 4), where)
@@ -281,7 +290,7 @@ def deepspeed_banner(engine: Any) -> str:
 
 
 def audit_table(knobs: list[AuditedKnob]) -> str:
-    """The audit as aligned text, one knob per line."""
+    """Return the audit as aligned text, one knob per line."""
     rows = [
         ("knob", "requested", "effective", ""),
         *((k.name, k.requested, k.effective, k.note) for k in knobs),

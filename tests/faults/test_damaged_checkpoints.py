@@ -31,7 +31,7 @@ def test_a_damaged_checkpoint_is_passed_over(bench: Bench, damage):
 def test_a_damaged_checkpoint_that_is_named_ends_the_run(bench: Bench):
     output = bench.trained(*KEPT).output
     DAMAGES["a file cut off"](output / "checkpoint-4")
-    bench.refuses("output/7/checkpoint-4: is no complete checkpoint; ...", *SECOND, code=4, JOB_ID=8)
+    bench.refuses("output/7/checkpoint-4: is not a complete checkpoint; ...", *SECOND, code=4, JOB_ID=8)
 
 
 def test_a_checkpoint_in_parts_wants_as_many_ranks(bench: Bench):

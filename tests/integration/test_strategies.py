@@ -88,7 +88,7 @@ def test_a_model_cut_over_the_ranks_trains_as_a_whole_one(run: Finished, table):
     share = (whole + (run.record["parameters"] - whole) / size) / groups / run.record["parameters"]
     assert run.effective("local parameter share") == pytest.approx(share, abs=1e-4)
     assert f"tokens.weight: ({1024 // (size * groups)}, 64) of (1024, 64) are on rank 0\n" in run.log
-    assert "--tensor_parallel writes no checkpoints: a stop ends this run at once, and it is lost\n" in run.log
+    assert "--tensor_parallel writes no checkpoints: a stop ends this run at once, and nothing is saved\n" in run.log
     assert not list(run.output.glob("checkpoint-*"))
     # all ranks of a group count the same tokens and questions
     tokens = table("gpt_plain").record["train"]["real_tokens"]

@@ -123,4 +123,4 @@ def test_attention_that_a_model_does_not_have_is_one_line(refusal):
     assert attention_name(build_meta_model(ModelArguments("tiny-bloom", attention="sdpa"))) == "sdpa"
     assert attention_name(build_meta_model(ModelArguments("custom-gpt", attention="sdpa"))) == "sdpa"
     line = refusal(build_meta_model, ModelArguments("custom-gpt", attention="eager"))
-    assert line == "error: --attention: CustomGPTForCausalLM has no other than sdpa; leave it out"
+    assert line == "error: --attention: CustomGPTForCausalLM supports only sdpa; leave it out"

@@ -63,7 +63,7 @@ def test_a_checkpoint_that_is_named_must_be_complete(refusal):
     assert find("output/7/checkpoint-10/") == str(named)
     (named / "optimizer.pt").unlink()
     assert refusal(find, str(named), code=4) == (
-        f"error: {named}: is no complete checkpoint; choose a folder with a {MARKER} whose files are all there"
+        f"error: {named}: is not a complete checkpoint; choose a folder with a {MARKER} and all files that it lists"
     )
 
 
@@ -157,7 +157,7 @@ def test_another_setting_ends_with_4_and_is_named(words, refusal):
     folder = saved()
     assert refusal(check_same_training, folder, run_of(*words.split())[1], code=4) == (
         f"error: {folder}: is of another training: {CHANGED[words]}; "
-        "give the same settings, or leave --resume_from_checkpoint out to start anew"
+        "give the same settings, or leave --resume_from_checkpoint out to start from the beginning"
     )
 
 
@@ -175,7 +175,7 @@ def test_what_each_rank_holds_whole_fits_any_number_of_ranks():
 def test_other_questions_and_a_changed_config_file_are_noticed_behind_the_same_names(refusal):
     folder = saved()
     others = run_of(tokens=TOKENS | {"labels": [[1, 2, 4], [4, 5]]})[1]
-    assert "the training questions or their tokens are others" in refusal(check_same_training, folder, others, code=4)
+    assert "the training questions or their tokens differ" in refusal(check_same_training, folder, others, code=4)
     changed = run_of()[1] | {"config": {"zero_optimization.stage": 2}}
     line = refusal(check_same_training, folder, changed, code=4)
     assert "config zero_optimization.stage was None, is 2" in line
@@ -196,7 +196,7 @@ def test_too_little_room_is_found_before_the_training(monkeypatch, refusal):
     )
     check_room("output/7", settings, model, "plain", keep=1)
     line = refusal(check_room, "output/7", settings, model, "FSDP2 FULL_SHARD", 1, code=3)
-    what = r"0.0 GiB free, 2 checkpoint\(s\) of 0.0 GiB will be there at once, and a model of 0.0; .*"
+    what = "has 0.0 GiB free, but needs 2 x 0.0 GiB for checkpoints and 0.0 GiB for the model; .*"
     assert re.fullmatch(rf"error: \S+/work: {what}", line)
     check_room("output/7", one_epoch, model, "FSDP2 FULL_SHARD", keep=1)
     check_room("output/7", unsaved, model, "DeepSpeed ZeRO-2", keep=10)

@@ -155,7 +155,7 @@ def loss_of_its_own() -> torch.nn.Module:
 @pytest.mark.parametrize(
     ("model", "what"),
     [
-        (head_of_two_layers, "needs one linear layer without bias as head, LlamaForCausalLM has another"),
+        (head_of_two_layers, "needs one linear layer without bias as head, LlamaForCausalLM has a different one"),
         (loss_of_its_own, "is wrong for BartForCausalLM, which has a loss of its own"),
     ],
 )

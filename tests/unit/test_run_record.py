@@ -71,7 +71,7 @@ def test_what_a_run_writes_is_described():
     for part in (record, record.train, record.hardware, record.git, *record.held):
         assert not part.model_extra, "fields that records/schema.py does not describe"
     assert record.train.loss_last == 2
-    assert record.missing["held.gradients"] == "DeepSpeed drops them in the step, without accumulation"
+    assert record.missing["held.gradients"] == "without accumulation, DeepSpeed frees them within the step"
 
 
 def test_fields_that_are_not_described_survive_a_rewriting():

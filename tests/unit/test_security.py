@@ -124,7 +124,7 @@ def test_a_file_that_holds_code_is_refused_by_name(weights_only, name, refusal):
     path.parent.mkdir(parents=True)
     torch.save({"module": Code()}, path)
     line = refusal(check_for_code, Path("checkpoint-8"), code=4)
-    assert line.startswith(f"error: {path}: holds posix.mkdir, which is code and no data; ")
+    assert line.startswith(f"error: {path}: contains posix.mkdir, which is code, not data; ")
 
 
 @pytest.mark.parametrize("content", [pickle.dumps(Code()), b"PK\3\4 cut off"])
@@ -132,7 +132,7 @@ def test_what_is_no_file_of_a_checkpoint_is_refused_too(weights_only, content, r
     Path("checkpoint-8").mkdir()
     Path("checkpoint-8/optimizer.pt").write_bytes(content)
     line = refusal(check_for_code, Path("checkpoint-8"), code=4)
-    assert line.startswith("error: checkpoint-8/optimizer.pt: is damaged, or no file of a checkpoint (")
+    assert line.startswith("error: checkpoint-8/optimizer.pt: is damaged, or not a checkpoint file (")
 
 
 def test_nothing_in_this_process_loads_code(weights_only, monkeypatch):
