@@ -32,7 +32,7 @@ REPOSITORY = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(REPOSITORY / "scripts"))
 
 from config import DataArguments  # noqa: E402
-from data_loader import collator, from_file, tokenise, tokenise_batch  # noqa: E402
+from data_loader import collator, load_from_file, tokenise, tokenise_batch  # noqa: E402
 from model import train_tokenizer  # noqa: E402
 
 QUESTIONS = 87_599
@@ -44,7 +44,7 @@ def main() -> None:
     torch.set_num_threads(1)
     tokenizer = train_tokenizer(DATA, 2048)
     collate = collator(tokenizer, DATA)
-    questions = from_file(DATA.dataset, "all")
+    questions = load_from_file(DATA.dataset, "all")
     rows = tokenise(questions, tokenizer, DATA)
     with tempfile.TemporaryDirectory() as disk, tempfile.TemporaryDirectory(dir="/dev/shm") as memory:
         indices = [number % len(rows) for number in range(QUESTIONS)]

@@ -69,13 +69,13 @@ class Attention(nn.Module):
 
     def forward(self, x: torch.Tensor, mask: torch.Tensor, cache: DynamicCache | None) -> torch.Tensor:
         """x: (batch, new tokens, hidden); mask: (batch, 1, new tokens, all tokens), true where to look."""
-        q, k, v = (self.by_heads(layer(x)) for layer in (self.q, self.k, self.v))
+        q, k, v = (self.split_heads(layer(x)) for layer in (self.q, self.k, self.v))
         if cache is not None:
             k, v = cache.update(k, v, self.layer)
         x = F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
         return self.out(x.transpose(1, 2).flatten(2))
 
-    def by_heads(self, x: torch.Tensor) -> torch.Tensor:
+    def split_heads(self, x: torch.Tensor) -> torch.Tensor:
         """(batch, tokens, heads of this rank x head size) -> (batch, heads of this rank, tokens, head size)."""
         return x.unflatten(-1, (-1, self.head_size)).transpose(1, 2)
 

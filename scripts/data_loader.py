@@ -77,11 +77,11 @@ def source(part: str, data_args: DataArguments) -> str:
 def read_part(part: str, data_args: DataArguments) -> Dataset:
     """Return all questions of a part (train or eval), with the columns id, question, context, answers."""
     if part == "eval" and data_args.eval_dataset:
-        return from_file(data_args.eval_dataset, "all")
+        return load_from_file(data_args.eval_dataset, "all")
     if not is_local(data_args.dataset):
         return load_from_hub(data_args.dataset, part)
     whole = {"train": "all"} if data_args.eval_dataset else {"train": "train", "eval": "held out"}
-    return from_file(data_args.dataset, whole[part])
+    return load_from_file(data_args.dataset, whole[part])
 
 
 def is_local(dataset: str) -> bool:
@@ -107,7 +107,7 @@ def hub_answers(example: dict) -> dict:
     return {"answers": example["answers"]["text"] or [UNANSWERABLE]}
 
 
-def from_file(path: str, part: str) -> Dataset:
+def load_from_file(path: str, part: str) -> Dataset:
     """Questions of a local SQuAD file. `part`: all, train, or held out (every fifth paragraph).
 
     They lie in the datasets cache, under a key of what the file holds: a changed file is read anew.
@@ -135,18 +135,18 @@ def read_questions(path: str, part: str = "all") -> Iterator[dict]:
 def read_paragraphs(path: str) -> Iterator[tuple[str, dict]]:
     """Place and content of each paragraph, in the order of the file."""
     content = parse_json(path, read_bytes(path, READABLE), "is the file complete?")
-    for d, article in enumerate(required(path, "", content, "data", list)):
-        for p, paragraph in enumerate(required(path, f"data[{d}]", article, "paragraphs", list)):
+    for d, article in enumerate(require(path, "", content, "data", list)):
+        for p, paragraph in enumerate(require(path, f"data[{d}]", article, "paragraphs", list)):
             yield f"data[{d}].paragraphs[{p}]", paragraph
 
 
 def read_paragraph(path: str, place: str, paragraph: dict) -> Iterator[dict]:
-    context = required(path, place, paragraph, "context", str)
-    for q, item in enumerate(required(path, place, paragraph, "qas", list)):
+    context = require(path, place, paragraph, "context", str)
+    for q, item in enumerate(require(path, place, paragraph, "qas", list)):
         where = f"{place}.qas[{q}]"
-        question = required(path, where, item, "question", str)
-        identifier = required(path, where, item, "id", str)
-        answers = required(path, where, item, "answers", list)
+        question = require(path, where, item, "question", str)
+        identifier = require(path, where, item, "id", str)
+        answers = require(path, where, item, "answers", list)
         texts = [answer_text(path, f"{where}.answers[{a}]", x, context) for a, x in enumerate(answers)]
         if not texts and not item.get("is_impossible"):
             raise WorkshopError(f"{path}: {where}.answers", "is empty", "give an answer, or set is_impossible to true")
@@ -155,15 +155,15 @@ def read_paragraph(path: str, place: str, paragraph: dict) -> Iterator[dict]:
 
 
 def answer_text(path: str, where: str, answer: object, context: str) -> str:
-    text = required(path, where, answer, "text", str)
-    start = required(path, where, answer, "answer_start", int)
+    text = require(path, where, answer, "text", str)
+    start = require(path, where, answer, "answer_start", int)
     if context[start : start + len(text)] != text:
         what = f"{text!r:.40} is not at character {start} of its context"
         raise WorkshopError(f"{path}: {where}", what, "correct answer_start")
     return text
 
 
-def required(path: str, place: str, holder: object, key: str, kind: type) -> Any:
+def require(path: str, place: str, holder: object, key: str, kind: type) -> Any:
     """``holder[key]``, which must be of the given kind, and a text not blank."""
     value = holder.get(key) if isinstance(holder, dict) else None
     blank = isinstance(value, str) and not value.strip()

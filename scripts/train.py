@@ -46,16 +46,16 @@ from training.checks_before_training import check_room, check_trainable
 from training.chunked_loss import use_chunked_loss
 from training.exact_match import Generation, exact_match_and_f1
 from training.find_checkpoints import (
+    check_for_code,
     check_same_training,
     find_checkpoint,
     forbid_code_in_checkpoints,
-    identity_of,
     read_marker,
-    refuse_code_in,
+    training_identity,
 )
-from training.flops import flops_of, matmul_peak
+from training.flops import matmul_peak, model_flops
 from training.measured_memory import record_process_peaks
-from training.save_checkpoints import full_disk_errors, remove_checkpoints_of_stops
+from training.save_checkpoints import full_disk_errors, remove_stop_checkpoints
 from training.stopping import StopRequest
 from training.trainer import WorkshopTrainer
 
@@ -64,7 +64,7 @@ def main() -> None:
     # Ctrl-C, or a signal of Slurm. In the training it is noted: at the end of the step a checkpoint is saved, and the
     # run ends in section 7 with exit code 75. Before and after the training it just ends the run.
     stop = StopRequest()
-    stop.listen()
+    stop.install_handlers()
     draw_bars_on_terminals_only()
 
     # 1. Settings: flags, variables and config files. What the sections 1 to 4 find wrong ends the run with one line,
@@ -111,7 +111,7 @@ def main() -> None:
     forbid_code_in_checkpoints(with_deepspeed=bool(deepspeed))
     checkpoint = value_of_rank_0(find_checkpoint(args.resume_from_checkpoint, args.output_dir, job_id))
     if checkpoint:
-        refuse_code_in(checkpoint)
+        check_for_code(checkpoint)
     else:
         record.refuse_to_overwrite(args.output_dir)
 
@@ -123,7 +123,7 @@ def main() -> None:
     check_trainable(settings, args, meta_model, tokenizer)
     train_dataset, eval_dataset = load_squad(settings.data, tokenizer, args)
     # Settings, config and data of this training. Each checkpoint holds them: no training with others resumes from it
-    identity = identity_of(job_id, settings, strategy, args.world_size, train_dataset)
+    identity = training_identity(job_id, settings, strategy, args.world_size, train_dataset)
     if checkpoint:
         check_same_training(checkpoint, identity)
     check_room(args.output_dir, settings, meta_model, strategy, args.save_total_limit)
@@ -159,7 +159,7 @@ def main() -> None:
         model = load_model(settings.model, tokenizer, args.seed)
         if settings.model.loss == "chunked":
             use_chunked_loss(model)
-        flops = flops_of(model, record)  # FLOPs per token, for MFU. None if unknown; the record gives the reason
+        flops = model_flops(model, record)  # FLOPs per token, for MFU. None if unknown; the record gives the reason
         if tensor_parallel > 1:
             apply_tensor_parallel(model, tensor_parallel, settings.fsdp_config, args.device)
         if fsdp or tensor_parallel > 1:
@@ -205,7 +205,7 @@ def main() -> None:
         record_process_peaks(record)  # once more, as at the end of training: saving and answers need memory, too
         if args.save_strategy == "no":
             # A stop saves a checkpoint even with SAVE_STRATEGY=no. Remove it now that the run has completed
-            remove_checkpoints_of_stops(args.output_dir)
+            remove_stop_checkpoints(args.output_dir)
     print_once(f"Run record: {record.path}")
     leave_process_group()
 

@@ -27,7 +27,7 @@ from estimate.time import uses_offload
 from settings.settings import Settings
 from shared.errors import WorkshopError
 from shared.units import MB, MIB
-from training.chunked_loss import GPU_PIECES, bytes_of_chunk
+from training.chunked_loss import GPU_PIECES, chunk_bytes
 
 HERE = Path(__file__).resolve().parent
 REPOSITORY = HERE.parents[1]
@@ -112,7 +112,7 @@ def model_numbers(model: list[str], lengths: list[int]) -> dict:
     attentions = CHOICES["attention"] if model[1] in BLOOM else ["sdpa"]
     for precision in CHOICES["precision"]:
         numbers["parameters"] = trace_shape(plan(model, precision)).model
-        numbers["chunks"][precision] = chunk_bytes(model, precision)
+        numbers["chunks"][precision] = chunk_sizes(model, precision)
         numbers["passes"][precision] = {
             attention: pass_bytes(model, precision, attention, lengths) for attention in attentions
         }
@@ -212,7 +212,7 @@ def micro_batch(batch: int, length: int) -> list[object]:
     return ["--per_device_train_batch_size", batch, "--max_length", length]
 
 
-def chunk_bytes(model: list[str], precision: str) -> dict:
+def chunk_sizes(model: list[str], precision: str) -> dict:
     """Compute the bytes of a chunk of the chunked loss, by cast of the weights and by tokens of a micro batch."""
     forward = forward_pass(plan(model, precision))
     sizes = json.loads(forward.config_json)
@@ -220,7 +220,7 @@ def chunk_bytes(model: list[str], precision: str) -> dict:
     found = {}
     for cast, dtype in {"autocast": torch.float32, "cast once": forward.dtype}.items():
         weight = torch.empty(sizes["vocab_size"], sizes["hidden_size"], dtype=dtype, device="meta")
-        found[cast] = {tokens: bytes_of_chunk(tokens, weight, forward.dtype, GPU_PIECES) for tokens in counts}
+        found[cast] = {tokens: chunk_bytes(tokens, weight, forward.dtype, GPU_PIECES) for tokens in counts}
     return found
 
 

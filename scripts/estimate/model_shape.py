@@ -357,7 +357,7 @@ def run_passes(model: Any, blocks: list[Any], forward: ForwardPass) -> dict[str,
     gradient of the last block's output, and "embedding" with the gradient of the first block's input. Gradients of
     parameters exist from the start, as in each micro batch after the first one of a step.
     """
-    from training.chunked_loss import CPU_PIECES, GPU_PIECES, bytes_of_chunk
+    from training.chunked_loss import CPU_PIECES, GPU_PIECES, chunk_bytes
 
     head = model.get_output_embeddings()
     vocabulary = head.out_features  # the whole vocabulary, even if tensor parallelism cuts the weight
@@ -378,7 +378,7 @@ def run_passes(model: Any, blocks: list[Any], forward: ForwardPass) -> dict[str,
             loss = model(input_ids=tokens, attention_mask=tokens, labels=tokens, use_cache=False).loss
             if forward.loss == "chunked":
                 pieces = CPU_PIECES if forward.on_cpu else GPU_PIECES
-                counting.note(bytes_of_chunk(forward.tokens, head.weight, forward.dtype, pieces))
+                counting.note(chunk_bytes(forward.tokens, head.weight, forward.dtype, pieces))
         loss.backward()
     return counting.history
 

@@ -37,7 +37,7 @@ from settings.settings import Settings
 from settings.trainer_flags import trainer_flags
 from shared.errors import WorkshopError
 from training.chunked_loss import next_tokens, use_chunked_loss
-from training.measured_memory import gradients_of, states_of
+from training.measured_memory import gradient_tensors, optimizer_tensors
 from training.trainer import WorkshopTrainer
 
 
@@ -85,7 +85,7 @@ class FakeTrainer(WorkshopTrainer):
         """Register with the observer the storages of the model, FSDP2 and the optimizer."""
         observer = self.observer
         model: Any = self.model
-        for tensor in states_of(self.plain_optimizer):
+        for tensor in optimizer_tensors(self.plain_optimizer):
             if isinstance(tensor, torch.Tensor):
                 observer.note(local(tensor), "optimizer state")
         for parameter in model.parameters():
@@ -113,7 +113,7 @@ class FakeTrainer(WorkshopTrainer):
         optimizer = self.plain_optimizer
         if not self.is_deepspeed_enabled:
             return [parameter.grad for group in optimizer.param_groups for parameter in group["params"]]
-        kept = gradients_of(torch.nn.Identity() if self.zero_stage >= 2 else self.model, optimizer)  # type: ignore[arg-type]
+        kept = gradient_tensors(torch.nn.Identity() if self.zero_stage >= 2 else self.model, optimizer)  # type: ignore[arg-type]
         averaged = getattr(optimizer, "averaged_gradients", {}).values()  # ZeRO-2 keeps its gradients here
         return [*kept, *tree_leaves(list(averaged))]
 

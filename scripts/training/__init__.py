@@ -1,1 +1,1 @@
-"""What happens inside a training: its Trainer, callbacks, checkpoints, knob audit, record."""
+"""The parts of a training: Trainer, callbacks, checkpoints, knob audit and measurements."""

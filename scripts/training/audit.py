@@ -1,4 +1,7 @@
-"""The knob audit: what was asked for next to what runs, printed, recorded, and the end of a run where they differ."""
+"""The knob audit: compare the requested value of each knob with the value that takes effect.
+
+The audit is printed and recorded before the first step. A difference ends the run.
+"""
 
 import os
 from dataclasses import dataclass
@@ -16,7 +19,7 @@ from model import count_parameters
 from records.writer import RunRecord
 from settings.settings import Settings
 from shared.errors import ENVIRONMENT, WorkshopError
-from training.bloom_sdpa import attention_of
+from training.bloom_sdpa import attention_name
 from training.chunked_loss import computes_loss_in_head
 from training.effective_values import (
     effective_batch,
@@ -24,12 +27,12 @@ from training.effective_values import (
     effective_strategy,
     is_compiled,
     is_pinned,
-    labels_of,
+    label_mode,
     optimizer_buffers,
     optimizer_name,
     optimizer_partitions,
     parameter_partitions,
-    sampling_of,
+    sampling_name,
 )
 
 NOT_ON_CPU = "n/a on CPU"
@@ -37,10 +40,10 @@ SHARE_TOLERANCE = 0.05
 
 
 @dataclass
-class Audited:
-    """A knob as it was requested and as it runs.
+class AuditedKnob:
+    """Requested and effective value of a knob.
 
-    binding: whether what runs can be what was requested; if not, the difference is shown and the run continues.
+    binding: True if a difference ends the run. If False, the table shows the difference and the run continues.
     """
 
     name: str
@@ -55,13 +58,16 @@ class Audited:
 
 
 class AuditCallback(TrainerCallback):
-    """Prints and records the audit once the model is wrapped; ends the run with exit code 3 on a difference."""
+    """Callback that prints and records the audit once the model is wrapped.
+
+    A difference ends the run with exit code 3.
+    """
 
     def __init__(self, trainer: Any, settings: Settings, record: RunRecord):
         self.trainer = trainer
         self.settings = settings
         self.record = record
-        # before the model is wrapped: then FSDP1 shows only this rank's share
+        # Count before the model is wrapped: a model that FSDP1 has wrapped shows only this rank's shard
         self.parameters = count_parameters(trainer.model)
 
     def on_train_begin(
@@ -77,7 +83,8 @@ class AuditCallback(TrainerCallback):
             parameters=self.parameters,
             steps_per_epoch=self.trainer.steps_per_epoch,
         )
-        # of all ranks, so that all end with the same error: the others would wait for one that ends alone
+        # Gather the differences, so that all ranks raise the same error. If only one rank raised it, the other ranks
+        # would wait for that rank in the next collective
         for number, differing in enumerate(gather_lists([knob for knob in knobs if knob.differs])):
             for knob in differing:
                 where = f" on rank {number}" if number else ""
@@ -86,7 +93,7 @@ class AuditCallback(TrainerCallback):
 
 
 def strategy_name(settings: Settings) -> str:
-    """The strategy that was asked for, by which a run spreads the model over its ranks: ``DeepSpeed ZeRO-2``."""
+    """Return the requested strategy for dividing the training among the ranks, such as ``DeepSpeed ZeRO-2``."""
     if settings.deepspeed_config is not None:
         return f"DeepSpeed ZeRO-{settings.zero.get('stage', 0)}"
     if settings.model.tensor_parallel > 1:
@@ -96,16 +103,17 @@ def strategy_name(settings: Settings) -> str:
     return "DDP" if "RANK" in os.environ else "plain"
 
 
-def audit(trainer: Any, settings: Settings, parameters: int) -> list[Audited]:
-    """One entry per knob, in the order of the printed table. trainer: a Trainer whose model is wrapped."""
+def audit(trainer: Any, settings: Settings, parameters: int) -> list[AuditedKnob]:
+    """Return one entry per knob, in the order of the printed table. trainer: a Trainer whose model is wrapped."""
     engine = trainer.model_wrapped if trainer.is_deepspeed_enabled else None
     requested = strategy_name(settings)
     strategy = effective_strategy(trainer, engine)
-    alone = requested == "DDP" and world_size() == 1
+    single_rank = requested == "DDP" and world_size() == 1
+    note = "one rank has no gradients to average with" if single_rank else ""
     knobs = [
-        Audited("precision", settings.precision, effective_precision(trainer, engine), settings.precision_note),
-        # accelerate wraps a single rank on the CPU, and not on a GPU
-        Audited("strategy", requested, strategy, "one rank averages with nobody" if alone else "", binding=not alone),
+        AuditedKnob("precision", settings.precision, effective_precision(trainer, engine), settings.precision_note),
+        # accelerate wraps the model of a single rank in DDP on a CPU, but not on a GPU
+        AuditedKnob("strategy", requested, strategy, note, binding=not single_rank),
         optimizer_knob(trainer, engine, settings),
     ]
     if engine is not None:
@@ -116,8 +124,8 @@ def audit(trainer: Any, settings: Settings, parameters: int) -> list[Audited]:
         knobs += tensor_parallel_knobs(trainer, settings.model.tensor_parallel)
     knobs += batch_knobs(trainer, engine, settings)
     knobs += [
-        Audited("label mode", settings.data.labels, labels_of(trainer.train_dataset, trainer.data_collator)),
-        Audited("loss", settings.model.loss, "chunked" if computes_loss_in_head(trainer.model) else "full"),
+        AuditedKnob("label mode", settings.data.labels, label_mode(trainer.train_dataset, trainer.data_collator)),
+        AuditedKnob("loss", settings.model.loss, "chunked" if computes_loss_in_head(trainer.model) else "full"),
         *speed_knobs(trainer, settings),
     ]
     facts = {
@@ -128,10 +136,10 @@ def audit(trainer: Any, settings: Settings, parameters: int) -> list[Audited]:
         "parameters": f"{parameters:,}",
         "device": str(trainer.args.device),
     }
-    return knobs + [Audited(name, value, value) for name, value in facts.items()]
+    return knobs + [AuditedKnob(name, value, value) for name, value in facts.items()]
 
 
-def batch_knobs(trainer: Any, engine: Any, settings: Settings) -> list[Audited]:
+def batch_knobs(trainer: Any, engine: Any, settings: Settings) -> list[AuditedKnob]:
     micro = settings.trainer.per_device_train_batch_size
     accumulation = settings.trainer.gradient_accumulation_steps
     live_micro, live_accumulation, live_groups = effective_batch(trainer, engine)
@@ -140,28 +148,33 @@ def batch_knobs(trainer: Any, engine: Any, settings: Settings) -> list[Audited]:
     live_batch = live_micro * live_accumulation * live_groups
     note = "micro batch x accumulation x " + ("world size" if tensor_parallel == 1 else "tensor groups")
     return [
-        Audited("world size", world_size(), trainer.accelerator.num_processes, "ranks, one per GPU"),
-        Audited("micro batch", micro, live_micro, "sequences per rank and step"),
-        Audited("gradient accumulation", accumulation, live_accumulation),
-        Audited("global batch", batch, live_batch, note),
+        AuditedKnob("world size", world_size(), trainer.accelerator.num_processes, "ranks, one per GPU"),
+        AuditedKnob("micro batch", micro, live_micro, "sequences per rank and step"),
+        AuditedKnob("gradient accumulation", accumulation, live_accumulation),
+        AuditedKnob("global batch", batch, live_batch, note),
     ]
 
 
-def speed_knobs(trainer: Any, settings: Settings) -> list[Audited]:
-    attention = attention_of(trainer.model)
+def speed_knobs(trainer: Any, settings: Settings) -> list[AuditedKnob]:
+    attention = attention_name(trainer.model)
     checkpointing = bool(settings.trainer.activation_checkpointing)
     return [
-        Audited("attention", settings.model.attention or attention, attention),
-        Audited(
-            "sampling", settings.trainer.train_sampling_strategy, sampling_of(trainer.callback_handler.train_dataloader)
+        AuditedKnob("attention", settings.model.attention or attention, attention),
+        AuditedKnob(
+            "sampling",
+            settings.trainer.train_sampling_strategy,
+            sampling_name(trainer.callback_handler.train_dataloader),
         ),
-        Audited("checkpointing", checkpointing, trainer.model.is_activation_checkpointing, "by the model itself"),
-        Audited("compiled", settings.trainer.torch_compile, is_compiled(trainer.model_wrapped)),
+        AuditedKnob("checkpointing", checkpointing, trainer.model.is_activation_checkpointing, "by the model itself"),
+        AuditedKnob("compiled", settings.trainer.torch_compile, is_compiled(trainer.model_wrapped)),
     ]
 
 
-def optimizer_knob(trainer: Any, engine: Any, settings: Settings) -> Audited:
-    """PyTorch's AdamW against --optim, or the keys of the DeepSpeed file; another optimizer is shown as it runs."""
+def optimizer_knob(trainer: Any, engine: Any, settings: Settings) -> AuditedKnob:
+    """Compare the running optimizer with --optim or with the DeepSpeed file, if they request PyTorch's AdamW.
+
+    Any other requested optimizer is not checked: the entry shows the running optimizer in both columns.
+    """
     section = (settings.deepspeed_config or {}).get("optimizer")
     if section is None:
         asked = OptimizerNames(settings.trainer.optim).value
@@ -171,29 +184,29 @@ def optimizer_knob(trainer: Any, engine: Any, settings: Settings) -> Audited:
         asked = ""
     effective = optimizer_name(trainer.optimizer.optimizer if engine is None else engine.basic_optimizer)
     names = {"adamw_torch_fused": "AdamW (torch, fused)", "adamw_torch": "AdamW (torch)"}
-    return Audited("optimizer", names.get(asked, effective), effective)
+    return AuditedKnob("optimizer", names.get(asked, effective), effective)
 
 
-def offload_knobs(engine: Any, zero: dict) -> list[Audited]:
-    """Where optimizer state and parameters live, and whether the buffers that `pin_memory` rules are pinned."""
+def offload_knobs(engine: Any, zero: dict) -> list[AuditedKnob]:
+    """Compare the place of optimizer state and parameters, and whether the buffers under `pin_memory` are pinned."""
     masters = optimizer_partitions(engine)
     buffers, note = optimizer_buffers(engine, masters)
-    shares = parameter_partitions(engine)
-    # partition_parameters.py pins by the key, but only until the optimizer is made: stage3.py then moves the shares
-    # into buffers of its own, which it pins without asking (_create_param_groups_fp16_flat_cpu_memory)
-    unasked = "DeepSpeed pins them in any case, once they are loaded"
+    shards = parameter_partitions(engine)
+    # partition_parameters.py follows `offload_param.pin_memory`, but only until the optimizer is created: stage3.py
+    # then moves the shards into its own buffers, which are always pinned (_create_param_groups_fp16_flat_cpu_memory)
+    always_pinned = "DeepSpeed always pins them once they are loaded"
     knobs = []
     for part, key, on_cpu, pinned, remark, binding in (
         ("optimizer", "offload_optimizer", masters, buffers, note, True),
-        ("parameter", "offload_param", shares, shares, unasked, False),
+        ("parameter", "offload_param", shards, shards, always_pinned, False),
     ):
         section = zero.get(key) or {}
         device = section.get("device", "none")
-        knobs.append(Audited(f"{part} offload", device, "cpu" if on_cpu else "none"))
+        knobs.append(AuditedKnob(f"{part} offload", device, "cpu" if on_cpu else "none"))
         if device != "none":
             pin = section.get("pin_memory", True)
             effective = is_pinned(pinned) if can_pin() else NOT_ON_CPU
-            knobs.append(Audited(f"{part} pinned memory", pin, effective, remark, binding))
+            knobs.append(AuditedKnob(f"{part} pinned memory", pin, effective, remark, binding))
     return knobs
 
 
@@ -201,8 +214,8 @@ def can_pin() -> bool:
     return torch.cuda.is_available()
 
 
-def fsdp_knobs(trainer: Trainer, config: dict) -> list[Audited]:
-    """Units, shares, offload and checkpointing of the model as FSDP has wrapped it."""
+def fsdp_knobs(trainer: Trainer, config: dict) -> list[AuditedKnob]:
+    """Compare units, shards, offload and checkpointing with the model as FSDP has wrapped it."""
     model = trainer.model_wrapped
     names = wrap_classes(config, trainer.model)
     blocks = len(inspect_fsdp.modules_of(model, names))
@@ -212,19 +225,19 @@ def fsdp_knobs(trainer: Trainer, config: dict) -> list[Audited]:
     mesh = f"{config['dp_replicate_size']} x {config['dp_shard_size']}"
     file_format = trainer.accelerator.state.fsdp_plugin.state_dict_type.name
     return [
-        Audited("FSDP units", f"{blocks} blocks", f"{units} blocks", f"and {others}"),
+        AuditedKnob("FSDP units", f"{blocks} blocks", f"{units} blocks", f"and {others}"),
         share_knob(model, 1 / config["dp_shard_size"]),
-        Audited("mesh", mesh, inspect_fsdp.mesh_shape(model), "replicate x shard"),
-        Audited("CPU offload", config.get("cpu_offload", False), inspect_fsdp.share_on_cpu(model)),
-        Audited(
+        AuditedKnob("mesh", mesh, inspect_fsdp.mesh_shape(model), "replicate x shard"),
+        AuditedKnob("CPU offload", config.get("cpu_offload", False), inspect_fsdp.share_on_cpu(model)),
+        AuditedKnob(
             "checkpointed blocks", checkpointed, inspect_fsdp.checkpointed_blocks(model), "activations are recomputed"
         ),
-        Audited("checkpoint format", config.get("state_dict_type", "FULL_STATE_DICT"), file_format),
+        AuditedKnob("checkpoint format", config.get("state_dict_type", "FULL_STATE_DICT"), file_format),
     ]
 
 
-def tensor_parallel_knobs(trainer: Any, tensor_parallel: int) -> list[Audited]:
-    """Groups, cut matrices, and the part of all parameters that this rank holds."""
+def tensor_parallel_knobs(trainer: Any, tensor_parallel: int) -> list[AuditedKnob]:
+    """Compare the tensor groups, the cut matrices, and the part of all parameters that this rank holds."""
     shards = world_size() // tensor_parallel
     mesh = inspect_fsdp.tensor_mesh(trainer.model)
     parameters = dict(trainer.model.named_parameters())
@@ -237,24 +250,24 @@ def tensor_parallel_knobs(trainer: Any, tensor_parallel: int) -> list[Audited]:
     expected = sum(p.numel() / (tensor_parallel if name in names else 1) for name, p in parameters.items())
     expected /= shards * sum(p.numel() for p in parameters.values())
     return [
-        Audited(
+        AuditedKnob(
             "mesh",
             f"{shards} x {tensor_parallel}",
             f"{mesh.get('fsdp', 1)} x {mesh['tp']}",
             "shards x ranks of a tensor group",
         ),
-        Audited("cut parameters", len(names), len(cut_here), f"{example}: {shapes} are on rank {rank()}"),
+        AuditedKnob("cut parameters", len(names), len(cut_here), f"{example}: {shapes} are on rank {rank()}"),
         share_knob(trainer.model, expected),
     ]
 
 
-def share_knob(model: torch.nn.Module, expected: float) -> Audited:
-    """The part of all parameters that this rank holds."""
+def share_knob(model: torch.nn.Module, expected: float) -> AuditedKnob:
+    """Compare the part of all parameters that this rank holds with the expected part."""
     held = inspect_fsdp.local_share(model)
-    # parameters are split by rows, so small ones leave a rank a little more or less than its part
+    # Parameters are split by rows, so a rank can hold a little more or less than its part
     share = expected if abs(held - expected) <= SHARE_TOLERANCE * expected else held
     where = f"{held:.2%} of them are on rank {rank()}"
-    return Audited("local parameter share", round(expected, 4), round(share, 4), where)
+    return AuditedKnob("local parameter share", round(expected, 4), round(share, 4), where)
 
 
 def deepspeed_banner(engine: Any) -> str:
@@ -276,8 +289,8 @@ def deepspeed_banner(engine: Any) -> str:
     )
 
 
-def audit_table(knobs: list[Audited]) -> str:
-    """The audit as aligned text, one knob per line."""
+def audit_table(knobs: list[AuditedKnob]) -> str:
+    """Return the audit as aligned text, one knob per line."""
     rows = [
         ("knob", "requested", "effective", ""),
         *((k.name, k.requested, k.effective, k.note) for k in knobs),

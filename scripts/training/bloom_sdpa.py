@@ -1,12 +1,12 @@
-"""BLOOM's attention by PyTorch's scaled_dot_product_attention, for `--attention sdpa`: no matrix of scores in memory.
+"""BLOOM's attention with PyTorch's scaled_dot_product_attention, for `--attention sdpa`.
 
-transformers computes it step by step (eager): scores, their sum with the mask, softmax, dropout, each a tensor of
-batch x heads x length x length, in each layer. Here one fused kernel goes through them block by block. It takes what
-BLOOM adds to the scores, the distances (alibi) and the mask, as one tensor of that size, made once per forward pass and
-shared by all layers.
+transformers computes BLOOM's attention step by step (eager). Scores, masked scores, softmax and dropout are each a
+tensor of batch x heads x length x length, in each layer. Here one fused kernel computes the scores block by block and
+never stores all of them. BLOOM adds distances (alibi) and a mask to the scores. The kernel takes their sum as one
+tensor of that size, which is created once per forward pass and shared by all layers.
 
-Written for transformers 5.23 (models/bloom/modeling_bloom.py), whose own switches do not reach BLOOM: neither
-attn_implementation="sdpa" nor a function registered with AttentionInterface is looked up by BloomAttention.
+This module is written for transformers 5.23 (models/bloom/modeling_bloom.py). Its BloomAttention ignores both
+attn_implementation="sdpa" and functions that are registered with AttentionInterface.
 """
 
 from typing import Any
@@ -23,10 +23,10 @@ from shared.errors import WorkshopError
 
 
 class SDPABloomModel(BloomModel):
-    """Hands its layers the sum of distances and mask, where BloomModel hands them the mask."""
+    """BloomModel that passes the sum of distances and mask to its layers, instead of the mask."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        modeling_bloom.create_causal_mask = distances_and_mask  # type: ignore[assignment]  # BLOOM gives only these
+        modeling_bloom.create_causal_mask = distances_and_mask  # type: ignore[assignment]  # BLOOM passes no other arguments
         try:
             return super().forward(*args, **kwargs)
         finally:
@@ -45,9 +45,10 @@ class SDPABloomAttention(BloomAttention):
         output_attentions: bool = False,
         **kwargs: Any,
     ) -> tuple[torch.Tensor, None]:
-        """hidden_states, residual: (batch, length, hidden); attention_mask: of `distances_and_mask`.
+        """Return the output of the attention, and None in place of the probabilities, which are never computed.
 
-        alibi is in the latter already. The second value would be the attention's probabilities, which nobody has here.
+        hidden_states, residual: (batch, length, hidden). attention_mask: the tensor from `distances_and_mask`, which
+        already contains alibi.
         """
         query, key, value = self._reshape(self.query_key_value(hidden_states))
         if layer_past is not None:
@@ -63,10 +64,10 @@ class SDPABloomAttention(BloomAttention):
 def distances_and_mask(
     config: Any, inputs_embeds: torch.Tensor, attention_mask: torch.Tensor | None, past_key_values: Any
 ) -> torch.Tensor:
-    """What BLOOM adds to the scores: (batch, heads, queries, keys), in the dtype in which attention computes.
+    """Return the tensor that BLOOM adds to the scores: (batch, heads, queries, keys), in the dtype of the attention.
 
-    In another dtype autocast, or FSDP, would cast it anew in each layer, and each layer would keep its copy for the
-    backward pass.
+    With another dtype, autocast or FSDP would cast the tensor again in each layer, and each layer would keep its copy
+    for the backward pass.
     """
     mask: Any = create_causal_mask(
         config=config, inputs_embeds=inputs_embeds, attention_mask=attention_mask, past_key_values=past_key_values
@@ -79,22 +80,25 @@ def distances_and_mask(
         attention_mask = torch.ones(len(inputs_embeds), mask.shape[-1], device=device)
     alibi = build_alibi_tensor(attention_mask, config.n_head, dtype)
     alibi = alibi.view(len(inputs_embeds), config.n_head, 1, -1)
-    # not by adding the mask: a row that is masked as a whole would be NaN where the sum is minus infinity
+    # Fill instead of adding the mask: the sum can be minus infinity, and a row that is completely masked would be NaN
     return alibi.masked_fill(mask < 0, torch.finfo(dtype).min)
 
 
-def attention_of(model: PreTrainedModel) -> str:
-    """How the model's attention computes: eager, sdpa, or what else transformers knows."""
+def attention_name(model: PreTrainedModel) -> str:
+    """Return the name of the model's attention: eager, sdpa, or another name that transformers uses."""
     if any(isinstance(module, SDPABloomAttention) for module in model.modules()):
         return "sdpa"
     if model.config.model_type == CUSTOM_GPT:
-        return "sdpa"  # written out in custom_model.py
+        return "sdpa"  # custom_model.py calls it directly
     return model.config.get_text_config()._attn_implementation
 
 
 def use_attention(model: PreTrainedModel, attention: str | None) -> None:
-    """Let the model compute its attention so; None leaves it as it is. Raises WorkshopError (exit code 2)."""
-    if attention is None or attention == attention_of(model):
+    """Set the attention of a model; None keeps the current one.
+
+    Raise WorkshopError (exit code 2) if the model does not support it.
+    """
+    if attention is None or attention == attention_name(model):
         return
     if model.config.model_type == "bloom" and attention == "sdpa":
         for module in model.modules():
@@ -104,7 +108,7 @@ def use_attention(model: PreTrainedModel, attention: str | None) -> None:
                 module.__class__ = SDPABloomAttention
         return
     if not model._can_set_attn_implementation():
-        what = f"{type(model).__name__} has no other than {attention_of(model)}"
+        what = f"{type(model).__name__} supports only {attention_name(model)}"
         raise WorkshopError("--attention", what, "leave it out")
     try:
         model.set_attn_implementation(attention)

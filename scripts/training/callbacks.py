@@ -1,4 +1,4 @@
-"""All callbacks of a training in their order, and the small ones among them."""
+"""The list of all callbacks of a training in their order, and the callbacks that are too small for their own file."""
 
 import math
 import statistics
@@ -33,8 +33,8 @@ BAD_LOSSES = 3  # in a row
 class Run:
     """The objects that the callbacks of a training share.
 
-    identity: the description of the training in each checkpoint. resumed_from: the folder of a checkpoint.
-    flops: FLOPs per token, None if unknown. peak: operations per second that one rank can do at best.
+    identity: the description of the training in each checkpoint. resumed_from: the folder of the checkpoint, None for
+    a new training. flops: FLOPs per token, None if unknown. peak: the most operations per second that one rank can do.
     """
 
     trainer: WorkshopTrainer
@@ -48,36 +48,39 @@ class Run:
 
 
 def add_callbacks(run: Run) -> None:
-    """Add what is done next to the steps. At each event the callbacks are called in this order, after transformers'
-    own, which decide when to log, evaluate and save."""
+    """Add the callbacks of this workshop to the Trainer.
+
+    At each event they are called in this order, after transformers' own callbacks, which decide when to log, evaluate
+    and save.
+    """
     trainer = run.trainer
     speed = TrainSpeedCallback(trainer, run.flops, run.peak, run.settings.data.profile)
     stopping = [StopCallback(run.stop, trainer)]
     if run.settings.model.tensor_parallel > 1:
-        print_once("--tensor_parallel writes no checkpoints: a stop ends this run at once, and it is lost")
+        print_once("--tensor_parallel writes no checkpoints: a stop ends this run at once, and nothing is saved")
         stopping = []
     callbacks = [
-        speed,  # its clock stops before the others work
+        speed,  # stops its clock before the other callbacks work
         UtilisationCallback(run.record),
         ModelStateCallback(trainer, run.record),
-        AuditCallback(trainer, run.settings, run.record),  # ends a run that is not what was asked for
+        AuditCallback(trainer, run.settings, run.record),  # ends a run that differs from the requested one
         RecordCallback(trainer, run.record, speed),
-        CheckpointCallback(trainer, run.identity, speed, run.resumed_from),  # marks what was saved as complete
-        *stopping,  # and only then the run may end
-        FiniteLossCallback(trainer),  # ends a run whose loss is not finite, at the end of a step, before it is saved
-        WatchdogCallback(),  # tells the watchdog what comes next
+        CheckpointCallback(trainer, run.identity, speed, run.resumed_from),  # marks a saved checkpoint as complete
+        *stopping,  # may end the run, so they come after the checkpoint is marked
+        FiniteLossCallback(trainer),  # ends a run whose loss is not finite, before the step is saved
+        WatchdogCallback(),  # reports the next phase to the watchdog
     ]
     if run.settings.data.profile:
         callbacks.append(ProfileCallback(trainer, run.record))
     for callback in callbacks:
         trainer.add_callback(callback)
-    if not sys.stderr.isatty() and not trainer.args.disable_tqdm:  # lines instead of bars, in a log
+    if not sys.stderr.isatty() and not trainer.args.disable_tqdm:  # a log file gets lines instead of bars
         trainer.pop_callback(ProgressCallback)
         trainer.add_callback(LogLinesCallback())
 
 
 class UtilisationCallback(TrainerCallback):
-    """Utilisation and memory of each rank's GPU, or of its process where there is none, sampled after each step."""
+    """Samples of utilisation and memory after each step: of each rank's GPU, or of its process without a GPU."""
 
     def __init__(self, record: RunRecord):
         self.record = record
@@ -95,7 +98,7 @@ class UtilisationCallback(TrainerCallback):
     def gpu_sample(self) -> dict:
         try:
             utilisation = torch.cuda.utilization()
-        except Exception as error:  # no nvidia-ml-py, or a GPU partition that does not tell
+        except Exception as error:  # nvidia-ml-py is missing, or the GPU partition does not report its utilisation
             utilisation = None
             self.record.reasons["callbacks.avg_gpu_util_%"] = str(error)
         return {
@@ -114,7 +117,7 @@ class UtilisationCallback(TrainerCallback):
         self.record.update(callbacks=self.means())
 
     def means(self) -> dict:
-        """avg_<name> of every quantity and std_<name> of the utilisation, means over the ranks. Collective."""
+        """Return avg_<name> of every quantity and std_<name> of the utilisation: means over the ranks. Collective."""
         own = {}
         for name in self.samples[0] if self.samples else []:
             values = [sample[name] for sample in self.samples]
@@ -130,7 +133,7 @@ class UtilisationCallback(TrainerCallback):
 
 
 class LogLinesCallback(TrainerCallback):
-    """The Trainer's log lines, and one of progress every few percent, for a log in which no bar can be drawn."""
+    """The Trainer's log lines and a progress line every few percent, for a log file that cannot show a bar."""
 
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
@@ -155,7 +158,7 @@ class LogLinesCallback(TrainerCallback):
 
 
 class RecordCallback(TrainerCallback):
-    """Keeps the run record up to date, so that a killed run loses nothing that was measured."""
+    """Callback that keeps the run record up to date, so that the measurements of a killed run are kept."""
 
     def __init__(self, trainer: WorkshopTrainer, record: RunRecord, speed: TrainSpeedCallback):
         self.trainer = trainer
@@ -163,7 +166,7 @@ class RecordCallback(TrainerCallback):
         self.speed = speed
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        # Log at the last step. Otherwise train_loss includes the unlogged steps with rank 0's loss, not with the mean
+        # Log at the last step. Otherwise the unlogged steps count in train_loss with rank 0's loss, not with the mean
         if state.global_step >= state.max_steps:
             control.should_log = True
 
@@ -173,7 +176,7 @@ class RecordCallback(TrainerCallback):
         if args.deepspeed:
             in_effect: Any = args.hf_deepspeed_config
             self.record.update(configs=self.record.content["configs"] | {"deepspeed": in_effect.config})
-        if state.global_step:  # evaluations before the checkpoint
+        if state.global_step:  # the log history has the evaluations before the checkpoint
             self.record.update(eval=evaluations(state.log_history))
 
     def on_evaluate(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
@@ -182,9 +185,9 @@ class RecordCallback(TrainerCallback):
     def on_train_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """Record losses, rates and peaks of memory. Collective."""
+        """Record losses, rates and memory peaks. Collective."""
         record_peaks(self.record)
-        measured = self.speed.measured()
+        measured = self.speed.summary()
         self.note_missing_rates(measured)
         of_trainer = state.log_history[-1]
         losses = [entry["loss"] for entry in state.log_history if "loss" in entry]
@@ -206,7 +209,7 @@ class RecordCallback(TrainerCallback):
         )
 
     def note_missing_rates(self, measured: dict) -> None:
-        """Say why a rate is empty, where nothing has said it yet. measured: of TrainSpeedCallback."""
+        """Add the reason for each empty rate that has none yet. measured: the result of TrainSpeedCallback.summary."""
         reasons = self.record.reasons
         if measured["warm_up_seconds"] is None:
             reasons["train.warm_up_seconds"] = "too few steps for a warm-up"
@@ -219,7 +222,10 @@ class RecordCallback(TrainerCallback):
 
 
 class WatchdogCallback(TrainerCallback):
-    """Tells the watchdog that the training continues. It is the last callback, so it names the next phase."""
+    """Callback that reports each phase of the training to the watchdog.
+
+    It is called last at each event, so it names the phase that comes after the other callbacks.
+    """
 
     def on_step_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
@@ -239,11 +245,11 @@ class WatchdogCallback(TrainerCallback):
 
 
 class FiniteLossCallback(TrainerCallback):
-    """Ends the run, with exit code 1, once the loss was NaN or infinite for `BAD_LOSSES` steps in a row, or in an
-    evaluation.
+    """Callback that ends the run with exit code 1 if the loss is NaN or infinite.
 
-    The Trainer would log the mean of the other losses in its place (WorkshopTrainer.training_step), and continue.
-    Steps that loss scaling skips do not count: there the scaled gradients overflow, not the loss.
+    This happens after `BAD_LOSSES` such steps in a row, or after one such evaluation. The Trainer would continue and
+    log the mean of the earlier losses instead (WorkshopTrainer.training_step). Steps that loss scaling skips do not
+    count: in these steps the scaled gradients overflow, not the loss.
     """
 
     def __init__(self, trainer: WorkshopTrainer):
@@ -256,7 +262,7 @@ class FiniteLossCallback(TrainerCallback):
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         self.bad_losses = torch.where(self.trainer.loss_of_step.isfinite(), 0, self.bad_losses + 1)
         self.trainer.loss_of_step = 0
-        # Reading the value waits for the GPU, so read it only when the Trainer waits anyway
+        # Reading the value waits for the GPU, so read it only when the Trainer waits for the GPU anyway
         if control.should_log or control.should_evaluate or control.should_save:
             self.check(state.global_step)
 
@@ -266,7 +272,7 @@ class FiniteLossCallback(TrainerCallback):
         self.check(state.global_step)
 
     def check(self, step: int) -> None:
-        """Raise WorkshopError when any rank's loss was bad that often. Collective."""
+        """Raise WorkshopError if any rank's loss was not finite for BAD_LOSSES steps in a row. Collective."""
         bad = highest_of_all(int(self.bad_losses))
         if bad >= BAD_LOSSES:
             what = f"is not finite since step {step - bad + 1} ({bad} steps in a row)"
@@ -281,7 +287,7 @@ class FiniteLossCallback(TrainerCallback):
 
 
 def evaluations(log_history: list[dict]) -> list[dict]:
-    """One entry per evaluation, from the Trainer's log."""
+    """Return one entry per evaluation from the Trainer's log."""
     return [
         {
             "epoch": entry["epoch"],

@@ -2,8 +2,8 @@
 
 The logits of a vocabulary of 250,880 tokens dominate the memory of a training. At the peak of the full loss, in the
 backward pass of the log-softmax, three 4-byte tensors hold one number per logit: the saved log-softmax, its gradient,
-and the gradient of the logits. These are 12 bytes per logit, in 16 bit and in fp32, or 5.7 GiB for 2,048 tokens. Many
-of these tokens are padding, whose logits nobody needs.
+and the gradient of the logits. These are 12 bytes per logit, in 16 bit and in fp32: 5.7 GiB for 2,048 tokens. Many of
+these tokens are padding, whose logits are not needed.
 
 Here the head computes logits only for the positions that count in the loss, chunk by chunk. The gradient of a chunk's
 logits is known as soon as the logits are: it is their softmax, minus 1 at the target. So the head multiplies it into
@@ -27,11 +27,11 @@ from data_loader import IGNORED
 from shared.errors import WorkshopError
 
 USE_FULL = "use --loss full"
-# Tokens of a chunk at least, if there are as many. Smaller chunks make matrix products slower, and each chunk adds a
-# pass over the weight's gradient
+# Minimum number of tokens in a chunk, if a batch has that many. Smaller chunks make matrix products slower, and each
+# chunk adds a pass over the weight's gradient
 CHUNK = 256
-# Chunks have a multiple of this many rows, because matrix products are faster then on GPUs. On the CPU, oneDNN compiles
-# code for each number of rows in 16 bit and keeps about a megabyte for each, so there must be few different numbers
+# Chunks have a multiple of this many rows, because matrix products on GPUs are then faster. On the CPU, oneDNN compiles
+# code for each number of rows in 16 bit and keeps about a megabyte for each. So there must be few different numbers
 ROW_MULTIPLE = 64
 FP16_TOKENS = 2 * ROW_MULTIPLE  # tokens whose products are summed in fp16
 
@@ -56,7 +56,7 @@ def check_head(meta_model: PreTrainedModel) -> None:
     """
     head = meta_model.get_output_embeddings()
     if not isinstance(head, nn.Linear) or head.bias is not None:
-        what = f"chunked needs one linear layer without bias as head, {type(meta_model).__name__} has another"
+        what = f"chunked needs one linear layer without bias as head, {type(meta_model).__name__} has a different one"
         raise WorkshopError("--loss", what, USE_FULL)
     if "loss_function" not in inspect.unwrap(type(meta_model).forward).__code__.co_names:
         what = f"chunked is wrong for {type(meta_model).__name__}, which has a loss of its own"
@@ -93,8 +93,8 @@ class LossInHead:
     """Forward method of a model's head that returns the loss instead of logits if the model is given labels.
 
     The loss is computed inside the head's forward method, because there the hooks of FSDP and ZeRO-3 have gathered the
-    weight, also if it is tied to the embedding. The model passes the head's output to its loss function, which this
-    class replaces by one that returns it.
+    weight, even if it is tied to the embedding. The model passes the head's output to its loss function. This class
+    replaces that function by one that returns the output unchanged.
     """
 
     def __init__(self, model: PreTrainedModel):
@@ -117,7 +117,7 @@ class LossInHead:
         if labels is not None:
             targets = next_tokens(labels)
             is_counted = targets != IGNORED
-            # Without a label count (in an evaluation, or without the Trainer) nonzero waits for the GPU
+            # Without a label count (in an evaluation, or without the Trainer) nonzero() waits for the GPU
             positions = is_counted.nonzero() if label_count is None else is_counted.nonzero_static(size=label_count)
             self.counted = positions.flatten()
             self.targets = targets[self.counted]
@@ -214,16 +214,16 @@ def chunk_size(tokens: int, hidden_size: int) -> int:
     """Return the number of tokens of a chunk, a multiple of ROW_MULTIPLE. All chunks have about equally many.
 
     A chunk has at most about `hidden_size` tokens, or CHUNK if that is more. Its logits are then no larger than the
-    head's weight, whose gradient needs that much memory in any case.
+    head's weight, whose gradient always needs that much memory.
     """
     chunks = max(1, math.ceil(tokens / max(hidden_size, CHUNK)))
     return max(1, math.ceil(tokens / chunks / ROW_MULTIPLE)) * ROW_MULTIPLE
 
 
-def bytes_of_chunk(tokens: int, weight: torch.Tensor, dtype: torch.dtype, pieces: Pieces) -> int:
+def chunk_bytes(tokens: int, weight: torch.Tensor, dtype: torch.dtype, pieces: Pieces) -> int:
     """Return the bytes of a chunk's logits, of the fp32 copy of some rows, and of autocast's copy of the weight.
 
-    weight: (vocabulary, hidden size), of the head. dtype: in which logits are computed.
+    weight: the head's weight (vocabulary, hidden size). dtype: the dtype of the logits.
     """
     vocabulary, hidden_size = weight.shape
     logits = chunk_size(tokens, hidden_size) * vocabulary

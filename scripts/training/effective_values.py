@@ -1,6 +1,7 @@
-"""The values that really take effect, read from the live Trainer, the DeepSpeed engine and the wrapped model.
+"""The values that take effect, read from the live Trainer, the DeepSpeed engine and the wrapped model.
 
-FSDP's are in distributed/inspect_fsdp.py. An `engine` is DeepSpeed's, None without DeepSpeed.
+distributed/inspect_fsdp.py reads the values of FSDP. In this file, `engine` is DeepSpeed's engine, or None without
+DeepSpeed.
 """
 
 from typing import Any
@@ -13,7 +14,7 @@ from transformers import DataCollatorForSeq2Seq, Trainer
 from data_loader import IGNORED
 from distributed import inspect_fsdp
 from distributed.fsdp_config import wrap_classes
-from training.sampling import GroupByLengthSampler, sampler_of
+from training.sampling import GroupByLengthSampler, find_sampler
 
 
 def effective_strategy(trainer: Any, engine: Any) -> str:
@@ -30,14 +31,17 @@ def effective_strategy(trainer: Any, engine: Any) -> str:
 def effective_precision(trainer: Trainer, engine: Any) -> str:
     if engine is None:
         return {"no": "fp32"}.get(trainer.accelerator.mixed_precision, trainer.accelerator.mixed_precision)
-    # after initialisation the module holds the working copy; the fp32 masters are the optimizer's
+    # After initialisation the module holds the working copy, and the optimizer holds the fp32 masters
     dtypes = {p.dtype for p in engine.module.parameters()}
     names = {torch.float16: "fp16", torch.bfloat16: "bf16", torch.float32: "fp32"}
     return "+".join(sorted(names.get(dtype, str(dtype)) for dtype in dtypes))
 
 
 def effective_batch(trainer: Any, engine: Any) -> tuple[int, int, int]:
-    """Micro batch, accumulation, and how many ranks (of tensor groups: how many groups) have questions of their own."""
+    """Return micro batch, accumulation, and the number of groups that compute different questions.
+
+    A group is one rank, or a tensor group.
+    """
     groups = trainer.accelerator.num_processes // trainer.get_tp_size()
     if engine is not None:
         return engine.train_micro_batch_size_per_gpu(), engine.gradient_accumulation_steps(), groups
@@ -46,21 +50,21 @@ def effective_batch(trainer: Any, engine: Any) -> tuple[int, int, int]:
 
 
 def optimizer_name(optimizer: torch.optim.Optimizer) -> str:
-    """Its class, whose it is, and whether one kernel steps many parameters: ``AdamW (torch, fused)``."""
+    """Return the optimizer's class and library, and whether it is fused: ``AdamW (torch, fused)``."""
     library = type(optimizer).__module__.split(".")[0]
     fused = ", fused" if optimizer.defaults.get("fused") else ""
     return f"{type(optimizer).__name__} ({library}{fused})"
 
 
-def sampling_of(loader: Any) -> str:
-    """Name of the order in which a DataLoader reads the questions."""
+def sampling_name(loader: Any) -> str:
+    """Return the name of the order in which a DataLoader reads the questions."""
     names = {GroupByLengthSampler: "group_by_length", SequentialSampler: "sequential"}
-    return names.get(type(sampler_of(loader)), "random")
+    return names.get(type(find_sampler(loader)), "random")
 
 
-def labels_of(dataset: Dataset, collator: DataCollatorForSeq2Seq) -> str:
-    """Which tokens count, from the labels themselves: the first belongs to the prompt."""
-    if dataset[0]["labels"][0] == IGNORED:
+def label_mode(dataset: Dataset, collator: DataCollatorForSeq2Seq) -> str:
+    """Return the label mode, read from the labels: it decides which tokens count in the loss."""
+    if dataset[0]["labels"][0] == IGNORED:  # the first token belongs to the prompt
         return "answer"
     return "sequence" if collator.label_pad_token_id == IGNORED else "all"
 
@@ -74,7 +78,7 @@ def is_compiled(model: torch.nn.Module) -> bool:
 
 
 def optimizer_partitions(engine: Any) -> list[torch.Tensor]:
-    """This rank's fp32 master weights if they are offloaded to the CPU, else an empty list."""
+    """Return this rank's fp32 master weights if they are offloaded to the CPU, otherwise an empty list."""
     optimizer = engine.optimizer
     offloaded = getattr(optimizer, "cpu_offload", False) or getattr(optimizer, "offload_optimizer", False)
     masters = getattr(optimizer, "single_partition_of_fp32_groups", None) or getattr(
@@ -84,10 +88,11 @@ def optimizer_partitions(engine: Any) -> list[torch.Tensor]:
 
 
 def optimizer_buffers(engine: Any, masters: list[torch.Tensor]) -> tuple[list[torch.Tensor], str]:
-    """The buffers that `offload_optimizer.pin_memory` rules, and a note on those that it does not.
+    """Return the buffers that `offload_optimizer.pin_memory` applies to, and a note on the buffers that it ignores.
 
     Stages 1 and 2 pin the fp32 masters and their gradients (stage_1_and_2.py). Stage 3 pins only the gradients
-    (stage3.py, grad_partitions_flat_buffer). No stage pins Adam's moments: the optimizer makes them with zeros_like.
+    (stage3.py, grad_partitions_flat_buffer). No stage pins Adam's moments, because the optimizer creates them with
+    zeros_like.
     """
     if masters and int(engine.zero_optimization_stage()) == 3:
         return [engine.optimizer.grad_partitions_flat_buffer], "gradients; masters and Adam's moments never are"
@@ -96,11 +101,11 @@ def optimizer_buffers(engine: Any, masters: list[torch.Tensor]) -> tuple[list[to
 
 
 def parameter_partitions(engine: Any) -> list[torch.Tensor]:
-    """This rank's shares of the parameters if ZeRO-3 keeps them in CPU memory, else an empty list."""
+    """Return this rank's shards of the parameters if ZeRO-3 keeps them in CPU memory, otherwise an empty list."""
     if not getattr(engine.optimizer, "offload_param", False):
         return []
-    shares = [p.ds_tensor for p in engine.module.parameters() if hasattr(p, "ds_tensor")]
-    return [t for t in shares if t.device.type == "cpu"]
+    shards = [p.ds_tensor for p in engine.module.parameters() if hasattr(p, "ds_tensor")]
+    return [t for t in shards if t.device.type == "cpu"]
 
 
 def is_pinned(tensors: list[torch.Tensor]) -> bool:

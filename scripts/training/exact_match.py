@@ -1,4 +1,4 @@
-"""Exact Match and F1 of a model: it answers the evaluation questions by greedy generation."""
+"""Exact Match and F1 of a model, from its answers to the evaluation questions by greedy generation."""
 
 import contextlib
 from collections.abc import Callable
@@ -17,12 +17,13 @@ from distributed.collectives import gather_lists, print_once, rank, world_size
 
 @dataclass(frozen=True)
 class Generation:
-    """The way in which the ranks answer questions.
+    """Settings for answering the questions.
 
-    batch_size: questions that a rank answers at the same time. max_length: tokens of the longest training sequence.
-    device: where the model computes, which is not its own `device`: FSDP's CPU offload keeps it elsewhere in between.
-    sharded: the ranks hold parts of the model, so they must call its forward pass equally often.
-    tensor_parallel: so many neighbouring ranks compute together, and answer the same questions.
+    batch_size: number of questions that a rank answers at the same time. max_length: tokens of the longest training
+    sequence. device: the device on which the model computes. (The model's own `device` can differ, because FSDP's CPU
+    offload moves the weights to the CPU between forward passes.) sharded: True if the ranks hold shards of the model,
+    so that all ranks must call its forward pass equally often. tensor_parallel: number of neighbouring ranks that
+    compute together and answer the same questions.
     """
 
     batch_size: int
@@ -35,9 +36,9 @@ class Generation:
 def exact_match_and_f1(
     model: Any, tokenizer: PreTrainedTokenizerBase, questions: Dataset, generation: Generation
 ) -> dict[str, float]:
-    """Print and return the percent by the official SQuAD v1.1 rules, over all `questions`. Collective.
+    """Print and return both scores in percent, by the official SQuAD v1.1 rules, over all `questions`. Collective.
 
-    model: of transformers, or as FSDP1 has wrapped one.
+    model: a model of transformers, which FSDP1 may have wrapped.
     """
     squad = load_metric()
     predictions = answer_questions(model, tokenizer, questions, generation)
@@ -52,7 +53,7 @@ def exact_match_and_f1(
 
 
 def load_metric() -> Callable:
-    """torchmetrics' SQuAD. It brings matplotlib along, which a training without EM and F1 need not wait for."""
+    """Import torchmetrics' SQuAD metric only when it is needed, because it also imports matplotlib, which is slow."""
     from torchmetrics.functional.text import squad
 
     return squad
@@ -61,10 +62,10 @@ def load_metric() -> Callable:
 def answer_questions(
     model: Any, tokenizer: PreTrainedTokenizerBase, questions: Dataset, generation: Generation
 ) -> dict[int, str]:
-    """Number of the question -> generated answer, for all questions on every rank. Collective."""
-    # Prompts of similar length in each batch, so that few are padded; the longest first, which need most memory.
+    """Map the number of each question to its generated answer, for all questions on every rank. Collective."""
+    # Batches of similar length need little padding. The longest batches need most memory, so they come first
     by_length = sorted(range(len(questions)), key=questions["prompt_length"][:].__getitem__, reverse=True)
-    # Every group gets equally many: with sharded weights a rank without a batch would leave the others waiting.
+    # All groups get equally many questions: with sharded weights, other ranks would wait for a rank without a batch
     groups = world_size() // generation.tensor_parallel
     own_group = rank() // generation.tensor_parallel
     numbers = [*by_length, *by_length[-1:] * (-len(questions) % groups)][own_group::groups]
@@ -91,8 +92,11 @@ def answer_questions(
 
 
 def root_gathered(model: torch.nn.Module) -> contextlib.AbstractContextManager:
-    """FSDP1 gathers the parameters outside its blocks (embedding, last norm, head) in its own forward method, which
-    generate() goes round: "'weight' must be 2-D". Nothing to do for other models."""
+    """Gather the parameters outside FSDP1's blocks: embedding, last norm and head. Other models stay unchanged.
+
+    FSDP1 gathers them in its own forward method, which generate() does not call. Without this, generate() fails with
+    "'weight' must be 2-D".
+    """
     if isinstance(model, FullyShardedDataParallel):
         return FullyShardedDataParallel.summon_full_params(model, recurse=False, writeback=False)
     return contextlib.nullcontext()

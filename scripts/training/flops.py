@@ -1,10 +1,12 @@
 """Tokens and floating-point operations of a training, and the share of the hardware's peak that it reaches.
 
-Model FLOPs utilisation (MFU) is that of PaLM (arXiv:2204.02311, appendix B): operations that the model needs for
-forward and backward pass, over those that the hardware could do in that time. What is computed again (activation
-checkpointing) or for padding takes time, and is no work. The hardware's peak is the one that its maker publishes for
-dense matrices, as in other people's numbers of MFU. On hardware that is not in the table, such as a CPU, each run times
-a product of two matrices for half a second. So the peak, and with it MFU, differs a little between runs on a CPU.
+Model FLOPs utilisation (MFU) is defined as in PaLM (arXiv:2204.02311, appendix B): the operations that the model needs
+for forward and backward pass, divided by the operations that the hardware could do in the same time. Recomputation
+(activation checkpointing) and padding take time, but do not count as needed operations.
+
+The hardware's peak is the manufacturer's number for dense matrices, as in other publications of MFU. On hardware that
+is not in the table, such as a CPU, each run times a product of two matrices for half a second. So the peak of a CPU,
+and with it MFU, differs slightly between runs.
 """
 
 import re
@@ -18,13 +20,13 @@ from distributed.collectives import gather_lists, value_of_rank_0, wait_for_ever
 from model import elements
 from records.writer import RunRecord
 
-KINDS_OF_TOKENS = 4  # of count_tokens
-CPU_SIZE = 1024  # of the square matrices
+KINDS_OF_TOKENS = 4  # length of the result of count_tokens
+CPU_SIZE = 1024  # rows and columns of the matrices that are multiplied to measure the peak
 GPU_SIZE = 8192
 SECONDS = 0.5
-# Of fp16 and bf16, of tf32, of fp32: 10^12 operations per second, dense, with sums in fp32. From NVIDIA's data sheets
-# and, for GeForce, white papers; half of a number that they give with sparsity alone. The first entry whose words are
-# all in the GPU's name counts
+# 10^12 operations per second with dense matrices and sums in fp32: for fp16 and bf16, for tf32, for fp32. The numbers
+# are from NVIDIA's data sheets and, for GeForce, white papers. Where these give a number only with sparsity, half of it
+# is used. The first entry whose words are all in the GPU's name applies
 PUBLISHED_PEAKS = {
     "V100 PCIE": (112, None, 14),
     "V100": (125, None, 15.7),
@@ -44,11 +46,12 @@ PUBLISHED_PEAKS = {
     "RTX 4090": (165.2, 82.6, 82.6),
 }
 COLUMN = {"float16": 0, "bfloat16": 0, "tf32": 1, "float32": 2}
-OTHER_CARDS = {"MIG", "GRID", "Laptop", "Ti", "D", "FHHL", "64GB"}  # in a name: another card, or a part of one
+# Words in a GPU's name that mean a different card than the one in the table, or a part of a card
+OTHER_CARDS = {"MIG", "GRID", "Laptop", "Ti", "D", "FHHL", "64GB"}
 
 
 def count_tokens(batch: dict[str, torch.Tensor]) -> torch.Tensor:
-    """Of a batch, as int64 (4): real tokens, padding, labels that count in the loss, sum of the squared lengths."""
+    """Count a batch's real tokens, padding, labels that count in the loss, and sum of squared lengths: (4), int64."""
     mask = batch["attention_mask"]
     lengths = mask.sum(1)
     real = lengths.sum()
@@ -57,33 +60,35 @@ def count_tokens(batch: dict[str, torch.Tensor]) -> torch.Tensor:
 
 
 class ModelFlops:
-    """Operations of a model: 6 for each parameter that computes and each token, of them 4 in the backward pass.
+    """Number of operations of a model: 6 per token and parameter, 4 of them in the backward pass.
 
-    An embedding looks its rows up and computes nothing. The head is needed for the tokens that count in the loss alone.
+    Embeddings do not count, because they only look up rows. The head counts only for the tokens that count in the loss.
     """
 
     def __init__(self, model: Any):
-        """model: a causal LM of transformers that is not wrapped yet, as FSDP shows each rank's share alone.
+        """Raise ValueError with the reason if the number of operations is unknown for this kind of model.
 
-        Raises ValueError with the reason for a model that this does not hold for.
+        model: a causal LM of transformers that is not wrapped yet. A model that FSDP has wrapped shows only this rank's
+        shard.
         """
         config = model.config.get_text_config()
         if getattr(config, "num_local_experts", None) or getattr(config, "num_experts", None):
-            raise ValueError("of the model's experts only some compute for a token")
+            raise ValueError("only some of the model's experts compute each token")
         head = model.get_output_embeddings().weight
         tables = {id(module.weight) for module in model.modules() if isinstance(module, torch.nn.Embedding)}
         self.head = elements(head)
         self.trunk = sum(elements(p) for p in model.parameters() if p is not head and id(p) not in tables)
         self.attention = config.num_hidden_layers * config.hidden_size
 
-    def needed(self, real: int, counted: int, squares: int) -> float:
-        """Operations for so many tokens, as `count_tokens` counts them."""
-        # 12 for each layer, unit of the hidden size and pair of tokens: scores and weighted sums, forward and backward
+    def count_operations(self, real: int, counted: int, squares: int) -> float:
+        """Return the number of operations for the counts of `count_tokens`."""
+        # Attention needs 12 operations per layer, hidden unit and pair of tokens: scores and weighted sums, in forward
+        # and backward pass
         return 6.0 * self.trunk * real + 6.0 * self.head * counted + 12.0 * self.attention * squares
 
 
-def flops_of(model: Any, record: RunRecord) -> ModelFlops | None:
-    """None where nobody knows what the model needs; the record then says why."""
+def model_flops(model: Any, record: RunRecord) -> ModelFlops | None:
+    """Return the operations of a model. If they are unknown, return None and write the reason into the record."""
     try:
         return ModelFlops(model)
     except ValueError as error:
@@ -92,11 +97,11 @@ def flops_of(model: Any, record: RunRecord) -> ModelFlops | None:
 
 
 def matmul_peak(dtype: torch.dtype, device: torch.device) -> float:
-    """Return the operations per second of one rank at best: published, otherwise measured. Collective."""
+    """Return the peak operations per second of one rank: published if known, otherwise measured. Collective."""
     if device.type == "cuda":
         tf32 = torch.backends.fp32_precision == "tf32"  # type: ignore[attr-defined]  # set by --tf32
         precision = "tf32" if tf32 and dtype == torch.float32 else str(dtype).removeprefix("torch.")
-        # the peak of rank 0's GPU, even if other ranks have another GPU: either all ranks measure, or none
+        # Use the peak of rank 0's GPU even if other ranks have a different GPU: either all ranks measure, or none
         published = value_of_rank_0(published_peak(torch.cuda.get_device_name(), precision))
         if published:
             return published
@@ -104,9 +109,9 @@ def matmul_peak(dtype: torch.dtype, device: torch.device) -> float:
 
 
 def published_peak(gpu: str, precision: str) -> float | None:
-    """Operations per second of a GPU by the name that PyTorch gives it; None where the table has none."""
+    """Return the operations per second of a GPU, by its name in PyTorch, or None if the table has no number for it."""
     words = set(re.split(r"[ -]", gpu))
-    if words & OTHER_CARDS or any(re.fullmatch(r"[0-9]+[QC]", word) for word in words):  # the latter: of a vGPU
+    if words & OTHER_CARDS or any(re.fullmatch(r"[0-9]+[QC]", word) for word in words):  # a vGPU's profile, such as 48Q
         return None
     for name, peaks in PUBLISHED_PEAKS.items():
         if words >= set(name.split()):
@@ -116,18 +121,18 @@ def published_peak(gpu: str, precision: str) -> float | None:
 
 
 def measured_peak(dtype: torch.dtype, device: torch.device) -> float:
-    """Mean operations per second of the ranks, while all of them multiply matrices. Collective."""
+    """Return the mean operations per second of all ranks, while all of them multiply matrices. Collective."""
     wait_for_everyone()
     peak = statistics.fmean(own for (own,) in gather_lists([measure_peak(dtype, device)]))
-    if torch.cuda.is_available():  # the matrices do not count in the training's memory
+    if torch.cuda.is_available():  # the matrices must not count in the training's memory
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
     return peak
 
 
 def measure_peak(dtype: torch.dtype, device: torch.device) -> float:
-    """Operations per second of the fastest of the products that half a second has room for."""
-    from torch.utils.benchmark import Timer  # only here, as it takes a while
+    """Return the operations per second of the fastest matrix product within half a second."""
+    from torch.utils.benchmark import Timer  # imported only here, because the import is slow
 
     size = GPU_SIZE if device.type == "cuda" else CPU_SIZE
     a, b = torch.randn(2, size, size, device=device).to(dtype)

@@ -1,4 +1,4 @@
-"""The memory that a training used: the bytes of its model state per rank, and the peaks of GPU and process."""
+"""Measured memory of a training: bytes of the model state per rank, and the peaks of GPU and process."""
 
 import re
 from collections.abc import Iterable
@@ -15,11 +15,11 @@ from records.writer import RunRecord
 
 
 class ModelStateCallback(TrainerCallback):
-    """Counts the bytes of parameters, gradients and optimizer state once, and records those of all ranks (`held`).
+    """Callback that records the bytes of parameters, gradients and optimizer state on all ranks (`held`).
 
-    It counts between two backward passes of the second step: then gradients are accumulated, and the optimizer has its
-    state. Without accumulation it counts right before that optimizer step, where DeepSpeed has dropped its gradients
-    already.
+    It counts them once, between two backward passes of the second step. At that moment gradients are accumulated, and
+    the optimizer has its state. Without accumulation it counts right before the second optimizer step. DeepSpeed has
+    then already freed its gradients.
     """
 
     def __init__(self, trainer: Any, record: RunRecord):
@@ -30,7 +30,7 @@ class ModelStateCallback(TrainerCallback):
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        self.first_step = state.global_step  # that the training begins at or resumes from
+        self.first_step = state.global_step  # 0, or the step of the checkpoint
 
     def on_substep_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
@@ -52,27 +52,28 @@ class ModelStateCallback(TrainerCallback):
             self.record.missing("held", "the training had no second step")
             return
         if ranks[0]["gradients"] is None:
-            self.record.reasons["held.gradients"] = "DeepSpeed drops them in the step, without accumulation"
+            self.record.reasons["held.gradients"] = "without accumulation, DeepSpeed frees them within the step"
         self.record.update(held=ranks)
 
 
 def model_state_bytes(trainer: Any, has_gradients: bool) -> dict[str, int | None]:
-    """Bytes of the storages of the live tensors of this rank, each counted once."""
+    """Return the bytes of this rank's live tensors. A storage that several tensors share counts once."""
     optimizer = trainer.deepspeed.optimizer if trainer.is_deepspeed_enabled else trainer.optimizer.optimizer
-    # ds_tensor: the share of ZeRO-3
+    # ds_tensor is this rank's shard under ZeRO-3
     parameters = storages(getattr(p, "ds_tensor", p) for p in trainer.model.parameters())
-    state = storages(states_of(optimizer))
+    state = storages(optimizer_tensors(optimizer))
     for storage in parameters:
-        state.pop(storage, None)  # fp32 weights are their own masters
-    gradients = sum(storages(gradients_of(trainer.model, optimizer)).values()) if has_gradients else None
+        state.pop(storage, None)  # fp32 weights are their own masters, so they count as parameters
+    gradients = sum(storages(gradient_tensors(trainer.model, optimizer)).values()) if has_gradients else None
     return {"parameters": sum(parameters.values()), "gradients": gradients, "optimizer_state": sum(state.values())}
 
 
-def gradients_of(model: torch.nn.Module, optimizer: Any) -> list:
+def gradient_tensors(model: torch.nn.Module, optimizer: Any) -> list:
+    """Return all gradients, wherever FSDP2 or DeepSpeed keeps them. Some entries are None."""
     gradients = [p.grad for p in model.parameters()]
     for unit in [unit_group(m) for m in model.modules() if isinstance(m, FSDPModule)]:
-        for parameter in unit.fsdp_params if unit else []:  # whole while they accumulate
-            gathered = getattr(parameter, "_unsharded_param", None)  # of a unit that the forward pass has used
+        for parameter in unit.fsdp_params if unit else []:  # gradients are unsharded while they accumulate
+            gathered = getattr(parameter, "_unsharded_param", None)  # exists once the forward pass has used the unit
             gradients += [parameter.unsharded_accumulated_grad, getattr(gathered, "grad", None)]
     for name in ("all_grad_tensors", "accumulated_grads_in_cpu"):  # ZeRO-2, and with offload
         for value in getattr(optimizer, name, {}).values():
@@ -80,8 +81,8 @@ def gradients_of(model: torch.nn.Module, optimizer: Any) -> list:
     return [*gradients, getattr(optimizer, "grad_partitions_flat_buffer", None)]  # ZeRO-3
 
 
-def states_of(optimizer: Any) -> list:
-    """Moments, and the fp32 masters that the optimizer updates."""
+def optimizer_tensors(optimizer: Any) -> list:
+    """Return the moments, and the fp32 masters that the optimizer updates."""
     inner = getattr(optimizer, "optimizer", optimizer)
     tensors = [t for state in inner.state.values() for t in state.values()]
     tensors += [p for group in inner.param_groups for p in group["params"]]
@@ -89,13 +90,13 @@ def states_of(optimizer: Any) -> list:
 
 
 def storages(tensors: Iterable) -> dict[int, int]:
-    """Address and size of each storage."""
+    """Map the address of each storage to its size."""
     found = [local(tensor).untyped_storage() for tensor in tensors if isinstance(tensor, torch.Tensor)]
     return {storage.data_ptr(): storage.nbytes() for storage in found if storage.nbytes()}
 
 
 def record_peaks(record: RunRecord) -> None:
-    """Record the peaks so far: of each rank's GPU, its pinned memory and its process. Collective."""
+    """Record the peaks so far of each rank's GPU memory, pinned memory and process. Collective."""
     record_process_peaks(record)
     if not torch.cuda.is_available():
         record.missing("peak_gpu_memory", "no GPU")
@@ -108,13 +109,11 @@ def record_peaks(record: RunRecord) -> None:
     }
     pinned = {f"{kind}_mib": mib(blocks[f"{kind}_bytes.peak"]) for kind in ("active", "allocated")}
     ranks = gather_lists([gpu, pinned])
-    record.update(
-        peak_gpu_memory=[of_gpu for of_gpu, _ in ranks], peak_pinned_memory=[of_blocks for _, of_blocks in ranks]
-    )
+    record.update(peak_gpu_memory=[gpu for gpu, _ in ranks], peak_pinned_memory=[pinned for _, pinned in ranks])
 
 
 def record_process_peaks(record: RunRecord) -> None:
-    """Record the peak of each rank's process so far. Collective."""
+    """Record the peak memory of each rank's process so far. Collective."""
     peaks = [peak for (peak,) in gather_lists([peak_process_mib()])]
     if None in peaks:
         record.missing("peak_process_mib", "this system does not count it")
@@ -123,9 +122,10 @@ def record_process_peaks(record: RunRecord) -> None:
 
 
 def peak_process_mib() -> float | None:
-    """Largest resident memory of this process so far, None where the kernel does not tell.
+    """Return the largest resident memory of this process so far, or None if the kernel does not report it.
 
-    getrusage's ru_maxrss also holds that of the program which started this one: an exec leaves it as it was.
+    getrusage's ru_maxrss is not used, because exec does not reset it: it can be the peak of the program that started
+    this one.
     """
     status = Path("/proc/self/status")
     found = re.search(r"^VmHWM:\s+(\d+) kB", status.read_text(), re.MULTILINE) if status.exists() else None

@@ -9,11 +9,11 @@ from transformers.trainer_pt_utils import LengthGroupedSampler
 
 
 class GroupByLengthSampler(LengthGroupedSampler):
-    """Groups as transformers does, in an order that depends only on the seed, the epoch and the global batch.
+    """LengthGroupedSampler whose order depends only on the seed, the epoch and the global batch.
 
-    transformers' own sampler draws from torch's global generator, which a resumed run restores only after the order is
-    drawn. It also groups the questions of one rank, so another number of ranks has other groups. In both cases a
-    resumed run would train on some questions of the epoch twice and never on others.
+    transformers' own sampler draws its order from torch's global generator, and a resumed run restores the generator's
+    state too late for that. It also groups within each rank, so the groups depend on the number of ranks. In both cases
+    a resumed run would train on some questions of the epoch twice, and on other questions never.
     """
 
     epoch = 0  # set by upstream_fixes.EpochOfSampler
@@ -27,8 +27,8 @@ class GroupByLengthSampler(LengthGroupedSampler):
         return super().__iter__()
 
 
-def sampler_of(loader: Any) -> Sampler:
-    """Return the sampler of a DataLoader from inside the batch samplers that accelerate puts around it."""
+def find_sampler(loader: Any) -> Sampler:
+    """Return the sampler of a DataLoader, which accelerate has wrapped in batch samplers."""
     batches = loader.batch_sampler
     while not hasattr(batches, "sampler"):
         batches = batches.batch_sampler

@@ -1,4 +1,4 @@
-"""Writing checkpoints: each is marked as complete once all ranks have written their files, then older ones go."""
+"""Mark a checkpoint as complete once all ranks have written their files, then remove older checkpoints."""
 
 import contextlib
 import dataclasses
@@ -14,38 +14,41 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 from distributed.collectives import gather_lists, rank, wait_for_everyone, world_size
 from shared.errors import ENVIRONMENT, WorkshopError
 from shared.json_files import write_json
-from training.find_checkpoints import MARKER, checkpoint_folder, complete_ones, newest_first, read_marker
+from training.find_checkpoints import MARKER, checkpoint_folder, complete_checkpoints, newest_first, read_marker
 from training.speed import TrainSpeedCallback, clock
 
 
 @dataclass
 class Progress:
-    """The counts of a run up to a checkpoint. Losses are sums over the optimizer steps."""
+    """Counts of a run up to a checkpoint. Losses are sums over the optimizer steps."""
 
-    seconds: float  # seconds of training, in this run and those before
+    seconds: float  # seconds of training, in this run and in the runs that it resumed
     logged_loss: float
     last_logged_step: int
-    unlogged_losses: list[float]  # one sum per rank, since last_logged_step
+    unlogged_losses: list[float]  # one sum per rank since last_logged_step
     steady_steps: int
     steady_seconds: float
-    tokens: list[list[int]]  # in the whole training, and in its steady steps
+    tokens: list[list[int]]  # counts of the whole training, and of its steady steps
 
     @property
     def unlogged_loss(self) -> float:
-        """This rank's; with another number of ranks the mean, which is what is logged of them."""
+        """This rank's unlogged loss, or the mean of all ranks if their number has changed.
+
+        The mean is correct because the Trainer logs the mean over the ranks.
+        """
         if len(self.unlogged_losses) == world_size():
             return self.unlogged_losses[rank()]
         return sum(self.unlogged_losses) / len(self.unlogged_losses)
 
 
 class CheckpointCallback(TrainerCallback):
-    """Marks each saved checkpoint as complete, and only then removes the older ones."""
+    """Callback that marks each saved checkpoint as complete, and then removes older checkpoints."""
 
     def __init__(self, trainer: Any, identity: dict, speed: TrainSpeedCallback, resumed_from: str | None):
-        """trainer: a WorkshopTrainer. identity: what every checkpoint of this run says of its training."""
+        """trainer: a WorkshopTrainer. identity: the description of this training, which each checkpoint contains."""
         self.trainer = trainer
         self.save_total_limit = trainer.args.save_total_limit
-        trainer.args.save_total_limit = None  # the Trainer would remove older ones before the new one is complete
+        trainer.args.save_total_limit = None  # the Trainer would remove checkpoints before the new one is complete
         self.identity = identity
         self.speed = speed
         self.resumed_from = resumed_from
@@ -58,8 +61,8 @@ class CheckpointCallback(TrainerCallback):
             saved = read_marker(self.resumed_from)
             self.trainer.saved_step = saved["step"]
             progress = Progress(**saved["progress"])
-            self.trainer.go_on_from(progress)
-            self.speed.go_on_from(progress.steady_steps, progress.steady_seconds, progress.tokens)
+            self.trainer.resume_counts(progress)
+            self.speed.resume_counts(progress.steady_steps, progress.steady_seconds, progress.tokens)
 
     def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         unlogged = [loss for (loss,) in gather_lists([float(self.trainer._tr_loss)])]
@@ -73,7 +76,7 @@ class CheckpointCallback(TrainerCallback):
             tokens=self.speed.all_tokens(),
         )
         folder = checkpoint_folder(args.output_dir, state.global_step)
-        wait_for_everyone()  # each rank has written its files
+        wait_for_everyone()  # after this, all ranks have written their files
         if rank() == 0:
             content = self.identity | {"step": state.global_step, "progress": dataclasses.asdict(progress)}
             with full_disk_errors(folder):
@@ -84,23 +87,23 @@ class CheckpointCallback(TrainerCallback):
         wait_for_everyone()
 
     def remove_older(self, output_dir: Path, best: str | None) -> None:
-        found = sorted(complete_ones([output_dir]), key=newest_first)
+        found = sorted(complete_checkpoints([output_dir]), key=newest_first)
         for folder in found[self.save_total_limit :] if self.save_total_limit else []:
             if best is None or folder != Path(best):
                 remove(folder)
 
 
 def mark_complete(folder: Path, content: dict) -> None:
-    """Write the marker, which lists all files that are there."""
+    """Write the marker file. It lists all files of the checkpoint."""
     paths = [path for path in folder.rglob("*") if path.is_file() and path.name != MARKER]
     files = {str(path.relative_to(folder)): path.stat().st_size for path in paths}
     write_json(folder / MARKER, content | {"files": files})
 
 
-def remove_checkpoints_of_stops(output_dir: str | Path) -> None:
-    """Remove what a run with SAVE_STRATEGY=no saved at its stops, and the folder if nothing else is in it."""
+def remove_stop_checkpoints(output_dir: str | Path) -> None:
+    """Remove the checkpoints that a run with SAVE_STRATEGY=no saved at its stops, and an empty folder."""
     if rank() == 0:
-        for folder in complete_ones([Path(output_dir)]):
+        for folder in complete_checkpoints([Path(output_dir)]):
             if read_marker(folder)["save_strategy"] == "no":
                 remove(folder)
         with contextlib.suppress(OSError):
@@ -108,14 +111,14 @@ def remove_checkpoints_of_stops(output_dir: str | Path) -> None:
 
 
 def remove(folder: Path) -> None:
-    """Remove a checkpoint. A file that another node holds open may stay for a while; the rest is then not complete."""
+    """Remove a checkpoint. Remove its marker first: a file that another node holds open may remain for a while."""
     (folder / MARKER).unlink(missing_ok=True)
     shutil.rmtree(folder, ignore_errors=True)
 
 
 @contextlib.contextmanager
 def full_disk_errors(folder: str | Path) -> Iterator[None]:
-    """Turn what the libraries raise when a disk is full into one line. Raises WorkshopError (exit code 3)."""
+    """Turn the libraries' exceptions for a full disk into WorkshopError (exit code 3)."""
     try:
         yield
     except (OSError, RuntimeError, SafetensorError) as error:
@@ -123,5 +126,5 @@ def full_disk_errors(folder: str | Path) -> Iterator[None]:
         disk = isinstance(error, OSError | SafetensorError) or "PytorchStreamWriter" in str(error)
         if not disk and "inline_container" not in str(error):
             raise
-        way_out = "free disk space or quota, then --resume_from_checkpoint goes on from the last complete checkpoint"
-        raise WorkshopError(folder, f"is not complete, writing failed ({reason})", way_out, ENVIRONMENT) from error
+        way_out = "free disk space or quota, then resume from the last complete checkpoint (--resume_from_checkpoint)"
+        raise WorkshopError(folder, f"is not complete: writing failed ({reason})", way_out, ENVIRONMENT) from error

@@ -1,4 +1,4 @@
-"""How fast the optimizer steps are, without what is done between them."""
+"""The rate of the optimizer steps, without start, evaluation, saving and logging."""
 
 import time
 from typing import Any
@@ -14,26 +14,26 @@ PROFILED_STEPS = 3
 
 
 class TrainSpeedCallback(TrainerCallback):
-    """Rate of the optimizer steps alone: without the first steps, evaluation, saving and logging.
+    """Callback that measures the steady rate: only optimizer steps after the warm-up, without evaluation and saving.
 
-    The Trainer's own train_samples_per_second divides by everything between start and end.
+    The Trainer's own train_samples_per_second divides by all the time between start and end.
     """
 
     def __init__(self, trainer: Any, flops: ModelFlops | None, peak: float, profiled: bool = False):
         """trainer: a WorkshopTrainer, which counts the tokens. peak: operations per second of one rank, for MFU.
 
-        profiled: whether the steps behind the warm-up are profiled, and slow.
+        profiled: True if the steps after the warm-up are profiled. They are then slow, and count as warm-up.
         """
         self.trainer = trainer
         self.flops = flops
         self.peak = peak
         self.warm_up_steps = WARM_UP_STEPS + (PROFILED_STEPS if profiled else 0)
         self.warm_up_seconds: float | None = None
-        # of the steady steps
+        # Counts of the steady steps
         self.steps = 0
         self.seconds = 0.0
         self.tokens = torch.zeros_like(trainer.tokens)
-        # of all ranks in the runs before: of their whole training, and of its steady steps
+        # Counts of all ranks in earlier runs of this training: one row for all steps, one for the steady steps
         self.earlier_tokens = torch.zeros(2, KINDS_OF_TOKENS, dtype=torch.int64)
         self.started: float | None = None
 
@@ -43,8 +43,8 @@ class TrainSpeedCallback(TrainerCallback):
         self.begun = clock()
         self.first_step = state.global_step  # a resumed run warms up again
 
-    def go_on_from(self, steps: int, seconds: float, tokens: list[list[int]]) -> None:
-        """Count those of the runs before as well."""
+    def resume_counts(self, steps: int, seconds: float, tokens: list[list[int]]) -> None:
+        """Continue the counts of the runs before the checkpoint."""
         self.steps = steps
         self.seconds = seconds
         self.earlier_tokens = torch.tensor(tokens)
@@ -76,13 +76,13 @@ class TrainSpeedCallback(TrainerCallback):
             self.started = None
 
     def all_tokens(self) -> list[list[int]]:
-        """Of all ranks, with those of the runs before: in the whole training, and in its steady steps. Collective."""
+        """Return the token counts of all ranks, including earlier runs: all steps, and the steady steps. Collective."""
         ranks = gather_lists([self.trainer.tokens.tolist(), self.tokens.tolist()])
-        counted_by_each = self.trainer.get_tp_size()  # of a tensor group, whose ranks all have the same tokens
-        return (torch.tensor(ranks).sum(0) // counted_by_each + self.earlier_tokens).tolist()
+        group_size = self.trainer.get_tp_size()  # all ranks of a tensor group count the same tokens
+        return (torch.tensor(ranks).sum(0) // group_size + self.earlier_tokens).tolist()
 
-    def measured(self) -> dict:
-        """Steady rates (of all ranks together), how long it took to get there, tokens, and MFU. Collective."""
+    def summary(self) -> dict:
+        """Return the steady rates of all ranks together, the warm-up time, token counts, and MFU. Collective."""
         whole, steady = self.all_tokens()
         real, padding, counted, _ = whole
         steady_real, _, steady_counted, steady_squares = steady
@@ -91,11 +91,11 @@ class TrainSpeedCallback(TrainerCallback):
             rate = self.steps / self.seconds
             tokens_per_second = round(steady_real / self.seconds, 1)
         if self.steps and self.flops:
-            needed = self.flops.needed(steady_real, steady_counted, steady_squares)
+            needed = self.flops.count_operations(steady_real, steady_counted, steady_squares)
             mfu = round(100 * needed / (self.seconds * self.peak * world_size()), 2)
-            if mfu > 100:  # the peak was measured while the machine was busy
+            if mfu > 100:  # the measured peak is too low, because the machine was busy
                 mfu = None
-        # on average: an epoch's last step may hold fewer
+        # This is an average, because the last step of an epoch may have fewer samples
         samples_per_step = len(self.trainer.train_dataset) / self.trainer.steps_per_epoch
         return {
             "warm_up_seconds": self.warm_up_seconds and round(self.warm_up_seconds, 2),
@@ -112,7 +112,7 @@ class TrainSpeedCallback(TrainerCallback):
 
 
 def clock() -> float:
-    """Seconds, once the GPU has done all that it was asked for."""
+    """Return the time in seconds, after waiting for the GPU to finish its work."""
     if torch.cuda.is_available():
         torch.cuda.synchronize()
     return time.perf_counter()

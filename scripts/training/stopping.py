@@ -1,8 +1,8 @@
-"""Stopping a run so that it can go on later: on a signal all ranks save one checkpoint and end with exit code 75.
+"""Stop a run on a signal so that it can be resumed: all ranks save one checkpoint and end with exit code 75.
 
-SIGTERM, SIGUSR1, SIGUSR2, SIGHUP and Ctrl-C ask for it. A handler notes the signal, and the ranks agree at the end of
-the optimizer step, as each of them may have got it in another one. An evaluation or a save is finished before. Before
-the training there is nothing to save, and behind it only the model and its scores: there a signal just ends the run.
+SIGTERM, SIGUSR1, SIGUSR2, SIGHUP and Ctrl-C stop a run. A handler stores the signal. The ranks may receive it in
+different steps, so they agree at the end of each optimizer step whether to stop. A running evaluation or save is
+completed first. Before and after the training, a signal ends the run without a checkpoint.
 """
 
 import contextlib
@@ -20,34 +20,35 @@ from shared.errors import STOPPED
 
 
 class StopRequest:
-    """What signals ask of this rank, and what all ranks agreed on."""
+    """The signal that this rank has received, and the signal on which all ranks have agreed to stop."""
 
     def __init__(self) -> None:
-        self.signal = 0  # the first one that came in the training, 0 before
+        self.signal = 0  # the first signal that this rank received during the training, 0 without one
         self.agreed_signal = 0
-        self.training = False  # only in it a signal asks for a checkpoint
+        self.training = False  # outside the training a signal ends the run without a checkpoint
         self.process = os.getpid()
 
-    def listen(self) -> None:
+    def install_handlers(self) -> None:
         for number in STOPPING_SIGNALS:
-            # nohup lets it ignore HUP. To INT all are deaf that a script starts in the background, as job.sh does
+            # Keep SIGHUP ignored under nohup. A process that a script such as job.sh starts in the background ignores
+            # SIGINT, so install that handler in any case
             if number != signal.SIGHUP or signal.getsignal(number) is not signal.SIG_IGN:
-                signal.signal(number, self.note)
+                signal.signal(number, self.handle_signal)
         if "TORCHELASTIC_RUN_ID" in os.environ:
-            end_with_parent()  # torchrun may be killed, and its ranks would train on
+            end_with_parent()  # without this, ranks would continue after torchrun was killed
 
-    def note(self, number: int, frame: object) -> None:
-        """The handler. Launchers repeat signals, so a second one changes nothing."""
+    def handle_signal(self, number: int, frame: object) -> None:
+        """Handle a signal. Launchers repeat signals, so later signals change nothing."""
         if os.getpid() != self.process:
-            return  # a worker of the data loader, which was forked with it
+            return  # this is a worker of the data loader, which inherited the handler when it was forked
         if not self.training:
-            self.ignore_signals()  # a repeated one must not interrupt what the run does at its end
+            self.ignore_signals()  # a repeated signal must not interrupt the end of the run
             sys.exit(128 + number)
         if number == signal.SIGINT:
             signal.signal(signal.SIGINT, signal.SIG_DFL)  # a second Ctrl-C ends the process at once
         if not self.signal:
             self.signal = number
-            # not by print: the signal may have come in the middle of another one
+            # print() is not safe in a signal handler: the signal may have interrupted another print()
             if rank() == 0:
                 text = f"\n{signal.Signals(number).name}: a checkpoint follows at the end of this step\n"
                 with contextlib.suppress(OSError):
@@ -57,37 +58,40 @@ class StopRequest:
         for number in STOPPING_SIGNALS:
             signal.signal(number, signal.SIG_IGN)
 
-    def agreed(self) -> bool:
-        """Whether the ranks stop here, the same on every rank. Collective, until they have agreed."""
+    def agree_to_stop(self) -> bool:
+        """Return whether the ranks stop, with the same result on every rank. Collective until they agree to stop."""
         if not self.agreed_signal:
             self.agreed_signal = highest_of_all(self.signal)
         return bool(self.agreed_signal)
 
     def save_and_exit_if_asked(self, trainer: Any, record: Any) -> None:
-        """End the run with exit code 75 when the ranks agree to stop, with a checkpoint of this step. Collective."""
-        if not self.agreed():
+        """If the ranks agree to stop, save a checkpoint of this step and exit with code 75. Collective."""
+        if not self.agree_to_stop():
             self.training = False
-            if self.signal:  # it came just now
+            if self.signal:  # it arrived after the ranks had agreed to continue
                 sys.exit(128 + self.signal)
             return
-        folder = trainer.save_here()
-        self.ignore_signals()  # all that was asked for is done: a late one changes no exit code
+        folder = trainer.save_current_step()
+        self.ignore_signals()  # the checkpoint is saved, so a late signal must not change the exit code
         step = trainer.state.global_step
         name = signal.Signals(self.agreed_signal).name
         record.update(stop={"signal": name, "step": step, "checkpoint": str(folder)})
         print_once(
             f"stopped by {name} at step {step} of {trainer.state.max_steps}; "
-            f"go on with --resume_from_checkpoint {folder}, or as the same job"
+            f"resume with --resume_from_checkpoint {folder}, or as the same job"
         )
-        wait_for_everyone()  # a launcher ends the others as soon as one has ended
+        wait_for_everyone()  # a launcher kills the other ranks as soon as one rank ends
         sys.exit(STOPPED)
 
 
 class StopCallback(TrainerCallback):
-    """Asks after each step and each save whether to stop. Comes behind the Trainer's own callback, and overrules it."""
+    """Callback that checks after each step and each save whether to stop.
+
+    It is called after the Trainer's own callback and overrides the decisions of that callback.
+    """
 
     def __init__(self, stop: StopRequest, trainer: Any):
-        """trainer: a WorkshopTrainer, which knows what it has saved."""
+        """trainer: a WorkshopTrainer, for its `saved_step`."""
         self.stop = stop
         self.trainer = trainer
 
@@ -99,15 +103,18 @@ class StopCallback(TrainerCallback):
             print_once(f"step {state.global_step} was the last one, nothing is left to train")
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        if self.stop.agreed():
+        if self.stop.agree_to_stop():
             control.should_training_stop = True
-            # at the end of an epoch its evaluation comes first, and belongs into the checkpoint
+            # At the end of an epoch the evaluation comes first, because its result belongs in the checkpoint
             control.should_save = not self.ends_epoch(state)
 
     def on_epoch_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """Also called where a stop has left the epoch in the middle: then nothing of its end is done."""
+        """Save and evaluate at a stop only if the epoch is complete.
+
+        The Trainer also calls this method when a stop has interrupted the epoch.
+        """
         if self.stop.agreed_signal:
             ends_epoch = self.ends_epoch(state)
             control.should_save = ends_epoch and self.trainer.saved_step != state.global_step
@@ -118,5 +125,5 @@ class StopCallback(TrainerCallback):
         return state.global_step % self.trainer.steps_per_epoch == 0 or state.global_step >= state.max_steps
 
     def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        if self.stop.agreed():
+        if self.stop.agree_to_stop():
             control.should_training_stop = True

@@ -1,4 +1,4 @@
-"""The Trainer used by all runs. It computes equal losses under every strategy and resumes exactly after a stop."""
+"""The Trainer used by all runs. It computes the same losses under every strategy and resumes exactly after a stop."""
 
 import contextlib
 import math
@@ -23,25 +23,25 @@ from training.upstream_fixes import UpstreamFixes
 
 
 class WorkshopTrainer(UpstreamFixes):
-    """The Trainer with a loss that is the same under every strategy, and a resume that continues all counts.
+    """Trainer whose loss is the same under every strategy, and which continues all counts when it resumes.
 
-    Models compute their loss in fp32: the sum over the tokens that count, divided by their number.
+    Models compute their loss in fp32: the sum over the tokens that count, divided by the number of these tokens.
     """
 
     earlier_seconds = 0.0  # training time before the checkpoint that this run resumes from
     saved_step = 0  # step of the last complete checkpoint, 0 without one
-    # called around each part of a step: its data, forward pass, backward pass, optimizer (--profile)
+    # Context manager around each phase of a step: data, forward, backward, optimizer. --profile replaces it
     phase: Callable[[str], contextlib.AbstractContextManager] = contextlib.nullcontext
     loss_of_step: Any = 0  # sum over the micro batches of this optimizer step; FiniteLossCallback resets it
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        # tokens of this rank in this run, see count_tokens
+        # Token counts of this rank in this run, see count_tokens
         self.tokens = torch.zeros(KINDS_OF_TOKENS, dtype=torch.int64, device=self.args.device)
 
     @cached_property
     def steps_per_epoch(self) -> int:
-        """Optimizer steps: batches of one rank over accumulation, rounded up."""
+        """Number of optimizer steps: batches of one rank divided by accumulation, rounded up."""
         return math.ceil(len(self.get_train_dataloader()) / self.args.gradient_accumulation_steps)
 
     def _get_train_sampler(self, train_dataset: Any = None) -> Sampler | None:
@@ -60,16 +60,16 @@ class WorkshopTrainer(UpstreamFixes):
     def prediction_step(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, None, None]:
         """Compute the loss of a batch, and add it to the sums of `evaluation_loop`."""
         inputs = self._prepare_inputs(inputs)
-        # accelerate repeats questions in the last batches, so that all ranks have equally many: these do not count
-        inputs["labels"][self.questions_left(len(inputs["labels"])) :] = IGNORED
+        # accelerate repeats questions in the last batches, so that all ranks have equally many. Do not count them twice
+        inputs["labels"][self.count_unrepeated_rows(len(inputs["labels"])) :] = IGNORED
         counted = (inputs["labels"][:, 1:] != IGNORED).sum()  # the first label is the target of no position
         with torch.no_grad(), self.compute_loss_context_manager():
             loss = self.compute_loss(model, inputs)
         self.evaluated += torch.stack([torch.where(counted > 0, loss * counted, 0.0), counted])
         return loss, None, None
 
-    def questions_left(self, rows: int) -> int:
-        """Return how many of the first rows of this rank's batch are not repeated."""
+    def count_unrepeated_rows(self, rows: int) -> int:
+        """Return the number of rows in this rank's batch that are not repeated. They come first."""
         loader: Any = self.accelerator.gradient_state
         if not loader.end_of_dataloader or loader.remainder <= 0:
             return rows
@@ -79,20 +79,20 @@ class WorkshopTrainer(UpstreamFixes):
     def evaluation_loop(self, *args: Any, **kwargs: Any) -> EvalLoopOutput:
         """Evaluate. The loss is the mean over all tokens that count, for any number of ranks and any batch size.
 
-        transformers computes a mean over batches, each of which is a mean over the tokens of that batch on all ranks.
-        So its loss depends on the number of ranks and the batch size.
+        transformers computes the mean loss of each batch, over its tokens on all ranks, and then the mean of these
+        means. So its loss depends on the number of ranks and the batch size.
         """
         self.evaluated = torch.zeros(2, dtype=torch.float64, device=self.args.device)  # sum of losses, tokens
         output: Any = super().evaluation_loop(*args, **kwargs)
         loss, counted = self.accelerator.reduce(self.evaluated).tolist()
         if not counted:
-            what = "gives no whole batch for each rank to evaluate"
+            what = "is too small to give each rank a whole batch"
             raise WorkshopError("--eval_size", what, "raise it, or leave out --dataloader_drop_last")
         output.metrics[f"{kwargs['metric_key_prefix']}_loss"] = loss / counted
         return output
 
-    def go_on_from(self, progress: Progress) -> None:
-        """Continue the counts of a checkpoint. Call this when the training begins."""
+    def resume_counts(self, progress: Progress) -> None:
+        """Continue the counts from a checkpoint. Call this when the training begins."""
         self._tr_loss += progress.unlogged_loss
         self._total_loss_scalar = progress.logged_loss
         self._globalstep_last_logged = progress.last_logged_step
@@ -115,8 +115,8 @@ class WorkshopTrainer(UpstreamFixes):
         with self.phase("backward"):  # it contains the forward phase
             loss = super().training_step(model, inputs, num_items_in_batch)
         self.loss_of_step = self.loss_of_step + loss
-        # A loss that is not finite counts as the mean of the losses before. --logging_nan_inf_filter does the same, but
-        # reads the loss in Python: the CPU then waits for the GPU in each micro batch, and prepares no next one
+        # A loss that is not finite counts as the mean of the earlier losses. --logging_nan_inf_filter does the same,
+        # but reads the loss in Python. The CPU then waits for the GPU in each micro batch, and cannot prepare the next
         mean = self._tr_loss / (1 + self.state.global_step - self._globalstep_last_logged)
         return torch.where(loss.isfinite(), loss, mean)
 
@@ -127,11 +127,12 @@ class WorkshopTrainer(UpstreamFixes):
         folder = checkpoint_folder(self.args.output_dir, self.state.global_step)
         with full_disk_errors(folder):
             if self.is_world_process_zero():
-                (folder / MARKER).unlink(missing_ok=True)  # left by a run that was resumed before this step
+                # The marker exists if this step was saved before, and the run was then resumed from a lower step
+                (folder / MARKER).unlink(missing_ok=True)
             super()._save_checkpoint(model, trial)
 
-    def save_here(self) -> Path:
-        """Save a checkpoint of the last step, unless there is one, and return its folder. Collective."""
+    def save_current_step(self) -> Path:
+        """Save a checkpoint of the current step, unless it exists already, and return its folder. Collective."""
         if self.saved_step != self.state.global_step:
             self._save_checkpoint(self.model, None)
             self.callback_handler.on_save(self.args, self.state, self.control)

@@ -1,9 +1,9 @@
-"""Workarounds for errors and gaps of the libraries. None of them belongs to what the workshop teaches.
+"""Workarounds for errors and gaps in the libraries. Participants of the workshop need not read this file.
 
-Here, each class repairs one behaviour of transformers' Trainer; UpstreamFixes combines them. To remove a workaround,
-delete its class, its name in UpstreamFixes and its row of FIXES. Workarounds that the Trainer does not need are next to
-the code that needs them, and have a row as well. A unit test fails when requirements.txt pins another version than a
-row names, and prints the condition of that row.
+Each class repairs one behaviour of transformers' Trainer, and UpstreamFixes combines the classes. To remove a
+workaround, delete its class, its name in UpstreamFixes and its row in FIXES. Workarounds outside the Trainer are next
+to the code that needs them, and also have a row. If requirements.txt pins another version than a row names, a unit test
+fails and prints the condition of that row.
 """
 
 import dataclasses
@@ -14,13 +14,13 @@ import torch.distributed as dist
 from transformers import Trainer
 
 from distributed.inspect_fsdp import local
-from training.sampling import GroupByLengthSampler, sampler_of
+from training.sampling import GroupByLengthSampler, find_sampler
 
 
 class Fix(NamedTuple):
-    place: str  # file below scripts/, and a name in it
-    seen_in: str  # the version with the behaviour, as requirements.txt names it
-    can_go_when: str  # what has to be true of a later version
+    place: str  # a file in scripts/, and a name in that file
+    seen_in: str  # the version with the behaviour, as in requirements.txt
+    removable_when: str  # the condition that a later version must meet
 
 
 FIXES = (
@@ -73,7 +73,7 @@ FIXES = (
     Fix(
         "training/sampling.py::GroupByLengthSampler",
         "transformers==5.23.0",
-        "LengthGroupedSampler draws its order from the seed and the epoch, and groups over the global batch",
+        "LengthGroupedSampler derives its order from the seed and the epoch, and groups over the global batch",
     ),
     Fix(
         "training/bloom_sdpa.py::SDPABloomModel",
@@ -103,7 +103,7 @@ FIXES = (
     Fix(
         "distributed/tensor_parallel.py::apply_tensor_parallel",
         "transformers==5.23.0",
-        "from_pretrained cuts and shards a head that is tied to the embedding as one parameter with it",
+        "from_pretrained cuts and shards an embedding and its tied head as one parameter",
     ),
     Fix(
         "distributed/tensor_parallel.py::BY_OUTPUTS",
@@ -113,7 +113,7 @@ FIXES = (
     Fix(
         "distributed/process_group.py::bind_device",
         "torch==2.13.0",
-        "torch.cuda.device_count() is 0 under a driver that is too old, after an import of deepspeed too; and, for "
+        "torch.cuda.device_count() is 0 with a driver that is too old, even after an import of deepspeed; and, for "
         "enable_cudnn_sdp, cuDNN's attention does not build a plan for each new shape (modelscope/FunASR#3704)",
     ),
     Fix(
@@ -124,17 +124,17 @@ FIXES = (
     Fix(
         "distributed/process_group.py::run_and_exit",
         "torch==2.13.0",
-        "1,000 sharded trainings over gloo that end by sys.exit end without SIGABRT",
+        "1,000 sharded trainings over gloo that call sys.exit end without SIGABRT",
     ),
     Fix(
         "distributed/process_group.py::silence_known_warnings",
         "deepspeed==0.19.8",
-        "DeepSpeed calls no collective by a name that PyTorch deprecates",
+        "DeepSpeed calls no collective by a name that is deprecated in PyTorch",
     ),
     Fix(
         "distributed/process_group.py::silence_known_warnings",
         "torch==2.13.0",
-        "HYBRID_SHARD, and tensor parallelism with FSDP, log no warning of these",
+        "HYBRID_SHARD, and tensor parallelism with FSDP, log none of these warnings",
     ),
     Fix(
         "distributed/process_group.py::silence_known_warnings",
@@ -153,7 +153,7 @@ class LossIn32Bits(Trainer):
     """With FSDP2 in 16 bit, the loss loses digits: in bf16 it keeps two or three, in fp16 it overflows.
 
     accelerate's policy for FSDP2 casts the model's output, and so the loss, to 16 bit. The loss scale of fp16 begins at
-    65,536, which fp16 cannot represent (accelerate/utils/dataclasses.py, set_mixed_precision).
+    65,536, which is too large for fp16 (accelerate/utils/dataclasses.py, set_mixed_precision).
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -167,9 +167,9 @@ class LossIn32Bits(Trainer):
 class WholeNumberOfTokens(Trainer):
     """With FSDP in 16 bit, the loss is divided by a wrong number of tokens.
 
-    transformers passes that number to the model as a float, and FSDP casts floats that go into the model. In bf16 the
-    number is wrong by up to 0.4 %, in fp16 it is infinite above 65,504 (transformers/trainer.py,
-    _get_num_items_in_batch). FSDP does not cast integers.
+    transformers passes the number to the model as a float, and FSDP casts all float inputs of the model to 16 bit. In
+    bf16 the number is wrong by up to 0.4 %. In fp16 it is infinite above 65,504 (transformers/trainer.py,
+    _get_num_items_in_batch). FSDP does not cast integers, so this class passes an integer.
     """
 
     def compute_loss(
@@ -181,12 +181,12 @@ class WholeNumberOfTokens(Trainer):
 
 
 class SkippedStepOfFusedOptimizer(Trainer):
-    """With FSDP1 in fp16, a fused AdamW ends in an error when a step overflows.
+    """With FSDP1 in fp16, a fused AdamW raises an error when a step overflows.
 
-    A fused optimizer skips such a step in its own kernel. FSDP1's scaler sums over the ranks what each has found, in a
-    shape that the kernel refuses, and the kernel skips only at a sum of exactly 1
-    (torch/distributed/fsdp/sharded_grad_scaler.py, ATen/native/cuda/fused_adam_utils.cuh). Without this attribute the
-    scaler skips the step, and the learning rate waits, as with DeepSpeed.
+    A fused optimizer skips such a step in its own kernel. FSDP1's scaler sums the overflow flags (found_inf) of the
+    ranks, in a shape that the kernel rejects. Also, the kernel skips a step only if the sum is exactly 1
+    (torch/distributed/fsdp/sharded_grad_scaler.py, ATen/native/cuda/fused_adam_utils.cuh). With the attribute set to
+    False, the scaler itself skips the step, and the learning rate does not advance, as with DeepSpeed.
     """
 
     def create_optimizer(self, *args: Any, **kwargs: Any) -> Any:
@@ -198,13 +198,13 @@ class SkippedStepOfFusedOptimizer(Trainer):
 class LossScaleOfStage0(Trainer):
     """With ZeRO stage 0 in fp16, the model barely learns: its gradients are 65,536 times too small.
 
-    DeepSpeed scales the loss only for a ZeROOptimizer (deepspeed/runtime/engine.py, backward). The optimizers of stage
-    0 divide the gradients by the scale all the same, and Adam's epsilon is then larger than the gradients
+    DeepSpeed scales the loss only for a ZeROOptimizer (deepspeed/runtime/engine.py, backward). But the optimizers of
+    stage 0 also divide the gradients by the scale, and Adam's epsilon is then larger than the gradients
     (deepspeedai/DeepSpeed#8393). FP16_UnfusedOptimizer, which runs PyTorch's AdamW, also reports the norm of the scaled
     gradients.
     """
 
-    scale_of_norm = 1.0  # the reported norm is so many times too large
+    scale_of_norm = 1.0  # factor by which the reported norm is too large
 
     def compute_loss(self, model: Any, *args: Any, **kwargs: Any) -> Any:
         loss: Any = super().compute_loss(model, *args, **kwargs)
@@ -214,14 +214,14 @@ class LossScaleOfStage0(Trainer):
 
     @staticmethod
     def scale_gradient(loss: torch.Tensor, optimizer: Any) -> float:
-        """Multiply the gradient of the loss by the loss scale, and return `scale_of_norm`."""
+        """Multiply the gradient of the loss by the loss scale. Return the new `scale_of_norm`."""
         from deepspeed.runtime.fp16.fused_optimizer import FP16_Optimizer
         from deepspeed.runtime.fp16.unfused_optimizer import FP16_UnfusedOptimizer
 
         if not isinstance(optimizer, FP16_Optimizer | FP16_UnfusedOptimizer):
             return 1.0
         scale = optimizer.loss_scale_config.cur_scale
-        # a gradient above 1 is already scaled, by a later DeepSpeed
+        # A gradient above 1 is already scaled, by a newer version of DeepSpeed
         loss.register_hook(lambda gradient: torch.where(gradient > 1, gradient, gradient * scale))
         return scale if isinstance(optimizer, FP16_UnfusedOptimizer) else 1.0
 
@@ -231,9 +231,9 @@ class LossScaleOfStage0(Trainer):
 
 
 class NormOfScaledGradients(Trainer):
-    """With tensor parallelism in fp16, gradients are clipped and logged with a norm that is 65,536 times too large.
+    """With tensor parallelism in fp16, the norm for clipping and logging is 65,536 times too large.
 
-    transformers computes the norm of cut and whole gradients without dividing by the loss scale first
+    transformers computes the norm over cut and whole gradients without first dividing the gradients by the loss scale
     (transformers/trainer.py, _mixed_mesh_grad_norm).
     """
 
@@ -243,10 +243,10 @@ class NormOfScaledGradients(Trainer):
 
 
 class GroupScaler(torch.amp.GradScaler):
-    """With tensor parallelism in fp16, PyTorch's scaler refuses to mix cut gradients (DTensors) with whole ones.
+    """With tensor parallelism in fp16, PyTorch's scaler rejects a mix of cut gradients (DTensors) and whole gradients.
 
-    This one takes each rank's local part (torch/amp/grad_scaler.py, _unscale_grads_). An overflow on one rank skips the
-    step on all ranks.
+    This scaler uses the local part of each gradient (torch/amp/grad_scaler.py, _unscale_grads_). If a gradient
+    overflows on one rank, all ranks skip the step.
     """
 
     def _unscale_grads_(
@@ -260,7 +260,7 @@ class GroupScaler(torch.amp.GradScaler):
 
 
 class ScalerOfTensorParallelism(Trainer):
-    """Uses the GroupScaler where it is needed."""
+    """Use the GroupScaler for tensor parallelism in fp16."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -269,9 +269,10 @@ class ScalerOfTensorParallelism(Trainer):
 
 
 class NoStepAfterTheLast(Trainer):
-    """From a checkpoint of step --max_steps, or after a stop, the Trainer would train one step more.
+    """After a resume from step --max_steps, or after a stop, the Trainer trains one step too many.
 
-    It checks after an epoch whether the training ends, and not before (transformers/trainer.py, _inner_training_loop).
+    The Trainer checks only after an epoch whether the training has ended (transformers/trainer.py,
+    _inner_training_loop). This class also checks before an epoch.
     """
 
     def _run_epoch(self, *args: Any, **kwargs: Any) -> None:
@@ -282,25 +283,25 @@ class NoStepAfterTheLast(Trainer):
 
 
 class EpochOfSampler(Trainer):
-    """On several ranks, a resumed run would group the questions by length in the order of the first epoch.
+    """With group_by_length on several ranks, a resumed run uses the order of the first epoch again.
 
-    accelerate does not find the sampler inside the batch sampler of each rank, and so does not set its epoch
+    accelerate does not find the sampler inside the batch sampler of each rank, so it does not set the sampler's epoch
     (accelerate/data_loader.py, DataLoaderShard.set_epoch).
     """
 
     def _run_epoch(self, *args: Any, **kwargs: Any) -> None:
-        sampler = sampler_of(kwargs["train_dataloader"])
+        sampler = find_sampler(kwargs["train_dataloader"])
         if isinstance(sampler, GroupByLengthSampler):
             sampler.epoch = kwargs["epoch"]
         super()._run_epoch(*args, **kwargs)
 
 
 class OptimizerStateOfFSDP(Trainer):
-    """With FSDP2 in fp16, a run cannot resume: the loss scaler raises an assertion.
+    """With FSDP2 in fp16, a run cannot resume: the loss scaler raises an AssertionError.
 
-    PyTorch loads an optimizer's state by a step over gradients of zero. accelerate hands it an AcceleratedOptimizer,
-    which passes that step to the loss scaler, which has scaled nothing yet (accelerate/utils/fsdp_utils.py,
-    load_fsdp_optimizer).
+    To load an optimizer's state, PyTorch performs a step with zero gradients. accelerate passes an
+    AcceleratedOptimizer to PyTorch, and this wrapper passes the step to the loss scaler, which has not scaled any loss
+    yet (accelerate/utils/fsdp_utils.py, load_fsdp_optimizer).
     """
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
@@ -322,4 +323,4 @@ class UpstreamFixes(
     EpochOfSampler,
     OptimizerStateOfFSDP,
 ):
-    """transformers' Trainer with all the workarounds above."""
+    """transformers' Trainer with all workarounds above."""

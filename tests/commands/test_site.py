@@ -220,7 +220,7 @@ def test_stored_numbers_match_the_current_estimates(models_folder):
         for attention, sizes in stated["passes"][precision].items():
             for cast, by_length in COMPUTE.pass_bytes(words, precision, attention, [length]).items():
                 assert sizes[cast][str(length)] == by_length[length]
-        assert json.loads(json.dumps(COMPUTE.chunk_bytes(words, precision))) == stated["chunks"][precision]
+        assert json.loads(json.dumps(COMPUTE.chunk_sizes(words, precision))) == stated["chunks"][precision]
     assert json.loads(json.dumps(COMPUTE.methods())) == numbers()["methods"]
     assert COMPUTE.left_out() == numbers()["left_out"]
 

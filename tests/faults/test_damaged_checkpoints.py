@@ -31,7 +31,7 @@ def test_a_damaged_checkpoint_is_skipped(bench: Bench, damage):
 def test_a_damaged_checkpoint_named_by_the_user_ends_the_run(bench: Bench):
     output = bench.trained(*KEPT).output
     DAMAGES["truncated file"](output / "checkpoint-4")
-    bench.refuses("output/7/checkpoint-4: is no complete checkpoint; ...", *SECOND, code=4, JOB_ID=8)
+    bench.refuses("output/7/checkpoint-4: is not a complete checkpoint; ...", *SECOND, code=4, JOB_ID=8)
 
 
 def test_a_sharded_checkpoint_needs_the_same_number_of_ranks(bench: Bench):

@@ -49,5 +49,5 @@ def test_llama_without_a_pad_token(train, workplace):
 
 def test_the_custom_gpt_rejects_activation_checkpointing_by_name(train):
     done = train("gpt_checkpointed", "--activation_checkpointing", code=2, **GPT)
-    what = "--activation_checkpointing: CustomGPTForCausalLM cannot compute its blocks again"
+    what = "--activation_checkpointing: CustomGPTForCausalLM cannot recompute its blocks"
     assert done.error_lines == [f"error: {what}; leave it out, or use FSDP's, in its config file"]

@@ -31,7 +31,7 @@ from runs import (
 from settings.precision import cpu_has_bf16
 from settings.settings import build_settings
 from training.checks_before_training import bytes_to_save
-from training.find_checkpoints import forbid_code_in_checkpoints, refuse_code_in
+from training.find_checkpoints import check_for_code, forbid_code_in_checkpoints
 
 TOLERANCE = 1e-4  # allows another order of fp32 additions; a lost gradient changes the loss far more
 BF16_TOLERANCE = 2e-4  # relative, and less than the error if FSDP rounds the loss to bf16: 7.62 becomes 7.625
@@ -89,7 +89,7 @@ def test_tensor_parallelism_has_the_losses_of_one_rank(run: Finished, table):
     share = (whole + (run.record["parameters"] - whole) / size) / groups / run.record["parameters"]
     assert run.effective("local parameter share") == pytest.approx(share, abs=1e-4)
     assert f"tokens.weight: ({1024 // (size * groups)}, 64) of (1024, 64) are on rank 0\n" in run.log
-    assert "--tensor_parallel writes no checkpoints: a stop ends this run at once, and it is lost\n" in run.log
+    assert "--tensor_parallel writes no checkpoints: a stop ends this run at once, and nothing is saved\n" in run.log
     assert not list(run.output.glob("checkpoint-*"))
     # The ranks of a group compute the same tokens, which must count once
     tokens = table("gpt_plain").record["train"]["real_tokens"]
@@ -241,7 +241,7 @@ def test_a_checkpoint_holds_no_file_that_could_run_code(run: Finished, monkeypat
     monkeypatch.setenv("TORCH_FORCE_WEIGHTS_ONLY_LOAD", "1")  # monkeypatch unsets it after the test
     (checkpoint,) = run.output.glob("checkpoint-*")
     forbid_code_in_checkpoints(with_deepspeed=True)
-    refuse_code_in(checkpoint)
+    check_for_code(checkpoint)
 
 
 # 3. Waiting for the GPU

@@ -8,7 +8,7 @@ from transformers import BloomConfig, BloomForCausalLM
 
 from config import ModelArguments
 from model import build_meta_model
-from training.bloom_sdpa import attention_of, use_attention
+from training.bloom_sdpa import attention_name, use_attention
 from training.chunked_loss import use_chunked_loss
 
 LENGTH = 100
@@ -22,7 +22,7 @@ def models(**sizes: int) -> tuple[BloomForCausalLM, BloomForCausalLM]:
     eager = BloomForCausalLM(BloomConfig(**{"vocab_size": 512, "hidden_size": 64, "n_layer": 2, "n_head": 4} | sizes))
     sdpa = copy.deepcopy(eager)
     use_attention(sdpa, "sdpa")
-    assert (attention_of(eager), attention_of(sdpa)) == ("eager", "sdpa")
+    assert (attention_name(eager), attention_name(sdpa)) == ("eager", "sdpa")
     return eager.train(), sdpa.train()
 
 
@@ -116,12 +116,12 @@ def test_the_models_own_attention_is_kept():
     eager, _ = models()
     use_attention(eager, None)
     use_attention(eager, "eager")
-    assert attention_of(eager) == "eager"
+    assert attention_name(eager) == "eager"
 
 
 def test_attention_that_a_model_lacks_is_refused(refusal):
     """The check needs only a model on the meta device, so it runs before the weights are loaded."""
-    assert attention_of(build_meta_model(ModelArguments("tiny-bloom", attention="sdpa"))) == "sdpa"
-    assert attention_of(build_meta_model(ModelArguments("custom-gpt", attention="sdpa"))) == "sdpa"
+    assert attention_name(build_meta_model(ModelArguments("tiny-bloom", attention="sdpa"))) == "sdpa"
+    assert attention_name(build_meta_model(ModelArguments("custom-gpt", attention="sdpa"))) == "sdpa"
     line = refusal(build_meta_model, ModelArguments("custom-gpt", attention="eager"))
-    assert line == "error: --attention: CustomGPTForCausalLM has no other than sdpa; leave it out"
+    assert line == "error: --attention: CustomGPTForCausalLM supports only sdpa; leave it out"

@@ -15,7 +15,7 @@ from transformers import BloomConfig, BloomForCausalLM
 from records.writer import RunRecord
 from settings.command_line import parse_command_line
 from training import audit
-from training.audit import AuditCallback, Audited, offload_knobs
+from training.audit import AuditCallback, AuditedKnob, offload_knobs
 
 
 def loader(shuffle: bool = True) -> DataLoader:
@@ -128,7 +128,7 @@ def test_an_optimizer_that_is_not_pytorchs_adamw_is_shown_as_it_runs(settings):
 
 def test_a_difference_on_another_rank_ends_this_rank_too(settings, refusal, monkeypatch):
     """Rank 0 has no difference itself. If it continued, it would wait for the rank that has ended."""
-    on_rank_1 = Audited("local parameter share", 0.5, 1.0)
+    on_rank_1 = AuditedKnob("local parameter share", 0.5, 1.0)
     monkeypatch.setattr(audit, "gather_lists", lambda own: [own, [on_rank_1]])
     line = refusal(run_audit, plain_trainer(), settings, code=3)
     assert "local parameter share: 0.5 was requested, 1.0 is what would run on rank 1;" in line

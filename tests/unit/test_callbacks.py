@@ -24,7 +24,7 @@ class Run:
         tokens = torch.zeros(4, dtype=torch.int64)
         dataset = range(10 * SAMPLES_PER_STEP)
         self.trainer = SimpleNamespace(tokens=tokens, train_dataset=dataset, steps_per_epoch=10, get_tp_size=lambda: 1)
-        flops = SimpleNamespace(needed=lambda real, counted, squares: real + 10 * counted + squares / 100)
+        flops = SimpleNamespace(count_operations=lambda real, counted, squares: real + 10 * counted + squares / 100)
         self.callback = TrainSpeedCallback(self.trainer, flops, peak=5000.0)
         self.done = 0
         self.callback.on_train_begin(None, self.state, None)
@@ -42,7 +42,7 @@ class Run:
             self.now += 1000
 
     def measured(self, *names: str) -> list:
-        found = self.callback.measured()
+        found = self.callback.summary()
         return [found[name] for name in names]
 
 
@@ -73,7 +73,7 @@ def test_steps_faster_than_the_measured_peak_give_no_mfu(monkeypatch):
 
 def test_a_resumed_run_warms_up_again_and_continues_its_counts(monkeypatch):
     run = Run(monkeypatch, first_step=10)
-    run.callback.go_on_from(steps=8, seconds=16.0, tokens=[[10_000, 0, 0, 0], [8000, 0, 0, 0]])
+    run.callback.resume_counts(steps=8, seconds=16.0, tokens=[[10_000, 0, 0, 0], [8000, 0, 0, 0]])
     for number in range(10):
         run.step(pause=number == 9)
     assert run.measured("real_tokens", "steady_steps") == [20_000, 8 + 10 - WARM_UP_STEPS]

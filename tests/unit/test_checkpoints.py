@@ -14,8 +14,8 @@ from settings.command_line import LATEST, parse_command_line
 from settings.settings import Settings
 from training import checks_before_training
 from training.checks_before_training import check_room
-from training.find_checkpoints import MARKER, check_same_training, find_checkpoint, identity_of
-from training.save_checkpoints import CheckpointCallback, mark_complete, remove_checkpoints_of_stops
+from training.find_checkpoints import MARKER, check_same_training, find_checkpoint, training_identity
+from training.save_checkpoints import CheckpointCallback, mark_complete, remove_stop_checkpoints
 from training.speed import TrainSpeedCallback
 
 MARKED = {"job_id": "7", "world_size": 1, "strategy": "plain", "save_strategy": "epoch"}
@@ -66,7 +66,7 @@ def test_a_checkpoint_given_by_name_must_be_complete(refusal):
     assert find("output/7/checkpoint-10/") == str(named)
     (named / "optimizer.pt").unlink()
     assert refusal(find, str(named), code=4) == (
-        f"error: {named}: is no complete checkpoint; choose a folder with a {MARKER} whose files are all there"
+        f"error: {named}: is not a complete checkpoint; choose a folder with a {MARKER} and all files that it lists"
     )
 
 
@@ -113,8 +113,8 @@ def test_a_run_without_saving_removes_only_the_checkpoints_of_its_stops():
     checkpoint("output/7", 20, save_strategy="epoch")
     checkpoint("output/7", 30, save_strategy="no")
     checkpoint("output/8", 30, save_strategy="no")
-    remove_checkpoints_of_stops("output/7")
-    remove_checkpoints_of_stops("output/8")
+    remove_stop_checkpoints("output/7")
+    remove_stop_checkpoints("output/8")
     assert list_names("output/7") == ["checkpoint-20"]
     assert not Path("output/8").exists()
 
@@ -127,7 +127,7 @@ TWO_RANKS = ("--per_device_train_batch_size", "2")  # two ranks then have the de
 
 def make_run(*argv: str, tokens: dict = TOKENS, ranks: int = 1, strategy: str = "plain") -> tuple[Settings, dict]:
     settings = parse_command_line("", ["--model_name", "tiny-bloom", *argv], environment={})
-    return settings, identity_of("7", settings, strategy, ranks, Dataset.from_dict(tokens))
+    return settings, training_identity("7", settings, strategy, ranks, Dataset.from_dict(tokens))
 
 
 def save_marker(*argv: str, **run: object) -> str:
@@ -162,7 +162,7 @@ def test_another_setting_ends_with_4_and_is_named(words, refusal):
     folder = save_marker()
     assert refusal(check_same_training, folder, make_run(*words.split())[1], code=4) == (
         f"error: {folder}: is of another training: {CHANGED[words]}; "
-        "give the same settings, or leave --resume_from_checkpoint out to start anew"
+        "give the same settings, or leave --resume_from_checkpoint out to start from the beginning"
     )
 
 
@@ -180,7 +180,7 @@ def test_an_unsharded_checkpoint_fits_any_number_of_ranks():
 def test_changed_questions_and_config_files_are_noticed_despite_equal_names(refusal):
     folder = save_marker()
     others = make_run(tokens=TOKENS | {"labels": [[1, 2, 4], [4, 5]]})[1]
-    assert "the training questions or their tokens are others" in refusal(check_same_training, folder, others, code=4)
+    assert "the training questions or their tokens differ" in refusal(check_same_training, folder, others, code=4)
     changed = make_run()[1] | {"config": {"zero_optimization.stage": 2}}
     line = refusal(check_same_training, folder, changed, code=4)
     assert "config zero_optimization.stage was None, is 2" in line
@@ -201,7 +201,7 @@ def test_too_little_disk_space_is_found_before_the_training(monkeypatch, refusal
     )
     check_room("output/7", settings, model, "plain", keep=1)
     line = refusal(check_room, "output/7", settings, model, "FSDP2 FULL_SHARD", 1, code=3)
-    what = r"0.0 GiB free, 2 checkpoint\(s\) of 0.0 GiB will be there at once, and a model of 0.0; .*"
+    what = "has 0.0 GiB free, but needs 2 x 0.0 GiB for checkpoints and 0.0 GiB for the model; .*"
     assert re.fullmatch(rf"error: \S+/work: {what}", line)
     check_room("output/7", one_epoch, model, "FSDP2 FULL_SHARD", keep=1)
     check_room("output/7", unsaved, model, "DeepSpeed ZeRO-2", keep=10)

@@ -157,7 +157,10 @@ def model_with_own_loss() -> torch.nn.Module:
 @pytest.mark.parametrize(
     ("model", "what"),
     [
-        (model_with_two_layer_head, "needs one linear layer without bias as head, LlamaForCausalLM has another"),
+        (
+            model_with_two_layer_head,
+            "needs one linear layer without bias as head, LlamaForCausalLM has a different one",
+        ),
         (model_with_own_loss, "is wrong for BartForCausalLM, which has a loss of its own"),
     ],
 )

@@ -77,7 +77,7 @@ def test_a_meta_model_needs_the_same_work_as_a_real_model():
     planned = micro_batch_work(plan(*TINY))
     assert operations(planned) == operations(real.work)
     assert moved_bytes(planned) == pytest.approx(moved_bytes(real.work), rel=0.02)
-    needed = ModelFlops(model).needed(real=4 * 64, counted=4 * 64, squares=4 * 64 * 64)
+    needed = ModelFlops(model).count_operations(real=4 * 64, counted=4 * 64, squares=4 * 64 * 64)
     assert operations(planned) == pytest.approx(needed, rel=0.05)
 
 

@@ -39,9 +39,9 @@ def test_operations_agree_with_pytorchs_count(name: str):
         with FlopCounterMode(display=False) as counter:
             model(input_ids=tokens, attention_mask=torch.ones_like(tokens), labels=tokens).loss.backward()
     per_model = ModelFlops(model)
-    needed = per_model.needed(real=2 * 48, counted=2 * 48, squares=2 * 48 * 48)
+    needed = per_model.count_operations(real=2 * 48, counted=2 * 48, squares=2 * 48 * 48)
     assert needed == pytest.approx(counter.get_total_flops(), rel=0.02)
-    assert needed - per_model.needed(real=2 * 48, counted=48, squares=2 * 48 * 48) == 6 * 500 * 64 * 48
+    assert needed - per_model.count_operations(real=2 * 48, counted=48, squares=2 * 48 * 48) == 6 * 500 * 64 * 48
 
 
 @pytest.mark.parametrize(

@@ -47,7 +47,7 @@ def make_record(steady: dict, means: dict, held: dict | None, reason: str = "", 
     trainer.tokens = torch.zeros(4, dtype=torch.int64)
     trainer.train_dataset = range(8)
     trainer.steps_per_epoch = 2
-    measured = TrainSpeedCallback(trainer, None, 1e12).measured() | steady
+    measured = TrainSpeedCallback(trainer, None, 1e12).summary() | steady
     utilisation = UtilisationCallback(run)
     utilisation.means = lambda: means
     if reason:
@@ -75,7 +75,7 @@ def test_every_field_that_a_run_writes_is_described():
     for part in (record, record.train, record.hardware, record.git, *record.held):
         assert not part.model_extra, "fields that records/schema.py does not describe"
     assert record.train.loss_last == 2
-    assert record.missing["held.gradients"] == "DeepSpeed drops them in the step, without accumulation"
+    assert record.missing["held.gradients"] == "without accumulation, DeepSpeed frees them within the step"
 
 
 def test_unknown_fields_are_kept_when_a_record_is_rewritten():

@@ -19,7 +19,7 @@ from helpers import REPOSITORY
 from model import load_config, load_model, load_tokenizer
 from shared.errors import WorkshopError
 from text_checks.security import dangers
-from training.find_checkpoints import forbid_code_in_checkpoints, refuse_code_in
+from training.find_checkpoints import check_for_code, forbid_code_in_checkpoints
 
 DATA = DataArguments(dataset=str(REPOSITORY / "data" / "squad_sample.json"))
 EXECUTED = Path("executed")
@@ -123,16 +123,16 @@ def test_a_file_that_holds_code_is_refused_by_name(weights_only, name, refusal):
     path = Path("checkpoint-8") / name
     path.parent.mkdir(parents=True)
     torch.save({"module": Code()}, path)
-    line = refusal(refuse_code_in, Path("checkpoint-8"), code=4)
-    assert line.startswith(f"error: {path}: holds posix.mkdir, which is code and no data; ")
+    line = refusal(check_for_code, Path("checkpoint-8"), code=4)
+    assert line.startswith(f"error: {path}: contains posix.mkdir, which is code, not data; ")
 
 
 @pytest.mark.parametrize("content", [pickle.dumps(Code()), b"PK\3\4 cut off"])
 def test_a_file_that_is_not_a_checkpoint_file_is_refused(weights_only, content, refusal):
     Path("checkpoint-8").mkdir()
     Path("checkpoint-8/optimizer.pt").write_bytes(content)
-    line = refusal(refuse_code_in, Path("checkpoint-8"), code=4)
-    assert line.startswith("error: checkpoint-8/optimizer.pt: is damaged, or no file of a checkpoint (")
+    line = refusal(check_for_code, Path("checkpoint-8"), code=4)
+    assert line.startswith("error: checkpoint-8/optimizer.pt: is damaged, or not a checkpoint file (")
 
 
 def test_nothing_in_this_process_loads_code(weights_only, monkeypatch):

@@ -19,7 +19,7 @@ def stop():
     """A StopRequest during the training. The signal handlers of pytest are restored after the test."""
     before = {number: signal.getsignal(number) for number in STOPPING_SIGNALS}
     stop = StopRequest()
-    stop.listen()
+    stop.install_handlers()
     stop.training = True
     yield stop
     for number, handler in before.items():
@@ -41,7 +41,7 @@ def test_a_signal_before_or_after_the_training_ends_the_run(stop):
 
 def test_a_signal_in_the_training_requests_a_stop_and_repeats_are_ignored(stop, capfd):
     send(signal.SIGUSR1, signal.SIGTERM, signal.SIGTERM)
-    assert stop.agreed()
+    assert stop.agree_to_stop()
     assert stop.agreed_signal == signal.SIGUSR1
     assert capfd.readouterr().out == "\nSIGUSR1: a checkpoint follows at the end of this step\n"
 
@@ -57,9 +57,9 @@ def test_workers_of_the_data_loader_leave_a_signal_to_their_parent(stop, capfd):
 
 def test_a_signal_that_nohup_ignores_stays_ignored(stop):
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
-    stop.listen()
+    stop.install_handlers()
     send(signal.SIGHUP)
-    assert not stop.agreed()
+    assert not stop.agree_to_stop()
 
 
 # The end of a step or an epoch. An epoch has 8 steps, the training 13

@@ -15,7 +15,7 @@ def conditions_to_check(pinned: list[str]) -> list[str]:
     versions = {line.partition("==")[0]: line for line in pinned}
     return [
         f"{versions.get(fix.seen_in.partition('==')[0])} is pinned, and {fix.place} was seen in {fix.seen_in}. "
-        f"Check whether it can go: {fix.can_go_when}"
+        f"Check whether it can go: {fix.removable_when}"
         for fix in FIXES
         if fix.seen_in not in pinned
     ]
@@ -35,7 +35,7 @@ def test_a_raised_version_lists_the_conditions_of_its_library():
     deepspeed_fixes = [fix for fix in FIXES if fix.seen_in.startswith("deepspeed==")]
     assert len(lines) == len(deepspeed_fixes) > 1
     for line, fix in zip(lines, deepspeed_fixes, strict=True):
-        assert line.endswith(f"{fix.place} was seen in {fix.seen_in}. Check whether it can go: {fix.can_go_when}")
+        assert line.endswith(f"{fix.place} was seen in {fix.seen_in}. Check whether it can go: {fix.removable_when}")
 
 
 @pytest.mark.parametrize("place", sorted({fix.place for fix in FIXES}))
