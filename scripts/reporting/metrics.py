@@ -214,7 +214,7 @@ METRICS = {
 
 
 def metric_value(metric: str, run: Run) -> Value:
-    """Return a number, a text, or a Missing with the reason. Call this only for shown metrics: a prediction is slow."""
+    """Return a number, a text or a Missing. Call this only for metrics that are shown, because a prediction is slow."""
     return METRICS[metric].read(run)
 
 
@@ -269,7 +269,7 @@ class Cell:
 
     @property
     def number(self) -> float | None:
-        """The value, or None if it is a text."""
+        """The value if it is a number, otherwise None."""
         return None if isinstance(self.value, str) else self.value
 
     def with_decimals(self, places: int) -> str:

@@ -99,7 +99,7 @@ def link_jobs(text: str, anchors: dict[Run, str]) -> Markup:
 
 
 def runs_by_status(runs: list[Run]) -> list[tuple[str, list[Run]]]:
-    """Group the runs by status. Completed runs are left out, except those with damaged or missing logs, at the end."""
+    """Group the runs by status. Completed runs are left out, except those with problems, which come last."""
     statuses = sorted({run.status for run in runs} - {"completed"})
     found = [(status, [run for run in runs if run.status == status]) for status in statuses]
     damaged = [run for run in runs if run.completed and run.problems]

@@ -67,7 +67,7 @@ def new_figure(parts: int = 1, legend_lines: int = 0) -> tuple[Figure, list[Axes
 
 
 def legend_name(row: Row) -> str:
-    """The row's label, with a status other than completed, or a note that the run does not compare."""
+    """Return the row's label. A status other than completed, or "does not compare", is added in parentheses."""
     if row.run and not row.run.completed:
         return f"{row.label} ({row.run.status})"
     return f"{row.label} (does not compare)" if row.mismatches else row.label
@@ -268,7 +268,7 @@ def points_over_gpus(table: Table, column: str) -> list[tuple[int, float]]:
 
 
 def left_out_note(table: Table, column: str) -> str:
-    """Return a sentence with the completed runs that a plot leaves out, or an empty text if it shows all of them."""
+    """Name the completed runs that a plot leaves out. The text is empty if the plot shows all of them."""
     completed = [row for row in table.rows if row.run and row.run.completed]
     mismatched = [row.label for row in completed if row.mismatches]
     without = [row.label for row in completed if not row.mismatches and not drawable_number(table, row, column)]

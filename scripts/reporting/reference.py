@@ -53,7 +53,7 @@ class ReportNumbers(BaseModel):
 
 
 def write_numbers(tables: list[Table], output: Path) -> None:
-    """Write report.json, so that others can compare their reports with this one. Raises OSError."""
+    """Write report.json, so that others can compare their reports with this one. Raises OSError if writing fails."""
     numbers = ReportNumbers(
         schema=SCHEMA,
         tables={
@@ -92,9 +92,9 @@ def defining_settings(run: Run) -> dict[str, str]:
 
 
 def read_reference(given: Path, output: Path) -> dict[str, list[RowNumbers]]:
-    """Read the tables of a report. given: the report's folder, or its report.json.
+    """Read the tables of a report. given: the report's folder or its report.json.
 
-    Raises WorkshopError (exit code 2) if the file is missing, damaged, or the file that this report will write.
+    Raises WorkshopError (exit code 2) if the file is missing, is damaged or would be overwritten by this report.
     """
     path = given / NUMBERS_FILE if given.is_dir() else given
     if os.path.realpath(path) == os.path.realpath(output / NUMBERS_FILE):

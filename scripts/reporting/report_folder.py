@@ -43,7 +43,7 @@ ALL_RUNS = TableDefinition(
 def write_report(folders: list[Path], output: Path, all_runs: bool, reference: Path | None = None) -> str:
     """Write index.html, report.json, and a .md, a .csv and the plots of each table that has runs.
 
-    reference: the folder of another report, or its report.json. Returns a summary of the written report.
+    reference: the folder of another report or its report.json. Returns a summary of the written report.
     """
     definitions = load_definitions()
     for folder in folders:

@@ -45,7 +45,7 @@ NOT_LOGGED = Missing("the job ended before its training began")
 class Run:
     folder: Path
     job_id: str
-    written: datetime  # time of the last write to the record, or to the log if there is no record
+    written: datetime  # time of the last write to the record (without a record, to the log)
     record: Record = NO_RECORD
     status: str = INCOMPLETE
     status_notes: list[str] = field(default_factory=list)  # details of the status, such as the exit code or a resume
@@ -83,7 +83,7 @@ class Run:
 
     @property
     def sort_key(self) -> tuple:
-        """Sort runs by start, or by the time of their file, then by job id. Numeric job ids sort by value."""
+        """Sort key: the start (without one, the time of the file), then the job id. Numeric job ids sort by value."""
         return self.record.started or self.written, len(self.job_id), self.job_id
 
     @property
@@ -92,7 +92,7 @@ class Run:
         return ": ".join(filter(None, [self.status, "; ".join(self.status_notes)]))
 
     def get(self, path: str) -> Any:
-        """Return the value at a path such as ``train.runtime_s`` or ``eval.-1.loss``, or a Missing with the reason."""
+        """Return the value at a path such as ``train.runtime_s`` or ``eval.-1.loss``; a Missing if there is none."""
         value: Any = self.record
         for key in path.split("."):
             if isinstance(value, list):
@@ -102,7 +102,7 @@ class Run:
         return self.explain_missing(path) if value is None else value
 
     def explain_missing(self, path: str) -> Missing:
-        """Return the reason why there is no value at this path."""
+        """Return the reason for the missing value at this path."""
         given = self.record.missing.get(path) or self.record.missing.get(path.split(".")[0])
         if given:
             return Missing(given)
@@ -140,7 +140,7 @@ def find_runs(folders: list[Path]) -> list[Run]:
 
 
 def find_runs_in_folder(folder: Path) -> list[Run]:
-    """Return the runs of one folder. A run has a record, or only memory logs, or only a job log.
+    """Return the runs of one folder. Some have a record, some only memory logs, and some only a job log.
 
     A job log without an error line is ignored in two cases: the job is still waiting or running, or its summary says
     "completed", because its program writes no record.
@@ -185,7 +185,10 @@ def read_run(path: Path) -> Run:
 
 
 def set_status(run: Run) -> None:
-    """Set the run's status and notes from its record. A record that still says `running` after the end has failed."""
+    """Set the run's status and notes from its record.
+
+    If the job has ended and its record still says `running`, the run has failed.
+    """
     record = run.record
     assert run.path
     vanished = record.status in ("running", "failed") and ended_without_a_word(run.path, record)
@@ -272,7 +275,7 @@ def summarise_memory(run: Run, kind: str, logs: list[MemoryLog], series_per_node
 
 
 def missing_part(run: Run, kind: str, logs: list[MemoryLog], series_per_node: int) -> str:
-    """Return the part of the job that is not in these logs, or an empty text if they cover the whole job."""
+    """Name the part of the job that is not in these logs. The text is empty if they cover the whole job."""
     if not logs:
         return f"{run.folder}/{kind}_memory: no log of job {run.job_id}"
     nodes = len(run.record.nodes) or 1

@@ -90,7 +90,7 @@ def trait_differences(run: Run, other: Run, varies: Collection[str] = ()) -> str
 
 
 def find_mismatches(runs: list[Run], varies: Collection[str] = ()) -> dict[Run, list[str]]:
-    """List the traits in which each run differs from most experiments among these runs. varies: traits that may differ.
+    """Return for each run the reasons why it does not compare with most experiments. varies: traits that may differ.
 
     The usual value of a trait is the most common one over the experiments. In a tie, the latest run's value counts.
     """
@@ -109,7 +109,7 @@ def find_mismatches(runs: list[Run], varies: Collection[str] = ()) -> dict[Run, 
 
 
 def preference(run: Run, mismatches: Collection[str] = ()) -> tuple:
-    """Sort key that puts the best run of an experiment last: the latest completed run with the fewest mismatches.
+    """Return a sort key that puts an experiment's best run last: the latest completed run with the fewest mismatches.
 
     A run that differs from its script, or that the profiler slowed down, comes before all other completed runs.
     """
@@ -214,7 +214,7 @@ def select_repeats(chosen: Run | None, runs: list[Run], all_runs: bool) -> list[
 
 
 def build_cell(column: str, row: Row, bases: list[Run], base_name: str, varies: Collection[str]) -> Cell:
-    """Build a row's cell: the value of one run, or the mean over its repeats. bases: the reference's runs."""
+    """Build a row's cell from its run or its repeats. bases: the runs of the reference experiment."""
     relation, _, metric = column.rpartition(".")
     if not relation:
         return build_metric_cell(metric, row.repeats)

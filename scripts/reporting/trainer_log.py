@@ -52,4 +52,4 @@ def entries(log: Path | None) -> Iterator[dict[str, float]]:
         try:
             yield {name: float(value) for name, value in PAIR.findall(line)}
         except ValueError:
-            continue  # another program's braces, or a line that two processes have written at the same time
+            continue  # a line of another program, or one that two processes wrote at the same time
