@@ -63,7 +63,7 @@ class Server:
         self.log = folder / "server.log"
         with self.log.open("wb") as log, far:
             streams = {"stdin": subprocess.DEVNULL, "stdout": subprocess.DEVNULL, "stderr": log}
-            # An own session, because the server must end its cases before it ends itself on Ctrl-C in pytest
+            # Use a separate session, because on Ctrl-C in pytest the server must end its cases before it ends itself
             self.popen = subprocess.Popen(
                 words, env=self.environment, pass_fds=[far.fileno()], start_new_session=True, **streams
             )

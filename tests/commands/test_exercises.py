@@ -1,4 +1,4 @@
-"""The exercises as a participant runs them: solutions pass the check, and it lists the open gaps of an exercise."""
+"""The exercises as a participant runs them: the solutions pass the check, which lists the open gaps of exercises."""
 
 import ast
 import re

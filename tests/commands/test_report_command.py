@@ -33,7 +33,7 @@ def test_squeue_decides_if_a_job_is_still_running(tmp_path, monkeypatch, queue, 
     write(tmp_path / "bin" / "squeue", f"#!/bin/sh\n{queue}\n")
     (tmp_path / "bin" / "squeue").chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}/bin:{os.environ['PATH']}")
-    # queued_jobs caches its answer for a report, so the cache must go
+    # Remove the cache of queued_jobs, which keeps squeue's answer for one report
     monkeypatch.setattr(end_of_job, "queued_jobs", end_of_job.queued_jobs.__wrapped__)
     add_unfinished_run(tmp_path)
     run = single_run(tmp_path)

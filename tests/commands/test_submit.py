@@ -97,7 +97,7 @@ def test_a_chain_skips_a_rejected_job(submit, workshop):
 
 
 def test_the_dry_run_reports_errors(submit, shown, workshop):
-    """The dry run reports a job that Slurm rejects, and a config that does not load by the estimate's exit code."""
+    """The dry run reports a job that Slurm would reject. If a config does not load, it has the estimate's exit code."""
     refused = {"SITE": "laptop", "REFUSED": "zero_1"}
     assert submit("--dry-run", STAGES, NO_CLUSTER=1, **refused)[0].returncode == 0
     done, submitted = submit("--dry-run", STAGES, **refused)

@@ -18,7 +18,7 @@ STATES = ("parameters", "gradients", "optimizer state")
 
 @uses(*HELD)
 def test_model_states_match_the_estimate(run: Finished, monkeypatch):
-    """They match within 5 % on every rank. The prediction from the record equals that from the command line."""
+    """The bytes match within 5 % on every rank, and the record predicts the same values as the command line."""
     row = RUNS[run.job_id]
     monkeypatch.chdir(run.folder)
     variables = {name: str(value) for name, value in (TINY | row.settings).items()}

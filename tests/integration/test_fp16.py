@@ -50,7 +50,7 @@ def test_the_gradient_norm_is_logged_without_clipping(train, table):
 
 @pytest.mark.parametrize("name", ["full_shard", "tp2"])
 def test_an_overflow_on_one_rank_skips_the_step_on_all(train, name):
-    """Rank 1 gets an infinite gradient in the second step, in train.py's fused AdamW on the shards of each method."""
+    """Rank 1 gets an infinite gradient in the second step. train.py's fused AdamW must skip the step on all ranks."""
     row = RUNS[name]
     how = row.settings | {"script": FP16_ON_CPU, "ranks": 2, "SAVE_STRATEGY": "no"}
     run = train(f"fp16_overflow_{name}", *row.arguments, OVERFLOW_STEP=2, **how)

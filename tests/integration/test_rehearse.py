@@ -1,4 +1,4 @@
-"""rehearse.py runs rank 0 of up to 512 ranks. Its memory and traffic match the formulas, its collectives real runs."""
+"""rehearse.py runs rank 0 of up to 512 ranks. Memory and traffic match the formulas, collectives match real runs."""
 
 import json
 import re

@@ -114,10 +114,8 @@ def test_bf16(run: Finished, table):
     if run.job_id == "bf16_full_shard":
         ddp = table("bf16_ddp")
         assert run.losses == pytest.approx(ddp.losses, rel=BF16_TOLERANCE)
-        for name in (
-            "loss_mean",
-            "loss_last",
-        ):  # an error from a rounded number of tokens does not average out here
+        # In a training loss, an error from a rounded number of tokens does not average out
+        for name in ("loss_mean", "loss_last"):
             assert run.record["train"][name] == pytest.approx(ddp.record["train"][name], rel=BF16_TOLERANCE)
     weights = AutoModelForCausalLM.from_pretrained(run.output, dtype="auto")
     assert weights.dtype == (torch.bfloat16 if run.job_id == "bf16_zero2" else torch.float32)

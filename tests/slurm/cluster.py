@@ -330,7 +330,7 @@ class Cluster:
                     if command and all(word in text for word in contains):
                         found[int(process.name)] = command.replace("\0", " ").strip()
             except OSError:
-                pass  # the process has ended, or belongs to another user
+                pass  # the process has ended, or cannot be read
         return found
 
     def kill(self, node, sent, *contains):
