@@ -31,7 +31,7 @@ COMMANDS = [
         "too few questions",
         "--model_name tiny-bloom --dataset SAMPLE --train_size 9999",
         {},
-        "--train_size or --samples_per_gpu: 9999 questions wanted, but SAMPLE has 280 to train on; lower it",
+        "--train_size or --samples_per_gpu: 9999 questions requested, but SAMPLE has only 280 to train on; lower it",
     ),
     (
         "offline",
@@ -45,7 +45,7 @@ COMMANDS = [
         "too few to evaluate on",
         "--model_name tiny-bloom --dataset SAMPLE --train_size 8 --eval_size 68",
         {},
-        "--eval_size: 68 questions wanted, but SAMPLE has 67 to eval on; lower it",
+        "--eval_size: 68 questions requested, but SAMPLE has only 67 to eval on; lower it",
     ),
     (
         "finished run",
