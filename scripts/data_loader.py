@@ -64,7 +64,8 @@ def load_set(
         questions = read_part(part, data_args)
         if size > len(questions):
             flag = {"train": "--train_size or --samples_per_gpu", "eval": "--eval_size"}[part]
-            what = f"{size} questions requested, but {source(part, data_args)} has only {len(questions)} to {part} on"
+            use = {"train": "train", "eval": "evaluate"}[part]
+            what = f"{size} questions requested, but {source(part, data_args)} has only {len(questions)} to {use} on"
             raise WorkshopError(flag, what, "lower it")
         seed = training_args.seed if training_args.data_seed is None else training_args.data_seed
         return tokenise(questions.shuffle(seed=seed).select(range(size)), tokenizer, data_args)
@@ -200,7 +201,7 @@ def tokenizer_key(tokenizer: PreTrainedTokenizerBase) -> str:
 
 
 def tokenise_batch(batch: dict, tokenizer: PreTrainedTokenizerBase, max_length: int, labels: str) -> dict:
-    """Return token ids of prompt, first reference answer and EOS, at most `max_length` per question.
+    """Return token ids of prompt, first reference answer and EOS, at most `max_length` tokens per question.
 
     The first `prompt_length` tokens are the prompt, from which generation also starts. `cut` is True if the end of the
     context was cut off. Raise WorkshopError (exit code 2) if a question does not fit even without context.

@@ -82,7 +82,7 @@ def main() -> None:
         fsdp_config = check_fsdp_config(settings.trainer.fsdp, settings.trainer.fsdp_config, tensor_parallel)
         settings = replace(settings, fsdp_config=fsdp_config)
     # FSDP config for the Trainer. With tensor parallelism it is None, because section 6 then shards the model itself
-    fsdp_of_trainer = settings.fsdp_config if tensor_parallel == 1 else None
+    trainer_fsdp_config = settings.fsdp_config if tensor_parallel == 1 else None
 
     # 2. The Trainer's arguments. They turn on ZeRO or FSDP; with neither, several processes train with DDP. They must
     #    be created before the model, because ZeRO-3 shards the weights while they are loaded.
@@ -94,9 +94,9 @@ def main() -> None:
         args = TrainingArguments(
             **flags,
             deepspeed=deepspeed,
-            fsdp=fsdp_of_trainer is not None,  # type: ignore[arg-type]  # transformers 5 takes a bool
-            fsdp_config=trainer_config(fsdp_of_trainer),
-            parallelism_config=parallelism(fsdp_of_trainer),  # replicas x shards, for HYBRID_SHARD
+            fsdp=trainer_fsdp_config is not None,  # type: ignore[arg-type]  # transformers 5 takes a bool
+            fsdp_config=trainer_config(trainer_fsdp_config),
+            parallelism_config=parallelism(trainer_fsdp_config),  # replicas x shards, for HYBRID_SHARD
         )
     if deepspeed:
         check_contradictions(settings, args)
@@ -122,7 +122,7 @@ def main() -> None:
     tokenizer = load_tokenizer(settings.model, settings.data)
     check_trainable(settings, args, meta_model, tokenizer)
     train_dataset, eval_dataset = load_squad(settings.data, tokenizer, args)
-    # Settings, config and data of this training. Each checkpoint contains them, and only the same training resumes
+    # Settings, config and data of this training. Each checkpoint contains them, and only the same training can resume
     identity = training_identity(job_id, settings, strategy, args.world_size, train_dataset)
     if checkpoint:
         check_same_training(checkpoint, identity)

@@ -45,7 +45,7 @@ COMMANDS = [
         "too few to evaluate on",
         "--model_name tiny-bloom --dataset SAMPLE --train_size 8 --eval_size 68",
         {},
-        "--eval_size: 68 questions requested, but SAMPLE has only 67 to eval on; lower it",
+        "--eval_size: 68 questions requested, but SAMPLE has only 67 to evaluate on; lower it",
     ),
     (
         "finished run",
