@@ -1,9 +1,9 @@
-"""A GPT written out: token and position embeddings, pre-norm blocks of attention and feed-forward, a tied head.
+"""A complete GPT in one file: embeddings of tokens and positions, pre-norm blocks, and a tied head.
 
     python scripts/train.py --model_name custom-gpt --num_layers 3 --hidden_size 2048
     python scripts/train.py --model_name custom-gpt --vocab_size 2048 --hidden_size 64 --num_heads 4 --ff_dim 256
 
-It is a transformers model, so the Trainer, DeepSpeed, FSDP, saving, loading and generate() treat it as any other.
+It is a model of transformers, so the Trainer, DeepSpeed, FSDP, saving, loading and generate() work as usual.
 """
 
 from typing import Any
@@ -25,7 +25,7 @@ from config import CUSTOM_GPT, DEFAULTS
 
 
 class CustomGPTConfig(PreTrainedConfig):
-    """Sizes of the model, by the names of the workshop; transformers' own names lead to the same values."""
+    """Sizes of the model under the names of the workshop. transformers' own names are aliases for them."""
 
     model_type = CUSTOM_GPT
     attribute_map = {
@@ -41,8 +41,8 @@ class CustomGPTConfig(PreTrainedConfig):
     ff_dim: int = DEFAULTS["ff_dim"]
     seq_length: int = DEFAULTS["seq_length"]
     tie_word_embeddings: bool = True
-    # How tensor parallelism cuts it (docs/tensor-parallel.md): colwise by outputs, and so by heads, rowwise by inputs,
-    # embedding and head by tokens of the vocabulary. Norms and positions stay whole
+    # Cuts for tensor parallelism (docs/tensor-parallel.md): "colwise" cuts a matrix by outputs, and so by heads,
+    # "rowwise" cuts it by inputs. Embedding and head are cut by tokens of the vocabulary. Other weights stay whole
     base_model_tp_plan = {
         "tokens": "embedding_rowwise",
         "blocks.*.attention.q": "colwise",
@@ -56,7 +56,7 @@ class CustomGPTConfig(PreTrainedConfig):
 
 
 class Attention(nn.Module):
-    """Causal self-attention by PyTorch's scaled_dot_product_attention, with a key-value cache."""
+    """Causal self-attention with PyTorch's scaled_dot_product_attention and a key-value cache."""
 
     def __init__(self, config: CustomGPTConfig, layer: int):
         super().__init__()
@@ -68,7 +68,10 @@ class Attention(nn.Module):
         self.out = nn.Linear(config.hidden_size, config.hidden_size)
 
     def forward(self, x: torch.Tensor, mask: torch.Tensor, cache: DynamicCache | None) -> torch.Tensor:
-        """x: (batch, new tokens, hidden); mask: (batch, 1, new tokens, all tokens), true where to look."""
+        """Attend to all tokens that the mask allows.
+
+        x: (batch, new tokens, hidden). mask: (batch, 1, new tokens, all tokens), True where attention is allowed.
+        """
         q, k, v = (self.split_heads(layer(x)) for layer in (self.q, self.k, self.v))
         if cache is not None:
             k, v = cache.update(k, v, self.layer)
@@ -76,7 +79,7 @@ class Attention(nn.Module):
         return self.out(x.transpose(1, 2).flatten(2))
 
     def split_heads(self, x: torch.Tensor) -> torch.Tensor:
-        """(batch, tokens, heads of this rank x head size) -> (batch, heads of this rank, tokens, head size)."""
+        """Reshape (batch, tokens, heads of this rank x head size) to (batch, heads of this rank, tokens, head size)."""
         return x.unflatten(-1, (-1, self.head_size)).transpose(1, 2)
 
 
@@ -130,10 +133,11 @@ class CustomGPTForCausalLM(PreTrainedModel, GenerationMixin):
         logits_to_keep: int = 0,
         **kwargs: Any,
     ) -> CausalLMOutputWithPast:
-        """Logits (batch, tokens, vocabulary), and the mean loss over labels that are not -100.
+        """Return logits (batch, tokens, vocabulary), and the mean loss over labels that are not -100.
 
-        input_ids: (batch, tokens), only the new ones behind a cache. attention_mask: (batch, all tokens), 0 for
-        padding. labels: (batch, tokens), shifted in here. logits_to_keep: only of the last so many tokens.
+        input_ids: (batch, tokens); with a cache, only the new tokens. attention_mask: (batch, all tokens), 0 for
+        padding. labels: (batch, tokens), not shifted. logits_to_keep: compute logits only for this number of last
+        tokens; 0 for all tokens.
         """
         if use_cache and past_key_values is None:
             past_key_values = DynamicCache()
@@ -142,7 +146,7 @@ class CustomGPTForCausalLM(PreTrainedModel, GenerationMixin):
         if attention_mask is None:
             attention_mask = input_ids.new_ones(batch, done + length)
         if position_ids is None:
-            # padding on the left must not move the positions of the real tokens
+            # Padding on the left must not shift the positions of the real tokens
             position_ids = (attention_mask.long().cumsum(-1) - 1).clamp(min=0)[:, -length:]
         x = self.tokens(input_ids) + self.positions(position_ids)
         mask = causal_mask(attention_mask, length)
@@ -156,9 +160,10 @@ class CustomGPTForCausalLM(PreTrainedModel, GenerationMixin):
 
 
 def causal_mask(attention_mask: torch.Tensor, length: int) -> torch.Tensor:
-    """(batch, 1, length, all tokens): true where one of the last `length` tokens may look.
+    """Return the attention mask of the last `length` tokens: (batch, 1, length, all tokens), True where allowed.
 
-    Never ahead, never at padding; but always at itself, because the softmax of an empty row is not a number.
+    A token attends to itself and to earlier tokens that are not padding. A token of padding also attends to itself,
+    because the softmax of an empty row is not a number.
     """
     total = attention_mask.shape[-1]
     queries = torch.arange(total - length, total, device=attention_mask.device)[:, None]

@@ -15,7 +15,7 @@ from shared.errors import WorkshopError
 from shared.hub import cannot_load, offline_without_network
 from shared.json_files import parse_json, read_bytes
 
-# The answer to a question that its paragraph cannot answer (SQuAD v2.0)
+# The reference answer if the paragraph does not answer the question (SQuAD v2.0)
 UNANSWERABLE = "no answer"
 HELD_OUT_EVERY = 5
 PROMPT = "Question: {question} Context: {context} Answer:"
@@ -29,10 +29,11 @@ ROWS_VERSION = 4
 def load_squad(
     data_args: DataArguments, tokenizer: PreTrainedTokenizerBase, training_args: TrainingArguments
 ) -> tuple[Dataset, Dataset]:
-    """Training and evaluation set, tokenised: input_ids, attention_mask, labels, length, prompt_length, cut, id,
-    question, context, answers. Subsets are chosen by the seed, and every rank gets the same ones.
+    """Return the tokenised training set and evaluation set.
 
-    Raises WorkshopError (exit code 2) when a file is unusable or holds fewer questions than asked for.
+    The columns are input_ids, attention_mask, labels, length, prompt_length, cut, id, question, context, answers. The
+    seed chooses the questions, so every rank gets the same ones. Raise WorkshopError (exit code 2) if a file is
+    unusable or has fewer questions than requested.
     """
     size = data_args.train_size
     if data_args.samples_per_gpu:
@@ -63,14 +64,15 @@ def load_set(
         questions = read_part(part, data_args)
         if size > len(questions):
             flag = {"train": "--train_size or --samples_per_gpu", "eval": "--eval_size"}[part]
-            what = f"{size} questions wanted, but {source(part, data_args)} has {len(questions)} to {part} on"
+            use = {"train": "train", "eval": "evaluate"}[part]
+            what = f"{size} questions requested, but {source(part, data_args)} has only {len(questions)} to {use} on"
             raise WorkshopError(flag, what, "lower it")
         seed = training_args.seed if training_args.data_seed is None else training_args.data_seed
         return tokenise(questions.shuffle(seed=seed).select(range(size)), tokenizer, data_args)
 
 
 def source(part: str, data_args: DataArguments) -> str:
-    """File or Hub name of the questions of a part."""
+    """Return the file or Hub name that provides the questions of a part."""
     return data_args.eval_dataset if part == "eval" and data_args.eval_dataset else data_args.dataset
 
 
@@ -85,7 +87,10 @@ def read_part(part: str, data_args: DataArguments) -> Dataset:
 
 
 def is_local(dataset: str) -> bool:
-    """Whether it is a file, and no name of the Hub. Raises WorkshopError (exit code 2) for a path without a file."""
+    """Return whether the dataset is a local file, not a name on the Hub.
+
+    Raise WorkshopError (exit code 2) for the path of a missing file.
+    """
     if os.path.exists(os.path.expanduser(dataset)):
         return True
     if dataset.endswith(".json") or dataset.startswith((".", "/", "~")):
@@ -108,11 +113,11 @@ def hub_answers(example: dict) -> dict:
 
 
 def load_from_file(path: str, part: str) -> Dataset:
-    """Questions of a local SQuAD file. `part`: all, train, or held out (every fifth paragraph).
+    """Return the questions of a local SQuAD file. `part`: all, train, or held out (every fifth paragraph).
 
-    They lie in the datasets cache, under a key of what the file holds: a changed file is read anew.
+    The cache key contains a hash of the file, so a changed file is read again.
     """
-    if not list(read_questions(path, part)):  # all are checked here, where an error is one line
+    if not list(read_questions(path, part)):  # check all questions here, because here an error is one line
         way_out = "give --eval_dataset, or a file with more paragraphs"
         raise WorkshopError(path, f"no question in its {part} paragraphs", way_out)
     key = hashlib.sha256(read_bytes(path, READABLE) + f"{part} {UNANSWERABLE} {HELD_OUT_EVERY}".encode())
@@ -121,9 +126,9 @@ def load_from_file(path: str, part: str) -> Dataset:
 
 
 def read_questions(path: str, part: str = "all") -> Iterator[dict]:
-    """Questions of a SQuAD v1.1 or v2.0 JSON file, checked: id, question, context, answers (texts).
+    """Yield the checked questions of a SQuAD v1.1 or v2.0 JSON file: id, question, context, answers (texts).
 
-    Raises WorkshopError (exit code 2) naming the file and the place of the first fault.
+    Raise WorkshopError (exit code 2) with the file and the place of the first error.
     """
     for number, (place, paragraph) in enumerate(read_paragraphs(path)):
         questions = list(read_paragraph(path, place, paragraph))
@@ -133,7 +138,7 @@ def read_questions(path: str, part: str = "all") -> Iterator[dict]:
 
 
 def read_paragraphs(path: str) -> Iterator[tuple[str, dict]]:
-    """Place and content of each paragraph, in the order of the file."""
+    """Yield place and content of each paragraph, in the order of the file."""
     content = parse_json(path, read_bytes(path, READABLE), "is the file complete?")
     for d, article in enumerate(require(path, "", content, "data", list)):
         for p, paragraph in enumerate(require(path, f"data[{d}]", article, "paragraphs", list)):
@@ -164,7 +169,7 @@ def answer_text(path: str, where: str, answer: object, context: str) -> str:
 
 
 def require(path: str, place: str, holder: object, key: str, kind: type) -> Any:
-    """``holder[key]``, which must be of the given kind, and a text not blank."""
+    """Return ``holder[key]``, which must have the given type. A text must not be blank."""
     value = holder.get(key) if isinstance(holder, dict) else None
     blank = isinstance(value, str) and not value.strip()
     if not isinstance(value, kind) or blank:
@@ -176,9 +181,9 @@ def require(path: str, place: str, holder: object, key: str, kind: type) -> Any:
 
 
 def tokenise(dataset: Dataset, tokenizer: PreTrainedTokenizerBase, data_args: DataArguments) -> Dataset:
-    """Add input_ids, attention_mask, labels, length, prompt_length and cut.
+    """Add the columns input_ids, attention_mask, labels, length, prompt_length and cut.
 
-    Cached: the key is all that the result depends on.
+    The result is cached. The cache key contains everything that the result depends on.
     """
     max_length, labels = data_args.max_length, data_args.labels
     key = (ROWS_VERSION, dataset._fingerprint, tokenizer_key(tokenizer), PROMPT, max_length, labels)
@@ -196,12 +201,10 @@ def tokenizer_key(tokenizer: PreTrainedTokenizerBase) -> str:
 
 
 def tokenise_batch(batch: dict, tokenizer: PreTrainedTokenizerBase, max_length: int, labels: str) -> dict:
-    """Lists of token ids: prompt, then the first reference answer, then EOS, at most `max_length` tokens.
+    """Return token ids of prompt, first reference answer and EOS, at most `max_length` tokens per question.
 
-    The first `prompt_length` of them are the prompt, which is also what generation starts from. `cut`: whether the
-    context lost its end.
-
-    Raises WorkshopError (exit code 2) when a question does not fit even without any context.
+    The first `prompt_length` tokens are the prompt, from which generation also starts. `cut` is True if the end of the
+    context was cut off. Raise WorkshopError (exit code 2) if a question does not fit even without context.
     """
     rows = []
     texts = [PROMPT.format(question=q, context=c) for q, c in zip(batch["question"], batch["context"], strict=True)]
@@ -228,14 +231,14 @@ def tokenise_batch(batch: dict, tokenizer: PreTrainedTokenizerBase, max_length: 
 
 
 def answer_room(max_length: int) -> int:
-    """Tokens kept free for an answer behind every prompt, in training and in generation."""
+    """Return the number of tokens reserved for an answer after each prompt, in training and in generation."""
     return min(MAX_ANSWER_TOKENS, max_length // 4)
 
 
 def shorten(prompt: list[int], question: str, limit: int, tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    """Cut the end of the context, so that the prompt has at most `limit` tokens. The question stays whole.
+    """Cut off the end of the context, so that the prompt has at most `limit` tokens. The question stays whole.
 
-    Raises WorkshopError (exit code 2) when the question does not fit even without any context.
+    Raise WorkshopError (exit code 2) if the question does not fit even without context.
     """
     beginning, _, ending = PROMPT.partition(" {context}")
     question_tokens = tokenizer(beginning.format(question=question))["input_ids"]
@@ -244,20 +247,22 @@ def shorten(prompt: list[int], question: str, limit: int, tokenizer: PreTrainedT
     if len(question_tokens) > room:
         raise WorkshopError("--max_length", f"leaves no room for the question {question!r:.60}", "raise it")
     kept = prompt[:room]
-    while str(tokenizer.decode(kept)).endswith(
-        "\N{REPLACEMENT CHARACTER}"
-    ):  # the cut splits a character of several tokens
+    # The cut may split a character that has several tokens
+    while str(tokenizer.decode(kept)).endswith("\N{REPLACEMENT CHARACTER}"):
         kept.pop()
     return kept + answer_tokens
 
 
 def collator(tokenizer: PreTrainedTokenizerBase, data_args: DataArguments) -> DataCollatorForSeq2Seq:
-    """Batches of shape (micro batch, sequence); padded labels do not count, except under ``--labels all``."""
+    """Return a collator for batches of shape (micro batch, sequence).
+
+    Padded labels do not count in the loss, except with ``--labels all``.
+    """
     return DataCollatorForSeq2Seq(
         tokenizer,
         padding=data_args.padding,
         max_length=data_args.max_length,
-        # tensor cores work on multiples of 8
+        # Tensor cores are most efficient with multiples of 8
         pad_to_multiple_of=8 if data_args.padding == "longest" else None,
         label_pad_token_id=tokenizer.pad_token_id if data_args.labels == "all" else IGNORED,
     )

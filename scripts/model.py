@@ -1,4 +1,4 @@
-"""Models and tokenizers: `load_tokenizer`, `load_model`, `build_meta_model`, `save_model`."""
+"""Load, create and save models and tokenizers."""
 
 import os
 import pickle
@@ -32,7 +32,7 @@ from shared.errors import WorkshopError
 from shared.hub import cannot_load, offline_without_network
 from training.bloom_sdpa import use_attention
 
-# hidden size, layers and heads (arXiv:2211.05100, table 3): --from_scratch then needs no download
+# Hidden size, layers and heads (arXiv:2211.05100, table 3), so that --from_scratch needs no download
 BLOOM_SIZES = {
     TINY_BLOOM: (64, 2, 4),
     "bigscience/bloom-560m": (1024, 24, 16),
@@ -41,17 +41,17 @@ BLOOM_SIZES = {
     "bigscience/bloom-3b": (2560, 30, 32),
     "bigscience/bloom-7b1": (4096, 30, 32),
 }
-BLOOM_VOCABULARY = 250880  # 250,680 tokens, and padding, by which its authors' GPUs could divide it
+BLOOM_VOCABULARY = 250880  # 250,680 tokens, padded so that its authors' GPUs could divide it evenly
 TINY_VOCABULARY = 2048
-# BLOOM's ids 0 to 3
+# In the order of BLOOM's ids 0 to 3
 SPECIAL_TOKENS = {"unk_token": "<unk>", "bos_token": "<s>", "eos_token": "</s>", "pad_token": "<pad>"}
 
 
 def load_tokenizer(model_args: ModelArguments, data_args: DataArguments) -> PreTrainedTokenizerBase:
-    """The model's tokenizer, padding on the right, with a pad token in any case.
+    """Return the model's tokenizer. It pads on the right and always has a pad token.
 
-    tiny-bloom has none to download: its own is trained on the whole training file. The same is done for
-    --from_scratch when the named model's tokenizer is not at hand.
+    The tokenizers of tiny-bloom and custom-gpt are trained on the whole training file, because there is none to
+    download. With --from_scratch, the same happens if the tokenizer of a BLOOM model cannot be loaded.
     """
     name = model_args.tokenizer_name or model_args.model_name
     flag = "--tokenizer_name" if model_args.tokenizer_name else "--model_name"
@@ -63,24 +63,28 @@ def load_tokenizer(model_args: ModelArguments, data_args: DataArguments) -> PreT
         tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=False)
     except (OSError, ValueError) as error:
         if model_args.from_scratch and name in BLOOM_SIZES:
-            print(f"no tokenizer of {name} here: training one of {TINY_VOCABULARY} tokens on {data_args.dataset}")
+            print(f"no tokenizer for {name}: training one with {TINY_VOCABULARY} tokens on {data_args.dataset}")
             return train_tokenizer(data_args, TINY_VOCABULARY)
         raise cannot_load(flag, name, error) from error
     if len(tokenizer) <= len(tokenizer.all_special_ids):
-        # what transformers makes of GPT-2's tokenizer when its file is absent: every text has no tokens
-        raise WorkshopError(flag, f"{name} holds no tokenizer", "save one beside the model, or give --tokenizer_name")
+        # transformers creates such an empty tokenizer if the file of GPT-2's tokenizer is missing
+        way_out = "save one next to the model, or give --tokenizer_name"
+        raise WorkshopError(flag, f"{name} contains no tokenizer", way_out)
     if tokenizer.eos_token_id is None:
         what = f"the tokenizer of {name} has no eos_token, by which the model learns to end an answer"
         raise WorkshopError(flag, what, "name one in its tokenizer_config.json")
     if tokenizer.pad_token is None:
-        # Padding is masked by position, not by id, so the EOS that ends an answer still counts.
+        # Padding is masked by position, not by id, so the EOS at the end of an answer still counts
         tokenizer.pad_token = tokenizer.eos_token
     tokenizer.padding_side = "right"
     return tokenizer
 
 
 def train_tokenizer(data_args: DataArguments, vocabulary: int) -> PreTrainedTokenizerBase:
-    """Byte-level BPE with BLOOM's special ids, from all texts of the training file: the same on every rank."""
+    """Train a byte-level BPE tokenizer with BLOOM's special ids on all texts of the training file.
+
+    The result is the same on every rank.
+    """
     dataset = data_args.dataset
     questions = read_questions(dataset) if is_local(dataset) else read_part("train", data_args)
     texts = dict.fromkeys(text for row in questions for text in (row["context"], row["question"]))
@@ -98,16 +102,19 @@ def train_tokenizer(data_args: DataArguments, vocabulary: int) -> PreTrainedToke
 
 
 def is_folder(flag: str, name: str) -> bool:
-    """Whether a model or tokenizer is a folder here. Raises WorkshopError (exit code 2) for a path without one."""
+    """Return whether a model or tokenizer is a local folder, not a name on the Hub.
+
+    Raise WorkshopError (exit code 2) for the path of a missing folder.
+    """
     if not os.path.isdir(name) and name.startswith((".", "/", "~")):
         raise WorkshopError(flag, f"there is no folder {name}", "give the folder of a saved model, or a Hub name")
     return os.path.isdir(name)
 
 
 def check_model(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, max_length: int) -> None:
-    """Raises WorkshopError (exit code 2) for a model with fewer tokens or positions than it will be given.
+    """Raise WorkshopError (exit code 2) if the model has too few tokens or positions for the data.
 
-    In its first step the run would end with an IndexError, on a GPU with an assertion of the device.
+    Without this check the first step fails with an IndexError, or on a GPU with a device-side assertion.
     """
     config = model.config.get_text_config()
     if len(tokenizer) > config.vocab_size:
@@ -120,9 +127,9 @@ def check_model(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, max_
 
 
 def learns_positions(model: PreTrainedModel, positions: int) -> bool:
-    """Whether it has a table of its positions, and not a formula for any number of them (rotary, alibi).
+    """Return whether the model has a table of positions, not a formula for any number of positions (rotary, alibi).
 
-    OPT and BART have two rows more, which they do not use for the tokens of a text.
+    The tables of OPT and BART have two extra rows, which are not used for the tokens of a text.
     """
     tables = [module for module in model.modules() if isinstance(module, nn.Embedding)]
     words = model.get_input_embeddings()
@@ -130,10 +137,9 @@ def learns_positions(model: PreTrainedModel, positions: int) -> bool:
 
 
 def load_model(model_args: ModelArguments, tokenizer: PreTrainedTokenizerBase, seed: int) -> PreTrainedModel:
-    """A causal LM with fp32 weights: pretrained, or random for tiny-bloom and --from_scratch.
+    """Load a causal LM with fp32 weights: pretrained, or random for tiny-bloom, custom-gpt and --from_scratch.
 
-    With a ZeRO-3 config transformers shards the weights while it loads them, so this must come after
-    TrainingArguments has been created.
+    Create TrainingArguments first: with a ZeRO-3 config, transformers shards the weights while it loads them.
     """
     name = model_args.model_name
     if has_random_weights(name, model_args.from_scratch):
@@ -151,31 +157,31 @@ def pretrained_model(name: str) -> PreTrainedModel:
     try:
         loaded: Any = AutoModelForCausalLM.from_pretrained(
             name,
-            dtype=torch.float32,  # the default is the checkpoint's own, and in fp16 small updates would be lost
+            dtype=torch.float32,  # the default is the dtype of the file, and in fp16 small updates would be lost
             trust_remote_code=False,
-            ignore_mismatched_sizes=True,  # such weights become random here, and are refused below by their name
+            ignore_mismatched_sizes=True,  # weights of a wrong shape become random here, and are rejected below by name
             output_loading_info=True,
         )
     except pickle.UnpicklingError as error:
-        what = f"a file of {name} holds other things than tensors, which are never loaded"
-        raise WorkshopError("--model_name", what, "take a model saved as safetensors") from error
+        what = f"a file of {name} contains objects other than tensors, which are never loaded"
+        raise WorkshopError("--model_name", what, "use a model saved as safetensors") from error
     except (OSError, ValueError, SafetensorError) as error:
         raise cannot_load("--model_name", name, error) from error
     model, loading = loaded
     unlike = loading["missing_keys"] | {weight for weight, _, _ in loading["mismatched_keys"]}
     if unlike:
         what = f"{name} has no {min(unlike)} of the shape that its config.json asks for"
-        raise WorkshopError("--model_name", what, "take config.json and weights of one model, saved as a causal LM")
+        raise WorkshopError("--model_name", what, "use config.json and weights of one model, saved as a causal LM")
     return model
 
 
 def random_model(config: PreTrainedConfig, seed: int) -> PreTrainedModel:
-    """The same weights for a seed on every rank and under every sharding strategy."""
+    """Return a model whose random weights depend only on the seed: not on the rank or the sharding strategy."""
     set_seed(seed)
     if is_deepspeed_zero3_enabled():
         return AutoModelForCausalLM.from_config(config, dtype=torch.float32, trust_remote_code=False)
-    # ZeRO-3 draws no random numbers while it builds the modules: neither may the others, or the losses of
-    # two stages could not be compared
+    # ZeRO-3 draws no random numbers while it builds the modules. The other strategies must not draw any either,
+    # otherwise their losses could not be compared with those of ZeRO-3
     with no_init_weights():
         model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, trust_remote_code=False)
     model.initialize_weights()
@@ -184,14 +190,14 @@ def random_model(config: PreTrainedConfig, seed: int) -> PreTrainedModel:
 
 
 def build_meta_model(model_args: ModelArguments) -> PreTrainedModel:
-    """The model on PyTorch's meta device, with shapes and without memory for its weights: to look at its modules."""
+    """Return the model on PyTorch's meta device, for checks: it has shapes, but no memory for its weights."""
     config = load_config(model_args)
-    # not by from_config, which would shard it under ZeRO-3
+    # from_config is not used here, because it would shard the model under ZeRO-3
     with torch.device("meta"):
         model_class: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
         model = model_class(config)
     model.tie_weights()
-    use_attention(model, model_args.attention)  # or say that it has no such one
+    use_attention(model, model_args.attention)  # ends the run if the model does not support this attention
     return model
 
 
@@ -216,30 +222,33 @@ def load_config(model_args: ModelArguments) -> PreTrainedConfig:
         raise cannot_load("--model_name", name, error) from error
     if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING or is_encoder(config):
         what = f"{name} is a {config.model_type} model, not a causal LM"
-        raise WorkshopError("--model_name", what, "take one that generates text")
+        raise WorkshopError("--model_name", what, "use a model that generates text")
     return config
 
 
 def is_encoder(config: PreTrainedConfig) -> bool:
-    """Whether its tokens see those behind them, as in BERT, which transformers loads as a causal LM all the same."""
+    """Return whether each token of the model can see later tokens, as in BERT.
+
+    transformers loads such a model as a causal LM without an error.
+    """
     masked = type(config) in MODEL_FOR_MASKED_LM_MAPPING and not config.is_encoder_decoder
     return masked and not getattr(config, "is_decoder", False)
 
 
 def count_parameters(model: torch.nn.Module) -> int:
-    """All parameters, tied ones once."""
+    """Return the number of parameters. Tied parameters count once."""
     return sum(elements(parameter) for parameter in model.parameters())
 
 
 def elements(parameter: torch.Tensor) -> int:
-    """Of the whole parameter, also while ZeRO-3 holds only this rank's share of it."""
+    """Return the number of elements of the whole parameter, even if ZeRO-3 keeps only a shard of it on this rank."""
     return getattr(parameter, "ds_numel", parameter.numel())
 
 
 def save_model(trainer: Trainer, tokenizer: PreTrainedTokenizerBase, output_dir: str) -> None:
-    """Write the trained weights (gathered from all ranks) and the tokenizer, loadable by from_pretrained."""
+    """Gather the trained weights from all ranks, and save them and the tokenizer for from_pretrained."""
     if trainer.is_fsdp_enabled:
-        # with sharded checkpoints the Trainer would write no weights here
+        # With sharded checkpoints, the Trainer would write no weights here
         trainer.accelerator.state.fsdp_plugin.set_state_dict_type("FULL_STATE_DICT")
     trainer.save_model(output_dir)
     if trainer.is_world_process_zero():

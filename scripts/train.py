@@ -1,22 +1,22 @@
 """Fine-tune a causal language model on SQuAD with the Hugging Face Trainer: plain, with DDP, DeepSpeed ZeRO or FSDP.
 
-On a laptop, no network needed. Flags have variables, too (scripts/config.py): TRAIN_SIZE=256 is --train_size 256.
+On a laptop, without a network. Each flag also has a variable (scripts/config.py): TRAIN_SIZE=256 is --train_size 256.
     python scripts/train.py --model_name tiny-bloom --dataset data/squad_sample.json --train_size 256 --eval_size 64
 
-BLOOM-560m on one GPU, on two with DDP, then with ZeRO-1, then on two GPUs with ZeRO-2 and CPU offload:
+BLOOM-560m on one GPU, on two GPUs with DDP, on one GPU with ZeRO-1, and on two GPUs with ZeRO-2 and CPU offload:
     python scripts/train.py
     torchrun --nproc_per_node=2 scripts/train.py
     python scripts/train.py --deepspeed ds_configs/zero1.json
     torchrun --nproc_per_node=2 scripts/train.py --deepspeed ds_configs/zero2_cpu_offload.json
 
-With FSDP on two GPUs: FULL_SHARD, or a strategy of the folder fsdp_configs:
+With FSDP on two GPUs: FULL_SHARD, or a strategy from the folder fsdp_configs:
     torchrun --nproc_per_node=2 scripts/train.py --fsdp
     torchrun --nproc_per_node=2 scripts/train.py --fsdp --fsdp_config fsdp_configs/shard_grad_op.json
 
-With tensor parallelism, of the custom GPT, a Llama or a Qwen2:
+With tensor parallelism, for the custom GPT, a Llama or a Qwen2:
     torchrun --nproc_per_node=2 scripts/train.py --model_name custom-gpt --tensor_parallel 2 --save_strategy no
 
-Your own data and model, resumed after an interruption, from the latest checkpoint of this run or of those next to it:
+With your own model and data, resumed from the latest checkpoint of this run, or of the runs next to it:
     python scripts/train.py --model_name ./my-model --dataset my.json --train_size 1000 --resume_from_checkpoint
 """
 
@@ -61,53 +61,53 @@ from training.trainer import WorkshopTrainer
 
 
 def main() -> None:
-    # Ctrl-C, or a signal of Slurm. In the training it is noted: at the end of the step a checkpoint is saved, and the
-    # run ends in section 7 with exit code 75. Before and after the training it just ends the run.
+    # Handle Ctrl-C and the signals of Slurm. During the training, a signal saves a checkpoint at the end of the step,
+    # and the run ends in section 7 with exit code 75. Before and after the training, a signal ends the run at once.
     stop = StopRequest()
     stop.install_handlers()
     draw_bars_on_terminals_only()
 
-    # 1. Settings: flags, variables and config files. What the sections 1 to 4 find wrong ends the run with one line,
-    #    before the model is loaded, and before there is a record.
+    # 1. Settings: flags, variables and config files. An error that sections 1 to 4 find ends the run with one line,
+    #    before the model is loaded and before the run record begins.
     settings = parse_command_line(__doc__)  # settings.model, .data and .trainer hold the flags by their names
-    deepspeed = settings.trainer.deepspeed  # a file of ds_configs/, or None
-    fsdp = bool(settings.trainer.fsdp)  # a file of fsdp_configs/ says how (--fsdp_config); without one FULL_SHARD
-    tensor_parallel = settings.model.tensor_parallel  # ranks over which each matrix is cut, 1 for whole ones
+    deepspeed = settings.trainer.deepspeed  # a file in ds_configs/, or None
+    fsdp = bool(settings.trainer.fsdp)  # --fsdp_config names a file in fsdp_configs/; without one, FULL_SHARD
+    tensor_parallel = settings.model.tensor_parallel  # number of ranks over which each matrix is cut
     prepare_environment(shards=bool(deepspeed or fsdp))
-    print_once("\n".join(settings.knob_lines()))  # each knob, and whether a flag, the site, ... or config.py says it
+    print_once("\n".join(settings.knob_lines()))  # each knob with its source: a flag, the site, config.py, ...
     if deepspeed:
         settings = replace(settings, deepspeed_config=check_ds_config(deepspeed))
     check_tensor_parallel(settings, world_size())
     if fsdp:
         fsdp_config = check_fsdp_config(settings.trainer.fsdp, settings.trainer.fsdp_config, tensor_parallel)
         settings = replace(settings, fsdp_config=fsdp_config)
-    # What the Trainer is told of FSDP. With tensor parallelism it is told nothing: section 6 shards the model itself
-    fsdp_of_trainer = settings.fsdp_config if tensor_parallel == 1 else None
+    # FSDP config for the Trainer. With tensor parallelism it is None, because section 6 then shards the model itself
+    trainer_fsdp_config = settings.fsdp_config if tensor_parallel == 1 else None
 
     # 2. The Trainer's arguments. They turn on ZeRO or FSDP; with neither, several processes train with DDP. They must
-    #    come before the model: ZeRO-3 shards its weights while they are loaded.
+    #    be created before the model, because ZeRO-3 shards the weights while they are loaded.
     flags = trainer_flags(settings)
-    # From here on a rank that hangs for --ddp_timeout seconds ends the run, with its name in the log. PyTorch's own
-    # time-outs, which name nobody, come later.
+    # From here on, a rank that hangs for --ddp_timeout seconds ends the run, and the log names this rank. PyTorch's own
+    # time-outs, which do not name the rank, come later.
     flags["ddp_timeout"] = watchdog.start(settings.trainer.ddp_timeout)
     with argument_errors():
         args = TrainingArguments(
             **flags,
             deepspeed=deepspeed,
-            fsdp=fsdp_of_trainer is not None,  # type: ignore[arg-type]  # transformers 5 takes a bool
-            fsdp_config=trainer_config(fsdp_of_trainer),
-            parallelism_config=parallelism(fsdp_of_trainer),  # of HYBRID_SHARD: replicas x shards
+            fsdp=trainer_fsdp_config is not None,  # type: ignore[arg-type]  # transformers 5 takes a bool
+            fsdp_config=trainer_config(trainer_fsdp_config),
+            parallelism_config=parallelism(trainer_fsdp_config),  # replicas x shards, for HYBRID_SHARD
         )
     if deepspeed:
         check_contradictions(settings, args)
-    adopt_process_group(args, with_deepspeed=bool(deepspeed))  # TrainingArguments has opened it, DeepSpeed shares it
+    adopt_process_group(args, with_deepspeed=bool(deepspeed))  # DeepSpeed uses the group of TrainingArguments
 
-    # 3. Where results go, and the checkpoint to resume from, if one was asked for or Slurm has started this job again.
-    job_id = new_job_id()  # JOB_ID, Slurm's, or a new one
+    # 3. The output folder, and the checkpoint to resume from, if one was requested or if Slurm has restarted this job.
+    job_id = new_job_id()  # JOB_ID if it is set, otherwise Slurm's id, otherwise a new id
     args.output_dir = settings.trainer.output_dir or f"output/{job_id}"
     record = RunRecord(job_id)
     strategy = strategy_name(settings)
-    # A checkpoint is a pickle, and loading one can run code. From here on such a file does not load, and is named
+    # A checkpoint is a pickle, and loading a pickle can run code. From here on, a file with code does not load
     forbid_code_in_checkpoints(with_deepspeed=bool(deepspeed))
     checkpoint = value_of_rank_0(find_checkpoint(args.resume_from_checkpoint, args.output_dir, job_id))
     if checkpoint:
@@ -115,25 +115,25 @@ def main() -> None:
     else:
         record.refuse_to_overwrite(args.output_dir)
 
-    # 4. Tokenizer and data. A model on PyTorch's meta device has shapes, but no memory for weights: enough to check
-    #    whether it can be trained like this.
-    watchdog.progress("reading the data")  # ranks say what they begin: one that is silent for long is taken for hung
+    # 4. Tokenizer and data. A model on PyTorch's meta device has shapes, but no memory for weights. The shapes are
+    #    enough to check whether it can be trained with these settings.
+    watchdog.progress("reading the data")  # the watchdog treats a rank without progress for --ddp_timeout as hung
     meta_model = build_meta_model(settings.model)
     tokenizer = load_tokenizer(settings.model, settings.data)
     check_trainable(settings, args, meta_model, tokenizer)
     train_dataset, eval_dataset = load_squad(settings.data, tokenizer, args)
-    # Settings, config and data of this training. Each checkpoint holds them: no training with others resumes from it
+    # Settings, config and data of this training. Each checkpoint contains them, and only the same training can resume
     identity = training_identity(job_id, settings, strategy, args.world_size, train_dataset)
     if checkpoint:
         check_same_training(checkpoint, identity)
     check_room(args.output_dir, settings, meta_model, strategy, args.save_total_limit)
 
-    # 5. The run record, results/<job id>.json. A second run of this job's id is refused, and however this one ends, the
-    #    record says so.
+    # 5. The run record, results/<job id>.json. It records how this run ends. A second run with the same job id is
+    #    refused.
     with record:
         first_step = read_marker(checkpoint)["step"] if checkpoint else 0
         if checkpoint:
-            print_once(f"going on from step {first_step}: {checkpoint}")
+            print_once(f"resuming from step {first_step}: {checkpoint}")
         record.start(
             first_step,
             run_name=args.run_name,
@@ -152,7 +152,7 @@ def main() -> None:
         )
         watchdog.before_exit(record.close_as_hung)
         prepare_trackers(args, job_id)
-        peak = matmul_peak(DTYPES[settings.precision], args.device)  # what the hardware can do at best, for MFU
+        peak = matmul_peak(DTYPES[settings.precision], args.device)  # the hardware's peak, for MFU
 
         # 6. Model and Trainer.
         watchdog.progress("loading the model")
@@ -163,7 +163,7 @@ def main() -> None:
         if tensor_parallel > 1:
             apply_tensor_parallel(model, tensor_parallel, settings.fsdp_config, args.device)
         if fsdp or tensor_parallel > 1:
-            shard_on_cpu()  # does nothing where there are GPUs; without one accelerate would run DDP, and not say so
+            shard_on_cpu()  # without this, accelerate silently uses DDP if there is no GPU
         trainer = WorkshopTrainer(
             model=model,
             args=args,
@@ -174,21 +174,21 @@ def main() -> None:
         add_callbacks(Run(trainer, settings, record, stop, identity, checkpoint, flops, peak))
 
         # 7. Training, with an evaluation and a checkpoint after each epoch (--eval_strategy, --save_strategy).
-        #    docs/training-loop.md shows what happens in a step, and when the ranks communicate
+        #    docs/training-loop.md explains what happens in a step, and when the ranks communicate.
         trainer.train(resume_from_checkpoint=checkpoint)
-        close_trackers(args, job_id, record.content["callbacks"])  # means over the steps, for the tracker's summary
-        stop.save_and_exit_if_asked(trainer, record)  # after Ctrl-C: with a checkpoint of this step, and exit code 75
+        close_trackers(args, job_id, record.content["callbacks"])  # the trackers' summary gets means over the steps
+        stop.save_and_exit_if_asked(trainer, record)  # after Ctrl-C: saves a checkpoint and exits with code 75
 
         # 8. The model.
         watchdog.progress("saving the model")
-        # (--tensor_parallel needs SAVE_STRATEGY=no, as it has no checkpoints; its weights are saved here all the same)
+        # (--tensor_parallel cannot write checkpoints, so it needs SAVE_STRATEGY=no. Its weights are still saved here)
         if args.save_strategy == "no" and tensor_parallel == 1:
             print_once("model not saved (SAVE_STRATEGY=no)")
         else:
             with full_disk_errors(args.output_dir):
                 save_model(trainer, tokenizer, args.output_dir)
 
-        # 9. Exact Match and F1 of its answers.
+        # 9. Exact Match and F1 of the model's answers.
         if settings.data.em_f1:
             generation = Generation(
                 batch_size=settings.data.em_f1_batch_size,
@@ -197,12 +197,12 @@ def main() -> None:
                 sharded=fsdp or strategy == "DeepSpeed ZeRO-3",
                 tensor_parallel=tensor_parallel,
             )
-            with trainer.accelerator.autocast():  # once around all answers, or the weights are cast for each token
+            with trainer.accelerator.autocast():  # one context for all answers; otherwise each token casts the weights
                 scores = exact_match_and_f1(trainer.model, tokenizer, eval_dataset, generation)
             if not scores["f1"] and has_random_weights(settings.model.model_name, settings.model.from_scratch):
-                print_once("(0 as is to be expected: this model began with random weights)")
+                print_once("(a score of 0 is expected: this model started with random weights)")
             record.update(**scores)
-        record_process_peaks(record)  # once more, as at the end of training: saving and answers need memory, too
+        record_process_peaks(record)  # a second time after the training: saving and answering also need memory
         if args.save_strategy == "no":
             # A stop saves a checkpoint even with SAVE_STRATEGY=no. Remove it now that the run has completed
             remove_stop_checkpoints(args.output_dir)

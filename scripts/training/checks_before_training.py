@@ -159,7 +159,7 @@ def check_room(
     """Raise WorkshopError (exit code 3) if the disk has too little space for the checkpoints and the model.
 
     meta_model: the model without memory for its weights. keep: number of checkpoints to keep (--save_total_limit). An
-    older checkpoint is removed only when the new one is complete, so there is one more for a moment.
+    older checkpoint is removed only when the new one is complete, so the disk briefly holds one more.
     """
     if rank() != 0:
         return

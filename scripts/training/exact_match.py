@@ -53,7 +53,7 @@ def exact_match_and_f1(
 
 
 def load_metric() -> Callable:
-    """Import torchmetrics' SQuAD metric only when it is needed, because it also imports matplotlib, which is slow."""
+    """Return torchmetrics' SQuAD metric. Import it only here, because it also imports matplotlib, which is slow."""
     from torchmetrics.functional.text import squad
 
     return squad

@@ -82,8 +82,8 @@ class ModelFlops:
 
     def count_operations(self, real: int, counted: int, squares: int) -> float:
         """Return the number of operations for the counts of `count_tokens`."""
-        # Attention needs 12 operations per layer, hidden unit and pair of tokens: scores and weighted sums, in forward
-        # and backward pass
+        # Attention needs 12 operations per layer, hidden unit and pair of tokens, for scores and weighted sums, in
+        # forward and backward pass
         return 6.0 * self.trunk * real + 6.0 * self.head * counted + 12.0 * self.attention * squares
 
 

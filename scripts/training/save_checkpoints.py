@@ -101,7 +101,7 @@ def mark_complete(folder: Path, content: dict) -> None:
 
 
 def remove_stop_checkpoints(output_dir: str | Path) -> None:
-    """Remove the checkpoints that a run with SAVE_STRATEGY=no saved at its stops, and an empty folder."""
+    """Remove the checkpoints that a run with SAVE_STRATEGY=no saved at its stops, and the folder if it is empty."""
     if rank() == 0:
         for folder in complete_checkpoints([Path(output_dir)]):
             if read_marker(folder)["save_strategy"] == "no":
@@ -111,7 +111,10 @@ def remove_stop_checkpoints(output_dir: str | Path) -> None:
 
 
 def remove(folder: Path) -> None:
-    """Remove a checkpoint. Remove its marker first: a file that another node holds open may remain for a while."""
+    """Remove a checkpoint, its marker first.
+
+    Files that another node holds open may remain for a while. Without the marker they do not count as a checkpoint.
+    """
     (folder / MARKER).unlink(missing_ok=True)
     shutil.rmtree(folder, ignore_errors=True)
 

@@ -31,7 +31,7 @@ class StopRequest:
     def install_handlers(self) -> None:
         for number in STOPPING_SIGNALS:
             # Keep SIGHUP ignored under nohup. A process that a script such as job.sh starts in the background ignores
-            # SIGINT, so install that handler in any case
+            # SIGINT, so always install that handler
             if number != signal.SIGHUP or signal.getsignal(number) is not signal.SIG_IGN:
                 signal.signal(number, self.handle_signal)
         if "TORCHELASTIC_RUN_ID" in os.environ:

@@ -50,4 +50,4 @@ def test_llama_without_a_pad_token(train, workplace):
 def test_the_custom_gpt_rejects_activation_checkpointing_by_name(train):
     done = train("gpt_checkpointed", "--activation_checkpointing", code=2, **GPT)
     what = "--activation_checkpointing: CustomGPTForCausalLM cannot recompute its blocks"
-    assert done.error_lines == [f"error: {what}; leave it out, or use FSDP's, in its config file"]
+    assert done.error_lines == [f"error: {what}; leave it out, or set activation_checkpointing in an FSDP config file"]

@@ -88,7 +88,7 @@ def check_restart(case: StopCase, job: Job) -> None:
     job.until(lambda: last_step(job) > STEPS_PER_EPOCH + 1)
     if case.act:
         case.act(job)
-    job.until(lambda: "going on from step" in job.log)
+    job.until(lambda: "resuming from step" in job.log)
     attempt = job.log.count(f"job {job.job_id} of ")
     if case.name in ("zero-2", "fsdp2"):  # Slurm may still be ending a step of an earlier attempt on a node
         assert job.kill("node1", 0, f"SLURM_STEP_ID={2 * attempt - 1}\0"), f"the step is not this attempt's\n{job}"
@@ -104,7 +104,7 @@ def check_restart(case: StopCase, job: Job) -> None:
     # A warning after the last step ends the run at once
     assert all(re.fullmatch(rf"{case.reason}|stopped \(exit code 138\)", reason) for reason in others), others
     restart = record["restarts"][0]
-    before, _, after = job.log.partition("going on from step ")
+    before, _, after = job.log.partition("resuming from step ")
     resumed = int(re.match(r"\d+", after)[0])
     reached = max(map(int, re.findall(r"^step (\d+) of", before, re.MULTILINE)))
     assert resumed == restart["step"]

@@ -84,7 +84,7 @@ FAULTS = {
     ),
     "encoder": (
         lambda folder: BertConfig().save_pretrained(folder),
-        "IN is a bert model, not a causal LM; take one that generates text",
+        "IN is a bert model, not a causal LM; use a model that generates text",
     ),
     "weights that git lfs did not fetch": (
         lambda folder: (folder / "model.safetensors").write_text(LFS),
@@ -92,7 +92,7 @@ FAULTS = {
     ),
     "a layer without weights": (
         add_layer,
-        "IN has no transformer.h.1.input_layernorm.bias of the shape that its config.json asks for; take config.json",
+        "IN has no transformer.h.1.input_layernorm.bias of the shape that its config.json asks for; use config.json",
     ),
     "no tokenizer": (
         remove_files("tokenizer.json", "tokenizer_config.json"),
@@ -120,7 +120,7 @@ def test_an_empty_tokenizer_created_by_transformers_is_refused(tmp_path, refusal
     GPT2Config(n_embd=8, n_layer=1, n_head=1).save_pretrained(tmp_path)
     line = refusal(load_tokenizer, ModelArguments(str(tmp_path)), DATA)
     assert line == (
-        f"error: --model_name: {tmp_path} holds no tokenizer; save one beside the model, or give --tokenizer_name"
+        f"error: --model_name: {tmp_path} contains no tokenizer; save one next to the model, or give --tokenizer_name"
     )
 
 

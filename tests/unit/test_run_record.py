@@ -58,7 +58,7 @@ def make_record(steady: dict, means: dict, held: dict | None, reason: str = "", 
     for callback in (
         utilisation,
         model_state,
-        RecordCallback(trainer, run, SimpleNamespace(measured=lambda: measured)),
+        RecordCallback(trainer, run, SimpleNamespace(summary=lambda: measured)),
     ):
         callback.on_train_end(None, state, None)
     return run

@@ -90,7 +90,9 @@ def test_weights_that_hold_code_are_not_loaded(folder, refusal):
     (folder / "model.safetensors").unlink()
     torch.save({"transformer.ln_f.weight": Code()}, folder / "pytorch_model.bin")
     line = refusal(load, folder)
-    assert line.startswith(f"error: --model_name: a file of {folder} holds other things than tensors, which are never")
+    assert line.startswith(
+        f"error: --model_name: a file of {folder} contains objects other than tensors, which are never"
+    )
 
 
 # Data
