@@ -70,7 +70,7 @@ def load(path: Path) -> ModuleType:
 
 
 def run_check(check, exercise: ModuleType, world: int) -> str:
-    """Run a check on `world` ranks. Return "right", or the message of a rank that fails or hangs."""
+    """Run a check on `world` ranks. Return "right" if all ranks pass, otherwise the message of one that fails."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = str(free.getsockname()[1])

@@ -68,8 +68,8 @@ class Stage:
 
         1. Inputs: the first stage uses input_tokens(batch[micro]). The other stages `receive` their inputs from the
            previous stage. They call requires_grad_() on them, because the previous stage will need their gradient.
-        2. Outputs: self.layers(inputs). The last stage then replaces its outputs by their loss: compute_loss(...),
-           divided by len(batch), because the loss of a batch is the mean over its micro batches.
+        2. Outputs: self.layers(inputs). The last stage replaces them by compute_loss(outputs, batch[micro]), divided by
+           len(batch), because the loss of a batch is the mean over its micro batches.
            Compute the outputs inside `with self.measured("forward", micro):`. Receive and send outside, because
            waiting for a message is not work.
         3. Keep inputs and outputs for the backward pass: self.kept[micro] = inputs, outputs.
@@ -135,14 +135,14 @@ def one_at_a_time(rank: int, world: int, micro_batches: int) -> list[tuple[str, 
 
 
 def gpipe(rank: int, world: int, micro_batches: int) -> list[tuple[str, int]]:
-    """Gap 4: return the forward passes of all micro batches, then all backward passes, both from the first one on."""
+    """Gap 4: return the forward passes of all micro batches, then all backward passes, in ascending order."""
     forward = [("forward", micro) for micro in range(micro_batches)]
     backward = [("backward", micro) for micro in range(micro_batches)]
     return forward + backward
 
 
 def one_forward_one_backward(rank: int, world: int, micro_batches: int) -> list[tuple[str, int]]:
-    """Gap 5: return an order in which each stage keeps fewer micro batches than with GPipe.
+    """Gap 5: like GPipe, but each stage keeps as few micro batches as possible.
 
     The last stage starts with one forward pass, the stage before it with two, the stage before that with three, and so
     on. Then each stage alternates: one backward pass, one forward pass. When no forward passes are left, it runs the
@@ -278,7 +278,7 @@ def show(losses: list[float]) -> None:
 def timeline(spans: list[tuple], start: float) -> str:
     """Draw one character for each 0.05 s.
 
-    The micro batches are a, b, c and so on in the forward pass, and A, B, C in the backward pass. Dots are waiting.
+    The micro batches are a, b, c and so on in the forward pass, and A, B, C in the backward pass. Dots mean waiting.
     """
     line = []
     for what, micro, begin, end in spans:
