@@ -29,7 +29,7 @@ from config import CUSTOM_GPT, CUSTOM_SIZES, TINY_BLOOM, DataArguments, ModelArg
 from custom_model import CustomGPTConfig
 from data_loader import is_local, read_part, read_questions
 from shared.errors import WorkshopError
-from shared.hub import cannot_load, offline_without_network
+from shared.hub import loading_error, offline_without_network
 from training.bloom_sdpa import use_attention
 
 # hidden size, layers and heads (arXiv:2211.05100, table 3): --from_scratch then needs no download
@@ -65,7 +65,7 @@ def load_tokenizer(model_args: ModelArguments, data_args: DataArguments) -> PreT
         if model_args.from_scratch and name in BLOOM_SIZES:
             print(f"no tokenizer of {name} here: training one of {TINY_VOCABULARY} tokens on {data_args.dataset}")
             return train_tokenizer(data_args, TINY_VOCABULARY)
-        raise cannot_load(flag, name, error) from error
+        raise loading_error(flag, name, error) from error
     if len(tokenizer) <= len(tokenizer.all_special_ids):
         # what transformers makes of GPT-2's tokenizer when its file is absent: every text has no tokens
         raise WorkshopError(flag, f"{name} holds no tokenizer", "save one beside the model, or give --tokenizer_name")
@@ -160,7 +160,7 @@ def pretrained_model(name: str) -> PreTrainedModel:
         what = f"a file of {name} holds other things than tensors, which are never loaded"
         raise WorkshopError("--model_name", what, "take a model saved as safetensors") from error
     except (OSError, ValueError, SafetensorError) as error:
-        raise cannot_load("--model_name", name, error) from error
+        raise loading_error("--model_name", name, error) from error
     model, loading = loaded
     unlike = loading["missing_keys"] | {weight for weight, _, _ in loading["mismatched_keys"]}
     if unlike:
@@ -213,7 +213,7 @@ def load_config(model_args: ModelArguments) -> PreTrainedConfig:
     try:
         config = AutoConfig.from_pretrained(name, trust_remote_code=False)
     except (OSError, ValueError) as error:
-        raise cannot_load("--model_name", name, error) from error
+        raise loading_error("--model_name", name, error) from error
     if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING or is_encoder(config):
         what = f"{name} is a {config.model_type} model, not a causal LM"
         raise WorkshopError("--model_name", what, "take one that generates text")

@@ -10,7 +10,7 @@ these formulas on up to 512.
 
 from dataclasses import dataclass
 
-from distributed.fsdp_config import fsdp_name
+from distributed.fsdp_config import fsdp_strategy
 from estimate.model_shape import FP32, Shape, weight_bytes
 from estimate.zero3_gathering import gathered_elements
 from settings.settings import Settings
@@ -77,7 +77,7 @@ def rings(shape: Shape, settings: Settings) -> list[Ring]:
         f = settings.fsdp_config["dp_shard_size"]
         # accelerate makes an embedding that is not the head a unit like a block; the rest stays gathered
         again = blocks + sum(shape.sizes[number] for number in shape.embedding)
-        gathered = psi if "SHARD_GRAD_OP" in fsdp_name(settings.fsdp_config) else psi + again
+        gathered = psi if "SHARD_GRAD_OP" in fsdp_strategy(settings.fsdp_config) else psi + again
         replicas = Ring(n // f, f, 2 * c * psi / f)  # all-reduce of the share, by HYBRID_SHARD
         return [Ring(f, 1, c * (a * gathered + psi)), replicas]  # gradients once in a step
     if settings.deepspeed_config is None:

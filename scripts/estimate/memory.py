@@ -8,7 +8,7 @@ from functools import cache
 import psutil
 
 from distributed.ds_config import offloaded
-from distributed.fsdp_config import fsdp_name
+from distributed.fsdp_config import fsdp_strategy
 from estimate.model_shape import FP32, PASSES, Shape, recomputes_blocks, trace_shape, uses_autocast, weight_bytes
 from settings.settings import Settings
 
@@ -305,7 +305,7 @@ def fsdp_buffers(shape: Shape, config: dict, accumulates: bool, compute_bytes: i
     gathered = {"loss": root, "blocks": root + 2 * block, "embedding": root + embedding}
     if f == 1 and not on_cpu:
         gathered = dict.fromkeys(PASSES, 0)  # this rank has all parameters where they are needed
-    elif "SHARD_GRAD_OP" in fsdp_name(config):
+    elif "SHARD_GRAD_OP" in fsdp_strategy(config):
         gathered = dict.fromkeys(PASSES, psi)
     # Gradients of a block, and their copy for the reduce-scatter. If embedding and head are one, the sum of their
     # gradients needs more than its reduce-scatter, and is counted in the passes

@@ -18,7 +18,7 @@ from datetime import UTC, datetime
 from functools import cache
 from pathlib import Path
 
-from records.memory_logs import MemoryLog, host_of, logs_of, read_cpu_log, read_gpu_log
+from records.memory_logs import MemoryLog, log_host, memory_log_paths, read_cpu_log, read_gpu_log
 from records.schema import (
     STOPPING_SIGNALS,
     WITHOUT_A_WORD,
@@ -31,7 +31,7 @@ from records.schema import (
 from shared.errors import WorkshopError, run_program, survive_lost_output
 
 
-def is_of_earlier(record: Record, since: datetime | None) -> bool:
+def is_from_earlier_attempt(record: Record, since: datetime | None) -> bool:
     """Whether a record was begun before the job that ends now, which then has none: it ended before its training."""
     return bool(since and record.started and record.started < since)
 
@@ -39,7 +39,7 @@ def is_of_earlier(record: Record, since: datetime | None) -> bool:
 def note_signal(path: Path, exit_code: int, since: datetime | None) -> None:
     """Write down that the job was told to stop: it may be killed before it can say more."""
     record = read_record(path)
-    if record.status == "running" and not is_of_earlier(record, since):
+    if record.status == "running" and not is_from_earlier_attempt(record, since):
         change_record(path, status="stopped", exit_code=exit_code)
 
 
@@ -51,7 +51,7 @@ def notes(path: Path) -> list[str]:
         return []
 
 
-def first_end(run_dir: Path) -> tuple[int, str] | None:
+def first_failed_process(run_dir: Path) -> tuple[int, str] | None:
     """Exit code and name, such as rank 1 on node2, of the process that failed first; None if none has noted its end.
 
     on_node.py and launch.py note the time in ns, the exit code and the name of each process that fails.
@@ -206,7 +206,7 @@ def summary(job_id: str, record: Record | None, exit_code: int, noted: list[str]
         missing = [line for line in missing if not re.search("gpu_memory/|GPU memory", line)]
         if len(missing) < len(noted):
             rows.append("no GPU: the rows of its memory are left out")
-    gpu_logs, cpu_logs = logs_of(Path(), job_id)
+    gpu_logs, cpu_logs = memory_log_paths(Path(), job_id)
     for log in [*map(read_gpu_log, gpu_logs), *map(read_cpu_log, cpu_logs)]:
         rows += memory_rows(log, missing)
     train = record.train if record else None
@@ -240,7 +240,7 @@ def memory_rows(log: MemoryLog, missing: list[str]) -> list[str]:
     missing += log.problems
     if not log.samples:
         missing.append(f"{log.path}: no sample")
-    where = f" on {host_of(log.path)}" if host_of(log.path) else ""
+    where = f" on {log_host(log.path)}" if log_host(log.path) else ""
     return [
         f"{'CPU' if name == 'process' else f'GPU {name}'} memory{where}: peak {log.peak(name):.0f} MiB, "
         f"mean {log.mean(name):.0f} MiB ({len(log.samples[name])} samples)"
@@ -278,11 +278,11 @@ def end_of_job(path: Path, arguments: argparse.Namespace) -> int:
     record = None
     earlier = False
     run_dir = path.with_name(f".{path.stem}")  # the parts of the job note here who failed, and what logs lack
-    code, who = first_end(run_dir) or (arguments.exit_code, "")
+    code, who = first_failed_process(run_dir) or (arguments.exit_code, "")
     status = "timeout" if arguments.timeout else outcome(code)
     reason = None
     try:
-        earlier = path.exists() and is_of_earlier(read_record(path), arguments.since)
+        earlier = path.exists() and is_from_earlier_attempt(read_record(path), arguments.since)
         if path.exists() and not earlier:
             record = close_record_of_job(path, code, arguments.timeout)
             status = record.status

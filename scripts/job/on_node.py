@@ -20,7 +20,7 @@ def main() -> None:
     host, role, command, *loggers = sys.argv[1:]
     signals: list[int] = []
     listen(int(command), signals)
-    code = exit_code_of(int(command))
+    code = wait_for_exit_code(int(command))
     if code:  # srun reports the highest code of all nodes, often the code of a command that srun itself has ended
         note("exit_codes", f"{time.time_ns()} {code} {role} on {host}")
     for logger in loggers:
@@ -47,7 +47,7 @@ def listen(command: int, signals: list[int]) -> None:
             signal.signal(number, pass_on)
 
 
-def exit_code_of(command: int) -> int:
+def wait_for_exit_code(command: int) -> int:
     """Wait for the command and return its exit code, as a shell counts it."""
     _, status = os.waitpid(command, 0)
     code = os.waitstatus_to_exitcode(status)

@@ -16,7 +16,7 @@ def git_state() -> dict:
     """Return commit, and dirty: true if a file that this run reads differs from it, null if git does not answer."""
     status = git_status()
     commit = re.match(r"# branch\.oid (\w+)\0", status)
-    dirty = any(map(is_read, status.split("\0"))) if status else None
+    dirty = any(map(is_run_input, status.split("\0"))) if status else None
     return {"commit": commit and commit[1], "dirty": dirty}
 
 
@@ -35,7 +35,7 @@ def git_status() -> str:
         return ""
 
 
-def is_read(entry: str) -> bool:
+def is_run_input(entry: str) -> bool:
     """Return True for a changed file that the run reads: a tracked one, or one in the experiment's folder."""
     kind = entry[:2]
     if kind not in FIELDS:  # the branch, or the former name of a file

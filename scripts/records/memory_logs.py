@@ -53,7 +53,7 @@ class MemoryLog:
         return max((samples[-1][0] - samples[0][0] for samples in self.samples.values()), default=0)
 
 
-def logs_of(folder: Path, job_id: str) -> tuple[list[Path], list[Path]]:
+def memory_log_paths(folder: Path, job_id: str) -> tuple[list[Path], list[Path]]:
     """GPU logs and CPU logs of a job, one per node: `<id>` or `<id>_<host>`, so that job 1 gets none of job 10."""
     found = []
     for kind, suffix in (("gpu", "csv"), ("cpu", "txt")):
@@ -62,7 +62,7 @@ def logs_of(folder: Path, job_id: str) -> tuple[list[Path], list[Path]]:
     return found[0], found[1]
 
 
-def host_of(path: Path) -> str:
+def log_host(path: Path) -> str:
     """Name of the node in ``gpu_memory_log_<job id>[_<host>].csv``, empty without one."""
     return "".join(path.stem.split("_", 4)[4:])
 

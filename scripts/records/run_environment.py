@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch
 
-from distributed.collectives import value_of_rank_0
+from distributed.collectives import broadcast_from_rank_0
 from shared.errors import WorkshopError
 from shared.paths import REPOSITORY, workshop_version
 
@@ -26,7 +26,7 @@ def new_job_id() -> str:
     job_id = os.environ.get("JOB_ID") or os.environ.get("SLURM_JOB_ID") or local
     if not re.fullmatch(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,63}", job_id):  # as job.sh
         raise WorkshopError("JOB_ID", f"{job_id!r:.80} cannot name files", "give up to 64 letters, digits, . _ or -")
-    return value_of_rank_0(job_id)
+    return broadcast_from_rank_0(job_id)
 
 
 def experiment_path() -> str:
@@ -37,7 +37,7 @@ def experiment_path() -> str:
     return str(here.relative_to(REPOSITORY)) if here.is_relative_to(REPOSITORY) else here.name
 
 
-def from_repository(value: object) -> object:
+def strip_repository(value: object) -> object:
     """A path below the repository as seen from there; all else as it is. A record tells nothing of the machine."""
     if isinstance(value, str) and Path(value).is_absolute() and Path(value).is_relative_to(REPOSITORY):
         return str(Path(value).relative_to(REPOSITORY))

@@ -11,7 +11,7 @@ from pathlib import Path
 from distributed.collectives import gather_lists, rank
 from distributed.process_group import exit_code, is_out_of_memory
 from records.git_state import git_state
-from records.run_environment import bandwidth, experiment_path, from_repository, hardware, versions
+from records.run_environment import bandwidth, experiment_path, hardware, strip_repository, versions
 from records.schema import (
     SCHEMA,
     WITHOUT_A_WORD,
@@ -88,7 +88,7 @@ class RunRecord:
             self.content["attempt"] = max(self.content["attempt"], before.attempt + 1)
             restart = {
                 "time": now(),
-                "reason": how_it_ended(before),
+                "reason": describe_end(before),
                 "step": step,
                 "started": before.started,
                 "finished": before.finished,
@@ -96,7 +96,7 @@ class RunRecord:
             self.content["restarts"] = [*before.restarts, restart]
         self.content |= {
             "experiment": experiment_path(),
-            "command": [from_repository(word) for word in sys.argv],
+            "command": [strip_repository(word) for word in sys.argv],
             "started": now(),
             "finished": None,
             "stop": None,
@@ -111,7 +111,7 @@ class RunRecord:
             **values,
         }
         settings = self.content.get("settings", {})
-        self.content["settings"] = {flag: from_repository(value) for flag, value in settings.items()}
+        self.content["settings"] = {flag: strip_repository(value) for flag, value in settings.items()}
         self.write()
 
     def update(self, **values: object) -> None:
@@ -178,7 +178,7 @@ class RunRecord:
         change_record(self.path, status="failed", exit_code=error.code, finished=now(), reason=error.what)
 
 
-def how_it_ended(record: Record) -> str:
+def describe_end(record: Record) -> str:
     """How the attempt of this record ended, in words."""
     if record.reason:
         return record.reason

@@ -40,7 +40,7 @@ def offline_without_network() -> None:
         datasets.config.HF_HUB_OFFLINE = datasets.config.HF_DATASETS_OFFLINE = True
 
 
-def cannot_load(flag: str, name: str, error: Exception) -> WorkshopError:
+def loading_error(flag: str, name: str, error: Exception) -> WorkshopError:
     """Return a one-line error for a model, tokenizer or dataset that a library could not load.
 
     flag, name: the command-line flag and its value.
@@ -49,17 +49,17 @@ def cannot_load(flag: str, name: str, error: Exception) -> WorkshopError:
         what = f"{name} asks for code of its own, which is never run here"
         return WorkshopError(flag, what, "take a model that transformers has a class for")
     if huggingface_hub.constants.HF_HUB_OFFLINE and isinstance(error, OSError | ValueError) and not os.path.isdir(name):
-        what = f"{name} is no local path, not in the cache, and there is no network"
+        what = f"{name} is neither a local path nor in the cache, and there is no network"
         flag_of_prefetch = "--dataset" if flag == "--dataset" else "--model_name"  # a tokenizer comes with a model
         command = f"python scripts/prefetch.py {flag_of_prefetch} {name}"
         return WorkshopError(
             flag, what, f"on a login node run: {command} (it takes --model_name and --dataset together)"
         )
     way_out = "correct the name, or give a local path with all its files"
-    return WorkshopError(flag, f"{name} cannot be loaded ({reason_of(error)})", way_out)
+    return WorkshopError(flag, f"{name} cannot be loaded ({short_reason(error)})", way_out)
 
 
-def reason_of(error: Exception) -> str:
+def short_reason(error: Exception) -> str:
     """What a library says, in one line: its first two, of which the first is often no more than a heading."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return " ".join(lines[:2]) or type(error).__name__

@@ -49,7 +49,7 @@ def read_checked(path: Path, model: type[Model], kind: str, way_out: str) -> Mod
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
         field = ".".join(map(str, first["loc"])) or "the file"
-        raise WorkshopError(path, f"is no {kind} ({field}: {first['msg']})", way_out) from error
+        raise WorkshopError(path, f"is not a valid {kind} ({field}: {first['msg']})", way_out) from error
 
 
 def write_json(path: Path, content: dict) -> None:
@@ -67,12 +67,12 @@ def write_json(path: Path, content: dict) -> None:
         raise
 
 
-def leaves_of(content: dict, prefix: str = "") -> dict:
+def flatten_keys(content: dict, prefix: str = "") -> dict:
     """``{"a": {"b": 1}}`` as ``{"a.b": 1}``."""
     leaves: dict = {}
     for key, value in content.items():
         if isinstance(value, dict):
-            leaves |= leaves_of(value, f"{prefix}{key}.")
+            leaves |= flatten_keys(value, f"{prefix}{key}.")
         else:
             leaves[f"{prefix}{key}"] = value
     return leaves

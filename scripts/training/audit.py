@@ -10,7 +10,7 @@ from transformers.training_args import OptimizerNames
 
 from distributed import inspect_fsdp
 from distributed.collectives import gather_lists, rank, world_size
-from distributed.fsdp_config import fsdp_name, wrap_classes
+from distributed.fsdp_config import fsdp_strategy, wrap_classes
 from distributed.tensor_parallel import cut_parameters
 from model import count_parameters
 from records.writer import RunRecord
@@ -92,7 +92,7 @@ def strategy_name(settings: Settings) -> str:
     if settings.model.tensor_parallel > 1:
         return "TP" if settings.fsdp_config is None else "TP x FSDP2"
     if settings.fsdp_config is not None:
-        return fsdp_name(settings.fsdp_config)
+        return fsdp_strategy(settings.fsdp_config)
     return "DDP" if "RANK" in os.environ else "plain"
 
 
@@ -205,7 +205,7 @@ def fsdp_knobs(trainer: Trainer, config: dict) -> list[Audited]:
     """Units, shares, offload and checkpointing of the model as FSDP has wrapped it."""
     model = trainer.model_wrapped
     names = wrap_classes(config, trainer.model)
-    blocks = len(inspect_fsdp.modules_of(model, names))
+    blocks = len(inspect_fsdp.modules_by_class(model, names))
     units = len(inspect_fsdp.sharded_blocks(model, names))
     checkpointed = blocks if config.get("activation_checkpointing") else 0
     others = ", ".join(inspect_fsdp.other_units(model, names))
@@ -215,7 +215,7 @@ def fsdp_knobs(trainer: Trainer, config: dict) -> list[Audited]:
         Audited("FSDP units", f"{blocks} blocks", f"{units} blocks", f"and {others}"),
         share_knob(model, 1 / config["dp_shard_size"]),
         Audited("mesh", mesh, inspect_fsdp.mesh_shape(model), "replicate x shard"),
-        Audited("CPU offload", config.get("cpu_offload", False), inspect_fsdp.share_on_cpu(model)),
+        Audited("CPU offload", config.get("cpu_offload", False), inspect_fsdp.shard_is_on_cpu(model)),
         Audited(
             "checkpointed blocks", checkpointed, inspect_fsdp.checkpointed_blocks(model), "activations are recomputed"
         ),
@@ -250,7 +250,7 @@ def tensor_parallel_knobs(trainer: Any, tensor_parallel: int) -> list[Audited]:
 
 def share_knob(model: torch.nn.Module, expected: float) -> Audited:
     """The part of all parameters that this rank holds."""
-    held = inspect_fsdp.local_share(model)
+    held = inspect_fsdp.local_fraction(model)
     # parameters are split by rows, so small ones leave a rank a little more or less than its part
     share = expected if abs(held - expected) <= SHARE_TOLERANCE * expected else held
     where = f"{held:.2%} of them are on rank {rank()}"

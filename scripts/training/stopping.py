@@ -13,7 +13,7 @@ from typing import Any
 
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
-from distributed.collectives import highest_of_all, print_once, rank, wait_for_everyone
+from distributed.collectives import max_over_ranks, print_once, rank, wait_for_all_ranks
 from job.with_parent import end_with_parent
 from records.schema import STOPPING_SIGNALS
 from shared.errors import STOPPED
@@ -60,7 +60,7 @@ class StopRequest:
     def agreed(self) -> bool:
         """Whether the ranks stop here, the same on every rank. Collective, until they have agreed."""
         if not self.agreed_signal:
-            self.agreed_signal = highest_of_all(self.signal)
+            self.agreed_signal = max_over_ranks(self.signal)
         return bool(self.agreed_signal)
 
     def save_and_exit_if_asked(self, trainer: Any, record: Any) -> None:
@@ -79,7 +79,7 @@ class StopRequest:
             f"stopped by {name} at step {step} of {trainer.state.max_steps}; "
             f"go on with --resume_from_checkpoint {folder}, or as the same job"
         )
-        wait_for_everyone()  # a launcher ends the others as soon as one has ended
+        wait_for_all_ranks()  # a launcher ends the others as soon as one has ended
         sys.exit(STOPPED)
 
 

@@ -41,7 +41,7 @@ BROKEN = {
     ),
     "a_rank_holds_everything": (
         ("--fsdp",),
-        "from distributed import inspect_fsdp\ninspect_fsdp.local_share = lambda model: 0.8",
+        "from distributed import inspect_fsdp\ninspect_fsdp.local_fraction = lambda model: 0.8",
         "local parameter share: 1.0 was requested, 0.8 is what would run;",
     ),
     "not_pinned": (
@@ -127,5 +127,5 @@ def test_what_is_seen_of_a_model_that_fsdp1_has_wrapped(train):
 def test_fsdp1_is_refused_without_a_gpu(train):
     config = "fsdp_configs/fsdp1_full_shard.json"
     refused = train("fsdp1_on_cpu", "--fsdp", "--fsdp_config", config, code=3)
-    assert refused.error == f"{config}: FSDP1 needs a GPU, it crashes with gloo; use an FSDP2 config"
+    assert refused.error == f"{config}: FSDP1 needs a GPU: it crashes with gloo; use an FSDP2 config"
     assert not refused.record_path.exists()

@@ -138,7 +138,7 @@ def test_neither_network_nor_cache(train, tmp_path: Path, flag: str, missing: st
     nowhere = {"HF_HOME": tmp_path / "empty", "HF_ENDPOINT": UNREACHABLE, "HF_HUB_OFFLINE": "unset"}
     refused = train("offline", "--model_name", model, "--dataset", "squad", code=2, **nowhere)
     assert refused.error_lines == [
-        f"error: {flag}: {missing} is no local path, not in the cache, and there is no network; "
+        f"error: {flag}: {missing} is neither a local path nor in the cache, and there is no network; "
         f"on a login node run: python scripts/prefetch.py {flag} {missing} "
         "(it takes --model_name and --dataset together)"
     ]

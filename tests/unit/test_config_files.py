@@ -12,11 +12,11 @@ from transformers.integrations.deepspeed import HfTrainerDeepSpeedConfig
 
 from custom_model import CustomGPTConfig, CustomGPTForCausalLM
 from distributed.ds_config import check_contradictions, check_ds_config
-from distributed.fsdp_config import check_fsdp_config, check_wrap_classes, fsdp_name
+from distributed.fsdp_config import check_fsdp_config, check_wrap_classes, fsdp_strategy
 from helpers import REPOSITORY
 from settings.command_line import parse_command_line
 from settings.trainer_flags import trainer_flags
-from shared.json_files import leaves_of
+from shared.json_files import flatten_keys
 
 FILES = sorted((REPOSITORY / "ds_configs").glob("*.json"))
 FSDP_FILES = sorted((REPOSITORY / "fsdp_configs").glob("*.json"))
@@ -71,7 +71,10 @@ MISTAKES = {
         changed("zero_optimization.overlap_comm", "fast"),
         "zero_optimization.overlap_comm: is 'fast': Input should be a valid boolean",
     ),
-    "auto": (changed("steps_per_print", "auto"), 'steps_per_print: is "auto", which no flag replaces here; give a'),
+    "auto": (
+        changed("steps_per_print", "auto"),
+        'steps_per_print: is "auto", but no flag gives a value for this key; give a',
+    ),
     "optimizer": (changed("optimizer.type", "Lamb"), "optimizer.type: is 'Lamb'; use AdamW, or remove the section"),
     "parameters of stage 2": (
         changed("zero_optimization.offload_param", CPU),
@@ -87,7 +90,7 @@ MISTAKES = {
     ),
     "a part of PyTorch's AdamW on the CPU": (
         changed("zero_optimization.offload_optimizer", CPU | {"ratio": 0.5}, "zero3"),
-        "zero_optimization.offload_optimizer.ratio: is 0.5, and only DeepSpeed's own AdamW steps a part on the CPU; ",
+        "zero_optimization.offload_optimizer.ratio: is 0.5, but only DeepSpeed's own AdamW can update a part on the",
     ),
     "clipping left out": (
         changed("gradient_clipping", REMOVED),
@@ -222,7 +225,7 @@ COMPARED = [
 
 @pytest.mark.parametrize(("left", "right", "allowed"), COMPARED)
 def test_files_that_the_pages_compare_differ_in_one_thing(left, right, allowed):
-    one, other = leaves_of(load(left)), leaves_of(load(right))
+    one, other = flatten_keys(load(left)), flatten_keys(load(right))
     different = {key for key in one.keys() | other.keys() if one.get(key) != other.get(key)}
     assert different
     assert [key for key in different if not re.fullmatch(rf"zero_optimization\.{allowed}", key)] == []
@@ -258,7 +261,7 @@ def test_a_mistake_in_an_fsdp_file_is_one_line(written, refusal, monkeypatch, co
 
 def test_an_old_string_is_refused_with_what_to_use(refusal):
     line = refusal(check_fsdp_config, "full_shard auto_wrap", None)
-    assert line.endswith("removes; use --fsdp --fsdp_config with a file of fsdp_configs/")
+    assert line.endswith("is a deprecated form; use --fsdp --fsdp_config with a file of fsdp_configs/")
 
 
 @pytest.mark.parametrize(("world", "per_node", "shard", "replicate"), [(8, 4, 4, 2), (4, 4, 4, 1), (1, 1, 1, 1)])
@@ -267,7 +270,7 @@ def test_auto_means_ranks_per_node_and_nodes(monkeypatch, world, per_node, shard
     monkeypatch.setenv("LOCAL_WORLD_SIZE", str(per_node))
     found = check_fsdp_config(True, str(REPOSITORY / "fsdp_configs" / "hybrid_shard.json"))
     assert (found["dp_shard_size"], found["dp_replicate_size"]) == (shard, replicate)
-    assert fsdp_name(found) == ("FSDP2 HYBRID_SHARD" if replicate > 1 else "FSDP2 FULL_SHARD")
+    assert fsdp_strategy(found) == ("FSDP2 HYBRID_SHARD" if replicate > 1 else "FSDP2 FULL_SHARD")
 
 
 def test_one_rank_per_node_is_refused_as_nothing_would_be_sharded(refusal, monkeypatch):

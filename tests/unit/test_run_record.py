@@ -109,7 +109,7 @@ def test_record_of_another_type_names_the_field(content, field):
     path.write_text(content)
     with pytest.raises(WorkshopError) as raised:
         read_record(path)
-    assert raised.value.source == "7.json" and raised.value.what.startswith(f"is no run record ({field}: ")
+    assert raised.value.source == "7.json" and raised.value.what.startswith(f"is not a valid run record ({field}: ")
 
 
 def test_record_says_where_and_with_what_the_run_was_made():
