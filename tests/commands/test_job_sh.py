@@ -182,7 +182,7 @@ def test_a_record_of_a_job_that_is_gone_is_finished_by_the_next_one(stub, worksh
     done, _ = stub("print('training')")
     assert done.returncode == 0
     assert json.loads((results / "gone.json").read_text())["status"] == "failed"
-    assert "results/gone.json: its job is gone, the record says failed now" in done.stdout
+    assert "results/gone.json: the job is gone, and its status is now failed" in done.stdout
     assert sorted(path.name for path in results.glob(".*")) == []
 
 

@@ -46,7 +46,7 @@ def test_records_of_jobs_that_are_gone_are_swept(bench: Bench):
     words = ("-P", "-m", "job.end_of_job", "--sweep")
     # PATH without squeue: one that does not answer leaves open whether the job is gone
     ended = bench.run(*words, script=bench.python, PYTHONPATH=bench.folder / "scripts", PATH=bench.python.parent)
-    assert ended.out == "results/7.json: its job is gone, the record says failed now\n", ended
+    assert ended.out == "results/7.json: the job is gone, and its status is now failed\n", ended
     assert ended.record["status"] == "failed" and ended.record["finished"]
 
 
