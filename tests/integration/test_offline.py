@@ -117,7 +117,7 @@ def test_a_run_needs_no_network_when_all_was_fetched(train, prefetch, tmp_path: 
     assert trained.record["status"] == "completed"
     assert trained.record["settings"]["model_name"] == MODEL
     assert (trained.output / "model.safetensors").exists()
-    assert "looking into the local cache only" in trained.log
+    assert "using only the local cache" in trained.log
 
 
 def test_weights_of_an_older_model_are_fetched(prefetch, tmp_path: Path):
