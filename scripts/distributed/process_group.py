@@ -36,7 +36,7 @@ def prepare_environment(shards: bool) -> None:
 
     torchrun sets all of them. Bare srun sets variables of its own, such as SLURM_PROCID. Under plain python a run that
     shards gets a world size of 1, because DeepSpeed would otherwise look for MPI. Other runs need no variables.
-    Call this before DeepSpeed is imported. transformers always imports it if it is installed.
+    Call this before DeepSpeed is imported. transformers imports it in every run.
     """
     silence_known_warnings()
     env = os.environ

@@ -84,9 +84,9 @@ def reach(source: str, host: str, port: int, timeout: int) -> None:
 
 
 def note_joining(problem: str = "") -> None:
-    """Note in the job's folder that this node has joined, or note the problem.
+    """Write into the job's folder that this node has joined, or the problem that prevents it.
 
-    The first node reads these notes. Without job.sh there is no folder, and so no note.
+    The first node reads these notes. They need job.sh, which creates the folder.
     """
     if "RUN_DIR" in os.environ:
         with contextlib.suppress(OSError):  # a full disk must not end the run; it only makes a message less exact

@@ -140,11 +140,11 @@ class Watchdog(threading.Thread):
         return Heartbeat(self.number, node_name(), [self.phases_started, collectives], f"{self.phase}, at {line}")
 
     def read_heartbeats(self) -> dict[int, Heartbeat]:
-        signs = {self.rank: self.own_heartbeat()}
+        heartbeats = {self.rank: self.own_heartbeat()}
         for path in self.folder.glob("*.json"):
             with contextlib.suppress(OSError):
-                signs[int(path.stem)] = Heartbeat(**json.loads(path.read_text()))
-        return signs
+                heartbeats[int(path.stem)] = Heartbeat(**json.loads(path.read_text()))
+        return heartbeats
 
     def end(self, earlier: dict[int, Heartbeat]) -> None:
         """End this process. Only one rank succeeds in moving the folder away, and this rank reports the error."""
@@ -183,7 +183,7 @@ def hang_error(rank: int, earlier: dict[int, Heartbeat], later: dict[int, Heartb
     if silent and rank not in silent and phases_started:
         what = f"no answer from {describe_ranks(silent, later, 'last heard: ')}, stopped or out of reach"
     else:
-        least = min(beat.progress for beat in later.values())
+        least = min(each.progress for each in later.values())
         slowest = {each for each in later if later[each].progress == least}
         what = f"no progress of {describe_ranks(slowest, later)}"
     return WorkshopError(
@@ -199,7 +199,7 @@ def way_out_of_pty() -> str:
     return f"; Slurm announces {tasks} tasks, so in a shell of srun --pty unset SLURM_STEP_NUM_TASKS"
 
 
-def describe_ranks(ranks: set[int], signs: dict[int, Heartbeat], last: str = "") -> str:
+def describe_ranks(ranks: set[int], heartbeats: dict[int, Heartbeat], last: str = "") -> str:
     """Return the first ranks as text, such as ``rank 3 on node2 (step 12, at x.py:30 read)``.
 
     A rank without a heartbeat has only its number, and its node if the node is known.
@@ -208,8 +208,8 @@ def describe_ranks(ranks: set[int], signs: dict[int, Heartbeat], last: str = "")
     names = []
     for rank in sorted(ranks)[:MOST_NAMED]:
         node = rank // whole_number("LOCAL_WORLD_SIZE", "1")
-        if rank in signs:
-            names.append(f"rank {rank} on {signs[rank].host} ({last}{signs[rank].place})")
+        if rank in heartbeats:
+            names.append(f"rank {rank} on {heartbeats[rank].host} ({last}{heartbeats[rank].place})")
         else:
             names.append(f"rank {rank} on {nodes[node]}" if node < len(nodes) else f"rank {rank}")
     return ", ".join(names) + (f" and {len(ranks) - MOST_NAMED} more" if len(ranks) > MOST_NAMED else "")

@@ -140,9 +140,9 @@ def sweep(folder: Path) -> None:
         change_record(path, status=status, finished=finished, reason=reason)
         print(f"{path}: the job is gone, and its status is now {status}")
     for left in folder.glob(".*"):
-        # The watchdog's folder belongs to a run without job.sh, which may still be running
-        is_watchdogs = left.name.startswith(".ranks_")
-        if left.is_dir() and not is_watchdogs and not is_alive(folder / f"{left.name[1:]}.json"):
+        # This folder is the watchdog's. It belongs to a run without job.sh, which may still be running
+        heartbeats = left.name.startswith(".ranks_")
+        if left.is_dir() and not heartbeats and not is_alive(folder / f"{left.name[1:]}.json"):
             shutil.rmtree(left, ignore_errors=True)
 
 

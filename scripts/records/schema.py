@@ -1,4 +1,4 @@
-"""Schema of the run record ``results/<job_id>.json``. The report reads everything about a run from this file.
+"""Schema of the run record ``results/<job_id>.json``. The report takes the facts about a run from this file.
 
 records/writer.py writes the record. The training, the watchdog or, for a killed job, job/end_of_job.py closes it.
 reporting/ and benchmarks/ read it. A field that is not described here is kept unchanged.
@@ -94,7 +94,7 @@ class Train(Part):
     steps: int | None = None
     loss_mean: float | None = None  # the Trainer's mean loss
     loss_last: float | None = None  # the last logged loss
-    runtime_s: float | None = None  # the next three fields are the Trainer's numbers
+    runtime_s: float | None = None  # the Trainer's number, as in the next two fields
     samples_per_second: float | None = None
     steps_per_second: float | None = None
     steady_samples_per_second: float | None = None
@@ -106,8 +106,8 @@ class Train(Part):
     counted_tokens: int | None = None  # labels that count in the loss
     steady_tokens_per_second: float | None = None  # real tokens on all ranks
     mfu_percent: float | None = None
-    # Peak of one rank, in 10^12 operations per second; MFU is a share of it. The GPU's published peak, or a peak that
-    # is measured while all ranks compute
+    # Peak of one rank in 10^12 operations per second, for MFU: the GPU's published peak. Without one, a peak that is
+    # measured while all ranks compute
     matmul_peak_tflops: float | None = None
 
 

@@ -132,7 +132,7 @@ class RunRecord:
         if on_disk and on_disk.attempt > self.content["attempt"]:
             return  # the job has started again, and this process is left over from the earlier attempt
         if on_disk and on_disk.attempt == self.content["attempt"] and self.content["status"] == "running":
-            # job.sh has noted a signal or the end while this process still saves. Keep this until the run closes itself
+            # job.sh may have noted a signal or the end while this process still saves. Keep those fields
             self.content |= {name: getattr(on_disk, name) for name in ("status", "exit_code", "finished")}
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
@@ -168,7 +168,7 @@ class RunRecord:
         out_of_memory = is_out_of_memory(error)
         on_disk = read_record(self.path)
         running = not on_disk.finished
-        # The launcher of a stopped job may have ended the record already, while this rank was still saving
+        # If the launcher gave up on a stopped job, job.sh has closed the record while this rank was still saving
         if rank() == 0 and (running or on_disk.status == "stopped"):
             self.update(status="oom" if out_of_memory else outcome(code), exit_code=code, finished=now())
         elif out_of_memory or (running and isinstance(error, Exception)):

@@ -53,10 +53,9 @@ def loading_error(flag: str, name: str, error: Exception) -> WorkshopError:
         return WorkshopError(flag, what, "use a model that transformers has a class for")
     if huggingface_hub.constants.HF_HUB_OFFLINE and isinstance(error, OSError | ValueError) and not os.path.isdir(name):
         what = f"{name} is neither a local path nor in the cache, and there is no network"
-        flag_of_prefetch = (
-            "--dataset" if flag == "--dataset" else "--model_name"
-        )  # --model_name also fetches a tokenizer
-        command = f"python scripts/prefetch.py {flag_of_prefetch} {name}"
+        # prefetch.py has no flag for a tokenizer: --model_name also fetches it
+        prefetch_flag = "--dataset" if flag == "--dataset" else "--model_name"
+        command = f"python scripts/prefetch.py {prefetch_flag} {name}"
         return WorkshopError(
             flag, what, f"on a login node run: {command} (it takes --model_name and --dataset together)"
         )
