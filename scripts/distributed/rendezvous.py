@@ -1,7 +1,7 @@
 """The rendezvous of a job: the address and port where all nodes meet, and the wait until a node can connect.
 
 The ranks exchange their addresses through a store on the first node. torchrun runs the store; without torchrun, rank 0
-does. This module imports no large package, because launch.py must start quickly.
+does. This module imports no large package, so that launch.py and job/master_address.py can use it.
 """
 
 import contextlib
