@@ -12,7 +12,7 @@ from transformers import DataCollatorForSeq2Seq, PreTrainedTokenizerBase, Traini
 from config import DataArguments
 from distributed.collectives import print_once
 from shared.errors import WorkshopError
-from shared.hub import cannot_load, offline_without_network
+from shared.hub import loading_error, offline_without_network
 from shared.json_files import parse_json, read_bytes
 
 # The reference answer if the paragraph does not answer the question (SQuAD v2.0)
@@ -104,7 +104,7 @@ def load_from_hub(name: str, part: str) -> Dataset:
     try:
         questions = load_dataset(name, split=split).select_columns(["id", "question", "context", "answers"])
     except (OSError, ValueError) as error:
-        raise cannot_load("--dataset", name, error) from error
+        raise loading_error("--dataset", name, error) from error
     return questions.map(hub_answers, desc=f"Reading {name}")
 
 

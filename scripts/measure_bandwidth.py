@@ -19,7 +19,7 @@ import torch.distributed as dist
 
 from config import DEFAULTS
 from distributed import watchdog
-from distributed.collectives import rank, wait_for_everyone, world_size
+from distributed.collectives import rank, wait_for_all_ranks, world_size
 from distributed.process_group import leave_process_group, prepare_environment, run_and_exit
 from shared.errors import ENVIRONMENT, OneLineErrors, WorkshopError
 from shared.json_files import write_json
@@ -117,7 +117,7 @@ def seconds_per_all_reduce(message: torch.Tensor, iterations: int) -> float:
 def synchronise() -> None:
     if GPU:
         torch.cuda.synchronize()
-    wait_for_everyone()
+    wait_for_all_ranks()
 
 
 def bus_bandwidth(seconds: float, message_bytes: int, ranks: int) -> float:

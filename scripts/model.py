@@ -29,7 +29,7 @@ from config import CUSTOM_GPT, CUSTOM_SIZES, TINY_BLOOM, DataArguments, ModelArg
 from custom_model import CustomGPTConfig
 from data_loader import is_local, read_part, read_questions
 from shared.errors import WorkshopError
-from shared.hub import cannot_load, offline_without_network
+from shared.hub import loading_error, offline_without_network
 from training.bloom_sdpa import use_attention
 
 # Hidden size, layers and heads (arXiv:2211.05100, table 3), so that --from_scratch needs no download
@@ -65,7 +65,7 @@ def load_tokenizer(model_args: ModelArguments, data_args: DataArguments) -> PreT
         if model_args.from_scratch and name in BLOOM_SIZES:
             print(f"no tokenizer for {name}: training one with {TINY_VOCABULARY} tokens on {data_args.dataset}")
             return train_tokenizer(data_args, TINY_VOCABULARY)
-        raise cannot_load(flag, name, error) from error
+        raise loading_error(flag, name, error) from error
     if len(tokenizer) <= len(tokenizer.all_special_ids):
         # transformers creates such an empty tokenizer if the file of GPT-2's tokenizer is missing
         way_out = "save one next to the model, or give --tokenizer_name"
@@ -166,7 +166,7 @@ def pretrained_model(name: str) -> PreTrainedModel:
         what = f"a file of {name} contains objects other than tensors, which are never loaded"
         raise WorkshopError("--model_name", what, "use a model saved as safetensors") from error
     except (OSError, ValueError, SafetensorError) as error:
-        raise cannot_load("--model_name", name, error) from error
+        raise loading_error("--model_name", name, error) from error
     model, loading = loaded
     unlike = loading["missing_keys"] | {weight for weight, _, _ in loading["mismatched_keys"]}
     if unlike:
@@ -219,7 +219,7 @@ def load_config(model_args: ModelArguments) -> PreTrainedConfig:
     try:
         config = AutoConfig.from_pretrained(name, trust_remote_code=False)
     except (OSError, ValueError) as error:
-        raise cannot_load("--model_name", name, error) from error
+        raise loading_error("--model_name", name, error) from error
     if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING or is_encoder(config):
         what = f"{name} is a {config.model_type} model, not a causal LM"
         raise WorkshopError("--model_name", what, "use a model that generates text")

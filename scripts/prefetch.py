@@ -17,7 +17,7 @@ from config import TINY_BLOOM
 from data_loader import is_local
 from model import is_folder
 from shared.errors import ENVIRONMENT, OneLineErrors, WorkshopError, run_program
-from shared.hub import MODEL_FILES, draw_bars_on_terminals_only, reason_of
+from shared.hub import MODEL_FILES, draw_bars_on_terminals_only, short_reason
 
 
 def main() -> None:
@@ -43,7 +43,7 @@ def download(flag: str, name: str, download_function: Callable[[str], str]) -> N
         print(f"{name}: {download_function(name)}")
     except Exception as error:  # the Hub client raises exceptions of its own, of httpx, and OSError
         way_out = "check the name, and that this machine has network access"
-        what = f"{name} cannot be downloaded ({reason_of(error):.200})"
+        what = f"{name} cannot be downloaded ({short_reason(error):.200})"
         raise WorkshopError(flag, what, way_out, ENVIRONMENT) from error
 
 

@@ -27,7 +27,7 @@ from transformers import TrainingArguments
 from config import has_random_weights
 from data_loader import collator, load_squad
 from distributed import watchdog
-from distributed.collectives import print_once, value_of_rank_0, world_size
+from distributed.collectives import broadcast_from_rank_0, print_once, world_size
 from distributed.ds_config import check_contradictions, check_ds_config
 from distributed.fsdp_config import check_fsdp_config, parallelism, shard_on_cpu, trainer_config
 from distributed.process_group import adopt_process_group, leave_process_group, prepare_environment, run_and_exit
@@ -109,7 +109,7 @@ def main() -> None:
     strategy = strategy_name(settings)
     # A checkpoint is a pickle, and loading a pickle can run code. From here on, a file with code does not load
     forbid_code_in_checkpoints(with_deepspeed=bool(deepspeed))
-    checkpoint = value_of_rank_0(find_checkpoint(args.resume_from_checkpoint, args.output_dir, job_id))
+    checkpoint = broadcast_from_rank_0(find_checkpoint(args.resume_from_checkpoint, args.output_dir, job_id))
     if checkpoint:
         check_for_code(checkpoint)
     else:

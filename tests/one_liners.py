@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from helpers import REPOSITORY
-from records.memory_logs import logs_of, read_gpu_log
+from records.memory_logs import memory_log_paths, read_gpu_log
 from reporting.metrics import METRICS
 from reporting.runs import Missing, read_run
 
@@ -58,7 +58,7 @@ def check_one_liners(record: Path) -> None:
         if metric == "eval_loss":
             assert len(found) == len(run.record.eval)
     numbers = shell(lines[PER_GPU], run.folder, JOB=run.job_id)
-    (gpu,), (cpu,) = logs_of(run.folder, run.job_id)
+    (gpu,), (cpu,) = memory_log_paths(run.folder, run.job_id)
     log = read_gpu_log(gpu)
     assert numbers[1::2] == [log.peak(name) for name in log.names()]
     samples = [line.split() for line in cpu.read_text().splitlines() if not line.startswith("#")]

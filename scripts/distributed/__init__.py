@@ -1,1 +1,1 @@
-"""How a model is spread over processes: process group and ranks, DeepSpeed's and FSDP's files, strategies, watchdog."""
+"""Training with several processes: process group, collectives, DeepSpeed and FSDP config files, watchdog."""

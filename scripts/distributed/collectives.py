@@ -11,11 +11,12 @@ T = TypeVar("T")
 
 
 def world_size() -> int:
+    """Return the number of ranks of the run."""
     return whole_number("WORLD_SIZE", "1")
 
 
 def local_world_size() -> int:
-    """Ranks on this node."""
+    """Return the number of ranks on this node."""
     return whole_number("LOCAL_WORLD_SIZE", "1")
 
 
@@ -23,9 +24,9 @@ def rank() -> int:
     return whole_number("RANK", "0")
 
 
-def wait_for_everyone() -> None:
+def wait_for_all_ranks() -> None:
     if dist.is_initialized():
-        # NCCL asks for the GPU, and guesses with a warning where it is not told
+        # Name the GPU: without it NCCL guesses, and prints a warning
         gpu = [torch.cuda.current_device()] if "nccl" in dist.get_backend() else None
         dist.barrier(device_ids=gpu)
 
@@ -35,13 +36,13 @@ def print_once(text: str) -> None:
         print(text, flush=True)
 
 
-def value_of_rank_0(value: T) -> T:
-    """Rank 0's value, on every rank."""
+def broadcast_from_rank_0(value: T) -> T:
+    """Return rank 0's value on every rank. Collective."""
     return gather_lists([value])[0][0]
 
 
-def highest_of_all(number: int) -> int:
-    """The largest of the ranks' numbers, on every rank. Collective."""
+def max_over_ranks(number: int) -> int:
+    """Return the largest of the ranks' numbers on every rank. Collective."""
     if world_size() == 1:
         return number
     device = "cpu" if "gloo" in dist.get_backend() else "cuda"
@@ -51,7 +52,7 @@ def highest_of_all(number: int) -> int:
 
 
 def gather_lists(values: list) -> list[list]:
-    """One list per rank, in rank order, on every rank."""
+    """Return the lists of all ranks, in rank order, on every rank. Collective."""
     if not dist.is_initialized():
         return [values]
     lists: list = [None] * dist.get_world_size()

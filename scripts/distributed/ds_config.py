@@ -1,7 +1,7 @@
-"""Checks of a DeepSpeed JSON file that DeepSpeed itself makes late, or not at all.
+"""Checks of a DeepSpeed config file that DeepSpeed makes too late or not at all.
 
-DeepSpeed ignores a misspelt key at the top level and in sections that it reads key by key. What it has a class for,
-ZeRO above all, is checked with that class, here before the model is loaded.
+DeepSpeed ignores a misspelt key at the top level and in sections that it reads key by key. For other sections, such as
+zero_optimization, DeepSpeed has a class that checks them. This module uses these classes before the model is loaded.
 """
 
 from typing import Any
@@ -12,7 +12,7 @@ from transformers import TrainingArguments
 from distributed.process_group import prepare_deepspeed
 from settings.settings import Settings
 from shared.errors import WorkshopError, did_you_mean
-from shared.json_files import leaves_of, read_json
+from shared.json_files import flatten_keys, read_json
 
 # https://www.deepspeed.ai/docs/config-json/
 TOP_LEVEL = (
@@ -33,9 +33,9 @@ PLAIN_SECTIONS = {
     "scheduler": "type params",
     "torch_autocast": "enabled dtype lower_precision_safe_modules",
 }
-# Sections that nobody here needs; DeepSpeed checks them when its engine starts
+# Sections that the workshop does not use; DeepSpeed checks them when its engine starts
 LEFT_TO_DEEPSPEED = ("comms_logger", "tensorboard", "wandb", "csv_monitor", "comet")
-# Without one of these keys DeepSpeed takes a default of its own (lr 0.001, no clipping), and the flag has no effect
+# If one of these keys is missing, DeepSpeed uses its own default (lr 0.001, no clipping), and the flag has no effect
 NEEDED_ALWAYS = {"gradient_clipping": "--max_grad_norm"}
 NEEDED_BY_OPTIMIZER = {
     "optimizer.params.lr": "--learning_rate",
@@ -47,7 +47,7 @@ NEEDED_BY_WARM_UP = {
     "scheduler.params.warmup_max_lr": "--learning_rate",
     "scheduler.params.warmup_num_steps": "--warmup_steps",
 }
-# Keys whose "auto" the Trainer replaces
+# Keys for which the Trainer replaces "auto" by a value
 AUTO = (
     *("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"),
     *("fp16.enabled", "bf16.enabled", "scheduler.params.warmup_min_lr", "scheduler.params.total_num_steps"),
@@ -55,12 +55,12 @@ AUTO = (
     "zero_optimization.stage3_param_persistence_threshold",
     *(NEEDED_ALWAYS | NEEDED_BY_OPTIMIZER | NEEDED_BY_WARM_UP),
 )
-OFFLOAD_KEYS = ("device", "pin_memory", "nvme_path", "ratio")  # for suggestions
+OFFLOAD_KEYS = ("device", "pin_memory", "nvme_path", "ratio")  # only to suggest a key for a misspelt one
 GATHER = "stage3_gather_16bit_weights_on_model_save"
 
 
 def check_ds_config(path: str) -> dict:
-    """The content of a DeepSpeed config file for the Hugging Face Trainer, ``"auto"`` values in place.
+    """Check a DeepSpeed config file and return its content. The ``"auto"`` values stay, for the Trainer.
 
     Raises WorkshopError (exit code 2) with the file and the dotted path of the first key that is unknown or wrong.
     """
@@ -69,7 +69,7 @@ def check_ds_config(path: str) -> dict:
     from deepspeed.runtime.precision_config import DeepSpeedBF16Config, DeepSpeedFP16Config
     from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
 
-    # DeepSpeed itself describes these sections with a pydantic class, which forbids unknown keys
+    # DeepSpeed's pydantic classes for these sections reject unknown keys
     models = {"zero_optimization": DeepSpeedZeroConfig, "fp16": DeepSpeedFP16Config, "bf16": DeepSpeedBF16Config}
     for key, section in config.items():
         check_ds_key(path, key, [*TOP_LEVEL, *PLAIN_SECTIONS, *models, *LEFT_TO_DEEPSPEED])
@@ -85,10 +85,10 @@ def check_ds_config(path: str) -> dict:
             for name in section:
                 check_ds_key(path, f"{key}.{name}", PLAIN_SECTIONS[key].split())
     config.setdefault("zero_optimization", {})
-    leaves = leaves_of(config)
+    leaves = flatten_keys(config)
     for dotted, value in leaves.items():
-        if value == "auto" and dotted not in AUTO:  # DeepSpeed would meet the word itself
-            what = 'is "auto", which no flag replaces here'
+        if value == "auto" and dotted not in AUTO:  # DeepSpeed would use the word "auto" as the value
+            what = 'is "auto", but no flag gives a value for this key'
             raise WorkshopError(f"{path}: {dotted}", what, "give a value or remove the key")
     check_required(path, config, leaves)
     return config
@@ -114,8 +114,10 @@ def check_section(path: str, name: str, section: dict, model: type[BaseModel]) -
 
 
 def check_stage(path: str, zero: dict) -> None:
-    """Refuse a stage that there is not, or in quotes, with which transformers would not shard while it loads the model;
-    and offload of what the stage does not shard, which DeepSpeed would not do, without a word."""
+    """Reject an unknown or quoted stage, and offload of a part that the stage does not shard.
+
+    With a quoted stage, transformers does not shard while it loads the model. DeepSpeed silently ignores such offload.
+    """
     stage = zero.get("stage", 0)
     if stage not in (0, 1, 2, 3):
         raise WorkshopError(f"{path}: zero_optimization.stage", f"is {stage!r}", "give 0, 1, 2 or 3")
@@ -127,7 +129,7 @@ def check_stage(path: str, zero: dict) -> None:
 
 
 def check_required(path: str, config: dict, leaves: dict) -> None:
-    """Refuse a missing key by which a flag would have no effect, without a word."""
+    """Reject a file that lacks a key for a flag: DeepSpeed would silently ignore the flag."""
     required = dict(NEEDED_ALWAYS)
     if "optimizer" in config:
         if config["optimizer"].get("type") not in ("Adam", "AdamW"):
@@ -144,15 +146,19 @@ def check_required(path: str, config: dict, leaves: dict) -> None:
 
 
 def check_adamw(path: str, params: dict, zero: dict) -> None:
-    """Refuse what PyTorch's AdamW, or DeepSpeed's own, cannot do."""
+    """Reject parameters that the chosen AdamW, PyTorch's or DeepSpeed's, does not support."""
     if params.get("fused") and not params.get("torch_adam"):
         way_out = "add torch_adam, or remove fused"
         raise WorkshopError(f"{path}: optimizer.params.fused", "DeepSpeed's own AdamW has no such key", way_out)
     ratio = (zero.get("offload_optimizer") or {}).get("ratio", 1)
     if ratio < 1 and params.get("torch_adam"):
-        way_out = "take torch_adam and fused out of optimizer.params, or remove ratio"
+        way_out = "remove torch_adam and fused from optimizer.params, or remove ratio"
         source = f"{path}: zero_optimization.offload_optimizer.ratio"
-        raise WorkshopError(source, f"is {ratio}, and only DeepSpeed's own AdamW steps a part on the CPU", way_out)
+        raise WorkshopError(
+            source,
+            f"is {ratio}, but only DeepSpeed's own AdamW can update a part on the CPU",
+            way_out,
+        )
 
 
 def offloaded(zero: dict, part: str) -> bool:
@@ -160,7 +166,7 @@ def offloaded(zero: dict, part: str) -> bool:
 
 
 def check_contradictions(settings: Settings, training_args: TrainingArguments) -> None:
-    """Compare the file's literals with the flags, once TrainingArguments has met both.
+    """Reject values in the file that contradict the flags. TrainingArguments has read the file and the flags.
 
     Raises WorkshopError (exit code 2) with both values of each contradiction.
     """

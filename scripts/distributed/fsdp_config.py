@@ -1,7 +1,7 @@
-"""FSDP: the config file, what it asks for by name, and real sharding on the CPU.
+"""Checks of an FSDP config file, names of its strategies, and FSDP on the CPU.
 
-transformers ignores an unknown key of the file, and accelerate runs DDP instead of FSDP on the CPU, both without
-a word. Here the first is an error and the second is put right.
+transformers silently ignores an unknown key of the file: here it is an error. On the CPU accelerate silently runs DDP
+instead of FSDP: shard_on_cpu corrects this.
 """
 
 import json
@@ -15,9 +15,9 @@ from shared.errors import ENVIRONMENT, WorkshopError, did_you_mean
 from shared.json_files import read_json
 
 SWITCH = (True, False)
-# Each key with its values, or their type:
+# Each key with its allowed values or their type:
 # https://huggingface.co/docs/transformers/main_classes/trainer#transformers.TrainingArguments, key fsdp_config
-BOTH = {
+COMMON_KEYS = {
     "version": (1, 2),
     "cpu_offload": SWITCH,
     "activation_checkpointing": SWITCH,
@@ -27,18 +27,18 @@ BOTH = {
     "transformer_layer_cls_to_wrap": list,
     "min_num_params": int,
 }
-# dp_*: keys of this workshop, checked by resolve_sizes
-FSDP2 = {"reshard_after_forward": SWITCH, "dp_shard_size": object, "dp_replicate_size": object}
-FSDP1 = {
-    "reshard_after_forward": ("full_shard", "shard_grad_op"),  # for the comparison; FSDP2 has all of them
+# The dp_* keys belong to this workshop; resolve_sizes checks them
+FSDP2_KEYS = {"reshard_after_forward": SWITCH, "dp_shard_size": object, "dp_replicate_size": object}
+FSDP1_KEYS = {
+    "reshard_after_forward": ("full_shard", "shard_grad_op"),  # only for the comparison; FSDP2 has all strategies
     "backward_prefetch": ("backward_pre", "backward_post", "no_prefetch"),
     "forward_prefetch": SWITCH,
     "sync_module_states": SWITCH,
     "use_orig_params": SWITCH,
     "limit_all_gathers": SWITCH,
 }
-# What can be combined with tensor parallelism: these values, or no such key
-BESIDE_TENSOR_PARALLEL = {
+# Keys that a file may have together with tensor parallelism, each with its only allowed value
+TENSOR_PARALLEL_VALUES = {
     "version": 2,
     "reshard_after_forward": True,
     "auto_wrap_policy": "TRANSFORMER_BASED_WRAP",
@@ -50,42 +50,45 @@ EXPECTED = {list: "a list of class names", int: "a whole number"}
 
 
 def check_fsdp_config(fsdp: object, path: str | None, tensor_parallel: int = 1) -> dict:
-    """The content of an FSDP config file (an empty one without a file: FSDP2 FULL_SHARD), sizes resolved.
+    """Check an FSDP config file and return its content, with dp_shard_size and dp_replicate_size as numbers.
 
-    tensor_parallel: ranks that hold a share together, each a part of its matrices.
+    Without a file the strategy is FSDP2 FULL_SHARD.
+    tensor_parallel: ranks per tensor group. FSDP shards over these groups, not over single ranks.
 
     Raises WorkshopError: exit code 2 with the file and key at fault, 3 for what this machine cannot run.
     """
     if str(fsdp).lower() != "true":
         way_out = "use --fsdp --fsdp_config with a file of fsdp_configs/"
-        raise WorkshopError("--fsdp", f"{fsdp!r} is a form that transformers removes", way_out)
+        raise WorkshopError("--fsdp", f"{fsdp!r} is a deprecated form", way_out)
     config = check_fsdp_file(path, tensor_parallel) if path else {}
     source = path or "--fsdp"
     resolve_sizes(source, config, world_size() // tensor_parallel, local_world_size() // tensor_parallel)
     if not torch.cuda.is_available():
         if config.get("version") == 1:
-            raise WorkshopError(source, "FSDP1 needs a GPU, it crashes with gloo", "use an FSDP2 config", ENVIRONMENT)
+            raise WorkshopError(source, "FSDP1 needs a GPU: it crashes with gloo", "use an FSDP2 config", ENVIRONMENT)
         if config.get("cpu_offload"):
             raise WorkshopError(source, "cpu_offload needs a GPU to offload from", "use another config", ENVIRONMENT)
     return config
 
 
 def check_fsdp_file(path: str, tensor_parallel: int = 1) -> dict:
-    """The content of an FSDP config file. Raises WorkshopError (exit code 2) for a key or value that is unknown, or
-    that cannot be combined with tensor parallelism."""
+    """Check the keys and values of an FSDP config file and return its content.
+
+    Raises WorkshopError (exit code 2) for one that is unknown or that cannot be combined with tensor parallelism.
+    """
     config = read_json(path)
     for key, value in config.items():
-        check_fsdp_key(path, key, value, BOTH | (FSDP1 if config.get("version") == 1 else FSDP2))
-        if tensor_parallel > 1 and value != BESIDE_TENSOR_PARALLEL.get(key, "unknown"):
-            value_that_can = json.dumps(BESIDE_TENSOR_PARALLEL.get(key))
-            way_out = f"give {value_that_can}, or leave it out" if key in BESIDE_TENSOR_PARALLEL else "leave it out"
+        check_fsdp_key(path, key, value, COMMON_KEYS | (FSDP1_KEYS if config.get("version") == 1 else FSDP2_KEYS))
+        if tensor_parallel > 1 and value != TENSOR_PARALLEL_VALUES.get(key, "unknown"):
+            allowed = json.dumps(TENSOR_PARALLEL_VALUES.get(key))
+            way_out = f"give {allowed}, or leave it out" if key in TENSOR_PARALLEL_VALUES else "leave it out"
             what = f"{json.dumps(value)} cannot be combined with --tensor_parallel"
             raise WorkshopError(f"{path}: {key}", what, way_out)
     return config
 
 
 def check_fsdp_key(source: str, key: str, value: object, known: dict) -> None:
-    if key not in known and key in FSDP1:
+    if key not in known and key in FSDP1_KEYS:
         raise WorkshopError(f"{source}: {key}", "FSDP2 has no such key", 'remove it, or set "version": 1')
     if key not in known:
         way_out = did_you_mean(key.removeprefix("fsdp_"), known, "see fsdp_configs/ for examples")
@@ -98,14 +101,14 @@ def check_fsdp_key(source: str, key: str, value: object, known: dict) -> None:
 
 
 def resolve_sizes(source: str, config: dict, ranks: int, ranks_per_node: int) -> None:
-    """Set dp_shard_size and dp_replicate_size, which may be "auto" or missing, and check them against the ranks."""
+    """Set dp_shard_size and dp_replicate_size if "auto" or missing, and check that their product is `ranks`."""
     shard = config.get("dp_shard_size", "auto")
     replicate = config.get("dp_replicate_size", "auto")
     for key, size in (("dp_shard_size", shard), ("dp_replicate_size", replicate)):
         if size != "auto" and not (isinstance(size, int) and size > 0):
             raise WorkshopError(f"{source}: {key}", f"is {size!r}", 'give "auto" or a whole number above 0')
     if shard == replicate == "auto":
-        # HYBRID_SHARD: shards travel within a node, gradients of replicas between nodes. Else one copy over all ranks
+        # HYBRID_SHARD shards within a node and replicates between nodes. Otherwise shard once over all ranks
         hybrid = "dp_shard_size" in config or "dp_replicate_size" in config
         shard = ranks_per_node if hybrid else ranks
     if shard == "auto":
@@ -116,26 +119,26 @@ def resolve_sizes(source: str, config: dict, ranks: int, ranks_per_node: int) ->
         what = f"dp_shard_size {shard} x dp_replicate_size {replicate} is not the world size {ranks}"
         raise WorkshopError(source, what, "start shard x replicate ranks, or set both to auto")
     if shard == 1 and replicate > 1:
-        # accelerate raises a ValueError for this, but only when the Trainer creates its Accelerator
+        # accelerate would raise a ValueError only later, when the Trainer creates its Accelerator
         what = f"dp_shard_size 1 leaves nothing to shard (ranks per node: {ranks_per_node})"
         raise WorkshopError(source, what, "use fsdp_configs/full_shard.json, which shards over all ranks")
     config |= {"dp_shard_size": shard, "dp_replicate_size": replicate}
 
 
 def trainer_config(config: dict | None) -> dict:
-    """The part of the config that TrainingArguments knows."""
+    """Return the config without the keys that only this workshop knows, for TrainingArguments."""
     return {key: value for key, value in (config or {}).items() if not key.startswith("dp_")}
 
 
 def parallelism(config: dict | None) -> ParallelismConfig | None:
-    """The two mesh dimensions of HYBRID_SHARD, None for the other strategies."""
+    """Return the two mesh dimensions of HYBRID_SHARD, None for all other strategies."""
     if config is None or config.get("dp_replicate_size", 1) == 1:
         return None
     return ParallelismConfig(dp_replicate_size=config["dp_replicate_size"], dp_shard_size=config["dp_shard_size"])
 
 
-def fsdp_name(config: dict) -> str:
-    """The strategy by its usual name, e.g. ``FSDP2 SHARD_GRAD_OP``."""
+def fsdp_strategy(config: dict) -> str:
+    """Return the name of the strategy, such as ``FSDP2 SHARD_GRAD_OP``."""
     if config.get("version", 2) == 1:
         return f"FSDP1 {config.get('reshard_after_forward', 'full_shard').upper()}"
     if config.get("dp_replicate_size", 1) > 1:
@@ -144,7 +147,10 @@ def fsdp_name(config: dict) -> str:
 
 
 def check_wrap_classes(config: dict, path: str | None, model: torch.nn.Module) -> None:
-    """Raises WorkshopError (exit code 2) for a class to wrap that the model does not have, listing those it has."""
+    """Reject a class to wrap that the model does not have.
+
+    Raises WorkshopError (exit code 2) with the classes that the model has.
+    """
     classes = {type(module).__name__ for module in model.modules()}
     for name in wrap_classes(config, model):
         if name not in classes:
@@ -154,9 +160,9 @@ def check_wrap_classes(config: dict, path: str | None, model: torch.nn.Module) -
 
 
 def wrap_classes(config: dict, model: object) -> list[str]:
-    """Names of the classes whose instances become units of their own: by default the model's own blocks.
+    """Return the names of the classes that FSDP wraps as units: by default the model's blocks.
 
-    model: a transformers model, or anything with its `_no_split_modules`.
+    model: a transformers model, or any object with the attribute `_no_split_modules`.
     """
     if config.get("auto_wrap_policy", "TRANSFORMER_BASED_WRAP") != "TRANSFORMER_BASED_WRAP":
         return []
@@ -164,7 +170,7 @@ def wrap_classes(config: dict, model: object) -> list[str]:
 
 
 def shard_on_cpu() -> None:
-    """Let accelerate shard over gloo. It turns FSDP on only for several GPUs, and otherwise runs DDP without a word.
+    """Let accelerate shard over gloo. Without this it silently runs DDP, because it uses FSDP only with several GPUs.
 
     Call this just before the Trainer creates its Accelerator.
     """

@@ -1,6 +1,6 @@
-"""What FSDP has really done to a live model: its units, shares, strategy and offload.
+"""Units, shards, strategy and offload that FSDP has set up in a live model.
 
-Read them before the first forward pass, because FSDP2 leaves some parameters gathered after it.
+Call these functions before the first forward pass, because FSDP2 leaves some parameters gathered after it.
 """
 
 from typing import Any
@@ -11,21 +11,22 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, FullyShardedDat
 from torch.distributed.tensor import DTensor
 
 
-def modules_of(model: torch.nn.Module, class_names: list[str]) -> list[torch.nn.Module]:
-    """Modules of these classes. fully_shard makes a subclass of each, named FSDP<class>."""
+def modules_by_class(model: torch.nn.Module, class_names: list[str]) -> list[torch.nn.Module]:
+    """Return the modules of these classes. fully_shard turns each class into a subclass named FSDP<class>."""
     return [m for m in model.modules() if type(m).__name__.removeprefix("FSDP") in class_names]
 
 
 def sharded_blocks(model: torch.nn.Module, class_names: list[str]) -> list[torch.nn.Module]:
-    """Those blocks that are units of their own, gathered and freed one by one."""
+    """Return the blocks that are FSDP units: each is gathered and freed on its own."""
+    blocks = modules_by_class(model, class_names)
     if isinstance(model, FullyShardedDataParallel):
         units = {id(unit.module) for unit in FullyShardedDataParallel.fsdp_modules(model)}
-        return [m for m in modules_of(model, class_names) if id(getattr(m, "_checkpoint_wrapped_module", m)) in units]
-    return [m for m in modules_of(model, class_names) if isinstance(m, FSDPModule)]
+        return [m for m in blocks if id(getattr(m, "_checkpoint_wrapped_module", m)) in units]
+    return [m for m in blocks if isinstance(m, FSDPModule)]
 
 
 def other_units(model: torch.nn.Module, class_names: list[str]) -> list[str]:
-    """Class names of what the library made units besides the blocks: embedding, last norm, head, root."""
+    """Return the class names of the units that are not blocks, such as embedding, last norm, head and root."""
     if isinstance(model, FullyShardedDataParallel):
         names = [type(unit.module).__name__ for unit in FullyShardedDataParallel.fsdp_modules(model)]
     else:
@@ -34,8 +35,8 @@ def other_units(model: torch.nn.Module, class_names: list[str]) -> list[str]:
     return [name for name in names if name not in class_names]
 
 
-def local_share(model: torch.nn.Module) -> float:
-    """Part of all parameters that this rank holds, 1.0 when nothing is sharded."""
+def local_fraction(model: torch.nn.Module) -> float:
+    """Return the fraction of all parameters that this rank holds, 1.0 without sharding."""
     if isinstance(model, FullyShardedDataParallel):
         flat = [unit._handle.flat_param for unit in FullyShardedDataParallel.fsdp_modules(model) if unit._handle]
         return sum(p._sharded_size.numel() for p in flat) / sum(p._unpadded_unsharded_size.numel() for p in flat)
@@ -44,12 +45,12 @@ def local_share(model: torch.nn.Module) -> float:
 
 
 def local(tensor: torch.Tensor) -> torch.Tensor:
-    """The part of a tensor that this rank holds."""
+    """Return this rank's shard of a tensor."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
-def live_name(model: torch.nn.Module, class_names: list[str]) -> str | None:
-    """The strategy that runs, e.g. ``FSDP2 FULL_SHARD``; None when no FSDP took effect."""
+def live_strategy(model: torch.nn.Module, class_names: list[str]) -> str | None:
+    """Return the strategy that is in effect, such as ``FSDP2 FULL_SHARD``, or None without FSDP."""
     if isinstance(model, FullyShardedDataParallel):
         return f"FSDP1 {model.sharding_strategy.name}"
     if not isinstance(model, FSDPModule):
@@ -62,7 +63,7 @@ def live_name(model: torch.nn.Module, class_names: list[str]) -> str | None:
 
 
 def mesh_shape(model: torch.nn.Module) -> str:
-    """Replicas x shards."""
+    """Return the numbers of replicas and shards as text, such as ``2 x 4``."""
     if isinstance(model, FullyShardedDataParallel):
         shards = torch.distributed.get_world_size(model.process_group)
         return f"{torch.distributed.get_world_size() // shards} x {shards}"
@@ -72,14 +73,14 @@ def mesh_shape(model: torch.nn.Module) -> str:
 
 
 def tensor_mesh(model: torch.nn.Module) -> dict[str, int]:
-    """Ranks of each dimension of the mesh over which tensor parallelism cuts the matrices; empty without it."""
+    """Return the sizes of the mesh's dimensions by name. Empty without tensor parallelism."""
     meshes = [p.device_mesh for p in model.parameters() if isinstance(p, DTensor)]
     sizes = [dict(zip(mesh.mesh_dim_names or (), mesh.shape, strict=False)) for mesh in meshes]
-    return next((of_mesh for of_mesh in sizes if "tp" in of_mesh), {})
+    return next((size_by_name for size_by_name in sizes if "tp" in size_by_name), {})
 
 
-def share_on_cpu(model: torch.nn.Module) -> bool:
-    """Whether this rank's share stays in CPU memory between its uses."""
+def shard_is_on_cpu(model: torch.nn.Module) -> bool:
+    """Return True if FSDP offloads this rank's shard to CPU memory."""
     if isinstance(model, FullyShardedDataParallel):
         return model.cpu_offload.offload_params
     units = [unit_group(m) for m in model.modules() if isinstance(m, FSDPModule)]
@@ -88,10 +89,10 @@ def share_on_cpu(model: torch.nn.Module) -> bool:
 
 
 def checkpointed_blocks(model: torch.nn.Module) -> int:
-    """Blocks whose activations are computed again in the backward pass."""
+    """Return the number of blocks with activation checkpointing."""
     return sum(isinstance(m, CheckpointWrapper) for m in model.modules())
 
 
 def unit_group(module: FSDPModule) -> Any:
-    """The parameters that a unit gathers together, None for one that has none of its own."""
+    """Return the parameter group that a unit gathers at once, None if the unit has no parameters of its own."""
     return module._get_fsdp_state()._fsdp_param_group

@@ -1,7 +1,7 @@
-"""Start and end of a process of a training: its environment under any launcher, its process group, its exit code.
+"""Start and end of a rank: its environment under any launcher, its process group and its exit code.
 
-What the ranks send each other in between is in collectives.py. Workarounds for errors of libraries have a row in FIXES
-of training/upstream_fixes.py, with the condition under which each can go.
+collectives.py has the collectives that ranks call in between. FIXES in training/upstream_fixes.py lists the
+workarounds for errors in libraries, and when each can be removed.
 """
 
 import atexit
@@ -19,24 +19,24 @@ import torch
 import torch.distributed as dist
 
 from distributed import watchdog
-from distributed.collectives import local_world_size, rank, wait_for_everyone, world_size
-from distributed.rendezvous import free_port, node_name, port_of
+from distributed.collectives import local_world_size, rank, wait_for_all_ranks, world_size
+from distributed.rendezvous import free_port, job_port, node_name
 from shared.errors import ENVIRONMENT, WorkshopError, report, survive_lost_output, whole_number
 
-# How others than PyTorch's allocator say that there is no memory left: cudaMalloc and cudaHostAlloc (also of NCCL and
-# Triton), cuBLAS, and the allocator of the CPU
+# Out-of-memory messages that do not come from PyTorch's CUDA allocator: cudaMalloc and cudaHostAlloc (which NCCL and
+# Triton also call), cuBLAS, and PyTorch's CPU allocator
 NO_MEMORY = ("out of memory", "CUBLAS_STATUS_ALLOC_FAILED", "DefaultCPUAllocator: can't allocate memory")
 
-# How gloo, NCCL and PyTorch's store say that another rank has ended
+# Messages of gloo, NCCL and PyTorch's store after another rank has ended
 LOST_CONNECTION = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "ncclRemoteError")
 
 
 def prepare_environment(shards: bool) -> None:
     """Set RANK, LOCAL_RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT where the launcher did not, and bind the GPU.
 
-    torchrun sets them all. Bare srun gives its own names (SLURM_PROCID, SLURM_LOCALID). Plain python gets a
-    world of one if the run shards (DeepSpeed would look for MPI otherwise) and nothing if it does not.
-    To be called before DeepSpeed is imported, which transformers does in any case.
+    torchrun sets all of them. Bare srun sets variables of its own, such as SLURM_PROCID. Under plain python a run that
+    shards gets a world size of 1, because DeepSpeed would otherwise look for MPI. Other runs need no variables.
+    Call this before DeepSpeed is imported. transformers imports it in every run.
     """
     silence_known_warnings()
     env = os.environ
@@ -44,12 +44,12 @@ def prepare_environment(shards: bool) -> None:
         env["RANK"] = str(whole_number("SLURM_PROCID"))
         env["LOCAL_RANK"] = str(whole_number("SLURM_LOCALID"))
         env["WORLD_SIZE"] = env["SLURM_STEP_NUM_TASKS"]
-        # accelerate reads the ranks of one node from here; Slurm writes e.g. 4(x2)
+        # accelerate reads the number of ranks per node from this variable. Slurm writes it as 4(x2), for example
         env["LOCAL_WORLD_SIZE"] = env.get("SLURM_STEP_TASKS_PER_NODE", env["WORLD_SIZE"]).split("(")[0].split(",")[0]
         if "MASTER_ADDR" not in env:
             env["MASTER_ADDR"] = first_host(env.get("SLURM_STEP_NODELIST", "localhost"))
-        # the same on every rank without talking to each other, and different for neighbouring jobs
-        env.setdefault("MASTER_PORT", str(port_of(env["SLURM_JOB_ID"])))
+        # All ranks compute the same port from the job id, and other jobs on the node most likely get another one
+        env.setdefault("MASTER_PORT", str(job_port(env["SLURM_JOB_ID"])))
     if "RANK" not in env and shards:
         env.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", LOCAL_WORLD_SIZE="1")
         env.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(free_port(str(os.getpid()))))
@@ -62,45 +62,46 @@ def prepare_environment(shards: bool) -> None:
 
 
 def prepare_deepspeed() -> None:
-    """Set the variables that DeepSpeed reads when it is imported; to be called before that."""
+    """Set the variables that DeepSpeed reads. Call this before DeepSpeed is imported."""
     if not torch.cuda.is_available():
-        os.environ.setdefault("DS_ACCELERATOR", "cpu")  # or it warns that it found no GPU
-    # with a config that lacks torch_adam it compiles, by the ninja that pip has put beside this python
-    beside = os.path.dirname(sys.executable)
-    if beside not in os.environ["PATH"].split(os.pathsep):
-        os.environ["PATH"] = f"{beside}{os.pathsep}{os.environ['PATH']}"
+        os.environ.setdefault("DS_ACCELERATOR", "cpu")  # otherwise DeepSpeed warns that it found no GPU
+    # DeepSpeed compiles its own AdamW with ninja, which pip installs into the folder of this python
+    folder = os.path.dirname(sys.executable)
+    if folder not in os.environ["PATH"].split(os.pathsep):
+        os.environ["PATH"] = f"{folder}{os.pathsep}{os.environ['PATH']}"
 
 
 def silence_known_warnings() -> None:
-    """Keep warnings out of the log that are harmless and that a user cannot act on."""
-    # DeepSpeed calls collectives by names that PyTorch deprecates: one warning per call
+    """Filter out warnings that are harmless and that a user cannot act on."""
+    # DeepSpeed calls collectives by deprecated names, and PyTorch warns at each call
     warnings.filterwarnings("ignore", r"`torch\.distributed\.\w+` is deprecated", FutureWarning)
     # DeepSpeed and the Trainer call a barrier without naming the GPU, which bind_device has selected
     warnings.filterwarnings("ignore", r"barrier\(\): using the device under current context", UserWarning)
     # accelerate asks for the mesh of HYBRID_SHARD in a way that PyTorch deprecates
     warnings.filterwarnings("ignore", "Slicing a flattened dim from root mesh", UserWarning)
-    # tensor parallelism with FSDP returns the logits as a view, which nobody changes in place, and uses two collectives
-    # where one might do
+    # With FSDP and tensor parallelism the logits are a view, but no code changes them in place. The second warning is
+    # about two collectives in a row that could be one
     warnings.filterwarnings("ignore", r"FSDP2-wrapped module \(.*\) returned a view tensor", UserWarning)
     logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
-    # accelerate compares DeepSpeed's gradient accumulation with its own default, and then uses the right one
+    # accelerate warns that DeepSpeed's gradient accumulation differs from its own default, but uses DeepSpeed's
     logging.getLogger("accelerate.accelerator").addFilter(
         lambda entry: "GradientAccumulationPlugin has" not in entry.msg
     )
 
 
 def bind_device() -> None:
-    """Select the GPU with this process's local rank, before anything allocates memory on cuda:0."""
+    """Select this rank's GPU by its local rank, before any code allocates memory on cuda:0."""
     if not torch.cuda.is_available():
-        # CUDA cannot start a GPU if the driver is too old for this torch. But torch.cuda.device_count() asks NVML and
-        # counts the GPU, and so does is_available() after DeepSpeed has been imported
+        # With a driver that is too old for this torch, CUDA cannot use the GPU. torch.cuda.device_count() still counts
+        # the GPU, because it asks NVML. is_available() also counts it once DeepSpeed has been imported
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
     local_rank = whole_number("LOCAL_RANK", "0")
     gpus = torch.cuda.device_count()
-    # bare srun with --gpus-per-task or --gpu-bind; without a GPU for each task they would all see the same one
-    a_gpu_for_each_task = whole_number("SLURM_GPUS_ON_NODE", "0") >= local_world_size()
-    if gpus == 1 and local_rank > 0 and a_gpu_for_each_task and "TORCHELASTIC_RUN_ID" not in os.environ:
-        # DeepSpeed and accelerate take this variable for the number of the GPU
+    # Under bare srun with --gpus-per-task or --gpu-bind, each task sees only its own GPU. If a node has fewer GPUs than
+    # tasks, several tasks see the same GPU
+    gpu_per_task = whole_number("SLURM_GPUS_ON_NODE", "0") >= local_world_size()
+    if gpus == 1 and local_rank > 0 and gpu_per_task and "TORCHELASTIC_RUN_ID" not in os.environ:
+        # DeepSpeed and accelerate use this variable as the index of the GPU
         local_rank = 0
         os.environ["LOCAL_RANK"] = "0"
     if gpus and local_rank >= gpus:
@@ -119,20 +120,20 @@ def bind_device() -> None:
         raise WorkshopError("GPU", what, way_out, ENVIRONMENT)
     if gpus:
         torch.cuda.set_device(local_rank)
-        # On compute capability 9 and 10 PyTorch prefers cuDNN's attention kernel, which plans anew for each shape:
-        # a second for each new length (modelscope/FunASR#3704). Batches padded to their longest have many lengths
+        # On compute capability 9 and 10 PyTorch prefers cuDNN's attention kernel, which takes a second to plan for each
+        # new length (modelscope/FunASR#3704). Batches that are padded to their longest question have many lengths
         torch.backends.cuda.enable_cudnn_sdp(False)
 
 
 def adopt_process_group(training_args: Any, with_deepspeed: bool) -> None:
-    """Take over the process group that TrainingArguments has opened, for DeepSpeed too, and print this rank's place.
+    """Let DeepSpeed use the process group that TrainingArguments has opened, and print rank and world size.
 
-    On the CPU transformers leaves this to the engine, but ZeRO-3 shards the model before there is one, and
-    would take itself for a world of one.
+    On the CPU transformers leaves this step to DeepSpeed's engine. ZeRO-3 shards the model before that engine
+    exists. Without this call it would assume a world size of 1.
     """
     watchdog.progress("the start, in one group")
     if training_args.n_gpu > 1:
-        # transformers would fall back to nn.DataParallel; one process drives one GPU in this workshop
+        # transformers would use nn.DataParallel, but a process of this workshop uses one GPU
         print(f"plain python uses 1 of the {training_args.n_gpu} visible GPUs; start with torchrun to use all")
         training_args._n_gpu = 1
     if with_deepspeed:
@@ -140,7 +141,7 @@ def adopt_process_group(training_args: Any, with_deepspeed: bool) -> None:
 
         if not torch.cuda.is_available():
             # Without this line DeepSpeed compiles deepspeed_shm_comm, which only inference uses (comm/torch.py,
-            # build_shm_op). Do not read this attribute before: that tries the compiler for each of its extensions
+            # build_shm_op). Do not read this attribute first: reading it tests the compiler for each extension
             deepspeed.ops.__compatible_ops__ = {}
         backend = "nccl" if torch.cuda.is_available() else "gloo"
         deepspeed.init_distributed(backend, auto_mpi_discovery=False, verbose=False)
@@ -152,10 +153,13 @@ def adopt_process_group(training_args: Any, with_deepspeed: bool) -> None:
 
 
 def leave_process_group() -> None:
-    """Wait for the other ranks and close: who leaves early breaks the connections of those who still talk."""
+    """Wait for the other ranks, then close the process group.
+
+    A rank that leaves early breaks its connections to the ranks that still communicate.
+    """
     if dist.is_initialized():
         watchdog.progress("the end")
-        wait_for_everyone()
+        wait_for_all_ranks()
         watchdog.stop()
         dist.destroy_process_group()
 
@@ -163,9 +167,9 @@ def leave_process_group() -> None:
 def run_and_exit(main: Callable[[], None]) -> NoReturn:
     """Run a script's `main` and end the process with its exit code, without the interpreter's shutdown.
 
-    Behind PyTorch that takes seconds. And a sharded model refers to process groups to the very end, and so keeps gloo's
-    threads. In about 1 of 100 exits one meets the interpreter as it shuts down: "terminate called without an active
-    exception", SIGABRT, a failed job.
+    With PyTorch the shutdown takes seconds. A sharded model also keeps its process groups, and so gloo's threads, until
+    the end. In about 1 of 100 exits such a thread is still running while the interpreter shuts down. The job then fails
+    with SIGABRT and "terminate called without an active exception".
     """
     survive_lost_output()
     code = run_and_report(main)
@@ -176,7 +180,7 @@ def run_and_exit(main: Callable[[], None]) -> NoReturn:
 
 
 def run_and_report(main: Callable[[], None]) -> int:
-    """Run `main`, say what it raised, and give the exit code that this stands for."""
+    """Run `main`, report its exception if it raises one, and return the exit code."""
     try:
         main()
         return 0
@@ -184,7 +188,7 @@ def run_and_report(main: Callable[[], None]) -> int:
         report(error)
         return error.code
     except SystemExit as ended:
-        if isinstance(ended.code, str):  # libraries give a text to sys.exit; Python would print it
+        if isinstance(ended.code, str):  # some libraries pass a text to sys.exit, which Python would print
             print(ended.code, file=sys.stderr)
         return exit_code(ended)
     except Exception as error:
@@ -197,9 +201,9 @@ def run_and_report(main: Callable[[], None]) -> int:
             what = str(error).splitlines()[0]
             print(f"rank {rank()} on {node_name()} lost another rank: {what}", file=sys.stderr, flush=True)
         else:
-            sys.excepthook(*sys.exc_info())  # PyTorch's, which names the rank
+            sys.excepthook(*sys.exc_info())  # PyTorch's hook names the rank
         if world_size() > 1:
-            time.sleep(2)  # if another rank's death is the cause, that one is noted first
+            time.sleep(2)  # if another rank ended first and caused this error, let its launcher note that end first
         return 1
 
 
@@ -208,12 +212,12 @@ def is_out_of_memory(error: object) -> bool:
 
 
 def is_lost_connection(error: Exception) -> bool:
-    """Whether a collective failed as another rank, or the way to it, is gone: a traceback would tell nothing of it."""
+    """Return True if a collective failed because the connection to another rank is lost. A traceback would not help."""
     return world_size() > 1 and any(words in str(error) for words in LOST_CONNECTION)
 
 
 def exit_code(error: BaseException | None) -> int:
-    """Exit code of a process that this exception ends."""
+    """Return the exit code of a process that ends with this exception."""
     if isinstance(error, WorkshopError):
         return error.code
     if isinstance(error, SystemExit):
@@ -222,7 +226,7 @@ def exit_code(error: BaseException | None) -> int:
 
 
 def first_host(nodelist: str) -> str:
-    """First name of a Slurm node list such as ``gpu[03-07]``."""
+    """Return the first node of a Slurm node list such as ``gpu[03-07]``."""
     if "[" not in nodelist:
         return nodelist.split(",")[0]
     return subprocess.check_output(["scontrol", "show", "hostnames", nodelist], text=True).split()[0]

@@ -1,6 +1,7 @@
-"""Collectives as PyTorch's dispatcher shows them, whether C++ or Python starts them: kind, ranks and bytes.
+"""Kind, ranks and bytes of a collective, read from the operator that PyTorch's dispatcher runs.
 
-benchmarks/communication.py counts with this those of real trainings, and estimate/rehearsal.py those of a rehearsal.
+The dispatcher sees collectives that C++ starts as well as those that Python starts. benchmarks/communication.py counts
+the collectives of real trainings with this module, and estimate/rehearsal.py those of a rehearsal.
 """
 
 from typing import Any, NamedTuple
@@ -9,10 +10,10 @@ import torch
 import torch.distributed as dist
 from torch.utils._pytree import tree_leaves
 
-SMALL = 1024  # bytes. Smaller messages are a loss, a norm, a number of tokens, whether to stop
-# Bytes that each of very many ranks sends in a ring, per byte of the whole tensor
+SMALL = 1024  # bytes. Smaller messages are a loss, a norm, a number of tokens or a stop signal
+# Bytes that a rank sends per byte of the whole tensor, in a ring of very many ranks
 SENT = {"all-reduce": 2, "all-gather": 1, "reduce-scatter": 1, "broadcast": 1, "reduce": 1}
-# Operators of torch.distributed: name -> kind, and which of the arguments is the whole tensor
+# Operators of torch.distributed: name -> kind, and position of the argument that is the whole tensor
 OPERATORS = {
     "allreduce_": ("all-reduce", 0),
     "allreduce_coalesced_": ("all-reduce", 0),
@@ -34,7 +35,7 @@ SILENT = ("wait_tensor", "_wrap_tensor_autograd", "barrier")
 
 
 class Collective(NamedTuple):
-    """size: bytes of the whole tensor, all ranks' parts together. ranks: members of the group."""
+    """One collective. size: bytes of the whole tensor, with the parts of all ranks. ranks: members of the group."""
 
     kind: str
     dtype: str
@@ -43,9 +44,9 @@ class Collective(NamedTuple):
 
 
 def read_collective(operator: Any, arguments: tuple[Any, ...]) -> Collective | None:
-    """Return the collective that an operator of the dispatcher is, or None for any other operator.
+    """Return the collective that an operator starts, or None if the operator is not a collective.
 
-    Raises NotImplementedError for a collective whose arguments are not known here.
+    Raises NotImplementedError for a collective that this module does not know.
     """
     name = operator.overloadpacket.__name__
     if "c10d" not in operator.namespace or name in SILENT:

@@ -1,7 +1,7 @@
-"""The rendezvous of a job: the port of the first node, whether other nodes reach it, and how long they wait for it.
+"""The rendezvous of a job: the address and port where all nodes meet, and the wait until a node can connect.
 
-The first node serves a store through which the ranks learn of each other: torchrun serves it, or rank 0 itself where
-there is no torchrun. Nothing large is imported here, so that launch.py can use it.
+The ranks exchange their addresses through a store on the first node. torchrun runs the store; without torchrun, rank 0
+does. This module imports no large package, so that launch.py and job/master_address.py can use it.
 """
 
 import contextlib
@@ -14,19 +14,22 @@ from pathlib import Path
 from shared.errors import ENVIRONMENT, WorkshopError, whole_number
 
 FIRST_PORT = 20000
-PORTS = 12000  # Linux gives those from 32768 on to any connection
+PORTS = 12000  # Linux assigns the ports from 32768 on to outgoing connections
 ATTEMPTS = 200
 
 
-def port_of(job_id: str, attempt: int = 0) -> int:
-    """One that differs from job to job, and is the same for all who ask for it."""
+def job_port(job_id: str, attempt: int = 0) -> int:
+    """Return the port of a job: the same on all nodes, and most likely another one for each job."""
     return FIRST_PORT + (zlib.crc32(job_id.encode()) + attempt) % PORTS
 
 
 def free_port(job_id: str) -> int:
-    """The first one of a job that nobody listens at on this node. Raises WorkshopError (exit code 3)."""
+    """Return the job's first port that is free on this node.
+
+    Raises WorkshopError (exit code 3) if none is free.
+    """
     for attempt in range(ATTEMPTS):
-        port = port_of(job_id, attempt)
+        port = job_port(job_id, attempt)
         with contextlib.suppress(OSError), socket.socket() as listener:
             listener.bind(("", port))
             return port
@@ -35,12 +38,12 @@ def free_port(job_id: str) -> int:
 
 
 def join_timeout() -> int:
-    """Seconds in which all nodes, and all ranks, must have come."""
+    """Return the seconds within which all nodes and ranks must join."""
     return whole_number("JOIN_TIMEOUT", "300")
 
 
 def first_address() -> tuple[str, int]:
-    """MASTER_ADDR and MASTER_PORT. Raises WorkshopError (exit code 2) where one is missing."""
+    """Return MASTER_ADDR and MASTER_PORT. Raises WorkshopError (exit code 2) if one is missing."""
     for name in ("MASTER_ADDR", "MASTER_PORT"):
         if not os.environ.get(name):
             raise WorkshopError(name, "is not set, and there are several ranks", "give rank 0's address and a port")
@@ -48,7 +51,10 @@ def first_address() -> tuple[str, int]:
 
 
 def reach_rank_0() -> None:
-    """Return once the store of this job can be reached. Raises WorkshopError (exit code 3)."""
+    """Wait until this rank can connect to the job's store. Rank 0 does not wait if it runs the store itself.
+
+    Raises WorkshopError (exit code 3) after JOIN_TIMEOUT seconds.
+    """
     host, port = first_address()
     served_by_torchrun = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     if os.environ["RANK"] != "0" or served_by_torchrun:
@@ -58,7 +64,10 @@ def reach_rank_0() -> None:
 
 
 def reach(source: str, host: str, port: int, timeout: int) -> None:
-    """On the others: wait until the first one listens. Raises WorkshopError (exit code 3)."""
+    """Wait until a process listens at this address. Raises WorkshopError (exit code 3) after `timeout` seconds.
+
+    source: the variable that the error names.
+    """
     deadline = time.monotonic() + timeout
     while True:
         try:
@@ -75,14 +84,20 @@ def reach(source: str, host: str, port: int, timeout: int) -> None:
 
 
 def note_joining(problem: str = "") -> None:
-    """Tell the first node that this node came, or what keeps it: by a file in the job's folder, if there is one."""
+    """Write into the job's folder that this node has joined, or the problem that prevents it.
+
+    The first node reads these notes. They need job.sh, which creates the folder.
+    """
     if "RUN_DIR" in os.environ:
-        with contextlib.suppress(OSError):  # a full disk must not end the run; an error message may be less exact
+        with contextlib.suppress(OSError):  # a full disk must not end the run; it only makes a message less exact
             (Path(os.environ["RUN_DIR"]) / f"joining_{node_name()}").write_text(problem)
 
 
 def missing_nodes() -> list[str]:
-    """What is known of each node of the job that has not reached the first one. Of a job of job.sh, else nothing."""
+    """Return one line per node that has not joined, with its problem if it has noted one.
+
+    Empty without job.sh, which creates the folder with the notes.
+    """
     if "RUN_DIR" not in os.environ:
         return []
     found = []
@@ -95,4 +110,5 @@ def missing_nodes() -> list[str]:
 
 
 def node_name() -> str:
+    """Return the name of this node in Slurm, or its host name without Slurm."""
     return os.environ.get("SLURMD_NODENAME") or socket.gethostname()

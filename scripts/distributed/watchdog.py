@@ -1,15 +1,16 @@
-"""A rank that hangs: it is noticed, named, and ends the job with exit code 3, instead of being waited for.
+"""A watchdog that ends a hanging job with exit code 3 and names the rank that hangs.
 
-A rank can be stopped (SIGSTOP, a frozen node), out of reach (a dead network), or never come back from a call. The
-others then wait for it in a collective: gloo for half an hour, NCCL for ten minutes, and neither says for whom.
+A rank can be stopped (SIGSTOP, a frozen node), unreachable (a dead network) or in a call that never returns. The other
+ranks then wait for it in a collective: half an hour with gloo, ten minutes with NCCL. Neither library names the rank.
 
-The main thread of each rank says what it begins: `progress("step 12")`. A second one, as the first may be in a call
-that never returns, writes how far it is into a small file, in a folder that all nodes see. When the main thread has
-begun nothing new for HANG_TIMEOUT seconds (or has not joined for JOIN_TIMEOUT), the second looks at the files of all
-ranks, says which rank is behind, and ends the process.
+The main thread of each rank records each phase that it starts: `progress("step 12")`. The watchdog is a second thread,
+because the main thread may be in a call that never returns. It writes the rank's progress into a small heartbeat file,
+in a folder that all nodes share. When the main thread has started no phase for HANG_TIMEOUT seconds, or has not joined
+for JOIN_TIMEOUT seconds, the watchdog reads the heartbeat files of all ranks. It reports the rank that hangs and ends
+the process.
 
-Nothing is judged by clocks or by the times of files, in which nodes differ: a rank is stopped when its file no longer
-changes. A world of one has nobody to wait for, and no watchdog.
+Clocks and file times differ between nodes, so the watchdog does not use them. A rank counts as stopped when its
+heartbeat file no longer changes. A run with one rank has no watchdog.
 """
 
 import atexit
@@ -35,18 +36,18 @@ from records.schema import STOPPING_SIGNALS
 from shared.errors import ENVIRONMENT, SECONDS_FOR_RANK_0, WorkshopError, report, whole_number
 from shared.json_files import write_json
 
-MARGIN = 60  # seconds by which PyTorch's own time-outs, which name nobody, come after this one
+MARGIN = 60  # seconds by which PyTorch's own timeouts come later; they do not name the rank
 MOST_NAMED = 4
-SECONDS_BETWEEN_LOOKS = 5  # at most, while the ranks join: someone may be waiting in front of a terminal
+SECONDS_BETWEEN_LOOKS = 5  # upper limit while the ranks join, because a user may be waiting at a terminal
 WAY_OUT = "look at that process and its node, or raise --ddp_timeout (HANG_TIMEOUT) if it only takes long"
 
 
-class Sign(NamedTuple):
-    """What a rank tells of itself in its file.
+class Heartbeat(NamedTuple):
+    """Content of a rank's heartbeat file.
 
-    number: counts up as long as the second thread runs. progress: how often the main thread has begun something new,
-    and how many collectives of the group of all ranks it has begun. place: what it does, and the line of Python that it
-    executes.
+    number: increases as long as the watchdog thread runs. progress: number of phases that the main thread has started,
+    and number of collectives that it has started in the group of all ranks. place: the current phase, and the line of
+    Python that the main thread executes.
     """
 
     number: int
@@ -59,95 +60,98 @@ class Watchdog(threading.Thread):
     def __init__(self, hang_timeout: int):
         super().__init__(name="watchdog", daemon=True)
         self.rank = whole_number("RANK")
-        # known to all ranks before they have met: in the folder of job.sh, else beside the run record
+        # All ranks know this folder before they join: job.sh's folder, or the run record's folder without job.sh
         host, port = first_address()
         self.folder = Path(os.environ.get("RUN_DIR", "results"), f".ranks_{host}_{port}")
         self.hang_timeout = hang_timeout
-        self.limit = join_timeout()  # of seconds without progress
+        self.limit = join_timeout()  # seconds without progress
         self.phase = "joining"
-        self.begun = 0
+        self.phases_started = 0
         self.number = 0
-        self.now = 0.0  # seconds, counted in intervals: a job that was suspended as a whole is not hung
+        self.now = 0.0  # seconds, counted in intervals: a job that was suspended as a whole does not look hung
         self.last_progress = 0.0
         self.ended = threading.Event()
-        # Python writes the number of each signal that it handles into this socket, also while the main thread is in a
-        # call of PyTorch and runs no handler
+        # Python writes the number of each handled signal into this socket, even while the main thread is in a call of
+        # PyTorch and cannot run the handler
         self.signals, self.signals_end = socket.socketpair()
         self.signals_end.setblocking(False)
         self.before_exit: Callable[[WorkshopError], object] = lambda error: None
 
     def run(self) -> None:
-        earlier: dict[int, Sign] = {}
+        earlier: dict[int, Heartbeat] = {}
         while not self.wait(interval := self.interval()):
             self.now += interval
             self.write()
-            if not self.begun and self.rank == 0 and self.number == 2:
-                self.tell_who_is_missing()
+            if not self.phases_started and self.rank == 0 and self.number == 2:
+                self.print_missing_ranks()
             waited = self.now - self.last_progress
             if waited < self.limit * 3 / 4:
                 earlier = {}
             elif not earlier:
-                earlier = self.read_signs()
+                earlier = self.read_heartbeats()
             if waited > self.limit:
                 self.end(earlier)
 
     def interval(self) -> float:
-        """Seconds between two looks."""
+        """Return the seconds between two heartbeats."""
         interval = min(self.limit, self.hang_timeout) / 20
-        return interval if self.begun else min(interval, SECONDS_BETWEEN_LOOKS)
+        return interval if self.phases_started else min(interval, SECONDS_BETWEEN_LOOKS)
 
     def wait(self, seconds: float) -> bool:
-        """Wait for these seconds or until the run ends, and return whether it has ended.
+        """Wait for these seconds or until the run ends. Return True if the run has ended.
 
-        While the ranks join, the main thread is in PyTorch's call, in which Ctrl-C does nothing: end the process here.
+        While the ranks join, the main thread is in a PyTorch call that ignores Ctrl-C. So this thread ends the process.
         """
-        if self.begun:
+        if self.phases_started:
             return self.ended.wait(seconds)
         if select.select([self.signals], [], [], seconds)[0]:
             number = self.signals.recv(1)[0]
-            if number in STOPPING_SIGNALS and not self.begun:
-                self.remove_sign()
+            if number in STOPPING_SIGNALS and not self.phases_started:
+                self.remove_heartbeat()
                 os._exit(128 + number)
         return self.ended.is_set()
 
-    def tell_who_is_missing(self) -> None:
-        """Print which ranks rank 0 waits for: a person at a terminal must not wait in silence."""
-        if missing := set(range(whole_number("WORLD_SIZE"))) - self.read_signs().keys():
-            print(f"waiting for {named(missing, {})} to join (Ctrl-C ends this run){way_out_of_pty()}", flush=True)
+    def print_missing_ranks(self) -> None:
+        """Print which ranks rank 0 waits for, so that a user at a terminal knows why nothing happens."""
+        if missing := set(range(whole_number("WORLD_SIZE"))) - self.read_heartbeats().keys():
+            print(
+                f"waiting for {describe_ranks(missing, {})} to join (Ctrl-C ends this run){way_out_of_pty()}",
+                flush=True,
+            )
 
-    def remove_sign(self) -> None:
+    def remove_heartbeat(self) -> None:
         (self.folder / f"{self.rank}.json").unlink(missing_ok=True)
-        with contextlib.suppress(OSError):  # other ranks still have their files there
+        with contextlib.suppress(OSError):  # other ranks still have files in it
             self.folder.rmdir()
 
     def write(self) -> None:
-        with contextlib.suppress(OSError):  # a full disk ends no training
+        with contextlib.suppress(OSError):  # a full disk does not stop the training
             if self.number == 0:
                 self.folder.mkdir(parents=True, exist_ok=True)
             self.number += 1
-            write_json(self.folder / f"{self.rank}.json", self.own_sign()._asdict())
+            write_json(self.folder / f"{self.rank}.json", self.own_heartbeat()._asdict())
 
-    def own_sign(self) -> Sign:
+    def own_heartbeat(self) -> Heartbeat:
         frame = sys._current_frames()[threading.main_thread().ident or 0]
         line = f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno} {frame.f_code.co_name}"
-        # in one step a rank that does not come to the collective in which the others wait has begun fewer
+        # A rank that has not reached the collective in which the other ranks wait has a lower count
         group = distributed_c10d.GroupMember.WORLD
         collectives = group._get_sequence_number_for_group() if group else 0  # type: ignore[attr-defined]
-        return Sign(self.number, node_name(), [self.begun, collectives], f"{self.phase}, at {line}")
+        return Heartbeat(self.number, node_name(), [self.phases_started, collectives], f"{self.phase}, at {line}")
 
-    def read_signs(self) -> dict[int, Sign]:
-        signs = {self.rank: self.own_sign()}
+    def read_heartbeats(self) -> dict[int, Heartbeat]:
+        heartbeats = {self.rank: self.own_heartbeat()}
         for path in self.folder.glob("*.json"):
             with contextlib.suppress(OSError):
-                signs[int(path.stem)] = Sign(**json.loads(path.read_text()))
-        return signs
+                heartbeats[int(path.stem)] = Heartbeat(**json.loads(path.read_text()))
+        return heartbeats
 
-    def end(self, earlier: dict[int, Sign]) -> None:
-        """End this process. The rank that moves the folder away, which only one can, says why."""
-        later = self.read_signs()
+    def end(self, earlier: dict[int, Heartbeat]) -> None:
+        """End this process. Only one rank succeeds in moving the folder away, and this rank reports the error."""
+        later = self.read_heartbeats()
         moved = self.folder.with_name(f"{self.folder.name}_{self.rank}")
         try:
-            if self.number:  # or there never was a folder
+            if self.number:  # otherwise the folder was never created
                 self.folder.rename(moved)
             error = hang_error(self.rank, earlier, later, self.limit)
             report(error, first=self.rank)
@@ -159,63 +163,73 @@ class Watchdog(threading.Thread):
             os._exit(ENVIRONMENT)
 
 
-def hang_error(rank: int, earlier: dict[int, Sign], later: dict[int, Sign], limit: int) -> WorkshopError:
-    """Names the ranks for which the others wait.
+def hang_error(rank: int, earlier: dict[int, Heartbeat], later: dict[int, Heartbeat], limit: int) -> WorkshopError:
+    """Return an error that names the ranks for which the other ranks wait.
 
-    earlier, later: what `rank` has read of each rank some time before its `limit` of seconds was over, and at its end.
+    rank: the rank that has waited `limit` seconds. earlier, later: heartbeats that it read some time before this limit
+    and when it was reached.
     """
     ranks = set(range(whole_number("WORLD_SIZE")))
     missing = ranks - later.keys()
-    begun, _ = later[rank].progress
-    if missing and not begun:
-        nodes = ", ".join(missing_nodes())  # a node as a whole, where there is one, says more than its ranks
-        what = nodes or f"{named(missing, later)} did not join"
+    phases_started, _ = later[rank].progress
+    if missing and not phases_started:
+        nodes = ", ".join(missing_nodes())  # name a missing node rather than its ranks
+        what = nodes or f"{describe_ranks(missing, later)} did not join"
         way_out = f"check that node, or exclude it{way_out_of_pty()}"
         return WorkshopError("rendezvous", f"{what} within {limit} s", way_out, ENVIRONMENT)
     silent = {each for each in ranks if earlier.get(each) == later.get(each)}
-    # not while it joins, as those that have joined write less often; nor where its own file cannot be written
-    if silent and rank not in silent and begun:
-        what = f"no answer from {named(silent, later, 'last heard: ')}, stopped or out of reach"
+    # Skip this while `rank` joins, because ranks that have joined write less often. Skip it also if `rank` is itself
+    # silent, because its own file cannot be written
+    if silent and rank not in silent and phases_started:
+        what = f"no answer from {describe_ranks(silent, later, 'last heard: ')}, stopped or out of reach"
     else:
-        least = min(sign.progress for sign in later.values())
-        what = f"no progress of {named({each for each in later if later[each].progress == least}, later)}"
-    return WorkshopError("hang", f"{what}, noticed by {named({rank}, later)} after {limit} s", WAY_OUT, ENVIRONMENT)
+        least = min(each.progress for each in later.values())
+        slowest = {each for each in later if later[each].progress == least}
+        what = f"no progress of {describe_ranks(slowest, later)}"
+    return WorkshopError(
+        "hang", f"{what}, noticed by {describe_ranks({rank}, later)} after {limit} s", WAY_OUT, ENVIRONMENT
+    )
 
 
 def way_out_of_pty() -> str:
-    """Return what to do in a shell of `srun --pty -n 4`, where python is one of four tasks. Empty under torchrun."""
+    """Return advice for a shell of `srun --pty -n 4`, in which python is one of four tasks. Empty under torchrun."""
     tasks = os.environ.get("SLURM_STEP_NUM_TASKS", "1")
     if tasks == "1" or "TORCHELASTIC_RUN_ID" in os.environ:
         return ""
     return f"; Slurm announces {tasks} tasks, so in a shell of srun --pty unset SLURM_STEP_NUM_TASKS"
 
 
-def named(ranks: set[int], signs: dict[int, Sign], last: str = "") -> str:
-    """``rank 3 on node2 (step 12, at x.py:30 read)``, or what is known of it; of many the first ones."""
-    nodes = os.environ.get("ALL_NODES", "").split()  # of job.sh; they have equally many ranks
+def describe_ranks(ranks: set[int], heartbeats: dict[int, Heartbeat], last: str = "") -> str:
+    """Return the first ranks as text, such as ``rank 3 on node2 (step 12, at x.py:30 read)``.
+
+    A rank without a heartbeat has only its number, and its node if the node is known.
+    """
+    nodes = os.environ.get("ALL_NODES", "").split()  # job.sh sets it; each node has the same number of ranks
     names = []
     for rank in sorted(ranks)[:MOST_NAMED]:
         node = rank // whole_number("LOCAL_WORLD_SIZE", "1")
-        if rank in signs:
-            names.append(f"rank {rank} on {signs[rank].host} ({last}{signs[rank].place})")
+        if rank in heartbeats:
+            names.append(f"rank {rank} on {heartbeats[rank].host} ({last}{heartbeats[rank].place})")
         else:
             names.append(f"rank {rank} on {nodes[node]}" if node < len(nodes) else f"rank {rank}")
     return ", ".join(names) + (f" and {len(ranks) - MOST_NAMED} more" if len(ranks) > MOST_NAMED else "")
 
 
-# What the scripts call
+# The functions below are the interface for the scripts
 
 current: Watchdog | None = None
 
 
 def start(hang_timeout: int) -> int:
-    """Before the process group is opened: reach rank 0, then watch. Returns the seconds that the group needs.
+    """Wait until rank 0 is reachable, then start the watchdog. Call this before the process group is opened.
 
-    Raises WorkshopError: exit code 2 for a missing MASTER_ADDR or MASTER_PORT, 3 for an address that is not reached.
+    Returns the timeout in seconds for the process group. It must be longer than the watchdog's.
+
+    Raises WorkshopError: exit code 2 for a missing MASTER_ADDR or MASTER_PORT, 3 for an unreachable address.
     """
     global current
-    # PyTorch's own time-outs, of groups that nobody gives one as well: longer, as they name nobody. transformers gives
-    # --ddp_timeout to the first group only, and on the CPU to none
+    # Set PyTorch's default timeouts too: transformers passes --ddp_timeout only to the first group, and on the CPU to
+    # none. The defaults must be longer than the watchdog's timeout, because PyTorch does not name the rank
     seconds = max(hang_timeout, join_timeout()) + MARGIN
     distributed_c10d.default_pg_timeout = timedelta(seconds=seconds)
     distributed_c10d.default_pg_nccl_timeout = timedelta(seconds=seconds)
@@ -229,26 +243,32 @@ def start(hang_timeout: int) -> int:
 
 
 def progress(phase: str) -> None:
-    """The main thread goes on, and begins this. All ranks call it equally often, or the one with fewer is blamed."""
+    """Record that the main thread starts `phase`.
+
+    All ranks must call this equally often: the rank with the fewest calls is reported.
+    """
     if current:
-        if not current.begun:
-            signal.set_wakeup_fd(-1)  # the ranks have met
+        if not current.phases_started:
+            signal.set_wakeup_fd(-1)  # the ranks have joined
         current.phase = phase
-        current.begun += 1
+        current.phases_started += 1
         current.last_progress = current.now
         current.limit = current.hang_timeout
 
 
 def before_exit(action: Callable[[WorkshopError], object]) -> None:
-    """Set what the rank that reports a hang does after the report, with the error, in the watchdog's thread."""
+    """Set the action that the reporting rank runs after its report.
+
+    The action gets the error as its argument, and runs in the watchdog's thread.
+    """
     if current:
         current.before_exit = action
 
 
 def stop() -> None:
-    """Before the ranks leave each other, and as the process ends."""
+    """Stop the watchdog. Call this before the process group is closed; it also runs when the process ends."""
     if current:
         current.ended.set()
-        current.signals_end.send(b"\0")  # it may wait for a signal
+        current.signals_end.send(b"\0")  # wake up the watchdog thread, which may wait for a signal
         current.join(SECONDS_FOR_RANK_0)
-        current.remove_sign()
+        current.remove_heartbeat()

@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 from transformers.distributed.parallel_utils import replace_layer_number_by_wildcard
 
-from distributed.tensor_parallel import BY_INPUTS, BY_OUTPUTS, check_can_be_cut, cut_parameters
+from distributed.tensor_parallel import BY_INPUTS, BY_OUTPUTS, check_tensor_parallel_model, cut_parameters
 from settings.settings import Precision, Settings
 from shared.errors import WorkshopError
 
@@ -266,7 +266,7 @@ def trace(forward: ForwardPass) -> Shape:
         cut: set[str] = set()
         exchanged = 0
         if forward.tensor_parallel > 1:
-            check_can_be_cut(model, forward.tensor_parallel)
+            check_tensor_parallel_model(model, forward.tensor_parallel)
             cut = cut_parameters(model)
             held = whole | {name: whole[name] // forward.tensor_parallel for name in cut}
             cut_matrices(model, forward.tensor_parallel)

@@ -1,8 +1,8 @@
-"""End of a job: write into the run record how it ended, and print a summary for its log.
+"""End of a job: record how the job ended, and print a summary for its log.
 
     PYTHONPATH=scripts python -m job.end_of_job 4711 --exit-code 0     # in the experiment's folder; job.sh does this
 
-It must be done in the seconds between SIGTERM and SIGKILL, so nothing large is imported here.
+This program must finish in the seconds between SIGTERM and SIGKILL, so it imports no large package.
 """
 
 import argparse
@@ -18,7 +18,7 @@ from datetime import UTC, datetime
 from functools import cache
 from pathlib import Path
 
-from records.memory_logs import MemoryLog, host_of, logs_of, read_cpu_log, read_gpu_log
+from records.memory_logs import MemoryLog, log_host, memory_log_paths, read_cpu_log, read_gpu_log
 from records.schema import (
     STOPPING_SIGNALS,
     WITHOUT_A_WORD,
@@ -31,64 +31,66 @@ from records.schema import (
 from shared.errors import WorkshopError, run_program, survive_lost_output
 
 
-def is_of_earlier(record: Record, since: datetime | None) -> bool:
-    """Whether a record was begun before the job that ends now, which then has none: it ended before its training."""
+def is_from_earlier_attempt(record: Record, since: datetime | None) -> bool:
+    """Return True if a record is older than the attempt that ends now. The attempt then ended before its training."""
     return bool(since and record.started and record.started < since)
 
 
 def note_signal(path: Path, exit_code: int, since: datetime | None) -> None:
-    """Write down that the job was told to stop: it may be killed before it can say more."""
+    """Record that the job has got a stop signal, because the job may be killed before it can record its end."""
     record = read_record(path)
-    if record.status == "running" and not is_of_earlier(record, since):
+    if record.status == "running" and not is_from_earlier_attempt(record, since):
         change_record(path, status="stopped", exit_code=exit_code)
 
 
 def notes(path: Path) -> list[str]:
-    """Lines that the parts of the job have noted in a file; none if it cannot be read, as no note may fail the end."""
+    """Return the lines that the parts of the job have noted in a file.
+
+    Empty if the file cannot be read: a lost note must not fail the end of the job.
+    """
     try:
         return path.read_text(errors="replace").splitlines()
     except OSError:
         return []
 
 
-def first_end(run_dir: Path) -> tuple[int, str] | None:
-    """Exit code and name, such as rank 1 on node2, of the process that failed first; None if none has noted its end.
+def first_failed_process(run_dir: Path) -> tuple[int, str] | None:
+    """Return exit code and name, such as "rank 1 on node2", of the process that failed first. None without such a note.
 
     on_node.py and launch.py note the time in ns, the exit code and the name of each process that fails.
 
-    The nodes' clocks agree well enough: a rank that another rank's end has ended waits two seconds before it ends
-    (distributed/process_group.py).
-    A line without a time counts last, and one that is cut off is skipped.
+    The clocks of the nodes agree well enough, because a rank that fails only because another rank ended waits two
+    seconds before it ends (distributed/process_group.py). A line without a time sorts last. A cut line is skipped.
     """
     ends = filter(None, (re.fullmatch(r"(\d*) (\d{1,3}) (.+)", line) for line in notes(run_dir / "exit_codes")))
     first = min(ends, key=lambda end: (not end[1], int(end[1] or 0)), default=None)
     return (int(first[2]), first[3]) if first else None
 
 
-def why(status: str, code: int, who: str, alone: bool, noted: str | None) -> str | None:
-    """The reason for a job's failure in one sentence, or None if the exit code is enough.
+def failure_reason(status: str, code: int, process: str, single: bool, noted: str | None) -> str | None:
+    """Return the reason for a job's failure in one sentence, or None if the exit code is enough.
 
-    code, who: of the process that failed first; who is empty if none has noted its end. alone: the job had one process.
-    noted: the reason that the training itself has noted.
+    code, process: exit code and name of the process that failed first. The name is empty if no process noted its end.
+    single: the job had one process. noted: the reason that the training itself has noted.
     """
     if status in ("completed", "timeout"):
         return None
     if nodes := failed_nodes():
         return f"node failure on {nodes}"
-    if noted or status == "stopped" or not who:
+    if noted or status == "stopped" or not process:
         return noted
     cause = ""
     if code == 128 + signal.SIGKILL:
         cause = " (killed, most often by the kernel for want of memory: see --mem)"
     elif code - 128 in list(signal.Signals):
         cause = f" (ended by {signal.Signals(code - 128).name})"
-    if not alone:
-        return f"{who} ended first, with exit code {code}{cause}"
+    if not single:
+        return f"{process} ended first, with exit code {code}{cause}"
     return f"exit code {code}{cause}" if cause else None
 
 
 def failed_nodes() -> str:
-    """Nodes of this job that Slurm says are down."""
+    """Return the nodes of this job that are down in Slurm."""
     nodes = os.environ.get("SLURM_JOB_NODELIST")
     if not nodes:
         return ""
@@ -97,7 +99,7 @@ def failed_nodes() -> str:
 
 
 def ask_slurm(*command: str) -> str:
-    """Output of one of Slurm's commands; empty if it is not installed or does not answer."""
+    """Return the output of a Slurm command. Empty if the command is not installed or takes too long."""
     try:
         return subprocess.run(command, capture_output=True, text=True, timeout=5).stdout
     except (FileNotFoundError, subprocess.TimeoutExpired):
@@ -105,15 +107,15 @@ def ask_slurm(*command: str) -> str:
 
 
 def close_record_of_job(path: Path, exit_code: int, timeout: bool) -> Record:
-    """The closed record: what the training wrote of its end, and what it could not, as a rank or the job was killed.
+    """Close the record and return it. Add what the training could not write because a rank or the job was killed.
 
-    exit_code: of the rank that failed first, or of the launcher.
+    exit_code: exit code of the rank that failed first, or of the launcher.
     """
     record = read_record(path)
     if exit_code == 0:
         if record.status == "completed" or (record.finished and not timeout):
             return record
-        # srun gives up on a stopped step whose ranks are slow to save, and says 0
+        # srun stops waiting for a stopped step whose ranks save slowly, and then returns 0
         exit_code = record.exit_code or 128 + signal.SIGKILL
     status = "timeout" if timeout else outcome(exit_code)
     if record.status == "oom":
@@ -124,29 +126,30 @@ def close_record_of_job(path: Path, exit_code: int, timeout: bool) -> Record:
 
 
 def sweep(folder: Path) -> None:
-    """Close what jobs have left that ended without a word, as a crash of their node leaves them."""
+    """Close the records, and remove the folders, of jobs that ended without a word, as after a crash of their node."""
     for path in sorted(folder.glob("*.json")):
         try:
             record = read_record(path)
         except WorkshopError:
-            continue  # the report tells of it
+            continue  # the report names the problem
         if not ended_without_a_word(path, record):
             continue
         finished = record.finished or datetime.fromtimestamp(int(path.stat().st_mtime), UTC)
         stopped = record.status == "stopped"
         status, reason = ("stopped", record.reason) if stopped else ("failed", reason_from_slurm(path.stem))
         change_record(path, status=status, finished=finished, reason=reason)
-        print(f"{path}: its job is gone, the record says {status} now")
+        print(f"{path}: the job is gone, and its status is now {status}")
     for left in folder.glob(".*"):
-        of_watchdog = left.name.startswith(".ranks_")  # of a run without job.sh, which may be alive
-        if left.is_dir() and not of_watchdog and not is_alive(folder / f"{left.name[1:]}.json"):
+        # This folder is the watchdog's. It belongs to a run without job.sh, which may still be running
+        heartbeats = left.name.startswith(".ranks_")
+        if left.is_dir() and not heartbeats and not is_alive(folder / f"{left.name[1:]}.json"):
             shutil.rmtree(left, ignore_errors=True)
 
 
 def ended_without_a_word(path: Path, record: Record) -> bool:
-    """True if the job of this record ended before job.sh could note why, for example when its first node crashed.
+    """Return True if a job ended before job.sh could note why, for example because its first node crashed.
 
-    A rank on another node may still have closed the record, but only job.sh removes the job's folder.
+    A rank on another node may have closed the record, but only job.sh removes the job's folder.
     """
     if record.finished:
         unexplained = record.status == "failed" and not record.reason
@@ -155,9 +158,9 @@ def ended_without_a_word(path: Path, record: Record) -> bool:
 
 
 def reason_from_slurm(job_id: str) -> str:
-    """Reason for the end of a job that noted none: its state in Slurm, such as NODE_FAIL, if Slurm still knows it."""
+    """Return the reason for the end of a job that noted none: its state in Slurm, such as NODE_FAIL, if known."""
     if job_id.isdigit():
-        # slurmctld forgets a job after MinJobAge, five minutes by default; sacct needs Slurm's database
+        # slurmctld forgets a job after MinJobAge (five minutes by default). sacct needs Slurm's database
         accounts = ("sacct", f"--jobs={job_id}", "--allocations", "--noheader", "--parsable2", "--format=State")
         for command in (("scontrol", "show", "job", job_id), accounts):
             if state := re.search(r"(?:JobState=|\A)([A-Z_]{2,})", ask_slurm(*command)):
@@ -166,26 +169,26 @@ def reason_from_slurm(job_id: str) -> str:
 
 
 def is_alive(record: Path) -> bool:
-    """Whether the job of a record still runs, or may: it holds a lock, or Slurm's queue holds it."""
+    """Return True if a record's job runs or may run: it holds a lock, or it is in Slurm's queue."""
     folder = record.parent / f".{record.stem}"
-    for lock in (folder, folder / "lock"):  # of job.sh, of train.py
+    for lock in (folder, folder / "lock"):  # locks of job.sh and train.py
         with contextlib.suppress(FileNotFoundError):
             descriptor = os.open(lock, os.O_RDONLY)
             try:
                 fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
-            except OSError:  # held, or on a file system without locks
+            except OSError:  # another process holds the lock, or the file system has no locks
                 return True
             finally:
                 os.close(descriptor)
     if not record.stem.isdigit():
-        return False  # no id of Slurm's
+        return False  # not a Slurm job
     queued = queued_jobs()
     return queued is None or record.stem in queued
 
 
 @cache
 def queued_jobs() -> list[str] | None:
-    """Ids of the jobs in Slurm's queue, None where it does not answer."""
+    """Return the ids of the jobs in Slurm's queue, None if Slurm does not answer."""
     command = ["squeue", "--all", "--noheader", "--format=%A"]
     try:
         return subprocess.run(command, capture_output=True, text=True, timeout=20, check=True).stdout.split()
@@ -196,17 +199,17 @@ def queued_jobs() -> list[str] | None:
 
 
 def summary(job_id: str, record: Record | None, exit_code: int, noted: list[str], earlier: bool) -> list[str]:
-    """Lines for the end of the log: memory per GPU and process, throughput, and what is missing.
+    """Return lines for the end of the log: memory per GPU and process, throughput, and missing measurements.
 
-    earlier: an earlier attempt of this job has left a record.
+    earlier: the job's record is from an earlier attempt.
     """
     rows: list[str] = []
     missing = list(noted)
-    if record and record.hardware.gpus == 0:  # nothing that could be logged of one
+    if record and record.hardware.gpus == 0:  # no GPU whose memory could be logged
         missing = [line for line in missing if not re.search("gpu_memory/|GPU memory", line)]
         if len(missing) < len(noted):
             rows.append("no GPU: the rows of its memory are left out")
-    gpu_logs, cpu_logs = logs_of(Path(), job_id)
+    gpu_logs, cpu_logs = memory_log_paths(Path(), job_id)
     for log in [*map(read_gpu_log, gpu_logs), *map(read_cpu_log, cpu_logs)]:
         rows += memory_rows(log, missing)
     train = record.train if record else None
@@ -222,16 +225,16 @@ def summary(job_id: str, record: Record | None, exit_code: int, noted: list[str]
             f"results/{job_id}.json is from an earlier attempt"
         )
     elif record is None:
-        why = "the job ended before the training began" if exit_code else "the job is no training itself"
+        why = "the job ended before the training began" if exit_code else "the job is not a training"
         missing.append(f"no run record: {why}")
     else:
         missing.append("samples per second: the training did not finish")
     if record and record.settings.torch_compile:
-        missing.append("memory of the training alone: the peaks hold what torch.compile needed")
+        missing.append("memory without torch.compile: the peaks include what compiling needed")
     if exit_code - 128 in STOPPING_SIGNALS:
         name = signal.Signals(exit_code - 128).name
         missing.append(
-            f"a checkpoint of its end: {name} came before the first step or behind the last, or ended the save"
+            f"a checkpoint of its end: {name} came before the first step or after the last, or interrupted the save"
         )
     return [*rows, *(f"missing: {what}" for what in missing)]
 
@@ -240,7 +243,7 @@ def memory_rows(log: MemoryLog, missing: list[str]) -> list[str]:
     missing += log.problems
     if not log.samples:
         missing.append(f"{log.path}: no sample")
-    where = f" on {host_of(log.path)}" if host_of(log.path) else ""
+    where = f" on {log_host(log.path)}" if log_host(log.path) else ""
     return [
         f"{'CPU' if name == 'process' else f'GPU {name}'} memory{where}: peak {log.peak(name):.0f} MiB, "
         f"mean {log.mean(name):.0f} MiB ({len(log.samples[name])} samples)"
@@ -251,16 +254,16 @@ def memory_rows(log: MemoryLog, missing: list[str]) -> list[str]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("job_id", nargs="?", default="")
-    parser.add_argument("--exit-code", type=int, default=0, help="of its script")
-    parser.add_argument("--signal", action="store_true", help="it was told to stop, and has not ended yet")
-    parser.add_argument("--sweep", action="store_true", help="close the records of jobs that are gone, and no other")
-    parser.add_argument("--timeout", action="store_true", help="Slurm ended it at its time limit")
+    parser.add_argument("--exit-code", type=int, default=0, help="exit code of the job's script")
+    parser.add_argument("--signal", action="store_true", help="the job got a stop signal and has not ended yet")
+    parser.add_argument("--sweep", action="store_true", help="only close the records of jobs that are gone")
+    parser.add_argument("--timeout", action="store_true", help="Slurm ended the job at its time limit")
     parser.add_argument(
         "--since",
         type=datetime.fromisoformat,
-        help="when the job began (UTC); a record from before is another's, and stays",
+        help="when the job began (UTC); an older record is left unchanged",
     )
-    parser.add_argument("--ranks", type=int, help="number of its ranks, for a job that has no record")
+    parser.add_argument("--ranks", type=int, help="number of ranks of a job that has no record")
     arguments = parser.parse_args()
     survive_lost_output()
     path = Path("results") / f"{arguments.job_id}.json"
@@ -274,24 +277,24 @@ def main() -> None:
 
 
 def end_of_job(path: Path, arguments: argparse.Namespace) -> int:
-    """Close the record, if the job has one, and print the summary. Returns the exit code of the job."""
+    """Close the job's record, if it has one, and print the summary. Return the job's exit code."""
     record = None
     earlier = False
-    run_dir = path.with_name(f".{path.stem}")  # the parts of the job note here who failed, and what logs lack
-    code, who = first_end(run_dir) or (arguments.exit_code, "")
+    run_dir = path.with_name(f".{path.stem}")  # the parts of the job note failures and gaps in logs here
+    code, process = first_failed_process(run_dir) or (arguments.exit_code, "")
     status = "timeout" if arguments.timeout else outcome(code)
     reason = None
     try:
-        earlier = path.exists() and is_of_earlier(read_record(path), arguments.since)
+        earlier = path.exists() and is_from_earlier_attempt(read_record(path), arguments.since)
         if path.exists() and not earlier:
             record = close_record_of_job(path, code, arguments.timeout)
             status = record.status
             code = code or record.exit_code or 0
         ranks = record.world_size if record else arguments.ranks
-        reason = why(status, code, who, ranks == 1, record.reason if record else None)
+        reason = failure_reason(status, code, process, ranks == 1, record.reason if record else None)
         if record and reason:
             record = change_record(path, reason=reason)
-    except (WorkshopError, OSError) as error:  # no disk space left: the summary is all the more needed
+    except (WorkshopError, OSError) as error:  # for example a full disk; the summary is still printed
         print(f"error: {path}: cannot be closed ({error}); free disk space or quota", file=sys.stderr)
     noted = [line for path in sorted(run_dir.glob("missing_*")) for line in notes(path)]
     lines = [f"status: {status} (exit code {code})", *filter(None, [reason])]

@@ -2,8 +2,8 @@
 
     exec python -P scripts/job/on_node.py node1 "rank 0" 4711 psrecord=4712 nvidia-smi=4713     # for job.sh
 
-The numbers are process ids. job.sh starts the processes, and this program then replaces its shell, so they are children
-of this program. The exit code is that of the command, or 128 plus the number of the signal that ended the command.
+The numbers are process ids. job.sh starts the processes, and this program then replaces its shell. So the processes are
+children of this program. Its exit code is the command's, or 128 + N if signal N ended the command.
 """
 
 import contextlib
@@ -19,9 +19,9 @@ SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.
 def main() -> None:
     host, role, command, *loggers = sys.argv[1:]
     signals: list[int] = []
-    listen(int(command), signals)
-    code = exit_code_of(int(command))
-    if code:  # srun reports the highest code of all nodes, often the code of a command that srun itself has ended
+    forward_signals(int(command), signals)
+    code = wait_for_exit_code(int(command))
+    if code:  # srun returns the highest code of all nodes, which often comes from a command that srun ended
         note("exit_codes", f"{time.time_ns()} {code} {role} on {host}")
     for logger in loggers:
         program, _, pid = logger.partition("=")
@@ -30,10 +30,10 @@ def main() -> None:
     sys.exit(code)
 
 
-def listen(command: int, signals: list[int]) -> None:
-    """Pass signals on to the command from now on, and collect them in `signals`.
+def forward_signals(command: int, signals: list[int]) -> None:
+    """Install handlers that forward signals to the command and add them to `signals`.
 
-    SIGUSR1 stays SIGUSR1. All others become SIGTERM, because a process in the background may ignore SIGINT.
+    SIGUSR1 is sent as SIGUSR1. Every other signal is sent as SIGTERM, because a background process may ignore SIGINT.
     """
 
     def pass_on(number: int, frame: object) -> None:
@@ -47,15 +47,15 @@ def listen(command: int, signals: list[int]) -> None:
             signal.signal(number, pass_on)
 
 
-def exit_code_of(command: int) -> int:
-    """Wait for the command and return its exit code, as a shell counts it."""
+def wait_for_exit_code(command: int) -> int:
+    """Wait for the command and return its exit code as a shell reports it."""
     _, status = os.waitpid(command, 0)
     code = os.waitstatus_to_exitcode(status)
     return code if code >= 0 else 128 - code
 
 
 def stop(program: str, pid: int) -> bool:
-    """Stop a logger. Return False if it ended before the command; psrecord may end by itself with the command."""
+    """Stop a logger. Return False if it ended before the command. psrecord may end together with the command."""
     ended, status = os.waitpid(pid, os.WNOHANG)
     if not ended:
         os.kill(pid, signal.SIGTERM)

@@ -1,10 +1,10 @@
-"""Run a command that is told to end, by SIGTERM, when the process that started it is gone, however that ended.
+"""Run a command that gets SIGTERM when the process that started it has ended, for whatever reason.
 
     python -P scripts/job/with_parent.py COMMAND ARGUMENTS...     # for job.sh
 
 The command keeps the process id of this program.
 
-Nothing of the workshop is imported: the command gets the environment as it is, so this has no PYTHONPATH to find it.
+This program imports no module of the workshop. It must not change the command's environment, so it has no PYTHONPATH.
 """
 
 import ctypes
@@ -21,12 +21,12 @@ def end_with_parent() -> None:
 
 def main() -> None:
     end_with_parent()
-    for number in (signal.SIGPIPE, signal.SIGXFSZ):  # Python ignores them, and the command would inherit that
+    for number in (signal.SIGPIPE, signal.SIGXFSZ):  # Python ignores these signals, and the command would inherit this
         signal.signal(number, signal.SIG_DFL)
     try:
         os.execvp(sys.argv[1], sys.argv[1:])
     except OSError as error:
-        sys.exit(f"error: {sys.argv[1]}: {error.strerror}; see that it is installed, and on PATH")
+        sys.exit(f"error: {sys.argv[1]}: {error.strerror}; check that it is installed and on PATH")
 
 
 if __name__ == "__main__":

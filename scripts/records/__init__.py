@@ -1,1 +1,1 @@
-"""The run record and the memory logs of a job: their format, who writes them, who reads them."""
+"""Format, writing and reading of the run record, and reading of a job's memory logs."""

@@ -1,4 +1,4 @@
-"""The commit of the code, and whether files that a run reads differ from it, for the run record."""
+"""State of the code for the run record: the commit, and a mark if files that the run reads differ from it."""
 
 import os
 import re
@@ -7,23 +7,27 @@ from pathlib import Path
 
 from shared.paths import REPOSITORY
 
-# kind of an entry of `git status --porcelain=v2 -z` -> number of fields before its path
+# Kind of an entry of `git status --porcelain=v2 -z` -> number of fields before the path
 FIELDS = {"1 ": 8, "2 ": 9, "u ": 10, "? ": 1}
-WRITTEN_IN_CLASS = ("experiments/site", "exercises/")  # by the instructor and by participants
+WRITTEN_IN_CLASS = ("experiments/site", "exercises/")  # instructors and participants edit these files
 
 
 def git_state() -> dict:
-    """Return commit, and dirty: true if a file that this run reads differs from it, null if git does not answer."""
+    """Return the fields `commit` and `dirty`.
+
+    dirty: true if a file that the run reads differs from the commit, null if git fails.
+    """
     status = git_status()
     commit = re.match(r"# branch\.oid (\w+)\0", status)
-    dirty = any(map(is_read, status.split("\0"))) if status else None
+    dirty = any(map(is_run_input, status.split("\0"))) if status else None
     return {"commit": commit and commit[1], "dirty": dirty}
 
 
 def git_status() -> str:
     """Return the output of `git status`, or an empty text if git fails.
 
-    submit.sh --snapshot has written it next to the code, and job.sh into the job's folder when the job began.
+    Prefer a file with the output from an earlier time: submit.sh --snapshot writes one next to the code, and job.sh
+    writes one into the job's folder when the job begins.
     """
     for folder in (REPOSITORY, Path(os.environ.get("RUN_DIR", REPOSITORY))):
         if (written := folder / "git_status").exists():
@@ -35,13 +39,13 @@ def git_status() -> str:
         return ""
 
 
-def is_read(entry: str) -> bool:
-    """Return True for a changed file that the run reads: a tracked one, or one in the experiment's folder."""
+def is_run_input(entry: str) -> bool:
+    """Return True if an entry is a file that the run reads: a tracked file, or one in the experiment's folder."""
     kind = entry[:2]
-    if kind not in FIELDS:  # the branch, or the former name of a file
+    if kind not in FIELDS:  # an entry for the branch, or the old name of a renamed file
         return False
     path = entry.split(" ", FIELDS[kind])[-1]
-    if kind == "? ":  # untracked: git names a folder without tracked files once, with a slash at its end
+    if kind == "? ":  # untracked; git lists a folder without tracked files as one entry that ends in a slash
         experiment = os.environ.get("EXPERIMENT", "") + "/"
         return path.startswith(experiment) or experiment.startswith(path)
     return not path.startswith(WRITTEN_IN_CLASS)

@@ -1,7 +1,8 @@
 """Read the memory logs of a job: nvidia-smi's CSV and psrecord's table.
 
-Logs of killed jobs end in mid-line, and some GPUs answer [N/A]. A line that is not a sample is left out and reported.
-A resumed job appends to its log, after a second header. job/end_of_job.py needs this module to import nothing large.
+The log of a killed job may end in the middle of a line, and some GPUs report [N/A]. A line that is not a sample is
+skipped and reported. A resumed job appends a second header and its samples to the same log. This module imports no
+large package, because job/end_of_job.py must start quickly.
 """
 
 from collections.abc import Callable
@@ -15,15 +16,16 @@ CPU_HEADER = "# Elapsed time"
 SHOWN_PROBLEMS = 3
 ZERO = datetime(1970, 1, 1)
 
-# A line -> series, seconds, MiB. Raises ValueError for a line that is not a sample
+# Parses a line into series, seconds and MiB. Raises ValueError if the line is not a sample
 Parser = Callable[[str], tuple[str, float, float]]
 
 
 @dataclass
 class MemoryLog:
-    """Samples (seconds, MiB) per series (GPU index, or "process").
+    """Samples of one log.
 
-    problems: what could not be read, as ``file:line: reason``.
+    samples: lists of (seconds, MiB) by series. A series is a GPU index or "process".
+    problems: lines that could not be read, as ``file:line: reason``.
     """
 
     path: Path
@@ -40,21 +42,24 @@ class MemoryLog:
         return sum(self.mib(series)) / len(self.samples[series])
 
     def names(self) -> list[str]:
-        """Series, in the order of their GPU index."""
+        """Return the names of the series, ordered by GPU index."""
         return sorted(self.samples, key=lambda name: (len(name), name))
 
     def curve(self, series: str) -> list[tuple[float, float]]:
-        """(seconds since the first sample, MiB)."""
+        """Return the samples as (seconds since the first sample, MiB)."""
         start, _ = self.samples[series][0]
         return [(time - start, mib) for time, mib in self.samples[series]]
 
     def span(self) -> float:
-        """Seconds from the first sample to the last."""
+        """Return the seconds from the first to the last sample."""
         return max((samples[-1][0] - samples[0][0] for samples in self.samples.values()), default=0)
 
 
-def logs_of(folder: Path, job_id: str) -> tuple[list[Path], list[Path]]:
-    """GPU logs and CPU logs of a job, one per node: `<id>` or `<id>_<host>`, so that job 1 gets none of job 10."""
+def memory_log_paths(folder: Path, job_id: str) -> tuple[list[Path], list[Path]]:
+    """Return the paths of a job's GPU logs and CPU logs, one per node.
+
+    A name ends in the job's id or in `<id>_<host>`, so job 1 does not match the logs of job 10.
+    """
     found = []
     for kind, suffix in (("gpu", "csv"), ("cpu", "txt")):
         start = f"{kind}_memory/{kind}_memory_log_{escape(job_id)}"
@@ -62,14 +67,16 @@ def logs_of(folder: Path, job_id: str) -> tuple[list[Path], list[Path]]:
     return found[0], found[1]
 
 
-def host_of(path: Path) -> str:
-    """Name of the node in ``gpu_memory_log_<job id>[_<host>].csv``, empty without one."""
+def log_host(path: Path) -> str:
+    """Return the host in ``gpu_memory_log_<job id>[_<host>].csv``, or an empty text if the name has none."""
     return "".join(path.stem.split("_", 4)[4:])
 
 
 def read_gpu_log(path: Path) -> MemoryLog:
-    """Used memory in MiB per GPU index, from ``nvidia-smi --query-gpu=timestamp,index,name,memory.used,memory.total
-    --format=csv``, with or without units."""
+    """Read the used memory of each GPU from nvidia-smi's CSV, with or without units.
+
+    The command is ``nvidia-smi --query-gpu=timestamp,index,name,memory.used,memory.total --format=csv``.
+    """
     return read_log(path, GPU_HEADER, gpu_sample)
 
 
@@ -82,9 +89,9 @@ def gpu_sample(line: str) -> tuple[str, float, float]:
 
 
 def read_cpu_log(path: Path) -> MemoryLog:
-    """Resident memory in MiB of the training's processes together, from ``psrecord --log`` (which says MB).
+    """Read the resident memory of all processes of the training from ``psrecord --log``.
 
-    psrecord counts its seconds from 0 again when a job resumes. Here they continue.
+    psrecord writes MiB but calls the unit MB. It restarts its seconds at 0 when a job resumes: here they continue.
     """
     log = read_log(path, CPU_HEADER, cpu_sample)
     ended = before = 0.0
@@ -114,7 +121,7 @@ def read_log(path: Path, header: str, parse: Parser) -> MemoryLog:
             series, time, mib = parse(line)
             log.samples.setdefault(series, []).append((time, mib))
         except ValueError:
-            # a header follows in mid-line when a killed job did not finish the line before it
+            # After a killed job's unfinished line, the next attempt's header starts in the middle of that line
             if line.strip() and header not in line:
                 bad.append(f"{path}:{number}: no sample ({line.strip()[:60]})")
     log.problems += bad[:SHOWN_PROBLEMS]

@@ -1,4 +1,4 @@
-"""What a run record says of the run's surroundings: job id, experiment, hardware, versions."""
+"""Facts about a run's environment for its record: job id, experiment, hardware and versions."""
 
 import json
 import os
@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch
 
-from distributed.collectives import value_of_rank_0
+from distributed.collectives import broadcast_from_rank_0
 from shared.errors import WorkshopError
 from shared.paths import REPOSITORY, workshop_version
 
@@ -18,33 +18,37 @@ PACKAGES = ["torch", "transformers", "accelerate", "deepspeed", "datasets", "tok
 
 
 def new_job_id() -> str:
-    """The job's id, equal on all ranks: JOB_ID, else Slurm's, else local-<time>-<pid>.
+    """Return the job's id, which is equal on all ranks: JOB_ID, Slurm's job id, or local-<time>-<pid>.
 
-    Raises WorkshopError (exit code 2) for one that cannot be part of a file's name.
+    Raises WorkshopError (exit code 2) for an id that cannot be part of a file name.
     """
     local = f"local-{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"
     job_id = os.environ.get("JOB_ID") or os.environ.get("SLURM_JOB_ID") or local
-    if not re.fullmatch(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,63}", job_id):  # as job.sh
+    if not re.fullmatch(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,63}", job_id):  # job.sh has the same rule
         raise WorkshopError("JOB_ID", f"{job_id!r:.80} cannot name files", "give up to 64 letters, digits, . _ or -")
-    return value_of_rank_0(job_id)
+    return broadcast_from_rank_0(job_id)
 
 
 def experiment_path() -> str:
-    """The working directory as seen from the repository, or only its name when it lies elsewhere."""
-    if "EXPERIMENT" in os.environ:  # job.sh: it may run a snapshot of the repository
+    """Return the working directory relative to the repository, or only its name if it is outside."""
+    if "EXPERIMENT" in os.environ:  # job.sh sets it, because the job may run a snapshot of the repository
         return os.environ["EXPERIMENT"]
     here = Path.cwd()
     return str(here.relative_to(REPOSITORY)) if here.is_relative_to(REPOSITORY) else here.name
 
 
-def from_repository(value: object) -> object:
-    """A path below the repository as seen from there; all else as it is. A record tells nothing of the machine."""
+def strip_repository(value: object) -> object:
+    """Make an absolute path in the repository relative to it. Return any other value unchanged.
+
+    A record should not contain absolute paths of the machine.
+    """
     if isinstance(value, str) and Path(value).is_absolute() and Path(value).is_relative_to(REPOSITORY):
         return str(Path(value).relative_to(REPOSITORY))
     return value
 
 
 def hardware(world_size: int) -> dict:
+    """Return the record's field `hardware`: name and number of GPUs and CPUs."""
     gpu = torch.cuda.get_device_properties(0) if torch.cuda.is_available() else None
     cpuinfo = Path("/proc/cpuinfo")
     names = [line for line in cpuinfo.read_text().splitlines() if "model name" in line] if cpuinfo.exists() else []
@@ -58,12 +62,12 @@ def hardware(world_size: int) -> dict:
 
 
 def versions() -> dict[str, str]:
-    """The versions of this workshop, Python and the packages."""
+    """Return the versions of this workshop, Python and the packages."""
     own = {"workshop": workshop_version(), "python": platform.python_version()}
     return own | {name: version(name) for name in PACKAGES}
 
 
 def bandwidth() -> dict | None:
-    """What measure_bandwidth.py measured in this job before the training."""
+    """Return the result of measure_bandwidth.py in this job, or None if the job has not measured it."""
     path = Path(os.environ.get("BANDWIDTH_FILE", ""))
     return json.loads(path.read_text()) if path.is_file() else None

@@ -1,4 +1,4 @@
-"""Writing the run record ``results/<job_id>.json``; schema.py describes its fields."""
+"""Writer of the run record ``results/<job_id>.json``. schema.py describes its fields."""
 
 import contextlib
 import fcntl
@@ -11,7 +11,7 @@ from pathlib import Path
 from distributed.collectives import gather_lists, rank
 from distributed.process_group import exit_code, is_out_of_memory
 from records.git_state import git_state
-from records.run_environment import bandwidth, experiment_path, from_repository, hardware, versions
+from records.run_environment import bandwidth, experiment_path, hardware, strip_repository, versions
 from records.schema import (
     SCHEMA,
     WITHOUT_A_WORD,
@@ -27,9 +27,9 @@ from shared.errors import ENVIRONMENT, WorkshopError, whole_number
 
 @contextlib.contextmanager
 def sole_writer(job_id: str) -> Iterator[None]:
-    """Holds a lock on the run's files, which ends with the process, however it ends.
+    """Hold a lock on the run's files. The system releases the lock when the process ends, for whatever reason.
 
-    Raises WorkshopError (exit code 2) on rank 0 while another process holds it.
+    Raises WorkshopError (exit code 2) on rank 0 while another process holds the lock.
     """
     if rank() != 0:
         yield
@@ -45,42 +45,44 @@ def sole_writer(job_id: str) -> Iterator[None]:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
             raise WorkshopError(
-                "JOB_ID", f"another run of {job_id} is writing its files", "give another one, or wait for its end"
+                "JOB_ID",
+                f"another run of {job_id} is writing its files",
+                "give another id, or wait until that run ends",
             ) from error
         except OSError:  # a file system without locks
-            print(f"{path}: no locks on this file system, start no second run of {job_id}", flush=True)
+            print(f"{path}: this file system has no locks, so do not start a second run of {job_id}", flush=True)
         try:
             yield
         finally:
             with contextlib.suppress(OSError):
                 path.unlink()
-                path.parent.rmdir()  # unless job.sh keeps its own files there
+                path.parent.rmdir()  # fails if job.sh has its own files in this folder
 
 
 class RunRecord:
-    """A dict on every rank, a file of rank 0.
+    """The run record: a dict on every rank, which rank 0 writes into a file.
 
-    As a context manager it refuses a second run of the same job id, and notes how this one ended.
+    As a context manager, it rejects a second run with the same job id, and records how this run ended.
     """
 
     def __init__(self, job_id: str, folder: str = "results"):
         self.path = Path(folder) / f"{job_id}.json"
-        self.reasons: dict[str, str] = {}  # name of a field -> why it is empty
+        self.reasons: dict[str, str] = {}  # name of a field -> reason why it has no value
         self.content: dict = {
             "schema": SCHEMA,
             "status": "running",
             "exit_code": None,
             "job_id": job_id,
-            "attempt": whole_number("ATTEMPT", "1"),  # job.sh's: one that ended before its record counts, too
+            "attempt": whole_number("ATTEMPT", "1"),  # job.sh also counts attempts that ended before they had a record
             "restarts": [],
             "missing": self.reasons,
         }
-        self.held = contextlib.ExitStack()
+        self.lock = contextlib.ExitStack()
 
     def start(self, step: int, **values: object) -> None:
         """Write the record for the first time. Collective: every rank adds its host name.
 
-        step: that the run goes on from, 0 from the beginning.
+        step: step that the run resumes from, 0 for a new run.
         """
         hosts = [host for (host,) in gather_lists([socket.gethostname()])]
         if rank() == 0 and self.path.exists():
@@ -88,7 +90,7 @@ class RunRecord:
             self.content["attempt"] = max(self.content["attempt"], before.attempt + 1)
             restart = {
                 "time": now(),
-                "reason": how_it_ended(before),
+                "reason": describe_end(before),
                 "step": step,
                 "started": before.started,
                 "finished": before.finished,
@@ -96,7 +98,7 @@ class RunRecord:
             self.content["restarts"] = [*before.restarts, restart]
         self.content |= {
             "experiment": experiment_path(),
-            "command": [from_repository(word) for word in sys.argv],
+            "command": [strip_repository(word) for word in sys.argv],
             "started": now(),
             "finished": None,
             "stop": None,
@@ -111,7 +113,7 @@ class RunRecord:
             **values,
         }
         settings = self.content.get("settings", {})
-        self.content["settings"] = {flag: from_repository(value) for flag, value in settings.items()}
+        self.content["settings"] = {flag: strip_repository(value) for flag, value in settings.items()}
         self.write()
 
     def update(self, **values: object) -> None:
@@ -119,7 +121,7 @@ class RunRecord:
         self.write()
 
     def missing(self, name: str, reason: str) -> None:
-        """Leave `name` empty, and say why."""
+        """Set the field `name` to null and note the reason."""
         self.reasons[name] = reason
         self.update(**{name: None})
 
@@ -128,9 +130,9 @@ class RunRecord:
             return
         on_disk = read_record(self.path) if self.path.exists() else None
         if on_disk and on_disk.attempt > self.content["attempt"]:
-            return  # the job has begun again, while this process outlived it
+            return  # the job has started again, and this process is left over from the earlier attempt
         if on_disk and on_disk.attempt == self.content["attempt"] and self.content["status"] == "running":
-            # job.sh notes a signal, or the end, while this process still saves; its own end will count
+            # job.sh may have noted a signal or the end while this process still saves. Keep those fields
             self.content |= {name: getattr(on_disk, name) for name in ("status", "exit_code", "finished")}
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
@@ -141,7 +143,7 @@ class RunRecord:
             ) from error
 
     def refuse_to_overwrite(self, output_dir: str) -> None:
-        """Raises WorkshopError (exit code 2) when this run would overwrite the result of one that is finished."""
+        """Raise WorkshopError (exit code 2) if this run would overwrite the result of a finished run."""
         if rank() != 0:
             return
         way_out = "give another --output_dir, a new JOB_ID, or --resume_from_checkpoint"
@@ -152,34 +154,34 @@ class RunRecord:
             raise WorkshopError(self.path, "is the record of a finished run", way_out)
 
     def __enter__(self) -> "RunRecord":
-        self.held.enter_context(sole_writer(self.content["job_id"]))
+        self.lock.enter_context(sole_writer(self.content["job_id"]))
         return self
 
     def __exit__(self, kind: type | None, error: BaseException | None, trace: object) -> None:
-        with self.held:
+        with self.lock:
             if self.path.exists():
                 self.close(error)
 
     def close(self, error: BaseException | None) -> None:
-        """Note how the run ended: by this exception, or well."""
+        """Record how the run ended: with this exception, or completed if there is none."""
         code = exit_code(error)
         out_of_memory = is_out_of_memory(error)
         on_disk = read_record(self.path)
         running = not on_disk.finished
-        # a job that was told to stop may have been given up by its launcher, while this rank still saved
+        # If the launcher gave up on a stopped job, job.sh has closed the record while this rank was still saving
         if rank() == 0 and (running or on_disk.status == "stopped"):
             self.update(status="oom" if out_of_memory else outcome(code), exit_code=code, finished=now())
         elif out_of_memory or (running and isinstance(error, Exception)):
-            # rank 0 is about to be ended by the launcher and would only know that it was stopped
+            # The launcher is about to end rank 0, which would record only that it was stopped
             change_record(self.path, status="oom" if out_of_memory else "failed", exit_code=code, finished=now())
 
     def close_as_hung(self, error: WorkshopError) -> None:
-        """Close the record for the watchdog, whose thread calls this. error: names the ranks that hang."""
+        """Close the record with an error that names the hanging ranks. The watchdog's thread calls this."""
         change_record(self.path, status="failed", exit_code=error.code, finished=now(), reason=error.what)
 
 
-def how_it_ended(record: Record) -> str:
-    """How the attempt of this record ended, in words."""
+def describe_end(record: Record) -> str:
+    """Return a phrase that says how this record's attempt ended."""
     if record.reason:
         return record.reason
     if record.exit_code is None:

@@ -13,7 +13,7 @@ from matplotlib.artist import Artist
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from records.memory_logs import logs_of, read_cpu_log, read_gpu_log
+from records.memory_logs import memory_log_paths, read_cpu_log, read_gpu_log
 from reporting.runs import Missing, Run
 from reporting.tables import Row, Table
 from reporting.trainer_log import entries, find_log
@@ -142,7 +142,7 @@ def curve(run: Run, kind: str) -> Points:
     """Return (seconds, MiB) for each sample of the GPU or node with the highest peak."""
     if kind == "GPU" and isinstance(run.gpu, Missing):
         return []
-    gpu_logs, cpu_logs = logs_of(run.folder, run.job_id)
+    gpu_logs, cpu_logs = memory_log_paths(run.folder, run.job_id)
     logs = map(read_gpu_log, gpu_logs) if kind == "GPU" else map(read_cpu_log, cpu_logs)
     series = [(log.peak(name), log, name) for log in logs for name in log.names()]
     if not series:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from job.end_of_job import ended_without_a_word, is_alive, reason_from_slurm
-from records.memory_logs import MemoryLog, host_of, logs_of, read_cpu_log, read_gpu_log
+from records.memory_logs import MemoryLog, log_host, memory_log_paths, read_cpu_log, read_gpu_log
 from records.schema import WITHOUT_A_WORD, Record, Restart, read_record
 from reporting.trainer_log import find_log, last_error, last_lines, read_summary
 from shared.errors import WorkshopError
@@ -241,14 +241,14 @@ def run_without_record(folder: Path, job_id: str, file: Path) -> Run:
     else:
         problem = "no run record; the training has not begun, or the job ended before it began"
         run.problems.append(f"{record_path(folder, job_id)}: {problem}")
-    if any(logs_of(folder, job_id)):
+    if any(memory_log_paths(folder, job_id)):
         add_memory(run)
     return run
 
 
 def add_memory(run: Run) -> None:
     """Set the run's GPU and CPU memory from the memory logs of all nodes."""
-    gpu_logs, cpu_logs = logs_of(run.folder, run.job_id)
+    gpu_logs, cpu_logs = memory_log_paths(run.folder, run.job_id)
     hardware = run.record.hardware
     ranks = (run.record.world_size or 0) // (len(run.record.nodes) or 1)
     if not gpu_logs and hardware.gpus == 0:
@@ -281,7 +281,7 @@ def missing_part(run: Run, kind: str, logs: list[MemoryLog], series_per_node: in
     nodes = len(run.record.nodes) or 1
     more = math.inf if run.record.attempt > 1 else 0  # An earlier attempt may have used other nodes and GPUs.
     if run.has_record and not nodes <= len(logs) <= nodes + more:
-        hosts = ", ".join(host_of(log.path) for log in logs)
+        hosts = ", ".join(log_host(log.path) for log in logs)
         return f"{run.folder}/{kind}_memory: {len(logs)} log(s) ({hosts}) for {nodes} node(s)"
     for log in logs:
         if not log.samples:

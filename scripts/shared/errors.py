@@ -1,19 +1,19 @@
-"""Exit codes, and the one way in which every script here tells of a mistake: an exception, one line, an exit code.
+"""Exit codes and error reporting: every script reports an error as one line on stderr and an exit code.
 
     0        done
-    1        a training failed by itself: a traceback in the log, no memory left, a loss that is no number
-    2        bad input: a flag, a variable, a file; found before anything is written, but for a model's weights, and
-             what its first step tells
-    3        environment: a GPU, a package, a network, a disk not as it must be; a rank that hangs; a failed
-             preflight, knob audit
+    1        the training itself failed: a traceback in the log, out of memory, a loss that is not finite
+    2        bad input: a flag, a variable or a file. Usually found before anything is written; problems with a model's
+             weights or in its first step are found later
+    3        environment: a problem with a GPU, a package, the network or a disk; a hanging rank; a failed preflight
+             or knob audit
     4        no usable checkpoint to resume from
-    75       stopped on a signal, with a checkpoint saved
+    75       stopped by a signal, after a checkpoint was saved
     128 + N  ended by signal N
 
-What is wrong is raised as a `WorkshopError` where it is found. Who goes on behind a mistake catches it (preflight.py,
-`estimate_memory.py --compare`, job/end_of_job.py); for all others `run_program`, at the end of each script, makes the
-line and the exit code of it. Scripts of several ranks end in `run_and_exit` of distributed/process_group.py, which
-does the same and more. launch.py ends with the code of the rank that failed first, and so does job.sh (job_finish).
+Code that finds a problem raises `WorkshopError`. Code that continues after an error catches WorkshopError itself
+(preflight.py, `estimate_memory.py --compare`, job/end_of_job.py). Otherwise `run_program`, which runs each script's
+`main`, prints the line and sets the exit code. Scripts with several ranks use `run_and_exit` of
+distributed/process_group.py instead. launch.py and job.sh (job_finish) end with the code of the rank that failed first.
 """
 
 import argparse
@@ -31,19 +31,19 @@ BAD_INPUT = 2
 ENVIRONMENT = 3
 NO_CHECKPOINT = 4
 STOPPED = 75
-# seconds in which rank 0 reports what every rank has found, and its launcher ends the others
+# Seconds in which rank 0 reports an error that every rank has found, and its launcher ends the other ranks
 SECONDS_FOR_RANK_0 = 10
 
 
 class WorkshopError(Exception):
-    """What ends a script: ``source: what; way_out``.
+    """An error that ends a script with one line: ``source: what; way_out``.
 
-    source: the file, flag or variable at fault. what: what is wrong with it. way_out: what to do.
-    code: the exit code, 2 to 4, or 1 for a training that failed by itself.
+    source: the file, flag or variable that is wrong. what: the problem. way_out: what the user can do.
+    code: the exit code, 2 to 4, or 1 if the training itself failed.
     """
 
     def __init__(self, source: object, what: str, way_out: str, code: int = BAD_INPUT):
-        super().__init__(str(source), what, way_out, code)  # all of them, or it could not come from another process
+        super().__init__(str(source), what, way_out, code)  # pass all arguments, so that the exception can be pickled
         self.source = str(source)
         self.what = what
         self.way_out = way_out
@@ -54,12 +54,12 @@ class WorkshopError(Exception):
 
 
 def one_line(text: str) -> str:
-    """The text without line ends and other control characters."""
+    """Replace line ends and other control characters in a text by blanks."""
     return "".join(each if each.isprintable() else " " for each in text)
 
 
 def run_program(main: Callable[[], None]) -> None:
-    """Run a script's `main`; what it raises ends the process with one line and the error's exit code."""
+    """Run a script's `main`. A WorkshopError ends the process with one line and the error's exit code."""
     try:
         main()
     except WorkshopError as error:
@@ -70,20 +70,20 @@ def run_program(main: Callable[[], None]) -> None:
 def report(error: WorkshopError, first: int = 0) -> None:
     """Print the error line on stderr, once per job.
 
-    Usually every rank finds the same mistake: the `first` reports it, and its launcher then ends the others while they
-    wait here. A mistake that only this rank sees (a file missing on one node) is reported late.
+    Usually every rank finds the same error. The rank `first` reports it, and the launcher then ends the other ranks,
+    which wait here. An error that only this rank finds, such as a file missing on one node, is reported after the wait.
     """
     rank = os.environ.get("RANK") or os.environ.get("SLURM_PROCID") or "0"
     if rank != str(first):
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)  # there is nothing to save any more
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)  # nothing is left to save
         time.sleep(SECONDS_FOR_RANK_0)
-    # bars are drawn on terminals only, and leave the cursor in the middle of their line
+    # A progress bar, which is drawn only on a terminal, leaves the cursor in the middle of a line
     line_of_its_own = "\r\033[K" if sys.stderr.isatty() else ""
     print(f"{line_of_its_own}error: {error}", file=sys.stderr, flush=True)
 
 
 class LossyFile(io.FileIO):
-    """What cannot be written is dropped: the terminal is gone, the reader of a pipe is, or the disk is full."""
+    """A file that drops output that it cannot write: the terminal or pipe is closed, or the disk is full."""
 
     def write(self, data: Any) -> int:
         try:
@@ -93,16 +93,16 @@ class LossyFile(io.FileIO):
 
 
 def survive_lost_output() -> None:
-    """Let a long run outlive its stdout and stderr: a terminal that is closed, `| head`, a full disk."""
+    """Keep a run alive when it can no longer write to stdout or stderr: closed terminal, `| head`, full disk."""
     for name, number in (("stdout", 1), ("stderr", 2)):
         stream = getattr(sys, name)
-        if stream and stream is getattr(sys, f"__{name}__"):  # not one that a test has put there
+        if stream and stream is getattr(sys, f"__{name}__"):  # skip a stream that a test has replaced
             buffered = io.BufferedWriter(LossyFile(number, "w", closefd=False))
             setattr(sys, name, io.TextIOWrapper(buffered, "utf-8", "backslashreplace", line_buffering=True))
 
 
 def whole_number(variable: str, default: str | None = None) -> int:
-    """The number in a variable, of a launcher most often. Raises WorkshopError (exit code 2) for anything else."""
+    """Return the whole number in an environment variable. Raises WorkshopError (exit code 2) for any other value."""
     text = os.environ.get(variable) or default
     if text is None or not text.isdecimal():
         raise WorkshopError(variable, f"is {text!r}, not a whole number", "unset it, or give a whole number")
@@ -110,13 +110,13 @@ def whole_number(variable: str, default: str | None = None) -> int:
 
 
 def did_you_mean(word: str, known: Iterable[str], otherwise: str, prefix: str = "") -> str:
-    """The way out of an error about an unknown word: the nearest known one, or what else to do."""
+    """Return advice for an unknown word: the most similar known word, or `otherwise` if none is similar."""
     near = difflib.get_close_matches(word, known, n=1, cutoff=0.5)
     return f"did you mean {prefix}{near[0]}?" if near else otherwise
 
 
 class OneLineErrors(argparse.ArgumentParser):
-    """An ArgumentParser whose errors are one line, whose help opens with the purpose, and without abbreviations."""
+    """An ArgumentParser with one-line errors and without abbreviated flags. The help begins with the description."""
 
     def __init__(self, *args: Any, **kwargs: Any):
         kwargs |= {"usage": argparse.SUPPRESS, "allow_abbrev": False}

@@ -1,4 +1,4 @@
-"""The Hugging Face Hub on machines with and without network."""
+"""Loading from the Hugging Face Hub, with and without network."""
 
 import os
 import socket
@@ -11,22 +11,25 @@ from transformers.utils import logging
 
 from shared.errors import WorkshopError
 
-# The files of a model that a run reads: not those of other frameworks, and not PyTorch's older *.bin
+# Model files that a run reads. Files of other frameworks and PyTorch's older *.bin are left out
 MODEL_FILES = ["*.json", "*.txt", "*.model", "*.safetensors"]
 
 
 def draw_bars_on_terminals_only() -> None:
-    """In a log each state of a library's progress bar would be a line, or what comes next would stand behind it."""
+    """Disable the libraries' progress bars in logs.
+
+    Otherwise each state of a bar would be a line of the log, or the next output would follow on the bar's line.
+    """
     if not sys.stderr.isatty():
         datasets.disable_progress_bars()
-        logging.disable_progress_bar()  # also those of huggingface_hub
+        logging.disable_progress_bar()  # also disables huggingface_hub's bars
 
 
 def offline_without_network() -> None:
     """Switch the Hugging Face libraries to their cache when the Hub cannot be reached.
 
-    Compute nodes often have no network: the libraries would retry for minutes before they look into the
-    cache. A proxy or HF_HUB_OFFLINE is the user's own answer and is left alone.
+    Compute nodes often have no network. Without this the libraries retry for minutes before they use the cache. If a
+    proxy or HF_HUB_OFFLINE is set, the user has already decided, and nothing changes.
     """
     if "HF_HUB_OFFLINE" in os.environ or "https_proxy" in os.environ or "HTTPS_PROXY" in os.environ:
         return
@@ -34,32 +37,33 @@ def offline_without_network() -> None:
     try:
         socket.create_connection((address.hostname, address.port or 443), timeout=3).close()
     except OSError:
-        print(f"{address.hostname} cannot be reached: looking into the local cache only", flush=True)
+        print(f"{address.hostname} cannot be reached: using only the local cache", flush=True)
         os.environ["HF_HUB_OFFLINE"] = "1"
         huggingface_hub.constants.HF_HUB_OFFLINE = True
         datasets.config.HF_HUB_OFFLINE = datasets.config.HF_DATASETS_OFFLINE = True
 
 
-def cannot_load(flag: str, name: str, error: Exception) -> WorkshopError:
+def loading_error(flag: str, name: str, error: Exception) -> WorkshopError:
     """Return a one-line error for a model, tokenizer or dataset that a library could not load.
 
     flag, name: the command-line flag and its value.
     """
     if "custom code" in str(error):
         what = f"{name} asks for code of its own, which is never run here"
-        return WorkshopError(flag, what, "take a model that transformers has a class for")
+        return WorkshopError(flag, what, "use a model that transformers has a class for")
     if huggingface_hub.constants.HF_HUB_OFFLINE and isinstance(error, OSError | ValueError) and not os.path.isdir(name):
-        what = f"{name} is no local path, not in the cache, and there is no network"
-        flag_of_prefetch = "--dataset" if flag == "--dataset" else "--model_name"  # a tokenizer comes with a model
-        command = f"python scripts/prefetch.py {flag_of_prefetch} {name}"
+        what = f"{name} is neither a local path nor in the cache, and there is no network"
+        # prefetch.py has no flag for a tokenizer: --model_name also fetches it
+        prefetch_flag = "--dataset" if flag == "--dataset" else "--model_name"
+        command = f"python scripts/prefetch.py {prefetch_flag} {name}"
         return WorkshopError(
             flag, what, f"on a login node run: {command} (it takes --model_name and --dataset together)"
         )
     way_out = "correct the name, or give a local path with all its files"
-    return WorkshopError(flag, f"{name} cannot be loaded ({reason_of(error)})", way_out)
+    return WorkshopError(flag, f"{name} cannot be loaded ({short_reason(error)})", way_out)
 
 
-def reason_of(error: Exception) -> str:
-    """What a library says, in one line: its first two, of which the first is often no more than a heading."""
+def short_reason(error: Exception) -> str:
+    """Return the first two lines of a library's error as one line. The first line is often only a heading."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return " ".join(lines[:2]) or type(error).__name__

@@ -1,4 +1,4 @@
-"""JSON files: reading one that a user wrote, and replacing one that others read meanwhile."""
+"""Reading JSON files with clear errors, and replacing one atomically."""
 
 import json
 import os
@@ -13,9 +13,9 @@ Model = TypeVar("Model", bound=BaseModel)
 
 
 def read_json(path: str | Path, way_out: str = "see ds_configs/ and fsdp_configs/") -> dict:
-    """A JSON object from a file. Raises WorkshopError (exit code 2) with the place of what is wrong with it.
+    """Read a JSON object from a file. Raises WorkshopError (exit code 2) with the position of an error in the JSON.
 
-    way_out: what to do about a file that is not there, or holds something else.
+    way_out: advice for the user if the file is missing or holds no JSON object.
     """
     content = parse_json(path, read_bytes(path, way_out), "correct the JSON")
     if not isinstance(content, dict):
@@ -24,7 +24,7 @@ def read_json(path: str | Path, way_out: str = "see ds_configs/ and fsdp_configs
 
 
 def read_bytes(path: str | Path, way_out: str) -> bytes:
-    """What a file holds; `~` is the home directory. Raises WorkshopError (exit code 2) for one that cannot be read."""
+    """Read a file; `~` is the home directory. Raises WorkshopError (exit code 2) if it cannot be read."""
     try:
         return Path(os.path.expanduser(path)).read_bytes()
     except OSError as error:
@@ -32,47 +32,49 @@ def read_bytes(path: str | Path, way_out: str) -> bytes:
 
 
 def parse_json(path: str | Path, raw: bytes, way_out: str) -> object:
-    """The content of a JSON file. Raises WorkshopError (exit code 2) with line and column of the mistake."""
+    """Parse the content of a JSON file. Raises WorkshopError (exit code 2) with line and column of the error."""
     try:
         return json.loads(raw)
-    except ValueError as error:  # JSONDecodeError, or UnicodeDecodeError
+    except ValueError as error:  # JSONDecodeError or UnicodeDecodeError
         raise WorkshopError(path, str(error), way_out) from error
 
 
 def read_checked(path: Path, model: type[Model], kind: str, way_out: str) -> Model:
-    """What a file holds, as a pydantic model describes it; kind: what it should be, in words.
+    """Read a JSON file into a pydantic model.
 
-    Raises WorkshopError (exit code 2) with the field that is wrong.
+    kind: name of the file's format, for the error.
+
+    Raises WorkshopError (exit code 2) that names the wrong field.
     """
     try:
         return model.model_validate_json(read_bytes(path, way_out))
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
         field = ".".join(map(str, first["loc"])) or "the file"
-        raise WorkshopError(path, f"is no {kind} ({field}: {first['msg']})", way_out) from error
+        raise WorkshopError(path, f"is not a valid {kind} ({field}: {first['msg']})", way_out) from error
 
 
 def write_json(path: Path, content: dict) -> None:
-    """Replace the file in one step, so that no reader ever sees half of it. OSError if it cannot be written.
+    """Replace the file in one step, so that no reader sees a half-written file. Raises OSError if it cannot be written.
 
-    JSON knows no NaN and no infinity: such a value becomes null.
+    JSON has no NaN or infinity, so such a value becomes null.
     """
     finite = json.loads(json.dumps(content), parse_constant=lambda name: None)
     temporary = path.with_suffix(f".{os.getpid()}.tmp")
     try:
         temporary.write_text(json.dumps(finite, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
         temporary.replace(path)
-    except OSError:  # a full disk: leave no empty file there
+    except OSError:  # on a full disk: remove the partial file
         temporary.unlink(missing_ok=True)
         raise
 
 
-def leaves_of(content: dict, prefix: str = "") -> dict:
-    """``{"a": {"b": 1}}`` as ``{"a.b": 1}``."""
+def flatten_keys(content: dict, prefix: str = "") -> dict:
+    """Flatten nested dicts into dotted keys: ``{"a": {"b": 1}}`` becomes ``{"a.b": 1}``."""
     leaves: dict = {}
     for key, value in content.items():
         if isinstance(value, dict):
-            leaves |= leaves_of(value, f"{prefix}{key}.")
+            leaves |= flatten_keys(value, f"{prefix}{key}.")
         else:
             leaves[f"{prefix}{key}"] = value
     return leaves

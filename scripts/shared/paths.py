@@ -1,4 +1,4 @@
-"""Where the parts of the repository are, and which version of it this is."""
+"""Paths in the repository, and its version."""
 
 import tomllib
 from pathlib import Path
@@ -10,5 +10,5 @@ SAMPLE = REPOSITORY / "data" / "squad_sample.json"
 
 
 def workshop_version() -> str:
-    """The version in pyproject.toml, such as 1.0.0; docs/instructor/own-copy.md says what it promises."""
+    """Return the version in pyproject.toml, such as 1.0.0. docs/instructor/own-copy.md explains what it promises."""
     return tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"]["version"]

@@ -1,4 +1,4 @@
-"""Experiment trackers beside a training: Weights & Biases (offline by default), TensorBoard, Trackio, or none."""
+"""Experiment trackers: Weights & Biases (offline by default), TensorBoard, Trackio or none."""
 
 import importlib.util
 import os
@@ -14,12 +14,15 @@ TRACKERS = ("wandb", "tensorboard", "trackio")
 
 
 def check_trackers(report_to: str) -> list[str]:
-    """The tracker that is asked for, if any. Raises WorkshopError (exit code 2) if it is unknown or not installed."""
+    """Return the requested tracker in a list, empty for none.
+
+    Raises WorkshopError (exit code 2) if the tracker is unknown or not installed.
+    """
     if report_to == "none":
         return []
     if report_to not in TRACKERS:
         way_out = f"choose one of {', '.join(TRACKERS)}, none"
-        raise WorkshopError("--report_to", f"{report_to} is no tracker of this workshop", way_out)
+        raise WorkshopError("--report_to", f"{report_to} is not a tracker of this workshop", way_out)
     if importlib.util.find_spec(report_to) is None:
         raise WorkshopError("--report_to", f"{report_to} is not installed", f"pip install {report_to}")
     return [report_to]
@@ -28,7 +31,7 @@ def check_trackers(report_to: str) -> list[str]:
 def prepare_trackers(args: Any, job_id: str) -> None:
     """Give each job one folder and one name; Weights & Biases stays offline unless WANDB_MODE says otherwise.
 
-    args: TrainingArguments. This module does not import transformers, as tracking.py need not wait for it.
+    args: TrainingArguments. This module does not import transformers, which would slow down tracking.py.
     """
     args.run_name = f"{args.run_name}-{job_id}"
     if "wandb" in args.report_to:
@@ -42,7 +45,7 @@ def prepare_trackers(args: Any, job_id: str) -> None:
 
 
 def close_trackers(args: Any, job_id: str, means: dict) -> None:
-    """Put the callbacks' means into the run's summary, and say how to upload an offline run."""
+    """Write the callbacks' means into the summary of Weights & Biases. Print how to upload an offline run."""
     if "wandb" not in args.report_to or args.process_index != 0:
         return
     import wandb
@@ -55,7 +58,10 @@ def close_trackers(args: Any, job_id: str, means: dict) -> None:
 
 
 def upload_command(job_id: str) -> str:
-    """What to type in the folder of the job. `wandb sync` does not read the key file, `upload` does."""
+    """Return the command that uploads an offline run, to be run in the folder of the job.
+
+    `wandb sync` does not read the key file. tracking.py does.
+    """
     if KEY_FILE.exists():
         return shlex.join(["python", os.path.relpath(REPOSITORY / "scripts" / "tracking.py"), job_id])
     return f"wandb sync wandb/{job_id}/wandb/offline-run-*"

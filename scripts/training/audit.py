@@ -13,7 +13,7 @@ from transformers.training_args import OptimizerNames
 
 from distributed import inspect_fsdp
 from distributed.collectives import gather_lists, rank, world_size
-from distributed.fsdp_config import fsdp_name, wrap_classes
+from distributed.fsdp_config import fsdp_strategy, wrap_classes
 from distributed.tensor_parallel import cut_parameters
 from model import count_parameters
 from records.writer import RunRecord
@@ -99,7 +99,7 @@ def strategy_name(settings: Settings) -> str:
     if settings.model.tensor_parallel > 1:
         return "TP" if settings.fsdp_config is None else "TP x FSDP2"
     if settings.fsdp_config is not None:
-        return fsdp_name(settings.fsdp_config)
+        return fsdp_strategy(settings.fsdp_config)
     return "DDP" if "RANK" in os.environ else "plain"
 
 
@@ -218,7 +218,7 @@ def fsdp_knobs(trainer: Trainer, config: dict) -> list[AuditedKnob]:
     """Compare units, shards, offload and checkpointing with the model as FSDP has wrapped it."""
     model = trainer.model_wrapped
     names = wrap_classes(config, trainer.model)
-    blocks = len(inspect_fsdp.modules_of(model, names))
+    blocks = len(inspect_fsdp.modules_by_class(model, names))
     units = len(inspect_fsdp.sharded_blocks(model, names))
     checkpointed = blocks if config.get("activation_checkpointing") else 0
     others = ", ".join(inspect_fsdp.other_units(model, names))
@@ -228,7 +228,7 @@ def fsdp_knobs(trainer: Trainer, config: dict) -> list[AuditedKnob]:
         AuditedKnob("FSDP units", f"{blocks} blocks", f"{units} blocks", f"and {others}"),
         share_knob(model, 1 / config["dp_shard_size"]),
         AuditedKnob("mesh", mesh, inspect_fsdp.mesh_shape(model), "replicate x shard"),
-        AuditedKnob("CPU offload", config.get("cpu_offload", False), inspect_fsdp.share_on_cpu(model)),
+        AuditedKnob("CPU offload", config.get("cpu_offload", False), inspect_fsdp.shard_is_on_cpu(model)),
         AuditedKnob(
             "checkpointed blocks", checkpointed, inspect_fsdp.checkpointed_blocks(model), "activations are recomputed"
         ),
@@ -263,7 +263,7 @@ def tensor_parallel_knobs(trainer: Any, tensor_parallel: int) -> list[AuditedKno
 
 def share_knob(model: torch.nn.Module, expected: float) -> AuditedKnob:
     """Compare the part of all parameters that this rank holds with the expected part."""
-    held = inspect_fsdp.local_share(model)
+    held = inspect_fsdp.local_fraction(model)
     # Parameters are split by rows, so a rank can hold a little more or less than its part
     share = expected if abs(held - expected) <= SHARE_TOLERANCE * expected else held
     where = f"{held:.2%} of them are on rank {rank()}"

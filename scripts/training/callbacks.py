@@ -12,7 +12,7 @@ import torch
 from transformers import ProgressCallback, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from distributed import watchdog
-from distributed.collectives import gather_lists, highest_of_all, print_once
+from distributed.collectives import gather_lists, max_over_ranks, print_once
 from records.writer import RunRecord
 from settings.settings import Settings
 from shared.errors import WorkshopError
@@ -273,7 +273,7 @@ class FiniteLossCallback(TrainerCallback):
 
     def check(self, step: int) -> None:
         """Raise WorkshopError if any rank's loss was not finite for BAD_LOSSES steps in a row. Collective."""
-        bad = highest_of_all(int(self.bad_losses))
+        bad = max_over_ranks(int(self.bad_losses))
         if bad >= BAD_LOSSES:
             what = f"is not finite since step {step - bad + 1} ({bad} steps in a row)"
             raise WorkshopError("loss", what, self.way_out, code=1)

@@ -24,7 +24,7 @@ from transformers.utils import is_liger_kernel_available
 from distributed import watchdog
 from distributed.collectives import rank
 from distributed.fsdp_config import check_wrap_classes
-from distributed.tensor_parallel import check_can_be_cut
+from distributed.tensor_parallel import check_tensor_parallel_model
 from model import check_model, count_parameters
 from settings.settings import Settings
 from shared.errors import ENVIRONMENT, WorkshopError
@@ -70,7 +70,7 @@ def check_trainable(
     if settings.fsdp_config is not None:
         check_wrap_classes(settings.fsdp_config, settings.trainer.fsdp_config, meta_model)
     if settings.model.tensor_parallel > 1:
-        check_can_be_cut(meta_model, settings.model.tensor_parallel)
+        check_tensor_parallel_model(meta_model, settings.model.tensor_parallel)
     if settings.data.em_f1:
         load_metric()  # if torchmetrics is missing, the run ends now and not after the training
     if args.torch_compile:

@@ -25,7 +25,7 @@ def effective_strategy(trainer: Any, engine: Any) -> str:
     mesh = inspect_fsdp.tensor_mesh(trainer.model)
     if mesh:
         return "TP x FSDP2" if "fsdp" in mesh else "TP"
-    return inspect_fsdp.live_name(trainer.model_wrapped, wrap_classes({}, trainer.model)) or "plain"
+    return inspect_fsdp.live_strategy(trainer.model_wrapped, wrap_classes({}, trainer.model)) or "plain"
 
 
 def effective_precision(trainer: Trainer, engine: Any) -> str:

@@ -21,11 +21,11 @@ from datasets import Dataset
 from torch.serialization import add_safe_globals, get_unsafe_globals_in_checkpoint
 from transformers.trainer_pt_utils import safe_globals
 
-from records.run_environment import from_repository
+from records.run_environment import strip_repository
 from settings.command_line import LATEST
 from settings.settings import Settings
 from shared.errors import NO_CHECKPOINT, WorkshopError
-from shared.json_files import leaves_of
+from shared.json_files import flatten_keys
 
 MARKER = "complete.json"
 UNSHARDED = {"plain", "DDP"}  # each rank holds everything, so any number of ranks can resume
@@ -111,14 +111,16 @@ def training_identity(job_id: str, settings: Settings, strategy: str, ranks: int
     """
     trainer = settings.trainer
     global_batch = trainer.per_device_train_batch_size * trainer.gradient_accumulation_steps * ranks
-    defining = {flag: from_repository(v) for flag, v in settings.flat().items() if not CHANGEABLE_FLAGS.fullmatch(flag)}
+    defining = {
+        flag: strip_repository(v) for flag, v in settings.flat().items() if not CHANGEABLE_FLAGS.fullmatch(flag)
+    }
     content = {
         "job_id": job_id,
         "world_size": ranks,
         "strategy": strategy,
         "save_strategy": trainer.save_strategy,
         "settings": defining | {"global_batch": global_batch},
-        "config": leaves_of(settings.deepspeed_config or settings.fsdp_config or {}),
+        "config": flatten_keys(settings.deepspeed_config or settings.fsdp_config or {}),
         "data": train_dataset._fingerprint,
     }
     return json.loads(json.dumps(content, default=str))  # the same form as after reading the marker

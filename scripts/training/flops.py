@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from data_loader import IGNORED
-from distributed.collectives import gather_lists, value_of_rank_0, wait_for_everyone
+from distributed.collectives import broadcast_from_rank_0, gather_lists, wait_for_all_ranks
 from model import elements
 from records.writer import RunRecord
 
@@ -102,7 +102,7 @@ def matmul_peak(dtype: torch.dtype, device: torch.device) -> float:
         tf32 = torch.backends.fp32_precision == "tf32"  # type: ignore[attr-defined]  # set by --tf32
         precision = "tf32" if tf32 and dtype == torch.float32 else str(dtype).removeprefix("torch.")
         # Use the peak of rank 0's GPU even if other ranks have a different GPU: either all ranks measure, or none
-        published = value_of_rank_0(published_peak(torch.cuda.get_device_name(), precision))
+        published = broadcast_from_rank_0(published_peak(torch.cuda.get_device_name(), precision))
         if published:
             return published
     return measured_peak(dtype, device)
@@ -122,7 +122,7 @@ def published_peak(gpu: str, precision: str) -> float | None:
 
 def measured_peak(dtype: torch.dtype, device: torch.device) -> float:
     """Return the mean operations per second of all ranks, while all of them multiply matrices. Collective."""
-    wait_for_everyone()
+    wait_for_all_ranks()
     peak = statistics.fmean(own for (own,) in gather_lists([measure_peak(dtype, device)]))
     if torch.cuda.is_available():  # the matrices must not count in the training's memory
         torch.cuda.empty_cache()

@@ -11,7 +11,7 @@ from typing import Any
 from safetensors import SafetensorError
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
-from distributed.collectives import gather_lists, rank, wait_for_everyone, world_size
+from distributed.collectives import gather_lists, rank, wait_for_all_ranks, world_size
 from shared.errors import ENVIRONMENT, WorkshopError
 from shared.json_files import write_json
 from training.find_checkpoints import MARKER, checkpoint_folder, complete_checkpoints, newest_first, read_marker
@@ -76,7 +76,7 @@ class CheckpointCallback(TrainerCallback):
             tokens=self.speed.all_tokens(),
         )
         folder = checkpoint_folder(args.output_dir, state.global_step)
-        wait_for_everyone()  # after this, all ranks have written their files
+        wait_for_all_ranks()  # after this, all ranks have written their files
         if rank() == 0:
             content = self.identity | {"step": state.global_step, "progress": dataclasses.asdict(progress)}
             with full_disk_errors(folder):
@@ -84,7 +84,7 @@ class CheckpointCallback(TrainerCallback):
             print(f"checkpoint of step {state.global_step} is complete: {folder}", flush=True)
             self.remove_older(folder.parent, state.best_model_checkpoint)
         self.trainer.saved_step = state.global_step
-        wait_for_everyone()
+        wait_for_all_ranks()
 
     def remove_older(self, output_dir: Path, best: str | None) -> None:
         found = sorted(complete_checkpoints([output_dir]), key=newest_first)

@@ -13,7 +13,7 @@ from typing import Any
 
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
-from distributed.collectives import highest_of_all, print_once, rank, wait_for_everyone
+from distributed.collectives import max_over_ranks, print_once, rank, wait_for_all_ranks
 from job.with_parent import end_with_parent
 from records.schema import STOPPING_SIGNALS
 from shared.errors import STOPPED
@@ -61,7 +61,7 @@ class StopRequest:
     def agree_to_stop(self) -> bool:
         """Return whether the ranks stop, with the same result on every rank. Collective until they agree to stop."""
         if not self.agreed_signal:
-            self.agreed_signal = highest_of_all(self.signal)
+            self.agreed_signal = max_over_ranks(self.signal)
         return bool(self.agreed_signal)
 
     def save_and_exit_if_asked(self, trainer: Any, record: Any) -> None:
@@ -80,7 +80,7 @@ class StopRequest:
             f"stopped by {name} at step {step} of {trainer.state.max_steps}; "
             f"resume with --resume_from_checkpoint {folder}, or as the same job"
         )
-        wait_for_everyone()  # a launcher kills the other ranks as soon as one rank ends
+        wait_for_all_ranks()  # a launcher kills the other ranks as soon as one rank ends
         sys.exit(STOPPED)
 
 

@@ -182,7 +182,7 @@ def test_the_next_job_completes_the_record_of_a_lost_job(stub, workshop):
     done, _ = stub("print('training')")
     assert done.returncode == 0
     assert json.loads((results / "gone.json").read_text())["status"] == "failed"
-    assert "results/gone.json: its job is gone, the record says failed now" in done.stdout
+    assert "results/gone.json: the job is gone, and its status is now failed" in done.stdout
     assert sorted(path.name for path in results.glob(".*")) == []
 
 

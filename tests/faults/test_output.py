@@ -46,7 +46,7 @@ def test_records_of_lost_jobs_are_completed(bench: Bench):
     words = ("-P", "-m", "job.end_of_job", "--sweep")
     # PATH has no squeue, because a squeue that does not answer leaves the state of the job unknown
     ended = bench.run(*words, script=bench.python, PYTHONPATH=bench.folder / "scripts", PATH=bench.python.parent)
-    assert ended.out == "results/7.json: its job is gone, the record says failed now\n", ended
+    assert ended.out == "results/7.json: the job is gone, and its status is now failed\n", ended
     assert ended.record["status"] == "failed" and ended.record["finished"]
 
 

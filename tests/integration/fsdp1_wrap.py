@@ -38,13 +38,13 @@ with root_gathered(model), torch.no_grad():
     wrapped = model.generate(**generate, synced_gpus=True).tolist()
 if dist.get_rank() == 0:
     seen = {
-        "blocks": len(inspect_fsdp.modules_of(model, names)),
+        "blocks": len(inspect_fsdp.modules_by_class(model, names)),
         "sharded": len(inspect_fsdp.sharded_blocks(model, names)),
         "others": inspect_fsdp.other_units(model, names),
-        "share": round(inspect_fsdp.local_share(model), 3),
-        "name": inspect_fsdp.live_name(model, names),
+        "share": round(inspect_fsdp.local_fraction(model), 3),
+        "name": inspect_fsdp.live_strategy(model, names),
         "mesh": inspect_fsdp.mesh_shape(model),
-        "offloaded": inspect_fsdp.share_on_cpu(model),
+        "offloaded": inspect_fsdp.shard_is_on_cpu(model),
         "parameters": parameters,
         "generates": wrapped == unwrapped,
     }

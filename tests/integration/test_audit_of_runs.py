@@ -44,7 +44,7 @@ BROKEN = {
     ),
     "parameters_not_sharded": (
         ("--fsdp",),
-        "from distributed import inspect_fsdp\ninspect_fsdp.local_share = lambda model: 0.8",
+        "from distributed import inspect_fsdp\ninspect_fsdp.local_fraction = lambda model: 0.8",
         "local parameter share: 1.0 was requested, 0.8 is what would run;",
     ),
     "not_pinned": (
@@ -130,5 +130,5 @@ def test_inspection_of_a_model_wrapped_by_fsdp1(train):
 def test_fsdp1_is_rejected_without_a_gpu(train):
     config = "fsdp_configs/fsdp1_full_shard.json"
     refused = train("fsdp1_on_cpu", "--fsdp", "--fsdp_config", config, code=3)
-    assert refused.error == f"{config}: FSDP1 needs a GPU, it crashes with gloo; use an FSDP2 config"
+    assert refused.error == f"{config}: FSDP1 needs a GPU: it crashes with gloo; use an FSDP2 config"
     assert not refused.record_path.exists()

@@ -117,7 +117,7 @@ def test_a_prefetched_run_needs_no_network(train, prefetch, tmp_path: Path):
     assert trained.record["status"] == "completed"
     assert trained.record["settings"]["model_name"] == MODEL
     assert (trained.output / "model.safetensors").exists()
-    assert "looking into the local cache only" in trained.log
+    assert "using only the local cache" in trained.log
 
 
 def test_weights_in_an_older_format_are_fetched(prefetch, tmp_path: Path):
@@ -138,7 +138,7 @@ def test_a_run_without_network_and_cache_is_one_error_line(train, tmp_path: Path
     nowhere = {"HF_HOME": tmp_path / "empty", "HF_ENDPOINT": UNREACHABLE, "HF_HUB_OFFLINE": "unset"}
     refused = train("offline", "--model_name", model, "--dataset", "squad", code=2, **nowhere)
     assert refused.error_lines == [
-        f"error: {flag}: {missing} is no local path, not in the cache, and there is no network; "
+        f"error: {flag}: {missing} is neither a local path nor in the cache, and there is no network; "
         f"on a login node run: python scripts/prefetch.py {flag} {missing} "
         "(it takes --model_name and --dataset together)"
     ]

@@ -80,7 +80,7 @@ def check_table(job: Job) -> None:
     assert [line.split("|")[1:3] for line in table.splitlines() if "completed" in line] == [
         [f" {name:5} ", " completed "] for name in ("plain", "zero2")
     ]
-    assert "missing: no run record: the job is no training itself" in job.summary
+    assert "missing: no run record: the job is not a training" in job.summary
 
 
 def test_a_job_at_its_time_limit_reports_it(lab):

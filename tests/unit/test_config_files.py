@@ -12,11 +12,11 @@ from transformers.integrations.deepspeed import HfTrainerDeepSpeedConfig
 
 from custom_model import CustomGPTConfig, CustomGPTForCausalLM
 from distributed.ds_config import check_contradictions, check_ds_config
-from distributed.fsdp_config import check_fsdp_config, check_wrap_classes, fsdp_name
+from distributed.fsdp_config import check_fsdp_config, check_wrap_classes, fsdp_strategy
 from helpers import REPOSITORY
 from settings.command_line import parse_command_line
 from settings.trainer_flags import trainer_flags
-from shared.json_files import leaves_of
+from shared.json_files import flatten_keys
 
 FILES = sorted((REPOSITORY / "ds_configs").glob("*.json"))
 FSDP_FILES = sorted((REPOSITORY / "fsdp_configs").glob("*.json"))
@@ -76,7 +76,7 @@ MISTAKES = {
     ),
     "auto": (
         changed_config("steps_per_print", "auto"),
-        'steps_per_print: is "auto", which no flag replaces here; give a',
+        'steps_per_print: is "auto", but no flag gives a value for this key; give a',
     ),
     "optimizer": (
         changed_config("optimizer.type", "Lamb"),
@@ -96,7 +96,7 @@ MISTAKES = {
     ),
     "a part of PyTorch's AdamW on the CPU": (
         changed_config("zero_optimization.offload_optimizer", CPU | {"ratio": 0.5}, "zero3"),
-        "zero_optimization.offload_optimizer.ratio: is 0.5, and only DeepSpeed's own AdamW steps a part on the CPU; ",
+        "zero_optimization.offload_optimizer.ratio: is 0.5, but only DeepSpeed's own AdamW can update a part on the",
     ),
     "clipping left out": (
         changed_config("gradient_clipping", REMOVED),
@@ -231,7 +231,7 @@ COMPARED = [
 
 @pytest.mark.parametrize(("left", "right", "allowed"), COMPARED)
 def test_files_that_the_pages_compare_differ_in_one_setting(left, right, allowed):
-    one, other = leaves_of(load(left)), leaves_of(load(right))
+    one, other = flatten_keys(load(left)), flatten_keys(load(right))
     different = {key for key in one.keys() | other.keys() if one.get(key) != other.get(key)}
     assert different
     assert [key for key in different if not re.fullmatch(rf"zero_optimization\.{allowed}", key)] == []
@@ -267,7 +267,7 @@ def test_a_mistake_in_an_fsdp_file_is_one_line(written, refusal, monkeypatch, co
 
 def test_an_old_fsdp_string_is_refused_with_its_replacement(refusal):
     line = refusal(check_fsdp_config, "full_shard auto_wrap", None)
-    assert line.endswith("removes; use --fsdp --fsdp_config with a file of fsdp_configs/")
+    assert line.endswith("is a deprecated form; use --fsdp --fsdp_config with a file of fsdp_configs/")
 
 
 @pytest.mark.parametrize(("world", "per_node", "shard", "replicate"), [(8, 4, 4, 2), (4, 4, 4, 1), (1, 1, 1, 1)])
@@ -276,7 +276,7 @@ def test_auto_means_ranks_per_node_and_nodes(monkeypatch, world, per_node, shard
     monkeypatch.setenv("LOCAL_WORLD_SIZE", str(per_node))
     found = check_fsdp_config(True, str(REPOSITORY / "fsdp_configs" / "hybrid_shard.json"))
     assert (found["dp_shard_size"], found["dp_replicate_size"]) == (shard, replicate)
-    assert fsdp_name(found) == ("FSDP2 HYBRID_SHARD" if replicate > 1 else "FSDP2 FULL_SHARD")
+    assert fsdp_strategy(found) == ("FSDP2 HYBRID_SHARD" if replicate > 1 else "FSDP2 FULL_SHARD")
 
 
 def test_hybrid_shard_with_one_rank_per_node_is_refused(refusal, monkeypatch):

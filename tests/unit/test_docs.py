@@ -73,7 +73,7 @@ def test_peaks_on_a_gpu_are_as_estimated():
     for row in gpu_check.ROWS:
         if row.name in measured["rows"]:
             result = measured["rows"][row.name]
-            settings = parse_memory_plan(gpu_check.command_of(row)[2:], environment=gpu_check.FULL)
+            settings = parse_memory_plan(gpu_check.training_command(row)[2:], environment=gpu_check.FULL)
             estimated = totals(estimate_parts(settings), 1)[0] / GIB
             assert result["estimated_gib"] == pytest.approx(estimated, rel=1e-3), row.name
             if row.name not in ("bloom-560m-compiled", "bloom-560m-sdpa-lengths"):

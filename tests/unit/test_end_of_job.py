@@ -268,7 +268,7 @@ TRAIN = {"samples_per_second": 12.345, "steady_samples_per_second": 20.5}
         ({"train": TRAIN | {"steady_samples_per_second": None}}, 0, "samples per second: 12.35 (Trainer)"),
         ({"train": None}, 1, "missing: samples per second: the training did not finish"),
         (None, 1, "missing: no run record: the job ended before the training began"),
-        (None, 0, "missing: no run record: the job is no training itself"),
+        (None, 0, "missing: no run record: the job is not a training"),
     ],
 )
 def test_the_summary_shows_the_rate_or_why_it_is_missing(record, code, line):

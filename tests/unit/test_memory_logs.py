@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from records.memory_logs import host_of, logs_of, read_cpu_log, read_gpu_log
+from records.memory_logs import log_host, memory_log_paths, read_cpu_log, read_gpu_log
 from report_files import CPU_HEADER, GPU_HEADER, cpu_log, gpu_log, write
 
 GPU_LOG, CPU_LOG = gpu_log(100, 900, 500), cpu_log(10, 90, 50)
@@ -93,8 +93,8 @@ def test_a_job_gets_only_its_own_logs():
     Path("gpu_memory").mkdir()
     for job in ("1", "1_node1", "10", "10_node1", "[1]"):
         Path(f"gpu_memory/gpu_memory_log_{job}.csv").touch()
-    found, cpu_logs = logs_of(Path(), "1")
+    found, cpu_logs = memory_log_paths(Path(), "1")
     assert [path.name for path in found] == ["gpu_memory_log_1.csv", "gpu_memory_log_1_node1.csv"]
     assert cpu_logs == []
-    assert [host_of(path) for path in found] == ["", "node1"]
-    assert [path.name for path in logs_of(Path(), "[1]")[0]] == ["gpu_memory_log_[1].csv"]
+    assert [log_host(path) for path in found] == ["", "node1"]
+    assert [path.name for path in memory_log_paths(Path(), "[1]")[0]] == ["gpu_memory_log_[1].csv"]

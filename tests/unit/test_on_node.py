@@ -82,7 +82,7 @@ def test_under_nohup_sighup_stays_ignored(monkeypatch):
     for before, has_handler in ((signal.SIG_IGN, False), (signal.SIG_DFL, True)):
         handlers.clear()
         monkeypatch.setattr(signal, "getsignal", lambda number, before=before: before)
-        on_node.listen(4711, [])
+        on_node.forward_signals(4711, [])
         assert (signal.SIGHUP in handlers, signal.SIGINT in handlers) == (has_handler, True)
 
 

@@ -11,7 +11,7 @@ import pytest
 
 from distributed import process_group
 from distributed.process_group import prepare_environment
-from distributed.rendezvous import port_of
+from distributed.rendezvous import job_port
 from shared import errors
 from shared.errors import WorkshopError
 
@@ -23,7 +23,7 @@ def test_srun_variables_become_ranks(monkeypatch):
         monkeypatch.setenv(f"SLURM_{name}", value)
     prepare_environment(shards=False)
     names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-    assert [os.environ[name] for name in names] == ["3", "1", "4", "2", "node7", str(port_of("123456"))]
+    assert [os.environ[name] for name in names] == ["3", "1", "4", "2", "node7", str(job_port("123456"))]
 
 
 def test_one_task_under_srun_gets_no_process_group(monkeypatch):

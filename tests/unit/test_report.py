@@ -253,7 +253,7 @@ def test_command_writes_the_report(tmp_path, main_of, capsys):
         (["empty"], "error: empty: no runs found; run an experiment first, or give another folder"),
         (["empty", "-o", "full"], "error: full: contains files, but not a report; give a new folder with -o"),
         (["--job", "nowhere.json"], "error: nowhere.json: No such file or directory; give results/"),
-        (["--job", "full/thesis.md"], "error: full/thesis.md: is no run record (the file: Invalid JSON"),
+        (["--job", "full/thesis.md"], "error: full/thesis.md: is not a valid run record (the file: Invalid JSON"),
         (["--jobs"], "error: command line: unrecognized arguments: --jobs; see --help"),
     ],
 )

@@ -69,7 +69,7 @@ def test_the_overview_lists_completed_failed_and_incomparable_runs(tmp_path, mon
     for line in (
         "7 runs of 7 experiments; 4 completed. No run had a GPU:",
         "running: 1 run 7 custom-model ",
-        f"incomplete: 1 run 5 {STAGE}: results/5.json: is no run record (status: Field required)",
+        f"incomplete: 1 run 5 {STAGE}: results/5.json: is not a valid run record (status: Field required)",
         "oom: 1 run 4 baseline: exit code 1; attempt 2, resumed at step 4",
         "completed, incomplete: 1 run 6 fsdp-baseline: cpu_memory: no log of job 6",
         "does not compare: 1 row, left out of scaling and scatter plots "

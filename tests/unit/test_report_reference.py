@@ -104,15 +104,18 @@ def test_the_file_has_the_numbers_with_their_repeats(tmp_path):
 @pytest.mark.parametrize(
     ("content", "what"),
     [
-        ("", "is no report.json of schema 1 (the file: Invalid JSON: EOF"),
+        ("", "is not a valid report.json of schema 1 (the file: Invalid JSON: EOF"),
         (
             '{"schema": 1, "status": "completed"}',
-            "is no report.json of schema 1 (tables: Field required); give the folder",
+            "is not a valid report.json of schema 1 (tables: Field required); give the folder",
         ),
-        ('{"schema": 2, "tables": {}}', "is no report.json of schema 1 (schema: Input should be 1); give the folder"),
+        (
+            '{"schema": 2, "tables": {}}',
+            "is not a valid report.json of schema 1 (schema: Input should be 1); give the folder",
+        ),
         (
             '{"schema": 1, "tables": {"baseline": [{"label": "x"}]}}',
-            "is no report.json of schema 1 (tables.baseline.0.",
+            "is not a valid report.json of schema 1 (tables.baseline.0.",
         ),
         (None, "No such file or directory"),
     ],

@@ -258,7 +258,9 @@ def test_damaged_record_is_an_incomplete_run(tmp_path, content, field):
     write(path, content)
     add_run(tmp_path, "deepspeed-single-gpu/zero_2", "2", started="2020-01-01T00:00:00+00:00")
     good, damaged = find_runs([tmp_path])  # a damaged record has the time of its file
-    assert damaged.status == "incomplete" and damaged.problems[0].startswith(f"{path}: is no run record ({field}: ")
+    assert damaged.status == "incomplete" and damaged.problems[0].startswith(
+        f"{path}: is not a valid run record ({field}: "
+    )
     assert good.completed
     write_report([tmp_path], tmp_path / "report", all_runs=False)
     assert "incomplete" in (tmp_path / "report" / "runs.md").read_text()

@@ -113,7 +113,7 @@ def test_the_error_for_a_wrong_record_names_the_field(content, field):
     path.write_text(content)
     with pytest.raises(WorkshopError) as raised:
         read_record(path)
-    assert raised.value.source == "7.json" and raised.value.what.startswith(f"is no run record ({field}: ")
+    assert raised.value.source == "7.json" and raised.value.what.startswith(f"is not a valid run record ({field}: ")
 
 
 def test_the_record_has_the_place_and_the_versions_of_the_run():

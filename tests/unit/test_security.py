@@ -78,7 +78,7 @@ def test_code_in_a_model_folder_is_not_executed_and_nothing_allows_it(folder, mo
 def test_a_model_that_needs_its_own_code_is_refused(folder, refusal):
     change("config.json", model_type="mine", architectures=["Mine"])
     line = refusal(load, folder)
-    assert line.startswith("error: --model_name: model asks for code of its own, which is never run here; take a")
+    assert line.startswith("error: --model_name: model asks for code of its own, which is never run here; use a")
 
 
 class Code:

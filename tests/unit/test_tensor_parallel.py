@@ -8,7 +8,7 @@ import json
 import pytest
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from distributed.tensor_parallel import check_can_be_cut, check_tensor_parallel
+from distributed.tensor_parallel import check_tensor_parallel, check_tensor_parallel_model
 from estimate.command_line import parse_plan
 from settings.command_line import parse_command_line
 
@@ -17,9 +17,9 @@ COMBINATIONS = {  # flags, ranks, text of the error
     "DeepSpeed": (["--deepspeed", "zero1.json"], 2, "cannot be combined with --deepspeed; use --fsdp to shard"),
     "chunked loss": (["--loss", "chunked"], 2, "--loss: chunked needs the whole head"),
     "checkpoints": (["--save_strategy", "epoch"], 2, "no checkpoints of a model that is cut; give --save_strategy no"),
-    "resuming": (["--resume_from_checkpoint"], 2, "--resume_from_checkpoint: there are none with --tensor_parallel"),
+    "resuming": (["--resume_from_checkpoint"], 2, "--resume_from_checkpoint: --tensor_parallel writes no checkpoints"),
     "odd ranks": ([], 3, "2 does not divide 3 rank(s); start 2, or a multiple"),
-    "ranks to spare": ([], 4, "and nobody uses the others; start 2 ranks, or add --fsdp"),
+    "ranks to spare": ([], 4, "and the other ranks have no work; start 2 ranks, or add --fsdp"),
     "no ranks to spare": (["--fsdp"], 2, "--fsdp: --tensor_parallel 2 leaves no ranks to shard over; leave it out"),
 }
 
@@ -55,17 +55,21 @@ def model(kind: str, **sizes: int):
 @pytest.mark.parametrize(
     ("kind", "sizes", "what"),
     [
-        ("bloom", {}, "transformers has no plan by which to cut BloomForCausalLM"),
-        ("mixtral", {"num_key_value_heads": 4}, "MixtralForCausalLM is cut by "),
-        ("qwen3", {"num_key_value_heads": 4}, "Qwen3ForCausalLM is cut by replicated_with_grad_allreduce, which"),
+        ("bloom", {}, "transformers has no tensor parallel plan for BloomForCausalLM"),
+        ("mixtral", {"num_key_value_heads": 4}, "the plan for MixtralForCausalLM has the style "),
+        (
+            "qwen3",
+            {"num_key_value_heads": 4},
+            "the plan for Qwen3ForCausalLM has the style replicated_with_grad_allreduce, which",
+        ),
         ("llama", {"num_key_value_heads": 2}, "4 does not divide the model's 2 key/value heads; choose a divisor"),
         ("llama", {"num_attention_heads": 2}, "4 does not divide the model's 2 attention heads; choose a divisor"),
     ],
 )
 def test_a_model_that_cannot_be_sharded_is_named(refusal, kind, sizes, what):
-    assert what in refusal(lambda: check_can_be_cut(model(kind, **sizes), 4))
+    assert what in refusal(lambda: check_tensor_parallel_model(model(kind, **sizes), 4))
 
 
 def test_llama_qwen_and_mistral_can_be_sharded():
     for kind in ("llama", "qwen2", "mistral"):
-        check_can_be_cut(model(kind, num_key_value_heads=4), 4)
+        check_tensor_parallel_model(model(kind, num_key_value_heads=4), 4)

@@ -39,7 +39,7 @@ COMMANDS = [
         "offline",
         "--model_name nobody/nothing --dataset SAMPLE",
         {"HF_HUB_OFFLINE": "1"},
-        "--model_name: nobody/nothing is no local path, not in the cache, and there is no network; "
+        "--model_name: nobody/nothing is neither a local path nor in the cache, and there is no network; "
         "on a login node run: python scripts/prefetch.py --model_name nobody/nothing "
         "(it takes --model_name and --dataset together)",
     ),

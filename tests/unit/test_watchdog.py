@@ -6,7 +6,7 @@ import pytest
 from torch.distributed import distributed_c10d
 
 from distributed import watchdog
-from distributed.watchdog import Sign, hang_error
+from distributed.watchdog import Heartbeat, hang_error
 from helpers import free_port
 
 
@@ -17,12 +17,12 @@ def rank_0_of_4(monkeypatch):
         monkeypatch.setenv(name, value)
 
 
-def sign(rank: int, number: int = 20, beats: int = 12, collectives: int = 40) -> Sign:
+def sign(rank: int, number: int = 20, beats: int = 12, collectives: int = 40) -> Heartbeat:
     """Return the sign of life of one of four ranks, with two ranks on each node."""
-    return Sign(number, f"node{1 + rank // 2}", [beats, collectives], f"step {beats}, at x.py:{collectives} read")
+    return Heartbeat(number, f"node{1 + rank // 2}", [beats, collectives], f"step {beats}, at x.py:{collectives} read")
 
 
-def line(*later: Sign, silent: tuple = ()) -> str:
+def line(*later: Heartbeat, silent: tuple = ()) -> str:
     """Return the error of rank 0 for these signs. All ranks except the silent ones have increased their numbers."""
     signs = dict(enumerate(later))
     earlier = {rank: each if rank in silent else each._replace(number=15) for rank, each in signs.items()}
