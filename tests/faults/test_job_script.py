@@ -115,15 +115,15 @@ REFUSED = {
     "a path as the id": ("JOB_ID: '../../../../precious' cannot name files; ", {"JOB_ID": "../../../../precious"}),
     "no such site": ("SITE: there is no experiments/sites/moon.sh; ", {"SITE": "moon"}),
     "the script of another folder": (
-        "../x/x.slurm: it is not of this folder, ",
+        "../x/x.slurm: it does not belong to this folder, ",
         {"words": "mkdir -p ../y/log && cd ../y && bash ../x/x.slurm"},
     ),
     "its dry run": (
-        "../x/x.slurm: it is not of this folder, ",
+        "../x/x.slurm: it does not belong to this folder, ",
         {"words": "mkdir ../y && cd ../y && DRY_RUN=1 bash ../x/x.slurm"},
     ),
     "the same in an allocation": (
-        "../x/x.slurm: it is not of this folder, ",
+        "../x/x.slurm: it does not belong to this folder, ",
         {"words": "mkdir -p ../y/log && cd ../y && bash ../x/x.slurm", "SLURM_JOB_ID": 7},
     ),
 }
