@@ -11,7 +11,7 @@
 #   the .slurm file on the first node    job_prepare, then the functions above; job_finish always runs at the end
 #     run_torchrun, for example          starts "job.sh on_node", by srun if there are several nodes
 #       on each node (section 3)         the command and two memory loggers
-# The job ends with the exit code of the rank that failed first. If no rank failed, the run record decides.
+# The job ends with the exit code of the rank that failed first. If no rank failed, the code is in the run record.
 set -euo pipefail +o posix # sh can be bash in POSIX mode, which has no <(...) before bash 5.1
 
 EXPERIMENTS_FOLDER=$(cd -P "$(dirname "${BASH_SOURCE[0]}")" && pwd) # -P: a link may lead to the experiment's folder

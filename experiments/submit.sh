@@ -24,7 +24,7 @@ snapshot() { # copy everything that a job reads, and print the folder of the cop
   # records/git_state.py reads this file
   git -C "$ROOT" status --porcelain=v2 --branch -z >"$folder/git_status" 2>/dev/null || true
   if [[ -d $ROOT/.venv ]]; then
-    ln -s "$ROOT/.venv" "$folder/.venv" # site files look for .venv in $ROOT, which is the snapshot in the job
+    ln -s "$ROOT/.venv" "$folder/.venv" # in the job, $ROOT is the snapshot, and site files look for .venv there
   fi
   printf '%s' "$folder"
 }
