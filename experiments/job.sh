@@ -1,29 +1,31 @@
 #!/usr/bin/env bash
-# What all experiments share. A .slurm file sources this: section 7 below then loads the site, exports all variables that are
-# set from there on (knobs reach Python as variables), and calls job_prepare. Then the .slurm calls one of these, or two
+# The common part of all experiments, which each .slurm file sources. Section 7 below loads the site, exports all
+# variables that are set from there on (knobs reach Python as variables), and calls job_prepare. After that, the .slurm
+# file calls one of the run_ functions. Some files call check_bandwidth before it.
 #   run_python FILE ARGS...     one process
-#   run_torchrun FILE ARGS...   one process per GPU; torchrun (in scripts/launch.py) starts them, once per node
-#   run_srun FILE ARGS...       one process per GPU; srun starts them, no torchrun
-#   check_bandwidth             all-reduce over the job's ranks first; too slow ends the job
+#   run_torchrun FILE ARGS...   one process per GPU, started by one torchrun per node (in scripts/launch.py)
+#   run_srun FILE ARGS...       one process per GPU, started by srun without torchrun
+#   check_bandwidth             an all-reduce over the job's ranks; a slow network ends the job
 #   DRY_RUN=1 bash X.slurm      shows the site, the knobs and the commands, checks them, and writes nothing
-# How a job lives:
-#   the .slurm file on the first node    job_prepare, then what it calls, then job_finish, whatever happened
+# The life of a job:
+#   the .slurm file on the first node    job_prepare, then the functions above; job_finish always runs at the end
 #     run_torchrun, for example          starts "job.sh on_node", by srun if there are several nodes
-#       on each node (section 3)         the command, and two memory loggers next to it
-# The job's exit status is that of the rank that failed first; if none did, the one in the run record.
+#       on each node (section 3)         the command and two memory loggers
+# The job ends with the exit code of the rank that failed first. If no rank failed, the code is in the run record.
 set -euo pipefail +o posix # sh can be bash in POSIX mode, which has no <(...) before bash 5.1
 
 EXPERIMENTS_FOLDER=$(cd -P "$(dirname "${BASH_SOURCE[0]}")" && pwd) # -P: a link may lead to the experiment's folder
 ROOT=$(dirname "$EXPERIMENTS_FOLDER")
 # shellcheck source=experiments/load_site.sh
-source "$EXPERIMENTS_FOLDER/load_site.sh" # also job_fail: error line of NAME, WHAT, WAY OUT, exit code (2)
+source "$EXPERIMENTS_FOLDER/load_site.sh" # also defines job_fail
 
-CHILD=""                      # process to which signals are passed on
-STOPPED=no                    # a signal came
-WARNED=no                     # it was USR1, the site's warning that time is running out
-CANCELLED=no                  # it was TERM, INT, HUP or USR2: somebody has ended the job
-SAVED=75                      # exit code of a training that was stopped and has saved a checkpoint
-declare -A SEEN=() ORIGINS=() # variables as they were when job_note_origin looked last, and who has set them
+CHILD=""              # id of the process that receives this script's signals
+STOPPED=no            # yes after any signal
+WARNED=no             # yes after USR1, by which the site announces the time limit
+CANCELLED=no          # yes after TERM, INT, HUP or USR2: somebody ended the job
+SAVED=75              # exit code of a training that was stopped and has saved a checkpoint
+declare -A SEEN=()    # values of the variables at the last call of job_note_origin
+declare -A ORIGINS=() # source of each variable: submission, site or experiment
 
 # 1. Before the training
 
@@ -37,7 +39,7 @@ job_prepare() {
   fi
   ATTEMPT=$((${SLURM_RESTART_COUNT:-0} + 1))
   STARTED=$(date -u +%Y-%m-%dT%H:%M:%S+00:00) # as in the run record
-  RUN_DIR=$PWD/results/.$JOB_ID               # what the parts of this job tell each other
+  RUN_DIR=$PWD/results/.$JOB_ID               # files that the parts of this job exchange
   BANDWIDTH_FILE=$RUN_DIR/bandwidth.json
   job_set_threads
   job_check_folder
@@ -48,37 +50,39 @@ job_prepare() {
   fi
   job_check_node
   mkdir -p log gpu_memory cpu_memory "$RUN_DIR" ||
-    job_fail "$PWD" "it cannot be written" "free disk space, or see its permissions" 3
+    job_fail "$PWD" "it cannot be written" "free disk space, or check its permissions" 3
   if [[ -z ${SLURM_JOB_ID:-} ]]; then
     job_keep_log
   fi
-  if [[ $ATTEMPT = 1 ]]; then # a file server may keep the lock of an attempt whose node failed
-    exec {lock}<"$RUN_DIR"    # as long as this script and its children live; two scripts in one salloc have one id, too
-    local held=0              # a file system without locks gives another code, and there it goes on
+  # Refuse a second script with the same id, for example in the same salloc. This script and its children hold the lock
+  # as long as they live. A restarted job takes no lock: a file server may still hold the lock of a failed node
+  if [[ $ATTEMPT = 1 ]]; then
+    exec {lock}<"$RUN_DIR"
+    local held=0 # on a file system without locks, flock ends with a code other than 99, and the job continues
     flock --nonblock --conflict-exit-code 99 "$lock" || held=$?
     if [[ $held = 99 ]]; then
-      job_fail JOB_ID "another run of $JOB_ID is writing its files" "give another one, or wait for its end"
+      job_fail JOB_ID "another run of $JOB_ID is writing its files" "give another JOB_ID, or wait until that run ends"
     fi
   fi
-  rm -rf "${RUN_DIR:?}"/* "$RUN_DIR"/.ranks_* || true # what an attempt left whose node failed
+  rm -rf "${RUN_DIR:?}"/* "$RUN_DIR"/.ranks_* || true # left by an attempt whose node failed
   trap job_finish EXIT
-  job_listen
+  job_trap_signals
   if [[ -n $(find results -maxdepth 1 -name '.?*' ! -name ".$JOB_ID" ! -name '.ranks_*') ]]; then
-    job_python end_of_job --sweep || true # records of jobs that ended without a word
+    job_python end_of_job --sweep || true # complete the records of killed jobs
   fi
   job_set_rendezvous
   job_skip_steps
   JOB_OVERRIDES=$(job_overrides)
-  # records/git_state.py reads this. If a large training started git, a memory log could count the training twice
+  # Ask git here, for records/git_state.py. While a large training forks to start git, a memory log may count it twice
   timeout 20 git -C "$ROOT" status --porcelain=v2 --branch -z >"$RUN_DIR/git_status" 2>/dev/null || true
   echo "job $JOB_ID of $EXPERIMENT: site $SITE, $NODES node(s) x $RANKS_PER_NODE rank(s), rendezvous $MASTER_ADDR:$MASTER_PORT"
   echo "nodes: ${ALL_NODES//$'\n'/ }"
   if [[ -z ${CUDA_VISIBLE_DEVICES-unset} ]] && command -v nvidia-smi >/dev/null; then
-    echo "GPUs are hidden from this job (site $SITE): CUDA_VISIBLE_DEVICES=0 before the command shows one"
+    echo "GPUs are hidden from this job (site $SITE); to use one, put CUDA_VISIBLE_DEVICES=0 before the command"
   fi
 }
 
-job_note_origin() { # WHO: is noted as the one who set each variable that is new, or another, since the last call
+job_note_origin() { # ORIGIN: note it for each variable that is new or has changed since the last call
   local name
   for name in $(compgen -e); do
     if [[ ${SEEN[$name]-} != "${!name-}" ]]; then
@@ -88,7 +92,7 @@ job_note_origin() { # WHO: is noted as the one who set each variable that is new
   done
 }
 
-job_knob_origins() { # sets KNOB_ORIGINS: VARIABLE=WHO of each knob that is set; the training prints it
+job_knob_origins() { # set KNOB_ORIGINS to VARIABLE=ORIGIN of each knob that is set; the training prints them
   local knob
   job_note_origin experiment
   KNOB_ORIGINS=""
@@ -97,26 +101,26 @@ job_knob_origins() { # sets KNOB_ORIGINS: VARIABLE=WHO of each knob that is set;
   done
 }
 
-job_directive() { # NAME: value behind "#SBATCH --NAME=" of the script that runs, 1 without one
+job_directive() { # NAME: print the value of "#SBATCH --NAME=" in the .slurm file, or 1 if there is no such line
   local line
   line=$(grep -m1 -E "^#SBATCH --$1=[^ ]" "$0" || echo "=1")
   [[ $line =~ =([^ ]+) ]]
   printf '%s' "${BASH_REMATCH[1]##*:}"
 }
 
-job_python() { # MODULE ARGS...: one of scripts/job
+job_python() { # MODULE ARGS...: run a module of scripts/job
   local -r module=job.$1
   shift
-  # -P: not the experiment's folder first, where a file of a user may have one of the modules' names
+  # -P keeps the experiment's folder off the module path: a file of a user could have a module's name
   PYTHONPATH=$ROOT/scripts${PYTHONPATH:+:$PYTHONPATH} python -P -m "$module" "$@"
 }
 
-job_keep_log() { # as Slurm would: what is printed goes into the log, too, also when the terminal is closed
+job_keep_log() { # also write the output into the log, as Slurm does, and continue when the terminal is closed
   local -r log=log/$(job_directive job-name)_$JOB_ID.out
   exec > >(job_ignore_signals && exec tee -p -a "$log") 2> >(job_ignore_signals && exec tee -p -a "$log" >&2)
 }
 
-job_ignore_signals() { # for what must live on to write the end
+job_ignore_signals() { # for processes that must write the end of a log or record
   trap '' TERM INT HUP USR1 USR2 PIPE
 }
 
@@ -124,14 +128,14 @@ job_set_threads() {
   local -r installed=$(nproc)
   local cpus=${SLURM_CPUS_ON_NODE:-$installed}
   cpus=$(((cpus < installed ? cpus : installed) / RANKS_PER_NODE))
-  # torchrun would set 1, and an optimizer step on the CPU would crawl
+  # torchrun would set 1, which makes an optimizer step on the CPU very slow
   : "${OMP_NUM_THREADS:=$((cpus > 0 ? cpus : 1))}"
   if [[ -n ${SLURM_CPUS_PER_TASK:-} ]]; then
     export SRUN_CPUS_PER_TASK=$SLURM_CPUS_PER_TASK # since Slurm 22.05 srun no longer inherits it
   fi
 }
 
-job_set_rendezvous() { # where the ranks meet: on the first node, where this runs, by its address on the way to the second
+job_set_rendezvous() { # the ranks meet on this node, at the address that it uses towards the second node
   ALL_NODES=$(hostname)
   if [[ $NODES -gt 1 ]]; then
     ALL_NODES=$(scontrol show hostnames "$SLURM_JOB_NODELIST")
@@ -145,7 +149,7 @@ job_set_rendezvous() { # where the ranks meet: on the first node, where this run
   MASTER_PORT=${found#* }
 }
 
-job_overrides() { # what was submitted otherwise than the script says
+job_overrides() { # print the differences between the submission and the directives of the .slurm file
   local -r nodes=$(job_directive nodes) gpus=$(job_directive gpus-per-node)
   local text=""
   [[ $nodes = "$NODES" ]] || text+=";nodes: $NODES instead of $nodes"
@@ -153,7 +157,7 @@ job_overrides() { # what was submitted otherwise than the script says
   printf '%s' "${text#;}"
 }
 
-# 2. What a .slurm file calls
+# 2. Functions for the .slurm files
 
 run_python() {
   job_knob_origins
@@ -162,7 +166,7 @@ run_python() {
 
 run_torchrun() {
   job_knob_origins
-  # static: the other one (c10d) executes what anybody sends to its store, and looks for the first node by name
+  # static, because c10d executes code that anybody sends to its store, and finds the first node only by name
   local -r launch=(python "$ROOT/scripts/launch.py" --nnodes="$NODES" --nproc-per-node="$RANKS_PER_NODE"
     --rdzv-backend=static --rdzv-id="$JOB_ID" --master-addr="$MASTER_ADDR" --master-port="$MASTER_PORT")
   if [[ $NODES -gt 1 ]]; then
@@ -174,7 +178,7 @@ run_torchrun() {
 
 run_srun() {
   if [[ -z ${SLURM_JOB_ID:-} && $DRY_RUN = 0 ]]; then
-    echo "no Slurm here: torchrun starts the $RANKS_PER_NODE ranks instead of srun"
+    echo "this is not a Slurm job: torchrun starts the $RANKS_PER_NODE ranks instead of srun"
     run_torchrun "$@"
   else
     job_knob_origins
@@ -182,9 +186,9 @@ run_srun() {
   fi
 }
 
-check_bandwidth() { # without memory loggers: those files belong to the training
-  # by srun: torchrun would import PyTorch once more, seconds for a test of half a second. Scripts for torchrun ask for one
-  # task per node, here there is one per GPU, so they share that task's CPUs (SLURM_OVERCOMMIT)
+check_bandwidth() { # without memory loggers, because their files belong to the training
+  # srun starts the ranks: torchrun would need seconds to import PyTorch, for a test of half a second. The .slurm files
+  # for torchrun request one task per node, but the test has one per GPU. These tasks share the CPUs (SLURM_OVERCOMMIT)
   LOGGERS=no SLURM_OVERCOMMIT=1 SRUN_CPUS_PER_TASK=1 run_srun "$ROOT/scripts/measure_bandwidth.py" --output "$BANDWIDTH_FILE"
 }
 
@@ -196,20 +200,20 @@ job_on_this_node() { # COMMAND
   job_run job_start bash "$EXPERIMENTS_FOLDER/job.sh" on_node "$@"
 }
 
-job_srun() { # TASKS COMMAND: start so many tasks on each node
+job_srun() { # TASKS COMMAND: start this number of tasks on each node
   local -r tasks=$1
   shift
   if [[ $DRY_RUN = 1 ]]; then
     job_show srun --nodes="$NODES" --ntasks-per-node="$tasks" "$@"
     return 0
   fi
-  rm -f "$RUN_DIR"/joining_* # the nodes' notes of the bandwidth test (distributed/rendezvous.py)
-  # --kill-on-bad-exit: without it, the other ranks wait for a failed rank forever
+  rm -f "$RUN_DIR"/joining_* # notes of the bandwidth test, by distributed/rendezvous.py
+  # Without --kill-on-bad-exit, the other ranks would wait forever for a failed rank
   job_run srun --nodes="$NODES" --ntasks=$((NODES * tasks)) --ntasks-per-node="$tasks" --kill-on-bad-exit=1 --cpu-bind=none \
     bash "$EXPERIMENTS_FOLDER/job.sh" on_node "$@"
 }
 
-job_show() { # COMMAND: of a dry run. A training is checked as train.py checks it, and its memory estimated
+job_show() { # COMMAND: show it in a dry run. If it is a training, also check its settings and estimate its memory
   printf '%q ' "$@"
   echo
   while [[ $# -gt 0 && $1 != "$ROOT/scripts/train.py" ]]; do
@@ -217,13 +221,13 @@ job_show() { # COMMAND: of a dry run. A training is checked as train.py checks i
   done
   if [[ $# -gt 0 ]]; then
     local -r memory=${SBATCH_MEM_PER_NODE:-$(job_directive mem)}
-    local there=(${GPU_MEMORY:+--gpu_memory "$GPU_MEMORY"})
-    [[ $memory != *G ]] || there+=(--cpu_memory "${memory%G}")
-    python "$ROOT/scripts/estimate_memory.py" --knobs --gpus $((NODES * RANKS_PER_NODE)) --nodes "$NODES" "${there[@]}" "${@:2}"
+    local available=(${GPU_MEMORY:+--gpu_memory "$GPU_MEMORY"})
+    [[ $memory != *G ]] || available+=(--cpu_memory "${memory%G}")
+    python "$ROOT/scripts/estimate_memory.py" --knobs --gpus $((NODES * RANKS_PER_NODE)) --nodes "$NODES" "${available[@]}" "${@:2}"
   fi
 }
 
-# 3. On each node: the command, and two memory loggers next to it
+# 3. On each node: the command and two memory loggers
 
 job_on_node() { # COMMAND
   job_set_up_node "$@"
@@ -239,20 +243,20 @@ job_on_node() { # COMMAND
       --query-gpu=timestamp,index,name,memory.used,memory.total --format=csv,nounits -l "$LOG_INTERVAL" >>"$GPU_LOG" &
     loggers+=("nvidia-smi=$!")
   fi
-  # on_node.py replaces this shell: it waits for the command, passes signals on to it, and stops the loggers
+  # on_node.py replaces this shell, waits for the command, passes signals on to it, and stops the loggers
   exec python -P "$ROOT/scripts/job/on_node.py" "$HOST" "$ROLE" "$pid" "${loggers[@]}"
 }
 
-job_start() { # COMMAND, in the place of a subshell. The kernel ends it when its parent shell dies, even by SIGKILL
+job_start() { # COMMAND: replace a subshell by it. The kernel ends it when the parent shell dies, even by SIGKILL
   exec python -P "$ROOT/scripts/job/with_parent.py" "$@"
 }
 
-job_start_logger() { # COMMAND. All processes of a job may get a signal, but only TERM ends a logger
+job_start_logger() { # COMMAND: let only TERM end it, because Slurm may send other signals to all processes of a job
   trap '' INT HUP USR1 USR2
   job_start "$@" 2>/dev/null
 }
 
-job_append() { # FILE: psrecord itself would overwrite the log of an earlier attempt
+job_append() { # FILE: append the input to it. psrecord itself would overwrite the log of an earlier attempt
   job_ignore_signals
   exec cat >>"$1"
 }
@@ -269,46 +273,46 @@ job_set_up_node() { # COMMAND
     job_gloo_interface
   fi
   if [[ ${SLURM_STEP_NUM_TASKS:-1} -gt $NODES ]]; then
-    # srun has started several tasks on this node: psrecord logs all of them, by their parent slurmstepd
+    # srun has started several tasks on this node; psrecord logs all of them through their parent slurmstepd
     ALL_TASKS=$PPID
   fi
 }
 
-job_can_log() { # PROGRAM FILE: true for an installed program in the first task of a node. Without it the training continues
+job_can_log() { # PROGRAM FILE: succeed in a node's first task if the logger is installed, else note the missing file
   if [[ $LOGGERS != yes || ${SLURM_LOCALID:-0} != 0 ]]; then
     return 1
   elif ! command -v "$1" >/dev/null; then
-    job_missing "$1 is not installed on $HOST: no $2"
+    job_note_missing "$1 is not installed on $HOST: no $2"
     return 1
   fi
 }
 
-job_choose_gpus() { # sets GPUS: nvidia-smi shows those of other jobs as well, and does not look at CUDA_VISIBLE_DEVICES
+job_choose_gpus() { # set GPUS for nvidia-smi, which ignores CUDA_VISIBLE_DEVICES and also shows the GPUs of other jobs
   local -r visible=${CUDA_VISIBLE_DEVICES-unset}
   GPUS=()
   if [[ -z $visible || $visible = -1 || $visible = NoDevFiles ]]; then
-    job_missing "CUDA_VISIBLE_DEVICES is '$visible' on $HOST, the job sees no GPU: no log of GPU memory"
+    job_note_missing "CUDA_VISIBLE_DEVICES is '$visible' on $HOST, the job sees no GPU: no log of GPU memory"
     return 1
   elif [[ $visible = unset || $visible = *MIG* ]]; then
-    job_missing "CUDA_VISIBLE_DEVICES is $visible on $HOST: the GPU log holds all GPUs that nvidia-smi shows"
+    job_note_missing "CUDA_VISIBLE_DEVICES is $visible on $HOST: the GPU log holds all GPUs that nvidia-smi shows"
   else
     GPUS=(-i "$(cut -d, -f"1-$RANKS_PER_NODE" <<<"$visible")")
   fi
 }
 
-job_missing() { # TEXT: what a log lacks, for the summary. On a full disk the note is lost, and the job continues
+job_note_missing() { # TEXT: say in the summary what a log lacks. On a full disk, the note is lost and the job continues
   { echo "$1" >>"$RUN_DIR/missing_$HOST"; } 2>/dev/null || true
 }
 
 # 4. A stop
 
-job_run() { # COMMAND: its exit status. Meanwhile job_stop passes signals on to it
+job_run() { # COMMAND: run it and return its exit status. During that time, job_stop passes signals on to it
   "$@" &
   CHILD=$!
   if [[ $STOPPED = yes ]]; then # a signal came before there was a child
     kill -TERM "$CHILD" 2>/dev/null || true
   fi
-  # a signal interrupts read, and then its trap runs. In wait bash may lose the status of a child that ends meanwhile
+  # Wait with read, which a signal interrupts. During wait, a signal may make bash lose the exit status of the child
   while kill -0 "$CHILD" 2>/dev/null; do
     read -rt 0.2 -u "$EMPTY_PIPE" || true
   done
@@ -318,15 +322,16 @@ job_run() { # COMMAND: its exit status. Meanwhile job_stop passes signals on to 
   return "$code"
 }
 
-job_listen() {
-  exec {EMPTY_PIPE}<> <(:) # for job_run; nothing is ever written to it. With a trap, bash may fail to parse <(...)
-  # a process in the background may ignore INT, and srun takes HUP for something else
+job_trap_signals() {
+  # job_run reads from this pipe. Open it before the traps are set: with a trap, bash may fail to parse <(...)
+  exec {EMPTY_PIPE}<> <(:)
+  # Pass INT and HUP on as TERM: a process in the background may ignore INT, and HUP has another meaning for srun
   trap 'job_stop TERM' TERM INT HUP USR2
   trap 'job_stop USR1' USR1
   trap '' PIPE # continue if nobody reads the output
 }
 
-job_stop() { # SIGNAL: for the training, which saves and stops
+job_stop() { # SIGNAL: pass it on to the training, which saves a checkpoint and stops
   STOPPED=yes
   if [[ $1 = USR1 ]]; then
     WARNED=yes
@@ -334,71 +339,72 @@ job_stop() { # SIGNAL: for the training, which saves and stops
     CANCELLED=yes
   fi
   [[ -z $CHILD ]] || kill -"$1" "$CHILD" 2>/dev/null || true
-  # The record says so at once: if the training does not react, Slurm kills it, and this script with it
+  # Note the signal in the record now: if the training does not react, Slurm kills it together with this script
   job_python end_of_job "$JOB_ID" --signal --exit-code 143 --since "$STARTED" || true
 }
 
 # 5. The end of a job
 
-job_finish() { # on EXIT, also when the training failed: errexit ends the script behind a command that returns its status
+job_finish() { # runs on EXIT, also after a failed training, because errexit then ends the script
   local code=$?
   trap - EXIT
-  set +e             # nothing that fails from here on may change the exit code: a full disk, for example, takes no message
-  job_ignore_signals # a second one must not interrupt this
+  set +e             # later failures, such as a message on a full disk, must not change the exit code
+  job_ignore_signals # a second signal must not interrupt this function
   local timeout=()
   if [[ $STOPPED = yes && $(timeout 5 scontrol show job "${SLURM_JOB_ID:-0}" 2>&1) = *Reason=TimeLimit* ]]; then
     timeout=(--timeout)
   fi
-  # it ends with what the training wrote down itself: srun says 0, too, of ranks that were slow to stop
+  # Take the exit code from the training's own record: srun also returns 0 for ranks that were slow to stop
   local ended=0
   job_python end_of_job "$JOB_ID" --exit-code "$code" "${timeout[@]}" --since "$STARTED" \
     --ranks $((NODES * RANKS_PER_NODE)) || ended=$?
-  rm -rf "$RUN_DIR" || true # a rank may still write there
+  rm -rf "$RUN_DIR" || true # fails if a rank still writes there
   job_upload
-  # above 128: killed while it saved, or before. It goes on from the checkpoint before
+  # A code above 128 means that the training was killed before it had saved. It resumes from the previous checkpoint
   if [[ $WARNED = yes && $CANCELLED = no && ${REQUEUE:-0} = 1 ]] && ((ended == SAVED || ended > 128)); then
     job_requeue
   fi
   exit "$ended"
 }
 
-job_upload() { # the job's offline runs to Weights & Biases, where the site says that nodes have network
+job_upload() { # upload the job's offline runs to Weights & Biases, if the site says that nodes have network access
   if [[ ${WANDB_ONLINE:-0} != 1 || ! -d wandb/$JOB_ID ]]; then
-    return 0 # in a trap, return alone would give the status from before it
+    return 0 # in a trap, a plain return would give the status from before the trap
   fi
-  # a job that was stopped has no time for it; and a signal may end it
+  # A stopped job has no time for an upload. The subshell resets the traps, so that a signal can end the upload
   if [[ $STOPPED = yes ]] || ! (trap - TERM INT HUP && exec python "$ROOT/scripts/tracking.py" "$JOB_ID"); then
-    printf 'not uploaded to Weights & Biases; later, in this folder: python %q %q\n' "$ROOT/scripts/tracking.py" "$JOB_ID"
+    printf 'not uploaded to Weights & Biases; to upload later, run in this folder: python %q %q\n' \
+      "$ROOT/scripts/tracking.py" "$JOB_ID"
   fi
 }
 
-job_requeue() { # Slurm starts the job again, under the same id: it goes on from its checkpoint
+job_requeue() { # let Slurm start the job again under the same id; the training then resumes from its checkpoint
   if ((ATTEMPT > MAX_RESTARTS)); then
-    echo "not requeued: this job was started again $MAX_RESTARTS times (MAX_RESTARTS)"
+    echo "not requeued: this job was already restarted $MAX_RESTARTS times (MAX_RESTARTS)"
   elif ! scontrol requeue "$SLURM_JOB_ID"; then
-    echo "not requeued: Slurm refused it; where the site's default is not to, submit with SBATCH_REQUEUE=1 set"
+    echo "not requeued: Slurm refused; if your cluster does not requeue jobs by default, submit with SBATCH_REQUEUE=1"
   fi
 }
 
-# 6. What only some clusters need, and what seldom happens
+# 6. Special cases: only some clusters need these functions
 
-job_check_folder() { # a script that is started in another folder would put its results there, under a wrong name
+job_check_folder() { # a script that is started in another folder would write its results there, under a wrong name
   local script=$0
   if [[ -n ${SLURM_JOB_ID:-} && $0 != *.slurm ]]; then # Slurm runs a copy of the script
     script=$(scontrol show job "$SLURM_JOB_ID" 2>/dev/null | sed -n '/^ *Command=/{s///p;q}') || true
     [[ $script = /* ]] || script=${SLURM_SUBMIT_DIR:-$PWD}/$script
   fi
   if [[ $script = *.slurm* && ! $(dirname "${script%.slurm*}") -ef $PWD ]]; then
-    job_fail "$script" "it is not of this folder, $PWD" "start it in its own folder"
+    job_fail "$script" "it does not belong to this folder, $PWD" "start it in its own folder"
   fi
 }
 
 job_check_node() { # this script must run on the first node: the ranks meet there, and a job on one node trains there
   if [[ -z ${SLURM_JOB_ID:-} ]]; then
-    [[ $NODES = 1 ]] || job_fail "$(basename "$0")" "it needs $NODES nodes, and there is no Slurm here" "submit it with sbatch" 3
+    [[ $NODES = 1 ]] || job_fail "$(basename "$0")" "it needs $NODES nodes, but is not in a Slurm job" "submit it with sbatch" 3
     return 0
   fi
-  local -r here=${SLURMD_NODENAME:-$(hostname)} # salloc opens its shell on the login node, unless the site has changed that
+  local -r here=${SLURMD_NODENAME:-$(hostname)} # many sites open the shell of salloc on the login node
   local first
   first=$(scontrol show hostnames "${SLURM_JOB_NODELIST:-$here}" 2>/dev/null | head -n 1) || true
   if [[ -n $first && ${here%%.*} != "${first%%.*}" ]]; then
@@ -407,15 +413,15 @@ job_check_node() { # this script must run on the first node: the ranks meet ther
   fi
 }
 
-job_skip_steps() { # in a job that was started again: use up the numbers of the steps that its attempts before had
-  # Slurm tells a node that was down, once a minute, to end step 1 of this job, and would end this attempt's step 1
+job_skip_steps() { # in a restarted job, use up the step numbers of earlier attempts
+  # Once a minute, Slurm tells a node that was down to end the old step 1 of this job. It would end a new step 1, too
   local step
-  for ((step = 0; step < 2 * (ATTEMPT - 1) && NODES > 1; step++)); do # two of each attempt: bandwidth test and training
+  for ((step = 0; step < 2 * (ATTEMPT - 1) && NODES > 1; step++)); do # two per attempt: bandwidth test and training
     srun --quiet --nodes=1 --ntasks=1 true || true
   done
 }
 
-job_gloo_interface() { # where this node's own name means 127.0.1.1, gloo would listen there: name the interface instead
+job_gloo_interface() { # name the interface if this node's own name means 127.0.1.1, where gloo would listen otherwise
   if [[ -z ${GLOO_SOCKET_IFNAME:-} && $(getent hosts "$(hostname)") = 127.* ]]; then
     local name
     name=$(ip -o address | awk -v own="$MASTER_ADDR/" 'index($4, own) == 1 { print $2 }') || true # on the first node
@@ -424,25 +430,25 @@ job_gloo_interface() { # where this node's own name means 127.0.1.1, gloo would 
   fi
 }
 
-# 7. The two ways in: what runs when this file is sourced, or started on a node
+# 7. Entry points: this file is started on each node, and sourced by each .slurm file
 
 if [[ ${1:-} = on_node && ${BASH_SOURCE[0]} = "$0" ]]; then # the part of a job that runs on each node
   shift
   job_on_node "$@"
 fi
 
-# A job of submit.sh --snapshot reads this file twice: here it notes where the experiment stands, and then sources the
-# snapshot's copy of this file, which takes over
+# A job of submit.sh --snapshot reads this file twice. The first time it notes the experiment's name and sources the
+# snapshot's copy of this file, which does the rest
 if [[ ! $EXPERIMENTS_FOLDER -ef ${SNAPSHOT:-none}/experiments ]]; then
   cd -P . # PWD must have no symbolic links, as EXPERIMENTS_FOLDER has none
   export EXPERIMENT=experiments/${PWD#"$EXPERIMENTS_FOLDER"/}
   if [[ -n ${SNAPSHOT:-} ]]; then
-    source "$SNAPSHOT/experiments/job.sh" # results land in this folder all the same
+    source "$SNAPSHOT/experiments/job.sh" # results still go into the current folder
     return
   fi
 fi
-# Export all that is set from here on, by the .slurm too: so knobs reach the training, and RUN_DIR, JOB_ID, NODES and others
-# reach this file on each node
+# Export all variables that this file and the .slurm file set from here on. In this way the knobs reach the training,
+# and RUN_DIR, JOB_ID, NODES and others reach this file on each node
 set -a
 job_note_origin submission
 job_find_site
@@ -454,8 +460,8 @@ job_note_origin site
 : "${REQUIRE_GPU:=1}"
 : "${JOIN_TIMEOUT:=300}"
 : "${MAX_RESTARTS:=10}"
-: "${CUDA_DEVICE_ORDER:=PCI_BUS_ID}" # CUDA would count from the fastest GPU, nvidia-smi and Slurm count along the bus
-: "${TORCH_CPP_LOG_LEVEL:=ERROR}"    # WARNING tells of each socket that is closed
+: "${CUDA_DEVICE_ORDER:=PCI_BUS_ID}" # number GPUs as nvidia-smi and Slurm do; CUDA itself begins with the fastest GPU
+: "${TORCH_CPP_LOG_LEVEL:=ERROR}"    # with WARNING, PyTorch logs each socket that is closed
 if [[ $DRY_RUN != 0 ]]; then
   DRY_RUN=1 # also DRY_RUN=true
   if [[ -n ${SLURM_JOB_ID:-} ]]; then

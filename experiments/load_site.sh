@@ -1,19 +1,20 @@
 #!/usr/bin/env bash
-# The site of this cluster: which one it is, and its variables. job.sh and submit.sh source this; preflight.py runs it:
-#     SITE=laptop bash experiments/load_site.sh python -c 'import sys; print(sys.prefix)'     # COMMAND as a job runs it
-# The site is $SITE, else the name in experiments/site. Its file, experiments/sites/NAME.sh, sets knobs and defines
-# site_setup, which makes its python the one on PATH.
+# Find the site and load its variables. job.sh and submit.sh source this file. preflight.py starts it with a command,
+# which then runs in the environment of a job:
+#     SITE=laptop bash experiments/load_site.sh python -c 'import sys; print(sys.prefix)'
+# The site is $SITE, or else the name in experiments/site. The site's file, experiments/sites/NAME.sh, sets knobs and
+# defines site_setup, which puts the site's python first on PATH.
 
 job_fail() { # WHAT PROBLEM WAY_OUT [EXIT_CODE]
   printf 'error: %s: %s; %s\n' "$1" "$2" "$3" >&2
   exit "${4:-2}"
 }
 
-job_find_site() { # sets SITE and SITE_FILE
-  local -r way_out="choose one of experiments/sites (laptop needs no GPU), with SITE=name or as the content of experiments/site"
+job_find_site() { # set SITE and SITE_FILE
+  local -r way_out="choose one of experiments/sites (laptop needs no GPU): set SITE=name, or write it into experiments/site"
   if [[ -z ${SITE:-} && -f $EXPERIMENTS_FOLDER/site ]]; then
     SITE=$(<"$EXPERIMENTS_FOLDER/site")
-    SITE=${SITE%$'\r'} # an editor on Windows may have written it
+    SITE=${SITE%$'\r'} # an editor on Windows may have written the file
   fi
   if [[ -z ${SITE:-} ]]; then
     job_fail SITE "no site is chosen" "$way_out"
@@ -26,10 +27,10 @@ job_find_site() { # sets SITE and SITE_FILE
   job_check_site
 }
 
-job_check_secrets() { # a site file that sets WANDB_API_KEY, HF_TOKEN or the like is for its owner alone
+job_check_secrets() { # only the owner may read a site file that sets WANDB_API_KEY, HF_TOKEN or another secret
   local -r secret='^[^#]*(TOKEN|KEY|SECRET|PASSWORD)(_[A-Z0-9_]+)?:?='
   if grep -qE "$secret" "$SITE_FILE" && [[ -n $(find -L "$SITE_FILE" \( -perm -g=r -o -perm -o=r \)) ]]; then
-    job_fail "experiments/sites/$SITE.sh" "it sets a secret, and others may read it" "chmod 600 it" 3
+    job_fail "experiments/sites/$SITE.sh" "it sets a secret, but other users may read it" "run chmod 600 on it" 3
   fi
 }
 
@@ -38,14 +39,14 @@ job_check_site() {
     job_fail "experiments/sites/$SITE.sh" "it has Windows line ends" "remove them: sed -i 's/\r\$//' $SITE_FILE"
   fi
   if grep -q '^[^#]*CHANGE_ME' "$SITE_FILE"; then
-    job_fail "experiments/sites/$SITE.sh" "it still holds CHANGE_ME" "fill these values in"
+    job_fail "experiments/sites/$SITE.sh" "it still holds CHANGE_ME" "fill in these values"
   fi
 }
 
-job_load_site() { # under set -a: its variables are exported, and its python is the first on PATH
+job_load_site() { # load the site's variables and put its python first on PATH; call this under set -a to export them
   # shellcheck source=experiments/sites/laptop.sh
   source "$SITE_FILE"
-  # module and conda bring functions along, which set -a would export, and read unset variables, which set -u forbids
+  # module and conda define functions, which set -a would export, and read unset variables, which set -u forbids
   set +au
   site_setup
   set -au

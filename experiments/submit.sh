@@ -4,9 +4,10 @@
 #     experiments/submit.sh --chain deepspeed-multi-gpu              # one after another
 #     experiments/submit.sh --dry-run deepspeed-single-gpu           # only show: sbatch lines, knobs, commands, memory
 #     experiments/submit.sh --snapshot deepspeed-single-gpu/zero_2   # later edits do not reach the queued job
-# FAMILY or FOLDER is a path below experiments/. The dry run checks flags, config files and memory, asks Slurm what it
-# would refuse, and ends with 2 or 3 if something is wrong. A submission leaves out what can never run, and ends with 3.
-# Knobs come from the environment:  MODEL_NAME=bigscience/bloom-3b experiments/submit.sh deepspeed-single-gpu
+# The target is a path below experiments/, or all. A dry run checks flags, config files and memory, and asks Slurm
+# whether it would accept the job. It ends with exit code 2 or 3 if something is wrong. A submission skips jobs that can
+# never run, and then ends with exit code 3. Knobs come from the environment:
+#     MODEL_NAME=bigscience/bloom-3b experiments/submit.sh deepspeed-single-gpu
 set -euo pipefail +o posix # sh can be bash in POSIX mode
 
 EXPERIMENTS_FOLDER=$(cd -P "$(dirname "${BASH_SOURCE[0]}")" && pwd)
@@ -14,7 +15,7 @@ ROOT=$(dirname "$EXPERIMENTS_FOLDER")
 # shellcheck source=experiments/load_site.sh
 source "$EXPERIMENTS_FOLDER/load_site.sh"
 
-snapshot() { # freeze what a job reads; prints the folder
+snapshot() { # copy everything that a job reads, and print the folder of the copy
   local -r folder=$ROOT/snapshots/$(date +%Y%m%d-%H%M%S)-$$
   mkdir -p "$folder"
   local -r without=(--exclude={__pycache__,results,output,cpu_memory,gpu_memory,log,profile})
@@ -23,18 +24,18 @@ snapshot() { # freeze what a job reads; prints the folder
   # records/git_state.py reads this file
   git -C "$ROOT" status --porcelain=v2 --branch -z >"$folder/git_status" 2>/dev/null || true
   if [[ -d $ROOT/.venv ]]; then
-    ln -s "$ROOT/.venv" "$folder/.venv" # sites look for it in $ROOT
+    ln -s "$ROOT/.venv" "$folder/.venv" # in the job, $ROOT is the snapshot, and site files look for .venv there
   fi
   printf '%s' "$folder"
 }
 
-ask_slurm() { # NAME: what Slurm says of the script, in `said`; fails if it can never run, and warns if it only cannot now
-  said=$(sbatch --test-only "$1" 2>&1) && return
-  # Slurm says the same of more nodes than there are, and of nodes that are drained
-  local -r away=$(sinfo --noheader --states=down,drain,fail,maint ${SBATCH_PARTITION:+--partition="$SBATCH_PARTITION"} --format=%n 2>/dev/null)
-  [[ -n $away ]] || return 1
+ask_slurm() { # NAME: fail if the script can never run, and warn if it cannot run now. Put Slurm's answer into `answer`
+  answer=$(sbatch --test-only "$1" 2>&1) && return
+  # Slurm gives the same answer if the cluster has too few nodes and if nodes are only drained
+  local -r down=$(sinfo --noheader --states=down,drain,fail,maint ${SBATCH_PARTITION:+--partition="$SBATCH_PARTITION"} --format=%n 2>/dev/null)
+  [[ -n $down ]] || return 1
   printf 'warning: %s: Slurm cannot place it now: %s; nodes that are down or drained: %s\n' \
-    "${script#"$ROOT"/}" "${said//$'\n'/ }" "${away//$'\n'/ }" >&2
+    "${script#"$ROOT"/}" "${answer//$'\n'/ }" "${down//$'\n'/ }" >&2
 }
 
 # 1. The command line
@@ -51,7 +52,7 @@ for argument in "$@"; do
       ;;
     -*) job_fail "$argument" "unknown option" "see --help" ;;
     *)
-      [[ -z $target ]] || job_fail "$argument" "one target at a time" "see --help"
+      [[ -z $target ]] || job_fail "$argument" "only one target is allowed" "see --help"
       target=$argument
       ;;
   esac
@@ -60,7 +61,7 @@ done
 
 # 2. The experiments
 
-folder=$target # from where the user stands
+folder=$target # relative to the current folder
 if [[ $target = all ]]; then
   folder=$EXPERIMENTS_FOLDER
 elif [[ $target != .* && -d $EXPERIMENTS_FOLDER/$target ]]; then
@@ -70,12 +71,12 @@ folder=$(cd -P "$folder" 2>/dev/null && pwd) || job_fail "$target" "there is no 
 mapfile -d '' scripts < <(find "$folder" -name '*.slurm' -print0 | sort -zV)
 [[ ${#scripts[@]} -gt 0 ]] || job_fail "$target" "it holds no .slurm file" "see ls experiments"
 
-# 3. The site: what it says to sbatch
+# 3. The site's settings for sbatch
 
 job_find_site
 # shellcheck source=experiments/sites/laptop.sh
 settings=$(source "$SITE_FILE" && env | sort | sed -n '/^SBATCH_/p') ||
-  job_fail "experiments/sites/$SITE.sh" "bash cannot source it, or its last command failed" "correct it"
+  job_fail "experiments/sites/$SITE.sh" "bash cannot source it, or its last command failed" "correct the file"
 export SITE
 given=(SITE)
 while IFS='=' read -r name value; do
@@ -96,9 +97,9 @@ for script in "${scripts[@]}"; do
   cd "$(dirname "$script")"
   name=$(basename "$script")
   line=(sbatch --parsable)
-  said="log/ cannot be made"
+  answer="log/ cannot be created"
   if [[ $chain = yes && -n $previous ]]; then
-    # afterany: the chain goes on behind an experiment that failed, or that ran out of memory as it should
+    # afterany continues the chain after a failed experiment, such as one that is expected to run out of memory
     line+=("--dependency=afterany:$previous")
   fi
   if [[ $dry_run = yes ]]; then
@@ -108,16 +109,18 @@ for script in "${scripts[@]}"; do
       printf '%s=%q ' "$variable" "${!variable}"
     done
     printf '%s %q\n' "${line[*]}" "$name"
-    (unset "${!SLURM_@}" && DRY_RUN=1 bash "$name") || code=$? # this may be a job itself, with other nodes and GPUs
+    # Unset Slurm's variables: submit.sh may run inside a job with other numbers of nodes and GPUs
+    (unset "${!SLURM_@}" && DRY_RUN=1 bash "$name") || code=$?
     if sinfo >/dev/null 2>&1 && ! ask_slurm "$name"; then
-      printf 'error: %s: Slurm would refuse it: %s; correct the site file or the directives\n' "$script" "${said//$'\n'/ }" >&2
+      printf 'error: %s: Slurm would refuse it: %s; correct the site file or the directives\n' "$script" "${answer//$'\n'/ }" >&2
       code=3
     fi
-  elif mkdir -p log && ask_slurm "$name" && said=$("${line[@]}" "$name" 2>&1); then # without log/ Slurm fails the job without a word
-    previous=$(sed -n '$s/;.*//p; $!d' <<<"$said;")                                 # the last line: 4711, or 4711;cluster
+  # Create log/ first: without it, Slurm fails the job without a message
+  elif mkdir -p log && ask_slurm "$name" && answer=$("${line[@]}" "$name" 2>&1); then
+    previous=$(sed -n '$s/;.*//p; $!d' <<<"$answer;") # the last line is the job id, for example 4711 or 4711;cluster
     printf '%s  %s\n' "$previous" "${script#"$ROOT"/}"
   else
-    printf 'error: %s: Slurm refuses it: %s; correct the site file or the directives\n' "${script#"$ROOT"/}" "${said//$'\n'/ }" >&2
+    printf 'error: %s: Slurm refuses it: %s; correct the site file or the directives\n' "${script#"$ROOT"/}" "${answer//$'\n'/ }" >&2
     code=3
   fi
 done

@@ -3,8 +3,8 @@
     python scripts/evaluate.py --model_name output/123 --dataset data/squad_sample.json --eval_size 50
     torchrun --nproc_per_node=2 scripts/evaluate.py --model_name output/123 --eval_size 100
 
-It reads the same flags and variables as train.py, so the same seed and sizes give the same questions. The scores come
-from torchmetrics. The Hugging Face library "evaluate" is not used.
+evaluate.py reads the same flags and variables as train.py, so the same seed and sizes give the same questions. The
+scores come from torchmetrics. The Hugging Face library "evaluate" is not used.
 """
 
 from typing import Any

@@ -5,8 +5,8 @@
 All arguments are torchrun's, and torchrun does the work. The differences are:
   - torchrun kills its ranks 30 seconds after a signal, but saving a checkpoint may take minutes. launch.py passes the
     signal on and waits until the ranks end. After a second Ctrl-C it kills them.
-  - torchrun always fails with exit code 1, after a page of traceback. launch.py ends with the exit code of the rank
-    that failed first.
+  - After any failure, torchrun prints a page of traceback and ends with exit code 1. launch.py ends with the exit code
+    of the rank that failed first.
   - On one node, torchrun uses the c10d rendezvous, which executes code that anybody on the network writes into its
     store. launch.py always uses the static rendezvous, which reads text. It names each node that does not join within
     JOIN_TIMEOUT seconds.
@@ -143,7 +143,7 @@ def handle_signals(arguments: argparse.Namespace) -> None:
 
 
 def pass_signal_to_ranks(earlier: list[int], number: int, frame: object) -> None:
-    """Pass a signal on to the ranks. Without ranks, end this process.
+    """Pass a signal on to the ranks. If there are no ranks yet, end this process.
 
     `earlier` collects the signals of this kind. A rank that waits in a collective does not react to Ctrl-C, because
     Python cannot run the handler there. A second Ctrl-C therefore kills the ranks that are left after some seconds.

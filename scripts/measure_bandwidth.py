@@ -88,7 +88,10 @@ def minimum_from_environment() -> float:
 
 
 def measure(message: torch.Tensor) -> tuple[torch.Tensor, int, float]:
-    """Send parts of `message`. Return the part sent last, the iterations, and the seconds per iteration. Collective."""
+    """Time all-reduces of growing parts of `message`. Collective.
+
+    Return the largest part that was sent, the number of iterations, and the seconds per iteration.
+    """
     size = FIRST_BYTES // 4
     while True:
         part = message[:size]

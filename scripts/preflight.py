@@ -27,9 +27,9 @@ from shared.paths import REPOSITORY
 
 def main() -> None:
     parser = OneLineErrors(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    text = "model that the cache must hold; repeatable (default: MODEL_NAME)"
+    text = "model that the cache must hold; repeatable (default: variable MODEL_NAME)"
     parser.add_argument("--model_name", "--model-name", action="append", help=text)
-    parser.add_argument("--dataset", help="data set that the cache must hold (default: DATASET)")
+    parser.add_argument("--dataset", help="data set that the cache must hold (default: variable DATASET)")
     parser.add_argument("--quick", action="store_true", help="skip the tiny trainings")
     parser.add_argument("--submit", action="store_true", help="submit three tiny Slurm jobs and wait for them")
     text = "time limit for each training, and for all Slurm jobs, in seconds (%(default)s)"

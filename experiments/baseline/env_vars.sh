@@ -1,3 +1,3 @@
 # shellcheck shell=bash
-# Knobs of this experiment: it sets none, so it runs with the defaults of scripts/config.py. A copy of it sets one like this:
+# This experiment sets no knobs, so it runs with the defaults of scripts/config.py. A copy sets a knob like this:
 # : "${TRAIN_SIZE:=500}"

@@ -1,5 +1,5 @@
 # shellcheck shell=bash
-# Knobs of this experiment. A value that you give at submission wins, then the site's value, then the value here.
+# Knobs of this experiment. A value given at submission has priority, then the site's value, then the value here.
 : "${TRAIN_SIZE:=500}"
 : "${EVAL_SIZE:=100}"
 : "${LABELS:=answer}" # only answer and EOS count in the loss

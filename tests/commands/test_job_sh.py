@@ -81,7 +81,7 @@ SETS_A_SECRET = "export WANDB_API_KEY=canary", ': "${HF_TOKEN:=canary}"', "AWS_S
 
 @pytest.mark.parametrize("line", SETS_A_SECRET)
 def test_a_site_file_with_a_secret_must_be_private(site, line):
-    error = "error: experiments/sites/moon.sh: it sets a secret, and others may read it; chmod 600 it\n"
+    error = "error: experiments/sites/moon.sh: it sets a secret, but other users may read it; run chmod 600 on it\n"
     for mode in (0o644, 0o640):
         done = site(line, mode)
         assert (done.returncode, done.stderr) == (3, error)
@@ -251,7 +251,7 @@ def test_gpu_log_holds_the_gpus_that_the_ranks_use(stub, workshop, visible, logg
 
 def test_a_laptop_gpu_is_hidden_unless_the_caller_selects_it(stub):
     """The GPU is hidden because a job with two ranks would need two GPUs."""
-    hint = "GPUs are hidden from this job (site laptop): CUDA_VISIBLE_DEVICES=0 before the command shows one"
+    hint = "GPUs are hidden from this job (site laptop); to use one, put CUDA_VISIBLE_DEVICES=0 before the command"
     done, _ = stub(PRINT, "CUDA_VISIBLE_DEVICES")
     assert printed(done) == [""]
     assert hint in done.stdout.splitlines()
@@ -357,5 +357,5 @@ def test_a_job_is_requeued_only_at_the_warning_signal(stub, tmp_path, sent, vari
     done, _ = stub(code, lines="export SCRIPT=$$", PATH=path, **IN_A_JOB | variables)
     assert done.returncode == 75, done
     assert ("requeue 47" in Path(tmp_path / "asked").read_text().splitlines()) == requeued
-    limit = "not requeued: this job was started again 10 times (MAX_RESTARTS)"
+    limit = "not requeued: this job was already restarted 10 times (MAX_RESTARTS)"
     assert (limit in done.stdout.splitlines()) == (variables.get("SLURM_RESTART_COUNT") == 10)

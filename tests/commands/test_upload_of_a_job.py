@@ -46,7 +46,7 @@ def test_a_failed_upload_keeps_the_exit_code_and_can_be_repeated(job, tmp_path):
     assert len(calls) == 2
     assert "error: wandb sync: ended with exit code 1; run it on a login node" in printed
     assert not list(folder.glob("results/.*"))
-    line = printed.split("not uploaded to Weights & Biases; later, in this folder: ")[1].splitlines()[0]
+    line = printed.split("not uploaded to Weights & Biases; to upload later, run in this folder: ")[1].splitlines()[0]
     program(tmp_path / "bin", "wandb", f'echo "$*" >>"{tmp_path}/later"')
     environment = shell_environment(PATH=f"{tmp_path}/bin:{shell_environment()['PATH']}")
     subprocess.run(["bash", "-c", line], cwd=folder, env=environment, check=True)
@@ -71,4 +71,4 @@ def test_a_stopped_job_uploads_nothing(job):
     lines = "mkdir -p wandb/$JOB_ID/wandb/offline-run-1\nkill -TERM $$"
     printed, _, calls = job(lines=lines, WANDB_ONLINE=1)
     assert calls == []
-    assert "not uploaded to Weights & Biases; later" in printed
+    assert "not uploaded to Weights & Biases; to upload later" in printed

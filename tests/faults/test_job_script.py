@@ -115,15 +115,15 @@ REFUSED = {
     "a path as the id": ("JOB_ID: '../../../../precious' cannot name files; ", {"JOB_ID": "../../../../precious"}),
     "no such site": ("SITE: there is no experiments/sites/moon.sh; ", {"SITE": "moon"}),
     "script of another folder": (
-        "../x/x.slurm: it is not of this folder, ",
+        "../x/x.slurm: it does not belong to this folder, ",
         {"words": "mkdir -p ../y/log && cd ../y && bash ../x/x.slurm"},
     ),
     "dry run of a script of another folder": (
-        "../x/x.slurm: it is not of this folder, ",
+        "../x/x.slurm: it does not belong to this folder, ",
         {"words": "mkdir ../y && cd ../y && DRY_RUN=1 bash ../x/x.slurm"},
     ),
     "script of another folder in an allocation": (
-        "../x/x.slurm: it is not of this folder, ",
+        "../x/x.slurm: it does not belong to this folder, ",
         {"words": "mkdir -p ../y/log && cd ../y && bash ../x/x.slurm", "SLURM_JOB_ID": 7},
     ),
 }

@@ -1,5 +1,5 @@
 # shellcheck shell=bash
-# Knobs of this experiment. A value that you give at submission wins, then the site's value, then the value here.
+# Knobs of this experiment. A value given at submission has priority, then the site's value, then the value here.
 : "${TRAIN_SIZE:=1024}"
 : "${EM_F1:=False}"
 : "${NUM_EPOCHS:=3}"
@@ -8,4 +8,4 @@
 : "${GRAD_ACC:=64}"
 # The square root rule: sqrt(256 / 16) = 4 times the learning rate of a batch of 16.
 : "${LEARNING_RATE:=$(awk "BEGIN { print 4 * ${SITE_LEARNING_RATE:-5e-5} }")}"
-: "${SAVE_STRATEGY:=no}" # this measures training, not the file system
+: "${SAVE_STRATEGY:=no}" # measure the training, not the file system

@@ -1,5 +1,5 @@
 # shellcheck shell=bash
-# Knobs of this experiment. A value that you give at submission wins, then the site's value, then the value here.
+# Knobs of this experiment. A value given at submission has priority, then the site's value, then the value here.
 : "${TRAIN_SIZE:=500}"
 : "${EVAL_SIZE:=100}"
 : "${LABELS:=answer}" # only answer and EOS count in the loss
@@ -7,4 +7,4 @@
 : "${NUM_EPOCHS:=5}"
 : "${BATCH_SIZE:=1}"
 : "${GRAD_ACC:=4}"
-: "${SAVE_STRATEGY:=no}" # this measures training, not the file system
+: "${SAVE_STRATEGY:=no}" # measure the training, not the file system

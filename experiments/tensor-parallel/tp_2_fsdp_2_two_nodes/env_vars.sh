@@ -1,7 +1,7 @@
 # shellcheck shell=bash
-# Knobs of this experiment. A value that you give at submission wins, then the site's value, then the value here.
+# Knobs of this experiment. A value given at submission has priority, then the site's value, then the value here.
 export MODEL_NAME=custom-gpt # fixed: BLOOM has no plan for tensor parallelism
-export TENSOR_PARALLEL=2     # fixed: this experiment is about this number of ranks
+export TENSOR_PARALLEL=2     # fixed: the experiment is about this number of ranks
 : "${VOCAB_SIZE:=${SITE_VOCAB_SIZE:-50000}}"
 : "${HIDDEN_SIZE:=${SITE_HIDDEN_SIZE:-2048}}"
 : "${NUM_LAYERS:=3}"
@@ -15,4 +15,4 @@ export TENSOR_PARALLEL=2     # fixed: this experiment is about this number of ra
 : "${NUM_EPOCHS:=5}"
 : "${BATCH_SIZE:=1}"
 : "${GRAD_ACC:=2}"       # the global batch is 4 in the whole family: 1 x 2 x 2 groups of ranks
-: "${SAVE_STRATEGY:=no}" # transformers accepts no other value with tensor parallelism; the weights are saved at the end
+: "${SAVE_STRATEGY:=no}" # transformers requires this for tensor parallelism; the weights are saved at the end

@@ -1,6 +1,6 @@
 # shellcheck shell=bash
-# Knobs of this experiment. A value that you give at submission wins, then the site's value, then the value here.
-export MODEL_NAME=custom-gpt # fixed: this experiment is about this model
+# Knobs of this experiment. A value given at submission has priority, then the site's value, then the value here.
+export MODEL_NAME=custom-gpt # fixed: the experiment is about this model
 : "${VOCAB_SIZE:=${SITE_VOCAB_SIZE:-50000}}"
 : "${HIDDEN_SIZE:=${SITE_HIDDEN_SIZE:-2048}}"
 : "${NUM_LAYERS:=3}"
@@ -14,4 +14,4 @@ export MODEL_NAME=custom-gpt # fixed: this experiment is about this model
 : "${NUM_EPOCHS:=5}"
 : "${BATCH_SIZE:=8}"
 : "${GRAD_ACC:=1}"
-: "${SAVE_STRATEGY:=no}" # this measures training, not the file system
+: "${SAVE_STRATEGY:=no}" # measure the training, not the file system

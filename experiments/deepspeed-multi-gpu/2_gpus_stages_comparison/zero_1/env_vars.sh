@@ -1,4 +1,4 @@
 # shellcheck shell=bash
-# Knobs of this experiment. A value that you give at submission wins, then the site's value, then the value here.
+# Knobs of this experiment. A value given at submission has priority, then the site's value, then the value here.
 : "${EM_F1:=False}"
-: "${SAVE_STRATEGY:=no}" # this measures training, not the file system
+: "${SAVE_STRATEGY:=no}" # measure the training, not the file system
