@@ -37,7 +37,7 @@ def add_navigation(app, page: str, source: list[str]) -> None:
     readme = (REPOSITORY / "README.md").read_text()
     text = readme.split("## The workshop")[1].split("## Your own model")[0]
     sections, reference = (
-        [*dict.fromkeys(re.findall(r"\]\(([\w/-]+)\.md", part))] for part in text.split("For reference:")
+        [*dict.fromkeys(re.findall(r"\]\(([\w/-]+)\.md", part))] for part in text.split("Reference pages:")
     )
     groups = {
         "Begin": ["Two commands, first steps <README>"],
