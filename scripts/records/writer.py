@@ -47,7 +47,7 @@ def sole_writer(job_id: str) -> Iterator[None]:
             raise WorkshopError(
                 "JOB_ID",
                 f"another run of {job_id} is writing its files",
-                "give another id, or wait until that run ends",
+                "give another JOB_ID, or wait until that run ends",
             ) from error
         except OSError:  # a file system without locks
             print(f"{path}: this file system has no locks, so do not start a second run of {job_id}", flush=True)

@@ -1,4 +1,4 @@
-"""Experiments whose training is a few lines of Python, and stand-ins for programs on PATH."""
+"""Experiments whose training is a few lines of Python, and stubs for programs on PATH."""
 
 import os
 import subprocess

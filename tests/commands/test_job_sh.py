@@ -156,7 +156,7 @@ def test_a_failed_training_fails_its_job_and_keeps_its_log(stub, workshop):
     [(4096, 1, None, 256), (64, "a100:4", None, 16), (1, 8, None, 1), (64, 2, 5, 5)],
 )
 def test_threads_per_rank_equal_its_cpus(stub, tmp_path, cpus, gpus, given, expected):
-    """A stand-in for nproc reports 256 CPUs; the job may have fewer from Slurm."""
+    """A stub for nproc reports 256 CPUs; the job may have fewer from Slurm."""
     program(tmp_path / "bin", "nproc", "echo 256")
     slurm = IN_A_JOB | {"SLURM_GPUS_PER_NODE": gpus, "SLURM_CPUS_ON_NODE": cpus, "SLURM_CPUS_PER_TASK": cpus}
     slurm |= {"PATH": f"{tmp_path}/bin:{shell_environment()['PATH']}", "OMP_NUM_THREADS": given}
@@ -263,8 +263,8 @@ def test_a_laptop_gpu_is_hidden_unless_the_caller_selects_it(stub):
 def test_a_missing_logger_is_reported(stub, tmp_path):
     """tests/faults has loggers that fail."""
     only = program(tmp_path / "bin", "python", f'exec "{sys.executable}" "$@"').parent
-    stand_in = shell_environment()["PATH"].split(":")[0]
-    done, folder = stub("print('training')", PATH=f"{only}:{stand_in}:/usr/bin:/bin")
+    stubs = shell_environment()["PATH"].split(":")[0]
+    done, folder = stub("print('training')", PATH=f"{only}:{stubs}:/usr/bin:/bin")
     assert done.returncode == 0, done
     (id_,) = re.findall(r"^job (\S+) of ", done.stdout)
     gap = f"missing: psrecord is not installed on {os.uname().nodename}: no cpu_memory/cpu_memory_log_{id_}.txt"

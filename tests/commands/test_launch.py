@@ -113,7 +113,7 @@ while not os.path.exists("go"):
 
 
 class Touch:
-    """An object that creates a file when it is unpickled, as a harmless stand-in for any code."""
+    """An object that creates a file when it is unpickled, as a harmless stub for any code."""
 
     def __init__(self, path: Path):
         self.path = path

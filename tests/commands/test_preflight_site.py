@@ -1,4 +1,4 @@
-"""preflight.py's checks of the site file, of Slurm's partitions and of dry runs, with stand-ins for all three."""
+"""preflight.py's checks of the site file, of Slurm's partitions and of dry runs, with stubs for all three."""
 
 import os
 import shutil
@@ -54,7 +54,7 @@ def test_another_python_at_the_site_gives_a_warning(monkeypatch, tmp_path):
 
 
 def lines_of_slurm(monkeypatch, tmp_path, **tools: str) -> dict[str, tuple]:
-    """The partition check's lines by name. `tools` are the bash lines of the stand-ins for Slurm's commands."""
+    """The partition check's lines by name. `tools` are the bash lines of the stubs for Slurm's commands."""
     for name, body in ({"sbatch": "", "sinfo": "echo gpu; echo debug"} | tools).items():
         program(tmp_path, name, body)
     monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")

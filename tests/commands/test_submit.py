@@ -1,4 +1,4 @@
-"""experiments/submit.sh, with a stand-in for sbatch."""
+"""experiments/submit.sh, with a stub for sbatch."""
 
 import json
 import re
@@ -15,7 +15,7 @@ from shell import program, shell_environment
 
 @pytest.fixture
 def submit(workshop, tmp_path):
-    """Run submit.sh with a stand-in for sbatch that numbers the jobs and records folder, variables and arguments."""
+    """Run submit.sh with a stub for sbatch that numbers the jobs and records folder, variables and arguments."""
     noted = tmp_path / "noted"
     text = f"""if [[ $PWD = *"${{REFUSED-nothing}}" ]]; then
   echo "sbatch: error: Requested node configuration is not available" >&2
@@ -48,7 +48,7 @@ STAGES = "deepspeed-single-gpu/cpu_offloading"
 
 @pytest.fixture
 def shown(workshop):
-    """A stand-in for python that prints its command. test_dry_run.py tests the real checks."""
+    """A stub for python that prints its command. test_dry_run.py tests the real checks."""
     program(workshop / ".venv/bin", "python", '[[ $1 = */config.py ]] || echo "> $1"')
     (workshop / ".venv/installed").touch()  # without this stamp the site laptop does not use the environment
 

@@ -12,7 +12,7 @@ from shell import program
 
 @pytest.fixture
 def offline_run(tmp_path, monkeypatch):
-    """Create a job's offline run and a stand-in for `wandb`, and return the path for a key file."""
+    """Create a job's offline run and a stub for `wandb`, and return the path for a key file."""
     (tmp_path / "wandb" / "7" / "wandb" / "offline-run-1").mkdir(parents=True)
     wandb = program(tmp_path / "bin", "wandb", 'echo "arguments: $*"')
     monkeypatch.chdir(tmp_path)

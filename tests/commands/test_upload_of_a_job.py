@@ -1,4 +1,4 @@
-"""With WANDB_ONLINE=1, job.sh uploads a job's offline runs at its end (here with a stand-in for `wandb`)."""
+"""With WANDB_ONLINE=1, job.sh uploads a job's offline runs at its end (here with a stub for `wandb`)."""
 
 import subprocess
 

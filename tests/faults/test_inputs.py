@@ -77,7 +77,7 @@ def test_the_workshops_deepspeed_configs_need_no_compiler(bench: Bench, tmp_path
 
 
 def test_deepspeed_compiles_its_optimizer_without_torch_adam(bench: Bench, tmp_path):
-    """It finds ninja even if the environment, which holds ninja in bin, is not active. The compiler is a stand-in."""
+    """It finds ninja even if the environment, which holds ninja in bin, is not active. The compiler is a stub."""
     content = json.loads((REPOSITORY / "ds_configs/zero1.json").read_text())
     for key in ("torch_adam", "fused"):
         del content["optimizer"]["params"][key]

@@ -33,9 +33,9 @@ def demo(bench: Bench, place, **options: object) -> Finished:
 
 
 def test_four_methods_have_equal_losses_and_show_memory_per_rank(bench, place):
-    """A stand-in for one GPU (tests/gpu_stand_in) must stay hidden, because the ranks would need two GPUs."""
-    stand_in = {"STAND_IN_GPU": "one", "PYTHONPATH": str(REPOSITORY / "tests/gpu_stand_in")}
-    done = demo(bench, place, CUDA_VISIBLE_DEVICES="0", **stand_in)
+    """A stub for one GPU (tests/gpu_stub) must stay hidden, because the ranks would need two GPUs."""
+    one_gpu = {"STUB_GPU": "one", "PYTHONPATH": str(REPOSITORY / "tests/gpu_stub")}
+    done = demo(bench, place, CUDA_VISIBLE_DEVICES="0", **one_gpu)
     assert done.err == "", done
     records = [json.loads(path.read_text()) for path in place.glob("experiments/demo/*/results/demo-*.json")]
     assert len(records) == 4

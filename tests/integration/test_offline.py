@@ -71,7 +71,7 @@ class FakeHub(BaseHTTPRequestHandler):
 
 @pytest.fixture(scope="module")
 def hub(tmp_path_factory):
-    """Address of the stand-in for the Hub."""
+    """Address of the stub for the Hub."""
     root = tmp_path_factory.mktemp("hub")
     tokenizer = small_tokenizer(unk_token="<unk>", bos_token="<s>", eos_token="</s>", pad_token="<pad>")
     config = BloomConfig(vocab_size=len(tokenizer), hidden_size=32, n_layer=2, n_head=2)

@@ -62,7 +62,7 @@ class Lab:
 
     @property
     def path(self) -> str:
-        """PATH of the jobs: the stand-in for nvidia-smi, this Python, and the system."""
+        """PATH of the jobs: the stub for nvidia-smi, this Python, and the system."""
         return ":".join([f"{self.root}/tests/slurm/bin", str(Path(sys.executable).parent), *SYSTEM])
 
     def environment(self, **variables: object) -> dict[str, str]:

@@ -1,6 +1,6 @@
 """Machines with a GPU that a run cannot or must not use: an old driver, one GPU for two ranks, --use_cpu.
 
-tests/gpu_stand_in stands in for the GPU. test_demo.py runs the demo on such a machine.
+tests/gpu_stub replaces the GPU. test_demo.py runs the demo on such a machine.
 """
 
 import pytest
@@ -12,11 +12,11 @@ FEW = ("--max_steps", "2", "--eval_strategy", "no", "--save_strategy", "no")
 
 @pytest.fixture
 def on_gpu_machine(train):
-    """Run train.py as a new process, because the stand-in must be on PYTHONPATH when PyTorch is imported."""
+    """Run train.py as a new process, because the stub must be on PYTHONPATH when PyTorch is imported."""
 
     def run(gpu: str, job_id: str, *words: object, **options: object):
-        stand_in = {"STAND_IN_GPU": gpu, "PYTHONPATH": REPOSITORY / "tests/gpu_stand_in"}
-        return train(job_id, *words, *FEW, **stand_in | {"CUDA_VISIBLE_DEVICES": "0"} | options)
+        stub = {"STUB_GPU": gpu, "PYTHONPATH": REPOSITORY / "tests/gpu_stub"}
+        return train(job_id, *words, *FEW, **stub | {"CUDA_VISIBLE_DEVICES": "0"} | options)
 
     return run
 
@@ -44,4 +44,4 @@ def test_two_ranks_on_one_gpu_get_an_error_that_names_use_cpu(on_gpu_machine):
 def test_use_cpu_never_starts_cuda(on_gpu_machine):
     finished = on_gpu_machine("one", "use_cpu", "--use_cpu", REQUIRE_GPU="1")
     assert finished.record["hardware"]["gpus"] == 0
-    assert "the stand-in for CUDA was started" not in finished.log
+    assert "the stub for CUDA was started" not in finished.log

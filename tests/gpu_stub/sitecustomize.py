@@ -1,8 +1,8 @@
-"""A stand-in for a GPU in each Python process that has this folder on PYTHONPATH.
+"""A stub for a GPU in each Python process that has this folder on PYTHONPATH.
 
-STAND_IN_GPU=one: CUDA starts one GPU. STAND_IN_GPU=old_driver: the driver lists one GPU, which CUDA cannot start.
+STUB_GPU=one: CUDA starts one GPU. STUB_GPU=old_driver: the driver lists one GPU, which CUDA cannot start.
 
-The stand-in only answers queries about the GPU, through torch.cuda's own code; it cannot compute. Like the real CUDA,
+The stub only answers queries about the GPU, through torch.cuda's own code; it cannot compute. Like the real CUDA,
 it reads CUDA_VISIBLE_DEVICES only at its start. It prints STARTED if a GPU is visible at its start.
 """
 
@@ -12,7 +12,7 @@ import sys
 from functools import cache
 
 OLD_DRIVER = "The NVIDIA driver on your system is too old (found version 12020)."
-STARTED = "the stand-in for CUDA was started"
+STARTED = "the stub for CUDA was started"
 
 
 class TorchCuda:
@@ -36,7 +36,7 @@ class TorchCuda:
 def patch_cuda(cuda) -> None:
     import torch
 
-    usable = os.environ["STAND_IN_GPU"] == "one"
+    usable = os.environ["STUB_GPU"] == "one"
 
     @cache
     def start_cuda() -> int:
@@ -47,7 +47,7 @@ def patch_cuda(cuda) -> None:
         return int(visible and usable)
 
     def fail(*arguments):
-        raise RuntimeError(OLD_DRIVER if not usable else "the stand-in for a GPU cannot compute")
+        raise RuntimeError(OLD_DRIVER if not usable else "the stub for a GPU cannot compute")
 
     cuda._is_compiled = lambda: True
     cuda._raw_device_count_nvml = lambda: 1  # torch.cuda still applies CUDA_VISIBLE_DEVICES to this count
@@ -56,5 +56,5 @@ def patch_cuda(cuda) -> None:
     torch._C._cuda_setDevice = torch._C._cuda_getCurrentRawStream = fail
 
 
-if os.environ.get("STAND_IN_GPU"):
+if os.environ.get("STUB_GPU"):
     sys.meta_path.insert(0, TorchCuda())
