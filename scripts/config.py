@@ -9,11 +9,15 @@ the import of PyTorch.
 """
 
 import argparse
+from collections.abc import Callable
 from dataclasses import dataclass, field, fields
 from typing import Any, Literal, NamedTuple
 
 CUSTOM_GPT = "custom-gpt"  # the --model_name of custom_model.py
 TINY_BLOOM = "tiny-bloom"
+ALL = "all"  # a value of --train_size and --eval_size
+# Sizes for a dataset of the Hub if none are given, as in the original documents. A local file is used whole
+HUB_SIZES = {"train": 500, "eval": 100}
 
 
 def has_random_weights(model_name: str, from_scratch: bool) -> bool:
@@ -21,9 +25,22 @@ def has_random_weights(model_name: str, from_scratch: bool) -> bool:
     return from_scratch or model_name in (TINY_BLOOM, CUSTOM_GPT)
 
 
-def knob(variable: str, default: Any, description: str) -> Any:
-    """Define a flag of this workshop. The field gives its name and type; None is a default that is computed later."""
-    return field(default=default, metadata={"variable": variable, "help": description})
+def number_or_all(text: str) -> int | str:
+    """Read a number of questions, or `all`. Raise ArgumentTypeError for any other text."""
+    if text == ALL:
+        return ALL
+    try:
+        return int(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"invalid value: {text!r}, expected a whole number or {ALL}") from None
+
+
+def knob(variable: str, default: Any, description: str, parse: Callable[[str], Any] | None = None) -> Any:
+    """Define a flag of this workshop. The field gives its name and type; None is a default that is computed later.
+
+    parse: function that reads a value from text, if the field's type cannot.
+    """
+    return field(default=default, metadata={"variable": variable, "help": description, "parse": parse})
 
 
 @dataclass(frozen=True)
@@ -78,10 +95,20 @@ class DataArguments:
     eval_dataset: str | None = knob(
         "EVAL_DATASET",
         None,
-        "Local JSON file to evaluate on. Without it a local --dataset holds out every fifth paragraph.",
+        "Local JSON file to evaluate on. Without it a local --dataset holds out every fifth passage.",
     )
-    train_size: int = knob("TRAIN_SIZE", 500, "Number of training questions.")
-    eval_size: int = knob("EVAL_SIZE", 100, "Number of evaluation questions.")
+    train_size: int | str | None = knob(
+        "TRAIN_SIZE",
+        None,
+        f"Number of training questions, or all. Default: all of a local file, {HUB_SIZES['train']} of the Hub.",
+        parse=number_or_all,
+    )
+    eval_size: int | str | None = knob(
+        "EVAL_SIZE",
+        None,
+        f"Number of evaluation questions, or all. Default: all of a local file, {HUB_SIZES['eval']} of the Hub.",
+        parse=number_or_all,
+    )
     samples_per_gpu: int | None = knob(
         "SAMPLES_PER_GPU", None, "Weak scaling: train on this many questions per rank, instead of --train_size."
     )
@@ -98,6 +125,9 @@ class DataArguments:
     )
     em_f1: bool = knob("EM_F1", True, "After training, answer the evaluation questions and print EM and F1.")
     em_f1_batch_size: int = knob("EM_F1_BATCH_SIZE", 16, "Number of questions that a rank answers at the same time.")
+    show: int = knob(
+        "SHOW", 0, "Print this many evaluation questions with the right and the model's answer, next to EM and F1."
+    )
     profile: bool = knob("PROFILE", False, "Trace three steps on each rank, and print the time of each part of a step.")
 
 

@@ -9,11 +9,11 @@ from typing import Any
 from datasets import Dataset, load_dataset
 from transformers import DataCollatorForSeq2Seq, PreTrainedTokenizerBase, TrainingArguments
 
-from config import DataArguments
+from config import ALL, HUB_SIZES, DataArguments
 from distributed.collectives import print_once
 from shared.errors import WorkshopError
-from shared.hub import loading_error, offline_without_network
-from shared.json_files import parse_json, read_bytes
+from shared.hub import loading_errors, offline_without_network
+from shared.json_files import is_json_lines, parse_json, read_bytes
 
 # The reference answer if the paragraph does not answer the question (SQuAD v2.0)
 UNANSWERABLE = "no answer"
@@ -23,7 +23,8 @@ IGNORED = -100
 MAX_ANSWER_TOKENS = 32
 READABLE = "check the path and its permissions"
 # Version of tokenise_batch's output. Increase it when the output changes; otherwise a stale cache is used.
-ROWS_VERSION = 4
+ROWS_VERSION = 5
+PLACES_SHOWN = 10  # at most, in an error that lists wrong places of a file
 
 
 def load_squad(
@@ -35,12 +36,12 @@ def load_squad(
     seed chooses the questions, so every rank gets the same ones. Raise WorkshopError (exit code 2) if a file is
     unusable or has fewer questions than requested.
     """
-    size = data_args.train_size
+    requested = data_args.train_size
     if data_args.samples_per_gpu:
-        size = data_args.samples_per_gpu * training_args.world_size
-    train = load_set("train", size, data_args, tokenizer, training_args)
+        requested = data_args.samples_per_gpu * training_args.world_size
+    train = load_set("train", requested, data_args, tokenizer, training_args)
     if cut := sum(train["cut"][:]):
-        print_once(f"{cut} of {size} training questions were cut to --max_length")
+        print_once(f"{cut} of {len(train)} training questions were cut to --max_length")
     return train, load_evaluation_set(data_args, tokenizer, training_args)
 
 
@@ -53,22 +54,37 @@ def load_evaluation_set(
 
 def load_set(
     part: str,
-    size: int,
+    requested: int | str | None,
     data_args: DataArguments,
     tokenizer: PreTrainedTokenizerBase,
     training_args: TrainingArguments,
 ) -> Dataset:
-    """Return `size` questions of one part (train or eval), tokenised."""
+    """Return the requested number of questions of one part (train or eval), tokenised."""
     # One rank of each node reads, tokenises and writes the cache. The other ranks wait, and then read the cache.
     with training_args.main_process_first(local=True, desc="tokenise"):
         questions = read_part(part, data_args)
-        if size > len(questions):
-            flag = {"train": "--train_size or --samples_per_gpu", "eval": "--eval_size"}[part]
-            use = {"train": "train", "eval": "evaluate"}[part]
-            what = f"{size} questions requested, but {source(part, data_args)} has only {len(questions)} to {use} on"
-            raise WorkshopError(flag, what, "lower it")
+        name = source(part, data_args)
+        size = resolve_size(part, requested, len(questions), name)
+        use = {"train": "training", "eval": "evaluating"}[part]
+        print_once(f"{use} on {size} of the {len(questions)} questions for it in {name}")
         seed = training_args.seed if training_args.data_seed is None else training_args.data_seed
         return tokenise(questions.shuffle(seed=seed).select(range(size)), tokenizer, data_args)
+
+
+def resolve_size(part: str, requested: int | str | None, available: int, name: str) -> int:
+    """Return the number of questions to use: all of a local file, and a part of a Hub dataset, if none is requested.
+
+    name: the file or Hub name. Raise WorkshopError (exit code 2) if too many are requested.
+    """
+    if requested == ALL or (requested is None and is_local(name)):
+        return available
+    size = min(HUB_SIZES[part], available) if requested is None else int(requested)
+    if size > available:
+        flag = {"train": "--train_size or --samples_per_gpu", "eval": "--eval_size"}[part]
+        use = {"train": "train", "eval": "evaluate"}[part]
+        what = f"{size} questions requested, but {name} has only {available} to {use} on"
+        raise WorkshopError(flag, what, f"lower it, or give {ALL}")
+    return size
 
 
 def source(part: str, data_args: DataArguments) -> str:
@@ -101,10 +117,8 @@ def is_local(dataset: str) -> bool:
 def load_from_hub(name: str, part: str) -> Dataset:
     offline_without_network()
     split = {"train": "train", "eval": "validation"}[part]
-    try:
+    with loading_errors("--dataset", name):
         questions = load_dataset(name, split=split).select_columns(["id", "question", "context", "answers"])
-    except (OSError, ValueError) as error:
-        raise loading_error("--dataset", name, error) from error
     return questions.map(hub_answers, desc=f"Reading {name}")
 
 
@@ -113,59 +127,89 @@ def hub_answers(example: dict) -> dict:
 
 
 def load_from_file(path: str, part: str) -> Dataset:
-    """Return the questions of a local SQuAD file. `part`: all, train, or held out (every fifth paragraph).
+    """Return the questions of a local SQuAD file. `part`: all, train, or held out (every fifth passage).
 
     The cache key contains a hash of the file, so a changed file is read again.
     """
     if not list(read_questions(path, part)):  # check all questions here, because here an error is one line
-        way_out = "give --eval_dataset, or a file with more paragraphs"
-        raise WorkshopError(path, f"no question in its {part} paragraphs", way_out)
-    key = hashlib.sha256(read_bytes(path, READABLE) + f"{part} {UNANSWERABLE} {HELD_OUT_EVERY}".encode())
+        way_out = f"give --eval_dataset, or a file with at least {HELD_OUT_EVERY} passages"
+        raise WorkshopError(path, f"no question in its {part} passages", way_out)
+    key = hashlib.sha256(read_bytes(path, READABLE) + f"{part} passages {UNANSWERABLE} {HELD_OUT_EVERY}".encode())
     arguments = {"path": path, "part": part}
-    return Dataset.from_generator(read_questions, gen_kwargs=arguments, fingerprint=key.hexdigest()[:16])
+    with loading_errors("--dataset", path):
+        return Dataset.from_generator(read_questions, gen_kwargs=arguments, fingerprint=key.hexdigest()[:16])
 
 
 def read_questions(path: str, part: str = "all") -> Iterator[dict]:
     """Yield the checked questions of a SQuAD v1.1 or v2.0 JSON file: id, question, context, answers (texts).
 
-    Raise WorkshopError (exit code 2) with the file and the place of the first error.
+    Raise WorkshopError (exit code 2) with the file and the place of the first error. Only wrong values of answer_start
+    are collected, and raised at the end of the file.
     """
-    for number, (place, paragraph) in enumerate(read_paragraphs(path)):
-        questions = list(read_paragraph(path, place, paragraph))
-        held_out = number % HELD_OUT_EVERY == HELD_OUT_EVERY - 1
-        if part == "all" or held_out == (part == "held out"):
-            yield from questions
+    numbers: dict[str, int] = {}  # of the passages. The same passage can be in several paragraphs of the file
+    misplaced: list[str] = []
+    answers = 0
+    for place, paragraph in read_paragraphs(path):
+        for question in read_paragraph(path, place, paragraph, misplaced):
+            answers += len(question["answers"])
+            number = numbers.setdefault(question["context"], len(numbers))
+            held_out = number % HELD_OUT_EVERY == HELD_OUT_EVERY - 1
+            if part == "all" or held_out == (part == "held out"):
+                yield question
+    if misplaced:
+        places = ", ".join(misplaced[:PLACES_SHOWN])
+        more = f" and {len(misplaced) - PLACES_SHOWN} more" if len(misplaced) > PLACES_SHOWN else ""
+        what = f"wrong answer_start in {len(misplaced)} of {answers} answers: {places}{more}"
+        raise WorkshopError(path, what, "correct them; answer_start counts characters from 0")
 
 
 def read_paragraphs(path: str) -> Iterator[tuple[str, dict]]:
     """Yield place and content of each paragraph, in the order of the file."""
-    content = parse_json(path, read_bytes(path, READABLE), "is the file complete?")
+    raw = read_bytes(path, READABLE)
+    try:
+        content = parse_json(path, raw, "is the file complete?")
+    except WorkshopError:
+        if path.endswith(".json") and not is_json_lines(raw.decode()):
+            raise
+        content = []
+    if is_table(content):
+        way_out = f"convert it with python scripts/to_squad.py {path} my-squad.json"
+        raise WorkshopError(path, "is a table, not a SQuAD file", way_out)
     for d, article in enumerate(require(path, "", content, "data", list)):
         for p, paragraph in enumerate(require(path, f"data[{d}]", article, "paragraphs", list)):
             yield f"data[{d}].paragraphs[{p}]", paragraph
 
 
-def read_paragraph(path: str, place: str, paragraph: dict) -> Iterator[dict]:
+def is_table(content: object) -> bool:
+    """Return whether the content of a JSON file has one row per question, which to_squad.py can convert."""
+    if isinstance(content, list):
+        return True
+    rows = content.get("data") if isinstance(content, dict) else None
+    return isinstance(rows, list) and bool(rows) and isinstance(rows[0], dict) and "question" in rows[0]
+
+
+def read_paragraph(path: str, place: str, paragraph: dict, misplaced: list[str]) -> Iterator[dict]:
+    """Yield the questions of a paragraph, and add the places of wrong values of answer_start to `misplaced`."""
     context = require(path, place, paragraph, "context", str)
     for q, item in enumerate(require(path, place, paragraph, "qas", list)):
         where = f"{place}.qas[{q}]"
         question = require(path, where, item, "question", str)
-        identifier = require(path, where, item, "id", str)
         answers = require(path, where, item, "answers", list)
-        texts = [answer_text(path, f"{where}.answers[{a}]", x, context) for a, x in enumerate(answers)]
+        texts = []
+        for a, answer in enumerate(answers):
+            text = require(path, f"{where}.answers[{a}]", answer, "text", str)
+            start = require(path, f"{where}.answers[{a}]", answer, "answer_start", int)
+            if start < 0 or not context.startswith(text, start):
+                misplaced.append(f"{where}.answers[{a}] ({text!r:.40} at {start})")
+            texts.append(text)
         if not texts and not item.get("is_impossible"):
             raise WorkshopError(f"{path}: {where}.answers", "is empty", "give an answer, or set is_impossible to true")
-        answers = texts or [UNANSWERABLE]
-        yield {"id": identifier, "question": question.strip(), "context": context, "answers": answers}
-
-
-def answer_text(path: str, where: str, answer: object, context: str) -> str:
-    text = require(path, where, answer, "text", str)
-    start = require(path, where, answer, "answer_start", int)
-    if context[start : start + len(text)] != text:
-        what = f"{text!r:.40} is not at character {start} of its context"
-        raise WorkshopError(f"{path}: {where}", what, "correct answer_start")
-    return text
+        yield {
+            "id": str(item.get("id") or where),
+            "question": question.strip(),
+            "context": context,
+            "answers": texts or [UNANSWERABLE],
+        }
 
 
 def require(path: str, place: str, holder: object, key: str, kind: type) -> Any:
@@ -208,7 +252,7 @@ def tokenise_batch(batch: dict, tokenizer: PreTrainedTokenizerBase, max_length: 
     """
     rows = []
     texts = [PROMPT.format(question=q, context=c) for q, c in zip(batch["question"], batch["context"], strict=True)]
-    encoded = zip(tokenizer(texts)["input_ids"], batch["question"], batch["answers"], strict=True)
+    encoded = zip(tokenise_beginnings(texts, tokenizer), batch["question"], batch["answers"], strict=True)
     for prompt, question, answers in encoded:
         answer = tokenizer(f" {answers[0].strip()}", add_special_tokens=False)["input_ids"]
         ending = [*answer, tokenizer.eos_token_id]
@@ -230,6 +274,16 @@ def tokenise_batch(batch: dict, tokenizer: PreTrainedTokenizerBase, max_length: 
     return {name: [row[name] for row in rows] for name in rows[0]}
 
 
+def tokenise_beginnings(texts: list[str], tokenizer: PreTrainedTokenizerBase) -> list[list[int]]:
+    """Return the tokens of texts that continue after them: without the EOS that some tokenizers append."""
+    special = set(tokenizer.all_special_ids)
+    rows: list[list[int]] = tokenizer(texts)["input_ids"]
+    for row in rows:
+        while row and row[-1] in special:
+            row.pop()
+    return rows
+
+
 def answer_room(max_length: int) -> int:
     """Return the number of tokens reserved for an answer after each prompt, in training and in generation."""
     return min(MAX_ANSWER_TOKENS, max_length // 4)
@@ -241,7 +295,7 @@ def shorten(prompt: list[int], question: str, limit: int, tokenizer: PreTrainedT
     Raise WorkshopError (exit code 2) if the question does not fit even without context.
     """
     beginning, _, ending = PROMPT.partition(" {context}")
-    question_tokens = tokenizer(beginning.format(question=question))["input_ids"]
+    (question_tokens,) = tokenise_beginnings([beginning.format(question=question)], tokenizer)
     answer_tokens = tokenizer(ending, add_special_tokens=False)["input_ids"]
     room = limit - len(answer_tokens)
     if len(question_tokens) > room:

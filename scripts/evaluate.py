@@ -2,6 +2,7 @@
 
     python scripts/evaluate.py --model_name output/123 --dataset data/squad_sample.json --eval_size 50
     torchrun --nproc_per_node=2 scripts/evaluate.py --model_name output/123 --eval_size 100
+    python scripts/evaluate.py --model_name output/123 --dataset my-squad.json --show 5    # also print 5 answers
 
 evaluate.py reads the same flags and variables as train.py, so the same seed and sizes give the same questions. The
 scores come from torchmetrics. The Hugging Face library "evaluate" is not used.
@@ -46,7 +47,7 @@ def main() -> None:
     model.to(args.device)
     generation = Generation(settings.data.em_f1_batch_size, settings.data.max_length, args.device)
     with torch.autocast(args.device.type, dtype=DTYPES[settings.precision], enabled=settings.precision != "fp32"):
-        exact_match_and_f1(model, tokenizer, questions, generation)
+        exact_match_and_f1(model, tokenizer, questions, generation, settings.data.show)
     leave_process_group()
 
 

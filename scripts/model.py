@@ -1,11 +1,10 @@
 """Load, create and save models and tokenizers."""
 
 import os
-import pickle
+from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from torch import nn
 from transformers import (
@@ -29,8 +28,9 @@ from config import CUSTOM_GPT, CUSTOM_SIZES, TINY_BLOOM, DataArguments, ModelArg
 from custom_model import CustomGPTConfig
 from data_loader import is_local, read_part, read_questions
 from shared.errors import WorkshopError
-from shared.hub import loading_error, offline_without_network
+from shared.hub import loading_errors, offline_without_network
 from training.bloom_sdpa import use_attention
+from training.find_checkpoints import complete_checkpoints, newest_first
 
 # Hidden size, layers and heads (arXiv:2211.05100, table 3), so that --from_scratch needs no download
 BLOOM_SIZES = {
@@ -60,12 +60,13 @@ def load_tokenizer(model_args: ModelArguments, data_args: DataArguments) -> PreT
     if not is_folder(flag, name):
         offline_without_network()
     try:
-        tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=False)
-    except (OSError, ValueError) as error:
-        if model_args.from_scratch and name in BLOOM_SIZES:
-            print(f"no tokenizer for {name}: training one with {TINY_VOCABULARY} tokens on {data_args.dataset}")
-            return train_tokenizer(data_args, TINY_VOCABULARY)
-        raise loading_error(flag, name, error) from error
+        with loading_errors(flag, name):
+            tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=False)
+    except WorkshopError:
+        if not (model_args.from_scratch and name in BLOOM_SIZES):
+            raise
+        print(f"no tokenizer for {name}: training one with {TINY_VOCABULARY} tokens on {data_args.dataset}")
+        return train_tokenizer(data_args, TINY_VOCABULARY)
     if len(tokenizer) <= len(tokenizer.all_special_ids):
         # transformers creates such an empty tokenizer if the file of GPT-2's tokenizer is missing
         way_out = "save one next to the model, or give --tokenizer_name"
@@ -108,6 +109,11 @@ def is_folder(flag: str, name: str) -> bool:
     """
     if not os.path.isdir(name) and name.startswith((".", "/", "~")):
         raise WorkshopError(flag, f"there is no folder {name}", "give the folder of a saved model, or a Hub name")
+    checkpoints = complete_checkpoints([Path(name)])
+    if checkpoints and not (Path(name) / "config.json").exists():
+        last = min(checkpoints, key=newest_first).name
+        what = f"{name} has no model, only checkpoints (the last one is {last})"
+        raise WorkshopError(flag, what, f"complete its run with --resume_from_checkpoint {name}")
     return os.path.isdir(name)
 
 
@@ -154,7 +160,7 @@ def load_model(model_args: ModelArguments, tokenizer: PreTrainedTokenizerBase, s
 
 
 def pretrained_model(name: str) -> PreTrainedModel:
-    try:
+    with loading_errors("--model_name", name):
         loaded: Any = AutoModelForCausalLM.from_pretrained(
             name,
             dtype=torch.float32,  # the default is the dtype of the file, and in fp16 small updates would be lost
@@ -162,11 +168,6 @@ def pretrained_model(name: str) -> PreTrainedModel:
             ignore_mismatched_sizes=True,  # weights of a wrong shape become random here, and are rejected below by name
             output_loading_info=True,
         )
-    except pickle.UnpicklingError as error:
-        what = f"a file of {name} contains objects other than tensors, which are never loaded"
-        raise WorkshopError("--model_name", what, "use a model saved as safetensors") from error
-    except (OSError, ValueError, SafetensorError) as error:
-        raise loading_error("--model_name", name, error) from error
     model, loading = loaded
     unlike = loading["missing_keys"] | {weight for weight, _, _ in loading["mismatched_keys"]}
     if unlike:
@@ -216,10 +217,11 @@ def load_config(model_args: ModelArguments) -> PreTrainedConfig:
         )
     if not is_folder("--model_name", name):
         offline_without_network()
-    try:
+    with loading_errors("--model_name", name):
         config = AutoConfig.from_pretrained(name, trust_remote_code=False)
-    except (OSError, ValueError) as error:
-        raise loading_error("--model_name", name, error) from error
+    if getattr(config, "quantization_config", None):
+        what = f"{name} has quantised weights (quantization_config in its config.json), which cannot be trained"
+        raise WorkshopError("--model_name", what, "use the model that they were made from")
     if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING or is_encoder(config):
         what = f"{name} is a {config.model_type} model, not a causal LM"
         raise WorkshopError("--model_name", what, "use a model that generates text")

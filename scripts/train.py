@@ -17,7 +17,7 @@ With tensor parallelism, for the custom GPT, a Llama or a Qwen2:
     torchrun --nproc_per_node=2 scripts/train.py --model_name custom-gpt --tensor_parallel 2 --save_strategy no
 
 With your own model and data, resumed from the latest checkpoint of this run, or of the runs next to it:
-    python scripts/train.py --model_name ./my-model --dataset my.json --train_size 1000 --resume_from_checkpoint
+    python scripts/train.py --model_name ./my-model --dataset my-squad.json --resume_from_checkpoint
 """
 
 from dataclasses import replace
@@ -42,7 +42,7 @@ from shared.hub import draw_bars_on_terminals_only
 from shared.trackers import close_trackers, prepare_trackers
 from training.audit import strategy_name
 from training.callbacks import Run, add_callbacks
-from training.checks_before_training import check_room, check_trainable
+from training.checks_before_training import check_room, check_saving, check_trainable
 from training.chunked_loss import use_chunked_loss
 from training.exact_match import Generation, exact_match_and_f1
 from training.find_checkpoints import (
@@ -122,6 +122,8 @@ def main() -> None:
     tokenizer = load_tokenizer(settings.model, settings.data)
     check_trainable(settings, args, meta_model, tokenizer)
     train_dataset, eval_dataset = load_squad(settings.data, tokenizer, args)
+    data = replace(settings.data, train_size=len(train_dataset), eval_size=len(eval_dataset))  # they may say "all"
+    settings = replace(settings, data=data)
     # Settings, config and data of this training. Each checkpoint contains them, and only the same training can resume
     identity = training_identity(job_id, settings, strategy, args.world_size, train_dataset)
     if checkpoint:
@@ -157,6 +159,7 @@ def main() -> None:
         # 6. Model and Trainer.
         watchdog.progress("loading the model")
         model = load_model(settings.model, tokenizer, args.seed)
+        check_saving(model, tokenizer)
         if settings.model.loss == "chunked":
             use_chunked_loss(model)
         flops = model_flops(model, record)  # FLOPs per token, for MFU. None if unknown; the record gives the reason
@@ -198,7 +201,7 @@ def main() -> None:
                 tensor_parallel=tensor_parallel,
             )
             with trainer.accelerator.autocast():  # one context for all answers; otherwise each token casts the weights
-                scores = exact_match_and_f1(trainer.model, tokenizer, eval_dataset, generation)
+                scores = exact_match_and_f1(trainer.model, tokenizer, eval_dataset, generation, settings.data.show)
             if not scores["f1"] and has_random_weights(settings.model.model_name, settings.model.from_scratch):
                 print_once("(a score of 0 is expected: this model started with random weights)")
             record.update(**scores)

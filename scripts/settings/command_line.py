@@ -28,8 +28,10 @@ LATEST = "latest"  # the value of a bare --resume_from_checkpoint
 class Parser(HfArgumentParser, OneLineErrors):
     """HfArgumentParser that accepts the metadata of config.py's fields."""
 
-    def add_argument(self, *names: str, variable: str = "", **details: Any) -> argparse.Action:
-        """Add an argument. HfArgumentParser also passes the field's `variable`, which argparse does not know."""
+    def add_argument(self, *names: str, variable: str = "", parse: Any = None, **details: Any) -> argparse.Action:
+        """Add an argument. HfArgumentParser also passes the field's metadata, which argparse does not know."""
+        if parse:
+            details["type"] = parse
         return super().add_argument(*names, **details)
 
 

@@ -140,7 +140,7 @@ class Settings:
         return {flag: values[flag] for flag in sorted(flags)}
 
     def knob_lines(self) -> list[str]:
-        """Return lines with all knobs and their values by origin, highest precedence first, and then the warnings."""
+        """Return lines with all knobs and their values by origin, highest precedence first, then notes and warnings."""
         values = self.flat()
         shown: dict[str, list[str]] = {origin: [] for origin in ORIGINS}
         for knob in KNOBS:
@@ -161,6 +161,8 @@ class Settings:
                         break_on_hyphens=False,
                     )
                 )
+        if self.trainer.save_strategy == "no":
+            lines.append("the trained model will not be saved (SAVE_STRATEGY=no)")
         return lines + [f"warning: {text}" for text in self.warnings]
 
     def error(self, flag: str, what: str, way_out: str) -> WorkshopError:

@@ -2,7 +2,7 @@
 
 import math
 
-from config import CUSTOM_GPT, CUSTOM_SIZES
+from config import ALL, CUSTOM_GPT, CUSTOM_SIZES
 from settings.hints import UNUSED_FLAGS
 from settings.settings import Settings
 
@@ -12,6 +12,7 @@ AT_LEAST_ONE = (
     "tensor_parallel",
     *CUSTOM_SIZES,
 )
+NO_LIMIT = {"max_steps": -1, "train_size": ALL, "eval_size": ALL}
 # The flags *_steps may be a fraction of the training, such as 0.1
 MORE_THAN_ZERO = ("num_train_epochs", "learning_rate", "logging_steps", "eval_steps", "save_steps")
 
@@ -32,8 +33,8 @@ def check_settings(settings: Settings) -> None:
 def check_numbers(settings: Settings) -> None:
     values = settings.flat()
     for flag in settings.names:
-        no_limit = flag == "max_steps" and values[flag] == -1
-        if flag in AT_LEAST_ONE and values[flag] < 1 and not no_limit:
+        no_limit = flag in NO_LIMIT and values[flag] == NO_LIMIT[flag]
+        if flag in AT_LEAST_ONE and not no_limit and values[flag] < 1:
             raise settings.error(flag, f"{values[flag]} is too small", "give a whole number of at least 1")
         if flag in MORE_THAN_ZERO and not 0 < values[flag] < math.inf:
             raise settings.error(flag, f"{values[flag]} is out of range", "give a number above 0")
@@ -64,6 +65,12 @@ def contradictions(settings: Settings) -> list[tuple[object, str, str, str]]:
             "fsdp_config",
             "has no effect without --fsdp",
             "add --fsdp",
+        ),
+        (
+            settings.data.show and not settings.data.em_f1,
+            "show",
+            "has no effect without EM and F1",
+            "leave it out, or set EM_F1=True",
         ),
         (
             chunked and trainer.label_smoothing_factor,

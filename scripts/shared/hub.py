@@ -1,16 +1,23 @@
 """Loading from the Hugging Face Hub, with and without network."""
 
+import contextlib
+import errno
 import os
+import pickle
 import socket
 import sys
+from collections.abc import Iterator
 from urllib.parse import urlparse
 
 import datasets
 import huggingface_hub.constants
+import torch
 from transformers.utils import logging
 
-from shared.errors import WorkshopError
+from shared.errors import ENVIRONMENT, WorkshopError
 
+# Errors of a file system, such as that of the cache
+UNUSABLE = {errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOSPC, errno.EDQUOT}
 # Model files that a run reads. Files of other frameworks and PyTorch's older *.bin are left out
 MODEL_FILES = ["*.json", "*.txt", "*.model", "*.safetensors"]
 
@@ -43,15 +50,36 @@ def offline_without_network() -> None:
         datasets.config.HF_HUB_OFFLINE = datasets.config.HF_DATASETS_OFFLINE = True
 
 
-def loading_error(flag: str, name: str, error: Exception) -> WorkshopError:
-    """Return a one-line error for a model, tokenizer or dataset that a library could not load.
+@contextlib.contextmanager
+def loading_errors(flag: str, name: str) -> Iterator[None]:
+    """Turn any exception of a library that loads a model, tokenizer or dataset into one error line.
 
     flag, name: the command-line flag and its value.
     """
+    try:
+        yield
+    except (WorkshopError, MemoryError, torch.OutOfMemoryError, torch.distributed.DistError):
+        raise
+    except Exception as error:  # of transformers, tokenizers, safetensors, datasets, and what a broken file causes
+        raise loading_error(flag, name, error) from error
+
+
+def loading_error(flag: str, name: str, error: Exception) -> WorkshopError:
+    if isinstance(error, pickle.UnpicklingError):
+        what = f"a file of {name} contains objects other than tensors, which are never loaded"
+        return WorkshopError(flag, what, "use a model saved as safetensors")
     if "custom code" in str(error):
         what = f"{name} asks for code of its own, which is never run here"
         return WorkshopError(flag, what, "use a model that transformers has a class for")
-    if huggingface_hub.constants.HF_HUB_OFFLINE and isinstance(error, OSError | ValueError) and not os.path.isdir(name):
+    cause = root_cause(error)
+    if isinstance(cause, OSError) and cause.errno in UNUSABLE:
+        way_out = "make it readable, or set HF_HOME to a folder on a disk with space"
+        return WorkshopError(cause.filename or name, str(cause.strerror), way_out, ENVIRONMENT)
+    if (
+        huggingface_hub.constants.HF_HUB_OFFLINE
+        and isinstance(error, OSError | ValueError)
+        and not os.path.exists(name)
+    ):
         what = f"{name} is neither a local path nor in the cache, and there is no network"
         # prefetch.py has no flag for a tokenizer: --model_name also fetches it
         prefetch_flag = "--dataset" if flag == "--dataset" else "--model_name"
@@ -60,10 +88,20 @@ def loading_error(flag: str, name: str, error: Exception) -> WorkshopError:
             flag, what, f"on a login node run: {command} (it takes --model_name and --dataset together)"
         )
     way_out = "correct the name, or give a local path with all its files"
-    return WorkshopError(flag, f"{name} cannot be loaded ({short_reason(error)})", way_out)
+    reason = short_reason(error)
+    if cause is not error and short_reason(cause) not in reason:
+        reason += f": {short_reason(cause)}"
+    return WorkshopError(flag, f"{name} cannot be loaded ({reason})", way_out)
 
 
-def short_reason(error: Exception) -> str:
+def root_cause(error: BaseException) -> BaseException:
+    """Return the first exception of a chain, which libraries hide behind a general one."""
+    while error.__cause__:
+        error = error.__cause__
+    return error
+
+
+def short_reason(error: BaseException) -> str:
     """Return the first two lines of a library's error as one line. The first line is often only a heading."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return " ".join(lines[:2]) or type(error).__name__

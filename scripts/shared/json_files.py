@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 from pathlib import Path
 from typing import TypeVar
 
@@ -37,6 +38,11 @@ def parse_json(path: str | Path, raw: bytes, way_out: str) -> object:
         return json.loads(raw)
     except ValueError as error:  # JSONDecodeError or UnicodeDecodeError
         raise WorkshopError(path, str(error), way_out) from error
+
+
+def is_json_lines(text: str) -> bool:
+    """Return whether a text has one JSON object per line: two objects without a comma between them."""
+    return re.search(r"\}\s*\n\s*\{", text) is not None
 
 
 def read_checked(path: Path, model: type[Model], kind: str, way_out: str) -> Model:

@@ -28,6 +28,7 @@ from distributed.tensor_parallel import check_tensor_parallel_model
 from model import check_model, count_parameters
 from settings.settings import Settings
 from shared.errors import ENVIRONMENT, WorkshopError
+from shared.hub import short_reason
 from training.chunked_loss import check_head
 from training.exact_match import load_metric
 from training.find_checkpoints import complete_checkpoints
@@ -77,6 +78,29 @@ def check_trainable(
         check_torch_compile(args)
     check_temporary_folder(args)
     check_trainer_values(settings, args, meta_model)
+
+
+def check_saving(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
+    """Write the model's small files into a temporary folder. Raise WorkshopError (exit code 2) if one cannot be saved.
+
+    Without this check, the run would fail at its first checkpoint.
+    """
+    if rank() != 0:
+        return
+    with tempfile.TemporaryDirectory() as folder:
+        try:
+            model.generation_config.save_pretrained(folder)
+        except ValueError:
+            # Some models on the Hub set a temperature without do_sample. transformers reads such a file but rejects it
+            # when it saves
+            model.generation_config.do_sample = True
+            print("generation_config.json sets options for sampling but not do_sample: saving it with do_sample=true")
+        try:
+            for each in (model.config, model.generation_config, tokenizer):
+                each.save_pretrained(folder)
+        except Exception as error:  # of transformers, json and tokenizers
+            way_out = "correct the model's config.json, generation_config.json or tokenizer files"
+            raise WorkshopError("--model_name", f"cannot be saved ({short_reason(error)})", way_out) from error
 
 
 def check_torch_compile(args: Any) -> None:

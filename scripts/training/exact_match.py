@@ -34,11 +34,11 @@ class Generation:
 
 
 def exact_match_and_f1(
-    model: Any, tokenizer: PreTrainedTokenizerBase, questions: Dataset, generation: Generation
+    model: Any, tokenizer: PreTrainedTokenizerBase, questions: Dataset, generation: Generation, show: int = 0
 ) -> dict[str, float]:
     """Print and return both scores in percent, by the official SQuAD v1.1 rules, over all `questions`. Collective.
 
-    model: a model of transformers, which FSDP1 may have wrapped.
+    model: a model of transformers, which FSDP1 may have wrapped. show: number of questions to print with their answers.
     """
     squad = load_metric()
     predictions = answer_questions(model, tokenizer, questions, generation)
@@ -47,6 +47,9 @@ def exact_match_and_f1(
         {"id": str(i), "answers": {"text": answers, "answer_start": [0] * len(answers)}}
         for i, answers in enumerate(questions["answers"])
     ]
+    for i in range(min(show, len(questions))):
+        right = " | ".join(questions[i]["answers"])
+        print_once(f"question: {questions[i]['question']}\n  right answer: {right}\n  model's answer: {predictions[i]}")
     scores = {name: round(float(value), 4) for name, value in squad(given, references).items()}
     print_once(f"exact_match {scores['exact_match']:.2f}  f1 {scores['f1']:.2f}")
     return scores

@@ -31,7 +31,7 @@ MARKER = "complete.json"
 UNSHARDED = {"plain", "DDP"}  # each rank holds everything, so any number of ranks can resume
 # Flags that may differ in a resumed run, because they only decide when something is done or where it is stored
 CHANGEABLE_FLAGS = re.compile(
-    r"num_train_epochs|max_steps|(logging|log|save|eval)_(?!size|dataset).*|output_dir|run_name|report_to|em_f1.*|profile"
+    r"num_train_epochs|max_steps|(logging|log|save|eval)_(?!size|dataset).*|output_dir|run_name|report_to|em_f1.*|show|profile"
     r"|resume_from_checkpoint|ddp_timeout|ddp_find_unused_parameters|disable_tqdm|dataloader_.*|per_device_(train|eval)_batch_size"
     r"|gradient_accumulation_steps|deepspeed|fsdp|fsdp_config|local_rank|use_cpu"
 )

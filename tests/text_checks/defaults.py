@@ -6,7 +6,7 @@ Add a line to SHOWN for a page that shows a default, with the variable (or flag)
 import re
 from collections.abc import Iterator
 
-from config import KNOBS, OTHER_DEFAULTS
+from config import HUB_SIZES, KNOBS, OTHER_DEFAULTS
 from helpers import REPOSITORY
 
 SHOWN = {
@@ -33,7 +33,7 @@ SHOWN = {
         "the default is `{ddp_find_unused_parameters}`",
     ],
     "docs/efficiency.md": ["question is padded to {MAX_LENGTH} tokens"],
-    "docs/environment.md": ['knob("TRAIN_SIZE", {TRAIN_SIZE}, ...)'],
+    "docs/environment.md": ['knob("MAX_LENGTH", {MAX_LENGTH}, ...)'],
     "docs/instructor/README.md": ["{MODEL_NAME} with {TRAIN_SIZE} questions"],
     "docs/knobs.md": [
         "LOSS={LOSS} MAX_LENGTH={MAX_LENGTH} ...",
@@ -53,6 +53,7 @@ SHOWN = {
     "experiments/efficiency/recipe/efficiency_recipe.slurm": ["padded to {MAX_LENGTH} tokens"],
 }
 DEFAULTS = {knob.variable: knob.default for knob in KNOBS} | OTHER_DEFAULTS
+DEFAULTS |= {"TRAIN_SIZE": HUB_SIZES["train"], "EVAL_SIZE": HUB_SIZES["eval"]}
 
 
 def findings() -> Iterator[str]:

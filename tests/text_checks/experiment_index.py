@@ -10,7 +10,7 @@ from helpers import EXPERIMENT_SCRIPTS, EXPERIMENTS, REPOSITORY, read_directives
 INDEX = "experiments/README.md"
 BILL = "docs/instructor/README.md"
 ROW = r"^\| `experiments/submit\.sh (\S+)` \| (.+) \| \d+ x \d+ \| \S+ \| (-|\[\d+\]\(\.\./docs/\S+\)) \|$"
-NOT_TAUGHT = ("demo", "gpu-check")  # no section of the workshop runs them
+NOT_TAUGHT = ("demo", "gpu-check", "own-model")  # no section of the workshop runs them
 NEEDS_A_GPU = " (needs a GPU)"
 DEFAULTS = {
     "nodes": "1",

@@ -25,7 +25,8 @@ def parse(*argv: str) -> Settings:
 # flag -> variable, default, (text of the variable, its value), (text of the flag, its value).
 # KNOBS and the table of docs/knobs.md list all variables with their flags
 PRECEDENCE = {
-    "train_size": ("TRAIN_SIZE", 500, ("7", 7), ("8", 8)),
+    "train_size": ("TRAIN_SIZE", None, ("7", 7), ("8", 8)),
+    "eval_size": ("EVAL_SIZE", None, ("all", "all"), ("8", 8)),
     "samples_per_gpu": ("SAMPLES_PER_GPU", None, ("7", 7), ("8", 8)),
     "fp16": ("FP16", True, ("False", False), ("True", True)),
     "num_train_epochs": ("NUM_EPOCHS", 3, ("7", 7), ("0.5", 0.5)),
@@ -135,13 +136,13 @@ MISTAKES = {
     "--num-gpus=2": "--num-gpus: unknown flag; start one process per GPU: torchrun --nproc_per_node=2 ",
     "--precision bf16": "--precision: unknown flag; use --fp16, --bf16, or --fp16 False for fp32",
     # malformed
-    "--train_size x": "--train_size: invalid int value: 'x'; see --help",
+    "--train_size x": "--train_size: invalid value: 'x', expected a whole number or all; see --help",
     "--train_size": "--train_size: expected one argument",
     "--padding none": "--padding: invalid choice: 'none' (choose from 'max_length', 'longest')",
     "--eval_strategy often": "--eval_strategy: invalid choice: 'often'",
     "--train-size -3": "--train-size: -3 is too small; give a whole number of at least 1",
     "--learning_rate nan": "--learning_rate: nan is out of range; give a number above 0",
-    "TRAIN_SIZE=many": "TRAIN_SIZE: invalid int value: 'many'; correct or unset the variable",
+    "TRAIN_SIZE=many": "TRAIN_SIZE: invalid value: 'many', expected a whole number or all; correct or unset",
     "FP16=maybe": "FP16: Truthy value expected: got maybe",
     "PER_DEVICE_BATCH_SIZE=4": "PER_DEVICE_BATCH_SIZE: this variable is not read; use BATCH_SIZE",
     "NUM_TRAIN_EPOCHS=1": "NUM_TRAIN_EPOCHS: this variable is not read; use NUM_EPOCHS",

@@ -1,5 +1,6 @@
 """SQuAD files: the README describes the bundled file correctly, and errors in a user's file name their place."""
 
+import copy
 import json
 import re
 from contextlib import contextmanager
@@ -8,10 +9,19 @@ from types import SimpleNamespace
 
 import datasets
 import pytest
+from tokenizers.processors import TemplateProcessing
 
 import data_loader
 from config import DataArguments
-from data_loader import UNANSWERABLE, load_from_hub, load_squad, read_part, read_questions
+from data_loader import (
+    UNANSWERABLE,
+    load_from_hub,
+    load_squad,
+    read_part,
+    read_questions,
+    resolve_size,
+    tokenise_batch,
+)
 from helpers import REPOSITORY
 from shared import hub
 
@@ -73,6 +83,7 @@ def test_the_format_that_the_readme_shows_is_read(written):
 # A user's file
 
 
+TABLE = ": is a table, not a SQuAD file; convert it with python scripts/to_squad.py "
 FAULTS = {
     "truncated": ('{"data": [{"paragraphs": [', ": Expecting value: line 1 column 27 (char 26); is the file complete?"),
     "no paragraphs": ({"data": [{}]}, ": data[0].paragraphs: is missing, expected a list; see data/README.md for the"),
@@ -85,11 +96,19 @@ FAULTS = {
         squad(question(answers=[])),
         ": data[0].paragraphs[0].qas[0].answers: is empty; give an answer, or set is_impossible to true",
     ),
-    "wrong offset, at the end": (
-        squad(*map(question, "abc"), question(answers=[{"text": "fast", "answer_start": 3}])),
-        ": data[0].paragraphs[0].qas[3].answers[0]: 'fast' is not at character 3 of its context; correct answer_start",
+    "wrong offsets": (
+        squad(*map(question, "abc"), *[question(answers=[{"text": "fast", "answer_start": 3}])] * 12),
+        ": wrong answer_start in 12 of 15 answers: "
+        + ", ".join(f"data[0].paragraphs[0].qas[{q}].answers[0] ('fast' at 3)" for q in range(3, 13))
+        + " and 2 more; correct them; answer_start counts characters from 0",
     ),
-    "one paragraph": (squad(question()), ": no question in its held out paragraphs; give --eval_dataset, or a file"),
+    "one passage": (
+        squad(question()),
+        ": no question in its held out passages; give --eval_dataset, or a file with at",
+    ),
+    "a list of rows": ([{"question": "q"}], TABLE),
+    "rows as the Hub has them": ({"data": [{"question": "q"}]}, TABLE),
+    "JSON Lines": ('{"question": "q"}\n{"question": "r"}\n', TABLE),
 }
 
 
@@ -98,6 +117,11 @@ def test_a_bad_file_is_refused_with_the_place_of_the_fault(fault, written, refus
     content, beginning = FAULTS[fault]
     path = written(content)
     assert refusal(read_part, "eval", DataArguments(dataset=path)).startswith(f"error: {path}{beginning}")
+
+
+def test_questions_need_no_ids(written):
+    path = written(squad(question(id=7), {each: value for each, value in question().items() if each != "id"}))
+    assert [row["id"] for row in read(path)] == ["7", "data[0].paragraphs[0].qas[1]"]
 
 
 def test_a_path_without_a_file_is_refused(tmp_path, refusal):
@@ -136,6 +160,46 @@ def test_held_out_paragraphs_are_every_fifth_and_never_trained_on(sample):
     assert len(train) + len(held_out) == len(read(sample))
     contexts = list(dict.fromkeys(q["context"] for q in read(sample)))
     assert list(dict.fromkeys(q["context"] for q in held_out)) == contexts[4::5]
+
+
+def test_a_passage_in_several_paragraphs_is_either_trained_on_or_held_out(written):
+    """Tables often have one row, and so one paragraph, per question."""
+    rows = [{"context": f"{CONTEXT} {passage}", "qas": [question()]} for passage in range(5) for _ in range(3)]
+    path = written({"data": [{"paragraphs": rows}]})
+    contexts = {part: [row["context"] for row in read(path, part)] for part in ("train", "held out")}
+    assert (len(contexts["train"]), contexts["held out"]) == (12, [f"{CONTEXT} 4"] * 3)
+
+
+def test_sizes(sample, tiny_tokenizer, capsys):
+    """All questions of a local file are used unless sizes are given. tests/unit/test_train.py has a size too large."""
+
+    def sizes(**options: object) -> tuple[int, ...]:
+        arguments = DataArguments(dataset=str(sample), max_length=200, **options)
+        return tuple(map(len, load_squad(arguments, tiny_tokenizer, training())))
+
+    assert sizes() == sizes(train_size="all", eval_size="all", samples_per_gpu=None) == (280, 67)
+    assert sizes(train_size=3, eval_size="all") == (3, 67)
+    assert capsys.readouterr().out.endswith(
+        f"training on 3 of the 280 questions for it in {sample}\n"
+        f"evaluating on 67 of the 67 questions for it in {sample}\n"
+    )
+    assert [resolve_size(part, None, 600, "squad") for part in ("train", "eval")] == [500, 100]
+    assert [resolve_size(part, "all", 600, "squad") for part in ("train", "eval")] == [600, 600]
+
+
+def test_a_prompt_does_not_end_with_eos(tiny_tokenizer):
+    """Some tokenizers append EOS, after which a model would have to answer."""
+    plain = tiny_tokenizer("Answer:")["input_ids"]
+    appending = copy.deepcopy(tiny_tokenizer)
+    appending.backend_tokenizer.post_processor = TemplateProcessing(
+        single="<s> $A </s>", special_tokens=[("<s>", 1), ("</s>", 2)]
+    )
+    batch = {"question": ["Who?"], "context": ["A node. " * 50], "answers": [["a"]]}
+    assert appending("Answer:")["input_ids"] == [1, *plain, 2]
+    for max_length in (512, 64):  # the second one cuts the context
+        rows = tokenise_batch(batch, appending, max_length, "answer")
+        prompt = rows["input_ids"][0][: rows["prompt_length"][0]]
+        assert (prompt[0], 2 in prompt, rows["input_ids"][0][-1]) == (1, False, 2)
 
 
 def test_subsets_depend_only_on_the_seed(sample, tiny_tokenizer):

@@ -1,0 +1,78 @@
+"""Ask a trained model a question about a text.
+
+    python scripts/ask.py --model_name output/123 --context text.txt "What do nodes send over the network?"
+    python scripts/ask.py --model_name output/123 --context text.txt      # reads questions until Ctrl-D
+
+The model gets the same prompt as in the training, and the answer is decoded greedily, as for Exact Match and F1.
+"""
+
+import argparse
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from datasets import Dataset
+
+from config import DEFAULTS
+from data_loader import READABLE, UNANSWERABLE, tokenise_batch
+from model import check_model, load_model, load_tokenizer
+from settings.command_line import parse_command_line
+from settings.precision import DTYPES
+from shared.errors import OneLineErrors, WorkshopError, run_program
+from shared.hub import draw_bars_on_terminals_only
+from shared.json_files import read_bytes
+from training.exact_match import Generation, answer_questions
+
+
+def main() -> None:
+    draw_bars_on_terminals_only()
+    parser = OneLineErrors(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("question", nargs="?", help="without it, questions are read from the terminal")
+    parser.add_argument("--model_name", "--model-name", required=True, help="folder of the saved model, or a Hub name")
+    parser.add_argument("--context", required=True, help="file with the text that contains the answer")
+    parser.add_argument("--max_length", "--max-length", default=DEFAULTS["max_length"], help="as in the training")
+    arguments = parser.parse_args()
+    context = read_text(arguments.context)
+    flags = ["--model_name", arguments.model_name, "--max_length", str(arguments.max_length)]
+    settings = parse_command_line(__doc__, flags)
+    tokenizer = load_tokenizer(settings.model, settings.data)
+    model: Any = load_model(settings.model, tokenizer, seed=0)
+    max_length = settings.data.max_length
+    check_model(model, tokenizer, max_length)
+    device = torch.device("cpu" if settings.trainer.use_cpu else "cuda")
+    model.to(device)
+    for question in [arguments.question] if arguments.question else typed_questions():
+        # The reference answer is not part of the prompt; the format only requires one
+        batch = {"question": [question], "context": [context], "answers": [[UNANSWERABLE]]}
+        prompt = Dataset.from_dict(tokenise_batch(batch, tokenizer, max_length, settings.data.labels))
+        if prompt["cut"][0]:
+            print(f"note: the end of {arguments.context} was cut off; see --max_length", file=sys.stderr)
+        with torch.autocast(device.type, dtype=DTYPES[settings.precision], enabled=settings.precision != "fp32"):
+            print(answer_questions(model, tokenizer, prompt, Generation(1, max_length, device))[0], flush=True)
+
+
+def read_text(path: str) -> str:
+    """Return the content of a text file. Raise WorkshopError (exit code 2) if it is unusable."""
+    try:
+        text = read_bytes(path, READABLE).decode()
+    except UnicodeDecodeError as error:
+        raise WorkshopError(path, f"is not a text in UTF-8 ({error})", "convert it") from error
+    if not text.strip():
+        raise WorkshopError(path, "is empty", "give a file with the text that contains the answer")
+    return text.strip()
+
+
+def typed_questions() -> Iterator[str]:
+    """Yield the lines that the user types, or that another program sends, until Ctrl-D, Ctrl-C or the end."""
+    while True:
+        try:
+            line = input("question: " if sys.stdin.isatty() else "")
+        except (EOFError, KeyboardInterrupt):
+            return
+        if line.strip():
+            yield line.strip()
+
+
+if __name__ == "__main__":
+    run_program(main)
