@@ -417,7 +417,7 @@ job_check_node() { # this script must run on the first node: the ranks meet ther
 job_skip_steps() { # in a restarted job, use up the step numbers of earlier attempts
   # Once a minute, Slurm tells a node that was down to end the old step 1 of this job. That would end a new step 1, too
   local step
-  for ((step = 0; step < 2 * (ATTEMPT - 1) && NODES > 1; step++)); do # an attempt has two steps: bandwidth test, training
+  for ((step = 0; step < 2 * (ATTEMPT - 1) && NODES > 1; step++)); do # two steps per attempt: bandwidth test, training
     srun --quiet --nodes=1 --ntasks=1 true || true
   done
 }

@@ -48,6 +48,6 @@ site_setup() {
 # : "${NCCL_ALGO:=Tree}"              # only for comparisons: NCCL's own choice is better in most cases
 # : "${TORCH_NCCL_BLOCKING_WAIT:=1}"  # only for finding hangs: collectives block, and raise after their timeout
 
-# --- Multi-node jobs begin with an all-reduce, and end with exit code 3 if its bus bandwidth in GB/s is below this value.
+# --- Multi-node jobs begin with an all-reduce. They end with exit code 3 if its bus bandwidth is below this (in GB/s).
 # 10 GbE reaches at most 1.25, and 25 GbE at most 3.1. For such networks, set a lower value, or 0 for no minimum.
 : "${MIN_BANDWIDTH:=5}"
