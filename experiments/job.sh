@@ -7,7 +7,7 @@
 #   run_srun FILE ARGS...       one process per GPU, started by srun without torchrun
 #   check_bandwidth             an all-reduce over the job's ranks; a slow network ends the job
 #   DRY_RUN=1 bash X.slurm      shows the site, the knobs and the commands, checks them, and writes nothing
-# The life of a job:
+# The parts of a job:
 #   the .slurm file on the first node    job_prepare, then the functions above; job_finish always runs at the end
 #     run_torchrun, for example          starts "job.sh on_node", by srun if there are several nodes
 #       on each node (section 3)         the command and two memory loggers
@@ -17,11 +17,11 @@ set -euo pipefail +o posix # sh can be bash in POSIX mode, which has no <(...) b
 EXPERIMENTS_FOLDER=$(cd -P "$(dirname "${BASH_SOURCE[0]}")" && pwd) # -P: a link may lead to the experiment's folder
 ROOT=$(dirname "$EXPERIMENTS_FOLDER")
 # shellcheck source=experiments/load_site.sh
-source "$EXPERIMENTS_FOLDER/load_site.sh" # also defines job_fail
+source "$EXPERIMENTS_FOLDER/load_site.sh" # this file also defines job_fail
 
 CHILD=""              # id of the process that receives this script's signals
 STOPPED=no            # yes after any signal
-WARNED=no             # yes after USR1, by which the site announces the time limit
+WARNED=no             # yes after USR1: Slurm sends it before the time limit, if the site asks for it
 CANCELLED=no          # yes after TERM, INT, HUP or USR2: somebody ended the job
 SAVED=75              # exit code of a training that was stopped and has saved a checkpoint
 declare -A SEEN=()    # values of the variables at the last call of job_note_origin
@@ -34,11 +34,11 @@ job_prepare() {
   RANKS_PER_NODE=${SLURM_GPUS_PER_NODE:-$(job_directive gpus-per-node)}
   RANKS_PER_NODE=${RANKS_PER_NODE##*:} # a100:2 -> 2
   JOB_ID=${SLURM_JOB_ID:-${JOB_ID:-local-$(date +%Y%m%d-%H%M%S)-$$}}
-  if [[ ! $JOB_ID =~ ^[A-Za-z0-9_-][A-Za-z0-9._-]{0,63}$ ]]; then # as records/writer.py
+  if [[ ! $JOB_ID =~ ^[A-Za-z0-9_-][A-Za-z0-9._-]{0,63}$ ]]; then # records/run_environment.py has the same rule
     job_fail JOB_ID "'$JOB_ID' cannot name files" "give up to 64 letters, digits, . _ or -"
   fi
   ATTEMPT=$((${SLURM_RESTART_COUNT:-0} + 1))
-  STARTED=$(date -u +%Y-%m-%dT%H:%M:%S+00:00) # as in the run record
+  STARTED=$(date -u +%Y-%m-%dT%H:%M:%S+00:00) # the run record has the same format
   RUN_DIR=$PWD/results/.$JOB_ID               # files that the parts of this job exchange
   BANDWIDTH_FILE=$RUN_DIR/bandwidth.json
   job_set_threads
@@ -64,7 +64,7 @@ job_prepare() {
       job_fail JOB_ID "another run of $JOB_ID is writing its files" "give another JOB_ID, or wait until that run ends"
     fi
   fi
-  rm -rf "${RUN_DIR:?}"/* "$RUN_DIR"/.ranks_* || true # left by an attempt whose node failed
+  rm -rf "${RUN_DIR:?}"/* "$RUN_DIR"/.ranks_* || true # files of an attempt whose node failed
   trap job_finish EXIT
   job_trap_signals
   if [[ -n $(find results -maxdepth 1 -name '.?*' ! -name ".$JOB_ID" ! -name '.ranks_*') ]]; then
@@ -73,7 +73,8 @@ job_prepare() {
   job_set_rendezvous
   job_skip_steps
   JOB_OVERRIDES=$(job_overrides)
-  # Ask git here, for records/git_state.py. While a large training forks to start git, a memory log may count it twice
+  # Run git here, for records/git_state.py. A large training would fork to start git, and a memory log may count its
+  # memory twice during the fork
   timeout 20 git -C "$ROOT" status --porcelain=v2 --branch -z >"$RUN_DIR/git_status" 2>/dev/null || true
   echo "job $JOB_ID of $EXPERIMENT: site $SITE, $NODES node(s) x $RANKS_PER_NODE rank(s), rendezvous $MASTER_ADDR:$MASTER_PORT"
   echo "nodes: ${ALL_NODES//$'\n'/ }"
@@ -111,7 +112,7 @@ job_directive() { # NAME: print the value of "#SBATCH --NAME=" in the .slurm fil
 job_python() { # MODULE ARGS...: run a module of scripts/job
   local -r module=job.$1
   shift
-  # -P keeps the experiment's folder off the module path: a file of a user could have a module's name
+  # -P keeps the experiment's folder off the module path: a user's file there could have the name of a module
   PYTHONPATH=$ROOT/scripts${PYTHONPATH:+:$PYTHONPATH} python -P -m "$module" "$@"
 }
 
@@ -128,14 +129,14 @@ job_set_threads() {
   local -r installed=$(nproc)
   local cpus=${SLURM_CPUS_ON_NODE:-$installed}
   cpus=$(((cpus < installed ? cpus : installed) / RANKS_PER_NODE))
-  # torchrun would set 1, which makes an optimizer step on the CPU very slow
+  # torchrun would set one thread, which makes an optimizer step on the CPU very slow
   : "${OMP_NUM_THREADS:=$((cpus > 0 ? cpus : 1))}"
   if [[ -n ${SLURM_CPUS_PER_TASK:-} ]]; then
-    export SRUN_CPUS_PER_TASK=$SLURM_CPUS_PER_TASK # since Slurm 22.05 srun no longer inherits it
+    export SRUN_CPUS_PER_TASK=$SLURM_CPUS_PER_TASK # since Slurm 22.05, srun does not inherit this value
   fi
 }
 
-job_set_rendezvous() { # the ranks meet on this node, at the address that it uses towards the second node
+job_set_rendezvous() { # the ranks meet at the address of this node on the route to the second node
   ALL_NODES=$(hostname)
   if [[ $NODES -gt 1 ]]; then
     ALL_NODES=$(scontrol show hostnames "$SLURM_JOB_NODELIST")
@@ -166,7 +167,7 @@ run_python() {
 
 run_torchrun() {
   job_knob_origins
-  # static, because c10d executes code that anybody sends to its store, and finds the first node only by name
+  # Use the static rendezvous: c10d executes code that anybody sends to its store, and finds the first node only by name
   local -r launch=(python "$ROOT/scripts/launch.py" --nnodes="$NODES" --nproc-per-node="$RANKS_PER_NODE"
     --rdzv-backend=static --rdzv-id="$JOB_ID" --master-addr="$MASTER_ADDR" --master-port="$MASTER_PORT")
   if [[ $NODES -gt 1 ]]; then
@@ -186,9 +187,9 @@ run_srun() {
   fi
 }
 
-check_bandwidth() { # without memory loggers, because their files belong to the training
+check_bandwidth() { # no memory loggers run, because their files belong to the training
   # srun starts the ranks: torchrun would need seconds to import PyTorch, for a test of half a second. The .slurm files
-  # for torchrun request one task per node, but the test has one per GPU. These tasks share the CPUs (SLURM_OVERCOMMIT)
+  # for torchrun request one task per node, but the test needs one per GPU. So tasks share the CPUs (SLURM_OVERCOMMIT)
   LOGGERS=no SLURM_OVERCOMMIT=1 SRUN_CPUS_PER_TASK=1 run_srun "$ROOT/scripts/measure_bandwidth.py" --output "$BANDWIDTH_FILE"
 }
 
@@ -213,7 +214,7 @@ job_srun() { # TASKS COMMAND: start this number of tasks on each node
     bash "$EXPERIMENTS_FOLDER/job.sh" on_node "$@"
 }
 
-job_show() { # COMMAND: show it in a dry run. If it is a training, also check its settings and estimate its memory
+job_show() { # COMMAND: show it in a dry run. For a training, also check its settings and estimate its memory
   printf '%q ' "$@"
   echo
   while [[ $# -gt 0 && $1 != "$ROOT/scripts/train.py" ]]; do
@@ -247,7 +248,7 @@ job_on_node() { # COMMAND
   exec python -P "$ROOT/scripts/job/on_node.py" "$HOST" "$ROLE" "$pid" "${loggers[@]}"
 }
 
-job_start() { # COMMAND: replace a subshell by it. The kernel ends it when the parent shell dies, even by SIGKILL
+job_start() { # COMMAND: replace a subshell by it. The kernel ends it when the parent shell ends, even by SIGKILL
   exec python -P "$ROOT/scripts/job/with_parent.py" "$@"
 }
 
@@ -256,7 +257,7 @@ job_start_logger() { # COMMAND: let only TERM end it, because Slurm may send oth
   job_start "$@" 2>/dev/null
 }
 
-job_append() { # FILE: append the input to it. psrecord itself would overwrite the log of an earlier attempt
+job_append() { # FILE: append stdin to it. psrecord itself would overwrite the log of an earlier attempt
   job_ignore_signals
   exec cat >>"$1"
 }
@@ -278,7 +279,7 @@ job_set_up_node() { # COMMAND
   fi
 }
 
-job_can_log() { # PROGRAM FILE: succeed in a node's first task if the logger is installed, else note the missing file
+job_can_log() { # PROGRAM FILE: succeed in a node's first task if the logger is installed; if not, note the missing file
   if [[ $LOGGERS != yes || ${SLURM_LOCALID:-0} != 0 ]]; then
     return 1
   elif ! command -v "$1" >/dev/null; then
@@ -300,7 +301,7 @@ job_choose_gpus() { # set GPUS for nvidia-smi, which ignores CUDA_VISIBLE_DEVICE
   fi
 }
 
-job_note_missing() { # TEXT: say in the summary what a log lacks. On a full disk, the note is lost and the job continues
+job_note_missing() { # TEXT: note for the summary what a log lacks. A full disk loses the note, and the job continues
   { echo "$1" >>"$RUN_DIR/missing_$HOST"; } 2>/dev/null || true
 }
 
@@ -312,7 +313,7 @@ job_run() { # COMMAND: run it and return its exit status. During that time, job_
   if [[ $STOPPED = yes ]]; then # a signal came before there was a child
     kill -TERM "$CHILD" 2>/dev/null || true
   fi
-  # Wait with read, which a signal interrupts. During wait, a signal may make bash lose the exit status of the child
+  # Wait with `read`, which a signal interrupts. During `wait`, a signal may make bash lose the exit status of the child
   while kill -0 "$CHILD" 2>/dev/null; do
     read -rt 0.2 -u "$EMPTY_PIPE" || true
   done
@@ -345,10 +346,10 @@ job_stop() { # SIGNAL: pass it on to the training, which saves a checkpoint and 
 
 # 5. The end of a job
 
-job_finish() { # runs on EXIT, also after a failed training, because errexit then ends the script
+job_finish() { # runs on EXIT. After a failed training, errexit ends the script, so this function runs, too
   local code=$?
   trap - EXIT
-  set +e             # later failures, such as a message on a full disk, must not change the exit code
+  set +e             # later failures, such as a write to a full disk, must not change the exit code
   job_ignore_signals # a second signal must not interrupt this function
   local timeout=()
   if [[ $STOPPED = yes && $(timeout 5 scontrol show job "${SLURM_JOB_ID:-0}" 2>&1) = *Reason=TimeLimit* ]]; then
@@ -358,9 +359,9 @@ job_finish() { # runs on EXIT, also after a failed training, because errexit the
   local ended=0
   job_python end_of_job "$JOB_ID" --exit-code "$code" "${timeout[@]}" --since "$STARTED" \
     --ranks $((NODES * RANKS_PER_NODE)) || ended=$?
-  rm -rf "$RUN_DIR" || true # fails if a rank still writes there
+  rm -rf "$RUN_DIR" || true # rm fails if a rank still writes there
   job_upload
-  # A code above 128 means that the training was killed before it had saved. It resumes from the previous checkpoint
+  # A code above 128 means that the training was killed before it had saved. It will resume from an earlier checkpoint
   if [[ $WARNED = yes && $CANCELLED = no && ${REQUEUE:-0} = 1 ]] && ((ended == SAVED || ended > 128)); then
     job_requeue
   fi
@@ -414,9 +415,9 @@ job_check_node() { # this script must run on the first node: the ranks meet ther
 }
 
 job_skip_steps() { # in a restarted job, use up the step numbers of earlier attempts
-  # Once a minute, Slurm tells a node that was down to end the old step 1 of this job. It would end a new step 1, too
+  # Once a minute, Slurm tells a node that was down to end the old step 1 of this job. That would end a new step 1, too
   local step
-  for ((step = 0; step < 2 * (ATTEMPT - 1) && NODES > 1; step++)); do # two per attempt: bandwidth test and training
+  for ((step = 0; step < 2 * (ATTEMPT - 1) && NODES > 1; step++)); do # two steps per attempt: bandwidth test, training
     srun --quiet --nodes=1 --ntasks=1 true || true
   done
 }
@@ -463,7 +464,7 @@ job_note_origin site
 : "${CUDA_DEVICE_ORDER:=PCI_BUS_ID}" # number GPUs as nvidia-smi and Slurm do; CUDA itself begins with the fastest GPU
 : "${TORCH_CPP_LOG_LEVEL:=ERROR}"    # with WARNING, PyTorch logs each socket that is closed
 if [[ $DRY_RUN != 0 ]]; then
-  DRY_RUN=1 # also DRY_RUN=true
+  DRY_RUN=1 # any other value, such as true, means 1
   if [[ -n ${SLURM_JOB_ID:-} ]]; then
     echo "warning: DRY_RUN has no effect in a Slurm job" >&2
     DRY_RUN=0

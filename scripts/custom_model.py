@@ -25,7 +25,7 @@ from config import CUSTOM_GPT, DEFAULTS
 
 
 class CustomGPTConfig(PreTrainedConfig):
-    """Sizes of the model under the names of the workshop. transformers' own names are aliases for them."""
+    """Sizes of the model under the workshop's names. The names that transformers uses are aliases."""
 
     model_type = CUSTOM_GPT
     attribute_map = {
@@ -41,8 +41,8 @@ class CustomGPTConfig(PreTrainedConfig):
     ff_dim: int = DEFAULTS["ff_dim"]
     seq_length: int = DEFAULTS["seq_length"]
     tie_word_embeddings: bool = True
-    # Cuts for tensor parallelism (docs/tensor-parallel.md): "colwise" cuts a matrix by outputs, and so by heads,
-    # "rowwise" cuts it by inputs. Embedding and head are cut by tokens of the vocabulary. Other weights stay whole
+    # Cuts for tensor parallelism (docs/tensor-parallel.md): "colwise" cuts a matrix by outputs, and so by heads.
+    # "rowwise" cuts it by inputs. Embedding and head are cut by tokens of the vocabulary. Other weights are not cut
     base_model_tp_plan = {
         "tokens": "embedding_rowwise",
         "blocks.*.attention.q": "colwise",
@@ -163,7 +163,7 @@ def causal_mask(attention_mask: torch.Tensor, length: int) -> torch.Tensor:
     """Return the attention mask of the last `length` tokens: (batch, 1, length, all tokens), True where allowed.
 
     A token attends to itself and to earlier tokens that are not padding. A token of padding also attends to itself,
-    because the softmax of an empty row is not a number.
+    because the softmax of an empty row would be NaN.
     """
     total = attention_mask.shape[-1]
     queries = torch.arange(total - length, total, device=attention_mask.device)[:, None]

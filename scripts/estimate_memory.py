@@ -57,13 +57,13 @@ def memory_table(settings: Settings) -> str:
 
 
 def interval_line(sums: dict[str, float]) -> str:
-    """Return the line with the sum of each interval. The rows of the table show the fullest interval."""
+    """Return the line with the memory in each interval of a step. The table's rows show the largest interval."""
     shown = ", ".join(f"{interval} {size / GIB:.1f}" for interval, size in sums.items())
     return f"intervals of a step, GiB: {shown}"
 
 
 def slurm_request(on_node: float, ranks_per_node: int, cpu_memory: float | None) -> str:
-    """Return the line with the value for sbatch --mem. on_node: bytes. cpu_memory: GiB of a node, None if unknown."""
+    """Return the line with the value for sbatch --mem. on_node: bytes on one node. cpu_memory: its GiB or None."""
     asked = math.ceil((1.2 * on_node + ranks_per_node * CUDA_RESERVE) / GIB)
     reserve = f"a fifth more, and {CUDA_RESERVE / GIB:g} GiB for CUDA in each process"
     if cpu_memory and asked > cpu_memory:
@@ -72,7 +72,7 @@ def slurm_request(on_node: float, ranks_per_node: int, cpu_memory: float | None)
 
 
 def deepspeed_estimate(shape: Shape, settings: Settings) -> str:
-    """Return the line with DeepSpeed's own estimate of the model state, empty for other stages than 2 and 3."""
+    """Return the line with DeepSpeed's own estimate of the model state, empty for stages other than 2 and 3."""
     zero = settings.zero
     if zero.get("stage") not in (2, 3):
         return ""

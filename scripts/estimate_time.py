@@ -1,15 +1,15 @@
-"""Estimate the time of an optimizer step: computing, optimizer, communication, for every strategy and number of ranks.
+"""Estimate the time of an optimizer step under any strategy and on any number of ranks.
 
     python scripts/estimate_time.py --matmul_tflops 100 --memory_bandwidth 800
     python scripts/estimate_time.py --model_name bigscience/bloom-3b --deepspeed ds_configs/zero3.json --gpus 4 \\
         --matmul_tflops 100 --memory_bandwidth 800 --bus_bandwidth 50
 
-The script takes the flags and variables of train.py, and the speed of one GPU while all GPUs work. Use it for planning:
-nobody has compared its times with a GPU yet. docs/memory.md explains the rows.
+The script takes the flags and variables of train.py, and the speed of one GPU while all GPUs work. Use the
+times only for planning: nobody has compared them with measurements on a GPU yet. docs/memory.md explains the rows.
 
-Computing follows the roofline model (doi:10.1145/1498765.1498785). Each operation of a micro batch takes the longer of
-two times: its arithmetic at the speed of matrix products, and its bytes at the speed of the memory. The optimizer and
-the communication take their bytes over a bandwidth.
+The time of the computation follows the roofline model (doi:10.1145/1498765.1498785). Each operation of a micro batch
+takes the longer of two times: its arithmetic at the speed of matrix products, and its bytes at the speed of the memory.
+The times of the optimizer and of the communication are their bytes divided by a bandwidth.
 """
 
 from collections import Counter

@@ -46,7 +46,7 @@ TINY = {  # 16 steps; random weights need a larger learning rate than pretrained
     "MAX_LENGTH": "256",
     "EM_F1": "False",
 }
-FULL = {  # the workshop's own sizes, for 10 steps; the model has its full vocabulary, the small tokenizer is bundled
+FULL = {  # the workshop's own sizes, for 10 steps; the model has its full vocabulary, and the tokenizer is bundled
     "MODEL_NAME": "bigscience/bloom-560m",
     "FROM_SCRATCH": "True",
     "TOKENIZER_NAME": "tiny-bloom",
@@ -72,7 +72,7 @@ RELOADED = {  # a second training, which starts from a row's saved model and har
 class TrainingRow:
     """A training to check.
 
-    flags: the flags of train.py. full: train bloom-560m instead of tiny-bloom. gpu_only: it takes minutes on a CPU.
+    flags: the flags of train.py. full: train bloom-560m instead of tiny-bloom. gpu_only: skip it on a CPU.
     """
 
     name: str
@@ -92,7 +92,7 @@ ROWS = [  # the most informative rows come first, so that an interrupted check i
     TrainingRow("bloom-560m-plain", full=True),
     TrainingRow("bloom-560m-chunked", "--loss chunked", full=True),
     TrainingRow("bloom-560m-sdpa", "--loss chunked --attention sdpa", full=True),
-    # every batch has a different length: the row is slow if the attention kernel is planned again for each length
+    # each batch has a different length: this row is slow if the attention kernel is planned again for each length
     TrainingRow("bloom-560m-sdpa-lengths", "--loss chunked --attention sdpa --padding longest", full=True),
     TrainingRow("bloom-560m-checkpointed", "--loss chunked --activation_checkpointing", full=True),
     TrainingRow("bloom-560m-compiled", "--loss chunked --torch_compile", full=True),

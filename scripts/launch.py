@@ -74,7 +74,7 @@ def main() -> None:
 def note_failure(failed_at: list[int], entry: logging.LogRecord) -> bool:
     """Note the time when torchrun logs a failed rank. Return whether to print the log entry.
 
-    Entries about stopped ranks and about ranks that torchrun ends are dropped: they are not errors of the user.
+    Entries about stopped ranks and about ranks that torchrun ends are dropped, because they are not the user's errors.
     """
     text = entry.getMessage()
     if "failed (exitcode" in text:
@@ -136,8 +136,8 @@ def handle_signals(arguments: argparse.Namespace) -> None:
     """Pass signals on to the ranks instead of letting torchrun react to them."""
     arguments.signals_to_handle = "SIGQUIT"  # the only signal that torchrun still handles itself
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
-        # Keep SIGHUP ignored under nohup. SIGINT is different: a process that a script starts in the background
-        # ignores it, as every launcher under job.sh would, so always install that handler
+        # Keep SIGHUP ignored under nohup. Always install the SIGINT handler: a process that a script starts in the
+        # background ignores SIGINT by default, and job.sh starts each launcher in this way
         if number != signal.SIGHUP or signal.getsignal(number) is not signal.SIG_IGN:
             signal.signal(number, partial(pass_signal_to_ranks, []))
 
@@ -146,7 +146,7 @@ def pass_signal_to_ranks(earlier: list[int], number: int, frame: object) -> None
     """Pass a signal on to the ranks. If there are no ranks yet, end this process.
 
     `earlier` collects the signals of this kind. A rank that waits in a collective does not react to Ctrl-C, because
-    Python cannot run the handler there. A second Ctrl-C therefore kills the ranks that are left after some seconds.
+    Python cannot run the handler there. So a few seconds after a second Ctrl-C, the remaining ranks are killed.
     """
     ranks = psutil.Process().children()
     if not ranks:

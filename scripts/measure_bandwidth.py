@@ -29,7 +29,7 @@ DEVICE = "cuda" if GPU else "cpu"
 # The FSDP document runs all_reduce_perf -b 4G -e 4G -n 50
 MESSAGE_BYTES = 4 * 2**30 if GPU else 4 * 2**20
 ITERATIONS = 50 if GPU else 5
-# The message grows until its latency, milliseconds with many nodes, is negligible
+# The message grows until its latency is negligible. The latency is milliseconds on many nodes
 FIRST_BYTES = 256 * 2**10
 GROWTH = 8
 LONG_ENOUGH = 0.5  # seconds; the last message takes at most GROWTH times as long
@@ -95,7 +95,7 @@ def measure(message: torch.Tensor) -> tuple[torch.Tensor, int, float]:
     size = FIRST_BYTES // 4
     while True:
         part = message[:size]
-        seconds = min(seconds_per_all_reduce(part, 1) for _ in range(2))  # the better of two ignores a short delay
+        seconds = min(seconds_per_all_reduce(part, 1) for _ in range(2))  # the faster of two ignores a short delay
         if seconds >= LONG_ENOUGH or len(part) == len(message):
             break
         size *= GROWTH
@@ -129,7 +129,7 @@ def bus_bandwidth(seconds: float, message_bytes: int, ranks: int) -> float:
 
 
 def transport(nccl_log: Path) -> str:
-    """Return the transports from NCCL's log, for example NET/IB, NET/Socket or P2P/CUMEM. Deletes the log."""
+    """Return the transports from NCCL's log, for example NET/IB, NET/Socket or P2P/CUMEM. Delete the log."""
     if not GPU:
         return f"TCP ({os.environ.get('GLOO_SOCKET_IFNAME', 'interface chosen by gloo')})"
     text = nccl_log.read_text(errors="replace") if nccl_log.exists() else ""

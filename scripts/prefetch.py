@@ -1,9 +1,10 @@
-"""Download a model and a data set on a machine with network access, for compute nodes without.
+"""Download a model and a data set for compute nodes without network access.
 
     python scripts/prefetch.py --model_name bigscience/bloom-560m --dataset squad
 
-The script fills the Hugging Face cache (HF_HOME), which the compute nodes share. Do not use `hf download` instead: it
-fetches the weights for every framework, and does not build the data set tables that a run without network reads.
+Run the script on a machine with network access. It fills the Hugging Face cache (HF_HOME), which the compute nodes
+share. Do not use `hf download` instead: it fetches the weights for every framework, and does not build the data set
+tables that a run without network reads.
 """
 
 import argparse

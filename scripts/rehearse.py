@@ -52,7 +52,7 @@ def report(settings: Settings) -> str:
 
 
 def memory_table(settings: Settings, found: ObservedStep) -> list[str]:
-    """Return a row for each kind of memory: at the rehearsal's peak, its maximum, and at the estimate's peak."""
+    """Return a row for each kind of memory: size at the rehearsal's peak, largest size, and estimated size."""
     estimated = dict.fromkeys(KINDS, 0.0)
     for part in parts_at_peak(estimate_parts(settings)):
         estimated[part.name if part.name in KINDS else ACTIVATIONS] += part.gpu
@@ -81,7 +81,7 @@ def collectives_table(settings: Settings, found: ObservedStep) -> list[str]:
 
 
 def sent_table(settings: Settings, found: ObservedStep) -> list[str]:
-    """Return the bytes that a rank sends in rings of each kind: rehearsed, estimated, and between nodes."""
+    """Return a row for each kind of ring: the bytes that a rank sends as rehearsed, as estimated, and between nodes."""
     given = settings.estimate
     rehearsed = sent_by_group(found.rings())
     estimated = sent_by_group(rings(trace_shape(settings), settings))
@@ -101,7 +101,7 @@ def sent_table(settings: Settings, found: ObservedStep) -> list[str]:
 
 
 def sent_by_group(found: list[Ring]) -> Counter[tuple[int, int]]:
-    """Add up the bytes that a rank sends, by number of ranks in the ring and their distance."""
+    """Add up the bytes that a rank sends in rings with the same number of ranks and the same distance between ranks."""
     sent: Counter[tuple[int, int]] = Counter()
     for ring in found:
         sent[ring.ranks, ring.distance] += ring.sent_bytes  # type: ignore[assignment]  # a mean, not an int

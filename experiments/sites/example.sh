@@ -28,7 +28,7 @@ site_setup() {
   # or a virtual environment:  source "$ROOT/.venv/bin/activate"
 }
 
-# --- Memory of one GPU in GiB. With it, a dry run shows whether a job will fit.
+# --- Memory of one GPU in GiB. If it is set, a dry run shows whether a job fits.
 # : "${GPU_MEMORY:=32}"
 
 # --- Hugging Face cache, on a file system that all nodes share. Fill it on a login node, with the same HF_HOME:
@@ -48,6 +48,6 @@ site_setup() {
 # : "${NCCL_ALGO:=Tree}"              # only for comparisons: NCCL's own choice is better in most cases
 # : "${TORCH_NCCL_BLOCKING_WAIT:=1}"  # only for finding hangs: collectives block, and raise after their timeout
 
-# --- Multi-node jobs begin with an all-reduce. They end with exit code 3 if its bus bandwidth in GB/s is below this value.
-# 10 GbE reaches at most 1.25, 25 GbE 3.1: set a lower value for such networks, or 0 to accept any bandwidth.
+# --- Multi-node jobs begin with an all-reduce. They end with exit code 3 if its bus bandwidth is below this (in GB/s).
+# 10 GbE reaches at most 1.25, and 25 GbE at most 3.1. For such networks, set a lower value, or 0 for no minimum.
 : "${MIN_BANDWIDTH:=5}"

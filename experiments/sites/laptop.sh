@@ -1,5 +1,6 @@
 # shellcheck shell=bash
-# For any machine, with or without a GPU or network: short CPU runs of tiny-bloom on the bundled sample.
+# A site for any machine, with or without a GPU or network. Runs are short and train tiny-bloom on the CPU, on the
+# bundled sample.
 #     cd experiments/baseline && SITE=laptop bash baseline.slurm
 
 site_setup() {

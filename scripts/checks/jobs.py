@@ -27,7 +27,7 @@ def dry_runs(caller: dict[str, str]) -> Lines:
 
     caller: the environment before the site was loaded, because each experiment loads the site itself.
     """
-    # preflight may run in a Slurm job. There DRY_RUN has no effect, and the experiment would train
+    # Drop Slurm's variables: in a Slurm job, DRY_RUN has no effect, and the experiment would train
     variables = {name: value for name, value in caller.items() if not name.startswith("SLURM_")} | {"DRY_RUN": "1"}
     for job in JOBS:
         (script,) = (EXPERIMENTS / job).glob("*.slurm")
@@ -146,7 +146,7 @@ def copy_repository(folder: Path) -> None:
     experiments = [f"experiments/{job}" for job in JOBS]
     for name in ("scripts", "ds_configs", "fsdp_configs", "data", "experiments/sites", *experiments):
         shutil.copytree(REPOSITORY / name, folder / name, ignore=ignored)
-    shutil.copy(REPOSITORY / "pyproject.toml", folder)  # run records contain the version
+    shutil.copy(REPOSITORY / "pyproject.toml", folder)  # it holds the version, which run records contain
     for file in EXPERIMENTS.iterdir():
         if file.is_file():
             shutil.copy(file, folder / "experiments")
@@ -155,7 +155,7 @@ def copy_repository(folder: Path) -> None:
 
 
 def wait_for_job(job_id: str, deadline: float) -> tuple[str, str, Path]:
-    """Return a job's state, Slurm's reason and the job's log, once the job has ended or the time is up.
+    """Wait until a job has ended or the time is up. Return its state, Slurm's reason and the path of its log.
 
     `sbatch --wait` is not used because it can hang.
     """

@@ -17,7 +17,7 @@ from typing import Any
 
 from shared.paths import EXPERIMENTS, REQUIREMENTS
 
-# PyTorch builds for CUDA 12.6 are the last with code for compute capability 5.0 to 7.0, and run with older drivers
+# PyTorch builds for CUDA 12.6 are the last with code for compute capability 5.0 to 7.0, and they run with older drivers
 OTHER_BUILD = (
     "docs/environment.md says which torch this machine needs; for an older GPU or driver: "
     "python -m pip install torch==2.13.0+cu126 --index-url https://download.pytorch.org/whl/cu126"
@@ -47,7 +47,7 @@ def last_line(log: str) -> str:
 
 
 def load_site(folder: Path) -> Lines:
-    """Set the variables of the site as in a job. folder: for a temporary file."""
+    """Set the variables of the site as in a job. folder: place for a temporary file."""
     dump = folder / "site.json"
     write = "import json, os, sys; json.dump([sys.prefix, dict(os.environ)], open(sys.argv[1], 'w'))"
     done, output = run_command("bash", EXPERIMENTS / "load_site.sh", "python", "-c", write, dump)
@@ -103,7 +103,7 @@ def interfaces() -> Lines:
 def absent_interfaces(value: str, present: list[str], exact: bool) -> list[str]:
     """Return the names in the variable's value that match no interface.
 
-    NCCL reads the names as prefixes, after "=" as exact names, and after "^" as exclusions.
+    NCCL reads the names as prefixes. After "=" they are exact names, and after "^" they are exclusions.
     """
     if not value or value.startswith("^"):
         return []
@@ -156,7 +156,7 @@ def gpus() -> Lines:
 
 
 def explain_missing_gpus(torch_version: str) -> Lines:
-    """Say why PyTorch finds no GPU: the machine has none, or the driver is too old for this build of torch."""
+    """Explain why PyTorch finds no GPU: the machine has none, or the driver is too old for this build of torch."""
     listed, output = run_command("nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader")
     if os.environ.get("REQUIRE_GPU") == "0":
         yield "skip", "GPUs", "not needed at this site"
@@ -171,7 +171,8 @@ def explain_missing_gpus(torch_version: str) -> Lines:
 def supports_gpu(arch_list: list[str], capability: tuple[int, int]) -> bool:
     """Check that a PyTorch build has code for a GPU of this compute capability.
 
-    The GPU runs machine code of its own major version up to its own minor version, and any PTX that is not newer.
+    A GPU runs machine code that is built for its own major version, and for its own or a lower minor version. It also
+    runs any PTX that is not newer than the GPU.
     """
     for kind, major, minor in re.findall(r"\b(sm|compute)_(\d+)(\d)[af]?\b", " ".join(arch_list)):
         built = int(major), int(minor)

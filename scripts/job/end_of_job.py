@@ -32,7 +32,7 @@ from shared.errors import WorkshopError, run_program, survive_lost_output
 
 
 def is_from_earlier_attempt(record: Record, since: datetime | None) -> bool:
-    """Return True if a record is older than the attempt that ends now. The attempt then ended before its training."""
+    """Return True if a record is older than the attempt that ends now. If so, this attempt did not train."""
     return bool(since and record.started and record.started < since)
 
 
@@ -55,12 +55,12 @@ def notes(path: Path) -> list[str]:
 
 
 def first_failed_process(run_dir: Path) -> tuple[int, str] | None:
-    """Return exit code and name, such as "rank 1 on node2", of the process that failed first. None without such a note.
+    """Return exit code and name, such as "rank 1 on node2", of the process that failed first. None without a note.
 
     on_node.py and launch.py note the time in ns, the exit code and the name of each process that fails.
 
-    The clocks of the nodes agree well enough, because a rank that fails only because another rank ended waits two
-    seconds before it ends (distributed/process_group.py). A line without a time sorts last. A cut line is skipped.
+    The clocks of the nodes are accurate enough for this order: a rank that fails only because another rank ended waits
+    two seconds first (distributed/process_group.py). A line without a time sorts last. An incomplete line is skipped.
     """
     ends = filter(None, (re.fullmatch(r"(\d*) (\d{1,3}) (.+)", line) for line in notes(run_dir / "exit_codes")))
     first = min(ends, key=lambda end: (not end[1], int(end[1] or 0)), default=None)
@@ -115,7 +115,7 @@ def close_record_of_job(path: Path, exit_code: int, timeout: bool) -> Record:
     if exit_code == 0:
         if record.status == "completed" or (record.finished and not timeout):
             return record
-        # srun stops waiting for a stopped step whose ranks save slowly, and then returns 0
+        # srun stops waiting for a stopped step whose ranks save slowly, and returns 0
         exit_code = record.exit_code or 128 + signal.SIGKILL
     status = "timeout" if timeout else outcome(exit_code)
     if record.status == "oom":
@@ -126,7 +126,7 @@ def close_record_of_job(path: Path, exit_code: int, timeout: bool) -> Record:
 
 
 def sweep(folder: Path) -> None:
-    """Close the records, and remove the folders, of jobs that ended without a word, as after a crash of their node."""
+    """Close the records and remove the folders of jobs that could not note their end, such as after a node crash."""
     for path in sorted(folder.glob("*.json")):
         try:
             record = read_record(path)
@@ -140,7 +140,7 @@ def sweep(folder: Path) -> None:
         change_record(path, status=status, finished=finished, reason=reason)
         print(f"{path}: the job is gone, and its status is now {status}")
     for left in folder.glob(".*"):
-        # This folder is the watchdog's. It belongs to a run without job.sh, which may still be running
+        # The watchdog uses this folder in a run without job.sh. This run may still be active
         heartbeats = left.name.startswith(".ranks_")
         if left.is_dir() and not heartbeats and not is_alive(folder / f"{left.name[1:]}.json"):
             shutil.rmtree(left, ignore_errors=True)
@@ -158,7 +158,7 @@ def ended_without_a_word(path: Path, record: Record) -> bool:
 
 
 def reason_from_slurm(job_id: str) -> str:
-    """Return the reason for the end of a job that noted none: its state in Slurm, such as NODE_FAIL, if known."""
+    """Return the reason why a job ended, if the job noted none: its state in Slurm, such as NODE_FAIL, if known."""
     if job_id.isdigit():
         # slurmctld forgets a job after MinJobAge (five minutes by default). sacct needs Slurm's database
         accounts = ("sacct", f"--jobs={job_id}", "--allocations", "--noheader", "--parsable2", "--format=State")
@@ -205,7 +205,7 @@ def summary(job_id: str, record: Record | None, exit_code: int, noted: list[str]
     """
     rows: list[str] = []
     missing = list(noted)
-    if record and record.hardware.gpus == 0:  # no GPU whose memory could be logged
+    if record and record.hardware.gpus == 0:  # the job had no GPU
         missing = [line for line in missing if not re.search("gpu_memory/|GPU memory", line)]
         if len(missing) < len(noted):
             rows.append("no GPU: the rows of its memory are left out")
@@ -294,7 +294,7 @@ def end_of_job(path: Path, arguments: argparse.Namespace) -> int:
         reason = failure_reason(status, code, process, ranks == 1, record.reason if record else None)
         if record and reason:
             record = change_record(path, reason=reason)
-    except (WorkshopError, OSError) as error:  # for example a full disk; the summary is still printed
+    except (WorkshopError, OSError) as error:  # for example on a full disk; the summary is still printed
         print(f"error: {path}: cannot be closed ({error}); free disk space or quota", file=sys.stderr)
     noted = [line for path in sorted(run_dir.glob("missing_*")) for line in notes(path)]
     lines = [f"status: {status} (exit code {code})", *filter(None, [reason])]

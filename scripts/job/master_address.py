@@ -1,10 +1,10 @@
-"""Print MASTER_ADDR and MASTER_PORT for job.sh: the address of this node, the first one, and a free port.
+"""Print MASTER_ADDR and MASTER_PORT for job.sh: the address of this node, which is the first, and a free port.
 
     PYTHONPATH=scripts python -m job.master_address 4711            # one node: 127.0.0.1 and the port
     PYTHONPATH=scripts python -m job.master_address 4711 node2      # the address of this node on the route to node2
 
-The address is the numeric one on the route to another node. The host name would not work: on many machines it means
-loopback (Debian writes "127.0.1.1 host" into /etc/hosts), and the other nodes would then connect to themselves.
+The address is this node's numeric address on the route to another node. The host name would not work: on many machines
+it means loopback (Debian writes "127.0.1.1 host" into /etc/hosts), and the other nodes would connect to themselves.
 """
 
 import argparse
@@ -15,11 +15,11 @@ from shared.errors import ENVIRONMENT, OneLineErrors, WorkshopError, run_program
 
 
 def address_towards(node: str) -> str:
-    """Return this machine's address on the route to a node. Raises WorkshopError (exit code 3) without a route."""
+    """Return this machine's address on the route to a node. Raises WorkshopError (exit code 3) if there is no route."""
     try:
-        family, kind, _, _, target = socket.getaddrinfo(node, 9, type=socket.SOCK_DGRAM)[0]  # any port
+        family, kind, _, _, target = socket.getaddrinfo(node, 9, type=socket.SOCK_DGRAM)[0]  # any port works
         with socket.socket(family, kind) as probe:
-            probe.connect(target)  # chooses a route without sending anything
+            probe.connect(target)  # this chooses a route without sending anything
             return probe.getsockname()[0]
     except OSError as error:
         what = f"{socket.gethostname()} has no address on the way to {node} ({error})"

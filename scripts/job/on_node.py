@@ -3,7 +3,7 @@
     exec python -P scripts/job/on_node.py node1 "rank 0" 4711 psrecord=4712 nvidia-smi=4713     # for job.sh
 
 The numbers are process ids. job.sh starts the processes, and this program then replaces its shell. So the processes are
-children of this program. Its exit code is the command's, or 128 + N if signal N ended the command.
+children of this program. The exit code is the command's, or 128 + N if signal N ended the command.
 """
 
 import contextlib

@@ -12,7 +12,7 @@ import os
 import signal
 import sys
 
-PR_SET_PDEATHSIG = 1  # linux/prctl.h
+PR_SET_PDEATHSIG = 1  # from linux/prctl.h
 
 
 def end_with_parent() -> None:

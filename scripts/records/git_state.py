@@ -1,4 +1,4 @@
-"""State of the code for the run record: the commit, and a mark if files that the run reads differ from it."""
+"""State of the code for the run record: the commit, and whether files that the run reads differ from it."""
 
 import os
 import re
@@ -26,7 +26,7 @@ def git_state() -> dict:
 def git_status() -> str:
     """Return the output of `git status`, or an empty text if git fails.
 
-    Prefer a file with the output from an earlier time: submit.sh --snapshot writes one next to the code, and job.sh
+    Prefer a file with earlier output: submit.sh --snapshot writes one next to the code, and job.sh
     writes one into the job's folder when the job begins.
     """
     for folder in (REPOSITORY, Path(os.environ.get("RUN_DIR", REPOSITORY))):

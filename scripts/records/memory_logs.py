@@ -16,7 +16,7 @@ CPU_HEADER = "# Elapsed time"
 SHOWN_PROBLEMS = 3
 ZERO = datetime(1970, 1, 1)
 
-# Parses a line into series, seconds and MiB. Raises ValueError if the line is not a sample
+# A function that parses a line into series, seconds and MiB. It raises ValueError if the line is not a sample
 Parser = Callable[[str], tuple[str, float, float]]
 
 
@@ -91,7 +91,7 @@ def gpu_sample(line: str) -> tuple[str, float, float]:
 def read_cpu_log(path: Path) -> MemoryLog:
     """Read the resident memory of all processes of the training from ``psrecord --log``.
 
-    psrecord writes MiB but calls the unit MB. It restarts its seconds at 0 when a job resumes: here they continue.
+    psrecord writes MiB but calls the unit MB. Its seconds restart at 0 when a job resumes. Here they continue.
     """
     log = read_log(path, CPU_HEADER, cpu_sample)
     ended = before = 0.0
@@ -121,7 +121,7 @@ def read_log(path: Path, header: str, parse: Parser) -> MemoryLog:
             series, time, mib = parse(line)
             log.samples.setdefault(series, []).append((time, mib))
         except ValueError:
-            # After a killed job's unfinished line, the next attempt's header starts in the middle of that line
+            # A killed job may leave an unfinished line. The header of the next attempt continues that line
             if line.strip() and header not in line:
                 bad.append(f"{path}:{number}: no sample ({line.strip()[:60]})")
     log.problems += bad[:SHOWN_PROBLEMS]

@@ -31,7 +31,7 @@ def new_job_id() -> str:
 
 def experiment_path() -> str:
     """Return the working directory relative to the repository, or only its name if it is outside."""
-    if "EXPERIMENT" in os.environ:  # job.sh sets it, because the job may run a snapshot of the repository
+    if "EXPERIMENT" in os.environ:  # set by job.sh, because the job may run a snapshot of the repository
         return os.environ["EXPERIMENT"]
     here = Path.cwd()
     return str(here.relative_to(REPOSITORY)) if here.is_relative_to(REPOSITORY) else here.name

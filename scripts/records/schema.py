@@ -28,12 +28,12 @@ class Part(BaseModel):
 
 
 class Restart(Part):
-    """Start of a later attempt, with start and end of the attempt before it."""
+    """Start of a later attempt, and start and end of the previous attempt."""
 
     time: Time | None = None
-    reason: str | None = None  # how the attempt before it ended
-    step: int | None = None  # step of the checkpoint that it resumes from
-    started: Time | None = None  # start and end of the attempt before it
+    reason: str | None = None  # how the previous attempt ended
+    step: int | None = None  # step of the checkpoint that this attempt resumes from
+    started: Time | None = None  # start and end of the previous attempt
     finished: Time | None = None
 
 
@@ -44,8 +44,8 @@ class Stop(Part):
 
 
 class Hardware(Part):
-    gpu: str | None = None  # name
-    gpus: int | None = None  # on all nodes
+    gpu: str | None = None  # name of a GPU
+    gpus: int | None = None  # number on all nodes
     gpu_memory_mib: int | None = None
     cpu: str | None = None
     cpus: int | None = None  # number on one node
@@ -86,15 +86,15 @@ class Evaluation(Part):
 
 
 class Train(Part):
-    """Measurements of the training over all attempts. Each attempt counts up to the checkpoint that was resumed.
+    """Measurements of the training over all attempts. An attempt counts up to the checkpoint that the next one resumed.
 
-    The Trainer's numbers include evaluation and saving. The steady ones cover only optimizer steps after the warm-up.
+    The Trainer's numbers include evaluation and saving. The steady rates cover only optimizer steps after the warm-up.
     """
 
     steps: int | None = None
     loss_mean: float | None = None  # the Trainer's mean loss
     loss_last: float | None = None  # the last logged loss
-    runtime_s: float | None = None  # the Trainer's number, as in the next two fields
+    runtime_s: float | None = None  # measured by the Trainer, as are the next two fields
     samples_per_second: float | None = None
     steps_per_second: float | None = None
     steady_samples_per_second: float | None = None
@@ -106,8 +106,8 @@ class Train(Part):
     counted_tokens: int | None = None  # labels that count in the loss
     steady_tokens_per_second: float | None = None  # real tokens on all ranks
     mfu_percent: float | None = None
-    # Peak of one rank in 10^12 operations per second, for MFU: the GPU's published peak. Without one, a peak that is
-    # measured while all ranks compute
+    # Peak of one rank in 10^12 operations per second, for MFU. It is the GPU's published peak, or the peak
+    # measured while all ranks compute if none is published
     matmul_peak_tflops: float | None = None
 
 
@@ -138,7 +138,7 @@ class Held(Part):
     """Bytes of model state that a rank holds in the middle of the training's second step."""
 
     parameters: int
-    gradients: int | None = None  # only while they are accumulated
+    gradients: int | None = None  # null without gradient accumulation under DeepSpeed
     optimizer_state: int  # including fp32 masters
 
 
@@ -160,7 +160,7 @@ class Record(Part):
     attempt: int = 1  # more than 1 if this job id was started again
     restarts: list[Restart] = []  # one for each later attempt; all other fields describe the last attempt
     overrides: list[str] = []  # directives of the .slurm file that were changed at submission
-    stop: Stop | None = None  # only of a stopped run
+    stop: Stop | None = None  # only in the record of a stopped run
     nodes: list[str] = []  # host names, in rank order
     pid: int | None = None  # process id of rank 0, on the first node
     world_size: int | None = None  # number of ranks

@@ -168,7 +168,7 @@ class RunRecord:
         out_of_memory = is_out_of_memory(error)
         on_disk = read_record(self.path)
         running = not on_disk.finished
-        # If the launcher gave up on a stopped job, job.sh has closed the record while this rank was still saving
+        # If the launcher of a stopped job did not wait until this rank had saved, job.sh has already closed the record
         if rank() == 0 and (running or on_disk.status == "stopped"):
             self.update(status="oom" if out_of_memory else outcome(code), exit_code=code, finished=now())
         elif out_of_memory or (running and isinstance(error, Exception)):

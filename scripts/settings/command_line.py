@@ -1,7 +1,7 @@
 """Read the settings of a training from flags and environment variables, and check them.
 
-A flag takes precedence over the environment variable, and the variable over the default. The knobs and their defaults
-are in config.py.
+A flag takes precedence over its environment variable, and a variable takes precedence over the default. The knobs and
+their defaults are in config.py.
 """
 
 import argparse
@@ -22,7 +22,7 @@ from settings.validation import check_settings
 from shared.errors import OneLineErrors, WorkshopError, did_you_mean
 from shared.paths import workshop_version
 
-LATEST = "latest"  # the value of a bare --resume_from_checkpoint
+LATEST = "latest"  # value of --resume_from_checkpoint if the flag has no value
 
 
 class Parser(HfArgumentParser, OneLineErrors):
@@ -70,8 +70,8 @@ def parse_command_line(
 ) -> Settings:
     """Read flags and variables, and check everything that needs neither a process group nor the data.
 
-    extra: dataclasses of flags that only this script has. gpu: whether the training will have a GPU, by default whether
-    this machine has one. environment: the variables of the knobs.
+    extra: dataclasses of flags that only this script has. gpu: True if the training will have a GPU. By default,
+    it is True if this machine has one. environment: the environment variables.
     Raises WorkshopError (exit code 2) for a user's mistake.
     """
     parser = build_parser(description, *extra)
@@ -105,7 +105,7 @@ def parse_command_line(
 
 
 def environment_values(parser: Parser, environment: Mapping[str, str]) -> tuple[dict[str, Any], dict[str, str]]:
-    """Return the values of all knobs, from the environment or the default, and flag -> variable of those given."""
+    """Return the values of all knobs, and flag -> variable for the knobs that the environment sets."""
     for variable, way_out in UNREAD_VARIABLES.items():
         if environment.get(variable):
             raise WorkshopError(variable, "this variable is not read", way_out)
@@ -143,7 +143,7 @@ def reject_unknown(unknown: list[str], parser: Parser) -> None:
     if name in FLAGS_OF_OTHER_PROGRAMS:
         raise WorkshopError(flag, "unknown flag", FLAGS_OF_OTHER_PROGRAMS[name])
     if named_as := next((knob.flag for knob in KNOBS if knob.variable.lower() == name), ""):
-        raise WorkshopError(flag, "unknown flag", f"did you mean --{named_as}?")  # --batch_size, --grad_acc
+        raise WorkshopError(flag, "unknown flag", f"did you mean --{named_as}?")  # such as --grad_acc
     known = sorted({"steps", *actions_by_flag(parser)} - UNUSED_FLAGS.keys())
     raise WorkshopError(flag, "unknown flag", did_you_mean(name, known, "see --help", prefix="--"))
 

@@ -14,7 +14,7 @@ DTYPES: dict[Precision, torch.dtype] = {"fp16": torch.float16, "bf16": torch.bfl
 def resolve_precision(settings: Settings, gpu: bool) -> Settings:
     """Replace unset fp16 and bf16 by a precision that the hardware supports. Master weights are always fp32.
 
-    gpu: whether the training will have a GPU. Raises WorkshopError (exit code 2) for an unsupported precision.
+    gpu: True if the training will have a GPU. Raises WorkshopError (exit code 2) for an unsupported precision.
     """
     fp16 = settings.trainer.fp16
     bf16 = settings.trainer.bf16
@@ -37,7 +37,7 @@ def resolve_precision(settings: Settings, gpu: bool) -> Settings:
 
 
 def cpu_has_bf16() -> bool:
-    """Return whether the CPU has bf16 instructions (AVX512-BF16, AMX or Arm BF16), and need not emulate bf16."""
+    """Return True if the CPU has bf16 instructions (AVX512-BF16, AMX or Arm BF16), so that it need not emulate bf16."""
     cpuinfo = Path("/proc/cpuinfo")
     flags = cpuinfo.read_text() if cpuinfo.exists() else ""
     return re.search(r"^(flags|Features)\s*:.*\b(avx512_bf16|amx_bf16|bf16)\b", flags, re.MULTILINE) is not None

@@ -1,4 +1,4 @@
-"""Typed settings of a training, which all modules use: ``settings.data.max_length``.
+"""Typed settings of a training, which all modules use, such as ``settings.data.max_length``.
 
 train.py builds the settings from the command line (command_line.py), and the report builds them from a run record. They
 are immutable: to add a value later, such as the content of a config file, create a copy with `dataclasses.replace`.
@@ -24,7 +24,7 @@ class TrainerArguments:
     """The flags of transformers.TrainingArguments that the workshop itself reads, under the same names."""
 
     num_train_epochs: float
-    max_steps: int = -1  # -1: as many as num_train_epochs needs
+    max_steps: int = -1  # -1: the number of steps follows from num_train_epochs
     per_device_train_batch_size: int  # sequences per rank and micro batch
     per_device_eval_batch_size: int | None = None  # None: per_device_train_batch_size
     gradient_accumulation_steps: int
@@ -32,7 +32,7 @@ class TrainerArguments:
     label_smoothing_factor: float = 0.0
     optim: str = "adamw_torch_fused"
     train_sampling_strategy: str
-    fp16: bool | None  # None: not decided yet, as for bf16
+    fp16: bool | None  # None: not decided yet; the same holds for bf16
     bf16: bool | None
     tf32: bool | None = None
     use_cpu: bool = False

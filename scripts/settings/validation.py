@@ -43,15 +43,15 @@ def check_numbers(settings: Settings) -> None:
 def contradictions(settings: Settings) -> list[tuple[object, str, str, str]]:
     """Return all possible contradictions between flags, and flags without effect.
 
-    Each has: whether it applies, the flag to name, what is wrong with the flag, and what to do.
+    Each entry has four parts: a true value if it applies, the flag to name, what is wrong with it, and what to do.
     """
     model = settings.model
     trainer = settings.trainer
     chunked = model.loss == "chunked"
     cut = model.tensor_parallel > 1
     custom = model.model_name == CUSTOM_GPT
-    # These modes time kernels, and inductor stores the times under torch.get_float32_matmul_precision() (PyTorch 2.13,
-    # select_algorithm.py and codecache.py). This function raises after --tf32 has set torch.backends.fp32_precision
+    # These modes time kernels. To store the times, inductor calls torch.get_float32_matmul_precision() (PyTorch 2.13,
+    # select_algorithm.py and codecache.py). This call fails after --tf32 has set torch.backends.fp32_precision
     compares_kernels = trainer.torch_compile_mode in ("max-autotune", "max-autotune-no-cudagraphs")
     return [
         (

@@ -2,7 +2,7 @@
 
     0        done
     1        the training itself failed: a traceback in the log, out of memory, a loss that is not finite
-    2        bad input: a flag, a variable or a file. Usually found before anything is written; problems with a model's
+    2        bad input: a flag, a variable or a file. Most are found before anything is written; problems with a model's
              weights or in its first step are found later
     3        environment: a problem with a GPU, a package, the network or a disk; a hanging rank; a failed preflight
              or knob audit
@@ -31,7 +31,7 @@ BAD_INPUT = 2
 ENVIRONMENT = 3
 NO_CHECKPOINT = 4
 STOPPED = 75
-# Seconds in which rank 0 reports an error that every rank has found, and its launcher ends the other ranks
+# Seconds for which the other ranks wait while rank 0 reports an error and its launcher ends them
 SECONDS_FOR_RANK_0 = 10
 
 

@@ -35,8 +35,8 @@ def draw_bars_on_terminals_only() -> None:
 def offline_without_network() -> None:
     """Switch the Hugging Face libraries to their cache when the Hub cannot be reached.
 
-    Compute nodes often have no network. Without this the libraries retry for minutes before they use the cache. If a
-    proxy or HF_HUB_OFFLINE is set, the user has already decided, and nothing changes.
+    Compute nodes often have no network. Without this switch, the libraries retry for minutes before they use the cache.
+    If a proxy or HF_HUB_OFFLINE is set, the user has already decided, and nothing changes.
     """
     if "HF_HUB_OFFLINE" in os.environ or "https_proxy" in os.environ or "HTTPS_PROXY" in os.environ:
         return

@@ -16,7 +16,7 @@ Model = TypeVar("Model", bound=BaseModel)
 def read_json(path: str | Path, way_out: str = "see ds_configs/ and fsdp_configs/") -> dict:
     """Read a JSON object from a file. Raises WorkshopError (exit code 2) with the position of an error in the JSON.
 
-    way_out: advice for the user if the file is missing or holds no JSON object.
+    way_out: advice for the user if the file is missing or does not hold a JSON object.
     """
     content = parse_json(path, read_bytes(path, way_out), "correct the JSON")
     if not isinstance(content, dict):
@@ -70,7 +70,7 @@ def write_json(path: Path, content: dict) -> None:
     try:
         temporary.write_text(json.dumps(finite, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
         temporary.replace(path)
-    except OSError:  # on a full disk: remove the partial file
+    except OSError:  # remove the partial file that a full disk leaves
         temporary.unlink(missing_ok=True)
         raise
 

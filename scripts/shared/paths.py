@@ -10,5 +10,5 @@ SAMPLE = REPOSITORY / "data" / "squad_sample.json"
 
 
 def workshop_version() -> str:
-    """Return the version in pyproject.toml, such as 1.0.0. docs/instructor/own-copy.md explains what it promises."""
+    """Return the version in pyproject.toml, such as 1.0.0. See docs/instructor/own-copy.md for its meaning."""
     return tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"]["version"]

@@ -14,7 +14,7 @@ TRACKERS = ("wandb", "tensorboard", "trackio")
 
 
 def check_trackers(report_to: str) -> list[str]:
-    """Return the requested tracker in a list, empty for none.
+    """Return the requested tracker in a list, or an empty list for none.
 
     Raises WorkshopError (exit code 2) if the tracker is unknown or not installed.
     """
@@ -29,7 +29,7 @@ def check_trackers(report_to: str) -> list[str]:
 
 
 def prepare_trackers(args: Any, job_id: str) -> None:
-    """Give each job one folder and one name; Weights & Biases stays offline unless WANDB_MODE says otherwise.
+    """Give each job its own folder and name. Weights & Biases stays offline unless WANDB_MODE sets another mode.
 
     args: TrainingArguments. This module does not import transformers, which would slow down tracking.py.
     """
@@ -60,7 +60,7 @@ def close_trackers(args: Any, job_id: str, means: dict) -> None:
 def upload_command(job_id: str) -> str:
     """Return the command that uploads an offline run, to be run in the folder of the job.
 
-    `wandb sync` does not read the key file. tracking.py does.
+    Unlike tracking.py, `wandb sync` does not read the key file.
     """
     if KEY_FILE.exists():
         return shlex.join(["python", os.path.relpath(REPOSITORY / "scripts" / "tracking.py"), job_id])
