@@ -1,4 +1,4 @@
-"""Wrap a model with FSDP1 on two ranks and print its inspection, for test_audit_of_runs.py. Training needs a GPU."""
+"""Wrap a model with FSDP1 on two ranks and print its inspection (for test_audit_of_runs.py). Training needs a GPU."""
 
 import functools
 import json

@@ -1,6 +1,6 @@
 """Run a real multi-node Slurm on one machine, for the tests and for trying out job scripts (as root).
 
-    eval "$(python tests/slurm/cluster.py up --nodes 2)"   # a second; the first time, apt-get installs Slurm
+    eval "$(python tests/slurm/cluster.py up --nodes 2)"   # takes a second; the first time, installs Slurm
     sinfo; sbatch my.slurm; squeue                         # this shell is now the cluster's login node
     python tests/slurm/cluster.py down                     # removes everything
 
@@ -33,7 +33,7 @@ RECORD = "slurm-test-cluster.json"  # the file that marks a cluster's directory 
 GPUS = 8
 CPUS = 64
 MEMORY_MB = 512000
-DOMAIN = "workshop.test"  # follows a node's own name in its own /etc/hosts
+DOMAIN = "workshop.test"  # the domain of a node's name in the node's own /etc/hosts
 PATH = os.environ.get("PATH", "") + ":/usr/sbin:/usr/bin:/sbin:/bin"
 PACKAGES = ("slurm-wlm", "munge", "iproute2", "util-linux", "mount", "hostname")
 TOOLS = ("munged", "slurmctld", "slurmd", "sbatch", "ip", "unshare", "nsenter", "mount", "hostname")
@@ -179,7 +179,7 @@ class Cluster:
         if not re.fullmatch(r"/[\w./-]{1,59}", str(self.state), re.ASCII):
             raise ClusterError(f"--state: has over 60 or special characters; choose a path like {DEFAULT_STATE}")
         self.owner = owner and (owner, start_time(owner))
-        self._children = {}  # kept so that they can be reaped
+        self._children = {}  # process 1 of each host, which must be reaped
         self._hash = hashlib.sha256(str(self.state).encode()).digest()
         self._mac = "02:" + self._hash[:5].hex(":")
 
@@ -225,7 +225,7 @@ class Cluster:
     def _up(self):
         self.state.mkdir(parents=True)
         self.state.chmod(0o755)
-        self._write(nodes=self.nodes, owner=self.owner)  # from now on, the next up() can clean up
+        self._write(nodes=self.nodes, owner=self.owner)  # the next up() needs this to clean up after a kill
         for name in ("etc", "munge", "ctl", "spool", "log", "dev"):
             (self.state / name).mkdir()
         net = self._add_login()
@@ -242,7 +242,8 @@ class Cluster:
         values = {"state": self.state, "net": net, "gpus": GPUS, "cpus": CPUS, "memory": MEMORY_MB}
         values["memory_per_cpu"] = MEMORY_MB // CPUS
         values["nodes"] = "\n".join(f"NodeName={name} NodeAddr={address}" for name, address in names.items())
-        # munged runs in the switch and puts the switch's address into credentials, where Slurm expects the login node's
+        # munged runs in the switch and puts the switch's address into credentials. Slurm expects the login node's
+        # address there, so the two names share an address.
         known = {"localhost": "127.0.0.1", f"{os.uname().nodename} switch": f"{net}.254", "ctl": f"{net}.253", **names}
         etc = self.state / "etc"
         for host in hosts:
@@ -271,7 +272,7 @@ class Cluster:
             return
         lock = os.open(self.state.parent, os.O_RDONLY)
         try:
-            fcntl.flock(lock, fcntl.LOCK_EX)  # two sessions may find the same orphan
+            fcntl.flock(lock, fcntl.LOCK_EX)  # two sessions may find the same orphaned cluster
             record = self._read()
             for host in record.get("pids", ()):
                 self._end(host)
@@ -421,9 +422,9 @@ class Cluster:
         address comes from state_dir, so down() finds the interface even without a record.
         """
         for number in ((self._hash[5] * 2 + i) % 512 for i in range(512)):
-            name, net = f"sl{number}", f"198.{18 + number // 256}.{number % 256}"  # RFC 2544: for tests
+            name, net = f"sl{number}", f"198.{18 + number // 256}.{number % 256}"  # for tests (RFC 2544)
             add = f"ip link add {name} address {self._mac} type veth peer name {name}p"
-            if run(add.split(), check=False).returncode == 0:  # otherwise another cluster uses the subnet
+            if run(add.split(), check=False).returncode == 0:  # fails if another cluster uses the subnet
                 self._write(login=f"{name}p")
                 run(["ip", "addr", "add", f"{net}.254/24", "dev", name])
                 run(["ip", "link", "set", name, "up"])
