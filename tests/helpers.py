@@ -57,8 +57,8 @@ LAUNCHERS = {
     ],
     "launch.py": lambda processes: [sys.executable, "scripts/launch.py", f"--nproc-per-node={processes}"],
 }
-# These ports lie below the kernel's ports for clients; otherwise a connection could take one before torchrun binds it.
-# They also lie below the ports of job.sh. Pytest's workers, and two test sessions at a time, use different ranges.
+# These ports are below the kernel's ports for clients; otherwise a connection could take one before torchrun binds it.
+# They are also below the ports of job.sh. Pytest's workers and concurrent test sessions use different ranges.
 WORKER = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw"))
 PORTS = itertools.count(10000 + 2000 * (WORKER % 4) + os.getpid() % 1000)
 

@@ -99,7 +99,7 @@ def send(channel: socket.socket, answer: dict) -> None:
 
 
 def reap_children() -> list[tuple[int, int]]:
-    """Process id and exit code of each child that has ended."""
+    """Return the process id and exit code of each child that has ended."""
     found = []
     while True:
         try:

@@ -168,9 +168,9 @@ def unavailable():
 class Cluster:
     """A Slurm cluster with all its files and logs in state_dir. Clusters with different directories are independent.
 
-    With owner, a pid, the cluster belongs to that process: after its end, the next up() of a cluster in the same
-    parent directory takes this cluster down. Raises ClusterError for a path that Slurm cannot use: the path is part
-    of socket names (at most 107 bytes) and, without quotes, of configuration lines.
+    With owner (a pid), the cluster belongs to that process. After the process has ended, the next up() of a cluster in
+    the same parent directory takes this cluster down. Raises ClusterError for a path that Slurm cannot use: the path
+    is part of socket names (at most 107 bytes) and, without quotes, of configuration lines.
     """
 
     def __init__(self, state_dir=DEFAULT_STATE, nodes=2, owner=None):
@@ -193,8 +193,9 @@ class Cluster:
     def up(self):
         """Start the cluster and return when every node accepts jobs. A running cluster stays unchanged.
 
-        First remove the remains of a killed run in this directory, and of dead owners' clusters next to it. Raises
-        ClusterError with the ends of the logs if the cluster does not start or runs with another number of nodes.
+        Before the start, remove what a killed run left in this directory, and clusters next to it whose owner has
+        ended. Raises ClusterError with the ends of the logs if the cluster does not start or already runs with another
+        number of nodes.
         """
         for other in self.state.parent.glob(f"*/{RECORD}"):
             owner = self._read(other).get("owner")
@@ -314,7 +315,7 @@ class Cluster:
         return run([*enter, *argv], env=self.env, check=False, timeout=timeout)
 
     def processes(self, node, *contains):
-        """Map pid to command line for the processes on node with all these strings in command line or environment.
+        """Map pid to command line for processes on node whose command line or environment contains all these strings.
 
         The pid is the one outside the node's namespace. Each NAME=value of the environment ends with a NUL, so
         "SLURM_JOB_ID=7\\0" matches job 7 but not job 77. slurmd and slurmstepd are included. A node that is not up
