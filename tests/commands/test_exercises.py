@@ -162,7 +162,7 @@ def test_unsupported_pipeline_settings_give_one_error_line(ranks, flags, message
     done = python(PIPELINE, *flags, processes=ranks)
     lines = [line for line in done.stderr.splitlines() if line.startswith("pipeline.py: error: ")]
     assert done.returncode != 0 and lines and all(message in line for line in lines), done
-    assert "pipelining" not in done.stderr, done  # a traceback of PyTorch's schedules would name it
+    assert "pipelining" not in done.stderr, done  # this word is in tracebacks of PyTorch's schedules
 
 
 @pytest.mark.parametrize(
