@@ -34,7 +34,7 @@ from helpers import (
 from server import READ_AT_IMPORT, Request
 
 SERVER = Path(__file__).with_name("server.py")
-SECONDS_TO_END = 10  # for processes that end shortly after a run, such as the reader of its output
+SECONDS_TO_END = 10  # processes such as the reader of a run's output may end this much later
 # A training of 4 steps in two epochs, with a checkpoint after each epoch
 SMALL = TINY | {
     "TRAIN_SIZE": "4",
@@ -63,7 +63,7 @@ class Server:
         self.log = folder / "server.log"
         with self.log.open("wb") as log, far:
             streams = {"stdin": subprocess.DEVNULL, "stdout": subprocess.DEVNULL, "stderr": log}
-            # Use a separate session, because on Ctrl-C in pytest the server must end its cases before it ends itself
+            # In a separate session, the server does not get pytest's Ctrl-C; it must first end its cases
             self.popen = subprocess.Popen(
                 words, env=self.environment, pass_fds=[far.fileno()], start_new_session=True, **streams
             )
@@ -83,7 +83,7 @@ class Server:
         raise AssertionError(f"the server did not answer: {self.log.read_text()}")
 
     def answers(self, seconds: float) -> list[dict]:
-        """Messages that the server sends within `seconds`; empty without any."""
+        """Return the messages that the server sends within `seconds`; the list may be empty."""
         if not select.select([self.channel], [], [], seconds)[0]:
             return []
         received = self.channel.recv(65536)
@@ -93,12 +93,12 @@ class Server:
         for each in found:
             if "ended" in each:
                 self.codes[each["ended"]] = each["code"]
-            elif "pid" in each:  # the system reuses process ids, so forget an ended process of this id
+            elif "pid" in each:  # an earlier process may have had this id
                 self.codes.pop(each["pid"], None)
         return found
 
     def wait(self, pid: int, seconds: float) -> int | None:
-        """Exit code of a process; None if it is still running after `seconds`."""
+        """Wait for a process and return its exit code; None if it is still running after `seconds`."""
         deadline = time.monotonic() + seconds
         while pid not in self.codes and (left := deadline - time.monotonic()) > 0:
             self.answers(left)
@@ -140,7 +140,7 @@ class Running(RunFiles):
 
     @property
     def code(self) -> int | None:
-        """Exit code of the first failed rank; 0 after all ranks have succeeded, None before."""
+        """Exit code of the first failed rank; 0 if all ranks have succeeded; None while ranks are running."""
         codes = [code for pid, code in self.server.codes.items() if pid in self.pids]
         return next(filter(None, codes), 0 if len(codes) == len(self.pids) else None)
 
@@ -217,7 +217,7 @@ class Bench:
             pass
 
     def names(self) -> set[str]:
-        """Every file and folder below this folder, without following links."""
+        """Return every file and folder below this folder, without following links."""
         found = set()
         for top, folders, files in os.walk(self.folder):
             found |= {str((Path(top) / name).relative_to(self.folder)) for name in (*folders, *files)}
@@ -256,7 +256,7 @@ class Bench:
         self.number += 1
         for rank, world in enumerate(launch_variables(ranks, launcher)):
             own = [self.folder.parent / f"{self.number}.{rank}.{name}" for name in ("out", "err")]
-            for path in own:  # a test may read them before the process has written anything
+            for path in own:  # a test may read these files before the process has created them
                 path.touch()
             request: Request = {
                 "fork": is_python and not launcher,
@@ -286,7 +286,7 @@ class Bench:
         return ended
 
     def trained(self, *words: object, **options: object) -> Finished:
-        """A successful run, done once per session and copied into this folder."""
+        """Return a successful run. It runs once per session, and its files are copied into this folder."""
         key = repr((self.knobs, words, sorted(options.items())))
         if key not in self.server.trained:
             folder = self.server.folder / f"trained {len(self.server.trained)}"
@@ -298,7 +298,7 @@ class Bench:
         return dataclasses.replace(ended, folder=self.folder)
 
     def reference(self, *words: object, **options: object) -> Finished:
-        """The same training without a disturbance, in the folder `reference` next to this one."""
+        """Return the same training without a disturbance, in the folder `reference` next to this one."""
         return Bench(self.server, self.folder.parent / "reference", self.knobs).trained(*words, **options)
 
     def patched(self, patch: str, name: str = "patched.py") -> Path:
@@ -330,7 +330,7 @@ class Bench:
 
 
 def launch_variables(ranks: int, launcher: str) -> list[dict]:
-    """Variables of each process to start: torchrun's variables for a rank, or the port that torchrun must use."""
+    """Return the variables of each process: torchrun's variables for a rank, or the port that torchrun must use."""
     port = free_port()
     if launcher not in ("", "python"):
         return [{"PET_MASTER_PORT": port}]
@@ -340,7 +340,7 @@ def launch_variables(ranks: int, launcher: str) -> list[dict]:
 
 KILL = "os.kill(os.getpid(), signal.SIGKILL)"
 STEP = "transformers.Trainer.training_step"
-# Run `lines` at call number `call` of a function, before the function itself
+# Run `lines` just before the `call`-th call of a function
 CALL_PATCH = """
 import {module}
 original, calls = {module}.{name}, []
@@ -356,7 +356,7 @@ def replaced(*args, **kwargs):
 def patch_call(target: str, call: int = 1, lines: str = KILL) -> str:
     """A patch that runs `lines` when the `call`-th call of a function or method (``json_files.write_json``) begins."""
     *modules, name = target.split(".")
-    if modules[-1][0].isupper():  # a class
+    if modules[-1][0].isupper():  # the function is a method of this class
         name = f"{modules.pop()}.{name}"
     return CALL_PATCH.format(module=".".join(modules), name=name, call=call, lines=lines)
 

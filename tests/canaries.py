@@ -19,7 +19,7 @@ CANARIES = {name: hashlib.sha1(name.encode()).hexdigest() for name in NAMES}
 
 
 def encodings(secret: str) -> list[bytes]:
-    """The secret in plain text and in base64, which depends on the secret's offset in the encoded text."""
+    """Return the secret in plain text, and in base64 for each offset of the secret in the encoded text."""
     texts = [secret.encode()]
     for before in range(3):
         encoded = base64.b64encode(b"-" * before + secret.encode() + b"-" * 3)
@@ -28,7 +28,7 @@ def encodings(secret: str) -> list[bytes]:
 
 
 def contents(path: Path):
-    """The file's bytes. torch.save writes zip files, so the unpacked members of a zip file follow."""
+    """Return the file's bytes, and for a zip file also its unpacked members. torch.save writes zip files."""
     yield path.read_bytes()
     if zipfile.is_zipfile(path):
         with zipfile.ZipFile(path) as archive:

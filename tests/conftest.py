@@ -1,7 +1,7 @@
-"""Put tests/ on the import path, for `helpers`, and group the tests that one pytest worker must run together.
+"""Put tests/ on the import path for `helpers`, and group the tests that one pytest worker must run together.
 
 `make test` runs the trainings in three workers. Each worker creates its own session fixtures, so all files that use
-the table of runs go to one worker, and all files that use the cluster go to another. Every other file stays whole.
+the table of runs go to one worker, and all files that use the cluster go to another. No other file is split.
 (pytest-xdist's own mark for this, xdist_group, has no effect with pytest 9.)
 """
 
@@ -17,7 +17,7 @@ from xdist.scheduler import LoadScopeScheduling
 from bench import Server
 
 TESTS = Path(__file__).parent
-# The matrix speed of a busy machine must not stay in the user's cache
+# Programs cache the matrix speed that they measure. A busy machine's speed must not get into the user's own cache.
 CACHE = tempfile.TemporaryDirectory(prefix="cache-of-tests-")
 os.environ["XDG_CACHE_HOME"] = CACHE.name
 

@@ -1,4 +1,4 @@
-"""Fixtures of tests/unit and tests/commands, whose conftest.py imports them by name."""
+"""Fixtures that the conftest.py files of tests/unit and tests/commands import by name."""
 
 import os
 from collections.abc import Callable

@@ -16,7 +16,7 @@ from types import ModuleType
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 EXPERIMENTS = REPOSITORY / "experiments"
-# experiments/own holds a site's own experiments
+# A site's own experiments in experiments/own are left out
 EXPERIMENT_SCRIPTS = sorted({*EXPERIMENTS.rglob("*.slurm")} - {*EXPERIMENTS.glob("own/**/*.slurm")})
 PAGES = sorted(
     [
@@ -26,10 +26,10 @@ PAGES = sorted(
         EXPERIMENTS / "README.md",
     ]
 )
-# 1,190 real questions of SQuAD v1.1. CONTRIBUTING gives their source. Tests that need them are skipped without them.
+# 1,190 real questions of SQuAD v1.1 (CONTRIBUTING gives their source). Without this file, some tests are skipped.
 XQUAD = REPOSITORY.parent / "shared" / "data" / "xquad.en.json"
-LIMIT = 120  # seconds, for an action of one or two seconds on a slow and busy machine; a hang ends then
-RUN_TIMEOUT = 1500  # seconds, for a training or a job on such a machine. pytest itself ends a test after 1800
+LIMIT = 120  # seconds until a hang fails a test; actions take one or two seconds, or more on a busy machine
+RUN_TIMEOUT = 1500  # seconds that a training or a job may take on a busy machine; pytest itself ends a test after 1800
 # A run of a few seconds with two epochs of 8 steps. The questions have 127 to 194 tokens, so padding matters.
 TINY = {
     "MODEL_NAME": "tiny-bloom",
@@ -40,12 +40,12 @@ TINY = {
     "FP16": "False",
     "BATCH_SIZE": "4",
     "GRAD_ACC": "2",
-    "LEARNING_RATE": "2e-3",  # random weights: the default of 5e-5 would hardly change them
+    "LEARNING_RATE": "2e-3",  # the default of 5e-5 would hardly change the random weights
     "NUM_EPOCHS": "2",
     "EM_F1": "False",
 }
 NO_KNOBS = dict.fromkeys(TINY, "unset")  # for programs that start runs with their own knobs
-# DeepSpeed cannot create this folder, so a run in which it compiles an extension fails
+# DeepSpeed cannot create this folder, so a run fails if DeepSpeed compiles an extension
 NOTHING_COMPILED = {"TORCH_EXTENSIONS_DIR": f"{os.devnull}/none"}
 INHERITED = ("HOME", "XDG_CACHE_HOME", "LANG", "LC_ALL", "PATH", "TMPDIR", "LD_LIBRARY_PATH")
 LAUNCHERS = {
@@ -57,8 +57,8 @@ LAUNCHERS = {
     ],
     "launch.py": lambda processes: [sys.executable, "scripts/launch.py", f"--nproc-per-node={processes}"],
 }
-# These ports lie below the kernel's ports for clients; otherwise a connection could take one before torchrun binds it.
-# They also lie below the ports of job.sh. Pytest's workers, and two test sessions at a time, use different ranges.
+# These ports are below the kernel's ports for clients; otherwise a connection could take one before torchrun binds it.
+# They are also below the ports of job.sh. Pytest's workers and concurrent test sessions use different ranges.
 WORKER = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw"))
 PORTS = itertools.count(10000 + 2000 * (WORKER % 4) + os.getpid() % 1000)
 
@@ -153,7 +153,7 @@ def make_workplace(folder: Path) -> Path:
 
 
 def inherited() -> dict[str, str]:
-    """The caller's basic variables only, because a knob or a SLURM_ variable of the caller would change the runs."""
+    """Return only the caller's basic variables, because its knobs and SLURM_ variables would change the runs."""
     return {name: os.environ[name] for name in INHERITED if name in os.environ}
 
 
@@ -196,7 +196,7 @@ def bash_blocks(page: Path) -> list[tuple[str, str]]:
 
 
 def the_error(stderr: str) -> str:
-    """The only error line of `stderr`, checked for its three parts. Warnings of libraries may surround it."""
+    """Return the only error line of `stderr`, and check its three parts. `stderr` may hold warnings of libraries."""
     lines = [line for line in stderr.splitlines() if line.startswith("error: ")]
     assert len(lines) == 1, stderr
     assert "Traceback" not in stderr, stderr

@@ -1,4 +1,4 @@
-"""The names that a version promises to keep (docs/instructor/own-copy.md). For a release, write them to a file:
+"""Collect the names that a version promises to keep (docs/instructor/own-copy.md). Store them for a release with:
 
 PYTHONPATH=scripts python tests/names.py
 """

@@ -1,4 +1,4 @@
-"""Comparison of the one-liners of docs/one-liners.md with the values that the report reads from the same run."""
+"""Compare the one-liners of docs/one-liners.md with the values that the report reads from the same run."""
 
 import math
 import re

@@ -11,14 +11,14 @@ from reporting.runs import find_runs
 from reporting.tables import Table, build_tables
 
 RUNS = REPOSITORY / "tests" / "data" / "runs"
-RUNS_OF_1_0_0 = REPOSITORY / "tests" / "data" / "runs_of_1.0.0"  # as version 1.0.0 wrote them
+RUNS_OF_1_0_0 = REPOSITORY / "tests" / "data" / "runs_of_1.0.0"  # files that version 1.0.0 wrote
 SAMPLE = RUNS / "experiments" / "deepspeed-single-gpu" / "zero_1" / "results" / "102.json"
 GPU_HEADER = "timestamp, index, name, memory.used [MiB], memory.total [MiB]"
 CPU_HEADER = "# Elapsed time   CPU (%)     Real (MB)   Virtual (MB)"
 
 
 def gpu_log(*used: float, gpus: int = 1, step: int = 5) -> str:
-    """A GPU log with one value per time step, which all GPUs share."""
+    """Return a GPU log with one value per time step, which is the same for all GPUs."""
     lines = [
         f"2026/11/20 22:{i * step // 60:02d}:{i * step % 60:02d}.000, {gpu}, Tesla V100-SXM2-32GB, {mib}, 32768"
         for i, mib in enumerate(used)
@@ -41,7 +41,7 @@ def add_run(
 ) -> Path:
     """Write a run below `top`/experiments. Changes such as settings__labels="answer" go into the record.
 
-    gpu, cpu: content of the log; None for no log, "" for a valid one. For a GPU log, a tuple gives its samples.
+    gpu, cpu: content of the log. None writes no log, and "" a valid log. For a GPU log, a tuple gives its samples.
     """
     folder = top / "experiments" / experiment
     record = copy.deepcopy(json.loads(SAMPLE.read_text()))
@@ -70,7 +70,7 @@ def write(path: Path, content: str | bytes) -> None:
 
 
 def table(top: Path, name: str, all_runs: bool = False) -> Table:
-    """The table `name` of the runs below a folder."""
+    """Return the table `name` of the runs below a folder."""
     tables = build_tables(load_definitions(), find_runs([top]), all_runs)
     return next(found for found in tables if found.definition.id == name)
 

@@ -1,4 +1,4 @@
-"""A process that imports PyTorch, transformers and train.py once and forks for each run: one second instead of ten.
+"""Import PyTorch, transformers and train.py once, and fork for each run, which then starts in one second, not ten.
 
     python tests/server.py FD      # `bench.Server` does this; FD: the server's end of a socket
 
@@ -28,7 +28,7 @@ import psutil
 
 SCRIPTS = Path(__file__).resolve().parent.parent / "scripts"
 PR_SET_CHILD_SUBREAPER = 36
-# The thread of jemalloc, which pyarrow brings. jemalloc stops this thread before a fork and starts it again afterwards.
+# A thread of jemalloc, a library in pyarrow. jemalloc stops this thread before a fork and restarts it afterwards.
 KNOWN_THREADS = {"jemalloc_bg_thd"}
 # Prefixes of variables that the interpreter or a library reads when it starts or is imported
 READ_AT_IMPORT = ("HF_", "HUGGINGFACE_", "TRANSFORMERS_", "OMP_", "MKL_", "CUDA_", "PYTHON", "LANG", "LC_", "HOME")
@@ -99,7 +99,7 @@ def send(channel: socket.socket, answer: dict) -> None:
 
 
 def reap_children() -> list[tuple[int, int]]:
-    """Process id and exit code of each child that has ended."""
+    """Return the process id and exit code of each child that has ended."""
     found = []
     while True:
         try:
@@ -133,7 +133,7 @@ def prepare_process(request: Request) -> None:
     os.environ.clear()
     os.environ.update(request["environment"])
     if not request["fork"]:
-        for number in (signal.SIGPIPE, signal.SIGXFSZ):  # Python ignores these, and a new program would inherit that
+        for number in (signal.SIGPIPE, signal.SIGXFSZ):  # a new program would ignore these, as Python does
             signal.signal(number, signal.SIG_DFL)
         os.execvpe(request["argv"][0], request["argv"], request["environment"])
     sys.argv = request["argv"]

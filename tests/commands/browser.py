@@ -92,7 +92,7 @@ class Page:
         self.receive("method", "Page.loadEventFired")
 
     def evaluate(self, expression: str) -> Any:
-        """Value of a JavaScript expression."""
+        """Return the value of a JavaScript expression."""
         answer = self.send("Runtime.evaluate", expression=expression, returnByValue=True, awaitPromise=True)
         assert "exceptionDetails" not in answer, answer
         return answer["result"].get("value")

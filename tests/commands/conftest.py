@@ -1,4 +1,4 @@
-"""Fixtures that start scripts and shell commands as processes, without a training or with one that ends at once."""
+"""Fixtures that run scripts and shell commands as processes, without a training or with one that ends at once."""
 
 import os
 import shutil
@@ -25,7 +25,7 @@ def command(tmp_path) -> Callable[..., Finished]:
         kept = {name: os.environ[name] for name in ("PATH", "LD_LIBRARY_PATH", "LANG") if name in os.environ}
         environment = kept | {"HOME": str(home), "HF_HOME": str(home / "hf"), "CUDA_VISIBLE_DEVICES": ""} | variables
         program = [str(REPOSITORY / "scripts" / script)]
-        if script.startswith("job."):  # as job.sh does
+        if script.startswith("job."):  # job.sh also runs these as modules
             program = ["-m", script]
             environment["PYTHONPATH"] = str(REPOSITORY / "scripts")
         words = [sys.executable, *program, *map(str, arguments)]

@@ -1,4 +1,4 @@
-"""DRY_RUN=1 shows a job's commands and errors before a file is written."""
+"""Tests of DRY_RUN=1, which shows a job's commands and errors and writes no file."""
 
 import json
 import os

@@ -58,7 +58,7 @@ def test_an_exercise_differs_from_its_solution_only_in_six_gaps(solution):
     assert ast.unparse(with_gaps) == ast.unparse(finished)
 
 
-# A solution file, a correct line, the wrong line in its place, the number of the gap, and the check's message
+# Each case: a solution file, a correct line, a wrong replacement for this line, the gap's number, the check's message
 WRONG = [
     (SOLUTION, "        parameter.grad /= world\n", "", 4,
      r"wrong: rank \d: the mean of the gradients 1 and 3 is 2, but the gradient of weight is 4"),
@@ -115,7 +115,7 @@ def test_the_losses_do_not_depend_on_the_number_of_ranks():
 
 @pytest.fixture(scope="module")
 def one_process():
-    """Losses of the full model in one process."""
+    """Return the losses of the full model in one process."""
     return losses(python(PIPELINE, "--micro_batches", 5))
 
 
@@ -162,7 +162,7 @@ def test_unsupported_pipeline_settings_give_one_error_line(ranks, flags, message
     done = python(PIPELINE, *flags, processes=ranks)
     lines = [line for line in done.stderr.splitlines() if line.startswith("pipeline.py: error: ")]
     assert done.returncode != 0 and lines and all(message in line for line in lines), done
-    assert "pipelining" not in done.stderr, done  # no traceback of PyTorch's schedules
+    assert "pipelining" not in done.stderr, done  # this word is in tracebacks of PyTorch's schedules
 
 
 @pytest.mark.parametrize(

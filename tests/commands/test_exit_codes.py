@@ -1,4 +1,4 @@
-"""The exit code and stderr of a process with and without ranks, which must not lose its stdout."""
+"""Tests of `run_and_exit`: the exit code, stdout and stderr of a script that runs with or without ranks."""
 
 import os
 import subprocess

@@ -1,4 +1,7 @@
-"""The pages' commands are valid bash, and git tracks the right files. test_dry_run.py runs the experiments' scripts."""
+"""Check that the pages' commands are valid bash, and that git tracks the right files.
+
+test_dry_run.py runs the scripts of the experiments.
+"""
 
 import re
 import subprocess
@@ -38,7 +41,7 @@ def test_git_checks_out_scripts_with_unix_line_ends():
 def test_no_tracked_file_holds_a_key():
     listed = git("ls-files", "-z", "--cached", "--others", "--exclude-standard")
     named = re.compile(r"(WANDB_API_KEY|HF_TOKEN|api_key)['\"]?\s*[=:]\s*['\"]?\w{16,}|\bhf_[A-Za-z]{30,}\b")
-    bare = re.compile(r"\b[0-9a-f]{40}\b")  # Weights & Biases keys and git commits both have this form
+    bare = re.compile(r"\b[0-9a-f]{40}\b")  # the form of a Weights & Biases key or a git commit
     texts = {".py", ".sh", ".slurm", ".md", ".json", ".yml", ".yaml", ".toml", ".txt"}
     for name in filter(None, listed.split("\0")):
         path = REPOSITORY / name

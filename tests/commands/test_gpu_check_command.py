@@ -1,4 +1,4 @@
-"""Input errors of gpu_check.py and preflight.py, which end at once."""
+"""Tests of input errors of gpu_check.py and preflight.py: the scripts end at once."""
 
 import re
 

@@ -1,4 +1,4 @@
-"""The hang clinic: each broken job fails as its page says, and each repaired job runs to its end."""
+"""Tests of the hang clinic: each broken job fails as its page says, and each repaired job completes."""
 
 import re
 import subprocess

@@ -1,4 +1,4 @@
-"""The --help output of every command, called from another directory."""
+"""Tests of the --help output of every command, called from another directory."""
 
 import ast
 import re
@@ -8,7 +8,7 @@ import pytest
 from helpers import REPOSITORY
 
 SCRIPTS = REPOSITORY / "scripts"
-ONLY_FOR_JOB_SH = ("with_parent.py", "on_node.py")  # their arguments are commands and process ids
+ONLY_FOR_JOB_SH = ("with_parent.py", "on_node.py")  # they have no --help: their arguments are commands and process ids
 COMMANDS = [
     path
     for path in sorted([*SCRIPTS.glob("*.py"), *SCRIPTS.glob("job/*.py")])

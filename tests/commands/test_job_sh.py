@@ -1,4 +1,7 @@
-"""experiments/job.sh without Slurm, with a few lines of Python as the training. Signals and kills: tests/faults."""
+"""Tests of experiments/job.sh without Slurm; the training is a few lines of Python.
+
+tests/faults has more tests of signals and kills.
+"""
 
 import json
 import os
@@ -91,7 +94,7 @@ def test_a_site_file_with_a_secret_must_be_private(site, line):
 
 
 def test_a_sites_environment_scripts_may_use_unset_variables(site):
-    """conda's activation script uses unset variables. Functions of the site are not exported to the training."""
+    """conda's activation script uses unset variables. Also, the site's functions are not exported to the training."""
     done = site('site_setup() { [ -z "$CONDA_UNSET" ] && module() { :; } && export SEEN=yes; }')
     assert done.stdout == "moon yes\n0\n", done
 
@@ -132,19 +135,20 @@ def test_a_job_runs_through_a_symbolic_link_and_in_posix_mode(stub, workshop, tm
     link = tmp_path / "link"
     link.symlink_to(workshop / linked)
     cwd = link if linked != "." else link / "experiments/mine/x"
-    # bash takes the path with the link from PWD, as after cd
+    # bash reads the path with the link from PWD, as it does after cd
     done, _ = stub(PRINT, "EXPERIMENT", "DATASET", words=("bash", "--posix", "x.slurm"), cwd=cwd, PWD=cwd)
     assert printed(done) == ["experiments/mine/x", f"{workshop}/data/squad_sample.json"]
 
 
 def test_a_failed_training_fails_its_job_and_keeps_its_log(stub, workshop):
-    """No file of the job holds a secret."""
+    """Also, no file of the job holds a secret."""
     done, folder = stub("print('to stdout'); raise RuntimeError('to stderr')", **CANARIES)
     assert done.returncode == 1, done
     assert {"status: failed (exit code 1)", "to stdout"} <= set(done.stdout.splitlines())
     assert "RuntimeError: to stderr" in done.stderr and "to stderr" not in done.stdout
     (log,) = (folder / "log").glob("*_local-*.out")
-    until(lambda: "missing: no run record: the job ended before the training began" in log.read_text())  # tee ends last
+    # tee may write this line after the job's end
+    until(lambda: "missing: no run record: the job ended before the training began" in log.read_text())
     assert {"to stdout", "RuntimeError: to stderr"} <= set(log.read_text().splitlines())
     assert list((folder / "results").iterdir()) == []
     assert find_leaks(workshop) == []
@@ -156,7 +160,7 @@ def test_a_failed_training_fails_its_job_and_keeps_its_log(stub, workshop):
     [(4096, 1, None, 256), (64, "a100:4", None, 16), (1, 8, None, 1), (64, 2, 5, 5)],
 )
 def test_threads_per_rank_equal_its_cpus(stub, tmp_path, cpus, gpus, given, expected):
-    """A stub for nproc reports 256 CPUs; the job may have fewer from Slurm."""
+    """A stub for nproc reports 256 CPUs, but Slurm may give the job fewer."""
     program(tmp_path / "bin", "nproc", "echo 256")
     slurm = IN_A_JOB | {"SLURM_GPUS_PER_NODE": gpus, "SLURM_CPUS_ON_NODE": cpus, "SLURM_CPUS_PER_TASK": cpus}
     slurm |= {"PATH": f"{tmp_path}/bin:{shell_environment()['PATH']}", "OMP_NUM_THREADS": given}
@@ -237,7 +241,7 @@ def test_a_partly_installed_environment_is_not_used(stub, workshop):
     ids=["chosen", "none", "unset"],
 )
 def test_gpu_log_holds_the_gpus_that_the_ranks_use(stub, workshop, visible, logged, missing):
-    """The training has two ranks and waits for one sample of each GPU. The site is not `laptop`, which hides GPUs."""
+    """The training has two ranks and waits for one sample of each GPU. The site `laptop` would hide the GPUs."""
     (workshop / "experiments/sites/moon.sh").write_text("site_setup() { :; }\n")
     lines = "sum(len(log.read_text().splitlines()) for log in pathlib.Path('gpu_memory').glob('*'))"
     wait = f"import pathlib, time\nwhile {lines} < {len(logged) + 1 if logged else 0}: time.sleep(0.05)"
@@ -298,7 +302,7 @@ def test_an_unprintable_summary_does_not_change_the_exit_code(tmp_path):
 
 
 def test_the_end_of_a_job_imports_nothing_large():
-    """The end of a job has only the seconds between SIGTERM and SIGKILL."""
+    """Large imports take too long: the job's last program has only the seconds between SIGTERM and SIGKILL."""
     code = "import json, sys, job.end_of_job; print(json.dumps(sorted(sys.modules)))"
     path = {"PYTHONPATH": f"{REPOSITORY}/scripts"}
     done = subprocess.run([sys.executable, "-c", code], env=path, capture_output=True, text=True, check=True)
@@ -306,7 +310,7 @@ def test_the_end_of_a_job_imports_nothing_large():
 
 
 def test_an_unresponsive_training_is_recorded_as_stopped(workshop):
-    """Slurm ends a job with SIGTERM to all processes and, some seconds later, SIGKILL to all."""
+    """To end a job, Slurm sends SIGTERM to all its processes and, some seconds later, SIGKILL."""
     folder = workshop / "experiments/mine/x"
     write = 'pathlib.Path(f"results/{os.environ[\'JOB_ID\']}.json").write_text(\'{"status": "running"}\')'
     code = f"import os, pathlib, signal\nsignal.signal(signal.SIGTERM, signal.SIG_IGN)\n{write}\nsignal.pause()"
@@ -328,7 +332,7 @@ def test_a_signal_before_the_training_starts_ends_the_job(stub):
     assert not list((folder / "results").iterdir())
 
 
-# Wait until the parent, on_node.py, has its handlers; a signal before that ends it with 128 plus the signal's number
+# Wait until the parent, on_node.py, has installed its signal handlers. An earlier signal would end on_node.py.
 WAIT_FOR_ON_NODE = """
 import os, pathlib, re, signal, time
 bit = 1 << signal.SIGUSR1 - 1
@@ -344,7 +348,7 @@ while not int(re.search("SigCgt:\\s*(.*)", (parent / "status").read_text())[1], 
     ("sent", "variables", "requeued"),
     [
         ("USR1", {"REQUEUE": 1, "SLURM_RESTART_COUNT": 9}, True),
-        ("USR1", {"REQUEUE": 1, "SLURM_RESTART_COUNT": 10}, False),  # MAX_RESTARTS
+        ("USR1", {"REQUEUE": 1, "SLURM_RESTART_COUNT": 10}, False),  # MAX_RESTARTS is 10
         ("USR1", {}, False),
         ("TERM", {"REQUEUE": 1}, False),
     ],

@@ -1,6 +1,6 @@
-"""launch.py on the nodes of a job: the nodes meet, or an error names the missing node and the reason.
+"""Tests of launch.py on the nodes of a job: the nodes meet, or an error names the missing node and the reason.
 
-Content that another user writes into the store of the rendezvous is not executed.
+launch.py must not execute code that another user writes into the store of the rendezvous.
 """
 
 import base64
@@ -25,7 +25,7 @@ LAUNCH = [sys.executable, str(REPOSITORY / "scripts/launch.py")]
 def start(tmp_path):
     """Start launch.py as node `first` or `second` of a job with two nodes; both end with the test."""
     names = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-    # print writes a line in pieces, and pieces of two ranks could mix
+    # print writes a line in pieces, which could mix with the pieces of another rank
     (tmp_path / "x.py").write_text(
         f"import os\nline = ' '.join(os.environ[name] for name in {names})\nos.write(1, f'{{line}}\\n'.encode())\n"
     )
@@ -48,7 +48,7 @@ def start(tmp_path):
 
 
 def read_error(process: subprocess.Popen) -> str:
-    """The only output of launch.py, an error line, after an end with exit code 3."""
+    """Return the error line of a launch.py that must end with exit code 3 and print nothing else."""
     out, error = process.communicate(timeout=120)
     assert (process.returncode, out) == (3, ""), error
     assert re.fullmatch(r"error: rendezvous: .*; .*\n", error)
@@ -63,7 +63,7 @@ def test_two_nodes_meet_at_the_given_address(start):
     assert sorted(lines) == [f"{rank} 4 127.0.0.1 {port}" for rank in range(4)]
 
 
-# Delay the answer of the store to this node by a second
+# Start launch.py such that this node needs an additional second after it has joined a barrier of the store
 SLOW = """
 import sys, time
 sys.path.insert(0, {scripts!r})
@@ -80,7 +80,7 @@ launch.main()
 
 
 def test_the_first_node_leaves_last(start):
-    """torchrun on the first node holds the store. Without the store, torchrun on the second node fails."""
+    """torchrun on the first node holds the store; torchrun on the second node fails if the store ends first."""
     port = free_port()
     slow = [sys.executable, "-c", SLOW.format(scripts=str(REPOSITORY / "scripts"))]
     nodes = [start(1, port, launch=slow), start(0, port)]
@@ -100,7 +100,7 @@ def test_an_unreachable_first_node_is_reported_on_both_nodes(start):
     assert read_error(start(0, port, timeout=1)).startswith(f"error: rendezvous: {problem}")
 
 
-# Code from the network, which another user writes into the store of a running launch
+# Attacks: another user of the network writes code into the store of a running launch
 
 MEETS_AND_WAITS = """
 import os, pathlib, time
@@ -113,7 +113,7 @@ while not os.path.exists("go"):
 
 
 class Touch:
-    """An object that creates a file when it is unpickled, as a harmless stub for any code."""
+    """An object that creates a file when it is unpickled, in place of harmful code."""
 
     def __init__(self, path: Path):
         self.path = path
@@ -166,7 +166,8 @@ def test_the_rejected_c10d_rendezvous_executes_code_from_the_store(attack, tmp_p
     until((tmp_path / "executed").exists)
 
 
-# A rank that records SIGINT and keeps running, as a rank in a collective does: Python runs no signal handler there
+# A rank that records SIGINT and keeps running. A rank in a collective also keeps running, because Python runs no
+# signal handler during a collective.
 UNRESPONSIVE = """
 import os
 import signal
@@ -181,7 +182,7 @@ while True:
 
 
 def test_a_second_ctrl_c_kills_unresponsive_ranks(tmp_path):
-    """Each rank also gets its share of the cores as OMP_NUM_THREADS."""
+    """Also, launch.py sets OMP_NUM_THREADS of each rank to the rank's share of the cores."""
     (tmp_path / "unresponsive.py").write_text(UNRESPONSIVE)
     environment = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"}
     streams = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}

@@ -1,4 +1,7 @@
-"""The documented one-liners agree with the report on the test runs. tests/slurm checks them on files of a real job."""
+"""Check that the documented one-liners agree with the report on the test runs.
+
+tests/slurm checks the one-liners on the files of a real job.
+"""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""preflight.py's checks of the site file, of Slurm's partitions and of dry runs, with stubs for all three."""
+"""Tests of preflight.py's checks of the site file, of Slurm's partitions and of dry runs, with stubs for all three."""
 
 import os
 import shutil
@@ -13,7 +13,7 @@ from shell import program
 
 
 def load(monkeypatch, tmp_path, content: str) -> tuple[str, ...]:
-    """The check's line for a site file with this content."""
+    """Return the check's line for a site file with this content."""
     shutil.copy(REPOSITORY / "experiments" / "load_site.sh", tmp_path)
     (tmp_path / "sites").mkdir()
     (tmp_path / "sites" / "mine.sh").write_text(content)
@@ -54,7 +54,7 @@ def test_another_python_at_the_site_gives_a_warning(monkeypatch, tmp_path):
 
 
 def lines_of_slurm(monkeypatch, tmp_path, **tools: str) -> dict[str, tuple]:
-    """The partition check's lines by name. `tools` are the bash lines of the stubs for Slurm's commands."""
+    """Return the partition check's lines by name. `tools`: bash lines of the stubs for Slurm's commands."""
     for name, body in ({"sbatch": "", "sinfo": "echo gpu; echo debug"} | tools).items():
         program(tmp_path, name, body)
     monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
@@ -67,7 +67,7 @@ def test_partition_and_reservation_must_exist_in_slurm(monkeypatch, tmp_path):
     assert lines_of_slurm(monkeypatch, tmp_path, sinfo=down)["partition"][0] == "fail"
     monkeypatch.setenv("SBATCH_PARTITION", "gpu")
     monkeypatch.setenv("SBATCH_RESERVATION", "workshop")
-    # The output format of scontrol show reservation
+    # This has the format of `scontrol show reservation`
     found = (
         "echo 'ReservationName=workshop StartTime=2026-12-01T08:00:00 EndTime=2026-12-01T18:00:00 Duration=10:00:00'\n"
         "echo '   Nodes=node[1-2] NodeCnt=2 CoreCnt=4 Features=(null) PartitionName=gpu Flags='\n"

@@ -1,4 +1,4 @@
-"""Values that the report gets from other processes: the state of a run, and the memory of Python without a model."""
+"""Tests of values that the report gets from other processes: a run's state, and Python's memory without a model."""
 
 import fcntl
 import os
@@ -33,7 +33,7 @@ def test_squeue_decides_if_a_job_is_still_running(tmp_path, monkeypatch, queue, 
     write(tmp_path / "bin" / "squeue", f"#!/bin/sh\n{queue}\n")
     (tmp_path / "bin" / "squeue").chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}/bin:{os.environ['PATH']}")
-    # Remove the cache of queued_jobs, which keeps squeue's answer for one report
+    # queued_jobs caches squeue's answer, so call the function without its cache
     monkeypatch.setattr(end_of_job, "queued_jobs", end_of_job.queued_jobs.__wrapped__)
     add_unfinished_run(tmp_path)
     run = single_run(tmp_path)

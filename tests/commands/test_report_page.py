@@ -1,4 +1,7 @@
-"""The report's page in a browser, folded, unfolded and printed: all tables and plots are visible, without a request."""
+"""Tests of the report's page in a browser, folded, unfolded and printed.
+
+All tables and plots must be visible, and the page must not send requests.
+"""
 
 import json
 import re

@@ -1,4 +1,4 @@
-"""The web site of `make docs` in a real browser."""
+"""Tests of the web site of `make docs` in a real browser."""
 
 import functools
 import html
@@ -32,7 +32,7 @@ WIDE = """(() => {
   const wide = [...document.querySelectorAll("body, body *")].filter(isWide);
   return wide.map((each) => each.outerHTML.slice(0, 200)) })()"""
 
-# Contrast of each text in the cards with the page (WCAG 2.2 requires 4.5)
+# Contrast between each text in the cards and the page's background (WCAG 2.2 requires 4.5)
 CONTRAST = """(() => {
   const light = (color) => { const [r, g, b] = color.match(/[0-9.]+/g).map((each) => each / 255)
     .map((each) => each <= 0.04045 ? each / 12.92 : ((each + 0.055) / 1.055) ** 2.4);
@@ -51,7 +51,7 @@ class Quiet(http.server.SimpleHTTPRequestHandler):
 def site(tmp_path_factory) -> Path:
     """The site, built by `make docs` in a temporary folder so that the repository stays unchanged."""
     folder = tmp_path_factory.mktemp("site")
-    # --old-file: use the installed packages, as all tests do
+    # With --old-file, make uses the packages that are already installed
     command = ["make", "--old-file=.venv/installed-dev", "docs", f"SITE_FOLDER={folder}"]
     done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
@@ -151,7 +151,7 @@ def test_pages_load_nothing_from_another_server(site):
 COMPUTE = program("docs/what_fits/compute.py")
 WHAT_FITS = "docs/what-fits.html"
 DOWN = ("ArrowDown", 40)
-CLASS = {"model": "bloom-7b1", "batch": 1}  # the choices of the static table
+CLASS = {"model": "bloom-7b1", "batch": 1}  # choices of the page's static table
 SETTINGS = [  # choices that differ from the page's defaults; together they use each value of each control
     CLASS,
     {"precision": "fp32", "gpus": 1, "memory": 16},
@@ -196,7 +196,7 @@ def page(tmp_path_factory):
 @pytest.fixture
 def visit(page, address):
     """Load the page with these choices in its address."""
-    # Without a new number in the address, a browser that already shows the page loads nothing
+    # The address needs a new number; otherwise a browser that already shows the page does not load it again
     return lambda choices="": page.visit(f"{address}/{WHAT_FITS}?{next(VISITS)}#{choices}")
 
 
@@ -205,7 +205,7 @@ def numbers() -> dict:
 
 
 def test_stored_numbers_match_the_current_estimates(models_folder):
-    """A sample of the numbers is computed again. If this fails, run compute.py and commit its result."""
+    """Compute a sample of the numbers again. If this test fails, run compute.py and commit its result."""
     flags = COMPUTE.model_flags(models_folder)
     for model, precision, accumulation, nodes, per_node in (
         ("bloom-560m", "bf16", 4, 2, 8),
@@ -227,7 +227,7 @@ def test_stored_numbers_match_the_current_estimates(models_folder):
 
 @pytest.mark.parametrize("setting", SETTINGS, ids=lambda setting: "-".join(map(str, setting.values())))
 def test_page_shows_the_estimates_of_the_program(page, visit, models_folder, setting, monkeypatch):
-    monkeypatch.chdir(REPOSITORY)  # a user runs the copied command here
+    monkeypatch.chdir(REPOSITORY)  # the directory in which a user runs the copied command
     visit()
     for key, value in setting.items():
         page.evaluate(CHANGE.replace("KEY", key).replace("VALUE", str(value)))
@@ -250,7 +250,7 @@ def test_page_shows_the_estimates_of_the_program(page, visit, models_folder, set
             assert [submitted[knob.flag] for knob in KNOBS] == [asked[knob.flag] for knob in KNOBS]
     if settings.estimate.gpus > 1:
         gb = sent_bytes(trace_shape(settings), settings) / 1e9
-        assert float(shown[chosen][2].split()[1]) == pytest.approx(gb, abs=0.06)  # sends 12.3 GB
+        assert float(shown[chosen][2].split()[1]) == pytest.approx(gb, abs=0.06)  # the page shows "sends 12.3 GB"
 
     trainer = replace(settings.trainer, deepspeed=None, fsdp=None, fsdp_config=None)
     settings = replace(settings, trainer=trainer, deepspeed_config=None, fsdp_config=None)
@@ -322,7 +322,7 @@ def test_what_fits_page_fits_a_phone_screen_and_is_one_file(site, page, tmp_path
 
 
 def test_answers_to_the_questions_match_the_page(page, visit):
-    """Each claim, "`method` (facts of its row and its table)", is checked on the page of the link before it."""
+    """Check each claim, "`method` (facts of its row and its table)", on the page that the link before it opens."""
     text = (REPOSITORY / "docs/what-fits.md").read_text()
     assert text.count("<details>") == 3
     links = re.split(r'href="#([^"]+)"', text)[1:]

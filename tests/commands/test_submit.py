@@ -1,4 +1,4 @@
-"""experiments/submit.sh, with a stub for sbatch."""
+"""Tests of experiments/submit.sh with a stub for sbatch."""
 
 import json
 import re
@@ -48,9 +48,9 @@ STAGES = "deepspeed-single-gpu/cpu_offloading"
 
 @pytest.fixture
 def shown(workshop):
-    """A stub for python that prints its command. test_dry_run.py tests the real checks."""
+    """Install a stub for python that prints its command. test_dry_run.py tests the real checks."""
     program(workshop / ".venv/bin", "python", '[[ $1 = */config.py ]] || echo "> $1"')
-    (workshop / ".venv/installed").touch()  # without this stamp the site laptop does not use the environment
+    (workshop / ".venv/installed").touch()  # without this stamp, the site laptop does not use the environment
 
 
 def test_the_dry_run_shows_the_exact_lines_and_each_job(submit, shown, workshop):
@@ -97,7 +97,7 @@ def test_a_chain_skips_a_rejected_job(submit, workshop):
 
 
 def test_the_dry_run_reports_errors(submit, shown, workshop):
-    """The dry run reports a job that Slurm would reject. If a config does not load, it has the estimate's exit code."""
+    """The dry run reports jobs that Slurm would reject. For an invalid config, its exit code is the estimate's."""
     refused = {"SITE": "laptop", "REFUSED": "zero_1"}
     assert submit("--dry-run", STAGES, NO_CLUSTER=1, **refused)[0].returncode == 0
     done, submitted = submit("--dry-run", STAGES, **refused)
@@ -146,7 +146,7 @@ def test_all_jobs_of_one_submission_share_a_snapshot(submit, workshop):
 
 
 def test_a_change_marks_only_runs_that_read_it_as_dirty(submit, workshop):
-    """This holds in the repository and in a snapshot."""
+    """Check this in the repository and in a snapshot."""
 
     def dirty(root: Path) -> list[bool]:
         states = []

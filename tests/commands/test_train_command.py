@@ -1,4 +1,4 @@
-"""Errors of evaluate.py before it loads a model. tests/unit and tests/faults have more input errors."""
+"""Tests of errors that evaluate.py reports before it loads a model. tests/unit and tests/faults have more of them."""
 
 import pytest
 

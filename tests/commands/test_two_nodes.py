@@ -1,4 +1,4 @@
-"""experiments/job.sh on two nodes, with stubs for scontrol and srun. tests/slurm uses the real programs."""
+"""Tests of experiments/job.sh on two nodes, with stubs for scontrol and srun. tests/slurm uses the real programs."""
 
 import re
 import subprocess
@@ -68,7 +68,7 @@ def test_a_shell_off_the_first_node_gets_an_error_with_the_solution(two_nodes, n
 
 
 def test_a_slow_network_ends_the_job_before_its_training(two_nodes):
-    """A stub ends with 3, as measure_bandwidth.py does; tests/integration has the real program."""
+    """A stub ends with 3, as measure_bandwidth.py does on a slow network. tests/integration runs the real program."""
     srun = '[[ "$*" != *measure_bandwidth.py* ]] || exit 3; echo training'
     done = two_nodes(srun, lines="check_bandwidth", MASTER_ADDR="10.0.0.1")
     assert done.returncode == 3, done
@@ -77,7 +77,7 @@ def test_a_slow_network_ends_the_job_before_its_training(two_nodes):
 
 
 def test_each_node_gets_its_rank_and_keeps_the_network_interface(two_nodes):
-    """The stub for srun runs job.sh's part on the second node, with `env` in place of the launcher."""
+    """The stub for srun runs the part of job.sh for the second node, with `env` in place of the launcher."""
     body = 'while [[ $1 != bash ]]; do shift; done; SLURM_NODEID=1 "${@:1:3}" env'
     done = two_nodes(body, MASTER_ADDR="10.0.0.1", LOGGERS="no", GLOO_SOCKET_IFNAME="eth0")
     assert done.returncode == 0, done

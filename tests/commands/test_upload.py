@@ -1,4 +1,4 @@
-"""tracking.py without a key file and with a failing wandb. test_upload_of_a_job.py tests the upload in a job."""
+"""Tests of tracking.py without a key file and with a failing wandb. test_upload_of_a_job.py tests uploads of jobs."""
 
 import os
 import shlex

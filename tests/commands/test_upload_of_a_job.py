@@ -1,4 +1,4 @@
-"""With WANDB_ONLINE=1, job.sh uploads a job's offline runs at its end (here with a stub for `wandb`)."""
+"""Tests of WANDB_ONLINE=1 with a stub for `wandb`: job.sh uploads a job's offline runs when the job ends."""
 
 import subprocess
 
@@ -41,7 +41,7 @@ def test_offline_runs_are_uploaded_at_the_end_and_no_log_has_the_key(job, worksh
 
 
 def test_a_failed_upload_keeps_the_exit_code_and_can_be_repeated(job, tmp_path):
-    """The training has failed too, and its run is still uploaded."""
+    """The training fails too, but its run is still uploaded."""
     printed, folder, calls = job(code=3, upload_code=1, WANDB_ONLINE=1)
     assert len(calls) == 2
     assert "error: wandb sync: ended with exit code 1; run it on a login node" in printed

@@ -1,4 +1,4 @@
-"""A `Bench` per test case, which must leave no process."""
+"""The fixture `bench`: a `Bench` for each test case. A test case must leave no process."""
 
 import sys
 from collections.abc import Iterator
@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-sys.path.append(str(Path(__file__).parent.parent / "commands"))  # for shell.py
+sys.path.append(str(Path(__file__).parent.parent / "commands"))  # the folder of shell.py
 
 from bench import Bench, Server
 

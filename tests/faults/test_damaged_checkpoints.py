@@ -1,4 +1,4 @@
-"""Checkpoints that a run must not resume from: damaged, of another training, or with code in them."""
+"""Tests of checkpoints that a run must not resume from: damaged, of another training, or with code in them."""
 
 import json
 import os
@@ -21,7 +21,7 @@ DAMAGES = {
 @pytest.mark.parametrize("damage", DAMAGES)
 def test_a_damaged_checkpoint_is_skipped(bench: Bench, damage):
     output = bench.trained(*KEPT).output
-    (output / "config.json").unlink()  # as in a run that is killed before it saves its model
+    (output / "config.json").unlink()  # a run that is killed before it saves its model lacks this file
     DAMAGES[damage](output / "checkpoint-4")
     again = bench.run(*KEPT, RESUME)
     assert again.record["resumed_from"] == "output/7/checkpoint-2", again
@@ -55,7 +55,7 @@ def test_a_completed_training_has_no_step_left(bench: Bench):
 
 
 def test_another_training_does_not_resume_from_it(bench: Bench):
-    """tests/unit/test_checkpoints.py has the other settings."""
+    """tests/unit/test_checkpoints.py tests other settings that must not differ."""
     bench.trained(*KEPT)
     line = "output/7/checkpoint-4: is of another training: ...learning_rate was ..., is ...; ..."
     bench.refuses(line, *KEPT, *SECOND, code=4, JOB_ID=8, LEARNING_RATE="1e-3")

@@ -1,4 +1,4 @@
-"""Wrong or dangerous input: flags, variables, config files, data and models. tests/unit has the details."""
+"""Tests of wrong or dangerous input: flags, variables, config files, data and models. tests/unit tests more cases."""
 
 import json
 import os
@@ -12,7 +12,7 @@ from shell import program
 CODE = {"AutoConfig": "evil.Config", "AutoModelForCausalLM": "evil.Model"}
 OWN_CODE = json.dumps({"model_type": "mine", "auto_map": CODE})
 # fmt: off
-REFUSED = {  # the error line, flags, and a dictionary of files, variables and the exit code (2 without it)
+REFUSED = {  # the error line, the flags, and a dictionary of files, variables and the exit code (by default 2)
     "unknown flag": ("--train_siz: unknown flag; did you mean --train_size?", ["--train_siz", 3], {}),
     "a token as a flag": ("--hub_token: ...; ...", ["--hub_token", "hf_canary-0123456789"], {}),
     "fp16 without a GPU": ("FP16: fp16 needs a CUDA GPU, and this machine has none; ...", [], {"FP16": "True"}),
@@ -58,7 +58,7 @@ def test_a_temporary_folder_with_too_long_a_name_for_data_loader_workers(bench: 
     long = tmp_path / ("x" * 76)
     long.mkdir()
     line = f"TMPDIR: {long} has {len(str(long))} characters, and DATA_WORKERS needs at most 75; ..."
-    # This needs a new process, because Python looks for the folder only once and the server has done so
+    # This needs a new process, because Python looks for the folder only once, and the server has already done so
     bench.refuses(line, DATA_WORKERS=2, TMPDIR=long, launcher="python")
 
 
@@ -77,7 +77,7 @@ def test_the_workshops_deepspeed_configs_need_no_compiler(bench: Bench, tmp_path
 
 
 def test_deepspeed_compiles_its_optimizer_without_torch_adam(bench: Bench, tmp_path):
-    """It finds ninja even if the environment, which holds ninja in bin, is not active. The compiler is a stub."""
+    """DeepSpeed finds ninja in the environment's bin, even if the environment is not active. The compiler is a stub."""
     content = json.loads((REPOSITORY / "ds_configs/zero1.json").read_text())
     for key in ("torch_adam", "fused"):
         del content["optimizer"]["params"][key]
@@ -90,7 +90,7 @@ def test_deepspeed_compiles_its_optimizer_without_torch_adam(bench: Bench, tmp_p
 
 
 def test_texts_without_blanks_are_truncated_and_counted(bench: Bench):
-    """Chinese text has no blanks."""
+    """For example, Chinese text has no blanks."""
     paragraphs = []
     for number in range(10):
         answer = {"text": str(number), "answer_start": 0}

@@ -1,4 +1,4 @@
-"""An experiment's script without Slurm: bash, job.sh, its loggers, and a few lines of Python as the training."""
+"""Tests of an experiment's script without Slurm: bash, job.sh, its loggers, and a few lines of Python as training."""
 
 import os
 import shutil
@@ -11,7 +11,7 @@ from bench import STEP, Bench, Running, command_line, patch_call, same_training
 from helpers import REPOSITORY, Finished, directives, until
 from shell import program, shell_environment
 
-# The beginning of a training: write a record with status running, and end with 75 on a signal, as train.py does
+# Begin a training as train.py does: write a record with status running, and end with 75 on a signal
 BEGIN = """
 import atexit, json, os, pathlib, signal, time
 path = pathlib.Path("results") / (os.environ["JOB_ID"] + ".json")
@@ -156,7 +156,7 @@ def test_two_jobs_with_one_id(bench: Bench, variables):
     second = start(bench, UNTIL_GO, **variables)
     assert second.wait().code == 2
     line = "error: JOB_ID: another run of 7 is writing its files; "
-    until(lambda: line in second.err)  # a tee may end after the script
+    until(lambda: line in second.err)  # tee may write this line after the script's end
     (first.folder / "go").touch()
     check_end(first.wait(), 0, "completed")
 

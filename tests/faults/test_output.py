@@ -1,4 +1,4 @@
-"""Output of a run: its folders, full disks, its log, and files of other runs."""
+"""Tests of a run's output: its folders, full disks, its log, and files of other runs."""
 
 import os
 import shlex

@@ -1,4 +1,4 @@
-"""A forked run equals the run of the command: same exit code, same output, same record, same files."""
+"""Tests that a forked run equals the same run as a command, in exit code, output, record and files."""
 
 import json
 import os
@@ -93,7 +93,7 @@ def test_a_forked_process_has_the_state_of_a_new_one(bench):
 
 
 def test_processes_left_by_a_case_are_killed(server, tmp_path):
-    """This includes a process that has left its group, its session and its parents."""
+    """Even a process that has left its group, its session and its parents is killed."""
     bench = Bench(server, tmp_path / "work")
     ended = bench.run("-c", "(setsid setsid sleep 1000 &) && echo started", script="bash")
     assert ended.out == "started\n"

@@ -1,6 +1,7 @@
-"""Runs that are killed or stopped at a given call, and the runs that resume from their checkpoints.
+"""Tests of runs that are killed or stopped at a given call, and of runs that resume from their checkpoints.
 
-A training of 4 steps saves a checkpoint after steps 2 and 4. `make test-faults` tries all cases; `make test` a few.
+A training of 4 steps saves a checkpoint after steps 2 and 4. `make test-faults` tries all cases, and `make test` tries
+a few.
 """
 
 import os
@@ -29,7 +30,7 @@ TORN_FILE = "open(args[1], 'wb').write(b'torn'); os.kill(os.getpid(), signal.SIG
 TORN_FOLDER = "os.remove(os.path.join(args[0], 'optimizer.pt')); os.kill(os.getpid(), signal.SIGKILL)"
 FIRST, BOTH = {"checkpoint-2"}, {"checkpoint-2", "checkpoint-4"}
 REMOVE_OLDER = "training.save_checkpoints.CheckpointCallback.remove_older"
-KILLED = {  # the patch that kills the run at this moment, and the checkpoints that are complete then
+KILLED = {  # the patch that kills the run at this moment, and the checkpoints that are complete at this moment
     "before the first record": (patch_call("records.writer.RunRecord.write"), set()),
     "while the record is replaced": (patch_call("pathlib.Path.replace"), set()),
     "in the first step": (patch_call(STEP), set()),
@@ -79,7 +80,7 @@ def test_run_killed_while_it_removes_the_older_checkpoint_resumes(bench: Bench):
 @TEST_FAULTS_ONLY
 def test_run_killed_while_it_caches_tokens_starts_again(bench: Bench):
     script = bench.patched(patch_call("data_loader.tokenise_batch"))
-    # The blank line gives the cache a new data set, and the training stays the same: the data set's name is not in it
+    # With the additional blank line, the file is a new data set for the cache, but its questions stay the same
     bench.write("new.json", (bench.folder / "data/squad_sample.json").read_text() + "\n")
     bench.run("--dataset", "new.json", script=script, code=-signal.SIGKILL)
     assert same_training(bench.run("--dataset", "new.json"), bench.reference())

@@ -1,4 +1,4 @@
-"""The short rows of gpu_check.py, which train, save and load tiny-bloom on one GPU; and FSDP on two GPUs."""
+"""Tests on GPUs: the short rows of gpu_check.py, which train, save and load tiny-bloom; and FSDP on two GPUs."""
 
 import copy
 import json
@@ -57,7 +57,7 @@ def test_gpu_run_completes(rows):
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32], ids=str)
 def test_chunked_loss_matches_full_logits_on_a_gpu(dtype):
-    """With BLOOM's vocabulary, softmax is near the smallest numbers of fp16, and loss scaling multiplies only later."""
+    """With BLOOM's vocabulary, softmax is near fp16's smallest numbers, because loss scaling multiplies only later."""
     torch.manual_seed(0)
     config = BloomConfig(vocab_size=250_880, hidden_size=64, n_layer=1, n_head=4, use_cache=False)
     full = BloomForCausalLM(config).cuda()
@@ -78,7 +78,7 @@ def test_chunked_loss_matches_full_logits_on_a_gpu(dtype):
 @two_gpus
 @pytest.mark.parametrize("config", ["full_shard", "full_shard_cpu_offload", "fsdp1_full_shard"])
 def test_two_gpus_shard_generate_and_save(server, tmp_path, config):
-    """Two GPUs are needed to test gloo for offloaded gradients, FSDP1, and the loss scale over ranks."""
+    """Two GPUs are needed to test gloo for offloaded gradients, FSDP1, and a loss scale that ranks share."""
     options = {"CUDA_VISIBLE_DEVICES": "0,1", "FP16": "", "EM_F1": "True", "EVAL_SIZE": 8, "BATCH_SIZE": 2}
     flags = ("--fsdp", "--fsdp_config", f"fsdp_configs/{config}.json")
     bench = Bench(server, tmp_path / "work", TINY, RUN_TIMEOUT)

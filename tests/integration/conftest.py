@@ -22,7 +22,7 @@ def bench(server: Server, tmp_path_factory) -> Iterator[Bench]:
     bench = Bench(server, folder, TINY, RUN_TIMEOUT)
     sizes = {"model_type": "bloom", "vocab_size": 4096, "hidden_size": 512, "n_layer": 3, "n_head": 8}
     bench.write("bloom-12m/config.json", json.dumps(sizes | {"use_cache": False}))
-    # 4 query heads, 2 key and value heads; the model's head shares the embedding
+    # A Qwen2 with 4 query heads and 2 key and value heads. Its output layer shares the embedding's weights.
     sizes = {"model_type": "qwen2", "vocab_size": 2048, "hidden_size": 64, "intermediate_size": 128}
     sizes |= {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
     bench.write("my-qwen/config.json", json.dumps(sizes | {"tie_word_embeddings": True}))

@@ -14,7 +14,7 @@ FP16_ON_CPU = str(Path(__file__).with_name("fp16_on_cpu.py"))
 
 @dataclass(frozen=True)
 class Run:
-    """A run of the table. ranks: 0 means plain python. launcher: one of `helpers.LAUNCHERS`; without one, fork."""
+    """A run of the table. ranks: 0 means plain python. launcher: one of `helpers.LAUNCHERS`; without one, it forks."""
 
     ranks: int = 0
     arguments: tuple[str, ...] = ()
@@ -28,7 +28,7 @@ class Run:
 
     @property
     def settings(self) -> dict:
-        """Variables. BATCH_SIZE puts the same sequences in each step and evaluation batch for any number of ranks."""
+        """The run's variables. BATCH_SIZE keeps the sequences of a step or evaluation batch for any number of ranks."""
         return {"BATCH_SIZE": 4 // self.world} | self.variables
 
 
@@ -40,7 +40,7 @@ def fsdp(config: str, ranks: int = 2, **how: object) -> Run:
     return Run(ranks, ("--fsdp", "--fsdp_config", f"fsdp_configs/{config}.json"), **how)
 
 
-# The same training under every strategy; all runs must have equal losses
+# These runs do the same training under every strategy, so all must have equal losses
 FSDP = {
     "full_shard": fsdp("full_shard"),
     "shard_grad_op": fsdp("shard_grad_op"),
@@ -54,7 +54,7 @@ STRATEGIES = {
     **{config: deepspeed(config) for config in CONFIGS},
     **FSDP,
 }
-# Two of the runs are the exact commands of the pages and do not fork from the tests' server
+# Two of these runs use the exact commands of the pages and do not fork from the tests' server
 PYTHON, TORCHRUN = "zero1_python", "zero2_cpu_offload_pinned_memory"
 STRATEGIES[PYTHON] = deepspeed("zero1", 0, launcher="python")
 STRATEGIES[TORCHRUN] = deepspeed(TORCHRUN, launcher="torchrun")
@@ -66,11 +66,11 @@ SDPA = {
 }
 CHUNKED = {f"chunked_{name}": replace(STRATEGIES[name], variables={"LOSS": "chunked"}) for name in ("zero2", "zero3")}
 COMPILE = {"LOSS": "chunked", "ATTENTION": "sdpa", "TORCH_COMPILE": "True", "PADDING": "longest"}
-# A separate command, because inductor starts compiler processes and reads its variables at import
+# This run is a separate command, because inductor starts compiler processes and reads its variables at import
 COMPILED = {"compiled": Run(variables=COMPILE, launcher="python")}
 needs_compiler = pytest.mark.skipif(not shutil.which("g++"), reason="torch.compile needs g++")
-# A third of the 256 positions is padding, and the number of labels differs between batches. The loss must depend on
-# neither, nor on the evaluation batches: 32 questions in batches of 2 x 3, with a filled last batch, or of 4
+# A third of the 256 positions is padding, and the number of labels differs between batches. The loss must not depend
+# on these, and not on the evaluation batches: 32 questions in batches of 4, or of 2 ranks x 3 with a filled last batch
 LABELS = {
     "sequence_longest": Run(variables={"PADDING": "longest"}),
     "answer": Run(variables={"LABELS": "answer"}),
@@ -91,7 +91,7 @@ CUSTOM = {
     "gpt_full_shard": fsdp("full_shard", variables=GPT),
     "gpt_zero3": deepspeed("zero3", variables=GPT),
 }
-# The ranks of a tensor group compute the same questions
+# The ranks of a tensor group compute the same questions, so BATCH_SIZE counts the questions of a group
 ONE_GROUP = GPT | {"BATCH_SIZE": 4, "SAVE_STRATEGY": "no"}
 SMALL_GROUPS = {"BATCH_SIZE": 2, "SAVE_STRATEGY": "no"}
 TWO_GROUPS = GPT | SMALL_GROUPS
@@ -143,5 +143,5 @@ HELD = [*STRATEGIES, *CHUNKED, *TENSOR_PARALLEL, "bf16_zero2", "bf16_full_shard"
 
 
 def uses(*names: str):
-    """Call the test once per named run of the table, which is its argument `run`."""
+    """Call the test once per named run of the table, with this run as the argument `run`."""
     return pytest.mark.parametrize("run", names, indirect=True)

@@ -1,4 +1,4 @@
-"""A run that differs from the request ends before its first step.
+"""Tests of runs that would differ from the request: they end before the first step.
 
 test_strategies.py checks the audit of correct runs, and tests/unit/test_audit.py checks each knob.
 """
@@ -11,7 +11,7 @@ import pytest
 from helpers import REPOSITORY
 
 FEW = {"TRAIN_SIZE": 8, "EVAL_SIZE": 4, "NUM_EPOCHS": 1, "SAVE_STRATEGY": "no"}
-# A CPU pins no memory, so this patch makes a copy in place of pinned memory. Tensors with the copy's storage count as
+# PyTorch pins no memory without a GPU, so this patch only copies a tensor. Tensors with the copy's storage count as
 # pinned.
 PINNING = """
 from training import audit

@@ -1,4 +1,4 @@
-"""`make demo` runs four experiments and prints a table that compares them."""
+"""Tests of `make demo`, which runs four experiments and prints a table that compares them."""
 
 import json
 import os
@@ -12,7 +12,7 @@ import pytest
 from bench import Bench
 from helpers import NO_KNOBS, REPOSITORY, Finished
 
-SHORT = {"TRAIN_SIZE": "96", "NUM_EPOCHS": "1", "EVAL_SIZE": "8"}  # 6 steps: the first three warm up
+SHORT = {"TRAIN_SIZE": "96", "NUM_EPOCHS": "1", "EVAL_SIZE": "8"}  # 6 steps, of which three are warm-up
 
 
 @pytest.fixture(scope="module")
@@ -33,7 +33,7 @@ def demo(bench: Bench, place, **options: object) -> Finished:
 
 
 def test_four_methods_have_equal_losses_and_show_memory_per_rank(bench, place):
-    """A stub for one GPU (tests/gpu_stub) must stay hidden, because the ranks would need two GPUs."""
+    """The demo must hide the stub for one GPU (tests/gpu_stub), because its ranks would need two GPUs."""
     one_gpu = {"STUB_GPU": "one", "PYTHONPATH": str(REPOSITORY / "tests/gpu_stub")}
     done = demo(bench, place, CUDA_VISIBLE_DEVICES="0", **one_gpu)
     assert done.err == "", done

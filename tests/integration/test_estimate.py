@@ -1,4 +1,4 @@
-"""The estimates of estimate_memory.py agree with the bytes on the ranks of real runs."""
+"""Compare the estimates of estimate_memory.py with the bytes on the ranks of real runs."""
 
 import json
 
@@ -38,7 +38,7 @@ def test_model_states_match_the_estimate(run: Finished, monkeypatch):
         else:
             assert min(measured) == pytest.approx(expected[what], rel=0.05), what
 
-    # Measure Python's memory in this process: two processes differ by some MiB
+    # Measure Python's memory in this process, because two processes differ by some MiB
     monkeypatch.setattr(predict_from_record, "measure_python_elsewhere", measure_python)
     assert '"auto"' not in json.dumps(run.record["configs"])  # the record holds the effective configs
     on_gpu, on_node = totals(parts, row.world)

@@ -1,4 +1,4 @@
-"""Exact Match and F1 of real runs: the metric, the labels and generation together."""
+"""Tests of Exact Match and F1 in real runs, which need the metric, the labels and generation together."""
 
 import json
 from collections.abc import Callable
@@ -9,7 +9,7 @@ import pytest
 from helpers import REPOSITORY, Finished
 from runs import GPT
 
-# A limit of 128 tokens truncates the contexts, which is faster, and leaves room for the longest of the 16 answers
+# For speed, a limit of 128 tokens truncates the contexts. The longest of the 16 answers still fits.
 SHORT = {"MAX_LENGTH": 128, "PADDING": "longest", "EM_F1": "True"}
 
 
@@ -56,12 +56,12 @@ def test_a_model_learns_16_questions_by_heart(overfitted: Finished):
 
 
 def test_zero3_and_evaluate_score_an_uneven_number_of_questions(train, workplace, overfitted, evaluate):
-    """The model knows 16 of the 17 answers. In batches of 4, one rank gets 3 batches of real questions, the other 2."""
+    """The model knows 16 of 17 answers. In batches of 4, one rank gets 3 batches of real questions, and one gets 2."""
     settings = first_questions(workplace, 17) | {"EM_F1_BATCH_SIZE": 4}
     once = {"NUM_EPOCHS": 1, "LEARNING_RATE": 1e-5, "LABELS": "answer", "MODEL_NAME": "output/overfitted"}
     trained = train("odd_zero3", "--deepspeed", "ds_configs/zero3.json", ranks=2, **settings | once)
     assert trained.effective("strategy") == "DeepSpeed ZeRO-3"
-    # 16 of 17 are 94.1 percent; the additional training steps can change that
+    # 16 correct answers of 17 are 94.1 percent, but the additional training steps can change this score
     assert 50 < trained.record["exact_match"] < 100
     assert trained.record["exact_match"] <= trained.record["f1"] < 100
     recorded = {name: round(trained.record[name], 2) for name in ("exact_match", "f1")}

@@ -1,4 +1,7 @@
-"""fp16, the default on GPUs, on the CPU (fp16_on_cpu.py): all methods have equal, falling losses."""
+"""Tests of fp16 on the CPU (fp16_on_cpu.py): the losses fall and are equal for all methods.
+
+fp16 is the default on GPUs.
+"""
 
 import itertools
 import re
@@ -41,7 +44,7 @@ def test_fp16_tensor_parallel_losses_match_the_plain_trainer(run: Finished, tabl
 
 
 def test_the_gradient_norm_is_logged_without_clipping(train, table):
-    """Tensor parallelism computes the norm separately. The compared run clips nothing, as all its norms are below 1."""
+    """Tensor parallelism computes the norm separately. The reference clips nothing, as all its norms are below 1."""
     row = RUNS["fp16_tp2"]
     how = row.settings | {"script": row.script, "ranks": row.ranks}
     run = train("fp16_tp2_unclipped", *row.arguments, "--max_grad_norm", 0, **how)

@@ -1,4 +1,4 @@
-"""gpu_check.py on a CPU: a row is trained, saved, loaded again and scored, and a failed row runs again."""
+"""Tests of gpu_check.py on a CPU: a row is trained, saved, loaded and scored, and a failed row runs again."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""Machines with a GPU that a run cannot or must not use: an old driver, one GPU for two ranks, --use_cpu.
+"""Tests with a GPU that a run cannot or must not use: an old driver, one GPU for two ranks, --use_cpu.
 
 tests/gpu_stub replaces the GPU. test_demo.py runs the demo on such a machine.
 """

@@ -1,4 +1,7 @@
-"""Real ranks that hang, do not join, or have a loss that is not finite. The named rank: tests/unit/test_watchdog.py."""
+"""Tests of real ranks that hang, do not join, or have a loss that is not finite.
+
+tests/unit/test_watchdog.py tests which rank an error names.
+"""
 
 import os
 import re
@@ -9,7 +12,7 @@ from pathlib import Path
 from bench import Bench
 from helpers import Finished, free_port
 
-HANG_TIMEOUT = 15  # seconds, within which a busy machine must complete a step
+HANG_TIMEOUT = 15  # seconds; even a busy machine must complete a step in this time
 STOP_RANK_0 = """
 from pathlib import Path
 from training.callbacks import WatchdogCallback
@@ -28,7 +31,7 @@ def hang(self, args, state, control, **kwargs):
 WatchdogCallback.on_step_begin = hang
 """
 HOST = re.escape(socket.gethostname())
-LINE = r"\S+:\d+ \S+"  # a function may be called <genexpr>
+LINE = r"\S+:\d+ \S+"  # the name of a function can be <genexpr>
 
 
 def error_line(run: Finished) -> str:
@@ -38,7 +41,7 @@ def error_line(run: Finished) -> str:
 
 
 def watchdog_folders(folder: Path) -> set[Path]:
-    """Folders that watchdogs left, including those of runs that other tests have killed."""
+    """Return the folders that watchdogs left, including those of runs that other tests have killed."""
     return set(folder.glob("results/.ranks_*"))
 
 

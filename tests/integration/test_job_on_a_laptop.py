@@ -1,4 +1,4 @@
-"""An experiment's script with a real training: its knobs reach the run, and its memory log matches the process."""
+"""Tests of an experiment's script with a real training: knobs reach the run, and the memory log is correct."""
 
 import json
 import os
@@ -12,7 +12,7 @@ import torch
 from helpers import NO_KNOBS, REPOSITORY
 from reporting.runs import read_run
 
-# Memory peaks while 32 questions are answered at a time, which lasts long enough for the log
+# The job answers 32 questions at a time, so that its memory peak lasts long enough for the memory log to sample it
 GIVEN = {"EM_F1": "True", "EM_F1_BATCH_SIZE": "32", "EVAL_SIZE": "64", "LOG_INTERVAL": "0.02", "REQUIRE_GPU": "0"}
 GIVEN |= {"TRAIN_SIZE": "12", "NUM_EPOCHS": "1", "MAX_LENGTH": "256", "VOCAB_SIZE": "2048"}
 

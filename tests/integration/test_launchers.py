@@ -1,4 +1,4 @@
-"""Every launcher as a command, and the content of a run's log and record.
+"""Tests of every launcher as a command, and of the content of a run's log and record.
 
 The run "bf16_ddp" of the table uses `python -m torch.distributed.run`. Runs without a launcher fork from the server.
 """
@@ -41,7 +41,7 @@ def test_start_up_lines_of_each_rank(run: Finished):
 
 
 def test_ranks_of_bare_srun_read_its_variables(bench: Bench, table):
-    """Two processes have only Slurm's variables, as srun starts them without torchrun."""
+    """Start two processes with only Slurm's variables, as srun does without torchrun."""
     port = free_port()
     slurm = {"SLURM_JOB_ID": 4711, "SLURM_STEP_NUM_TASKS": 2, "SLURM_STEP_TASKS_PER_NODE": 2}
     slurm |= {"SLURM_STEP_NODELIST": "localhost", "MASTER_PORT": port, "BATCH_SIZE": 2}
@@ -97,9 +97,9 @@ def test_the_bandwidth_test_reports_its_result_and_rejects_a_slow_network(train,
 def test_log_has_the_trainers_lines(run: Finished):
     """The workshop's shell one-liners search for these lines."""
     logged = [float(loss) for loss in re.findall(r"\{'eval_loss': '([\d.]+)', 'eval_runtime': '[\d.]+',", run.log)]
-    assert logged == pytest.approx(run.losses, rel=1e-3)  # four digits are printed
+    assert logged == pytest.approx(run.losses, rel=1e-3)  # the log shows four digits
     assert len(re.findall(r"\{'train_runtime': '[\d.]+', 'train_samples_per_second': '", run.log)) == 1
-    assert len(re.findall(r"\{'loss': '", run.log)) == 4  # 16 steps: every 5th, and the last
+    assert len(re.findall(r"\{'loss': '", run.log)) == 4  # every 5th of the 16 steps, and the last step
     assert f"Run record: results/{run.job_id}.json\n" in run.log
     assert f"Model saved to output/{run.job_id}\n" in run.log
 
@@ -121,7 +121,7 @@ def test_record_of_a_finished_run(run: Finished):
     assert record["settings"]["learning_rate"] == 2e-3
     assert [(entry["epoch"], entry["step"]) for entry in record["eval"]] == [(1, 8), (2, 16)]
     train = record["train"]
-    assert record["eval"][-1]["loss"] - 0.5 < train["loss_mean"] < 7.63  # an untrained model has log(2048)
+    assert record["eval"][-1]["loss"] - 0.5 < train["loss_mean"] < 7.63  # an untrained model has a loss of log(2048)
     assert train["steady_steps"] == 13, "3 of the 16 steps are warm-up"
     # The steady rate excludes the two evaluations and saves
     assert train["steady_samples_per_second"] > train["samples_per_second"] > 0
@@ -141,7 +141,7 @@ RecordCallback.on_step_end = end
 
 
 def test_record_says_failed_when_another_rank_crashes(train):
-    """Rank 0 writes the record; the launcher ends it, or it fails because its connection is closed."""
+    """Rank 0, which writes the record, is ended by the launcher or fails because its connection is closed."""
     crashed = train("crashed", patch=CRASH, ranks=2, BATCH_SIZE=2, code=1)
     assert (crashed.record["status"], crashed.record["exit_code"]) == ("failed", 1), crashed
 
@@ -156,7 +156,7 @@ def test_save_strategy_no_saves_nothing_and_keeps_its_record(run: Finished):
 @uses("tracked")
 def test_offline_wandb_run_has_the_documented_metric_names(run: Finished):
     pytest.importorskip("wandb")
-    (file,) = (run.folder / "wandb" / run.job_id / "wandb").glob("offline-run-*/*.wandb")  # only rank 0 has a run
+    (file,) = (run.folder / "wandb" / run.job_id / "wandb").glob("offline-run-*/*.wandb")  # only rank 0 creates a run
     assert f"wandb sync wandb/{run.job_id}/wandb/offline-run-*" in run.log
     means = run.record["callbacks"]
     # Without a GPU, the metrics are the process's memory and utilisation

@@ -1,4 +1,4 @@
-"""Models other than tiny-bloom: a Llama without a pad token, and the custom GPT."""
+"""Tests of models other than tiny-bloom: a Llama without a pad token, and the custom GPT."""
 
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
@@ -38,7 +38,8 @@ def test_llama_without_a_pad_token(train, workplace):
     tokenizer.save_pretrained(folder)
 
     trained = train("llama", "--model_name", "./my-llama", **FEW | {"EM_F1": "True"})
-    # log(600) is 6.4. A loss below half of it would mean that padding counts, which is easy to predict.
+    # An untrained model has a loss of log(600) = 6.4. A loss below half of this would mean that the loss includes
+    # padding, which is easy to predict.
     assert 3 < trained.losses[0] < 6.5
     assert 0 <= trained.record["f1"] <= 100
     saved = AutoModelForCausalLM.from_pretrained(trained.output)

@@ -1,4 +1,4 @@
-"""prefetch.py fills the cache on a machine with network, and afterwards a run needs no network.
+"""Tests of prefetch.py: it fills the cache on a machine with network, and afterwards a run needs no network.
 
 The Hub is a small server on 127.0.0.1 with random BLOOM models and one data set. All runs are separate commands,
 because the libraries read the Hub's address and the cache's folder at import.

@@ -1,4 +1,4 @@
-"""preflight.py with its real trainings, in a correct and in a broken copy of the repository without a GPU."""
+"""Tests of preflight.py with its real trainings, in a correct and a broken copy of the repository, without a GPU."""
 
 import re
 import shutil
@@ -54,7 +54,7 @@ def test_a_laptop_passes_and_no_file_remains(bench, checkout):
 
 
 def test_all_problems_are_reported_at_once(bench, checkout, tmp_path):
-    """preflight.py keeps the log of a failed training."""
+    """Also, preflight.py keeps the log of a failed training."""
     zero2 = checkout / "ds_configs" / "zero2.json"
     zero2.write_text(zero2.read_text().replace('"stage"', '"stge"', 1))
     (checkout / "requirements.txt").write_text("torch==0.1\n")

@@ -1,4 +1,4 @@
-"""The questions, batches and labels of a run: --labels, --padding, --samples_per_gpu and sampling."""
+"""Tests of a run's questions, batches and labels: --labels, --padding, --samples_per_gpu and sampling."""
 
 import json
 import re
@@ -28,7 +28,7 @@ def test_each_label_mode_has_a_different_loss(run: Finished, table):
     assert run.effective("label mode") == mode
     for mine, sequence in zip(run.losses, table("plain").losses, strict=True):
         assert (abs(mine - sequence) > 100 * TOLERANCE) == (mode != "sequence")
-    if mode == "all":  # padding counts, and the model learns it at once
+    if mode == "all":  # the loss includes padding, which the model learns at once
         assert run.losses[-1] < table("plain").losses[-1] - 0.5
 
 
@@ -46,7 +46,7 @@ def test_500_real_questions(run: Finished):
     record = run.record
     assert record["status"] == "completed"
     assert (record["train_size"], record["eval_size"], len(run.losses)) == (500, 100, 1)
-    assert record["train"]["loss_last"] < 7  # an untrained model has log(2048), which is 7.62
+    assert record["train"]["loss_last"] < 7  # an untrained model has a loss of log(2048) = 7.62
     assert 0 <= record["exact_match"] <= record["f1"] <= 100
 
 
@@ -79,8 +79,8 @@ def test_group_by_length_groups_similar_lengths_on_all_ranks(train):
     assert epochs[0] != epochs[1]
     all_lengths = [sorted(length for batch in epoch for length in batch) for epoch in epochs]
     assert all_lengths[0] == all_lengths[1]
-    # There are 64 lengths from 127 to 194. The mean of longest minus shortest per batch is 30 in random order, and 11
-    # if 16 questions at a time are sorted.
+    # The 64 questions have lengths from 127 to 194. In a batch, the longest and the shortest question differ by 30 on
+    # average in random order, and by 11 if each group of 16 questions is sorted.
     spread = sum(max(batch) - min(batch) for batch in batches) / len(batches)
     assert spread < 15, batches
     # The tokens must be memory-mapped: all 87,599 questions of SQuAD must not be in memory

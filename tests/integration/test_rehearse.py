@@ -1,4 +1,7 @@
-"""rehearse.py runs rank 0 of up to 512 ranks. Memory and traffic match the formulas, collectives match real runs."""
+"""Tests of rehearse.py, which runs rank 0 of up to 512 ranks.
+
+Memory and traffic must match the formulas, and the collectives must match those of real runs.
+"""
 
 import json
 import re
@@ -52,7 +55,7 @@ def plan(*flags: object) -> Settings:
 
 
 def check_bytes_sent(found: ObservedStep, settings: Settings) -> None:
-    """Compare the bytes with the formulas, without the ranks' token counts (8 bytes each), which are in no formula."""
+    """Compare the bytes with the formulas, which leave out the ranks' token counts (8 bytes each)."""
     rehearsed, estimated = (
         command.sent_by_group(each) for each in (found.rings(), rings(trace_shape(settings), settings))
     )
@@ -67,7 +70,7 @@ def test_memory_and_traffic_of_rank_0_match_the_formulas(method, gpus):
     check_bytes_sent(found, settings)
     parts = parts_at_peak(estimate_parts(settings))
     estimated = {part.name: part.gpu for part in parts}
-    # With tensor parallelism and FSDP the estimate has its peak in another interval
+    # With tensor parallelism and FSDP, the estimate has its peak in another interval
     tolerance = 0.1 if method == "TP" else 0.01
     assert found.at_peak.total() == pytest.approx(sum(part.gpu for part in parts), rel=tolerance)
     assert found.at_most["parameters"] == pytest.approx(estimated["parameters"], rel=0.01)
@@ -94,7 +97,7 @@ def test_a_collective_missing_from_the_formula_is_detected():
 
 
 def test_a_rehearsal_of_zero_3_does_not_change_later_estimates():
-    """DeepSpeed replaces this function. The replacement keeps no 16-bit copies of weights for the backward pass."""
+    """DeepSpeed replaces `linear`. The replacement keeps no 16-bit copies of weights for the backward pass."""
     rehearse(plan(*METHODS["ZeRO-3"], "--gpus", 2))
     assert torch.nn.functional.linear is torch._C._nn.linear
 
@@ -151,8 +154,8 @@ def test_the_command_shows_counts_and_formulas(run):
     )
     assert lines[:2] == ["MiB  at the peak  at most  estimated", "parameters  0.22  0.22  0.22"]
     assert "peak: in the phase backward, aten._log_softmax_backward_data.default" in lines
-    # Two micro batches gather 3 units in the forward pass and 2 blocks again in the backward pass. Each unit's gradient
-    # is reduced once.
+    # Each of the two micro batches gathers 3 units in the forward pass, and 2 blocks again in the backward pass. Each
+    # unit's gradient is reduced once.
     assert "forward  all-gather  bfloat16  4 in a node  6  0.92" in lines
     assert "backward  all-gather  bfloat16  4 in a node  4  0.40" in lines
     assert "backward  reduce-scatter  bfloat16  4 in a node  3  0.46" in lines

@@ -1,4 +1,4 @@
-"""A killed run resumes from its last complete checkpoint and has the losses of an undisturbed run.
+"""Tests of killed runs: they resume from the last complete checkpoint and have the losses of an undisturbed run.
 
 tests/faults covers plain training, DDP, and kills at each point of a run.
 """
@@ -11,7 +11,7 @@ from bench import complete_marks
 from helpers import REPOSITORY, Finished
 from test_strategies import same_losses
 
-# SIGKILL on every rank, before or after the checkpoint of the second epoch is marked as complete
+# Kill every rank with SIGKILL, before or after the checkpoint of the second epoch is marked as complete
 KILLED = """
 from training.save_checkpoints import CheckpointCallback
 
@@ -65,7 +65,7 @@ def test_group_by_length_resumes_with_the_same_order_on_any_rank_count(train):
         resumed = train(f"regrouped_{ranks}", *resume, ranks=ranks, **settings | {"BATCH_SIZE": 4 // ranks})
         assert resumed.effective("sampling") == "group_by_length"
         assert tokens(resumed)["real_tokens"] == tokens(whole)["real_tokens"]
-        rounding = 0 if ranks == 1 else 1e-5  # several ranks add gradients in another order
+        rounding = 0 if ranks == 1 else 1e-5  # several ranks add the gradients in a different order
         assert resumed.losses == pytest.approx(whole.losses, abs=rounding, rel=0), ranks
         assert step_losses(resumed) == pytest.approx(step_losses(whole), abs=rounding, rel=0), ranks
 
@@ -89,7 +89,7 @@ def test_zero2_on_two_ranks_skips_a_truncated_checkpoint(train, table):
 
 
 def test_sharded_fsdp_checkpoints_resume_and_the_model_is_complete(train, workplace, table):
-    """The Trainer by itself cannot save a complete model from sharded checkpoints at the end."""
+    """With sharded checkpoints, transformers' own Trainer cannot save a complete model at the end."""
     content = json.loads((REPOSITORY / "fsdp_configs" / "full_shard.json").read_text())
     (workplace / "sharded.json").write_text(json.dumps(content | {"state_dict_type": "SHARDED_STATE_DICT"}))
     flags = ("--fsdp", "--fsdp_config", "sharded.json")

@@ -1,4 +1,4 @@
-"""No secret of the environment gets into a run's records, logs, checkpoints, trackers or tracebacks."""
+"""Tests that no secret of the environment gets into a run's records, logs, checkpoints, trackers or tracebacks."""
 
 import base64
 import importlib.util

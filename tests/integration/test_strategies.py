@@ -1,4 +1,4 @@
-"""Plain Trainer, DDP, every DeepSpeed config and every FSDP strategy train and save the same model."""
+"""Tests that the plain Trainer, DDP, every DeepSpeed config and every FSDP strategy train and save the same model."""
 
 import ast
 import json
@@ -33,8 +33,8 @@ from settings.settings import build_settings
 from training.checks_before_training import bytes_to_save
 from training.find_checkpoints import check_for_code, forbid_code_in_checkpoints
 
-TOLERANCE = 1e-4  # allows another order of fp32 additions; a lost gradient changes the loss far more
-BF16_TOLERANCE = 2e-4  # relative, and less than the error if FSDP rounds the loss to bf16: 7.62 becomes 7.625
+TOLERANCE = 1e-4  # the order of fp32 additions may differ; a lost gradient changes the loss far more
+BF16_TOLERANCE = 2e-4  # relative; less than the error of a loss that is rounded to bf16 (7.625 instead of 7.62)
 
 
 def same_losses(run: Finished, expected: Finished) -> None:
@@ -78,7 +78,7 @@ def test_tensor_parallelism_has_the_losses_of_one_rank(run: Finished, table):
     expected = {
         "strategy": "TP" if groups == 1 else "TP x FSDP2",
         "mesh": f"{groups} x {size}",
-        # The embedding, and in each of the two blocks 6 weights and the 4 biases of the layers sharded by outputs
+        # The embedding and, in each of the two blocks, 6 weights and the 4 biases of the layers sharded by outputs
         "cut parameters": 21,
         "world size": groups * size,
         "global batch": 8,
@@ -150,7 +150,7 @@ def test_deepspeed_runs_what_its_config_says(run: Finished):
 
 
 def banner(run: Finished) -> dict[str, str]:
-    """The lines between the rulers of the DeepSpeed banner, which must appear in the log once."""
+    """Return the lines between the rulers of the DeepSpeed banner. The log must contain the banner once."""
     lines = run.log.splitlines()
     titles = [i for i, line in enumerate(lines) if "Initialization Complete" in line]
     assert len(titles) == 1, run
@@ -236,7 +236,7 @@ def test_a_checkpoint_has_the_estimated_size(run: Finished):
 
 @uses("plain", "zero1", "zero2", "zero2_cpu_offload", "zero3", "full_shard", "bf16_zero2")
 def test_a_checkpoint_holds_no_file_that_could_run_code(run: Finished, monkeypatch):
-    monkeypatch.setenv("TORCH_FORCE_WEIGHTS_ONLY_LOAD", "1")  # monkeypatch unsets it after the test
+    monkeypatch.setenv("TORCH_FORCE_WEIGHTS_ONLY_LOAD", "1")  # after the test, monkeypatch restores this variable
     (checkpoint,) = run.output.glob("checkpoint-*")
     forbid_code_in_checkpoints(with_deepspeed=True)
     check_for_code(checkpoint)
@@ -304,10 +304,10 @@ def test_moving_a_micro_batch_does_not_wait_for_the_gpu(train, model, loss, read
     run = train(name, *words, patch=READING, MODEL_NAME=model, LOSS=loss, **few, **sizes)
     (line,) = [line for line in run.log.splitlines() if line.startswith("read by ")]
     assert ast.literal_eval(line.removeprefix("read by ")) == {
-        "__iter__": 3,  # accelerate's data loader: the seed and the order of the epoch
+        "__iter__": 3,  # accelerate's data loader reads the seed and the order of the epoch
         "check": 2,  # checks that the loss is finite, after a logged step and after the epoch
-        "_maybe_log_save_evaluate": 2,  # the log line: loss and gradient norm
+        "_maybe_log_save_evaluate": 2,  # loss and gradient norm for the log line
         "_finalize_training": 1,  # the mean of all losses
-        "all_tokens": 3,  # at the end of the training
+        "all_tokens": 3,  # token counts at the end of the training
         **reads_of_loss,
     }

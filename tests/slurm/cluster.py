@@ -1,6 +1,6 @@
 """Run a real multi-node Slurm on one machine, for the tests and for trying out job scripts (as root).
 
-    eval "$(python tests/slurm/cluster.py up --nodes 2)"   # a second; the first time, apt-get installs Slurm
+    eval "$(python tests/slurm/cluster.py up --nodes 2)"   # takes a second; the first time, installs Slurm
     sinfo; sbatch my.slurm; squeue                         # this shell is now the cluster's login node
     python tests/slurm/cluster.py down                     # removes everything
 
@@ -33,7 +33,7 @@ RECORD = "slurm-test-cluster.json"  # the file that marks a cluster's directory 
 GPUS = 8
 CPUS = 64
 MEMORY_MB = 512000
-DOMAIN = "workshop.test"  # follows a node's own name in its own /etc/hosts
+DOMAIN = "workshop.test"  # the domain of a node's name in the node's own /etc/hosts
 PATH = os.environ.get("PATH", "") + ":/usr/sbin:/usr/bin:/sbin:/bin"
 PACKAGES = ("slurm-wlm", "munge", "iproute2", "util-linux", "mount", "hostname")
 TOOLS = ("munged", "slurmctld", "slurmd", "sbatch", "ip", "unshare", "nsenter", "mount", "hostname")
@@ -168,9 +168,9 @@ def unavailable():
 class Cluster:
     """A Slurm cluster with all its files and logs in state_dir. Clusters with different directories are independent.
 
-    With owner, a pid, the cluster belongs to that process: after its end, the next up() of a cluster in the same
-    parent directory takes this cluster down. Raises ClusterError for a path that Slurm cannot use: the path is part
-    of socket names (at most 107 bytes) and, without quotes, of configuration lines.
+    With owner (a pid), the cluster belongs to that process. After the process has ended, the next up() of a cluster in
+    the same parent directory takes this cluster down. Raises ClusterError for a path that Slurm cannot use: the path
+    is part of socket names (at most 107 bytes) and, without quotes, of configuration lines.
     """
 
     def __init__(self, state_dir=DEFAULT_STATE, nodes=2, owner=None):
@@ -179,7 +179,7 @@ class Cluster:
         if not re.fullmatch(r"/[\w./-]{1,59}", str(self.state), re.ASCII):
             raise ClusterError(f"--state: has over 60 or special characters; choose a path like {DEFAULT_STATE}")
         self.owner = owner and (owner, start_time(owner))
-        self._children = {}  # kept so that they can be reaped
+        self._children = {}  # process 1 of each host, which must be reaped
         self._hash = hashlib.sha256(str(self.state).encode()).digest()
         self._mac = "02:" + self._hash[:5].hex(":")
 
@@ -193,8 +193,9 @@ class Cluster:
     def up(self):
         """Start the cluster and return when every node accepts jobs. A running cluster stays unchanged.
 
-        First remove the remains of a killed run in this directory, and of dead owners' clusters next to it. Raises
-        ClusterError with the ends of the logs if the cluster does not start or runs with another number of nodes.
+        Before the start, remove what a killed run left in this directory, and clusters next to it whose owner has
+        ended. Raises ClusterError with the ends of the logs if the cluster does not start or already runs with another
+        number of nodes.
         """
         for other in self.state.parent.glob(f"*/{RECORD}"):
             owner = self._read(other).get("owner")
@@ -225,7 +226,7 @@ class Cluster:
     def _up(self):
         self.state.mkdir(parents=True)
         self.state.chmod(0o755)
-        self._write(nodes=self.nodes, owner=self.owner)  # from now on, the next up() can clean up
+        self._write(nodes=self.nodes, owner=self.owner)  # the next up() needs this to clean up after a kill
         for name in ("etc", "munge", "ctl", "spool", "log", "dev"):
             (self.state / name).mkdir()
         net = self._add_login()
@@ -242,7 +243,8 @@ class Cluster:
         values = {"state": self.state, "net": net, "gpus": GPUS, "cpus": CPUS, "memory": MEMORY_MB}
         values["memory_per_cpu"] = MEMORY_MB // CPUS
         values["nodes"] = "\n".join(f"NodeName={name} NodeAddr={address}" for name, address in names.items())
-        # munged runs in the switch and puts the switch's address into credentials, where Slurm expects the login node's
+        # munged runs in the switch and puts the switch's address into credentials. Slurm expects the login node's
+        # address there, so the two names share an address.
         known = {"localhost": "127.0.0.1", f"{os.uname().nodename} switch": f"{net}.254", "ctl": f"{net}.253", **names}
         etc = self.state / "etc"
         for host in hosts:
@@ -271,7 +273,7 @@ class Cluster:
             return
         lock = os.open(self.state.parent, os.O_RDONLY)
         try:
-            fcntl.flock(lock, fcntl.LOCK_EX)  # two sessions may find the same orphan
+            fcntl.flock(lock, fcntl.LOCK_EX)  # two sessions may find the same orphaned cluster
             record = self._read()
             for host in record.get("pids", ()):
                 self._end(host)
@@ -313,7 +315,7 @@ class Cluster:
         return run([*enter, *argv], env=self.env, check=False, timeout=timeout)
 
     def processes(self, node, *contains):
-        """Map pid to command line for the processes on node with all these strings in command line or environment.
+        """Map pid to command line for processes on node whose command line or environment contains all these strings.
 
         The pid is the one outside the node's namespace. Each NAME=value of the environment ends with a NUL, so
         "SLURM_JOB_ID=7\\0" matches job 7 but not job 77. slurmd and slurmstepd are included. A node that is not up
@@ -421,9 +423,9 @@ class Cluster:
         address comes from state_dir, so down() finds the interface even without a record.
         """
         for number in ((self._hash[5] * 2 + i) % 512 for i in range(512)):
-            name, net = f"sl{number}", f"198.{18 + number // 256}.{number % 256}"  # RFC 2544: for tests
+            name, net = f"sl{number}", f"198.{18 + number // 256}.{number % 256}"  # for tests (RFC 2544)
             add = f"ip link add {name} address {self._mac} type veth peer name {name}p"
-            if run(add.split(), check=False).returncode == 0:  # otherwise another cluster uses the subnet
+            if run(add.split(), check=False).returncode == 0:  # fails if another cluster uses the subnet
                 self._write(login=f"{name}p")
                 run(["ip", "addr", "add", f"{net}.254/24", "dev", name])
                 run(["ip", "link", "set", name, "up"])

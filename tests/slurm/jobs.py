@@ -1,4 +1,4 @@
-"""Submission of experiments from a copy of the repository to the test cluster, and checks of their jobs.
+"""Submit experiments from a copy of the repository to the test cluster, and check their jobs.
 
 No test writes into the checkout. The copy's path has a space and a quote, so every test also tests such paths.
 """
@@ -18,7 +18,7 @@ from records.memory_logs import read_cpu_log, read_gpu_log
 
 SYSTEM = ("/usr/sbin", "/usr/bin", "/sbin", "/bin")
 GIT = ("git", "-c", "user.name=test", "-c", "user.email=test@example.org")
-# 192 steps, some 8 seconds on an idle machine, with a checkpoint after every 12 steps
+# A training of 192 steps with a checkpoint after every 12 steps. It takes some 8 seconds on an idle machine.
 LONG = {"FP16": False, "TRAIN_SIZE": 96, "EVAL_SIZE": 16, "NUM_EPOCHS": 16, "EM_F1": False, "GRAD_ACC": 1}
 LONG |= {"SAVE_STRATEGY": "epoch", "LEARNING_RATE": 5e-4}
 STEPS_PER_EPOCH = 12
@@ -31,9 +31,9 @@ TRAININGS = {
         ("--per_device_eval_batch_size", 4),
         TWO_NODES | {"SAMPLES_PER_GPU": 48},
     ),
-    "fsdp2": ("fsdp-multi-node/2_nodes", (), TWO_NODES | {"NUM_EPOCHS": 8}),  # its steps take three times as long
+    "fsdp2": ("fsdp-multi-node/2_nodes", (), TWO_NODES | {"NUM_EPOCHS": 8}),  # steps of FSDP2 take three times as long
 }
-# Weeks of training, for tests that end it
+# A training that would take weeks, for tests that end it early
 ENDLESS = {"TRAIN_SIZE": 32, "EVAL_SIZE": 16, "NUM_EPOCHS": 1_000_000, "SAVE_STRATEGY": "no"}
 
 
@@ -181,7 +181,7 @@ class Job(RunFiles):
         return self.log_path.read_text(encoding="utf-8", errors="replace") if self.log_path.exists() else ""
 
     def processes(self) -> dict[str, list[str]]:
-        """Command lines of the job's processes by node, for nodes with processes."""
+        """Map each node on which the job has processes to their command lines."""
         cluster = self.lab.cluster
         found = {node: cluster.processes(node, f"SLURM_JOB_ID={self.job_id}\0") for node in cluster.nodes}
         return {node: list(commands.values()) for node, commands in found.items() if commands}

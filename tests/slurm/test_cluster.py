@@ -1,4 +1,4 @@
-"""The test cluster schedules, runs, cancels, crashes and cleans up as a real cluster does."""
+"""Tests of the test cluster: jobs are scheduled, run and cancelled, nodes crash, and no process or file is left."""
 
 import os
 import signal
@@ -13,7 +13,7 @@ from cluster import Cluster, ClusterError, run
 from helpers import until
 
 COMMAND = [sys.executable, module.__file__]
-LIMIT = 60  # seconds, for an action of one or two seconds
+LIMIT = 60  # seconds until a hang fails a test; actions take one or two seconds
 
 
 def submit(cluster, folder, body, *sbatch_arguments, arguments=()):
@@ -66,7 +66,7 @@ sleep $1
 
 def test_no_orphan_outlives_its_job(cluster, tmp_path):
     (tmp_path / "task").write_text(TASK)
-    body = "sh task 0\nsrun sh task 600"  # leaves an orphan of the batch step, then one on each node
+    body = "sh task 0\nsrun sh task 600"  # leaves an orphan of the batch step, and one on each node
     job, _ = submit(cluster, tmp_path, body, "--nodes=2", "--ntasks-per-node=1")
 
     def processes(node):
@@ -93,7 +93,7 @@ def test_a_node_crashes_and_comes_back(cluster, tmp_path):
         cluster.start("node2")
     # node1 still has node2's hardware address in its ARP cache, and must reach it at once after the restart
     reached = cluster.exec("node1", ["timeout", "5", "bash", "-c", "</dev/tcp/node2/6818"])
-    # slurmd may not listen yet; then the node refuses the connection, but packets arrive
+    # If slurmd does not listen yet, packets arrive but the node refuses the connection
     assert reached.returncode == 0 or "refused" in reached.stderr, reached
     job, output = submit(cluster, tmp_path, "srun hostname", "--nodes=2")
     assert cluster.wait(job, LIMIT)[0] == "COMPLETED"
@@ -114,7 +114,7 @@ def test_a_new_cluster_removes_the_cluster_of_a_dead_owner(cluster):
     next_one.down()
     next_one.down()  # has no effect on a cluster that is down
     assert remains(orphan) == remains(next_one.state) == []
-    assert cluster.exec("node1", ["hostname"]).stdout == "node1\n"  # the owner of this cluster is alive
+    assert cluster.exec("node1", ["hostname"]).stdout == "node1\n"  # this cluster's owner is alive
 
 
 def test_a_foreign_directory_is_left_alone(cluster, tmp_path):

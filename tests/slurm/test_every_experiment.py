@@ -1,4 +1,4 @@
-"""Every experiment folder as a job, and other slow tests, for `make test-experiments`. `make test` skips this file."""
+"""Slow tests, such as a job of every experiment. `make test-experiments` runs them, and `make test` skips them."""
 
 import re
 import shutil

@@ -1,4 +1,4 @@
-"""Jobs on a real Slurm cluster: one job of each launcher, a killed job and a cancelled job.
+"""Tests of jobs on a real Slurm cluster: one job of each launcher, a killed job and a cancelled job.
 
 test_requeue.py tests stopped and requeued jobs and node crashes. tests/commands and tests/faults run job.sh without
 Slurm.
@@ -18,13 +18,13 @@ from one_liners import check_one_liners
 from records.memory_logs import read_cpu_log, read_gpu_log
 
 NODES = {"node1", "node2"}
-TOLERANCE = 1e-4  # allows another order of fp32 additions
-VOCABULARY = 2048  # tokens of tiny-bloom
+TOLERANCE = 1e-4  # the order of fp32 additions may differ
+VOCABULARY = 2048  # number of tokens in tiny-bloom's vocabulary
 BAD_NAME = "x; touch pwned $(touch pwned2) `touch pwned3`"
 
 
 def commit(lab: Lab) -> str:
-    """Commit everything, and return the commit."""
+    """Commit everything, and return the commit's hash."""
     for arguments in (["add", "-A"], ["commit", "-qm", "edit"]):
         run_command([*GIT, *arguments], cwd=lab.root)
     return run_command([*GIT, "rev-parse", "HEAD"], cwd=lab.root).stdout.strip()
@@ -32,7 +32,7 @@ def commit(lab: Lab) -> str:
 
 @pytest.fixture(scope="module")
 def one_gpu(cluster, tmp_path_factory) -> Job:
-    """A job of `python` on one GPU from submit.sh --snapshot. The repository's code is broken while the job waits."""
+    """A job of `python` on one GPU from submit.sh --snapshot. While it waits, the repository gets broken code."""
     lab = Lab(tmp_path_factory.mktemp("edited"), cluster)
     names = {"SBATCH_JOB_NAME": BAD_NAME, "EXPERIMENT_NAME": BAD_NAME}
     partition = ["scontrol", "update", "PartitionName=main"]
@@ -86,7 +86,7 @@ def test_a_job_of_torchrun_on_two_nodes_leaves_record_logs_and_summary(undisturb
 
 
 def test_two_nodes_have_the_loss_of_one_process(one_gpu, undisturbed):
-    """The losses are compared after 12 steps. In hundreds of steps, differences from the order of additions grow."""
+    """Compare the losses after only 12 steps: in hundreds of steps, differences from the order of additions grow."""
     job = undisturbed("zero-2")
     for knob in ("precision", "global batch", "train size", "eval size", "steps per epoch"):
         assert one_gpu.effective(knob) == job.effective(knob), knob
@@ -129,8 +129,8 @@ def test_nodes_whose_name_resolves_to_loopback_meet_at_a_real_address(launcher, 
     assert set(re.findall(r"^MASTER_PORT: (\S+)$", job.log, re.MULTILINE)) == {port}
 
 
-# Two jobs of one experiment run at the same time on the same nodes. A rank of the first is killed, the second is
-# cancelled.
+# Two jobs of one experiment run at the same time on the same nodes. A rank of the first job is killed, and the second
+# job is cancelled.
 
 
 @pytest.fixture(scope="module")
@@ -202,7 +202,7 @@ def submit_by_script(lab, experiment: str) -> subprocess.CompletedProcess:
 
 
 def test_submit_skips_impossible_jobs_and_warns_about_delayed_ones(lab):
-    """For six nodes of two, sbatch would queue the job for ever. Slurm gives the same reason for a drained node."""
+    """Slurm gives the same reason for a job with too many nodes, which would never start, and for a drained node."""
     reason = "allocation failure: Requested node configuration is not available"
     never = submit_by_script(lab, "deepspeed-multi-node/6_nodes")
     script = "experiments/deepspeed-multi-node/6_nodes/deepspeed_6_nodes.slurm"

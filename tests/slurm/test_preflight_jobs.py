@@ -1,4 +1,4 @@
-"""preflight.py --submit on the test cluster: one real job per launcher, and jobs that do not start."""
+"""Tests of preflight.py --submit on the test cluster: one real job per launcher, and jobs that do not start."""
 
 import subprocess
 import sys
@@ -22,7 +22,7 @@ def preflight(lab: Lab, *flags: str, **variables: object) -> subprocess.Complete
 
 
 def test_preflight_runs_one_job_per_launcher_and_reports_failures(editable_lab):
-    """Bare srun sets no LOCAL_RANK, so BROKEN makes only its training fail."""
+    """Bare srun sets no LOCAL_RANK, so BROKEN makes only the training under bare srun fail."""
     train = editable_lab.root / "scripts/train.py"
     text = train.read_text()
     train.write_text(BROKEN + text)

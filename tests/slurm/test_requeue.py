@@ -1,4 +1,4 @@
-"""Jobs that are stopped on a real cluster in several ways, requeued by Slurm, and resumed.
+"""Tests of jobs that are stopped on a real cluster in several ways, requeued by Slurm, and resumed.
 
 On the CPU the result is bitwise equal to that of an undisturbed job: weights, losses of every epoch, and mean of the
 training losses.
@@ -12,7 +12,7 @@ import pytest
 
 from jobs import STEPS_PER_EPOCH, TRAININGS, Job, Lab, run_command
 
-NODE_DELAY = 6  # seconds after an attempt in which a node rejects the next one, from the cluster's cred_expire
+NODE_DELAY = 6  # seconds after which a node accepts the next attempt (see cred_expire in cluster.py)
 
 
 def warn(job: Job) -> None:
@@ -73,7 +73,7 @@ MORE = [
     StopCase("zero-2", crash("node1"), KILLED, clean=False),
     StopCase("fsdp2", crash("node1"), KILLED, clean=False),
     StopCase("zero-2", crash("node2"), KILLED, clean=False),
-    # Slurm's shortest time limit with a warning half a minute before it
+    # The shortest time limit that Slurm allows, with a warning half a minute earlier
     StopCase("plain", None, r"stopped by SIGUSR1 \(exit code 75\)", sbatch=("--time=1", "--signal=B:USR1@30"),
             variables={"NUM_EPOCHS": 60}),
 ]  # fmt: skip
