@@ -163,9 +163,8 @@ def test_the_pages_show_the_computed_numbers_of_the_dimensions():
     shape = numbers.trace_shape(numbers.plan())
     megatron, plan = numbers.tensor_sends(shape), numbers.tensor_sends_by_plan()
     tokens = [f"{numbers.break_even(accumulation, sent):,.0f}" for sent in (megatron, plan) for accumulation in (1, 4)]
-    assert "more than {} tokens, or {} with accumulation 4 (against transformers' plan {} and {})".format(*tokens) in (
-        the_map
-    )
+    limits = "more than {} tokens, or {} with accumulation 4. (Against transformers' plan the limits are {} and {}.)"
+    assert limits.format(*tokens) in the_map
     assert f"a GPT of this size sends {32 * plan / 1e9:.2f} GB" in the_map
     found = numbers.dimensions()
     assert f"{found['data'].held / GIB:.1f} GiB become {found['shard'].held / GIB:.1f}" in the_map
