@@ -2,16 +2,20 @@
 
     python scripts/demo.py      # or make demo, which first installs the packages
 
-The demo runs the experiments in experiments/demo with SITE=laptop, and takes a minute or two.
+The demo runs the experiments in experiments/demo with SITE=laptop, and takes a minute or two. In a fifth training, the
+same model memorises 8 questions.
 """
 
 import argparse
 import os
+import re
 import subprocess
+import sys
 import textwrap
 import time
 from pathlib import Path
 
+from config import KNOBS
 from reporting.definitions import table_definition
 from reporting.metrics import metric_value
 from reporting.render import grid, table_lines
@@ -19,7 +23,7 @@ from reporting.report_folder import write_report
 from reporting.runs import Run, read_run
 from reporting.tables import build_table
 from shared.errors import run_program
-from shared.paths import REPOSITORY
+from shared.paths import REPOSITORY, SAMPLE
 
 METHODS = {
     "plain": "one process, which holds the whole model",
@@ -29,6 +33,25 @@ METHODS = {
 }
 NAMES = {"ddp": "DDP", "zero3": "ZeRO-3", "fsdp": "FSDP"}
 HELD = {"parameters": "held_parameters", "gradients": "held_gradients", "optimizer state": "held_optimizer_state"}
+# The fifth training: one optimizer step per epoch, on the same questions that are asked afterwards. It is not compared
+# with the others, because after 80 steps the rounding of each method would show in the loss
+MEMORISE = {
+    "MODEL_NAME": "tiny-bloom",
+    "DATASET": str(SAMPLE),
+    "EVAL_DATASET": str(SAMPLE),
+    "TRAIN_SIZE": "8",
+    "EVAL_SIZE": "8",
+    "NUM_EPOCHS": "80",
+    "BATCH_SIZE": "8",
+    "GRAD_ACC": "1",
+    "LEARNING_RATE": "2e-3",
+    "LABELS": "answer",
+    "PADDING": "longest",
+    "SAVE_STRATEGY": "no",
+    "SHOW": "8",
+    "OMP_NUM_THREADS": "1",
+}
+ANSWER = re.compile(r"^question: (.*)\n  right answer: (.*)\n  model's answer: (.*)$", re.MULTILINE)
 LOSS_TOLERANCE = 1e-4  # relative; each method adds numbers in its own order, which changes the last digits of the loss
 SHOWN_LINES = ("step ", "error:", "missing: psrecord")  # beginnings of the lines to print; the log has all lines
 NEXT = """
@@ -56,8 +79,10 @@ def main() -> None:
         report = REPOSITORY / "build" / job_id
         write_report([REPOSITORY / "experiments" / "demo"], report, all_runs=False)
         page = os.path.relpath(report / "index.html")
-        print(f"\n{table(runs)}\n\n{conclusions(runs)}\n{NEXT}\nWith curves, in a browser: {page}")
-    raise SystemExit(len(runs) < len(METHODS) or not are_equal(train_losses(runs)))
+        print(f"\n{table(runs)}\n\n{conclusions(runs)}\nWith curves, in a browser: {page}")
+    memorised = memorise(REPOSITORY / "build" / f"{job_id}-memorised")
+    print(NEXT)
+    raise SystemExit(len(runs) < len(METHODS) or not are_equal(train_losses(runs)) or not memorised)
 
 
 def train(folder: Path, job_id: str) -> int:
@@ -77,6 +102,45 @@ def train(folder: Path, job_id: str) -> int:
         if line.startswith(SHOWN_LINES):
             print(f"  {line}", end="", flush=True)
     return job.wait()
+
+
+def memorise(folder: Path) -> bool:
+    """Train on 8 questions until the model knows them by heart, and print one answer before and after.
+
+    evaluate.py asks the model that train.py starts with. Both run at the same time, in `folder`. Return whether the
+    trained model knows an answer.
+    """
+    print(f"\nOne more training: {MEMORISE['NUM_EPOCHS']} steps on the same 8 questions", flush=True)
+    folder.mkdir(parents=True)
+    own = {knob.variable for knob in KNOBS}
+    variables = {name: value for name, value in os.environ.items() if name not in own and not name.startswith("SLURM_")}
+    answers = {}
+    programs = {}
+    for script in ("evaluate.py", "train.py"):
+        with open(folder / f"{script}.log", "w") as log:
+            programs[script] = subprocess.Popen(
+                [sys.executable, REPOSITORY / "scripts" / script, "--eval_strategy", "no"],
+                cwd=folder,
+                env=variables | MEMORISE,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+            )
+    for script, program in programs.items():
+        log_file = folder / f"{script}.log"
+        if program.wait():
+            print(f"  failed with exit code {program.returncode}: read {os.path.relpath(log_file)}")
+            return False
+        answers[script] = ANSWER.findall(log_file.read_text())
+    known = [n for n, (_, right, answer) in enumerate(answers["train.py"]) if answer in right.split(" | ")]
+    if not known:
+        print("  The model has not learnt any of the 8 answers.")
+        return False
+    (question, _, before), (_, _, after) = (answers[script][known[0]] for script in programs)
+    print(f"  question:       {question}")
+    print(f"  answer before:  {before}")
+    print(f"  answer after:   {after}")
+    print(f"The model has memorised {len(known)} of the 8 answers. It is too small to answer other questions.")
+    return True
 
 
 def table(runs: dict[str, Run]) -> str:

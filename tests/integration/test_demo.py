@@ -57,6 +57,10 @@ def test_four_methods_have_equal_losses_and_show_memory_per_rank(bench, place):
             assert list(map(float, rows[row])) == pytest.approx([whole * share for share in shares], rel=0.01), row
     assert all(cell for cells in rows.values() for cell in cells), "no cell may be empty"
     assert "a rank of FSDP holds 50% of the parameters, 100% of the gradients, 50% of the optimizer state" in done.out
+    memorised = re.search(
+        r"question: +\S.*\n  answer before: .*\n  answer after: +(\S.*)\n.* memorised \d of", done.out
+    )
+    assert memorised, done.out
     page = place / re.search(r"^With curves, in a browser: (build/demo-\S+/index\.html)$", done.out, re.MULTILINE)[1]
     assert "ZeRO-3, 2 ranks" in page.read_text()
 
