@@ -180,7 +180,9 @@ def add_row(
         found.append({"text": answer, "answer_start": start})
     id_ = next((str(row[name]) for name in IDS if row.get(name) not in (None, "")), place.replace(" ", "-"))
     known = passages.setdefault(context, {}).setdefault(question, Question(id_))
-    known.answers += [each for each in found if each not in known.answers]
+    for each in found:
+        if each not in known.answers:
+            known.answers.append(each)
 
 
 def cell(row: dict[str, Any], column: str) -> str:
