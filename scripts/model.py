@@ -194,7 +194,7 @@ def build_meta_model(model_args: ModelArguments) -> PreTrainedModel:
     """Return the model on PyTorch's meta device, for checks: it has shapes, but no memory for its weights."""
     config = load_config(model_args)
     # from_config is not used here, because it would shard the model under ZeRO-3
-    with torch.device("meta"):
+    with torch.device("meta"), loading_errors("--model_name", model_args.model_name):
         model_class: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
         model = model_class(config)
     model.tie_weights()

@@ -1,6 +1,6 @@
 """Write the workshop's tables and plots from the run records and memory logs.
 
-python scripts/report.py                                   # all experiments, into report/
+python scripts/report.py                                   # all runs, into report/
 python scripts/report.py experiments/deepspeed-multi-gpu   # only the runs below these folders
 python scripts/report.py --all-runs -o /tmp/report         # mean and standard deviation over repeats
 python scripts/report.py --reference /shared/reference     # compared with the report in that folder
@@ -26,7 +26,7 @@ from shared.paths import REPOSITORY
 
 def main() -> None:
     parser = OneLineErrors(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("folders", nargs="*", type=Path, metavar="FOLDER", help="default: experiments")
+    parser.add_argument("folders", nargs="*", type=Path, metavar="FOLDER", help="default: experiments and results")
     parser.add_argument("-o", "--output", type=Path, default=Path("report"), help="folder for the report")
     parser.add_argument("--all-runs", action="store_true", help="show mean and standard deviation over repeats")
     parser.add_argument("--reference", type=Path, metavar="DIR", help="compare with the report in this folder")
@@ -37,7 +37,9 @@ def main() -> None:
     if arguments.job:
         print(job_table(arguments.job))
     else:
-        folders = arguments.folders or [Path(os.path.relpath(REPOSITORY / "experiments"))]
+        # The first steps of README.md run in the repository's folder
+        default = [folder for folder in (REPOSITORY / "experiments", REPOSITORY / "results") if folder.is_dir()]
+        folders = arguments.folders or [Path(os.path.relpath(folder)) for folder in default]
         print(write_report(folders, arguments.output, arguments.all_runs, arguments.reference))
 
 

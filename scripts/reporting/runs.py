@@ -58,7 +58,8 @@ class Run:
     def experiment(self) -> str:
         """The experiment's folder relative to `experiments`, or only its name if it is not below such a folder."""
         if self.record.experiment:
-            return self.record.experiment.removeprefix("experiments/")
+            path = self.record.experiment.removeprefix("experiments/")
+            return "without an experiment" if path == "." else path  # a command in the repository's folder
         parts = self.folder.absolute().parts
         last = max((i for i, part in enumerate(parts) if part == "experiments"), default=len(parts) - 2)
         return "/".join(parts[last + 1 :])

@@ -16,7 +16,7 @@ from transformers.utils import logging
 
 from shared.errors import ENVIRONMENT, WorkshopError
 
-# Errors of a file system, such as that of the cache
+# Problems of a file system, not of a file's content
 UNUSABLE = {errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOSPC, errno.EDQUOT}
 # Model files that a run reads. Files of other frameworks and PyTorch's older *.bin are left out
 MODEL_FILES = ["*.json", "*.txt", "*.model", "*.safetensors"]
@@ -72,14 +72,12 @@ def loading_error(flag: str, name: str, error: Exception) -> WorkshopError:
         what = f"{name} asks for code of its own, which is never run here"
         return WorkshopError(flag, what, "use a model that transformers has a class for")
     cause = root_cause(error)
-    if isinstance(cause, OSError) and cause.errno in UNUSABLE:
-        way_out = "make it readable, or set HF_HOME to a folder on a disk with space"
-        return WorkshopError(cause.filename or name, str(cause.strerror), way_out, ENVIRONMENT)
-    if (
-        huggingface_hub.constants.HF_HUB_OFFLINE
-        and isinstance(error, OSError | ValueError)
-        and not os.path.exists(name)
-    ):
+    outside = str(getattr(cause, "filename", None) or name)  # a file of the cache, or the model's or data set's own
+    if isinstance(cause, OSError) and (cause.errno in UNUSABLE or not outside.startswith(name)):
+        way_out = "check its permissions and the space on its disk; HF_HOME sets another folder for the cache"
+        return WorkshopError(outside, cause.strerror or str(cause), way_out, ENVIRONMENT)
+    offline = huggingface_hub.constants.HF_HUB_OFFLINE and isinstance(error, OSError | ValueError)
+    if offline and not os.path.exists(name):
         what = f"{name} is neither a local path nor in the cache, and there is no network"
         # prefetch.py has no flag for a tokenizer: --model_name also fetches it
         prefetch_flag = "--dataset" if flag == "--dataset" else "--model_name"

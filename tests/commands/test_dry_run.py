@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from transformers import LlamaConfig
 
 import estimate_memory
 from estimate.command_line import parse_memory_plan
@@ -81,14 +82,21 @@ def test_every_experiment_shows_its_command_and_can_be_estimated(workshop, tmp_p
     assert files(workshop) == before
 
 
-def test_a_copy_of_a_folder_sets_the_same_knobs(workshop):
+def test_a_copy_of_the_own_model_experiment_shows_this_model(workshop, tmp_path):
+    """The site laptop sets tiny-bloom, the sample and small sizes for the workshop's experiments only."""
+    LlamaConfig(vocab_size=600, hidden_size=32, num_hidden_layers=2, num_attention_heads=2).save_pretrained(tmp_path)
     copy = workshop / "experiments/own/mine"
-    shutil.copytree(workshop / "experiments/ddp/2_gpus", copy)
-    done = dry_run(copy)
+    shutil.copytree(workshop / "experiments/own-model/train", copy)
+    done = dry_run(copy, MODEL_NAME=tmp_path, DATASET="my-squad.json")
     assert (done.returncode, done.stderr) == (0, ""), done
     lines = done.stdout.splitlines()
-    assert lines[0] == "experiments/own/mine: site laptop, 1 node(s) x 2 rank(s)"
-    assert knobs_from(lines, "experiment") == {"EM_F1=False", "BATCH_SIZE=4", "GRAD_ACC=2", "SAVE_STRATEGY=no"}
+    assert lines[0] == "experiments/own/mine: site laptop, 1 node(s) x 4 rank(s)"
+    assert knobs_from(lines, "submission") == {f"MODEL_NAME={tmp_path}", "DATASET=my-squad.json"}
+    assert {"LEARNING_RATE=5e-05", "PADDING=longest", "BF16=True"} <= knobs_from(lines, "experiment")
+    assert {"TRAIN_SIZE", "EVAL_SIZE"} <= knobs_from(lines, "unset")
+    not_saved = "the trained model will not be saved (SAVE_STRATEGY=no)"
+    assert not_saved not in lines
+    assert not_saved in dry_run(copy, MODEL_NAME=tmp_path, SAVE_STRATEGY="no").stdout.splitlines()
 
 
 def test_dry_run_shows_site_ranks_commands_knobs_and_memory(workshop):

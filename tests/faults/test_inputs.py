@@ -21,6 +21,8 @@ REFUSED = {  # the error line, the flags, and a dictionary of files, variables a
                            ["--deepspeed", "a.json"], {"files": {"a.json": '{"zero_optimisation": {}}'}}),
     "truncated data": ("...a.json: ...line 1 column ...; is the file complete?",
                        ["--dataset", "a.json"], {"files": {"a.json": '{"version": "1.1", "data": [{'}}),
+    "a CSV file": ("t.csv: is a table, not a SQuAD file; convert it with python scripts/to_squad.py t.csv my-squad...",
+                   ["--dataset", "t.csv"], {"files": {"t.csv": "context,question,answer\n"}}),
     "a model's own code": ("--model_name: mine asks for code of its own, which is never run here; ...",
                            ["--model_name", "mine"], {"files": {"mine/config.json": OWN_CODE}}),
     "a path as the job's id": ("JOB_ID: '../../outside' cannot name files; ...", [], {"JOB_ID": "../../outside"}),
@@ -60,6 +62,14 @@ def test_a_temporary_folder_with_too_long_a_name_for_data_loader_workers(bench: 
     line = f"TMPDIR: {long} has {len(str(long))} characters, and DATA_WORKERS needs at most 75; ..."
     # This needs a new process, because Python looks for the folder only once, and the server has already done so
     bench.refuses(line, DATA_WORKERS=2, TMPDIR=long, launcher="python")
+
+
+def test_a_cache_that_cannot_be_written_is_one_error_line(bench: Bench):
+    # This needs a new process, because datasets reads the variable at import
+    bench.write("cache", "")
+    bench.refuses(
+        "...cache: File exists; check its permissions ...", launcher="python", HF_DATASETS_CACHE="cache", code=3
+    )
 
 
 def test_a_machine_without_a_compiler_is_one_error_line(bench: Bench):

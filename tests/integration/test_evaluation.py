@@ -1,6 +1,7 @@
 """Tests of Exact Match and F1 in real runs, which need the metric, the labels and generation together."""
 
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
@@ -96,3 +97,29 @@ def test_evaluate_scores_the_custom_gpt(train, workplace, evaluate):
     trained = train("gpt_asked", **GPT, **settings)
     recorded = {name: round(trained.record[name], 2) for name in ("exact_match", "f1")}
     assert evaluate(trained, "gpt_evaluated", **settings) == recorded
+
+
+# ask.py and --show
+
+
+def test_a_question_to_the_saved_model(train, workplace, overfitted):
+    path = workplace / "16_questions.json"
+    paragraph = json.loads(path.read_text())["data"][0]["paragraphs"][3]
+    (workplace / "text.txt").write_text(paragraph["context"] + "\n", encoding="utf-8")
+    question, answer = paragraph["qas"][0]["question"], paragraph["qas"][0]["answers"][0]["text"]
+    words = ("--model_name", "output/overfitted", "--context", "text.txt", "--max_length", 128)
+    asked = train("asked", *words, question, script="scripts/ask.py", MODEL_NAME="")
+    assert asked.out.splitlines()[-1] == answer
+    shown = train("shown", *words[:2], "--show", 16, script="scripts/evaluate.py", **first_questions(workplace, 16))
+    assert f"question: {question}\n  right answer: {answer}\n  model's answer: {answer}\n" in shown.log
+    assert shown.log.count("\nquestion: ") == 16
+
+
+def test_a_folder_without_a_model_names_its_last_checkpoint(train, workplace, overfitted):
+    (checkpoint,) = overfitted.output.glob("checkpoint-*")
+    shutil.copytree(checkpoint, workplace / "output" / "stopped" / checkpoint.name)
+    (workplace / "text.txt").write_text("Nodes.")
+    words = ("--model_name", "output/stopped", "--context", "text.txt", "Who?")
+    refused = train("unasked", *words, script="scripts/ask.py", code=2, MODEL_NAME="")
+    what = f"output/stopped has no model, only checkpoints (the last one is {checkpoint.name})"
+    assert refused.error == f"--model_name: {what}; complete its run with --resume_from_checkpoint output/stopped"

@@ -12,6 +12,7 @@ from config import DataArguments, ModelArguments
 from custom_model import CustomGPTConfig
 from helpers import REPOSITORY
 from model import build_meta_model, check_model, count_parameters, load_model, load_tokenizer
+from training.checks_before_training import check_saving
 
 DATA = DataArguments(dataset=str(REPOSITORY / "data" / "squad_sample.json"))
 TINY = ModelArguments("tiny-bloom")
@@ -71,6 +72,12 @@ def remove_files(*names: str):
     return lambda folder: [(folder / name).unlink() for name in names]
 
 
+def replace_in(path: Path, old: str, new: str) -> None:
+    text = path.read_text()
+    assert old in text
+    path.write_text(text.replace(old, new, 1))
+
+
 def add_layer(folder: Path) -> None:
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(config | {"n_layer": 2}))
@@ -98,6 +105,18 @@ FAULTS = {
         remove_files("tokenizer.json", "tokenizer_config.json"),
         "IN cannot be loaded (Couldn't instantiate the backend tokenizer",
     ),
+    "a tokenizer of another version": (
+        lambda folder: replace_in(folder / "tokenizer.json", '"type": "BPE"', '"type": "of the future"'),
+        "IN cannot be loaded (",
+    ),
+    "a configuration with a wrong type": (
+        lambda folder: replace_in(folder / "config.json", '"n_layer": 1', '"n_layer": "one"'),
+        "IN cannot be loaded (",
+    ),
+    "quantised weights": (
+        lambda folder: replace_in(folder / "config.json", "{", '{"quantization_config": {"quant_method": "gptq"},'),
+        "IN has quantised weights (quantization_config in its config.json), which cannot be trained; use the model",
+    ),
     "no end of an answer": (
         remove_files("tokenizer_config.json"),
         "the tokenizer of IN has no eos_token, by which the model learns to end an answer; name one in its tokenizer",
@@ -110,6 +129,19 @@ def test_broken_folder_is_refused_in_one_line(fault, folder, refusal):
     change, line = FAULTS[fault]
     change(folder)
     assert refusal(load, folder).startswith(f"error: --model_name: {line}".replace("IN", str(folder)))
+
+
+def test_a_model_that_could_not_be_saved_is_refused_or_mended_before_training(folder, tiny_tokenizer, refusal):
+    """transformers reads such a file from the Hub, but a save would end the run after its first epoch."""
+    sampling = {"temperature": 0.6, "top_p": 0.9}
+    (folder / "generation_config.json").write_text(json.dumps(sampling))
+    model = load(folder)
+    check_saving(model, tiny_tokenizer)
+    model.save_pretrained(folder / "saved")
+    saved = json.loads((folder / "saved/generation_config.json").read_text())
+    assert saved | sampling | {"do_sample": True} == saved
+    model.config.trained_by = object()
+    assert refusal(check_saving, model, tiny_tokenizer).startswith("error: --model_name: cannot be saved (")
 
 
 def test_an_empty_tokenizer_created_by_transformers_is_refused(tmp_path, refusal):
