@@ -1,4 +1,4 @@
-# make demo | preflight | gpu-check | report | docs | quick | test | test-experiments | test-faults | lint | format
+# make demo | preflight | gpu-check | report | docs | quick | test | test-experiments | test-faults | test-real | lint | format
 # (You need Python 3.11 or newer with venv, git and make; for torch.compile also g++)
 PYTHON ?= python3
 BIN := .venv/bin
@@ -47,6 +47,10 @@ test-experiments: .venv/installed-dev
 test-faults: .venv/installed-dev
 	$(BIN)/python -m pytest -m 'faults or not faults' tests/faults tests/slurm/test_requeue.py tests/integration/test_fp16.py
 
+# A real pretrained model learns real questions, in about ten minutes; skipped without its files (docs/baseline.md)
+test-real: .venv/installed-dev
+	$(BIN)/python -m pytest -rs tests/real
+
 lint: .venv/installed-dev
 	$(BIN)/ruff check . && $(BIN)/ruff format --check .
 	$(BIN)/mypy
@@ -72,4 +76,4 @@ format: .venv/installed-dev
 	-$(BIN)/mypy > /dev/null
 	touch $@
 
-.PHONY: demo preflight gpu-check report docs quick test unit full test-experiments test-faults lint format
+.PHONY: demo preflight gpu-check report docs quick test unit full test-experiments test-faults test-real lint format

@@ -1,0 +1,69 @@
+"""Test that a real pretrained model learns to answer real questions, with a stop and a resume: `make test-real`.
+
+docs/baseline.md has the commands that make the model's folder, and the results of other learning rates.
+"""
+
+import json
+import re
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from helpers import REPOSITORY, XQUAD, inherited
+
+MODEL = REPOSITORY / "build" / "smollm2"
+KNOBS = {
+    "MODEL_NAME": str(MODEL),
+    "DATASET": str(XQUAD),
+    "TRAIN_SIZE": "416",  # 26 steps of 16
+    "EVAL_SIZE": "64",
+    "NUM_EPOCHS": "1",
+    "LEARNING_RATE": "2e-4",
+    "LABELS": "answer",
+    "PADDING": "longest",
+    "LOSS": "chunked",
+    "JOB_ID": "real",
+    "CUDA_VISIBLE_DEVICES": "",
+}
+MARGIN = 10  # percentage points of Exact Match that the training must add. It added 36 where it was measured
+
+pytestmark = [
+    pytest.mark.skipif(not MODEL.exists(), reason=f"{MODEL} does not exist; docs/baseline.md has the commands for it"),
+    pytest.mark.skipif(not XQUAD.exists(), reason=f"{XQUAD} does not exist"),
+]
+
+
+def start(folder: Path, script: str, *words: str) -> subprocess.Popen:
+    return subprocess.Popen(
+        [sys.executable, REPOSITORY / "scripts" / script, *words],
+        cwd=folder,
+        env=inherited() | KNOBS,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+
+
+def finish(program: subprocess.Popen, code: int = 0) -> str:
+    output, _ = program.communicate()
+    assert program.returncode == code, output
+    return output
+
+
+def test_a_pretrained_model_learns_to_answer(tmp_path, capsys):
+    untrained = finish(start(tmp_path, "evaluate.py"))
+    before = float(re.search(r"^exact_match (\S+)", untrained, re.MULTILINE)[1])
+    training = start(tmp_path, "train.py")
+    for line in training.stdout:
+        if line.startswith("step 6 of 26"):
+            training.send_signal(signal.SIGTERM)
+            break
+    finish(training, code=75)
+    assert "resuming from step 6: " in finish(start(tmp_path, "train.py", "--resume_from_checkpoint"))
+    after = json.loads((tmp_path / "results/real.json").read_text())["exact_match"]
+    with capsys.disabled():
+        print(f"\nExact Match rose from {before:.1f} to {after:.1f} % of {KNOBS['EVAL_SIZE']} questions")
+    assert after >= before + MARGIN
