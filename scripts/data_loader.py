@@ -65,8 +65,8 @@ def load_set(
         questions = read_part(part, data_args)
         name = source(part, data_args)
         size = resolve_size(part, requested, len(questions), name)
-        use = {"train": "training", "eval": "evaluating"}[part]
-        print_once(f"{use} on {size} of the {len(questions)} questions for it in {name}")
+        use = {"train": "training", "eval": "evaluation"}[part]
+        print_once(f"{use} questions: {size} of {len(questions)} available in {name}")
         seed = training_args.seed if training_args.data_seed is None else training_args.data_seed
         return tokenise(questions.shuffle(seed=seed).select(range(size)), tokenizer, data_args)
 

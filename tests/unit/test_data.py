@@ -180,8 +180,7 @@ def test_sizes(sample, tiny_tokenizer, capsys):
     assert sizes() == sizes(train_size="all", eval_size="all", samples_per_gpu=None) == (280, 67)
     assert sizes(train_size=3, eval_size="all") == (3, 67)
     assert capsys.readouterr().out.endswith(
-        f"training on 3 of the 280 questions for it in {sample}\n"
-        f"evaluating on 67 of the 67 questions for it in {sample}\n"
+        f"training questions: 3 of 280 available in {sample}\nevaluation questions: 67 of 67 available in {sample}\n"
     )
     assert [resolve_size(part, None, 600, "squad") for part in ("train", "eval")] == [500, 100]
     assert [resolve_size(part, "all", 600, "squad") for part in ("train", "eval")] == [600, 600]
