@@ -24,7 +24,7 @@ from harness import REPOSITORY, SAMPLE, SCRIPTS, run_training
 FP32_ACCUMULATION = {"data_types": {"grad_accum_dtype": "fp32"}}
 FP32_REDUCTION = {"communication_data_type": "fp32"}
 FSDP = ["--fsdp", "--fsdp_config", str(REPOSITORY / "fsdp_configs/full_shard.json")]
-# name -> flags or DeepSpeed config, keys to add to that config, and the row to compare with (must be an earlier row)
+# name -> flags or DeepSpeed config, keys to add to that config, and the reference row: the row itself or an earlier one
 ROWS: dict[str, tuple[list[str], dict, str]] = {
     "DDP": ([], {}, "DDP"),
     "ZeRO-2, all in fp32": (["zero2"], FP32_ACCUMULATION | FP32_REDUCTION, "ZeRO-2, all in fp32"),
@@ -65,7 +65,7 @@ def train(folder: Path, row: str, epochs: str) -> tuple[torch.Tensor, float]:
     words += ["--save_strategy", "no", *flags]
     _, record = run_training(folder, [__file__, "--child", row, str(folder / "gradient"), *words], ranks=2)
     parts = [torch.load(folder / f"gradient_{rank}.pt", weights_only=True) for rank in range(2)]
-    # With ZeRO each rank has half of the flat gradient. With DDP and FSDP2 each file has the whole gradient.
+    # With ZeRO, each rank saves half of the flat gradient. With DDP and FSDP2, each rank saves the whole gradient.
     whole = parts[0] if flags[:1] != ["--deepspeed"] else torch.cat(parts)
     return whole, record["eval"][-1]["loss"]
 
@@ -89,7 +89,7 @@ def child(row: str, file: str, flags: list[str]) -> None:
 
     steps: list = []
     register_optimizer_step_pre_hook(keep_gradient)
-    if row == "FSDP2, all in fp32":  # the config file has no key for this
+    if row == "FSDP2, all in fp32":  # an FSDP config file has no key for the dtype of the reduction
         plain = WorkshopTrainer.__init__
 
         def with_fp32(self, *args, **kwargs):

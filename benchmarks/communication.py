@@ -14,7 +14,7 @@ tests/integration/test_rehearse.py compares its counts with these results.
 `payload`: bytes of the whole tensor (the parts of all ranks together) in one optimizer step, per model parameter.
 `sent`: bytes that each rank sends in one optimizer step, per model parameter, if there are very many ranks. A ring
 sends the payload once in an all-gather, a reduce-scatter and a broadcast, and twice in an all-reduce (Patarasuk and
-Yuan, https://doi.org/10.1016/j.jpdc.2008.09.002). With n ranks, each rank sends (n - 1) / n of that.
+Yuan, https://doi.org/10.1016/j.jpdc.2008.09.002). With n ranks, each rank sends (n - 1) / n of these bytes.
 The saved results, with commit and versions, are in benchmarks/communication.json and docs/collectives.md.
 """
 
@@ -57,9 +57,9 @@ GPT = ["--model_name", "custom-gpt", "--vocab_size", "12288", "--hidden_size", "
 GPT += ["--num_heads", "4", "--ff_dim", "1024", "--tensor_parallel"]
 ROWS |= {"TP 2": [*GPT, "2"], "TP 2 x FSDP 2": [*GPT, "2", "--fsdp"]}
 RANKS = {"HYBRID_SHARD 2 x 2": 4, "TP 2 x FSDP 2": 4}
-# The limits of ZeRO-3 for freeing gathered layers are 10^9 parameters, and a model this small never reaches them. So
-# the limits are divided by a scale (256 or 1600), and the hidden size and vocabulary of a BLOOM by its square root.
-# The config's "auto" sizes follow the hidden size.
+# ZeRO-3 frees gathered layers at limits of 10^9 parameters, and a model this small never reaches them. So the limits
+# are divided by a scale (256 or 1600). The hidden size and vocabulary of a BLOOM are divided by the square root of the
+# scale. The config's "auto" sizes follow the hidden size.
 LIMITS = ("stage3_max_live_parameters", "stage3_max_reuse_distance")
 SCALED = {
     256: CONFIG | {"vocab_size": 250880 // 16, "hidden_size": 1024 // 16, "n_layer": 24},

@@ -10,7 +10,7 @@ not read yet         the kernel has dropped the file from its page cache; one pa
 tokenised when read  the text of a question is tokenised when its batch is read
 5 ms for each        a pause per question, as if each question were a file on a slow server
 
-The last line is the additional memory of a process that has opened the file and read all its tokens.
+The last line shows the additional memory of a process that has opened the file and read all its tokens.
 docs/efficiency.md shows the results.
 """
 
@@ -78,7 +78,7 @@ def rate(rows: Dataset, collate, workers: int, count: int = 4096, before: Callab
     """Return the questions per second of the fastest pass. The clock starts after the workers' first batch.
 
     count: number of questions to read
-    before: function to call before the pass; there is only one pass then
+    before: function to call before the pass; if it is given, there is only one pass
     """
     chosen = torch.randperm(len(rows), generator=torch.Generator().manual_seed(1))[:count].tolist()
     if rows.format["type"] != "custom":

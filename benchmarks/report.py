@@ -3,8 +3,8 @@
     python benchmarks/report.py            # 100, 1,000 and 2,000 runs
     python benchmarks/report.py 50 100
 
-Each report runs in its own process. The table is from 2 cores of an Intel Xeon. About 4 s of each CPU time are imports
-and plots, which do not depend on the number of runs:
+Each report runs in its own process. The table is from 2 cores of an Intel Xeon. Imports and plots take about 4 s of
+CPU time for any number of runs:
 
       runs  seconds  CPU s  peak MiB
        100     5.90   5.82       191

@@ -5,15 +5,15 @@
 
 Run it as root on Debian. The clock stops when the first loss appears in the log. The first job starts with an empty
 home directory, so its caches are empty. Each node has one GPU that is not used: the ranks train on this machine's CPU.
-The imports of a training are also measured separately, because a job script cannot shorten them. On 2 cores of an AMD
-EPYC, the first job, and the fastest of three later jobs:
+The imports of a training are also measured separately, because a job script cannot shorten them. The table shows the
+first job, and the fastest of three later jobs, on 2 cores of an AMD EPYC:
 
     seconds              imports   first: 8a16574   now    later: 8a16574   now
     plain, one GPU           6.1             12.1   8.4               9.4   7.4
     ZeRO-2, one GPU          5.9            240.3  10.5               8.8   8.8
     ZeRO-2, two nodes        5.9             24.9  15.3              17.2  14.3
 
-At 8a16574 DeepSpeed compiled its optimizers in the first job of ZeRO-2 (240.3 s). The first job on two nodes (24.9 s)
+At 8a16574, DeepSpeed compiled its optimizers in the first job of ZeRO-2 (240.3 s). The first job on two nodes (24.9 s)
 reused the compiled optimizers. Other programs ran during that measurement, so imports took 7.3 s. Jobs on two nodes
 take longer because torchrun itself imports PyTorch, and because they run the bandwidth test.
 """

@@ -14,14 +14,14 @@ trains on 8 sequences. --micro_batch sets the micro batch of all rows and turns 
 
 `transformers` is the Trainer of transformers with its defaults: fp32, and padding to the longest of a batch. `trl` is
 TRL's SFTTrainer with its defaults: bf16, activation checkpointing, its own loss without logits, and a learning rate of
-2e-5. Its mean loss differs for that reason.
+2e-5. These defaults change its mean loss.
 
 `--equal` compares the full with the chunked loss in fp32 instead: the losses of 20 steps, and the gradients of a batch.
 `--overheads` times the start-up of the commands, and psrecord's share of a core.
 docs/efficiency.md shows the results with commit and machine. docs/knobs.md shows TRL, transformers and --equal.
 
-Not yet measured on a GPU: in fp16 the chunked loss sums the gradient of its weight over 128 tokens at a time
-(FP16_TOKENS), because larger sums could overflow. This takes four times as many matrix products as with 512 tokens.
+One cost is not yet measured on a GPU. In fp16, the chunked loss sums the gradient of its weight over only 128 tokens
+(FP16_TOKENS), because larger sums could overflow. This needs four times as many matrix products as 512 tokens.
 """
 
 import argparse
@@ -110,7 +110,7 @@ def main() -> None:
     if arguments.child:
         child(arguments.child[0], arguments.child[1:])
         return
-    if arguments.overheads:  # before large imports: the measured peak of a child is at least that of its parent
+    if arguments.overheads:  # before large imports: a child's measured peak is never below its parent's
         start_up(arguments.repeats)
         first_steps(arguments.repeats)
         loggers()
@@ -204,7 +204,7 @@ def first_steps(repeats: int) -> None:
     """Print the median seconds from the start of train.py to the end of its first step (tiny-bloom, warm caches)."""
     ways = {"plain": [], "ZeRO-2": ["--deepspeed", str(REPOSITORY / "ds_configs" / "zero2.json")], "FSDP": ["--fsdp"]}
     for name, flags in ways.items():
-        runs = [time_to_first_step(flags) for _ in range(repeats + 1)][1:]  # the first one fills the caches
+        runs = [time_to_first_step(flags) for _ in range(repeats + 1)][1:]  # the first run fills the caches
         print(f"{f'first step of train.py, {name}':32s} {statistics.median(runs):6.2f} s")
 
 
@@ -324,7 +324,7 @@ def make_parts(flags: list[str]) -> tuple:
 def gradients(flags: list[str]) -> dict[str, float]:
     """Return the relative difference (L2 norm) between the gradients of the full and the chunked loss, in fp32.
 
-    BLOOM's head shares its weight with the embedding, so this weight's gradient has a part from each.
+    BLOOM's head shares its weight with the embedding, so this weight's gradient has a part from both.
     """
     import torch
     from transformers import DataCollatorForSeq2Seq

@@ -33,7 +33,7 @@ from torch import nn
 
 HERE = Path(__file__).resolve().parent
 WORLD = 2  # ranks for the gaps of data_parallel.py
-TIMEOUT = 20  # seconds for a check, which takes less than one if nothing hangs
+TIMEOUT = 20  # seconds; a check takes less than one second if nothing hangs
 processes = multiprocessing.get_context("fork")  # forked processes need not import PyTorch again
 
 

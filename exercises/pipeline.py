@@ -48,7 +48,7 @@ def own_layers(layers: nn.Sequential, rank: int, world: int) -> nn.Sequential:
 
 
 class Stage:
-    """The layers of one rank, and the micro batches whose backward pass is still to come."""
+    """The layers of one rank, and the micro batches that still need their backward pass."""
 
     def __init__(self, layers: nn.Sequential, rank: int, world: int):
         self.layers = layers
@@ -86,7 +86,7 @@ class Stage:
         raise NotImplementedError("gap 3")
 
     def receive(self, other: int) -> torch.Tensor:
-        """Return the next message of the other rank: hidden states of a micro batch, or their gradient."""
+        """Return the next message from the other rank: hidden states of a micro batch, or their gradient."""
         tensor = torch.empty(ROWS, TOKENS, WIDTH)
         dist.recv(tensor, other)
         return tensor
@@ -125,7 +125,7 @@ def gpipe(rank: int, world: int, micro_batches: int) -> list[tuple[str, int]]:
 
 
 def one_forward_one_backward(rank: int, world: int, micro_batches: int) -> list[tuple[str, int]]:
-    """Gap 5: like GPipe, but each stage keeps as few micro batches as possible.
+    """Gap 5: return the order of 1F1B, in which each stage keeps as few micro batches as possible.
 
     The last stage starts with one forward pass, the stage before it with two, the stage before that with three, and so
     on. Then each stage alternates: one backward pass, one forward pass. When no forward passes are left, it runs the

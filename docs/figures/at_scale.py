@@ -45,7 +45,7 @@ class AtScale(NamedTuple):
 def at_scale(method: str, gpus: int) -> AtScale:
     flags = [*METHODS[method], "--gpus", gpus, "--nodes", gpus // PER_NODE]
     if gpus == PER_NODE and "--tensor_parallel" in flags:
-        flags.remove("--fsdp")  # one tensor group has all ranks, and --fsdp would find no other group
+        flags.remove("--fsdp")  # all ranks are in one tensor group, so --fsdp would find no other group
     settings = parse_plan([str(flag) for flag in (*MODEL, *flags)], environment={})
     shape = trace_shape(settings)
     between_nodes = bytes_between_nodes(shape, settings)

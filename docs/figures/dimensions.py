@@ -30,7 +30,7 @@ STATE = ("parameters", "gradients", "optimizer state", "buffers")
 WITHOUT_CASTS = ["--deepspeed", REPOSITORY / "ds_configs" / "zero1.json"]  # the weights are bf16 and need no casts
 # A GPT as large as bloom-7b1, because transformers has no plan for tensor parallelism of BLOOM
 AS_LARGE = ["--vocab_size", VOCABULARY, "--hidden_size", 4096, "--num_layers", 30, "--num_heads", 32, "--ff_dim", 16384]
-LOGITS = 12  # bytes of a score in the backward pass: log-softmax and two gradients of its size, in fp32
+LOGITS = 12  # bytes per score in the backward pass: log-softmax and two gradients of its size, in fp32
 
 
 class Dimension(NamedTuple):
@@ -72,12 +72,12 @@ def state_bytes(settings: Settings) -> float:
 
 
 def shard_sends(shape: Shape) -> float:
-    """Bytes with FULL_SHARD, which gathers all parameters forward and those of the blocks again backward."""
+    """Bytes with FULL_SHARD, which gathers all parameters in the forward pass and the blocks in the backward pass."""
     return HALF * (shape.parameters + sum(shape.block_sizes)) * (RANKS - 1) / RANKS
 
 
 def tensor_sends(shape: Shape) -> float:
-    """Bytes with Megatron-LM, which has two all-reduces forward and two backward in each block.
+    """Bytes with Megatron-LM, which has two all-reduces in the forward and two in the backward pass of each block.
 
     Two more all-reduces are outside the blocks: the embedding's output, and the gradient of the head's input. A ring
     sends the tensor of an all-reduce twice.
@@ -87,16 +87,16 @@ def tensor_sends(shape: Shape) -> float:
 
 
 def tensor_sends_by_plan() -> float:
-    """Bytes with transformers' plan: q, k and v are separate, tensors between blocks are fp32, logits are gathered."""
+    """Bytes with transformers' plan: q, k and v are separate; tensors between blocks are fp32; logits are gathered."""
     gpt = ["--model_name", "custom-gpt", *AS_LARGE, "--tensor_parallel", RANKS, "--max_length", TOKENS]
     return trace_shape(plan(*gpt)).exchanged * (RANKS - 1) / RANKS
 
 
 def break_even(accumulation: int, tensor: float) -> float:
-    """Return the tokens of a micro batch with which FULL_SHARD and tensor parallelism send equally many bytes.
+    """Return the number of tokens in a micro batch at which FULL_SHARD and tensor parallelism send equal bytes.
 
-    accumulation: micro batches for which FULL_SHARD reduces the gradients once. tensor: bytes that tensor parallelism
-    sends for TOKENS.
+    accumulation: number of micro batches per reduction of the gradients in FULL_SHARD. tensor: bytes that tensor
+    parallelism sends for TOKENS.
     """
     shape = trace_shape(plan())
     gradients = HALF * shape.parameters * (RANKS - 1) / RANKS
@@ -104,14 +104,14 @@ def break_even(accumulation: int, tensor: float) -> float:
 
 
 def pipeline_sends(shape: Shape) -> float:
-    """Bytes of a middle stage: hidden states to the next stage, their gradients to the previous one."""
+    """Bytes of a middle stage: hidden states to the next stage, and their gradients to the previous stage."""
     return 2 * TOKENS * shape.hidden * HALF
 
 
 def context_sends(shape: Shape, tokens: int, *, again: bool = False) -> float:
-    """Bytes with context parallelism: keys and values once forward, and once more backward, with their gradients.
+    """Bytes of keys and values in the forward pass, and of keys, values and their gradients in the backward pass.
 
-    again: whether activation checkpointing computes the forward pass twice, and so sends keys and values once more.
+    again: True with activation checkpointing, which repeats the forward pass and sends keys and values once more.
     """
     keys_and_values = 2 * tokens * shape.hidden * HALF
     return shape.layers * (4 if again else 3) * keys_and_values * (RANKS - 1) / RANKS
@@ -135,7 +135,7 @@ def kept_by_first_stage(micro_batches: int) -> float:
 def logits(tokens: int, bytes_of_score: int = LOGITS) -> int:
     """Bytes of the logits on the last stage, which has only the head.
 
-    The stage keeps FP32 bytes of each score, and needs LOGITS bytes of each in the backward pass.
+    The stage keeps FP32 bytes per score, and needs LOGITS bytes per score in the backward pass.
     """
     return tokens * VOCABULARY * bytes_of_score
 
@@ -146,7 +146,8 @@ def logits(tokens: int, bytes_of_score: int = LOGITS) -> int:
 def question_activations(tokens: int) -> float:
     """Bytes of activations of a question, with an attention kernel that needs no mask of tokens x tokens.
 
-    The traced kernel has such a mask. For activations a n + b n^2, four times those of n less those of 2 n are 2 a n.
+    The traced kernel has such a mask, so n tokens take f(n) = a n + b n^2 bytes. The mask cancels in
+    4 f(n) - f(2 n) = 2 a n.
     """
     short, long = (
         trace_shape(plan(*WITHOUT_CASTS, "--attention", "sdpa", "--max_length", length)).peaks["loss"].activations
@@ -156,7 +157,7 @@ def question_activations(tokens: int) -> float:
 
 
 def checkpointed(tokens: int, bytes_of_input: int = HALF) -> float:
-    """Bytes of activations with checkpointing: the inputs of all blocks, and the activations of one."""
+    """Bytes of activations with checkpointing: the inputs of all blocks, and the activations of one block."""
     shape = trace_shape(plan())
     return shape.layers * tokens * shape.hidden * bytes_of_input + question_activations(tokens) / shape.layers
 

@@ -34,7 +34,7 @@ PARTS = {
     "buffers": {"color": "#7f7f7f", "hatch": "xxx"},
     "activations": {"color": "#ffe699"},
     "logits": {"color": "#d9d9d9", "hatch": "\\\\\\"},
-    "loss": {"color": "#9dc3e6", "hatch": "---"},  # without logits
+    "loss": {"color": "#9dc3e6", "hatch": "---"},  # the chunked loss, which has no full logits
     "head": {"color": "#d9c3e8", "hatch": "|||"},
 }
 LINKS = {
@@ -239,7 +239,7 @@ def offload() -> None:
 
 
 def ddp() -> None:
-    """Draw one rank, which sends its buckets during the last micro batch's backward pass."""
+    """Draw a rank that sends its buckets during the last micro batch's backward pass."""
     forward, backward, bucket = 3, 6, 1.5
     figure, axes = plt.subplots(2, 1, figsize=(9, 2.9), sharex=True)
     for place, micro_batches in zip(axes, (1, 2), strict=True):
@@ -340,7 +340,7 @@ def fsdp() -> None:
             if title.startswith("one") or row == 0:
                 spans = [(0, 12)]
             elif title == "FULL_SHARD":
-                spans = [(row - 1, 2), (last - row - 1, 2)]  # the time before a unit's own is for prefetching
+                spans = [(row - 1, 2), (last - row - 1, 2)]  # one unit of time to prefetch, one to compute
             else:
                 spans = [(row - 1, last - row + 1 - (row - 1))]
             place.broken_barh(spans, (5.6 - row, 0.8), **PARTS["parameters"])
@@ -389,7 +389,7 @@ def tensor_parallel() -> None:
                 linestyle="-" if mine else "--",
             )
         box(axes, 3.45, y + 0.25, 0.95, 0.6, "gelu(X A" + "₁₂"[rank] + ")", facecolor=own)
-        for part in range(2):  # rows of the second
+        for part in range(2):  # rows of the second matrix
             mine = part == rank
             text = "B" + "₁₂"[part] if mine else ""
             height = y + 0.57 - 0.57 * part
@@ -625,7 +625,7 @@ def take_traces(arguments: list[str]) -> None:
 
 
 def one_step(trace: Path) -> dict[str, list]:
-    """Return begin and length of each span of the second profiled step, in milliseconds from the begin of the step."""
+    """Return the start and length of each span in the second profiled step, in milliseconds from the step's start."""
     events = [
         event for event in json.loads(gzip.decompress(trace.read_bytes()))["traceEvents"] if event.get("ph") == "X"
     ]

@@ -115,7 +115,7 @@ def add_what_fits(app, page: str, template: str, context: dict, doctree) -> None
     )
     body = re.sub("<!-- interactive part: .* -->", lambda _: interactive, context["body"])
     context["body"] = body
-    # Remove the theme's signs after headings, and links to other pages, which a single file does not have
+    # Remove the theme's link signs after headings, and remove links to other pages, because a single file has none
     standalone = re.sub(r'<a class="headerlink".*?</a>', "", body)
     standalone = re.sub(r'<a [^>]*href="(?!#|http)[^>]*>(.*?)</a>', r"\1", standalone, flags=re.DOTALL)
     Path(app.outdir, "docs", "what-fits-alone.html").write_text(STANDALONE.format(body=standalone))

@@ -87,7 +87,7 @@ def plan(model: list[str], precision: str, *flags: object) -> Settings:
 
 
 def settings_for_configs(settings: Settings) -> list[tuple[str, Settings | WorkshopError]]:
-    """Return the name of each config that --compare lists, with the settings or the error."""
+    """Return the name of each config that --compare lists, with its settings or the error."""
     found: list[tuple[str, Settings | WorkshopError]] = []
     chosen = settings_by_config(settings)
     for name in sorted(chosen, key=sort_key):
@@ -127,10 +127,10 @@ def model_numbers(model: list[str], lengths: list[int]) -> dict:
 
 
 def layout_numbers(model: list[str], precision: str, accumulation: int, nodes: int, per_node: int) -> list[list[int]]:
-    """Compute a row of numbers for each config, which is empty if the config cannot be used with this layout.
+    """Compute a row of numbers for each config. The row is empty if the config cannot be used with this layout.
 
-    A row has: MiB on a GPU of each of WHOLE_STEP; MiB on a GPU of each of BY_INTERVAL, in each interval; MiB of CPU
-    memory of a node; MB that a rank sends in a step; MB that it sends between nodes.
+    A row has: MiB on a GPU for each part in WHOLE_STEP; MiB on a GPU for each part in BY_INTERVAL and each interval;
+    MiB of CPU memory on a node; MB that a rank sends in a step; MB that a rank sends to other nodes.
     """
     flags = ["--gradient_accumulation_steps", accumulation, "--gpus", nodes * per_node, "--nodes", nodes]
     rows = []
@@ -152,7 +152,7 @@ def layout_numbers(model: list[str], precision: str, accumulation: int, nodes: i
 
 
 def pass_bytes(model: list[str], precision: str, attention: str, lengths: list[int]) -> dict:
-    """Compute the bytes that the passes hold, by cast of the weights, length, loss and activation checkpointing.
+    """Compute the bytes held in the passes, for each cast of the weights, length, loss and activation checkpointing.
 
     `largest_states` describes the lists of numbers.
     """
@@ -175,7 +175,7 @@ def pass_bytes(model: list[str], precision: str, attention: str, lengths: list[i
 
 
 def largest_states(model: list[str], precision: str, length: int, flags: list[object]) -> list[list]:
-    """Return the states of memory that are the largest ones of an interval for some micro batch of CHOICES.
+    """Return the memory states that are the largest of an interval for at least one micro batch of CHOICES.
 
     Each list has: the interval; bytes of activations that do not depend on the micro batch; bytes of activations for
     each sequence; bytes of the head; bytes of logits for each sequence. With the chunked loss, the last number is 1
@@ -200,7 +200,7 @@ def largest_states(model: list[str], precision: str, length: int, flags: list[ob
 
 
 def split_state(two: Alive, four: Alive, chunked: bool) -> list[int]:
-    """Split the bytes alive after an operation into a constant and the bytes of each sequence.
+    """Split the bytes alive after an operation into a constant and the bytes per sequence.
 
     two, four: the bytes with micro batches of 2 and 4 sequences.
     """
@@ -213,7 +213,7 @@ def micro_batch(batch: int, length: int) -> list[object]:
 
 
 def chunk_sizes(model: list[str], precision: str) -> dict:
-    """Compute the bytes of a chunk of the chunked loss, by cast of the weights and by tokens of a micro batch."""
+    """Compute the bytes of a chunk of the loss, for each cast of the weights and number of tokens in a micro batch."""
     forward = forward_pass(plan(model, precision))
     sizes = json.loads(forward.config_json)
     counts = sorted({batch * length for batch, length in product(CHOICES["batch"], CHOICES["length"])})
@@ -228,7 +228,7 @@ def chunk_sizes(model: list[str], precision: str) -> dict:
 
 
 def methods() -> list[dict]:
-    """Return the properties of each config that the page needs. On one GPU, DDP is the plain Trainer."""
+    """Return the properties that the page needs of each config. On one GPU, DDP is the plain Trainer."""
     found = []
     for name, settings in settings_for_configs(plan(["--model_name", "bigscience/bloom-560m"], "bf16", "--gpus", 4)):
         assert isinstance(settings, Settings), settings
@@ -273,9 +273,9 @@ def experiment_scripts(config: str) -> list[tuple[int, int, Path]]:
 
 
 def experiments(config: str) -> dict[str, str]:
-    """Return the script for each layout.
+    """Return the experiment script for each layout.
 
-    For other layouts the keys "one node" and "several nodes" have a script in which torchrun starts the ranks.
+    The keys "one node" and "several nodes" are for all other layouts. Their script starts the ranks with torchrun.
     """
     found: dict[str, str] = {}
     for nodes, per_node, script in experiment_scripts(config):
@@ -287,7 +287,7 @@ def experiments(config: str) -> dict[str, str]:
 
 
 def left_out() -> dict[str, dict[str, str]]:
-    """Return, by layout, the configs that cannot be used there, with the reason."""
+    """Return, for each layout, the configs that cannot be used with it, and the reasons."""
     found: dict[str, dict[str, str]] = {}
     for nodes, per_node in layouts():
         settings = plan(["--model_name", "bigscience/bloom-560m"], "bf16", "--gpus", nodes * per_node, "--nodes", nodes)
@@ -303,7 +303,7 @@ def left_out() -> dict[str, dict[str, str]]:
 def model_flags(folder: Path) -> dict[str, tuple[list[str], list[int]]]:
     """Return the flags and lengths of each model, by its name on the page.
 
-    The custom GPT with more positions is another model. folder: gets the config.json of each model of DOWNLOADED.
+    The custom GPT with more positions is a separate model. folder: gets the config.json of each model in DOWNLOADED.
     """
     found = {}
     for name in MODELS:

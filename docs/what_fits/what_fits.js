@@ -119,7 +119,7 @@
     return nodes() === 1 ? [`${start} scripts/train.py`, formatFlags(method)].join(NEW_LINE) : "";
   }
 
-  // Use the experiment with this layout. If there is none, use another one and set its nodes and GPUs
+  // Use the experiment with this layout. If there is none, use another experiment and set its nodes and GPUs
   function experimentCommand(method) {
     const { "one node": oneNode, "several nodes": severalNodes, [layout()]: exact } = method.experiments;
     const other = choice.gpus === "1" ? undefined : nodes() > 1 ? severalNodes ?? oneNode : oneNode ?? severalNodes;
@@ -137,7 +137,7 @@
   function copyAdvice(method) {
     const family = method.flags === "--deepspeed" ? "deepspeed-multi-node" : "fsdp-multi-node";
     const flags = `${method.flags} "$ROOT/${method.config}"`;
-    return `No experiment starts this on several nodes. Copy experiments/${family}/2_nodes, set its nodes and GPUs, ` +
+    return `No experiment starts this method on several nodes. Copy experiments/${family}/2_nodes, set its nodes and GPUs, ` +
       `and write ${flags} into its last line.`;
   }
 

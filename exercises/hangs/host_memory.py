@@ -21,7 +21,7 @@ QUESTIONS = 250_000
 
 
 def enforce_limit(limit: float) -> None:
-    # Five samples must exceed the limit, because memory counts twice while a process starts another one.
+    # Five samples must exceed the limit, because memory is counted twice while a process starts another one.
     times_above = 0
     while times_above < 5:
         ranks = psutil.Process(os.getppid()).children(recursive=True)
@@ -37,7 +37,7 @@ pytorch = psutil.Process().memory_info().rss
 threading.Thread(target=enforce_limit, args=[LIMIT + world * pytorch], daemon=True).start()
 # Each question is padded to 512 tokens of 8 bytes.
 questions = torch.zeros(QUESTIONS, 512, dtype=torch.int64)
-questions += rank  # memory counts only after the program has written to it
+questions += rank  # memory is counted only after the program has written to it
 mine = questions[rank::world]
 dist.barrier()  # the training begins when all ranks are ready
 time.sleep(1)

@@ -7,7 +7,7 @@ cd "$(dirname "${BASH_SOURCE[0]}")"
 export MASTER_ADDR=127.0.0.1 WORLD_SIZE=2
 export MASTER_PORT=$((20000 + UID % 10000)) # differs from other users' ports on this node
 
-start_job() { # NAME: two ranks
+start_job() { # starts two ranks of the job NAME
   RANK=0 LOCAL_RANK=0 python hello.py "$1" &
   RANK=1 LOCAL_RANK=1 python hello.py "$1" &
 }

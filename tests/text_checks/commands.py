@@ -20,7 +20,7 @@ PARSED = ("estimate_memory.py", "evaluate.py", "rehearse.py", "train.py")  # tes
 
 class Command(NamedTuple):
     page: Path
-    cluster: bool  # its block needs a cluster
+    cluster: bool  # True in a `bash cluster` block
     folder: Path
     variables: dict[str, str]
     words: list[str]
@@ -78,7 +78,7 @@ def broken_rules(command: Command) -> list[str]:
 
 
 def named_targets(command: Command) -> Iterator[tuple[str, bool]]:
-    """Yield each file, folder, target or flag that a command names, and True if it exists."""
+    """Yield each file, folder, target or flag that a command names, with True if it exists."""
     folder, words = command.folder, command.without_launcher
     first, second = (*words, "", "")[:2]
     if first == "cd":

@@ -1,4 +1,4 @@
-"""Check that each line of the five original documents has a place in the workshop, a file and a heading.
+"""Check that each line of the five original documents has a place in the workshop: a file and a heading.
 
 tests/data/original_documents.csv has a row for each part of a document and each place that covers the part.
 docs/original-documents.md explains the letters.
@@ -17,7 +17,7 @@ LINES = {"D": 1330, "D0": 193, "F": 1346, "F0": 245, "Z": 173}
 
 def findings() -> Iterator[str]:
     rows = list(csv.DictReader(read(PLACES).splitlines()))
-    ends = dict.fromkeys(LINES, 0)  # the last line of each document before its first line without a place
+    ends = dict.fromkeys(LINES, 0)  # document -> number n: lines 1 to n all have a place
     for document, first, last in sorted((row["document"], int(row["first"]), int(row["last"])) for row in rows):
         if first == ends.setdefault(document, 0) + 1:
             ends[document] = last

@@ -10,7 +10,7 @@ from helpers import EXPERIMENT_SCRIPTS, EXPERIMENTS, REPOSITORY, read_directives
 INDEX = "experiments/README.md"
 BILL = "docs/instructor/README.md"
 ROW = r"^\| `experiments/submit\.sh (\S+)` \| (.+) \| \d+ x \d+ \| \S+ \| (-|\[\d+\]\(\.\./docs/\S+\)) \|$"
-NOT_TAUGHT = ("demo", "gpu-check", "own-model")  # no section of the workshop runs them
+NOT_TAUGHT = ("demo", "gpu-check", "own-model")  # experiments that no section of the workshop runs
 NEEDS_A_GPU = " (needs a GPU)"
 DEFAULTS = {
     "nodes": "1",
@@ -70,7 +70,7 @@ def check_row(folder: str, script: Path, question: str, section: str) -> Iterato
 
 
 def needs_a_gpu(config: str) -> bool:
-    """Return True if a CPU cannot run this config, which has FSDP's CPU offload or FSDP1."""
+    """Return True if a CPU cannot run this config, because it uses FSDP's CPU offload or FSDP1."""
     content = json.loads(read(config))
     return config.startswith("fsdp") and bool(content.get("cpu_offload") or content["version"] == 1)
 

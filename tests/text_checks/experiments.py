@@ -19,7 +19,7 @@ SETTING = re.compile(r'(?:: "\$\{(\w+):=(.*)\}"|export (\w+)=(\S+))(?: +#.*)?')
 ANY_SETTING = re.compile(r'^(?:export |: "\$\{)?([A-Z][A-Z_0-9]+):?=.*', re.MULTILINE)
 CONFIG_FLAGS = {"deepspeed", "fsdp", "fsdp_config"}
 SITE_DIRECTIVES = {"account", "partition", "reservation", "constraint", "chdir"}
-# Number of questions in a step, equal for all folders of a pattern and so for any number of GPUs
+# Number of questions in a step. It is the same for all folders that match a pattern, and so for any number of GPUs
 GLOBAL_BATCHES = {
     "ddp/*": 16,
     "demo/*": 16,
@@ -190,7 +190,7 @@ def knobs(path: Path) -> Iterator[str]:
 
 
 def parse_setting(line: str) -> tuple[str, str]:
-    """Return the knob that a line of env_vars.sh sets, and its default value. Both are empty for another line."""
+    """Return the knob that a line of env_vars.sh sets, and its default value. Both are empty if it sets none."""
     found = SETTING.fullmatch(line)
     knob, value = (found[1] or found[3], found[2] or found[4]) if found else ("", "")
     if found and (knob in FIXED) != line.startswith("export"):

@@ -1,4 +1,4 @@
-"""Check that modules of scripts/ do not import a command or each other in a cycle.
+"""Check that no module of scripts/ imports a command, and that modules do not import each other in a cycle.
 
 A command is a file directly in scripts/ that ends in `if __name__ == "__main__":`. config.py is a library, which
 only job.sh calls as a command.

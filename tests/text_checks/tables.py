@@ -9,7 +9,7 @@ from config import KNOBS
 from helpers import REPOSITORY
 from text_checks.common import differences, read
 
-# Words of a row in docs/fsdp.md, each with a test that shows if the words are true for a config
+# Words in a row of docs/fsdp.md -> function that returns a true value if the words describe a config
 FSDP_WORDS: dict[str, Callable[[dict], object]] = {
     "HYBRID_SHARD": lambda config: "dp_shard_size" in config,
     "of FSDP1": lambda config: config.get("version") == 1,

@@ -14,7 +14,7 @@ import torch
 from config import DataArguments, ModelArguments
 from estimate import memory, predict_from_record
 
-# pytest finds them by their names
+# pytest finds these fixtures by their names
 from fixtures import clean_machine, refusal, sample  # noqa: F401
 from helpers import REPOSITORY
 from model import load_tokenizer
@@ -40,7 +40,7 @@ def no_gpu(monkeypatch):
 
 @pytest.fixture(autouse=True)
 def no_process(monkeypatch):
-    """Fail a test that starts a process, even if the tested code takes the error for a missing program."""
+    """Fail a test that starts a process, even if the tested code treats the error as a missing program."""
     started = []
 
     def refuse(command: object, *_, **__):
@@ -62,14 +62,14 @@ def size_of_python(monkeypatch):
 
 @pytest.fixture(scope="session")
 def tiny_tokenizer():
-    """The tokenizer of tiny-bloom, trained on the sample: 2,048 tokens."""
+    """The tokenizer of tiny-bloom. It is trained on the sample and has 2,048 tokens."""
     data = DataArguments(dataset=str(REPOSITORY / "data" / "squad_sample.json"))
     return load_tokenizer(ModelArguments("tiny-bloom"), data)
 
 
 @pytest.fixture
 def gpu(monkeypatch):
-    """Report a GPU with bf16 to the code that chooses the precision."""
+    """Simulate a GPU with bf16 for the code that chooses the precision."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda **_: True)
 

@@ -1,4 +1,4 @@
-"""BLOOM with SDPA has the loss, gradients, outputs and answers of eager attention."""
+"""BLOOM with SDPA has the same loss, gradients, outputs and answers as with eager attention."""
 
 import copy
 
@@ -72,7 +72,7 @@ def test_sdpa_differs_only_by_rounding_in_16_bit(dtype, tolerance):
 
 
 def test_with_left_padding_outputs_and_answers_are_the_same():
-    """EM and F1 generate with left padding. No training uses it, so gradients are not compared."""
+    """The generation for EM and F1 pads on the left. No training does, so gradients are not compared."""
     inputs = batch("left")
     del inputs["labels"]
     logits, answers = [], []
@@ -93,7 +93,7 @@ def test_logits_without_a_mask_are_the_same():
 
 @pytest.mark.parametrize("autocast", [False, True])
 def test_sdpa_keeps_one_length_by_length_matrix_for_all_layers(autocast):
-    """Under autocast, each layer would cast an fp32 mask and keep its own copy."""
+    """If the mask were in fp32, each layer would cast it under autocast and keep its own copy."""
     kept = []
     for model in models(n_layer=6):
         places = set()

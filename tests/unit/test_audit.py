@@ -137,7 +137,7 @@ def test_a_difference_on_another_rank_ends_this_rank_too(settings, refusal, monk
 def test_an_offload_that_is_not_done_as_requested_is_a_difference():
     """The config offloads the optimizer, but this ZeRO-3 engine offloads its parameters.
 
-    tests/integration has engines that offload as requested.
+    tests/integration tests engines that offload as requested.
     """
     module = torch.nn.Linear(2, 2)
     for parameter in module.parameters():

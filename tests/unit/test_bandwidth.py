@@ -1,4 +1,4 @@
-"""measure_bandwidth.py on simulated networks of any speed. Only the simulated collectives advance the clock."""
+"""Tests of measure_bandwidth.py on simulated networks. Only the simulated collectives advance the clock."""
 
 import pytest
 import torch
@@ -24,7 +24,7 @@ class Network:
         assert not is_message or operation == torch.distributed.ReduceOp.SUM, "NVSwitches reduce fp32 only by SUM"
         self.now += self.latency + tensor.nbytes * 2 * (self.ranks - 1) / self.ranks / self.bandwidth / 1e9
         if tensor.nbytes not in self.connected:
-            self.now += 0.5  # NCCL needs longer for the first message of a size
+            self.now += 0.5  # NCCL needs longer for the first message of each size
             self.connected.add(tensor.nbytes)
 
     def barrier(self) -> None:
@@ -33,14 +33,14 @@ class Network:
 
 @pytest.mark.parametrize(
     ("ranks", "expected"),
-    # PERFORMANCE.md of nccl-tests: algbw = S/t, all-reduce busbw = algbw * 2*(n-1)/n. 4 GiB in 100 ms: algbw 42.95 GB/s
+    # PERFORMANCE.md of nccl-tests: algbw = S/t, all-reduce busbw = algbw * 2*(n-1)/n. 4 GiB in 100 ms are 42.95 GB/s
     [(2, 42.94967), (8, 75.16193)],
 )
 def test_bus_bandwidth_is_that_of_nccl_tests(ranks, expected):
     assert bus_bandwidth(0.1, 4 * GIB, ranks) == pytest.approx(expected, rel=1e-6)
 
 
-# Bus bandwidth in GB/s, latency in seconds. The last latency is that of many nodes: 25 GB/s move 250 MB in this time
+# Bus bandwidth in GB/s, latency in seconds. Many nodes have the last latency: 25 GB/s transfer 250 MB in this time
 @pytest.mark.parametrize(("speed", "latency"), [(0.0005, 1e-4), (1.25, 1e-4), (400, 1e-4), (25, 0.01)])
 def test_the_measurement_ends_within_a_minute_and_is_right(monkeypatch, speed, latency):
     """The test uses the settings for GPUs: 50 iterations and a message of 4 GiB, which needs no memory on `meta`."""

@@ -1,4 +1,4 @@
-"""Callbacks of the training: the steady rate on a simulated clock, GPU utilisation, and losses that are not finite."""
+"""Tests of the callbacks: the steady rate on a simulated clock, GPU utilisation, and losses that are not finite."""
 
 from types import SimpleNamespace
 
@@ -11,11 +11,11 @@ from training.callbacks import FiniteLossCallback, UtilisationCallback
 from training.speed import WARM_UP_STEPS, TrainSpeedCallback
 
 SAMPLES_PER_STEP = 8
-TOKENS_PER_STEP = [1000, 250, 90, 200_000]  # real, padding, counted, squares
+TOKENS_PER_STEP = [1000, 250, 90, 200_000]  # real tokens, padding, counted labels, squared lengths
 
 
 class Run:
-    """Calls a TrainSpeedCallback in the Trainer's order. Warm-up steps take 60 s, later steps 2 s."""
+    """Call a TrainSpeedCallback in the Trainer's order. Warm-up steps take 60 s, and later steps take 2 s."""
 
     def __init__(self, monkeypatch, first_step: int = 0):
         self.now = 100.0
@@ -30,7 +30,7 @@ class Run:
         self.callback.on_train_begin(None, self.state, None)
 
     def step(self, pause: bool = False) -> None:
-        """Run a step. pause: spend 1000 s after it, as for an evaluation or a checkpoint."""
+        """Run a step. pause: let 1000 s pass after the step, as for an evaluation or a checkpoint."""
         control = SimpleNamespace(should_evaluate=False, should_save=pause)
         self.callback.on_step_begin(None, self.state, control)
         self.now += 60 if self.done < WARM_UP_STEPS else 2
@@ -109,7 +109,7 @@ NAN, INFINITY = float("nan"), float("inf")
 def train(*losses: float, every: int = 1, to: str = "log", micro_batches: int = 1, fp16: bool = False) -> None:
     """Imitate the Trainer's loop over these losses of micro batches.
 
-    After each `every` steps the control asks to log, evaluate or save, as `to` says.
+    every: number of steps between requests. to: the request, which is "log", "evaluate" or "save".
     """
     args = SimpleNamespace(device=torch.device("cpu"), fp16=fp16)
     trainer = SimpleNamespace(args=args, loss_of_step=0)

@@ -1,4 +1,4 @@
-"""A run resumes only from a checkpoint that every rank finished and that is of the same training."""
+"""A run resumes only from a checkpoint that every rank finished and that belongs to the same training."""
 
 import json
 import os
@@ -22,7 +22,7 @@ MARKED = {"job_id": "7", "world_size": 1, "strategy": "plain", "save_strategy": 
 
 
 def checkpoint(folder: Path | str, step: int, complete: bool = True, age: int = 0, **saved_by: object) -> Path:
-    """Create a checkpoint folder. age: in seconds. saved_by: entries of the marker that differ from MARKED."""
+    """Create a checkpoint folder. age: its age in seconds. saved_by: entries of the marker that differ from MARKED."""
     path = Path(folder) / f"checkpoint-{step}"
     path.mkdir(parents=True)
     (path / "trainer_state.json").write_text("{}")
@@ -122,7 +122,7 @@ def test_a_run_without_saving_removes_only_the_checkpoints_of_its_stops():
 # The same training
 
 TOKENS = {"input_ids": [[1, 2, 3], [4, 5]], "labels": [[-100, 2, 3], [4, 5]]}
-TWO_RANKS = ("--per_device_train_batch_size", "2")  # two ranks then have the default global batch of one rank
+TWO_RANKS = ("--per_device_train_batch_size", "2")  # gives two ranks the default global batch of one rank
 
 
 def make_run(*argv: str, tokens: dict = TOKENS, ranks: int = 1, strategy: str = "plain") -> tuple[Settings, dict]:
@@ -186,11 +186,11 @@ def test_changed_questions_and_config_files_are_noticed_despite_equal_names(refu
     assert "config zero_optimization.stage was None, is 2" in line
 
 
-# Disk space; tests/faults has a folder that is not writable
+# Disk space. tests/faults tests a folder that is not writable
 
 
 def test_too_little_disk_space_is_found_before_the_training(monkeypatch, refusal):
-    """The model has 1,000 parameters. Two checkpoints take 12 bytes per parameter each, the saved model 4."""
+    """The model has 1,000 parameters. Each of two checkpoints takes 12 bytes per parameter, and the model takes 4."""
     model = torch.nn.Linear(100, 10, bias=False)
     settings, one_epoch, unsaved = (
         make_run("--fp16", "False", *argv)[0]

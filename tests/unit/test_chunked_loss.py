@@ -77,7 +77,7 @@ def test_loss_and_every_gradient_are_those_of_the_full_logits(kind: str, counted
     assert own_loss == pytest.approx(loss, rel=tolerance / 10)
     assert own_gradients.keys() == gradients.keys()
     for name, gradient in gradients.items():
-        # The exact gradient of a keys' bias is 0, because softmax ignores a constant. Only rounding remains
+        # The exact gradient of the keys' bias is 0, because softmax ignores a constant. Only rounding errors remain
         difference = (own_gradients[name] - gradient).norm()
         assert difference <= tolerance * gradient.norm() + tolerance / 100, name
 
@@ -124,7 +124,7 @@ def test_a_sum_that_fp16_cannot_hold_is_not_infinite():
 
 
 class LargestTensor(torch.utils._python_dispatch.TorchDispatchMode):
-    """Records the number of elements of the largest tensor that is created."""
+    """Record the number of elements of the largest tensor that is created."""
 
     elements = 0
 
@@ -180,7 +180,7 @@ def test_a_model_that_changes_its_logits_is_refused_in_the_first_step(refusal):
 
 
 def test_pytorchs_own_function_cannot_replace_the_head_yet():
-    """docs/knobs.md says why. If this test fails, compare both again: CrossEntropyOfHead may no longer be needed."""
+    """docs/knobs.md gives the reasons. If this test fails, check whether CrossEntropyOfHead is still needed."""
     torch.manual_seed(0)
     targets = torch.randint(2048, (8000,))
     for dtype in (torch.bfloat16, torch.float16):

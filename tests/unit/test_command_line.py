@@ -53,7 +53,7 @@ def test_the_version_is_shown(capsys):
 
 
 def test_each_knob_is_shown_with_where_it_comes_from(monkeypatch):
-    """job.sh passes the origin of each variable. A flag overrides it; without an origin, the table says `variable`."""
+    """job.sh passes the origin of each variable. A variable without an origin is shown as `variable`."""
     for variable, value in {"TRAIN_SIZE": "7", "EVAL_SIZE": "8", "LABELS": "answer", "DATASET": "my data.json"}.items():
         monkeypatch.setenv(variable, value)
     monkeypatch.setenv("KNOB_ORIGINS", "TRAIN_SIZE=submission EVAL_SIZE=site LABELS=experiment PATH=site")
@@ -116,7 +116,7 @@ def test_recorded_settings_hold_the_knobs_of_the_model_and_each_given_flag():
 
 
 def test_typed_settings_hold_each_flag_of_the_command_line_once():
-    """Resuming compares the settings in checkpoints by these names, also in checkpoints of earlier versions."""
+    """A resumed run compares the settings of its checkpoint by these names, also if an earlier version saved it."""
     flags = {flag for flag, action in actions_by_flag(build_parser("")).items() if action.default != argparse.SUPPRESS}
     assert parse().flat().keys() == flags
     trainer_fields = {each.name for each in dataclasses.fields(TrainerArguments)}
@@ -205,7 +205,7 @@ def test_removed_flags_are_gone_and_their_replacements_exist():
 def test_each_flag_that_takes_a_secret_is_refused():
     flags = set(actions_by_flag(build_parser("")))
     secrets = {flag for flag in flags if re.search("token|key|secret|password", flag)}
-    # these flags hold numbers of tokens, or names of tokenizers
+    # these flags are numbers of tokens, or names of tokenizers
     harmless = {flag for flag in secrets if re.search("tokens|tokenizer", flag)}
     assert secrets - harmless <= UNUSED_FLAGS.keys()
 

@@ -1,4 +1,4 @@
-"""The custom GPT is causal, ignores padding, generates equally with a cache, and refuses wrong sizes."""
+"""The custom GPT is causal, ignores padding, generates the same tokens with a cache, and rejects invalid sizes."""
 
 import pytest
 import torch

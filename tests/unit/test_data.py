@@ -1,4 +1,4 @@
-"""SQuAD files: the README describes the bundled file correctly, and errors in a user's file name their place."""
+"""SQuAD files: the README describes the bundled file correctly, and messages give the place of an error in a file."""
 
 import copy
 import json
@@ -142,7 +142,7 @@ def test_all_reference_answers_are_kept_and_offsets_count_characters(written):
 
 
 def test_a_file_in_the_users_home_is_read_again_after_a_change(written, tiny_tokenizer, tmp_path, monkeypatch):
-    """A site file can set a path with ~, which no shell replaces."""
+    """A site file can set a path with ~, which no shell expands."""
     monkeypatch.setenv("HOME", str(tmp_path))
     arguments = DataArguments(dataset="~/my.json", eval_dataset="~/my.json", train_size=1, eval_size=1)
     for identifier, answer in (("before", "fast network"), ("after", "eight devices")):
@@ -214,7 +214,7 @@ def test_subsets_depend_only_on_the_seed(sample, tiny_tokenizer):
     assert ids(10, seed=1) == (one[0][:10], one[1])
 
 
-# The Hub. tests/integration/test_offline.py loads its squad, and has tests without network and cache
+# The Hub. tests/integration/test_offline.py loads squad from the Hub, and tests runs without network and cache
 
 
 def test_a_hub_dataset_that_is_not_squad_is_refused(monkeypatch, refusal):

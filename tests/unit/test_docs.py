@@ -30,7 +30,7 @@ def page(name: str) -> str:
 
 
 def flag_errors(command: Command) -> Iterator[str]:
-    """Yield the error, if any, of the flags of a command that trains, evaluates or estimates."""
+    """Check the flags of a command that trains, evaluates or estimates. Yield the error if there is one."""
     script, *flags = command.without_launcher[1:] or [""]
     try:
         if script.endswith("estimate_memory.py"):
@@ -63,7 +63,7 @@ COLUMNS_OF_PAGE = ("status", "precision", "samples_per_second", "peak_gpu_gib", 
 
 
 def test_peaks_on_a_gpu_are_as_estimated():
-    """Compare today's estimate with the peaks that an H200 measured. A compiled model keeps fewer tensors."""
+    """Compare today's estimate with the peaks measured on an H200. A compiled model keeps fewer tensors."""
     measured = read_json(REPOSITORY / "benchmarks/gpu_check.json", "run make gpu-check")
     shown = {
         name: {key: value for key, value in result.items() if key in COLUMNS_OF_PAGE}
@@ -192,10 +192,10 @@ def test_the_pages_show_the_computed_numbers_of_the_dimensions():
 def test_bytes_of_the_dimensions_agree_with_papers_and_counts():
     numbers = program("docs/figures/dimensions.py")
     shape = numbers.trace_shape(numbers.plan())
-    layers, b, s, h, t = 30, 1, 512, 4096, 8  # bloom-7b1, in the letters of arXiv:2104.04473
+    layers, b, s, h, t = 30, 1, 512, 4096, 8  # bloom-7b1, with the symbols of arXiv:2104.04473
 
     # Section 3 of the paper counts numbers, which have 2 bytes here. Tensor parallelism sends 8 b s h (t - 1) / t
-    # numbers per block, by 4 all-reduces. Embedding and head have one all-reduce each. A pipeline stage sends b s h
+    # numbers per block, in 4 all-reduces. Embedding and head have one all-reduce each. A pipeline stage sends b s h
     # numbers in each direction.
     block_bytes = 8 * b * s * h * (t - 1) / t * 2
     assert numbers.tensor_sends(shape) == pytest.approx((layers + 2 / 4) * block_bytes)
@@ -213,14 +213,15 @@ def test_bytes_of_the_dimensions_agree_with_papers_and_counts():
     logits = counted["all-gather", "bfloat16"][1] / (64 * 12_288) * 250_880
     assert numbers.tensor_sends_by_plan() == pytest.approx((2 * s * h * (fp32 + bf16) + s * logits) * (t - 1) / t)
 
-    # For a micro batch of T tokens, FULL_SHARD sends 2 bytes for each of the 7.069 billion parameters in the forward
-    # pass, of the 6.041 billion in the blocks in the backward pass, and of all gradients. Tensor parallelism computes
-    # 8 T tokens. Each needs 4 x 30 + 2 all-reduces, in which a ring sends 2 x 4,096 numbers of 2 bytes.
+    # For a micro batch of T tokens, FULL_SHARD gathers 7.069 billion parameters in the forward pass and the 6.041
+    # billion of the blocks in the backward pass, and it reduces 7.069 billion gradients. Each has 2 bytes. Tensor
+    # parallelism computes 8 T tokens. Each token has 4 x 30 + 2 all-reduces, and a ring sends 2 x 4,096 numbers of 2
+    # bytes in each.
     tokens = 2 * (7.069e9 + 6.0414e9 + 7.069e9) / (8 * 122 * 2 * 2 * 4096)
     assert numbers.break_even(1, numbers.tensor_sends(shape)) == pytest.approx(tokens, rel=1e-4)
 
-    # The keys and values of 131,072 tokens have 2.147 GB per block, and a rank sends 7 of 8 pieces. The ring passes
-    # them in the forward pass, in its recomputation, and in the backward pass, there with equally large gradients.
+    # The keys and values of 131,072 tokens have 2.147 GB per block, and a rank sends 7 of 8 pieces. The ring sends
+    # them in the forward pass, in its recomputation, and in the backward pass together with gradients of equal size.
     assert numbers.context_sends(shape, 131_072, again=True) / 1e9 == pytest.approx(4 * 30 * 2.1475 * 7 / 8, rel=1e-4)
     assert numbers.context_sends(shape, 131_072) / 1e9 == pytest.approx(3 * 30 * 2.1475 * 7 / 8, rel=1e-4)
 

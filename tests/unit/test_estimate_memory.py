@@ -1,4 +1,4 @@
-"""estimate_memory.py: its output, and its counts compared with a real model. tests/integration has real runs."""
+"""Check the output of estimate_memory.py, and compare its counts with a real model. tests/integration has real runs."""
 
 import json
 import re
@@ -108,7 +108,7 @@ def test_checkpointing_keeps_the_inputs_of_the_blocks(monkeypatch, flags, bytes_
 
 
 def test_with_checkpointing_the_chunked_loss_needs_autocasts_copies_of_all_weights():
-    """Autocast frees the copies after the forward pass. In the full loss, the peak of the backward pass hides them."""
+    """Autocast frees the copies after the forward pass. With the full loss, the peak is in the backward pass."""
     small = ("--bf16", "--activation_checkpointing", "--loss", "chunked", "--max_length", 64)
     copies = 2 * 559_214_592
     assert copies < estimated_activations(*small) + estimated(*small)["head"]
@@ -125,7 +125,7 @@ def test_parts_that_exist_at_different_moments_are_not_added(monkeypatch):
     once = sums_by_interval(estimate_parts(plan("--gradient_accumulation_steps", 1)))[0]
     several = sums_by_interval(estimate_parts(plan()))[0]
     gradients = 4 * 559_214_592
-    assert several["loss"] - once["loss"] == gradients  # kept from the first micro batch on, if there are several
+    assert several["loss"] - once["loss"] == gradients  # with several micro batches, they exist from the first one on
     assert several["embedding"] == once["embedding"]
 
 
@@ -175,14 +175,14 @@ def pinned_unused(*flags: str) -> float:
 
 
 def test_pinned_blocks_are_rounded_up_to_powers_of_two(monkeypatch):
-    """bloom-560m: 2.08 GiB in fp32 takes 4, 1.04 GiB in fp16 takes 2."""
+    """The 2.08 GiB of bloom-560m in fp32 take 4 GiB, and its 1.04 GiB in fp16 take 2 GiB."""
     monkeypatch.chdir(REPOSITORY)
     assert [power_of_two(size) for size in (1, 2, 3, 4.1)] == [1, 2, 4, 8]
     assert pinned_unused("--deepspeed", "ds_configs/zero2.json") == 0
     assert pinned_unused("--deepspeed", "ds_configs/zero2_cpu_offload.json") == 0
     whole = 559_214_592 * 4 / GIB
-    # The least is for fp32 masters and gradients, and the 16-bit copy. The buffer for the largest gradient and the
-    # single gradients add a little
+    # The minimum counts the fp32 master weights, the fp32 gradients and the 16-bit copy. The buffer for the largest
+    # gradient and the single gradients add a little
     least = 2 * (4 - whole) + (2 - whole / 2)
     pinned = pinned_unused("--deepspeed", "ds_configs/zero2_cpu_offload_pinned_memory.json")
     assert least < pinned < least + 0.2

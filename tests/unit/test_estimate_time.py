@@ -1,4 +1,4 @@
-"""estimate_time.py: its counts of operations compared with PyTorch, its bytes with benchmarks/communication.py."""
+"""Compare the operation counts of estimate_time.py with PyTorch's, and its bytes with benchmarks/communication.py."""
 
 import json
 import re
@@ -86,7 +86,7 @@ def test_fused_attention_is_counted_too():
     short, long = (plan("--model_name", "custom-gpt", *sizes, "--max_length", length) for length in (64, 128))
     squares = (
         12 * 64 * 2 * 4 * (128**2 - 2 * 64**2)
-    )  # attention has two products: once in the forward pass, twice in the backward pass
+    )  # attention has two products, computed once in the forward pass and twice in the backward pass
     assert needed_operations(long) - 2 * needed_operations(short) == pytest.approx(squares, rel=0.05)
 
 
@@ -200,12 +200,12 @@ def test_the_page_shows_the_costs_of_tensor_parallelism():
     assert "\n".join(lines) in (REPOSITORY / "docs" / "tensor-parallel.md").read_text()
 
 
-# Training on 2 x 2 ranks with two dimensions -> function that tells whether a message goes to the other node
+# Training on 2 x 2 ranks with two dimensions -> function that returns True for a message to the other node
 BETWEEN_NODES = {
     "HYBRID_SHARD 2 x 2": lambda kind, dtype: kind == "all-reduce",  # shards are gathered within a node
     "TP 2 x FSDP 2": lambda kind, dtype: (
         dtype == "float32" and kind in ("all-gather", "reduce-scatter")
-    ),  # sent by FSDP
+    ),  # FSDP sends these messages
 }
 
 
@@ -221,9 +221,9 @@ def test_bytes_between_nodes_agree_with_counts_of_real_trainings(strategy, accum
     ("ring", "part"),
     [
         (Ring(4, 1, 1.0), 0),  # two rings, each within a node
-        (Ring(8, 1, 1.0), 2 / 8),  # the last rank of each node
-        (Ring(4, 2, 1.0), 1 / 2),  # 0 2 4 6 and 1 3 5 7
-        (Ring(2, 4, 1.0), 1),  # 0 4, 1 5, 2 6, 3 7
+        (Ring(8, 1, 1.0), 2 / 8),  # only the last rank of each node sends to the other node
+        (Ring(4, 2, 1.0), 1 / 2),  # rings of ranks 0 2 4 6 and 1 3 5 7
+        (Ring(2, 4, 1.0), 1),  # rings of ranks 0 4, 1 5, 2 6 and 3 7
     ],
 )
 def test_a_ring_leaves_a_node_once(ring, part):

@@ -1,4 +1,4 @@
-"""The rows and the table of gpu_check.py, from records without trainings. tests/integration trains a row."""
+"""Tests of the rows and the table of gpu_check.py, with invented records. tests/integration trains a row."""
 
 from pathlib import Path
 
@@ -23,9 +23,9 @@ def record(loss: float, **others: object) -> dict:
 
 @pytest.fixture
 def run_script(monkeypatch, main_of, capsys):
-    """Return a function that runs the script on a simulated V100.
+    """Return a function that runs the script on a simulated V100 and returns the exit code and the output.
 
-    records: the run record of each job id. Returns the exit code and the output.
+    records: the run record of each job id.
     """
 
     def run(records: dict[str, dict], *words: str, machine: dict = V100) -> tuple[int, str]:

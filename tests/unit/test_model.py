@@ -1,4 +1,4 @@
-"""Models and tokenizers by name, folder or size. A model that would not train as requested is refused."""
+"""Tests of models and tokenizers by name, folder or size. A model that would not train as requested is rejected."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""on_node.py with simulated processes: a command and its loggers. tests/commands and tests/faults use real ones."""
+"""Tests of on_node.py with a simulated command and loggers. tests/commands and tests/faults use real processes."""
 
 import os
 import signal
@@ -19,7 +19,7 @@ GAP = "{} on node1 ended before the training: its log is not complete"
 def node(monkeypatch):
     """Return a function that runs on_node.py with these statuses of waitpid.
 
-    It returns the exit code and the sent signals.
+    The function returns the exit code and the sent signals.
     """
     sent: list = []
     handlers: dict = {}

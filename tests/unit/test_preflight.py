@@ -1,4 +1,4 @@
-"""Comparisons and lines of preflight.py, without a GPU, a cluster or a training."""
+"""Tests of the comparisons and output lines of preflight.py, without a GPU, a cluster or a training."""
 
 import pytest
 import torch
@@ -14,9 +14,9 @@ TORCH_2_13_CU130 = ["sm_75", "sm_80", "sm_86", "sm_90", "sm_100", "sm_120"]
     ("capability", "arch_list", "runs"),
     [
         ((9, 0), TORCH_2_13_CU130, True),
-        ((8, 9), TORCH_2_13_CU130, True),  # runs code for sm_86
+        ((8, 9), TORCH_2_13_CU130, True),  # 8.9 runs code for sm_86
         ((7, 0), TORCH_2_13_CU130, False),  # V100
-        ((10, 3), ["sm_90", "compute_90"], True),  # compiles the PTX of compute_90
+        ((10, 3), ["sm_90", "compute_90"], True),  # the driver compiles the PTX of compute_90
         ((10, 3), ["sm_90"], False),
     ],
 )
@@ -64,7 +64,7 @@ def test_versions_that_differ_from_the_pins_are_listed():
     ("value", "exact", "absent"),
     [
         ("", False, []),
-        ("ib", False, []),  # NCCL takes prefixes
+        ("ib", False, []),  # NCCL accepts prefixes
         ("ib", True, ["ib"]),
         ("=ib", False, ["ib"]),
         ("^docker,lo", False, []),

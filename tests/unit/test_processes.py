@@ -55,7 +55,7 @@ def test_attention_does_not_use_cudnn_on_a_gpu(monkeypatch, gpu):
 
 
 def bound_task(monkeypatch, **variables: str) -> list[int]:
-    """Simulate the second of two tasks on a node, each of which sees one GPU. Returns a list of the GPUs it chooses."""
+    """Simulate the second of two tasks on a node, each of which sees one GPU. Return a list of the GPUs it chooses."""
     monkeypatch.setattr(process_group.torch.cuda, "device_count", lambda: 1)
     chosen = []
     monkeypatch.setattr(process_group.torch.cuda, "set_device", chosen.append)

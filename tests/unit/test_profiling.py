@@ -47,7 +47,7 @@ def test_on_a_gpu_kernels_count_and_annotations_do_not(monkeypatch):
         Event("backward", 4, 6),
         Event("backward", 4, 6, on_cpu=False),
         Event("gemm", 4, 4, on_cpu=False),
-        Event("ncclDevKernel_AllReduce", 6, 4, on_cpu=False),  # two seconds overlap with the product, two do not
+        Event("ncclDevKernel_AllReduce", 6, 4, on_cpu=False),  # two of four seconds overlap with the product
     ]
     found = breakdown(events)
     assert (found["forward"], found["backward"]) == (4, 4)
@@ -57,13 +57,13 @@ def test_on_a_gpu_kernels_count_and_annotations_do_not(monkeypatch):
 def test_each_moment_of_a_step_counts_once():
     events = [
         Event(FOURTH, -5, 15),
-        Event("aten::mm", -4, 1),  # in an evaluation after the third step
+        Event("aten::mm", -4, 1),  # belongs to an evaluation after the third step
         Event("data", 0, 1),
         Event("forward", 1, 2),
         Event("aten::mm", 1, 2),
         Event("backward", 3, 5),
         Event("aten::mm", 3, 3),
-        Event("gloo:all_reduce", 5, 3),  # one second overlaps with the product, two do not
+        Event("gloo:all_reduce", 5, 3),  # one of three seconds overlaps with the product
         Event("optimizer", 8, 1),
         Event("aten::add_", 8, 1),
         Event("gloo:all_reduce", 11, 3),  # after the step

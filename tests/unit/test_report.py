@@ -123,7 +123,8 @@ def test_the_workshops_own_tables_yaml_is_named_by_its_relative_path(monkeypatch
 def test_relations(tmp_path):
     """The expected values are computed by hand.
 
-    2 GPUs take 100 s at 10 samples/s, 4 GPUs 125 s at 16. Offloading changes 3000 to 1200 MiB, and 100 to 150 s.
+    2 GPUs take 100 s at 10 samples/s, and 4 GPUs take 125 s at 16 samples/s. Offloading changes 3000 MiB to 1200 MiB,
+    and 100 s to 150 s.
     """
     for gpus, runtime, rate in ((2, 100, 10), (4, 125, 16)):
         changes = {"world_size": gpus, "train__runtime_s": runtime, "train__steady_samples_per_second": rate}
@@ -150,7 +151,7 @@ def test_relations(tmp_path):
 
 
 def test_predictions_are_next_to_measured_values(tmp_path, monkeypatch):
-    """Runs with equal settings are predicted once, on any nodes, and only if the record has the configs."""
+    """Runs with equal settings are predicted once, even on different nodes, and only if the record has the configs."""
     asked = []
 
     def predicted_memory(record: dict) -> SimpleNamespace | None:
@@ -194,7 +195,7 @@ def test_the_breakdown_shows_only_profiled_runs(tmp_path):
 
 
 def test_one_table_per_model(tmp_path):
-    """A table is named after its model without the owner. Models of one name share a table, but do not compare."""
+    """A table is named after its model without the owner. Models of one name share a table, but are not compared."""
     models = {"1": ("bigscience/bloom-560m", 1), "2": ("bigscience/bloom-3b", 3), "3": ("mine/bloom-3b", 4)}
     for job, (model, parameters) in models.items():
         add_run(tmp_path, STAGE, job, settings__model_name=model, parameters=parameters)

@@ -88,7 +88,7 @@ def test_long_lists_are_counted(tmp_path):
 
 
 def test_each_number_leads_to_its_run(tmp_path):
-    """A job in a remark is a link too, except if two runs have its id."""
+    """A job in a remark is also a link, unless two runs have its id."""
     add_run(tmp_path, STAGE, "20")
     add_run(tmp_path, STAGE, "21", profile=[{"seconds_per_step": 1.0}])
     add_run(tmp_path, "baseline", "7")
@@ -197,7 +197,7 @@ def drawn(name: str, shown: Table) -> Figure:
 def scaling(top: Path, metric: str = "steady_samples_per_second") -> Table:
     """Return a table of 10.1, 18.9 and 35 samples/s on 2, 4 and 6 GPUs.
 
-    The run on 8 GPUs has an efficiency of 196 % and does not compare: its labels are different.
+    The run on 8 GPUs has an efficiency of 196 % and cannot be compared, because its labels are different.
     """
     for job, (gpus, rate) in enumerate(((2, 10.1), (4, 18.9), (6, 35.0), (8, 79.2)), 1):
         changes = {f"train__{metric}": rate} | ({"settings__labels": "answer"} if gpus == 8 else {})

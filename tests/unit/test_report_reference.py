@@ -29,7 +29,7 @@ def write_reference(top: Path, all_runs: bool = False) -> Path:
 
 
 def compare_folders(own: Path, other: Path) -> tuple[dict[str, Table], list[str]]:
-    """Compare the runs in `own` with the reference in `other`. Returns the tables by id, and the summary."""
+    """Compare the runs in `own` with the reference in `other`. Return the tables by id, and the summary."""
     tables = find_tables(own)
     lines = compare(tables, read_reference(other, own / "report"), other)
     return {table.definition.id: table for table in tables}, lines

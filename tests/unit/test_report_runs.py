@@ -1,4 +1,4 @@
-"""Runs in the report that failed, do not compare, were repeated, or have damaged records and logs."""
+"""Runs in the report that failed, cannot be compared, were repeated, or have damaged records and logs."""
 
 import os
 import shutil
@@ -80,7 +80,7 @@ def test_a_newer_job_without_a_record_is_named(tmp_path, left):
 
 
 def test_a_row_shows_the_latest_run_that_compares(tmp_path):
-    """A newer run with other settings does not replace the run that compares with the other rows."""
+    """A newer run with other settings does not replace a run that can be compared with the other rows."""
     for job, name in enumerate(("zero_1", "zero_2", "zero_3", "zero_1"), 1):
         add_run(
             tmp_path, f"deepspeed-single-gpu/{name}", str(job), settings__num_train_epochs=60.0 if job == 4 else 3.0
@@ -162,7 +162,7 @@ def test_failed_run_shows_the_last_error_line(tmp_path):
 
 
 def test_jobs_without_a_record_are_runs(tmp_path, monkeypatch):
-    """Job 77 was refused, job 78 still waits, job 80 left only a memory log. my_job continued after an error line."""
+    """Job 77 was refused, job 78 waits, and job 80 left only a memory log. my_job continued after an error line."""
     monkeypatch.setattr("job.end_of_job.queued_jobs", lambda: ["78"])
     folder = tmp_path / "experiments" / STAGE
     write(folder / "log" / "zero_1_77.out", "start\nerror: --fp16: needs a GPU; leave it out\nTraceback\n")
@@ -193,7 +193,7 @@ LAST = "File \"scripts/train.py\", line 24, in <module> / import torch / ModuleN
 
 
 def test_a_job_with_only_a_log_is_shown_with_its_last_lines(tmp_path, monkeypatch):
-    """Jobs 1 and 2 have a broken environment, job 3 a wrong path. Job 4 still runs, and job 5 does not train."""
+    """Jobs 1 and 2 have a broken environment, and job 3 has a wrong path. Job 4 still runs. Job 5 does not train."""
     monkeypatch.setattr("job.end_of_job.queued_jobs", lambda: ["4"])
     folder = tmp_path / "experiments" / STAGE
     summary = f"\n{'=' * 60}\nstatus: {{}} (exit code {{}})\n{'=' * 60}\n"
@@ -228,7 +228,7 @@ def test_a_reason_that_is_part_of_the_error_line_is_shown_once(tmp_path):
 
 
 def test_a_job_stopped_before_its_record_has_its_status(tmp_path):
-    """The first job was stopped in its bandwidth test, the second while it loaded its model."""
+    """The first job was stopped in its bandwidth test, and the second job while it loaded its model."""
     folder = tmp_path / "experiments" / STAGE
     for job, status in (("77", "stopped"), ("78", "timeout")):
         write(folder / "log" / f"zero_1_{job}.out", f"start\n======\nstatus: {status} (exit code 143)\n======\n")
@@ -410,7 +410,7 @@ DAMAGED = {  # GPU log, CPU log, GPU peak, CPU peak, problem
 
 @pytest.mark.parametrize(("gpu", "cpu", "gpu_peak", "cpu_peak", "problem"), DAMAGED.values(), ids=DAMAGED)
 def test_a_damaged_log_is_a_problem(tmp_path, gpu, cpu, gpu_peak, cpu_peak, problem):
-    """The valid part of a log is shown, but no number that lacks a whole GPU or node."""
+    """The valid part of a log is shown. A number is left out if the samples of a whole GPU or node are missing."""
     add_run(tmp_path, STAGE, "1", gpu, cpu)
     row = stage_1(tmp_path)
     assert row.status == "completed, incomplete"
@@ -430,7 +430,7 @@ def test_logs_of_a_resumed_run_are_complete(tmp_path):
 
 @pytest.mark.parametrize("requeued", [{}, {"attempt": 2, "restarts": [RESTART]}])
 def test_a_run_that_was_resumed_in_a_new_job_is_complete(tmp_path, requeued):
-    """Its runtime covers all jobs of the training, but its logs cover only its own job."""
+    """The run's runtime covers all jobs of the training, but its logs cover only its own job."""
     add_run(tmp_path, STAGE, "1", train__runtime_s=500, resumed_from="output/7/checkpoint-8", **requeued)
     assert stage_1(tmp_path).status == "completed"
 

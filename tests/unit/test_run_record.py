@@ -196,7 +196,7 @@ def test_a_number_that_is_not_finite_becomes_null():
 
 
 def test_an_interrupted_write_keeps_the_record_and_leaves_no_other_file():
-    """A limit of the file size simulates a full disk: the file is created, and the write fails."""
+    """A limit on the file size simulates a full disk: the file is created, and the write fails."""
     path = Path("7.json")
     write_json(path, {"status": "running"})
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)

@@ -62,7 +62,7 @@ def test_a_signal_that_nohup_ignores_stays_ignored(stop):
     assert not stop.agree_to_stop()
 
 
-# The end of a step or an epoch. An epoch has 8 steps, the training 13
+# The end of a step or an epoch. An epoch has 8 steps, and the training has 13 steps
 
 
 @pytest.fixture

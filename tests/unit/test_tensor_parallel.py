@@ -1,6 +1,6 @@
 """Flags, config keys and models that tensor parallelism refuses.
 
-tests/integration/test_strategies.py trains with it.
+tests/integration/test_strategies.py trains with tensor parallelism.
 """
 
 import json

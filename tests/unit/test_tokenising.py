@@ -1,4 +1,4 @@
-"""From a question to a batch: the sequence, its labels, EOS, padding, and the cutting of long texts."""
+"""Tests of the path from a question to a batch: the sequence, its labels, EOS, padding, and the cut of long texts."""
 
 import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
@@ -103,13 +103,13 @@ LONG = {
     "one word": "parallel" * 200,
 }
 MAX_LENGTHS = range(40, 136)
-# Tokens that a cut may leave unused: part of a character, whose bytes can each be a token, or of a long word
+# Largest number of tokens that a cut leaves unused: it removes a character of which only some tokens fit
 UNUSED = 6
 
 
 @pytest.mark.parametrize("language", LONG)
 def test_a_prompt_that_is_too_long_loses_only_the_end_of_its_context(language, tokenizer):
-    """The limit takes many values, so it also falls inside characters."""
+    """The test uses many limits, so that some of them fall inside a character."""
     context = LONG[language]
     batch = {"question": ["Wo?"], "context": [context], "answers": [["Zürich"]]}
     for max_length in MAX_LENGTHS:

@@ -1,4 +1,4 @@
-"""train.py before the training: one mistake of each kind, in the order in which train.py finds them.
+"""Tests of train.py's checks before the training: one mistake of each kind, in the order of the checks.
 
 tests/commands/test_train_command.py starts train.py as a process.
 """

@@ -1,4 +1,4 @@
-"""The table of workarounds: each one was seen in the pinned version, and exists at the place in the table."""
+"""Check the table of workarounds: the pinned version has the behaviour of each row, and its place exists."""
 
 import ast
 
@@ -11,7 +11,7 @@ PINNED = (REPOSITORY / "requirements.txt").read_text().splitlines()
 
 
 def conditions_to_check(pinned: list[str]) -> list[str]:
-    """Return a line for each workaround that was seen in another version than the pinned one."""
+    """Return a line for each workaround that names another version than the pinned one."""
     versions = {line.partition("==")[0]: line for line in pinned}
     return [
         f"{versions.get(fix.seen_in.partition('==')[0])} is pinned, and {fix.place} was seen in {fix.seen_in}. "

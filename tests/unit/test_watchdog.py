@@ -1,4 +1,4 @@
-"""The rank that is named when a job hangs. tests/integration/test_hangs.py has real processes."""
+"""Tests of the rank that is named when a job hangs. tests/integration/test_hangs.py uses real processes."""
 
 from datetime import timedelta
 
@@ -23,7 +23,7 @@ def sign(rank: int, number: int = 20, beats: int = 12, collectives: int = 40) ->
 
 
 def line(*later: Heartbeat, silent: tuple = ()) -> str:
-    """Return the error of rank 0 for these signs. All ranks except the silent ones have increased their numbers."""
+    """Return the error of rank 0 for these signs of life. Only the silent ranks have not increased their numbers."""
     signs = dict(enumerate(later))
     earlier = {rank: each if rank in silent else each._replace(number=15) for rank, each in signs.items()}
     error = hang_error(0, earlier, signs, 20)

@@ -1,4 +1,4 @@
-"""Repaired job 6: the GPU is nearly empty, but signal 9 kills the job.
+"""Repaired job 6. In the broken job, the GPU is nearly empty, but signal 9 kills the job.
 
     torchrun --nproc_per_node=2 exercises/solution/hangs/host_memory.py
 
@@ -21,7 +21,7 @@ QUESTIONS = 250_000
 
 
 def enforce_limit(limit: float) -> None:
-    # Five samples must exceed the limit, because memory counts twice while a process starts another one.
+    # Five samples must exceed the limit, because memory is counted twice while a process starts another one.
     times_above = 0
     while times_above < 5:
         ranks = psutil.Process(os.getppid()).children(recursive=True)
@@ -37,7 +37,7 @@ pytorch = psutil.Process().memory_info().rss
 threading.Thread(target=enforce_limit, args=[LIMIT + world * pytorch], daemon=True).start()
 # Each rank loads only its own questions: 512 tokens of 8 bytes each.
 mine = torch.zeros(len(range(rank, QUESTIONS, world)), 512, dtype=torch.int64)
-mine += rank  # memory counts only after the program has written to it
+mine += rank  # memory is counted only after the program has written to it
 dist.barrier()  # the training begins when all ranks are ready
 time.sleep(1)
 print(f"rank {rank}: done, trains on {len(mine)} questions", flush=True)

@@ -1,4 +1,4 @@
-"""Repaired job 4: the log says that a data file does not exist, but `ls` shows the file.
+"""Repaired job 4. In the broken job, the log says that a data file does not exist, but `ls` shows the file.
 
     torchrun --nproc_per_node=2 exercises/solution/hangs/missing_file.py
 

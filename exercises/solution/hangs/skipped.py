@@ -1,4 +1,4 @@
-"""Repaired job 1: it prints one line, then nothing more.
+"""Repaired job 1. The broken job prints one line, then nothing more.
 
 torchrun --nproc_per_node=2 exercises/solution/hangs/skipped.py
 """

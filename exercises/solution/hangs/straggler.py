@@ -1,4 +1,4 @@
-"""Repaired job 5: it runs, but a step takes ten times as long as it should. Which rank is slow?
+"""Repaired job 5. The broken job runs, but a step takes ten times as long as it should.
 
 torchrun --nproc_per_node=4 exercises/solution/hangs/straggler.py
 """

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Repaired job 3: nothing happens for 20 seconds, then each rank fails with an error.
+# Repaired job 3. In the broken job, nothing happens for 20 seconds, then each rank fails with an error.
 #     bash exercises/solution/hangs/world_size.sh
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")"
