@@ -80,7 +80,10 @@ def add_callbacks(run: Run) -> None:
 
 
 class UtilisationCallback(TrainerCallback):
-    """Callback that samples utilisation and memory after each step: of the rank's GPU, without a GPU of its process."""
+    """Callback that samples utilisation and memory after each step.
+
+    It samples the GPU of each rank, or the process of each rank if there is no GPU.
+    """
 
     def __init__(self, record: RunRecord):
         self.record = record
