@@ -26,7 +26,7 @@ def rank() -> int:
 
 def wait_for_all_ranks() -> None:
     if dist.is_initialized():
-        # Name the GPU: without it NCCL guesses, and prints a warning
+        # Name the GPU; otherwise NCCL guesses it and prints a warning
         gpu = [torch.cuda.current_device()] if "nccl" in dist.get_backend() else None
         dist.barrier(device_ids=gpu)
 

@@ -1,7 +1,7 @@
-"""Checks of a DeepSpeed config file that DeepSpeed makes too late or not at all.
+"""Checks of a DeepSpeed config file, made before the model is loaded. DeepSpeed makes them later or not at all.
 
-DeepSpeed ignores a misspelt key at the top level and in sections that it reads key by key. For other sections, such as
-zero_optimization, DeepSpeed has a class that checks them. This module uses these classes before the model is loaded.
+DeepSpeed ignores a misspelt key at the top level and in sections that it reads key by key. It has classes that check
+the other sections, such as zero_optimization. This module uses these classes.
 """
 
 from typing import Any
@@ -55,12 +55,12 @@ AUTO = (
     "zero_optimization.stage3_param_persistence_threshold",
     *(NEEDED_ALWAYS | NEEDED_BY_OPTIMIZER | NEEDED_BY_WARM_UP),
 )
-OFFLOAD_KEYS = ("device", "pin_memory", "nvme_path", "ratio")  # only to suggest a key for a misspelt one
+OFFLOAD_KEYS = ("device", "pin_memory", "nvme_path", "ratio")  # used only to suggest the right key for a misspelt one
 GATHER = "stage3_gather_16bit_weights_on_model_save"
 
 
 def check_ds_config(path: str) -> dict:
-    """Check a DeepSpeed config file and return its content. The ``"auto"`` values stay, for the Trainer.
+    """Check a DeepSpeed config file and return its content. The Trainer replaces the ``"auto"`` values.
 
     Raises WorkshopError (exit code 2) with the file and the dotted path of the first key that is unknown or wrong.
     """
@@ -116,7 +116,8 @@ def check_section(path: str, name: str, section: dict, model: type[BaseModel]) -
 def check_stage(path: str, zero: dict) -> None:
     """Reject an unknown or quoted stage, and offload of a part that the stage does not shard.
 
-    With a quoted stage, transformers does not shard while it loads the model. DeepSpeed silently ignores such offload.
+    With a quoted stage, transformers does not shard while it loads the model. DeepSpeed silently ignores offload of a
+    part that the stage does not shard.
     """
     stage = zero.get("stage", 0)
     if stage not in (0, 1, 2, 3):
@@ -166,7 +167,7 @@ def offloaded(zero: dict, part: str) -> bool:
 
 
 def check_contradictions(settings: Settings, training_args: TrainingArguments) -> None:
-    """Reject values in the file that contradict the flags. TrainingArguments has read the file and the flags.
+    """Reject values in the file that contradict the flags. `training_args` was built from both.
 
     Raises WorkshopError (exit code 2) with both values of each contradiction.
     """

@@ -30,7 +30,8 @@ COMMON_KEYS = {
 # The dp_* keys belong to this workshop; resolve_sizes checks them
 FSDP2_KEYS = {"reshard_after_forward": SWITCH, "dp_shard_size": object, "dp_replicate_size": object}
 FSDP1_KEYS = {
-    "reshard_after_forward": ("full_shard", "shard_grad_op"),  # only for the comparison; FSDP2 has all strategies
+    # The workshop uses FSDP1 only for comparison with FSDP2, so two strategies are enough
+    "reshard_after_forward": ("full_shard", "shard_grad_op"),
     "backward_prefetch": ("backward_pre", "backward_post", "no_prefetch"),
     "forward_prefetch": SWITCH,
     "sync_module_states": SWITCH,
@@ -55,7 +56,7 @@ def check_fsdp_config(fsdp: object, path: str | None, tensor_parallel: int = 1) 
     Without a file the strategy is FSDP2 FULL_SHARD.
     tensor_parallel: ranks per tensor group. FSDP shards over these groups, not over single ranks.
 
-    Raises WorkshopError: exit code 2 with the file and key at fault, 3 for what this machine cannot run.
+    Raises WorkshopError: exit code 2 with the file and key at fault, 3 for a config that this machine cannot run.
     """
     if str(fsdp).lower() != "true":
         way_out = "use --fsdp --fsdp_config with a file of fsdp_configs/"
@@ -74,7 +75,7 @@ def check_fsdp_config(fsdp: object, path: str | None, tensor_parallel: int = 1) 
 def check_fsdp_file(path: str, tensor_parallel: int = 1) -> dict:
     """Check the keys and values of an FSDP config file and return its content.
 
-    Raises WorkshopError (exit code 2) for one that is unknown or that cannot be combined with tensor parallelism.
+    Raises WorkshopError (exit code 2) for a key or value that is unknown or does not work with tensor parallelism.
     """
     config = read_json(path)
     for key, value in config.items():
@@ -101,7 +102,7 @@ def check_fsdp_key(source: str, key: str, value: object, known: dict) -> None:
 
 
 def resolve_sizes(source: str, config: dict, ranks: int, ranks_per_node: int) -> None:
-    """Set dp_shard_size and dp_replicate_size if "auto" or missing, and check that their product is `ranks`."""
+    """Set each of dp_shard_size and dp_replicate_size that is "auto" or missing. Their product must be `ranks`."""
     shard = config.get("dp_shard_size", "auto")
     replicate = config.get("dp_replicate_size", "auto")
     for key, size in (("dp_shard_size", shard), ("dp_replicate_size", replicate)):

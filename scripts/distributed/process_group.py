@@ -1,7 +1,7 @@
 """Start and end of a rank: its environment under any launcher, its process group and its exit code.
 
-collectives.py has the collectives that ranks call in between. FIXES in training/upstream_fixes.py lists the
-workarounds for errors in libraries, and when each can be removed.
+collectives.py has the collectives that ranks call between start and end. FIXES in training/upstream_fixes.py lists the
+workarounds for errors in libraries, and when each workaround can be removed.
 """
 
 import atexit
@@ -32,11 +32,11 @@ LOST_CONNECTION = ("Connection closed by peer", "Connection reset by peer", "Bro
 
 
 def prepare_environment(shards: bool) -> None:
-    """Set RANK, LOCAL_RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT where the launcher did not, and bind the GPU.
+    """Set RANK, LOCAL_RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT if the launcher has not, and bind the GPU.
 
     torchrun sets all of them. Bare srun sets variables of its own, such as SLURM_PROCID. Under plain python a run that
     shards gets a world size of 1, because DeepSpeed would otherwise look for MPI. Other runs need no variables.
-    Call this before DeepSpeed is imported. transformers imports it in every run.
+    Call this before DeepSpeed is imported; transformers imports DeepSpeed in every run.
     """
     silence_known_warnings()
     env = os.environ
@@ -48,7 +48,7 @@ def prepare_environment(shards: bool) -> None:
         env["LOCAL_WORLD_SIZE"] = env.get("SLURM_STEP_TASKS_PER_NODE", env["WORLD_SIZE"]).split("(")[0].split(",")[0]
         if "MASTER_ADDR" not in env:
             env["MASTER_ADDR"] = first_host(env.get("SLURM_STEP_NODELIST", "localhost"))
-        # All ranks compute the same port from the job id, and other jobs on the node most likely get another one
+        # All ranks compute the same port from the job id, and other jobs on the node most likely get another port
         env.setdefault("MASTER_PORT", str(job_port(env["SLURM_JOB_ID"])))
     if "RANK" not in env and shards:
         env.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", LOCAL_WORLD_SIZE="1")
@@ -129,7 +129,7 @@ def adopt_process_group(training_args: Any, with_deepspeed: bool) -> None:
     """Let DeepSpeed use the process group that TrainingArguments has opened, and print rank and world size.
 
     On the CPU transformers leaves this step to DeepSpeed's engine. ZeRO-3 shards the model before that engine
-    exists. Without this call it would assume a world size of 1.
+    exists. Without this call ZeRO-3 would assume a world size of 1.
     """
     watchdog.progress("the start, in one group")
     if training_args.n_gpu > 1:
@@ -201,9 +201,9 @@ def run_and_report(main: Callable[[], None]) -> int:
             what = str(error).splitlines()[0]
             print(f"rank {rank()} on {node_name()} lost another rank: {what}", file=sys.stderr, flush=True)
         else:
-            sys.excepthook(*sys.exc_info())  # PyTorch's hook names the rank
+            sys.excepthook(*sys.exc_info())  # PyTorch's hook prints the rank
         if world_size() > 1:
-            time.sleep(2)  # if another rank ended first and caused this error, let its launcher note that end first
+            time.sleep(2)  # if another rank caused this error by ending, let its launcher notice that end first
         return 1
 
 

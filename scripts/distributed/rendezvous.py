@@ -84,9 +84,9 @@ def reach(source: str, host: str, port: int, timeout: int) -> None:
 
 
 def note_joining(problem: str = "") -> None:
-    """Write into the job's folder that this node has joined, or the problem that prevents it.
+    """Write a note into the job's folder: this node has joined, or `problem` prevents it.
 
-    The first node reads these notes. They need job.sh, which creates the folder.
+    The first node reads these notes. Without job.sh there is no such folder, and nothing is written.
     """
     if "RUN_DIR" in os.environ:
         with contextlib.suppress(OSError):  # a full disk must not end the run; it only makes a message less exact
@@ -94,9 +94,9 @@ def note_joining(problem: str = "") -> None:
 
 
 def missing_nodes() -> list[str]:
-    """Return one line per node that has not joined, with its problem if it has noted one.
+    """Return one line per node that has not joined, with its problem if the node has noted one.
 
-    Empty without job.sh, which creates the folder with the notes.
+    The list is empty without job.sh, which creates the folder with the notes.
     """
     if "RUN_DIR" not in os.environ:
         return []

@@ -19,11 +19,11 @@ from shared.errors import WorkshopError
 # experts, fused layers, and the norms of Qwen3 (replicated_with_grad_allreduce). transformers 5.23 sums the accumulated
 # gradients of these norms over the ranks again in each micro batch
 BY_OUTPUTS = {"colwise", "colwise_gather_output", "embedding_rowwise"}
-BY_INPUTS = {"rowwise"}  # only the weight is cut: each rank has the whole bias
+BY_INPUTS = {"rowwise"}  # only the weight is cut, and each rank has the whole bias
 
 
 def check_tensor_parallel(settings: Settings, ranks: int) -> None:
-    """Check the number of ranks, saving and resuming against --tensor_parallel.
+    """Check that the number of ranks and the flags for saving and resuming work with --tensor_parallel.
 
     Raises WorkshopError (exit code 2) for a combination that does not work.
     """
@@ -58,7 +58,7 @@ def check_groups(settings: Settings, ranks: int) -> None:
 
 
 def check_tensor_parallel_model(model: PreTrainedModel, tensor_parallel: int) -> None:
-    """Check that tensor parallelism can cut this model over so many ranks. The model may be without weights.
+    """Check that tensor parallelism can cut this model over this number of ranks. Its weights need not exist.
 
     Raises WorkshopError (exit code 2) otherwise.
     """

@@ -36,7 +36,7 @@ from records.schema import STOPPING_SIGNALS
 from shared.errors import ENVIRONMENT, SECONDS_FOR_RANK_0, WorkshopError, report, whole_number
 from shared.json_files import write_json
 
-MARGIN = 60  # seconds by which PyTorch's own timeouts come later; they do not name the rank
+MARGIN = 60  # seconds by which PyTorch's own timeouts are longer, because PyTorch does not name the rank
 MOST_NAMED = 4
 SECONDS_BETWEEN_LOOKS = 5  # upper limit while the ranks join, because a user may be waiting at a terminal
 WAY_OUT = "look at that process and its node, or raise --ddp_timeout (HANG_TIMEOUT) if it only takes long"
@@ -68,7 +68,8 @@ class Watchdog(threading.Thread):
         self.phase = "joining"
         self.phases_started = 0
         self.number = 0
-        self.now = 0.0  # seconds, counted in intervals: a job that was suspended as a whole does not look hung
+        # Count the seconds as a sum of intervals, so that a job that was suspended as a whole does not look hung
+        self.now = 0.0
         self.last_progress = 0.0
         self.ended = threading.Event()
         # Python writes the number of each handled signal into this socket, even while the main thread is in a call of
@@ -100,7 +101,7 @@ class Watchdog(threading.Thread):
     def wait(self, seconds: float) -> bool:
         """Wait for these seconds or until the run ends. Return True if the run has ended.
 
-        While the ranks join, the main thread is in a PyTorch call that ignores Ctrl-C. So this thread ends the process.
+        While the ranks join, the main thread is in a PyTorch call that ignores Ctrl-C. So this method ends the process.
         """
         if self.phases_started:
             return self.ended.wait(seconds)
@@ -166,8 +167,8 @@ class Watchdog(threading.Thread):
 def hang_error(rank: int, earlier: dict[int, Heartbeat], later: dict[int, Heartbeat], limit: int) -> WorkshopError:
     """Return an error that names the ranks for which the other ranks wait.
 
-    rank: the rank that has waited `limit` seconds. earlier, later: heartbeats that it read some time before this limit
-    and when it was reached.
+    rank: the rank that has waited `limit` seconds. earlier, later: the heartbeats that this rank read some
+    time before the limit, and at the limit.
     """
     ranks = set(range(whole_number("WORLD_SIZE")))
     missing = ranks - later.keys()

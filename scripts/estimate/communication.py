@@ -5,8 +5,8 @@ of the computation. In a ring, each rank sends (n - 1) / n of a tensor in an all
 as much in an all-reduce. A reduce counts like a reduce-scatter: this is the mean of all ranks, because the owner of a
 reduced tensor sends nothing.
 
-Real trainings on 2 and 4 ranks send the same (benchmarks/communication.py, docs/collectives.md). Tests compare these
-formulas with rehearsals (rehearse.py) of up to 512 ranks.
+Real trainings on 2 and 4 ranks send the predicted bytes (benchmarks/communication.py, docs/collectives.md). Tests
+compare these formulas with rehearsals (rehearse.py) of up to 512 ranks.
 """
 
 from dataclasses import dataclass
@@ -21,8 +21,8 @@ from settings.settings import Settings
 class Ring:
     """A ring of ranks, in which each rank sends to the next one. The ranks outside it form rings of the same kind.
 
-    ranks: number of ranks in the ring. distance: difference between the numbers of two neighbours. size: a rank sends
-    (ranks - 1) / ranks of these bytes in an optimizer step.
+    ranks: number of ranks in the ring. distance: difference between the numbers of two neighbours. size: bytes, of
+    which a rank sends the fraction (ranks - 1) / ranks in an optimizer step.
     """
 
     ranks: int
@@ -64,8 +64,8 @@ def bytes_between_nodes(shape: Shape, settings: Settings) -> float:
 def rings(shape: Shape, settings: Settings) -> list[Ring]:
     """Return the rings that a rank belongs to.
 
-    The ranks of a shard group have consecutive numbers, and so have the ranks of a tensor group. This is the order of
-    the device meshes of accelerate and transformers.
+    The ranks of a shard group or a tensor group have consecutive numbers, as in the device meshes of accelerate and
+    transformers.
     """
     n = settings.estimate.gpus
     a = settings.trainer.gradient_accumulation_steps
@@ -95,7 +95,7 @@ def rings(shape: Shape, settings: Settings) -> list[Ring]:
     stage = zero.get("stage", 0)
     if stage == 3:
         return [Ring(n, 1, c * a * (gathered_elements(shape, zero) + psi))]
-    # DeepSpeed 0.19.8: stages 1 and 2 all-reduce each bucket. With false, this key makes them reduce it to its owners
+    # In DeepSpeed 0.19.8, stages 1 and 2 all-reduce each bucket. If this key is false, they reduce it to its owners
     to_owner = stage > 0 and not zero.get("use_multi_rank_bucket_allreduce", True)
     reduced = (1 if to_owner else 2) * (a if stage == 2 else 1)  # stage 2 reduces in each micro batch
     updated = 1 if stage > 0 else 0  # all-gather of the updated weights

@@ -1,4 +1,4 @@
-"""Judge whether a training fits a GPU and a node, and compare all config files by that."""
+"""Judge whether a training fits a GPU and a node, and compare all config files in this respect."""
 
 import math
 from dataclasses import replace
@@ -14,7 +14,7 @@ from shared.errors import WorkshopError
 from shared.paths import REPOSITORY
 from shared.units import GIB
 
-FITS = 0.9  # fraction of a memory up to which a training fits; the estimate does not count everything
+FITS = 0.9  # a training fits up to this fraction of the memory, because the estimate does not count everything
 VERDICTS = ("fits", "is tight", "does not fit")
 WIDTH = 54  # characters of the column with the configs' names
 
@@ -35,7 +35,7 @@ def tightness(needed: float, available: float) -> int:
 
 
 def gpu_memory(settings: Settings) -> float | None:
-    """Return the GiB of one GPU: --gpu_memory, otherwise those of this machine's GPU, None without a GPU."""
+    """Return the memory of one GPU in GiB: --gpu_memory, or that of this machine's GPU. None if neither is known."""
     here = torch.cuda.get_device_properties(0).total_memory / GIB if torch.cuda.is_available() else None
     return settings.estimate.gpu_memory or here
 
@@ -53,7 +53,7 @@ def comparison(settings: Settings) -> str:
     if settings.model.tensor_parallel > 1:
         what = "cannot be combined with --compare"
         raise settings.error("tensor_parallel", what, "leave it out, or leave out --compare")
-    trace_shape(settings)  # report a model that cannot be estimated once, not for each config
+    trace_shape(settings)  # a model that cannot be estimated causes one error here, for all configs
     rates = read_rates(settings)
     rows = []
     refused = []

@@ -16,7 +16,7 @@ K = 3 * FP32  # bytes per parameter of the fp32 master and Adam's two moments; t
 # The estimate divides an optimizer step into these intervals. The interval with the most memory has the peak
 INTERVALS = (*PASSES, "step")
 STEP = ("step",)
-GRADIENTS_COMPLETE = ("embedding", "step")  # in a step with one backward pass
+GRADIENTS_COMPLETE = ("embedding", "step")  # intervals in which all gradients exist, in a step with one backward pass
 PINNED_UNUSED = "pinned, unused"
 ZERO_GRADIENTS = (  # notes for ZeRO stages 0 to 3
     "whole",
@@ -100,9 +100,9 @@ def measure_python() -> MemoryPart:
 
 
 def unsharded_parts(shape: Shape, ranks: int, accumulates: bool) -> list[MemoryPart]:
-    """Estimate fp32 weights, gradients and Adam's moments, whole on every rank: (4 + 4 + 8) Psi bytes.
+    """Estimate fp32 weights, gradients and Adam's moments, unsharded on every rank: (4 + 4 + 8) Psi bytes.
 
-    accumulates: whether a step has several backward passes. Then gradients exist from the first pass on.
+    accumulates: whether a step has several backward passes. If so, gradients exist from the first pass on.
     """
     psi = shape.parameters
     if ranks > 1:
@@ -126,7 +126,7 @@ def unsharded_parts(shape: Shape, ranks: int, accumulates: bool) -> list[MemoryP
 #     stage 1         2 Psi + 2 Psi + K Psi / N_d              (P_os)
 #     stage 2         2 Psi + (2 Psi + K Psi) / N_d            (P_os+g)
 #     stage 3         (2 Psi + 2 Psi + K Psi) / N_d            (P_os+g+p)
-# The code calls the 2 compute_bytes, because it is 4 in fp32. Comments explain where DeepSpeed holds more than this.
+# The factor 2 is compute_bytes in the code, because it is 4 in fp32. Comments explain where DeepSpeed holds more.
 
 
 def deepspeed_parts(shape: Shape, zero: dict, n_d: int, accumulates: bool, compute_bytes: int) -> list[MemoryPart]:
@@ -229,7 +229,7 @@ def pinned_blocks(shape: Shape, zero: dict, n_d: int, compute_bytes: int) -> lis
     shard = shape.parameters / n_d
     sizes = []
     if offloaded(zero, "param"):
-        sizes.append(compute_bytes * shard)  # pinned even with "pin_memory": false
+        sizes.append(compute_bytes * shard)  # these bytes are pinned even with "pin_memory": false
     if not offloaded(zero, "optimizer") or not zero["offload_optimizer"].get("pin_memory", True):
         return sizes
     if zero.get("stage") == 3:
@@ -238,9 +238,10 @@ def pinned_blocks(shape: Shape, zero: dict, n_d: int, compute_bytes: int) -> lis
         whole_groups, rest = divmod(shard, group)
         return [*sizes, *[FP32 * group] * int(whole_groups), FP32 * rest]
     sizes += [FP32 * shard, FP32 * shard]  # masters and their gradients
-    sizes += [compute_bytes * shard, compute_bytes * max(shape.sizes)]  # transfers: the shard, the largest gradient
+    # Buffers for the transfers of the shard and of the largest gradient
+    sizes += [compute_bytes * shard, compute_bytes * max(shape.sizes)]
     if zero.get("stage") == 2:
-        # Each gradient is a block of its own. All ranks are taken to have the blocks of rank 0, which has the embedding
+        # Each gradient is a block of its own. The estimate assumes the blocks of rank 0, which has the embedding
         sizes += [compute_bytes * size for size in stage2_gradients(shape.sizes, n_d)[0]]
     return sizes
 
@@ -307,7 +308,7 @@ def fsdp_buffers(shape: Shape, config: dict, accumulates: bool, compute_bytes: i
     by_block = config.get("auto_wrap_policy", "TRANSFORMER_BASED_WRAP") == "TRANSFORMER_BASED_WRAP"
     if not by_block or not shape.block_sizes:
         block, embedding, root = 0, 0, psi
-    # In "blocks", one block is in use while the next block is prefetched
+    # In the interval "blocks", one block is in use while the next block is prefetched
     gathered = {"loss": root, "blocks": root + 2 * block, "embedding": root + embedding}
     if "SHARD_GRAD_OP" in fsdp_strategy(config):
         gathered = dict.fromkeys(PASSES, psi)
@@ -342,7 +343,7 @@ def gpu_and_cpu_bytes(size: float, on_cpu: bool) -> tuple[float, float]:
 def pinned_rounding(pinned: list[float], kept: float = 0) -> MemoryPart:
     """Estimate the memory that pinned blocks take beyond their content.
 
-    PyTorch's host allocator rounds a block up to a power of two. kept: bytes of cached blocks without use.
+    PyTorch's host allocator rounds a block up to a power of two. kept: bytes of cached blocks that are not used.
     """
     extra = sum(power_of_two(size) - size for size in pinned if size > 0)
     return MemoryPart(PINNED_UNUSED, 0, extra + kept, "pinned blocks are rounded up to powers of two")

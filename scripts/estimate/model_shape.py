@@ -52,7 +52,7 @@ class ForwardPass:
 
     @property
     def dtype(self) -> torch.dtype:
-        """The dtype in which the model computes, but bf16 for fp16, which has the same size."""
+        """The dtype in which the model computes. For fp16 it is bf16, which has the same size."""
         return torch.float32 if self.precision == "fp32" else torch.bfloat16
 
 
@@ -101,7 +101,7 @@ class Shape:
         return sum(self.sizes)
 
     def padded(self, ranks: int) -> "Shape":
-        """Return the shape as FSDP2 shards it, with the rows of each parameter padded to a multiple of the ranks."""
+        """Return the shape as FSDP2 shards it, with the rows of each parameter padded to a multiple of `ranks`."""
         padded_rows = (math.ceil(rows / ranks) * ranks for rows in self.rows)
         sizes = tuple(
             padded * (size // rows) for padded, size, rows in zip(padded_rows, self.sizes, self.rows, strict=True)
@@ -237,8 +237,8 @@ def exchanged_bytes(model: Any, forward: ForwardPass) -> int:
     """Bytes that a rank of a tensor group sends for a micro batch. With n ranks it sends (n - 1) / n of these.
 
     The forward pass sums over the ranks the outputs of the embedding and of each matrix that is cut by inputs. The
-    backward pass sums the gradients of the inputs of each matrix that is cut by outputs. A ring sends what is summed
-    twice. Ranks gather the logits, which a ring sends once.
+    backward pass sums the gradients of the inputs of each matrix that is cut by outputs. A ring sends a summed
+    tensor twice. Ranks gather the logits, which a ring sends once.
     """
     text = model.config.get_text_config()
     styles = [model.tp_plan.get(replace_layer_number_by_wildcard(name)) for name, _ in model.named_modules()]

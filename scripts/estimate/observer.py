@@ -42,7 +42,7 @@ class ObservedStep:
         """Return the messages as rings, in the form of the predictions (`rings` of communication.py)."""
         sent = []
         for _, collective in self.collectives:
-            number, last = len(collective.ranks), collective.ranks[-1]  # rank 0 is the first
+            number, last = len(collective.ranks), collective.ranks[-1]  # rank 0 is the first of these ranks
             sent.append(Ring(number, last // max(number - 1, 1), SENT[collective.kind] * collective.size))
         return sent
 
@@ -68,11 +68,11 @@ class Observer(TorchDispatchMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         if DTensor in types:
-            return NotImplemented  # DTensor then dispatches operators on its local parts
+            return NotImplemented  # this makes DTensor dispatch operators on its local parts
         kwargs = kwargs or {}
         tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
         # Operators on tensors with values compute as usual. DDP writes the order of its buckets into an int32 tensor
-        # and reads it again, so give this tensor values, too
+        # and reads this tensor again, so the tensor needs values, too
         needs_values = func is torch.ops.aten.empty.memory_format and kwargs.get("dtype") is torch.int32
         if needs_values or (tensors and all(type(tensor) is torch.Tensor for tensor in tensors)):
             with unset_fake_temporarily():

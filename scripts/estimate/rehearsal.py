@@ -186,7 +186,7 @@ def leave_fake_world() -> None:
     AcceleratorState._reset_state(reset_partial_state=True)
     GradientState._reset_state()
     unset_hf_deepspeed_config()  # otherwise transformers would shard the next model of this process
-    from deepspeed.comm import comm  # accelerate has imported DeepSpeed anyway
+    from deepspeed.comm import comm  # this import is fast, because accelerate has already imported DeepSpeed
 
     if comm.cdb is None:
         dist.destroy_process_group()
@@ -229,7 +229,7 @@ def fake_world(settings: Settings) -> Iterator[TrainingArguments]:
         silence_known_warnings()
         # DeepSpeed checks the alignment of addresses, and fake tensors have none
         warnings.filterwarnings("ignore", "Accessing the data pointer of FakeTensor", UserWarning)
-        prepare_deepspeed()  # before accelerate imports DeepSpeed
+        prepare_deepspeed()  # sets variables that DeepSpeed reads when accelerate imports it
         dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=given.gpus)
         stack.callback(leave_fake_world)
         flags = trainer_flags(settings) | {

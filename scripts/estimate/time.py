@@ -1,8 +1,8 @@
 """Predict the seconds of an optimizer step: computing, optimizer and communication.
 
 Computing follows the roofline model (doi:10.1145/1498765.1498785). Each operation of a micro batch takes the longer of
-two times: its arithmetic at the speed of matrix products, and its bytes at the speed of the memory. The optimizer and
-the communication take their bytes over a bandwidth.
+two times: its arithmetic at the speed of matrix products, and its bytes at the speed of the memory. The seconds of
+the optimizer and of the communication are their bytes divided by a bandwidth.
 """
 
 from collections import Counter
@@ -80,7 +80,7 @@ def read_rates(settings: Settings) -> Rates | None:
 
 
 def predict_step(settings: Settings, rates: Rates) -> Step:
-    """Predict a step with sequences of --max_length.
+    """Predict a step with sequences of --max_length tokens.
 
     Raises WorkshopError (exit code 2) for a training whose time cannot be predicted.
     """

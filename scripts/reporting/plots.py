@@ -24,7 +24,7 @@ HEIGHT = 3.4  # inches
 LEGEND_LINE = 0.24  # inches
 LABEL_DISTANCE = 0.06  # fraction of an axis: points that are closer share one label
 AXIS_HEADROOM = 1.1  # end of an axis, relative to the largest point
-# Samples per second, in order of preference. The last one, the Trainer's, counts evaluation as training.
+# Samples per second, in order of preference. The last rate is the Trainer's, which counts evaluation as training.
 RATES = {
     "steady_samples_per_second": "samples/s, steps alone",
     "callback_samples_per_second": "samples/s, steps alone",

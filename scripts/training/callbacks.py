@@ -26,7 +26,7 @@ from training.stopping import StopCallback, StopRequest
 from training.trainer import WorkshopTrainer
 
 PERCENT_PER_LINE = 5
-BAD_LOSSES = 3  # in a row
+BAD_LOSSES = 3  # successive steps whose loss is not finite
 
 
 @dataclass(frozen=True)
@@ -60,10 +60,10 @@ def add_callbacks(run: Run) -> None:
         print_once("--tensor_parallel writes no checkpoints: a stop ends this run at once, and nothing is saved")
         stopping = []
     callbacks = [
-        speed,  # stops its clock before the other callbacks work
+        speed,  # comes first, so that its clock stops before the other callbacks work
         UtilisationCallback(run.record),
         ModelStateCallback(trainer, run.record),
-        AuditCallback(trainer, run.settings, run.record),  # ends a run that differs from the requested one
+        AuditCallback(trainer, run.settings, run.record),  # ends a run whose values differ from the requested ones
         RecordCallback(trainer, run.record, speed),
         CheckpointCallback(trainer, run.identity, speed, run.resumed_from),  # marks a saved checkpoint as complete
         *stopping,  # may end the run, so they come after the checkpoint is marked
@@ -80,7 +80,10 @@ def add_callbacks(run: Run) -> None:
 
 
 class UtilisationCallback(TrainerCallback):
-    """Samples of utilisation and memory after each step: of each rank's GPU, or of its process without a GPU."""
+    """Callback that samples utilisation and memory after each step.
+
+    It samples the GPU of each rank, or the process of each rank if there is no GPU.
+    """
 
     def __init__(self, record: RunRecord):
         self.record = record
@@ -176,7 +179,7 @@ class RecordCallback(TrainerCallback):
         if args.deepspeed:
             in_effect: Any = args.hf_deepspeed_config
             self.record.update(configs=self.record.content["configs"] | {"deepspeed": in_effect.config})
-        if state.global_step:  # the log history has the evaluations before the checkpoint
+        if state.global_step:  # a resumed run's log history includes earlier evaluations
             self.record.update(eval=evaluations(state.log_history))
 
     def on_evaluate(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:

@@ -40,7 +40,7 @@ ADAM_BYTES = 8  # two moments in fp32
 CHECKPOINT_BYTES = {
     "plain": (12, 12),
     "DDP": (12, 12),
-    "FSDP": (16, 16),  # includes the weights twice
+    "FSDP": (16, 16),  # the weights are saved twice
     # DeepSpeed saves the weights twice in the training's precision (ZeRO-3 once), and fp32 masters (ZeRO-0 in 16 bit)
     "DeepSpeed ZeRO-0": (16, 16),
     "DeepSpeed ZeRO-1": (20, 16),

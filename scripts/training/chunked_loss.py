@@ -10,7 +10,7 @@ logits is known as soon as the logits are: it is their softmax, minus 1 at the t
 the gradients of the hidden states and of the weight at once, and uses the chunk's memory again for the next chunk.
 
 Liger's FusedLinearCrossEntropy (arXiv:2410.10989, section 3.2) and torch.nn.functional.linear_cross_entropy work in the
-same way. docs/knobs.md compares them with this module, and says why `--loss chunked` does not call torch's function.
+same way. docs/knobs.md compares them with this module and explains why `--loss chunked` does not call torch's function.
 """
 
 import inspect
@@ -30,8 +30,8 @@ USE_FULL = "use --loss full"
 # Minimum number of tokens in a chunk, if a batch has that many. Smaller chunks make matrix products slower, and each
 # chunk adds a pass over the weight's gradient
 CHUNK = 256
-# Chunks have a multiple of this many rows, because matrix products on GPUs are then faster. On the CPU, oneDNN compiles
-# code for each number of rows in 16 bit and keeps about a megabyte for each. So there must be few different numbers
+# The number of rows of a chunk is a multiple of this, because matrix products on GPUs are then faster. On the CPU in
+# 16 bit, oneDNN compiles code for each number of rows, and keeps about a megabyte for each. So few numbers must occur
 ROW_MULTIPLE = 64
 FP16_TOKENS = 2 * ROW_MULTIPLE  # tokens whose products are summed in fp16
 
@@ -125,7 +125,7 @@ class LossInHead:
 
     @torch.compiler.disable
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Return the loss (), in fp32, of hidden states (batch, tokens, hidden size); logits without labels.
+        """Return the loss (), in fp32, of hidden states (batch, tokens, hidden size). Without labels, return logits.
 
         The sum over the labels that count is divided by their number in the optimizer step, which the Trainer passes.
         Without that number, as in an evaluation, the loss is the mean.
@@ -140,7 +140,7 @@ class LossInHead:
         return loss
 
     def loss_function(self, logits: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-        """Return `logits`, which are the head's loss. Refuse a model that has changed them."""
+        """Return `logits`, which are the head's loss. Reject a model that has changed them."""
         if not self.checked:
             own = self.loss
             # A loss that is not finite passes, because FiniteLossCallback reports it
@@ -175,7 +175,7 @@ class CrossEntropyOfHead(torch.autograd.Function):
         pieces = CPU_PIECES if device == "cpu" else GPU_PIECES
         loss = torch.zeros((), device=hidden.device)
         logits_buffer = torch.empty(chunk, vocabulary, dtype=dtype, device=hidden.device)
-        # fp16 ends at 65,504. A sum over fewer tokens stays below that with a larger scale
+        # The largest fp16 number is 65,504. A sum over fewer tokens stays below it with a larger scale
         summed_tokens = FP16_TOKENS if dtype == torch.float16 else chunk
         scale = gradient_scale(hidden, summed_tokens)
         if with_gradients:
@@ -211,7 +211,7 @@ class CrossEntropyOfHead(torch.autograd.Function):
 
 
 def chunk_size(tokens: int, hidden_size: int) -> int:
-    """Return the number of tokens of a chunk, a multiple of ROW_MULTIPLE. All chunks have about equally many.
+    """Return the number of tokens of a chunk, a multiple of ROW_MULTIPLE. All chunks have about the same size.
 
     A chunk has at most about `hidden_size` tokens, or CHUNK if that is more. Its logits are then no larger than the
     head's weight, whose gradient always needs that much memory.

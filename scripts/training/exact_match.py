@@ -66,7 +66,7 @@ def answer_questions(
     model: Any, tokenizer: PreTrainedTokenizerBase, questions: Dataset, generation: Generation
 ) -> dict[int, str]:
     """Map the number of each question to its generated answer, for all questions on every rank. Collective."""
-    # Batches of similar length need little padding. The longest batches need most memory, so they come first
+    # Batches of similar length need little padding. The longest batches need the most memory, so they come first
     by_length = sorted(range(len(questions)), key=questions["prompt_length"][:].__getitem__, reverse=True)
     # All groups get equally many questions: with sharded weights, other ranks would wait for a rank without a batch
     groups = world_size() // generation.tensor_parallel

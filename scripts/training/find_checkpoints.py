@@ -123,11 +123,11 @@ def training_identity(job_id: str, settings: Settings, strategy: str, ranks: int
         "config": flatten_keys(settings.deepspeed_config or settings.fsdp_config or {}),
         "data": train_dataset._fingerprint,
     }
-    return json.loads(json.dumps(content, default=str))  # the same form as after reading the marker
+    return json.loads(json.dumps(content, default=str))  # the form that reading the marker returns
 
 
 def check_same_training(folder: str, identity: dict) -> None:
-    """Raise WorkshopError (exit code 4) if a setting differs from the checkpoint's. The message names all of them."""
+    """Raise WorkshopError (exit code 4) if settings differ from the checkpoint's. The message names each of them."""
     saved = read_marker(folder)
     sharded = not {saved["strategy"], identity["strategy"]} <= UNSHARDED
     before = compared_values(saved, sharded)
@@ -162,7 +162,7 @@ def forbid_code_in_checkpoints(with_deepspeed: bool) -> None:
 
     The environment variable overrides `weights_only=False` in any call of torch.load.
     """
-    os.environ.pop("TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD", None)  # with both variables PyTorch refuses to load anything
+    os.environ.pop("TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD", None)  # if both are set, PyTorch refuses to load anything
     os.environ["TORCH_FORCE_WEIGHTS_ONLY_LOAD"] = "1"
     if with_deepspeed:
         from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler, LossScaler

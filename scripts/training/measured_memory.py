@@ -18,8 +18,8 @@ class ModelStateCallback(TrainerCallback):
     """Callback that records the bytes of parameters, gradients and optimizer state on all ranks (`held`).
 
     It counts them once, between two backward passes of the second step. At that moment gradients are accumulated, and
-    the optimizer has its state. Without accumulation it counts right before the second optimizer step. DeepSpeed has
-    then already freed its gradients.
+    the optimizer has its state. Without accumulation it counts right before the second optimizer step, when
+    DeepSpeed has already freed its gradients.
     """
 
     def __init__(self, trainer: Any, record: RunRecord):
@@ -75,7 +75,7 @@ def gradient_tensors(model: torch.nn.Module, optimizer: Any) -> list:
         for parameter in unit.fsdp_params if unit else []:  # gradients are unsharded while they accumulate
             gathered = getattr(parameter, "_unsharded_param", None)  # exists once the forward pass has used the unit
             gradients += [parameter.unsharded_accumulated_grad, getattr(gathered, "grad", None)]
-    for name in ("all_grad_tensors", "accumulated_grads_in_cpu"):  # ZeRO-2, and with offload
+    for name in ("all_grad_tensors", "accumulated_grads_in_cpu"):  # ZeRO-2 without and with offload
         for value in getattr(optimizer, name, {}).values():
             gradients += value if isinstance(value, list) else [value]
     return [*gradients, getattr(optimizer, "grad_partitions_flat_buffer", None)]  # ZeRO-3

@@ -40,7 +40,7 @@ class ProfileCallback(TrainerCallback):
             activities.append(ProfilerActivity.CUDA)
         # The profiler warms up in the last step of our own warm-up
         steps = schedule(wait=WARM_UP_STEPS - 1, warmup=1, active=PROFILED_STEPS, repeat=1)
-        # acc_events: without it PyTorch warns that events of earlier cycles are lost, and there is one cycle only
+        # Without acc_events PyTorch warns that events of earlier cycles are lost, but there is only one cycle
         self.profiler = profile(activities=activities, schedule=steps, record_shapes=True, acc_events=True)
 
     def on_train_begin(self, *args: Any, **kwargs: Any) -> None:
@@ -94,8 +94,8 @@ def breakdown(events: list) -> dict:
     events: the profiler's records, of the type torch._C._autograd._KinetoEvent.
     """
     running = {name: [interval(e) for e in events if e.name() == name and is_on_cpu(e)] for name in PHASES}
-    # PyTorch's step begins when the previous step ends, and includes the Trainer's work in between: logs, evaluations.
-    # So here a step begins with its data phase
+    # PyTorch's step begins when the previous step ends, so it includes logging and evaluation between the steps. Here a
+    # step begins with its data phase
     starts = sorted(start for start, _ in running["data"])
     ends = sorted(interval(event)[1] for event in events if event.name().startswith(STEP) and is_on_cpu(event))
     steps = list(zip(starts, ends, strict=False))

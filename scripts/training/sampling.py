@@ -12,8 +12,8 @@ class GroupByLengthSampler(LengthGroupedSampler):
     """LengthGroupedSampler whose order depends only on the seed, the epoch and the global batch.
 
     transformers' own sampler draws its order from torch's global generator, and a resumed run restores the generator's
-    state too late for that. It also groups within each rank, so the groups depend on the number of ranks. In both cases
-    a resumed run would train on some questions of the epoch twice, and on other questions never.
+    state too late for that. transformers' sampler also groups within each rank, so the groups depend on the number of
+    ranks. In both cases a resumed run would train on some questions of the epoch twice, and on other questions never.
     """
 
     epoch = 0  # set by upstream_fixes.EpochOfSampler

@@ -32,7 +32,7 @@ class Progress:
 
     @property
     def unlogged_loss(self) -> float:
-        """This rank's unlogged loss, or the mean of all ranks if their number has changed.
+        """This rank's unlogged loss, or the mean of all ranks if the number of ranks has changed.
 
         The mean is correct because the Trainer logs the mean over the ranks.
         """

@@ -22,7 +22,7 @@ class TrainSpeedCallback(TrainerCallback):
     def __init__(self, trainer: Any, flops: ModelFlops | None, peak: float, profiled: bool = False):
         """trainer: a WorkshopTrainer, which counts the tokens. peak: operations per second of one rank, for MFU.
 
-        profiled: True if the steps after the warm-up are profiled. They are then slow, and count as warm-up.
+        profiled: True if the steps after the warm-up are profiled. Profiled steps are slow, so they count as warm-up.
         """
         self.trainer = trainer
         self.flops = flops

@@ -23,15 +23,15 @@ class StopRequest:
     """The signal that this rank has received, and the signal on which all ranks have agreed to stop."""
 
     def __init__(self) -> None:
-        self.signal = 0  # the first signal that this rank received during the training, 0 without one
+        self.signal = 0  # the first signal that this rank received during the training, 0 without a signal
         self.agreed_signal = 0
         self.training = False  # outside the training a signal ends the run without a checkpoint
         self.process = os.getpid()
 
     def install_handlers(self) -> None:
         for number in STOPPING_SIGNALS:
-            # Keep SIGHUP ignored under nohup. A process that a script such as job.sh starts in the background ignores
-            # SIGINT, so always install that handler
+            # Keep SIGHUP ignored under nohup. But always install the SIGINT handler, because SIGINT is ignored in a
+            # process that a script such as job.sh starts in the background
             if number != signal.SIGHUP or signal.getsignal(number) is not signal.SIG_IGN:
                 signal.signal(number, self.handle_signal)
         if "TORCHELASTIC_RUN_ID" in os.environ:
@@ -68,7 +68,7 @@ class StopRequest:
         """If the ranks agree to stop, save a checkpoint of this step and exit with code 75. Collective."""
         if not self.agree_to_stop():
             self.training = False
-            if self.signal:  # it arrived after the ranks had agreed to continue
+            if self.signal:  # the signal arrived after the ranks had agreed to continue
                 sys.exit(128 + self.signal)
             return
         folder = trainer.save_current_step()

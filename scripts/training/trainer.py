@@ -60,7 +60,7 @@ class WorkshopTrainer(UpstreamFixes):
     def prediction_step(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, None, None]:
         """Compute the loss of a batch, and add it to the sums of `evaluation_loop`."""
         inputs = self._prepare_inputs(inputs)
-        # accelerate repeats questions in the last batches, so that all ranks have equally many. Do not count them twice
+        # accelerate repeats questions in the last batches, so that all ranks have equally many. Do not count repeats
         inputs["labels"][self.count_unrepeated_rows(len(inputs["labels"])) :] = IGNORED
         counted = (inputs["labels"][:, 1:] != IGNORED).sum()  # the first label is the target of no position
         with torch.no_grad(), self.compute_loss_context_manager():
@@ -82,7 +82,7 @@ class WorkshopTrainer(UpstreamFixes):
         transformers computes the mean loss of each batch, over its tokens on all ranks, and then the mean of these
         means. So its loss depends on the number of ranks and the batch size.
         """
-        self.evaluated = torch.zeros(2, dtype=torch.float64, device=self.args.device)  # sum of losses, tokens
+        self.evaluated = torch.zeros(2, dtype=torch.float64, device=self.args.device)  # sum of losses, number of tokens
         output: Any = super().evaluation_loop(*args, **kwargs)
         loss, counted = self.accelerator.reduce(self.evaluated).tolist()
         if not counted:
@@ -112,11 +112,11 @@ class WorkshopTrainer(UpstreamFixes):
 
     def training_step(self, model: Any, inputs: dict[str, Any], num_items_in_batch: Any = None) -> torch.Tensor:
         self.tokens = self.tokens + count_tokens(inputs)
-        with self.phase("backward"):  # it contains the forward phase
+        with self.phase("backward"):  # the backward phase contains the forward phase
             loss = super().training_step(model, inputs, num_items_in_batch)
         self.loss_of_step = self.loss_of_step + loss
         # A loss that is not finite counts as the mean of the earlier losses. --logging_nan_inf_filter does the same,
-        # but reads the loss in Python. The CPU then waits for the GPU in each micro batch, and cannot prepare the next
+        # but reads the loss in Python. So the CPU waits for the GPU instead of preparing the next micro batch
         mean = self._tr_loss / (1 + self.state.global_step - self._globalstep_last_logged)
         return torch.where(loss.isfinite(), loss, mean)
 

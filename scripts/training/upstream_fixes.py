@@ -2,7 +2,7 @@
 
 Each class repairs one behaviour of transformers' Trainer, and UpstreamFixes combines the classes. To remove a
 workaround, delete its class, its name in UpstreamFixes and its row in FIXES. Workarounds outside the Trainer are next
-to the code that needs them, and also have a row. If requirements.txt pins another version than a row names, a unit test
+to the code that needs them, and also have a row. If requirements.txt pins a different version than a row, a unit test
 fails and prints the condition of that row.
 """
 
@@ -19,7 +19,7 @@ from training.sampling import GroupByLengthSampler, find_sampler
 
 class Fix(NamedTuple):
     place: str  # a file in scripts/, and a name in that file
-    seen_in: str  # the version with the behaviour, as in requirements.txt
+    seen_in: str  # the library and version with the error, as in requirements.txt
     removable_when: str  # the condition that a later version must meet
 
 
