@@ -136,9 +136,10 @@ def gib_at_peak(flags: str) -> dict[str, float]:
 def test_a_page_shows_the_activations_and_logits_of_the_estimate(monkeypatch):
     monkeypatch.chdir(REPOSITORY)
     once, twice = gib_at_peak(""), gib_at_peak("--max_length 1024")
-    logits = f"Logits by 2, from {once['logits']:.1f} to {twice['logits']:.1f} GiB."
+    logits = f"Logits double, from {once['logits']:.1f} to {twice['logits']:.1f} GiB."
     few, many = once["activations"], twice["activations"]
-    assert f"{logits} Activations by {many / few:.1f}, from {few:.1f} to {many:.1f} GiB" in page("memory.md")
+    activations = f"Activations grow by a factor of {many / few:.1f}, from {few:.1f} to {many:.1f} GiB."
+    assert f"{logits} {activations}" in page("memory.md")
     zero = gib_at_peak("--deepspeed ds_configs/zero2.json")
     assert f"activations and logits, {zero['activations'] + zero['logits']:.1f} GiB on the GPU" in page("offload.md")
 
