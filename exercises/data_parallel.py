@@ -89,7 +89,7 @@ def own_part(flat: torch.Tensor, rank: int, world: int) -> torch.Tensor:
     raise NotImplementedError("gap 5")
 
 
-# There are no gaps below.
+# All gaps are above.
 
 
 def flatten_tensors(tensors: list[torch.Tensor], world: int) -> torch.Tensor:

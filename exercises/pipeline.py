@@ -135,7 +135,7 @@ def one_forward_one_backward(rank: int, world: int, micro_batches: int) -> list[
     raise NotImplementedError("gap 5")
 
 
-# There are no gaps below.
+# All gaps are above.
 
 SCHEDULES = {"one_at_a_time": one_at_a_time, "gpipe": gpipe, "1f1b": one_forward_one_backward}
 

@@ -146,7 +146,7 @@ def read_questions(path: str, part: str = "all") -> Iterator[dict]:
     Raise WorkshopError (exit code 2) with the file and the place of the first error. Only wrong values of answer_start
     are collected, and raised at the end of the file.
     """
-    numbers: dict[str, int] = {}  # of the passages. The same passage can be in several paragraphs of the file
+    numbers: dict[str, int] = {}  # numbers of the distinct passages; one passage can be in several paragraphs
     misplaced: list[str] = []
     answers = 0
     for place, paragraph in read_paragraphs(path):

@@ -30,7 +30,7 @@ NAMES = {
     "answer": ("answers", "answer", "response", "label", "output", "target", "completion"),
 }
 IDS = ("id", "qid", "question_id")
-HELD_OUT_EVERY = 5  # as in data_loader.py, which takes seconds to import
+HELD_OUT_EVERY = 5  # the value of data_loader.py, whose import takes seconds
 
 
 @dataclass
@@ -81,7 +81,7 @@ def main() -> None:
 
 
 def read_table(path: Path) -> Iterator[tuple[str, Any]]:
-    """Yield place and content of each row: a dict, or a RowError for a row that cannot be read.
+    """Yield place and content of each row. The content of a row that cannot be read is a RowError.
 
     Raise WorkshopError (exit code 2) if the file is not a table.
     """
@@ -139,7 +139,9 @@ def parse_line(line: str) -> Any:
 
 
 def find_columns(table: Path, name: str, given: str | list[str] | None, columns: list[str]) -> list[str]:
-    """Return the columns of a flag, or the column that has a usual name. Raise WorkshopError if there is none."""
+    """Return the columns of a flag; without the flag, the column that has a usual name.
+
+    Raise WorkshopError (exit code 2) if there is none."""
     names = [given] if isinstance(given, str) else given or []
     for each in names:
         if each not in columns:

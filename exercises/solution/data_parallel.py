@@ -99,7 +99,7 @@ def own_part(flat: torch.Tensor, rank: int, world: int) -> torch.Tensor:
     return flat[rank * length : (rank + 1) * length]
 
 
-# There are no gaps below.
+# All gaps are above.
 
 
 def flatten_tensors(tensors: list[torch.Tensor], world: int) -> torch.Tensor:

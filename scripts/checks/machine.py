@@ -37,7 +37,7 @@ def run_command(*words: object, timeout: float = 60, **options: Any) -> tuple[bo
 
 
 def last_line(log: str) -> str:
-    """Return the last error line of a log, or the last line if there is no error line."""
+    """Return the last error line of a log. Without an error line, return the last line."""
     lines = [line.strip() for line in re.split(r"[\r\n]+", log) if line.strip()]
     errors = [line for line in lines if line.startswith("error: ")]
     return (errors or lines or ["no output"])[-1]

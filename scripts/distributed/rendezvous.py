@@ -110,5 +110,5 @@ def missing_nodes() -> list[str]:
 
 
 def node_name() -> str:
-    """Return the name of this node in Slurm, or its host name without Slurm."""
+    """Return the name of this node in Slurm. Without Slurm, return its host name."""
     return os.environ.get("SLURMD_NODENAME") or socket.gethostname()

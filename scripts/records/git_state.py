@@ -24,7 +24,7 @@ def git_state() -> dict:
 
 
 def git_status() -> str:
-    """Return the output of `git status`, or an empty text if git fails.
+    """Return the output of `git status`. The text is empty if git fails.
 
     Prefer a file with earlier output: submit.sh --snapshot writes one next to the code, and job.sh
     writes one into the job's folder when the job begins.

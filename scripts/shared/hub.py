@@ -60,7 +60,7 @@ def loading_errors(flag: str, name: str) -> Iterator[None]:
         yield
     except (WorkshopError, MemoryError, torch.OutOfMemoryError, torch.distributed.DistError):
         raise
-    except Exception as error:  # of transformers, tokenizers, safetensors, datasets, and what a broken file causes
+    except Exception as error:  # the libraries raise many types for a broken file
         raise loading_error(flag, name, error) from error
 
 
@@ -72,7 +72,7 @@ def loading_error(flag: str, name: str, error: Exception) -> WorkshopError:
         what = f"{name} asks for code of its own, which is never run here"
         return WorkshopError(flag, what, "use a model that transformers has a class for")
     cause = root_cause(error)
-    outside = str(getattr(cause, "filename", None) or name)  # a file of the cache, or the model's or data set's own
+    outside = str(getattr(cause, "filename", None) or name)  # the path that failed: in the cache or below `name`
     if isinstance(cause, OSError) and (cause.errno in UNUSABLE or not outside.startswith(name)):
         way_out = "check its permissions and the space on its disk; HF_HOME sets another folder for the cache"
         return WorkshopError(outside, cause.strerror or str(cause), way_out, ENVIRONMENT)
@@ -93,7 +93,7 @@ def loading_error(flag: str, name: str, error: Exception) -> WorkshopError:
 
 
 def root_cause(error: BaseException) -> BaseException:
-    """Return the first exception of a chain, which libraries hide behind a general one."""
+    """Return the first exception of a chain, which libraries wrap in a general one."""
     while error.__cause__:
         error = error.__cause__
     return error

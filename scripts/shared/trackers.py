@@ -14,7 +14,7 @@ TRACKERS = ("wandb", "tensorboard", "trackio")
 
 
 def check_trackers(report_to: str) -> list[str]:
-    """Return the requested tracker in a list, or an empty list for none.
+    """Return a list with the requested tracker. The list is empty for `none`.
 
     Raises WorkshopError (exit code 2) if the tracker is unknown or not installed.
     """

@@ -30,7 +30,7 @@ class ModelStateCallback(TrainerCallback):
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        self.first_step = state.global_step  # 0, or the step of the checkpoint
+        self.first_step = state.global_step  # 0 without a checkpoint
 
     def on_substep_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any

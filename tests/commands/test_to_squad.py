@@ -63,7 +63,7 @@ def test_a_table_becomes_questions(convert, name, content):
 def test_several_answers_and_no_answer(convert):
     rows = [
         ROW | {"id": 7, "answer": ["eight", "eight GPUs", "eight"]},
-        ROW | {"question": "Over what?", "answer": '["a fast network", "network"]'},  # as in a cell of a CSV file
+        ROW | {"question": "Over what?", "answer": '["a fast network", "network"]'},  # a cell of a CSV file
         ROW | {"question": "Twice?", "answer": "Nodes"},
         ROW | {"question": "Twice?", "answer": "node"},
         ROW | {"question": "Who?", "answer": []},
