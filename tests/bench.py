@@ -330,7 +330,7 @@ class Bench:
 
 
 def launch_variables(ranks: int, launcher: str) -> list[dict]:
-    """Return the variables of each process: torchrun's variables for a rank; otherwise the port that torchrun must use."""
+    """Return the variables of each process: those of torchrun for a rank, otherwise the port that torchrun must use."""
     port = free_port()
     if launcher not in ("", "python"):
         return [{"PET_MASTER_PORT": port}]
