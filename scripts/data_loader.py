@@ -12,7 +12,7 @@ from transformers import DataCollatorForSeq2Seq, PreTrainedTokenizerBase, Traini
 from config import ALL, HUB_SIZES, DataArguments
 from distributed.collectives import print_once
 from shared.errors import WorkshopError
-from shared.hub import loading_errors, offline_without_network
+from shared.hub import check_relative_path, loading_errors, offline_without_network
 from shared.json_files import is_json_lines, parse_json, read_bytes
 
 # The reference answer if the paragraph does not answer the question (SQuAD v2.0)
@@ -109,6 +109,7 @@ def is_local(dataset: str) -> bool:
     """
     if os.path.exists(os.path.expanduser(dataset)):
         return True
+    check_relative_path("--dataset", dataset)
     if dataset.endswith(".json") or dataset.startswith((".", "/", "~")):
         raise WorkshopError(dataset, "there is no such file", "correct --dataset")
     return False

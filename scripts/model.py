@@ -28,7 +28,7 @@ from config import CUSTOM_GPT, CUSTOM_SIZES, TINY_BLOOM, DataArguments, ModelArg
 from custom_model import CustomGPTConfig
 from data_loader import is_local, read_part, read_questions
 from shared.errors import WorkshopError
-from shared.hub import loading_errors, offline_without_network
+from shared.hub import check_relative_path, loading_errors, offline_without_network
 from training.bloom_sdpa import use_attention
 from training.find_checkpoints import complete_checkpoints, newest_first
 
@@ -107,6 +107,7 @@ def is_folder(flag: str, name: str) -> bool:
 
     Raise WorkshopError (exit code 2) for the path of a missing folder.
     """
+    check_relative_path(flag, name)
     if not os.path.isdir(name) and name.startswith((".", "/", "~")):
         raise WorkshopError(flag, f"there is no folder {name}", "give the folder of a saved model, or a Hub name")
     checkpoints = complete_checkpoints([Path(name)])

@@ -14,7 +14,6 @@ import argparse
 import csv
 import io
 import json
-import os
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -29,6 +28,7 @@ NAMES = {
     "question": ("question", "query", "prompt", "instruction", "input"),
     "answer": ("answers", "answer", "response", "label", "output", "target", "completion"),
 }
+DELIMITED = (".csv", ".tsv")
 IDS = ("id", "qid", "question_id")
 HELD_OUT_EVERY = 5  # the value of data_loader.py, whose import takes seconds
 
@@ -49,9 +49,11 @@ def main() -> None:
     parser = OneLineErrors(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("table", help="the file to convert: .csv, .tsv, .jsonl or .json")
     parser.add_argument("output", help="the SQuAD file to write")
-    parser.add_argument("--context", help="column of the passage; without it, a usual name is searched")
-    parser.add_argument("--question", help="column of the question")
-    parser.add_argument("--answer", nargs="+", help="column of the answer, or several")
+    parser.add_argument("--context", help=f"column of the passage; by default {' or '.join(NAMES['context'])}")
+    parser.add_argument("--question", help=f"column of the question; by default {' or '.join(NAMES['question'])}")
+    parser.add_argument(
+        "--answer", nargs="+", help=f"column(s) of the answer; by default {' or '.join(NAMES['answer'])}"
+    )
     parser.add_argument("--unanswerable", action="store_true", help="accept empty answers: the passage has no answer")
     parser.add_argument("--skip", action="store_true", help="leave out the rows that cannot be used")
     arguments = parser.parse_args()
@@ -63,7 +65,9 @@ def main() -> None:
     if not columns:
         raise WorkshopError(table, "has no rows", "give a table with a first line of column names")
     chosen = {name: find_columns(table, name, getattr(arguments, name), columns) for name in NAMES}
-    print("columns: " + ", ".join(f"{name} = {' + '.join(names)}" for name, names in chosen.items()))
+    if unknown := [name for name, found in chosen.items() if not found]:
+        what = f"none of its columns ({', '.join(columns)}) has a usual name for the {' and the '.join(unknown)}"
+        raise WorkshopError(table, what, f"add {' '.join(f'--{name} COLUMN' for name in unknown)}")
     passages: dict[str, dict[str, Question]] = {}
     faults = []
     for place, row in rows:
@@ -72,7 +76,8 @@ def main() -> None:
         except RowError as error:
             faults.append(f"  {place}: {error}")
     if faults:
-        print(f"{len(faults)} of {len(rows)} rows cannot be used:", *faults, sep="\n")
+        note = " (row 1 has the names of the columns)" if table.suffix.lower() in DELIMITED else ""
+        print(f"{len(faults)} of {len(rows)} rows cannot be used{note}:", *faults, sep="\n")
     if faults and not arguments.skip:
         raise WorkshopError(table, f"{len(faults)} rows cannot be used", "correct them, or leave them out with --skip")
     if not passages:
@@ -86,13 +91,13 @@ def read_table(path: Path) -> Iterator[tuple[str, Any]]:
     Raise WorkshopError (exit code 2) if the file is not a table.
     """
     kind = path.suffix.lower()
-    if kind not in (".csv", ".tsv", ".jsonl", ".ndjson", ".json"):
+    if kind not in (*DELIMITED, ".jsonl", ".ndjson", ".json"):
         raise WorkshopError(path, "its name says neither CSV, TSV nor JSON", "save it as .csv, .tsv, .jsonl or .json")
     try:
         text = read_bytes(path, "check the path and its permissions").decode("utf-8-sig")  # Excel writes a mark first
     except UnicodeDecodeError as error:
         raise WorkshopError(path, f"is not UTF-8 ({error})", "save it as UTF-8") from error
-    if kind in (".csv", ".tsv"):
+    if kind in DELIMITED:
         yield from read_delimited(text)
     elif kind == ".json" and not is_json_lines(text):
         content: Any = parse_json(path, text.encode(), "is the file complete?")
@@ -139,18 +144,16 @@ def parse_line(line: str) -> Any:
 
 
 def find_columns(table: Path, name: str, given: str | list[str] | None, columns: list[str]) -> list[str]:
-    """Return the columns of a flag; without the flag, the column that has a usual name.
+    """Return the columns of a flag. Without the flag, return the column that has a usual name, if there is one.
 
-    Raise WorkshopError (exit code 2) if there is none."""
+    Raise WorkshopError (exit code 2) if the table has no column of the given name.
+    """
     names = [given] if isinstance(given, str) else given or []
     for each in names:
         if each not in columns:
             way_out = did_you_mean(each, columns, f"its columns are {', '.join(columns)}")
             raise WorkshopError(f"--{name}", f"{table} has no column {each}", way_out)
     usual = [column for each in NAMES[name] for column in columns if column.lower() == each]
-    if not names and not usual:
-        what = f"no column of {table} has a usual name for it (its columns are {', '.join(columns)})"
-        raise WorkshopError(f"--{name}", what, f"name the column with --{name}")
     return names or usual[:1]
 
 
@@ -232,7 +235,7 @@ def write(output: Path, title: str, passages: dict[str, dict[str, Question]]) ->
     print(f"{output}: {count} questions about {len(passages)} passages")
     if len(passages) < HELD_OUT_EVERY:
         print(f"train.py evaluates on every {HELD_OUT_EVERY}th passage: add passages, or give it an --eval_dataset")
-    print(f"Next: python scripts/train.py --dataset {os.path.relpath(output)}")
+    print(f"Next: python scripts/train.py --model_name YOUR_MODEL --dataset {output}")
 
 
 if __name__ == "__main__":

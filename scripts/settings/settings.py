@@ -161,8 +161,10 @@ class Settings:
                         break_on_hyphens=False,
                     )
                 )
+        saved = f"will be saved in {self.trainer.output_dir or 'output/<job id>'}"
         if self.trainer.save_strategy == "no":
-            lines.append("the trained model will not be saved (SAVE_STRATEGY=no)")
+            saved = "will not be saved (SAVE_STRATEGY=no)"
+        lines.append(f"the trained model {saved}")
         return lines + [f"warning: {text}" for text in self.warnings]
 
     def error(self, flag: str, what: str, way_out: str) -> WorkshopError:

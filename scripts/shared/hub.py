@@ -15,11 +15,24 @@ import torch
 from transformers.utils import logging
 
 from shared.errors import ENVIRONMENT, WorkshopError
+from shared.paths import REPOSITORY
 
 # Problems of a file system, not of a file's content
 UNUSABLE = {errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOSPC, errno.EDQUOT}
 # Model files that a run reads. Files of other frameworks and PyTorch's older *.bin are left out
 MODEL_FILES = ["*.json", "*.txt", "*.model", "*.safetensors"]
+
+
+def check_relative_path(flag: str, path: str) -> None:
+    """Raise WorkshopError (exit code 2) for a path that exists in the repository, but not in the working directory.
+
+    A job runs in its own folder. Without this check, a path that was right where the user typed it would be taken for a
+    name on the Hub.
+    """
+    path = os.path.expanduser(path)
+    there = REPOSITORY / path
+    if there.exists() and not os.path.exists(path):
+        raise WorkshopError(flag, f"there is no {path} in {os.getcwd()}", f"give an absolute path: {there}")
 
 
 def draw_bars_on_terminals_only() -> None:

@@ -139,7 +139,7 @@ REFUSED = {
         "t.csv",
         "a,b\n1,2\n",
         (),
-        "--context: no column of t.csv has a usual name for it (its columns",
+        "t.csv: none of its columns (a, b) has a usual name for the context and the q",
     ),
     "no usable row": ("t.jsonl", lines(ROW | {"answer": "x"}), ("--skip",), "t.jsonl: no row can be used; see the"),
     "no such file": ("t.csv", "", ("--context", "x"), "t.csv: has no rows;"),

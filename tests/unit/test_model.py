@@ -10,6 +10,7 @@ from transformers import BertConfig, BloomConfig, BloomForCausalLM, GPT2Config, 
 
 from config import DataArguments, ModelArguments
 from custom_model import CustomGPTConfig
+from data_loader import is_local
 from helpers import REPOSITORY
 from model import build_meta_model, check_model, count_parameters, load_model, load_tokenizer
 from training.checks_before_training import check_saving
@@ -39,6 +40,17 @@ def test_the_error_for_a_missing_folder_names_its_flag(refusal):
 
     assert line("./gone").startswith("error: --model_name: there is no folder ./gone; ")
     assert line("tiny-bloom", "./gone").startswith("error: --tokenizer_name: there is no folder ./gone; ")
+
+
+def test_a_path_relative_to_the_repository_gets_an_absolute_path_as_advice(tmp_path, monkeypatch, refusal):
+    """A job runs in its own folder, where such a path does not exist."""
+    monkeypatch.chdir(tmp_path)
+    data = "data/squad_sample.json"
+    absolute = f"there is no {{}} in {tmp_path}; give an absolute path: {REPOSITORY}/{{}}"
+    assert refusal(load_tokenizer, ModelArguments("data"), DATA) == f"error: --model_name: {absolute}".format(
+        *["data"] * 2
+    )
+    assert refusal(is_local, data) == f"error: --dataset: {absolute}".format(data, data)
 
 
 # Folders
