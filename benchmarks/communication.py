@@ -1,10 +1,10 @@
-"""Count every collective of one optimizer step under each strategy, in short trainings on the CPU.
+"""Count every collective of one optimizer step under each strategy, in short training runs on the CPU.
 
     python benchmarks/communication.py                            # all rows, with accumulation 1 and 4 (ten minutes)
     python benchmarks/communication.py --rows DDP ZeRO-2          # only these rows
     python benchmarks/communication.py --save                     # also write communication.json, for the pages
 
-Each row is a training of a few steps by scripts/train.py in bf16, with two or four ranks over gloo. A dispatch mode of
+Each row is a run of scripts/train.py for a few steps in bf16, with two or four ranks over gloo. A dispatch mode of
 PyTorch sees the tensors of every collective that DDP, DeepSpeed, FSDP2 and the Trainer start, from Python or from C++.
 The benchmark counts the kind, number and size of the collectives, which do not depend on the hardware. It skips
 messages of less than 1 KiB, such as a loss, a norm or a stop flag.

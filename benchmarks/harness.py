@@ -1,4 +1,4 @@
-"""Helpers of the benchmarks: run a training in its own process, make its model, and describe the machine."""
+"""Helpers of the benchmarks: run a training run in its own process, make its model, and describe the machine."""
 
 import importlib.metadata
 import json

@@ -1,10 +1,10 @@
-"""Compare the predicted with the measured memory of an optimizer step, in short trainings on the CPU.
+"""Compare the predicted with the measured memory of an optimizer step, in short training runs on the CPU.
 
     python benchmarks/prediction.py                               # all rows (a quarter of an hour)
     python benchmarks/prediction.py --rows bf16 ZeRO-2            # only rows with both words in their names
     python benchmarks/prediction.py --save                        # also write prediction.json, for the pages
 
-Each row is a training of a few steps by scripts/train.py with one thread per rank. The prediction uses the run record,
+Each row is a run of scripts/train.py for a few steps, with one thread per rank. The prediction uses the run record,
 as in the report. It leaves out the memory of Python and its libraries, which the estimate does not model.
 
 After each operation of the measured step, a dispatch mode asks the C library how many bytes are in use (mallinfo2).
@@ -83,7 +83,7 @@ class Row:
 
 
 def rows() -> dict[str, Row]:
-    """Return all trainings by name. A row without a strategy in its name trains in a single process."""
+    """Return all training runs by name. A row without a strategy in its name trains in a single process."""
     found = {}
     for name, precision in (("fp32", FP32), ("bf16", BF16)):
         for model in ("bloom", "llama", "gpt2", "custom-gpt"):
@@ -261,8 +261,8 @@ def summary(results: dict) -> str:
     worst = max(differences, key=lambda row: abs(differences[row]))
     median = statistics.median(map(abs, differences.values()))
     return (
-        f"{len(differences)} trainings: the median difference, without its sign, is {100 * median:.1f} %, the largest "
-        f"is {100 * differences[worst]:+.1f} % ({worst})"
+        f"{len(differences)} training runs: the median difference, without its sign, is {100 * median:.1f} %, "
+        f"the largest is {100 * differences[worst]:+.1f} % ({worst})"
     )
 
 

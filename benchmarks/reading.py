@@ -3,7 +3,7 @@
     python benchmarks/reading.py                  # the rows "disk" use a temporary folder in TMPDIR
 
 The data set has as many questions as SQuAD's training set. It repeats the bundled sample, tokenised for tiny-bloom.
-Each row reads questions as a training does: in random order, in batches of 4, padded to the longest. No model is
+Each row reads questions as a training run does: in random order, in batches of 4, padded to the longest. No model is
 trained. The fastest of five passes counts, because other programs may run on the machine. Some rows differ:
 
 not read yet         the kernel has dropped the file from its page cache; one pass only

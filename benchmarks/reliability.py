@@ -1,4 +1,4 @@
-"""Measure the cost of the stop agreement, of checkpoint markers and of heartbeats, within one training.
+"""Measure the cost of the stop agreement, of checkpoint markers and of heartbeats, within one training run.
 
     python benchmarks/reliability.py                  # two ranks on the CPU, DDP, a BLOOM of 51 million parameters
     python benchmarks/reliability.py --ranks 4 --steps 40

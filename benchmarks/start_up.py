@@ -5,7 +5,7 @@
 
 Run it as root on Debian. The clock stops when the first loss appears in the log. The first job starts with an empty
 home directory, so its caches are empty. Each node has one GPU that is not used: the ranks train on this machine's CPU.
-The imports of a training are also measured separately, because a job script cannot shorten them. The table shows the
+The imports of a run are also measured separately, because a job script cannot shorten them. The table shows the
 first job, and the fastest of three later jobs, on 2 cores of an AMD EPYC:
 
     seconds              imports   first: 8a16574   now    later: 8a16574   now

@@ -1,4 +1,4 @@
-"""Compare settings of one training: sequences per second, peak memory and mean loss.
+"""Compare settings of one training run: sequences per second, peak memory and mean loss.
 
     python benchmarks/training.py                                 # all rows, three times each
     python benchmarks/training.py --repeats 1 --rows recipe all   # two rows, once

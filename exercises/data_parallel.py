@@ -6,7 +6,7 @@
     torchrun --nproc_per_node=2 exercises/data_parallel.py --zero1  # works after gap 6
 
 A small network learns to add eight numbers. One, two and four processes must compute the same losses, also with
---zero1: dividing a training must not change its result. The page docs/by-hand.md explains each gap.
+--zero1: sharing the work among ranks must not change the result. The page docs/by-hand.md explains each gap.
 """
 
 import argparse

@@ -214,7 +214,7 @@ job_srun() { # TASKS COMMAND: start this number of tasks on each node
     bash "$EXPERIMENTS_FOLDER/job.sh" on_node "$@"
 }
 
-job_show() { # COMMAND: show it in a dry run. For a training, also check its settings and estimate its memory
+job_show() { # COMMAND: show it in a dry run. For a training run, also check its settings and estimate its memory
   printf '%q ' "$@"
   echo
   while [[ $# -gt 0 && $1 != "$ROOT/scripts/train.py" ]]; do

@@ -1,4 +1,4 @@
-"""The knobs of a training: the variable, flag, default and help text of each.
+"""The knobs of a training run: the variable, flag, default and help text of each.
 
     python scripts/config.py      # prints a line "VARIABLE --flag default" per knob; job.sh reads the first word
 

@@ -64,7 +64,7 @@ def main() -> None:
     os.environ["CUDA_VISIBLE_DEVICES"] = ""  # use the CPU: two ranks would need two GPUs
     job_id = f"demo-{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"
     runs = {}
-    print("A tiny BLOOM learns to answer questions about texts (SQuAD) in four trainings. They differ only in how")
+    print("A tiny BLOOM learns to answer questions about texts (SQuAD) in four training runs. They differ only in how")
     print("parameters, gradients and optimizer state are divided over the ranks. Each rank is a process.")
     for number, (method, description) in enumerate(METHODS.items(), start=1):
         print(f"\n{number} of {len(METHODS)}: {description}\n  loading PyTorch and the model", flush=True)
@@ -105,10 +105,10 @@ def train(folder: Path, job_id: str) -> int:
 
 
 def memorise(folder: Path) -> bool:
-    """Train on 8 questions until the model knows them by heart, and print one answer before and after.
+    """Train on 8 questions until the model has memorised them, and print one answer before and after.
 
-    evaluate.py asks the model that train.py starts with. Both run at the same time, in `folder`. Return whether the
-    trained model knows an answer.
+    evaluate.py prints the answers of the untrained model. It runs at the same time as train.py, in `folder`. Return
+    whether the trained model has learned an answer.
     """
     print(f"\nOne more training: {MEMORISE['NUM_EPOCHS']} steps on the same 8 questions", flush=True)
     folder.mkdir(parents=True)
@@ -156,9 +156,9 @@ def conclusions(runs: dict[str, Run]) -> str:
     """Return sentences that compare the losses, and each method's model state per rank with one process."""
     losses = train_losses(runs)
     if len(runs) < len(METHODS):
-        loss = f"Only {len(runs)} of {len(METHODS)} trainings finished, so their losses are not compared."
+        loss = f"Only {len(runs)} of {len(METHODS)} training runs finished, so their losses are not compared."
     elif are_equal(losses):
-        loss = f"All train losses are {losses[0]:.4f}: dividing a training over ranks does not change what it computes."
+        loss = f"All train losses are {losses[0]:.4f}: ranks that share the work compute the same."
     else:
         loss = f"The train losses range from {min(losses):.4f} to {max(losses):.4f}. They should be equal."
     lines = [loss]

@@ -1,4 +1,4 @@
-"""Estimate the memory of a training per GPU and per node, before any GPU is used.
+"""Estimate the memory of a training run per GPU and per node, before any GPU is used.
 
     python scripts/estimate_memory.py --gpus 2 --gpu_memory 32
     python scripts/estimate_memory.py --model_name bigscience/bloom-3b --deepspeed ds_configs/zero3.json --gpus 4

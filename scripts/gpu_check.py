@@ -32,7 +32,7 @@ from shared.json_files import read_json, write_json
 from shared.paths import REPOSITORY, SAMPLE
 from shared.units import GIB
 
-# 1. The trainings: train.py with these variables and each row's own flags
+# 1. The training runs: train.py with these variables and each row's own flags
 
 TINY = {  # 16 steps; random weights need a larger learning rate than pretrained ones
     "MODEL_NAME": "tiny-bloom",
@@ -70,7 +70,7 @@ RELOADED = {  # a second training, which starts from a row's saved model and har
 
 @dataclass(frozen=True)
 class TrainingRow:
-    """A training to check.
+    """A training run to check.
 
     flags: the flags of train.py. full: train bloom-560m instead of tiny-bloom. gpu_only: skip it on a CPU.
     """

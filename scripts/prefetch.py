@@ -4,7 +4,7 @@
 
 Run the script on a machine with network access. It fills the Hugging Face cache (HF_HOME), which the compute nodes
 share. Do not use `hf download` instead: it fetches the weights for every framework, and does not build the data set
-tables that a run without network reads.
+tables that an offline run reads.
 """
 
 import argparse

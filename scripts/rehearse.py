@@ -1,4 +1,4 @@
-"""Rehearse a training as rank 0 of many ranks, in one process without GPUs, and report the rank's memory and messages.
+"""Rehearse a training run as rank 0 of many ranks, in one process without GPUs. Report the rank's memory and messages.
 
     python scripts/rehearse.py --model_name tiny-bloom --gpus 8
     python scripts/rehearse.py --model_name bigscience/bloom-560m --gpus 64 --nodes 8 --fsdp

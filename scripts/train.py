@@ -122,7 +122,9 @@ def main() -> None:
     tokenizer = load_tokenizer(settings.model, settings.data)
     check_trainable(settings, args, meta_model, tokenizer)
     train_dataset, eval_dataset = load_squad(settings.data, tokenizer, args)
-    data = replace(settings.data, train_size=len(train_dataset), eval_size=len(eval_dataset))  # they may say "all"
+    data = replace(
+        settings.data, train_size=len(train_dataset), eval_size=len(eval_dataset)
+    )  # the values may have been "all"
     settings = replace(settings, data=data)
     # Settings, config and data of this training. Each checkpoint contains them, and only the same training can resume
     identity = training_identity(job_id, settings, strategy, args.world_size, train_dataset)

@@ -1,4 +1,4 @@
-"""A folder in which a test runs trainings as forked processes, with helpers for the files that they leave."""
+"""A folder in which a test runs training runs as forked processes, with helpers for the files that they leave."""
 
 import contextlib
 import dataclasses
@@ -35,7 +35,7 @@ from server import READ_AT_IMPORT, Request
 
 SERVER = Path(__file__).with_name("server.py")
 SECONDS_TO_END = 10  # processes such as the reader of a run's output may end this much later
-# A training of 4 steps in two epochs, with a checkpoint after each epoch
+# A training run of 4 steps in two epochs, with a checkpoint after each epoch
 SMALL = TINY | {
     "TRAIN_SIZE": "4",
     "EVAL_SIZE": "2",

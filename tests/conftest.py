@@ -1,6 +1,6 @@
 """Put tests/ on the import path for `helpers`, and group the tests that one pytest worker must run together.
 
-`make test` runs the trainings in three workers. Each worker creates its own session fixtures, so all files that use
+`make test` runs the training runs in three workers. Each worker creates its own session fixtures, so all files that use
 the table of runs go to one worker, and all files that use the cluster go to another. No other file is split.
 (pytest-xdist's own mark for this, xdist_group, has no effect with pytest 9.)
 """

@@ -29,7 +29,9 @@ PAGES = sorted(
 # 1,190 real questions of SQuAD v1.1 (CONTRIBUTING gives their source). Without this file, some tests are skipped.
 XQUAD = REPOSITORY.parent / "shared" / "data" / "xquad.en.json"
 LIMIT = 120  # seconds until a hang fails a test; actions take one or two seconds, or more on a busy machine
-RUN_TIMEOUT = 1500  # seconds that a training or a job may take on a busy machine; pytest itself ends a test after 1800
+RUN_TIMEOUT = (
+    1500  # seconds that a training run or a job may take on a busy machine; pytest itself ends a test after 1800
+)
 # A run of a few seconds with two epochs of 8 steps. The questions have 127 to 194 tokens, so padding matters.
 TINY = {
     "MODEL_NAME": "tiny-bloom",

@@ -82,7 +82,7 @@ def layouts() -> list[tuple[int, int]]:
 
 
 def plan(model: list[str], precision: str, *flags: object) -> Settings:
-    """Return the settings of a training. model: the flags that name the model."""
+    """Return the settings of a training run. model: the flags that name the model."""
     return parse_memory_plan([*model, *PRECISIONS[precision], *map(str, flags)], environment={})
 
 
@@ -228,7 +228,7 @@ def chunk_sizes(model: list[str], precision: str) -> dict:
 
 
 def methods() -> list[dict]:
-    """Return the properties that the page needs of each config. On one GPU, DDP is the plain Trainer."""
+    """Return the properties of each config that the page needs. On one GPU, DDP is the plain Trainer."""
     found = []
     for name, settings in settings_for_configs(plan(["--model_name", "bigscience/bloom-560m"], "bf16", "--gpus", 4)):
         assert isinstance(settings, Settings), settings

@@ -1,4 +1,4 @@
-"""Checks of preflight.py that start experiments: dry runs, local tiny trainings, and three Slurm jobs."""
+"""Checks of preflight.py that start experiments: dry runs, local tiny training runs, and three Slurm jobs."""
 
 import contextlib
 import json
@@ -39,7 +39,7 @@ def dry_runs(caller: dict[str, str]) -> Lines:
 
 
 def tiny_jobs(folder: Path, timeout: int) -> Lines:
-    """Check one tiny training per method on this machine."""
+    """Check one tiny training run per method on this machine."""
     import torch
 
     gpu = torch.cuda.is_available()

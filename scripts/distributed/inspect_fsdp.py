@@ -73,7 +73,7 @@ def mesh_shape(model: torch.nn.Module) -> str:
 
 
 def tensor_mesh(model: torch.nn.Module) -> dict[str, int]:
-    """Return the sizes of the mesh's dimensions by name. Empty without tensor parallelism."""
+    """Return the sizes of the mesh's dimensions by name. Without tensor parallelism, the dict is empty."""
     meshes = [p.device_mesh for p in model.parameters() if isinstance(p, DTensor)]
     sizes = [dict(zip(mesh.mesh_dim_names or (), mesh.shape, strict=False)) for mesh in meshes]
     return next((size_by_name for size_by_name in sizes if "tp" in size_by_name), {})

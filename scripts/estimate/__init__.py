@@ -1,1 +1,1 @@
-"""Estimates of the memory and time of a training, made without running it."""
+"""Estimates of the memory and time of a training run, made without running it."""

@@ -24,7 +24,7 @@ def parse_plan(
     environment: Mapping[str, str] = os.environ,
     flags: type[RankFlags] = StepFlags,
 ) -> Settings:
-    """Read the settings of a training on the GPUs of --gpus and --nodes, with the content of its config files.
+    """Read the settings of a training run on the GPUs of --gpus and --nodes, with the content of its config files.
 
     The training runs on the CPU if the site has no GPUs (REQUIRE_GPU=0), this machine has none either, and
     --gpu_memory is not given.

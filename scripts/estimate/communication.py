@@ -5,7 +5,7 @@ of the computation. In a ring, each rank sends (n - 1) / n of a tensor in an all
 as much in an all-reduce. A reduce counts like a reduce-scatter: this is the mean of all ranks, because the owner of a
 reduced tensor sends nothing.
 
-Real trainings on 2 and 4 ranks send the predicted bytes (benchmarks/communication.py, docs/collectives.md). Tests
+Real training runs on 2 and 4 ranks send the predicted bytes (benchmarks/communication.py, docs/collectives.md). Tests
 compare these formulas with rehearsals (rehearse.py) of up to 512 ranks.
 """
 

@@ -1,4 +1,4 @@
-"""Judge whether a training fits a GPU and a node, and compare all config files in this respect."""
+"""Judge whether a training run fits a GPU and a node, and compare all config files in this respect."""
 
 import math
 from dataclasses import replace
@@ -14,7 +14,7 @@ from shared.errors import WorkshopError
 from shared.paths import REPOSITORY
 from shared.units import GIB
 
-FITS = 0.9  # a training fits up to this fraction of the memory, because the estimate does not count everything
+FITS = 0.9  # a training run fits up to this fraction of the memory, because the estimate does not count everything
 VERDICTS = ("fits", "is tight", "does not fit")
 WIDTH = 54  # characters of the column with the configs' names
 

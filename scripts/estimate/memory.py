@@ -1,4 +1,4 @@
-"""Estimate the memory of a training, part by part, on a GPU and on its node. docs/memory.md explains the parts."""
+"""Estimate the memory of a training run, part by part, on a GPU and on its node. docs/memory.md explains the parts."""
 
 import itertools
 import math
@@ -91,7 +91,7 @@ def pass_parts(shape: Shape, settings: Settings) -> list[MemoryPart]:
 
 @cache
 def measure_python() -> MemoryPart:
-    """Measure the memory of this process, which has imported nearly the same libraries as a training."""
+    """Measure the memory of this process, which has imported nearly the same libraries as a training run."""
     own = psutil.Process().memory_info().rss
     return MemoryPart("Python, libraries", 0, own, "measured in this process", from_start=True)
 
@@ -354,7 +354,7 @@ def power_of_two(size: float) -> int:
 
 
 def move_to_cpu(parts: list[MemoryPart]) -> list[MemoryPart]:
-    """Move all parts to CPU memory, for a training without GPUs, which pins nothing."""
+    """Move all parts to CPU memory, for a training run without GPUs, which pins nothing."""
     on_cpu = [replace(part, gpu=0, cpu=part.gpu + part.cpu) for part in parts]
     return [part for part in on_cpu if part.name != PINNED_UNUSED]
 
@@ -374,9 +374,9 @@ def totals(parts: list[MemoryPart], ranks_per_node: int) -> tuple[float, float]:
 
 
 def parts_at_peak(parts: list[MemoryPart]) -> list[MemoryPart]:
-    """Return the parts with their bytes in the fullest interval of the GPU, and in the fullest one of the CPU.
+    """Return the parts with their bytes in the intervals in which GPU memory and CPU memory peak.
 
-    These may be two different intervals. A part that exists in neither of them is left out.
+    The two intervals may differ. A part that exists in neither of them is left out.
     """
     on_gpu, on_cpu = (max(sums, key=sums.__getitem__) for sums in sums_by_interval(parts))
     found = []

@@ -77,7 +77,7 @@ class Observer(TorchDispatchMode):
         if needs_values or (tensors and all(type(tensor) is torch.Tensor for tensor in tensors)):
             with unset_fake_temporarily():
                 return func(*args, **kwargs)
-        # A training reads a few values. Return answers with which it continues: a loss of 1, and gradients without
+        # A training run reads a few values. Return answers with which it continues: a loss of 1, and gradients without
         # overflow
         if func is torch.ops.aten._local_scalar_dense.default:
             return int(tensors[0].dtype.is_floating_point)

@@ -18,7 +18,7 @@ from shared.units import MIB
 class Predicted(NamedTuple):
     """Predicted memory of a run in MiB.
 
-    gpu_mib: the fullest GPU, None for a training on the CPU. node_mib: the first node. parameters, gradients,
+    gpu_mib: the fullest GPU, None for a training run on the CPU. node_mib: the first node. parameters, gradients,
     optimizer_state: these parts on the rank that holds most.
     """
 

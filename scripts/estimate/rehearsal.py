@@ -1,4 +1,4 @@
-"""Rehearse a training: run its real code as rank 0 of many ranks, in one process and without memory for tensors.
+"""Rehearse a training run: run its real code as rank 0 of many ranks, in one process and without memory for tensors.
 
 PyTorch's fake process group replaces the network: a collective returns at once and sends nothing. Under FakeTensorMode
 a tensor has a shape and a size, but no values. The Trainer, DDP, FSDP2, DeepSpeed and the optimizer are those of
@@ -131,7 +131,7 @@ def average(_: object, bucket: dist.GradBucket) -> torch.futures.Future[torch.Te
 
 
 def check_rehearsal(settings: Settings) -> None:
-    """Raise WorkshopError (exit code 2) for a training that cannot be rehearsed."""
+    """Raise WorkshopError (exit code 2) for a training run that cannot be rehearsed."""
     trainer = settings.trainer
     if settings.estimate.gpus < 2:
         raise settings.error("gpus", "one rank has no communication to rehearse", "give 2 or more")

@@ -82,7 +82,7 @@ def read_rates(settings: Settings) -> Rates | None:
 def predict_step(settings: Settings, rates: Rates) -> Step:
     """Predict a step with sequences of --max_length tokens.
 
-    Raises WorkshopError (exit code 2) for a training whose time cannot be predicted.
+    Raises WorkshopError (exit code 2) for a training run whose time cannot be predicted.
     """
     check_optimizer(settings)
     if settings.trainer.torch_compile:

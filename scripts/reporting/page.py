@@ -107,7 +107,7 @@ def runs_by_status(runs: list[Run]) -> list[tuple[str, list[Run]]]:
 
 
 def mismatched_rows(tables: list[Table]) -> list[tuple[Table, Row]]:
-    """Return the rows that do not compare. A run with the same mismatches in several tables is returned once."""
+    """Return the rows that cannot be compared with the others. A run with the same mismatches is returned only once."""
     found: dict[tuple, tuple[Table, Row]] = {}
     for table in tables:
         for row in table.rows:

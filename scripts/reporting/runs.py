@@ -303,4 +303,4 @@ def uncovered_time(log: MemoryLog, run: Run) -> list[str]:
     interval = log.span() / max(1, max(map(len, log.samples.values())) - 1)
     if log.span() + 4 * max(interval, 1) >= train.runtime_s:
         return []
-    return [f"{log.path}: it covers {log.span():.0f} s of a training of {train.runtime_s:.0f} s"]
+    return [f"{log.path}: it covers {log.span():.0f} s of a training run of {train.runtime_s:.0f} s"]

@@ -1,1 +1,1 @@
-"""Settings of a training: reading, checking and types."""
+"""Settings of a training run: reading, checking and types."""

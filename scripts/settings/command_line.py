@@ -1,4 +1,4 @@
-"""Read the settings of a training from flags and environment variables, and check them.
+"""Read the settings of a training run from flags and environment variables, and check them.
 
 A flag takes precedence over its environment variable, and a variable takes precedence over the default. The knobs and
 their defaults are in config.py.
@@ -40,7 +40,7 @@ class HelpFormatter(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescript
 
 
 def build_parser(description: str, *extra: type) -> Parser:
-    """Build the parser of all flags of a training. extra: dataclasses of flags that only one script has."""
+    """Build the parser of all flags of a training run. extra: dataclasses of flags that only one script has."""
     kinds: Any = (ModelArguments, DataArguments, TrainingArguments, *extra)
     parser = Parser(kinds, description=description, formatter_class=HelpFormatter)
     parser.add_argument("--version", action="version", version=workshop_version())

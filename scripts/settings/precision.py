@@ -1,4 +1,4 @@
-"""Choose the precision of a training: the one that the user gave, otherwise one that the hardware supports."""
+"""Choose the precision of a training run: the one that the user gave, otherwise one that the hardware supports."""
 
 import re
 from dataclasses import replace

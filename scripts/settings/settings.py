@@ -1,4 +1,4 @@
-"""Typed settings of a training, which all modules use, such as ``settings.data.max_length``.
+"""Typed settings of a training run, which all modules use, such as ``settings.data.max_length``.
 
 train.py builds the settings from the command line (command_line.py), and the report builds them from a run record. They
 are immutable: to add a value later, such as the content of a config file, create a copy with `dataclasses.replace`.
@@ -85,7 +85,7 @@ class EstimateArguments(StepFlags):
 
     compare: bool = field(default=False, metadata={"help": "List all config files, the fitting ones first."})
     knobs: bool = field(
-        default=False, metadata={"help": "First print all knobs, by where they come from, as a training does."}
+        default=False, metadata={"help": "First print all knobs, by where they come from, as a training run does."}
     )
     gpu_memory: float | None = field(
         default=None, metadata={"help": "GiB of one GPU, for the verdict. Default: this machine's GPU."}
@@ -97,7 +97,7 @@ class EstimateArguments(StepFlags):
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """All settings of one training.
+    """All settings of one training run.
 
     names: flag -> the word that the user typed, either the flag or its variable. origins: flag -> origin of the value,
     one of ORIGINS. Both mappings hold only flags that were given. other_flags: the flags of TrainingArguments that only

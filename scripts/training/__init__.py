@@ -1,1 +1,1 @@
-"""The parts of a training: Trainer, callbacks, checkpoints, knob audit and measurements."""
+"""The parts of a training run: Trainer, callbacks, checkpoints, knob audit and measurements."""

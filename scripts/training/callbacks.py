@@ -1,4 +1,4 @@
-"""The list of all callbacks of a training in their order, and the callbacks that are too small for their own file."""
+"""All callbacks of a training run in their order, and the callbacks that are too small for their own file."""
 
 import math
 import statistics
@@ -31,7 +31,7 @@ BAD_LOSSES = 3  # successive steps whose loss is not finite
 
 @dataclass(frozen=True)
 class Run:
-    """The objects that the callbacks of a training share.
+    """The objects that the callbacks of a training run share.
 
     identity: the description of the training in each checkpoint. resumed_from: the folder of the checkpoint, None for
     a new training. flops: FLOPs per token, None if unknown. peak: the most operations per second that one rank can do.

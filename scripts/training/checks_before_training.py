@@ -1,4 +1,4 @@
-"""Checks of a training that need the shape of its model. They run before any weights are loaded or files written."""
+"""Checks of a training run that need the shape of its model, before any weights are loaded or files are written."""
 
 import contextlib
 import math
@@ -36,7 +36,7 @@ from training.find_checkpoints import complete_checkpoints
 # A data loader's worker opens the socket <temporary folder>/pymp-12345678/listener-12345678. Linux allows 107 bytes
 LONGEST_TEMPORARY_FOLDER = 107 - len("/pymp-12345678/listener-12345678")
 ADAM_BYTES = 8  # two moments in fp32
-# Bytes per parameter of a checkpoint with Adam, for a training in fp32 and for one in 16 bit
+# Bytes per parameter of a checkpoint with Adam, for a training run in fp32 and for one in 16 bit
 CHECKPOINT_BYTES = {
     "plain": (12, 12),
     "DDP": (12, 12),

@@ -1,6 +1,6 @@
 """The loss of a causal LM without the logits of all tokens, for `--loss chunked`: `use_chunked_loss`.
 
-The logits of a vocabulary of 250,880 tokens dominate the memory of a training. At the peak of the full loss, in the
+The logits of a vocabulary of 250,880 tokens dominate the memory of a training run. At the peak of the full loss, in the
 backward pass of the log-softmax, three 4-byte tensors hold one number per logit: the saved log-softmax, its gradient,
 and the gradient of the logits. These are 12 bytes per logit, in 16 bit and in fp32: 5.7 GiB for 2,048 tokens. Many of
 these tokens are padding, whose logits are not needed.

@@ -1,4 +1,4 @@
-"""Tokens and floating-point operations of a training, and the share of the hardware's peak that it reaches.
+"""Tokens and floating-point operations of a training run, and the share of the hardware's peak that it reaches.
 
 Model FLOPs utilisation (MFU) is defined as in PaLM (arXiv:2204.02311, appendix B): the operations that the model needs
 for forward and backward pass, divided by the operations that the hardware could do in the same time. Recomputation

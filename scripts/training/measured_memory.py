@@ -1,4 +1,4 @@
-"""Measured memory of a training: bytes of the model state per rank, and the peaks of GPU and process."""
+"""Measured memory of a training run: bytes of the model state per rank, and the peaks of GPU and process."""
 
 import re
 from collections.abc import Iterable

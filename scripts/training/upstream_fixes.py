@@ -88,7 +88,7 @@ FIXES = (
     Fix(
         "model.py::save_model",
         "transformers==5.23.0",
-        "Trainer.save_model writes weights after a training with FSDP and sharded checkpoints",
+        "Trainer.save_model writes weights after a training run with FSDP and sharded checkpoints",
     ),
     Fix(
         "settings/validation.py::contradictions",
@@ -124,7 +124,7 @@ FIXES = (
     Fix(
         "distributed/process_group.py::run_and_exit",
         "torch==2.13.0",
-        "1,000 sharded trainings over gloo that call sys.exit end without SIGABRT",
+        "1,000 sharded training runs over gloo that call sys.exit end without SIGABRT",
     ),
     Fix(
         "distributed/process_group.py::silence_known_warnings",

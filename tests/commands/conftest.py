@@ -1,4 +1,4 @@
-"""Fixtures that run scripts and shell commands as processes, without a training or with one that ends at once."""
+"""Fixtures that run scripts and shell commands as processes, without a training run or with one that ends at once."""
 
 import os
 import shutil

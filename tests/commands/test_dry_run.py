@@ -95,7 +95,7 @@ def test_a_copy_of_the_own_model_experiment_shows_this_model(workshop, tmp_path)
     assert {"LEARNING_RATE=5e-05", "PADDING=longest", "BF16=True"} <= knobs_from(lines, "experiment")
     assert {"TRAIN_SIZE", "EVAL_SIZE"} <= knobs_from(lines, "unset")
     not_saved = "the trained model will not be saved (SAVE_STRATEGY=no)"
-    assert not_saved not in lines
+    assert "the trained model will be saved in output/<job id>" in lines
     assert not_saved in dry_run(copy, MODEL_NAME=tmp_path, SAVE_STRATEGY="no").stdout.splitlines()
 
 

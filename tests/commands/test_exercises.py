@@ -31,7 +31,7 @@ def test_the_finished_exercises_are_right():
 
 OPEN = {
     SOLUTION: ["open (gap 1)", "open (gap 2)", "open (gap 3)", "open (gap 4)", "open (gap 5)", "open (gap 5)"],
-    # A gap that needs another open gap names the other one. Gap 6 holds a send that hangs with 1F1B.
+    # If a gap needs another open gap, its message names that gap. Gap 6 contains a send that hangs with 1F1B.
     PIPELINE: [
         "open (gap 1)",
         "open (gap 2)",

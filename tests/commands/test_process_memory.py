@@ -1,4 +1,4 @@
-"""Test of the peak memory that a training reports for its own process."""
+"""Test of the peak memory that a training run reports for its own process."""
 
 import subprocess
 import sys

@@ -11,7 +11,7 @@ from bench import STEP, Bench, Running, command_line, patch_call, same_training
 from helpers import REPOSITORY, Finished, directives, until
 from shell import program, shell_environment
 
-# Begin a training as train.py does: write a record with status running, and end with 75 on a signal
+# Begin a training run as train.py does: write a record with status running, and end with 75 on a signal
 BEGIN = """
 import atexit, json, os, pathlib, signal, time
 path = pathlib.Path("results") / (os.environ["JOB_ID"] + ".json")

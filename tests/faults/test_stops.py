@@ -1,7 +1,6 @@
 """Tests of runs that are killed or stopped at a given call, and of runs that resume from their checkpoints.
 
-A training of 4 steps saves a checkpoint after steps 2 and 4. `make test-faults` tries all cases, and `make test` tries
-a few.
+A run of 4 steps saves a checkpoint after steps 2 and 4. `make test-faults` tries all cases, `make test` only a few.
 """
 
 import os
@@ -97,7 +96,7 @@ def signal_patch(target: str, call: int, *numbers: signal.Signals, rank: int = 0
 
 
 def run_until_stop(bench: Bench, patch: str, step: int, *words: object, **options: object) -> Finished:
-    """Run a training that must end with 75 and a complete checkpoint of `step`."""
+    """Start a run that must end with exit code 75 and leave a complete checkpoint of `step`."""
     ended = bench.run(*KEPT, *words, script=bench.patched(patch), code=75, **options)
     assert (ended.record["status"], ended.record["exit_code"]) == ("stopped", 75)
     assert ended.record["stop"]["step"] == step

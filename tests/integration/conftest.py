@@ -2,7 +2,7 @@
 
 A test names its run with ``@uses("zero2")`` and gets the run as the argument `run`. It gets other runs of the table
 from `table("plain")`, and it starts a run outside the table with `train`. These runs fork from the server of
-tests/server.py, where a training takes seconds. A run that must be a separate command names its launcher.
+tests/server.py, where a training run takes seconds. A run that must be a separate command names its launcher.
 """
 
 import json
@@ -38,7 +38,7 @@ def workplace(bench: Bench):
 
 @pytest.fixture(scope="session")
 def train(bench: Bench) -> Callable[..., Finished]:
-    """``train(name, *words, code=0, ranks=0, patch="", **variables)`` runs a tiny training with the job id `name`.
+    """``train(name, *words, code=0, ranks=0, patch="", **variables)`` runs a tiny training run with the job id `name`.
 
     patch: lines of Python that run before train.py. The other options are those of `Bench.start`.
     """

@@ -1,6 +1,6 @@
 """Wrap a model with FSDP1 on two ranks and print its inspection, for test_audit_of_runs.py.
 
-A training with FSDP1 needs a GPU, but this does not.
+A training run with FSDP1 needs a GPU, but this does not.
 """
 
 import functools

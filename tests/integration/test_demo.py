@@ -83,4 +83,4 @@ def test_the_demo_reports_missing_measurements(bench, place):
     assert re.search(r"^  missing: psrecord is not installed on ", done.out, re.MULTILINE)
     assert re.search(r"^\| CPU memory, all processes \(MiB\) +\|  +\|  +\|", done.out, re.MULTILINE)
     assert "With curves, in a browser: build/demo-" in done.out
-    assert "Only 1 of 4 trainings finished" in done.out and "are equal" not in done.out
+    assert "Only 1 of 4 training runs finished" in done.out and "are equal" not in done.out

@@ -1,4 +1,4 @@
-"""Tests of preflight.py with its real trainings, in a correct and a broken copy of the repository, without a GPU."""
+"""Tests of preflight.py with its real runs, in a correct and a broken copy of the repository, without a GPU."""
 
 import re
 import shutil

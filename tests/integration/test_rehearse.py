@@ -104,7 +104,7 @@ def test_a_rehearsal_of_zero_3_does_not_change_later_estimates():
 
 @pytest.mark.parametrize("strategy", ["DDP", "FULL_SHARD", "TP 2 x FSDP 2"])
 def test_rehearsed_collectives_match_real_trainings(strategy, tmp_path):
-    """benchmarks/communication.py has counted the collectives of real trainings over gloo."""
+    """benchmarks/communication.py has counted the collectives of real training runs over gloo."""
     (tmp_path / "config.json").write_text(json.dumps(communication.CONFIG))
     ranks = communication.RANKS.get(strategy, 2)
     model = (

@@ -18,12 +18,12 @@ from records.memory_logs import read_cpu_log, read_gpu_log
 
 SYSTEM = ("/usr/sbin", "/usr/bin", "/sbin", "/bin")
 GIT = ("git", "-c", "user.name=test", "-c", "user.email=test@example.org")
-# A training of 192 steps with a checkpoint after every 12 steps. It takes some 8 seconds on an idle machine.
+# A training run of 192 steps with a checkpoint after every 12 steps. It takes some 8 seconds on an idle machine.
 LONG = {"FP16": False, "TRAIN_SIZE": 96, "EVAL_SIZE": 16, "NUM_EPOCHS": 16, "EM_F1": False, "GRAD_ACC": 1}
 LONG |= {"SAVE_STRATEGY": "epoch", "LEARNING_RATE": 5e-4}
 STEPS_PER_EPOCH = 12
 TWO_NODES = LONG | {"BATCH_SIZE": 4, "MIN_BANDWIDTH": 0, "JOIN_TIMEOUT": 120}
-# Experiment, flags and knobs. The first two trainings use the same batches.
+# Experiment, flags and knobs. The first two training runs use the same batches.
 TRAININGS = {
     "plain": ("baseline", ("--per_device_eval_batch_size", 8), LONG | {"BATCH_SIZE": 8}),
     "zero-2": (
@@ -33,7 +33,7 @@ TRAININGS = {
     ),
     "fsdp2": ("fsdp-multi-node/2_nodes", (), TWO_NODES | {"NUM_EPOCHS": 8}),  # steps of FSDP2 take three times as long
 }
-# A training that would take weeks, for tests that end it early
+# A training run that would take weeks, for tests that end it early
 ENDLESS = {"TRAIN_SIZE": 32, "EVAL_SIZE": 16, "NUM_EPOCHS": 1_000_000, "SAVE_STRATEGY": "no"}
 
 

@@ -44,7 +44,7 @@ SHOWN = {
     "docs/multi-node.md": ["`HANG_TIMEOUT` seconds ({HANG_TIMEOUT})"],
     "docs/instructor/answers.md": ["bloom-560m on {TRAIN_SIZE} questions"],
     "docs/offload.md": [
-        "a training of {NUM_EPOCHS} epochs",
+        "a training run of {NUM_EPOCHS} epochs",
         *(f"bloom-560m, {{TRAIN_SIZE}} | {stage} + offload" for stage in (1, 2, 3)),
     ],
     "docs/reliability.md": ["by default an [{SAVE_STRATEGY}]"],

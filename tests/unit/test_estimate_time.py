@@ -138,7 +138,7 @@ COUNTED = {(row["strategy"], row["accumulation"]): row for row in communication.
 
 
 def counted_training(strategy: str, accumulation: int, folder: Path, *flags: object) -> Settings:
-    """Return the settings of a training whose messages the benchmark counted."""
+    """Return the settings of a training run whose messages the benchmark counted."""
     config = communication.CONFIG
     strategy_flags = tuple(communication.ROWS[strategy]) if "TP" in strategy else FLAGS.get(strategy)
     if strategy == "ZeRO-2, reduce to owner":

@@ -1,4 +1,4 @@
-"""Tests of the comparisons and output lines of preflight.py, without a GPU, a cluster or a training."""
+"""Tests of the comparisons and output lines of preflight.py, without a GPU, a cluster or a training run."""
 
 import pytest
 import torch

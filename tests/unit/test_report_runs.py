@@ -404,7 +404,7 @@ DAMAGED = {  # GPU log, CPU log, GPU peak, CPU peak, problem
     ),
     "no CPU log": ("", None, 900, None, "cpu_memory: no log of job 1"),
     "no CPU sample": ("", CPU_HEADER, 900, None, "cpu_memory_log_1.txt: no sample"),
-    "too short": ("", cpu_log(10, 90, 50, step=1), 900, 90, "it covers 2 s of a training of 15 s"),
+    "too short": ("", cpu_log(10, 90, 50, step=1), 900, 90, "it covers 2 s of a training run of 15 s"),
 }
 
 
