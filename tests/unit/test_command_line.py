@@ -73,7 +73,7 @@ def test_each_knob_is_shown_with_where_it_comes_from(monkeypatch):
         "  variable    DATASET='my data.json'",
     ]
     assert lines[5].startswith("  default     MODEL_NAME=bigscience/bloom-560m FROM_SCRATCH=False LOSS=full")
-    assert lines[-3].startswith("  unset       TOKENIZER_NAME ATTENTION EVAL_DATASET")
+    assert lines[-2].startswith("  unset       TOKENIZER_NAME ATTENTION EVAL_DATASET")
     assert lines[-1] == "the trained model will be saved in output/<job id>"
     assert "VOCAB_SIZE" not in "".join(lines)
 
