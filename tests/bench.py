@@ -1,4 +1,4 @@
-"""A folder in which a test runs training runs as forked processes, with helpers for the files that they leave."""
+"""A folder in which a test starts training runs as forked processes, and helpers for the files that they leave."""
 
 import contextlib
 import dataclasses

@@ -31,7 +31,7 @@ PASSES = ("loss", "blocks", "embedding")  # intervals of the forward and backwar
 class ForwardPass:
     """All inputs of the forward pass of one micro batch. The class is hashable, so that results can be cached.
 
-    autocast: whether autocast casts fp32 weights to 16 bit for each operation. recomputes: whether the backward
+    autocast: whether autocast casts fp32 weights to 16 bits for each operation. recomputes: whether the backward
     pass computes each block again. on_cpu: whether the training has no GPU.
     """
 

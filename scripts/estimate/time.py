@@ -180,7 +180,7 @@ def optimizer_seconds(shape: Shape, settings: Settings, rates: Rates) -> float:
         if settings.zero.get("stage", 0) > 0:
             ranks = settings.estimate.gpus
         if weight_bytes(settings) == HALF:
-            passes += 2 * (HALF + FP32)  # cast gradients to fp32, and masters to 16 bit
+            passes += 2 * (HALF + FP32)  # cast gradients to fp32, and masters to 16 bits
     return passes * shape.parameters / ranks / rates.memory
 
 

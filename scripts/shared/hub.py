@@ -73,7 +73,7 @@ def loading_errors(flag: str, name: str) -> Iterator[None]:
         yield
     except (WorkshopError, MemoryError, torch.OutOfMemoryError, torch.distributed.DistError):
         raise
-    except Exception as error:  # the libraries raise many types for a broken file
+    except Exception as error:  # libraries raise many types of exception for a broken file
         raise loading_error(flag, name, error) from error
 
 

@@ -98,7 +98,7 @@ def check_saving(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> 
         try:
             for each in (model.config, model.generation_config, tokenizer):
                 each.save_pretrained(folder)
-        except Exception as error:  # transformers, json and tokenizers raise many types
+        except Exception as error:  # libraries raise many types of exception
             way_out = "correct the model's config.json, generation_config.json or tokenizer files"
             raise WorkshopError("--model_name", f"cannot be saved ({short_reason(error)})", way_out) from error
 

@@ -152,7 +152,7 @@ FIXES = (
 class LossIn32Bits(Trainer):
     """With FSDP2 in 16 bit, the loss loses digits: in bf16 it keeps two or three, in fp16 it overflows.
 
-    accelerate's policy for FSDP2 casts the model's output, and so the loss, to 16 bit. The loss scale of fp16 begins at
+    accelerate's policy for FSDP2 casts the model's output, and so the loss, to 16 bits. The loss scale of fp16 begins at
     65,536, which is too large for fp16 (accelerate/utils/dataclasses.py, set_mixed_precision).
     """
 
@@ -167,7 +167,7 @@ class LossIn32Bits(Trainer):
 class WholeNumberOfTokens(Trainer):
     """With FSDP in 16 bit, the loss is divided by a wrong number of tokens.
 
-    transformers passes the number to the model as a float, and FSDP casts all float inputs of the model to 16 bit. In
+    transformers passes the number to the model as a float, and FSDP casts all float inputs of the model to 16 bits. In
     bf16 the number is wrong by up to 0.4 %. In fp16 it is infinite above 65,504 (transformers/trainer.py,
     _get_num_items_in_batch). FSDP does not cast integers, so this class passes an integer.
     """

@@ -38,7 +38,7 @@ def command(tmp_path) -> Callable[..., Finished]:
 
 @pytest.fixture
 def workshop(tmp_path) -> Path:
-    """A copy of the code under a path that breaks a script without quotes. `stub` adds experiments/mine/x."""
+    """A copy of the code under a path that breaks a script with unquoted variables. `stub` adds experiments/mine/x."""
     root = tmp_path / 'it\'s $HOME; a "shop"'
     unwanted = shutil.ignore_patterns("__pycache__", "results", "output", "[cg]pu_memory", "*.out", "own")
     for name in ("scripts", "ds_configs", "fsdp_configs", "data", "experiments"):

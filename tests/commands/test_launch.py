@@ -63,7 +63,7 @@ def test_two_nodes_meet_at_the_given_address(start):
     assert sorted(lines) == [f"{rank} 4 127.0.0.1 {port}" for rank in range(4)]
 
 
-# Start launch.py such that this node needs an additional second after it has joined a barrier of the store
+# Start launch.py so that this node takes a second longer after it has joined a barrier of the store
 SLOW = """
 import sys, time
 sys.path.insert(0, {scripts!r})

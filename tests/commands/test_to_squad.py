@@ -39,7 +39,7 @@ def lines(*rows: object) -> str:
     return "".join(row + "\n" if isinstance(row, str) else json.dumps(row) + "\n" for row in rows)
 
 
-# What a table may look like
+# Formats of tables
 
 TABLES = {
     "commas": ("t.csv", f'context,question,answer\n"{CONTEXT}",How many?,eight\n'),

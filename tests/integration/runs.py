@@ -91,7 +91,7 @@ CUSTOM = {
     "gpt_full_shard": fsdp("full_shard", variables=GPT),
     "gpt_zero3": deepspeed("zero3", variables=GPT),
 }
-# The ranks of a tensor group compute the same questions, so BATCH_SIZE counts the questions of a group
+# The ranks of a tensor group process the same questions, so BATCH_SIZE counts the questions of a group
 ONE_GROUP = GPT | {"BATCH_SIZE": 4, "SAVE_STRATEGY": "no"}
 SMALL_GROUPS = {"BATCH_SIZE": 2, "SAVE_STRATEGY": "no"}
 TWO_GROUPS = GPT | SMALL_GROUPS
