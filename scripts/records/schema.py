@@ -86,7 +86,9 @@ class Evaluation(Part):
 
 
 class Train(Part):
-    """Measurements of the training over all attempts. An attempt counts up to the checkpoint from which the next attempt resumed.
+    """Measurements of the training over all attempts.
+
+    An attempt counts up to the checkpoint from which the next attempt resumed.
 
     The Trainer's numbers include evaluation and saving. The steady rates cover only optimizer steps after the warm-up.
     """

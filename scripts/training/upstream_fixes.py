@@ -152,7 +152,7 @@ FIXES = (
 class LossIn32Bits(Trainer):
     """With FSDP2 in 16 bit, the loss loses digits: in bf16 it keeps two or three, in fp16 it overflows.
 
-    accelerate's policy for FSDP2 casts the model's output, and so the loss, to 16 bits. The loss scale of fp16 begins at
+    accelerate's policy for FSDP2 casts the model's output, and so the loss, to 16 bits. fp16's loss scale begins at
     65,536, which is too large for fp16 (accelerate/utils/dataclasses.py, set_mixed_precision).
     """
 
