@@ -103,7 +103,7 @@ def own_part(flat: torch.Tensor, rank: int, world: int) -> torch.Tensor:
 
 
 def flatten_tensors(tensors: list[torch.Tensor], world: int) -> torch.Tensor:
-    """Return the numbers of all tensors in one row, with zeros up to a multiple of `world` numbers."""
+    """Return the numbers of all tensors as one flat tensor, padded with zeros to a multiple of `world`."""
     row = torch.cat([tensor.reshape(-1) for tensor in tensors])
     return nn.functional.pad(row, (0, -len(row) % world))
 

@@ -46,7 +46,7 @@ def note_signal(path: Path, exit_code: int, since: datetime | None) -> None:
 def notes(path: Path) -> list[str]:
     """Return the lines that the parts of the job have noted in a file.
 
-    Empty if the file cannot be read: a lost note must not fail the end of the job.
+    The list is empty if the file cannot be read, because a lost note must not make the job fail.
     """
     try:
         return path.read_text(errors="replace").splitlines()
@@ -99,7 +99,7 @@ def failed_nodes() -> str:
 
 
 def ask_slurm(*command: str) -> str:
-    """Return the output of a Slurm command. Empty if the command is not installed or takes too long."""
+    """Return the output of a Slurm command. It is empty if the command is not installed or takes too long."""
     try:
         return subprocess.run(command, capture_output=True, text=True, timeout=5).stdout
     except (FileNotFoundError, subprocess.TimeoutExpired):

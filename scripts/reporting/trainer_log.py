@@ -27,7 +27,7 @@ def log_text(log: Path | None) -> str:
 
 
 def last_error(log: Path | None) -> str:
-    """Return the last line that begins with "error: ". It is the reason why the job ended. Empty if there is none."""
+    """Return the last line that begins with "error: ". It is the reason why the job ended."""
     lines = ERROR.findall(log_text(log))
     return lines[-1][:LONGEST_ERROR].strip() if lines else ""
 

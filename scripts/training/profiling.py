@@ -116,8 +116,8 @@ def breakdown(events: list) -> dict:
 def step_part(names: frozenset[str]) -> str:
     """Return the part of a step to which a time belongs. names: everything that runs at that time.
 
-    Forward pass and optimizer come before the backward phase, because the backward phase contains the forward pass, and
-    with DeepSpeed also the optimizer.
+    The forward pass and the optimizer have precedence over the backward phase, because the backward phase contains the
+    forward pass, and with DeepSpeed also the optimizer.
     """
     if "communication" in names and "computation" not in names:
         return "communication"

@@ -69,8 +69,9 @@ COMPILE = {"LOSS": "chunked", "ATTENTION": "sdpa", "TORCH_COMPILE": "True", "PAD
 # This run is a separate command, because inductor starts compiler processes and reads its variables at import
 COMPILED = {"compiled": Run(variables=COMPILE, launcher="python")}
 needs_compiler = pytest.mark.skipif(not shutil.which("g++"), reason="torch.compile needs g++")
-# A third of the 256 positions is padding, and the number of labels differs between batches. The loss must not depend
-# on these, and not on the evaluation batches: 32 questions in batches of 4, or of 2 ranks x 3 with a filled last batch
+# A third of the 256 positions is padding, and the number of labels differs between batches. The loss must depend
+# neither on these nor on the evaluation batches. The 32 questions are evaluated in batches of 4, or on 2 ranks in
+# batches of 3 with a padded last batch
 LABELS = {
     "sequence_longest": Run(variables={"PADDING": "longest"}),
     "answer": Run(variables={"LABELS": "answer"}),

@@ -202,8 +202,8 @@ def test_bytes_of_the_dimensions_agree_with_papers_and_counts():
     assert numbers.tensor_sends(shape) == pytest.approx((layers + 2 / 4) * block_bytes)
     assert numbers.pipeline_sends(shape) == 2 * b * s * h * 2
 
-    # The benchmark counted transformers' plan with 8 blocks, 64 tokens, hidden size 256 and 12,288 logits. Two of the
-    # fp32 all-reduces are outside the blocks. With FSDP, all fp32 all-reduces carry activations.
+    # The benchmark counted the collectives of transformers' plan with 8 blocks, 64 tokens, hidden size 256 and 12,288
+    # logits. Two of the fp32 all-reduces are outside the blocks. With FSDP, all fp32 all-reduces carry activations.
     rows = program("benchmarks/communication.py").read_results()["rows"]
     row = next(row for row in rows if (row["strategy"], row["accumulation"]) == ("TP 2 x FSDP 2", 1))
     counted = {(kind, dtype): (number, size) for kind, dtype, _, number, size in row["collectives"]}
