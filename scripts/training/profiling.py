@@ -116,7 +116,7 @@ def breakdown(events: list) -> dict:
 def step_part(names: frozenset[str]) -> str:
     """Return the part of a step to which a time belongs. names: everything that runs at that time.
 
-    The forward pass and the optimizer have precedence over the backward phase, because the backward phase contains the
+    Forward pass and optimizer have precedence over the backward phase, because the backward phase contains the
     forward pass, and with DeepSpeed also the optimizer.
     """
     if "communication" in names and "computation" not in names:
