@@ -68,7 +68,7 @@ def test_a_shell_off_the_first_node_gets_an_error_with_the_solution(two_nodes, n
 
 
 def test_a_slow_network_ends_the_job_before_its_training(two_nodes):
-    """A stub exits with code 3, as measure_bandwidth.py does on a slow network. tests/integration has the real program."""
+    """A stub exits with code 3, as measure_bandwidth.py does on a slow network (tests/integration runs that)."""
     srun = '[[ "$*" != *measure_bandwidth.py* ]] || exit 3; echo training'
     done = two_nodes(srun, lines="check_bandwidth", MASTER_ADDR="10.0.0.1")
     assert done.returncode == 3, done
