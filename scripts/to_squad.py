@@ -68,6 +68,7 @@ def main() -> None:
     if unknown := [name for name, found in chosen.items() if not found]:
         what = f"none of its columns ({', '.join(columns)}) has a usual name for the {' and the '.join(unknown)}"
         raise WorkshopError(table, what, f"add {' '.join(f'--{name} COLUMN' for name in unknown)}")
+    print("columns: " + ", ".join(f"{name} = {' + '.join(names)}" for name, names in chosen.items()))
     passages: dict[str, dict[str, Question]] = {}
     faults = []
     for place, row in rows:

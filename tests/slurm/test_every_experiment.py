@@ -13,6 +13,7 @@ from cluster import run as run_command
 from conftest import running_cluster
 from helpers import EXPERIMENT_SCRIPTS, EXPERIMENTS, read_directives
 from jobs import ENDLESS, Job, Lab, check_completed
+from shared.paths import SAMPLE
 
 pytestmark = [pytest.mark.experiments, pytest.mark.timeout(3600)]
 # Configs that need a GPU, and the error that ends their experiments on the test cluster
@@ -20,6 +21,7 @@ REFUSED = {
     "full_shard_cpu_offload.json": r"error: .+full_shard_cpu_offload\.json: cpu_offload needs a GPU",
     "fsdp1_full_shard.json": r"error: .+fsdp1_full_shard\.json: FSDP1 needs a GPU",
 }
+OWN_MODEL = {"MODEL_NAME": "tiny-bloom", "DATASET": str(SAMPLE), "MAX_LENGTH": 192, "EVAL_SIZE": 16}
 
 
 def shape(script: Path) -> tuple[int, int]:
@@ -42,7 +44,9 @@ def ended(large_lab, request):
     def run(script: Path) -> Job:
         experiment = str(script.parent.relative_to(EXPERIMENTS))
         arguments = ("--cpu", "--rows", "plain", "zero2") if experiment == "gpu-check" else ()
-        return large_lab.submit(experiment, *arguments, NUM_EPOCHS=1).wait(timeout=3000)
+        # The site laptop sets no model for own-model, and the default is on the Hub
+        own = OWN_MODEL if experiment == "own-model/train" else {}
+        return large_lab.submit(experiment, *arguments, NUM_EPOCHS=1, **own).wait(timeout=3000)
 
     items = (getattr(item, "callspec", None) for item in request.session.items)
     wanted = [item.params["script"] for item in items if item and "script" in item.params]
