@@ -232,7 +232,8 @@ def check_log(job: Job, hosts: list[str], gpus: int) -> None:
     assert f"nodes: {' '.join(hosts)}" in log.splitlines()
     assert len(re.findall(r"^knob +requested +effective$", log, re.MULTILINE)) == 1, str(job)
     banners = len(re.findall(r"^DeepSpeed ZeRO-\d Initialization Complete$", log, re.MULTILINE))
-    assert banners == ("--deepspeed" in job.script.read_text()), str(job)
+    command = job.script.read_text().rstrip().splitlines()[-1]
+    assert banners == ("--deepspeed" in command), str(job)
     assert log.count("{'train_runtime'") == 1
     assert len(re.findall(r"\{'eval_loss': '[0-9.]+'", log)) == len(job.losses)
     where = {host: f" on {host}" if nodes > 1 else "" for host in sorted(hosts)}
