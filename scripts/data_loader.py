@@ -170,7 +170,7 @@ def read_paragraphs(path: str) -> Iterator[tuple[str, dict]]:
     try:
         content = parse_json(path, raw, "is the file complete?")
     except WorkshopError:
-        if path.endswith(".json") and not is_json_lines(raw.decode()):
+        if path.endswith(".json") and not is_json_lines(raw.decode(errors="replace")):
             raise
         content = []
     if is_table(content):

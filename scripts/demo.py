@@ -125,10 +125,11 @@ def memorise(folder: Path) -> bool:
                 stdout=log,
                 stderr=subprocess.STDOUT,
             )
-    for script, program in programs.items():
+    codes = {script: program.wait() for script, program in programs.items()}
+    for script, code in codes.items():
         log_file = folder / f"{script}.log"
-        if program.wait():
-            print(f"  failed with exit code {program.returncode}: read {os.path.relpath(log_file)}")
+        if code:
+            print(f"  failed with exit code {code}: read {os.path.relpath(log_file)}")
             return False
         answers[script] = ANSWER.findall(log_file.read_text())
     known = [n for n, (_, right, answer) in enumerate(answers["train.py"]) if answer in right.split(" | ")]

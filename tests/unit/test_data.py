@@ -49,9 +49,10 @@ def squad(*questions: dict, context: str = CONTEXT) -> dict:
 
 @pytest.fixture
 def written(tmp_path):
-    def write(content: dict | str) -> str:
+    def write(content: dict | list | str | bytes) -> str:
         path = tmp_path / "my.json"
-        path.write_text(content if isinstance(content, str) else json.dumps(content))
+        text = content if isinstance(content, str | bytes) else json.dumps(content)
+        path.write_bytes(text if isinstance(text, bytes) else text.encode())
         return str(path)
 
     return write
@@ -86,6 +87,10 @@ def test_the_format_that_the_readme_shows_is_read(written):
 TABLE = ": is a table, not a SQuAD file; convert it with python scripts/to_squad.py "
 FAULTS = {
     "truncated": ('{"data": [{"paragraphs": [', ": Expecting value: line 1 column 27 (char 26); is the file complete?"),
+    "not UTF-8": (
+        b'{"data": "Z\xfcrich"}',
+        ": 'utf-8' codec can't decode byte 0xfc in position 11: invalid start byte; is",
+    ),
     "no paragraphs": ({"data": [{}]}, ": data[0].paragraphs: is missing, expected a list; see data/README.md for the"),
     "blank context": (squad(question(), context=" "), ": data[0].paragraphs[0].context: is ' ', expected a text"),
     "answers as the Hub has them": (
