@@ -1,0 +1,60 @@
+"""The style that all figures of the pages share, and the functions with which they are drawn and saved.
+
+A figure is an SVG file with an opaque light ground, so it looks the same in dark mode, on a forge and in print. All
+figures are WIDTH inches wide, which is the width of a page's text, or PHONE_WIDTH inches wide if a telephone must show
+them with readable text. One size of type serves all figures.
+"""
+
+from pathlib import Path
+
+import matplotlib.pyplot as plt
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.patches import FancyBboxPatch
+
+HERE = Path(__file__).resolve().parent
+WIDTH = 7.36  # inches; a page of 1,280 pixels shows a figure 736 pixels wide, so 8 points are 11 pixels
+PHONE_WIDTH = 4.2  # inches; a telephone shows a figure 350 pixels wide, so 8 points are 9 pixels
+TYPE = 8  # points
+plt.rcParams |= {
+    "font.size": TYPE,
+    "axes.titlesize": TYPE,
+    "axes.labelsize": TYPE,
+    "legend.fontsize": TYPE,
+    "legend.title_fontsize": TYPE,
+    "xtick.labelsize": TYPE,
+    "ytick.labelsize": TYPE,
+    "figure.titlesize": TYPE,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "figure.facecolor": "white",
+    "hatch.linewidth": 0.5,
+    "svg.fonttype": "path",
+    "svg.hashsalt": "workshop",  # without this, the names of patterns differ in each run
+}
+
+
+def save(figure: Figure, name: str, folder: Path = HERE) -> None:
+    """Write the figure to ``<folder>/<name>.svg``. The file is the same each time."""
+    figure.savefig(folder / f"{name}.svg", metadata={"Date": None, "Creator": None})
+    plt.close(figure)
+
+
+def canvas(height: float, width: float = WIDTH) -> tuple[Figure, Axes]:
+    """Create a figure without axes. Its coordinates are inches."""
+    figure = plt.figure(figsize=(width, height))
+    axes = figure.add_axes((0, 0, 1, 1))
+    axes.set(xlim=(0, width), ylim=(0, height))
+    axes.axis("off")
+    return figure, axes
+
+
+def box(axes: Axes, x: float, y: float, width: float, height: float, text: str, **style: object) -> None:
+    """Draw a rounded box with text in its middle."""
+    style = {"facecolor": "#eef3f8", "edgecolor": "#1f4e79"} | style
+    axes.add_patch(FancyBboxPatch((x, y), width, height, boxstyle="round,pad=0.0,rounding_size=0.06", **style))
+    axes.text(x + width / 2, y + height / 2, text, ha="center", va="center")
+
+
+def arrow(axes: Axes, start: tuple[float, float], end: tuple[float, float]) -> None:
+    axes.annotate("", end, start, arrowprops={"arrowstyle": "->", "color": "#333333", "shrinkA": 0, "shrinkB": 0})
