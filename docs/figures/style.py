@@ -5,17 +5,23 @@ figures are WIDTH inches wide, which is the width of a page's text, or PHONE_WID
 them with readable text. One size of type serves all figures.
 """
 
+import io
+import re
 from pathlib import Path
 
 import matplotlib.pyplot as plt
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.patches import FancyBboxPatch
+from matplotlib.patches import FancyBboxPatch, Patch
+
+from shared import looks
 
 HERE = Path(__file__).resolve().parent
 WIDTH = 7.36  # inches; a page of 1,280 pixels shows a figure 736 pixels wide, so 8 points are 11 pixels
 PHONE_WIDTH = 4.2  # inches; a telephone shows a figure 350 pixels wide, so 8 points are 9 pixels
 TYPE = 8  # points
+DECIMALS = re.compile(r"(?<!scale\(0)(?<! -0)(\.\d\d)\d+")  # a text's scale keeps all of them
+CURVE = re.compile(r"C (?:\S+ ){4}(\S+ \S+)")  # two control points, and the end
 plt.rcParams |= {
     "font.size": TYPE,
     "axes.titlesize": TYPE,
@@ -32,12 +38,35 @@ plt.rcParams |= {
     "svg.fonttype": "path",
     "svg.hashsalt": "workshop",  # without this, the names of patterns differ in each run
 }
+# Parts, phases and links as patches: bars and the squares of legends
+PARTS, PHASES, LINKS = (
+    {name: {"edgecolor": "black", "linewidth": 0.4, "facecolor": colours["color"], "hatch": colours.get("hatch")}
+     for name, colours in kind.items()}
+    for kind in (looks.PARTS, looks.PHASES, looks.LINKS)
+)  # fmt: skip
 
 
 def save(figure: Figure, name: str, folder: Path = HERE) -> None:
-    """Write the figure to ``<folder>/<name>.svg``. The file is the same each time."""
-    figure.savefig(folder / f"{name}.svg", metadata={"Date": None, "Creator": None})
+    """Write the figure to ``<folder>/<name>.svg``. The file is the same each time.
+
+    Numbers have two decimals, which are hundredths of a point, and the dots of hatches have eight corners. Matplotlib's
+    own files are about twice as large.
+    """
+    drawn = io.StringIO()
+    figure.savefig(drawn, format="svg", metadata={"Date": None, "Creator": None})
     plt.close(figure)
+    svg = DECIMALS.sub(r"\1", drawn.getvalue())
+    svg = re.sub(r"<pattern.*?</pattern>", lambda pattern: CURVE.sub(r"L \1", pattern[0]), svg, flags=re.DOTALL)
+    (folder / f"{name}.svg").write_text(svg, encoding="utf-8")
+
+
+def figure_with_legend(height: float, legend: dict[str, dict], columns: int = 7, width: float = WIDTH, **grid: object):
+    """Create a figure and its axes with a legend above them. legend: a name -> the patch's style."""
+    figure, axes = plt.subplots(figsize=(width, height), layout="constrained", **grid)
+    handles = [Patch(label=name, **style) for name, style in legend.items()]
+    figure.legend(handles=handles, loc="outside upper left", ncols=columns, frameon=False, handlelength=1.5,
+                  columnspacing=1.2, borderaxespad=0.2)  # fmt: skip
+    return figure, axes
 
 
 def canvas(height: float, width: float = WIDTH) -> tuple[Figure, Axes]:

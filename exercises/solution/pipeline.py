@@ -308,19 +308,20 @@ def show_time(spans: list[list[tuple]], kept: list[int], consecutive: int) -> No
 def save_picture(spans: list[list[tuple]], schedule: str, path: str) -> None:
     from matplotlib import pyplot
 
+    pyplot.rcParams |= {"font.size": 8, "axes.spines.top": False, "axes.spines.right": False}
     start = min(begin for rank_spans in spans for _, _, begin, _ in rank_spans)
-    figure, axes = pyplot.subplots(figsize=(9, 0.9 + 0.35 * len(spans)), layout="constrained")
+    figure, axes = pyplot.subplots(figsize=(7.36, 0.9 + 0.3 * len(spans)), layout="constrained")
     for rank, rank_spans in enumerate(spans):
         for what, micro, begin, end in rank_spans:
             letter = ascii_lowercase[micro % 26]
-            face, ink = ("#9dc3e6", "black") if what == "forward" else ("#1f4e79", "white")
+            face, ink = ("#c9c3e6", "black") if what == "forward" else ("#5f539c", "white")
             axes.barh(rank, end - begin, left=begin - start, color=face, edgecolor="black", linewidth=0.4)
-            axes.text((begin + end) / 2 - start, rank, letter, ha="center", va="center", color=ink, fontsize=8)
+            axes.text((begin + end) / 2 - start, rank, letter, ha="center", va="center", color=ink)
     axes.set(xlabel="seconds; letters are micro batches", yticks=range(len(spans)))
     axes.set_yticklabels(f"rank {rank}" for rank in range(len(spans)))
     axes.invert_yaxis()
-    axes.set_title(f"{schedule}: light is forward, dark is backward, white is the bubble", fontsize=9, loc="left")
-    figure.savefig(path)
+    axes.set_title(f"{schedule}: light is forward, dark is backward, white is the bubble", fontsize=8, loc="left")
+    figure.savefig(path, dpi=200)
 
 
 def main() -> None:
