@@ -22,7 +22,7 @@ PHONE_WIDTH = 4.2  # inches; a telephone shows a figure 350 pixels wide, so 8 po
 TYPE = 8  # points
 DECIMALS = re.compile(r"(?<!scale\(0)(?<! -0)(\.\d\d)\d+")  # a text's scale keeps all of them
 CURVE = re.compile(r"C (?:\S+ ){4}(\S+ \S+)")  # two control points, and the end
-plt.rcParams |= {
+STYLE = {
     "font.size": TYPE,
     "axes.titlesize": TYPE,
     "axes.labelsize": TYPE,
@@ -38,6 +38,7 @@ plt.rcParams |= {
     "svg.fonttype": "path",
     "svg.hashsalt": "workshop",  # without this, the names of patterns differ in each run
 }
+plt.rcParams |= STYLE
 # Parts, phases and links as patches: bars and the squares of legends
 PARTS, PHASES, LINKS = (
     {name: {"edgecolor": "black", "linewidth": 0.4, "facecolor": colours["color"], "hatch": colours.get("hatch")}
