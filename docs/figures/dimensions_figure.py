@@ -22,7 +22,7 @@ MESSAGES = {
 HEIGHT = 6.95
 SENT = PHASES["communication"]["color"]
 HELD = {"edgecolor": "#333333", "linewidth": 0.6}
-GATHERED = {"facecolor": "white", "edgecolor": SENT, "hatch": "....", "linewidth": 0.6}
+GATHERED = {"facecolor": "white", "edgecolor": SENT, "hatch": "...", "linewidth": 0.6}
 NOT_HELD = {"linewidth": 0.6, **EMPTY}
 # The begin and end of what a rank has of a block or a question
 Share = tuple[float, float]
