@@ -6,11 +6,16 @@ Each family of figures has a file. Its FIGURES are the names of the figures and 
 """
 
 import batch_size
+import collectives
+import diagrams
+import dimensions_figure
+import fsdp
 import memory_bars
 import timelines
 from style import save
 
-FIGURES = memory_bars.FIGURES | timelines.FIGURES | batch_size.FIGURES
+FAMILIES = (batch_size, collectives, diagrams, dimensions_figure, fsdp, memory_bars, timelines)
+FIGURES = {name: draw for family in FAMILIES for name, draw in family.FIGURES.items()}
 
 if __name__ == "__main__":
     for name, draw in FIGURES.items():

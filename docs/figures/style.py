@@ -8,11 +8,13 @@ them with readable text. One size of type serves all figures.
 import io
 import re
 from pathlib import Path
+from typing import NamedTuple
 
+import matplotlib.path
 import matplotlib.pyplot as plt
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.patches import FancyBboxPatch, Patch
+from matplotlib.patches import FancyArrowPatch, FancyBboxPatch, Patch
 
 from shared import looks
 
@@ -79,12 +81,32 @@ def canvas(height: float, width: float = WIDTH) -> tuple[Figure, Axes]:
     return figure, axes
 
 
-def box(axes: Axes, x: float, y: float, width: float, height: float, text: str, **style: object) -> None:
-    """Draw a rounded box with text in its middle."""
+Point = tuple[float, float]
+
+
+class Sides(NamedTuple):
+    """The middles of a box's sides, where arrows begin and end."""
+
+    left: Point
+    right: Point
+    top: Point
+    bottom: Point
+
+
+def box(axes: Axes, x: float, y: float, width: float, height: float, text: str, ink="black", **style: object) -> Sides:
+    """Draw a rounded box with text in its middle. ink: the colour of the text."""
     style = {"facecolor": "#eef3f8", "edgecolor": "#1f4e79"} | style
     axes.add_patch(FancyBboxPatch((x, y), width, height, boxstyle="round,pad=0.0,rounding_size=0.06", **style))
-    axes.text(x + width / 2, y + height / 2, text, ha="center", va="center")
+    axes.text(x + width / 2, y + height / 2, text, ha="center", va="center", color=ink)
+    return sides(x, y, width, height)
 
 
-def arrow(axes: Axes, start: tuple[float, float], end: tuple[float, float]) -> None:
-    axes.annotate("", end, start, arrowprops={"arrowstyle": "->", "color": "#333333", "shrinkA": 0, "shrinkB": 0})
+def sides(x: float, y: float, width: float, height: float) -> Sides:
+    middle_x, middle_y = x + width / 2, y + height / 2
+    return Sides((x, middle_y), (x + width, middle_y), (middle_x, y + height), (middle_x, y))
+
+
+def arrow(axes: Axes, *points: Point, **style: object) -> None:
+    """Draw an arrow along the points. Its head is at the last point."""
+    style = {"arrowstyle": "-|>", "mutation_scale": 7, "linewidth": 0.8, "color": "#333333"} | style
+    axes.add_patch(FancyArrowPatch(path=matplotlib.path.Path(points), **style))

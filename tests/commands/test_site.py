@@ -10,7 +10,7 @@ import subprocess
 import threading
 from dataclasses import replace
 from pathlib import Path
-from urllib.parse import unquote, urldefrag, urlencode, urljoin
+from urllib.parse import quote_plus, unquote, urldefrag, urlencode, urljoin
 
 import pytest
 
@@ -32,14 +32,20 @@ WIDE = """(() => {
   const wide = [...document.querySelectorAll("body, body *")].filter(isWide);
   return wide.map((each) => each.outerHTML.slice(0, 200)) })()"""
 
-# Contrast between each text in the cards and the page's background (WCAG 2.2 requires 4.5)
-CONTRAST = """(() => {
+# Contrast between each text and the first opaque background below it (WCAG 2.2 requires 4.5)
+CONTRAST = """((selector) => {
   const light = (color) => { const [r, g, b] = color.match(/[0-9.]+/g).map((each) => each / 255)
     .map((each) => each <= 0.04045 ? each / 12.92 : ((each + 0.055) / 1.055) ** 2.4);
     return 0.2126 * r + 0.7152 * g + 0.0722 * b + 0.05 };
-  const page = light(getComputedStyle(document.body).backgroundColor);
-  return [...document.querySelectorAll(".sd-card :is(.sd-card-title, p, a, code)")]
-    .map((each) => light(getComputedStyle(each).color)).map((ink) => Math.max(ink, page) / Math.min(ink, page)) })()"""
+  const ground = (each) => { const color = getComputedStyle(each).backgroundColor;
+    return color.startsWith("rgba") && each.parentElement ? ground(each.parentElement) : light(color) };
+  const ink = (each) => light(getComputedStyle(each).color);
+  const pairs = [...document.querySelectorAll(selector)].map((each) => [ground(each), ink(each)]);
+  return pairs.map(([page, ink]) => Math.max(ink, page) / Math.min(ink, page)) })"""
+
+# The tab sets of a page: for each, whether the commands of a cluster and of a laptop are visible
+TABS = """[...document.querySelectorAll(".sd-tab-set")].map((each) =>
+  [...each.querySelectorAll(".sd-tab-content")].map((content) => content.checkVisibility()))"""
 
 
 class Quiet(http.server.SimpleHTTPRequestHandler):
@@ -68,9 +74,20 @@ def address(site):
         server.shutdown()
 
 
-def test_site_search_finds_a_page(address, tmp_path):
-    page, _ = browse(f"{address}/search.html?q=reduce-scatter", tmp_path, "--dump-dom")
-    assert 'href="docs/collectives.html' in page
+@pytest.mark.parametrize(
+    ("words", "found"),
+    {
+        "reduce-scatter": "docs/glossary.html#reduce-scatter",
+        "out of memory": "docs/troubleshooting.html",
+        "csv": "README.html",
+        "ask a question": "README.html",
+        "NCCL timeout": "docs/hang-clinic.html",
+    }.items(),
+)
+def test_search_finds_the_right_page_among_the_first_three(address, tmp_path, words, found):
+    page, _ = browse(f"{address}/search.html?q={quote_plus(words)}", tmp_path, "--dump-dom")
+    results = re.findall(r'<li[^>]*><a href="([^"]+)"', page.partition('id="search-results"')[2])
+    assert any(result.startswith(found.partition("#")[0]) for result in results[:3]), results
 
 
 def test_no_page_is_wider_than_a_phone_screen(site, address, page):
@@ -103,23 +120,50 @@ def test_the_first_page_leads_each_reader_to_a_command_by_keyboard(page, address
     assert page.evaluate("location.pathname") == f"/{WHAT_FITS}"
 
 
-def test_cards_have_enough_contrast_in_light_and_dark_mode(page, address):
+@pytest.mark.parametrize(
+    ("name", "texts"),
+    {
+        "index": ".sd-card :is(.sd-card-title, p, a, code)",
+        "docs/zero": ".sd-tab-label, .facts td, .sidebar-tree a, #quiz :is(p, summary), #key-points li, .cluster",
+    }.items(),
+)
+def test_texts_have_enough_contrast_in_light_and_dark_mode(page, address, name, texts):
     backgrounds = set()
     for scheme in ("dark", "light"):
         page.send("Emulation.setEmulatedMedia", features=[{"name": "prefers-color-scheme", "value": scheme}])
-        page.visit(f"{address}/index.html")
+        page.visit(f"{address}/{name}.html")
         backgrounds.add(page.evaluate("getComputedStyle(document.body).backgroundColor"))
-        ratios = page.evaluate(CONTRAST)
+        ratios = page.evaluate(f"{CONTRAST}({texts!r})")
         assert len(ratios) > 12 and min(ratios) >= 4.5
     assert len(backgrounds) == 2
 
 
-def test_code_of_the_first_pages_is_not_cut_at_1280_pixels(page, address):
+def test_no_code_is_cut_at_1280_pixels(site, page, address):
     page.send("Emulation.setDeviceMetricsOverride", width=1280, height=900, deviceScaleFactor=1, mobile=False)
-    for name in ("index", "README", "experiments/README", "docs/pipeline"):
-        page.visit(f"{address}/{name}.html")
+    for path in site.rglob("*.html"):
+        page.visit(f"{address}/{path.relative_to(site)}")
         cut = "[...document.querySelectorAll('pre')].filter(p => p.scrollWidth > p.clientWidth).map(p => p.innerText)"
-        assert page.evaluate(cut) == [], name
+        assert page.evaluate(cut) == [], path
+
+
+def test_tabs_of_cluster_and_laptop_follow_the_keyboard_together_and_are_both_printed(page, address):
+    page.send("Emulation.setDeviceMetricsOverride", width=1280, height=900, deviceScaleFactor=1, mobile=False)
+    page.visit(f"{address}/docs/multi-gpu.html")
+    page.evaluate("localStorage.clear(); sessionStorage.clear()")
+    page.visit(f"{address}/docs/multi-gpu.html?again")
+    assert page.evaluate(TABS) == [[True, False]] * 3
+    page.tab_to(".sd-tab-set input")
+    page.press("ArrowRight", 39)
+    assert page.evaluate(TABS) == [[False, True]] * 3
+    page.send("Emulation.setEmulatedMedia", media="print")
+    assert page.evaluate(TABS) == [[True, True]] * 3
+    page.send("Emulation.setEmulatedMedia", media="")
+
+
+def test_no_table_has_an_empty_head(site):
+    for path in site.rglob("*.html"):
+        for head in re.findall(r"<thead>.*?</thead>", path.read_text(encoding="utf-8"), re.DOTALL):
+            assert re.sub(r"<[^>]*>", "", head).strip(), path
 
 
 def test_every_link_leads_somewhere(site):

@@ -54,6 +54,10 @@ def commands() -> Iterator[Command]:
 
 
 def findings() -> Iterator[str]:
+    for page, text in TEXTS.items():
+        if re.search(r"```bash cluster\n[^`]*```\n\n *```bash\n", text):
+            problem = "commands for a cluster stand directly before commands for a laptop"
+            yield f'{relative_name(page)}: {problem}; write "On a cluster:" and "On a laptop:" before the blocks'
     for command in commands():
         absent = [f"there is no {name}; write the new name" for name, exists in named_targets(command) if not exists]
         for finding in [*broken_rules(command), *absent]:

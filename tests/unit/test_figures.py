@@ -68,14 +68,14 @@ def test_the_scripts_draw_each_figure(draw):
 @pytest.mark.parametrize("name", FIGURES)
 def test_a_figure_follows_from_its_script_and_its_texts_do_not_overlap(draw, drawn_texts, tmp_path, name):
     figure = draw.FIGURES[name]()
+    draw.save(figure, name, tmp_path)
+    same = (tmp_path / f"{name}.svg").read_text(encoding="utf-8") == svg(name)
+    assert same, f"{name}.svg is old: run PYTHONPATH=scripts python docs/figures/draw.py and commit"
     places = drawn_texts(figure)
     for text, place in places.items():
         assert figure.bbox.contains(*place.min) and figure.bbox.contains(*place.max), f"{text} leaves the figure"
     for (one, place), (other, next_place) in itertools.combinations(places.items(), 2):
         assert not place.overlaps(next_place), f"{one} overlaps {other}"
-    draw.save(figure, name, tmp_path)
-    same = (tmp_path / f"{name}.svg").read_text(encoding="utf-8") == svg(name)
-    assert same, f"{name}.svg is old: run PYTHONPATH=scripts python docs/figures/draw.py and commit"
 
 
 # On the pages

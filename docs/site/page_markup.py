@@ -1,0 +1,105 @@
+"""Change the pages on their way into the web site, so that they guide a reader there. On a forge they stay as written.
+
+- Commands for a cluster and for a laptop that follow each other become two tabs.
+- The README's map becomes the navigation, with the groups and times of the map.
+- Tables and code get the markup with which site.css makes them readable on a narrow screen.
+"""
+
+import html
+import itertools
+import re
+from pathlib import Path
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+
+COMMANDS = r" *```{language}\n(?:(?!```).)*```"
+CLUSTER, LAPTOP = COMMANDS.format(language="bash cluster"), COMMANDS.format(language="bash")
+CLUSTER_AND_LAPTOP = re.compile(
+    rf"^( *)(On a cluster[^\n]*:)\n\n({CLUSTER})\n\n *(On a laptop[^\n]*:)\n\n({LAPTOP})$", re.MULTILINE | re.DOTALL
+)
+# Words that people search for, and the heading under which they find the answer
+SEARCH_WORDS = {
+    ("docs/troubleshooting", "## Out of memory"): ["out of memory"],
+    ("README", "## Your own model and data"): ["csv", "ask a question"],
+}
+
+
+def make_tabs(source: str) -> str:
+    """Turn each pair of "On a cluster:" and "On a laptop:" with their commands into synchronised tabs."""
+
+    def tabs(pair: re.Match) -> str:
+        indent, cluster_words, cluster, laptop_words, laptop = pair.groups()
+        lines = ["::::{tab-set}", ":sync-group: machine"]
+        for name, words, block in (("Cluster", cluster_words, cluster), ("Laptop", laptop_words, laptop)):
+            said = "" if words == f"On a {name.lower()}:" else f"{words}\n\n"
+            lines += [f":::{{tab-item}} {name}", f":sync: {name.lower()}", "", said + block, ":::"]
+        return "\n".join(indent + line.removeprefix(indent) for line in "\n".join([*lines, "::::"]).splitlines())
+
+    return CLUSTER_AND_LAPTOP.sub(tabs, source)
+
+
+def change_source(app, page: str, source: list[str]) -> None:
+    source[0] = make_tabs(source[0])
+    # site.css marks the commands that only a cluster can run
+    source[0] = re.sub(r"^( *)```bash cluster$", r"\1{.cluster}\n\g<0>", source[0], flags=re.MULTILINE)
+    for (searched_page, heading), words in SEARCH_WORDS.items():
+        if page == searched_page:
+            entries = ", ".join(f"! {word}" for word in words)
+            source[0] = source[0].replace(f"\n{heading}\n", f"\n{heading}\n\n```{{index}} {entries}\n```\n", 1)
+    if page == app.config.root_doc:
+        source[0] += navigation()
+
+
+def navigation() -> str:
+    """Return the navigation: the map in README.md with its groups, then the pages of the line after the map."""
+    readme = (REPOSITORY / "README.md").read_text()
+    text = readme.split("## The workshop")[1].split("## Your own model")[0]
+    workshop_map, reference = text.split("Reference pages:")
+    groups = {"Begin": ["Two commands, first steps <README>"]}
+    for number, name, time in re.findall(r"^\| *(\d*) *\| (.*?) \| (.*?) \|", workshop_map, re.MULTILINE):
+        if group := re.fullmatch(r"\*\*(.*)\*\*", name):
+            pages = groups[group[1]] = []
+        elif link := re.fullmatch(r"\[(.*)\]\((.*)\.md\)", name):
+            pages.append(f"{number and number + '. '}{link[1]} ({time}) <{link[2]}>")
+    groups["Reference"] = [*dict.fromkeys(re.findall(r"\]\(([\w/-]+)\.md", reference))]
+    groups["For instructors"] = ["docs/instructor/README", "docs/instructor/answers", "docs/instructor/own-copy"]
+    groups["About"] = ["CONTRIBUTING", "CHANGELOG", "data/README"]
+    return "".join(
+        f"\n\n```{{toctree}}\n:hidden:\n:caption: {caption}\n\n" + "\n".join(pages) + "\n```\n"
+        for caption, pages in groups.items()
+    )
+
+
+def change_html(app, page: str, template: str, context: dict, doctree) -> None:
+    body = context.get("body", "")
+    body = re.sub(r'<table class="docutils.*?</table>', prepare_table, body, flags=re.DOTALL)
+    body = re.sub(r"<pre><span></span>(.*?)</pre>", wrap_lines, body, flags=re.DOTALL)
+    # Mark flags, because a browser breaks lines after the dashes in them
+    flag = r'<span class="flag">\g<0></span>'
+    code = r"<(pre|code)\b.*?</\1>"
+    context["body"] = re.sub(code, lambda found: re.sub("--[A-Za-z0-9-]+", flag, found[0]), body, flags=re.DOTALL)
+    tree = context.get("furo_navigation_tree", "")
+    context["furo_navigation_tree"] = re.sub(r" \((\d+ min)\)</a>", r' <span class="time">\1</span></a>', tree)
+
+
+def prepare_table(table: re.Match) -> str:
+    """Allow line breaks inside long names. Drop an empty head. If there are many columns, add the head to each cell."""
+    text = re.sub(r"<code.*?</code>", lambda code: re.sub(r"(?<=\w)[_/.](?=\w)", r"\g<0><wbr>", code[0]), table[0])
+    heads = [html.unescape(re.sub("<.*?>", "", head)).strip() for head in re.findall(r"<th\b.*?</th>", text, re.DOTALL)]
+    if not any(heads):
+        return re.sub("<thead>.*?</thead>", "", text, flags=re.DOTALL).replace('class="', 'class="facts ', 1)
+    if len(heads) < 5:
+        return text
+    labels = itertools.cycle(map(html.escape, heads))
+    text = re.sub("<td", lambda _: f'<td data-label="{next(labels)}"', text)
+    return text.replace('class="', 'class="many-columns ', 1)
+
+
+def wrap_lines(block: re.Match) -> str:
+    lines = block[1].splitlines(keepends=True)
+    return "<pre>" + "".join(f'<span class="line">{line}</span>' for line in lines) + "</pre>"
+
+
+def setup(app) -> None:
+    app.connect("source-read", change_source)
+    app.connect("html-page-context", change_html, priority=900)  # after the theme has made the navigation
