@@ -1,4 +1,4 @@
-"""Compute the table of docs/comparison.md, "At the scale that nobody here has", and the numbers for draw.py.
+"""Compute the table of docs/comparison.md, "At the scale that nobody here has", and the numbers of at-scale.svg.
 
 PYTHONPATH=scripts python docs/figures/at_scale.py
 
