@@ -64,9 +64,14 @@ format: .venv/installed-dev
 	$(BIN)/ruff format . && $(BIN)/ruff check --fix .
 	git ls-files -z '*.sh' '*.slurm' .ci/run | xargs -0 -r $(BIN)/shfmt -w -i 2 -ci -ln bash
 
+ANNOUNCEMENT := pip installs PyTorch with CUDA, transformers, DeepSpeed and other packages into .venv, once: \
+  about 2.9 GB to download and 5.7 GB on disk
+
 # The order-only prerequisite `| $(BIN)/pip`: a new pip, or an environment without this rule's stamp, installs nothing again
 .venv/installed: requirements.txt | $(BIN)/pip
-	$(BIN)/python -m pip install --quiet -r requirements.txt
+	@test -e $@ || echo "$(ANNOUNCEMENT)"
+	@# pip shows its progress the first time; later it would only list the packages that are already there
+	$(BIN)/python -m pip install $(if $(wildcard $@),--quiet) -r requirements.txt
 	touch $@
 
 # Few packages, so that `make docs` neither waits for PyTorch nor needs it
