@@ -47,6 +47,7 @@ def expected_lines() -> Iterator[str]:
     torch = parse_pins(read("requirements.txt").splitlines())["torch"]
     older_gpus = f"python -m pip install torch=={torch}+cu126 --index-url https://download.pytorch.org/whl/cu126"
     expected = {
+        "CITATION.cff": f"\nversion: {workshop_version()}\n",
         ".gitignore": "\nexperiments/wandb_key\n",
         "docs/environment.md": older_gpus,
         "docs/instructor/README.md": older_gpus,
