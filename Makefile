@@ -67,7 +67,7 @@ format: .venv/installed-dev
 ANNOUNCEMENT := pip installs PyTorch with CUDA, transformers, DeepSpeed and other packages into .venv, once: \
   about 2.9 GB to download and 5.7 GB on disk
 
-# The order-only prerequisite `| $(BIN)/pip`: a new pip, or an environment without this rule's stamp, installs nothing again
+# After `|`, make asks only whether pip is there. Its date does not matter, so an old environment is not installed again.
 .venv/installed: requirements.txt | $(BIN)/pip
 	@test -e $@ || echo "$(ANNOUNCEMENT)"
 	@# pip shows its progress the first time; later it would only list the packages that are already there
