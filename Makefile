@@ -17,7 +17,7 @@ gpu-check: $(if $(ACTIVE),,.venv/installed)
 
 # Build the pages as a web site, which loads nothing from other servers
 SITE_FOLDER ?= build/site
-docs: .venv/installed-dev
+docs: .venv/installed-docs
 	@$(BIN)/sphinx-build --quiet --fail-on-warning -b html -d build/doctrees -c docs/site . $(SITE_FOLDER)
 	@echo "open $(SITE_FOLDER)/index.html"
 
@@ -64,16 +64,30 @@ format: .venv/installed-dev
 	$(BIN)/ruff format . && $(BIN)/ruff check --fix .
 	git ls-files -z '*.sh' '*.slurm' .ci/run | xargs -0 -r $(BIN)/shfmt -w -i 2 -ci -ln bash
 
-.venv/installed: requirements.txt
-	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "error: PYTHON: 3.11 or newer is needed; use make PYTHON=python3.11")'
-	$(PYTHON) -m venv .venv
-	$(BIN)/python -m pip install --quiet -r requirements.txt
+ANNOUNCEMENT := pip installs PyTorch with CUDA, transformers, DeepSpeed and other packages into .venv, once: \
+  about 2.9 GB to download and 5.7 GB on disk
+
+# After `|`, make asks only whether pip is there. Its date does not matter, so an old environment is not installed again.
+.venv/installed: requirements.txt | $(BIN)/pip
+	@test -e $@ || echo "$(ANNOUNCEMENT)"
+	@# pip shows its progress the first time; later it would only list the packages that are already there
+	$(BIN)/python -m pip install $(if $(wildcard $@),--quiet) -r requirements.txt
 	touch $@
 
-.venv/installed-dev: .venv/installed requirements-dev.txt
+# Few packages, so that `make docs` neither waits for PyTorch nor needs it
+.venv/installed-docs: requirements-docs.txt | $(BIN)/pip
+	$(BIN)/python -m pip install --quiet -r requirements-docs.txt
+	touch $@
+
+.venv/installed-dev: .venv/installed requirements-docs.txt requirements-dev.txt
 	$(BIN)/python -m pip install --quiet -r requirements-dev.txt
 	@# fill mypy's cache with the types of PyTorch and transformers, in half a minute; lint reports the errors
 	-$(BIN)/mypy > /dev/null
 	touch $@
+
+# pip is what venv installs last, so it is missing after a failed attempt
+$(BIN)/pip:
+	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "error: PYTHON: 3.11 or newer is needed; use make PYTHON=python3.11")'
+	$(PYTHON) -m venv .venv
 
 .PHONY: demo preflight gpu-check report docs quick test unit full test-experiments test-faults test-real lint format

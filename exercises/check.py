@@ -4,16 +4,19 @@
     python exercises/check.py exercises/pipeline.py
     python exercises/check.py exercises/solution/pipeline.py     # any file with the same functions
 
-The exit code is 0 when all gaps are right.
+A gap that nobody has touched is open. If a gap needs another gap that is open, its line names that gap. The exit code
+is 0 when all gaps are right.
 """
 
 import argparse
+import ast
 import importlib.util
 import itertools
 import math
 import multiprocessing
 import operator
 import os
+import re
 import signal
 import socket
 import sys
@@ -46,16 +49,34 @@ def main() -> None:
             f"{arguments.file}: there is no such Python file; leave the file out to check exercises/data_parallel.py"
         )
     exercise = load(arguments.file)
+    untouched = untouched_gaps(arguments.file.read_text())
     is_pipeline = hasattr(exercise, "own_layers")
     results = []
     for number, (check, world) in enumerate((PIPELINE if is_pipeline else DATA_PARALLEL).items(), start=1):
-        results.append(run_check(check, exercise, world))
+        results.append("open" if number in untouched else run_check(check, exercise, world))
         print(f"gap {number}: {results[-1]}", flush=True)
     if is_pipeline and set(results) == {"right"}:
         for world in (2, 3, 4):
             results.append(run_check(check_training, exercise, world))
             print(f"losses and gradients on {world} ranks: {results[-1]}", flush=True)
-    sys.exit(set(results) != {"right"})
+    if set(results) != {"right"}:
+        sys.exit(1)
+    ranks, flags, page = (4, "--schedule 1f1b", "docs/pipeline.md") if is_pipeline else (2, "--zero1", "docs/ddp.md")
+    print(f"All is right. Next, run this command, then continue with {page}:")
+    print(f"    OMP_NUM_THREADS=1 torchrun --nproc_per_node={ranks} {arguments.file} {flags}")
+
+
+def untouched_gaps(text: str) -> set[int]:
+    """Return the numbers of the gaps that have the code with which the exercise begins."""
+    untouched = set()
+    for function in ast.walk(ast.parse(text)):
+        if isinstance(function, ast.FunctionDef):
+            gap = re.match(r"Gap (\d)", ast.get_docstring(function) or "")
+            code = [ast.unparse(statement) for statement in function.body[1:]]
+            # dist.send is the beginning of gap 6 of the pipeline, which works but hangs with 1F1B
+            if gap and code in ([f"raise NotImplementedError('gap {gap[1]}')"], ["dist.send(tensor, other)"]):
+                untouched.add(int(gap[1]))
+    return untouched
 
 
 def load(path: Path) -> ModuleType:

@@ -38,6 +38,15 @@ ask_slurm() { # NAME: fail if the script can never run, and warn if it cannot ru
     "${script#"$ROOT"/}" "${answer//$'\n'/ }" "${down//$'\n'/ }" >&2
 }
 
+show_progress() { # NUMBER SCRIPT: only on a terminal, because the dry run of all experiments takes minutes
+  [[ -t 2 ]] || return 0
+  local left="each takes some seconds"
+  if (($1 > 1)); then
+    left="about $((SECONDS * (${#scripts[@]} - $1 + 1) / ($1 - 1))) seconds left"
+  fi
+  printf '\ndry run %d of %d (%s): %s\n' "$1" "${#scripts[@]}" "$left" "${2#"$EXPERIMENTS_FOLDER/"}" >&2
+}
+
 # 1. The command line
 
 chain=no dry_run=no frozen=no target=""
@@ -92,7 +101,7 @@ fi
 
 # 4. The submission
 
-previous="" code=0
+previous="" code=0 number=0
 for script in "${scripts[@]}"; do
   cd "$(dirname "$script")"
   name=$(basename "$script")
@@ -103,6 +112,7 @@ for script in "${scripts[@]}"; do
     line+=("--dependency=afterany:$previous")
   fi
   if [[ $dry_run = yes ]]; then
+    show_progress "$((++number))" "$script"
     previous="<id of the line above>"
     printf '\ncd %q && ' "$PWD"
     for variable in "${given[@]}"; do

@@ -1,6 +1,6 @@
 # shellcheck shell=bash
-# Copy this file to experiments/sites/<your cluster>.sh, fill it in, then choose it once for all experiments:
-#     echo <your cluster> > experiments/site
+# Copy this file to experiments/sites/mycluster.sh, fill it in, then choose it once for all experiments:
+#     echo mycluster > experiments/site
 # You can still give every value at submission:  BATCH_SIZE=8 sbatch baseline.slurm
 
 # --- Slurm: sbatch reads these variables at submission. submit.sh sets them; before a bare sbatch, source this file.

@@ -58,7 +58,7 @@ def site(tmp_path_factory) -> Path:
     """The site, built by `make docs` in a temporary folder so that the repository stays unchanged."""
     folder = tmp_path_factory.mktemp("site")
     # With --old-file, make uses the packages that are already installed
-    command = ["make", "--old-file=.venv/installed-dev", "docs", f"SITE_FOLDER={folder}"]
+    command = ["make", "--old-file=.venv/installed-docs", "docs", f"SITE_FOLDER={folder}"]
     done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     return folder

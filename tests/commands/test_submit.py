@@ -1,6 +1,7 @@
 """Tests of experiments/submit.sh with a stub for sbatch."""
 
 import json
+import os
 import re
 import shutil
 import subprocess
@@ -30,12 +31,19 @@ echo "$(($(tr -cd '\\0' <'{noted}' | wc -c) / 3));cluster"
     program(tmp_path / "bin", "sbatch", text)
     program(tmp_path / "bin", "sinfo", "[[ -z ${NO_CLUSTER-} ]]")
 
-    def run(*arguments: str, cwd: str = "", **variables: object):
+    def run(*arguments: str, cwd: str = "", stderr: int = subprocess.PIPE, **variables: object):
         environment = shell_environment(**variables)
         environment["PATH"] = f"{tmp_path}/bin:{environment['PATH']}"
         command = [workshop / "experiments/submit.sh", *arguments]
         done = subprocess.run(
-            command, cwd=workshop / cwd, env=environment, capture_output=True, text=True, check=False, timeout=300
+            command,
+            cwd=workshop / cwd,
+            env=environment,
+            stdout=subprocess.PIPE,
+            stderr=stderr,
+            text=True,
+            check=False,
+            timeout=300,
         )
         words = noted.read_text().split("\0")[:-1] if noted.exists() else []
         return done, [tuple(words[i : i + 3]) for i in range(0, len(words), 3)]
@@ -76,6 +84,14 @@ def test_the_dry_run_shows_the_exact_lines_and_each_job(submit, shown, workshop)
     assert f"experiments/{STAGES}/zero_1: site moon, 1 node(s) x 1 rank(s)" in lines
     assert len([line for line in lines if line.endswith("/estimate_memory.py")]) == 4
     assert sorted(workshop.rglob("*")) == before
+
+
+def test_the_dry_run_shows_its_progress_on_a_terminal(submit, shown):
+    here, terminal = os.openpty()
+    submit("--dry-run", STAGES, SITE="laptop", stderr=terminal)
+    lines = os.read(here, 10_000).decode().split()
+    assert " ".join(lines[:8]) == "dry run 1 of 4 (each takes some"
+    assert re.search(r"dry run 4 of 4 \(about \d+ seconds left\): \S+/zero_3/\S+$", " ".join(lines))
 
 
 def test_a_chain_skips_a_rejected_job(submit, workshop):

@@ -73,6 +73,9 @@ def broken_rules(command: Command) -> list[str]:
     broken = {
         "needs a cluster; begin its block with ```bash cluster": needs_cluster and not command.cluster,
         "starts ranks without torchrun; write torchrun": {"scripts/launch.py", "torch.distributed.run"} & set(words),
+        "has a <placeholder>, which bash reads as a file; write an example, or a variable of the site file": re.search(
+            r"<[a-z][\w ]*>", " ".join(words)
+        ),
         "does not begin with the number of ranks; begin with torchrun --nproc_per_node=<number>": torchrun
         and not re.search(r"torchrun --nproc_per_node=\d ", line),
         "torchrun sets one thread and prints a warning; set OMP_NUM_THREADS in this page": torchrun

@@ -30,15 +30,14 @@ def parse_pins(lines: list[str]) -> dict[str, str]:
 
 def pins() -> Iterator[str]:
     """Check that pip and conda install the same version of each package."""
-    requirements, development = (
-        parse_pins(read(name).splitlines()) for name in ("requirements.txt", "requirements-dev.txt")
-    )
+    files = ("requirements.txt", "requirements-docs.txt", "requirements-dev.txt")
+    requirements, *others = (parse_pins(read(name).splitlines()) for name in files)
     environment = yaml.safe_load(read("environment.yml"))
     (by_pip,) = [entry["pip"] for entry in environment["dependencies"] if isinstance(entry, dict)]
     shown = {"name": environment["name"], **parse_pins(by_pip)}
     stated = {"name": "deepspeed-finetune", **requirements}
     yield from differences("environment.yml", "requirements.txt or a page", shown, stated)
-    for name, pin in chain(requirements.items(), development.items()):
+    for name, pin in chain.from_iterable(pinned.items() for pinned in (requirements, *others)):
         if not re.fullmatch(r"[\w.-]+==[\w.]+", f"{name}=={pin}"):
             yield f"requirements: {name} is not pinned; write <package>==<version>"
 
@@ -48,6 +47,7 @@ def expected_lines() -> Iterator[str]:
     torch = parse_pins(read("requirements.txt").splitlines())["torch"]
     older_gpus = f"python -m pip install torch=={torch}+cu126 --index-url https://download.pytorch.org/whl/cu126"
     expected = {
+        "CITATION.cff": f"\nversion: {workshop_version()}\n",
         ".gitignore": "\nexperiments/wandb_key\n",
         "docs/environment.md": older_gpus,
         "docs/instructor/README.md": older_gpus,

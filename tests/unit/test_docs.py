@@ -4,6 +4,7 @@ tests/text_checks compares everything else on the pages with the files that they
 """
 
 import itertools
+import re
 import shlex
 from collections.abc import Iterator
 
@@ -47,6 +48,24 @@ def test_each_command_of_a_page_has_flags_that_its_script_accepts(monkeypatch):
     monkeypatch.chdir(REPOSITORY)
     found = [line for command in commands() for line in flag_errors(command)]
     assert not found, "\n".join(found)
+
+
+def test_all_pages_name_the_same_afternoon_and_its_minutes_add_up():
+    texts = {name: (REPOSITORY / name).read_text() for name in ("README.md", "index.md")}
+    texts |= {name: page(name) for name in ("introduction.md", "instructor/README.md")}
+    paragraphs = {name: text.split("An afternoon (4 h 30)")[1].split("\n\n")[0] for name, text in texts.items()}
+    link = r"\]\((?:docs/|\.\./)?([\w-]+\.md)\)"
+    routes = {name: re.findall(link, text) for name, text in paragraphs.items()}
+    pages = routes.pop("instructor/README.md")
+    assert routes == dict.fromkeys(routes, pages[1:]) and pages[0] == "introduction.md"
+    minutes = dict(re.findall(r"\]\(docs/([\w-]+\.md)\) \| (\d+) min", texts["README.md"]))
+    now = 0
+    for hour, minute, row in re.findall(
+        r"^\| (\d):(\d\d) \| (.*) \|$", paragraphs["instructor/README.md"], re.MULTILINE
+    ):
+        assert now == 60 * int(hour) + int(minute), row
+        now += 20 if row == "Break" else int(minutes[re.search(link, row)[1]])
+    assert now == 4 * 60 + 30
 
 
 # Numbers measured by benchmarks

@@ -13,7 +13,7 @@ STEPS = 10
 dist.init_process_group("gloo")
 rank = dist.get_rank()
 gradient = torch.ones(1000)
-# The file of rank 2 is now on the fast disk of its node.
+# The file of the slow rank is now on the fast disk of its node.
 started = time.perf_counter()
 for _ in range(STEPS):
     time.sleep(0.02)  # the forward and backward pass
