@@ -6,6 +6,7 @@ All pages except the first one, index.md, are also the pages that GitHub and Git
 import html
 import itertools
 import re
+import sys
 import tomllib
 from pathlib import Path
 
@@ -14,7 +15,8 @@ REPOSITORY = Path(__file__).resolve().parents[2]
 project = "Distributed LLM fine-tuning"
 copyright = "the authors, CC BY 4.0"
 release = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"]["version"]
-extensions = ["myst_parser", "sphinx_design"]
+sys.path.append(str(Path(__file__).parent))
+extensions = ["myst_parser", "sphinx_design", "slides"]
 root_doc = "index"
 include_patterns = ["index.md", "README.md", "CONTRIBUTING.md", "SECURITY.md", "CHANGELOG.md", "data/README.md"]
 include_patterns += ["docs/*.md", "docs/instructor/*.md", "experiments/README.md"]
@@ -43,7 +45,8 @@ def add_navigation(app, page: str, source: list[str]) -> None:
         "Begin": ["Two commands, first steps <README>"],
         "Sections": [page for page in sections if page.startswith("docs/") and page.count("/") == 1],
         "Reference": reference,
-        "For instructors": ["docs/instructor/README", "docs/instructor/answers", "docs/instructor/own-copy"],
+        "For instructors": ["docs/instructor/README", "docs/instructor/answers", "docs/instructor/own-copy"]
+        + [f"docs/instructor/{page}" for page in ("slides", "sheet", "message")],
         "About": ["CONTRIBUTING", "CHANGELOG", "data/README"],
     }
     for caption, pages in groups.items():
