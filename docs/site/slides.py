@@ -1,6 +1,7 @@
-"""Write the slides of docs/instructor/slides.md as one HTML file that a browser projects and prints without a network.
+"""Write slides.html, the slides of docs/instructor/slides.md, and print docs/instructor/sheet.md on one page.
 
-Each heading of the page begins a slide. The page's quotes are notes for the speaker, so the slides leave them out.
+slides.html is a single file, which a browser projects and prints without a network. Each heading of the page begins a
+slide. The page's quotes are notes for the speaker, so the slides leave them out.
 """
 
 import base64
@@ -9,8 +10,8 @@ import re
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
-PAGE = "docs/instructor/slides"
-STYLE, SCRIPT = HERE / "slides.css", HERE / "slides.js"
+SLIDES, SHEET = "docs/instructor/slides", "docs/instructor/sheet"
+PARTS = {SLIDES: [HERE / "slides.css", HERE / "slides.js"], SHEET: [HERE / "sheet.css"]}
 DECK = """<!doctype html>
 <html lang="en">
 <head>
@@ -38,7 +39,7 @@ def data_address(figure: re.Match) -> str:
 
 
 def write_slides(app, page: str, template: str, context: dict, doctree) -> None:
-    if page != PAGE:
+    if page != SLIDES:
         return
     body = re.sub("<blockquote>.*?</blockquote>", "", context["body"], flags=re.DOTALL)
     body = re.sub('<a class="headerlink".*?</a>|</section>', "", body)
@@ -57,19 +58,23 @@ def write_slides(app, page: str, template: str, context: dict, doctree) -> None:
         )
         for number, (name, content) in enumerate(zip(names, contents, strict=True), start=1)
     ]
-    deck = DECK.format(
-        title=context["title"], style=STYLE.read_text(), slides="\n".join(slides), script=SCRIPT.read_text()
-    )
+    style, script = (part.read_text() for part in PARTS[SLIDES])
+    deck = DECK.format(title=context["title"], style=style, slides="\n".join(slides), script=script)
     Path(app.outdir, "slides.html").write_text(deck)
 
 
+def add_print_style(app, page: str, template: str, context: dict, doctree) -> None:
+    if page == SHEET:
+        context["metatags"] += f"<style>{PARTS[SHEET][0].read_text()}</style>"
+
+
 def note_parts(app, page: str, source: list[str]) -> None:
-    """Let Sphinx write the slides again when their style or script has changed."""
-    if page == PAGE:
-        for part in (STYLE, SCRIPT):
-            app.env.note_dependency(str(part))
+    """Let Sphinx write a page again when its style or script has changed."""
+    for part in PARTS.get(page, []):
+        app.env.note_dependency(str(part))
 
 
 def setup(app) -> None:
     app.connect("source-read", note_parts)
     app.connect("html-page-context", write_slides)
+    app.connect("html-page-context", add_print_style)
