@@ -46,7 +46,7 @@ def add_navigation(app, page: str, source: list[str]) -> None:
         "Sections": [page for page in sections if page.startswith("docs/") and page.count("/") == 1],
         "Reference": reference,
         "For instructors": ["docs/instructor/README", "docs/instructor/answers", "docs/instructor/own-copy"]
-        + [f"docs/instructor/{page}" for page in ("slides", "sheet", "message")],
+        + ["Slides <docs/instructor/slides>", "docs/instructor/sheet", "docs/instructor/message"],
         "About": ["CONTRIBUTING", "CHANGELOG", "data/README"],
     }
     for caption, pages in groups.items():
