@@ -45,8 +45,10 @@ def add_navigation(app, page: str, source: list[str]) -> None:
         "Begin": ["Two commands, first steps <README>"],
         "Sections": [page for page in sections if page.startswith("docs/") and page.count("/") == 1],
         "Reference": reference,
-        "For instructors": ["docs/instructor/README", "docs/instructor/answers", "docs/instructor/own-copy"]
-        + ["Slides <docs/instructor/slides>", "docs/instructor/sheet", "docs/instructor/message"],
+        "For instructors": [
+            *("docs/instructor/README", "docs/instructor/answers", "docs/instructor/own-copy"),
+            *("Slides <docs/instructor/slides>", "docs/instructor/sheet", "docs/instructor/message"),
+        ],
         "About": ["CONTRIBUTING", "CHANGELOG", "data/README"],
     }
     for caption, pages in groups.items():

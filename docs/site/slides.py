@@ -61,6 +61,8 @@ def write_slides(app, page: str, template: str, context: dict, doctree) -> None:
     style, script = (part.read_text() for part in PARTS[SLIDES])
     deck = DECK.format(title=context["title"], style=style, slides="\n".join(slides), script=script)
     Path(app.outdir, "slides.html").write_text(deck)
+    link = r'<a href="../../slides.html">\g<0></a>'
+    context["body"] = re.sub("<code[^>]*><span[^>]*>build/site/slides.html</span></code>", link, context["body"])
 
 
 def add_print_style(app, page: str, template: str, context: dict, doctree) -> None:
