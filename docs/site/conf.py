@@ -14,7 +14,7 @@ project = "Distributed LLM fine-tuning"
 copyright = "the authors, CC BY 4.0"
 release = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"]["version"]
 sys.path.append(str(Path(__file__).parent))
-extensions = ["myst_parser", "sphinx_design", "page_markup"]
+extensions = ["myst_parser", "sphinx_design", "page_markup", "slides"]
 root_doc = "index"
 include_patterns = ["index.md", "README.md", "CONTRIBUTING.md", "SECURITY.md", "CHANGELOG.md", "data/README.md"]
 include_patterns += ["docs/*.md", "docs/instructor/*.md", "experiments/README.md"]

@@ -62,7 +62,10 @@ def navigation() -> str:
         elif link := re.fullmatch(r"\[(.*)\]\((.*)\.md\)", name):
             pages.append(f"{number and number + '. '}{link[1]} ({time}) <{link[2]}>")
     groups["Reference"] = [*dict.fromkeys(re.findall(r"\]\(([\w/-]+)\.md", reference))]
-    groups["For instructors"] = ["docs/instructor/README", "docs/instructor/answers", "docs/instructor/own-copy"]
+    groups["For instructors"] = [
+        f"docs/instructor/{name}" for name in ("README", "answers", "own-copy", "sheet", "message")
+    ]
+    groups["For instructors"].append("Slides <docs/instructor/slides>")
     groups["About"] = ["CONTRIBUTING", "CHANGELOG", "data/README"]
     return "".join(
         f"\n\n```{{toctree}}\n:hidden:\n:caption: {caption}\n\n" + "\n".join(pages) + "\n```\n"

@@ -1,20 +1,16 @@
 """Tests of the web site of `make docs` in a real browser."""
 
-import functools
 import html
-import http.server
 import itertools
 import json
 import re
-import subprocess
-import threading
 from dataclasses import replace
 from pathlib import Path
 from urllib.parse import quote_plus, unquote, urldefrag, urlencode, urljoin
 
 import pytest
 
-from browser import Page, browse
+from browser import browse
 from config import KNOBS
 from estimate.command_line import parse_memory_plan
 from estimate.communication import sent_bytes
@@ -46,32 +42,6 @@ CONTRAST = """((selector) => {
 # The tab sets of a page: for each, whether the commands of a cluster and of a laptop are visible
 TABS = """[...document.querySelectorAll(".sd-tab-set")].map((each) =>
   [...each.querySelectorAll(".sd-tab-content")].map((content) => content.checkVisibility()))"""
-
-
-class Quiet(http.server.SimpleHTTPRequestHandler):
-    def log_message(self, *args) -> None:
-        pass
-
-
-@pytest.fixture(scope="module")
-def site(tmp_path_factory) -> Path:
-    """The site, built by `make docs` in a temporary folder so that the repository stays unchanged."""
-    folder = tmp_path_factory.mktemp("site")
-    # With --old-file, make uses the packages that are already installed
-    command = ["make", "--old-file=.venv/installed-docs", "docs", f"SITE_FOLDER={folder}"]
-    done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stdout + done.stderr
-    return folder
-
-
-@pytest.fixture(scope="module")
-def address(site):
-    """Address of a local server for the site."""
-    handler = functools.partial(Quiet, directory=site)
-    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
-        threading.Thread(target=server.serve_forever, daemon=True).start()
-        yield f"http://127.0.0.1:{server.server_port}"
-        server.shutdown()
 
 
 @pytest.mark.parametrize(
@@ -228,13 +198,6 @@ ALL_SEEN = """(() => { const page = document.documentElement;
 @pytest.fixture(scope="module")
 def models_folder(tmp_path_factory) -> Path:
     return tmp_path_factory.mktemp("models")
-
-
-@pytest.fixture(scope="module")
-def page(tmp_path_factory):
-    page = Page(tmp_path_factory.mktemp("browser"))
-    yield page
-    page.close()
 
 
 @pytest.fixture

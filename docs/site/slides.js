@@ -1,0 +1,16 @@
+// The number of the current slide is in the address, and slides.css shows the slide that the address names
+const count = document.querySelectorAll("section").length;
+const current = () => Number(location.hash.slice(1)) || 1;
+const show = (number) => location.replace(`#${Math.min(Math.max(number, 1), count)}`);
+
+addEventListener("keydown", (event) => {
+  const [previous, next] = [current() - 1, current() + 1];
+  const number = {
+    ArrowRight: next, ArrowDown: next, PageDown: next, " ": next,
+    ArrowLeft: previous, ArrowUp: previous, PageUp: previous, Home: 1, End: count,
+  }[event.key];
+  if (number === undefined || event.ctrlKey || event.altKey || event.metaKey) return;
+  event.preventDefault();
+  show(number);
+});
+if (!document.querySelector("section:target")) show(1);
