@@ -32,6 +32,7 @@ LEGEND_LINE = 0.24  # inches
 TEXT_WIDTH = 60  # characters of a legend or of a note below an axis
 BAR_NAME_WIDTH = 20  # characters
 PRINTED = ".4g"  # format of a loss in the log
+MAX_TICKS = 6  # more numbers of five digits would touch each other
 LABEL_DISTANCE = 0.06  # fraction of an axis: points that are closer share one label
 AXIS_HEADROOM = 1.1  # end of an axis, relative to the largest point
 # Samples per second, in order of preference. The last rate is the Trainer's, which counts evaluation as training.
@@ -220,6 +221,7 @@ def draw_held(table: Table) -> Figure | None:
     names = [textwrap.fill(legend_name(row), BAR_NAME_WIDTH) for row in rows]
     axis.set(xlabel=below("model state that a rank held (MiB)", note), yticks=range(len(rows)), yticklabels=names)
     axis.margins(x=0.18)
+    axis.locator_params(axis="x", nbins=MAX_TICKS)
     axis.grid(visible=False)
     axis.tick_params(axis="y", length=0)
     figure.legend(handles=handles, loc="outside lower left", ncols=2, markerscale=0.5, frameon=False, fontsize="small")
@@ -249,6 +251,7 @@ def draw_peaks(table: Table) -> Figure | None:
         axis.bar_label(drawn, fmt="{:,.0f}", padding=3, fontsize="small")
         axis.set(xlabel=f"peak {kind} memory (MiB)")
         axis.margins(x=0.18)
+        axis.locator_params(axis="x", nbins=MAX_TICKS)
         axis.grid(visible=False)
         axis.tick_params(axis="y", length=0)
     return figure
@@ -309,6 +312,7 @@ def draw_speed(table: Table) -> Figure | None:
                   label="Pareto front: no run is faster in less memory", zorder=0)  # fmt: skip
     xlabel = below(f"peak {kind} memory (MiB)", left_out_note(table, rate))
     axis.set(xlabel=xlabel, ylabel=RATES[rate], xlim=(0, AXIS_HEADROOM * largest), ylim=(0, AXIS_HEADROOM * fastest))
+    axis.locator_params(axis="x", nbins=MAX_TICKS)
     number_points(axis, points)
     figure.legend(loc="outside lower left", frameon=False, fontsize="small")
     return figure

@@ -17,7 +17,7 @@ PREDICTIONS = TableDefinition(
     rows=[],
     columns=[
         *("gpus", "estimated_gpu", "peak_gpu", "difference_gpu"),
-        *("estimated_cpu", "peak_cpu", "difference_cpu", "peak_process"),
+        *("estimated_cpu", "peak_cpu", "peak_process", "difference_cpu"),
     ],
     note="Measured CPU memory is the sum over all processes. It includes the launcher of several ranks, and the "
     "estimate does not.",
