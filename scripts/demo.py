@@ -17,7 +17,7 @@ from pathlib import Path
 
 from config import KNOBS
 from reporting.definitions import table_definition
-from reporting.metrics import metric_value
+from reporting.metrics import HELD, metric_value
 from reporting.render import grid, table_lines
 from reporting.report_folder import write_report
 from reporting.runs import Run, read_run
@@ -32,7 +32,6 @@ METHODS = {
     "fsdp": "FSDP: the same idea in plain PyTorch",
 }
 NAMES = {"ddp": "DDP", "zero3": "ZeRO-3", "fsdp": "FSDP"}
-HELD = {"parameters": "held_parameters", "gradients": "held_gradients", "optimizer state": "held_optimizer_state"}
 # The fifth training: one optimizer step per epoch, on the same questions that are asked afterwards. It is not compared
 # with the others, because after 80 steps the rounding of each method would show in the loss
 MEMORISE = {
@@ -148,9 +147,10 @@ def table(runs: dict[str, Run]) -> str:
     """Return the report's table of the runs, with one column per method."""
     by_experiment = {f"demo/{method}": [runs[method]] if method in runs else [] for method in METHODS}
     found = build_table(table_definition("demo"), by_experiment)
-    heads, rows = table_lines(found)
+    heads, lines = table_lines(found)
     labels = [row.label for row in found.rows]
-    return f"{grid([heads[0], *labels], [row[:-1] for row in rows])}\n\n{textwrap.fill(found.definition.note, 100)}"
+    shown = grid([heads[0], *labels], [line[: 1 + len(labels)] for line in lines])
+    return f"{shown}\n\n{textwrap.fill(found.definition.note, 100)}"
 
 
 def conclusions(runs: dict[str, Run]) -> str:

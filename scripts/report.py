@@ -53,11 +53,11 @@ def job_table(path: Path) -> str:
     first, *others = [name for name in definition.columns if not name.startswith("eval_loss")]
     if not run.record.settings.em_f1:
         others = [name for name in others if name not in ("exact_match", "f1")]
-    columns = [first, *evaluations, *others, "peak_gpu", "low_gpu", "mean_gpu", "peak_cpu", "mean_cpu"]
+    columns = [first, *evaluations, *others, "peak_gpu", "low_gpu", "mean_gpu", "peak_cpu", "peak_process", "mean_cpu"]
     rows = [RowDefinition(label="Value", experiment=run.experiment)]
     definition = definition.model_copy(update={"columns": columns, "rows": rows})
-    _, lines = table_lines(build_table(definition, {run.experiment: [run]}))
-    shown = [line for line in lines if line[-1] != NO_GPU]
+    heads, lines = table_lines(build_table(definition, {run.experiment: [run]}))
+    shown = [line for line in lines if line[2:] != [NO_GPU]]
     left_out = [f"no GPU: {plural(len(lines) - len(shown), 'row')} left out"] if len(shown) < len(lines) else []
     output = run.record.output_dir
     saved = output and (run.folder / output / "config.json").exists()
@@ -66,7 +66,7 @@ def job_table(path: Path) -> str:
             "",
             f"Baseline summary of {run.job_id} ({run.outcome}, {run.record.settings.model_name})",
             "",
-            grid(["Metric", "Value", "Note"], shown),
+            grid(["Metric", "Value", *heads[2:]], shown),
             "",
             *left_out,
             *(f"incomplete: {problem}" for problem in run.problems),

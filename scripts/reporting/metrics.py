@@ -16,6 +16,7 @@ from reporting.runs import Missing, Run
 
 MIB_PER_GIB = 1024
 BYTES_PER_MIB = 2**20
+HELD = {"parameters": "held_parameters", "gradients": "held_gradients", "optimizer state": "held_optimizer_state"}
 MAX_EPOCHS = 20  # A table has at most this many columns for evaluation losses.
 
 Value = Any  # a number, a text or a Missing
@@ -108,6 +109,11 @@ def largest(ranks: str, part: str, scale: float = 1) -> Read:
     return read
 
 
+def peak_process(run: Run) -> Value:
+    """Largest resident memory of a rank's process, as the kernel counts it."""
+    return max(run.record.peak_process_mib or [], default=run.explain_missing("peak_process_mib"))
+
+
 @cache
 def predict_memory(record: str) -> Any:
     """Predict the memory of a run. record: the part of its run record that the prediction needs, as JSON.
@@ -179,6 +185,7 @@ METRICS = {
     "mean_gpu": Metric("Mean GPU memory (MiB)", logged("gpu", "mean")),
     "mean_gpu_gib": Metric("GPU memory, default (GiB)", logged("gpu", "mean", MIB_PER_GIB)),
     "peak_cpu": Metric("Peak CPU memory (MiB)", logged("cpu", "peak")),
+    "peak_process": Metric("Peak CPU memory of a rank (MiB)", peak_process),
     "mean_cpu": Metric("Mean CPU memory (MiB)", logged("cpu", "mean")),
     "callback_samples_per_second": Metric("Samples/s, callback", recorded("callbacks.train/samples_per_second_mean")),
     "callback_gpu_gib": Metric("GPU memory, callback (GiB)", recorded("callbacks.avg_mem_alloc_MB", MIB_PER_GIB)),

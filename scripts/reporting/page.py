@@ -14,7 +14,8 @@ import jinja2
 from markupsafe import Markup
 
 from reporting import render
-from reporting.runs import Run
+from reporting.render import Plot
+from reporting.runs import WITHOUT_EXPERIMENT, Run
 from reporting.tables import Row, Table
 from reporting.trainer_log import find_log
 from shared.paths import workshop_version
@@ -24,14 +25,15 @@ GENERATOR = Markup('<meta name="generator" content="scripts/report.py">')
 POLICY = "default-src 'none'; style-src 'sha256-{}'; img-src data:; base-uri 'none'; form-action 'none'"
 JOB = re.compile(r"(?<=\bjob )([A-Za-z0-9._-]*[A-Za-z0-9])")  # the id of a job in a remark
 FLAG = re.compile(r"--\w+")  # a flag, such as --fp16
+SITE_NAME = "Distributed LLM fine-tuning"  # as in docs/site/conf.py
+LONGEST_JOB_ID = 12  # characters of an id that a table shows whole
+SHORTEST_END = 3  # characters of a longer id that a table shows at least
 
 
-def render_page(
-    tables: list[Table], runs: list[Run], images: dict[str, list[tuple[Path, str]]], summary: list[str]
-) -> str:
+def render_page(tables: list[Table], runs: list[Run], plots: dict[str, list[Plot]], summary: list[str]) -> str:
     """Return the whole report as HTML.
 
-    runs: all runs, oldest first. images: table name -> its plots, each with a description; the page embeds them.
+    runs: all runs, oldest first. plots: table name -> its plots, which the page embeds.
     summary: a sentence that explains the rows, then the results of the comparison with a reference.
     """
     style = Markup((HERE / "page.css").read_text(encoding="utf-8"))
@@ -56,21 +58,46 @@ def render_page(
     return environment.get_template("page.html").render(
         policy=Markup(POLICY.format(digest)),
         generator=GENERATOR,
+        title=page_title(runs),
         style=style,
         version=workshop_version(),
         summary=summary[0],
         compared=summary[1:],
         runs=runs,
         anchors=anchors,
+        short_ids=short_job_ids(runs),
         listed=runs_by_status(runs),
         mismatched=mismatched_rows(filled),
         no_gpu=all(run.record.hardware.gpus == 0 for run in runs if run.has_record),
         good_statuses=("completed", "running"),
         filled=filled,
         waiting=[table for table in tables if table.rows and not table.has_runs],
-        images=images,
+        plots=plots,
         logs={run: find_log(run.folder, run.job_id) for run in runs},
     )
+
+
+def page_title(runs: list[Run]) -> str:
+    """Return the experiment family if all runs belong to one, otherwise the name of the workshop's site.
+
+    The family is the folder below `experiments`.
+    """
+    families = {run.experiment.partition("/")[0] for run in runs}
+    if len(families) > 1 or families == {WITHOUT_EXPERIMENT}:
+        return SITE_NAME
+    (family,) = families
+    return "Demo" if family == "demo" else family
+
+
+def short_job_ids(runs: list[Run]) -> dict[str, str]:
+    """Map each job id to a text for the tables. A long id is shortened to the last words that no other id ends with."""
+    ids = {run.job_id for run in runs}
+    found = {}
+    for job_id in ids:
+        ends = [job_id[match.end() :] for match in re.finditer("[-_.]", job_id)]
+        unique = [end for end in ends if len(end) >= SHORTEST_END and sum(each.endswith(end) for each in ids) == 1]
+        found[job_id] = f"…{unique[-1]}" if unique and len(job_id) > LONGEST_JOB_ID else job_id
+    return found
 
 
 def run_anchors(runs: list[Run]) -> dict[Run, str]:
@@ -121,8 +148,8 @@ def shorten_paths(text: str, run: Run | None) -> str:
     return text.replace(f"{run.folder}/", "") if run else text
 
 
-def data_url(image: Path) -> str:
-    return f"data:image/png;base64,{base64.b64encode(image.read_bytes()).decode('ascii')}"
+def data_url(svg: bytes) -> str:
+    return f"data:image/svg+xml;base64,{base64.b64encode(svg).decode('ascii')}"
 
 
 def allow_breaks(text: str) -> Markup:

@@ -1,12 +1,16 @@
-"""Draw the plots of a table as PNG files. Lines and bars differ in dashes, markers and hatches, not only in colour.
+"""Draw the plots of a table. Lines and bars differ in dashes, markers and hatches, not only in colour.
 
 The plots show the numbers of the table's cells. Scaling and scatter plots leave out the runs that do not compare, and
-name them.
+name them. Each plot is a PNG file, and an SVG for the page. Both have a white ground, which is readable in dark mode.
 """
 
+import io
 import math
+import textwrap
+from dataclasses import dataclass
 from itertools import cycle
 from pathlib import Path
+from typing import Any
 
 import matplotlib
 from matplotlib.artist import Artist
@@ -14,14 +18,21 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from records.memory_logs import memory_log_paths, read_cpu_log, read_gpu_log
+from reporting.metrics import HELD, format_number, metric_value
+from reporting.render import Plot
 from reporting.runs import Missing, Run
 from reporting.tables import Row, Table
 from reporting.trainer_log import entries, find_log
+from shared.looks import PARTS
 
 DPI = 110
-FIGURE_WIDTH = 5.8  # inches: text of 11 points is readable when a phone shrinks a plot of this width
+FIGURE_WIDTH = 5.2  # inches: text of 11 points is readable when a phone shrinks a plot of this width
 HEIGHT = 3.4  # inches
 LEGEND_LINE = 0.24  # inches
+TEXT_WIDTH = 60  # characters of a legend or of a note below an axis
+BAR_NAME_WIDTH = 20  # characters
+PRINTED = ".4g"  # format of a loss in the log
+MAX_TICKS = 6  # more numbers of five digits would touch each other
 LABEL_DISTANCE = 0.06  # fraction of an axis: points that are closer share one label
 AXIS_HEADROOM = 1.1  # end of an axis, relative to the largest point
 # Samples per second, in order of preference. The last rate is the Trainer's, which counts evaluation as training.
@@ -36,23 +47,34 @@ STYLES = [
     ("#b8860b", (0, (8, 2, 2, 2)), "*"),
 ]
 
+STYLE: Any = {
+    "font.size": 11,
+    "hatch.linewidth": 0.5,
+    "svg.fonttype": "path",  # readers lack matplotlib's font
+    "svg.hashsalt": "workshop",  # without this, the names of patterns differ in each report
+}
+
 Points = list[tuple[float, float]]
 
 
-def draw_plots(table: Table, folder: Path) -> list[tuple[Path, str]]:
-    """Write the plots for which the table has values to ``<folder>/<table>-<plot>.png``.
-
-    Returns each file with a description.
-    """
-    images = []
-    with matplotlib.rc_context({"font.size": 11}):
+def draw_plots(table: Table, folder: Path) -> list[Plot]:
+    """Draw the plots for which the table has values, and write them to ``<folder>/<table>-<plot>.png``."""
+    plots = []
+    with matplotlib.rc_context(STYLE):
         for name in table.definition.plots:
             draw, description = DRAWINGS[name]
             if figure := draw(table):
                 path = folder / f"{table.definition.id}-{name}.png"
                 figure.savefig(path, dpi=DPI)
-                images.append((path, f"{table.definition.title}: {description}"))
-    return images
+                plots.append(Plot(path, as_svg(figure), f"{table.definition.title}: {description}"))
+    return plots
+
+
+def as_svg(figure: Figure) -> bytes:
+    """Return the figure as SVG. The same figure gives the same bytes."""
+    out = io.BytesIO()
+    figure.savefig(out, format="svg", metadata={"Date": None, "Creator": None})
+    return out.getvalue()
 
 
 def new_figure(parts: int = 1, legend_lines: int = 0) -> tuple[Figure, list[Axes]]:
@@ -81,21 +103,44 @@ def drawable_number(table: Table, row: Row, column: str) -> float | None:
     return number if number is not None and math.isfinite(number) else None
 
 
+@dataclass
+class Curve:
+    """The training or evaluation losses of one run, or of several runs whose losses are equal."""
+
+    kind: str
+    points: Points
+    style: tuple
+    names: list[str]
+
+    @property
+    def label(self) -> str:
+        equal = " (equal)" if len(self.names) > 1 else ""
+        return textwrap.fill(f"{'; '.join(self.names)}{equal}, {self.kind}", TEXT_WIDTH)
+
+
 def draw_loss(table: Table) -> Figure | None:
-    """Draw the logged training loss as lines and the evaluation loss as markers, over epochs."""
+    """Draw the logged training loss as lines and the evaluation loss as markers, over epochs.
+
+    Curves whose printed numbers are equal are drawn once, in the style of the first run.
+    """
+    curves: dict[tuple, Curve] = {}  # kind and printed numbers -> curve
     runs = [(row, row.run) for row in table.rows if row.run]
-    curves = [(legend_name(row), training_losses(run), evaluation_losses(run)) for row, run in runs]
-    count = sum(bool(steps) + bool(evaluations) for _, steps, evaluations in curves)
-    if not count:
+    for (row, run), style in zip(runs, cycle(STYLES), strict=False):
+        for kind, points in (("training", training_losses(run)), ("evaluation", evaluation_losses(run))):
+            if points:
+                printed = kind, *(f"{epoch:{PRINTED}} {loss:{PRINTED}}" for epoch, loss in points)
+                curves.setdefault(printed, Curve(kind, points, style, [])).names.append(legend_name(row))
+    if not curves:
         return None
-    figure, (axis,) = new_figure(legend_lines=count)
-    for (name, steps, evaluations), (colour, dashes, marker) in zip(curves, cycle(STYLES), strict=False):
-        if steps:
-            cross = "x" if len(steps) == 1 else ""  # A line with one point would be invisible.
-            axis.plot(*zip(*steps, strict=True), color=colour, ls=dashes, marker=cross, label=f"{name}, training")
-        if evaluations:
-            label = f"{name}, evaluation"
-            axis.plot(*zip(*evaluations, strict=True), color=colour, ls="none", marker=marker, label=label)
+    labels = [curve.label for curve in curves.values()]
+    figure, (axis,) = new_figure(legend_lines=sum(label.count("\n") + 1 for label in labels))
+    for curve, label in zip(curves.values(), labels, strict=True):
+        colour, dashes, marker = curve.style
+        if curve.kind == "training":
+            marker = "x" if len(curve.points) == 1 else ""  # A line with one point would be invisible.
+        else:
+            dashes = "none"
+        axis.plot(*zip(*curve.points, strict=True), color=colour, ls=dashes, marker=marker, label=label)
     axis.set(xlabel="epoch", ylabel="loss (nats per token)", xlim=(0, None))
     figure.legend(loc="outside lower left", frameon=False, fontsize="small")
     return figure
@@ -132,7 +177,7 @@ def draw_memory(table: Table) -> Figure | None:
                 (handles[name],) = axis.plot(*top, color=colour, linestyle=dashes, marker=marker)
                 peak_texts.setdefault(name, []).append(f"{kind} {top[1]:,.0f} MiB")
         axis.set(xlabel="time (s)", ylabel=f"{kind} memory used (MiB)", xlim=(0, None), ylim=(0, None))
-    labels = [f"{name}: {', '.join(texts)}" for name, texts in peak_texts.items()]
+    labels = [textwrap.fill(f"{name}: {', '.join(texts)}", TEXT_WIDTH) for name, texts in peak_texts.items()]
     figure.legend(list(handles.values()), labels, title="peak (marked)", alignment="left", loc="outside lower left",
                   frameon=False, fontsize="small", title_fontsize="small")  # fmt: skip
     return figure
@@ -151,6 +196,45 @@ def curve(run: Run, kind: str) -> Points:
     return log.curve(name)
 
 
+def draw_held(table: Table) -> Figure | None:
+    """Draw the parameters, gradients and optimizer state that a rank held, with a mark at the predicted sum."""
+    completed = [row for row in reversed(table.rows) if row.run and row.run.completed]
+    sizes = [[drawable_number(table, row, column) for column in HELD.values()] for row in completed]
+    bars = [(row, parts) for row, parts in zip(completed, sizes, strict=True) if None not in parts]
+    if not bars:
+        return None
+    rows, measured = zip(*bars, strict=True)
+    figure, (axis,) = new_figure(legend_lines=2)
+    handles: list = []
+    left = [0.0] * len(rows)
+    for part, widths in zip(HELD, zip(*measured, strict=True), strict=True):
+        style: dict[str, Any] = {"height": 0.6, "edgecolor": "#333333", "linewidth": 0.5} | PARTS[part]
+        handles.append(axis.barh(range(len(rows)), widths, left=left, label=part, **style))
+        left = [start + width for start, width in zip(left, widths, strict=True)]
+    axis.bar_label(handles[-1], [format_number(size) for size in left], padding=9, fontsize="small")
+    predictions = [(predicted_state(row), place) for place, row in enumerate(rows)]
+    if marks := [(size, place) for size, place in predictions if size is not None]:
+        style = {"color": "#d62728", "ls": "none", "marker": "|", "ms": 20, "mew": 2.5}
+        handles += axis.plot(*zip(*marks, strict=True), label="predicted sum", **style)
+    partial = [row.label for row, parts in zip(completed, sizes, strict=True) if None in parts]
+    note = f"Left out, a part was not measured: {', '.join(partial)}." if partial else ""
+    names = [textwrap.fill(legend_name(row), BAR_NAME_WIDTH) for row in rows]
+    axis.set(xlabel=below("model state that a rank held (MiB)", note), yticks=range(len(rows)), yticklabels=names)
+    axis.margins(x=0.18)
+    axis.locator_params(axis="x", nbins=MAX_TICKS)
+    axis.grid(visible=False)
+    axis.tick_params(axis="y", length=0)
+    figure.legend(handles=handles, loc="outside lower left", ncols=2, markerscale=0.5, frameon=False, fontsize="small")
+    return figure
+
+
+def predicted_state(row: Row) -> float | None:
+    """Return the predicted MiB of model state that a rank of this row's run holds, or None without a prediction."""
+    assert row.run
+    parts = [metric_value(column.replace("held", "estimated"), row.run) for column in HELD.values()]
+    return None if any(isinstance(part, Missing) for part in parts) else sum(parts)
+
+
 def draw_peaks(table: Table) -> Figure | None:
     """Draw peak GPU and CPU memory as bars. Runs with offload have hatched bars."""
     bars_by_kind = {}
@@ -167,6 +251,7 @@ def draw_peaks(table: Table) -> Figure | None:
         axis.bar_label(drawn, fmt="{:,.0f}", padding=3, fontsize="small")
         axis.set(xlabel=f"peak {kind} memory (MiB)")
         axis.margins(x=0.18)
+        axis.locator_params(axis="x", nbins=MAX_TICKS)
         axis.grid(visible=False)
         axis.tick_params(axis="y", length=0)
     return figure
@@ -197,7 +282,7 @@ def draw_over_gpus(points: list[tuple[int, float]], ideal: list[float], ylabel: 
     axis.plot(gpus, ideal, color="#777777", linestyle="--", label="ideal")
     axis.plot(gpus, measured, color="black", marker="o", label="measured")
     top = AXIS_HEADROOM * max(*ideal, *measured)
-    axis.set(xlabel=f"GPUs\n{left_out}".strip(), ylabel=ylabel, xticks=gpus, ylim=(0, top))
+    axis.set(xlabel=below("GPUs", left_out), ylabel=ylabel, xticks=gpus, ylim=(0, top))
     axis.legend(frameon=False)
     return figure
 
@@ -225,8 +310,9 @@ def draw_speed(table: Table) -> Figure | None:
         steps = [*front, (largest, front[-1][1])]
         axis.step(*zip(*steps, strict=True), where="post", color="#777777", linestyle="--", linewidth=1,
                   label="Pareto front: no run is faster in less memory", zorder=0)  # fmt: skip
-    xlabel = f"peak {kind} memory (MiB)\n{left_out_note(table, rate)}".strip()
+    xlabel = below(f"peak {kind} memory (MiB)", left_out_note(table, rate))
     axis.set(xlabel=xlabel, ylabel=RATES[rate], xlim=(0, AXIS_HEADROOM * largest), ylim=(0, AXIS_HEADROOM * fastest))
+    axis.locator_params(axis="x", nbins=MAX_TICKS)
     number_points(axis, points)
     figure.legend(loc="outside lower left", frameon=False, fontsize="small")
     return figure
@@ -267,6 +353,11 @@ def points_over_gpus(table: Table, column: str) -> list[tuple[int, float]]:
     return sorted((gpus, number) for gpus, number in found if gpus and number)
 
 
+def below(label: str, note: str) -> str:
+    """Return the text below an axis: its label, and the note if there is one."""
+    return f"{label}\n{textwrap.fill(note, TEXT_WIDTH)}".strip()
+
+
 def left_out_note(table: Table, column: str) -> str:
     """Name the completed runs that a plot leaves out. The text is empty if the plot shows all of them."""
     completed = [row for row in table.rows if row.run and row.run.completed]
@@ -279,6 +370,7 @@ def left_out_note(table: Table, column: str) -> str:
 DRAWINGS = {  # the plots that a table may name, each with a description
     "loss": (draw_loss, "training and evaluation loss over epochs"),
     "memory": (draw_memory, "memory over time, with the peak of each run"),
+    "held": (draw_held, "parameters, gradients and optimizer state that a rank held, as stacked bars"),
     "peaks": (draw_peaks, "peak memory as bars"),
     "throughput": (draw_throughput, "samples per second over GPUs, next to ideal scaling"),
     "efficiency": (draw_efficiency, "efficiency over GPUs, next to the ideal 100 %"),

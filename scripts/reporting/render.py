@@ -9,6 +9,7 @@ import re
 from collections import Counter, defaultdict
 from collections.abc import Collection
 from pathlib import Path
+from typing import NamedTuple
 
 from reporting.metrics import decimals, format_number
 from reporting.runs import Missing, Run
@@ -21,6 +22,14 @@ MARKDOWN_SPECIAL = re.compile(r"[\\`|<\[\]]")
 FORMULA_STARTS = ("=", "+", "-", "@")
 
 
+class Plot(NamedTuple):
+    """A plot of a table. png: the file next to the page. svg: the same plot, which the page embeds."""
+
+    png: Path
+    svg: bytes
+    description: str
+
+
 def cell_texts(table: Table) -> list[list[str]]:
     """Format the cells of each row. All numbers of a column get the same number of decimals."""
     places = [
@@ -31,20 +40,25 @@ def cell_texts(table: Table) -> list[list[str]]:
 
 
 def table_lines(table: Table) -> tuple[list[str], list[list[str]]]:
-    """Return the header and the body of a table as text. In a transposed table, metrics are rows."""
+    """Return the header and the body of a table as text. In a transposed table, metrics are rows.
+
+    A transposed table has a column for notes if there are any.
+    """
     texts = cell_texts(table)
     if not table.definition.transpose:
         body = [[row.label, row.jobs, row.status, *line] for row, line in zip(table.rows, texts, strict=True)]
         return ["", "Job", "Status", *table.definition.headers], body
     columns = [f"{row.label} ({f'job {row.jobs}, ' if row.jobs else ''}{row.status})" for row in table.rows]
-    metrics = enumerate(table.definition.headers)
-    body = [[name, *(line[i] for line in texts), column_note(table, i)] for i, name in metrics]
-    return ["Metric", *columns, "Note"], body
+    notes = [column_note(table, i) for i in range(len(table.definition.headers))]
+    body = [[name, *(line[i] for line in texts), notes[i]] for i, name in enumerate(table.definition.headers)]
+    if any(notes):
+        return ["Metric", *columns, "Note"], body
+    return ["Metric", *columns], [line[:-1] for line in body]
 
 
 def column_note(table: Table, column: int) -> str:
-    """Join the notes of a column's cells, without duplicates."""
-    return "; ".join(filter(None, dict.fromkeys(row.cells[column].note for row in table.rows)))
+    """Join the notes of a column's cells, without duplicates. A row's status says that it has no run."""
+    return "; ".join(filter(None, dict.fromkeys(row.cells[column].note for row in table.rows if row.run)))
 
 
 def empty_columns(table: Table) -> dict[str, str]:
@@ -144,8 +158,8 @@ def grid(header: list[str], body: list[list[str]]) -> str:
     return "\n".join(f"| {row} |" for row in rows)
 
 
-def render_markdown(table: Table, images: list[tuple[Path, str]]) -> str:
-    """Render the Markdown page of a table. images: files of the plots, each with a description."""
+def render_markdown(table: Table, plots: list[Plot]) -> str:
+    """Render the Markdown page of a table."""
     parts = [
         f"# {escape_markdown(table.definition.title)}",
         table.definition.question,
@@ -157,7 +171,7 @@ def render_markdown(table: Table, images: list[tuple[Path, str]]) -> str:
         labels = join_first([f"{row.label} (job {row.run.job_id})" for row in rows if row.run])
         lines.append(f"- {escape_markdown(f'{labels}: {remark}')}")
     parts += [table.definition.note, "\n".join(lines)]
-    parts += [f"![{escape_markdown(alt)}]({image.name})" for image, alt in images]
+    parts += [f"![{escape_markdown(plot.description)}]({plot.png.name})" for plot in plots]
     return "\n\n".join(filter(None, parts)) + "\n"
 
 

@@ -5,7 +5,7 @@ from pathlib import Path
 from reporting.definitions import TableDefinition, load_definitions
 from reporting.page import GENERATOR, render_page
 from reporting.reference import NUMBERS_FILE, compare, read_reference, write_numbers
-from reporting.render import plural, render_csv, render_markdown
+from reporting.render import Plot, plural, render_csv, render_markdown
 from reporting.runs import find_runs
 from reporting.tables import Table, build_tables, list_runs, preference
 from shared.errors import WorkshopError
@@ -15,7 +15,10 @@ PREDICTIONS = TableDefinition(
     title="Predictions of all experiments",
     question="How far off is the predicted memory?",
     rows=[],
-    columns=["gpus", "estimated_gpu", "peak_gpu", "difference_gpu", "estimated_cpu", "peak_cpu", "difference_cpu"],
+    columns=[
+        *("gpus", "estimated_gpu", "peak_gpu", "difference_gpu"),
+        *("estimated_cpu", "peak_cpu", "peak_process", "difference_cpu"),
+    ],
     note="Measured CPU memory is the sum over all processes. It includes the launcher of several ranks, and the "
     "estimate does not.",
 )
@@ -33,6 +36,7 @@ ALL_RUNS = TableDefinition(
         "eval_loss",
         "peak_gpu",
         "peak_cpu",
+        "peak_process",
         "gpu_hours",
     ],
     note="GPU-hours: GPUs of the job x time from the start of the run record to its end, without the start-up. A "
@@ -67,14 +71,14 @@ def write_report(folders: list[Path], output: Path, all_runs: bool, reference: P
     try:
         output.mkdir(parents=True, exist_ok=True)
         remove_old_files(definitions, output)
-        images = write_tables(tables, output)
+        plots = write_tables(tables, output)
         summary = (
             "Each row shows the mean over the completed runs that are comparable with its latest run, ± standard "
             "deviation (number of runs). The curves of loss and memory show the latest run."
             if all_runs
             else "Each row shows the latest completed run of its experiment that is comparable with the other rows."
         )
-        index.write_text(render_page(tables, runs, images, [summary, *compared]), encoding="utf-8")
+        index.write_text(render_page(tables, runs, plots, [summary, *compared]), encoding="utf-8")
         write_numbers(experiment_tables, output)
     except OSError as error:
         raise WorkshopError(
@@ -84,18 +88,18 @@ def write_report(folders: list[Path], output: Path, all_runs: bool, reference: P
     return "\n".join([written, *compared])
 
 
-def write_tables(tables: list[Table], output: Path) -> dict[str, list[tuple[Path, str]]]:
-    """Write the files of each table that has runs. Returns table name -> its plots, each with a description."""
+def write_tables(tables: list[Table], output: Path) -> dict[str, list[Plot]]:
+    """Write the files of each table that has runs. Returns table name -> its plots."""
     from reporting.plots import draw_plots  # Importing matplotlib takes a second, and report.py --job needs no plots.
 
-    images = {}
+    plots = {}
     for table in tables:
         if table.has_runs:
             name = table.definition.id
-            images[name] = draw_plots(table, output)
-            (output / f"{name}.md").write_text(render_markdown(table, images[name]), encoding="utf-8")
+            plots[name] = draw_plots(table, output)
+            (output / f"{name}.md").write_text(render_markdown(table, plots[name]), encoding="utf-8")
             (output / f"{name}.csv").write_text(render_csv(table), encoding="utf-8")
-    return images
+    return plots
 
 
 def remove_old_files(definitions: list[TableDefinition], output: Path) -> None:

@@ -14,6 +14,7 @@ from reporting.trainer_log import find_log, last_error, last_lines, read_summary
 from shared.errors import WorkshopError
 
 OUTPUT_FOLDERS = {"results", "gpu_memory", "cpu_memory", "log", "output"}
+WITHOUT_EXPERIMENT = "without an experiment"  # a command in the repository's folder
 NO_GPU = "no GPU"  # a reason for a missing value
 INCOMPLETE = "incomplete"  # the status of a run without a readable record
 NO_RECORD = Record(status="failed")
@@ -59,7 +60,7 @@ class Run:
         """The experiment's folder relative to `experiments`, or only its name if it is not below such a folder."""
         if self.record.experiment:
             path = self.record.experiment.removeprefix("experiments/")
-            return "without an experiment" if path == "." else path  # a command in the repository's folder
+            return WITHOUT_EXPERIMENT if path == "." else path
         parts = self.folder.absolute().parts
         last = max((i for i, part in enumerate(parts) if part == "experiments"), default=len(parts) - 2)
         return "/".join(parts[last + 1 :])

@@ -52,6 +52,10 @@ addEventListener("load", () => {
   const tables = [...document.querySelectorAll("table:not([aria-label^='All runs'])")];
   const first = tables.map((table) => table.querySelector("td.number"));
   probe.hidden = first.filter((cell) => cell && cell.getBoundingClientRect().right > innerWidth).length;
+  const regions = [...document.querySelectorAll(".wide")];
+  probe.scrolled = regions.filter((each) => each.scrollWidth > each.clientWidth).map((each) => each.ariaLabel);
+  const labelled = document.querySelector("td.number");
+  probe.label = getComputedStyle(labelled, "::before").content;
   probe.requests = performance.getEntriesByType("resource").map((entry) => entry.name);
   parent.postMessage(probe, "*");
 });
@@ -88,7 +92,7 @@ def test_page_in_a_browser(output, tmp_path, width, scheme):
     seen = json.loads(unescape(probe[1]))
     assert (seen["width"], seen["background"]) == (
         width,
-        {"dark": "rgb(22, 22, 22)", "light": "rgb(255, 255, 255)"}[scheme],
+        {"dark": "rgb(19, 20, 22)", "light": "rgb(255, 255, 255)"}[scheme],
     )
     assert len(seen["tables"]) == len(list(output.glob("*.csv"))) and all(seen["tables"])
     assert len(seen["plots"]) == len(list(output.glob("*.png"))) and all(seen["plots"]) and seen["narrowPlots"]
@@ -99,6 +103,9 @@ def test_page_in_a_browser(output, tmp_path, width, scheme):
     assert (seen["foldedRun"], seen["openedRun"]) == (False, True), "a link to a run must unfold it"
     assert seen["highestName"] < HIGHEST_NAME, "the name of an experiment must not wrap to many lines"
     assert seen["hidden"] == 0, "each table must show a number before it is scrolled"
+    if width < 1280:
+        assert seen["scrolled"] == [], "on a narrow screen, a row is a card"
+        assert seen["label"] == '"Baseline"', "in a card, a value is next to its heading"
     assert "CONSOLE" not in log, log[-2000:]
 
 
@@ -106,5 +113,5 @@ def test_page_is_printed_unfolded(output, tmp_path):
     paper = tmp_path / "page.pdf"
     _, log = browse((output / "index.html").as_uri(), tmp_path / "profile", f"--print-to-pdf={paper}")
     assert paper.exists(), log[-2000:]
-    printed = re.findall(rb"/Subtype\s*/Image", paper.read_bytes())
+    printed = re.findall(rb"/S /Figure\s*/Alt", paper.read_bytes())
     assert len(printed) == len(list(output.glob("*.png"))) > 5

@@ -14,7 +14,8 @@ import report
 from helpers import EXPERIMENT_SCRIPTS, EXPERIMENTS, REPOSITORY
 from report_files import RUNS, RUNS_OF_1_0_0, add_run, cell, table
 from reporting.definitions import load_definitions
-from reporting.report_folder import write_report
+from reporting.metrics import HELD
+from reporting.report_folder import ALL_RUNS, PREDICTIONS, write_report
 
 WAY_OUT = "see the comment at its top"
 GOLDEN = REPOSITORY / "tests" / "data" / "report"
@@ -77,6 +78,22 @@ def test_every_experiment_has_a_table():
     folders = {str(path.parent.relative_to(EXPERIMENTS)) for path in EXPERIMENT_SCRIPTS}
     # gpu_check.py writes a table of its own, and own-model is made to be copied
     assert folders - {"gpu-check", "own-model/train"} <= known
+
+
+def test_tables_of_methods_show_what_a_rank_held():
+    shown = {definition.id for definition in DEFINITIONS if "held" in definition.plots}
+    assert shown == {
+        *("zero-stages", "two-gpu-stages", "methods-comparison", "tensor-parallel", "demo"),
+        *("fsdp-single-gpu", "fsdp-multi-gpu", "fsdp-multi-node", "fsdp-strategies"),
+    }
+    for definition in DEFINITIONS:
+        assert {*HELD.values()} <= {*definition.columns} or "held" not in definition.plots, definition.id
+
+
+def test_the_peak_of_a_rank_is_next_to_the_peak_of_all_processes():
+    """A sample of the log that was taken during a fork counts a process twice."""
+    for definition in [*DEFINITIONS, PREDICTIONS, ALL_RUNS]:
+        assert ("peak_cpu" in definition.columns) == ("peak_process" in definition.columns), definition.id
 
 
 @pytest.mark.parametrize(
@@ -216,6 +233,7 @@ def test_the_summary_of_a_job_is_printed(main_of, capsys):
     assert values["Train Loss (Final)"] == ("7.479", "")
     assert values["Training Speed, steps alone (samples/sec)"] == ("", "too few steps after the warm-up")
     assert values["Peak GPU memory (MiB)"] == ("901", "")
+    assert values["Peak CPU memory of a rank (MiB)"] == ("708.9", "")
     assert "GPU-hours" not in values and "\nno GPU: 1 row left out\n" in printed
     assert "Exact Match (%)" not in values
     assert printed.splitlines()[-2] == "model:      not saved"

@@ -5,16 +5,21 @@ import hashlib
 import re
 from html.parser import HTMLParser
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+from matplotlib.colors import to_hex
 from matplotlib.figure import Figure
 
 from report_files import add_run, table, write
 from reporting.definitions import PLOTS
+from reporting.page import SITE_NAME
 from reporting.plots import DRAWINGS, pareto_front
 from reporting.report_folder import write_report
 from reporting.tables import Table
-from shared.paths import workshop_version
+from shared.looks import PARTS
+from shared.paths import REPOSITORY, workshop_version
+from shared.units import MIB
 
 STAGE = "deepspeed-single-gpu/zero_1"
 SCALING = "deepspeed-multi-gpu"
@@ -74,9 +79,52 @@ def test_the_overview_lists_completed_failed_and_incomparable_runs(tmp_path, mon
         "completed, incomplete: 1 run 6 fsdp-baseline: cpu_memory: no log of job 6",
         "does not compare: 1 row, left out of scaling and scatter plots "
         "3 8 GPUs in Weak scaling on one node: labels answer, others sequence",
-        "a process that has just forked counts twice for a moment",
+        "A sample taken while a process forks counts its memory twice",
     ):
         assert line in overview, line
+
+
+@pytest.mark.parametrize(
+    ("experiments", "title"),
+    [
+        (["demo/plain", "demo/ddp"], "Demo"),
+        (["fsdp-multi-gpu/2_gpus", "fsdp-multi-gpu/4_gpus"], "fsdp-multi-gpu"),
+        (["baseline", "demo/ddp"], "Distributed LLM fine-tuning"),
+    ],
+)
+def test_the_title_is_the_family_of_the_runs_or_the_site(tmp_path, experiments, title):
+    for job, experiment in enumerate(experiments, 1):
+        add_run(tmp_path, experiment, str(job))
+    html = write_page(tmp_path).html
+    assert f"<title>{title}</title>" in html and f"<h1>{title}</h1>" in html
+    assert f'\nproject = "{SITE_NAME}"\n' in (REPOSITORY / "docs" / "site" / "conf.py").read_text()
+
+
+def test_long_job_ids_are_short_in_tables(tmp_path):
+    """Hovering over a short id shows the whole one. The list of runs has the whole ids."""
+    first, second, third = "local-20261126-113000-4711", "local-20261126-113100-4711", "local-20261126-113200-99"
+    for job_id, method in ((first, "plain"), (second, "ddp"), (third, "fsdp"), ("4712", "zero3")):
+        add_run(tmp_path, f"demo/{method}", job_id)
+    page = write_page(tmp_path)
+    demo = page.html.partition('<div id="demo">')[2].partition("</thead>")[0]
+    heads = re.findall(r'<a href="#job-([^"]*)"(?: title="([^"]*)")?>([^<]*)</a>', demo)
+    assert heads == [
+        (first, first, "…113000-4711"),
+        (second, second, "…113100-4711"),
+        ("4712", "", "4712"),
+        (third, third, "…113200-99"),
+    ]
+    assert all(f"\n{job_id} demo/" in page.text for job_id in (first, second, third))
+
+
+def test_a_column_of_notes_appears_only_with_notes(tmp_path):
+    add_run(tmp_path, "demo/plain", "1", held=[held(1, 1, 2)])
+    add_run(tmp_path, "demo/ddp", "2", held=[held(1, 1, 2)])
+    assert '<th scope="col">Note</th>' not in write_page(tmp_path).html
+    add_run(tmp_path, "demo/ddp", "2", held=None, missing={"held": "the training had no second step"})
+    page = write_page(tmp_path)
+    assert '<th scope="col">Note</th>' in page.html
+    assert page.section("demo").count("the training had no second step") == 3
 
 
 def test_long_lists_are_counted(tmp_path):
@@ -98,8 +146,8 @@ def test_each_number_leads_to_its_run(tmp_path):
     page = write_page(tmp_path)
     stage = page.html.partition('<th scope="row">Stage 1<')[2].partition("</tr>")[0]
     link = '<a href="#job-20">20</a>'
-    phone_link, job, status = f'"phone-only">{link}</small>', f">{link}</td>", "><span>completed</span></td>"
-    assert [part in stage for part in (phone_link, job, status)] == [True] * 3
+    job, status = f'data-label="Job">{link}</td>', 'data-label="Status"><span>completed</span></td>'
+    assert (job in stage, status in stage) == (True, True)
     assert len(re.findall(r'<a href="#job-20" tabindex="-1">[\d.,]+</a>', stage)) > 2
     assert 'the newer job <a href="#job-21">21</a> is not shown' in page.html
     assert "the newer job 8 is not shown" in page.html
@@ -176,7 +224,7 @@ def test_a_strangers_text_is_shown_and_does_nothing(tmp_path):
     assert page.text.count(HOSTILE) > 10
     assert not page.find("script", "b") and len(page.find("style")) == 1
     assert not {name for _, attributes in page.elements for name in attributes if name.startswith("on")}
-    assert all(image["src"].startswith("data:image/png;base64,") for image in page.find("img"))
+    assert all(image["src"].startswith("data:image/svg+xml;base64,") for image in page.find("img"))
     assert all(link["href"].startswith("#") for link in page.find("a"))
     (policy,) = [each["content"] for each in page.find("meta") if "http-equiv" in each]
     (style,) = re.findall(r"<style>(.*?)</style>", page.html, re.DOTALL)
@@ -280,11 +328,64 @@ def test_the_legend_names_the_drawn_runs(tmp_path):
     folder = add_run(tmp_path, "methods-comparison/ddp", "1")
     write(folder / "log" / "ddp_1.out", "{'loss': '2.5', 'epoch': '0.5'}\n{'loss': '2.")
     add_run(tmp_path, "methods-comparison/fsdp1", "2", eval=[])
-    add_run(tmp_path, "methods-comparison/fsdp2", "3", status="failed", exit_code=1)
+    add_run(tmp_path, "methods-comparison/fsdp2", "3", status="failed", exit_code=1, eval=[{"epoch": 1, "loss": 2.4}])
     figure = drawn("loss", table(tmp_path, "methods-comparison"))
     names = [text.get_text() for legend in figure.legends for text in legend.get_texts()]
     assert names == ["DDP, training", "DDP, evaluation", "FSDP2 (failed), evaluation"]
     assert figure.axes[0].lines[0].get_marker() == "x"
+
+
+def test_equal_curves_are_drawn_once_and_name_their_runs(tmp_path):
+    """Losses are equal if the log prints the same four digits."""
+    losses = {"ddp": 7.08841, "fsdp1": 7.08839, "fsdp2": 7.0891, "zero3": 7.08842}
+    for job, (name, loss) in enumerate(losses.items(), 1):
+        folder = add_run(tmp_path, f"methods-comparison/{name}", str(job), eval=[{"epoch": 1.0, "loss": loss}])
+        write(folder / "log" / f"{name}_{job}.out", "{'loss': '7.5', 'epoch': '0.5'}\n{'loss': '7.1', 'epoch': '1'}\n")
+    figure = drawn("loss", table(tmp_path, "methods-comparison"))
+    names = [" ".join(text.get_text().split()) for legend in figure.legends for text in legend.get_texts()]
+    assert names == [
+        "DDP; FSDP1; FSDP2; ZeRO-3 (equal), training",
+        "DDP; FSDP1; ZeRO-3 (equal), evaluation",
+        "FSDP2, evaluation",
+    ]
+    assert len(figure.axes[0].lines) == 3
+
+
+def held(*mib: float | None) -> dict:
+    parts = ("parameters", "gradients", "optimizer_state")
+    return {part: size and int(size * MIB) for part, size in zip(parts, mib, strict=True)}
+
+
+def test_stacked_bars_show_what_a_rank_held_and_the_prediction(tmp_path, monkeypatch):
+    """The rank that holds most counts. A run without one of the parts is left out, and named."""
+    predicted = SimpleNamespace(gpu_mib=None, node_mib=9, parameters=10.0, gradients=5.0, optimizer_state=14.0)
+    monkeypatch.setattr("reporting.metrics.predict_memory", lambda record: predicted)
+    add_run(tmp_path, "deepspeed-single-gpu/zero_0", "1", held=[held(10, 10, 20)])
+    add_run(tmp_path, STAGE, "2", held=[held(10, 5, 14), held(9, 5, 15)], configs={"model": {}})
+    add_run(tmp_path, "deepspeed-single-gpu/zero_2", "3", held=[held(10, None, 20)])
+    (axis,) = drawn("held", table(tmp_path, "zero-stages-tiny-bloom")).axes
+    assert [text.get_text() for text in axis.get_yticklabels()] == ["Stage 1", "Stage 0"]
+    bars = {bar.get_label(): [(part.get_x(), part.get_width()) for part in bar] for bar in axis.containers}
+    assert bars == {
+        "parameters": [(0, 10), (0, 10)],
+        "gradients": [(10, 5), (10, 10)],
+        "optimizer state": [(15, 15), (20, 20)],
+    }
+    (mark,) = axis.lines
+    assert (list(mark.get_xdata()), list(mark.get_ydata())) == ([29], [0])
+    assert axis.get_xlabel().endswith("(MiB)\nLeft out, a part was not measured: Stage 2.")
+    looks = {part.get_label(): (to_hex(part[0].get_facecolor()), part[0].get_hatch()) for part in axis.containers}
+    assert looks == {name: (PARTS[name]["color"], PARTS[name].get("hatch")) for name in looks}
+
+
+def test_plots_are_equal_in_each_report(tmp_path):
+    """The page embeds SVG with text as paths. The PNG files next to the page have the same plots."""
+    add_run(tmp_path, STAGE, "1", held=[held(10, 10, 20)])
+    pages = [write_page(tmp_path).html for _ in range(2)]
+    assert pages[0] == pages[1]
+    plots = [base64.b64decode(data).decode() for data in re.findall(r"data:image/svg\+xml;base64,([\w+/=]+)", pages[0])]
+    assert len(plots) == len(list((tmp_path / "report").glob("*.png"))) == 3
+    assert all("<path" in plot and "<text" not in plot and "<dc:date>" not in plot for plot in plots)
 
 
 def test_the_memory_plots_show_the_peaks(tmp_path):

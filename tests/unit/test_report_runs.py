@@ -49,6 +49,7 @@ def test_a_record_and_logs_of_version_1_0_0_are_read():
             "estimated_optimizer_state": 1387776 / 2**20,
             "steady_samples_per_second": 27.497,
             "peak_cpu": 1403.887,
+            "peak_process": 594.4,
         }
     )
     (prediction,) = list_runs(PREDICTIONS, [run]).rows
