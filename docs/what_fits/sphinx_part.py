@@ -21,8 +21,9 @@ STANDALONE = """<!doctype html>
 <meta name="viewport" content="width=device-width, initial-scale=1">
 <title>What fits where</title>
 <style>
-:root {{ color-scheme: light dark }}
-body {{ font: 1rem/1.5 -apple-system, BlinkMacSystemFont, Segoe UI, Helvetica, Arial, sans-serif; max-width: 46rem; margin: auto; padding: 0 1rem }}
+@media not print {{ :root {{ color-scheme: light dark }} }}
+body {{ font: 1rem/1.5 -apple-system, BlinkMacSystemFont, Segoe UI, Helvetica, Arial, sans-serif }}
+body {{ max-width: 46rem; margin: auto; padding: 0 1rem }}
 {style}</style>
 </head>
 <body>{body}<script>{numbers}</script><script>{script}</script></body>

@@ -1,14 +1,22 @@
-"""Fixtures that run scripts and shell commands as processes, without a training run or with one that ends at once."""
+"""Fixtures that run scripts and shell commands as processes, without a training run or with one that ends at once.
 
+Other fixtures build the web site and control a browser.
+"""
+
+import functools
+import http.server
 import os
 import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+
+from browser import Page
 
 # pytest finds these fixtures by their names in this module
 from fixtures import clean_machine, refusal, sample  # noqa: F401
@@ -63,3 +71,37 @@ def stub(workshop) -> Callable[..., tuple[subprocess.CompletedProcess, Path]]:
         return subprocess.CompletedProcess(code, started.returncode, out, error), folder
 
     return run
+
+
+class Quiet(http.server.SimpleHTTPRequestHandler):
+    def log_message(self, *args) -> None:
+        pass
+
+
+@pytest.fixture(scope="session")
+def site(tmp_path_factory) -> Path:
+    """The site, built by `make docs` in a temporary folder so that the repository stays unchanged."""
+    folder = tmp_path_factory.mktemp("site")
+    # With --old-file, make uses the packages that are already installed
+    command = ["make", "--old-file=.venv/installed-dev", "docs", f"SITE_FOLDER={folder}"]
+    done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return folder
+
+
+@pytest.fixture(scope="session")
+def address(site) -> Iterator[str]:
+    """Address of a local server for the site."""
+    handler = functools.partial(Quiet, directory=site)
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        yield f"http://127.0.0.1:{server.server_port}"
+        server.shutdown()
+
+
+@pytest.fixture(scope="module")
+def page(tmp_path_factory) -> Iterator[Page]:
+    """A page of a real browser."""
+    page = Page(tmp_path_factory.mktemp("browser"))
+    yield page
+    page.close()
