@@ -1,7 +1,8 @@
 """Put tests/ on the import path for `helpers`, and group the tests that one pytest worker must run together.
 
 `make test` runs the training runs in three workers. Each worker creates its own session fixtures, so all files that use
-the table of runs go to one worker, and all files that use the cluster go to another. No other file is split.
+the table of runs go to one worker, all files that use the cluster go to another, and all files that use the web site go
+to another. No other file is split.
 (pytest-xdist's own mark for this, xdist_group, has no effect with pytest 9.)
 """
 
@@ -29,6 +30,8 @@ class OneWorkerPerFixture(LoadScopeScheduling):
             return "cluster"
         if path.parent.name == "integration" and re.search(r"@uses\(|\btable\)", path.read_text()):
             return "table"
+        if path.name in ("test_site.py", "test_what_fits.py"):
+            return "site"
         return str(path)
 
 

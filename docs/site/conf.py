@@ -3,18 +3,17 @@
 All pages except the first one, index.md, are also the pages that GitHub and GitLab show.
 """
 
-import re
 import sys
 import tomllib
 from pathlib import Path
 
 REPOSITORY = Path(__file__).resolve().parents[2]
+sys.path += [str(REPOSITORY / "docs" / folder) for folder in ("site", "what_fits")]  # of the last three extensions
 
 project = "Distributed LLM fine-tuning"
 copyright = "the authors, CC BY 4.0"
 release = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"]["version"]
-sys.path.append(str(Path(__file__).parent))
-extensions = ["myst_parser", "sphinx_design", "page_markup", "slides"]
+extensions = ["myst_parser", "sphinx_design", "page_markup", "slides", "sphinx_part"]
 root_doc = "index"
 include_patterns = ["index.md", "README.md", "CONTRIBUTING.md", "SECURITY.md", "CHANGELOG.md", "data/README.md"]
 include_patterns += ["docs/*.md", "docs/instructor/*.md", "experiments/README.md"]
@@ -28,53 +27,3 @@ html_static_path = ["site.css"]
 html_css_files = ["site.css"]
 html_show_sourcelink = False
 html_copy_source = False
-
-
-WHAT_FITS = REPOSITORY / "docs" / "what_fits"
-STANDALONE = """<!doctype html>
-<html lang="en">
-<head>
-<meta charset="utf-8">
-<meta name="viewport" content="width=device-width, initial-scale=1">
-<title>What fits where</title>
-<style>
-:root {{ color-scheme: light dark }}
-body {{ font-family: sans-serif; line-height: 1.5; max-width: 60rem; margin: auto; padding: 0 1rem }}
-</style>
-</head>
-<body>{body}</body>
-</html>
-"""
-
-
-PARTS = [WHAT_FITS / name for name in ("page.html", "what_fits.css", "numbers.json", "what_fits.js")]
-
-
-def note_parts(app, page: str, source: list[str]) -> None:
-    """Let Sphinx rebuild the page when one of its parts has changed."""
-    if page == "docs/what-fits":
-        for part in PARTS:
-            app.env.note_dependency(str(part))
-
-
-def add_what_fits(app, page: str, template: str, context: dict, doctree) -> None:
-    """Insert the interactive part into docs/what-fits.md, and also write this page as a single file."""
-    if page != "docs/what-fits":
-        return
-    markup, style, numbers, script = (part.read_text() for part in PARTS)
-    interactive = (
-        f"{markup}<style>{style}</style>"
-        f'<script type="application/json" id="numbers">{numbers}</script>'
-        f"<script>{script}</script>"
-    )
-    body = re.sub("<!-- interactive part: .* -->", lambda _: interactive, context["body"])
-    context["body"] = body
-    # Remove the theme's link signs after headings, and remove links to other pages, because a single file has none
-    standalone = re.sub(r'<a class="headerlink".*?</a>', "", body)
-    standalone = re.sub(r'<a [^>]*href="(?!#|http)[^>]*>(.*?)</a>', r"\1", standalone, flags=re.DOTALL)
-    Path(app.outdir, "docs", "what-fits-alone.html").write_text(STANDALONE.format(body=standalone))
-
-
-def setup(app) -> None:
-    app.connect("source-read", note_parts)
-    app.connect("html-page-context", add_what_fits)

@@ -70,6 +70,27 @@ DOWNLOADED = {
     ),
 }
 MODELS = [*BLOOM, "custom-gpt", *DOWNLOADED]
+# The groups of methods, in the order of the page, with a name for each config. "FSDP" is FSDP2
+GROUPS = {
+    "A copy on each GPU": {"DDP": "DDP", "zero0": "ZeRO-0"},
+    "ZeRO": {"zero1": "ZeRO-1", "zero2": "ZeRO-2", "zero3": "ZeRO-3"},
+    "FSDP": {
+        "shard_grad_op": "FSDP SHARD_GRAD_OP",
+        "full_shard": "FSDP FULL_SHARD",
+        "fsdp1_full_shard": "FSDP1 FULL_SHARD",
+        "full_shard_activation_checkpointing": "FSDP FULL_SHARD + activation checkpointing",
+        "hybrid_shard": "FSDP HYBRID_SHARD",
+        "hybrid_shard_2x2": "FSDP HYBRID_SHARD 2 x 2",
+    },
+    "With CPU offload": {
+        "zero1_cpu_offload": "ZeRO-1 + CPU offload",
+        "zero2_cpu_offload": "ZeRO-2 + CPU offload",
+        "zero2_cpu_offload_pinned_memory": "ZeRO-2 + CPU offload, pinned",
+        "zero3_cpu_offload": "ZeRO-3 + CPU offload",
+        "ds_zero3_offload": "ZeRO-3 + CPU offload, pinned",
+        "full_shard_cpu_offload": "FSDP FULL_SHARD + CPU offload",
+    },
+}
 
 
 def layouts() -> list[tuple[int, int]]:
@@ -345,6 +366,7 @@ def main() -> None:
             "fits": FITS,
             "whole_step": WHOLE_STEP,
             "intervals": INTERVALS,
+            "groups": GROUPS,
             "methods": methods(),
             "left_out": left_out(),
             "models": {},

@@ -1,6 +1,6 @@
 """Fixtures that run scripts and shell commands as processes, without a training run or with one that ends at once.
 
-Three more give the web site of `make docs`, its address, and a browser.
+Other fixtures build the web site and control a browser.
 """
 
 import functools
@@ -11,7 +11,7 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -78,7 +78,7 @@ class Quiet(http.server.SimpleHTTPRequestHandler):
         pass
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def site(tmp_path_factory) -> Path:
     """The site, built by `make docs` in a temporary folder so that the repository stays unchanged."""
     folder = tmp_path_factory.mktemp("site")
@@ -89,8 +89,8 @@ def site(tmp_path_factory) -> Path:
     return folder
 
 
-@pytest.fixture(scope="module")
-def address(site):
+@pytest.fixture(scope="session")
+def address(site) -> Iterator[str]:
     """Address of a local server for the site."""
     handler = functools.partial(Quiet, directory=site)
     with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
@@ -100,7 +100,8 @@ def address(site):
 
 
 @pytest.fixture(scope="module")
-def page(tmp_path_factory):
+def page(tmp_path_factory) -> Iterator[Page]:
+    """A page of a real browser."""
     page = Page(tmp_path_factory.mktemp("browser"))
     yield page
     page.close()

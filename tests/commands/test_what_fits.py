@@ -1,0 +1,365 @@
+"""Tests of the interactive part "What fits where" in a real browser, on the first page and on docs/what-fits.html."""
+
+import html
+import itertools
+import json
+import re
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from config import KNOBS
+from estimate.command_line import parse_memory_plan
+from estimate.communication import sent_bytes
+from estimate.compare import VERDICTS, comparison
+from estimate.memory import estimate_parts
+from estimate.model_shape import trace_shape
+from helpers import REPOSITORY, program
+from shared.looks import PARTS
+
+COMPUTE = program("docs/what_fits/compute.py")
+FIRST_PAGE = "index.html"
+WHAT_FITS = "docs/what-fits.html"
+UP, DOWN = ("ArrowUp", 38), ("ArrowDown", 40)
+SETTINGS = [  # choices that differ from the page's defaults; together they use each value of each control
+    {},
+    {"model": "bloom-560m", "batch": 4, "precision": "fp32", "gpus": 1, "memory": 16},
+    {"model": "bloom-560m", "length": 256, "batch": 16, "loss": "chunked", "gpus": 2, "per_node": 1, "memory": 24},
+    {"length": 1024, "batch": 2, "attention": "sdpa", "checkpointing": "yes", "gpus": 64, "per_node": 8, "memory": 32},
+    {"model": "bloom-1b1", "length": 2048, "batch": 8, "loss": "chunked", "accumulation": 1, "gpus": 16, "memory": 80},
+    {"model": "bloom-1b7", "batch": 1, "gpus": 8, "per_node": 8, "memory": 16},
+    {"model": "bloom-3b", "length": 4096, "batch": 1, "attention": "sdpa", "gpus": 32, "per_node": 4, "memory": 141},
+    {"model": "custom-gpt", "precision": "fp32", "gpus": 2, "per_node": 8},
+    {"model": "custom-gpt", "length": 2048, "loss": "chunked", "checkpointing": "yes", "accumulation": 1},
+    {"model": "Llama-3.1-8B", "length": 2048, "batch": 2, "gpus": 8, "memory": 80},
+    {"model": "Qwen2.5-7B", "length": 1024, "loss": "chunked", "checkpointing": "yes", "gpus": 16, "memory": 141},
+]
+VISITS = itertools.count()
+# The texts of each method's row
+READ_ROWS = """Object.fromEntries([...document.querySelectorAll("#methods .method")].flatMap((row) => {
+  const cells = [...row.querySelectorAll("td:not(.bar)")];
+  const texts = Object.fromEntries(cells.map((cell) => [cell.className, cell.firstChild.textContent]));
+  return [...row.querySelectorAll(".member")].map((member) => [member.dataset.method, texts]) }))"""
+# Each heading of the list, and the methods of each row below it
+READ_GROUPS = """Object.fromEntries([...document.querySelectorAll("#methods tbody")].map((group) =>
+  [group.querySelector(".group").textContent, [...group.querySelectorAll(".method")].map((row) =>
+    [...row.querySelectorAll(".member")].map((member) => member.dataset.method))]))"""
+READ_TABLE = """[...document.querySelectorAll("#chosen tr")].map((row) =>
+  [...row.cells].map((cell) => cell.textContent).join(" "))"""
+MESSAGE = "document.getElementById('message').textContent"
+# Set the control KEY to VALUE as a user does
+CHANGE = """(() => { const control = document.querySelector('#what-fits select[name="KEY"]');
+  control.value = "VALUE"; control.dispatchEvent(new Event("change")) })()"""
+TO_A_HEADING = """new Promise((done) => { addEventListener("hashchange", () => done(), { once: true });
+  location.hash = "questions-for-a-class" })"""
+# Click the question with this number, and wait until its choice is drawn and the page has stopped to scroll
+ASK = """new Promise((done) => {
+  document.querySelectorAll("#questions-for-a-class > ol > li > p > a")[NUMBER].click();
+  setTimeout(() => done(), 1500) })"""
+CONTROLS_SEEN = """(() => { const { top, bottom } = document.getElementById("choices").getBoundingClientRect();
+  return top >= 0 && bottom <= innerHeight })()"""
+MARKED = "[...document.querySelectorAll('label.changed select')].map((control) => control.name)"
+# Contrast between each text and the background of the nearest element that has one (WCAG 2.2 requires 4.5)
+CONTRAST = """(() => {
+  const light = (color) => { const [r, g, b] = color.match(/[0-9.]+/g).map((each) => each / 255)
+    .map((each) => each <= 0.04045 ? each / 12.92 : ((each + 0.055) / 1.055) ** 2.4);
+    return 0.2126 * r + 0.7152 * g + 0.0722 * b + 0.05 };
+  // The single file has the browser's own background
+  document.documentElement.style.backgroundColor ||= "Canvas";
+  const ground = (each) => { const color = getComputedStyle(each).backgroundColor;
+    return color === "rgba(0, 0, 0, 0)" ? ground(each.parentElement) : color };
+  const texts = [...document.querySelectorAll("#what-fits :is(p, li, th, td, small, a, label, select, button, pre)")];
+  return texts.filter((each) => each.innerText && each.checkVisibility()).map((each) => {
+    const [ink, paper] = [light(getComputedStyle(each).color), light(ground(each))];
+    return [Math.max(ink, paper) / Math.min(ink, paper), each.outerHTML.slice(0, 99)] }) })()"""
+ALL_SEEN = """(() => { const page = document.documentElement;
+  return page.scrollWidth === page.clientWidth && page.clientWidth <= WIDTH &&
+    [...document.querySelectorAll("#methods .method, #what-fits select")].every((each) => each.checkVisibility())
+})()"""
+
+
+@pytest.fixture(scope="module")
+def models_folder(tmp_path_factory) -> Path:
+    return tmp_path_factory.mktemp("models")
+
+
+@pytest.fixture
+def visit(page, address):
+    """Load a page with these choices in its address."""
+
+    def load(choices: str = "", name: str = WHAT_FITS) -> None:
+        # The address needs a new number; otherwise a browser that already shows the page does not load it again
+        page.visit(f"{address}/{name}?{next(VISITS)}#{choices}")
+
+    return load
+
+
+def choose(page, **choices: object) -> None:
+    """Set controls as a user does."""
+    for key, value in choices.items():
+        page.evaluate(CHANGE.replace("KEY", key).replace("VALUE", str(value)))
+
+
+def show_in(page, scheme: str, media: str = "screen") -> None:
+    page.send("Emulation.setEmulatedMedia", media=media, features=[{"name": "prefers-color-scheme", "value": scheme}])
+
+
+def screen(page, width: int) -> None:
+    page.send("Emulation.setDeviceMetricsOverride", width=width, height=900, deviceScaleFactor=1, mobile=False)
+
+
+def numbers() -> dict:
+    return json.loads(COMPUTE.NUMBERS.read_text())
+
+
+def test_stored_numbers_match_the_current_estimates(models_folder):
+    """Compute a sample of the numbers again. If this test fails, run compute.py and commit its result."""
+    flags = COMPUTE.model_flags(models_folder)
+    for model, precision, accumulation, nodes, per_node in (
+        ("bloom-560m", "bf16", 4, 2, 8),
+        ("custom-gpt 1024", "fp32", 1, 1, 4),
+        ("Llama-3.1-8B", "bf16", 1, 8, 8),
+    ):
+        stated = numbers()["models"][model]
+        words, lengths = flags[model]
+        computed = COMPUTE.layout_numbers(words, precision, accumulation, nodes, per_node)
+        assert stated["cells"][precision][str(accumulation)][f"{nodes}x{per_node}"] == computed
+        length = lengths[len(lengths) // 2]
+        for attention, sizes in stated["passes"][precision].items():
+            for cast, by_length in COMPUTE.pass_bytes(words, precision, attention, [length]).items():
+                assert sizes[cast][str(length)] == by_length[length]
+        assert json.loads(json.dumps(COMPUTE.chunk_sizes(words, precision))) == stated["chunks"][precision]
+    assert json.loads(json.dumps(COMPUTE.methods())) == numbers()["methods"]
+    assert numbers()["groups"] == COMPUTE.GROUPS
+    in_groups = [name for group in COMPUTE.GROUPS.values() for name in group]
+    assert sorted(in_groups) == sorted(method["name"] for method in numbers()["methods"])
+    assert COMPUTE.left_out() == numbers()["left_out"]
+
+
+@pytest.mark.parametrize("setting", SETTINGS, ids=lambda setting: "-".join(map(str, setting.values())) or "defaults")
+def test_page_shows_the_estimates_of_the_program(page, visit, models_folder, setting, monkeypatch):
+    monkeypatch.chdir(REPOSITORY)  # the directory in which a user runs the copied command
+    visit("method=zero2")  # the page counts what ZeRO-3 sends without activation checkpointing
+    choose(page, **setting)
+    shown = page.evaluate(READ_ROWS)
+    command = page.evaluate("document.querySelector('.command pre').textContent").replace("\\\n", "").split()[2:]
+    chosen = page.evaluate("document.querySelector('#methods input:checked').value")
+    COMPUTE.model_flags(models_folder)  # writes the config.json files of the Hub's models
+    command = [str(models_folder / word) if word in COMPUTE.DOWNLOADED else word for word in command]
+    settings = parse_memory_plan(command, environment={})
+    if chosen != "DDP":
+        assert f"/{chosen}.json)" in page.evaluate("document.querySelector('#chosen h3').textContent")
+    for text in page.evaluate("[...document.querySelectorAll('.command pre')].map((each) => each.textContent)"):
+        if "sbatch" in text:
+            words = text.replace("\\\n", "").split()
+            assert (REPOSITORY / words[1] / words[-1]).is_file()
+            variables = dict(word.split("=") for word in words if re.match(r"[A-Z_0-9]+=", word))
+            submitted = parse_memory_plan([], environment=variables).flat()
+            model = submitted["model_name"]
+            submitted["model_name"] = str(models_folder / model) if model in COMPUTE.DOWNLOADED else model
+            asked = settings.flat()
+            assert [submitted[knob.flag] for knob in KNOBS] == [asked[knob.flag] for knob in KNOBS]
+    if settings.estimate.gpus > 1:
+        gb = sent_bytes(trace_shape(settings), settings) / 1e9
+        assert float(shown[chosen]["sent"]) == pytest.approx(gb, abs=0.06)
+
+    trainer = replace(settings.trainer, deepspeed=None, fsdp=None, fsdp_config=None)
+    settings = replace(settings, trainer=trainer, deepspeed_config=None, fsdp_config=None)
+    said = comparison(settings)
+    ranks_per_node = settings.estimate.gpus / settings.estimate.nodes
+    rows = re.findall(r"^(\S+) +([\d.]+) +([\d.]+)  (fits|is tight|does not fit)", said, re.MULTILINE)
+    assert len(rows) == len(shown) > 10
+    for config, gib, of_node, verdict in rows:
+        name = {"plain": "DDP"}.get(config, Path(config).stem)
+        assert float(shown[name]["total"]) == pytest.approx(float(gib), abs=0.11), name
+        assert shown[name]["verdict"].endswith(f" {verdict}"), name
+        python = estimate_parts(settings)[-1].cpu / 2**30 * ranks_per_node
+        assert float(shown[name]["cpu"]) == pytest.approx(float(of_node) - python, abs=0.11), name
+    for config in set(re.findall(r"^(\S+\.json)", said, re.MULTILINE)) - {row[0] for row in rows}:
+        assert Path(config).stem in page.evaluate("document.getElementById('left-out').textContent")
+
+
+def test_choices_are_in_the_address_and_can_be_made_by_keyboard(page, visit):
+    visit("model=bloom-3b&gpus=8")
+    assert page.evaluate("document.querySelector('select[name=model]').value") == "bloom-3b"
+
+    page.tab_to("#choices select[name=model]")
+    page.press(*DOWN)
+    assert "model=bloom-7b1" in page.evaluate("location.hash")
+    before = page.evaluate(READ_ROWS)
+    page.tab_to("#choices select[name=loss]")
+    page.press(*DOWN)
+    assert "loss=chunked" in page.evaluate("location.hash")
+    assert page.evaluate(READ_ROWS) != before
+    page.tab_to("#methods input")
+    chosen = page.evaluate("document.activeElement.value")
+    page.press(*DOWN)
+    page.press(*DOWN)
+    names = page.evaluate("[...document.querySelectorAll('#methods input')].map((each) => each.value)")
+    assert page.evaluate("document.activeElement.value") == names[names.index(chosen) + 2]
+    assert f"method={names[names.index(chosen) + 2]}" in page.evaluate("location.hash")
+    page.tab_to(".command button")
+    drawn = page.evaluate(READ_ROWS)
+    visit(page.evaluate("location.hash.slice(1)"))
+    assert page.evaluate(READ_ROWS) == drawn
+
+
+def test_unknown_choices_in_a_link_are_reported_and_replaced_by_defaults(page, visit):
+    visit("model=gpt-5&gpus=8&constructor=red&method=hybrid_shard_2x2")
+    said = page.evaluate(MESSAGE)
+    assert "model=gpt-5" in said and "bloom-7b1 is used" in said and "constructor=red" in said
+    assert "FSDP HYBRID_SHARD 2 x 2 cannot be used here: DDP is chosen" in said
+    assert page.evaluate("document.querySelector('select[name=model]').value") == "bloom-7b1"
+    assert page.evaluate("document.querySelector('select[name=gpus]').value") == "8"
+    page.evaluate(TO_A_HEADING)  # a heading's anchor is not a choice
+    assert page.evaluate("document.querySelector('select[name=gpus]').value") == "8"
+
+
+def test_pages_fit_a_phone_screen_and_one_of_them_is_a_single_file(site, page, tmp_path):
+    alone = tmp_path / "alone.html"
+    alone.write_bytes((site / "docs/what-fits-alone.html").read_bytes())
+    drawn = []
+    for width in (390, 1280):
+        screen(page, width)
+        for url in (f"file://{site / FIRST_PAGE}", f"file://{alone}", f"file://{site / WHAT_FITS}"):
+            page.visit(url)
+            assert page.evaluate(ALL_SEEN.replace("WIDTH", str(width))), (url, width)
+            drawn += [page.evaluate(READ_ROWS)] if "index" not in url else []
+    assert drawn == [drawn[0]] * 4 and len(drawn[0]) > 10
+    page.visit(f"file://{alone}")
+    assert page.evaluate("performance.getEntriesByType('resource').length") == 0
+
+
+def test_answers_to_the_questions_match_the_page(page, visit):
+    """Check each claim, "`method` (facts of its row and its table)", on the page that the link before it opens."""
+    text = (REPOSITORY / "docs/what-fits.md").read_text()
+    assert text.count("<details>") == 3
+    links = re.split(r'href="#([^"]+)"', text)[1:]
+    for setting, answer in zip(links[::2], links[1::2], strict=True):
+        visit(html.unescape(setting))
+        assert page.evaluate(MESSAGE) == ""
+        claims = re.findall(r"`(\w+)` \(([^)]* Gi?B[^)]*)\)", answer)
+        for label, claimed in claims:
+            name = "DDP" if label == "plain" else label
+            page.evaluate(f"document.querySelector('#methods input[value={name}]').click()")
+            row = page.evaluate(READ_ROWS)[name]
+            said = [f"{row['total']} GiB", row["verdict"], f"sends {row['sent']} GB", f"CPU {row['cpu']} GiB"]
+            said += page.evaluate(READ_TABLE)
+            for fact in claimed.split(", "):
+                assert any(each.endswith(fact) for each in said), (setting, name, said)
+        assert claims
+    visit(html.unescape(links[0]))
+    rows = page.evaluate(READ_ROWS)
+    sizes = {name: float(row["sent"]) for name, row in rows.items() if row["verdict"].endswith(" fits")}
+    claimed = dict(re.findall(r"`(\w+)` \(([^)]*)\)", links[1]))
+    assert {name for name, fact in claimed.items() if "fits" in fact or "sends" in fact} == sizes.keys()
+    assert "sends" in claimed[min(sizes, key=sizes.get)]
+
+
+def test_pages_show_a_table_without_javascript(site, page, visit):
+    titles = {name: title for group in numbers()["groups"].values() for name, title in group.items()}
+    visit()
+    rows = {}
+    for name, row in page.evaluate(READ_ROWS).items():
+        method = titles[name] if name == "DDP" else f"{titles[name]} ({name})"
+        rows[method] = [row["total"], row["verdict"][2:], row["sent"], row["cpu"]]
+    for name in (FIRST_PAGE, WHAT_FITS):
+        static = (site / name).read_text().split("<noscript>")[1].split("</noscript>")[0]
+        cells = [re.sub(r"<[^>]+>", "", cell) for cell in re.findall(r"<td.*?>(.*?)</td>", static, re.DOTALL)]
+        assert {method: each for method, *each in zip(*[iter(cells)] * 5, strict=True)} == rows
+        assert name == WHAT_FITS or f'href="{WHAT_FITS}"' in static
+
+
+def test_the_question_sets_and_marks_controls_and_scrolls_to_them(page, visit):
+    visit()
+    page.evaluate(ASK.replace("NUMBER", "1"))
+    words = "Model bloom-7b1 → Llama-3.1-8B, GPUs 4 → 16, GPUs of a node 4 → 8, GiB of a GPU 40 → 80"
+    assert page.evaluate(MESSAGE) == f"Changed: {words}."
+    assert page.evaluate(MARKED) == ["model", "gpus", "per_node", "memory"]
+    assert page.evaluate(CONTROLS_SEEN)
+    page.evaluate("scrollTo(0, 1e6)")
+    page.evaluate(ASK.replace("NUMBER", "1"))
+    assert page.evaluate(MESSAGE) == "The controls had this choice already."
+    assert page.evaluate(CONTROLS_SEEN)
+
+
+def test_equal_methods_share_a_row_and_each_can_be_selected(page, visit):
+    visit()
+    groups = page.evaluate(READ_GROUPS)
+    assert ["full_shard", "fsdp1_full_shard", "hybrid_shard"] in groups["FSDP"]
+    assert ["zero2_cpu_offload"] in groups["With CPU offload"]  # the pinned one needs more CPU memory
+    for member in ("hybrid_shard", "full_shard"):
+        page.evaluate(f"document.querySelector('[data-method={member}]').click()")
+        assert f"/{member}.json" in page.evaluate("document.querySelector('#chosen h3').textContent")
+        assert f"/{member}.json" in page.evaluate("document.querySelector('.command pre').textContent")
+    choose(page, gpus=1)
+    assert ["zero1", "zero2", "zero3"] in page.evaluate(READ_GROUPS)["ZeRO"]
+
+
+def test_methods_are_sorted_by_what_fits(page, visit):
+    visit()
+    choose(page, order="fits")
+    assert "order=fits" in page.evaluate("location.hash")
+    groups, rows = page.evaluate(READ_GROUPS), page.evaluate(READ_ROWS)
+    assert list(groups) == ["Fits", "Does not fit"]
+    for heading, methods in groups.items():
+        assert {rows[name]["verdict"][2:] for row in methods for name in row} == {heading.lower()}
+    assert groups["Fits"][:2] == [["zero3"], ["zero1_cpu_offload"]]  # the one without offload, then what sends least
+    assert groups["Does not fit"][0] == ["zero0"]
+    assert set(VERDICTS) == {"fits", "is tight", "does not fit"}
+
+
+@pytest.mark.parametrize("setting", [{}, {"model": "bloom-560m", "gpus": 1, "memory": 16, "batch": 4}])
+def test_first_page_agrees_with_the_page_that_it_leads_to(page, address, visit, setting):
+    visit(name=FIRST_PAGE)
+    choose(page, **setting)
+    first = page.evaluate(READ_ROWS)
+    page.visit(page.evaluate("document.getElementById('more').href"))
+    whole = page.evaluate(READ_ROWS)
+    assert first == {name: {key: row[key] for key in ("total", "verdict")} for name, row in whole.items()}
+    assert len(first) > 14
+    for key, value in setting.items():
+        assert page.evaluate(f"document.querySelector('select[name={key}]').value") == str(value)
+
+
+def test_first_page_works_by_keyboard_and_its_links_carry_the_choice(page, visit):
+    visit(name=FIRST_PAGE)
+    before = page.evaluate(READ_ROWS)
+    page.tab_to("#choices select[name=model]")
+    page.press(*UP)
+    page.tab_to("#choices select[name=memory]")
+    page.press(*DOWN)
+    assert page.evaluate(READ_ROWS) != before
+    page.tab_to("#methods a[data-method=zero2]")
+    page.follow()
+    assert page.evaluate("location.pathname") == f"/{WHAT_FITS}"
+    read = "Object.fromEntries(new URLSearchParams(location.hash.slice(1)))"
+    chosen = {"model": "bloom-3b", "memory": "80", "method": "zero2"}
+    assert chosen.items() <= page.evaluate(read).items()
+    assert page.evaluate("document.querySelector('#methods input:checked').value") == "zero2"
+    visit("model=bloom-3b", FIRST_PAGE)
+    page.tab_to("#more")
+    page.follow()
+    assert page.evaluate(read)["model"] == "bloom-3b"
+
+
+def test_texts_have_enough_contrast_in_light_and_dark_mode_and_in_print(site, page):
+    screen(page, 1280)
+    for media, scheme in (("screen", "light"), ("screen", "dark"), ("print", "dark")):
+        show_in(page, scheme, media)
+        for name in (FIRST_PAGE, WHAT_FITS, "docs/what-fits-alone.html"):
+            page.visit(f"file://{site / name}")
+            found = page.evaluate(CONTRAST)
+            assert len(found) > 60 and min(found)[0] >= 4.5, (name, media, scheme, min(found))
+    assert not page.evaluate("document.querySelector('.command button').checkVisibility()")  # in print
+    show_in(page, "light")
+
+
+def test_parts_have_the_colours_and_hatches_of_the_figures():
+    style = (REPOSITORY / "docs/what_fits/what_fits.css").read_text()
+    rules = dict(re.findall(r"^\.part\.([\w-]+) \{ background: (.*); \}$", style, re.MULTILINE))
+    assert list(rules) == [name.replace(" ", "-") for name in PARTS]
+    for rule, look in zip(rules.values(), PARTS.values(), strict=True):
+        assert rule.split()[-1] == look["color"]
+        assert ("gradient" in rule) == ("hatch" in look)
