@@ -30,7 +30,7 @@ class OneWorkerPerFixture(LoadScopeScheduling):
             return "cluster"
         if path.parent.name == "integration" and re.search(r"@uses\(|\btable\)", path.read_text()):
             return "table"
-        if path.name in ("test_site.py", "test_what_fits.py"):
+        if path.name in ("test_site.py", "test_slides.py", "test_what_fits.py"):
             return "site"
         return str(path)
 
