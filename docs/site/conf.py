@@ -8,7 +8,7 @@ import tomllib
 from pathlib import Path
 
 REPOSITORY = Path(__file__).resolve().parents[2]
-sys.path += [str(REPOSITORY / "docs" / folder) for folder in ("site", "what_fits")]  # of the last three extensions
+sys.path += [str(REPOSITORY / "docs" / folder) for folder in ("site", "what_fits")]  # our three extensions
 
 project = "Distributed LLM fine-tuning"
 copyright = "the authors, CC BY 4.0"

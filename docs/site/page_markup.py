@@ -77,6 +77,8 @@ def change_html(app, page: str, template: str, context: dict, doctree) -> None:
     body = context.get("body", "")
     body = re.sub(r'<table class="docutils.*?</table>', prepare_table, body, flags=re.DOTALL)
     body = re.sub(r"<pre><span></span>(.*?)</pre>", wrap_lines, body, flags=re.DOTALL)
+    # The link to the next page is below the last card, not in it
+    body = re.sub(r"(<p>Next: (?:(?!</p>).)*</p>)\s*</section>", r"</section>\1", body, flags=re.DOTALL)
     # Mark flags, because a browser breaks lines after the dashes in them
     flag = r'<span class="flag">\g<0></span>'
     code = r"<(pre|code)\b.*?</\1>"

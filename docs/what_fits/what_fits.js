@@ -300,8 +300,10 @@
       `${sequences} sequences in each optimizer step. ${isCompact ? settings : ""}Predicted, not measured:`;
   }
 
-  function legend() {
-    const parts = PARTS.map((part) => element("li", {}, element("span", { class: partClass(part) }), partName(part)));
+  // possible: the methods of the list. The legend leaves out the parts that no bar shows
+  function legend(possible) {
+    const shown = PARTS.filter((part, index) => possible.some(({ needs }) => Number(gib(needs.sizes[index]))));
+    const parts = shown.map((part) => element("li", {}, element("span", { class: partClass(part) }), partName(part)));
     return [...parts, element("li", {}, element("span", { class: "limit" }), `the ${choice.memory} GiB of a GPU`)];
   }
 
@@ -408,9 +410,8 @@
       control("attention").value = isBloom() ? choice.attention : "sdpa";
     }
     place("summary").textContent = sentence();
-    place("legend").replaceChildren(...legend());
-
     const possible = METHODS.map((method) => ({ method, needs: computeNeeds(method) })).filter(({ needs }) => needs);
+    place("legend").replaceChildren(...legend(possible));
     if (!possible.some(({ method }) => method.name === choice.method)) {
       const chosen = METHODS.find(({ name }) => name === choice.method);
       const first = possible[0].method;

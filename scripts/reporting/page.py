@@ -86,7 +86,7 @@ def page_title(runs: list[Run]) -> str:
     if len(families) > 1 or families == {WITHOUT_EXPERIMENT}:
         return SITE_NAME
     (family,) = families
-    return "Demo" if family == "demo" else family
+    return family
 
 
 def short_job_ids(runs: list[Run]) -> dict[str, str]:

@@ -87,7 +87,7 @@ def test_the_overview_lists_completed_failed_and_incomparable_runs(tmp_path, mon
 @pytest.mark.parametrize(
     ("experiments", "title"),
     [
-        (["demo/plain", "demo/ddp"], "Demo"),
+        (["demo/plain", "demo/ddp"], "demo"),
         (["fsdp-multi-gpu/2_gpus", "fsdp-multi-gpu/4_gpus"], "fsdp-multi-gpu"),
         (["baseline", "demo/ddp"], "Distributed LLM fine-tuning"),
     ],
@@ -96,7 +96,7 @@ def test_the_title_is_the_family_of_the_runs_or_the_site(tmp_path, experiments, 
     for job, experiment in enumerate(experiments, 1):
         add_run(tmp_path, experiment, str(job))
     html = write_page(tmp_path).html
-    assert f"<title>{title}</title>" in html and f"<h1>{title}</h1>" in html
+    assert f"<title>Results: {title}</title>" in html and f"<h1>Results: {title}</h1>" in html
     assert f'\nproject = "{SITE_NAME}"\n' in (REPOSITORY / "docs" / "site" / "conf.py").read_text()
 
 
