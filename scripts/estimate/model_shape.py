@@ -78,8 +78,9 @@ class Shape:
     ranks it sends (n - 1) / n of these. sizes, block_sizes: elements of each parameter and of each block. history: for
     each of PASSES, the bytes alive after each operation. peaks: the largest entry of each history. calls: the modules
     in the order in which the forward pass calls them, each as the indices of its own parameters in `sizes`. rows: the
-    first dimension of each parameter. blocks: the indices of each block's parameters. embedding: the index of the input
-    embedding's weight, empty if the head has the same weight.
+    first dimension of each parameter. blocks: the indices of each block's parameters. recomputes: whether the backward
+    pass computes each block again. embedding: the index of the input embedding's weight, empty if the head has the same
+    weight.
     """
 
     model: int
@@ -94,6 +95,7 @@ class Shape:
     calls: tuple[tuple[int, ...], ...]
     rows: tuple[int, ...] = ()
     blocks: tuple[tuple[int, ...], ...] = ()
+    recomputes: bool = False
     embedding: tuple[int, ...] = ()
 
     @property
@@ -273,10 +275,14 @@ def trace(forward: ForwardPass) -> Shape:
             exchanged = exchanged_bytes(model, forward)
         numbers = {id(parameter): number for number, parameter in enumerate(model.parameters())}
         calls: list[tuple[int, ...]] = []
+
+        def note_call(module: Any, _: Any) -> None:
+            in_backward_pass = torch._C._current_graph_task_id() != -1  # which calls a block again to recompute it
+            if not in_backward_pass:
+                calls.append(tuple(numbers[id(p)] for p in module.parameters(recurse=False)))
+
         for module in model.modules():
-            module.register_forward_pre_hook(
-                lambda module, _: calls.append(tuple(numbers[id(p)] for p in module.parameters(recurse=False)))
-            )
+            module.register_forward_pre_hook(note_call)
         blocks = named_blocks(model)
         history = run_passes(model, list(blocks.values()), forward)
     text = model.config.get_text_config()
@@ -293,6 +299,7 @@ def trace(forward: ForwardPass) -> Shape:
         calls=tuple(calls),
         rows=tuple(len(parameter) for parameter in model.parameters()),
         blocks=tuple(tuple(n for n, name in enumerate(held) if name.startswith(f"{block}.")) for block in blocks),
+        recomputes=forward.recomputes,
         embedding=tuple(numbers[id(parameter)] for parameter in untied_embedding(model)),
     )
 

@@ -8,7 +8,7 @@ with stage3_max_live_parameters gives 1.06, and a formula with stage3_max_reuse_
 from bisect import bisect_left
 from collections import deque
 from collections.abc import Iterable
-from itertools import accumulate
+from itertools import accumulate, groupby
 
 from estimate.memory import zero_size
 from estimate.model_shape import Shape
@@ -30,8 +30,9 @@ def gathered_elements(shape: Shape, zero: dict) -> int:
     def elements(parameters: Iterable[int]) -> int:
         return sum(shape.sizes[parameter] for parameter in parameters)
 
-    forward = [[parameter for parameter in call if shape.sizes[parameter] > never_sharded] for call in shape.calls]
-    calls = forward + forward[::-1]  # the forward pass, then the backward pass
+    calls = [
+        [parameter for parameter in call if shape.sizes[parameter] > never_sharded] for call in calls_of_passes(shape)
+    ]
     before = list(accumulate(map(elements, calls), initial=0))  # elements of all earlier calls, for each call
     uses = deque((parameter, time) for time, call in enumerate(calls) for parameter in call)
     last_use_seen: dict[int, int] = {}
@@ -52,3 +53,20 @@ def gathered_elements(shape: Shape, zero: dict) -> int:
         used_soon = set().union(*calls[time + 1 : end_of_soon])
         live -= {parameter for parameter in call if last_use_seen[parameter] <= time + 1} - used_soon
     return gathered
+
+
+def calls_of_passes(shape: Shape) -> list[tuple[int, ...]]:
+    """Return the parameters of each module in the order in which the forward and the backward pass use the modules.
+
+    With activation checkpointing, the backward pass first computes a block again, then its gradients.
+    """
+    blocks = {parameter: number for number, block in enumerate(shape.blocks) for parameter in block}
+    numbers: list[int] = []  # for each call, the number of its block, or -1; a module without parameters belongs to the last block
+    for call in shape.calls:
+        numbers.append(blocks.get(call[0], -1) if call else (numbers or [-1])[-1])
+    backward = []
+    for number, group in groupby(zip(reversed(numbers), reversed(shape.calls), strict=True), key=lambda each: each[0]):
+        gradients = [call for _, call in group]
+        recomputed = gradients[::-1] if shape.recomputes and number >= 0 else []
+        backward += recomputed + gradients
+    return [*shape.calls, *backward]

@@ -140,7 +140,7 @@ def test_stored_numbers_match_the_current_estimates(models_folder):
 @pytest.mark.parametrize("setting", SETTINGS, ids=lambda setting: "-".join(map(str, setting.values())) or "defaults")
 def test_page_shows_the_estimates_of_the_program(page, visit, models_folder, setting, monkeypatch):
     monkeypatch.chdir(REPOSITORY)  # the directory in which a user runs the copied command
-    visit("method=zero2")  # the page counts what ZeRO-3 sends without activation checkpointing
+    visit("method=zero3")
     choose(page, **setting)
     shown = page.evaluate(READ_ROWS)
     command = page.evaluate("document.querySelector('.command pre').textContent").replace("\\\n", "").split()[2:]

@@ -9,6 +9,7 @@ import shlex
 import sys
 from collections import Counter
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
@@ -83,6 +84,17 @@ def test_fsdp_gathers_an_untied_embedding_again(tmp_path):
     llama = {"model_type": "llama", "num_attention_heads": 4, "tie_word_embeddings": False}
     (tmp_path / "config.json").write_text(json.dumps(llama | sizes))
     settings = plan("--model_name", tmp_path, "--from_scratch", *METHODS["FULL_SHARD"][2:], "--gpus", 8)
+    check_bytes_sent(rehearse(settings), settings)
+
+
+def test_zero_3_gathers_blocks_again_to_recompute_them(tmp_path):
+    """The limits are smaller than the model, so DeepSpeed drops the blocks between the passes."""
+    (tmp_path / "config.json").write_text(json.dumps(communication.CONFIG))
+    config = json.loads(Path("ds_configs/zero3.json").read_text())
+    config["zero_optimization"] |= {"stage3_max_live_parameters": 3e6, "stage3_max_reuse_distance": 3e6}
+    (tmp_path / "zero3.json").write_text(json.dumps(config))
+    flags = ("--from_scratch", "--max_length", 64, "--bf16", "--gpus", 4, "--deepspeed", tmp_path / "zero3.json")
+    settings = plan("--model_name", tmp_path, *flags, "--activation_checkpointing")
     check_bytes_sent(rehearse(settings), settings)
 
 
