@@ -61,10 +61,11 @@ def calls_of_passes(shape: Shape) -> list[tuple[int, ...]]:
     With activation checkpointing, the backward pass first computes a block again, then its gradients.
     """
     blocks = {parameter: number for number, block in enumerate(shape.blocks) for parameter in block}
-    numbers: list[int] = []  # for each call, the number of its block, or -1; a module without parameters belongs to the last block
+    # The number of each call's block, or -1. A module without parameters counts to the block of the call before it
+    numbers: list[int] = []
     for call in shape.calls:
         numbers.append(blocks.get(call[0], -1) if call else (numbers or [-1])[-1])
-    backward = []
+    backward: list[tuple[int, ...]] = []
     for number, group in groupby(zip(reversed(numbers), reversed(shape.calls), strict=True), key=lambda each: each[0]):
         gradients = [call for _, call in group]
         recomputed = gradients[::-1] if shape.recomputes and number >= 0 else []
