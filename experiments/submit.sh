@@ -101,6 +101,9 @@ fi
 
 # 4. The submission
 
+if [[ $dry_run = yes && $SITE != laptop ]] && command -v sbatch >/dev/null && ! sinfo >/dev/null 2>&1; then
+  echo 'warning: sinfo: it fails, so Slurm is not asked whether it accepts the jobs; ask your administrator' >&2
+fi
 previous="" code=0 number=0
 for script in "${scripts[@]}"; do
   cd "$(dirname "$script")"

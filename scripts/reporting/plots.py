@@ -10,6 +10,7 @@ import textwrap
 from dataclasses import dataclass
 from itertools import cycle
 from pathlib import Path
+from string import ascii_letters
 from typing import Any
 
 import matplotlib
@@ -302,8 +303,8 @@ def draw_speed(table: Table) -> Figure | None:
     if len(points) < 2:
         return None
     figure, (axis,) = new_figure(legend_lines=len(points) + 1)
-    for number, (point, (label, (colour, _, marker))) in enumerate(zip(points, labels, strict=True), 1):
-        axis.plot(*point, color=colour, marker=marker, linestyle="none", label=f"{number}  {label}")
+    for letter, point, (label, (colour, _, marker)) in zip(ascii_letters, points, labels, strict=False):
+        axis.plot(*point, color=colour, marker=marker, linestyle="none", label=f"{letter}  {label}")
     front = pareto_front(points)
     largest, fastest = map(max, zip(*points, strict=True))
     if largest > front[0][0]:  # Otherwise the line has no length.
@@ -313,20 +314,23 @@ def draw_speed(table: Table) -> Figure | None:
     xlabel = below(f"peak {kind} memory (MiB)", left_out_note(table, rate))
     axis.set(xlabel=xlabel, ylabel=RATES[rate], xlim=(0, AXIS_HEADROOM * largest), ylim=(0, AXIS_HEADROOM * fastest))
     axis.locator_params(axis="x", nbins=MAX_TICKS)
-    number_points(axis, points)
+    mark_points(axis, points)
     figure.legend(loc="outside lower left", frameon=False, fontsize="small")
     return figure
 
 
-def number_points(axis: Axes, points: Points) -> None:
-    """Write a number next to each point. Points that are close to each other share one label."""
+def mark_points(axis: Axes, points: Points) -> None:
+    """Write a letter next to each point. Points that are close to each other share one label.
+
+    A number would look like a stage or a number of GPUs.
+    """
     width, height = axis.get_xlim()[1] * LABEL_DISTANCE, axis.get_ylim()[1] * LABEL_DISTANCE
     labels: dict[tuple[float, float], list[str]] = {}
-    for number, (x, y) in enumerate(points, 1):
+    for letter, (x, y) in zip(ascii_letters, points, strict=False):
         place = next((p for p in labels if abs(p[0] - x) < width and abs(p[1] - y) < height), (x, y))
-        labels.setdefault(place, []).append(str(number))
-    for place, numbers in labels.items():
-        axis.annotate(", ".join(numbers), place, xytext=(6, 4), textcoords="offset points", fontsize="small")
+        labels.setdefault(place, []).append(letter)
+    for place, letters in labels.items():
+        axis.annotate(", ".join(letters), place, xytext=(6, 4), textcoords="offset points", fontsize="small")
 
 
 def pareto_front(points: Points) -> Points:
