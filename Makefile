@@ -24,7 +24,7 @@ docs: .venv/installed-docs
 report: $(if $(ACTIVE),,.venv/installed)
 	PATH="$(if $(ACTIVE),,$(CURDIR)/$(BIN):)$$PATH" python scripts/report.py $(FLAGS)
 
-# Lint and unit tests in parallel, about a minute
+# Lint and unit tests in parallel, two to three minutes
 quick: .venv/installed-dev
 	$(MAKE) --no-print-directory --jobs=2 --output-sync=target lint unit
 
