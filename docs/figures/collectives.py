@@ -12,7 +12,7 @@ CELL = 0.19  # inches
 ROW = 0.23
 GAP = 0.24
 SUM = "Σ"
-# A cell is None if it is empty, SUM, or the rank from which the number comes
+# A cell is the rank from which its number comes, or SUM, or None if it is empty
 Row = list[int | str | None]
 OWN: list[Row] = [[rank] * SIZE for rank in range(SIZE)]
 NOTHING: Row = [None] * SIZE

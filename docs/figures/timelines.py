@@ -178,5 +178,5 @@ FIGURES = {
     "pipeline-1f1b": partial(pipeline, "1f1b", "1F1B: each backward pass as early as possible. White is the bubble."),
 }
 
-if __name__ == "__main__":
+if __name__ == "__main__" and sys.argv[1:]:
     take_traces(sys.argv[1:])

@@ -40,6 +40,20 @@ def browse(url: str, profile: Path, *options: str) -> tuple[str, str]:
     return done.stdout, done.stderr
 
 
+# Contrast between each visible text and the nearest background below it, with the text's element
+CONTRASTS = """((selector) => {
+  const light = (color) => { const [r, g, b] = color.match(/[0-9.]+/g).map((each) => each / 255)
+    .map((each) => each <= 0.04045 ? each / 12.92 : ((each + 0.055) / 1.055) ** 2.4);
+    return 0.2126 * r + 0.7152 * g + 0.0722 * b + 0.05 };
+  document.documentElement.style.backgroundColor ||= "Canvas"; // a page without a style has the browser's own
+  const ground = (each) => { const color = getComputedStyle(each).backgroundColor;
+    return color === "rgba(0, 0, 0, 0)" ? ground(each.parentElement) : color };
+  const texts = [...document.querySelectorAll(selector)].filter((each) => each.innerText && each.checkVisibility());
+  return texts.map((each) => {
+    const [ink, paper] = [light(getComputedStyle(each).color), light(ground(each))];
+    return [Math.max(ink, paper) / Math.min(ink, paper), each.outerHTML.slice(0, 99)] }) })"""
+
+
 class Page:
     """A page under the control of real key strokes, through Chromium's DevTools Protocol over a pipe.
 
@@ -96,6 +110,10 @@ class Page:
         answer = self.send("Runtime.evaluate", expression=expression, returnByValue=True, awaitPromise=True)
         assert "exceptionDetails" not in answer, answer
         return answer["result"].get("value")
+
+    def contrasts(self, selector: str) -> list[tuple[float, str]]:
+        """Return the contrast of each text, which WCAG 2.2 requires to be at least 4.5, and the text's element."""
+        return self.evaluate(f"{CONTRASTS}({selector!r})")
 
     def press(self, key: str, code: int, text: str = "") -> None:
         """Press a key. code: its Windows key code, which the protocol requires. text: the text that the key types."""

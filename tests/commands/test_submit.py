@@ -69,6 +69,8 @@ def test_the_dry_run_shows_the_exact_lines_and_each_job(submit, shown, workshop)
     before = sorted(workshop.rglob("*"))
     done, submitted = submit("--dry-run", "--chain", "--snapshot", STAGES, SITE="moon")
     assert (done.returncode, done.stderr, submitted) == (0, "", [])
+    silent, _ = submit("--dry-run", STAGES, SITE="moon", NO_CLUSTER=1)
+    assert (silent.returncode, silent.stderr.count("warning: sinfo: it fails, so Slurm is not asked")) == (0, 1)
     folder = subprocess.check_output(
         ["bash", "-c", 'printf %q "$1"', "-", workshop / "experiments" / STAGES], text=True
     )

@@ -60,19 +60,7 @@ ASK = """new Promise((done) => {
 CONTROLS_SEEN = """(() => { const { top, bottom } = document.getElementById("choices").getBoundingClientRect();
   return top >= 0 && bottom <= innerHeight })()"""
 MARKED = "[...document.querySelectorAll('label.changed select')].map((control) => control.name)"
-# Contrast between each text and the background of the nearest element that has one (WCAG 2.2 requires 4.5)
-CONTRAST = """(() => {
-  const light = (color) => { const [r, g, b] = color.match(/[0-9.]+/g).map((each) => each / 255)
-    .map((each) => each <= 0.04045 ? each / 12.92 : ((each + 0.055) / 1.055) ** 2.4);
-    return 0.2126 * r + 0.7152 * g + 0.0722 * b + 0.05 };
-  // The single file has the browser's own background
-  document.documentElement.style.backgroundColor ||= "Canvas";
-  const ground = (each) => { const color = getComputedStyle(each).backgroundColor;
-    return color === "rgba(0, 0, 0, 0)" ? ground(each.parentElement) : color };
-  const texts = [...document.querySelectorAll("#what-fits :is(p, li, th, td, small, a, label, select, button, pre)")];
-  return texts.filter((each) => each.innerText && each.checkVisibility()).map((each) => {
-    const [ink, paper] = [light(getComputedStyle(each).color), light(ground(each))];
-    return [Math.max(ink, paper) / Math.min(ink, paper), each.outerHTML.slice(0, 99)] }) })()"""
+TEXTS = "#what-fits :is(p, li, th, td, small, a, label, select, button, pre)"
 ALL_SEEN = """(() => { const page = document.documentElement;
   return page.scrollWidth === page.clientWidth && page.clientWidth <= WIDTH &&
     [...document.querySelectorAll("#methods .method, #what-fits select")].every((each) => each.checkVisibility())
@@ -350,7 +338,7 @@ def test_texts_have_enough_contrast_in_light_and_dark_mode_and_in_print(site, pa
         show_in(page, scheme, media)
         for name in (FIRST_PAGE, WHAT_FITS, "docs/what-fits-alone.html"):
             page.visit(f"file://{site / name}")
-            found = page.evaluate(CONTRAST)
+            found = page.contrasts(TEXTS)
             assert len(found) > 60 and min(found)[0] >= 4.5, (name, media, scheme, min(found))
     assert not page.evaluate("document.querySelector('.command button').checkVisibility()")  # in print
     show_in(page, "light")

@@ -28,7 +28,8 @@ def test_the_text_of_a_figure_is_large_enough(name):
     pixels = {POINTS * inches: shown for inches, shown in SHOWN.items()}
     assert width in map(pytest.approx, pixels), f"{name}: {width} points wide; use WIDTH or PHONE_WIDTH of style.py"
     shown = next(pixels[each] for each in pixels if width == pytest.approx(each))
-    scales = [float(scale) for scale in re.findall(r"scale\(([\d.]+) -\1\)", svg(name))]  # of texts: size / 100
+    # A text of 8 points has the scale 0.08
+    scales = [float(scale) for scale in re.findall(r"scale\(([\d.]+) -\1\)", svg(name))]
     assert "<text" not in svg(name), "readers may lack the font; keep text as paths"
     assert scales and min(scales) * 100 * shown / width >= SMALLEST, f"{name}: texts of {min(scales) * 100} points"
 
