@@ -1,4 +1,4 @@
-# make demo | preflight | gpu-check | report | docs | quick | test | test-experiments | test-faults | test-real | lint | format
+# make demo | cluster | cluster-down | preflight | gpu-check | report | docs | quick | test | test-experiments | test-faults | test-real | lint | format
 # (You need Python 3.11 or newer with venv, git and make; for torch.compile also g++)
 PYTHON ?= python3
 BIN := .venv/bin
@@ -10,6 +10,13 @@ demo: .venv/installed
 ACTIVE := $(VIRTUAL_ENV)$(filter-out base,$(CONDA_DEFAULT_ENV))
 preflight: $(if $(ACTIVE),,.venv/installed)
 	PATH="$(if $(ACTIVE),,$(CURDIR)/$(BIN):)$$PATH" python scripts/preflight.py $(FLAGS)
+
+# A Slurm of two nodes on this machine, and a shell in it. With sudo, root must not install the packages into .venv
+cluster: $(if $(ACTIVE)$(SUDO_USER),,.venv/installed)
+	@PATH="$(if $(ACTIVE),,$(CURDIR)/$(BIN):)$$PATH" && python scripts/cluster.py start $(FLAGS) && { python scripts/cluster.py shell || true; }
+
+cluster-down:
+	@PATH="$(if $(ACTIVE),,$(CURDIR)/$(BIN):)$$PATH" python scripts/cluster.py stop
 
 # Check every way to train on one GPU. Without a GPU:  make gpu-check FLAGS=--cpu
 gpu-check: $(if $(ACTIVE),,.venv/installed)
@@ -90,4 +97,4 @@ $(BIN)/pip:
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "error: PYTHON: 3.11 or newer is needed; use make PYTHON=python3.11")'
 	$(PYTHON) -m venv .venv
 
-.PHONY: demo preflight gpu-check report docs quick test unit full test-experiments test-faults test-real lint format
+.PHONY: demo cluster cluster-down preflight gpu-check report docs quick test unit full test-experiments test-faults test-real lint format

@@ -31,7 +31,7 @@ REPOSITORY = Path(__file__).resolve().parent.parent
 for folder in ("scripts", "tests", "tests/slurm"):
     sys.path.insert(0, str(REPOSITORY / folder))
 
-from cluster import Cluster, unavailable  # noqa: E402
+from breakable_cluster import BreakableCluster, unavailable  # noqa: E402
 from jobs import Lab  # noqa: E402
 
 JOBS = {
@@ -58,7 +58,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         if reason := unavailable():
             sys.exit(f"error: no Slurm cluster here: {reason}")
-        cluster = Cluster(f"{folder}/slurm", nodes=2)
+        cluster = BreakableCluster(f"{folder}/slurm", nodes=2)
         cluster.up()
         try:
             lab = Lab(Path(folder), cluster)

@@ -9,20 +9,20 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from cluster import Cluster, unavailable
+from breakable_cluster import BreakableCluster, unavailable
 from jobs import TRAININGS, Job, Lab
 
 
 @pytest.fixture(scope="session")
 def cluster():
-    """A running `cluster.Cluster`. A test that crashes a node must start the node again."""
+    """A running `BreakableCluster`. A test that crashes a node must start the node again."""
     yield from running_cluster(nodes=2)
 
 
-def running_cluster(nodes: int) -> Iterator[Cluster]:
+def running_cluster(nodes: int) -> Iterator[BreakableCluster]:
     if reason := unavailable():
         pytest.skip(f"no Slurm cluster here: {reason}")
-    cluster = Cluster(f"/tmp/slurm-pytest-{os.getpid()}-{nodes}", nodes=nodes, owner=os.getpid())
+    cluster = BreakableCluster(f"/tmp/slurm-pytest-{os.getpid()}-{nodes}", nodes=nodes, owner=os.getpid())
     cluster.up()
     yield cluster
     cluster.down()

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from functools import cached_property
 from pathlib import Path
 
-from cluster import FINAL, Cluster
+from breakable_cluster import FINAL, BreakableCluster
 from cluster import run as run_command
 from helpers import NOTHING_COMPILED, REPOSITORY, RUN_TIMEOUT, RunFiles, inherited, until
 from records.memory_logs import read_cpu_log, read_gpu_log
@@ -53,7 +53,7 @@ def copy_repository(folder: Path) -> Path:
 class Lab:
     """A copy of the repository, and the cluster that its experiments are submitted to."""
 
-    def __init__(self, folder: Path, cluster: Cluster):
+    def __init__(self, folder: Path, cluster: BreakableCluster):
         self.root, self.cluster, self.cache = copy_repository(folder / "it's a lab"), cluster, folder / "hf"
 
     def script(self, experiment: str) -> Path:

@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 
-import cluster as module
-from cluster import Cluster, ClusterError, run
-from helpers import until
+from breakable_cluster import BreakableCluster, remains
+from cluster import ClusterError, run
+from helpers import REPOSITORY, until
 
-COMMAND = [sys.executable, module.__file__]
+HERE = Path(__file__).parent
 LIMIT = 60  # seconds until a hang fails a test; actions take one or two seconds
 
 
@@ -22,21 +22,6 @@ def submit(cluster, folder, body, *sbatch_arguments, arguments=()):
     words = ["sbatch", "--parsable", *sbatch_arguments, "job.sh", *arguments]
     job = run(words, cwd=folder, env=cluster.env).stdout.strip()
     return job, folder / f"slurm-{job}.out"
-
-
-def remains(state):
-    """List a cluster's processes, interfaces and directory on this machine."""
-    found = [str(path) for path in [Path(state)] if path.exists()]
-    links = subprocess.check_output(["ip", "-oneline", "link"], text=True)
-    found += [line for line in links.splitlines() if Cluster(state)._mac in line]
-    for process in Path("/proc").glob("[0-9]*"):
-        try:
-            text = (process / "cmdline").read_bytes() + b"\0" + (process / "environ").read_bytes()
-        except OSError:
-            continue
-        if f"{state}/".encode() in text:
-            found.append(text.partition(b"\0\0")[0].decode())
-    return found
 
 
 def test_each_node_of_a_job_has_its_own_name_address_and_gpus(cluster, tmp_path):
@@ -102,12 +87,12 @@ def test_a_node_crashes_and_comes_back(cluster, tmp_path):
 
 def test_a_new_cluster_removes_the_cluster_of_a_dead_owner(cluster):
     script = (
-        "import os, signal, sys; from cluster import Cluster\n"
-        "Cluster(sys.argv[1], nodes=1, owner=os.getpid()).up(); os.kill(os.getpid(), signal.SIGKILL)"
+        "import os, signal, sys; from breakable_cluster import BreakableCluster\n"
+        "BreakableCluster(sys.argv[1], nodes=1, owner=os.getpid()).up(); os.kill(os.getpid(), signal.SIGKILL)"
     )
-    orphan, next_one = f"{cluster.state}c", Cluster(f"{cluster.state}d", nodes=1)
-    folder = Path(module.__file__).parent
-    killed = subprocess.run([sys.executable, "-c", script, orphan], cwd=folder, check=False)
+    orphan, next_one = f"{cluster.state}c", BreakableCluster(f"{cluster.state}d", nodes=1)
+    environment = os.environ | {"PYTHONPATH": f"{REPOSITORY}/scripts"}
+    killed = subprocess.run([sys.executable, "-c", script, orphan], cwd=HERE, env=environment, check=False)
     assert killed.returncode == -signal.SIGKILL
     assert len(remains(orphan)) > 5
     next_one.up()
@@ -123,13 +108,8 @@ def test_a_foreign_directory_is_left_alone(cluster, tmp_path):
     os.rename(tmp_path, link)
     try:
         with pytest.raises(ClusterError, match="holds other files"):
-            Cluster(link).up()
-        Cluster(link).down()
+            BreakableCluster(link).up()
+        BreakableCluster(link).down()
         assert (link / "precious").exists()
     finally:
         os.rename(link, tmp_path)
-
-
-def test_command_line(cluster):
-    line = subprocess.check_output([*COMMAND, "up", "--state", str(cluster.state)], text=True)
-    assert subprocess.check_output(["sh", "-c", f"{line}sinfo -h -o %D"], text=True) == "2\n"

@@ -10,10 +10,11 @@ from text_checks.common import TREES, relative_name
 RUNS_TEXT = {"eval", "exec", "compile", "__import__", "os.system", "os.popen", "pickle.load", "pickle.loads"}
 RUNS_TEXT |= {"yaml.load", "yaml.unsafe_load", "yaml.full_load", "marshal.loads", "numpy.load", "np.load"}
 SHELL = sorted([*REPOSITORY.glob("experiments/**/*.sh"), *EXPERIMENT_SCRIPTS, *REPOSITORY.glob("scripts/*.sh")])
-# job.sh and its parts, a site file, the environment that a site file activates, and an experiment's knobs
+# job.sh and its parts, a site file, what a site file may source, and an experiment's knobs
 SOURCED = re.compile(
     r'(\.\./)+job\.sh|"\$EXPERIMENTS_FOLDER/load_site\.sh"|"\$SNAPSHOT/experiments/job\.sh"|"\$SITE_FILE"'
-    r'|"\$HOME/miniforge3/etc/profile\.d/conda\.sh"|"\$ROOT/\$EXPERIMENT/env_vars\.sh"'
+    r'|"\$HOME/miniforge3/etc/profile\.d/conda\.sh"|"\$EXPERIMENTS_FOLDER/sites/laptop\.sh"'
+    r'|"\$ROOT/\$EXPERIMENT/env_vars\.sh"'
 )
 
 
