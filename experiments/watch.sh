@@ -67,7 +67,6 @@ show_progress() { # the lines "step 96 of 192 (50 %) after 21 s". The rate does 
   awk '/^resuming from step / { first = step = $4 + 0 }
     /^step [0-9]+ of [0-9]+ \(/ { if (++lines == 2) { first = step; began = now } step = $2; of = $4; now = $8 }
     END {
-      if (!of) exit
       printf "step       %d of %d (%d %%)", step, of, 100 * step / of
       rate = now > began ? (step - first) / (now - began) : 0
       left = rate ? (of - step) / rate : 0
@@ -77,7 +76,7 @@ show_progress() { # the lines "step 96 of 192 (50 %) after 21 s". The rate does 
     }' <<<"$text"
 }
 
-trainer_values() { # NAME COUNT: the last values of the Trainer with this name, in one line
+trainer_values() { # NAME COUNT: the last values of the Trainer with this name, the newest at the end
   grep -o "'$1': '[^']*" <<<"$text" | cut -d"'" -f4 | tail -n "$2" | paste -sd' '
 }
 
@@ -113,9 +112,13 @@ show() {
     return
   fi
   echo "log        log/${log##*/}, last line $(($(date +%s) - $(stat -c %Y "$log"))) s ago"
-  show_progress
-  echo "loss       $(trainer_values loss 1)"
-  echo "eval loss  $(trainer_values eval_loss 5)"
+  if grep -q '^step [0-9]* of ' <<<"$text"; then
+    show_progress
+    echo "loss       $(trainer_values loss 1)"
+    echo "eval loss  $(trainer_values eval_loss 5)"
+  else
+    echo "last line  $(tail -n 1 <<<"$text")"
+  fi
   grep '^error: ' <<<"$text" | tail -n 1
   if grep -q '^status: ' <<<"$text"; then
     echo
@@ -168,9 +171,13 @@ while :; do
     printf '%s\n' "$view"
     exit
   fi
+  read -r rows _ < <(stty size <&1) # of the terminal
+  if ((rows > 2 && $(wc -l <<<"$view") >= rows)); then
+    view=$(head -n $((rows - 2)) <<<"$view")$'\n'"... $0 --once $JOB prints all lines"
+  fi
   # Write over the old view instead of clearing it first, which would flicker: \e[H goes to the first line, \e[K clears
-  # the rest of a line, \e[J all lines below
-  printf '%s\e[H%s\e[K\n\e[J' "$clear" "${view//$'\n'/$'\e[K\n'}"
+  # the rest of a line, and \e[J also all lines below
+  printf '%s\e[H%s\e[J\n' "$clear" "${view//$'\n'/$'\e[K\n'}"
   clear=""
   [[ -n $state ]] || exit 0
   sleep "$REFRESH"
