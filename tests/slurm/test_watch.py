@@ -17,7 +17,7 @@ from jobs import ENDLESS, TWO_NODES, Job, Lab
 from test_requeue import last_step
 
 REDRAWN = "\x1b[H"  # each view begins at the first line of the terminal
-WIDTH = 80
+ROWS, WIDTH = 9, 80  # of a terminal; the view of a running job has 12 lines
 
 
 @pytest.fixture(scope="module")
@@ -54,6 +54,7 @@ class Terminal:
 
     def __init__(self, lab: Lab, job_id: str):
         self.end, terminal = os.openpty()
+        termios.tcsetwinsize(terminal, (ROWS, WIDTH))
         self.process = subprocess.Popen(
             [f"{lab.root}/experiments/watch.sh", job_id],
             stdin=terminal,
@@ -110,6 +111,9 @@ def test_ctrl_c_ends_the_view_and_not_the_job(running):
     terminal.until(lambda: terminal.read().count(REDRAWN) > 1)
     terminal.press_ctrl_c()
     assert terminal.process.wait(timeout=RUN_TIMEOUT) == 0
+    view = terminal.read().split(REDRAWN)[1].splitlines()
+    assert view[-1].endswith(f"/experiments/watch.sh --once {running.job_id} prints all lines\x1b[J"), view
+    assert len(view) < ROWS, "a longer view would scroll, and the next one would not cover it"
     evaluations = running.log.count("'eval_loss'")
     running.until(lambda: running.log.count("'eval_loss'") > evaluations)
     assert (running.scontrol["JobState"], "SIGINT" in running.log) == ("RUNNING", False)
@@ -150,5 +154,6 @@ def test_the_view_of_a_job_that_ends_shows_its_summary_and_ends(running):
     assert terminal.process.wait(timeout=RUN_TIMEOUT) == 0
     last = terminal.read().split(REDRAWN)[-1]
     assert "ended, status: stopped (exit code 75)" in last, last
-    for line in running.summary:
-        assert line[:WIDTH].rstrip() in last.replace("\x1b[K", ""), last
+    view = watch(running.lab, running.job_id)
+    summary = "\n".join(running.summary)
+    assert view.split("\n\n")[-1].split() == summary.split(), view
