@@ -4,7 +4,7 @@ python scripts/report.py                                   # all runs, into repo
 python scripts/report.py experiments/deepspeed-multi-gpu   # only the runs below these folders
 python scripts/report.py --all-runs -o /tmp/report         # mean and standard deviation over repeats
 python scripts/report.py --reference /shared/reference     # compared with the report in that folder
-python scripts/report.py --job results/123.json            # one run, in the terminal
+python scripts/report.py --job 123                         # one run, in the terminal; also results/123.json
 
 Open report/index.html in a browser. The page is one file and needs no network.
 """
@@ -18,7 +18,7 @@ from reporting.definitions import RowDefinition, table_definition
 from reporting.metrics import MAX_EPOCHS
 from reporting.render import grid, plural, table_lines
 from reporting.report_folder import write_report
-from reporting.runs import NO_GPU, add_resume_hints, read_run
+from reporting.runs import NO_GPU, add_resume_hints, find_record, read_run
 from reporting.tables import build_table
 from shared.errors import OneLineErrors, WorkshopError, run_program
 from shared.paths import REPOSITORY
@@ -30,17 +30,24 @@ def main() -> None:
     parser.add_argument("-o", "--output", type=Path, default=Path("report"), help="folder for the report")
     parser.add_argument("--all-runs", action="store_true", help="show mean and standard deviation over repeats")
     parser.add_argument("--reference", type=Path, metavar="DIR", help="compare with the report in this folder")
-    parser.add_argument("--job", type=Path, help="print the tables of this run record and write nothing")
+    parser.add_argument("--job", help="print the table of the run with this id or record and write nothing")
     arguments = parser.parse_args()
     if arguments.job and arguments.reference:
         raise WorkshopError("--reference", "compares whole reports, and --job shows one run", "leave one of them out")
+    # The first steps of README.md run in the repository's folder
+    default = [folder for folder in (REPOSITORY / "experiments", REPOSITORY / "results") if folder.is_dir()]
     if arguments.job:
-        print(job_table(arguments.job))
+        print(job_table(find_job(arguments.job, default)))
     else:
-        # The first steps of README.md run in the repository's folder
-        default = [folder for folder in (REPOSITORY / "experiments", REPOSITORY / "results") if folder.is_dir()]
         folders = arguments.folders or [Path(os.path.relpath(folder)) for folder in default]
         print(write_report(folders, arguments.output, arguments.all_runs, arguments.reference))
+
+
+def find_job(job: str, folders: list[Path]) -> Path:
+    """Return the path of a run record. job: this path, or the id of a run in the current folder or these folders."""
+    if "/" in job or job.endswith(".json") or Path(job).is_file():
+        return Path(job)
+    return find_record(job, [Path("results"), *folders])
 
 
 def job_table(path: Path) -> str:

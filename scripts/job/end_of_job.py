@@ -168,6 +168,11 @@ def reason_from_slurm(job_id: str) -> str:
     return WITHOUT_A_WORD
 
 
+def queue_state(job_id: str) -> str:
+    """Return Slurm's state of a job in its queue, such as "PENDING (Resources)". It is empty for any other job."""
+    return ask_slurm("squeue", "--noheader", f"--jobs={job_id}", "--format=%T (%r)").strip() if job_id.isdigit() else ""
+
+
 def is_alive(record: Path) -> bool:
     """Return True if a record's job runs or may run: it holds a lock, or it is in Slurm's queue."""
     folder = record.parent / f".{record.stem}"

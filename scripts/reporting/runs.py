@@ -7,10 +7,10 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from job.end_of_job import ended_without_a_word, is_alive, reason_from_slurm
+from job.end_of_job import ended_without_a_word, is_alive, queue_state, reason_from_slurm
 from records.memory_logs import MemoryLog, log_host, memory_log_paths, read_cpu_log, read_gpu_log
 from records.schema import WITHOUT_A_WORD, Record, Restart, read_record
-from reporting.trainer_log import find_log, last_error, last_lines, read_summary
+from reporting.trainer_log import find_log, last_error, last_lines, last_step, read_summary
 from shared.errors import WorkshopError
 
 OUTPUT_FOLDERS = {"results", "gpu_memory", "cpu_memory", "log", "output"}
@@ -131,14 +131,45 @@ class Run:
 
 def find_runs(folders: list[Path]) -> list[Run]:
     """Return all runs below the folders, oldest first. A folder may also be the `results` folder of an experiment."""
+    runs = [run for place in run_folders(folders) for run in find_runs_in_folder(place)]
+    add_resume_hints(runs)
+    return sorted(runs, key=lambda run: run.sort_key)
+
+
+def run_folders(folders: list[Path]) -> list[Path]:
+    """Return all folders at and below these folders that may hold runs."""
     places = {top.parent for top in folders if top.name == "results"}
     for top in folders:
         for name, subfolders, _ in os.walk(top):
             places.add(Path(name))
             subfolders[:] = [s for s in subfolders if s not in OUTPUT_FOLDERS and not s.startswith(".")]
-    runs = [run for place in sorted(places) for run in find_runs_in_folder(place)]
-    add_resume_hints(runs)
-    return sorted(runs, key=lambda run: run.sort_key)
+    return sorted(places)
+
+
+def find_record(job_id: str, folders: list[Path]) -> Path:
+    """Return the path of the run record with this id below the folders.
+
+    Raises WorkshopError if there is no such record or more than one. For a job that waits or that ended before its
+    training, the error has Slurm's state or the end of the job's log.
+    """
+    places = list(dict.fromkeys(place.resolve() for place in run_folders(folders)))
+    found = [Path(os.path.relpath(path)) for place in places if (path := record_path(place, job_id)).is_file()]
+    if len(found) == 1:
+        return found[0]
+    if found:
+        names = ", ".join(map(str, found))
+        raise WorkshopError("--job", f"{len(found)} runs have the id {job_id}: {names}", "give the path of one")
+    log = next(filter(None, (find_log(place, job_id) for place in places)), None)
+    if log and not is_alive(record_path(log.parent.parent, job_id)):
+        end = last_error(log) or last_lines(log)
+        raise WorkshopError(
+            "--job", f"{job_id} ended without a run record: {end}", f"its log is {os.path.relpath(log)}"
+        )
+    state = queue_state(job_id)
+    if log or state:
+        problem = f"{job_id} has no run record yet: its state is {state or 'running'}"
+        raise WorkshopError("--job", problem, f"experiments/watch.sh {job_id} shows when its training begins")
+    raise WorkshopError("--job", f"no run has the id {job_id}", "give a job id, or the path of results/<job_id>.json")
 
 
 def find_runs_in_folder(folder: Path) -> list[Run]:
@@ -196,6 +227,8 @@ def set_status(run: Run) -> None:
     vanished = record.status in ("running", "failed") and ended_without_a_word(run.path, record)
     run.status = "failed" if vanished else record.status
     notes = run.status_notes
+    if run.status == "running" and (step := last_step(find_log(run.folder, run.job_id))):
+        notes.append(step)
     if record.stop:
         notes.append(f"{record.stop.signal} at step {record.stop.step}")
     elif run.status not in ("running", "completed"):

@@ -11,6 +11,8 @@ from pathlib import Path
 ENTRY = re.compile(r"\{('[^{}\n]*)\}")
 PAIR = re.compile(r"'([^']*)': '?([^',]*)'?")
 ERROR = re.compile(r"^error: .*", re.MULTILINE)
+STEP = re.compile(r"^step \d+ of \d+ (?=\(\d+ %\) after )", re.MULTILINE)
+LOSS = re.compile(r"\{'loss': '([^']*)'")
 SUMMARY = re.compile(r"(?:^=+\n)?^status: (\w+) \(exit code (\d+)\)$", re.MULTILINE)  # printed by job.sh
 LONGEST_ERROR = 500  # characters
 LAST_LINES = 3
@@ -30,6 +32,13 @@ def last_error(log: Path | None) -> str:
     """Return the last line that begins with "error: ". It is the reason why the job ended."""
     lines = ERROR.findall(log_text(log))
     return lines[-1][:LONGEST_ERROR].strip() if lines else ""
+
+
+def last_step(log: Path | None) -> str:
+    """Return the last step and the last training loss, such as "step 96 of 192, loss 7.012"; empty before the first."""
+    text = log_text(log)
+    found = [line.strip() for line in STEP.findall(text)[-1:]]
+    return ", ".join(found + [f"loss {loss}" for loss in LOSS.findall(text)[-1:]])
 
 
 def read_summary(log: Path | None) -> tuple[str, str]:

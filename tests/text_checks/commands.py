@@ -100,6 +100,8 @@ def named_targets(command: Command) -> Iterator[tuple[str, bool]]:
         experiment = f"experiments/{words[-1]}"
         yield first, (folder / first).is_file()
         yield experiment, words[-1] in ("all", OWN_EXPERIMENT) or (REPOSITORY / experiment).exists()
+    elif first.endswith("watch.sh"):
+        yield first, (folder / first).is_file()
     elif first == "python" and second.endswith(".py"):
         script = read(folder / second)
         yield second, bool(script)
