@@ -11,21 +11,20 @@ from helpers import REPOSITORY
 from report_files import cpu_log, gpu_log, write
 
 SAMPLE = json.loads((REPOSITORY / "tests/data/runs_of_1.0.0/experiments/demo/zero3/results/201.json").read_text())
-NAMES = (
-    "alice bjarne chloe dmitri elif fatou giulia haruto ingrid jamal katya liang marta nikos oona priya quentin rosa "
-    "sofia tomasz uma viktor wanjiru xavier yara zoltan"
-).split()
+NAMES = [
+    *("alice", "bjarne", "chloe", "dmitri", "elif", "fatou", "giulia", "haruto", "ingrid", "jamal", "katya", "liang"),
+    *("marta", "nikos", "oona", "priya", "quentin", "rosa", "sofia", "tomasz"),
+]
 START = datetime(2026, 11, 26, 9, 0, tzinfo=UTC)
-FULL_HD = "error: output: No space left on device; free disk space or quota"
 ERRORS = [
     "error: BATCH_SIZE: 'eight' is not a whole number; give a number such as 4",
     "error: --fp16: needs a GPU; leave it out",
-    FULL_HD,
+    "error: output: No space left on device; free disk space or quota",
 ]
 NO_MEMORY = "error: memory: CUDA out of memory; lower --per_device_train_batch_size or --max_length, or offload"
 LINE = "=" * 60
-# Predicted MiB of the settings below on a GPU, from predict_memory(), so that the points lie near the diagonal
-PREDICTED = {"plain": 19.07, "ddp": 21.1, 1: 15.9, 2: 13.8, 3: 14.2}
+# Predicted GiB of the settings below, by ranks and stage of ZeRO (None: without), so that points lie near the diagonal
+PREDICTED = {(1, None): 19.07, (2, None): 21.1, (2, 1): 15.9, (2, 2): 15.2, (2, 3): 17.8}
 
 
 @dataclass
@@ -45,7 +44,7 @@ class MadeUpClass:
         return folder / "bin"
 
 
-def record(experiment: str, job_id: str, started: datetime, status: str = "completed", gpus: int = 0, **changes) -> dict:
+def record(experiment: str, job_id: str, started: datetime, status: str, gpus: int, **changes: object) -> dict:
     """Return the record of a job. gpus: GPUs of the job, 0 for a job on the CPU."""
     made = copy.deepcopy(SAMPLE)
     stage = int(experiment[-1]) if "zero_" in experiment else None
@@ -75,6 +74,7 @@ def record(experiment: str, job_id: str, started: datetime, status: str = "compl
     if status == "stopped":
         made["stop"] = {"signal": "SIGTERM", "step": 40, "checkpoint": f"output/{job_id}/checkpoint-40"}
     made["settings"] |= changes
+    made["settings"]["per_device_eval_batch_size"] = made["settings"]["per_device_train_batch_size"]
     return made
 
 
@@ -106,9 +106,9 @@ def add_job(clone: Path, experiment: str, job_id: str, started: datetime, state:
 
 
 def make_class(top: Path, experiments: list[str], people: int = 20, gpu: bool = False, runs: int = 0) -> MadeUpClass:
-    """Write a class in all states.
+    """Write a class in all states. The clone of the thirteenth participant is missing.
 
-    gpu: the jobs had GPUs. runs: number of runs of each participant in the experiments' order, instead of a mix.
+    gpu: the jobs had GPUs. runs: give each participant this number of runs, of which the last one still runs.
     """
     chance = random.Random(7)
     made = MadeUpClass()
@@ -127,29 +127,33 @@ def make_class(top: Path, experiments: list[str], people: int = 20, gpu: bool = 
             job_id = str(number)
             started = START + timedelta(minutes=12 * column + chance.randrange(8))
             gpus = (2 if "2_gpus" in experiment else 1) if gpu else 0
-            stage = int(experiment[-1]) if "zero_" in experiment else "ddp" if gpus == 2 else "plain"
-            usual = 1024 * PREDICTED.get(stage, PREDICTED["plain"]) * chance.uniform(0.99, 1.01)
+            stage = int(experiment[-1]) if "zero_" in experiment else None
+            usual = 1024 * PREDICTED.get((gpus, stage), 18.77) * chance.uniform(0.99, 1.01)
             options = {"gpus": gpus, "peak": usual}
             progress = chance.gauss(len(experiments) * (0.75 - 0.3 * person / people), 1.5)
-            if runs or column < progress - 2:
-                fate = 0 if runs else chance.random()
+            if column < (runs - 1 if runs else progress - 2):
+                fate = 0 if runs else chance.random() * (1 if "zero_" in experiment else 0.58)
                 if "zero_" in experiment and not runs and fate > 0.6:
                     continue  # each pair runs some of the stages
-                if fate > 0.56:
+                if experiment == "baseline" and person in (3, 9):
+                    forgotten = {"em_f1": True, "save_strategy": "epoch"}
+                    add_job(clone, experiment, job_id, started, "completed", **options, **forgotten)
+                elif person == 5 and column == 1:
+                    options["peak"] *= 1.5
+                    add_job(clone, experiment, job_id, started, "completed", **options, per_device_train_batch_size=8)
+                elif person == 8 and experiment == "ddp/2_gpus":
+                    options["peak"] *= 1.3  # another user's process was on the GPU
+                    add_job(clone, experiment, job_id, started, "completed", **options)
+                elif fate > 0.53:
                     error = ERRORS[chance.randrange(len(ERRORS))]
                     add_job(clone, experiment, job_id, started, "refused", error=error)
-                elif fate > 0.53:
-                    add_job(clone, experiment, job_id, started, "oom", error=NO_MEMORY, percent=0, **options)
                 elif fate > 0.5:
+                    add_job(clone, experiment, job_id, started, "oom", error=NO_MEMORY, percent=0, **options)
+                elif fate > 0.46:
                     add_job(clone, experiment, job_id, started, "stopped", percent=42, **options)
-                elif experiment == "baseline" and person in (3, 9):
-                    add_job(clone, experiment, job_id, started, "completed", **options, em_f1=True, save_strategy="epoch")
-                elif person == 5 and column == 2:
-                    options["peak"] *= 1.45
-                    add_job(clone, experiment, job_id, started, "completed", **options, per_device_train_batch_size=8)
                 else:
                     add_job(clone, experiment, job_id, started, "completed", **options)
-            elif column < progress - 1:
+            elif runs or column < progress - 1:
                 percent = chance.randrange(100)
                 add_job(clone, experiment, job_id, started, "running", percent=percent, **options)
                 made.queue.append(f"{job_id}|RUNNING|None|{clone}/experiments/{experiment}")

@@ -8,7 +8,7 @@ import os
 import re
 import statistics
 from collections import Counter, defaultdict
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 from datetime import datetime
 from itertools import groupby
@@ -24,12 +24,14 @@ from reporting.runs import Missing, Run
 from reporting.tables import traits
 from reporting.trainer_log import find_log, last_error, progress
 
-# In gpu-check, peaks of GPU memory differed from the estimate by 9 % at most. On the CPU, the process includes Python
-# and its libraries, and differs more.
+# In docs/results.md, peaks of GPU memory differ from the estimate by 9 % at most. On the CPU, Python and its libraries
+# are most of a small training's memory, and their size differs more.
 LIMITS = {"GPU": 10, "CPU": 25}  # percent
-KINDS = {"GPU": "peak GPU memory", "CPU": "peak CPU memory of all ranks"}
+KINDS = {"GPU": "Peak GPU memory", "CPU": "Peak CPU memory of all ranks"}
+FEWEST = 3  # runs that can show a systematic difference
 PLOT = 300  # units of the plot's square
 TICKS = 5
+LETTER_HEIGHT = 14  # units: letters of closer points share one label
 
 
 class State(NamedTuple):
@@ -137,6 +139,15 @@ class Place:
         return f"job-{self.row}-{self.column}-{self.run.job_id}"
 
 
+def find_places(participants: list[Participant]) -> list[Place]:
+    return [
+        Place(participant, row, column, cell, run)
+        for row, participant in enumerate(participants, 1)
+        for column, cell in enumerate(participant.cells, 1)
+        for run in cell.jobs
+    ]
+
+
 @dataclass
 class FailureGroup:
     """Failures with the same error line, apart from numbers. current: those whose cell shows them."""
@@ -165,6 +176,10 @@ class Point:
     def is_far(self) -> bool:
         return abs(self.difference) > LIMITS[self.kind]
 
+    @property
+    def experiment(self) -> str:
+        return self.place.cell.experiment
+
 
 @dataclass
 class Outlier:
@@ -179,15 +194,12 @@ def render_class(reader: ClassReader, participants: list[Participant], predictio
                  numbers: bool, refresh: int | None) -> str:  # fmt: skip
     """Return the page. refresh: seconds after which a browser loads the page again, None for a page that stays."""
     names = Names(participants, numbers)
-    places = [
-        Place(participant, row, column, cell, run)
-        for row, participant in enumerate(participants, 1)
-        for column, cell in enumerate(participant.cells, 1)
-        for run in cell.jobs
-    ]
+    places = find_places(participants)
     shown = [place for place in places if place.run is place.cell.run]
     points = [point for place in shown if (point := memory_point(place, predictions))]
-    outliers = find_outliers(shown, points, names)
+    systematic = systematic_differences(points)
+    far = {point.place.run: point for point in points if point.is_far and point.experiment not in systematic}
+    outliers = find_outliers(shown, far, names)
     letters = {run: letter(i) for i, run in enumerate(place.run for each in outliers for place in each.places)}
     style, policy = content_policy("page.css", "class.css")
     runs = [place.run for place in places]
@@ -213,7 +225,8 @@ def render_class(reader: ClassReader, participants: list[Participant], predictio
         failures=group_failures(places, names),
         outliers=outliers,
         letters=letters,
-        far={point.place.run: point for point in points if point.is_far},
+        far=far,
+        systematic=systematic,
         plots=[draw_plot(kind, [p for p in points if p.kind == kind], letters) for kind in kinds(points)],
         limits=LIMITS,
         missing_predictions=len(predictions.wanted),
@@ -286,9 +299,23 @@ def memory_point(place: Place, predictions: Predictions) -> Point | None:
     return Point(place, kind, predicted, measured) if predicted else None
 
 
-def find_outliers(places: Iterable[Place], points: list[Point], names: Names) -> list[Outlier]:
-    """Return the runs with settings that most runs of their experiment do not have, and those far from prediction."""
-    far = {point.place.run: point for point in points if point.is_far}
+def systematic_differences(points: Iterable[Point]) -> dict[str, float]:
+    """Return the experiments in which most runs are far from the prediction, with the median difference in percent.
+
+    Such a difference has its cause in the estimate or in the machines, not in a participant's run.
+    """
+    by_experiment: dict[str, list[Point]] = defaultdict(list)
+    for point in points:
+        by_experiment[point.experiment].append(point)
+    return {
+        experiment: statistics.median(point.difference for point in own)
+        for experiment, own in by_experiment.items()
+        if len(own) >= FEWEST and 2 * sum(point.is_far for point in own) > len(own)
+    }
+
+
+def find_outliers(places: Iterable[Place], far: Collection[Run], names: Names) -> list[Outlier]:
+    """Return the runs with settings that most runs of their experiment do not have, and those in `far`."""
     groups: dict[tuple[str, str], Outlier] = {}
     by_experiment: dict[str, list[Place]] = defaultdict(list)
     for place in places:
@@ -365,14 +392,15 @@ def draw_plot(kind: str, points: list[Point], letters: dict[Run, str]) -> Plot:
     top = step * math.ceil(1.02 * largest / step)
     scale = PLOT / (top * MIB_PER_GIB)
     marks = []
-    labels: dict[tuple[int, int], list[str]] = {}
+    labels: dict[tuple[float, float], list[str]] = {}
     for point in sorted(points, key=lambda point: point.is_far):
         run = point.place.run
         x, y = round(point.predicted * scale, 1), round(PLOT - point.measured * scale, 1)
         sign = letters.get(run, "")
-        marks.append(Mark(x, y, point.is_far, sign, f"{point.place.cell.experiment}: {point.difference:+.1f} %"))
+        marks.append(Mark(x, y, point.is_far, sign, f"{point.experiment}: {point.difference:+.1f} %"))
         if sign:
-            labels.setdefault((round(x / 8), round(y / 8)), []).append(sign)
+            near = [at for at in labels if max(abs(at[0] - x), abs(at[1] - y)) < LETTER_HEIGHT]
+            labels.setdefault(near[0] if near else (x, y), []).append(sign)
     limit = LIMITS[kind] / 100
     return Plot(
         kind=kind,
@@ -381,7 +409,7 @@ def draw_plot(kind: str, points: list[Point], letters: dict[Run, str]) -> Plot:
         median=statistics.median(point.difference for point in points),
         far=sum(point.is_far for point in points),
         marks=marks,
-        labels=[(8 * x, 8 * y, ", ".join(signs)) for (x, y), signs in labels.items()],
+        labels=[(x, y, ", ".join(signs)) for (x, y), signs in labels.items()],
         ticks=[(i * step / top * PLOT, f"{i * step:g}") for i in range(round(top / step) + 1)],
         low=PLOT * (1 - limit),
         high=PLOT / (1 + limit),
