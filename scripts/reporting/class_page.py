@@ -126,25 +126,20 @@ def owner(folder: Path) -> str:
 
 @dataclass
 class Place:
-    """A job on the page: its participant, experiment and anchors."""
+    """A job on the page. anchor: its HTML id, which has no job id, because a job id may contain a name."""
 
     participant: Participant
-    row: int
-    column: int
     cell: Cell
     run: Run
-
-    @property
-    def anchor(self) -> str:
-        return f"job-{self.row}-{self.column}-{self.run.job_id}"
+    anchor: str
 
 
 def find_places(participants: list[Participant]) -> list[Place]:
     return [
-        Place(participant, row, column, cell, run)
+        Place(participant, cell, run, f"job-{row}-{column}-{number}")
         for row, participant in enumerate(participants, 1)
         for column, cell in enumerate(participant.cells, 1)
-        for run in cell.jobs
+        for number, run in enumerate(cell.jobs, 1)
     ]
 
 
@@ -230,6 +225,7 @@ def render_class(reader: ClassReader, participants: list[Participant], predictio
         plots=[draw_plot(kind, [p for p in points if p.kind == kind], letters) for kind in kinds(points)],
         limits=LIMITS,
         missing_predictions=len(predictions.wanted),
+        without_point=sum(place.run.completed for place in shown) - len(points),
         slurm_answers=reader.slurm_answers,
         gpu_hours=describe_gpu_hours([run for run in runs if run.has_record]) if runs else "",
         own_gpu_hours={each.name: sum_gpu_hours(each.runs) for each in participants},
@@ -267,7 +263,7 @@ def failure_line(run: Run) -> str:
 
 
 def group_failures(places: Iterable[Place], names: Names) -> list[FailureGroup]:
-    """Group the failed jobs by error line, the line with the most current failures first."""
+    """Group the failed jobs by error line. Failed jobs come before stopped ones, and the most frequent line first."""
     groups: dict[tuple[str, str], FailureGroup] = {}
     for place in places:
         state = state_name(place.run)
@@ -277,7 +273,8 @@ def group_failures(places: Iterable[Place], names: Names) -> list[FailureGroup]:
         alike = re.sub(r"\d+", "0", line)
         group = groups.setdefault((state, alike), FailureGroup(line, STATES[state]))
         (group.current if place.run is place.cell.run else group.superseded).append(place)
-    return sorted(groups.values(), key=lambda group: (-len(group.current), -len(group.superseded)))
+    ordered = sorted(groups.items(), key=lambda item: (FAILURES.index(item[0][0]), -len(item[1].current)))
+    return [group for _, group in sorted(ordered, key=lambda item: not item[1].current)]
 
 
 # --- runs that differ from the class

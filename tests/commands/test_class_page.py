@@ -181,8 +181,8 @@ def test_failures_with_the_same_line_are_one_group(tmp_path, slurm):
     groups = group_failures(find_places(participants), Names(participants, numbers=False))
     assert [(group.line, len(group.current)) for group in groups] == [
         ("error: x.json: line 0 is wrong; correct it", 3),
-        (NO_MEMORY, 1),
         ("error: <script>alert(1)</script>", 1),
+        (NO_MEMORY, 1),
     ]
     page = page_of(reader)
     assert "<script" not in page and "&lt;script&gt;" in page
@@ -204,6 +204,10 @@ def test_outliers_name_the_knob_and_the_memory(tmp_path, slurm):
     assert page.count('class="mark"') == 2
     assert "ddp/1_gpus: most runs differ from the prediction, at the median by -50 %" in section(page, "memory")
     assert "of 8 completed runs" in section(page, "memory")
+    unknown = Predictions()
+    page = page_of(ClassReader(clones, ["baseline", "ddp/1_gpus"]), predictions=unknown)
+    assert "8 completed runs without a prediction or a measurement; 3 predictions still to be made" in page
+    assert len(unknown.wanted) == 3, "runs with equal settings share a prediction"
 
 
 def test_two_runs_that_differ_have_no_majority(tmp_path, slurm):
@@ -223,6 +227,7 @@ def test_numbers_hide_all_names(tmp_path, slurm):
         add_job(clone, "baseline", str(number), START, "failed", error=error, dataset=f"/data/{people[number]}.json")
         add_job(clone, "ddp/1_gpus", f"1{number}", START, "running", dataset=f"/data/{people[0]}.json")
     write(clones[1] / "experiments" / "ddp" / "2_gpus" / "log", "not a folder")
+    write(clones[2] / "experiments/baseline/log/baseline_carol-1.out", "error: x: is wrong; correct it\n")
     reader = ClassReader(clones, EXPERIMENTS)
     page = page_of(reader, numbers=True)
     assert not [name for name in people if name.lower() in page.lower()]
