@@ -2,6 +2,7 @@
 
 python scripts/report.py                                   # all runs, into report/
 python scripts/report.py experiments/deepspeed-multi-gpu   # only the runs below these folders
+python scripts/report.py --class /home/*/workshop --watch  # all participants of a class, into report/class.html
 python scripts/report.py --all-runs -o /tmp/report         # mean and standard deviation over repeats
 python scripts/report.py --reference /shared/reference     # compared with the report in that folder
 python scripts/report.py --job 123                         # one run, in the terminal; also results/123.json
@@ -26,12 +27,16 @@ from shared.paths import REPOSITORY
 
 def main() -> None:
     parser = OneLineErrors(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add_class_arguments(parser)
     parser.add_argument("folders", nargs="*", type=Path, metavar="FOLDER", help="default: experiments and results")
     parser.add_argument("-o", "--output", type=Path, default=Path("report"), help="folder for the report")
     parser.add_argument("--all-runs", action="store_true", help="show mean and standard deviation over repeats")
     parser.add_argument("--reference", type=Path, metavar="DIR", help="compare with the report in this folder")
     parser.add_argument("--job", help="print the table of the run with this id or record and write nothing")
     arguments = parser.parse_args()
+    if check_class_arguments(arguments):
+        print(report_class(arguments))
+        return
     if arguments.job and arguments.reference:
         raise WorkshopError("--reference", "compares whole reports, and --job shows one run", "leave one of them out")
     # The first steps of README.md run in the repository's folder
@@ -82,6 +87,36 @@ def job_table(path: Path) -> str:
             f"run record: {path}",
         ]
     )
+
+
+def add_class_arguments(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("the class at a glance")
+    group.add_argument("--class", dest="clones", nargs="+", type=Path, metavar="FOLDER", help="clones of participants")
+    group.add_argument("--experiments", nargs="+", metavar="NAME", help="columns; default: those of the afternoon")
+    group.add_argument("--numbers", action="store_true", help="show participants by number instead of by name")
+    group.add_argument("--watch", action="store_true", help="rewrite the page every 10 seconds until Ctrl-C")
+
+
+def check_class_arguments(arguments: argparse.Namespace) -> bool:
+    """Return True if the page of a class is wanted. Raises WorkshopError for flags that do not go together."""
+    own = {name: getattr(arguments, name) for name in ("experiments", "numbers", "watch")}
+    others = {f"--{name.replace('_', '-')}": getattr(arguments, name) for name in ("job", "reference", "all_runs")}
+    others["FOLDER"] = arguments.folders
+    if arguments.clones:
+        for flag in (flag for flag, value in others.items() if value):
+            raise WorkshopError(flag, "cannot be used with --class, which writes a page of its own", "leave it out")
+    else:
+        for name in (name for name, value in own.items() if value):
+            raise WorkshopError(f"--{name}", "changes only the page of --class", "add --class and the clones")
+    return bool(arguments.clones)
+
+
+def report_class(arguments: argparse.Namespace) -> str:
+    from reporting.class_folder import write_class
+    from reporting.class_runs import AFTERNOON, select_experiments
+
+    experiments = select_experiments(arguments.experiments) if arguments.experiments else AFTERNOON
+    return write_class(arguments.clones, arguments.output, experiments, arguments.numbers, arguments.watch)
 
 
 if __name__ == "__main__":

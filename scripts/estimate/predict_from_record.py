@@ -4,7 +4,7 @@ import json
 import subprocess
 import sys
 from functools import cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from config import DEFAULTS
 from estimate.command_line import check_optimizer
@@ -83,5 +83,7 @@ from estimate.memory import estimate_parts
 print(estimate_parts(parse_memory_plan(["--model_name", "tiny-bloom"], environment={}))[-1].cpu)
 """
     command = [sys.executable, "-c", measure]
-    done = subprocess.run(command, cwd=REPOSITORY / "scripts", check=True, stdout=subprocess.PIPE, text=True)
+    # In a session of its own, the process does not print a traceback when Ctrl-C ends the report
+    options: dict[str, Any] = {"check": True, "stdout": subprocess.PIPE, "text": True, "start_new_session": True}
+    done = subprocess.run(command, cwd=REPOSITORY / "scripts", **options)
     return MemoryPart("Python, libraries", 0, float(done.stdout), from_start=True)

@@ -17,6 +17,7 @@ import sys
 from datetime import UTC, datetime
 from functools import cache
 from pathlib import Path
+from typing import NamedTuple
 
 from records.memory_logs import MemoryLog, log_host, memory_log_paths, read_cpu_log, read_gpu_log
 from records.schema import (
@@ -191,16 +192,26 @@ def is_alive(record: Path) -> bool:
     return queued is None or record.stem in queued
 
 
+class QueuedJob(NamedTuple):
+    """A job in Slurm's queue: its state, such as PENDING, the reason why it waits, and the folder of its submission."""
+
+    state: str
+    reason: str
+    folder: str
+
+
 @cache
-def queued_jobs() -> list[str] | None:
-    """Return the ids of the jobs in Slurm's queue, None if Slurm does not answer."""
-    command = ["squeue", "--all", "--noheader", "--format=%A"]
+def queued_jobs() -> dict[str, QueuedJob] | None:
+    """Return the jobs in Slurm's queue by id, None if Slurm does not answer."""
+    command = ["squeue", "--all", "--noheader", "--format=%A|%T|%r|%Z"]
     try:
-        return subprocess.run(command, capture_output=True, text=True, timeout=20, check=True).stdout.split()
+        lines = subprocess.run(command, capture_output=True, text=True, timeout=20, check=True).stdout.splitlines()
     except FileNotFoundError:
-        return []
+        return {}
     except subprocess.SubprocessError:
         return None
+    jobs = [line.strip().split("|", 3) for line in lines]
+    return {job_id: QueuedJob(*values) for job_id, *values in jobs if len(values) == len(QueuedJob._fields)}
 
 
 def summary(job_id: str, record: Record | None, exit_code: int, noted: list[str], earlier: bool) -> list[str]:

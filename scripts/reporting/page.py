@@ -36,27 +36,19 @@ def render_page(tables: list[Table], runs: list[Run], plots: dict[str, list[Plot
     runs: all runs, oldest first. plots: table name -> its plots, which the page embeds.
     summary: a sentence that explains the rows, then the results of the comparison with a reference.
     """
-    style = Markup((HERE / "page.css").read_text(encoding="utf-8"))
-    digest = base64.b64encode(hashlib.sha256(style.encode()).digest()).decode()
+    style, policy = content_policy("page.css")
     filled = [table for table in tables if table.has_runs]
     anchors = run_anchors(runs)
-    environment = jinja2.Environment(
-        loader=jinja2.FileSystemLoader(HERE),
-        autoescape=True,
-        undefined=jinja2.StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-    )
+    environment = page_environment()
     environment.filters |= {
         "data_url": data_url,
-        "allow_breaks": allow_breaks,
         "shorten_paths": shorten_paths,
         "shell": shlex.join,
         "link_jobs": lambda text: link_jobs(text, anchors),
     }
     environment.globals |= vars(render) | {"list": list}
     return environment.get_template("page.html").render(
-        policy=Markup(POLICY.format(digest)),
+        policy=policy,
         generator=GENERATOR,
         title=page_title(runs),
         style=style,
@@ -75,6 +67,27 @@ def render_page(tables: list[Table], runs: list[Run], plots: dict[str, list[Plot
         plots=plots,
         logs={run: find_log(run.folder, run.job_id) for run in runs},
     )
+
+
+def content_policy(*files: str) -> tuple[Markup, Markup]:
+    """Return the style sheets in these files as one, and the policy that allows only this style and no script."""
+    style = Markup("".join((HERE / name).read_text(encoding="utf-8") for name in files))
+    digest = base64.b64encode(hashlib.sha256(style.encode()).digest()).decode()
+    return style, Markup(POLICY.format(digest))
+
+
+def page_environment() -> jinja2.Environment:
+    """Return the environment of the templates in this folder. It escapes values, and an unknown name is an error."""
+    environment = jinja2.Environment(
+        loader=jinja2.FileSystemLoader(HERE),
+        autoescape=True,
+        undefined=jinja2.StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    environment.filters["allow_breaks"] = allow_breaks
+    environment.globals["plural"] = render.plural
+    return environment
 
 
 def page_title(runs: list[Run]) -> str:

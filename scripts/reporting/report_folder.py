@@ -10,6 +10,7 @@ from reporting.runs import find_runs
 from reporting.tables import Table, build_tables, list_runs, preference
 from shared.errors import WorkshopError
 
+CLASS_PAGE = "class.html"  # the page of a class may be in the same folder
 PREDICTIONS = TableDefinition(
     id="prediction",
     title="Predictions of all experiments",
@@ -54,7 +55,8 @@ def write_report(folders: list[Path], output: Path, all_runs: bool, reference: P
         if not folder.is_dir():
             raise WorkshopError(folder, "there is no such folder", "give folders of experiments")
     index = output / "index.html"
-    if output.is_dir() and any(output.iterdir()) and not (index.is_file() and GENERATOR in index.read_text()):
+    others = {path.name for path in output.iterdir()} - {CLASS_PAGE} if output.is_dir() else set()
+    if others and not (index.is_file() and GENERATOR in index.read_text()):
         raise WorkshopError(output, "contains files, but not a report", "give a new folder with -o")
     other = read_reference(reference, output) if reference else None
     runs = find_runs(folders)

@@ -172,11 +172,11 @@ def find_record(job_id: str, folders: list[Path]) -> Path:
     raise WorkshopError("--job", f"no run has the id {job_id}", "give a job id, or the path of results/<job_id>.json")
 
 
-def find_runs_in_folder(folder: Path) -> list[Run]:
+def find_runs_in_folder(folder: Path, starting: bool = False) -> list[Run]:
     """Return the runs of one folder. Some have a record, some only memory logs, and some only a job log.
 
     A job log without an error line is ignored in two cases: the job is still waiting or running, or its summary says
-    "completed", because its program writes no record.
+    "completed", because its program writes no record. With `starting`, a running job without a record is included.
     """
     runs = [read_run(path) for path in sorted(folder.glob("results/*.json"))]
     memory_logs = [*folder.glob("cpu_memory/cpu_memory_log_*.txt"), *folder.glob("gpu_memory/gpu_memory_log_*.csv")]
@@ -190,8 +190,11 @@ def find_runs_in_folder(folder: Path) -> list[Run]:
             continue
         job_id = path.stem.rpartition("_")[2]
         status, _ = read_summary(path)
-        if last_error(path) or not (status == "completed" or (not status and is_alive(record_path(folder, job_id)))):
+        alive = not status and is_alive(record_path(folder, job_id))
+        if last_error(path) or not (status == "completed" or alive):
             runs.append(run_without_record(folder, job_id, path))
+        elif alive and starting:
+            runs.append(Run(folder, job_id, last_written(path), status="running"))
     return runs
 
 

@@ -3,6 +3,7 @@
 A line of the Trainer looks like this: {'eval_loss': '7.38', 'epoch': '2.0'}
 """
 
+import os
 import re
 from collections.abc import Iterator
 from glob import escape
@@ -14,7 +15,9 @@ ERROR = re.compile(r"^error: .*", re.MULTILINE)
 STEP = re.compile(r"^step \d+ of \d+ (?=\(\d+ %\) after )", re.MULTILINE)
 LOSS = re.compile(r"\{'loss': '([^']*)'")
 SUMMARY = re.compile(r"(?:^=+\n)?^status: (\w+) \(exit code (\d+)\)$", re.MULTILINE)  # printed by job.sh
+PROGRESS = re.compile(r"^step (\d+) of (\d+) \(", re.MULTILINE)
 LONGEST_ERROR = 500  # characters
+END = 2**18  # bytes; 30 ranks that print a traceback each fit
 LAST_LINES = 3
 
 
@@ -28,9 +31,24 @@ def log_text(log: Path | None) -> str:
     return log.read_text(encoding="utf-8", errors="replace") if log and log.is_file() else ""
 
 
+def log_end(log: Path | None) -> str:
+    """Return the last part of a log, which is quick to read even if the log is huge."""
+    if not log or not log.is_file():
+        return ""
+    with log.open("rb") as file:
+        file.seek(max(0, os.fstat(file.fileno()).st_size - END))
+        return file.read().decode("utf-8", errors="replace")
+
+
+def progress(log: Path | None) -> int:
+    """Return how much of the training is done, in percent, from the last line "step N of M". It is 0 without one."""
+    steps = PROGRESS.findall(log_end(log))
+    return 100 * int(steps[-1][0]) // max(1, int(steps[-1][1])) if steps else 0
+
+
 def last_error(log: Path | None) -> str:
     """Return the last line that begins with "error: ". It is the reason why the job ended."""
-    lines = ERROR.findall(log_text(log))
+    lines = ERROR.findall(log_end(log))
     return lines[-1][:LONGEST_ERROR].strip() if lines else ""
 
 
@@ -43,13 +61,13 @@ def last_step(log: Path | None) -> str:
 
 def read_summary(log: Path | None) -> tuple[str, str]:
     """Return status and exit code from the job's summary. Both are empty if the log has no summary."""
-    summaries = SUMMARY.findall(log_text(log))
+    summaries = SUMMARY.findall(log_end(log))
     return summaries[-1] if summaries else ("", "")
 
 
 def last_lines(log: Path | None) -> str:
     """Join the last lines of a log before the job's summary. A traceback ends with its error there."""
-    text = log_text(log)
+    text = log_end(log)
     ends = [summary.start() for summary in SUMMARY.finditer(text)]
     lines = [line.strip() for line in text[: ends[-1] if ends else None].splitlines()]
     return " / ".join(list(filter(None, lines))[-LAST_LINES:])[-LONGEST_ERROR:]

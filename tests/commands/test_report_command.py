@@ -26,7 +26,7 @@ def add_unfinished_run(top: Path) -> Path:
 
 @pytest.mark.parametrize(
     ("queue", "status"),
-    [("echo 1", "running"), ("echo 7", "failed"), ("exit 1", "running")],
+    [("echo '1|RUNNING|None|/x'", "running"), ("echo '7|RUNNING|None|/x'", "failed"), ("exit 1", "running")],
     ids=["queued", "gone", "no answer"],
 )
 def test_squeue_decides_if_a_job_is_still_running(tmp_path, monkeypatch, queue, status):
@@ -42,7 +42,7 @@ def test_squeue_decides_if_a_job_is_still_running(tmp_path, monkeypatch, queue, 
 
 
 def test_a_run_without_slurm_is_running_while_it_holds_its_lock(tmp_path, monkeypatch):
-    monkeypatch.setattr(end_of_job, "queued_jobs", list)
+    monkeypatch.setattr(end_of_job, "queued_jobs", dict)
     folder = add_unfinished_run(tmp_path)
     write(folder / "results" / ".1" / "lock", "")
     with (folder / "results" / ".1" / "lock").open() as lock:

@@ -8,6 +8,7 @@ import math
 import re
 import signal
 import subprocess
+import sys
 
 import pytest
 
@@ -222,3 +223,18 @@ def test_submit_skips_impossible_jobs_and_warns_about_delayed_ones(lab):
         == f"warning: {script}: Slurm cannot place it now: {reason}; nodes that are down or drained: {node}\n"
     )
     run_command(["scancel", later.stdout.split()[0]], env=lab.cluster.env)
+
+
+def test_the_class_shows_waiting_and_running_jobs(lab, cluster, tmp_path):
+    """The held job has no file, so only Slurm's queue knows it."""
+    jobs = [lab.submit("baseline", **LONG | ENDLESS), lab.submit("ddp/1_gpus", sbatch=("--hold",), **LONG)]
+    command = [sys.executable, "scripts/report.py", "--class", lab.root, "-o", tmp_path, "--experiments", "baseline"]
+    try:
+        jobs[0].wait_for_training()
+        run_command([*map(str, command), "ddp/1_gpus"], cwd=lab.root, env=lab.environment())
+    finally:
+        for job in jobs:
+            job.cancel()
+    cells = re.findall(r'<td class="(running|waiting)"(.*?)</td>', (tmp_path / "class.html").read_text())
+    assert [state for state, _ in cells] == ["running", "waiting"]
+    assert "%<progress" in cells[0][1] and 'title="JobHeldUser"' in cells[1][1]

@@ -1,0 +1,60 @@
+"""Write the page of a class into a folder, once or every few seconds."""
+
+import time
+from pathlib import Path
+
+from reporting.class_page import Predictions, render_class
+from reporting.class_runs import ClassReader
+from reporting.page import GENERATOR
+from reporting.render import plural
+from reporting.report_folder import CLASS_PAGE
+from shared.errors import WorkshopError
+
+REFRESH_S = 10
+
+
+def write_class(folders: list[Path], output: Path, experiments: list[str], numbers: bool, watch: bool) -> str:
+    """Write class.html, with `watch` again every few seconds until Ctrl-C. Returns a summary.
+
+    A page that is rewritten does not wait for predictions: they are made between two refreshes.
+    """
+    path = output / CLASS_PAGE
+    if path.exists() and GENERATOR not in path.read_text(encoding="utf-8", errors="replace"):
+        raise WorkshopError(path, "is not a page of this program", "give another folder with -o")
+    reader = ClassReader(folders, experiments)
+    participants = reader.read()
+    if all(each.problem for each in participants):
+        first = participants[0]
+        raise WorkshopError(first.clone, f"{first.problem}; no folder can be read", "give clones of the workshop")
+    predictions = Predictions()
+    try:
+        if watch:
+            print(f"{path}: rewritten every {REFRESH_S} seconds; Ctrl-C ends this", flush=True)
+        while watch:
+            due = time.monotonic() + REFRESH_S
+            write_page(path, render_class(reader, participants, predictions, numbers, REFRESH_S))
+            while time.monotonic() < due and predictions.make_next():
+                pass
+            time.sleep(max(0, due - time.monotonic()))
+            participants = reader.read()
+    except KeyboardInterrupt:
+        print()
+    else:
+        render_class(reader, participants, predictions, numbers, None)  # to know which predictions are needed
+        while predictions.make_next():
+            pass
+    # The last page does not ask the browser to load it again
+    write_page(path, render_class(reader, participants, predictions, numbers, None))
+    jobs = sum(len(each.runs) for each in participants)
+    return f"{plural(len(participants), 'participant')}, {plural(jobs, 'job')}: {path}"
+
+
+def write_page(path: Path, html: str) -> None:
+    """Replace the page in one step, so that a browser never loads a part of it."""
+    temporary = path.with_name(f".{path.name}.tmp")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        temporary.write_text(html, encoding="utf-8")
+        temporary.replace(path)
+    except OSError as error:
+        raise WorkshopError(path, f"cannot be written ({error.strerror})", "give another folder with -o") from error

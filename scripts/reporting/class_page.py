@@ -1,0 +1,419 @@
+"""Render the class as one HTML page, from class.html, page.css and class.css in this folder.
+
+All texts from the clones pass through `Names.hide`, because the page may be projected without names.
+"""
+
+import math
+import os
+import re
+import statistics
+from collections import Counter, defaultdict
+from collections.abc import Collection, Iterable
+from dataclasses import dataclass, field
+from datetime import datetime
+from itertools import groupby
+from pathlib import Path
+from typing import NamedTuple
+
+from config import KNOBS
+from reporting.class_runs import Cell, ClassReader, Participant
+from reporting.metrics import MIB_PER_GIB, predict_memory, prediction_input
+from reporting.page import GENERATOR, content_policy, page_environment
+from reporting.render import describe_gpu_hours
+from reporting.runs import Missing, Run
+from reporting.tables import traits
+from reporting.trainer_log import find_log, last_error, progress
+
+# In docs/results.md, peaks of GPU memory differ from the estimate by 9 % at most. On the CPU, Python and its libraries
+# are most of a small training's memory, and their size differs more.
+LIMITS = {"GPU": 10, "CPU": 25}  # percent
+KINDS = {"GPU": "Peak GPU memory", "CPU": "Peak CPU memory of all ranks"}
+FEWEST = 3  # runs that can show a systematic difference
+PLOT = 300  # units of the plot's square
+TICKS = 5
+LETTER_HEIGHT = 14  # units: letters of closer points share one label
+
+
+class State(NamedTuple):
+    """A state of a cell: its letter, its name, and its class in class.css."""
+
+    letter: str
+    name: str
+    style: str
+
+
+STATES = {
+    "": State("·", "not yet", "none"),
+    "waiting": State("W", "waiting", "waiting"),
+    "running": State("R", "running", "running"),
+    "completed": State("D", "done", "done"),
+    "failed": State("F", "failed", "failed"),
+    "oom": State("O", "out of memory", "oom"),
+    "stopped": State("S", "stopped or timeout", "stopped"),
+    "unreadable": State("?", "unreadable", "unreadable"),
+}
+OTHER_STATUSES = {"incomplete": "failed", "timeout": "stopped"}
+FAILURES = ("failed", "oom", "stopped")
+
+
+def state_name(run: Run | None) -> str:
+    """Return the key of a run's state in STATES."""
+    return OTHER_STATUSES.get(run.status, run.status) if run else ""
+
+
+class Predictions:
+    """Predicted memory of runs. Equal settings share one prediction, because each takes up to a second."""
+
+    def __init__(self) -> None:
+        self.known: dict[str, dict[str, float | None]] = {}
+        self.wanted: dict[str, None] = {}
+
+    def find(self, run: Run, kind: str) -> float | None:
+        """Return the predicted MiB of a run, or None if it is not known (yet). kind: `GPU` or `CPU`."""
+        if not run.record.configs:
+            return None
+        key = prediction_input(run.record)
+        if key not in self.known:
+            self.wanted[key] = None
+            return None
+        return self.known[key].get(kind)
+
+    def make_next(self) -> bool:
+        """Make one of the predictions that a page wanted. Returns False if there is none left."""
+        if not self.wanted:
+            return False
+        key, _ = self.wanted.popitem()
+        try:
+            found = predict_memory(key)
+        except Exception:  # One unusual record must not end the page of the class.
+            found = None
+        self.known[key] = {"GPU": found.gpu_mib, "CPU": found.node_mib} if found else {}
+        return True
+
+
+class Names:
+    """The names of the participants on the page: as they are, or as numbers."""
+
+    def __init__(self, participants: list[Participant], numbers: bool):
+        self.shown = {each.name: str(i) if numbers else each.name for i, each in enumerate(participants, 1)}
+        clones = {path for each in participants for path in (str(each.clone), os.path.realpath(each.clone))}
+        self.folders = sorted(clones, key=len, reverse=True)
+        words: dict[str, str] = {}
+        owners = [owner(each.clone) for each in participants]
+        for (name, number), user in zip(self.shown.items(), owners, strict=True) if numbers else ():
+            # A user who owns several clones is not a participant. The digits of a name that is a number may be part
+            # of a message
+            own = {name, *name.split("/"), user if owners.count(user) == 1 else ""}
+            words |= {word.lower(): number for word in own if word and not word.isdigit()}
+        self.words = words
+        alternatives = "|".join(map(re.escape, sorted(words, key=len, reverse=True)))
+        self.pattern = re.compile(rf"(?<![a-z0-9])(?:{alternatives})(?![a-z0-9])", re.IGNORECASE) if words else None
+
+    def hide(self, text: str) -> str:
+        """Shorten the paths of the clones in a text, and replace the participants' names by their numbers."""
+        for folder in self.folders:
+            text = text.replace(f"{folder}/", "")
+        return self.pattern.sub(lambda match: self.words[match[0].lower()], text) if self.pattern else text
+
+
+def owner(folder: Path) -> str:
+    """Return the user name of a folder's owner, or an empty text if it is not known."""
+    try:
+        return folder.owner()
+    except (OSError, KeyError):
+        return ""
+
+
+@dataclass
+class Place:
+    """A job on the page. anchor: its HTML id, which has no job id, because a job id may contain a name."""
+
+    participant: Participant
+    cell: Cell
+    run: Run
+    anchor: str
+
+
+def find_places(participants: list[Participant]) -> list[Place]:
+    return [
+        Place(participant, cell, run, f"job-{row}-{column}-{number}")
+        for row, participant in enumerate(participants, 1)
+        for column, cell in enumerate(participant.cells, 1)
+        for number, run in enumerate(cell.jobs, 1)
+    ]
+
+
+@dataclass
+class FailureGroup:
+    """Failures with the same error line, apart from numbers. current: those whose cell shows them."""
+
+    line: str
+    state: State
+    current: list[Place] = field(default_factory=list)
+    superseded: list[Place] = field(default_factory=list)
+
+
+@dataclass
+class Point:
+    """Predicted and measured memory of a completed run, in MiB."""
+
+    place: Place
+    kind: str
+    predicted: float
+    measured: float
+
+    @property
+    def difference(self) -> float:
+        """Measured minus predicted, in percent of the prediction."""
+        return 100 * (self.measured - self.predicted) / self.predicted
+
+    @property
+    def is_far(self) -> bool:
+        return abs(self.difference) > LIMITS[self.kind]
+
+    @property
+    def experiment(self) -> str:
+        return self.place.cell.experiment
+
+
+@dataclass
+class Outlier:
+    """Runs of one experiment that differ from the class in the same way."""
+
+    experiment: str
+    text: str
+    places: list[Place] = field(default_factory=list)
+
+
+def render_class(reader: ClassReader, participants: list[Participant], predictions: Predictions,
+                 numbers: bool, refresh: int | None) -> str:  # fmt: skip
+    """Return the page. refresh: seconds after which a browser loads the page again, None for a page that stays."""
+    names = Names(participants, numbers)
+    places = find_places(participants)
+    shown = [place for place in places if place.run is place.cell.run]
+    points = [point for place in shown if (point := memory_point(place, predictions))]
+    systematic = systematic_differences(points)
+    far = {point.place.run: point for point in points if point.is_far and point.experiment not in systematic}
+    outliers = find_outliers(shown, far, names)
+    letters = {run: letter(i) for i, run in enumerate(place.run for each in outliers for place in each.places)}
+    style, policy = content_policy("page.css", "class.css")
+    runs = [place.run for place in places]
+    environment = page_environment()
+    environment.filters |= {"hide": names.hide}
+    return environment.get_template("class.html").render(
+        policy=policy,
+        generator=GENERATOR,
+        style=style,
+        refresh=refresh,
+        written=datetime.now().strftime("%H:%M:%S"),
+        participants=participants,
+        names=names.shown,
+        columns=len(reader.experiments),
+        heads=column_heads(reader.experiments),
+        states=STATES,
+        counts=Counter(cell_state(cell) for each in participants for cell in each.cells),
+        cell_state=cell_state,
+        state_name=state_name,
+        places={place.run: place for place in places},
+        percent=percent,
+        failing=FAILURES,
+        failures=group_failures(places, names),
+        outliers=outliers,
+        letters=letters,
+        far=far,
+        systematic=systematic,
+        plots=[draw_plot(kind, [p for p in points if p.kind == kind], letters) for kind in kinds(points)],
+        limits=LIMITS,
+        missing_predictions=len(predictions.wanted),
+        without_point=sum(place.run.completed for place in shown) - len(points),
+        slurm_answers=reader.slurm_answers,
+        gpu_hours=describe_gpu_hours([run for run in runs if run.has_record]) if runs else "",
+        own_gpu_hours={each.name: sum_gpu_hours(each.runs) for each in participants},
+    )
+
+
+def cell_state(cell: Cell) -> str:
+    """Return the key of a cell's state in STATES."""
+    return state_name(cell.run) or ("unreadable" if cell.problem else "")
+
+
+def percent(run: Run) -> int:
+    return progress(find_log(run.folder, run.job_id))
+
+
+def column_heads(experiments: list[str]) -> list[tuple[str, list[str]]]:
+    """Group the columns by parent folder: [("ddp", ["1_gpus", "2_gpus"])]."""
+    split = [experiment.rpartition("/") for experiment in experiments]
+    return [(parent, [name for *_, name in group]) for parent, group in groupby(split, key=lambda parts: parts[0])]
+
+
+def sum_gpu_hours(runs: list[Run]) -> float | None:
+    """Return the GPU-hours of the runs whose end was recorded, None if there are none."""
+    found = [hours for hours in map(Run.gpu_hours, runs) if not isinstance(hours, Missing)]
+    return sum(found) if found else None
+
+
+# --- failures
+
+
+def failure_line(run: Run) -> str:
+    """Return the error line of a failed job, otherwise what its record or its log says about its end."""
+    error = "" if state_name(run) == "stopped" else last_error(find_log(run.folder, run.job_id))
+    return error or "; ".join([*run.status_notes, *run.problems]) or run.status
+
+
+def group_failures(places: Iterable[Place], names: Names) -> list[FailureGroup]:
+    """Group the failed jobs by error line. Failed jobs come before stopped ones, and the most frequent line first."""
+    groups: dict[tuple[str, str], FailureGroup] = {}
+    for place in places:
+        state = state_name(place.run)
+        if state not in FAILURES:
+            continue
+        line = names.hide(failure_line(place.run).replace(f"{place.run.folder}/", ""))
+        alike = re.sub(r"\d+", "0", line)
+        group = groups.setdefault((state, alike), FailureGroup(line, STATES[state]))
+        (group.current if place.run is place.cell.run else group.superseded).append(place)
+    ordered = sorted(groups.items(), key=lambda item: (FAILURES.index(item[0][0]), -len(item[1].current)))
+    return [group for _, group in sorted(ordered, key=lambda item: not item[1].current)]
+
+
+# --- runs that differ from the class
+
+
+def memory_point(place: Place, predictions: Predictions) -> Point | None:
+    """Return the predicted and measured memory of a completed run, None if one of them is not known."""
+    run = place.run
+    if not run.completed:
+        return None
+    if not isinstance(run.gpu, Missing):
+        kind, measured = "GPU", run.gpu.peak
+    elif run.record.hardware.gpus == 0 and run.record.peak_process_mib and len(run.record.nodes) == 1:
+        # The kernel's count of each rank. psrecord's samples would count a process twice while it forks
+        kind, measured = "CPU", sum(run.record.peak_process_mib)
+    else:
+        return None
+    predicted = predictions.find(run, kind)
+    return Point(place, kind, predicted, measured) if predicted else None
+
+
+def systematic_differences(points: Iterable[Point]) -> dict[str, float]:
+    """Return the experiments in which most runs are far from the prediction, with the median difference in percent.
+
+    Such a difference has its cause in the estimate or in the machines, not in a participant's run.
+    """
+    by_experiment: dict[str, list[Point]] = defaultdict(list)
+    for point in points:
+        by_experiment[point.experiment].append(point)
+    return {
+        experiment: statistics.median(point.difference for point in own)
+        for experiment, own in by_experiment.items()
+        if len(own) >= FEWEST and 2 * sum(point.is_far for point in own) > len(own)
+    }
+
+
+def find_outliers(places: Iterable[Place], far: Collection[Run], names: Names) -> list[Outlier]:
+    """Return the runs with settings that most runs of their experiment do not have, and those in `far`."""
+    groups: dict[tuple[str, str], Outlier] = {}
+    by_experiment: dict[str, list[Place]] = defaultdict(list)
+    for place in places:
+        if place.run.has_record:
+            by_experiment[place.cell.experiment].append(place)
+    for experiment, own in by_experiment.items():
+        unusual = unusual_settings([place.run for place in own])
+        for place, settings in zip(own, unusual, strict=True):
+            text = names.hide("; ".join([*settings, *place.run.record.overrides]))
+            if text or place.run in far:
+                groups.setdefault((experiment, text), Outlier(experiment, text)).places.append(place)
+    return list(groups.values())
+
+
+def unusual_settings(runs: list[Run]) -> list[list[str]]:
+    """Return for each run its settings that differ from those of more than half of the runs."""
+    variables = {knob.flag: knob.variable for knob in KNOBS}
+    found = [traits(run) for run in runs]
+    for own in found:
+        if own.get("per_device_eval_batch_size") == own.get("per_device_train_batch_size"):
+            own.pop("per_device_eval_batch_size", None)  # it follows from BATCH_SIZE
+    unusual: list[list[str]] = [[] for _ in runs]
+    for name in dict.fromkeys(name for own in found for name in own):
+        values = [own.get(name, "unset") for own in found]
+        usual, number = Counter(values).most_common(1)[0]
+        for texts, value in zip(unusual, values, strict=True):
+            if value != usual and 2 * number > len(runs):
+                texts.append(f"{variables.get(name, name)} {value}, class {usual}")
+    return unusual
+
+
+def letter(index: int) -> str:
+    """Return A to Z, then AA, AB and so on."""
+    first, last = divmod(index, 26)
+    return (letter(first - 1) if first else "") + chr(ord("A") + last)
+
+
+# --- the plot
+
+
+class Mark(NamedTuple):
+    x: float
+    y: float
+    far: bool
+    letter: str
+    title: str
+
+
+@dataclass
+class Plot:
+    """A plot of measured over predicted memory, in units of the drawing. The origin is at the lower left."""
+
+    kind: str
+    what: str
+    points: int
+    median: float
+    far: int
+    marks: list[Mark]
+    labels: list[tuple[float, float, str]]
+    ticks: list[tuple[float, str]]
+    low: float  # slopes of the lines that limit the usual differences
+    high: float
+
+
+def kinds(points: Iterable[Point]) -> list[str]:
+    found = {point.kind for point in points}
+    return [kind for kind in LIMITS if kind in found]
+
+
+def draw_plot(kind: str, points: list[Point], letters: dict[Run, str]) -> Plot:
+    """Place the points. Letters of points at the same place are joined."""
+    largest = max(max(point.predicted, point.measured) for point in points) / MIB_PER_GIB
+    step = round_up(largest / TICKS)
+    top = step * math.ceil(1.02 * largest / step)
+    scale = PLOT / (top * MIB_PER_GIB)
+    marks = []
+    labels: dict[tuple[float, float], list[str]] = {}
+    for point in sorted(points, key=lambda point: point.is_far):
+        run = point.place.run
+        x, y = round(point.predicted * scale, 1), round(PLOT - point.measured * scale, 1)
+        sign = letters.get(run, "")
+        marks.append(Mark(x, y, point.is_far, sign, f"{point.experiment}: {point.difference:+.1f} %"))
+        if sign:
+            near = [at for at in labels if max(abs(at[0] - x), abs(at[1] - y)) < LETTER_HEIGHT]
+            labels.setdefault(near[0] if near else (x, y), []).append(sign)
+    limit = LIMITS[kind] / 100
+    return Plot(
+        kind=kind,
+        what=KINDS[kind],
+        points=len(points),
+        median=statistics.median(point.difference for point in points),
+        far=sum(point.is_far for point in points),
+        marks=marks,
+        labels=[(x, y, ", ".join(signs)) for (x, y), signs in labels.items()],
+        ticks=[(i * step / top * PLOT, f"{i * step:g}") for i in range(round(top / step) + 1)],
+        low=PLOT * (1 - limit),
+        high=PLOT / (1 + limit),
+    )
+
+
+def round_up(size: float) -> float:
+    """Return the next larger of 1, 2, 5, 10 and so on."""
+    power = 10 ** math.floor(math.log10(size))
+    return next(step * power for step in (1, 2, 5, 10) if step * power >= size)
