@@ -12,10 +12,9 @@ from pathlib import Path
 ENTRY = re.compile(r"\{('[^{}\n]*)\}")
 PAIR = re.compile(r"'([^']*)': '?([^',]*)'?")
 ERROR = re.compile(r"^error: .*", re.MULTILINE)
-STEP = re.compile(r"^step \d+ of \d+ (?=\(\d+ %\) after )", re.MULTILINE)
+STEP = re.compile(r"^step (\d+) of (\d+) \(\d+ %\) after ", re.MULTILINE)
 LOSS = re.compile(r"\{'loss': '([^']*)'")
 SUMMARY = re.compile(r"(?:^=+\n)?^status: (\w+) \(exit code (\d+)\)$", re.MULTILINE)  # printed by job.sh
-PROGRESS = re.compile(r"^step (\d+) of (\d+) \(", re.MULTILINE)
 LONGEST_ERROR = 500  # characters
 END = 2**18  # bytes; 30 ranks that print a traceback each fit
 LAST_LINES = 3
@@ -42,7 +41,7 @@ def log_end(log: Path | None) -> str:
 
 def progress(log: Path | None) -> int:
     """Return how much of the training is done, in percent, from the last line "step N of M". It is 0 without one."""
-    steps = PROGRESS.findall(log_end(log))
+    steps = STEP.findall(log_end(log))
     return 100 * int(steps[-1][0]) // max(1, int(steps[-1][1])) if steps else 0
 
 
@@ -54,8 +53,8 @@ def last_error(log: Path | None) -> str:
 
 def last_step(log: Path | None) -> str:
     """Return the last step and the last training loss, such as "step 96 of 192, loss 7.012"; empty before the first."""
-    text = log_text(log)
-    found = [line.strip() for line in STEP.findall(text)[-1:]]
+    text = log_end(log)
+    found = [f"step {step} of {steps}" for step, steps in STEP.findall(text)[-1:]]
     return ", ".join(found + [f"loss {loss}" for loss in LOSS.findall(text)[-1:]])
 
 
