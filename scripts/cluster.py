@@ -591,14 +591,20 @@ def main() -> None:
     parser.add_argument("--nodes", metavar="N", type=int, default=2, help="compute nodes (%(default)s)")
     parser.add_argument("--folder", metavar="DIR", type=Path, default=FOLDER, help="the cluster's files (%(default)s)")
     arguments = parser.parse_args()
-    cluster = Cluster(arguments.folder, arguments.nodes)
-    if arguments.verb == "install":
+    try:
+        run_verb(arguments.verb, Cluster(arguments.folder, arguments.nodes))
+    except ClusterError as error:
+        raise WorkshopError("cluster", str(error), "see docs/practice-cluster.md", ENVIRONMENT) from error
+
+
+def run_verb(verb: str, cluster: Cluster) -> None:
+    if verb == "install":
         install()
         print("Slurm is installed. Its services are not started, also not at the next boot")
-    elif arguments.verb == "serve":
+    elif verb == "serve":
         cluster.serve()
     else:
-        {"start": start, "shell": shell, "stop": stop}[arguments.verb](cluster)
+        {"start": start, "shell": shell, "stop": stop}[verb](cluster)
 
 
 if __name__ == "__main__":
