@@ -1,9 +1,9 @@
 """Run a real Slurm of several nodes on this machine, to practise with (docs/practice-cluster.md).
 
-make cluster                          # = start, then shell; the first time, see install
-python3 scripts/cluster.py shell      # a shell on the cluster's login node, in any terminal
-python3 scripts/cluster.py stop       # = make cluster-down: removes everything
-sudo python3 scripts/cluster.py install
+make cluster                               # = start, if it does not run, then shell
+make cluster-down                          # = stop: removes everything
+python3 scripts/cluster.py shell           # a shell on the cluster's login node
+sudo python3 scripts/cluster.py install    # Slurm, once
 
 An ordinary user can start it, in a user namespace, if the kernel allows that; otherwise start it as root (sudo).
 
@@ -33,12 +33,13 @@ from pathlib import Path
 from typing import Any
 
 from shared.errors import ENVIRONMENT, OneLineErrors, WorkshopError, run_program
-from shared.paths import EXPERIMENTS
+from shared.paths import EXPERIMENTS, REPOSITORY
 
 # The user who runs the jobs. With sudo, only the daemons belong to root
 USER = int(os.environ.get("SUDO_UID", os.getuid()))
 FOLDER = Path(f"/tmp/practice-cluster-{USER}")
 RECORD = "slurm-cluster.json"  # the file that marks a cluster's directory and lists its processes
+MOST_NODES = 32
 # Resources in the configuration of each node
 CPUS = 64
 MEMORY_MB = 512000
@@ -111,10 +112,11 @@ PartitionName=main Nodes=ALL Default=YES MaxTime=INFINITE DefMemPerCPU={memory_p
 """
 
 
-# For the shell on the login node. The user's own file would otherwise set the usual prompt
+# For the shell on the login node, whose prompt also shows when the cluster has ended
 BASHRC = """
 [ ! -r ~/.bashrc ] || . ~/.bashrc
 PS1='[practice cluster] \\w\\$ '
+PROMPT_COMMAND='[ -d /proc/$CLUSTER_PID ] || PS1="[this cluster has ended: type exit] "'
 """
 
 
@@ -214,9 +216,12 @@ def check_machine() -> None:
 
 
 def first_unused_job_id() -> int:
-    """Return a job id above those of all files that earlier jobs have left in this repository's experiments."""
-    files = [path for kind in ("log", "results") for path in EXPERIMENTS.glob(f"**/{kind}/*")]
-    ids = [int(found[1]) for path in files if (found := re.fullmatch(r"(?:.*_)?(\d{1,7})\.(?:out|json)", path.name))]
+    """Return a job id above those of all files that earlier jobs have left in this repository."""
+    files = [path for kind in ("log/*", "results/*", "slurm-*") for path in EXPERIMENTS.glob(f"**/{kind}")]
+    files += REPOSITORY.glob("slurm-*")
+    ids = [
+        int(found[1]) for path in files if (found := re.fullmatch(r"(?:slurm-|.*_)?(\d{1,7})\.(?:out|json)", path.name))
+    ]
     return max(ids, default=0) + 1
 
 
@@ -514,8 +519,10 @@ class Cluster:
 
 
 def start(cluster: Cluster) -> None:
+    check_outside(cluster)
     if cluster.pid(SERVER):
-        raise WorkshopError("cluster", "it is already running", f"enter it: {shell_command(cluster)}")
+        print(f"Slurm is already running, with {len(cluster.record['nodes'])} node(s)")
+        return
     check_machine()
     take_down(cluster)  # what a killed cluster has left
     serve = [*ROOTLESS, sys.executable, __file__, "serve", "--folder", cluster.state, "--nodes", len(cluster.nodes)]
@@ -535,25 +542,28 @@ def start(cluster: Cluster) -> None:
             break
     else:
         raise WorkshopError("cluster", "it did not start", "".join(lines), ENVIRONMENT)
-    print(f"Slurm is running: {len(cluster.nodes)} nodes with {cluster.gpus} GPUs each. The GPUs are only names.")
+    print(f"Slurm is running: {len(cluster.nodes)} node(s) with {cluster.gpus} GPUs each. The GPUs are only names.")
     print("  a first job        cd experiments/baseline; sbatch baseline.slurm; squeue")
-    print(f"  a second terminal  {shell_command(cluster)}")
-    print("  the end            make cluster-down")
+    print("  a second terminal  make cluster; its shell is in the same cluster")
+    print("  the end            exit leaves the shell, and make cluster-down ends the cluster")
     print("  more               docs/practice-cluster.md", flush=True)
 
 
-def shell_command(cluster: Cluster) -> str:
-    """Return the command that enters the cluster from another terminal, in whatever folder that is."""
-    folder = f" --folder {cluster.state}" if cluster.state != FOLDER else ""
-    return f"python3 {shlex.quote(__file__)} shell{folder}"
+def check_outside(cluster: Cluster) -> None:
+    """Raise WorkshopError in a shell of a cluster, which cannot enter a second one."""
+    if "CLUSTER_PID" in os.environ:
+        is_old = os.environ["CLUSTER_PID"] != str(cluster.pid(SERVER))
+        what = "the cluster of this shell has ended" if is_old else "this shell is already in the cluster"
+        raise WorkshopError("cluster", what, "to leave the shell, type exit")
 
 
 def shell(cluster: Cluster) -> None:
     """Replace this process by a shell of the ordinary user on the login node."""
+    check_outside(cluster)
     server = cluster.pid(SERVER)
     if not server:
         raise WorkshopError("cluster", "none is running", "start one: make cluster")
-    env = {**cluster.env, "SITE": "practice", "CLUSTER": str(cluster.state)}
+    env = {**cluster.env, "SITE": "practice", "CLUSTER": str(cluster.state), "CLUSTER_PID": str(server)}
     command = ["bash", "--rcfile", f"{cluster.state}/etc/bashrc"]
     if not cluster.is_roots:
         enter = ["nsenter", "--target", str(server), "--user", "--preserve-credentials", "--net", "--"]
@@ -570,7 +580,8 @@ def stop(cluster: Cluster) -> None:
         print("no cluster is running")
         return
     take_down(cluster)
-    print("the cluster has ended, and nothing of it is left")
+    print("The cluster has ended: its jobs are cancelled, its processes and files removed. Logs and results remain.")
+    print("To leave a shell of this cluster, type exit.")
 
 
 def take_down(cluster: Cluster) -> None:
@@ -588,9 +599,13 @@ def main() -> None:
     parser = OneLineErrors(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     verbs = ["start", "shell", "stop", "install", "serve"]
     parser.add_argument("verb", choices=verbs, metavar="|".join(verbs[:-1]))  # only start() uses serve
-    parser.add_argument("--nodes", metavar="N", type=int, default=2, help="compute nodes (%(default)s)")
+    parser.add_argument(
+        "--nodes", metavar="N", type=int, default=2, help="compute nodes (%(default)s)"
+    )
     parser.add_argument("--folder", metavar="DIR", type=Path, default=FOLDER, help="the cluster's files (%(default)s)")
     arguments = parser.parse_args()
+    if not 1 <= arguments.nodes <= MOST_NODES:
+        raise WorkshopError("--nodes", f"{arguments.nodes} is not possible", f"give 1 to {MOST_NODES}")
     try:
         run_verb(arguments.verb, Cluster(arguments.folder, arguments.nodes))
     except ClusterError as error:

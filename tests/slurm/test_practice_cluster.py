@@ -95,8 +95,9 @@ def test_an_ordinary_user_practises_and_leaves_nothing(user):
     assert started.returncode == 0, started
     assert len(remains(user.state)) > 5
     again = user.cluster("start")
-    assert again.returncode == 2
-    assert again.stderr.startswith("error: cluster: it is already running; enter it: ")
+    assert (again.returncode, again.stdout) == (0, "Slurm is already running, with 2 node(s)\n")
+    inside = user.shell("python scripts/cluster.py start 2>&1 || echo $?").splitlines()
+    assert inside == ["error: cluster: this shell is already in the cluster; to leave the shell, type exit", "2"]
 
     train = user.shell(f"cd experiments/deepspeed-multi-node/2_nodes; {SMALL} sbatch --parsable *.slurm")
     until(lambda: user.state_of(train).startswith("COMPLETED"), RUN_TIMEOUT, pause=1)

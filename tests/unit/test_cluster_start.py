@@ -5,6 +5,7 @@ import subprocess
 import pytest
 
 import cluster
+from report_files import write
 from shared.errors import WorkshopError
 
 # The message of a kernel that lets only root create user namespaces, as AppArmor on Ubuntu 24.04 does
@@ -35,16 +36,15 @@ def test_a_machine_without_namespaces_is_named(monkeypatch, rootless, way_out):
 
 
 def test_new_jobs_have_ids_above_those_of_all_files(monkeypatch, tmp_path):
-    monkeypatch.setattr(cluster, "EXPERIMENTS", tmp_path)
+    monkeypatch.setattr(cluster, "EXPERIMENTS", tmp_path / "experiments")
+    monkeypatch.setattr(cluster, "REPOSITORY", tmp_path)
     assert cluster.first_unused_job_id() == 1
-    for name in (
-        "ddp/1_gpus/log/ddp_12.out",
-        "baseline/results/7.json",
-        "baseline/log/demo_local-20261126-1-99999.out",
-    ):
-        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / name).touch()
+    write(tmp_path / "experiments/ddp/1_gpus/log/ddp_12.out", "")
+    write(tmp_path / "experiments/baseline/results/7.json", "")
+    write(tmp_path / "experiments/baseline/log/baseline_local-20261126-104500-99999.out", "")
     assert cluster.first_unused_job_id() == 13
+    write(tmp_path / "slurm-15.out", "")  # the output of sbatch --wrap
+    assert cluster.first_unused_job_id() == 16
 
 
 def test_a_path_that_slurm_cannot_use_is_refused():
