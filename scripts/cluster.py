@@ -116,7 +116,7 @@ PartitionName=main Nodes=ALL Default=YES MaxTime=INFINITE DefMemPerCPU={memory_p
 BASHRC = """
 [ ! -r ~/.bashrc ] || . ~/.bashrc
 PS1='[practice cluster] \\w\\$ '
-PROMPT_COMMAND='[ -d /proc/$CLUSTER_PID ] || PS1="[this cluster has ended: type exit] "'
+PROMPT_COMMAND='[ "$(cat $CLUSTER/pid/server 2>&1)" = $CLUSTER_PID ] || PS1="[this cluster has ended: type exit] "'
 """
 
 
@@ -417,7 +417,7 @@ class Cluster:
         except ClusterError as error:
             print(error)
             return
-        self._write(pids={**self.record["pids"], SERVER: (os.getpid(), start_time(os.getpid()))})
+        self._write_pid(SERVER, os.getpid())
         signal.signal(signal.SIGTERM, lambda *_: sys.exit())
         print(READY, end="", flush=True)
         log = os.open(self.state / "log" / SERVER, os.O_WRONLY | os.O_CREAT)
@@ -442,6 +442,10 @@ class Cluster:
         new = self.state / f"{RECORD}.new"
         new.write_text(json.dumps({**self.record, **changes}))
         new.replace(self.state / RECORD)
+
+    def _write_pid(self, host: str, pid: int) -> None:
+        self._write(pids={**self.record.get("pids", {}), host: (pid, start_time(pid))})
+        (self.state / "pid" / host).write_text(f"{pid}\n")  # for people: kill -KILL $(cat $CLUSTER/pid/node2)
 
     def pid(self, host: str) -> int | None:
         """Pid of the host's process 1, outside its namespace; None if the process has ended."""
@@ -472,8 +476,7 @@ class Cluster:
             if not child.stdout.readline():
                 raise ClusterError(f"{host} did not start")
             init = int(Path(f"/proc/{child.pid}/task/{child.pid}/children").read_text())
-            self._write(pids={**record.get("pids", {}), host: (init, start_time(init))})
-            (self.state / "pid" / host).write_text(f"{init}\n")
+            self._write_pid(host, init)
             if host == "switch":
                 port = record["login"]
                 run(["ip", "link", "set", port, "netns", init])
@@ -599,9 +602,7 @@ def main() -> None:
     parser = OneLineErrors(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     verbs = ["start", "shell", "stop", "install", "serve"]
     parser.add_argument("verb", choices=verbs, metavar="|".join(verbs[:-1]))  # only start() uses serve
-    parser.add_argument(
-        "--nodes", metavar="N", type=int, default=2, help="compute nodes (%(default)s)"
-    )
+    parser.add_argument("--nodes", metavar="N", type=int, default=2, help="compute nodes (%(default)s)")
     parser.add_argument("--folder", metavar="DIR", type=Path, default=FOLDER, help="the cluster's files (%(default)s)")
     arguments = parser.parse_args()
     if not 1 <= arguments.nodes <= MOST_NODES:
