@@ -522,7 +522,7 @@ class Cluster:
 
 
 def start(cluster: Cluster) -> None:
-    check_outside(cluster)
+    check_outside()
     if cluster.pid(SERVER):
         print(f"Slurm is already running, with {len(cluster.record['nodes'])} node(s)")
         return
@@ -552,17 +552,17 @@ def start(cluster: Cluster) -> None:
     print("  more               docs/practice-cluster.md", flush=True)
 
 
-def check_outside(cluster: Cluster) -> None:
-    """Raise WorkshopError in a shell of a cluster, which cannot enter a second one."""
+def check_outside() -> None:
+    """Raise WorkshopError in the shell of a cluster, which can neither enter nor start another one."""
     if "CLUSTER_PID" in os.environ:
-        is_old = os.environ["CLUSTER_PID"] != str(cluster.pid(SERVER))
-        what = "the cluster of this shell has ended" if is_old else "this shell is already in the cluster"
+        is_up = str(Cluster(os.environ["CLUSTER"]).pid(SERVER)) == os.environ["CLUSTER_PID"]
+        what = "this shell is already in the cluster" if is_up else "the cluster of this shell has ended"
         raise WorkshopError("cluster", what, "to leave the shell, type exit")
 
 
 def shell(cluster: Cluster) -> None:
     """Replace this process by a shell of the ordinary user on the login node."""
-    check_outside(cluster)
+    check_outside()
     server = cluster.pid(SERVER)
     if not server:
         raise WorkshopError("cluster", "none is running", "start one: make cluster")
