@@ -33,7 +33,7 @@ newest_job() {
 
 ask_slurm() { # set `state` and what belongs to it. It is empty for a job that is not in Slurm's queue
   local answer
-  state="" reason="" nodes="" used="" left="" start="" folder=""
+  state="" reason="" nodes="" used="" left="" start=""
   if [[ $JOB = *[!0-9]* ]] || ! command -v squeue >/dev/null; then
     return 0
   elif answer=$(timeout --foreground 20 squeue --noheader --jobs="$JOB" --format='%T|%r|%N|%M|%L|%S|%Z' 2>&1); then
@@ -54,7 +54,6 @@ ask_lock() { # set `state` for a run without Slurm, which holds a lock on its fo
 # 2. The view
 
 show_state() {
-  local -r summary=$(grep '^status: ' <<<"$text" | tail -n 1)
   case $state in
     "") echo "ended, ${summary:-without a summary: see the end of its log}" ;;
     running | unknown*) echo "$state" ;;
@@ -64,66 +63,85 @@ show_state() {
 }
 
 show_progress() { # the lines "step 96 of 192 (50 %) after 21 s". The rate does not count the time before the first line
-  awk '/^resuming from step / { first = step = $4 + 0 }
+  awk -v runs="$runs" '/^resuming from step / { first = step = $4 + 0 }
     /^step [0-9]+ of [0-9]+ \(/ { if (++lines == 2) { first = step; began = now } step = $2; of = $4; now = $8 }
+    /^stopped by [A-Z0-9]+ at step / { last = $6; of = $8 + 0; runs = "no" }
+    /^status: completed/ { last = of }
     END {
-      printf "step       %d of %d (%d %%)", step, of, 100 * step / of
+      if (!last) last = step
+      printf "step       %d of %d (%d %%)", last, of, 100 * last / of
       rate = now > began ? (step - first) / (now - began) : 0
       left = rate ? (of - step) / rate : 0
       if (rate) printf ", %.3g steps/s", rate
-      if (left) printf ", about %d:%02d min left", left / 60, left % 60
+      if (left && runs == "yes") printf ", about %d:%02d min left", left / 60, left % 60
       print ""
     }' <<<"$text"
 }
 
-trainer_values() { # NAME COUNT: the last values of the Trainer with this name, the newest at the end
-  grep -o "'$1': '[^']*" <<<"$text" | cut -d"'" -f4 | tail -n "$2" | paste -sd' '
+show_values() { # LABEL NAME COUNT: the last values of the Trainer with this name, the newest at the end
+  local -r values=$(grep -o "'$2': '[^']*" <<<"$text" | cut -d"'" -f4 | tail -n "$3" | paste -sd' ')
+  [[ -z $values ]] || printf '%-10s %s\n' "$1" "$values"
+}
+
+late_sample() { # FILE: print a text for the column of the load if the last sample is old
+  local -r seconds=$(($(date +%s) - $(stat -c %Y "$1")))
+  ((seconds <= 4 * REFRESH)) || echo "no sample for $seconds s"
+}
+
+ask_nodes() { # print the nodes of a Slurm job that do not answer Slurm, or that are down, draining or failing
+  [[ -z $nodes ]] || timeout --foreground 20 sinfo --noheader --Node --nodes="$nodes" --format='%N %T' 2>/dev/null |
+    awk '$2 ~ /[*]$/ { printf "%-20s does not answer (%s)\n", $1, $2; next }
+      $2 ~ /^(down|drain|fail)/ { printf "%-20s is %s in Slurm\n", $1, $2 }' | sort -u
 }
 
 show_nodes() { # the last sample of each logger
-  local host hosts suffix
+  local -r problems=$(ask_nodes)
+  local host hosts suffix log
   read -ra hosts < <(sed -n 's/^nodes: //p' <<<"$text")
   printf '\n%-20s %-8s %-24s %s\n' node "" "memory (MiB)" load
+  [[ -z $problems ]] || echo "$problems"
   for host in "${hosts[@]}"; do
+    ! grep -q "^$host .*not answer" <<<"$problems" || continue # its last sample would look as if it still answered
     suffix=$JOB$([[ ${#hosts[@]} = 1 ]] || echo "_$host")
-    tail -qn 2 "$folder/cpu_memory/cpu_memory_log_$suffix.txt" | awk -v host="$host" '
-      NF == 4 && $1 ~ /^[0-9]/ { load = $2; used = $3 }
-      END { if (used) printf "%-20s %-8s %-24.0f %.0f %% of one core\n", host, "CPU", used, load }'
+    log=$folder/cpu_memory/cpu_memory_log_$suffix.txt
+    tail -qn 2 "$log" | awk -v host="$host" -v late="$(late_sample "$log")" '
+      NF == 4 && $1 ~ /^[0-9]/ { load = sprintf("%.0f %% of one core", $2); used = $3 }
+      END { if (used) printf "%-20s %-8s %-24.0f %s\n", host, "CPU", used, late ? late : load }'
     # Two files: "GPU, load" and "time, GPU, name, memory in use, memory"; each sample has one line for each GPU
-    tail -qn 64 "$folder/results/.$JOB/gpu_load_$host" "$folder/gpu_memory/gpu_memory_log_$suffix.csv" |
-      awk -F', ' -v host="$host" '
+    log=$folder/gpu_memory/gpu_memory_log_$suffix.csv
+    tail -qn 64 "$folder/results/.$JOB/gpu_load_$host" "$log" |
+      awk -F', ' -v host="$host" -v late="$(late_sample "$log")" '
         NF == 2 { load[$1] = $2 " %" }
         NF == 5 && $4 ~ /[0-9]/ { if (!($2 in used)) gpus[++count] = $2; used[$2] = $4 " of " $5 }
         END {
           for (i = 1; i <= count; i++) {
-            printf "%-20s %-8s %-24s %s\n", host, "GPU " gpus[i], used[gpus[i]], load[gpus[i]]
+            printf "%-20s %-8s %-24s %s\n", host, "GPU " gpus[i], used[gpus[i]], late ? late : load[gpus[i]]
           }
         }'
   done 2>/dev/null
 }
 
 show() {
-  # The last attempt in the last megabyte of the log
-  local -r text=$([[ -z $log ]] || tail -c 1000000 "$log" | tr -d '\0' | tac | sed "/^job $JOB of /q" | tac)
-  echo "job $JOB in ${folder#"$ROOT"/}"
+  echo "job $JOB${folder:+ in ${folder#"$ROOT"/}}"
   show_state
   if [[ -z $log ]]; then
     echo "log        none yet"
     return
   fi
   echo "log        log/${log##*/}, last line $(($(date +%s) - $(stat -c %Y "$log"))) s ago"
-  if grep -q '^step [0-9]* of ' <<<"$text"; then
+  if grep -qE '^(step [0-9]+ of [0-9]+ \(|stopped by [A-Z0-9]+ at step )' <<<"$text"; then
     show_progress
-    echo "loss       $(trainer_values loss 1)"
-    echo "eval loss  $(trainer_values eval_loss 5)"
-  else
-    echo "last line  $(tail -n 1 <<<"$text")"
+  elif [[ -z $summary ]]; then # leave out the Trainer's values, horizontal rules, and Slurm's messages except errors
+    awk 'NF && !/^(=+$|[{])/ && (!/^(srun|slurmstepd): / || /: error: /) { line = $0 }
+      END { print "last line  " line }' <<<"$text"
   fi
+  show_values loss loss 1
+  show_values "eval loss" eval_loss 5
   grep '^error: ' <<<"$text" | tail -n 1
-  if grep -q '^status: ' <<<"$text"; then
+  if [[ -n $summary ]]; then
     echo
     sed -n '/^status: /,/^=====/{/^=====/!p}' <<<"$text" # the summary, with the peaks of memory
-  else
+  elif [[ $runs = yes ]]; then
     show_nodes
   fi
 }
@@ -152,7 +170,7 @@ fi
 [[ -t 1 ]] || once=yes
 trap 'echo; exit 0' INT
 
-log="" clear=$'\e[2J'
+log="" folder="" clear=$'\e[2J'
 while :; do
   ask_slurm
   if [[ -z $log ]]; then
@@ -160,12 +178,17 @@ while :; do
   fi
   if [[ -n $log ]]; then
     folder=$(dirname "$(dirname "$log")")
-  elif [[ -z $folder ]]; then
+  elif [[ -z $state ]]; then
     job_fail "$JOB" "no job in Slurm's queue and no log in experiments/ has this id" "squeue --me lists your jobs"
   fi
   if [[ -z $state ]]; then
     ask_lock
   fi
+  # The last attempt in the last megabyte of the log
+  text=$([[ -z $log ]] || tail -c 1000000 "$log" | tr -d '\0' | tac | sed "/^job $JOB of /q" | tac) || true
+  summary=$(grep '^status: ' <<<"$text" | tail -n 1) || true
+  [[ -z $summary || $state != unknown* ]] || state="" # it has ended, although Slurm does not say so
+  [[ -z $summary && $state = @(running|RUNNING|unknown*) ]] && runs=yes || runs=no
   view=$(show | fold -s -w "$WIDTH") || true
   if [[ $once = yes ]]; then
     printf '%s\n' "$view"

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from records.schema import read_record
 from reporting.definitions import RowDefinition, table_definition
-from reporting.metrics import MAX_EPOCHS
+from reporting.metrics import MAX_EPOCHS, METRICS, eval_loss
 from reporting.render import grid, plural, table_lines
 from reporting.report_folder import write_report
 from reporting.runs import NO_GPU, add_resume_hints, find_record, read_run
@@ -61,7 +61,8 @@ def job_table(path: Path) -> str:
     run = read_run(path)
     add_resume_hints([run])
     definition = table_definition("baseline")
-    evaluations = [f"eval_loss_{n}" for n in range(1, len(run.record.eval) + 1)][:MAX_EPOCHS]
+    evaluations = {f"eval_loss_{n}": eval_loss(n) for n in range(1, len(run.record.eval) + 1)[-MAX_EPOCHS:]}
+    METRICS.update(evaluations)  # which has only the first epochs, as tables.yaml can name
     first, *others = [name for name in definition.columns if not name.startswith("eval_loss")]
     if not run.record.settings.em_f1:
         others = [name for name in others if name not in ("exact_match", "f1")]
@@ -70,7 +71,7 @@ def job_table(path: Path) -> str:
     definition = definition.model_copy(update={"columns": columns, "rows": rows})
     heads, lines = table_lines(build_table(definition, {run.experiment: [run]}))
     shown = [line for line in lines if line[2:] != [NO_GPU]]
-    left_out = [f"no GPU: {plural(len(lines) - len(shown), 'row')} left out"] if len(shown) < len(lines) else []
+    left_out = {"earlier evaluations": len(run.record.eval) - len(evaluations), "no GPU": len(lines) - len(shown)}
     output = run.record.output_dir
     saved = output and (run.folder / output / "config.json").exists()
     return "\n".join(
@@ -80,7 +81,7 @@ def job_table(path: Path) -> str:
             "",
             grid(["Metric", "Value", *heads[2:]], shown),
             "",
-            *left_out,
+            *(f"{reason}: {plural(count, 'row')} left out" for reason, count in left_out.items() if count),
             *(f"incomplete: {problem}" for problem in run.problems),
             *(f"does not compare: {override}" for override in run.record.overrides),
             f"model:      {output if saved else 'not saved'}",

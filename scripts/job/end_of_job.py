@@ -171,7 +171,10 @@ def reason_from_slurm(job_id: str) -> str:
 
 def queue_state(job_id: str) -> str:
     """Return Slurm's state of a job in its queue, such as "PENDING (Resources)". It is empty for any other job."""
-    return ask_slurm("squeue", "--noheader", f"--jobs={job_id}", "--format=%T (%r)").strip() if job_id.isdigit() else ""
+    if not job_id.isdigit():
+        return ""
+    state = ask_slurm("squeue", "--noheader", f"--jobs={job_id}", "--format=%T (%r)").strip()
+    return state.removesuffix(" (None)")  # only a job that waits has a reason
 
 
 def is_alive(record: Path) -> bool:

@@ -8,13 +8,14 @@ import re
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
 from helpers import until
-from report_files import add_run, write
+from report_files import add_run, cpu_log, gpu_log, write
 from shell import program, shell_environment, start_stub
 
 # The lines of a training, which then waits for the file `go`
@@ -32,16 +33,35 @@ while not os.path.exists("go"):
     time.sleep(0.05)
 """
 ID = "local-20261120-101010-7"
+# Stubs of squeue
+NOT_IN_THE_QUEUE = "echo 'slurm_load_jobs error: Invalid job id specified' >&2; exit 1"
+NO_ANSWER = "echo 'slurm_load_jobs error: Unable to contact slurm controller' >&2; exit 1"
+RUNNING = "echo 'RUNNING|None|node[1-3]|2:01|57:59|N/A|/w'"
+PENDING = "echo 'PENDING|Resources||0:00|1:00:00|N/A|/w'"
+# The log of a job that runs, and lines that it may have at its end
+LOG = """job 4711 of experiments/mine/x: site a, 3 node(s) x 1 rank(s)
+nodes: node1 node2 node3
+step 40 of 800 (5 %) after 10 s
+{'loss': '7.125', 'epoch': '1'}
+step 120 of 800 (15 %) after 20 s
+"""
+STOPPED = "stopped by SIGTERM at step 135 of 800; resume with --resume_from_checkpoint output/4711/checkpoint-135\n"
+STEP = "\nstep       120 of 800 (15 %), 8 steps/s"  # in the view
+
+
+def ended(status: str) -> str:
+    return f"\n{'=' * 60}\nstatus: {status}\n{'=' * 60}\n"
 
 
 @pytest.fixture
 def watch(workshop, tmp_path) -> Callable[..., subprocess.CompletedProcess]:
-    """Run watch.sh. squeue: lines of a stub for squeue; otherwise no Slurm is in reach."""
+    """Run watch.sh. squeue, sinfo: lines of their stubs; by default the queue is empty, and Slurm knows no node."""
 
-    def run(*arguments: str, squeue: str = "", **variables: object) -> subprocess.CompletedProcess:
-        path = os.environ["PATH"]
-        if squeue:
-            path = f"{program(tmp_path / 'bin', 'squeue', squeue).parent}:{path}"
+    def run(
+        *arguments: str, squeue: str = NOT_IN_THE_QUEUE, sinfo: str = "exit 1", **variables: object
+    ) -> subprocess.CompletedProcess:
+        for name, lines in {"squeue": squeue, "sinfo": sinfo}.items():
+            path = f"{program(tmp_path / 'bin', name, lines).parent}:{os.environ['PATH']}"
         command = [f"{workshop}/experiments/watch.sh", *arguments]
         environment = shell_environment(PATH=path, **variables)
         return subprocess.run(command, cwd="/", env=environment, capture_output=True, text=True, timeout=120)
@@ -86,6 +106,12 @@ def test_a_run_without_slurm_is_shown(running, watch):
     assert re.fullmatch(rf"{host} +GPU 3 +\d+ of 32768 +93 %", gpu), done
 
 
+def add_log(workshop: Path, text: str) -> Path:
+    log = workshop / "experiments/mine/x/log/x_4711.out"
+    write(log, text)
+    return log
+
+
 def read_log(folder: Path) -> str:
     return (folder / f"log/1_{ID}.out").read_text()
 
@@ -93,7 +119,7 @@ def read_log(folder: Path) -> str:
 def test_only_the_last_attempt_is_shown(running, watch):
     """The log of a job that Slurm restarts holds all attempts."""
     log, text = running / f"log/1_{ID}.out", read_log(running)
-    earlier = text.replace("step 40 of", "step 180 of") + "\nstatus: stopped (exit code 75)\n"
+    earlier = "a long line\n" * 20000 + text.replace("step 40 of", "step 180 of") + "\nstatus: stopped (exit code 75)\n"
     log.write_text(earlier + text.partition("resuming")[0] + "reading data\n")
     view = watch(ID).stdout
     assert "\nlast line  reading data\n" in view and "180" not in view and "status" not in view, view
@@ -114,11 +140,72 @@ def test_an_ended_run_is_shown_with_its_summary(stub, watch):
 
 
 def test_a_job_is_shown_although_slurm_does_not_answer(workshop, watch):
-    write(workshop / "experiments/mine/x/log/x_4711.out", "job 4711 of experiments/mine/x: site laptop\nnodes: n1\n")
-    view = watch("4711", squeue="echo 'slurm_load_jobs error: Unable to contact slurm controller' >&2; exit 1").stdout
+    lines = "job 4711\nunknown: Slurm does not answer\nlog        none yet\n"
+    assert watch("4711", squeue=NO_ANSWER).stdout == lines, "the job may wait in the queue"
+    add_log(workshop, "job 4711 of experiments/mine/x: site laptop\nnodes: n1\n")
+    view = watch("4711", squeue=NO_ANSWER).stdout
     assert "\nunknown: Slurm does not answer\n" in view and "\nlast line  nodes: n1\n" in view
-    view = watch("4711", squeue="echo 'slurm_load_jobs error: Invalid job id specified' >&2; exit 1").stdout
+    view = watch("4711").stdout
     assert "\nended, without a summary: see the end of its log\n" in view
+    add_log(workshop, LOG + ended("completed (exit code 0)"))
+    assert "\nended, status: completed (exit code 0)\n" in watch("4711", squeue=NO_ANSWER).stdout
+
+
+def test_time_left_and_nodes_are_shown_only_while_the_job_runs(workshop, watch):
+    log = add_log(workshop, LOG)
+    view = watch("4711", squeue=RUNNING).stdout
+    assert f"{STEP}, about 1:25 min left\nloss       7.125\n\nnode  " in view, view
+    for squeue in (NOT_IN_THE_QUEUE, PENDING):
+        assert watch("4711", squeue=squeue).stdout.endswith(f"{STEP}\nloss       7.125\n"), squeue
+    for lines, step in (
+        (ended("failed (exit code 1)"), STEP),
+        (STOPPED + ended("stopped (exit code 75)"), "\nstep       135 of 800 (16 %), 8 steps/s"),
+        (ended("completed (exit code 0)"), "\nstep       800 of 800 (100 %), 8 steps/s"),
+    ):
+        log.write_text(LOG + lines)
+        view = watch("4711").stdout
+        assert f"{step}\nloss       7.125\n\nstatus: " in view, view
+    log.write_text(LOG.partition("step")[0] + STOPPED)
+    view = watch("4711", squeue=RUNNING).stdout
+    assert "\nstep       135 of 800 (16 %)\n" in view, "a job that stops before its first progress line"
+
+
+def test_a_node_that_does_not_answer_has_no_load(workshop, watch):
+    folder = add_log(workshop, LOG).parent.parent
+    for node in ("node1", "node2", "node3"):
+        write(folder / f"cpu_memory/cpu_memory_log_4711_{node}.txt", cpu_log(869))
+        write(folder / f"gpu_memory/gpu_memory_log_4711_{node}.csv", gpu_log(900))
+    for kind in ("cpu_memory/cpu_memory_log_4711_node1.txt", "gpu_memory/gpu_memory_log_4711_node1.csv"):
+        minutes_ago = time.time() - 600
+        os.utime(folder / kind, (minutes_ago, minutes_ago))
+    # In two partitions a node has two lines
+    sinfo = "[[ $* = *--nodes=node[[]1-3]* ]] && printf 'node1 mixed\nnode2 mixed*\nnode2 mixed*\nnode3 draining\n'"
+    view = watch("4711", squeue=RUNNING, sinfo=sinfo).stdout
+    assert max(map(len, view.splitlines())) <= 80, view
+    rows = [" ".join(line.split()) for line in view.partition("\nnode  ")[2].splitlines()[1:]]
+    rows = [re.sub(r"for 6\d\d s", "for 600 s", row) for row in rows]
+    assert rows == [
+        "node2 does not answer (mixed*)",
+        "node3 is draining in Slurm",
+        "node1 CPU 869 no sample for 600 s",
+        "node1 GPU 0 900 of 32768 no sample for 600 s",
+        "node3 CPU 869 99 % of one core",
+        "node3 GPU 0 900 of 32768",
+    ]
+    assert "does not answer" not in watch("4711", squeue=NO_ANSWER, sinfo=sinfo).stdout.partition("\nnode  ")[2]
+
+
+def test_before_the_first_step_the_last_line_that_helps_is_shown(workshop, watch):
+    log = add_log(workshop, LOG.partition("step")[0] + "reading data\n")
+    noise = (
+        f"{'=' * 60}\n{{'loss': '7.5', 'epoch': '1'}}\nsrun: cluster configuration lacks support for cpu binding\n\n"
+    )
+    with log.open("a") as file:
+        file.write(noise)
+    assert "\nlast line  reading data\nloss       7.5\n" in watch("4711", squeue=RUNNING).stdout
+    with log.open("a") as file:
+        file.write("slurmstepd: error: *** JOB 4711 CANCELLED DUE TO NODE FAILURE ***\n")
+    assert "\nlast line  slurmstepd: error: *** JOB 4711 CANCELLED DUE TO" in watch("4711").stdout
 
 
 @pytest.mark.parametrize(

@@ -227,6 +227,14 @@ def test_a_node_that_slurm_reports_as_down_is_the_reason(main_of, monkeypatch):
     assert json.loads(Path("results/7.json").read_text())["reason"] == "node failure on node3"
 
 
+def test_a_reason_is_part_of_the_state_in_the_queue_if_there_is_one(monkeypatch):
+    for printed, state in (("RUNNING (None)\n", "RUNNING"), ("PENDING (Resources)\n", "PENDING (Resources)")):
+        monkeypatch.setattr(
+            "subprocess.run", lambda command, printed=printed, **how: CompletedProcess(command, 0, printed)
+        )
+        assert end_of_job.queue_state("7") == state
+
+
 def test_a_single_process_is_not_reported_as_the_first_to_end(main_of):
     for code, reason in ((137, f"exit code 137 {KILLED}"), (2, None)):
         run_file("exit_codes").write_text(f"1 {code} rank 0 on node1\n")

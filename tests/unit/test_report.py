@@ -239,6 +239,14 @@ def test_the_summary_of_a_job_is_printed(main_of, capsys):
     assert printed.splitlines()[-2] == "model:      not saved"
 
 
+def test_the_summary_of_a_job_shows_its_last_evaluations(tmp_path, main_of, capsys):
+    evaluations = [{"epoch": n, "loss": n / 10} for n in range(1, 23)]
+    main_of(report, "--job", add_run(tmp_path, STAGE, "1", eval=evaluations) / "results/1.json")
+    printed = capsys.readouterr().out
+    shown = [int(epoch) for epoch in re.findall(r"^\| Eval Loss \(Epoch (\d+)\)", printed, re.MULTILINE)]
+    assert shown == list(range(3, 23)) and "\nearlier evaluations: 2 rows left out\n" in printed, printed
+
+
 def test_the_summary_of_a_failed_job_keeps_its_measurements(tmp_path, main_of, capsys):
     folder = add_run(
         tmp_path, STAGE, "1", status="failed", exit_code=3, train=None, overrides=["nodes: 3 instead of 2"]
