@@ -82,7 +82,9 @@ class User:
 def user() -> Iterator[User]:
     if reason := unavailable():
         pytest.skip(f"no Slurm cluster here: {reason}")
-    folder = Path(tempfile.mkdtemp(prefix="practice-"))  # sockets in a folder of pytest would have too long names
+    folder = Path(
+        tempfile.mkdtemp(prefix="practice-", dir="/tmp")
+    )  # in a folder of pytest, sockets would have long names
     folder.chmod(0o755)
     user = User(folder)
     yield user
@@ -92,6 +94,8 @@ def user() -> Iterator[User]:
 
 def test_an_ordinary_user_practises_and_leaves_nothing(user):
     started = user.cluster("start")
+    if "does not permit namespaces" in started.stderr:
+        pytest.skip(f"for an ordinary user: {started.stderr}")
     assert started.returncode == 0, started
     assert len(remains(user.state)) > 5
     again = user.cluster("start")
