@@ -74,7 +74,7 @@ class User:
         return done.stdout.strip()
 
     def state_of(self, job: str) -> str:
-        """Return a job's state, the number of its restarts, and its reason."""
+        """Return a job's state and its reason, such as "PENDING Resources"."""
         return self.shell(f"squeue --noheader --states=all --job={job} --format='%T %r'")
 
 
@@ -82,9 +82,8 @@ class User:
 def user() -> Iterator[User]:
     if reason := unavailable():
         pytest.skip(f"no Slurm cluster here: {reason}")
-    folder = Path(
-        tempfile.mkdtemp(prefix="practice-", dir="/tmp")
-    )  # in a folder of pytest, sockets would have long names
+    # In a folder of pytest, the names of sockets would be too long, and this user could not enter it
+    folder = Path(tempfile.mkdtemp(prefix="practice-", dir="/tmp"))
     folder.chmod(0o755)
     user = User(folder)
     yield user
