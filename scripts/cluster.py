@@ -2,7 +2,7 @@
 
 make cluster                               # = start, if it does not run, then shell
 make cluster-down                          # = stop: removes everything
-python3 scripts/cluster.py shell           # a shell on the cluster's login node
+python scripts/cluster.py shell            # a shell on the cluster's login node
 sudo python3 scripts/cluster.py install    # Slurm, once
 
 An ordinary user can start it, in a user namespace, if the kernel allows that; otherwise start it as root (sudo).

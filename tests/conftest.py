@@ -8,6 +8,7 @@ to another. No other file is split.
 
 import os
 import re
+import signal
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -21,6 +22,9 @@ TESTS = Path(__file__).parent
 # Programs cache the matrix speed that they measure. A busy machine's speed must not get into the user's own cache.
 CACHE = tempfile.TemporaryDirectory(prefix="cache-of-tests-")
 os.environ["XDG_CACHE_HOME"] = CACHE.name
+# A shell script starts a process in the background with SIGINT ignored, and all processes of the tests would inherit it
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 class OneWorkerPerFixture(LoadScopeScheduling):

@@ -1,6 +1,6 @@
 """Tests of experiments/watch.sh on runs without Slurm, and of report.py --job with an id.
 
-tests/slurm/test_watch.py tests both on a cluster.
+tests/slurm/test_watch_jobs.py tests both on a cluster.
 """
 
 import os
