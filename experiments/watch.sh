@@ -194,7 +194,7 @@ while :; do
     printf '%s\n' "$view"
     exit
   fi
-  read -r rows _ < <(stty size </dev/tty) || rows=0 # of the terminal; 0 if unknown
+  read -r rows _ < <(stty size </dev/tty) || rows=0 # height of the terminal; 0 if unknown
   if ((rows > 2 && $(wc -l <<<"$view") >= rows)); then
     view=$(head -n $((rows - 2)) <<<"$view")$'\n'"... $0 --once $JOB prints all lines"
   fi

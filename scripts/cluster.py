@@ -268,25 +268,16 @@ class Cluster:
     def is_roots(self) -> bool:
         return (self.state / RECORD).stat().st_uid == 0
 
-    @property
-    def is_up(self) -> bool:
-        return bool(self.record.get("ready")) and all(map(self.pid, self.record["hosts"]))
-
     def up(self) -> None:
-        """Start the cluster and return when every node accepts jobs. A running cluster stays unchanged.
+        """Start the cluster and return when every node accepts jobs.
 
-        Before the start, remove what a killed run left in this directory, and clusters next to it whose owner has
-        ended. Raises ClusterError with the ends of the logs if the cluster does not start or already runs with another
-        number of nodes.
+        Before the start, end a cluster in this directory, which a killed run may have left, and clusters next to it
+        whose owner has ended. Raises ClusterError with the ends of the logs if the cluster does not start.
         """
         for other in (Cluster(path.parent) for path in self.state.parent.glob(f"*/{RECORD}")):
             owner = other.record.get("owner")
             if owner and start_time(owner[0]) != owner[1] and (os.geteuid() == 0 or not other.is_roots):
                 other.down()
-        if self.is_up:
-            if self.record["nodes"] != self.nodes:
-                raise ClusterError(f"{self.state} is up with {len(self.record['nodes'])} nodes; take it down first")
-            return
         self.down()
         try:
             (self.state / f"{RECORD}.new").unlink(missing_ok=True)
@@ -345,7 +336,6 @@ class Cluster:
         for host in hosts:
             self._boot(host)
         self._await(names, since)
-        self._write(ready=True)
 
     def down(self) -> None:
         """End the cluster's processes and remove its interfaces and state_dir. Harmless if it is not up.

@@ -62,7 +62,7 @@ def job_table(path: Path) -> str:
     add_resume_hints([run])
     definition = table_definition("baseline")
     evaluations = {f"eval_loss_{n}": eval_loss(n) for n in range(1, len(run.record.eval) + 1)[-MAX_EPOCHS:]}
-    METRICS.update(evaluations)  # which has only the first epochs, as tables.yaml can name
+    METRICS.update(evaluations)  # otherwise METRICS has only the first epochs, which tables.yaml can name
     first, *others = [name for name in definition.columns if not name.startswith("eval_loss")]
     if not run.record.settings.em_f1:
         others = [name for name in others if name not in ("exact_match", "f1")]

@@ -5,4 +5,4 @@
 # shellcheck source=experiments/sites/laptop.sh
 source "$EXPERIMENTS_FOLDER/sites/laptop.sh"
 : "${OMP_NUM_THREADS:=1}" # all nodes share the cores of one machine
-: "${MIN_BANDWIDTH:=0}"   # they have no network to measure
+: "${MIN_BANDWIDTH:=0}"   # the nodes have no real network to measure

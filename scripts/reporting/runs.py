@@ -190,8 +190,9 @@ def find_runs_in_folder(folder: Path, starting: bool = False) -> list[Run]:
             continue
         job_id = path.stem.rpartition("_")[2]
         status, _ = read_summary(path)
-        alive = not status and not last_error(path) and is_alive(record_path(folder, job_id))
-        if last_error(path) or not (status == "completed" or alive):
+        error = last_error(path)
+        alive = not status and not error and is_alive(record_path(folder, job_id))
+        if error or not (status == "completed" or alive):
             runs.append(run_without_record(folder, job_id, path))
         elif alive and starting:
             runs.append(Run(folder, job_id, last_written(path), status="running"))

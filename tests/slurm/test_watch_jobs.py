@@ -17,7 +17,7 @@ from jobs import ENDLESS, TWO_NODES, Job, Lab
 from test_requeue import last_step
 
 REDRAWN = "\x1b[H"  # each view begins at the first line of the terminal
-ROWS, WIDTH = 9, 80  # of a terminal; the view of a running job has 12 lines
+ROWS, WIDTH = 9, 80  # size of the terminal; the view of a running job has 12 lines
 
 
 @pytest.fixture(scope="module")
