@@ -35,6 +35,7 @@ class Restart(Part):
     step: int | None = None  # step of the checkpoint that this attempt resumes from
     started: Time | None = None  # start and end of the previous attempt
     finished: Time | None = None
+    kwh: float | None = None  # energy of the previous attempt's GPUs; null if it was killed before it could record it
 
 
 class Stop(Part):
@@ -47,6 +48,7 @@ class Hardware(Part):
     gpu: str | None = None  # name of a GPU
     gpus: int | None = None  # number on all nodes
     gpu_memory_mib: int | None = None
+    gpu_power_limit_w: float | None = None  # the enforced limit, which the site may have lowered
     cpu: str | None = None
     cpus: int | None = None  # number on one node
 
@@ -111,6 +113,30 @@ class Train(Part):
     # Peak of one rank in 10^12 operations per second, for MFU. It is the GPU's published peak, or the peak
     # measured while all ranks compute if none is published
     matmul_peak_tflops: float | None = None
+
+
+class Energy(Part):
+    """Energy of the job's GPUs, from NVML's counters. CPUs, memory, network and cooling are not included.
+
+    The steady values belong to the same optimizer steps as the steady rates, over all attempts.
+    """
+
+    steady_joules: list[float] | None = None  # of each GPU, in rank order
+    steady_joules_sum: float | None = None
+    joules_per_question: float | None = None
+    joules_per_1000_tokens: float | None = None  # real tokens
+    mean_watts: float | None = None  # of one GPU
+    # All GPUs and all attempts, from the start of the training to the end of the run: with evaluation and saving
+    kwh: float | None = None
+
+
+class GpuActivity(Part):
+    """Activity of a node's first GPU during steady steps, as a mean over its SMs and over time (NVML's GPM)."""
+
+    seconds: float
+    sm_percent: float  # SMs that have a warp assigned
+    tensor_percent: float  # tensor cores that compute
+    dram_percent: float  # bandwidth of GPU memory in use
 
 
 class Profile(Part):
@@ -191,6 +217,8 @@ class Record(Part):
     # avg_gpu_util_%, std_gpu_util_%, avg_mem_alloc_MB, avg_mem_reserved_MB and avg_mem_total_MB. On the CPU:
     # avg_cpu_util_%, std_cpu_util_% and avg_process_mem_MB
     callbacks: dict[str, float | None] = {}
+    energy: Energy | None = None
+    gpu_activity: list[GpuActivity] | None = None  # one entry per node
     profile: list[Profile] | None = None  # one entry per rank, as in the next four fields
     held: list[Held] | None = None
     peak_gpu_memory: list[PeakGpu] | None = None
