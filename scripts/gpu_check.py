@@ -166,6 +166,8 @@ def run_row(row: TrainingRow, environment: dict[str, str], folder: Path, timeout
 def figures(record: dict) -> dict:
     """Return the numbers of a run record that the table shows. A number that the run did not measure is None."""
     training = record["train"]
+    energy = record.get("energy") or {}
+    activity = (record.get("gpu_activity") or [{}])[0]
     return {
         "status": "completed",
         "precision": record["knobs"]["precision"]["effective"],
@@ -176,6 +178,11 @@ def figures(record: dict) -> dict:
         "tokens_per_second": training["steady_tokens_per_second"],
         "mfu_percent": training["mfu_percent"],
         "matmul_peak_tflops": training["matmul_peak_tflops"],
+        "watts": energy.get("mean_watts"),
+        "joules_per_question": energy.get("joules_per_question"),
+        "sm_percent": activity.get("sm_percent"),
+        "tensor_percent": activity.get("tensor_percent"),
+        "dram_percent": activity.get("dram_percent"),
         "peak_gpu_gib": gib(record["peak_gpu_memory"]),
         "pinned_gib": gib(record["peak_pinned_memory"]),
     }
@@ -206,6 +213,11 @@ COLUMNS = {  # key of a row's result -> header, digits
     "tokens_per_second": ("Real tokens/s", 0),
     "mfu_percent": ("MFU (%)", 1),
     "matmul_peak_tflops": ("MFU peak (TFLOP/s)", 3),
+    "watts": ("Power (W)", 0),
+    "joules_per_question": ("J per question", 2),
+    "sm_percent": ("SM activity (%)", 0),
+    "tensor_percent": ("Tensor activity (%)", 0),
+    "dram_percent": ("DRAM activity (%)", 0),
     "peak_gpu_gib": ("Peak GPU (GiB)", 2),
     "estimated_gib": ("Estimate (GiB)", 2),
     "pinned_gib": ("Pinned (GiB)", 2),

@@ -44,6 +44,7 @@ from training.audit import strategy_name
 from training.callbacks import Run, add_callbacks
 from training.checks_before_training import check_room, check_saving, check_trainable
 from training.chunked_loss import use_chunked_loss
+from training.energy import EnergyMeter
 from training.exact_match import Generation, exact_match_and_f1
 from training.find_checkpoints import (
     check_for_code,
@@ -176,13 +177,14 @@ def main() -> None:
             eval_dataset=eval_dataset,
             data_collator=collator(tokenizer, settings.data),
         )
-        add_callbacks(Run(trainer, settings, record, stop, identity, checkpoint, flops, peak))
+        energy = EnergyMeter()  # counts the joules of the GPUs, from here to the end of the run
+        add_callbacks(Run(trainer, settings, record, stop, identity, checkpoint, flops, peak, energy))
 
         # 7. Training, with an evaluation and a checkpoint after each epoch (--eval_strategy, --save_strategy).
         #    docs/training-loop.md explains what happens in a step, and when the ranks communicate.
         trainer.train(resume_from_checkpoint=checkpoint)
         close_trackers(args, job_id, record.content["callbacks"])  # the trackers' summary gets means over the steps
-        stop.save_and_exit_if_asked(trainer, record)  # after Ctrl-C: saves a checkpoint and exits with code 75
+        stop.save_and_exit_if_asked(trainer, record, energy)  # after Ctrl-C: saves a checkpoint and exits with code 75
 
         # 8. The model.
         watchdog.progress("saving the model")
@@ -208,6 +210,7 @@ def main() -> None:
                 print_once("(a score of 0 is expected: this model started with random weights)")
             record.update(**scores)
         record_process_peaks(record)  # a second time after the training: saving and answering also need memory
+        energy.record_kwh(record)
         if args.save_strategy == "no":
             # A stop saves a checkpoint even with SAVE_STRATEGY=no. Remove it now that the run has completed
             remove_stop_checkpoints(args.output_dir)

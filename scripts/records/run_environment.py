@@ -12,6 +12,7 @@ import torch
 
 from distributed.collectives import broadcast_from_rank_0
 from shared.errors import WorkshopError
+from shared.nvml import power_limit_w
 from shared.paths import REPOSITORY, workshop_version
 
 PACKAGES = ["torch", "transformers", "accelerate", "deepspeed", "datasets", "tokenizers"]
@@ -48,7 +49,7 @@ def strip_repository(value: object) -> object:
 
 
 def hardware(world_size: int) -> dict:
-    """Return the record's field `hardware`: name and number of GPUs and CPUs."""
+    """Return the record's field `hardware`: name and number of GPUs and CPUs, and limits of a GPU."""
     gpu = torch.cuda.get_device_properties(0) if torch.cuda.is_available() else None
     cpuinfo = Path("/proc/cpuinfo")
     names = [line for line in cpuinfo.read_text().splitlines() if "model name" in line] if cpuinfo.exists() else []
@@ -56,6 +57,7 @@ def hardware(world_size: int) -> dict:
         "gpu": gpu.name if gpu else None,
         "gpus": world_size if gpu else 0,
         "gpu_memory_mib": gpu.total_memory // 2**20 if gpu else None,
+        "gpu_power_limit_w": power_limit_w(),
         "cpu": names[0].split(":")[1].strip() if names else platform.machine(),
         "cpus": os.cpu_count(),
     }

@@ -35,7 +35,6 @@ class Restart(Part):
     step: int | None = None  # step of the checkpoint that this attempt resumes from
     started: Time | None = None  # start and end of the previous attempt
     finished: Time | None = None
-    kwh: float | None = None  # energy of the previous attempt's GPUs; null if it was killed before it could record it
 
 
 class Stop(Part):

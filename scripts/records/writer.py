@@ -2,6 +2,7 @@
 
 import contextlib
 import fcntl
+import math
 import os
 import socket
 import sys
@@ -77,6 +78,7 @@ class RunRecord:
             "restarts": [],
             "missing": self.reasons,
         }
+        self.earlier_kwh = 0.0  # energy of earlier attempts, NaN if unknown
         self.lock = contextlib.ExitStack()
 
     def start(self, step: int, **values: object) -> None:
@@ -96,6 +98,8 @@ class RunRecord:
                 "finished": before.finished,
             }
             self.content["restarts"] = [*before.restarts, restart]
+            kwh = before.energy.kwh if before.energy else None
+            self.earlier_kwh = math.nan if kwh is None else kwh
         self.content |= {
             "experiment": experiment_path(),
             "command": [strip_repository(word) for word in sys.argv],

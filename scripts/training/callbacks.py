@@ -17,7 +17,9 @@ from records.writer import RunRecord
 from settings.settings import Settings
 from shared.errors import WorkshopError
 from training.audit import AuditCallback
+from training.energy import EnergyMeter
 from training.flops import ModelFlops
+from training.gpu_activity import GpuActivityCallback
 from training.measured_memory import ModelStateCallback, record_peaks
 from training.profiling import ProfileCallback
 from training.save_checkpoints import CheckpointCallback
@@ -45,6 +47,7 @@ class Run:
     resumed_from: str | None
     flops: ModelFlops | None
     peak: float
+    energy: EnergyMeter
 
 
 def add_callbacks(run: Run) -> None:
@@ -54,7 +57,7 @@ def add_callbacks(run: Run) -> None:
     and save.
     """
     trainer = run.trainer
-    speed = TrainSpeedCallback(trainer, run.flops, run.peak, run.settings.data.profile)
+    speed = TrainSpeedCallback(trainer, run.energy, run.flops, run.peak, run.settings.data.profile)
     stopping = [StopCallback(run.stop, trainer)]
     if run.settings.model.tensor_parallel > 1:
         print_once("--tensor_parallel writes no checkpoints: a stop ends this run at once, and nothing is saved")
@@ -62,6 +65,7 @@ def add_callbacks(run: Run) -> None:
     callbacks = [
         speed,  # comes first, so that its clock stops before the other callbacks work
         UtilisationCallback(run.record),
+        GpuActivityCallback(run.record, speed),
         ModelStateCallback(trainer, run.record),
         AuditCallback(trainer, run.settings, run.record),  # ends a run whose values differ from the requested ones
         RecordCallback(trainer, run.record, speed),
@@ -192,6 +196,7 @@ class RecordCallback(TrainerCallback):
         record_peaks(self.record)
         measured = self.speed.summary()
         self.note_missing_rates(measured)
+        self.record_steady_energy()
         of_trainer = state.log_history[-1]
         losses = [entry["loss"] for entry in state.log_history if "loss" in entry]
         self.record.update(
@@ -210,6 +215,19 @@ class RecordCallback(TrainerCallback):
                 "train/samples_per_second_mean": measured["steady_samples_per_second"],
             },
         )
+
+    def record_steady_energy(self) -> None:
+        """Record the energy of the steady steps. Collective."""
+        if reason := self.speed.energy.reason:
+            self.record.missing("energy", reason)
+            return
+        energy = self.speed.steady_energy()
+        if not energy:
+            reason = "the checkpoint has no energy of these GPUs, or NVML's counter failed"
+            for name in ("steady_joules_sum", "joules_per_question", "joules_per_1000_tokens", "mean_watts"):
+                few = "too few steps after the warm-up"
+                self.record.reasons[f"energy.{name}"] = reason if self.speed.steps else few
+        self.record.update(energy=energy)
 
     def note_missing_rates(self, measured: dict) -> None:
         """Add the reason for each empty rate that has none yet. measured: the result of TrainSpeedCallback.summary."""

@@ -29,6 +29,8 @@ class Progress:
     steady_steps: int
     steady_seconds: float
     tokens: list[list[int]]  # counts of the whole training, and of its steady steps
+    # Energy of each rank's GPU in the steady steps. Without a counter it is null; checkpoints of 1.0.0 do not have it
+    steady_joules: list[float | None] | None = None
 
     @property
     def unlogged_loss(self) -> float:
@@ -62,7 +64,9 @@ class CheckpointCallback(TrainerCallback):
             self.trainer.saved_step = saved["step"]
             progress = Progress(**saved["progress"])
             self.trainer.resume_counts(progress)
-            self.speed.resume_counts(progress.steady_steps, progress.steady_seconds, progress.tokens)
+            self.speed.resume_counts(
+                progress.steady_steps, progress.steady_seconds, progress.tokens, progress.steady_joules
+            )
 
     def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         unlogged = [loss for (loss,) in gather_lists([float(self.trainer._tr_loss)])]
@@ -74,6 +78,7 @@ class CheckpointCallback(TrainerCallback):
             steady_steps=self.speed.steps,
             steady_seconds=self.speed.seconds,
             tokens=self.speed.all_tokens(),
+            steady_joules=[*self.speed.all_joules()],
         )
         folder = checkpoint_folder(args.output_dir, state.global_step)
         wait_for_all_ranks()  # after this, all ranks have written their files

@@ -1,5 +1,6 @@
-"""The rate of the optimizer steps, without start, evaluation, saving and logging."""
+"""Rate and energy of the optimizer steps, without start, evaluation, saving and logging."""
 
+import math
 import time
 from typing import Any
 
@@ -7,6 +8,7 @@ import torch
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from distributed.collectives import gather_lists, world_size
+from training.energy import EnergyMeter, describe_energy
 from training.flops import KINDS_OF_TOKENS, ModelFlops
 
 WARM_UP_STEPS = 3
@@ -14,17 +16,20 @@ PROFILED_STEPS = 3
 
 
 class TrainSpeedCallback(TrainerCallback):
-    """Callback that measures the steady rate: only optimizer steps after the warm-up, without evaluation and saving.
+    """Callback that measures the steady steps: optimizer steps after the warm-up, without evaluation and saving.
 
     The Trainer's own train_samples_per_second divides by all the time between start and end.
     """
 
-    def __init__(self, trainer: Any, flops: ModelFlops | None, peak: float, profiled: bool = False):
+    def __init__(
+        self, trainer: Any, energy: EnergyMeter, flops: ModelFlops | None, peak: float, profiled: bool = False
+    ):
         """trainer: a WorkshopTrainer, which counts the tokens. peak: operations per second of one rank, for MFU.
 
         profiled: True if the steps after the warm-up are profiled. Profiled steps are slow, so they count as warm-up.
         """
         self.trainer = trainer
+        self.energy = energy
         self.flops = flops
         self.peak = peak
         self.warm_up_steps = WARM_UP_STEPS + (PROFILED_STEPS if profiled else 0)
@@ -32,9 +37,11 @@ class TrainSpeedCallback(TrainerCallback):
         # Counts of the steady steps
         self.steps = 0
         self.seconds = 0.0
+        self.joules = 0.0  # of this rank's GPU in this run, NaN if unknown
         self.tokens = torch.zeros_like(trainer.tokens)
         # Counts of all ranks in earlier runs of this training: one row for all steps, one for the steady steps
         self.earlier_tokens = torch.zeros(2, KINDS_OF_TOKENS, dtype=torch.int64)
+        self.earlier_joules = [0.0] * world_size()  # of each rank's GPU, in the steady steps of earlier runs
         self.started: float | None = None
 
     def on_train_begin(
@@ -43,11 +50,16 @@ class TrainSpeedCallback(TrainerCallback):
         self.begun = clock()
         self.first_step = state.global_step  # a resumed run warms up again
 
-    def resume_counts(self, steps: int, seconds: float, tokens: list[list[int]]) -> None:
+    def resume_counts(
+        self, steps: int, seconds: float, tokens: list[list[int]], joules: list[float | None] | None
+    ) -> None:
         """Continue the counts of the runs before the checkpoint."""
         self.steps = steps
         self.seconds = seconds
         self.earlier_tokens = torch.tensor(tokens)
+        if not joules or len(joules) != world_size():  # unknown, or of another number of GPUs
+            joules = [None] * world_size()
+        self.earlier_joules = [math.nan if each is None and steps else each or 0.0 for each in joules]
 
     def on_step_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
@@ -58,6 +70,7 @@ class TrainSpeedCallback(TrainerCallback):
                 self.warm_up_seconds = self.started - self.begun
             self.steps_at_start = state.global_step
             self.tokens_at_start = self.trainer.tokens
+            self.joules_at_start = self.energy.joules()
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         if control.should_evaluate or control.should_save:
@@ -73,6 +86,7 @@ class TrainSpeedCallback(TrainerCallback):
             self.seconds += clock() - self.started
             self.steps += state.global_step - self.steps_at_start
             self.tokens = self.tokens + self.trainer.tokens - self.tokens_at_start
+            self.joules += self.energy.joules() - self.joules_at_start
             self.started = None
 
     def all_tokens(self) -> list[list[int]]:
@@ -80,6 +94,24 @@ class TrainSpeedCallback(TrainerCallback):
         ranks = gather_lists([self.trainer.tokens.tolist(), self.tokens.tolist()])
         group_size = self.trainer.get_tp_size()  # all ranks of a tensor group count the same tokens
         return (torch.tensor(ranks).sum(0) // group_size + self.earlier_tokens).tolist()
+
+    def all_joules(self) -> list[float]:
+        """Return the joules of each rank's GPU in the steady steps, including earlier runs. Collective."""
+        ranks = [joules for (joules,) in gather_lists([self.joules])]
+        return [own + earlier for own, earlier in zip(ranks, self.earlier_joules, strict=True)]
+
+    @property
+    def samples_per_step(self) -> float:
+        """Mean number of questions, because the last step of an epoch may have fewer."""
+        return len(self.trainer.train_dataset) / self.trainer.steps_per_epoch
+
+    def steady_energy(self) -> dict:
+        """Return the energy of the steady steps as in the run record, or an empty dict if it is unknown. Collective."""
+        joules = self.all_joules()
+        _, (steady_real, *_) = self.all_tokens()
+        if not self.steps or math.isnan(sum(joules)):
+            return {}
+        return describe_energy(joules, self.seconds, self.steps * self.samples_per_step, steady_real)
 
     def summary(self) -> dict:
         """Return the steady rates of all ranks together, the warm-up time, token counts, and MFU. Collective."""
@@ -95,13 +127,11 @@ class TrainSpeedCallback(TrainerCallback):
             mfu = round(100 * needed / (self.seconds * self.peak * world_size()), 2)
             if mfu > 100:  # the measured peak is too low, because the machine was busy
                 mfu = None
-        # This is an average, because the last step of an epoch may have fewer samples
-        samples_per_step = len(self.trainer.train_dataset) / self.trainer.steps_per_epoch
         return {
             "warm_up_seconds": self.warm_up_seconds and round(self.warm_up_seconds, 2),
             "steady_steps": self.steps,
             "steady_steps_per_second": rate and round(rate, 4),
-            "steady_samples_per_second": rate and round(rate * samples_per_step, 3),
+            "steady_samples_per_second": rate and round(rate * self.samples_per_step, 3),
             "real_tokens": real,
             "padding_tokens": padding,
             "counted_tokens": counted,

@@ -17,6 +17,7 @@ from distributed.collectives import max_over_ranks, print_once, rank, wait_for_a
 from job.with_parent import end_with_parent
 from records.schema import STOPPING_SIGNALS
 from shared.errors import STOPPED
+from training.energy import EnergyMeter
 
 
 class StopRequest:
@@ -64,7 +65,7 @@ class StopRequest:
             self.agreed_signal = max_over_ranks(self.signal)
         return bool(self.agreed_signal)
 
-    def save_and_exit_if_asked(self, trainer: Any, record: Any) -> None:
+    def save_and_exit_if_asked(self, trainer: Any, record: Any, energy: EnergyMeter) -> None:
         """If the ranks agree to stop, save a checkpoint of this step and exit with code 75. Collective."""
         if not self.agree_to_stop():
             self.training = False
@@ -75,6 +76,7 @@ class StopRequest:
         self.ignore_signals()  # the checkpoint is saved, so a late signal must not change the exit code
         step = trainer.state.global_step
         name = signal.Signals(self.agreed_signal).name
+        energy.record_kwh(record)
         record.update(stop={"signal": name, "step": step, "checkpoint": str(folder)})
         print_once(
             f"stopped by {name} at step {step} of {trainer.state.max_steps}; "

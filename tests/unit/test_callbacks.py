@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from records.writer import RunRecord
+from stub_nvml import WATTS
 from training import speed
 from training.callbacks import FiniteLossCallback, UtilisationCallback
 from training.speed import WARM_UP_STEPS, TrainSpeedCallback
@@ -25,7 +26,9 @@ class Run:
         dataset = range(10 * SAMPLES_PER_STEP)
         self.trainer = SimpleNamespace(tokens=tokens, train_dataset=dataset, steps_per_epoch=10, get_tp_size=lambda: 1)
         flops = SimpleNamespace(count_operations=lambda real, counted, squares: real + 10 * counted + squares / 100)
-        self.callback = TrainSpeedCallback(self.trainer, flops, peak=5000.0)
+        # The counter of one GPU, which draws WATTS all the time
+        energy = SimpleNamespace(joules=lambda: WATTS * self.now, reason="")
+        self.callback = TrainSpeedCallback(self.trainer, energy, flops, peak=5000.0)
         self.done = 0
         self.callback.on_train_begin(None, self.state, None)
 
@@ -73,11 +76,40 @@ def test_steps_faster_than_the_measured_peak_give_no_mfu(monkeypatch):
 
 def test_a_resumed_run_warms_up_again_and_continues_its_counts(monkeypatch):
     run = Run(monkeypatch, first_step=10)
-    run.callback.resume_counts(steps=8, seconds=16.0, tokens=[[10_000, 0, 0, 0], [8000, 0, 0, 0]])
+    run.callback.resume_counts(steps=8, seconds=16.0, tokens=[[10_000, 0, 0, 0], [8000, 0, 0, 0]], joules=[4000.0])
     for number in range(10):
         run.step(pause=number == 9)
     assert run.measured("real_tokens", "steady_steps") == [20_000, 8 + 10 - WARM_UP_STEPS]
     assert run.measured("steady_steps_per_second", "steady_tokens_per_second") == [0.5, 500.0]
+
+
+def test_energy_belongs_to_the_same_steps_as_the_rates(monkeypatch):
+    """The joules of warm-up, evaluations and checkpoints do not count."""
+    run = Run(monkeypatch)
+    assert run.callback.steady_energy() == {}
+    for number in range(20):
+        run.step(pause=number % 4 == 3)
+    joules = 2.0 * WATTS * (20 - WARM_UP_STEPS)
+    assert run.callback.steady_energy() == {
+        "steady_joules": [joules],
+        "steady_joules_sum": joules,
+        "joules_per_question": 2.0 * WATTS / SAMPLES_PER_STEP,
+        "joules_per_1000_tokens": 2.0 * WATTS,
+        "mean_watts": WATTS,
+    }
+
+
+@pytest.mark.parametrize(
+    ("earlier", "watts"),
+    [([16.0 * WATTS], WATTS), ([None], None), (None, None), ([16.0 * WATTS] * 2, None)],
+    ids=["known", "without a counter", "checkpoint of 1.0.0", "another number of GPUs"],
+)
+def test_a_resumed_run_adds_the_joules_of_its_checkpoint(monkeypatch, earlier, watts):
+    run = Run(monkeypatch, first_step=10)
+    run.callback.resume_counts(steps=8, seconds=16.0, tokens=[[0] * 4, [0] * 4], joules=earlier)
+    for number in range(10):
+        run.step(pause=number == 9)
+    assert run.callback.steady_energy().get("mean_watts") == watts
 
 
 def unsupported():

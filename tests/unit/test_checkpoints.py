@@ -14,6 +14,7 @@ from settings.command_line import LATEST, parse_command_line
 from settings.settings import Settings
 from training import checks_before_training
 from training.checks_before_training import check_room
+from training.energy import EnergyMeter
 from training.find_checkpoints import MARKER, check_same_training, find_checkpoint, training_identity
 from training.save_checkpoints import CheckpointCallback, mark_complete, remove_stop_checkpoints
 from training.speed import TrainSpeedCallback
@@ -92,7 +93,7 @@ def save(step: int, limit: int | None, best: str | None = None) -> None:
     trainer.tokens = torch.tensor([100, 20, 90, 5000])
     trainer.get_tp_size = lambda: 1
     trainer.args = SimpleNamespace(save_total_limit=limit)
-    callback = CheckpointCallback(trainer, MARKED, TrainSpeedCallback(trainer, None, 1.0), None)
+    callback = CheckpointCallback(trainer, MARKED, TrainSpeedCallback(trainer, EnergyMeter(), None, 1.0), None)
     callback.on_train_begin(None, None, None)
     state = SimpleNamespace(global_step=step, best_model_checkpoint=best)
     callback.on_save(SimpleNamespace(output_dir="output/7"), state, None)

@@ -22,6 +22,7 @@ from shared.json_files import write_json
 from shared.paths import workshop_version
 from training import measured_memory
 from training.callbacks import RecordCallback, UtilisationCallback
+from training.energy import EnergyMeter
 from training.measured_memory import ModelStateCallback, record_peaks
 from training.speed import TrainSpeedCallback
 
@@ -47,7 +48,7 @@ def make_record(steady: dict, means: dict, held: dict | None, reason: str = "", 
     trainer.tokens = torch.zeros(4, dtype=torch.int64)
     trainer.train_dataset = range(8)
     trainer.steps_per_epoch = 2
-    measured = TrainSpeedCallback(trainer, None, 1e12).summary() | steady
+    measured = TrainSpeedCallback(trainer, EnergyMeter(), None, 1e12).summary() | steady
     utilisation = UtilisationCallback(run)
     utilisation.means = lambda: means
     if reason:
@@ -58,7 +59,7 @@ def make_record(steady: dict, means: dict, held: dict | None, reason: str = "", 
     for callback in (
         utilisation,
         model_state,
-        RecordCallback(trainer, run, SimpleNamespace(summary=lambda: measured)),
+        RecordCallback(trainer, run, SimpleNamespace(summary=lambda: measured, energy=EnergyMeter())),
     ):
         callback.on_train_end(None, state, None)
     return run
@@ -138,6 +139,7 @@ def test_a_value_that_was_not_measured_is_empty_with_a_reason():
     assert content["train"]["loss_last"] is None
     assert content["callbacks"]["avg_gpu_util_%"] is None
     assert content["missing"] == {
+        "energy": "no GPU",
         "peak_gpu_memory": "no GPU",
         "peak_pinned_memory": "no GPU",
         "held": "the training had no second step",

@@ -1,0 +1,84 @@
+"""Energy of the GPUs from NVML's counters, in joules since the driver was loaded (Volta and newer).
+
+A counter covers one whole GPU. Each rank reads only the counter of its own GPU, so no joule counts twice.
+"""
+
+import contextlib
+import math
+from typing import Any
+
+import pynvml
+import torch
+
+from distributed.collectives import gather_lists
+from records.writer import RunRecord
+from shared.nvml import find_gpu
+
+JOULES_PER_KWH = 3.6e6
+
+
+class EnergyMeter:
+    """Energy counter of this rank's GPU. Creating it is collective, and starts the count of the job's energy.
+
+    reason: why the energy is unknown, empty if it is known. It is the same on all ranks.
+    """
+
+    def __init__(self) -> None:
+        self.gpu: Any = None
+        own_reason = "no GPU"
+        if torch.cuda.is_available():
+            own_reason = self.open_counter()
+        ranks = gather_lists([own_reason, "" if own_reason else pynvml.nvmlDeviceGetUUID(self.gpu)])
+        self.reason = next((reason for reason, _ in ranks if reason), "")
+        if not self.reason and len({uuid for _, uuid in ranks}) < len(ranks):
+            self.reason = "several ranks share a GPU, and its counter does not separate them"
+        self.joules_at_start = self.joules()
+
+    def open_counter(self) -> str:
+        """Find this rank's GPU. Return the reason if it has no counter of its own, otherwise an empty text."""
+        try:
+            self.gpu = find_gpu()
+            pynvml.nvmlDeviceGetTotalEnergyConsumption(self.gpu)
+            with contextlib.suppress(pynvml.NVMLError_NotSupported):  # this GPU cannot be divided
+                if pynvml.nvmlDeviceGetMigMode(self.gpu)[0]:
+                    return "the GPU is divided (MIG), and its counter does not separate the parts"
+        except pynvml.NVMLError as error:
+            return f"NVML has no energy counter of this GPU ({error})"
+        return ""
+
+    def joules(self) -> float:
+        """Return the state of the counter, NaN if the energy is unknown."""
+        if self.reason:
+            return math.nan
+        try:
+            return pynvml.nvmlDeviceGetTotalEnergyConsumption(self.gpu) / 1000
+        except pynvml.NVMLError:  # the training must not fail because of a counter
+            return math.nan
+
+    def record_kwh(self, record: RunRecord) -> None:
+        """Record the energy of the whole job: of all GPUs since the start, and of its earlier attempts. Collective."""
+        ranks = [joules for (joules,) in gather_lists([self.joules() - self.joules_at_start])]
+        if self.reason:
+            return  # RecordCallback has recorded why
+        kwh = sum(ranks) / JOULES_PER_KWH + record.earlier_kwh
+        if math.isnan(kwh):
+            known = not math.isnan(sum(ranks))
+            record.reasons["energy.kwh"] = (
+                "an earlier attempt ended before it recorded its energy" if known else "NVML's counter failed"
+            )
+        record.update(energy=record.content["energy"] | {"kwh": round(kwh, 6)})
+
+
+def describe_energy(joules: list[float], seconds: float, questions: float, tokens: int) -> dict[str, Any]:
+    """Return the record's values of the steady steps.
+
+    joules: of each GPU in these steps. questions, tokens: of all ranks in these steps.
+    """
+    total = sum(joules)
+    return {
+        "steady_joules": [round(each, 1) for each in joules],
+        "steady_joules_sum": round(total, 1),
+        "joules_per_question": round(total / questions, 4),
+        "joules_per_1000_tokens": round(1000 * total / tokens, 4),
+        "mean_watts": round(total / seconds / len(joules), 2),
+    }

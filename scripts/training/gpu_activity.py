@@ -1,0 +1,111 @@
+"""How busy the parts of a GPU are, from NVML's GPU performance monitoring (GPM; Hopper and newer).
+
+torch.cuda.utilization, which nvidia-smi also shows, is only the share of time in which any kernel ran. A kernel that
+waits in a collective counts there, too.
+"""
+
+import contextlib
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import pynvml
+import torch
+from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+
+from distributed.collectives import gather_lists, local_world_size, rank
+from records.writer import RunRecord
+from shared.nvml import find_gpu
+from training.speed import TrainSpeedCallback
+
+SHORTEST = 0.1  # seconds between two samples, which NVML needs
+METRICS = {
+    "sm_percent": pynvml.NVML_GPM_METRIC_SM_UTIL,
+    "tensor_percent": pynvml.NVML_GPM_METRIC_ANY_TENSOR_UTIL,
+    "dram_percent": pynvml.NVML_GPM_METRIC_DRAM_BW_UTIL,
+}
+
+
+class GpuActivityCallback(TrainerCallback):
+    """Callback that measures the activity of each node's first GPU over one steady step, or over several short ones.
+
+    Profiled steps are not steady steps, so the profiler does not disturb the measurement.
+    """
+
+    def __init__(self, record: RunRecord, speed: TrainSpeedCallback):
+        self.record = record
+        self.speed = speed
+        self.gpu: Any = None  # None if this rank does not measure, or no longer measures
+        self.started: float | None = None  # time of the first sample
+        self.activity: dict[str, float] = {}
+        self.reason = "too few steps after the warm-up"
+
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        if not torch.cuda.is_available():
+            self.reason = "no GPU"
+        elif rank() % local_world_size() == 0:
+            with self.nvml_errors():
+                gpu = find_gpu()
+                if pynvml.nvmlGpmQueryDeviceSupport(gpu).isSupportedDevice:
+                    self.samples = [pynvml.nvmlGpmSampleAlloc() for _ in range(2)]
+                    self.gpu = gpu
+                else:
+                    self.reason = "this GPU does not count it; Hopper and newer GPUs do"
+
+    def on_step_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        if self.gpu and self.started is None and self.speed.started is not None:
+            with self.nvml_errors():
+                pynvml.nvmlGpmSampleGet(self.gpu, self.samples[0])
+                self.started = time.perf_counter()
+
+    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        if not self.gpu or self.started is None:
+            return
+        seconds = time.perf_counter() - self.started
+        if seconds >= SHORTEST:
+            with self.nvml_errors():
+                pynvml.nvmlGpmSampleGet(self.gpu, self.samples[1])
+                self.activity = {"seconds": round(seconds, 3), **compare_samples(*self.samples)}
+            self.gpu = None
+        elif self.speed.started is None:  # an evaluation or a save follows, which does not belong to a steady step
+            self.started = None
+
+    @contextlib.contextmanager
+    def nvml_errors(self) -> Iterator[None]:
+        """Turn an error of NVML into the reason why there is no measurement."""
+        try:
+            yield
+        except pynvml.NVMLError as error:
+            self.reason = f"NVML: {error}"
+            self.gpu = None
+
+    def on_train_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """Record the activity of one GPU per node. Collective."""
+        ranks = gather_lists([self.activity, self.reason])
+        first_ranks = ranks[:: local_world_size()]
+        if all(activity for activity, _ in first_ranks):
+            self.record.update(gpu_activity=[activity for activity, _ in first_ranks])
+        else:
+            self.record.missing("gpu_activity", next(reason for activity, reason in first_ranks if not activity))
+
+
+def compare_samples(earlier: Any, later: Any) -> dict[str, float]:
+    """Return the METRICS in percent between two samples. Raises NVMLError if one of them was not counted."""
+    question = pynvml.c_nvmlGpmMetricsGet_t()
+    question.version = pynvml.NVML_GPM_METRICS_GET_VERSION
+    question.numMetrics = len(METRICS)
+    question.sample1 = earlier
+    question.sample2 = later
+    for number, metric in enumerate(METRICS.values()):
+        question.metrics[number].metricId = metric
+    answer = pynvml.nvmlGpmMetricsGet(question)
+    for number in range(len(METRICS)):
+        if answer.metrics[number].nvmlReturn != pynvml.NVML_SUCCESS:
+            raise pynvml.NVMLError(answer.metrics[number].nvmlReturn)
+    return {name: round(answer.metrics[number].value, 1) for number, name in enumerate(METRICS)}

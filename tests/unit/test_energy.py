@@ -1,0 +1,148 @@
+"""Tests of a GPU's energy counter and activity, on a stub for NVML with its real structures and return codes."""
+
+import math
+from types import SimpleNamespace
+
+import pynvml
+import pytest
+
+from records.writer import RunRecord
+from shared.nvml import power_limit_w
+from stub_nvml import WATTS, StubNvml, use_stub
+from training import energy, gpu_activity
+from training.energy import EnergyMeter
+from training.gpu_activity import GpuActivityCallback
+
+SHARED = "several ranks share a GPU, and its counter does not separate them"
+MIG = "the GPU is divided (MIG), and its counter does not separate the parts"
+NO_COUNTER = "NVML has no energy counter of this GPU"
+KWH_IN_A_MINUTE = WATTS * 60 / 3.6e6
+
+
+class Gpu:
+    """A GPU on a simulated clock."""
+
+    def __init__(self, monkeypatch):
+        self.now = 5000.0
+        self.patch = monkeypatch
+
+    def start(self, uuid: str = "GPU-1", **stub: object) -> None:
+        use_stub(StubNvml(("GPU-0", "GPU-1"), clock=lambda: self.now, **stub), uuid, self.patch.setattr)
+        self.patch.setattr(gpu_activity, "time", SimpleNamespace(perf_counter=lambda: self.now))
+
+
+@pytest.fixture
+def gpu(monkeypatch):
+    return Gpu(monkeypatch)
+
+
+def other_rank(monkeypatch, *values: object) -> None:
+    """Let a second rank take part with these values in the next collectives of the energy meter."""
+    monkeypatch.setattr(energy, "gather_lists", lambda own: [own, list(values)])
+
+
+def test_each_rank_counts_the_joules_of_its_own_gpu(gpu, monkeypatch):
+    gpu.start()
+    other_rank(monkeypatch, "", "GPU-0")
+    meter = EnergyMeter()
+    before = meter.joules()
+    gpu.now += 60
+    assert meter.reason == ""
+    assert meter.joules() - before == 60 * WATTS
+    other_rank(monkeypatch, 3000.0)
+    record = RunRecord("7")
+    record.update(energy={})
+    record.earlier_kwh = 1.5
+    meter.record_kwh(record)
+    assert record.content["energy"]["kwh"] == round(KWH_IN_A_MINUTE + 3000 / 3.6e6 + 1.5, 6)
+    assert power_limit_w() == 300
+
+
+UNKNOWN = {
+    "shared": ({}, "GPU-1", SHARED),
+    "divided": ({"mig": True}, "GPU-1", MIG),
+    "older than Volta": (
+        {"errors": {"nvmlDeviceGetTotalEnergyConsumption": pynvml.NVML_ERROR_NOT_SUPPORTED}},
+        "GPU-1",
+        f"{NO_COUNTER} (Not Supported)",
+    ),
+    "unknown to NVML": ({}, "GPU-9", f"{NO_COUNTER} (Not Found)"),
+    "no NVML": ({"errors": {"nvmlInitWithFlags": pynvml.NVML_ERROR_LIBRARY_NOT_FOUND}}, "GPU-1", f"{NO_COUNTER} (NVML"),
+}
+
+
+@pytest.mark.parametrize(("stub", "uuid", "reason"), UNKNOWN.values(), ids=UNKNOWN)
+def test_an_energy_that_nobody_can_know_is_empty_with_its_reason(stub, uuid, reason, gpu, monkeypatch):
+    gpu.start(uuid, **stub)
+    if reason == SHARED:
+        other_rank(monkeypatch, "", "GPU-1")
+    meter = EnergyMeter()
+    assert meter.reason.startswith(reason)
+    assert math.isnan(meter.joules())
+
+
+def test_all_ranks_give_the_reason_of_the_rank_without_a_counter(gpu, monkeypatch):
+    gpu.start()
+    other_rank(monkeypatch, MIG, "")
+    assert EnergyMeter().reason == MIG
+
+
+def test_without_a_gpu_there_is_no_energy():
+    assert EnergyMeter().reason == "no GPU"
+    assert power_limit_w() is None
+
+
+def test_a_counter_that_fails_does_not_end_the_training(gpu):
+    gpu.start()
+    meter = EnergyMeter()
+    gpu.start(errors={"nvmlDeviceGetTotalEnergyConsumption": pynvml.NVML_ERROR_GPU_IS_LOST})
+    record = RunRecord("7")
+    record.update(energy={})
+    meter.record_kwh(record)
+    assert math.isnan(record.content["energy"]["kwh"])
+    assert record.reasons["energy.kwh"] == "NVML's counter failed"
+
+
+# Activity
+
+
+def measure(gpu: Gpu, seconds: list[float], pauses: tuple[int, ...] = (), **stub: object) -> tuple:
+    """Run steps of these durations. Return the recorded activity and the reason if it is missing.
+
+    pauses: numbers of the steps after which the run evaluates for 1000 s. The first step belongs to the warm-up.
+    """
+    gpu.start(**stub)
+    speed = SimpleNamespace(started=None)
+    record = RunRecord("7")
+    callback = GpuActivityCallback(record, speed)
+    callback.on_train_begin(None, None, None)
+    for number, duration in enumerate(seconds):
+        if number:
+            speed.started = gpu.now
+        callback.on_step_begin(None, None, None)
+        gpu.now += duration
+        if number in pauses:
+            speed.started = None
+        callback.on_step_end(None, None, None)
+        gpu.now += 1000 * (number in pauses)
+    callback.on_train_end(None, None, None)
+    return record.content["gpu_activity"], record.reasons.get("gpu_activity")
+
+
+MEASURED = {"sm_percent": 81.2, "tensor_percent": 30.5, "dram_percent": 44.0}
+OLD = "this GPU does not count it; Hopper and newer GPUs do"
+DENIED = {"errors": {f"metric {pynvml.NVML_GPM_METRIC_DRAM_BW_UTIL}": pynvml.NVML_ERROR_NO_PERMISSION}}
+ACTIVITIES = {
+    "one step": ([60, 0.5, 9], (), {}, 0.5, None),
+    "short steps": ([60, 0.06, 0.06, 9], (), {}, 0.12, None),
+    "an evaluation between short steps": ([60, 0.06, 0.06, 0.3], (1, 2), {}, 0.3, None),
+    "only warm-up": ([60], (), {}, None, "too few steps after the warm-up"),
+    "older than Hopper": ([60, 1], (), {"gpm": False}, None, OLD),
+    "not allowed": ([60, 1], (), DENIED, None, "NVML: Insufficient Permissions"),
+}
+
+
+@pytest.mark.parametrize(("steps", "pauses", "stub", "seconds", "reason"), ACTIVITIES.values(), ids=ACTIVITIES)
+def test_activity_is_measured_over_steady_steps_or_has_a_reason(gpu, steps, pauses, stub, seconds, reason):
+    expected = [{"seconds": seconds, **MEASURED}] if seconds else None
+    assert measure(gpu, steps, pauses, **stub) == (expected, reason)
