@@ -29,8 +29,7 @@ class Progress:
     steady_steps: int
     steady_seconds: float
     tokens: list[list[int]]  # counts of the whole training, and of its steady steps
-    # Energy of each rank's GPU in the steady steps. Without a counter it is null; checkpoints of 1.0.0 do not have it
-    steady_joules: list[float | None] | None = None
+    steady_joules: list[float | None]  # of each rank's GPU, null if unknown
 
     @property
     def unlogged_loss(self) -> float:

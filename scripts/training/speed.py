@@ -50,14 +50,12 @@ class TrainSpeedCallback(TrainerCallback):
         self.begun = clock()
         self.first_step = state.global_step  # a resumed run warms up again
 
-    def resume_counts(
-        self, steps: int, seconds: float, tokens: list[list[int]], joules: list[float | None] | None
-    ) -> None:
+    def resume_counts(self, steps: int, seconds: float, tokens: list[list[int]], joules: list[float | None]) -> None:
         """Continue the counts of the runs before the checkpoint."""
         self.steps = steps
         self.seconds = seconds
         self.earlier_tokens = torch.tensor(tokens)
-        if not joules or len(joules) != world_size():  # unknown, or of another number of GPUs
+        if len(joules) != world_size():
             joules = [None] * world_size()
         self.earlier_joules = [math.nan if each is None and steps else each or 0.0 for each in joules]
 
