@@ -13,14 +13,16 @@ from reporting.tables import Table, build_tables
 RUNS = REPOSITORY / "tests" / "data" / "runs"
 RUNS_OF_1_0_0 = REPOSITORY / "tests" / "data" / "runs_of_1.0.0"  # files that version 1.0.0 wrote
 SAMPLE = RUNS / "experiments" / "deepspeed-single-gpu" / "zero_1" / "results" / "102.json"
-GPU_HEADER = "timestamp, index, name, memory.used [MiB], memory.total [MiB]"
+GPU_HEADER = "timestamp, index, name, memory.used [MiB], memory.total [MiB], power.draw [W], utilization.gpu [%]"
+OLD_GPU_HEADER = GPU_HEADER.partition(", power")[0]  # of version 1.0.0
 CPU_HEADER = "# Elapsed time   CPU (%)     Real (MB)   Virtual (MB)"
 
 
 def gpu_log(*used: float, gpus: int = 1, step: int = 5) -> str:
     """Return a GPU log with one value per time step, which is the same for all GPUs."""
     lines = [
-        f"2026/11/20 22:{i * step // 60:02d}:{i * step % 60:02d}.000, {gpu}, Tesla V100-SXM2-32GB, {mib}, 32768"
+        f"2026/11/20 22:{i * step // 60:02d}:{i * step % 60:02d}.000, {gpu}, Tesla V100-SXM2-32GB, {mib}, 32768, "
+        "71.23, 98"
         for i, mib in enumerate(used)
         for gpu in range(gpus)
     ]

@@ -393,7 +393,7 @@ DAMAGED = {  # GPU log, CPU log, GPU peak, CPU peak, problem
         "",
         900,
         90,
-        "no sample (2026/11/20 22:00:10.000, 0, H100, [N/A], 32768 MiB)",
+        "no sample (2026/11/20 22:00:10.000, 0, H100, [N/A], 32768 MiB, 71.23, 9)",
     ),
     "only header": (GPU_HEADER, "", None, 90, "gpu_memory_log_1.csv: no sample"),
     "empty": (b"\n", "", None, 90, "gpu_memory_log_1.csv: no sample"),
