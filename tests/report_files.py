@@ -66,6 +66,28 @@ def add_run(
     return folder
 
 
+def add_gpu_run(top: Path, experiment: str, job_id: str, gpus: int = 1, **changes: object) -> Path:
+    """Write a run of half an hour on GPUs with a limit of 700 W, with its energy and activity."""
+    energy = {
+        "steady_joules": [240_000.0] * gpus,
+        "steady_joules_sum": 240_000.0 * gpus,
+        "joules_per_question": 160.0 * gpus,
+        "joules_per_1000_tokens": 840.0 * gpus,
+        "mean_watts": 490.0,
+        "kwh": 0.2 * gpus,
+    }
+    hardware = {"gpu": "NVIDIA H100 80GB HBM3", "gpus": gpus, "gpu_power_limit_w": 700.0, "cpu": "AMD EPYC", "cpus": 64}
+    measured: dict[str, object] = {
+        "world_size": gpus,
+        "hardware": hardware,
+        "finished": f"2026-11-20T10:30:{int(job_id) % 60:02d}+00:00",
+        "missing": {},
+        "energy": energy,
+        "gpu_activity": [{"seconds": 0.4, "sm_percent": 62.0, "tensor_percent": 18.0, "dram_percent": 35.0}],
+    }
+    return add_run(top, experiment, job_id, **measured | changes)
+
+
 def write(path: Path, content: str | bytes) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_bytes(content if isinstance(content, bytes) else content.encode())

@@ -189,7 +189,8 @@ def test_empty_columns_are_left_out_with_their_reason(tmp_path):
     add_run(tmp_path, "deepspeed-single-gpu/zero_2", "2", gpu=None, hardware__gpus=0, cpu=None)
     shown = write_page(tmp_path).section("zero-stages-tiny-bloom")
     assert "Experiment Job Status" in shown and "Peak CPU memory (MiB)" in shown.partition("Empty columns")[0]
-    assert re.search(r"Empty columns left out: Peak GPU memory \(MiB\),.* Mean GPU memory \(MiB\) \(no GPU\)\.", shown)
+    left_out = r"Empty columns left out: Peak GPU memory \(MiB\),.* J per question, kWh \(no GPU\)\."
+    assert re.search(left_out, shown) and "no GPU" not in shown.partition("no GPU).")[2]
     assert "Peak GPU memory (MiB)" in (tmp_path / "report" / "zero-stages-tiny-bloom.csv").read_text()
 
 
