@@ -1,7 +1,7 @@
 """Health of a GPU: throttling, memory errors and clocks, read through NVML.
 
-NVML is the library that nvidia-smi uses. NVML reports each value or an error of its own for it. nvidia-smi rejects the
-whole query if a driver does not know one field, and drivers since 535 have renamed the fields for throttling.
+NVML is the library that nvidia-smi uses. For each value that a GPU does not have, NVML reports an error. nvidia-smi
+rejects a whole query if the driver does not know one of its fields, and newer drivers renamed the fields for throttling.
 """
 
 from collections.abc import Callable, Iterator
@@ -36,7 +36,7 @@ def gpu_health(uuid: str) -> tuple[str, ...]:
         findings = ["throttling unknown"]
     findings.append(sm_clock(gpu, idle=bool(pynvml.nvmlClocksEventReasonGpuIdle & (reasons or 0))))
     if uncorrected is None:
-        findings.append("no ECC")
+        findings.append("no ECC counters")
     else:
         findings.append(f"{uncorrected} uncorrected and {corrected or 0} corrected ECC errors")
     text = ", ".join([*findings, *lowered_limits(gpu)])
@@ -58,7 +58,7 @@ def read(question: Callable[..., int], *arguments: Any) -> int | None:
 def throttle_reasons(gpu: Any) -> int | None:
     """Return the bits that say why the clocks are low."""
     reasons = read(pynvml.nvmlDeviceGetCurrentClocksEventReasons, gpu)
-    if reasons is None:  # drivers older than 535 know only the old name
+    if reasons is None:  # older drivers know only the old name
         reasons = read(pynvml.nvmlDeviceGetCurrentClocksThrottleReasons, gpu)
     return reasons
 
