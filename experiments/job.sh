@@ -37,6 +37,9 @@ job_prepare() {
   if [[ ! $JOB_ID =~ ^[A-Za-z0-9_-][A-Za-z0-9._-]{0,63}$ ]]; then # records/run_environment.py has the same rule
     job_fail JOB_ID "'$JOB_ID' cannot name files" "give up to 64 letters, digits, . _ or -"
   fi
+  if [[ ! ${NUMA_BINDING:-node} =~ ^(node|socket|exclusive|core-complex)$ ]]; then
+    job_fail NUMA_BINDING "'$NUMA_BINDING' is unknown" "give node, socket, exclusive or core-complex, or leave it unset"
+  fi
   ATTEMPT=$((${SLURM_RESTART_COUNT:-0} + 1))
   STARTED=$(date -u +%Y-%m-%dT%H:%M:%S+00:00) # the run record has the same format
   RUN_DIR=$PWD/results/.$JOB_ID               # files that the parts of this job exchange
@@ -129,7 +132,8 @@ job_set_threads() {
   local -r installed=$(nproc)
   local cpus=${SLURM_CPUS_ON_NODE:-$installed}
   cpus=$(((cpus < installed ? cpus : installed) / RANKS_PER_NODE))
-  # torchrun would set one thread, which makes an optimizer step on the CPU very slow
+  # torchrun would set one thread, which makes an optimizer step on the CPU very slow. If NUMA_BINDING leaves a rank
+  # fewer CPUs, launch.py lowers this number
   : "${OMP_NUM_THREADS:=$((cpus > 0 ? cpus : 1))}"
   if [[ -n ${SLURM_CPUS_PER_TASK:-} ]]; then
     export SRUN_CPUS_PER_TASK=$SLURM_CPUS_PER_TASK # since Slurm 22.05, srun does not inherit this value
@@ -161,6 +165,7 @@ job_overrides() { # print the differences between the submission and the directi
 # 2. Functions for the .slurm files
 
 run_python() {
+  job_note_no_binding python
   job_knob_origins
   job_on_this_node python "$@"
 }
@@ -169,7 +174,8 @@ run_torchrun() {
   job_knob_origins
   # Use the static rendezvous: c10d executes code that anybody sends to its store, and finds the first node only by name
   local -r launch=(python "$ROOT/scripts/launch.py" --nnodes="$NODES" --nproc-per-node="$RANKS_PER_NODE"
-    --rdzv-backend=static --rdzv-id="$JOB_ID" --master-addr="$MASTER_ADDR" --master-port="$MASTER_PORT")
+    --rdzv-backend=static --rdzv-id="$JOB_ID" --master-addr="$MASTER_ADDR" --master-port="$MASTER_PORT"
+    ${NUMA_BINDING:+--numa-binding="$NUMA_BINDING"})
   if [[ $NODES -gt 1 ]]; then
     job_srun 1 "${launch[@]}" "$@"
   else
@@ -182,15 +188,20 @@ run_srun() {
     echo "this is not a Slurm job: torchrun starts the $RANKS_PER_NODE ranks instead of srun"
     run_torchrun "$@"
   else
+    job_note_no_binding srun
     job_knob_origins
     job_srun "$RANKS_PER_NODE" python "$@"
   fi
 }
 
+job_note_no_binding() { # PROGRAM: say that it starts the training without NUMA_BINDING
+  [[ -z ${NUMA_BINDING:-} ]] || echo "NUMA_BINDING=$NUMA_BINDING has no effect: $1 starts this training, and only torchrun binds ranks"
+}
+
 check_bandwidth() { # no memory loggers run, because their files belong to the training
   # srun starts the ranks: torchrun would need seconds to import PyTorch, for a test of half a second. The .slurm files
   # for torchrun request one task per node, but the test needs one per GPU. So tasks share the CPUs (SLURM_OVERCOMMIT)
-  LOGGERS=no SLURM_OVERCOMMIT=1 SRUN_CPUS_PER_TASK=1 run_srun "$ROOT/scripts/measure_bandwidth.py" --output "$BANDWIDTH_FILE"
+  NUMA_BINDING="" LOGGERS=no SLURM_OVERCOMMIT=1 SRUN_CPUS_PER_TASK=1 run_srun "$ROOT/scripts/measure_bandwidth.py" --output "$BANDWIDTH_FILE"
 }
 
 job_on_this_node() { # COMMAND

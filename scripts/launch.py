@@ -10,6 +10,7 @@ All arguments are torchrun's, and torchrun does the work. The differences are:
   - On one node, torchrun uses the c10d rendezvous, which executes code that anybody on the network writes into its
     store. launch.py always uses the static rendezvous, which reads text. It names each node that does not join within
     JOIN_TIMEOUT seconds.
+  - With --numa-binding, launch.py checks first that the ranks can be bound, and prints the CPUs of each rank.
 """
 
 import argparse
@@ -33,6 +34,7 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.elastic.utils import store as store_util
 from torch.distributed.run import parse_args, parse_min_max_nnodes, run
 
+from distributed.numa_binding import prepare_binding
 from distributed.rendezvous import free_port, join_timeout, missing_nodes, node_name, note_joining, reach
 from shared.errors import ENVIRONMENT, STOPPED, WorkshopError, run_program
 
@@ -44,8 +46,11 @@ def main() -> None:
     if "--help" in sys.argv[1:2]:
         print(__doc__)
     arguments = parse_args(sys.argv[1:])
-    prepare_rendezvous(arguments, join_timeout())
+    # Only torchrun binds, and only the ranks. So share_cores counts all CPUs of this node, with and without a binding
     share_cores(arguments.nproc_per_node)
+    if arguments.numa_binding:
+        prepare_binding(arguments.numa_binding, arguments.nproc_per_node)
+    prepare_rendezvous(arguments, join_timeout())
     handle_signals(arguments)
     rank_logger = logging.getLogger("torch.distributed.elastic.multiprocessing.api")
     failed_at: list[int] = []  # nanoseconds

@@ -31,6 +31,9 @@ site_setup() {
 # --- Memory of one GPU in GiB. If it is set, a dry run shows whether a job fits.
 # : "${GPU_MEMORY:=32}"
 
+# --- Bind each rank to CPUs near its GPU: node, socket, exclusive or core-complex. Needs numactl on the GPU nodes.
+# : "${NUMA_BINDING:=node}" # docs/offload.md says why and how; only experiments that use torchrun are bound
+
 # --- Hugging Face cache, on a file system that all nodes share. Fill it on a login node, with the same HF_HOME:
 #     HF_HOME=... python scripts/prefetch.py --model_name bigscience/bloom-560m --dataset squad
 : "${HF_HOME:=$HOME/.cache/huggingface}"
@@ -44,6 +47,8 @@ site_setup() {
 # : "${NCCL_SOCKET_IFNAME:=ib0}"      # interface for NCCL's start-up and its TCP transport
 # : "${GLOO_SOCKET_IFNAME:=ib0}"      # the same for gloo (CPU tensors)
 # : "${NCCL_IB_HCA:=mlx5}"            # InfiniBand adapters: a prefix, or a list such as mlx5_0,mlx5_1
+# Without this line, NCCL chooses the level itself. Use the line only if a bandwidth test needs it, and remove it first
+# if a job over several nodes hangs: https://github.com/Lumi-supercomputer/LUMI-AI-Guide/pull/97
 # : "${NCCL_NET_GDR_LEVEL:=PHB}"      # use GPUDirect RDMA if GPU and adapter belong to the same CPU
 # : "${NCCL_ALGO:=Tree}"              # only for comparisons: NCCL's own choice is better in most cases
 # : "${TORCH_NCCL_BLOCKING_WAIT:=1}"  # only for finding hangs: collectives block, and raise after their timeout

@@ -141,6 +141,8 @@ def wrong_pins(requirements: str) -> list[str]:
 def gpus() -> Lines:
     import torch
 
+    from checks.gpu_health import gpu_health
+
     if not torch.cuda.is_available():
         yield from explain_missing_gpus(torch.__version__)
         return
@@ -149,7 +151,8 @@ def gpus() -> Lines:
         capability = torch.cuda.get_device_capability(index)
         found = f"{torch.cuda.get_device_name(index)}, compute capability {capability[0]}.{capability[1]}"
         if supports_gpu(built, capability):
-            yield "ok", f"GPU {index}", found
+            state, health, *remedy = gpu_health(str(torch.cuda.get_device_properties(index).uuid))
+            yield state, f"GPU {index}", f"{found}, {health}", *remedy
         else:
             what = f"{found}: torch {torch.__version__} is built for {', '.join(built)}"
             yield "fail", f"GPU {index}", what, OTHER_BUILD
