@@ -75,7 +75,8 @@ def main() -> None:
     watchdog.progress("the bandwidth test")
 
     part, iterations, seconds = measure(torch.zeros(MESSAGE_BYTES // 4, device=DEVICE))
-    bandwidth = bus_bandwidth(seconds, part.nbytes, world_size())
+    # four significant digits, because decimals would show a very slow network as 0.0 GB/s
+    bandwidth = float(f"{bus_bandwidth(seconds, part.nbytes, world_size()):.4g}")
     result = {
         "bus_bandwidth_gb_per_s": bandwidth,
         "ranks": world_size(),
@@ -177,11 +178,8 @@ def synchronise() -> None:
 
 
 def bus_bandwidth(seconds: float, message_bytes: int, ranks: int) -> float:
-    """Bus bandwidth in GB/s (10^9 bytes): https://github.com/NVIDIA/nccl-tests/blob/master/doc/PERFORMANCE.md
-
-    It has four significant digits, because decimals would show a very slow network as 0.0 GB/s.
-    """
-    return float(f"{message_bytes / seconds * 2 * (ranks - 1) / ranks / 1e9:.4g}")
+    """Bus bandwidth in GB/s (10^9 bytes): https://github.com/NVIDIA/nccl-tests/blob/master/doc/PERFORMANCE.md"""
+    return message_bytes / seconds * 2 * (ranks - 1) / ranks / 1e9
 
 
 def table(sizes: list[Size]) -> list[str]:

@@ -166,7 +166,7 @@ class Watchdog(threading.Thread):
 
     def write_flight_record(self) -> None:
         """Write the list of this rank's last collectives, if it has opened a process group."""
-        if not distributed_c10d.GroupMember.WORLD:
+        if not distributed_c10d.is_initialized():
             return
         # PyTorch asks the GPU which collectives have ended. If the driver does not answer, this call blocks all threads
         # of Python. SIGALRM then ends the process, because Python does not handle this signal
@@ -190,7 +190,7 @@ class Watchdog(threading.Thread):
         try:
             if self.number:  # otherwise the folder was never created
                 self.folder.rename(moved)
-            flight_records = self.flight_records if distributed_c10d.GroupMember.WORLD else None
+            flight_records = self.flight_records if distributed_c10d.is_initialized() else None
             error = hang_error(self.rank, earlier, later, self.limit, flight_records)
             report(error, first=self.rank)
             self.before_exit(error)
