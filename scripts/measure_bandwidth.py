@@ -1,11 +1,15 @@
 """Measure the bandwidth of an all-reduce over all ranks of a job, to find a slow network before the training.
 
     torchrun --nproc_per_node=2 scripts/measure_bandwidth.py
+    torchrun --nproc_per_node=2 scripts/measure_bandwidth.py --sizes bandwidth.svg
     python scripts/measure_bandwidth.py --help
 
 The script prints the bus bandwidth as nccl-tests defines it: bytes / seconds x 2 (ranks - 1) / ranks, in GB/s. It ends
 with exit code 3 if the bandwidth is below --min_bandwidth (variable MIN_BANDWIDTH). It uses NCCL on GPUs, and gloo with
 small messages on CPUs. It takes at most a minute: on a slow network it sends fewer and smaller messages.
+
+With --sizes it then measures messages from 32 KiB to 1 GiB (on CPUs to 64 MiB), which takes at most another minute. It
+prints a table and draws it into the file. docs/collectives.md explains the curve.
 """
 
 import argparse
@@ -13,6 +17,7 @@ import os
 import re
 import time
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -34,6 +39,20 @@ FIRST_BYTES = 256 * 2**10
 GROWTH = 8
 LONG_ENOUGH = 0.5  # seconds; the last message takes at most GROWTH times as long
 BUDGET = 30  # seconds for all iterations together
+# The messages of --sizes
+SMALLEST_BYTES = 32 * 2**10
+LARGEST_BYTES = 2**30 if GPU else 64 * 2**20
+SECONDS_PER_PART = 0.1
+REPEATS = 5
+PLATEAU = 0.9  # part of the bandwidth of the largest message
+
+
+class Size(NamedTuple):
+    """The seconds of an all-reduce of one message size, and its bus bandwidth in GB/s."""
+
+    message_bytes: int
+    seconds: float
+    bus_bandwidth_gb_per_s: float
 
 
 def main() -> None:
@@ -41,6 +60,7 @@ def main() -> None:
     minimum = minimum_from_environment()
     parser.add_argument("--min_bandwidth", type=float, default=minimum, help="in GB/s; 0 accepts any bandwidth")
     parser.add_argument("--output", type=Path, help="JSON file for the result")
+    parser.add_argument("--sizes", type=svg_file, help="measure many message sizes; SVG file for the curve")
     arguments = parser.parse_args()
 
     nccl_log = Path(f"/tmp/nccl_{os.environ.get('JOB_ID', os.getpid())}_{rank()}.log")
@@ -68,14 +88,28 @@ def main() -> None:
     }
     if rank() == 0:
         print("bandwidth test: " + ", ".join(f"{name} {value}" for name, value in result.items()), flush=True)
-        if arguments.output:
-            write_json(arguments.output, result)
+    if arguments.sizes:
+        watchdog.progress("the bandwidth of many sizes")
+        sizes = measure_sizes(torch.zeros(LARGEST_BYTES // 4, device=DEVICE))
+        if rank() == 0:
+            print("\n".join(table(sizes)), flush=True)
+            draw(sizes, arguments.sizes)
+        result["sizes"] = [size._asdict() for size in sizes]
+    if rank() == 0 and arguments.output:
+        write_json(arguments.output, result)
     leave_process_group()
     if bandwidth < arguments.min_bandwidth:
         what = f"{bandwidth} GB/s between {world_size()} ranks, at least {arguments.min_bandwidth} GB/s expected"
         way_out = "if there is InfiniBand but the transport is NET/Socket, check NCCL_IB_HCA and NCCL_IB_DISABLE; "
         way_out += "else set MIN_BANDWIDTH in the site file to what this network can do (10 GbE: at most 1.25 GB/s)"
         raise WorkshopError("bandwidth test", what, way_out, ENVIRONMENT)
+
+
+def svg_file(text: str) -> Path:
+    path = Path(text)
+    if path.suffix != ".svg" or not path.parent.is_dir():
+        raise argparse.ArgumentTypeError(f"{text} is not the name of an SVG file in a folder that exists")
+    return path
 
 
 def minimum_from_environment() -> float:
@@ -103,6 +137,26 @@ def measure(message: torch.Tensor) -> tuple[torch.Tensor, int, float]:
     return part, iterations, seconds_per_all_reduce(part, iterations)
 
 
+def measure_sizes(message: torch.Tensor) -> list[Size]:
+    """Time all-reduces of parts of `message` that double in size. Collective.
+
+    The last part is the whole message, or the first one that takes LONG_ENOUGH. All parts are measured several times,
+    and the fastest time counts, because other programs on a machine delay some measurements.
+    """
+    fastest: dict[int, float] = {}  # length of a part -> seconds
+    for _ in range(REPEATS):
+        length = SMALLEST_BYTES // 4
+        while length <= len(message):
+            part = message[:length]
+            once = fastest.get(length) or seconds_per_all_reduce(part, 1)
+            seconds = seconds_per_all_reduce(part, max(1, int(SECONDS_PER_PART / once)))
+            fastest[length] = min(seconds, fastest.get(length, seconds))
+            if seconds > LONG_ENOUGH:
+                break
+            length *= 2
+    return [Size(4 * length, s, bus_bandwidth(s, 4 * length, world_size())) for length, s in sorted(fastest.items())]
+
+
 def seconds_per_all_reduce(message: torch.Tensor, iterations: int) -> float:
     """Return the mean time of the slowest rank. All ranks get the same number, so all choose the same message size."""
     for i in range(1 + iterations):
@@ -126,6 +180,52 @@ def synchronise() -> None:
 def bus_bandwidth(seconds: float, message_bytes: int, ranks: int) -> float:
     """Bus bandwidth in GB/s (10^9 bytes): https://github.com/NVIDIA/nccl-tests/blob/master/doc/PERFORMANCE.md"""
     return message_bytes / seconds * 2 * (ranks - 1) / ranks / 1e9
+
+
+def table(sizes: list[Size]) -> list[str]:
+    """Return a line for each size, and a last line with the smallest message that uses the link well."""
+    lines = [f"{'message':>9}{'time (ms)':>12}{'bus bandwidth (GB/s)':>23}"]
+    for size in sizes:
+        milliseconds = size.seconds * 1000
+        lines.append(f"{size_name(size.message_bytes):>9}{milliseconds:12.3f}{size.bus_bandwidth_gb_per_s:23.4g}")
+    if sizes[-1].message_bytes < LARGEST_BYTES:
+        lines.append(f"larger messages are left out, because this one took more than {LONG_ENOUGH} s")
+    first = next(size for size in sizes if size.bus_bandwidth_gb_per_s >= plateau(sizes))
+    lines.append(f"{PLATEAU:.0%} of the last bandwidth is reached with a message of {size_name(first.message_bytes)}")
+    return lines
+
+
+def plateau(sizes: list[Size]) -> float:
+    """Return the bandwidth from which on the curve counts as flat.
+
+    It depends on the largest message, because a message that fits into a CPU's cache can be faster.
+    """
+    return PLATEAU * sizes[-1].bus_bandwidth_gb_per_s
+
+
+def size_name(message_bytes: int) -> str:
+    """Return a power of two as text, such as 32 KiB."""
+    unit = min(3, (message_bytes.bit_length() - 1) // 10)
+    return f"{message_bytes >> 10 * unit} {('B', 'KiB', 'MiB', 'GiB')[unit]}"
+
+
+def draw(sizes: list[Size], path: Path) -> None:
+    """Draw the bus bandwidth over the message size into an SVG file."""
+    import matplotlib  # imported only here, because a job's bandwidth test must start fast
+
+    from reporting.plots import STYLE, as_svg, new_figure
+
+    messages = [size.message_bytes for size in sizes]
+    bandwidths = [size.bus_bandwidth_gb_per_s for size in sizes]
+    with matplotlib.rc_context(STYLE):
+        figure, (axis,) = new_figure()
+        axis.plot(messages, bandwidths, color="black", marker="o")
+        axis.axhline(plateau(sizes), color="#777777", linestyle="--", label=f"{PLATEAU:.0%} of the last bandwidth")
+        axis.set_xscale("log", base=2)
+        axis.set(xlabel="message", ylabel="bus bandwidth (GB/s)", ylim=(0, None))
+        axis.set_xticks(messages[::3], [size_name(each) for each in messages[::3]], minor=False)
+        axis.legend(frameon=False)
+        path.write_bytes(as_svg(figure))
 
 
 def transport(nccl_log: Path) -> str:

@@ -7,7 +7,7 @@ The main thread of each rank records each phase that it starts: `progress("step 
 because the main thread may be in a call that never returns. It writes the rank's progress into a small heartbeat file,
 in a folder that all nodes share. When the main thread has started no phase for HANG_TIMEOUT seconds, or has not joined
 for JOIN_TIMEOUT seconds, the watchdog reads the heartbeat files of all ranks. It reports the rank that hangs and ends
-the process.
+the process. Before that, each rank that still runs writes the list of its last collectives (PyTorch's flight record).
 
 Clocks and file times differ between nodes, so the watchdog does not use them. A rank counts as stopped when its
 heartbeat file no longer changes. A run with one rank has no watchdog.
@@ -29,6 +29,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import NamedTuple
 
+from torch._C import _distributed_c10d
 from torch.distributed import distributed_c10d
 
 from distributed.rendezvous import first_address, join_timeout, missing_nodes, node_name, reach_rank_0
@@ -38,7 +39,9 @@ from shared.json_files import write_json
 
 MARGIN = 60  # seconds by which PyTorch's own timeouts are longer, because PyTorch does not name the rank
 MOST_NAMED = 4
-SECONDS_BETWEEN_LOOKS = 5  # upper limit while the ranks join, because a user may be waiting at a terminal
+# Upper limit while the ranks join, because a user may be waiting at a terminal. Also near the end of a hang, so that a
+# rank notices in time that another rank reports
+SECONDS_BETWEEN_LOOKS = 5
 WAY_OUT = "look at that process and its node, or raise --ddp_timeout (HANG_TIMEOUT) if it only takes long"
 
 
@@ -63,6 +66,9 @@ class Watchdog(threading.Thread):
         # All ranks know this folder before they join: job.sh's folder, or the run record's folder without job.sh
         host, port = first_address()
         self.folder = Path(os.environ.get("RUN_DIR", "results"), f".ranks_{host}_{port}")
+        # This folder stays after the job. The folder of job.sh does not
+        job = os.environ.get("JOB_ID") or os.environ.get("SLURM_JOB_ID") or f"{host}_{port}"
+        self.flight_records = Path("results", f"{job}_flight_record")
         self.hang_timeout = hang_timeout
         self.limit = join_timeout()  # seconds without progress
         self.phase = "joining"
@@ -85,18 +91,21 @@ class Watchdog(threading.Thread):
             self.write()
             if not self.phases_started and self.rank == 0 and self.number == 2:
                 self.print_missing_ranks()
-            waited = self.now - self.last_progress
-            if waited < self.limit * 3 / 4:
+            if not self.has_waited_long():
                 earlier = {}
             elif not earlier:
                 earlier = self.read_heartbeats()
-            if waited > self.limit:
+            if self.now - self.last_progress > self.limit:
                 self.end(earlier)
+
+    def has_waited_long(self) -> bool:
+        return self.now - self.last_progress >= self.limit * 3 / 4
 
     def interval(self) -> float:
         """Return the seconds between two heartbeats."""
         interval = min(self.limit, self.hang_timeout) / 20
-        return interval if self.phases_started else min(interval, SECONDS_BETWEEN_LOOKS)
+        often = not self.phases_started or self.has_waited_long()
+        return min(interval, SECONDS_BETWEEN_LOOKS) if often else interval
 
     def wait(self, seconds: float) -> bool:
         """Wait for these seconds or until the run ends. Return True if the run has ended.
@@ -129,8 +138,12 @@ class Watchdog(threading.Thread):
         with contextlib.suppress(OSError):  # a full disk does not stop the training
             if self.number == 0:
                 self.folder.mkdir(parents=True, exist_ok=True)
+                self.flight_record().unlink(missing_ok=True)  # from an earlier attempt of this job
             self.number += 1
-            write_json(self.folder / f"{self.rank}.json", self.own_heartbeat()._asdict())
+            try:
+                write_json(self.folder / f"{self.rank}.json", self.own_heartbeat()._asdict())
+            except FileNotFoundError:  # another rank has moved the folder, so it reports a hang and waits for this file
+                self.write_flight_record()
 
     def own_heartbeat(self) -> Heartbeat:
         frame = sys._current_frames()[threading.main_thread().ident or 0]
@@ -147,6 +160,29 @@ class Watchdog(threading.Thread):
                 heartbeats[int(path.stem)] = Heartbeat(**json.loads(path.read_text()))
         return heartbeats
 
+    def flight_record(self, rank: int | None = None) -> Path:
+        """Return the path of a rank's flight record, by default of this rank's."""
+        return self.flight_records / f"rank_{self.rank if rank is None else rank}.json"
+
+    def write_flight_record(self) -> None:
+        """Write the list of this rank's last collectives, if it has opened a process group."""
+        if not distributed_c10d.is_initialized():
+            return
+        # PyTorch asks the GPU which collectives have ended. If the driver does not answer, this call blocks all threads
+        # of Python. SIGALRM then ends the process, because Python does not handle this signal
+        signal.alarm(SECONDS_FOR_RANK_0)
+        record = last_collectives()
+        signal.alarm(0)
+        with contextlib.suppress(OSError):  # a full disk must not prevent the end
+            self.flight_records.mkdir(parents=True, exist_ok=True)
+            write_json(self.flight_record(), record)
+
+    def wait_for_flight_records(self, ranks: set[int]) -> None:
+        """Wait for the files of other ranks, because a launcher ends all ranks when the first one has ended."""
+        deadline = time.monotonic() + SECONDS_FOR_RANK_0
+        while time.monotonic() < deadline and not all(self.flight_record(rank).exists() for rank in ranks):
+            time.sleep(0.1)
+
     def end(self, earlier: dict[int, Heartbeat]) -> None:
         """End this process. Only one rank succeeds in moving the folder away, and this rank reports the error."""
         later = self.read_heartbeats()
@@ -154,31 +190,58 @@ class Watchdog(threading.Thread):
         try:
             if self.number:  # otherwise the folder was never created
                 self.folder.rename(moved)
-            error = hang_error(self.rank, earlier, later, self.limit)
+            flight_records = self.flight_records if distributed_c10d.is_initialized() else None
+            error = hang_error(self.rank, earlier, later, self.limit, flight_records)
             report(error, first=self.rank)
             self.before_exit(error)
+            self.write_flight_record()
+            if flight_records:
+                self.wait_for_flight_records(later.keys() - silent_ranks(earlier, later))
         except OSError:
+            self.write_flight_record()
             time.sleep(SECONDS_FOR_RANK_0)
         finally:
             shutil.rmtree(moved, ignore_errors=True)
             os._exit(ENVIRONMENT)
 
 
-def hang_error(rank: int, earlier: dict[int, Heartbeat], later: dict[int, Heartbeat], limit: int) -> WorkshopError:
+def last_collectives() -> dict:
+    """Return PyTorch's flight record of this process: by default, its last 2000 collectives.
+
+    PyTorch has one recorder for NCCL, which exists only in builds with CUDA, and one for gloo.
+    """
+    record: dict = {}
+    for name in ("_dump_nccl_trace_json", "_dump_fr_trace_json"):
+        if "entries" not in record and hasattr(_distributed_c10d, name):
+            record = json.loads(getattr(_distributed_c10d, name)())
+    return record
+
+
+def silent_ranks(earlier: dict[int, Heartbeat], later: dict[int, Heartbeat]) -> set[int]:
+    """Return the ranks without a heartbeat, and the ranks whose heartbeat has not changed."""
+    return {each for each in range(whole_number("WORLD_SIZE")) if earlier.get(each) == later.get(each)}
+
+
+def hang_error(
+    rank: int,
+    earlier: dict[int, Heartbeat],
+    later: dict[int, Heartbeat],
+    limit: int,
+    flight_records: Path | None = None,
+) -> WorkshopError:
     """Return an error that names the ranks for which the other ranks wait.
 
     rank: the rank that has waited `limit` seconds. earlier, later: the heartbeats that this rank read some
-    time before the limit, and at the limit.
+    time before the limit, and at the limit. flight_records: the folder where the ranks write their last collectives.
     """
-    ranks = set(range(whole_number("WORLD_SIZE")))
-    missing = ranks - later.keys()
+    missing = set(range(whole_number("WORLD_SIZE"))) - later.keys()
     phases_started, _ = later[rank].progress
     if missing and not phases_started:
         nodes = ", ".join(missing_nodes())  # name a missing node rather than its ranks
         what = nodes or f"{describe_ranks(missing, later)} did not join"
         way_out = f"check that node, or exclude it{way_out_of_pty()}"
         return WorkshopError("rendezvous", f"{what} within {limit} s", way_out, ENVIRONMENT)
-    silent = {each for each in ranks if earlier.get(each) == later.get(each)}
+    silent = silent_ranks(earlier, later)
     # Skip this while `rank` joins, because ranks that have joined write less often. Skip it also if `rank` is itself
     # silent, because its own file cannot be written
     if silent and rank not in silent and phases_started:
@@ -187,9 +250,9 @@ def hang_error(rank: int, earlier: dict[int, Heartbeat], later: dict[int, Heartb
         least = min(each.progress for each in later.values())
         slowest = {each for each in later if later[each].progress == least}
         what = f"no progress of {describe_ranks(slowest, later)}"
-    return WorkshopError(
-        "hang", f"{what}, noticed by {describe_ranks({rank}, later)} after {limit} s", WAY_OUT, ENVIRONMENT
-    )
+    what += f", noticed by {describe_ranks({rank}, later)} after {limit} s"
+    way_out = WAY_OUT + (f"; the last collectives of the ranks are in {flight_records}" if flight_records else "")
+    return WorkshopError("hang", what, way_out, ENVIRONMENT)
 
 
 def way_out_of_pty() -> str:

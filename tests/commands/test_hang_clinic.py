@@ -11,6 +11,7 @@ import pytest
 
 from helpers import LAUNCHERS, REPOSITORY
 
+HANGS = REPOSITORY / "exercises/hangs"
 PROCESSES = {"straggler.py": 4}
 BROKEN = {
     # The exit code of each broken job, and a pattern in its output
@@ -31,12 +32,12 @@ DONE = {
 }
 
 
-def run(folder: str | Path, name: str):
+def run(folder: str | Path, name: str, *words: object, cwd: Path = REPOSITORY):
     path = f"{folder}/{name}"
     launch = ["bash"] if name.endswith(".sh") else LAUNCHERS["torchrun"](PROCESSES.get(name, 2))
     environment = {"PATH": f"{Path(sys.executable).parent}:/usr/bin:/bin", "OMP_NUM_THREADS": "1"}
     streams = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
-    return subprocess.run([*launch, path], cwd=REPOSITORY, env=environment, timeout=300, check=False, **streams)
+    return subprocess.run([*launch, path, *words], cwd=cwd, env=environment, timeout=300, check=False, **streams)
 
 
 @pytest.mark.parametrize("name", BROKEN)
@@ -59,3 +60,19 @@ def test_a_repaired_job_runs_to_its_end(name):
     done = run("exercises/solution/hangs", name)
     assert done.returncode == 0, done.stdout
     assert re.search(DONE[name], done.stdout), done.stdout
+
+
+def test_the_flight_records_show_the_collective_that_only_rank_0_called(tmp_path):
+    done = run(HANGS, "watched.py", HANGS / "skipped.py", cwd=tmp_path)
+    found = re.search(r"^error: hang: no progress of .* are in (results/\S+_flight_record)$", done.stdout, re.MULTILINE)
+    assert found, done.stdout
+    command = [sys.executable, HANGS / "compare.py", found[1]]
+    compared = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=True).stdout
+    rows = [re.split(r"  +", line.strip()) for line in compared.splitlines()]
+    assert rows == [
+        ["group 0", "rank_0", "rank_1"],
+        ["1", "gloo:all_reduce [[1, 4]]", "gloo:all_reduce [[1, 4]]"],
+        ["2", "gloo:all_reduce [[1]]", "gloo:all_reduce [[1]]"],
+        ["3", "gloo:all_reduce [[]]", "gloo:all_reduce [[1, 4]] WAITS", "<- differ"],
+        ["4", "gloo:all_reduce [[1, 4]] WAITS", "-", "<- differ"],
+    ]

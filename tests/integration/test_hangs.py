@@ -3,6 +3,7 @@
 tests/unit/test_watchdog.py tests which rank an error names.
 """
 
+import json
 import os
 import re
 import signal
@@ -61,7 +62,65 @@ def test_a_stopped_rank_ends_the_job_with_its_name(bench: Bench):
     ), run
     assert (run.record["status"], run.record["exit_code"]) == ("failed", 3), run
     assert f"error: hang: {run.record['reason']}; " in error_line(run)
+    assert error_line(run).endswith("; the last collectives of the ranks are in results/hang_flight_record")
+    assert "rank_1" in flight_records(run), "rank 0 could write its own after SIGCONT"
     assert watchdog_folders(bench.folder) == before
+
+
+WAIT_IN_TWO_COLLECTIVES = """
+import torch.distributed
+from training.callbacks import WatchdogCallback
+
+original = WatchdogCallback.on_step_begin
+
+
+def hang(self, args, state, control, **kwargs):
+    original(self, args, state, control, **kwargs)
+    if state.global_step == 3:
+        group = torch.distributed.new_group([0, 1])
+        if os.environ["RANK"] == "0":
+            torch.distributed.all_reduce(torch.zeros(7), group=group)
+
+
+WatchdogCallback.on_step_begin = hang
+"""
+
+
+def flight_records(run: Finished) -> dict[str, list[dict]]:
+    """Return the collectives that each rank has left."""
+    folder = run.folder / "results" / f"{run.job_id}_flight_record"
+    return {path.stem: json.loads(path.read_text())["entries"] for path in sorted(folder.glob("rank_*.json"))}
+
+
+def test_two_ranks_that_wait_in_different_collectives_leave_their_flight_records(train):
+    variables = {"BATCH_SIZE": 2, "HANG_TIMEOUT": HANG_TIMEOUT}
+    run = train("differ", patch=WAIT_IN_TWO_COLLECTIVES, ranks=2, code=3, **variables)
+    assert error_line(run).startswith("error: hang: no progress of rank ")
+    records = flight_records(run)
+    assert list(records) == ["rank_0", "rank_1"]
+    for record in records.values():
+        assert [entry["retired"] for entry in record[-3:]] == [True, True, False], "a rank waits in its last collective"
+    first, second = (record[-1] for record in records.values())
+    assert (first["profiling_name"], first["input_sizes"]) == ("gloo:all_reduce", [[7]])
+    assert second["process_group"] != first["process_group"], "rank 1 continues with the training"
+
+
+# A call that keeps Python's lock, as PyTorch's call does
+BLOCKED_DRIVER = """
+import ctypes, sys
+sys.path.insert(0, "scripts")
+from distributed import watchdog
+
+watchdog.SECONDS_FOR_RANK_0 = 1
+watchdog.distributed_c10d.is_initialized = lambda: True
+watchdog.last_collectives = ctypes.PyDLL(None).pause
+watchdog.Watchdog(20).write_flight_record()
+"""
+
+
+def test_a_gpu_driver_that_does_not_answer_cannot_keep_a_process(bench: Bench):
+    world = {"WORLD_SIZE": 2, "RANK": 0, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}
+    bench.run(script=bench.write("blocked.py", BLOCKED_DRIVER), code=-signal.SIGALRM, **world)
 
 
 def test_rank_0_names_the_rank_that_is_missing(train):

@@ -1,12 +1,14 @@
 """Tests of the rank that is named when a job hangs. tests/integration/test_hangs.py uses real processes."""
 
+import json
 from datetime import timedelta
+from pathlib import Path
 
 import pytest
 from torch.distributed import distributed_c10d
 
 from distributed import watchdog
-from distributed.watchdog import Heartbeat, hang_error
+from distributed.watchdog import Heartbeat, Watchdog, hang_error
 from helpers import free_port
 
 
@@ -79,3 +81,88 @@ def test_a_missing_address_is_named(monkeypatch, refusal):
     monkeypatch.delenv("MASTER_PORT")
     expected = "error: MASTER_PORT: is not set, and there are several ranks; give rank 0's address and a port"
     assert refusal(watchdog.start, 20) == expected
+
+
+# Flight records
+
+RECORD = {"entries": [{"profiling_name": "gloo:all_reduce"}]}
+
+
+@pytest.fixture
+def rank_0(monkeypatch, tmp_path) -> Watchdog:
+    """The watchdog of rank 0 of job 4711, which has opened its process group. Its thread does not run."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("JOB_ID", "4711")
+    monkeypatch.setattr(distributed_c10d, "is_initialized", lambda: True)
+    monkeypatch.setattr(watchdog, "last_collectives", lambda: RECORD)
+    own = Watchdog(20)
+    monkeypatch.setattr(own, "own_heartbeat", lambda: sign(0))
+    own.write()
+    return own
+
+
+def end(rank_0: Watchdog, monkeypatch) -> list[str]:
+    """Let rank 0 notice a hang in which rank 3 does not answer. Return the flight records at the end of the process.
+
+    Ranks 1 and 2 write theirs while rank 0 waits, one each time that it looks.
+    """
+    late = iter((1, 2))
+    signs = {rank: sign(rank) for rank in range(4)}
+    monkeypatch.setattr(rank_0, "read_heartbeats", lambda: signs)
+
+    def sleep(seconds: float) -> None:
+        if rank := next(late, None):
+            (rank_0.flight_records / f"rank_{rank}.json").write_text("{}")
+
+    def leave(code: int) -> None:
+        raise SystemExit(code)
+
+    monkeypatch.setattr(watchdog.time, "sleep", sleep)
+    monkeypatch.setattr(watchdog.os, "_exit", leave)
+    with pytest.raises(SystemExit, match="3"):
+        rank_0.end({rank: each._replace(number=each.number - (rank < 3)) for rank, each in signs.items()})
+    return sorted(path.name for path in Path("results").glob("4711_flight_record/*"))
+
+
+def test_the_reporting_rank_waits_for_the_flight_records_of_the_ranks_that_answer(rank_0, monkeypatch, capsys):
+    assert end(rank_0, monkeypatch) == ["rank_0.json", "rank_1.json", "rank_2.json"]
+    assert "; the last collectives of the ranks are in results/4711_flight_record\n" in capsys.readouterr().err
+    assert json.loads(Path("results/4711_flight_record/rank_0.json").read_text()) == RECORD
+
+
+def test_a_rank_leaves_its_flight_record_when_another_rank_reports(rank_0, monkeypatch, capsys):
+    rank_0.folder.rename(rank_0.folder.with_name("moved"))
+    rank_0.write()
+    assert json.loads(rank_0.flight_record().read_text()) == RECORD, "it need not have reached its own limit"
+    rank_0.flight_record().unlink()
+    assert "rank_0.json" in end(rank_0, monkeypatch)
+    assert not capsys.readouterr().err
+
+
+def test_a_full_disk_does_not_prevent_the_end(rank_0, monkeypatch, capsys):
+    rank_0.flight_records.write_text("the folder cannot be created")
+    monkeypatch.setattr(rank_0, "wait_for_flight_records", lambda ranks: None)
+    assert end(rank_0, monkeypatch) == []
+    assert capsys.readouterr().err.startswith("error: hang: no answer from rank 3 ")
+
+
+def test_a_hang_without_a_process_group_names_no_folder(rank_0, monkeypatch, capsys):
+    monkeypatch.setattr(distributed_c10d, "is_initialized", lambda: False)
+    assert end(rank_0, monkeypatch) == []
+    assert capsys.readouterr().err.endswith(f"; {watchdog.WAY_OUT}\n")
+
+
+def test_the_flight_record_of_an_earlier_attempt_is_removed(rank_0):
+    rank_0.write_flight_record()
+    rank_0.number = 0  # as in a new process
+    rank_0.write()
+    assert not rank_0.flight_record().exists()
+
+
+def test_a_rank_looks_often_near_its_limit(rank_0, monkeypatch):
+    monkeypatch.setattr(rank_0, "limit", 1800)
+    monkeypatch.setattr(rank_0, "hang_timeout", 1800)
+    monkeypatch.setattr(rank_0, "phases_started", 1)
+    assert rank_0.interval() == 90
+    rank_0.now = 1350
+    assert rank_0.interval() == 5, "another rank that reports waits only 10 seconds for this rank"
