@@ -1,4 +1,4 @@
-"""The figure of docs/cost.md: power and utilisation of a GPU in four situations. Formulas draw it; nothing is measured."""
+"""The figure of docs/cost.md: power and utilisation of a GPU in four situations. It is a drawing, not a measurement."""
 
 import matplotlib.pyplot as plt
 from matplotlib.axes import Axes

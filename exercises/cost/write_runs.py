@@ -34,10 +34,10 @@ def mean_power(computing: float, waiting: float = 0) -> float:
 class Phase:
     """A time in which all GPUs of a run draw the same constant power."""
 
+    what: str  # steps, evaluation, saving, loading or hang
     seconds: int
     watts: float
     utilisation: int  # percent of the time in which a kernel runs
-    is_steps: bool = False
 
 
 @dataclass
@@ -53,16 +53,16 @@ class Run:
 
     @property
     def steps(self) -> list[Phase]:
-        return [phase for phase in self.phases if phase.is_steps]
+        return [phase for phase in self.phases if phase.what == "steps"]
 
 
 def steps(seconds: int, utilisation: int, computing: float, waiting: float = 0) -> Phase:
-    return Phase(seconds, mean_power(computing, waiting), utilisation, is_steps=True)
+    return Phase("steps", seconds, mean_power(computing, waiting), utilisation)
 
 
 def epoch(steps_of_epoch: list[Phase], evaluation: int) -> list[Phase]:
-    """Return the steps, the evaluation, and the checkpoint, during which the GPU is idle."""
-    return [*steps_of_epoch, Phase(evaluation, EVALUATING, 90), Phase(10, IDLE, 0)]
+    """Return the steps, the evaluation, and the saving of a checkpoint, during which the GPU is idle."""
+    return [*steps_of_epoch, Phase("evaluation", evaluation, EVALUATING, 90), Phase("saving", 10, IDLE, 0)]
 
 
 EFFICIENCY = 0.85  # of two GPUs
@@ -70,7 +70,7 @@ TWO_GPUS = steps(100, 100, computing=EFFICIENCY, waiting=1 - EFFICIENCY)
 # The loader fills its buffer for 10 seconds, and the GPU empties it in 10 seconds
 STARVING = [steps(INTERVAL, 98, computing=1), steps(INTERVAL, 0, computing=0)] * (EPOCH // INTERVAL)
 OFFLOAD = steps(420, 40, computing=EPOCH / 420)
-HANG = Phase(HANG_TIMEOUT, WAITING, 100)
+HANG = Phase("hang", HANG_TIMEOUT, WAITING, 100)
 RUNS = {
     "A": Run(1, EPOCHS * epoch([steps(EPOCH, 98, computing=1)], 20), mib=14200, cpu=100, cpu_mib=3100),
     "B": Run(
@@ -92,6 +92,17 @@ def joules(phases: list[Phase]) -> float:
     return sum(phase.seconds * phase.watts for phase in phases)
 
 
+def pauses(phases: list[Phase]) -> list[dict]:
+    """Return the times of evaluations and saves."""
+    found, start = [], START
+    for phase in phases:
+        end = start + timedelta(seconds=phase.seconds)
+        if phase.what in ("evaluation", "saving"):
+            found.append({"what": phase.what, "started": start.isoformat(), "finished": end.isoformat()})
+        start = end
+    return found
+
+
 def record(job: str, run: Run) -> dict:
     """Return the run record. A failed run has no energy, as a real one."""
     found = {
@@ -108,6 +119,7 @@ def record(job: str, run: Run) -> dict:
         "world_size": run.gpus,
         "hardware": {"gpu": GPU, "gpus": run.gpus, "gpu_power_limit_w": LIMIT, "cpu": "modelled CPU", "cpus": 16},
         "settings": {"model_name": "modelled", "per_device_train_batch_size": 4, "train_size": QUESTIONS},
+        "pauses": pauses(run.phases),
     }
     if not run.completed:
         reason = f"hang: no answer from rank 1 on modelled, noticed by rank 0 on modelled after {HANG_TIMEOUT} s"
@@ -142,10 +154,13 @@ def record(job: str, run: Run) -> dict:
 
 
 def samples(run: Run) -> list[tuple[int, Phase]]:
-    """Return the seconds since the start of the logs, and the phase, of each sample."""
-    loading = Phase(LOADING, IDLE, 0)
-    each = [phase for phase in [loading, *run.phases] for _ in range(phase.seconds // INTERVAL)]
-    return [(number * INTERVAL, phase) for number, phase in enumerate([*each, each[-1]])]
+    """Return the time of each sample, in seconds from the start of the training, and its phase.
+
+    A sample is in the middle of an interval, so the sum of the samples times INTERVAL is the energy of the whole log.
+    """
+    phases = [Phase("loading", LOADING, IDLE, 0), *run.phases]
+    each = [phase for phase in phases for _ in range(phase.seconds // INTERVAL)]
+    return [(number * INTERVAL + INTERVAL // 2 - LOADING, phase) for number, phase in enumerate(each)]
 
 
 def gpu_log(run: Run) -> str:
@@ -154,8 +169,8 @@ def gpu_log(run: Run) -> str:
         "timestamp, index, name, memory.used [MiB], memory.total [MiB], power.draw [W], utilization.gpu [%]",
     ]
     for second, phase in samples(run):
-        time = START + timedelta(seconds=second - LOADING)
-        mib = run.mib if second >= LOADING else 500
+        time = START + timedelta(seconds=second)
+        mib = 500 if phase.what == "loading" else run.mib
         for gpu in range(run.gpus):
             watts = f"{phase.watts:.2f}, {phase.utilisation}"
             lines.append(f"{time:%Y/%m/%d %H:%M:%S}.000, {gpu}, {GPU}, {mib}, 32768, {watts}")
@@ -166,7 +181,7 @@ def cpu_log(run: Run) -> str:
     """Return the log in the format of psrecord."""
     lines = ["# Elapsed time   CPU (%)     Real (MB)   Virtual (MB)"]
     for second, _ in samples(run):
-        lines.append(f"{second:12.3f} {run.cpu:12.3f} {run.cpu_mib:12.3f} {2 * run.cpu_mib:12.3f}")
+        lines.append(f"{second + LOADING:12.3f} {run.cpu:12.3f} {run.cpu_mib:12.3f} {2 * run.cpu_mib:12.3f}")
     return "\n".join(lines) + "\n"
 
 
