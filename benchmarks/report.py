@@ -48,10 +48,11 @@ def make_runs(folder: Path, runs: int) -> None:
 
 def write_logs(path: Path, job_id: str, chance: random.Random) -> None:
     stamps = [time.strftime("%Y/%m/%d %H:%M:%S.000", time.gmtime(i * INTERVAL_S)) for i in range(SAMPLES)]
-    gpu = ["timestamp, index, name, memory.used [MiB], memory.total [MiB]"]
-    gpu += [
-        f"{stamp}, {i}, Tesla V100-SXM2-32GB, {chance.randrange(32768)}, 32768" for stamp in stamps for i in range(GPUS)
-    ]
+    gpu = ["timestamp, index, name, memory.used [MiB], memory.total [MiB], power.draw [W], utilization.gpu [%]"]
+    for stamp in stamps:
+        for i in range(GPUS):
+            values = f"{chance.randrange(32768)}, 32768, {chance.uniform(40, 300):.2f}, {chance.randrange(101)}"
+            gpu.append(f"{stamp}, {i}, Tesla V100-SXM2-32GB, {values}")
     cpu = ["# Elapsed time   CPU (%)     Real (MB)   Virtual (MB)"]
     cpu += [f"{i * INTERVAL_S:12.3f} {99.9:12.3f} {chance.uniform(0, 9e4):12.3f} {1e5:12.3f}" for i in range(SAMPLES)]
     (path / "gpu_memory" / f"gpu_memory_log_{job_id}.csv").write_text("\n".join(gpu) + "\n")

@@ -241,11 +241,9 @@ job_on_node() { # COMMAND
   fi
   if job_can_log nvidia-smi "$GPU_LOG" && job_choose_gpus; then
     job_start_logger nvidia-smi "${GPUS[@]}" \
-      --query-gpu=timestamp,index,name,memory.used,memory.total --format=csv,nounits -l "$LOG_INTERVAL" >>"$GPU_LOG" &
+      --query-gpu=timestamp,index,name,memory.used,memory.total,power.draw,utilization.gpu --format=csv,nounits \
+      -l "$LOG_INTERVAL" >>"$GPU_LOG" &
     loggers+=("nvidia-smi=$!")
-    # watch.sh also shows the load of the GPUs. This logger ends with on_node.py, and job_finish removes the file
-    job_start_logger nvidia-smi "${GPUS[@]}" \
-      --query-gpu=index,utilization.gpu --format=csv,noheader,nounits -l "$LOG_INTERVAL" >"$RUN_DIR/gpu_load_$HOST" &
   fi
   # on_node.py replaces this shell, waits for the command, passes signals on to it, and stops the loggers
   exec python -P "$ROOT/scripts/job/on_node.py" "$HOST" "$ROLE" "$pid" "${loggers[@]}"

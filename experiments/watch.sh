@@ -107,15 +107,21 @@ show_nodes() { # the last sample of each logger
     tail -qn 2 "$log" | awk -v host="$host" -v late="$(late_sample "$log")" '
       NF == 4 && $1 ~ /^[0-9]/ { load = sprintf("%.0f %% of one core", $2); used = $3 }
       END { if (used) printf "%-20s %-8s %-24.0f %s\n", host, "CPU", used, late ? late : load }'
-    # Two files: "GPU, load" and "time, GPU, name, memory in use, memory"; each sample has one line for each GPU
+    # "time, GPU, name, memory in use, memory, power, load"; logs of version 1.0.0 have only the first five columns
     log=$folder/gpu_memory/gpu_memory_log_$suffix.csv
-    tail -qn 64 "$folder/results/.$JOB/gpu_load_$host" "$log" |
+    tail -n 64 "$log" |
       awk -F', ' -v host="$host" -v late="$(late_sample "$log")" '
-        NF == 2 { load[$1] = $2 " %" }
-        NF == 5 && $4 ~ /[0-9]/ { if (!($2 in used)) gpus[++count] = $2; used[$2] = $4 " of " $5 }
+        (NF == 5 || NF == 7) && $4 ~ /[0-9]/ {
+          if (!($2 in used)) gpus[++count] = $2
+          used[$2] = $4 " of " $5
+          load[$2] = $7 ~ /^[0-9]/ ? $7 " %" : ""
+          power[$2] = $6 ~ /^[0-9]/ ? sprintf("%.0f W", $6) : ""
+        }
         END {
           for (i = 1; i <= count; i++) {
-            printf "%-20s %-8s %-24s %s\n", host, "GPU " gpus[i], used[gpus[i]], late ? late : load[gpus[i]]
+            gpu = gpus[i]
+            both = load[gpu] (load[gpu] && power[gpu] ? ", " : "") power[gpu]
+            printf "%-20s %-8s %-24s %s\n", host, "GPU " gpu, used[gpu], late ? late : both
           }
         }'
   done 2>/dev/null

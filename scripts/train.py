@@ -190,7 +190,7 @@ def main() -> None:
         if args.save_strategy == "no" and tensor_parallel == 1:
             print_once("model not saved (SAVE_STRATEGY=no)")
         else:
-            with full_disk_errors(args.output_dir):
+            with record.pause("saving"), full_disk_errors(args.output_dir):
                 save_model(trainer, tokenizer, args.output_dir)
 
         # 9. Exact Match and F1 of the model's answers.
@@ -202,7 +202,8 @@ def main() -> None:
                 sharded=fsdp or strategy == "DeepSpeed ZeRO-3",
                 tensor_parallel=tensor_parallel,
             )
-            with trainer.accelerator.autocast():  # one context for all answers; otherwise each token casts the weights
+            # autocast is one context for all answers; otherwise each token casts the weights
+            with record.pause("evaluation"), trainer.accelerator.autocast():
                 scores = exact_match_and_f1(trainer.model, tokenizer, eval_dataset, generation, settings.data.show)
             if not scores["f1"] and has_random_weights(settings.model.model_name, settings.model.from_scratch):
                 print_once("(a score of 0 is expected: this model started with random weights)")

@@ -13,14 +13,15 @@ from reporting.tables import Table, build_tables
 RUNS = REPOSITORY / "tests" / "data" / "runs"
 RUNS_OF_1_0_0 = REPOSITORY / "tests" / "data" / "runs_of_1.0.0"  # files that version 1.0.0 wrote
 SAMPLE = RUNS / "experiments" / "deepspeed-single-gpu" / "zero_1" / "results" / "102.json"
-GPU_HEADER = "timestamp, index, name, memory.used [MiB], memory.total [MiB]"
+GPU_HEADER = "timestamp, index, name, memory.used [MiB], memory.total [MiB], power.draw [W], utilization.gpu [%]"
+OLD_GPU_HEADER = GPU_HEADER.partition(", power")[0]  # of version 1.0.0
 CPU_HEADER = "# Elapsed time   CPU (%)     Real (MB)   Virtual (MB)"
 
 
 def gpu_log(*used: float, gpus: int = 1, step: int = 5) -> str:
     """Return a GPU log with one value per time step, which is the same for all GPUs."""
     lines = [
-        f"2026/11/20 22:{i * step // 60:02d}:{i * step % 60:02d}.000, {gpu}, Tesla V100-SXM2-32GB, {mib}, 32768"
+        f"2026/11/20 22:{i * step // 60:02d}:{i * step % 60:02d}.000, {gpu}, Tesla V100-SXM2-32GB, {mib}, 32768, 71.23, 98"
         for i, mib in enumerate(used)
         for gpu in range(gpus)
     ]
@@ -62,6 +63,28 @@ def add_run(
         if content is not None:
             write(folder / f"{kind}_memory" / f"{kind}_memory_log_{job_id}.{suffix}", content or good[kind])
     return folder
+
+
+def add_gpu_run(top: Path, experiment: str, job_id: str, gpus: int = 1, **changes: object) -> Path:
+    """Write a run of half an hour on GPUs with a limit of 700 W, with its energy and activity."""
+    energy = {
+        "steady_joules": [240_000.0] * gpus,
+        "steady_joules_sum": 240_000.0 * gpus,
+        "joules_per_question": 160.0 * gpus,
+        "joules_per_1000_tokens": 840.0 * gpus,
+        "mean_watts": 490.0,
+        "kwh": 0.2 * gpus,
+    }
+    hardware = {"gpu": "NVIDIA H100 80GB HBM3", "gpus": gpus, "gpu_power_limit_w": 700.0, "cpu": "AMD EPYC", "cpus": 64}
+    measured: dict[str, object] = {
+        "world_size": gpus,
+        "hardware": hardware,
+        "finished": f"2026-11-20T10:30:{int(job_id) % 60:02d}+00:00",
+        "missing": {},
+        "energy": energy,
+        "gpu_activity": [{"seconds": 0.4, "sm_percent": 62.0, "tensor_percent": 18.0, "dram_percent": 35.0}],
+    }
+    return add_run(top, experiment, job_id, **measured | changes)
 
 
 def write(path: Path, content: str | bytes) -> None:

@@ -218,7 +218,7 @@ def queued_jobs() -> dict[str, QueuedJob] | None:
 
 
 def summary(job_id: str, record: Record | None, exit_code: int, noted: list[str], earlier: bool) -> list[str]:
-    """Return lines for the end of the log: memory per GPU and process, throughput, and missing measurements.
+    """Return lines for the end of the log: memory and power per GPU, throughput, and missing measurements.
 
     earlier: the job's record is from an earlier attempt.
     """
@@ -229,7 +229,10 @@ def summary(job_id: str, record: Record | None, exit_code: int, noted: list[str]
         if len(missing) < len(noted):
             rows.append("no GPU: the rows of its memory are left out")
     gpu_logs, cpu_logs = memory_log_paths(Path(), job_id)
-    for log in [*map(read_gpu_log, gpu_logs), *map(read_cpu_log, cpu_logs)]:
+    limit = record.hardware.gpu_power_limit_w if record else None
+    for log in map(read_gpu_log, gpu_logs):
+        rows += memory_rows(log, missing) + power_rows(log, limit, missing)
+    for log in map(read_cpu_log, cpu_logs):
         rows += memory_rows(log, missing)
     train = record.train if record else None
     if train:
@@ -262,12 +265,28 @@ def memory_rows(log: MemoryLog, missing: list[str]) -> list[str]:
     missing += log.problems
     if not log.samples:
         missing.append(f"{log.path}: no sample")
-    where = f" on {log_host(log.path)}" if log_host(log.path) else ""
     return [
-        f"{'CPU' if name == 'process' else f'GPU {name}'} memory{where}: peak {log.peak(name):.0f} MiB, "
+        f"{'CPU' if name == 'process' else f'GPU {name}'} memory{on_host(log)}: peak {log.peak(name):.0f} MiB, "
         f"mean {log.mean(name):.0f} MiB ({len(log.samples[name])} samples)"
         for name in log.names()
     ]
+
+
+def power_rows(log: MemoryLog, limit: float | None, missing: list[str]) -> list[str]:
+    """Return a line for the mean power of each GPU. limit: the power limit of one GPU in W, None if unknown."""
+    rows = []
+    for name in log.names():
+        watts = log.mean_power(name)
+        if watts is None:
+            missing.append(f"GPU {name} power{on_host(log)}: nvidia-smi reported none")
+            continue
+        share = f" ({100 * watts / limit:.0f} % of its limit of {limit:.0f} W)" if limit else ""
+        rows.append(f"GPU {name} power{on_host(log)}: mean {watts:.0f} W{share}")
+    return rows
+
+
+def on_host(log: MemoryLog) -> str:
+    return f" on {log_host(log.path)}" if log_host(log.path) else ""
 
 
 def main() -> None:

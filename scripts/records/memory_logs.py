@@ -1,35 +1,50 @@
 """Read the memory logs of a job: nvidia-smi's CSV and psrecord's table.
 
 The log of a killed job may end in the middle of a line, and some GPUs report [N/A]. A line that is not a sample is
-skipped and reported. A resumed job appends a second header and its samples to the same log. This module imports no
-large package, because job/end_of_job.py must start quickly.
+skipped and reported. A resumed job appends a second header and its samples to the same log. The GPU logs of earlier
+versions have no power and no load, so one log may hold lines of both kinds. This module imports no large package,
+because job/end_of_job.py must start quickly.
 """
 
+import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from datetime import datetime
 from glob import escape
 from pathlib import Path
+from typing import NamedTuple
 
 GPU_HEADER = "timestamp, index"
 CPU_HEADER = "# Elapsed time"
 SHOWN_PROBLEMS = 3
+UNKNOWN = "[N/A]"  # nvidia-smi's text for a value that the GPU does not report
 ZERO = datetime(1970, 1, 1)
 
-# A function that parses a line into series, seconds and MiB. It raises ValueError if the line is not a sample
-Parser = Callable[[str], tuple[str, float, float]]
+
+class Sample(NamedTuple):
+    """One line of a log. A series is a GPU index or "process"."""
+
+    series: str
+    seconds: float
+    mib: float
+    watts: float | None = None
+
+
+Parser = Callable[[str], Sample]  # a function that parses a line; it raises ValueError if the line is not a sample
 
 
 @dataclass
 class MemoryLog:
     """Samples of one log.
 
-    samples: lists of (seconds, MiB) by series. A series is a GPU index or "process".
+    samples: lists of (seconds, MiB) by series.
+    power: lists of (seconds, W) by series. It lacks the samples, and the series, whose power is unknown.
     problems: lines that could not be read, as ``file:line: reason``.
     """
 
     path: Path
     samples: dict[str, list[tuple[float, float]]] = field(default_factory=dict)
+    power: dict[str, list[tuple[float, float]]] = field(default_factory=dict)
     problems: list[str] = field(default_factory=list)
 
     def mib(self, series: str) -> list[float]:
@@ -41,14 +56,26 @@ class MemoryLog:
     def mean(self, series: str) -> float:
         return sum(self.mib(series)) / len(self.samples[series])
 
+    def mean_power(self, series: str) -> float | None:
+        """Return the mean power in W over the samples whose power is known, or None if there is none."""
+        known = [watts for _, watts in self.power.get(series, [])]
+        return sum(known) / len(known) if known else None
+
     def names(self) -> list[str]:
         """Return the names of the series, ordered by GPU index."""
         return sorted(self.samples, key=lambda name: (len(name), name))
 
+    def start(self, series: str) -> float:
+        """Return the seconds of the first sample."""
+        return self.samples[series][0][0]
+
     def curve(self, series: str) -> list[tuple[float, float]]:
         """Return the samples as (seconds since the first sample, MiB)."""
-        start, _ = self.samples[series][0]
-        return [(time - start, mib) for time, mib in self.samples[series]]
+        return [(time - self.start(series), mib) for time, mib in self.samples[series]]
+
+    def power_curve(self, series: str) -> list[tuple[float, float]]:
+        """Return the known power as (seconds since the first sample, W)."""
+        return [(time - self.start(series), watts) for time, watts in self.power.get(series, [])]
 
     def span(self) -> float:
         """Return the seconds from the first to the last sample."""
@@ -73,19 +100,44 @@ def log_host(path: Path) -> str:
 
 
 def read_gpu_log(path: Path) -> MemoryLog:
-    """Read the used memory of each GPU from nvidia-smi's CSV, with or without units.
+    """Read the used memory and the power of each GPU from nvidia-smi's CSV, with or without units.
 
-    The command is ``nvidia-smi --query-gpu=timestamp,index,name,memory.used,memory.total --format=csv``.
+    The command is ``nvidia-smi --query-gpu=timestamp,index,name,memory.used,memory.total,power.draw,utilization.gpu
+    --format=csv``. In earlier versions, the last two columns were missing.
     """
     return read_log(path, GPU_HEADER, gpu_sample)
 
 
-def gpu_sample(line: str) -> tuple[str, float, float]:
-    time, index, _, used, total = line.split(", ")
-    mib = float(used.removesuffix(" MiB"))
-    if not mib <= float(total.removesuffix(" MiB")):
+def gpu_sample(line: str) -> Sample:
+    """Parse a line with five or seven fields.
+
+    A line that is cut after its used memory may count as a line with five fields. Its time and its memory are complete.
+    """
+    time, index, _, used, total, *added = line.split(", ")
+    power, load = added or (UNKNOWN, UNKNOWN)
+    mib, watts = number(used), number_if_known(power)
+    number_if_known(load)  # raises ValueError if the line ends before it
+    if not mib <= number(total):
         raise ValueError("a part is cut off")
-    return index, (datetime.fromisoformat(time.replace("/", "-")) - ZERO).total_seconds(), mib
+    return Sample(index, local_seconds(datetime.fromisoformat(time.replace("/", "-"))), mib, watts)
+
+
+def number(text: str) -> float:
+    """Return a number with or without a unit, such as "900 MiB", "71.23 W" or "98 %"."""
+    return float(text.split(" ")[0])
+
+
+def number_if_known(text: str) -> float | None:
+    """Return a number, or None if the GPU does not report it: [N/A], [Not Supported] and others."""
+    return None if re.fullmatch(r"\[.*\]", text) else number(text)
+
+
+def local_seconds(time: datetime) -> float:
+    """Return the seconds since 1970 on a node's clock, as nvidia-smi logs the time: in local time, without its zone.
+
+    time: a time without a zone, or a time with the zone of the node.
+    """
+    return (time.replace(tzinfo=None) - ZERO).total_seconds()
 
 
 def read_cpu_log(path: Path) -> MemoryLog:
@@ -103,9 +155,9 @@ def read_cpu_log(path: Path) -> MemoryLog:
     return log
 
 
-def cpu_sample(line: str) -> tuple[str, float, float]:
+def cpu_sample(line: str) -> Sample:
     time, _, real, _ = line.split()
-    return "process", float(time), float(real)
+    return Sample("process", float(time), float(real))
 
 
 def read_log(path: Path, header: str, parse: Parser) -> MemoryLog:
@@ -116,14 +168,17 @@ def read_log(path: Path, header: str, parse: Parser) -> MemoryLog:
     except OSError as error:
         log.problems.append(f"{path}: cannot be read ({error.strerror})")
         return log
-    for number, line in enumerate(text.splitlines(), 1):
+    for line_number, line in enumerate(text.splitlines(), 1):
         try:
-            series, time, mib = parse(line)
-            log.samples.setdefault(series, []).append((time, mib))
+            sample = parse(line)
         except ValueError:
             # A killed job may leave an unfinished line. The header of the next attempt continues that line
             if line.strip() and header not in line:
-                bad.append(f"{path}:{number}: no sample ({line.strip()[:60]})")
+                bad.append(f"{path}:{line_number}: no sample ({line.strip()[:60]})")
+            continue
+        log.samples.setdefault(sample.series, []).append((sample.seconds, sample.mib))
+        if sample.watts is not None:
+            log.power.setdefault(sample.series, []).append((sample.seconds, sample.watts))
     log.problems += bad[:SHOWN_PROBLEMS]
     if len(bad) > SHOWN_PROBLEMS:
         log.problems.append(f"{path}: {len(bad) - SHOWN_PROBLEMS} more such lines")

@@ -87,6 +87,17 @@ class Evaluation(Part):
     samples_per_second: float | None = None
 
 
+class Pause(Part):
+    """Time of an evaluation or of saving, in which the training makes no steps, on the clock of the first node.
+
+    The times have the zone of this node and not UTC, because nvidia-smi logs local times without their zone.
+    """
+
+    what: Literal["evaluation", "saving"]
+    started: Time
+    finished: Time
+
+
 class Train(Part):
     """Measurements of the training over all attempts.
 
@@ -210,6 +221,7 @@ class Record(Part):
     eval_size: int | None = None
     questions_cut: dict[str, int] | None = None  # train, eval: questions whose context was cut by --max_length
     eval: list[Evaluation] = []
+    pauses: list[Pause] = []  # of all attempts, as in the memory logs
     train: Train | None = None
     exact_match: float | None = None  # percent of eval_size questions
     f1: float | None = None
@@ -241,6 +253,11 @@ def write_record(path: Path, record: Record) -> None:
 def now() -> datetime:
     """Return the current time in UTC, in whole seconds."""
     return datetime.now(UTC).replace(microsecond=0)
+
+
+def local_now() -> datetime:
+    """Return the current time in the zone of this node, for `Pause`."""
+    return datetime.now().astimezone()
 
 
 def outcome(exit_code: int) -> str:

@@ -6,6 +6,7 @@ import os
 import socket
 import sys
 from collections.abc import Iterator
+from datetime import datetime
 from pathlib import Path
 
 from distributed.collectives import gather_lists, rank
@@ -15,8 +16,10 @@ from records.run_environment import bandwidth, experiment_path, hardware, strip_
 from records.schema import (
     SCHEMA,
     WITHOUT_A_WORD,
+    Pause,
     Record,
     change_record,
+    local_now,
     now,
     outcome,
     read_record,
@@ -75,6 +78,7 @@ class RunRecord:
             "job_id": job_id,
             "attempt": whole_number("ATTEMPT", "1"),  # job.sh also counts attempts that ended before they had a record
             "restarts": [],
+            "pauses": [],
             "missing": self.reasons,
         }
         self.lock = contextlib.ExitStack()
@@ -96,6 +100,7 @@ class RunRecord:
                 "finished": before.finished,
             }
             self.content["restarts"] = [*before.restarts, restart]
+            self.content["pauses"] = before.pauses
         self.content |= {
             "experiment": experiment_path(),
             "command": [strip_repository(word) for word in sys.argv],
@@ -119,6 +124,18 @@ class RunRecord:
     def update(self, **values: object) -> None:
         self.content |= values
         self.write()
+
+    def add_pause(self, what: str, started: datetime) -> None:
+        """Record an evaluation or a save that ends now. started: a result of `local_now`."""
+        pause = Pause.model_validate({"what": what, "started": started, "finished": local_now()})
+        self.update(pauses=[*self.content["pauses"], pause])
+
+    @contextlib.contextmanager
+    def pause(self, what: str) -> Iterator[None]:
+        """Record that the body evaluates or saves."""
+        started = local_now()
+        yield
+        self.add_pause(what, started)
 
     def missing(self, name: str, reason: str) -> None:
         """Set the field `name` to null and note the reason."""

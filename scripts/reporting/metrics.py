@@ -109,6 +109,40 @@ def largest(ranks: str, part: str, scale: float = 1) -> Read:
     return read
 
 
+def steady_energy(name: str) -> Read:
+    """A value of the record's energy that is computed from the joules of the steady steps.
+
+    If these joules are missing, the record gives the reason only under their own name.
+    """
+
+    def read(run: Run) -> Value:
+        value = run.get(f"energy.{name}")
+        if isinstance(value, Missing) and f"energy.{name}" not in run.record.missing:
+            return run.explain_missing("energy.steady_joules")
+        return value
+
+    return read
+
+
+def power_share(run: Run) -> Value:
+    """Mean power of a GPU during the steady steps, in percent of its power limit."""
+    watts, limit = steady_energy("mean_watts")(run), run.get("hardware.gpu_power_limit_w")
+    for value in (watts, limit):
+        if isinstance(value, Missing):
+            return value
+    return 100 * watts / limit
+
+
+def activity(part: str) -> Read:
+    """Mean activity of a part of the GPU over the first GPU of each node, in percent. part: a field of GpuActivity."""
+
+    def read(run: Run) -> Value:
+        nodes = run.record.gpu_activity
+        return statistics.fmean(getattr(node, part) for node in nodes) if nodes else run.explain_missing("gpu_activity")
+
+    return read
+
+
 def peak_process(run: Run) -> Value:
     """Largest resident memory of a rank's process, as the kernel counts it."""
     return max(run.record.peak_process_mib or [], default=run.explain_missing("peak_process_mib"))
@@ -197,6 +231,14 @@ METRICS = {
     "callback_gpu_mib": Metric("GPU memory allocated (MiB)", recorded("callbacks.avg_mem_alloc_MB")),
     "gpu_utilisation": Metric("GPU utilisation (%)", recorded("callbacks.avg_gpu_util_%")),
     "gpu_hours": Metric("GPU-hours", Run.gpu_hours),
+    "kwh": Metric("kWh", recorded("energy.kwh")),
+    "joules_per_question": Metric("J per question", steady_energy("joules_per_question")),
+    "joules_per_1000_tokens": Metric("J per 1,000 real tokens", steady_energy("joules_per_1000_tokens")),
+    "mean_watts": Metric("Mean power of a GPU (W)", steady_energy("mean_watts")),
+    "power_share": Metric("Mean power, share of the limit (%)", power_share),
+    "sm_activity": Metric("SM activity (%)", activity("sm_percent")),
+    "tensor_activity": Metric("Tensor core activity (%)", activity("tensor_percent")),
+    "dram_activity": Metric("DRAM activity (%)", activity("dram_percent")),
     "bus_bandwidth": Metric("Bus bandwidth (GB/s)", recorded("bandwidth.bus_bandwidth_gb_per_s")),
     "allocated_gpu": Metric("Allocated by PyTorch (MiB)", largest("peak_gpu_memory", "allocated_mib")),
     "reserved_gpu": Metric("Reserved by PyTorch (MiB)", largest("peak_gpu_memory", "reserved_mib")),

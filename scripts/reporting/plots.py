@@ -18,7 +18,7 @@ from matplotlib.artist import Artist
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from records.memory_logs import memory_log_paths, read_cpu_log, read_gpu_log
+from records.memory_logs import local_seconds, memory_log_paths, read_cpu_log, read_gpu_log
 from reporting.metrics import HELD, format_number, metric_value
 from reporting.render import Plot
 from reporting.runs import Missing, Run
@@ -35,6 +35,7 @@ BAR_NAME_WIDTH = 20  # characters
 PRINTED = ".4g"  # format of a loss in the log
 MAX_TICKS = 6  # more numbers of five digits would touch each other
 LABEL_DISTANCE = 0.06  # fraction of an axis: points that are closer share one label
+PAUSES_HEIGHT = 0.06  # fraction of an axis, for the bars of one run
 AXIS_HEADROOM = 1.1  # end of an axis, relative to the largest point
 # Samples per second, in order of preference. The last rate is the Trainer's, which counts evaluation as training.
 RATES = {
@@ -158,43 +159,87 @@ def evaluation_losses(run: Run) -> Points:
 
 
 def draw_memory(table: Table) -> Figure | None:
-    """Draw GPU and CPU memory over time, with a marker at the peak of each run.
+    """Draw GPU memory, GPU power and CPU memory over time, with a marker at the peak memory of each run.
 
-    A run's line is the memory of the GPU (node) with the highest peak.
+    A run's line is the GPU (node) with the highest peak memory. Bars above the power show evaluations and saves.
     """
     runs = [(legend_name(row), row.run) for row in table.rows if row.run]
-    curves = {kind: [curve(run, kind) for _, run in runs] for kind in ("GPU", "CPU")}
-    kinds = [kind for kind in curves if any(curves[kind])]
-    if not kinds:
+    gpus = [read_logged(run, "GPU") for _, run in runs]
+    nodes = [read_logged(run, "CPU") for _, run in runs]
+    curves = {
+        "GPU memory used (MiB)": [gpu.memory for gpu in gpus],
+        "GPU power (W)": [gpu.power for gpu in gpus],
+        "CPU memory used (MiB)": [node.memory for node in nodes],
+    }
+    labels = [label for label in curves if any(curves[label])]
+    if not labels:
         return None
-    figure, axes = new_figure(len(kinds), legend_lines=1 + len(runs))
+    figure, axes = new_figure(len(labels), legend_lines=1 + len(runs))
     handles: dict[str, Artist] = {}
     peak_texts: dict[str, list[str]] = {}
-    for axis, kind in zip(axes, kinds, strict=True):
-        for (name, _), points, (colour, dashes, marker) in zip(runs, curves[kind], cycle(STYLES), strict=False):
-            if points:
-                axis.plot(*zip(*points, strict=True), color=colour, linestyle=dashes, linewidth=1.2)
+    for axis, label in zip(axes, labels, strict=True):
+        for (name, _), points, (colour, dashes, marker) in zip(runs, curves[label], cycle(STYLES), strict=False):
+            if not points:
+                continue
+            axis.plot(*zip(*points, strict=True), color=colour, linestyle=dashes, linewidth=1.2)
+            if "memory" in label:
                 top = max(points, key=lambda point: point[1])
                 (handles[name],) = axis.plot(*top, color=colour, linestyle=dashes, marker=marker)
-                peak_texts.setdefault(name, []).append(f"{kind} {top[1]:,.0f} MiB")
-        axis.set(xlabel="time (s)", ylabel=f"{kind} memory used (MiB)", xlim=(0, None), ylim=(0, None))
-    labels = [textwrap.fill(f"{name}: {', '.join(texts)}", TEXT_WIDTH) for name, texts in peak_texts.items()]
-    figure.legend(list(handles.values()), labels, title="peak (marked)", alignment="left", loc="outside lower left",
+                peak_texts.setdefault(name, []).append(f"{label.split()[0]} {top[1]:,.0f} MiB")
+        axis.set(xlabel="time (s)", ylabel=label, xlim=(0, None), ylim=(0, None))
+        if "power" in label:
+            draw_pauses(axis, [run for _, run in runs], gpus)
+    names = [textwrap.fill(f"{name}: {', '.join(texts)}", TEXT_WIDTH) for name, texts in peak_texts.items()]
+    figure.legend(list(handles.values()), names, title="peak (marked)", alignment="left", loc="outside lower left",
                   frameon=False, fontsize="small", title_fontsize="small")  # fmt: skip
     return figure
 
 
-def curve(run: Run, kind: str) -> Points:
-    """Return (seconds, MiB) for each sample of the GPU or node with the highest peak."""
+@dataclass
+class Logged:
+    """Curves of the GPU or node with the highest peak memory of a run. They are empty if there is no log.
+
+    start: seconds of the first sample, on the clock of its node.
+    """
+
+    memory: Points
+    power: Points
+    start: float
+
+
+def read_logged(run: Run, kind: str) -> Logged:
+    """Read the curves of a run. kind: `GPU` or `CPU`."""
     if kind == "GPU" and isinstance(run.gpu, Missing):
-        return []
+        return Logged([], [], 0)
     gpu_logs, cpu_logs = memory_log_paths(run.folder, run.job_id)
     logs = map(read_gpu_log, gpu_logs) if kind == "GPU" else map(read_cpu_log, cpu_logs)
     series = [(log.peak(name), log, name) for log in logs for name in log.names()]
     if not series:
-        return []
+        return Logged([], [], 0)
     _, log, name = max(series, key=lambda entry: entry[0])
-    return log.curve(name)
+    return Logged(log.curve(name), log.power_curve(name), log.start(name))
+
+
+def draw_pauses(axis: Axes, runs: list[Run], gpus: list[Logged]) -> None:
+    """Draw the evaluations and saves of each run as a line of bars above the axis."""
+    found = [
+        (run.record.pauses, gpu.start, style)
+        for run, gpu, style in zip(runs, gpus, cycle(STYLES), strict=False)
+        if run.record.pauses and gpu.power
+    ]
+    if not found:
+        return
+    above = axis.inset_axes((0, 1.02, 1, PAUSES_HEIGHT * len(found)), sharex=axis)
+    above.set(ylim=(len(found), 0))
+    above.set_axis_off()
+    for place, (pauses, start, (colour, _, _)) in enumerate(found):
+        for pause in pauses:
+            began, seconds = local_seconds(pause.started) - start, (pause.finished - pause.started).total_seconds()
+            above.broken_barh([(began, seconds)], (place, 0.8), edgecolor=colour, linewidth=0.8,
+                              facecolor=colour if pause.what == "evaluation" else "none",
+                              hatch="" if pause.what == "evaluation" else "//////")  # fmt: skip
+    note = "Bars above the power: evaluation (filled) and saving (hatched) of each run, in the order of the legend."
+    axis.set_xlabel(below("time (s)", note))
 
 
 def draw_held(table: Table) -> Figure | None:
@@ -373,7 +418,7 @@ def left_out_note(table: Table, column: str) -> str:
 
 DRAWINGS = {  # the plots that a table may name, each with a description
     "loss": (draw_loss, "training and evaluation loss over epochs"),
-    "memory": (draw_memory, "memory over time, with the peak of each run"),
+    "memory": (draw_memory, "memory and GPU power over time, with the peak memory of each run"),
     "held": (draw_held, "parameters, gradients and optimizer state that a rank held, as stacked bars"),
     "peaks": (draw_peaks, "peak memory as bars"),
     "throughput": (draw_throughput, "samples per second over GPUs, next to ideal scaling"),

@@ -72,7 +72,7 @@ def empty_columns(table: Table) -> dict[str, str]:
 
 
 def hardware_line(table: Table) -> str:
-    """Describe hardware, versions and GPU-hours of the table's runs in one line."""
+    """Describe hardware, versions, GPU-hours and energy of the table's runs in one line."""
     runs = list(dict.fromkeys(run for row in table.rows for run in row.repeats))
     parts = [f"Hardware: {count_texts([describe_hardware(run) for run in runs])}"]
     for name in SHOWN_PACKAGES:
@@ -89,14 +89,27 @@ def describe_hardware(run: Run) -> str:
 
 
 def describe_gpu_hours(runs: list[Run]) -> str:
-    """Return the sum of the known GPU-hours, and the number of runs without a value, with the reasons."""
+    """Return the sum of the known GPU-hours, and the number of runs without a value, with the reasons.
+
+    If the energy of a run is known, the sum of the known kWh follows.
+    """
     found = [run.gpu_hours() for run in runs]
     reasons = [hours.reason for hours in found if isinstance(hours, Missing)]
     known = [hours for hours in found if not isinstance(hours, Missing)]
     if not known:
         return f"no value ({count_texts(reasons)})"
     lacking = f", no value for {len(reasons)} ({count_texts(reasons)})" if reasons else ""
-    return f"{format_number(sum(known))} in {plural(len(known), 'run')}{lacking}"
+    return f"{format_number(sum(known))} in {plural(len(known), 'run')}{lacking}{describe_energy(runs)}"
+
+
+def describe_energy(runs: list[Run]) -> str:
+    """Return the sum of the known kWh, with the number of runs if it is not known for all. Empty if none is known."""
+    energy = [run.get("energy.kwh") for run in runs]
+    known = [kwh for kwh in energy if not isinstance(kwh, Missing)]
+    if not known:
+        return ""
+    share = f" ({len(known)} of {plural(len(runs), 'run')})" if len(known) < len(runs) else ""
+    return f"; {format_number(sum(known))} kWh{share}"
 
 
 def count_texts(texts: Collection[str]) -> str:

@@ -39,9 +39,11 @@ ALL_RUNS = TableDefinition(
         "peak_cpu",
         "peak_process",
         "gpu_hours",
+        "kwh",
     ],
-    note="GPU-hours: GPUs of the job x time from the start of the run record to its end, without the start-up. A "
-    "resumed job counts all its parts.",
+    note="GPU-hours: GPUs of the job x time from the start of the run record to its end, without the start-up. kWh: "
+    "energy of these GPUs from the start of the training to the end of the run; a failed run has no value. A resumed "
+    "job counts all its parts.",
 )
 
 

@@ -16,6 +16,7 @@ from shared.errors import WorkshopError
 OUTPUT_FOLDERS = {"results", "gpu_memory", "cpu_memory", "log", "output"}
 WITHOUT_EXPERIMENT = "without an experiment"  # a command in the repository's folder
 NO_GPU = "no GPU"  # a reason for a missing value
+GPU_FIELDS = ("callbacks.avg_", "energy", "gpu_activity")  # fields of the record that only a GPU can fill
 INCOMPLETE = "incomplete"  # the status of a run without a readable record
 NO_RECORD = Record(status="failed")
 
@@ -108,10 +109,9 @@ class Run:
         given = self.record.missing.get(path) or self.record.missing.get(path.split(".")[0])
         if given:
             return Missing(given)
-        if not self.completed:
-            return Missing(f"the run's status is {self.status}")
-        needs_gpu = path.startswith("callbacks.avg_") and self.record.hardware.gpus == 0
-        return Missing(NO_GPU if needs_gpu else "not measured")
+        if path.startswith(GPU_FIELDS) and self.record.hardware.gpus == 0:
+            return Missing(NO_GPU)
+        return Missing("not measured" if self.completed else f"the run's status is {self.status}")
 
     def gpu_hours(self) -> float | Missing:
         """Return the GPUs of the job times the hours of all its parts. A resumed job has several parts."""

@@ -13,6 +13,7 @@ from transformers import ProgressCallback, TrainerCallback, TrainerControl, Trai
 
 from distributed import watchdog
 from distributed.collectives import gather_lists, max_over_ranks, print_once
+from records.schema import local_now
 from records.writer import RunRecord
 from settings.settings import Settings
 from shared.errors import WorkshopError
@@ -66,6 +67,7 @@ def add_callbacks(run: Run) -> None:
         AuditCallback(trainer, run.settings, run.record),  # ends a run whose values differ from the requested ones
         RecordCallback(trainer, run.record, speed),
         CheckpointCallback(trainer, run.identity, speed, run.resumed_from),  # marks a saved checkpoint as complete
+        PauseCallback(run.record),  # a save ends when its checkpoint is complete
         *stopping,  # may end the run, so they come after the checkpoint is marked
         FiniteLossCallback(trainer),  # ends a run whose loss is not finite, before the step is saved
         WatchdogCallback(),  # reports the next phase to the watchdog
@@ -222,6 +224,25 @@ class RecordCallback(TrainerCallback):
         elif measured["mfu_percent"] is None:
             reason = "the steps were faster than the measured peak: the machine was busy while the run measured it"
             reasons.setdefault("train.mfu_percent", reason)
+
+
+class PauseCallback(TrainerCallback):
+    """Callback that records the time of each evaluation and each save, for the plot of the power."""
+
+    def __init__(self, record: RunRecord):
+        self.record = record
+
+    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        self.started = local_now()
+
+    on_train_begin = on_epoch_end = on_train_end = on_step_end  # an evaluation or a save may follow each of them
+
+    def on_evaluate(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        self.record.add_pause("evaluation", self.started)
+        self.started = local_now()  # a save may follow
+
+    def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        self.record.add_pause("saving", self.started)
 
 
 class WatchdogCallback(TrainerCallback):

@@ -1,4 +1,4 @@
-"""Check the index of the experiments, their number, and the bill of GPU-hours. A finding shows the correct line."""
+"""Check the index of the experiments, their number, and the bill of GPU-hours and kWh. A finding shows the correct line."""
 
 import json
 import re
@@ -11,6 +11,7 @@ INDEX = "experiments/README.md"
 BILL = "docs/instructor/README.md"
 ROW = r"^\| `experiments/submit\.sh (\S+)` \| (.+) \| \d+ x \d+ \| \S+ \| (-|\[\d+\]\(\.\./docs/\S+\)) \|$"
 NOT_TAUGHT = ("demo", "gpu-check", "own-model")  # experiments that no section of the workshop runs
+POWER_LIMIT = r"power limit is (\d+) W"  # the page's words; a cluster with other GPUs changes the number there
 NEEDS_A_GPU = " (needs a GPU)"
 DEFAULTS = {
     "nodes": "1",
@@ -107,12 +108,18 @@ def gpu_bill(scripts: Iterable[Path]) -> tuple[int, int, int]:
 
 
 def bill(by_number: dict[str, list[Path]]) -> Iterator[str]:
-    rows = re.findall(r"^(\| (\d+|All)\b([^|]*) \| .*)", read(BILL).partition("## The bill")[2], re.MULTILINE)
+    section = read(BILL).partition("## The bill")[2]
+    rows = re.findall(r"^(\| (\d+|All)\b([^|]*) \| .*)", section, re.MULTILINE)
     shown = {number: (line, title) for line, number, title in rows}
     for number in shown.keys() - by_number.keys():
         yield f"{BILL}: says {shown[number][0]}, {INDEX} does not name section {number}; remove the row"
+    limit = re.search(POWER_LIMIT, section)
+    if not limit:
+        yield f"{BILL}: does not state the power limit of one GPU; write 'their power limit is 300 W'"
+        return
     for number, scripts in by_number.items():
         says, title = shown.get(number, (f"nothing about section {number}", " <title>"))
-        line = f"| {number}{title} | {' | '.join(map(str, gpu_bill(scripts)))} |"
+        jobs, gpus, hours = gpu_bill(scripts)
+        line = f"| {number}{title} | {jobs} | {gpus} | {hours} | {hours * int(limit[1]) / 1000:.1f} |"
         if says != line:
             yield f"{BILL}: says {says}, experiments/ says {line}"

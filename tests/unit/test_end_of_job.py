@@ -12,7 +12,7 @@ from records.schema import Hardware, Record, outcome
 from shared.json_files import write_json
 
 RUN_DIR = Path("results/.7")  # job.sh creates it for job 7
-GPU_LINE = "2026/01/31 10:00:00.123, 0, NVIDIA H200, {}, 143771\n"
+GPU_LINE = "2026/01/31 10:00:00.123, 0, NVIDIA H200, {}, 143771, 212.40, 98\n"
 
 
 def run_file(name: str) -> Path:
@@ -76,15 +76,17 @@ def test_the_summary_of_a_job_uses_only_its_own_logs():
             lines = GPU_LINE.format(len(name)) if kind == "gpu" else f"0.0 0.0 {len(name)} 9.0\n"
             Path(f"{kind}_memory/{kind}_memory_log_{name}.{suffix}").write_text(lines)
     lines = summary("47", None, 2, [], earlier=False)
-    assert [line.split(":")[0] for line in lines[:4]] == [
+    assert [line.split(":")[0] for line in lines[:6]] == [
         "GPU 0 memory on node1",
+        "GPU 0 power on node1",
         "GPU 0 memory on node2",
+        "GPU 0 power on node2",
         "CPU memory on node1",
         "CPU memory on node2",
     ]
-    assert lines[4:] == ["missing: no run record: the job ended before the training began"]
+    assert lines[6:] == ["missing: no run record: the job ended before the training began"]
     lines = summary("4", None, 2, [], earlier=False)
-    assert [line.split(":")[0] for line in lines[:2]] == ["GPU 0 memory", "CPU memory"]
+    assert [line.split(":")[0] for line in lines[:3]] == ["GPU 0 memory", "GPU 0 power", "CPU memory"]
 
 
 def test_finish_py_does_not_change_a_completed_record(main_of, capsys):
@@ -282,6 +284,25 @@ TRAIN = {"samples_per_second": 12.345, "steady_samples_per_second": 20.5}
 def test_the_summary_shows_the_rate_or_why_it_is_missing(record, code, line):
     record = Record(status="completed", **record) if record else None
     assert summary("7", record, code, [], earlier=False) == [line]
+
+
+@pytest.mark.parametrize(
+    ("limit", "line"),
+    [
+        (300.0, "GPU 0 power: mean 212 W (71 % of its limit of 300 W)"),
+        (None, "GPU 0 power: mean 212 W"),
+    ],
+)
+def test_the_summary_shows_the_mean_power_of_each_gpu(limit, line):
+    """GPU 1 has no sensor."""
+    Path("gpu_memory").mkdir()
+    second = GPU_LINE.format(9).replace(", 0, ", ", 1, ").replace("212.40, 98", "[N/A], [N/A]")
+    lines = GPU_LINE.format(7) + second + GPU_LINE.format(7).replace("212.40", "211.60") + second
+    Path("gpu_memory/gpu_memory_log_7.csv").write_text(lines)
+    record = Record(status="completed", train=TRAIN, hardware=Hardware(gpus=2, gpu_power_limit_w=limit))
+    shown = summary("7", record, 0, [], earlier=False)
+    assert [row for row in shown if "power" in row] == [line, "missing: GPU 1 power: nvidia-smi reported none"]
+    assert "GPU 1 memory: peak 9 MiB, mean 9 MiB (2 samples)" in shown
 
 
 def test_the_summary_reports_an_empty_log():

@@ -5,10 +5,12 @@ from pathlib import Path
 import pytest
 
 from records.memory_logs import log_host, memory_log_paths, read_cpu_log, read_gpu_log
-from report_files import CPU_HEADER, GPU_HEADER, cpu_log, gpu_log, write
+from report_files import CPU_HEADER, GPU_HEADER, OLD_GPU_HEADER, cpu_log, gpu_log, write
 
 GPU_LOG, CPU_LOG = gpu_log(100, 900, 500), cpu_log(10, 90, 50)
-LINE = "2026/11/20 22:00:15.000, 0, Tesla V100-SXM2-32GB, {}, 32768\n"
+LINE = "2026/11/20 22:00:15.000, 0, Tesla V100-SXM2-32GB, {}, 32768, 71.23, 98\n"
+OLD_LINE = LINE.replace(", 71.23, 98", "")
+OLD_GPU_LOG = GPU_LOG.replace(GPU_HEADER, OLD_GPU_HEADER).replace(", 71.23, 98", "")
 
 
 def mib_by_name(log) -> dict[str, list[float]]:
@@ -22,7 +24,15 @@ GPU_LOGS = {  # content, samples of GPU 0, numbers of the lines without a sample
     "empty": ("", [], []),
     "only header": (GPU_HEADER, [], []),
     "cut in the value": (GPU_LOG + LINE.format(700)[:53], [100, 900, 500], [5]),
-    "cut in the total": (GPU_LOG + LINE.format(700)[:-4], [100, 900, 500], [5]),
+    "cut in the total": (GPU_LOG + OLD_LINE.format(700)[:-4], [100, 900, 500], [5]),
+    "cut in the power": (GPU_LOG + LINE.format(700)[:-7], [100, 900, 500], [5]),
+    "cut before the load": (GPU_LOG + LINE.format(700)[:-3], [100, 900, 500], [5]),
+    "cut in the load": (GPU_LOG + LINE.format(700).replace("98", "[N/"), [100, 900, 500], [5]),
+    "cut and continued": (GPU_LOG + LINE.format(700)[:15] + LINE.format(7), [100, 900, 500], [5]),
+    "five columns": (OLD_GPU_LOG, [100, 900, 500], []),
+    "five columns, resumed with seven": (OLD_GPU_LOG + gpu_log(7), [100, 900, 500, 7], []),
+    "five columns, cut and resumed": (OLD_GPU_LOG + OLD_LINE.format(700)[:30] + gpu_log(7), [100, 900, 500, 7], []),
+    "seven columns, resumed with five": (GPU_LOG + OLD_GPU_LOG, [100, 900, 500] * 2, []),
     "resumed": (GPU_LOG + gpu_log(7), [100, 900, 500, 7], []),
     "cut and resumed": (GPU_LOG + LINE.format(700)[:30] + gpu_log(7), [100, 900, 500, 7], []),
     "not available": (GPU_LOG + LINE.format("[N/A]"), [100, 900, 500], [5]),
@@ -38,6 +48,36 @@ def test_gpu_log(tmp_path, text, samples, lines):
     log = read_gpu_log(path)
     assert mib_by_name(log) == ({"0": samples} if samples else {})
     assert [problem.split(" (")[0] for problem in log.problems] == [f"{path}:{line}: no sample" for line in lines]
+
+
+POWER = {  # content, known power of GPU 0
+    "plain": (GPU_LOG, [71.23] * 3),
+    "with units": (GPU_LOG.replace(", 32768, 71.23, 98", " MiB, 32768 MiB, 71.23 W, 98 %"), [71.23] * 3),
+    "five columns, resumed with seven": (OLD_GPU_LOG + gpu_log(7), [71.23]),
+    "five columns": (OLD_GPU_LOG, []),
+    "no power": (GPU_LOG.replace("71.23", "[N/A]"), []),
+    "no load": (GPU_LOG.replace(" 98", " [Not Supported]"), [71.23] * 3),
+    "no power and no load, with units": (GPU_LOG.replace("71.23, 98", "[Unknown Error], [N/A]"), []),
+    "sometimes": (GPU_LOG + LINE.format(7).replace("71.23", "[N/A]") + LINE.format(7).replace("71", "99"),
+                  [71.23] * 3 + [99.23]),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("text", "power"), POWER.values(), ids=POWER)
+def test_power_is_missing_only_where_it_is_unknown(tmp_path, text, power):
+    path = tmp_path / "gpu.csv"
+    path.write_text(text)
+    log = read_gpu_log(path)
+    assert [watts for _, watts in log.power.get("0", [])] == power
+    assert log.mean_power("0") == (pytest.approx(sum(power) / len(power)) if power else None)
+    assert len(log.samples["0"]) == text.count(" 0, Tesla") and not log.problems
+
+
+def test_memory_and_power_have_one_time_axis(tmp_path):
+    path = tmp_path / "gpu.csv"
+    path.write_text(OLD_GPU_LOG + LINE.format(7))
+    assert read_gpu_log(path).curve("0")[-1] == (15, 7)
+    assert read_gpu_log(path).power_curve("0") == [(15, 71.23)]
 
 
 CPU_LOGS = {
@@ -79,7 +119,9 @@ def test_peak_mean_and_order_of_the_gpus(tmp_path):
 
 def test_curve_and_span(tmp_path):
     gpu, cpu = tmp_path / "gpu.csv", tmp_path / "cpu.txt"
-    gpu.write_text(f"{GPU_HEADER}\n2026/01/31 23:59:58.500, 0, H200, 7, 99\n2026/02/01 00:00:03.250, 0, H200, 9, 99\n")
+    gpu.write_text(
+        f"{GPU_HEADER}\n2026/01/31 23:59:58.500, 0, H200, 7, 99, 71.23, 98\n2026/02/01 00:00:03.250, 0, H200, 9, 99, 71.23, 98\n"
+    )
     assert read_gpu_log(gpu).curve("0") == [(0, 7), (4.75, 9)]
     assert read_gpu_log(gpu).span() == 4.75
     cpu.write_text(cpu_log(10, 90) + cpu_log(50, 60, 70))

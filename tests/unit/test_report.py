@@ -141,7 +141,7 @@ def test_relations(tmp_path):
     """The expected values are computed by hand.
 
     2 GPUs take 100 s at 10 samples/s, and 4 GPUs take 125 s at 16 samples/s. Offloading changes 3000 MiB to 1200 MiB,
-    and 100 s to 150 s.
+    100 s to 150 s, and 80 J to 100 J per question.
     """
     for gpus, runtime, rate in ((2, 100, 10), (4, 125, 16)):
         changes = {"world_size": gpus, "train__runtime_s": runtime, "train__steady_samples_per_second": rate}
@@ -151,10 +151,14 @@ def test_relations(tmp_path):
     assert cell(weak, "4 GPUs", "weak_efficiency.runtime").value == 80
     assert cell(weak, "4 GPUs", "efficiency.steady_samples_per_second").value == 80
     stages = "deepspeed-multi-gpu/2_gpus_stages_comparison"
-    add_run(tmp_path, f"{stages}/zero_1", "11", (100, 3000), train__runtime_s=100)
-    add_run(tmp_path, f"{stages}/cpu_offloading/zero_1", "12", (100, 1200), train__runtime_s=150)
+    for job, name, peak, runtime, joules in (
+        ("11", "zero_1", 3000, 100, 80),
+        ("12", "cpu_offloading/zero_1", 1200, 150, 100),
+    ):
+        energy = {"joules_per_question": joules}
+        add_run(tmp_path, f"{stages}/{name}", job, (100, peak), train__runtime_s=runtime, energy=energy)
     trade = table(tmp_path, "offload-trade-off")
-    assert [each.value for each in trade.rows[0].cells] == [3000, 1200, 60, 100, 150, 50]
+    assert [each.value for each in trade.rows[0].cells] == [3000, 1200, 60, 100, 150, 50, 80, 100, 25]
     assert trade.definition.headers[:3] == ["Peak GPU memory (MiB), no offload", "Peak GPU memory (MiB)",
                                  "Peak GPU memory: saving (%)"]  # fmt: skip
     strong = ("fsdp-single-gpu/full_shard", 1, 100, 10), ("fsdp-multi-gpu/2_gpus", 2, 50, 18)
@@ -234,7 +238,7 @@ def test_the_summary_of_a_job_is_printed(main_of, capsys):
     assert values["Training Speed, steps alone (samples/sec)"] == ("", "too few steps after the warm-up")
     assert values["Peak GPU memory (MiB)"] == ("901", "")
     assert values["Peak CPU memory of a rank (MiB)"] == ("708.9", "")
-    assert "GPU-hours" not in values and "\nno GPU: 1 row left out\n" in printed
+    assert not {"GPU-hours", "kWh"} & {*values} and "\nno GPU: 6 rows left out\n" in printed
     assert "Exact Match (%)" not in values
     assert printed.splitlines()[-2] == "model:      not saved"
 

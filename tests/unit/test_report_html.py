@@ -3,6 +3,8 @@
 import base64
 import hashlib
 import re
+import time
+from datetime import datetime, timedelta, timezone
 from html.parser import HTMLParser
 from pathlib import Path
 from types import SimpleNamespace
@@ -11,7 +13,7 @@ import pytest
 from matplotlib.colors import to_hex
 from matplotlib.figure import Figure
 
-from report_files import add_run, table, write
+from report_files import GPU_HEADER, add_run, table, write
 from reporting.definitions import PLOTS
 from reporting.page import SITE_NAME
 from reporting.plots import DRAWINGS, pareto_front
@@ -187,7 +189,8 @@ def test_empty_columns_are_left_out_with_their_reason(tmp_path):
     add_run(tmp_path, "deepspeed-single-gpu/zero_2", "2", gpu=None, hardware__gpus=0, cpu=None)
     shown = write_page(tmp_path).section("zero-stages-tiny-bloom")
     assert "Experiment Job Status" in shown and "Peak CPU memory (MiB)" in shown.partition("Empty columns")[0]
-    assert re.search(r"Empty columns left out: Peak GPU memory \(MiB\),.* Mean GPU memory \(MiB\) \(no GPU\)\.", shown)
+    left_out = r"Empty columns left out: Peak GPU memory \(MiB\),.* J per question, kWh \(no GPU\)\."
+    assert re.search(left_out, shown) and "no GPU" not in shown.partition("no GPU).")[2]
     assert "Peak GPU memory (MiB)" in (tmp_path / "report" / "zero-stages-tiny-bloom.csv").read_text()
 
 
@@ -396,3 +399,61 @@ def test_the_memory_plots_show_the_peaks(tmp_path):
     assert names == ["Stage 1: GPU 900 MiB, CPU 90 MiB", "Stage 2: GPU 700 MiB"]
     bars = [[text.get_text() for text in axis.texts] for axis in drawn("peaks", shown).axes]
     assert bars == [["700", "900"], ["90"]]
+
+
+def power_log(zone: int, *watts: float | str) -> str:
+    """Return the log of a GPU on a node whose local time is `zone` hours ahead of UTC. The job begins at 10:00 UTC."""
+    lines = [f"2026/11/20 {10 + zone:02d}:00:{5 * i:02d}.000, 0, H200, {i}, 99, {watt}, 98" for i, watt in enumerate(watts)]
+    return "\n".join([GPU_HEADER, *lines]) + "\n"
+
+
+def pause(what: str, zone: int, began: int, seconds: float) -> dict:
+    started = datetime(2026, 11, 20, 10 + zone, 0, began, tzinfo=timezone(timedelta(hours=zone)))
+    return {
+        "what": what,
+        "started": started.isoformat(),
+        "finished": (started + timedelta(seconds=seconds)).isoformat(),
+    }
+
+
+@pytest.fixture
+def zone_of_new_york(monkeypatch):
+    with monkeypatch.context() as patch:
+        patch.setenv("TZ", "EST5")
+        time.tzset()
+        yield
+    time.tzset()
+
+
+def test_the_plot_of_power_marks_evaluations_and_saves(tmp_path, zone_of_new_york):
+    """The nodes of the two runs have other zones than the machine that makes the report. A third run has no pause."""
+    for job_id, zone, stage in (("1", 1, 1), ("2", -3, 2)):
+        pauses = [pause("evaluation", zone, 4, 2.5), pause("saving", zone, 7, 1)]
+        watts = (50, "[N/A]", 300, 290) if job_id == "1" else (60, 70, 80, 90)
+        add_run(tmp_path, f"deepspeed-single-gpu/zero_{stage}", job_id, power_log(zone, *watts), pauses=pauses)
+    add_run(tmp_path, "deepspeed-single-gpu/zero_3", "3", power_log(0, 1, 2))
+    memory, power, cpu = drawn("memory", table(tmp_path, "zero-stages-tiny-bloom")).axes
+    assert [axis.get_ylabel().split(" (")[0] for axis in (memory, power, cpu)] == [
+        "GPU memory used",
+        "GPU power",
+        "CPU memory used",
+    ]
+    lines = [list(zip(*line.get_data(), strict=True)) for line in power.lines]
+    assert (
+        len(lines) == 3 and [(0, 50), (10, 300), (15, 290)] in lines and [(0, 60), (5, 70), (10, 80), (15, 90)] in lines
+    )
+    (above,) = power.child_axes
+    spans = [[tuple(path.get_extents().intervalx) for path in bars.get_paths()] for bars in above.collections]
+    assert spans == [[(4, 6.5)], [(7, 8)]] * 2
+    assert [bool(bars.get_hatch()) for bars in above.collections] == [False, True] * 2
+    assert "evaluation (filled) and saving (hatched)" in power.get_xlabel().replace("\n", " ")
+
+
+def test_without_power_or_pauses_nothing_is_marked(tmp_path):
+    add_run(tmp_path, STAGE, "1")
+    shown = table(tmp_path, "zero-stages-tiny-bloom")
+    _, power, _ = drawn("memory", shown).axes
+    assert (power.child_axes, power.get_xlabel()) == ([], "time (s)")
+    add_run(tmp_path, STAGE, "1", power_log(0, "[N/A]", "[N/A]"), pauses=[pause("saving", 0, 1, 1)])
+    labels = [axis.get_ylabel() for axis in drawn("memory", table(tmp_path, "zero-stages-tiny-bloom")).axes]
+    assert labels == ["GPU memory used (MiB)", "CPU memory used (MiB)"]

@@ -1,0 +1,162 @@
+"""Energy, power and activity of GPUs in the report and on the page of a class. All numbers are made up."""
+
+import csv
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from report_files import add_gpu_run, add_run, cell, table, write
+from reporting.class_page import Predictions, render_class
+from reporting.class_runs import ClassReader
+from reporting.definitions import load_definitions
+from reporting.metrics import metric_value
+from reporting.render import describe_gpu_hours
+from reporting.report_folder import write_report
+from reporting.runs import Missing, Run, find_runs
+
+ENERGY = ["kwh", "joules_per_question", "joules_per_1000_tokens", "mean_watts", "power_share"]
+STEADY = ENERGY[1:]
+ACTIVITY = ["sm_activity", "tensor_activity", "dram_activity"]
+
+
+def find_run(top: Path) -> Run:
+    (run,) = find_runs([top])
+    return run
+
+
+def reasons(run: Run) -> dict[str, str]:
+    """Return the reason for each missing value. A metric with a value is not in it."""
+    values = {name: metric_value(name, run) for name in [*ENERGY, *ACTIVITY]}
+    return {name: value.reason for name, value in values.items() if isinstance(value, Missing)}
+
+
+def test_values_of_a_run(tmp_path):
+    """Power is 490 of 700 W. The activity is the mean over the two nodes."""
+    nodes = [
+        {"seconds": 0.4, "sm_percent": 60.0, "tensor_percent": 20.0, "dram_percent": 30.0},
+        {"seconds": 0.5, "sm_percent": 70.0, "tensor_percent": 10.0, "dram_percent": 40.0},
+    ]
+    add_gpu_run(tmp_path, "baseline", "1", gpus=2, gpu_activity=nodes)
+    run = find_run(tmp_path)
+    assert {name: metric_value(name, run) for name in ENERGY + ACTIVITY} == pytest.approx(
+        {
+            "kwh": 0.4,
+            "joules_per_question": 320,
+            "joules_per_1000_tokens": 1680,
+            "mean_watts": 490,
+            "power_share": 70,
+            "sm_activity": 65,
+            "tensor_activity": 15,
+            "dram_activity": 35,
+        }
+    )
+
+
+SHARED = "2 ranks share a GPU"
+KILLED = "attempt 1 was killed before it recorded its energy"
+FEW_STEPS = "too few steps after the warm-up"
+OLD = "NVML measures it on Hopper and newer GPUs"
+NOTHING = {"energy": None, "gpu_activity": None}
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ({"missing": {"energy": SHARED}, "energy": None}, dict.fromkeys(ENERGY, SHARED)),
+        ({"missing": {"energy.kwh": KILLED}, "energy__kwh": None}, {"kwh": KILLED}),
+        (
+            {"missing": {"energy.steady_joules": FEW_STEPS}, "energy": {"kwh": 0.2}},
+            dict.fromkeys(STEADY, FEW_STEPS),
+        ),
+        (
+            {"missing": {"energy.joules_per_1000_tokens": "no tokens"}, "energy__joules_per_1000_tokens": None},
+            {"joules_per_1000_tokens": "no tokens"},
+        ),
+        ({"hardware__gpu_power_limit_w": None}, {"power_share": "not measured"}),
+        ({"missing": {"gpu_activity": OLD}, "gpu_activity": None}, dict.fromkeys(ACTIVITY, OLD)),
+        (
+            {"status": "failed", "exit_code": 1, **NOTHING},
+            dict.fromkeys(ENERGY + ACTIVITY, "the run's status is failed"),
+        ),
+        (NOTHING, dict.fromkeys(ENERGY + ACTIVITY, "not measured")),
+        ({"hardware__gpus": 0, **NOTHING}, dict.fromkeys(ENERGY + ACTIVITY, "no GPU")),
+        ({"hardware__gpus": 0, "status": "failed", **NOTHING}, dict.fromkeys(ENERGY + ACTIVITY, "no GPU")),
+    ],
+    ids=["shared GPU", "lost attempt", "few steps", "one value", "no limit", "old GPU", "failed", "old record", "CPU",
+         "failed on the CPU"],
+)  # fmt: skip
+def test_a_missing_value_has_its_reason(tmp_path, changes, expected):
+    add_gpu_run(tmp_path, "baseline", "1", **changes)
+    assert reasons(find_run(tmp_path)) == expected
+
+
+def test_kwh_are_next_to_gpu_hours(tmp_path):
+    """The number of runs is there only if the energy of a run is not known. Without any energy, there are no kWh."""
+    add_gpu_run(tmp_path, "baseline", "1")
+    add_gpu_run(tmp_path, "baseline", "2", gpus=2)
+    runs = find_runs([tmp_path])
+    assert describe_gpu_hours(runs) == "1.5 in 2 runs; 0.6 kWh"
+    add_gpu_run(tmp_path, "baseline", "3", status="failed", exit_code=1, **NOTHING)
+    assert describe_gpu_hours(find_runs([tmp_path])) == "2 in 3 runs; 0.6 kWh (2 of 3 runs)"
+    assert describe_gpu_hours([run for run in find_runs([tmp_path]) if run.job_id == "3"]) == "0.5 in 1 run"
+    add_run(tmp_path, "baseline", "4")
+    described = describe_gpu_hours(find_runs([tmp_path]))
+    assert described == "2 in 3 runs, no value for 1 (no GPU); 0.6 kWh (2 of 4 runs)"
+
+
+def test_the_page_of_a_class_shows_kwh_if_any_are_known(tmp_path, monkeypatch):
+    monkeypatch.setattr("job.end_of_job.subprocess.run", lambda *_, **__: SimpleNamespace(stdout=""))  # squeue
+    for name, energy in (("alice", {}), ("bjarne", NOTHING)):
+        add_gpu_run(tmp_path / name, "baseline", "1", **energy)
+    pages = {}
+    for names in (["alice", "bjarne"], ["bjarne"]):
+        reader = ClassReader([tmp_path / name for name in names], ["baseline"])
+        pages[len(names)] = render_class(reader, reader.read(), Predictions(), False, None)
+    assert "<p>1 in 2 runs; 0.2 kWh (1 of 2 runs)</p>" in pages[2] and "kWh: energy" in pages[2]
+    assert "<p>0.5 in 1 run</p>" in pages[1] and "kWh" not in pages[1]
+
+
+COMPARING = {"throughput", "efficiency", "speed"}  # plots of tables that compare methods or scaling
+
+
+def test_tables_that_compare_methods_or_scaling_show_their_energy():
+    found = {each.id for each in load_definitions() if {"kwh", "joules_per_question"} <= {*each.columns}}
+    comparing = {each.id for each in load_definitions() if COMPARING & {*each.plots}}
+    assert found == comparing | {"baseline", "batch-size", "fsdp-baseline", "fsdp-single-gpu", "custom-baseline"}
+
+
+def test_true_utilisation_is_next_to_the_duty_cycle():
+    """The weak scaling of the custom model has no room for it. docs/custom-model.md compares it on one GPU."""
+    for each in load_definitions():
+        if "gpu_utilisation" in each.columns and each.id != "custom-weak-scaling":
+            assert each.columns[each.columns.index("gpu_utilisation") + 1] == "sm_activity", each.id
+    busy = next(each for each in load_definitions() if each.id == "gpu-activity")
+    assert {"gpu_utilisation", "mfu", "power_share", *ACTIVITY} <= {*busy.columns}
+
+
+def test_a_complete_report_of_gpu_runs(tmp_path):
+    """Three methods on two GPUs, a run that needed too much memory, and a run on an older GPU."""
+    methods = {"ddp": 210.0, "fsdp2": 230.0, "zero3": 260.0}
+    for job, (name, joules) in enumerate(methods.items(), 1):
+        add_gpu_run(tmp_path, f"methods-comparison/{name}", str(job), gpus=2, energy__joules_per_question=joules)
+    failed = {"status": "oom", "exit_code": 1, "train": None, **NOTHING}
+    folder = add_gpu_run(tmp_path, "methods-comparison/zero3_offload", "4", gpus=2, **failed)
+    write(folder / "log" / "zero3_offload_4.out", "error: memory: CUDA out of memory; lower --max_length\n")
+    old = {"hardware__gpu": "Tesla V100-SXM2-32GB", "gpu_activity": None, "missing": {"gpu_activity": OLD}}
+    add_gpu_run(tmp_path, "baseline", "5", callbacks={"avg_gpu_util_%": 98.0}, train__mfu_percent=21.0, **old)
+    write_report([tmp_path], tmp_path / "report", all_runs=False)
+
+    shown = table(tmp_path, "methods-comparison")
+    values = {row.label: cell(shown, row.label, "joules_per_question") for row in shown.rows if row.run}
+    assert [each.value for each in values.values()] == [210, 230, 260, None]
+    assert values["ZeRO-3 + offload"].note == "the run's status is oom"
+    rows = list(csv.DictReader((tmp_path / "report" / "runs.csv").open()))
+    assert [row["kWh"] for row in rows] == ["0.4", "0.4", "0.4", "", "0.2"]
+    assert "kWh: the run's status is oom" in rows[3]["remarks"]
+    busy = table(tmp_path, "gpu-activity")
+    assert [cell(busy, "Baseline", name).value for name in ("gpu_utilisation", "mfu", "power_share")] == [98, 21, 70]
+    html = (tmp_path / "report" / "index.html").read_text()
+    assert "GPU-hours: 4 in 4 runs; 1.2 kWh (3 of 4 runs)" in html
+    assert "<dt>GPU-hours</dt><dd>0.5 in 1 run; 0.2 kWh</dd>" in html
+    assert f"Empty columns left out: SM activity (%), Tensor core activity (%), DRAM activity (%) ({OLD})." in html
