@@ -72,14 +72,14 @@ STARVING = [steps(INTERVAL, 98, computing=1), steps(INTERVAL, 0, computing=0)] *
 OFFLOAD = steps(420, 40, computing=EPOCH / 420)
 HANG = Phase("hang", HANG_TIMEOUT, WAITING, 100)
 RUNS = {
-    "A": Run(1, EPOCHS * epoch([steps(EPOCH, 98, computing=1)], 20), mib=14200, cpu=100, cpu_mib=3100),
+    "A": Run(1, EPOCHS * epoch(STARVING, 20), mib=14200, cpu=100, cpu_mib=3100),
     "B": Run(
         2, [*epoch([TWO_GPUS], 10), steps(60, 100, EFFICIENCY, 1 - EFFICIENCY), HANG],
         mib=14200, cpu=200, cpu_mib=6200, completed=False,
     ),
     "C": Run(1, EPOCHS * epoch([OFFLOAD], 20), mib=6900, cpu=1200, cpu_mib=14900),
     "D": Run(2, EPOCHS * epoch([TWO_GPUS], 10), mib=14200, cpu=200, cpu_mib=6200),
-    "E": Run(1, EPOCHS * epoch(STARVING, 20), mib=14200, cpu=100, cpu_mib=3100),
+    "E": Run(1, EPOCHS * epoch([steps(EPOCH, 98, computing=1)], 20), mib=14200, cpu=100, cpu_mib=3100),
 }  # fmt: skip
 
 
