@@ -21,7 +21,8 @@ CPU_HEADER = "# Elapsed time   CPU (%)     Real (MB)   Virtual (MB)"
 def gpu_log(*used: float, gpus: int = 1, step: int = 5) -> str:
     """Return a GPU log with one value per time step, which is the same for all GPUs."""
     lines = [
-        f"2026/11/20 22:{i * step // 60:02d}:{i * step % 60:02d}.000, {gpu}, Tesla V100-SXM2-32GB, {mib}, 32768, 71.23, 98"
+        f"2026/11/20 22:{i * step // 60:02d}:{i * step % 60:02d}.000, {gpu}, Tesla V100-SXM2-32GB, {mib}, 32768, "
+        "71.23, 98"
         for i, mib in enumerate(used)
         for gpu in range(gpus)
     ]

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from helpers import until
-from report_files import add_run, cpu_log, gpu_log, write
+from report_files import GPU_HEADER, add_run, cpu_log, gpu_log, write
 from shell import program, shell_environment, start_stub
 
 # The lines of a training, which then waits for the file `go`
@@ -78,7 +78,7 @@ def running(workshop) -> Iterator[Path]:
     try:
         until(lambda: log.exists() and "error: disk" in log.read_text() and list(folder.glob("gpu_memory/*")))
         until(lambda: (folder / f"cpu_memory/cpu_memory_log_{ID}.txt").read_text().count("\n") > 1)
-        until(lambda: "\n" in (folder / f"results/.{ID}/gpu_load_{os.uname().nodename}").read_text())
+        until(lambda: (folder / f"gpu_memory/gpu_memory_log_{ID}.csv").read_text().count("\n") > 1)
         yield folder
         (folder / "go").touch()
         started.communicate(timeout=120)
@@ -103,7 +103,7 @@ def test_a_run_without_slurm_is_shown(running, watch):
     host = os.uname().nodename
     cpu, gpu = lines[-2:]
     assert re.fullmatch(rf"{host} +CPU +\d+ +\d+ % of one core", cpu), done
-    assert re.fullmatch(rf"{host} +GPU 3 +\d+ of 32768 +93 %", gpu), done
+    assert re.fullmatch(rf"{host} +GPU 3 +\d+ of 32768 +93 %, 203 W", gpu), done
 
 
 def add_log(workshop: Path, text: str) -> Path:
@@ -170,6 +170,24 @@ def test_time_left_and_nodes_are_shown_only_while_the_job_runs(workshop, watch):
     assert "\nstep       135 of 800 (16 %)\n" in view, "a job that stops before its first progress line"
 
 
+@pytest.mark.parametrize(
+    ("lines", "load"),
+    [
+        ("0, V100, 900, 32768, 71.23, 98", " 98 %, 71 W"),
+        ("0, V100, 900, 32768, [N/A], 98", " 98 %"),
+        ("0, V100, 900, 32768, 71.23, [Not Supported]", " 71 W"),
+        ("0, V100, 900, 32768", ""),
+        ("0, V100, 900, 32768, 71.23, 98\ntime, 0, V100, 900, 32768, 71", " 98 %, 71 W"),
+    ],
+    ids=["both", "no power", "no load", "five columns", "cut"],
+)
+def test_the_load_and_the_power_of_a_gpu_are_shown_if_they_are_known(workshop, watch, lines, load):
+    folder = add_log(workshop, LOG.replace("node1 node2 node3", "node1")).parent.parent
+    write(folder / "gpu_memory/gpu_memory_log_4711.csv", f"{GPU_HEADER}\ntime, {lines}\n")
+    *_, row = watch("4711", squeue=RUNNING).stdout.splitlines()
+    assert " ".join(row.split()) == f"node1 GPU 0 900 of 32768{load}"
+
+
 def test_a_node_that_does_not_answer_has_no_load(workshop, watch):
     folder = add_log(workshop, LOG).parent.parent
     for node in ("node1", "node2", "node3"):
@@ -190,7 +208,7 @@ def test_a_node_that_does_not_answer_has_no_load(workshop, watch):
         "node1 CPU 869 no sample for 600 s",
         "node1 GPU 0 900 of 32768 no sample for 600 s",
         "node3 CPU 869 99 % of one core",
-        "node3 GPU 0 900 of 32768",
+        "node3 GPU 0 900 of 32768 98 %, 71 W",
     ]
     assert "does not answer" not in watch("4711", squeue=NO_ANSWER, sinfo=sinfo).stdout.partition("\nnode  ")[2]
 

@@ -52,6 +52,7 @@ def overfitted(train, workplace) -> Finished:
 def test_a_model_learns_16_questions_by_heart(overfitted: Finished):
     record = overfitted.record
     assert (record["exact_match"], record["f1"]) == (100, 100)
+    assert record["pauses"][-1]["what"] == "evaluation"
     assert "exact_match 100.00  f1 100.00\n" in overfitted.log
     assert record["train"]["loss_last"] < 0.3
 

@@ -12,6 +12,7 @@ import pytest
 
 from bench import Bench
 from helpers import LAUNCHERS, Finished, free_port
+from records.schema import read_record
 from runs import PYTHON, TORCHRUN, uses
 from training.profiling import PHASES, PROFILED_STEPS
 
@@ -120,6 +121,10 @@ def test_record_of_a_finished_run(run: Finished):
     assert record["resumed_from"] is None
     assert record["settings"]["learning_rate"] == 2e-3
     assert [(entry["epoch"], entry["step"]) for entry in record["eval"]] == [(1, 8), (2, 16)]
+    pauses = read_record(run.record_path).pauses
+    assert [pause.what for pause in pauses] == [*["evaluation", "saving"] * 2, "saving"], "the last is the model"
+    times = [time for pause in pauses for time in (pause.started, pause.finished)]
+    assert times == sorted(times)
     train = record["train"]
     assert record["eval"][-1]["loss"] - 0.5 < train["loss_mean"] < 7.63  # an untrained model has a loss of log(2048)
     assert train["steady_steps"] == 13, "3 of the 16 steps are warm-up"

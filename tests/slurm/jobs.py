@@ -218,6 +218,7 @@ def check_memory_logs(job: Job) -> None:
         log = read_gpu_log(path)
         assert not log.problems, log.problems
         assert log.names() == expected[host], "the log must hold the job's GPUs and no others"
+        assert all(len(log.power[name]) == len(log.samples[name]) for name in log.names())
     for path in cpu_logs.values():
         log = read_cpu_log(path)
         assert not log.problems, log.problems
@@ -237,18 +238,23 @@ def check_log(job: Job, hosts: list[str], gpus: int) -> None:
     assert log.count("{'train_runtime'") == 1
     assert len(re.findall(r"\{'eval_loss': '[0-9.]+'", log)) == len(job.losses)
     where = {host: f" on {host}" if nodes > 1 else "" for host in sorted(hosts)}
-    titles = [f"GPU {index} memory{where[host]}" for host in where for index in job.gpus[host]]
+    titles = [
+        f"GPU {gpu} {what}{where[host]}" for host in where for gpu in job.gpus[host] for what in ("memory", "power")
+    ]
     titles += [f"CPU memory{place}" for place in where.values()]
     assert job.summary[0] == "status: completed (exit code 0)"
     # With torch.compile, the summary says that the memory logs include the compiler
     compiles = ["missing"] if "TORCH_COMPILE" in job.script.read_text() else []
     assert [line.split(":")[0] for line in job.summary[1:]] == [*titles, "samples per second", *compiles], job.summary
     for title, line in zip(titles, job.summary[1:], strict=False):
-        index, host = re.fullmatch(r"(?:GPU (\d+)|CPU) memory(?: on (.*))?", title).groups()
+        index, what, host = re.fullmatch(r"(?:GPU (\d+)|CPU) (memory|power)(?: on (.*))?", title).groups()
         path = job.memory_logs("gpu" if index else "cpu")[host or ""]
-        memory = read_gpu_log(path) if index else read_cpu_log(path)
+        logged = read_gpu_log(path) if index else read_cpu_log(path)
         series = index or "process"
-        expected = f"peak {memory.peak(series):.0f} MiB, mean {memory.mean(series):.0f} MiB"
-        assert line == f"{title}: {expected} ({len(memory.samples[series])} samples)"
+        expected = f"peak {logged.peak(series):.0f} MiB, mean {logged.mean(series):.0f} MiB"
+        expected += f" ({len(logged.samples[series])} samples)"
+        if what == "power":
+            expected = f"mean {200 + int(index)} W"  # of the stub for nvidia-smi
+        assert line == f"{title}: {expected}"
     rate = f"samples per second: {job.record['train']['samples_per_second']:.2f} (Trainer)"
     assert job.summary[1 + len(titles)].startswith(rate)

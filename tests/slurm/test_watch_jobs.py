@@ -98,7 +98,7 @@ def test_a_running_job_is_shown_with_its_nodes_and_gpus(running):
         (gpu,) = running.gpus[node]
         cpu_row, gpu_row = rows.pop(0), rows.pop(0)
         assert re.fullmatch(rf"{node} +CPU +\d{{2,}} +\d+ % of one core", cpu_row), view
-        assert re.fullmatch(rf"{node} +GPU {gpu} +\d+ of 32768 +{90 + int(gpu)} %", gpu_row), view
+        assert re.fullmatch(rf"{node} +GPU {gpu} +\d+ of 32768 +{90 + int(gpu)} %, {200 + int(gpu)} W", gpu_row), view
     assert not rows, view
 
 

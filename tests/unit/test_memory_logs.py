@@ -119,9 +119,9 @@ def test_peak_mean_and_order_of_the_gpus(tmp_path):
 
 def test_curve_and_span(tmp_path):
     gpu, cpu = tmp_path / "gpu.csv", tmp_path / "cpu.txt"
-    gpu.write_text(
-        f"{GPU_HEADER}\n2026/01/31 23:59:58.500, 0, H200, 7, 99, 71.23, 98\n2026/02/01 00:00:03.250, 0, H200, 9, 99, 71.23, 98\n"
-    )
+    lines = [f"{time}, 0, H200, {mib}, 99, 71.23, 98\n" for time, mib in
+             (("2026/01/31 23:59:58.500", 7), ("2026/02/01 00:00:03.250", 9))]  # fmt: skip
+    gpu.write_text(f"{GPU_HEADER}\n{''.join(lines)}")
     assert read_gpu_log(gpu).curve("0") == [(0, 7), (4.75, 9)]
     assert read_gpu_log(gpu).span() == 4.75
     cpu.write_text(cpu_log(10, 90) + cpu_log(50, 60, 70))

@@ -403,7 +403,9 @@ def test_the_memory_plots_show_the_peaks(tmp_path):
 
 def power_log(zone: int, *watts: float | str) -> str:
     """Return the log of a GPU on a node whose local time is `zone` hours ahead of UTC. The job begins at 10:00 UTC."""
-    lines = [f"2026/11/20 {10 + zone:02d}:00:{5 * i:02d}.000, 0, H200, {i}, 99, {watt}, 98" for i, watt in enumerate(watts)]
+    lines = [
+        f"2026/11/20 {10 + zone:02d}:00:{5 * i:02d}.000, 0, H200, {i}, 99, {watt}, 98" for i, watt in enumerate(watts)
+    ]
     return "\n".join([GPU_HEADER, *lines]) + "\n"
 
 

@@ -6,6 +6,7 @@ import math
 import os
 import re
 import resource
+import time
 from datetime import UTC, datetime
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,6 +15,7 @@ import pytest
 import torch
 
 from records import writer
+from records.memory_logs import local_seconds
 from records.run_environment import new_job_id
 from records.schema import change_record, read_record
 from records.writer import RunRecord
@@ -21,7 +23,7 @@ from shared.errors import WorkshopError
 from shared.json_files import write_json
 from shared.paths import workshop_version
 from training import measured_memory
-from training.callbacks import RecordCallback, UtilisationCallback
+from training.callbacks import PauseCallback, RecordCallback, UtilisationCallback
 from training.measured_memory import ModelStateCallback, record_peaks
 from training.speed import TrainSpeedCallback
 
@@ -169,6 +171,39 @@ def test_peaks_of_gpu_memory_and_pinned_memory_are_recorded(gpu, monkeypatch):
     record_peaks(run)
     assert run.content["peak_gpu_memory"] == [{"allocated_mib": 3, "reserved_mib": 4}]
     assert run.content["peak_pinned_memory"] == [{"active_mib": 2048, "allocated_mib": 4096}]
+
+
+@pytest.fixture
+def zone_of_india(monkeypatch):
+    with monkeypatch.context() as patch:
+        patch.setenv("TZ", "IST-5:30")
+        time.tzset()
+        yield
+    time.tzset()
+
+
+def test_evaluations_and_saves_have_local_times_and_those_of_earlier_attempts_are_kept(zone_of_india):
+    """nvidia-smi logs the local time of its node."""
+    first = RunRecord("7")
+    first.start(0)
+    callback = PauseCallback(first)
+    callback.on_step_end(None, None, None)
+    callback.on_evaluate(None, None, None)
+    callback.on_save(None, None, None)
+    callback.on_epoch_end(None, None, None)
+    callback.on_save(None, None, None)
+    second = RunRecord("7")
+    second.start(4)
+    with second.pause("evaluation"):
+        pass
+    pauses = json.loads(second.path.read_text())["pauses"]
+    assert [pause["what"] for pause in pauses] == ["evaluation", "saving", "saving", "evaluation"]
+    assert all(pause[name].endswith("+05:30") for pause in pauses for name in ("started", "finished"))
+    read = read_record(second.path).pauses
+    times = [when for pause in read for when in (pause.started, pause.finished)]
+    assert times == sorted(times)
+    finished = read[-1].finished
+    assert local_seconds(finished) - finished.timestamp() == pytest.approx(5.5 * 3600)
 
 
 def test_record_is_replaced_in_one_step(monkeypatch):
