@@ -11,10 +11,11 @@ import diagrams
 import dimensions_figure
 import fsdp
 import memory_bars
+import power_curves
 import timelines
 from style import save
 
-FAMILIES = (batch_size, collectives, diagrams, dimensions_figure, fsdp, memory_bars, timelines)
+FAMILIES = (batch_size, collectives, diagrams, dimensions_figure, fsdp, memory_bars, power_curves, timelines)
 FIGURES = {name: draw for family in FAMILIES for name, draw in family.FIGURES.items()}
 
 if __name__ == "__main__":

@@ -1,0 +1,102 @@
+"""The commands of docs/cost.md, as a participant types them: the report of the modelled runs, and the awk lines."""
+
+import csv
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from helpers import REPOSITORY, bash_blocks
+from records.schema import read_record
+
+PAGE = REPOSITORY / "docs" / "cost.md"
+SOLUTION = REPOSITORY / "exercises" / "solution" / "cost.md"
+COST = Path("exercises", "cost")
+
+
+def blocks(page: Path, cluster: bool = False) -> list[str]:
+    return [text for kind, text in bash_blocks(page) if (kind.strip() == "cluster") == cluster]
+
+
+def shell(command: str, folder: Path) -> str:
+    environment = {"PATH": f"{Path(sys.executable).parent}:/usr/bin:/bin", "HOME": str(folder)}
+    streams = {"capture_output": True, "text": True, "timeout": 300}
+    done = subprocess.run(["bash", "-ec", command], cwd=folder, env=environment, check=False, **streams)
+    assert done.returncode == 0 and not done.stderr, done
+    return done.stdout
+
+
+@pytest.fixture
+def clone(tmp_path):
+    """A folder that looks like the repository to the commands. They write into it."""
+    shutil.copytree(REPOSITORY / COST, tmp_path / COST)
+    (tmp_path / "scripts").symlink_to(REPOSITORY / "scripts")
+    return tmp_path
+
+
+def records(folder: Path) -> dict:
+    return {path.stem: read_record(path) for path in sorted(folder.glob("results/*.json"))}
+
+
+def test_the_report_shows_the_modelled_runs_with_their_energy_and_curves(clone):
+    report, _ = blocks(PAGE)
+    assert shell(report, clone).startswith("5 runs, ")
+    with (clone / "report-cost" / "cost.csv").open() as file:
+        rows = {row["job_id"]: row for row in csv.DictReader(file)}
+    runs = records(clone / COST)
+    assert rows.keys() == runs.keys()
+    for job, record in runs.items():
+        row = rows[job]
+        assert row["status"] == record.status and "incomplete" not in row["remarks"], row
+        if record.energy:
+            assert float(row["kWh"]) == record.energy.kwh
+            assert float(row["J per question"]) == record.energy.joules_per_question
+        else:
+            assert not row["kWh"] and "the run's status is failed" in row["remarks"]
+    assert (clone / "report-cost" / "cost-memory.png").is_file()
+    assert "power" in (clone / "report-cost" / "cost.md").read_text()
+    assert "no GPU was measured" in (clone / "report-cost" / "index.html").read_text()
+
+
+def kwh(text: str) -> list[float]:
+    return [float(number) for number in re.findall(r"^(\S+) kWh$", text, re.MULTILINE)]
+
+
+def test_the_awk_lines_give_the_energy_of_a_log(clone):
+    _, awk = blocks(PAGE)
+    for job, record in records(clone / COST).items():
+        if record.energy:
+            printed = shell(awk.replace("log_A", f"log_{job}"), clone)
+            whole, later = kwh(printed)
+            assert later < whole == pytest.approx(record.energy.kwh, rel=0.015), job
+            samples = re.findall(r"^2027/01/11 0[89]:\d\d:\d5\.000 \d+\.\d\d \d+$", printed, re.MULTILINE)
+            assert len(samples) == (record.finished - record.started).total_seconds() / 10 + 1
+
+
+def test_the_awk_lines_of_the_solution_give_the_energy_of_the_hang(clone):
+    (awk,) = blocks(SOLUTION)
+    text = SOLUTION.read_text(encoding="utf-8")
+    whole, hang = kwh(shell(awk, clone))
+    assert f"{whole:.4f}, from the log" in text and f"{hang:.4f} kWh" in text
+    assert hang > records(clone / COST)["D"].energy.kwh
+    assert hang == pytest.approx(2 * 100 * 600 / 3.6e6)
+
+
+def test_the_awk_line_for_a_real_log_integrates_over_its_own_times(clone):
+    (cluster,) = blocks(PAGE, cluster=True)
+    (line,) = [line for line in cluster.splitlines() if line.startswith("awk")]
+    for job, record in records(clone / COST).items():
+        if record.energy:
+            (energy,) = kwh(shell(line.replace("4711", job), clone / COST))
+            assert energy == pytest.approx(record.energy.kwh, rel=0.01), job
+    # Intervals of different length, two GPUs, and the second header of a resumed job
+    head = "timestamp, index, name, memory.used [MiB], memory.total [MiB], power.draw [W], utilization.gpu [%]"
+    times = ["10:59:58.500", "10:59:59.500", "11:00:02.500"]
+    samples = [f"2027/01/11 {time}, {gpu}, GPU, 1, 2, {100 + 100 * gpu}.00, 9" for time in times for gpu in (0, 1)]
+    log = clone / "gpu_memory" / "gpu_memory_log_4711.csv"
+    log.parent.mkdir()
+    log.write_text("\n".join([head, *samples[:2], head, *samples[2:]]) + "\n")
+    assert kwh(shell(line, clone)) == [pytest.approx(300 * 4 / 3.6e6, rel=1e-4)]
