@@ -102,12 +102,9 @@ class RunRecord:
                 "finished": before.finished,
             }
             self.content["restarts"] = [*before.restarts, restart]
-<<<<<<< HEAD
             kwh = before.energy.kwh if before.energy else None
             self.earlier_kwh = math.nan if kwh is None else kwh
-=======
             self.content["pauses"] = before.pauses
->>>>>>> wt-log
         self.content |= {
             "experiment": experiment_path(),
             "command": [strip_repository(word) for word in sys.argv],

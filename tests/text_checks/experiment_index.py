@@ -1,4 +1,4 @@
-"""Check the index of the experiments, their number, and the bill of GPU-hours and kWh. A finding shows the correct line."""
+"""Check the index of the experiments, their number, and the bill in GPU-hours and kWh. A finding shows the line."""
 
 import json
 import re
