@@ -1,7 +1,7 @@
 """Health of a GPU: throttling, memory errors and clocks, read through NVML.
 
 NVML is the library that nvidia-smi uses. For each value that a GPU does not have, NVML reports an error. nvidia-smi
-rejects a whole query if the driver does not know one of its fields, and newer drivers renamed the fields for throttling.
+rejects a whole query if the driver does not know one of its fields. Newer drivers renamed the fields for throttling.
 """
 
 from collections.abc import Callable, Iterator
