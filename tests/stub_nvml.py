@@ -113,6 +113,6 @@ def use_stub(stub: StubNvml, uuid: str, patch: Callable[[Any, str, Any], Any] = 
 
     patch(pynvml, "nvmlLib", stub)
     patch(pynvml, "_nvmlGetFunctionPointer_cache", {})
-    patch(shared.nvml, "gpu_uuid", lambda: uuid)
+    patch(shared.nvml, "gpu_uuid", lambda index: uuid)
     for module in (shared.nvml, training.energy, training.gpu_activity):
         patch(module, "torch", SimpleNamespace(cuda=SimpleNamespace(is_available=lambda: True)))

@@ -9,6 +9,8 @@ from typing import Any
 
 import pynvml
 
+from shared.nvml import find_gpu
+
 # Reasons for low clocks that are a fault. The other reasons are normal: a GPU is idle, or has reached its power limit
 FAULTS = {
     pynvml.nvmlClocksEventReasonHwSlowdown: "hardware slowdown",
@@ -18,15 +20,14 @@ FAULTS = {
 }
 
 
-def gpu_health(uuid: str) -> tuple[str, ...]:
+def gpu_health(index: int) -> tuple[str, ...]:
     """Return the state (ok, warn or fail), the findings, and a remedy if there is a problem.
 
-    uuid: the GPU's UUID in PyTorch. NVML does not look at CUDA_VISIBLE_DEVICES, so its numbers may mean other GPUs.
+    index: the GPU's number in PyTorch.
     """
     try:
-        pynvml.nvmlInit()
-        gpu = pynvml.nvmlDeviceGetHandleByUUID(f"GPU-{uuid}")
-    except pynvml.NVMLError as error:  # a GPU of AMD, or a MIG slice
+        gpu = find_gpu(index)
+    except pynvml.NVMLError as error:
         return "ok", f"health not checked: {error}"
     reasons = throttle_reasons(gpu)
     faults = [fault for bit, fault in FAULTS.items() if bit & (reasons or 0)]

@@ -151,7 +151,7 @@ def gpus() -> Lines:
         capability = torch.cuda.get_device_capability(index)
         found = f"{torch.cuda.get_device_name(index)}, compute capability {capability[0]}.{capability[1]}"
         if supports_gpu(built, capability):
-            state, health, *remedy = gpu_health(str(torch.cuda.get_device_properties(index).uuid))
+            state, health, *remedy = gpu_health(index)
             yield state, f"GPU {index}", f"{found}, {health}", *remedy
         else:
             what = f"{found}: torch {torch.__version__} is built for {', '.join(built)}"

@@ -9,14 +9,17 @@ import pynvml
 import torch
 
 
-def gpu_uuid() -> str:
-    return f"GPU-{torch.cuda.get_device_properties().uuid}"
+def gpu_uuid(index: int | None) -> str:
+    return f"GPU-{torch.cuda.get_device_properties(index).uuid}"
 
 
-def find_gpu() -> Any:
-    """Return NVML's handle of the current GPU. Raises pynvml.NVMLError if the driver does not know this GPU."""
+def find_gpu(index: int | None = None) -> Any:
+    """Return NVML's handle of a GPU. index: PyTorch's number of the GPU, by default the current one.
+
+    Raises pynvml.NVMLError if the driver does not know this GPU, for example a MIG slice or a GPU of AMD.
+    """
     pynvml.nvmlInit()
-    return pynvml.nvmlDeviceGetHandleByUUID(gpu_uuid())
+    return pynvml.nvmlDeviceGetHandleByUUID(gpu_uuid(index))
 
 
 def power_limit_w() -> float | None:

@@ -1,5 +1,7 @@
 """Tests of preflight's check of a GPU's health. Functions with NVML's C signatures stand in for the driver."""
 
+from types import SimpleNamespace
+
 import pynvml
 import pytest
 import torch
@@ -23,6 +25,11 @@ V100 = {
 }
 NO_VALUES = dict.fromkeys(V100.keys() - {"nvmlDeviceGetHandleByUUID"})
 MODEL = {"device_count": 1, "get_device_name": "Tesla V100-SXM2-32GB", "get_device_capability": (7, 0)}
+
+
+@pytest.fixture(autouse=True)
+def uuid_in_pytorch(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: SimpleNamespace(uuid=NVIDIA))
 
 
 @pytest.fixture
@@ -82,7 +89,7 @@ SLOW = "exclude the node and tell the administrators: runs on this GPU are slow"
 )  # fmt: skip
 def test_state_and_findings_of_a_gpu(nvml, changes, state, found):
     nvml(**changes)
-    seen, text, *remedy = gpu_health(NVIDIA)
+    seen, text, *remedy = gpu_health(0)
     assert (seen, text[: len(found)]) == (state, found)
     assert remedy == {"ok": [], "warn": [SLOW], "fail": [CRASH]}[state]
 
@@ -90,7 +97,7 @@ def test_state_and_findings_of_a_gpu(nvml, changes, state, found):
 def test_an_older_driver_knows_only_the_old_name_for_throttling(nvml, monkeypatch):
     monkeypatch.delitem(V100, Throttling)
     nvml(**{OldThrottling: 0x40})
-    state, text, _ = gpu_health(NVIDIA)
+    state, text, _ = gpu_health(0)
     assert state == "warn" and text.startswith("throttled: too hot (slowed down by the hardware), ")
 
 
@@ -99,16 +106,12 @@ def test_without_nvidias_driver_the_health_is_not_checked(monkeypatch):
         raise pynvml.NVMLError(pynvml.NVML_ERROR_LIBRARY_NOT_FOUND)
 
     monkeypatch.setattr(pynvml, "nvmlInit", fail)
-    assert gpu_health(NVIDIA) == ("ok", "health not checked: NVML Shared Library Not Found")
+    assert gpu_health(0) == ("ok", "health not checked: NVML Shared Library Not Found")
 
 
 def test_preflight_prints_the_health_in_the_line_of_its_gpu(nvml, monkeypatch):
-    class Properties:
-        uuid = NVIDIA
-
     for name, answer in (MODEL | {"is_available": True, "get_arch_list": ["sm_70"]}).items():
         monkeypatch.setattr(torch.cuda, name, lambda *_, answer=answer: answer)
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: Properties)
     nvml(**{GetEcc: (0, 2)})
     name = "Tesla V100-SXM2-32GB, compute capability 7.0"
     health = "not throttled, SM clock 135 of 1530 MHz (idle), 2 uncorrected and 0 corrected ECC errors"
