@@ -238,9 +238,8 @@ def check_log(job: Job, hosts: list[str], gpus: int) -> None:
     assert log.count("{'train_runtime'") == 1
     assert len(re.findall(r"\{'eval_loss': '[0-9.]+'", log)) == len(job.losses)
     where = {host: f" on {host}" if nodes > 1 else "" for host in sorted(hosts)}
-    titles = [
-        f"GPU {gpu} {what}{where[host]}" for host in where for gpu in job.gpus[host] for what in ("memory", "power")
-    ]
+    gpu_rows = [(what, gpu, host) for host in where for what in ("memory", "power") for gpu in job.gpus[host]]
+    titles = [f"GPU {gpu} {what}{where[host]}" for what, gpu, host in gpu_rows]
     titles += [f"CPU memory{place}" for place in where.values()]
     assert job.summary[0] == "status: completed (exit code 0)"
     # With torch.compile, the summary says that the memory logs include the compiler
