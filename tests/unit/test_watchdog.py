@@ -141,8 +141,10 @@ def test_a_rank_leaves_its_flight_record_when_another_rank_reports(rank_0, monke
 
 def test_a_full_disk_does_not_prevent_the_end(rank_0, monkeypatch, capsys):
     rank_0.flight_records.write_text("the folder cannot be created")
-    monkeypatch.setattr(rank_0, "wait_for_flight_records", lambda ranks: None)
+    waited: list[set[int]] = []
+    monkeypatch.setattr(rank_0, "wait_for_flight_records", waited.append)
     assert end(rank_0, monkeypatch) == []
+    assert waited == [{0, 1, 2}], "this rank still gives the other ranks time, because their disks may have room"
     assert capsys.readouterr().err.startswith("error: hang: no answer from rank 3 ")
 
 
