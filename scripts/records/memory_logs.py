@@ -6,7 +6,6 @@ versions have no power and no load, so one log may hold lines of both kinds. Thi
 because job/end_of_job.py must start quickly.
 """
 
-import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from datetime import datetime
@@ -129,7 +128,7 @@ def number(text: str) -> float:
 
 def number_if_known(text: str) -> float | None:
     """Return a number, or None if the GPU does not report it: [N/A], [Not Supported] and others."""
-    return None if re.fullmatch(r"\[.*\]", text) else number(text)
+    return None if text.startswith("[") and text.endswith("]") else number(text)
 
 
 def local_seconds(time: datetime) -> float:
