@@ -13,7 +13,7 @@ from pathlib import Path
 
 groups: dict = defaultdict(lambda: defaultdict(dict))  # group -> rank -> number of the collective -> the collective
 waiting = set()
-for file in sorted(Path(sys.argv[1]).glob("rank_*.json")):
+for file in sorted(Path(sys.argv[1]).glob("rank_*.json"), key=lambda file: (len(file.name), file.name)):
     for entry in json.loads(file.read_text()).get("entries", []):
         group, number = entry["process_group"][0], entry["collective_seq_id"]
         if not entry["is_p2p"]:
