@@ -183,15 +183,16 @@ def bus_bandwidth(seconds: float, message_bytes: int, ranks: int) -> float:
 
 
 def table(sizes: list[Size]) -> list[str]:
-    """Return a line for each size, and a last line with the smallest message that uses the link well."""
+    """Return a line for each size, and a last line that says from which size on the link is used well."""
     lines = [f"{'message':>9}{'time (ms)':>12}{'bus bandwidth (GB/s)':>23}"]
     for size in sizes:
         milliseconds = size.seconds * 1000
         lines.append(f"{size_name(size.message_bytes):>9}{milliseconds:12.3f}{size.bus_bandwidth_gb_per_s:23.4g}")
     if sizes[-1].message_bytes < LARGEST_BYTES:
         lines.append(f"larger messages are left out, because this one took more than {LONG_ENOUGH} s")
-    first = next(size for size in sizes if size.bus_bandwidth_gb_per_s >= plateau(sizes))
-    lines.append(f"{PLATEAU:.0%} of the last bandwidth is reached with a message of {size_name(first.message_bytes)}")
+    slow = [size.message_bytes for size in sizes if size.bus_bandwidth_gb_per_s < plateau(sizes)]
+    first = min(size.message_bytes for size in sizes if size.message_bytes > max(slow, default=0))
+    lines.append(f"from {size_name(first)} on, all messages reach {PLATEAU:.0%} of the last bandwidth")
     return lines
 
 

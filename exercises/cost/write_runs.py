@@ -122,7 +122,8 @@ def record(job: str, run: Run) -> dict:
         "pauses": pauses(run.phases),
     }
     if not run.completed:
-        reason = f"hang: no answer from rank 1 on modelled, noticed by rank 0 on modelled after {HANG_TIMEOUT} s"
+        ranks = "rank 0 on modelled, rank 1 on modelled"
+        reason = f"hang: no progress of {ranks}, noticed by rank 0 on modelled after {HANG_TIMEOUT} s"
         return found | {"reason": reason}
     energy, seconds, questions = joules(run.steps), duration(run.steps), EPOCHS * QUESTIONS
     each = energy * run.gpus / questions

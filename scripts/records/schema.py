@@ -131,7 +131,8 @@ class Energy(Part):
     The steady values belong to the same optimizer steps as the steady rates, over all attempts.
     """
 
-    steady_joules: list[float] | None = None  # of each GPU, in rank order
+    # Joules of each GPU, in rank order. If they are unknown, `missing` gives one reason for all steady values here
+    steady_joules: list[float] | None = None
     steady_joules_sum: float | None = None
     joules_per_question: float | None = None
     joules_per_1000_tokens: float | None = None  # real tokens
@@ -144,7 +145,7 @@ class GpuActivity(Part):
     """Activity of a node's first GPU during steady steps, as a mean over its SMs and over time (NVML's GPM)."""
 
     seconds: float
-    sm_percent: float  # SMs that have a warp assigned
+    sm_percent: float  # SMs that were busy
     tensor_percent: float  # tensor cores that compute
     dram_percent: float  # bandwidth of GPU memory in use
 

@@ -112,14 +112,12 @@ def largest(ranks: str, part: str, scale: float = 1) -> Read:
 def steady_energy(name: str) -> Read:
     """A value of the record's energy that is computed from the joules of the steady steps.
 
-    If these joules are missing, the record gives the reason only under their own name.
+    The record has one reason for all of these values, under the name of the joules.
     """
 
     def read(run: Run) -> Value:
         value = run.get(f"energy.{name}")
-        if isinstance(value, Missing) and f"energy.{name}" not in run.record.missing:
-            return run.explain_missing("energy.steady_joules")
-        return value
+        return run.explain_missing("energy.steady_joules") if isinstance(value, Missing) else value
 
     return read
 

@@ -226,9 +226,9 @@ class RecordCallback(TrainerCallback):
         energy = self.speed.steady_energy()
         if not energy:
             reason = "the checkpoint has no energy of these GPUs, or NVML's counter failed"
-            for name in ("steady_joules_sum", "joules_per_question", "joules_per_1000_tokens", "mean_watts"):
-                few = "too few steps after the warm-up"
-                self.record.reasons[f"energy.{name}"] = reason if self.speed.steps else few
+            if not self.speed.steps:
+                reason = "too few steps after the warm-up"
+            self.record.reasons["energy.steady_joules"] = reason
         self.record.update(energy=energy)
 
     def note_missing_rates(self, measured: dict) -> None:

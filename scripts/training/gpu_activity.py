@@ -1,4 +1,4 @@
-"""How busy the parts of a GPU are, from NVML's GPU performance monitoring (GPM; Hopper and newer).
+"""Activity of the parts of a GPU, from NVML's GPU performance monitoring (GPM; Hopper and newer).
 
 torch.cuda.utilization, which nvidia-smi also shows, is only the share of time in which any kernel ran. A kernel that
 waits in a collective counts there, too.

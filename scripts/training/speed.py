@@ -55,9 +55,10 @@ class TrainSpeedCallback(TrainerCallback):
         self.steps = steps
         self.seconds = seconds
         self.earlier_tokens = torch.tensor(tokens)
-        if len(joules) != world_size():
-            joules = [None] * world_size()
-        self.earlier_joules = [math.nan if each is None and steps else each or 0.0 for each in joules]
+        if steps:
+            if len(joules) != world_size():
+                joules = [None] * world_size()
+            self.earlier_joules = [math.nan if each is None else each for each in joules]
 
     def on_step_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any

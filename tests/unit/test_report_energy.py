@@ -69,10 +69,6 @@ NOTHING = {"energy": None, "gpu_activity": None}
             {"missing": {"energy.steady_joules": FEW_STEPS}, "energy": {"kwh": 0.2}},
             dict.fromkeys(STEADY, FEW_STEPS),
         ),
-        (
-            {"missing": {"energy.joules_per_1000_tokens": "no tokens"}, "energy__joules_per_1000_tokens": None},
-            {"joules_per_1000_tokens": "no tokens"},
-        ),
         ({"hardware__gpu_power_limit_w": None}, {"power_share": "not measured"}),
         ({"missing": {"gpu_activity": OLD}, "gpu_activity": None}, dict.fromkeys(ACTIVITY, OLD)),
         (
@@ -83,7 +79,7 @@ NOTHING = {"energy": None, "gpu_activity": None}
         ({"hardware__gpus": 0, **NOTHING}, dict.fromkeys(ENERGY + ACTIVITY, "no GPU")),
         ({"hardware__gpus": 0, "status": "failed", **NOTHING}, dict.fromkeys(ENERGY + ACTIVITY, "no GPU")),
     ],
-    ids=["shared GPU", "lost attempt", "few steps", "one value", "no limit", "old GPU", "failed", "old record", "CPU",
+    ids=["shared GPU", "lost attempt", "few steps", "no limit", "old GPU", "failed", "old record", "CPU",
          "failed on the CPU"],
 )  # fmt: skip
 def test_a_missing_value_has_its_reason(tmp_path, changes, expected):
