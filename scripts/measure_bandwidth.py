@@ -107,7 +107,7 @@ def main() -> None:
 
 def svg_file(text: str) -> Path:
     path = Path(text)
-    if path.suffix != ".svg" or not path.parent.is_dir():
+    if rank() == 0 and (path.suffix != ".svg" or not path.parent.is_dir()):  # only rank 0 writes the file
         raise argparse.ArgumentTypeError(f"{text} is not the name of an SVG file in a folder that exists")
     return path
 
@@ -183,7 +183,7 @@ def bus_bandwidth(seconds: float, message_bytes: int, ranks: int) -> float:
 
 
 def table(sizes: list[Size]) -> list[str]:
-    """Return a line for each size, and a last line that says from which size on the link is used well."""
+    """Return a line for each size, and a last line with the size that is large enough for the link."""
     lines = [f"{'message':>9}{'time (ms)':>12}{'bus bandwidth (GB/s)':>23}"]
     for size in sizes:
         milliseconds = size.seconds * 1000
@@ -192,12 +192,14 @@ def table(sizes: list[Size]) -> list[str]:
         lines.append(f"larger messages are left out, because this one took more than {LONG_ENOUGH} s")
     slow = [size.message_bytes for size in sizes if size.bus_bandwidth_gb_per_s < plateau(sizes)]
     first = min(size.message_bytes for size in sizes if size.message_bytes > max(slow, default=0))
-    lines.append(f"from {size_name(first)} on, all messages reach {PLATEAU:.0%} of the last bandwidth")
+    lines.append(
+        f"from {size_name(first)} on, every message reaches at least {100 * PLATEAU:.0f} % of the last bandwidth"
+    )
     return lines
 
 
 def plateau(sizes: list[Size]) -> float:
-    """Return the bandwidth from which on the curve counts as flat.
+    """Return the bandwidth above which the curve counts as flat.
 
     It depends on the largest message, because a message that fits into a CPU's cache can be faster.
     """
@@ -221,12 +223,19 @@ def draw(sizes: list[Size], path: Path) -> None:
     with matplotlib.rc_context(STYLE):
         figure, (axis,) = new_figure()
         axis.plot(messages, bandwidths, color="black", marker="o")
-        axis.axhline(plateau(sizes), color="#777777", linestyle="--", label=f"{PLATEAU:.0%} of the last bandwidth")
+        axis.axhline(
+            plateau(sizes), color="#777777", linestyle="--", label=f"{100 * PLATEAU:.0f} % of the last bandwidth"
+        )
         axis.set_xscale("log", base=2)
         axis.set(xlabel="message", ylabel="bus bandwidth (GB/s)", ylim=(0, None))
         axis.set_xticks(messages[::3], [size_name(each) for each in messages[::3]], minor=False)
         axis.legend(frameon=False)
-        path.write_bytes(as_svg(figure))
+        try:
+            path.write_bytes(as_svg(figure))
+        except OSError as error:
+            raise WorkshopError(
+                path, f"cannot be written ({error.strerror})", "free disk space", ENVIRONMENT
+            ) from error
 
 
 def transport(nccl_log: Path) -> str:

@@ -20,10 +20,11 @@ GPM = {
 
 
 class StubNvml:
-    """GPUs that each draw WATTS. Their values are made up.
+    """GPUs whose values are made up. The first GPU draws WATTS, the second twice as much, and so on.
 
     errors: return code of a function that fails, by its name. mig: True if the GPUs are divided; None if they cannot
-    be divided. gpm: whether the GPUs count their activity. clock: the time in seconds.
+    be divided. gpm: whether the GPUs count their activity. values: those that differ from GPM. clock: the time in
+    seconds.
     """
 
     def __init__(
@@ -32,12 +33,14 @@ class StubNvml:
         errors: dict[str, int] | None = None,
         mig: bool | None = None,
         gpm: bool = True,
+        values: dict[int, float] | None = None,
         clock: Callable[[], float] = time.monotonic,
     ):
         self.uuids = uuids
         self.errors = errors or {}
         self.mig = mig
         self.gpm = gpm
+        self.values = GPM | (values or {})
         self.clock = clock
         self.sampled: dict[int, float] = {}  # address of each GPM sample -> its time
 
@@ -60,7 +63,7 @@ class StubNvml:
         return pynvml.NVML_SUCCESS
 
     def nvmlDeviceGetTotalEnergyConsumption(self, device, millijoules):
-        millijoules._obj.value = round(1000 * WATTS * self.clock())
+        millijoules._obj.value = round(1000 * WATTS * address(device) * self.clock())
         return pynvml.NVML_SUCCESS
 
     def nvmlDeviceGetEnforcedPowerLimit(self, device, milliwatts):
@@ -93,7 +96,7 @@ class StubNvml:
             return pynvml.NVML_ERROR_INVALID_ARGUMENT
         for metric in asked.metrics[: asked.numMetrics]:
             metric.nvmlReturn = self.errors.get(f"metric {metric.metricId}", pynvml.NVML_SUCCESS)
-            metric.value = GPM[metric.metricId]
+            metric.value = self.values[metric.metricId]
         return pynvml.NVML_SUCCESS
 
 

@@ -1,6 +1,6 @@
 """Compare the collectives of all ranks. The watchdog names the folder in the line about a hang.
 
-python exercises/hangs/compare.py results/4711_flight_record
+    python exercises/hangs/compare.py results/4711_flight_record
 
 For each process group, the table shows the first collective in which the ranks differ, and its neighbours. Without a
 difference it shows the last collectives. A rank still waits in a collective that has no end.
@@ -15,14 +15,18 @@ groups: dict = defaultdict(lambda: defaultdict(dict))  # group -> rank -> number
 waiting = set()
 for file in sorted(Path(sys.argv[1]).glob("rank_*.json"), key=lambda file: (len(file.name), file.name)):
     for entry in json.loads(file.read_text()).get("entries", []):
-        group, number = entry["process_group"][0], entry["collective_seq_id"]
+        # Each backend counts its own collectives. A name is for example gloo:all_reduce
+        group = entry["process_group"][0], entry["profiling_name"].split(":")[0]
+        number = entry["collective_seq_id"]
         if not entry["is_p2p"]:
             groups[group][file.stem][number] = f"{entry['profiling_name']} {entry['input_sizes']}"
             if not entry["retired"]:
                 waiting.add((group, file.stem, number))
 
+if not groups:
+    sys.exit(f"error: {sys.argv[1]}: has no rank_*.json with collectives; give the folder that the watchdog names")
 for group, ranks in groups.items():
-    print(f"group {group}  " + "".join(f"{rank:34}" for rank in ranks))
+    print(f"{'group ' + group[0]:9}" + "".join(f"{rank:34}" for rank in ranks))
     oldest = max(min(calls) for calls in ranks.values())  # each rank keeps only its last 2000
     newest = max(max(calls) for calls in ranks.values())
     numbers = range(oldest, newest + 1)

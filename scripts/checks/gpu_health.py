@@ -48,10 +48,10 @@ def gpu_health(index: int) -> tuple[str, ...]:
     return "ok", text
 
 
-def read(question: Callable[..., int], *arguments: Any) -> int | None:
+def read(query: Callable[..., int], *arguments: Any) -> int | None:
     """Return NVML's answer. None if this GPU or driver does not report the value."""
     try:
-        return question(*arguments)
+        return query(*arguments)
     except pynvml.NVMLError:
         return None
 

@@ -1,7 +1,7 @@
 """NUMA binding: torchrun starts each rank on CPUs near its GPU (--numa-binding; in jobs the site's NUMA_BINDING).
 
 For each rank, torchrun reads the CPUs near its GPU from /sys, and starts the rank's command with the program numactl.
-This module does the same before the ranks start, so that a problem is one line instead of a traceback.
+This module computes the same CPUs before the ranks start, so that a problem is one line instead of a traceback.
 """
 
 import os
@@ -40,7 +40,7 @@ def cpus_of_rank(mode: str, rank: int) -> set[int]:
     options = NumaOptions(affinity_mode=AffinityMode(mode))
     try:
         return _get_validated_logical_cpus_to_bind_to(gpu_index=rank, numa_options=options)
-    except Exception as error:  # no CPU near the GPU belongs to the job, there are more ranks than GPUs, /sys is hidden
+    except Exception as error:  # for example: no CPU near the GPU belongs to the job, or /sys is hidden
         what = f"no CPUs for local rank {rank} on {node_name()} ({type(error).__name__}: {error})"
         raise refusal(what, "request a GPU for each rank, and whole nodes (--exclusive)") from error
 
@@ -52,8 +52,8 @@ def refusal(what: str, way_out: str) -> WorkshopError:
 def limit_threads(bound: list[set[int]]) -> None:
     """Lower OMP_NUM_THREADS if the ranks would have more threads than the CPUs they are bound to.
 
-    job.sh and share_cores divide all CPUs of the node by its ranks, and know no binding. Bound ranks may have fewer
-    CPUs: those of one NUMA node that has all the GPUs, or those of one core complex.
+    job.sh and share_cores divide all CPUs of the node by its ranks, without considering the binding. Bound ranks may
+    have fewer CPUs: those of one NUMA node that has all the GPUs, or those of one core complex.
     """
     threads = max(1, min(len(cpus) // bound.count(cpus) for cpus in bound))
     given = os.environ.get("OMP_NUM_THREADS", "")

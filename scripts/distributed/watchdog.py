@@ -15,6 +15,7 @@ heartbeat file no longer changes. A run with one rank has no watchdog.
 
 import atexit
 import contextlib
+import errno
 import json
 import os
 import select
@@ -39,8 +40,9 @@ from shared.json_files import write_json
 
 MARGIN = 60  # seconds by which PyTorch's own timeouts are longer, because PyTorch does not name the rank
 MOST_NAMED = 4
-# Upper limit while the ranks join, because a user may be waiting at a terminal. Also near the end of a hang, so that a
-# rank notices in time that another rank reports
+FOLDER_IS_GONE = (errno.ENOENT, errno.ESTALE)  # on a local file system, on NFS
+# Upper limit while the ranks join, because a user may be waiting at a terminal. It also applies near the end of a hang,
+# so that a rank notices in time that another rank reports
 SECONDS_BETWEEN_LOOKS = 5
 WAY_OUT = "look at that process and its node, or raise --ddp_timeout (HANG_TIMEOUT) if it only takes long"
 
@@ -138,12 +140,14 @@ class Watchdog(threading.Thread):
         with contextlib.suppress(OSError):  # a full disk does not stop the training
             if self.number == 0:
                 self.folder.mkdir(parents=True, exist_ok=True)
-                self.flight_record().unlink(missing_ok=True)  # from an earlier attempt of this job
             self.number += 1
             try:
                 write_json(self.folder / f"{self.rank}.json", self.own_heartbeat()._asdict())
-            except FileNotFoundError:  # another rank has moved the folder, so it reports a hang and waits for this file
-                self.write_flight_record()
+            except OSError as error:
+                if error.errno in FOLDER_IS_GONE:  # another rank has moved it: that rank reports a hang
+                    self.write_flight_record()
+            if self.number == 1:
+                self.flight_record().unlink(missing_ok=True)  # from an earlier attempt of this job
 
     def own_heartbeat(self) -> Heartbeat:
         frame = sys._current_frames()[threading.main_thread().ident or 0]
@@ -168,11 +172,15 @@ class Watchdog(threading.Thread):
         """Write the list of this rank's last collectives, if it has opened a process group."""
         if not distributed_c10d.is_initialized():
             return
-        # PyTorch asks the GPU which collectives have ended. If the driver does not answer, this call blocks all threads
-        # of Python. SIGALRM then ends the process, because Python does not handle this signal
+        # PyTorch asks the GPU's driver which collectives have ended. A call that does not return would block all
+        # threads of Python. SIGALRM then ends the process (exit code 142), because Python does not handle this signal
         signal.alarm(SECONDS_FOR_RANK_0)
-        record = last_collectives()
-        signal.alarm(0)
+        try:
+            record = last_collectives()
+        except (RuntimeError, ValueError):  # for example after an error of the GPU
+            return
+        finally:
+            signal.alarm(0)
         with contextlib.suppress(OSError):  # a full disk must not prevent the end
             self.flight_records.mkdir(parents=True, exist_ok=True)
             write_json(self.flight_record(), record)
@@ -194,27 +202,29 @@ class Watchdog(threading.Thread):
             error = hang_error(self.rank, earlier, later, self.limit, flight_records)
             report(error, first=self.rank)
             self.before_exit(error)
-            self.write_flight_record()
             if flight_records:
-                self.wait_for_flight_records(later.keys() - silent_ranks(earlier, later))
-        except OSError:
+                self.wait_for_flight_records(later.keys() - silent_ranks(earlier, later) - {self.rank})
             self.write_flight_record()
-            time.sleep(SECONDS_FOR_RANK_0)
+        except OSError:  # another rank reports
+            self.write_flight_record()
+            time.sleep(2 * SECONDS_FOR_RANK_0)  # a launcher names the rank that ends first, so the other rank must
         finally:
             shutil.rmtree(moved, ignore_errors=True)
             os._exit(ENVIRONMENT)
 
 
 def last_collectives() -> dict:
-    """Return PyTorch's flight record of this process: by default, its last 2000 collectives.
+    """Return PyTorch's flight record of this process: by default, its last 2000 collectives of each backend.
 
     PyTorch has one recorder for NCCL, which exists only in builds with CUDA, and one for gloo.
     """
     record: dict = {}
+    entries: list[dict] = []
     for name in ("_dump_nccl_trace_json", "_dump_fr_trace_json"):
-        if "entries" not in record and hasattr(_distributed_c10d, name):
-            record = json.loads(getattr(_distributed_c10d, name)())
-    return record
+        if hasattr(_distributed_c10d, name):
+            record |= json.loads(getattr(_distributed_c10d, name)())
+            entries += record.pop("entries", [])
+    return record | {"entries": entries}
 
 
 def silent_ranks(earlier: dict[int, Heartbeat], later: dict[int, Heartbeat]) -> set[int]:

@@ -37,7 +37,7 @@ class MemoryLog:
     """Samples of one log.
 
     samples: lists of (seconds, MiB) by series.
-    power: lists of (seconds, W) by series. It lacks the samples, and the series, whose power is unknown.
+    power: lists of (seconds, W) by series. Samples and series without a known power are left out.
     problems: lines that could not be read, as ``file:line: reason``.
     """
 

@@ -20,7 +20,7 @@ from shared.json_files import read_checked, write_json
 SCHEMA: Literal[1] = 1
 WITHOUT_A_WORD = "ended without a word: its node failed, or it was killed"
 STOPPING_SIGNALS = (signal.SIGHUP, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2, signal.SIGTERM)
-Time = Annotated[AwareDatetime, PlainSerializer(datetime.isoformat)]  # UTC
+Time = Annotated[AwareDatetime, PlainSerializer(datetime.isoformat)]  # in UTC, except in Pause
 
 
 class Part(BaseModel):

@@ -25,10 +25,11 @@ class EnergyMeter:
 
     def __init__(self) -> None:
         self.gpu: Any = None
+        self.uuid = ""
         own_reason = "no GPU"
         if torch.cuda.is_available():
             own_reason = self.open_counter()
-        ranks = gather_lists([own_reason, "" if own_reason else pynvml.nvmlDeviceGetUUID(self.gpu)])
+        ranks = gather_lists([own_reason, self.uuid])
         self.reason = next((reason for reason, _ in ranks if reason), "")
         if not self.reason and len({uuid for _, uuid in ranks}) < len(ranks):
             self.reason = "several ranks share a GPU, and its counter does not separate them"
@@ -38,6 +39,7 @@ class EnergyMeter:
         """Find this rank's GPU. Return the reason if it has no counter of its own, otherwise an empty text."""
         try:
             self.gpu = find_gpu()
+            self.uuid = pynvml.nvmlDeviceGetUUID(self.gpu)
             pynvml.nvmlDeviceGetTotalEnergyConsumption(self.gpu)
             with contextlib.suppress(pynvml.NVMLError_NotSupported):  # this GPU cannot be divided
                 if pynvml.nvmlDeviceGetMigMode(self.gpu)[0]:
@@ -62,10 +64,10 @@ class EnergyMeter:
             return  # RecordCallback has recorded why
         kwh = sum(ranks) / JOULES_PER_KWH + record.earlier_kwh
         if math.isnan(kwh):
-            known = not math.isnan(sum(ranks))
-            record.reasons["energy.kwh"] = (
-                "an earlier attempt ended before it recorded its energy" if known else "NVML's counter failed"
-            )
+            reason = "NVML's counter failed"
+            if math.isnan(record.earlier_kwh):
+                reason = "an earlier attempt ended before it recorded its energy"
+            record.reasons["energy.kwh"] = reason
         record.update(energy=record.content["energy"] | {"kwh": round(kwh, 6)})
 
 

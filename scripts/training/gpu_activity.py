@@ -1,10 +1,11 @@
 """Activity of the parts of a GPU, from NVML's GPU performance monitoring (GPM; Hopper and newer).
 
-torch.cuda.utilization, which nvidia-smi also shows, is only the share of time in which any kernel ran. A kernel that
-waits in a collective counts there, too.
+torch.cuda.utilization, which nvidia-smi also shows, is only the share of time in which any kernel ran. That share
+includes kernels that only wait in a collective.
 """
 
 import contextlib
+import math
 import time
 from collections.abc import Iterator
 from typing import Any
@@ -18,7 +19,7 @@ from records.writer import RunRecord
 from shared.nvml import find_gpu
 from training.speed import TrainSpeedCallback
 
-SHORTEST = 0.1  # seconds between two samples, which NVML needs
+SHORTEST_INTERVAL = 0.1  # seconds; NVML needs at least this time between two samples
 METRICS = {
     "sm_percent": pynvml.NVML_GPM_METRIC_SM_UTIL,
     "tensor_percent": pynvml.NVML_GPM_METRIC_ANY_TENSOR_UTIL,
@@ -66,13 +67,18 @@ class GpuActivityCallback(TrainerCallback):
         if not self.gpu or self.started is None:
             return
         seconds = time.perf_counter() - self.started
-        if seconds >= SHORTEST:
+        if seconds >= SHORTEST_INTERVAL:
             with self.nvml_errors():
                 pynvml.nvmlGpmSampleGet(self.gpu, self.samples[1])
                 self.activity = {"seconds": round(seconds, 3), **compare_samples(*self.samples)}
             self.gpu = None
         elif self.speed.started is None:  # an evaluation or a save follows, which does not belong to a steady step
             self.started = None
+
+    def on_epoch_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        self.started = None  # an evaluation or a save may follow here, too
 
     @contextlib.contextmanager
     def nvml_errors(self) -> Iterator[None]:
@@ -97,15 +103,17 @@ class GpuActivityCallback(TrainerCallback):
 
 def compare_samples(earlier: Any, later: Any) -> dict[str, float]:
     """Return the METRICS in percent between two samples. Raises NVMLError if one of them was not counted."""
-    question = pynvml.c_nvmlGpmMetricsGet_t()
-    question.version = pynvml.NVML_GPM_METRICS_GET_VERSION
-    question.numMetrics = len(METRICS)
-    question.sample1 = earlier
-    question.sample2 = later
+    request = pynvml.c_nvmlGpmMetricsGet_t()
+    request.version = pynvml.NVML_GPM_METRICS_GET_VERSION
+    request.numMetrics = len(METRICS)
+    request.sample1 = earlier
+    request.sample2 = later
     for number, metric in enumerate(METRICS.values()):
-        question.metrics[number].metricId = metric
-    answer = pynvml.nvmlGpmMetricsGet(question)
-    for number in range(len(METRICS)):
-        if answer.metrics[number].nvmlReturn != pynvml.NVML_SUCCESS:
-            raise pynvml.NVMLError(answer.metrics[number].nvmlReturn)
-    return {name: round(answer.metrics[number].value, 1) for number, name in enumerate(METRICS)}
+        request.metrics[number].metricId = metric
+    counted = pynvml.nvmlGpmMetricsGet(request).metrics[: len(METRICS)]
+    for metric in counted:
+        if metric.nvmlReturn != pynvml.NVML_SUCCESS:
+            raise pynvml.NVMLError(metric.nvmlReturn)
+        if not math.isfinite(metric.value):
+            raise pynvml.NVMLError(pynvml.NVML_ERROR_UNKNOWN)
+    return {name: round(metric.value, 1) for name, metric in zip(METRICS, counted, strict=True)}

@@ -27,11 +27,11 @@ def test_a_stopped_and_resumed_job_adds_up_its_energy(train):
     stopped = train("energy", *STEPS, patch=STUB + STOP_IN_STEP_9, code=75, **RUN).record
     finished = train("energy", *STEPS, patch=STUB, **RUN).record
     for record in (stopped, finished):
-        assert mean_power(record) == pytest.approx(WATTS, rel=0.2)
+        assert mean_power(record) == pytest.approx(1.5 * WATTS, rel=0.2)
         energy = record["energy"]
-        assert energy["mean_watts"] == pytest.approx(WATTS, rel=0.2)
+        assert energy["mean_watts"] == pytest.approx(1.5 * WATTS, rel=0.2)
         first, second = energy["steady_joules"]
-        assert first == pytest.approx(second, rel=0.2)
+        assert second == pytest.approx(2 * first, rel=0.2), "GPU 1 draws twice as much"
         questions = record["train"]["steady_steps"] * record["train_size"] / record["steps_per_epoch"]
         assert energy["joules_per_question"] == pytest.approx(energy["steady_joules_sum"] / questions, rel=0.01)
         assert energy["kwh"] * 3.6e6 > energy["steady_joules_sum"], "the job also warmed up and evaluated"
@@ -40,7 +40,7 @@ def test_a_stopped_and_resumed_job_adds_up_its_energy(train):
     assert finished["energy"]["steady_joules_sum"] > stopped["energy"]["steady_joules_sum"]
     trained = finished["train"]["runtime_s"] - stopped["train"]["runtime_s"]
     second_attempt = (finished["energy"]["kwh"] - stopped["energy"]["kwh"]) * 3.6e6
-    assert second_attempt > 0.95 * 2 * WATTS * trained
+    assert second_attempt > 0.95 * 3 * WATTS * trained
     assert finished["hardware"]["gpu_power_limit_w"] == 300
     (activity,) = finished["gpu_activity"]
     assert activity["seconds"] >= 0.1
@@ -53,4 +53,4 @@ def test_a_job_with_a_killed_attempt_has_no_kwh(train):
     record = train("half_energy", *STEPS, patch=STUB, **RUN).record
     assert record["energy"]["kwh"] is None
     assert record["missing"]["energy.kwh"] == "an earlier attempt ended before it recorded its energy"
-    assert record["energy"]["mean_watts"] == pytest.approx(WATTS, rel=0.2)
+    assert record["energy"]["mean_watts"] == pytest.approx(1.5 * WATTS, rel=0.2)

@@ -104,7 +104,7 @@ def test_the_table_names_the_message_that_reaches_the_plateau(monkeypatch):
         "    1 MiB       1.250                    0.8",
         "    2 MiB       2.000                    1.2",
         "    4 MiB       4.000                      1",
-        "from 2 MiB on, all messages reach 90% of the last bandwidth",
+        "from 2 MiB on, every message reaches at least 90 % of the last bandwidth",
     ]
 
 

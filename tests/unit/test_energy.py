@@ -16,7 +16,7 @@ from training.gpu_activity import GpuActivityCallback
 SHARED = "several ranks share a GPU, and its counter does not separate them"
 MIG = "the GPU is divided (MIG), and its counter does not separate the parts"
 NO_COUNTER = "NVML has no energy counter of this GPU"
-KWH_IN_A_MINUTE = WATTS * 60 / 3.6e6
+KWH_IN_A_MINUTE = 2 * WATTS * 60 / 3.6e6  # of the second GPU
 
 
 class Gpu:
@@ -48,7 +48,7 @@ def test_each_rank_counts_the_joules_of_its_own_gpu(gpu, monkeypatch):
     before = meter.joules()
     gpu.now += 60
     assert meter.reason == ""
-    assert meter.joules() - before == 60 * WATTS
+    assert meter.joules() - before == 60 * 2 * WATTS
     other_rank(monkeypatch, 3000.0)
     record = RunRecord("7")
     record.update(energy={})
@@ -106,10 +106,11 @@ def test_a_counter_that_fails_does_not_end_the_training(gpu):
 # Activity
 
 
-def measure(gpu: Gpu, seconds: list[float], pauses: tuple[int, ...] = (), **stub: object) -> tuple:
+def measure(gpu: Gpu, seconds: list[float], pauses: tuple[int, ...], epochs: tuple[int, ...], **stub: object) -> tuple:
     """Run steps of these durations. Return the recorded activity and the reason if it is missing.
 
-    pauses: numbers of the steps after which the run evaluates for 1000 s. The first step belongs to the warm-up.
+    pauses: numbers of the steps after which the run evaluates for 1000 s. epochs: numbers of the steps after which it
+    does so at the end of an epoch. The first step belongs to the warm-up.
     """
     gpu.start(**stub)
     speed = SimpleNamespace(started=None)
@@ -124,7 +125,10 @@ def measure(gpu: Gpu, seconds: list[float], pauses: tuple[int, ...] = (), **stub
         if number in pauses:
             speed.started = None
         callback.on_step_end(None, None, None)
-        gpu.now += 1000 * (number in pauses)
+        if number in epochs:
+            speed.started = None
+            callback.on_epoch_end(None, None, None)
+        gpu.now += 1000 * (number in (*pauses, *epochs))
     callback.on_train_end(None, None, None)
     return record.content["gpu_activity"], record.reasons.get("gpu_activity")
 
@@ -132,17 +136,22 @@ def measure(gpu: Gpu, seconds: list[float], pauses: tuple[int, ...] = (), **stub
 MEASURED = {"sm_percent": 81.2, "tensor_percent": 30.5, "dram_percent": 44.0}
 OLD = "this GPU does not count it; Hopper and newer GPUs do"
 DENIED = {"errors": {f"metric {pynvml.NVML_GPM_METRIC_DRAM_BW_UTIL}": pynvml.NVML_ERROR_NO_PERMISSION}}
+NOT_A_NUMBER = {"values": {pynvml.NVML_GPM_METRIC_SM_UTIL: math.nan}}
 ACTIVITIES = {
-    "one step": ([60, 0.5, 9], (), {}, 0.5, None),
-    "short steps": ([60, 0.06, 0.06, 9], (), {}, 0.12, None),
-    "an evaluation between short steps": ([60, 0.06, 0.06, 0.3], (1, 2), {}, 0.3, None),
-    "only warm-up": ([60], (), {}, None, "too few steps after the warm-up"),
-    "older than Hopper": ([60, 1], (), {"gpm": False}, None, OLD),
-    "not allowed": ([60, 1], (), DENIED, None, "NVML: Insufficient Permissions"),
+    "one step": ([60, 0.5, 9], (), (), {}, 0.5, None),
+    "short steps": ([60, 0.06, 0.06, 9], (), (), {}, 0.12, None),
+    "an evaluation between short steps": ([60, 0.06, 0.06, 0.3], (1, 2), (), {}, 0.3, None),
+    "an end of an epoch between short steps": ([60, 0.06, 0.06, 0.3], (), (1, 2), {}, 0.3, None),
+    "only warm-up": ([60], (), (), {}, None, "too few steps after the warm-up"),
+    "older than Hopper": ([60, 1], (), (), {"gpm": False}, None, OLD),
+    "not allowed": ([60, 1], (), (), DENIED, None, "NVML: Insufficient Permissions"),
+    "no number": ([60, 1], (), (), NOT_A_NUMBER, None, "NVML: Unknown Error"),
 }
 
 
-@pytest.mark.parametrize(("steps", "pauses", "stub", "seconds", "reason"), ACTIVITIES.values(), ids=ACTIVITIES)
-def test_activity_is_measured_over_steady_steps_or_has_a_reason(gpu, steps, pauses, stub, seconds, reason):
+@pytest.mark.parametrize(
+    ("steps", "pauses", "epochs", "stub", "seconds", "reason"), ACTIVITIES.values(), ids=ACTIVITIES
+)
+def test_activity_is_measured_over_steady_steps_or_has_a_reason(gpu, steps, pauses, epochs, stub, seconds, reason):
     expected = [{"seconds": seconds, **MEASURED}] if seconds else None
-    assert measure(gpu, steps, pauses, **stub) == (expected, reason)
+    assert measure(gpu, steps, pauses, epochs, **stub) == (expected, reason)

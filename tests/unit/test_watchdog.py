@@ -1,6 +1,7 @@
 """Tests of the rank that is named when a job hangs. tests/integration/test_hangs.py uses real processes."""
 
 import json
+import signal
 from datetime import timedelta
 from pathlib import Path
 
@@ -112,7 +113,8 @@ def end(rank_0: Watchdog, monkeypatch) -> list[str]:
 
     def sleep(seconds: float) -> None:
         if rank := next(late, None):
-            (rank_0.flight_records / f"rank_{rank}.json").write_text("{}")
+            rank_0.flight_records.mkdir(parents=True, exist_ok=True)
+            rank_0.flight_record(rank).write_text("{}")
 
     def leave(code: int) -> None:
         raise SystemExit(code)
@@ -144,8 +146,28 @@ def test_a_full_disk_does_not_prevent_the_end(rank_0, monkeypatch, capsys):
     waited: list[set[int]] = []
     monkeypatch.setattr(rank_0, "wait_for_flight_records", waited.append)
     assert end(rank_0, monkeypatch) == []
-    assert waited == [{0, 1, 2}], "this rank still gives the other ranks time, because their disks may have room"
+    assert waited == [{1, 2}], "this rank still gives the other ranks time, because their disks may have room"
     assert capsys.readouterr().err.startswith("error: hang: no answer from rank 3 ")
+
+
+def test_a_recorder_that_fails_does_not_prevent_the_end(rank_0, monkeypatch, capsys):
+    """PyTorch's recorder raises after an error of the GPU. An alarm that was left would kill the process later."""
+
+    def fail() -> dict:
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    monkeypatch.setattr(watchdog, "last_collectives", fail)
+    assert end(rank_0, monkeypatch) == ["rank_1.json", "rank_2.json"]
+    assert signal.alarm(0) == 0
+
+
+def test_collectives_of_both_backends_are_recorded(monkeypatch):
+    """With CPU offload, FSDP uses NCCL and gloo."""
+    for name, collective in (("_dump_nccl_trace_json", "nccl:all_gather"), ("_dump_fr_trace_json", "gloo:all_reduce")):
+        text = json.dumps({"version": "2.10", "entries": [{"profiling_name": collective}]})
+        monkeypatch.setattr(watchdog._distributed_c10d, name, lambda text=text: text, raising=False)
+    entries = watchdog.last_collectives()["entries"]
+    assert [entry["profiling_name"] for entry in entries] == ["nccl:all_gather", "gloo:all_reduce"]
 
 
 def test_a_hang_without_a_process_group_names_no_folder(rank_0, monkeypatch, capsys):
