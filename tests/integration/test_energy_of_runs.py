@@ -37,7 +37,6 @@ def test_a_stopped_and_resumed_job_adds_up_its_energy(train):
         assert energy["kwh"] * 3.6e6 > energy["steady_joules_sum"], "the job also warmed up and evaluated"
         assert not {name for name in record["missing"] if name.startswith("energy")}
     assert finished["train"]["steady_steps"] > stopped["train"]["steady_steps"] > 0
-    assert finished["energy"]["steady_joules_sum"] > stopped["energy"]["steady_joules_sum"]
     trained = finished["train"]["runtime_s"] - stopped["train"]["runtime_s"]
     second_attempt = (finished["energy"]["kwh"] - stopped["energy"]["kwh"]) * 3.6e6
     assert second_attempt > 0.95 * 3 * WATTS * trained
