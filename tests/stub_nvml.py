@@ -1,4 +1,4 @@
-"""A stub for NVML, the library behind nvidia-smi, on machines without a GPU.
+"""A stub for NVML, the library that nvidia-smi uses, on machines without a GPU.
 
 pynvml's own functions call it with their real ctypes arguments and structures, and get NVML's real return codes.
 """

@@ -9,7 +9,7 @@ from style import WIDTH
 POWER = {"color": "black", "linewidth": 1.4, "label": "power, % of the limit"}
 UTILISATION = {"color": "#b2182b", "linewidth": 1, "linestyle": (0, (3, 2)), "label": "utilisation, %"}
 COMPUTING, EVALUATING, WAITING, OFFLOAD, IDLE = 90, 65, 33, 48, 18  # power in % of the limit
-END = 20  # of the time axis, which has no unit
+END = 20  # end of the time axis, which has no unit
 
 Phase = tuple[float, float, float]  # length, power, utilisation
 

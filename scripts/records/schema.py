@@ -221,7 +221,7 @@ class Record(Part):
     eval_size: int | None = None
     questions_cut: dict[str, int] | None = None  # train, eval: questions whose context was cut by --max_length
     eval: list[Evaluation] = []
-    pauses: list[Pause] = []  # of all attempts, as in the memory logs
+    pauses: list[Pause] = []  # pauses of all attempts, as the memory logs have all attempts
     train: Train | None = None
     exact_match: float | None = None  # percent of eval_size questions
     f1: float | None = None

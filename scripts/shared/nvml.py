@@ -1,4 +1,4 @@
-"""The GPU of this process in NVML, the library behind nvidia-smi.
+"""The GPU of this process in NVML, the library that nvidia-smi uses.
 
 NVML numbers all GPUs of the node, because it ignores CUDA_VISIBLE_DEVICES. So a GPU is found by its UUID.
 """
@@ -23,7 +23,7 @@ def find_gpu(index: int | None = None) -> Any:
 
 
 def power_limit_w() -> float | None:
-    """Return the power limit of the current GPU in watts. None if there is no GPU, or if it has no limit."""
+    """Return the power limit of the current GPU in watts. None without a GPU or a limit."""
     if not torch.cuda.is_available():
         return None
     try:

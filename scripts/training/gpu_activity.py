@@ -39,7 +39,7 @@ class GpuActivityCallback(TrainerCallback):
         self.gpu: Any = None  # None if this rank does not measure, or no longer measures
         self.started: float | None = None  # time of the first sample
         self.activity: dict[str, float] = {}
-        self.reason = "too few steps after the warm-up"
+        self.reason = f"less than {SHORTEST_INTERVAL} s of steady steps in a row"
 
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
@@ -82,7 +82,7 @@ class GpuActivityCallback(TrainerCallback):
 
     @contextlib.contextmanager
     def nvml_errors(self) -> Iterator[None]:
-        """Turn an error of NVML into the reason why there is no measurement."""
+        """Keep an error of NVML as the reason for the missing measurement."""
         try:
             yield
         except pynvml.NVMLError as error:

@@ -29,7 +29,7 @@ class Progress:
     steady_steps: int
     steady_seconds: float
     tokens: list[list[int]]  # counts of the whole training, and of its steady steps
-    steady_joules: list[float | None]  # of each rank's GPU, null if unknown
+    steady_joules: list[float | None]  # energy of each rank's GPU, null if unknown
 
     @property
     def unlogged_loss(self) -> float:

@@ -37,11 +37,11 @@ class TrainSpeedCallback(TrainerCallback):
         # Counts of the steady steps
         self.steps = 0
         self.seconds = 0.0
-        self.joules = 0.0  # of this rank's GPU in this run, NaN if unknown
+        self.joules = 0.0  # energy of this rank's GPU in this run, NaN if unknown
         self.tokens = torch.zeros_like(trainer.tokens)
         # Counts of all ranks in earlier runs of this training: one row for all steps, one for the steady steps
         self.earlier_tokens = torch.zeros(2, KINDS_OF_TOKENS, dtype=torch.int64)
-        self.earlier_joules = [0.0] * world_size()  # of each rank's GPU, in the steady steps of earlier runs
+        self.earlier_joules = [0.0] * world_size()  # energy of each rank's GPU in the steady steps of earlier runs
         self.started: float | None = None
 
     def on_train_begin(

@@ -253,7 +253,7 @@ def check_log(job: Job, hosts: list[str], gpus: int) -> None:
         expected = f"peak {logged.peak(series):.0f} MiB, mean {logged.mean(series):.0f} MiB"
         expected += f" ({len(logged.samples[series])} samples)"
         if what == "power":
-            expected = f"mean {200 + int(index)} W"  # of the stub for nvidia-smi
+            expected = f"mean {200 + int(index)} W"  # the power in the stub for nvidia-smi
         assert line == f"{title}: {expected}"
     rate = f"samples per second: {job.record['train']['samples_per_second']:.2f} (Trainer)"
     assert job.summary[1 + len(titles)].startswith(rate)

@@ -3,6 +3,7 @@
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from types import ModuleType
 
@@ -50,6 +51,16 @@ def no_process(monkeypatch):
     monkeypatch.setattr(subprocess, "Popen", refuse)
     yield
     assert not started, f"{started}: move this test to tests/commands, or replace the process by its output"
+
+
+@pytest.fixture
+def local_zone(request):
+    """Use the time zone that the test names, in the format of the variable TZ."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TZ", request.param)
+        time.tzset()
+        yield
+    time.tzset()
 
 
 @pytest.fixture(autouse=True)

@@ -16,7 +16,7 @@ from training.gpu_activity import GpuActivityCallback
 SHARED = "several ranks share a GPU, and its counter does not separate them"
 MIG = "the GPU is divided (MIG), and its counter does not separate the parts"
 NO_COUNTER = "NVML has no energy counter of this GPU"
-KWH_IN_A_MINUTE = 2 * WATTS * 60 / 3.6e6  # of the second GPU
+KWH_IN_A_MINUTE = 2 * WATTS * 60 / 3.6e6  # energy of the second GPU
 
 
 class Gpu:
@@ -134,6 +134,7 @@ def measure(gpu: Gpu, seconds: list[float], pauses: tuple[int, ...], epochs: tup
 
 
 MEASURED = {"sm_percent": 81.2, "tensor_percent": 30.5, "dram_percent": 44.0}
+SHORT = "less than 0.1 s of steady steps in a row"
 OLD = "this GPU does not count it; Hopper and newer GPUs do"
 DENIED = {"errors": {f"metric {pynvml.NVML_GPM_METRIC_DRAM_BW_UTIL}": pynvml.NVML_ERROR_NO_PERMISSION}}
 NOT_A_NUMBER = {"values": {pynvml.NVML_GPM_METRIC_SM_UTIL: math.nan}}
@@ -142,7 +143,8 @@ ACTIVITIES = {
     "short steps": ([60, 0.06, 0.06, 9], (), (), {}, 0.12, None),
     "an evaluation between short steps": ([60, 0.06, 0.06, 0.3], (1, 2), (), {}, 0.3, None),
     "an end of an epoch between short steps": ([60, 0.06, 0.06, 0.3], (), (1, 2), {}, 0.3, None),
-    "only warm-up": ([60], (), (), {}, None, "too few steps after the warm-up"),
+    "only warm-up": ([60], (), (), {}, None, SHORT),
+    "only short steps": ([60, 0.06, 0.06], (1,), (), {}, None, SHORT),
     "older than Hopper": ([60, 1], (), (), {"gpm": False}, None, OLD),
     "not allowed": ([60, 1], (), (), DENIED, None, "NVML: Insufficient Permissions"),
     "no number": ([60, 1], (), (), NOT_A_NUMBER, None, "NVML: Unknown Error"),

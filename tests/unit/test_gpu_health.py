@@ -1,4 +1,4 @@
-"""Tests of preflight's check of a GPU's health. Functions with NVML's C signatures stand in for the driver."""
+"""Tests of preflight's check of a GPU's health. Functions with NVML's C signatures replace the driver's."""
 
 from types import SimpleNamespace
 

@@ -3,7 +3,6 @@
 import base64
 import hashlib
 import re
-import time
 from datetime import datetime, timedelta, timezone
 from html.parser import HTMLParser
 from pathlib import Path
@@ -418,16 +417,8 @@ def pause(what: str, zone: int, began: int, seconds: float) -> dict:
     }
 
 
-@pytest.fixture
-def zone_of_new_york(monkeypatch):
-    with monkeypatch.context() as patch:
-        patch.setenv("TZ", "EST5")
-        time.tzset()
-        yield
-    time.tzset()
-
-
-def test_the_plot_of_power_marks_evaluations_and_saves(tmp_path, zone_of_new_york):
+@pytest.mark.parametrize("local_zone", ["EST5"], indirect=True)
+def test_the_plot_of_power_marks_evaluations_and_saves(tmp_path, local_zone):
     """The nodes of the two runs have other zones than the machine that makes the report. A third run has no pause."""
     for job_id, zone, stage in (("1", 1, 1), ("2", -3, 2)):
         pauses = [pause("evaluation", zone, 4, 2.5), pause("saving", zone, 7, 1)]

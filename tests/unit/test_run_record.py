@@ -6,7 +6,6 @@ import math
 import os
 import re
 import resource
-import time
 from datetime import UTC, datetime
 from pathlib import Path
 from types import SimpleNamespace
@@ -175,16 +174,8 @@ def test_peaks_of_gpu_memory_and_pinned_memory_are_recorded(gpu, monkeypatch):
     assert run.content["peak_pinned_memory"] == [{"active_mib": 2048, "allocated_mib": 4096}]
 
 
-@pytest.fixture
-def zone_of_india(monkeypatch):
-    with monkeypatch.context() as patch:
-        patch.setenv("TZ", "IST-5:30")
-        time.tzset()
-        yield
-    time.tzset()
-
-
-def test_evaluations_and_saves_have_local_times_and_those_of_earlier_attempts_are_kept(zone_of_india):
+@pytest.mark.parametrize("local_zone", ["IST-5:30"], indirect=True)
+def test_evaluations_and_saves_have_local_times_and_those_of_earlier_attempts_are_kept(local_zone):
     """nvidia-smi logs the local time of its node."""
     first = RunRecord("7")
     first.start(0)

@@ -178,7 +178,7 @@ def test_a_hang_without_a_process_group_names_no_folder(rank_0, monkeypatch, cap
 
 def test_the_flight_record_of_an_earlier_attempt_is_removed(rank_0):
     rank_0.write_flight_record()
-    rank_0.number = 0  # as in a new process
+    rank_0.number = 0  # a new process begins with 0
     rank_0.write()
     assert not rank_0.flight_record().exists()
 
