@@ -75,6 +75,11 @@ class ModelArguments:
         1,
         "Number of ranks over which each matrix is cut; with --fsdp, the cut matrices are also sharded.",
     )
+    lora_rank: int = knob(
+        "LORA_RANK",
+        0,
+        "LoRA: freeze the model, and train adapters of this rank on its linear layers. 0: train all weights.",
+    )
     # Sizes of custom-gpt; other models ignore them
     vocab_size: int = knob("VOCAB_SIZE", 50000, "custom-gpt: number of tokens in the vocabulary.")
     hidden_size: int = knob("HIDDEN_SIZE", 2048, "custom-gpt: width. Lower it first if memory runs out.")

@@ -33,6 +33,9 @@ def main() -> None:
             raise WorkshopError(f"--{flag}", "evaluation holds the whole model on every rank", "leave the flag out")
     if settings.model.tensor_parallel > 1:
         raise settings.error("tensor_parallel", "evaluation holds the whole model on every rank", "leave the flag out")
+    if settings.model.lora_rank:
+        what = "has no effect on a saved model, whose weights contain the adapters"
+        raise settings.error("lora_rank", what, "leave it out")
     prepare_environment(shards=False)
     flags = trainer_flags(settings)
     flags["ddp_timeout"] = watchdog.start(settings.trainer.ddp_timeout)

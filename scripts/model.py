@@ -27,6 +27,7 @@ from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
 from config import CUSTOM_GPT, CUSTOM_SIZES, TINY_BLOOM, DataArguments, ModelArguments, has_random_weights
 from custom_model import CustomGPTConfig
 from data_loader import is_local, read_part, read_questions
+from lora import ADAPTERS, merged_model
 from shared.errors import WorkshopError
 from shared.hub import check_relative_path, loading_errors, offline_without_network
 from training.bloom_sdpa import use_attention
@@ -170,6 +171,10 @@ def pretrained_model(name: str) -> PreTrainedModel:
             output_loading_info=True,
         )
     model, loading = loaded
+    if any(weight.endswith(ADAPTERS) for weight in loading["unexpected_keys"]):
+        what = f"{name} is a checkpoint of a training run with LoRA, whose weights do not contain the adapters"
+        way_out = "give the output folder of a completed run, or complete this one with --resume_from_checkpoint"
+        raise WorkshopError("--model_name", what, way_out)
     unlike = loading["missing_keys"] | {weight for weight, _, _ in loading["mismatched_keys"]}
     if unlike:
         what = f"{name} has no {min(unlike)} of the shape that its config.json asks for"
@@ -248,12 +253,21 @@ def elements(parameter: torch.Tensor) -> int:
     return getattr(parameter, "ds_numel", parameter.numel())
 
 
-def save_model(trainer: Trainer, tokenizer: PreTrainedTokenizerBase, output_dir: str) -> None:
-    """Gather the trained weights from all ranks, and save them and the tokenizer for from_pretrained."""
+def save_model(trainer: Trainer, tokenizer: PreTrainedTokenizerBase, output_dir: str, with_adapters: bool) -> None:
+    """Gather the trained weights from all ranks, and save them and the tokenizer for from_pretrained.
+
+    with_adapters: True after a training run with LoRA, whose adapters are added to the weights.
+    """
     if trainer.is_fsdp_enabled:
         # With sharded checkpoints, the Trainer would write no weights here
         trainer.accelerator.state.fsdp_plugin.set_state_dict_type("FULL_STATE_DICT")
-    trainer.save_model(output_dir)
+    if with_adapters:
+        model: Any = trainer.model
+        weights = trainer.accelerator.get_state_dict(trainer.deepspeed or model)
+        if trainer.is_world_process_zero():
+            merged_model(model, weights).save_pretrained(output_dir)
+    else:
+        trainer.save_model(output_dir)
     if trainer.is_world_process_zero():
         tokenizer.save_pretrained(output_dir)
         print(f"Model saved to {output_dir}", flush=True)

@@ -22,7 +22,7 @@ With your own model and data, resumed from the latest checkpoint of this run, or
 
 from dataclasses import replace
 
-from transformers import TrainingArguments
+from transformers import TrainingArguments, set_seed
 
 from config import has_random_weights
 from data_loader import collator, load_squad
@@ -32,6 +32,7 @@ from distributed.ds_config import check_contradictions, check_ds_config
 from distributed.fsdp_config import check_fsdp_config, parallelism, shard_on_cpu, trainer_config
 from distributed.process_group import adopt_process_group, leave_process_group, prepare_environment, run_and_exit
 from distributed.tensor_parallel import apply_tensor_parallel, check_tensor_parallel
+from lora import add_adapters
 from model import build_meta_model, load_model, load_tokenizer, save_model
 from records.run_environment import new_job_id
 from records.writer import RunRecord
@@ -80,7 +81,7 @@ def main() -> None:
         settings = replace(settings, deepspeed_config=check_ds_config(deepspeed))
     check_tensor_parallel(settings, world_size())
     if fsdp:
-        fsdp_config = check_fsdp_config(settings.trainer.fsdp, settings.trainer.fsdp_config, tensor_parallel)
+        fsdp_config = check_fsdp_config(settings)
         settings = replace(settings, fsdp_config=fsdp_config)
     # FSDP config for the Trainer. With tensor parallelism it is None, because section 6 then shards the model itself
     trainer_fsdp_config = settings.fsdp_config if tensor_parallel == 1 else None
@@ -120,6 +121,8 @@ def main() -> None:
     #    enough to check whether it can be trained with these settings.
     watchdog.progress("reading the data")  # the watchdog treats a rank without progress for --ddp_timeout as hung
     meta_model = build_meta_model(settings.model)
+    if settings.model.lora_rank:
+        add_adapters(meta_model, settings.model.lora_rank)
     tokenizer = load_tokenizer(settings.model, settings.data)
     check_trainable(settings, args, meta_model, tokenizer)
     train_dataset, eval_dataset = load_squad(settings.data, tokenizer, args)
@@ -162,6 +165,10 @@ def main() -> None:
         # 6. Model and Trainer.
         watchdog.progress("loading the model")
         model = load_model(settings.model, tokenizer, args.seed)
+        if settings.model.lora_rank:
+            # Frozen weights need no fp32 masters, so they have the precision of the computation
+            set_seed(args.seed)
+            add_adapters(model, settings.model.lora_rank, DTYPES[settings.precision])
         check_saving(model, tokenizer)
         if settings.model.loss == "chunked":
             use_chunked_loss(model)
@@ -193,7 +200,7 @@ def main() -> None:
             print_once("model not saved (SAVE_STRATEGY=no)")
         else:
             with record.pause("saving"), full_disk_errors(args.output_dir):
-                save_model(trainer, tokenizer, args.output_dir)
+                save_model(trainer, tokenizer, args.output_dir, with_adapters=settings.model.lora_rank > 0)
 
         # 9. Exact Match and F1 of the model's answers.
         if settings.data.em_f1:

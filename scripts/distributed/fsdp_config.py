@@ -11,6 +11,7 @@ from accelerate import PartialState
 from accelerate.utils import DistributedType, ParallelismConfig
 
 from distributed.collectives import local_world_size, world_size
+from settings.settings import Settings
 from shared.errors import ENVIRONMENT, WorkshopError, did_you_mean
 from shared.json_files import read_json
 
@@ -50,19 +51,20 @@ TENSOR_PARALLEL_VALUES = {
 EXPECTED = {list: "a list of class names", int: "a whole number"}
 
 
-def check_fsdp_config(fsdp: object, path: str | None, tensor_parallel: int = 1) -> dict:
-    """Check an FSDP config file and return its content, with dp_shard_size and dp_replicate_size as numbers.
+def check_fsdp_config(settings: Settings) -> dict:
+    """Check the file of --fsdp_config and return its content, with dp_shard_size and dp_replicate_size as numbers.
 
-    Without a file the strategy is FSDP2 FULL_SHARD.
-    tensor_parallel: ranks per tensor group. FSDP shards over these groups, not over single ranks.
+    Without a file the strategy is FSDP2 FULL_SHARD. With tensor parallelism FSDP shards over tensor groups, not ranks.
 
     Raises WorkshopError: exit code 2 with the file and key at fault, 3 for a config that this machine cannot run.
     """
+    fsdp = settings.trainer.fsdp
     if str(fsdp).lower() != "true":
         way_out = "use --fsdp --fsdp_config with a file of fsdp_configs/"
         raise WorkshopError("--fsdp", f"{fsdp!r} is a deprecated form", way_out)
-    config = check_fsdp_file(path, tensor_parallel) if path else {}
-    source = path or "--fsdp"
+    config = check_fsdp_file(settings)
+    source = settings.trainer.fsdp_config or "--fsdp"
+    tensor_parallel = settings.model.tensor_parallel
     resolve_sizes(source, config, world_size() // tensor_parallel, local_world_size() // tensor_parallel)
     if not torch.cuda.is_available():
         if config.get("version") == 1:
@@ -72,12 +74,18 @@ def check_fsdp_config(fsdp: object, path: str | None, tensor_parallel: int = 1) 
     return config
 
 
-def check_fsdp_file(path: str, tensor_parallel: int = 1) -> dict:
-    """Check the keys and values of an FSDP config file and return its content.
+def check_fsdp_file(settings: Settings) -> dict:
+    """Check the keys and values of the file of --fsdp_config and return its content, which is empty without a file.
 
-    Raises WorkshopError (exit code 2) for a key or value that is unknown or does not work with tensor parallelism.
+    Raises WorkshopError (exit code 2) for a key or value that is unknown or does not work with another flag.
     """
+    path = settings.trainer.fsdp_config
+    if not path:
+        return {}
+    tensor_parallel = settings.model.tensor_parallel
     config = read_json(path)
+    if settings.model.lora_rank and config.get("version") == 1:
+        raise WorkshopError(f"{path}: version", "FSDP1 has not been tried with --lora_rank", "use an FSDP2 config")
     for key, value in config.items():
         check_fsdp_key(path, key, value, COMMON_KEYS | (FSDP1_KEYS if config.get("version") == 1 else FSDP2_KEYS))
         if tensor_parallel > 1 and value != TENSOR_PARALLEL_VALUES.get(key, "unknown"):

@@ -70,10 +70,9 @@ def read_config_files(settings: Settings) -> Settings:
     if settings.trainer.deepspeed:
         settings = replace(settings, deepspeed_config=check_ds_config(settings.trainer.deepspeed))
     if settings.trainer.fsdp:
-        file = settings.trainer.fsdp_config
-        config = check_fsdp_file(file, tensor_parallel) if file else {}
+        config = check_fsdp_file(settings)
         groups = gpus // tensor_parallel
-        resolve_sizes(file or "--fsdp", config, groups, groups // settings.estimate.nodes)
+        resolve_sizes(settings.trainer.fsdp_config or "--fsdp", config, groups, groups // settings.estimate.nodes)
         settings = replace(settings, fsdp_config=config)
     return settings
 

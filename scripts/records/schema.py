@@ -215,7 +215,8 @@ class Record(Part):
     # model: the values of config.json that differ from transformers' defaults. deepspeed, fsdp: the config in effect,
     # with every "auto" replaced by a value
     configs: dict[str, Any] | None = None
-    parameters: int | None = None  # tied parameters count once
+    parameters: int | None = None  # tied parameters count once, and adapters of LoRA count too
+    trainable_parameters: int | None = None
     steps_per_epoch: int | None = None  # optimizer steps
     train_size: int | None = None
     eval_size: int | None = None

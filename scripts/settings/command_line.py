@@ -18,7 +18,7 @@ from config import DEFAULTS, KNOBS, OTHER_DEFAULTS, DataArguments, ModelArgument
 from settings.hints import FLAGS_OF_OTHER_PROGRAMS, REMOVED_FLAGS, UNREAD_VARIABLES, UNUSED_FLAGS, WARNED_VARIABLES
 from settings.precision import resolve_precision
 from settings.settings import Settings, build_settings
-from settings.validation import check_settings
+from settings.validation import check_settings, doubtful_choices
 from shared.errors import OneLineErrors, WorkshopError, did_you_mean
 from shared.paths import workshop_version
 
@@ -100,6 +100,7 @@ def parse_command_line(
     )
     settings = complete(settings)
     check_settings(settings)
+    settings = replace(settings, warnings=(*settings.warnings, *doubtful_choices(settings)))
     check_estimate_numbers(settings, *extra)
     return resolve_precision(settings, torch.cuda.is_available() if gpu is None else gpu)
 

@@ -1,8 +1,9 @@
 """Check settings without a process group and without data. Each check raises WorkshopError (exit code 2)."""
 
 import math
+from collections.abc import Iterator
 
-from config import ALL, CUSTOM_GPT, CUSTOM_SIZES
+from config import ALL, CUSTOM_GPT, CUSTOM_SIZES, has_random_weights
 from settings.hints import UNUSED_FLAGS
 from settings.settings import Settings
 
@@ -13,6 +14,7 @@ AT_LEAST_ONE = (
     *CUSTOM_SIZES,
 )
 NO_LIMIT = {"max_steps": -1, "train_size": ALL, "eval_size": ALL}
+LOWEST_USUAL_LORA_RATE = 1e-4
 # The flags *_steps may be a fraction of the training, such as 0.1
 MORE_THAN_ZERO = ("num_train_epochs", "learning_rate", "logging_steps", "eval_steps", "save_steps")
 
@@ -38,6 +40,19 @@ def check_numbers(settings: Settings) -> None:
             raise settings.error(flag, f"{values[flag]} is too small", "give a whole number of at least 1")
         if flag in MORE_THAN_ZERO and not 0 < values[flag] < math.inf:
             raise settings.error(flag, f"{values[flag]} is out of range", "give a number above 0")
+
+
+def doubtful_choices(settings: Settings) -> Iterator[str]:
+    """Yield a warning for each choice that is allowed but that people rarely mean."""
+    if not settings.model.lora_rank:
+        return
+    if settings.trainer.learning_rate < LOWEST_USUAL_LORA_RATE:
+        yield (
+            f"the learning rate {settings.trainer.learning_rate:g} is low for LoRA, which usually needs 1e-4 to 2e-3; "
+            "set LEARNING_RATE"
+        )
+    if has_random_weights(settings.model.model_name, settings.model.from_scratch):
+        yield "LORA_RANK freezes weights that are random, so the model learns little; use a pretrained model"
 
 
 def contradictions(settings: Settings) -> list[tuple[object, str, str, str]]:
@@ -107,6 +122,18 @@ def contradictions(settings: Settings) -> list[tuple[object, str, str, str]]:
             "tensor_parallel",
             "cannot be combined with --deepspeed",
             "use --fsdp to shard over the tensor groups",
+        ),
+        (
+            model.lora_rank < 0,
+            "lora_rank",
+            f"{model.lora_rank} is too small",
+            "give a rank such as 8, or 0 to train all weights",
+        ),
+        (
+            cut and model.lora_rank,
+            "lora_rank",
+            "cannot be combined with --tensor_parallel, which cuts the layers that get adapters",
+            "use --fsdp or a ZeRO-3 config to shard the model",
         ),
         (
             cut and chunked,

@@ -15,13 +15,15 @@ from distributed import inspect_fsdp
 from distributed.collectives import gather_lists, rank, world_size
 from distributed.fsdp_config import fsdp_strategy, wrap_classes
 from distributed.tensor_parallel import cut_parameters
-from model import count_parameters
+from lora import count_adapter_elements
+from model import count_parameters, elements
 from records.writer import RunRecord
 from settings.settings import Settings
 from shared.errors import ENVIRONMENT, WorkshopError
 from training.bloom_sdpa import attention_name
 from training.chunked_loss import computes_loss_in_head
 from training.effective_values import (
+    dtype_names,
     effective_batch,
     effective_precision,
     effective_strategy,
@@ -69,11 +71,12 @@ class AuditCallback(TrainerCallback):
         self.record = record
         # Count before the model is wrapped: a model that FSDP1 has wrapped shows only this rank's shard
         self.parameters = count_parameters(trainer.model)
+        self.trainable = sum(elements(p) for p in trainer.model.parameters() if p.requires_grad)
 
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        knobs = audit(self.trainer, self.settings, self.parameters)
+        knobs = audit(self.trainer, self.settings, self.parameters, self.trainable)
         if rank() == 0:
             print(audit_table(knobs), flush=True)
             if self.trainer.is_deepspeed_enabled:
@@ -81,6 +84,7 @@ class AuditCallback(TrainerCallback):
         self.record.update(
             knobs={k.name: {"requested": k.requested, "effective": k.effective} for k in knobs},
             parameters=self.parameters,
+            trainable_parameters=self.trainable,
             steps_per_epoch=self.trainer.steps_per_epoch,
         )
         # Gather the differences, so that all ranks raise the same error. If only one rank raised it, the other ranks
@@ -103,8 +107,12 @@ def strategy_name(settings: Settings) -> str:
     return "DDP" if "RANK" in os.environ else "plain"
 
 
-def audit(trainer: Any, settings: Settings, parameters: int) -> list[AuditedKnob]:
-    """Return one entry per knob, in the order of the printed table. trainer: a Trainer whose model is wrapped."""
+def audit(trainer: Any, settings: Settings, parameters: int, trainable: int) -> list[AuditedKnob]:
+    """Return one entry per knob, in the order of the printed table.
+
+    trainer: a Trainer whose model is wrapped. parameters, trainable: numbers of all parameters and of those with
+    gradients, before the model was wrapped.
+    """
     engine = trainer.model_wrapped if trainer.is_deepspeed_enabled else None
     requested = strategy_name(settings)
     strategy = effective_strategy(trainer, engine)
@@ -115,6 +123,10 @@ def audit(trainer: Any, settings: Settings, parameters: int) -> list[AuditedKnob
         # accelerate wraps the model of a single rank in DDP on a CPU, but not on a GPU
         AuditedKnob("strategy", requested, strategy, note, binding=not single_rank),
         optimizer_knob(trainer, engine, settings),
+        AuditedKnob(
+            "trainable parameters", f"{trainable_parameters(trainer.model, settings, parameters):,}", f"{trainable:,}"
+        ),
+        *dtype_knobs(trainer.model, settings),
     ]
     if engine is not None:
         knobs += offload_knobs(engine, settings.zero)
@@ -137,6 +149,23 @@ def audit(trainer: Any, settings: Settings, parameters: int) -> list[AuditedKnob
         "device": str(trainer.args.device),
     }
     return knobs + [AuditedKnob(name, value, value) for name, value in facts.items()]
+
+
+def trainable_parameters(model: Any, settings: Settings, parameters: int) -> int:
+    """Return the requested number of trainable parameters: all, or the elements of the adapters of LoRA."""
+    rank_of_adapters = settings.model.lora_rank
+    return count_adapter_elements(model, rank_of_adapters) if rank_of_adapters else parameters
+
+
+def dtype_knobs(model: Any, settings: Settings) -> list[AuditedKnob]:
+    """Compare the dtypes of trainable and of frozen weights. DeepSpeed keeps fp32 masters of its trainable weights."""
+    trainable = dtype_names(p for p in model.parameters() if p.requires_grad)
+    frozen = dtype_names(p for p in model.parameters() if not p.requires_grad)
+    by_deepspeed = settings.deepspeed_config is not None
+    return [
+        AuditedKnob("trainable weights", settings.precision if by_deepspeed else "fp32", trainable),
+        AuditedKnob("frozen weights", settings.precision if settings.model.lora_rank else "none", frozen),
+    ]
 
 
 def batch_knobs(trainer: Any, engine: Any, settings: Settings) -> list[AuditedKnob]:

@@ -156,7 +156,8 @@ class CrossEntropyOfHead(torch.autograd.Function):
 
     hidden: (tokens, hidden size). weight: (vocabulary, hidden size). targets: (tokens), int64. Matrix products use the
     dtype of autocast if it is on, otherwise that of the weight. Softmax, loss and sums over chunks are fp32. A gradient
-    has the dtype of its tensor. The backward pass works once, because it overwrites the stored gradients.
+    has the dtype of its tensor. The backward pass works once, because it overwrites the stored gradients. A frozen
+    weight, as with LoRA, gets no gradient.
     """
 
     @staticmethod
@@ -180,7 +181,7 @@ class CrossEntropyOfHead(torch.autograd.Function):
         scale = gradient_scale(hidden, summed_tokens)
         if with_gradients:
             hidden_gradient = torch.zeros_like(hidden, dtype=torch.float32)
-            weight_gradient = torch.zeros_like(weight, dtype=torch.float32)
+            weight_gradient = torch.zeros_like(weight, dtype=torch.float32) if ctx.needs_input_grad[1] else None
         with torch.autocast(device, enabled=False):
             for start in range(0, tokens, chunk):
                 part = hidden[start : start + chunk]
@@ -195,6 +196,8 @@ class CrossEntropyOfHead(torch.autograd.Function):
                 for first in range(0, vocabulary, pieces.vocabulary):
                     rows = slice(first, first + pieces.vocabulary)
                     hidden_gradient[start : start + chunk] += gradient[:, rows] @ weight[rows]
+                    if weight_gradient is None:
+                        continue
                     for begin in range(0, len(part), summed_tokens):
                         summed = slice(begin, begin + summed_tokens)
                         weight_gradient[rows] += gradient[summed, rows].T @ part[summed]
@@ -206,7 +209,10 @@ class CrossEntropyOfHead(torch.autograd.Function):
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple:
         *gradients, scale = ctx.saved_tensors
         factor = gradient / scale
-        gradients = [kept.mul_(factor).to(dtype) for kept, dtype in zip(gradients, ctx.dtypes, strict=True)]
+        gradients = [
+            None if kept is None else kept.mul_(factor).to(dtype)
+            for kept, dtype in zip(gradients, ctx.dtypes, strict=True)
+        ]
         return *gradients, None, None
 
 

@@ -4,6 +4,7 @@ distributed/inspect_fsdp.py reads the values of FSDP. In this file, `engine` is 
 DeepSpeed.
 """
 
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -32,9 +33,13 @@ def effective_precision(trainer: Trainer, engine: Any) -> str:
     if engine is None:
         return {"no": "fp32"}.get(trainer.accelerator.mixed_precision, trainer.accelerator.mixed_precision)
     # After initialisation the module holds the working copy, and the optimizer holds the fp32 masters
-    dtypes = {p.dtype for p in engine.module.parameters()}
+    return dtype_names(engine.module.parameters())
+
+
+def dtype_names(parameters: Iterable[torch.nn.Parameter]) -> str:
+    """Return the dtypes of the parameters, such as ``bf16`` or ``bf16+fp32``, or ``none`` without parameters."""
     names = {torch.float16: "fp16", torch.bfloat16: "bf16", torch.float32: "fp32"}
-    return "+".join(sorted(names.get(dtype, str(dtype)) for dtype in dtypes))
+    return "+".join(sorted({names.get(each.dtype, str(each.dtype)) for each in parameters})) or "none"
 
 
 def effective_batch(trainer: Any, engine: Any) -> tuple[int, int, int]:

@@ -60,9 +60,10 @@ def count_tokens(batch: dict[str, torch.Tensor]) -> torch.Tensor:
 
 
 class ModelFlops:
-    """Number of operations of a model: 6 per token and parameter, 4 of them in the backward pass.
+    """Number of operations of a model: 6 per token and trainable parameter, 4 of them in the backward pass.
 
-    Embeddings do not count, because they only look up rows. The head counts only for the tokens that count in the loss.
+    A frozen parameter needs 4, because the backward pass computes no gradient of it. Embeddings do not count, because
+    they only look up rows. The head counts only for the tokens that count in the loss.
     """
 
     def __init__(self, model: Any):
@@ -76,15 +77,19 @@ class ModelFlops:
             raise ValueError("only some of the model's experts compute each token")
         head = model.get_output_embeddings().weight
         tables = {id(module.weight) for module in model.modules() if isinstance(module, torch.nn.Embedding)}
-        self.head = elements(head)
-        self.trunk = sum(elements(p) for p in model.parameters() if p is not head and id(p) not in tables)
+        self.head = operations_per_token(head)
+        self.trunk = sum(operations_per_token(p) for p in model.parameters() if p is not head and id(p) not in tables)
         self.attention = config.num_hidden_layers * config.hidden_size
 
     def count_operations(self, real: int, counted: int, squares: int) -> float:
         """Return the number of operations for the counts of `count_tokens`."""
         # Attention needs 12 operations per layer, hidden unit and pair of tokens, for scores and weighted sums, in
         # forward and backward pass
-        return 6.0 * self.trunk * real + 6.0 * self.head * counted + 12.0 * self.attention * squares
+        return float(self.trunk * real + self.head * counted + 12 * self.attention * squares)
+
+
+def operations_per_token(parameter: torch.nn.Parameter) -> int:
+    return (6 if parameter.requires_grad else 4) * elements(parameter)
 
 
 def model_flops(model: Any, record: RunRecord) -> ModelFlops | None:

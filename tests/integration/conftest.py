@@ -59,6 +59,8 @@ def table(train) -> Callable[[str], Finished]:
     def result(name: str) -> Finished:
         if name not in done:
             row = RUNS[name]
+            if row.base:
+                result(row.base)
             how = {"script": row.script, "ranks": row.ranks, "launcher": row.launcher} | row.settings
             done[name] = train(name, *row.arguments, **how)
         return done[name]

@@ -14,13 +14,18 @@ FP16_ON_CPU = str(Path(__file__).with_name("fp16_on_cpu.py"))
 
 @dataclass(frozen=True)
 class Run:
-    """A run of the table. ranks: 0 means plain python. launcher: one of `helpers.LAUNCHERS`; without one, it forks."""
+    """A run of the table.
+
+    ranks: 0 means plain python. launcher: one of `helpers.LAUNCHERS`; without one, the run forks. base: the run of the
+    table whose saved model this run trains.
+    """
 
     ranks: int = 0
     arguments: tuple[str, ...] = ()
     variables: dict = field(default_factory=dict)
     script: str = "scripts/train.py"
     launcher: str = ""
+    base: str = ""
 
     @property
     def world(self) -> int:
@@ -29,7 +34,8 @@ class Run:
     @property
     def settings(self) -> dict:
         """The run's variables. BATCH_SIZE keeps the sequences of a step or evaluation batch for any number of ranks."""
-        return {"BATCH_SIZE": 4 // self.world} | self.variables
+        model = {"MODEL_NAME": f"output/{self.base}"} if self.base else {}
+        return {"BATCH_SIZE": 4 // self.world} | model | self.variables
 
 
 def deepspeed(config: str, ranks: int = 2, **how: object) -> Run:
@@ -126,6 +132,26 @@ IN_BF16 = {
     "bf16_zero2": deepspeed("zero2", variables=BF16),
     "bf16_full_shard": fsdp("full_shard", variables=BF16),
 }
+# LoRA freezes the base model, so the base is the trained model of another run
+ADAPTERS = {"LORA_RANK": 4, "LEARNING_RATE": "1e-2"}
+
+
+def lora(name: str, **variables: object) -> Run:
+    row = STRATEGIES[name]
+    script = FP16_ON_CPU if variables.pop("precision", "") == "fp16" else row.script
+    return replace(row, base="plain", script=script, variables=ADAPTERS | variables)
+
+
+LORA = {f"lora_{name}": lora(name) for name in ("plain", "ddp", "zero1", "zero2", "zero3", "full_shard")}
+LORA |= {f"lora_chunked_{name}": lora(name, LOSS="chunked") for name in ("plain", "zero3", "full_shard")}
+MORE_LORA = {
+    f"lora_{name}": lora(name)
+    for name in ("zero0", "zero2_cpu_offload", "zero3_cpu_offload", *FSDP)
+    if name != "full_shard"
+}
+LORA_COMPILED = {"lora_compiled": Run(base="plain", variables=ADAPTERS | COMPILE, launcher="python")}
+LORA_FP16 = {f"lora_fp16_{name}": lora(name, precision="fp16") for name in ("plain", "zero1", "zero3", "full_shard")}
+LORA_BF16 = {f"lora_bf16_{name}": lora(name, **BF16) for name in ("plain", "ddp", "zero1", "zero3", "full_shard")}
 # A BLOOM of 12 million parameters, whose matrices ZeRO-3 shards. The matrices of tiny-bloom are too small for that.
 SHORT = {"TRAIN_SIZE": 16, "BATCH_SIZE": 1, "GRAD_ACC": 2, "EVAL_SIZE": 2, "MAX_LENGTH": 128, "PADDING": "longest"}
 SHORT |= {"NUM_EPOCHS": 1, "SAVE_STRATEGY": "no"}
@@ -138,6 +164,7 @@ if XQUAD.exists():
     REAL = {"DATASET": XQUAD, "TRAIN_SIZE": 500, "EVAL_SIZE": 100, "NUM_EPOCHS": 1, "PADDING": "longest"}
     OTHERS["xquad"] = Run(variables=REAL | {"MAX_LENGTH": 512, "EM_F1": "True"})
 RUNS = STRATEGIES | SDPA | CHUNKED | COMPILED | LABELS | OTHER_BATCHES | CUSTOM | TENSOR_PARALLEL | QWENS
+RUNS |= LORA | MORE_LORA | LORA_COMPILED | LORA_FP16 | LORA_BF16
 RUNS |= FP16 | MORE_FP16 | FP16_GPT | IN_BF16 | LARGE | OTHERS
 # Runs whose record has the bytes of the model on each rank: they accumulate gradients in fp32 or bf16
 HELD = [*STRATEGIES, *CHUNKED, *TENSOR_PARALLEL, "bf16_zero2", "bf16_full_shard", *LARGE]

@@ -247,6 +247,10 @@ def test_fsdp_files_differ_from_full_shard_in_one_setting(path):
     assert len(different) == 1 or different == {"dp_shard_size", "dp_replicate_size"}
 
 
+def checked_fsdp_config(*flags: str) -> dict:
+    return check_fsdp_config(parse_command_line("", ["--fsdp", *flags], environment={}))
+
+
 @pytest.mark.parametrize(
     ("content", "message"),
     [
@@ -260,13 +264,13 @@ def test_fsdp_files_differ_from_full_shard_in_one_setting(path):
 def test_a_mistake_in_an_fsdp_file_is_one_line(written, refusal, monkeypatch, content, message):
     monkeypatch.setenv("WORLD_SIZE", "4")
     path = written(content)
-    error = refusal(check_fsdp_config, True, path)
+    error = refusal(checked_fsdp_config, "--fsdp_config", path)
     assert error.startswith(f"error: {path}")
     assert message in error
 
 
 def test_an_old_fsdp_string_is_refused_with_its_replacement(refusal):
-    line = refusal(check_fsdp_config, "full_shard auto_wrap", None)
+    line = refusal(checked_fsdp_config, "--fsdp", "full_shard auto_wrap")
     assert line.endswith("is a deprecated form; use --fsdp --fsdp_config with a file of fsdp_configs/")
 
 
@@ -274,7 +278,7 @@ def test_an_old_fsdp_string_is_refused_with_its_replacement(refusal):
 def test_auto_means_ranks_per_node_and_nodes(monkeypatch, world, per_node, shard, replicate):
     monkeypatch.setenv("WORLD_SIZE", str(world))
     monkeypatch.setenv("LOCAL_WORLD_SIZE", str(per_node))
-    found = check_fsdp_config(True, str(REPOSITORY / "fsdp_configs" / "hybrid_shard.json"))
+    found = checked_fsdp_config("--fsdp_config", str(REPOSITORY / "fsdp_configs" / "hybrid_shard.json"))
     assert (found["dp_shard_size"], found["dp_replicate_size"]) == (shard, replicate)
     assert fsdp_strategy(found) == ("FSDP2 HYBRID_SHARD" if replicate > 1 else "FSDP2 FULL_SHARD")
 
@@ -283,7 +287,7 @@ def test_hybrid_shard_with_one_rank_per_node_is_refused(refusal, monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "2")
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "1")
     path = str(REPOSITORY / "fsdp_configs" / "hybrid_shard.json")
-    line = refusal(check_fsdp_config, True, path)
+    line = refusal(checked_fsdp_config, "--fsdp_config", path)
     assert line.startswith(f"error: {path}: dp_shard_size 1 leaves nothing to shard (ranks per node: 1); use ")
 
 

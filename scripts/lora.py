@@ -1,0 +1,94 @@
+"""LoRA (arXiv:2106.09685): freeze a model, and train two small matrices next to each of its linear layers.
+
+A linear layer multiplies its input x by a weight W (outputs x inputs). With LoRA it computes W x + 2 B A x, where
+A (rank x inputs) starts with random numbers, and B (outputs x rank) starts with zeros. So the first step sees the
+unchanged model. W is frozen: only A and B need gradients and optimizer state, and with rank 8 they have about 1 % as
+many elements as W. docs/lora.md is the section about it.
+
+The library PEFT does the same for more kinds of layers. This module keeps all names of the model, so FSDP,
+DeepSpeed, checkpoints and estimates work as without LoRA.
+"""
+
+import math
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, PreTrainedModel
+
+from shared.errors import WorkshopError
+
+SCALE = 2  # alpha / rank in the paper's terms, for the usual choice alpha = 2 x rank
+ADAPTERS = ("lora_a", "lora_b")  # the last part of a parameter's name
+
+
+class LoraLinear(nn.Linear):
+    """A linear layer with a frozen weight (outputs, inputs) and trainable adapters.
+
+    lora_a: (rank, inputs). lora_b: (outputs, rank).
+    """
+
+    lora_a: nn.Parameter
+    lora_b: nn.Parameter
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Return the output (..., outputs) for an input (..., inputs)."""
+        return super().forward(x) + SCALE * F.linear(F.linear(x, self.lora_a), self.lora_b)
+
+
+def add_adapters(model: PreTrainedModel, rank: int, frozen_dtype: torch.dtype = torch.float32) -> None:
+    """Freeze a causal LM, and add fp32 adapters to all its linear layers except the head.
+
+    frozen_dtype: dtype of the frozen weights. Set the seed first. Raise WorkshopError (exit code 2) for a model without
+    linear layers.
+    """
+    sharded = any(hasattr(parameter, "ds_id") for parameter in model.parameters())  # by ZeRO-3, while it loaded them
+    for parameter in model.parameters():
+        parameter.requires_grad = False
+        if not sharded:
+            parameter.data = parameter.data.to(frozen_dtype)
+    head = model.get_output_embeddings()
+    layers = [module for module in model.modules() if type(module) is nn.Linear and module is not head]
+    if not layers:
+        what = f"{type(model).__name__} has no layers of the class torch.nn.Linear to put adapters on"
+        raise WorkshopError("--lora_rank", what, "leave it out, or use a BLOOM, Llama or Qwen")
+    # The other ZeRO stages cast adapters, too, and ZeRO-3 would leave them in fp32. All stages add fp32 masters
+    dtype = frozen_dtype if sharded else torch.float32
+    for layer in layers:
+        # With a new class instead of a new module, the layer and its weight keep their names
+        layer.__class__ = LoraLinear
+        # The weight's own shape is empty under ZeRO-3
+        a = torch.empty(rank, layer.in_features)
+        nn.init.kaiming_uniform_(a, a=math.sqrt(5))  # as nn.Linear initialises its weight
+        layer.lora_a = nn.Parameter(a.to(dtype))
+        layer.lora_b = nn.Parameter(torch.zeros(layer.out_features, rank, dtype=dtype))
+
+
+def count_adapter_elements(model: nn.Module, rank: int) -> int:
+    """Return the number of elements of all adapters, computed from the sizes of the layers."""
+    layers = [module for module in model.modules() if isinstance(module, LoraLinear)]
+    return sum(rank * (layer.in_features + layer.out_features) for layer in layers)
+
+
+def merged_model(model: PreTrainedModel, weights: dict[str, torch.Tensor]) -> PreTrainedModel:
+    """Return a model of the original architecture on the CPU, in fp32, whose weights contain the adapters.
+
+    weights: the complete state dict of a model with adapters. A merged weight is W + 2 B A. In 16 bits it would round
+    most of B A away.
+    """
+    state = {name: weight.to("cpu", torch.float32) for name, weight in weights.items()}
+    merged = {}
+    for name, weight in state.items():
+        layer, _, kind = name.rpartition(".")
+        if kind == "weight" and f"{layer}.lora_a" in state:
+            weight = weight + SCALE * state[f"{layer}.lora_b"] @ state[f"{layer}.lora_a"]
+        if kind not in ADAPTERS:
+            merged[name] = weight
+    model_class: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(model.config)]
+    with torch.device("meta"):  # no memory for random weights
+        whole = model_class(model.config)
+    whole.load_state_dict(merged, assign=True)
+    whole.tie_weights()
+    whole.generation_config = model.generation_config
+    return whole
