@@ -65,6 +65,7 @@ GPT += ["--num_heads", "4", "--ff_dim", "1024"]
 FP32 = ["--bf16", "False"]
 BF16 = ["--bf16", "True"]
 CHUNKED = ["--loss", "chunked"]
+LORA = ["--lora_rank", "8"]
 CHECKPOINTED = ["--activation_checkpointing"]
 ONE_MICRO_BATCH = ["--gradient_accumulation_steps", "1"]
 STRATEGIES = {
@@ -108,6 +109,10 @@ def rows() -> dict[str, Row]:
         found[f"custom-gpt, bf16, {strategy}"] = Row(flags, 2, "custom-gpt")
     checkpointed = ["--fsdp", "--fsdp_config", "fsdp_configs/full_shard_activation_checkpointing.json"]
     found["bloom, bf16, FULL_SHARD, checkpointing"] = Row([*BF16, *checkpointed], 2)
+    found["bloom, bf16, LoRA"] = Row([*BF16, *LORA])
+    found["llama, bf16, LoRA, chunked loss"] = Row([*BF16, *LORA, *CHUNKED], 1, "llama")
+    for strategy in ("DDP", "ZeRO-1", "ZeRO-3", "FULL_SHARD"):
+        found[f"bloom, bf16, LoRA, {strategy}"] = Row([*BF16, *LORA, *STRATEGIES[strategy]], 2)
     found["bloom, bf16, ZeRO-3, checkpointing"] = Row([*BF16, *STRATEGIES["ZeRO-3"], *CHECKPOINTED], 2)
     return found
 

@@ -18,7 +18,7 @@ from distributed.ds_config import offloaded
 from estimate.command_line import parse_memory_plan
 from estimate.compare import comparison, gpu_memory, verdict
 from estimate.memory import estimate_parts, move_to_cpu, parts_at_peak, sums_by_interval, totals
-from estimate.model_shape import Shape, trace_shape
+from estimate.model_shape import Shape, describe_parameters, trace_shape
 from settings.settings import Settings
 from shared.errors import run_program
 from shared.units import GIB
@@ -37,7 +37,7 @@ def memory_table(settings: Settings) -> str:
     ranks = f"{given.gpus} rank(s) without a GPU" if trainer.use_cpu else f"{given.gpus} GPU(s)"
     batch = f"{trainer.per_device_train_batch_size} x {settings.data.max_length} tokens"
     lines = [
-        f"{settings.model.model_name}: {shape.model:,} parameters, {settings.precision}, micro batch {batch}, "
+        f"{settings.model.model_name}: {describe_parameters(shape)}, {settings.precision}, micro batch {batch}, "
         f"{ranks} on {given.nodes} node(s)",
         f"{'GiB per rank':24}{'GPU':>8}{'CPU':>8}",
         *(f"{part.name:24}{part.gpu / GIB:8.2f}{part.cpu / GIB:8.2f}  {part.note}" for part in parts_at_peak(parts)),
@@ -74,7 +74,7 @@ def slurm_request(on_node: float, ranks_per_node: int, cpu_memory: float | None)
 def deepspeed_estimate(shape: Shape, settings: Settings) -> str:
     """Return the line with DeepSpeed's own estimate of the model state, empty for stages other than 2 and 3."""
     zero = settings.zero
-    if zero.get("stage") not in (2, 3):
+    if zero.get("stage") not in (2, 3) or shape.frozen:  # DeepSpeed's estimator assumes that all parameters are trained
         return ""
     from deepspeed.runtime.zero.stage3 import estimate_zero3_model_states_mem_needs
     from deepspeed.runtime.zero.stage_1_and_2 import estimate_zero2_model_states_mem_needs

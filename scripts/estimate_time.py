@@ -16,7 +16,7 @@ from collections import Counter
 
 from estimate.command_line import parse_plan
 from estimate.communication import sent_bytes
-from estimate.model_shape import trace_shape
+from estimate.model_shape import describe_parameters, trace_shape
 from estimate.time import Rates, micro_batch_work, predict_step, read_rates, roofline_seconds
 from settings.settings import Settings
 from shared.errors import WorkshopError, run_program
@@ -33,7 +33,7 @@ def step_table(settings: Settings, rates: Rates) -> str:
     products = Counter({key: times for key, times in micro_batch_work(settings).items() if key[0]})
     batch = f"{accumulation} x {trainer.per_device_train_batch_size} x {settings.data.max_length} tokens"
     lines = [
-        f"{settings.model.model_name}: {shape.parameters:,} parameters, {settings.precision}, {batch} per rank, "
+        f"{settings.model.model_name}: {describe_parameters(shape)}, {settings.precision}, {batch} per rank, "
         f"{given.gpus} GPU(s) on {given.nodes} node(s)",
         f"each rank: {rates.matmul / 1e12:.4g} TFLOP/s in matrix products, {rates.memory / GB:.4g} GB/s of memory, "
         f"{rates.bus / GB:.4g} GB/s between ranks",

@@ -1,9 +1,9 @@
 """Predict the bytes that each rank sends in an optimizer step.
 
-Symbols: psi parameters (with FSDP2's padding), n ranks, a micro batches in a step, c bytes of a weight in the precision
-of the computation. In a ring, each rank sends (n - 1) / n of a tensor in an all-gather or a reduce-scatter, and twice
-as much in an all-reduce. A reduce counts like a reduce-scatter: this is the mean of all ranks, because the owner of a
-reduced tensor sends nothing.
+Symbols: psi parameters (with FSDP2's padding), t trained parameters (all of them without LoRA), n ranks, a micro
+batches in a step, c bytes of a weight in the precision of the computation. In a ring, each rank sends (n - 1) / n of a
+tensor in an all-gather or a reduce-scatter, and twice as much in an all-reduce. A reduce counts like a reduce-scatter:
+this is the mean of all ranks, because the owner of a reduced tensor sends nothing.
 
 Real training runs on 2 and 4 ranks send the predicted bytes (benchmarks/communication.py, docs/collectives.md). Tests
 compare these formulas with rehearsals (rehearse.py) of up to 512 ranks.
@@ -74,6 +74,7 @@ def rings(shape: Shape, settings: Settings) -> list[Ring]:
     if settings.fsdp_config is not None:
         shape = shape.padded(settings.fsdp_config["dp_shard_size"])
     psi = shape.parameters
+    t = shape.trainable
     blocks = sum(shape.block_sizes)
     if tensor_parallel > 1:
         in_group = Ring(tensor_parallel, 1, a * shape.exchanged)
@@ -87,16 +88,16 @@ def rings(shape: Shape, settings: Settings) -> list[Ring]:
         # is not the head's. The root unit stays gathered
         again = blocks + sum(shape.sizes[number] for number in shape.embedding)
         gathered = psi if "SHARD_GRAD_OP" in fsdp_strategy(settings.fsdp_config) else psi + again
-        replicas = Ring(n // f, f, 2 * c * psi / f)  # HYBRID_SHARD all-reduces the shard of the gradients
-        return [Ring(f, 1, c * (a * gathered + psi)), replicas]  # gradients are reduced once in a step
+        replicas = Ring(n // f, f, 2 * c * t / f)  # HYBRID_SHARD all-reduces the shard of the gradients
+        return [Ring(f, 1, c * (a * gathered + t)), replicas]  # gradients are reduced once in a step
     if settings.deepspeed_config is None:
-        return [Ring(n, 1, 2 * FP32 * psi)]
+        return [Ring(n, 1, 2 * FP32 * t)]
     zero = settings.zero
     stage = zero.get("stage", 0)
     if stage == 3:
-        return [Ring(n, 1, c * a * (gathered_elements(shape, zero) + psi))]
+        return [Ring(n, 1, c * a * (gathered_elements(shape, zero) + t))]
     # In DeepSpeed 0.19.8, stages 1 and 2 all-reduce each bucket. If this key is false, they reduce it to its owners
     to_owner = stage > 0 and not zero.get("use_multi_rank_bucket_allreduce", True)
     reduced = (1 if to_owner else 2) * (a if stage == 2 else 1)  # stage 2 reduces in each micro batch
     updated = 1 if stage > 0 else 0  # all-gather of the updated weights
-    return [Ring(n, 1, c * (reduced + updated) * psi)]
+    return [Ring(n, 1, c * (reduced + updated) * t)]

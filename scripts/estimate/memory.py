@@ -68,7 +68,7 @@ def state_parts(shape: Shape, settings: Settings) -> list[MemoryPart]:
         # With tensor parallelism FSDP gathers fp32 weights, and autocast casts them for each operation
         gathered_bytes = FP32 if uses_autocast(settings) else compute_bytes
         return fsdp_parts(shape, settings.fsdp_config, accumulates, gathered_bytes)
-    return unsharded_parts(shape, ranks, accumulates)
+    return unsharded_parts(shape, ranks, accumulates, compute_bytes)
 
 
 def pass_parts(shape: Shape, settings: Settings) -> list[MemoryPart]:
@@ -99,20 +99,21 @@ def measure_python() -> MemoryPart:
 # 1. Trainer and DDP
 
 
-def unsharded_parts(shape: Shape, ranks: int, accumulates: bool) -> list[MemoryPart]:
+def unsharded_parts(shape: Shape, ranks: int, accumulates: bool, compute_bytes: int) -> list[MemoryPart]:
     """Estimate fp32 weights, gradients and Adam's moments, unsharded on every rank: (4 + 4 + 8) Psi bytes.
 
     accumulates: whether a step has several backward passes. If so, gradients exist from the first pass on.
     """
-    psi = shape.parameters
+    trained = FP32 * shape.trainable
     if ranks > 1:
-        buckets = MemoryPart("buffers", FP32 * psi, note="DDP's gradient buckets")
+        buckets = MemoryPart("buffers", trained, note="DDP's gradient buckets")
     else:
         buckets = MemoryPart("buffers", 0, note="no gradients to average")
+    weights = "frozen weights, fp32 adapters" if shape.frozen else "fp32 weights"
     return [
-        MemoryPart("parameters", FP32 * psi, note="fp32 weights"),
-        MemoryPart("gradients", FP32 * psi, note="fp32", intervals=INTERVALS if accumulates else GRADIENTS_COMPLETE),
-        MemoryPart("optimizer state", 2 * FP32 * psi, note="two moments of Adam, fp32"),
+        MemoryPart("parameters", trained + compute_bytes * shape.frozen, note=weights),
+        MemoryPart("gradients", trained, note="fp32", intervals=INTERVALS if accumulates else GRADIENTS_COMPLETE),
+        MemoryPart("optimizer state", 2 * trained, note="two moments of Adam, fp32"),
         buckets,
         weights_while_loading(shape.model),
     ]
@@ -126,22 +127,23 @@ def unsharded_parts(shape: Shape, ranks: int, accumulates: bool) -> list[MemoryP
 #     stage 1         2 Psi + 2 Psi + K Psi / N_d              (P_os)
 #     stage 2         2 Psi + (2 Psi + K Psi) / N_d            (P_os+g)
 #     stage 3         (2 Psi + 2 Psi + K Psi) / N_d            (P_os+g+p)
-# The factor 2 is compute_bytes in the code, because it is 4 in fp32. Comments explain where DeepSpeed holds more.
+# The factor 2 is compute_bytes in the code, because it is 4 in fp32. Comments explain where DeepSpeed holds more. With
+# LoRA the second and the third term count only the trained parameters, and so do the buffers.
 
 
 def deepspeed_parts(shape: Shape, zero: dict, n_d: int, accumulates: bool, compute_bytes: int) -> list[MemoryPart]:
     """Estimate the model state under DeepSpeed. accumulates: whether a step has several backward passes."""
-    psi = shape.parameters
+    trained = shape.trainable
     stage = zero.get("stage", 0)
-    parameters: float = compute_bytes * psi
-    gradients: float = compute_bytes * psi
-    optimizer_state: float = K * psi
+    parameters: float = compute_bytes * shape.parameters
+    gradients: float = compute_bytes * trained
+    optimizer_state: float = K * trained
     if stage == 0 and compute_bytes == FP32:
-        optimizer_state -= FP32 * psi  # fp32 weights need no separate masters
+        optimizer_state -= FP32 * trained  # fp32 weights need no separate masters
     if stage >= 1:
         optimizer_state /= n_d
     if stage == 2:
-        gradients = compute_bytes * max(map(sum, stage2_gradients(shape.sizes, n_d)))
+        gradients = compute_bytes * max(map(sum, stage2_gradients(shape.trained_sizes, n_d)))
     if stage == 3:
         gradients /= n_d
         parameters /= n_d
@@ -175,23 +177,24 @@ def deepspeed_parts(shape: Shape, zero: dict, n_d: int, accumulates: bool, compu
 
 def zero_buffers(shape: Shape, zero: dict, n_d: int, compute_bytes: int) -> list[MemoryPart]:
     """Estimate temporary buffers (ZeRO paper, section 3.2), and the gathered parameters of stage 3."""
-    psi = shape.parameters
+    trained = shape.trainable
     stage = zero.get("stage", 0)
     on_cpu = offloaded(zero, "optimizer")
     if stage == 0:
         # The 16-bit optimizer copies all gradients to fp32 for its step
-        copies = 0 if compute_bytes == FP32 else FP32 * psi
+        copies = 0 if compute_bytes == FP32 else FP32 * trained
         return [MemoryPart("buffers", copies, note="fp32 gradients", intervals=STEP)]
     # Gradients are reduced in buckets. With "auto" in the file, a bucket has hidden_size^2 elements
-    bucket = compute_bytes * min(zero_size(zero, "reduce_bucket_size", shape.hidden**2, 5e8), psi)
+    bucket = compute_bytes * min(zero_size(zero, "reduce_bucket_size", shape.hidden**2, 5e8), trained)
     # The optimizer step needs fp32 gradients of the rank's shard: 4 Psi / N_d
-    in_step = MemoryPart("buffers", *gpu_and_cpu_bytes(FP32 * psi / n_d, on_cpu), "fp32 gradients of the shard", STEP)
+    shard = FP32 * trained / n_d
+    in_step = MemoryPart("buffers", *gpu_and_cpu_bytes(shard, on_cpu), "fp32 gradients of the shard", STEP)
     if stage == 3:
         # DeepSpeed gathers parameters before their use, up to a limit, and prefetches the next ones. A single rank
         # without parameter offload has all parameters on its GPU and gathers nothing
         gathered = 0.0
         if n_d > 1 or offloaded(zero, "param"):
-            live = min(psi, zero.get("stage3_max_live_parameters", 1e9))
+            live = min(shape.parameters, zero.get("stage3_max_live_parameters", 1e9))
             prefetch = zero_size(zero, "stage3_prefetch_bucket_size", 0.9 * shape.hidden**2, 5e7)
             gathered = compute_bytes * (live + prefetch)
         note = "bucket, parameters gathered at a time"
@@ -199,11 +202,11 @@ def zero_buffers(shape: Shape, zero: dict, n_d: int, compute_bytes: int) -> list
     if on_cpu:
         # Gradients move to the CPU through a buffer of the largest gradient's size on each side. The CPU keeps a 16-bit
         # copy of the updated shard, which moves back to the GPU
-        largest = compute_bytes * max(shape.sizes)
-        updated_shard = compute_bytes * psi / n_d
+        largest = compute_bytes * max(shape.trained_sizes)
+        updated_shard = compute_bytes * trained / n_d
         return [
             MemoryPart("buffers", bucket + largest, note="bucket, transfers", intervals=PASSES),
-            MemoryPart("buffers", 0, FP32 * psi / n_d + largest + updated_shard, "fp32 gradients, transfers"),
+            MemoryPart("buffers", 0, shard + largest + updated_shard, "fp32 gradients, transfers"),
         ]
     return [MemoryPart("buffers", bucket, note="bucket", intervals=PASSES), in_step]
 
@@ -226,10 +229,12 @@ def stage2_gradients(sizes: tuple[int, ...], n_d: int) -> list[list[int]]:
 
 def pinned_blocks(shape: Shape, zero: dict, n_d: int, compute_bytes: int) -> list[float]:
     """Sizes in bytes of the buffers that DeepSpeed pins with offload_optimizer, offload_param or both."""
-    shard = shape.parameters / n_d
+    shard = shape.trainable / n_d
     sizes = []
     if offloaded(zero, "param"):
         sizes.append(compute_bytes * shard)  # these bytes are pinned even with "pin_memory": false
+        if zero["offload_param"].get("pin_memory", True):  # frozen parameters stay in the blocks of their loading
+            sizes += [compute_bytes * size / n_d for size in shape.frozen_sizes]
     if not offloaded(zero, "optimizer") or not zero["offload_optimizer"].get("pin_memory", True):
         return sizes
     if zero.get("stage") == 3:
@@ -239,10 +244,10 @@ def pinned_blocks(shape: Shape, zero: dict, n_d: int, compute_bytes: int) -> lis
         return [*sizes, *[FP32 * group] * int(whole_groups), FP32 * rest]
     sizes += [FP32 * shard, FP32 * shard]  # masters and their gradients
     # Buffers for the transfers of the shard and of the largest gradient
-    sizes += [compute_bytes * shard, compute_bytes * max(shape.sizes)]
+    sizes += [compute_bytes * shard, compute_bytes * max(shape.trained_sizes)]
     if zero.get("stage") == 2:
         # Each gradient is a block of its own. The estimate assumes the blocks of rank 0, which has the embedding
-        sizes += [compute_bytes * size for size in stage2_gradients(shape.sizes, n_d)[0]]
+        sizes += [compute_bytes * size for size in stage2_gradients(shape.trained_sizes, n_d)[0]]
     return sizes
 
 
@@ -250,7 +255,7 @@ def pinned_while_loading(shape: Shape, zero: dict, n_d: int, compute_bytes: int)
     """Bytes of pinned blocks that ZeRO-3 frees after loading. PyTorch caches these blocks and never uses them again."""
     if not offloaded(zero, "param") or not zero["offload_param"].get("pin_memory", True):
         return 0
-    return sum(power_of_two(compute_bytes * size / n_d) for size in shape.sizes)
+    return sum(power_of_two(compute_bytes * size / n_d) for size in shape.trained_sizes)
 
 
 def zero_size(zero: dict, key: str, by_model: float, default: float) -> float:
@@ -266,30 +271,33 @@ def zero_size(zero: dict, key: str, by_model: float, default: float) -> float:
 #
 # The symbols are those of the FSDP paper (arXiv:2304.11277, section 3.2): Psi parameters, and the sharding factor F,
 # which is the world size for FULL_SHARD and the ranks of a node for HYBRID_SHARD. Unlike ZeRO's, FSDP's shards of the
-# parameters are fp32: 4 Psi / F bytes. FSDP gathers a unit in the precision of the computation.
+# parameters are fp32: 4 Psi / F bytes. FSDP gathers a unit in the precision of the computation. With LoRA the shards of
+# frozen parameters have this precision, too, and only trained parameters have gradients and optimizer state.
 
 
 def fsdp_parts(shape: Shape, config: dict, accumulates: bool, compute_bytes: int) -> list[MemoryPart]:
     """Estimate the model state under FSDP. accumulates: whether a step has several backward passes."""
-    psi = shape.parameters
     f = config["dp_shard_size"]
     on_cpu = config.get("cpu_offload", False)
     padded = shape.padded(f)
-    shard = FP32 * padded.parameters / f  # 4 Psi / F
+    shard = FP32 * padded.trainable / f  # 4 Psi / F
+    weights = shard + compute_bytes * padded.frozen / f
     if accumulates:
         # The reduce-scatter comes with the last backward pass of a step. Until then gradients stay whole
-        gradients = MemoryPart("gradients", compute_bytes * psi, note="whole while gradients accumulate")
+        gradients = MemoryPart("gradients", compute_bytes * shape.trainable, note="whole while gradients accumulate")
     else:
         gradients = MemoryPart("gradients", *gpu_and_cpu_bytes(shard, on_cpu), "fp32 shard", GRADIENTS_COMPLETE)
+    note = "shards of frozen weights, fp32 adapters" if shape.frozen else "fp32 shard"
     parts = [
-        MemoryPart("parameters", *gpu_and_cpu_bytes(shard, on_cpu), "fp32 shard", from_start=True),
+        MemoryPart("parameters", *gpu_and_cpu_bytes(weights, on_cpu), note, from_start=True),
         gradients,
         MemoryPart("optimizer state", *gpu_and_cpu_bytes(2 * shard, on_cpu), "two moments of Adam, fp32 shard"),
         *fsdp_buffers(padded, config, accumulates, compute_bytes),
         weights_while_loading(shape.model),
     ]
     if on_cpu:  # FSDP pins the shard of each parameter, and its gradient, as a block of its own
-        parts.append(pinned_rounding([FP32 * size / f for size in shape.sizes] * 2))
+        pinned = [FP32 * size / f for size in shape.trained_sizes] * 2
+        parts.append(pinned_rounding([*pinned, *(compute_bytes * size / f for size in shape.frozen_sizes)]))
     return parts
 
 
@@ -314,16 +322,17 @@ def fsdp_buffers(shape: Shape, config: dict, accumulates: bool, compute_bytes: i
         gathered = dict.fromkeys(PASSES, psi)
     # The gradients of a block, and their copy for the reduce-scatter. If embedding and head share a weight, the sum of
     # their gradients needs more memory than the reduce-scatter, and pass_parts counts it
-    reduced = {"loss": 0, "blocks": 2 * block, "embedding": embedding}
+    trained = max((shape.trainable_elements(block) for block in shape.blocks), default=0) if block else 0
+    reduced = {"loss": 0, "blocks": 2 * trained, "embedding": shape.trainable_elements(shape.embedding)}
     # HYBRID_SHARD averages gradient shards over the replicas, and keeps these shards until the backward pass ends
-    averaged = psi / f if config.get("dp_replicate_size", 1) > 1 and not accumulates else 0
+    averaged = shape.trainable / f if config.get("dp_replicate_size", 1) > 1 and not accumulates else 0
     parts = []
     for interval in PASSES:
         size = gathered[interval] + reduced[interval] + (averaged if interval != "loss" else 0)
         note = "parameters gathered at a time, gradients being reduced"
         parts.append(MemoryPart("buffers", compute_bytes * size, note=note, intervals=(interval,)))
     if on_cpu and accumulates:  # gradients accumulate on the GPU, but the optimizer steps on the CPU with their shard
-        parts.append(MemoryPart("buffers", 0, FP32 * psi / f, "fp32 gradients", STEP))
+        parts.append(MemoryPart("buffers", 0, FP32 * shape.trainable / f, "fp32 gradients", STEP))
     return parts
 
 

@@ -6,9 +6,10 @@ import logging
 import math
 import weakref
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
+from itertools import compress
 from typing import Any, NamedTuple
 
 import torch
@@ -32,7 +33,7 @@ class ForwardPass:
     """All inputs of the forward pass of one micro batch. The class is hashable, so that results can be cached.
 
     autocast: whether autocast casts fp32 weights to 16 bits for each operation. recomputes: whether the backward
-    pass computes each block again. on_cpu: whether the training has no GPU.
+    pass computes each block again. on_cpu: whether the training has no GPU. lora_rank: rank of the adapters, 0 without.
     """
 
     config_json: str
@@ -45,6 +46,7 @@ class ForwardPass:
     loss: str
     tensor_parallel: int
     on_cpu: bool
+    lora_rank: int = 0
 
     @property
     def tokens(self) -> int:
@@ -80,7 +82,7 @@ class Shape:
     in the order in which the forward pass calls them, each as the indices of its own parameters in `sizes`. rows: the
     first dimension of each parameter. blocks: the indices of each block's parameters. recomputes: whether the backward
     pass computes each block again. embedding: the index of the input embedding's weight, empty if the head has the same
-    weight.
+    weight. trained: for each parameter, whether the optimizer updates it. Without LoRA, all are trained.
     """
 
     model: int
@@ -97,10 +99,32 @@ class Shape:
     blocks: tuple[tuple[int, ...], ...] = ()
     recomputes: bool = False
     embedding: tuple[int, ...] = ()
+    trained: tuple[bool, ...] = ()
 
     @property
     def parameters(self) -> int:
         return sum(self.sizes)
+
+    @property
+    def trained_sizes(self) -> tuple[int, ...]:
+        """Elements of each trained parameter."""
+        return tuple(compress(self.sizes, self.trained)) if self.trained else self.sizes
+
+    @property
+    def frozen_sizes(self) -> tuple[int, ...]:
+        return tuple(compress(self.sizes, (not trained for trained in self.trained)))
+
+    @property
+    def trainable(self) -> int:
+        return sum(self.trained_sizes)
+
+    @property
+    def frozen(self) -> int:
+        return self.parameters - self.trainable
+
+    def trainable_elements(self, parameters: Iterable[int]) -> int:
+        """Elements of those of the given parameters that are trained. parameters: indices in `sizes`."""
+        return sum(self.sizes[n] for n in parameters if not self.trained or self.trained[n])
 
     def padded(self, ranks: int) -> "Shape":
         """Return the shape as FSDP2 shards it, with the rows of each parameter padded to a multiple of `ranks`."""
@@ -109,6 +133,12 @@ class Shape:
             padded * (size // rows) for padded, size, rows in zip(padded_rows, self.sizes, self.rows, strict=True)
         )
         return replace(self, sizes=sizes, block_sizes=tuple(sum(sizes[n] for n in block) for block in self.blocks))
+
+
+def describe_parameters(shape: Shape) -> str:
+    """Return the number of parameters, before tensor parallelism cuts them, and of trained ones if some are frozen."""
+    trained = f" ({shape.trainable:,} trained)" if shape.frozen else ""
+    return f"{shape.model:,} parameters{trained}"
 
 
 def trace_shape(settings: Settings, config_json: str | None = None) -> Shape:
@@ -137,6 +167,7 @@ def forward_pass(settings: Settings, config_json: str | None = None) -> ForwardP
         loss=settings.model.loss,
         tensor_parallel=settings.model.tensor_parallel,
         on_cpu=bool(settings.trainer.use_cpu),
+        lora_rank=settings.model.lora_rank,
     )
 
 
@@ -172,7 +203,7 @@ def recomputes_blocks(settings: Settings) -> bool:
 
 
 def weight_bytes(settings: Settings) -> int:
-    """Bytes of a weight in the precision of the computation."""
+    """Bytes of a weight in the precision of the computation. A frozen weight always has this precision."""
     return FP32 if settings.precision == "fp32" else HALF
 
 
@@ -185,6 +216,7 @@ def model_without_storage(forward: ForwardPass) -> Iterator[Any]:
     from transformers.modeling_utils import local_torch_dtype
 
     import custom_model  # noqa: F401 - registers custom-gpt with AutoConfig
+    from lora import add_adapters
     from training.bloom_sdpa import use_attention
 
     # For an operation without a rule for such tensors, PyTorch raises an exception and also logs a traceback
@@ -199,6 +231,11 @@ def model_without_storage(forward: ForwardPass) -> Iterator[Any]:
             model = model_class(config).train()
             model.tie_weights()
             use_attention(model, forward.attention)
+        if forward.lora_rank:
+            add_adapters(model, forward.lora_rank, forward.dtype)
+            if not forward.autocast:  # DeepSpeed casts adapters, and FSDP does so when it gathers them
+                for parameter in model.parameters():
+                    parameter.data = parameter.data.to(forward.dtype)
         if forward.recomputes:
             for block in named_blocks(model).values():
                 # Tensors without values draw no random numbers, so there is no state to save
@@ -301,6 +338,7 @@ def trace(forward: ForwardPass) -> Shape:
         blocks=tuple(tuple(n for n, name in enumerate(held) if name.startswith(f"{block}.")) for block in blocks),
         recomputes=forward.recomputes,
         embedding=tuple(numbers[id(parameter)] for parameter in untied_embedding(model)),
+        trained=tuple(parameter.requires_grad for parameter in model.parameters()),
     )
 
 
@@ -370,9 +408,10 @@ def run_passes(model: Any, blocks: list[Any], forward: ForwardPass) -> dict[str,
     vocabulary = head.out_features  # the whole vocabulary, even if tensor parallelism cuts the weight
     counting = AliveBytes(forward.tokens * vocabulary, vocabulary, head.weight.shape)
     for parameter in model.parameters():
-        parameter.grad = torch.empty_like(parameter)
-        for tensor in (parameter, parameter.grad):
-            counting.add(tensor, "parameters and their gradients")
+        counting.add(parameter, "parameters and their gradients")
+        if parameter.requires_grad:
+            parameter.grad = torch.empty_like(parameter)
+            counting.add(parameter.grad, "parameters and their gradients")
     if forward.loss == "chunked":
         head.forward = lambda hidden: ChunkedHead.apply(hidden, head.weight)
         model.loss_function = lambda logits, *args, **kwargs: logits
@@ -398,20 +437,26 @@ def begin_with_gradient(register_hook: Any, interval: str, counting: AliveBytes)
 
     def hook(module: Any, *values: Any) -> None:
         first = next(value for value in tree_leaves(values[-1]) if isinstance(value, torch.Tensor))
-        first.register_hook(lambda _: counting.begin(interval))
+        if first.requires_grad:  # the output of a frozen embedding has no gradient
+            first.register_hook(lambda _: counting.begin(interval))
 
     register_hook(hook)
 
 
 class ChunkedHead(torch.autograd.Function):
-    """Stand-in for training/chunked_loss.py that keeps the same fp32 gradients of hidden states and weight."""
+    """Stand-in for training/chunked_loss.py that keeps the same fp32 gradients of hidden states and weight.
+
+    A frozen weight has no gradient.
+    """
 
     @staticmethod
     def forward(ctx: Any, hidden: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         ctx.dtypes = hidden.dtype, weight.dtype
-        ctx.save_for_backward(*(torch.empty_like(tensor, dtype=torch.float32) for tensor in (hidden, weight)))
+        kept = [tensor for tensor in (hidden, weight) if tensor.requires_grad]
+        ctx.save_for_backward(*(torch.empty_like(tensor, dtype=torch.float32) for tensor in kept))
         return hidden.new_zeros(())
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple:
-        return tuple(kept.to(dtype) for kept, dtype in zip(ctx.saved_tensors, ctx.dtypes, strict=True))
+        gradients = [kept.to(dtype) for kept, dtype in zip(ctx.saved_tensors, ctx.dtypes, strict=False)]
+        return gradients[0], gradients[1] if len(gradients) > 1 else None

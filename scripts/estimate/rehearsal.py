@@ -33,6 +33,7 @@ from distributed.tensor_parallel import apply_tensor_parallel
 from estimate.model_shape import forward_pass, model_without_storage
 from estimate.observer import ObservedStep, Observer
 from estimate.time import uses_offload
+from lora import add_adapters
 from settings.settings import Settings
 from settings.trainer_flags import trainer_flags
 from shared.errors import WorkshopError
@@ -90,14 +91,15 @@ class FakeTrainer(WorkshopTrainer):
                 observer.note(local(tensor), "optimizer state")
         for parameter in model.parameters():
             observer.note(local(getattr(parameter, "ds_tensor", parameter)), "parameters")
-            if not self.is_deepspeed_enabled:
+            if parameter.requires_grad and not self.is_deepspeed_enabled:
                 observe_gradient(parameter, observer, "gradients")
         observer.gradients = self.kept_gradients
         # FSDP2 computes the gradients of whole parameters, and holds them until the last backward pass of a step
         whole = "gradients" if self.args.gradient_accumulation_steps > 1 else "buffers"
         for group in [unit_group(unit) for unit in model.modules() if isinstance(unit, FSDPModule)]:
             for parameter in group.fsdp_params if group else []:
-                observe_gradient(parameter._unsharded_param, observer, whole)
+                if parameter._unsharded_param.requires_grad:
+                    observe_gradient(parameter._unsharded_param, observer, whole)
                 for gathered in parameter.all_gather_outputs:
                     observer.note(gathered, "buffers")
         self.last_step = observer.begin()
@@ -156,11 +158,15 @@ def rehearse(settings: Settings) -> ObservedStep:
     fp16 is rehearsed as bf16, which has the same size.
     """
     # Start from fp32 weights, as train.py does. The Trainer adds autocast and checkpointing
-    forward = replace(forward_pass(settings), precision="fp32", autocast=False, recomputes=False)
+    planned = forward_pass(settings)
+    forward = replace(planned, precision="fp32", autocast=False, recomputes=False, lora_rank=0)
     tensor_parallel = settings.model.tensor_parallel
     with fake_world(settings) as arguments:
         with model_without_storage(forward) as model:
             fake_mode = next(model.parameters()).fake_mode
+            if planned.lora_rank:
+                with fake_mode:
+                    add_adapters(model, planned.lora_rank, planned.dtype)
             fake_mode.allow_non_fake_inputs = True  # the Trainer's own counts are real tensors
         # The model is on its device already, and `to` raises for fake tensors
         model.to = lambda *args, **kwargs: model

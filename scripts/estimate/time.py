@@ -171,7 +171,7 @@ def roofline_seconds(work: Work, rates: Rates) -> float:
 
 
 def optimizer_seconds(shape: Shape, settings: Settings, rates: Rates) -> float:
-    """Predict the seconds in which clipping and Adam read and write a rank's shard."""
+    """Predict the seconds in which clipping and Adam read and write a rank's shard of the trained parameters."""
     ranks = 1
     passes = OPTIMIZER_BYTES
     if settings.fsdp_config is not None:
@@ -181,7 +181,7 @@ def optimizer_seconds(shape: Shape, settings: Settings, rates: Rates) -> float:
             ranks = settings.estimate.gpus
         if weight_bytes(settings) == HALF:
             passes += 2 * (HALF + FP32)  # cast gradients to fp32, and masters to 16 bits
-    return passes * shape.parameters / ranks / rates.memory
+    return passes * shape.trainable / ranks / rates.memory
 
 
 # 3. Communication during the computing

@@ -36,7 +36,7 @@ from training.find_checkpoints import complete_checkpoints
 # A data loader's worker opens the socket <temporary folder>/pymp-12345678/listener-12345678. Linux allows 107 bytes
 LONGEST_TEMPORARY_FOLDER = 107 - len("/pymp-12345678/listener-12345678")
 ADAM_BYTES = 8  # two moments in fp32
-# Bytes per parameter of a checkpoint with Adam, for a training run in fp32 and for one in 16 bit
+# Bytes per trained parameter of a checkpoint with Adam, for a training run in fp32 and for one in 16 bit
 CHECKPOINT_BYTES = {
     "plain": (12, 12),
     "DDP": (12, 12),
@@ -47,6 +47,8 @@ CHECKPOINT_BYTES = {
     "DeepSpeed ZeRO-2": (20, 16),
     "DeepSpeed ZeRO-3": (16, 14),
 }
+# Number of copies of a frozen weight in a checkpoint: one, except here
+FROZEN_COPIES = {"FSDP": 2} | {f"DeepSpeed ZeRO-{stage}": 2 for stage in range(4)}
 # Number of extra copies of a head that is tied to the embedding. The other strategies save no extra copy
 TIED_HEADS = {"FSDP": 2, "DeepSpeed ZeRO-0": 1, "DeepSpeed ZeRO-1": 1, "DeepSpeed ZeRO-2": 1}
 
@@ -211,14 +213,21 @@ def check_room(
 
 
 def bytes_to_save(settings: Settings, meta_model: PreTrainedModel, strategy: str) -> tuple[int, int]:
-    """Return the bytes of one checkpoint and of the final model. Any optimizer but Adam counts as stateless."""
+    """Return the bytes of one checkpoint and of the final model. Any optimizer but Adam counts as stateless.
+
+    meta_model: the model with the adapters of LoRA, if there are any.
+    """
     parameters = count_parameters(meta_model)
+    trained = sum(parameter.numel() for parameter in meta_model.parameters() if parameter.requires_grad)
+    frozen = parameters - trained
     in_16_bit = settings.precision != "fp32"
     kind = "FSDP" if strategy.startswith("FSDP") else strategy
-    checkpoint = CHECKPOINT_BYTES[kind][in_16_bit] * parameters
+    checkpoint = CHECKPOINT_BYTES[kind][in_16_bit] * trained
     if "adam" not in settings.trainer.optim:
-        checkpoint -= ADAM_BYTES * parameters
-    weight = 2 if in_16_bit and kind.startswith("DeepSpeed") else 4
+        checkpoint -= ADAM_BYTES * trained
+    weight = 2 if in_16_bit and (frozen or kind.startswith("DeepSpeed")) else 4
+    checkpoint += FROZEN_COPIES.get(kind, 1) * weight * frozen
     tied_head = weight * (sum(saved.numel() for saved in meta_model.state_dict().values()) - parameters)
     heads = TIED_HEADS.get(kind, 0)
-    return checkpoint + heads * tied_head, weight * parameters + min(heads, 1) * tied_head
+    model = 4 * frozen if frozen else weight * parameters + min(heads, 1) * tied_head  # adapters are merged in fp32
+    return checkpoint + heads * tied_head, model

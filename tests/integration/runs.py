@@ -167,7 +167,7 @@ RUNS = STRATEGIES | SDPA | CHUNKED | COMPILED | LABELS | OTHER_BATCHES | CUSTOM 
 RUNS |= LORA | MORE_LORA | LORA_COMPILED | LORA_FP16 | LORA_BF16
 RUNS |= FP16 | MORE_FP16 | FP16_GPT | IN_BF16 | LARGE | OTHERS
 # Runs whose record has the bytes of the model on each rank: they accumulate gradients in fp32 or bf16
-HELD = [*STRATEGIES, *CHUNKED, *TENSOR_PARALLEL, "bf16_zero2", "bf16_full_shard", *LARGE]
+HELD = [*STRATEGIES, *CHUNKED, *LORA, *LORA_BF16, *TENSOR_PARALLEL, "bf16_zero2", "bf16_full_shard", *LARGE]
 
 
 def uses(*names: str):

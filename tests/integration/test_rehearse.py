@@ -41,6 +41,9 @@ METHODS = {
 CASES = [(method, gpus) for method in METHODS for gpus in (8, 64, 512)]
 METHODS |= {f"ZeRO-{stage}": (*TINY, "--deepspeed", f"ds_configs/zero{stage}.json") for stage in range(4)}
 CASES += [(f"ZeRO-{stage}", 8) for stage in range(4)]
+METHODS |= {f"LoRA, {method}": (*METHODS[method], "--lora_rank", 4) for method in ("DDP", "FULL_SHARD")}
+METHODS |= {f"LoRA, ZeRO-{stage}": (*METHODS[f"ZeRO-{stage}"], "--lora_rank", 4) for stage in (1, 2, 3)}
+CASES += [(method, 8) for method in METHODS if method.startswith("LoRA")]
 communication = program("benchmarks/communication.py")
 
 

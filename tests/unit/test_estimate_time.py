@@ -81,6 +81,14 @@ def test_a_meta_model_needs_the_same_work_as_a_real_model():
     assert operations(planned) == pytest.approx(needed, rel=0.05)
 
 
+def test_with_lora_the_backward_pass_computes_no_gradients_of_weights():
+    """Two of three products with each weight remain. The thin products of the adapters move many bytes."""
+    flags = ("--model_name", "bigscience/bloom-1b1", "--from_scratch", "--bf16", "--gpus", 2)
+    full, adapted = (micro_batch_work(zero(1, *flags, "--lora_rank", rank)) for rank in (0, 8))
+    assert operations(adapted) / operations(full) == pytest.approx(2 / 3, abs=0.02)
+    assert moved_bytes(adapted) > moved_bytes(full)
+
+
 def test_fused_attention_is_counted_too():
     sizes = ("--hidden_size", 64, "--num_layers", 2, "--num_heads", 4, "--ff_dim", 128, "--vocab_size", 500)
     short, long = (plan("--model_name", "custom-gpt", *sizes, "--max_length", length) for length in (64, 128))
