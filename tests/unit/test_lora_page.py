@@ -66,9 +66,8 @@ def test_the_page_shows_the_code_of_lora():
             "layer.lora_b = nn.Parameter(torch.zeros(layer.out_features, rank, dtype=dtype))"
         ),
     }
-    without_blanks = re.sub(r"\s", "", source)
     for line in filter(None, lines):
-        assert re.sub(r"\s", "", changed.get(line, line)) in without_blanks, line
+        assert changed.get(line, line) in source, line
     assert lora.SCALE == 2 and "y = W x + 2 B A x" in PAGE
 
 
