@@ -5,6 +5,7 @@ PYTHONPATH=scripts python docs/figures/draw.py
 Each family of figures has a file. Its FIGURES are the names of the figures and the functions that draw them.
 """
 
+import adapters
 import batch_size
 import collectives
 import diagrams
@@ -15,7 +16,7 @@ import power_curves
 import timelines
 from style import save
 
-FAMILIES = (batch_size, collectives, diagrams, dimensions_figure, fsdp, memory_bars, power_curves, timelines)
+FAMILIES = (adapters, batch_size, collectives, diagrams, dimensions_figure, fsdp, memory_bars, power_curves, timelines)
 FIGURES = {name: draw for family in FAMILIES for name, draw in family.FIGURES.items()}
 
 if __name__ == "__main__":
