@@ -58,15 +58,18 @@ def gathered_elements(shape: Shape, zero: dict) -> int:
 def calls_of_passes(shape: Shape) -> list[tuple[int, ...]]:
     """Return the parameters of each module in the order in which the forward and the backward pass use the modules.
 
-    With activation checkpointing, the backward pass first computes a block again, then its gradients.
+    With activation checkpointing, the backward pass first computes a block again, then its gradients. The backward pass
+    ends at the first module with trained parameters: with LoRA it does not reach the embedding.
     """
+    last_with_gradients = next(time for time, call in enumerate(shape.calls) if shape.trainable_elements(call))
     blocks = {parameter: number for number, block in enumerate(shape.blocks) for parameter in block}
     # The number of each call's block, or -1. A module without parameters counts to the block of the call before it
     numbers: list[int] = []
     for call in shape.calls:
         numbers.append(blocks.get(call[0], -1) if call else (numbers or [-1])[-1])
     backward: list[tuple[int, ...]] = []
-    for number, group in groupby(zip(reversed(numbers), reversed(shape.calls), strict=True), key=lambda each: each[0]):
+    reached = list(zip(numbers, shape.calls, strict=True))[last_with_gradients:]
+    for number, group in groupby(reversed(reached), key=lambda each: each[0]):
         gradients = [call for _, call in group]
         recomputed = gradients[::-1] if shape.recomputes and number >= 0 else []
         backward += recomputed + gradients
