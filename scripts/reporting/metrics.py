@@ -109,6 +109,12 @@ def largest(ranks: str, part: str, scale: float = 1) -> Read:
     return read
 
 
+def held_state(run: Run) -> Value:
+    """Sum of the parameters, gradients and optimizer state that a rank held, in MiB."""
+    parts = [metric_value(column, run) for column in HELD.values()]
+    return next((part for part in parts if isinstance(part, Missing)), None) or sum(parts)
+
+
 def steady_energy(name: str) -> Read:
     """A value of the record's energy that is computed from the joules of the steady steps.
 
@@ -197,6 +203,7 @@ METRICS = {
     "model": Metric("Model", recorded("settings.model_name")),
     "gpus": Metric("GPUs", recorded("world_size")),
     "parameters": Metric("Parameters", recorded("parameters")),
+    "trainable_parameters": Metric("Trainable parameters", recorded("trainable_parameters")),
     "num_layers": Metric("Layers", recorded("settings.num_layers")),
     "batch_size": Metric("Batch per GPU", recorded("settings.per_device_train_batch_size")),
     "global_batch": Metric("Global batch", recorded("knobs.global batch.effective")),
@@ -251,6 +258,7 @@ METRICS = {
     "held_parameters": Metric("Parameters (MiB)", largest("held", "parameters", BYTES_PER_MIB)),
     "held_gradients": Metric("Gradients (MiB)", largest("held", "gradients", BYTES_PER_MIB)),
     "held_optimizer_state": Metric("Optimizer state (MiB)", largest("held", "optimizer_state", BYTES_PER_MIB)),
+    "held_state": Metric("Model state (MiB)", held_state),
     "estimated_parameters": Metric("Parameters, estimated (MiB)", estimated("parameters")),
     "estimated_gradients": Metric("Gradients, estimated (MiB)", estimated("gradients")),
     "estimated_optimizer_state": Metric("Optimizer state, estimated (MiB)", estimated("optimizer_state")),
