@@ -75,6 +75,17 @@ def questions_note(run: Run) -> str:
     return f"{run.record.eval_size} questions{reason}"
 
 
+def score(name: str) -> Read:
+    """Exact Match or F1, in percent."""
+
+    def read(run: Run) -> Value:
+        value = run.get(name)
+        left_out = isinstance(value, Missing) and run.completed and run.record.settings.em_f1 is False
+        return Missing("the run had EM_F1=False") if left_out else value
+
+    return read
+
+
 def padding(run: Run) -> Value:
     """Share of padding in all tokens that the model processed, in percent."""
     real, padded = run.get("train.real_tokens"), run.get("train.padding_tokens")
@@ -222,8 +233,8 @@ METRICS = {
     "padding": Metric("Padding (%)", padding),
     "mfu": Metric("MFU (%)", recorded("train.mfu_percent")),
     "eval_samples_per_second": Metric("Eval samples/s", recorded("eval.-1.samples_per_second")),
-    "exact_match": Metric("Exact Match (%)", recorded("exact_match"), questions_note),
-    "f1": Metric("F1 (%)", recorded("f1"), questions_note),
+    "exact_match": Metric("Exact Match (%)", score("exact_match"), questions_note),
+    "f1": Metric("F1 (%)", score("f1"), questions_note),
     "peak_gpu": Metric("Peak GPU memory (MiB)", logged("gpu", "peak")),
     "low_gpu": Metric("Minimum GPU memory (MiB)", logged("gpu", "minimum")),
     "mean_gpu": Metric("Mean GPU memory (MiB)", logged("gpu", "mean")),

@@ -187,12 +187,14 @@ def test_rows_of_lora_are_compared_with_the_row_that_trains_all_weights(tmp_path
     ):
         changes = {"settings__lora_rank": rank, "settings__learning_rate": 5e-5 if rank == 0 else 1e-3}
         changes |= {"held": [{"parameters": 10 * mib} | state], "train__steady_samples_per_second": rate}
+        changes |= {"settings__em_f1": False, "exact_match": None, "f1": None}
         add_run(tmp_path, name, str(job), trainable_parameters=1000 - 100 * rank, **changes)
     found = table(tmp_path, "lora")
     assert [row.status for row in found.rows if row.run] == ["completed", "completed"]
     shown = ("trainable_parameters", "held_state", "saving.held_state", "factor.steady_samples_per_second")
     assert [cell(found, "ZeRO-1", column).value for column in shown] == [1000, 40, 0, 1]
     assert [cell(found, "ZeRO-1, LoRA", column).value for column in shown] == [200, 12, 70, 1.5]
+    assert {cell(found, "ZeRO-1, LoRA", score).note for score in ("exact_match", "f1")} == {"the run had EM_F1=False"}
 
 
 def test_predictions_are_next_to_measured_values(tmp_path, monkeypatch):
