@@ -8,5 +8,5 @@
 : "${NUM_EPOCHS:=5}"
 : "${BATCH_SIZE:=1}"
 : "${GRAD_ACC:=4}"
-: "${LEARNING_RATE:=1e-3}" # adapters need a larger learning rate than all weights, which train with 5e-5
-: "${SAVE_STRATEGY:=no}" # measure the training, not the file system
+: "${LEARNING_RATE:=1e-3}" # adapters need a larger learning rate than the 5e-5 of full training
+: "${SAVE_STRATEGY:=no}"   # measure the training, not the file system
