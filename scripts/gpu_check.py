@@ -73,6 +73,7 @@ class TrainingRow:
     """A training run to check.
 
     flags: the flags of train.py. full: train bloom-560m instead of tiny-bloom. gpu_only: skip it on a CPU.
+    equal_to: the row with equal losses. The default is the plain Trainer's row.
     """
 
     name: str
@@ -80,8 +81,15 @@ class TrainingRow:
     program: str = "scripts/train.py"
     full: bool = False
     gpu_only: bool = False
+    equal_to: str = ""
+
+    @property
+    def reference(self) -> str:
+        return self.equal_to or ("bloom-560m-plain" if self.full else "plain")
 
 
+# tiny-bloom's frozen weights are random, so its adapters need a larger learning rate
+LORA = "--lora_rank 8 --learning_rate 1e-2"
 ROWS = [  # the most informative rows come first, so that an interrupted check is still useful
     TrainingRow("plain", "--em_f1 True"),
     TrainingRow("zero2", "--deepspeed ds_configs/zero2.json"),
@@ -89,6 +97,9 @@ ROWS = [  # the most informative rows come first, so that an interrupted check i
     TrainingRow("full_shard", "--fsdp --fsdp_config fsdp_configs/full_shard.json --em_f1 True"),
     TrainingRow("chunked", "--loss chunked"),
     TrainingRow("compiled", "--torch_compile", gpu_only=True),
+    TrainingRow("lora", f"{LORA} --loss chunked", equal_to="lora"),
+    TrainingRow("lora_zero3", f"{LORA} --deepspeed ds_configs/zero3.json", equal_to="lora"),
+    TrainingRow("lora_full_shard", f"{LORA} --fsdp --fsdp_config fsdp_configs/full_shard.json", equal_to="lora"),
     TrainingRow("bloom-560m-plain", full=True),
     TrainingRow("bloom-560m-chunked", "--loss chunked", full=True),
     TrainingRow("bloom-560m-sdpa", "--loss chunked --attention sdpa", full=True),
@@ -96,6 +107,7 @@ ROWS = [  # the most informative rows come first, so that an interrupted check i
     TrainingRow("bloom-560m-sdpa-lengths", "--loss chunked --attention sdpa --padding longest", full=True),
     TrainingRow("bloom-560m-checkpointed", "--loss chunked --activation_checkpointing", full=True),
     TrainingRow("bloom-560m-compiled", "--loss chunked --torch_compile", full=True),
+    TrainingRow("bloom-560m-lora", "--loss chunked --lora_rank 8", full=True, equal_to="bloom-560m-lora"),
     TrainingRow("bloom-560m-zero2", "--deepspeed ds_configs/zero2.json", full=True),
     TrainingRow("bloom-560m-zero2_cpu_offload", "--deepspeed ds_configs/zero2_cpu_offload.json", full=True),
     TrainingRow(
@@ -150,6 +162,10 @@ def run_row(row: TrainingRow, environment: dict[str, str], folder: Path, timeout
         return {"status": record["status"], "reason": record["reason"]}
     result = figures(record)
     if not row.full:
+        # With LoRA, the losses of an untrained model would be within LOSS_TOLERANCE
+        first, last = record["eval"][0]["loss"], result["eval_loss"]
+        if not last < first:
+            return result | {"status": "failed", "reason": f"Eval loss is {last:.3f}, and {first:.3f} after one epoch"}
         saved = {"MODEL_NAME": str(folder / record["output_dir"])}
         job_id = f"{row.name}_reloaded"
         command = training_command(TrainingRow("reloaded"))
@@ -192,14 +208,13 @@ def gib(ranks: list[dict] | None) -> float | None:
     return ranks[0]["allocated_mib"] / 1024 if ranks else None
 
 
-def compare_with_plain(row: TrainingRow, result: dict, rows: dict[str, dict]) -> dict:
-    """Return a failure if the losses of a completed row differ from those of the plain Trainer, otherwise {}."""
-    plain = "bloom-560m-plain" if row.full else "plain"
-    wanted = rows.get(plain, result).get("eval_loss", result["eval_loss"])
+def compare_with_reference(row: TrainingRow, result: dict, rows: dict[str, dict]) -> dict:
+    """Return a failure if the losses of a completed row differ from those of its reference, otherwise {}."""
+    wanted = rows.get(row.reference, result).get("eval_loss", result["eval_loss"])
     for name in ("eval_loss", "reloaded_loss"):
         loss = result.get(name, wanted)
         if abs(loss - wanted) > LOSS_TOLERANCE * wanted:
-            reason = f"{COLUMNS[name][0]} is {loss:.3f}, but Eval loss of {plain} is {wanted:.3f}"
+            reason = f"{COLUMNS[name][0]} is {loss:.3f}, but Eval loss of {row.reference} is {wanted:.3f}"
             return {"status": "failed", "reason": reason}
     return {}
 
@@ -304,7 +319,7 @@ def main() -> None:
         start = time.monotonic()
         result = run_row(row, environment, folder, arguments.timeout)
         if result["status"] == "completed":
-            result |= compare_with_plain(row, result, rows)
+            result |= compare_with_reference(row, result, rows)
         result["seconds"] = time.monotonic() - start
         if row.full:
             settings = parse_memory_plan(training_command(row)[2:], environment=FULL)

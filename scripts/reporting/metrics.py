@@ -75,6 +75,17 @@ def questions_note(run: Run) -> str:
     return f"{run.record.eval_size} questions{reason}"
 
 
+def score(name: str) -> Read:
+    """Exact Match or F1, in percent."""
+
+    def read(run: Run) -> Value:
+        value = run.get(name)
+        left_out = isinstance(value, Missing) and run.completed and run.record.settings.em_f1 is False
+        return Missing("the run had EM_F1=False") if left_out else value
+
+    return read
+
+
 def padding(run: Run) -> Value:
     """Share of padding in all tokens that the model processed, in percent."""
     real, padded = run.get("train.real_tokens"), run.get("train.padding_tokens")
@@ -107,6 +118,12 @@ def largest(ranks: str, part: str, scale: float = 1) -> Read:
         return max(found) / scale if found and None not in found else run.explain_missing(f"{ranks}.{part}")
 
     return read
+
+
+def held_state(run: Run) -> Value:
+    """Sum of the parameters, gradients and optimizer state that a rank held, in MiB."""
+    parts = [metric_value(column, run) for column in HELD.values()]
+    return next((part for part in parts if isinstance(part, Missing)), None) or sum(parts)
 
 
 def steady_energy(name: str) -> Read:
@@ -197,6 +214,7 @@ METRICS = {
     "model": Metric("Model", recorded("settings.model_name")),
     "gpus": Metric("GPUs", recorded("world_size")),
     "parameters": Metric("Parameters", recorded("parameters")),
+    "trainable_parameters": Metric("Trainable parameters", recorded("trainable_parameters")),
     "num_layers": Metric("Layers", recorded("settings.num_layers")),
     "batch_size": Metric("Batch per GPU", recorded("settings.per_device_train_batch_size")),
     "global_batch": Metric("Global batch", recorded("knobs.global batch.effective")),
@@ -215,8 +233,8 @@ METRICS = {
     "padding": Metric("Padding (%)", padding),
     "mfu": Metric("MFU (%)", recorded("train.mfu_percent")),
     "eval_samples_per_second": Metric("Eval samples/s", recorded("eval.-1.samples_per_second")),
-    "exact_match": Metric("Exact Match (%)", recorded("exact_match"), questions_note),
-    "f1": Metric("F1 (%)", recorded("f1"), questions_note),
+    "exact_match": Metric("Exact Match (%)", score("exact_match"), questions_note),
+    "f1": Metric("F1 (%)", score("f1"), questions_note),
     "peak_gpu": Metric("Peak GPU memory (MiB)", logged("gpu", "peak")),
     "low_gpu": Metric("Minimum GPU memory (MiB)", logged("gpu", "minimum")),
     "mean_gpu": Metric("Mean GPU memory (MiB)", logged("gpu", "mean")),
@@ -251,6 +269,7 @@ METRICS = {
     "held_parameters": Metric("Parameters (MiB)", largest("held", "parameters", BYTES_PER_MIB)),
     "held_gradients": Metric("Gradients (MiB)", largest("held", "gradients", BYTES_PER_MIB)),
     "held_optimizer_state": Metric("Optimizer state (MiB)", largest("held", "optimizer_state", BYTES_PER_MIB)),
+    "held_state": Metric("Model state (MiB)", held_state),
     "estimated_parameters": Metric("Parameters, estimated (MiB)", estimated("parameters")),
     "estimated_gradients": Metric("Gradients, estimated (MiB)", estimated("gradients")),
     "estimated_optimizer_state": Metric("Optimizer state, estimated (MiB)", estimated("optimizer_state")),

@@ -80,6 +80,31 @@ def test_a_row_fails_if_its_losses_differ_from_the_plain_trainers(run_script):
     assert printed.count(": failed (") == 3
 
 
+def test_a_row_fails_if_it_learns_nothing(run_script):
+    untrained = record(7.6)
+    code, printed = run_script({"plain": untrained, "lora": untrained, "lora_reloaded": untrained}, "plain", "lora")
+    assert code == 3
+    assert printed.count(": failed (Eval loss is 7.600, and 7.600 after one epoch), ") == 2
+
+
+def test_rows_with_lora_are_compared_with_each_other(run_script):
+    """LoRA trains other weights than the plain Trainer, so its losses are others. Its merged model has its loss."""
+    records = {"plain": record(7.3), "lora": record(7.5), "lora_reloaded": record(7.51)}
+    records |= {"lora_zero3": record(7.49), "lora_zero3_reloaded": record(7.49)}
+    records |= {"lora_full_shard": record(7.52), "lora_full_shard_reloaded": record(7.8)}
+    names = ["lora", "lora_zero3", "lora_full_shard"]
+    assert names == [row.name for row in gpu_check.ROWS if "--lora_rank" in row.flags and not row.full]
+    code, printed = run_script(records, "plain", *names)
+    assert code == 3
+    assert "lora_full_shard: failed (Reloaded is 7.800, but Eval loss of lora is 7.500)" in printed
+    assert printed.count(": failed (") == 1
+    # Without a row of its own, a base model that was saved without its adapters would pass
+    records |= {"lora_reloaded": record(7.3)}
+    Path("results/gpu_check/gpu_check.json").unlink()
+    _, printed = run_script(records, "lora")
+    assert "lora: failed (Reloaded is 7.300, but Eval loss of lora is 7.500)" in printed
+
+
 def test_a_row_that_does_not_fit_is_not_a_failure(run_script):
     records = {"bloom-560m-plain": {"status": "oom", "reason": "error: memory: CUDA out of memory; offload"}}
     code, printed = run_script(records, *records)

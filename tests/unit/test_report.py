@@ -83,7 +83,7 @@ def test_every_experiment_has_a_table():
 def test_tables_of_methods_show_what_a_rank_held():
     shown = {definition.id for definition in DEFINITIONS if "held" in definition.plots}
     assert shown == {
-        *("zero-stages", "two-gpu-stages", "methods-comparison", "tensor-parallel", "demo"),
+        *("zero-stages", "two-gpu-stages", "methods-comparison", "lora", "tensor-parallel", "demo"),
         *("fsdp-single-gpu", "fsdp-multi-gpu", "fsdp-multi-node", "fsdp-strategies"),
     }
     for definition in DEFINITIONS:
@@ -169,6 +169,32 @@ def test_relations(tmp_path):
     assert cell(fsdp, "Single node, 2 GPUs", "factor.steady_samples_per_second").value == 1.8
     assert cell(fsdp, "Single node, 2 GPUs", "speedup.runtime").value == 2
     assert cell(fsdp, "Single node, 2 GPUs", "efficiency.steady_samples_per_second").value == 90
+
+
+def test_rows_of_lora_are_compared_with_the_row_that_trains_all_weights(tmp_path):
+    """Of 10 + 10 + 20 MiB, LoRA leaves 10 + 0 + 2 MiB. The rate rises from 10 to 15 samples/s."""
+    (lora,) = (definition for definition in DEFINITIONS if definition.id == "lora")
+    for full, row in zip(lora.rows[::2], lora.rows[1::2], strict=True):
+        assert row.label == f"{full.label}, LoRA"
+        assert row.reference == full.reference == full.experiment
+    mib = 2**20
+    for job, (name, rank, state, rate) in enumerate(
+        (
+            ("lora/zero1_full", 0, {"gradients": 10 * mib, "optimizer_state": 20 * mib}, 10),
+            ("lora/zero1", 8, {"gradients": 0, "optimizer_state": 2 * mib}, 15),
+        ),
+        1,
+    ):
+        changes = {"settings__lora_rank": rank, "settings__learning_rate": 5e-5 if rank == 0 else 1e-3}
+        changes |= {"held": [{"parameters": 10 * mib} | state], "train__steady_samples_per_second": rate}
+        changes |= {"settings__em_f1": False, "exact_match": None, "f1": None}
+        add_run(tmp_path, name, str(job), trainable_parameters=1000 - 100 * rank, **changes)
+    found = table(tmp_path, "lora")
+    assert [row.status for row in found.rows if row.run] == ["completed", "completed"]
+    shown = ("trainable_parameters", "held_state", "saving.held_state", "factor.steady_samples_per_second")
+    assert [cell(found, "ZeRO-1", column).value for column in shown] == [1000, 40, 0, 1]
+    assert [cell(found, "ZeRO-1, LoRA", column).value for column in shown] == [200, 12, 70, 1.5]
+    assert {cell(found, "ZeRO-1, LoRA", score).note for score in ("exact_match", "f1")} == {"the run had EM_F1=False"}
 
 
 def test_predictions_are_next_to_measured_values(tmp_path, monkeypatch):
