@@ -8,8 +8,9 @@ from torch import nn
 
 import lora
 from config import ModelArguments
-from estimate.command_line import parse_plan
+from estimate.command_line import parse_memory_plan, parse_plan
 from estimate.communication import sent_bytes
+from estimate.memory import estimate_parts, parts_at_peak
 from estimate.model_shape import trace_shape
 from helpers import REPOSITORY, program
 from lora import LoraLinear, add_adapters, count_adapter_elements
@@ -156,6 +157,28 @@ def test_sentences_about_memory_follow_from_the_table():
         p.numel() for p in adapted("bigscience/bloom-7b1").parameters() if p.requires_grad and p.numel() <= 40960
     )
     assert 0 < 2 * small / GIB < 0.03 and "adds less than 0.03 GiB" in TEXT
+
+
+# What the estimate prints
+
+
+def test_the_page_shows_what_the_estimate_prints():
+    model = ["--model_name", "bigscience/bloom-7b1", "--bf16", "--gpus", "4"]
+    zero3 = ["--deepspeed", str(REPOSITORY / "ds_configs/zero3.json")]
+    shown = {row[0]: row[1:] for row in rows(PAGE, 4, "| DDP, full")}
+    for column, flags in enumerate(([], ["--lora_rank", "8"], [*zero3, "--lora_rank", "8"])):
+        parts = parts_at_peak(estimate_parts(parse_memory_plan([*model, *flags], environment={})))
+        expected = {part.name: f"{part.gpu / GIB:.2f}" for part in parts if part.gpu}
+        expected["one GPU"] = f"{sum(part.gpu for part in parts) / GIB:.1f}"
+        assert {name: cells[column] for name, cells in shown.items() if cells[column]} == expected, flags
+    (activations,) = (
+        part.gpu
+        for part in parts_at_peak(estimate_parts(parse_memory_plan([*model, *zero3], environment={})))
+        if part.name == "activations"
+    )
+    with_lora = shown["activations"][2]
+    assert f"full fine-tuning needs {activations / GIB:.2f} GiB for activations" in TEXT
+    assert f"and LoRA {with_lora}." in TEXT
 
 
 # What a rank sends
