@@ -50,9 +50,9 @@ full: .venv/installed-dev
 test-experiments: .venv/installed-dev
 	$(BIN)/python -m pytest -m experiments tests/slurm
 
-# All moments of a fault and all methods, including fp16; `test` tries each fault once
+# All moments of a fault and all methods, including fp16 and LoRA; `test` tries each fault once
 test-faults: .venv/installed-dev
-	$(BIN)/python -m pytest -m 'faults or not faults' tests/faults tests/slurm/test_requeue.py tests/integration/test_fp16.py
+	$(BIN)/python -m pytest -m 'faults or not faults' tests/faults tests/slurm/test_requeue.py tests/integration/test_fp16.py tests/integration/test_lora.py
 
 # A real pretrained model learns real questions, in about ten minutes; skipped without its files (docs/baseline.md)
 test-real: .venv/installed-dev

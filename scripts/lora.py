@@ -72,10 +72,10 @@ def count_adapter_elements(model: nn.Module, rank: int) -> int:
 
 
 def merged_model(model: PreTrainedModel, weights: dict[str, torch.Tensor]) -> PreTrainedModel:
-    """Return a model of the original architecture on the CPU, in fp32, whose weights contain the adapters.
+    """Return a model of the original architecture to be saved, on the CPU, in fp32, whose weights contain the adapters.
 
     weights: the complete state dict of a model with adapters. A merged weight is W + 2 B A. In 16 bits it would round
-    most of B A away.
+    most of B A away. Buffers that are not saved, such as those of rotary positions, stay on PyTorch's meta device.
     """
     state = {name: weight.to("cpu", torch.float32) for name, weight in weights.items()}
     merged = {}

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import safe_open
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from torch import nn
 from transformers import (
@@ -162,6 +163,7 @@ def load_model(model_args: ModelArguments, tokenizer: PreTrainedTokenizerBase, s
 
 
 def pretrained_model(name: str) -> PreTrainedModel:
+    check_merged(name)
     with loading_errors("--model_name", name):
         loaded: Any = AutoModelForCausalLM.from_pretrained(
             name,
@@ -171,15 +173,22 @@ def pretrained_model(name: str) -> PreTrainedModel:
             output_loading_info=True,
         )
     model, loading = loaded
-    if any(weight.endswith(ADAPTERS) for weight in loading["unexpected_keys"]):
-        what = f"{name} is a checkpoint of a training run with LoRA, whose weights do not contain the adapters"
-        way_out = "give the output folder of a completed run, or complete this one with --resume_from_checkpoint"
-        raise WorkshopError("--model_name", what, way_out)
     unlike = loading["missing_keys"] | {weight for weight, _, _ in loading["mismatched_keys"]}
     if unlike:
         what = f"{name} has no {min(unlike)} of the shape that its config.json asks for"
         raise WorkshopError("--model_name", what, "use config.json and weights of one model, saved as a causal LM")
     return model
+
+
+def check_merged(name: str) -> None:
+    """Raise WorkshopError (exit code 2) for a checkpoint of a run with LoRA: transformers would load only its base."""
+    for path in Path(name).glob("*.safetensors"):  # none for a name on the Hub
+        with loading_errors("--model_name", name), safe_open(path, "pt") as file:
+            weights = file.keys()
+        if any(weight.endswith(ADAPTERS) for weight in weights):
+            what = f"{name} is a checkpoint of a training run with LoRA, whose weights do not contain the adapters"
+            way_out = "give the output folder of a completed run, or complete this one with --resume_from_checkpoint"
+            raise WorkshopError("--model_name", what, way_out)
 
 
 def random_model(config: PreTrainedConfig, seed: int) -> PreTrainedModel:
@@ -223,6 +232,7 @@ def load_config(model_args: ModelArguments) -> PreTrainedConfig:
         )
     if not is_folder("--model_name", name):
         offline_without_network()
+    check_merged(name)
     with loading_errors("--model_name", name):
         config = AutoConfig.from_pretrained(name, trust_remote_code=False)
     if getattr(config, "quantization_config", None):

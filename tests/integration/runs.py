@@ -151,7 +151,14 @@ MORE_LORA = {
 }
 LORA_COMPILED = {"lora_compiled": Run(base="plain", variables=ADAPTERS | COMPILE, launcher="python")}
 LORA_FP16 = {f"lora_fp16_{name}": lora(name, precision="fp16") for name in ("plain", "zero1", "zero3", "full_shard")}
-LORA_BF16 = {f"lora_bf16_{name}": lora(name, **BF16) for name in ("plain", "ddp", "zero1", "zero3", "full_shard")}
+LORA_BF16 = {
+    f"lora_bf16_{name}": lora(name, **BF16) for name in ("plain", "ddp", "zero1", "zero2", "zero3", "full_shard")
+}
+LORA_OTHER_MODELS = {
+    f"lora_{base}{name}": replace(row, base=base, variables=ADAPTERS)
+    for base in ("qwen_plain", "gpt_plain")
+    for name, row in (("", Run()), ("_zero3", deepspeed("zero3")), ("_full_shard", fsdp("full_shard")))
+}
 # A BLOOM of 12 million parameters, whose matrices ZeRO-3 shards. The matrices of tiny-bloom are too small for that.
 SHORT = {"TRAIN_SIZE": 16, "BATCH_SIZE": 1, "GRAD_ACC": 2, "EVAL_SIZE": 2, "MAX_LENGTH": 128, "PADDING": "longest"}
 SHORT |= {"NUM_EPOCHS": 1, "SAVE_STRATEGY": "no"}
@@ -164,7 +171,7 @@ if XQUAD.exists():
     REAL = {"DATASET": XQUAD, "TRAIN_SIZE": 500, "EVAL_SIZE": 100, "NUM_EPOCHS": 1, "PADDING": "longest"}
     OTHERS["xquad"] = Run(variables=REAL | {"MAX_LENGTH": 512, "EM_F1": "True"})
 RUNS = STRATEGIES | SDPA | CHUNKED | COMPILED | LABELS | OTHER_BATCHES | CUSTOM | TENSOR_PARALLEL | QWENS
-RUNS |= LORA | MORE_LORA | LORA_COMPILED | LORA_FP16 | LORA_BF16
+RUNS |= LORA | MORE_LORA | LORA_COMPILED | LORA_FP16 | LORA_BF16 | LORA_OTHER_MODELS
 RUNS |= FP16 | MORE_FP16 | FP16_GPT | IN_BF16 | LARGE | OTHERS
 # Runs whose record has the bytes of the model on each rank: they accumulate gradients in fp32 or bf16
 HELD = [*STRATEGIES, *CHUNKED, *LORA, *LORA_BF16, *TENSOR_PARALLEL, "bf16_zero2", "bf16_full_shard", *LARGE]

@@ -14,12 +14,12 @@ from runs import GPT
 SHORT = {"MAX_LENGTH": 128, "PADDING": "longest", "EM_F1": "True"}
 
 
-def first_questions(folder: Path, number: int) -> dict:
-    """Settings that train and evaluate on the first questions of the sample, one per paragraph."""
+def first_questions(folder: Path, number: int, start: int = 0) -> dict:
+    """Settings that train and evaluate on the first questions of the sample from `start`, one per paragraph."""
     articles = json.loads((REPOSITORY / "data" / "squad_sample.json").read_text(encoding="utf-8"))["data"]
-    paragraphs = [paragraph for article in articles for paragraph in article["paragraphs"]][:number]
+    paragraphs = [paragraph for article in articles for paragraph in article["paragraphs"]][start:][:number]
     paragraphs = [{"context": p["context"], "qas": p["qas"][:1]} for p in paragraphs]
-    path = folder / f"{number}_questions.json"
+    path = folder / f"{number}_questions_from_{start}.json"
     path.write_text(json.dumps({"version": "1.1", "data": [{"title": "few", "paragraphs": paragraphs}]}))
     return SHORT | {"DATASET": path, "EVAL_DATASET": path, "TRAIN_SIZE": number, "EVAL_SIZE": number}
 
@@ -100,11 +100,23 @@ def test_evaluate_scores_the_custom_gpt(train, workplace, evaluate):
     assert evaluate(trained, "gpt_evaluated", **settings) == recorded
 
 
+def test_the_merged_model_of_lora_has_the_scores_of_base_and_adapters(train, workplace, overfitted, evaluate):
+    """The adapters learn other questions, so the model forgets some of the 16 answers that it knew."""
+    known, others = first_questions(workplace, 16), first_questions(workplace, 7, start=16)
+    settings = others | {"EVAL_DATASET": known["EVAL_DATASET"], "EVAL_SIZE": 16}
+    lora = {"MODEL_NAME": "output/overfitted", "LABELS": "answer", "LORA_RANK": 8, "LEARNING_RATE": "1e-2"}
+    lora |= {"NUM_EPOCHS": 5, "BATCH_SIZE": 1, "GRAD_ACC": 1}
+    trained = train("lora_scored", "--fsdp", "--eval_strategy", "no", ranks=2, **settings | lora)
+    recorded = {name: round(trained.record[name], 2) for name in ("exact_match", "f1")}
+    assert 0 < recorded["exact_match"] < 100, "equal scores prove nothing if the adapters change no answer"
+    assert evaluate(trained, "lora_evaluated", **settings) == recorded
+
+
 # ask.py and --show
 
 
 def test_a_question_to_the_saved_model(train, workplace, overfitted):
-    path = workplace / "16_questions.json"
+    path = workplace / "16_questions_from_0.json"
     paragraph = json.loads(path.read_text())["data"][0]["paragraphs"][3]
     (workplace / "text.txt").write_text(paragraph["context"] + "\n", encoding="utf-8")
     question, answer = paragraph["qas"][0]["question"], paragraph["qas"][0]["answers"][0]["text"]

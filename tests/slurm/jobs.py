@@ -32,6 +32,7 @@ TRAININGS = {
         TWO_NODES | {"SAMPLES_PER_GPU": 48},
     ),
     "fsdp2": ("fsdp-multi-node/2_nodes", (), TWO_NODES | {"NUM_EPOCHS": 8}),  # steps of FSDP2 take three times as long
+    "fsdp2-lora": ("fsdp-multi-node/2_nodes", (), TWO_NODES | {"NUM_EPOCHS": 8, "LORA_RANK": 4}),
 }
 # A training run that would take weeks, for tests that end it early
 ENDLESS = {"TRAIN_SIZE": 32, "EVAL_SIZE": 16, "NUM_EPOCHS": 1_000_000, "SAVE_STRATEGY": "no"}

@@ -12,6 +12,7 @@ import torch
 from torch.utils.data import DataLoader
 from transformers import BloomConfig, BloomForCausalLM
 
+from lora import add_adapters
 from records.writer import RunRecord
 from settings.command_line import parse_command_line
 from training import audit
@@ -86,6 +87,16 @@ def use_unfused_adamw(trainer):
     trainer.optimizer.optimizer = torch.optim.AdamW(trainer.model.parameters())
 
 
+def freeze_norm(trainer):
+    for parameter in trainer.model.transformer.ln_f.parameters():
+        parameter.requires_grad = False
+
+
+def use_bf16_weights(trainer):
+    """The moments of Adam would also be in bf16, in which small updates are lost."""
+    trainer.model.bfloat16()
+
+
 def attribute_setter(path: str, value: object) -> Callable:
     """Return a function that sets an attribute of the trainer."""
     *holder, name = path.split(".")
@@ -97,6 +108,8 @@ LOADER = "callback_handler.train_dataloader"
 DIFFERENCES = {
     "precision": (attribute_setter("accelerator.mixed_precision", "fp16"), "fp32", "fp16"),
     "optimizer": (use_unfused_adamw, "AdamW (torch, fused)", "AdamW (torch)"),
+    "trainable parameters": (freeze_norm, "1,160", "1,144"),
+    "trainable weights": (use_bf16_weights, "fp32", "bf16"),
     "world size": (use_two_ranks, 1, 2),
     "micro batch": (attribute_setter(f"{LOADER}.total_batch_size", 2), 4, 2),
     "gradient accumulation": (attribute_setter("args.gradient_accumulation_steps", 1), 2, 1),
@@ -116,6 +129,20 @@ def test_a_difference_ends_the_run_with_3_and_names_the_knob(knob, settings, ref
     assert refusal(run_audit, trainer, settings, code=3) == f"{line}; correct the flag or the config"
     recorded = json.loads(Path("results/7.json").read_text())["knobs"][knob]
     assert recorded == {"requested": requested, "effective": effective}
+
+
+def test_a_base_that_is_not_frozen_in_the_precision_of_the_computation_ends_the_run(settings, refusal):
+    """With LoRA, the audit compares the adapters and the frozen weights."""
+    trainer = plain_trainer()
+    settings = replace(settings, model=replace(settings.model, lora_rank=2))
+    add_adapters(trainer.model, 2)
+    knobs = json.loads(run_audit(trainer, settings).path.read_text())["knobs"]
+    layers = (8 + 24) + (8 + 8) + (8 + 32) + (32 + 8)  # inputs and outputs
+    assert knobs["trainable parameters"] == {"requested": f"{2 * layers}", "effective": f"{2 * layers}"}
+    trainer.model = trainer.model_wrapped = BloomForCausalLM(trainer.model.config)
+    add_adapters(trainer.model, 2, torch.bfloat16)
+    line = refusal(run_audit, trainer, settings, code=3)
+    assert line.startswith("error: knob audit: frozen weights: fp32 was requested, bf16 is what would run;")
 
 
 def test_an_optimizer_that_is_not_pytorchs_adamw_is_shown_as_it_runs(settings):

@@ -154,6 +154,7 @@ CHANGED = {
     "--labels answer --max_length 256": "labels was sequence, is answer, max_length was 512, is 256",
     "--dataset my.json": "dataset was squad, is my.json",
     "--gradient_accumulation_steps 8": "global_batch was 16, is 32",
+    "--lora_rank 8": "lora_rank was 0, is 8",
     "--warmup_steps 10 --seed 3": "seed was 42, is 3, warmup_steps was 0, is 10.0",
 }
 

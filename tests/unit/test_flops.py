@@ -44,6 +44,15 @@ def test_operations_agree_with_pytorchs_count(name: str):
     assert needed - per_model.count_operations(real=2 * 48, counted=48, squares=2 * 48 * 48) == 6 * 500 * 64 * 48
 
 
+def test_a_frozen_parameter_needs_4_operations_per_token():
+    model = MODELS["llama"]()
+    model.lm_head.weight.requires_grad = False
+    frozen = model.model.layers[0].mlp.requires_grad_(False)
+    trained = ModelFlops(MODELS["llama"]()).count_operations(real=10, counted=5, squares=0)
+    partly_frozen = ModelFlops(model).count_operations(real=10, counted=5, squares=0)
+    assert trained - partly_frozen == 2 * (10 * sum(p.numel() for p in frozen.parameters()) + 5 * 500 * 64)
+
+
 @pytest.mark.parametrize(
     ("gpu", "precision", "tflops"),
     [

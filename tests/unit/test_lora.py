@@ -1,0 +1,216 @@
+"""LoRA: the layers that get adapters, the merged model, and what is refused or warned about."""
+
+import copy
+from collections.abc import Callable
+
+import pytest
+import torch
+from transformers import (
+    AutoModelForCausalLM,
+    BloomConfig,
+    BloomForCausalLM,
+    GPT2Config,
+    GPT2LMHeadModel,
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedModel,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    set_seed,
+)
+
+import evaluate
+from config import ModelArguments
+from custom_model import CustomGPTConfig, CustomGPTForCausalLM
+from distributed.fsdp_config import check_fsdp_config
+from helpers import REPOSITORY
+from lora import ADAPTERS, LoraLinear, add_adapters, count_adapter_elements, merged_model
+from model import load_config, pretrained_model
+from settings.command_line import parse_command_line
+
+RANK = 3
+SIZES = {"vocab_size": 64, "hidden_size": 16, "num_attention_heads": 2, "intermediate_size": 24}
+GPT_SIZES = {"vocab_size": 64, "hidden_size": 16, "num_heads": 2, "ff_dim": 24, "seq_length": 32}
+ATTENTION, MLP = ("q_proj", "k_proj", "v_proj", "o_proj"), ("gate_proj", "up_proj", "down_proj")
+LLAMA_LAYERS = {*(f"self_attn.{name}" for name in ATTENTION), *(f"mlp.{name}" for name in MLP)}
+BLOOM_LAYERS = {"self_attention.query_key_value", "self_attention.dense", "mlp.dense_h_to_4h", "mlp.dense_4h_to_h"}
+# Model, name of its first block, and the layers of a block that get adapters. Only BLOOM and Qwen have tied heads
+MODELS: dict[str, tuple[Callable[[], PreTrainedModel], str, set[str]]] = {
+    "bloom": (
+        lambda: BloomForCausalLM(BloomConfig(vocab_size=64, hidden_size=16, n_layer=2, n_head=2)),
+        "transformer.h.0",
+        BLOOM_LAYERS,
+    ),
+    "llama": (
+        lambda: LlamaForCausalLM(LlamaConfig(**SIZES, num_hidden_layers=2, tie_word_embeddings=False)),
+        "model.layers.0",
+        LLAMA_LAYERS,
+    ),
+    "qwen, with biases": (
+        lambda: Qwen2ForCausalLM(
+            Qwen2Config(**SIZES, num_hidden_layers=2, num_key_value_heads=1, tie_word_embeddings=True)
+        ),
+        "model.layers.0",
+        LLAMA_LAYERS,
+    ),
+    "custom-gpt": (
+        lambda: CustomGPTForCausalLM(CustomGPTConfig(**GPT_SIZES, num_layers=2)),
+        "blocks.0",
+        {*(f"attention.{name}" for name in ("q", "k", "v", "out")), "ff_in", "ff_out"},
+    ),
+}
+TOKENS = torch.arange(40).reshape(2, 20)
+
+
+def model_with_adapters(
+    name: str, frozen_dtype: torch.dtype = torch.float32
+) -> tuple[PreTrainedModel, PreTrainedModel]:
+    """Return a model, and a copy with adapters."""
+    set_seed(1)
+    base = MODELS[name][0]().eval()
+    # A bias of zeros would hide that a merged model has lost it
+    for key, parameter in base.named_parameters():
+        if key.endswith("bias"):
+            torch.nn.init.normal_(parameter)
+    model = copy.deepcopy(base)
+    add_adapters(model, RANK, frozen_dtype)
+    return base, model
+
+
+def train_adapters(model: PreTrainedModel) -> None:
+    """Give the adapters values as after a training: B no longer contains only zeros."""
+    for name, parameter in model.named_parameters():
+        if name.endswith("lora_b"):
+            torch.nn.init.normal_(parameter)
+
+
+@torch.no_grad()
+def logits(model: PreTrainedModel) -> torch.Tensor:
+    return model(input_ids=TOKENS).logits
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_each_linear_layer_of_the_blocks_gets_adapters_and_the_rest_is_frozen(name: str):
+    _, block, layers = MODELS[name]
+    base, model = model_with_adapters(name)
+    found = {each for each, module in model.named_modules() if isinstance(module, LoraLinear)}
+    assert {each.removeprefix(f"{block}.") for each in found if each.startswith(f"{block}.")} == layers
+    assert len(found) == 2 * len(layers), "layers outside the two blocks, such as the head, get no adapters"
+    trainable = {each for each, parameter in model.named_parameters() if parameter.requires_grad}
+    assert trainable == {f"{each}.{adapter}" for each in found for adapter in ADAPTERS}
+    parameters = dict(model.named_parameters())
+    assert sum(parameters[each].numel() for each in trainable) == count_adapter_elements(model, RANK)
+    assert parameters.keys() - trainable == dict(base.named_parameters()).keys()
+    assert torch.equal(logits(model), logits(base)), "an adapter changes nothing before its first step"
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_the_saved_merged_model_computes_what_the_model_with_adapters_does(name: str, tmp_path):
+    base, model = model_with_adapters(name)
+    train_adapters(model)
+    expected = logits(model)
+    assert (expected - logits(base)).abs().max() > 1e-2
+    model.generation_config.max_new_tokens = 7
+    before = copy.deepcopy(model.state_dict())
+    merged_model(model, model.state_dict()).save_pretrained(tmp_path)
+    saved, loading = AutoModelForCausalLM.from_pretrained(tmp_path, output_loading_info=True)
+    assert not any(loading.values()), loading
+    assert torch.allclose(logits(saved), expected, rtol=1e-4, atol=1e-5)
+    assert type(saved) is type(base)
+    assert saved.generation_config.max_new_tokens == 7
+    tied = saved.get_output_embeddings().weight is saved.get_input_embeddings().weight
+    assert tied == base.config.tie_word_embeddings
+    # The live model may still answer questions after it was saved
+    assert all(torch.equal(value, before[key]) for key, value in model.state_dict().items())
+    assert torch.equal(logits(model), expected)
+
+
+def test_a_model_with_frozen_weights_in_16_bit_is_merged_in_fp32():
+    """A weight in bf16 would lose an update that is smaller than 1/256 of it."""
+    _, model = model_with_adapters("bloom", torch.bfloat16)
+    dtypes = {each.requires_grad: each.dtype for each in model.parameters()}
+    assert dtypes == {True: torch.float32, False: torch.bfloat16}
+    train_adapters(model)
+    weights = model.state_dict()
+    merged = merged_model(model, weights)
+    assert {each.dtype for each in merged.parameters()} == {merged.dtype} == {torch.float32}
+    assert merged.lm_head.weight is merged.transformer.word_embeddings.weight, "the file holds a tied head once"
+    layer = "transformer.h.1.mlp.dense_4h_to_h"
+    expected = weights[f"{layer}.weight"].float() + 2 * weights[f"{layer}.lora_b"] @ weights[f"{layer}.lora_a"]
+    assert torch.equal(merged.state_dict()[f"{layer}.weight"], expected)
+
+
+def test_adapters_depend_only_on_the_seed():
+    def adapters(seed: int) -> torch.Tensor:
+        model = MODELS["llama"][0]()
+        set_seed(seed)
+        add_adapters(model, RANK)
+        return torch.cat([each.flatten() for each in model.parameters() if each.requires_grad])
+
+    assert torch.equal(adapters(1), adapters(1))
+    assert not torch.equal(adapters(1), adapters(2))
+
+
+# What is refused, or warned about
+
+
+def test_a_model_without_linear_layers_is_refused(refusal):
+    """GPT-2 has layers of its own class, Conv1D. Its head is an nn.Linear."""
+    model = GPT2LMHeadModel(GPT2Config(vocab_size=64, n_embd=8, n_layer=1, n_head=1))
+    what = "GPT2LMHeadModel has no layers of the class torch.nn.Linear to put adapters on"
+    assert refusal(add_adapters, model, 8) == (
+        f"error: --lora_rank: {what}; leave it out, or use a BLOOM, Llama or Qwen"
+    )
+
+
+def test_a_checkpoint_of_a_run_with_lora_is_refused_as_a_model(tmp_path, refusal):
+    """transformers would ignore the adapters and load only the base."""
+    model_with_adapters("bloom")[1].save_pretrained(tmp_path)
+    line = f"error: --model_name: {tmp_path} is a checkpoint of a training run with LoRA, whose weights do not contain"
+    assert refusal(load_config, ModelArguments(str(tmp_path))).startswith(line)
+    assert refusal(pretrained_model, str(tmp_path)).startswith(line)
+
+
+@pytest.mark.parametrize(
+    ("flags", "line"),
+    [
+        ("--lora_rank -1", "--lora_rank: -1 is too small; give a rank such as 8, or 0 to train all weights"),
+        (
+            "--lora_rank 8 --tensor_parallel 2",
+            "--lora_rank: cannot be combined with --tensor_parallel, which cuts the layers that get adapters;",
+        ),
+    ],
+)
+def test_a_mistake_is_one_line(flags, line, refusal):
+    assert refusal(parse_command_line, "", flags.split()).startswith(f"error: {line}")
+
+
+def test_fsdp1_is_refused(refusal):
+    path = str(REPOSITORY / "fsdp_configs" / "fsdp1_full_shard.json")
+    settings = parse_command_line("", ["--fsdp", "--fsdp_config", path, "--lora_rank", "8"])
+    what = "FSDP1 has not been tried with --lora_rank; use an FSDP2 config"
+    assert refusal(check_fsdp_config, settings) == f"error: {path}: version: {what}"
+
+
+def test_evaluate_needs_no_rank(main_of, refusal):
+    line = "has no effect on a saved model, whose weights contain the adapters; leave it out"
+    assert refusal(main_of, evaluate, "--lora_rank", 8) == f"error: --lora_rank: {line}"
+
+
+LOW = "warning: the learning rate 5e-05 is low for LoRA, which usually needs 1e-4 to 2e-3; set LEARNING_RATE"
+RANDOM = "warning: LORA_RANK freezes weights that are random, so the model learns little; use a pretrained model"
+
+
+@pytest.mark.parametrize(
+    ("flags", "warnings"),
+    [
+        ("--lora_rank 8", [LOW]),
+        ("--lora_rank 8 --learning_rate 1e-4", []),
+        ("--lora_rank 8 --learning_rate 1e-4 --model_name tiny-bloom", [RANDOM]),
+        ("--lora_rank 8 --from_scratch", [LOW, RANDOM]),
+        ("--model_name tiny-bloom", []),
+    ],
+)
+def test_choices_with_which_lora_learns_little_are_warnings(flags, warnings):
+    lines = parse_command_line("", flags.split()).knob_lines()
+    assert [line for line in lines if line.startswith("warning")] == warnings
