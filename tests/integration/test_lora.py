@@ -1,7 +1,7 @@
 """Tests of LoRA under every strategy: equal losses, held bytes, the saved model, and runs that resume.
 
 The base of all runs is the trained model of the run "plain", because a random base would hide a frozen weight that
-changes. tests/unit/test_lora.py tests the layers themselves.
+changes. tests/unit/test_adapters.py tests the layers themselves.
 """
 
 import json
