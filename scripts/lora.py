@@ -77,14 +77,15 @@ def merged_model(model: PreTrainedModel, weights: dict[str, torch.Tensor]) -> Pr
     weights: the complete state dict of a model with adapters. A merged weight is W + 2 B A. In 16 bits it would round
     most of B A away. Buffers that are not saved, such as those of rotary positions, stay on PyTorch's meta device.
     """
-    state = {name: weight.to("cpu", torch.float32) for name, weight in weights.items()}
     merged = {}
-    for name, weight in state.items():
+    for name, weight in weights.items():
         layer, _, kind = name.rpartition(".")
-        if kind == "weight" and f"{layer}.lora_a" in state:
-            weight = weight + SCALE * state[f"{layer}.lora_b"] @ state[f"{layer}.lora_a"]
-        if kind not in ADAPTERS:
-            merged[name] = weight
+        if kind in ADAPTERS:
+            continue
+        merged[name] = weight.to("cpu", torch.float32)
+        if kind == "weight" and f"{layer}.lora_a" in weights:
+            a, b = (weights[f"{layer}.{adapter}"].to("cpu", torch.float32) for adapter in ADAPTERS)
+            merged[name] = merged[name] + SCALE * b @ a  # a new tensor, because `weights` may be the live ones
     model_class: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(model.config)]
     with torch.device("meta"):  # no memory for random weights
         whole = model_class(model.config)
