@@ -153,7 +153,6 @@ CHANGED = {
     "--learning_rate 1e-4": "learning_rate was 5e-05, is 0.0001",
     "--labels answer --max_length 256": "labels was sequence, is answer, max_length was 512, is 256",
     "--dataset my.json": "dataset was squad, is my.json",
-    "--gradient_accumulation_steps 8": "global_batch was 16, is 32",
     "--warmup_steps 10 --seed 3": "seed was 42, is 3, warmup_steps was 0, is 10.0",
 }
 
