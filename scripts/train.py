@@ -50,6 +50,7 @@ from training.exact_match import Generation, exact_match_and_f1
 from training.find_checkpoints import (
     check_for_code,
     check_same_training,
+    effects_of_other_ranks,
     find_checkpoint,
     forbid_code_in_checkpoints,
     keep_global_batch,
@@ -145,7 +146,8 @@ def main() -> None:
     with record:
         first_step = read_marker(checkpoint)["step"] if checkpoint else 0
         if checkpoint:
-            print_once(f"resuming from step {first_step}: {checkpoint}")
+            lines = effects_of_other_ranks(checkpoint, identity, len(train_dataset))
+            print_once("\n".join([f"resuming from step {first_step}: {checkpoint}", *lines]))
         record.start(
             first_step,
             run_name=args.run_name,

@@ -175,6 +175,26 @@ def check_same_training(folder: str, identity: dict) -> None:
         raise WorkshopError(folder, what, way_out(names, saved, identity), NO_CHECKPOINT)
 
 
+def effects_of_other_ranks(folder: str, identity: dict, questions: int) -> list[str]:
+    """Return lines on what differs in a run that resumes on another number of ranks. questions: the training size."""
+    saved = read_marker(folder)
+    before, now = saved["world_size"], identity["world_size"]
+    if before == now:
+        return []
+    lines = [
+        f"resuming on {now} rank(s), the checkpoint is of {before}: sums are rounded in another order, and random "
+        "numbers, such as those of dropout, differ"
+    ]
+    sizes = (saved.get("at_once", identity["at_once"]), identity["at_once"])  # version 1.0.0 saved no such value
+    at_once = [size for size in sizes if questions % size]
+    if at_once:
+        lines.append(
+            f"note: {questions} training questions are not a multiple of {at_once[0]} (micro batch x ranks): several "
+            "ranks repeat questions to fill up an epoch, and one rank does not"
+        )
+    return lines
+
+
 def family_of(strategy: str) -> str:
     """Return one name for all strategies that resume from each other's checkpoints."""
     if strategy in ("plain", "DDP"):
