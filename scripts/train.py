@@ -50,8 +50,10 @@ from training.exact_match import Generation, exact_match_and_f1
 from training.find_checkpoints import (
     check_for_code,
     check_same_training,
+    effects_of_other_ranks,
     find_checkpoint,
     forbid_code_in_checkpoints,
+    keep_global_batch,
     read_marker,
     training_identity,
 )
@@ -76,6 +78,10 @@ def main() -> None:
     fsdp = bool(settings.trainer.fsdp)  # --fsdp_config names a file in fsdp_configs/; without one, FULL_SHARD
     tensor_parallel = settings.model.tensor_parallel  # number of ranks over which each matrix is cut
     prepare_environment(shards=bool(deepspeed or fsdp))
+    job_id = new_job_id()  # JOB_ID if it is set, otherwise Slurm's id, otherwise a new id
+    output_dir = settings.trainer.output_dir or f"output/{job_id}"
+    # If Slurm has restarted this job on another number of ranks, the accumulation keeps the global batch
+    settings = keep_global_batch(settings, output_dir, job_id, world_size())
     print_once("\n".join(settings.knob_lines()))  # each knob with its source: a flag, the site, config.py, ...
     if deepspeed:
         settings = replace(settings, deepspeed_config=check_ds_config(deepspeed))
@@ -105,8 +111,7 @@ def main() -> None:
     adopt_process_group(args, with_deepspeed=bool(deepspeed))  # DeepSpeed uses the group of TrainingArguments
 
     # 3. The output folder, and the checkpoint to resume from, if one was requested or if Slurm has restarted this job.
-    job_id = new_job_id()  # JOB_ID if it is set, otherwise Slurm's id, otherwise a new id
-    args.output_dir = settings.trainer.output_dir or f"output/{job_id}"
+    args.output_dir = output_dir
     record = RunRecord(job_id)
     strategy = strategy_name(settings)
     # A checkpoint is a pickle, and loading a pickle can run code. From here on, a file with code does not load
@@ -141,7 +146,8 @@ def main() -> None:
     with record:
         first_step = read_marker(checkpoint)["step"] if checkpoint else 0
         if checkpoint:
-            print_once(f"resuming from step {first_step}: {checkpoint}")
+            lines = effects_of_other_ranks(checkpoint, identity, len(train_dataset))
+            print_once("\n".join([f"resuming from step {first_step}: {checkpoint}", *lines]))
         record.start(
             first_step,
             run_name=args.run_name,

@@ -112,6 +112,7 @@ class Settings:
     names: Mapping[str, str] = field(default_factory=dict)
     origins: Mapping[str, str] = field(default_factory=dict)
     precision_note: str = ""  # the reason for the precision, for the audit
+    requested_accumulation: int | None = None  # GRAD_ACC as given, if a restart on other ranks has changed it
     warnings: tuple[str, ...] = ()
     deepspeed_config: dict | None = None  # the checked content of trainer.deepspeed
     fsdp_config: dict | None = None  # the content of trainer.fsdp_config; {} for bare --fsdp

@@ -175,11 +175,13 @@ def batch_knobs(trainer: Any, engine: Any, settings: Settings) -> list[AuditedKn
     tensor_parallel = settings.model.tensor_parallel
     batch = micro * accumulation * world_size() // tensor_parallel
     live_batch = live_micro * live_accumulation * live_groups
+    asked = settings.requested_accumulation or accumulation
+    changed = "" if asked == accumulation else f"keeps the global batch of the checkpoint on {world_size()} rank(s)"
     note = "micro batch x accumulation x " + ("world size" if tensor_parallel == 1 else "tensor groups")
     return [
         AuditedKnob("world size", world_size(), trainer.accelerator.num_processes, "ranks, one per GPU"),
         AuditedKnob("micro batch", micro, live_micro, "sequences per rank and step"),
-        AuditedKnob("gradient accumulation", accumulation, live_accumulation),
+        AuditedKnob("gradient accumulation", asked, live_accumulation, changed, binding=not changed),
         AuditedKnob("global batch", batch, live_batch, note),
     ]
 

@@ -5,6 +5,7 @@ optimizer's file is missing, it starts with a new optimizer. Here, a checkpoint 
 ranks have written their files (save_checkpoints.py), and a run resumes only from such a checkpoint. The file contains:
 
     job_id, world_size, strategy    the run that saved the checkpoint
+    at_once                 number of questions that all ranks compute at once: micro batch x ranks
     step                    number of optimizer steps
     settings, config, data  the training: its flags, the DeepSpeed or FSDP config, and the cache key of its tokens
     progress                the counts that a resumed run continues, see Progress
@@ -14,6 +15,7 @@ ranks have written their files (save_checkpoints.py), and a run resumes only fro
 import json
 import os
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +23,7 @@ from datasets import Dataset
 from torch.serialization import add_safe_globals, get_unsafe_globals_in_checkpoint
 from transformers.trainer_pt_utils import safe_globals
 
+from config import DEFAULTS
 from records.run_environment import strip_repository
 from settings.command_line import LATEST
 from settings.settings import Settings
@@ -28,7 +31,12 @@ from shared.errors import NO_CHECKPOINT, WorkshopError
 from shared.json_files import flatten_keys
 
 MARKER = "complete.json"
-UNSHARDED = {"plain", "DDP"}  # each rank holds everything, so any number of ranks can resume
+# Families of strategies (`family_of`) whose checkpoints any number of ranks can load. A checkpoint of ZeRO-1, ZeRO-2 or
+# ZeRO-3 has one part for each rank
+ANY_NUMBER_OF_RANKS = {"plain or DDP", "FSDP2", "DeepSpeed ZeRO-0"}
+# The keys of an FSDP2 config that determine the files of a checkpoint, with their defaults. PyTorch loads these files
+# under any mesh, any wrapping and any strategy of FSDP2
+FSDP2_FILES = {"version": 2, "state_dict_type": "FULL_STATE_DICT", "cpu_offload": False}
 # Flags that may differ in a resumed run, because they only decide when something is done or where it is stored
 CHANGEABLE_FLAGS = re.compile(
     r"num_train_epochs|max_steps|(logging|log|save|eval)_(?!size|dataset).*|output_dir|run_name|report_to|em_f1.*|show|profile"
@@ -77,10 +85,9 @@ def find_checkpoint(requested: str | None, output_dir: str, job_id: str) -> str 
     A job that Slurm has restarted resumes from its own newest checkpoint. If it has none, `requested` applies, as at
     the first start. Raise WorkshopError (exit code 4) if a checkpoint is requested and none is found.
     """
-    if os.environ.get("SLURM_RESTART_COUNT", "0") not in ("", "0"):
-        own = [path for path in complete_checkpoints([Path(output_dir)]) if read_marker(path)["job_id"] == job_id]
-        if own:
-            return str(min(own, key=newest_first))
+    own = checkpoint_of_restarted_job(output_dir, job_id)
+    if own:
+        return str(own)
     if requested is None:
         return None
     if requested == LATEST:
@@ -101,7 +108,33 @@ def find_checkpoint(requested: str | None, output_dir: str, job_id: str) -> str 
     return str(min(found, key=newest_first))
 
 
+def checkpoint_of_restarted_job(output_dir: str, job_id: str) -> Path | None:
+    """Return the newest checkpoint of this job if Slurm has restarted it, otherwise None."""
+    if os.environ.get("SLURM_RESTART_COUNT", "0") in ("", "0"):
+        return None
+    own = [path for path in complete_checkpoints([Path(output_dir)]) if read_marker(path)["job_id"] == job_id]
+    return min(own, key=newest_first, default=None)
+
+
 # 2. The same training
+
+
+def keep_global_batch(settings: Settings, output_dir: str, job_id: str, ranks: int) -> Settings:
+    """Change the accumulation of a job that Slurm has restarted on another number of ranks, and return the settings.
+
+    The global batch remains that of the job's checkpoint. If no accumulation gives this global batch, nothing changes,
+    and `check_same_training` ends the run.
+    """
+    checkpoint = checkpoint_of_restarted_job(output_dir, job_id)
+    if checkpoint is None:
+        return settings
+    at_once = settings.trainer.per_device_train_batch_size * ranks
+    accumulation, rest = divmod(read_marker(checkpoint)["settings"]["global_batch"], at_once)
+    requested = settings.trainer.gradient_accumulation_steps
+    if rest or accumulation == requested:
+        return settings
+    trainer = replace(settings.trainer, gradient_accumulation_steps=accumulation)
+    return replace(settings, trainer=trainer, requested_accumulation=requested)
 
 
 def training_identity(job_id: str, settings: Settings, strategy: str, ranks: int, train_dataset: Dataset) -> dict:
@@ -110,7 +143,8 @@ def training_identity(job_id: str, settings: Settings, strategy: str, ranks: int
     Each checkpoint contains them, and a run compares them with its own values before it resumes.
     """
     trainer = settings.trainer
-    global_batch = trainer.per_device_train_batch_size * trainer.gradient_accumulation_steps * ranks
+    at_once = trainer.per_device_train_batch_size * ranks
+    global_batch = at_once * trainer.gradient_accumulation_steps
     defining = {
         flag: strip_repository(v) for flag, v in settings.flat().items() if not CHANGEABLE_FLAGS.fullmatch(flag)
     }
@@ -118,6 +152,7 @@ def training_identity(job_id: str, settings: Settings, strategy: str, ranks: int
         "job_id": job_id,
         "world_size": ranks,
         "strategy": strategy,
+        "at_once": at_once,
         "save_strategy": trainer.save_strategy,
         "settings": defining | {"global_batch": global_batch},
         "config": flatten_keys(settings.deepspeed_config or settings.fsdp_config or {}),
@@ -129,24 +164,78 @@ def training_identity(job_id: str, settings: Settings, strategy: str, ranks: int
 def check_same_training(folder: str, identity: dict) -> None:
     """Raise WorkshopError (exit code 4) if settings differ from the checkpoint's. The message names each of them."""
     saved = read_marker(folder)
-    sharded = not {saved["strategy"], identity["strategy"]} <= UNSHARDED
-    before = compared_values(saved, sharded)
-    now = compared_values(identity, sharded)
+    before = compared_values(saved)
+    now = compared_values(identity)
     names = [name for name in sorted({*before, *now}) if before.get(name) != now.get(name)]
     differences = [f"{name} was {before.get(name)}, is {now.get(name)}" for name in names]
     if not differences and saved["data"] != identity["data"]:
         differences = ["the training questions or their tokens differ"]
     if differences:
-        way_out = "give the same settings, or leave --resume_from_checkpoint out to start from the beginning"
-        raise WorkshopError(folder, f"is of another training: {', '.join(differences)}", way_out, NO_CHECKPOINT)
+        what = f"is of another training: {', '.join(differences)}"
+        raise WorkshopError(folder, what, way_out(names, saved, identity), NO_CHECKPOINT)
 
 
-def compared_values(identity: dict, sharded: bool) -> dict[str, Any]:
-    """Return the values that must equal the checkpoint's, by the names that error messages use."""
-    found = identity["settings"] | {f"config {key}": value for key, value in identity["config"].items()}
-    if sharded:
-        found |= {"strategy": identity["strategy"], "ranks": identity["world_size"]}
-    return found
+def effects_of_other_ranks(folder: str, identity: dict, questions: int) -> list[str]:
+    """Return lines on what differs in a run that resumes on another number of ranks. questions: the training size."""
+    saved = read_marker(folder)
+    before, now = saved["world_size"], identity["world_size"]
+    if before == now:
+        return []
+    lines = [
+        f"resuming on {now} rank(s), the checkpoint is of {before}: sums are rounded in another order, and random "
+        "numbers, such as those of dropout, differ"
+    ]
+    sizes = (saved.get("at_once", identity["at_once"]), identity["at_once"])  # version 1.0.0 saved no such value
+    at_once = [size for size in sizes if questions % size]
+    if at_once:
+        lines.append(
+            f"note: {questions} training questions are not a multiple of {at_once[0]} (micro batch x ranks): several "
+            "ranks repeat questions to fill up an epoch, and one rank does not"
+        )
+    return lines
+
+
+def family_of(strategy: str) -> str:
+    """Return one name for all strategies that resume from each other's checkpoints."""
+    if strategy in ("plain", "DDP"):
+        return "plain or DDP"
+    return "FSDP2" if strategy.startswith("FSDP2") else strategy
+
+
+def compared_values(identity: dict) -> dict[str, Any]:
+    """Return the values that must equal the checkpoint's, by the names that error messages use.
+
+    A knob that is younger than the checkpoint had its default value.
+    """
+    family = family_of(identity["strategy"])
+    config = identity["config"]
+    knobs = {flag: value for flag, value in DEFAULTS.items() if not CHANGEABLE_FLAGS.fullmatch(flag)}
+    found = knobs | identity["settings"] | {"strategy": family}
+    if family == "FSDP2":
+        config = {key: config.get(key, default) for key, default in FSDP2_FILES.items()}
+        found.pop("activation_checkpointing")  # recomputed activations are the same
+    if family not in ANY_NUMBER_OF_RANKS:
+        found["ranks"] = identity["world_size"]
+    return found | {f"config {key}": value for key, value in config.items()}
+
+
+def way_out(names: list[str], saved: dict, identity: dict) -> str:
+    """Return what to do about differing values. names: their names in `compared_values`."""
+    ranks, at_once = identity["world_size"], identity["at_once"]
+    if "ranks" in names and not set(names) - {"ranks", "global_batch"}:
+        kind = saved["strategy"].removeprefix("DeepSpeed ")
+        return (
+            f"a {kind} checkpoint has one part for each rank; start {saved['world_size']} ranks, or train with FSDP2, "
+            "whose checkpoints fit any number"
+        )
+    if names == ["global_batch"]:
+        accumulation, rest = divmod(saved["settings"]["global_batch"], at_once)
+        if not rest:
+            return f"set GRAD_ACC={accumulation}, which gives the same global batch on {ranks} rank(s)"
+        return f"no GRAD_ACC gives the same global batch on {ranks} rank(s); lower BATCH_SIZE, or change the ranks"
+    if identity["settings"]["samples_per_gpu"] and ranks != saved["world_size"]:
+        return f"with SAMPLES_PER_GPU the ranks decide on the questions; start {saved['world_size']} rank(s)"
+    return "give the same settings, or leave --resume_from_checkpoint out to start from the beginning"
 
 
 # 3. No code

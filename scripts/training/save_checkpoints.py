@@ -29,7 +29,8 @@ class Progress:
     steady_steps: int
     steady_seconds: float
     tokens: list[list[int]]  # counts of the whole training, and of its steady steps
-    steady_joules: list[float | None]  # energy of each rank's GPU, null if unknown
+    # Energy of each rank's GPU, null if unknown. A checkpoint of version 1.0.0 has no such list
+    steady_joules: list[float | None] = dataclasses.field(default_factory=list)
 
     @property
     def unlogged_loss(self) -> float:

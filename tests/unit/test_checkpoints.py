@@ -15,7 +15,14 @@ from settings.settings import Settings
 from training import checks_before_training
 from training.checks_before_training import check_room
 from training.energy import EnergyMeter
-from training.find_checkpoints import MARKER, check_same_training, find_checkpoint, training_identity
+from training.find_checkpoints import (
+    MARKER,
+    check_same_training,
+    effects_of_other_ranks,
+    find_checkpoint,
+    keep_global_batch,
+    training_identity,
+)
 from training.save_checkpoints import CheckpointCallback, mark_complete, remove_stop_checkpoints
 from training.speed import TrainSpeedCallback
 
@@ -153,7 +160,6 @@ CHANGED = {
     "--learning_rate 1e-4": "learning_rate was 5e-05, is 0.0001",
     "--labels answer --max_length 256": "labels was sequence, is answer, max_length was 512, is 256",
     "--dataset my.json": "dataset was squad, is my.json",
-    "--gradient_accumulation_steps 8": "global_batch was 16, is 32",
     "--lora_rank 8": "lora_rank was 0, is 8",
     "--warmup_steps 10 --seed 3": "seed was 42, is 3, warmup_steps was 0, is 10.0",
 }
@@ -175,8 +181,108 @@ def test_a_sharded_checkpoint_needs_the_same_number_of_ranks(refusal):
     assert "training: ranks was 2, is 1, strategy was DeepSpeed ZeRO-2, is DeepSpeed ZeRO-3;" in line
 
 
-def test_an_unsharded_checkpoint_fits_any_number_of_ranks():
-    check_same_training(save_marker(*TWO_RANKS, ranks=2, strategy="DDP"), make_run()[1])
+@pytest.mark.parametrize("strategy", ["DDP", "DeepSpeed ZeRO-0", "FSDP2 FULL_SHARD"])
+def test_a_checkpoint_in_one_piece_fits_any_number_of_ranks(strategy):
+    now = {"DDP": "plain"}.get(strategy, strategy)
+    check_same_training(save_marker(*TWO_RANKS, ranks=2, strategy=strategy), make_run(strategy=now)[1])
+
+
+def test_a_sharded_checkpoint_names_the_ranks_that_fit(refusal):
+    folder = save_marker(*TWO_RANKS, ranks=2, strategy="DeepSpeed ZeRO-3")
+    line = refusal(check_same_training, folder, make_run(strategy="DeepSpeed ZeRO-3")[1], code=4)
+    assert line.endswith(
+        "ranks was 2, is 1; a ZeRO-3 checkpoint has one part for each rank; start 2 ranks, or train with FSDP2, "
+        "whose checkpoints fit any number"
+    )
+
+
+def test_the_layout_of_fsdp2_may_change_but_not_its_files(refusal):
+    layout = {"dp_shard_size": 2, "reshard_after_forward": False, "activation_checkpointing": True, "min_num_params": 9}
+    first = make_run(strategy="FSDP2 SHARD_GRAD_OP")[1] | {"config": layout}
+    path = checkpoint("output/7", 20, complete=False)
+    mark_complete(path, first)
+    bare = make_run("--activation_checkpointing", strategy="FSDP2 FULL_SHARD")[1]
+    check_same_training(str(path), bare)
+    for change, message in (
+        ({"cpu_offload": True}, "config cpu_offload was False, is True"),
+        (
+            {"state_dict_type": "SHARDED_STATE_DICT"},
+            "config state_dict_type was FULL_STATE_DICT, is SHARDED_STATE_DICT",
+        ),
+    ):
+        assert message in refusal(check_same_training, str(path), bare | {"config": change}, code=4)
+
+
+@pytest.mark.parametrize(
+    ("saved", "resumed"),
+    [
+        ("plain", "FSDP2 FULL_SHARD"),
+        ("FSDP2 FULL_SHARD", "DDP"),
+        ("FSDP2 FULL_SHARD", "FSDP1 FULL_SHARD"),
+        ("FSDP2 FULL_SHARD", "TP x FSDP2"),
+        ("DeepSpeed ZeRO-0", "DDP"),
+        ("DeepSpeed ZeRO-0", "DeepSpeed ZeRO-1"),
+        ("DeepSpeed ZeRO-1", "DeepSpeed ZeRO-2"),
+        ("FSDP2 FULL_SHARD", "DeepSpeed ZeRO-0"),
+    ],
+)
+def test_no_checkpoint_is_resumed_by_another_family(saved, resumed, refusal):
+    folder = save_marker(strategy=saved)
+    assert "strategy was " in refusal(check_same_training, folder, make_run(strategy=resumed)[1], code=4)
+
+
+def test_a_knob_that_is_younger_than_the_checkpoint_had_its_default():
+    path = checkpoint("output/7", 20, complete=False)
+    older = make_run()[1]
+    del older["settings"]["lora_rank"]
+    mark_complete(path, older)
+    check_same_training(str(path), make_run()[1])
+
+
+EIGHT = ("--gradient_accumulation_steps", "8")
+
+
+@pytest.mark.parametrize(
+    ("words", "ranks", "way_out"),
+    [
+        (EIGHT, 1, "set GRAD_ACC=4, which gives the same global batch on 1 rank(s)"),
+        (("--per_device_train_batch_size", "3"), 2, "no GRAD_ACC gives the same global batch on 2 rank(s); lower "),
+    ],
+)
+def test_another_global_batch_names_the_accumulation_that_fits(words, ranks, way_out, refusal):
+    line = refusal(check_same_training, save_marker(), make_run(*words, ranks=ranks)[1], code=4)
+    assert f"; {way_out}" in line
+
+
+def test_samples_per_gpu_gives_other_questions_on_other_ranks(refusal):
+    flags = ("--samples_per_gpu", "20")
+    folder = save_marker(*flags, *TWO_RANKS, ranks=2, strategy="DDP")
+    changed = make_run(*flags)[1] | {"data": "others"}
+    line = refusal(check_same_training, folder, changed, code=4)
+    assert line.endswith("; with SAMPLES_PER_GPU the ranks decide on the questions; start 2 rank(s)")
+
+
+def test_a_restarted_job_keeps_its_global_batch_on_other_ranks(monkeypatch):
+    """The third start has all ranks again, and its checkpoint is of the second start."""
+    monkeypatch.setenv("SLURM_RESTART_COUNT", "1")
+    settings, first = make_run(ranks=2, strategy="DDP")
+    mark_complete(checkpoint("output/7", 20, complete=False), first)
+    fewer = keep_global_batch(settings, "output/7", "7", ranks=1)
+    assert (fewer.trainer.gradient_accumulation_steps, fewer.requested_accumulation) == (8, 4)
+    assert keep_global_batch(settings, "output/7", "7", ranks=2) == settings
+    assert keep_global_batch(settings, "output/7", "7", ranks=3) == settings, "12 does not divide 32"
+    assert keep_global_batch(settings, "output/7", "8", ranks=1) == settings, "the checkpoint of another job"
+    monkeypatch.setenv("SLURM_RESTART_COUNT", "0")
+    assert keep_global_batch(settings, "output/7", "7", ranks=1) == settings
+
+
+def test_effects_of_other_ranks_are_named():
+    folder = save_marker(*TWO_RANKS, ranks=2, strategy="DDP")
+    now = make_run(ranks=4, strategy="DDP")[1]
+    assert effects_of_other_ranks(folder, make_run(*TWO_RANKS, ranks=2)[1], 500) == []
+    (line,) = effects_of_other_ranks(folder, now, 32)
+    assert line.startswith("resuming on 4 rank(s), the checkpoint is of 2: ")
+    assert "500 training questions are not a multiple of 16 " in effects_of_other_ranks(folder, now, 500)[1]
 
 
 def test_changed_questions_and_config_files_are_noticed_despite_equal_names(refusal):
