@@ -10,8 +10,8 @@
 Each row runs in its own process. A row trains two epochs on the same sequences, with micro batches of 4 and
 accumulation 4 (`all`: 16 and 1). The first epoch is the warm-up, and the second is timed. Peak memory is the largest
 resident set of the process. The model is a BLOOM of 67 million parameters with BLOOM's whole vocabulary and random
-weights. 560m is bloom-560m and trains on 8 sequences. 135m is a Llama with the sizes of SmolLM2. --micro_batch sets the
-micro batch of all rows and turns accumulation off.
+weights. 560m is bloom-560m and trains on 8 sequences. 135m is a Llama with the sizes of SmolLM2 and trains on 16.
+--micro_batch sets the micro batch of all rows and turns accumulation off.
 
 The rows take turns within each repeat, so that a slow phase of the machine does not affect only one row. The speed of a
 row is the median of its ratios to its base within the repeats. Each run shows the load average of the minute before its
@@ -56,7 +56,7 @@ SIZES = {
     "135m": LLAMA | {"hidden_size": 576, "intermediate_size": 1536, "num_hidden_layers": 30, "num_attention_heads": 9},
     "560m": BLOOM | {"hidden_size": 1024, "n_layer": 24, "n_head": 16},
 }
-SEQUENCES = {"67m": 32, "135m": 32, "560m": 8}
+SEQUENCES = {"67m": 32, "135m": 16, "560m": 8}
 LOGGED_SECONDS = 120
 TOKENS = 30000  # vocabulary of the tokenizer; sequences are then about as long as with BLOOM's own tokenizer
 EQUAL_STEPS = 20
