@@ -1,16 +1,22 @@
-"""Compare settings of one training run: sequences per second, peak memory and mean loss.
+"""Compare settings of one training run: sequences per second, model state, peak memory and mean loss.
 
     python benchmarks/training.py                                 # all rows, three times each
     python benchmarks/training.py --repeats 1 --rows recipe all   # two rows, once
     python benchmarks/training.py --model 560m --micro_batch 2 --repeats 1     # bloom-560m itself: 14 GB
     python benchmarks/training.py --model 560m --micro_batch 2 --repeats 1 --rows padded "padded attention"
+    python benchmarks/training.py --model 135m --repeats 5 --rows "answer chunked_loss" "answer lora"    # docs/lora.md
     pip install -r benchmarks/requirements.txt                    # for the row `trl`
 
-Each row runs in its own process. The rows take turns within each repeat, so that a slow phase of the machine does not
-affect only one row. A row trains two epochs on the same sequences, with micro batches of 4 and accumulation 4 (`all`:
-16 and 1). The first epoch is the warm-up, and the second is timed. Peak memory is the largest resident set of the
-process. The model is a BLOOM of 67 million parameters with BLOOM's whole vocabulary and random weights. bloom-560m
-trains on 8 sequences. --micro_batch sets the micro batch of all rows and turns accumulation off.
+Each row runs in its own process. A row trains two epochs on the same sequences, with micro batches of 4 and
+accumulation 4 (`all`: 16 and 1). The first epoch is the warm-up, and the second is timed. Peak memory is the largest
+resident set of the process. The model is a BLOOM of 67 million parameters with BLOOM's whole vocabulary and random
+weights. 560m is bloom-560m and trains on 8 sequences. 135m is a Llama with the sizes of SmolLM2 and trains on 16.
+--micro_batch sets the micro batch of all rows and turns accumulation off.
+
+The rows take turns within each repeat, so that a slow phase of the machine does not affect only one row. The speed of a
+row is the median of its ratios to its base within the repeats. Each run shows the load average of the minute before its
+start and of its last minute. With `taskset -c 0` before the command, a run has one core and one thread. Its CPU time
+then depends little on other programs.
 
 `transformers` is the Trainer of transformers with its defaults: fp32, and padding to the longest of a batch. `trl` is
 TRL's SFTTrainer with its defaults: bf16, activation checkpointing, its own loss without logits, and a learning rate of
@@ -43,11 +49,14 @@ sys.path.append(str(REPOSITORY / "tests"))
 from helpers import XQUAD
 
 DATASET = XQUAD if XQUAD.exists() else SAMPLE
+BLOOM = {"model_type": "bloom", "vocab_size": 250880}
+LLAMA = {"model_type": "llama", "vocab_size": 49152, "num_key_value_heads": 3, "tie_word_embeddings": True}
 SIZES = {
-    "67m": {"hidden_size": 256, "n_layer": 4, "n_head": 4},
-    "560m": {"hidden_size": 1024, "n_layer": 24, "n_head": 16},
+    "67m": BLOOM | {"hidden_size": 256, "n_layer": 4, "n_head": 4},
+    "135m": LLAMA | {"hidden_size": 576, "intermediate_size": 1536, "num_hidden_layers": 30, "num_attention_heads": 9},
+    "560m": BLOOM | {"hidden_size": 1024, "n_layer": 24, "n_head": 16},
 }
-SEQUENCES = {"67m": 32, "560m": 8}
+SEQUENCES = {"67m": 32, "135m": 16, "560m": 8}
 LOGGED_SECONDS = 120
 TOKENS = 30000  # vocabulary of the tokenizer; sequences are then about as long as with BLOOM's own tokenizer
 EQUAL_STEPS = 20
@@ -89,6 +98,7 @@ ROWS = {
     "trl": Row([], program="trl"),
     "answer recipe": Row(ANSWER, base="answer recipe"),
     "answer chunked_loss": Row([*ANSWER, *CHUNKED], base="answer recipe"),
+    "answer lora": Row([*ANSWER, *CHUNKED, "--lora_rank", "8"], base="answer chunked_loss"),
     "answer all": Row([*ANSWER, *ALL], base="answer recipe"),
     "padded": Row(PADDED, base="padded"),
     "padded attention": Row([*PADDED, *SDPA], base="padded"),
@@ -117,8 +127,7 @@ def main() -> None:
         return
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        config = {"model_type": "bloom", "vocab_size": 250880} | SIZES[arguments.model]
-        make_model_folder(folder / "model", config, TOKENS, DATASET)
+        make_model_folder(folder / "model", SIZES[arguments.model], TOKENS, DATASET)
         print(f"commit {commit()}, {len(os.sched_getaffinity(0))} cores, {cpu()}, {DATASET.name}", flush=True)
         if arguments.equal:
             compare(folder)
@@ -137,30 +146,36 @@ def measure(folder: Path, names: list[str], repeats: int, common: list[str]) -> 
     results: dict[str, list[dict]] = {name: [] for name in names}
     for repeat in range(repeats):
         for name in names:
+            load = os.getloadavg()[0]
             result = train(folder, ROWS[name].program, [*common, *ROWS[name].flags])
             results[name].append(result)
             rate, peak = result["samples_per_second"], result["peak_mib"]
-            print(f"  {repeat + 1}. {name:26s} {rate:8.3f} samples/s {peak:8.0f} MiB", flush=True)
+            loads = f"load {load:.1f} to {os.getloadavg()[0]:.1f}"
+            print(f"  {repeat + 1}. {name:26s} {rate:8.3f} samples/s {peak:8.0f} MiB, {loads}", flush=True)
     print(table(results))
 
 
 def table(results: dict[str, list[dict]]) -> str:
     """Table of medians, ranges, and ratios to each row's base."""
-    columns = "row | samples/s | range | real tokens/s | peak MiB | speed | memory | MFU (%) | mean loss"
-    lines = [f"| {columns} |", "|" + " --- |" * 9]
+    columns = "row | samples/s | range | CPU s per sample | real tokens/s | model state MiB | peak MiB | speed | "
+    columns += "range | memory | MFU (%) | mean loss"
+    lines = [f"| {columns} |", "|" + " --- |" * 12]
     for name, runs in results.items():
         rates = [run["samples_per_second"] for run in runs]
         rate, peak = statistics.median(rates), statistics.median(run["peak_mib"] for run in runs)
         base = results.get(ROWS[name].base)
-        ratios = " | "
+        ratios = " | | "
         if base:
-            base_rate = statistics.median(run["samples_per_second"] for run in base)
+            speeds = [own / run["samples_per_second"] for own, run in zip(rates, base, strict=True)]
             base_peak = statistics.median(run["peak_mib"] for run in base)
-            ratios = f"{rate / base_rate:.2f}x | {peak / base_peak:.2f}x"
+            speed = f"{statistics.median(speeds):.2f}x | {min(speeds):.2f} to {max(speeds):.2f}"
+            ratios = f"{speed} | {peak / base_peak:.2f}x"
         tokens = rate * runs[0]["tokens_per_sequence"]
         spread = f"{min(rates):.3f} to {max(rates):.3f}"
+        cpu_seconds = statistics.median(run["cpu_seconds_per_sample"] for run in runs)
         own = f"{runs[0]['mfu_percent']} | {runs[0]['loss']:.4f}"
-        lines.append(f"| {name} | {rate:.3f} | {spread} | {tokens:.0f} | {peak:.0f} | {ratios} | {own} |")
+        measured = f"{rate:.3f} | {spread} | {cpu_seconds:.3f} | {tokens:.0f} | {runs[0]['state_mib']} | {peak:.0f}"
+        lines.append(f"| {name} | {measured} | {ratios} | {own} |")
     return "\n".join(lines)
 
 
@@ -181,7 +196,10 @@ def train(folder: Path, program: str, flags: list[str]) -> dict:
     words += ["--no_em_f1", "--bf16", "False", "--num_train_epochs", "2", "--logging_steps", "1", "--use_cpu", *flags]
     threads = str(len(os.sched_getaffinity(0)))
     output, record = run_training(folder, [__file__, "--child", program, *words], OMP_NUM_THREADS=threads)
-    return read_result(output) | {"mfu_percent": record.get("train", {}).get("mfu_percent")}
+    held = record.get("held", [{}])[0]  # of the only rank; transformers and TRL write no record
+    recorded = {"mfu_percent": record.get("train", {}).get("mfu_percent")}
+    recorded["state_mib"] = round(sum(held.values()) / 2**20) if held else None
+    return read_result(output) | recorded
 
 
 def start_up(repeats: int) -> None:
@@ -262,14 +280,16 @@ def child(program: str, flags: list[str]) -> None:
     from transformers import trainer as trainer_module
 
     class Clock(TrainerCallback):
-        """Record the end time and the loss of each step, for any Trainer."""
+        """Record the end time, the CPU time and the loss of each step, for any Trainer."""
 
         def __init__(self):
             self.ends: list[float] = []
+            self.cpu_ends: list[float] = []
             self.losses: list[float] = []
 
         def on_step_end(self, args, state, control, **kwargs):
             self.ends.append(time.perf_counter())
+            self.cpu_ends.append(time.process_time())
             self.steps_per_epoch = state.max_steps // round(args.num_train_epochs)
 
         def on_log(self, args, state, control, logs=None, **kwargs):
@@ -277,8 +297,10 @@ def child(program: str, flags: list[str]) -> None:
 
         def on_train_end(self, args, state, control, **kwargs):
             peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
-            rate = len(dataset) / (self.ends[-1] - self.ends[self.steps_per_epoch - 1])
+            first = self.steps_per_epoch - 1
+            rate = len(dataset) / (self.ends[-1] - self.ends[first])
             result = {"samples_per_second": rate, "peak_mib": peak, "losses": self.losses}
+            result["cpu_seconds_per_sample"] = (self.cpu_ends[-1] - self.cpu_ends[first]) / len(dataset)
             print(RESULT + json.dumps(result | {"loss": statistics.fmean(self.losses)} | tokens), flush=True)
 
     trainer_module.DEFAULT_CALLBACKS.append(Clock())

@@ -1,6 +1,7 @@
 """Test that a real pretrained model learns to answer real questions, with a stop and a resume: `make test-real`.
 
-docs/baseline.md has the commands that make the model's folder, and the results of other learning rates.
+It learns in a full fine-tuning, and with LoRA. docs/baseline.md has the commands that make the model's folder.
+docs/baseline.md and docs/lora.md have the results of other learning rates.
 """
 
 import json
@@ -21,13 +22,13 @@ KNOBS = {
     "TRAIN_SIZE": "416",  # 26 steps of 16
     "EVAL_SIZE": "64",
     "NUM_EPOCHS": "1",
-    "LEARNING_RATE": "2e-4",
     "LABELS": "answer",
     "PADDING": "longest",
     "LOSS": "chunked",
     "JOB_ID": "real",
     "CUDA_VISIBLE_DEVICES": "",
 }
+METHODS = {"full": {"LEARNING_RATE": "2e-4"}, "lora": {"LORA_RANK": "8", "LEARNING_RATE": "1e-3"}}
 MARGIN = 10  # percentage points of Exact Match that the training must add. It added 36 where it was measured
 
 pytestmark = [
@@ -36,11 +37,11 @@ pytestmark = [
 ]
 
 
-def start(folder: Path, script: str, *words: str) -> subprocess.Popen:
+def start(folder: Path, script: str, *words: str, **knobs: str) -> subprocess.Popen:
     return subprocess.Popen(
         [sys.executable, REPOSITORY / "scripts" / script, *words],
         cwd=folder,
-        env=inherited() | KNOBS,
+        env=inherited() | KNOBS | knobs,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
@@ -53,17 +54,25 @@ def finish(program: subprocess.Popen, code: int = 0) -> str:
     return output
 
 
-def test_a_pretrained_model_learns_to_answer(tmp_path, capsys):
-    untrained = finish(start(tmp_path, "evaluate.py"))
-    before = float(re.search(r"^exact_match (\S+)", untrained, re.MULTILINE)[1])
-    training = start(tmp_path, "train.py")
+@pytest.fixture(scope="module")
+def before(tmp_path_factory) -> float:
+    """Exact Match of the pretrained model, in percent."""
+    untrained = finish(start(tmp_path_factory.mktemp("untrained"), "evaluate.py"))
+    return float(re.search(r"^exact_match (\S+)", untrained, re.MULTILINE)[1])
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_a_pretrained_model_learns_to_answer(method, before, tmp_path, capsys):
+    knobs = METHODS[method]
+    training = start(tmp_path, "train.py", **knobs)
     for line in training.stdout:
         if line.startswith("step 6 of 26"):
             training.send_signal(signal.SIGTERM)
             break
     finish(training, code=75)
-    assert re.search(r"resuming from step \d+: ", finish(start(tmp_path, "train.py", "--resume_from_checkpoint")))
+    resumed = finish(start(tmp_path, "train.py", "--resume_from_checkpoint", **knobs))
+    assert re.search(r"resuming from step \d+: ", resumed)
     after = json.loads((tmp_path / "results/real.json").read_text())["exact_match"]
     with capsys.disabled():
-        print(f"\nExact Match rose from {before:.1f} to {after:.1f} % of {KNOBS['EVAL_SIZE']} questions")
+        print(f"\n{method}: Exact Match rose from {before:.1f} to {after:.1f} % of {KNOBS['EVAL_SIZE']} questions")
     assert after >= before + MARGIN
