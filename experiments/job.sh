@@ -31,6 +31,7 @@ declare -A ORIGINS=() # source of each variable: submission, site or experiment
 
 job_prepare() {
   NODES=${SLURM_JOB_NUM_NODES:-$(job_directive nodes)}
+  NODES=${NODES##*-} # 1-2 -> 2, for a dry run
   RANKS_PER_NODE=${SLURM_GPUS_PER_NODE:-$(job_directive gpus-per-node)}
   RANKS_PER_NODE=${RANKS_PER_NODE##*:} # a100:2 -> 2
   JOB_ID=${SLURM_JOB_ID:-${JOB_ID:-local-$(date +%Y%m%d-%H%M%S)-$$}}
@@ -157,7 +158,7 @@ job_set_rendezvous() { # the ranks meet at the address of this node on the route
 job_overrides() { # print the differences between the submission and the directives of the .slurm file
   local -r nodes=$(job_directive nodes) gpus=$(job_directive gpus-per-node)
   local text=""
-  [[ $nodes = "$NODES" ]] || text+=";nodes: $NODES instead of $nodes"
+  [[ ${nodes##*-} = "$NODES" ]] || text+=";nodes: $NODES instead of $nodes"
   [[ $gpus = "$RANKS_PER_NODE" ]] || text+=";gpus-per-node: $RANKS_PER_NODE instead of $gpus"
   printf '%s' "${text#;}"
 }

@@ -93,6 +93,13 @@ class RunFiles:
         """Evaluation loss of each epoch."""
         return [entry["loss"] for entry in self.record["eval"]]
 
+    @property
+    def step_losses(self) -> list[float]:
+        """Training loss of each step, in all attempts of a run that logs every step."""
+        last = max(self.output.glob("checkpoint-*"), key=lambda path: int(path.name.removeprefix("checkpoint-")))
+        history = json.loads((last / "trainer_state.json").read_text())["log_history"]
+        return [entry["loss"] for entry in history if "loss" in entry]
+
     def effective(self, knob: str) -> object:
         return self.record["knobs"][knob]["effective"]
 

@@ -122,13 +122,6 @@ def undisturbed(start):
     return run
 
 
-def step_losses(run: Finished) -> list[float]:
-    """Loss of each step, in all attempts."""
-    last = max(run.output.glob("checkpoint-*"), key=lambda path: int(path.name.removeprefix("checkpoint-")))
-    history = json.loads((last / "trainer_state.json").read_text())["log_history"]
-    return [entry["loss"] for entry in history if "loss" in entry]
-
-
 def weights_differ_by(run: Finished, expected: Finished) -> float:
     """Norm of the difference of all weights, relative to the norm of the weights.
 
@@ -156,7 +149,7 @@ def test_a_run_resumes_on_other_ranks_within_rounding(change: Change, start, und
     assert resumed.effective("global batch") == 8
     assert resumed.record["train"]["real_tokens"] == whole.record["train"]["real_tokens"], "the questions differ"
     of_losses, of_weights = (0, 0) if change.exact else TOLERANCES[change.precision]
-    assert step_losses(resumed) == pytest.approx(step_losses(whole), rel=of_losses, abs=0)
+    assert resumed.step_losses == pytest.approx(whole.step_losses, rel=of_losses, abs=0)
     assert resumed.losses == pytest.approx(whole.losses, rel=of_losses, abs=0)
     assert weights_differ_by(resumed, whole) <= of_weights
 

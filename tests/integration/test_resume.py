@@ -32,13 +32,6 @@ def tokens(run: Finished) -> dict[str, int]:
     return {name: count for name, count in run.record["train"].items() if name.endswith("_tokens")}
 
 
-def step_losses(run: Finished) -> list[float]:
-    """Training loss of each step of a run that logs every step."""
-    last = max(run.output.glob("checkpoint-*"), key=lambda path: int(path.name.removeprefix("checkpoint-")))
-    history = json.loads((last / "trainer_state.json").read_text())["log_history"]
-    return [entry["loss"] for entry in history if "loss" in entry]
-
-
 def test_resume_without_a_value_finds_the_checkpoint_of_a_sibling_run(train, workplace, table):
     family = workplace / "output" / "killed family"
     dead = train("killed", patch=UNMARKED, code=-9, OUTPUT_DIR=f"{family}/killed")
@@ -67,7 +60,7 @@ def test_group_by_length_resumes_with_the_same_order_on_any_rank_count(train):
         assert tokens(resumed)["real_tokens"] == tokens(whole)["real_tokens"]
         rounding = 0 if ranks == 1 else 1e-5  # several ranks add the gradients in a different order
         assert resumed.losses == pytest.approx(whole.losses, abs=rounding, rel=0), ranks
-        assert step_losses(resumed) == pytest.approx(step_losses(whole), abs=rounding, rel=0), ranks
+        assert resumed.step_losses == pytest.approx(whole.step_losses, abs=rounding, rel=0), ranks
 
 
 def test_zero2_on_two_ranks_skips_a_truncated_checkpoint(train, table):

@@ -31,7 +31,8 @@ TRAININGS = {
         ("--per_device_eval_batch_size", 4),
         TWO_NODES | {"SAMPLES_PER_GPU": 48},
     ),
-    "fsdp2": ("fsdp-multi-node/2_nodes", (), TWO_NODES | {"NUM_EPOCHS": 8}),  # steps of FSDP2 take three times as long
+    # Steps of FSDP2 take three times as long
+    "fsdp2": ("fsdp-multi-node/2_nodes", ("--logging_steps", 1), TWO_NODES | {"NUM_EPOCHS": 8}),
     "fsdp2-lora": ("fsdp-multi-node/2_nodes", (), TWO_NODES | {"NUM_EPOCHS": 8, "LORA_RANK": 4}),
 }
 # A training run that would take weeks, for tests that end it early

@@ -1,7 +1,7 @@
 """Tests of jobs that are stopped on a real cluster in several ways, requeued by Slurm, and resumed.
 
 On the CPU the result is bitwise equal to that of an undisturbed job: weights, losses of every epoch, and mean of the
-training losses.
+training losses. Only a job that continues on another number of nodes rounds differently.
 """
 
 import re
@@ -12,6 +12,7 @@ import pytest
 
 from jobs import STEPS_PER_EPOCH, TRAININGS, Job, Lab, run_command
 
+ROUNDING = 1e-5  # difference of a loss in fp32 on another number of ranks
 NODE_DELAY = 6  # seconds after which a node accepts the next attempt (see cred_expire in cluster.py)
 
 
@@ -25,16 +26,23 @@ def requeue(job: Job) -> None:
     run_command(["scontrol", "requeue", job.job_id], env=job.lab.cluster.env)
 
 
+def update(job: Job, *values: str) -> None:
+    run_command(["scontrol", "update", f"JobId={job.job_id}", *values], env=job.lab.cluster.env)
+
+
+def crash_and_wait(job: Job, node: str) -> None:
+    """Crash the node, and return after Slurm has requeued the job."""
+    job.lab.cluster.crash(node)
+    job.until(lambda: job.scontrol["Restarts"] != "0" and not job.processes())
+    # Delay the start, because a node rejects an attempt that comes too early
+    update(job, f"StartTime=now+{NODE_DELAY}")
+
+
 def crash(node: str) -> Callable[[Job], None]:
     """Return a function that crashes the node and starts it again after Slurm has requeued the job."""
 
     def act(job: Job) -> None:
-        job.lab.cluster.crash(node)
-        job.until(lambda: job.scontrol["Restarts"] != "0" and not job.processes())
-        # Delay the start, because a node rejects an attempt that comes too early
-        run_command(
-            ["scontrol", "update", f"JobId={job.job_id}", f"StartTime=now+{NODE_DELAY}"], env=job.lab.cluster.env
-        )
+        crash_and_wait(job, node)
         job.lab.cluster.start(node)
 
     return act
@@ -145,3 +153,47 @@ def test_other_stopped_jobs_are_requeued_and_resume_exactly(case, lab, undisturb
     job = run_case(case, lab)
     if "NUM_EPOCHS" not in case.variables:
         check_equal(job, undisturbed(case.name))
+
+
+@pytest.mark.parametrize("range_given", [True, pytest.param(False, marks=pytest.mark.faults)])
+def test_a_job_continues_on_the_node_that_is_left(range_given, editable_lab, undisturbed):
+    """One of two nodes crashes and stays down. docs/reliability.md has the same two ways to continue on one node.
+
+    range_given: the job requests one or two nodes. Otherwise it requests two, and is changed while it waits.
+    """
+    experiment, flags, knobs = TRAININGS["fsdp2"]
+    expected, cluster = undisturbed("fsdp2"), editable_lab.cluster
+    nodes = ("--nodes=1-2",) if range_given else ()
+    if range_given:  # with a number of tasks per node, Slurm starts the job on one node, although two are free
+        script = editable_lab.script(experiment)
+        script.write_text(re.sub(r"#SBATCH --ntasks-per-node.*\n", "", script.read_text()))
+    job = editable_lab.submit(experiment, *flags, sbatch=("--requeue", *nodes), **knobs)
+    try:
+        job.until(lambda: last_step(job) > STEPS_PER_EPOCH + 1)
+        crash_and_wait(job, "node2")
+        if not range_given:
+            update(job, "NumNodes=1", "NumTasks=1", "NumCPUs=4")
+        job.wait()
+    finally:
+        job.cancel()
+        if not cluster.pid("node2"):
+            cluster.start("node2")
+    assert (job.state, job.code) == ("COMPLETED", 0), str(job)
+    record = job.record
+    assert (record["status"], record["attempt"], record["world_size"]) == ("completed", 2, 1), str(job)
+    assert re.fullmatch(KILLED, record["restarts"][0]["reason"])
+    assert (record["nodes"], record["overrides"]) == (["node1"], ["nodes: 1 instead of 2"])
+    assert record["knobs"]["gradient accumulation"] == {"requested": 1, "effective": 2}
+    assert record["knobs"]["global batch"] == {"requested": 8, "effective": 8}
+    step = record["restarts"][0]["step"]
+    assert step % STEPS_PER_EPOCH == 0
+    assert f"resuming from step {step}: output/{job.job_id}/checkpoint-{step}\nresuming on 1 rank(s), " in job.log
+    changed = r"^gradient accumulation +1 +2 +keeps the global batch of the checkpoint on 1 rank\(s\)$"
+    assert len(re.findall(changed, job.log, re.MULTILINE)) == 1, str(job)
+    for name in ("steps", "real_tokens", "counted_tokens"):  # the questions are the same
+        assert record["train"][name] == expected.record["train"][name], name
+    assert len(expected.step_losses) == expected.record["train"]["steps"]
+    assert job.step_losses == pytest.approx(expected.step_losses, abs=ROUNDING, rel=0)
+    assert job.losses == pytest.approx(expected.losses, abs=ROUNDING, rel=0)
+    assert job.processes() == {}
+    assert not (job.folder / "results" / f".{job.job_id}").exists()
