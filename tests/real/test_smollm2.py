@@ -29,9 +29,10 @@ KNOBS = {
     "CUDA_VISIBLE_DEVICES": "",
 }
 METHODS = {"full": {"LEARNING_RATE": "2e-4"}, "lora": {"LORA_RANK": "8", "LEARNING_RATE": "1e-3"}}
-MARGIN = 10  # percentage points of Exact Match that the training must add. It added 36 where it was measured
+MARGIN = 10  # percentage points of Exact Match that the training must add. Measured: 36 (full) and 27 (lora)
 
 pytestmark = [
+    pytest.mark.timeout(5400),  # seconds; a training takes 4 to 6 minutes, but took 25 on a busy machine
     pytest.mark.skipif(not MODEL.exists(), reason=f"{MODEL} does not exist; docs/baseline.md has the commands for it"),
     pytest.mark.skipif(not XQUAD.exists(), reason=f"{XQUAD} does not exist"),
 ]
