@@ -164,8 +164,9 @@ def training_identity(job_id: str, settings: Settings, strategy: str, ranks: int
 def check_same_training(folder: str, identity: dict) -> None:
     """Raise WorkshopError (exit code 4) if settings differ from the checkpoint's. The message names each of them."""
     saved = read_marker(folder)
-    before = compared_values(saved)
-    now = compared_values(identity)
+    with_ranks = not {family_of(each["strategy"]) for each in (saved, identity)} <= ANY_NUMBER_OF_RANKS
+    before = compared_values(saved, with_ranks)
+    now = compared_values(identity, with_ranks)
     names = [name for name in sorted({*before, *now}) if before.get(name) != now.get(name)]
     differences = [f"{name} was {before.get(name)}, is {now.get(name)}" for name in names]
     if not differences and saved["data"] != identity["data"]:
@@ -202,7 +203,7 @@ def family_of(strategy: str) -> str:
     return "FSDP2" if strategy.startswith("FSDP2") else strategy
 
 
-def compared_values(identity: dict) -> dict[str, Any]:
+def compared_values(identity: dict, with_ranks: bool) -> dict[str, Any]:
     """Return the values that must equal the checkpoint's, by the names that error messages use.
 
     A knob that is younger than the checkpoint had its default value.
@@ -214,7 +215,7 @@ def compared_values(identity: dict) -> dict[str, Any]:
     if family == "FSDP2":
         config = {key: config.get(key, default) for key, default in FSDP2_FILES.items()}
         found.pop("activation_checkpointing")  # recomputed activations are the same
-    if family not in ANY_NUMBER_OF_RANKS:
+    if with_ranks:
         found["ranks"] = identity["world_size"]
     return found | {f"config {key}": value for key, value in config.items()}
 

@@ -37,7 +37,7 @@ def test_a_damaged_checkpoint_named_by_the_user_ends_the_run(bench: Bench):
 def test_a_sharded_checkpoint_needs_the_same_number_of_ranks(bench: Bench):
     path = bench.trained(*KEPT).output / "checkpoint-4/complete.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | {"strategy": "DeepSpeed ZeRO-2", "world_size": 2}))
-    problem = "is of another training: ranks was 2, is 1, strategy was DeepSpeed ZeRO-2, is plain; ..."
+    problem = "is of another training: ranks was 2, is 1, strategy was DeepSpeed ZeRO-2, is plain or DDP; ..."
     bench.refuses(f"output/7/checkpoint-4: {problem}", *SECOND, code=4, JOB_ID=8)
 
 
