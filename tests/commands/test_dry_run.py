@@ -119,6 +119,16 @@ def test_dry_run_shows_site_ranks_commands_knobs_and_memory(workshop):
     assert files(workshop) == before
 
 
+def test_a_dry_run_of_one_or_two_nodes_shows_two(workshop):
+    folder = workshop / "experiments/own/elastic"
+    shutil.copytree(workshop / "experiments/fsdp-multi-node/2_nodes", folder)
+    script = folder / "multi_node.slurm"
+    script.write_text(script.read_text().replace("--nodes=2", "--nodes=1-2"))
+    lines = dry_run(folder, MODEL_NAME="tiny-bloom", DATASET="my-squad.json").stdout.splitlines()
+    assert lines[0] == "experiments/own/elastic: site laptop, 2 node(s) x 1 rank(s)"
+    assert len([line for line in lines if line.startswith("srun --nodes=2 ")]) == 2, lines
+
+
 def test_dry_run_reports_an_input_error_as_the_training_does(workshop):
     folder = workshop / "experiments/deepspeed-single-gpu/zero_2"
     config = workshop / "ds_configs/zero2.json"
