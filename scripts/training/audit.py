@@ -123,8 +123,12 @@ def audit(trainer: Any, settings: Settings, parameters: int, trainable: int) -> 
         # accelerate wraps the model of a single rank in DDP on a CPU, but not on a GPU
         AuditedKnob("strategy", requested, strategy, note, binding=not single_rank),
         optimizer_knob(trainer, engine, settings),
+        # Without LoRA a difference is allowed, because some models freeze parameters by design, such as Pegasus
         AuditedKnob(
-            "trainable parameters", f"{trainable_parameters(trainer.model, settings, parameters):,}", f"{trainable:,}"
+            "trainable parameters",
+            f"{trainable_parameters(trainer.model, settings, parameters):,}",
+            f"{trainable:,}",
+            binding=settings.model.lora_rank > 0,
         ),
         *dtype_knobs(trainer.model, settings),
     ]
@@ -164,7 +168,7 @@ def dtype_knobs(model: Any, settings: Settings) -> list[AuditedKnob]:
     by_deepspeed = settings.deepspeed_config is not None
     return [
         AuditedKnob("trainable weights", settings.precision if by_deepspeed else "fp32", trainable),
-        AuditedKnob("frozen weights", settings.precision if settings.model.lora_rank else "none", frozen),
+        AuditedKnob("frozen weights", settings.precision if settings.model.lora_rank else frozen, frozen),
     ]
 
 

@@ -225,9 +225,12 @@ def bytes_to_save(settings: Settings, meta_model: PreTrainedModel, strategy: str
     checkpoint = CHECKPOINT_BYTES[kind][in_16_bit] * trained
     if "adam" not in settings.trainer.optim:
         checkpoint -= ADAM_BYTES * trained
-    weight = 2 if in_16_bit and (frozen or kind.startswith("DeepSpeed")) else 4
+    with_adapters = settings.model.lora_rank > 0  # without LoRA, a model may freeze some parameters by design
+    weight = 2 if in_16_bit and (with_adapters or kind.startswith("DeepSpeed")) else 4
     checkpoint += FROZEN_COPIES.get(kind, 1) * weight * frozen
     tied_head = weight * (sum(saved.numel() for saved in meta_model.state_dict().values()) - parameters)
     heads = TIED_HEADS.get(kind, 0)
-    model = 4 * frozen if frozen else weight * parameters + min(heads, 1) * tied_head  # adapters are merged in fp32
+    model = weight * parameters + min(heads, 1) * tied_head
+    if with_adapters:
+        model = 4 * frozen  # the adapters are merged into fp32 weights
     return checkpoint + heads * tied_head, model

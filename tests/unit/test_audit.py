@@ -108,7 +108,6 @@ LOADER = "callback_handler.train_dataloader"
 DIFFERENCES = {
     "precision": (attribute_setter("accelerator.mixed_precision", "fp16"), "fp32", "fp16"),
     "optimizer": (use_unfused_adamw, "AdamW (torch, fused)", "AdamW (torch)"),
-    "trainable parameters": (freeze_norm, "1,160", "1,144"),
     "trainable weights": (use_bf16_weights, "fp32", "bf16"),
     "world size": (use_two_ranks, 1, 2),
     "micro batch": (attribute_setter(f"{LOADER}.total_batch_size", 2), 4, 2),
@@ -129,6 +128,22 @@ def test_a_difference_ends_the_run_with_3_and_names_the_knob(knob, settings, ref
     assert refusal(run_audit, trainer, settings, code=3) == f"{line}; correct the flag or the config"
     recorded = json.loads(Path("results/7.json").read_text())["knobs"][knob]
     assert recorded == {"requested": requested, "effective": effective}
+
+
+def test_a_model_that_freezes_parameters_by_design_is_trained(settings):
+    trainer = plain_trainer()
+    freeze_norm(trainer)
+    knobs = json.loads(run_audit(trainer, settings).path.read_text())["knobs"]
+    assert knobs["trainable parameters"] == {"requested": "1,160", "effective": "1,144"}
+    assert knobs["frozen weights"] == {"requested": "fp32", "effective": "fp32"}
+
+
+def test_an_adapter_that_is_not_trained_ends_the_run(settings, refusal):
+    trainer = plain_trainer()
+    settings = replace(settings, model=replace(settings.model, lora_rank=2))
+    add_adapters(trainer.model, 2)
+    next(p for name, p in trainer.model.named_parameters() if name.endswith("lora_b")).requires_grad = False
+    assert "knob audit: trainable parameters: " in refusal(run_audit, trainer, settings, code=3)
 
 
 def test_a_base_that_is_not_frozen_in_the_precision_of_the_computation_ends_the_run(settings, refusal):
