@@ -14,6 +14,8 @@ custom-gpt need no download; for another model the script downloads its config.j
 
 import math
 
+from config import ALL, HUB_SIZES
+from data_loader import is_local, read_questions, resolve_size
 from distributed.ds_config import offloaded
 from estimate.command_line import parse_memory_plan
 from estimate.compare import comparison, gpu_memory, verdict
@@ -90,10 +92,45 @@ def deepspeed_estimate(shape: Shape, settings: Settings) -> str:
     return f"DeepSpeed's own estimator, model state only: {gpu / GIB:.2f} GiB per GPU, {cpu / GIB:.2f} GiB per node"
 
 
+def batch_line(settings: Settings) -> str:
+    """Return the line with the global batch and the number of optimizer steps, if the latter is known."""
+    trainer = settings.trainer
+    micro_batch, accumulation = trainer.per_device_train_batch_size, trainer.gradient_accumulation_steps
+    groups = settings.estimate.gpus // settings.model.tensor_parallel
+    at_once = micro_batch * groups
+    ranks = f"{groups} rank(s)" if settings.model.tensor_parallel == 1 else f"{groups} tensor group(s)"
+    line = f"global batch: {at_once * accumulation} (micro batch {micro_batch} x accumulation {accumulation} x {ranks})"
+    if trainer.max_steps > 0:
+        return f"{line}, {trainer.max_steps} steps"
+    questions = count_questions(settings)
+    if questions is None:
+        return line
+    steps_per_epoch = math.ceil(math.ceil(questions / at_once) / accumulation)
+    steps = math.ceil(trainer.num_train_epochs * steps_per_epoch)
+    return f"{line}, {steps} steps for {trainer.num_train_epochs:g} epochs of {questions} questions"
+
+
+def count_questions(settings: Settings) -> int | None:
+    """Return the number of training questions, None for all questions of a dataset on the Hub.
+
+    Raises WorkshopError (exit code 2) if a local file is missing, is damaged, or has too few questions.
+    """
+    data = settings.data
+    requested = data.train_size
+    if data.samples_per_gpu:
+        requested = data.samples_per_gpu * settings.estimate.gpus
+    if is_local(data.dataset):
+        available = len(list(read_questions(data.dataset, "all" if data.eval_dataset else "train")))
+        return resolve_size("train", requested, available, data.dataset)
+    if requested == ALL:
+        return None
+    return HUB_SIZES["train"] if requested is None else int(requested)
+
+
 def main() -> None:
     settings = parse_memory_plan(description=__doc__)
     if settings.estimate.knobs:
-        print("\n".join(settings.knob_lines()))
+        print("\n".join([*settings.knob_lines(), batch_line(settings)]))
     print(comparison(settings) if settings.estimate.compare else memory_table(settings))
 
 

@@ -13,4 +13,5 @@ addEventListener("keydown", (event) => {
   event.preventDefault();
   show(number);
 });
-if (!document.querySelector("section:target")) show(1);
+// Read the address, because :target matches nothing yet when this script runs
+if (!document.getElementById(location.hash.slice(1))) show(1);

@@ -1,6 +1,7 @@
 """Tests of DRY_RUN=1, which shows a job's commands and errors and writes no file."""
 
 import json
+import math
 import os
 import re
 import shutil
@@ -12,6 +13,7 @@ import pytest
 from transformers import LlamaConfig
 
 import estimate_memory
+from data_loader import read_questions
 from estimate.command_line import parse_memory_plan
 from helpers import EXPERIMENT_SCRIPTS, EXPERIMENTS
 from shell import program, shell_environment
@@ -82,11 +84,13 @@ def test_every_experiment_shows_its_command_and_can_be_estimated(workshop, tmp_p
     assert files(workshop) == before
 
 
-def test_a_copy_of_the_own_model_experiment_shows_this_model(workshop, tmp_path):
+def test_a_copy_of_the_own_model_experiment_shows_this_model(workshop, tmp_path, sample):
     """The site laptop sets tiny-bloom, the sample and small sizes for the workshop's experiments only."""
     LlamaConfig(vocab_size=600, hidden_size=32, num_hidden_layers=2, num_attention_heads=2).save_pretrained(tmp_path)
     copy = workshop / "experiments/own/mine"
     shutil.copytree(workshop / "experiments/own-model/train", copy)
+    assert "my-squad.json: there is no such file" in dry_run(copy, DATASET="my-squad.json").stderr
+    shutil.copy(sample, copy / "my-squad.json")
     done = dry_run(copy, MODEL_NAME=tmp_path, DATASET="my-squad.json")
     assert (done.returncode, done.stderr) == (0, ""), done
     lines = done.stdout.splitlines()
@@ -94,6 +98,10 @@ def test_a_copy_of_the_own_model_experiment_shows_this_model(workshop, tmp_path)
     assert knobs_from(lines, "submission") == {f"MODEL_NAME={tmp_path}", "DATASET=my-squad.json"}
     assert {"LEARNING_RATE=5e-05", "PADDING=longest", "BF16=True"} <= knobs_from(lines, "experiment")
     assert {"TRAIN_SIZE", "EVAL_SIZE"} <= knobs_from(lines, "unset")
+    questions = len(list(read_questions(str(sample), "train")))
+    steps = 3 * math.ceil(questions / 16)
+    batch = "global batch: 16 (micro batch 4 x accumulation 1 x 4 rank(s))"
+    assert f"{batch}, {steps} steps for 3 epochs of {questions} questions" in lines, "as in a trial on one process"
     not_saved = "the trained model will not be saved (SAVE_STRATEGY=no)"
     assert "the trained model will be saved in output/<job id>" in lines
     assert not_saved in dry_run(copy, MODEL_NAME=tmp_path, SAVE_STRATEGY="no").stdout.splitlines()
@@ -119,12 +127,12 @@ def test_dry_run_shows_site_ranks_commands_knobs_and_memory(workshop):
     assert files(workshop) == before
 
 
-def test_a_dry_run_of_one_or_two_nodes_shows_two(workshop):
+def test_a_dry_run_of_one_or_two_nodes_shows_two(workshop, sample):
     folder = workshop / "experiments/own/elastic"
     shutil.copytree(workshop / "experiments/fsdp-multi-node/2_nodes", folder)
     script = folder / "multi_node.slurm"
     script.write_text(script.read_text().replace("--nodes=2", "--nodes=1-2"))
-    lines = dry_run(folder, MODEL_NAME="tiny-bloom", DATASET="my-squad.json").stdout.splitlines()
+    lines = dry_run(folder, MODEL_NAME="tiny-bloom", DATASET=sample).stdout.splitlines()
     assert lines[0] == "experiments/own/elastic: site laptop, 2 node(s) x 1 rank(s)"
     assert len([line for line in lines if line.startswith("srun --nodes=2 ")]) == 2, lines
 

@@ -1,10 +1,10 @@
-"""Check that each link of a page leads to an existing file and heading and shows the right section number."""
+"""Check that links of pages lead to existing files and headings, and that named sections and code exist."""
 
 import re
 from collections.abc import Iterator
 from pathlib import Path
 
-from text_checks.common import SECTIONS, TEXTS, relative_name
+from text_checks.common import SECTIONS, TEXTS, read, relative_name
 
 
 def missing_target(file: Path, anchor: str) -> str:
@@ -26,3 +26,6 @@ def findings() -> Iterator[str]:
             expected = numbers.get(Path(target).name, number)
             if number != expected:
                 yield f"{relative_name(page)}: says [{number}]({target}), that page says section {expected}"
+        for path, name in re.findall(r"`((?:benchmarks|exercises|scripts|tests)/[\w/.]+)::(\w+)`", text):
+            if not re.search(rf"^ *(?:(?:def|class) {name}\b|{name}(?::.*)? = )", read(path), re.MULTILINE):
+                yield f"{relative_name(page)}: names {path}::{name}, which does not exist; write the new name"

@@ -241,14 +241,25 @@ def test_the_solution_shows_the_sizes_of_bloom_560m():
     assert f"another 4 t = {4 * trained / MIB:.1f} MiB" in SOLUTION_TEXT
 
 
+def savings_against_ddp(figure, rank: int) -> dict[str, float]:
+    """Return the bytes that each other method saves with LoRA of this rank."""
+    frozen, trained = count("bigscience/bloom-7b1", rank)
+    held = {m: figure.frozen_bytes(m) * frozen + sum(figure.trained_bytes(m).values()) * trained for m in METHODS}
+    return {method: held["DDP"] - held[method] for method in METHODS[1:]}
+
+
 def test_the_solution_shows_rank_64_and_the_rank_at_which_both_parts_are_equal(figure):
     frozen, trained = count("bigscience/bloom-7b1", rank=64)
     assert f"eight times as many elements: {trained:,}" in SOLUTION_TEXT
     for method, _full, *cells in rows(figure.held_table(64), 5, "|"):
         assert f"| {method} | {' | '.join(cells)} |" in SOLUTION, method
-    sums = {row[0]: float(row[3].strip("*")) for row in rows(SOLUTION, 4, "|")}
-    assert f"{sums['DDP'] - sums['ZeRO-1']:.2f} GiB instead of" in SOLUTION_TEXT
-    assert f"saves more: {sums['DDP'] - sums['FSDP']:.2f} GiB" in SOLUTION_TEXT
+    before, after = savings_against_ddp(figure, rank=8), savings_against_ddp(figure, rank=64)
+    growth = {method: after[method] - before[method] for method in after}
+    assert sorted(growth, key=growth.__getitem__)[-2:] == ["ZeRO-3", "FSDP"]
+    assert f"grows most, from {before['FSDP'] / GIB:.2f} to {after['FSDP'] / GIB:.2f}" in SOLUTION_TEXT
+    eightfold = [method for method in after if after[method] == pytest.approx(8 * before[method])]
+    assert eightfold == ["ZeRO-1", "ZeRO-2"] and max(after[m] / before[m] for m in after) == pytest.approx(8)
+    assert f"{after['ZeRO-1'] / GIB:.2f} and {after['ZeRO-2'] / GIB:.2f} GiB." in SOLUTION_TEXT
     per_rank = trained // 64
     assert f"adds {per_rank:,} elements" in SOLUTION_TEXT
     assert f"gives rank {2 * frozen / (20 * per_rank):.1f}" in SOLUTION_TEXT

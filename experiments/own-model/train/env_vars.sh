@@ -12,7 +12,7 @@
 : "${LEARNING_RATE:=5e-5}"
 : "${NUM_EPOCHS:=3}"
 : "${BATCH_SIZE:=4}"   # the micro batch; lower it first if memory runs out
-: "${GRAD_ACC:=4}"     # the global batch is BATCH_SIZE x GRAD_ACC x GPUs
+: "${GRAD_ACC:=1}"     # the global batch is BATCH_SIZE x GRAD_ACC x GPUs: 16 on 4 GPUs, as in a trial on one
 : "${MAX_LENGTH:=512}" # tokens; longer passages are cut, and the log counts them
 : "${SHOW:=5}"         # print five questions with the model's answers; they appear in the log
 
