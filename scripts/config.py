@@ -96,11 +96,19 @@ CUSTOM_SIZES = ("vocab_size", "hidden_size", "num_layers", "num_heads", "ff_dim"
 class DataArguments:
     """The data, the evaluation and the profile."""
 
-    dataset: str = knob("DATASET", "squad", "Hub name, or a local SQuAD v1.1 or v2.0 JSON file.")
+    dataset: str = knob("DATASET", "squad", "Hub name, or a local file: SQuAD v1.1 or v2.0, CSV, TSV, or JSON.")
     eval_dataset: str | None = knob(
         "EVAL_DATASET",
         None,
-        "Local JSON file to evaluate on. Without it a local --dataset holds out every fifth passage.",
+        "Local file to evaluate on. Without it a local --dataset holds out every fifth passage.",
+    )
+    table_columns: str | None = knob(
+        "TABLE_COLUMNS",
+        None,
+        "Columns of a table for context, question and answers, such as passage,query,reply. Default: the usual names.",
+    )
+    bad_rows: Literal["error", "skip"] = knob(
+        "BAD_ROWS", "error", "Rows of a local file that cannot be used. error: list them and end; skip: leave them out."
     )
     train_size: int | str | None = knob(
         "TRAIN_SIZE",

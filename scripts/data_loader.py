@@ -4,27 +4,22 @@ import hashlib
 import json
 import os
 from collections.abc import Iterator
-from typing import Any
 
 from datasets import Dataset, load_dataset
 from transformers import DataCollatorForSeq2Seq, PreTrainedTokenizerBase, TrainingArguments
 
 from config import ALL, HUB_SIZES, DataArguments
 from distributed.collectives import print_once
+from read_questions import FORMATS, HELD_OUT_EVERY, READABLE, UNANSWERABLE, choose_part, read_file, read_questions
 from shared.errors import WorkshopError
 from shared.hub import check_relative_path, loading_errors, offline_without_network
-from shared.json_files import is_json_lines, parse_json, read_bytes
+from shared.json_files import read_bytes
 
-# The reference answer if the paragraph does not answer the question (SQuAD v2.0)
-UNANSWERABLE = "no answer"
-HELD_OUT_EVERY = 5
 PROMPT = "Question: {question} Context: {context} Answer:"
 IGNORED = -100
 MAX_ANSWER_TOKENS = 32
-READABLE = "check the path and its permissions"
 # Version of tokenise_batch's output. Increase it when the output changes; otherwise a stale cache is used.
 ROWS_VERSION = 5
-PLACES_SHOWN = 10  # at most, in an error that lists wrong places of a file
 
 
 def load_squad(
@@ -95,11 +90,11 @@ def source(part: str, data_args: DataArguments) -> str:
 def read_part(part: str, data_args: DataArguments) -> Dataset:
     """Return all questions of a part (train or eval), with the columns id, question, context, answers."""
     if part == "eval" and data_args.eval_dataset:
-        return load_from_file(data_args.eval_dataset, "all")
+        return load_from_file(data_args.eval_dataset, "all", data_args)
     if not is_local(data_args.dataset):
         return load_from_hub(data_args.dataset, part)
     whole = {"train": "all"} if data_args.eval_dataset else {"train": "train", "eval": "held out"}
-    return load_from_file(data_args.dataset, whole[part])
+    return load_from_file(data_args.dataset, whole[part], data_args)
 
 
 def is_local(dataset: str) -> bool:
@@ -110,7 +105,7 @@ def is_local(dataset: str) -> bool:
     if os.path.exists(os.path.expanduser(dataset)):
         return True
     check_relative_path("--dataset", dataset)
-    if dataset.endswith(".json") or dataset.startswith((".", "/", "~")):
+    if dataset.endswith(FORMATS) or dataset.startswith((".", "/", "~")):
         raise WorkshopError(dataset, "there is no such file", "correct --dataset")
     return False
 
@@ -127,102 +122,27 @@ def hub_answers(example: dict) -> dict:
     return {"answers": example["answers"]["text"] or [UNANSWERABLE]}
 
 
-def load_from_file(path: str, part: str) -> Dataset:
-    """Return the questions of a local SQuAD file. `part`: all, train, or held out (every fifth passage).
+def read_local(data_args: DataArguments, part: str = "all") -> Iterator[dict]:
+    """Yield the questions of --dataset, which is a local file. part: all, train, or held out."""
+    return read_questions(data_args.dataset, part, data_args.table_columns, data_args.bad_rows == "skip")
+
+
+def load_from_file(path: str, part: str, data_args: DataArguments) -> Dataset:
+    """Return the questions of one part of a local file (read_questions.py).
 
     The cache key contains a hash of the file, so a changed file is read again.
     """
-    if not list(read_questions(path, part)):  # check all questions here, because here an error is one line
-        way_out = f"give --eval_dataset, or a file with at least {HELD_OUT_EVERY} passages"
-        raise WorkshopError(path, f"no question in its {part} passages", way_out)
-    key = hashlib.sha256(read_bytes(path, READABLE) + f"{part} passages {UNANSWERABLE} {HELD_OUT_EVERY}".encode())
-    arguments = {"path": path, "part": part}
+    columns, skip = data_args.table_columns, data_args.bad_rows == "skip"
+    content = read_file(path, columns, skip)  # check all questions here, because here an error is one line
+    if not any(choose_part(content.questions, part)):
+        remedy = f"give --eval_dataset, or a file with at least {HELD_OUT_EVERY} passages"
+        raise WorkshopError(path, f"no question in its {part} passages", remedy)
+    if content.notes and part != "held out":  # the notes of the whole file, once
+        print_once("\n".join(content.notes))
+    arguments = {"path": path, "part": part, "columns": columns, "skip": skip}
+    key = hashlib.sha256(read_bytes(path, READABLE) + f"{arguments} {UNANSWERABLE} {HELD_OUT_EVERY}".encode())
     with loading_errors("--dataset", path):
         return Dataset.from_generator(read_questions, gen_kwargs=arguments, fingerprint=key.hexdigest()[:16])
-
-
-def read_questions(path: str, part: str = "all") -> Iterator[dict]:
-    """Yield the checked questions of a SQuAD v1.1 or v2.0 JSON file: id, question, context, answers (texts).
-
-    Raise WorkshopError (exit code 2) with the file and the place of the first error. Only wrong values of answer_start
-    are collected, and raised at the end of the file.
-    """
-    numbers: dict[str, int] = {}  # numbers of the distinct passages; one passage can be in several paragraphs
-    misplaced: list[str] = []
-    answers = 0
-    for place, paragraph in read_paragraphs(path):
-        for question in read_paragraph(path, place, paragraph, misplaced):
-            answers += len(question["answers"])
-            number = numbers.setdefault(question["context"], len(numbers))
-            held_out = number % HELD_OUT_EVERY == HELD_OUT_EVERY - 1
-            if part == "all" or held_out == (part == "held out"):
-                yield question
-    if misplaced:
-        places = ", ".join(misplaced[:PLACES_SHOWN])
-        more = f" and {len(misplaced) - PLACES_SHOWN} more" if len(misplaced) > PLACES_SHOWN else ""
-        what = f"wrong answer_start in {len(misplaced)} of {answers} answers: {places}{more}"
-        raise WorkshopError(path, what, "correct them; answer_start counts characters from 0")
-
-
-def read_paragraphs(path: str) -> Iterator[tuple[str, dict]]:
-    """Yield place and content of each paragraph, in the order of the file."""
-    raw = read_bytes(path, READABLE)
-    try:
-        content = parse_json(path, raw, "is the file complete?")
-    except WorkshopError:
-        if path.endswith(".json") and not is_json_lines(raw.decode(errors="replace")):
-            raise
-        content = []
-    if is_table(content):
-        way_out = f"convert it with python scripts/to_squad.py {path} my-squad.json"
-        raise WorkshopError(path, "is a table, not a SQuAD file", way_out)
-    for d, article in enumerate(require(path, "", content, "data", list)):
-        for p, paragraph in enumerate(require(path, f"data[{d}]", article, "paragraphs", list)):
-            yield f"data[{d}].paragraphs[{p}]", paragraph
-
-
-def is_table(content: object) -> bool:
-    """Return whether the content of a JSON file has one row per question, which to_squad.py can convert."""
-    if isinstance(content, list):
-        return True
-    rows = content.get("data") if isinstance(content, dict) else None
-    return isinstance(rows, list) and bool(rows) and isinstance(rows[0], dict) and "question" in rows[0]
-
-
-def read_paragraph(path: str, place: str, paragraph: dict, misplaced: list[str]) -> Iterator[dict]:
-    """Yield the questions of a paragraph, and add the places of wrong values of answer_start to `misplaced`."""
-    context = require(path, place, paragraph, "context", str)
-    for q, item in enumerate(require(path, place, paragraph, "qas", list)):
-        where = f"{place}.qas[{q}]"
-        question = require(path, where, item, "question", str)
-        answers = require(path, where, item, "answers", list)
-        texts = []
-        for a, answer in enumerate(answers):
-            text = require(path, f"{where}.answers[{a}]", answer, "text", str)
-            start = require(path, f"{where}.answers[{a}]", answer, "answer_start", int)
-            if start < 0 or not context.startswith(text, start):
-                misplaced.append(f"{where}.answers[{a}] ({text!r:.40} at {start})")
-            texts.append(text)
-        if not texts and not item.get("is_impossible"):
-            raise WorkshopError(f"{path}: {where}.answers", "is empty", "give an answer, or set is_impossible to true")
-        yield {
-            "id": str(item.get("id") or where),
-            "question": question.strip(),
-            "context": context,
-            "answers": texts or [UNANSWERABLE],
-        }
-
-
-def require(path: str, place: str, holder: object, key: str, kind: type) -> Any:
-    """Return ``holder[key]``, which must have the given type. A text must not be blank."""
-    value = holder.get(key) if isinstance(holder, dict) else None
-    blank = isinstance(value, str) and not value.strip()
-    if not isinstance(value, kind) or blank:
-        entry = f"{path}: {place}.{key}".replace(": .", ": ")
-        found = "is missing" if value is None else f"is {value!r:.40}"
-        names = {str: "a text", list: "a list", int: "a whole number"}
-        raise WorkshopError(entry, f"{found}, expected {names[kind]}", "see data/README.md for the format")
-    return value
 
 
 def tokenise(dataset: Dataset, tokenizer: PreTrainedTokenizerBase, data_args: DataArguments) -> Dataset:

@@ -15,7 +15,7 @@ custom-gpt need no download; for another model the script downloads its config.j
 import math
 
 from config import ALL, HUB_SIZES
-from data_loader import is_local, read_questions, resolve_size
+from data_loader import is_local, read_local, resolve_size
 from distributed.ds_config import offloaded
 from estimate.command_line import parse_memory_plan
 from estimate.compare import comparison, gpu_memory, verdict
@@ -120,7 +120,7 @@ def count_questions(settings: Settings) -> int | None:
     if data.samples_per_gpu:
         requested = data.samples_per_gpu * settings.estimate.gpus
     if is_local(data.dataset):
-        available = len(list(read_questions(data.dataset, "all" if data.eval_dataset else "train")))
+        available = len(list(read_local(data, "all" if data.eval_dataset else "train")))
         return resolve_size("train", requested, available, data.dataset)
     if requested == ALL:
         return None

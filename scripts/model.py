@@ -27,7 +27,7 @@ from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
 
 from config import CUSTOM_GPT, CUSTOM_SIZES, TINY_BLOOM, DataArguments, ModelArguments, has_random_weights
 from custom_model import CustomGPTConfig
-from data_loader import is_local, read_part, read_questions
+from data_loader import is_local, read_local, read_part
 from lora import ADAPTERS, merged_model
 from shared.errors import WorkshopError
 from shared.hub import check_relative_path, loading_errors, offline_without_network
@@ -88,8 +88,7 @@ def train_tokenizer(data_args: DataArguments, vocabulary: int) -> PreTrainedToke
 
     The result is the same on every rank.
     """
-    dataset = data_args.dataset
-    questions = read_questions(dataset) if is_local(dataset) else read_part("train", data_args)
+    questions = read_local(data_args) if is_local(data_args.dataset) else read_part("train", data_args)
     texts = dict.fromkeys(text for row in questions for text in (row["context"], row["question"]))
     tokenizer = Tokenizer(models.BPE(unk_token=SPECIAL_TOKENS["unk_token"]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)

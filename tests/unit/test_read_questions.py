@@ -1,0 +1,254 @@
+"""Tests of question files: every format is read, and each row of a table is used, empty, or listed with its reason."""
+
+import json
+import random
+import re
+
+import pytest
+
+from read_questions import SHOWN, UNANSWERABLE, read_file
+
+CONTEXT = "Nodes send over a fast network. Each node holds eight GPUs."
+ROW = {"context": CONTEXT, "question": "How many?", "answer": "eight"}
+HUB_ROW = ROW | {"answer": {"text": ["eight"], "answer_start": [CONTEXT.index("eight")]}}
+NAMES = "context,question,answer\n"
+
+
+@pytest.fixture
+def written(tmp_path, monkeypatch):
+    """Write a question file and return its name."""
+    monkeypatch.chdir(tmp_path)
+
+    def write(name: str, content: str | bytes) -> str:
+        (tmp_path / name).write_bytes(content if isinstance(content, bytes) else content.encode())
+        return name
+
+    return write
+
+
+def lines(*rows: object) -> str:
+    return "".join(row + "\n" if isinstance(row, str) else json.dumps(row) + "\n" for row in rows)
+
+
+# Formats
+
+TABLES = {
+    "commas": ("t.csv", f'{NAMES}"{CONTEXT}",How many?,eight\n'),
+    "a byte order mark and semicolons": ("t.csv", f"\ufeffContext;Question;Answer\n{CONTEXT};How many?;eight\n"),
+    "Excel's line for the delimiter": ("t.csv", f"sep=;\r\nContext;Question;Answer\r\n{CONTEXT};How many?;eight\r\n"),
+    "tabs": ("t.tsv", f"passage\tquery\tlabel\r\n{CONTEXT}\tHow many?\teight\r\n"),
+    "no line end": ("t.csv", f'{NAMES}"{CONTEXT}",How many?,eight'),
+    "JSON Lines": ("t.jsonl", lines(ROW)),
+    "JSON Lines by another name": ("t.json", lines(ROW, ROW)),
+    "a JSON list": ("t.json", json.dumps([ROW], indent=2)),
+    "rows of the Hub": (
+        "t.json",
+        json.dumps({"data": [HUB_ROW]}),
+    ),
+}
+
+
+@pytest.mark.parametrize(("name", "content"), TABLES.values(), ids=TABLES)
+def test_a_table_becomes_questions(written, name, content):
+    (question,), _ = read_file(written(name, content))
+    assert (question["context"], question["question"], question["answers"]) == (CONTEXT, "How many?", ["eight"])
+
+
+def test_several_answers_and_no_answer(written):
+    rows = [
+        ROW | {"id": 7, "answer": ["eight", "eight GPUs"]},
+        ROW | {"question": "Over what?", "answer": '["a fast network", "network"]'},  # a cell of a CSV file
+        ROW | {"question": "Twice?", "answer": "Nodes"},
+        ROW | {"question": "Twice?", "answer": "node"},
+        ROW | {"question": "Who?", "answer": []},
+        {"context": CONTEXT, "question": "When?", "is_impossible": True},
+    ]
+    questions, _ = read_file(written("t.json", json.dumps(rows)))
+    assert [row["id"] for row in questions] == ["7", "row 2", "row 3", "row 5", "row 6"]
+    expected = [["eight", "eight GPUs"], ["a fast network", "network"], ["Nodes", "node"]]
+    assert [row["answers"] for row in questions] == [*expected, [UNANSWERABLE], [UNANSWERABLE]]
+
+
+def test_columns_with_other_names(written):
+    path = written("t.csv", f"text,q,a1,a2,is_impossible\n{CONTEXT},How many?,eight,GPUs,\n{CONTEXT},Who?,,,TRUE\n")
+    questions, notes = read_file(path, "text, q, a1, a2")
+    assert [row["answers"] for row in questions] == [["eight", "GPUs"], [UNANSWERABLE]]
+    assert notes == ["columns of t.csv: text, q, a1 + a2"]
+
+
+# Rows that cannot be used
+
+FAULTS = {
+    "context is empty": [ROW | {"context": ""}, ROW | {"context": None}, ROW | {"context": " \n"}],
+    "context is not a text: 3": [ROW | {"context": 3}],
+    "context is not a text: ['": [ROW | {"context": [CONTEXT]}],
+    "question is empty": [ROW | {"question": " "}, {"context": CONTEXT, "answer": "eight"}],
+    "question is not a text: {": [ROW | {"question": {"text": "How many?"}}],
+    "the answer is empty (if": [ROW | {"answer": ""}, ROW | {"answer": None}, ROW | {"answer": "  "}],
+    "the passage does not contain the answer 'nine'": [ROW | {"answer": "nine"}, ROW | {"answer": ["eight", "nine"]}],
+    "the passage does not contain the answer 'EIGHT', only 'eight'": [ROW | {"answer": "EIGHT"}],
+    "the passage does not contain the answer '8'": [ROW | {"answer": 8}, ROW | {"answer": {"text": ["8"]}}],
+    "an answer is not a text: True": [ROW | {"answer": True}],
+    "an answer is not a text: nan": [ROW | {"context": "Bananas", "answer": float("nan")}],
+    "an answer is not a text: [": [ROW | {"answer": [["eight"]]}],
+    "an answer is not a text: ''": [ROW | {"answer": ["eight", ""]}],
+    "the answer 'eight' is not at answer_start 3,": [ROW | {"answer": [{"text": "eight", "answer_start": 3}]}],
+    "is_impossible is 'false', expected true or false": [ROW | {"is_impossible": "false"}],
+    "is_impossible is true, but there is an answer": [ROW | {"is_impossible": True}],
+    "is not an object with columns": [3, ["eight"]],
+    "is not JSON (": ['{"context": "cut', "no JSON", "{'context': 'quotes of Python'}"],
+}
+
+
+def test_each_unusable_row_is_listed_and_left_out_on_request(written, refusal):
+    faulty = [(reason, row) for reason, rows in FAULTS.items() for row in rows]
+    for number in range(0, len(faulty), SHOWN):  # one error shows this many
+        part = faulty[number : number + SHOWN]
+        path = written("t.jsonl", lines(ROW, *(row for _, row in part), ROW | {"question": "Last?"}))
+        error = refusal(read_file, path)
+        assert error.startswith(f"error: t.jsonl: {len(part)} of {len(part) + 2} rows cannot be used: line 2: ")
+        assert error.endswith("; correct them, or leave them out with BAD_ROWS=skip")
+        for place, (reason, _) in enumerate(part, 2):
+            assert f"line {place}: {reason}" in error
+        questions, notes = read_file(path, skip=True)
+        assert [row["question"] for row in questions] == ["How many?", "Last?"]
+        assert f"rows of t.jsonl: 2 used, {len(part)} left out, 0 empty" in notes
+    path = written("t.jsonl", lines(*(row for _, row in faulty), ROW))
+    assert f" and {len(faulty) - SHOWN} more; correct" in refusal(read_file, path)
+
+
+def left_out(notes: list[str]) -> list[str]:
+    """Return the places of the rows that were left out."""
+    return re.findall(r"((?:row|line) \d+): ", notes[-1])
+
+
+def test_a_quote_that_is_not_closed_costs_only_its_own_row(written):
+    """A TSV file is often written without quotes, so that a quote is a part of the text."""
+    rows = [f'{CONTEXT} "{number}"\tHow many?\teight' for number in range(180)]
+    for broken in (0, 20, 179):
+        content = ["context\tquestion\tanswer", *rows]
+        content[broken + 1] = f'"{content[broken + 1]}'
+        questions, notes = read_file(written("t.tsv", "\n".join(content)), skip=True)
+        assert (len(questions), left_out(notes)) == (179, [f"row {broken + 2}"])
+    # Here the quote is closed in the same column of a later row
+    three = [f'"{CONTEXT}\tOne?\teight', f"{CONTEXT}\tTwo?\teight", f'{CONTEXT} 5"\tThree?\teight']
+    questions, notes = read_file(written("t.tsv", "\n".join(["context\tquestion\tanswer", *three])), skip=True)
+    assert ([row["question"] for row in questions], left_out(notes)) == (["Two?", "Three?"], ["row 2"])
+
+
+def test_texts_with_line_ends_commas_and_brackets_stay_whole(written):
+    context = 'It has "quotes", commas,\r\nlines,\n\nand a list: [2, 3].'
+    quoted = context.replace('"', '""')
+    path = written("t.csv", f'{NAMES}"{quoted}",What?,"[2, 3]"\r\n"{quoted}",Which?,"quotes"\r\n')
+    questions, _ = read_file(path)
+    assert [(row["context"], row["answers"]) for row in questions] == [(context, ["[2, 3]"]), (context, ["quotes"])]
+    separator = "before\u2028after"
+    (question,), _ = read_file(
+        written("t.jsonl", json.dumps(ROW | {"context": f"{separator} eight"}, ensure_ascii=False))
+    )
+    assert separator in question["context"]
+
+
+def spoil(row: str, kind: str) -> str:
+    """Return a row of a CSV file with a fault of this kind."""
+    first, question, answer = row[1:-1].split('","')
+    return {
+        "opened quote": f'"{first},{question},{answer}',
+        "missing quote": f'"{first},"{question}","{answer}"',
+        "quote in a cell": f'"{first}" x,"{question}","{answer}"',
+        "missing cell": f'"{first}","{question}"',
+        "unquoted comma": f"{first}, and more,{question},{answer}",
+        "wrong answer": f'"{first}","{question}","nowhere"',
+        "empty answer": f'"{first}","{question}",""',
+        "line end": f'"{first}\n{first}","{question}","nowhere"',
+        "empty row": ",,",
+        "blank line": "",
+    }[kind]
+
+
+KINDS = (
+    "opened quote",
+    "missing quote",
+    "quote in a cell",
+    "missing cell",
+    "unquoted comma",
+    "wrong answer",
+    "line end",
+)
+KINDS += ("empty answer", "empty row", "blank line")
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_random_faults_lose_no_row(written, seed):
+    """All other rows of the table are used, and the numbers of the rows add up."""
+    draw = random.Random(seed)
+    rows = [f'"{CONTEXT} {number}, {number}","Question {number}?","eight"' for number in range(200)]
+    faulty = {place: draw.choice(KINDS) for place in draw.sample(range(200), 25)}
+    content = [spoil(row, faulty[place]) if place in faulty else row for place, row in enumerate(rows)]
+    questions, notes = read_file(written("t.csv", NAMES + "\n".join(content) + "\n"), skip=True)
+    good = {f"Question {place}?" for place in range(200) if place not in faulty}
+    assert {row["question"] for row in questions} == good
+    used, unusable, empty = map(int, re.search(r"(\d+) used, (\d+) left out, (\d+) empty", notes[1]).groups())
+    assert used + unusable + empty == 200
+    assert empty == sum(kind in ("empty row", "blank line") for kind in faulty.values())
+
+
+# Files that are refused
+
+REFUSED = {
+    "not UTF-8": ("t.csv", f"{NAMES}Zürich,,".encode("latin-1"), None, "t.csv: is not UTF-8 ("),
+    "a spreadsheet": (
+        "t.xlsx",
+        "PK",
+        None,
+        "t.xlsx: is a .xlsx file, which is not read; export the sheet as CSV (UTF-8)",
+    ),
+    "parquet": (
+        "t.parquet",
+        "PAR1",
+        None,
+        "t.parquet: is a .parquet file, which is not read; convert it: pandas.read_",
+    ),
+    "no rows": (
+        "t.csv",
+        NAMES,
+        None,
+        "t.csv: has no questions; give a table with context, question and answer in each",
+    ),
+    "nothing": ("t.csv", "", None, "t.csv: none of its columns () has a usual name for the context and the question"),
+    "a mistyped column": (
+        "t.jsonl",
+        lines(ROW),
+        "context,question,anser",
+        "TABLE_COLUMNS: t.jsonl has no column 'anser'; did you mean answer?",
+    ),
+    "too few columns": (
+        "t.jsonl",
+        lines(ROW),
+        "context,answer",
+        "TABLE_COLUMNS: 'context,answer' names 2 columns; name",
+    ),
+    "two columns of one name": (
+        "t.csv",
+        "answer,context,question,answer\n",
+        None,
+        "t.csv: two columns have the name answer",
+    ),
+    "unusual columns": (
+        "t.csv",
+        "a,b\n1,2\n",
+        None,
+        "t.csv: none of its columns (a, b) has a usual name for the context",
+    ),
+    "unquoted commas": (
+        "t.csv",
+        f"{NAMES}a, b,c,d\n",
+        None,
+        "t.csv: 1 of 1 rows cannot be used: row 2: 4 cells, but the f",
+    ),
+}
+
+
+@pytest.mark.parametrize(("name", "content", "columns", "error"), REFUSED.values(), ids=REFUSED)
+def test_a_file_that_cannot_be_read_is_one_error_line(written, refusal, name, content, columns, error):
+    assert refusal(read_file, written(name, content), columns).startswith(f"error: {error}")
