@@ -11,7 +11,6 @@ scores come from torchmetrics. The Hugging Face library "evaluate" is not used.
 from typing import Any
 
 import torch
-from transformers import TrainingArguments
 
 from data_loader import load_evaluation_set
 from distributed import watchdog
@@ -19,7 +18,7 @@ from distributed.process_group import adopt_process_group, leave_process_group, 
 from model import check_model, load_model, load_tokenizer
 from settings.command_line import parse_command_line
 from settings.precision import DTYPES
-from settings.trainer_flags import argument_errors, trainer_flags
+from settings.trainer_flags import training_arguments
 from shared.errors import WorkshopError
 from shared.hub import draw_bars_on_terminals_only
 from training.exact_match import Generation, exact_match_and_f1
@@ -37,10 +36,7 @@ def main() -> None:
         what = "has no effect on a saved model, whose weights contain the adapters"
         raise settings.error("lora_rank", what, "leave it out")
     prepare_environment(shards=False)
-    flags = trainer_flags(settings)
-    flags["ddp_timeout"] = watchdog.start(settings.trainer.ddp_timeout)
-    with argument_errors():
-        args = TrainingArguments(**flags)
+    args = training_arguments(settings, ddp_timeout=watchdog.start(settings.trainer.ddp_timeout))
     adopt_process_group(args, with_deepspeed=False)
     tokenizer = load_tokenizer(settings.model, settings.data)
     questions = load_evaluation_set(settings.data, tokenizer, args)

@@ -1,8 +1,6 @@
-"""Build the flags for TrainingArguments. They are an untyped dict, because transformers checks them."""
+"""Build transformers.TrainingArguments from the settings."""
 
-import contextlib
 import os
-from collections.abc import Iterator
 from dataclasses import fields
 from typing import Any
 
@@ -16,8 +14,22 @@ from shared.trackers import check_trackers
 SHARDING = {"deepspeed", "fsdp", "fsdp_config", "parallelism_config"}
 
 
+def training_arguments(settings: Settings, **others: Any) -> TrainingArguments:
+    """Create the arguments, which opens the process group. others: values that turn on ZeRO or FSDP, and a time-out.
+
+    Raise WorkshopError if a value is wrong (exit code 2), or if the ranks cannot connect (3).
+    """
+    try:
+        return TrainingArguments(**trainer_flags(settings) | others)
+    except (ValueError, OSError, ImportError) as error:
+        raise WorkshopError("command line", str(error), "see --help") from error
+    except torch.distributed.DistError as error:
+        way_out = "check MASTER_ADDR and MASTER_PORT on every node"
+        raise WorkshopError("process group", str(error), way_out, ENVIRONMENT) from error
+
+
 def trainer_flags(settings: Settings) -> dict[str, Any]:
-    """Return all values for TrainingArguments except those that turn on ZeRO or FSDP, which train.py adds."""
+    """Return all values for TrainingArguments except those that turn on ZeRO or FSDP."""
     known = {each.name for each in fields(TrainingArguments) if each.init}
     flags = {name: value for name, value in settings.flat().items() if name in known - SHARDING}
     flags["output_dir"] = settings.trainer.output_dir or "output"
@@ -30,15 +42,3 @@ def trainer_flags(settings: Settings) -> dict[str, Any]:
     if settings.fsdp_config and settings.fsdp_config.get("cpu_offload"):
         flags["ddp_backend"] = "cuda:nccl,cpu:gloo"
     return flags
-
-
-@contextlib.contextmanager
-def argument_errors() -> Iterator[None]:
-    """Replace the errors of TrainingArguments by WorkshopError."""
-    try:
-        yield
-    except (ValueError, OSError, ImportError) as error:
-        raise WorkshopError("command line", str(error), "see --help") from error
-    except torch.distributed.DistError as error:
-        way_out = "check MASTER_ADDR and MASTER_PORT on every node"
-        raise WorkshopError("process group", str(error), way_out, ENVIRONMENT) from error

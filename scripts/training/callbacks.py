@@ -4,7 +4,6 @@ import math
 import statistics
 import sys
 import time
-from dataclasses import dataclass
 from typing import Any
 
 import psutil
@@ -15,49 +14,27 @@ from distributed import watchdog
 from distributed.collectives import gather_lists, max_over_ranks, print_once
 from records.schema import local_now
 from records.writer import RunRecord
-from settings.settings import Settings
 from shared.errors import WorkshopError
 from training.audit import AuditCallback
-from training.energy import EnergyMeter
-from training.flops import ModelFlops
 from training.gpu_activity import GpuActivityCallback
 from training.measured_memory import ModelStateCallback, record_peaks
 from training.profiling import ProfileCallback
+from training.run_frame import Run
 from training.save_checkpoints import CheckpointCallback
 from training.speed import TrainSpeedCallback
-from training.stopping import StopCallback, StopRequest
+from training.stopping import StopCallback
 from training.trainer import WorkshopTrainer
 
 PERCENT_PER_LINE = 5
 BAD_LOSSES = 3  # successive steps whose loss is not finite
 
 
-@dataclass(frozen=True)
-class Run:
-    """The objects that the callbacks of a training run share.
-
-    identity: the description of the training in each checkpoint. resumed_from: the folder of the checkpoint, None for
-    a new training. flops: FLOPs per token, None if unknown. peak: the most operations per second that one rank can do.
-    """
-
-    trainer: WorkshopTrainer
-    settings: Settings
-    record: RunRecord
-    stop: StopRequest
-    identity: dict
-    resumed_from: str | None
-    flops: ModelFlops | None
-    peak: float
-    energy: EnergyMeter
-
-
-def add_callbacks(run: Run) -> None:
+def add_callbacks(run: Run, trainer: WorkshopTrainer) -> None:
     """Add the callbacks of this workshop to the Trainer.
 
     At each event they are called in this order, after transformers' own callbacks, which decide when to log, evaluate
     and save.
     """
-    trainer = run.trainer
     speed = TrainSpeedCallback(trainer, run.energy, run.flops, run.peak, run.settings.data.profile)
     stopping = [StopCallback(run.stop, trainer)]
     if run.settings.model.tensor_parallel > 1:
@@ -70,7 +47,7 @@ def add_callbacks(run: Run) -> None:
         ModelStateCallback(trainer, run.record),
         AuditCallback(trainer, run.settings, run.record),  # ends a run whose values differ from the requested ones
         RecordCallback(trainer, run.record, speed),
-        CheckpointCallback(trainer, run.identity, speed, run.resumed_from),  # marks a saved checkpoint as complete
+        CheckpointCallback(trainer, run.identity, speed, run.checkpoint),  # marks a saved checkpoint as complete
         PauseCallback(run.record),  # a save ends when its checkpoint is complete
         *stopping,  # may end the run, so they come after the checkpoint is marked
         FiniteLossCallback(trainer),  # ends a run whose loss is not finite, before the step is saved

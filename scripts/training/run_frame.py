@@ -1,0 +1,224 @@
+"""What guards a training run, in its order: settings, process group, checkpoint, checks, run record, and the end.
+
+train.py shows the training itself. Participants of the workshop need not read this file.
+"""
+
+import contextlib
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+
+from datasets import Dataset
+from transformers import PreTrainedModel, PreTrainedTokenizerBase, TrainingArguments
+
+from distributed import watchdog
+from distributed.collectives import broadcast_from_rank_0, print_once, world_size
+from distributed.ds_config import check_contradictions, check_ds_config
+from distributed.fsdp_config import check_fsdp_config, parallelism, shard_on_cpu, trainer_config
+from distributed.process_group import adopt_process_group, leave_process_group, prepare_environment
+from distributed.tensor_parallel import check_tensor_parallel
+from lora import add_adapters
+from model import build_meta_model
+from records.run_environment import new_job_id
+from records.writer import RunRecord
+from settings.command_line import parse_command_line
+from settings.precision import DTYPES
+from settings.settings import Settings
+from settings.trainer_flags import training_arguments
+from shared.hub import draw_bars_on_terminals_only
+from shared.trackers import close_trackers, prepare_trackers
+from training.audit import strategy_name
+from training.checks_before_training import check_room, check_trainable
+from training.energy import EnergyMeter
+from training.find_checkpoints import (
+    check_for_code,
+    check_same_training,
+    effects_of_other_ranks,
+    find_checkpoint,
+    forbid_code_in_checkpoints,
+    keep_global_batch,
+    read_marker,
+    training_identity,
+)
+from training.flops import ModelFlops, matmul_peak
+from training.measured_memory import record_process_peaks
+from training.save_checkpoints import remove_stop_checkpoints
+from training.stopping import StopRequest
+from training.trainer import WorkshopTrainer
+
+
+@dataclass(kw_only=True)
+class Run:
+    """A training run: what its parts share, and what happens before, around and after the training.
+
+    checkpoint: the folder to resume from, None for a new training. meta_model: the model on PyTorch's meta device,
+    which has shapes but no memory for weights. identity: the description of the training in each checkpoint. flops:
+    operations per token, None if unknown. peak: the most operations per second that one rank can do.
+    """
+
+    settings: Settings
+    args: TrainingArguments
+    job_id: str
+    output_dir: str
+    strategy: str
+    stop: StopRequest
+    record: RunRecord
+    checkpoint: str | None
+    meta_model: PreTrainedModel = field(init=False)
+    identity: dict = field(init=False)
+    questions: dict[str, Dataset] = field(init=False)
+    energy: EnergyMeter = field(init=False)
+    peak: float = field(init=False)
+    flops: ModelFlops | None = None
+
+    def check_model(self, tokenizer: PreTrainedTokenizerBase) -> None:
+        """Raise WorkshopError (exit code 2) if the model cannot be trained with these settings."""
+        watchdog.progress("reading the data")  # the watchdog treats a rank without progress for --ddp_timeout as hung
+        self.meta_model = build_meta_model(self.settings.model)
+        if self.settings.model.lora_rank:
+            add_adapters(self.meta_model, self.settings.model.lora_rank)
+        check_trainable(self.settings, self.args, self.meta_model, tokenizer)
+
+    def check_data(self, train_dataset: Dataset, eval_dataset: Dataset) -> None:
+        """Raise WorkshopError if the checkpoint is of another training, or if there is no room for new checkpoints."""
+        self.questions = {"train": train_dataset, "eval": eval_dataset}
+        # The values may have been "all"
+        data = replace(self.settings.data, train_size=len(train_dataset), eval_size=len(eval_dataset))
+        self.settings = replace(self.settings, data=data)
+        ranks = self.args.world_size
+        self.identity = training_identity(self.job_id, self.settings, self.strategy, ranks, train_dataset)
+        if self.checkpoint:
+            check_same_training(self.checkpoint, self.identity)
+        check_room(self.output_dir, self.settings, self.meta_model, self.strategy, self.args.save_total_limit)
+
+    @contextlib.contextmanager
+    def recorded(self) -> Iterator[None]:
+        """Write the run record, which also says how the body ended. A second run with the same job id is refused."""
+        with self.record:
+            self.start_record()
+            watchdog.before_exit(self.record.close_as_hung)
+            prepare_trackers(self.args, self.job_id)
+            self.peak = matmul_peak(DTYPES[self.settings.precision], self.args.device)
+            watchdog.progress("loading the model")
+            yield
+            record_process_peaks(self.record)  # again after the training: saving and answering also need memory
+            self.energy.record_kwh(self.record)
+            if self.args.save_strategy == "no":
+                # A stop saves a checkpoint even with SAVE_STRATEGY=no. Remove it now that the run has completed
+                remove_stop_checkpoints(self.output_dir)
+        print_once(f"Run record: {self.record.path}")
+        leave_process_group()
+
+    def start_record(self) -> None:
+        first_step = 0
+        if self.checkpoint:
+            first_step = read_marker(self.checkpoint)["step"]
+            lines = effects_of_other_ranks(self.checkpoint, self.identity, len(self.questions["train"]))
+            print_once("\n".join([f"resuming from step {first_step}: {self.checkpoint}", *lines]))
+        self.record.start(
+            first_step,
+            run_name=self.args.run_name,
+            output_dir=self.output_dir,
+            resumed_from=self.checkpoint,
+            settings=self.settings.recorded(),
+            origins=self.settings.origins,
+            train_size=len(self.questions["train"]),
+            eval_size=len(self.questions["eval"]),
+            questions_cut={part: sum(rows["cut"][:]) for part, rows in self.questions.items()},
+            configs={
+                "model": self.meta_model.config.to_diff_dict(),
+                "deepspeed": self.settings.deepspeed_config,
+                "fsdp": self.settings.fsdp_config,
+            },
+        )
+
+    def prepare_sharding(self) -> None:
+        """Prepare accelerate for the Trainer, and start to count the energy. Collective."""
+        if self.settings.trainer.fsdp or self.settings.model.tensor_parallel > 1:
+            shard_on_cpu()  # without this, accelerate silently uses DDP if there is no GPU
+        self.energy = EnergyMeter()  # counts the joules of the GPUs, from here to the end of the run
+
+    @property
+    def shards_weights(self) -> bool:
+        """True if each rank holds only a part of the weights, so that all ranks must compute together."""
+        return bool(self.settings.trainer.fsdp) or self.strategy == "DeepSpeed ZeRO-3"
+
+    def end_training(self, trainer: WorkshopTrainer) -> None:
+        """Complete the trackers. After a stop, save a checkpoint and exit with code 75. Collective."""
+        close_trackers(self.args, self.job_id, self.record.content["callbacks"])
+        self.stop.save_and_exit_if_asked(trainer, self.record, self.energy)
+        watchdog.progress("saving the model")
+
+
+def start_run(description: str) -> Run:
+    """Read and check the settings, start the process group, and find the checkpoint to resume from.
+
+    description: the text of --help. Raise WorkshopError for a user's mistake, before the run writes anything.
+    """
+    # Handle Ctrl-C and the signals of Slurm. During the training, a signal saves a checkpoint at the end of the step
+    # and ends the run with exit code 75. Before and after the training, a signal ends the run at once.
+    stop = StopRequest()
+    stop.install_handlers()
+    draw_bars_on_terminals_only()
+    settings = parse_command_line(description)
+    deepspeed = settings.trainer.deepspeed
+    prepare_environment(shards=bool(deepspeed or settings.trainer.fsdp))
+    job_id = new_job_id()  # JOB_ID if it is set, otherwise Slurm's id, otherwise a new id
+    output_dir = settings.trainer.output_dir or f"output/{job_id}"
+    # If Slurm has restarted this job on another number of ranks, the accumulation keeps the global batch
+    settings = keep_global_batch(settings, output_dir, job_id, world_size())
+    print_once("\n".join(settings.knob_lines()))  # each knob with its source: a flag, the site, config.py, ...
+    settings = read_config_file(settings)
+    args = start_process_group(settings)
+    args.output_dir = output_dir
+    record = RunRecord(job_id)
+    # A checkpoint is a pickle, and loading a pickle can run code. From here on, a file with code does not load
+    forbid_code_in_checkpoints(with_deepspeed=bool(deepspeed))
+    checkpoint = broadcast_from_rank_0(find_checkpoint(args.resume_from_checkpoint, output_dir, job_id))
+    if checkpoint:
+        check_for_code(checkpoint)
+    else:
+        record.refuse_to_overwrite(output_dir)
+    return Run(
+        settings=settings,
+        args=args,
+        job_id=job_id,
+        output_dir=output_dir,
+        strategy=strategy_name(settings),
+        stop=stop,
+        record=record,
+        checkpoint=checkpoint,
+    )
+
+
+def read_config_file(settings: Settings) -> Settings:
+    """Return the settings with the checked content of --deepspeed or --fsdp_config."""
+    if settings.trainer.deepspeed:
+        settings = replace(settings, deepspeed_config=check_ds_config(settings.trainer.deepspeed))
+    check_tensor_parallel(settings, world_size())
+    if settings.trainer.fsdp:
+        settings = replace(settings, fsdp_config=check_fsdp_config(settings))
+    return settings
+
+
+def start_process_group(settings: Settings) -> TrainingArguments:
+    """Create TrainingArguments, which open the process group and turn on ZeRO or FSDP.
+
+    Call this before the model is created, because ZeRO-3 shards the weights while they are loaded.
+    """
+    deepspeed = settings.trainer.deepspeed
+    # With tensor parallelism, train.py shards the model itself, and the Trainer gets no FSDP config
+    fsdp_config = settings.fsdp_config if settings.model.tensor_parallel == 1 else None
+    # From here on, a rank that hangs for --ddp_timeout seconds ends the run, and the log names this rank. PyTorch's own
+    # time-outs, which do not name the rank, come later
+    args = training_arguments(
+        settings,
+        ddp_timeout=watchdog.start(settings.trainer.ddp_timeout),
+        deepspeed=deepspeed,
+        fsdp=fsdp_config is not None,
+        fsdp_config=trainer_config(fsdp_config),
+        parallelism_config=parallelism(fsdp_config),  # replicas x shards, for HYBRID_SHARD
+    )
+    if deepspeed:
+        check_contradictions(settings, args)
+    adopt_process_group(args, with_deepspeed=bool(deepspeed))  # DeepSpeed uses the group of TrainingArguments
+    return args
