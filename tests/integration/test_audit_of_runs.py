@@ -34,7 +34,7 @@ BROKEN = {
     "batch_of_deepspeed": (("--deepspeed", "ds_configs/zero1.json"), WRONG_BATCH, ACCUMULATION),
     "ddp_instead_of_fsdp": (
         ("--fsdp",),
-        "train.shard_on_cpu = lambda: None",
+        "from training import run_frame\nrun_frame.shard_on_cpu = lambda: None",
         "strategy: FSDP2 FULL_SHARD was requested, DDP is what would run;",
     ),
     "blocks_not_wrapped": (
