@@ -16,6 +16,7 @@ import time
 from collections import Counter
 
 from distributed.read_collective import SMALL
+from distributed.strategy import choose_strategy
 from estimate.command_line import check_optimizer, parse_plan
 from estimate.communication import Ring, rings
 from estimate.memory import estimate_parts, parts_at_peak
@@ -25,7 +26,6 @@ from estimate.rehearsal import check_rehearsal, rehearse
 from settings.settings import RankFlags, Settings
 from shared.errors import run_program
 from shared.units import MB, MIB
-from training.audit import strategy_name
 
 
 def report(settings: Settings) -> str:
@@ -36,7 +36,7 @@ def report(settings: Settings) -> str:
     given = settings.estimate
     trainer = settings.trainer
     batch = f"{trainer.gradient_accumulation_steps} micro batch(es) of {trainer.per_device_train_batch_size}"
-    strategy = strategy_name(settings).replace("plain", "DDP")
+    strategy = choose_strategy(settings).name.replace("plain", "DDP")
     lines = [
         f"{settings.model.model_name}: {strategy}, {settings.precision}, {batch} x {settings.data.max_length} tokens "
         f"per rank, rank 0 of {given.gpus} on {given.nodes} node(s)",

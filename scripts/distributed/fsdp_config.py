@@ -1,4 +1,4 @@
-"""Checks of an FSDP config file, names of its strategies, and FSDP on the CPU.
+"""Checks of an FSDP config file, and FSDP on the CPU.
 
 transformers silently ignores an unknown key of the file: here it is an error. On the CPU accelerate silently runs DDP
 instead of FSDP: shard_on_cpu corrects this.
@@ -144,15 +144,6 @@ def parallelism(config: dict | None) -> ParallelismConfig | None:
     if config is None or config.get("dp_replicate_size", 1) == 1:
         return None
     return ParallelismConfig(dp_replicate_size=config["dp_replicate_size"], dp_shard_size=config["dp_shard_size"])
-
-
-def fsdp_strategy(config: dict) -> str:
-    """Return the name of the strategy, such as ``FSDP2 SHARD_GRAD_OP``."""
-    if config.get("version", 2) == 1:
-        return f"FSDP1 {config.get('reshard_after_forward', 'full_shard').upper()}"
-    if config.get("dp_replicate_size", 1) > 1:
-        return "FSDP2 HYBRID_SHARD"
-    return "FSDP2 FULL_SHARD" if config.get("reshard_after_forward", True) else "FSDP2 SHARD_GRAD_OP"
 
 
 def check_wrap_classes(config: dict, path: str | None, model: torch.nn.Module) -> None:

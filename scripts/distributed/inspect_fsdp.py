@@ -10,6 +10,8 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import Checkpoi
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 
+from distributed.strategy import FSDP1, FULL_SHARD, HYBRID_SHARD, SHARD_GRAD_OP, Strategy
+
 
 def modules_by_class(model: torch.nn.Module, class_names: list[str]) -> list[torch.nn.Module]:
     """Return the modules of these classes. fully_shard turns each class into a subclass named FSDP<class>."""
@@ -49,17 +51,17 @@ def local(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
-def live_strategy(model: torch.nn.Module, class_names: list[str]) -> str | None:
-    """Return the strategy that is in effect, such as ``FSDP2 FULL_SHARD``, or None without FSDP."""
+def live_strategy(model: torch.nn.Module, class_names: list[str]) -> Strategy | None:
+    """Return the strategy that is in effect, or None without FSDP."""
     if isinstance(model, FullyShardedDataParallel):
-        return f"FSDP1 {model.sharding_strategy.name}"
+        return FSDP1[model.sharding_strategy.name]
     if not isinstance(model, FSDPModule):
         return None
     blocks_or_root = [m for m in [*sharded_blocks(model, class_names), model] if isinstance(m, FSDPModule)]
     group = unit_group(blocks_or_root[0])
     if group.mesh_info.mesh.ndim == 2:
-        return "FSDP2 HYBRID_SHARD"
-    return "FSDP2 SHARD_GRAD_OP" if group.post_forward_mesh_info is None else "FSDP2 FULL_SHARD"
+        return HYBRID_SHARD
+    return SHARD_GRAD_OP if group.post_forward_mesh_info is None else FULL_SHARD
 
 
 def mesh_shape(model: torch.nn.Module) -> str:

@@ -11,7 +11,7 @@ compare these formulas with rehearsals (rehearse.py) of up to 512 ranks.
 
 from dataclasses import dataclass
 
-from distributed.fsdp_config import fsdp_strategy
+from distributed.strategy import fsdp_strategy
 from estimate.model_shape import FP32, Shape, weight_bytes
 from estimate.zero3_gathering import gathered_elements
 from settings.settings import Settings
@@ -87,7 +87,7 @@ def rings(shape: Shape, settings: Settings) -> list[Ring]:
         # The backward pass gathers again the units that the forward pass freed: blocks, and an embedding whose weight
         # is not the head's. The root unit stays gathered
         again = blocks + sum(shape.sizes[number] for number in shape.embedding)
-        gathered = psi if "SHARD_GRAD_OP" in fsdp_strategy(settings.fsdp_config) else psi + again
+        gathered = psi + again if fsdp_strategy(settings.fsdp_config).regathers else psi
         replicas = Ring(n // f, f, 2 * c * t / f)  # HYBRID_SHARD all-reduces the shard of the gradients
         return [Ring(f, 1, c * (a * gathered + t)), replicas]  # gradients are reduced once in a step
     if settings.deepspeed_config is None:

@@ -8,7 +8,7 @@ from functools import cache
 import psutil
 
 from distributed.ds_config import offloaded
-from distributed.fsdp_config import fsdp_strategy
+from distributed.strategy import fsdp_strategy
 from estimate.model_shape import FP32, PASSES, Shape, recomputes_blocks, trace_shape, uses_autocast, weight_bytes
 from settings.settings import Settings
 
@@ -318,7 +318,7 @@ def fsdp_buffers(shape: Shape, config: dict, accumulates: bool, compute_bytes: i
         block, embedding, root = 0, 0, psi
     # In the interval "blocks", one block is in use while the next block is prefetched
     gathered = {"loss": root, "blocks": root + 2 * block, "embedding": root + embedding}
-    if "SHARD_GRAD_OP" in fsdp_strategy(config):
+    if not fsdp_strategy(config).regathers:
         gathered = dict.fromkeys(PASSES, psi)
     # The gradients of a block, and their copy for the reduce-scatter. If embedding and head share a weight, the sum of
     # their gradients needs more memory than the reduce-scatter, and pass_parts counts it

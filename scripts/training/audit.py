@@ -3,7 +3,6 @@
 The audit is printed and recorded before the first step. A difference ends the run.
 """
 
-import os
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,7 +12,8 @@ from transformers.training_args import OptimizerNames
 
 from distributed import inspect_fsdp
 from distributed.collectives import gather_lists, rank, world_size
-from distributed.fsdp_config import fsdp_strategy, wrap_classes
+from distributed.fsdp_config import wrap_classes
+from distributed.strategy import DDP, WEIGHTS, choose_strategy
 from distributed.tensor_parallel import cut_parameters
 from lora import count_adapter_elements
 from model import count_parameters, elements
@@ -96,17 +96,6 @@ class AuditCallback(TrainerCallback):
                 raise WorkshopError(f"knob audit: {knob.name}", what, "correct the flag or the config", ENVIRONMENT)
 
 
-def strategy_name(settings: Settings) -> str:
-    """Return the requested strategy for dividing the training among the ranks, such as ``DeepSpeed ZeRO-2``."""
-    if settings.deepspeed_config is not None:
-        return f"DeepSpeed ZeRO-{settings.zero.get('stage', 0)}"
-    if settings.model.tensor_parallel > 1:
-        return "TP" if settings.fsdp_config is None else "TP x FSDP2"
-    if settings.fsdp_config is not None:
-        return fsdp_strategy(settings.fsdp_config)
-    return "DDP" if "RANK" in os.environ else "plain"
-
-
 def audit(trainer: Any, settings: Settings, parameters: int, trainable: int) -> list[AuditedKnob]:
     """Return one entry per knob, in the order of the printed table.
 
@@ -114,14 +103,14 @@ def audit(trainer: Any, settings: Settings, parameters: int, trainable: int) -> 
     gradients, before the model was wrapped.
     """
     engine = trainer.model_wrapped if trainer.is_deepspeed_enabled else None
-    requested = strategy_name(settings)
+    requested = choose_strategy(settings)
     strategy = effective_strategy(trainer, engine)
-    single_rank = requested == "DDP" and world_size() == 1
+    single_rank = requested == DDP and world_size() == 1
     note = "one rank has no gradients to average with" if single_rank else ""
     knobs = [
         AuditedKnob("precision", settings.precision, effective_precision(trainer, engine), settings.precision_note),
         # accelerate wraps the model of a single rank in DDP on a CPU, but not on a GPU
-        AuditedKnob("strategy", requested, strategy, note, binding=not single_rank),
+        AuditedKnob("strategy", requested.name, strategy.name, note, binding=not single_rank),
         optimizer_knob(trainer, engine, settings),
         # Without LoRA a difference is allowed, because some models freeze parameters by design, such as Pegasus
         AuditedKnob(
@@ -134,7 +123,7 @@ def audit(trainer: Any, settings: Settings, parameters: int, trainable: int) -> 
     ]
     if engine is not None:
         knobs += offload_knobs(engine, settings.zero)
-    if strategy.startswith("FSDP") and settings.fsdp_config is not None:
+    if settings.fsdp_config is not None and WEIGHTS in strategy.shards and settings.model.tensor_parallel == 1:
         knobs += fsdp_knobs(trainer, settings.fsdp_config)
     if settings.model.tensor_parallel > 1:
         knobs += tensor_parallel_knobs(trainer, settings.model.tensor_parallel)

@@ -24,6 +24,7 @@ from transformers.utils import is_liger_kernel_available
 from distributed import watchdog
 from distributed.collectives import rank
 from distributed.fsdp_config import check_wrap_classes
+from distributed.strategy import Strategy
 from distributed.tensor_parallel import check_tensor_parallel_model
 from model import check_model, count_parameters
 from settings.settings import Settings
@@ -36,21 +37,6 @@ from training.find_checkpoints import complete_checkpoints
 # A data loader's worker opens the socket <temporary folder>/pymp-12345678/listener-12345678. Linux allows 107 bytes
 LONGEST_TEMPORARY_FOLDER = 107 - len("/pymp-12345678/listener-12345678")
 ADAM_BYTES = 8  # two moments in fp32
-# Bytes per trained parameter of a checkpoint with Adam, for a training run in fp32 and for one in 16 bit
-CHECKPOINT_BYTES = {
-    "plain": (12, 12),
-    "DDP": (12, 12),
-    "FSDP": (16, 16),  # the weights are saved twice
-    # DeepSpeed saves the weights twice in the training's precision (ZeRO-3 once), and fp32 masters (ZeRO-0 in 16 bit)
-    "DeepSpeed ZeRO-0": (16, 16),
-    "DeepSpeed ZeRO-1": (20, 16),
-    "DeepSpeed ZeRO-2": (20, 16),
-    "DeepSpeed ZeRO-3": (16, 14),
-}
-# Number of copies of a frozen weight in a checkpoint: one, except here
-FROZEN_COPIES = {"FSDP": 2} | {f"DeepSpeed ZeRO-{stage}": 2 for stage in range(4)}
-# Number of extra copies of a head that is tied to the embedding. The other strategies save no extra copy
-TIED_HEADS = {"FSDP": 2, "DeepSpeed ZeRO-0": 1, "DeepSpeed ZeRO-1": 1, "DeepSpeed ZeRO-2": 1}
 
 
 # 1. The model and its settings
@@ -180,7 +166,7 @@ def flag_value_errors(settings: Settings, *prefixes: str) -> Iterator[None]:
 
 
 def check_room(
-    output_dir: str, settings: Settings, meta_model: PreTrainedModel, strategy: str, keep: int | None
+    output_dir: str, settings: Settings, meta_model: PreTrainedModel, strategy: Strategy, keep: int | None
 ) -> None:
     """Raise WorkshopError (exit code 3) if the disk has too little space for the checkpoints and the model.
 
@@ -212,7 +198,7 @@ def check_room(
         raise WorkshopError(place, what, way_out, ENVIRONMENT)
 
 
-def bytes_to_save(settings: Settings, meta_model: PreTrainedModel, strategy: str) -> tuple[int, int]:
+def bytes_to_save(settings: Settings, meta_model: PreTrainedModel, strategy: Strategy) -> tuple[int, int]:
     """Return the bytes of one checkpoint and of the final model. Any optimizer but Adam counts as stateless.
 
     meta_model: the model with the adapters of LoRA, if there are any.
@@ -221,16 +207,15 @@ def bytes_to_save(settings: Settings, meta_model: PreTrainedModel, strategy: str
     trained = sum(parameter.numel() for parameter in meta_model.parameters() if parameter.requires_grad)
     frozen = parameters - trained
     in_16_bit = settings.precision != "fp32"
-    kind = "FSDP" if strategy.startswith("FSDP") else strategy
-    checkpoint = CHECKPOINT_BYTES[kind][in_16_bit] * trained
+    assert strategy.checkpoint_bytes, f"{strategy} writes no checkpoints"
+    checkpoint = strategy.checkpoint_bytes[in_16_bit] * trained
     if "adam" not in settings.trainer.optim:
         checkpoint -= ADAM_BYTES * trained
     with_adapters = settings.model.lora_rank > 0  # without LoRA, a model may freeze some parameters by design
-    weight = 2 if in_16_bit and (with_adapters or kind.startswith("DeepSpeed")) else 4
-    checkpoint += FROZEN_COPIES.get(kind, 1) * weight * frozen
+    weight = 2 if in_16_bit and (with_adapters or settings.deepspeed_config is not None) else 4
+    checkpoint += strategy.frozen_copies * weight * frozen
     tied_head = weight * (sum(saved.numel() for saved in meta_model.state_dict().values()) - parameters)
-    heads = TIED_HEADS.get(kind, 0)
-    model = weight * parameters + min(heads, 1) * tied_head
+    model = weight * parameters + min(strategy.tied_heads, 1) * tied_head
     if with_adapters:
         model = 4 * frozen  # the adapters are merged into fp32 weights
-    return checkpoint + heads * tied_head, model
+    return checkpoint + strategy.tied_heads * tied_head, model

@@ -15,18 +15,19 @@ from transformers import DataCollatorForSeq2Seq, Trainer
 from data_loader import IGNORED
 from distributed import inspect_fsdp
 from distributed.fsdp_config import wrap_classes
+from distributed.strategy import DDP, PLAIN, TENSOR_PARALLEL, TENSOR_PARALLEL_FSDP2, ZERO, Strategy
 from training.sampling import GroupByLengthSampler, find_sampler
 
 
-def effective_strategy(trainer: Any, engine: Any) -> str:
+def effective_strategy(trainer: Any, engine: Any) -> Strategy:
     if engine is not None:
-        return f"DeepSpeed ZeRO-{int(engine.zero_optimization_stage())}"
+        return ZERO[int(engine.zero_optimization_stage())]
     if isinstance(trainer.model_wrapped, torch.nn.parallel.DistributedDataParallel):
-        return "DDP"
+        return DDP
     mesh = inspect_fsdp.tensor_mesh(trainer.model)
     if mesh:
-        return "TP x FSDP2" if "fsdp" in mesh else "TP"
-    return inspect_fsdp.live_strategy(trainer.model_wrapped, wrap_classes({}, trainer.model)) or "plain"
+        return TENSOR_PARALLEL_FSDP2 if "fsdp" in mesh else TENSOR_PARALLEL
+    return inspect_fsdp.live_strategy(trainer.model_wrapped, wrap_classes({}, trainer.model)) or PLAIN
 
 
 def effective_precision(trainer: Trainer, engine: Any) -> str:

@@ -24,6 +24,7 @@ from torch.serialization import add_safe_globals, get_unsafe_globals_in_checkpoi
 from transformers.trainer_pt_utils import safe_globals
 
 from config import DEFAULTS
+from distributed.strategy import BY_NAME
 from records.run_environment import strip_repository
 from settings.command_line import LATEST
 from settings.settings import Settings
@@ -31,9 +32,6 @@ from shared.errors import NO_CHECKPOINT, WorkshopError
 from shared.json_files import flatten_keys
 
 MARKER = "complete.json"
-# Families of strategies (`family_of`) whose checkpoints any number of ranks can load. A checkpoint of ZeRO-1, ZeRO-2 or
-# ZeRO-3 has one part for each rank
-ANY_NUMBER_OF_RANKS = {"plain or DDP", "FSDP2", "DeepSpeed ZeRO-0"}
 # The keys of an FSDP2 config that determine the files of a checkpoint, with their defaults. PyTorch loads these files
 # under any mesh, any wrapping and any strategy of FSDP2
 FSDP2_FILES = {"version": 2, "state_dict_type": "FULL_STATE_DICT", "cpu_offload": False}
@@ -164,7 +162,7 @@ def training_identity(job_id: str, settings: Settings, strategy: str, ranks: int
 def check_same_training(folder: str, identity: dict) -> None:
     """Raise WorkshopError (exit code 4) if settings differ from the checkpoint's. The message names each of them."""
     saved = read_marker(folder)
-    with_ranks = not {family_of(each["strategy"]) for each in (saved, identity)} <= ANY_NUMBER_OF_RANKS
+    with_ranks = not all(BY_NAME[each["strategy"]].any_ranks for each in (saved, identity))
     before = compared_values(saved, with_ranks)
     now = compared_values(identity, with_ranks)
     names = [name for name in sorted({*before, *now}) if before.get(name) != now.get(name)]
@@ -196,19 +194,12 @@ def effects_of_other_ranks(folder: str, identity: dict, questions: int) -> list[
     return lines
 
 
-def family_of(strategy: str) -> str:
-    """Return one name for all strategies that resume from each other's checkpoints."""
-    if strategy in ("plain", "DDP"):
-        return "plain or DDP"
-    return "FSDP2" if strategy.startswith("FSDP2") else strategy
-
-
 def compared_values(identity: dict, with_ranks: bool) -> dict[str, Any]:
     """Return the values that must equal the checkpoint's, by the names that error messages use.
 
     A knob that is younger than the checkpoint had its default value.
     """
-    family = family_of(identity["strategy"])
+    family = BY_NAME[identity["strategy"]].family
     config = identity["config"]
     knobs = {flag: value for flag, value in DEFAULTS.items() if not CHANGEABLE_FLAGS.fullmatch(flag)}
     found = knobs | identity["settings"] | {"strategy": family}

@@ -15,6 +15,7 @@ from distributed.collectives import broadcast_from_rank_0, print_once, world_siz
 from distributed.ds_config import check_contradictions, check_ds_config
 from distributed.fsdp_config import check_fsdp_config, parallelism, shard_on_cpu, trainer_config
 from distributed.process_group import adopt_process_group, leave_process_group, prepare_environment
+from distributed.strategy import WEIGHTS, Strategy, choose_strategy
 from distributed.tensor_parallel import check_tensor_parallel
 from lora import add_adapters
 from model import build_meta_model
@@ -26,7 +27,6 @@ from settings.settings import Settings
 from settings.trainer_flags import training_arguments
 from shared.hub import draw_bars_on_terminals_only
 from shared.trackers import close_trackers, prepare_trackers
-from training.audit import strategy_name
 from training.checks_before_training import check_room, check_trainable
 from training.energy import EnergyMeter
 from training.find_checkpoints import (
@@ -59,7 +59,7 @@ class Run:
     args: TrainingArguments
     job_id: str
     output_dir: str
-    strategy: str
+    strategy: Strategy
     stop: StopRequest
     record: RunRecord
     checkpoint: str | None
@@ -85,7 +85,7 @@ class Run:
         data = replace(self.settings.data, train_size=len(train_dataset), eval_size=len(eval_dataset))
         self.settings = replace(self.settings, data=data)
         ranks = self.args.world_size
-        self.identity = training_identity(self.job_id, self.settings, self.strategy, ranks, train_dataset)
+        self.identity = training_identity(self.job_id, self.settings, self.strategy.name, ranks, train_dataset)
         if self.checkpoint:
             check_same_training(self.checkpoint, self.identity)
         check_room(self.output_dir, self.settings, self.meta_model, self.strategy, self.args.save_total_limit)
@@ -140,7 +140,7 @@ class Run:
     @property
     def shards_weights(self) -> bool:
         """True if each rank holds only a part of the weights, so that all ranks must compute together."""
-        return bool(self.settings.trainer.fsdp) or self.strategy == "DeepSpeed ZeRO-3"
+        return WEIGHTS in self.strategy.shards
 
     def end_training(self, trainer: WorkshopTrainer) -> None:
         """Complete the trackers. After a stop, save a checkpoint and exit with code 75. Collective."""
@@ -183,7 +183,7 @@ def start_run(description: str) -> Run:
         args=args,
         job_id=job_id,
         output_dir=output_dir,
-        strategy=strategy_name(settings),
+        strategy=choose_strategy(settings),
         stop=stop,
         record=record,
         checkpoint=checkpoint,

@@ -12,6 +12,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 import custom_model  # noqa: F401  (registers the model with the Auto classes)
 from config import DEFAULTS
 from data_loader import read_questions, tokenise_batch
+from distributed.strategy import BY_NAME
 from helpers import REPOSITORY, TINY, Finished
 from lora import add_adapters
 from runs import (
@@ -235,7 +236,7 @@ def test_a_checkpoint_has_the_estimated_size(run: Finished):
     meta_model = AutoModelForCausalLM.from_pretrained(run.output)
     if settings.model.lora_rank:
         add_adapters(meta_model, settings.model.lora_rank)
-    checkpoint, model = bytes_to_save(settings, meta_model, run.effective("strategy"))
+    checkpoint, model = bytes_to_save(settings, meta_model, BY_NAME[run.effective("strategy")])
     headers = 100_000  # up to 1 kB per tensor and file
     assert sum(path.stat().st_size for path in files) == pytest.approx(checkpoint, rel=0.03, abs=headers)
     assert (run.output / "model.safetensors").stat().st_size == pytest.approx(model, rel=0.03)

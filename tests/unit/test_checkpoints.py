@@ -10,6 +10,7 @@ import pytest
 import torch
 from datasets import Dataset
 
+from distributed.strategy import FULL_SHARD, PLAIN, ZERO
 from settings.command_line import LATEST, parse_command_line
 from settings.settings import Settings
 from training import checks_before_training
@@ -307,11 +308,11 @@ def test_too_little_disk_space_is_found_before_the_training(monkeypatch, refusal
     monkeypatch.setattr(
         checks_before_training.shutil, "disk_usage", lambda path: SimpleNamespace(free=1000 * (2 * 12 + 4))
     )
-    check_room("output/7", settings, model, "plain", keep=1)
-    line = refusal(check_room, "output/7", settings, model, "FSDP2 FULL_SHARD", 1, code=3)
+    check_room("output/7", settings, model, PLAIN, keep=1)
+    line = refusal(check_room, "output/7", settings, model, FULL_SHARD, 1, code=3)
     what = "has 0.0 GiB free, but needs 2 x 0.0 GiB for checkpoints and 0.0 GiB for the model; .*"
     assert re.fullmatch(rf"error: \S+/work: {what}", line)
-    check_room("output/7", one_epoch, model, "FSDP2 FULL_SHARD", keep=1)
-    check_room("output/7", unsaved, model, "DeepSpeed ZeRO-2", keep=10)
+    check_room("output/7", one_epoch, model, FULL_SHARD, keep=1)
+    check_room("output/7", unsaved, model, ZERO[2], keep=10)
     checkpoint("output/7", 10)
-    check_room("output/7", settings, model, "FSDP2 FULL_SHARD", keep=1)
+    check_room("output/7", settings, model, FULL_SHARD, keep=1)

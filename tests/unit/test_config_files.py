@@ -12,7 +12,8 @@ from transformers.integrations.deepspeed import HfTrainerDeepSpeedConfig
 
 from custom_model import CustomGPTConfig, CustomGPTForCausalLM
 from distributed.ds_config import check_contradictions, check_ds_config
-from distributed.fsdp_config import check_fsdp_config, check_wrap_classes, fsdp_strategy
+from distributed.fsdp_config import check_fsdp_config, check_wrap_classes
+from distributed.strategy import fsdp_strategy
 from helpers import REPOSITORY
 from settings.command_line import parse_command_line
 from settings.trainer_flags import trainer_flags
@@ -280,7 +281,7 @@ def test_auto_means_ranks_per_node_and_nodes(monkeypatch, world, per_node, shard
     monkeypatch.setenv("LOCAL_WORLD_SIZE", str(per_node))
     found = checked_fsdp_config("--fsdp_config", str(REPOSITORY / "fsdp_configs" / "hybrid_shard.json"))
     assert (found["dp_shard_size"], found["dp_replicate_size"]) == (shard, replicate)
-    assert fsdp_strategy(found) == ("FSDP2 HYBRID_SHARD" if replicate > 1 else "FSDP2 FULL_SHARD")
+    assert fsdp_strategy(found).name == ("FSDP2 HYBRID_SHARD" if replicate > 1 else "FSDP2 FULL_SHARD")
 
 
 def test_hybrid_shard_with_one_rank_per_node_is_refused(refusal, monkeypatch):
