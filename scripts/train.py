@@ -17,7 +17,7 @@ With tensor parallelism, for the custom GPT, a Llama or a Qwen2:
     torchrun --nproc_per_node=2 scripts/train.py --model_name custom-gpt --tensor_parallel 2 --save_strategy no
 
 With your own model and data, resumed from the latest checkpoint of this run, or of the runs next to it:
-    python scripts/train.py --model_name ./my-model --dataset my-squad.json --resume_from_checkpoint
+    python scripts/train.py --model_name ./my-model --dataset questions.csv --resume_from_checkpoint
 """
 
 from transformers import set_seed

@@ -4,7 +4,7 @@
 
 # Change these two to names on the Hub or to absolute paths (relative ones would be relative to this folder)
 : "${MODEL_NAME:=bigscience/bloom-560m}"
-: "${DATASET:=squad}" # scripts/to_squad.py makes a file from a table
+: "${DATASET:=squad}" # a CSV, TSV, JSON or SQuAD file; data/README.md shows the formats
 # All questions of a file are used. Of a dataset on the Hub, 500 and 100 are used, unless you set:
 # : "${TRAIN_SIZE:=all}" "${EVAL_SIZE:=all}"
 
