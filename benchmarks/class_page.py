@@ -39,9 +39,9 @@ def age(folders: list[Path]) -> None:
 
 def main() -> None:
     started = time.perf_counter()
-    from reporting.class_folder import write_page
-    from reporting.class_page import Predictions, render_class
-    from reporting.class_runs import AFTERNOON, ClassReader
+    from reporting.classroom_folder import write_page
+    from reporting.classroom_page import Predictions, render_class
+    from reporting.classroom_runs import AFTERNOON, ClassReader
 
     imports = time.perf_counter() - started
     from class_files import make_class

@@ -28,7 +28,7 @@ from pathlib import Path
 from harness import REPOSITORY, RESULT, SAMPLE, SCRIPTS, commit, make_model_folder, read_result, run_training, versions
 
 sys.path.insert(0, str(SCRIPTS))
-from distributed.read_collective import SENT, SMALL, read_collective
+from estimate.read_collective import SENT, SMALL, read_collective
 
 # The blocks have about the same share of the parameters as in bloom-1b1. With a larger embedding or fewer blocks, a
 # single layer would dominate the counts.

@@ -262,7 +262,7 @@ job_on_node() { # COMMAND
 }
 
 job_start() { # COMMAND: replace a subshell by it. The kernel ends it when the parent shell ends, even by SIGKILL
-  exec python -P "$ROOT/scripts/job/with_parent.py" "$@"
+  exec python -P "$ROOT/scripts/job/end_with_parent.py" "$@"
 }
 
 job_start_logger() { # COMMAND: let only TERM end it, because Slurm may send other signals to all processes of a job

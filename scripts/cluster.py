@@ -1,4 +1,4 @@
-"""Run a real Slurm of several nodes on this machine, to practise with (docs/practice-cluster.md).
+"""Start a practice cluster: a real Slurm of several nodes on this machine (docs/practice-cluster.md).
 
 make cluster                               # = start, if it does not run, then shell
 make cluster-down                          # = stop: removes everything

@@ -1,4 +1,4 @@
-"""Run torchrun with clean stops, the training's exit code, and a safe rendezvous that names missing nodes.
+"""Start the ranks of a training run on one node: torchrun, with clean stops and a safe rendezvous.
 
     python scripts/launch.py --nproc-per-node=2 scripts/train.py --deepspeed ds_configs/zero2.json
 

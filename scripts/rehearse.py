@@ -15,13 +15,13 @@ import os
 import time
 from collections import Counter
 
-from distributed.read_collective import SMALL
 from distributed.strategy import choose_strategy
 from estimate.command_line import check_optimizer, parse_plan
 from estimate.communication import Ring, rings
 from estimate.memory import estimate_parts, parts_at_peak
 from estimate.model_shape import trace_shape, tracing_errors
 from estimate.observer import ACTIVATIONS, KINDS, ObservedStep
+from estimate.read_collective import SMALL
 from estimate.rehearsal import check_rehearsal, rehearse
 from settings.settings import RankFlags, Settings
 from shared.errors import run_program

@@ -11,7 +11,7 @@ import subprocess
 from pathlib import Path
 
 from shared.errors import ENVIRONMENT, OneLineErrors, WorkshopError, run_program
-from shared.trackers import KEY_FILE
+from shared.tracker_setup import KEY_FILE
 
 UPLOAD_TIMEOUT = 300  # seconds; the job's GPUs are idle during the upload
 

@@ -31,10 +31,10 @@ from lora import add_adapters
 from model import load_model, load_tokenizer, save_model
 from settings.precision import DTYPES
 from training.callbacks import add_callbacks
-from training.checks_before_training import check_saving
 from training.chunked_loss import use_chunked_loss
 from training.exact_match import Generation, exact_match_and_f1
 from training.flops import model_flops
+from training.preconditions import check_saving
 from training.run_frame import start_run
 from training.save_checkpoints import full_disk_errors
 from training.trainer import WorkshopTrainer

@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 from xdist.scheduler import LoadScopeScheduling
 
-from bench import Server
+from workbench import Server
 
 TESTS = Path(__file__).parent
 # Programs cache the matrix speed that they measure. A busy machine's speed must not get into the user's own cache.

@@ -6,7 +6,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
 
-from shared.looks import EMPTY, PHASES, RANKS
+from reporting.colours import EMPTY, PHASES, RANKS
 from style import WIDTH, Point, Sides, arrow, box, canvas, sides
 
 MARGIN = 0.1

@@ -3,7 +3,7 @@
 import matplotlib.pyplot as plt
 from matplotlib.figure import Figure
 
-from shared.looks import PARTS
+from reporting.colours import PARTS
 from style import WIDTH
 
 UNITS = ["embedding, head", *(f"block {number}" for number in range(1, 6))]

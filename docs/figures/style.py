@@ -16,7 +16,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import FancyArrowPatch, FancyBboxPatch, Patch
 
-from shared import looks
+from reporting import colours
 
 HERE = Path(__file__).resolve().parent
 WIDTH = 7.36  # inches; a page of 1,280 pixels shows a figure 736 pixels wide, so 8 points are 11 pixels
@@ -45,7 +45,7 @@ plt.rcParams |= STYLE
 PARTS, PHASES, LINKS = (
     {name: {"edgecolor": "black", "linewidth": 0.4, "facecolor": colours["color"], "hatch": colours.get("hatch")}
      for name, colours in kind.items()}
-    for kind in (looks.PARTS, looks.PHASES, looks.LINKS)
+    for kind in (colours.PARTS, colours.PHASES, colours.LINKS)
 )  # fmt: skip
 
 

@@ -19,12 +19,12 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from records.memory_logs import local_seconds, memory_log_paths, read_cpu_log, read_gpu_log
+from reporting.colours import PARTS
 from reporting.metrics import HELD, format_number, metric_value
 from reporting.render import Plot
 from reporting.runs import Missing, Run
 from reporting.tables import Row, Table
 from reporting.trainer_log import entries, find_log
-from shared.looks import PARTS
 
 DPI = 110
 FIGURE_WIDTH = 5.2  # inches: text of 11 points is readable when a phone shrinks a plot of this width

@@ -9,7 +9,7 @@ from transformers import TrainingArguments
 
 from settings.settings import Settings
 from shared.errors import ENVIRONMENT, WorkshopError
-from shared.trackers import check_trackers
+from shared.tracker_setup import check_trackers
 
 SHARDING = {"deepspeed", "fsdp", "fsdp_config", "parallelism_config"}
 

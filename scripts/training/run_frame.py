@@ -26,8 +26,7 @@ from settings.precision import DTYPES
 from settings.settings import Settings
 from settings.trainer_flags import training_arguments
 from shared.hub import draw_bars_on_terminals_only
-from shared.trackers import close_trackers, prepare_trackers
-from training.checks_before_training import check_room, check_trainable
+from shared.tracker_setup import close_trackers, prepare_trackers
 from training.energy import EnergyMeter
 from training.find_checkpoints import (
     check_for_code,
@@ -41,6 +40,7 @@ from training.find_checkpoints import (
 )
 from training.flops import ModelFlops, matmul_peak
 from training.measured_memory import record_process_peaks
+from training.preconditions import check_room, check_trainable
 from training.save_checkpoints import remove_stop_checkpoints
 from training.stopping import StopRequest
 from training.trainer import WorkshopTrainer

@@ -15,9 +15,9 @@ import pytest
 from class_files import NO_MEMORY, START, MadeUpClass, add_job, make_class
 from helpers import REPOSITORY, until
 from report_files import add_run, write
-from reporting import class_runs
-from reporting.class_page import Names, Predictions, cell_state, find_places, group_failures, render_class
-from reporting.class_runs import AFTERNOON, ClassReader
+from reporting import classroom_runs
+from reporting.classroom_page import Names, Predictions, cell_state, find_places, group_failures, render_class
+from reporting.classroom_runs import AFTERNOON, ClassReader
 
 EXPERIMENTS = ["baseline", "ddp/1_gpus", "ddp/2_gpus", "deepspeed-single-gpu/zero_1", "deepspeed-single-gpu/zero_2"]
 LATER = START + timedelta(hours=1)
@@ -150,8 +150,10 @@ def test_without_an_answer_of_slurm_the_page_says_so(tmp_path, slurm):
 
 def test_a_refresh_reads_only_folders_that_have_changed(tmp_path, slurm, monkeypatch):
     read = []
-    find = class_runs.find_runs_in_folder
-    monkeypatch.setattr(class_runs, "find_runs_in_folder", lambda folder, **o: read.append(folder) or find(folder, **o))
+    find = classroom_runs.find_runs_in_folder
+    monkeypatch.setattr(
+        classroom_runs, "find_runs_in_folder", lambda folder, **o: read.append(folder) or find(folder, **o)
+    )
     done = add_job(tmp_path / "alice", "baseline", "10", START, "completed")
     running = add_job(tmp_path / "alice", "ddp/1_gpus", "11", START, "running", percent=20)
     slurm(f"11|RUNNING|None|{running}")

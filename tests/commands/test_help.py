@@ -8,7 +8,10 @@ import pytest
 from helpers import REPOSITORY
 
 SCRIPTS = REPOSITORY / "scripts"
-ONLY_FOR_JOB_SH = ("with_parent.py", "on_node.py")  # they have no --help: their arguments are commands and process ids
+ONLY_FOR_JOB_SH = (
+    "end_with_parent.py",
+    "on_node.py",
+)  # they have no --help: their arguments are commands and process ids
 COMMANDS = [
     path
     for path in sorted([*SCRIPTS.glob("*.py"), *SCRIPTS.glob("job/*.py")])

@@ -6,7 +6,7 @@ import shlex
 import pytest
 
 import tracking
-from shared import trackers
+from shared import tracker_setup
 from shell import program
 
 
@@ -16,7 +16,7 @@ def offline_run(tmp_path, monkeypatch):
     (tmp_path / "wandb" / "7" / "wandb" / "offline-run-1").mkdir(parents=True)
     wandb = program(tmp_path / "bin", "wandb", 'echo "arguments: $*"')
     monkeypatch.chdir(tmp_path)
-    for module in (tracking, trackers):
+    for module in (tracking, tracker_setup):
         monkeypatch.setattr(module, "KEY_FILE", tmp_path / "wandb_key")
     monkeypatch.setenv("PATH", f"{wandb.parent}{os.pathsep}{os.environ['PATH']}")
     return tmp_path / "wandb_key"
@@ -25,9 +25,9 @@ def offline_run(tmp_path, monkeypatch):
 def test_wandbs_own_login_is_used_without_a_key_file(offline_run, capfd):
     tracking.upload("7")
     assert capfd.readouterr().out == "arguments: sync wandb/7/wandb/offline-run-1\n"
-    assert trackers.upload_command("7") == "wandb sync wandb/7/wandb/offline-run-*"
+    assert tracker_setup.upload_command("7") == "wandb sync wandb/7/wandb/offline-run-*"
     offline_run.touch()
-    assert shlex.split(trackers.upload_command("7"))[1:] == [os.path.relpath(tracking.__file__), "7"]
+    assert shlex.split(tracker_setup.upload_command("7"))[1:] == [os.path.relpath(tracking.__file__), "7"]
 
 
 def test_a_missing_wandb_or_run_gives_one_error_line(offline_run, refusal, monkeypatch, tmp_path):

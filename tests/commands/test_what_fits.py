@@ -16,7 +16,7 @@ from estimate.compare import VERDICTS, comparison
 from estimate.memory import estimate_parts
 from estimate.model_shape import trace_shape
 from helpers import REPOSITORY, program
-from shared.looks import PARTS
+from reporting.colours import PARTS
 
 COMPUTE = program("docs/what_fits/compute.py")
 FIRST_PAGE = "index.html"

@@ -8,7 +8,7 @@ import pytest
 
 sys.path.append(str(Path(__file__).parent.parent / "commands"))  # the folder of shell.py
 
-from bench import Bench, Server
+from workbench import Bench, Server
 
 
 @pytest.fixture

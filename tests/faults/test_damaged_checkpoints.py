@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from bench import Bench, same_training
+from workbench import Bench, same_training
 
 KEPT = ("--save_total_limit", 2)
 RESUME = "--resume_from_checkpoint"

@@ -5,9 +5,9 @@ import os
 
 import pytest
 
-from bench import Bench
 from helpers import REPOSITORY
 from shell import program
+from workbench import Bench
 
 CODE = {"AutoConfig": "evil.Config", "AutoModelForCausalLM": "evil.Model"}
 OWN_CODE = json.dumps({"model_type": "mine", "auto_map": CODE})

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from bench import STEP, Bench, Running, command_line, patch_call, same_training
 from helpers import REPOSITORY, Finished, directives, until
 from shell import program, shell_environment
+from workbench import STEP, Bench, Running, command_line, patch_call, same_training
 
 # Begin a training run as train.py does: write a record with status running, and end with 75 on a signal
 BEGIN = """

@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from bench import STEP, Bench, complete_marks, patch_call, same_training
+from workbench import STEP, Bench, complete_marks, patch_call, same_training
 
 
 def test_model_and_record_of_a_finished_run_are_not_overwritten(bench: Bench):

@@ -10,8 +10,8 @@ import psutil
 import pytest
 from safetensors.torch import load_file
 
-from bench import Bench, command_line
 from helpers import LIMIT, Finished, until
+from workbench import Bench, command_line
 
 # End the run with SIGTERM at the beginning of the third step
 TERM = """

@@ -10,8 +10,8 @@ import socket
 import pytest
 import torch
 
-from bench import STEP, Bench, complete_marks, patch_call, same_training, same_weights
 from helpers import REPOSITORY, Finished
+from workbench import STEP, Bench, complete_marks, patch_call, same_training, same_weights
 
 KEPT = ("--save_total_limit", 2)
 RESUME = "--resume_from_checkpoint"

@@ -12,9 +12,9 @@ import torch
 from transformers import BloomConfig, BloomForCausalLM
 
 import gpu_check
-from bench import Bench
 from helpers import NOTHING_COMPILED, REPOSITORY, RUN_TIMEOUT, TINY
 from training.chunked_loss import use_chunked_loss
+from workbench import Bench
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="PyTorch sees no CUDA GPU here")
 two_gpus = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="the test needs two GPUs")

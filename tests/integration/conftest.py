@@ -10,9 +10,9 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from bench import Bench, Server
 from helpers import RUN_TIMEOUT, TINY, Finished
 from runs import RUNS
+from workbench import Bench, Server
 
 
 @pytest.fixture(scope="session")

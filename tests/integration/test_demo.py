@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from bench import Bench
 from helpers import NO_KNOBS, REPOSITORY, Finished
+from workbench import Bench
 
 SHORT = {"TRAIN_SIZE": "96", "NUM_EPOCHS": "1", "EVAL_SIZE": "8"}  # 6 steps, of which three are warm-up
 

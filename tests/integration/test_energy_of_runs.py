@@ -2,9 +2,9 @@
 
 import pytest
 
-from bench import patch_call
 from helpers import REPOSITORY
 from stub_nvml import WATTS
+from workbench import patch_call
 
 STUB = f"""
 sys.path.insert(0, {str(REPOSITORY / "tests")!r})

@@ -6,7 +6,7 @@ import signal
 
 import psutil
 
-from bench import Bench, Running
+from workbench import Bench, Running
 
 ROW = "full_shard"
 SCRIPT = {"script": "scripts/gpu_check.py", "launcher": "python"}

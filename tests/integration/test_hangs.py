@@ -10,8 +10,8 @@ import signal
 import socket
 from pathlib import Path
 
-from bench import Bench
 from helpers import Finished, free_port
+from workbench import Bench
 
 HANG_TIMEOUT = 15  # seconds; even a busy machine must complete a step in this time
 STOP_RANK_0 = """

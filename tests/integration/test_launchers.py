@@ -10,11 +10,11 @@ import socket
 
 import pytest
 
-from bench import Bench
 from helpers import LAUNCHERS, Finished, free_port
 from records.schema import read_record
 from runs import PYTHON, TORCHRUN, uses
 from training.profiling import PHASES, PROFILED_STEPS
+from workbench import Bench
 
 
 @uses(PYTHON, TORCHRUN)

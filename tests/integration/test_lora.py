@@ -14,7 +14,6 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from bench import STEP, complete_marks, patch_call, same_training, same_weights
 from helpers import Finished
 from runs import (
     ADAPTERS,
@@ -30,6 +29,7 @@ from runs import (
 )
 from settings.precision import cpu_has_bf16
 from test_strategies import BF16_TOLERANCE, TOLERANCE, eval_loss
+from workbench import STEP, complete_marks, patch_call, same_training, same_weights
 
 IN_MAKE_TEST = {f"lora_{name}" for name in ("plain", "ddp", "zero1", "zero2", "zero3", "full_shard", "chunked_plain")}
 IN_MAKE_TEST |= {f"lora_bf16_{name}" for name in ("plain", "zero1", "zero3", "full_shard")}

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from bench import Bench
 from helpers import NO_KNOBS, REPOSITORY, snapshot
+from workbench import Bench
 
 FOLDERS = ("scripts", "ds_configs", "fsdp_configs", "data", "experiments")
 FILES = ("requirements.txt", "pyproject.toml")

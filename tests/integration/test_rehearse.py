@@ -15,12 +15,12 @@ import pytest
 import torch
 
 import rehearse as command
-from distributed.read_collective import SMALL
 from estimate.command_line import parse_plan
 from estimate.communication import rings
 from estimate.memory import estimate_parts, parts_at_peak
 from estimate.model_shape import trace_shape
 from estimate.observer import ObservedStep
+from estimate.read_collective import SMALL
 from estimate.rehearsal import rehearse
 from helpers import REPOSITORY, program
 from settings.settings import RankFlags, Settings

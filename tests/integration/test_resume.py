@@ -7,9 +7,9 @@ import json
 
 import pytest
 
-from bench import complete_marks
 from helpers import REPOSITORY, Finished
 from test_strategies import same_losses
+from workbench import complete_marks
 
 # Kill every rank with SIGKILL, before or after the checkpoint of the second epoch is marked as complete
 KILLED = """

@@ -6,9 +6,9 @@ import importlib.util
 import pytest
 import torch
 
-from bench import Bench
 from canaries import CANARIES, find_leaks
 from helpers import TINY
+from workbench import Bench
 
 # Crash after the first checkpoint
 CRASH = """

@@ -32,8 +32,8 @@ from runs import (
 )
 from settings.precision import cpu_has_bf16
 from settings.settings import build_settings
-from training.checks_before_training import bytes_to_save
 from training.find_checkpoints import check_for_code, forbid_code_in_checkpoints
+from training.preconditions import bytes_to_save
 
 TOLERANCE = 1e-4  # the order of fp32 additions may differ; a lost gradient changes the loss far more
 BF16_TOLERANCE = 2e-4  # relative; less than the error of a loss that is rounded to bf16 (7.625 instead of 7.62)

@@ -14,7 +14,6 @@ from distributed.strategy import FULL_SHARD, PLAIN, ZERO
 from settings.command_line import LATEST, parse_command_line
 from settings.settings import Settings
 from training import checks_before_training
-from training.checks_before_training import check_room
 from training.energy import EnergyMeter
 from training.find_checkpoints import (
     MARKER,
@@ -24,6 +23,7 @@ from training.find_checkpoints import (
     keep_global_batch,
     training_identity,
 )
+from training.preconditions import check_room
 from training.save_checkpoints import CheckpointCallback, mark_complete, remove_stop_checkpoints
 from training.speed import TrainSpeedCallback
 

@@ -6,8 +6,8 @@ import pytest
 
 from helpers import REPOSITORY, bash_blocks
 from report_files import write
-from reporting.class_page import letter, round_up
-from reporting.class_runs import AFTERNOON, distinct_names, select_experiments
+from reporting.classroom_page import letter, round_up
+from reporting.classroom_runs import AFTERNOON, distinct_names, select_experiments
 from reporting.trainer_log import END, last_error, progress
 
 

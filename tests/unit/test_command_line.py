@@ -15,7 +15,7 @@ from settings.hints import REMOVED_FLAGS, UNUSED_FLAGS
 from settings.settings import Settings, TrainerArguments
 from settings.trainer_flags import trainer_flags, training_arguments
 from shared.paths import workshop_version
-from shared.trackers import check_trackers
+from shared.tracker_setup import check_trackers
 
 
 def parse(*argv: str) -> Settings:

@@ -13,7 +13,7 @@ from custom_model import CustomGPTConfig
 from data_loader import is_local
 from helpers import REPOSITORY
 from model import build_meta_model, check_model, count_parameters, load_model, load_tokenizer
-from training.checks_before_training import check_saving
+from training.preconditions import check_saving
 
 DATA = DataArguments(dataset=str(REPOSITORY / "data" / "squad_sample.json"))
 TINY = ModelArguments("tiny-bloom")

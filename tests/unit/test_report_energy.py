@@ -7,8 +7,8 @@ from types import SimpleNamespace
 import pytest
 
 from report_files import add_gpu_run, add_run, cell, table, write
-from reporting.class_page import Predictions, render_class
-from reporting.class_runs import ClassReader
+from reporting.classroom_page import Predictions, render_class
+from reporting.classroom_runs import ClassReader
 from reporting.definitions import load_definitions
 from reporting.metrics import metric_value
 from reporting.render import describe_gpu_hours

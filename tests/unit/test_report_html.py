@@ -13,12 +13,12 @@ from matplotlib.colors import to_hex
 from matplotlib.figure import Figure
 
 from report_files import GPU_HEADER, add_run, table, write
+from reporting.colours import PARTS
 from reporting.definitions import PLOTS
 from reporting.page import SITE_NAME
 from reporting.plots import DRAWINGS, pareto_front
 from reporting.report_folder import write_report
 from reporting.tables import Table
-from shared.looks import PARTS
 from shared.paths import REPOSITORY, workshop_version
 from shared.units import MIB
 

@@ -1,6 +1,6 @@
 """Run a command that gets SIGTERM when the process that started it has ended, for whatever reason.
 
-    python -P scripts/job/with_parent.py COMMAND ARGUMENTS...     # for job.sh
+    python -P scripts/job/end_with_parent.py COMMAND ARGUMENTS...     # for job.sh
 
 The command keeps the process id of this program.
 

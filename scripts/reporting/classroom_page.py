@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from config import KNOBS
-from reporting.class_runs import Cell, ClassReader, Participant
+from reporting.classroom_runs import Cell, ClassReader, Participant
 from reporting.metrics import MIB_PER_GIB, predict_memory, prediction_input
 from reporting.page import GENERATOR, content_policy, page_environment
 from reporting.render import describe_gpu_hours

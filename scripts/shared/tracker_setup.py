@@ -1,4 +1,4 @@
-"""Experiment trackers: Weights & Biases (offline by default), TensorBoard, Trackio or none."""
+"""Set up experiment trackers: Weights & Biases (offline by default), TensorBoard, Trackio or none."""
 
 import importlib.util
 import os

@@ -3,8 +3,8 @@
 import time
 from pathlib import Path
 
-from reporting.class_page import Predictions, render_class
-from reporting.class_runs import ClassReader
+from reporting.classroom_page import Predictions, render_class
+from reporting.classroom_runs import ClassReader
 from reporting.page import GENERATOR
 from reporting.render import plural
 from reporting.report_folder import CLASS_PAGE
