@@ -13,7 +13,7 @@ from datasets import Dataset
 from distributed.strategy import FULL_SHARD, PLAIN, ZERO
 from settings.command_line import LATEST, parse_command_line
 from settings.settings import Settings
-from training import checks_before_training
+from training import preconditions
 from training.energy import EnergyMeter
 from training.find_checkpoints import (
     MARKER,
@@ -305,9 +305,7 @@ def test_too_little_disk_space_is_found_before_the_training(monkeypatch, refusal
         make_run("--fp16", "False", *argv)[0]
         for argv in ((), ("--num_train_epochs", "1"), ("--save_strategy", "no"))
     )  # fmt: skip
-    monkeypatch.setattr(
-        checks_before_training.shutil, "disk_usage", lambda path: SimpleNamespace(free=1000 * (2 * 12 + 4))
-    )
+    monkeypatch.setattr(preconditions.shutil, "disk_usage", lambda path: SimpleNamespace(free=1000 * (2 * 12 + 4)))
     check_room("output/7", settings, model, PLAIN, keep=1)
     line = refusal(check_room, "output/7", settings, model, FULL_SHARD, 1, code=3)
     what = "has 0.0 GiB free, but needs 2 x 0.0 GiB for checkpoints and 0.0 GiB for the model; .*"
