@@ -351,7 +351,7 @@ def gradients(flags: list[str]) -> dict[str, float]:
     import torch
     from transformers import DataCollatorForSeq2Seq
 
-    from training.chunked_loss import use_chunked_loss
+    from models.chunked_loss import use_chunked_loss
 
     dataset, tokenizer, make_model = make_parts(flags)
     model = make_model()

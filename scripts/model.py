@@ -26,12 +26,12 @@ from transformers.initialization import no_init_weights
 from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
 
 from config import CUSTOM_GPT, CUSTOM_SIZES, TINY_BLOOM, DataArguments, ModelArguments, has_random_weights
-from custom_model import CustomGPTConfig
 from data_loader import is_local, read_local, read_part
-from lora import ADAPTERS, merged_model
+from models.bloom_sdpa import use_attention
+from models.custom_model import CustomGPTConfig
+from models.lora import ADAPTERS, merged_model
 from shared.errors import WorkshopError
 from shared.hub import check_relative_path, loading_errors, offline_without_network
-from training.bloom_sdpa import use_attention
 from training.find_checkpoints import complete_checkpoints, newest_first
 
 # Hidden size, layers and heads (arXiv:2211.05100, table 3), so that --from_scratch needs no download

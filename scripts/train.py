@@ -27,11 +27,11 @@ from data_loader import collator, load_squad
 from distributed.collectives import print_once
 from distributed.process_group import run_and_exit
 from distributed.tensor_parallel import apply_tensor_parallel
-from lora import add_adapters
 from model import load_model, load_tokenizer, save_model
+from models.chunked_loss import use_chunked_loss
+from models.lora import add_adapters
 from settings.precision import DTYPES
 from training.callbacks import add_callbacks
-from training.chunked_loss import use_chunked_loss
 from training.exact_match import Generation, exact_match_and_f1
 from training.flops import model_flops
 from training.preconditions import check_saving

@@ -25,10 +25,10 @@ from estimate.compare import FITS, VERDICTS, settings_by_config
 from estimate.memory import INTERVALS, state_parts, totals
 from estimate.model_shape import PASSES, Alive, forward_pass, trace_shape, uses_autocast
 from estimate.time import uses_offload
+from models.chunked_loss import GPU_PIECES, chunk_bytes
 from settings.settings import Settings
 from shared.errors import WorkshopError
 from shared.units import MB, MIB
-from training.chunked_loss import GPU_PIECES, chunk_bytes
 
 HERE = Path(__file__).resolve().parent
 REPOSITORY = HERE.parents[1]

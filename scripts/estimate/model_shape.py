@@ -215,9 +215,9 @@ def model_without_storage(forward: ForwardPass) -> Iterator[Any]:
     from transformers.initialization import no_init_weights
     from transformers.modeling_utils import local_torch_dtype
 
-    import custom_model  # noqa: F401 - registers custom-gpt with AutoConfig
-    from lora import add_adapters
-    from training.bloom_sdpa import use_attention
+    import models.custom_model  # noqa: F401 - registers custom-gpt with AutoConfig
+    from models.bloom_sdpa import use_attention
+    from models.lora import add_adapters
 
     # For an operation without a rule for such tensors, PyTorch raises an exception and also logs a traceback
     logging.getLogger("torch._subclasses.fake_tensor").setLevel(logging.CRITICAL)
@@ -402,7 +402,7 @@ def run_passes(model: Any, blocks: list[Any], forward: ForwardPass) -> dict[str,
     gradient of the last block's output, and "embedding" with the gradient of the first block's input. Gradients of
     parameters exist from the start, as in each micro batch after the first one of a step.
     """
-    from training.chunked_loss import CPU_PIECES, GPU_PIECES, chunk_bytes
+    from models.chunked_loss import CPU_PIECES, GPU_PIECES, chunk_bytes
 
     head = model.get_output_embeddings()
     vocabulary = head.out_features  # the whole vocabulary, even if tensor parallelism cuts the weight
@@ -444,7 +444,7 @@ def begin_with_gradient(register_hook: Any, interval: str, counting: AliveBytes)
 
 
 class ChunkedHead(torch.autograd.Function):
-    """Stand-in for training/chunked_loss.py that keeps the same fp32 gradients of hidden states and weight.
+    """Stand-in for models/chunked_loss.py that keeps the same fp32 gradients of hidden states and weight.
 
     A frozen weight has no gradient.
     """

@@ -33,11 +33,11 @@ from distributed.tensor_parallel import apply_tensor_parallel
 from estimate.model_shape import forward_pass, model_without_storage
 from estimate.observer import ObservedStep, Observer
 from estimate.time import uses_offload
-from lora import add_adapters
+from models.chunked_loss import next_tokens, use_chunked_loss
+from models.lora import add_adapters
 from settings.settings import Settings
 from settings.trainer_flags import trainer_flags
 from shared.errors import WorkshopError
-from training.chunked_loss import next_tokens, use_chunked_loss
 from training.measured_memory import gradient_tensors, optimizer_tensors
 from training.trainer import WorkshopTrainer
 

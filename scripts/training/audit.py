@@ -15,13 +15,13 @@ from distributed.collectives import gather_lists, rank, world_size
 from distributed.fsdp_config import wrap_classes
 from distributed.strategy import DDP, WEIGHTS, choose_strategy
 from distributed.tensor_parallel import cut_parameters
-from lora import count_adapter_elements
 from model import count_parameters, elements
+from models.bloom_sdpa import attention_name
+from models.chunked_loss import computes_loss_in_head
+from models.lora import count_adapter_elements
 from records.writer import RunRecord
 from settings.settings import Settings
 from shared.errors import ENVIRONMENT, WorkshopError
-from training.bloom_sdpa import attention_name
-from training.chunked_loss import computes_loss_in_head
 from training.effective_values import (
     dtype_names,
     effective_batch,

@@ -27,10 +27,10 @@ from distributed.fsdp_config import check_wrap_classes
 from distributed.strategy import Strategy
 from distributed.tensor_parallel import check_tensor_parallel_model
 from model import check_model, count_parameters
+from models.chunked_loss import check_head
 from settings.settings import Settings
 from shared.errors import ENVIRONMENT, WorkshopError
 from shared.hub import short_reason
-from training.chunked_loss import check_head
 from training.exact_match import load_metric
 from training.find_checkpoints import complete_checkpoints
 

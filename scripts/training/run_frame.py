@@ -17,8 +17,8 @@ from distributed.fsdp_config import check_fsdp_config, parallelism, shard_on_cpu
 from distributed.process_group import adopt_process_group, leave_process_group, prepare_environment
 from distributed.strategy import WEIGHTS, Strategy, choose_strategy
 from distributed.tensor_parallel import check_tensor_parallel
-from lora import add_adapters
 from model import build_meta_model
+from models.lora import add_adapters
 from records.run_environment import new_job_id
 from records.writer import RunRecord
 from settings.command_line import parse_command_line

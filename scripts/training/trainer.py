@@ -13,8 +13,8 @@ from transformers.trainer_pt_utils import LengthGroupedSampler
 from transformers.trainer_utils import EvalLoopOutput, TrainOutput
 
 from data_loader import IGNORED
+from models.chunked_loss import add_label_counts, computes_loss_in_head
 from shared.errors import WorkshopError
-from training.chunked_loss import add_label_counts, computes_loss_in_head
 from training.find_checkpoints import MARKER, checkpoint_folder
 from training.flops import KINDS_OF_TOKENS, count_tokens
 from training.sampling import GroupByLengthSampler

@@ -76,7 +76,7 @@ FIXES = (
         "LengthGroupedSampler derives its order from the seed and the epoch, and groups over the global batch",
     ),
     Fix(
-        "training/bloom_sdpa.py::SDPABloomModel",
+        "models/bloom_sdpa.py::SDPABloomModel",
         "transformers==5.23.0",
         "BLOOM accepts attn_implementation='sdpa'",
     ),

@@ -13,7 +13,7 @@ from transformers import BloomConfig, BloomForCausalLM
 
 import gpu_check
 from helpers import NOTHING_COMPILED, REPOSITORY, RUN_TIMEOUT, TINY
-from training.chunked_loss import use_chunked_loss
+from models.chunked_loss import use_chunked_loss
 from workbench import Bench
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="PyTorch sees no CUDA GPU here")

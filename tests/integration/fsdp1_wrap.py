@@ -15,8 +15,8 @@ import torch.distributed as dist
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.fsdp.wrap import transformer_auto_wrap_policy
 
-from custom_model import CustomGPTBlock, CustomGPTConfig, CustomGPTForCausalLM
 from distributed import inspect_fsdp
+from models.custom_model import CustomGPTBlock, CustomGPTConfig, CustomGPTForCausalLM
 from training.audit import AuditCallback
 from training.exact_match import root_gathered
 

@@ -9,12 +9,12 @@ import torch
 from datasets import Dataset
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-import custom_model  # noqa: F401  (registers the model with the Auto classes)
+import models.custom_model  # noqa: F401  (registers the model with the Auto classes)
 from config import DEFAULTS
 from data_loader import read_questions, tokenise_batch
 from distributed.strategy import BY_NAME
 from helpers import REPOSITORY, TINY, Finished
-from lora import add_adapters
+from models.lora import add_adapters
 from runs import (
     CHUNKED,
     CONFIGS,

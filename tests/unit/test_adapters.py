@@ -21,11 +21,11 @@ from transformers import (
 
 import evaluate
 from config import ModelArguments
-from custom_model import CustomGPTConfig, CustomGPTForCausalLM
 from distributed.fsdp_config import check_fsdp_config
 from helpers import REPOSITORY
-from lora import ADAPTERS, LoraLinear, add_adapters, count_adapter_elements, merged_model
 from model import load_config, pretrained_model
+from models.custom_model import CustomGPTConfig, CustomGPTForCausalLM
+from models.lora import ADAPTERS, LoraLinear, add_adapters, count_adapter_elements, merged_model
 from settings.command_line import parse_command_line
 
 RANK = 3

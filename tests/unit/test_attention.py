@@ -8,8 +8,8 @@ from transformers import BloomConfig, BloomForCausalLM
 
 from config import ModelArguments
 from model import build_meta_model
-from training.bloom_sdpa import attention_name, use_attention
-from training.chunked_loss import use_chunked_loss
+from models.bloom_sdpa import attention_name, use_attention
+from models.chunked_loss import use_chunked_loss
 
 LENGTH = 100
 # alibi is computed differently if the number of heads is not a power of 2

@@ -12,7 +12,7 @@ import torch
 from torch.utils.data import DataLoader
 from transformers import BloomConfig, BloomForCausalLM
 
-from lora import add_adapters
+from models.lora import add_adapters
 from records.writer import RunRecord
 from settings.command_line import parse_command_line
 from training import audit

@@ -15,10 +15,10 @@ from transformers import (
     LlamaForCausalLM,
 )
 
-from custom_model import CustomGPTConfig, CustomGPTForCausalLM
 from data_loader import IGNORED
-from training import chunked_loss
-from training.chunked_loss import CrossEntropyOfHead, add_label_counts, check_head, use_chunked_loss
+from models import chunked_loss
+from models.chunked_loss import CrossEntropyOfHead, add_label_counts, check_head, use_chunked_loss
+from models.custom_model import CustomGPTConfig, CustomGPTForCausalLM
 
 VOCABULARY = 700
 BLOOM = BloomConfig(vocab_size=VOCABULARY, hidden_size=32, n_layer=2, n_head=4)

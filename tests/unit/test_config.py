@@ -4,8 +4,8 @@ import ast
 import sys
 
 from config import CUSTOM_SIZES, DEFAULTS, KNOBS, OTHER_DEFAULTS
-from custom_model import CustomGPTConfig
 from helpers import REPOSITORY
+from models.custom_model import CustomGPTConfig
 
 
 def test_the_custom_model_has_the_defaults_of_the_configuration():

@@ -10,11 +10,11 @@ from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
 from transformers import TrainingArguments
 from transformers.integrations.deepspeed import HfTrainerDeepSpeedConfig
 
-from custom_model import CustomGPTConfig, CustomGPTForCausalLM
 from distributed.ds_config import check_contradictions, check_ds_config
 from distributed.fsdp_config import check_fsdp_config, check_wrap_classes
 from distributed.strategy import fsdp_strategy
 from helpers import REPOSITORY
+from models.custom_model import CustomGPTConfig, CustomGPTForCausalLM
 from settings.command_line import parse_command_line
 from settings.trainer_flags import trainer_flags
 from shared.json_files import flatten_keys

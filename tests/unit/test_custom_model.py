@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from custom_model import CustomGPTConfig, CustomGPTForCausalLM
+from models.custom_model import CustomGPTConfig, CustomGPTForCausalLM
 from settings.command_line import parse_command_line
 
 PAD, EOS = 3, 2

@@ -13,8 +13,8 @@ from estimate.memory import estimate_parts, parts_at_peak, power_of_two, stage2_
 from estimate.model_shape import trace_shape
 from estimate_memory import memory_table
 from helpers import REPOSITORY
+from models.bloom_sdpa import use_attention
 from settings.settings import Settings
-from training.bloom_sdpa import use_attention
 
 GIB = 2**30
 

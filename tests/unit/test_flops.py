@@ -5,8 +5,8 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import BloomConfig, BloomForCausalLM, LlamaConfig, LlamaForCausalLM
 
-from custom_model import CustomGPTConfig, CustomGPTForCausalLM
 from data_loader import IGNORED
+from models.custom_model import CustomGPTConfig, CustomGPTForCausalLM
 from training import flops
 from training.flops import ModelFlops, count_tokens, matmul_peak, published_peak
 

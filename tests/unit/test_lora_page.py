@@ -6,15 +6,15 @@ import re
 import pytest
 from torch import nn
 
-import lora
 from config import ModelArguments
 from estimate.command_line import parse_memory_plan, parse_plan
 from estimate.communication import sent_bytes
 from estimate.memory import estimate_parts, parts_at_peak
 from estimate.model_shape import trace_shape
 from helpers import REPOSITORY, program
-from lora import LoraLinear, add_adapters, count_adapter_elements
 from model import build_meta_model
+from models import lora
+from models.lora import LoraLinear, add_adapters, count_adapter_elements
 from shared.units import GB, GIB
 
 PAGE = (REPOSITORY / "docs" / "lora.md").read_text(encoding="utf-8")

@@ -9,10 +9,10 @@ import torch
 from transformers import BertConfig, BloomConfig, BloomForCausalLM, GPT2Config, LlamaConfig, OPTConfig
 
 from config import DataArguments, ModelArguments
-from custom_model import CustomGPTConfig
 from data_loader import is_local
 from helpers import REPOSITORY
 from model import build_meta_model, check_model, count_parameters, load_model, load_tokenizer
+from models.custom_model import CustomGPTConfig
 from training.preconditions import check_saving
 
 DATA = DataArguments(dataset=str(REPOSITORY / "data" / "squad_sample.json"))
