@@ -1,25 +1,15 @@
 """Checks of a training run that need the shape of its model, before any weights are loaded or files are written."""
 
-import contextlib
 import math
 import os
 import shutil
 import socket
 import tempfile
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import (
-    PreTrainedModel,
-    PreTrainedTokenizerBase,
-    Trainer,
-    TrainingArguments,
-    get_scheduler,
-    set_seed,
-)
-from transformers.utils import is_liger_kernel_available
+from transformers import PreTrainedModel, PreTrainedTokenizerBase, TrainingArguments
 
 from distributed import watchdog
 from distributed.collectives import rank
@@ -65,7 +55,6 @@ def check_trainable(
     if args.torch_compile:
         check_torch_compile(args)
     check_temporary_folder(args)
-    check_trainer_values(settings, args, meta_model)
 
 
 def check_saving(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
@@ -120,46 +109,6 @@ def check_temporary_folder(args: TrainingArguments) -> None:
     if args.dataloader_num_workers and length > LONGEST_TEMPORARY_FOLDER:
         what = f"{folder} has {length} characters, and DATA_WORKERS needs at most {LONGEST_TEMPORARY_FOLDER}"
         raise WorkshopError("TMPDIR", what, "set it to a shorter path, such as /tmp, or set DATA_WORKERS=0")
-
-
-def check_trainer_values(settings: Settings, args: TrainingArguments, model: PreTrainedModel) -> None:
-    """Raise WorkshopError (exit code 2) for values that the Trainer would reject only after the record has begun."""
-    if args.metric_for_best_model is None and args.save_strategy == "best":
-        raise settings.error("save_strategy", "best needs a metric to compare", "add --metric_for_best_model eval_loss")
-    if args.use_liger_kernel and not is_liger_kernel_available():
-        raise settings.error("use_liger_kernel", "liger-kernel is not installed", "run pip install liger-kernel")
-    with flag_value_errors(settings, "seed"):
-        set_seed(args.seed)
-    with flag_value_errors(settings, "optim", "adam_", "weight_decay"):
-        kind, arguments = Trainer.get_optimizer_cls_and_kwargs(args, model)
-        if {"params", "model", "optimizer_dict"} & arguments.keys() or not isinstance(kind, type):
-            return  # an optimizer for the layers of this model, such as GaLore, cannot be tried on one parameter
-        group = {"params": [torch.nn.Parameter(torch.zeros(1))], "weight_decay": args.weight_decay}
-        optimizer = kind([group], **arguments)
-    with flag_value_errors(settings, "lr_scheduler", "warmup"):
-        scheduler_arguments: Any = args.lr_scheduler_kwargs
-        # The number of steps is arbitrary, because this schedule is not used
-        get_scheduler(
-            args.lr_scheduler_type,
-            optimizer,
-            num_warmup_steps=args.get_warmup_steps(100),
-            num_training_steps=100,
-            scheduler_specific_kwargs=scheduler_arguments,
-        )
-
-
-@contextlib.contextmanager
-def flag_value_errors(settings: Settings, *prefixes: str) -> Iterator[None]:
-    """Turn any exception of a library into one error line with its text.
-
-    The line names those flags given by the user that begin with one of the prefixes.
-    """
-    try:
-        yield
-    except Exception as error:
-        given = [name for flag, name in settings.names.items() if flag.startswith(prefixes)]
-        source = ", ".join(given) or "command line"
-        raise WorkshopError(source, str(error), "give another value, or leave it out") from error
 
 
 # 2. Disk space for the checkpoints
