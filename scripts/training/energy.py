@@ -57,12 +57,10 @@ class EnergyMeter:
             joules = pynvml.nvmlDeviceGetTotalEnergyConsumption(self.gpu) / 1000
         except pynvml.NVMLError:  # the training must not fail because of a counter
             return math.nan
-        if joules < self.last_joules:
-            # The difference to an earlier state would be wrong, and could be negative. No later state is above infinity
-            self.last_joules = math.inf
-            return math.nan
-        self.last_joules = joules
-        return joules
+        # After a counter has gone back, differences to earlier states are wrong, and some are negative. So the state
+        # stays NaN, because no comparison with NaN is true
+        self.last_joules = joules if joules >= self.last_joules else math.nan
+        return self.last_joules
 
     def record_kwh(self, record: RunRecord) -> None:
         """Record the energy of the whole job: of all GPUs since the start, and of its earlier attempts. Collective."""

@@ -74,14 +74,14 @@ class ModelFlops:
         model: a causal LM of transformers with whole weights, not a shard. It may be on the meta device. max_length:
         tokens of the longest sequence.
         """
-        check_matrices(model)
-        width = attention_width(model, max_length)
+        if others := list(other_matrices(model)):
+            raise ValueError(f"{others[0]} is not the weight of a linear layer, so its operations are unknown")
         head = model.get_output_embeddings().weight
         tables = {id(module.weight) for module in model.modules() if isinstance(module, torch.nn.Embedding)}
         matrices = [p for p in model.parameters() if p.dim() > 1 and p is not head and id(p) not in tables]
         self.head = operations_per_token(head)
         self.trunk = sum(operations_per_token(matrix) for matrix in matrices)
-        self.attention = model.config.get_text_config().num_hidden_layers * width
+        self.attention = attention_width(model, max_length)
 
     def count_operations(self, real: int, counted: int, squares: int) -> float:
         """Return the number of operations for the counts of `count_tokens`."""
@@ -94,28 +94,35 @@ def operations_per_token(parameter: torch.nn.Parameter) -> int:
     return (6 if parameter.requires_grad else 4) * parameter.numel()
 
 
-def check_matrices(model: Any) -> None:
-    """Raise ValueError for a matrix that may not be multiplied once with each token, such as those of experts."""
-    for module in model.modules():
-        for name, parameter in module.named_parameters(recurse=False):
-            if parameter.dim() > 1 and not isinstance(module, (torch.nn.Linear, Conv1D, torch.nn.Embedding)):
-                matrix = f"{type(module).__name__}.{name}"
-                raise ValueError(f"{matrix} is not the weight of a linear layer, so its operations are unknown")
+def other_matrices(model: torch.nn.Module) -> dict[str, torch.nn.Parameter]:
+    """Return the matrices, by name, of layers that are neither linear nor an embedding, such as experts or Mamba's.
+
+    Such a matrix may not be multiplied once with each token.
+    """
+    return {
+        f"{layer}.{name}": parameter
+        for layer, module in model.named_modules()
+        if not isinstance(module, (torch.nn.Linear, Conv1D, torch.nn.Embedding))
+        for name, parameter in module.named_parameters(recurse=False)
+        if parameter.dim() > 1
+    }
 
 
 def attention_width(model: Any, max_length: int) -> int:
-    """Return heads x head size. Raise ValueError unless every layer has one such attention, to all earlier tokens."""
+    """Return layers x heads x head size.
+
+    Raise ValueError unless every layer has one attention of this size, in which a token can see all earlier tokens.
+    """
     config = model.config.get_text_config()
-    for name in WINDOWS:
-        window = getattr(config, name, None)
-        if window and window < max_length:
-            raise ValueError(f"a token sees only {window} tokens ({name}), and MAX_LENGTH is {max_length}")
+    window = min(getattr(config, name, None) or max_length for name in WINDOWS)
+    if window < max_length:
+        raise ValueError(f"the attention sees only {window} tokens at a time, and MAX_LENGTH is {max_length}")
     heads = getattr(config, "num_attention_heads", None) or 1
     width = heads * (getattr(config, "head_dim", None) or config.hidden_size // heads)
     layers_by_class = Counter(type(module) for module in model.modules() if is_attention(module, width))
     if list(layers_by_class.values()) != [config.num_hidden_layers]:
-        raise ValueError("not every layer has the usual attention, so the operations of the layers are unknown")
-    return width
+        raise ValueError("not every layer has one attention of the usual kind, so its operations are unknown")
+    return config.num_hidden_layers * width
 
 
 def is_attention(module: torch.nn.Module, width: int) -> bool:
@@ -124,8 +131,8 @@ def is_attention(module: torch.nn.Module, width: int) -> bool:
     One of its linear layers has the outputs of all heads as its input, so the number of inputs is the width.
     """
     inputs = [getattr(layer, "in_features", getattr(layer, "nx", 0)) for layer in module.children()]
-    own_parameters = list(module.parameters(recurse=False))
-    return type(module).__name__.endswith("Attention") and width in inputs and not own_parameters
+    own = list(module.parameters(recurse=False))
+    return type(module).__name__.endswith("Attention") and width in inputs and not own
 
 
 def model_flops(model: Any, max_length: int, record: RunRecord) -> ModelFlops | None:

@@ -12,7 +12,8 @@ from training import flops
 from training.flops import ModelFlops, count_tokens, matmul_peak, model_flops, published_peak
 
 CPU = torch.device("cpu")
-SIZES = {"vocab_size": 500, "hidden_size": 64, "num_hidden_layers": 3, "num_attention_heads": 4}
+SMALL = {"vocab_size": 500, "hidden_size": 64}
+SIZES = SMALL | {"num_hidden_layers": 3, "num_attention_heads": 4}
 LLAMA = SIZES | {"intermediate_size": 160, "num_key_value_heads": 2, "tie_word_embeddings": False}
 SPECIAL_TOKENS = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
 FAMILIES = {
@@ -59,16 +60,16 @@ def test_operations_agree_with_pytorchs_count(family: str):
     assert needed - per_model.count_operations(real=2 * 48, counted=48, squares=2 * 48 * 48) == 6 * head * 48
 
 
-SEES = "a token sees only 47 tokens ({}), and MAX_LENGTH is 48"
-NOT_LINEAR = "{} is not the weight of a linear layer, so its operations are unknown"
-NOT_USUAL = "not every layer has the usual attention, so the operations of the layers are unknown"
+WINDOW = "the attention sees only 47 tokens at a time, and MAX_LENGTH is 48"
+NOT_LINEAR = "is not the weight of a linear layer, so its operations are unknown"
+NOT_USUAL = "not every layer has one attention of the usual kind, so its operations are unknown"
 LOCAL = {"window_size": 47, "attention_types": [[["global", "local", "local"], 1]]}
 UNKNOWN = {
-    "mistral": (LLAMA | {"sliding_window": 47}, SEES.format("sliding_window")),
-    "gpt_neo": ({"vocab_size": 500, "hidden_size": 64, "num_layers": 3} | LOCAL, SEES.format("window_size")),
-    "mixtral": (LLAMA, NOT_LINEAR.format("MixtralTopKRouter.weight")),
-    "mamba": ({"vocab_size": 500, "hidden_size": 64, "num_hidden_layers": 1}, NOT_LINEAR.format("MambaMixer.A_log")),
-    "lfm2": (LLAMA | {"layer_types": ["conv", "full_attention", "conv"]}, NOT_LINEAR.format("Conv1d.weight")),
+    "mistral": (LLAMA | {"sliding_window": 47}, WINDOW),
+    "gpt_neo": (SMALL | {"num_layers": 3} | LOCAL, WINDOW),
+    "mixtral": (LLAMA, f"model.layers.0.mlp.gate.weight {NOT_LINEAR}"),
+    "mamba": (SMALL | {"num_hidden_layers": 1}, f"backbone.layers.0.mixer.A_log {NOT_LINEAR}"),
+    "lfm2": (LLAMA | {"layer_types": 3 * ["conv"]}, f"model.layers.0.conv.conv.weight {NOT_LINEAR}"),
     # Scores and weighted sums have different widths
     "minicpm3": (LLAMA, NOT_USUAL),
     # Each layer also has an attention to an encoder, which a causal LM does not use
