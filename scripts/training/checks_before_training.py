@@ -25,7 +25,7 @@ from distributed import watchdog
 from distributed.collectives import print_once, rank
 from distributed.fsdp_config import check_wrap_classes
 from distributed.tensor_parallel import check_tensor_parallel_model
-from lora import LoraLinear, smaller_side
+from lora import LoraLinear
 from model import check_model, count_parameters
 from settings.settings import Settings
 from shared.errors import ENVIRONMENT, WorkshopError
@@ -92,13 +92,12 @@ def check_trainable(
 def describe_adapters(model: PreTrainedModel, rank: int) -> str:
     """Return lines for the log: layers with adapters, matrices without, and layers for which the rank is too large."""
     layers = {name: module for name, module in model.named_modules() if isinstance(module, LoraLinear)}
-    others = other_matrices(model)
     text = f"LoRA: adapters on {last_names(layers)}"
-    if others:
+    if others := other_matrices(model):
         count = sum(matrix.numel() for matrix in others.values())
         text += f"; {count:,} parameters of other matrices have none ({last_names(others)})"
-    if small := [name for name, layer in layers.items() if rank > smaller_side(layer)]:
-        text += f"\nLORA_RANK {rank} is more than the smaller side of {last_names(small)}, where less learns the same"
+    if small := [name for name, layer in layers.items() if rank > min(layer.in_features, layer.out_features)]:
+        text += f"\nLORA_RANK {rank} is larger than the smaller side of {last_names(small)}: less is enough there"
     return text
 
 

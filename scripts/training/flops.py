@@ -85,8 +85,8 @@ class ModelFlops:
 
     def count_operations(self, real: int, counted: int, squares: int) -> float:
         """Return the number of operations for the counts of `count_tokens`."""
-        # Attention needs 12 operations per layer, unit of its width and pair of tokens, for scores and weighted sums,
-        # in forward and backward pass
+        # For each pair of tokens, attention needs 12 operations per unit of its width: for scores and weighted sums, in
+        # forward and backward pass
         return float(self.trunk * real + self.head * counted + 12 * self.attention * squares)
 
 
@@ -109,7 +109,7 @@ def other_matrices(model: torch.nn.Module) -> dict[str, torch.nn.Parameter]:
 
 
 def attention_width(model: Any, max_length: int) -> int:
-    """Return layers x heads x head size.
+    """Return the sum of heads x head size over all layers.
 
     Raise ValueError unless every layer has one attention of this size, in which a token can see all earlier tokens.
     """
@@ -131,8 +131,8 @@ def is_attention(module: torch.nn.Module, width: int) -> bool:
     One of its linear layers has the outputs of all heads as its input, so the number of inputs is the width.
     """
     inputs = [getattr(layer, "in_features", getattr(layer, "nx", 0)) for layer in module.children()]
-    own = list(module.parameters(recurse=False))
-    return type(module).__name__.endswith("Attention") and width in inputs and not own
+    own_parameters = list(module.parameters(recurse=False))
+    return type(module).__name__.endswith("Attention") and width in inputs and not own_parameters
 
 
 def model_flops(model: Any, max_length: int, record: RunRecord) -> ModelFlops | None:

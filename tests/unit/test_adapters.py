@@ -184,7 +184,7 @@ def test_the_log_says_which_layers_have_adapters_and_for_which_the_rank_is_too_l
     assert describe_adapters(small, 2) == line
     assert {parameter.device.type for parameter in small.parameters()} == {"meta"}, "the adapters take no memory either"
     add_adapters(model, 12)
-    more = f"LORA_RANK 12 is more than the smaller side of {too_small}, where less learns the same"
+    more = f"LORA_RANK 12 is larger than the smaller side of {too_small}: less is enough there"
     assert describe_adapters(model, 12) == f"{line}\n{more}"
 
 
