@@ -55,8 +55,7 @@ def add_adapters(model: PreTrainedModel, rank: int, frozen_dtype: torch.dtype = 
         raise WorkshopError("--lora_rank", what, "leave it out, or use a BLOOM, Llama or Qwen")
     largest = max(min(layer.in_features, layer.out_features) for layer in layers)
     if rank > largest:
-        what = f"{rank} is larger than the smaller side of every linear layer"
-        raise WorkshopError("--lora_rank", what, f"give at most {largest}")
+        raise WorkshopError("--lora_rank", f"{rank} is too large for all linear layers", f"give at most {largest}")
     # The other ZeRO stages cast adapters, too, and ZeRO-3 would leave them in fp32. All stages add fp32 masters
     dtype = frozen_dtype if sharded else torch.float32
     for layer in layers:

@@ -94,8 +94,7 @@ def describe_adapters(model: PreTrainedModel, rank: int) -> str:
     layers = {name: module for name, module in model.named_modules() if isinstance(module, LoraLinear)}
     text = f"LoRA: adapters on {last_names(layers)}"
     if others := other_matrices(model):
-        count = sum(matrix.numel() for matrix in others.values())
-        text += f"; {count:,} parameters of other matrices have none ({last_names(others)})"
+        text += f"; none on the {sum(map(torch.numel, others.values())):,} parameters of {last_names(others)}"
     if small := [name for name, layer in layers.items() if rank > min(layer.in_features, layer.out_features)]:
         text += f"\nLORA_RANK {rank} is larger than the smaller side of {last_names(small)}: less is enough there"
     return text

@@ -131,8 +131,9 @@ def is_attention(module: torch.nn.Module, width: int) -> bool:
     One of its linear layers has the outputs of all heads as its input, so the number of inputs is the width.
     """
     inputs = [getattr(layer, "in_features", getattr(layer, "nx", 0)) for layer in module.children()]
-    own_parameters = list(module.parameters(recurse=False))
-    return type(module).__name__.endswith("Attention") and width in inputs and not own_parameters
+    return (
+        type(module).__name__.endswith("Attention") and width in inputs and not list(module.parameters(recurse=False))
+    )
 
 
 def model_flops(model: Any, max_length: int, record: RunRecord) -> ModelFlops | None:

@@ -31,7 +31,7 @@ REFUSED = {  # the error line, the flags, and a dictionary of files, variables a
                       "false in its config.json",
                       ["--model_name", "mine", "--from_scratch", "--tokenizer_name", "tiny-bloom"],
                       {"files": {"mine/config.json": ROUTER_LOSS}}),
-    "too large a rank": ("--lora_rank: 65 is larger than the smaller side of every linear layer; give at most 64",
+    "too large a rank": ("--lora_rank: 65 is too large for all linear layers; give at most 64",
                          ["--lora_rank", 65], {}),
     "a path as the job's id": ("JOB_ID: '../../outside' cannot name files; ...", [], {"JOB_ID": "../../outside"}),
     "a truncated record of this job": ("results/7.json: is not a valid run record (...); ...",

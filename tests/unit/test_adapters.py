@@ -161,13 +161,13 @@ DESCRIBED = {  # sizes, layers with adapters, other matrices, and layers for whi
     "mixtral": (
         EXPERTS,
         "q_proj, k_proj, v_proj, o_proj",
-        f"; {8 * (3 * 16 * 24 + 16):,} parameters of other matrices have none (gate, gate_up_proj, down_proj)",
+        f"; none on the {8 * (3 * 16 * 24 + 16):,} parameters of gate, gate_up_proj, down_proj",
         "k_proj, v_proj",
     ),
     "mamba": (
         STATE_SPACE,
         "in_proj, x_proj, dt_proj, out_proj",
-        f"; {32 * 4 + 32 * 4} parameters of other matrices have none (A_log, conv1d)",
+        f"; none on the {32 * 4 + 32 * 4} parameters of A_log, conv1d",
         "x_proj, dt_proj",
     ),
 }
