@@ -178,7 +178,8 @@ def main() -> None:
         check_saving(model, tokenizer)
         if settings.model.loss == "chunked":
             use_chunked_loss(model)
-        flops = model_flops(model, record)  # FLOPs per token, for MFU. None if unknown; the record gives the reason
+        # FLOPs per token, for MFU. None if unknown; the record gives the reason
+        flops = model_flops(meta_model, settings.data.max_length, record)
         if tensor_parallel > 1:
             apply_tensor_parallel(model, tensor_parallel, settings.fsdp_config, args.device)
         if fsdp or tensor_parallel > 1:
