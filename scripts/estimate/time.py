@@ -40,9 +40,9 @@ Work = Counter[tuple[int, int]]  # (arithmetic operations, bytes) of an operator
 # Clipping reads the gradient for its norm, and then reads and writes it
 OPTIMIZER_BYTES = (7 + 3) * FP32
 BACKWARD = 2 / 3  # the backward pass's fraction of the time of both passes
-# Operators that return another view of a tensor, or memory without content
 # Products of experts, for which PyTorch has no formula: operations per element of the tokens and output of an expert
 EXPERTS = {"grouped_mm_fallback": 2, "grouped_mm_fallback_backward": 4}
+# Operators that return another view of a tensor, or memory without content
 FREE = ("detach", "_unsafe_view", "alias", "lift_fresh", "empty", "empty_like", "new_empty", "empty_strided")
 
 
