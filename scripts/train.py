@@ -33,7 +33,6 @@ from models.lora import add_adapters
 from settings.precision import DTYPES
 from training.callbacks import add_callbacks
 from training.exact_match import Generation, exact_match_and_f1
-from training.flops import model_flops
 from training.preconditions import check_saving
 from training.run_frame import start_run
 from training.save_checkpoints import full_disk_errors
@@ -65,7 +64,6 @@ def main() -> None:
         check_saving(model, tokenizer)
         if settings.model.loss == "chunked":
             use_chunked_loss(model)
-        run.flops = model_flops(model, run.record)  # operations per token, for MFU
         if settings.model.tensor_parallel > 1:
             apply_tensor_parallel(model, settings.model.tensor_parallel, settings.fsdp_config, args.device)
 

@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 from itertools import compress
 from typing import Any, NamedTuple
+from unittest.mock import patch
 
 import torch
 from torch.nn.functional import pad
@@ -222,7 +223,9 @@ def model_without_storage(forward: ForwardPass) -> Iterator[Any]:
     # For an operation without a rule for such tensors, PyTorch raises an exception and also logs a traceback
     logging.getLogger("torch._subclasses.fake_tensor").setLevel(logging.CRITICAL)
     config = AutoConfig.for_model(**json.loads(forward.config_json))
-    with FakeTensorMode():
+    # PyTorch's product for experts has no rule for fp32 tensors without storage. transformers' own product has one, and
+    # needs the same memory
+    with FakeTensorMode(), patch("transformers.integrations.moe._can_use_grouped_mm", return_value=False):
         # Do not use from_config, which would shard the model under ZeRO-3
         with no_init_weights(), local_torch_dtype(torch.float32 if forward.autocast else forward.dtype):
             model_class: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]

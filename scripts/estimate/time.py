@@ -40,6 +40,8 @@ Work = Counter[tuple[int, int]]  # (arithmetic operations, bytes) of an operator
 # Clipping reads the gradient for its norm, and then reads and writes it
 OPTIMIZER_BYTES = (7 + 3) * FP32
 BACKWARD = 2 / 3  # the backward pass's fraction of the time of both passes
+# Products of experts, for which PyTorch has no formula: operations per element of the tokens and output of an expert
+EXPERTS = {"grouped_mm_fallback": 2, "grouped_mm_fallback_backward": 4}
 # Operators that return another view of a tensor, or memory without content
 FREE = ("detach", "_unsafe_view", "alias", "lift_fresh", "empty", "empty_like", "new_empty", "empty_strided")
 
@@ -151,6 +153,8 @@ class CountWork(TorchDispatchMode):
         if not (func.is_view or name in FREE or func.namespace == "prim"):  # prim: queries such as a tensor's device
             formula = flop_registry.get(func.overloadpacket)
             operations = formula(*args, **kwargs, out_val=result) if formula else 0
+            if name in EXPERTS:
+                operations = EXPERTS[name] * args[0].numel() * args[1].shape[-1]
             self.work[operations, tensor_bytes(args) + tensor_bytes(result)] += 1
         return result
 

@@ -202,7 +202,7 @@ class RecordCallback(TrainerCallback):
             return
         energy = self.speed.steady_energy()
         if not energy:
-            reason = "the checkpoint has no energy of these GPUs, or NVML's counter failed"
+            reason = "the checkpoint has no energy of these GPUs, or NVML's counter failed or went back"
             if not self.speed.steps:
                 reason = "too few steps after the warm-up"
             self.record.reasons["energy.steady_joules"] = reason

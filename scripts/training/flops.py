@@ -11,16 +11,18 @@ and with it MFU, differs slightly between runs.
 
 import re
 import statistics
+from collections import Counter
 from typing import Any
 
 import torch
+from transformers.pytorch_utils import Conv1D
 
 from data_loader import IGNORED
 from distributed.collectives import broadcast_from_rank_0, gather_lists, wait_for_all_ranks
-from model import elements
 from records.writer import RunRecord
 
 KINDS_OF_TOKENS = 4  # length of the result of count_tokens
+WINDOWS = ("sliding_window", "window_size", "attention_chunk_size")  # in config.json: tokens that a token can see
 CPU_SIZE = 1024  # rows and columns of the matrices that are multiplied to measure the peak
 GPU_SIZE = 8192
 SECONDS = 0.5
@@ -60,43 +62,86 @@ def count_tokens(batch: dict[str, torch.Tensor]) -> torch.Tensor:
 
 
 class ModelFlops:
-    """Number of operations of a model: 6 per token and trainable parameter, 4 of them in the backward pass.
+    """Number of operations of a model: 6 per token and element of a matrix, 4 of them in the backward pass.
 
-    A frozen parameter needs 4, because the backward pass computes no gradient of it. Embeddings do not count, because
+    A frozen matrix needs 4, because the backward pass computes no gradient of it. Embeddings do not count, because
     they only look up rows. The head counts only for the tokens that count in the loss.
     """
 
-    def __init__(self, model: Any):
+    def __init__(self, model: Any, max_length: int):
         """Raise ValueError with the reason if the number of operations is unknown for this kind of model.
 
-        model: a causal LM of transformers that is not wrapped yet. A model that FSDP has wrapped shows only this rank's
-        shard.
+        model: a causal LM of transformers with whole weights, not a shard. It may be on the meta device. max_length:
+        tokens of the longest sequence.
         """
-        config = model.config.get_text_config()
-        if getattr(config, "num_local_experts", None) or getattr(config, "num_experts", None):
-            raise ValueError("only some of the model's experts compute each token")
+        if others := list(other_matrices(model)):
+            raise ValueError(f"{others[0]} is not the weight of a linear layer, so its operations are unknown")
         head = model.get_output_embeddings().weight
         tables = {id(module.weight) for module in model.modules() if isinstance(module, torch.nn.Embedding)}
+        matrices = [p for p in model.parameters() if p.dim() > 1 and p is not head and id(p) not in tables]
         self.head = operations_per_token(head)
-        self.trunk = sum(operations_per_token(p) for p in model.parameters() if p is not head and id(p) not in tables)
-        self.attention = config.num_hidden_layers * config.hidden_size
+        self.trunk = sum(operations_per_token(matrix) for matrix in matrices)
+        self.attention = attention_width(model, max_length)
 
     def count_operations(self, real: int, counted: int, squares: int) -> float:
         """Return the number of operations for the counts of `count_tokens`."""
-        # Attention needs 12 operations per layer, hidden unit and pair of tokens, for scores and weighted sums, in
+        # For each pair of tokens, attention needs 12 operations per unit of its width: for scores and weighted sums, in
         # forward and backward pass
         return float(self.trunk * real + self.head * counted + 12 * self.attention * squares)
 
 
 def operations_per_token(parameter: torch.nn.Parameter) -> int:
-    return (6 if parameter.requires_grad else 4) * elements(parameter)
+    return (6 if parameter.requires_grad else 4) * parameter.numel()
 
 
-def model_flops(model: Any, record: RunRecord) -> ModelFlops | None:
+def other_matrices(model: torch.nn.Module) -> dict[str, torch.nn.Parameter]:
+    """Return the matrices, by name, of layers that are neither linear nor an embedding, such as experts or Mamba's.
+
+    Such a matrix may not be multiplied once with each token.
+    """
+    return {
+        f"{layer}.{name}": parameter
+        for layer, module in model.named_modules()
+        if not isinstance(module, (torch.nn.Linear, Conv1D, torch.nn.Embedding))
+        for name, parameter in module.named_parameters(recurse=False)
+        if parameter.dim() > 1
+    }
+
+
+def attention_width(model: Any, max_length: int) -> int:
+    """Return the sum of heads x head size over all layers.
+
+    Raise ValueError unless every layer has one attention of this size, in which a token can see all earlier tokens.
+    """
+    config = model.config.get_text_config()
+    window = min(getattr(config, name, None) or max_length for name in WINDOWS)
+    if window < max_length:
+        raise ValueError(f"the attention sees only {window} tokens at a time, and MAX_LENGTH is {max_length}")
+    heads = getattr(config, "num_attention_heads", None) or 1
+    width = heads * (getattr(config, "head_dim", None) or config.hidden_size // heads)
+    layers_by_class = Counter(type(module) for module in model.modules() if is_attention(module, width))
+    if list(layers_by_class.values()) != [config.num_hidden_layers]:
+        raise ValueError("not every layer has one attention of the usual kind, so its operations are unknown")
+    return config.num_hidden_layers * width
+
+
+def is_attention(module: torch.nn.Module, width: int) -> bool:
+    """Return whether this is an attention of this width, and of no unusual kind that has parameters of its own.
+
+    One of its linear layers has the outputs of all heads as its input, so the number of inputs is the width.
+    """
+    inputs = [getattr(layer, "in_features", getattr(layer, "nx", 0)) for layer in module.children()]
+    return (
+        type(module).__name__.endswith("Attention") and width in inputs and not list(module.parameters(recurse=False))
+    )
+
+
+def model_flops(model: Any, max_length: int, record: RunRecord) -> ModelFlops | None:
     """Return the operations of a model. If they are unknown, return None and write the reason into the record."""
     try:
-        return ModelFlops(model)
-    except ValueError as error:
+        return ModelFlops(model, max_length)
+    # Configs of unusual models raise AttributeError, or RuntimeError for a value that differs between layers
+    except (AttributeError, RuntimeError, ValueError) as error:
         record.reasons["train.mfu_percent"] = str(error)
         return None
 

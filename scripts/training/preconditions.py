@@ -5,6 +5,7 @@ import os
 import shutil
 import socket
 import tempfile
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -12,17 +13,19 @@ import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, TrainingArguments
 
 from distributed import watchdog
-from distributed.collectives import rank
+from distributed.collectives import print_once, rank
 from distributed.fsdp_config import check_wrap_classes
 from distributed.strategy import Strategy
 from distributed.tensor_parallel import check_tensor_parallel_model
 from model import check_model, count_parameters
 from models.chunked_loss import check_head
+from models.lora import LoraLinear
 from settings.settings import Settings
 from shared.errors import ENVIRONMENT, WorkshopError
 from shared.hub import short_reason
 from training.exact_match import load_metric
 from training.find_checkpoints import complete_checkpoints
+from training.flops import other_matrices
 
 # A data loader's worker opens the socket <temporary folder>/pymp-12345678/listener-12345678. Linux allows 107 bytes
 LONGEST_TEMPORARY_FOLDER = 107 - len("/pymp-12345678/listener-12345678")
@@ -40,6 +43,11 @@ def check_trainable(
     meta_model: the model without memory for its weights.
     """
     check_model(meta_model, tokenizer, settings.data.max_length)
+    if getattr(meta_model.config.get_text_config(), "output_router_logits", False):
+        what = "output_router_logits adds a loss of the router, which depends on gradient accumulation and on the ranks"
+        raise WorkshopError("--model_name", what, "set output_router_logits to false in its config.json")
+    if settings.model.lora_rank:
+        print_once(describe_adapters(meta_model, settings.model.lora_rank))
     if settings.model.loss == "chunked":
         check_head(meta_model)
     if settings.trainer.activation_checkpointing and not meta_model.supports_gradient_checkpointing:
@@ -55,6 +63,22 @@ def check_trainable(
     if args.torch_compile:
         check_torch_compile(args)
     check_temporary_folder(args)
+
+
+def describe_adapters(model: PreTrainedModel, rank: int) -> str:
+    """Return lines for the log: layers with adapters, matrices without, and layers for which the rank is too large."""
+    layers = {name: module for name, module in model.named_modules() if isinstance(module, LoraLinear)}
+    text = f"LoRA: adapters on {last_names(layers)}"
+    if others := other_matrices(model):
+        text += f"; none on the {sum(map(torch.numel, others.values())):,} parameters of {last_names(others)}"
+    if small := [name for name, layer in layers.items() if rank > min(layer.in_features, layer.out_features)]:
+        text += f"\nLORA_RANK {rank} is larger than the smaller side of {last_names(small)}: less is enough there"
+    return text
+
+
+def last_names(names: Iterable[str]) -> str:
+    """Return the last parts of the names of layers and weights, each once: "q_proj, v_proj"."""
+    return ", ".join(dict.fromkeys(name.removesuffix(".weight").rpartition(".")[2] for name in names))
 
 
 def check_saving(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:

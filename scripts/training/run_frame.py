@@ -38,7 +38,7 @@ from training.find_checkpoints import (
     read_marker,
     training_identity,
 )
-from training.flops import ModelFlops, matmul_peak
+from training.flops import ModelFlops, matmul_peak, model_flops
 from training.measured_memory import record_process_peaks
 from training.preconditions import check_room, check_trainable
 from training.save_checkpoints import remove_stop_checkpoints
@@ -68,7 +68,7 @@ class Run:
     questions: dict[str, Dataset] = field(init=False)
     energy: EnergyMeter = field(init=False)
     peak: float = field(init=False)
-    flops: ModelFlops | None = None
+    flops: ModelFlops | None = field(init=False)
 
     def check_model(self, tokenizer: PreTrainedTokenizerBase) -> None:
         """Raise WorkshopError (exit code 2) if the model cannot be trained with these settings."""
@@ -97,6 +97,7 @@ class Run:
             self.start_record()
             watchdog.before_exit(self.record.close_as_hung)
             prepare_trackers(self.args, self.job_id)
+            self.flops = model_flops(self.meta_model, self.settings.data.max_length, self.record)
             self.peak = matmul_peak(DTYPES[self.settings.precision], self.args.device)
             watchdog.progress("loading the model")
             yield

@@ -142,6 +142,11 @@ FIXES = (
         "the Accelerator does not compare DeepSpeed's gradient accumulation with its own default",
     ),
     Fix(
+        "estimate/model_shape.py::model_without_storage",
+        "torch==2.13.0",
+        "torch.nn.functional.grouped_mm accepts fp32 tensors without storage, and flop_counter has a formula for it",
+    ),
+    Fix(
         "launch.py::final_barrier",
         "torch==2.13.0",
         "torchrun's first node, which holds the store, waits in _exit_barrier until no other node needs it",

@@ -107,6 +107,7 @@ def test_audit_and_record_show_what_is_trained(run: Finished):
     assert knob(run, "trainable weights") == (trainable, trainable)
     assert knob(run, "frozen weights") == (precision, precision)
     assert run.record["trainable_parameters"] == ADAPTER_ELEMENTS
+    assert "\nLoRA: adapters on query_key_value, dense, dense_h_to_4h, dense_4h_to_h\n" in run.log
     assert run.record["parameters"] == BASE_PARAMETERS + ADAPTER_ELEMENTS
 
 

@@ -104,6 +104,12 @@ def test_tensor_parallel_qwen_has_the_losses_of_one_rank(run: Finished, table):
     assert run.effective("strategy") == "TP x FSDP2"
 
 
+@uses("moe_zero3")
+def test_a_mixture_of_experts_has_the_losses_of_the_plain_trainer(run: Finished, table):
+    same_losses(run, table("moe_plain"))
+    assert run.effective("strategy") == "DeepSpeed ZeRO-3"
+
+
 @pytest.mark.skipif(not cpu_has_bf16(), reason="this CPU has no bf16 instructions")
 @uses(*IN_BF16)
 def test_bf16(run: Finished, table):

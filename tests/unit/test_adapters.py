@@ -6,6 +6,7 @@ from collections.abc import Callable
 import pytest
 import torch
 from transformers import (
+    AutoConfig,
     AutoModelForCausalLM,
     BloomConfig,
     BloomForCausalLM,
@@ -27,6 +28,7 @@ from model import load_config, pretrained_model
 from models.custom_model import CustomGPTConfig, CustomGPTForCausalLM
 from models.lora import ADAPTERS, LoraLinear, add_adapters, count_adapter_elements, merged_model
 from settings.command_line import parse_command_line
+from training.preconditions import describe_adapters
 
 RANK = 3
 SIZES = {"vocab_size": 64, "hidden_size": 16, "num_attention_heads": 2, "intermediate_size": 24}
@@ -149,6 +151,41 @@ def test_adapters_depend_only_on_the_seed():
 
     assert torch.equal(adapters(1), adapters(1))
     assert not torch.equal(adapters(1), adapters(2))
+
+
+EXPERTS = SIZES | {"num_hidden_layers": 1, "num_key_value_heads": 1}
+STATE_SPACE = {"vocab_size": 64, "hidden_size": 16, "num_hidden_layers": 1, "state_size": 4, "time_step_rank": 2}
+DESCRIBED = {  # sizes, layers with adapters, other matrices, and layers for which rank 12 is too large
+    "llama": (EXPERTS, "q_proj, k_proj, v_proj, o_proj, gate_proj, up_proj, down_proj", "", "k_proj, v_proj"),
+    # 8 experts with three matrices each, two of them in one parameter, and a router
+    "mixtral": (
+        EXPERTS,
+        "q_proj, k_proj, v_proj, o_proj",
+        f"; none on the {8 * (3 * 16 * 24 + 16):,} parameters of gate, gate_up_proj, down_proj",
+        "k_proj, v_proj",
+    ),
+    "mamba": (
+        STATE_SPACE,
+        "in_proj, x_proj, dt_proj, out_proj",
+        f"; none on the {32 * 4 + 32 * 4} parameters of A_log, conv1d",
+        "x_proj, dt_proj",
+    ),
+}
+
+
+@pytest.mark.parametrize("family", DESCRIBED)
+def test_the_log_says_which_layers_have_adapters_and_for_which_the_rank_is_too_large(family: str):
+    sizes, layers, others, too_small = DESCRIBED[family]
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **sizes))
+    small = copy.deepcopy(model)
+    add_adapters(small, 2)
+    line = f"LoRA: adapters on {layers}{others}"
+    assert describe_adapters(small, 2) == line
+    assert {parameter.device.type for parameter in small.parameters()} == {"meta"}, "the adapters take no memory either"
+    add_adapters(model, 12)
+    more = f"LORA_RANK 12 is larger than the smaller side of {too_small}: less is enough there"
+    assert describe_adapters(model, 12) == f"{line}\n{more}"
 
 
 # What is refused, or warned about

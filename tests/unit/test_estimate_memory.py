@@ -5,7 +5,7 @@ import re
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, BloomConfig
+from transformers import AutoModelForCausalLM, BloomConfig, MixtralConfig
 
 import estimate_memory
 from estimate.command_line import parse_memory_plan
@@ -32,11 +32,20 @@ def estimated_activations(*flags: object) -> float:
     return estimated(*flags)["activations"]
 
 
-@pytest.mark.parametrize("attention", ["eager", "sdpa"])
-def test_activations_agree_with_those_that_autograd_keeps(attention):
-    flags = ("--model_name", "tiny-bloom", "--max_length", 100, "--fp16", "False", "--attention", attention)
+SIZES = {"vocab_size": 2048, "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "use_cache": False}
+BLOOM = BloomConfig(**SIZES)
+MIXTRAL = MixtralConfig(**SIZES, num_key_value_heads=2, intermediate_size=96)
+
+
+@pytest.mark.parametrize(
+    ("config", "attention", "parameters"),
+    [(BLOOM, "eager", 231_296), (BLOOM, "sdpa", 231_296), (MIXTRAL, "eager", 582_976)],
+    ids=["bloom-eager", "bloom-sdpa", "mixtral-eager"],
+)
+def test_activations_agree_with_those_that_autograd_keeps(config, attention, parameters, tmp_path):
+    config.save_pretrained(tmp_path)
+    flags = ("--model_name", tmp_path, "--max_length", 100, "--fp16", "False", "--attention", attention)
     shape = trace_shape(plan(*flags))
-    config = BloomConfig(vocab_size=2048, hidden_size=64, n_layer=2, n_head=4, use_cache=False)
     model = AutoModelForCausalLM.from_config(config).train()
     use_attention(model, attention)
     own, kept = {p.untyped_storage().data_ptr() for p in model.parameters()}, {}
@@ -51,7 +60,7 @@ def test_activations_agree_with_those_that_autograd_keeps(attention):
     log_softmax = 4 * 100 * 2048 * 4
     real = sum(storage.nbytes() for place, storage in kept.items() if place not in own) - log_softmax
     assert shape.peaks["loss"].activations == pytest.approx(real, rel=0.02)
-    assert (shape.parameters, len(shape.block_sizes)) == (231_296, 2)
+    assert (shape.parameters, len(shape.block_sizes)) == (parameters, 2)
 
 
 @pytest.mark.parametrize("precision", [("--bf16",), ("--fp16", "False")])
@@ -210,8 +219,8 @@ def test_mistakes_are_one_line(flags, message, refusal, main_of, capsys):
 
 
 def test_a_model_that_cannot_be_traced_is_one_line(tmp_path, refusal, main_of, capfd):
-    # the experts of Mixtral cannot run on the meta device under autocast
-    config = {"model_type": "mixtral", "hidden_size": 64, "num_hidden_layers": 1, "num_attention_heads": 4}
+    # the experts of JetMoe read the number of their tokens
+    config = {"model_type": "jetmoe", "hidden_size": 64, "num_hidden_layers": 1, "num_key_value_heads": 2}
     (tmp_path / "config.json").write_text(json.dumps(config))
     line = refusal(main_of, estimate_memory, "--model_name", tmp_path)
     assert re.fullmatch(rf"error: --model_name: .*{tmp_path} cannot be traced.*; .+", line)

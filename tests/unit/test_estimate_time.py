@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import BloomConfig, BloomForCausalLM
+from transformers import BloomConfig, BloomForCausalLM, LlamaConfig, MixtralConfig
 
 import estimate_time
 from estimate.command_line import parse_plan
@@ -77,7 +77,7 @@ def test_a_meta_model_needs_the_same_work_as_a_real_model():
     planned = micro_batch_work(plan(*TINY))
     assert operations(planned) == operations(real.work)
     assert moved_bytes(planned) == pytest.approx(moved_bytes(real.work), rel=0.02)
-    needed = ModelFlops(model).count_operations(real=4 * 64, counted=4 * 64, squares=4 * 64 * 64)
+    needed = ModelFlops(model, max_length=64).count_operations(real=4 * 64, counted=4 * 64, squares=4 * 64 * 64)
     assert operations(planned) == pytest.approx(needed, rel=0.05)
 
 
@@ -87,6 +87,18 @@ def test_with_lora_the_backward_pass_computes_no_gradients_of_weights():
     full, adapted = (micro_batch_work(zero(1, *flags, "--lora_rank", rank)) for rank in (0, 8))
     assert operations(adapted) / operations(full) == pytest.approx(2 / 3, abs=0.02)
     assert moved_bytes(adapted) > moved_bytes(full)
+
+
+def test_the_products_of_experts_are_counted(tmp_path):
+    """Two of eight experts compute each token, as many operations as one layer of twice their width."""
+    sizes = {"vocab_size": 512, "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
+    sizes |= {"num_key_value_heads": 2, "use_cache": False}
+    found = []
+    for config in (LlamaConfig(**sizes, intermediate_size=192), MixtralConfig(**sizes, intermediate_size=96)):
+        config.save_pretrained(tmp_path)
+        found.append(needed_operations(plan("--model_name", tmp_path, "--max_length", 64, "--fp16", "False")))
+    router = 2 * 3 * 2 * 64 * 8 * 4 * 64
+    assert found[1] == found[0] + router
 
 
 def test_fused_attention_is_counted_too():

@@ -60,11 +60,12 @@ def test_the_page_shows_the_code_of_lora():
     code = PAGE.split("```python\n")[1].split("```")[0]
     source = inspect.getsource(lora)
     lines = [re.sub(r"  # .*", "", line).strip() for line in code.splitlines()]
-    changed = {  # without types and dtypes
+    changed = {  # without types, dtypes and devices
         "def forward(self, x):": "def forward(self, x: torch.Tensor) -> torch.Tensor:",
-        "layer.lora_a = nn.Parameter(a)": "layer.lora_a = nn.Parameter(a.to(dtype))",
+        "layer.lora_a = nn.Parameter(a)": "layer.lora_a = nn.Parameter(a.to(layer.weight.device, dtype))",
         "layer.lora_b = nn.Parameter(torch.zeros(layer.out_features, rank))": (
-            "layer.lora_b = nn.Parameter(torch.zeros(layer.out_features, rank, dtype=dtype))"
+            "layer.lora_b = nn.Parameter("
+            "torch.zeros(layer.out_features, rank, dtype=dtype, device=layer.weight.device))"
         ),
     }
     for line in filter(None, lines):
