@@ -68,7 +68,8 @@ def load_set(
         use = {"train": "training", "eval": "evaluation"}[part]
         print_once(f"{use} questions: {size} of {len(questions)} available in {name}")
         seed = training_args.seed if training_args.data_seed is None else training_args.data_seed
-        return tokenise(questions.shuffle(seed=seed).select(range(size)), tokenizer, data_args)
+        with loading_errors("--dataset", name):  # tokenise writes the cache
+            return tokenise(questions.shuffle(seed=seed).select(range(size)), tokenizer, data_args)
 
 
 def resolve_size(part: str, requested: int | str | None, available: int, name: str) -> int:

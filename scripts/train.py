@@ -112,7 +112,7 @@ def main() -> None:
 
     # 3. The output folder, and the checkpoint to resume from, if one was requested or if Slurm has restarted this job.
     args.output_dir = output_dir
-    record = RunRecord(job_id)
+    record = RunRecord(job_id, output_dir)
     strategy = strategy_name(settings)
     # A checkpoint is a pickle, and loading a pickle can run code. From here on, a file with code does not load
     forbid_code_in_checkpoints(with_deepspeed=bool(deepspeed))
@@ -120,7 +120,7 @@ def main() -> None:
     if checkpoint:
         check_for_code(checkpoint)
     else:
-        record.refuse_to_overwrite(args.output_dir)
+        record.refuse_to_overwrite()
 
     # 4. Tokenizer and data. A model on PyTorch's meta device has shapes, but no memory for weights. The shapes are
     #    enough to check whether it can be trained with these settings.
@@ -141,8 +141,8 @@ def main() -> None:
         check_same_training(checkpoint, identity)
     check_room(args.output_dir, settings, meta_model, strategy, args.save_total_limit)
 
-    # 5. The run record, results/<job id>.json. It records how this run ends. A second run with the same job id is
-    #    refused.
+    # 5. The run record, results/<job id>.json. It records how this run ends. A second run with the same job id or the
+    #    same output folder is refused.
     with record:
         first_step = read_marker(checkpoint)["step"] if checkpoint else 0
         if checkpoint:

@@ -86,6 +86,11 @@ def loading_error(flag: str, name: str, error: Exception) -> WorkshopError:
         return WorkshopError(flag, what, "use a model that transformers has a class for")
     cause = root_cause(error)
     outside = str(getattr(cause, "filename", None) or name)  # the path that failed: in the cache or below `name`
+    if outside == name and getattr(cause, "errno", None) in (
+        errno.ENOSPC,
+        errno.EDQUOT,
+    ):  # reading `name` needs no space
+        outside = str(datasets.config.HF_DATASETS_CACHE)
     if isinstance(cause, OSError) and (cause.errno in UNUSABLE or not outside.startswith(name)):
         way_out = "check its permissions and the space on its disk; HF_HOME sets another folder for the cache"
         return WorkshopError(outside, cause.strerror or str(cause), way_out, ENVIRONMENT)

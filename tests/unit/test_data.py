@@ -89,7 +89,7 @@ FAULTS = {
     "truncated": ('{"data": [{"paragraphs": [', ": Expecting value: line 1 column 27 (char 26); is the file complete?"),
     "not UTF-8": (
         b'{"data": "Z\xfcrich"}',
-        ": 'utf-8' codec can't decode byte 0xfc in position 11: invalid start byte; is",
+        ": is not UTF-8 ('utf-8' codec can't decode byte 0xfc in position 11: invalid start byte); convert it to",
     ),
     "no paragraphs": ({"data": [{}]}, ": data[0].paragraphs: is missing, expected a list; see data/README.md for the"),
     "blank context": (squad(question(), context=" "), ": data[0].paragraphs[0].context: is ' ', expected a text"),
