@@ -8,7 +8,12 @@ evaluate.py reads the same flags and variables as train.py, so the same seed and
 scores come from torchmetrics. The Hugging Face library "evaluate" is not used.
 """
 
+import os
 from typing import Any
+
+from shared.before_imports import variables_before_imports
+
+os.environ.update(variables_before_imports())  # PyTorch reads them once, when it is imported
 
 import torch
 from transformers import TrainingArguments

@@ -8,8 +8,13 @@ tables that an offline run reads.
 """
 
 import argparse
+import os
 from collections.abc import Callable
 from pathlib import Path
+
+from shared.before_imports import variables_before_imports
+
+os.environ.update(variables_before_imports())
 
 import huggingface_hub
 from datasets import load_dataset

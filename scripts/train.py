@@ -20,7 +20,12 @@ With your own model and data, resumed from the latest checkpoint of this run, or
     python scripts/train.py --model_name ./my-model --dataset my-squad.json --resume_from_checkpoint
 """
 
+import os
 from dataclasses import replace
+
+from shared.before_imports import variables_before_imports
+
+os.environ.update(variables_before_imports())  # PyTorch reads them once, when it is imported
 
 from transformers import TrainingArguments, set_seed
 
