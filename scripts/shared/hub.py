@@ -7,7 +7,9 @@ import pickle
 import socket
 import sys
 from collections.abc import Iterator
-from urllib.parse import urlparse
+from importlib.util import find_spec
+from urllib.parse import urlsplit
+from urllib.request import proxy_bypass
 
 import datasets
 import huggingface_hub.constants
@@ -19,6 +21,7 @@ from shared.paths import REPOSITORY
 
 # Problems of a file system, not of a file's content
 UNUSABLE = {errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOSPC, errno.EDQUOT}
+network_fault = "HF_HUB_OFFLINE is set"  # the reason to use only the cache; offline_without_network may change it
 # Model files that a run reads. Files of other frameworks and PyTorch's older *.bin are left out
 MODEL_FILES = ["*.json", "*.txt", "*.model", "*.safetensors"]
 
@@ -49,18 +52,33 @@ def offline_without_network() -> None:
     """Switch the Hugging Face libraries to their cache when the Hub cannot be reached.
 
     Compute nodes often have no network. Without this switch, the libraries retry for minutes before they use the cache.
-    If a proxy or HF_HUB_OFFLINE is set, the user has already decided, and nothing changes.
+    If HF_HUB_OFFLINE is set, the user has already decided, and nothing changes.
     """
-    if "HF_HUB_OFFLINE" in os.environ or "https_proxy" in os.environ or "HTTPS_PROXY" in os.environ:
-        return
-    address = urlparse(huggingface_hub.constants.ENDPOINT)
-    try:
-        socket.create_connection((address.hostname, address.port or 443), timeout=3).close()
-    except OSError:
-        print(f"{address.hostname} cannot be reached: using only the local cache", flush=True)
+    global network_fault
+    if "HF_HUB_OFFLINE" not in os.environ and (fault := find_network_fault()):
+        print(f"{fault}: using only the local cache", flush=True)
+        network_fault = fault
         os.environ["HF_HUB_OFFLINE"] = "1"
         huggingface_hub.constants.HF_HUB_OFFLINE = True
         datasets.config.HF_HUB_OFFLINE = datasets.config.HF_DATASETS_OFFLINE = True
+
+
+def find_network_fault() -> str:
+    """Try to connect to the Hub, or to its proxy. Return the fault, with the variable that holds the address, or ""."""
+    hub = urlsplit(huggingface_hub.constants.ENDPOINT)
+    proxies = [] if proxy_bypass(str(hub.hostname)) else [f"{hub.scheme}_proxy", "all_proxy"]
+    variables = [*proxies, *map(str.upper, proxies), "HF_ENDPOINT"]
+    variable = next(filter(os.environ.get, variables), "the Hub")
+    address = os.environ.get(variable, hub.geturl())
+    parts = urlsplit(address if "://" in address else f"http://{address}")
+    if parts.scheme.startswith("socks") and not find_spec("socksio"):
+        return f"{variable} is a SOCKS proxy, for which the package socksio is not installed"
+    try:
+        port = parts.port or {"http": 80, "https": 443}.get(parts.scheme, 1080)
+        socket.create_connection((parts.hostname, port), timeout=3).close()
+    except (OSError, ValueError) as error:  # ValueError: the port is not a number
+        return f"{parts.hostname} ({variable}) cannot be reached ({short_reason(error)})"
+    return ""
 
 
 @contextlib.contextmanager
@@ -91,13 +109,12 @@ def loading_error(flag: str, name: str, error: Exception) -> WorkshopError:
         return WorkshopError(outside, cause.strerror or str(cause), way_out, ENVIRONMENT)
     offline = huggingface_hub.constants.HF_HUB_OFFLINE and isinstance(error, OSError | ValueError)
     if offline and not os.path.exists(name):
-        what = f"{name} is neither a local path nor in the cache, and there is no network"
+        what = f"{name} is neither a local path nor in the cache, and there is no network: {network_fault}"
         # prefetch.py has no flag for a tokenizer: --model_name also fetches it
         prefetch_flag = "--dataset" if flag == "--dataset" else "--model_name"
         command = f"python scripts/prefetch.py {prefetch_flag} {name}"
-        return WorkshopError(
-            flag, what, f"on a login node run: {command} (it takes --model_name and --dataset together)"
-        )
+        way_out = f"on a login node run: {command} (it takes --model_name and --dataset together)"
+        return WorkshopError(flag, what, way_out, ENVIRONMENT)
     way_out = "correct the name, or give a local path with all its files"
     reason = short_reason(error)
     if cause is not error and short_reason(cause) not in reason:

@@ -14,6 +14,7 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 from distributed.collectives import gather_lists, rank, wait_for_all_ranks, world_size
 from shared.errors import ENVIRONMENT, WorkshopError
 from shared.json_files import write_json
+from shared.model_files import share_weights
 from training.find_checkpoints import MARKER, checkpoint_folder, complete_checkpoints, newest_first, read_marker
 from training.speed import TrainSpeedCallback, clock
 
@@ -99,7 +100,8 @@ class CheckpointCallback(TrainerCallback):
 
 
 def mark_complete(folder: Path, content: dict) -> None:
-    """Write the marker file. It lists all files of the checkpoint."""
+    """Let others read the weights, and write the marker file, which lists all files of the checkpoint."""
+    share_weights(folder)
     paths = [path for path in folder.rglob("*") if path.is_file() and path.name != MARKER]
     files = {str(path.relative_to(folder)): path.stat().st_size for path in paths}
     write_json(folder / MARKER, content | {"files": files})

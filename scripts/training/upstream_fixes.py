@@ -71,6 +71,11 @@ FIXES = (
         "load_fsdp_optimizer gives torch the optimizer inside AcceleratedOptimizer",
     ),
     Fix(
+        "shared/model_files.py::share_weights",
+        "transformers==5.23.0",
+        "the version of safetensors that it requires writes files whose mode follows the umask (safetensors issue 782)",
+    ),
+    Fix(
         "training/sampling.py::GroupByLengthSampler",
         "transformers==5.23.0",
         "LengthGroupedSampler derives its order from the seed and the epoch, and groups over the global batch",
