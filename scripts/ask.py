@@ -7,14 +7,13 @@ The model gets the same prompt as in the training, and the answer is decoded gre
 """
 
 import argparse
-import os
 import sys
 from collections.abc import Iterator
 from typing import Any
 
-from shared.before_imports import variables_before_imports
+from shared.before_imports import prepare_imports
 
-os.environ.update(variables_before_imports())  # PyTorch reads them once, when it is imported
+prepare_imports()  # must come before the other imports, because PyTorch reads variables when it is imported
 
 import torch
 from datasets import Dataset

@@ -107,7 +107,7 @@ def is_local(dataset: str) -> bool:
 
     Raise WorkshopError (exit code 2) for the path of a missing file.
     """
-    if os.path.exists(os.path.expanduser(dataset)):
+    if os.path.isfile(os.path.expanduser(dataset)):
         return True
     check_relative_path("--dataset", dataset)
     if dataset.endswith(".json") or dataset.startswith((".", "/", "~")):
@@ -119,7 +119,9 @@ def load_from_hub(name: str, part: str) -> Dataset:
     offline_without_network()
     split = {"train": "train", "eval": "validation"}[part]
     with loading_errors("--dataset", name):
-        questions = load_dataset(name, split=split).select_columns(["id", "question", "context", "answers"])
+        # Without hf://, a folder of this name in the working directory would be read instead
+        whole = load_dataset(f"hf://datasets/{name}", split=split)
+        questions = whole.select_columns(["id", "question", "context", "answers"])
     return questions.map(hub_answers, desc=f"Reading {name}")
 
 

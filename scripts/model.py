@@ -1,11 +1,12 @@
 """Load, create and save models and tokenizers."""
 
+import contextlib
 import os
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import safe_open
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from torch import nn
 from transformers import (
@@ -30,8 +31,7 @@ from custom_model import CustomGPTConfig
 from data_loader import is_local, read_part, read_questions
 from lora import ADAPTERS, merged_model
 from shared.errors import WorkshopError
-from shared.hub import check_relative_path, loading_errors, offline_without_network, short_reason
-from shared.model_files import check_files, share_weights
+from shared.hub import check_files, check_relative_path, loading_errors, offline_without_network
 from training.bloom_sdpa import use_attention
 from training.find_checkpoints import complete_checkpoints, newest_first
 
@@ -110,8 +110,8 @@ def is_folder(flag: str, name: str) -> bool:
 
     Raise WorkshopError for the path of a missing folder (exit code 2), and for files that cannot be used.
     """
+    check_files(name)
     check_relative_path(flag, name)
-    check_files(name, "*.json", "*.txt", "*.model")  # settings and tokenizer
     if not os.path.isdir(name) and name.startswith((".", "/", "~")):
         raise WorkshopError(flag, f"there is no folder {name}", "give the folder of a saved model, or a Hub name")
     checkpoints = complete_checkpoints([Path(name)])
@@ -180,19 +180,11 @@ def pretrained_model(name: str) -> PreTrainedModel:
     return model
 
 
-def check_weights(name: str) -> None:
-    """Raise WorkshopError (exit code 2) for a folder whose weights are damaged or belong to a checkpoint with LoRA.
-
-    Of such a checkpoint, transformers would load only the base.
-    """
-    check_files(name, "*.safetensors", "*.bin")
+def check_merged(name: str) -> None:
+    """Raise WorkshopError (exit code 2) for a checkpoint of a run with LoRA: transformers would load only its base."""
     for path in Path(name).glob("*.safetensors"):  # none for a name on the Hub
-        try:
-            with safe_open(path, "pt") as file:
-                weights = file.keys()
-        except SafetensorError as error:
-            what = f"is damaged or incomplete ({short_reason(error)})"
-            raise WorkshopError(path, what, "copy or download it again") from error
+        with loading_errors("--model_name", str(path)), safe_open(path, "pt") as file:
+            weights = file.keys()
         if any(weight.endswith(ADAPTERS) for weight in weights):
             what = f"{name} is a checkpoint of a training run with LoRA, whose weights do not contain the adapters"
             way_out = "give the output folder of a completed run, or complete this one with --resume_from_checkpoint"
@@ -241,8 +233,7 @@ def load_config(model_args: ModelArguments) -> PreTrainedConfig:
         )
     if not is_folder("--model_name", name):
         offline_without_network()
-    if not model_args.from_scratch:
-        check_weights(name)
+    check_merged(name)
     with loading_errors("--model_name", name):
         config = AutoConfig.from_pretrained(name, trust_remote_code=False)
     if getattr(config, "quantization_config", None):
@@ -292,3 +283,13 @@ def save_model(trainer: Trainer, tokenizer: PreTrainedTokenizerBase, output_dir:
         share_weights(output_dir)
         tokenizer.save_pretrained(output_dir)
         print(f"Model saved to {output_dir}", flush=True)
+
+
+def share_weights(folder: str | Path) -> None:
+    """Give the weights that were saved in a folder the mode of its config.json, which follows the umask.
+
+    safetensors 0.8 lets only the owner read its files, whatever the umask is.
+    """
+    with contextlib.suppress(OSError):  # some file systems have no modes
+        for path in Path(folder).glob("*.safetensors"):
+            path.chmod(Path(folder, "config.json").stat().st_mode)

@@ -16,10 +16,9 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from model import count_parameters
+from model import count_parameters, share_weights
 from shared.errors import ENVIRONMENT, OneLineErrors, WorkshopError, run_program
 from shared.hub import draw_bars_on_terminals_only
-from shared.model_files import share_weights
 
 
 def main() -> None:

@@ -287,20 +287,17 @@ def run_without_record(folder: Path, job_id: str, file: Path) -> Run:
 
 
 def add_memory(run: Run) -> None:
-    """Set the run's GPU and CPU memory from the memory logs of all nodes. A run by hand has no logs, and no job log."""
+    """Set the run's GPU and CPU memory from the memory logs of all nodes."""
     gpu_logs, cpu_logs = memory_log_paths(run.folder, run.job_id)
     hardware = run.record.hardware
     ranks = (run.record.world_size or 0) // (len(run.record.nodes) or 1)
-    by_hand = not (gpu_logs or cpu_logs or find_log(run.folder, run.job_id))
     if not gpu_logs and hardware.gpus == 0:
         run.gpu = Missing(NO_GPU)
-    elif by_hand:
-        run.gpu = NO_JOB_SCRIPT
     elif " MIG " in (hardware.gpu or ""):  # NVIDIA A100-SXM4-40GB MIG 1g.5gb
         run.gpu = Missing("the job ran on MIG slices, and nvidia-smi logs the memory of whole GPUs")
     else:
         run.gpu = summarise_memory(run, "gpu", [read_gpu_log(path) for path in gpu_logs], ranks)
-    run.cpu = NO_JOB_SCRIPT if by_hand else summarise_memory(run, "cpu", list(map(read_cpu_log, cpu_logs)), 1)
+    run.cpu = summarise_memory(run, "cpu", [read_cpu_log(path) for path in cpu_logs], 1)
 
 
 def summarise_memory(run: Run, kind: str, logs: list[MemoryLog], series_per_node: int) -> Memory | Missing:
@@ -308,6 +305,8 @@ def summarise_memory(run: Run, kind: str, logs: list[MemoryLog], series_per_node
 
     series_per_node: the expected number of GPUs (for CPU memory, 1) per log; 0 if unknown.
     """
+    if not any(memory_log_paths(run.folder, run.job_id)) and not find_log(run.folder, run.job_id):
+        return NO_JOB_SCRIPT
     for log in logs:
         run.problems += [*log.problems, *uncovered_time(log, run)]
     if reason := missing_part(run, kind, logs, series_per_node):

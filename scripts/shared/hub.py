@@ -34,8 +34,30 @@ def check_relative_path(flag: str, path: str) -> None:
     """
     path = os.path.expanduser(path)
     there = REPOSITORY / path
-    if there.exists() and not os.path.exists(path):
+    if os.path.exists(there) and not os.path.exists(path):
         raise WorkshopError(flag, f"there is no {path} in {os.getcwd()}", f"give an absolute path: {there}")
+
+
+def check_files(folder: str) -> None:
+    """Raise WorkshopError for a file of a model or checkpoint that is unreadable, or only stands for the real file.
+
+    The libraries would say that the file does not exist, or that its header is too large. If there is no such folder,
+    nothing is checked.
+    """
+    try:
+        for file in os.scandir(folder):
+            if file.is_file() and not file.name.endswith(".html"):
+                with open(file, "rb") as opened:
+                    beginning = opened.read(100).lstrip().lower()
+                if beginning.startswith(b"version https://git-lfs"):
+                    raise WorkshopError(file.path, "is a pointer of Git LFS, not the file itself", "run git lfs pull")
+                if beginning.startswith((b"<!doctype html", b"<html")):
+                    raise WorkshopError(file.path, "is a web page, not the file itself", "download the file again")
+    except PermissionError as error:
+        way_out = "ask its owner to run chmod -R a+rX on the folder, and chmod a+x on the folders above it"
+        raise WorkshopError(error.filename, "may not be read by you", way_out, ENVIRONMENT) from error
+    except OSError:
+        pass  # a name on the Hub, or a missing folder
 
 
 def draw_bars_on_terminals_only() -> None:
@@ -66,18 +88,18 @@ def offline_without_network() -> None:
 def find_network_fault() -> str:
     """Try to connect to the Hub, or to its proxy. Return the fault, with the variable that holds the address, or ""."""
     hub = urlsplit(huggingface_hub.constants.ENDPOINT)
-    proxies = [] if proxy_bypass(str(hub.hostname)) else [f"{hub.scheme}_proxy", "all_proxy"]
-    variables = [*proxies, *map(str.upper, proxies), "HF_ENDPOINT"]
+    proxies = [f"{hub.scheme}_proxy", f"{hub.scheme.upper()}_PROXY", "all_proxy", "ALL_PROXY"]
+    variables = ["HF_ENDPOINT"] if proxy_bypass(str(hub.hostname)) else [*proxies, "HF_ENDPOINT"]
     variable = next(filter(os.environ.get, variables), "the Hub")
-    address = os.environ.get(variable, hub.geturl())
-    parts = urlsplit(address if "://" in address else f"http://{address}")
-    if parts.scheme.startswith("socks") and not find_spec("socksio"):
-        return f"{variable} is a SOCKS proxy, for which the package socksio is not installed"
+    value = os.environ.get(variable, hub.geturl())
+    address = urlsplit(value if "://" in value else f"http://{value}")
+    if address.scheme.startswith("socks") and not find_spec("socksio"):
+        return f"{variable} is a SOCKS proxy, which needs the package socksio (pip install socksio)"
     try:
-        port = parts.port or {"http": 80, "https": 443}.get(parts.scheme, 1080)
-        socket.create_connection((parts.hostname, port), timeout=3).close()
+        default = 80 if address.scheme == "http" else 443
+        socket.create_connection((address.hostname, address.port or default), timeout=3).close()
     except (OSError, ValueError) as error:  # ValueError: the port is not a number
-        return f"{parts.hostname} ({variable}) cannot be reached ({short_reason(error)})"
+        return f"{address.hostname} ({variable}) cannot be reached ({short_reason(error)})"
     return ""
 
 
@@ -108,7 +130,7 @@ def loading_error(flag: str, name: str, error: Exception) -> WorkshopError:
         way_out = "check its permissions and the space on its disk; HF_HOME sets another folder for the cache"
         return WorkshopError(outside, cause.strerror or str(cause), way_out, ENVIRONMENT)
     offline = huggingface_hub.constants.HF_HUB_OFFLINE and isinstance(error, OSError | ValueError)
-    if offline and not os.path.exists(name):
+    if offline and not (os.path.isfile(name) or (os.path.isdir(name) and flag != "--dataset")):
         what = f"{name} is neither a local path nor in the cache, and there is no network: {network_fault}"
         # prefetch.py has no flag for a tokenizer: --model_name also fetches it
         prefetch_flag = "--dataset" if flag == "--dataset" else "--model_name"
@@ -119,7 +141,8 @@ def loading_error(flag: str, name: str, error: Exception) -> WorkshopError:
     reason = short_reason(error)
     if cause is not error and short_reason(cause) not in reason:
         reason += f": {short_reason(cause)}"
-    return WorkshopError(flag, f"{name} cannot be loaded ({reason})", way_out)
+    what = f"{name} cannot be loaded ({reason})"
+    return WorkshopError(flag, what, "copy or download this file again" if os.path.isfile(name) else way_out)
 
 
 def root_cause(error: BaseException) -> BaseException:

@@ -29,7 +29,6 @@ from settings.command_line import LATEST
 from settings.settings import Settings
 from shared.errors import NO_CHECKPOINT, WorkshopError
 from shared.json_files import flatten_keys
-from shared.model_files import check_readable
 
 MARKER = "complete.json"
 # Families of strategies (`family_of`) whose checkpoints any number of ranks can load. A checkpoint of ZeRO-1, ZeRO-2 or
@@ -266,11 +265,9 @@ def forbid_code_in_checkpoints(with_deepspeed: bool) -> None:
 def check_for_code(checkpoint: str | Path) -> None:
     """Raise WorkshopError (exit code 4) if a file of the checkpoint is damaged or contains a class that is not allowed.
 
-    The exit code is 3 if this user may not read a file. Call this after `forbid_code_in_checkpoints`. It reads no
-    tensors.
+    Call this after `forbid_code_in_checkpoints`. It reads no tensors.
     """
     for path in sorted(Path(checkpoint).rglob("*")):
-        check_readable(path)
         if path.suffix not in TORCH_FILES or path.name == NEVER_LOADED:
             continue
         try:

@@ -12,9 +12,9 @@ from safetensors import SafetensorError
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from distributed.collectives import gather_lists, rank, wait_for_all_ranks, world_size
+from model import share_weights
 from shared.errors import ENVIRONMENT, WorkshopError
 from shared.json_files import write_json
-from shared.model_files import share_weights
 from training.find_checkpoints import MARKER, checkpoint_folder, complete_checkpoints, newest_first, read_marker
 from training.speed import TrainSpeedCallback, clock
 

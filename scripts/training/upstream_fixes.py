@@ -71,7 +71,7 @@ FIXES = (
         "load_fsdp_optimizer gives torch the optimizer inside AcceleratedOptimizer",
     ),
     Fix(
-        "shared/model_files.py::share_weights",
+        "model.py::share_weights",
         "transformers==5.23.0",
         "the version of safetensors that it requires writes files whose mode follows the umask (safetensors issue 782)",
     ),

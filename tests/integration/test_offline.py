@@ -126,20 +126,39 @@ def test_weights_in_an_older_format_are_fetched(prefetch, tmp_path: Path):
 
 
 def test_prefetch_rejects_an_unknown_name(prefetch, tmp_path: Path):
-    refused = prefetch("unknown", tmp_path, "--model_name", "workshop/no-such-model", code=3)
-    assert refused.error.startswith("--model_name: workshop/no-such-model cannot be downloaded (")
+    refused = prefetch("unknown", tmp_path, "--model_name", "workshop/no-such-model", code=2)
+    assert refused.error.startswith("--model_name: workshop/no-such-model cannot be loaded (")
 
 
-@pytest.mark.parametrize(
-    ("flag", "missing", "model"),
-    [("--model_name", "bigscience/bloom-560m", "bigscience/bloom-560m"), ("--dataset", "squad", "tiny-bloom")],
-)
-def test_a_run_without_network_and_cache_is_one_error_line(train, tmp_path: Path, flag: str, missing: str, model: str):
-    nowhere = {"HF_HOME": tmp_path / "empty", "HF_ENDPOINT": UNREACHABLE, "HF_HUB_OFFLINE": "unset"}
-    refused = train("offline", "--model_name", model, "--dataset", "squad", code=2, **nowhere)
-    assert refused.error_lines == [
-        f"error: {flag}: {missing} is neither a local path nor in the cache, and there is no network; "
-        f"on a login node run: python scripts/prefetch.py {flag} {missing} "
-        "(it takes --model_name and --dataset together)"
-    ]
+OFFLINE = (
+    "--model_name: NAME is neither a local path nor in the cache, and there is no network: {}; on a login node run: "
+    "python scripts/prefetch.py --model_name NAME (it takes --model_name and --dataset together)"
+).replace("NAME", "bigscience/bloom-560m")
+REFUSED = "127.0.0.1 ({}) cannot be reached ([Errno 111] Connection refused)"
+SOCKS = "ALL_PROXY is a SOCKS proxy, which needs the package socksio (pip install socksio)"
+MALFORMED = "HF_ENDPOINT: {} is not a web address; give it as https://host or https://host:port, or unset it"
+NETWORK_FAULTS = {
+    "no network": ({"HF_ENDPOINT": UNREACHABLE}, OFFLINE.format(REFUSED.format("HF_ENDPOINT"))),
+    "a closed proxy": ({"HTTPS_PROXY": UNREACHABLE}, OFFLINE.format(REFUSED.format("HTTPS_PROXY"))),
+    "a proxy without a scheme": ({"all_proxy": "127.0.0.1:9"}, OFFLINE.format(REFUSED.format("all_proxy"))),
+    "SOCKS without its package": ({"ALL_PROXY": "socks5://127.0.0.1:9"}, OFFLINE.format(SOCKS)),
+    "a port that is not a number": ({"HF_ENDPOINT": "https://host:abc"}, MALFORMED.format("https://host:abc")),
+    "an address without a scheme": ({"HF_ENDPOINT": "hf-mirror.com"}, MALFORMED.format("hf-mirror.com")),
+    "the network is switched off": ({"HF_HUB_OFFLINE": "1"}, OFFLINE.format("HF_HUB_OFFLINE is set")),
+}
+
+
+@pytest.mark.parametrize(("variables", "line"), NETWORK_FAULTS.values(), ids=NETWORK_FAULTS)
+def test_a_network_fault_is_one_line_that_names_the_variable(train, tmp_path: Path, variables: dict, line: str):
+    nowhere = {"HF_HOME": tmp_path / "empty", "HF_HUB_OFFLINE": "unset", "no_proxy": "", "NO_PROXY": ""}
+    refused = train("offline", "--model_name", "bigscience/bloom-560m", code=3, **nowhere | variables)
+    assert refused.error_lines == [f"error: {line}"]
     assert not refused.record_path.exists()
+
+
+def test_a_folder_with_the_name_of_the_data_set_does_not_replace_it(train, workplace, tmp_path: Path):
+    (workplace / "squad").mkdir()
+    refused = train("folder", "--dataset", "squad", code=3, HF_HOME=tmp_path / "empty")
+    line = "--dataset: squad is neither a local path nor in the cache, and there is no network: HF_HUB_OFFLINE is set; "
+    assert refused.error.startswith(line)
+    (workplace / "squad").rmdir()
