@@ -25,5 +25,5 @@ def check_endpoint() -> None:
     """Raise WorkshopError (exit code 3) for an address of the Hub with which transformers could not be imported."""
     endpoint = os.environ.get("HF_ENDPOINT")
     if endpoint and not re.fullmatch(r"https?://(\[\S+\]|[^\s/:]+)(:\d+)?(/\S*)?", endpoint):
-        way_out = "give it as https://host or https://host:port, or unset it"
-        raise WorkshopError("HF_ENDPOINT", f"{endpoint} is not a web address", way_out, ENVIRONMENT)
+        what = f"{endpoint} is not a web address"
+        raise WorkshopError("HF_ENDPOINT", what, "give it as https://host or https://host:port", ENVIRONMENT)

@@ -96,8 +96,8 @@ def find_network_fault() -> str:
     if address.scheme.startswith("socks") and not find_spec("socksio"):
         return f"{variable} is a SOCKS proxy, which needs the package socksio (pip install socksio)"
     try:
-        default = 80 if address.scheme == "http" else 443
-        socket.create_connection((address.hostname, address.port or default), timeout=3).close()
+        port = address.port or {"http": 80}.get(address.scheme, 443)
+        socket.create_connection((address.hostname, port), timeout=3).close()
     except (OSError, ValueError) as error:  # ValueError: the port is not a number
         return f"{address.hostname} ({variable}) cannot be reached ({short_reason(error)})"
     return ""
@@ -124,7 +124,8 @@ def loading_error(flag: str, name: str, error: Exception) -> WorkshopError:
     if "custom code" in str(error):
         what = f"{name} asks for code of its own, which is never run here"
         return WorkshopError(flag, what, "use a model that transformers has a class for")
-    cause = root_cause(error)
+    causes = chain_of_causes(error)
+    cause = causes[-1]
     outside = str(getattr(cause, "filename", None) or name)  # the path that failed: in the cache or below `name`
     if isinstance(cause, OSError) and (cause.errno in UNUSABLE or not outside.startswith(name)):
         way_out = "check its permissions and the space on its disk; HF_HOME sets another folder for the cache"
@@ -137,19 +138,27 @@ def loading_error(flag: str, name: str, error: Exception) -> WorkshopError:
         command = f"python scripts/prefetch.py {prefetch_flag} {name}"
         way_out = f"on a login node run: {command} (it takes --model_name and --dataset together)"
         return WorkshopError(flag, what, way_out, ENVIRONMENT)
-    way_out = "correct the name, or give a local path with all its files"
     reason = short_reason(error)
     if cause is not error and short_reason(cause) not in reason:
         reason += f": {short_reason(cause)}"
-    what = f"{name} cannot be loaded ({reason})"
-    return WorkshopError(flag, what, "copy or download this file again" if os.path.isfile(name) else way_out)
+    kinds = [kind.__name__ for each in causes for kind in type(each).__mro__]
+    if "TransportError" in kinds:  # of httpx or httpx2: versions of huggingface_hub differ in this
+        what = f"{name} cannot be loaded from the Hub ({reason})"
+        return WorkshopError(flag, what, "check HTTPS_PROXY, ALL_PROXY and HF_ENDPOINT", ENVIRONMENT)
+    way_out = (
+        "copy or download this file again"
+        if os.path.isfile(name)
+        else "correct the name, or give a local path with all its files"
+    )
+    return WorkshopError(flag, f"{name} cannot be loaded ({reason})", way_out)
 
 
-def root_cause(error: BaseException) -> BaseException:
-    """Return the first exception of a chain, which libraries wrap in a general one."""
-    while error.__cause__:
-        error = error.__cause__
-    return error
+def chain_of_causes(error: BaseException) -> list[BaseException]:
+    """Return the exception and those that led to it. Libraries wrap the first exception in general ones."""
+    causes = [error]
+    while following := causes[-1].__cause__ or causes[-1].__context__:
+        causes.append(following)
+    return causes
 
 
 def short_reason(error: BaseException) -> str:
