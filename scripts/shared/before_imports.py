@@ -1,4 +1,4 @@
-"""What a command does before it imports PyTorch and transformers, which read some variables when they are imported."""
+"""Preparation of a command for the imports of PyTorch and transformers, which read some variables only then."""
 
 import os
 import re

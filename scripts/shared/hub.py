@@ -39,10 +39,10 @@ def check_relative_path(flag: str, path: str) -> None:
 
 
 def check_files(folder: str) -> None:
-    """Raise WorkshopError for a file of a model or checkpoint that is unreadable, or only stands for the real file.
+    """Raise WorkshopError for a file of a model or checkpoint that is unreadable (code 3) or not the real file (2).
 
-    The libraries would say that the file does not exist, or that its header is too large. If there is no such folder,
-    nothing is checked.
+    The libraries would say that the file does not exist, or that its header is too large. A missing folder is not an
+    error here.
     """
     try:
         for file in os.scandir(folder):
@@ -57,7 +57,7 @@ def check_files(folder: str) -> None:
         way_out = "ask its owner to run chmod -R a+rX on the folder, and chmod a+x on the folders above it"
         raise WorkshopError(error.filename, "may not be read by you", way_out, ENVIRONMENT) from error
     except OSError:
-        pass  # a name on the Hub, or a missing folder
+        pass  # there is no such folder
 
 
 def draw_bars_on_terminals_only() -> None:
@@ -142,7 +142,7 @@ def loading_error(flag: str, name: str, error: Exception) -> WorkshopError:
     if cause is not error and short_reason(cause) not in reason:
         reason += f": {short_reason(cause)}"
     kinds = [kind.__name__ for each in causes for kind in type(each).__mro__]
-    if "TransportError" in kinds:  # of httpx or httpx2: versions of huggingface_hub differ in this
+    if "TransportError" in kinds:  # huggingface_hub uses httpx or httpx2, and both have this class
         what = f"{name} cannot be loaded from the Hub ({reason})"
         return WorkshopError(flag, what, "check HTTPS_PROXY, ALL_PROXY and HF_ENDPOINT", ENVIRONMENT)
     way_out = (
