@@ -120,8 +120,9 @@ def load_from_hub(name: str, part: str) -> Dataset:
     split = {"train": "train", "eval": "validation"}[part]
     with loading_errors("--dataset", name):
         # Without hf://, a folder of this name in the working directory would be read instead
-        whole = load_dataset(f"hf://datasets/{name}", split=split)
-        questions = whole.select_columns(["id", "question", "context", "answers"])
+        questions = load_dataset(f"hf://datasets/{name}", split=split).select_columns(
+            ["id", "question", "context", "answers"]
+        )
     return questions.map(hub_answers, desc=f"Reading {name}")
 
 

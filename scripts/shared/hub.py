@@ -143,8 +143,8 @@ def loading_error(flag: str, name: str, error: Exception) -> WorkshopError:
         reason += f": {short_reason(cause)}"
     kinds = [kind.__name__ for each in causes for kind in type(each).__mro__]
     if "TransportError" in kinds:  # huggingface_hub uses httpx or httpx2, and both have this class
-        what = f"{name} cannot be loaded from the Hub ({reason})"
-        return WorkshopError(flag, what, "check HTTPS_PROXY, ALL_PROXY and HF_ENDPOINT", ENVIRONMENT)
+        way_out = "check HTTPS_PROXY, ALL_PROXY and HF_ENDPOINT"
+        return WorkshopError(flag, f"{name} cannot be loaded from the Hub ({reason})", way_out, ENVIRONMENT)
     way_out = (
         "copy or download this file again"
         if os.path.isfile(name)
