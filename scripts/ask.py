@@ -11,6 +11,10 @@ import sys
 from collections.abc import Iterator
 from typing import Any
 
+from shared.before_imports import prepare_imports
+
+prepare_imports()  # must come before the other imports, because PyTorch reads variables when it is imported
+
 import torch
 from datasets import Dataset
 

@@ -108,7 +108,7 @@ def is_local(dataset: str) -> bool:
 
     Raise WorkshopError (exit code 2) for the path of a missing file.
     """
-    if os.path.exists(os.path.expanduser(dataset)):
+    if os.path.isfile(os.path.expanduser(dataset)):
         return True
     check_relative_path("--dataset", dataset)
     if dataset.endswith(".json") or dataset.startswith((".", "/", "~")):
@@ -120,7 +120,10 @@ def load_from_hub(name: str, part: str) -> Dataset:
     offline_without_network()
     split = {"train": "train", "eval": "validation"}[part]
     with loading_errors("--dataset", name):
-        questions = load_dataset(name, split=split).select_columns(["id", "question", "context", "answers"])
+        # Without hf://, a folder of this name in the working directory would be read instead
+        questions = load_dataset(f"hf://datasets/{name}", split=split).select_columns(
+            ["id", "question", "context", "answers"]
+        )
     return questions.map(hub_answers, desc=f"Reading {name}")
 
 

@@ -10,6 +10,10 @@ scores come from torchmetrics. The Hugging Face library "evaluate" is not used.
 
 from typing import Any
 
+from shared.before_imports import prepare_imports
+
+prepare_imports()  # must come before the other imports, because PyTorch reads variables when it is imported
+
 import torch
 from transformers import TrainingArguments
 
@@ -20,7 +24,6 @@ from model import check_model, load_model, load_tokenizer
 from settings.command_line import parse_command_line
 from settings.precision import DTYPES
 from settings.trainer_flags import argument_errors, trainer_flags
-from shared.errors import WorkshopError
 from shared.hub import draw_bars_on_terminals_only
 from training.exact_match import Generation, exact_match_and_f1
 
@@ -28,11 +31,14 @@ from training.exact_match import Generation, exact_match_and_f1
 def main() -> None:
     draw_bars_on_terminals_only()
     settings = parse_command_line(__doc__)
-    for flag, given in (("deepspeed", settings.trainer.deepspeed), ("fsdp", settings.trainer.fsdp)):
+    sharding = {
+        "deepspeed": settings.trainer.deepspeed,
+        "fsdp": settings.trainer.fsdp,
+        "tensor_parallel": settings.model.tensor_parallel > 1,
+    }
+    for flag, given in sharding.items():
         if given:
-            raise WorkshopError(f"--{flag}", "evaluation holds the whole model on every rank", "leave the flag out")
-    if settings.model.tensor_parallel > 1:
-        raise settings.error("tensor_parallel", "evaluation holds the whole model on every rank", "leave the flag out")
+            raise settings.error(flag, "evaluation holds the whole model on every rank", "leave the flag out")
     if settings.model.lora_rank:
         what = "has no effect on a saved model, whose weights contain the adapters"
         raise settings.error("lora_rank", what, "leave it out")

@@ -22,6 +22,10 @@ With your own model and data, resumed from the latest checkpoint of this run, or
 
 from dataclasses import replace
 
+from shared.before_imports import prepare_imports
+
+prepare_imports()  # must come before the other imports, because PyTorch reads variables when it is imported
+
 from transformers import TrainingArguments, set_seed
 
 from config import has_random_weights
@@ -39,7 +43,7 @@ from records.writer import RunRecord
 from settings.command_line import parse_command_line
 from settings.precision import DTYPES
 from settings.trainer_flags import argument_errors, trainer_flags
-from shared.hub import draw_bars_on_terminals_only
+from shared.hub import check_files, draw_bars_on_terminals_only
 from shared.trackers import close_trackers, prepare_trackers
 from training.audit import strategy_name
 from training.callbacks import Run, add_callbacks
@@ -118,6 +122,7 @@ def main() -> None:
     forbid_code_in_checkpoints(with_deepspeed=bool(deepspeed))
     checkpoint = broadcast_from_rank_0(find_checkpoint(args.resume_from_checkpoint, args.output_dir, job_id))
     if checkpoint:
+        check_files(checkpoint)
         check_for_code(checkpoint)
     else:
         record.refuse_to_overwrite()

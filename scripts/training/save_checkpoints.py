@@ -10,6 +10,7 @@ from safetensors import SafetensorError
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from distributed.collectives import gather_lists, rank, wait_for_all_ranks
+from model import share_weights
 from shared.errors import ENVIRONMENT, WorkshopError, remedy_for_write
 from shared.json_files import write_json
 from training.find_checkpoints import (
@@ -82,7 +83,8 @@ class CheckpointCallback(TrainerCallback):
 
 
 def mark_complete(folder: Path, content: dict) -> None:
-    """Write the marker file. It lists all files of the checkpoint."""
+    """Let others read the weights, and write the marker file, which lists all files of the checkpoint."""
+    share_weights(folder)
     paths = [path for path in folder.rglob("*") if path.is_file() and path.name != MARKER]
     files = {str(path.relative_to(folder)): path.stat().st_size for path in paths}
     write_json(folder / MARKER, content | {"files": files})

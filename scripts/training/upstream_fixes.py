@@ -85,6 +85,11 @@ FIXES = (
         "after a resume with more epochs, the first step has the learning rate of the new schedule",
     ),
     Fix(
+        "model.py::share_weights",
+        "transformers==5.23.0",
+        "the version of safetensors that it requires writes files whose mode follows the umask (safetensors issue 782)",
+    ),
+    Fix(
         "training/sampling.py::GroupByLengthSampler",
         "transformers==5.23.0",
         "LengthGroupedSampler derives its order from the seed and the epoch, and groups over the global batch",

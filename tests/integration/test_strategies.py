@@ -214,6 +214,8 @@ def test_saved_model_is_complete_and_has_the_last_eval_loss(run: Finished):
     assert not any(info.values()), info
     assert sum(p.numel() for p in model.parameters()) == run.record["parameters"]
     assert eval_loss(model, AutoTokenizer.from_pretrained(run.output)) == pytest.approx(run.losses[-1], abs=TOLERANCE)
+    files = [path for path in run.output.rglob("*") if path.suffix in (".json", ".safetensors")]
+    assert len({path.stat().st_mode for path in files}) == 1, "weights must be as readable as other files"
 
 
 @torch.no_grad()

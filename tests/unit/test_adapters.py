@@ -26,7 +26,7 @@ from custom_model import CustomGPTConfig, CustomGPTForCausalLM
 from distributed.fsdp_config import check_fsdp_config
 from helpers import REPOSITORY
 from lora import ADAPTERS, LoraLinear, add_adapters, count_adapter_elements, merged_model
-from model import load_config, pretrained_model
+from model import load_config
 from settings.command_line import parse_command_line
 from training.checks_before_training import describe_adapters
 
@@ -205,7 +205,6 @@ def test_a_checkpoint_of_a_run_with_lora_is_refused_as_a_model(tmp_path, refusal
     model_with_adapters("bloom")[1].save_pretrained(tmp_path)
     line = f"error: --model_name: {tmp_path} is a checkpoint of a training run with LoRA, whose weights do not contain"
     assert refusal(load_config, ModelArguments(str(tmp_path))).startswith(line)
-    assert refusal(pretrained_model, str(tmp_path)).startswith(line)
 
 
 @pytest.mark.parametrize(
