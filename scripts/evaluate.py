@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from transformers import TrainingArguments
 
-from data_loader import load_evaluation_set
+from data_loader import load_set
 from distributed import watchdog
 from distributed.process_group import adopt_process_group, leave_process_group, prepare_environment, run_and_exit
 from model import check_model, load_model, load_tokenizer
@@ -22,7 +22,7 @@ from settings.precision import DTYPES
 from settings.trainer_flags import argument_errors, trainer_flags
 from shared.errors import WorkshopError
 from shared.hub import draw_bars_on_terminals_only
-from training.exact_match import Generation, exact_match_and_f1
+from training.exact_match import Generation, check_references, exact_match_and_f1
 
 
 def main() -> None:
@@ -43,7 +43,8 @@ def main() -> None:
         args = TrainingArguments(**flags)
     adopt_process_group(args, with_deepspeed=False)
     tokenizer = load_tokenizer(settings.model, settings.data)
-    questions = load_evaluation_set(settings.data, tokenizer, args)
+    questions = load_set("eval", settings.data.eval_size, settings.data, tokenizer, args)
+    check_references(tokenizer, questions, settings.data.max_length)
     watchdog.progress("loading the model")
     model: Any = load_model(settings.model, tokenizer, args.seed)
     check_model(model, tokenizer, settings.data.max_length)
