@@ -17,7 +17,7 @@ prepare_imports()  # must come before the other imports, because PyTorch reads v
 import torch
 from transformers import TrainingArguments
 
-from data_loader import load_evaluation_set
+from data_loader import load_set
 from distributed import watchdog
 from distributed.process_group import adopt_process_group, leave_process_group, prepare_environment, run_and_exit
 from model import check_model, load_model, load_tokenizer
@@ -25,7 +25,7 @@ from settings.command_line import parse_command_line
 from settings.precision import DTYPES
 from settings.trainer_flags import argument_errors, trainer_flags
 from shared.hub import draw_bars_on_terminals_only
-from training.exact_match import Generation, exact_match_and_f1
+from training.exact_match import Generation, check_references, exact_match_and_f1
 
 
 def main() -> None:
@@ -49,7 +49,8 @@ def main() -> None:
         args = TrainingArguments(**flags)
     adopt_process_group(args, with_deepspeed=False)
     tokenizer = load_tokenizer(settings.model, settings.data)
-    questions = load_evaluation_set(settings.data, tokenizer, args)
+    questions = load_set("eval", settings.data.eval_size, settings.data, tokenizer, args)
+    check_references(tokenizer, questions, settings.data.max_length)
     watchdog.progress("loading the model")
     model: Any = load_model(settings.model, tokenizer, args.seed)
     check_model(model, tokenizer, settings.data.max_length)

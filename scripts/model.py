@@ -25,6 +25,7 @@ from transformers import (
 )
 from transformers.initialization import no_init_weights
 from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
+from transformers.models.auto.tokenization_auto import get_tokenizer_config
 
 from config import CUSTOM_GPT, CUSTOM_SIZES, TINY_BLOOM, DataArguments, ModelArguments, has_random_weights
 from custom_model import CustomGPTConfig
@@ -64,7 +65,10 @@ def load_tokenizer(model_args: ModelArguments, data_args: DataArguments) -> PreT
         offline_without_network()
     try:
         with loading_errors(flag, name):
-            tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=False)
+            # AutoTokenizer gives some models the rules of their family, such as Qwen2, even if the folder has others
+            with_own_rules = get_tokenizer_config(name).get("tokenizer_class") == "TokenizersBackend"
+            kind: Any = PreTrainedTokenizerFast if with_own_rules else AutoTokenizer
+            tokenizer = kind.from_pretrained(name, trust_remote_code=False)
     except WorkshopError:
         if not (model_args.from_scratch and name in BLOOM_SIZES):
             raise

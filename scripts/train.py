@@ -50,7 +50,7 @@ from training.callbacks import Run, add_callbacks
 from training.checks_before_training import check_room, check_saving, check_trainable
 from training.chunked_loss import use_chunked_loss
 from training.energy import EnergyMeter
-from training.exact_match import Generation, exact_match_and_f1
+from training.exact_match import Generation, check_references, exact_match_and_f1
 from training.find_checkpoints import (
     check_for_code,
     check_same_training,
@@ -163,6 +163,8 @@ def main() -> None:
             train_size=len(train_dataset),
             eval_size=len(eval_dataset),
             questions_cut={"train": sum(train_dataset["cut"][:]), "eval": sum(eval_dataset["cut"][:])},
+            answers_cut={"train": sum(train_dataset["answer_cut"][:]), "eval": sum(eval_dataset["answer_cut"][:])},
+            unfair_questions=check_references(tokenizer, eval_dataset, data.max_length) if data.em_f1 else None,
             configs={
                 "model": meta_model.config.to_diff_dict(),
                 "deepspeed": settings.deepspeed_config,

@@ -46,6 +46,18 @@ def parse_json(path: str | Path, raw: bytes, way_out: str) -> object:
         raise WorkshopError(path, str(error), way_out) from error
 
 
+def check_text(source: object, text: str) -> str:
+    """Return a text from outside. Raises WorkshopError (exit code 2) if it contains a lone surrogate.
+
+    JSON can contain half of a surrogate pair, such as ``"\\ud800"``, but UTF-8 cannot. Python also replaces those bytes
+    of a command line that are not UTF-8 by such characters. source: the place of the text, for the error.
+    """
+    if half := re.search("[\\ud800-\\udfff]", text):
+        what = f"has a lone surrogate (half a character) at position {half.start()}"
+        raise WorkshopError(source, what, "correct it, or remove it")
+    return text
+
+
 def is_json_lines(text: str) -> bool:
     """Return whether a text has one JSON object per line: two objects without a comma between them."""
     return re.search(r"\}\s*\n\s*\{", text) is not None

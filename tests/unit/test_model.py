@@ -12,11 +12,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import BertConfig, BloomConfig, BloomForCausalLM, GPT2Config, LlamaConfig, OPTConfig
+from transformers import BertConfig, BloomConfig, BloomForCausalLM, GPT2Config, LlamaConfig, OPTConfig, Qwen2Config
 
 from config import DataArguments, ModelArguments
 from custom_model import CustomGPTConfig
-from data_loader import is_local
+from data_loader import is_local, tokenizer_key
 from helpers import REPOSITORY
 from model import build_meta_model, check_model, count_parameters, load_model, load_tokenizer, share_weights
 from training.checks_before_training import check_saving
@@ -221,6 +221,15 @@ def test_an_empty_tokenizer_created_by_transformers_is_refused(tmp_path, refusal
     assert line == (
         f"error: --model_name: {tmp_path} contains no tokenizer; save one next to the model, or give --tokenizer_name"
     )
+
+
+def test_a_saved_tokenizer_keeps_its_rules_next_to_any_model(tiny_tokenizer, tmp_path):
+    """AutoTokenizer would split digits next to a Qwen2, so the saved model would get tokens it was not trained on."""
+    Qwen2Config(**SMALL).save_pretrained(tmp_path)
+    tiny_tokenizer.save_pretrained(tmp_path)
+    loaded = load_tokenizer(ModelArguments(str(tmp_path)), DATA)
+    assert loaded.tokenize("SLURM_PROCID 32") == tiny_tokenizer.tokenize("SLURM_PROCID 32")
+    assert tokenizer_key(loaded) == tokenizer_key(tiny_tokenizer)
 
 
 SMALL = {"vocab_size": 2048, "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
