@@ -23,6 +23,8 @@ from string import ascii_lowercase
 # This exercise runs on the CPU, so hide GPUs before torch is imported. In torch 2.13 each Optimizer.step asks for the
 # current CUDA stream, which starts CUDA. This is slow, and a GPU in exclusive-process mode rejects the second rank.
 os.environ["CUDA_VISIBLE_DEVICES"] = ""
+# Let OpenMP's threads wait only briefly in a loop. Otherwise one process is many times slower next to other programs
+os.environ.setdefault("GOMP_SPINCOUNT", "1000")
 
 import torch
 import torch.distributed as dist

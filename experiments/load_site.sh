@@ -28,8 +28,9 @@ job_find_site() { # set SITE and SITE_FILE
 }
 
 job_check_secrets() { # only the owner may read a site file that sets WANDB_API_KEY, HF_TOKEN or another secret
-  local -r secret='^[^#]*(TOKEN|KEY|SECRET|PASSWORD)(_[A-Z0-9_]+)?:?='
-  if grep -qE "$secret" "$SITE_FILE" && [[ -n $(find -L "$SITE_FILE" \( -perm -g=r -o -perm -o=r \)) ]]; then
+  local -r name='(TOKEN|KEY|SECRET|PASSW(OR)?D|(\b|_)PASS|CREDENTIALS?)(_[A-Z0-9_]+)?:?='
+  local -r url='://[^/[:space:]]*:[^/$[:space:]]+@' # http://user:password@proxy
+  if grep -qiE "^[^#]*($name|$url)" "$SITE_FILE" && [[ -n $(find -L "$SITE_FILE" \( -perm -g=r -o -perm -o=r \)) ]]; then
     job_fail "experiments/sites/$SITE.sh" "it sets a secret, but other users may read it" "run chmod 600 on it" 3
   fi
 }

@@ -11,17 +11,22 @@ import sys
 from collections.abc import Iterator
 from typing import Any
 
+from shared.before_imports import prepare_imports
+
+prepare_imports()  # must come before the other imports, because PyTorch reads variables when it is imported
+
 import torch
 from datasets import Dataset
 
 from config import DEFAULTS
-from data_loader import READABLE, UNANSWERABLE, tokenise_batch
+from data_loader import tokenise_batch
 from model import check_model, load_model, load_tokenizer
+from read_questions import READABLE, UNANSWERABLE
 from settings.command_line import parse_command_line
 from settings.precision import DTYPES
-from shared.errors import OneLineErrors, WorkshopError, run_program
+from shared.errors import OneLineErrors, WorkshopError, report, run_program
 from shared.hub import draw_bars_on_terminals_only
-from shared.json_files import read_bytes
+from shared.json_files import check_text, decode, read_bytes
 from training.exact_match import Generation, answer_questions
 
 
@@ -43,21 +48,26 @@ def main() -> None:
     device = torch.device("cpu" if settings.trainer.use_cpu else "cuda")
     model.to(device)
     for question in [arguments.question] if arguments.question else typed_questions():
-        # The reference answer is not part of the prompt; the format only requires one
-        batch = {"question": [question], "context": [context], "answers": [[UNANSWERABLE]]}
-        prompt = Dataset.from_dict(tokenise_batch(batch, tokenizer, max_length, settings.data.labels))
+        try:
+            # The reference answer is not part of the prompt; the format only requires one
+            batch = {"question": [check_text("question", question)], "context": [context], "answers": [[UNANSWERABLE]]}
+            prompt = Dataset.from_dict(batch | tokenise_batch(batch, tokenizer, max_length, settings.data.labels))
+        except WorkshopError as error:
+            if arguments.question:
+                raise
+            report(error)
+            continue
         if prompt["cut"][0]:
             print(f"note: the end of {arguments.context} was cut off; see --max_length", file=sys.stderr)
+        limit = max_length - prompt["prompt_length"][0]  # all tokens that the prompt leaves
         with torch.autocast(device.type, dtype=DTYPES[settings.precision], enabled=settings.precision != "fp32"):
-            print(answer_questions(model, tokenizer, prompt, Generation(1, max_length, device))[0], flush=True)
+            answers = answer_questions(model, tokenizer, prompt, Generation(1, max_length, device), limit)
+        print(answers[0] or "(the model's answer is empty)", flush=True)
 
 
 def read_text(path: str) -> str:
     """Return the content of a text file. Raise WorkshopError (exit code 2) if it is unusable."""
-    try:
-        text = read_bytes(path, READABLE).decode()
-    except UnicodeDecodeError as error:
-        raise WorkshopError(path, f"is not a text in UTF-8 ({error})", "convert it") from error
+    text = decode(path, read_bytes(path, READABLE))
     if not text.strip():
         raise WorkshopError(path, "is empty", "give a file with the text that contains the answer")
     return text.strip()
@@ -65,6 +75,8 @@ def read_text(path: str) -> str:
 
 def typed_questions() -> Iterator[str]:
     """Yield the lines that the user types, or that another program sends, until Ctrl-D, Ctrl-C or the end."""
+    # check_text finds bytes that are not UTF-8. Without this line, they would end the session with a traceback
+    sys.stdin.reconfigure(errors="surrogateescape")  # type: ignore[union-attr]
     while True:
         try:
             line = input("question: " if sys.stdin.isatty() else "")

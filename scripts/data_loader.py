@@ -4,8 +4,9 @@ import hashlib
 import json
 import os
 from collections.abc import Iterator
+from typing import Any
 
-from datasets import Dataset, load_dataset
+from datasets import Dataset, fingerprint, load_dataset
 from transformers import DataCollatorForSeq2Seq, PreTrainedTokenizerBase, TrainingArguments
 
 from config import ALL, HUB_SIZES, DataArguments
@@ -16,10 +17,11 @@ from shared.hub import check_relative_path, loading_errors, offline_without_netw
 from shared.json_files import read_bytes
 
 PROMPT = "Question: {question} Context: {context} Answer:"
+BEFORE_CONTEXT, _, AFTER_CONTEXT = PROMPT.partition(" {context}")
 IGNORED = -100
 MAX_ANSWER_TOKENS = 32
 # Version of tokenise_batch's output. Increase it when the output changes; otherwise a stale cache is used.
-ROWS_VERSION = 5
+ROWS_VERSION = 6
 
 
 def load_squad(
@@ -27,24 +29,20 @@ def load_squad(
 ) -> tuple[Dataset, Dataset]:
     """Return the tokenised training set and evaluation set.
 
-    The columns are input_ids, attention_mask, labels, length, prompt_length, cut, id, question, context, answers. The
-    seed chooses the questions, so every rank gets the same ones. Raise WorkshopError (exit code 2) if a file is
-    unusable or has fewer questions than requested.
+    The columns are those of `tokenise_batch`, and id, question, context, answers. The seed chooses the questions, so
+    every rank gets the same ones. Raise WorkshopError (exit code 2) if a file is unusable or has fewer questions than
+    requested.
     """
     requested = data_args.train_size
     if data_args.samples_per_gpu:
         requested = data_args.samples_per_gpu * training_args.world_size
     train = load_set("train", requested, data_args, tokenizer, training_args)
-    if cut := sum(train["cut"][:]):
-        print_once(f"{cut} of {len(train)} training questions were cut to --max_length")
-    return train, load_evaluation_set(data_args, tokenizer, training_args)
-
-
-def load_evaluation_set(
-    data_args: DataArguments, tokenizer: PreTrainedTokenizerBase, training_args: TrainingArguments
-) -> Dataset:
-    """Return only the evaluation set of `load_squad`. It does not depend on the training size."""
-    return load_set("eval", data_args.eval_size, data_args, tokenizer, training_args)
+    evaluation = load_set("eval", data_args.eval_size, data_args, tokenizer, training_args)
+    if data_args.eval_dataset:
+        trained = set(train["context"][:])
+        if shared := sum(context in trained for context in evaluation["context"]):
+            print_once(f"{shared} of {len(evaluation)} evaluation questions are about a passage of the training set")
+    return train, evaluation
 
 
 def load_set(
@@ -54,7 +52,7 @@ def load_set(
     tokenizer: PreTrainedTokenizerBase,
     training_args: TrainingArguments,
 ) -> Dataset:
-    """Return the requested number of questions of one part (train or eval), tokenised."""
+    """Return the requested number of questions of one part (train or eval), tokenised. The parts are independent."""
     # One rank of each node reads, tokenises and writes the cache. The other ranks wait, and then read the cache.
     with training_args.main_process_first(local=True, desc="tokenise"):
         questions = read_part(part, data_args)
@@ -63,7 +61,13 @@ def load_set(
         use = {"train": "training", "eval": "evaluation"}[part]
         print_once(f"{use} questions: {size} of {len(questions)} available in {name}")
         seed = training_args.seed if training_args.data_seed is None else training_args.data_seed
-        return tokenise(questions.shuffle(seed=seed).select(range(size)), tokenizer, data_args)
+        with loading_errors("--dataset", name):  # tokenise writes the cache
+            rows = tokenise(questions.shuffle(seed=seed).select(range(size)), tokenizer, data_args)
+    if cut := sum(rows["cut"][:]):
+        print_once(
+            f"{cut} of {size} {use} questions were cut to --max_length; {sum(rows['answer_cut'])} lost their answer"
+        )
+    return rows
 
 
 def resolve_size(part: str, requested: int | str | None, available: int, name: str) -> int:
@@ -90,7 +94,7 @@ def source(part: str, data_args: DataArguments) -> str:
 def read_part(part: str, data_args: DataArguments) -> Dataset:
     """Return all questions of a part (train or eval), with the columns id, question, context, answers."""
     if part == "eval" and data_args.eval_dataset:
-        return load_from_file(data_args.eval_dataset, "all", data_args)
+        return load_from_file(data_args.eval_dataset, "all", data_args, "--eval_dataset")
     if not is_local(data_args.dataset):
         return load_from_hub(data_args.dataset, part)
     whole = {"train": "all"} if data_args.eval_dataset else {"train": "train", "eval": "held out"}
@@ -102,7 +106,7 @@ def is_local(dataset: str) -> bool:
 
     Raise WorkshopError (exit code 2) for the path of a missing file.
     """
-    if os.path.exists(os.path.expanduser(dataset)):
+    if os.path.isfile(os.path.expanduser(dataset)):
         return True
     check_relative_path("--dataset", dataset)
     if dataset.endswith(FORMATS) or dataset.startswith((".", "/", "~")):
@@ -114,7 +118,10 @@ def load_from_hub(name: str, part: str) -> Dataset:
     offline_without_network()
     split = {"train": "train", "eval": "validation"}[part]
     with loading_errors("--dataset", name):
-        questions = load_dataset(name, split=split).select_columns(["id", "question", "context", "answers"])
+        # Without hf://, a folder of this name in the working directory would be read instead
+        questions = load_dataset(f"hf://datasets/{name}", split=split).select_columns(
+            ["id", "question", "context", "answers"]
+        )
     return questions.map(hub_answers, desc=f"Reading {name}")
 
 
@@ -127,26 +134,27 @@ def read_local(data_args: DataArguments, part: str = "all") -> Iterator[dict]:
     return read_questions(data_args.dataset, part, data_args.table_columns, data_args.bad_rows == "skip")
 
 
-def load_from_file(path: str, part: str, data_args: DataArguments) -> Dataset:
+def load_from_file(path: str, part: str, data_args: DataArguments, flag: str = "--dataset") -> Dataset:
     """Return the questions of one part of a local file (read_questions.py).
 
-    The cache key contains a hash of the file, so a changed file is read again.
+    flag: the flag that names the file, for errors. The cache key contains a hash of the file, so a changed file is read
+    again.
     """
     columns, skip = data_args.table_columns, data_args.bad_rows == "skip"
     content = read_file(path, columns, skip)  # check all questions here, because here an error is one line
     if not any(choose_part(content.questions, part)):
-        remedy = f"give --eval_dataset, or a file with at least {HELD_OUT_EVERY} passages"
-        raise WorkshopError(path, f"no question in its {part} passages", remedy)
+        way_out = f"give --eval_dataset, or a file with at least {HELD_OUT_EVERY} passages"
+        raise WorkshopError(path, f"no question in its {part} passages", way_out)
     if content.notes and part != "held out":  # the notes of the whole file, once
         print_once("\n".join(content.notes))
     arguments = {"path": path, "part": part, "columns": columns, "skip": skip}
     key = hashlib.sha256(read_bytes(path, READABLE) + f"{arguments} {UNANSWERABLE} {HELD_OUT_EVERY}".encode())
-    with loading_errors("--dataset", path):
+    with loading_errors(flag, path):
         return Dataset.from_generator(read_questions, gen_kwargs=arguments, fingerprint=key.hexdigest()[:16])
 
 
 def tokenise(dataset: Dataset, tokenizer: PreTrainedTokenizerBase, data_args: DataArguments) -> Dataset:
-    """Add the columns input_ids, attention_mask, labels, length, prompt_length and cut.
+    """Add the columns of `tokenise_batch`.
 
     The result is cached. The cache key contains everything that the result depends on.
     """
@@ -161,27 +169,38 @@ def tokenise(dataset: Dataset, tokenizer: PreTrainedTokenizerBase, data_args: Da
 
 
 def tokenizer_key(tokenizer: PreTrainedTokenizerBase) -> str:
-    vocabulary = json.dumps(sorted(tokenizer.get_vocab().items()))
-    return hashlib.sha256(f"{vocabulary} {tokenizer.eos_token_id} {tokenizer.pad_token_id}".encode()).hexdigest()
+    """Return a hash of everything that `tokenise_batch` reads from the tokenizer."""
+    if tokenizer.is_fast:
+        # Each call sets padding and truncation again
+        rules = json.loads(tokenizer.backend_tokenizer.to_str()) | {"padding": None, "truncation": None}
+    else:
+        # The rules are Python code and attributes, so this hashes the whole object
+        rules = fingerprint.Hasher.hash(tokenizer)
+    ids = [tokenizer.eos_token_id, tokenizer.unk_token_id, tokenizer.all_special_ids]
+    return hashlib.sha256(json.dumps([rules, ids]).encode()).hexdigest()
 
 
 def tokenise_batch(batch: dict, tokenizer: PreTrainedTokenizerBase, max_length: int, labels: str) -> dict:
     """Return token ids of prompt, first reference answer and EOS, at most `max_length` tokens per question.
 
-    The first `prompt_length` tokens are the prompt, from which generation also starts. `cut` is True if the end of the
-    context was cut off. Raise WorkshopError (exit code 2) if a question does not fit even without context.
+    The columns are input_ids, attention_mask, labels, length, prompt_length, cut, answer_cut. The first `prompt_length`
+    tokens are the prompt. `cut` is True if the end of the context was cut off, and `answer_cut` if the rest of the
+    context no longer contains the answer. Raise WorkshopError (exit code 2) if a question does not fit even without
+    context.
     """
     rows = []
+    leading = leading_tokens(tokenizer)
     texts = [PROMPT.format(question=q, context=c) for q, c in zip(batch["question"], batch["context"], strict=True)]
-    encoded = zip(tokenise_beginnings(texts, tokenizer), batch["question"], batch["answers"], strict=True)
-    for prompt, question, answers in encoded:
-        answer = tokenizer(f" {answers[0].strip()}", add_special_tokens=False)["input_ids"]
+    firsts = [answers[0] for answers in batch["answers"]]
+    encoded = zip(tokenise_texts(texts, tokenizer), tokenise_answers(firsts, tokenizer), strict=True)
+    for i, (tokens, answer) in enumerate(encoded):
+        prompt = leading + tokens
         ending = [*answer, tokenizer.eos_token_id]
         room = max_length - max(len(ending), answer_room(max_length))
         cut = len(prompt) > room
-        if cut:
-            prompt = shorten(prompt, question, room, tokenizer)
+        prompt, kept = shorten(prompt, batch["question"][i], room, tokenizer)
         ids = prompt + ending
+        in_context = firsts[i] in batch["context"][i]
         rows.append(
             {
                 "input_ids": ids,
@@ -190,42 +209,82 @@ def tokenise_batch(batch: dict, tokenizer: PreTrainedTokenizerBase, max_length: 
                 "length": len(ids),
                 "prompt_length": len(prompt),
                 "cut": cut,
+                # Both texts are decoded, because some tokenizers change a text
+                "answer_cut": cut and in_context and decode(answer, tokenizer) not in decode(kept, tokenizer),
             }
         )
     return {name: [row[name] for row in rows] for name in rows[0]}
 
 
-def tokenise_beginnings(texts: list[str], tokenizer: PreTrainedTokenizerBase) -> list[list[int]]:
-    """Return the tokens of texts that continue after them: without the EOS that some tokenizers append."""
-    special = set(tokenizer.all_special_ids)
-    rows: list[list[int]] = tokenizer(texts)["input_ids"]
+def tokenise_texts(texts: list[str], tokenizer: PreTrainedTokenizerBase) -> list[list[int]]:
+    """Return the tokens of texts, without control tokens: the text `</s>` never becomes the EOS token."""
+    rows: list[list[int]] = tokenizer(texts, add_special_tokens=False, split_special_tokens=True)["input_ids"]
+    # The vocabulary of some tokenizers (Unigram, WordLevel) contains the text of a control token. Spell it out there
+    control = {*tokenizer.all_special_ids} - {tokenizer.unk_token_id} | {tokenizer.eos_token_id}
     for row in rows:
-        while row and row[-1] in special:
-            row.pop()
+        for token in control.intersection(row):
+            characters: Any = tokenizer.convert_tokens_to_ids(list(str(tokenizer.convert_ids_to_tokens(token))))
+            row[:] = [each for known in row for each in (characters if known == token else [known])]
     return rows
 
 
+def decode(tokens: Any, tokenizer: PreTrainedTokenizerBase) -> str:
+    """Return the text of tokens, without control tokens such as EOS and padding."""
+    return str(tokenizer.decode(tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False)).strip()
+
+
+def tokenise_answers(answers: list[str], tokenizer: PreTrainedTokenizerBase) -> list[list[int]]:
+    """Return the tokens of answers as they follow a prompt, without EOS."""
+    return tokenise_texts([f" {answer.strip()}" for answer in answers], tokenizer)
+
+
+def leading_tokens(tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    """Return the control tokens that the tokenizer puts before each text, such as Llama's ``<s>``."""
+    example = tokenizer("a", return_special_tokens_mask=True)
+    return example["input_ids"][: example["special_tokens_mask"].index(0)]
+
+
 def answer_room(max_length: int) -> int:
-    """Return the number of tokens reserved for an answer after each prompt, in training and in generation."""
+    """Return the number of tokens reserved for an answer after each prompt of the training."""
     return min(MAX_ANSWER_TOKENS, max_length // 4)
 
 
-def shorten(prompt: list[int], question: str, limit: int, tokenizer: PreTrainedTokenizerBase) -> list[int]:
+def answer_limit(questions: Dataset, tokenizer: PreTrainedTokenizerBase, max_length: int) -> int:
+    """Return the number of tokens that a generated answer may have: the longest reference answer and EOS fit.
+
+    It is at least `answer_room`, and leaves enough of `max_length` for the longest question.
+    """
+    answers = (tokens for texts in questions["answers"] for tokens in tokenise_answers(texts, tokenizer))
+    longest_answer = max(map(len, answers)) + 1
+    longest_question = max(sum(map(len, frame_context(question, tokenizer))) for question in questions["question"])
+    return max(answer_room(max_length), min(longest_answer, max_length - longest_question))
+
+
+def frame_context(question: str, tokenizer: PreTrainedTokenizerBase) -> tuple[list[int], list[int]]:
+    """Return the tokens of a prompt before its context, and those after it."""
+    before, after = tokenise_texts([BEFORE_CONTEXT.format(question=question), AFTER_CONTEXT], tokenizer)
+    return leading_tokens(tokenizer) + before, after
+
+
+def shorten(
+    prompt: list[int], question: str, limit: int, tokenizer: PreTrainedTokenizerBase
+) -> tuple[list[int], list[int]]:
     """Cut off the end of the context, so that the prompt has at most `limit` tokens. The question stays whole.
 
-    Raise WorkshopError (exit code 2) if the question does not fit even without context.
+    Return the prompt, and the tokens of the context that it keeps (none if the whole prompt fits). Raise WorkshopError
+    (exit code 2) if the question does not fit even without context.
     """
-    beginning, _, ending = PROMPT.partition(" {context}")
-    (question_tokens,) = tokenise_beginnings([beginning.format(question=question)], tokenizer)
-    answer_tokens = tokenizer(ending, add_special_tokens=False)["input_ids"]
-    room = limit - len(answer_tokens)
-    if len(question_tokens) > room:
+    if len(prompt) <= limit:
+        return prompt, []
+    before, after = frame_context(question, tokenizer)
+    room = limit - len(after)
+    if len(before) > room:
         raise WorkshopError("--max_length", f"leaves no room for the question {question!r:.60}", "raise it")
     kept = prompt[:room]
     # The cut may split a character that has several tokens
     while str(tokenizer.decode(kept)).endswith("\N{REPLACEMENT CHARACTER}"):
         kept.pop()
-    return kept + answer_tokens
+    return kept + after, kept[len(before) :]
 
 
 def collator(tokenizer: PreTrainedTokenizerBase, data_args: DataArguments) -> DataCollatorForSeq2Seq:

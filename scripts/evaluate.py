@@ -10,28 +10,34 @@ scores come from torchmetrics. The Hugging Face library "evaluate" is not used.
 
 from typing import Any
 
+from shared.before_imports import prepare_imports
+
+prepare_imports()  # must come before the other imports, because PyTorch reads variables when it is imported
+
 import torch
 
-from data_loader import load_evaluation_set
+from data_loader import load_set
 from distributed import watchdog
 from distributed.process_group import adopt_process_group, leave_process_group, prepare_environment, run_and_exit
 from model import check_model, load_model, load_tokenizer
 from settings.command_line import parse_command_line
 from settings.precision import DTYPES
 from settings.trainer_flags import training_arguments
-from shared.errors import WorkshopError
 from shared.hub import draw_bars_on_terminals_only
-from training.exact_match import Generation, exact_match_and_f1
+from training.exact_match import Generation, check_references, exact_match_and_f1
 
 
 def main() -> None:
     draw_bars_on_terminals_only()
     settings = parse_command_line(__doc__)
-    for flag, given in (("deepspeed", settings.trainer.deepspeed), ("fsdp", settings.trainer.fsdp)):
+    sharding = {
+        "deepspeed": settings.trainer.deepspeed,
+        "fsdp": settings.trainer.fsdp,
+        "tensor_parallel": settings.model.tensor_parallel > 1,
+    }
+    for flag, given in sharding.items():
         if given:
-            raise WorkshopError(f"--{flag}", "evaluation holds the whole model on every rank", "leave the flag out")
-    if settings.model.tensor_parallel > 1:
-        raise settings.error("tensor_parallel", "evaluation holds the whole model on every rank", "leave the flag out")
+            raise settings.error(flag, "evaluation holds the whole model on every rank", "leave the flag out")
     if settings.model.lora_rank:
         what = "has no effect on a saved model, whose weights contain the adapters"
         raise settings.error("lora_rank", what, "leave it out")
@@ -39,7 +45,8 @@ def main() -> None:
     args = training_arguments(settings, ddp_timeout=watchdog.start(settings.trainer.ddp_timeout))
     adopt_process_group(args, with_deepspeed=False)
     tokenizer = load_tokenizer(settings.model, settings.data)
-    questions = load_evaluation_set(settings.data, tokenizer, args)
+    questions = load_set("eval", settings.data.eval_size, settings.data, tokenizer, args)
+    check_references(tokenizer, questions, settings.data.max_length)
     watchdog.progress("loading the model")
     model: Any = load_model(settings.model, tokenizer, args.seed)
     check_model(model, tokenizer, settings.data.max_length)

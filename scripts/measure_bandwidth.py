@@ -26,7 +26,7 @@ from config import DEFAULTS
 from distributed import watchdog
 from distributed.collectives import rank, wait_for_all_ranks, world_size
 from distributed.process_group import leave_process_group, prepare_environment, run_and_exit
-from shared.errors import ENVIRONMENT, OneLineErrors, WorkshopError
+from shared.errors import ENVIRONMENT, OneLineErrors, WorkshopError, cannot_be_written
 from shared.json_files import write_json
 
 GPU = torch.cuda.is_available()
@@ -233,9 +233,7 @@ def draw(sizes: list[Size], path: Path) -> None:
         try:
             path.write_bytes(as_svg(figure))
         except OSError as error:
-            raise WorkshopError(
-                path, f"cannot be written ({error.strerror})", "free disk space", ENVIRONMENT
-            ) from error
+            raise cannot_be_written(path, error) from error
 
 
 def transport(nccl_log: Path) -> str:

@@ -1,5 +1,6 @@
 """Load, create and save models and tokenizers."""
 
+import contextlib
 import os
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,7 @@ from transformers import (
 )
 from transformers.initialization import no_init_weights
 from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
+from transformers.models.auto.tokenization_auto import get_tokenizer_config
 
 from config import CUSTOM_GPT, CUSTOM_SIZES, TINY_BLOOM, DataArguments, ModelArguments, has_random_weights
 from data_loader import is_local, read_local, read_part
@@ -31,7 +33,7 @@ from models.bloom_sdpa import use_attention
 from models.custom_model import CustomGPTConfig
 from models.lora import ADAPTERS, merged_model
 from shared.errors import WorkshopError
-from shared.hub import check_relative_path, loading_errors, offline_without_network
+from shared.hub import check_files, check_relative_path, loading_errors, offline_without_network
 from training.find_checkpoints import complete_checkpoints, newest_first
 
 # Hidden size, layers and heads (arXiv:2211.05100, table 3), so that --from_scratch needs no download
@@ -63,7 +65,10 @@ def load_tokenizer(model_args: ModelArguments, data_args: DataArguments) -> PreT
         offline_without_network()
     try:
         with loading_errors(flag, name):
-            tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=False)
+            # AutoTokenizer gives some models the rules of their family, such as Qwen2, even if the folder has others
+            with_own_rules = get_tokenizer_config(name).get("tokenizer_class") == "TokenizersBackend"
+            kind: Any = PreTrainedTokenizerFast if with_own_rules else AutoTokenizer
+            tokenizer = kind.from_pretrained(name, trust_remote_code=False)
     except WorkshopError:
         if not (model_args.from_scratch and name in BLOOM_SIZES):
             raise
@@ -106,8 +111,9 @@ def train_tokenizer(data_args: DataArguments, vocabulary: int) -> PreTrainedToke
 def is_folder(flag: str, name: str) -> bool:
     """Return whether a model or tokenizer is a local folder, not a name on the Hub.
 
-    Raise WorkshopError (exit code 2) for the path of a missing folder.
+    Raise WorkshopError for the path of a missing folder (exit code 2), and for files that cannot be used.
     """
+    check_files(name)
     check_relative_path(flag, name)
     if not os.path.isdir(name) and name.startswith((".", "/", "~")):
         raise WorkshopError(flag, f"there is no folder {name}", "give the folder of a saved model, or a Hub name")
@@ -150,10 +156,9 @@ def load_model(model_args: ModelArguments, tokenizer: PreTrainedTokenizerBase, s
     Create TrainingArguments first: with a ZeRO-3 config, transformers shards the weights while it loads them.
     """
     name = model_args.model_name
-    if has_random_weights(name, model_args.from_scratch):
-        model = random_model(load_config(model_args), seed)
-    else:
-        model = pretrained_model(name)
+    config = load_config(model_args)
+    random = has_random_weights(name, model_args.from_scratch)
+    model = random_model(config, seed) if random else pretrained_model(name)
     use_attention(model, model_args.attention)
     model.config.pad_token_id = tokenizer.pad_token_id
     model.generation_config.pad_token_id = tokenizer.pad_token_id
@@ -162,7 +167,6 @@ def load_model(model_args: ModelArguments, tokenizer: PreTrainedTokenizerBase, s
 
 
 def pretrained_model(name: str) -> PreTrainedModel:
-    check_merged(name)
     with loading_errors("--model_name", name):
         loaded: Any = AutoModelForCausalLM.from_pretrained(
             name,
@@ -182,7 +186,7 @@ def pretrained_model(name: str) -> PreTrainedModel:
 def check_merged(name: str) -> None:
     """Raise WorkshopError (exit code 2) for a checkpoint of a run with LoRA: transformers would load only its base."""
     for path in Path(name).glob("*.safetensors"):  # none for a name on the Hub
-        with loading_errors("--model_name", name), safe_open(path, "pt") as file:
+        with loading_errors("--model_name", str(path)), safe_open(path, "pt") as file:
             weights = file.keys()
         if any(weight.endswith(ADAPTERS) for weight in weights):
             what = f"{name} is a checkpoint of a training run with LoRA, whose weights do not contain the adapters"
@@ -217,6 +221,7 @@ def build_meta_model(model_args: ModelArguments) -> PreTrainedModel:
 
 
 def load_config(model_args: ModelArguments) -> PreTrainedConfig:
+    """Return the model's configuration. Raise WorkshopError for a model that cannot be used, before it is loaded."""
     name = model_args.model_name
     if name == CUSTOM_GPT:
         return CustomGPTConfig(**{size: getattr(model_args, size) for size in CUSTOM_SIZES})
@@ -278,5 +283,16 @@ def save_model(trainer: Trainer, tokenizer: PreTrainedTokenizerBase, output_dir:
     else:
         trainer.save_model(output_dir)
     if trainer.is_world_process_zero():
+        share_weights(output_dir)
         tokenizer.save_pretrained(output_dir)
         print(f"Model saved to {output_dir}", flush=True)
+
+
+def share_weights(folder: str | Path) -> None:
+    """Give the weights that were saved in a folder the mode of its config.json, which follows the umask.
+
+    safetensors 0.8 lets only the owner read its files, whatever the umask is.
+    """
+    with contextlib.suppress(OSError):  # some file systems have no modes
+        for path in Path(folder).glob("*.safetensors"):
+            path.chmod(Path(folder, "config.json").stat().st_mode)

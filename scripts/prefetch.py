@@ -8,8 +8,11 @@ tables that an offline run reads.
 """
 
 import argparse
-from collections.abc import Callable
 from pathlib import Path
+
+from shared.before_imports import prepare_imports
+
+prepare_imports()  # must come before the other imports, because PyTorch reads variables when it is imported
 
 import huggingface_hub
 from datasets import load_dataset
@@ -18,7 +21,7 @@ from config import TINY_BLOOM
 from data_loader import is_local
 from model import is_folder
 from shared.errors import ENVIRONMENT, OneLineErrors, WorkshopError, run_program
-from shared.hub import MODEL_FILES, draw_bars_on_terminals_only, short_reason
+from shared.hub import MODEL_FILES, draw_bars_on_terminals_only, find_network_fault, loading_errors
 
 
 def main() -> None:
@@ -29,23 +32,14 @@ def main() -> None:
     arguments = parser.parse_args()
     if not arguments.model_name and not arguments.dataset:
         raise WorkshopError("prefetch.py", "nothing to download", "give --model_name, --dataset or both")
+    if fault := find_network_fault():
+        raise WorkshopError("network", fault, "run this on a machine that reaches the Hub", ENVIRONMENT)
     if arguments.model_name not in (None, "", TINY_BLOOM) and not is_folder("--model_name", arguments.model_name):
-        download("--model_name", arguments.model_name, download_model)
+        with loading_errors("--model_name", arguments.model_name):
+            print(f"{arguments.model_name}: {download_model(arguments.model_name)}")
     if arguments.dataset and not is_local(arguments.dataset):
-        download("--dataset", arguments.dataset, download_dataset)
-
-
-def download(flag: str, name: str, download_function: Callable[[str], str]) -> None:
-    """Download a model or data set, and print the summary that the function returns.
-
-    Raises WorkshopError (exit code 3) if the download fails.
-    """
-    try:
-        print(f"{name}: {download_function(name)}")
-    except Exception as error:  # the Hub client raises exceptions of its own, of httpx, and OSError
-        way_out = "check the name, and that this machine has network access"
-        what = f"{name} cannot be downloaded ({short_reason(error):.200})"
-        raise WorkshopError(flag, what, way_out, ENVIRONMENT) from error
+        with loading_errors("--dataset", arguments.dataset):
+            print(f"{arguments.dataset}: {download_dataset(arguments.dataset)}")
 
 
 def download_model(name: str) -> str:
@@ -59,7 +53,9 @@ def download_model(name: str) -> str:
 
 def download_dataset(name: str) -> str:
     """Download a data set and build its tables. Return the number of questions in each split."""
-    return ", ".join(f"{len(part)} questions in {split}" for split, part in load_dataset(name).items())
+    return ", ".join(
+        f"{len(part)} questions in {split}" for split, part in load_dataset(f"hf://datasets/{name}").items()
+    )
 
 
 if __name__ == "__main__":

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from shared.errors import WorkshopError, did_you_mean
-from shared.json_files import is_json_lines, parse_json, read_bytes
+from shared.json_files import check_text, decode, is_json_lines, parse_json, read_bytes
 
 # The reference answer if the passage does not answer the question (SQuAD v2.0)
 UNANSWERABLE = "no answer"
@@ -145,10 +145,7 @@ def read_rows(path: str, columns: str | None) -> tuple[Columns, list[Row]]:
     if kind in EXPORTS:
         raise WorkshopError(path, f"is a {kind} file, which is not read", EXPORTS[kind])
     raw = read_bytes(path, READABLE)
-    try:
-        text = raw.decode("utf-8-sig")  # Excel writes a byte order mark first
-    except UnicodeDecodeError as error:
-        raise WorkshopError(path, f"is not UTF-8 ({error})", "save it as UTF-8") from error
+    text = decode(path, raw)
     if kind in (".csv", ".tsv"):
         return read_delimited(path, text, columns)
     if kind in (".jsonl", ".ndjson") or is_json_lines(text):
@@ -323,7 +320,7 @@ def check_row(row: Row, chosen: Columns) -> dict:
     if not answers and not says_so:
         raise RowError("the answer is empty (if the passage does not answer the question, write [] or is_impossible)")
     return {
-        "id": next((str(cells[name]) for name in IDS if cells.get(name) not in (None, "")), row.place),
+        "id": check_characters(next((str(cells[name]) for name in IDS if cells.get(name)), row.place)),
         "question": question,
         "context": context,
         "answers": answers or [UNANSWERABLE],
@@ -336,7 +333,14 @@ def read_text(cells: dict[str, Any], column: str) -> str:
         raise RowError(f"{column} is empty")
     if not isinstance(value, str):
         raise RowError(f"{column} is not a text: {value!r:.40}")
-    return value
+    return check_characters(value)
+
+
+def check_characters(text: str) -> str:
+    try:
+        return check_text("text", text)
+    except WorkshopError as error:
+        raise RowError(f"a text {error.what}") from error
 
 
 def read_answers(value: Any, context: str) -> list[str] | None:
@@ -365,6 +369,7 @@ def read_answer(value: Any, context: str) -> str:
         text = str(text)
     if not isinstance(text, str) or not text.strip():
         raise RowError(f"an answer is not a text: {text!r:.40}")
+    check_characters(text)
     if start is None:
         text = text.strip()
         if text not in context:

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from model import count_parameters
+from model import count_parameters, share_weights
 from shared.errors import ENVIRONMENT, OneLineErrors, WorkshopError, run_program
 from shared.hub import draw_bars_on_terminals_only
 
@@ -39,6 +39,7 @@ def main() -> None:
     model.hf_quantizer = None
     del model.config.quantization_config
     model.save_pretrained(folder)
+    share_weights(folder)
     tokenizer.save_pretrained(folder)
     print(f"{folder}: SmolLM2-135M-Instruct, {count_parameters(model):,} parameters")
 

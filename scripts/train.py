@@ -20,6 +20,10 @@ With your own model and data, resumed from the latest checkpoint of this run, or
     python scripts/train.py --model_name ./my-model --dataset questions.csv --resume_from_checkpoint
 """
 
+from shared.before_imports import prepare_imports
+
+prepare_imports()  # must come before the other imports, because PyTorch reads variables when it is imported
+
 from transformers import set_seed
 
 from config import has_random_weights
@@ -50,7 +54,7 @@ def main() -> None:
 
     # 3. The data: questions about texts, and their answers, as rows of tokens.
     train_dataset, eval_dataset = load_squad(run.settings.data, tokenizer, args)
-    run.check_data(train_dataset, eval_dataset)
+    run.check_data(train_dataset, eval_dataset, tokenizer)
 
     with run.recorded():  # in results/<job id>.json
         settings = run.settings  # settings.model, .data and .trainer hold the flags by their names

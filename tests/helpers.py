@@ -100,6 +100,11 @@ class RunFiles:
         history = json.loads((last / "trainer_state.json").read_text())["log_history"]
         return [entry["loss"] for entry in history if "loss" in entry]
 
+    @property
+    def rates(self) -> list[float]:
+        """Learning rates in the log."""
+        return [float(rate) for rate in re.findall(r"'learning_rate': '([^']+)'", self.log)]
+
     def effective(self, knob: str) -> object:
         return self.record["knobs"][knob]["effective"]
 

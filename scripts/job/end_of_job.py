@@ -29,7 +29,7 @@ from records.schema import (
     outcome,
     read_record,
 )
-from shared.errors import WorkshopError, run_program, survive_lost_output
+from shared.errors import WorkshopError, cannot_be_written, run_program, survive_lost_output
 
 
 def is_from_earlier_attempt(record: Record, since: datetime | None) -> bool:
@@ -333,7 +333,8 @@ def end_of_job(path: Path, arguments: argparse.Namespace) -> int:
         if record and reason:
             record = change_record(path, reason=reason)
     except (WorkshopError, OSError) as error:  # for example on a full disk; the summary is still printed
-        print(f"error: {path}: cannot be closed ({error}); free disk space or quota", file=sys.stderr)
+        problem = cannot_be_written(path, error) if isinstance(error, OSError) else error
+        print(f"error: {problem}", file=sys.stderr)
     noted = [line for path in sorted(run_dir.glob("missing_*")) for line in notes(path)]
     lines = [f"status: {status} (exit code {code})", *filter(None, [reason])]
     lines += summary(arguments.job_id, record, code, noted, earlier)

@@ -221,6 +221,9 @@ class Record(Part):
     train_size: int | None = None
     eval_size: int | None = None
     questions_cut: dict[str, int] | None = None  # train, eval: questions whose context was cut by --max_length
+    answers_cut: dict[str, int] | None = None  # train, eval: questions whose answer is only in the part that was cut
+    # Reason -> number of evaluation questions for which a right answer scores less than 100 or an empty one scores 100
+    unfair_questions: dict[str, int] | None = None
     eval: list[Evaluation] = []
     pauses: list[Pause] = []  # pauses of all attempts, as the memory logs have all attempts
     train: Train | None = None

@@ -26,51 +26,54 @@ from records.schema import (
     read_record,
     write_record,
 )
-from shared.errors import ENVIRONMENT, WorkshopError, whole_number
+from shared.errors import WorkshopError, cannot_be_written, whole_number
 
 
 @contextlib.contextmanager
-def sole_writer(job_id: str) -> Iterator[None]:
-    """Hold a lock on the run's files. The system releases the lock when the process ends, for whatever reason.
+def sole_writer(folder: Path, job_id: str, knob: str) -> Iterator[None]:
+    """Create and lock a folder, so that no other run writes into it. Remove it afterwards if it is empty.
 
-    Raises WorkshopError (exit code 2) on rank 0 while another process holds the lock.
+    The system releases the lock when the process ends, for whatever reason. knob: the flag or variable that gives
+    another folder. Raise WorkshopError (exit code 2) that names the job that holds the lock.
     """
-    if rank() != 0:
-        yield
-        return
-    path = Path("results") / f".{job_id}" / "lock"
+    path = folder / ".lock"
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        lock = path.open("w")
-    except OSError as error:
-        raise WorkshopError(path, f"cannot be written ({error.strerror})", "free disk space", ENVIRONMENT) from error
-    with lock:
+        folder.mkdir(parents=True, exist_ok=True)
+        # A process of an earlier attempt, on a node that does not answer, keeps its lock. So lock a new file
+        if whole_number("SLURM_RESTART_COUNT", "0") and path.exists() and path.read_text() == job_id:
+            path.unlink()
+        lock = path.open("a")
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
-            raise WorkshopError(
-                "JOB_ID",
-                f"another run of {job_id} is writing its files",
-                "give another JOB_ID, or wait until that run ends",
-            ) from error
-        except OSError:  # a file system without locks
-            print(f"{path}: this file system has no locks, so do not start a second run of {job_id}", flush=True)
-        try:
-            yield
-        finally:
-            with contextlib.suppress(OSError):
+            what = f"job {path.read_text()} is running and has locked {path}"
+            way_out = f"give another {knob}, or wait until that job ends (if its node has failed, delete this file)"
+            raise WorkshopError(knob, what, way_out) from error
+        except OSError:
+            print(f"{folder}: this file system has no locks, so start no second run that writes here", flush=True)
+        path.write_text(job_id)
+    except OSError as error:
+        raise cannot_be_written(path, error) from error
+    try:
+        yield
+    finally:
+        with lock, contextlib.suppress(OSError):
+            if os.path.samestat(os.fstat(lock.fileno()), path.stat()):  # no later attempt has replaced the file
                 path.unlink()
-                path.parent.rmdir()  # fails if job.sh has its own files in this folder
+        with contextlib.suppress(OSError):
+            folder.rmdir()  # fails if the folder is not empty
 
 
 class RunRecord:
     """The run record: a dict on every rank, which rank 0 writes into a file.
 
-    As a context manager, it rejects a second run with the same job id, and records how this run ended.
+    As a context manager, it rejects a second run with the same job id or the same output folder, and records how this
+    run ended.
     """
 
-    def __init__(self, job_id: str, folder: str = "results"):
-        self.path = Path(folder) / f"{job_id}.json"
+    def __init__(self, job_id: str, output_dir: str):
+        self.path = Path("results") / f"{job_id}.json"
+        self.output_dir = Path(output_dir)
         self.reasons: dict[str, str] = {}  # name of a field -> reason why it has no value
         self.content: dict = {
             "schema": SCHEMA,
@@ -83,7 +86,7 @@ class RunRecord:
             "missing": self.reasons,
         }
         self.earlier_kwh = 0.0  # energy of earlier attempts, NaN if unknown
-        self.lock = contextlib.ExitStack()
+        self.locks = contextlib.ExitStack()
 
     def start(self, step: int, **values: object) -> None:
         """Write the record for the first time. Collective: every rank adds its host name.
@@ -159,27 +162,30 @@ class RunRecord:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             write_record(self.path, Record.model_validate(self.content))
         except OSError as error:
-            raise WorkshopError(
-                self.path, f"cannot be written ({error.strerror})", "free disk space or quota", ENVIRONMENT
-            ) from error
+            raise cannot_be_written(self.path, error) from error
 
-    def refuse_to_overwrite(self, output_dir: str) -> None:
+    def refuse_to_overwrite(self) -> None:
         """Raise WorkshopError (exit code 2) if this run would overwrite the result of a finished run."""
         if rank() != 0:
             return
         way_out = "give another --output_dir, a new JOB_ID, or --resume_from_checkpoint"
-        if (Path(output_dir) / "config.json").exists():
-            raise WorkshopError(output_dir, "holds the model of a finished run", way_out)
+        if (self.output_dir / "config.json").exists():
+            raise WorkshopError(self.output_dir, "holds the model of a finished run", way_out)
         if self.path.exists() and read_record(self.path).status == "completed":
             way_out = "set a new JOB_ID, or move the file away"
             raise WorkshopError(self.path, "is the record of a finished run", way_out)
 
     def __enter__(self) -> "RunRecord":
-        self.lock.enter_context(sole_writer(self.content["job_id"]))
+        job_id = self.content["job_id"]
+        if rank() == 0:
+            with contextlib.ExitStack() as locks:
+                locks.enter_context(sole_writer(self.path.with_name(f".{job_id}"), job_id, "JOB_ID"))
+                locks.enter_context(sole_writer(self.output_dir, job_id, "--output_dir"))
+                self.locks = locks.pop_all()
         return self
 
     def __exit__(self, kind: type | None, error: BaseException | None, trace: object) -> None:
-        with self.lock:
+        with self.locks:
             if self.path.exists():
                 self.close(error)
 

@@ -15,7 +15,7 @@ from markupsafe import Markup
 
 from reporting import render
 from reporting.render import Plot
-from reporting.runs import WITHOUT_EXPERIMENT, Run
+from reporting.runs import NO_JOB_SCRIPT, WITHOUT_EXPERIMENT, Run
 from reporting.tables import Row, Table
 from reporting.trainer_log import find_log
 from shared.paths import workshop_version
@@ -61,6 +61,7 @@ def render_page(tables: list[Table], runs: list[Run], plots: dict[str, list[Plot
         listed=runs_by_status(runs),
         mismatched=mismatched_rows(filled),
         no_gpu=all(run.record.hardware.gpus == 0 for run in runs if run.has_record),
+        by_hand=[run for run in runs if run.cpu is NO_JOB_SCRIPT],
         good_statuses=("completed", "running"),
         filled=filled,
         waiting=[table for table in tables if table.rows and not table.has_runs],

@@ -41,6 +41,7 @@ class Memory:
 
 
 NOT_LOGGED = Missing("the job ended before its training began")
+NO_JOB_SCRIPT = Missing("no job script started this run, so there is no memory log")
 
 
 @dataclass(eq=False)
@@ -304,6 +305,8 @@ def summarise_memory(run: Run, kind: str, logs: list[MemoryLog], series_per_node
 
     series_per_node: the expected number of GPUs (for CPU memory, 1) per log; 0 if unknown.
     """
+    if not any(memory_log_paths(run.folder, run.job_id)) and not find_log(run.folder, run.job_id):
+        return NO_JOB_SCRIPT
     for log in logs:
         run.problems += [*log.problems, *uncovered_time(log, run)]
     if reason := missing_part(run, kind, logs, series_per_node):

@@ -18,6 +18,7 @@ distributed/process_group.py instead. launch.py and job.sh (job_finish) end with
 
 import argparse
 import difflib
+import errno
 import io
 import os
 import re
@@ -107,6 +108,17 @@ def whole_number(variable: str, default: str | None = None) -> int:
     if text is None or not text.isdecimal():
         raise WorkshopError(variable, f"is {text!r}, not a whole number", "unset it, or give a whole number")
     return int(text)
+
+
+def remedy_for_write(error: Exception) -> str:
+    """Return what to do about an exception of a write. An exception of a library without a number means a full disk."""
+    if getattr(error, "errno", None) in (None, errno.ENOSPC, errno.EDQUOT):
+        return "free disk space or quota"
+    return "check the path and its permissions"
+
+
+def cannot_be_written(path: object, error: OSError) -> WorkshopError:
+    return WorkshopError(path, f"cannot be written ({error.strerror})", remedy_for_write(error), ENVIRONMENT)
 
 
 def did_you_mean(word: str, known: Iterable[str], otherwise: str, prefix: str = "") -> str:

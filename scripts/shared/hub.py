@@ -7,7 +7,9 @@ import pickle
 import socket
 import sys
 from collections.abc import Iterator
-from urllib.parse import urlparse
+from importlib.util import find_spec
+from urllib.parse import urlsplit
+from urllib.request import proxy_bypass
 
 import datasets
 import huggingface_hub.constants
@@ -19,6 +21,7 @@ from shared.paths import REPOSITORY
 
 # Problems of a file system, not of a file's content
 UNUSABLE = {errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOSPC, errno.EDQUOT}
+network_fault = "HF_HUB_OFFLINE is set"  # the reason to use only the cache; offline_without_network may change it
 # Model files that a run reads. Files of other frameworks and PyTorch's older *.bin are left out
 MODEL_FILES = ["*.json", "*.txt", "*.model", "*.safetensors"]
 
@@ -31,8 +34,30 @@ def check_relative_path(flag: str, path: str) -> None:
     """
     path = os.path.expanduser(path)
     there = REPOSITORY / path
-    if there.exists() and not os.path.exists(path):
+    if os.path.exists(there) and not os.path.exists(path):
         raise WorkshopError(flag, f"there is no {path} in {os.getcwd()}", f"give an absolute path: {there}")
+
+
+def check_files(folder: str) -> None:
+    """Raise WorkshopError for a file of a model or checkpoint that is unreadable (code 3) or not the real file (2).
+
+    The libraries would say that the file does not exist, or that its header is too large. A missing folder is not an
+    error here.
+    """
+    try:
+        for file in os.scandir(folder):
+            if file.is_file() and not file.name.endswith(".html"):
+                with open(file, "rb") as opened:
+                    beginning = opened.read(100).lstrip().lower()
+                if beginning.startswith(b"version https://git-lfs"):
+                    raise WorkshopError(file.path, "is a pointer of Git LFS, not the file itself", "run git lfs pull")
+                if beginning.startswith((b"<!doctype html", b"<html")):
+                    raise WorkshopError(file.path, "is a web page, not the file itself", "download the file again")
+    except PermissionError as error:
+        way_out = "ask its owner to run chmod -R a+rX on the folder, and chmod a+x on the folders above it"
+        raise WorkshopError(error.filename, "may not be read by you", way_out, ENVIRONMENT) from error
+    except OSError:
+        pass  # there is no such folder
 
 
 def draw_bars_on_terminals_only() -> None:
@@ -49,18 +74,33 @@ def offline_without_network() -> None:
     """Switch the Hugging Face libraries to their cache when the Hub cannot be reached.
 
     Compute nodes often have no network. Without this switch, the libraries retry for minutes before they use the cache.
-    If a proxy or HF_HUB_OFFLINE is set, the user has already decided, and nothing changes.
+    If HF_HUB_OFFLINE is set, the user has already decided, and nothing changes.
     """
-    if "HF_HUB_OFFLINE" in os.environ or "https_proxy" in os.environ or "HTTPS_PROXY" in os.environ:
-        return
-    address = urlparse(huggingface_hub.constants.ENDPOINT)
-    try:
-        socket.create_connection((address.hostname, address.port or 443), timeout=3).close()
-    except OSError:
-        print(f"{address.hostname} cannot be reached: using only the local cache", flush=True)
+    global network_fault
+    if "HF_HUB_OFFLINE" not in os.environ and (fault := find_network_fault()):
+        print(f"{fault}: using only the local cache", flush=True)
+        network_fault = fault
         os.environ["HF_HUB_OFFLINE"] = "1"
         huggingface_hub.constants.HF_HUB_OFFLINE = True
         datasets.config.HF_HUB_OFFLINE = datasets.config.HF_DATASETS_OFFLINE = True
+
+
+def find_network_fault() -> str:
+    """Try to connect to the Hub, or to its proxy. Return the fault, with the variable that holds the address, or ""."""
+    hub = urlsplit(huggingface_hub.constants.ENDPOINT)
+    proxies = [f"{hub.scheme}_proxy", f"{hub.scheme.upper()}_PROXY", "all_proxy", "ALL_PROXY"]
+    variables = ["HF_ENDPOINT"] if proxy_bypass(str(hub.hostname)) else [*proxies, "HF_ENDPOINT"]
+    variable = next(filter(os.environ.get, variables), "the Hub")
+    value = os.environ.get(variable, hub.geturl())
+    address = urlsplit(value if "://" in value else f"http://{value}")
+    if address.scheme.startswith("socks") and not find_spec("socksio"):
+        return f"{variable} is a SOCKS proxy, which needs the package socksio (pip install socksio)"
+    try:
+        port = address.port or {"http": 80}.get(address.scheme, 443)
+        socket.create_connection((address.hostname, port), timeout=3).close()
+    except (OSError, ValueError) as error:  # ValueError: the port is not a number
+        return f"{address.hostname} ({variable}) cannot be reached ({short_reason(error)})"
+    return ""
 
 
 @contextlib.contextmanager
@@ -84,32 +124,46 @@ def loading_error(flag: str, name: str, error: Exception) -> WorkshopError:
     if "custom code" in str(error):
         what = f"{name} asks for code of its own, which is never run here"
         return WorkshopError(flag, what, "use a model that transformers has a class for")
-    cause = root_cause(error)
+    causes = chain_of_causes(error)
+    cause = causes[-1]
     outside = str(getattr(cause, "filename", None) or name)  # the path that failed: in the cache or below `name`
+    if outside == name and getattr(cause, "errno", None) in (
+        errno.ENOSPC,
+        errno.EDQUOT,
+    ):  # reading `name` needs no space
+        outside = str(datasets.config.HF_DATASETS_CACHE)
     if isinstance(cause, OSError) and (cause.errno in UNUSABLE or not outside.startswith(name)):
         way_out = "check its permissions and the space on its disk; HF_HOME sets another folder for the cache"
         return WorkshopError(outside, cause.strerror or str(cause), way_out, ENVIRONMENT)
     offline = huggingface_hub.constants.HF_HUB_OFFLINE and isinstance(error, OSError | ValueError)
-    if offline and not os.path.exists(name):
-        what = f"{name} is neither a local path nor in the cache, and there is no network"
+    if offline and not (os.path.isfile(name) or (os.path.isdir(name) and flag != "--dataset")):
+        what = f"{name} is neither a local path nor in the cache, and there is no network: {network_fault}"
         # prefetch.py has no flag for a tokenizer: --model_name also fetches it
         prefetch_flag = "--dataset" if flag == "--dataset" else "--model_name"
         command = f"python scripts/prefetch.py {prefetch_flag} {name}"
-        return WorkshopError(
-            flag, what, f"on a login node run: {command} (it takes --model_name and --dataset together)"
-        )
-    way_out = "correct the name, or give a local path with all its files"
+        way_out = f"on a login node run: {command} (it takes --model_name and --dataset together)"
+        return WorkshopError(flag, what, way_out, ENVIRONMENT)
     reason = short_reason(error)
     if cause is not error and short_reason(cause) not in reason:
         reason += f": {short_reason(cause)}"
+    kinds = [kind.__name__ for each in causes for kind in type(each).__mro__]
+    if "TransportError" in kinds:  # huggingface_hub uses httpx or httpx2, and both have this class
+        way_out = "check HTTPS_PROXY, ALL_PROXY and HF_ENDPOINT"
+        return WorkshopError(flag, f"{name} cannot be loaded from the Hub ({reason})", way_out, ENVIRONMENT)
+    way_out = (
+        "copy or download this file again"
+        if os.path.isfile(name)
+        else "correct the name, or give a local path with all its files"
+    )
     return WorkshopError(flag, f"{name} cannot be loaded ({reason})", way_out)
 
 
-def root_cause(error: BaseException) -> BaseException:
-    """Return the first exception of a chain, which libraries wrap in a general one."""
-    while error.__cause__:
-        error = error.__cause__
-    return error
+def chain_of_causes(error: BaseException) -> list[BaseException]:
+    """Return the exception and those that led to it. Libraries wrap the first exception in general ones."""
+    causes = [error]
+    while following := causes[-1].__cause__ or causes[-1].__context__:
+        causes.append(following)
+    return causes
 
 
 def short_reason(error: BaseException) -> str:

@@ -25,19 +25,44 @@ def read_json(path: str | Path, way_out: str = "see ds_configs/ and fsdp_configs
 
 
 def read_bytes(path: str | Path, way_out: str) -> bytes:
-    """Read a file; `~` is the home directory. Raises WorkshopError (exit code 2) if it cannot be read."""
+    """Read a file; `~` is the home directory. Raises WorkshopError (exit code 2) if it is unreadable or compressed."""
     try:
-        return Path(os.path.expanduser(path)).read_bytes()
+        content = Path(os.path.expanduser(path)).read_bytes()
     except OSError as error:
         raise WorkshopError(path, error.strerror or "cannot be read", way_out) from error
+    if content.startswith(b"\x1f\x8b"):  # a gzip file begins with these bytes
+        raise WorkshopError(path, "is compressed with gzip", "unpack it with gunzip")
+    return content
+
+
+def decode(path: str | Path, raw: bytes) -> str:
+    """Return the text of a file. Raises WorkshopError (exit code 2) if it is not UTF-8."""
+    try:
+        return raw.decode("utf-8-sig")  # Excel writes a byte order mark first
+    except UnicodeDecodeError as error:
+        way_out = f"convert it to UTF-8, for example with iconv -f latin1 -t utf-8 {path}"
+        raise WorkshopError(path, f"is not UTF-8 ({error})", way_out) from error
 
 
 def parse_json(path: str | Path, raw: bytes, way_out: str) -> object:
     """Parse the content of a JSON file. Raises WorkshopError (exit code 2) with line and column of the error."""
+    text = decode(path, raw)
     try:
-        return json.loads(raw)
-    except ValueError as error:  # JSONDecodeError or UnicodeDecodeError
+        return json.loads(text)
+    except (ValueError, RecursionError) as error:  # RecursionError: thousands of nested lists
         raise WorkshopError(path, str(error), way_out) from error
+
+
+def check_text(source: object, text: str) -> str:
+    """Return a text from outside. Raises WorkshopError (exit code 2) if it contains a lone surrogate.
+
+    JSON can contain half of a surrogate pair, such as ``"\\ud800"``, but UTF-8 cannot. Python also replaces those bytes
+    of a command line that are not UTF-8 by such characters. source: the place of the text, for the error.
+    """
+    if half := re.search("[\\ud800-\\udfff]", text):
+        what = f"has a lone surrogate (half a character) at position {half.start()}"
+        raise WorkshopError(source, what, "correct it, or remove it")
+    return text
 
 
 def is_json_lines(text: str) -> bool:

@@ -178,6 +178,8 @@ class RecordCallback(TrainerCallback):
         self.record_steady_energy()
         of_trainer = state.log_history[-1]
         losses = [entry["loss"] for entry in state.log_history if "loss" in entry]
+        if losses and not math.isfinite(losses[-1]):
+            self.record.reasons["train.loss_last"] = f"is {losses[-1]}"
         self.record.update(
             train={
                 "steps": state.global_step,
@@ -266,9 +268,8 @@ class WatchdogCallback(TrainerCallback):
 class FiniteLossCallback(TrainerCallback):
     """Callback that ends the run with exit code 1 if the loss is NaN or infinite.
 
-    This happens after `BAD_LOSSES` such steps in a row, or after one such evaluation. The Trainer would continue and
-    log the mean of the earlier losses instead (WorkshopTrainer.training_step). Steps that loss scaling skips do not
-    count: in these steps the scaled gradients overflow, not the loss.
+    This happens after `BAD_LOSSES` such steps in a row, or after one such evaluation. Steps that loss scaling skips do
+    not count: in these steps the scaled gradients overflow, not the loss.
     """
 
     def __init__(self, trainer: WorkshopTrainer):
@@ -279,8 +280,7 @@ class FiniteLossCallback(TrainerCallback):
             self.way_out += ", or use --bf16 instead of --fp16"
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        self.bad_losses = torch.where(self.trainer.loss_of_step.isfinite(), 0, self.bad_losses + 1)
-        self.trainer.loss_of_step = 0
+        self.bad_losses = torch.where(self.trainer.end_step(), 0, self.bad_losses + 1)
         # Reading the value waits for the GPU, so read it only when the Trainer waits for the GPU anyway
         if control.should_log or control.should_evaluate or control.should_save:
             self.check(state.global_step)

@@ -1,18 +1,24 @@
 """Exact Match and F1 of a model, from its answers to the evaluation questions by greedy generation."""
 
 import contextlib
+import unicodedata
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from datasets import Dataset
 from torch.distributed.fsdp import FullyShardedDataParallel
-from transformers import PreTrainedTokenizerBase
+from transformers import GenerationConfig, PreTrainedTokenizerBase
 
-from data_loader import answer_room
+from data_loader import answer_limit, decode, shorten, tokenise_answers
 from distributed import watchdog
 from distributed.collectives import gather_lists, print_once, rank, world_size
+
+# Reasons why the scores of a question are not fair
+CHANGED = "the right answer cannot score 100, because the tokenizer or --max_length changes it"
+EMPTY = "an empty answer scores 100, because the metric ignores articles and punctuation"
 
 
 @dataclass(frozen=True)
@@ -36,21 +42,16 @@ class Generation:
 def exact_match_and_f1(
     model: Any, tokenizer: PreTrainedTokenizerBase, questions: Dataset, generation: Generation, show: int = 0
 ) -> dict[str, float]:
-    """Print and return both scores in percent, by the official SQuAD v1.1 rules, over all `questions`. Collective.
+    """Print and return both scores in percent, by the official SQuAD rules, over all `questions`. Collective.
 
     model: a model of transformers, which FSDP1 may have wrapped. show: number of questions to print with their answers.
     """
-    squad = load_metric()
-    predictions = answer_questions(model, tokenizer, questions, generation)
-    given = [{"id": str(i), "prediction_text": predictions[i]} for i in range(len(questions))]
-    references: list[dict] = [
-        {"id": str(i), "answers": {"text": answers, "answer_start": [0] * len(answers)}}
-        for i, answers in enumerate(questions["answers"])
-    ]
+    limit = answer_limit(questions, tokenizer, generation.max_length)
+    predictions = answer_questions(model, tokenizer, questions, generation, limit)
     for i in range(min(show, len(questions))):
         right = " | ".join(questions[i]["answers"])
         print_once(f"question: {questions[i]['question']}\n  right answer: {right}\n  model's answer: {predictions[i]}")
-    scores = {name: round(float(value), 4) for name, value in squad(given, references).items()}
+    scores = score([predictions[i] for i in range(len(questions))], questions["answers"][:])
     print_once(f"exact_match {scores['exact_match']:.2f}  f1 {scores['f1']:.2f}")
     return scores
 
@@ -62,10 +63,62 @@ def load_metric() -> Callable:
     return squad
 
 
+def score(given: list[str], references: list[list[str]]) -> dict[str, float]:
+    """Return exact_match and f1 in percent. Each given answer has a list of reference answers.
+
+    The same letter can have several Unicode forms (é, or e and an accent), and some tokenizers change the form. NFC
+    makes the forms equal. NFKC would also make different texts equal, such as 10² and 102.
+    """
+    form = partial(unicodedata.normalize, "NFC")
+    predictions: Any = [{"id": str(i), "prediction_text": form(text)} for i, text in enumerate(given)]
+    targets: Any = [
+        {"id": str(i), "answers": {"text": [*map(form, texts)], "answer_start": [0] * len(texts)}}
+        for i, texts in enumerate(references)
+    ]
+    return {name: round(float(value), 4) for name, value in load_metric()(predictions, targets).items()}
+
+
+def check_references(tokenizer: PreTrainedTokenizerBase, questions: Dataset, max_length: int) -> dict[str, int]:
+    """Return the number of questions whose scores are not fair, by reason. Print each reason with an example.
+
+    Each reference answer goes the way of a generated one: into tokens, up to the limit, into text, into the metric. If
+    none of a question's answers then scores 100, a model that knows the answer cannot score 100 either.
+    """
+    limit = answer_limit(questions, tokenizer, max_length)
+    unfair: dict[str, list[str]] = {}
+    for references in questions["answers"]:
+        given = [decode(tokens[:limit], tokenizer) for tokens in tokenise_answers(references, tokenizer)]
+        if not any(text in references or score([text], [references])["exact_match"] for text in given):
+            unfair.setdefault(CHANGED, []).append(f"{references[0]!r:.60} becomes {given[0]!r:.60}")
+        elif score([""], [references])["exact_match"]:
+            unfair.setdefault(EMPTY, []).append(f"{references[0]!r:.60}")
+    for reason, examples in unfair.items():
+        print_once(f"{len(examples)} of {len(questions)} evaluation questions: {reason} ({examples[0]})")
+    if shortened := sum(length > max_length - limit for length in questions["prompt_length"]):
+        print_once(f"{shortened} of {len(questions)} prompts are cut further, to leave {limit} tokens for an answer")
+    return {reason: len(examples) for reason, examples in unfair.items()}
+
+
 def answer_questions(
-    model: Any, tokenizer: PreTrainedTokenizerBase, questions: Dataset, generation: Generation
+    model: Any, tokenizer: PreTrainedTokenizerBase, questions: Dataset, generation: Generation, limit: int
 ) -> dict[int, str]:
-    """Map the number of each question to its generated answer, for all questions on every rank. Collective."""
+    """Map the number of each question to its generated answer, for all questions on every rank. Collective.
+
+    limit: largest number of tokens of an answer. Prompts are shortened, so that prompt and answer fit.
+    """
+    greedy = GenerationConfig(
+        do_sample=False,
+        num_beams=1,
+        use_cache=True,
+        max_new_tokens=limit,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+    )
+    # generate() takes each value that `greedy` leaves out, such as repetition_penalty, from the settings in the model's
+    # folder. So replace these settings until all questions are answered
+    whole = model.module if isinstance(model, FullyShardedDataParallel) else model
+    settings_of_folder = whole.generation_config
+    whole.generation_config = greedy
     # Batches of similar length need little padding. The longest batches need the most memory, so they come first
     by_length = sorted(range(len(questions)), key=questions["prompt_length"][:].__getitem__, reverse=True)
     # All groups get equally many questions: with sharded weights, other ranks would wait for a rank without a batch
@@ -78,19 +131,18 @@ def answer_questions(
         watchdog.progress(f"EM and F1, question {start} of {len(numbers)}")
         batch = numbers[start : start + generation.batch_size]
         rows = questions.select(batch)
-        prompts = [ids[:n] for ids, n in zip(rows["input_ids"], rows["prompt_length"], strict=True)]
+        columns = zip(rows["input_ids"], rows["prompt_length"], rows["question"], strict=True)
+        prompts = [shorten(ids[:n], text, generation.max_length - limit, tokenizer)[0] for ids, n, text in columns]
         padded = tokenizer.pad({"input_ids": prompts}, padding_side="left", return_tensors="pt").to(generation.device)
         with torch.no_grad(), root_gathered(model):
             generated = model.generate(
                 **padded,
-                do_sample=False,
-                use_cache=True,
-                max_new_tokens=answer_room(generation.max_length),
+                generation_config=greedy,
                 synced_gpus=generation.sharded and world_size() > 1,
             )
         new_tokens = generated[:, padded["input_ids"].shape[1] :]
-        texts = tokenizer.batch_decode(new_tokens, skip_special_tokens=True)
-        answers.update(zip(batch, (text.strip() for text in texts), strict=True))
+        answers.update(zip(batch, (decode(row, tokenizer) for row in new_tokens), strict=True))
+    whole.generation_config = settings_of_folder
     return {number: text for part in gather_lists(list(answers.items())) for number, text in part}
 
 

@@ -2,14 +2,8 @@
 
 transformers resumes from the folder with the highest number, even if the job was killed while writing it. If the
 optimizer's file is missing, it starts with a new optimizer. Here, a checkpoint gets the file `complete.json` once all
-ranks have written their files (save_checkpoints.py), and a run resumes only from such a checkpoint. The file contains:
-
-    job_id, world_size, strategy    the run that saved the checkpoint
-    at_once                 number of questions that all ranks compute at once: micro batch x ranks
-    step                    number of optimizer steps
-    settings, config, data  the training: its flags, the DeepSpeed or FSDP config, and the cache key of its tokens
-    progress                the counts that a resumed run continues, see Progress
-    files                   name -> size
+ranks have written their files (save_checkpoints.py), and a run resumes only from such a checkpoint. `Marker` describes
+the file.
 """
 
 import json
@@ -20,16 +14,18 @@ from pathlib import Path
 from typing import Any
 
 from datasets import Dataset
+from pydantic import BaseModel
 from torch.serialization import add_safe_globals, get_unsafe_globals_in_checkpoint
 from transformers.trainer_pt_utils import safe_globals
 
 from config import DEFAULTS
+from distributed.collectives import rank, world_size
 from distributed.strategy import BY_NAME
 from records.run_environment import strip_repository
 from settings.command_line import LATEST
 from settings.settings import Settings
 from shared.errors import NO_CHECKPOINT, WorkshopError
-from shared.json_files import flatten_keys
+from shared.json_files import flatten_keys, read_checked
 
 MARKER = "complete.json"
 # The keys of an FSDP2 config that determine the files of a checkpoint, with their defaults. PyTorch loads these files
@@ -48,20 +44,67 @@ NEVER_LOADED = "training_args.bin"  # the Trainer writes it as information; it c
 # 1. Complete checkpoints
 
 
+class Progress(BaseModel):
+    """Counts of a run up to a checkpoint. Losses are sums over the optimizer steps whose loss is finite.
+
+    Fields with a default are missing in checkpoints of version 1.0.0.
+    """
+
+    seconds: float  # seconds of training, in this run and in the runs that it resumed
+    logged_loss: float
+    last_logged_step: int
+    unlogged_losses: list[float]  # one sum per rank since last_logged_step
+    unlogged_not_finite: str = "0"  # nan, inf or -inf if such a loss occurred since last_logged_step. JSON has no NaN
+    bad_steps: float = 0.0  # number of steps whose loss is not finite, as a mean over the ranks
+    steady_steps: int
+    steady_seconds: float
+    tokens: list[list[int]]  # counts of the whole training, and of its steady steps
+    steady_joules: list[float | None] = []  # energy of each rank's GPU, null if unknown
+
+    @property
+    def unlogged_loss(self) -> float:
+        """This rank's unlogged loss, or the mean of all ranks if the number of ranks has changed.
+
+        The mean is correct because the Trainer logs the mean over the ranks.
+        """
+        if len(self.unlogged_losses) == world_size():
+            return self.unlogged_losses[rank()]
+        return sum(self.unlogged_losses) / len(self.unlogged_losses)
+
+
+class Marker(BaseModel):
+    """The content of `complete.json`."""
+
+    job_id: str  # the run that saved the checkpoint, as in the next three fields
+    world_size: int
+    strategy: str
+    save_strategy: str
+    # Number of questions that all ranks process at once: micro batch x ranks. Version 1.0.0 saved no such value
+    at_once: int | None = None
+    step: int  # number of optimizer steps
+    settings: dict[str, Any]  # the training: its flags, its DeepSpeed or FSDP config, and the cache key of its tokens
+    config: dict[str, Any]
+    data: str
+    progress: Progress
+    files: dict[str, int]  # name -> size
+
+
 def checkpoint_folder(output_dir: str | Path | None, step: int) -> Path:
     return Path(output_dir or "output") / f"checkpoint-{step}"
 
 
 def read_marker(folder: str | Path) -> dict:
-    return json.loads((Path(folder) / MARKER).read_text(encoding="utf-8"))
+    """Return the entries of a checkpoint's marker. Raise WorkshopError if the file is missing or an entry is wrong."""
+    marker = read_checked(Path(folder) / MARKER, Marker, "marker of a checkpoint", "resume from another checkpoint")
+    return marker.model_dump(exclude_unset=True)
 
 
 def is_complete(folder: Path) -> bool:
-    """Return whether the folder has a marker, and each file has the size in the marker."""
+    """Return whether the folder has a valid marker, and each file has the size in the marker."""
     try:
         files = read_marker(folder)["files"]
         return all((folder / name).stat().st_size == size for name, size in files.items())
-    except (OSError, ValueError, KeyError, TypeError):
+    except (OSError, WorkshopError):
         return False
 
 
@@ -78,7 +121,8 @@ def find_checkpoint(requested: str | None, output_dir: str, job_id: str) -> str 
     """Return the checkpoint to resume from.
 
     requested: a checkpoint, a folder with checkpoints, or `latest`. The newest checkpoint is taken. `latest` searches
-    the folder of this run first, then the folders of other runs next to it.
+    the folder of this run. Only if this folder has no checkpoints, not even incomplete ones, it searches the folders of
+    other runs next to it.
 
     A job that Slurm has restarted resumes from its own newest checkpoint. If it has none, `requested` applies, as at
     the first start. Raise WorkshopError (exit code 4) if a checkpoint is requested and none is found.
@@ -88,20 +132,20 @@ def find_checkpoint(requested: str | None, output_dir: str, job_id: str) -> str 
         return str(own)
     if requested is None:
         return None
+    place = Path(output_dir if requested == LATEST else requested)
+    existing = sorted(path.name for path in place.glob("checkpoint-*"))
+    found = complete_checkpoints([place])
     if requested == LATEST:
-        found = complete_checkpoints([Path(output_dir)]) or complete_checkpoints(
-            sorted(Path(output_dir).parent.glob("*/"))
-        )
-    elif (Path(requested) / MARKER).exists() or re.search(r"checkpoint-\d+/?$", requested):
-        if not is_complete(Path(requested)):
+        if not existing:
+            found = complete_checkpoints(sorted(place.parent.glob("*/")))
+    elif (place / MARKER).exists() or re.search(r"checkpoint-\d+$", place.name):
+        if not is_complete(place):
             way_out = f"choose a folder with a {MARKER} and all files that it lists"
             raise WorkshopError(requested, "is not a complete checkpoint", way_out, NO_CHECKPOINT)
-        found = [Path(requested)]
-    else:
-        found = complete_checkpoints([Path(requested)])
+        found = [place]
     if not found:
-        what = f"no complete checkpoint in {output_dir if requested == LATEST else requested}"
-        way_out = "leave the flag out to start from the beginning"
+        what = f"no complete checkpoint in {place} (incomplete: {', '.join(existing) or 'none'})"
+        way_out = "leave the flag out to start from the beginning, or name the checkpoint of another run"
         raise WorkshopError("--resume_from_checkpoint", what, way_out, NO_CHECKPOINT)
     return str(min(found, key=newest_first))
 

@@ -25,9 +25,10 @@ from settings.command_line import parse_command_line
 from settings.precision import DTYPES
 from settings.settings import Settings
 from settings.trainer_flags import training_arguments
-from shared.hub import draw_bars_on_terminals_only
+from shared.hub import check_files, draw_bars_on_terminals_only
 from shared.tracker_setup import close_trackers, prepare_trackers
 from training.energy import EnergyMeter
+from training.exact_match import check_references
 from training.find_checkpoints import (
     check_for_code,
     check_same_training,
@@ -69,6 +70,7 @@ class Run:
     energy: EnergyMeter = field(init=False)
     peak: float = field(init=False)
     flops: ModelFlops | None = field(init=False)
+    unfair_questions: dict[str, int] | None = None
 
     def check_model(self, tokenizer: PreTrainedTokenizerBase) -> None:
         """Raise WorkshopError (exit code 2) if the model cannot be trained with these settings."""
@@ -78,8 +80,11 @@ class Run:
             add_adapters(self.meta_model, self.settings.model.lora_rank)
         check_trainable(self.settings, self.args, self.meta_model, tokenizer)
 
-    def check_data(self, train_dataset: Dataset, eval_dataset: Dataset) -> None:
-        """Raise WorkshopError if the checkpoint is of another training, or if there is no room for new checkpoints."""
+    def check_data(self, train_dataset: Dataset, eval_dataset: Dataset, tokenizer: PreTrainedTokenizerBase) -> None:
+        """Raise WorkshopError if the checkpoint is of another training, or if there is no room for new checkpoints.
+
+        Also count the evaluation questions whose scores are not fair.
+        """
         self.questions = {"train": train_dataset, "eval": eval_dataset}
         # The values may have been "all"
         data = replace(self.settings.data, train_size=len(train_dataset), eval_size=len(eval_dataset))
@@ -89,10 +94,12 @@ class Run:
         if self.checkpoint:
             check_same_training(self.checkpoint, self.identity)
         check_room(self.output_dir, self.settings, self.meta_model, self.strategy, self.args.save_total_limit)
+        if data.em_f1:
+            self.unfair_questions = check_references(tokenizer, eval_dataset, data.max_length)
 
     @contextlib.contextmanager
     def recorded(self) -> Iterator[None]:
-        """Write the run record, which also says how the body ended. A second run with the same job id is refused."""
+        """Write the run record, which also says how the body ended. Lock the record and the output folder."""
         with self.record:
             self.start_record()
             watchdog.before_exit(self.record.close_as_hung)
@@ -125,6 +132,8 @@ class Run:
             train_size=len(self.questions["train"]),
             eval_size=len(self.questions["eval"]),
             questions_cut={part: sum(rows["cut"][:]) for part, rows in self.questions.items()},
+            answers_cut={part: sum(rows["answer_cut"][:]) for part, rows in self.questions.items()},
+            unfair_questions=self.unfair_questions,
             configs={
                 "model": self.meta_model.config.to_diff_dict(),
                 "deepspeed": self.settings.deepspeed_config,
@@ -171,14 +180,15 @@ def start_run(description: str) -> Run:
     settings = read_config_file(settings)
     args = start_process_group(settings)
     args.output_dir = output_dir
-    record = RunRecord(job_id)
+    record = RunRecord(job_id, output_dir)
     # A checkpoint is a pickle, and loading a pickle can run code. From here on, a file with code does not load
     forbid_code_in_checkpoints(with_deepspeed=bool(deepspeed))
     checkpoint = broadcast_from_rank_0(find_checkpoint(args.resume_from_checkpoint, output_dir, job_id))
     if checkpoint:
+        check_files(checkpoint)
         check_for_code(checkpoint)
     else:
-        record.refuse_to_overwrite(output_dir)
+        record.refuse_to_overwrite()
     return Run(
         settings=settings,
         args=args,

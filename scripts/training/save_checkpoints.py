@@ -1,46 +1,27 @@
 """Mark a checkpoint as complete once all ranks have written their files, then remove older checkpoints."""
 
 import contextlib
-import dataclasses
 import shutil
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from safetensors import SafetensorError
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
-from distributed.collectives import gather_lists, rank, wait_for_all_ranks, world_size
-from shared.errors import ENVIRONMENT, WorkshopError
+from distributed.collectives import gather_lists, rank, wait_for_all_ranks
+from model import share_weights
+from shared.errors import ENVIRONMENT, WorkshopError, remedy_for_write
 from shared.json_files import write_json
-from training.find_checkpoints import MARKER, checkpoint_folder, complete_checkpoints, newest_first, read_marker
+from training.find_checkpoints import (
+    MARKER,
+    Progress,
+    checkpoint_folder,
+    complete_checkpoints,
+    newest_first,
+    read_marker,
+)
 from training.speed import TrainSpeedCallback, clock
-
-
-@dataclass
-class Progress:
-    """Counts of a run up to a checkpoint. Losses are sums over the optimizer steps."""
-
-    seconds: float  # seconds of training, in this run and in the runs that it resumed
-    logged_loss: float
-    last_logged_step: int
-    unlogged_losses: list[float]  # one sum per rank since last_logged_step
-    steady_steps: int
-    steady_seconds: float
-    tokens: list[list[int]]  # counts of the whole training, and of its steady steps
-    # Energy of each rank's GPU, null if unknown. A checkpoint of version 1.0.0 has no such list
-    steady_joules: list[float | None] = dataclasses.field(default_factory=list)
-
-    @property
-    def unlogged_loss(self) -> float:
-        """This rank's unlogged loss, or the mean of all ranks if the number of ranks has changed.
-
-        The mean is correct because the Trainer logs the mean over the ranks.
-        """
-        if len(self.unlogged_losses) == world_size():
-            return self.unlogged_losses[rank()]
-        return sum(self.unlogged_losses) / len(self.unlogged_losses)
 
 
 class CheckpointCallback(TrainerCallback):
@@ -62,19 +43,22 @@ class CheckpointCallback(TrainerCallback):
         if self.resumed_from:
             saved = read_marker(self.resumed_from)
             self.trainer.saved_step = saved["step"]
-            progress = Progress(**saved["progress"])
+            progress = Progress.model_validate(saved["progress"])
             self.trainer.resume_counts(progress)
             self.speed.resume_counts(
                 progress.steady_steps, progress.steady_seconds, progress.tokens, progress.steady_joules
             )
 
     def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        unlogged = [loss for (loss,) in gather_lists([float(self.trainer._tr_loss)])]
+        sums = self.trainer._tr_loss, self.trainer.unlogged_not_finite, self.trainer.bad_steps
+        unlogged, not_finite, bad_steps = zip(*gather_lists([float(each) for each in sums]), strict=True)
         progress = Progress(
             seconds=self.trainer.earlier_seconds + clock() - self.started,
             logged_loss=self.trainer._total_loss_scalar,
             last_logged_step=self.trainer._globalstep_last_logged,
-            unlogged_losses=unlogged,
+            unlogged_losses=[*unlogged],
+            unlogged_not_finite=str(sum(not_finite)),
+            bad_steps=sum(bad_steps) / len(bad_steps),
             steady_steps=self.speed.steps,
             steady_seconds=self.speed.seconds,
             tokens=self.speed.all_tokens(),
@@ -83,7 +67,7 @@ class CheckpointCallback(TrainerCallback):
         folder = checkpoint_folder(args.output_dir, state.global_step)
         wait_for_all_ranks()  # after this, all ranks have written their files
         if rank() == 0:
-            content = self.identity | {"step": state.global_step, "progress": dataclasses.asdict(progress)}
+            content = self.identity | {"step": state.global_step, "progress": progress.model_dump()}
             with full_disk_errors(folder):
                 mark_complete(folder, content)
             print(f"checkpoint of step {state.global_step} is complete: {folder}", flush=True)
@@ -99,20 +83,19 @@ class CheckpointCallback(TrainerCallback):
 
 
 def mark_complete(folder: Path, content: dict) -> None:
-    """Write the marker file. It lists all files of the checkpoint."""
+    """Let others read the weights, and write the marker file, which lists all files of the checkpoint."""
+    share_weights(folder)
     paths = [path for path in folder.rglob("*") if path.is_file() and path.name != MARKER]
     files = {str(path.relative_to(folder)): path.stat().st_size for path in paths}
     write_json(folder / MARKER, content | {"files": files})
 
 
 def remove_stop_checkpoints(output_dir: str | Path) -> None:
-    """Remove the checkpoints that a run with SAVE_STRATEGY=no saved at its stops, and the folder if it is empty."""
+    """Remove the checkpoints that a run with SAVE_STRATEGY=no saved at its stops."""
     if rank() == 0:
         for folder in complete_checkpoints([Path(output_dir)]):
             if read_marker(folder)["save_strategy"] == "no":
                 remove(folder)
-        with contextlib.suppress(OSError):
-            Path(output_dir).rmdir()
 
 
 def remove(folder: Path) -> None:
@@ -134,5 +117,5 @@ def full_disk_errors(folder: str | Path) -> Iterator[None]:
         disk = isinstance(error, OSError | SafetensorError) or "PytorchStreamWriter" in str(error)
         if not disk and "inline_container" not in str(error):
             raise
-        way_out = "free disk space or quota, then resume from the last complete checkpoint (--resume_from_checkpoint)"
+        way_out = f"{remedy_for_write(error)}, then resume from the last complete checkpoint (--resume_from_checkpoint)"
         raise WorkshopError(folder, f"is not complete: writing failed ({reason})", way_out, ENVIRONMENT) from error

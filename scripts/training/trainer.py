@@ -15,10 +15,10 @@ from transformers.trainer_utils import EvalLoopOutput, TrainOutput
 from data_loader import IGNORED
 from models.chunked_loss import add_label_counts, computes_loss_in_head
 from shared.errors import WorkshopError
-from training.find_checkpoints import MARKER, checkpoint_folder
+from training.find_checkpoints import MARKER, Progress, checkpoint_folder
 from training.flops import KINDS_OF_TOKENS, count_tokens
 from training.sampling import GroupByLengthSampler
-from training.save_checkpoints import Progress, full_disk_errors
+from training.save_checkpoints import full_disk_errors
 from training.upstream_fixes import UpstreamFixes
 
 
@@ -32,7 +32,9 @@ class WorkshopTrainer(UpstreamFixes):
     saved_step = 0  # step of the last complete checkpoint, 0 without one
     # Context manager around each phase of a step: data, forward, backward, optimizer. --profile replaces it
     phase: Callable[[str], contextlib.AbstractContextManager] = contextlib.nullcontext
-    loss_of_step: Any = 0  # sum over the micro batches of this optimizer step; FiniteLossCallback resets it
+    loss_of_step: Any = 0  # sum over the micro batches of this optimizer step
+    unlogged_not_finite: Any = 0  # sum of this rank's losses since the last log line that are NaN or infinite
+    bad_steps: Any = 0.0  # number of steps whose loss is NaN or infinite on this rank
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -96,6 +98,8 @@ class WorkshopTrainer(UpstreamFixes):
         self._tr_loss += progress.unlogged_loss
         self._total_loss_scalar = progress.logged_loss
         self._globalstep_last_logged = progress.last_logged_step
+        self.unlogged_not_finite = self._tr_loss.new_tensor(float(progress.unlogged_not_finite))
+        self.bad_steps = self._tr_loss.new_tensor(progress.bad_steps)
         self._initial_global_step = 0
         self.earlier_seconds = progress.seconds
 
@@ -115,10 +119,29 @@ class WorkshopTrainer(UpstreamFixes):
         with self.phase("backward"):  # the backward phase contains the forward phase
             loss = super().training_step(model, inputs, num_items_in_batch)
         self.loss_of_step = self.loss_of_step + loss
-        # A loss that is not finite counts as the mean of the earlier losses. --logging_nan_inf_filter does the same,
-        # but reads the loss in Python. So the CPU waits for the GPU instead of preparing the next micro batch
-        mean = self._tr_loss / (1 + self.state.global_step - self._globalstep_last_logged)
-        return torch.where(loss.isfinite(), loss, mean)
+        return torch.zeros_like(loss)  # end_step adds the loss of the whole step to the Trainer's sum
+
+    def end_step(self) -> torch.Tensor:
+        """Add the loss of an optimizer step to the sums. Return whether it is finite, without waiting for the GPU.
+
+        The Trainer would add NaN to its sum. The sum would then be NaN for the rest of the run.
+        """
+        loss, self.loss_of_step = self.loss_of_step, 0
+        finite = loss.isfinite()
+        self._tr_loss += torch.where(finite, loss, 0)
+        self.unlogged_not_finite = self.unlogged_not_finite + torch.where(finite, 0, loss)
+        self.bad_steps = self.bad_steps + ~finite
+        return finite
+
+    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
+        """Log NaN or infinity if a loss since the last line was not finite, and the mean over the finite losses."""
+        if "loss" in logs:
+            logs["loss"] += float(self.accelerator.reduce(self.unlogged_not_finite))
+            self.unlogged_not_finite = 0
+        if "train_loss" in logs:
+            finite_steps = self.state.global_step - float(self.accelerator.reduce(self.bad_steps, "mean"))
+            logs["train_loss"] *= self.state.global_step / finite_steps if finite_steps else math.nan
+        super().log(logs, start_time)
 
     def _finalize_training(self, trial: Any, num_train_samples: int, start_time: float) -> TrainOutput:
         return super()._finalize_training(trial, num_train_samples, start_time - self.earlier_seconds)

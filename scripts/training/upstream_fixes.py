@@ -7,12 +7,16 @@ fails and prints the condition of that row.
 """
 
 import dataclasses
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-from transformers import Trainer
+from torch.optim.lr_scheduler import LambdaLR
+from transformers import Trainer, TrainerState
+from transformers.trainer import TRAINER_STATE_NAME
 
+from distributed.collectives import print_once
 from distributed.inspect_fsdp import local
 from training.sampling import GroupByLengthSampler, find_sampler
 
@@ -69,6 +73,21 @@ FIXES = (
         "training/upstream_fixes.py::OptimizerStateOfFSDP",
         "accelerate==1.15.0",
         "load_fsdp_optimizer gives torch the optimizer inside AcceleratedOptimizer",
+    ),
+    Fix(
+        "training/upstream_fixes.py::RateOfTheStep",
+        "transformers==5.23.0",
+        "with DeepSpeed, the Trainer logs the learning rate that the step has used",
+    ),
+    Fix(
+        "training/upstream_fixes.py::RateOfAnotherSchedule",
+        "transformers==5.23.0",
+        "after a resume with more epochs, the first step has the learning rate of the new schedule",
+    ),
+    Fix(
+        "model.py::share_weights",
+        "transformers==5.23.0",
+        "the version of safetensors that it requires writes files whose mode follows the umask (safetensors issue 782)",
     ),
     Fix(
         "training/sampling.py::GroupByLengthSampler",
@@ -317,6 +336,45 @@ class OptimizerStateOfFSDP(Trainer):
         self.optimizer = prepared
 
 
+class RateOfTheStep(Trainer):
+    """With DeepSpeed, the log shows the learning rate of the next step.
+
+    DeepSpeed's engine steps the schedule at the end of the backward pass. transformers reads the rate after this
+    (transformers/trainer.py, _run_epoch).
+    """
+
+    def training_step(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        self.rate_of_step = float(self.get_learning_rates()[0])
+        return super().training_step(*args, **kwargs)
+
+    def _get_learning_rate(self) -> float:
+        return self.rate_of_step
+
+
+class RateOfAnotherSchedule(Trainer):
+    """After a resume with another number of steps, the first step has the rate of the old schedule, which may be 0.
+
+    The optimizer's state contains the rate of the next step, and the schedule changes it only after that step.
+    """
+
+    def _prepare_for_training(self, max_steps: int, train_dataloader: Any, resume_from_checkpoint: Any) -> Any:
+        prepared = super()._prepare_for_training(max_steps, train_dataloader, resume_from_checkpoint)
+        if resume_from_checkpoint:
+            before = TrainerState.load_from_json(str(Path(resume_from_checkpoint) / TRAINER_STATE_NAME)).max_steps
+            schedule: Any = self.lr_scheduler
+            schedule = getattr(schedule, "scheduler", schedule)  # accelerate wraps the schedule of DeepSpeed
+            # Other schedules, such as ReduceLROnPlateau, do not depend on the number of steps
+            counter = "last_epoch" if isinstance(schedule, LambdaLR) else "last_batch_iteration"
+            if before != max_steps and hasattr(schedule, counter):
+                setattr(schedule, counter, getattr(schedule, counter) - 1)
+                schedule.step()  # repeats the last step of the schedule, now with the new number of steps
+                print_once(
+                    f"the schedule of the learning rate has {max_steps} steps instead of {before}: "
+                    f"the next step has the rate {self.get_learning_rates()[0]:.4g}"
+                )
+        return prepared
+
+
 class UpstreamFixes(
     LossIn32Bits,
     WholeNumberOfTokens,
@@ -327,5 +385,7 @@ class UpstreamFixes(
     NoStepAfterTheLast,
     EpochOfSampler,
     OptimizerStateOfFSDP,
+    RateOfTheStep,
+    RateOfAnotherSchedule,
 ):
     """transformers' Trainer with all workarounds above."""

@@ -80,6 +80,7 @@ def test_the_site_is_remembered_and_can_be_overridden(site, workshop):
 
 
 SETS_A_SECRET = "export WANDB_API_KEY=canary", ': "${HF_TOKEN:=canary}"', "AWS_SECRET_ACCESS_KEY=c", "DB_PASSWORD=c"
+SETS_A_SECRET += "hf_token=c", "PASS=c", "CREDENTIALS=c", "export https_proxy=http://me:c@proxy:3128"
 
 
 @pytest.mark.parametrize("line", SETS_A_SECRET)
@@ -89,7 +90,7 @@ def test_a_site_file_with_a_secret_must_be_private(site, line):
         done = site(line, mode)
         assert (done.returncode, done.stderr) == (3, error)
     assert site(line, 0o600).returncode == 0
-    harmless = '# WANDB_API_KEY=mine\n: "${TOKENIZER_NAME:=x}" "${TOKENIZERS_PARALLELISM:=false}"'
+    harmless = '# WANDB_API_KEY=mine\n: "${TOKENIZER_NAME:=x}" "${TOKENIZERS_PARALLELISM:=false}"\nbypass=1 http_proxy=http://proxy:80'
     assert site(harmless).returncode == 0
 
 

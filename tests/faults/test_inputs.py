@@ -1,5 +1,6 @@
 """Tests of wrong or dangerous input: flags, variables, config files, data and models. tests/unit tests more cases."""
 
+import gzip
 import json
 import os
 
@@ -25,6 +26,12 @@ REFUSED = {  # the error line, the flags, and a dictionary of files, variables a
                        ["--dataset", "a.json"], {"files": {"a.json": '{"version": "1.1", "data": [{'}}),
     "a row of a table": ("t.csv: 1 of 1 rows cannot be used: row 2: the passage does not contain the answer 'x'; ...",
                          ["--dataset", "t.csv"], {"files": {"t.csv": "context,question,answer\na,b,x\n"}}),
+    "data in Latin-1": ("a.json: is not UTF-8 (...); convert it to UTF-8, for example with iconv ...",
+                        ["--dataset", "a.json"], {"files": {"a.json": '{"data": "größe"}'.encode("latin1")}}),
+    "compressed data": ("a.json.gz: is compressed with gzip; unpack it with gunzip",
+                        ["--dataset", "a.json.gz"], {"files": {"a.json.gz": gzip.compress(b'{"data": []}')}}),
+    "data that is nested too deep": ("a.json: maximum recursion depth exceeded...; is the file complete?",
+                                     ["--dataset", "a.json"], {"files": {"a.json": "[" * 10_000}}),
     "a model's own code": ("--model_name: mine asks for code of its own, which is never run here; ...",
                            ["--model_name", "mine"], {"files": {"mine/config.json": OWN_CODE}}),
     "a router loss": ("--model_name: output_router_logits adds a loss of the router, ...; set output_router_logits to "
@@ -38,7 +45,7 @@ REFUSED = {  # the error line, the flags, and a dictionary of files, variables a
                                        [], {"files": {"results/7.json": '{"status": "comp'}}),
     "a model without a plan": ("--tensor_parallel: transformers has no tensor parallel plan for BloomForCausalLM; ...",
                                ["--tensor_parallel", 2, "--save_strategy", "no"], {"ranks": 2}),
-    "nothing to resume from": ("--resume_from_checkpoint: no complete checkpoint in output/7; ...",
+    "nothing to resume from": ("--resume_from_checkpoint: no complete checkpoint in output/7 (incomplete: none); ...",
                                ["--resume_from_checkpoint"], {"code": 4}),
     "a folder below a file": ("...mine: cannot be written; give another --output_dir",
                               [], {"files": {"mine": ""}, "OUTPUT_DIR": "mine/new", "code": 3}),
@@ -70,6 +77,14 @@ def test_a_cache_that_cannot_be_written_is_one_error_line(bench: Bench):
     bench.refuses(
         "...cache: File exists; check its permissions ...", launcher="python", HF_DATASETS_CACHE="cache", code=3
     )
+
+
+@pytest.mark.parametrize("size", [16, 200])
+def test_a_full_cache_is_one_error_line_that_names_the_cache(bench: Bench, size):
+    """A disk of 16 KiB is full when the file has been read, and a disk of 200 KiB when its questions are tokenised."""
+    with bench.small_disk("cache", size * 2**10):
+        ended = bench.run(launcher="python", HF_DATASETS_CACHE="cache", code=3, TRAIN_SIZE=64, EVAL_SIZE=64)
+        assert ended.error.startswith("cache: No space left on device; "), ended
 
 
 def test_a_machine_without_a_compiler_is_one_error_line(bench: Bench):

@@ -2,11 +2,12 @@
 
 import os
 import shlex
+import signal
 import sys
 
 import pytest
 
-from workbench import STEP, Bench, complete_marks, patch_call, same_training
+from workbench import STEP, Bench, Running, complete_marks, patch_call, same_training
 
 
 def test_model_and_record_of_a_finished_run_are_not_overwritten(bench: Bench):
@@ -17,17 +18,42 @@ def test_model_and_record_of_a_finished_run_are_not_overwritten(bench: Bench):
     bench.refuses(line, OUTPUT_DIR="elsewhere")
 
 
-def test_two_runs_of_one_job_do_not_write_the_same_files(bench: Bench):
+def start_and_pause(bench: Bench, *words: object, **variables: object) -> Running:
+    """Start a run that waits in its first step until `bench.write_pipe` is called."""
     os.mkfifo(bench.folder / "go")
     lines = "open('here', 'w'); open('go').read()"
-    first = bench.start(script=bench.patched(patch_call(STEP, 1, lines)))
+    first = bench.start(*words, script=bench.patched(patch_call(STEP, 1, lines)), **variables)
     first.until((bench.folder / "here").exists)
-    second = bench.run(code=2)
-    assert second.error.startswith("JOB_ID: another run of 7 is writing its files; "), second
+    return first
+
+
+SAME_JOB = {"OUTPUT_DIR": "elsewhere"}
+SAME_FOLDER = {"JOB_ID": "8", "OUTPUT_DIR": "output/7"}
+ANOTHER_JOB = "JOB_ID: job 7 is running and has locked results/.7/.lock; give another JOB_ID, or wait ..."
+ANOTHER_FOLDER = "--output_dir: job 7 is running and has locked output/7/.lock; give another --output_dir, or wait ..."
+
+
+def test_two_runs_do_not_write_the_same_files(bench: Bench):
+    """The second run is also refused if it would resume from a checkpoint of the first run."""
+    bench.run(script=bench.patched(patch_call(STEP, 3)), code=-signal.SIGKILL)
+    first = start_and_pause(bench, "--resume_from_checkpoint")
+    for words in ((), ("--resume_from_checkpoint", "output/7")):
+        bench.refuses(ANOTHER_FOLDER, *words, **SAME_FOLDER)
+        bench.refuses(ANOTHER_JOB, *words, **SAME_JOB)
     bench.write_pipe("go")
     ended = first.wait()
     assert ended.code == 0, ended
     assert same_training(ended, bench.reference())
+    assert not list(bench.folder.rglob(".lock"))
+
+
+def test_a_later_attempt_takes_the_locks_of_a_frozen_process_over(bench: Bench):
+    first = start_and_pause(bench)
+    os.kill(first.pids[0], signal.SIGSTOP)
+    ended = bench.run(SLURM_RESTART_COUNT=1)
+    assert same_training(ended, bench.reference())
+    os.kill(first.pids[0], signal.SIGCONT)
+    first.kill()
 
 
 @pytest.mark.faults

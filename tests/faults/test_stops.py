@@ -164,7 +164,7 @@ def test_tensor_parallel_run_stops_at_once_and_saves_nothing(bench: Bench):
     script = bench.patched(signal_patch(STEP, 2, signal.SIGTERM))
     ended = bench.run(*cut, ranks=2, script=script, code=143)
     assert (ended.record["status"], ended.record["exit_code"]) == ("stopped", 143)
-    assert not list(ended.output.iterdir())
+    assert not ended.output.exists()
 
 
 def test_a_second_ctrl_c_ends_at_once(bench: Bench):
@@ -244,6 +244,21 @@ def test_all_ranks_skip_a_checkpoint_that_is_not_marked(bench: Bench, method):
     assert same_training(again, bench.reference(*flags, *KEPT, **PAIR))
 
 
+QUICK = ("DDP", "FSDP", "ZeRO-2")
+
+
+@pytest.mark.parametrize(
+    "method", [pytest.param(name, marks=[] if name in QUICK else TEST_FAULTS_ONLY) for name in METHODS]
+)
+def test_more_epochs_continue_with_the_rates_of_the_new_schedule(bench: Bench, method):
+    words = (*METHODS[method], "--logging_steps", 1, "--learning_rate", "6e-3")
+    bench.trained(*words, **PAIR)
+    again = bench.run(*words, RESUME, JOB_ID="8", NUM_EPOCHS=3, **PAIR)
+    assert again.rates == [2e-3, 1e-3]
+    line = "the schedule of the learning rate has 6 steps instead of 4: the next step has the rate 0.002\n"
+    assert again.log.count(line) == 1, again
+
+
 def test_a_killed_rank_ends_the_run(bench: Bench):
     """The other rank ends too, and the run can resume."""
     patch = patch_call(STEP, 3, "os.environ['RANK'] == '1' and os.kill(os.getpid(), signal.SIGKILL)")
@@ -264,10 +279,37 @@ def test_a_killed_rank_ends_the_run(bench: Bench):
     ],
 )
 def test_a_loss_that_is_not_finite_ends_the_run(bench: Bench, words, line):
-    ended = bench.run("--learning_rate", "1e20", *words, code=1, NUM_EPOCHS=8)
+    ended = bench.run("--learning_rate", "1e20", "--logging_steps", 1, *words, code=1, NUM_EPOCHS=8)
     assert ended.error.startswith(line), ended
+    assert "{'loss': 'nan'" in ended.log and "{'loss': '0'" not in ended.log, ended
     assert ended.record["status"] == "failed"
     assert "NaN" not in ended.record_path.read_text(), "JSON has no NaN"
+
+
+# The loss of the second step's first micro batch is not a number, but its gradients are
+ONE_BAD_LOSS = """
+import math
+import transformers
+def training_step(self, *args, original=transformers.Trainer.training_step, **kwargs):
+    loss = original(self, *args, **kwargs)
+    return loss * math.nan if self.state.global_step == 1 and not self.accelerator.sync_gradients else loss
+transformers.Trainer.training_step = training_step
+"""
+
+
+@pytest.mark.parametrize("stopped", [False, True])
+def test_one_loss_that_is_not_finite_is_logged_and_left_out_of_the_mean(bench: Bench, stopped):
+    how = {"BATCH_SIZE": 1, "GRAD_ACC": 2}
+    expected = bench.reference("--logging_steps", 1, "--save_total_limit", 1, **how).step_losses
+    words = ("--logging_steps", 3)
+    if stopped:
+        patch = ONE_BAD_LOSS + signal_patch("training.trainer.WorkshopTrainer.compute_loss", 4, signal.SIGTERM)
+        run_until_stop(bench, patch, 2, *words, **how)
+    ended = bench.run(*KEPT, *words, *[RESUME] * stopped, script=bench.patched(ONE_BAD_LOSS), **how)
+    assert "{'loss': 'nan'" in ended.log, ended
+    train = ended.record["train"]
+    assert train["loss_last"] == pytest.approx(expected[3])
+    assert train["loss_mean"] == pytest.approx((expected[0] + expected[2] + expected[3]) / 3)
 
 
 def test_out_of_memory_is_one_error_line(bench: Bench):

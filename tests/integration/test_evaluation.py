@@ -2,13 +2,16 @@
 
 import json
 import shutil
+import unicodedata
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from tokenizers import normalizers
 
 from helpers import REPOSITORY, Finished
 from runs import GPT
+from test_models import small_tokenizer
 
 # For speed, a limit of 128 tokens truncates the contexts. The longest of the 16 answers still fits.
 SHORT = {"MAX_LENGTH": 128, "PADDING": "longest", "EM_F1": "True"}
@@ -136,3 +139,56 @@ def test_a_folder_without_a_model_names_its_last_checkpoint(train, workplace, ov
     refused = train("unasked", *words, script="scripts/ask.py", code=2, MODEL_NAME="")
     what = f"output/stopped has no model, only checkpoints (the last one is {checkpoint.name})"
     assert refused.error == f"--model_name: {what}; complete its run with --resume_from_checkpoint output/stopped"
+
+
+# A model that knows all answers, and a folder with other settings for generation
+
+HARD = {"DATASET": "hard.json", "EVAL_DATASET": "hard.json", "TRAIN_SIZE": "all", "EVAL_SIZE": "all", "MODEL_NAME": ""}
+HARD |= {"EM_F1": "True", "LABELS": "answer", "BATCH_SIZE": 1, "GRAD_ACC": 1, "LEARNING_RATE": "5e-3"}
+BEAMS = {"num_beams": 4, "no_repeat_ngram_size": 3, "repetition_penalty": 1.5, "max_length": 20}
+BEAMS |= {"do_sample": True, "temperature": 2.0}
+
+
+def hard_answer(colour: str) -> str:
+    words = "seven nodes send many gradients over fast networks"
+    return " ".join(f"{colour} {word} cafe\u0301 </s>" for word in words.split())
+
+
+@pytest.fixture(scope="module")
+def knows_all(train, workplace) -> Finished:
+    """A model that has learned long answers with `</s>`, repeated words and decomposed letters by heart.
+
+    Its tokenizer composes the letters, as that of Qwen2 does, so the model cannot give the letters of the file.
+    """
+    paragraphs = []
+    for colour in ("red", "blue"):
+        answers = [{"text": hard_answer(colour), "answer_start": 0}]
+        qas = [{"question": f"Which {colour}?", "answers": answers}]
+        paragraphs.append({"context": f"{hard_answer(colour)} and <s>.", "qas": qas})
+    (workplace / "hard.json").write_text(json.dumps({"data": [{"paragraphs": paragraphs}]}))
+    tokenizer = small_tokenizer(unk_token="<unk>", bos_token="<s>", eos_token="</s>", pad_token="<pad>")
+    tokenizer.backend_tokenizer.normalizer = normalizers.NFC()
+    assert len(tokenizer(hard_answer("red"))["input_ids"]) >= 80
+    tokenizer.save_pretrained(workplace / "composing")
+    sizes = {"model_type": "bloom", "vocab_size": 600, "hidden_size": 64, "n_layer": 2, "n_head": 4}
+    (workplace / "composing/config.json").write_text(json.dumps(sizes))
+    words = ("--from_scratch", "--eval_strategy", "no", "--save_steps", 1000)
+    by_heart = HARD | {"MODEL_NAME": "./composing", "NUM_EPOCHS": 100, "SAVE_STRATEGY": "steps"}
+    return train("knows_all", *words, **by_heart)
+
+
+def test_a_model_that_knows_long_answers_scores_100(knows_all, train, workplace, evaluate):
+    assert (knows_all.record["exact_match"], knows_all.record["f1"]) == (100, 100), knows_all
+    assert knows_all.record["unfair_questions"] == {}
+    path = knows_all.output / "generation_config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | BEAMS))
+    assert evaluate(knows_all, "knows_all_evaluated", **HARD) == {"exact_match": 100, "f1": 100}
+    once = HARD | {"MODEL_NAME": "output/knows_all", "NUM_EPOCHS": 1, "LEARNING_RATE": 1e-5}
+    again = train("knows_all_zero3", "--deepspeed", "ds_configs/zero3.json", ranks=2, **once)
+    assert (again.record["exact_match"], again.record["f1"]) == (100, 100), again
+    saved = json.loads((again.output / "generation_config.json").read_text())
+    assert saved | BEAMS == saved
+    (workplace / "text.txt").write_text(hard_answer("red"))
+    words = ("--model_name", "output/knows_all", "--context", "text.txt", "Which red?")
+    asked = train("asked_long", *words, script="scripts/ask.py", MODEL_NAME="")
+    assert asked.out.splitlines()[-1] == unicodedata.normalize("NFC", hard_answer("red"))

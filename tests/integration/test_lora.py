@@ -159,6 +159,8 @@ def check_merged(run: Finished, base: Finished) -> None:
     ZeRO in 16 bit saves its adapters in 16 bit, so a merged weight has what the training computed with.
     """
     (checkpoint,) = run.output.glob("checkpoint-*")
+    files = [folder / name for folder in (checkpoint, run.output) for name in ("config.json", "model.safetensors")]
+    assert len({path.stat().st_mode for path in files}) == 1, "weights must be as readable as other files"
     last, before = load_file(checkpoint / "model.safetensors"), load_file(base.output / "model.safetensors")
     saved = load_file(run.output / "model.safetensors")
     assert saved.keys() == before.keys(), "a tied head is saved once"

@@ -42,6 +42,7 @@ BF16_TOLERANCE = 2e-4  # relative; less than the error of a loss that is rounded
 def same_losses(run: Finished, expected: Finished) -> None:
     assert expected.losses[0] - expected.losses[1] > 0.05, "equal losses prove nothing if the loss hardly moves"
     assert run.losses == pytest.approx(expected.losses, abs=TOLERANCE, rel=0), run
+    assert run.rates == expected.rates[-len(run.rates) :], "a run that resumes logs only the last rates"
     # The mean includes the steps after the last log entry: 16 steps are logged every 5th step
     train_loss = expected.record["train"]["loss_mean"]
     assert run.record["train"]["loss_mean"] == pytest.approx(train_loss, abs=10 * TOLERANCE)
@@ -214,6 +215,8 @@ def test_saved_model_is_complete_and_has_the_last_eval_loss(run: Finished):
     assert not any(info.values()), info
     assert sum(p.numel() for p in model.parameters()) == run.record["parameters"]
     assert eval_loss(model, AutoTokenizer.from_pretrained(run.output)) == pytest.approx(run.losses[-1], abs=TOLERANCE)
+    files = [path for path in run.output.rglob("*") if path.suffix in (".json", ".safetensors")]
+    assert len({path.stat().st_mode for path in files}) == 1, "weights must be as readable as other files"
 
 
 @torch.no_grad()
@@ -322,6 +325,7 @@ def test_moving_a_micro_batch_does_not_wait_for_the_gpu(train, model, loss, read
         "check": 2,  # checks that the loss is finite, after a logged step and after the epoch
         "_maybe_log_save_evaluate": 2,  # loss and gradient norm for the log line
         "_finalize_training": 1,  # the mean of all losses
+        "log": 2,  # losses that are not finite: their sum since the last log line, and the number of their steps
         "all_tokens": 3,  # token counts at the end of the training
         **reads_of_loss,
     }

@@ -24,7 +24,7 @@ import evaluate
 from config import ModelArguments
 from distributed.fsdp_config import check_fsdp_config
 from helpers import REPOSITORY
-from model import load_config, pretrained_model
+from model import load_config
 from models.custom_model import CustomGPTConfig, CustomGPTForCausalLM
 from models.lora import ADAPTERS, LoraLinear, add_adapters, count_adapter_elements, merged_model
 from settings.command_line import parse_command_line
@@ -205,7 +205,6 @@ def test_a_checkpoint_of_a_run_with_lora_is_refused_as_a_model(tmp_path, refusal
     model_with_adapters("bloom")[1].save_pretrained(tmp_path)
     line = f"error: --model_name: {tmp_path} is a checkpoint of a training run with LoRA, whose weights do not contain"
     assert refusal(load_config, ModelArguments(str(tmp_path))).startswith(line)
-    assert refusal(pretrained_model, str(tmp_path)).startswith(line)
 
 
 @pytest.mark.parametrize(

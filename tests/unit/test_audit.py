@@ -52,7 +52,7 @@ def settings():
 
 
 def run_audit(trainer, settings) -> RunRecord:
-    record = RunRecord("7")
+    record = RunRecord("7", "output/7")
     AuditCallback(trainer, settings, record).on_train_begin(None, None, None)
     return record
 

@@ -10,6 +10,7 @@ from stub_nvml import WATTS
 from training import speed
 from training.callbacks import FiniteLossCallback, UtilisationCallback
 from training.speed import WARM_UP_STEPS, TrainSpeedCallback
+from training.trainer import WorkshopTrainer
 
 SAMPLES_PER_STEP = 8
 TOKENS_PER_STEP = [1000, 250, 90, 200_000]  # real tokens, padding, counted labels, squared lengths
@@ -127,7 +128,7 @@ def test_gpu_utilisation_is_recorded_or_empty_with_a_reason(utilisation, mean, r
     monkeypatch.setattr("torch.cuda.memory_allocated", lambda: 3 * 2**20)
     monkeypatch.setattr("torch.cuda.memory_reserved", lambda: 4 * 2**20)
     monkeypatch.setattr("torch.cuda.get_device_properties", lambda: properties)
-    record = RunRecord("7")
+    record = RunRecord("7", "output/7")
     callback = UtilisationCallback(record)
     callback.on_step_end(None, None, None)
     memory = {"avg_mem_alloc_MB": 3, "avg_mem_reserved_MB": 4, "avg_mem_total_MB": 32}
@@ -144,7 +145,11 @@ def train(*losses: float, every: int = 1, to: str = "log", micro_batches: int = 
     every: number of steps between requests. to: the request, which is "log", "evaluate" or "save".
     """
     args = SimpleNamespace(device=torch.device("cpu"), fp16=fp16)
-    trainer = SimpleNamespace(args=args, loss_of_step=0)
+    zero = torch.tensor(0.0)
+    trainer = SimpleNamespace(
+        args=args, loss_of_step=zero, _tr_loss=zero.clone(), unlogged_not_finite=zero, bad_steps=zero
+    )
+    trainer.end_step = lambda: WorkshopTrainer.end_step(trainer)
     callback = FiniteLossCallback(trainer)
     coming = iter(losses)
     for step in range(1, len(losses) // micro_batches + 1):

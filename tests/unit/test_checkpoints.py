@@ -1,6 +1,7 @@
 """A run resumes only from a checkpoint that every rank finished and that belongs to the same training."""
 
 import json
+import math
 import os
 import re
 from pathlib import Path
@@ -21,13 +22,18 @@ from training.find_checkpoints import (
     effects_of_other_ranks,
     find_checkpoint,
     keep_global_batch,
+    read_marker,
     training_identity,
 )
 from training.preconditions import check_room
 from training.save_checkpoints import CheckpointCallback, mark_complete, remove_stop_checkpoints
 from training.speed import TrainSpeedCallback
 
-MARKED = {"job_id": "7", "world_size": 1, "strategy": "plain", "save_strategy": "epoch"}
+# The marker that version 1.0.0 wrote: without at_once, steady_joules and the counts of losses that are not finite
+PROGRESS = {"seconds": 9.5, "logged_loss": 20.0, "last_logged_step": 18, "unlogged_losses": [0.5], "steady_steps": 17}
+PROGRESS |= {"steady_seconds": 8.0, "tokens": [[100, 20, 90, 5000], [80, 10, 70, 4000]]}
+MARKED = {"job_id": "7", "world_size": 1, "strategy": "plain", "save_strategy": "epoch", "step": 20}
+MARKED |= {"settings": {}, "config": {}, "data": "", "progress": PROGRESS}
 
 
 def checkpoint(folder: Path | str, step: int, complete: bool = True, age: int = 0, **saved_by: object) -> Path:
@@ -65,8 +71,21 @@ def test_the_newest_complete_checkpoint_is_taken():
     (checkpoint("output/7", 40) / "optimizer.pt").write_bytes(b"01234")
     (checkpoint("output/7", 50) / "optimizer.pt").unlink()
     (checkpoint("output/7", 60) / MARKER).write_text('{"files": ')
+    (checkpoint("output/7", 70) / MARKER).write_text('{"files": {}}')
+    (checkpoint("output/7", 80) / MARKER).write_text("[" * 10_000)
     assert find(LATEST) == find("output/7") == str(newest)
     assert find(None) is None
+
+
+def test_a_neighbours_checkpoint_is_only_for_a_run_without_checkpoints(refusal):
+    neighbour = checkpoint("output/6", 99)
+    assert find(LATEST) == str(neighbour)
+    checkpoint("output/7", 20, complete=False)
+    (checkpoint("output/7", 40) / "optimizer.pt").unlink()
+    assert refusal(find, LATEST, code=4) == (
+        "error: --resume_from_checkpoint: no complete checkpoint in output/7 (incomplete: checkpoint-20, "
+        "checkpoint-40); leave the flag out to start from the beginning, or name the checkpoint of another run"
+    )
 
 
 def test_a_checkpoint_given_by_name_must_be_complete(refusal):
@@ -83,6 +102,7 @@ def test_a_job_that_slurm_restarts_resumes_from_its_own_checkpoint(monkeypatch):
     monkeypatch.setenv("SLURM_RESTART_COUNT", "1")
     checkpoint("output/6", 99)
     checkpoint("output/7", 99, job_id="5")
+    checkpoint("output/7", 5, complete=False)
     assert find(None) is None, "the checkpoints of other jobs do not count, so the job starts from the beginning"
     checkpoint("output/7", 10, age=20)
     newest = checkpoint("output/7", 20)
@@ -98,6 +118,7 @@ def test_a_job_that_slurm_restarts_resumes_from_its_own_checkpoint(monkeypatch):
 def save(step: int, limit: int | None, best: str | None = None) -> None:
     """Call the callback as the Trainer does after it has written the files of a checkpoint."""
     trainer = SimpleNamespace(_tr_loss=0.5, _total_loss_scalar=20.0, _globalstep_last_logged=18, earlier_seconds=7.0)
+    trainer.unlogged_not_finite, trainer.bad_steps = torch.tensor(math.nan), torch.tensor(1.0)
     trainer.tokens = torch.tensor([100, 20, 90, 5000])
     trainer.get_tp_size = lambda: 1
     trainer.args = SimpleNamespace(save_total_limit=limit)
@@ -115,6 +136,8 @@ def test_saving_marks_the_checkpoint_and_removes_older_ones_except_the_best(limi
     save(20, limit, best and f"output/7/checkpoint-{best}")
     marker = json.loads(Path("output/7/checkpoint-20", MARKER).read_text())
     assert (marker["step"], marker["world_size"], marker["files"]["optimizer.pt"]) == (20, 1, 10)
+    progress = read_marker("output/7/checkpoint-20")["progress"]
+    assert (progress["unlogged_not_finite"], progress["bad_steps"]) == ("nan", 1.0)
     assert list_names("output/7") == sorted(f"checkpoint-{step}" for step in {5, 10, 20} - removed)
 
 
@@ -124,8 +147,7 @@ def test_a_run_without_saving_removes_only_the_checkpoints_of_its_stops():
     checkpoint("output/8", 30, save_strategy="no")
     remove_stop_checkpoints("output/7")
     remove_stop_checkpoints("output/8")
-    assert list_names("output/7") == ["checkpoint-20"]
-    assert not Path("output/8").exists()
+    assert (list_names("output/7"), list_names("output/8")) == (["checkpoint-20"], [])
 
 
 # The same training
@@ -141,7 +163,7 @@ def make_run(*argv: str, tokens: dict = TOKENS, ranks: int = 1, strategy: str = 
 
 def save_marker(*argv: str, **run: object) -> str:
     path = checkpoint("output/7", 20, complete=False)
-    mark_complete(path, make_run(*argv, **run)[1])
+    mark_complete(path, MARKED | make_run(*argv, **run)[1])
     return str(path)
 
 
@@ -201,7 +223,7 @@ def test_the_layout_of_fsdp2_may_change_but_not_its_files(refusal):
     layout = {"dp_shard_size": 2, "reshard_after_forward": False, "activation_checkpointing": True, "min_num_params": 9}
     first = make_run(strategy="FSDP2 SHARD_GRAD_OP")[1] | {"config": layout}
     path = checkpoint("output/7", 20, complete=False)
-    mark_complete(path, first)
+    mark_complete(path, MARKED | first)
     bare = make_run("--activation_checkpointing", strategy="FSDP2 FULL_SHARD")[1]
     check_same_training(str(path), bare)
     for change, message in (
@@ -236,7 +258,7 @@ def test_a_knob_that_is_younger_than_the_checkpoint_had_its_default():
     path = checkpoint("output/7", 20, complete=False)
     older = make_run()[1]
     del older["settings"]["lora_rank"]
-    mark_complete(path, older)
+    mark_complete(path, MARKED | older)
     check_same_training(str(path), make_run()[1])
 
 
@@ -267,7 +289,7 @@ def test_a_restarted_job_keeps_its_global_batch_on_other_ranks(monkeypatch):
     """The third start has all ranks again, and its checkpoint is of the second start."""
     monkeypatch.setenv("SLURM_RESTART_COUNT", "1")
     settings, first = make_run(ranks=2, strategy="DDP")
-    mark_complete(checkpoint("output/7", 20, complete=False), first)
+    mark_complete(checkpoint("output/7", 20, complete=False), MARKED | first)
     fewer = keep_global_batch(settings, "output/7", "7", ranks=1)
     assert (fewer.trainer.gradient_accumulation_steps, fewer.requested_accumulation) == (8, 4)
     assert keep_global_batch(settings, "output/7", "7", ranks=2) == settings

@@ -89,7 +89,7 @@ FAULTS = {
     "truncated": ('{"data": [{"paragraphs": [', ": Expecting value: line 1 column 27 (char 26); is the file complete?"),
     "not UTF-8": (
         b'{"data": "Z\xfcrich"}',
-        ": 'utf-8' codec can't decode byte 0xfc in position 11: invalid start byte; is",
+        ": is not UTF-8 ('utf-8' codec can't decode byte 0xfc in position 11: invalid start byte); convert it to",
     ),
     "no paragraphs": ({"data": [{}]}, ": data[0].paragraphs: is missing, expected a list; see data/README.md for the"),
     "blank context": (squad(question(), context=" "), ": data[0].paragraphs[0].context: is ' ', expected a text"),
@@ -100,6 +100,22 @@ FAULTS = {
     "no answer": (
         squad(question(answers=[])),
         ": data[0].paragraphs[0].qas[0].answers: is empty; give an answer, or set is_impossible to true",
+    ),
+    "a text instead of true or false": (
+        squad(question(is_impossible="false")),
+        ": data[0].paragraphs[0].qas[0].is_impossible: is 'false', expected true or false; see data/README.md",
+    ),
+    "an answer to an impossible question": (
+        squad(question(is_impossible=True)),
+        ": data[0].paragraphs[0].qas[0].is_impossible: is true, but the question has an answer; set it to false, or",
+    ),
+    "half a character in a question": (
+        squad(question(question="What \ud800?")),
+        ": data[0].paragraphs[0].qas[0].question: has a lone surrogate (half a character) at position 5; correct it,",
+    ),
+    "half a character in an id": (
+        squad(question("\udc00")),
+        ": data[0].paragraphs[0].qas[0].id: has a lone surrogate (half a character) at position 0; correct it, or",
     ),
     "wrong offsets": (
         squad(*map(question, "abc"), *[question(answers=[{"text": "fast", "answer_start": 3}])] * 12),
@@ -125,7 +141,9 @@ def test_a_bad_file_is_refused_with_the_place_of_the_fault(fault, written, refus
 
 
 def test_questions_need_no_ids(written):
-    path = written(squad(question(id=7), {each: value for each, value in question().items() if each != "id"}))
+    path = written(
+        squad(question(id=7, is_impossible=False), {each: value for each, value in question().items() if each != "id"})
+    )
     assert [row["id"] for row in read(path)] == ["7", "data[0].paragraphs[0].qas[1]"]
 
 
@@ -135,7 +153,7 @@ def test_a_path_without_a_file_is_refused(tmp_path, refusal):
 
     assert line("gone.json") == "error: gone.json: there is no such file; correct --dataset"
     assert line("./gone") == "error: ./gone: there is no such file; correct --dataset"
-    assert line(str(tmp_path)).startswith(f"error: {tmp_path}: Is a directory; check the path")
+    assert line(str(tmp_path)) == f"error: {tmp_path}: there is no such file; correct --dataset"
     assert line("squad", "gone.json").startswith("error: gone.json: No such file or directory; check the path")
 
 
@@ -179,7 +197,7 @@ def test_sizes(sample, tiny_tokenizer, capsys):
     """All questions of a local file are used unless sizes are given. tests/unit/test_train.py has a size too large."""
 
     def sizes(**options: object) -> tuple[int, ...]:
-        arguments = DataArguments(dataset=str(sample), max_length=200, **options)
+        arguments = DataArguments(dataset=str(sample), max_length=256, **options)
         return tuple(map(len, load_squad(arguments, tiny_tokenizer, training())))
 
     assert sizes() == sizes(train_size="all", eval_size="all", samples_per_gpu=None) == (280, 67)
@@ -189,6 +207,26 @@ def test_sizes(sample, tiny_tokenizer, capsys):
     )
     assert [resolve_size(part, None, 600, "squad") for part in ("train", "eval")] == [500, 100]
     assert [resolve_size(part, "all", 600, "squad") for part in ("train", "eval")] == [600, 600]
+
+
+def test_the_log_counts_lost_answers_and_known_passages(sample, tiny_tokenizer, capsys):
+    """By answer_start, 174 answers are in the part that was cut off. 4 of these texts are also in the other part."""
+    options = {"dataset": str(sample), "eval_dataset": str(sample), "max_length": 128, "eval_size": 9}
+    _, evaluation = load_squad(DataArguments(**options), tiny_tokenizer, training())
+    lost = sum(evaluation["answer_cut"])
+    out = capsys.readouterr().out
+    assert "\n347 of 347 training questions were cut to --max_length; 170 lost their answer\n" in out
+    assert f"\n9 of 9 evaluation questions were cut to --max_length; {lost} lost their answer\n" in out
+    assert out.endswith("\n9 of 9 evaluation questions are about a passage of the training set\n")
+    load_squad(DataArguments(dataset=str(sample), max_length=256), tiny_tokenizer, training())
+    assert "passage of the training set" not in capsys.readouterr().out
+
+
+def test_an_evaluation_file_that_cannot_be_cached_is_an_error_of_its_own_flag(written, monkeypatch, refusal):
+    path = written(squad(question()))
+    monkeypatch.setattr(datasets.Dataset, "from_generator", lambda *_, **__: 1 / 0)
+    line = refusal(read_part, "eval", DataArguments(eval_dataset=path))
+    assert line.startswith(f"error: --eval_dataset: {path} cannot be loaded (division by zero)")
 
 
 def test_a_prompt_does_not_end_with_eos(tiny_tokenizer):

@@ -50,7 +50,7 @@ def test_each_rank_counts_the_joules_of_its_own_gpu(gpu, monkeypatch):
     assert meter.reason == ""
     assert meter.joules() - before == 60 * 2 * WATTS
     other_rank(monkeypatch, 3000.0)
-    record = RunRecord("7")
+    record = RunRecord("7", "output/7")
     record.update(energy={})
     record.earlier_kwh = 1.5
     meter.record_kwh(record)
@@ -104,7 +104,7 @@ def test_a_counter_that_fails_or_goes_back_does_not_end_the_training(seconds, st
     gpu.start(**stub)
     assert math.isnan(meter.joules() - before), "the energy of a steady step"
     gpu.now += 600
-    record = RunRecord("7")
+    record = RunRecord("7", "output/7")
     record.update(energy={})
     meter.record_kwh(record)
     assert math.isnan(record.content["energy"]["kwh"])
@@ -122,7 +122,7 @@ def measure(gpu: Gpu, seconds: list[float], pauses: tuple[int, ...], epochs: tup
     """
     gpu.start(**stub)
     speed = SimpleNamespace(started=None)
-    record = RunRecord("7")
+    record = RunRecord("7", "output/7")
     callback = GpuActivityCallback(record, speed)
     callback.on_train_begin(None, None, None)
     for number, duration in enumerate(seconds):

@@ -82,7 +82,7 @@ UNKNOWN = {
 @pytest.mark.parametrize("family", UNKNOWN)
 def test_a_model_whose_operations_are_unknown_has_no_mfu_with_the_reason(family: str):
     sizes, reason = UNKNOWN[family]
-    record = RunRecord("7")
+    record = RunRecord("7", "output/7")
     with torch.device("meta"):
         model = create(family, **sizes)
     assert model_flops(model, 48, record) is None

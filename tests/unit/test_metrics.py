@@ -1,26 +1,30 @@
 """Exact Match and F1 by the rules of SQuAD v1.1, and the generation of the answers."""
 
 import collections
+import copy
 import string
+import unicodedata
 
 import pytest
 import torch
 from datasets import Dataset
-from transformers import BloomConfig, BloomForCausalLM
+from tokenizers.normalizers import NFKC
+from transformers import BloomConfig, BloomForCausalLM, GenerationConfig
 
 from config import DataArguments, ModelArguments
-from data_loader import answer_room, tokenise_batch
+from data_loader import answer_limit, tokenise_batch
 from helpers import REPOSITORY
 from model import load_tokenizer
 from training import exact_match
-from training.exact_match import Generation, answer_questions, exact_match_and_f1
+from training.exact_match import CHANGED, EMPTY, Generation, answer_questions, check_references, exact_match_and_f1
 
 
 def score_by_rules(prediction: str, references: list[str]) -> tuple[float, float]:
     """Return Exact Match and F1 in percent, by the rules of Rajpurkar et al. (2016), section 6.1."""
 
     def words(text: str) -> list[str]:
-        letters = "".join(c for c in text.lower() if c not in string.punctuation)
+        composed = unicodedata.normalize("NFC", text)
+        letters = "".join(c for c in composed.lower() if c not in string.punctuation)
         return [word for word in letters.split() if word not in ("a", "an", "the")]
 
     def f1(reference: str) -> float:
@@ -47,11 +51,13 @@ CASES = {
     "best F1 of several references": ("eight devices", ["eight", "nine"], 0, 66.6667),
     "empty prediction": ("", ["eight"], 0, 0),
     "wrong": ("nine", ["eight"], 0, 0),
+    "another Unicode form": ("cafe\u0301", ["caf\u00e9"], 100, 100),
 }
 
 
 def score(monkeypatch, predictions: list[str], references: list[list[str]]) -> dict:
     monkeypatch.setattr(exact_match, "answer_questions", lambda *_: dict(enumerate(predictions)))
+    monkeypatch.setattr(exact_match, "answer_limit", lambda *_: 32)
     questions = Dataset.from_dict({"answers": references})
     return exact_match_and_f1(None, None, questions, Generation(2, 128, CPU))
 
@@ -80,8 +86,10 @@ class PromptCounter(torch.nn.Module):
     def __init__(self, eos: int):
         super().__init__()
         self.eos, self.calls = eos, []
+        self.generation_config = GenerationConfig(num_beams=4)
 
     def generate(self, input_ids, attention_mask, **options):
+        assert self.generation_config is options["generation_config"]
         self.calls.append((input_ids, attention_mask, options))
         answer = FIRST_WORD + attention_mask.sum(dim=1, keepdim=True)
         return torch.cat([input_ids, answer, torch.full_like(answer, self.eos)], dim=1)
@@ -105,7 +113,7 @@ def questions(tokenizer):
 
 def test_every_question_is_answered_also_in_an_incomplete_batch(tokenizer, questions):
     model = PromptCounter(tokenizer.eos_token_id)
-    answers = answer_questions(model, tokenizer, questions, Generation(2, 128, CPU))
+    answers = answer_questions(model, tokenizer, questions, Generation(2, 128, CPU), 32)
     assert sorted(answers) == [0, 1, 2, 3, 4]
     assert [len(ids) for ids, _, _ in model.calls] == [2, 2, 1]
     lengths = questions["prompt_length"][:]
@@ -119,7 +127,7 @@ def test_every_question_is_answered_also_in_an_incomplete_batch(tokenizer, quest
 
 def test_generation_is_greedy_cached_left_padded_and_sees_no_answer(tokenizer, questions):
     model = PromptCounter(tokenizer.eos_token_id)
-    answer_questions(model, tokenizer, questions, Generation(5, 128, CPU))
+    answer_questions(model, tokenizer, questions, Generation(5, 128, CPU), 32)
     ((ids, mask, options),) = model.calls
     for i, row in enumerate(reversed(list(questions))):  # the longest prompt comes first
         prompt = row["input_ids"][: row["prompt_length"]]
@@ -127,9 +135,9 @@ def test_generation_is_greedy_cached_left_padded_and_sees_no_answer(tokenizer, q
         assert tokenizer.decode(prompt).endswith("Answer:")
         assert mask[i].sum() == len(prompt)
         assert mask[i, : -len(prompt)].sum() == 0
-    assert options["do_sample"] is False
-    assert options["use_cache"] is True
-    assert options["max_new_tokens"] == answer_room(128)
+    used = options["generation_config"]
+    assert (used.do_sample, used.num_beams, used.use_cache, used.max_new_tokens) == (False, 1, True, 32)
+    assert model.generation_config.num_beams == 4, "a save after the answers would lose the settings of the model"
 
 
 @pytest.mark.parametrize("ranks", [2, 3, 4])
@@ -139,7 +147,7 @@ def test_ranks_run_equally_many_batches_and_answer_all_questions(ranks, tokenize
     for rank in range(ranks):
         monkeypatch.setattr(exact_match, "rank", lambda number=rank: number)
         model = PromptCounter(tokenizer.eos_token_id)
-        answers |= answer_questions(model, tokenizer, questions, Generation(1, 128, CPU, sharded=True))
+        answers |= answer_questions(model, tokenizer, questions, Generation(1, 128, CPU, sharded=True), 32)
         calls.append(len(model.calls))
         assert all(options["synced_gpus"] for _, _, options in model.calls)
     assert set(calls) == {-(-5 // ranks)}
@@ -150,7 +158,41 @@ def test_padding_of_a_batch_does_not_change_the_answers(tokenizer, questions):
     torch.manual_seed(0)
     config = BloomConfig(vocab_size=len(tokenizer), hidden_size=32, n_layer=2, n_head=2, initializer_range=0.5)
     model = BloomForCausalLM(config)
-    model.generation_config.pad_token_id, model.generation_config.eos_token_id = 3, 2
-    alone, together = (answer_questions(model, tokenizer, questions, Generation(size, 128, CPU)) for size in (1, 5))
+    alone, together = (answer_questions(model, tokenizer, questions, Generation(size, 128, CPU), 32) for size in (1, 5))
     assert alone == together
     assert len(set(alone.values())) > 1
+
+
+def set_of(tokenizer, *answers: list[str]) -> Dataset:
+    rows = {"question": ["Which network?"] * len(answers), "context": ["Nodes. " * 90] * len(answers)}
+    rows["answers"] = list(answers)
+    return Dataset.from_dict(rows | tokenise_batch(rows, tokenizer, 128, "answer"))
+
+
+def test_prompt_and_longest_answer_fit_into_max_length(tokenizer, capsys):
+    """The answers with 60 and more tokens are not the first ones, so the training reserves only 32 tokens."""
+    long = " ".join(["network"] * 60)
+    questions = set_of(tokenizer, ["eight"], ["nine", long])
+    assert answer_limit(questions, tokenizer, 128) == len(tokenizer(f" {long}")["input_ids"]) + 1 == 61
+    assert answer_limit(set_of(tokenizer, ["eight"]), tokenizer, 128) == 32
+    model = PromptCounter(tokenizer.eos_token_id)
+    answer_questions(model, tokenizer, questions, Generation(2, 128, CPU), 61)
+    ((ids, _, _),) = model.calls
+    assert ids.shape == (2, 128 - 61)
+    assert all(tokenizer.decode(row).endswith(" Answer:") for row in ids)
+    much_too_long = set_of(tokenizer, ["eight", " ".join(["network"] * 600)])
+    assert check_references(tokenizer, much_too_long, 128) == {}, "the answer eight can be given"
+    assert capsys.readouterr().out.startswith("1 of 1 prompts are cut further, to leave ")
+    limit = answer_limit(much_too_long, tokenizer, 128)
+    assert limit + len(tokenizer("Question: Which network? Context: Answer:")["input_ids"]) == 128
+
+
+def test_the_log_names_answers_whose_scores_are_not_fair(tokenizer, capsys):
+    nfkc = copy.deepcopy(tokenizer)
+    nfkc.backend_tokenizer.normalizer = NFKC()
+    questions = set_of(nfkc, ["10²"], ["the"], ["cafe\u0301"], ["</s>"], ["wrong²", "right"], ["no answer"])
+    assert check_references(nfkc, questions, 128) == {CHANGED: 1, EMPTY: 1}
+    assert capsys.readouterr().out == f"1 of 6 evaluation questions: {CHANGED} ('10²' becomes '102')\n" + (
+        f"1 of 6 evaluation questions: {EMPTY} ('the')\n"
+    )
+    assert check_references(tokenizer, set_of(tokenizer, ["10²"], ["a b"]), 128) == {}

@@ -1,17 +1,23 @@
 """Tests of models and tokenizers by name, folder or size. A model that would not train as requested is rejected."""
 
+import contextlib
 import json
 import os
+import pwd
+import re
+import shutil
+import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
-from transformers import BertConfig, BloomConfig, BloomForCausalLM, GPT2Config, LlamaConfig, OPTConfig
+from transformers import BertConfig, BloomConfig, BloomForCausalLM, GPT2Config, LlamaConfig, OPTConfig, Qwen2Config
 
 from config import DataArguments, ModelArguments
-from data_loader import is_local
+from data_loader import is_local, tokenizer_key
 from helpers import REPOSITORY
-from model import build_meta_model, check_model, count_parameters, load_model, load_tokenizer
+from model import build_meta_model, check_model, count_parameters, load_model, load_tokenizer, share_weights
 from models.custom_model import CustomGPTConfig
 from training.preconditions import check_saving
 
@@ -66,12 +72,19 @@ def folder(tmp_path, tiny_tokenizer):
 
 
 def load(folder: Path):
-    """Load a model as train.py does."""
+    """Load a model as train.py does, with all checks before the weights are loaded."""
     arguments = ModelArguments(str(folder))
     meta_model = build_meta_model(arguments)
     tokenizer = load_tokenizer(arguments, DATA)
     check_model(meta_model, tokenizer, 512)
     return load_model(arguments, tokenizer, 1)
+
+
+def load_to_answer(folder: Path):
+    """Load a model as evaluate.py and ask.py do."""
+    arguments = ModelArguments(str(folder))
+    tokenizer = load_tokenizer(arguments, DATA)
+    check_model(load_model(arguments, tokenizer, 1), tokenizer, 512)
 
 
 def test_saved_model_is_loaded_in_fp32(folder):
@@ -107,7 +120,20 @@ FAULTS = {
     ),
     "weights that git lfs did not fetch": (
         lambda folder: (folder / "model.safetensors").write_text(LFS),
-        "IN cannot be loaded (Error while deserializing header: header too large",
+        "IN/model.safetensors: is a pointer of Git LFS, not the file itself; run git lfs pull",
+    ),
+    "a tokenizer that git lfs did not fetch": (
+        lambda folder: (folder / "tokenizer.json").write_text(LFS),
+        "IN/tokenizer.json: is a pointer of Git LFS, not the file itself; run git lfs pull",
+    ),
+    "a web page instead of weights": (
+        lambda folder: (folder / "model.safetensors").write_text("\n<!DOCTYPE html><html>"),
+        "IN/model.safetensors: is a web page, not the file itself; download the file again",
+    ),
+    "truncated weights": (
+        lambda folder: os.truncate(folder / "model.safetensors", 9000),
+        "IN/model.safetensors cannot be loaded (Error while deserializing header: incomplete metadata, file not fully "
+        "covered); copy or download this file again",
     ),
     "a layer without weights": (
         add_layer,
@@ -136,11 +162,40 @@ FAULTS = {
 }
 
 
+@pytest.mark.parametrize("program", [load, load_to_answer])
 @pytest.mark.parametrize("fault", FAULTS)
-def test_broken_folder_is_refused_in_one_line(fault, folder, refusal):
+def test_broken_folder_is_refused_in_one_line(fault, program, folder, refusal):
     change, line = FAULTS[fault]
     change(folder)
-    assert refusal(load, folder).startswith(f"error: --model_name: {line}".replace("IN", str(folder)))
+    source = "" if re.match(r"IN/\S+: ", line) else "--model_name: "
+    assert refusal(program, folder).startswith(f"error: {source}{line}".replace("IN", str(folder)))
+
+
+@contextlib.contextmanager
+def as_nobody() -> Iterator[None]:
+    os.seteuid(pwd.getpwnam("nobody").pw_uid)
+    try:
+        yield
+    finally:
+        os.seteuid(0)
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can act as another user")
+@pytest.mark.parametrize("place", ["model/model.safetensors", "model", "."])
+def test_a_private_model_of_another_user_is_named(place, folder, refusal):
+    """safetensors 0.8 lets only the owner read what it writes. A home directory may be closed to others."""
+    load(folder)  # imports all modules, because another user may not read them
+    with tempfile.TemporaryDirectory() as home:
+        model = shutil.copytree(folder, Path(home) / "model")
+        Path(home).chmod(0o755)
+        share_weights(model)
+        with as_nobody():
+            load(model)
+        (Path(home) / place).chmod(0o600)
+        with as_nobody():
+            line = refusal(load, model, code=3)
+    named = model if place == "." else Path(home) / place
+    assert line.startswith(f"error: {named}: may not be read by you; ask its owner to run chmod -R a+rX on the folder")
 
 
 def test_a_model_that_could_not_be_saved_is_refused_or_mended_before_training(folder, tiny_tokenizer, refusal):
@@ -166,6 +221,15 @@ def test_an_empty_tokenizer_created_by_transformers_is_refused(tmp_path, refusal
     assert line == (
         f"error: --model_name: {tmp_path} contains no tokenizer; save one next to the model, or give --tokenizer_name"
     )
+
+
+def test_a_saved_tokenizer_keeps_its_rules_next_to_any_model(tiny_tokenizer, tmp_path):
+    """AutoTokenizer would split digits next to a Qwen2, so the saved model would get tokens it was not trained on."""
+    Qwen2Config(**SMALL).save_pretrained(tmp_path)
+    tiny_tokenizer.save_pretrained(tmp_path)
+    loaded = load_tokenizer(ModelArguments(str(tmp_path)), DATA)
+    assert loaded.tokenize("SLURM_PROCID 32") == tiny_tokenizer.tokenize("SLURM_PROCID 32")
+    assert tokenizer_key(loaded) == tokenizer_key(tiny_tokenizer)
 
 
 SMALL = {"vocab_size": 2048, "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}

@@ -12,7 +12,7 @@ import pytest
 from distributed import process_group
 from distributed.process_group import prepare_environment
 from distributed.rendezvous import job_port
-from shared import errors
+from shared import before_imports, errors
 from shared.errors import WorkshopError
 
 
@@ -31,6 +31,17 @@ def test_one_task_under_srun_gets_no_process_group(monkeypatch):
     monkeypatch.setenv("SLURM_PROCID", "0")
     prepare_environment(shards=False)
     assert "RANK" not in os.environ
+
+
+def test_threads_wait_as_before_where_there_is_a_gpu(monkeypatch, tmp_path):
+    monkeypatch.delenv("GOMP_SPINCOUNT", raising=False)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    monkeypatch.setattr(before_imports, "GPU_DRIVERS", (str(tmp_path),))
+    before_imports.prepare_imports()
+    assert "GOMP_SPINCOUNT" not in os.environ
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")  # hides the GPU
+    before_imports.prepare_imports()
+    assert os.environ["GOMP_SPINCOUNT"] == "1000"
 
 
 def test_more_ranks_than_gpus_on_a_node_end_with_3(monkeypatch, refusal):

@@ -85,6 +85,18 @@ def test_the_overview_lists_completed_failed_and_incomparable_runs(tmp_path, mon
         assert line in overview, line
 
 
+def test_runs_that_no_job_script_started_are_one_grey_line(tmp_path):
+    """Only a job script starts the memory loggers, and it also keeps a log."""
+    for job in ("1", "2"):
+        add_run(tmp_path, STAGE, job, gpu=None, cpu=None)
+    add_run(tmp_path, "baseline", "3", gpu=None, cpu=None)
+    write(tmp_path / "experiments" / "baseline" / "log" / "baseline_3.out", "a log of a job\n")
+    page = write_page(tmp_path)
+    overview = page.section("overview")
+    assert '<li class="quiet">Without memory logs, because no job script started them: 2 runs.</li>' in page.html
+    assert "completed, incomplete: 1 run 3 baseline: cpu_memory: no log of job 3" in overview
+
+
 @pytest.mark.parametrize(
     ("experiments", "title"),
     [

@@ -1,5 +1,6 @@
 """The run record: its content, its atomic replacement, and its closing at the end of a run."""
 
+import errno
 import importlib.metadata
 import json
 import math
@@ -43,7 +44,7 @@ STEADY = {"warm_up_seconds": 3.5, "steady_steps": 4, "steady_steps_per_second": 
 
 def make_record(steady: dict, means: dict, held: dict | None, reason: str = "", log: tuple = ()) -> RunRecord:
     """Return the record of a run whose callbacks measured these values."""
-    run = RunRecord("7")
+    run = RunRecord("7", "output/7")
     run.start(0)
     trainer = SimpleNamespace(get_tp_size=lambda: 1)
     trainer.tokens = torch.zeros(4, dtype=torch.int64)
@@ -119,7 +120,7 @@ def test_the_error_for_a_wrong_record_names_the_field(content, field):
 
 
 def test_the_record_has_the_place_and_the_versions_of_the_run():
-    run = RunRecord("7")
+    run = RunRecord("7", "output/7")
     run.start(0, run_name="zero2")
     content = json.loads(Path("results/7.json").read_text())
     assert (content["status"], content["exit_code"], content["finished"]) == ("running", None, None)
@@ -156,7 +157,7 @@ def test_a_value_that_was_not_measured_is_empty_with_a_reason():
 
 def test_a_process_peak_that_the_kernel_does_not_count_has_a_reason(monkeypatch):
     monkeypatch.setattr(measured_memory, "peak_process_mib", lambda: None)
-    run = RunRecord("7")
+    run = RunRecord("7", "output/7")
     record_peaks(run)
     assert run.content["peak_process_mib"] is None
     assert run.content["missing"]["peak_process_mib"] == "this system does not count it"
@@ -168,7 +169,7 @@ def test_peaks_of_gpu_memory_and_pinned_memory_are_recorded(gpu, monkeypatch):
     # torch 2.13 uses these names
     stats = {"active_bytes.peak": 2 * 2**30, "allocated_bytes.peak": 4 * 2**30, "num_host_alloc": 1}
     monkeypatch.setattr(torch.cuda, "host_memory_stats", lambda: stats)
-    run = RunRecord("7")
+    run = RunRecord("7", "output/7")
     record_peaks(run)
     assert run.content["peak_gpu_memory"] == [{"allocated_mib": 3, "reserved_mib": 4}]
     assert run.content["peak_pinned_memory"] == [{"active_mib": 2048, "allocated_mib": 4096}]
@@ -177,7 +178,7 @@ def test_peaks_of_gpu_memory_and_pinned_memory_are_recorded(gpu, monkeypatch):
 @pytest.mark.parametrize("local_zone", ["IST-5:30"], indirect=True)
 def test_evaluations_and_saves_have_local_times_and_those_of_earlier_attempts_are_kept(local_zone):
     """nvidia-smi logs the local time of its node."""
-    first = RunRecord("7")
+    first = RunRecord("7", "output/7")
     first.start(0)
     callback = PauseCallback(first)
     callback.on_step_end(None, None, None)
@@ -185,7 +186,7 @@ def test_evaluations_and_saves_have_local_times_and_those_of_earlier_attempts_ar
     callback.on_save(None, None, None)
     callback.on_epoch_end(None, None, None)
     callback.on_save(None, None, None)
-    second = RunRecord("7")
+    second = RunRecord("7", "output/7")
     second.start(4)
     with second.pause("evaluation"):
         pass
@@ -238,13 +239,21 @@ def test_an_interrupted_write_keeps_the_record_and_leaves_no_other_file():
     assert [p.name for p in Path().iterdir()] == ["7.json"]
 
 
-def test_a_full_disk_is_an_environment_error(monkeypatch, refusal):
-    def full(*args):
-        raise OSError(28, "No space left on device")
+@pytest.mark.parametrize(
+    ("number", "problem"),
+    [
+        (errno.ENOSPC, "No space left on device); free disk space or quota"),
+        (errno.EDQUOT, "Disk quota exceeded); free disk space or quota"),
+        (errno.EROFS, "Read-only file system); check the path and its permissions"),
+    ],
+)
+def test_a_record_that_cannot_be_written_has_a_remedy_for_the_cause(monkeypatch, refusal, number, problem):
+    def fail(*args):
+        raise OSError(number, os.strerror(number))
 
-    monkeypatch.setattr(writer, "write_record", full)
-    line = refusal(RunRecord("7").start, 0, code=3)
-    assert line == "error: results/7.json: cannot be written (No space left on device); free disk space or quota"
+    monkeypatch.setattr(writer, "write_record", fail)
+    line = refusal(RunRecord("7", "output/7").start, 0, code=3)
+    assert line == f"error: results/7.json: cannot be written ({problem}"
 
 
 @pytest.mark.parametrize(
@@ -267,7 +276,7 @@ def test_a_full_disk_is_an_environment_error(monkeypatch, refusal):
     ids=lambda value: repr(value)[:40] if isinstance(value, BaseException) else str(value),
 )
 def test_the_record_has_the_status_and_exit_code_of_the_run(error, status, code):
-    run = RunRecord("7")
+    run = RunRecord("7", "output/7")
     try:
         with run:
             run.start(0)
@@ -282,10 +291,23 @@ def test_the_record_has_the_status_and_exit_code_of_the_run(error, status, code)
 
 def test_other_ranks_write_nothing(monkeypatch):
     monkeypatch.setenv("RANK", "1")
-    with RunRecord("7") as run:
+    with RunRecord("7", "output/7") as run:
         run.start(0)
         run.update(f1=1.0)
     assert list(Path().iterdir()) == []
+
+
+def test_a_run_continues_on_a_file_system_without_locks(monkeypatch, capsys):
+    def fail(*args):
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr(writer.fcntl, "flock", fail)
+    with RunRecord("7", "output/7"):
+        print("runs")
+    first, second, last = capsys.readouterr().out.splitlines()
+    assert first == "results/.7: this file system has no locks, so start no second run that writes here"
+    assert (second, last) == (first.replace("results/.7", "output/7"), "runs")
+    assert not any(Path().rglob("*.*")), "no file is left"
 
 
 def test_the_job_id_is_given_or_from_slurm_or_created(monkeypatch):
@@ -301,12 +323,12 @@ def test_a_finished_run_is_not_overwritten(refusal):
     path.parent.mkdir()
     for status in ("running", "failed", "stopped"):
         write_json(path, {"status": status})
-        RunRecord("7").refuse_to_overwrite("output/7")
+        RunRecord("7", "output/7").refuse_to_overwrite()
     write_json(path, {"status": "completed"})
-    assert refusal(RunRecord("7").refuse_to_overwrite, "output/7").startswith(
+    assert refusal(RunRecord("7", "output/7").refuse_to_overwrite).startswith(
         "error: results/7.json: is the record of a finished run; set a new JOB_ID"
     )
     Path("output/6").mkdir(parents=True)
     Path("output/6/config.json").write_text("{}")
-    line = refusal(RunRecord("6").refuse_to_overwrite, "output/6")
+    line = refusal(RunRecord("6", "output/6").refuse_to_overwrite)
     assert line.startswith("error: output/6: holds the model of a finished run; give another --output_dir")

@@ -1,11 +1,14 @@
 """Tests of the path from a question to a batch: the sequence, its labels, EOS, padding, and the cut of long texts."""
 
+import copy
+import json
+
 import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
-from transformers import LlamaConfig, PreTrainedTokenizerFast
+from transformers import ByT5Tokenizer, LlamaConfig, PreTrainedTokenizerFast
 
 from config import DataArguments, ModelArguments
-from data_loader import IGNORED, answer_room, collator, tokenise_batch
+from data_loader import IGNORED, answer_room, collator, decode, tokenise_batch, tokenizer_key
 from helpers import REPOSITORY
 from model import load_tokenizer
 
@@ -36,6 +39,20 @@ def llama(tmp_path_factory):
     PreTrainedTokenizerFast(tokenizer_object=trained, **names).save_pretrained(folder)
     LlamaConfig(vocab_size=600, hidden_size=32, num_hidden_layers=1, num_attention_heads=2).save_pretrained(folder)
     return load_tokenizer(ModelArguments(str(folder)), DataArguments(dataset=str(SAMPLE)))
+
+
+@pytest.fixture
+def unigram():
+    """A tokenizer as of XGLM. Its vocabulary contains the control tokens as ordinary pieces of text."""
+    trained = Tokenizer(models.Unigram())
+    trained.pre_tokenizer, trained.decoder = pre_tokenizers.Metaspace(), decoders.Metaspace()
+    tokens = {"eos_token": "</s>", "bos_token": "<s>", "pad_token": "<pad>", "unk_token": "<unk>"}
+    trainer = trainers.UnigramTrainer(
+        vocab_size=80, special_tokens=list(tokens.values()), unk_token="<unk>", show_progress=False
+    )
+    trained.train_from_iterator([CONTEXT, *BATCH["question"], "Question: Context: Answer: html </p>"], trainer)
+    trained.post_processor = processors.TemplateProcessing(single="</s> $A", special_tokens=[("</s>", 0)])
+    return PreTrainedTokenizerFast(tokenizer_object=trained, **tokens)
 
 
 @pytest.fixture(params=["tiny_tokenizer", "llama"])
@@ -76,6 +93,59 @@ def test_labels_of_the_answer_are_only_answer_and_eos(tokenizer):
         assert labels == [IGNORED] * prompt + ids[prompt:]
     counted = [token for token in rows["labels"][0] if token != IGNORED]
     assert tokenizer.decode(counted) == f" a fast network{tokenizer.eos_token}"
+
+
+@pytest.mark.parametrize("name", ["tiny_tokenizer", "llama", "unigram"])
+def test_text_is_never_a_control_token(name, request):
+    """EOS in a context would end it, and an answer `</s>` would be trained as two EOS."""
+    tokenizer = request.getfixturevalue(name)
+    html = "html <s> </s> <pad>"
+    batch = {"question": [f"What is {html}?"], "context": [f"A {html} node"], "answers": [[html]]}
+    for max_length in (512, 130):
+        rows = tokenise_batch(batch, tokenizer, max_length, "answer")
+        ids, prompt = rows["input_ids"][0], rows["prompt_length"][0]
+        added = tokenizer("a")["input_ids"][:1] if name != "tiny_tokenizer" else []
+        assert ids[: len(added)] == added
+        assert not set(ids[len(added) : -1]) & {*tokenizer.all_special_ids}
+        assert decode(ids[prompt:], tokenizer) == html
+        assert decode(ids[:prompt], tokenizer).startswith(f"Question: What is {html}? Context:")
+
+
+TOKENIZER_PARTS = {
+    "normalizer": {"type": "NFC"},
+    "pre_tokenizer": {"type": "ByteLevel", "add_prefix_space": True, "trim_offsets": True, "use_regex": True},
+    "model": "merges",
+    "post_processor": None,
+    "decoder": {"type": "Fuse"},
+    "added_tokens": "one less",
+}
+
+
+@pytest.mark.parametrize("part", TOKENIZER_PARTS)
+def test_the_key_of_the_token_cache_changes_with_each_part_of_the_tokenizer(part, llama):
+    content = json.loads(llama.backend_tokenizer.to_str())
+    before = copy.deepcopy(content[part])
+    if part == "model":
+        content[part]["merges"].pop()
+    elif part == "added_tokens":
+        content[part].pop()
+    else:
+        content[part] = TOKENIZER_PARTS[part]
+    assert content[part] != before
+    other = copy.deepcopy(llama)
+    other._tokenizer = Tokenizer.from_str(json.dumps(content))
+    assert tokenizer_key(other) != tokenizer_key(llama)
+
+
+def test_the_key_of_the_token_cache_is_the_same_after_a_call_and_for_all_kinds(llama):
+    before = tokenizer_key(llama)
+    llama("Nodes", padding="max_length", max_length=9, truncation=True)
+    assert tokenizer_key(llama) == before
+    in_python, other = ByT5Tokenizer(), ByT5Tokenizer(extra_ids=7)
+    assert tokenizer_key(in_python) == tokenizer_key(ByT5Tokenizer()) != tokenizer_key(other)
+    other = copy.deepcopy(llama)
+    other.eos_token = "<unk>"
+    assert tokenizer_key(other) != before
 
 
 @pytest.mark.parametrize(("labels", "padding_label"), [("sequence", IGNORED), ("answer", IGNORED), ("all", "pad")])
@@ -122,6 +192,15 @@ def test_a_prompt_that_is_too_long_loses_only_the_end_of_its_context(language, t
         room = max_length - answer_room(max_length)
         assert room - UNUSED <= rows["prompt_length"][0] <= room, max_length
         assert rows["cut"] == [True]
+
+
+def test_an_answer_that_was_cut_out_of_the_context_is_known(tokenizer):
+    """The question contains the answer, too, but the model must find it in the context."""
+    contexts = [f"Anna. {CONTEXT}", f"{CONTEXT}Anna.", CONTEXT]
+    batch = {"question": ["Anna?"] * 3, "context": contexts, "answers": [["Anna"], ["Anna"], ["no answer"]]}
+    rows = tokenise_batch(batch, tokenizer, 96, "answer")
+    assert (rows["cut"], rows["answer_cut"]) == ([True] * 3, [False, True, False])
+    assert not any(tokenise_batch(batch, tokenizer, 512, "answer")["answer_cut"])
 
 
 def test_a_long_answer_shortens_the_context(tokenizer):

@@ -6,7 +6,6 @@ tests/commands/test_train_command.py starts train.py as a process.
 import json
 from pathlib import Path
 
-import huggingface_hub.constants
 import pytest
 from transformers import GPT2Config
 
@@ -36,14 +35,6 @@ COMMANDS = [
         "--train_size or --samples_per_gpu: 9999 questions requested, but SAMPLE has only 280 to train on; lower it",
     ),
     (
-        "offline",
-        "--model_name nobody/nothing --dataset SAMPLE",
-        {"HF_HUB_OFFLINE": "1"},
-        "--model_name: nobody/nothing is neither a local path nor in the cache, and there is no network; "
-        "on a login node run: python scripts/prefetch.py --model_name nobody/nothing "
-        "(it takes --model_name and --dataset together)",
-    ),
-    (
         "too few to evaluate on",
         "--model_name tiny-bloom --dataset SAMPLE --train_size 8 --eval_size 68",
         {},
@@ -70,7 +61,6 @@ def test_a_mistake_is_one_line_and_writes_nothing(
     literal = json.loads((REPOSITORY / "ds_configs" / "zero1.json").read_text())
     literal["optimizer"]["params"]["lr"] = 0.001
     (inputs / "lr.json").write_text(json.dumps(literal))
-    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
 

@@ -1,0 +1,38 @@
+"""ask.py in this process, with a model that gives empty answers: typed questions and those of the command line."""
+
+import io
+import sys
+
+import pytest
+from transformers import BloomConfig, BloomForCausalLM
+
+import ask
+
+
+@pytest.fixture
+def words(tmp_path, tiny_tokenizer, monkeypatch) -> list[str]:
+    """The command line without a question."""
+    BloomForCausalLM(BloomConfig(vocab_size=2048, hidden_size=16, n_layer=1, n_head=2)).save_pretrained(tmp_path / "m")
+    tiny_tokenizer.save_pretrained(tmp_path / "m")
+    (tmp_path / "text.txt").write_text("Nodes talk over a network.")
+    monkeypatch.setattr(ask, "answer_questions", lambda *_: {0: ""})
+    return ["--model_name", tmp_path / "m", "--context", tmp_path / "text.txt", "--max_length", "64"]
+
+
+TOO_LONG = "error: --max_length: leaves no room for the question 'long long"
+NOT_UTF_8 = "error: question: has a lone surrogate (half a character) at position 2; correct it, or remove it"
+
+
+def test_a_session_continues_after_an_error_and_an_empty_answer_is_named(words, main_of, monkeypatch, capsys):
+    typed = b"What?\n" + b"long " * 90 + b"\nM\xc3\xbc\xffller?\nWho?\n"
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(typed), "utf-8"))
+    main_of(ask, *words)
+    printed = capsys.readouterr()
+    assert printed.out == "(the model's answer is empty)\n" * 2
+    errors = [line for line in printed.err.splitlines() if line.startswith("error: ")]
+    assert len(errors) == 2 and errors[0].startswith(TOO_LONG) and errors[1] == NOT_UTF_8
+
+
+@pytest.mark.parametrize(("question", "line"), [("long " * 90, TOO_LONG), ("M\u00fc\udcffller?", NOT_UTF_8)])
+def test_a_question_of_the_command_line_is_refused(question, line, words, main_of, refusal):
+    assert refusal(main_of, ask, *words, question).startswith(line)
