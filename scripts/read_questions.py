@@ -111,7 +111,7 @@ def read_file(path: str, columns: str | None = None, skip: bool = False) -> Ques
             continue
         used += 1
         # In a table a repeated question has another answer. SQuAD lists all answers with the question
-        key = (question["context"], question["question"], question["id"] if chosen is SQUAD else "")
+        key = (question["context"], question["question"], row.place if chosen is SQUAD else "")
         answers = found.setdefault(key, question)["answers"]
         answers += [answer for answer in question["answers"] if answer not in answers]
     assert used + len(unusable) + empty == len(rows), "each row is used, empty, or listed"
@@ -202,7 +202,7 @@ def read_delimited(path: str, text: str, columns: str | None) -> tuple[Columns, 
     A cell between quotes can contain line ends. So a cell whose quote is not closed swallows the following rows, until
     another quote. Such a row is listed, and reading continues with the line after its first one.
     """
-    csv.field_size_limit(len(text) + 1)
+    csv.field_size_limit(max(csv.field_size_limit(), len(text)))
     lines = [line + "\n" for line in text.removesuffix("\n").split("\n")]
     first = 0
     delimiter = max(",;\t|", key=lines[0].count)

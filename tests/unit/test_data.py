@@ -84,52 +84,48 @@ def test_the_format_that_the_readme_shows_is_read(written):
 # A user's file
 
 
-TABLE = ": is a table, not a SQuAD file; convert it with python scripts/to_squad.py "
+ONE = ": 1 of 1 questions cannot be used: data[0].paragraphs[0].qas[0]: "
 FAULTS = {
     "truncated": ('{"data": [{"paragraphs": [', ": Expecting value: line 1 column 27 (char 26); is the file complete?"),
     "not UTF-8": (
         b'{"data": "Z\xfcrich"}',
         ": is not UTF-8 ('utf-8' codec can't decode byte 0xfc in position 11: invalid start byte); convert it to",
     ),
-    "no paragraphs": ({"data": [{}]}, ": data[0].paragraphs: is missing, expected a list; see data/README.md for the"),
-    "blank context": (squad(question(), context=" "), ": data[0].paragraphs[0].context: is ' ', expected a text"),
-    "answers as the Hub has them": (
-        squad(question(answers={"text": ["fast"]})),
-        ": data[0].paragraphs[0].qas[0].answers: is {'text': ['fast']}, expected a list",
-    ),
+    "no paragraphs": ({"data": [{"paragraphs": 3}]}, ": data[0].paragraphs: is 3, expected a list; see data/README.md"),
+    "blank context": (squad(question(), context=" "), f"{ONE}context is empty; correct them, or leave them out with"),
     "no answer": (
         squad(question(answers=[])),
-        ": data[0].paragraphs[0].qas[0].answers: is empty; give an answer, or set is_impossible to true",
+        f"{ONE}the answer is empty (if the passage does not answer the question",
     ),
     "a text instead of true or false": (
         squad(question(is_impossible="false")),
-        ": data[0].paragraphs[0].qas[0].is_impossible: is 'false', expected true or false; see data/README.md",
+        f"{ONE}is_impossible is 'false', expected true or false; correct",
     ),
     "an answer to an impossible question": (
         squad(question(is_impossible=True)),
-        ": data[0].paragraphs[0].qas[0].is_impossible: is true, but the question has an answer; set it to false, or",
+        f"{ONE}is_impossible is true, but there is an answer; correct",
     ),
     "half a character in a question": (
         squad(question(question="What \ud800?")),
-        ": data[0].paragraphs[0].qas[0].question: has a lone surrogate (half a character) at position 5; correct it,",
+        f"{ONE}a text has a lone surrogate (half a character) at position 5; correct",
     ),
     "half a character in an id": (
         squad(question("\udc00")),
-        ": data[0].paragraphs[0].qas[0].id: has a lone surrogate (half a character) at position 0; correct it, or",
+        f"{ONE}a text has a lone surrogate (half a character) at position 0; correct",
     ),
     "wrong offsets": (
         squad(*map(question, "abc"), *[question(answers=[{"text": "fast", "answer_start": 3}])] * 12),
-        ": wrong answer_start in 12 of 15 answers: "
-        + ", ".join(f"data[0].paragraphs[0].qas[{q}].answers[0] ('fast' at 3)" for q in range(3, 13))
-        + " and 2 more; correct them; answer_start counts characters from 0",
+        ": 12 of 15 questions cannot be used: "
+        + ", ".join(
+            f"data[0].paragraphs[0].qas[{q}]: the answer 'fast' is not at answer_start 3, which counts characters from 0"
+            for q in range(3, 13)
+        )
+        + " and 2 more; correct them",
     ),
     "one passage": (
         squad(question()),
         ": no question in its held out passages; give --eval_dataset, or a file with at",
     ),
-    "a list of rows": ([{"question": "q"}], TABLE),
-    "rows as the Hub has them": ({"data": [{"question": "q"}]}, TABLE),
-    "JSON Lines": ('{"question": "q"}\n{"question": "r"}\n', TABLE),
 }
 
 
