@@ -21,7 +21,7 @@ from transformers import LlamaConfig, Qwen2Config
 
 from estimate.command_line import parse_memory_plan, read_config_files
 from estimate.communication import bytes_between_nodes, sent_bytes
-from estimate.compare import FITS, VERDICTS, settings_by_config
+from estimate.compare import FITS, ORDER_TO_TRY, VERDICTS, settings_by_config
 from estimate.memory import INTERVALS, state_parts, totals
 from estimate.model_shape import PASSES, Alive, forward_pass, trace_shape, uses_autocast
 from estimate.time import uses_offload
@@ -374,6 +374,7 @@ def main() -> None:
             "whole_step": WHOLE_STEP,
             "intervals": INTERVALS,
             "groups": GROUPS,
+            "order_to_try": ORDER_TO_TRY,
             "methods": methods(),
             "left_out": left_out(),
             "models": {},

@@ -77,9 +77,9 @@ def calls_of_passes(shape: Shape) -> list[Call]:
     ends at the first module with trained parameters, so with LoRA it does not reach the embedding. With activation
     checkpointing it does, because transformers then requires gradients of the embedding's output.
     """
-    last_with_gradients = 0
-    if not shape.recomputes:
-        last_with_gradients = next(time for time, used in enumerate(shape.calls) if shape.trainable_elements(used))
+    last_with_gradients = next(
+        time for time, used in enumerate(shape.calls) if shape.recomputes or shape.trainable_elements(used)
+    )
     blocks = {parameter: number for number, block in enumerate(shape.blocks) for parameter in block}
     # The number of each call's block, or -1. A module without parameters counts to the block of the call before it
     numbers: list[int] = []
@@ -103,9 +103,8 @@ def recomputed_block(gradients: list[tuple[int, ...]], shape: Shape) -> list[Cal
     this is where the block is computed again. Then it frees all of them, even those that are used next.
     """
     frozen = {parameter for parameter, trained in enumerate(shape.trained) if not trained}
-    of_block = tuple(frozen.intersection(itertools.chain(*gradients)))
     recomputed = [Call(used, tuple(set(used) - frozen)) for used in reversed(gradients)]
     calls = [Call(used, used) for used in gradients]
     last_module = next(place for place, used in enumerate(gradients) if used)
-    calls[last_module] = calls[last_module]._replace(freed=of_block)
+    calls[last_module] = calls[last_module]._replace(freed=tuple(frozen.intersection(itertools.chain(*gradients))))
     return [*recomputed, *calls]
