@@ -24,7 +24,6 @@ from estimate.communication import bytes_between_nodes, sent_bytes
 from estimate.compare import FITS, ORDER_TO_TRY, VERDICTS, settings_by_config
 from estimate.memory import INTERVALS, state_parts, totals
 from estimate.model_shape import PASSES, Alive, forward_pass, trace_shape, uses_autocast
-from estimate.time import uses_offload
 from settings.settings import Settings
 from shared.errors import WorkshopError
 from shared.units import MB, MIB
@@ -268,7 +267,6 @@ def methods() -> list[dict]:
                 "flags": "--deepspeed" if settings.deepspeed_config else "--fsdp --fsdp_config" if fsdp else "",
                 "activations": "autocast" if uses_autocast(settings) else "cast once",
                 "checkpointing": fsdp.get("activation_checkpointing", False),
-                "offload": uses_offload(settings),
                 "experiments": experiments(name if "/" in name else ""),
             }
         )
