@@ -18,8 +18,8 @@ from shared.units import GIB
 FITS = 0.9  # a training run fits up to this fraction of the memory, because the estimate does not count everything
 VERDICTS = ("fits", "is tight", "does not fit")
 WIDTH = 54  # characters of the column with the configs' names
-# The order in which to try the methods, by the names of their config files. docs/comparison.md gives the reasons, and the
-# page "What fits where" sorts by it
+# The order in which to try the methods, by the names of their config files. docs/comparison.md gives the reasons.
+# The page "What fits where" sorts by this order
 ORDER_TO_TRY = (
     *("DDP", "plain", "zero0"),
     "zero1",
@@ -112,9 +112,9 @@ def settings_by_config(settings: Settings) -> dict[str, Settings]:
 
 
 def config_row(name: str, settings: Settings, rates: Rates | None) -> tuple[int | None, int, str]:
-    """Return a row of the table: its verdict as an index of VERDICTS (None if unknown), its place in the order, its line.
+    """Return the verdict of a config as an index of VERDICTS, its place in the order, and its line of the table.
 
-    The user's own configs have the last place.
+    The verdict is None if no memory is known. The user's own configs have the last place.
     """
     on_gpu, on_node = totals(estimate_parts(settings), settings.estimate.gpus // settings.estimate.nodes)
     memories = ((on_gpu, gpu_memory(settings)), (on_node, settings.estimate.cpu_memory))

@@ -28,11 +28,15 @@ FP32 = 4  # bytes
 HALF = 2  # bytes of fp16 and bf16
 PASSES = ("loss", "blocks", "embedding")  # intervals of the forward and backward pass; run_passes defines them
 # Autocast computes these functions in fp32 on a GPU, but not on the CPU (PyTorch's "Autocast Op Reference")
-FP32_ON_GPU = frozenset(
-    "layer_norm rms_norm group_norm norm softmax log_softmax softplus logsumexp exp expm1 log log1p log2 log10 pow "
-    "__pow__ reciprocal rsqrt sum cumsum prod cumprod cosine_similarity renorm dist cdist pdist kl_div acos asin cosh "
-    "sinh tan erfinv".split()
-)
+FP32_ON_GPU = {
+    *("layer_norm", "rms_norm", "group_norm", "norm"),
+    *("softmax", "log_softmax", "softplus", "logsumexp"),
+    *("exp", "expm1", "log", "log1p", "log2", "log10"),
+    *("pow", "__pow__", "reciprocal", "rsqrt"),
+    *("sum", "cumsum", "prod", "cumprod", "cosine_similarity"),
+    *("renorm", "dist", "cdist", "pdist"),
+    *("kl_div", "acos", "asin", "cosh", "sinh", "tan", "erfinv"),
+}
 
 
 @dataclass(frozen=True)

@@ -47,7 +47,9 @@ def gathered_elements(shape: Shape, zero: dict) -> int:
         return tuple(parameter for parameter in parameters if shape.sizes[parameter] > never_sharded)
 
     calls = [Call(*map(sharded, call)) for call in calls_of_passes(shape)]
-    before = list(itertools.accumulate((elements(call.used) for call in calls), initial=0))  # elements of all earlier calls
+    before = list(
+        itertools.accumulate((elements(call.used) for call in calls), initial=0)
+    )  # elements of all earlier calls
     uses = deque((parameter, time) for time, call in enumerate(calls) for parameter in call.used)
     last_use_seen: dict[int, int] = {}
     live: set[int] = set()
