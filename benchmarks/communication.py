@@ -56,6 +56,9 @@ ROWS = {
 GPT = ["--model_name", "custom-gpt", "--vocab_size", "12288", "--hidden_size", "256", "--num_layers", "8"]
 GPT += ["--num_heads", "4", "--ff_dim", "1024", "--tensor_parallel"]
 ROWS |= {"TP 2": [*GPT, "2"], "TP 2 x FSDP 2": [*GPT, "2", "--fsdp"]}
+ROWS |= {f"LoRA, {method}": [*ROWS[method], "--lora_rank", "8"] for method in ("DDP", "ZeRO-1", "ZeRO-2", "ZeRO-3")}
+ROWS["LoRA, ZeRO-3, checkpointing"] = [*ROWS["LoRA, ZeRO-3"], "--activation_checkpointing"]
+ROWS["LoRA, FULL_SHARD"] = [*ROWS["FULL_SHARD"], "--lora_rank", "8"]
 RANKS = {"HYBRID_SHARD 2 x 2": 4, "TP 2 x FSDP 2": 4}
 # ZeRO-3 frees gathered layers at limits of 10^9 parameters, and a model this small never reaches them. So the limits
 # are divided by a scale (256 or 1600). The hidden size and vocabulary of a BLOOM are divided by the square root of the
@@ -156,12 +159,12 @@ def sent(row: dict) -> float:
 
 
 def page_table(results: dict) -> str:
-    """Table of docs/collectives.md. It omits tensor parallelism, whose traffic does not depend on the parameters."""
+    """Table of docs/collectives.md. It omits tensor parallelism and LoRA, which have pages of their own."""
     kinds = ("all-reduce", "reduce", "reduce-scatter", "all-gather")
     columns = ("Strategy", "Accumulation", *(kind.capitalize() for kind in kinds), "Sent")
     lines = [f"| {' | '.join(columns)} |", "|" + " --- |" * len(columns)]
     for row in results["rows"]:
-        if "TP" in row["strategy"]:
+        if row["strategy"].startswith(("TP", "LoRA")):
             continue
         numbers = [payload(row, kind) for kind in kinds]
         assert abs(sum(SENT[kind] * number for kind, number in zip(kinds, numbers, strict=True)) - sent(row)) < 1e-6

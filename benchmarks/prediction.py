@@ -2,7 +2,7 @@
 
     python benchmarks/prediction.py                               # all rows (a quarter of an hour)
     python benchmarks/prediction.py --rows bf16 ZeRO-2            # only rows with both words in their names
-    python benchmarks/prediction.py --save                        # also write prediction.json, for the pages
+    python benchmarks/prediction.py --save                        # also replace these rows in prediction.json
 
 Each row is a run of scripts/train.py for a few steps, with one thread per rank. The prediction uses the run record,
 as in the report. It leaves out the memory of Python and its libraries, which the estimate does not model.
@@ -11,7 +11,7 @@ After each operation of the measured step, a dispatch mode asks the C library ho
 PyTorch's profiler counts the same bytes in one process, but it misses the memory that gloo's threads free. Bytes that
 do not belong to a tensor when the step begins (Python, libraries) are subtracted.
 
-The results of the last --save, with commit and machine, are in benchmarks/prediction.json and docs/results.md.
+The saved results, with commit and machine, are in benchmarks/prediction.json and docs/results.md.
 """
 
 import argparse
@@ -123,28 +123,37 @@ ROWS = rows()
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rows", nargs="+", metavar="WORDS", help="only rows with these words in their names")
-    parser.add_argument("--save", action="store_true", help=f"write {RESULTS.name}")
+    parser.add_argument("--save", action="store_true", help=f"replace these rows in {RESULTS.name}")
     parser.add_argument("--child", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.child:
         child(arguments.child)
         return
-    if arguments.rows and arguments.save:
-        parser.error("--save writes all rows; leave out --rows")
-    results = {"commit": commit(), "cpu": cpu(), "cores": len(os.sched_getaffinity(0)), "versions": versions()}
+    machine = {"commit": commit(), "cpu": cpu(), "cores": len(os.sched_getaffinity(0))}
     chosen = [name for name in ROWS if all(word in name for word in arguments.rows or [])]
     if not chosen:
         parser.error(f"--rows: no row has all of these words; choose from {', '.join(ROWS)}")
-    results["rows"] = []
+    results: dict = {"versions": versions(), "rows": []}
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
         make_models(folder, *MODELS)
         for name in chosen:
-            results["rows"].append({"row": name, "ranks": ROWS[name].ranks, "mib": train(folder, ROWS[name])})
+            mib = train(folder, ROWS[name])
+            results["rows"].append({"row": name, "ranks": ROWS[name].ranks, "mib": mib} | machine)
             print(page_row(results["rows"][-1]), flush=True)
     print(summary(results))
     if arguments.save:
-        RESULTS.write_text(json.dumps(results, indent=1) + "\n")
+        save(results)
+
+
+def save(results: dict) -> None:
+    """Replace these rows in the file. If the versions differ, drop all old rows, because they are not comparable."""
+    saved = read_results()
+    measured = {row["row"] for row in results["rows"]}
+    if saved["versions"] == results["versions"]:
+        results["rows"] += [row for row in saved["rows"] if row["row"] not in measured]
+    results["rows"].sort(key=lambda row: list(ROWS).index(row["row"]))
+    RESULTS.write_text(json.dumps(results, indent=1) + "\n")
 
 
 def make_models(folder: Path, *names: str) -> None:
@@ -155,7 +164,7 @@ def make_models(folder: Path, *names: str) -> None:
 
 
 def read_results() -> dict:
-    """Read the results of the last --save."""
+    """Read the saved results."""
     return json.loads(RESULTS.read_text())
 
 

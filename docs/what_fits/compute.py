@@ -21,10 +21,9 @@ from transformers import LlamaConfig, Qwen2Config
 
 from estimate.command_line import parse_memory_plan, read_config_files
 from estimate.communication import bytes_between_nodes, sent_bytes
-from estimate.compare import FITS, VERDICTS, settings_by_config
+from estimate.compare import FITS, ORDER_TO_TRY, VERDICTS, settings_by_config
 from estimate.memory import INTERVALS, state_parts, totals
 from estimate.model_shape import PASSES, Alive, forward_pass, trace_shape, uses_autocast
-from estimate.time import uses_offload
 from models.chunked_loss import GPU_PIECES, chunk_bytes
 from settings.settings import Settings
 from shared.errors import WorkshopError
@@ -268,7 +267,6 @@ def methods() -> list[dict]:
                 "flags": "--deepspeed" if settings.deepspeed_config else "--fsdp --fsdp_config" if fsdp else "",
                 "activations": "autocast" if uses_autocast(settings) else "cast once",
                 "checkpointing": fsdp.get("activation_checkpointing", False),
-                "offload": uses_offload(settings),
                 "experiments": experiments(name if "/" in name else ""),
             }
         )
@@ -374,6 +372,7 @@ def main() -> None:
             "whole_step": WHOLE_STEP,
             "intervals": INTERVALS,
             "groups": GROUPS,
+            "order_to_try": ORDER_TO_TRY,
             "methods": methods(),
             "left_out": left_out(),
             "models": {},

@@ -187,12 +187,8 @@
     return [...rows.values()];
   }
 
-  // What fits comes first; then methods without offload; then what sends least; then what needs least memory
-  function compareRows(one, other) {
-    const keys = ({ needs, methods }) => [needs.verdict, Number(methods[0].offload), needs.sent, needs.total];
-    const differences = keys(one).map((key, place) => key - keys(other)[place]);
-    return differences.find((difference) => difference !== 0) ?? 0;
-  }
+  // Sort rows with the same verdict in the order in which to try their methods
+  const placeToTry = ({ methods }) => numbers.order_to_try.indexOf(methods[0].name);
 
   // Return pairs of a heading and its rows
   function groupRows(possible) {
@@ -201,7 +197,7 @@
       ? Object.keys(numbers.groups).map((group) => [group, rows.filter((row) => row.group === group)])
       : numbers.verdicts.map((verdict, place) => [
         verdict[0].toUpperCase() + verdict.slice(1),
-        rows.filter(({ needs }) => needs.verdict === place).sort(compareRows),
+        rows.filter(({ needs }) => needs.verdict === place).sort((one, other) => placeToTry(one) - placeToTry(other)),
       ]);
     return groups.filter(([, found]) => found.length);
   }

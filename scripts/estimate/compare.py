@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import replace
+from pathlib import Path
 
 import torch
 
@@ -17,6 +18,17 @@ from shared.units import GIB
 FITS = 0.9  # a training run fits up to this fraction of the memory, because the estimate does not count everything
 VERDICTS = ("fits", "is tight", "does not fit")
 WIDTH = 54  # characters of the column with the configs' names
+# The order in which to try the methods, by the names of their config files. docs/comparison.md gives the reasons.
+# The page "What fits where" sorts by this order
+ORDER_TO_TRY = (
+    *("DDP", "plain", "zero0"),
+    "zero1",
+    *("shard_grad_op", "zero2"),
+    *("full_shard", "fsdp1_full_shard", "full_shard_activation_checkpointing", "zero3"),
+    *("hybrid_shard", "hybrid_shard_2x2"),
+    *("zero1_cpu_offload", "zero2_cpu_offload", "zero2_cpu_offload_pinned_memory"),
+    *("zero3_cpu_offload", "ds_zero3_offload", "full_shard_cpu_offload"),
+)
 
 
 def verdict(what: str, needed: float, available: float | None) -> str:
@@ -43,7 +55,7 @@ def gpu_memory(settings: Settings) -> float | None:
 def comparison(settings: Settings) -> str:
     """Return a table of plain training (or DDP) and all config files.
 
-    Rows are sorted by verdict, then by the time of a step, then by memory.
+    Rows are sorted by verdict, then in the order in which to try them. The first config that fits is marked.
     """
     trainer = settings.trainer
     given = settings.estimate
@@ -69,8 +81,10 @@ def comparison(settings: Settings) -> str:
     lines = [
         f"{settings.model.model_name}, {settings.precision}, {batch}, {gpus}",
         f"{'config':{WIDTH}}{'GiB/GPU':>8}{'GiB/node':>10}  {'verdict':14}{'s/step':>8}",
-        *(line for _, line in sorted(rows)),
+        *(line for *_, line in sorted(rows)),
     ]
+    if min(rows)[0] == 0:
+        lines[2] += "  <- try first"
     if refused:
         lines += ["cannot be combined with these options:", *refused]
     hints = {
@@ -97,13 +111,16 @@ def settings_by_config(settings: Settings) -> dict[str, Settings]:
     return found
 
 
-def config_row(name: str, settings: Settings, rates: Rates | None) -> tuple[tuple[float, float, float], str]:
-    """Return the sort key of a config, and its line of the table."""
+def config_row(name: str, settings: Settings, rates: Rates | None) -> tuple[int | None, int, str]:
+    """Return the verdict of a config as an index of VERDICTS, its place in the order, and its line of the table.
+
+    The verdict is None if no memory is known. The user's own configs have the last place.
+    """
     on_gpu, on_node = totals(estimate_parts(settings), settings.estimate.gpus // settings.estimate.nodes)
     memories = ((on_gpu, gpu_memory(settings)), (on_node, settings.estimate.cpu_memory))
     tight = max([tightness(needed, available) for needed, available in memories if available], default=None)
-    seconds = predict_step(settings, rates).seconds if rates and not uses_offload(settings) else math.inf
     judged = "" if tight is None else VERDICTS[tight]
-    time = "" if seconds == math.inf else f"{seconds:.3f}"
+    time = f"{predict_step(settings, rates).seconds:.3f}" if rates and not uses_offload(settings) else ""
     line = f"{name:{WIDTH}}{on_gpu / GIB:8.1f}{on_node / GIB:10.1f}  {judged:14}{time:>8}"
-    return (tight or 0, seconds, on_gpu), line.rstrip()
+    place = [*ORDER_TO_TRY, Path(name).stem].index(Path(name).stem)
+    return tight, place, line.rstrip()

@@ -15,8 +15,9 @@ from unittest.mock import patch
 
 import torch
 from torch.nn.functional import pad
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.checkpoint import checkpoint
 from transformers.distributed.parallel_utils import replace_layer_number_by_wildcard
 
@@ -27,6 +28,16 @@ from shared.errors import WorkshopError
 FP32 = 4  # bytes
 HALF = 2  # bytes of fp16 and bf16
 PASSES = ("loss", "blocks", "embedding")  # intervals of the forward and backward pass; run_passes defines them
+# Autocast computes these functions in fp32 on a GPU, but not on the CPU (PyTorch's "Autocast Op Reference")
+FP32_ON_GPU = {
+    *("layer_norm", "rms_norm", "group_norm", "norm"),
+    *("softmax", "log_softmax", "softplus", "logsumexp"),
+    *("exp", "expm1", "log", "log1p", "log2", "log10"),
+    *("pow", "__pow__", "reciprocal", "rsqrt"),
+    *("sum", "cumsum", "prod", "cumprod", "cosine_similarity"),
+    *("renorm", "dist", "cdist", "pdist"),
+    *("kl_div", "acos", "asin", "cosh", "sinh", "tan", "erfinv"),
+}
 
 
 @dataclass(frozen=True)
@@ -260,6 +271,29 @@ def autocast(forward: ForwardPass) -> torch.autocast:
     return torch.autocast("cpu", dtype=forward.dtype, enabled=forward.autocast)
 
 
+class GpuAutocast(TorchFunctionMode):
+    """Apply the rules of a GPU's autocast to tensors on the CPU, wherever autocast is on."""
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        in_fp32 = func.__name__ in FP32_ON_GPU and kwargs.get("dtype") is None
+        if in_fp32 and torch.is_autocast_enabled("cpu"):
+            args, kwargs = tree_map_only(torch.Tensor, cast_half, (args, kwargs))
+        return func(*args, **kwargs)
+
+
+def cast_half(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a tensor in 16-bit precision in fp32, and any other tensor as it is."""
+    return tensor.float() if tensor.dtype in (torch.bfloat16, torch.float16) else tensor
+
+
+def device_rules(on_cpu: bool) -> contextlib.AbstractContextManager:
+    """Return a context for both passes, in which autocast follows the rules of the device that is estimated."""
+    return contextlib.nullcontext() if on_cpu else GpuAutocast()
+
+
 def cut_matrices(model: Any, tensor_parallel: int) -> None:
     """Cut each matrix to the part of one rank. The logits keep their size, because ranks gather them."""
     for name, module in model.named_modules():
@@ -422,7 +456,7 @@ def run_passes(model: Any, blocks: list[Any], forward: ForwardPass) -> dict[str,
         begin_with_gradient(blocks[-1].register_forward_hook, "blocks", counting)
         begin_with_gradient(blocks[0].register_forward_pre_hook, "embedding", counting)
     tokens = torch.ones(forward.batch, forward.length, dtype=torch.long)
-    with counting:
+    with counting, device_rules(forward.on_cpu):
         with autocast(forward):
             loss = model(input_ids=tokens, attention_mask=tokens, labels=tokens, use_cache=False).loss
             if forward.loss == "chunked":

@@ -30,7 +30,7 @@ from distributed.fsdp_config import parallelism, shard_on_cpu, trainer_config
 from distributed.inspect_fsdp import local, unit_group
 from distributed.process_group import adopt_process_group, prepare_deepspeed, silence_known_warnings
 from distributed.tensor_parallel import apply_tensor_parallel
-from estimate.model_shape import forward_pass, model_without_storage
+from estimate.model_shape import device_rules, forward_pass, model_without_storage
 from estimate.observer import ObservedStep, Observer
 from estimate.time import uses_offload
 from models.chunked_loss import next_tokens, use_chunked_loss
@@ -182,7 +182,7 @@ def rehearse(settings: Settings) -> ObservedStep:
             parameter.data_ptr = lambda number=number: number
         observer = Observer()
         trainer = FakeTrainer(observer, settings, model=model, args=arguments)
-        with fake_mode, observer.watching():
+        with fake_mode, observer.watching(), device_rules(planned.on_cpu):
             trainer.train()
     return trainer.last_step
 

@@ -25,6 +25,7 @@ from estimate.model_shape import (
     ForwardPass,
     Shape,
     autocast,
+    device_rules,
     forward_pass,
     model_without_storage,
     trace_shape,
@@ -130,7 +131,7 @@ def count_work(forward: ForwardPass) -> Work:
     with model_without_storage(forward) as model:
         tokens = torch.ones(forward.batch, forward.length, dtype=torch.long)
         # Use the unfused attention, because PyTorch counts no operations of the CPU's fused kernel
-        with sdpa_kernel(SDPBackend.MATH), counting:
+        with sdpa_kernel(SDPBackend.MATH), counting, device_rules(forward.on_cpu):
             with autocast(forward):
                 loss = model(input_ids=tokens, attention_mask=tokens, labels=tokens, use_cache=False).loss
             loss.backward()

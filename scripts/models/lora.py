@@ -77,18 +77,24 @@ def count_adapter_elements(model: nn.Module, rank: int) -> int:
 def merged_model(model: PreTrainedModel, weights: dict[str, torch.Tensor]) -> PreTrainedModel:
     """Return a model of the original architecture to be saved, on the CPU, in fp32, whose weights contain the adapters.
 
-    weights: the complete state dict of a model with adapters. A merged weight is W + 2 B A. In 16 bits it would round
-    most of B A away. Buffers that are not saved, such as those of rotary positions, stay on PyTorch's meta device.
+    weights: the complete state dict of a model with adapters. It is emptied, because memory may not have room for a
+    second copy of all weights. A merged weight is W + 2 B A. In 16 bits it would round most of B A away. Buffers that
+    are not saved, such as those of rotary positions, stay on PyTorch's meta device.
     """
+    tied = model.all_tied_weights_keys  # such as the weight of a head that is also the embedding's
+    for name in tied:
+        weights.pop(name)
+    adapters = {name: weights.pop(name).to("cpu", torch.float32) for name in list(weights) if name.endswith(ADAPTERS)}
     merged = {}
-    for name, weight in weights.items():
+    while weights:
+        name, weight = weights.popitem()
+        weight = weight.to("cpu", torch.float32)
         layer, _, kind = name.rpartition(".")
-        if kind in ADAPTERS:
-            continue
-        merged[name] = weight.to("cpu", torch.float32)
-        if kind == "weight" and f"{layer}.lora_a" in weights:
-            a, b = (weights[f"{layer}.{adapter}"].to("cpu", torch.float32) for adapter in ADAPTERS)
-            merged[name] = merged[name] + SCALE * b @ a  # a new tensor, because `weights` may be the live ones
+        if kind == "weight" and f"{layer}.lora_a" in adapters:
+            a, b = (adapters[f"{layer}.{adapter}"] for adapter in ADAPTERS)
+            weight = weight + SCALE * b @ a  # a new tensor, because `weights` may be the live ones
+        merged[name] = weight
+    merged |= {name: merged[source] for name, source in tied.items()}
     model_class: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(model.config)]
     with torch.device("meta"):  # no memory for random weights
         whole = model_class(model.config)

@@ -12,7 +12,7 @@ import pytest
 from config import KNOBS
 from estimate.command_line import parse_memory_plan
 from estimate.communication import sent_bytes
-from estimate.compare import VERDICTS, comparison
+from estimate.compare import ORDER_TO_TRY, VERDICTS, comparison
 from estimate.memory import estimate_parts
 from estimate.model_shape import trace_shape
 from helpers import REPOSITORY, program
@@ -293,8 +293,9 @@ def test_methods_are_sorted_by_what_fits(page, visit):
     assert list(groups) == ["Fits", "Does not fit"]
     for heading, methods in groups.items():
         assert {rows[name]["verdict"][2:] for row in methods for name in row} == {heading.lower()}
-    assert groups["Fits"][:2] == [["zero3"], ["zero1_cpu_offload"]]  # the one without offload, then what sends least
-    assert groups["Does not fit"][0] == ["zero0"]
+        places = [ORDER_TO_TRY.index(row[0]) for row in methods]
+        assert places == sorted(places)
+    assert groups["Fits"][0] == ["zero3"]
     assert set(VERDICTS) == {"fits", "is tight", "does not fit"}
 
 

@@ -58,13 +58,13 @@ def plan(*flags: object) -> Settings:
     return parse_plan([str(flag) for flag in flags], environment={}, flags=RankFlags)
 
 
-def check_bytes_sent(found: ObservedStep, settings: Settings) -> None:
+def check_bytes_sent(found: ObservedStep, settings: Settings, tolerance: float = 0.01) -> None:
     """Compare the bytes with the formulas, which leave out the ranks' token counts (8 bytes each)."""
     rehearsed, estimated = (
         command.sent_by_group(each) for each in (found.rings(), rings(trace_shape(settings), settings))
     )
     large = {group: size for group, size in rehearsed.items() if size > 8 * SMALL}
-    assert large == pytest.approx({group: size for group, size in estimated.items() if size}, rel=0.01)
+    assert large == pytest.approx({group: size for group, size in estimated.items() if size}, rel=tolerance)
 
 
 @pytest.mark.parametrize(("method", "gpus"), CASES)
@@ -82,19 +82,39 @@ def test_memory_and_traffic_of_rank_0_match_the_formulas(method, gpus):
     assert found.at_most["optimizer state"] == pytest.approx(estimated["optimizer state"], rel=0.02)
 
 
-def test_fsdp_gathers_an_untied_embedding_again(tmp_path):
-    sizes = {"vocab_size": 2048, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2}
-    llama = {"model_type": "llama", "num_attention_heads": 4, "tie_word_embeddings": False}
-    (tmp_path / "config.json").write_text(json.dumps(llama | sizes))
-    settings = plan("--model_name", tmp_path, "--from_scratch", *METHODS["FULL_SHARD"][2:], "--gpus", 8)
-    check_bytes_sent(rehearse(settings), settings)
+LLAMA = {"model_type": "llama", "num_attention_heads": 4, "vocab_size": 2048, "hidden_size": 128}
+LLAMA |= {"intermediate_size": 256, "num_hidden_layers": 2}
 
 
-@pytest.mark.parametrize("flags", [("--activation_checkpointing",), ("--lora_rank", 8)], ids=["recomputed", "LoRA"])
+@pytest.mark.parametrize("method", ["DDP", "FULL_SHARD", "ZeRO-3"])
+@pytest.mark.parametrize("lora_rank", [0, 2])
+@pytest.mark.parametrize("recomputed", [False, True])
+@pytest.mark.parametrize("tied", [False, True])
+def test_pairs_of_features_match_the_formulas(method, lora_rank, recomputed, tied, tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA | {"tie_word_embeddings": tied}))
+    flags = ["--from_scratch", *METHODS[method][2:], "--lora_rank", lora_rank, "--gpus", 4]
+    if recomputed:
+        flags.append("--activation_checkpointing")
+    settings = plan("--model_name", tmp_path, *flags)
+    found = rehearse(settings)
+    # ZeRO-3 also gathers the parameters that it never shards, once in a step. The formula leaves them out
+    check_bytes_sent(found, settings, tolerance=0.02 if method == "ZeRO-3" else 0.01)
+    expected = sum(part.gpu for part in parts_at_peak(estimate_parts(settings)))
+    if method == "FULL_SHARD" and not tied:  # docs/memory.md, "What it cannot do"
+        expected += (2 if lora_rank else 4) * LLAMA["vocab_size"] * LLAMA["hidden_size"]
+    assert found.at_peak.total() == pytest.approx(expected, rel=0.03 if method == "ZeRO-3" else 0.01)
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [("--activation_checkpointing",), ("--lora_rank", 8), ("--lora_rank", 8, "--activation_checkpointing")],
+    ids=["recomputed", "LoRA", "LoRA, recomputed"],
+)
 def test_zero_3_gathers_what_the_passes_need(flags, tmp_path):
     """The limits are smaller than the model, so DeepSpeed drops the blocks between the passes.
 
-    Checkpointing gathers blocks again to recompute them. With LoRA, no backward pass needs the frozen embedding.
+    Checkpointing gathers blocks again to recompute them. With LoRA, no backward pass needs the frozen embedding. With
+    both, DeepSpeed frees a block between its recomputation and its gradients.
     """
     (tmp_path / "config.json").write_text(json.dumps(communication.CONFIG))
     config = json.loads(Path("ds_configs/zero3.json").read_text())

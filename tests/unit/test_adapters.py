@@ -23,6 +23,7 @@ from transformers import (
 import evaluate
 from config import ModelArguments
 from distributed.fsdp_config import check_fsdp_config
+from estimate.model_shape import AliveBytes
 from helpers import REPOSITORY
 from model import load_config
 from models.custom_model import CustomGPTConfig, CustomGPTForCausalLM
@@ -134,12 +135,44 @@ def test_a_model_with_frozen_weights_in_16_bit_is_merged_in_fp32():
     assert dtypes == {True: torch.float32, False: torch.bfloat16}
     train_adapters(model)
     weights = model.state_dict()
-    merged = merged_model(model, weights)
+    merged = merged_model(model, dict(weights))
     assert {each.dtype for each in merged.parameters()} == {merged.dtype} == {torch.float32}
     assert merged.lm_head.weight is merged.transformer.word_embeddings.weight, "the file holds a tied head once"
     layer = "transformer.h.1.mlp.dense_4h_to_h"
     expected = weights[f"{layer}.weight"].float() + 2 * weights[f"{layer}.lora_b"] @ weights[f"{layer}.lora_a"]
     assert torch.equal(merged.state_dict()[f"{layer}.weight"], expected)
+
+
+class HostBytes(AliveBytes):
+    """Count the bytes of all storages in the memory of the host. They all count as activations."""
+
+    def __init__(self) -> None:
+        super().__init__(0, 0, torch.Size())
+
+    def add(self, tensor: torch.Tensor, kind: str) -> None:
+        if tensor.device.type == "cpu":
+            super().add(tensor, "activations")
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_a_merge_needs_no_more_memory_than_the_weights_while_they_were_loaded(tied: bool):
+    """The estimate counts the fp32 weights of the base while they are loaded, but nothing for the merged model."""
+    sizes = SIZES | {"num_hidden_layers": 8, "tie_word_embeddings": tied}
+    base = LlamaForCausalLM(LlamaConfig(**sizes))
+    weights_while_loading = sum(each.nbytes for each in base.parameters())
+    largest = max(each.nbytes for each in base.parameters())
+    add_adapters(base, RANK, torch.bfloat16)
+    gathered = {name: weight.clone() for name, weight in base.state_dict().items()}
+    adapters = sum(weight.nbytes for name, weight in gathered.items() if name.endswith(ADAPTERS))
+    counting = HostBytes()
+    for weight in gathered.values():
+        counting.add(weight, "")
+    del weight
+    with counting:
+        merged_model(base, gathered)
+    peak = max(alive.activations for alive in counting.history["loss"])
+    # A merged layer also needs its product of adapters and its sum
+    assert weights_while_loading <= peak < weights_while_loading + adapters + 3 * largest
 
 
 def test_adapters_depend_only_on_the_seed():

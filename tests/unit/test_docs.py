@@ -14,6 +14,7 @@ from transformers.loss.loss_utils import ForCausalLMLoss
 
 import gpu_check
 from estimate.command_line import parse_memory_plan, parse_plan
+from estimate.compare import ORDER_TO_TRY
 from estimate.memory import estimate_parts, parts_at_peak, totals
 from estimate_memory import memory_table
 from helpers import REPOSITORY, program
@@ -76,6 +77,28 @@ def test_the_pages_show_the_measured_errors_of_the_predictions():
     measured = prediction.read_results()
     assert prediction.summary(measured) in page("memory.md")
     assert prediction.page_table(measured) in page("results.md")
+
+
+@pytest.mark.parametrize("name", ["comparison.md", "instructor/slides.md"])
+def test_a_page_tries_the_methods_in_the_order_of_the_code(name):
+    (steps,) = re.findall(r"^## The order in which to try\n(.*?)\n## ", page(name), re.MULTILINE | re.DOTALL)
+    offload = [config for config in ORDER_TO_TRY if "offload" in config]
+    places: list[int] = []
+    for step in re.findall(r"^\d\. \**([^:*\n]+)", steps, re.MULTILINE):
+        methods = re.findall(r"DDP|ZeRO-\d|[A-Z]+_[A-Z_]+", step)
+        configs = [method if method == "DDP" else method.lower().replace("-", "") for method in methods]
+        configs += offload if step == "Offload" else []
+        places += sorted(map(ORDER_TO_TRY.index, configs))
+    assert places == sorted(places) and len(places) == 6 + len(offload)
+
+
+def test_the_numbers_of_what_fits_where_have_the_order_of_the_code():
+    compute = program("docs/what_fits/compute.py")
+    numbers = read_json(compute.NUMBERS, "run compute.py")
+    assert numbers["order_to_try"] == list(ORDER_TO_TRY)
+    assert numbers["methods"] == compute.methods() and numbers["groups"] == compute.GROUPS
+    for group in numbers["groups"].values():
+        assert list(group) == sorted(group, key=ORDER_TO_TRY.index)
 
 
 COLUMNS_OF_PAGE = ("status", "precision", "samples_per_second", "peak_gpu_gib", "estimated_gib", "pinned_gib")

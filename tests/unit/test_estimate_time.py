@@ -160,7 +160,7 @@ COUNTED = {(row["strategy"], row["accumulation"]): row for row in communication.
 def counted_training(strategy: str, accumulation: int, folder: Path, *flags: object) -> Settings:
     """Return the settings of a training run whose messages the benchmark counted."""
     config = communication.CONFIG
-    strategy_flags = tuple(communication.ROWS[strategy]) if "TP" in strategy else FLAGS.get(strategy)
+    strategy_flags = tuple(communication.ROWS[strategy]) if strategy.startswith(("TP", "LoRA")) else FLAGS.get(strategy)
     if strategy == "ZeRO-2, reduce to owner":
         (folder / "zero2.json").write_text(json.dumps(communication.zero2_reduce()))
         strategy_flags = ("--deepspeed", str(folder / "zero2.json"))
