@@ -1,4 +1,4 @@
-"""Estimate the memory of a training run per GPU and per node, before any GPU is used.
+"""Estimate the memory of a training run per GPU and per node, and the bytes that a rank sends, before it runs.
 
     python scripts/estimate_memory.py --gpus 2 --gpu_memory 32
     python scripts/estimate_memory.py --model_name bigscience/bloom-3b --deepspeed ds_configs/zero3.json --gpus 4
@@ -18,12 +18,13 @@ from config import ALL, HUB_SIZES
 from data_loader import is_local, read_local, resolve_size
 from distributed.ds_config import offloaded
 from estimate.command_line import parse_memory_plan
+from estimate.communication import sent_bytes
 from estimate.compare import comparison, gpu_memory, verdict
 from estimate.memory import estimate_parts, move_to_cpu, parts_at_peak, sums_by_interval, totals
 from estimate.model_shape import Shape, describe_parameters, trace_shape
 from settings.settings import Settings
 from shared.errors import run_program
-from shared.units import GIB
+from shared.units import GB, GIB
 
 CUDA_RESERVE = 2 * GIB  # node memory of CUDA and NCCL in each process; an allowance, not a measurement
 
@@ -46,6 +47,8 @@ def memory_table(settings: Settings) -> str:
     ]
     on_gpu, on_node = totals(parts, given.gpus // given.nodes)
     lines.append(interval_line(sums_by_interval(parts)[1 if trainer.use_cpu else 0]))
+    if given.gpus > 1:
+        lines.append(f"each rank sends {sent_bytes(shape, settings) / GB:.3g} GB per optimizer step")
     if trainer.use_cpu:
         return "\n".join([*lines, verdict("one node", on_node, given.cpu_memory)])
     lines += [

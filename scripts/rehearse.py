@@ -8,7 +8,7 @@
 
 The script takes the flags and variables of train.py and runs the same code: the Trainer, DDP, DeepSpeed, FSDP2 or
 tensor parallelism, and the optimizer. Only the network and the values of the tensors are missing. The report shows the
-predictions of estimate_memory.py and estimate_time.py next to the rehearsal's counts. docs/memory.md explains the rows.
+predictions of estimate_memory.py next to the rehearsal's counts. docs/memory.md explains the rows.
 """
 
 import os

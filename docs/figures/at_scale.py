@@ -2,7 +2,7 @@
 
 PYTHONPATH=scripts python docs/figures/at_scale.py
 
-The bytes are those of scripts/estimate_memory.py and scripts/estimate_time.py, for a custom GPT with micro batch 4.
+The bytes are those of scripts/estimate_memory.py, for a custom GPT with micro batch 4.
 """
 
 from pathlib import Path

@@ -4,7 +4,7 @@ PYTHONPATH=scripts python docs/figures/dimensions.py
 
 The example is a step of 32 questions of 512 tokens with bloom-7b1 in bf16, on 8 GPUs that are all used for one
 dimension. The model state is that of scripts/estimate_memory.py. The bytes sent along data and shard are those of
-scripts/estimate_time.py. Nothing in scripts/ runs Megatron-LM's tensor parallelism, pipeline or context parallelism:
+scripts/estimate_memory.py. Nothing in scripts/ runs Megatron-LM's tensor parallelism, pipeline or context parallelism:
 their messages follow from the definition of the method, with 16-bit activations. tests/unit/test_docs.py compares them
 with a paper, a count or arithmetic by hand.
 """

@@ -11,10 +11,9 @@ from distributed.ds_config import check_ds_config
 from distributed.fsdp_config import check_fsdp_file, resolve_sizes
 from distributed.tensor_parallel import check_groups
 from settings.command_line import parse_command_line
-from settings.settings import EstimateArguments, RankFlags, Settings, StepFlags
+from settings.settings import EstimateArguments, RankFlags, Settings
 from shared.errors import WorkshopError
 
-RATES = ("matmul_tflops", "memory_bandwidth", "bus_bandwidth")
 ADAMW = ("adamw_torch", "adamw_torch_fused")
 
 
@@ -22,7 +21,7 @@ def parse_plan(
     argv: list[str] | None = None,
     description: str = "",
     environment: Mapping[str, str] = os.environ,
-    flags: type[RankFlags] = StepFlags,
+    flags: type[RankFlags] = RankFlags,
 ) -> Settings:
     """Read the settings of a training run on the GPUs of --gpus and --nodes, with the content of its config files.
 
@@ -56,9 +55,6 @@ def parse_memory_plan(
     """
     settings = parse_plan(argv, description, environment, EstimateArguments)
     check_optimizer(settings)
-    for flag in RATES:
-        if getattr(settings.estimate, flag) is not None and not settings.estimate.compare:
-            raise settings.error(flag, "does not change the memory", "add --compare, or use estimate_time.py")
     return settings
 
 
@@ -78,7 +74,7 @@ def read_config_files(settings: Settings) -> Settings:
 
 
 def check_optimizer(settings: Settings) -> None:
-    """Raise WorkshopError (exit code 2) for an optimizer whose memory and time cannot be estimated."""
+    """Raise WorkshopError (exit code 2) for an optimizer whose memory cannot be estimated."""
     if settings.trainer.optim not in ADAMW:
         what = f"{settings.trainer.optim} cannot be estimated, only {' and '.join(ADAMW)} can"
         raise WorkshopError("--optim", what, f"estimate with {ADAMW[0]}")

@@ -1,6 +1,5 @@
 """Judge whether a training run fits a GPU and a node, and compare all config files in this respect."""
 
-import math
 from dataclasses import replace
 from pathlib import Path
 
@@ -9,7 +8,6 @@ import torch
 from estimate.command_line import read_config_files
 from estimate.memory import estimate_parts, totals
 from estimate.model_shape import trace_shape
-from estimate.time import Rates, predict_step, read_rates, uses_offload
 from settings.settings import Settings
 from shared.errors import WorkshopError
 from shared.paths import REPOSITORY
@@ -66,7 +64,6 @@ def comparison(settings: Settings) -> str:
         what = "cannot be combined with --compare"
         raise settings.error("tensor_parallel", what, "leave it out, or leave out --compare")
     trace_shape(settings)  # a model that cannot be estimated causes one error here, for all configs
-    rates = read_rates(settings)
     rows = []
     refused = []
     for name, chosen in settings_by_config(settings).items():
@@ -75,12 +72,12 @@ def comparison(settings: Settings) -> str:
         except WorkshopError as error:
             refused.append(f"{name:{WIDTH}}{error.what}; {error.way_out}")
         else:
-            rows.append(config_row(name, complete, rates))
+            rows.append(config_row(name, complete))
     gpus = f"{given.gpus} GPU(s) on {given.nodes} node(s)"
     batch = f"micro batch {trainer.per_device_train_batch_size} x {settings.data.max_length} tokens"
     lines = [
         f"{settings.model.model_name}, {settings.precision}, {batch}, {gpus}",
-        f"{'config':{WIDTH}}{'GiB/GPU':>8}{'GiB/node':>10}  {'verdict':14}{'s/step':>8}",
+        f"{'config':{WIDTH}}{'GiB/GPU':>8}{'GiB/node':>10}  verdict",
         *(line for *_, line in sorted(rows)),
     ]
     if min(rows)[0] == 0:
@@ -90,9 +87,6 @@ def comparison(settings: Settings) -> str:
     hints = {
         "for a verdict: --gpu_memory, in GiB, and --cpu_memory": not gpu_memory(settings),
         "the memory of a node is not judged: give --cpu_memory, in GiB": gpu_memory(settings) and not given.cpu_memory,
-        "for seconds of a step: --matmul_tflops, --memory_bandwidth and, for several GPUs, --bus_bandwidth": not rates,
-        "seconds without communication: give --bus_bandwidth": rates and given.gpus > 1 and rates.bus == math.inf,
-        "no seconds for offload: the speed of the CPU and its memory is not known": rates,
     }
     return "\n".join([*lines, *(hint for hint, applies in hints.items() if applies)])
 
@@ -111,7 +105,7 @@ def settings_by_config(settings: Settings) -> dict[str, Settings]:
     return found
 
 
-def config_row(name: str, settings: Settings, rates: Rates | None) -> tuple[int | None, int, str]:
+def config_row(name: str, settings: Settings) -> tuple[int | None, int, str]:
     """Return the verdict of a config as an index of VERDICTS, its place in the order, and its line of the table.
 
     The verdict is None if no memory is known. The user's own configs have the last place.
@@ -120,7 +114,6 @@ def config_row(name: str, settings: Settings, rates: Rates | None) -> tuple[int 
     memories = ((on_gpu, gpu_memory(settings)), (on_node, settings.estimate.cpu_memory))
     tight = max([tightness(needed, available) for needed, available in memories if available], default=None)
     judged = "" if tight is None else VERDICTS[tight]
-    time = f"{predict_step(settings, rates).seconds:.3f}" if rates and not uses_offload(settings) else ""
-    line = f"{name:{WIDTH}}{on_gpu / GIB:8.1f}{on_node / GIB:10.1f}  {judged:14}{time:>8}"
+    line = f"{name:{WIDTH}}{on_gpu / GIB:8.1f}{on_node / GIB:10.1f}  {judged}"
     place = [*ORDER_TO_TRY, Path(name).stem].index(Path(name).stem)
     return tight, place, line.rstrip()

@@ -26,13 +26,13 @@ from torch.utils.data import DataLoader
 from transformers import PrinterCallback, TrainingArguments
 from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
+from distributed.ds_config import offloaded
 from distributed.fsdp_config import parallelism, shard_on_cpu, trainer_config
 from distributed.inspect_fsdp import local, unit_group
 from distributed.process_group import adopt_process_group, prepare_deepspeed, silence_known_warnings
 from distributed.tensor_parallel import apply_tensor_parallel
 from estimate.model_shape import device_rules, forward_pass, model_without_storage
 from estimate.observer import ObservedStep, Observer
-from estimate.time import uses_offload
 from models.chunked_loss import next_tokens, use_chunked_loss
 from models.lora import add_adapters
 from settings.settings import Settings
@@ -137,7 +137,7 @@ def check_rehearsal(settings: Settings) -> None:
     trainer = settings.trainer
     if settings.estimate.gpus < 2:
         raise settings.error("gpus", "one rank has no communication to rehearse", "give 2 or more")
-    if trainer.deepspeed and uses_offload(settings):
+    if offloaded(settings.zero, "optimizer") or offloaded(settings.zero, "param"):
         what = "offload needs a GPU to offload from, and a rehearsal has none"
         raise settings.error("deepspeed", what, "use a config without offload, or estimate_memory.py")
     config = settings.fsdp_config or {}

@@ -61,26 +61,7 @@ class RankFlags:
 
 
 @dataclass(frozen=True)
-class StepFlags(RankFlags):
-    """The flags of estimate_time.py. estimate_memory.py has them too."""
-
-    matmul_tflops: float | None = field(
-        default=None,
-        metadata={
-            "help": "10^12 operations per second of one GPU in matrix products: at most a run record's "
-            "matmul_peak_tflops."
-        },
-    )
-    memory_bandwidth: float | None = field(
-        default=None, metadata={"help": "GB/s of one GPU's memory, read and written."}
-    )
-    bus_bandwidth: float | None = field(
-        default=None, metadata={"help": "GB/s between the ranks: bus_bandwidth_gb_per_s from measure_bandwidth.py."}
-    )
-
-
-@dataclass(frozen=True)
-class EstimateArguments(StepFlags):
+class EstimateArguments(RankFlags):
     """The flags of estimate_memory.py, which train.py does not have."""
 
     compare: bool = field(default=False, metadata={"help": "List all config files, the fitting ones first."})

@@ -117,7 +117,8 @@ FAULTS = {
         squad(*map(question, "abc"), *[question(answers=[{"text": "fast", "answer_start": 3}])] * 12),
         ": 12 of 15 questions cannot be used: "
         + ", ".join(
-            f"data[0].paragraphs[0].qas[{q}]: the answer 'fast' is not at answer_start 3, which counts characters from 0"
+            f"data[0].paragraphs[0].qas[{q}]: the answer 'fast' is not at answer_start 3, which counts characters from "
+            "0"
             for q in range(3, 13)
         )
         + " and 2 more; correct them",
