@@ -15,7 +15,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase, TrainingArgum
 from distributed import watchdog
 from distributed.collectives import print_once, rank
 from distributed.fsdp_config import check_wrap_classes
-from distributed.strategy import Strategy
+from distributed.strategy import ZERO, Strategy
 from distributed.tensor_parallel import check_tensor_parallel_model
 from model import check_model, count_parameters
 from models.chunked_loss import check_head
@@ -185,7 +185,7 @@ def bytes_to_save(settings: Settings, meta_model: PreTrainedModel, strategy: Str
     if "adam" not in settings.trainer.optim:
         checkpoint -= ADAM_BYTES * trained
     with_adapters = settings.model.lora_rank > 0  # without LoRA, a model may freeze some parameters by design
-    weight = 2 if in_16_bit and (with_adapters or settings.deepspeed_config is not None) else 4
+    weight = 2 if in_16_bit and (with_adapters or strategy in ZERO) else 4
     checkpoint += strategy.frozen_copies * weight * frozen
     tied_head = weight * (sum(saved.numel() for saved in meta_model.state_dict().values()) - parameters)
     model = weight * parameters + min(strategy.tied_heads, 1) * tied_head
