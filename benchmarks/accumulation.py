@@ -1,4 +1,4 @@
-"""Compare gradients that are accumulated and reduced in 16 bit with fp32 gradients, for DDP, ZeRO-2 and FSDP2.
+"""Compare gradients that are accumulated and reduced in 16-bit precision with fp32 ones, for DDP, ZeRO-2 and FSDP2.
 
     python benchmarks/accumulation.py
 

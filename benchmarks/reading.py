@@ -44,7 +44,7 @@ def main() -> None:
     torch.set_num_threads(1)
     tokenizer = train_tokenizer(DATA, 2048)
     collate = collator(tokenizer, DATA)
-    questions = load_from_file(DATA.dataset, "all")
+    questions = load_from_file(DATA.dataset, "all", DATA)
     rows = tokenise(questions, tokenizer, DATA)
     with tempfile.TemporaryDirectory() as disk, tempfile.TemporaryDirectory(dir="/dev/shm") as memory:
         indices = [number % len(rows) for number in range(QUESTIONS)]

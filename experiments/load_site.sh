@@ -11,17 +11,17 @@ job_fail() { # WHAT PROBLEM WAY_OUT [EXIT_CODE]
 }
 
 job_find_site() { # set SITE and SITE_FILE
-  local -r way_out="choose one of experiments/sites (laptop needs no GPU): set SITE=name, or write it into experiments/site"
+  local -r remedy="choose one of experiments/sites (laptop needs no GPU): set SITE=name, or write it into experiments/site"
   if [[ -z ${SITE:-} && -f $EXPERIMENTS_FOLDER/site ]]; then
     SITE=$(<"$EXPERIMENTS_FOLDER/site")
     SITE=${SITE%$'\r'} # an editor on Windows may have written the file
   fi
   if [[ -z ${SITE:-} ]]; then
-    job_fail SITE "no site is chosen" "$way_out"
+    job_fail SITE "no site is chosen" "$remedy"
   fi
   SITE_FILE=$EXPERIMENTS_FOLDER/sites/$SITE.sh
   if [[ $SITE = */* || ! -f $SITE_FILE ]]; then
-    job_fail SITE "there is no experiments/sites/$SITE.sh" "$way_out"
+    job_fail SITE "there is no experiments/sites/$SITE.sh" "$remedy"
   fi
   job_check_secrets
   job_check_site

@@ -171,8 +171,8 @@ def install() -> None:
         return
     names = " ".join(lacking)
     if not shutil.which("apt-get", path=PATH):
-        way_out = "install Slurm and munge with your package manager"
-        raise WorkshopError("install", f"{names}: missing, and there is no apt-get", way_out, ENVIRONMENT)
+        remedy = "install Slurm and munge with your package manager"
+        raise WorkshopError("install", f"{names}: missing, and there is no apt-get", remedy, ENVIRONMENT)
     if os.geteuid() != 0:
         raise WorkshopError("install", f"{names}: missing, and only root may install packages", "use sudo", ENVIRONMENT)
     policy = Path("/usr/sbin/policy-rc.d")  # prevents Debian from starting services: the cluster runs its own daemons
@@ -211,8 +211,8 @@ def check_machine() -> None:
     tried = run([*ROOTLESS, *UNSHARE, "sh", "-c", probe], check=False)
     if tried.returncode:
         reason = " ".join(tried.stderr.split())
-        way_out = "run: sudo make cluster" if ROOTLESS else "use a virtual machine, or a privileged container"
-        raise WorkshopError("cluster", f"this machine does not permit namespaces ({reason})", way_out, ENVIRONMENT)
+        remedy = "run: sudo make cluster" if ROOTLESS else "use a virtual machine, or a privileged container"
+        raise WorkshopError("cluster", f"this machine does not permit namespaces ({reason})", remedy, ENVIRONMENT)
 
 
 def first_unused_job_id() -> int:

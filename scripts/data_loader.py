@@ -61,7 +61,8 @@ def load_set(
         use = {"train": "training", "eval": "evaluation"}[part]
         print_once(f"{use} questions: {size} of {len(questions)} available in {name}")
         seed = training_args.seed if training_args.data_seed is None else training_args.data_seed
-        with loading_errors("--dataset", name):  # tokenise writes the cache
+        flag = "--eval_dataset" if name == data_args.eval_dataset else "--dataset"
+        with loading_errors(flag, name):  # tokenise writes the cache
             rows = tokenise(questions.shuffle(seed=seed).select(range(size)), tokenizer, data_args)
     if cut := sum(rows["cut"][:]):
         print_once(
@@ -96,6 +97,9 @@ def read_part(part: str, data_args: DataArguments) -> Dataset:
     if part == "eval" and data_args.eval_dataset:
         return load_from_file(data_args.eval_dataset, "all", data_args, "--eval_dataset")
     if not is_local(data_args.dataset):
+        if data_args.table_columns:
+            what = f"has no effect on {data_args.dataset}, which is a dataset of the Hub"
+            raise WorkshopError("TABLE_COLUMNS", what, "unset it")
         return load_from_hub(data_args.dataset, part)
     whole = {"train": "all"} if data_args.eval_dataset else {"train": "train", "eval": "held out"}
     return load_from_file(data_args.dataset, whole[part], data_args)
@@ -141,14 +145,15 @@ def load_from_file(path: str, part: str, data_args: DataArguments, flag: str = "
     again.
     """
     columns, skip = data_args.table_columns, data_args.bad_rows == "skip"
-    content = read_file(path, columns, skip)  # check all questions here, because here an error is one line
-    if not any(choose_part(content.questions, part)):
-        way_out = f"give --eval_dataset, or a file with at least {HELD_OUT_EVERY} passages"
-        raise WorkshopError(path, f"no question in its {part} passages", way_out)
-    if content.notes and part != "held out":  # the notes of the whole file, once
-        print_once("\n".join(content.notes))
+    questions, notes = read_file(path, columns, skip)  # check all questions here, because here an error is one line
+    if not any(choose_part(questions, part)):
+        remedy = f"give --eval_dataset, or a file with at least {HELD_OUT_EVERY} passages"
+        raise WorkshopError(path, f"no question in its {part} passages", remedy)
+    if notes:
+        print_once("\n".join(notes))
     arguments = {"path": path, "part": part, "columns": columns, "skip": skip}
-    key = hashlib.sha256(read_bytes(path, READABLE) + f"{arguments} {UNANSWERABLE} {HELD_OUT_EVERY}".encode())
+    options = f"{part} {columns} {skip} {UNANSWERABLE} {HELD_OUT_EVERY}"
+    key = hashlib.sha256(read_bytes(path, READABLE) + options.encode())
     with loading_errors(flag, path):
         return Dataset.from_generator(read_questions, gen_kwargs=arguments, fingerprint=key.hexdigest()[:16])
 

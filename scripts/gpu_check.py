@@ -134,7 +134,7 @@ ROWS = [  # the most informative rows come first, so that an interrupted check i
         "full_shard_cpu_offload", "--fsdp --fsdp_config fsdp_configs/full_shard_cpu_offload.json", gpu_only=True
     ),
 ]
-LOSS_TOLERANCE = 0.02  # relative difference of the loss between two methods in 16 bit
+LOSS_TOLERANCE = 0.02  # relative difference of the loss between two methods in 16-bit precision
 
 
 # 2. Running a row
@@ -273,8 +273,8 @@ def machine(environment: dict[str, str], cpu: bool) -> dict:
     )
     here = json.loads(finished.stdout) | {"torch": torch.__version__}
     if not cpu and not here["gpu"]:
-        way_out = "use a GPU node (sbatch gpu_check.slurm), or check only the CPU rows: make gpu-check FLAGS=--cpu"
-        raise WorkshopError("GPU", f"PyTorch sees none on {socket.gethostname()}", way_out, ENVIRONMENT)
+        remedy = "use a GPU node (sbatch gpu_check.slurm), or check only the CPU rows: make gpu-check FLAGS=--cpu"
+        raise WorkshopError("GPU", f"PyTorch sees none on {socket.gethostname()}", remedy, ENVIRONMENT)
     return here
 
 

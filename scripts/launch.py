@@ -72,8 +72,8 @@ def main() -> None:
     except DistError as error:
         missing = ", ".join(missing_nodes())
         what = f"{missing} within {join_timeout()} s" if missing else f"the nodes could not connect ({error})"
-        way_out = "check that node, its name resolution and its firewall, or exclude the node"
-        raise WorkshopError("rendezvous", what, way_out, ENVIRONMENT) from error
+        remedy = "check that node, its name resolution and its firewall, or exclude the node"
+        raise WorkshopError("rendezvous", what, remedy, ENVIRONMENT) from error
 
 
 def note_failure(failed_at: list[int], entry: logging.LogRecord) -> bool:
@@ -115,8 +115,8 @@ def prepare_rendezvous(arguments: argparse.Namespace, timeout: int) -> None:
     """Set up the static rendezvous. All nodes except the first wait until they can reach the first node."""
     if arguments.rdzv_backend != "static":
         what = f"{arguments.rdzv_backend} may execute code that anybody on the network writes into its store"
-        way_out = "leave the flag out, and for several nodes give --master-addr, --master-port and --node-rank"
-        raise WorkshopError("--rdzv-backend", what, way_out)
+        remedy = "leave the flag out, and for several nodes give --master-addr, --master-port and --node-rank"
+        raise WorkshopError("--rdzv-backend", what, remedy)
     arguments.rdzv_conf = f"timeout={timeout}"
     if parse_min_max_nnodes(arguments.nnodes)[1] == 1 and arguments.master_port is None:
         arguments.standalone = False

@@ -100,9 +100,9 @@ def main() -> None:
     leave_process_group()
     if bandwidth < arguments.min_bandwidth:
         what = f"{bandwidth} GB/s between {world_size()} ranks, at least {arguments.min_bandwidth} GB/s expected"
-        way_out = "if there is InfiniBand but the transport is NET/Socket, check NCCL_IB_HCA and NCCL_IB_DISABLE; "
-        way_out += "else set MIN_BANDWIDTH in the site file to what this network can do (10 GbE: at most 1.25 GB/s)"
-        raise WorkshopError("bandwidth test", what, way_out, ENVIRONMENT)
+        remedy = "if there is InfiniBand but the transport is NET/Socket, check NCCL_IB_HCA and NCCL_IB_DISABLE; "
+        remedy += "else set MIN_BANDWIDTH in the site file to what this network can do (10 GbE: at most 1.25 GB/s)"
+        raise WorkshopError("bandwidth test", what, remedy, ENVIRONMENT)
 
 
 def svg_file(text: str) -> Path:
@@ -117,8 +117,8 @@ def minimum_from_environment() -> float:
     try:
         return float(text)
     except ValueError:
-        way_out = "give the lowest acceptable bus bandwidth in GB/s in the site file, for example 5"
-        raise WorkshopError("MIN_BANDWIDTH", f"{text!r} is not a number", way_out) from None
+        remedy = "give the lowest acceptable bus bandwidth in GB/s in the site file, for example 5"
+        raise WorkshopError("MIN_BANDWIDTH", f"{text!r} is not a number", remedy) from None
 
 
 def measure(message: torch.Tensor) -> tuple[torch.Tensor, int, float]:

@@ -34,7 +34,6 @@ from models.custom_model import CustomGPTConfig
 from models.lora import ADAPTERS, merged_model
 from shared.errors import WorkshopError
 from shared.hub import check_files, check_relative_path, loading_errors, offline_without_network
-from training.find_checkpoints import complete_checkpoints, newest_first
 
 # Hidden size, layers and heads (arXiv:2211.05100, table 3), so that --from_scratch needs no download
 BLOOM_SIZES = {
@@ -76,8 +75,8 @@ def load_tokenizer(model_args: ModelArguments, data_args: DataArguments) -> PreT
         return train_tokenizer(data_args, TINY_VOCABULARY)
     if len(tokenizer) <= len(tokenizer.all_special_ids):
         # transformers creates such an empty tokenizer if the file of GPT-2's tokenizer is missing
-        way_out = "save one next to the model, or give --tokenizer_name"
-        raise WorkshopError(flag, f"{name} contains no tokenizer", way_out)
+        remedy = "save one next to the model, or give --tokenizer_name"
+        raise WorkshopError(flag, f"{name} contains no tokenizer", remedy)
     if tokenizer.eos_token_id is None:
         what = f"the tokenizer of {name} has no eos_token, by which the model learns to end an answer"
         raise WorkshopError(flag, what, "name one in its tokenizer_config.json")
@@ -117,10 +116,9 @@ def is_folder(flag: str, name: str) -> bool:
     check_relative_path(flag, name)
     if not os.path.isdir(name) and name.startswith((".", "/", "~")):
         raise WorkshopError(flag, f"there is no folder {name}", "give the folder of a saved model, or a Hub name")
-    checkpoints = complete_checkpoints([Path(name)])
+    checkpoints = sorted(path.name for path in Path(name).glob("checkpoint-*"))
     if checkpoints and not (Path(name) / "config.json").exists():
-        last = min(checkpoints, key=newest_first).name
-        what = f"{name} has no model, only checkpoints (the last one is {last})"
+        what = f"{name} has no model, only checkpoints ({', '.join(checkpoints)})"
         raise WorkshopError(flag, what, f"complete its run with --resume_from_checkpoint {name}")
     return os.path.isdir(name)
 
@@ -190,8 +188,8 @@ def check_merged(name: str) -> None:
             weights = file.keys()
         if any(weight.endswith(ADAPTERS) for weight in weights):
             what = f"{name} is a checkpoint of a training run with LoRA, whose weights do not contain the adapters"
-            way_out = "give the output folder of a completed run, or complete this one with --resume_from_checkpoint"
-            raise WorkshopError("--model_name", what, way_out)
+            remedy = "give the output folder of a completed run, or complete this one with --resume_from_checkpoint"
+            raise WorkshopError("--model_name", what, remedy)
 
 
 def random_model(config: PreTrainedConfig, seed: int) -> PreTrainedModel:

@@ -32,12 +32,14 @@ def main() -> None:
     arguments = parser.parse_args()
     if not arguments.model_name and not arguments.dataset:
         raise WorkshopError("prefetch.py", "nothing to download", "give --model_name, --dataset or both")
-    if fault := find_network_fault():
+    model = arguments.model_name not in (None, "", TINY_BLOOM) and not is_folder("--model_name", arguments.model_name)
+    dataset = arguments.dataset and not is_local(arguments.dataset)
+    if (model or dataset) and (fault := find_network_fault()):
         raise WorkshopError("network", fault, "run this on a machine that reaches the Hub", ENVIRONMENT)
-    if arguments.model_name not in (None, "", TINY_BLOOM) and not is_folder("--model_name", arguments.model_name):
+    if model:
         with loading_errors("--model_name", arguments.model_name):
             print(f"{arguments.model_name}: {download_model(arguments.model_name)}")
-    if arguments.dataset and not is_local(arguments.dataset):
+    if dataset:
         with loading_errors("--dataset", arguments.dataset):
             print(f"{arguments.dataset}: {download_dataset(arguments.dataset)}")
 

@@ -40,7 +40,8 @@ EXPORTS = {
     ".ods": "export the sheet as CSV (UTF-8)",
     ".parquet": "convert it: pandas.read_parquet(...).to_json('questions.jsonl', orient='records', lines=True)",
 }
-TRUTH = {"true": True, "1": True, "false": False, "0": False, "": False}  # cells of a column is_impossible
+IMPOSSIBLE = "is_impossible"
+TRUTH = {"true": True, "1": True, "false": False, "0": False, "": None}  # cells of a column is_impossible
 
 
 class Columns(NamedTuple):
@@ -67,16 +68,9 @@ class Row(NamedTuple):
     cells: Any
 
 
-class QuestionFile(NamedTuple):
-    """questions: dicts with id, question, context and answers (texts). notes: lines for the log."""
-
-    questions: list[dict]
-    notes: list[str]
-
-
 def read_questions(path: str, part: str = "all", columns: str | None = None, skip: bool = False) -> Iterator[dict]:
     """Yield the questions of one part of a file, see `choose_part`. For the other arguments, see `read_file`."""
-    yield from choose_part(read_file(path, columns, skip).questions, part)
+    yield from choose_part(read_file(path, columns, skip)[0], part)
 
 
 def choose_part(questions: list[dict], part: str) -> Iterator[dict]:
@@ -89,8 +83,8 @@ def choose_part(questions: list[dict], part: str) -> Iterator[dict]:
             yield question
 
 
-def read_file(path: str, columns: str | None = None, skip: bool = False) -> QuestionFile:
-    """Read and check all questions of a file.
+def read_file(path: str, columns: str | None = None, skip: bool = False) -> tuple[list[dict], list[str]]:
+    """Return all questions of a file (id, question, context, answers), checked, and lines for the log.
 
     columns: names of the columns for context, question and answers, separated by commas, if a table has other names
     than usual. skip: leave out the rows that cannot be used. Otherwise they raise WorkshopError (exit code 2), which
@@ -106,29 +100,38 @@ def read_file(path: str, columns: str | None = None, skip: bool = False) -> Ques
             continue
         try:
             question = check_row(row, chosen)
-        except RowError as error:
+            # In a table a repeated question has another answer. SQuAD lists all answers with the question
+            key = (question["context"], question["question"], row.place if chosen is SQUAD else "")
+            merge_answers(found.setdefault(key, question)["answers"], question["answers"])
+        except (RowError, WorkshopError) as error:  # WorkshopError: a text with a lone surrogate
             unusable.append(f"{row.place}: {error}")
-            continue
-        used += 1
-        # In a table a repeated question has another answer. SQuAD lists all answers with the question
-        key = (question["context"], question["question"], row.place if chosen is SQUAD else "")
-        answers = found.setdefault(key, question)["answers"]
-        answers += [answer for answer in question["answers"] if answer not in answers]
+        else:
+            used += 1
     assert used + len(unusable) + empty == len(rows), "each row is used, empty, or listed"
     if unusable and not skip:
         kind = "questions" if chosen is SQUAD else "rows"
         what = f"{len(unusable)} of {len(rows)} {kind} cannot be used: {shorten_list(unusable)}"
         raise WorkshopError(path, what, "correct them, or leave them out with BAD_ROWS=skip")
     if not found:
-        raise WorkshopError(path, "has no questions", "give a table with context, question and answer in each row")
+        what = f"has no questions that can be used: {shorten_list(unusable)}" if unusable else "has no questions"
+        raise WorkshopError(path, what, "give a table with context, question and answer in each row")
     notes = []
+    if chosen is SQUAD and columns:
+        notes.append(f"TABLE_COLUMNS has no effect on {path}, which is a SQuAD file")
     if chosen is not SQUAD:
         notes.append(f"columns of {path}: {chosen.context}, {chosen.question}, {' + '.join(chosen.answers)}")
     if unusable or empty:
         notes.append(f"rows of {path}: {used} used, {len(unusable)} left out, {empty} empty")
     if unusable:
         notes.append(f"left out: {shorten_list(unusable)}")
-    return QuestionFile(list(found.values()), notes)
+    return list(found.values()), notes
+
+
+def merge_answers(answers: list[str], others: list[str]) -> None:
+    """Add other answers to the same question. Raise RowError if only one of the lists says that there is none."""
+    if (answers == [UNANSWERABLE]) != (others == [UNANSWERABLE]):
+        raise RowError("the question is also in another row, and only one of the rows has an answer")
+    answers += [answer for answer in others if answer not in answers]
 
 
 def shorten_list(entries: list[str]) -> str:
@@ -182,11 +185,8 @@ def require(path: str, place: str, holder: object, key: str, kind: type) -> Any:
 
 
 def read_json_lines(text: str) -> list[Row]:
-    rows = []
-    for number, line in enumerate(text.split("\n"), 1):  # splitlines would also split inside texts, at U+2028
-        if line.strip():
-            rows.append(Row(f"line {number}", parse_line(line)))
-    return rows
+    lines = text.split("\n")  # splitlines would also split inside texts, at U+2028
+    return [Row(f"line {number}", parse_line(line)) for number, line in enumerate(lines, 1) if line.strip()]
 
 
 def parse_line(line: str) -> Any:
@@ -216,10 +216,10 @@ def read_delimited(path: str, text: str, columns: str | None) -> tuple[Columns, 
     while first < len(lines):
         number += 1
         cells, count = next_row(lines, first, delimiter)
-        if not names:
-            names = [cell.strip() for cell in cells] if isinstance(cells, list) else []
+        if not names and isinstance(cells, list) and any(cells):
+            names = [IMPOSSIBLE if cell.strip().lower() == IMPOSSIBLE else cell.strip() for cell in cells]
             chosen = choose_columns(path, names, columns)
-        else:
+        elif names:
             row = Row(f"row {number}", name_cells(cells, names, delimiter))
             further = [next_row([line], 0, delimiter)[0] for line in lines[first + 1 : first + count]]
             if swallows_rows(row, [name_cells(each, names, delimiter) for each in further], chosen):
@@ -249,9 +249,8 @@ def name_cells(cells: list[str] | RowError, names: list[str], delimiter: str) ->
         advice = f"put quotes around a text that contains {delimiter!r}" if len(cells) > len(names) else "complete it"
         return RowError(f"{len(cells)} cells, but the first line has {len(names)} ({advice})")
     named: dict[str, Any] = dict(zip(names, cells, strict=True))
-    for name in names:
-        if name == "is_impossible":
-            named[name] = TRUTH.get(named[name].strip().lower(), named[name])
+    if IMPOSSIBLE in named:
+        named[IMPOSSIBLE] = TRUTH.get(named[IMPOSSIBLE].strip().lower(), named[IMPOSSIBLE])
     return named
 
 
@@ -311,7 +310,7 @@ def check_row(row: Row, chosen: Columns) -> dict:
     question = read_text(cells, chosen.question).strip()
     in_columns = [read_answers(cells.get(column), context) for column in chosen.answers]
     answers = [answer for column in in_columns for answer in column or []]
-    impossible = cells.get("is_impossible")
+    impossible = cells.get(IMPOSSIBLE)
     if not isinstance(impossible, bool | None):
         raise RowError(f"is_impossible is {impossible!r:.40}, expected true or false")
     if impossible and answers:
@@ -320,7 +319,7 @@ def check_row(row: Row, chosen: Columns) -> dict:
     if not answers and not says_so:
         raise RowError("the answer is empty (if the passage does not answer the question, write [] or is_impossible)")
     return {
-        "id": check_characters(next((str(cells[name]) for name in IDS if cells.get(name)), row.place)),
+        "id": check_text("id", next((str(cells[name]) for name in IDS if cells.get(name)), row.place)),
         "question": question,
         "context": context,
         "answers": answers or [UNANSWERABLE],
@@ -333,14 +332,7 @@ def read_text(cells: dict[str, Any], column: str) -> str:
         raise RowError(f"{column} is empty")
     if not isinstance(value, str):
         raise RowError(f"{column} is not a text: {value!r:.40}")
-    return check_characters(value)
-
-
-def check_characters(text: str) -> str:
-    try:
-        return check_text("text", text)
-    except WorkshopError as error:
-        raise RowError(f"a text {error.what}") from error
+    return check_text(column, value)
 
 
 def read_answers(value: Any, context: str) -> list[str] | None:
@@ -348,6 +340,8 @@ def read_answers(value: Any, context: str) -> list[str] | None:
 
     value: a text, a list, a list as JSON text, or a dict with lists, as datasets of the Hub have it.
     """
+    if isinstance(value, str) and value.strip() == "[]":
+        return []  # even if the context contains these two characters
     if isinstance(value, str) and value.strip() not in context and value.strip()[:1] in ("[", "{"):
         parsed = parse_line(value)
         value = value if isinstance(parsed, RowError) else parsed
@@ -358,7 +352,9 @@ def read_answers(value: Any, context: str) -> list[str] | None:
         if not isinstance(texts, list):
             raise RowError(f"the answer is not a text: {value!r:.40}")
         starts = value.get("answer_start") or [None] * len(texts)
-        value = [{"text": text, "answer_start": start} for text, start in zip(texts, starts, strict=False)]
+        if not isinstance(starts, list) or len(starts) != len(texts):
+            raise RowError(f"answer_start is {starts!r:.40}, expected a list with a number for each answer")
+        value = [{"text": text, "answer_start": start} for text, start in zip(texts, starts, strict=True)]
     return [read_answer(each, context) for each in (value if isinstance(value, list) else [value])]
 
 
@@ -369,7 +365,7 @@ def read_answer(value: Any, context: str) -> str:
         text = str(text)
     if not isinstance(text, str) or not text.strip():
         raise RowError(f"an answer is not a text: {text!r:.40}")
-    check_characters(text)
+    check_text("answer", text)
     if start is None:
         text = text.strip()
         if text not in context:

@@ -83,7 +83,7 @@ def job_table(path: Path) -> str:
             "",
             *(f"{reason}: {plural(count, 'row')} left out" for reason, count in left_out.items() if count),
             *(f"incomplete: {problem}" for problem in run.problems),
-            *(f"does not compare: {override}" for override in run.record.overrides),
+            *(f"not comparable: {override}" for override in run.record.overrides),
             f"model:      {output if saved else 'not saved'}",
             f"run record: {path}",
         ]

@@ -37,42 +37,40 @@ from models.lora import add_adapters
 from settings.precision import DTYPES
 from training.callbacks import add_callbacks
 from training.exact_match import Generation, exact_match_and_f1
-from training.preconditions import check_saving
 from training.run_frame import start_run
 from training.save_checkpoints import full_disk_errors
 from training.trainer import WorkshopTrainer
 
 
 def main() -> None:
-    # 1. Settings: flags, variables and config files. Until step 4, a mistake ends the run with one line.
+    # 1. Settings: flags, variables and config files. A mistake ends the run with one line, before anything is written.
     run = start_run(__doc__)
-    args = run.args  # TrainingArguments. They turn on ZeRO or FSDP; with neither, several processes train with DDP
+    args = run.args  # TrainingArguments, which have turned on ZeRO or FSDP; with neither, several processes use DDP
 
     # 2. The tokenizer turns texts into numbers.
     tokenizer = load_tokenizer(run.settings.model, run.settings.data)
-    run.check_model(tokenizer)
+    run.check_model(tokenizer)  # can this model be trained with these settings?
 
     # 3. The data: questions about texts, and their answers, as rows of tokens.
     train_dataset, eval_dataset = load_squad(run.settings.data, tokenizer, args)
-    run.check_data(train_dataset, eval_dataset, tokenizer)
+    run.check_data(train_dataset, eval_dataset, tokenizer)  # does the checkpoint fit, and is there room for new ones?
 
-    with run.recorded():  # in results/<job id>.json
+    with run.recorded():  # locks the output folder, and writes results/<job id>.json
         settings = run.settings  # settings.model, .data and .trainer hold the flags by their names
 
-        # 4. The model. ZeRO-3 already shards its weights while they are loaded.
+        # 4. The model. With ZeRO-3, TrainingArguments make load_model keep only this rank's shard of each weight.
         model = load_model(settings.model, tokenizer, args.seed)
         if settings.model.lora_rank:
+            set_seed(args.seed)  # the adapters begin with random numbers
             # Frozen weights need no fp32 masters, so they have the precision of the computation
-            set_seed(args.seed)
             add_adapters(model, settings.model.lora_rank, DTYPES[settings.precision])
-        check_saving(model, tokenizer)
         if settings.model.loss == "chunked":
             use_chunked_loss(model)
         if settings.model.tensor_parallel > 1:
             apply_tensor_parallel(model, settings.model.tensor_parallel, settings.fsdp_config, args.device)
 
         # 5. The Trainer of Hugging Face. It wraps the model in DDP, DeepSpeed or FSDP when the training begins.
-        run.prepare_sharding()
+        run.prepare_trainer(model, tokenizer)
         trainer = WorkshopTrainer(
             model=model,
             args=args,
@@ -80,14 +78,15 @@ def main() -> None:
             eval_dataset=eval_dataset,
             data_collator=collator(tokenizer, settings.data),
         )
-        add_callbacks(run, trainer)
+        add_callbacks(run, trainer)  # measurements, checkpoints, stops
 
         # 6. Training, with an evaluation and a checkpoint after each epoch (--eval_strategy, --save_strategy).
         #    docs/training-loop.md explains what happens in a step, and when the ranks communicate.
-        trainer.train(resume_from_checkpoint=run.checkpoint)
-        run.end_training(trainer)  # after Ctrl-C: saves a checkpoint and exits with code 75
+        trainer.train(resume_from_checkpoint=run.checkpoint)  # None for a new training
+        run.end_training(trainer)  # if a signal has stopped the training, this saves a checkpoint and ends the run
 
-        # 7. The model is saved for from_pretrained. (Tensor parallelism needs SAVE_STRATEGY=no, and still saves it.)
+        # 7. The model is saved for from_pretrained, unless SAVE_STRATEGY=no. (Tensor parallelism needs this value,
+        #    because it cannot save checkpoints. Its model is saved all the same.)
         if args.save_strategy == "no" and settings.model.tensor_parallel == 1:
             print_once("model not saved (SAVE_STRATEGY=no)")
         else:
@@ -100,10 +99,10 @@ def main() -> None:
                 batch_size=settings.data.em_f1_batch_size,
                 max_length=settings.data.max_length,
                 device=args.device,
-                sharded=run.shards_weights,
+                sharded=run.shards_weights,  # then all ranks must compute equally often
                 tensor_parallel=settings.model.tensor_parallel,
             )
-            # autocast is one context for all answers; otherwise each token casts the weights
+            # One autocast context for all answers casts each weight once, not once per token
             with run.record.pause("evaluation"), trainer.accelerator.autocast():
                 scores = exact_match_and_f1(trainer.model, tokenizer, eval_dataset, generation, settings.data.show)
             if not scores["f1"] and has_random_weights(settings.model.model_name, settings.model.from_scratch):

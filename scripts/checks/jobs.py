@@ -134,8 +134,8 @@ def slurm_jobs(folder: Path, timeout: int, caller: dict[str, str]) -> Lines:
                 (folder / KEPT).touch()
                 yield "fail", name, f"{state} ({reason}); {output}", f"read {log}"
             else:
-                way_out = f"no log after {timeout} s; raise --timeout if the job is waiting for nodes"
-                yield "fail", name, f"{state} ({reason})", way_out
+                remedy = f"no log after {timeout} s; raise --timeout if the job is waiting for nodes"
+                yield "fail", name, f"{state} ({reason})", remedy
     finally:
         run_command("scancel", *(job_id for job_id, _ in jobs))
 

@@ -200,8 +200,8 @@ def cache(model_names: list[str], dataset: str) -> Lines:
     from huggingface_hub.constants import HF_HOME
 
     if not os.access(HF_HOME, os.W_OK):
-        way_out = "create the folder and let all users write: runs put their tokenised data there"
-        yield "warn", "HF_HOME", f"{HF_HOME} does not exist or is not writable", way_out
+        remedy = "create the folder and let all users write: runs put their tokenised data there"
+        yield "warn", "HF_HOME", f"{HF_HOME} does not exist or is not writable", remedy
     elif any(Path(HF_HOME).resolve().is_relative_to(folder) for folder in NODE_LOCAL) and shutil.which("sbatch"):
         yield "warn", "HF_HOME", f"{HF_HOME} is local to this node", "choose a file system that all nodes share"
     else:
@@ -214,7 +214,7 @@ def cache(model_names: list[str], dataset: str) -> Lines:
             yield "fail", "model", f"{name}: {error}", f"{prefetch} --model_name {name}"
     if not is_local(dataset):
         try:
-            rows = {split: len(part) for split, part in load_dataset(dataset).items()}
+            rows = {split: len(part) for split, part in load_dataset(f"hf://datasets/{dataset}").items()}
             yield "ok", "dataset", f"{dataset}, {rows}"
         except Exception:  # the Hub client raises exceptions of its own, of httpx, and OSError
             found = f"{dataset} is not in the cache"

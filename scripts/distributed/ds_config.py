@@ -97,8 +97,8 @@ def check_ds_config(path: str) -> dict:
 def check_ds_key(path: str, dotted: str, known: list[str]) -> None:
     key = dotted.split(".")[-1]
     if key not in known:
-        way_out = did_you_mean(key, known, "see https://www.deepspeed.ai/docs/config-json/")
-        raise WorkshopError(f"{path}: {dotted}", "unknown key", way_out)
+        remedy = did_you_mean(key, known, "see https://www.deepspeed.ai/docs/config-json/")
+        raise WorkshopError(f"{path}: {dotted}", "unknown key", remedy)
 
 
 def check_section(path: str, name: str, section: dict, model: type[BaseModel]) -> None:
@@ -125,8 +125,8 @@ def check_stage(path: str, zero: dict) -> None:
     for key, part, lowest in (("offload_optimizer", "the optimizer", 1), ("offload_param", "parameters", 3)):
         if zero.get(key) and stage < lowest:
             what = f"stage {stage} does not shard {part}, so it cannot offload"
-            way_out = f"set the stage to at least {lowest} or remove the key"
-            raise WorkshopError(f"{path}: zero_optimization.{key}", what, way_out)
+            remedy = f"set the stage to at least {lowest} or remove the key"
+            raise WorkshopError(f"{path}: zero_optimization.{key}", what, remedy)
 
 
 def check_required(path: str, config: dict, leaves: dict) -> None:
@@ -134,8 +134,8 @@ def check_required(path: str, config: dict, leaves: dict) -> None:
     required = dict(NEEDED_ALWAYS)
     if "optimizer" in config:
         if config["optimizer"].get("type") not in ("Adam", "AdamW"):
-            way_out = "use AdamW, or remove the section and choose with --optim"
-            raise WorkshopError(f"{path}: optimizer.type", f"is {config['optimizer'].get('type')!r}", way_out)
+            remedy = "use AdamW, or remove the section and choose with --optim"
+            raise WorkshopError(f"{path}: optimizer.type", f"is {config['optimizer'].get('type')!r}", remedy)
         check_adamw(path, config["optimizer"].get("params", {}), config["zero_optimization"])
         required |= NEEDED_BY_OPTIMIZER
     if config.get("scheduler", {}).get("type") in ("WarmupLR", "WarmupDecayLR"):
@@ -149,16 +149,16 @@ def check_required(path: str, config: dict, leaves: dict) -> None:
 def check_adamw(path: str, params: dict, zero: dict) -> None:
     """Reject parameters that the chosen AdamW, PyTorch's or DeepSpeed's, does not support."""
     if params.get("fused") and not params.get("torch_adam"):
-        way_out = "add torch_adam, or remove fused"
-        raise WorkshopError(f"{path}: optimizer.params.fused", "DeepSpeed's own AdamW has no such key", way_out)
+        remedy = "add torch_adam, or remove fused"
+        raise WorkshopError(f"{path}: optimizer.params.fused", "DeepSpeed's own AdamW has no such key", remedy)
     ratio = (zero.get("offload_optimizer") or {}).get("ratio", 1)
     if ratio < 1 and params.get("torch_adam"):
-        way_out = "remove torch_adam and fused from optimizer.params, or remove ratio"
+        remedy = "remove torch_adam and fused from optimizer.params, or remove ratio"
         source = f"{path}: zero_optimization.offload_optimizer.ratio"
         raise WorkshopError(
             source,
             f"is {ratio}, but only DeepSpeed's own AdamW can update a part on the CPU",
-            way_out,
+            remedy,
         )
 
 

@@ -60,8 +60,8 @@ def check_fsdp_config(settings: Settings) -> dict:
     """
     fsdp = settings.trainer.fsdp
     if str(fsdp).lower() != "true":
-        way_out = "use --fsdp --fsdp_config with a file of fsdp_configs/"
-        raise WorkshopError("--fsdp", f"{fsdp!r} is a deprecated form", way_out)
+        remedy = "use --fsdp --fsdp_config with a file of fsdp_configs/"
+        raise WorkshopError("--fsdp", f"{fsdp!r} is a deprecated form", remedy)
     config = check_fsdp_file(settings)
     source = settings.trainer.fsdp_config or "--fsdp"
     tensor_parallel = settings.model.tensor_parallel
@@ -90,9 +90,9 @@ def check_fsdp_file(settings: Settings) -> dict:
         check_fsdp_key(path, key, value, COMMON_KEYS | (FSDP1_KEYS if config.get("version") == 1 else FSDP2_KEYS))
         if tensor_parallel > 1 and value != TENSOR_PARALLEL_VALUES.get(key, "unknown"):
             allowed = json.dumps(TENSOR_PARALLEL_VALUES.get(key))
-            way_out = f"give {allowed}, or leave it out" if key in TENSOR_PARALLEL_VALUES else "leave it out"
+            remedy = f"give {allowed}, or leave it out" if key in TENSOR_PARALLEL_VALUES else "leave it out"
             what = f"{json.dumps(value)} cannot be combined with --tensor_parallel"
-            raise WorkshopError(f"{path}: {key}", what, way_out)
+            raise WorkshopError(f"{path}: {key}", what, remedy)
     return config
 
 
@@ -100,8 +100,8 @@ def check_fsdp_key(source: str, key: str, value: object, known: dict) -> None:
     if key not in known and key in FSDP1_KEYS:
         raise WorkshopError(f"{source}: {key}", "FSDP2 has no such key", 'remove it, or set "version": 1')
     if key not in known:
-        way_out = did_you_mean(key.removeprefix("fsdp_"), known, "see fsdp_configs/ for examples")
-        raise WorkshopError(f"{source}: {key}", "unknown key", way_out)
+        remedy = did_you_mean(key.removeprefix("fsdp_"), known, "see fsdp_configs/ for examples")
+        raise WorkshopError(f"{source}: {key}", "unknown key", remedy)
     kind = known[key]
     if isinstance(kind, tuple) and value not in kind:
         raise WorkshopError(f"{source}: {key}", f"is {value!r}", f"give {' or '.join(map(json.dumps, kind))}")

@@ -54,7 +54,8 @@ def local(tensor: torch.Tensor) -> torch.Tensor:
 def live_strategy(model: torch.nn.Module, class_names: list[str]) -> Strategy | None:
     """Return the strategy that is in effect, or None without FSDP."""
     if isinstance(model, FullyShardedDataParallel):
-        return FSDP1[model.sharding_strategy.name]
+        name = model.sharding_strategy.name  # FSDP1 does not shard on a single rank, and then the name is NO_SHARD
+        return FSDP1.get(name, Strategy(f"FSDP1 {name}", f"FSDP1 {name}"))
     if not isinstance(model, FSDPModule):
         return None
     blocks_or_root = [m for m in [*sharded_blocks(model, class_names), model] if isinstance(m, FSDPModule)]

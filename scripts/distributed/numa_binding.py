@@ -45,8 +45,8 @@ def cpus_of_rank(mode: str, rank: int) -> set[int]:
         raise refusal(what, "request a GPU for each rank, and whole nodes (--exclusive)") from error
 
 
-def refusal(what: str, way_out: str) -> WorkshopError:
-    return WorkshopError("NUMA_BINDING", what, f"{way_out}, or leave NUMA_BINDING unset", ENVIRONMENT)
+def refusal(what: str, remedy: str) -> WorkshopError:
+    return WorkshopError("NUMA_BINDING", what, f"{remedy}, or leave NUMA_BINDING unset", ENVIRONMENT)
 
 
 def limit_threads(bound: list[set[int]]) -> None:

@@ -106,18 +106,18 @@ def bind_device() -> None:
         os.environ["LOCAL_RANK"] = "0"
     if gpus and local_rank >= gpus:
         what = f"{local_rank}, but this process sees {gpus} of the GPUs of {socket.gethostname()}"
-        way_out = (
+        remedy = (
             "start as many processes per node as it has GPUs, without GPU binding (--gpus-per-task, --gpu-bind), "
             "or train on the CPU: CUDA_VISIBLE_DEVICES= before the command"
         )
-        raise WorkshopError("LOCAL_RANK", what, way_out, ENVIRONMENT)
+        raise WorkshopError("LOCAL_RANK", what, remedy, ENVIRONMENT)
     if not gpus and os.environ.get("REQUIRE_GPU") == "1":
         what = f"PyTorch sees none on {socket.gethostname()}"
-        way_out = (
+        remedy = (
             "compare the driver (nvidia-smi) with the CUDA version that this torch needs (docs/environment.md), "
             "or use SITE=laptop"
         )
-        raise WorkshopError("GPU", what, way_out, ENVIRONMENT)
+        raise WorkshopError("GPU", what, remedy, ENVIRONMENT)
     if gpus:
         torch.cuda.set_device(local_rank)
         # On compute capability 9 and 10 PyTorch prefers cuDNN's attention kernel, which takes a second to plan for each
@@ -194,8 +194,8 @@ def run_and_report(main: Callable[[], None]) -> int:
     except Exception as error:
         if is_out_of_memory(error):
             what = next((line for line in str(error).splitlines() if is_out_of_memory(line)), "there is none left")
-            way_out = "lower --per_device_train_batch_size or --max_length, or offload"
-            report(WorkshopError("memory", what.split(". ")[0], way_out, code=1))
+            remedy = "lower --per_device_train_batch_size or --max_length, or offload"
+            report(WorkshopError("memory", what.split(". ")[0], remedy, code=1))
             return 1
         if is_lost_connection(error):
             what = str(error).splitlines()[0]

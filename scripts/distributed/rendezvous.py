@@ -78,8 +78,8 @@ def reach(source: str, host: str, port: int, timeout: int) -> None:
             problem = f"{node_name()} cannot reach {host}:{port} ({error})"
         note_joining(problem)
         if time.monotonic() > deadline:
-            way_out = "check name resolution and firewall between these two nodes"
-            raise WorkshopError(source, f"{problem} within {timeout} s", way_out, ENVIRONMENT)
+            remedy = "check name resolution and firewall between these two nodes"
+            raise WorkshopError(source, f"{problem} within {timeout} s", remedy, ENVIRONMENT)
         time.sleep(1)
 
 

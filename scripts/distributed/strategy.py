@@ -34,9 +34,6 @@ class Strategy:
     frozen_copies: int = 1
     tied_heads: int = 0
 
-    def __str__(self) -> str:
-        return self.name
-
 
 PLAIN = Strategy("plain", "plain or DDP", any_ranks=True, checkpoint_bytes=(12, 12))
 DDP = replace(PLAIN, name="DDP")

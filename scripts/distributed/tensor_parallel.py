@@ -31,8 +31,8 @@ def check_tensor_parallel(settings: Settings, ranks: int) -> None:
     if settings.model.tensor_parallel == 1:
         return
     if settings.trainer.save_strategy != "no":
-        way_out = "give --save_strategy no (SAVE_STRATEGY=no): the whole weights are saved at the end"
-        raise settings.error("tensor_parallel", "transformers writes no checkpoints of a model that is cut", way_out)
+        remedy = "give --save_strategy no (SAVE_STRATEGY=no): the whole weights are saved at the end"
+        raise settings.error("tensor_parallel", "transformers writes no checkpoints of a model that is cut", remedy)
     if settings.trainer.resume_from_checkpoint:
         raise settings.error("resume_from_checkpoint", "--tensor_parallel writes no checkpoints", "leave it out")
 

@@ -34,8 +34,7 @@ from torch._C import _distributed_c10d
 from torch.distributed import distributed_c10d
 
 from distributed.rendezvous import first_address, join_timeout, missing_nodes, node_name, reach_rank_0
-from records.schema import STOPPING_SIGNALS
-from shared.errors import ENVIRONMENT, SECONDS_FOR_RANK_0, WorkshopError, report, whole_number
+from shared.errors import ENVIRONMENT, SECONDS_FOR_RANK_0, STOPPING_SIGNALS, WorkshopError, report, whole_number
 from shared.json_files import write_json
 
 MARGIN = 60  # seconds by which PyTorch's own timeouts are longer, because PyTorch does not name the rank
@@ -127,7 +126,7 @@ class Watchdog(threading.Thread):
         """Print which ranks rank 0 waits for, so that a user at a terminal knows why nothing happens."""
         if missing := set(range(whole_number("WORLD_SIZE"))) - self.read_heartbeats().keys():
             print(
-                f"waiting for {describe_ranks(missing, {})} to join (Ctrl-C ends this run){way_out_of_pty()}",
+                f"waiting for {describe_ranks(missing, {})} to join (Ctrl-C ends this run){advice_for_pty()}",
                 flush=True,
             )
 
@@ -249,8 +248,8 @@ def hang_error(
     if missing and not phases_started:
         nodes = ", ".join(missing_nodes())  # name a missing node rather than its ranks
         what = nodes or f"{describe_ranks(missing, later)} did not join"
-        way_out = f"check that node, or exclude it{way_out_of_pty()}"
-        return WorkshopError("rendezvous", f"{what} within {limit} s", way_out, ENVIRONMENT)
+        remedy = f"check that node, or exclude it{advice_for_pty()}"
+        return WorkshopError("rendezvous", f"{what} within {limit} s", remedy, ENVIRONMENT)
     silent = silent_ranks(earlier, later)
     # Skip this while `rank` joins, because ranks that have joined write less often. Skip it also if `rank` is itself
     # silent, because its own file cannot be written
@@ -261,11 +260,11 @@ def hang_error(
         slowest = {each for each in later if later[each].progress == least}
         what = f"no progress of {describe_ranks(slowest, later)}"
     what += f", noticed by {describe_ranks({rank}, later)} after {limit} s"
-    way_out = WAY_OUT + (f"; the last collectives of the ranks are in {flight_records}" if flight_records else "")
-    return WorkshopError("hang", what, way_out, ENVIRONMENT)
+    remedy = WAY_OUT + (f"; the last collectives of the ranks are in {flight_records}" if flight_records else "")
+    return WorkshopError("hang", what, remedy, ENVIRONMENT)
 
 
-def way_out_of_pty() -> str:
+def advice_for_pty() -> str:
     """Return advice for a shell of `srun --pty -n 4`, in which python is one of four tasks. Empty under torchrun."""
     tasks = os.environ.get("SLURM_STEP_NUM_TASKS", "1")
     if tasks == "1" or "TORCHELASTIC_RUN_ID" in os.environ:

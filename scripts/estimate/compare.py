@@ -70,7 +70,7 @@ def comparison(settings: Settings) -> str:
         try:
             complete = read_config_files(chosen)
         except WorkshopError as error:
-            refused.append(f"{name:{WIDTH}}{error.what}; {error.way_out}")
+            refused.append(f"{name:{WIDTH}}{error.what}; {error.remedy}")
         else:
             rows.append(config_row(name, complete))
     gpus = f"{given.gpus} GPU(s) on {given.nodes} node(s)"

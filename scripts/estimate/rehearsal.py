@@ -53,7 +53,7 @@ class FakeTrainer(WorkshopTrainer):
         super().__init__(**kwargs)
         self.remove_callback(PrinterCallback)
         self.observer = observer
-        self.phase = observer.in_phase
+        self.mark_phases(observer.in_phase)
         self.length = settings.data.max_length  # tokens of a sequence
         self.zero_stage = settings.zero.get("stage", 0)
 

@@ -21,7 +21,7 @@ from typing import NamedTuple
 
 from records.memory_logs import MemoryLog, log_host, memory_log_paths, read_cpu_log, read_gpu_log
 from records.schema import (
-    STOPPING_SIGNALS,
+    LOCK,
     WITHOUT_A_WORD,
     Record,
     change_record,
@@ -29,7 +29,7 @@ from records.schema import (
     outcome,
     read_record,
 )
-from shared.errors import WorkshopError, cannot_be_written, run_program, survive_lost_output
+from shared.errors import STOPPING_SIGNALS, WorkshopError, cannot_be_written, run_program, survive_lost_output
 
 
 def is_from_earlier_attempt(record: Record, since: datetime | None) -> bool:
@@ -180,7 +180,7 @@ def queue_state(job_id: str) -> str:
 def is_alive(record: Path) -> bool:
     """Return True if a record's job runs or may run: it holds a lock, or it is in Slurm's queue."""
     folder = record.parent / f".{record.stem}"
-    for lock in (folder, folder / "lock"):  # locks of job.sh and train.py
+    for lock in (folder, folder / LOCK):  # locks of job.sh and train.py
         with contextlib.suppress(FileNotFoundError):
             descriptor = os.open(lock, os.O_RDONLY)
             try:

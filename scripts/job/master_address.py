@@ -23,8 +23,8 @@ def address_towards(node: str) -> str:
             return probe.getsockname()[0]
     except OSError as error:
         what = f"{socket.gethostname()} has no address on the way to {node} ({error})"
-        way_out = "set it to the first node's address (ip -brief address shows it there)"
-        raise WorkshopError("MASTER_ADDR", what, way_out, ENVIRONMENT) from error
+        remedy = "set it to the first node's address (ip -brief address shows it there)"
+        raise WorkshopError("MASTER_ADDR", what, remedy, ENVIRONMENT) from error
 
 
 def main() -> None:

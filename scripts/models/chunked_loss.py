@@ -2,8 +2,8 @@
 
 The logits of a vocabulary of 250,880 tokens dominate the memory of a training run. At the peak of the full loss, in the
 backward pass of the log-softmax, three 4-byte tensors hold one number per logit: the saved log-softmax, its gradient,
-and the gradient of the logits. These are 12 bytes per logit, in 16 bit and in fp32: 5.7 GiB for 2,048 tokens. Many of
-these tokens are padding, whose logits are not needed.
+and the gradient of the logits. These are 12 bytes per logit in every precision: 5.7 GiB for 2,048 tokens. Many of these
+tokens are padding, whose logits are not needed.
 
 Here the head computes logits only for the positions that count in the loss, chunk by chunk. The gradient of a chunk's
 logits is known as soon as the logits are: it is their softmax, minus 1 at the target. So the head multiplies it into

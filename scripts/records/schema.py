@@ -7,19 +7,18 @@ This is schema 1. Rank 0 writes the file and replaces it atomically. A value tha
 `missing` gives the reason under the same name. A number that is not finite is null too.
 """
 
-import signal
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import AwareDatetime, BaseModel, ConfigDict, Field, PlainSerializer
 
-from shared.errors import STOPPED
+from shared.errors import STOPPED, STOPPING_SIGNALS
 from shared.json_files import read_checked, write_json
 
 SCHEMA: Literal[1] = 1
+LOCK = ".lock"  # the file that a running job holds locked in results/.<job_id>, and in its output folder
 WITHOUT_A_WORD = "ended without a word: its node failed, or it was killed"
-STOPPING_SIGNALS = (signal.SIGHUP, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2, signal.SIGTERM)
 Time = Annotated[AwareDatetime, PlainSerializer(datetime.isoformat)]  # in UTC, except in Pause
 
 

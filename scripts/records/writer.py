@@ -9,12 +9,14 @@ import sys
 from collections.abc import Iterator
 from datetime import datetime
 from pathlib import Path
+from typing import IO
 
 from distributed.collectives import gather_lists, rank
 from distributed.process_group import exit_code, is_out_of_memory
 from records.git_state import git_state
 from records.run_environment import bandwidth, experiment_path, hardware, strip_repository, versions
 from records.schema import (
+    LOCK,
     SCHEMA,
     WITHOUT_A_WORD,
     Pause,
@@ -36,21 +38,23 @@ def sole_writer(folder: Path, job_id: str, knob: str) -> Iterator[None]:
     The system releases the lock when the process ends, for whatever reason. knob: the flag or variable that gives
     another folder. Raise WorkshopError (exit code 2) that names the job that holds the lock.
     """
-    path = folder / ".lock"
+    path = folder / LOCK
     try:
         folder.mkdir(parents=True, exist_ok=True)
         # A process of an earlier attempt, on a node that does not answer, keeps its lock. So lock a new file
         if whole_number("SLURM_RESTART_COUNT", "0") and path.exists() and path.read_text() == job_id:
-            path.unlink()
+            path.unlink(missing_ok=True)
         lock = path.open("a")
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
             what = f"job {path.read_text()} is running and has locked {path}"
-            way_out = f"give another {knob}, or wait until that job ends (if its node has failed, delete this file)"
-            raise WorkshopError(knob, what, way_out) from error
+            remedy = f"give another {knob}, or wait until that job ends (if its node has failed, delete this file)"
+            raise WorkshopError(knob, what, remedy) from error
         except OSError:
             print(f"{folder}: this file system has no locks, so start no second run that writes here", flush=True)
+        if not is_same_file(lock, path):  # a run that has just ended removed the file between open and flock
+            raise WorkshopError(knob, f"another run in {folder} has just ended", "start this run again")
         path.write_text(job_id)
     except OSError as error:
         raise cannot_be_written(path, error) from error
@@ -58,10 +62,14 @@ def sole_writer(folder: Path, job_id: str, knob: str) -> Iterator[None]:
         yield
     finally:
         with lock, contextlib.suppress(OSError):
-            if os.path.samestat(os.fstat(lock.fileno()), path.stat()):  # no later attempt has replaced the file
+            if is_same_file(lock, path):  # otherwise a later attempt has replaced the file
                 path.unlink()
         with contextlib.suppress(OSError):
             folder.rmdir()  # fails if the folder is not empty
+
+
+def is_same_file(opened: IO, path: Path) -> bool:
+    return path.exists() and os.path.samestat(os.fstat(opened.fileno()), path.stat())
 
 
 class RunRecord:
@@ -168,12 +176,12 @@ class RunRecord:
         """Raise WorkshopError (exit code 2) if this run would overwrite the result of a finished run."""
         if rank() != 0:
             return
-        way_out = "give another --output_dir, a new JOB_ID, or --resume_from_checkpoint"
+        remedy = "give another --output_dir, a new JOB_ID, or --resume_from_checkpoint"
         if (self.output_dir / "config.json").exists():
-            raise WorkshopError(self.output_dir, "holds the model of a finished run", way_out)
+            raise WorkshopError(self.output_dir, "holds the model of a finished run", remedy)
         if self.path.exists() and read_record(self.path).status == "completed":
-            way_out = "set a new JOB_ID, or move the file away"
-            raise WorkshopError(self.path, "is the record of a finished run", way_out)
+            remedy = "set a new JOB_ID, or move the file away"
+            raise WorkshopError(self.path, "is the record of a finished run", remedy)
 
     def __enter__(self) -> "RunRecord":
         job_id = self.content["job_id"]

@@ -202,7 +202,7 @@ def select_experiments(words: list[str]) -> list[str]:
         scripts = sorted((EXPERIMENTS / top).rglob("*.slurm")) if top else []
         if not scripts:
             known = sorted({path.parent.relative_to(EXPERIMENTS).as_posix() for path in EXPERIMENTS.rglob("*.slurm")})
-            way_out = did_you_mean(word, known, "give folders below experiments/, such as ddp or ddp/2_gpus")
-            raise WorkshopError("--experiments", f"{word} holds no experiment", way_out)
+            remedy = did_you_mean(word, known, "give folders below experiments/, such as ddp or ddp/2_gpus")
+            raise WorkshopError("--experiments", f"{word} holds no experiment", remedy)
         found += [script.parent.relative_to(EXPERIMENTS).as_posix() for script in scripts]
     return list(dict.fromkeys(found))

@@ -28,7 +28,7 @@ def one_of(known: Collection[str], what: str) -> AfterValidator:
             raise PydanticCustomError(
                 "unknown",
                 "unknown {what} {word}",
-                {"what": what, "word": word, "way_out": did_you_mean(word, known, WAY_OUT)},
+                {"what": what, "word": word, "remedy": did_you_mean(word, known, WAY_OUT)},
             )
         return word
 
@@ -94,7 +94,7 @@ def check_table(place: str, table: dict) -> TableDefinition:
         if first["type"] == "extra_forbidden":
             known = RowDefinition.model_fields if "rows" in first["loc"] else TableDefinition.model_fields
             raise WorkshopError(source, "unknown key", did_you_mean(str(first["loc"][-1]), known, WAY_OUT)) from error
-        raise WorkshopError(source, first["msg"], first.get("ctx", {}).get("way_out", WAY_OUT)) from error
+        raise WorkshopError(source, first["msg"], first.get("ctx", {}).get("remedy", WAY_OUT)) from error
 
 
 def table_definition(name: str) -> TableDefinition:

@@ -1,6 +1,6 @@
 """Draw the plots of a table. Lines and bars differ in dashes, markers and hatches, not only in colour.
 
-The plots show the numbers of the table's cells. Scaling and scatter plots leave out the runs that do not compare, and
+The plots show the numbers of the table's cells. Scaling and scatter plots leave out runs that are not comparable, and
 name them. Each plot is a PNG file, and an SVG for the page. Both have a white ground, which is readable in dark mode.
 """
 
@@ -91,10 +91,10 @@ def new_figure(parts: int = 1, legend_lines: int = 0) -> tuple[Figure, list[Axes
 
 
 def legend_name(row: Row) -> str:
-    """Return the row's label. A status other than completed, or "does not compare", is added in parentheses."""
+    """Return the row's label. A status other than completed, or "not comparable", is added in parentheses."""
     if row.run and not row.run.completed:
         return f"{row.label} ({row.run.status})"
-    return f"{row.label} (does not compare)" if row.mismatches else row.label
+    return f"{row.label} (not comparable)" if row.mismatches else row.label
 
 
 def drawable_number(table: Table, row: Row, column: str) -> float | None:
@@ -412,7 +412,7 @@ def left_out_note(table: Table, column: str) -> str:
     completed = [row for row in table.rows if row.run and row.run.completed]
     mismatched = [row.label for row in completed if row.mismatches]
     without = [row.label for row in completed if not row.mismatches and not drawable_number(table, row, column)]
-    found = {"does not compare": mismatched, f"no {RATES.get(column, 'efficiency')}": without}
+    found = {"not comparable": mismatched, f"no {RATES.get(column, 'efficiency')}": without}
     return " ".join(f"Left out, {reason}: {', '.join(labels)}." for reason, labels in found.items() if labels)
 
 

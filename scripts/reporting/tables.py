@@ -29,7 +29,7 @@ class Row:
     repeats: list[Run]
     cells: list[Cell] = field(default_factory=list)
     remarks: list[str] = field(default_factory=list)
-    mismatches: list[str] = field(default_factory=list)  # reasons why the row does not compare with the other rows
+    mismatches: list[str] = field(default_factory=list)  # reasons why the row is not comparable with the other rows
     absent: str = "not run yet"  # the status of a row without a run
 
     @property
@@ -39,14 +39,14 @@ class Row:
 
     @property
     def status(self) -> str:
-        """The run's status, with a warning if its data are incomplete or it does not compare with the other rows."""
+        """The run's status, with a warning if its data are incomplete or it is not comparable with the other rows."""
         if not self.run:
             return self.absent
         words = [self.run.status]
         if self.run.problems and self.run.has_record:
             words.append(INCOMPLETE)
         if self.run.completed and self.mismatches:
-            words.append("does not compare")
+            words.append("not comparable")
         return ", ".join(words)
 
 
@@ -81,7 +81,7 @@ def traits(run: Run) -> dict[str, str]:
 
 
 def trait_differences(run: Run, other: Run, varies: Collection[str] = ()) -> str:
-    """Describe why two runs do not compare. The text is empty if they compare. varies: traits that may differ."""
+    """Describe why two runs are not comparable, empty if they are comparable. varies: traits that may differ."""
     own = traits(run)
     theirs = traits(other)
     names = [name for name in own | theirs if own.get(name) != theirs.get(name) and name not in varies]
@@ -90,7 +90,7 @@ def trait_differences(run: Run, other: Run, varies: Collection[str] = ()) -> str
 
 
 def find_mismatches(runs: list[Run], varies: Collection[str] = ()) -> dict[Run, list[str]]:
-    """Return for each run the reasons why it does not compare with most experiments. varies: traits that may differ.
+    """Return for each run the reasons why it is not comparable with most experiments. varies: traits that may differ.
 
     The usual value of a trait is the most common one over the experiments. In a tie, the latest run's value counts.
     """
@@ -185,7 +185,7 @@ def build_table(
         if base and definition.reference:
             row.mismatches = row.mismatches + mismatches[base]
             source = f"{definition.reference} (job {base.job_id})"
-            row.remarks += [f"{source}: does not compare: {each}" for each in mismatches[base]]
+            row.remarks += [f"{source}: not comparable: {each}" for each in mismatches[base]]
         row.cells = [build_cell(column, row, repeated[reference], reference, varies) for column in definition.columns]
     if model:
         slug = "".join(c if c.isascii() and c.isalnum() else "-" for c in model.lower())
@@ -229,7 +229,7 @@ def build_cell(column: str, row: Row, bases: list[Run], base_name: str, varies: 
     overridden = ", ".join(dict.fromkeys([*run.record.overrides, *base.record.overrides]))
     differ = "" if run is base else trait_differences(run, base, varies) or overridden
     if differ:
-        return Cell(None, f"does not compare with job {base.job_id} ({base_name}): {differ}")
+        return Cell(None, f"not comparable with job {base.job_id} ({base_name}): {differ}")
     own = build_metric_cell(metric, row.repeats)
     return relate(relation, own, reference, run.record.world_size or 1, base.record.world_size or 1)
 
@@ -246,9 +246,9 @@ def row_remarks(row: Row, runs: list[Run], mismatches: dict[Run, list[str]], all
         reason = f"its status is {other.status}"
         if other.completed:
             differ = "; ".join(mismatches[other])
-            reason = f"it does not compare: {differ}" if differ else "the profiler slowed it down"
+            reason = f"it is not comparable: {differ}" if differ else "the profiler slowed it down"
         lines.append(f"the newer job {other.job_id} is not shown: {reason}")
     if all_runs:
         others = [other for other in runs if other.completed and other not in row.repeats]
         lines += [f"job {other.job_id} is not in the mean: {trait_differences(other, run)}" for other in others]
-    return lines + [f"does not compare: {each}" for each in mismatches[run]]
+    return lines + [f"not comparable: {each}" for each in mismatches[run]]

@@ -93,8 +93,8 @@ def parse_command_line(
         names=variables | given,
         origins=find_origins(variables, environment) | dict.fromkeys(given, "flag"),
         warnings=tuple(
-            f"{name}: this variable is not read; {way_out}"
-            for name, way_out in WARNED_VARIABLES.items()
+            f"{name}: this variable is not read; {remedy}"
+            for name, remedy in WARNED_VARIABLES.items()
             if environment.get(name)
         ),
     )
@@ -107,9 +107,9 @@ def parse_command_line(
 
 def environment_values(parser: Parser, environment: Mapping[str, str]) -> tuple[dict[str, Any], dict[str, str]]:
     """Return the values of all knobs, and flag -> variable for the knobs that the environment sets."""
-    for variable, way_out in UNREAD_VARIABLES.items():
+    for variable, remedy in UNREAD_VARIABLES.items():
         if environment.get(variable):
-            raise WorkshopError(variable, "this variable is not read", way_out)
+            raise WorkshopError(variable, "this variable is not read", remedy)
     actions = actions_by_flag(parser)
     values = dict(DEFAULTS)
     variables = {}

@@ -22,8 +22,8 @@ def resolve_precision(settings: Settings, gpu: bool) -> Settings:
     if fp16 and bf16:
         raise settings.error("fp16", f"contradicts {settings.names.get('bf16', '--bf16')}", "give one of the two")
     if fp16 and not gpu:
-        way_out = "use --bf16, or --fp16 False for fp32"
-        raise settings.error("fp16", "fp16 needs a CUDA GPU, and this machine has none", way_out)
+        remedy = "use --bf16, or --fp16 False for fp32"
+        raise settings.error("fp16", "fp16 needs a CUDA GPU, and this machine has none", remedy)
     note = ""
     if fp16 is None and not bf16:
         fp16 = gpu

@@ -149,9 +149,9 @@ class Settings:
         lines.append(f"the trained model {saved}")
         return lines + [f"warning: {text}" for text in self.warnings]
 
-    def error(self, flag: str, what: str, way_out: str) -> WorkshopError:
+    def error(self, flag: str, what: str, remedy: str) -> WorkshopError:
         """Return an error about a flag, with the name that the user typed: the flag or its variable."""
-        return WorkshopError(self.names.get(flag, f"--{flag}"), what, way_out)
+        return WorkshopError(self.names.get(flag, f"--{flag}"), what, remedy)
 
 
 def assignment(knob: Knob, value: object) -> str:

@@ -24,8 +24,8 @@ def training_arguments(settings: Settings, **others: Any) -> TrainingArguments:
     except (ValueError, OSError, ImportError) as error:
         raise WorkshopError("command line", str(error), "see --help") from error
     except torch.distributed.DistError as error:
-        way_out = "check MASTER_ADDR and MASTER_PORT on every node"
-        raise WorkshopError("process group", str(error), way_out, ENVIRONMENT) from error
+        remedy = "check MASTER_ADDR and MASTER_PORT on every node"
+        raise WorkshopError("process group", str(error), remedy, ENVIRONMENT) from error
 
 
 def trainer_flags(settings: Settings) -> dict[str, Any]:

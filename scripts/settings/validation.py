@@ -27,9 +27,9 @@ def check_settings(settings: Settings) -> None:
         if settings.model.model_name != CUSTOM_GPT:
             what = f"has no effect on {settings.model.model_name}"
             raise settings.error(flag, what, f"leave it out, or train {CUSTOM_GPT}")
-    for applies, flag, what, way_out in contradictions(settings):
+    for applies, flag, what, remedy in contradictions(settings):
         if applies:
-            raise settings.error(flag, what, way_out)
+            raise settings.error(flag, what, remedy)
 
 
 def check_numbers(settings: Settings) -> None:

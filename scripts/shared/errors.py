@@ -32,26 +32,27 @@ BAD_INPUT = 2
 ENVIRONMENT = 3
 NO_CHECKPOINT = 4
 STOPPED = 75
+STOPPING_SIGNALS = (signal.SIGHUP, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2, signal.SIGTERM)
 # Seconds for which the other ranks wait while rank 0 reports an error and its launcher ends them
 SECONDS_FOR_RANK_0 = 10
 
 
 class WorkshopError(Exception):
-    """An error that ends a script with one line: ``source: what; way_out``.
+    """An error that ends a script with one line: ``source: what; remedy``.
 
-    source: the file, flag or variable that is wrong. what: the problem. way_out: what the user can do.
+    source: the file, flag or variable that is wrong. what: the problem. remedy: what the user can do.
     code: the exit code, 2 to 4, or 1 if the training itself failed.
     """
 
-    def __init__(self, source: object, what: str, way_out: str, code: int = BAD_INPUT):
-        super().__init__(str(source), what, way_out, code)  # pass all arguments, so that the exception can be pickled
+    def __init__(self, source: object, what: str, remedy: str, code: int = BAD_INPUT):
+        super().__init__(str(source), what, remedy, code)  # pass all arguments, so that the exception can be pickled
         self.source = str(source)
         self.what = what
-        self.way_out = way_out
+        self.remedy = remedy
         self.code = code
 
     def __str__(self) -> str:
-        return f"{one_line(self.source)}: {one_line(self.what)}; {one_line(self.way_out)}"
+        return f"{one_line(self.source)}: {one_line(self.what)}; {one_line(self.remedy)}"
 
 
 def one_line(text: str) -> str:

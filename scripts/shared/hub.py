@@ -7,6 +7,7 @@ import pickle
 import socket
 import sys
 from collections.abc import Iterator
+from fnmatch import fnmatch
 from importlib.util import find_spec
 from urllib.parse import urlsplit
 from urllib.request import proxy_bypass
@@ -24,6 +25,7 @@ UNUSABLE = {errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOSPC, errno.EDQUOT}
 network_fault = "HF_HUB_OFFLINE is set"  # the reason to use only the cache; offline_without_network may change it
 # Model files that a run reads. Files of other frameworks and PyTorch's older *.bin are left out
 MODEL_FILES = ["*.json", "*.txt", "*.model", "*.safetensors"]
+CHECKPOINT_FILES = ["*.pt", "*.pth", "*.bin"]
 
 
 def check_relative_path(flag: str, path: str) -> None:
@@ -46,7 +48,7 @@ def check_files(folder: str) -> None:
     """
     try:
         for file in os.scandir(folder):
-            if file.is_file() and not file.name.endswith(".html"):
+            if file.is_file() and any(fnmatch(file.name, pattern) for pattern in (*MODEL_FILES, *CHECKPOINT_FILES)):
                 with open(file, "rb") as opened:
                     beginning = opened.read(100).lstrip().lower()
                 if beginning.startswith(b"version https://git-lfs"):
@@ -54,8 +56,8 @@ def check_files(folder: str) -> None:
                 if beginning.startswith((b"<!doctype html", b"<html")):
                     raise WorkshopError(file.path, "is a web page, not the file itself", "download the file again")
     except PermissionError as error:
-        way_out = "ask its owner to run chmod -R a+rX on the folder, and chmod a+x on the folders above it"
-        raise WorkshopError(error.filename, "may not be read by you", way_out, ENVIRONMENT) from error
+        remedy = "ask its owner to run chmod -R a+rX on the folder, and chmod a+x on the folders above it"
+        raise WorkshopError(error.filename, "may not be read by you", remedy, ENVIRONMENT) from error
     except OSError:
         pass  # there is no such folder
 
@@ -96,7 +98,7 @@ def find_network_fault() -> str:
     if address.scheme.startswith("socks") and not find_spec("socksio"):
         return f"{variable} is a SOCKS proxy, which needs the package socksio (pip install socksio)"
     try:
-        port = address.port or {"http": 80}.get(address.scheme, 443)
+        port = address.port or {"http": 80, "https": 443}.get(address.scheme, 1080)
         socket.create_connection((address.hostname, port), timeout=3).close()
     except (OSError, ValueError) as error:  # ValueError: the port is not a number
         return f"{address.hostname} ({variable}) cannot be reached ({short_reason(error)})"
@@ -133,36 +135,39 @@ def loading_error(flag: str, name: str, error: Exception) -> WorkshopError:
     ):  # reading `name` needs no space
         outside = str(datasets.config.HF_DATASETS_CACHE)
     if isinstance(cause, OSError) and (cause.errno in UNUSABLE or not outside.startswith(name)):
-        way_out = "check its permissions and the space on its disk; HF_HOME sets another folder for the cache"
-        return WorkshopError(outside, cause.strerror or str(cause), way_out, ENVIRONMENT)
+        remedy = "check its permissions and the space on its disk; HF_HOME sets another folder for the cache"
+        return WorkshopError(outside, cause.strerror or str(cause), remedy, ENVIRONMENT)
     offline = huggingface_hub.constants.HF_HUB_OFFLINE and isinstance(error, OSError | ValueError)
     if offline and not (os.path.isfile(name) or (os.path.isdir(name) and flag != "--dataset")):
         what = f"{name} is neither a local path nor in the cache, and there is no network: {network_fault}"
         # prefetch.py has no flag for a tokenizer: --model_name also fetches it
         prefetch_flag = "--dataset" if flag == "--dataset" else "--model_name"
         command = f"python scripts/prefetch.py {prefetch_flag} {name}"
-        way_out = f"on a login node run: {command} (it takes --model_name and --dataset together)"
-        return WorkshopError(flag, what, way_out, ENVIRONMENT)
+        remedy = f"on a login node run: {command} (it takes --model_name and --dataset together)"
+        return WorkshopError(flag, what, remedy, ENVIRONMENT)
     reason = short_reason(error)
     if cause is not error and short_reason(cause) not in reason:
         reason += f": {short_reason(cause)}"
     kinds = [kind.__name__ for each in causes for kind in type(each).__mro__]
     if "TransportError" in kinds:  # huggingface_hub uses httpx or httpx2, and both have this class
-        way_out = "check HTTPS_PROXY, ALL_PROXY and HF_ENDPOINT"
-        return WorkshopError(flag, f"{name} cannot be loaded from the Hub ({reason})", way_out, ENVIRONMENT)
-    way_out = (
+        remedy = "check HTTPS_PROXY, ALL_PROXY and HF_ENDPOINT"
+        return WorkshopError(flag, f"{name} cannot be loaded from the Hub ({reason})", remedy, ENVIRONMENT)
+    remedy = (
         "copy or download this file again"
         if os.path.isfile(name)
         else "correct the name, or give a local path with all its files"
     )
-    return WorkshopError(flag, f"{name} cannot be loaded ({reason})", way_out)
+    return WorkshopError(flag, f"{name} cannot be loaded ({reason})", remedy)
 
 
 def chain_of_causes(error: BaseException) -> list[BaseException]:
     """Return the exception and those that led to it. Libraries wrap the first exception in general ones."""
-    causes = [error]
-    while following := causes[-1].__cause__ or causes[-1].__context__:
+    causes: list[BaseException] = []
+    following: BaseException | None = error
+    while following and following not in causes:
         causes.append(following)
+        hidden = following.__suppress_context__  # by `raise ... from None`
+        following = following.__cause__ or (None if hidden else following.__context__)
     return causes
 
 

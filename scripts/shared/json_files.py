@@ -13,23 +13,23 @@ from shared.errors import WorkshopError
 Model = TypeVar("Model", bound=BaseModel)
 
 
-def read_json(path: str | Path, way_out: str = "see ds_configs/ and fsdp_configs/") -> dict:
+def read_json(path: str | Path, remedy: str = "see ds_configs/ and fsdp_configs/") -> dict:
     """Read a JSON object from a file. Raises WorkshopError (exit code 2) with the position of an error in the JSON.
 
-    way_out: advice for the user if the file is missing or does not hold a JSON object.
+    remedy: advice for the user if the file is missing or does not hold a JSON object.
     """
-    content = parse_json(path, read_bytes(path, way_out), "correct the JSON")
+    content = parse_json(path, read_bytes(path, remedy), "correct the JSON")
     if not isinstance(content, dict):
-        raise WorkshopError(path, "is not a JSON object", way_out)
+        raise WorkshopError(path, "is not a JSON object", remedy)
     return content
 
 
-def read_bytes(path: str | Path, way_out: str) -> bytes:
+def read_bytes(path: str | Path, remedy: str) -> bytes:
     """Read a file; `~` is the home directory. Raises WorkshopError (exit code 2) if it is unreadable or compressed."""
     try:
         content = Path(os.path.expanduser(path)).read_bytes()
     except OSError as error:
-        raise WorkshopError(path, error.strerror or "cannot be read", way_out) from error
+        raise WorkshopError(path, error.strerror or "cannot be read", remedy) from error
     if content.startswith(b"\x1f\x8b"):  # a gzip file begins with these bytes
         raise WorkshopError(path, "is compressed with gzip", "unpack it with gunzip")
     return content
@@ -40,17 +40,17 @@ def decode(path: str | Path, raw: bytes) -> str:
     try:
         return raw.decode("utf-8-sig")  # Excel writes a byte order mark first
     except UnicodeDecodeError as error:
-        way_out = f"convert it to UTF-8, for example with iconv -f latin1 -t utf-8 {path}"
-        raise WorkshopError(path, f"is not UTF-8 ({error})", way_out) from error
+        remedy = f"convert it to UTF-8, for example with iconv -f latin1 -t utf-8 {path}"
+        raise WorkshopError(path, f"is not UTF-8 ({error})", remedy) from error
 
 
-def parse_json(path: str | Path, raw: bytes, way_out: str) -> object:
+def parse_json(path: str | Path, raw: bytes, remedy: str) -> object:
     """Parse the content of a JSON file. Raises WorkshopError (exit code 2) with line and column of the error."""
     text = decode(path, raw)
     try:
         return json.loads(text)
     except (ValueError, RecursionError) as error:  # RecursionError: thousands of nested lists
-        raise WorkshopError(path, str(error), way_out) from error
+        raise WorkshopError(path, str(error), remedy) from error
 
 
 def check_text(source: object, text: str) -> str:
@@ -70,7 +70,7 @@ def is_json_lines(text: str) -> bool:
     return re.search(r"\}\s*\n\s*\{", text) is not None
 
 
-def read_checked(path: Path, model: type[Model], kind: str, way_out: str) -> Model:
+def read_checked(path: Path, model: type[Model], kind: str, remedy: str) -> Model:
     """Read a JSON file into a pydantic model.
 
     kind: name of the file's format, for the error.
@@ -78,11 +78,11 @@ def read_checked(path: Path, model: type[Model], kind: str, way_out: str) -> Mod
     Raises WorkshopError (exit code 2) that names the wrong field.
     """
     try:
-        return model.model_validate_json(read_bytes(path, way_out))
+        return model.model_validate_json(read_bytes(path, remedy))
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
         field = ".".join(map(str, first["loc"])) or "the file"
-        raise WorkshopError(path, f"is not a valid {kind} ({field}: {first['msg']})", way_out) from error
+        raise WorkshopError(path, f"is not a valid {kind} ({field}: {first['msg']})", remedy) from error
 
 
 def write_json(path: Path, content: dict) -> None:

@@ -21,8 +21,8 @@ def check_trackers(report_to: str) -> list[str]:
     if report_to == "none":
         return []
     if report_to not in TRACKERS:
-        way_out = f"choose one of {', '.join(TRACKERS)}, none"
-        raise WorkshopError("--report_to", f"{report_to} is not a tracker of this workshop", way_out)
+        remedy = f"choose one of {', '.join(TRACKERS)}, none"
+        raise WorkshopError("--report_to", f"{report_to} is not a tracker of this workshop", remedy)
     if importlib.util.find_spec(report_to) is None:
         raise WorkshopError("--report_to", f"{report_to} is not installed", f"pip install {report_to}")
     return [report_to]

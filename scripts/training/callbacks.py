@@ -180,6 +180,8 @@ class RecordCallback(TrainerCallback):
         losses = [entry["loss"] for entry in state.log_history if "loss" in entry]
         if losses and not math.isfinite(losses[-1]):
             self.record.reasons["train.loss_last"] = f"is {losses[-1]}"
+        if not math.isfinite(of_trainer["train_loss"]):
+            self.record.reasons["train.loss_mean"] = "no step has a finite loss"
         self.record.update(
             train={
                 "steps": state.global_step,
@@ -275,9 +277,9 @@ class FiniteLossCallback(TrainerCallback):
     def __init__(self, trainer: WorkshopTrainer):
         self.trainer = trainer
         self.bad_losses = torch.zeros((), device=trainer.args.device, dtype=torch.int64)
-        self.way_out = "lower --learning_rate"
+        self.remedy = "lower --learning_rate"
         if trainer.args.fp16:
-            self.way_out += ", or use --bf16 instead of --fp16"
+            self.remedy += ", or use --bf16 instead of --fp16"
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         self.bad_losses = torch.where(self.trainer.end_step(), 0, self.bad_losses + 1)
@@ -295,14 +297,14 @@ class FiniteLossCallback(TrainerCallback):
         bad = max_over_ranks(int(self.bad_losses))
         if bad >= BAD_LOSSES:
             what = f"is not finite since step {step - bad + 1} ({bad} steps in a row)"
-            raise WorkshopError("loss", what, self.way_out, code=1)
+            raise WorkshopError("loss", what, self.remedy, code=1)
 
     def on_evaluate(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, metrics: Any = None, **kwargs: Any
     ) -> None:
         loss = metrics.get("eval_loss", 0.0)
         if not math.isfinite(loss):
-            raise WorkshopError("evaluation loss", f"is {loss} after step {state.global_step}", self.way_out, code=1)
+            raise WorkshopError("evaluation loss", f"is {loss} after step {state.global_step}", self.remedy, code=1)
 
 
 def evaluations(log_history: list[dict]) -> list[dict]:

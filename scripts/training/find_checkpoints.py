@@ -11,10 +11,10 @@ import os
 import re
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 from datasets import Dataset
-from pydantic import BaseModel
+from pydantic import BaseModel, PlainSerializer
 from torch.serialization import add_safe_globals, get_unsafe_globals_in_checkpoint
 from transformers.trainer_pt_utils import safe_globals
 
@@ -54,7 +54,8 @@ class Progress(BaseModel):
     logged_loss: float
     last_logged_step: int
     unlogged_losses: list[float]  # one sum per rank since last_logged_step
-    unlogged_not_finite: str = "0"  # nan, inf or -inf if such a loss occurred since last_logged_step. JSON has no NaN
+    # NaN or infinity if such a loss occurred since last_logged_step. JSON has no NaN, so the file has it as a text
+    unlogged_not_finite: Annotated[float, PlainSerializer(str)] = 0.0
     bad_steps: float = 0.0  # number of steps whose loss is not finite, as a mean over the ranks
     steady_steps: int
     steady_seconds: float
@@ -140,13 +141,13 @@ def find_checkpoint(requested: str | None, output_dir: str, job_id: str) -> str 
             found = complete_checkpoints(sorted(place.parent.glob("*/")))
     elif (place / MARKER).exists() or re.search(r"checkpoint-\d+$", place.name):
         if not is_complete(place):
-            way_out = f"choose a folder with a {MARKER} and all files that it lists"
-            raise WorkshopError(requested, "is not a complete checkpoint", way_out, NO_CHECKPOINT)
+            remedy = f"choose a folder with a {MARKER} and all files that it lists"
+            raise WorkshopError(requested, "is not a complete checkpoint", remedy, NO_CHECKPOINT)
         found = [place]
     if not found:
         what = f"no complete checkpoint in {place} (incomplete: {', '.join(existing) or 'none'})"
-        way_out = "leave the flag out to start from the beginning, or name the checkpoint of another run"
-        raise WorkshopError("--resume_from_checkpoint", what, way_out, NO_CHECKPOINT)
+        remedy = "leave the flag out to start from the beginning, or name the checkpoint of another run"
+        raise WorkshopError("--resume_from_checkpoint", what, remedy, NO_CHECKPOINT)
     return str(min(found, key=newest_first))
 
 
@@ -215,7 +216,7 @@ def check_same_training(folder: str, identity: dict) -> None:
         differences = ["the training questions or their tokens differ"]
     if differences:
         what = f"is of another training: {', '.join(differences)}"
-        raise WorkshopError(folder, what, way_out(names, saved, identity), NO_CHECKPOINT)
+        raise WorkshopError(folder, what, remedy(names, saved, identity), NO_CHECKPOINT)
 
 
 def effects_of_other_ranks(folder: str, identity: dict, questions: int) -> list[str]:
@@ -255,7 +256,7 @@ def compared_values(identity: dict, with_ranks: bool) -> dict[str, Any]:
     return found | {f"config {key}": value for key, value in config.items()}
 
 
-def way_out(names: list[str], saved: dict, identity: dict) -> str:
+def remedy(names: list[str], saved: dict, identity: dict) -> str:
     """Return what to do about differing values. names: their names in `compared_values`."""
     ranks, at_once = identity["world_size"], identity["at_once"]
     if "ranks" in names and not set(names) - {"ranks", "global_batch"}:
@@ -312,5 +313,5 @@ def check_for_code(checkpoint: str | Path) -> None:
         except Exception as error:  # a damaged pickle can raise any exception
             what = f"is damaged, or not a checkpoint file ({type(error).__name__})"
         if what:
-            way_out = "resume from a checkpoint that your own run wrote"
-            raise WorkshopError(path, what, way_out, NO_CHECKPOINT)
+            remedy = "resume from a checkpoint that your own run wrote"
+            raise WorkshopError(path, what, remedy, NO_CHECKPOINT)

@@ -52,8 +52,8 @@ def check_trainable(
         check_head(meta_model)
     if settings.trainer.activation_checkpointing and not meta_model.supports_gradient_checkpointing:
         what = f"{type(meta_model).__name__} cannot recompute its blocks"
-        way_out = "leave it out, or set activation_checkpointing in an FSDP config file"
-        raise WorkshopError("--activation_checkpointing", what, way_out)
+        remedy = "leave it out, or set activation_checkpointing in an FSDP config file"
+        raise WorkshopError("--activation_checkpointing", what, remedy)
     if settings.fsdp_config is not None:
         check_wrap_classes(settings.fsdp_config, settings.trainer.fsdp_config, meta_model)
     if settings.model.tensor_parallel > 1:
@@ -100,8 +100,8 @@ def check_saving(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> 
             for each in (model.config, model.generation_config, tokenizer):
                 each.save_pretrained(folder)
         except Exception as error:  # libraries raise many types of exception
-            way_out = "correct the model's config.json, generation_config.json or tokenizer files"
-            raise WorkshopError("--model_name", f"cannot be saved ({short_reason(error)})", way_out) from error
+            remedy = "correct the model's config.json, generation_config.json or tokenizer files"
+            raise WorkshopError("--model_name", f"cannot be saved ({short_reason(error)})", remedy) from error
 
 
 def check_torch_compile(args: Any) -> None:
@@ -167,8 +167,8 @@ def check_room(
             f"has {free / gib:.1f} GiB free, but needs {at_once} x {checkpoint / gib:.1f} GiB for checkpoints "
             f"and {model / gib:.1f} GiB for the model"
         )
-        way_out = "free some space, give another --output_dir, or use --save_strategy no"
-        raise WorkshopError(place, what, way_out, ENVIRONMENT)
+        remedy = "free some space, give another --output_dir, or use --save_strategy no"
+        raise WorkshopError(place, what, remedy, ENVIRONMENT)
 
 
 def bytes_to_save(settings: Settings, meta_model: PreTrainedModel, strategy: Strategy) -> tuple[int, int]:
@@ -180,7 +180,7 @@ def bytes_to_save(settings: Settings, meta_model: PreTrainedModel, strategy: Str
     trained = sum(parameter.numel() for parameter in meta_model.parameters() if parameter.requires_grad)
     frozen = parameters - trained
     in_16_bit = settings.precision != "fp32"
-    assert strategy.checkpoint_bytes, f"{strategy} writes no checkpoints"
+    assert strategy.checkpoint_bytes, f"{strategy.name} writes no checkpoints"
     checkpoint = strategy.checkpoint_bytes[in_16_bit] * trained
     if "adam" not in settings.trainer.optim:
         checkpoint -= ADAM_BYTES * trained

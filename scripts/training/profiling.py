@@ -20,9 +20,8 @@ from transformers import TrainerCallback
 from distributed.collectives import gather_lists, rank
 from records.writer import RunRecord
 from training.speed import PROFILED_STEPS, WARM_UP_STEPS
-from training.trainer import WorkshopTrainer
+from training.trainer import PHASES, WorkshopTrainer
 
-PHASES = ("data", "forward", "backward", "optimizer")
 STEP = "ProfilerStep#"  # prefix of PyTorch's name for a step; the number of the step follows
 LAST_STEP = WARM_UP_STEPS + PROFILED_STEPS
 Interval = tuple[int, int]  # nanoseconds
@@ -33,7 +32,7 @@ class ProfileCallback(TrainerCallback):
 
     def __init__(self, trainer: WorkshopTrainer, record: RunRecord):
         self.trainer = trainer
-        trainer.phase = self.phase
+        trainer.mark_phases(self.phase)
         self.record = record
         activities = [ProfilerActivity.CPU]
         if torch.cuda.is_available():

@@ -1,4 +1,4 @@
-"""What guards a training run, in its order: settings, process group, checkpoint, checks, run record, and the end.
+"""Guard a training run, in this order: settings, process group, checkpoint, checks, run record, and the end.
 
 train.py shows the training itself. Participants of the workshop need not read this file.
 """
@@ -41,7 +41,7 @@ from training.find_checkpoints import (
 )
 from training.flops import ModelFlops, matmul_peak, model_flops
 from training.measured_memory import record_process_peaks
-from training.preconditions import check_room, check_trainable
+from training.preconditions import check_room, check_saving, check_trainable
 from training.save_checkpoints import remove_stop_checkpoints
 from training.stopping import StopRequest
 from training.trainer import WorkshopTrainer
@@ -101,6 +101,8 @@ class Run:
     def recorded(self) -> Iterator[None]:
         """Write the run record, which also says how the body ended. Lock the record and the output folder."""
         with self.record:
+            if not self.checkpoint:
+                self.record.refuse_to_overwrite()  # again: another run may have ended just before this run had the lock
             self.start_record()
             watchdog.before_exit(self.record.close_as_hung)
             prepare_trackers(self.args, self.job_id)
@@ -141,8 +143,9 @@ class Run:
             },
         )
 
-    def prepare_sharding(self) -> None:
-        """Prepare accelerate for the Trainer, and start to count the energy. Collective."""
+    def prepare_trainer(self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
+        """Check that the model can be saved, prepare accelerate for sharding, and start to count energy. Collective."""
+        check_saving(model, tokenizer)
         if self.settings.trainer.fsdp or self.settings.model.tensor_parallel > 1:
             shard_on_cpu()  # without this, accelerate silently uses DDP if there is no GPU
         self.energy = EnergyMeter()  # counts the joules of the GPUs, from here to the end of the run

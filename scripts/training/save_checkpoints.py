@@ -57,7 +57,7 @@ class CheckpointCallback(TrainerCallback):
             logged_loss=self.trainer._total_loss_scalar,
             last_logged_step=self.trainer._globalstep_last_logged,
             unlogged_losses=[*unlogged],
-            unlogged_not_finite=str(sum(not_finite)),
+            unlogged_not_finite=sum(not_finite),
             bad_steps=sum(bad_steps) / len(bad_steps),
             steady_steps=self.speed.steps,
             steady_seconds=self.speed.seconds,
@@ -117,5 +117,5 @@ def full_disk_errors(folder: str | Path) -> Iterator[None]:
         disk = isinstance(error, OSError | SafetensorError) or "PytorchStreamWriter" in str(error)
         if not disk and "inline_container" not in str(error):
             raise
-        way_out = f"{remedy_for_write(error)}, then resume from the last complete checkpoint (--resume_from_checkpoint)"
-        raise WorkshopError(folder, f"is not complete: writing failed ({reason})", way_out, ENVIRONMENT) from error
+        remedy = f"{remedy_for_write(error)}, then resume from the last complete checkpoint (--resume_from_checkpoint)"
+        raise WorkshopError(folder, f"is not complete: writing failed ({reason})", remedy, ENVIRONMENT) from error

@@ -15,8 +15,7 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 
 from distributed.collectives import max_over_ranks, print_once, rank, wait_for_all_ranks
 from job.end_with_parent import end_with_parent
-from records.schema import STOPPING_SIGNALS
-from shared.errors import STOPPED
+from shared.errors import STOPPED, STOPPING_SIGNALS
 from training.energy import EnergyMeter
 
 

@@ -21,6 +21,14 @@ from training.sampling import GroupByLengthSampler
 from training.save_checkpoints import full_disk_errors
 from training.upstream_fixes import UpstreamFixes
 
+# The phases of a step, and the methods of the Trainer that they consist of. `backward` contains `forward`
+PHASES = {
+    "data": "get_batch_samples",
+    "forward": "compute_loss",
+    "backward": "training_step",
+    "optimizer": "_clip_grad_norm",
+}
+
 
 class WorkshopTrainer(UpstreamFixes):
     """Trainer whose loss is the same under every strategy, and which continues all counts when it resumes.
@@ -30,16 +38,20 @@ class WorkshopTrainer(UpstreamFixes):
 
     earlier_seconds = 0.0  # training time before the checkpoint that this run resumes from
     saved_step = 0  # step of the last complete checkpoint, 0 without one
-    # Context manager around each phase of a step: data, forward, backward, optimizer. --profile replaces it
-    phase: Callable[[str], contextlib.AbstractContextManager] = contextlib.nullcontext
     loss_of_step: Any = 0  # sum over the micro batches of this optimizer step
-    unlogged_not_finite: Any = 0  # sum of this rank's losses since the last log line that are NaN or infinite
-    bad_steps: Any = 0.0  # number of steps whose loss is NaN or infinite on this rank
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         # Token counts of this rank in this run, see count_tokens
         self.tokens = torch.zeros(KINDS_OF_TOKENS, dtype=torch.int64, device=self.args.device)
+        # Sum of this rank's losses that are NaN or infinite since the last log line, and number of such steps
+        self.unlogged_not_finite = torch.zeros((), device=self.args.device)
+        self.bad_steps = torch.zeros((), device=self.args.device)
+
+    def mark_phases(self, phase: Callable[[str], contextlib.ContextDecorator]) -> None:
+        """Enter `phase(name)` around each phase of a step, for a profile. Call this before the training."""
+        for name, method in PHASES.items():
+            setattr(self, method, phase(name)(getattr(self, method)))
 
     @cached_property
     def steps_per_epoch(self) -> int:
@@ -54,10 +66,6 @@ class WorkshopTrainer(UpstreamFixes):
         global_batch = self.args.train_batch_size * self.args.gradient_accumulation_steps * groups
         seed = self.args.seed if self.args.data_seed is None else self.args.data_seed
         return GroupByLengthSampler(global_batch, sampler.lengths[:], seed)
-
-    def compute_loss(self, *args: Any, **kwargs: Any) -> Any:
-        with self.phase("forward"):
-            return super().compute_loss(*args, **kwargs)
 
     def prediction_step(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, None, None]:
         """Compute the loss of a batch, and add it to the sums of `evaluation_loop`."""
@@ -98,26 +106,20 @@ class WorkshopTrainer(UpstreamFixes):
         self._tr_loss += progress.unlogged_loss
         self._total_loss_scalar = progress.logged_loss
         self._globalstep_last_logged = progress.last_logged_step
-        self.unlogged_not_finite = self._tr_loss.new_tensor(float(progress.unlogged_not_finite))
+        self.unlogged_not_finite = self._tr_loss.new_tensor(progress.unlogged_not_finite)
         self.bad_steps = self._tr_loss.new_tensor(progress.bad_steps)
         self._initial_global_step = 0
         self.earlier_seconds = progress.seconds
 
     def get_batch_samples(self, *args: Any, **kwargs: Any) -> tuple[list, Any]:
-        with self.phase("data"):
-            batches, labels_in_step = super().get_batch_samples(*args, **kwargs)
-            if batches and computes_loss_in_head(self.model):
-                add_label_counts(batches)
+        batches, labels_in_step = super().get_batch_samples(*args, **kwargs)
+        if batches and computes_loss_in_head(self.model):
+            add_label_counts(batches)
         return batches, labels_in_step
-
-    def _clip_grad_norm(self, model: Any) -> Any:
-        with self.phase("optimizer"):
-            return super()._clip_grad_norm(model)
 
     def training_step(self, model: Any, inputs: dict[str, Any], num_items_in_batch: Any = None) -> torch.Tensor:
         self.tokens = self.tokens + count_tokens(inputs)
-        with self.phase("backward"):  # the backward phase contains the forward phase
-            loss = super().training_step(model, inputs, num_items_in_batch)
+        loss = super().training_step(model, inputs, num_items_in_batch)
         self.loss_of_step = self.loss_of_step + loss
         return torch.zeros_like(loss)  # end_step adds the loss of the whole step to the Trainer's sum
 
@@ -137,7 +139,7 @@ class WorkshopTrainer(UpstreamFixes):
         """Log NaN or infinity if a loss since the last line was not finite, and the mean over the finite losses."""
         if "loss" in logs:
             logs["loss"] += float(self.accelerator.reduce(self.unlogged_not_finite))
-            self.unlogged_not_finite = 0
+            self.unlogged_not_finite = torch.zeros_like(self.unlogged_not_finite)
         if "train_loss" in logs:
             finite_steps = self.state.global_step - float(self.accelerator.reduce(self.bad_steps, "mean"))
             logs["train_loss"] *= self.state.global_step / finite_steps if finite_steps else math.nan

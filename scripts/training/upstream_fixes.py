@@ -174,7 +174,7 @@ FIXES = (
 
 
 class LossIn32Bits(Trainer):
-    """With FSDP2 in 16 bit, the loss loses digits: in bf16 it keeps two or three, in fp16 it overflows.
+    """With FSDP2 in 16-bit precision, the loss loses digits: in bf16 it keeps two or three, in fp16 it overflows.
 
     accelerate's policy for FSDP2 casts the model's output, and so the loss, to 16 bits. fp16's loss scale begins at
     65,536, which is too large for fp16 (accelerate/utils/dataclasses.py, set_mixed_precision).
@@ -189,7 +189,7 @@ class LossIn32Bits(Trainer):
 
 
 class WholeNumberOfTokens(Trainer):
-    """With FSDP in 16 bit, the loss is divided by a wrong number of tokens.
+    """With FSDP in 16-bit precision, the loss is divided by a wrong number of tokens.
 
     transformers passes the number to the model as a float, and FSDP casts all float inputs of the model to 16 bits. In
     bf16 the number is wrong by up to 0.4 %. In fp16 it is infinite above 65,504 (transformers/trainer.py,

@@ -24,9 +24,9 @@ def dry_run(workshop: Path, experiment: str, **variables: object) -> subprocess.
 @pytest.mark.parametrize("variables", [{}, {"DRY_RUN": 1}], ids=str)
 def test_a_wrong_value_is_one_error_line_and_writes_nothing(stub, variables):
     done, folder = stub(RANK, verb="run_torchrun", gpus=2, NUMA_BINDING="numa", **variables)
-    way_out = "give node, socket, exclusive or core-complex, or leave it unset"
+    remedy = "give node, socket, exclusive or core-complex, or leave it unset"
     assert (done.returncode, done.stdout) == (2, "")
-    assert done.stderr == f"error: NUMA_BINDING: 'numa' is unknown; {way_out}\n"
+    assert done.stderr == f"error: NUMA_BINDING: 'numa' is unknown; {remedy}\n"
     assert not (folder / "results").exists()
 
 

@@ -1,6 +1,5 @@
 """Tests of values that the report gets from other processes: a run's state, and Python's memory without a model."""
 
-import fcntl
 import os
 from pathlib import Path
 
@@ -8,6 +7,7 @@ import pytest
 
 from estimate.predict_from_record import measure_python_elsewhere
 from job import end_of_job
+from records.writer import sole_writer
 from report_files import add_run, write
 from reporting.runs import Run, find_runs
 from shared.units import MIB
@@ -44,9 +44,7 @@ def test_squeue_decides_if_a_job_is_still_running(tmp_path, monkeypatch, queue, 
 def test_a_run_without_slurm_is_running_while_it_holds_its_lock(tmp_path, monkeypatch):
     monkeypatch.setattr(end_of_job, "queued_jobs", dict)
     folder = add_unfinished_run(tmp_path)
-    write(folder / "results" / ".1" / "lock", "")
-    with (folder / "results" / ".1" / "lock").open() as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
+    with sole_writer(folder / "results" / ".1", "1", "JOB_ID"):
         assert single_run(tmp_path).status == "running"
     assert single_run(tmp_path).status == "failed"
 

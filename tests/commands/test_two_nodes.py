@@ -61,9 +61,9 @@ def test_a_shell_off_the_first_node_gets_an_error_with_the_solution(two_nodes, n
     salloc = {"SLURM_JOB_NUM_NODES": nodes, "SLURMD_NODENAME": "", "MASTER_ADDR": "10.0.0.1"}
     done = two_nodes(host="login", **salloc)
     assert (done.returncode, done.stdout) == (3, "")
-    way_out = r"open a shell there \(srun --overlap --nodes=1 --ntasks=1 --pty bash\), or submit it with sbatch"
+    remedy = r"open a shell there \(srun --overlap --nodes=1 --ntasks=1 --pty bash\), or submit it with sbatch"
     what = "it must run on node1, the first node of job 7, and this shell is on login"
-    assert re.fullmatch(rf"error: x\.slurm: {what}; {way_out}\n", done.stderr)
+    assert re.fullmatch(rf"error: x\.slurm: {what}; {remedy}\n", done.stderr)
     assert two_nodes("true", host="node1.workshop.test", lines="exit", **salloc).returncode == 0
 
 

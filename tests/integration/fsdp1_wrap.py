@@ -45,7 +45,7 @@ if dist.get_rank() == 0:
         "sharded": len(inspect_fsdp.sharded_blocks(model, names)),
         "others": inspect_fsdp.other_units(model, names),
         "share": round(inspect_fsdp.local_fraction(model), 3),
-        "name": str(inspect_fsdp.live_strategy(model, names)),
+        "name": inspect_fsdp.live_strategy(model, names).name,
         "mesh": inspect_fsdp.mesh_shape(model),
         "offloaded": inspect_fsdp.shard_is_on_cpu(model),
         "parameters": parameters,

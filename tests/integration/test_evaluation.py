@@ -137,7 +137,7 @@ def test_a_folder_without_a_model_names_its_last_checkpoint(train, workplace, ov
     (workplace / "text.txt").write_text("Nodes.")
     words = ("--model_name", "output/stopped", "--context", "text.txt", "Who?")
     refused = train("unasked", *words, script="scripts/ask.py", code=2, MODEL_NAME="")
-    what = f"output/stopped has no model, only checkpoints (the last one is {checkpoint.name})"
+    what = f"output/stopped has no model, only checkpoints ({checkpoint.name})"
     assert refused.error == f"--model_name: {what}; complete its run with --resume_from_checkpoint output/stopped"
 
 

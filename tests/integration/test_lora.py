@@ -129,7 +129,7 @@ def held_by_formula(strategy: str, size: int) -> dict[str, int]:
     counters = 4 * 2 * len(ADAPTED_LAYERS)  # Adam counts the steps of each tensor in 4 bytes
     one_counter = 4  # DeepSpeed puts all adapters of a rank into one tensor
     masters_and_moments = 12 * trained // ranks + one_counter
-    # A base in 16 bit has no masters, and adapters in fp32 are their own masters
+    # A base in 16-bit precision has no masters, and adapters in fp32 are their own masters
     replicated = (size * frozen + 4 * trained, 4 * trained, 8 * trained + counters)
     parameters, gradients, optimizer_state = {
         "plain": replicated,
@@ -156,7 +156,7 @@ def test_each_rank_holds_the_bytes_of_the_formula(run: Finished):
 def check_merged(run: Finished, base: Finished) -> None:
     """Check that the weights of a saved model are the base's plus the adapters of the last checkpoint.
 
-    ZeRO in 16 bit saves its adapters in 16 bit, so a merged weight has what the training computed with.
+    ZeRO in 16-bit precision also saves its adapters in it, so a merged weight has what the training computed with.
     """
     (checkpoint,) = run.output.glob("checkpoint-*")
     files = [folder / name for folder in (checkpoint, run.output) for name in ("config.json", "model.safetensors")]
@@ -213,8 +213,8 @@ def test_a_checkpoint_is_refused_as_a_model(train, table, script: str, name: str
     path, model = f"scripts/{script}.py", ("--model_name", folder)
     refused = train(f"refused_{script}", *model, *words, script=path, code=2, MODEL_NAME="")
     what = f"{folder} is a checkpoint of a training run with LoRA, whose weights do not contain the adapters"
-    way_out = "give the output folder of a completed run, or complete this one with --resume_from_checkpoint"
-    assert refused.error == f"--model_name: {what}; {way_out}"
+    remedy = "give the output folder of a completed run, or complete this one with --resume_from_checkpoint"
+    assert refused.error == f"--model_name: {what}; {remedy}"
     assert not refused.record_path.exists()
 
 

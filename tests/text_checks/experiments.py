@@ -209,5 +209,5 @@ def global_batch(script: Path) -> Iterator[str]:
             size = int(settings["BATCH_SIZE"]) * int(settings["GRAD_ACC"]) * groups
             if size != stated:
                 says = f"{settings['BATCH_SIZE']} x {settings['GRAD_ACC']} x {groups} = {size} questions in a step"
-                way_out = f"change BATCH_SIZE or GRAD_ACC, and the row of {experiment_folder(script)} in {TABLE}"
-                yield f"{relative_name(path)}: says {says}, all of {folders} say {stated}; {way_out}"
+                remedy = f"change BATCH_SIZE or GRAD_ACC, and the row of {experiment_folder(script)} in {TABLE}"
+                yield f"{relative_name(path)}: says {says}, all of {folders} say {stated}; {remedy}"

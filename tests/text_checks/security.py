@@ -29,8 +29,8 @@ def findings() -> Iterator[str]:
             if re.search(r"(^|[;&|(]\s*|\s)(eval|bash -c|sh -c)\s", code):
                 yield f"{relative_name(path)}: line {number}: executes text: {line.strip()}; call the command itself"
             if sourced and not SOURCED.fullmatch(sourced[1]):
-                way_out = "add it to SOURCED in tests/text_checks/security.py if it may run code"
-                yield f"{relative_name(path)}: line {number}: sources {sourced[1]}; {way_out}"
+                remedy = "add it to SOURCED in tests/text_checks/security.py if it may run code"
+                yield f"{relative_name(path)}: line {number}: sources {sourced[1]}; {remedy}"
 
 
 def dangers(tree: ast.AST) -> Iterator[ast.Call]:

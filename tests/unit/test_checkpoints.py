@@ -33,7 +33,7 @@ from training.speed import TrainSpeedCallback
 PROGRESS = {"seconds": 9.5, "logged_loss": 20.0, "last_logged_step": 18, "unlogged_losses": [0.5], "steady_steps": 17}
 PROGRESS |= {"steady_seconds": 8.0, "tokens": [[100, 20, 90, 5000], [80, 10, 70, 4000]]}
 MARKED = {"job_id": "7", "world_size": 1, "strategy": "plain", "save_strategy": "epoch", "step": 20}
-MARKED |= {"settings": {}, "config": {}, "data": "", "progress": PROGRESS}
+MARKED |= {"settings": {"global_batch": 16}, "config": {}, "data": "", "progress": PROGRESS}
 
 
 def checkpoint(folder: Path | str, step: int, complete: bool = True, age: int = 0, **saved_by: object) -> Path:
@@ -266,15 +266,15 @@ EIGHT = ("--gradient_accumulation_steps", "8")
 
 
 @pytest.mark.parametrize(
-    ("words", "ranks", "way_out"),
+    ("words", "ranks", "remedy"),
     [
         (EIGHT, 1, "set GRAD_ACC=4, which gives the same global batch on 1 rank(s)"),
         (("--per_device_train_batch_size", "3"), 2, "no GRAD_ACC gives the same global batch on 2 rank(s); lower "),
     ],
 )
-def test_another_global_batch_names_the_accumulation_that_fits(words, ranks, way_out, refusal):
+def test_another_global_batch_names_the_accumulation_that_fits(words, ranks, remedy, refusal):
     line = refusal(check_same_training, save_marker(), make_run(*words, ranks=ranks)[1], code=4)
-    assert f"; {way_out}" in line
+    assert f"; {remedy}" in line
 
 
 def test_samples_per_gpu_gives_other_questions_on_other_ranks(refusal):

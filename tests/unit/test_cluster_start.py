@@ -22,9 +22,9 @@ def test_missing_programs_are_named_with_the_command_that_installs_them(monkeypa
 
 
 @pytest.mark.parametrize(
-    ("rootless", "way_out"), [(("unshare", "--user"), "run: sudo make cluster"), ((), "use a virtual machine")]
+    ("rootless", "remedy"), [(("unshare", "--user"), "run: sudo make cluster"), ((), "use a virtual machine")]
 )
-def test_a_machine_without_namespaces_is_named(monkeypatch, rootless, way_out):
+def test_a_machine_without_namespaces_is_named(monkeypatch, rootless, remedy):
     refused = subprocess.CompletedProcess([], 1, "", REFUSED)
     monkeypatch.setattr(cluster, "missing", lambda: [])
     monkeypatch.setattr(cluster, "ROOTLESS", rootless)
@@ -32,7 +32,7 @@ def test_a_machine_without_namespaces_is_named(monkeypatch, rootless, way_out):
     with pytest.raises(WorkshopError) as error:
         cluster.check_machine()
     assert error.value.what == f"this machine does not permit namespaces ({REFUSED.strip()})"
-    assert error.value.way_out.startswith(way_out)
+    assert error.value.remedy.startswith(remedy)
 
 
 def test_new_jobs_have_ids_above_those_of_all_files(monkeypatch, tmp_path):

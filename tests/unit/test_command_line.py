@@ -173,7 +173,7 @@ MISTAKES = {
 
 
 @pytest.mark.parametrize("words", MISTAKES)
-def test_a_mistake_is_one_line_with_a_way_out(words, gpu, monkeypatch, refusal):
+def test_a_mistake_is_one_line_with_a_remedy(words, gpu, monkeypatch, refusal):
     flags = words.split()
     if not words.startswith("-"):
         monkeypatch.setenv(*flags.pop(0).split("="))

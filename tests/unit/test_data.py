@@ -107,11 +107,11 @@ FAULTS = {
     ),
     "half a character in a question": (
         squad(question(question="What \ud800?")),
-        f"{ONE}a text has a lone surrogate (half a character) at position 5; correct",
+        f"{ONE}question: has a lone surrogate (half a character) at position 5; correct",
     ),
     "half a character in an id": (
         squad(question("\udc00")),
-        f"{ONE}a text has a lone surrogate (half a character) at position 0; correct",
+        f"{ONE}id: has a lone surrogate (half a character) at position 0; correct",
     ),
     "wrong offsets": (
         squad(*map(question, "abc"), *[question(answers=[{"text": "fast", "answer_start": 3}])] * 12),

@@ -142,7 +142,7 @@ def test_bytes_per_parameter_on_four_gpus(monkeypatch, flags, expected):
 
 @pytest.mark.parametrize(("flags", "bytes_of_input"), [((), 4), (("--deepspeed", "ds_configs/zero2.json"), 2)])
 def test_checkpointing_keeps_the_inputs_of_the_blocks(monkeypatch, flags, bytes_of_input):
-    """The inputs are in fp32 under autocast, and in 16 bit if the weights are in 16 bit."""
+    """The inputs are in fp32 under autocast, and in 16-bit precision if the weights are in 16-bit precision."""
     monkeypatch.chdir(REPOSITORY)
     everything = estimated_activations("--bf16", *flags)
     little = estimated_activations("--bf16", *flags, "--activation_checkpointing")
@@ -175,7 +175,7 @@ def test_parts_that_exist_at_different_moments_are_not_added(monkeypatch):
 def test_sdpa_keeps_one_matrix_instead_of_several_per_layer():
     eager, sdpa = (estimated_activations("--bf16", "--attention", attention) for attention in ("eager", "sdpa"))
     matrix = 4 * 16 * 512 * 512  # elements
-    # each eager layer keeps the probabilities in fp32, and in 16 bit for their product with the values
+    # each eager layer keeps the probabilities in fp32, and in 16-bit precision for their product with the values
     assert eager - sdpa == pytest.approx(24 * matrix * (4 + 2) - 2 * matrix, rel=0.1)
 
 
@@ -229,7 +229,7 @@ def test_pinned_blocks_are_rounded_up_to_powers_of_two(monkeypatch):
     least = 2 * (4 - whole) + (2 - whole / 2)
     pinned = pinned_unused("--deepspeed", "ds_configs/zero2_cpu_offload_pinned_memory.json")
     assert least < pinned < least + 0.2
-    # ZeRO-3 always pins offloaded parameters. With pin_memory it also pins the gradients in 16 bit and in fp32
+    # ZeRO-3 always pins offloaded parameters. With pin_memory it also pins the gradients, in 16-bit precision and fp32
     assert pinned_unused("--deepspeed", "ds_configs/zero3_cpu_offload.json") == pytest.approx(2 - whole / 2)
     everything = pinned_unused("--deepspeed", "ds_configs/ds_zero3_offload.json")
     assert 2 * (2 - whole / 2) + (4 - whole) + whole / 2 < everything < 7

@@ -64,7 +64,7 @@ def test_a_path_relative_to_the_repository_gets_an_absolute_path_as_advice(tmp_p
 
 @pytest.fixture
 def folder(tmp_path, tiny_tokenizer):
-    """The folder of a model saved in 16 bit."""
+    """The folder of a model saved in 16-bit precision."""
     model = BloomForCausalLM(BloomConfig(vocab_size=2048, hidden_size=16, n_layer=1, n_head=2))
     model.to(torch.float16).save_pretrained(tmp_path / "model")
     tiny_tokenizer.save_pretrained(tmp_path / "model")

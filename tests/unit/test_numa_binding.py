@@ -91,10 +91,10 @@ def test_a_node_that_cannot_bind_is_one_error_line(monkeypatch, node, refusal):
     def error(mode: str, ranks: str = "2") -> str:
         return refusal(numa_binding.prepare_binding, mode, ranks, code=3)
 
-    way_out = "; request a GPU for each rank, and whole nodes (--exclusive), or leave NUMA_BINDING unset"
+    remedy = "; request a GPU for each rank, and whole nodes (--exclusive), or leave NUMA_BINDING unset"
     node(FAR, allowed=range(8))
     problem = "no CPUs for local rank 1 on node1 (RuntimeError: Must bind to a non-empty set of CPU indices)"
-    assert error("node") == f"error: NUMA_BINDING: {problem}{way_out}"
+    assert error("node") == f"error: NUMA_BINDING: {problem}{remedy}"
     for mode, rank in (("socket", 0), ("exclusive", 1), ("core-complex", 1)):  # socket needs a CPU of each NUMA node
         assert error(mode).startswith(f"error: NUMA_BINDING: no CPUs for local rank {rank} on node1 (")
     node(FAR)

@@ -33,24 +33,24 @@ def test_a_machine_where_pytorch_finds_no_usable_gpu(monkeypatch):
         torch.cuda, "device_count", lambda: 1
     )  # a driver that is too old lists its GPU, but PyTorch cannot use it
     monkeypatch.setattr(preflight_machine, "run_command", lambda *words: (False, "nvidia-smi: no such file"))
-    ((state, *_, way_out),) = preflight_machine.gpus()
+    ((state, *_, remedy),) = preflight_machine.gpus()
     expected = ("skip", "check them in a job: srun --gpus-per-node=1 python scripts/preflight.py")
-    assert (state, way_out) == expected, "a login node"
+    assert (state, remedy) == expected, "a login node"
     monkeypatch.setattr(preflight_machine, "run_command", lambda *words: (True, NVIDIA_SMI))
-    ((state, _, found, way_out),) = preflight_machine.gpus()
+    ((state, _, found, remedy),) = preflight_machine.gpus()
     assert state == "fail"
     assert found.startswith("nvidia-smi lists Tesla V100-SXM2-32GB, 470.82.01, but torch ")
-    assert "docs/environment.md" in way_out and "torch==2.13.0+cu126" in way_out
+    assert "docs/environment.md" in remedy and "torch==2.13.0+cu126" in remedy
 
 
 def test_a_gpu_that_torch_was_not_built_for_fails(monkeypatch):
     answers = {"device_count": 1, "get_device_name": "Tesla V100-SXM2-32GB", "get_device_capability": (7, 0)}
     for name, answer in (answers | {"is_available": True, "get_arch_list": TORCH_2_13_CU130}).items():
         monkeypatch.setattr(torch.cuda, name, lambda *_, answer=answer: answer)
-    ((state, _, found, way_out),) = preflight_machine.gpus()
+    ((state, _, found, remedy),) = preflight_machine.gpus()
     assert state == "fail"
     assert found.startswith("Tesla V100-SXM2-32GB, compute capability 7.0: torch ")
-    assert "python -m pip install torch==2.13.0+cu126 --index-url " in way_out
+    assert "python -m pip install torch==2.13.0+cu126 --index-url " in remedy
 
 
 def test_versions_that_differ_from_the_pins_are_listed():

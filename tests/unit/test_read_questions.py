@@ -37,6 +37,7 @@ TABLES = {
     "a byte order mark and semicolons": ("t.csv", f"\ufeffContext;Question;Answer\n{CONTEXT};How many?;eight\n"),
     "Excel's line for the delimiter": ("t.csv", f"sep=;\r\nContext;Question;Answer\r\n{CONTEXT};How many?;eight\r\n"),
     "tabs": ("t.tsv", f"passage\tquery\tlabel\r\n{CONTEXT}\tHow many?\teight\r\n"),
+    "a blank line first": ("t.csv", f'\n{NAMES}"{CONTEXT}",How many?,eight\n'),
     "no line end": ("t.csv", f'{NAMES}"{CONTEXT}",How many?,eight'),
     "JSON Lines": ("t.jsonl", lines(ROW)),
     "JSON Lines by another name": ("t.json", lines(ROW, ROW)),
@@ -93,6 +94,7 @@ FAULTS = {
     "an answer is not a text: [": [ROW | {"answer": [["eight"]]}],
     "an answer is not a text: ''": [ROW | {"answer": ["eight", ""]}],
     "the answer 'eight' is not at answer_start 3,": [ROW | {"answer": [{"text": "eight", "answer_start": 3}]}],
+    "answer_start is [0], expected a list": [ROW | {"answer": {"text": ["eight", "GPUs"], "answer_start": [0]}}],
     "is_impossible is 'false', expected true or false": [ROW | {"is_impossible": "false"}],
     "is_impossible is true, but there is an answer": [ROW | {"is_impossible": True}],
     "is not an object with columns": [3, ["eight"]],
@@ -115,6 +117,22 @@ def test_each_unusable_row_is_listed_and_left_out_on_request(written, refusal):
         assert f"rows of t.jsonl: 2 used, {len(part)} left out, 0 empty" in notes
     path = written("t.jsonl", lines(*(row for _, row in faulty), ROW))
     assert f" and {len(faulty) - SHOWN} more; correct" in refusal(read_file, path)
+
+
+def test_rows_that_contradict_each_other_cannot_be_used(written):
+    rows = [ROW, ROW | {"answer": []}]
+    (question,), notes = read_file(written("t.jsonl", lines(*rows)), skip=True)
+    assert question["answers"] == ["eight"]
+    assert notes[-1].startswith("left out: line 2: the question is also in another row, and only one of the rows has")
+
+
+def test_cells_that_mean_no_answer(written):
+    """The passage contains the two characters of an empty list, and the name of the column has capitals."""
+    path = written(
+        "t.csv", "context,question,answer,Is_Impossible\nx = [],One?,[],\nx = [],Two?,,TRUE\nx = [],Three?,x,\n"
+    )
+    questions, _ = read_file(path)
+    assert [row["answers"] for row in questions] == [[UNANSWERABLE], [UNANSWERABLE], ["x"]]
 
 
 def left_out(notes: list[str]) -> list[str]:
@@ -215,7 +233,7 @@ REFUSED = {
         None,
         "t.csv: has no questions; give a table with context, question and answer in each",
     ),
-    "nothing": ("t.csv", "", None, "t.csv: none of its columns () has a usual name for the context and the question"),
+    "nothing": ("t.csv", "", None, "t.csv: has no questions; give a table with context, question and"),
     "a mistyped column": (
         "t.jsonl",
         lines(ROW),

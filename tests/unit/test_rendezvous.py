@@ -47,8 +47,8 @@ def test_only_the_static_rendezvous_is_accepted(monkeypatch, launched, refusal, 
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
     what = "c10d may execute code that anybody on the network writes into its store"
-    way_out = "leave the flag out, and for several nodes give --master-addr, --master-port and --node-rank"
-    assert refusal(launched, *flags) == f"error: --rdzv-backend: {what}; {way_out}"
+    remedy = "leave the flag out, and for several nodes give --master-addr, --master-port and --node-rank"
+    assert refusal(launched, *flags) == f"error: --rdzv-backend: {what}; {remedy}"
 
 
 @pytest.mark.parametrize("flags", [[], ["--standalone"]], ids=str)

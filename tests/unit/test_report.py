@@ -286,7 +286,7 @@ def test_the_summary_of_a_failed_job_keeps_its_measurements(tmp_path, main_of, c
     assert "Baseline summary of 1 (failed: exit code 3, tiny-bloom)" in printed
     assert "| Eval Loss (Epoch 2) | 7.096 | epoch 2 |" in printed
     assert "| Train Loss (Final) | | the run's status is failed |" in printed
-    assert "does not compare: nodes: 3 instead of 2" in printed
+    assert "not comparable: nodes: 3 instead of 2" in printed
 
 
 # --- command line

@@ -78,7 +78,7 @@ def test_the_overview_lists_completed_failed_and_incomparable_runs(tmp_path, mon
         f"incomplete: 1 run 5 {STAGE}: results/5.json: is not a valid run record (status: Field required)",
         "oom: 1 run 4 baseline: exit code 1; attempt 2, resumed at step 4",
         "completed, incomplete: 1 run 6 fsdp-baseline: cpu_memory: no log of job 6",
-        "does not compare: 1 row, left out of scaling and scatter plots "
+        "not comparable: 1 row, left out of scaling and scatter plots "
         "3 8 GPUs in Weak scaling on one node: labels answer, others sequence",
         "A sample taken while a process forks counts its memory twice",
     ):
@@ -273,7 +273,7 @@ def test_lines_over_gpus_leave_out_runs_that_do_not_compare(tmp_path):
     ideal, measured = axis.lines
     assert list(measured.get_xdata()) == list(ideal.get_xdata()) == [2, 4, 6]
     assert list(measured.get_ydata()) == [10.1, 18.9, 35.0]
-    assert axis.get_xlabel() == "GPUs\nLeft out, does not compare: 8 GPUs."
+    assert axis.get_xlabel() == "GPUs\nLeft out, not comparable: 8 GPUs."
     (axis,) = drawn("efficiency", shown).axes
     assert axis.get_ylabel() == "Efficiency, per GPU (%)"
     assert list(axis.lines[1].get_ydata()) == pytest.approx([100, 93.564, 115.512], abs=0.001)
@@ -326,7 +326,7 @@ def test_speed_over_memory_shows_each_completed_run_and_the_pareto_front(tmp_pat
     add_run(tmp_path, "efficiency/compile", "5", (100, 200, 50), settings__labels="answer")
     add_run(tmp_path, "efficiency/chunked_loss", "6", status="failed", exit_code=1)
     (axis,) = drawn("speed", table(tmp_path, "efficiency-tiny-bloom")).axes
-    assert axis.get_xlabel() == "peak GPU memory (MiB)\nLeft out, does not compare: with torch.compile."
+    assert axis.get_xlabel() == "peak GPU memory (MiB)\nLeft out, not comparable: with torch.compile."
     assert (axis.get_xlim(), axis.get_ylim()) == ((0, pytest.approx(990)), (0, pytest.approx(5.5))), (
         "no point is cut off"
     )

@@ -93,7 +93,7 @@ def test_a_row_shows_the_latest_run_that_compares(tmp_path):
         )
     row = stage_1(tmp_path)
     assert (row.jobs, row.status) == ("1", "completed")
-    assert row.remarks == ["the newer job 4 is not shown: it does not compare: num_train_epochs 60.0, others 3.0"]
+    assert row.remarks == ["the newer job 4 is not shown: it is not comparable: num_train_epochs 60.0, others 3.0"]
 
 
 def test_a_row_shows_the_latest_run_if_all_were_repeated(tmp_path):
@@ -291,8 +291,8 @@ def test_a_run_that_does_not_compare_is_marked(tmp_path, change, said):
     for job, stage in (("1", "zero_1"), ("2", "zero_2"), ("3", "zero_3")):
         add_run(tmp_path, f"deepspeed-single-gpu/{stage}", job, **(change if job == "2" else {}))
     rows = [row for row in table(tmp_path, TABLE).rows if row.run]
-    assert [row.status for row in rows] == ["completed", "completed, does not compare", "completed"]
-    assert rows[1].remarks == [f"does not compare: {said}"]
+    assert [row.status for row in rows] == ["completed", "completed, not comparable", "completed"]
+    assert rows[1].remarks == [f"not comparable: {said}"]
     overview = write_page(tmp_path).partition("<h2>Overview</h2>")[2].partition("</section>")[0]
     assert overview.count(said) == 1
 
@@ -307,7 +307,7 @@ def test_a_reference_that_does_not_compare_is_marked(tmp_path):
     add_run(tmp_path, f"{stages}/zero_1", "1", settings__labels="all")
     add_run(tmp_path, f"{stages}/cpu_offloading/zero_1", "2")
     (row, *_) = table(tmp_path, "offload-trade-off").rows
-    assert row.remarks == ["no offload (job 1): does not compare: labels all, others sequence"]
+    assert row.remarks == ["no offload (job 1): not comparable: labels all, others sequence"]
 
 
 @pytest.mark.parametrize(
@@ -324,7 +324,7 @@ def test_a_run_that_does_not_compare_has_no_relations(tmp_path, change, cause):
     add_run(tmp_path, f"{SCALING}/8_gpus", "8", world_size=8, train__steady_samples_per_second=36.0)
     weak = table(tmp_path, "multi-gpu-weak-scaling")
     column = "efficiency.steady_samples_per_second"
-    note = f"does not compare with job 2 ({SCALING}/2_gpus): {cause}"
+    note = f"not comparable with job 2 ({SCALING}/2_gpus): {cause}"
     assert cell(weak, "4 GPUs", column) == Cell(None, note)
     assert cell(weak, "4 GPUs", "steady_samples_per_second").value == 40
     assert cell(weak, "8 GPUs", column).value == 90

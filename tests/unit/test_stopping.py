@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import pytest
 from transformers import TrainerControl
 
-from records.schema import STOPPING_SIGNALS
+from shared.errors import STOPPING_SIGNALS
 from training.stopping import StopCallback, StopRequest
 
 
