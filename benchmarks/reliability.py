@@ -27,7 +27,7 @@ import atexit, functools, json, os, sys, time
 sys.path.insert(0, {scripts!r})
 import train
 from distributed import watchdog
-from training import save_checkpoints, stopping, trainer
+from training import checkpoints, stopping, trainer
 times = {{}}
 
 def timed(holder, name, label):
@@ -43,7 +43,7 @@ def timed(holder, name, label):
 
 timed(stopping.StopCallback, "on_step_end", "agreement")
 timed(watchdog, "progress", "heartbeat")
-timed(save_checkpoints, "mark_complete", "marker")
+timed(checkpoints, "mark_complete", "marker")
 timed(trainer.WorkshopTrainer, "_save_checkpoint", "save")
 timed(trainer.WorkshopTrainer, "training_step", "forward and backward")
 timed(trainer.WorkshopTrainer, "_run_epoch", "epoch")

@@ -38,7 +38,7 @@ from settings.precision import DTYPES
 from training.callbacks import add_callbacks
 from training.exact_match import Generation, exact_match_and_f1
 from training.run_frame import start_run
-from training.save_checkpoints import full_disk_errors
+from training.checkpoints import full_disk_errors
 from training.trainer import WorkshopTrainer
 
 

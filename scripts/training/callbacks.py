@@ -20,7 +20,7 @@ from training.gpu_activity import GpuActivityCallback
 from training.measured_memory import ModelStateCallback, record_peaks
 from training.profiling import ProfileCallback
 from training.run_frame import Run
-from training.save_checkpoints import CheckpointCallback
+from training.checkpoints import CheckpointCallback
 from training.speed import TrainSpeedCallback
 from training.stopping import StopCallback
 from training.trainer import WorkshopTrainer

@@ -29,7 +29,7 @@ from shared.hub import check_files, draw_bars_on_terminals_only
 from shared.tracker_setup import close_trackers, prepare_trackers
 from training.energy import EnergyMeter
 from training.exact_match import check_references
-from training.find_checkpoints import (
+from training.checkpoints import (
     check_for_code,
     check_same_training,
     effects_of_other_ranks,
@@ -42,7 +42,7 @@ from training.find_checkpoints import (
 from training.flops import ModelFlops, matmul_peak, model_flops
 from training.measured_memory import record_process_peaks
 from training.preconditions import check_room, check_saving, check_trainable
-from training.save_checkpoints import remove_stop_checkpoints
+from training.checkpoints import remove_stop_checkpoints
 from training.stopping import StopRequest
 from training.trainer import WorkshopTrainer
 

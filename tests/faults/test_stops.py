@@ -28,7 +28,7 @@ def complete_checkpoints(ended: Finished) -> set[str]:
 TORN_FILE = "open(args[1], 'wb').write(b'torn'); os.kill(os.getpid(), signal.SIGKILL)"
 TORN_FOLDER = "os.remove(os.path.join(args[0], 'optimizer.pt')); os.kill(os.getpid(), signal.SIGKILL)"
 FIRST, BOTH = {"checkpoint-2"}, {"checkpoint-2", "checkpoint-4"}
-REMOVE_OLDER = "training.save_checkpoints.CheckpointCallback.remove_older"
+REMOVE_OLDER = "training.checkpoints.CheckpointCallback.remove_older"
 KILLED = {  # the patch that kills the run at this moment, and the checkpoints that are complete at this moment
     "before the first record": (patch_call("records.writer.RunRecord.write"), set()),
     "while the record is replaced": (patch_call("pathlib.Path.replace"), set()),
@@ -40,8 +40,8 @@ KILLED = {  # the patch that kills the run at this moment, and the checkpoints t
         FIRST,
     ),
     "in the middle of a file": (patch_call("torch.save", 6, TORN_FILE), FIRST),
-    "before a checkpoint is marked": (patch_call("training.save_checkpoints.CheckpointCallback.on_save", 2), FIRST),
-    "while a checkpoint is marked": (patch_call("training.save_checkpoints.write_json", 2), FIRST),
+    "before a checkpoint is marked": (patch_call("training.checkpoints.CheckpointCallback.on_save", 2), FIRST),
+    "while a checkpoint is marked": (patch_call("training.checkpoints.write_json", 2), FIRST),
     "before the older checkpoint is removed": (patch_call(REMOVE_OLDER, 2), BOTH),
     "while the model is saved": (patch_call("transformers.modeling_utils.safe_save_file", 3), BOTH),
     "as the run ends": (patch_call("records.writer.RunRecord.__exit__"), BOTH),
@@ -113,7 +113,7 @@ STOPPED = {  # the patch that sends the signal at this moment, and the step of t
 }
 MORE_STOPPED = {
     "in the last step": (signal_patch(STEP, 4, signal.SIGTERM), 4),
-    "as a checkpoint is marked": (signal_patch("training.save_checkpoints.mark_complete", 1, signal.SIGTERM), 2),
+    "as a checkpoint is marked": (signal_patch("training.checkpoints.mark_complete", 1, signal.SIGTERM), 2),
     "in a step, HUP": (signal_patch(STEP, 3, signal.SIGHUP), 3),
     "in a step, INT": (signal_patch(STEP, 3, signal.SIGINT), 3),
     "in a step, twice": (signal_patch(STEP, 3, signal.SIGTERM, signal.SIGTERM), 3),
@@ -236,7 +236,7 @@ def test_fp16_resumes_with_its_loss_scale(bench: Bench, method):
 @pytest.mark.parametrize("method", [pytest.param("DDP", marks=TEST_FAULTS_ONLY), "FSDP", *DEEPSPEED])
 def test_all_ranks_skip_a_checkpoint_that_is_not_marked(bench: Bench, method):
     flags = METHODS[method]
-    script = bench.patched(patch_call("training.save_checkpoints.CheckpointCallback.on_save", 2))
+    script = bench.patched(patch_call("training.checkpoints.CheckpointCallback.on_save", 2))
     dead = bench.run(*flags, *KEPT, script=script, code=-signal.SIGKILL, **PAIR)
     assert complete_marks(dead.output) == {"checkpoint-2": True, "checkpoint-4": False}
     again = bench.run(*flags, *KEPT, RESUME, **PAIR)

@@ -13,7 +13,7 @@ from workbench import complete_marks
 
 # Kill every rank with SIGKILL, before or after the checkpoint of the second epoch is marked as complete
 KILLED = """
-from training.save_checkpoints import CheckpointCallback
+from training.checkpoints import CheckpointCallback
 
 def on_save(self, args, state, control, original=CheckpointCallback.on_save, **kwargs):
     if state.global_step == 8:

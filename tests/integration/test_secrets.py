@@ -12,7 +12,7 @@ from workbench import Bench
 
 # Crash after the first checkpoint
 CRASH = """
-from training.save_checkpoints import CheckpointCallback
+from training.checkpoints import CheckpointCallback
 
 def on_save(self, args, state, control, original=CheckpointCallback.on_save, **kwargs):
     original(self, args, state, control, **kwargs)

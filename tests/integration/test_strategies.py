@@ -32,7 +32,7 @@ from runs import (
 )
 from settings.precision import cpu_has_bf16
 from settings.settings import build_settings
-from training.find_checkpoints import check_for_code, forbid_code_in_checkpoints
+from training.checkpoints import check_for_code, forbid_code_in_checkpoints
 from training.preconditions import bytes_to_save
 
 TOLERANCE = 1e-4  # the order of fp32 additions may differ; a lost gradient changes the loss far more

@@ -16,7 +16,7 @@ from settings.command_line import LATEST, parse_command_line
 from settings.settings import Settings
 from training import preconditions
 from training.energy import EnergyMeter
-from training.find_checkpoints import (
+from training.checkpoints import (
     MARKER,
     check_same_training,
     effects_of_other_ranks,
@@ -26,7 +26,7 @@ from training.find_checkpoints import (
     training_identity,
 )
 from training.preconditions import check_room
-from training.save_checkpoints import CheckpointCallback, mark_complete, remove_stop_checkpoints
+from training.checkpoints import CheckpointCallback, mark_complete, remove_stop_checkpoints
 from training.speed import TrainSpeedCallback
 
 # The marker that version 1.0.0 wrote: without at_once, steady_joules and the counts of losses that are not finite

@@ -19,7 +19,7 @@ from helpers import REPOSITORY
 from model import load_config, load_model, load_tokenizer
 from shared.errors import WorkshopError
 from text_checks.security import dangers
-from training.find_checkpoints import check_for_code, forbid_code_in_checkpoints
+from training.checkpoints import check_for_code, forbid_code_in_checkpoints
 
 DATA = DataArguments(dataset=str(REPOSITORY / "data" / "squad_sample.json"))
 EXECUTED = Path("executed")

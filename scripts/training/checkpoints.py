@@ -1,31 +1,38 @@
-"""Find the checkpoint to resume from. It must be complete, belong to the same training, and contain no code.
+"""Checkpoints: mark a saved one as complete, remove older ones, and find the one to resume from.
 
 transformers resumes from the folder with the highest number, even if the job was killed while writing it. If the
 optimizer's file is missing, it starts with a new optimizer. Here, a checkpoint gets the file `complete.json` once all
-ranks have written their files (save_checkpoints.py), and a run resumes only from such a checkpoint. `Marker` describes
-the file.
+ranks have written their files, and a run resumes only from such a checkpoint. It must also belong to the same training,
+and contain no code. `Marker` describes the file.
 """
 
+import contextlib
 import json
 import os
 import re
+import shutil
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
 
 from datasets import Dataset
 from pydantic import BaseModel, PlainSerializer
+from safetensors import SafetensorError
 from torch.serialization import add_safe_globals, get_unsafe_globals_in_checkpoint
+from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.trainer_pt_utils import safe_globals
 
 from config import DEFAULTS
-from distributed.collectives import rank, world_size
+from distributed.collectives import gather_lists, rank, wait_for_all_ranks, world_size
 from distributed.strategy import BY_NAME
+from model import share_weights
 from records.run_environment import strip_repository
 from settings.command_line import LATEST
 from settings.settings import Settings
-from shared.errors import NO_CHECKPOINT, WorkshopError
-from shared.json_files import flatten_keys, read_checked
+from shared.errors import ENVIRONMENT, NO_CHECKPOINT, WorkshopError, remedy_for_write
+from shared.json_files import flatten_keys, read_checked, write_json
+from training.speed import TrainSpeedCallback, clock
 
 MARKER = "complete.json"
 # The keys of an FSDP2 config that determine the files of a checkpoint, with their defaults. PyTorch loads these files
@@ -118,6 +125,109 @@ def newest_first(folder: Path) -> float:
     return -(folder / MARKER).stat().st_mtime
 
 
+# 2. Saving
+
+
+class CheckpointCallback(TrainerCallback):
+    """Callback that marks each saved checkpoint as complete, and then removes older checkpoints."""
+
+    def __init__(self, trainer: Any, identity: dict, speed: TrainSpeedCallback, resumed_from: str | None):
+        """trainer: a WorkshopTrainer. identity: the description of this training, which each checkpoint contains."""
+        self.trainer = trainer
+        self.save_total_limit = trainer.args.save_total_limit
+        trainer.args.save_total_limit = None  # the Trainer would remove checkpoints before the new one is complete
+        self.identity = identity
+        self.speed = speed
+        self.resumed_from = resumed_from
+
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        self.started = clock()
+        if self.resumed_from:
+            saved = read_marker(self.resumed_from)
+            self.trainer.saved_step = saved["step"]
+            progress = Progress.model_validate(saved["progress"])
+            self.trainer.resume_counts(progress)
+            self.speed.resume_counts(
+                progress.steady_steps, progress.steady_seconds, progress.tokens, progress.steady_joules
+            )
+
+    def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        sums = self.trainer._tr_loss, self.trainer.unlogged_not_finite, self.trainer.bad_steps
+        unlogged, not_finite, bad_steps = zip(*gather_lists([float(each) for each in sums]), strict=True)
+        progress = Progress(
+            seconds=self.trainer.earlier_seconds + clock() - self.started,
+            logged_loss=self.trainer._total_loss_scalar,
+            last_logged_step=self.trainer._globalstep_last_logged,
+            unlogged_losses=[*unlogged],
+            unlogged_not_finite=sum(not_finite),
+            bad_steps=sum(bad_steps) / len(bad_steps),
+            steady_steps=self.speed.steps,
+            steady_seconds=self.speed.seconds,
+            tokens=self.speed.all_tokens(),
+            steady_joules=[*self.speed.all_joules()],
+        )
+        folder = checkpoint_folder(args.output_dir, state.global_step)
+        wait_for_all_ranks()  # after this, all ranks have written their files
+        if rank() == 0:
+            content = self.identity | {"step": state.global_step, "progress": progress.model_dump()}
+            with full_disk_errors(folder):
+                mark_complete(folder, content)
+            print(f"checkpoint of step {state.global_step} is complete: {folder}", flush=True)
+            self.remove_older(folder.parent, state.best_model_checkpoint)
+        self.trainer.saved_step = state.global_step
+        wait_for_all_ranks()
+
+    def remove_older(self, output_dir: Path, best: str | None) -> None:
+        found = sorted(complete_checkpoints([output_dir]), key=newest_first)
+        for folder in found[self.save_total_limit :] if self.save_total_limit else []:
+            if best is None or folder != Path(best):
+                remove(folder)
+
+
+def mark_complete(folder: Path, content: dict) -> None:
+    """Let others read the weights, and write the marker file, which lists all files of the checkpoint."""
+    share_weights(folder)
+    paths = [path for path in folder.rglob("*") if path.is_file() and path.name != MARKER]
+    files = {str(path.relative_to(folder)): path.stat().st_size for path in paths}
+    write_json(folder / MARKER, content | {"files": files})
+
+
+def remove_stop_checkpoints(output_dir: str | Path) -> None:
+    """Remove the checkpoints that a run with SAVE_STRATEGY=no saved at its stops."""
+    if rank() == 0:
+        for folder in complete_checkpoints([Path(output_dir)]):
+            if read_marker(folder)["save_strategy"] == "no":
+                remove(folder)
+
+
+def remove(folder: Path) -> None:
+    """Remove a checkpoint, its marker first.
+
+    Files that another node holds open may remain for a while. Without the marker they do not count as a checkpoint.
+    """
+    (folder / MARKER).unlink(missing_ok=True)
+    shutil.rmtree(folder, ignore_errors=True)
+
+
+@contextlib.contextmanager
+def full_disk_errors(folder: str | Path) -> Iterator[None]:
+    """Turn the libraries' exceptions for a full disk into WorkshopError (exit code 3)."""
+    try:
+        yield
+    except (OSError, RuntimeError, SafetensorError) as error:
+        reason = str(error).splitlines()[0]
+        disk = isinstance(error, OSError | SafetensorError) or "PytorchStreamWriter" in str(error)
+        if not disk and "inline_container" not in str(error):
+            raise
+        remedy = f"{remedy_for_write(error)}, then resume from the last complete checkpoint (--resume_from_checkpoint)"
+        raise WorkshopError(folder, f"is not complete: writing failed ({reason})", remedy, ENVIRONMENT) from error
+
+
+# 3. The checkpoint to resume from
+
+
 def find_checkpoint(requested: str | None, output_dir: str, job_id: str) -> str | None:
     """Return the checkpoint to resume from.
 
@@ -159,7 +269,7 @@ def checkpoint_of_restarted_job(output_dir: str, job_id: str) -> Path | None:
     return min(own, key=newest_first, default=None)
 
 
-# 2. The same training
+# 4. The same training
 
 
 def keep_global_batch(settings: Settings, output_dir: str, job_id: str, ranks: int) -> Settings:
@@ -275,7 +385,7 @@ def remedy(names: list[str], saved: dict, identity: dict) -> str:
     return "give the same settings, or leave --resume_from_checkpoint out to start from the beginning"
 
 
-# 3. No code
+# 5. No code
 #
 # torch.save writes a pickle, and a pickle can call any function. The Trainer loads its own files with PyTorch's
 # `weights_only`, which accepts tensors, plain values and a list of classes. DeepSpeed does not use `weights_only`, so
