@@ -36,9 +36,9 @@ from models.chunked_loss import use_chunked_loss
 from models.lora import add_adapters
 from settings.precision import DTYPES
 from training.callbacks import add_callbacks
+from training.checkpoints import full_disk_errors
 from training.exact_match import Generation, exact_match_and_f1
 from training.run_frame import start_run
-from training.checkpoints import full_disk_errors
 from training.trainer import WorkshopTrainer
 
 

@@ -16,11 +16,11 @@ from records.schema import local_now
 from records.writer import RunRecord
 from shared.errors import WorkshopError
 from training.audit import AuditCallback
+from training.checkpoints import CheckpointCallback
 from training.gpu_activity import GpuActivityCallback
 from training.measured_memory import ModelStateCallback, record_peaks
 from training.profiling import ProfileCallback
 from training.run_frame import Run
-from training.checkpoints import CheckpointCallback
 from training.speed import TrainSpeedCallback
 from training.stopping import StopCallback
 from training.trainer import WorkshopTrainer

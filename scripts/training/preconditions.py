@@ -23,8 +23,8 @@ from models.lora import LoraLinear
 from settings.settings import Settings
 from shared.errors import ENVIRONMENT, WorkshopError
 from shared.hub import short_reason
-from training.exact_match import load_metric
 from training.checkpoints import complete_checkpoints
+from training.exact_match import load_metric
 from training.flops import other_matrices
 
 # A data loader's worker opens the socket <temporary folder>/pymp-12345678/listener-12345678. Linux allows 107 bytes

@@ -27,8 +27,6 @@ from settings.settings import Settings
 from settings.trainer_flags import training_arguments
 from shared.hub import check_files, draw_bars_on_terminals_only
 from shared.tracker_setup import close_trackers, prepare_trackers
-from training.energy import EnergyMeter
-from training.exact_match import check_references
 from training.checkpoints import (
     check_for_code,
     check_same_training,
@@ -37,12 +35,14 @@ from training.checkpoints import (
     forbid_code_in_checkpoints,
     keep_global_batch,
     read_marker,
+    remove_stop_checkpoints,
     training_identity,
 )
+from training.energy import EnergyMeter
+from training.exact_match import check_references
 from training.flops import ModelFlops, matmul_peak, model_flops
 from training.measured_memory import record_process_peaks
 from training.preconditions import check_room, check_saving, check_trainable
-from training.checkpoints import remove_stop_checkpoints
 from training.stopping import StopRequest
 from training.trainer import WorkshopTrainer
 

@@ -15,10 +15,9 @@ from transformers.trainer_utils import EvalLoopOutput, TrainOutput
 from data_loader import IGNORED
 from models.chunked_loss import add_label_counts, computes_loss_in_head
 from shared.errors import WorkshopError
-from training.checkpoints import MARKER, Progress, checkpoint_folder
+from training.checkpoints import MARKER, Progress, checkpoint_folder, full_disk_errors
 from training.flops import KINDS_OF_TOKENS, count_tokens
 from training.sampling import GroupByLengthSampler
-from training.checkpoints import full_disk_errors
 from training.upstream_fixes import UpstreamFixes
 
 # The phases of a step, and the methods of the Trainer that they consist of. `backward` contains `forward`

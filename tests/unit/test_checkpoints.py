@@ -15,18 +15,20 @@ from distributed.strategy import FULL_SHARD, PLAIN, ZERO
 from settings.command_line import LATEST, parse_command_line
 from settings.settings import Settings
 from training import preconditions
-from training.energy import EnergyMeter
 from training.checkpoints import (
     MARKER,
+    CheckpointCallback,
     check_same_training,
     effects_of_other_ranks,
     find_checkpoint,
     keep_global_batch,
+    mark_complete,
     read_marker,
+    remove_stop_checkpoints,
     training_identity,
 )
+from training.energy import EnergyMeter
 from training.preconditions import check_room
-from training.checkpoints import CheckpointCallback, mark_complete, remove_stop_checkpoints
 from training.speed import TrainSpeedCallback
 
 # The marker that version 1.0.0 wrote: without at_once, steady_joules and the counts of losses that are not finite
