@@ -64,7 +64,7 @@ class Run:
     stop: StopRequest
     record: RunRecord
     checkpoint: str | None
-    meta_model: PreTrainedModel = field(init=False)
+    meta_model: PreTrainedModel
     identity: dict = field(init=False)
     questions: dict[str, Dataset] = field(init=False)
     energy: EnergyMeter = field(init=False)
@@ -74,10 +74,6 @@ class Run:
 
     def check_model(self, tokenizer: PreTrainedTokenizerBase) -> None:
         """Raise WorkshopError (exit code 2) if the model cannot be trained with these settings."""
-        watchdog.progress("reading the data")  # the watchdog treats a rank without progress for --ddp_timeout as hung
-        self.meta_model = build_meta_model(self.settings.model)
-        if self.settings.model.lora_rank:
-            add_adapters(self.meta_model, self.settings.model.lora_rank)
         check_trainable(self.settings, self.args, self.meta_model, tokenizer)
 
     def check_data(self, train_dataset: Dataset, eval_dataset: Dataset, tokenizer: PreTrainedTokenizerBase) -> None:
@@ -163,7 +159,7 @@ class Run:
 
 
 def start_run(description: str) -> Run:
-    """Read and check the settings, start the process group, and find the checkpoint to resume from.
+    """Read and check the settings, start the process group, find the checkpoint, and build the model without weights.
 
     description: the text of --help. Raise WorkshopError for a user's mistake, before the run writes anything.
     """
@@ -192,6 +188,10 @@ def start_run(description: str) -> Run:
         check_for_code(checkpoint)
     else:
         record.refuse_to_overwrite()
+    watchdog.progress("reading the data")  # the watchdog treats a rank without progress for --ddp_timeout as hung
+    meta_model = build_meta_model(settings.model)
+    if settings.model.lora_rank:
+        add_adapters(meta_model, settings.model.lora_rank)
     return Run(
         settings=settings,
         args=args,
@@ -201,6 +201,7 @@ def start_run(description: str) -> Run:
         stop=stop,
         record=record,
         checkpoint=checkpoint,
+        meta_model=meta_model,
     )
 
 

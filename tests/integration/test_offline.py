@@ -147,7 +147,7 @@ NETWORK_FAULTS = {
     "an address without a scheme": ({"HF_ENDPOINT": "hf-mirror.com"}, MALFORMED.format("hf-mirror.com")),
     "a proxy that refuses": (
         {"HTTPS_PROXY": "HUB"},
-        "--model_name: bigscience/bloom-560m cannot be loaded from the Hub (...: 501 Unsupported method ('CONNECT')); "
+        "--model_name: bigscience/bloom-560m cannot be loaded from the Hub (...501 Unsupported method ('CONNECT')); "
         "check HTTPS_PROXY, ALL_PROXY and HF_ENDPOINT",
     ),
     "the network is switched off": ({"HF_HUB_OFFLINE": "1"}, OFFLINE.format("HF_HUB_OFFLINE is set")),
