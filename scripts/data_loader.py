@@ -4,6 +4,7 @@ import hashlib
 import json
 import os
 from collections.abc import Iterator
+from functools import cache
 from typing import Any
 
 from datasets import Dataset, fingerprint, load_dataset
@@ -114,7 +115,8 @@ def is_local(dataset: str) -> bool:
         return True
     check_relative_path("--dataset", dataset)
     if dataset.endswith(FORMATS) or dataset.startswith((".", "/", "~")):
-        raise WorkshopError(dataset, "there is no such file", "correct --dataset")
+        folder = os.path.isdir(os.path.expanduser(dataset))
+        raise WorkshopError(dataset, "is a folder" if folder else "there is no such file", "correct --dataset")
     return False
 
 
@@ -138,6 +140,12 @@ def read_local(data_args: DataArguments, part: str = "all") -> Iterator[dict]:
     return read_questions(data_args.dataset, part, data_args.table_columns, data_args.bad_rows == "skip")
 
 
+@cache
+def print_notes(notes: str) -> None:
+    """Print the lines once, although both parts of a file have them."""
+    print_once(notes)
+
+
 def load_from_file(path: str, part: str, data_args: DataArguments, flag: str = "--dataset") -> Dataset:
     """Return the questions of one part of a local file (read_questions.py).
 
@@ -150,7 +158,7 @@ def load_from_file(path: str, part: str, data_args: DataArguments, flag: str = "
         remedy = f"give --eval_dataset, or a file with at least {HELD_OUT_EVERY} passages"
         raise WorkshopError(path, f"no question in its {part} passages", remedy)
     if notes:
-        print_once("\n".join(notes))
+        print_notes("\n".join(notes))
     arguments = {"path": path, "part": part, "columns": columns, "skip": skip}
     options = f"{part} {columns} {skip} {UNANSWERABLE} {HELD_OUT_EVERY}"
     key = hashlib.sha256(read_bytes(path, READABLE) + options.encode())

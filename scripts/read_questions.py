@@ -236,7 +236,7 @@ def next_row(lines: list[str], first: int, delimiter: str) -> tuple[list[str] | 
     try:
         return next(reader), reader.line_num
     except csv.Error as error:
-        return RowError(f"wrong quotes ({error})"), 1
+        return RowError(f"a quotation mark is not closed, or is inside a cell ({error})"), 1
 
 
 def name_cells(cells: list[str] | RowError, names: list[str], delimiter: str) -> Any:

@@ -24,7 +24,7 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 from transformers.trainer_pt_utils import safe_globals
 
 from config import DEFAULTS
-from distributed.collectives import gather_lists, rank, wait_for_all_ranks, world_size
+from distributed.collectives import gather_lists, print_once, rank, wait_for_all_ranks, world_size
 from distributed.strategy import BY_NAME
 from model import share_weights
 from records.run_environment import strip_repository
@@ -249,6 +249,7 @@ def find_checkpoint(requested: str | None, output_dir: str, job_id: str) -> str 
     if requested == LATEST:
         if not existing:
             found = complete_checkpoints(sorted(place.parent.glob("*/")))
+            print_once(f"no checkpoint in {place}: looking for one of the other runs in {place.parent}")
     elif (place / MARKER).exists() or re.search(r"checkpoint-\d+$", place.name):
         if not is_complete(place):
             remedy = f"choose a folder with a {MARKER} and all files that it lists"

@@ -5,6 +5,8 @@
 # Change these two to names on the Hub or to absolute paths (relative ones would be relative to this folder)
 : "${MODEL_NAME:=bigscience/bloom-560m}"
 : "${DATASET:=squad}" # a CSV, TSV, JSON or SQuAD file; data/README.md shows the formats
+# For a table with other names of columns than usual, and for rows that cannot be used:
+# : "${TABLE_COLUMNS:=passage,query,reply}" "${BAD_ROWS:=skip}"
 # All questions of a file are used. Of a dataset on the Hub, 500 and 100 are used, unless you set:
 # : "${TRAIN_SIZE:=all}" "${EVAL_SIZE:=all}"
 
