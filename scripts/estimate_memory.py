@@ -14,6 +14,10 @@ custom-gpt need no download; for another model the script downloads its config.j
 
 import math
 
+from shared.before_imports import prepare_imports
+
+prepare_imports()  # must come before the other imports, because PyTorch reads variables when it is imported
+
 from config import ALL, HUB_SIZES
 from data_loader import is_local, read_local, resolve_size
 from distributed.ds_config import offloaded

@@ -21,6 +21,10 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
+from shared.before_imports import prepare_imports
+
+prepare_imports()  # must come before the other imports, because PyTorch reads variables when it is imported
+
 import torch
 
 from checks.jobs import drop_settings, run_training

@@ -15,6 +15,10 @@ import os
 import time
 from collections import Counter
 
+from shared.before_imports import prepare_imports
+
+prepare_imports()  # must come before the other imports, because PyTorch reads variables when it is imported
+
 from distributed.strategy import choose_strategy
 from estimate.command_line import check_optimizer, parse_plan
 from estimate.communication import Ring, rings

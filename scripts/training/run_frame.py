@@ -85,8 +85,9 @@ class Run:
         # The values may have been "all"
         data = replace(self.settings.data, train_size=len(train_dataset), eval_size=len(eval_dataset))
         self.settings = replace(self.settings, data=data)
-        ranks = self.args.world_size
-        self.identity = training_identity(self.job_id, self.settings, self.strategy.name, ranks, train_dataset)
+        self.identity = training_identity(
+            self.job_id, self.settings, self.strategy.name, self.args.world_size, train_dataset
+        )
         if self.checkpoint:
             check_same_training(self.checkpoint, self.identity)
         check_room(self.output_dir, self.settings, self.meta_model, self.strategy, self.args.save_total_limit)
