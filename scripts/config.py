@@ -126,10 +126,10 @@ class DataArguments:
         "SAMPLES_PER_GPU", None, "Weak scaling: train on this many questions per rank, instead of --train_size."
     )
     max_length: int = knob("MAX_LENGTH", 512, "Longest sequence in tokens. Lower it first if memory runs out.")
-    padding: Literal["max_length", "longest"] = knob(
+    padding: Literal["max_length", "longest", "none"] = knob(
         "PADDING",
         "max_length",
-        "max_length: pad to --max_length; longest: pad to the longest sequence of the batch (faster, same loss).",
+        "Pad to --max_length, or to the longest sequence of the batch, or not at all (fastest, with --attention sdpa).",
     )
     labels: Literal["sequence", "answer", "all"] = knob(
         "LABELS",

@@ -136,6 +136,12 @@ def contradictions(settings: Settings) -> list[tuple[object, str, str, str]]:
             "use --fsdp or a ZeRO-3 config to shard the model",
         ),
         (
+            settings.data.padding == "none" and (cut or settings.data.labels == "all"),
+            "padding",
+            "none cannot be combined with --tensor_parallel or --labels all",
+            "use --padding longest",
+        ),
+        (
             cut and chunked,
             "loss",
             "chunked needs the whole head, and --tensor_parallel cuts it",

@@ -70,7 +70,11 @@ class WorkshopTrainer(UpstreamFixes):
         """Compute the loss of a batch, and add it to the sums of `evaluation_loop`."""
         inputs = self._prepare_inputs(inputs)
         # accelerate repeats questions in the last batches, so that all ranks have equally many. Do not count repeats
-        inputs["labels"][self.count_unrepeated_rows(len(inputs["labels"])) :] = IGNORED
+        if "rows" in inputs:  # one row of several questions
+            first_repeated = self.count_unrepeated_rows(len(inputs["rows"])) * inputs["rows"].shape[1]
+            inputs["labels"].masked_fill_(inputs["places"] >= first_repeated, IGNORED)
+        else:
+            inputs["labels"][self.count_unrepeated_rows(len(inputs["labels"])) :] = IGNORED
         counted = (inputs["labels"][:, 1:] != IGNORED).sum()  # the first label is the target of no position
         with torch.no_grad(), self.compute_loss_context_manager():
             loss = self.compute_loss(model, inputs)
