@@ -161,7 +161,6 @@ TRAINER_KNOBS = (
     Knob("BF16", "bf16", None),  # None: True on a CPU that supports bf16
     Knob("ACTIVATION_CHECKPOINTING", "activation_checkpointing", None),
     Knob("TORCH_COMPILE", "torch_compile", False),
-    Knob("SAMPLING", "train_sampling_strategy", "random"),
     Knob("DATA_WORKERS", "dataloader_num_workers", 0),
     Knob("SAVE_STRATEGY", "save_strategy", "epoch"),
     Knob("OUTPUT_DIR", "output_dir", None),  # None: output/<job id>

@@ -142,6 +142,12 @@ def contradictions(settings: Settings) -> list[tuple[object, str, str, str]]:
             "use --padding longest",
         ),
         (
+            trainer.train_sampling_strategy == "group_by_length",
+            "train_sampling_strategy",
+            "group_by_length would group differently after a resume and on other numbers of ranks",
+            "use --padding none --attention sdpa, which leaves out all padding",
+        ),
+        (
             cut and chunked,
             "loss",
             "chunked needs the whole head, and --tensor_parallel cuts it",
