@@ -318,8 +318,7 @@ class OneRow:
         lengths = [len(question["input_ids"]) for question in questions]
         longest = math.ceil(max(lengths) / LENGTH_MULTIPLE) * LENGTH_MULTIPLE
         positions = torch.cat([torch.arange(length) for length in lengths])
-        numbers = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths))  # of a token's question
-        places = numbers * longest + positions
+        places = torch.cat([number * longest + torch.arange(length) for number, length in enumerate(lengths)])
         rows = torch.full((len(lengths) * longest,), -1)
         rows[places] = torch.arange(len(places))
         return {
