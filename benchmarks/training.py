@@ -25,9 +25,6 @@ TRL's SFTTrainer with its defaults: bf16, activation checkpointing, its own loss
 `--equal` compares the full with the chunked loss in fp32 instead: the losses of 20 steps, and the gradients of a batch.
 `--overheads` times the start-up of the commands, and psrecord's share of a core.
 docs/efficiency.md shows the results with commit and machine. docs/knobs.md shows TRL, transformers and --equal.
-
-One cost is not yet measured on a GPU. In fp16, the chunked loss sums the gradient of its weight over only 128 tokens
-(FP16_TOKENS), because larger sums could overflow. This needs four times as many matrix products as 512 tokens.
 """
 
 import argparse
