@@ -3,6 +3,7 @@
 import sys
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(REPOSITORY / "scripts"))
@@ -55,23 +56,23 @@ class Item:
     ranks: int = 1
     equal_to: str = ""
     resume: bool = False
-    guard: int = 60
+    guard: int = 120
     gpu_only: bool = False
     program: str = "scripts/train.py"
 
 
-def full(name: str, variables: dict[str, str], flags: str = "", steps: int = 20, **more: bool) -> Item:
+def full(name: str, variables: dict[str, str], flags: str = "", steps: int = 20, **more: Any) -> Item:
     """An item that trains bloom-560m for some steps, without evaluation."""
     return Item(name, FULL | MODEL | QUESTIONS | variables, f"--eval_strategy no {flags}", steps, **more)
 
 
-def tiny(name: str, variables: dict[str, str], flags: str = "", **more: bool | str) -> Item:
+def tiny(name: str, variables: dict[str, str], flags: str = "", **more: Any) -> Item:
     """An item that trains tiny-bloom for two epochs of 8 steps and evaluates it."""
     return Item(name, TINY | variables, flags, **more)
 
 
 def shared(
-    name: str, flags: str = "", variables: dict[str, str] = FP32, equal_to: str = "one-rank", **more: bool
+    name: str, flags: str = "", variables: dict[str, str] = FP32, equal_to: str = "one-rank", **more: Any
 ) -> Item:
     """An item that trains tiny-bloom with ranks that share the GPU, with the global batch of one rank: 8 questions."""
     ranks = int(name[0])

@@ -21,7 +21,6 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 GPU = torch.cuda.is_available()
 DEVICE = torch.device("cuda" if GPU else "cpu")
-REPEATS = 10 if GPU else 2
 synchronize: Callable[[], None] = torch.cuda.synchronize if GPU else lambda: None
 
 
@@ -48,7 +47,7 @@ def measure(call: Callable[[], object]) -> dict[str, float]:
     before = torch.cuda.memory_allocated()  # 0 without a GPU
     call()
     added = torch.cuda.max_memory_allocated() - before
-    median = statistics.median(seconds(call) for _ in range(REPEATS))
+    median = statistics.median(seconds(call) for _ in range(10 if GPU else 2))
     return {"ms": 1000 * median, "first_ms": 1000 * first, "extra_gib": added / 2**30}
 
 

@@ -7,7 +7,7 @@ import runpy
 import signal
 import sys
 import time
-from multiprocessing.context import BaseContext
+from multiprocessing.context import ForkServerContext, SpawnContext
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 
@@ -15,7 +15,7 @@ HERE = Path(__file__).resolve().parent
 REPORT_SECONDS = 3  # after the first failure, the other ranks have this long to write their errors
 
 
-def starter(fork: bool) -> BaseContext:
+def starter(fork: bool) -> ForkServerContext | SpawnContext:
     """Return how processes start: as forks of a server that has imported everything (preload.py), or by themselves."""
     os.environ["PYTHONPATH"] = os.pathsep.join((str(HERE), str(HERE.parents[1] / "scripts")))
     # The server has one thread, because a fork does not copy threads. `become` gives each child its own number

@@ -59,7 +59,7 @@ class Session:
         if item.steps:
             words += ["--max_steps", str(min(item.steps, CPU_STEPS) if self.cpu else item.steps)]
         argv = [str(REPOSITORY / word) if word.endswith((".py", ".json")) else word for word in [item.program, *words]]
-        common = self.environment | item.variables
+        common = self.environment | item.variables | ({"MAX_LENGTH": "128"} if self.cpu else {})
         common |= {"JOB_ID": job, "OMP_NUM_THREADS": str(max(1, self.cores // item.ranks))}
         port = free_port(f"{job} {time.time_ns()}")
         self.running = []
@@ -159,7 +159,7 @@ def judge(codes: list[int | None], log: str, record: dict) -> dict:
 
 def figures_of_item(item: Item, record: dict) -> dict:
     """Return what the run record says. Ranks that share a GPU have no speed, because they wait for each other."""
-    found = figures(record | {"eval": record["eval"] or [{"loss": None}]})
+    found = figures(record | {"eval": record.get("eval") or [{"loss": None}]})
     if item.ranks > 1:
         found |= dict.fromkeys(SPEED.split())
     kept = ("held", "peak_gpu_memory", "profile", "git", "hardware", "versions", "missing")
@@ -252,8 +252,8 @@ def main() -> None:
     with (folder / "items.jsonl").open("w", buffering=1) as lines:
         for item in items:
             left = ends - time.monotonic()
-            row = {"name": item.name, "status": "skipped", "reason": "less than half of its time is left"}
-            if left > item.guard / 2:
+            row = {"name": item.name, "status": "skipped", "reason": "too little time is left"}
+            if left > item.guard / 3:
                 row = session.run(item, min(left, item.guard))
             session.rows[item.name] = row
             lines.write(json.dumps(row) + "\n")

@@ -67,6 +67,14 @@ def test_an_item_completes_only_if_all_its_ranks_do(codes, record, status):
     assert row == {"status": status} | ({} if status == "completed" else {"reason": "error: x: y; z"})
 
 
+def test_an_item_starts_again_if_its_port_was_taken(monkeypatch, tmp_path):
+    session = run.Session(tmp_path, cpu=True, fork=False, transport="hostid")
+    codes = iter([[1, 1], [0, 0]])
+    monkeypatch.setattr(run, "wait", lambda processes, seconds: next(codes))
+    monkeypatch.setattr(session, "start", lambda item, job: (tmp_path / f"{job}.log").write_text("code: EADDRINUSE"))
+    assert session.measure(run.Item("2r-ddp", ranks=2), 1)["status"] == "completed"
+
+
 @pytest.mark.parametrize(("loss", "fails"), [(7.0005, False), (7.001, True), (None, True)])
 def test_an_item_fails_if_its_loss_differs(loss, fails):
     compared = run.compare_losses({"eval_loss": loss}, "one-rank", {"eval_loss": 7.0})
