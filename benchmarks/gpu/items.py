@@ -45,8 +45,8 @@ class Item:
     """A program to run and measure.
 
     variables, flags: those of the program. steps: optimizer steps; 0: as many as the variables say. ranks: processes
-    that share the GPU. equal_to: the item with the same evaluation loss. resume: stop the training, resume it, and
-    compare it with one that was not stopped. guard: seconds until the item is killed. gpu_only: skip it with --cpu.
+    that share the GPU. equal_to: the item with the same evaluation loss. resume: stop the run, resume it, and
+    compare it with a run that was not stopped. guard: seconds until the item is killed. gpu_only: skip it with --cpu.
     """
 
     name: str

@@ -33,7 +33,7 @@ SPEED = (
     "samples_per_second tokens_per_second mfu_percent watts joules_per_question sm_percent tensor_percent dram_percent"
 )
 TOLERANCE = 1e-4  # relative difference of two losses in fp32
-STOP_AFTER = 6  # optimizer steps until a training is stopped, to resume it
+STOP_AFTER = 6  # optimizer steps until a training run is stopped, to resume it
 CPU_STEPS = 8  # --profile needs seven
 # NCCL refuses two ranks on one GPU. Each of these makes it accept them; the second needs NCCL 2.30
 TRANSPORTS = {
@@ -122,7 +122,7 @@ class Session:
         return row
 
     def stop_and_resume(self, item: Item, seconds: float) -> dict:
-        """Stop a training with SIGUSR1, resume it, and compare it with one that was not stopped."""
+        """Stop a training run with SIGUSR1, resume it, and compare it with a run that was not stopped."""
         ends = time.monotonic() + seconds
         whole, stopped = f"{item.name}-whole", f"{item.name}-stopped"
         codes = []
@@ -177,10 +177,10 @@ def compare_losses(row: dict, name: str, other: dict) -> dict:
 
 
 def compare_resumed(codes: list[int | None], whole: tuple[dict, dict], resumed: tuple[dict, dict]) -> dict:
-    """Return whether a training that was stopped and resumed equals one that was not, to the last bit.
+    """Return whether a run that was stopped and resumed equals a run without a stop, to the last bit.
 
-    codes: exit codes of the training without a stop, of the one with it, and of its end. Then the record of each
-    training and the hashes of its saved weights.
+    codes: exit codes of the run without a stop, of the stopped run, and of the resumed run. whole, resumed: the record
+    of a run and the hashes of its saved weights.
     """
     losses = [[entry["loss"] for entry in record.get("eval", [])] for record, _ in (whole, resumed)]
     wrong = {

@@ -11,7 +11,7 @@ from helpers import REPOSITORY, inherited, program
 
 run = program("benchmarks/gpu/run.py")
 # The comparisons add one-rank and one-rank-none
-ITEMS = ["all", "profile-all", "560m-zero2_cpu_offload", "resume-plain", "2r-probe", "2r-zero3", "4r-hybrid_shard_2x2"]
+ITEMS = ["all", "profile-all", "560m-zero2_cpu_offload", "resume-plain", "2r-probe", "2r-ddp", "4r-hybrid_shard_2x2"]
 ITEMS += ["micro-ceilings", "micro-losses", "micro-attention", "micro-gelu"]
 
 
@@ -37,7 +37,7 @@ def test_each_kind_of_item_completes_on_the_cpu(rows):
 
 
 def test_ranks_have_the_loss_of_one_rank_and_no_speed(rows):
-    for name in ("2r-zero3", "4r-hybrid_shard_2x2"):
+    for name in ("2r-ddp", "4r-hybrid_shard_2x2"):
         assert rows[name]["loss_difference"] < run.TOLERANCE
         assert rows[name]["samples_per_second"] is None
         assert len(rows[name]["held"]) == rows[name]["ranks"]
