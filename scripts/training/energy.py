@@ -66,7 +66,7 @@ class EnergyMeter:
         """Record the energy of the whole job: of all GPUs since the start, and of its earlier attempts. Collective."""
         ranks = [joules for (joules,) in gather_lists([self.joules() - self.joules_at_start])]
         if self.reason:
-            return  # RecordCallback has recorded why
+            return  # TrainSpeed.record_energy has recorded why
         kwh = sum(ranks) / JOULES_PER_KWH + record.earlier_kwh
         if math.isnan(kwh):
             reason = "NVML's counter failed or went back"
