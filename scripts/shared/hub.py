@@ -8,7 +8,6 @@ import socket
 import sys
 from collections.abc import Iterator
 from fnmatch import fnmatch
-from importlib.util import find_spec
 from urllib.parse import urlsplit
 from urllib.request import proxy_bypass
 
@@ -95,8 +94,6 @@ def find_network_fault() -> str:
     variable = next(filter(os.environ.get, variables), "the Hub")
     value = os.environ.get(variable, hub.geturl())
     address = urlsplit(value if "://" in value else f"http://{value}")
-    if address.scheme.startswith("socks") and not find_spec("socksio"):
-        return f"{variable} is a SOCKS proxy, which needs the package socksio (pip install socksio)"
     try:
         port = address.port or {"http": 80, "https": 443}.get(address.scheme, 1080)
         socket.create_connection((address.hostname, port), timeout=3).close()

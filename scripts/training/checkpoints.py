@@ -3,7 +3,7 @@
 transformers resumes from the folder with the highest number, even if the job was killed while writing it. If the
 optimizer's file is missing, it starts with a new optimizer. Here, a checkpoint gets the file `complete.json` once all
 ranks have written their files, and a run resumes only from such a checkpoint. It must also belong to the same training,
-and contain no code. `Marker` describes the file.
+and contain no code.
 """
 
 import contextlib
@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import Any
 
 from datasets import Dataset
-from pydantic import BaseModel
 from safetensors import SafetensorError
 from torch.serialization import add_safe_globals, get_unsafe_globals_in_checkpoint
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
@@ -31,7 +30,7 @@ from records.run_environment import strip_repository
 from settings.command_line import LATEST
 from settings.settings import Settings
 from shared.errors import ENVIRONMENT, NO_CHECKPOINT, WorkshopError, remedy_for_write
-from shared.json_files import flatten_keys, read_checked, write_json
+from shared.json_files import flatten_keys, read_json, write_json
 
 MARKER = "complete.json"
 # The keys of an FSDP2 config that determine the files of a checkpoint, with their defaults. PyTorch loads these files
@@ -50,33 +49,20 @@ NEVER_LOADED = "training_args.bin"  # the Trainer writes it as information; it c
 # 1. Complete checkpoints
 
 
-class Marker(BaseModel):
-    """The content of `complete.json`."""
-
-    job_id: str  # the run that saved the checkpoint, as in the next three fields
-    world_size: int
-    strategy: str
-    save_strategy: str
-    at_once: int  # number of questions that all ranks process at once: micro batch x ranks
-    step: int  # number of optimizer steps
-    settings: dict[str, Any]  # the training: its flags, its DeepSpeed or FSDP config, and the cache key of its tokens
-    config: dict[str, Any]
-    data: str
-    files: dict[str, int]  # name -> size
-
-
 def checkpoint_folder(output_dir: str | Path | None, step: int) -> Path:
     return Path(output_dir or "output") / f"checkpoint-{step}"
 
 
 def read_marker(folder: str | Path) -> dict:
-    """Return the entries of a checkpoint's marker. Raise WorkshopError if the file is missing or an entry is wrong."""
-    marker = read_checked(Path(folder) / MARKER, Marker, "marker of a checkpoint", "resume from another checkpoint")
-    return marker.model_dump()
+    """Return the entries of a checkpoint's marker. Raise WorkshopError if the file is missing or incomplete.
+
+    The entries are those of `training_identity`, `step`, and `files`: the name and size of each file.
+    """
+    return read_json(Path(folder) / MARKER, "resume from another checkpoint")
 
 
 def is_complete(folder: Path) -> bool:
-    """Return whether the folder has a valid marker, and each file has the size in the marker."""
+    """Return whether the folder has a marker, and each file has the size in the marker."""
     try:
         files = read_marker(folder)["files"]
         return all((folder / name).stat().st_size == size for name, size in files.items())
@@ -237,7 +223,9 @@ def keep_global_batch(settings: Settings, output_dir: str, job_id: str, ranks: i
 def training_identity(job_id: str, settings: Settings, strategy: str, ranks: int, train_dataset: Dataset) -> dict:
     """Return the values that identify this training.
 
-    Each checkpoint contains them, and a run compares them with its own values before it resumes.
+    Each checkpoint contains them, and a run compares them with its own values before it resumes. `at_once` is the
+    number of questions that all ranks process at once: micro batch x ranks. `settings` has the flags and the cache key
+    of the tokens, and `config` the DeepSpeed or FSDP config.
     """
     trainer = settings.trainer
     at_once = trainer.per_device_train_batch_size * ranks

@@ -66,7 +66,6 @@ def test_the_newest_complete_checkpoint_is_taken():
     (checkpoint("output/7", 40) / "optimizer.pt").write_bytes(b"01234")
     (checkpoint("output/7", 50) / "optimizer.pt").unlink()
     (checkpoint("output/7", 60) / MARKER).write_text('{"files": ')
-    (checkpoint("output/7", 70) / MARKER).write_text('{"files": {}}')
     (checkpoint("output/7", 80) / MARKER).write_text("[" * 10_000)
     assert find(LATEST) == find("output/7") == str(newest)
     assert find(None) is None
