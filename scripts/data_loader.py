@@ -128,11 +128,9 @@ def load_from_hub(name: str, part: str) -> Dataset:
         questions = load_dataset(f"hf://datasets/{name}", split=split).select_columns(
             ["id", "question", "context", "answers"]
         )
-    return questions.map(hub_answers, desc=f"Reading {name}")
-
-
-def hub_answers(example: dict) -> dict:
-    return {"answers": example["answers"]["text"] or [UNANSWERABLE]}
+    return questions.map(
+        lambda example: {"answers": example["answers"]["text"] or [UNANSWERABLE]}, desc=f"Reading {name}"
+    )
 
 
 def read_local(data_args: DataArguments, part: str = "all") -> Iterator[dict]:

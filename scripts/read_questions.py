@@ -152,7 +152,8 @@ def read_rows(path: str, columns: str | None) -> tuple[Columns, list[Row]]:
     if kind in (".csv", ".tsv"):
         return read_delimited(path, text, columns)
     if kind in (".jsonl", ".ndjson") or is_json_lines(text):
-        rows = read_json_lines(text)
+        lines = text.split("\n")  # splitlines would also split inside texts, at U+2028
+        rows = [Row(f"line {number}", parse_line(line)) for number, line in enumerate(lines, 1) if line.strip()]
     else:
         content: Any = parse_json(path, raw, "is the file complete?")
         listed = content if isinstance(content, list) else require(path, "", content, "data", list)
@@ -182,11 +183,6 @@ def require(path: str, place: str, holder: object, key: str, kind: type) -> Any:
         found = "is missing" if value is None else f"is {value!r:.40}"
         raise WorkshopError(entry, f"{found}, expected a {kind.__name__}", "see data/README.md for the formats")
     return value
-
-
-def read_json_lines(text: str) -> list[Row]:
-    lines = text.split("\n")  # splitlines would also split inside texts, at U+2028
-    return [Row(f"line {number}", parse_line(line)) for number, line in enumerate(lines, 1) if line.strip()]
 
 
 def parse_line(line: str) -> Any:

@@ -125,15 +125,10 @@ def loading_error(flag: str, name: str, error: Exception) -> WorkshopError:
         return WorkshopError(flag, what, "use a model that transformers has a class for")
     causes = chain_of_causes(error)
     cause = causes[-1]
-    outside = str(getattr(cause, "filename", None) or name)  # the path that failed: in the cache or below `name`
-    if outside == name and getattr(cause, "errno", None) in (
-        errno.ENOSPC,
-        errno.EDQUOT,
-    ):  # reading `name` needs no space
-        outside = str(datasets.config.HF_DATASETS_CACHE)
-    if isinstance(cause, OSError) and (cause.errno in UNUSABLE or not outside.startswith(name)):
+    if isinstance(cause, OSError) and cause.errno in UNUSABLE:
+        place = cause.filename or datasets.config.HF_DATASETS_CACHE
         remedy = "check its permissions and the space on its disk; HF_HOME sets another folder for the cache"
-        return WorkshopError(outside, cause.strerror or str(cause), remedy, ENVIRONMENT)
+        return WorkshopError(place, cause.strerror or str(cause), remedy, ENVIRONMENT)
     offline = huggingface_hub.constants.HF_HUB_OFFLINE and isinstance(error, OSError | ValueError)
     if offline and not (os.path.isfile(name) or (os.path.isdir(name) and flag != "--dataset")):
         what = f"{name} is neither a local path nor in the cache, and there is no network: {network_fault}"
