@@ -179,6 +179,14 @@ OTHER_DEFAULTS = {
     "per_device_eval_batch_size": None,  # None: per_device_train_batch_size
     "disable_tqdm": False,
 }
+# Defaults of transformers on which the workshop relies. A record has these flags only if they were given
+DEFAULTS_OF_TRANSFORMERS: dict[str, Any] = {
+    "optim": "adamw_torch_fused",
+    "max_steps": -1,  # the number of steps follows from num_train_epochs
+    "lr_scheduler_type": "linear",
+    "max_grad_norm": 1.0,
+    "seed": 42,
+}
 
 OWN_KNOBS = [Knob(f.metadata["variable"], f.name, f.default) for f in (*fields(ModelArguments), *fields(DataArguments))]
 KNOBS = (*OWN_KNOBS, *TRAINER_KNOBS)

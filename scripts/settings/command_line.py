@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from transformers import HfArgumentParser, TrainingArguments
 
-from config import DEFAULTS, KNOBS, OTHER_DEFAULTS, DataArguments, ModelArguments
+from config import DEFAULTS, DEFAULTS_OF_TRANSFORMERS, KNOBS, OTHER_DEFAULTS, DataArguments, ModelArguments
 from settings.hints import FLAGS_OF_OTHER_PROGRAMS, REMOVED_FLAGS, UNREAD_VARIABLES, UNUSED_FLAGS, WARNED_VARIABLES
 from settings.precision import resolve_precision
 from settings.settings import Settings, build_settings
@@ -76,7 +76,7 @@ def parse_command_line(
     """
     parser = build_parser(description, extra)
     defaults, variables = environment_values(parser, environment)
-    parser.set_defaults(**OTHER_DEFAULTS, **defaults)
+    parser.set_defaults(**DEFAULTS_OF_TRANSFORMERS, **OTHER_DEFAULTS, **defaults)
     arguments = sys.argv[1:] if argv is None else argv
     namespace, unknown = parser.parse_known_args(arguments)
     if unknown:

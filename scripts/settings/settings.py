@@ -10,7 +10,16 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any, Literal, TypeVar
 
-from config import CUSTOM_GPT, CUSTOM_SIZES, KNOBS, OTHER_DEFAULTS, DataArguments, Knob, ModelArguments
+from config import (
+    CUSTOM_GPT,
+    CUSTOM_SIZES,
+    DEFAULTS_OF_TRANSFORMERS,
+    KNOBS,
+    OTHER_DEFAULTS,
+    DataArguments,
+    Knob,
+    ModelArguments,
+)
 from shared.errors import WorkshopError
 
 Precision = Literal["fp16", "bf16", "fp32"]
@@ -24,13 +33,13 @@ class TrainerArguments:
     """The flags of transformers.TrainingArguments that the workshop itself reads, under the same names."""
 
     num_train_epochs: float
-    max_steps: int = -1  # -1: the number of steps follows from num_train_epochs
+    max_steps: int = DEFAULTS_OF_TRANSFORMERS["max_steps"]
     per_device_train_batch_size: int  # sequences per rank and micro batch
     per_device_eval_batch_size: int | None = None  # None: per_device_train_batch_size
     gradient_accumulation_steps: int
     learning_rate: float
     label_smoothing_factor: float = 0.0
-    optim: str = "adamw_torch_fused"
+    optim: str = DEFAULTS_OF_TRANSFORMERS["optim"]
     train_sampling_strategy: str
     fp16: bool | None  # None: not decided yet; the same holds for bf16
     bf16: bool | None

@@ -46,7 +46,6 @@ from training.sampling import GroupByLengthSampler, find_sampler
 
 NOT_ON_CPU = "n/a on CPU"
 SHARE_TOLERANCE = 0.05
-SAMPLING = {GroupByLengthSampler: "group_by_length", SequentialSampler: "sequential"}
 
 
 # 1. The audit
@@ -144,13 +143,16 @@ def audit(trainer: Any, settings: Settings, parameters: int, trainable: int) -> 
         knobs += tensor_parallel_knobs(trainer, settings.model.tensor_parallel)
     knobs += batch_knobs(trainer, engine, settings)
     attention = attention_name(trainer.model)
-    order = type(find_sampler(trainer.callback_handler.train_dataloader))
     checkpointing = bool(settings.trainer.activation_checkpointing)
     knobs += [
         AuditedKnob("label mode", settings.data.labels, label_mode(trainer.train_dataset, trainer.data_collator)),
         AuditedKnob("loss", settings.model.loss, "chunked" if computes_loss_in_head(trainer.model) else "full"),
         AuditedKnob("attention", settings.model.attention or attention, attention),
-        AuditedKnob("sampling", settings.trainer.train_sampling_strategy, SAMPLING.get(order, "random")),
+        AuditedKnob(
+            "sampling",
+            settings.trainer.train_sampling_strategy,
+            sampling_name(trainer.callback_handler.train_dataloader),
+        ),
         AuditedKnob("checkpointing", checkpointing, trainer.model.is_activation_checkpointing, "by the model itself"),
         AuditedKnob("compiled", settings.trainer.torch_compile, is_compiled(trainer.model_wrapped)),
     ]
@@ -358,6 +360,12 @@ def optimizer_name(optimizer: torch.optim.Optimizer) -> str:
     library = type(optimizer).__module__.split(".")[0]
     fused = ", fused" if optimizer.defaults.get("fused") else ""
     return f"{type(optimizer).__name__} ({library}{fused})"
+
+
+def sampling_name(loader: Any) -> str:
+    """Return the name of the order in which a DataLoader reads the questions."""
+    names = {GroupByLengthSampler: "group_by_length", SequentialSampler: "sequential"}
+    return names.get(type(find_sampler(loader)), "random")
 
 
 def label_mode(dataset: Dataset, collator: DataCollatorForSeq2Seq) -> str:
