@@ -66,7 +66,7 @@ def is_complete(folder: Path) -> bool:
     try:
         files = read_marker(folder)["files"]
         return all((folder / name).stat().st_size == size for name, size in files.items())
-    except (OSError, WorkshopError):
+    except (OSError, KeyError, WorkshopError):
         return False
 
 

@@ -8,7 +8,7 @@ import torch
 
 from distributed.collectives import gather_lists, world_size
 from records.writer import RunRecord
-from training.energy import EnergyMeter, describe_energy
+from training.energy import EnergyMeter
 from training.flops import KINDS_OF_TOKENS, ModelFlops
 
 WARM_UP_STEPS = 3
@@ -121,7 +121,14 @@ class TrainSpeed:
             reason = "the checkpoint has no energy of these GPUs, or NVML's counter failed"
             record.reasons["energy.steady_joules"] = reason
         else:
-            energy = describe_energy(joules, self.seconds, self.steps * self.samples_per_step, steady_real)
+            total = sum(joules)
+            energy = {
+                "steady_joules": [round(each, 1) for each in joules],
+                "steady_joules_sum": round(total, 1),
+                "joules_per_question": round(total / (self.steps * self.samples_per_step), 4),
+                "joules_per_1000_tokens": round(1000 * total / steady_real, 4),
+                "mean_watts": round(total / self.seconds / len(joules), 2),
+            }
         record.update(energy=energy)
 
     def summary(self, reasons: dict[str, str]) -> dict:

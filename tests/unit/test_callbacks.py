@@ -1,5 +1,6 @@
 """Tests of the callbacks: the steady rate on a simulated clock, GPU utilisation, and losses that are not finite."""
 
+import json
 from types import SimpleNamespace
 
 import pytest
@@ -195,6 +196,19 @@ def test_losses_of_another_rank_end_this_rank_too(monkeypatch, refusal):
     monkeypatch.setattr(torch.distributed, "get_backend", lambda: "gloo")
     monkeypatch.setattr(torch.distributed, "all_reduce", lambda tensor, op: tensor.fill_(3))
     assert "(3 steps in a row)" in refusal(train, 2.0, code=1)
+
+
+@pytest.mark.parametrize(("ranks", "loss"), [([[0.5, NAN, 1.0]], 0.5), ([[0.5, NAN, 1.0], [1.5, 0.0, 1.0]], 1.0)])
+def test_a_resumed_run_continues_the_losses_of_its_checkpoint(ranks, loss):
+    """On another number of ranks, each rank continues with the mean."""
+    trainer = SimpleNamespace(_tr_loss=torch.tensor(0.0))
+    saved = {"logged_loss": 20.0, "last_logged_step": 18, "unlogged": ranks, "seconds": 7.0}
+    WorkshopTrainer.resume_counts(trainer, json.loads(json.dumps(saved)))
+    assert (trainer._tr_loss, trainer.bad_steps) == (loss, 1.0) and trainer.unlogged_not_finite.isnan()
+    assert (trainer._total_loss_scalar, trainer._globalstep_last_logged, trainer.earlier_seconds) == (20.0, 18, 7.0)
+    trainer._tr_loss, trainer.unlogged_not_finite = torch.tensor(0.5), torch.tensor(NAN)
+    counts = WorkshopTrainer.counts(trainer)
+    assert repr(counts["unlogged"]) == "[[0.5, nan, 1.0]]" and counts["logged_loss"] == 20.0
 
 
 def test_an_evaluation_without_a_finite_loss_ends_the_run(refusal):
