@@ -15,13 +15,14 @@ from records.schema import local_now
 from shared.errors import WorkshopError
 from training.audit import AuditCallback
 from training.checkpoints import CheckpointCallback
-from training.gpu_activity import GpuActivity, Utilisation
+from training.gpu_activity import GpuActivity
 from training.measured_memory import model_state_bytes, record_model_state, record_peaks
 from training.profiling import ProfileCallback
 from training.run_frame import Run
 from training.speed import TrainSpeed
 from training.stopping import StopCallback
 from training.trainer import WorkshopTrainer
+from training.utilisation import Utilisation
 
 PERCENT_PER_LINE = 5
 BAD_LOSSES = 3  # successive steps whose loss is not finite

@@ -1,17 +1,15 @@
-"""Utilisation after each step, and the activity of the parts of a GPU.
+"""Activity of the parts of a GPU, from NVML's GPU performance monitoring (GPM; Hopper and newer).
 
-Utilisation, which nvidia-smi also shows, is only the share of time in which any kernel ran. That share includes kernels
-that only wait in a collective. The activity comes from NVML's GPU performance monitoring (GPM; Hopper and newer).
+torch.cuda.utilization, which nvidia-smi also shows, is only the share of time in which any kernel ran. That share
+includes kernels that only wait in a collective.
 """
 
 import contextlib
 import math
-import statistics
 import time
 from collections.abc import Iterator
 from typing import Any
 
-import psutil
 import pynvml
 import torch
 
@@ -26,50 +24,6 @@ METRICS = {
     "tensor_percent": pynvml.NVML_GPM_METRIC_ANY_TENSOR_UTIL,
     "dram_percent": pynvml.NVML_GPM_METRIC_DRAM_BW_UTIL,
 }
-
-
-class Utilisation:
-    """Utilisation and memory after each step: of each rank's GPU, or of its process if there is no GPU."""
-
-    def __init__(self, record: RunRecord):
-        self.record = record
-        self.samples: list[dict[str, Any]] = []
-        self.process = psutil.Process()
-        self.process.cpu_percent()  # the first call only starts the measurement
-
-    def sample(self) -> None:
-        self.samples.append(self.gpu_sample() if torch.cuda.is_available() else self.process_sample())
-
-    def gpu_sample(self) -> dict:
-        try:
-            utilisation = torch.cuda.utilization()
-        except Exception as error:  # nvidia-ml-py is missing, or the GPU partition does not report its utilisation
-            utilisation = None
-            self.record.reasons["callbacks.avg_gpu_util_%"] = str(error)
-        return {
-            "gpu_util_%": utilisation,
-            "mem_alloc_MB": torch.cuda.memory_allocated() / 2**20,
-            "mem_reserved_MB": torch.cuda.memory_reserved() / 2**20,
-            "mem_total_MB": torch.cuda.get_device_properties().total_memory / 2**20,
-        }
-
-    def process_sample(self) -> dict:
-        return {"cpu_util_%": self.process.cpu_percent(), "process_mem_MB": self.process.memory_info().rss / 2**20}
-
-    def means(self) -> dict:
-        """Return avg_<name> of every quantity and std_<name> of the utilisation: means over the ranks. Collective."""
-        own = {}
-        for name in self.samples[0] if self.samples else []:
-            values = [sample[name] for sample in self.samples]
-            complete = None not in values
-            own[f"avg_{name}"] = statistics.fmean(values) if complete else None
-            if "util" in name:
-                own[f"std_{name}"] = statistics.pstdev(values) if complete else None
-        ranks = [means for (means,) in gather_lists([own])]
-        return {
-            name: None if any(r[name] is None for r in ranks) else round(statistics.fmean(r[name] for r in ranks), 2)
-            for name in own
-        }
 
 
 class GpuActivity:

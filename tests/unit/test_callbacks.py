@@ -10,9 +10,9 @@ from records.writer import RunRecord
 from stub_nvml import WATTS
 from training import speed
 from training.callbacks import FiniteLossCallback
-from training.gpu_activity import Utilisation
 from training.speed import WARM_UP_STEPS, TrainSpeed
 from training.trainer import WorkshopTrainer
+from training.utilisation import Utilisation
 
 NAN, INFINITY = float("nan"), float("inf")
 SAMPLES_PER_STEP = 8
