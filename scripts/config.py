@@ -126,10 +126,10 @@ class DataArguments:
         "SAMPLES_PER_GPU", None, "Weak scaling: train on this many questions per rank, instead of --train_size."
     )
     max_length: int = knob("MAX_LENGTH", 512, "Longest sequence in tokens. Lower it first if memory runs out.")
-    padding: Literal["max_length", "longest"] = knob(
+    padding: Literal["max_length", "longest", "none"] = knob(
         "PADDING",
         "max_length",
-        "max_length: pad to --max_length; longest: pad to the longest sequence of the batch (faster, same loss).",
+        "Pad to --max_length, or to the longest sequence of the batch, or not at all (fastest, with --attention sdpa).",
     )
     labels: Literal["sequence", "answer", "all"] = knob(
         "LABELS",
@@ -161,7 +161,6 @@ TRAINER_KNOBS = (
     Knob("BF16", "bf16", None),  # None: True on a CPU that supports bf16
     Knob("ACTIVATION_CHECKPOINTING", "activation_checkpointing", None),
     Knob("TORCH_COMPILE", "torch_compile", False),
-    Knob("SAMPLING", "train_sampling_strategy", "random"),
     Knob("DATA_WORKERS", "dataloader_num_workers", 0),
     Knob("SAVE_STRATEGY", "save_strategy", "epoch"),
     Knob("OUTPUT_DIR", "output_dir", None),  # None: output/<job id>

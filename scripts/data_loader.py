@@ -2,11 +2,13 @@
 
 import hashlib
 import json
+import math
 import os
 from collections.abc import Iterator
 from functools import cache
 from typing import Any
 
+import torch
 from datasets import Dataset, fingerprint, load_dataset
 from transformers import DataCollatorForSeq2Seq, PreTrainedTokenizerBase, TrainingArguments
 
@@ -21,6 +23,7 @@ PROMPT = "Question: {question} Context: {context} Answer:"
 BEFORE_CONTEXT, _, AFTER_CONTEXT = PROMPT.partition(" {context}")
 IGNORED = -100
 MAX_ANSWER_TOKENS = 32
+LENGTH_MULTIPLE = 8  # tensor cores are most efficient with multiples of 8
 # Version of tokenise_batch's output. Increase it when the output changes; otherwise a stale cache is used.
 ROWS_VERSION = 6
 
@@ -298,16 +301,44 @@ def shorten(
     return kept + after, kept[len(before) :]
 
 
-def collator(tokenizer: PreTrainedTokenizerBase, data_args: DataArguments) -> DataCollatorForSeq2Seq:
-    """Return a collator for batches of shape (micro batch, sequence).
+class OneRow:
+    """Collator for ``--padding none``: a micro batch is one row of its questions' tokens (models/padding_free.py).
+
+    The tensors are int64. input_ids, labels, position_ids: (1, tokens). The first token of a question is no target,
+    because the token before it belongs to another question. rows: (questions, longest), the index of each token in the
+    row, -1 for padding. places: (tokens), the index of each token in the flattened `rows`.
+    """
+
+    padding = "none"
+    label_pad_token_id = IGNORED
+
+    def __call__(self, questions: list[dict]) -> dict[str, torch.Tensor]:
+        lengths = [len(question["input_ids"]) for question in questions]
+        longest = math.ceil(max(lengths) / LENGTH_MULTIPLE) * LENGTH_MULTIPLE
+        positions = torch.cat([torch.arange(length) for length in lengths])
+        places = torch.cat([number * longest + torch.arange(length) for number, length in enumerate(lengths)])
+        rows = torch.full((len(lengths) * longest,), -1)
+        rows[places] = torch.arange(len(places))
+        return {
+            "input_ids": torch.tensor([[token for question in questions for token in question["input_ids"]]]),
+            "labels": torch.tensor([[x for question in questions for x in (IGNORED, *question["labels"][1:])]]),
+            "position_ids": positions[None],
+            "rows": rows.view(-1, longest),
+            "places": places,
+        }
+
+
+def collator(tokenizer: PreTrainedTokenizerBase, data_args: DataArguments) -> DataCollatorForSeq2Seq | OneRow:
+    """Return a collator for batches of shape (micro batch, sequence), or of one row with ``--padding none``.
 
     Padded labels do not count in the loss, except with ``--labels all``.
     """
+    if data_args.padding == "none":
+        return OneRow()
     return DataCollatorForSeq2Seq(
         tokenizer,
         padding=data_args.padding,
         max_length=data_args.max_length,
-        # Tensor cores are most efficient with multiples of 8
-        pad_to_multiple_of=8 if data_args.padding == "longest" else None,
+        pad_to_multiple_of=LENGTH_MULTIPLE if data_args.padding == "longest" else None,
         label_pad_token_id=tokenizer.pad_token_id if data_args.labels == "all" else IGNORED,
     )

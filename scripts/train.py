@@ -34,6 +34,7 @@ from distributed.tensor_parallel import apply_tensor_parallel
 from model import load_model, load_tokenizer, save_model
 from models.chunked_loss import use_chunked_loss
 from models.lora import add_adapters
+from models.padding_free import use_padding_free
 from settings.precision import DTYPES
 from training.callbacks import add_callbacks
 from training.checkpoints import full_disk_errors
@@ -64,6 +65,8 @@ def main() -> None:
             set_seed(args.seed)  # the adapters begin with random numbers
             # Frozen weights need no fp32 masters, so they have the precision of the computation
             add_adapters(model, settings.model.lora_rank, DTYPES[settings.precision])
+        if settings.data.padding == "none":
+            use_padding_free(model)
         if settings.model.loss == "chunked":
             use_chunked_loss(model)
         if settings.model.tensor_parallel > 1:

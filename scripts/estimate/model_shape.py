@@ -46,6 +46,7 @@ class ForwardPass:
 
     autocast: whether autocast casts fp32 weights to 16 bits for each operation. recomputes: whether the backward
     pass computes each block again. on_cpu: whether the training has no GPU. lora_rank: rank of the adapters, 0 without.
+    one_row: whether the micro batch is one row without padding (models/padding_free.py).
     """
 
     config_json: str
@@ -59,6 +60,7 @@ class ForwardPass:
     tensor_parallel: int
     on_cpu: bool
     lora_rank: int = 0
+    one_row: bool = False
 
     @property
     def tokens(self) -> int:
@@ -180,6 +182,7 @@ def forward_pass(settings: Settings, config_json: str | None = None) -> ForwardP
         tensor_parallel=settings.model.tensor_parallel,
         on_cpu=bool(settings.trainer.use_cpu),
         lora_rank=settings.model.lora_rank,
+        one_row=settings.data.padding == "none",
     )
 
 
@@ -230,6 +233,7 @@ def model_without_storage(forward: ForwardPass) -> Iterator[Any]:
     import models.custom_model  # noqa: F401 - registers custom-gpt with AutoConfig
     from models.bloom_sdpa import use_attention
     from models.lora import add_adapters
+    from models.padding_free import use_padding_free
 
     # For an operation without a rule for such tensors, PyTorch raises an exception and also logs a traceback
     logging.getLogger("torch._subclasses.fake_tensor").setLevel(logging.CRITICAL)
@@ -245,6 +249,8 @@ def model_without_storage(forward: ForwardPass) -> Iterator[Any]:
             model = model_class(config).train()
             model.tie_weights()
             use_attention(model, forward.attention)
+        if forward.one_row:
+            use_padding_free(model)
         if forward.lora_rank:
             add_adapters(model, forward.lora_rank, forward.dtype)
             if not forward.autocast:  # DeepSpeed casts adapters, and FSDP does so when it gathers them
@@ -439,6 +445,7 @@ def run_passes(model: Any, blocks: list[Any], forward: ForwardPass) -> dict[str,
     gradient of the last block's output, and "embedding" with the gradient of the first block's input. Gradients of
     parameters exist from the start, as in each micro batch after the first one of a step.
     """
+    from data_loader import OneRow
     from models.chunked_loss import CPU_PIECES, GPU_PIECES, chunk_bytes
 
     head = model.get_output_embeddings()
@@ -456,9 +463,12 @@ def run_passes(model: Any, blocks: list[Any], forward: ForwardPass) -> dict[str,
         begin_with_gradient(blocks[-1].register_forward_hook, "blocks", counting)
         begin_with_gradient(blocks[0].register_forward_pre_hook, "embedding", counting)
     tokens = torch.ones(forward.batch, forward.length, dtype=torch.long)
+    inputs = {"input_ids": tokens, "attention_mask": tokens, "labels": tokens}
+    if forward.one_row:
+        inputs = OneRow()([{"input_ids": row, "labels": row} for row in [[1] * forward.length] * forward.batch])
     with counting, device_rules(forward.on_cpu):
         with autocast(forward):
-            loss = model(input_ids=tokens, attention_mask=tokens, labels=tokens, use_cache=False).loss
+            loss = model(**inputs, use_cache=False).loss
             if forward.loss == "chunked":
                 pieces = CPU_PIECES if forward.on_cpu else GPU_PIECES
                 counting.note(chunk_bytes(forward.tokens, head.weight, forward.dtype, pieces))

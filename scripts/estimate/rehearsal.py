@@ -26,6 +26,7 @@ from torch.utils.data import DataLoader
 from transformers import PrinterCallback, TrainingArguments
 from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
+from data_loader import OneRow
 from distributed.ds_config import offloaded
 from distributed.fsdp_config import parallelism, shard_on_cpu, trainer_config
 from distributed.inspect_fsdp import local, unit_group
@@ -46,6 +47,10 @@ def observe_gradient(parameter: torch.Tensor, observer: Observer, kind: str) -> 
     parameter.register_post_accumulate_grad_hook(lambda leaf: observer.note(local(leaf.grad), kind))
 
 
+def tensors(rows: list[dict]) -> dict[str, torch.Tensor]:
+    return {name: torch.tensor([row[name] for row in rows]) for name in rows[0]}
+
+
 class FakeTrainer(WorkshopTrainer):
     """WorkshopTrainer with artificial batches, and with an observer of the last step."""
 
@@ -55,12 +60,14 @@ class FakeTrainer(WorkshopTrainer):
         self.observer = observer
         self.mark_phases(observer.in_phase)
         self.length = settings.data.max_length  # tokens of a sequence
+        self.one_row = settings.data.padding == "none"
         self.zero_stage = settings.zero.get("stage", 0)
 
     def get_train_dataloader(self) -> DataLoader:
-        row = {name: torch.ones(self.length, dtype=torch.long) for name in ("input_ids", "attention_mask", "labels")}
+        row = dict.fromkeys(("input_ids", "attention_mask", "labels"), [1] * self.length)
         questions = self.args.max_steps * self.args.gradient_accumulation_steps * self.args.train_batch_size
-        return DataLoader([row] * questions, batch_size=self.args.train_batch_size)  # type: ignore[arg-type]
+        collator = OneRow() if self.one_row else tensors
+        return DataLoader([row] * questions, self.args.train_batch_size, collate_fn=collator)  # type: ignore[arg-type]
 
     def _prepare_for_training(self, *args: Any, **kwargs: Any) -> Any:
         prepared = super()._prepare_for_training(*args, **kwargs)
@@ -79,7 +86,7 @@ class FakeTrainer(WorkshopTrainer):
         batches, labels_in_step = super().get_batch_samples(*args, **kwargs)
         for batch in batches:
             if "label_count" in batch:  # the chunked loss needs a number, and a count of fake labels has no value
-                batch["label_count"] = next_tokens(batch["labels"]).numel() - len(batch["labels"])
+                batch["label_count"] = next_tokens(batch["labels"]).numel() - len(batch.get("rows", batch["labels"]))
         return batches, labels_in_step
 
     def begin_last_step(self) -> None:

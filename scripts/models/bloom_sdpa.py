@@ -1,4 +1,4 @@
-"""BLOOM's attention with PyTorch's scaled_dot_product_attention, for `--attention sdpa`.
+"""BLOOM's attention with PyTorch's scaled_dot_product_attention, for `--attention sdpa`, and its GELU as one kernel.
 
 transformers computes BLOOM's attention step by step (eager). Scores, masked scores, softmax and dropout are each a
 tensor of batch x heads x length x length, in each layer. Here one fused kernel computes the scores block by block and
@@ -9,6 +9,7 @@ This module is written for transformers 5.23 (models/bloom/modeling_bloom.py). I
 attn_implementation="sdpa" and functions that are registered with AttentionInterface.
 """
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,17 +17,26 @@ from torch.nn import functional as F
 from transformers import PreTrainedModel
 from transformers.masking_utils import create_causal_mask
 from transformers.models.bloom import modeling_bloom
-from transformers.models.bloom.modeling_bloom import BloomAttention, BloomModel, build_alibi_tensor, dropout_add
+from transformers.models.bloom.modeling_bloom import (
+    BloomAttention,
+    BloomGelu,
+    BloomModel,
+    build_alibi_tensor,
+    dropout_add,
+)
 
 from config import CUSTOM_GPT
+from models.padding_free import NAME, PADDED, Layout
 from shared.errors import WorkshopError
 
 
 class SDPABloomModel(BloomModel):
     """BloomModel that passes the sum of distances and mask to its layers, instead of the mask."""
 
+    layout = PADDED
+
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        modeling_bloom.create_causal_mask = distances_and_mask  # type: ignore[assignment]  # BLOOM passes no other arguments
+        modeling_bloom.create_causal_mask = partial(distances_and_mask, layout=self.layout)
         try:
             return super().forward(*args, **kwargs)
         finally:
@@ -34,6 +44,8 @@ class SDPABloomModel(BloomModel):
 
 
 class SDPABloomAttention(BloomAttention):
+    layout = PADDED
+
     def forward(
         self,
         hidden_states: torch.Tensor,
@@ -50,38 +62,60 @@ class SDPABloomAttention(BloomAttention):
         hidden_states, residual: (batch, length, hidden). attention_mask: the tensor from `distances_and_mask`, which
         already contains alibi.
         """
-        query, key, value = self._reshape(self.query_key_value(hidden_states))
+        # The backward pass of unbind is one kernel. transformers' _reshape selects three times, and needs eight
+        fused = self.layout.pad(self.query_key_value(hidden_states)).unflatten(-1, (self.num_heads, 3, self.head_dim))
+        query, key, value = (part.transpose(1, 2) for part in fused.unbind(-2))
         if layer_past is not None:
             key, value = layer_past.update(key, value, self.layer_idx)
         dropout = self.attention_dropout.p if self.training else 0.0
         out = F.scaled_dot_product_attention(
             query, key, value, attn_mask=attention_mask, dropout_p=dropout, scale=self.inv_norm_factor
         )
-        out = self.dense(out.transpose(1, 2).flatten(2))
+        out = self.dense(self.layout.unpad(out.transpose(1, 2).flatten(2)))
         return dropout_add(out, residual, self.hidden_dropout, self.training), None
 
 
+class FusedGelu(BloomGelu):
+    """BLOOM's GELU as one kernel.
+
+    transformers computes it in 8 kernels and its gradient in 18, and squares x. In fp16 this gradient is NaN if x is
+    783 or more.
+    """
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return F.gelu(x, approximate="tanh")
+
+
 def distances_and_mask(
-    config: Any, inputs_embeds: torch.Tensor, attention_mask: torch.Tensor | None, past_key_values: Any
+    config: Any,
+    inputs_embeds: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    past_key_values: Any,
+    layout: Layout = PADDED,
 ) -> torch.Tensor:
     """Return the tensor that BLOOM adds to the scores: (batch, heads, queries, keys), in the dtype of the attention.
 
     With another dtype, autocast or FSDP would cast the tensor again in each layer, and each layer would keep its copy
-    for the backward pass.
+    for the backward pass. Without padding, all questions have the same tensor, and batch is 1.
     """
-    mask: Any = create_causal_mask(
-        config=config, inputs_embeds=inputs_embeds, attention_mask=attention_mask, past_key_values=past_key_values
-    )
     device = inputs_embeds.device
     dtype = inputs_embeds.dtype
     if torch.is_autocast_enabled(device.type):
         dtype = torch.get_autocast_dtype(device.type)
+    if layout.rows is not None:
+        inputs_embeds = inputs_embeds.new_empty(1, layout.rows.shape[1], 0)
+    mask: Any = create_causal_mask(
+        config=config, inputs_embeds=inputs_embeds, attention_mask=attention_mask, past_key_values=past_key_values
+    )
     if attention_mask is None:  # no padding
         attention_mask = torch.ones(len(inputs_embeds), mask.shape[-1], device=device)
-    alibi = build_alibi_tensor(attention_mask, config.n_head, dtype)
+    alibi = build_alibi_tensor(attention_mask, config.n_head, torch.float32)
     alibi = alibi.view(len(inputs_embeds), config.n_head, 1, -1)
+    # alibi is slope x position of the key. The softmax ignores a constant per query, so slope x (key - query) is the
+    # same model. It is small for near keys, so 16 bits round it less: bf16 rounds 361 by up to 1
+    distances = (alibi - alibi[..., -mask.shape[-2] :].mT).to(dtype)
     # Fill instead of adding the mask: the sum can be minus infinity, and a row that is completely masked would be NaN
-    return alibi.masked_fill(mask < 0, torch.finfo(dtype).min)
+    return distances.masked_fill(mask < 0, torch.finfo(dtype).min)
 
 
 def attention_name(model: PreTrainedModel) -> str:
@@ -90,14 +124,18 @@ def attention_name(model: PreTrainedModel) -> str:
         return "sdpa"
     if model.config.model_type == CUSTOM_GPT:
         return "sdpa"  # custom_model.py calls it directly
-    return model.config.get_text_config()._attn_implementation
+    name = model.config.get_text_config()._attn_implementation
+    return "sdpa" if name == NAME else name
 
 
 def use_attention(model: PreTrainedModel, attention: str | None) -> None:
-    """Set the attention of a model; None keeps the current one.
+    """Set the attention of a model; None keeps the current one. Also fuse BLOOM's GELU, with any attention.
 
-    Raise WorkshopError (exit code 2) if the model does not support it.
+    Raise WorkshopError (exit code 2) if the model does not support the attention.
     """
+    for module in model.modules():
+        if type(module) is BloomGelu:
+            module.__class__ = FusedGelu
     if attention is None or attention == attention_name(model):
         return
     if model.config.model_type == "bloom" and attention == "sdpa":

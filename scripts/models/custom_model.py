@@ -22,6 +22,7 @@ from transformers import (
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from config import CUSTOM_GPT, DEFAULTS
+from models.padding_free import PADDED
 
 
 class CustomGPTConfig(PreTrainedConfig):
@@ -58,6 +59,8 @@ class CustomGPTConfig(PreTrainedConfig):
 class Attention(nn.Module):
     """Causal self-attention with PyTorch's scaled_dot_product_attention and a key-value cache."""
 
+    layout = PADDED
+
     def __init__(self, config: CustomGPTConfig, layer: int):
         super().__init__()
         self.head_size = config.hidden_size // config.num_heads
@@ -67,16 +70,16 @@ class Attention(nn.Module):
         self.v = nn.Linear(config.hidden_size, config.hidden_size)
         self.out = nn.Linear(config.hidden_size, config.hidden_size)
 
-    def forward(self, x: torch.Tensor, mask: torch.Tensor, cache: DynamicCache | None) -> torch.Tensor:
-        """Attend to all tokens that the mask allows.
+    def forward(self, x: torch.Tensor, mask: torch.Tensor | None, cache: DynamicCache | None) -> torch.Tensor:
+        """Attend to all tokens that the mask allows, or without a mask to all earlier tokens.
 
         x: (batch, new tokens, hidden). mask: (batch, 1, new tokens, all tokens), True where attention is allowed.
         """
-        q, k, v = (self.split_heads(layer(x)) for layer in (self.q, self.k, self.v))
+        q, k, v = (self.split_heads(self.layout.pad(layer(x))) for layer in (self.q, self.k, self.v))
         if cache is not None:
             k, v = cache.update(k, v, self.layer)
-        x = F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
-        return self.out(x.transpose(1, 2).flatten(2))
+        x = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None)
+        return self.out(self.layout.unpad(x.transpose(1, 2).flatten(2)))
 
     def split_heads(self, x: torch.Tensor) -> torch.Tensor:
         """Reshape (batch, tokens, heads of this rank x head size) to (batch, heads of this rank, tokens, head size)."""
@@ -94,12 +97,13 @@ class CustomGPTBlock(nn.Module):
         self.ff_in = nn.Linear(config.hidden_size, config.ff_dim)
         self.ff_out = nn.Linear(config.ff_dim, config.hidden_size)
 
-    def forward(self, x: torch.Tensor, mask: torch.Tensor, cache: DynamicCache | None) -> torch.Tensor:
+    def forward(self, x: torch.Tensor, mask: torch.Tensor | None, cache: DynamicCache | None) -> torch.Tensor:
         x = x + self.attention(self.attention_norm(x), mask, cache)
         return x + self.ff_out(F.gelu(self.ff_in(self.ff_norm(x))))
 
 
 class CustomGPTForCausalLM(PreTrainedModel, GenerationMixin):
+    layout = PADDED
     config_class = CustomGPTConfig
     base_model_prefix = ""
     _input_embed_layer = "tokens"
@@ -149,7 +153,7 @@ class CustomGPTForCausalLM(PreTrainedModel, GenerationMixin):
             # Padding on the left must not shift the positions of the real tokens
             position_ids = (attention_mask.long().cumsum(-1) - 1).clamp(min=0)[:, -length:]
         x = self.tokens(input_ids) + self.positions(position_ids)
-        mask = causal_mask(attention_mask, length)
+        mask = causal_mask(attention_mask, length) if self.layout.rows is None else None
         for block in self.blocks:
             x = block(x, mask, past_key_values)
         logits = self.head(self.norm(x)[:, -logits_to_keep:])

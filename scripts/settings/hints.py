@@ -8,6 +8,7 @@ from config import KNOBS
 UNREAD_VARIABLES = {
     "PER_DEVICE_BATCH_SIZE": "use BATCH_SIZE",
     "GRAD_ACC_STEPS": "use GRAD_ACC",
+    "SAMPLING": "unset it; PADDING=none with ATTENTION=sdpa leaves out all padding",
     "LR": "use LEARNING_RATE",
     "LOG_DIR": "unset it; logs are in the experiment's folder, below log/",
     "CONDA_SH_PATH": "unset it; site_setup of the site file activates the environment",
@@ -39,7 +40,7 @@ REMOVED_FLAGS = {
     "evaluation_strategy": "use --eval_strategy",
     "fsdp_min_num_params": 'set "min_num_params" in the --fsdp_config file',
     "fsdp_transformer_layer_cls_to_wrap": 'set "transformer_layer_cls_to_wrap" in the --fsdp_config file',
-    "group_by_length": "use --train_sampling_strategy group_by_length",
+    "group_by_length": "use --padding none --attention sdpa, which leaves out all padding",
     "half_precision_backend": "leave it out, there is only one backend",
     "logging_dir": "set the variable TENSORBOARD_LOGGING_DIR",
     "no_cuda": "use --use_cpu",

@@ -40,7 +40,7 @@ class TrainerArguments:
     learning_rate: float
     label_smoothing_factor: float = 0.0
     optim: str = DEFAULTS_OF_TRANSFORMERS["optim"]
-    train_sampling_strategy: str
+    train_sampling_strategy: str = "random"
     fp16: bool | None  # None: not decided yet; the same holds for bf16
     bf16: bool | None
     tf32: bool | None = None

@@ -136,6 +136,18 @@ def contradictions(settings: Settings) -> list[tuple[object, str, str, str]]:
             "use --fsdp or a ZeRO-3 config to shard the model",
         ),
         (
+            settings.data.padding == "none" and (cut or settings.data.labels == "all"),
+            "padding",
+            "none cannot be combined with --tensor_parallel or --labels all",
+            "use --padding longest",
+        ),
+        (
+            trainer.train_sampling_strategy == "group_by_length",
+            "train_sampling_strategy",
+            "group_by_length would group differently after a resume and on other numbers of ranks",
+            "use --padding none --attention sdpa, which leaves out all padding",
+        ),
+        (
             cut and chunked,
             "loss",
             "chunked needs the whole head, and --tensor_parallel cuts it",

@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 from datasets import Dataset
-from torch.utils.data import SequentialSampler
 from transformers import (
     DataCollatorForSeq2Seq,
     Trainer,
@@ -42,7 +41,6 @@ from models.lora import count_adapter_elements
 from records.writer import RunRecord
 from settings.settings import Settings
 from shared.errors import ENVIRONMENT, WorkshopError
-from training.sampling import GroupByLengthSampler, find_sampler
 
 NOT_ON_CPU = "n/a on CPU"
 SHARE_TOLERANCE = 0.05
@@ -148,11 +146,6 @@ def audit(trainer: Any, settings: Settings, parameters: int, trainable: int) -> 
         AuditedKnob("label mode", settings.data.labels, label_mode(trainer.train_dataset, trainer.data_collator)),
         AuditedKnob("loss", settings.model.loss, "chunked" if computes_loss_in_head(trainer.model) else "full"),
         AuditedKnob("attention", settings.model.attention or attention, attention),
-        AuditedKnob(
-            "sampling",
-            settings.trainer.train_sampling_strategy,
-            sampling_name(trainer.callback_handler.train_dataloader),
-        ),
         AuditedKnob("checkpointing", checkpointing, trainer.model.is_activation_checkpointing, "by the model itself"),
         AuditedKnob("compiled", settings.trainer.torch_compile, is_compiled(trainer.model_wrapped)),
     ]
@@ -360,12 +353,6 @@ def optimizer_name(optimizer: torch.optim.Optimizer) -> str:
     library = type(optimizer).__module__.split(".")[0]
     fused = ", fused" if optimizer.defaults.get("fused") else ""
     return f"{type(optimizer).__name__} ({library}{fused})"
-
-
-def sampling_name(loader: Any) -> str:
-    """Return the name of the order in which a DataLoader reads the questions."""
-    names = {GroupByLengthSampler: "group_by_length", SequentialSampler: "sequential"}
-    return names.get(type(find_sampler(loader)), "random")
 
 
 def label_mode(dataset: Dataset, collator: DataCollatorForSeq2Seq) -> str:

@@ -54,11 +54,11 @@ OTHER_CARDS = {"MIG", "GRID", "Laptop", "Ti", "D", "FHHL", "64GB"}
 
 def count_tokens(batch: dict[str, torch.Tensor]) -> torch.Tensor:
     """Count a batch's real tokens, padding, labels that count in the loss, and sum of squared lengths: (4), int64."""
-    mask = batch["attention_mask"]
-    lengths = mask.sum(1)
+    labels = batch["labels"]
+    lengths = (batch["rows"] >= 0 if "rows" in batch else batch["attention_mask"]).sum(1)
     real = lengths.sum()
-    counted = (batch["labels"][:, 1:] != IGNORED).sum()  # the first label is the target of no position
-    return torch.stack([real, mask.numel() - real, counted, (lengths * lengths).sum()])
+    counted = (labels[:, 1:] != IGNORED).sum()  # the first label is the target of no position
+    return torch.stack([real, labels.numel() - real, counted, (lengths * lengths).sum()])
 
 
 class ModelFlops:
@@ -108,13 +108,19 @@ def other_matrices(model: torch.nn.Module) -> dict[str, torch.nn.Parameter]:
     }
 
 
+def tokens_in_sight(model: Any, max_length: int) -> int:
+    """Return the number of tokens that a token can see: max_length, or fewer if the model has a sliding window."""
+    config = model.config.get_text_config()
+    return min(max_length, *(getattr(config, name, None) or max_length for name in WINDOWS))
+
+
 def attention_width(model: Any, max_length: int) -> int:
     """Return the sum of heads x head size over all layers.
 
     Raise ValueError unless every layer has one attention of this size, in which a token can see all earlier tokens.
     """
     config = model.config.get_text_config()
-    window = min(getattr(config, name, None) or max_length for name in WINDOWS)
+    window = tokens_in_sight(model, max_length)
     if window < max_length:
         raise ValueError(f"the attention sees only {window} tokens at a time, and MAX_LENGTH is {max_length}")
     heads = getattr(config, "num_attention_heads", None) or 1

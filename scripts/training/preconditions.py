@@ -18,14 +18,16 @@ from distributed.fsdp_config import check_wrap_classes
 from distributed.strategy import ZERO, Strategy
 from distributed.tensor_parallel import check_tensor_parallel_model
 from model import check_model, count_parameters
+from models.bloom_sdpa import attention_name
 from models.chunked_loss import check_head
 from models.lora import LoraLinear
+from models.padding_free import check_padding_free
 from settings.settings import Settings
 from shared.errors import ENVIRONMENT, WorkshopError
 from shared.hub import short_reason
 from training.checkpoints import complete_checkpoints
 from training.exact_match import load_metric
-from training.flops import other_matrices
+from training.flops import other_matrices, tokens_in_sight
 
 # A data loader's worker opens the socket <temporary folder>/pymp-12345678/listener-12345678. Linux allows 107 bytes
 LONGEST_TEMPORARY_FOLDER = 107 - len("/pymp-12345678/listener-12345678")
@@ -47,6 +49,11 @@ def check_trainable(
         print_once(describe_adapters(meta_model, settings.model.lora_rank))
     if settings.model.loss == "chunked":
         check_head(meta_model)
+    if settings.data.padding == "none":
+        max_length = settings.data.max_length
+        check_padding_free(
+            meta_model, attention_name(meta_model), tokens_in_sight(meta_model, max_length) == max_length
+        )
     if settings.trainer.activation_checkpointing and not meta_model.supports_gradient_checkpointing:
         what = f"{type(meta_model).__name__} cannot recompute its blocks"
         remedy = "leave it out, or set activation_checkpointing in an FSDP config file"

@@ -109,7 +109,20 @@ def breakdown(events: list) -> dict:
                 total["hidden_communication"] += nanoseconds
     whole = sum(end - start for start, end in steps)
     per_step = {name: round(value / len(steps) / 1e9, 5) for name, value in total.items()}
-    return {"steps": len(steps), "seconds_per_step": round(whole / len(steps) / 1e9, 5), **per_step}
+    found = {"steps": len(steps), "seconds_per_step": round(whole / len(steps) / 1e9, 5), **per_step}
+    if torch.cuda.is_available():
+        passes = running["backward"]
+        kernels = sum(started_in(start, passes) for start, _ in running["computation"])
+        # DeepSpeed steps within its last backward phase
+        in_optimizer = sum(
+            started_in(start, passes) and started_in(start, running["optimizer"]) for start, _ in running["computation"]
+        )
+        found["kernels_per_micro_batch"] = (kernels - in_optimizer) / len(passes)
+    return found
+
+
+def started_in(start: int, intervals: list[Interval]) -> bool:
+    return any(first <= start < last for first, last in intervals)
 
 
 def step_part(names: frozenset[str]) -> str:
@@ -171,5 +184,8 @@ def table(ranks: list[dict]) -> str:
         lines.append(f"{name:22}" + "".join(f"{cell:>20}" for cell in cells))
     hidden = (f"{1000 * r['hidden_communication']:10.1f} ms       " for r in ranks)
     lines.append(f"{'  hidden communication':22}" + "".join(f"{cell:>20}" for cell in hidden))
+    if "kernels_per_micro_batch" in ranks[0]:
+        numbers = (f"{r['kernels_per_micro_batch']:10,.0f}          " for r in ranks)
+        lines.append(f"{'kernels / micro batch':22}" + "".join(f"{number:>20}" for number in numbers))
     lines.append(f"traces: {Path(ranks[0]['trace']).parent}; open them in https://ui.perfetto.dev")
     return "\n".join(lines)

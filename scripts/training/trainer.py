@@ -8,8 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.utils.data import Sampler
-from transformers.trainer_pt_utils import LengthGroupedSampler
 from transformers.trainer_utils import EvalLoopOutput, TrainOutput
 
 from data_loader import IGNORED
@@ -18,7 +16,6 @@ from models.chunked_loss import add_label_counts, computes_loss_in_head
 from shared.errors import WorkshopError
 from training.checkpoints import MARKER, checkpoint_folder, full_disk_errors
 from training.flops import count_tokens
-from training.sampling import GroupByLengthSampler
 from training.upstream_fixes import UpstreamFixes
 
 # The phases of a step, and the methods of the Trainer that they consist of. `backward` contains `forward`
@@ -54,20 +51,15 @@ class WorkshopTrainer(UpstreamFixes):
         """Number of optimizer steps: batches of one rank divided by accumulation, rounded up."""
         return math.ceil(len(self.get_train_dataloader()) / self.args.gradient_accumulation_steps)
 
-    def _get_train_sampler(self, train_dataset: Any = None) -> Sampler | None:
-        sampler = super()._get_train_sampler(train_dataset)
-        if not isinstance(sampler, LengthGroupedSampler):
-            return sampler
-        groups = self.args.world_size // self.get_tp_size()
-        global_batch = self.args.train_batch_size * self.args.gradient_accumulation_steps * groups
-        seed = self.args.seed if self.args.data_seed is None else self.args.data_seed
-        return GroupByLengthSampler(global_batch, sampler.lengths[:], seed)
-
     def prediction_step(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, None, None]:
         """Compute the loss of a batch, and add it to the sums of `evaluation_loop`."""
         inputs = self._prepare_inputs(inputs)
         # accelerate repeats questions in the last batches, so that all ranks have equally many. Do not count repeats
-        inputs["labels"][self.count_unrepeated_rows(len(inputs["labels"])) :] = IGNORED
+        if "rows" in inputs:  # one row of several questions
+            first_repeated = self.count_unrepeated_rows(len(inputs["rows"])) * inputs["rows"].shape[1]
+            inputs["labels"].masked_fill_(inputs["places"] >= first_repeated, IGNORED)
+        else:
+            inputs["labels"][self.count_unrepeated_rows(len(inputs["labels"])) :] = IGNORED
         counted = (inputs["labels"][:, 1:] != IGNORED).sum()  # the first label is the target of no position
         with torch.no_grad(), self.compute_loss_context_manager():
             loss = self.compute_loss(model, inputs)

@@ -18,7 +18,6 @@ from transformers.trainer import TRAINER_STATE_NAME
 
 from distributed.collectives import print_once
 from distributed.inspect_fsdp import local
-from training.sampling import GroupByLengthSampler, find_sampler
 
 
 class Fix(NamedTuple):
@@ -65,11 +64,6 @@ FIXES = (
         "Trainer._inner_training_loop checks max_steps and should_training_stop before it begins an epoch",
     ),
     Fix(
-        "training/upstream_fixes.py::EpochOfSampler",
-        "accelerate==1.15.0",
-        "DataLoaderShard.set_epoch reaches a sampler inside a BatchSamplerShard",
-    ),
-    Fix(
         "training/upstream_fixes.py::OptimizerStateOfFSDP",
         "accelerate==1.15.0",
         "load_fsdp_optimizer gives torch the optimizer inside AcceleratedOptimizer",
@@ -88,11 +82,6 @@ FIXES = (
         "model.py::share_weights",
         "transformers==5.23.0",
         "the version of safetensors that it requires writes files whose mode follows the umask (safetensors issue 782)",
-    ),
-    Fix(
-        "training/sampling.py::GroupByLengthSampler",
-        "transformers==5.23.0",
-        "LengthGroupedSampler derives its order from the seed and the epoch, and groups over the global batch",
     ),
     Fix(
         "models/bloom_sdpa.py::SDPABloomModel",
@@ -306,20 +295,6 @@ class NoStepAfterTheLast(Trainer):
             super()._run_epoch(*args, **kwargs)
 
 
-class EpochOfSampler(Trainer):
-    """With group_by_length on several ranks, a resumed run uses the order of the first epoch again.
-
-    accelerate does not find the sampler inside the batch sampler of each rank, so it does not set the sampler's epoch
-    (accelerate/data_loader.py, DataLoaderShard.set_epoch).
-    """
-
-    def _run_epoch(self, *args: Any, **kwargs: Any) -> None:
-        sampler = find_sampler(kwargs["train_dataloader"])
-        if isinstance(sampler, GroupByLengthSampler):
-            sampler.epoch = kwargs["epoch"]
-        super()._run_epoch(*args, **kwargs)
-
-
 class OptimizerStateOfFSDP(Trainer):
     """With FSDP2 in fp16, a run cannot resume: the loss scaler raises an AssertionError.
 
@@ -383,7 +358,6 @@ class UpstreamFixes(
     NormOfScaledGradients,
     ScalerOfTensorParallelism,
     NoStepAfterTheLast,
-    EpochOfSampler,
     OptimizerStateOfFSDP,
     RateOfTheStep,
     RateOfAnotherSchedule,

@@ -1,7 +1,4 @@
-"""Tests of a run's questions, batches and labels: --labels, --padding, --samples_per_gpu and sampling."""
-
-import json
-import re
+"""Tests of a run's questions, batches and labels: --labels, --padding and --samples_per_gpu."""
 
 import pytest
 
@@ -50,14 +47,7 @@ def test_500_real_questions(run: Finished):
     assert 0 <= record["exact_match"] <= record["f1"] <= 100
 
 
-PRINT_LENGTHS = """
-import os
-from training import trainer
-original = trainer.count_tokens
-def count_tokens(batch):
-    print("LENGTHS", os.environ["RANK"], batch["attention_mask"].sum(1).tolist(), flush=True)
-    return original(batch)
-trainer.count_tokens = count_tokens
+PRINT_TABLES = """
 load = train.load_squad
 def load_squad(*arguments):
     found = load(*arguments)
@@ -67,21 +57,17 @@ train.load_squad = load_squad
 """
 
 
-def test_group_by_length_groups_similar_lengths_on_all_ranks(train):
-    flags = ("--train_sampling_strategy", "group_by_length", "--eval_strategy", "no")
-    options = {"ranks": 2, "BATCH_SIZE": 2, "NUM_EPOCHS": 2, "PADDING": "longest", "SAVE_STRATEGY": "no"}
-    grouped = train("grouped", *flags, patch=PRINT_LENGTHS, **options)
-    assert grouped.record["settings"]["train_sampling_strategy"] == "group_by_length"
-    by_rank = [[json.loads(found) for found in re.findall(rf"LENGTHS {rank} (.*)", grouped.log)] for rank in "01"]
-    batches = [first + second for first, second in zip(*by_rank, strict=True)]
-    assert [len(batch) for batch in batches] == [4] * 32
-    epochs = batches[:16], batches[16:]
-    assert epochs[0] != epochs[1]
-    all_lengths = [sorted(length for batch in epoch for length in batch) for epoch in epochs]
-    assert all_lengths[0] == all_lengths[1]
-    # The 64 questions have lengths from 127 to 194. In a batch, the longest and the shortest question differ by 30 on
-    # average in random order, and by 11 if each group of 16 questions is sorted.
-    spread = sum(max(batch) - min(batch) for batch in batches) / len(batches)
-    assert spread < 15, batches
+@pytest.mark.parametrize(
+    "flags", [(), ("--deepspeed", "ds_configs/zero3.json"), ("--fsdp",)], ids=["ddp", "zero3", "fsdp"]
+)
+def test_without_padding_losses_and_evaluations_stay_the_same(train, table, flags):
+    """With 3 questions per rank, accelerate repeats questions in the last evaluation."""
+    options = {"ranks": 2, "BATCH_SIZE": 2, "PADDING": "none", "ATTENTION": "sdpa", "LOSS": "chunked"}
+    name = f"no_padding_{len(flags)}"
+    run = train(name, *flags, "--per_device_eval_batch_size", 3, patch=PRINT_TABLES, **options)
+    assert run.effective("padding") == "none"
+    assert run.losses == pytest.approx(table("plain").losses, abs=TOLERANCE, rel=0)
+    assert run.record["train"]["padding_tokens"] == 0
+    assert run.record["train"]["real_tokens"] == table("plain").record["train"]["real_tokens"]
     # The tokens must be memory-mapped: all 87,599 questions of SQuAD must not be in memory
-    assert grouped.log.count("TABLE MemoryMappedTable MemoryMappedTable\n") == 2
+    assert run.log.count("TABLE MemoryMappedTable MemoryMappedTable\n") == 2

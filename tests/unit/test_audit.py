@@ -19,8 +19,8 @@ from training import audit
 from training.audit import AuditCallback, AuditedKnob, offload_knobs
 
 
-def loader(shuffle: bool = True) -> DataLoader:
-    loader = DataLoader(range(16), batch_size=4, shuffle=shuffle)
+def loader() -> DataLoader:
+    loader = DataLoader(range(16), batch_size=4, shuffle=True)
     loader.total_batch_size = 4
     return loader
 
@@ -113,7 +113,6 @@ DIFFERENCES = {
     "micro batch": (attribute_setter(f"{LOADER}.total_batch_size", 2), 4, 2),
     "gradient accumulation": (attribute_setter("args.gradient_accumulation_steps", 1), 2, 1),
     "label mode": (attribute_setter("data_collator.label_pad_token_id", 3), "sequence", "all"),
-    "sampling": (attribute_setter(LOADER, loader(shuffle=False)), "random", "sequential"),
     "checkpointing": (enable_checkpointing, False, True),
     "compiled": (compile_block, False, True),
 }

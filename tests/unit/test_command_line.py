@@ -141,7 +141,13 @@ MISTAKES = {
     "--show 3 --no_em_f1": "--show: has no effect without EM and F1; leave it out, or set EM_F1=True",
     "--train_size x": "--train_size: invalid value: 'x', expected a whole number or all; see --help",
     "--train_size": "--train_size: expected one argument",
-    "--padding none": "--padding: invalid choice: 'none' (choose from 'max_length', 'longest')",
+    "--padding maximum": "--padding: invalid choice: 'maximum' (choose from 'max_length', 'longest', 'none')",
+    "--padding none --labels all": "--padding: none cannot be combined with --tensor_parallel or --labels all; "
+    "use --padding longest",
+    "SAMPLING=group_by_length": "SAMPLING: this variable is not read; "
+    "unset it; PADDING=none with ATTENTION=sdpa leaves out all padding",
+    "--train_sampling_strategy group_by_length": "--train_sampling_strategy: group_by_length would group differently "
+    "after a resume and on other numbers of ranks; use --padding none --attention sdpa, which leaves out all padding",
     "--eval_strategy often": "--eval_strategy: invalid choice: 'often'",
     "--train-size -3": "--train-size: -3 is too small; give a whole number of at least 1",
     "--learning_rate nan": "--learning_rate: nan is out of range; give a number above 0",
@@ -197,7 +203,7 @@ def test_an_error_of_training_arguments_is_one_line(refusal):
 def test_removed_flags_are_gone_and_their_replacements_exist():
     current = {field.name for field in dataclasses.fields(TrainingArguments)}
     assert not current & REMOVED_FLAGS.keys()
-    assert set(re.findall(r"--(\w+)", " ".join(REMOVED_FLAGS.values()))) <= current
+    assert set(re.findall(r"--(\w+)", " ".join(REMOVED_FLAGS.values()))) <= current | {knob.flag for knob in KNOBS}
 
 
 def test_each_flag_that_takes_a_secret_is_refused():

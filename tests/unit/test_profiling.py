@@ -52,6 +52,7 @@ def test_on_a_gpu_kernels_count_and_annotations_do_not(monkeypatch):
     found = breakdown(events)
     assert (found["forward"], found["backward"]) == (4, 4)
     assert (found["communication"], found["hidden_communication"]) == (2, 2)
+    assert found["kernels_per_micro_batch"] == 1  # the products; the first one is outside of the backward phase
 
 
 def test_each_moment_of_a_step_counts_once():

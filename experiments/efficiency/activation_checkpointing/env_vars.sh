@@ -1,9 +1,9 @@
 # shellcheck shell=bash
 # Knobs of this experiment. A value given at submission has priority, then the site's value, then the value here.
 : "${LOSS:=chunked}"
-: "${PADDING:=longest}"
+: "${ATTENTION:=sdpa}"
+: "${PADDING:=none}"
 : "${EM_F1:=False}"
 : "${BF16:=True}"
 : "${ACTIVATION_CHECKPOINTING:=True}"
-: "${SAMPLING:=group_by_length}"
 : "${SAVE_STRATEGY:=no}" # measure the training, not the file system

@@ -2,10 +2,9 @@
 # Knobs of this experiment. A value given at submission has priority, then the site's value, then the value here.
 : "${LOSS:=chunked}"
 : "${ATTENTION:=sdpa}"
-: "${PADDING:=longest}"
+: "${PADDING:=none}"
 : "${EM_F1:=False}"
 : "${BATCH_SIZE:=16}"
 : "${GRAD_ACC:=1}"
 : "${BF16:=True}"
-: "${SAMPLING:=group_by_length}"
 : "${SAVE_STRATEGY:=no}" # measure the training, not the file system

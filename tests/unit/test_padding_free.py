@@ -1,0 +1,165 @@
+"""A micro batch without padding has the loss and the gradients of the padded micro batch."""
+
+import copy
+
+import pytest
+import torch
+from transformers import (
+    BloomConfig,
+    BloomForCausalLM,
+    GPT2Config,
+    GPT2LMHeadModel,
+    GPTNeoXConfig,
+    GPTNeoXForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
+    OPTConfig,
+    OPTForCausalLM,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
+
+from data_loader import IGNORED, OneRow
+from models.bloom_sdpa import attention_name, use_attention
+from models.chunked_loss import use_chunked_loss
+from models.custom_model import CustomGPTConfig, CustomGPTForCausalLM
+from models.lora import add_adapters
+from models.padding_free import TESTED, check_padding_free, use_padding_free
+from training.flops import count_tokens
+
+SIZES = {"vocab_size": 512, "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
+GPT = {"vocab_size": 512, "hidden_size": 64, "num_layers": 2, "num_heads": 4, "ff_dim": 96, "seq_length": 64}
+GPT2 = {"vocab_size": 512, "n_embd": 64, "n_layer": 2, "n_head": 4} | dict.fromkeys(
+    ["resid_pdrop", "embd_pdrop", "attn_pdrop"], 0
+)
+LLAMA = SIZES | {"intermediate_size": 96, "num_key_value_heads": 2}
+FAMILIES = {
+    "bloom": (BloomForCausalLM, BloomConfig(vocab_size=512, hidden_size=64, n_layer=2, n_head=4)),
+    "custom-gpt": (CustomGPTForCausalLM, CustomGPTConfig(**GPT)),
+    "gpt2": (
+        GPT2LMHeadModel,
+        GPT2Config(**GPT2),
+    ),
+    "gpt_neox": (GPTNeoXForCausalLM, GPTNeoXConfig(**SIZES, intermediate_size=96, rotary_pct=0.5)),
+    "llama": (LlamaForCausalLM, LlamaConfig(**LLAMA)),
+    "opt": (OPTForCausalLM, OPTConfig(**SIZES, ffn_dim=96, word_embed_proj_dim=64, dropout=0)),
+    "qwen2": (Qwen2ForCausalLM, Qwen2Config(**LLAMA)),
+    "qwen3": (Qwen3ForCausalLM, Qwen3Config(**LLAMA, head_dim=16)),
+}
+VARIANTS = ("full loss", "chunked loss", "activation checkpointing", "labels of the answer", "LoRA", "one question")
+# the custom GPT cannot recompute its blocks, and GPT-2 has no layers for adapters
+IMPOSSIBLE = {("custom-gpt", "activation checkpointing"), ("gpt2", "LoRA")}
+CASES = sorted({(family, variant) for family in TESTED for variant in VARIANTS} - IMPOSSIBLE)
+
+
+def questions(lengths=(17, 40, 5, 23), seed: int = 1) -> list[dict]:
+    generator = torch.Generator().manual_seed(seed)
+    rows = [torch.randint(4, 512, (length,), generator=generator).tolist() for length in lengths]
+    return [{"input_ids": row, "attention_mask": [1] * len(row), "labels": list(row)} for row in rows]
+
+
+def model(family: str, variant: str = "") -> torch.nn.Module:
+    kind, config = FAMILIES[family]
+    torch.manual_seed(0)
+    made = kind(copy.deepcopy(config)).train()
+    use_attention(made, "sdpa")
+    assert attention_name(made) == "sdpa"
+    if variant == "LoRA":
+        add_adapters(made, 4)
+    if variant == "activation checkpointing":
+        made.activation_checkpointing_enable({"use_reentrant": False})
+    return made
+
+
+def pad_rows(rows, **kwargs) -> dict:
+    longest = max(len(row["input_ids"]) for row in rows)
+    fill = {"input_ids": 3, "attention_mask": 0, "labels": IGNORED}
+    return {name: torch.tensor([r[name] + [x] * (longest - len(r[name])) for r in rows]) for name, x in fill.items()}
+
+
+def loss_and_gradients(made: torch.nn.Module, batch: dict) -> tuple[float, torch.Tensor]:
+    made.zero_grad()
+    loss = made(**batch).loss
+    loss.backward()
+    return loss.item(), torch.cat([p.grad.flatten() for p in made.parameters() if p.requires_grad])
+
+
+@pytest.mark.parametrize(("family", "variant"), CASES)
+def test_loss_and_gradients_are_those_of_the_padded_batch(family: str, variant: str):
+    rows = questions([11]) if variant == "one question" else questions()
+    if variant == "labels of the answer":
+        for row in rows:
+            row["labels"][:-4] = [IGNORED] * (len(row["labels"]) - 4)
+    results = []
+    for batch in (pad_rows(rows), OneRow()(rows)):
+        made = model(family, variant)
+        if "rows" in batch:
+            use_padding_free(made)
+        if variant == "chunked loss":
+            use_chunked_loss(made)
+        results.append(loss_and_gradients(made, batch))
+    (loss, gradients), (other_loss, other_gradients) = results
+    assert other_loss == pytest.approx(loss, abs=1e-6)
+    assert (other_gradients - gradients).norm() <= 2e-6 * gradients.norm()
+
+
+@pytest.mark.parametrize("family", TESTED)
+def test_a_question_does_not_see_the_others(family: str):
+    """The loss counts only the last question. Another first question must not change any gradient."""
+    results = []
+    for seed in (1, 2):
+        rows = questions(seed=seed)[:2] + questions()[2:]
+        for row in rows[:-1]:
+            row["labels"] = [IGNORED] * len(row["labels"])
+        made = model(family)
+        use_padding_free(made)
+        results.append(loss_and_gradients(made, OneRow()(rows)))
+    assert results[0][0] == results[1][0]
+    assert torch.equal(results[0][1], results[1][1])
+
+
+def test_transformers_own_way_lets_questions_see_each_other_if_use_cache_is_true():
+    """If this fails, transformers has mended it, and models/padding_free.py need not say so."""
+    rows = OneRow()(questions())
+    wanted, _ = loss_and_gradients(model("llama"), pad_rows(questions()))
+    row = {name: rows[name] for name in ("input_ids", "labels", "position_ids")}
+    losses = [model("llama")(**row, use_cache=use_cache).loss.item() for use_cache in (False, True)]
+    assert losses[0] == pytest.approx(wanted, abs=1e-6)
+    assert abs(losses[1] - wanted) > 1e-4
+    ours = model("llama")
+    use_padding_free(ours)
+    assert ours(**rows, use_cache=True).loss.item() == pytest.approx(wanted, abs=1e-6)
+
+
+@pytest.mark.parametrize("family", ["bloom", "llama"])
+def test_the_model_still_computes_padded_batches(family: str):
+    """A generation pads its questions on the left."""
+    plain, other = model(family).eval(), model(family).eval()
+    use_padding_free(other)
+    with torch.no_grad():
+        other(**OneRow()(questions()))
+        batch = {name: x.flip(1) for name, x in pad_rows(questions()).items() if name != "labels"}
+        answers = [each.generate(**batch, max_new_tokens=9, do_sample=False, pad_token_id=3) for each in (plain, other)]
+    assert torch.equal(*answers)
+
+
+def test_the_tokens_of_a_row_are_counted_as_those_of_a_padded_batch():
+    rows = questions()
+    real, padding, labels, squares = count_tokens(pad_rows(rows)).tolist()
+    assert padding == 4 * 40 - real
+    assert count_tokens(OneRow()(rows)).tolist() == [real, 0, labels, squares]
+
+
+def test_models_that_cannot_are_refused_before_they_are_loaded(refusal):
+    mistral = MistralForCausalLM(MistralConfig(**LLAMA))
+    line = refusal(check_padding_free, mistral, "sdpa", True)
+    models = "bloom, custom-gpt, gpt2, gpt_neox, llama, opt, qwen2, qwen3"
+    assert line == f"error: --padding: none works with {models}, and this model is mistral; use --padding longest"
+    line = refusal(check_padding_free, model("bloom"), "eager", True)
+    assert line == "error: --padding: none needs --attention sdpa; give it, or use --padding longest"
+    line = refusal(check_padding_free, model("qwen2"), "sdpa", False)
+    assert line == ("error: --padding: none does not work with the sliding window of this model; use --padding longest")
