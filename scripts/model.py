@@ -9,6 +9,7 @@ import torch
 from safetensors import safe_open
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import (
     MODEL_FOR_CAUSAL_LM_MAPPING,
     MODEL_FOR_MASKED_LM_MAPPING,
@@ -46,6 +47,7 @@ BLOOM_SIZES = {
 }
 BLOOM_VOCABULARY = 250880  # 250,680 tokens, padded so that its authors' GPUs could divide it evenly
 TINY_VOCABULARY = 2048
+DRAWING = (torch.ops.aten.normal_.default, torch.ops.aten.uniform_.default)  # all of torch.nn.init call one of these
 # In the order of BLOOM's ids 0 to 3
 SPECIAL_TOKENS = {"unk_token": "<unk>", "bos_token": "<s>", "eos_token": "</s>", "pad_token": "<pad>"}
 
@@ -192,11 +194,26 @@ def check_merged(name: str) -> None:
             raise WorkshopError("--model_name", what, remedy)
 
 
+class DrawOnCPU(TorchDispatchMode):
+    """Draw random numbers for tensors on a GPU on the CPU, where a seed gives the numbers of the other strategies.
+
+    ZeRO-3 creates weights on the GPU.
+    """
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None) -> Any:
+        kwargs = kwargs or {}
+        if func in DRAWING and args[0].device.type != "cpu":
+            on_cpu = torch.empty(args[0].shape, dtype=args[0].dtype)
+            return args[0].copy_(func(on_cpu, *args[1:], **kwargs))
+        return func(*args, **kwargs)
+
+
 def random_model(config: PreTrainedConfig, seed: int) -> PreTrainedModel:
     """Return a model whose random weights depend only on the seed: not on the rank or the sharding strategy."""
     set_seed(seed)
     if is_deepspeed_zero3_enabled():
-        return AutoModelForCausalLM.from_config(config, dtype=torch.float32, trust_remote_code=False)
+        with DrawOnCPU():
+            return AutoModelForCausalLM.from_config(config, dtype=torch.float32, trust_remote_code=False)
     # ZeRO-3 draws no random numbers while it builds the modules. The other strategies must not draw any either,
     # otherwise their losses could not be compared with those of ZeRO-3
     with no_init_weights():

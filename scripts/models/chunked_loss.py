@@ -176,9 +176,11 @@ class CrossEntropyOfHead(torch.autograd.Function):
         pieces = CPU_PIECES if device == "cpu" else GPU_PIECES
         loss = torch.zeros((), device=hidden.device)
         logits_buffer = torch.empty(chunk, vocabulary, dtype=dtype, device=hidden.device)
-        # The largest fp16 number is 65,504. A sum over fewer tokens stays below it with a larger scale
-        summed_tokens = FP16_TOKENS if dtype == torch.float16 else chunk
-        scale = gradient_scale(hidden, summed_tokens)
+        # The largest fp16 number is 65,504. A sum over fewer tokens stays below it with a larger scale. Only the CPU sums
+        # in fp16
+        in_fp16 = dtype == torch.float16 and device == "cpu"
+        summed_tokens = FP16_TOKENS if in_fp16 else chunk
+        scale = gradient_scale(hidden, summed_tokens if in_fp16 else 0)
         if with_gradients:
             hidden_gradient = torch.zeros_like(hidden, dtype=torch.float32)
             weight_gradient = torch.zeros_like(weight, dtype=torch.float32) if ctx.needs_input_grad[1] else None
@@ -195,12 +197,12 @@ class CrossEntropyOfHead(torch.autograd.Function):
                 gradient[unpadded:] = 0
                 for first in range(0, vocabulary, pieces.vocabulary):
                     rows = slice(first, first + pieces.vocabulary)
-                    hidden_gradient[start : start + chunk] += gradient[:, rows] @ weight[rows]
+                    add_product(hidden_gradient[start : start + chunk], gradient[:, rows], weight[rows])
                     if weight_gradient is None:
                         continue
                     for begin in range(0, len(part), summed_tokens):
                         summed = slice(begin, begin + summed_tokens)
-                        weight_gradient[rows] += gradient[summed, rows].T @ part[summed]
+                        add_product(weight_gradient[rows], gradient[summed, rows].T, part[summed])
         if with_gradients:
             ctx.save_for_backward(hidden_gradient[:tokens], weight_gradient, scale)
         return loss
@@ -214,6 +216,15 @@ class CrossEntropyOfHead(torch.autograd.Function):
             for kept, dtype in zip(gradients, ctx.dtypes, strict=True)
         ]
         return *gradients, None, None
+
+
+def add_product(total: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> None:
+    """Add the product of two matrices to a matrix in fp32."""
+    if total.device.type == "cuda" and a.dtype != torch.float32:
+        # The matrix unit adds in fp32, and writes this sum. The CPU has no such kernel
+        torch.addmm(total, a, b, out_dtype=torch.float32, out=total)
+    else:
+        total += a @ b
 
 
 def chunk_size(tokens: int, hidden_size: int) -> int:
@@ -267,10 +278,12 @@ def gradient_scale(hidden: torch.Tensor, summed_tokens: int) -> torch.Tensor:
 
     A softmax over 250,880 tokens is 4e-6 on average, near the smallest numbers of fp16. Loss scaling comes too late,
     because its factor is known only in the backward pass. The scale keeps a sum over `summed_tokens` tokens below the
-    largest number of fp16.
+    largest number of fp16; 0 if sums are not in fp16.
     """
     one = torch.ones((), device=hidden.device)
-    if hidden.dtype != torch.float16 or not len(hidden):
+    if hidden.dtype != torch.float16:
         return one
+    if not summed_tokens or not len(hidden):
+        return one * 2**8
     largest_sum = summed_tokens * hidden.abs().amax().float()
     return torch.exp2(torch.floor(torch.log2(2**15 / largest_sum))).clamp(max=2**8)
