@@ -20,14 +20,11 @@ then depends little on other programs.
 
 `transformers` is the Trainer of transformers with its defaults: fp32, and padding to the longest of a batch. `trl` is
 TRL's SFTTrainer with its defaults: bf16, activation checkpointing, its own loss without logits, and a learning rate of
-2e-5. These defaults change its mean loss.
+2e-5. These defaults change its mean loss. `trl packed` also packs several questions into each row.
 
 `--equal` compares the full with the chunked loss in fp32 instead: the losses of 20 steps, and the gradients of a batch.
 `--overheads` times the start-up of the commands, and psrecord's share of a core.
 docs/efficiency.md shows the results with commit and machine. docs/knobs.md shows TRL, transformers and --equal.
-
-One cost is not yet measured on a GPU. In fp16, the chunked loss sums the gradient of its weight over only 128 tokens
-(FP16_TOKENS), because larger sums could overflow. This needs four times as many matrix products as 512 tokens.
 """
 
 import argparse
@@ -96,6 +93,7 @@ ROWS = {
     "all": Row(ALL),
     "transformers": Row([], program="transformers"),
     "trl": Row([], program="trl"),
+    "trl packed": Row([], program="trl packed"),
     "answer recipe": Row(ANSWER, base="answer recipe"),
     "answer chunked_loss": Row([*ANSWER, *CHUNKED], base="answer recipe"),
     "answer lora": Row([*ANSWER, *CHUNKED, "--lora_rank", "8"], base="answer chunked_loss"),
@@ -140,9 +138,11 @@ def main() -> None:
 
 
 def measure(folder: Path, names: list[str], repeats: int, common: list[str]) -> None:
-    if "trl" in names and not find_spec("trl"):
-        names = [name for name in names if name != "trl"]
-        print("trl is not installed, so its row is skipped; to install it: pip install -r benchmarks/requirements.txt")
+    if not find_spec("trl"):
+        skipped = [name for name in names if ROWS[name].program.startswith("trl")]
+        names = [name for name in names if name not in skipped]
+        if skipped:
+            print(f"trl is not installed, so {', '.join(skipped)} are skipped: pip install -r benchmarks/requirements.txt")
     results: dict[str, list[dict]] = {name: [] for name in names}
     for repeat in range(repeats):
         for name in names:
@@ -323,7 +323,7 @@ def child(program: str, flags: list[str]) -> None:
         from trl import SFTConfig, SFTTrainer
 
         inputs = dataset.select_columns(["input_ids"])
-        config = SFTConfig(**given, max_length=512)
+        config = SFTConfig(**given, max_length=512, packing=program == "trl packed")
         SFTTrainer(model, config, train_dataset=inputs, processing_class=tokenizer).train()
 
 

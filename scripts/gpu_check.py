@@ -94,6 +94,7 @@ class TrainingRow:
 
 # tiny-bloom's frozen weights are random, so its adapters need a larger learning rate
 LORA = "--lora_rank 8 --learning_rate 1e-2"
+ALL = "--bf16 --loss chunked --attention sdpa --padding none --gradient_accumulation_steps 1"  # as in efficiency/all
 ROWS = [  # the most informative rows come first, so that an interrupted check is still useful
     TrainingRow("plain", "--em_f1 True"),
     TrainingRow("zero2", "--deepspeed ds_configs/zero2.json"),
@@ -107,6 +108,15 @@ ROWS = [  # the most informative rows come first, so that an interrupted check i
     TrainingRow("bloom-560m-plain", full=True),
     TrainingRow("bloom-560m-chunked", "--loss chunked", full=True),
     TrainingRow("bloom-560m-sdpa", "--loss chunked --attention sdpa", full=True),
+    TrainingRow("bloom-560m-bf16", "--bf16", full=True),
+    TrainingRow("bloom-560m-chunked-bf16", "--bf16 --loss chunked", full=True),
+    TrainingRow("bloom-560m-all", f"{ALL} --per_device_train_batch_size 16", full=True),
+    TrainingRow(
+        "bloom-560m-all-64",
+        f"{ALL} --per_device_train_batch_size 64 --num_train_epochs 4",
+        full=True,
+        equal_to="bloom-560m-all-64",
+    ),
     # each batch has a different length: this row is slow if the attention kernel is planned again for each length
     TrainingRow("bloom-560m-sdpa-lengths", "--loss chunked --attention sdpa --padding longest", full=True),
     TrainingRow("bloom-560m-checkpointed", "--loss chunked --activation_checkpointing", full=True),

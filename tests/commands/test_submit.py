@@ -202,6 +202,11 @@ def test_a_change_marks_only_runs_that_read_it_as_dirty(submit, workshop):
     ("arguments", "site", "message"),
     [
         (["nope"], "laptop", r"error: nope: there is no such folder below experiments/; see ls experiments"),
+        (
+            ["efficiency/group_by_length"],
+            "laptop",
+            r"error: efficiency/group_by_length: is gone; efficiency/no_padding \(PADDING=none\) leaves out all padding",
+        ),
         (["sites"], "laptop", r"error: sites: it holds no \.slurm file; see ls experiments"),
         ([], "laptop", r"error: submit\.sh: nothing to submit; .*"),
         (["--cain", "baseline"], "laptop", r"error: --cain: unknown option; see --help"),

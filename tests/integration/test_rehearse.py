@@ -44,7 +44,11 @@ METHODS |= {f"ZeRO-{stage}": (*TINY, "--deepspeed", f"ds_configs/zero{stage}.jso
 CASES += [(f"ZeRO-{stage}", 8) for stage in range(4)]
 METHODS |= {f"LoRA, {method}": (*METHODS[method], "--lora_rank", 4) for method in ("DDP", "FULL_SHARD")}
 METHODS |= {f"LoRA, ZeRO-{stage}": (*METHODS[f"ZeRO-{stage}"], "--lora_rank", 4) for stage in (1, 2, 3)}
-CASES += [(method, 8) for method in METHODS if method.startswith("LoRA")]
+METHODS |= {
+    f"no padding, {method}": (*METHODS[method], "--attention", "sdpa", "--padding", "none")
+    for method in ("FULL_SHARD", "ZeRO-3")
+}
+CASES += [(method, 8) for method in METHODS if method.startswith(("LoRA", "no padding"))]
 communication = program("benchmarks/communication.py")
 
 

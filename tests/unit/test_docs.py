@@ -122,6 +122,35 @@ def test_peaks_on_a_gpu_are_as_estimated():
                 assert result["peak_gpu_gib"] == pytest.approx(estimated, rel=0.01), row.name
 
 
+def test_the_efficiency_page_shows_the_runs_on_a_gpu():
+    rows = read_json(REPOSITORY / "benchmarks/gpu_runs.json", "restore it")["rows"]
+    recipe = rows["x-recipe"]
+    for label, names in {
+        "recipe (fp32)": ["recipe"],
+        "+ dynamic padding": ["dynamic_padding"],
+        "+ SDPA attention": ["attention"],
+        "+ no padding": ["no_padding"],
+        "+ bf16": ["bf16"],
+        "+ chunked loss": ["chunked_loss"],
+        "with activation checkpointing": ["activation_checkpointing"],
+        "all: 16 at once, two runs": ["all", "all-again"],
+        "all, but 64 at once": ["all-mb64"],
+        "the same, padded to the longest": ["all-longest-mb64"],
+        "the same as *64 at once*, with the full loss": ["all-full-loss-mb64"],
+    }.items():
+        runs = [rows[f"x-{name}"] for name in names]
+        columns = [
+            [f"{run['samples_per_second']:.0f}" for run in runs],
+            [f"{run['tokens_per_second']:,.0f}" for run in runs],
+            [f"{run['mfu_percent']:.0f}" for run in runs],
+            [f"{run['joules_per_question']:.1f}" for run in runs],
+            [f"{runs[0]['peak_gpu_gib']:.1f}"],
+            ["1" if run is recipe else f"{run['samples_per_second'] / recipe['samples_per_second']:.1f}x" for run in runs],
+            ["1" if runs[0] is recipe else f"{runs[0]['peak_gpu_gib'] / recipe['peak_gpu_gib']:.2f}x"],
+        ]
+        assert f"| {label} | {' | '.join(map(', '.join, columns))} |" in page("efficiency.md"), label
+
+
 def test_the_pages_show_the_counted_numbers_of_communication():
     communication = program("benchmarks/communication.py")
     assert communication.page_table(communication.read_results()) in page("collectives.md")
