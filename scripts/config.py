@@ -16,6 +16,7 @@ from typing import Any, Literal, NamedTuple
 CUSTOM_GPT = "custom-gpt"  # the --model_name of custom_model.py
 TINY_BLOOM = "tiny-bloom"
 ALL = "all"  # a value of --train_size and --eval_size
+IGNORED = -100  # PyTorch's label for a token that does not count in the loss
 # Sizes for a dataset of the Hub if none are given, as in the original documents. A local file is used whole
 HUB_SIZES = {"train": 500, "eval": 100}
 

@@ -12,7 +12,7 @@ import torch
 from datasets import Dataset, fingerprint, load_dataset
 from transformers import DataCollatorForSeq2Seq, PreTrainedTokenizerBase, TrainingArguments
 
-from config import ALL, HUB_SIZES, DataArguments
+from config import ALL, HUB_SIZES, IGNORED, DataArguments
 from distributed.collectives import print_once
 from read_questions import FORMATS, HELD_OUT_EVERY, READABLE, UNANSWERABLE, choose_part, read_file, read_questions
 from shared.errors import WorkshopError
@@ -21,7 +21,6 @@ from shared.json_files import read_bytes
 
 PROMPT = "Question: {question} Context: {context} Answer:"
 BEFORE_CONTEXT, _, AFTER_CONTEXT = PROMPT.partition(" {context}")
-IGNORED = -100
 MAX_ANSWER_TOKENS = 32
 LENGTH_MULTIPLE = 8  # tensor cores are most efficient with multiples of 8
 # Version of tokenise_batch's output. Increase it when the output changes; otherwise a stale cache is used.

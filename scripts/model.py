@@ -254,6 +254,9 @@ def load_config(model_args: ModelArguments) -> PreTrainedConfig:
     check_merged(name)
     with loading_errors("--model_name", name):
         config = AutoConfig.from_pretrained(name, trust_remote_code=False)
+    if getattr(config, "quantization_config", None):
+        what = f"{name} has quantised weights (quantization_config in its config.json), which cannot be trained"
+        raise WorkshopError("--model_name", what, "use the model that they were made from")
     if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING or is_encoder(config):
         what = f"{name} is a {config.model_type} model, not a causal LM"
         raise WorkshopError("--model_name", what, "use a model that generates text")

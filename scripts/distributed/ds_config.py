@@ -136,6 +136,7 @@ def check_required(path: str, config: dict, leaves: dict) -> None:
         if config["optimizer"].get("type") not in ("Adam", "AdamW"):
             remedy = "use AdamW, or remove the section and choose with --optim"
             raise WorkshopError(f"{path}: optimizer.type", f"is {config['optimizer'].get('type')!r}", remedy)
+        check_adamw(path, config["optimizer"].get("params", {}), config["zero_optimization"])
         required |= NEEDED_BY_OPTIMIZER
     if config.get("scheduler", {}).get("type") in ("WarmupLR", "WarmupDecayLR"):
         required |= NEEDED_BY_WARM_UP
@@ -143,6 +144,17 @@ def check_required(path: str, config: dict, leaves: dict) -> None:
         if dotted not in leaves:
             what = f"is missing, so {flag} would have no effect"
             raise WorkshopError(f"{path}: {dotted}", what, f'add "{dotted.split(".")[-1]}": "auto"')
+
+
+def check_adamw(path: str, params: dict, zero: dict) -> None:
+    """Reject parameters that the chosen AdamW, PyTorch's or DeepSpeed's, does not support."""
+    if params.get("fused") and not params.get("torch_adam"):
+        remedy = "add torch_adam, or remove fused"
+        raise WorkshopError(f"{path}: optimizer.params.fused", "DeepSpeed's own AdamW has no such key", remedy)
+    if params.get("torch_adam") and (zero.get("offload_optimizer") or {}).get("ratio", 1) < 1:
+        what = "only DeepSpeed's own AdamW can update a part on the CPU"
+        remedy = "remove torch_adam and fused from optimizer.params, or remove ratio"
+        raise WorkshopError(f"{path}: zero_optimization.offload_optimizer.ratio", what, remedy)
 
 
 def offloaded(zero: dict, part: str) -> bool:

@@ -83,7 +83,6 @@ def measure_python_elsewhere() -> MemoryPart:
     """
     measure = """
 from estimate.command_line import parse_memory_plan
-from estimate.flags import RankFlags
 from estimate.memory import estimate_parts
 print(estimate_parts(parse_memory_plan(["--model_name", "tiny-bloom"], environment={}))[-1].cpu)
 """

@@ -19,7 +19,7 @@ from transformers import (
 )
 from transformers.training_args import OptimizerNames
 
-from data_loader import IGNORED
+from config import IGNORED
 from distributed import inspect_fsdp
 from distributed.collectives import gather_lists, rank, world_size
 from distributed.fsdp_config import wrap_classes

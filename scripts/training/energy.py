@@ -33,6 +33,7 @@ class EnergyMeter:
         self.reason = next((reason for reason, _ in ranks if reason), "")
         if not self.reason and len({uuid for _, uuid in ranks}) < len(ranks):
             self.reason = "several ranks share a GPU, and its counter does not separate them"
+        self.last_joules = 0.0
         self.joules_at_start = self.joules()
 
     def open_counter(self) -> str:
@@ -49,13 +50,17 @@ class EnergyMeter:
         return ""
 
     def joules(self) -> float:
-        """Return the state of the counter, NaN if it is unknown."""
+        """Return the state of the counter, NaN if the energy is unknown, and always after the counter has gone back."""
         if self.reason:
             return math.nan
         try:
-            return pynvml.nvmlDeviceGetTotalEnergyConsumption(self.gpu) / 1000
+            joules = pynvml.nvmlDeviceGetTotalEnergyConsumption(self.gpu) / 1000
         except pynvml.NVMLError:  # the training must not fail because of a counter
             return math.nan
+        # After a counter has gone back, differences to earlier states are wrong, and some are negative. So the state
+        # stays NaN, because no comparison with NaN is true
+        self.last_joules = joules if joules >= self.last_joules else math.nan
+        return self.last_joules
 
     def record_kwh(self, record: RunRecord) -> None:
         """Record the energy of the whole job: of all GPUs since the start, and of its earlier attempts. Collective."""
@@ -64,7 +69,7 @@ class EnergyMeter:
             return  # TrainSpeed.record_energy has recorded why
         kwh = sum(ranks) / JOULES_PER_KWH + record.earlier_kwh
         if math.isnan(kwh):
-            reason = "NVML's counter failed"
+            reason = "NVML's counter failed or went back"
             if math.isnan(record.earlier_kwh):
                 reason = "an earlier attempt ended before it recorded its energy"
             record.reasons["energy.kwh"] = reason

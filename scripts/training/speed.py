@@ -118,7 +118,7 @@ class TrainSpeed:
         if not self.steps:
             record.reasons["energy.steady_joules"] = TOO_FEW_STEPS
         elif math.isnan(sum(joules)):
-            reason = "the checkpoint has no energy of these GPUs, or NVML's counter failed"
+            reason = "the checkpoint has no energy of these GPUs, or NVML's counter failed or went back"
             record.reasons["energy.steady_joules"] = reason
         else:
             total = sum(joules)

@@ -10,12 +10,12 @@ from typing import Any
 import torch
 from transformers.trainer_utils import EvalLoopOutput, TrainOutput
 
-from data_loader import IGNORED
+from config import IGNORED
 from distributed.collectives import gather_lists, rank, world_size
 from models.chunked_loss import add_label_counts, computes_loss_in_head
 from shared.errors import WorkshopError
 from training.checkpoints import MARKER, checkpoint_folder, full_disk_errors
-from training.flops import count_tokens
+from training.flops import KINDS_OF_TOKENS, count_tokens
 from training.upstream_fixes import UpstreamFixes
 
 # The phases of a step, and the methods of the Trainer that they consist of. `backward` contains `forward`
@@ -36,10 +36,14 @@ class WorkshopTrainer(UpstreamFixes):
     before_save: Callable[[], object]  # MeasureCallback sets it; every rank calls it before a checkpoint
     earlier_seconds = 0.0  # training time before the checkpoint that this run resumes from
     saved_step = 0  # step of the last complete checkpoint, 0 without one
-    tokens: Any = 0  # token counts of this rank in this run, see count_tokens
-    # Sum of this rank's losses that are NaN or infinite since the last log line, and number of such steps
-    unlogged_not_finite = torch.zeros(())
-    bad_steps = torch.zeros(())
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        # Token counts of this rank in this run, see count_tokens
+        self.tokens = torch.zeros(KINDS_OF_TOKENS, dtype=torch.int64, device=self.args.device)
+        # Sum of this rank's losses that are NaN or infinite since the last log line, and number of such steps
+        self.unlogged_not_finite = torch.zeros((), device=self.args.device)
+        self.bad_steps = torch.zeros((), device=self.args.device)
 
     def mark_phases(self, phase: Callable[[str], contextlib.ContextDecorator]) -> None:
         """Enter `phase(name)` around each phase of a step, for a profile. Call this before the training."""

@@ -11,6 +11,8 @@ from workbench import Bench
 
 CODE = {"AutoConfig": "evil.Config", "AutoModelForCausalLM": "evil.Model"}
 OWN_CODE = json.dumps({"model_type": "mine", "auto_map": CODE})
+EXPERTS = {"model_type": "mixtral", "vocab_size": 2048, "hidden_size": 64, "num_hidden_layers": 1}
+ROUTER_LOSS = json.dumps(EXPERTS | {"num_attention_heads": 4, "num_key_value_heads": 2, "output_router_logits": True})
 # fmt: off
 REFUSED = {  # the error line, the flags, and a dictionary of files, variables and the exit code (by default 2)
     "unknown flag": ("--train_siz: unknown flag; did you mean --train_size?", ["--train_siz", 3], {}),
@@ -29,6 +31,12 @@ REFUSED = {  # the error line, the flags, and a dictionary of files, variables a
                                      ["--dataset", "a.json"], {"files": {"a.json": "[" * 10_000}}),
     "a model's own code": ("--model_name: mine asks for code of its own, which is never run here; ...",
                            ["--model_name", "mine"], {"files": {"mine/config.json": OWN_CODE}}),
+    "a router loss": ("--model_name: output_router_logits adds a loss of the router, ...; set output_router_logits to "
+                      "false in its config.json",
+                      ["--model_name", "mine", "--from_scratch", "--tokenizer_name", "tiny-bloom"],
+                      {"files": {"mine/config.json": ROUTER_LOSS}}),
+    "too large a rank": ("--lora_rank: 65 is too large for all linear layers; give at most 64",
+                         ["--lora_rank", 65], {}),
     "a path as the job's id": ("JOB_ID: '../../outside' cannot name files; ...", [], {"JOB_ID": "../../outside"}),
     "a truncated record of this job": ("results/7.json: is not a valid run record (...); ...",
                                        [], {"files": {"results/7.json": '{"status": "comp'}}),

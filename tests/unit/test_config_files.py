@@ -91,6 +91,14 @@ MISTAKES = {
         changed_config("zero_optimization.offload_optimizer", CPU, "zero0"),
         "zero_optimization.offload_optimizer: stage 0 does not shard the optimizer, so it cannot offload; set the",
     ),
+    "PyTorch's key for DeepSpeed's AdamW": (
+        changed_config("optimizer.params.torch_adam", REMOVED),
+        "optimizer.params.fused: DeepSpeed's own AdamW has no such key; add torch_adam, or remove fused",
+    ),
+    "a part of PyTorch's AdamW on the CPU": (
+        changed_config("zero_optimization.offload_optimizer", CPU | {"ratio": 0.5}, "zero3"),
+        "zero_optimization.offload_optimizer.ratio: only DeepSpeed's own AdamW can update a part on the",
+    ),
     "clipping left out": (
         changed_config("gradient_clipping", REMOVED),
         'gradient_clipping: is missing, so --max_grad_norm would have no effect; add "gradient_clipping": "auto"',

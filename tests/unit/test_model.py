@@ -151,6 +151,10 @@ FAULTS = {
         lambda folder: replace_in(folder / "config.json", '"n_layer": 1', '"n_layer": "one"'),
         "IN cannot be loaded (",
     ),
+    "quantised weights": (
+        lambda folder: replace_in(folder / "config.json", "{", '{"quantization_config": {"quant_method": "gptq"},'),
+        "IN has quantised weights (quantization_config in its config.json), which cannot be trained; use the model",
+    ),
     "no end of an answer": (
         remove_files("tokenizer_config.json"),
         "the tokenizer of IN has no eos_token, by which the model learns to end an answer; name one in its tokenizer",
