@@ -14,8 +14,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from job.memory_logs import local_seconds
 from records import writer
-from records.memory_logs import local_seconds
 from records.run_environment import new_job_id
 from records.schema import change_record, read_record
 from records.writer import RunRecord
