@@ -121,7 +121,7 @@ def resolve_sizes(source: str, config: dict, ranks: int, ranks_per_node: int) ->
         shard = ranks // replicate
     if replicate == "auto":
         replicate = ranks // shard
-    if shard * replicate != ranks:
+    if shard < 1 or shard * replicate != ranks:  # -1 means "auto" in other programs
         what = f"dp_shard_size {shard} x dp_replicate_size {replicate} is not the world size {ranks}"
         raise WorkshopError(source, what, "start shard x replicate ranks, or set both to auto")
     if shard == 1 and replicate > 1:

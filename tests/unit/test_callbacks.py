@@ -2,9 +2,12 @@
 
 import json
 from types import SimpleNamespace
+from typing import ClassVar
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from records.writer import RunRecord
 from stub_nvml import WATTS
@@ -209,6 +212,30 @@ def test_a_resumed_run_continues_the_losses_of_its_checkpoint(ranks, loss):
     trainer._tr_loss, trainer.unlogged_not_finite = torch.tensor(0.5), torch.tensor(NAN)
     counts = WorkshopTrainer.counts(trainer)
     assert repr(counts["unlogged"]) == "[[0.5, nan, 1.0]]" and counts["logged_loss"] == 20.0
+
+
+class Devices(TorchDispatchMode):
+    """Collect the devices of all tensors that operators are given."""
+
+    found: ClassVar[set[str]] = set()
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        self.found.update(each.device.type for each in tree_leaves((args, kwargs)) if torch.is_tensor(each))
+        return function(*args, **(kwargs or {}))
+
+
+def test_the_end_of_a_step_reads_no_tensor_of_another_device():
+    """On a GPU, copying such a tensor would wait for all earlier kernels."""
+    with torch.device("meta"):
+        loss, before, bad = torch.zeros(3)
+    args = SimpleNamespace(device="meta", fp16=False)
+    trainer = SimpleNamespace(args=args, _tr_loss=loss, loss_before_step=before, unlogged_not_finite=bad, bad_steps=bad)
+    trainer.end_step = lambda: WorkshopTrainer.end_step(trainer)
+    callback = FiniteLossCallback(trainer)
+    control = SimpleNamespace(should_log=False, should_evaluate=False, should_save=False)
+    with Devices():
+        callback.on_step_end(args, SimpleNamespace(global_step=1), control)
+    assert Devices.found == {"meta"}
 
 
 def test_an_evaluation_without_a_finite_loss_ends_the_run(refusal):
