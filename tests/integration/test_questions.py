@@ -57,14 +57,17 @@ train.load_squad = load_squad
 """
 
 
-@pytest.mark.parametrize(
-    "flags", [(), ("--deepspeed", "ds_configs/zero3.json"), ("--fsdp",)], ids=["ddp", "zero3", "fsdp"]
-)
-def test_without_padding_losses_and_evaluations_stay_the_same(train, table, flags):
+ZERO = {f"zero{stage}": ("--deepspeed", f"ds_configs/zero{stage}.json") for stage in range(4)}
+METHODS = {"ddp": (), "fsdp": ("--fsdp",)} | ZERO
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_without_padding_losses_and_evaluations_stay_the_same(train, table, method):
     """With 3 questions per rank, accelerate repeats questions in the last evaluation."""
     options = {"ranks": 2, "BATCH_SIZE": 2, "PADDING": "none", "ATTENTION": "sdpa", "LOSS": "chunked"}
-    name = f"no_padding_{len(flags)}"
-    run = train(name, *flags, "--per_device_eval_batch_size", 3, patch=PRINT_TABLES, **options)
+    run = train(
+        f"no_padding_{method}", *METHODS[method], "--per_device_eval_batch_size", 3, patch=PRINT_TABLES, **options
+    )
     assert run.effective("padding") == "none"
     assert run.losses == pytest.approx(table("plain").losses, abs=TOLERANCE, rel=0)
     assert run.record["train"]["padding_tokens"] == 0

@@ -145,7 +145,10 @@ def test_the_efficiency_page_shows_the_runs_on_a_gpu():
             [f"{run['mfu_percent']:.0f}" for run in runs],
             [f"{run['joules_per_question']:.1f}" for run in runs],
             [f"{runs[0]['peak_gpu_gib']:.1f}"],
-            ["1" if run is recipe else f"{run['samples_per_second'] / recipe['samples_per_second']:.1f}x" for run in runs],
+            [
+                "1" if run is recipe else f"{run['samples_per_second'] / recipe['samples_per_second']:.1f}x"
+                for run in runs
+            ],
             ["1" if runs[0] is recipe else f"{runs[0]['peak_gpu_gib'] / recipe['peak_gpu_gib']:.2f}x"],
         ]
         assert f"| {label} | {' | '.join(map(', '.join, columns))} |" in page("efficiency.md"), label

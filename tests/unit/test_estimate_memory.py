@@ -179,7 +179,7 @@ def test_sdpa_keeps_one_matrix_instead_of_several_per_layer():
     assert eager - sdpa == pytest.approx(24 * matrix * (4 + 2) - 2 * matrix, rel=0.1)
 
 
-@pytest.mark.parametrize("length", [160, 512, 1024, 2048])
+@pytest.mark.parametrize("length", [512, 2048])
 def test_the_efficiency_page_shows_the_estimated_activations(length):
     flags = ("--bf16", "--loss", "chunked", "--max_length", length, "--attention")
     held = [estimated_activations(*flags, attention) / GIB for attention in ("eager", "sdpa")]
