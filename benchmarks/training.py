@@ -142,7 +142,7 @@ def measure(folder: Path, names: list[str], repeats: int, common: list[str]) -> 
         skipped = [name for name in names if ROWS[name].program.startswith("trl")]
         names = [name for name in names if name not in skipped]
         if skipped:
-            print(f"trl is not installed, so {', '.join(skipped)} are skipped: pip install -r benchmarks/requirements.txt")
+            print(f"trl is not installed, so {skipped} are skipped; run pip install -r benchmarks/requirements.txt")
     results: dict[str, list[dict]] = {name: [] for name in names}
     for repeat in range(repeats):
         for name in names:

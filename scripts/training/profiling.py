@@ -111,18 +111,15 @@ def breakdown(events: list) -> dict:
     per_step = {name: round(value / len(steps) / 1e9, 5) for name, value in total.items()}
     found = {"steps": len(steps), "seconds_per_step": round(whole / len(steps) / 1e9, 5), **per_step}
     if torch.cuda.is_available():
-        passes = running["backward"]
-        kernels = sum(started_in(start, passes) for start, _ in running["computation"])
-        # DeepSpeed steps within its last backward phase
-        in_optimizer = sum(
-            started_in(start, passes) and started_in(start, running["optimizer"]) for start, _ in running["computation"]
-        )
-        found["kernels_per_micro_batch"] = (kernels - in_optimizer) / len(passes)
+        passes = running["backward"]  # with DeepSpeed, the last one of a step contains the optimizer's phase
+        started = [start for start, _ in running["computation"] if is_within(start, passes)]
+        kernels = sum(not is_within(start, running["optimizer"]) for start in started)
+        found["kernels_per_micro_batch"] = kernels / len(passes)
     return found
 
 
-def started_in(start: int, intervals: list[Interval]) -> bool:
-    return any(first <= start < last for first, last in intervals)
+def is_within(time: int, intervals: list[Interval]) -> bool:
+    return any(start <= time < end for start, end in intervals)
 
 
 def step_part(names: frozenset[str]) -> str:
