@@ -26,7 +26,7 @@ from settings.command_line import parse_command_line
 from settings.precision import DTYPES
 from shared.errors import OneLineErrors, WorkshopError, report, run_program
 from shared.hub import draw_bars_on_terminals_only
-from shared.json_files import check_text, decode, read_bytes
+from shared.json_files import decode, read_bytes
 from training.exact_match import Generation, answer_questions
 
 
@@ -50,7 +50,7 @@ def main() -> None:
     for question in [arguments.question] if arguments.question else typed_questions():
         try:
             # The reference answer is not part of the prompt; the format only requires one
-            batch = {"question": [check_text("question", question)], "context": [context], "answers": [[UNANSWERABLE]]}
+            batch = {"question": [question], "context": [context], "answers": [[UNANSWERABLE]]}
             prompt = Dataset.from_dict(batch | tokenise_batch(batch, tokenizer, max_length, settings.data.labels))
         except WorkshopError as error:
             if arguments.question:
@@ -75,8 +75,8 @@ def read_text(path: str) -> str:
 
 def typed_questions() -> Iterator[str]:
     """Yield the lines that the user types, or that another program sends, until Ctrl-D, Ctrl-C or the end."""
-    # check_text finds bytes that are not UTF-8. Without this line, they would end the session with a traceback
-    sys.stdin.reconfigure(errors="surrogateescape")  # type: ignore[union-attr]
+    # Without this line, bytes that are not UTF-8 would end the session with a traceback
+    sys.stdin.reconfigure(errors="replace")  # type: ignore[union-attr]
     while True:
         try:
             line = input("question: " if sys.stdin.isatty() else "")

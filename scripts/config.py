@@ -16,6 +16,7 @@ from typing import Any, Literal, NamedTuple
 CUSTOM_GPT = "custom-gpt"  # the --model_name of custom_model.py
 TINY_BLOOM = "tiny-bloom"
 ALL = "all"  # a value of --train_size and --eval_size
+IGNORED = -100  # PyTorch's label for a token that does not count in the loss
 # Sizes for a dataset of the Hub if none are given, as in the original documents. A local file is used whole
 HUB_SIZES = {"train": 500, "eval": 100}
 
@@ -177,6 +178,14 @@ OTHER_DEFAULTS = {
     "ddp_find_unused_parameters": False,  # the default of transformers searches the graph in each step
     "per_device_eval_batch_size": None,  # None: per_device_train_batch_size
     "disable_tqdm": False,
+}
+# Defaults of transformers on which the workshop relies. A record has these flags only if they were given
+DEFAULTS_OF_TRANSFORMERS: dict[str, Any] = {
+    "optim": "adamw_torch_fused",
+    "max_steps": -1,  # the number of steps follows from num_train_epochs
+    "lr_scheduler_type": "linear",
+    "max_grad_norm": 1.0,
+    "seed": 42,
 }
 
 OWN_KNOBS = [Knob(f.metadata["variable"], f.name, f.default) for f in (*fields(ModelArguments), *fields(DataArguments))]

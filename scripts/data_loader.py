@@ -12,7 +12,7 @@ import torch
 from datasets import Dataset, fingerprint, load_dataset
 from transformers import DataCollatorForSeq2Seq, PreTrainedTokenizerBase, TrainingArguments
 
-from config import ALL, HUB_SIZES, DataArguments
+from config import ALL, HUB_SIZES, IGNORED, DataArguments
 from distributed.collectives import print_once
 from read_questions import FORMATS, HELD_OUT_EVERY, READABLE, UNANSWERABLE, choose_part, read_file, read_questions
 from shared.errors import WorkshopError
@@ -21,7 +21,6 @@ from shared.json_files import read_bytes
 
 PROMPT = "Question: {question} Context: {context} Answer:"
 BEFORE_CONTEXT, _, AFTER_CONTEXT = PROMPT.partition(" {context}")
-IGNORED = -100
 MAX_ANSWER_TOKENS = 32
 LENGTH_MULTIPLE = 8  # tensor cores are most efficient with multiples of 8
 # Version of tokenise_batch's output. Increase it when the output changes; otherwise a stale cache is used.
@@ -131,11 +130,9 @@ def load_from_hub(name: str, part: str) -> Dataset:
         questions = load_dataset(f"hf://datasets/{name}", split=split).select_columns(
             ["id", "question", "context", "answers"]
         )
-    return questions.map(hub_answers, desc=f"Reading {name}")
-
-
-def hub_answers(example: dict) -> dict:
-    return {"answers": example["answers"]["text"] or [UNANSWERABLE]}
+    return questions.map(
+        lambda example: {"answers": example["answers"]["text"] or [UNANSWERABLE]}, desc=f"Reading {name}"
+    )
 
 
 def read_local(data_args: DataArguments, part: str = "all") -> Iterator[dict]:

@@ -34,8 +34,8 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.elastic.utils import store as store_util
 from torch.distributed.run import parse_args, parse_min_max_nnodes, run
 
-from distributed.numa_binding import prepare_binding
 from distributed.rendezvous import free_port, join_timeout, missing_nodes, node_name, note_joining, reach
+from job.numa_binding import prepare_binding
 from shared.errors import ENVIRONMENT, STOPPED, WorkshopError, run_program
 
 LOOPBACK = "127.0.0.1"

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from shared.errors import WorkshopError, did_you_mean
-from shared.json_files import check_text, decode, is_json_lines, parse_json, read_bytes
+from shared.json_files import decode, is_json_lines, parse_json, read_bytes
 
 # The reference answer if the passage does not answer the question (SQuAD v2.0)
 UNANSWERABLE = "no answer"
@@ -103,7 +103,7 @@ def read_file(path: str, columns: str | None = None, skip: bool = False) -> tupl
             # In a table a repeated question has another answer. SQuAD lists all answers with the question
             key = (question["context"], question["question"], row.place if chosen is SQUAD else "")
             merge_answers(found.setdefault(key, question)["answers"], question["answers"])
-        except (RowError, WorkshopError) as error:  # WorkshopError: a text with a lone surrogate
+        except RowError as error:
             unusable.append(f"{row.place}: {error}")
         else:
             used += 1
@@ -152,7 +152,8 @@ def read_rows(path: str, columns: str | None) -> tuple[Columns, list[Row]]:
     if kind in (".csv", ".tsv"):
         return read_delimited(path, text, columns)
     if kind in (".jsonl", ".ndjson") or is_json_lines(text):
-        rows = read_json_lines(text)
+        lines = text.split("\n")  # splitlines would also split inside texts, at U+2028
+        rows = [Row(f"line {number}", parse_line(line)) for number, line in enumerate(lines, 1) if line.strip()]
     else:
         content: Any = parse_json(path, raw, "is the file complete?")
         listed = content if isinstance(content, list) else require(path, "", content, "data", list)
@@ -182,11 +183,6 @@ def require(path: str, place: str, holder: object, key: str, kind: type) -> Any:
         found = "is missing" if value is None else f"is {value!r:.40}"
         raise WorkshopError(entry, f"{found}, expected a {kind.__name__}", "see data/README.md for the formats")
     return value
-
-
-def read_json_lines(text: str) -> list[Row]:
-    lines = text.split("\n")  # splitlines would also split inside texts, at U+2028
-    return [Row(f"line {number}", parse_line(line)) for number, line in enumerate(lines, 1) if line.strip()]
 
 
 def parse_line(line: str) -> Any:
@@ -319,7 +315,7 @@ def check_row(row: Row, chosen: Columns) -> dict:
     if not answers and not says_so:
         raise RowError("the answer is empty (if the passage does not answer the question, write [] or is_impossible)")
     return {
-        "id": check_text("id", next((str(cells[name]) for name in IDS if cells.get(name)), row.place)),
+        "id": next((str(cells[name]) for name in IDS if cells.get(name)), row.place),
         "question": question,
         "context": context,
         "answers": answers or [UNANSWERABLE],
@@ -332,7 +328,7 @@ def read_text(cells: dict[str, Any], column: str) -> str:
         raise RowError(f"{column} is empty")
     if not isinstance(value, str):
         raise RowError(f"{column} is not a text: {value!r:.40}")
-    return check_text(column, value)
+    return value
 
 
 def read_answers(value: Any, context: str) -> list[str] | None:
@@ -365,7 +361,6 @@ def read_answer(value: Any, context: str) -> str:
         text = str(text)
     if not isinstance(text, str) or not text.strip():
         raise RowError(f"an answer is not a text: {text!r:.40}")
-    check_text("answer", text)
     if start is None:
         text = text.strip()
         if text not in context:

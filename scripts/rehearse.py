@@ -22,12 +22,13 @@ prepare_imports()  # must come before the other imports, because PyTorch reads v
 from distributed.strategy import choose_strategy
 from estimate.command_line import check_optimizer, parse_plan
 from estimate.communication import Ring, rings
+from estimate.flags import RankFlags
 from estimate.memory import estimate_parts, parts_at_peak
 from estimate.model_shape import trace_shape, tracing_errors
 from estimate.observer import ACTIVATIONS, KINDS, ObservedStep
 from estimate.read_collective import SMALL
 from estimate.rehearsal import check_rehearsal, rehearse
-from settings.settings import RankFlags, Settings
+from settings.settings import Settings
 from shared.errors import run_program
 from shared.units import MB, MIB
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from helpers import REPOSITORY
-from records.memory_logs import memory_log_paths, read_gpu_log
+from job.memory_logs import memory_log_paths, read_gpu_log
 from reporting.metrics import METRICS
 from reporting.runs import Missing, read_run
 

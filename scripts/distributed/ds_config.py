@@ -151,15 +151,10 @@ def check_adamw(path: str, params: dict, zero: dict) -> None:
     if params.get("fused") and not params.get("torch_adam"):
         remedy = "add torch_adam, or remove fused"
         raise WorkshopError(f"{path}: optimizer.params.fused", "DeepSpeed's own AdamW has no such key", remedy)
-    ratio = (zero.get("offload_optimizer") or {}).get("ratio", 1)
-    if ratio < 1 and params.get("torch_adam"):
+    if params.get("torch_adam") and (zero.get("offload_optimizer") or {}).get("ratio", 1) < 1:
+        what = "only DeepSpeed's own AdamW can update a part on the CPU"
         remedy = "remove torch_adam and fused from optimizer.params, or remove ratio"
-        source = f"{path}: zero_optimization.offload_optimizer.ratio"
-        raise WorkshopError(
-            source,
-            f"is {ratio}, but only DeepSpeed's own AdamW can update a part on the CPU",
-            remedy,
-        )
+        raise WorkshopError(f"{path}: zero_optimization.offload_optimizer.ratio", what, remedy)
 
 
 def offloaded(zero: dict, part: str) -> bool:

@@ -100,13 +100,9 @@ def missing_nodes() -> list[str]:
     """
     if "RUN_DIR" not in os.environ:
         return []
-    found = []
-    for node in os.environ.get("ALL_NODES", "").split():
-        noted = Path(os.environ["RUN_DIR"]) / f"joining_{node}"
-        problem = noted.read_text() if noted.exists() else f"{node} did not join"
-        if problem:
-            found.append(problem)
-    return found
+    notes = {node: Path(os.environ["RUN_DIR"], f"joining_{node}") for node in os.environ.get("ALL_NODES", "").split()}
+    problems = [note.read_text() if note.exists() else f"{node} did not join" for node, note in notes.items()]
+    return [problem for problem in problems if problem]
 
 
 def node_name() -> str:

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 from config import DEFAULTS
 from estimate.command_line import check_optimizer
+from estimate.flags import RankFlags
 from estimate.memory import MemoryPart, estimate_parts, move_to_cpu, totals
 from settings.settings import build_settings
 from shared.errors import WorkshopError
@@ -59,7 +60,10 @@ def predicted_parts(record: dict, python: MemoryPart) -> list[MemoryPart]:
     if trained_on_cpu(record):
         own["use_cpu"] = True
     settings = build_settings(
-        DEFAULTS | record["settings"] | own, deepspeed_config=configs["deepspeed"], fsdp_config=configs["fsdp"]
+        DEFAULTS | record["settings"] | own,
+        RankFlags,
+        deepspeed_config=configs["deepspeed"],
+        fsdp_config=configs["fsdp"],
     )
     check_optimizer(settings)
     parts = estimate_parts(settings, json.dumps(configs["model"]), python)

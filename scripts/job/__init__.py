@@ -1,4 +1,4 @@
-"""Programs that experiments/job.sh runs: the master address, a node's part of a job, and the end of a job.
+"""Parts of a job: the master address, a node's part, the ranks' CPUs, the memory logs, and the end of the job.
 
-The training also uses end_with_parent, and the report uses is_alive from end_of_job.
+The training also uses end_with_parent. The report uses end_of_job and memory_logs.
 """

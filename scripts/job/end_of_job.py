@@ -19,7 +19,7 @@ from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
-from records.memory_logs import MemoryLog, log_host, memory_log_paths, read_cpu_log, read_gpu_log
+from job.memory_logs import MemoryLog, log_host, memory_log_paths, read_cpu_log, read_gpu_log
 from records.schema import (
     LOCK,
     WITHOUT_A_WORD,

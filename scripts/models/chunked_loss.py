@@ -23,7 +23,7 @@ import torch.nn.functional as F
 from torch import nn
 from transformers import PreTrainedModel
 
-from data_loader import IGNORED
+from config import IGNORED
 from shared.errors import WorkshopError
 
 USE_FULL = "use --loss full"

@@ -1,1 +1,1 @@
-"""Format, writing and reading of the run record, and reading of a job's memory logs."""
+"""Format, writing and reading of the run record, and what it says about the environment of a run."""

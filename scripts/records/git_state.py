@@ -7,20 +7,25 @@ from pathlib import Path
 
 from shared.paths import REPOSITORY
 
-# Kind of an entry of `git status --porcelain=v2 -z` -> number of fields before the path
-FIELDS = {"1 ": 8, "2 ": 9, "u ": 10, "? ": 1}
-WRITTEN_IN_CLASS = ("experiments/site", "exercises/")  # instructors and participants edit these files
+# An entry of `git status --porcelain=v2 -z` for a tracked file: its kind, fields without blanks, and its path. Files
+# that instructors and participants edit do not match
+TRACKED = re.compile(r"(?:1 (?:\S+ ){7}|2 (?:\S+ ){8}|u (?:\S+ ){9})(?!experiments/site|exercises/)")
 
 
 def git_state() -> dict:
     """Return the fields `commit` and `dirty`.
 
-    dirty: true if a file that the run reads differs from the commit, null if git fails.
+    dirty: true if a file that the run reads differs from the commit: a tracked file, or a new file in the experiment's
+    folder. It is null if git fails.
     """
     status = git_status()
     commit = re.match(r"# branch\.oid (\w+)\0", status)
-    dirty = any(map(is_run_input, status.split("\0"))) if status else None
-    return {"commit": commit and commit[1], "dirty": dirty}
+    experiment = f"? {os.environ.get('EXPERIMENT', '')}/"  # git marks a new file, or a folder of new files, with "? "
+    dirty = any(
+        TRACKED.match(entry) or entry.startswith(experiment) or (entry[:2] == "? " and experiment.startswith(entry))
+        for entry in status.split("\0")
+    )
+    return {"commit": commit and commit[1], "dirty": dirty if status else None}
 
 
 def git_status() -> str:
@@ -37,15 +42,3 @@ def git_status() -> str:
         return subprocess.run(command, capture_output=True, text=True, errors="replace", timeout=20, check=True).stdout
     except (OSError, subprocess.SubprocessError):
         return ""
-
-
-def is_run_input(entry: str) -> bool:
-    """Return True if an entry is a file that the run reads: a tracked file, or one in the experiment's folder."""
-    kind = entry[:2]
-    if kind not in FIELDS:  # an entry for the branch, or the old name of a renamed file
-        return False
-    path = entry.split(" ", FIELDS[kind])[-1]
-    if kind == "? ":  # untracked; git lists a folder without tracked files as one entry that ends in a slash
-        experiment = os.environ.get("EXPERIMENT", "") + "/"
-        return path.startswith(experiment) or experiment.startswith(path)
-    return not path.startswith(WRITTEN_IN_CLASS)

@@ -18,7 +18,7 @@ from matplotlib.artist import Artist
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from records.memory_logs import local_seconds, memory_log_paths, read_cpu_log, read_gpu_log
+from job.memory_logs import local_seconds, memory_log_paths, read_cpu_log, read_gpu_log
 from reporting.colours import PARTS
 from reporting.metrics import HELD, format_number, metric_value
 from reporting.render import Plot

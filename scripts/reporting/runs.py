@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from job.end_of_job import ended_without_a_word, is_alive, queue_state, reason_from_slurm
-from records.memory_logs import MemoryLog, log_host, memory_log_paths, read_cpu_log, read_gpu_log
+from job.memory_logs import MemoryLog, log_host, memory_log_paths, read_cpu_log, read_gpu_log
 from records.schema import WITHOUT_A_WORD, Record, Restart, read_record
 from reporting.trainer_log import find_log, last_error, last_lines, last_step, read_summary
 from shared.errors import WorkshopError

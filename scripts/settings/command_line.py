@@ -8,13 +8,13 @@ import argparse
 import os
 import sys
 from collections.abc import Mapping
-from dataclasses import fields, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
 from transformers import HfArgumentParser, TrainingArguments
 
-from config import DEFAULTS, KNOBS, OTHER_DEFAULTS, DataArguments, ModelArguments
+from config import DEFAULTS, DEFAULTS_OF_TRANSFORMERS, KNOBS, OTHER_DEFAULTS, DataArguments, ModelArguments
 from settings.hints import FLAGS_OF_OTHER_PROGRAMS, REMOVED_FLAGS, UNREAD_VARIABLES, UNUSED_FLAGS, WARNED_VARIABLES
 from settings.precision import resolve_precision
 from settings.settings import Settings, build_settings
@@ -39,9 +39,9 @@ class HelpFormatter(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescript
     """A formatter that shows the defaults and keeps the line breaks of the description."""
 
 
-def build_parser(description: str, *extra: type) -> Parser:
-    """Build the parser of all flags of a training run. extra: dataclasses of flags that only one script has."""
-    kinds: Any = (ModelArguments, DataArguments, TrainingArguments, *extra)
+def build_parser(description: str, extra: type | None = None) -> Parser:
+    """Build the parser of all flags of a training run. extra: dataclass of flags that only one script has."""
+    kinds: Any = [kind for kind in (ModelArguments, DataArguments, TrainingArguments, extra) if kind]
     parser = Parser(kinds, description=description, formatter_class=HelpFormatter)
     parser.add_argument("--version", action="version", version=workshop_version())
     actions = actions_by_flag(parser)
@@ -64,19 +64,19 @@ def actions_by_flag(parser: Parser) -> dict[str, argparse.Action]:
 def parse_command_line(
     description: str,
     argv: list[str] | None = None,
-    *extra: type,
+    extra: type | None = None,
     gpu: bool | None = None,
     environment: Mapping[str, str] = os.environ,
 ) -> Settings:
     """Read flags and variables, and check everything that needs neither a process group nor the data.
 
-    extra: dataclasses of flags that only this script has. gpu: True if the training will have a GPU. By default,
-    it is True if this machine has one. environment: the environment variables.
+    extra: dataclass of the flags of an estimate, which only this script has. gpu: True if the training will have a
+    GPU. By default, it is True if this machine has one. environment: the environment variables.
     Raises WorkshopError (exit code 2) for a user's mistake.
     """
-    parser = build_parser(description, *extra)
+    parser = build_parser(description, extra)
     defaults, variables = environment_values(parser, environment)
-    parser.set_defaults(**OTHER_DEFAULTS, **defaults)
+    parser.set_defaults(**DEFAULTS_OF_TRANSFORMERS, **OTHER_DEFAULTS, **defaults)
     arguments = sys.argv[1:] if argv is None else argv
     namespace, unknown = parser.parse_known_args(arguments)
     if unknown:
@@ -90,6 +90,7 @@ def parse_command_line(
     check_empty_flags(namespace, given)
     settings = build_settings(
         vars(namespace),
+        extra,
         names=variables | given,
         origins=find_origins(variables, environment) | dict.fromkeys(given, "flag"),
         warnings=tuple(
@@ -101,7 +102,6 @@ def parse_command_line(
     settings = complete(settings)
     check_settings(settings)
     settings = replace(settings, warnings=(*settings.warnings, *doubtful_choices(settings)))
-    check_estimate_numbers(settings, *extra)
     return resolve_precision(settings, torch.cuda.is_available() if gpu is None else gpu)
 
 
@@ -159,14 +159,6 @@ def check_empty_flags(namespace: argparse.Namespace, given: Mapping[str, str]) -
             raise WorkshopError(
                 word, "its value is empty", "give one, or leave the flag out; is a shell variable unset?"
             )
-
-
-def check_estimate_numbers(settings: Settings, *extra: type) -> None:
-    """Raise WorkshopError (exit code 2) for a size or rate of the estimates that is not above 0."""
-    for each in (each for kind in extra for each in fields(kind)):
-        number = getattr(settings.estimate, each.name)
-        if not isinstance(number, bool) and number is not None and not number > 0:
-            raise WorkshopError(f"--{each.name}", f"{number:g} is too small", "give a number above 0")
 
 
 def complete(settings: Settings) -> Settings:

@@ -72,5 +72,7 @@ UNUSED_FLAGS = {
     "do_train": "leave it out, training is what train.py does",
     "hub_model_id": "upload the saved folder afterwards",
     "hub_token": SECRET,
+    "logging_nan_inf_filter": "leave it out; the log shows a loss that is not finite, and three in a row end the run",
     "push_to_hub": "upload the saved folder afterwards",
+    "restore_callback_states_from_checkpoint": "leave it out; a resumed run always continues its counts",
 }

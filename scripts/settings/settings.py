@@ -10,7 +10,16 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any, Literal, TypeVar
 
-from config import CUSTOM_GPT, CUSTOM_SIZES, KNOBS, OTHER_DEFAULTS, DataArguments, Knob, ModelArguments
+from config import (
+    CUSTOM_GPT,
+    CUSTOM_SIZES,
+    DEFAULTS_OF_TRANSFORMERS,
+    KNOBS,
+    OTHER_DEFAULTS,
+    DataArguments,
+    Knob,
+    ModelArguments,
+)
 from shared.errors import WorkshopError
 
 Precision = Literal["fp16", "bf16", "fp32"]
@@ -24,13 +33,13 @@ class TrainerArguments:
     """The flags of transformers.TrainingArguments that the workshop itself reads, under the same names."""
 
     num_train_epochs: float
-    max_steps: int = -1  # -1: the number of steps follows from num_train_epochs
+    max_steps: int = DEFAULTS_OF_TRANSFORMERS["max_steps"]
     per_device_train_batch_size: int  # sequences per rank and micro batch
     per_device_eval_batch_size: int | None = None  # None: per_device_train_batch_size
     gradient_accumulation_steps: int
     learning_rate: float
     label_smoothing_factor: float = 0.0
-    optim: str = "adamw_torch_fused"
+    optim: str = DEFAULTS_OF_TRANSFORMERS["optim"]
     train_sampling_strategy: str = "random"
     fp16: bool | None  # None: not decided yet; the same holds for bf16
     bf16: bool | None
@@ -52,30 +61,6 @@ class TrainerArguments:
     ddp_timeout: int  # seconds
 
 
-@dataclass(frozen=True)
-class RankFlags:
-    """The flags of rehearse.py and of all estimates."""
-
-    gpus: int = field(default=1, metadata={"help": "GPUs of the whole job, with one rank each."})
-    nodes: int = field(default=1, metadata={"help": "Nodes, with the same number of GPUs each."})
-
-
-@dataclass(frozen=True)
-class EstimateArguments(RankFlags):
-    """The flags of estimate_memory.py, which train.py does not have."""
-
-    compare: bool = field(default=False, metadata={"help": "List all config files, the fitting ones first."})
-    knobs: bool = field(
-        default=False, metadata={"help": "First print all knobs, by where they come from, as a training run does."}
-    )
-    gpu_memory: float | None = field(
-        default=None, metadata={"help": "GiB of one GPU, for the verdict. Default: this machine's GPU."}
-    )
-    cpu_memory: float | None = field(
-        default=None, metadata={"help": "GiB of one node, as in --mem of sbatch, for the verdict."}
-    )
-
-
 @dataclass(frozen=True, kw_only=True)
 class Settings:
     """All settings of one training run.
@@ -88,7 +73,7 @@ class Settings:
     model: ModelArguments
     data: DataArguments
     trainer: TrainerArguments
-    estimate: EstimateArguments = EstimateArguments()
+    estimate: Any = None  # the flags of an estimate, such as its number of GPUs: a dataclass of estimate/flags.py
     other_flags: Mapping[str, Any] = field(default_factory=dict)
     names: Mapping[str, str] = field(default_factory=dict)
     origins: Mapping[str, str] = field(default_factory=dict)
@@ -161,18 +146,19 @@ def assignment(knob: Knob, value: object) -> str:
     return f"{knob.variable}={shlex.quote(f'{value:g}' if isinstance(value, float) else str(value))}"
 
 
-def build_settings(values: Mapping[str, Any], **others: Any) -> Settings:
+def build_settings(values: Mapping[str, Any], estimate: type | None = None, **others: Any) -> Settings:
     """Build settings from flag -> value, such as a parsed command line or the settings in a run record.
 
-    values: at least all knobs of config.py. others: fields of `Settings` that are not flags.
+    values: at least all knobs of config.py. estimate: the dataclass of an estimate's own flags, None for a training
+    run. others: fields of `Settings` that are not flags.
     """
-    kinds = (ModelArguments, DataArguments, TrainerArguments, EstimateArguments)
-    typed = {each.name for kind in kinds for each in fields(kind)}
+    kinds: tuple[type | None, ...] = (ModelArguments, DataArguments, TrainerArguments, estimate)
+    typed = {each.name for kind in kinds if kind for each in fields(kind)}
     return Settings(
         model=build_arguments(ModelArguments, values),
         data=build_arguments(DataArguments, values),
         trainer=build_arguments(TrainerArguments, values),
-        estimate=build_arguments(EstimateArguments, values),
+        estimate=estimate and build_arguments(estimate, values),
         other_flags={flag: value for flag, value in values.items() if flag not in typed},
         **others,
     )

@@ -8,7 +8,6 @@ import socket
 import sys
 from collections.abc import Iterator
 from fnmatch import fnmatch
-from importlib.util import find_spec
 from urllib.parse import urlsplit
 from urllib.request import proxy_bypass
 
@@ -21,7 +20,7 @@ from shared.errors import ENVIRONMENT, WorkshopError
 from shared.paths import REPOSITORY
 
 # Problems of a file system, not of a file's content
-UNUSABLE = {errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOSPC, errno.EDQUOT}
+UNUSABLE = {errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOSPC, errno.EDQUOT, errno.EEXIST, errno.ENOTDIR}
 network_fault = "HF_HUB_OFFLINE is set"  # the reason to use only the cache; offline_without_network may change it
 # Model files that a run reads. Files of other frameworks and PyTorch's older *.bin are left out
 MODEL_FILES = ["*.json", "*.txt", "*.model", "*.safetensors"]
@@ -95,8 +94,6 @@ def find_network_fault() -> str:
     variable = next(filter(os.environ.get, variables), "the Hub")
     value = os.environ.get(variable, hub.geturl())
     address = urlsplit(value if "://" in value else f"http://{value}")
-    if address.scheme.startswith("socks") and not find_spec("socksio"):
-        return f"{variable} is a SOCKS proxy, which needs the package socksio (pip install socksio)"
     try:
         port = address.port or {"http": 80, "https": 443}.get(address.scheme, 1080)
         socket.create_connection((address.hostname, port), timeout=3).close()
@@ -128,15 +125,10 @@ def loading_error(flag: str, name: str, error: Exception) -> WorkshopError:
         return WorkshopError(flag, what, "use a model that transformers has a class for")
     causes = chain_of_causes(error)
     cause = causes[-1]
-    outside = str(getattr(cause, "filename", None) or name)  # the path that failed: in the cache or below `name`
-    if outside == name and getattr(cause, "errno", None) in (
-        errno.ENOSPC,
-        errno.EDQUOT,
-    ):  # reading `name` needs no space
-        outside = str(datasets.config.HF_DATASETS_CACHE)
-    if isinstance(cause, OSError) and (cause.errno in UNUSABLE or not outside.startswith(name)):
+    if isinstance(cause, OSError) and cause.errno in UNUSABLE:
+        place = cause.filename or datasets.config.HF_DATASETS_CACHE
         remedy = "check its permissions and the space on its disk; HF_HOME sets another folder for the cache"
-        return WorkshopError(outside, cause.strerror or str(cause), remedy, ENVIRONMENT)
+        return WorkshopError(place, cause.strerror or str(cause), remedy, ENVIRONMENT)
     offline = huggingface_hub.constants.HF_HUB_OFFLINE and isinstance(error, OSError | ValueError)
     if offline and not (os.path.isfile(name) or (os.path.isdir(name) and flag != "--dataset")):
         what = f"{name} is neither a local path nor in the cache, and there is no network: {network_fault}"

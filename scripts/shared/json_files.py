@@ -25,14 +25,11 @@ def read_json(path: str | Path, remedy: str = "see ds_configs/ and fsdp_configs/
 
 
 def read_bytes(path: str | Path, remedy: str) -> bytes:
-    """Read a file; `~` is the home directory. Raises WorkshopError (exit code 2) if it is unreadable or compressed."""
+    """Read a file; `~` is the home directory. Raises WorkshopError (exit code 2) if it is unreadable."""
     try:
-        content = Path(os.path.expanduser(path)).read_bytes()
+        return Path(os.path.expanduser(path)).read_bytes()
     except OSError as error:
         raise WorkshopError(path, error.strerror or "cannot be read", remedy) from error
-    if content.startswith(b"\x1f\x8b"):  # a gzip file begins with these bytes
-        raise WorkshopError(path, "is compressed with gzip", "unpack it with gunzip")
-    return content
 
 
 def decode(path: str | Path, raw: bytes) -> str:
@@ -51,18 +48,6 @@ def parse_json(path: str | Path, raw: bytes, remedy: str) -> object:
         return json.loads(text)
     except (ValueError, RecursionError) as error:  # RecursionError: thousands of nested lists
         raise WorkshopError(path, str(error), remedy) from error
-
-
-def check_text(source: object, text: str) -> str:
-    """Return a text from outside. Raises WorkshopError (exit code 2) if it contains a lone surrogate.
-
-    JSON can contain half of a surrogate pair, such as ``"\\ud800"``, but UTF-8 cannot. Python also replaces those bytes
-    of a command line that are not UTF-8 by such characters. source: the place of the text, for the error.
-    """
-    if half := re.search("[\\ud800-\\udfff]", text):
-        what = f"has a lone surrogate (half a character) at position {half.start()}"
-        raise WorkshopError(source, what, "correct it, or remove it")
-    return text
 
 
 def is_json_lines(text: str) -> bool:

@@ -19,7 +19,7 @@ from transformers import (
 )
 from transformers.training_args import OptimizerNames
 
-from data_loader import IGNORED
+from config import IGNORED
 from distributed import inspect_fsdp
 from distributed.collectives import gather_lists, rank, world_size
 from distributed.fsdp_config import wrap_classes
@@ -113,6 +113,9 @@ def audit(trainer: Any, settings: Settings, parameters: int, trainable: int) -> 
     engine = trainer.model_wrapped if trainer.is_deepspeed_enabled else None
     requested = choose_strategy(settings)
     strategy = effective_strategy(trainer, engine)
+    lora_rank = settings.model.lora_rank
+    trained = count_adapter_elements(trainer.model, lora_rank) if lora_rank else parameters
+    frozen = dtype_names(p for p in trainer.model.parameters() if not p.requires_grad)
     single_rank = requested == DDP and world_size() == 1
     note = "one rank has no gradients to average with" if single_rank else ""
     knobs = [
@@ -121,13 +124,14 @@ def audit(trainer: Any, settings: Settings, parameters: int, trainable: int) -> 
         AuditedKnob("strategy", requested.name, strategy.name, note, binding=not single_rank),
         optimizer_knob(trainer, engine, settings),
         # Without LoRA a difference is allowed, because some models freeze parameters by design, such as Pegasus
+        AuditedKnob("trainable parameters", f"{trained:,}", f"{trainable:,}", binding=lora_rank > 0),
+        # DeepSpeed keeps fp32 masters of its trainable weights
         AuditedKnob(
-            "trainable parameters",
-            f"{trainable_parameters(trainer.model, settings, parameters):,}",
-            f"{trainable:,}",
-            binding=settings.model.lora_rank > 0,
+            "trainable weights",
+            "fp32" if engine is None else settings.precision,
+            dtype_names(p for p in trainer.model.parameters() if p.requires_grad),
         ),
-        *dtype_knobs(trainer.model, settings),
+        AuditedKnob("frozen weights", settings.precision if lora_rank else frozen, frozen),
     ]
     if engine is not None:
         knobs += offload_knobs(engine, settings.zero)
@@ -136,10 +140,14 @@ def audit(trainer: Any, settings: Settings, parameters: int, trainable: int) -> 
     if settings.model.tensor_parallel > 1:
         knobs += tensor_parallel_knobs(trainer, settings.model.tensor_parallel)
     knobs += batch_knobs(trainer, engine, settings)
+    attention = attention_name(trainer.model)
+    checkpointing = bool(settings.trainer.activation_checkpointing)
     knobs += [
         AuditedKnob("label mode", settings.data.labels, label_mode(trainer.train_dataset, trainer.data_collator)),
         AuditedKnob("loss", settings.model.loss, "chunked" if computes_loss_in_head(trainer.model) else "full"),
-        *speed_knobs(trainer, settings),
+        AuditedKnob("attention", settings.model.attention or attention, attention),
+        AuditedKnob("checkpointing", checkpointing, trainer.model.is_activation_checkpointing, "by the model itself"),
+        AuditedKnob("compiled", settings.trainer.torch_compile, is_compiled(trainer.model_wrapped)),
     ]
     facts = {
         "padding": trainer.data_collator.padding,
@@ -150,23 +158,6 @@ def audit(trainer: Any, settings: Settings, parameters: int, trainable: int) -> 
         "device": str(trainer.args.device),
     }
     return knobs + [AuditedKnob(name, value, value) for name, value in facts.items()]
-
-
-def trainable_parameters(model: Any, settings: Settings, parameters: int) -> int:
-    """Return the requested number of trainable parameters: all, or the elements of the adapters of LoRA."""
-    rank_of_adapters = settings.model.lora_rank
-    return count_adapter_elements(model, rank_of_adapters) if rank_of_adapters else parameters
-
-
-def dtype_knobs(model: Any, settings: Settings) -> list[AuditedKnob]:
-    """Compare the dtypes of trainable and of frozen weights. DeepSpeed keeps fp32 masters of its trainable weights."""
-    trainable = dtype_names(p for p in model.parameters() if p.requires_grad)
-    frozen = dtype_names(p for p in model.parameters() if not p.requires_grad)
-    by_deepspeed = settings.deepspeed_config is not None
-    return [
-        AuditedKnob("trainable weights", settings.precision if by_deepspeed else "fp32", trainable),
-        AuditedKnob("frozen weights", settings.precision if settings.model.lora_rank else frozen, frozen),
-    ]
 
 
 def batch_knobs(trainer: Any, engine: Any, settings: Settings) -> list[AuditedKnob]:
@@ -184,16 +175,6 @@ def batch_knobs(trainer: Any, engine: Any, settings: Settings) -> list[AuditedKn
         AuditedKnob("micro batch", micro, live_micro, "sequences per rank and step"),
         AuditedKnob("gradient accumulation", asked, live_accumulation, changed, binding=not changed),
         AuditedKnob("global batch", batch, live_batch, note),
-    ]
-
-
-def speed_knobs(trainer: Any, settings: Settings) -> list[AuditedKnob]:
-    attention = attention_name(trainer.model)
-    checkpointing = bool(settings.trainer.activation_checkpointing)
-    return [
-        AuditedKnob("attention", settings.model.attention or attention, attention),
-        AuditedKnob("checkpointing", checkpointing, trainer.model.is_activation_checkpointing, "by the model itself"),
-        AuditedKnob("compiled", settings.trainer.torch_compile, is_compiled(trainer.model_wrapped)),
     ]
 
 

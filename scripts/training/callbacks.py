@@ -1,29 +1,28 @@
 """All callbacks of a training run in their order, and the callbacks that are too small for their own file."""
 
 import math
-import statistics
 import sys
 import time
 from typing import Any
 
-import psutil
 import torch
 from transformers import ProgressCallback, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers.trainer_callback import ExportableState
 
 from distributed import watchdog
-from distributed.collectives import gather_lists, max_over_ranks, print_once
+from distributed.collectives import max_over_ranks, print_once
 from records.schema import local_now
-from records.writer import RunRecord
 from shared.errors import WorkshopError
 from training.audit import AuditCallback
 from training.checkpoints import CheckpointCallback
-from training.gpu_activity import GpuActivityCallback
-from training.measured_memory import ModelStateCallback, record_peaks
+from training.gpu_activity import GpuActivity
+from training.measured_memory import model_state_bytes, record_model_state, record_peaks
 from training.profiling import ProfileCallback
 from training.run_frame import Run
-from training.speed import TrainSpeedCallback
+from training.speed import TrainSpeed
 from training.stopping import StopCallback
 from training.trainer import WorkshopTrainer
+from training.utilisation import Utilisation
 
 PERCENT_PER_LINE = 5
 BAD_LOSSES = 3  # successive steps whose loss is not finite
@@ -35,20 +34,14 @@ def add_callbacks(run: Run, trainer: WorkshopTrainer) -> None:
     At each event they are called in this order, after transformers' own callbacks, which decide when to log, evaluate
     and save.
     """
-    speed = TrainSpeedCallback(trainer, run.energy, run.flops, run.peak, run.settings.data.profile)
     stopping = [StopCallback(run.stop, trainer)]
     if run.settings.model.tensor_parallel > 1:
         print_once("--tensor_parallel writes no checkpoints: a stop ends this run at once, and nothing is saved")
         stopping = []
     callbacks = [
-        speed,  # comes first, so that its clock stops before the other callbacks work
-        UtilisationCallback(run.record),
-        GpuActivityCallback(run.record, speed),
-        ModelStateCallback(trainer, run.record),
+        CheckpointCallback(trainer, run.identity),  # marks a saved checkpoint as complete
+        MeasureCallback(run, trainer),  # its clock stops before the next callbacks work
         AuditCallback(trainer, run.settings, run.record),  # ends a run whose values differ from the requested ones
-        RecordCallback(trainer, run.record, speed),
-        CheckpointCallback(trainer, run.identity, speed, run.checkpoint),  # marks a saved checkpoint as complete
-        PauseCallback(run.record),  # a save ends when its checkpoint is complete
         *stopping,  # may end the run, so they come after the checkpoint is marked
         FiniteLossCallback(trainer),  # ends a run whose loss is not finite, before the step is saved
         WatchdogCallback(),  # reports the next phase to the watchdog
@@ -60,62 +53,6 @@ def add_callbacks(run: Run, trainer: WorkshopTrainer) -> None:
     if not sys.stderr.isatty() and not trainer.args.disable_tqdm:  # a log file gets lines instead of bars
         trainer.pop_callback(ProgressCallback)
         trainer.add_callback(LogLinesCallback())
-
-
-class UtilisationCallback(TrainerCallback):
-    """Callback that samples utilisation and memory after each step.
-
-    It samples the GPU of each rank, or the process of each rank if there is no GPU.
-    """
-
-    def __init__(self, record: RunRecord):
-        self.record = record
-        self.samples: list[dict[str, Any]] = []
-
-    def on_train_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
-        self.process = psutil.Process()
-        self.process.cpu_percent()  # the first call only starts the measurement
-
-    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        self.samples.append(self.gpu_sample() if torch.cuda.is_available() else self.process_sample())
-
-    def gpu_sample(self) -> dict:
-        try:
-            utilisation = torch.cuda.utilization()
-        except Exception as error:  # nvidia-ml-py is missing, or the GPU partition does not report its utilisation
-            utilisation = None
-            self.record.reasons["callbacks.avg_gpu_util_%"] = str(error)
-        return {
-            "gpu_util_%": utilisation,
-            "mem_alloc_MB": torch.cuda.memory_allocated() / 2**20,
-            "mem_reserved_MB": torch.cuda.memory_reserved() / 2**20,
-            "mem_total_MB": torch.cuda.get_device_properties().total_memory / 2**20,
-        }
-
-    def process_sample(self) -> dict:
-        return {"cpu_util_%": self.process.cpu_percent(), "process_mem_MB": self.process.memory_info().rss / 2**20}
-
-    def on_train_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
-        self.record.update(callbacks=self.means())
-
-    def means(self) -> dict:
-        """Return avg_<name> of every quantity and std_<name> of the utilisation: means over the ranks. Collective."""
-        own = {}
-        for name in self.samples[0] if self.samples else []:
-            values = [sample[name] for sample in self.samples]
-            complete = None not in values
-            own[f"avg_{name}"] = statistics.fmean(values) if complete else None
-            if "util" in name:
-                own[f"std_{name}"] = statistics.pstdev(values) if complete else None
-        ranks = [means for (means,) in gather_lists([own])]
-        return {
-            name: None if any(r[name] is None for r in ranks) else round(statistics.fmean(r[name] for r in ranks), 2)
-            for name in own
-        }
 
 
 class LogLinesCallback(TrainerCallback):
@@ -143,39 +80,107 @@ class LogLinesCallback(TrainerCallback):
             print(shown, flush=True)
 
 
-class RecordCallback(TrainerCallback):
-    """Callback that keeps the run record up to date, so that the measurements of a killed run are kept."""
+class MeasureCallback(TrainerCallback, ExportableState):
+    """Callback that measures the training, and keeps the run record up to date for the case that the run is killed.
 
-    def __init__(self, trainer: WorkshopTrainer, record: RunRecord, speed: TrainSpeedCallback):
+    A checkpoint keeps the counts in the Trainer's own state (trainer_state.json), so that a resumed run continues them.
+    """
+
+    def __init__(self, run: Run, trainer: WorkshopTrainer):
+        self.run = run
+        self.record = run.record
         self.trainer = trainer
-        self.record = record
-        self.speed = speed
+        self.counts: dict[str, Any] = {}
+        self.model_state: dict[str, int | None] | None = None
+        trainer.before_save = self.gather_counts
 
-    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        # Log at the last step. Otherwise the unlogged steps count in train_loss with rank 0's loss, not with the mean
-        if state.global_step >= state.max_steps:
-            control.should_log = True
+    def gather_counts(self) -> None:
+        """Collect the counts of all ranks, because the Trainer calls `state` on only one of them. Collective."""
+        self.counts = self.trainer.counts() | self.speed.counts()
+
+    def state(self) -> dict[str, Any]:
+        return self.counts
 
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
+        run = self.run
+        self.first_step = state.global_step  # 0 without a checkpoint
+        self.speed = TrainSpeed(self.trainer, run.energy, run.flops, run.peak, run.settings.data.profile)
+        self.gpu_activity = GpuActivity(self.speed)
+        self.utilisation = Utilisation(self.record)
+        if self.first_step:
+            loaded: Any = state.stateful_callbacks
+            saved = loaded[type(self).__name__]
+            self.trainer.resume_counts(saved)
+            self.speed.resume_counts(saved)
+            self.record.update(eval=evaluations(state.log_history))
         if args.deepspeed:
             in_effect: Any = args.hf_deepspeed_config
             self.record.update(configs=self.record.content["configs"] | {"deepspeed": in_effect.config})
-        if state.global_step:  # a resumed run's log history includes earlier evaluations
-            self.record.update(eval=evaluations(state.log_history))
+        self.paused = local_now()  # an evaluation or a save may follow this event and the next ones
+
+    def on_step_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        self.speed.begin_step()
+        self.gpu_activity.begin_step()
+
+    def on_substep_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        self.count_model_state(has_gradients=True)
+
+    def on_pre_optimizer_step(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        self.count_model_state(has_gradients=not args.deepspeed)
+
+    def count_model_state(self, has_gradients: bool) -> None:
+        """Count the bytes of parameters, gradients and optimizer state once, in the second step.
+
+        Between two backward passes of this step, gradients are accumulated, and the optimizer has its state. Without
+        accumulation, count right before the second optimizer step, when DeepSpeed has already freed its gradients.
+        """
+        if self.trainer.state.global_step > self.first_step and self.model_state is None:
+            self.model_state = model_state_bytes(self.trainer, has_gradients)
+
+    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        self.speed.end_step()
+        if control.should_evaluate or control.should_save:
+            self.speed.pause()
+        self.utilisation.sample()
+        self.gpu_activity.end_step()
+        # Log at the last step. Otherwise the unlogged steps count in train_loss with rank 0's loss, not with the mean
+        if state.global_step >= state.max_steps:
+            control.should_log = True
+        self.paused = local_now()
+
+    def on_epoch_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        self.speed.pause()
+        self.gpu_activity.pause()
+        self.paused = local_now()
 
     def on_evaluate(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         self.record.update(eval=evaluations(state.log_history))
+        self.record.add_pause("evaluation", self.paused)
+        self.paused = local_now()
+
+    def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        self.record.add_pause("saving", self.paused)
 
     def on_train_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """Record losses, rates and memory peaks. Collective."""
+        """Record all measurements. Collective."""
+        self.paused = local_now()
         record_peaks(self.record)
-        measured = self.speed.summary()
-        self.note_missing_rates(measured)
-        self.record_steady_energy()
+        record_model_state(self.model_state, self.record)
+        self.gpu_activity.write(self.record)
+        self.speed.record_energy(self.record)
+        rates = self.speed.summary(self.record.reasons)
         of_trainer = state.log_history[-1]
         losses = [entry["loss"] for entry in state.log_history if "loss" in entry]
         if losses and not math.isfinite(losses[-1]):
@@ -190,58 +195,14 @@ class RecordCallback(TrainerCallback):
                 "runtime_s": of_trainer["train_runtime"],
                 "samples_per_second": of_trainer["train_samples_per_second"],
                 "steps_per_second": of_trainer["train_steps_per_second"],
-                **measured,
+                **rates,
             },
-            callbacks=self.record.content["callbacks"]
+            callbacks=self.utilisation.means()
             | {
-                "train/steps_per_second_mean": measured["steady_steps_per_second"],
-                "train/samples_per_second_mean": measured["steady_samples_per_second"],
+                "train/steps_per_second_mean": rates["steady_steps_per_second"],
+                "train/samples_per_second_mean": rates["steady_samples_per_second"],
             },
         )
-
-    def record_steady_energy(self) -> None:
-        """Record the energy of the steady steps. Collective."""
-        if reason := self.speed.energy.reason:
-            self.record.missing("energy", reason)
-            return
-        energy = self.speed.steady_energy()
-        if not energy:
-            reason = "the checkpoint has no energy of these GPUs, or NVML's counter failed or went back"
-            if not self.speed.steps:
-                reason = "too few steps after the warm-up"
-            self.record.reasons["energy.steady_joules"] = reason
-        self.record.update(energy=energy)
-
-    def note_missing_rates(self, measured: dict) -> None:
-        """Add the reason for each empty rate that has none yet. measured: the result of TrainSpeedCallback.summary."""
-        reasons = self.record.reasons
-        if measured["warm_up_seconds"] is None:
-            reasons["train.warm_up_seconds"] = "too few steps for a warm-up"
-        if not measured["steady_steps"]:
-            for name in ("steady_samples_per_second", "steady_tokens_per_second", "mfu_percent"):
-                reasons.setdefault(f"train.{name}", "too few steps after the warm-up")
-        elif measured["mfu_percent"] is None:
-            reason = "the steps were faster than the measured peak: the machine was busy while the run measured it"
-            reasons.setdefault("train.mfu_percent", reason)
-
-
-class PauseCallback(TrainerCallback):
-    """Callback that records the time of each evaluation and each save, for the plot of the power."""
-
-    def __init__(self, record: RunRecord):
-        self.record = record
-
-    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        self.started = local_now()
-
-    on_train_begin = on_epoch_end = on_train_end = on_step_end  # an evaluation or a save may follow each of them
-
-    def on_evaluate(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        self.record.add_pause("evaluation", self.started)
-        self.started = local_now()  # a save may follow
-
-    def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        self.record.add_pause("saving", self.started)
 
 
 class WatchdogCallback(TrainerCallback):

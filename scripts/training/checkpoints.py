@@ -3,7 +3,7 @@
 transformers resumes from the folder with the highest number, even if the job was killed while writing it. If the
 optimizer's file is missing, it starts with a new optimizer. Here, a checkpoint gets the file `complete.json` once all
 ranks have written their files, and a run resumes only from such a checkpoint. It must also belong to the same training,
-and contain no code. `Marker` describes the file.
+and contain no code.
 """
 
 import contextlib
@@ -14,25 +14,23 @@ import shutil
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 from datasets import Dataset
-from pydantic import BaseModel, PlainSerializer
 from safetensors import SafetensorError
 from torch.serialization import add_safe_globals, get_unsafe_globals_in_checkpoint
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.trainer_pt_utils import safe_globals
 
 from config import DEFAULTS
-from distributed.collectives import gather_lists, print_once, rank, wait_for_all_ranks, world_size
+from distributed.collectives import print_once, rank, wait_for_all_ranks
 from distributed.strategy import BY_NAME
 from model import share_weights
 from records.run_environment import strip_repository
 from settings.command_line import LATEST
 from settings.settings import Settings
 from shared.errors import ENVIRONMENT, NO_CHECKPOINT, WorkshopError, remedy_for_write
-from shared.json_files import flatten_keys, read_checked, write_json
-from training.speed import TrainSpeedCallback, clock
+from shared.json_files import flatten_keys, read_json, write_json
 
 MARKER = "complete.json"
 # The keys of an FSDP2 config that determine the files of a checkpoint, with their defaults. PyTorch loads these files
@@ -51,68 +49,24 @@ NEVER_LOADED = "training_args.bin"  # the Trainer writes it as information; it c
 # 1. Complete checkpoints
 
 
-class Progress(BaseModel):
-    """Counts of a run up to a checkpoint. Losses are sums over the optimizer steps whose loss is finite.
-
-    Fields with a default are missing in checkpoints of version 1.0.0.
-    """
-
-    seconds: float  # seconds of training, in this run and in the runs that it resumed
-    logged_loss: float
-    last_logged_step: int
-    unlogged_losses: list[float]  # one sum per rank since last_logged_step
-    # NaN or infinity if such a loss occurred since last_logged_step. JSON has no NaN, so the file has it as a text
-    unlogged_not_finite: Annotated[float, PlainSerializer(str)] = 0.0
-    bad_steps: float = 0.0  # number of steps whose loss is not finite, as a mean over the ranks
-    steady_steps: int
-    steady_seconds: float
-    tokens: list[list[int]]  # counts of the whole training, and of its steady steps
-    steady_joules: list[float | None] = []  # energy of each rank's GPU, null if unknown
-
-    @property
-    def unlogged_loss(self) -> float:
-        """This rank's unlogged loss, or the mean of all ranks if the number of ranks has changed.
-
-        The mean is correct because the Trainer logs the mean over the ranks.
-        """
-        if len(self.unlogged_losses) == world_size():
-            return self.unlogged_losses[rank()]
-        return sum(self.unlogged_losses) / len(self.unlogged_losses)
-
-
-class Marker(BaseModel):
-    """The content of `complete.json`."""
-
-    job_id: str  # the run that saved the checkpoint, as in the next three fields
-    world_size: int
-    strategy: str
-    save_strategy: str
-    # Number of questions that all ranks process at once: micro batch x ranks. Version 1.0.0 saved no such value
-    at_once: int | None = None
-    step: int  # number of optimizer steps
-    settings: dict[str, Any]  # the training: its flags, its DeepSpeed or FSDP config, and the cache key of its tokens
-    config: dict[str, Any]
-    data: str
-    progress: Progress
-    files: dict[str, int]  # name -> size
-
-
 def checkpoint_folder(output_dir: str | Path | None, step: int) -> Path:
     return Path(output_dir or "output") / f"checkpoint-{step}"
 
 
 def read_marker(folder: str | Path) -> dict:
-    """Return the entries of a checkpoint's marker. Raise WorkshopError if the file is missing or an entry is wrong."""
-    marker = read_checked(Path(folder) / MARKER, Marker, "marker of a checkpoint", "resume from another checkpoint")
-    return marker.model_dump(exclude_unset=True)
+    """Return the entries of a checkpoint's marker. Raise WorkshopError if the file is missing or incomplete.
+
+    The entries are those of `training_identity`, `step`, and `files`: the name and size of each file.
+    """
+    return read_json(Path(folder) / MARKER, "resume from another checkpoint")
 
 
 def is_complete(folder: Path) -> bool:
-    """Return whether the folder has a valid marker, and each file has the size in the marker."""
+    """Return whether the folder has a marker, and each file has the size in the marker."""
     try:
         files = read_marker(folder)["files"]
         return all((folder / name).stat().st_size == size for name, size in files.items())
-    except (OSError, WorkshopError):
+    except (OSError, KeyError, WorkshopError):
         return False
 
 
@@ -131,49 +85,24 @@ def newest_first(folder: Path) -> float:
 class CheckpointCallback(TrainerCallback):
     """Callback that marks each saved checkpoint as complete, and then removes older checkpoints."""
 
-    def __init__(self, trainer: Any, identity: dict, speed: TrainSpeedCallback, resumed_from: str | None):
+    def __init__(self, trainer: Any, identity: dict):
         """trainer: a WorkshopTrainer. identity: the description of this training, which each checkpoint contains."""
         self.trainer = trainer
         self.save_total_limit = trainer.args.save_total_limit
         trainer.args.save_total_limit = None  # the Trainer would remove checkpoints before the new one is complete
         self.identity = identity
-        self.speed = speed
-        self.resumed_from = resumed_from
 
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        self.started = clock()
-        if self.resumed_from:
-            saved = read_marker(self.resumed_from)
-            self.trainer.saved_step = saved["step"]
-            progress = Progress.model_validate(saved["progress"])
-            self.trainer.resume_counts(progress)
-            self.speed.resume_counts(
-                progress.steady_steps, progress.steady_seconds, progress.tokens, progress.steady_joules
-            )
+        self.trainer.saved_step = state.global_step  # 0 without a checkpoint
 
     def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        sums = self.trainer._tr_loss, self.trainer.unlogged_not_finite, self.trainer.bad_steps
-        unlogged, not_finite, bad_steps = zip(*gather_lists([float(each) for each in sums]), strict=True)
-        progress = Progress(
-            seconds=self.trainer.earlier_seconds + clock() - self.started,
-            logged_loss=self.trainer._total_loss_scalar,
-            last_logged_step=self.trainer._globalstep_last_logged,
-            unlogged_losses=[*unlogged],
-            unlogged_not_finite=sum(not_finite),
-            bad_steps=sum(bad_steps) / len(bad_steps),
-            steady_steps=self.speed.steps,
-            steady_seconds=self.speed.seconds,
-            tokens=self.speed.all_tokens(),
-            steady_joules=[*self.speed.all_joules()],
-        )
         folder = checkpoint_folder(args.output_dir, state.global_step)
         wait_for_all_ranks()  # after this, all ranks have written their files
         if rank() == 0:
-            content = self.identity | {"step": state.global_step, "progress": progress.model_dump()}
             with full_disk_errors(folder):
-                mark_complete(folder, content)
+                mark_complete(folder, self.identity | {"step": state.global_step})
             print(f"checkpoint of step {state.global_step} is complete: {folder}", flush=True)
             self.remove_older(folder.parent, state.best_model_checkpoint)
         self.trainer.saved_step = state.global_step
@@ -294,7 +223,9 @@ def keep_global_batch(settings: Settings, output_dir: str, job_id: str, ranks: i
 def training_identity(job_id: str, settings: Settings, strategy: str, ranks: int, train_dataset: Dataset) -> dict:
     """Return the values that identify this training.
 
-    Each checkpoint contains them, and a run compares them with its own values before it resumes.
+    Each checkpoint contains them, and a run compares them with its own values before it resumes. `at_once` is the
+    number of questions that all ranks process at once: micro batch x ranks. `settings` has the flags and the cache key
+    of the tokens, and `config` the DeepSpeed or FSDP config.
     """
     trainer = settings.trainer
     at_once = trainer.per_device_train_batch_size * ranks
@@ -340,8 +271,7 @@ def effects_of_other_ranks(folder: str, identity: dict, questions: int) -> list[
         f"resuming on {now} rank(s), the checkpoint is of {before}: sums are rounded in another order, and random "
         "numbers, such as those of dropout, differ"
     ]
-    sizes = (saved.get("at_once", identity["at_once"]), identity["at_once"])  # version 1.0.0 saved no such value
-    at_once = [size for size in sizes if questions % size]
+    at_once = [size for size in (saved["at_once"], identity["at_once"]) if questions % size]
     if at_once:
         lines.append(
             f"note: {questions} training questions are not a multiple of {at_once[0]} (micro batch x ranks): several "

@@ -66,7 +66,7 @@ class EnergyMeter:
         """Record the energy of the whole job: of all GPUs since the start, and of its earlier attempts. Collective."""
         ranks = [joules for (joules,) in gather_lists([self.joules() - self.joules_at_start])]
         if self.reason:
-            return  # RecordCallback has recorded why
+            return  # TrainSpeed.record_energy has recorded why
         kwh = sum(ranks) / JOULES_PER_KWH + record.earlier_kwh
         if math.isnan(kwh):
             reason = "NVML's counter failed or went back"
@@ -74,18 +74,3 @@ class EnergyMeter:
                 reason = "an earlier attempt ended before it recorded its energy"
             record.reasons["energy.kwh"] = reason
         record.update(energy=record.content["energy"] | {"kwh": round(kwh, 6)})
-
-
-def describe_energy(joules: list[float], seconds: float, questions: float, tokens: int) -> dict[str, Any]:
-    """Return the record's values of the steady steps.
-
-    joules: of each GPU in these steps. questions, tokens: of all ranks in these steps.
-    """
-    total = sum(joules)
-    return {
-        "steady_joules": [round(each, 1) for each in joules],
-        "steady_joules_sum": round(total, 1),
-        "joules_per_question": round(total / questions, 4),
-        "joules_per_1000_tokens": round(1000 * total / tokens, 4),
-        "mean_watts": round(total / seconds / len(joules), 2),
-    }

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from transformers.pytorch_utils import Conv1D
 
-from data_loader import IGNORED
+from config import IGNORED
 from distributed.collectives import broadcast_from_rank_0, gather_lists, wait_for_all_ranks
 from records.writer import RunRecord
 

@@ -12,12 +12,11 @@ from typing import Any
 
 import pynvml
 import torch
-from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from distributed.collectives import gather_lists, local_world_size, rank
 from records.writer import RunRecord
 from shared.nvml import find_gpu
-from training.speed import TrainSpeedCallback
+from training.speed import TrainSpeed
 
 SHORTEST_INTERVAL = 0.1  # seconds; NVML needs at least this time between two samples
 METRICS = {
@@ -27,23 +26,18 @@ METRICS = {
 }
 
 
-class GpuActivityCallback(TrainerCallback):
-    """Callback that measures the activity of each node's first GPU over one steady step, or over several short ones.
+class GpuActivity:
+    """Measure the activity of each node's first GPU over one steady step, or over several short ones.
 
     Profiled steps are not steady steps, so the profiler does not disturb the measurement.
     """
 
-    def __init__(self, record: RunRecord, speed: TrainSpeedCallback):
-        self.record = record
+    def __init__(self, speed: TrainSpeed):
         self.speed = speed
         self.gpu: Any = None  # None if this rank does not measure, or no longer measures
         self.started: float | None = None  # time of the first sample
         self.activity: dict[str, float] = {}
         self.reason = f"less than {SHORTEST_INTERVAL} s of steady steps in a row"
-
-    def on_train_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
         if not torch.cuda.is_available():
             self.reason = "no GPU"
         elif rank() % local_world_size() == 0:
@@ -55,15 +49,13 @@ class GpuActivityCallback(TrainerCallback):
                 else:
                     self.reason = "this GPU does not count it; Hopper and newer GPUs do"
 
-    def on_step_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def begin_step(self) -> None:
         if self.gpu and self.started is None and self.speed.started is not None:
             with self.nvml_errors():
                 pynvml.nvmlGpmSampleGet(self.gpu, self.samples[0])
                 self.started = time.perf_counter()
 
-    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+    def end_step(self) -> None:
         if not self.gpu or self.started is None:
             return
         seconds = time.perf_counter() - self.started
@@ -72,13 +64,12 @@ class GpuActivityCallback(TrainerCallback):
                 pynvml.nvmlGpmSampleGet(self.gpu, self.samples[1])
                 self.activity = {"seconds": round(seconds, 3), **compare_samples(*self.samples)}
             self.gpu = None
-        elif self.speed.started is None:  # an evaluation or a save follows, which does not belong to a steady step
-            self.started = None
+        elif self.speed.started is None:
+            self.pause()
 
-    def on_epoch_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
-        self.started = None  # an evaluation or a save may follow here, too
+    def pause(self) -> None:
+        """Discard the first sample: an evaluation or a save follows, which does not belong to a steady step."""
+        self.started = None
 
     @contextlib.contextmanager
     def nvml_errors(self) -> Iterator[None]:
@@ -89,16 +80,14 @@ class GpuActivityCallback(TrainerCallback):
             self.reason = f"NVML: {error}"
             self.gpu = None
 
-    def on_train_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def write(self, record: RunRecord) -> None:
         """Record the activity of one GPU per node. Collective."""
         ranks = gather_lists([self.activity, self.reason])
         first_ranks = ranks[:: local_world_size()]
         if all(activity for activity, _ in first_ranks):
-            self.record.update(gpu_activity=[activity for activity, _ in first_ranks])
+            record.update(gpu_activity=[activity for activity, _ in first_ranks])
         else:
-            self.record.missing("gpu_activity", next(reason for activity, reason in first_ranks if not activity))
+            record.missing("gpu_activity", next(reason for activity, reason in first_ranks if not activity))
 
 
 def compare_samples(earlier: Any, later: Any) -> dict[str, float]:

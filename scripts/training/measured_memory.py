@@ -7,53 +7,10 @@ from typing import Any
 
 import torch
 from torch.distributed.fsdp import FSDPModule
-from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from distributed.collectives import gather_lists
 from distributed.inspect_fsdp import local, unit_group
 from records.writer import RunRecord
-
-
-class ModelStateCallback(TrainerCallback):
-    """Callback that records the bytes of parameters, gradients and optimizer state on all ranks (`held`).
-
-    It counts them once, between two backward passes of the second step. At that moment gradients are accumulated, and
-    the optimizer has its state. Without accumulation it counts right before the second optimizer step, when
-    DeepSpeed has already freed its gradients.
-    """
-
-    def __init__(self, trainer: Any, record: RunRecord):
-        self.trainer = trainer
-        self.record = record
-        self.counted: dict[str, int | None] | None = None
-
-    def on_train_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
-        self.first_step = state.global_step  # 0 without a checkpoint
-
-    def on_substep_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
-        if state.global_step > self.first_step and self.counted is None:
-            self.counted = model_state_bytes(self.trainer, has_gradients=True)
-
-    def on_pre_optimizer_step(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
-        if state.global_step > self.first_step and self.counted is None:
-            self.counted = model_state_bytes(self.trainer, has_gradients=not args.deepspeed)
-
-    def on_train_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
-        ranks = [counted for (counted,) in gather_lists([self.counted])]
-        if None in ranks:
-            self.record.missing("held", "the training had no second step")
-            return
-        if ranks[0]["gradients"] is None:
-            self.record.reasons["held.gradients"] = "without accumulation, DeepSpeed frees them within the step"
-        self.record.update(held=ranks)
 
 
 def model_state_bytes(trainer: Any, has_gradients: bool) -> dict[str, int | None]:
@@ -93,6 +50,17 @@ def storages(tensors: Iterable) -> dict[int, int]:
     """Map the address of each storage to its size."""
     found = [local(tensor).untyped_storage() for tensor in tensors if isinstance(tensor, torch.Tensor)]
     return {storage.data_ptr(): storage.nbytes() for storage in found if storage.nbytes()}
+
+
+def record_model_state(counted: dict[str, int | None] | None, record: RunRecord) -> None:
+    """Record the result of `model_state_bytes` on all ranks. Collective."""
+    ranks = [counted for (counted,) in gather_lists([counted])]
+    if None in ranks:
+        record.missing("held", "the training had no second step")
+        return
+    if ranks[0]["gradients"] is None:
+        record.reasons["held.gradients"] = "without accumulation, DeepSpeed frees them within the step"
+    record.update(held=ranks)
 
 
 def record_peaks(record: RunRecord) -> None:

@@ -5,18 +5,19 @@ import time
 from typing import Any
 
 import torch
-from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from distributed.collectives import gather_lists, world_size
-from training.energy import EnergyMeter, describe_energy
+from records.writer import RunRecord
+from training.energy import EnergyMeter
 from training.flops import KINDS_OF_TOKENS, ModelFlops
 
 WARM_UP_STEPS = 3
 PROFILED_STEPS = 3
+TOO_FEW_STEPS = "too few steps after the warm-up"
 
 
-class TrainSpeedCallback(TrainerCallback):
-    """Callback that measures the steady steps: optimizer steps after the warm-up, without evaluation and saving.
+class TrainSpeed:
+    """Measure the steady steps: optimizer steps after the warm-up, without evaluation and saving.
 
     The Trainer's own train_samples_per_second divides by all the time between start and end.
     """
@@ -24,77 +25,79 @@ class TrainSpeedCallback(TrainerCallback):
     def __init__(
         self, trainer: Any, energy: EnergyMeter, flops: ModelFlops | None, peak: float, profiled: bool = False
     ):
-        """trainer: a WorkshopTrainer, which counts the tokens. peak: operations per second of one rank, for MFU.
+        """Create this when the training begins. trainer: a WorkshopTrainer, which counts the tokens.
 
-        profiled: True if the steps after the warm-up are profiled. Profiled steps are slow, so they count as warm-up.
+        peak: operations per second of one rank, for MFU. profiled: True if the steps after the warm-up are profiled.
+        Profiled steps are slow, so they count as warm-up.
         """
         self.trainer = trainer
         self.energy = energy
         self.flops = flops
         self.peak = peak
-        self.warm_up_steps = WARM_UP_STEPS + (PROFILED_STEPS if profiled else 0)
+        # A resumed run warms up again
+        self.first_step = trainer.state.global_step + WARM_UP_STEPS + (PROFILED_STEPS if profiled else 0)
         self.warm_up_seconds: float | None = None
         # Counts of the steady steps
         self.steps = 0
         self.seconds = 0.0
         self.joules = 0.0  # energy of this rank's GPU in this run, NaN if unknown
-        self.tokens = torch.zeros_like(trainer.tokens)
+        self.tokens = torch.zeros(KINDS_OF_TOKENS, dtype=torch.int64, device=trainer.args.device)
+        self.all_tokens = self.tokens  # counts of all steps of this run
         # Counts of all ranks in earlier runs of this training: one row for all steps, one for the steady steps
         self.earlier_tokens = torch.zeros(2, KINDS_OF_TOKENS, dtype=torch.int64)
         self.earlier_joules = [0.0] * world_size()  # energy of each rank's GPU in the steady steps of earlier runs
         self.started: float | None = None
-
-    def on_train_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
         self.begun = clock()
-        self.first_step = state.global_step  # a resumed run warms up again
 
-    def resume_counts(self, steps: int, seconds: float, tokens: list[list[int]], joules: list[float | None]) -> None:
-        """Continue the counts of the runs before the checkpoint."""
-        self.steps = steps
-        self.seconds = seconds
-        self.earlier_tokens = torch.tensor(tokens)
-        if steps:
-            if len(joules) != world_size():
-                joules = [None] * world_size()
-            self.earlier_joules = [math.nan if each is None else each for each in joules]
+    def counts(self) -> dict[str, Any]:
+        """Return what a checkpoint keeps of these counts. Collective."""
+        return {
+            "seconds": self.trainer.earlier_seconds + clock() - self.begun,
+            "steady_steps": self.steps,
+            "steady_seconds": self.seconds,
+            "tokens": self.gather_tokens(),
+            "steady_joules": self.gather_joules(),
+        }
 
-    def on_step_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
-        if self.started is None and state.global_step - self.first_step >= self.warm_up_steps:
+    def resume_counts(self, saved: dict[str, Any]) -> None:
+        """Continue the counts of a checkpoint."""
+        self.steps = saved["steady_steps"]
+        self.seconds = saved["steady_seconds"]
+        self.earlier_tokens = torch.tensor(saved["tokens"])
+        if self.steps:
+            joules = saved["steady_joules"]
+            self.earlier_joules = joules if len(joules) == world_size() else [math.nan] * world_size()
+
+    def begin_step(self) -> None:
+        step = self.trainer.state.global_step
+        if self.started is None and step >= self.first_step:
             self.started = clock()
             if self.warm_up_seconds is None:
                 self.warm_up_seconds = self.started - self.begun
-            self.steps_at_start = state.global_step
-            self.tokens_at_start = self.trainer.tokens
+            self.steps_at_start = step
+            self.tokens_at_start = self.all_tokens
             self.joules_at_start = self.energy.joules()
 
-    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        if control.should_evaluate or control.should_save:
-            self.pause(state)
+    def end_step(self) -> None:
+        # The Trainer counts the tokens of a step before the step begins
+        self.all_tokens = self.trainer.tokens
 
-    def on_epoch_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
-        self.pause(state)
-
-    def pause(self, state: TrainerState) -> None:
+    def pause(self) -> None:
+        """Exclude the time until the next step: an evaluation or a save follows."""
         if self.started is not None:
             self.seconds += clock() - self.started
-            self.steps += state.global_step - self.steps_at_start
-            self.tokens = self.tokens + self.trainer.tokens - self.tokens_at_start
+            self.steps += self.trainer.state.global_step - self.steps_at_start
+            self.tokens = self.tokens + self.all_tokens - self.tokens_at_start
             self.joules += self.energy.joules() - self.joules_at_start
             self.started = None
 
-    def all_tokens(self) -> list[list[int]]:
+    def gather_tokens(self) -> list[list[int]]:
         """Return the token counts of all ranks, including earlier runs: all steps, and the steady steps. Collective."""
-        ranks = gather_lists([self.trainer.tokens.tolist(), self.tokens.tolist()])
+        ranks = gather_lists([self.all_tokens.tolist(), self.tokens.tolist()])
         group_size = self.trainer.get_tp_size()  # all ranks of a tensor group count the same tokens
         return (torch.tensor(ranks).sum(0) // group_size + self.earlier_tokens).tolist()
 
-    def all_joules(self) -> list[float]:
+    def gather_joules(self) -> list[float]:
         """Return the joules of each rank's GPU in the steady steps, including earlier runs. Collective."""
         ranks = [joules for (joules,) in gather_lists([self.joules])]
         return [own + earlier for own, earlier in zip(ranks, self.earlier_joules, strict=True)]
@@ -104,28 +107,53 @@ class TrainSpeedCallback(TrainerCallback):
         """Mean number of questions, because the last step of an epoch may have fewer."""
         return len(self.trainer.train_dataset) / self.trainer.steps_per_epoch
 
-    def steady_energy(self) -> dict:
-        """Return the energy of the steady steps as in the run record, or an empty dict if it is unknown. Collective."""
-        joules = self.all_joules()
-        _, (steady_real, *_) = self.all_tokens()
-        if not self.steps or math.isnan(sum(joules)):
-            return {}
-        return describe_energy(joules, self.seconds, self.steps * self.samples_per_step, steady_real)
+    def record_energy(self, record: RunRecord) -> None:
+        """Record the energy of the steady steps. Collective."""
+        if self.energy.reason:
+            record.missing("energy", self.energy.reason)
+            return
+        joules = self.gather_joules()
+        _, (steady_real, *_) = self.gather_tokens()
+        energy = {}
+        if not self.steps:
+            record.reasons["energy.steady_joules"] = TOO_FEW_STEPS
+        elif math.isnan(sum(joules)):
+            reason = "the checkpoint has no energy of these GPUs, or NVML's counter failed or went back"
+            record.reasons["energy.steady_joules"] = reason
+        else:
+            total = sum(joules)
+            energy = {
+                "steady_joules": [round(each, 1) for each in joules],
+                "steady_joules_sum": round(total, 1),
+                "joules_per_question": round(total / (self.steps * self.samples_per_step), 4),
+                "joules_per_1000_tokens": round(1000 * total / steady_real, 4),
+                "mean_watts": round(total / self.seconds / len(joules), 2),
+            }
+        record.update(energy=energy)
 
-    def summary(self) -> dict:
-        """Return the steady rates of all ranks together, the warm-up time, token counts, and MFU. Collective."""
-        whole, steady = self.all_tokens()
-        real, padding, counted, _ = whole
+    def summary(self, reasons: dict[str, str]) -> dict:
+        """Return the steady rates of all ranks together, the warm-up time, token counts, and MFU. Collective.
+
+        Add to `reasons` why a value is missing.
+        """
+        (real, padding, counted, _), steady = self.gather_tokens()
         steady_real, _, steady_counted, steady_squares = steady
         rate = tokens_per_second = mfu = None
+        if self.warm_up_seconds is None:
+            reasons["train.warm_up_seconds"] = "too few steps for a warm-up"
         if self.steps:
             rate = self.steps / self.seconds
             tokens_per_second = round(steady_real / self.seconds, 1)
+        else:
+            for name in ("steady_samples_per_second", "steady_tokens_per_second", "mfu_percent"):
+                reasons.setdefault(f"train.{name}", TOO_FEW_STEPS)
         if self.steps and self.flops:
             needed = self.flops.count_operations(steady_real, steady_counted, steady_squares)
             mfu = round(100 * needed / (self.seconds * self.peak * world_size()), 2)
-            if mfu > 100:  # the measured peak is too low, because the machine was busy
+            if mfu > 100:
                 mfu = None
+                reason = "the steps were faster than the measured peak: the machine was busy while the run measured it"
+                reasons["train.mfu_percent"] = reason
         return {
             "warm_up_seconds": self.warm_up_seconds and round(self.warm_up_seconds, 2),
             "steady_steps": self.steps,

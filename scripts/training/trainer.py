@@ -10,10 +10,11 @@ from typing import Any
 import torch
 from transformers.trainer_utils import EvalLoopOutput, TrainOutput
 
-from data_loader import IGNORED
+from config import IGNORED
+from distributed.collectives import gather_lists, rank, world_size
 from models.chunked_loss import add_label_counts, computes_loss_in_head
 from shared.errors import WorkshopError
-from training.checkpoints import MARKER, Progress, checkpoint_folder, full_disk_errors
+from training.checkpoints import MARKER, checkpoint_folder, full_disk_errors
 from training.flops import KINDS_OF_TOKENS, count_tokens
 from training.upstream_fixes import UpstreamFixes
 
@@ -32,9 +33,9 @@ class WorkshopTrainer(UpstreamFixes):
     Models compute their loss in fp32: the sum over the tokens that count, divided by the number of these tokens.
     """
 
+    before_save: Callable[[], object]  # MeasureCallback sets it; every rank calls it before a checkpoint
     earlier_seconds = 0.0  # training time before the checkpoint that this run resumes from
     saved_step = 0  # step of the last complete checkpoint, 0 without one
-    loss_of_step: Any = 0  # sum over the micro batches of this optimizer step
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -92,37 +93,45 @@ class WorkshopTrainer(UpstreamFixes):
         output.metrics[f"{kwargs['metric_key_prefix']}_loss"] = loss / counted
         return output
 
-    def resume_counts(self, progress: Progress) -> None:
-        """Continue the counts from a checkpoint. Call this when the training begins."""
-        self._tr_loss += progress.unlogged_loss
-        self._total_loss_scalar = progress.logged_loss
-        self._globalstep_last_logged = progress.last_logged_step
-        self.unlogged_not_finite = self._tr_loss.new_tensor(progress.unlogged_not_finite)
-        self.bad_steps = self._tr_loss.new_tensor(progress.bad_steps)
+    def counts(self) -> dict[str, Any]:
+        """Return what a checkpoint keeps of the losses. Collective."""
+        sums = self._tr_loss, self.unlogged_not_finite, self.bad_steps
+        return {
+            "logged_loss": self._total_loss_scalar,
+            "last_logged_step": self._globalstep_last_logged,
+            "unlogged": gather_lists([float(each) for each in sums]),  # one list per rank
+        }
+
+    def resume_counts(self, saved: dict[str, Any]) -> None:
+        """Continue the counts of a checkpoint. Call this when the training begins."""
+        ranks = saved["unlogged"]
+        # On another number of ranks, each rank gets the mean. This is correct because the Trainer logs the mean
+        means = [sum(each) / len(ranks) for each in zip(*ranks, strict=True)]
+        own = ranks[rank()] if len(ranks) == world_size() else means
+        unlogged_loss, self.unlogged_not_finite, self.bad_steps = self._tr_loss.new_tensor(own)
+        self._tr_loss += unlogged_loss
+        self._total_loss_scalar = saved["logged_loss"]
+        self._globalstep_last_logged = saved["last_logged_step"]
         self._initial_global_step = 0
-        self.earlier_seconds = progress.seconds
+        self.earlier_seconds = saved["seconds"]
 
     def get_batch_samples(self, *args: Any, **kwargs: Any) -> tuple[list, Any]:
+        """Return the micro batches of the next optimizer step, and the number of labels in them."""
+        self.loss_before_step = self._tr_loss.clone()
         batches, labels_in_step = super().get_batch_samples(*args, **kwargs)
+        self.tokens = self.tokens + sum(map(count_tokens, batches))
         if batches and computes_loss_in_head(self.model):
             add_label_counts(batches)
         return batches, labels_in_step
 
-    def training_step(self, model: Any, inputs: dict[str, Any], num_items_in_batch: Any = None) -> torch.Tensor:
-        self.tokens = self.tokens + count_tokens(inputs)
-        loss = super().training_step(model, inputs, num_items_in_batch)
-        self.loss_of_step = self.loss_of_step + loss
-        return torch.zeros_like(loss)  # end_step adds the loss of the whole step to the Trainer's sum
-
     def end_step(self) -> torch.Tensor:
-        """Add the loss of an optimizer step to the sums. Return whether it is finite, without waiting for the GPU.
+        """Take a loss that is not finite out of the Trainer's sum. Return whether the loss of this step is finite.
 
-        The Trainer would add NaN to its sum. The sum would then be NaN for the rest of the run.
+        The sum would otherwise be NaN for the rest of the run. The CPU does not wait for the GPU here.
         """
-        loss, self.loss_of_step = self.loss_of_step, 0
-        finite = loss.isfinite()
-        self._tr_loss += torch.where(finite, loss, 0)
-        self.unlogged_not_finite = self.unlogged_not_finite + torch.where(finite, 0, loss)
+        finite = self._tr_loss.isfinite()
+        self.unlogged_not_finite = self.unlogged_not_finite + torch.where(finite, 0, self._tr_loss)
+        self._tr_loss = torch.where(finite, self._tr_loss, self.loss_before_step)
         self.bad_steps = self.bad_steps + ~finite
         return finite
 
@@ -140,6 +149,7 @@ class WorkshopTrainer(UpstreamFixes):
         return super()._finalize_training(trial, num_train_samples, start_time - self.earlier_seconds)
 
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
+        self.before_save()
         folder = checkpoint_folder(self.args.output_dir, self.state.global_step)
         with full_disk_errors(folder):
             if self.is_world_process_zero():

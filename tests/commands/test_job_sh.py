@@ -15,7 +15,7 @@ import pytest
 
 from canaries import CANARIES, find_leaks
 from helpers import REPOSITORY, until
-from records.memory_logs import read_gpu_log
+from job.memory_logs import read_gpu_log
 from shell import program, shell_environment, start_stub
 
 PRINT = "import os, sys; print('>', *(os.environ.get(n, 'unset') for n in sys.argv[1:]), sep='|')"

@@ -7,8 +7,8 @@ tests/slurm checks the one-liners on the files of a real job.
 import pandas
 import pytest
 
+from job.memory_logs import read_gpu_log
 from one_liners import check_one_liners, shell
-from records.memory_logs import read_gpu_log
 from report_files import OLD_GPU_HEADER, RUNS
 
 # The exercises of the original documents, in "Understanding GPU memory tracking output". Only the $ was escaped there

@@ -1,6 +1,5 @@
 """Tests of wrong or dangerous input: flags, variables, config files, data and models. tests/unit tests more cases."""
 
-import gzip
 import json
 import os
 
@@ -28,8 +27,6 @@ REFUSED = {  # the error line, the flags, and a dictionary of files, variables a
                          ["--dataset", "t.csv"], {"files": {"t.csv": "context,question,answer\na,b,x\n"}}),
     "data in Latin-1": ("a.json: is not UTF-8 (...); convert it to UTF-8, for example with iconv ...",
                         ["--dataset", "a.json"], {"files": {"a.json": '{"data": "größe"}'.encode("latin1")}}),
-    "compressed data": ("a.json.gz: is compressed with gzip; unpack it with gunzip",
-                        ["--dataset", "a.json.gz"], {"files": {"a.json.gz": gzip.compress(b'{"data": []}')}}),
     "data that is nested too deep": ("a.json: maximum recursion depth exceeded...; is the file complete?",
                                      ["--dataset", "a.json"], {"files": {"a.json": "[" * 10_000}}),
     "a model's own code": ("--model_name: mine asks for code of its own, which is never run here; ...",

@@ -15,11 +15,11 @@ from workbench import Bench, command_line
 
 # End the run with SIGTERM at the beginning of the third step
 TERM = """
-from training.speed import TrainSpeedCallback
+from training.callbacks import MeasureCallback
 def end(self, args, state, control, **kwargs):
     if state.global_step == 2:
         os.kill(os.getpid(), signal.SIGTERM)
-TrainSpeedCallback.on_step_begin = end
+MeasureCallback.on_step_begin = end
 """
 RUNS = {
     "input error": {"words": ("--train_size", 9999), "code": 2},

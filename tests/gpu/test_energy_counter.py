@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from helpers import REPOSITORY, inherited, until
-from records.memory_logs import read_gpu_log
+from job.memory_logs import read_gpu_log
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="PyTorch sees no CUDA GPU here")
 SECONDS = 200  # samples of a training that is known to run

@@ -148,13 +148,13 @@ def test_record_of_a_finished_run(run: Finished):
 
 
 CRASH = """
-from training.callbacks import RecordCallback
+from training.callbacks import MeasureCallback
 
 def end(self, args, state, control, **kwargs):
     if state.global_step == 3 and os.environ["RANK"] == "1":
         raise ValueError("crash")
 
-RecordCallback.on_step_end = end
+MeasureCallback.on_step_end = end
 """
 
 

@@ -136,13 +136,12 @@ OFFLINE = (
     "python scripts/prefetch.py --model_name NAME (it takes --model_name and --dataset together)"
 ).replace("NAME", "bigscience/bloom-560m")
 REFUSED = "127.0.0.1 ({}) cannot be reached ([Errno 111] Connection refused)"
-SOCKS = "ALL_PROXY is a SOCKS proxy, which needs the package socksio (pip install socksio)"
 MALFORMED = "HF_ENDPOINT: {} is not a web address; give it as https://host or https://host:port"
 NETWORK_FAULTS = {
     "no network": ({"HF_ENDPOINT": UNREACHABLE}, OFFLINE.format(REFUSED.format("HF_ENDPOINT"))),
     "a closed proxy": ({"HTTPS_PROXY": UNREACHABLE}, OFFLINE.format(REFUSED.format("HTTPS_PROXY"))),
     "a proxy without a scheme": ({"all_proxy": "127.0.0.1:9"}, OFFLINE.format(REFUSED.format("all_proxy"))),
-    "SOCKS without its package": ({"ALL_PROXY": "socks5://127.0.0.1:9"}, OFFLINE.format(SOCKS)),
+    "a closed SOCKS proxy": ({"ALL_PROXY": "socks5://127.0.0.1:9"}, OFFLINE.format(REFUSED.format("ALL_PROXY"))),
     "a port that is not a number": ({"HF_ENDPOINT": "https://host:abc"}, MALFORMED.format("https://host:abc")),
     "an address without a scheme": ({"HF_ENDPOINT": "hf-mirror.com"}, MALFORMED.format("hf-mirror.com")),
     "a proxy that refuses": (

@@ -17,13 +17,14 @@ import torch
 import rehearse as command
 from estimate.command_line import parse_plan
 from estimate.communication import rings
+from estimate.flags import RankFlags
 from estimate.memory import estimate_parts, parts_at_peak
 from estimate.model_shape import trace_shape
 from estimate.observer import ObservedStep
 from estimate.read_collective import SMALL
 from estimate.rehearsal import rehearse
 from helpers import REPOSITORY, program
-from settings.settings import RankFlags, Settings
+from settings.settings import Settings
 from shared.errors import run_program
 
 TINY = ("--model_name", "tiny-bloom", "--max_length", 64, "--bf16", "--gradient_accumulation_steps", 2)

@@ -326,6 +326,6 @@ def test_moving_a_micro_batch_does_not_wait_for_the_gpu(train, model, loss, read
         "_maybe_log_save_evaluate": 2,  # loss and gradient norm for the log line
         "_finalize_training": 1,  # the mean of all losses
         "log": 2,  # losses that are not finite: their sum since the last log line, and the number of their steps
-        "all_tokens": 3,  # token counts at the end of the training
+        "gather_tokens": 3,  # token counts at the end of the training
         **reads_of_loss,
     }

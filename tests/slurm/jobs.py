@@ -14,7 +14,7 @@ from pathlib import Path
 from breakable_cluster import FINAL, BreakableCluster
 from cluster import run as run_command
 from helpers import NOTHING_COMPILED, REPOSITORY, RUN_TIMEOUT, RunFiles, inherited, until
-from records.memory_logs import read_cpu_log, read_gpu_log
+from job.memory_logs import read_cpu_log, read_gpu_log
 
 SYSTEM = ("/usr/sbin", "/usr/bin", "/sbin", "/bin")
 GIT = ("git", "-c", "user.name=test", "-c", "user.email=test@example.org")

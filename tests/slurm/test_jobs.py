@@ -14,9 +14,9 @@ import pytest
 
 from cluster import DOMAIN
 from cluster import run as run_command
+from job.memory_logs import read_cpu_log, read_gpu_log
 from jobs import ENDLESS, GIT, LONG, TRAININGS, Job, Lab, check_completed
 from one_liners import check_one_liners
-from records.memory_logs import read_cpu_log, read_gpu_log
 
 NODES = {"node1", "node2"}
 TOLERANCE = 1e-4  # the order of fp32 additions may differ

@@ -1,53 +1,69 @@
 """Tests of the callbacks: the steady rate on a simulated clock, GPU utilisation, and losses that are not finite."""
 
+import json
 from types import SimpleNamespace
+from typing import ClassVar
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from records.writer import RunRecord
 from stub_nvml import WATTS
 from training import speed
-from training.callbacks import FiniteLossCallback, UtilisationCallback
-from training.speed import WARM_UP_STEPS, TrainSpeedCallback
+from training.callbacks import FiniteLossCallback
+from training.speed import WARM_UP_STEPS, TrainSpeed
 from training.trainer import WorkshopTrainer
+from training.utilisation import Utilisation
 
+NAN, INFINITY = float("nan"), float("inf")
 SAMPLES_PER_STEP = 8
 TOKENS_PER_STEP = [1000, 250, 90, 200_000]  # real tokens, padding, counted labels, squared lengths
 
 
 class Run:
-    """Call a TrainSpeedCallback in the Trainer's order. Warm-up steps take 60 s, and later steps take 2 s."""
+    """Call TrainSpeed in the Trainer's order. Warm-up steps take 60 s, and later steps take 2 s."""
 
     def __init__(self, monkeypatch, first_step: int = 0):
         self.now = 100.0
         monkeypatch.setattr(speed, "clock", lambda: self.now)
         self.state = SimpleNamespace(global_step=first_step)
-        tokens = torch.zeros(4, dtype=torch.int64)
         dataset = range(10 * SAMPLES_PER_STEP)
-        self.trainer = SimpleNamespace(tokens=tokens, train_dataset=dataset, steps_per_epoch=10, get_tp_size=lambda: 1)
+        args = SimpleNamespace(device="cpu")
+        self.trainer = SimpleNamespace(args=args, state=self.state, tokens=0, train_dataset=dataset, steps_per_epoch=10)
+        self.trainer.get_tp_size = lambda: 1
+        self.record = RunRecord("7", "output/7")
         flops = SimpleNamespace(count_operations=lambda real, counted, squares: real + 10 * counted + squares / 100)
         # The counter of one GPU, which draws WATTS all the time
         energy = SimpleNamespace(joules=lambda: WATTS * self.now, reason="")
-        self.callback = TrainSpeedCallback(self.trainer, energy, flops, peak=5000.0)
+        self.speed = TrainSpeed(self.trainer, energy, flops, peak=5000.0)
         self.done = 0
-        self.callback.on_train_begin(None, self.state, None)
 
     def step(self, pause: bool = False) -> None:
         """Run a step. pause: let 1000 s pass after the step, as for an evaluation or a checkpoint."""
-        control = SimpleNamespace(should_evaluate=False, should_save=pause)
-        self.callback.on_step_begin(None, self.state, control)
-        self.now += 60 if self.done < WARM_UP_STEPS else 2
         self.trainer.tokens = self.trainer.tokens + torch.tensor(TOKENS_PER_STEP)
+        self.speed.begin_step()
+        self.now += 60 if self.done < WARM_UP_STEPS else 2
         self.done += 1
         self.state.global_step += 1
-        self.callback.on_step_end(None, self.state, control)
+        self.speed.end_step()
         if pause:
+            self.speed.pause()
             self.now += 1000
 
     def measured(self, *names: str) -> list:
-        found = self.callback.summary()
+        found = self.speed.summary(self.record.reasons)
         return [found[name] for name in names]
+
+    def energy(self) -> dict:
+        self.speed.record_energy(self.record)
+        return self.record.content["energy"]
+
+    def resume(self, tokens: list, joules: list) -> None:
+        """Resume from a checkpoint after 8 steady steps."""
+        saved = {"steady_steps": 8, "steady_seconds": 16.0, "tokens": tokens, "steady_joules": joules}
+        self.speed.resume_counts(saved)
 
 
 RATES = ("warm_up_seconds", "steady_steps", "steady_steps_per_second", "steady_samples_per_second")
@@ -71,13 +87,13 @@ def test_steps_faster_than_the_measured_peak_give_no_mfu(monkeypatch):
     for number in range(WARM_UP_STEPS + 2):
         run.step(pause=number > WARM_UP_STEPS)
     assert 0 < run.measured("mfu_percent")[0] < 100
-    run.callback.peak = 1000.0
+    run.speed.peak = 1000.0
     assert run.measured("mfu_percent") == [None]
 
 
 def test_a_resumed_run_warms_up_again_and_continues_its_counts(monkeypatch):
     run = Run(monkeypatch, first_step=10)
-    run.callback.resume_counts(steps=8, seconds=16.0, tokens=[[10_000, 0, 0, 0], [8000, 0, 0, 0]], joules=[4000.0])
+    run.resume(tokens=[[10_000, 0, 0, 0], [8000, 0, 0, 0]], joules=[4000.0])
     for number in range(10):
         run.step(pause=number == 9)
     assert run.measured("real_tokens", "steady_steps") == [20_000, 8 + 10 - WARM_UP_STEPS]
@@ -87,11 +103,11 @@ def test_a_resumed_run_warms_up_again_and_continues_its_counts(monkeypatch):
 def test_energy_belongs_to_the_same_steps_as_the_rates(monkeypatch):
     """The joules of warm-up, evaluations and checkpoints do not count."""
     run = Run(monkeypatch)
-    assert run.callback.steady_energy() == {}
+    assert run.energy() == {}
     for number in range(20):
         run.step(pause=number % 4 == 3)
     joules = 2.0 * WATTS * (20 - WARM_UP_STEPS)
-    assert run.callback.steady_energy() == {
+    assert run.energy() == {
         "steady_joules": [joules],
         "steady_joules_sum": joules,
         "joules_per_question": 2.0 * WATTS / SAMPLES_PER_STEP,
@@ -102,15 +118,15 @@ def test_energy_belongs_to_the_same_steps_as_the_rates(monkeypatch):
 
 @pytest.mark.parametrize(
     ("earlier", "watts"),
-    [([16.0 * WATTS], WATTS), ([None], None), ([16.0 * WATTS] * 2, None)],
+    [([16.0 * WATTS], WATTS), ([NAN], None), ([16.0 * WATTS] * 2, None)],
     ids=["known", "without a counter", "another number of GPUs"],
 )
 def test_a_resumed_run_adds_the_joules_of_its_checkpoint(monkeypatch, earlier, watts):
     run = Run(monkeypatch, first_step=10)
-    run.callback.resume_counts(steps=8, seconds=16.0, tokens=[[0] * 4, [0] * 4], joules=earlier)
+    run.resume(tokens=[[0] * 4, [0] * 4], joules=earlier)
     for number in range(10):
         run.step(pause=number == 9)
-    assert run.callback.steady_energy().get("mean_watts") == watts
+    assert run.energy().get("mean_watts") == watts
 
 
 def unsupported():
@@ -129,14 +145,11 @@ def test_gpu_utilisation_is_recorded_or_empty_with_a_reason(utilisation, mean, r
     monkeypatch.setattr("torch.cuda.memory_reserved", lambda: 4 * 2**20)
     monkeypatch.setattr("torch.cuda.get_device_properties", lambda: properties)
     record = RunRecord("7", "output/7")
-    callback = UtilisationCallback(record)
-    callback.on_step_end(None, None, None)
+    callback = Utilisation(record)
+    callback.sample()
     memory = {"avg_mem_alloc_MB": 3, "avg_mem_reserved_MB": 4, "avg_mem_total_MB": 32}
     assert callback.means() == {"avg_gpu_util_%": mean, "std_gpu_util_%": None if mean is None else 0, **memory}
     assert record.reasons == ({"callbacks.avg_gpu_util_%": reason} if reason else {})
-
-
-NAN, INFINITY = float("nan"), float("inf")
 
 
 def train(*losses: float, every: int = 1, to: str = "log", micro_batches: int = 1, fp16: bool = False) -> None:
@@ -146,15 +159,14 @@ def train(*losses: float, every: int = 1, to: str = "log", micro_batches: int = 
     """
     args = SimpleNamespace(device=torch.device("cpu"), fp16=fp16)
     zero = torch.tensor(0.0)
-    trainer = SimpleNamespace(
-        args=args, loss_of_step=zero, _tr_loss=zero.clone(), unlogged_not_finite=zero, bad_steps=zero
-    )
+    trainer = SimpleNamespace(args=args, _tr_loss=zero, unlogged_not_finite=zero, bad_steps=zero)
     trainer.end_step = lambda: WorkshopTrainer.end_step(trainer)
     callback = FiniteLossCallback(trainer)
     coming = iter(losses)
     for step in range(1, len(losses) // micro_batches + 1):
+        trainer.loss_before_step = trainer._tr_loss
         for _ in range(micro_batches):
-            trainer.loss_of_step = trainer.loss_of_step + torch.tensor(next(coming))
+            trainer._tr_loss = trainer._tr_loss + torch.tensor(next(coming))
         control = SimpleNamespace(should_log=False, should_evaluate=False, should_save=False)
         setattr(control, f"should_{to}", step % every == 0)
         callback.on_step_end(None, SimpleNamespace(global_step=step), control)
@@ -187,6 +199,43 @@ def test_losses_of_another_rank_end_this_rank_too(monkeypatch, refusal):
     monkeypatch.setattr(torch.distributed, "get_backend", lambda: "gloo")
     monkeypatch.setattr(torch.distributed, "all_reduce", lambda tensor, op: tensor.fill_(3))
     assert "(3 steps in a row)" in refusal(train, 2.0, code=1)
+
+
+@pytest.mark.parametrize(("ranks", "loss"), [([[0.5, NAN, 1.0]], 0.5), ([[0.5, NAN, 1.0], [1.5, 0.0, 1.0]], 1.0)])
+def test_a_resumed_run_continues_the_losses_of_its_checkpoint(ranks, loss):
+    """On another number of ranks, each rank continues with the mean."""
+    trainer = SimpleNamespace(_tr_loss=torch.tensor(0.0))
+    saved = {"logged_loss": 20.0, "last_logged_step": 18, "unlogged": ranks, "seconds": 7.0}
+    WorkshopTrainer.resume_counts(trainer, json.loads(json.dumps(saved)))
+    assert (trainer._tr_loss, trainer.bad_steps) == (loss, 1.0) and trainer.unlogged_not_finite.isnan()
+    assert (trainer._total_loss_scalar, trainer._globalstep_last_logged, trainer.earlier_seconds) == (20.0, 18, 7.0)
+    trainer._tr_loss, trainer.unlogged_not_finite = torch.tensor(0.5), torch.tensor(NAN)
+    counts = WorkshopTrainer.counts(trainer)
+    assert repr(counts["unlogged"]) == "[[0.5, nan, 1.0]]" and counts["logged_loss"] == 20.0
+
+
+class Devices(TorchDispatchMode):
+    """Collect the devices of all tensors that operators are given."""
+
+    found: ClassVar[set[str]] = set()
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        self.found.update(each.device.type for each in tree_leaves((args, kwargs)) if torch.is_tensor(each))
+        return function(*args, **(kwargs or {}))
+
+
+def test_the_end_of_a_step_reads_no_tensor_of_another_device():
+    """On a GPU, copying such a tensor would wait for all earlier kernels."""
+    with torch.device("meta"):
+        loss, before, bad = torch.zeros(3)
+    args = SimpleNamespace(device="meta", fp16=False)
+    trainer = SimpleNamespace(args=args, _tr_loss=loss, loss_before_step=before, unlogged_not_finite=bad, bad_steps=bad)
+    trainer.end_step = lambda: WorkshopTrainer.end_step(trainer)
+    callback = FiniteLossCallback(trainer)
+    control = SimpleNamespace(should_log=False, should_evaluate=False, should_save=False)
+    with Devices():
+        callback.on_step_end(args, SimpleNamespace(global_step=1), control)
+    assert Devices.found == {"meta"}
 
 
 def test_an_evaluation_without_a_finite_loss_ends_the_run(refusal):

@@ -1,7 +1,6 @@
 """A run resumes only from a checkpoint that every rank finished and that belongs to the same training."""
 
 import json
-import math
 import os
 import re
 from pathlib import Path
@@ -23,19 +22,13 @@ from training.checkpoints import (
     find_checkpoint,
     keep_global_batch,
     mark_complete,
-    read_marker,
     remove_stop_checkpoints,
     training_identity,
 )
-from training.energy import EnergyMeter
 from training.preconditions import check_room
-from training.speed import TrainSpeedCallback
 
-# The marker that version 1.0.0 wrote: without at_once, steady_joules and the counts of losses that are not finite
-PROGRESS = {"seconds": 9.5, "logged_loss": 20.0, "last_logged_step": 18, "unlogged_losses": [0.5], "steady_steps": 17}
-PROGRESS |= {"steady_seconds": 8.0, "tokens": [[100, 20, 90, 5000], [80, 10, 70, 4000]]}
 MARKED = {"job_id": "7", "world_size": 1, "strategy": "plain", "save_strategy": "epoch", "step": 20}
-MARKED |= {"settings": {"global_batch": 16}, "config": {}, "data": "", "progress": PROGRESS}
+MARKED |= {"settings": {"global_batch": 16}, "config": {}, "data": "", "at_once": 4}
 
 
 def checkpoint(folder: Path | str, step: int, complete: bool = True, age: int = 0, **saved_by: object) -> Path:
@@ -73,7 +66,6 @@ def test_the_newest_complete_checkpoint_is_taken():
     (checkpoint("output/7", 40) / "optimizer.pt").write_bytes(b"01234")
     (checkpoint("output/7", 50) / "optimizer.pt").unlink()
     (checkpoint("output/7", 60) / MARKER).write_text('{"files": ')
-    (checkpoint("output/7", 70) / MARKER).write_text('{"files": {}}')
     (checkpoint("output/7", 80) / MARKER).write_text("[" * 10_000)
     assert find(LATEST) == find("output/7") == str(newest)
     assert find(None) is None
@@ -119,13 +111,7 @@ def test_a_job_that_slurm_restarts_resumes_from_its_own_checkpoint(monkeypatch):
 
 def save(step: int, limit: int | None, best: str | None = None) -> None:
     """Call the callback as the Trainer does after it has written the files of a checkpoint."""
-    trainer = SimpleNamespace(_tr_loss=0.5, _total_loss_scalar=20.0, _globalstep_last_logged=18, earlier_seconds=7.0)
-    trainer.unlogged_not_finite, trainer.bad_steps = torch.tensor(math.nan), torch.tensor(1.0)
-    trainer.tokens = torch.tensor([100, 20, 90, 5000])
-    trainer.get_tp_size = lambda: 1
-    trainer.args = SimpleNamespace(save_total_limit=limit)
-    callback = CheckpointCallback(trainer, MARKED, TrainSpeedCallback(trainer, EnergyMeter(), None, 1.0), None)
-    callback.on_train_begin(None, None, None)
+    callback = CheckpointCallback(SimpleNamespace(args=SimpleNamespace(save_total_limit=limit)), MARKED)
     state = SimpleNamespace(global_step=step, best_model_checkpoint=best)
     callback.on_save(SimpleNamespace(output_dir="output/7"), state, None)
 
@@ -138,8 +124,6 @@ def test_saving_marks_the_checkpoint_and_removes_older_ones_except_the_best(limi
     save(20, limit, best and f"output/7/checkpoint-{best}")
     marker = json.loads(Path("output/7/checkpoint-20", MARKER).read_text())
     assert (marker["step"], marker["world_size"], marker["files"]["optimizer.pt"]) == (20, 1, 10)
-    progress = read_marker("output/7/checkpoint-20")["progress"]
-    assert (progress["unlogged_not_finite"], progress["bad_steps"]) == ("nan", 1.0)
     assert list_names("output/7") == sorted(f"checkpoint-{step}" for step in {5, 10, 20} - removed)
 
 

@@ -15,7 +15,7 @@ from transformers import (
     LlamaForCausalLM,
 )
 
-from data_loader import IGNORED
+from config import IGNORED
 from models import chunked_loss
 from models.chunked_loss import CrossEntropyOfHead, add_label_counts, check_head, use_chunked_loss
 from models.custom_model import CustomGPTConfig, CustomGPTForCausalLM

@@ -97,7 +97,7 @@ MISTAKES = {
     ),
     "a part of PyTorch's AdamW on the CPU": (
         changed_config("zero_optimization.offload_optimizer", CPU | {"ratio": 0.5}, "zero3"),
-        "zero_optimization.offload_optimizer.ratio: is 0.5, but only DeepSpeed's own AdamW can update a part on the",
+        "zero_optimization.offload_optimizer.ratio: only DeepSpeed's own AdamW can update a part on the",
     ),
     "clipping left out": (
         changed_config("gradient_clipping", REMOVED),
@@ -260,6 +260,7 @@ def checked_fsdp_config(*flags: str) -> dict:
         ({"reshard_after_forward": "full_shard"}, "reshard_after_forward: is 'full_shard'; give true or false"),
         ({"transformer_layer_cls_to_wrap": "BloomBlock"}, "is 'BloomBlock'; give a list of class names"),
         ({"dp_shard_size": 3, "dp_replicate_size": 2}, "3 x dp_replicate_size 2 is not the world size 4"),
+        ({"dp_shard_size": -1}, "-1 x dp_replicate_size -4 is not the world size 4"),
     ],
 )
 def test_a_mistake_in_an_fsdp_file_is_one_line(written, refusal, monkeypatch, content, message):

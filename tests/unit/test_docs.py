@@ -15,11 +15,11 @@ from transformers.loss.loss_utils import ForCausalLMLoss
 import gpu_check
 from estimate.command_line import parse_memory_plan, parse_plan
 from estimate.compare import ORDER_TO_TRY
+from estimate.flags import RankFlags
 from estimate.memory import estimate_parts, parts_at_peak, totals
 from estimate_memory import memory_table
 from helpers import REPOSITORY, program
 from settings.command_line import parse_command_line
-from settings.settings import RankFlags
 from shared.errors import WorkshopError
 from shared.json_files import read_json
 from shared.units import GIB

@@ -11,7 +11,7 @@ from shared.nvml import power_limit_w
 from stub_nvml import WATTS, StubNvml, use_stub
 from training import energy, gpu_activity
 from training.energy import EnergyMeter
-from training.gpu_activity import GpuActivityCallback
+from training.gpu_activity import GpuActivity
 
 SHARED = "several ranks share a GPU, and its counter does not separate them"
 MIG = "the GPU is divided (MIG), and its counter does not separate the parts"
@@ -123,21 +123,20 @@ def measure(gpu: Gpu, seconds: list[float], pauses: tuple[int, ...], epochs: tup
     gpu.start(**stub)
     speed = SimpleNamespace(started=None)
     record = RunRecord("7", "output/7")
-    callback = GpuActivityCallback(record, speed)
-    callback.on_train_begin(None, None, None)
+    activity = GpuActivity(speed)
     for number, duration in enumerate(seconds):
         if number:
             speed.started = gpu.now
-        callback.on_step_begin(None, None, None)
+        activity.begin_step()
         gpu.now += duration
         if number in pauses:
             speed.started = None
-        callback.on_step_end(None, None, None)
+        activity.end_step()
         if number in epochs:
             speed.started = None
-            callback.on_epoch_end(None, None, None)
+            activity.pause()
         gpu.now += 1000 * (number in (*pauses, *epochs))
-    callback.on_train_end(None, None, None)
+    activity.write(record)
     return record.content["gpu_activity"], record.reasons.get("gpu_activity")
 
 

@@ -5,7 +5,7 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from data_loader import IGNORED
+from config import IGNORED
 from models.custom_model import CUSTOM_GPT
 from records.writer import RunRecord
 from training import flops

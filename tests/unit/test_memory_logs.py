@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from records.memory_logs import log_host, memory_log_paths, read_cpu_log, read_gpu_log
+from job.memory_logs import log_host, memory_log_paths, read_cpu_log, read_gpu_log
 from report_files import CPU_HEADER, GPU_HEADER, OLD_GPU_HEADER, cpu_log, gpu_log, write
 
 GPU_LOG, CPU_LOG = gpu_log(100, 900, 500), cpu_log(10, 90, 50)

@@ -8,7 +8,7 @@ import torch
 from torch.numa import binding
 
 import launch
-from distributed import numa_binding
+from job import numa_binding
 
 
 @pytest.fixture

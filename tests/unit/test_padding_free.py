@@ -23,7 +23,8 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
-from data_loader import IGNORED, OneRow
+from config import IGNORED
+from data_loader import OneRow
 from models.bloom_sdpa import attention_name, use_attention
 from models.chunked_loss import use_chunked_loss
 from models.custom_model import CustomGPTConfig, CustomGPTForCausalLM

@@ -14,8 +14,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from job.memory_logs import local_seconds
 from records import writer
-from records.memory_logs import local_seconds
 from records.run_environment import new_job_id
 from records.schema import change_record, read_record
 from records.writer import RunRecord
@@ -23,10 +23,9 @@ from shared.errors import WorkshopError
 from shared.json_files import write_json
 from shared.paths import workshop_version
 from training import measured_memory
-from training.callbacks import PauseCallback, RecordCallback, UtilisationCallback
+from training.callbacks import MeasureCallback
 from training.energy import EnergyMeter
-from training.measured_memory import ModelStateCallback, record_peaks
-from training.speed import TrainSpeedCallback
+from training.measured_memory import record_peaks
 
 # tests/commands/test_files.py tests the state that git really reports
 GIT = {"commit": "0" * 40, "dirty": False}
@@ -46,25 +45,26 @@ def make_record(steady: dict, means: dict, held: dict | None, reason: str = "", 
     """Return the record of a run whose callbacks measured these values."""
     run = RunRecord("7", "output/7")
     run.start(0)
-    trainer = SimpleNamespace(get_tp_size=lambda: 1)
-    trainer.tokens = torch.zeros(4, dtype=torch.int64)
-    trainer.train_dataset = range(8)
-    trainer.steps_per_epoch = 2
-    measured = TrainSpeedCallback(trainer, EnergyMeter(), None, 1e12).summary() | steady
-    utilisation = UtilisationCallback(run)
-    utilisation.means = lambda: means
+    callback = begin_training(run)
+    callback.speed.summary = lambda reasons, summary=callback.speed.summary: summary(reasons) | steady
+    callback.utilisation.means = lambda: means
+    callback.model_state = held
     if reason:
         run.reasons["callbacks.avg_gpu_util_%"] = reason
-    model_state = ModelStateCallback(trainer, run)
-    model_state.counted = held
-    state = SimpleNamespace(global_step=16, log_history=[*log, METRICS])
-    for callback in (
-        utilisation,
-        model_state,
-        RecordCallback(trainer, run, SimpleNamespace(summary=lambda: measured, energy=EnergyMeter())),
-    ):
-        callback.on_train_end(None, state, None)
+    callback.on_train_end(None, SimpleNamespace(global_step=16, log_history=[*log, METRICS]), None)
     return run
+
+
+def begin_training(record: RunRecord) -> MeasureCallback:
+    """Return the callback of a training run that begins now, without GPU."""
+    args = SimpleNamespace(device="cpu", deepspeed=None)
+    state = SimpleNamespace(global_step=0)
+    trainer = SimpleNamespace(args=args, state=state, train_dataset=range(8), steps_per_epoch=2, get_tp_size=lambda: 1)
+    settings = SimpleNamespace(data=SimpleNamespace(profile=False))
+    run = SimpleNamespace(record=record, energy=EnergyMeter(), flops=None, peak=1e12, settings=settings)
+    callback = MeasureCallback(run, trainer)
+    callback.on_train_begin(args, state, None)
+    return callback
 
 
 def test_every_field_that_a_run_writes_is_described():
@@ -142,6 +142,7 @@ def test_a_value_that_was_not_measured_is_empty_with_a_reason():
     assert content["callbacks"]["avg_gpu_util_%"] is None
     assert content["missing"] == {
         "energy": "no GPU",
+        "gpu_activity": "no GPU",
         "peak_gpu_memory": "no GPU",
         "peak_pinned_memory": "no GPU",
         "held": "the training had no second step",
@@ -180,12 +181,12 @@ def test_evaluations_and_saves_have_local_times_and_those_of_earlier_attempts_ar
     """nvidia-smi logs the local time of its node."""
     first = RunRecord("7", "output/7")
     first.start(0)
-    callback = PauseCallback(first)
-    callback.on_step_end(None, None, None)
-    callback.on_evaluate(None, None, None)
-    callback.on_save(None, None, None)
-    callback.on_epoch_end(None, None, None)
-    callback.on_save(None, None, None)
+    callback = begin_training(first)
+    state = SimpleNamespace(log_history=[])
+    callback.on_evaluate(None, state, None)
+    callback.on_save(None, state, None)
+    callback.on_epoch_end(None, state, None)
+    callback.on_save(None, state, None)
     second = RunRecord("7", "output/7")
     second.start(4)
     with second.pause("evaluation"):

@@ -7,8 +7,8 @@ import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from transformers import ByT5Tokenizer, LlamaConfig, PreTrainedTokenizerFast
 
-from config import DataArguments, ModelArguments
-from data_loader import IGNORED, answer_room, collator, decode, tokenise_batch, tokenizer_key
+from config import IGNORED, DataArguments, ModelArguments
+from data_loader import answer_room, collator, decode, tokenise_batch, tokenizer_key
 from helpers import REPOSITORY
 from model import load_tokenizer
 
