@@ -37,7 +37,6 @@ SHOWN = {
     "docs/instructor/README.md": ["{MODEL_NAME} with {TRAIN_SIZE} questions"],
     "docs/knobs.md": [
         "LOSS={LOSS} MAX_LENGTH={MAX_LENGTH} ...",
-        "and not to {MAX_LENGTH}.",
         "--save_total_limit {save_total_limit}`, `--logging_steps {logging_steps}`",
     ],
     "docs/memory.md": ["fp16, micro batch {BATCH_SIZE} x {MAX_LENGTH} tokens"],

@@ -12,7 +12,6 @@ ZERO_CONFIG = "deepspeed/runtime/zero/config.py"
 # Page, name on the page, and the library file and line that define the name
 NAMES = (
     ("ddp.md", "bf16_compress_hook", "torch/distributed/algorithms/ddp_comm_hooks/default_hooks.py", "def {}("),
-    ("efficiency.md", "DataCollatorWithFlattening", "transformers/data/data_collator.py", "class {}("),
     ("offload.md", "adamw_8bit", "transformers/training_args.py", '= "{}"'),
     ("offload.md", "adafactor", "transformers/training_args.py", '= "{}"'),
     ("offload.md", "nvme_path", "deepspeed/runtime/zero/offload_config.py", "    {}: "),
