@@ -1,9 +1,9 @@
 """Training without padding, for `--padding none`: a micro batch is one row with the tokens of its questions in order.
 
-All layers but the attention work on each token alone, so they compute the row as it is. The attention must not mix
-questions. So it copies queries, keys and values of each question into a row of their own (`Layout.pad`), padded to the
-longest question, and copies its output back (`Layout.unpad`). Padding on the right needs no mask under a causal
-attention: a token sees only earlier tokens, and padding has none after it.
+All layers but the attention work on each token alone, so they compute the row as it is. Only the attention still pads.
+It must not mix questions, so it copies queries, keys and values of each question into a row of their own
+(`Layout.pad`), padded to the longest question, and copies its output back (`Layout.unpad`). All padding comes after the
+real tokens of its row, so under a causal mask no real token attends to it.
 
 transformers can also train on such rows, but computes the attention of the whole row under a mask. If use_cache is
 true, it leaves out this mask without a warning, and questions see each other.
@@ -20,10 +20,10 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from shared.errors import WorkshopError
 
 # Model types for which a test compares loss and gradients with those of padded batches. In another model a layer that
-# is no attention could mix questions, without an error
+# is not an attention could mix questions, without an error
 OWN_ATTENTION = ("bloom", "custom-gpt")  # bloom_sdpa.py and custom_model.py call pad and unpad themselves
 TESTED = (*OWN_ATTENTION, "gpt2", "gpt_neox", "llama", "opt", "qwen2", "qwen3")
-NAME = "sdpa_without_padding"  # of `attention`, in transformers' table of attentions
+NAME = "sdpa_without_padding"  # under which transformers knows the function `attention`
 USE_LONGEST = "use --padding longest"
 
 
