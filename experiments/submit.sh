@@ -71,7 +71,7 @@ done
 # 2. The experiments
 
 folder=$target # relative to the current folder
-[[ $target != *efficiency/group_by_length ]] || job_fail "$target" "is gone" "efficiency/no_padding (PADDING=none) leaves out all padding"
+[[ $target != *efficiency/group_by_length* ]] || job_fail "$target" "is gone" "efficiency/no_padding (PADDING=none) leaves out all padding"
 if [[ $target = all ]]; then
   folder=$EXPERIMENTS_FOLDER
 elif [[ $target != .* && -d $EXPERIMENTS_FOLDER/$target ]]; then

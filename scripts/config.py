@@ -130,7 +130,7 @@ class DataArguments:
     padding: Literal["max_length", "longest", "none"] = knob(
         "PADDING",
         "max_length",
-        "Pad to --max_length, or to the longest sequence of the batch, or not at all (fastest, with --attention sdpa).",
+        "Pad to --max_length, or to the longest sequence of the batch, or not at all (least memory; --attention sdpa).",
     )
     labels: Literal["sequence", "answer", "all"] = knob(
         "LABELS",

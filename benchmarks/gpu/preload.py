@@ -11,6 +11,7 @@ import os
 
 # PyTorch then counts GPUs by NVML. Otherwise it would initialise CUDA here
 os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"
+os.environ["HF_HUB_OFFLINE"] = "1"  # huggingface_hub reads it when it is imported
 importlib.import_module("shared.before_imports").prepare_imports()
 importlib.import_module("distributed.process_group").prepare_deepspeed()
 for name in ("deepspeed", "train", "transformers.models.bloom.modeling_bloom", "torch.profiler", "gpu_check"):

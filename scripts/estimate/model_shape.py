@@ -231,9 +231,10 @@ def model_without_storage(forward: ForwardPass) -> Iterator[Any]:
     from transformers.modeling_utils import local_torch_dtype
 
     import models.custom_model  # noqa: F401 - registers custom-gpt with AutoConfig
-    from models.bloom_sdpa import use_attention
+    from models.bloom_sdpa import attention_name, use_attention
     from models.lora import add_adapters
-    from models.padding_free import use_padding_free
+    from models.padding_free import check_padding_free, use_padding_free
+    from training.flops import tokens_in_sight
 
     # For an operation without a rule for such tensors, PyTorch raises an exception and also logs a traceback
     logging.getLogger("torch._subclasses.fake_tensor").setLevel(logging.CRITICAL)
@@ -250,6 +251,8 @@ def model_without_storage(forward: ForwardPass) -> Iterator[Any]:
             model.tie_weights()
             use_attention(model, forward.attention)
         if forward.one_row:
+            sees_all = tokens_in_sight(model, forward.length) == forward.length
+            check_padding_free(model, attention_name(model), sees_all)
             use_padding_free(model)
         if forward.lora_rank:
             add_adapters(model, forward.lora_rank, forward.dtype)

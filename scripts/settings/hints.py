@@ -8,7 +8,7 @@ from config import KNOBS
 UNREAD_VARIABLES = {
     "PER_DEVICE_BATCH_SIZE": "use BATCH_SIZE",
     "GRAD_ACC_STEPS": "use GRAD_ACC",
-    "SAMPLING": "unset it; PADDING=none with ATTENTION=sdpa leaves out all padding",
+    "SAMPLING": "unset it; questions are always shuffled, and PADDING=none leaves out all padding",
     "LR": "use LEARNING_RATE",
     "LOG_DIR": "unset it; logs are in the experiment's folder, below log/",
     "CONDA_SH_PATH": "unset it; site_setup of the site file activates the environment",

@@ -54,7 +54,7 @@ def checkpoint_folder(output_dir: str | Path | None, step: int) -> Path:
 
 
 def read_marker(folder: str | Path) -> dict:
-    """Return the entries of a checkpoint's marker. Raise WorkshopError if the file is missing or incomplete.
+    """Return the entries of a checkpoint's marker. Raise WorkshopError if the file is missing or not JSON.
 
     The entries are those of `training_identity`, `step`, and `files`: the name and size of each file.
     """
@@ -66,7 +66,7 @@ def is_complete(folder: Path) -> bool:
     try:
         files = read_marker(folder)["files"]
         return all((folder / name).stat().st_size == size for name, size in files.items())
-    except (OSError, KeyError, WorkshopError):
+    except (OSError, KeyError, TypeError, WorkshopError):
         return False
 
 
@@ -254,6 +254,8 @@ def check_same_training(folder: str, identity: dict) -> None:
     now = compared_values(identity, with_ranks)
     names = [name for name in sorted({*before, *now}) if before.get(name) != now.get(name)]
     differences = [f"{name} was {before.get(name)}, is {now.get(name)}" for name in names]
+    if "progress" in saved:
+        differences = ["it was written by an earlier version of the workshop"]
     if not differences and saved["data"] != identity["data"]:
         differences = ["the training questions or their tokens differ"]
     if differences:

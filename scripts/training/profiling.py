@@ -8,6 +8,7 @@ own phase. These waits make the profiled steps slower, so the steady rates exclu
 
 import atexit
 import contextlib
+from bisect import bisect_left
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -111,15 +112,22 @@ def breakdown(events: list) -> dict:
     per_step = {name: round(value / len(steps) / 1e9, 5) for name, value in total.items()}
     found = {"steps": len(steps), "seconds_per_step": round(whole / len(steps) / 1e9, 5), **per_step}
     if torch.cuda.is_available():
-        passes = running["backward"]  # with DeepSpeed, the last one of a step contains the optimizer's phase
-        started = [start for start, _ in running["computation"] if is_within(start, passes)]
-        kernels = sum(not is_within(start, running["optimizer"]) for start in started)
-        found["kernels_per_micro_batch"] = kernels / len(passes)
+        # Copies are no kernels. With DeepSpeed, the last backward phase of a step contains the optimizer's phase
+        started = [e.start_ns() for e in events if is_computation(e) and not e.name().startswith(("Memcpy", "Memset"))]
+        kernels = count_within(started, running["backward"]) - count_within(started, nested(running))
+        found["kernels_per_micro_batch"] = kernels / len(running["backward"])
     return found
 
 
-def is_within(time: int, intervals: list[Interval]) -> bool:
-    return any(start <= time < end for start, end in intervals)
+def nested(running: dict[str, list[Interval]]) -> list[Interval]:
+    """Return the optimizer's phases that begin within a backward phase."""
+    return [phase for phase in running["optimizer"] if count_within([phase[0]], running["backward"])]
+
+
+def count_within(times: list[int], intervals: list[Interval]) -> int:
+    """Return the number of times within intervals that do not overlap each other."""
+    ordered = sorted(times)
+    return sum(bisect_left(ordered, end) - bisect_left(ordered, start) for start, end in intervals)
 
 
 def step_part(names: frozenset[str]) -> str:

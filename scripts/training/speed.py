@@ -56,7 +56,8 @@ class TrainSpeed:
             "steady_steps": self.steps,
             "steady_seconds": self.seconds,
             "tokens": self.gather_tokens(),
-            "steady_joules": self.gather_joules(),
+            # JSON has no NaN
+            "steady_joules": [None if math.isnan(joules) else joules for joules in self.gather_joules()],
         }
 
     def resume_counts(self, saved: dict[str, Any]) -> None:
@@ -65,7 +66,7 @@ class TrainSpeed:
         self.seconds = saved["steady_seconds"]
         self.earlier_tokens = torch.tensor(saved["tokens"])
         if self.steps:
-            joules = saved["steady_joules"]
+            joules = [math.nan if each is None else each for each in saved["steady_joules"]]
             self.earlier_joules = joules if len(joules) == world_size() else [math.nan] * world_size()
 
     def begin_step(self) -> None:

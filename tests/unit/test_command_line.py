@@ -145,7 +145,7 @@ MISTAKES = {
     "--padding none --labels all": "--padding: none cannot be combined with --tensor_parallel or --labels all; "
     "use --padding longest",
     "SAMPLING=group_by_length": "SAMPLING: this variable is not read; "
-    "unset it; PADDING=none with ATTENTION=sdpa leaves out all padding",
+    "unset it; questions are always shuffled, and PADDING=none leaves out all padding",
     "--train_sampling_strategy group_by_length": "--train_sampling_strategy: group_by_length would group differently "
     "after a resume and on other numbers of ranks; use --padding none --attention sdpa, which leaves out all padding",
     "--eval_strategy often": "--eval_strategy: invalid choice: 'often'",

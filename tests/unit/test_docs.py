@@ -124,7 +124,7 @@ def test_peaks_on_a_gpu_are_as_estimated():
 
 def test_the_efficiency_page_shows_the_runs_on_a_gpu():
     rows = read_json(REPOSITORY / "benchmarks/gpu_runs.json", "restore it")["rows"]
-    recipe = rows["x-recipe"]
+    recipe = rows["recipe"]
     for label, names in {
         "recipe (fp32)": ["recipe"],
         "+ dynamic padding": ["dynamic_padding"],
@@ -135,12 +135,12 @@ def test_the_efficiency_page_shows_the_runs_on_a_gpu():
         "+ activation checkpointing": ["activation_checkpointing"],
         "chunked loss, 16 at once (`all`)": ["all", "all-again"],
         "`all`, padded to the longest": ["all-longest"],
-        "`all`, 64 at once": ["all-mb64"],
-        "64 at once, padded to the longest": ["all-longest-mb64"],
-        "64 at once, full loss": ["all-full-loss-mb64"],
+        "`all`, 64 at once": ["all-64"],
+        "64 at once, padded to the longest": ["all-longest-64"],
+        "64 at once, full loss": ["all-full_loss-64"],
         "the baseline of section 2 (fp16)": ["baseline-fp16"],
     }.items():
-        runs = [rows[f"x-{name}"] for name in names]
+        runs = [rows[name] for name in names]
         columns = [
             [f"{run['samples_per_second']:.0f}" for run in runs],
             [f"{run['mfu_percent']:.0f}" for run in runs],

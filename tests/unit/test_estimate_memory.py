@@ -315,3 +315,9 @@ def test_a_config_that_cannot_be_combined_is_one_line_with_its_reason(compared):
     assert "fsdp_configs/hybrid_shard_2x2.json" not in rows
     refused = text.split("cannot be combined with these options:\n")[1]
     assert "dp_shard_size 2 x dp_replicate_size 2 is not the world size 1" in refused
+
+
+def test_the_estimate_refuses_the_models_that_a_run_without_padding_refuses(refusal):
+    plan = parse_memory_plan(["--padding", "none"], environment={})  # BLOOM's own attention is eager
+    line = refusal(estimate_parts, plan)
+    assert line == "error: --padding: none needs --attention sdpa; give it, or use --padding longest"

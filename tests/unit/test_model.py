@@ -17,7 +17,7 @@ from transformers import BertConfig, BloomConfig, BloomForCausalLM, GPT2Config, 
 from config import DataArguments, ModelArguments
 from data_loader import is_local, tokenizer_key
 from helpers import REPOSITORY
-from model import build_meta_model, check_model, count_parameters, load_model, load_tokenizer, share_weights
+from model import DrawOnCPU, build_meta_model, check_model, count_parameters, load_model, load_tokenizer, share_weights
 from models.custom_model import CustomGPTConfig
 from training.preconditions import check_saving
 
@@ -253,3 +253,15 @@ def test_computed_positions_have_no_limit(tiny_tokenizer, tmp_path):
     """The embedding of the tokens has max_position_embeddings rows, but it is not a table of positions."""
     LlamaConfig(**SMALL, intermediate_size=16, max_position_embeddings=2048).save_pretrained(tmp_path)
     check_model(build_meta_model(ModelArguments(str(tmp_path))), tiny_tokenizer, 4096)
+
+
+def test_random_weights_of_a_gpu_are_drawn_on_the_cpu():
+    """With ZeRO-3 a GPU has the weights when they are drawn. The numbers must be those of the other strategies."""
+    states = []
+    for device in ("cpu", "meta"):  # meta stands for a GPU: it draws nothing from the generator of the CPU
+        torch.manual_seed(0)
+        with DrawOnCPU():
+            torch.nn.init.normal_(torch.empty(3, 5, device=device))
+            torch.nn.init.kaiming_uniform_(torch.empty(3, 5, device=device))
+        states.append(torch.get_rng_state())
+    assert torch.equal(*states)

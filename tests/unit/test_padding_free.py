@@ -76,7 +76,7 @@ def model(family: str, variant: str = "") -> torch.nn.Module:
     return made
 
 
-def pad_rows(rows, **kwargs) -> dict:
+def pad_rows(rows: list[dict]) -> dict:
     longest = max(len(row["input_ids"]) for row in rows)
     fill = {"input_ids": 3, "attention_mask": 0, "labels": IGNORED}
     return {name: torch.tensor([r[name] + [x] * (longest - len(r[name])) for r in rows]) for name, x in fill.items()}
