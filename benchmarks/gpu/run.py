@@ -173,9 +173,8 @@ def compare_losses(row: dict, name: str, other: dict) -> dict:
     loss = math.inf if row["eval_loss"] is None else row["eval_loss"]
     difference = abs(loss / other["eval_loss"] - 1)
     reason = f"the evaluation loss is {loss:.6f}, that of {name} is {other['eval_loss']:.6f}"
-    return {"loss_difference": difference} | (
-        {"status": "failed", "reason": reason} if not difference <= TOLERANCE else {}
-    )
+    failed = {} if difference <= TOLERANCE else {"status": "failed", "reason": reason}  # NaN fails, too
+    return {"loss_difference": difference} | failed
 
 
 def compare_resumed(codes: list[int | None], whole: tuple[dict, dict], resumed: tuple[dict, dict]) -> dict:
