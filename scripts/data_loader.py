@@ -303,7 +303,7 @@ def shorten(
 class OneRow:
     """Collator for ``--padding none``: a micro batch is one row of its questions' tokens (models/padding_free.py).
 
-    The tensors are int64. input_ids, labels, position_ids: (1, tokens). The first token of a question is no target,
+    The tensors are int64. input_ids, labels, position_ids: (1, tokens). The first token of a question is not a target,
     because the token before it belongs to another question. rows: (questions, longest), the index of each token in the
     row, -1 for padding. places: (tokens), the index of each token in the flattened `rows`.
     """

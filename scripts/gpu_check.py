@@ -264,7 +264,10 @@ def results_markdown(content: dict) -> str:
         body.append([name, result["status"], result.get("precision", ""), *cells])
     header = ["Run", "Status", "Precision", *(COLUMNS[key][0] for key in shown)]
     reasons = [f"- {name}: {result['reason']}" for name, result in rows.items() if "reason" in result]
-    sizes = "- bloom-560m: random weights, micro batch 4, accumulation 4, padded to 512 tokens; other rows: tiny-bloom"
+    sizes = (
+        "- bloom-560m: random weights, micro batch 4, accumulation 4, padded to 512 tokens; "
+        "the rows `all` as in efficiency/all; other rows: tiny-bloom"
+    )
     return "\n".join([f"[{machine_in_words(content['machine'])}]\n", grid(header, body), "", *reasons, sizes, ""])
 
 

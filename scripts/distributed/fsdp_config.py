@@ -113,6 +113,9 @@ def resolve_sizes(source: str, config: dict, ranks: int, ranks_per_node: int) ->
     """Set each of dp_shard_size and dp_replicate_size that is "auto" or missing. Their product must be `ranks`."""
     shard = config.get("dp_shard_size", "auto")
     replicate = config.get("dp_replicate_size", "auto")
+    for key, size in (("dp_shard_size", shard), ("dp_replicate_size", replicate)):
+        if size != "auto" and not (isinstance(size, int) and size > 0):
+            raise WorkshopError(f"{source}: {key}", f"is {size!r}", 'give "auto" or a whole number above 0')
     if shard == replicate == "auto":
         # HYBRID_SHARD shards within a node and replicates between nodes. Otherwise shard once over all ranks
         hybrid = "dp_shard_size" in config or "dp_replicate_size" in config
@@ -121,7 +124,7 @@ def resolve_sizes(source: str, config: dict, ranks: int, ranks_per_node: int) ->
         shard = ranks // replicate
     if replicate == "auto":
         replicate = ranks // shard
-    if shard < 1 or shard * replicate != ranks:  # -1 means "auto" in other programs
+    if shard * replicate != ranks:
         what = f"dp_shard_size {shard} x dp_replicate_size {replicate} is not the world size {ranks}"
         raise WorkshopError(source, what, "start shard x replicate ranks, or set both to auto")
     if shard == 1 and replicate > 1:

@@ -1,7 +1,7 @@
 """Training without padding, for `--padding none`: a micro batch is one row with the tokens of its questions in order.
 
-All layers but the attention work on each token alone, so they compute the row as it is. Only the attention still pads.
-It must not mix questions, so it copies queries, keys and values of each question into a row of their own
+All layers but the attention process each token separately, so they compute the row as it is. Only the attention still
+pads. It must not mix questions, so it copies queries, keys and values of each question into a row of their own
 (`Layout.pad`), padded to the longest question, and copies its output back (`Layout.unpad`). All padding comes after the
 real tokens of its row, so under a causal mask no real token attends to it.
 
@@ -28,7 +28,7 @@ USE_LONGEST = "use --padding longest"
 
 
 class Layout:
-    """Where each token of the current micro batch belongs in the padded rows of the attention.
+    """The places of the current micro batch's tokens in the padded rows of the attention.
 
     rows: (questions, longest), int64: the index of a token in the one row. In the place of padding it is the index of
     any token. None if the current batch is padded, so that `pad` and `unpad` have nothing to do. places: (tokens),
@@ -80,7 +80,7 @@ class Unpad(torch.autograd.Function):
         return gradient.new_zeros(ctx.size, gradient.shape[1]).index_copy_(0, places, gradient), None
 
 
-PADDED = Layout()  # of a model that always gets padded batches
+PADDED = Layout()  # the layout of a model that always gets padded batches
 
 
 def check_padding_free(meta_model: PreTrainedModel, attention: str, sees_all: bool) -> None:

@@ -7,8 +7,8 @@ from pathlib import Path
 
 from shared.paths import REPOSITORY
 
-# An entry of `git status --porcelain=v2 -z` for a tracked file: its kind, fields without blanks, and its path. Files
-# that instructors and participants edit do not match
+# An entry of `git status --porcelain=v2 -z` for a tracked file: its kind, fields without blanks, and its path. The
+# pattern leaves out files that instructors and participants edit
 TRACKED = re.compile(r"(?:1 (?:\S+ ){7}|2 (?:\S+ ){8}|u (?:\S+ ){9})(?!experiments/site|exercises/)")
 
 

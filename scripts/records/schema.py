@@ -163,7 +163,7 @@ class Profile(Part):
     communication: float = 0  # not overlapped with computation
     other: float = 0
     hidden_communication: float = 0  # overlapped with computation
-    kernels_per_micro_batch: float | None = None  # of forward and backward pass; None on a CPU
+    kernels_per_micro_batch: float | None = None  # in forward and backward pass; None on a CPU
 
 
 class PeakGpu(Part):

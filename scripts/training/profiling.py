@@ -112,7 +112,7 @@ def breakdown(events: list) -> dict:
     per_step = {name: round(value / len(steps) / 1e9, 5) for name, value in total.items()}
     found = {"steps": len(steps), "seconds_per_step": round(whole / len(steps) / 1e9, 5), **per_step}
     if torch.cuda.is_available():
-        # Copies are no kernels. With DeepSpeed, the last backward phase of a step contains the optimizer's phase
+        # A copy is not a kernel. With DeepSpeed, the last backward phase of a step contains the optimizer's phase
         started = [e.start_ns() for e in events if is_computation(e) and not e.name().startswith(("Memcpy", "Memset"))]
         kernels = count_within(started, running["backward"]) - count_within(started, nested(running))
         found["kernels_per_micro_batch"] = kernels / len(running["backward"])

@@ -260,7 +260,8 @@ def checked_fsdp_config(*flags: str) -> dict:
         ({"reshard_after_forward": "full_shard"}, "reshard_after_forward: is 'full_shard'; give true or false"),
         ({"transformer_layer_cls_to_wrap": "BloomBlock"}, "is 'BloomBlock'; give a list of class names"),
         ({"dp_shard_size": 3, "dp_replicate_size": 2}, "3 x dp_replicate_size 2 is not the world size 4"),
-        ({"dp_shard_size": -1}, "-1 x dp_replicate_size -4 is not the world size 4"),
+        ({"dp_shard_size": -1}, 'dp_shard_size: is -1; give "auto" or a whole number above 0'),
+        ({"dp_replicate_size": "2"}, "dp_replicate_size: is '2'; give \"auto\" or a whole number above 0"),
     ],
 )
 def test_a_mistake_in_an_fsdp_file_is_one_line(written, refusal, monkeypatch, content, message):

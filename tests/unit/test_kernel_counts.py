@@ -26,7 +26,7 @@ COUNTS = {
     "dynamic padding and SDPA": (432, "sdpa", 1264, 6565),
     "no padding": (0, "sdpa", 1405, 3866),
 }
-WITHOUT_AUTOCAST = (878, 3017)  # no padding, with weights in 16 bit, as DeepSpeed and FSDP hold them
+WITHOUT_AUTOCAST = (878, 3017)  # no padding, with weights in 16-bit precision, as DeepSpeed and FSDP hold them
 
 
 class CountKernels(TorchDispatchMode):
