@@ -1,6 +1,6 @@
 """Measure one GPU: the speed of the efficiency knobs, parts of a step, offload, resuming, and ranks that share it.
 
-    python benchmarks/gpu/run.py                              # all items, in about 25 minutes
+    python benchmarks/gpu/run.py                              # all items
     python benchmarks/gpu/run.py --groups fast micro          # only these groups
     python benchmarks/gpu/run.py --only all all-longest       # only these items; --help names all
     python benchmarks/gpu/run.py --cpu --only 2r-zero3        # try items without a GPU, with tiny models
