@@ -50,7 +50,7 @@ def main() -> None:
 
 def find_job(job: str, folders: list[Path]) -> Path:
     """Return the path of a run record. job: this path, or the id of a run in the current folder or these folders."""
-    if "/" in job or job.endswith(".json") or Path(job).is_file():
+    if "/" in job or job.endswith(".json") or os.path.isfile(job):
         return Path(job)
     return find_record(job, [Path("results"), *folders])
 
@@ -73,7 +73,7 @@ def job_table(path: Path) -> str:
     shown = [line for line in lines if line[2:] != [NO_GPU]]
     left_out = {"earlier evaluations": len(run.record.eval) - len(evaluations), "no GPU": len(lines) - len(shown)}
     output = run.record.output_dir
-    saved = output and (run.folder / output / "config.json").exists()
+    saved = output and os.path.exists(run.folder / output / "config.json")
     return "\n".join(
         [
             "",

@@ -181,8 +181,8 @@ def is_alive(record: Path) -> bool:
     """Return True if a record's job runs or may run: it holds a lock, or it is in Slurm's queue."""
     folder = record.parent / f".{record.stem}"
     for lock in (folder, folder / LOCK):  # locks of job.sh and train.py
-        with contextlib.suppress(FileNotFoundError):
-            descriptor = os.open(lock, os.O_RDONLY)
+        with contextlib.suppress(OSError):
+            descriptor = os.open(lock, os.O_RDONLY | os.O_NONBLOCK)
             try:
                 fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
             except OSError:  # another process holds the lock, or the file system has no locks

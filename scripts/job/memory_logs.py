@@ -13,9 +13,12 @@ from glob import escape
 from pathlib import Path
 from typing import NamedTuple
 
+from shared.files import read_file
+
 GPU_HEADER = "timestamp, index"
 CPU_HEADER = "# Elapsed time"
 SHOWN_PROBLEMS = 3
+LARGEST = 1e12  # MiB, seconds or W
 UNKNOWN = "[N/A]"  # nvidia-smi's text for a value that the GPU does not report
 ZERO = datetime(1970, 1, 1)
 
@@ -88,8 +91,9 @@ def memory_log_paths(folder: Path, job_id: str) -> tuple[list[Path], list[Path]]
     """
     found = []
     for kind, suffix in (("gpu", "csv"), ("cpu", "txt")):
-        start = f"{kind}_memory/{kind}_memory_log_{escape(job_id)}"
-        found.append(sorted([*folder.glob(f"{start}.{suffix}"), *folder.glob(f"{start}_*.{suffix}")]))
+        name = f"{kind}_memory_log_{job_id}"
+        logs = (folder / f"{kind}_memory").glob(f"{escape(name)}*.{suffix}")
+        found.append(sorted(log for log in logs if log.stem.removeprefix(name)[:1] in ("", "_")))
     return found[0], found[1]
 
 
@@ -163,13 +167,15 @@ def read_log(path: Path, header: str, parse: Parser) -> MemoryLog:
     log = MemoryLog(path)
     bad = []
     try:
-        text = path.read_text(encoding="utf-8", errors="replace")
+        text = read_file(path).decode("utf-8", errors="replace")
     except OSError as error:
         log.problems.append(f"{path}: cannot be read ({error.strerror})")
         return log
     for line_number, line in enumerate(text.splitlines(), 1):
         try:
             sample = parse(line)
+            if not sample.seconds + sample.mib + (sample.watts or 0) < LARGEST:
+                raise ValueError("a number is not finite")
         except ValueError:
             # A killed job may leave an unfinished line. The header of the next attempt continues that line
             if line.strip() and header not in line:

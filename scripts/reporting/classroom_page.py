@@ -20,7 +20,7 @@ from reporting.classroom_runs import Cell, ClassReader, Participant
 from reporting.metrics import MIB_PER_GIB, predict_memory, prediction_input
 from reporting.page import GENERATOR, content_policy, page_environment
 from reporting.render import describe_gpu_hours
-from reporting.runs import Missing, Run
+from reporting.runs import INCOMPLETE, Missing, Run
 from reporting.tables import traits
 from reporting.trainer_log import find_log, last_error, progress
 
@@ -52,12 +52,14 @@ STATES = {
     "stopped": State("S", "stopped or timeout", "stopped"),
     "unreadable": State("?", "unreadable", "unreadable"),
 }
-OTHER_STATUSES = {"incomplete": "failed", "timeout": "stopped"}
+OTHER_STATUSES = {INCOMPLETE: "failed", "timeout": "stopped"}
 FAILURES = ("failed", "oom", "stopped")
 
 
 def state_name(run: Run | None) -> str:
     """Return the key of a run's state in STATES."""
+    if run and run.unreadable:
+        return "unreadable"
     return OTHER_STATUSES.get(run.status, run.status) if run else ""
 
 

@@ -10,7 +10,7 @@ from typing import Any
 from job.end_of_job import ended_without_a_word, is_alive, queue_state, reason_from_slurm
 from job.memory_logs import MemoryLog, log_host, memory_log_paths, read_cpu_log, read_gpu_log
 from records.schema import WITHOUT_A_WORD, Record, Restart, read_record
-from reporting.trainer_log import find_log, last_error, last_lines, last_step, read_summary
+from reporting.trainer_log import find_log, last_error, last_lines, last_step, read_problem, read_summary
 from shared.errors import WorkshopError
 
 OUTPUT_FOLDERS = {"results", "gpu_memory", "cpu_memory", "log", "output"}
@@ -56,6 +56,7 @@ class Run:
     gpu: Memory | Missing = NOT_LOGGED
     cpu: Memory | Missing = NOT_LOGGED
     path: Path | None = None  # path of the record
+    unreadable: bool = False  # the file that would say how the run ended cannot be read
 
     @property
     def experiment(self) -> str:
@@ -154,7 +155,7 @@ def find_record(job_id: str, folders: list[Path]) -> Path:
     training, the error has Slurm's state or the end of the job's log.
     """
     places = list(dict.fromkeys(place.resolve() for place in run_folders(folders)))
-    found = [Path(os.path.relpath(path)) for place in places if (path := record_path(place, job_id)).is_file()]
+    found = [Path(os.path.relpath(path)) for place in places if os.path.lexists(path := record_path(place, job_id))]
     if len(found) == 1:
         return found[0]
     if found:
@@ -205,16 +206,27 @@ def record_path(folder: Path, job_id: str) -> Path:
 
 
 def last_written(path: Path) -> datetime:
-    return datetime.fromtimestamp(path.stat().st_mtime, UTC)
+    """Return the time of the last write to a file, or to the link if the path is one. Now if the file has vanished."""
+    try:
+        return datetime.fromtimestamp(path.lstat().st_mtime, UTC)
+    except OSError:
+        return datetime.now(UTC)
 
 
 def read_run(path: Path) -> Run:
     """Read a run from its record. If the record is unreadable, the run is incomplete; that is not an error."""
     run = Run(path.parent.parent, path.stem, last_written(path), path=path)
+    log = find_log(run.folder, run.job_id)
+    run.problems += filter(None, [read_problem(log)])
     try:
         run.record = read_record(path)
     except WorkshopError as error:
         run.problems.append(f"{path}: {error.what}")
+        status, code = read_summary(log)
+        run.unreadable = status in ("", "completed")
+        if not run.unreadable:
+            run.status = status
+            run.status_notes.append(f"exit code {code}")
     else:
         run.job_id = run.record.job_id or run.job_id
         set_status(run)
@@ -271,7 +283,10 @@ def run_without_record(folder: Path, job_id: str, file: Path) -> Run:
     run = Run(folder, job_id, last_written(file))
     log = find_log(folder, job_id)
     status, code = read_summary(log)
-    if error := last_error(log):
+    if problem := read_problem(log):
+        run.unreadable = True
+        run.problems.append(problem)
+    elif error := last_error(log):
         run.problems.append(f"{log}: {error}")
     elif status in ("stopped", "timeout"):
         run.status = status

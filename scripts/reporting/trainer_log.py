@@ -3,16 +3,17 @@
 A line of the Trainer looks like this: {'eval_loss': '7.38', 'epoch': '2.0'}
 """
 
-import os
 import re
 from collections.abc import Iterator
 from glob import escape
 from pathlib import Path
 
+from shared.files import read_file
+
 ENTRY = re.compile(r"\{('[^{}\n]*)\}")
 PAIR = re.compile(r"'([^']*)': '?([^',]*)'?")
 ERROR = re.compile(r"^error: .*", re.MULTILINE)
-STEP = re.compile(r"^step (\d+) of (\d+) \(\d+ %\) after ", re.MULTILINE)
+STEP = re.compile(r"^step (\d{1,9}) of (\d{1,9}) \(\d+ %\) after ", re.MULTILINE)
 LOSS = re.compile(r"\{'loss': '([^']*)'")
 SUMMARY = re.compile(r"(?:^=+\n)?^status: (\w+) \(exit code (\d+)\)$", re.MULTILINE)  # printed by job.sh
 LONGEST_ERROR = 500  # characters
@@ -26,17 +27,25 @@ def find_log(folder: Path, job_id: str) -> Path | None:
     return found[0] if len(found) == 1 else None
 
 
-def log_text(log: Path | None) -> str:
-    return log.read_text(encoding="utf-8", errors="replace") if log and log.is_file() else ""
+def read_problem(log: Path | None) -> str:
+    """Return the reason why a log cannot be read. It is empty if the log is readable, or if there is none."""
+    try:
+        if log:
+            read_file(log, 0)
+    except OSError as error:
+        return f"{log}: {error.strerror}"
+    return ""
 
 
-def log_end(log: Path | None) -> str:
-    """Return the last part of a log, which is quick to read even if the log is huge."""
-    if not log or not log.is_file():
+def log_end(log: Path | None, last: int | None = END) -> str:
+    """Return the last bytes of a log, which are quick to read even if the log is huge. None returns the whole log.
+
+    The text is empty if the log cannot be read. `read_problem` gives the reason.
+    """
+    try:
+        return read_file(log, last).decode("utf-8", errors="replace") if log else ""
+    except OSError:
         return ""
-    with log.open("rb") as file:
-        file.seek(max(0, os.fstat(file.fileno()).st_size - END))
-        return file.read().decode("utf-8", errors="replace")
 
 
 def progress(log: Path | None) -> int:
@@ -74,7 +83,7 @@ def last_lines(log: Path | None) -> str:
 
 def entries(log: Path | None) -> Iterator[dict[str, float]]:
     """Yield the numbers of each complete line of the Trainer, in order. transformers prints numbers as strings."""
-    for line in ENTRY.findall(log_text(log)):
+    for line in ENTRY.findall(log_end(log, None)):
         try:
             yield {name: float(value) for name, value in PAIR.findall(line)}
         except ValueError:

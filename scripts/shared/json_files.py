@@ -9,7 +9,9 @@ from typing import TypeVar
 from pydantic import BaseModel, ValidationError
 
 from shared.errors import WorkshopError
+from shared.files import read_file
 
+LARGEST = 1e18
 Model = TypeVar("Model", bound=BaseModel)
 
 
@@ -60,14 +62,26 @@ def read_checked(path: Path, model: type[Model], kind: str, remedy: str) -> Mode
 
     kind: name of the file's format, for the error.
 
-    Raises WorkshopError (exit code 2) that names the wrong field.
+    Raises WorkshopError (exit code 2) that gives the reason why the file cannot be read, or names the wrong field.
     """
     try:
-        return model.model_validate_json(read_bytes(path, remedy))
+        content = json.loads(read_file(path), parse_int=number, parse_float=number, parse_constant=number)
+        return model.model_validate(content)
+    except OSError as error:
+        raise WorkshopError(path, error.strerror or "cannot be read", remedy) from error
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
-        field = ".".join(map(str, first["loc"])) or "the file"
-        raise WorkshopError(path, f"is not a valid {kind} ({field}: {first['msg']})", remedy) from error
+        field, problem = ".".join(map(str, first["loc"])) or "the file", first["msg"]
+    except (ValueError, RecursionError) as error:
+        field, problem = "the file", f"Invalid JSON: {error}"
+    raise WorkshopError(path, f"is not a valid {kind} ({field}: {problem})", remedy)
+
+
+def number(text: str) -> float:
+    """Return a number of a JSON file. Raises ValueError if it is not finite, or too large for sums and formats."""
+    if not abs(float(text)) <= LARGEST:
+        raise ValueError(f"{text[:20]} is not a number up to {LARGEST:g}")
+    return int(text) if text.lstrip("-").isdigit() else float(text)
 
 
 def write_json(path: Path, content: dict) -> None:

@@ -104,7 +104,7 @@ def test_the_file_has_the_numbers_with_their_repeats(tmp_path):
 @pytest.mark.parametrize(
     ("content", "what"),
     [
-        ("", "is not a valid report.json of schema 1 (the file: Invalid JSON: EOF"),
+        ("", "is not a valid report.json of schema 1 (the file: Invalid JSON: "),
         (
             '{"schema": 1, "status": "completed"}',
             "is not a valid report.json of schema 1 (tables: Field required); give the folder",
