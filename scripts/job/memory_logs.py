@@ -6,6 +6,7 @@ versions have no power and no load, so one log may hold lines of both kinds. Thi
 because job/end_of_job.py must start quickly.
 """
 
+import contextlib
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from datetime import datetime
@@ -19,17 +20,23 @@ GPU_HEADER = "timestamp, index"
 CPU_HEADER = "# Elapsed time"
 SHOWN_PROBLEMS = 3
 LARGEST = 1e12  # MiB, seconds or W
+END = 2**16  # bytes; a node with 8 GPUs writes about 700 bytes at a time
 UNKNOWN = "[N/A]"  # nvidia-smi's text for a value that the GPU does not report
 ZERO = datetime(1970, 1, 1)
 
 
 class Sample(NamedTuple):
-    """One line of a log. A series is a GPU index or "process"."""
+    """One line of a log. A series is a GPU index or "process".
+
+    load: in percent of a GPU, or of one core. total: memory of the GPU in MiB. A value that is not reported is None.
+    """
 
     series: str
     seconds: float
     mib: float
     watts: float | None = None
+    load: float | None = None
+    total: float | None = None
 
 
 Parser = Callable[[str], Sample]  # a function that parses a line; it raises ValueError if the line is not a sample
@@ -118,11 +125,11 @@ def gpu_sample(line: str) -> Sample:
     """
     time, index, _, used, total, *added = line.split(", ")
     power, load = added or (UNKNOWN, UNKNOWN)
-    mib, watts = number(used), number_if_known(power)
-    number_if_known(load)  # raises ValueError if the line ends before it
-    if not mib <= number(total):
+    seconds = local_seconds(datetime.fromisoformat(time.replace("/", "-")))
+    sample = Sample(index, seconds, number(used), number_if_known(power), number_if_known(load), number(total))
+    if not sample.mib <= number(total):
         raise ValueError("a part is cut off")
-    return Sample(index, local_seconds(datetime.fromisoformat(time.replace("/", "-"))), mib, watts)
+    return sample
 
 
 def number(text: str) -> float:
@@ -159,8 +166,22 @@ def read_cpu_log(path: Path) -> MemoryLog:
 
 
 def cpu_sample(line: str) -> Sample:
-    time, _, real, _ = line.split()
-    return Sample("process", float(time), float(real))
+    time, load, real, _ = line.split()
+    return Sample("process", float(time), float(real), load=float(load))
+
+
+def last_samples(path: Path) -> list[Sample]:
+    """Return the last sample of each series in the end of a log. Samples before its last header are left out.
+
+    A job that has started again writes a header and may have no sample of this attempt yet.
+    """
+    header, parse = (CPU_HEADER, cpu_sample) if path.suffix == ".txt" else (GPU_HEADER, gpu_sample)
+    samples = {}
+    for line in read_file(path, END).decode("utf-8", errors="replace").rpartition(header)[2].splitlines():
+        with contextlib.suppress(ValueError):
+            sample = parse(line)
+            samples[sample.series] = sample
+    return list(samples.values())
 
 
 def read_log(path: Path, header: str, parse: Parser) -> MemoryLog:

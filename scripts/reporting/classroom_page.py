@@ -22,7 +22,7 @@ from reporting.page import GENERATOR, content_policy, page_environment
 from reporting.render import describe_gpu_hours
 from reporting.runs import INCOMPLETE, Missing, Run
 from reporting.tables import traits
-from reporting.trainer_log import find_log, last_error, progress
+from reporting.trainer_log import done_percent, find_log, last_error, log_end
 
 # In docs/results.md, peaks of GPU memory differ from the estimate by 9 % at most. On the CPU, Python and its libraries
 # are most of a small training's memory, and their size differs more.
@@ -240,7 +240,7 @@ def cell_state(cell: Cell) -> str:
 
 
 def percent(run: Run) -> int:
-    return progress(find_log(run.folder, run.job_id))
+    return done_percent(log_end(find_log(run.folder, run.job_id)))
 
 
 def column_heads(experiments: list[str]) -> list[tuple[str, list[str]]]:
@@ -260,7 +260,7 @@ def sum_gpu_hours(runs: list[Run]) -> float | None:
 
 def failure_line(run: Run) -> str:
     """Return the error line of a failed job, otherwise what its record or its log says about its end."""
-    error = "" if state_name(run) == "stopped" else last_error(find_log(run.folder, run.job_id))
+    error = "" if state_name(run) == "stopped" else last_error(log_end(find_log(run.folder, run.job_id)))
     return error or "; ".join([*run.status_notes, *run.problems]) or run.status
 
 

@@ -10,7 +10,7 @@ from typing import Any
 from job.end_of_job import ended_without_a_word, is_alive, queue_state, reason_from_slurm
 from job.memory_logs import MemoryLog, log_host, memory_log_paths, read_cpu_log, read_gpu_log
 from records.schema import WITHOUT_A_WORD, Record, Restart, read_record
-from reporting.trainer_log import find_log, last_error, last_lines, last_step, read_problem, read_summary
+from reporting.trainer_log import find_log, last_error, last_lines, last_step, log_end, read_problem, read_summary
 from shared.errors import WorkshopError
 
 OUTPUT_FOLDERS = {"results", "gpu_memory", "cpu_memory", "log", "output"}
@@ -163,7 +163,8 @@ def find_record(job_id: str, folders: list[Path]) -> Path:
         raise WorkshopError("--job", f"{len(found)} runs have the id {job_id}: {names}", "give the path of one")
     log = next(filter(None, (find_log(place, job_id) for place in places)), None)
     if log and not is_alive(record_path(log.parent.parent, job_id)):
-        end = last_error(log) or last_lines(log)
+        text = log_end(log)
+        end = read_problem(log) or last_error(text) or last_lines(text)
         raise WorkshopError(
             "--job", f"{job_id} ended without a run record: {end}", f"its log is {os.path.relpath(log)}"
         )
@@ -191,8 +192,9 @@ def find_runs_in_folder(folder: Path, starting: bool = False) -> list[Run]:
         if any(path.stem.endswith(f"_{job_id}") for job_id in known):
             continue
         job_id = path.stem.rpartition("_")[2]
-        status, _ = read_summary(path)
-        error = last_error(path)
+        text = log_end(path)
+        status, _ = read_summary(text)
+        error = last_error(text)
         alive = not status and not error and is_alive(record_path(folder, job_id))
         if error or not (status == "completed" or alive):
             runs.append(run_without_record(folder, job_id, path))
@@ -217,12 +219,13 @@ def read_run(path: Path) -> Run:
     """Read a run from its record. If the record is unreadable, the run is incomplete; that is not an error."""
     run = Run(path.parent.parent, path.stem, last_written(path), path=path)
     log = find_log(run.folder, run.job_id)
-    run.problems += filter(None, [read_problem(log)])
+    if problem := read_problem(log):
+        run.problems.append(f"{log}: {problem}")
     try:
         run.record = read_record(path)
     except WorkshopError as error:
         run.problems.append(f"{path}: {error.what}")
-        status, code = read_summary(log)
+        status, code = read_summary(log_end(log))
         run.unreadable = status in ("", "completed")
         if not run.unreadable:
             run.status = status
@@ -244,7 +247,8 @@ def set_status(run: Run) -> None:
     vanished = record.status in ("running", "failed") and ended_without_a_word(run.path, record)
     run.status = "failed" if vanished else record.status
     notes = run.status_notes
-    if run.status == "running" and (step := last_step(find_log(run.folder, run.job_id))):
+    text = "" if run.completed else log_end(find_log(run.folder, run.job_id))
+    if run.status == "running" and (step := last_step(text)):
         notes.append(step)
     if record.stop:
         notes.append(f"{record.stop.signal} at step {record.stop.step}")
@@ -254,7 +258,7 @@ def set_status(run: Run) -> None:
         # Show no error line for a stopped run: it may have several attempts, and the line may be from an earlier one.
         if run.status in ("stopped", "timeout"):
             notes.append("no checkpoint was saved at its end")
-        elif error := last_error(find_log(run.folder, run.job_id)):
+        elif error := last_error(text):
             if record.reason and record.reason in error:  # The watchdog writes its reason to the record and to the log.
                 notes.clear()
             notes.append(error)
@@ -282,16 +286,17 @@ def run_without_record(folder: Path, job_id: str, file: Path) -> Run:
     """Return the run of a job without a record. file: its job log or one of its memory logs."""
     run = Run(folder, job_id, last_written(file))
     log = find_log(folder, job_id)
-    status, code = read_summary(log)
+    text = log_end(log)
+    status, code = read_summary(text)
     if problem := read_problem(log):
         run.unreadable = True
-        run.problems.append(problem)
-    elif error := last_error(log):
+        run.problems.append(f"{log}: {problem}")
+    elif error := last_error(text):
         run.problems.append(f"{log}: {error}")
     elif status in ("stopped", "timeout"):
         run.status = status
         run.status_notes += [f"exit code {code}", "before its training began"]
-    elif (last := last_lines(log)) and not is_alive(record_path(folder, job_id)):
+    elif (last := last_lines(text)) and not is_alive(record_path(folder, job_id)):
         run.problems.append(f"{log}: no run record; the log ends with: {last}")
     else:
         problem = "no run record; the training has not begun, or the job ended before it began"

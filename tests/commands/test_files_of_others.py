@@ -1,4 +1,4 @@
-"""A file that one participant left must not end or hang what others start: the report, the class, the sweep."""
+"""A file that one participant left must not end or hang what others start: report, class, view and sweep."""
 
 import os
 import re
@@ -104,6 +104,17 @@ def test_one_job_is_shown_or_refused_in_one_line(run, number):
     for job in (2, 3, 4):
         done = run(sys.executable, "scripts/report.py", "--job", f"{number}{job}")
         assert (done.returncode, done.stderr) == (0, "") and reason in done.stdout
+
+
+@pytest.mark.parametrize("number", range(len(DAMAGE)), ids=DAMAGE)
+def test_the_view_gives_the_reason_and_claims_no_end(run, number):
+    _, reason = list(DAMAGE.values())[number]
+    done = run("experiments/watch.sh", f"{number}2")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert reason in done.stdout and "without a summary" not in done.stdout
+    for job in (1, 3, 4):
+        view = run("experiments/watch.sh", f"{number}{job}").stdout
+        assert "\nended, status: completed (exit code 0)\n" in view
 
 
 def test_the_sweep_of_a_job_continues_after_them(clone, run):

@@ -28,4 +28,5 @@ def test_help_opens_with_the_purpose_and_commands_to_copy(path, command):
     beginning = finished.out.split("options:")[0].splitlines()[:30]
     assert purpose in beginning, finished.out[:2000]
     assert beginning.index(purpose) < 8, "the purpose must be among the first lines"
-    assert [line for line in beginning if re.match(rf"\s*((PYTHONPATH=\S+ )?python|torchrun|srun) .*{name}", line)]
+    words = rf"\s*(((PYTHONPATH=\S+ )?python|torchrun|srun) .*{name}|experiments/{path.stem}\.sh )"
+    assert [line for line in beginning if re.match(words, line)]

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from helpers import until
-from report_files import GPU_HEADER, add_run, cpu_log, gpu_log, write
+from report_files import CPU_HEADER, GPU_HEADER, add_run, cpu_log, gpu_log, write
 from shell import program, shell_environment, start_stub
 
 # The lines of a training, which then waits for the file `go`
@@ -177,14 +177,16 @@ def test_time_left_and_nodes_are_shown_only_while_the_job_runs(workshop, watch):
         ("0, V100, 900, 32768, [N/A], 98", " 98 %"),
         ("0, V100, 900, 32768, 71.23, [Not Supported]", " 71 W"),
         ("0, V100, 900, 32768", ""),
-        ("0, V100, 900, 32768, 71.23, 98\ntime, 0, V100, 900, 32768, 71", " 98 %, 71 W"),
+        ("0, V100, 900, 32768, 71.23, 98\n2026/11/20 22:00:00.000, 0, V100, 900, 32768, 71", " 98 %, 71 W"),
     ],
     ids=["both", "no power", "no load", "five columns", "cut"],
 )
 def test_the_load_and_the_power_of_a_gpu_are_shown_if_they_are_known(workshop, watch, lines, load):
     folder = add_log(workshop, LOG.replace("node1 node2 node3", "node1")).parent.parent
-    write(folder / "gpu_memory/gpu_memory_log_4711.csv", f"{GPU_HEADER}\ntime, {lines}\n")
-    *_, row = watch("4711", squeue=RUNNING).stdout.splitlines()
+    write(folder / "gpu_memory/gpu_memory_log_4711.csv", f"{GPU_HEADER}\n2026/11/20 22:00:00.000, {lines}\n")
+    done = watch("4711", squeue=RUNNING)
+    assert not done.stderr
+    *_, row = done.stdout.splitlines()
     assert " ".join(row.split()) == f"node1 GPU 0 900 of 32768{load}"
 
 
@@ -213,10 +215,26 @@ def test_a_node_that_does_not_answer_has_no_load(workshop, watch):
     assert "does not answer" not in watch("4711", squeue=NO_ANSWER, sinfo=sinfo).stdout.partition("\nnode  ")[2]
 
 
+def test_samples_of_an_earlier_attempt_are_left_out(workshop, watch):
+    """Slurm has restarted the job. Its logger on the CPU has written its header, and nvidia-smi has not started yet."""
+    folder = add_log(workshop, LOG.replace("node1 node2 node3", "node1")).parent.parent
+    cpu, gpu = folder / "cpu_memory/cpu_memory_log_4711.txt", folder / "gpu_memory/gpu_memory_log_4711.csv"
+    write(cpu, f"{cpu_log(869)}{CPU_HEADER}\n")
+    write(gpu, gpu_log(900))
+    os.utime(gpu, (time.time() - 600, time.time() - 600))
+    running = RUNNING.replace("N/A", time.strftime("%Y-%m-%dT%H:%M:%S", time.localtime(time.time() - 60)))
+    assert watch("4711", squeue=running).stdout.splitlines()[-1].split() == ["node", "memory", "(MiB)", "load"]
+    for log, sample in ((cpu, cpu_log(77)), (gpu, gpu_log(78))):
+        with log.open("a") as file:
+            file.write(sample)
+    rows = watch("4711", squeue=running).stdout.splitlines()[-2:]
+    assert [row.split()[1:4] for row in rows] == [["CPU", "77", "99"], ["GPU", "0", "78"]]
+
+
 def test_before_the_first_step_the_last_line_that_helps_is_shown(workshop, watch):
     log = add_log(workshop, LOG.partition("step")[0] + "reading data\n")
     noise = (
-        f"{'=' * 60}\n{{'loss': '7.5', 'epoch': '1'}}\nsrun: cluster configuration lacks support for cpu binding\n\n"
+        f"{'=' * 60}\nAttaching to process 77\n{{'loss': '7.5', 'epoch': '1'}}\nsrun: no support for cpu binding\n\n"
     )
     with log.open("a") as file:
         file.write(noise)
@@ -232,8 +250,7 @@ def test_before_the_first_step_the_last_line_that_helps_is_shown(workshop, watch
         (["4711"], "4711: no job in Slurm's queue and no log in experiments/ has this id; squeue --me lists your jobs"),
         (["a b"], "a b: this is not the id of a job; give the number that sbatch printed, or local-... of a run"),
         ([], "watch.sh: this is not the id of a job; "),
-        (["1", "2"], "2: only one job is allowed; see --help"),
-        (["--twice", "1"], "--twice: unknown option; see --help"),
+        (["1", "2"], "command line: unrecognized arguments: 2; see --help"),
     ],
 )
 def test_a_mistake_is_one_line(arguments, error, watch):

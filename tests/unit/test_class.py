@@ -8,7 +8,7 @@ from helpers import REPOSITORY, bash_blocks
 from report_files import write
 from reporting.classroom_page import letter, round_up
 from reporting.classroom_runs import AFTERNOON, distinct_names, select_experiments
-from reporting.trainer_log import END, last_error, progress
+from reporting.trainer_log import END, done_percent, last_error, log_end
 
 
 def test_the_columns_are_the_experiments_of_the_sheet():
@@ -57,9 +57,9 @@ def test_only_the_end_of_a_log_is_read(tmp_path):
     log = tmp_path / "x_1.out"
     lines = "step 1 of 10 (10 %) after 1 s\nerror: early\n" + "x" * END + "\nstep 7 of 10 (70 %) after 9 s\n"
     write(log, lines)
-    assert (progress(log), last_error(log)) == (70, "")
+    assert (done_percent(log_end(log)), last_error(log_end(log))) == (70, "")
     write(log, "error: one line\n")
-    assert (progress(log), last_error(log)) == (0, "error: one line")
+    assert (done_percent(log_end(log)), last_error(log_end(log))) == (0, "error: one line")
 
 
 def test_letters_and_ticks():

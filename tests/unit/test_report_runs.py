@@ -11,7 +11,7 @@ from reporting.metrics import Cell, decimals
 from reporting.report_folder import PREDICTIONS, write_report
 from reporting.runs import Missing, Run, find_runs
 from reporting.tables import list_runs
-from reporting.trainer_log import entries, find_log, last_step, read_summary
+from reporting.trainer_log import entries, find_log, last_step, log_end, read_summary
 
 STAGE = "deepspeed-single-gpu/zero_1"
 TABLE = "zero-stages-tiny-bloom"
@@ -59,9 +59,9 @@ def test_a_record_and_logs_of_version_1_0_0_are_read():
     (prediction,) = list_runs(PREDICTIONS, [run]).rows
     assert prediction.cells[PREDICTIONS.columns.index("estimated_cpu")].number > 2 * 433
     log = find_log(run.folder, run.job_id)
-    assert read_summary(log) == ("completed", "0")
+    assert read_summary(log_end(log)) == ("completed", "0")
     assert [entry["loss"] for entry in entries(log) if "loss" in entry] == [7.572, 7.485]
-    assert last_step(log) == "step 6 of 6, loss 7.485"
+    assert last_step(log_end(log)) == "step 6 of 6, loss 7.485"
 
 
 # --- which run a row shows
