@@ -3,7 +3,6 @@
 make cluster                               # = start, if it does not run, then shell
 make cluster-down                          # = stop: removes everything
 python scripts/cluster.py shell            # a shell on the cluster's login node
-sudo python3 scripts/cluster.py install    # Slurm, once
 
 An ordinary user can start it, in a user namespace, if the kernel allows that; otherwise start it as root (sudo).
 
@@ -50,8 +49,7 @@ CANCEL_SECONDS = 40  # more than KillWait below
 REBOOT_SECONDS = 10  # from the moment when Slurm has noticed that a node is down
 PATH = os.environ.get("PATH", "") + ":/usr/sbin:/usr/bin:/sbin:/bin"
 PACKAGES = ("slurm-wlm", "munge", "iproute2", "util-linux", "mount", "hostname")
-DAEMONS = ("munged", "slurmctld", "slurmd")
-TOOLS = (*DAEMONS, "sbatch", "ip", "unshare", "nsenter", "mount", "hostname")
+TOOLS = ("munged", "slurmctld", "slurmd", "sbatch", "ip", "unshare", "nsenter", "mount", "hostname")
 MUNGE_FILES = ("key-file", "seed-file", "pid-file", "log-file", "socket")
 UNSHARE = ("unshare", "--net", "--uts", "--mount", "--pid", "--fork", "--kill-child=KILL", "--mount-proc")
 # In its own user namespace, an ordinary user may create all other namespaces
@@ -156,45 +154,9 @@ def start_time(pid: int) -> int | None:
     return None if fields[0] in "ZX" else int(fields[19])
 
 
-def missing(programs: Iterable[str] = TOOLS) -> list[str]:
+def missing() -> list[str]:
     """Names of the programs that this machine lacks."""
-    return [program for program in programs if not shutil.which(program, path=PATH)]
-
-
-def install() -> None:
-    """Install missing programs with apt-get, as root, without starting their services now or at boot.
-
-    Raises WorkshopError if a program is still missing afterwards.
-    """
-    lacking, daemons = missing(), missing(DAEMONS)
-    if not lacking:
-        return
-    names = " ".join(lacking)
-    if not shutil.which("apt-get", path=PATH):
-        remedy = "install Slurm and munge with your package manager"
-        raise WorkshopError("install", f"{names}: missing, and there is no apt-get", remedy, ENVIRONMENT)
-    if os.geteuid() != 0:
-        raise WorkshopError("install", f"{names}: missing, and only root may install packages", "use sudo", ENVIRONMENT)
-    policy = Path("/usr/sbin/policy-rc.d")  # prevents Debian from starting services: the cluster runs its own daemons
-    ours = not policy.exists()
-    try:
-        if ours:
-            policy.write_text("#!/bin/sh\nexit 101\n")
-            policy.chmod(0o755)
-        env = {**os.environ, "PATH": PATH, "DEBIAN_FRONTEND": "noninteractive"}
-        apt = ["apt-get", "-qq", "-o", "Acquire::http::Timeout=20", "-o", "DPkg::Lock::Timeout=120"]
-        run([*apt, "update"], env=env, check=False, timeout=300)
-        apt += ["install", "-y", "--no-install-recommends"]
-        done = run([*apt, *PACKAGES], env=env, check=False, timeout=600)
-    finally:
-        if ours:
-            policy.unlink(missing_ok=True)
-    services = [daemon.replace("munged", "munge") for daemon in daemons]
-    if services and shutil.which("systemctl", path=PATH):
-        run(["systemctl", "--quiet", "disable", *services], check=False)
-    if missing():  # ignore apt's exit code, because post-install scripts may fail without systemd
-        words = (done.stderr.strip().splitlines() or ["no message"])[-1]
-        raise WorkshopError("install", f"still missing: {' '.join(missing())} ({words})", "see apt-get", ENVIRONMENT)
+    return [program for program in TOOLS if not shutil.which(program, path=PATH)]
 
 
 def check_machine() -> None:
@@ -203,7 +165,7 @@ def check_machine() -> None:
         raise WorkshopError(
             "cluster",
             f"{', '.join(missing())}: not installed",
-            "install Slurm once, on Debian or Ubuntu: sudo python3 scripts/cluster.py install",
+            f"on Debian or Ubuntu: sudo apt-get install {' '.join(PACKAGES)}",
             ENVIRONMENT,
         )
     # A host needs namespaces, both kinds of network device, and mounts
@@ -590,7 +552,7 @@ def take_down(cluster: Cluster) -> None:
 
 def main() -> None:
     parser = OneLineErrors(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    verbs = ["start", "shell", "stop", "install", "serve"]
+    verbs = ["start", "shell", "stop", "serve"]
     parser.add_argument("verb", choices=verbs, metavar="|".join(verbs[:-1]))  # only start() uses serve
     parser.add_argument("--nodes", metavar="N", type=int, default=2, help="compute nodes (%(default)s)")
     parser.add_argument("--folder", metavar="DIR", type=Path, default=FOLDER, help="the cluster's files (%(default)s)")
@@ -604,10 +566,7 @@ def main() -> None:
 
 
 def run_verb(verb: str, cluster: Cluster) -> None:
-    if verb == "install":
-        install()
-        print("Slurm is installed. Its services are not started, also not at the next boot")
-    elif verb == "serve":
+    if verb == "serve":
         cluster.serve()
     else:
         {"start": start, "shell": shell, "stop": stop}[verb](cluster)

@@ -1,7 +1,7 @@
 """Measure the bandwidth of an all-reduce over all ranks of a job, to find a slow network before the training.
 
     torchrun --nproc_per_node=2 scripts/measure_bandwidth.py
-    torchrun --nproc_per_node=2 scripts/measure_bandwidth.py --sizes bandwidth.svg
+    torchrun --nproc_per_node=2 scripts/measure_bandwidth.py --sizes
     python scripts/measure_bandwidth.py --help
 
 The script prints the bus bandwidth as nccl-tests defines it: bytes / seconds x 2 (ranks - 1) / ranks, in GB/s. It ends
@@ -9,7 +9,7 @@ with exit code 3 if the bandwidth is below --min_bandwidth (variable MIN_BANDWID
 small messages on CPUs. It takes at most a minute: on a slow network it sends fewer and smaller messages.
 
 With --sizes it then measures messages from 32 KiB to 1 GiB (on CPUs to 64 MiB), which takes at most another minute. It
-prints a table and draws it into the file. docs/collectives.md explains the curve.
+prints a table, which docs/collectives.md explains.
 """
 
 import argparse
@@ -26,7 +26,7 @@ from config import DEFAULTS
 from distributed import watchdog
 from distributed.collectives import rank, wait_for_all_ranks, world_size
 from distributed.process_group import leave_process_group, prepare_environment, run_and_exit
-from shared.errors import ENVIRONMENT, OneLineErrors, WorkshopError, cannot_be_written
+from shared.errors import ENVIRONMENT, OneLineErrors, WorkshopError
 from shared.json_files import write_json
 
 GPU = torch.cuda.is_available()
@@ -60,7 +60,7 @@ def main() -> None:
     minimum = minimum_from_environment()
     parser.add_argument("--min_bandwidth", type=float, default=minimum, help="in GB/s; 0 accepts any bandwidth")
     parser.add_argument("--output", type=Path, help="JSON file for the result")
-    parser.add_argument("--sizes", type=svg_file, help="measure many message sizes; SVG file for the curve")
+    parser.add_argument("--sizes", action="store_true", help="also measure many message sizes")
     arguments = parser.parse_args()
 
     nccl_log = Path(f"/tmp/nccl_{os.environ.get('JOB_ID', os.getpid())}_{rank()}.log")
@@ -93,7 +93,6 @@ def main() -> None:
         sizes = measure_sizes(torch.zeros(LARGEST_BYTES // 4, device=DEVICE))
         if rank() == 0:
             print("\n".join(table(sizes)), flush=True)
-            draw(sizes, arguments.sizes)
         result["sizes"] = [size._asdict() for size in sizes]
     if rank() == 0 and arguments.output:
         write_json(arguments.output, result)
@@ -103,13 +102,6 @@ def main() -> None:
         remedy = "if there is InfiniBand but the transport is NET/Socket, check NCCL_IB_HCA and NCCL_IB_DISABLE; "
         remedy += "else set MIN_BANDWIDTH in the site file to what this network can do (10 GbE: at most 1.25 GB/s)"
         raise WorkshopError("bandwidth test", what, remedy, ENVIRONMENT)
-
-
-def svg_file(text: str) -> Path:
-    path = Path(text)
-    if rank() == 0 and (path.suffix != ".svg" or not path.parent.is_dir()):  # only rank 0 writes the file
-        raise argparse.ArgumentTypeError(f"{text} is not the name of an SVG file in a folder that exists")
-    return path
 
 
 def minimum_from_environment() -> float:
@@ -190,7 +182,9 @@ def table(sizes: list[Size]) -> list[str]:
         lines.append(f"{size_name(size.message_bytes):>9}{milliseconds:12.3f}{size.bus_bandwidth_gb_per_s:23.4g}")
     if sizes[-1].message_bytes < LARGEST_BYTES:
         lines.append(f"larger messages are left out, because this one took more than {LONG_ENOUGH} s")
-    slow = [size.message_bytes for size in sizes if size.bus_bandwidth_gb_per_s < plateau(sizes)]
+    # Compare with the largest message, because a message that fits into a CPU's cache can be faster
+    plateau = PLATEAU * sizes[-1].bus_bandwidth_gb_per_s
+    slow = [size.message_bytes for size in sizes if size.bus_bandwidth_gb_per_s < plateau]
     first = min(size.message_bytes for size in sizes if size.message_bytes > max(slow, default=0))
     lines.append(
         f"from {size_name(first)} on, every message reaches at least {100 * PLATEAU:.0f} % of the last bandwidth"
@@ -198,42 +192,10 @@ def table(sizes: list[Size]) -> list[str]:
     return lines
 
 
-def plateau(sizes: list[Size]) -> float:
-    """Return the bandwidth above which the curve counts as flat.
-
-    It depends on the largest message, because a message that fits into a CPU's cache can be faster.
-    """
-    return PLATEAU * sizes[-1].bus_bandwidth_gb_per_s
-
-
 def size_name(message_bytes: int) -> str:
     """Return a power of two as text, such as 32 KiB."""
     unit = min(3, (message_bytes.bit_length() - 1) // 10)
     return f"{message_bytes >> 10 * unit} {('B', 'KiB', 'MiB', 'GiB')[unit]}"
-
-
-def draw(sizes: list[Size], path: Path) -> None:
-    """Draw the bus bandwidth over the message size into an SVG file."""
-    import matplotlib  # imported only here, because a job's bandwidth test must start fast
-
-    from reporting.plots import STYLE, as_svg, new_figure
-
-    messages = [size.message_bytes for size in sizes]
-    bandwidths = [size.bus_bandwidth_gb_per_s for size in sizes]
-    with matplotlib.rc_context(STYLE):
-        figure, (axis,) = new_figure()
-        axis.plot(messages, bandwidths, color="black", marker="o")
-        axis.axhline(
-            plateau(sizes), color="#777777", linestyle="--", label=f"{100 * PLATEAU:.0f} % of the last bandwidth"
-        )
-        axis.set_xscale("log", base=2)
-        axis.set(xlabel="message", ylabel="bus bandwidth (GB/s)", ylim=(0, None))
-        axis.set_xticks(messages[::3], [size_name(each) for each in messages[::3]], minor=False)
-        axis.legend(frameon=False)
-        try:
-            path.write_bytes(as_svg(figure))
-        except OSError as error:
-            raise cannot_be_written(path, error) from error
 
 
 def transport(nccl_log: Path) -> str:

@@ -7,18 +7,17 @@ import subprocess
 import time
 from pathlib import Path
 
-from cluster import Cluster, ClusterError, check_machine, install, run
+from cluster import Cluster, ClusterError, check_machine, run
 from shared.errors import WorkshopError
 
 FINAL = {"COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "OUT_OF_MEMORY", "PREEMPTED", "DEADLINE"}
 
 
 def unavailable() -> str | None:
-    """Return in one line why the tests can start no cluster here, or None. Installs Slurm first if it is missing."""
+    """Return in one line why the tests can start no cluster here, or None."""
     if os.geteuid() != 0:
         return "not root"
     try:
-        install()
         check_machine()
     except WorkshopError as error:
         return str(error)

@@ -1,7 +1,7 @@
 """The `cluster` fixture: two nodes with 8 GPUs and 64 CPUs under a real Slurm, started once per session.
 
-It needs root on a Debian-like system, and installs Slurm with apt-get if it is missing. On other systems, the tests
-are skipped with the reason. The next session removes the cluster of a killed session.
+It needs root and Debian's Slurm. Otherwise the tests are skipped with the reason. The next session removes the cluster
+of a killed session.
 """
 
 import os

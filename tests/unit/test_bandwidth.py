@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import measure_bandwidth
-from measure_bandwidth import Size, bus_bandwidth, draw, main, measure, measure_sizes, minimum_from_environment, table
+from measure_bandwidth import Size, bus_bandwidth, measure, measure_sizes, minimum_from_environment, table
 
 KIB, MIB, GIB = 2**10, 2**20, 2**30
 
@@ -106,21 +106,6 @@ def test_the_table_names_the_message_that_reaches_the_plateau(monkeypatch):
         "    4 MiB       4.000                      1",
         "from 2 MiB on, every message reaches at least 90 % of the last bandwidth",
     ]
-
-
-def test_the_curve_is_an_svg_file(tmp_path):
-    for name in ("first.svg", "second.svg"):
-        draw(SIZES, tmp_path / name)
-    first, second = ((tmp_path / name).read_bytes() for name in ("first.svg", "second.svg"))
-    assert first == second
-    assert b"<svg" in first
-
-
-@pytest.mark.parametrize("name", ["curve.png", "missing/curve.svg"])
-def test_a_curve_that_cannot_be_written_is_refused_before_the_measurement(monkeypatch, refusal, name):
-    monkeypatch.setattr("sys.argv", ["measure_bandwidth.py", "--sizes", name])
-    line = f"error: --sizes: {name} is not the name of an SVG file in a folder that exists; see --help"
-    assert refusal(main) == line
 
 
 def test_a_malformed_threshold_is_refused(monkeypatch, refusal):

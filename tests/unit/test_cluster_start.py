@@ -15,7 +15,7 @@ REFUSED = "unshare: write failed /proc/self/uid_map: Operation not permitted\n"
 def test_missing_programs_are_named_with_the_command_that_installs_them(monkeypatch):
     monkeypatch.setattr(cluster, "PATH", "/nowhere")
     with pytest.raises(
-        WorkshopError, match=r"cluster: munged, slurmctld, .*: not installed; .*cluster.py install"
+        WorkshopError, match=r"cluster: munged, slurmctld, .*: not installed; .*apt-get install slurm-wlm munge "
     ) as no:
         cluster.check_machine()
     assert no.value.code == 3
