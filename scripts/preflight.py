@@ -1,7 +1,7 @@
 """Check the environment, the cluster and the model cache before the class.
 
-    python scripts/preflight.py                                # or make preflight; about a minute
-    python scripts/preflight.py --quick                        # without the tiny training runs
+    python scripts/preflight.py                                # or make preflight; two minutes on a laptop
+    python scripts/preflight.py --quick                        # without the rows of gpu_check.py
     srun --gpus-per-node=1 python scripts/preflight.py         # on a GPU node, if the login node has no GPU
     python scripts/preflight.py --submit                       # also three real Slurm jobs: 1 node, 2 nodes, bare srun
 
@@ -30,7 +30,7 @@ def main() -> None:
     text = "model that the cache must hold; repeatable (default: variable MODEL_NAME)"
     parser.add_argument("--model_name", "--model-name", action="append", help=text)
     parser.add_argument("--dataset", help="data set that the cache must hold (default: variable DATASET)")
-    parser.add_argument("--quick", action="store_true", help="skip the tiny training runs")
+    parser.add_argument("--quick", action="store_true", help="skip the rows of gpu_check.py")
     parser.add_argument("--submit", action="store_true", help="submit three tiny Slurm jobs and wait for them")
     text = "time limit for each training run, and for all Slurm jobs, in seconds (%(default)s)"
     parser.add_argument("--timeout", type=int, default=1800, help=text)

@@ -1,4 +1,4 @@
-"""Checks of preflight.py that start experiments: dry runs, local tiny training runs, and three Slurm jobs."""
+"""Checks of preflight.py that start experiments: dry runs, rows of gpu_check.py, and three Slurm jobs."""
 
 import contextlib
 import json
@@ -18,6 +18,7 @@ from shared.paths import EXPERIMENTS, REPOSITORY, SAMPLE
 TINY = {"MODEL_NAME": "tiny-bloom", "TRAIN_SIZE": 8, "EVAL_SIZE": 4, "MAX_LENGTH": 256, "SAMPLES_PER_GPU": 8}
 TINY |= {"BATCH_SIZE": 2, "GRAD_ACC": 1, "NUM_EPOCHS": 1, "EM_F1": False, "SAVE_STRATEGY": "no", "REPORT_TO": "none"}
 JOBS = ("baseline", "deepspeed-multi-node/2_nodes", "deepspeed-native-launch/zero3_offload")
+ROWS = ("plain", "ddp", "zero2", "full_shard")  # of gpu_check.py
 KEPT = "kept"  # marker file: preflight keeps its folder, because a failed check names a log in it
 UNFINISHED = ("PENDING", "CONFIGURING", "RUNNING", "COMPLETING", "SUSPENDED", "REQUEUED", "STAGE_OUT")
 
@@ -39,30 +40,21 @@ def dry_runs(caller: dict[str, str]) -> Lines:
 
 
 def tiny_jobs(folder: Path, timeout: int) -> Lines:
-    """Check one tiny training run per method on this machine."""
+    """Train some rows of gpu_check.py on this machine: they also save, load again and score. timeout: per training."""
     import torch
 
-    gpu = torch.cuda.is_available()
-    ranks = min(2, torch.cuda.device_count()) if gpu else 2
-    train = str(REPOSITORY / "scripts/train.py")
-    launch = [sys.executable, str(REPOSITORY / "scripts/launch.py"), f"--nproc-per-node={ranks}", train]
-    jobs = {
-        "plain python": [sys.executable, train],
-        "ZeRO-2": [*launch, "--deepspeed", str(REPOSITORY / "ds_configs/zero2.json")],
-        "FSDP full_shard": [*launch, "--fsdp", "--fsdp_config", str(REPOSITORY / "fsdp_configs/full_shard.json")],
-    }
-    if gpu:  # without a GPU, ZeRO's optimizer always runs on the CPU
-        jobs["ZeRO-2 offload"] = [*launch, "--deepspeed", str(REPOSITORY / "ds_configs/zero2_cpu_offload.json")]
-    for name, words in jobs.items():
-        start = time.monotonic()
-        variables = tiny_variables(folder, dict(os.environ), gpu)
-        record = run_training(name.replace(" ", "_"), [*words, "--max_steps", "2"], variables, folder, timeout)
-        if record["status"] == "completed":
-            seconds = time.monotonic() - start
-            yield "ok", name, f"2 steps, loss {record['train']['loss_mean']:.2f}, {seconds:.0f} s including start-up"
+    path = folder / "gpu_check.json"
+    command = [sys.executable, REPOSITORY / "scripts/gpu_check.py", "--output", folder, "--timeout", timeout]
+    command += [] if torch.cuda.is_available() else ["--cpu"]
+    _, output = run_command(*command, "--rows", *ROWS, cwd=folder, timeout=None)
+    results = json.loads(path.read_text())["rows"] if path.exists() else {}
+    for row in ROWS:
+        result = results.get(row, {"status": "failed", "reason": last_line(output)})
+        if result["status"] == "completed":
+            yield "ok", row, f"eval loss {result['eval_loss']:.2f}, {result['seconds']:.0f} s"
         else:
             (folder / KEPT).touch()
-            yield "fail", name, record["reason"]
+            yield "fail", row, result["reason"]
 
 
 def tiny_variables(folder: Path, variables: dict, gpu: bool) -> dict[str, str]:

@@ -26,7 +26,7 @@ NODE_LOCAL = ("/tmp", "/var/tmp", "/dev/shm", "/local", "/localscratch", "/scrat
 Lines = Iterator[tuple[str, ...]]  # state, name of the check, finding, remedy
 
 
-def run_command(*words: object, timeout: float = 60, **options: Any) -> tuple[bool, str]:
+def run_command(*words: object, timeout: float | None = 60, **options: Any) -> tuple[bool, str]:
     """Run a command. Return True if it succeeded, and its output."""
     options |= {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
     try:

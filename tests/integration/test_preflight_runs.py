@@ -41,10 +41,10 @@ def preflight(bench: Bench, checkout: Path, *flags: str, **options: object) -> t
 def test_a_laptop_passes_and_no_file_remains(bench, checkout):
     before = snapshot(*(checkout / name for name in FOLDERS))
     lines, output = preflight(bench, checkout)
-    for name in ("plain python", "ZeRO-2", "FSDP full_shard"):
-        trained = re.fullmatch(r"ok +2 steps, loss ([0-9.]+), \d+ s including start-up", lines[name])
+    for name in ("plain", "ddp", "zero2", "full_shard"):
+        trained = re.fullmatch(r"ok +eval loss ([0-9.]+), \d+ s", lines[name])
         assert trained, output
-        assert 7 < float(trained[1]) < 9, "an untrained model with 2048 tokens has log(2048), which is 7.62"
+        assert 7 < float(trained[1]) < 7.6, "an untrained model with 2048 tokens has log(2048), which is 7.62"
     assert lines["site"].startswith("ok   laptop, Python ")
     assert lines["experiments"].endswith(" would run")
     assert lines["GPUs"].startswith("skip ")
@@ -61,11 +61,11 @@ def test_all_problems_are_reported_at_once(bench, checkout, tmp_path):
     flags = ("--model_name", "no_such/model", "--model_name", "tiny-bloom", "--dataset", "no_such/set")
     lines, output = preflight(bench, checkout, *flags, code=3, NCCL_SOCKET_IFNAME="no_such", HF_HOME=str(tmp_path))
     failed = {name for name, line in lines.items() if line.startswith("fail")}
-    assert failed == {"packages", "model", "dataset", "experiments", "ZeRO-2"}
+    assert failed == {"packages", "model", "dataset", "experiments", "zero2"}
     assert lines["NCCL_SOCKET_IFNAME"].startswith("warn no_such is not among ")
     assert lines["model"].endswith("python scripts/prefetch.py --model_name no_such/model")
     assert lines["dataset"].endswith("python scripts/prefetch.py --dataset no_such/set")
     assert re.search(r"deepspeed-multi-node/2_nodes: error: .*zero2\.json: .*stge", lines["experiments"])
-    kept = re.fullmatch(r"fail +error: .*zero2\.json: .*stge.*; .*; read (.*)", lines["ZeRO-2"])
+    kept = re.fullmatch(r"fail +error: .*zero2\.json: .*stge.*; .*; read (.*)", lines["zero2"])
     assert kept, output
     assert "stge" in Path(kept[1]).read_text()
