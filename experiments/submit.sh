@@ -29,6 +29,23 @@ snapshot() { # copy everything that a job reads, and print the folder of the cop
   printf '%s' "$folder"
 }
 
+leave_out_large_jobs() { # remove the scripts from `scripts` that need more GPUs per node than the site has
+  local script gpus fitting=() large=()
+  for script in "${scripts[@]}"; do
+    gpus=$(sed -nE 's/^#SBATCH +--gpus-per-node=(.*:)?([0-9]+).*/\2/p' "$script")
+    if ((${gpus:-0} <= ${GPUS_PER_NODE:-${gpus:-0}})); then
+      fitting+=("$script")
+    else
+      script=${script#"$EXPERIMENTS_FOLDER"/}
+      large+=("${script%/*}")
+    fi
+  done
+  scripts=("${fitting[@]}")
+  [[ ${#large[@]} -gt 0 ]] || return 0
+  [[ ${#scripts[@]} -gt 0 ]] || job_fail "$target" "it needs more GPUs per node than GPUS_PER_NODE=$GPUS_PER_NODE of the site $SITE" "choose a smaller experiment"
+  printf 'left out: GPUS_PER_NODE=%s of the site %s is too small for %s\n' "$GPUS_PER_NODE" "$SITE" "${large[*]}" >&2
+}
+
 ask_slurm() { # NAME: fail if the script can never run, and warn if it cannot run now. Put Slurm's answer into `answer`
   answer=$(sbatch --test-only "$1" 2>&1) && return
   # Slurm gives the same answer if the cluster has too few nodes and if nodes are only drained
@@ -85,16 +102,20 @@ mapfile -d '' scripts < <(find "$folder" -name '*.slurm' -print0 | sort -zV)
 
 job_find_site
 # shellcheck source=experiments/sites/laptop.sh
-settings=$(source "$SITE_FILE" && env | sort | sed -n '/^SBATCH_/p') ||
+settings=$(source "$SITE_FILE" && export GPUS_PER_NODE && env | sort | sed -n '/^SBATCH_/p; /^GPUS_PER_NODE=/p') ||
   job_fail "experiments/sites/$SITE.sh" "bash cannot source it, or its last command failed" "correct the file"
 export SITE
 given=(SITE)
 while IFS='=' read -r name value; do
-  if [[ -n $name ]]; then
-    export "$name=$value"
-    given+=("$name")
-  fi
+  case $name in
+    GPUS_PER_NODE) GPUS_PER_NODE=$value ;;
+    ?*)
+      export "$name=$value"
+      given+=("$name")
+      ;;
+  esac
 done <<<"$settings"
+leave_out_large_jobs
 if [[ $frozen = yes && $dry_run = no ]]; then
   SNAPSHOT=$(snapshot)
   export SNAPSHOT

@@ -2,20 +2,14 @@
 # Copy this file to experiments/sites/mycluster.sh, fill it in, then choose it once for all experiments:
 #     echo mycluster > experiments/site
 # You can still give every value at submission:  BATCH_SIZE=8 sbatch baseline.slurm
+# An afternoon needs only the decisions 1 to 6.
 
-# --- Slurm: sbatch reads these variables at submission. submit.sh sets them; before a bare sbatch, source this file.
+# --- 1 to 3. Slurm: submit.sh sets these variables, which sbatch reads. Before a bare sbatch, source this file.
 export SBATCH_ACCOUNT="${SBATCH_ACCOUNT:-CHANGE_ME}"     # sacctmgr show associations user=$USER format=account
 export SBATCH_PARTITION="${SBATCH_PARTITION:-CHANGE_ME}" # sinfo -s
-# export SBATCH_RESERVATION="${SBATCH_RESERVATION:-workshop}"
-# export SBATCH_CONSTRAINT="${SBATCH_CONSTRAINT:-v100}"
 # export SBATCH_TIMELIMIT="${SBATCH_TIMELIMIT:-00:20:00}" # the scripts ask for an hour; a reservation may end earlier
 
-# --- Jobs longer than the time limit: Slurm warns them in time. They save a checkpoint, and Slurm starts them again.
-# export SBATCH_SIGNAL="${SBATCH_SIGNAL:-B:USR1@120}" # seconds before the limit; saving a large model takes minutes
-# : "${REQUEUE:=1}" "${MAX_RESTARTS:=10}"
-# export SBATCH_REQUEUE=1 # needed if "scontrol show config" shows JobRequeue = 0
-
-# --- Python environment. This runs on the first node of each job; srun passes the environment on to the other nodes.
+# --- 4. Python environment. This runs on the first node of each job; srun passes the environment on to the other nodes.
 site_setup() {
   module purge
   # The packages contain CUDA. For a V100, or a driver older than 580, install this build into the environment:
@@ -28,16 +22,29 @@ site_setup() {
   # or a virtual environment:  source "$ROOT/.venv/bin/activate"
 }
 
+# --- 5. Hugging Face cache, on a file system that all nodes share. Fill it on a login node, with the same HF_HOME:
+#     HF_HOME=... python scripts/prefetch.py --model_name bigscience/bloom-560m --dataset squad
+: "${HF_HOME:=$HOME/.cache/huggingface}"
+
+# --- 6. GPUs of one node: submit.sh leaves out the experiments that need more on a node.
+# : "${GPUS_PER_NODE:=4}"
+
+# ====== Only if needed ======
+
+# --- More of Slurm
+# export SBATCH_RESERVATION="${SBATCH_RESERVATION:-workshop}"
+# export SBATCH_CONSTRAINT="${SBATCH_CONSTRAINT:-v100}"
+
+# --- Jobs longer than the time limit: Slurm warns them in time. They save a checkpoint, and Slurm starts them again.
+# export SBATCH_SIGNAL="${SBATCH_SIGNAL:-B:USR1@120}" # seconds before the limit; saving a large model takes minutes
+# : "${REQUEUE:=1}" "${MAX_RESTARTS:=10}"
+# export SBATCH_REQUEUE=1 # needed if "scontrol show config" shows JobRequeue = 0
+
 # --- Memory of one GPU in GiB. If it is set, a dry run shows whether a job fits.
 # : "${GPU_MEMORY:=32}"
 
-# --- Bind each rank to CPUs near its GPU: node, socket, exclusive or core-complex. Needs numactl on the GPU nodes.
-# : "${NUMA_BINDING:=node}" # docs/offload.md says why and how; only experiments that use torchrun are bound
-
-# --- Hugging Face cache, on a file system that all nodes share. Fill it on a login node, with the same HF_HOME:
-#     HF_HOME=... python scripts/prefetch.py --model_name bigscience/bloom-560m --dataset squad
-: "${HF_HOME:=$HOME/.cache/huggingface}"
-: "${HF_HUB_OFFLINE:=1}" # never ask the Hub. Leave this line out if compute nodes have network access
+# --- The Hub is never asked. Leave this line out if compute nodes have network access.
+: "${HF_HUB_OFFLINE:=1}"
 
 # --- Weights & Biases: runs with REPORT_TO=wandb stay offline. With WANDB_ONLINE=1, the job uploads them at its end.
 # : "${REPORT_TO:=wandb}"

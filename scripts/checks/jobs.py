@@ -39,6 +39,18 @@ def dry_runs(caller: dict[str, str]) -> Lines:
     yield "ok", "experiments", f"{', '.join(JOBS)} would run"
 
 
+def large_jobs() -> Lines:
+    """Name the experiments that submit.sh leaves out at this site, because they need more GPUs per node."""
+    limit = os.environ.get("GPUS_PER_NODE")
+    large = []
+    for script in sorted(EXPERIMENTS.rglob("*.slurm")) if limit else []:
+        gpus = re.search(r"^#SBATCH +--gpus-per-node=(?:.*:)?(\d+)", script.read_text(), re.MULTILINE)
+        if gpus and int(gpus[1]) > int(limit or 0):
+            large.append(script.parent.relative_to(EXPERIMENTS).as_posix())
+    if large:
+        yield "ok", "GPUs per node", f"{limit}, so submit.sh leaves out {', '.join(large)}"
+
+
 def tiny_jobs(folder: Path, timeout: int) -> Lines:
     """Train some rows of gpu_check.py on this machine: they also save, load again and score. timeout: per training."""
     import torch

@@ -118,7 +118,7 @@ class ClassReader:
         A job changes a subfolder's time when it begins, replaces its record, and ends. In between, it only appends to
         its files, so a folder with a running job is read each time.
         """
-        changed = [modified(folder / name) for name in ("results", "log")]
+        changed = [modified(folder / name) for name in ("results", "results/jobs", "log")]
         known = self.folders.get(folder)
         if known and known.settled and known.changed == changed:
             return known

@@ -198,6 +198,19 @@ def test_a_change_marks_only_runs_that_read_it_as_dirty(submit, workshop):
     assert dirty(workshop) == dirty(snapshot()) == [True, True]
 
 
+def test_jobs_with_more_gpus_than_a_node_are_left_out_in_one_line(submit, workshop):
+    (workshop / "experiments/sites/four.sh").write_text(': "${GPUS_PER_NODE:=4}"\nsite_setup() { :; }\n')
+    done, submitted = submit("--chain", "deepspeed-multi-gpu", SITE="four")
+    folders = [Path(folder).relative_to(workshop / "experiments/deepspeed-multi-gpu") for folder, *_ in submitted]
+    assert Path("4_gpus") in folders and not {Path("6_gpus"), Path("8_gpus")} & {*folders}
+    large = "deepspeed-multi-gpu/6_gpus deepspeed-multi-gpu/8_gpus"
+    line = f"left out: GPUS_PER_NODE=4 of the site four is too small for {large}\n"
+    assert (done.returncode, done.stderr) == (0, line)
+    assert len(submit("--chain", "deepspeed-multi-gpu", SITE="four", GPUS_PER_NODE=8)[1]) == 2 * len(submitted) + 2
+    done, _ = submit("deepspeed-multi-gpu/8_gpus", SITE="four")
+    assert done.returncode == 2 and done.stderr.startswith("error: deepspeed-multi-gpu/8_gpus: it needs more GPUs per")
+
+
 @pytest.mark.parametrize(
     ("arguments", "site", "message"),
     [
