@@ -288,11 +288,10 @@ def run_without_record(folder: Path, job_id: str, file: Path) -> Run:
     log = find_log(folder, job_id)
     text = log_end(log)
     status, code = read_summary(text)
-    if problem := read_problem(log):
-        run.unreadable = True
+    problem = read_problem(log)
+    run.unreadable = bool(problem) or status == "completed"
+    if problem := problem or last_error(text):
         run.problems.append(f"{log}: {problem}")
-    elif error := last_error(text):
-        run.problems.append(f"{log}: {error}")
     elif status in ("stopped", "timeout"):
         run.status = status
         run.status_notes += [f"exit code {code}", "before its training began"]
