@@ -16,10 +16,17 @@ import pytest
 from canaries import CANARIES, find_leaks
 from helpers import REPOSITORY, until
 from job.memory_logs import read_gpu_log
+from records.schema import read_record
 from shell import program, shell_environment, start_stub
+
+
+def files(results: Path) -> list[str]:
+    return [str(path.relative_to(results)) for path in results.rglob("*") if path.is_file()]
+
 
 PRINT = "import os, sys; print('>', *(os.environ.get(n, 'unset') for n in sys.argv[1:]), sep='|')"
 IN_A_JOB = {"SLURM_JOB_ID": 47, "SLURM_JOB_NUM_NODES": 1}
+CORES = len(os.sched_getaffinity(0))
 
 
 def printed(done) -> list[str]:
@@ -132,12 +139,12 @@ def test_a_site_file_that_is_not_ready_is_one_error_line(stub, workshop, content
 
 
 @pytest.mark.parametrize("linked", ["experiments/mine/x", "."], ids=["experiment", "repository"])
-def test_a_job_runs_through_a_symbolic_link_and_in_posix_mode(stub, workshop, tmp_path, linked):
+def test_a_job_runs_through_a_symbolic_link(stub, workshop, tmp_path, linked):
     link = tmp_path / "link"
     link.symlink_to(workshop / linked)
     cwd = link if linked != "." else link / "experiments/mine/x"
     # bash reads the path with the link from PWD, as it does after cd
-    done, _ = stub(PRINT, "EXPERIMENT", "DATASET", words=("bash", "--posix", "x.slurm"), cwd=cwd, PWD=cwd)
+    done, _ = stub(PRINT, "EXPERIMENT", "DATASET", cwd=cwd, PWD=cwd)
     assert printed(done) == ["experiments/mine/x", f"{workshop}/data/squad_sample.json"]
 
 
@@ -151,21 +158,19 @@ def test_a_failed_training_fails_its_job_and_keeps_its_log(stub, workshop):
     # tee may write this line after the job's end
     until(lambda: "missing: no run record: the job ended before the training began" in log.read_text())
     assert {"to stdout", "RuntimeError: to stderr"} <= set(log.read_text().splitlines())
-    assert list((folder / "results").iterdir()) == []
+    assert files(folder / "results") == [f"jobs/{re.findall('_(local-.*)', log.stem)[0]}.json"]
     assert find_leaks(workshop) == []
     assert not any(secret in done.stdout + done.stderr for secret in CANARIES.values())
 
 
 @pytest.mark.parametrize(
     ("cpus", "gpus", "given", "expected"),
-    [(4096, 1, None, 256), (64, "a100:4", None, 16), (1, 8, None, 1), (64, 2, 5, 5)],
+    [(4096, 1, None, CORES), (1, 1, None, 1), (4096, "a100:2", None, max(1, CORES // 2)), (64, 2, 5, 5)],
 )
-def test_threads_per_rank_equal_its_cpus(stub, tmp_path, cpus, gpus, given, expected):
-    """A stub for nproc reports 256 CPUs, but Slurm may give the job fewer."""
-    program(tmp_path / "bin", "nproc", "echo 256")
+def test_threads_per_rank_equal_its_cpus(stub, cpus, gpus, given, expected):
+    """The job gets as many CPUs as Slurm gives it, but not more than this machine has."""
     slurm = IN_A_JOB | {"SLURM_GPUS_PER_NODE": gpus, "SLURM_CPUS_ON_NODE": cpus, "SLURM_CPUS_PER_TASK": cpus}
-    slurm |= {"PATH": f"{tmp_path}/bin:{shell_environment()['PATH']}", "OMP_NUM_THREADS": given}
-    done, _ = stub(PRINT, "OMP_NUM_THREADS", "SRUN_CPUS_PER_TASK", **slurm)
+    done, _ = stub(PRINT, "OMP_NUM_THREADS", "SRUN_CPUS_PER_TASK", OMP_NUM_THREADS=given, **slurm)
     assert printed(done) == [str(expected), str(cpus)]
     assert done.stdout.startswith(f"job 47 of experiments/mine/x: site laptop, 1 node(s) x {str(gpus)[-1]} rank(s)")
 
@@ -186,7 +191,7 @@ def test_the_next_job_completes_the_record_of_a_lost_job(stub, workshop):
     (results / "broken.json").write_text('{"status": "running"')
     done, _ = stub("print('training')")
     assert done.returncode == 0
-    assert json.loads((results / "gone.json").read_text())["status"] == "failed"
+    assert read_record(results / "gone.json").status == "failed"
     assert "results/gone.json: the job is gone, and its status is now failed" in done.stdout
     assert sorted(path.name for path in results.glob(".*")) == []
 
@@ -294,17 +299,14 @@ raise SystemExit(75)"""
     assert (done.returncode, done.stderr) == (75, ""), done
 
 
-def test_an_unprintable_summary_does_not_change_the_exit_code(tmp_path):
+def test_an_unprintable_summary_does_not_change_the_exit_code(stub):
     """/dev/full as the log simulates a full disk."""
-    words = [sys.executable, "-m", "job.end_of_job", "7", "--exit-code", "75"]
-    path = {"PYTHONPATH": f"{REPOSITORY}/scripts"}
-    with open("/dev/full", "w") as full:
-        assert subprocess.run(words, cwd=tmp_path, env=path, stdout=full, stderr=full).returncode == 75
+    assert stub("raise SystemExit(75)", lines="exec &>/dev/full", **IN_A_JOB)[0].returncode == 75
 
 
-def test_the_end_of_a_job_imports_nothing_large():
-    """Large imports take too long: the job's last program has only the seconds between SIGTERM and SIGKILL."""
-    code = "import json, sys, job.end_of_job; print(json.dumps(sorted(sys.modules)))"
+def test_a_job_imports_nothing_large():
+    """Large imports would delay the training, and count as its memory."""
+    code = "import json, sys, run_job; print(json.dumps(sorted(sys.modules)))"
     path = {"PYTHONPATH": f"{REPOSITORY}/scripts"}
     done = subprocess.run([sys.executable, "-c", code], env=path, capture_output=True, text=True, check=True)
     assert not {"torch", "numpy", "pandas", "yaml", "matplotlib"} & set(json.loads(done.stdout))
@@ -319,7 +321,7 @@ def test_an_unresponsive_training_is_recorded_as_stopped(workshop):
     try:
         (record,) = until(lambda: [path for path in (folder / "results").glob("*.json") if path.read_text()])
         started.send_signal(signal.SIGTERM)
-        until(lambda: json.loads(record.read_text())["status"] == "stopped")
+        until(lambda: read_record(record).status == "stopped")
     finally:
         os.killpg(started.pid, signal.SIGKILL)
         started.communicate()
@@ -330,19 +332,7 @@ def test_a_signal_before_the_training_starts_ends_the_job(stub):
     assert done.returncode == 143
     assert "missing: a checkpoint of its end: SIGTERM came before the first step" in done.stdout
     assert "status: stopped (exit code 143)" in done.stdout
-    assert not list((folder / "results").iterdir())
-
-
-# Wait until the parent, on_node.py, has installed its signal handlers. An earlier signal would end on_node.py.
-WAIT_FOR_ON_NODE = """
-import os, pathlib, re, signal, time
-bit = 1 << signal.SIGUSR1 - 1
-parent = pathlib.Path(f"/proc/{os.getppid()}")
-while b"on_node.py" not in (parent / "cmdline").read_bytes():
-    time.sleep(0.01)
-while not int(re.search("SigCgt:\\s*(.*)", (parent / "status").read_text())[1], 16) & bit:
-    time.sleep(0.01)
-"""
+    assert [path.name for path in (folder / "results").iterdir()] == ["jobs"]
 
 
 @pytest.mark.parametrize(
@@ -356,7 +346,7 @@ while not int(re.search("SigCgt:\\s*(.*)", (parent / "status").read_text())[1], 
 )
 def test_a_job_is_requeued_only_at_the_warning_signal(stub, tmp_path, sent, variables, requeued):
     program(tmp_path / "bin", "scontrol", f'echo "$*" >>"{tmp_path}/asked"')
-    code = f"{WAIT_FOR_ON_NODE}signal.signal(signal.SIG{sent}, lambda *_: os._exit(75))\n"
+    code = f"import os, signal\nsignal.signal(signal.SIG{sent}, lambda *_: os._exit(75))\n"
     code += f"os.kill(int(os.environ['SCRIPT']), signal.SIG{sent})\nsignal.pause()"
     path = f"{tmp_path}/bin:{shell_environment()['PATH']}"
     done, _ = stub(code, lines="export SCRIPT=$$", PATH=path, **IN_A_JOB | variables)

@@ -15,8 +15,9 @@ from workbench import STEP, Bench, Running, command_line, patch_call, same_train
 BEGIN = """
 import atexit, json, os, pathlib, signal, time
 path = pathlib.Path("results") / (os.environ["JOB_ID"] + ".json")
-path.write_text(json.dumps({"status": "running", "exit_code": None, "finished": None}))
-end = {"status": "completed", "exit_code": 0, "finished": "2026-11-20T10:00:00+00:00"}
+attempt = int(os.environ["ATTEMPT"])
+path.write_text(json.dumps({"status": "running", "attempt": attempt}))
+end = {"status": "completed", "attempt": attempt, "exit_code": 0, "finished": "2026-11-20T10:00:00+00:00"}
 atexit.register(lambda: path.write_text(json.dumps(end)))
 for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1):
     signal.signal(number, lambda *_: os._exit(75))
