@@ -6,6 +6,7 @@ tests/faults has more tests of signals and kills.
 import json
 import os
 import re
+import shlex
 import signal
 import subprocess
 import sys
@@ -16,7 +17,7 @@ import pytest
 from canaries import CANARIES, find_leaks
 from helpers import REPOSITORY, until
 from job.memory_logs import read_gpu_log
-from records.schema import read_record
+from records.schema import read_attempts, read_record
 from shell import program, shell_environment, start_stub
 
 
@@ -354,3 +355,89 @@ def test_a_job_is_requeued_only_at_the_warning_signal(stub, tmp_path, sent, vari
     assert ("requeue 47" in Path(tmp_path / "asked").read_text().splitlines()) == requeued
     limit = "not requeued: this job was already restarted 10 times (MAX_RESTARTS)"
     assert (limit in done.stdout.splitlines()) == (variables.get("SLURM_RESTART_COUNT") == 10)
+
+
+# A training that resumed at step 4, and that the warning ends before it can save a checkpoint of its end
+BEFORE_IT_SAVED = """
+import json, os, pathlib, signal
+for step in {steps}:
+    folder = pathlib.Path(f"output/47/checkpoint-{{step}}")
+    folder.mkdir(parents=True)
+    (folder / "complete.json").touch()
+record = {{"status": "running", "output_dir": "output/47", "resumed_from": "output/47/checkpoint-4", "attempt": 3}}
+pathlib.Path("results/47.json").write_text(json.dumps(record))
+os.kill(int(os.environ["SCRIPT"]), signal.SIGUSR1)
+signal.pause()
+"""
+
+
+@pytest.mark.parametrize("steps", [(4,), (4, 8)], ids=str)
+def test_a_job_without_progress_is_not_requeued(stub, tmp_path, steps):
+    program(tmp_path / "bin", "scontrol", f'echo "$*" >>"{tmp_path}/asked"')
+    variables = {"PATH": f"{tmp_path}/bin:{shell_environment()['PATH']}", "REQUEUE": 1, "SLURM_RESTART_COUNT": 2}
+    done, _ = stub(BEFORE_IT_SAVED.format(steps=steps), lines="export SCRIPT=$$", **IN_A_JOB | variables)
+    assert done.returncode == 128 + signal.SIGUSR1, done
+    progress = len(steps) > 1
+    assert ("requeue 47" in Path(tmp_path / "asked").read_text().splitlines()) == progress
+    assert ("not requeued: this attempt saved no checkpoint" in done.stdout) != progress
+
+
+def test_a_second_command_of_a_script_runs_after_the_first(stub):
+    done, _ = stub("print('evaluation')", lines="run_torchrun -m this")
+    assert done.returncode == 0, done
+    first, second, _ = re.split("^status: completed.*", done.stdout, flags=re.MULTILINE)
+    assert "The Zen of Python" in first and "evaluation" in second.splitlines()
+    done, _ = stub("print('evaluation')", lines="run_python -c 'raise SystemExit(3)'")
+    assert (done.returncode, "evaluation" in done.stdout) == (3, False)
+
+
+# The allocation of a job, from Slurm's variables
+
+RANK = "import os; os.write(1, f\"rank {os.environ.get('RANK', 0)}\\n\".encode())"
+
+
+@pytest.fixture
+def batch(stub, workshop, tmp_path):
+    """Run a job as sbatch does, from a copy of the script. scontrol names the script."""
+    copy = tmp_path / "slurm_script"
+    script = workshop / "experiments/mine/x/x.slurm"
+    program(
+        tmp_path / "bin", "scontrol", f"[[ $2 = hostnames ]] || printf '   Command=%s\\n' {shlex.quote(str(script))}"
+    )
+    path = f"{tmp_path}/bin:{shell_environment()['PATH']}"
+    words = ("bash", "-c", 'cp x.slurm "$1"; exec bash "$1"', "bash", str(copy))
+    return lambda **options: stub(RANK, words=words, PATH=path, SLURM_SUBMIT_DIR="/", **IN_A_JOB | options)
+
+
+def test_a_job_trains_on_the_gpus_that_slurm_allocated(batch):
+    """`sbatch --gres=gpu:2` sets no SLURM_GPUS_PER_NODE."""
+    done, folder = batch(verb="run_torchrun", SLURM_GPUS_ON_NODE=2)
+    assert {"rank 0", "rank 1"} <= set(done.stdout.splitlines()), done
+    (attempt,) = read_attempts(folder / "results/47.json")
+    assert attempt.overrides == ["gpus-per-node: 2 instead of 1"]
+
+
+@pytest.mark.parametrize(
+    ("options", "line"),
+    [
+        ({"SLURM_GPUS_ON_NODE": 2}, "sbatch: 2 GPUs, but run_python trains on one; submit without this flag, or use "),
+        (
+            {"verb": "run_srun", "SLURM_JOB_NUM_NODES": 2, "SLURM_GPUS": "a100:3", "SLURM_GPUS_ON_NODE": 2},
+            "--gpus: 3 GPUs on 2 nodes, of which this node has 2; give each node the same number, ",
+        ),
+    ],
+    ids=["unused", "unequal"],
+)
+def test_gpus_that_no_rank_would_use_are_refused(batch, options, line):
+    done, folder = batch(**options)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.startswith(f"error: {line}") and done.stderr.count("\n") == 1
+    assert not (folder / "results").exists()
+
+
+@pytest.mark.parametrize("verb", ["run_python", "run_torchrun"])
+def test_a_script_of_one_node_uses_one_node_of_a_larger_allocation(stub, verb):
+    """In a shell of salloc, bash runs the script itself."""
+    done, _ = stub(RANK, verb=verb, **IN_A_JOB | {"SLURM_JOB_NUM_NODES": 2})
+    assert done.returncode == 0, done
+    assert {"rank 0", f"{verb} uses 1 of the 2 nodes of this job"} <= set(done.stdout.splitlines())

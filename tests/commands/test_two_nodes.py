@@ -64,7 +64,8 @@ def test_a_shell_off_the_first_node_gets_an_error_with_the_solution(two_nodes, n
     remedy = r"open a shell there \(srun --overlap --nodes=1 --ntasks=1 --pty bash\), or submit it with sbatch"
     what = f"it must run on node1, the first node of job 7, and this shell is on {os.uname().nodename}"
     assert re.fullmatch(rf"error: x\.slurm: {what}; {remedy}\n", done.stderr)
-    assert two_nodes("true", **salloc | {"SLURMD_NODENAME": "node1.workshop.test"}).returncode == 0
+    on_node1 = salloc | {"SLURMD_NODENAME": "node1.workshop.test"}
+    assert two_nodes(lines="run_python -c pass; exit", **on_node1).returncode == 0
 
 
 def test_a_slow_network_ends_the_job_before_its_training(two_nodes):

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from helpers import REPOSITORY, Finished, directives, until
+from records.schema import read_attempts
 from shell import program, shell_environment
 from workbench import STEP, Bench, Running, command_line, patch_call, same_training
 
@@ -162,12 +163,30 @@ def test_two_jobs_with_one_id(bench: Bench, variables):
     check_end(first.wait(), 0, "completed")
 
 
-def test_notes_of_a_killed_attempt_are_ignored(bench: Bench):
-    ended = start(bench, "").wait()
-    left = ended.folder / "results/.7"
-    left.mkdir()
-    (left / "exit_codes").write_text("1 9 node\n")
-    check_end(start(bench, "").wait(), 0, "completed")
+@pytest.mark.parametrize("completed", [False, True])
+def test_a_thawed_attempt_changes_nothing_of_the_next_one(bench: Bench, completed):
+    """The node of the first attempt hangs, and Slurm restarts the job on another node. Then the first node continues.
+
+    completed: the second attempt has ended before that.
+    """
+    variables = {"SLURM_JOB_ID": 7, "SLURM_JOB_NUM_NODES": 1, "REQUEUE": 1}
+    first = start(bench, "signal.pause()", **variables)
+    first.until(lambda: (first.folder / "results/7.json").exists())
+    os.killpg(first.pids[0], signal.SIGSTOP)
+    second = start(bench, f"open('here', 'w')\n{UNTIL_GO}", SLURM_RESTART_COUNT=1, **variables)
+    second.until((second.folder / "here").exists)
+    if completed:
+        (second.folder / "go").touch()
+        second.wait()
+    os.killpg(first.pids[0], signal.SIGCONT)
+    os.killpg(first.pids[0], signal.SIGTERM)
+    assert first.wait().code == 75
+    (second.folder / "go").touch()
+    ended = second.wait()
+    check_end(ended, 0, "completed")
+    assert "status: completed (exit code 0)" in ended.out
+    attempts = read_attempts(ended.record_path)
+    assert [(each.attempt, each.status) for each in attempts] == [(1, "failed"), (2, "completed")]
 
 
 # Send SIGTERM to job.sh, and wait until job.sh has forwarded it to this process

@@ -17,7 +17,7 @@ import torch
 from job.memory_logs import local_seconds
 from records import writer
 from records.run_environment import new_job_id
-from records.schema import change_record, read_record
+from records.schema import read_record
 from records.writer import RunRecord
 from shared.errors import WorkshopError
 from shared.json_files import write_json
@@ -92,8 +92,10 @@ def test_unknown_fields_are_kept_when_a_record_is_rewritten():
     }
     content |= {"hardware": {"gpu": None, "new": {"deep": True}}, "eval": [{"epoch": 1.0, "loss": None}]}
     write_json(path, content)
-    change_record(path, status="failed", exit_code=3, finished=datetime(2026, 11, 20, 23, tzinfo=UTC))
-    end = {"status": "failed", "exit_code": 3, "finished": "2026-11-20T23:00:00+00:00"}
+    run = RunRecord("7", "output/7")
+    run.path = path
+    run.change(status="failed", exit_code=3, finished=datetime(2026, 11, 20, 23, tzinfo=UTC))
+    end = {"status": "failed", "exit_code": 3, "finished": "2026-11-20T23:00:00+00:00", "attempt": 1}
     assert json.loads(path.read_text()) == content | end
 
 
