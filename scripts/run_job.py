@@ -31,6 +31,8 @@ BANDWIDTH_TEST = str(SCRIPTS / "measure_bandwidth.py")
 
 
 def main() -> None:
+    if "--help" in sys.argv[1:2]:
+        sys.exit(print(__doc__))
     kind, *words = sys.argv[1:]
     survive_lost_output()
     on_node.end_with_parent()
