@@ -2,17 +2,18 @@
 
 import re
 import shlex
+import shutil
 
 import pytest
 
 from jobs import Lab
 from records.schema import read_attempts
 
-NODES, SRUN, ONE_GPU = "deepspeed-multi-node/2_nodes", "deepspeed-native-launch/zero3_offload", "ddp/1_gpus"
+NODES, SRUN, TWO_GPUS = "deepspeed-multi-node/2_nodes", "deepspeed-native-launch/zero3_offload", "ddp/2_gpus"
+OWN = "own/without_gpus"  # Slurm refuses --gpus=3 for a script with --gpus-per-node=2
 PRINT = """import os
 names = ("RANK", "WORLD_SIZE") if "RANK" in os.environ else ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS")
-rank, ranks = (os.environ[name] for name in names)
-os.write(1, f"rank {rank} of {ranks}: {os.environ['TRAIN_SIZE']} questions\\n".encode())
+os.write(1, "rank {} of {}\\n".format(*map(os.environ.get, names)).encode())
 """
 SITE = 'source "$EXPERIMENTS_FOLDER/sites/laptop.sh"\nsite_setup() {{ PATH={path}; }}\nMIN_BANDWIDTH=0\n'
 
@@ -24,6 +25,8 @@ def printing_lab(editable_lab) -> Lab:
     (editable_lab.root / "scripts/train.py").write_text(PRINT)
     (experiments / "sites/moon.sh").write_text(SITE.format(path=shlex.quote(editable_lab.path)))
     (experiments / "site").write_text("moon\n")
+    script = shutil.copytree(experiments / TWO_GPUS, experiments / OWN) / "ddp.slurm"
+    script.write_text(re.sub("#SBATCH --gpus-per-node.*\n", "", script.read_text()))
     return editable_lab
 
 
@@ -32,9 +35,10 @@ CASES = [
     (NODES, "--export=X=1", 2, []),
     (SRUN, "--export=NONE", 2, []),
     (SRUN, "--export=X=1", 2, []),
-    (ONE_GPU, "--gres=gpu:2", 2, ["gpus-per-node: 2 instead of 1"]),
-    (ONE_GPU, "--gpus=2", 2, ["gpus-per-node: 2 instead of 1"]),
-    (ONE_GPU, "-G2", 2, ["gpus-per-node: 2 instead of 1"]),
+    (TWO_GPUS, "--gres=gpu:3", 3, ["gpus-per-node: 3 instead of 2"]),
+    (OWN, "--gres=gpu:2", 2, ["gpus-per-node: 2 instead of 1"]),
+    (OWN, "--gpus=2", 2, ["gpus-per-node: 2 instead of 1"]),
+    (OWN, "-G2", 2, ["gpus-per-node: 2 instead of 1"]),
 ]
 
 
