@@ -37,6 +37,9 @@ def main() -> None:
     survive_lost_output()
     on_node.end_with_parent()
     job = Job(kind)
+    if job.dry_run and job.slurm_id:
+        print("warning: DRY_RUN has no effect in a Slurm job", file=sys.stderr)
+        job.dry_run = False
     check(job)
     set_variables(job)
     if job.dry_run:
@@ -69,25 +72,25 @@ class Job:
         self.slurm_id = variables.get("SLURM_JOB_ID")
         self.restarts = int(variables.get("SLURM_RESTART_COUNT", "0"))
         self.script = Path(variables["JOB_SCRIPT"])
-        self.directives = "\n".join(re.findall("^#SBATCH .*", self.script.read_text(errors="replace"), re.MULTILINE))
-        self.dry_run = variables.get("DRY_RUN", "0") not in ("", "0") and not self.slurm_id
+        self.text = self.script.read_text(errors="replace") if self.script.is_file() else ""
+        self.dry_run = variables.get("DRY_RUN", "0") not in ("", "0")  # true also means 1
         self.kind = kind
         # Slurm runs a copy of the script, but bash runs the script itself in a shell of salloc
         self.by_sbatch = self.slurm_id is not None and self.script.suffix != ".slurm"
-        self.asked_nodes = int(self.directive(r"--nodes[= ](?:\d+-)?|-N *(?:\d+-)?", r"\d+"))
+        self.asked_nodes = int(self.directive("--nodes[= ]|-N *", r"(?:\d+-)?(\d+)"))
         self.all_nodes = int(variables.get("SLURM_JOB_NUM_NODES") or self.asked_nodes)
         one = kind == "python" or (self.asked_nodes == 1 and not self.by_sbatch)
         self.nodes = 1 if one else self.all_nodes
-        total = self.directive(r"--gpus[= ]\S*?|-G *\S*?", r"\d+\b(?!:)", default="")
-        each = self.directive(r"--gpus-per-node[= ]\S*?|--gres[= ]gpu:\S*?", r"\d+\b(?!:)", default="")
-        self.asked_ranks = int(each or 0) or max(1, int(total or 1) // self.asked_nodes)
-        allocated = variables.get("SLURM_GPUS_ON_NODE") or variables.get("SLURM_GPUS_PER_NODE") or ""
-        self.ranks = int(allocated.split(":")[-1] or 0) or self.asked_ranks  # a100:2 are 2
+        number = r"(?:[\w.-]+:)?(\d+)"  # 2 or a100:2
+        in_all = int(self.directive("--gpus[= ]|-G *", number)) // self.asked_nodes
+        self.asked_ranks = int(self.directive("--gpus-per-node[= ]|--gres[= ]gpu:", number, str(max(1, in_all))))
+        allocated = variables.get("SLURM_GPUS_ON_NODE") or variables.get("SLURM_GPUS_PER_NODE", "0")
+        self.ranks = int(allocated.split(":")[-1]) or self.asked_ranks
         self.record = Path("results", f"{self.id}.json")
 
     def directive(self, option: str, value: str, default: str = "1") -> str:
-        """Return the value of an #SBATCH line. option, value: regular expressions."""
-        found = re.search(rf"^#SBATCH +(?:{option})({value})", self.directives, re.MULTILINE)
+        """Return the value of an #SBATCH line. option, value: regular expressions, value with one group."""
+        found = re.search(rf"^#SBATCH +(?:{option}){value}", self.text, re.MULTILINE)
         return found[1] if found else default
 
     def overrides(self) -> list[str]:
@@ -110,14 +113,13 @@ class Job:
 def check(job: Job) -> None:
     """Raise WorkshopError for a job that could not work: a wrong folder, node or number of GPUs."""
     check_job_id(job.id)
-    if os.environ.get("DRY_RUN", "0") not in ("", "0") and job.slurm_id:
-        print("warning: DRY_RUN has no effect in a Slurm job", file=sys.stderr)
     script = str(job.script)
     if job.by_sbatch:
         found = re.search(r"^ *Command=(.*)", ask_slurm("scontrol", "show", "job", str(job.slurm_id)), re.MULTILINE)
         script = os.path.join(os.environ.get("SLURM_SUBMIT_DIR", ""), found[1] if found else "")
+    folder = os.path.dirname(script.rpartition(".slurm")[0]) or "."
     # A script of another folder would write its results here, under a wrong name
-    if ".slurm" in script and os.path.realpath(os.path.dirname(script.rpartition(".slurm")[0]) or ".") != os.getcwd():
+    if ".slurm" in script and not (os.path.isdir(folder) and os.path.samefile(folder, ".")):
         raise WorkshopError(script, f"it does not belong to this folder, {os.getcwd()}", "start it in its own folder")
     if job.slurm_id:
         check_allocation(job)
@@ -177,7 +179,7 @@ def begin(job: Job) -> None:
 
 def keep_log(job: Job) -> None:
     """Also write the output into the log, as Slurm does, and continue when the terminal is closed."""
-    name = job.directive("--job-name[= ]", r"\S+")
+    name = job.directive("--job-name[= ]", r"(\S+)")
     for stream in (1, 2):
         tee = subprocess.Popen(
             ["tee", "-p", "-a", f"log/{name}_{job.id}.out"],
@@ -207,7 +209,7 @@ def lock(job: Job) -> None:
 
 def prepare(job: Job) -> None:
     """Note the ends of other jobs that are gone, choose the rendezvous, and print the first lines of the log."""
-    sweep(Path("results"))
+    sweep(Path("results"), own=job.id)
     # The ranks meet at the address of this node on the route to the second node
     address = os.environ.get("MASTER_ADDR") or (address_towards(job.attempt.nodes[1]) if job.nodes > 1 else "127.0.0.1")
     os.environ |= {"MASTER_ADDR": address, "MASTER_PORT": str(free_port(f"{job.id}.{job.attempt.attempt}"))}
@@ -300,7 +302,7 @@ def show(job: Job, words: list[str]) -> int:
         print(shlex.join([*["srun", f"--nodes={job.nodes}", f"--ntasks-per-node={tasks}"][: 3 * bool(tasks)], *task]))
     if words[0] != str(SCRIPTS / "train.py"):
         return 0
-    gib = os.environ.get("SBATCH_MEM_PER_NODE") or job.directive("--mem[= ]", r"\S+", default="")
+    gib = os.environ.get("SBATCH_MEM_PER_NODE") or job.directive("--mem[= ]", r"(\S+)", default="")
     if os.environ["SITE"] == "laptop":
         gib = f"{os.sysconf('SC_PAGE_SIZE') * os.sysconf('SC_PHYS_PAGES') / 2**30:.0f}G"
     available = ["--cpu_memory", gib[:-1]] if gib.endswith("G") else []

@@ -102,9 +102,12 @@ def job_outcome(record: Record | None, exit_code: int, signal_noted: bool, timeo
     return "oom" if record and record.status == "oom" else status, exit_code
 
 
-def sweep(folder: Path) -> None:
-    """Note the end of jobs that could not note it, such as after a node crash, and remove their folders."""
-    for path in sorted(folder.glob("*.json")):
+def sweep(folder: Path, own: str = "") -> None:
+    """Note the end of jobs that could not note it, such as after a node crash, and remove their folders.
+
+    own: the id of the job that calls this.
+    """
+    for path in sorted({*folder.glob("*.json")} - {folder / f"{own}.json"}):
         with contextlib.suppress(WorkshopError):  # the report names the problem
             record = read_record(path)
             if ended_without_a_word(path, record):
@@ -116,7 +119,12 @@ def sweep(folder: Path) -> None:
     for left in folder.glob(".*"):
         # The watchdog uses this folder in a run without job.sh. This run may still be active
         heartbeats = left.name.startswith(".ranks_")
-        if left.is_dir() and not heartbeats and not is_alive(folder / f"{left.name[1:]}.json"):
+        if (
+            left.is_dir()
+            and not heartbeats
+            and left.name != f".{own}"
+            and not is_alive(folder / f"{left.name[1:]}.json")
+        ):
             shutil.rmtree(left, ignore_errors=True)
 
 
