@@ -65,9 +65,9 @@ job_note_origin submission
 job_find_site
 job_load_site
 job_note_origin site
-JOB_SCRIPT=$0
+export JOB_SCRIPT=$0 CHECK_BANDWIDTH=no
 JOB_ID=${SLURM_JOB_ID:-${JOB_ID:-local-$(date +%Y%m%d-%H%M%S)-$$}}
-CHILD="" CHECK_BANDWIDTH=no NOTED_SIGNALS=""
+CHILD="" NOTED_SIGNALS=""
 : "${LOGGERS:=yes}" "${LOG_INTERVAL:=5}" "${REQUIRE_GPU:=1}" "${JOIN_TIMEOUT:=300}" "${MAX_RESTARTS:=10}"
 : "${CUDA_DEVICE_ORDER:=PCI_BUS_ID}" # number GPUs as nvidia-smi and Slurm do; CUDA itself begins with the fastest GPU
 : "${TORCH_CPP_LOG_LEVEL:=ERROR}"    # with WARNING, PyTorch logs each socket that is closed
