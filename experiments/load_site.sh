@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Find the site and load its variables. job.sh and submit.sh source this file (watch.sh only for job_fail). preflight.py
-# starts it with a command, which then runs in the environment of a job:
+# Find the site and load its variables. job.sh and submit.sh source this file. preflight.py and watch.sh
+# start it with a command, which then runs in the environment of a job:
 #     SITE=laptop bash experiments/load_site.sh python -c 'import sys; print(sys.prefix)'
 # The site is $SITE, or else the name in experiments/site. The site's file, experiments/sites/NAME.sh, sets knobs and
 # defines site_setup, which puts the site's python first on PATH.

@@ -1,11 +1,11 @@
 """The knobs of a training run: the variable, flag, default and help text of each.
 
-    python scripts/config.py      # prints a line "VARIABLE --flag default" per knob; job.sh reads the first word
+    python scripts/config.py      # prints a line "VARIABLE --flag default" per knob
 
 If you change a default here, it applies to each run in which no flag and no variable of the submission, the site or
 the experiment sets the knob. Each run prints the source of each value. docs/knobs.md explains the knobs, and
-scripts/settings reads and checks them. This file imports only the standard library, because job.sh should not wait for
-the import of PyTorch.
+scripts/settings reads and checks them. This file imports only the standard library, because many programs
+should not wait for the import of PyTorch.
 """
 
 import argparse

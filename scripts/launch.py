@@ -10,7 +10,6 @@ All arguments are torchrun's, and torchrun does the work. The differences are:
   - On one node, torchrun uses the c10d rendezvous, which executes code that anybody on the network writes into its
     store. launch.py always uses the static rendezvous, which reads text. It names each node that does not join within
     JOIN_TIMEOUT seconds.
-  - With --numa-binding, launch.py checks first that the ranks can be bound, and prints the CPUs of each rank.
 """
 
 import argparse
@@ -35,7 +34,6 @@ from torch.distributed.elastic.utils import store as store_util
 from torch.distributed.run import parse_args, parse_min_max_nnodes, run
 
 from distributed.rendezvous import free_port, join_timeout, missing_nodes, node_name, note_joining, reach
-from job.numa_binding import prepare_binding
 from shared.errors import ENVIRONMENT, STOPPED, WorkshopError, run_program
 
 LOOPBACK = "127.0.0.1"
@@ -46,10 +44,7 @@ def main() -> None:
     if "--help" in sys.argv[1:2]:
         print(__doc__)
     arguments = parse_args(sys.argv[1:])
-    # Only torchrun binds, and only the ranks. So share_cores counts all CPUs of this node, with and without a binding
     share_cores(arguments.nproc_per_node)
-    if arguments.numa_binding:
-        prepare_binding(arguments.numa_binding, arguments.nproc_per_node)
     prepare_rendezvous(arguments, join_timeout())
     handle_signals(arguments)
     rank_logger = logging.getLogger("torch.distributed.elastic.multiprocessing.api")
@@ -57,7 +52,7 @@ def main() -> None:
     rank_logger.addFilter(partial(note_failure, failed_at))
     store_util.barrier = partial(final_barrier, arguments.node_rank, store_util.barrier)
     try:
-        # Use the job's folder if there is one: job.sh removes it even if this launcher is killed
+        # Use the job's folder if there is one: run_job.py removes it even if this launcher is killed
         run_dir = os.environ.get("RUN_DIR")
         with tempfile.TemporaryDirectory(prefix="launch_", dir=run_dir, ignore_cleanup_errors=True) as folder:
             arguments.log_dir = arguments.log_dir or folder  # otherwise torchrun leaves a temporary folder
@@ -142,7 +137,7 @@ def handle_signals(arguments: argparse.Namespace) -> None:
     arguments.signals_to_handle = "SIGQUIT"  # the only signal that torchrun still handles itself
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
         # Keep SIGHUP ignored under nohup. Always install the SIGINT handler: a process that a script starts in the
-        # background ignores SIGINT by default, and job.sh starts each launcher in this way
+        # background ignores SIGINT by default, and on_node.py starts each launcher in this way
         if number != signal.SIGHUP or signal.getsignal(number) is not signal.SIG_IGN:
             signal.signal(number, partial(pass_signal_to_ranks, []))
 

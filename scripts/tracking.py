@@ -1,6 +1,6 @@
 """Upload the offline runs of a job to Weights & Biases.
 
-    python scripts/tracking.py 4711      # the runs of job 4711; job.sh does this if WANDB_ONLINE=1
+    python scripts/tracking.py 4711      # the runs of job 4711; run_job.py does this if WANDB_ONLINE=1
 
 The key for the upload comes from `wandb login`, or from experiments/wandb_key (mode 0600, never in git).
 """

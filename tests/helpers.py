@@ -14,6 +14,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
 
+from records.schema import read_record
+
 REPOSITORY = Path(__file__).resolve().parent.parent
 EXPERIMENTS = REPOSITORY / "experiments"
 # A site's own experiments in experiments/own are left out
@@ -80,8 +82,9 @@ class RunFiles:
 
     @property
     def record(self) -> dict:
+        """The record that readers see: what the training and its job have written."""
         assert self.record_path.exists(), f"no run record\n{self}"
-        return json.loads(self.record_path.read_text(encoding="utf-8"))
+        return read_record(self.record_path).model_dump(mode="json", by_alias=True, exclude_unset=True)
 
     @property
     def output(self) -> Path:

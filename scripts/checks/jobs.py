@@ -79,7 +79,7 @@ def drop_settings(variables: Mapping[str, str], folder: Path) -> dict[str, str]:
     """Drop the caller's knobs, launcher and job from `variables`, and set the data set cache to `folder`."""
     dropped = {"RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "JOB_ID"}
     dropped |= {knob.variable for knob in KNOBS} | {"KNOB_ORIGINS"}
-    dropped |= {"EXPERIMENT", "BANDWIDTH_FILE", "RUN_DIR", "SNAPSHOT"}
+    dropped |= {"ATTEMPT", "EXPERIMENT", "BANDWIDTH_FILE", "RUN_DIR", "SNAPSHOT"}
     kept = {k: v for k, v in variables.items() if k not in dropped and (k[:6] != "SLURM_" or k == "SLURM_CONF")}
     return kept | {"HF_DATASETS_CACHE": str(folder / "datasets")}
 

@@ -1,7 +1,7 @@
 """The rendezvous of a job: the address and port where all nodes meet, and the wait until a node can connect.
 
 The ranks exchange their addresses through a store on the first node. torchrun runs the store; without torchrun, rank 0
-does. This module imports no large package, so that launch.py and job/master_address.py can use it.
+does. This module imports no large package, so that launch.py and run_job.py can use it.
 """
 
 import contextlib
@@ -96,7 +96,7 @@ def note_joining(problem: str = "") -> None:
 def missing_nodes() -> list[str]:
     """Return one line per node that has not joined, with its problem if the node has noted one.
 
-    The list is empty without job.sh, which creates the folder with the notes.
+    The list is empty without run_job.py, which creates the folder with the notes.
     """
     if "RUN_DIR" not in os.environ:
         return []

@@ -64,10 +64,10 @@ class Watchdog(threading.Thread):
     def __init__(self, hang_timeout: int):
         super().__init__(name="watchdog", daemon=True)
         self.rank = whole_number("RANK")
-        # All ranks know this folder before they join: job.sh's folder, or the run record's folder without job.sh
+        # All ranks know this folder before they join. Without a job it is the folder of the run record
         host, port = first_address()
         self.folder = Path(os.environ.get("RUN_DIR", "results"), f".ranks_{host}_{port}")
-        # This folder stays after the job. The folder of job.sh does not
+        # This folder stays after the job. The folder of the attempt does not
         job = os.environ.get("JOB_ID") or os.environ.get("SLURM_JOB_ID") or f"{host}_{port}"
         self.flight_records = Path("results", f"{job}_flight_record")
         self.hang_timeout = hang_timeout
@@ -277,7 +277,7 @@ def describe_ranks(ranks: set[int], heartbeats: dict[int, Heartbeat], last: str 
 
     A rank without a heartbeat has only its number, and its node if the node is known.
     """
-    nodes = os.environ.get("ALL_NODES", "").split()  # job.sh sets it; each node has the same number of ranks
+    nodes = os.environ.get("ALL_NODES", "").split()  # run_job.py sets it; each node has the same number of ranks
     names = []
     for rank in sorted(ranks)[:MOST_NAMED]:
         node = rank // whole_number("LOCAL_WORLD_SIZE", "1")

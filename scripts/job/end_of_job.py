@@ -1,11 +1,8 @@
-"""End of a job: record how the job ended, and print a summary for its log.
+"""End of a job: note how its attempt ended, and print a summary for its log. Also note the end of jobs that are gone.
 
-    PYTHONPATH=scripts python -m job.end_of_job 4711 --exit-code 0     # in the experiment's folder; job.sh does this
-
-This program must finish in the seconds between SIGTERM and SIGKILL, so it imports no large package.
+run_job.py calls this. It must finish in the seconds between SIGTERM and SIGKILL, so it imports no large package.
 """
 
-import argparse
 import contextlib
 import fcntl
 import os
@@ -17,31 +14,24 @@ import sys
 from datetime import UTC, datetime
 from functools import cache
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from job.memory_logs import MemoryLog, log_host, memory_log_paths, read_cpu_log, read_gpu_log
+from job.on_node import output as ask_slurm
 from records.schema import (
     LOCK,
     WITHOUT_A_WORD,
+    Attempt,
     Record,
-    change_record,
+    job_path,
     now,
     outcome,
+    read_attempts,
     read_record,
+    read_training,
+    write_attempts,
 )
-from shared.errors import STOPPING_SIGNALS, WorkshopError, cannot_be_written, run_program, survive_lost_output
-
-
-def is_from_earlier_attempt(record: Record, since: datetime | None) -> bool:
-    """Return True if a record is older than the attempt that ends now. If so, this attempt did not train."""
-    return bool(since and record.started and record.started < since)
-
-
-def note_signal(path: Path, exit_code: int, since: datetime | None) -> None:
-    """Record that the job has got a stop signal, because the job may be killed before it can record its end."""
-    record = read_record(path)
-    if record.status == "running" and not is_from_earlier_attempt(record, since):
-        change_record(path, status="stopped", exit_code=exit_code)
+from shared.errors import STOPPING_SIGNALS, WorkshopError, cannot_be_written
 
 
 def notes(path: Path) -> list[str]:
@@ -76,7 +66,7 @@ def failure_reason(status: str, code: int, process: str, single: bool, noted: st
     """
     if status in ("completed", "timeout"):
         return None
-    if nodes := failed_nodes():
+    if nodes := failed_nodes(os.environ.get("SLURM_JOB_NODELIST", "")):
         return f"node failure on {nodes}"
     if noted or status == "stopped" or not process:
         return noted
@@ -90,67 +80,95 @@ def failure_reason(status: str, code: int, process: str, single: bool, noted: st
     return f"exit code {code}{cause}" if cause else None
 
 
-def failed_nodes() -> str:
-    """Return the nodes of this job that are down in Slurm."""
-    nodes = os.environ.get("SLURM_JOB_NODELIST")
+def failed_nodes(nodes: str) -> str:
+    """Return those of these nodes that are down in Slurm. nodes: node[1-2] or node1,node2, empty without Slurm."""
     if not nodes:
         return ""
     found = ask_slurm("sinfo", "--noheader", f"--nodes={nodes}", "--states=down,fail", "--format=%N")
     return ", ".join(found.split())
 
 
-def ask_slurm(*command: str) -> str:
-    """Return the output of a Slurm command. It is empty if the command is not installed or takes too long."""
-    try:
-        return subprocess.run(command, capture_output=True, text=True, timeout=5).stdout
-    except (FileNotFoundError, subprocess.TimeoutExpired):
-        return ""
-
-
-def close_record_of_job(path: Path, exit_code: int, timeout: bool) -> Record:
-    """Close the record and return it. Add what the training could not write because a rank or the job was killed.
+def job_outcome(record: Record | None, exit_code: int, signal_noted: bool, timeout: bool) -> tuple[str, int]:
+    """Return status and exit code of an attempt. The training's own end decides if its launcher returned 0.
 
     exit_code: exit code of the rank that failed first, or of the launcher.
     """
-    record = read_record(path)
-    if exit_code == 0:
+    if record and exit_code == 0:
         if record.status == "completed" or (record.finished and not timeout):
-            return record
+            return record.status, record.exit_code or 0
         # srun stops waiting for a stopped step whose ranks save slowly, and returns 0
-        exit_code = record.exit_code or 128 + signal.SIGKILL
+        exit_code = record.exit_code or 128 + (signal.SIGTERM if signal_noted else signal.SIGKILL)
     status = "timeout" if timeout else outcome(exit_code)
-    if record.status == "oom":
-        status = "oom"
-    if (record.status, record.exit_code) == (status, exit_code) and record.finished:
-        return record
-    return change_record(path, status=status, exit_code=exit_code, finished=now())
+    return "oom" if record and record.status == "oom" else status, exit_code
 
 
-def sweep(folder: Path) -> None:
-    """Close the records and remove the folders of jobs that could not note their end, such as after a node crash."""
-    for path in sorted(folder.glob("*.json")):
-        try:
+def sweep(folder: Path, own: str = "") -> None:
+    """Note the end of jobs that could not note it, such as after a node crash, and remove their folders.
+
+    own: the id of the job that calls this.
+    """
+    for path in sorted({*folder.glob("*.json")} - {folder / f"{own}.json"}):
+        with contextlib.suppress(WorkshopError):  # the report names the problem
             record = read_record(path)
-        except WorkshopError:
-            continue  # the report names the problem
-        if not ended_without_a_word(path, record):
-            continue
-        finished = record.finished or datetime.fromtimestamp(int(path.stat().st_mtime), UTC)
-        stopped = record.status == "stopped"
-        status, reason = ("stopped", record.reason) if stopped else ("failed", reason_from_slurm(path.stem))
-        change_record(path, status=status, finished=finished, reason=reason)
-        print(f"{path}: the job is gone, and its status is now {status}")
+            if ended_without_a_word(path, record):
+                *earlier, last = read_attempts(path) or [Attempt(attempt=record.attempt)]
+                stopped = record.status == "stopped"
+                status, reason = ("stopped", record.reason) if stopped else ("failed", reason_from_slurm(path.stem))
+                write_attempts(path, [*earlier, close_lost_attempt(path, last, status, reason)])
+                print(f"{path}: the job is gone, and its status is now {status}")
     for left in folder.glob(".*"):
         # The watchdog uses this folder in a run without job.sh. This run may still be active
         heartbeats = left.name.startswith(".ranks_")
-        if left.is_dir() and not heartbeats and not is_alive(folder / f"{left.name[1:]}.json"):
+        if (
+            left.is_dir()
+            and not heartbeats
+            and left.name != f".{own}"
+            and not is_alive(folder / f"{left.name[1:]}.json")
+        ):
             shutil.rmtree(left, ignore_errors=True)
 
 
-def ended_without_a_word(path: Path, record: Record) -> bool:
-    """Return True if a job ended before job.sh could note why, for example because its first node crashed.
+def close_lost_attempt(path: Path, attempt: Attempt, status: str, reason: str | None) -> Attempt:
+    """Return an attempt that could not note its end. Its last sign of life is the last write of its training."""
+    record = read_training(path) if path.exists() else None
+    finished = None
+    if record and record.attempt == attempt.attempt and not record.finished:
+        finished = datetime.fromtimestamp(int(path.stat().st_mtime), UTC)
+    return attempt.model_copy(update={"status": status, "finished": finished, "reason": reason})
 
-    A rank on another node may have closed the record, but only job.sh removes the job's folder.
+
+def begin_attempt(path: Path, restarts: int, **facts: Any) -> Attempt:
+    """Note the start of an attempt, and the end of earlier attempts that could not note it. Raises OSError."""
+    attempts = read_attempts(path)
+    record = read_training(path) if path.exists() else None
+    for place, each in enumerate(attempts):
+        if not each.finished and not each.reason:
+            nodes = failed_nodes(",".join(each.nodes))
+            reason = f"node failure on {nodes}" if nodes else WITHOUT_A_WORD
+            status = "stopped" if each.status == "stopped" else "failed"
+            attempts[place] = close_lost_attempt(path, each, status, reason)
+    number = max([restarts, *(each.attempt for each in attempts), record.attempt if record else 0]) + 1
+    attempt = Attempt(attempt=number, started=now(), **facts)
+    write_attempts(path, [*attempts, attempt])
+    return attempt
+
+
+def note_attempt(path: Path, attempt: Attempt) -> bool:
+    """Replace the newest attempt of a job. Return False, and write nothing, if the job has started again since.
+
+    A process of an earlier attempt may continue on a node that did not answer for a while. Raises OSError.
+    """
+    *earlier, newest = read_attempts(path) or [attempt]
+    if newest.attempt != attempt.attempt:
+        return False
+    write_attempts(path, [*earlier, attempt])
+    return True
+
+
+def ended_without_a_word(path: Path, record: Record) -> bool:
+    """Return True if a job ended before run_job.py could note why, for example because its first node crashed.
+
+    A rank on another node may have closed the record, but only run_job.py removes the job's folder.
     """
     if record.finished:
         unexplained = record.status == "failed" and not record.reason
@@ -180,7 +198,7 @@ def queue_state(job_id: str) -> str:
 def is_alive(record: Path) -> bool:
     """Return True if a record's job runs or may run: it holds a lock, or it is in Slurm's queue."""
     folder = record.parent / f".{record.stem}"
-    for lock in (folder, folder / LOCK):  # locks of job.sh and train.py
+    for lock in (folder, folder / LOCK):  # locks of run_job.py and train.py
         with contextlib.suppress(OSError):
             descriptor = os.open(lock, os.O_RDONLY | os.O_NONBLOCK)
             try:
@@ -289,58 +307,43 @@ def on_host(log: MemoryLog) -> str:
     return f" on {log_host(log.path)}" if log_host(log.path) else ""
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("job_id", nargs="?", default="")
-    parser.add_argument("--exit-code", type=int, default=0, help="exit code of the job's script")
-    parser.add_argument("--signal", action="store_true", help="the job got a stop signal and has not ended yet")
-    parser.add_argument("--sweep", action="store_true", help="only close the records of jobs that are gone")
-    parser.add_argument("--timeout", action="store_true", help="Slurm ended the job at its time limit")
-    parser.add_argument(
-        "--since",
-        type=datetime.fromisoformat,
-        help="when the job began (UTC); an older record is left unchanged",
-    )
-    parser.add_argument("--ranks", type=int, help="number of ranks of a job that has no record")
-    arguments = parser.parse_args()
-    survive_lost_output()
-    path = Path("results") / f"{arguments.job_id}.json"
-    if arguments.sweep:
-        sweep(Path("results"))
-    elif arguments.signal:
-        if path.exists():
-            note_signal(path, arguments.exit_code, arguments.since)
-    else:
-        sys.exit(end_of_job(path, arguments))
+class End(NamedTuple):
+    """End of an attempt: the job's exit code, and the training's record if this attempt has one.
+
+    newest: False if the job has started again since, and this process is left over from an earlier attempt.
+    """
+
+    code: int
+    record: Record | None
+    newest: bool = True
 
 
-def end_of_job(path: Path, arguments: argparse.Namespace) -> int:
-    """Close the job's record, if it has one, and print the summary. Return the job's exit code."""
-    record = None
-    earlier = False
-    run_dir = path.with_name(f".{path.stem}")  # the parts of the job note failures and gaps in logs here
-    code, process = first_failed_process(run_dir) or (arguments.exit_code, "")
-    status = "timeout" if arguments.timeout else outcome(code)
-    reason = None
+def end_attempt(path: Path, run_dir: Path, attempt: Attempt, exit_code: int, timeout: bool, ranks: int) -> End:
+    """Note how an attempt has ended, and print the summary.
+
+    path: the run record. run_dir: the folder in which the parts of this attempt noted failures and gaps in logs.
+    """
+    record, earlier = None, False
     try:
-        earlier = path.exists() and is_from_earlier_attempt(read_record(path), arguments.since)
-        if path.exists() and not earlier:
-            record = close_record_of_job(path, code, arguments.timeout)
-            status = record.status
-            code = code or record.exit_code or 0
-        ranks = record.world_size if record else arguments.ranks
-        reason = failure_reason(status, code, process, ranks == 1, record.reason if record else None)
-        if record and reason:
-            record = change_record(path, reason=reason)
+        record = read_training(path) if path.exists() else None
+    except WorkshopError as error:
+        print(f"error: {error}", file=sys.stderr)
+    if record and record.attempt != attempt.attempt:
+        record, earlier = None, True
+    failed = None if record and record.status == "completed" and exit_code == 0 else first_failed_process(run_dir)
+    code, process = failed or (exit_code, "")
+    status, code = job_outcome(record, code, attempt.status == "stopped", timeout)
+    ranks = record.world_size or 1 if record else ranks
+    reason = failure_reason(status, code, process, ranks == 1, record.reason if record else None)
+    end = {"status": status, "exit_code": code, "reason": reason, "finished": now()}
+    try:
+        if not note_attempt(path, attempt.model_copy(update=end)):
+            return End(code, record, newest=False)
     except (WorkshopError, OSError) as error:  # for example on a full disk; the summary is still printed
-        problem = cannot_be_written(path, error) if isinstance(error, OSError) else error
+        problem = cannot_be_written(job_path(path), error) if isinstance(error, OSError) else error
         print(f"error: {problem}", file=sys.stderr)
     noted = [line for path in sorted(run_dir.glob("missing_*")) for line in notes(path)]
     lines = [f"status: {status} (exit code {code})", *filter(None, [reason])]
-    lines += summary(arguments.job_id, record, code, noted, earlier)
+    lines += summary(path.stem, record, code, noted, earlier)
     print("\n".join(["", "=" * 60, *lines, "=" * 60]))
-    return code
-
-
-if __name__ == "__main__":
-    run_program(main)
+    return End(code, record)

@@ -31,7 +31,7 @@ def git_state() -> dict:
 def git_status() -> str:
     """Return the output of `git status`. The text is empty if git fails.
 
-    Prefer a file with earlier output: submit.sh --snapshot writes one next to the code, and job.sh
+    Prefer a file with earlier output: submit.sh --snapshot writes one next to the code, and run_job.py
     writes one into the job's folder when the job begins.
     """
     for folder in (REPOSITORY, Path(os.environ.get("RUN_DIR", REPOSITORY))):

@@ -3,7 +3,6 @@
 import json
 import os
 import platform
-import re
 import time
 from importlib.metadata import version
 from pathlib import Path
@@ -11,7 +10,7 @@ from pathlib import Path
 import torch
 
 from distributed.collectives import broadcast_from_rank_0
-from shared.errors import WorkshopError
+from records.schema import check_job_id
 from shared.nvml import power_limit_w
 from shared.paths import REPOSITORY, workshop_version
 
@@ -25,8 +24,7 @@ def new_job_id() -> str:
     """
     local = f"local-{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"
     job_id = os.environ.get("JOB_ID") or os.environ.get("SLURM_JOB_ID") or local
-    if not re.fullmatch(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,63}", job_id):  # job.sh has the same rule
-        raise WorkshopError("JOB_ID", f"{job_id!r:.80} cannot name files", "give up to 64 letters, digits, . _ or -")
+    check_job_id(job_id)
     return broadcast_from_rank_0(job_id)
 
 

@@ -1,25 +1,31 @@
-"""Schema of the run record ``results/<job_id>.json``. The report takes the facts about a run from this file.
+"""Schema of the run record: ``results/<job_id>.json`` of the training, and ``results/jobs/<job_id>.json`` of its job.
 
-records/writer.py writes the record. The training, the watchdog or, for a killed job, job/end_of_job.py closes it.
-reporting/ and benchmarks/ read it. A field that is not described here is kept unchanged.
+`read_record` joins both files, and the report takes the facts about a run from it. The training writes the first file
+with records/writer.py. The job writes the second file with job/end_of_job.py: how each of its attempts ended. A field
+that is not described here is kept unchanged.
 
-This is schema 1. Rank 0 writes the file and replaces it atomically. A value that could not be measured is null, and
-`missing` gives the reason under the same name. A number that is not finite is null too.
+This is schema 1. Each file is replaced atomically. A value that could not be measured is null, and `missing` gives the
+reason under the same name. A number that is not finite is null too.
 """
 
+import os
+import re
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import AwareDatetime, BaseModel, ConfigDict, Field, PlainSerializer
 
-from shared.errors import STOPPED, STOPPING_SIGNALS
+from shared.errors import STOPPED, STOPPING_SIGNALS, WorkshopError
 from shared.json_files import read_checked, write_json
 
 SCHEMA: Literal[1] = 1
 LOCK = ".lock"  # the file that a running job holds locked in results/.<job_id>, and in its output folder
 WITHOUT_A_WORD = "ended without a word: its node failed, or it was killed"
 Time = Annotated[AwareDatetime, PlainSerializer(datetime.isoformat)]  # in UTC, except in Pause
+
+
+Status = Literal["running", "completed", "failed", "oom", "timeout", "stopped"]
 
 
 class Part(BaseModel):
@@ -185,7 +191,7 @@ class Record(Part):
     """The whole run record. The record of a failed run has only some of the fields."""
 
     version: Literal[1] = Field(default=SCHEMA, alias="schema")
-    status: Literal["running", "completed", "failed", "oom", "timeout", "stopped"]
+    status: Status
     exit_code: int | None = None  # exit code of the training, null while it runs
     reason: str | None = None  # why the run failed: the process that ended first, a failed node, or a hanging rank
     job_id: str | None = None
@@ -198,7 +204,7 @@ class Record(Part):
     output_dir: str | None = None
     attempt: int = 1  # more than 1 if this job id was started again
     restarts: list[Restart] = []  # one for each later attempt; all other fields describe the last attempt
-    overrides: list[str] = []  # directives of the .slurm file that were changed at submission
+    overrides: list[str] = []  # directives of the .slurm file that were changed at submission, from the job's part
     stop: Stop | None = None  # only in the record of a stopped run
     nodes: list[str] = []  # host names, in rank order
     pid: int | None = None  # process id of rank 0, on the first node
@@ -244,9 +250,67 @@ class Record(Part):
     missing: dict[str, str] = {}  # name of a field -> reason why it has no value
 
 
+class Attempt(Part):
+    """One attempt of a job: a start of run_job.py. It trains, or it ends before the training begins."""
+
+    attempt: int
+    started: Time | None = None
+    finished: Time | None = None
+    status: Status = "running"  # stopped as soon as the job gets a signal
+    exit_code: int | None = None  # exit code of the job
+    reason: str | None = None  # as in Record
+    nodes: list[str] = []  # names in Slurm
+    overrides: list[str] = []  # as in Record
+
+
+class JobRecord(Part):
+    """Content of results/jobs/<job_id>.json. The job writes it, and the training does not."""
+
+    version: Literal[1] = Field(default=SCHEMA, alias="schema")
+    attempts: list[Attempt] = []  # oldest first
+
+
 def read_record(path: Path) -> Record:
-    """Read the record in a file. Raises WorkshopError (exit code 2) that names the wrong field of an invalid record."""
+    """Read results/<job_id>.json, and add what the job noted about this attempt in results/jobs/<job_id>.json.
+
+    Raises WorkshopError (exit code 2) that names the wrong field of an invalid record.
+    """
+    record = read_training(path)
+    attempt = next((each for each in read_attempts(path) if each.attempt == record.attempt), None)
+    if not attempt:
+        return record
+    joined: dict[str, object] = {"overrides": attempt.overrides or record.overrides}  # 1.0.0 had them in the record
+    # A training that is slow to save may end after srun, and so after its job
+    ended_later = record.finished and (not attempt.finished or record.finished > attempt.finished)
+    if attempt.status != "running" and not ended_later:
+        joined |= {"status": attempt.status, "exit_code": attempt.exit_code}
+        joined |= {"finished": record.finished or attempt.finished}
+    if joined.get("status", record.status) != "completed":
+        joined["reason"] = attempt.reason or record.reason
+    return record.model_copy(update=joined)
+
+
+def read_training(path: Path) -> Record:
+    """Read the part of the record that the training writes. Raises WorkshopError as `read_record` does."""
     return read_checked(path, Record, "run record", "give results/<job_id>.json of a run, or move the file away")
+
+
+def check_job_id(job_id: str) -> None:
+    """Raise WorkshopError (exit code 2) for an id that cannot be part of a file name."""
+    if not re.fullmatch(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,63}", job_id):
+        raise WorkshopError("JOB_ID", f"{job_id!r:.80} cannot name files", "give up to 64 letters, digits, . _ or -")
+
+
+def job_path(path: Path) -> Path:
+    """Return the path of the job's part of a record."""
+    return path.parent / "jobs" / path.name
+
+
+def read_attempts(path: Path) -> list[Attempt]:
+    """Read the attempts of the job of a record, oldest first. Without job.sh there are none."""
+    if not os.path.exists(job_path(path)):
+        return []
+    return read_checked(job_path(path), JobRecord, "record of a job", "move the file away").attempts
 
 
 def write_record(path: Path, record: Record) -> None:
@@ -271,8 +335,7 @@ def outcome(exit_code: int) -> str:
     return "stopped" if exit_code == STOPPED or exit_code - 128 in STOPPING_SIGNALS else "failed"
 
 
-def change_record(path: Path, **fields: object) -> Record:
-    """Replace fields of the record in a file and return the record. Raises OSError if the file cannot be written."""
-    record = read_record(path).model_copy(update=fields)
-    write_record(path, record)
-    return record
+def write_attempts(path: Path, attempts: list[Attempt]) -> None:
+    """Replace the job's part of a record. Raises OSError if it cannot be written."""
+    job_path(path).parent.mkdir(parents=True, exist_ok=True)
+    write_json(job_path(path), JobRecord(attempts=attempts).model_dump(mode="json", by_alias=True))

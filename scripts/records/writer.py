@@ -1,4 +1,4 @@
-"""Writer of the run record ``results/<job_id>.json``. schema.py describes its fields."""
+"""Writer of the training's part of the run record, ``results/<job_id>.json``. schema.py describes its fields."""
 
 import contextlib
 import fcntl
@@ -11,7 +11,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import IO
 
-from distributed.collectives import gather_lists, rank
+from distributed.collectives import broadcast_from_rank_0, gather_lists, rank
 from distributed.process_group import exit_code, is_out_of_memory
 from records.git_state import git_state
 from records.run_environment import bandwidth, experiment_path, hardware, strip_repository, versions
@@ -21,11 +21,11 @@ from records.schema import (
     WITHOUT_A_WORD,
     Pause,
     Record,
-    change_record,
     local_now,
     now,
     outcome,
     read_record,
+    read_training,
     write_record,
 )
 from shared.errors import WorkshopError, cannot_be_written, whole_number
@@ -88,7 +88,7 @@ class RunRecord:
             "status": "running",
             "exit_code": None,
             "job_id": job_id,
-            "attempt": whole_number("ATTEMPT", "1"),  # job.sh also counts attempts that ended before they had a record
+            "attempt": whole_number("ATTEMPT", "1"),  # the job also counts attempts that ended before they had a record
             "restarts": [],
             "pauses": [],
             "missing": self.reasons,
@@ -104,7 +104,8 @@ class RunRecord:
         hosts = [host for (host,) in gather_lists([socket.gethostname()])]
         if rank() == 0 and self.path.exists():
             before = read_record(self.path)
-            self.content["attempt"] = max(self.content["attempt"], before.attempt + 1)
+            if "ATTEMPT" not in os.environ:
+                self.content["attempt"] = before.attempt + 1
             restart = {
                 "time": now(),
                 "reason": describe_end(before),
@@ -116,13 +117,13 @@ class RunRecord:
             kwh = before.energy.kwh if before.energy else None
             self.earlier_kwh = math.nan if kwh is None else kwh
             self.content["pauses"] = before.pauses
+        self.content["attempt"] = broadcast_from_rank_0(self.content["attempt"])
         self.content |= {
             "experiment": experiment_path(),
             "command": [strip_repository(word) for word in sys.argv],
             "started": now(),
             "finished": None,
             "stop": None,
-            "overrides": [text for text in os.environ.get("JOB_OVERRIDES", "").split(";") if text],
             "nodes": list(dict.fromkeys(hosts)),
             "pid": os.getpid(),
             "world_size": len(hosts),
@@ -160,15 +161,19 @@ class RunRecord:
     def write(self) -> None:
         if rank() != 0:
             return
-        on_disk = read_record(self.path) if self.path.exists() else None
-        if on_disk and on_disk.attempt > self.content["attempt"]:
-            return  # the job has started again, and this process is left over from the earlier attempt
+        on_disk = read_training(self.path) if self.path.exists() else None
         if on_disk and on_disk.attempt == self.content["attempt"] and self.content["status"] == "running":
-            # job.sh may have noted a signal or the end while this process still saves. Keep those fields
+            # Another rank may have noted its error while this process still trains. Keep those fields
             self.content |= {name: getattr(on_disk, name) for name in ("status", "exit_code", "finished")}
+        self.replace(Record.model_validate(self.content))
+
+    def replace(self, record: Record) -> None:
+        """Replace the file, but not if this process is left over from an earlier attempt of the job."""
+        if self.path.exists() and read_training(self.path).attempt > record.attempt:
+            return
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
-            write_record(self.path, Record.model_validate(self.content))
+            write_record(self.path, record)
         except OSError as error:
             raise cannot_be_written(self.path, error) from error
 
@@ -201,18 +206,20 @@ class RunRecord:
         """Record how the run ended: with this exception, or completed if there is none."""
         code = exit_code(error)
         out_of_memory = is_out_of_memory(error)
-        on_disk = read_record(self.path)
-        running = not on_disk.finished
-        # If the launcher of a stopped job did not wait until this rank had saved, job.sh has already closed the record
-        if rank() == 0 and (running or on_disk.status == "stopped"):
+        running = not read_training(self.path).finished
+        if rank() == 0 and running:
             self.update(status="oom" if out_of_memory else outcome(code), exit_code=code, finished=now())
         elif out_of_memory or (running and isinstance(error, Exception)):
             # The launcher is about to end rank 0, which would record only that it was stopped
-            change_record(self.path, status="oom" if out_of_memory else "failed", exit_code=code, finished=now())
+            self.change(status="oom" if out_of_memory else "failed", exit_code=code, finished=now())
 
     def close_as_hung(self, error: WorkshopError) -> None:
         """Close the record with an error that names the hanging ranks. The watchdog's thread calls this."""
-        change_record(self.path, status="failed", exit_code=error.code, finished=now(), reason=error.what)
+        self.change(status="failed", exit_code=error.code, finished=now(), reason=error.what)
+
+    def change(self, **fields: object) -> None:
+        """Replace fields of the file, which another rank has written."""
+        self.replace(read_training(self.path).model_copy(update=fields | {"attempt": self.content["attempt"]}))
 
 
 def describe_end(record: Record) -> str:

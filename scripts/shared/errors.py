@@ -13,7 +13,7 @@
 Code that finds a problem raises `WorkshopError`. Code that continues after an error catches WorkshopError itself
 (preflight.py, `estimate_memory.py --compare`, job/end_of_job.py). Otherwise `run_program`, which runs each script's
 `main`, prints the line and sets the exit code. Scripts with several ranks use `run_and_exit` of
-distributed/process_group.py instead. launch.py and job.sh (job_finish) end with the code of the rank that failed first.
+distributed/process_group.py instead. launch.py and run_job.py end with the code of the rank that failed first.
 """
 
 import argparse

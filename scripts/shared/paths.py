@@ -7,6 +7,7 @@ REPOSITORY = Path(__file__).resolve().parents[2]
 EXPERIMENTS = REPOSITORY / "experiments"
 REQUIREMENTS = REPOSITORY / "requirements.txt"
 SAMPLE = REPOSITORY / "data" / "squad_sample.json"
+CHECKPOINT_MARKER = "complete.json"  # the file that is written last into a checkpoint
 
 
 def workshop_version() -> str:

@@ -31,8 +31,8 @@ from settings.command_line import LATEST
 from settings.settings import Settings
 from shared.errors import ENVIRONMENT, NO_CHECKPOINT, WorkshopError, remedy_for_write
 from shared.json_files import flatten_keys, read_json, write_json
+from shared.paths import CHECKPOINT_MARKER
 
-MARKER = "complete.json"
 # The keys of an FSDP2 config that determine the files of a checkpoint, with their defaults. PyTorch loads these files
 # under any mesh, any wrapping and any strategy of FSDP2
 FSDP2_FILES = {"version": 2, "state_dict_type": "FULL_STATE_DICT", "cpu_offload": False}
@@ -58,7 +58,7 @@ def read_marker(folder: str | Path) -> dict:
 
     The entries are those of `training_identity`, `step`, and `files`: the name and size of each file.
     """
-    return read_json(Path(folder) / MARKER, "resume from another checkpoint")
+    return read_json(Path(folder) / CHECKPOINT_MARKER, "resume from another checkpoint")
 
 
 def is_complete(folder: Path) -> bool:
@@ -76,7 +76,7 @@ def complete_checkpoints(places: list[Path]) -> list[Path]:
 
 def newest_first(folder: Path) -> float:
     """Sort key that puts the newest checkpoint first. The step cannot be the key: a resumed run repeats lower steps."""
-    return -(folder / MARKER).stat().st_mtime
+    return -(folder / CHECKPOINT_MARKER).stat().st_mtime
 
 
 # 2. Saving
@@ -118,9 +118,9 @@ class CheckpointCallback(TrainerCallback):
 def mark_complete(folder: Path, content: dict) -> None:
     """Let others read the weights, and write the marker file, which lists all files of the checkpoint."""
     share_weights(folder)
-    paths = [path for path in folder.rglob("*") if path.is_file() and path.name != MARKER]
+    paths = [path for path in folder.rglob("*") if path.is_file() and path.name != CHECKPOINT_MARKER]
     files = {str(path.relative_to(folder)): path.stat().st_size for path in paths}
-    write_json(folder / MARKER, content | {"files": files})
+    write_json(folder / CHECKPOINT_MARKER, content | {"files": files})
 
 
 def remove_stop_checkpoints(output_dir: str | Path) -> None:
@@ -136,7 +136,7 @@ def remove(folder: Path) -> None:
 
     Files that another node holds open may remain for a while. Without the marker they do not count as a checkpoint.
     """
-    (folder / MARKER).unlink(missing_ok=True)
+    (folder / CHECKPOINT_MARKER).unlink(missing_ok=True)
     shutil.rmtree(folder, ignore_errors=True)
 
 
@@ -179,9 +179,9 @@ def find_checkpoint(requested: str | None, output_dir: str, job_id: str) -> str 
         if not existing:
             found = complete_checkpoints(sorted(place.parent.glob("*/")))
             print_once(f"no checkpoint in {place}: looking for one of the other runs in {place.parent}")
-    elif (place / MARKER).exists() or re.search(r"checkpoint-\d+$", place.name):
+    elif (place / CHECKPOINT_MARKER).exists() or re.search(r"checkpoint-\d+$", place.name):
         if not is_complete(place):
-            remedy = f"choose a folder with a {MARKER} and all files that it lists"
+            remedy = f"choose a folder with a {CHECKPOINT_MARKER} and all files that it lists"
             raise WorkshopError(requested, "is not a complete checkpoint", remedy, NO_CHECKPOINT)
         found = [place]
     if not found:

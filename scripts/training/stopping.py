@@ -14,7 +14,7 @@ from typing import Any
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from distributed.collectives import max_over_ranks, print_once, rank, wait_for_all_ranks
-from job.end_with_parent import end_with_parent
+from job.on_node import end_with_parent
 from shared.errors import STOPPED, STOPPING_SIGNALS
 from training.energy import EnergyMeter
 

@@ -14,7 +14,8 @@ from config import IGNORED
 from distributed.collectives import gather_lists, rank, world_size
 from models.chunked_loss import add_label_counts, computes_loss_in_head
 from shared.errors import WorkshopError
-from training.checkpoints import MARKER, checkpoint_folder, full_disk_errors
+from shared.paths import CHECKPOINT_MARKER
+from training.checkpoints import checkpoint_folder, full_disk_errors
 from training.flops import KINDS_OF_TOKENS, count_tokens
 from training.upstream_fixes import UpstreamFixes
 
@@ -154,7 +155,7 @@ class WorkshopTrainer(UpstreamFixes):
         with full_disk_errors(folder):
             if self.is_world_process_zero():
                 # The marker exists if this step was saved before, and the run was then resumed from a lower step
-                (folder / MARKER).unlink(missing_ok=True)
+                (folder / CHECKPOINT_MARKER).unlink(missing_ok=True)
             super()._save_checkpoint(model, trial)
 
     def save_current_step(self) -> Path:

@@ -32,11 +32,7 @@ def command(tmp_path) -> Callable[..., Finished]:
         home = tmp_path / "home"
         kept = {name: os.environ[name] for name in ("PATH", "LD_LIBRARY_PATH", "LANG") if name in os.environ}
         environment = kept | {"HOME": str(home), "HF_HOME": str(home / "hf"), "CUDA_VISIBLE_DEVICES": ""} | variables
-        program = [str(REPOSITORY / "scripts" / script)]
-        if script.startswith("job."):  # job.sh also runs these as modules
-            program = ["-m", script]
-            environment["PYTHONPATH"] = str(REPOSITORY / "scripts")
-        words = [sys.executable, *program, *map(str, arguments)]
+        words = [sys.executable, str(REPOSITORY / "scripts" / script), *map(str, arguments)]
         folder = tmp_path / "work"
         done = subprocess.run(words, cwd=folder, env=environment, capture_output=True, text=True, timeout=300)
         return Finished(" ".join(words), folder, "", done.returncode, done.stdout, done.stderr)

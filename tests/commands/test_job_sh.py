@@ -6,6 +6,7 @@ tests/faults has more tests of signals and kills.
 import json
 import os
 import re
+import shlex
 import signal
 import subprocess
 import sys
@@ -16,10 +17,17 @@ import pytest
 from canaries import CANARIES, find_leaks
 from helpers import REPOSITORY, until
 from job.memory_logs import read_gpu_log
+from records.schema import read_attempts, read_record
 from shell import program, shell_environment, start_stub
+
+
+def files(results: Path) -> list[str]:
+    return [str(path.relative_to(results)) for path in results.rglob("*") if path.is_file()]
+
 
 PRINT = "import os, sys; print('>', *(os.environ.get(n, 'unset') for n in sys.argv[1:]), sep='|')"
 IN_A_JOB = {"SLURM_JOB_ID": 47, "SLURM_JOB_NUM_NODES": 1}
+CORES = len(os.sched_getaffinity(0))
 
 
 def printed(done) -> list[str]:
@@ -132,12 +140,12 @@ def test_a_site_file_that_is_not_ready_is_one_error_line(stub, workshop, content
 
 
 @pytest.mark.parametrize("linked", ["experiments/mine/x", "."], ids=["experiment", "repository"])
-def test_a_job_runs_through_a_symbolic_link_and_in_posix_mode(stub, workshop, tmp_path, linked):
+def test_a_job_runs_through_a_symbolic_link(stub, workshop, tmp_path, linked):
     link = tmp_path / "link"
     link.symlink_to(workshop / linked)
     cwd = link if linked != "." else link / "experiments/mine/x"
     # bash reads the path with the link from PWD, as it does after cd
-    done, _ = stub(PRINT, "EXPERIMENT", "DATASET", words=("bash", "--posix", "x.slurm"), cwd=cwd, PWD=cwd)
+    done, _ = stub(PRINT, "EXPERIMENT", "DATASET", cwd=cwd, PWD=cwd)
     assert printed(done) == ["experiments/mine/x", f"{workshop}/data/squad_sample.json"]
 
 
@@ -151,21 +159,19 @@ def test_a_failed_training_fails_its_job_and_keeps_its_log(stub, workshop):
     # tee may write this line after the job's end
     until(lambda: "missing: no run record: the job ended before the training began" in log.read_text())
     assert {"to stdout", "RuntimeError: to stderr"} <= set(log.read_text().splitlines())
-    assert list((folder / "results").iterdir()) == []
+    assert files(folder / "results") == [f"jobs/{re.findall('_(local-.*)', log.stem)[0]}.json"]
     assert find_leaks(workshop) == []
     assert not any(secret in done.stdout + done.stderr for secret in CANARIES.values())
 
 
 @pytest.mark.parametrize(
     ("cpus", "gpus", "given", "expected"),
-    [(4096, 1, None, 256), (64, "a100:4", None, 16), (1, 8, None, 1), (64, 2, 5, 5)],
+    [(4096, 1, None, CORES), (1, 1, None, 1), (4096, "a100:2", None, max(1, CORES // 2)), (64, 2, 5, 5)],
 )
-def test_threads_per_rank_equal_its_cpus(stub, tmp_path, cpus, gpus, given, expected):
-    """A stub for nproc reports 256 CPUs, but Slurm may give the job fewer."""
-    program(tmp_path / "bin", "nproc", "echo 256")
+def test_threads_per_rank_equal_its_cpus(stub, cpus, gpus, given, expected):
+    """The job gets as many CPUs as Slurm gives it, but not more than this machine has."""
     slurm = IN_A_JOB | {"SLURM_GPUS_PER_NODE": gpus, "SLURM_CPUS_ON_NODE": cpus, "SLURM_CPUS_PER_TASK": cpus}
-    slurm |= {"PATH": f"{tmp_path}/bin:{shell_environment()['PATH']}", "OMP_NUM_THREADS": given}
-    done, _ = stub(PRINT, "OMP_NUM_THREADS", "SRUN_CPUS_PER_TASK", **slurm)
+    done, _ = stub(PRINT, "OMP_NUM_THREADS", "SRUN_CPUS_PER_TASK", OMP_NUM_THREADS=given, **slurm)
     assert printed(done) == [str(expected), str(cpus)]
     assert done.stdout.startswith(f"job 47 of experiments/mine/x: site laptop, 1 node(s) x {str(gpus)[-1]} rank(s)")
 
@@ -186,7 +192,7 @@ def test_the_next_job_completes_the_record_of_a_lost_job(stub, workshop):
     (results / "broken.json").write_text('{"status": "running"')
     done, _ = stub("print('training')")
     assert done.returncode == 0
-    assert json.loads((results / "gone.json").read_text())["status"] == "failed"
+    assert read_record(results / "gone.json").status == "failed"
     assert "results/gone.json: the job is gone, and its status is now failed" in done.stdout
     assert sorted(path.name for path in results.glob(".*")) == []
 
@@ -294,17 +300,14 @@ raise SystemExit(75)"""
     assert (done.returncode, done.stderr) == (75, ""), done
 
 
-def test_an_unprintable_summary_does_not_change_the_exit_code(tmp_path):
+def test_an_unprintable_summary_does_not_change_the_exit_code(stub):
     """/dev/full as the log simulates a full disk."""
-    words = [sys.executable, "-m", "job.end_of_job", "7", "--exit-code", "75"]
-    path = {"PYTHONPATH": f"{REPOSITORY}/scripts"}
-    with open("/dev/full", "w") as full:
-        assert subprocess.run(words, cwd=tmp_path, env=path, stdout=full, stderr=full).returncode == 75
+    assert stub("raise SystemExit(75)", lines="exec &>/dev/full", **IN_A_JOB)[0].returncode == 75
 
 
-def test_the_end_of_a_job_imports_nothing_large():
-    """Large imports take too long: the job's last program has only the seconds between SIGTERM and SIGKILL."""
-    code = "import json, sys, job.end_of_job; print(json.dumps(sorted(sys.modules)))"
+def test_a_job_imports_nothing_large():
+    """Large imports would delay the training, and count as its memory."""
+    code = "import json, sys, run_job; print(json.dumps(sorted(sys.modules)))"
     path = {"PYTHONPATH": f"{REPOSITORY}/scripts"}
     done = subprocess.run([sys.executable, "-c", code], env=path, capture_output=True, text=True, check=True)
     assert not {"torch", "numpy", "pandas", "yaml", "matplotlib"} & set(json.loads(done.stdout))
@@ -319,7 +322,7 @@ def test_an_unresponsive_training_is_recorded_as_stopped(workshop):
     try:
         (record,) = until(lambda: [path for path in (folder / "results").glob("*.json") if path.read_text()])
         started.send_signal(signal.SIGTERM)
-        until(lambda: json.loads(record.read_text())["status"] == "stopped")
+        until(lambda: read_record(record).status == "stopped")
     finally:
         os.killpg(started.pid, signal.SIGKILL)
         started.communicate()
@@ -330,19 +333,7 @@ def test_a_signal_before_the_training_starts_ends_the_job(stub):
     assert done.returncode == 143
     assert "missing: a checkpoint of its end: SIGTERM came before the first step" in done.stdout
     assert "status: stopped (exit code 143)" in done.stdout
-    assert not list((folder / "results").iterdir())
-
-
-# Wait until the parent, on_node.py, has installed its signal handlers. An earlier signal would end on_node.py.
-WAIT_FOR_ON_NODE = """
-import os, pathlib, re, signal, time
-bit = 1 << signal.SIGUSR1 - 1
-parent = pathlib.Path(f"/proc/{os.getppid()}")
-while b"on_node.py" not in (parent / "cmdline").read_bytes():
-    time.sleep(0.01)
-while not int(re.search("SigCgt:\\s*(.*)", (parent / "status").read_text())[1], 16) & bit:
-    time.sleep(0.01)
-"""
+    assert [path.name for path in (folder / "results").iterdir()] == ["jobs"]
 
 
 @pytest.mark.parametrize(
@@ -356,7 +347,7 @@ while not int(re.search("SigCgt:\\s*(.*)", (parent / "status").read_text())[1], 
 )
 def test_a_job_is_requeued_only_at_the_warning_signal(stub, tmp_path, sent, variables, requeued):
     program(tmp_path / "bin", "scontrol", f'echo "$*" >>"{tmp_path}/asked"')
-    code = f"{WAIT_FOR_ON_NODE}signal.signal(signal.SIG{sent}, lambda *_: os._exit(75))\n"
+    code = f"import os, signal\nsignal.signal(signal.SIG{sent}, lambda *_: os._exit(75))\n"
     code += f"os.kill(int(os.environ['SCRIPT']), signal.SIG{sent})\nsignal.pause()"
     path = f"{tmp_path}/bin:{shell_environment()['PATH']}"
     done, _ = stub(code, lines="export SCRIPT=$$", PATH=path, **IN_A_JOB | variables)
@@ -364,3 +355,89 @@ def test_a_job_is_requeued_only_at_the_warning_signal(stub, tmp_path, sent, vari
     assert ("requeue 47" in Path(tmp_path / "asked").read_text().splitlines()) == requeued
     limit = "not requeued: this job was already restarted 10 times (MAX_RESTARTS)"
     assert (limit in done.stdout.splitlines()) == (variables.get("SLURM_RESTART_COUNT") == 10)
+
+
+# A training that resumed at step 4, and that the warning ends before it can save a checkpoint of its end
+BEFORE_IT_SAVED = """
+import json, os, pathlib, signal
+for step in {steps}:
+    folder = pathlib.Path(f"output/47/checkpoint-{{step}}")
+    folder.mkdir(parents=True)
+    (folder / "complete.json").touch()
+record = {{"status": "running", "output_dir": "output/47", "resumed_from": "output/47/checkpoint-4", "attempt": 3}}
+pathlib.Path("results/47.json").write_text(json.dumps(record))
+os.kill(int(os.environ["SCRIPT"]), signal.SIGUSR1)
+signal.pause()
+"""
+
+
+@pytest.mark.parametrize("steps", [(4,), (4, 8)], ids=str)
+def test_a_job_without_progress_is_not_requeued(stub, tmp_path, steps):
+    program(tmp_path / "bin", "scontrol", f'echo "$*" >>"{tmp_path}/asked"')
+    variables = {"PATH": f"{tmp_path}/bin:{shell_environment()['PATH']}", "REQUEUE": 1, "SLURM_RESTART_COUNT": 2}
+    done, _ = stub(BEFORE_IT_SAVED.format(steps=steps), lines="export SCRIPT=$$", **IN_A_JOB | variables)
+    assert done.returncode == 128 + signal.SIGUSR1, done
+    progress = len(steps) > 1
+    assert ("requeue 47" in Path(tmp_path / "asked").read_text().splitlines()) == progress
+    assert ("not requeued: this attempt saved no checkpoint" in done.stdout) != progress
+
+
+def test_a_second_command_of_a_script_runs_after_the_first(stub):
+    done, _ = stub("print('evaluation')", lines="run_torchrun -m this")
+    assert done.returncode == 0, done
+    first, second, _ = re.split("^status: completed.*", done.stdout, flags=re.MULTILINE)
+    assert "The Zen of Python" in first and "evaluation" in second.splitlines()
+    done, _ = stub("print('evaluation')", lines="run_python -c 'raise SystemExit(3)'")
+    assert (done.returncode, "evaluation" in done.stdout) == (3, False)
+
+
+# The allocation of a job, from Slurm's variables
+
+RANK = "import os; os.write(1, f\"rank {os.environ.get('RANK', 0)}\\n\".encode())"
+
+
+@pytest.fixture
+def batch(stub, workshop, tmp_path):
+    """Run a job as sbatch does, from a copy of the script. scontrol names the script."""
+    copy = tmp_path / "slurm_script"
+    script = workshop / "experiments/mine/x/x.slurm"
+    program(
+        tmp_path / "bin", "scontrol", f"[[ $2 = hostnames ]] || printf '   Command=%s\\n' {shlex.quote(str(script))}"
+    )
+    path = f"{tmp_path}/bin:{shell_environment()['PATH']}"
+    words = ("bash", "-c", 'cp x.slurm "$1"; exec bash "$1"', "bash", str(copy))
+    return lambda **options: stub(RANK, words=words, PATH=path, SLURM_SUBMIT_DIR="/", **IN_A_JOB | options)
+
+
+def test_a_job_trains_on_the_gpus_that_slurm_allocated(batch):
+    """`sbatch --gres=gpu:2` sets no SLURM_GPUS_PER_NODE."""
+    done, folder = batch(verb="run_torchrun", SLURM_GPUS_ON_NODE=2)
+    assert {"rank 0", "rank 1"} <= set(done.stdout.splitlines()), done
+    (attempt,) = read_attempts(folder / "results/47.json")
+    assert attempt.overrides == ["gpus-per-node: 2 instead of 1"]
+
+
+@pytest.mark.parametrize(
+    ("options", "line"),
+    [
+        ({"SLURM_GPUS_ON_NODE": 2}, "sbatch: 2 GPUs, but run_python trains on one; submit without this flag, or use "),
+        (
+            {"verb": "run_srun", "SLURM_JOB_NUM_NODES": 2, "SLURM_GPUS": "a100:3", "SLURM_GPUS_ON_NODE": 2},
+            "--gpus: 3 GPUs on 2 nodes, of which this node has 2; give each node the same number, ",
+        ),
+    ],
+    ids=["unused", "unequal"],
+)
+def test_gpus_that_no_rank_would_use_are_refused(batch, options, line):
+    done, folder = batch(**options)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.startswith(f"error: {line}") and done.stderr.count("\n") == 1
+    assert not (folder / "results").exists()
+
+
+@pytest.mark.parametrize("verb", ["run_python", "run_torchrun"])
+def test_a_script_of_one_node_uses_one_node_of_a_larger_allocation(stub, verb):
+    """In a shell of salloc, bash runs the script itself."""
+    done, _ = stub(RANK, verb=verb, **IN_A_JOB | {"SLURM_JOB_NUM_NODES": 2})
+    assert done.returncode == 0, done
+    assert {"rank 0", f"{verb} uses 1 of the 2 nodes of this job"} <= set(done.stdout.splitlines())

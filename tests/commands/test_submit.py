@@ -54,10 +54,14 @@ echo "$(($(tr -cd '\\0' <'{noted}' | wc -c) / 3));cluster"
 STAGES = "deepspeed-single-gpu/cpu_offloading"
 
 
+# A stub for python, with lines in place of estimate_memory.py. It writes no __pycache__
+STUB = f'[[ $1 = */estimate_memory.py ]] || exec {sys.executable} -B "$@"\n{{}}'
+
+
 @pytest.fixture
 def shown(workshop):
-    """Install a stub for python that prints its command. test_dry_run.py tests the real checks."""
-    program(workshop / ".venv/bin", "python", '[[ $1 = */config.py ]] || echo "> $1"')
+    """Install a stub for the estimate of a dry run that prints its command. test_dry_run.py tests the real checks."""
+    program(workshop / ".venv/bin", "python", STUB.format('echo "> $1"'))
     (workshop / ".venv/installed").touch()  # without this stamp, the site laptop does not use the environment
 
 
@@ -123,7 +127,7 @@ def test_the_dry_run_reports_errors(submit, shown, workshop):
     script = f"{workshop}/experiments/{STAGES}/zero_1/deepspeed_zero1_offload.slurm"
     reason = "sbatch: error: Requested node configuration is not available"
     assert done.stderr == f"error: {script}: Slurm would refuse it: {reason}; correct the site file or the directives\n"
-    program(workshop / ".venv/bin", "python", "[[ $1 != *estimate_memory.py ]] || exit 2")
+    program(workshop / ".venv/bin", "python", STUB.format("exit 2"))
     assert submit("--dry-run", STAGES, SITE="laptop")[0].returncode == 2
 
 

@@ -1,5 +1,6 @@
 """Tests of experiments/job.sh on two nodes, with stubs for scontrol and srun. tests/slurm uses the real programs."""
 
+import os
 import re
 import subprocess
 import sys
@@ -18,16 +19,15 @@ def two_nodes(tmp_path):
     for path in (programs, folder / "log"):
         path.mkdir(parents=True)
 
-    def run(
-        srun: str = 'printf "> %s\\n" "$@"', lines: str = "", host: str = "node1", **variables: str
-    ) -> subprocess.CompletedProcess:
-        (folder / "x.slurm").write_text(f'set -e\nsource "$JOB_SH"\n{lines}\nrun_torchrun train.py --flag\n')
+    def run(srun: str = 'printf "> %s\\n" "$@"', lines: str = "", **variables: str) -> subprocess.CompletedProcess:
+        (folder / "x.slurm").write_text(
+            f'#SBATCH --nodes=2\nset -e\nsource "$JOB_SH"\n{lines}\nrun_torchrun train.py --flag\n'
+        )
         scontrol = 'if [[ $2 = hostnames ]]; then printf "node1\\nnode2\\n"; fi'
         for name, body in (
             ("scontrol", scontrol),
             ("srun", srun),
             ("getent", "echo 127.0.1.1 node2"),
-            ("hostname", f"echo {host}"),
         ):
             program(programs, name, body)
         path = f"{programs}:{Path(sys.executable).parent}:/usr/bin:/bin"
@@ -59,12 +59,13 @@ def test_torchrun_on_several_nodes_gets_a_static_rendezvous(two_nodes):
 def test_a_shell_off_the_first_node_gets_an_error_with_the_solution(two_nodes, nodes):
     """The shell of salloc runs on the login node, where SLURMD_NODENAME is not set."""
     salloc = {"SLURM_JOB_NUM_NODES": nodes, "SLURMD_NODENAME": "", "MASTER_ADDR": "10.0.0.1"}
-    done = two_nodes(host="login", **salloc)
+    done = two_nodes(**salloc)
     assert (done.returncode, done.stdout) == (3, "")
     remedy = r"open a shell there \(srun --overlap --nodes=1 --ntasks=1 --pty bash\), or submit it with sbatch"
-    what = "it must run on node1, the first node of job 7, and this shell is on login"
+    what = f"it must run on node1, the first node of job 7, and this shell is on {os.uname().nodename}"
     assert re.fullmatch(rf"error: x\.slurm: {what}; {remedy}\n", done.stderr)
-    assert two_nodes("true", host="node1.workshop.test", lines="exit", **salloc).returncode == 0
+    on_node1 = salloc | {"SLURMD_NODENAME": "node1.workshop.test"}
+    assert two_nodes(lines="run_python -c pass; exit", **on_node1).returncode == 0
 
 
 def test_a_slow_network_ends_the_job_before_its_training(two_nodes):
@@ -77,8 +78,8 @@ def test_a_slow_network_ends_the_job_before_its_training(two_nodes):
 
 
 def test_each_node_gets_its_rank_and_keeps_the_network_interface(two_nodes):
-    """The stub for srun runs the part of job.sh for the second node, with `env` in place of the launcher."""
-    body = 'while [[ $1 != bash ]]; do shift; done; SLURM_NODEID=1 "${@:1:3}" env'
+    """The stub for srun runs on_node.py as on the second node, with `env` in place of the launcher."""
+    body = 'while [[ $1 != python ]]; do shift; done; SLURM_NODEID=1 "${@:1:3}" env'
     done = two_nodes(body, MASTER_ADDR="10.0.0.1", LOGGERS="no", GLOO_SOCKET_IFNAME="eth0")
     assert done.returncode == 0, done
     assert {"PET_NODE_RANK=1", "GLOO_SOCKET_IFNAME=eth0"} <= set(done.stdout.splitlines())

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from helpers import REPOSITORY, Finished, directives, until
+from records.schema import read_attempts
 from shell import program, shell_environment
 from workbench import STEP, Bench, Running, command_line, patch_call, same_training
 
@@ -15,8 +16,9 @@ from workbench import STEP, Bench, Running, command_line, patch_call, same_train
 BEGIN = """
 import atexit, json, os, pathlib, signal, time
 path = pathlib.Path("results") / (os.environ["JOB_ID"] + ".json")
-path.write_text(json.dumps({"status": "running", "exit_code": None, "finished": None}))
-end = {"status": "completed", "exit_code": 0, "finished": "2026-11-20T10:00:00+00:00"}
+attempt = int(os.environ["ATTEMPT"])
+path.write_text(json.dumps({"status": "running", "attempt": attempt}))
+end = {"status": "completed", "attempt": attempt, "exit_code": 0, "finished": "2026-11-20T10:00:00+00:00"}
 atexit.register(lambda: path.write_text(json.dumps(end)))
 for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1):
     signal.signal(number, lambda *_: os._exit(75))
@@ -161,12 +163,26 @@ def test_two_jobs_with_one_id(bench: Bench, variables):
     check_end(first.wait(), 0, "completed")
 
 
-def test_notes_of_a_killed_attempt_are_ignored(bench: Bench):
-    ended = start(bench, "").wait()
-    left = ended.folder / "results/.7"
-    left.mkdir()
-    (left / "exit_codes").write_text("1 9 node\n")
-    check_end(start(bench, "").wait(), 0, "completed")
+def test_a_thawed_attempt_changes_nothing_of_the_next_one(bench: Bench):
+    """The nodes of the first attempt hang, and Slurm restarts the job on other nodes. Then the first nodes continue."""
+    variables = {"SLURM_JOB_ID": 7, "SLURM_JOB_NUM_NODES": 1, "REQUEUE": 1}
+    first = start(bench, "open('here', 'w').write(os.environ['RUN_DIR']); signal.pause()", **variables)
+    first.until((first.folder / "here").exists)
+    os.killpg(first.pids[0], signal.SIGSTOP)
+    second = start(bench, f"open('here2', 'w')\n{UNTIL_GO}", SLURM_RESTART_COUNT=1, **variables)
+    second.until((second.folder / "here2").exists)
+    notes = Path((first.folder / "here").read_text(), "exit_codes")
+    notes.write_text("1 1 launcher 1 on node2\n")  # as on_node.py does on the second node
+    (second.folder / "go").touch()
+    ended = second.wait()
+    check_end(ended, 0, "completed")
+    assert "status: completed (exit code 0)" in ended.out
+    os.killpg(first.pids[0], signal.SIGCONT)
+    os.killpg(first.pids[0], signal.SIGTERM)
+    assert first.wait().code == 75
+    check_end(ended, 0, "completed")
+    attempts = read_attempts(ended.record_path)
+    assert [(each.attempt, each.status) for each in attempts] == [(1, "failed"), (2, "completed")]
 
 
 # Send SIGTERM to job.sh, and wait until job.sh has forwarded it to this process

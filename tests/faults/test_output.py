@@ -69,7 +69,7 @@ def test_a_leftover_rank_does_not_overwrite_a_newer_record(bench: Bench):
 
 def test_records_of_lost_jobs_are_completed(bench: Bench):
     bench.run(script=bench.patched(patch_call(STEP, 3)), code=-9)
-    words = ("-P", "-m", "job.end_of_job", "--sweep")
+    words = ("-c", "from pathlib import Path; from job.end_of_job import sweep; sweep(Path('results'))")
     # PATH has no squeue, because a squeue that does not answer leaves the state of the job unknown
     ended = bench.run(*words, script=bench.python, PYTHONPATH=bench.folder / "scripts", PATH=bench.python.parent)
     assert ended.out == "results/7.json: the job is gone, and its status is now failed\n", ended

@@ -115,7 +115,9 @@ class Job(RunFiles):
         """Paths, relative to the folder, of the files with this job's id in their names."""
         number = re.escape(self.job_id)
         memory = rf"(?P<kind>[cg]pu)_memory/(?P=kind)_memory_log_{number}([_.].*)"
-        own = re.compile(rf"log/.*_{number}\.out|{memory}|results/\.?{number}([/.].*)|output/{number}/.*", re.DOTALL)
+        own = re.compile(
+            rf"log/.*_{number}\.out|{memory}|results/(jobs/)?\.?{number}([/.].*)|output/{number}/.*", re.DOTALL
+        )
         paths = (str(path.relative_to(self.folder)) for path in self.folder.rglob("*") if path.is_file())
         return {path for path in paths if own.fullmatch(path)}
 

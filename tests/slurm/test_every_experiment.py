@@ -98,7 +98,8 @@ def test_a_job_at_its_time_limit_reports_it(lab):
 def test_a_killed_rank_of_bare_srun_ends_the_others(lab):
     job = lab.submit("deepspeed-native-launch/zero3_offload", **ENDLESS)
     job.wait_for_training()
-    assert job.kill("node1", signal.SIGKILL, "train.py", "SLURM_PROCID=1\0", "/python\0") == 1
+    # on_node.py, the parent of the rank, has no PET_NODE_RANK
+    assert job.kill("node1", signal.SIGKILL, "train.py", "SLURM_PROCID=1\0", "PET_NODE_RANK=0\0") == 1
     job.wait()
     assert (job.state, job.code) == ("FAILED", 137), str(job)
     assert job.record["status"] == "failed"

@@ -41,7 +41,7 @@ def one_gpu(cluster, tmp_path_factory) -> Job:
     try:
         (job,) = lab.submit_sh("--snapshot", "baseline", **TRAININGS["plain"][2], **names)
         (lab.root / "scripts/train.py").write_text("raise SystemExit(99)")
-        (lab.root / "scripts/job/master_address.py").unlink()
+        (lab.root / "scripts/run_job.py").unlink()
         commit(lab)
     finally:
         run_command([*partition, "State=UP"], env=cluster.env)

@@ -120,7 +120,7 @@ def test_ctrl_c_ends_the_view_and_not_the_job(running):
 
 
 def test_watching_takes_no_step_number_of_the_job(running):
-    """Slurm ends a step of a restarted job that has the number of an old step (job_skip_steps in job.sh)."""
+    """Slurm ends a step of a restarted job that has the number of an old step (prepare in run_job.py)."""
     watch(running.lab, "--once", running.job_id)
     command = ["srun", "--overlap", f"--jobid={running.job_id}", "--nodes=1", "--ntasks=1", "printenv", "SLURM_STEP_ID"]
     after_test_and_training = "2"

@@ -1,7 +1,7 @@
 """Check that no module of scripts/ imports a command, and that modules do not import each other in a cycle.
 
 A command is a file directly in scripts/ that ends in `if __name__ == "__main__":`. config.py is a library, which
-only job.sh calls as a command.
+only prints the knobs as a command.
 """
 
 import ast

@@ -15,8 +15,8 @@ from text_checks.imports import is_main_guard
 
 GUARD = "if __name__ == '__main__':\n    "
 ENDS = (f"{GUARD}run_program(main)", f"{GUARD}run_and_exit(main)")
-# These programs import only the standard library, because job.sh should not wait for other imports
-OTHER_ENDS = (SCRIPTS / "job" / "end_with_parent.py", SCRIPTS / "job" / "on_node.py", SCRIPTS / "config.py")
+# These programs import only the standard library: each node of a job waits for the imports of on_node.py
+OTHER_ENDS = (SCRIPTS / "job" / "on_node.py", SCRIPTS / "config.py")
 
 
 def findings() -> Iterator[str]:

@@ -13,9 +13,9 @@ from datasets import Dataset
 from distributed.strategy import FULL_SHARD, PLAIN, ZERO
 from settings.command_line import LATEST, parse_command_line
 from settings.settings import Settings
+from shared.paths import CHECKPOINT_MARKER
 from training import preconditions
 from training.checkpoints import (
-    MARKER,
     CheckpointCallback,
     check_same_training,
     effects_of_other_ranks,
@@ -39,8 +39,8 @@ def checkpoint(folder: Path | str, step: int, complete: bool = True, age: int = 
     (path / "optimizer.pt").write_bytes(b"0123456789")
     if complete:
         mark_complete(path, MARKED | {"step": step} | saved_by)
-        time = (path / MARKER).stat().st_mtime - age
-        os.utime(path / MARKER, (time, time))
+        time = (path / CHECKPOINT_MARKER).stat().st_mtime - age
+        os.utime(path / CHECKPOINT_MARKER, (time, time))
     return path
 
 
@@ -65,8 +65,8 @@ def test_the_newest_complete_checkpoint_is_taken():
     checkpoint("output/7", 30, complete=False)
     (checkpoint("output/7", 40) / "optimizer.pt").write_bytes(b"01234")
     (checkpoint("output/7", 50) / "optimizer.pt").unlink()
-    (checkpoint("output/7", 60) / MARKER).write_text('{"files": ')
-    (checkpoint("output/7", 80) / MARKER).write_text("[" * 10_000)
+    (checkpoint("output/7", 60) / CHECKPOINT_MARKER).write_text('{"files": ')
+    (checkpoint("output/7", 80) / CHECKPOINT_MARKER).write_text("[" * 10_000)
     assert find(LATEST) == find("output/7") == str(newest)
     assert find(None) is None
 
@@ -88,7 +88,8 @@ def test_a_checkpoint_given_by_name_must_be_complete(refusal):
     assert find("output/7/checkpoint-10/") == str(named)
     (named / "optimizer.pt").unlink()
     assert refusal(find, str(named), code=4) == (
-        f"error: {named}: is not a complete checkpoint; choose a folder with a {MARKER} and all files that it lists"
+        f"error: {named}: is not a complete checkpoint; "
+        f"choose a folder with a {CHECKPOINT_MARKER} and all files that it lists"
     )
 
 
@@ -122,7 +123,7 @@ def test_saving_marks_the_checkpoint_and_removes_older_ones_except_the_best(limi
     checkpoint("output/7", 10, age=30)
     checkpoint("output/7", 20, complete=False)
     save(20, limit, best and f"output/7/checkpoint-{best}")
-    marker = json.loads(Path("output/7/checkpoint-20", MARKER).read_text())
+    marker = json.loads(Path("output/7/checkpoint-20", CHECKPOINT_MARKER).read_text())
     assert (marker["step"], marker["world_size"], marker["files"]["optimizer.pt"]) == (20, 1, 10)
     assert list_names("output/7") == sorted(f"checkpoint-{step}" for step in {5, 10, 20} - removed)
 

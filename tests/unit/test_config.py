@@ -19,7 +19,7 @@ def test_no_variable_or_flag_is_defined_twice():
 
 
 def test_the_configuration_needs_only_the_standard_library():
-    """job.sh reads config.py with any Python, which may have no libraries."""
+    """Many programs import config.py, and should not wait for PyTorch."""
     tree = ast.parse((REPOSITORY / "scripts" / "config.py").read_text())
     imported = [alias.name for node in ast.walk(tree) if isinstance(node, ast.Import) for alias in node.names]
     imported += [node.module for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)]

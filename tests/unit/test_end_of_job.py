@@ -1,23 +1,33 @@
 """The end of a job: the status of its record, and the summary in its log."""
 
-import json
 from pathlib import Path
 from subprocess import CompletedProcess
 
 import pytest
 
 from job import end_of_job
-from job.end_of_job import close_record_of_job, summary
-from records.schema import Hardware, Record, outcome
+from job.end_of_job import begin_attempt, end_attempt, job_outcome, note_attempt, summary, sweep
+from records.schema import Attempt, Hardware, Record, outcome, read_record, write_attempts
 from shared.json_files import write_json
 
-RUN_DIR = Path("results/.7")  # job.sh creates it for job 7
+PATH = Path("results/7.json")
+RUN_DIR = Path("results/.7/1")  # run_job.py creates it for the first attempt of job 7
 GPU_LINE = "2026/01/31 10:00:00.123, 0, NVIDIA H200, {}, 143771, 212.40, 98\n"
 
 
 def run_file(name: str) -> Path:
     RUN_DIR.mkdir(parents=True, exist_ok=True)
     return RUN_DIR / name
+
+
+def end(code: int, /, number: int = 1, ranks: int = 8, **record: object) -> int:
+    """End an attempt of job 7 whose training has left this record. Return the job's exit code."""
+    if record:
+        PATH.parent.mkdir(exist_ok=True)
+        write_json(PATH, {"world_size": ranks} | record)
+    attempt = Attempt(attempt=number)
+    write_attempts(PATH, [attempt])
+    return end_attempt(PATH, RUN_DIR, attempt, code, False, ranks).code
 
 
 @pytest.mark.parametrize(
@@ -39,7 +49,7 @@ def test_status_follows_the_exit_code(code, status):
 @pytest.mark.parametrize(
     ("before", "code", "timeout", "after"),
     [
-        # the record of the training, exit code and timeout seen by job.sh, the closed record
+        # the record of the training, exit code and timeout seen by run_job.py, the job's end
         (("running", None), 137, False, ("failed", 137)),
         (("running", None), 143, False, ("stopped", 143)),
         (("running", None), 143, True, ("timeout", 143)),
@@ -57,15 +67,10 @@ def test_status_follows_the_exit_code(code, status):
         (("oom", 1), 143, False, ("oom", 143)),
     ],
 )
-def test_a_record_is_closed_with_status_and_exit_code(tmp_path, before, code, timeout, after):
-    path = tmp_path / "1.json"
+def test_the_end_of_a_job_follows_from_the_training_and_its_exit_code(before, code, timeout, after):
     finished = None if before[1] is None else "2026-01-01T00:00:00+00:00"  # the training finished its record itself
-    content = {"status": before[0], "exit_code": before[1], "finished": finished, "other": "kept"}
-    path.write_text(json.dumps(content))
-    record = close_record_of_job(path, code, timeout)
-    assert (record.status, record.exit_code) == after
-    written = json.loads(path.read_text())
-    assert (written["status"], written["exit_code"], written["other"]) == (*after, "kept")
+    record = Record(status=before[0], exit_code=before[1], finished=finished)
+    assert job_outcome(record, code, False, timeout) == after
 
 
 def test_the_summary_of_a_job_uses_only_its_own_logs():
@@ -89,44 +94,31 @@ def test_the_summary_of_a_job_uses_only_its_own_logs():
     assert [line.split(":")[0] for line in lines[:3]] == ["GPU 0 memory", "GPU 0 power", "CPU memory"]
 
 
-def test_finish_py_does_not_change_a_completed_record(main_of, capsys):
-    path = Path("results/7.json")
-    path.parent.mkdir()
-    write_json(path, {"status": "completed", "exit_code": 0, "finished": "2026-01-01T00:00:00+00:00", "job_id": "7"})
-    before = path.read_bytes()
-    with pytest.raises(SystemExit):
-        main_of(end_of_job, "7", "--exit-code", "0")
-    assert path.read_bytes() == before
+def test_a_completed_training_wins_over_the_notes_of_other_processes(capsys):
+    run_file("exit_codes").write_text(ENDS.format(137))
+    assert end(0, status="completed", exit_code=0, finished="2026-01-01T00:00:00+00:00") == 0
     assert "status: completed (exit code 0)" in capsys.readouterr().out
+    assert (read_record(PATH).status, read_record(PATH).reason) == ("completed", None)
 
 
 @pytest.mark.parametrize(
     ("record", "code"),
     [
-        (None, 0),  # a program that does not train
+        ({}, 0),  # a program that does not train
         ({"status": "completed", "exit_code": 0}, 0),
         ({"status": "stopped", "exit_code": 75}, 75),
         ({"status": "running", "exit_code": None}, 137),
-        (
-            {"status": "running", "exit_code": None, "started": "2025-12-31T23:59:59+00:00"},
-            0,
-        ),  # the record of an earlier attempt
+        ({"status": "running", "exit_code": None, "attempt": 0}, 0),  # the record of an earlier attempt
     ],
 )
-def test_the_job_ends_with_the_exit_code_of_the_training(main_of, record, code):
-    if record:
-        Path("results").mkdir()
-        write_json(Path("results/7.json"), {"started": "2026-01-01T00:00:00+00:00"} | record)
-    with pytest.raises(SystemExit) as ended:
-        main_of(end_of_job, "7", "--exit-code", "0", "--since", "2026-01-01T00:00:00+00:00")
-    assert ended.value.code == code
+def test_the_job_ends_with_the_exit_code_of_the_training(record, code):
+    assert end(0, **record) == code
 
 
-def test_missing_logs_are_shown_in_the_order_of_the_nodes(main_of, capsys):
+def test_missing_logs_are_shown_in_the_order_of_the_nodes(capsys):
     run_file("missing_node2").write_text("another\n")
     run_file("missing_node1").write_text("psrecord is not installed\n")
-    with pytest.raises(SystemExit):
-        main_of(end_of_job, "7", "--exit-code", "1")
+    end(1)
     assert capsys.readouterr().out.splitlines()[-4:-1] == [
         "missing: psrecord is not installed",
         "missing: another",
@@ -148,14 +140,11 @@ KILLED = "(killed, most often by the kernel for want of memory: see --mem)"
         (75, "stopped", None),
     ],
 )
-def test_the_rank_that_ended_first_is_the_reason(main_of, capsys, code, status, reason):
+def test_the_rank_that_ended_first_is_the_reason(capsys, code, status, reason):
     run_file("exit_codes").write_text(ENDS.format(code))
-    write_json(Path("results/7.json"), {"status": "running", "exit_code": None, "world_size": 8})
-    with pytest.raises(SystemExit) as ended:
-        main_of(end_of_job, "7", "--exit-code", "1")
-    assert ended.value.code == code
-    record = json.loads(Path("results/7.json").read_text())
-    assert (record["status"], record["exit_code"], record.get("reason")) == (status, code, reason)
+    assert end(1, status="running") == code
+    record = read_record(PATH)
+    assert (record.status, record.exit_code, record.reason) == (status, code, reason)
     shown = capsys.readouterr().out.splitlines()
     assert f"status: {status} (exit code {code})" in shown
     assert [line for line in shown if "ended first" in line] == [reason] * bool(reason)
@@ -170,23 +159,18 @@ def test_the_rank_that_ended_first_is_the_reason(main_of, capsys, code, status, 
         "\0\0\0\n\n5 75 launcher 0 on node1\n\ufffd 143 rank",
     ],
 )
-def test_a_damaged_note_neither_fails_a_job_nor_hides_its_exit_code(main_of, noted):
+def test_a_damaged_note_neither_fails_a_job_nor_hides_its_exit_code(noted):
     """A line of `exit_codes` may lack its time or, after a full disk, its end. `missing_node1` is unreadable."""
     run_file("exit_codes").write_text(noted)
     run_file("missing_node1").mkdir()
-    with pytest.raises(SystemExit) as ended:
-        main_of(end_of_job, "7", "--exit-code", "1")
-    assert ended.value.code == 75
+    assert end(1) == 75
 
 
-def test_the_reason_is_a_hang_and_not_the_rank_that_noticed_it(main_of, capsys):
+def test_the_reason_is_a_hang_and_not_the_rank_that_noticed_it(capsys):
     hang = "no answer from rank 3 on node2, stopped or out of reach, noticed by rank 5 on node2 after 300 s"
     run_file("exit_codes").write_text(ENDS.format(3))
-    record = {"status": "failed", "exit_code": 3, "finished": "2026-01-01T00:00:00+00:00", "world_size": 8}
-    write_json(Path("results/7.json"), record | {"reason": hang})
-    with pytest.raises(SystemExit):
-        main_of(end_of_job, "7", "--exit-code", "1")
-    assert json.loads(Path("results/7.json").read_text())["reason"] == hang
+    end(1, status="failed", exit_code=3, finished="2026-01-01T00:00:00+00:00", reason=hang)
+    assert read_record(PATH).reason == hang
     shown = capsys.readouterr().out
     assert hang in shown.splitlines() and "ended first" not in shown
 
@@ -199,7 +183,7 @@ def test_the_reason_is_a_hang_and_not_the_rank_that_noticed_it(main_of, capsys):
         ({}, False),
     ],
 )
-def test_a_crash_of_the_first_node_is_the_reason(main_of, monkeypatch, answers, known):
+def test_a_crash_of_the_first_node_is_the_reason(monkeypatch, answers, known):
     """A rank on the second node has closed the record. The next job in the folder finds that the first job is gone."""
     monkeypatch.setattr(end_of_job, "queued_jobs", lambda: ["48"])
     monkeypatch.setattr(end_of_job, "ask_slurm", lambda program, *_: answers.get(program, ""))
@@ -209,13 +193,13 @@ def test_a_crash_of_the_first_node_is_the_reason(main_of, monkeypatch, answers, 
             Path(f"results/{job}.json"), {"status": "failed", "exit_code": 1, "finished": "2026-01-01T00:00:00+00:00"}
         )
     Path("results/.49").rmdir()
-    main_of(end_of_job, "--sweep")
+    sweep(Path("results"))
     state = "Slurm's state of the job is NODE_FAIL" if known else "its node failed, or it was killed"
-    reasons = [json.loads(Path(f"results/{job}.json").read_text()).get("reason") for job in ("47", "48", "49")]
+    reasons = [read_record(Path(f"results/{job}.json")).reason for job in ("47", "48", "49")]
     assert reasons == [f"ended without a word: {state}", None, None], "job 48 still runs, job 49 ended with a summary"
 
 
-def test_a_node_that_slurm_reports_as_down_is_the_reason(main_of, monkeypatch):
+def test_a_node_that_slurm_reports_as_down_is_the_reason(monkeypatch):
     def sinfo(command: list[str], **how) -> CompletedProcess:
         assert {"sinfo", "--nodes=node[1-3]", "--states=down,fail"} <= set(command)
         return CompletedProcess(command, 0, stdout="node3\n")
@@ -223,10 +207,8 @@ def test_a_node_that_slurm_reports_as_down_is_the_reason(main_of, monkeypatch):
     monkeypatch.setattr("subprocess.run", sinfo)
     monkeypatch.setenv("SLURM_JOB_NODELIST", "node[1-3]")
     run_file("exit_codes").write_text(ENDS.format(1))
-    write_json(Path("results/7.json"), {"status": "running", "exit_code": None, "world_size": 6})
-    with pytest.raises(SystemExit):
-        main_of(end_of_job, "7", "--exit-code", "143")
-    assert json.loads(Path("results/7.json").read_text())["reason"] == "node failure on node3"
+    end(143, status="running")
+    assert read_record(PATH).reason == "node failure on node3"
 
 
 def test_a_reason_is_part_of_the_state_in_the_queue_if_there_is_one(monkeypatch):
@@ -237,35 +219,47 @@ def test_a_reason_is_part_of_the_state_in_the_queue_if_there_is_one(monkeypatch)
         assert end_of_job.queue_state("7") == state
 
 
-def test_a_single_process_is_not_reported_as_the_first_to_end(main_of):
+def test_a_single_process_is_not_reported_as_the_first_to_end():
     for code, reason in ((137, f"exit code 137 {KILLED}"), (2, None)):
         run_file("exit_codes").write_text(f"1 {code} rank 0 on node1\n")
-        write_json(Path("results/7.json"), {"status": "running", "exit_code": None, "world_size": 1})
-        with pytest.raises(SystemExit):
-            main_of(end_of_job, "7", "--exit-code", str(code))
-        assert json.loads(Path("results/7.json").read_text()).get("reason") == reason
+        end(code, ranks=1, status="running")
+        assert read_record(PATH).reason == reason
 
 
 @pytest.mark.parametrize("earlier", [False, True])
-def test_a_job_that_ends_before_its_record_exists(main_of, capsys, earlier):
+def test_a_job_that_ends_before_its_record_exists(capsys, earlier):
     """The job has one process, so no `ended first` is shown. The record of an earlier attempt stays unchanged."""
     run_file("exit_codes").write_text("1 2 rank 0 on node1\n")
-    path = Path("results/7.json")
-    if earlier:
-        write_json(path, {"status": "stopped", "exit_code": 75, "started": "2025-12-31T23:00:00+00:00"})
-        before = path.read_bytes()
-    since = "2026-01-01T00:00:00+00:00"
-    with pytest.raises(SystemExit) as ended:
-        main_of(end_of_job, "7", "--exit-code", "2", "--ranks", "1", "--since", since)
+    record = {"status": "stopped", "exit_code": 75, "attempt": 1} if earlier else {}
     missing = "no run record: the job ended before the training began"
     if earlier:
         missing = (
             "no run record of this attempt: it ended before its training began; "
             "results/7.json is from an earlier attempt"
         )
-        assert path.read_bytes() == before
-    assert ended.value.code == 2
+    assert end(2, number=2, ranks=1, **record) == 2
+    assert not earlier or read_record(PATH).status == "stopped"
     assert capsys.readouterr().out.splitlines()[2:-1] == ["status: failed (exit code 2)", f"missing: {missing}"]
+
+
+def test_reasons_of_lost_attempts_are_kept(monkeypatch):
+    """Slurm restarts a job after each crash of a node. When the second node crashes, the first one is up again."""
+    PATH.parent.mkdir()
+    for number, down in enumerate(("", "node1", "node2")):
+        monkeypatch.setattr(end_of_job, "ask_slurm", lambda *words, down=down: down)
+        begin_attempt(PATH, number, nodes=["node1", "node2"])
+        write_json(PATH, {"status": "running", "attempt": number + 1})
+    reasons = [attempt.reason for attempt in end_of_job.read_attempts(PATH)]
+    assert reasons == ["node failure on node1", "node failure on node2", None]
+    assert read_record(PATH).status == "running"
+
+
+def test_an_attempt_that_a_newer_one_has_followed_writes_nothing():
+    PATH.parent.mkdir()
+    first = begin_attempt(PATH, 0)
+    second = begin_attempt(PATH, 1)
+    assert not note_attempt(PATH, first.model_copy(update={"status": "failed"}))
+    assert end_of_job.read_attempts(PATH)[-1] == second
 
 
 TRAIN = {"samples_per_second": 12.345, "steady_samples_per_second": 20.5}

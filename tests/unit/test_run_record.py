@@ -17,7 +17,7 @@ import torch
 from job.memory_logs import local_seconds
 from records import writer
 from records.run_environment import new_job_id
-from records.schema import change_record, read_record
+from records.schema import WITHOUT_A_WORD, Attempt, read_record, write_attempts
 from records.writer import RunRecord
 from shared.errors import WorkshopError
 from shared.json_files import write_json
@@ -92,9 +92,40 @@ def test_unknown_fields_are_kept_when_a_record_is_rewritten():
     }
     content |= {"hardware": {"gpu": None, "new": {"deep": True}}, "eval": [{"epoch": 1.0, "loss": None}]}
     write_json(path, content)
-    change_record(path, status="failed", exit_code=3, finished=datetime(2026, 11, 20, 23, tzinfo=UTC))
-    end = {"status": "failed", "exit_code": 3, "finished": "2026-11-20T23:00:00+00:00"}
+    run = RunRecord("7", "output/7")
+    run.path = path
+    run.change(status="failed", exit_code=3, finished=datetime(2026, 11, 20, 23, tzinfo=UTC))
+    end = {"status": "failed", "exit_code": 3, "finished": "2026-11-20T23:00:00+00:00", "attempt": 1}
     assert json.loads(path.read_text()) == content | end
+
+
+def test_an_earlier_attempt_changes_nothing_of_a_later_one(monkeypatch):
+    """A node that hangs, and continues after Slurm has restarted the job elsewhere."""
+    runs = []
+    for attempt in ("1", "2"):
+        monkeypatch.setenv("ATTEMPT", attempt)
+        runs.append(RunRecord("7", "output/7"))
+        runs[-1].start(0)
+    first, second = runs
+    before = second.path.read_bytes()
+    first.update(f1=1.0)
+    first.close_as_hung(WorkshopError("hang", "no progress of rank 1", "look at it", 3))
+    first.close(None)
+    assert second.path.read_bytes() == before
+    assert read_record(second.path).restarts[0].reason == WITHOUT_A_WORD
+
+
+@pytest.mark.parametrize(("finished", "end"), [("10:00:00", ("failed", 137)), ("10:00:09", ("stopped", 75))])
+def test_a_training_that_ends_after_its_job_knows_better_how(finished, end):
+    """srun returns although a rank still saves its checkpoint."""
+    path = Path("results/7.json")
+    path.parent.mkdir()
+    day = "2026-11-20T{}+00:00"
+    write_json(path, {"status": "stopped", "exit_code": 75, "finished": day.format(finished)})
+    job = Attempt(attempt=1, status="failed", exit_code=137, finished=day.format("10:00:05"), overrides=["nodes: 1"])
+    write_attempts(path, [job])
+    record = read_record(path)
+    assert (record.status, record.exit_code, record.overrides) == (*end, ["nodes: 1"])
 
 
 @pytest.mark.parametrize(
