@@ -63,7 +63,7 @@ def test_the_table_shows_measured_values_and_leaves_other_cells_empty(run_script
     losses = ["Train loss", "Eval loss", "Reloaded", "F1"]
     sizes = ["Samples/s", "Real tokens/s", "Peak GPU (GiB)", "Estimate (GiB)", "Time (s)"]
     assert cells["Run"] == ["Status", "Precision", *losses, *sizes]
-    assert cells["plain"][:-1] == ["completed", "fp16", "7.310", "7.300", "7.300", "0.5", "8.00", "1,900", "0.50", ""]
+    assert cells["plain"][:-1] == ["completed", "fp16", "7.310", "7.300000", "7.300", "0.5", "8.00", "1,900", "0.50", ""]
     assert float(cells["bloom-560m-plain"][-2]) == pytest.approx(19.1, abs=0.1), "column Estimate (GiB)"
     assert cells["zero2"] == ["failed", *[""] * 9, "0"]
     assert "- zero2: error: x: y; z; read x.log\n" in text
@@ -74,9 +74,9 @@ def test_a_row_fails_if_its_losses_differ_from_the_plain_trainers(run_script):
     records |= {"zero3_reloaded": record(7.6), "zero1_reloaded": FAILED}
     code, printed = run_script(records, "plain", "zero0", "zero1", "zero2", "zero3")
     assert code == 3
-    assert "zero0: failed (Eval loss is 7.500, but Eval loss of plain is 7.320)" in printed
+    assert "zero0: failed (Eval loss is 7.500000, but Eval loss of plain is 7.320000)" in printed
     assert "zero1: failed (error: x: y; z; read x.log)" in printed
-    assert "zero3: failed (Reloaded is 7.600, but Eval loss of plain is 7.320)" in printed
+    assert "zero3: failed (Reloaded is 7.600000, but Eval loss of plain is 7.320000)" in printed
     assert printed.count(": failed (") == 3
 
 
@@ -96,13 +96,13 @@ def test_rows_with_lora_are_compared_with_each_other(run_script):
     assert names == [row.name for row in gpu_check.ROWS if "--lora_rank" in row.flags and not row.full]
     code, printed = run_script(records, "plain", *names)
     assert code == 3
-    assert "lora_full_shard: failed (Reloaded is 7.800, but Eval loss of lora is 7.500)" in printed
+    assert "lora_full_shard: failed (Reloaded is 7.800000, but Eval loss of lora is 7.500000)" in printed
     assert printed.count(": failed (") == 1
     # Without a row of its own, a base model that was saved without its adapters would pass
     records |= {"lora_reloaded": record(7.3)}
     Path("results/gpu_check/gpu_check.json").unlink()
     _, printed = run_script(records, "lora")
-    assert "lora: failed (Reloaded is 7.300, but Eval loss of lora is 7.500)" in printed
+    assert "lora: failed (Reloaded is 7.300000, but Eval loss of lora is 7.500000)" in printed
 
 
 def test_a_row_that_does_not_fit_is_not_a_failure(run_script):
