@@ -141,8 +141,6 @@ def allow_shared_gpu(sharing: int) -> None:
     NCCL refuses two ranks on one GPU of a host. So each rank claims a host of its own, and they connect by sockets.
     """
     variables = {"NCCL_HOSTID": f"rank-{rank()}", "NCCL_NVLS_ENABLE": "0", "NCCL_MNNVL_ENABLE": "0"}
-    # The ranks' kernels wait for each other on the same GPU. With fewer blocks they leave it room for other kernels
-    variables["NCCL_MAX_CTAS"] = str(max(1, 16 // sharing))
     if world_size() == local_world_size():
         variables |= {"NCCL_NET": "Socket", "NCCL_SOCKET_IFNAME": "lo"}
     for name, value in variables.items():
