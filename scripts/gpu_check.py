@@ -16,6 +16,7 @@ GPU.
 """
 
 import argparse
+import contextlib
 import json
 import os
 import re
@@ -171,6 +172,7 @@ STRATEGIES |= {
     for path in sorted(REPOSITORY.glob("fsdp_configs/*.json"))
     if path.stem != "hybrid_shard"  # it shards inside a node, so on one node it is full_shard
 }
+RESUME = "--resume_from_checkpoint"
 ON_GPUS = ("full_shard_cpu_offload", "fsdp1_full_shard")  # the configs that a CPU cannot run
 
 
@@ -202,14 +204,10 @@ def rank_rows(ranks: int) -> list[TrainingRow]:
         *(row(f"lora_{name}", f"{STRATEGIES[name]} {LORA}", "_lora") for name in ("zero3", "full_shard")),
         # The two ranks of a tensor-parallel group get the same questions
         row("tensor_parallel", f"--tensor_parallel 2 {gpt}", "_gpt", batch=16 // ranks),
-        row("full_shard_on_2_ranks", f"{STRATEGIES['full_shard']} {resume('full_shard/checkpoint-8')}", on=2),
+        row("full_shard_on_2_ranks", f"{STRATEGIES['full_shard']} {RESUME} output/full_shard/checkpoint-8", on=2),
         row("stop", f"{STRATEGIES['zero2']} {long}", "_long", disturbed="stop"),
         row("hang", f"{STRATEGIES['zero3']} {long} --ddp_timeout 20", disturbed="hang"),
     ]
-
-
-def resume(checkpoint: str) -> str:
-    return f"--resume_from_checkpoint output/{checkpoint}"
 
 
 # 2. Running a row
@@ -240,13 +238,13 @@ def run_row(row: TrainingRow, environment: dict[str, str], folder: Path, timeout
     place = (variables, folder, timeout)
     command = training_command(row)
     if row.disturbed:
-        record = run_training(row.name, command, *place, partial(disturb, row.disturbed))
+        record = run_training(row.name, command, *place, partial(disturb, row.disturbed, timeout))
         if row.disturbed == "hang":
             found = re.search(r"no answer from rank \d+", (folder / f"{row.name}.log").read_text())
             return {"status": "completed" if found else "failed", "reason": found[0] if found else record["reason"]}
         if record.get("exit_code") != STOPPED:
             return {"status": "failed", "reason": f"exit code {record.get('exit_code')} after a stop"}
-        command.append("--resume_from_checkpoint")
+        command.append(RESUME)
     record = run_training(row.name, command, *place)
     if record["status"] != "completed":
         return {"status": record["status"], "reason": record["reason"]}
@@ -268,14 +266,16 @@ def run_row(row: TrainingRow, environment: dict[str, str], folder: Path, timeout
     return result
 
 
-def disturb(how: str, launcher: psutil.Popen, log: Path) -> None:
+def disturb(how: str, timeout: int, launcher: psutil.Popen, log: Path) -> None:
     """Wait for step 8 of a training with several ranks. Then ask it to stop, or freeze its last rank."""
-    while launcher.is_running() and launcher.status() != psutil.STATUS_ZOMBIE and "\nstep 8 of " not in log.read_text():
+    ends = time.monotonic() + timeout
+    while launcher.poll() is None and "\nstep 8 of " not in log.read_text() and time.monotonic() < ends:
         time.sleep(0.05)
-    if how == "stop":
-        launcher.send_signal(signal.SIGUSR1)
-    else:
-        launcher.children()[-1].send_signal(signal.SIGSTOP)
+    with contextlib.suppress(psutil.NoSuchProcess):  # the training has ended
+        if how == "stop":
+            launcher.send_signal(signal.SIGUSR1)
+        elif ranks := launcher.children():
+            ranks[-1].send_signal(signal.SIGSTOP)
 
 
 # 3. Results
