@@ -186,6 +186,7 @@ def rank_rows(ranks: int) -> list[TrainingRow]:
 
     gpt = "--model_name custom-gpt --vocab_size 1024 --hidden_size 64 --num_heads 4 --ff_dim 128 --save_strategy no"
     none = "--loss chunked --attention sdpa --padding none"
+    groups = STRATEGIES["full_shard"] if ranks > 2 else ""  # FSDP shards over the groups of tensor parallelism
     long = "--num_train_epochs 4 --save_strategy no"  # 32 steps, so that a signal arrives before the end
     return [
         row("one_rank", on=1),
@@ -203,7 +204,7 @@ def rank_rows(ranks: int) -> list[TrainingRow]:
         row("lora_ddp", LORA, "_lora"),
         *(row(f"lora_{name}", f"{STRATEGIES[name]} {LORA}", "_lora") for name in ("zero3", "full_shard")),
         # The two ranks of a tensor-parallel group get the same questions
-        row("tensor_parallel", f"--tensor_parallel 2 {gpt}", "_gpt", batch=16 // ranks),
+        row("tensor_parallel", f"--tensor_parallel 2 {gpt} {groups}", "_gpt", batch=16 // ranks),
         row("full_shard_on_2_ranks", f"{STRATEGIES['full_shard']} {RESUME} output/full_shard/checkpoint-8", on=2),
         row("stop", f"{STRATEGIES['zero2']} {long}", "_long", disturbed="stop"),
         row("hang", f"{STRATEGIES['zero3']} {long} --ddp_timeout 20", disturbed="hang"),
