@@ -31,6 +31,9 @@ site_setup() {
 # --- Memory of one GPU in GiB. If it is set, a dry run shows whether a job fits.
 # : "${GPU_MEMORY:=32}"
 
+# --- Bind each rank to CPUs near its GPU: node, socket, exclusive or core-complex. Needs numactl on the GPU nodes.
+# : "${NUMA_BINDING:=node}" # docs/offload.md says why and how; only experiments that use torchrun are bound
+
 # --- Hugging Face cache, on a file system that all nodes share. Fill it on a login node, with the same HF_HOME:
 #     HF_HOME=... python scripts/prefetch.py --model_name bigscience/bloom-560m --dataset squad
 : "${HF_HOME:=$HOME/.cache/huggingface}"
