@@ -67,24 +67,23 @@ class Job:
     run_dir: Path
 
     def __init__(self, kind: str):
-        variables = os.environ
-        self.id = variables["JOB_ID"]
-        self.slurm_id = variables.get("SLURM_JOB_ID")
-        self.restarts = int(variables.get("SLURM_RESTART_COUNT", "0"))
-        self.script = Path(variables["JOB_SCRIPT"])
+        self.id = os.environ["JOB_ID"]
+        self.slurm_id = os.environ.get("SLURM_JOB_ID")
+        self.restarts = int(os.environ.get("SLURM_RESTART_COUNT", "0"))
+        self.script = Path(os.environ["JOB_SCRIPT"])
         self.text = self.script.read_text(errors="replace") if self.script.is_file() else ""
-        self.dry_run = variables.get("DRY_RUN", "0") not in ("", "0")  # true also means 1
+        self.dry_run = os.environ.get("DRY_RUN", "0") not in ("", "0")  # true also means 1
         self.kind = kind
         # Slurm runs a copy of the script, but bash runs the script itself in a shell of salloc
         self.by_sbatch = self.slurm_id is not None and self.script.suffix != ".slurm"
         self.asked_nodes = int(self.directive("--nodes[= ]|-N *", r"(?:\d+-)?(\d+)"))
-        self.all_nodes = int(variables.get("SLURM_JOB_NUM_NODES") or self.asked_nodes)
+        self.all_nodes = int(os.environ.get("SLURM_JOB_NUM_NODES") or self.asked_nodes)
         one = kind == "python" or (self.asked_nodes == 1 and not self.by_sbatch)
         self.nodes = 1 if one else self.all_nodes
         number = r"(?:[\w.-]+:)?(\d+)"  # 2 or a100:2
         in_all = int(self.directive("--gpus[= ]|-G *", number)) // self.asked_nodes
         self.asked_ranks = int(self.directive("--gpus-per-node[= ]|--gres[= ]gpu:", number, str(max(1, in_all))))
-        allocated = variables.get("SLURM_GPUS_ON_NODE") or variables.get("SLURM_GPUS_PER_NODE", "0")
+        allocated = os.environ.get("SLURM_GPUS_ON_NODE") or os.environ.get("SLURM_GPUS_PER_NODE", "0")
         self.ranks = int(allocated.split(":")[-1]) or self.asked_ranks
         self.record = Path("results", f"{self.id}.json")
 
@@ -95,12 +94,10 @@ class Job:
 
     def overrides(self) -> list[str]:
         """Return the differences between the allocation and the directives of the .slurm file."""
-        found = []
-        if self.nodes != self.asked_nodes and self.kind != "python":
-            found.append(f"nodes: {self.nodes} instead of {self.asked_nodes}")
-        if self.ranks != self.asked_ranks:
-            found.append(f"gpus-per-node: {self.ranks} instead of {self.asked_ranks}")
-        return found
+        numbers = [("gpus-per-node", self.ranks, self.asked_ranks)]
+        if self.kind != "python":
+            numbers.insert(0, ("nodes", self.nodes, self.asked_nodes))
+        return [f"{name}: {number} instead of {asked}" for name, number, asked in numbers if number != asked]
 
     def __str__(self) -> str:
         size = f"{self.nodes} node(s) x {self.ranks} rank(s)"
@@ -148,9 +145,13 @@ def set_variables(job: Job) -> None:
     cpus = min(int(os.environ.get("SLURM_CPUS_ON_NODE") or 1 << 20), len(os.sched_getaffinity(0)))
     # torchrun would set one thread, which makes an optimizer step on the CPU very slow
     threads = os.environ.get("OMP_NUM_THREADS") or str(max(1, cpus // job.ranks))
-    os.environ |= {"NODES": str(job.nodes), "ALLOCATED_NODES": str(job.all_nodes), "RANKS_PER_NODE": str(job.ranks)}
-    os.environ |= {"OMP_NUM_THREADS": threads, "MASTER_PORT": "PORT"}
-    os.environ["SLURM_EXPORT_ENV"] = "ALL"  # sbatch --export=NONE also sets it, and srun would pass on no variable
+    os.environ |= {
+        "NODES": str(job.nodes),
+        "ALLOCATED_NODES": str(job.all_nodes),
+        "RANKS_PER_NODE": str(job.ranks),
+        "OMP_NUM_THREADS": threads,
+        "SLURM_EXPORT_ENV": "ALL",  # sbatch --export=NONE sets NONE, and srun would pass on no variable
+    }
     if "SLURM_CPUS_PER_TASK" in os.environ:  # since Slurm 22.05, srun does not inherit this value
         os.environ["SRUN_CPUS_PER_TASK"] = os.environ["SLURM_CPUS_PER_TASK"]
 
@@ -170,11 +171,14 @@ def begin(job: Job) -> None:
         job.run_dir = Path.cwd() / "results" / f".{job.id}" / str(job.attempt.attempt)
         job.run_dir.mkdir()
     except OSError as error:
-        raise WorkshopError(
-            os.getcwd(), "it cannot be written", "free disk space, or check its permissions", 3
-        ) from error
-    os.environ |= {"RUN_DIR": str(job.run_dir), "BANDWIDTH_FILE": str(job.run_dir / "bandwidth.json")}
-    os.environ |= {"ATTEMPT": str(job.attempt.attempt), "ALL_NODES": "\n".join(job.attempt.nodes)}
+        remedy = "free disk space, or check its permissions"
+        raise WorkshopError(os.getcwd(), "it cannot be written", remedy, ENVIRONMENT) from error
+    os.environ |= {
+        "RUN_DIR": str(job.run_dir),
+        "BANDWIDTH_FILE": str(job.run_dir / "bandwidth.json"),
+        "ATTEMPT": str(job.attempt.attempt),
+        "ALL_NODES": "\n".join(job.attempt.nodes),
+    }
 
 
 def keep_log(job: Job) -> None:
@@ -295,7 +299,7 @@ def check_bandwidth(job: Job, command: on_node.Command) -> int:
 def show(job: Job, words: list[str]) -> int:
     """Show the commands in a dry run. For a training run, also check its settings and estimate its memory."""
     print(job)
-    os.environ.setdefault("MASTER_ADDR", "FIRST_NODE")
+    os.environ |= {"MASTER_ADDR": "FIRST_NODE", "MASTER_PORT": "PORT"}
     steps = [("srun", [BANDWIDTH_TEST])] if os.environ["CHECK_BANDWIDTH"] == "yes" else []
     for kind, program in [*steps, (job.kind, words)]:
         tasks, task = plan(job, kind, program)
@@ -329,7 +333,8 @@ def finish(job: Job, signals: list[str], code: int) -> int:
 
     Return the exit code of the job.
     """
-    on_node.ignore(*on_node.SIGNALS)  # a second signal must not interrupt this function
+    for number in on_node.SIGNALS:
+        signal.signal(number, lambda *_: None)  # a second signal must not interrupt this function, only an upload
     asked = ask_slurm("scontrol", "show", "job", job.slurm_id) if signals and job.slurm_id else ""
     end = end_attempt(job.record, job.run_dir, job.attempt, code, "Reason=TimeLimit" in asked, job.nodes * job.ranks)
     shutil.rmtree(job.run_dir.parent if end.newest else job.run_dir, ignore_errors=True)
@@ -344,14 +349,9 @@ def upload(job: Job, stopped: bool) -> None:
     """Upload the job's offline runs to Weights & Biases, if the site says that nodes have network access."""
     if os.environ.get("WANDB_ONLINE") != "1" or not Path("wandb", job.id).is_dir():
         return
-
-    def obey_signals() -> None:  # a signal can end the upload
-        for number in on_node.SIGNALS:
-            signal.signal(number, signal.SIG_DFL)
-
     words = ["python", str(SCRIPTS / "tracking.py"), job.id]
     # A stopped job has no time for an upload
-    if stopped or subprocess.run(words, preexec_fn=obey_signals).returncode:
+    if stopped or subprocess.run(words).returncode:
         print(f"not uploaded to Weights & Biases; to upload later, run in this folder: {shlex.join(words)}")
 
 

@@ -157,12 +157,12 @@ def choose_gpus(host: str) -> list[str] | None:
     """Return flags for nvidia-smi, which also shows the GPUs of other jobs. None if the job sees no GPU."""
     visible = os.environ.get("CUDA_VISIBLE_DEVICES", "unset")
     if visible in ("", "-1", "NoDevFiles"):
-        what = f"CUDA_VISIBLE_DEVICES is '{visible}' on {host}, the job sees no GPU: no log of GPU memory"
-        note(f"missing_{host}", what)
+        problem = f"CUDA_VISIBLE_DEVICES is '{visible}' on {host}, the job sees no GPU: no log of GPU memory"
+        note(f"missing_{host}", problem)
         return None
     if visible == "unset" or "MIG" in visible:
-        what = f"CUDA_VISIBLE_DEVICES is {visible} on {host}: the GPU log holds all GPUs that nvidia-smi shows"
-        note(f"missing_{host}", what)
+        problem = f"CUDA_VISIBLE_DEVICES is {visible} on {host}: the GPU log holds all GPUs that nvidia-smi shows"
+        note(f"missing_{host}", problem)
         return []
     return ["-i", ",".join(visible.split(",")[: int(os.environ["RANKS_PER_NODE"])])]
 
