@@ -20,6 +20,7 @@ prepare_imports()  # must come before the other imports, because PyTorch reads v
 
 from config import ALL, HUB_SIZES
 from data_loader import is_local, read_local, resolve_size
+from distributed.collectives import ranks_per_gpu
 from distributed.ds_config import offloaded
 from estimate.command_line import parse_memory_plan
 from estimate.communication import sent_bytes
@@ -56,7 +57,7 @@ def memory_table(settings: Settings) -> str:
     if trainer.use_cpu:
         return "\n".join([*lines, verdict("one node", on_node, given.cpu_memory)])
     lines += [
-        verdict("one GPU", on_gpu, gpu_memory(settings)),
+        verdict("one GPU" if ranks_per_gpu() == 1 else "a rank's part of a GPU", on_gpu, gpu_memory(settings)),
         verdict("one node", on_node, given.cpu_memory),
         slurm_request(on_node, given.gpus // given.nodes, given.cpu_memory),
         deepspeed_estimate(shape, settings),

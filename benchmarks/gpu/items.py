@@ -1,4 +1,4 @@
-"""The items that run.py measures, in groups: tables of names, variables, flags and ranks."""
+"""The items that run.py measures, in groups: tables of names, variables and flags."""
 
 import sys
 from dataclasses import dataclass, field
@@ -28,8 +28,6 @@ AT_ONCE_64 = {"BATCH_SIZE": "64", "GRAD_ACC": "1"}
 ALL = BF16 | SDPA | NONE | CHUNKED | AT_ONCE  # as in experiments/efficiency/all
 FOUR_EPOCHS = {"NUM_EPOCHS": "4"}  # 32 steps, so that a stop comes before the end on a fast GPU too
 LORA = {"LORA_RANK": "8", "LEARNING_RATE": "1e-2"}
-GPT = {"MODEL_NAME": "custom-gpt", "VOCAB_SIZE": "1024", "HIDDEN_SIZE": "64", "NUM_HEADS": "4", "FF_DIM": "128"}
-GPT |= {"SAVE_STRATEGY": "no"}  # tensor parallelism cannot save checkpoints
 
 
 def zero(name: str) -> str:
@@ -44,17 +42,15 @@ def fsdp(name: str) -> str:
 class Item:
     """A program to run and measure.
 
-    variables, flags: those of the program. steps: optimizer steps; 0: as many as the variables say. ranks: processes
-    that share the GPU. equal_to: the item with the same evaluation loss. resume: stop the run, resume it, and
-    compare it with a run that was not stopped. guard: seconds until the item is killed. gpu_only: skip it with --cpu.
+    variables, flags: those of the program. steps: optimizer steps; 0: as many as the variables say. resume: stop the
+    run, resume it, and compare it with a run that was not stopped. guard: seconds until the item is killed. gpu_only:
+    skip it with --cpu.
     """
 
     name: str
     variables: dict[str, str] = field(default_factory=dict)
     flags: str = ""
     steps: int = 0
-    ranks: int = 1
-    equal_to: str = ""
     resume: bool = False
     guard: int = 120
     gpu_only: bool = False
@@ -69,15 +65,6 @@ def full(name: str, variables: dict[str, str], flags: str = "", steps: int = 20,
 def tiny(name: str, variables: dict[str, str], flags: str = "", **more: Any) -> Item:
     """An item that trains tiny-bloom for two epochs of 8 steps and evaluates it."""
     return Item(name, TINY | variables, flags, **more)
-
-
-def shared(
-    name: str, flags: str = "", variables: dict[str, str] = FP32, equal_to: str = "one-rank", **more: Any
-) -> Item:
-    """An item that trains tiny-bloom with ranks that share the GPU, with the global batch of one rank: 8 questions."""
-    ranks = int(name[0])
-    batch = {"BATCH_SIZE": str(8 // ranks), "GRAD_ACC": "1"}
-    return Item(name, TINY | batch | variables, flags, ranks=ranks, equal_to=equal_to, **more)
 
 
 GROUPS = {
@@ -124,35 +111,6 @@ GROUPS = {
         tiny("resume-plain", FOUR_EPOCHS, resume=True),
         tiny("resume-zero2", FOUR_EPOCHS, zero("zero2"), resume=True),
         tiny("resume-full_shard", FOUR_EPOCHS, fsdp("full_shard"), resume=True),
-    ],
-    # Every strategy with ranks that share the GPU, in fp32, so that the losses must be equal
-    "ranks": [
-        *(Item(f"{ranks}r-probe", ranks=ranks, program="benchmarks/gpu/probe.py") for ranks in (2, 4)),
-        tiny("one-rank", FP32),
-        tiny("one-rank-lora", FP32 | LORA),
-        tiny("one-rank-gpt", FP32 | GPT),
-        tiny("one-rank-none", FP32 | CHUNKED | SDPA | NONE, equal_to="one-rank"),
-        shared("2r-ddp"),
-        *(shared(f"2r-{name}", zero(name)) for name in ("zero0", "zero1", "zero2", "zero3")),
-        *(shared(f"2r-{name}", zero(name)) for name in ("zero1_cpu_offload", "zero2_cpu_offload")),
-        *(shared(f"2r-{name}", zero(name)) for name in ("zero3_cpu_offload", "ds_zero3_offload")),
-        *(shared(f"2r-{name}", fsdp(name)) for name in ("full_shard", "shard_grad_op")),
-        shared("2r-full_shard_activation_checkpointing", fsdp("full_shard_activation_checkpointing")),
-        *(shared(f"2r-{name}", fsdp(name), gpu_only=True) for name in ("fsdp1_full_shard", "full_shard_cpu_offload")),
-        shared("2r-none-ddp", "", FP32 | CHUNKED | SDPA | NONE),
-        shared("2r-none-zero3", zero("zero3"), FP32 | CHUNKED | SDPA | NONE),
-        shared("2r-none-full_shard", fsdp("full_shard"), FP32 | CHUNKED | SDPA | NONE),
-        shared("2r-lora-zero3", zero("zero3"), FP32 | LORA, "one-rank-lora"),
-        shared("2r-lora-full_shard", fsdp("full_shard"), FP32 | LORA, "one-rank-lora"),
-        # The ranks of a tensor-parallel group get the same questions, so the batch is that of one rank
-        shared("2r-tensor_parallel", "--tensor_parallel 2", FP32 | GPT | {"BATCH_SIZE": "8"}, "one-rank-gpt"),
-        shared("4r-ddp"),
-        shared("4r-zero3", zero("zero3")),
-        shared("4r-hybrid_shard_2x2", fsdp("hybrid_shard_2x2")),
-        # bloom-560m on two ranks: the bytes that a rank holds, and its peak
-        full("560m-2r-ddp", {}, steps=5, ranks=2),
-        *(full(f"560m-2r-{name}", {}, zero(name), steps=5, ranks=2) for name in ("zero2", "zero3")),
-        full("560m-2r-full_shard", {}, fsdp("full_shard"), steps=5, ranks=2),
     ],
 }
 ITEMS = [item for group in GROUPS.values() for item in group]

@@ -1,4 +1,4 @@
-"""Start Python programs as processes with their own session, folder, variables and log, and wait for them."""
+"""Start a Python program as a process with its own session, folder, variables and log, and wait for it."""
 
 import contextlib
 import multiprocessing
@@ -6,13 +6,11 @@ import os
 import runpy
 import signal
 import sys
-import time
 from multiprocessing.context import ForkServerContext, SpawnContext
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
-REPORT_SECONDS = 3  # after the first failure, the other ranks have this long to write their errors
 
 
 def starter(fork: bool) -> ForkServerContext | SpawnContext:
@@ -44,27 +42,17 @@ def become(argv: list[str], variables: dict[str, str], folder: Path, log: Path) 
     runpy.run_path(argv[0], run_name="__main__")
 
 
-def wait(processes: list[BaseProcess], seconds: float) -> list[int | None]:
-    """Wait for all processes and return their exit codes. Kill what is left; its code is None.
-
-    If a process fails, the others are killed soon after, because they may wait for it forever.
-    """
-    ends = time.monotonic() + seconds
-    codes: list[int | None] = [None]
-    while None in codes and not any(codes) and time.monotonic() < ends:
-        time.sleep(0.05)
-        codes = [process.exitcode for process in processes]
-    if any(codes) and None in codes:
-        time.sleep(REPORT_SECONDS)
-    codes = [process.exitcode for process in processes]
-    kill(processes)
-    return codes
+def wait(process: BaseProcess, seconds: float) -> int | None:
+    """Wait for a process and return its exit code. Kill it after these seconds; its code is None then."""
+    process.join(seconds)
+    code = process.exitcode
+    kill(process)
+    return code
 
 
-def kill(processes: list[BaseProcess]) -> None:
-    """Kill the processes and all processes of their sessions."""
-    for process in processes:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
-        process.kill()
-        process.join()
+def kill(process: BaseProcess) -> None:
+    """Kill a process and all processes of its session."""
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.kill()
+    process.join()

@@ -8,8 +8,9 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
 
 from checks.machine import Lines, last_line, run_command
 from config import KNOBS
@@ -84,20 +85,31 @@ def drop_settings(variables: Mapping[str, str], folder: Path) -> dict[str, str]:
     return kept | {"HF_DATASETS_CACHE": str(folder / "datasets")}
 
 
-def run_training(job_id: str, words: list[str], variables: dict[str, str], folder: Path, timeout: int) -> dict:
+def run_training(
+    job_id: str,
+    words: list[str],
+    variables: dict[str, str],
+    folder: Path,
+    timeout: int,
+    disturb: Callable[[Any, Path], object] | None = None,
+) -> dict:
     """Run a training in `folder` and return its run record. For a failed run, the reason in the record names the log.
 
-    torchrun starts each rank in a new session, so the function kills all descendants at the end.
+    disturb: called with the process (psutil) and its log when the training has started. torchrun starts each rank in a
+    new session, so the function kills all descendants at the end.
     """
     import psutil
 
     path, log = folder / "results" / f"{job_id}.json", folder / f"{job_id}.log"
-    path.unlink(missing_ok=True)  # train.py does not overwrite the record of an earlier call
-    shutil.rmtree(folder / "output" / job_id, ignore_errors=True)
+    if "--resume_from_checkpoint" not in words:  # train.py does not overwrite the record of an earlier call
+        path.unlink(missing_ok=True)
+        shutil.rmtree(folder / "output" / job_id, ignore_errors=True)
     with log.open("w") as file:
         environment = variables | {"JOB_ID": job_id}
         process = psutil.Popen(words, cwd=folder, env=environment, stdin=subprocess.DEVNULL, stdout=file, stderr=file)
         try:
+            if disturb:
+                disturb(process, log)
             done = process.wait(timeout) == 0
         except psutil.TimeoutExpired:
             file.write(f"\nerror: time: still running after {timeout} s; read the log above, or raise --timeout\n")

@@ -20,6 +20,11 @@ def local_world_size() -> int:
     return whole_number("LOCAL_WORLD_SIZE", "1")
 
 
+def ranks_per_gpu() -> int:
+    """Return the number of ranks that share a GPU. Before bind_device it is the number that the site allows."""
+    return whole_number("RANKS_PER_GPU", "1")
+
+
 def rank() -> int:
     return whole_number("RANK", "0")
 

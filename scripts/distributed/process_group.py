@@ -6,6 +6,7 @@ workarounds for errors in libraries, and when each workaround can be removed.
 
 import atexit
 import logging
+import math
 import os
 import socket
 import subprocess
@@ -19,7 +20,7 @@ import torch
 import torch.distributed as dist
 
 from distributed import watchdog
-from distributed.collectives import local_world_size, rank, wait_for_all_ranks, world_size
+from distributed.collectives import local_world_size, print_once, rank, ranks_per_gpu, wait_for_all_ranks, world_size
 from distributed.rendezvous import free_port, job_port, node_name
 from shared.errors import ENVIRONMENT, WorkshopError, report, survive_lost_output, whole_number
 
@@ -95,19 +96,27 @@ def bind_device() -> None:
         # With a driver that is too old for this torch, CUDA cannot use the GPU. torch.cuda.device_count() still counts
         # the GPU, because it asks NVML. is_available() also counts it once DeepSpeed has been imported
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
-    local_rank = whole_number("LOCAL_RANK", "0")
     gpus = torch.cuda.device_count()
+    local_rank = whole_number("LOCAL_RANK", "0")
     # Under bare srun with --gpus-per-task or --gpu-bind, each task sees only its own GPU. If a node has fewer GPUs than
     # tasks, several tasks see the same GPU
     gpu_per_task = whole_number("SLURM_GPUS_ON_NODE", "0") >= local_world_size()
-    if gpus == 1 and local_rank > 0 and gpu_per_task and "TORCHELASTIC_RUN_ID" not in os.environ:
-        # DeepSpeed and accelerate use this variable as the index of the GPU
+    own_gpu = gpus == 1 and gpu_per_task and "TORCHELASTIC_RUN_ID" not in os.environ
+    sharing = math.ceil(local_world_size() / gpus) if gpus and not own_gpu else 1
+    shared = 1 < sharing <= ranks_per_gpu()
+    os.environ["RANKS_PER_GPU"] = str(sharing if shared else 1)
+    if shared:
+        local_rank %= gpus
+        allow_shared_gpu(sharing)
+    elif own_gpu:
         local_rank = 0
-        os.environ["LOCAL_RANK"] = "0"
+    if "LOCAL_RANK" in os.environ:  # DeepSpeed and accelerate use this variable as the index of the GPU
+        os.environ["LOCAL_RANK"] = str(local_rank)
     if gpus and local_rank >= gpus:
         what = f"{local_rank}, but this process sees {gpus} of the GPUs of {socket.gethostname()}"
         remedy = (
             "start as many processes per node as it has GPUs, without GPU binding (--gpus-per-task, --gpu-bind), "
+            f"let ranks share a GPU (RANKS_PER_GPU={max(2, sharing)} before the command), "
             "or train on the CPU: CUDA_VISIBLE_DEVICES= before the command"
         )
         raise WorkshopError("LOCAL_RANK", what, remedy, ENVIRONMENT)
@@ -124,6 +133,19 @@ def bind_device() -> None:
         # length (modelscope/FunASR#3704). An H200 needed 113 ms for that, and 0.4 ms with another kernel. Micro batches
         # have many lengths, except with PADDING=max_length
         torch.backends.cuda.enable_cudnn_sdp(False)
+
+
+def allow_shared_gpu(sharing: int) -> None:
+    """Let NCCL accept ranks that share a GPU. sharing: the number of ranks per GPU.
+
+    NCCL refuses two ranks on one GPU of a host. So each rank claims a host of its own, and they connect by sockets.
+    """
+    variables = {"NCCL_HOSTID": f"rank-{rank()}", "NCCL_NVLS_ENABLE": "0", "NCCL_MNNVL_ENABLE": "0"}
+    if world_size() == local_world_size():
+        variables |= {"NCCL_NET": "Socket", "NCCL_SOCKET_IFNAME": "lo"}
+    for name, value in variables.items():
+        os.environ.setdefault(name, value)
+    print_once(f"{sharing} ranks share each GPU (RANKS_PER_GPU), so no speed is measured")
 
 
 def adopt_process_group(training_args: Any, with_deepspeed: bool) -> None:

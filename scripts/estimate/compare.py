@@ -5,6 +5,7 @@ from pathlib import Path
 
 import torch
 
+from distributed.collectives import ranks_per_gpu
 from estimate.command_line import read_config_files
 from estimate.memory import estimate_parts, totals
 from estimate.model_shape import trace_shape
@@ -45,9 +46,14 @@ def tightness(needed: float, available: float) -> int:
 
 
 def gpu_memory(settings: Settings) -> float | None:
-    """Return the memory of one GPU in GiB: --gpu_memory, or that of this machine's GPU. None if neither is known."""
+    """Return a rank's part of a GPU's memory in GiB: of --gpu_memory, or of this machine's GPU. None if unknown.
+
+    As many ranks share a GPU as the site allows (RANKS_PER_GPU).
+    """
     here = torch.cuda.get_device_properties(0).total_memory / GIB if torch.cuda.is_available() else None
-    return settings.estimate.gpu_memory or here
+    memory = settings.estimate.gpu_memory or here
+    sharing = min(ranks_per_gpu(), settings.estimate.gpus // settings.estimate.nodes)
+    return memory and memory / sharing
 
 
 def comparison(settings: Settings) -> str:

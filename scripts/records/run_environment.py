@@ -1,6 +1,7 @@
 """Facts about a run's environment for its record: job id, experiment, hardware and versions."""
 
 import json
+import math
 import os
 import platform
 import re
@@ -10,7 +11,7 @@ from pathlib import Path
 
 import torch
 
-from distributed.collectives import broadcast_from_rank_0
+from distributed.collectives import broadcast_from_rank_0, ranks_per_gpu
 from shared.errors import WorkshopError
 from shared.nvml import power_limit_w
 from shared.paths import REPOSITORY, workshop_version
@@ -55,7 +56,7 @@ def hardware(world_size: int) -> dict:
     names = [line for line in cpuinfo.read_text().splitlines() if "model name" in line] if cpuinfo.exists() else []
     return {
         "gpu": gpu.name if gpu else None,
-        "gpus": world_size if gpu else 0,
+        "gpus": math.ceil(world_size / ranks_per_gpu()) if gpu else 0,
         "gpu_memory_mib": gpu.total_memory // 2**20 if gpu else None,
         "gpu_power_limit_w": power_limit_w(),
         "cpu": names[0].split(":")[1].strip() if names else platform.machine(),

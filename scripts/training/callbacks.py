@@ -193,8 +193,8 @@ class MeasureCallback(TrainerCallback, ExportableState):
                 "loss_mean": of_trainer["train_loss"],
                 "loss_last": losses[-1] if losses else None,
                 "runtime_s": of_trainer["train_runtime"],
-                "samples_per_second": of_trainer["train_samples_per_second"],
-                "steps_per_second": of_trainer["train_steps_per_second"],
+                "samples_per_second": of_trainer.get("train_samples_per_second"),
+                "steps_per_second": of_trainer.get("train_steps_per_second"),
                 **rates,
             },
             callbacks=self.utilisation.means()
@@ -276,7 +276,7 @@ def evaluations(log_history: list[dict]) -> list[dict]:
             "step": entry["step"],
             "loss": entry["eval_loss"],
             "runtime_s": entry["eval_runtime"],
-            "samples_per_second": entry["eval_samples_per_second"],
+            "samples_per_second": entry.get("eval_samples_per_second"),
         }
         for entry in log_history
         if "eval_loss" in entry

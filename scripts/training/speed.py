@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from distributed.collectives import gather_lists, world_size
+from distributed.collectives import gather_lists, ranks_per_gpu, world_size
 from records.writer import RunRecord
 from training.energy import EnergyMeter
 from training.flops import KINDS_OF_TOKENS, ModelFlops
@@ -14,6 +14,9 @@ from training.flops import KINDS_OF_TOKENS, ModelFlops
 WARM_UP_STEPS = 3
 PROFILED_STEPS = 3
 TOO_FEW_STEPS = "too few steps after the warm-up"
+SHARED_GPU = "ranks share a GPU (RANKS_PER_GPU), where they wait for each other"
+RATES = ("samples_per_second", "steps_per_second")  # of the Trainer
+STEADY_RATES = ("steady_samples_per_second", "steady_tokens_per_second", "mfu_percent")
 
 
 class TrainSpeed:
@@ -142,13 +145,15 @@ class TrainSpeed:
         rate = tokens_per_second = mfu = None
         if self.warm_up_seconds is None:
             reasons["train.warm_up_seconds"] = "too few steps for a warm-up"
-        if self.steps:
+        if ranks_per_gpu() > 1:
+            reasons |= {f"train.{name}": SHARED_GPU for name in (*RATES, *STEADY_RATES)}
+        elif self.steps:
             rate = self.steps / self.seconds
             tokens_per_second = round(steady_real / self.seconds, 1)
         else:
-            for name in ("steady_samples_per_second", "steady_tokens_per_second", "mfu_percent"):
+            for name in STEADY_RATES:
                 reasons.setdefault(f"train.{name}", TOO_FEW_STEPS)
-        if self.steps and self.flops:
+        if rate and self.flops:
             needed = self.flops.count_operations(steady_real, steady_counted, steady_squares)
             mfu = round(100 * needed / (self.seconds * self.peak * world_size()), 2)
             if mfu > 100:

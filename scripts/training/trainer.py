@@ -11,7 +11,7 @@ import torch
 from transformers.trainer_utils import EvalLoopOutput, TrainOutput
 
 from config import IGNORED
-from distributed.collectives import gather_lists, rank, world_size
+from distributed.collectives import gather_lists, rank, ranks_per_gpu, world_size
 from models.chunked_loss import add_label_counts, computes_loss_in_head
 from shared.errors import WorkshopError
 from training.checkpoints import MARKER, checkpoint_folder, full_disk_errors
@@ -136,13 +136,18 @@ class WorkshopTrainer(UpstreamFixes):
         return finite
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
-        """Log NaN or infinity if a loss since the last line was not finite, and the mean over the finite losses."""
+        """Log NaN or infinity if a loss since the last line was not finite, and the mean over the finite losses.
+
+        Leave out the speed of ranks that share a GPU, because it says nothing about several GPUs.
+        """
         if "loss" in logs:
             logs["loss"] += float(self.accelerator.reduce(self.unlogged_not_finite))
             self.unlogged_not_finite = torch.zeros_like(self.unlogged_not_finite)
         if "train_loss" in logs:
             finite_steps = self.state.global_step - float(self.accelerator.reduce(self.bad_steps, "mean"))
             logs["train_loss"] *= self.state.global_step / finite_steps if finite_steps else math.nan
+        if ranks_per_gpu() > 1:
+            logs = {name: value for name, value in logs.items() if not name.endswith("_per_second")}
         super().log(logs, start_time)
 
     def _finalize_training(self, trial: Any, num_train_samples: int, start_time: float) -> TrainOutput:

@@ -45,3 +45,20 @@ def test_use_cpu_never_starts_cuda(on_gpu_machine):
     finished = on_gpu_machine("one", "use_cpu", "--use_cpu", REQUIRE_GPU="1")
     assert finished.record["hardware"]["gpus"] == 0
     assert "the stub for CUDA was started" not in finished.log
+
+
+SHARED = """
+from training import speed, trainer
+
+speed.ranks_per_gpu = trainer.ranks_per_gpu = lambda: 2
+"""
+
+
+def test_ranks_that_share_a_gpu_have_no_speed(train):
+    """The stub cannot compute, so this training on the CPU is only told that its ranks share a GPU."""
+    run = train("shared", "--max_steps", "6", patch=SHARED)
+    assert "_per_second" not in run.log
+    rates = [name for name, value in run.record["train"].items() if "per_second" in name or name == "mfu_percent"]
+    assert [run.record["train"][name] for name in rates] == [None] * 6
+    assert run.record["missing"]["train.steady_samples_per_second"].startswith("ranks share a GPU (RANKS_PER_GPU)")
+    assert run.record["train"]["loss_mean"] > 0

@@ -303,6 +303,13 @@ def test_the_first_row_is_the_simplest_method_that_fits_and_not_the_smallest(com
     assert names_of(rows, "fits")[:4] == ["zero0", "zero1", "shard_grad_op", "zero2"]
 
 
+def test_ranks_that_share_a_gpu_share_its_memory(compared, monkeypatch):
+    monkeypatch.setenv("RANKS_PER_GPU", "4")
+    shared, _ = compared("--gpus", 4, "--gpu_memory", 128)
+    monkeypatch.delenv("RANKS_PER_GPU")
+    assert shared == compared("--gpus", 4, "--gpu_memory", 32)[0] != compared("--gpus", 4, "--gpu_memory", 128)[0]
+
+
 def test_without_the_gpus_memory_there_is_no_verdict(compared):
     rows, text = compared("--gpus", 1)
     assert "plain" in rows and all(len(cells) == 2 for cells in rows.values())

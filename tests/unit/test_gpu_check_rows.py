@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 
 import gpu_check
+from estimate.memory import MemoryPart
 from helpers import REPOSITORY
 
 V100 = {"gpu": "Tesla V100-SXM2-32GB", "gpu_memory_mib": 32501, "cpu": "Xeon", "cpus": 8, "torch": "2.13.0+cu126"}
@@ -33,7 +34,7 @@ def run_script(monkeypatch, main_of, capsys):
         monkeypatch.setattr(gpu_check, "machine", lambda environment, cpu: machine)
         code = 0
         try:
-            main_of(gpu_check, "--rows", *words)
+            main_of(gpu_check, *([] if "--rows" in words else ["--rows"]), *words)
         except SystemExit as ended:
             code = ended.code
         return code, capsys.readouterr().out
@@ -63,7 +64,18 @@ def test_the_table_shows_measured_values_and_leaves_other_cells_empty(run_script
     losses = ["Train loss", "Eval loss", "Reloaded", "F1"]
     sizes = ["Samples/s", "Real tokens/s", "Peak GPU (GiB)", "Estimate (GiB)", "Time (s)"]
     assert cells["Run"] == ["Status", "Precision", *losses, *sizes]
-    assert cells["plain"][:-1] == ["completed", "fp16", "7.310", "7.300", "7.300", "0.5", "8.00", "1,900", "0.50", ""]
+    assert cells["plain"][:-1] == [
+        "completed",
+        "fp16",
+        "7.310",
+        "7.300000",
+        "7.300",
+        "0.5",
+        "8.00",
+        "1,900",
+        "0.50",
+        "",
+    ]
     assert float(cells["bloom-560m-plain"][-2]) == pytest.approx(19.1, abs=0.1), "column Estimate (GiB)"
     assert cells["zero2"] == ["failed", *[""] * 9, "0"]
     assert "- zero2: error: x: y; z; read x.log\n" in text
@@ -74,9 +86,9 @@ def test_a_row_fails_if_its_losses_differ_from_the_plain_trainers(run_script):
     records |= {"zero3_reloaded": record(7.6), "zero1_reloaded": FAILED}
     code, printed = run_script(records, "plain", "zero0", "zero1", "zero2", "zero3")
     assert code == 3
-    assert "zero0: failed (Eval loss is 7.500, but Eval loss of plain is 7.320)" in printed
+    assert "zero0: failed (Eval loss is 7.500000, but Eval loss of plain is 7.320000)" in printed
     assert "zero1: failed (error: x: y; z; read x.log)" in printed
-    assert "zero3: failed (Reloaded is 7.600, but Eval loss of plain is 7.320)" in printed
+    assert "zero3: failed (Reloaded is 7.600000, but Eval loss of plain is 7.320000)" in printed
     assert printed.count(": failed (") == 3
 
 
@@ -96,13 +108,36 @@ def test_rows_with_lora_are_compared_with_each_other(run_script):
     assert names == [row.name for row in gpu_check.ROWS if "--lora_rank" in row.flags and not row.full]
     code, printed = run_script(records, "plain", *names)
     assert code == 3
-    assert "lora_full_shard: failed (Reloaded is 7.800, but Eval loss of lora is 7.500)" in printed
+    assert "lora_full_shard: failed (Reloaded is 7.800000, but Eval loss of lora is 7.500000)" in printed
     assert printed.count(": failed (") == 1
     # Without a row of its own, a base model that was saved without its adapters would pass
     records |= {"lora_reloaded": record(7.3)}
     Path("results/gpu_check/gpu_check.json").unlink()
     _, printed = run_script(records, "lora")
-    assert "lora: failed (Reloaded is 7.300, but Eval loss of lora is 7.500)" in printed
+    assert "lora: failed (Reloaded is 7.300000, but Eval loss of lora is 7.500000)" in printed
+
+
+def test_rows_of_several_ranks_fail_by_loss_and_held_bytes(run_script, monkeypatch):
+    held = [{"parameters": 100, "gradients": None, "optimizer_state": 200}] * 4
+    records = {"one_rank": record(7.3, held=held), "zero2": record(7.3005, held=held), "ddp": record(7.302, held=held)}
+    records |= {"zero3": record(7.3, held=[*held, {"parameters": 102, "gradients": None, "optimizer_state": 200}])}
+    parts = [MemoryPart("parameters", 100), MemoryPart("gradients", 7), MemoryPart("optimizer state", 150, 50)]
+    monkeypatch.setattr(gpu_check, "predicted_parts", lambda record, python: parts)
+    code, printed = run_script(records, "--ranks", "4", "--rows", *records)
+    assert code == 3
+    assert "ddp: failed (Eval loss is 7.302000, but Eval loss of one_rank is 7.300000)" in printed
+    assert "zero3: failed (parameters: 102 bytes held, 100 estimated)" in printed
+    assert printed.count(": failed (") == 2
+
+
+def test_a_stop_or_a_hang_that_is_not_seen_is_a_failure(run_script):
+    Path("results/gpu_check_2_ranks").mkdir(parents=True)
+    Path("results/gpu_check_2_ranks/hang.log").write_text("error: time: still running after 600 s; raise --timeout")
+    records = {"stop": record(7.3, exit_code=0), "hang": FAILED}
+    code, printed = run_script(records, "--ranks", "2", "--rows", *records)
+    assert code == 3
+    assert "stop: failed (exit code 0 after a stop)" in printed
+    assert "hang: failed (error: x: y; z; read x.log)" in printed
 
 
 def test_a_row_that_does_not_fit_is_not_a_failure(run_script):

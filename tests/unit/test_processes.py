@@ -93,6 +93,49 @@ def test_two_ranks_do_not_take_the_same_gpu(monkeypatch, refusal, variables):
     assert chosen == []
 
 
+@pytest.fixture
+def shared_gpus(monkeypatch):
+    """Bind a rank of four on a node with some GPUs. Return the GPU that it chooses."""
+
+    def bind(rank: int, gpus: int, allowed: int) -> int:
+        chosen = []
+        monkeypatch.setattr(process_group.torch.cuda, "device_count", lambda: gpus)
+        monkeypatch.setattr(process_group.torch.cuda, "set_device", chosen.append)
+        for name in ("NCCL_HOSTID", "NCCL_NET"):
+            monkeypatch.delenv(name, raising=False)
+        world = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": 4, "LOCAL_WORLD_SIZE": 4, "RANKS_PER_GPU": allowed}
+        for name, value in world.items():
+            monkeypatch.setenv(name, str(value))
+        process_group.bind_device()
+        return chosen[0]
+
+    return bind
+
+
+@pytest.mark.parametrize(
+    ("gpus", "allowed", "chosen"), [(1, 4, [0, 0, 0, 0]), (2, 2, [0, 1, 0, 1]), (2, 4, [0, 1, 0, 1])]
+)
+def test_ranks_share_gpus_if_the_site_allows_it(shared_gpus, gpus, allowed, chosen):
+    hosts = set()
+    for rank, gpu in enumerate(chosen):
+        assert shared_gpus(rank, gpus, allowed) == gpu
+        assert os.environ["LOCAL_RANK"] == str(gpu), "DeepSpeed computes on cuda:LOCAL_RANK"
+        assert os.environ["RANKS_PER_GPU"] == str(4 // gpus)
+        hosts.add(os.environ["NCCL_HOSTID"])
+    assert len(hosts) == 4, "NCCL refuses two ranks of a host on one GPU"
+
+
+def test_ranks_with_a_gpu_each_do_not_share(shared_gpus):
+    assert [shared_gpus(rank, gpus=4, allowed=4) for rank in range(4)] == [0, 1, 2, 3]
+    assert "NCCL_HOSTID" not in os.environ and os.environ["RANKS_PER_GPU"] == "1"
+
+
+def test_more_ranks_than_may_share_end_with_a_line_that_names_the_number(shared_gpus, refusal):
+    line = refusal(lambda: shared_gpus(3, gpus=1, allowed=2), code=3)
+    assert line.startswith("error: LOCAL_RANK: 3, but this process sees 1 of the GPUs of ")
+    assert "let ranks share a GPU (RANKS_PER_GPU=4 before the command)" in line
+
+
 @pytest.mark.parametrize(("rank", "seconds"), [("0", []), ("1", [10])])
 def test_other_ranks_leave_the_error_line_to_rank_0(rank, seconds, monkeypatch, capsys):
     waited = []
