@@ -131,22 +131,23 @@ def sweep(folder: Path, own: str = "") -> None:
 def close_lost_attempt(path: Path, attempt: Attempt, status: str, reason: str | None) -> Attempt:
     """Return an attempt that could not note its end. Its last sign of life is the last write of its training."""
     record = read_training(path) if path.exists() else None
-    finished = None
-    if record and record.attempt == attempt.attempt and not record.finished:
+    finished = attempt.finished
+    if record and record.attempt == attempt.attempt and not record.finished and not finished:
         finished = datetime.fromtimestamp(int(path.stat().st_mtime), UTC)
     return attempt.model_copy(update={"status": status, "finished": finished, "reason": reason})
 
 
 def begin_attempt(path: Path, restarts: int, **facts: Any) -> Attempt:
-    """Note the start of an attempt, and the end of earlier attempts that could not note it. Raises OSError."""
+    """Note the start of an attempt, and the end of the previous attempt if it could not note it. Raises OSError."""
     attempts = read_attempts(path)
     record = read_training(path) if path.exists() else None
-    for place, each in enumerate(attempts):
-        if not each.finished and not each.reason:
-            nodes = failed_nodes(",".join(each.nodes))
-            reason = f"node failure on {nodes}" if nodes else WITHOUT_A_WORD
-            status = "stopped" if each.status == "stopped" else "failed"
-            attempts[place] = close_lost_attempt(path, each, status, reason)
+    last = attempts[-1] if attempts else None
+    if last and (not last.finished or last.status == "failed"):
+        # A rank may have lost its connection, and ended its job, before Slurm knew that the other node had failed
+        nodes = failed_nodes(",".join(last.nodes))
+        reason = f"node failure on {nodes}" if nodes else last.reason if last.finished else WITHOUT_A_WORD
+        status = "stopped" if last.status == "stopped" else "failed"
+        attempts[-1] = close_lost_attempt(path, last, status, reason)
     number = max([restarts, *(each.attempt for each in attempts), record.attempt if record else 0]) + 1
     attempt = Attempt(attempt=number, started=now(), **facts)
     write_attempts(path, [*attempts, attempt])

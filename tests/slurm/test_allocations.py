@@ -45,9 +45,13 @@ CASES = [
 def test_jobs_use_their_allocation(printing_lab):
     """One test, because the jobs run at the same time."""
     jobs = [printing_lab.submit(experiment, sbatch=(flag,), SITE=None) for experiment, flag, *_ in CASES]
+    unequal = printing_lab.submit(OWN, sbatch=("--nodes=2", "--gpus=3"), SITE=None)
     for job, (_, _, ranks, overrides) in zip(jobs, CASES, strict=True):
         job.wait()
         assert (job.state, job.code) == ("COMPLETED", 0), str(job)
         shown = sorted(re.findall(r"^rank .*", job.log, re.MULTILINE))
         assert shown == [f"rank {rank} of {ranks}" for rank in range(ranks)], str(job)
         assert read_attempts(job.record_path)[-1].overrides == overrides
+    unequal.wait()
+    assert (unequal.state, unequal.code) == ("FAILED", 2), str(unequal)
+    assert unequal.error_lines[0].startswith("error: --gpus: 3 GPUs on 2 nodes, of which this node has "), str(unequal)

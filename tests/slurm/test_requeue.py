@@ -65,7 +65,7 @@ class StopCase:
 
 # The record of a job on a crashed node may have another reason: a rank on the other node failed first, or Slurm ended
 # the job
-KILLED = r"node failure on node\d|ended without a word: .*|(failed|stopped).*"
+KILLED = r"node failure on node\d|rank \d on node\d ended first, .*|ended without a word: .*|(failed|stopped).*"
 CASES = [
     StopCase("zero-2", warn, r"stopped by SIGUSR1 \(exit code 75\)"),
     StopCase("fsdp2", crash("node2"), KILLED, clean=False),
