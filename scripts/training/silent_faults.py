@@ -29,7 +29,7 @@ def explain_loss(model: Any, losses: Iterator[torch.Tensor], question_of: Callab
     def look(name: str, module: torch.nn.Module, args: tuple, kwargs: dict, output: Any) -> None:
         if not found and not all(each.isfinite().all() for each in floats(output)):
             inputs = [each.abs().max().item() for each in floats((args, kwargs))]
-            found.update(place=f"{name or 'model'} ({type(module).__name__})", name=name, largest=inputs[:1])
+            found.update(place=name or "the model", name=name, largest=inputs[:1])
 
     hooks = [m.register_forward_hook(partial(look, name), with_kwargs=True) for name, m in model.named_modules()]
     with torch.no_grad():
@@ -45,13 +45,15 @@ def explain_loss(model: Any, losses: Iterator[torch.Tensor], question_of: Callab
     if first is None:
         return "a second forward pass over the same questions is finite"
     fault = ranks[first]
-    text = f"first on rank {first}, in {fault['place']}"
+    facts = []
     if "name" in fault:
         weights = list(model.get_submodule(fault["name"]).parameters(recurse=False))
         bad = gather_lists([not all(own_part(weight).isfinite().all() for weight in weights)])
-        text += f" with weights that are {'not finite' if [True] in bad else 'finite'}" if weights else ""
-        text += "".join(f" and a largest input of {size:.4g}" for size in fault["largest"])
-    return f"{text}, at the question {fault['question'][:SHOWN_CHARACTERS]!r}"
+        facts += [f"its weights are {'not finite' if [True] in bad else 'finite'}"] if weights else []
+        facts += [f"its largest input is {size:.4g}" for size in fault["largest"]]
+    place = fault["place"] + (f" ({', '.join(facts)})" if facts else "")
+    question = fault["question"][:SHOWN_CHARACTERS]
+    return f"rank {first} computes the first wrong number in {place}, from a micro batch that begins with {question!r}"
 
 
 def floats(values: Any) -> Iterator[torch.Tensor]:

@@ -155,11 +155,11 @@ class WorkshopTrainer(UpstreamFixes):
         where = explain_loss(
             self.model, losses, lambda number: self.tokenizer.decode(self.batches[number]["input_ids"][0])
         )
-        steps = f" for {BAD_LOSSES} steps" if self.args.fp16 else ""
-        remedy = "look at this question, and lower --learning_rate"
+        steps = f" ({BAD_LOSSES} steps in a row)" if self.args.fp16 else ""
+        remedy = "look at these questions, or lower --learning_rate"
         remedy += ", or use --bf16 instead of --fp16" if self.args.fp16 else ""
         raise WorkshopError(
-            "loss", f"is not finite in step {self.state.global_step + 1}{steps}, {where}", remedy, code=1
+            "loss", f"is not finite in step {self.state.global_step + 1}{steps}: {where}", remedy, code=1
         )
 
     def end_step(self) -> None:
