@@ -102,6 +102,12 @@ def part_of_rank(weight: Any) -> tuple[int, ...]:
 
 
 def sum_of_bits(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the sum of a tensor's elements, each read as a whole number. It changes with each single bit."""
-    whole_number = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.element_size()]
-    return tensor.view(whole_number).sum(dtype=torch.int64)
+    """Return the sum of a tensor's bits, read as whole numbers of 64 bits. It changes with each single bit.
+
+    On a CPU, numbers of 32 bits would need 50 times as long, because torch converts each of them.
+    """
+    octets = tensor.contiguous().view(-1).view(torch.uint8)
+    if octets.storage_offset() % 8:
+        octets = octets.clone()
+    whole = len(octets) // 8 * 8
+    return octets[:whole].view(torch.int64).sum() + octets[whole:].sum()
