@@ -57,8 +57,9 @@ def explain_loss(model: Any, losses: Iterator[torch.Tensor], question_of: Callab
 
 
 def floats(values: Any) -> Iterator[torch.Tensor]:
-    """Yield the floating-point tensors in nested values. An attention mask comes after a module's input."""
-    return (each for each in tree_leaves(values) if isinstance(each, torch.Tensor) and each.is_floating_point())
+    """Yield this rank's parts of floating-point tensors in nested values. A module's input comes before a mask."""
+    tensors = (local(each) for each in tree_leaves(values) if isinstance(each, torch.Tensor))
+    return (each for each in tensors if each.is_floating_point() and each.numel())
 
 
 def own_part(weight: Any) -> torch.Tensor:
