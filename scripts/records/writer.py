@@ -205,13 +205,15 @@ class RunRecord:
     def close(self, error: BaseException | None) -> None:
         """Record how the run ended: with this exception, or completed if there is none."""
         code = exit_code(error)
+        reason = error.what if isinstance(error, WorkshopError) else None
         out_of_memory = is_out_of_memory(error)
         running = not read_training(self.path).finished
         if rank() == 0 and running:
-            self.update(status="oom" if out_of_memory else outcome(code), exit_code=code, finished=now())
+            self.update(status="oom" if out_of_memory else outcome(code), exit_code=code, finished=now(), reason=reason)
         elif out_of_memory or (running and isinstance(error, Exception)):
             # The launcher is about to end rank 0, which would record only that it was stopped
-            self.change(status="oom" if out_of_memory else "failed", exit_code=code, finished=now())
+            status = "oom" if out_of_memory else "failed"
+            self.change(status=status, exit_code=code, finished=now(), reason=reason)
 
     def close_as_hung(self, error: WorkshopError) -> None:
         """Close the record with an error that names the hanging ranks. The watchdog's thread calls this."""

@@ -5,12 +5,11 @@ import sys
 import time
 from typing import Any
 
-import torch
 from transformers import ProgressCallback, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.trainer_callback import ExportableState
 
 from distributed import watchdog
-from distributed.collectives import max_over_ranks, print_once
+from distributed.collectives import print_once
 from records.schema import local_now
 from shared.errors import WorkshopError
 from training.audit import AuditCallback
@@ -25,7 +24,6 @@ from training.trainer import WorkshopTrainer
 from training.utilisation import Utilisation
 
 PERCENT_PER_LINE = 5
-BAD_LOSSES = 3  # successive steps whose loss is not finite
 
 
 def add_callbacks(run: Run, trainer: WorkshopTrainer) -> None:
@@ -34,6 +32,7 @@ def add_callbacks(run: Run, trainer: WorkshopTrainer) -> None:
     At each event they are called in this order, after transformers' own callbacks, which decide when to log, evaluate
     and save.
     """
+    trainer.tokenizer = run.tokenizer
     stopping = [StopCallback(run.stop, trainer)]
     if run.settings.model.tensor_parallel > 1:
         print_once("--tensor_parallel writes no checkpoints: a stop ends this run at once, and nothing is saved")
@@ -229,43 +228,21 @@ class WatchdogCallback(TrainerCallback):
 
 
 class FiniteLossCallback(TrainerCallback):
-    """Callback that ends the run with exit code 1 if the loss is NaN or infinite.
-
-    This happens after `BAD_LOSSES` such steps in a row, or after one such evaluation. Steps that loss scaling skips do
-    not count: in these steps the scaled gradients overflow, not the loss.
-    """
+    """Callback that ends the run with exit code 1 if the loss of an evaluation is NaN or infinite."""
 
     def __init__(self, trainer: WorkshopTrainer):
         self.trainer = trainer
-        self.bad_losses = torch.zeros((), device=trainer.args.device, dtype=torch.int64)
-        self.remedy = "lower --learning_rate"
-        if trainer.args.fp16:
-            self.remedy += ", or use --bf16 instead of --fp16"
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        self.bad_losses = torch.where(self.trainer.end_step(), 0, self.bad_losses + 1)
-        # Reading the value waits for the GPU, so read it only when the Trainer waits for the GPU anyway
-        if control.should_log or control.should_evaluate or control.should_save:
-            self.check(state.global_step)
-
-    def on_epoch_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
-        self.check(state.global_step)
-
-    def check(self, step: int) -> None:
-        """Raise WorkshopError if any rank's loss was not finite for BAD_LOSSES steps in a row. Collective."""
-        bad = max_over_ranks(int(self.bad_losses))
-        if bad >= BAD_LOSSES:
-            what = f"is not finite since step {step - bad + 1} ({bad} steps in a row)"
-            raise WorkshopError("loss", what, self.remedy, code=1)
+        self.trainer.end_step()
 
     def on_evaluate(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, metrics: Any = None, **kwargs: Any
     ) -> None:
         loss = metrics.get("eval_loss", 0.0)
         if not math.isfinite(loss):
-            raise WorkshopError("evaluation loss", f"is {loss} after step {state.global_step}", self.remedy, code=1)
+            remedy = "lower --learning_rate"
+            raise WorkshopError("evaluation loss", f"is {loss} after step {state.global_step}", remedy, code=1)
 
 
 def evaluations(log_history: list[dict]) -> list[dict]:

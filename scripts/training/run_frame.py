@@ -43,6 +43,7 @@ from training.exact_match import check_references
 from training.flops import ModelFlops, matmul_peak, model_flops
 from training.measured_memory import record_process_peaks
 from training.preconditions import check_room, check_saving, check_trainable
+from training.silent_faults import check_copies
 from training.stopping import StopRequest
 from training.trainer import WorkshopTrainer
 
@@ -68,6 +69,7 @@ class Run:
     identity: dict = field(init=False)
     questions: dict[str, Dataset] = field(init=False)
     energy: EnergyMeter = field(init=False)
+    tokenizer: PreTrainedTokenizerBase = field(init=False)
     peak: float = field(init=False)
     flops: ModelFlops | None = field(init=False)
     unfair_questions: dict[str, int] | None = None
@@ -143,6 +145,7 @@ class Run:
     def prepare_trainer(self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
         """Check that the model can be saved, prepare accelerate for sharding, and start to count energy. Collective."""
         check_saving(model, tokenizer)
+        self.tokenizer = tokenizer
         if self.settings.trainer.fsdp or self.settings.model.tensor_parallel > 1:
             shard_on_cpu()  # without this, accelerate silently uses DDP if there is no GPU
         self.energy = EnergyMeter()  # counts the joules of the GPUs, from here to the end of the run
@@ -156,6 +159,7 @@ class Run:
         """Complete the trackers. After a stop, save a checkpoint and exit with code 75. Collective."""
         close_trackers(self.args, self.job_id, self.record.content["callbacks"])
         self.stop.save_and_exit_if_asked(trainer, self.record, self.energy)
+        check_copies(trainer.model)
         watchdog.progress("saving the model")
 
 

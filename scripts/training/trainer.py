@@ -3,7 +3,7 @@
 import contextlib
 import math
 from collections.abc import Callable
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -11,14 +11,16 @@ import torch
 from transformers.trainer_utils import EvalLoopOutput, TrainOutput
 
 from config import IGNORED
-from distributed.collectives import gather_lists, rank, ranks_per_gpu, world_size
+from distributed.collectives import gather_lists, max_over_ranks, rank, ranks_per_gpu, world_size
 from models.chunked_loss import add_label_counts, computes_loss_in_head
 from shared.errors import WorkshopError
 from shared.paths import CHECKPOINT_MARKER
 from training.checkpoints import checkpoint_folder, full_disk_errors
 from training.flops import KINDS_OF_TOKENS, count_tokens
+from training.silent_faults import check_copies, explain_loss
 from training.upstream_fixes import UpstreamFixes
 
+BAD_LOSSES = 3  # successive steps in fp16 whose loss is not finite
 # The phases of a step, and the methods of the Trainer that they consist of. `backward` contains `forward`
 PHASES = {
     "data": "get_batch_samples",
@@ -35,6 +37,7 @@ class WorkshopTrainer(UpstreamFixes):
     """
 
     before_save: Callable[[], object]  # MeasureCallback sets it; every rank calls it before a checkpoint
+    tokenizer: Any  # add_callbacks sets it; an error shows the question whose loss is not finite
     earlier_seconds = 0.0  # training time before the checkpoint that this run resumes from
     saved_step = 0  # step of the last complete checkpoint, 0 without one
 
@@ -45,6 +48,7 @@ class WorkshopTrainer(UpstreamFixes):
         # Sum of this rank's losses that are NaN or infinite since the last log line, and number of such steps
         self.unlogged_not_finite = torch.zeros((), device=self.args.device)
         self.bad_steps = torch.zeros((), device=self.args.device)
+        self.bad_losses = 0  # successive steps whose loss is not finite
 
     def mark_phases(self, phase: Callable[[str], contextlib.ContextDecorator]) -> None:
         """Enter `phase(name)` around each phase of a step, for a profile. Call this before the training."""
@@ -119,22 +123,52 @@ class WorkshopTrainer(UpstreamFixes):
     def get_batch_samples(self, *args: Any, **kwargs: Any) -> tuple[list, Any]:
         """Return the micro batches of the next optimizer step, and the number of labels in them."""
         self.loss_before_step = self._tr_loss.clone()
+        self.loss_of_step = torch.zeros((), device=self.args.device)
         batches, labels_in_step = super().get_batch_samples(*args, **kwargs)
+        self.batches = batches
         self.tokens = self.tokens + sum(map(count_tokens, batches))
         if batches and computes_loss_in_head(self.model):
             add_label_counts(batches)
         return batches, labels_in_step
 
-    def end_step(self) -> torch.Tensor:
-        """Take a loss that is not finite out of the Trainer's sum. Return whether the loss of this step is finite.
+    def compute_loss(
+        self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
+    ) -> Any:
+        """Compute the loss of a micro batch. After the last one of a step, end the run if a loss is not finite."""
+        loss = super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
+        if model.training:
+            self.loss_of_step = self.loss_of_step + loss.detach()
+            if self.accelerator.sync_gradients:
+                self.check_loss(partial(super().compute_loss, model, num_items_in_batch=num_items_in_batch))
+        return loss
 
-        The sum would otherwise be NaN for the rest of the run. The CPU does not wait for the GPU here.
+    def check_loss(self, compute: Callable[[Any], torch.Tensor]) -> None:
+        """Raise WorkshopError (exit code 1) if a rank's loss is not finite, in fp16 in BAD_LOSSES steps in a row.
+
+        In fp16, such a step is skipped, and the loss scale falls. Otherwise the next backward pass would spoil the
+        weights of all ranks. Collective. compute: computes the loss of a micro batch again.
         """
+        bad = max_over_ranks(int(~self.loss_of_step.isfinite()))
+        self.bad_losses = self.bad_losses + 1 if bad else 0
+        if self.bad_losses < (BAD_LOSSES if self.args.fp16 else 1):
+            return
+        losses = (compute(self._prepare_inputs(batch)) for batch in self.batches)
+        where = explain_loss(
+            self.model, losses, lambda number: self.tokenizer.decode(self.batches[number]["input_ids"][0])
+        )
+        steps = f" ({BAD_LOSSES} steps in a row)" if self.args.fp16 else ""
+        remedy = "look at these questions, or lower --learning_rate"
+        remedy += ", or use --bf16 instead of --fp16" if self.args.fp16 else ""
+        raise WorkshopError(
+            "loss", f"is not finite in step {self.state.global_step + 1}{steps}: {where}", remedy, code=1
+        )
+
+    def end_step(self) -> None:
+        """Take a loss that is not finite out of the Trainer's sum, which would be NaN for the rest of the run."""
         finite = self._tr_loss.isfinite()
         self.unlogged_not_finite = self.unlogged_not_finite + torch.where(finite, 0, self._tr_loss)
         self._tr_loss = torch.where(finite, self._tr_loss, self.loss_before_step)
         self.bad_steps = self.bad_steps + ~finite
-        return finite
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         """Log NaN or infinity if a loss since the last line was not finite, and the mean over the finite losses.
@@ -155,6 +189,7 @@ class WorkshopTrainer(UpstreamFixes):
         return super()._finalize_training(trial, num_train_samples, start_time - self.earlier_seconds)
 
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
+        check_copies(self.model)
         self.before_save()
         folder = checkpoint_folder(self.args.output_dir, self.state.global_step)
         with full_disk_errors(folder):

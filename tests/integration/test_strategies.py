@@ -322,7 +322,7 @@ def test_moving_a_micro_batch_does_not_wait_for_the_gpu(train, model, loss, read
     (line,) = [line for line in run.log.splitlines() if line.startswith("read by ")]
     assert ast.literal_eval(line.removeprefix("read by ")) == {
         "__iter__": 3,  # accelerate's data loader reads the seed and the order of the epoch
-        "check": 2,  # checks that the loss is finite, after a logged step and after the epoch
+        "check_loss": 2,  # whether the loss is finite, once in each step
         "_maybe_log_save_evaluate": 2,  # loss and gradient norm for the log line
         "_finalize_training": 1,  # the mean of all losses
         "log": 2,  # losses that are not finite: their sum since the last log line, and the number of their steps

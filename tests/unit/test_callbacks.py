@@ -152,53 +152,31 @@ def test_gpu_utilisation_is_recorded_or_empty_with_a_reason(utilisation, mean, r
     assert record.reasons == ({"callbacks.avg_gpu_util_%": reason} if reason else {})
 
 
-def train(*losses: float, every: int = 1, to: str = "log", micro_batches: int = 1, fp16: bool = False) -> None:
-    """Imitate the Trainer's loop over these losses of micro batches.
-
-    every: number of steps between requests. to: the request, which is "log", "evaluate" or "save".
-    """
-    args = SimpleNamespace(device=torch.device("cpu"), fp16=fp16)
-    zero = torch.tensor(0.0)
-    trainer = SimpleNamespace(args=args, _tr_loss=zero, unlogged_not_finite=zero, bad_steps=zero)
-    trainer.end_step = lambda: WorkshopTrainer.end_step(trainer)
-    callback = FiniteLossCallback(trainer)
-    coming = iter(losses)
-    for step in range(1, len(losses) // micro_batches + 1):
-        trainer.loss_before_step = trainer._tr_loss
-        for _ in range(micro_batches):
-            trainer._tr_loss = trainer._tr_loss + torch.tensor(next(coming))
-        control = SimpleNamespace(should_log=False, should_evaluate=False, should_save=False)
-        setattr(control, f"should_{to}", step % every == 0)
-        callback.on_step_end(None, SimpleNamespace(global_step=step), control)
-    callback.on_epoch_end(None, SimpleNamespace(global_step=step), control)
+def check_losses(monkeypatch, *losses: float, fp16: bool = False) -> None:
+    """Imitate the Trainer's loop over the losses of these steps."""
+    trainer = SimpleNamespace(args=SimpleNamespace(fp16=fp16), bad_losses=0, model=None, batches=[])
+    monkeypatch.setattr("training.trainer.explain_loss", lambda model, losses, question: "somewhere")
+    for step, loss in enumerate(losses):
+        trainer.state = SimpleNamespace(global_step=step)
+        trainer.loss_of_step = torch.tensor(loss)
+        WorkshopTrainer.check_loss(trainer, lambda inputs: None)
 
 
 @pytest.mark.parametrize("bad", [NAN, -INFINITY])
-def test_the_third_loss_in_a_row_that_is_not_finite_ends_the_run(bad, refusal):
-    train(2.0, bad, bad, 2.0, bad, bad)  # never three bad losses in a row, so the run does not end
-    line = "error: loss: is not finite since step 5 (3 steps in a row); lower --learning_rate"
-    losses = (2.0, bad, bad, 2.0, bad, bad, bad)
-    assert refusal(train, *losses, code=1) == line
-    in_fp16 = refusal(lambda: train(*losses, fp16=True), code=1)
-    assert in_fp16 == f"{line}, or use --bf16 instead of --fp16"
-
-
-@pytest.mark.parametrize("to", ["log", "evaluate", "save"])
-def test_losses_are_checked_before_the_trainer_logs_evaluates_or_saves(to, refusal):
-    assert "since step 1 (5 steps in a row)" in refusal(lambda: train(*[NAN] * 9, every=5, to=to), code=1)
-
-
-def test_a_step_with_one_bad_micro_batch_counts_once(refusal):
-    train(2.0, NAN, NAN, 2.0, 2.0, 2.0, 2.0, NAN, micro_batches=2)
-    line = refusal(lambda: train(2.0, 2.0, 2.0, NAN, NAN, 2.0, 2.0, NAN, micro_batches=2), code=1)
-    assert "since step 2 (3 steps in a row)" in line
+def test_a_loss_that_is_not_finite_ends_the_run_and_in_fp16_the_third_in_a_row(bad, refusal, monkeypatch):
+    line = refusal(lambda: check_losses(monkeypatch, 2.0, bad), code=1)
+    assert line == "error: loss: is not finite in step 2: somewhere; look at these questions, or lower --learning_rate"
+    check_losses(monkeypatch, 2.0, bad, bad, 2.0, bad, bad, fp16=True)
+    line = refusal(lambda: check_losses(monkeypatch, 2.0, bad, bad, 2.0, bad, bad, bad, fp16=True), code=1)
+    assert "is not finite in step 7 (3 steps in a row): somewhere; " in line
+    assert line.endswith(", or use --bf16 instead of --fp16")
 
 
 def test_losses_of_another_rank_end_this_rank_too(monkeypatch, refusal):
     monkeypatch.setenv("WORLD_SIZE", "2")
     monkeypatch.setattr(torch.distributed, "get_backend", lambda: "gloo")
-    monkeypatch.setattr(torch.distributed, "all_reduce", lambda tensor, op: tensor.fill_(3))
-    assert "(3 steps in a row)" in refusal(train, 2.0, code=1)
+    monkeypatch.setattr(torch.distributed, "all_reduce", lambda tensor, op: tensor.fill_(1))
+    assert "is not finite in step 1" in refusal(lambda: check_losses(monkeypatch, 2.0), code=1)
 
 
 @pytest.mark.parametrize(("ranks", "loss"), [([[0.5, NAN, 1.0]], 0.5), ([[0.5, NAN, 1.0], [1.5, 0.0, 1.0]], 1.0)])
