@@ -24,7 +24,7 @@ import torch.distributed as dist
 
 from config import DEFAULTS
 from distributed import watchdog
-from distributed.collectives import rank, wait_for_all_ranks, world_size
+from distributed.collectives import print_once, rank, ranks_per_gpu, wait_for_all_ranks, world_size
 from distributed.process_group import leave_process_group, prepare_environment, run_and_exit
 from shared.errors import ENVIRONMENT, OneLineErrors, WorkshopError
 from shared.json_files import write_json
@@ -67,8 +67,8 @@ def main() -> None:
     os.environ.setdefault("NCCL_DEBUG", "INFO")
     os.environ.setdefault("NCCL_DEBUG_FILE", str(nccl_log))
     prepare_environment(shards=True)
-    if world_size() == 1:
-        print("bandwidth test: skipped, there is only one rank")
+    if world_size() == 1 or ranks_per_gpu() > 1:
+        print_once(f"bandwidth test: skipped, {'ranks share a GPU' if world_size() > 1 else 'there is only one rank'}")
         return
     watchdog.start(DEFAULTS["ddp_timeout"])  # the watchdog names a rank that hangs
     dist.init_process_group("nccl" if GPU else "gloo")

@@ -23,7 +23,7 @@ from distributed.rendezvous import free_port, node_name
 from job import on_node
 from job.end_of_job import End, ask_slurm, begin_attempt, end_attempt, note_attempt, sweep
 from records.schema import Attempt, Record, check_job_id
-from shared.errors import ENVIRONMENT, STOPPED, WorkshopError, run_program, survive_lost_output
+from shared.errors import ENVIRONMENT, STOPPED, WorkshopError, run_program, survive_lost_output, whole_number
 from shared.paths import CHECKPOINT_MARKER, REPOSITORY
 
 SCRIPTS = REPOSITORY / "scripts"
@@ -40,7 +40,7 @@ def main() -> None:
     if job.dry_run and job.slurm_id:
         print("warning: DRY_RUN has no effect in a Slurm job", file=sys.stderr)
         job.dry_run = False
-    check(job)
+    check(job, words[0])
     set_variables(job)
     if job.dry_run:
         sys.exit(show(job, words))
@@ -59,8 +59,9 @@ def main() -> None:
 class Job:
     """A job from the variables of Slurm and job.sh, and from the directives of its .slurm file.
 
-    kind: python, torchrun or srun. nodes: those that the training uses. ranks: number per node. attempt, run_dir: the
-    current start of this job, and the folder in which its parts exchange files; both are set when the attempt begins.
+    kind: python, torchrun or srun. nodes: those that the training uses. gpus, ranks: numbers per node. attempt,
+    run_dir: the current start of this job, and the folder in which its parts exchange files; both are set when the
+    attempt begins.
     """
 
     attempt: Attempt
@@ -82,9 +83,11 @@ class Job:
         self.nodes = 1 if one else self.all_nodes
         number = r"(?:[\w.-]+:)?(\d+)"  # 2 or a100:2
         in_all = int(self.directive("--gpus[= ]|-G *", number)) // self.asked_nodes
-        self.asked_ranks = int(self.directive("--gpus-per-node[= ]|--gres[= ]gpu:", number, str(max(1, in_all))))
+        self.asked_gpus = int(self.directive("--gpus-per-node[= ]|--gres[= ]gpu:", number, str(max(1, in_all))))
         allocated = os.environ.get("SLURM_GPUS_ON_NODE") or os.environ.get("SLURM_GPUS_PER_NODE", "0")
-        self.ranks = int(allocated.split(":")[-1]) or self.asked_ranks
+        self.gpus = int(allocated.split(":")[-1]) or self.asked_gpus
+        # If ranks may share a GPU, fewer GPUs than in the script do not change its number of ranks
+        self.ranks = max(self.gpus, min(self.asked_gpus, self.gpus * whole_number("RANKS_PER_GPU", "1")))
         self.record = Path("results", f"{self.id}.json")
 
     def directive(self, option: str, value: str, default: str = "1") -> str:
@@ -94,7 +97,7 @@ class Job:
 
     def overrides(self) -> list[str]:
         """Return the differences between the allocation and the directives of the .slurm file."""
-        numbers = [("gpus-per-node", self.ranks, self.asked_ranks)]
+        numbers = [("gpus-per-node", self.gpus, self.asked_gpus)]
         if self.kind != "python":
             numbers.insert(0, ("nodes", self.nodes, self.asked_nodes))
         return [f"{name}: {number} instead of {asked}" for name, number, asked in numbers if number != asked]
@@ -107,7 +110,7 @@ class Job:
 # 1. Before the training
 
 
-def check(job: Job) -> None:
+def check(job: Job, program: str) -> None:
     """Raise WorkshopError for a job that could not work: a wrong folder, node or number of GPUs."""
     check_job_id(job.id)
     script = str(job.script)
@@ -119,24 +122,28 @@ def check(job: Job) -> None:
     if ".slurm" in script and not (os.path.isdir(folder) and os.path.samefile(folder, ".")):
         raise WorkshopError(script, f"it does not belong to this folder, {os.getcwd()}", "start it in its own folder")
     if job.slurm_id:
-        check_allocation(job)
+        check_allocation(job, program)
+    elif job.dry_run and job.asked_gpus > whole_number("GPUS_PER_NODE", str(job.asked_gpus)):
+        what = f"it needs {job.asked_gpus} GPUs per node, and GPUS_PER_NODE={os.environ['GPUS_PER_NODE']} of the site"
+        raise WorkshopError(job.script.name, what, "choose a smaller experiment")
     elif job.all_nodes > 1 and not job.dry_run:
         what = f"it needs {job.all_nodes} nodes, but is not in a Slurm job"
         raise WorkshopError(job.script.name, what, "submit it with sbatch", ENVIRONMENT)
 
 
-def check_allocation(job: Job) -> None:
+def check_allocation(job: Job, program: str) -> None:
     first = ask_slurm("scontrol", "show", "hostnames", os.environ.get("SLURM_JOB_NODELIST", "")).partition("\n")[0]
     if first and first.split(".")[0] != node_name().split(".")[0]:  # many sites open salloc's shell on the login node
         what = f"it must run on {first}, the first node of job {job.slurm_id}, and this shell is on {node_name()}"
         remedy = "open a shell there (srun --overlap --nodes=1 --ntasks=1 --pty bash), or submit it with sbatch"
         raise WorkshopError(job.script.name, what, remedy, ENVIRONMENT)
     total = int(os.environ.get("SLURM_GPUS", "").split(":")[-1] or 0)
-    if total and job.nodes > 1 and total != job.nodes * job.ranks:
-        what = f"{total} GPUs on {job.nodes} nodes, of which this node has {job.ranks}"
+    if total and job.nodes > 1 and total != job.nodes * job.gpus:
+        what = f"{total} GPUs on {job.nodes} nodes, of which this node has {job.gpus}"
         raise WorkshopError("--gpus", what, "give each node the same number, with --gpus-per-node")
-    if job.kind == "python" and job.by_sbatch and job.ranks > job.asked_ranks:
-        what = f"{job.ranks} GPUs, but run_python trains on one"
+    starts_ranks = program == str(SCRIPTS / "gpu_check.py")  # with --ranks
+    if job.kind == "python" and job.gpus > job.asked_gpus and job.by_sbatch and not starts_ranks:
+        what = f"{job.gpus} GPUs, but run_python trains on one"
         raise WorkshopError("sbatch", what, "submit without this flag, or use run_torchrun in the script")
 
 

@@ -56,8 +56,10 @@ def add_run(
         for key in parents:
             inner = inner[key]
         inner[last] = value
+    if record["hardware"]["gpus"] and "hardware__gpus" not in changes:
+        record["hardware"]["gpus"] = record["world_size"]
     write(folder / "results" / f"{job_id}.json", json.dumps(record))
-    gpus = record["world_size"]
+    gpus = record["hardware"]["gpus"] or record["world_size"]
     gpu = gpu_log(*gpu) if isinstance(gpu, tuple) else gpu
     good = {"gpu": gpu_log(100, 900, 500, gpus=gpus), "cpu": cpu_log(10, 90, 50)}
     for kind, suffix, content in (("gpu", "csv", gpu), ("cpu", "txt", cpu)):

@@ -40,6 +40,9 @@ site_setup() {
 # : "${REQUEUE:=1}" "${MAX_RESTARTS:=10}"
 # export SBATCH_REQUEUE=1 # needed if "scontrol show config" shows JobRequeue = 0
 
+# --- Ranks that may share a GPU, so that a job gets its ranks on fewer GPUs. Such a run has no speed.
+# : "${RANKS_PER_GPU:=4}"
+
 # --- Memory of one GPU in GiB. If it is set, a dry run shows whether a job fits.
 # : "${GPU_MEMORY:=32}"
 

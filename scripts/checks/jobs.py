@@ -19,7 +19,7 @@ from shared.paths import EXPERIMENTS, REPOSITORY, SAMPLE
 TINY = {"MODEL_NAME": "tiny-bloom", "TRAIN_SIZE": 8, "EVAL_SIZE": 4, "MAX_LENGTH": 256, "SAMPLES_PER_GPU": 8}
 TINY |= {"BATCH_SIZE": 2, "GRAD_ACC": 1, "NUM_EPOCHS": 1, "EM_F1": False, "SAVE_STRATEGY": "no", "REPORT_TO": "none"}
 JOBS = ("baseline", "deepspeed-multi-node/2_nodes", "deepspeed-native-launch/zero3_offload")
-ROWS = ("plain", "ddp", "zero2", "full_shard")  # of gpu_check.py
+ROWS = ("one_rank", "ddp", "zero2", "full_shard")  # of gpu_check.py --ranks 2
 KEPT = "kept"  # marker file: preflight keeps its folder, because a failed check names a log in it
 UNFINISHED = ("PENDING", "CONFIGURING", "RUNNING", "COMPLETING", "SUSPENDED", "REQUEUED", "STAGE_OUT")
 
@@ -53,12 +53,12 @@ def large_jobs() -> Lines:
 
 
 def tiny_jobs(folder: Path, timeout: int) -> Lines:
-    """Train some rows of gpu_check.py on this machine: they also save, load again and score. timeout: per training."""
+    """Train some rows of gpu_check.py with two ranks on this machine. timeout: seconds per training."""
     import torch
 
     path = folder / "gpu_check.json"
     command = [sys.executable, REPOSITORY / "scripts/gpu_check.py", "--output", folder, "--timeout", timeout]
-    command += [] if torch.cuda.is_available() else ["--cpu"]
+    command += ["--ranks", "2", *([] if torch.cuda.is_available() else ["--cpu"])]
     _, output = run_command(*command, "--rows", *ROWS, cwd=folder, timeout=None)
     results = json.loads(path.read_text())["rows"] if path.exists() else {}
     for row in ROWS:

@@ -254,7 +254,9 @@ def summary(job_id: str, record: Record | None, exit_code: int, noted: list[str]
     for log in map(read_cpu_log, cpu_logs):
         rows += memory_rows(log, missing)
     train = record.train if record else None
-    if train:
+    if record and train and train.samples_per_second is None:
+        missing.append(f"samples per second: {record.missing.get('train.samples_per_second')}")
+    elif train:
         steady = train.steady_samples_per_second
         rows.append(
             f"samples per second: {train.samples_per_second:.2f} (Trainer)"

@@ -309,13 +309,16 @@ def add_memory(run: Run) -> None:
     """Set the run's GPU and CPU memory from the memory logs of all nodes."""
     gpu_logs, cpu_logs = memory_log_paths(run.folder, run.job_id)
     hardware = run.record.hardware
-    ranks = (run.record.world_size or 0) // (len(run.record.nodes) or 1)
+    world_size, nodes = run.record.world_size or 0, len(run.record.nodes) or 1
+    gpus = hardware.gpus or world_size
+    if gpus < world_size:
+        run.status_notes.append(f"{world_size // gpus} ranks share each GPU, so the GPU log has their sum")
     if not gpu_logs and hardware.gpus == 0:
         run.gpu = Missing(NO_GPU)
     elif " MIG " in (hardware.gpu or ""):  # NVIDIA A100-SXM4-40GB MIG 1g.5gb
         run.gpu = Missing("the job ran on MIG slices, and nvidia-smi logs the memory of whole GPUs")
     else:
-        run.gpu = summarise_memory(run, "gpu", [read_gpu_log(path) for path in gpu_logs], ranks)
+        run.gpu = summarise_memory(run, "gpu", [read_gpu_log(path) for path in gpu_logs], gpus // nodes)
     run.cpu = summarise_memory(run, "cpu", [read_cpu_log(path) for path in cpu_logs], 1)
 
 

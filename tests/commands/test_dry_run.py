@@ -51,6 +51,14 @@ else:
 """
 
 
+def test_a_job_that_no_node_of_the_site_can_run_is_refused(workshop):
+    done = dry_run(workshop / "experiments/ddp/4_gpus", SITE="laptop", GPUS_PER_NODE=2)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.startswith(
+        "error: ddp.slurm: it needs 4 GPUs per node, and GPUS_PER_NODE=2 of the site; choose "
+    )
+
+
 def test_estimate_at_a_site_without_gpus_describes_the_cpu_run(workshop):
     done = dry_run(workshop / "experiments/ddp/2_gpus", SITE="laptop", FP16="False", CUDA_VISIBLE_DEVICES="")
     assert ", fp32, micro batch 4 x 512 tokens, 2 rank(s) without a GPU on 1 node(s)\n" in done.stdout

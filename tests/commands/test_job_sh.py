@@ -417,6 +417,13 @@ def test_a_job_trains_on_the_gpus_that_slurm_allocated(batch):
     assert attempt.overrides == ["gpus-per-node: 2 instead of 1"]
 
 
+def test_ranks_that_may_share_a_gpu_keep_the_number_of_the_script(stub):
+    variables = {"SLURM_JOB_ID": 48, "SLURM_JOB_NUM_NODES": 1, "SLURM_GPUS_ON_NODE": 1, "RANKS_PER_GPU": 2}
+    done, folder = stub(RANK, verb="run_torchrun", gpus=2, **variables)
+    assert {"rank 0", "rank 1"} <= set(done.stdout.splitlines()), done
+    assert read_attempts(folder / "results/48.json")[0].overrides == ["gpus-per-node: 1 instead of 2"]
+
+
 @pytest.mark.parametrize(
     ("options", "line"),
     [

@@ -41,7 +41,7 @@ def preflight(bench: Bench, checkout: Path, *flags: str, **options: object) -> t
 def test_a_laptop_passes_and_no_file_remains(bench, checkout):
     before = snapshot(*(checkout / name for name in FOLDERS))
     lines, output = preflight(bench, checkout)
-    for name in ("plain", "ddp", "zero2", "full_shard"):
+    for name in ("one_rank", "ddp", "zero2", "full_shard"):
         trained = re.fullmatch(r"ok +eval loss ([0-9.]+), \d+ s", lines[name])
         assert trained, output
         assert 7 < float(trained[1]) < 7.6, "an untrained model with 2048 tokens has log(2048), which is 7.62"

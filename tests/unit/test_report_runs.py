@@ -458,6 +458,13 @@ def test_memory_of_a_whole_gpu_is_not_shown_for_a_slice(tmp_path):
     assert run.cpu.peak == 90 and not run.problems
 
 
+def test_the_memory_of_a_gpu_that_ranks_share_is_their_sum(tmp_path):
+    add_run(tmp_path, STAGE, "1", world_size=4, hardware__gpus=1)
+    run = find_run(tmp_path)
+    assert run.gpu.peak == 900 and not run.problems
+    assert run.status_notes == ["4 ranks share each GPU, so the GPU log has their sum"]
+
+
 def test_old_tables_are_removed(tmp_path):
     folder = add_run(tmp_path, STAGE, "1")
     write_report([tmp_path / "experiments"], tmp_path / "report", all_runs=False)
