@@ -4,10 +4,10 @@
 #   run_python FILE ARGS...     one process
 #   run_torchrun FILE ARGS...   one process per GPU, started by one torchrun per node (in scripts/launch.py)
 #   run_srun FILE ARGS...       one process per GPU, started by srun without torchrun
-#   check_bandwidth             before one of them: an all-reduce over the job's ranks; a slow network ends the job
+#   check_bandwidth             the next run_ function first measures the network; a slow network ends the job
 #   DRY_RUN=1 bash X.slurm      shows the site, the knobs and the commands, checks them, and writes nothing
-# Each run_ function starts scripts/run_job.py, which shows a job from top to bottom: its nodes, the bandwidth test, the
-# training with two memory loggers on each node, the record of its end, the summary in the log, and the restart.
+# Each run_ function starts scripts/run_job.py. Read that file from top to bottom to see a job: its nodes, the bandwidth
+# test, the training with two memory loggers on each node, the record of its end, the summary, and the restart.
 set -euo pipefail
 
 EXPERIMENTS_FOLDER=$(cd -P "$(dirname "${BASH_SOURCE[0]}")" && pwd) # -P: a link may lead to the experiment's folder

@@ -3,8 +3,9 @@
     DRY_RUN=1 bash X.slurm                               # shows what this program would start
     python scripts/run_job.py torchrun scripts/train.py  # or python, or srun, as job.sh does it
 
-job.sh passes on the signals that Slurm sends to its shell, and this program passes them on to the training. It ends
-with the exit code of the rank that failed first. If no rank failed, the code is in the run record.
+job.sh passes on the signals that Slurm sends to its shell, and this program passes them on to the training, all but
+USR1 as TERM. It ends with the exit code of the rank that failed first. If no rank failed, it ends with that of the run
+record.
 """
 
 import contextlib
@@ -44,8 +45,10 @@ def main() -> None:
     set_variables(job)
     if job.dry_run:
         sys.exit(show(job, words))
-    begin(job)
     command = on_node.Command(os.environ["NOTED_SIGNALS"].split(), lambda: note_signal(job))
+    begin(job)
+    if command.signals:  # they came before the attempt began
+        note_signal(job)
     try:
         prepare(job)
         code = check_bandwidth(job, command) if os.environ["CHECK_BANDWIDTH"] == "yes" else 0
@@ -174,7 +177,8 @@ def begin(job: Job) -> None:
         nodes = ask_slurm("scontrol", "show", "hostnames", os.environ.get("SLURM_JOB_NODELIST", "")).split()
         facts = {"nodes": nodes[: job.nodes] or [node_name()], "overrides": job.overrides()}
         job.attempt = begin_attempt(job.record, job.restarts, **facts)
-        # A process of an earlier attempt, whose node did not answer for a while, writes into another folder
+        # Each attempt has its own folder. So a process of an earlier attempt, on a node that did not answer for a
+        # while, cannot change the notes of this one
         job.run_dir = Path.cwd() / "results" / f".{job.id}" / str(job.attempt.attempt)
         job.run_dir.mkdir()
     except OSError as error:
@@ -224,9 +228,10 @@ def prepare(job: Job) -> None:
     # The ranks meet at the address of this node on the route to the second node
     address = os.environ.get("MASTER_ADDR") or (address_towards(job.attempt.nodes[1]) if job.nodes > 1 else "127.0.0.1")
     os.environ |= {"MASTER_ADDR": address, "MASTER_PORT": str(free_port(f"{job.id}.{job.attempt.attempt}"))}
-    # In a restarted job, use up the step numbers of earlier attempts, two for each: bandwidth test and training. Once a
-    # minute, Slurm tells a node that was down to end the old step 1 of this job, and that would end a new step 1, too
-    for _ in range(2 * job.restarts if job.nodes > 1 else 0):
+    # An attempt uses two numbers of Slurm's job steps: one for the bandwidth test, one for the training. Once a
+    # minute, Slurm tells a node that was down to end the old steps of this job, and that would also end a new step with
+    # the same number. So a restarted job uses up the numbers of its earlier attempts
+    for _ in range(2 * (job.attempt.attempt - 1) if job.restarts and job.nodes > 1 else 0):
         subprocess.run(["srun", "--quiet", "--nodes=1", "--ntasks=1", "true"], check=False)
     # Run git here, for records/git_state.py. A large training would fork to start git, and a memory log may count its
     # memory twice during the fork
@@ -329,6 +334,8 @@ def show(job: Job, words: list[str]) -> int:
 
 def note_signal(job: Job) -> None:
     """Note a signal at once: if the training does not react, Slurm kills it together with this program."""
+    if not hasattr(job, "attempt"):
+        return  # main notes it when the attempt has begun
     noted = {"status": "stopped", "exit_code": 128 + signal.SIGTERM}
     job.attempt = job.attempt.model_copy(update=noted)
     with contextlib.suppress(WorkshopError, OSError):
@@ -341,7 +348,8 @@ def finish(job: Job, signals: list[str], code: int) -> int:
     Return the exit code of the job.
     """
     for number in on_node.SIGNALS:
-        signal.signal(number, lambda *_: None)  # a second signal must not interrupt this function, only an upload
+        # A second signal does not interrupt this function. It may end the upload, which is a process of its own
+        signal.signal(number, lambda *_: None)
     asked = ask_slurm("scontrol", "show", "job", job.slurm_id) if signals and job.slurm_id else ""
     end = end_attempt(job.record, job.run_dir, job.attempt, code, "Reason=TimeLimit" in asked, job.nodes * job.ranks)
     shutil.rmtree(job.run_dir.parent if end.newest else job.run_dir, ignore_errors=True)

@@ -1,6 +1,8 @@
 """End of a job: note how its attempt ended, and print a summary for its log. Also note the end of jobs that are gone.
 
-run_job.py calls this. It must finish in the seconds between SIGTERM and SIGKILL, so it imports no large package.
+The attempts are in results/jobs/<job_id>.json. The functions take the path of the training's results/<job_id>.json.
+run_job.py calls them. They must finish in the seconds between SIGTERM and SIGKILL, so this module imports no large
+package.
 """
 
 import contextlib
@@ -114,7 +116,7 @@ def sweep(folder: Path, own: str = "") -> None:
                 *earlier, last = read_attempts(path) or [Attempt(attempt=record.attempt)]
                 stopped = record.status == "stopped"
                 status, reason = ("stopped", record.reason) if stopped else ("failed", reason_from_slurm(path.stem))
-                write_attempts(path, [*earlier, close_lost_attempt(path, last, status, reason)])
+                write_attempts(path, [*earlier, complete_attempt(path, last, status, reason)])
                 print(f"{path}: the job is gone, and its status is now {status}")
     for left in folder.glob(".*"):
         # The watchdog uses this folder in a run without job.sh. This run may still be active
@@ -128,8 +130,8 @@ def sweep(folder: Path, own: str = "") -> None:
             shutil.rmtree(left, ignore_errors=True)
 
 
-def close_lost_attempt(path: Path, attempt: Attempt, status: str, reason: str | None) -> Attempt:
-    """Return an attempt that could not note its end. Its last sign of life is the last write of its training."""
+def complete_attempt(path: Path, attempt: Attempt, status: str, reason: str | None) -> Attempt:
+    """Return an attempt with status and reason. If it noted no end, its end is the last write of its training."""
     record = read_training(path) if path.exists() else None
     finished = attempt.finished
     if record and record.attempt == attempt.attempt and not record.finished and not finished:
@@ -138,16 +140,19 @@ def close_lost_attempt(path: Path, attempt: Attempt, status: str, reason: str | 
 
 
 def begin_attempt(path: Path, restarts: int, **facts: Any) -> Attempt:
-    """Note the start of an attempt, and the end of the previous attempt if it could not note it. Raises OSError."""
+    """Note the start of an attempt. Complete the previous attempt if it noted no end, or failed. Raises OSError.
+
+    A rank may have lost its connection, and so ended its job, before Slurm knew that the other node had failed.
+    """
     attempts = read_attempts(path)
     record = read_training(path) if path.exists() else None
     last = attempts[-1] if attempts else None
     if last and (not last.finished or last.status == "failed"):
-        # A rank may have lost its connection, and ended its job, before Slurm knew that the other node had failed
-        nodes = failed_nodes(",".join(last.nodes))
-        reason = f"node failure on {nodes}" if nodes else last.reason if last.finished else WITHOUT_A_WORD
+        reason = last.reason if last.finished else WITHOUT_A_WORD
+        if nodes := failed_nodes(",".join(last.nodes)):
+            reason = f"node failure on {nodes}"
         status = "stopped" if last.status == "stopped" else "failed"
-        attempts[-1] = close_lost_attempt(path, last, status, reason)
+        attempts[-1] = complete_attempt(path, last, status, reason)
     number = max([restarts, *(each.attempt for each in attempts), record.attempt if record else 0]) + 1
     attempt = Attempt(attempt=number, started=now(), **facts)
     write_attempts(path, [*attempts, attempt])

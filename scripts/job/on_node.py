@@ -1,9 +1,10 @@
 """Run a command of a job on this node with two memory loggers next to it, and pass signals on to the command.
 
-    srun ... python -P scripts/job/on_node.py COMMAND...     # run_job.py starts this on each node of a job
+    srun ... python -P scripts/job/on_node.py COMMAND...     # run_job.py starts this in each task of a job step
 
-In a job on one node, run_job.py calls `run` itself. The exit code is the command's, or 128 + N if signal N ended the
-command. This module imports only the standard library, because each node of a job waits for its imports.
+Without srun (python or torchrun on one node), run_job.py calls `run` itself. The exit code is the command's, or 128 + N
+if signal N ended the command. This module imports only the standard library, because each node of a job waits for its
+imports.
 """
 
 import contextlib
@@ -48,14 +49,16 @@ class Command:
 
     def receive(self, number: int, frame: object) -> None:
         self.signals.append(signal.Signals(number).name.removeprefix("SIG"))
-        if self.process:  # SIGHUP has another meaning for srun, and the command ignores SIGINT
+        # All but USR1 become TERM: SIGHUP has another meaning for srun, the command ignores SIGINT, and USR2 means the
+        # same as TERM to a training
+        if self.process:
             self.process.send_signal(number if number == signal.SIGUSR1 else signal.SIGTERM)
         self.on_signal()
 
     def start(self, words: list[str], **variables: str) -> int:
         """Start the command with these additional variables, and return its process id."""
         self.process = subprocess.Popen(words, env=os.environ | variables, preexec_fn=prepare_command)
-        if self.signals:  # they came before there was a process
+        if self.signals:  # they came before there was a process, or during the bandwidth test
             self.process.terminate()
         return self.process.pid
 
