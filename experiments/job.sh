@@ -33,15 +33,18 @@ run_srun() { job_run srun "$@"; }
 check_bandwidth() { CHECK_BANDWIDTH=yes; }
 
 job_run() { # python|torchrun|srun FILE ARGS...
+  local noted=$NOTED_SIGNALS code=0
   job_note_origin experiment
   python "$ROOT/scripts/run_job.py" "$@" &
   CHILD=$!
+  [[ $NOTED_SIGNALS = "$noted" ]] || kill -"${NOTED_SIGNALS##* }" "$CHILD" # a signal came in between
   # Wait with `read`, which a signal interrupts. During `wait`, a signal may make bash lose the exit code of run_job.py
   while kill -0 "$CHILD" 2>/dev/null; do
     read -rt 0.2 -u "$EMPTY_PIPE" || true
   done
-  CHECK_BANDWIDTH=no
-  wait "$CHILD"
+  wait "$CHILD" || code=$?
+  CHILD="" CHECK_BANDWIDTH=no
+  return "$code"
 }
 
 job_signal() { # NAME: Slurm sends some signals only to this shell, so pass them on; run_job.py also reads NOTED_SIGNALS

@@ -336,7 +336,11 @@ def compare_held_bytes(record: dict) -> dict:
 
 def compare_with_reference(row: TrainingRow, result: dict, rows: dict[str, dict]) -> dict:
     """Return a failure if the losses of a completed row differ from those of its reference, otherwise {}."""
-    wanted = rows.get(row.reference, {}).get("eval_loss") or result.get("eval_loss", 0)
+    wanted = rows.get(row.reference, {}).get("eval_loss")
+    if wanted is None and row.ranks and row.name != row.reference and "eval_loss" in result:
+        reason = f"there is no row {row.reference} to compare it with; add it to --rows"
+        return {"status": "failed", "reason": reason}
+    wanted = wanted or result.get("eval_loss", 0)
     tolerance = LOSS_TOLERANCE_OF_RANKS if row.ranks else LOSS_TOLERANCE
     for name in ("eval_loss", "reloaded_loss"):
         loss = result.get(name)

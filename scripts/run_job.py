@@ -10,6 +10,7 @@ record.
 
 import contextlib
 import fcntl
+import math
 import os
 import re
 import shlex
@@ -18,6 +19,7 @@ import signal
 import socket
 import subprocess
 import sys
+import traceback
 from pathlib import Path
 
 from distributed.rendezvous import free_port, node_name
@@ -38,14 +40,14 @@ def main() -> None:
     survive_lost_output()
     on_node.end_with_parent()
     job = Job(kind)
+    command = on_node.Command(os.environ["NOTED_SIGNALS"].split(), lambda: note_signal(job))
     if job.dry_run and job.slurm_id:
         print("warning: DRY_RUN has no effect in a Slurm job", file=sys.stderr)
         job.dry_run = False
-    check(job, words[0])
+    check(job, words)
     set_variables(job)
     if job.dry_run:
         sys.exit(show(job, words))
-    command = on_node.Command(os.environ["NOTED_SIGNALS"].split(), lambda: note_signal(job))
     begin(job)
     if command.signals:  # they came before the attempt began
         note_signal(job)
@@ -56,6 +58,9 @@ def main() -> None:
     except WorkshopError as error:
         print(f"error: {error}", file=sys.stderr)
         code = error.code
+    except Exception:  # a mistake here must not leave a job without its end
+        traceback.print_exc()
+        code = 1
     sys.exit(finish(job, command.signals, code))
 
 
@@ -87,10 +92,15 @@ class Job:
         number = r"(?:[\w.-]+:)?(\d+)"  # 2 or a100:2
         in_all = int(self.directive("--gpus[= ]|-G *", number)) // self.asked_nodes
         self.asked_gpus = int(self.directive("--gpus-per-node[= ]|--gres[= ]gpu:", number, str(max(1, in_all))))
-        allocated = os.environ.get("SLURM_GPUS_ON_NODE") or os.environ.get("SLURM_GPUS_PER_NODE", "0")
+        self.in_slurm = ask_slurm("scontrol", "show", "job", self.slurm_id) if self.slurm_id else ""
+        requested = os.environ.get("SLURM_GPUS_PER_NODE", "0")
+        # In a job with whole nodes (--exclusive), GPUs that nobody requested are allocated, too
+        whole_nodes = "OverSubscribe=NO" in self.in_slurm
+        allocated = requested if whole_nodes else os.environ.get("SLURM_GPUS_ON_NODE") or requested
         self.gpus = int(allocated.split(":")[-1]) or self.asked_gpus
         # If ranks may share a GPU, fewer GPUs than in the script do not change its number of ranks
-        self.ranks = max(self.gpus, min(self.asked_gpus, self.gpus * whole_number("RANKS_PER_GPU", "1")))
+        self.ranks_per_gpu = whole_number("RANKS_PER_GPU", "1")
+        self.ranks = max(self.gpus, min(self.asked_gpus, self.gpus * self.ranks_per_gpu))
         self.record = Path("results", f"{self.id}.json")
 
     def directive(self, option: str, value: str, default: str = "1") -> str:
@@ -113,20 +123,20 @@ class Job:
 # 1. Before the training
 
 
-def check(job: Job, program: str) -> None:
+def check(job: Job, words: list[str]) -> None:
     """Raise WorkshopError for a job that could not work: a wrong folder, node or number of GPUs."""
     check_job_id(job.id)
     script = str(job.script)
     if job.by_sbatch:
-        found = re.search(r"^ *Command=(.*)", ask_slurm("scontrol", "show", "job", str(job.slurm_id)), re.MULTILINE)
+        found = re.search(r"^ *Command=(.*)", job.in_slurm, re.MULTILINE)
         script = os.path.join(os.environ.get("SLURM_SUBMIT_DIR", ""), found[1] if found else "")
     folder = os.path.dirname(script.rpartition(".slurm")[0]) or "."
     # A script of another folder would write its results here, under a wrong name
     if ".slurm" in script and not (os.path.isdir(folder) and os.path.samefile(folder, ".")):
         raise WorkshopError(script, f"it does not belong to this folder, {os.getcwd()}", "start it in its own folder")
     if job.slurm_id:
-        check_allocation(job, program)
-    elif job.dry_run and job.asked_gpus > whole_number("GPUS_PER_NODE", str(job.asked_gpus)):
+        check_allocation(job, words)
+    elif job.dry_run and job.asked_gpus > whole_number("GPUS_PER_NODE", str(job.asked_gpus)) * job.ranks_per_gpu:
         what = f"it needs {job.asked_gpus} GPUs per node, and GPUS_PER_NODE={os.environ['GPUS_PER_NODE']} of the site"
         raise WorkshopError(job.script.name, what, "choose a smaller experiment")
     elif job.all_nodes > 1 and not job.dry_run:
@@ -134,7 +144,7 @@ def check(job: Job, program: str) -> None:
         raise WorkshopError(job.script.name, what, "submit it with sbatch", ENVIRONMENT)
 
 
-def check_allocation(job: Job, program: str) -> None:
+def check_allocation(job: Job, words: list[str]) -> None:
     first = ask_slurm("scontrol", "show", "hostnames", os.environ.get("SLURM_JOB_NODELIST", "")).partition("\n")[0]
     if first and first.split(".")[0] != node_name().split(".")[0]:  # many sites open salloc's shell on the login node
         what = f"it must run on {first}, the first node of job {job.slurm_id}, and this shell is on {node_name()}"
@@ -144,7 +154,7 @@ def check_allocation(job: Job, program: str) -> None:
     if total and job.nodes > 1 and total != job.nodes * job.gpus:
         what = f"{total} GPUs on {job.nodes} nodes, of which this node has {job.gpus}"
         raise WorkshopError("--gpus", what, "give each node the same number, with --gpus-per-node")
-    starts_ranks = program == str(SCRIPTS / "gpu_check.py")  # with --ranks
+    starts_ranks = words[0] == str(SCRIPTS / "gpu_check.py") and "--ranks" in words
     if job.kind == "python" and job.gpus > job.asked_gpus and job.by_sbatch and not starts_ranks:
         what = f"{job.gpus} GPUs, but run_python trains on one"
         raise WorkshopError("sbatch", what, "submit without this flag, or use run_torchrun in the script")
@@ -180,6 +190,7 @@ def begin(job: Job) -> None:
         # Each attempt has its own folder. So a process of an earlier attempt, on a node that did not answer for a
         # while, cannot change the notes of this one
         job.run_dir = Path.cwd() / "results" / f".{job.id}" / str(job.attempt.attempt)
+        shutil.rmtree(job.run_dir, ignore_errors=True)  # of a killed job whose files were removed
         job.run_dir.mkdir()
     except OSError as error:
         remedy = "free disk space, or check its permissions"
@@ -324,6 +335,7 @@ def show(job: Job, words: list[str]) -> int:
     available = ["--cpu_memory", gib[:-1]] if gib.endswith("G") else []
     if gpu := os.environ.get("GPU_MEMORY"):
         available += ["--gpu_memory", gpu]
+    os.environ["RANKS_PER_GPU"] = str(math.ceil(job.ranks / job.gpus))  # the site's value is only the limit
     sizes = ["--gpus", str(job.nodes * job.ranks), "--nodes", str(job.nodes)]
     estimate = ["python", str(SCRIPTS / "estimate_memory.py"), "--knobs", *sizes, *available, *words[1:]]
     return subprocess.run(estimate).returncode
@@ -389,7 +401,8 @@ def saved_checkpoint(record: Record | None) -> bool:
     """Return True if the training of this attempt has saved a checkpoint after the one that it resumed from."""
     if not record or not record.output_dir:
         return False
-    saved = [path.parent for path in Path(record.output_dir).glob(f"checkpoint-*/{CHECKPOINT_MARKER}")]
+    markers = Path(record.output_dir).glob(f"checkpoint-*/{CHECKPOINT_MARKER}")
+    saved = [path.parent for path in markers if f'"job_id": "{record.job_id}"' in path.read_text(errors="replace")]
     resumed = Path(record.resumed_from or "checkpoint-0")
     return max(map(checkpoint_step, saved), default=0) > checkpoint_step(resumed)
 

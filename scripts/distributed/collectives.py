@@ -22,7 +22,7 @@ def local_world_size() -> int:
 
 def ranks_per_gpu() -> int:
     """Return the number of ranks that share a GPU. Before bind_device it is the number that the site allows."""
-    return whole_number("RANKS_PER_GPU", "1")
+    return max(1, whole_number("RANKS_PER_GPU", "1"))
 
 
 def rank() -> int:

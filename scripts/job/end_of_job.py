@@ -110,7 +110,7 @@ def sweep(folder: Path, own: str = "") -> None:
     own: the id of the job that calls this.
     """
     for path in sorted({*folder.glob("*.json")} - {folder / f"{own}.json"}):
-        with contextlib.suppress(WorkshopError):  # the report names the problem
+        with contextlib.suppress(WorkshopError, OSError):  # the report names the problem
             record = read_record(path)
             if ended_without_a_word(path, record):
                 *earlier, last = read_attempts(path) or [Attempt(attempt=record.attempt)]
@@ -148,7 +148,8 @@ def begin_attempt(path: Path, restarts: int, **facts: Any) -> Attempt:
     record = read_training(path) if path.exists() else None
     last = attempts[-1] if attempts else None
     if last and (not last.finished or last.status == "failed"):
-        reason = last.reason if last.finished else WITHOUT_A_WORD
+        noted = record.reason if record and record.attempt == last.attempt else None  # for example a rank that hung
+        reason = last.reason if last.finished else noted or WITHOUT_A_WORD
         if nodes := failed_nodes(",".join(last.nodes)):
             reason = f"node failure on {nodes}"
         status = "stopped" if last.status == "stopped" else "failed"
@@ -337,7 +338,8 @@ def end_attempt(path: Path, run_dir: Path, attempt: Attempt, exit_code: int, tim
     except WorkshopError as error:
         print(f"error: {error}", file=sys.stderr)
     if record and record.attempt != attempt.attempt:
-        record, earlier = None, True
+        earlier = record.status != "completed"  # otherwise this attempt is a second command, after the training
+        record = None
     failed = None if record and record.status == "completed" and exit_code == 0 else first_failed_process(run_dir)
     code, process = failed or (exit_code, "")
     status, code = job_outcome(record, code, attempt.status == "stopped", timeout)

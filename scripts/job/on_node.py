@@ -95,10 +95,10 @@ def run(command: Command, words: list[str]) -> int:
     if os.environ["NODES"] != "1" and not os.environ.get("GLOO_SOCKET_IFNAME"):
         variables |= gloo_interface()
     pid = command.start(words, **variables)
+    loggers: dict[str, subprocess.Popen] = {}
     try:
-        loggers = start_loggers(pid, host)
+        start_loggers(loggers, pid, host)
     except OSError as error:  # for example a full disk, which must not end the training
-        loggers = {}
         note(f"missing_{host}", f"memory logs on {host} ({error})")
     code = command.wait()
     if code:  # srun returns the highest code of all nodes, which often comes from a command that srun ended
@@ -113,14 +113,16 @@ def run(command: Command, words: list[str]) -> int:
     return code
 
 
-def start_loggers(pid: int, host: str) -> dict[str, subprocess.Popen]:
-    """Start psrecord and nvidia-smi next to the command, in the first task of a node. Note a logger that is missing."""
+def start_loggers(loggers: dict[str, subprocess.Popen], pid: int, host: str) -> None:
+    """Start psrecord and nvidia-smi next to the command, in the first task of a node. Note a logger that is missing.
+
+    Add each to `loggers` as soon as it runs. Raises OSError.
+    """
     if os.environ["LOGGERS"] != "yes" or os.environ.get("SLURM_LOCALID", "0") != "0":
-        return {}
+        return
     name = f"memory_log_{os.environ['JOB_ID']}" + ("" if os.environ["ALLOCATED_NODES"] == "1" else f"_{host}")
     cpu_log, gpu_log = f"cpu_memory/cpu_{name}.txt", f"gpu_memory/gpu_{name}.csv"
     interval = os.environ["LOG_INTERVAL"]
-    loggers = {}
     if is_installed("psrecord", cpu_log, host):
         # If srun has started several tasks on this node, log all of them through their parent slurmstepd
         several = int(os.environ.get("SLURM_STEP_NUM_TASKS", "1")) > int(os.environ["NODES"])
@@ -135,7 +137,6 @@ def start_loggers(pid: int, host: str) -> dict[str, subprocess.Popen]:
     if is_installed("nvidia-smi", gpu_log, host) and (gpus := choose_gpus(host)) is not None:
         words = ["nvidia-smi", *gpus, f"--query-gpu={GPU_COLUMNS}", "--format=csv,nounits", "-l", interval]
         loggers["nvidia-smi"] = start_logger(words, gpu_log)
-    return loggers
 
 
 def is_installed(program: str, log: str, host: str) -> bool:

@@ -164,7 +164,7 @@ class RunRecord:
         on_disk = read_training(self.path) if self.path.exists() else None
         if on_disk and on_disk.attempt == self.content["attempt"] and self.content["status"] == "running":
             # Another rank may have noted its error while this process still trains. Keep those fields
-            self.content |= {name: getattr(on_disk, name) for name in ("status", "exit_code", "finished")}
+            self.content |= {name: getattr(on_disk, name) for name in ("status", "exit_code", "finished", "reason")}
         self.replace(Record.model_validate(self.content))
 
     def replace(self, record: Record) -> None:

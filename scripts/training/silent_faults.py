@@ -6,10 +6,10 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor, Replicate
 from torch.utils._pytree import tree_leaves
 
-from distributed.collectives import gather_lists, rank, world_size
+from distributed.collectives import gather_lists, world_size
 from distributed.inspect_fsdp import local
 from shared.errors import ENVIRONMENT, WorkshopError
 
@@ -75,9 +75,9 @@ def check_copies(model: Any) -> None:
 
     Raise WorkshopError (exit code 3) that names the weight and the rank whose copy differs from most others.
     """
-    if world_size() == 1:
+    weights = {name: weight for name, weight in model.named_parameters() if has_copies(weight)}
+    if world_size() == 1 or not weights:
         return
-    weights = dict(model.named_parameters())
     sums = torch.stack([sum_of_bits(own_part(weight)) for weight in weights.values()]).tolist()
     ranks = gather_lists([(part_of_rank(weight), bits) for weight, bits in zip(weights.values(), sums, strict=True)])
     for index, name in enumerate(weights):
@@ -93,13 +93,18 @@ def check_copies(model: Any) -> None:
                 raise WorkshopError("weights", what, remedy, ENVIRONMENT)
 
 
+def has_copies(weight: Any) -> bool:
+    """Return False for a weight of ZeRO-3 or FSDP1, of which each rank has another part."""
+    return not hasattr(weight, "ds_tensor") and not hasattr(weight, "_fsdp_flattened")
+
+
 def part_of_rank(weight: Any) -> tuple[int, ...]:
     """Return which part of a weight this rank holds. Ranks with the same part hold copies of it."""
-    if isinstance(weight, DTensor):
-        place = weight.device_mesh.get_coordinate() or ()
-        return tuple(at for at, how in zip(place, weight.placements, strict=True) if isinstance(how, Shard))
-    sharded = hasattr(weight, "ds_tensor") or hasattr(weight, "_fsdp_flattened")  # ZeRO-3, FSDP1
-    return (rank(),) if sharded else ()
+    if not isinstance(weight, DTensor):
+        return ()
+    place = weight.device_mesh.get_coordinate() or ()
+    # _StridedShard is no subclass of Shard
+    return tuple(at for at, how in zip(place, weight.placements, strict=True) if not isinstance(how, Replicate))
 
 
 def sum_of_bits(tensor: torch.Tensor) -> torch.Tensor:

@@ -153,15 +153,19 @@ class WorkshopTrainer(UpstreamFixes):
         if self.bad_losses < (BAD_LOSSES if self.args.fp16 else 1):
             return
         losses = (compute(self._prepare_inputs(batch)) for batch in self.batches)
-        where = explain_loss(
-            self.model, losses, lambda number: self.tokenizer.decode(self.batches[number]["input_ids"][0])
-        )
+        try:
+            where = explain_loss(self.model, losses, self.first_question)
+        except torch.OutOfMemoryError:
+            where = "there is no memory for a second forward pass, which would show the module"
         steps = f" ({BAD_LOSSES} steps in a row)" if self.args.fp16 else ""
         remedy = "look at these questions, or lower --learning_rate"
         remedy += ", or use --bf16 instead of --fp16" if self.args.fp16 else ""
         raise WorkshopError(
             "loss", f"is not finite in step {self.state.global_step + 1}{steps}: {where}", remedy, code=1
         )
+
+    def first_question(self, micro_batch: int) -> str:
+        return self.tokenizer.decode(self.batches[micro_batch]["input_ids"][0])
 
     def end_step(self) -> None:
         """Take a loss that is not finite out of the Trainer's sum, which would be NaN for the rest of the run."""

@@ -231,7 +231,7 @@ class LossScaleOfStage0(Trainer):
         from deepspeed.runtime.fp16.fused_optimizer import FP16_Optimizer
         from deepspeed.runtime.fp16.unfused_optimizer import FP16_UnfusedOptimizer
 
-        if not isinstance(optimizer, FP16_Optimizer | FP16_UnfusedOptimizer):
+        if not isinstance(optimizer, FP16_Optimizer | FP16_UnfusedOptimizer) or not loss.requires_grad:
             return 1.0
         scale = optimizer.loss_scale_config.cur_scale
         # A gradient above 1 is already scaled, by a newer version of DeepSpeed

@@ -363,21 +363,23 @@ import json, os, pathlib, signal
 for step in {steps}:
     folder = pathlib.Path(f"output/47/checkpoint-{{step}}")
     folder.mkdir(parents=True)
-    (folder / "complete.json").touch()
-record = {{"status": "running", "output_dir": "output/47", "resumed_from": "output/47/checkpoint-4", "attempt": 3}}
+    (folder / "complete.json").write_text(json.dumps({{"job_id": {owner!r}}}))
+record = {{"status": "running", "job_id": "47", "attempt": 3}}
+record |= {{"output_dir": "output/47", "resumed_from": "output/47/checkpoint-4"}}
 pathlib.Path("results/47.json").write_text(json.dumps(record))
 os.kill(int(os.environ["SCRIPT"]), signal.SIGUSR1)
 signal.pause()
 """
 
 
-@pytest.mark.parametrize("steps", [(4,), (4, 8)], ids=str)
-def test_a_job_without_progress_is_not_requeued(stub, tmp_path, steps):
+@pytest.mark.parametrize(("steps", "owner"), [((4,), "47"), ((4, 8), "47"), ((4, 8), "46")], ids=str)
+def test_a_job_without_progress_is_not_requeued(stub, tmp_path, steps, owner):
+    """Checkpoints of another job in the same output folder are no progress of this one."""
     program(tmp_path / "bin", "scontrol", f'echo "$*" >>"{tmp_path}/asked"')
     variables = {"PATH": f"{tmp_path}/bin:{shell_environment()['PATH']}", "REQUEUE": 1, "SLURM_RESTART_COUNT": 2}
-    done, _ = stub(BEFORE_IT_SAVED.format(steps=steps), lines="export SCRIPT=$$", **IN_A_JOB | variables)
+    done, _ = stub(BEFORE_IT_SAVED.format(steps=steps, owner=owner), lines="export SCRIPT=$$", **IN_A_JOB | variables)
     assert done.returncode == 128 + signal.SIGUSR1, done
-    progress = len(steps) > 1
+    progress = len(steps) > 1 and owner == "47"
     assert ("requeue 47" in Path(tmp_path / "asked").read_text().splitlines()) == progress
     assert ("not requeued: this attempt saved no checkpoint" in done.stdout) != progress
 
@@ -401,9 +403,8 @@ def batch(stub, workshop, tmp_path):
     """Run a job as sbatch does, from a copy of the script. scontrol names the script."""
     copy = tmp_path / "slurm_script"
     script = workshop / "experiments/mine/x/x.slurm"
-    program(
-        tmp_path / "bin", "scontrol", f"[[ $2 = hostnames ]] || printf '   Command=%s\\n' {shlex.quote(str(script))}"
-    )
+    facts = f"printf '   OverSubscribe=%s\\n   Command=%s\\n' ${{OVERSUBSCRIBE-OK}} {shlex.quote(str(script))}"
+    program(tmp_path / "bin", "scontrol", f"[[ $2 = hostnames ]] || {facts}")
     path = f"{tmp_path}/bin:{shell_environment()['PATH']}"
     words = ("bash", "-c", 'cp x.slurm "$1"; exec bash "$1"', "bash", str(copy))
     return lambda **options: stub(RANK, words=words, PATH=path, SLURM_SUBMIT_DIR="/", **IN_A_JOB | options)
@@ -415,6 +416,12 @@ def test_a_job_trains_on_the_gpus_that_slurm_allocated(batch):
     assert {"rank 0", "rank 1"} <= set(done.stdout.splitlines()), done
     (attempt,) = read_attempts(folder / "results/47.json")
     assert attempt.overrides == ["gpus-per-node: 2 instead of 1"]
+
+
+def test_a_job_with_whole_nodes_trains_on_the_gpus_that_it_requested(batch):
+    """With --exclusive, Slurm allocates all GPUs of the node."""
+    done, _ = batch(SLURM_GPUS_ON_NODE=4, SLURM_GPUS_PER_NODE=1, OVERSUBSCRIBE="NO")
+    assert done.returncode == 0 and "rank 0" in done.stdout.splitlines(), done
 
 
 def test_ranks_that_may_share_a_gpu_keep_the_number_of_the_script(stub):
