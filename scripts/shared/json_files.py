@@ -11,7 +11,7 @@ from pydantic import BaseModel, ValidationError
 from shared.errors import WorkshopError
 from shared.files import read_file
 
-LARGEST = 1e18
+LARGEST = 1e100  # a larger number overflows in arithmetic
 Model = TypeVar("Model", bound=BaseModel)
 
 

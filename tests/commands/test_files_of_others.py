@@ -28,7 +28,7 @@ CONTENTS: dict[str, tuple[Callable[[Path], object], str]] = {  # a readable file
     "binary": (lambda path: write(path, bytes(range(256)) * 9), "is not a valid run record (the file: Invalid JSON: "),
     "huge": (
         lambda path: write(path, path.with_name("1.json").read_text().replace('"world_size": 1', HUGE)),
-        f"is not a valid run record (the file: Invalid JSON: {'9' * 20} is not a number up to 1e+18",
+        f"is not a valid run record (the file: Invalid JSON: {'9' * 20} is not a number up to 1e+100",
     ),
 }
 
