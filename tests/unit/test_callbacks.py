@@ -154,7 +154,9 @@ def test_gpu_utilisation_is_recorded_or_empty_with_a_reason(utilisation, mean, r
 
 def check_losses(monkeypatch, *losses: float, fp16: bool = False) -> None:
     """Imitate the Trainer's loop over the losses of these steps."""
-    trainer = SimpleNamespace(args=SimpleNamespace(fp16=fp16), bad_losses=0, model=None, batches=[])
+    trainer = SimpleNamespace(
+        args=SimpleNamespace(fp16=fp16), bad_losses=0, model=None, batches=[], first_question=None
+    )
     monkeypatch.setattr("training.trainer.explain_loss", lambda model, losses, question: "somewhere")
     for step, loss in enumerate(losses):
         trainer.state = SimpleNamespace(global_step=step)
