@@ -268,7 +268,7 @@ def run_row(row: TrainingRow, environment: dict[str, str], folder: Path, timeout
 
 
 def disturb(how: str, timeout: int, launcher: psutil.Popen, log: Path) -> None:
-    """Wait for step 8 of a training with several ranks. Then ask it to stop, or freeze its last rank."""
+    """Wait for step 8 of a training run with several ranks. Then ask the run to stop, or freeze its last rank."""
     ends = time.monotonic() + timeout
     while launcher.poll() is None and "\nstep 8 of " not in log.read_text() and time.monotonic() < ends:
         time.sleep(0.05)

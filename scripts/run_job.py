@@ -99,7 +99,7 @@ class Job:
         allocated = requested if whole_nodes else os.environ.get("SLURM_GPUS_ON_NODE") or requested
         self.gpus = int(allocated.split(":")[-1]) or self.asked_gpus
         # If ranks may share a GPU, fewer GPUs than in the script do not change its number of ranks
-        self.ranks_per_gpu = whole_number("RANKS_PER_GPU", "1")
+        self.ranks_per_gpu = max(1, whole_number("RANKS_PER_GPU", "1"))
         self.ranks = max(self.gpus, min(self.asked_gpus, self.gpus * self.ranks_per_gpu))
         self.record = Path("results", f"{self.id}.json")
 
@@ -190,7 +190,7 @@ def begin(job: Job) -> None:
         # Each attempt has its own folder. So a process of an earlier attempt, on a node that did not answer for a
         # while, cannot change the notes of this one
         job.run_dir = Path.cwd() / "results" / f".{job.id}" / str(job.attempt.attempt)
-        shutil.rmtree(job.run_dir, ignore_errors=True)  # of a killed job whose files were removed
+        shutil.rmtree(job.run_dir, ignore_errors=True)  # a user may have removed the other files of a killed job
         job.run_dir.mkdir()
     except OSError as error:
         remedy = "free disk space, or check its permissions"

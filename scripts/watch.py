@@ -9,13 +9,13 @@ The view asks Slurm for the state of the job, and reads the ends of the job's lo
 
 import argparse
 import os
-import re
 import signal
 import sys
 import textwrap
 import time
 from glob import escape
 
+from records.schema import JOB_ID
 from reporting.job_view import newest_job, newest_log, view_job
 from shared.errors import OneLineErrors, WorkshopError, run_program
 from shared.paths import EXPERIMENTS
@@ -31,7 +31,7 @@ def main() -> None:
     parser.add_argument("--once", action="store_true", help="print one view and end")
     arguments = parser.parse_args()
     job = newest_job() if arguments.job is None else arguments.job
-    if not re.fullmatch(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,63}", job):  # job.sh has the same rule
+    if not JOB_ID.fullmatch(job):
         remedy = "give the number that sbatch printed, or local-... of a run without Slurm"
         raise WorkshopError(job or "watch.sh", "this is not the id of a job", remedy)
     try:

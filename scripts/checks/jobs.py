@@ -14,12 +14,13 @@ from typing import Any
 
 from checks.machine import Lines, last_line, run_command
 from config import KNOBS
+from shared.errors import whole_number
 from shared.paths import EXPERIMENTS, REPOSITORY, SAMPLE
 
 TINY = {"MODEL_NAME": "tiny-bloom", "TRAIN_SIZE": 8, "EVAL_SIZE": 4, "MAX_LENGTH": 256, "SAMPLES_PER_GPU": 8}
 TINY |= {"BATCH_SIZE": 2, "GRAD_ACC": 1, "NUM_EPOCHS": 1, "EM_F1": False, "SAVE_STRATEGY": "no", "REPORT_TO": "none"}
 JOBS = ("baseline", "deepspeed-multi-node/2_nodes", "deepspeed-native-launch/zero3_offload")
-ROWS = ("one_rank", "ddp", "zero2", "full_shard")  # of gpu_check.py --ranks 2
+ROWS = ("one_rank", "ddp", "zero2", "full_shard")  # the rows of gpu_check.py --ranks 2 that preflight trains
 KEPT = "kept"  # marker file: preflight keeps its folder, because a failed check names a log in it
 UNFINISHED = ("PENDING", "CONFIGURING", "RUNNING", "COMPLETING", "SUSPENDED", "REQUEUED", "STAGE_OUT")
 
@@ -42,11 +43,11 @@ def dry_runs(caller: dict[str, str]) -> Lines:
 
 def large_jobs() -> Lines:
     """Name the experiments that submit.sh leaves out at this site, because they need more GPUs per node."""
-    limit = os.environ.get("GPUS_PER_NODE")
+    limit = whole_number("GPUS_PER_NODE", "0")  # 0: the site does not say it
     large = []
     for script in sorted(EXPERIMENTS.rglob("*.slurm")) if limit else []:
         gpus = re.search(r"^#SBATCH +--gpus-per-node=(?:.*:)?(\d+)", script.read_text(), re.MULTILINE)
-        if gpus and int(gpus[1]) > int(limit or 0):
+        if gpus and int(gpus[1]) > limit:
             large.append(script.parent.relative_to(EXPERIMENTS).as_posix())
     if large:
         yield "ok", "GPUs per node", f"{limit}, so submit.sh leaves out {', '.join(large)}"
@@ -95,7 +96,7 @@ def run_training(
 ) -> dict:
     """Run a training in `folder` and return its run record. For a failed run, the reason in the record names the log.
 
-    disturb: called with the process (psutil) and its log when the training has started. torchrun starts each rank in a
+    disturb: called with the process (psutil) and its log when the process has started. torchrun starts each rank in a
     new session, so the function kills all descendants at the end.
     """
     import psutil

@@ -86,7 +86,7 @@ def reach(source: str, host: str, port: int, timeout: int) -> None:
 def note_joining(problem: str = "") -> None:
     """Write a note into the job's folder: this node has joined, or `problem` prevents it.
 
-    The first node reads these notes. Without job.sh there is no such folder, and nothing is written.
+    The first node reads these notes. Without a job there is no such folder, and nothing is written.
     """
     if "RUN_DIR" in os.environ:
         with contextlib.suppress(OSError):  # a full disk must not end the run; it only makes a message less exact

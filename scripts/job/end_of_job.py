@@ -119,7 +119,7 @@ def sweep(folder: Path, own: str = "") -> None:
                 write_attempts(path, [*earlier, complete_attempt(path, last, status, reason)])
                 print(f"{path}: the job is gone, and its status is now {status}")
     for left in folder.glob(".*"):
-        # The watchdog uses this folder in a run without job.sh. This run may still be active
+        # The watchdog uses this folder in a run without a job. This run may still be active
         heartbeats = left.name.startswith(".ranks_")
         if (
             left.is_dir()

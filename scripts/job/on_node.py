@@ -49,8 +49,8 @@ class Command:
 
     def receive(self, number: int, frame: object) -> None:
         self.signals.append(signal.Signals(number).name.removeprefix("SIG"))
-        # All but USR1 become TERM: SIGHUP has another meaning for srun, the command ignores SIGINT, and USR2 means the
-        # same as TERM to a training
+        # All but USR1 become TERM: SIGHUP has another meaning for srun, the command ignores SIGINT, and a training run
+        # treats USR2 and TERM alike
         if self.process:
             self.process.send_signal(number if number == signal.SIGUSR1 else signal.SIGTERM)
         self.on_signal()

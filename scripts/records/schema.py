@@ -20,6 +20,7 @@ from shared.errors import STOPPED, STOPPING_SIGNALS, WorkshopError
 from shared.json_files import read_checked, write_json
 
 SCHEMA: Literal[1] = 1
+JOB_ID = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,63}")  # it is part of file names
 LOCK = ".lock"  # the file that a running job holds locked in results/.<job_id>, and in its output folder
 WITHOUT_A_WORD = "ended without a word: its node failed, or it was killed"
 Time = Annotated[AwareDatetime, PlainSerializer(datetime.isoformat)]  # in UTC, except in Pause
@@ -297,7 +298,7 @@ def read_training(path: Path) -> Record:
 
 def check_job_id(job_id: str) -> None:
     """Raise WorkshopError (exit code 2) for an id that cannot be part of a file name."""
-    if not re.fullmatch(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,63}", job_id):
+    if not JOB_ID.fullmatch(job_id):
         raise WorkshopError("JOB_ID", f"{job_id!r:.80} cannot name files", "give up to 64 letters, digits, . _ or -")
 
 
@@ -307,7 +308,7 @@ def job_path(path: Path) -> Path:
 
 
 def read_attempts(path: Path) -> list[Attempt]:
-    """Read the attempts of the job of a record, oldest first. Without job.sh there are none."""
+    """Read the attempts of the job of a record, oldest first. A training run without a job has none."""
     if not os.path.exists(job_path(path)):
         return []
     return read_checked(job_path(path), JobRecord, "record of a job", "move the file away").attempts

@@ -13,11 +13,11 @@ from shared.files import read_file
 ENTRY = re.compile(r"\{('[^{}\n]*)\}")
 PAIR = re.compile(r"'([^']*)': '?([^',]*)'?")
 ERROR = re.compile(r"^error: .*", re.MULTILINE)
-ATTEMPT = re.compile(r"^(?=job \S+ of )", re.MULTILINE)  # the first line that job.sh prints in each attempt
+ATTEMPT = re.compile(r"^(?=job \S+ of )", re.MULTILINE)  # the first line that run_job.py prints in each attempt
 STEP = re.compile(r"^step (\d{1,9}) of (\d{1,9}) \(\d+ %\) after (\d{1,9}) s", re.MULTILINE)
 RESUMED = re.compile(r"^resuming from step (\d{1,9})", re.MULTILINE)
 STOPPED = re.compile(r"^stopped by \w+ at step (\d{1,9}) of (\d{1,9})", re.MULTILINE)
-SUMMARY = re.compile(r"(?:^=+\n)?^status: (\w+) \(exit code (\d+)\)$", re.MULTILINE)  # printed by job.sh
+SUMMARY = re.compile(r"(?:^=+\n)?^status: (\w+) \(exit code (\d+)\)$", re.MULTILINE)  # printed by end_of_job.py
 LONGEST_ERROR = 500  # characters
 END = 2**18  # bytes; 30 ranks that print a traceback each fit
 LAST_LINES = 3

@@ -103,7 +103,7 @@ def part_of_rank(weight: Any) -> tuple[int, ...]:
     if not isinstance(weight, DTensor):
         return ()
     place = weight.device_mesh.get_coordinate() or ()
-    # _StridedShard is no subclass of Shard
+    # Do not ask for Shard: _StridedShard, which FSDP uses with tensor parallelism, is not a subclass of it
     return tuple(at for at, how in zip(place, weight.placements, strict=True) if not isinstance(how, Replicate))
 
 

@@ -374,7 +374,7 @@ signal.pause()
 
 @pytest.mark.parametrize(("steps", "owner"), [((4,), "47"), ((4, 8), "47"), ((4, 8), "46")], ids=str)
 def test_a_job_without_progress_is_not_requeued(stub, tmp_path, steps, owner):
-    """Checkpoints of another job in the same output folder are no progress of this one."""
+    """Checkpoints of another job in the same output folder do not count as progress of this one."""
     program(tmp_path / "bin", "scontrol", f'echo "$*" >>"{tmp_path}/asked"')
     variables = {"PATH": f"{tmp_path}/bin:{shell_environment()['PATH']}", "REQUEUE": 1, "SLURM_RESTART_COUNT": 2}
     done, _ = stub(BEFORE_IT_SAVED.format(steps=steps, owner=owner), lines="export SCRIPT=$$", **IN_A_JOB | variables)

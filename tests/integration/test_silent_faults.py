@@ -95,7 +95,11 @@ def test_a_loss_that_is_not_finite_names_module_rank_and_question(train, fault, 
 
 
 @pytest.mark.parametrize(
-    "method", ["plain", *(pytest.param(name, marks=pytest.mark.faults) for name in ("zero0", "zero2"))]
+    "method",
+    [
+        "plain",
+        *(pytest.param(name, marks=pytest.mark.faults) for name in ("ddp", "zero0", "zero2", "zero3", "full_shard")),
+    ],
 )
 def test_fp16_ends_after_three_steps(train, method):
     """Loss scaling skips such a step, and a smaller scale does not help here."""
