@@ -21,6 +21,7 @@ import yaml
 from config import CUSTOM_SIZES, KNOBS, TRAINER_KNOBS, DataArguments, ModelArguments
 from reporting.definitions import table_definition
 from reporting.metrics import column_header
+from shared.units import GIB
 
 ROOT = Path(__file__).resolve().parents[1]
 EXPERIMENTS = ROOT / "experiments"
@@ -468,6 +469,48 @@ def efficiency_on_a_gpu() -> None:
         table.append([label, f"{speed:.0f}", f"{run['mfu_percent']:.0f}", energy, peak, f"{speed / slowest:.1f}x"])
     heads = ["One H200", "Samples/s", "[MFU](glossary.md#flops-mfu) (%)", "J per question", "Peak GiB", "Speed"]
     show_table(heads, table)
+
+
+@cache
+def gib(flags: str, part: str = "") -> float:
+    """Return the GiB on a GPU that estimate_memory.py prints for these flags: of a part, or in all."""
+    from estimate.command_line import parse_memory_plan
+    from estimate.memory import estimate_parts, parts_at_peak
+
+    parts = parts_at_peak(estimate_parts(parse_memory_plan(flags.split(), environment={})))
+    return sum(each.gpu for each in parts if part in ("", each.name)) / GIB
+
+
+def bloom(size: str, flags: str = "") -> float:
+    return gib(f"--model_name bigscience/bloom-{size} {flags}")
+
+
+def gathers() -> None:
+    """Print how often ZeRO-3 gathers the parameters of each BLOOM in a micro batch."""
+    from estimate.command_line import parse_plan
+    from estimate.model_shape import trace_shape
+    from estimate.zero3_gathering import gathered_elements
+
+    names = [f"bloom-{size}" for size in ("560m", "1b1", "1b7", "3b", "7b1")]
+    times = []
+    for name in names:
+        flags = ["--model_name", f"bigscience/{name}", "--deepspeed", "ds_configs/zero3.json"]
+        settings = parse_plan(flags, environment={})
+        shape = trace_shape(settings)
+        times.append(f"{gathered_elements(shape, settings.zero) / shape.parameters:.2f}")
+    show_table(["", *names], [["Gathered per micro batch, in times the parameters", *times]])
+
+
+def activations_of_attention() -> None:
+    flags = "--bf16 --loss chunked --max_length {} --attention {}"
+    kinds = ("eager", "sdpa")
+    rows = [[f"{n:,}", *(f"{gib(flags.format(n, kind), 'activations'):.2f}" for kind in kinds)] for n in (512, 2048)]
+    heads = ["Tokens: predicted activations (bf16, micro batch 4, chunked loss)", *(f"{kind}, GiB" for kind in kinds)]
+    show_table(heads, rows)
+
+
+def lora_held() -> None:
+    show(load("docs/figures/adapters.py").held_table())
 
 
 def dimensions(which: str) -> None:

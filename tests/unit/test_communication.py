@@ -8,12 +8,9 @@ import pytest
 import estimate_memory
 from estimate.command_line import parse_memory_plan, parse_plan
 from estimate.communication import Ring, bytes_between_nodes, sent_bytes
-from estimate.memory import estimate_parts, totals
 from estimate.model_shape import Shape, trace_shape
-from estimate.zero3_gathering import gathered_elements
 from helpers import REPOSITORY, program
 from settings.settings import Settings
-from shared.units import GIB
 
 PSI = 1_000_000_000
 SIZES = (PSI // 4, *[PSI // 40] * 30)
@@ -78,38 +75,6 @@ def test_sent_bytes_agree_with_counts_of_real_trainings(strategy, accumulation, 
     counted = ring_bytes(COUNTED[strategy, accumulation]["collectives"])
     settings = counted_training(strategy, accumulation, tmp_path)
     assert sent_bytes(trace_shape(settings), settings) == pytest.approx(counted, rel=0.02)
-
-
-def test_the_pages_show_how_often_zero3_gathers():
-    times = {}
-    lines = []
-    for size in ("560m", "1b1", "1b7", "3b", "7b1"):
-        settings = zero(3, "--model_name", f"bigscience/bloom-{size}")
-        shape = trace_shape(settings)
-        times[size] = gathered_elements(shape, settings.zero) / shape.parameters
-        lines.append(f"| bloom-{size} | {shape.parameters / 1e9:.2f} | {times[size]:.2f} |")
-    assert "\n".join(lines) in (REPOSITORY / "docs" / "zero.md").read_text()
-    sent_with_accumulation_4 = "; ".join(f"{8 * (times[size] + 1):.1f}" for size in ("560m", "7b1"))
-    assert f"| {sent_with_accumulation_4} |" in (REPOSITORY / "docs" / "comparison.md").read_text()
-
-
-def test_the_page_shows_the_costs_of_tensor_parallelism():
-    """The page shows the GB that a rank sends and the GiB that it holds, at a global batch of 4."""
-    flags = {
-        "FSDP 2": ("--fsdp", "--gpus", 2, "--gradient_accumulation_steps", 2),
-        "TP 2": ("--tensor_parallel", 2, "--gradient_accumulation_steps", 4),
-        "FSDP 4": ("--fsdp", "--gpus", 4, "--gradient_accumulation_steps", 1),
-        "TP 4": ("--tensor_parallel", 4, "--gradient_accumulation_steps", 4),
-        "TP 2 x FSDP 2": ("--tensor_parallel", 2, "--fsdp", "--gpus", 4, "--gradient_accumulation_steps", 2),
-    }
-    model = ("--model_name", "custom-gpt", "--per_device_train_batch_size", 1, "--bf16")
-    lines = []
-    for name, words in flags.items():
-        settings = plan(*model, *words)
-        held = totals(estimate_parts(settings), 1)[0] / GIB
-        batch = f"1 x {settings.trainer.gradient_accumulation_steps}"
-        lines.append(f"| {name} | {batch} | {sent_bytes(trace_shape(settings), settings) / 1e9:.2f} | {held:.1f} |")
-    assert "\n".join(lines) in (REPOSITORY / "docs" / "tensor-parallel.md").read_text()
 
 
 # Training on 2 x 2 ranks with two dimensions -> function that returns True for a message to the other node

@@ -15,13 +15,11 @@ from transformers.loss.loss_utils import ForCausalLMLoss
 from estimate.command_line import parse_memory_plan, parse_plan
 from estimate.compare import ORDER_TO_TRY
 from estimate.flags import RankFlags
-from estimate.memory import estimate_parts, totals
 from estimate_memory import memory_table
 from helpers import REPOSITORY, program
 from settings.command_line import parse_command_line
 from shared.errors import WorkshopError
 from shared.json_files import read_json
-from shared.units import GIB
 from text_checks.commands import Command, commands
 from text_checks.common import relative_name
 
@@ -72,52 +70,9 @@ def test_the_numbers_of_what_fits_where_have_the_order_of_the_code():
         assert list(group) == sorted(group, key=ORDER_TO_TRY.index)
 
 
-# Numbers of the memory estimate
-
-BLOOM = "--model_name bigscience/bloom-"
-AT_ONCE = "--bf16 --per_device_train_batch_size 16 --gradient_accumulation_steps 1"
-ON_4_GPUS = f"{BLOOM}7b1 --gpus 4"
-ESTIMATED = [  # page, its text, and the flags that give each number in the text
-    ("memory.md", "bloom-3b fits ({:.0f} GiB), bloom-7b1 does not ({:.0f} GiB)", [f"{BLOOM}3b", f"{BLOOM}7b1"]),
-    ("memory.md", "with {:.1f} GiB: activations", ["--per_device_train_batch_size 1 --max_length 64"]),
-    (
-        "efficiency.md",
-        "The first needs {:.1f} GiB, the second {:.1f} GiB",
-        [AT_ONCE, f"{AT_ONCE} --loss chunked --activation_checkpointing"],
-    ),
-    (
-        "zero.md",
-        "every stage needs {:.1f} GiB for bloom-560m, {:.1f} for bloom-3b, and {:.1f} for bloom-7b1",
-        [f"{BLOOM}{size} --deepspeed ds_configs/zero2.json" for size in ("560m", "3b", "7b1")],
-    ),
-    ("zero.md", "The baseline needs {:.1f} for bloom-560m", [""]),
-    (
-        "offload.md",
-        "need {:.1f}, {:.1f} and {:.1f} GiB for bloom-560m, {:.1f}, {:.1f} and {:.1f} for bloom-3b, "
-        "and {:.1f}, {:.1f} and {:.1f} for bloom-7b1",
-        [
-            f"{BLOOM}{size} --deepspeed ds_configs/zero{stage}_cpu_offload.json"
-            for size in ("560m", "3b", "7b1")
-            for stage in (1, 2, 3)
-        ],
-    ),
-    ("comparison.md", "DDP needs {:.0f} GiB, so no.", [ON_4_GPUS]),
-    ("comparison.md", "ZeRO-1 needs {:.0f} GiB and leaves", [f"{ON_4_GPUS} --deepspeed ds_configs/zero1.json"]),
-    ("comparison.md", "ZeRO-2 needs {:.0f}.", [f"{ON_4_GPUS} --deepspeed ds_configs/zero2.json"]),
-]
-
-
-@pytest.mark.parametrize(("name", "text", "flags"), ESTIMATED)
-def test_a_page_shows_the_totals_of_the_estimate(monkeypatch, name, text, flags):
-    monkeypatch.chdir(REPOSITORY)
-    plans = [parse_memory_plan(each.split(), environment={}) for each in flags]
-    found = text.format(*(totals(estimate_parts(plan), 1)[0] / GIB for plan in plans))
-    assert found in " ".join(page(name).split()), found
-
-
 def test_the_example_of_the_estimate_is_the_output_of_its_command(monkeypatch):
     monkeypatch.chdir(REPOSITORY)
-    flags = f"{BLOOM}3b --deepspeed ds_configs/zero3.json --gpus 4 --gpu_memory 32"
+    flags = "--model_name bigscience/bloom-3b --deepspeed ds_configs/zero3.json --gpus 4 --gpu_memory 32"
     printed = memory_table(parse_memory_plan(flags.split(), environment={})).splitlines()
     machine_lines = ("Python, libraries", "one node:", "for sbatch:")
     shown = page("memory.md")

@@ -181,14 +181,6 @@ def test_sdpa_keeps_one_matrix_instead_of_several_per_layer():
     assert eager - sdpa == pytest.approx(24 * matrix * (4 + 2) - 2 * matrix, rel=0.1)
 
 
-@pytest.mark.parametrize("length", [512, 2048])
-def test_the_efficiency_page_shows_the_estimated_activations(length):
-    flags = ("--bf16", "--loss", "chunked", "--max_length", length, "--attention")
-    held = [estimated_activations(*flags, attention) / GIB for attention in ("eager", "sdpa")]
-    row = f"| {length:,} | {held[0]:.2f} | {held[1]:.2f} |"
-    assert row in (REPOSITORY / "docs" / "efficiency.md").read_text(), row
-
-
 def test_the_chunked_loss_holds_one_chunk_and_the_gradient_of_the_head():
     full, chunked = (estimated("--bf16", "--loss", loss) for loss in ("full", "chunked"))
     vocabulary, hidden = 250_880, 1024
