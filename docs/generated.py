@@ -432,7 +432,7 @@ def communication(section: str = "") -> None:
 
 def prediction() -> None:
     benchmark = load("benchmarks/prediction.py")
-    show(benchmark.summary(benchmark.read_results()))
+    show(f"{benchmark.summary(benchmark.read_results())}.")
 
 
 def gpu_check() -> None:
@@ -442,7 +442,7 @@ def gpu_check() -> None:
     measured = json.loads((ROOT / "benchmarks" / "gpu_check.json").read_text(encoding="utf-8"))
     shown = ("status", "precision", "samples_per_second", "peak_gpu_gib", "estimated_gib", "pinned_gib")
     rows = {name: {key: row[key] for key in shown if key in row} for name, row in measured["rows"].items()}
-    show(results_markdown(measured | {"rows": rows}).strip())
+    show(*(line for line in results_markdown(measured | {"rows": rows}).splitlines() if line.startswith("|")))
 
 
 def efficiency_on_a_gpu() -> None:
